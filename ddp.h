@@ -75,7 +75,7 @@ NOT DONE HERE
 #define DDP_H
 
 #define DDP_VERSION_MAJOR 0
-#define DDP_VERSION_MINOR 1
+#define DDP_VERSION_MINOR 2
 #define DDP_VERSION_PATCH 0
 
 //== config ============================================================================================== >>config
@@ -891,6 +891,34 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
 DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
+/* The same for a failure of the public call `who`: "rank 1/4 WHO group=world: ...". group may be NULL. */
+DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_group *group, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
+
+/* Returns from the calling function with the result of `call`, unless that is DDP_OK. */
+#define DDP_TRY(call)                                    \
+    do {                                                 \
+        ddp_result ddp__tried = (call);                  \
+        if (ddp__tried != DDP_OK) return ddp__tried;     \
+    } while (0)
+
+/* A result with its error line, which outlives later calls and can be sent to other ranks. Zero = DDP_OK.
+   ddp_error_save stores result and this thread's error line, unless saved already has a failure.
+   ddp_error_restore sets the error line and returns the result. */
+typedef struct ddp_saved_error {
+    int32_t result; /* ddp_result */
+    char text[512];
+} ddp_saved_error;
+DDPDEF void ddp_error_save(ddp_saved_error *saved, ddp_result result);
+DDPDEF ddp_result ddp_error_restore(const ddp_saved_error *saved);
+
+/* Continues an FNV-1a hash, which starts as DDP_HASH_SEED. */
+#define DDP_HASH_SEED UINT64_C(14695981039346656037)
+DDPDEF uint64_t ddp_hash(uint64_t hash, const void *data, size_t size_bytes);
+
+/* The next multiple; SIZE_MAX if there is none. */
+DDPDEF size_t ddp_round_up(size_t n, size_t multiple);
+
 /* Memory from the group's alloc_fn, 64-byte aligned; NULL with the error line set when there is none. alloc_fn is asked for DDP_MALLOC_EXTRA bytes more. */
 #define DDP_MALLOC_EXTRA (64 + sizeof(void *))
 DDPDEF void *ddp_host_alloc(ddp_group *group, size_t size_bytes);
@@ -1081,7 +1109,6 @@ typedef struct ddp__control {
 /* --- private to one rank --- */
 
 /* A result with its line, to keep while other calls fail or succeed. */
-typedef struct ddp__outcome { ddp_result result; char text[DDP__TEXT_MAX]; } ddp__outcome;
 
 /* One anonymous file holds all that a job shares. Ranks that are threads share the object, processes have one each. */
 typedef struct ddp__heap {
@@ -1117,7 +1144,7 @@ typedef struct ddp__op {
     /* what follows outlives a reuse of the handle */
     struct ddp__op *older;       /* of all handles of the group */
     void *event;                 /* the device's, where it has lanes */
-    ddp__outcome outcome;
+    ddp_saved_error outcome;
     size_t *arrays;              /* 4 times world_size: copies of the counts and offsets of _v calls */
 } ddp__op;
 
@@ -1176,19 +1203,32 @@ DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
     return result;
 }
 
-/* Leaves the function with a failure of call. */
-#define DDP__TRY(call) do { ddp_result ddp__tried = (call); if (ddp__tried != DDP_OK) return ddp__tried; } while (0)
+DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_group *group, const char *format, ...) {
+    char text[DDP__TEXT_MAX];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (!group) return ddp_fail(result, "%s: %s", who, text);
+    return ddp_fail(result, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, who, group->name, text);
+}
+
+DDPDEF uint64_t ddp_hash(uint64_t hash, const void *data, size_t size_bytes) {
+    const unsigned char *byte = (const unsigned char *)data;
+    for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ byte[i]) * UINT64_C(1099511628211);
+    return hash;
+}
+
+DDPDEF size_t ddp_round_up(size_t n, size_t multiple) {
+    return n > SIZE_MAX - (multiple - 1) ? SIZE_MAX : (n + multiple - 1) / multiple * multiple;
+}
 
 /* Error lines that begin with the rank: `of` is whatever has a rank and a world_size. */
 #define DDP__RANK_FAIL(of, result, text, ...) ddp_fail(result, "rank %d/%d " text, (of)->rank, (of)->world_size, __VA_ARGS__)
 #define DDP__GROUP_FAIL(group, result, text, ...) DDP__RANK_FAIL(group, result, "group=%s: " text, (group)->name, __VA_ARGS__)
 
-/* An argument of the public function `who` is wrong; the error line says why. group may be NULL. */
-static ddp_result ddp__bad_in(const char *who, const ddp_group *group) {
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "%s: %s", who, ddp_last_error());
-    return DDP__RANK_FAIL(group, DDP_ERR_INVALID, "%s group=%s: %s", who, group->name, ddp_last_error());
-}
-#define ddp__bad(who, group, ...) (ddp_fail(DDP_ERR_INVALID, __VA_ARGS__), ddp__bad_in(who, group))
+/* An argument of the public call `who` is invalid. group may be NULL. */
+#define ddp__bad(who, group, ...) ddp_fail_in(DDP_ERR_INVALID, who, group, __VA_ARGS__)
 
 /* A process forked inside a rank shares its memory and sockets: a call there would be taken for one of the rank. */
 static ddp_result ddp__forked(const ddp_group *group, const char *who) {
@@ -1204,13 +1244,15 @@ static ddp_result ddp__forked(const ddp_group *group, const char *who) {
 #define DDP__CHECK(who, group, condition, ...) do { if (!(condition)) return ddp__bad(who, group, __VA_ARGS__); } while (0)
 #define DDP__NEED(condition, ...) DDP__CHECK(__func__, NULL, condition, __VA_ARGS__)
 
-/* Joins what has just happened; the first failure stays. */
-static void ddp__outcome_join(ddp__outcome *first, ddp_result result) {
-    if (result == DDP_OK || first->result != DDP_OK) return;
-    first->result = result;
-    snprintf(first->text, sizeof first->text, "%s", ddp_last_error());
+DDPDEF void ddp_error_save(ddp_saved_error *saved, ddp_result result) {
+    if (result == DDP_OK || saved->result != DDP_OK) return;
+    saved->result = result;
+    memcpy(saved->text, ddp__error_text, sizeof saved->text);
 }
-static ddp_result ddp__outcome_tell(const ddp__outcome *it) { return it->result == DDP_OK ? DDP_OK : ddp_fail(it->result, "%s", it->text); }
+
+DDPDEF ddp_result ddp_error_restore(const ddp_saved_error *saved) {
+    return saved->result == DDP_OK ? DDP_OK : ddp_fail((ddp_result)saved->result, "%s", saved->text);
+}
 
 DDPDEF const char *ddp_result_name(ddp_result result) {
     switch (result) {
@@ -1368,7 +1410,6 @@ DDPDEF double ddp_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static size_t ddp__round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 //== reduction kernels ============================================================================ >>impl-reduce
 
@@ -2006,7 +2047,7 @@ static int ddp__reserve(int fd, uint64_t offset, size_t size) {
 /* Reserves address space aligned for huge pages, then places the file range in it. */
 static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
     unsigned char *space = (unsigned char *)mmap(NULL, size + DDP__HUGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    unsigned char *start = (unsigned char *)ddp__round_up((uintptr_t)space, DDP__HUGE);
+    unsigned char *start = (unsigned char *)ddp_round_up((uintptr_t)space, DDP__HUGE);
     if (space == (unsigned char *)MAP_FAILED) return NULL;
     if (mmap(start, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, (off_t)offset) == MAP_FAILED) {
         munmap(space, size + DDP__HUGE);
@@ -2021,7 +2062,7 @@ static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
 /* Maps [offset, offset + size), a range that was taken as one; threads of one process get one common mapping, counted. */
 static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
     ddp__region *m = NULL;
-    if (size > DDP__HUGE) size = ddp__round_up(size, DDP__HUGE); /* as ranges are taken */
+    if (size > DDP__HUGE) size = ddp_round_up(size, DDP__HUGE); /* as ranges are taken */
     DDP__LOCKED(&heap->lock) {
         for (m = heap->mappings; m && m->offset != offset;) m = m->next;
         if (m) { m->references++; continue; }
@@ -2054,7 +2095,7 @@ static void ddp__heap_release(ddp__heap *heap) {
 
 /* Takes a range of the file; 0 when it is full. A request that does not fit takes nothing. */
 static uint64_t ddp__heap_take(ddp__heap *heap, size_t size) {
-    uint64_t length = ddp__round_up(size, DDP__HUGE), offset = ddp__load(&heap->job->bump);
+    uint64_t length = ddp_round_up(size, DDP__HUGE), offset = ddp__load(&heap->job->bump);
     do {
         if (length < size || offset > heap->job->limit || length > heap->job->limit - offset) return 0;
     } while (!__atomic_compare_exchange_n(&heap->job->bump, &offset, offset + length, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
@@ -2069,7 +2110,7 @@ static void ddp__heap_give_back(ddp__heap *heap, uint64_t offset, size_t size) {
 /* Huge pages for those stretches that begin in [begin, end) of a mapping, where the system lets one ask for them (Linux 6.1): by itself it gives shared memory
    none, unless it is set up to. An all_reduce of 25 MiB takes 2% less, and the pages come faster. */
 static void ddp__ask_huge(unsigned char *mapping, size_t begin, size_t end) {
-    for (size_t at = ddp__round_up(begin, DDP__HUGE); at < end; at += DDP__HUGE) {
+    for (size_t at = ddp_round_up(begin, DDP__HUGE); at < end; at += DDP__HUGE) {
         if (madvise(mapping + at, 4096, 23 /* MADV_POPULATE_WRITE */) != 0) return; /* at least one page is there */
         if (madvise(mapping + at, DDP__HUGE, 25 /* MADV_COLLAPSE */) != 0 && errno != EAGAIN) return;
     }
@@ -2091,7 +2132,7 @@ static ddp__heap *ddp__heap_wrap(int fd, int threads) {
     heap->threads = threads;
     heap->references = 1;
     pthread_mutex_init(&heap->lock, NULL);
-    heap->job = (ddp__job *)ddp__heap_map(heap, 0, ddp__round_up(sizeof(ddp__job), DDP__PAGE));
+    heap->job = (ddp__job *)ddp__heap_map(heap, 0, ddp_round_up(sizeof(ddp__job), DDP__PAGE));
     if (!heap->job) { ddp__heap_release(heap); return NULL; }
     return heap;
 }
@@ -2127,7 +2168,7 @@ static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size
         close(fd);
         return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small", (unsigned long long)limit.rlim_cur);
     }
-    if (place != DDP__HEAP_MEMFD) error = ddp__reserve(fd, 0, ddp__round_up(sizeof(ddp__job), DDP__PAGE));
+    if (place != DDP__HEAP_MEMFD) error = ddp__reserve(fd, 0, ddp_round_up(sizeof(ddp__job), DDP__PAGE));
     if (error) {
         close(fd);
         return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room in %s for the job's header: %s",
@@ -2579,13 +2620,13 @@ static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, c
 /* Waits until a peer has filled, or passed, a round; those before the first one have always been. */
 static inline ddp_result ddp__await_count(ddp_group *group, ddp__local *l, int what, int peer, uint64_t round) {
     if ((int64_t)(l->seen[what][peer] - round) >= 0) return DDP_OK;
-    DDP__TRY(ddp__await(group, l, peer, &l->line[0].count[what].rounds, sizeof(ddp__rank_line), round));
+    DDP_TRY(ddp__await(group, l, peer, &l->line[0].count[what].rounds, sizeof(ddp__rank_line), round));
     l->seen[what][peer] = ddp__load(&l->line[peer].count[what].rounds);
     return DDP_OK;
 }
 
 static ddp_result ddp__await_passed(ddp_group *group, ddp__local *l, uint64_t round) {
-    DDP__FOR_PEERS(l, p) DDP__TRY(ddp__await_count(group, l, DDP__PASSED, p, round));
+    DDP__FOR_PEERS(l, p) DDP_TRY(ddp__await_count(group, l, DDP__PASSED, p, round));
     return DDP_OK;
 }
 
@@ -2705,7 +2746,7 @@ static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *ca
     ddp__announce(l);
     DDP__FOR_PEERS(l, peer) {
         const ddp__post *post = ddp__post_of(l, peer, call->seq);
-        DDP__TRY(ddp__await(group, l, peer, &l->posts[call->seq & 1].seq, 2 * sizeof(ddp__post), call->seq));
+        DDP_TRY(ddp__await(group, l, peer, &l->posts[call->seq & 1].seq, 2 * sizeof(ddp__post), call->seq));
         if (post->what[0] == signature && post->what[1] == call->count) continue;
         ddp_result result = peer < l->rank ? ddp__mismatch(peer, post->what, l->rank, mine->what) : ddp__mismatch(l->rank, mine->what, peer, post->what);
         ddp__local_poison(NULL, l, result, ddp_last_error());
@@ -2789,7 +2830,7 @@ static int ddp__receives(const ddp_call *call, int rank) { return call->kind == 
 static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
     if (m->shared) {
         size_t line = (size_t)l->world_size * DDP__ALIGN, most = DDP__CHUNK / line * line; /* shares in whole cache lines fill no more than a slot */
-        size_t some = m->block <= 4 * 65536 ? 65536 : ddp__round_up(m->block / 4, line);
+        size_t some = m->block <= 4 * 65536 ? 65536 : ddp_round_up(m->block / 4, line);
         m->chunk = !l->amd ? DDP__CHUNK / 4 : some < most ? some : most;
         m->rounds = (m->block + m->chunk - 1) / m->chunk;
         m->room = ddp__share(m->chunk, l->world_size);
@@ -2879,7 +2920,7 @@ DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, c
     size_t size = m->common ? m->block : m->block * (size_t)l->world_size;
     void *in[DDP_MAX_LOCAL_RANKS];
     ddp__move_fill(l, m, ddp__small_of(l, l->rank, m->call, size), 0, 0);
-    DDP__TRY(ddp__enter(group, l, m->call, 0, 0));
+    DDP_TRY(ddp__enter(group, l, m->call, 0, 0));
     /* Nobody reads the payload of the call before any more, which the next call writes. Its lines are fetched for writing now, while this rank waits for
        its peers' data: 1 KiB takes a third less. */
     unsigned char *next = ddp__payload_of(l, l->rank, m->call->seq + 1);
@@ -2931,7 +2972,7 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m,
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
     void *in[DDP_MAX_LOCAL_RANKS], *out[DDP_MAX_LOCAL_RANKS];
     m.first_share = ddp__share(m.block, l->world_size);
-    if (adds && read) DDP__TRY(ddp__await_passed(group, l, l->round)); /* peers are done with the slot */
+    if (adds && read) DDP_TRY(ddp__await_passed(group, l, l->round)); /* peers are done with the slot */
     else { m.rounds = how != DDP__PUSH; m.room = m.largest; }
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     ddp__move_own(l->rank, &m);
@@ -2979,8 +3020,8 @@ static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__m
     uint64_t divisor = m->call->op == DDP_OP_AVG && m->call->divisor ? m->call->divisor : 1;
     const ddp__reduction r = {sums, add, 2, 2, DDP_F32, sizeof(float), divisor, ddp__merge_sum_f32, 0, 0, to, from};
     size_t count = sum.size / sizeof(float), runs = ddp__runs(), each = count / runs / DDP__LANES * DDP__LANES;
-    DDP__TRY(ddp__await_passed(group, l, first + k - 2));
-    DDP__TRY(ddp__await_count(group, l, DDP__FILLED, peer, first + k - 1));
+    DDP_TRY(ddp__await_passed(group, l, first + k - 2));
+    DDP_TRY(ddp__await_count(group, l, DDP__FILLED, peer, first + k - 1));
     ddp__reduce_fused(&r, 0, each, runs);
     ddp__reduce_fused(&r, runs * each, count - runs * each, 1);
     ddp__tick(l, DDP__FILLED, first + k);
@@ -2994,9 +3035,9 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
     void *in[DDP_MAX_LOCAL_RANKS];
     l->round += m->rounds;
     for (size_t k = filled; k <= m->rounds + (size_t)m->shared; k++) { /* fills round k, takes k - 1, drains k - 2 */
-        if (ddp__rounds_fuse(l, m, k)) { DDP__TRY(ddp__round_fused(group, l, m, first, k)); continue; }
+        if (ddp__rounds_fuse(l, m, k)) { DDP_TRY(ddp__round_fused(group, l, m, first, k)); continue; }
         if (k < m->rounds) {
-            DDP__TRY(ddp__await_passed(group, l, first + k - DDP__SLOTS)); /* nobody is inside the slot any more */
+            DDP_TRY(ddp__await_passed(group, l, first + k - DDP__SLOTS)); /* nobody is inside the slot any more */
             ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k, past);
             ddp__tick(l, DDP__FILLED, first + k);
         }
@@ -3004,14 +3045,14 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
         if (k > 0 && k <= m->rounds) {
             DDP__FOR_PEERS(l, p) {
                 int takes = m->shared || ddp__piece(m, ddp__takes(l->rank, m, p), k - 1, p).size;
-                if (takes) DDP__TRY(ddp__await_count(group, l, DDP__FILLED, p, first + k - 1));
+                if (takes) DDP_TRY(ddp__await_count(group, l, DDP__FILLED, p, first + k - 1));
                 in[p] = ddp__slot_of(l, p, first + k - 1) + ddp__move_at(m, l->rank);
             }
             ddp__move_take(l, m, in, k - 1, past ? DDP__PAST : DDP__LARGE);
             ddp__tick(l, DDP__PASSED, first + k - 1);
         }
         if (k < 2 || !m->shared) continue;
-        DDP__TRY(ddp__await_passed(group, l, first + k - 2));
+        DDP_TRY(ddp__await_passed(group, l, first + k - 2));
         for (int p = 0; p < l->world_size && ddp__receives(m->call, l->rank); p++) { /* what the others have added, out of the own slot */
             ddp__part part = ddp__piece(m, ddp__gives(l->rank, m, p), k - 2, p);
             if (p != l->rank) ddp__copy_across(m->recv + part.begin, ddp__slot_of(l, l->rank, first + k - 2) + ddp__move_at(m, p), part.size);
@@ -3085,11 +3126,11 @@ static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, const ddp_cal
     size_t filled = !route && !call->recv_counts && (send | recv) & DDP__PRIVATE; /* surely staged: the first round travels with the announcement */
     ddp__move_cut(l, &m);
     if (filled) {
-        DDP__TRY(ddp__await_passed(group, l, l->round + 1 - DDP__SLOTS));
+        DDP_TRY(ddp__await_passed(group, l, l->round + 1 - DDP__SLOTS));
         ddp__move_fill(l, &m, ddp__slot_of(l, l->rank, l->round + 1), 0, 0);
         ddp__store(&l->line[l->rank].count[DDP__FILLED].rounds, l->round + 1);
     }
-    DDP__TRY(ddp__enter(group, l, call, send, recv));
+    DDP_TRY(ddp__enter(group, l, call, send, recv));
     if (call->recv_counts && !ddp__counts_agree(l, &m)) return DDP_ERR_POISONED;
     for (int r = 0; r < l->world_size; r++) {
         sends |= ddp__post_of(l, r, call->seq)->send;
@@ -3439,12 +3480,12 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
 static uintptr_t ddp__control_layout(ddp__local *l, uintptr_t at, int world_size) {
     size_t w = (size_t)world_size;
     l->control = (ddp__control *)at;
-    l->line = (ddp__rank_line *)(at = ddp__round_up(at + sizeof *l->control, 4096));
-    l->posts = (ddp__post *)(at = ddp__round_up(at + w * sizeof *l->line, 4096));
-    l->payloads = (unsigned char *)(at = ddp__round_up(at + 2 * w * sizeof *l->posts, 4096) + DDP__OFF_PAGE);
-    l->slots = (unsigned char *)(at = ddp__round_up(at + w * DDP__PAYLOAD_STRIDE, 4096) + DDP__OFF_PAGE);
-    l->channels = (ddp__channel *)(at = ddp__round_up(at + w * DDP__SLOT_STRIDE, 4096));
-    return ddp__round_up(at + w * w * sizeof *l->channels, DDP__PAGE);
+    l->line = (ddp__rank_line *)(at = ddp_round_up(at + sizeof *l->control, 4096));
+    l->posts = (ddp__post *)(at = ddp_round_up(at + w * sizeof *l->line, 4096));
+    l->payloads = (unsigned char *)(at = ddp_round_up(at + 2 * w * sizeof *l->posts, 4096) + DDP__OFF_PAGE);
+    l->slots = (unsigned char *)(at = ddp_round_up(at + w * DDP__PAYLOAD_STRIDE, 4096) + DDP__OFF_PAGE);
+    l->channels = (ddp__channel *)(at = ddp_round_up(at + w * DDP__SLOT_STRIDE, 4096));
+    return ddp_round_up(at + w * w * sizeof *l->channels, DDP__PAGE);
 }
 
 /* Control memory of a new group; 0 on failure with the error line set. */
@@ -3524,7 +3565,7 @@ static ddp_result ddp__agree(ddp_group *group, int purpose, uint64_t number) {
 /* Rank 0 takes the range, everybody maps it and makes its own part real; a failure anywhere is everybody's. */
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__local *l = (ddp__local *)state;
-    size_t stride = ddp__round_up(size_bytes + DDP__SKEW, DDP__PAGE), total = 0, before = (size_t)l->rank * stride;
+    size_t stride = ddp_round_up(size_bytes + DDP__SKEW, DDP__PAGE), total = 0, before = (size_t)l->rank * stride;
     ddp_result result = ddp__agree(group, DDP__FOR_ALLOC, size_bytes);
     ddp__region *region = (ddp__region *)ddp__group_calloc(group, sizeof *region);
     int fits = stride >= size_bytes && !__builtin_mul_overflow(stride, (size_t)l->world_size, &total);
@@ -3795,7 +3836,7 @@ static void ddp__thread_call(ddp_group *group) {
 }
 
 static void ddp__op_end(ddp_group *group, ddp__op *op, ddp_result result) {
-    ddp__outcome_join(&op->outcome, result);
+    ddp_error_save(&op->outcome, result);
     op->done = 1;
     pthread_cond_broadcast(&group->done_cond);
     if (ddp__is_p2p(op->call.kind) && group->watched) ddp__p2p_wake(group);
@@ -3965,7 +4006,7 @@ static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
             if (group->head && !group->running) ddp__queue_step(group, 0);
             else pthread_cond_wait(&group->done_cond, &group->lock);
     }
-    ddp_result result = ddp__outcome_tell(&op->outcome);
+    ddp_result result = ddp_error_restore(&op->outcome);
     if (result == DDP_OK && op->ordered) { /* the compute lane waits for what it left on the communication lane */
         result = group->backend->status(group, group->state);
         if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
@@ -4130,22 +4171,22 @@ static ddp_result ddp__batch_run(ddp_group *group, void *argument) {
 }
 
 DDPDEF ddp_result ddp_p2p_end(ddp_group *group) {
-    ddp__outcome first;
+    ddp_saved_error first;
     first.result = DDP_OK;
     DDP__NEED(group, "group is NULL");
     DDP__NOT_FORKED(group, __func__);
     DDP__CHECK(__func__, group, group->in_batch, "no batch is open");
     group->in_batch = 0;
     if (group->batch && group->backend->enqueues) {
-        ddp__outcome_join(&first, ddp_group_enqueue(group, ddp__batch_run, NULL, NULL));
+        ddp_error_save(&first, ddp_group_enqueue(group, ddp__batch_run, NULL, NULL));
         for (ddp__op *op = group->batch; op; op = op->next) op->done = 1;
     }
     while (group->batch) {
         ddp__op *op = group->batch;
         group->batch = op->next;
-        ddp__outcome_join(&first, ddp__op_wait(group, op));
+        ddp_error_save(&first, ddp__op_wait(group, op));
     }
-    return ddp__outcome_tell(&first);
+    return ddp_error_restore(&first);
 }
 
 //== HMAC-SHA-256 ================================================================================== >>impl-hmac
@@ -4307,12 +4348,12 @@ static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
 }
 
 static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *from) {
-    DDP__TRY(ddp__env_int(from->rank, -1, &id->rank));
-    DDP__TRY(ddp__env_int(from->size, -1, &id->world_size));
+    DDP_TRY(ddp__env_int(from->rank, -1, &id->rank));
+    DDP_TRY(ddp__env_int(from->size, -1, &id->world_size));
     DDP__JOIN_NEED(id->rank >= 0 && id->world_size >= 0, "%s is set in the environment but %s is not; set both or neither",
                    id->rank < 0 ? from->size : from->rank, id->rank < 0 ? from->rank : from->size);
-    DDP__TRY(ddp__env_int(from->local_rank, id->rank, &id->local_rank));
-    DDP__TRY(ddp__env_int(from->local_size, id->world_size, &id->local_world_size));
+    DDP_TRY(ddp__env_int(from->local_rank, id->rank, &id->local_rank));
+    DDP_TRY(ddp__env_int(from->local_size, id->world_size, &id->local_world_size));
     DDP__JOIN_NEED(id->rank < id->world_size, "%s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank, from->size, id->world_size, id->world_size - 1);
     DDP__JOIN_NEED(id->local_world_size >= 1 && id->local_world_size <= id->world_size && id->local_rank < id->local_world_size,
                    "%s=%d and %s=%d do not fit %s=%d", from->local_rank, id->local_rank, *from->local_size ? from->local_size : "local ranks",
@@ -4338,7 +4379,7 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     for (int i = 0; i < LAUNCHERS && !id->found; i++) {
         if (i == SLURM && !*ddp__env_text("SLURM_STEP_ID")) break; /* a batch script itself has SLURM_PROCID=0 and is no rank */
         if (!*ddp__env_text(launchers[i].rank) && !*ddp__env_text(launchers[i].size)) continue;
-        DDP__TRY(ddp__identity_from(id, &launchers[i]));
+        DDP_TRY(ddp__identity_from(id, &launchers[i]));
         if (i == PMI && !*ddp__env_text("PMI_PORT")) snprintf(id->token, sizeof id->token, "pmi:%d", (int)getppid());
         int on_node = i == SLURM ? atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE")) : 0;
         if (on_node > 0 && on_node < id->world_size) id->local_world_size = on_node;
@@ -4363,7 +4404,7 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
     memset(id, 0, sizeof *id);
     if (desc->world_size > 0) {
         if (scheme == DDP__BY_ENV && !ddp__here.heap && ddp__identity_resolve(id) == DDP_OK)
-            DDP__TRY(ddp__check_world_size("ddp_group_create", id, desc->world_size));
+            DDP_TRY(ddp__check_world_size("ddp_group_create", id, desc->world_size));
         memset(id, 0, sizeof *id);
         id->rank = desc->rank;
         id->world_size = desc->world_size;
@@ -4373,7 +4414,7 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
     } else if (ddp__here.heap && scheme < DDP__BY_TCP) {
         *id = ddp__here;
     } else {
-        DDP__TRY(ddp__identity_resolve(id));
+        DDP_TRY(ddp__identity_resolve(id));
     }
     if (id->local_world_size > 0) return DDP_OK;
     id->local_rank = id->rank;
@@ -4465,13 +4506,7 @@ typedef struct ddp__peer {
 
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
 
-/* Goes on with a hash that began as any number (FNV-1a). */
-#define DDP__HASH UINT64_C(14695981039346656037)
-static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_bytes) {
-    for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
-    return hash;
-}
-static uint64_t ddp__hash_text(const char *text) { return ddp__hash_bytes(DDP__HASH, text, strlen(text)); }
+static uint64_t ddp__hash_text(const char *text) { return ddp_hash(DDP_HASH_SEED, text, strlen(text)); }
 
 static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token) {
     memset(address, 0, sizeof *address);
@@ -5171,7 +5206,7 @@ static ddp_result ddp__rendezvous_open(const char *path, int *fd) {
 static ddp_result ddp__venue_read(ddp__venue *v, size_t token_size) {
     char text[DDP__ANNOUNCED];
     int fd;
-    DDP__TRY(ddp__rendezvous_open(v->path, &fd));
+    DDP_TRY(ddp__rendezvous_open(v->path, &fd));
     ssize_t n = read(fd, text, sizeof text - 1);
     close(fd);
     text[n > 0 ? n : 0] = 0;
@@ -5284,7 +5319,7 @@ static ddp_result ddp__venue_secure(ddp__venue *v, const char *secret, const cha
     DDP__JOIN_NEED(!secret || *secret, "desc.secret is empty; use NULL for DDP_SECRET or no secret");
     if (!secret && *variable) secret = variable;
     if (secret) size = strlen(secret);
-    else if (*path) DDP__TRY(ddp__secret_read(path, content, sizeof content, &size));
+    else if (*path) DDP_TRY(ddp__secret_read(path, content, sizeof content, &size));
     if (!size) return DDP_OK;
     ddp__hmac_sha256(secret ? secret : content, size, purpose, sizeof purpose, NULL, 0, v->key);
     v->secured = 1;
@@ -5307,8 +5342,8 @@ static void ddp__first_host(char *out, size_t size, const char *list) {
 static ddp_result ddp__venue_from_env(ddp__venue *v, const ddp__identity *id) {
     const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST");
     int port, own, slurm = strncmp(v->token, "slurm", 5) == 0, agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
-    DDP__TRY(ddp__env_int("MASTER_PORT", 0, &port));
-    DDP__TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
+    DDP_TRY(ddp__env_int("MASTER_PORT", 0, &port));
+    DDP_TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
     v->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(v->token) % 10000) : 0; /* Linux gives out higher ones by itself */
     if (!own && (port ? agent : slurm)) v->ports = 16;
     snprintf(v->hosts, sizeof v->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
@@ -5466,7 +5501,7 @@ static uint64_t ddp__machine(void) {
     if (fd < 0 || read(fd, boot, sizeof boot - 1) <= 0) gethostname(boot, sizeof boot);
     if (fd >= 0) close(fd);
     for (int i = 0; i < 2; i++) if (stat(i ? "/proc/self/ns/pid" : "/proc/self/ns/net", &s) == 0) number[2 + i] = (uint64_t)s.st_ino;
-    return ddp__hash_bytes(ddp__hash_bytes(DDP__HASH, boot, sizeof boot), number, sizeof number);
+    return ddp_hash(ddp_hash(DDP_HASH_SEED, boot, sizeof boot), number, sizeof number);
 }
 
 /* A number that no other process can guess. Without getrandom it is only one that no other process or time
@@ -5475,7 +5510,7 @@ static uint64_t ddp__nonce(void) {
     uint64_t number;
     if (ddp__random_bytes(&number, sizeof number)) return number;
     uint64_t seed[3] = {ddp__machine(), (uint64_t)getpid(), (uint64_t)(ddp_now() * 1e9)};
-    return ddp__hash_bytes(DDP__HASH, seed, sizeof seed);
+    return ddp_hash(DDP_HASH_SEED, seed, sizeof seed);
 }
 
 /* "number port address address ...": how others reach a listener here, on whatever network. The number belongs to the token. */
@@ -5605,7 +5640,7 @@ static ddp_result ddp__local_meet(ddp_group *group, const char *token, const ddp
     v.local = ddp__job_address(&v.address, v.token);
     v.card = card;
     v.member = member;
-    DDP__TRY(ddp__meet(&v, group, -1, &heap));
+    DDP_TRY(ddp__meet(&v, group, -1, &heap));
     int sent = v.peer->heap_fd >= 0;
     if (sent) heap = ddp__heap_wrap(v.peer->heap_fd, 0);
     v.peer->heap_fd = -1;
@@ -5781,13 +5816,13 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *
     int w = group->world_size, adds = m->shape & DDP__ADDS, parts = adds ? 1 : w;
     for (int r = 0; r < w; r++) {
         ddp__frame expected = ddp__tcp_frame_of(group, m, r);
-        DDP__TRY(ddp__tcp_check(group, r, &peer[r], &expected));
+        DDP_TRY(ddp__tcp_check(group, r, &peer[r], &expected));
         t->source[r] = peer[r].bytes;
         peer[r].arrived = 0;
     }
     if (adds && !frame.result) /* into the place of rank 0's data */
         ddp_reduce_tree(peer->bytes, t->source, w, frame.size / m->element, m->call->dtype, m->call->op, m->call->divisor);
-    DDP__TRY(ddp__room(group, &t->out, &t->room, at + frame.size));
+    DDP_TRY(ddp__room(group, &t->out, &t->room, at + frame.size));
     memcpy(t->out, &frame, sizeof frame);
     for (int r = 0; r < parts && frame.size; at += peer[r++].data.size) if (peer[r].data.size) memcpy(t->out + at, peer[r].bytes, peer[r].data.size);
     return DDP_OK;
@@ -5809,15 +5844,15 @@ static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__mo
     ddp__peer *p = t->venue.peer;
     int hub = group->rank == 0;
     size_t head = hub ? 0 : sizeof frame;
-    DDP__TRY(ddp__room(group, hub ? &p->bytes : &t->out, hub ? &p->room : &t->room, head + frame.size));
+    DDP_TRY(ddp__room(group, hub ? &p->bytes : &t->out, hub ? &p->room : &t->room, head + frame.size));
     memcpy(hub ? (unsigned char *)&p->data : t->out, &frame, sizeof frame);
     if (frame.size) memcpy(hub ? p->bytes : t->out + head, m->send, frame.size);
     p->arrived = hub;
     if (!hub && p->fd >= 0) ddp__send_all(p->fd, t->out, head + frame.size, deadline); /* if it fails, what comes or does not come says why */
-    DDP__TRY(ddp__tcp_await(group, t, deadline));
-    if (hub) DDP__TRY(ddp__tcp_join(group, t, m));
+    DDP_TRY(ddp__tcp_await(group, t, deadline));
+    if (hub) DDP_TRY(ddp__tcp_join(group, t, m));
     frame = ddp__tcp_answer_of(group, m);
-    if (!hub) DDP__TRY(ddp__tcp_check(group, 0, p, &frame));
+    if (!hub) DDP_TRY(ddp__tcp_check(group, 0, p, &frame));
     for (int r = 1; r < t->venue.count; r++)
         if (!ddp__send_all(p[r].fd, t->out, sizeof frame + frame.size, deadline)) shutdown(p[r].fd, SHUT_RDWR); /* it is missed soon */
     if (frame.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank, and no calls with counts; for more build with "
@@ -5863,7 +5898,7 @@ static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *ca
 
 /* Group memory from the backend of another group; a failure anywhere is everybody's. */
 static ddp_result ddp__alloc_by(ddp_group *group, const ddp_backend *by, ddp_group *of, void *state, size_t size_bytes, void **out) {
-    DDP__TRY(ddp__agree(group, DDP__FOR_ALLOC, size_bytes));
+    DDP_TRY(ddp__agree(group, DDP__FOR_ALLOC, size_bytes));
     int32_t worst = (int32_t)by->alloc(of, state, size_bytes, out);
     ddp_result result = ddp_all_reduce(group, &worst, &worst, 1, DDP_I32, DDP_OP_MIN, NULL);
     if (result == DDP_OK && worst == DDP_OK) return DDP_OK;
@@ -6010,7 +6045,7 @@ static void ddp__group_delete(ddp_group *group) {
 
 /* A handle without its backend's state yet. desc is resolved. */
 static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size, ddp_group *parent) {
-    size_t size = ddp__round_up(sizeof(ddp_group), 16), votes = (size_t)world_size * sizeof(ddp__vote);
+    size_t size = ddp_round_up(sizeof(ddp_group), 16), votes = (size_t)world_size * sizeof(ddp__vote);
     ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size + votes);
     ddp_result result;
     *out = NULL;
@@ -6054,10 +6089,10 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
     ddp_group *group;
     ddp_result result = ddp__group_new(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank, id->world_size, NULL);
     if (result != DDP_OK && id->world && backend == &ddp__backend_local) { /* the others do not wait for this one */
-        ddp__outcome first = {DDP_OK, ""};
-        ddp__outcome_join(&first, result);
+        ddp_saved_error first = {DDP_OK, ""};
+        ddp_error_save(&first, result);
         ddp__local_again(NULL, id->world);
-        return ddp__outcome_tell(&first);
+        return ddp_error_restore(&first);
     }
     if (result != DDP_OK) return result;
     if (!backend) result = ddp__tcp_open(group, v, -1);
@@ -6126,8 +6161,8 @@ static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const
     if (!url && id->local_world_size == id->world_size && !elsewhere) return ddp__world_new(out, desc, &ddp__backend_local, id, NULL);
     snprintf(v.token, sizeof v.token, "%s", id->token);
     v.ports = 1;
-    DDP__TRY(url ? ddp__venue_from_url(&v, id, desc) : ddp__venue_from_env(&v, id));
-    DDP__TRY(
+    DDP_TRY(url ? ddp__venue_from_url(&v, id, desc) : ddp__venue_from_env(&v, id));
+    DDP_TRY(
         ddp__venue_secure(&v, desc->secret, ddp__env_text("DDP_SECRET"), ddp__env_text("DDP_SECRET_FILE")));
     return ddp__world_new(out, desc, NULL, id, &v);
 }
@@ -6138,11 +6173,11 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     ddp_group_desc d;
     if (out) *out = NULL;
     DDP__NEED(out, "out is NULL");
-    DDP__TRY(ddp__group_desc_resolve(__func__, desc, &d));
+    DDP_TRY(ddp__group_desc_resolve(__func__, desc, &d));
     while (scheme < DDP__SCHEMES && strncmp(d.init_method, ddp__schemes[scheme], strlen(ddp__schemes[scheme])) != 0) scheme++;
     DDP__NEED(scheme < DDP__SCHEMES && (scheme >= DDP__BY_TCP || strcmp(d.init_method, ddp__schemes[scheme]) == 0),
               "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"", d.init_method);
-    DDP__TRY(ddp__identity_of(&id, &d, scheme));
+    DDP_TRY(ddp__identity_of(&id, &d, scheme));
     return ddp__create(out, &d, &id, scheme);
 }
 
@@ -6200,7 +6235,7 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
             snprintf(text[i], sizeof text[i], "%.*s", SIZE, what);
         else
             memcpy(text[i], own, sizeof own);
-        DDP__TRY(ddp__issue(group, &call, NULL, NULL, NULL));
+        DDP_TRY(ddp__issue(group, &call, NULL, NULL, NULL));
     }
     if (mismatch)
         return DDP__RANK_FAIL(group, DDP_ERR_MISMATCH, "%s group=%s: ranks differ: rank 0 %.*s, rank %d %.*s",
@@ -6239,13 +6274,13 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
         return DDP_OK;
     }
     if (child) {
-        ddp__outcome first = {DDP_OK, ""};
-        ddp__outcome_join(&first, result);
+        ddp_saved_error first = {DDP_OK, ""};
+        ddp_error_save(&first, result);
         if (child->state)
             ddp_group_destroy(child);
         else
             ddp__group_delete(child);
-        return ddp__outcome_tell(&first);
+        return ddp_error_restore(&first);
     }
     return result;
 }
@@ -6398,7 +6433,7 @@ static ddp_result ddp__mpi_result(int error, const char *call) {
 }
 
 /* Leaves the function with MPI's own text where its function fails. */
-#define DDP__MPI(function, ...) DDP__TRY(ddp__mpi_result(function(__VA_ARGS__), #function))
+#define DDP__MPI(function, ...) DDP_TRY(ddp__mpi_result(function(__VA_ARGS__), #function))
 
 /* --- failures --- */
 
@@ -6503,7 +6538,7 @@ static ddp_result ddp__mpi_wait_signal(ddp_group *group, ddp__mpi *s) {
         if (done) break;
         if (tries < 1000) continue;
         if (tries == 1000) start = ddp_now();
-        if (tries % 16 == 0) DDP__TRY(ddp__mpi_look(group, s, start));
+        if (tries % 16 == 0) DDP_TRY(ddp__mpi_look(group, s, start));
         sched_yield();
     }
     s->request_count = 0;
@@ -6515,7 +6550,7 @@ static ddp_result ddp__mpi_wait_signal(ddp_group *group, ddp__mpi *s) {
     do {                                                                                            \
         (s)->messages = 0;                                                                          \
         DDP__MPI(function, __VA_ARGS__, (s)->comm, &(s)->requests[(s)->request_count++]);           \
-        DDP__TRY(ddp__mpi_wait_signal(group, s));                                                         \
+        DDP_TRY(ddp__mpi_wait_signal(group, s));                                                         \
     } while (0)
 
 /* What MPI counts as one: head bytes, and size_bytes at some distance from them. */
@@ -6536,7 +6571,7 @@ static ddp_result ddp__mpi_post(ddp__mpi *s, int sends, const void *memory, size
                                 MPI_Request *request) {
     int made = head || size_bytes > DDP__MPI_PIECE_BYTES, count = made ? 1 : (int)size_bytes;
     MPI_Datatype type = MPI_BYTE;
-    if (made) DDP__TRY(ddp__mpi_type(head, at, size_bytes, &type));
+    if (made) DDP_TRY(ddp__mpi_type(head, at, size_bytes, &type));
     void *into = (void *)(uintptr_t)memory;
     int error = sends ? MPI_Isend(memory, count, type, peer, tag, s->comm, request) : MPI_Irecv(into, count, type, peer, tag, s->comm, request);
     if (made) MPI_Type_free(&type); /* lives until it is no longer used */
@@ -6546,7 +6581,7 @@ static ddp_result ddp__mpi_post(ddp__mpi *s, int sends, const void *memory, size
 /* A piece of a call. peer: counted in steps. */
 static ddp_result ddp__mpi_start(ddp__mpi *s, int sends, const void *memory, size_t size_bytes, int peer) {
     if (!size_bytes) return DDP_OK;
-    DDP__TRY(ddp__mpi_post(s, sends, memory, 0, 0, size_bytes, peer * s->step, DDP__MPI_DATA, &s->requests[s->request_count]));
+    DDP_TRY(ddp__mpi_post(s, sends, memory, 0, 0, size_bytes, peer * s->step, DDP__MPI_DATA, &s->requests[s->request_count]));
     s->request_count++;
     s->messages = 1;
     return DDP_OK;
@@ -6554,17 +6589,17 @@ static ddp_result ddp__mpi_start(ddp__mpi *s, int sends, const void *memory, siz
 
 /* The same on all ranks: DDP_OK if it is well with each. Otherwise who is well says this of another. */
 static ddp_result ddp__mpi_agree(ddp_group *group, ddp__mpi *s, ddp_result own, const char *other) {
-    ddp__outcome first = {DDP_OK, ""};
-    ddp__outcome_join(&first, own);
+    ddp_saved_error first = {DDP_OK, ""};
+    ddp_error_save(&first, own);
     if (s->local && ddp__mpi_status(group, s) != DDP_OK) {
         ddp__mpi_fail(group, s, DDP_ERR_POISONED); /* other machines wait for this one */
-        return own == DDP_OK ? ddp__mpi_status(group, s) : ddp__outcome_tell(&first);
+        return own == DDP_OK ? ddp__mpi_status(group, s) : ddp_error_restore(&first);
     }
     s->step = 1;
     s->word[0] = own == DDP_OK;
     DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, s->word, 1, MPI_UINT64_T, MPI_MIN);
     if (own == DDP_OK && !s->word[0]) return ddp_fail(DDP_ERR_SYSTEM, "%s", other);
-    return ddp__outcome_tell(&first);
+    return ddp_error_restore(&first);
 }
 
 /* In turn i this rank sends to one peer and receives from another; no two send to one. */
@@ -6576,8 +6611,8 @@ static ddp_result ddp__mpi_exchange(ddp__mpi *s, const ddp__move *m, size_t k, u
     for (int i = 1; i < w; i++) {
         int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
         ddp__part give = ddp__piece(m, ddp__gives(me, m, to), k, to), take = ddp__piece(m, ddp__takes(me, m, from), k, me);
-        DDP__TRY(ddp__mpi_start(s, 0, came ? came + (size_t)from * m->room : m->recv + take.begin, take.size, from));
-        DDP__TRY(ddp__mpi_start(s, 1, m->send + give.begin, give.size, to));
+        DDP_TRY(ddp__mpi_start(s, 0, came ? came + (size_t)from * m->room : m->recv + take.begin, take.size, from));
+        DDP_TRY(ddp__mpi_start(s, 1, m->send + give.begin, give.size, to));
     }
     return DDP_OK;
 }
@@ -6594,8 +6629,8 @@ static ddp_result ddp__mpi_add(ddp__mpi *s, const ddp__move *m, size_t k, unsign
     for (int i = 1; i < w && m->shared; i++) {
         int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
         ddp__part theirs = ddp__piece(m, whole, k, from);
-        if (gets) DDP__TRY(ddp__mpi_start(s, 0, m->recv + theirs.begin, theirs.size, from));
-        if (ddp__receives(call, to)) DDP__TRY(ddp__mpi_start(s, 1, sum, mine.size, to));
+        if (gets) DDP_TRY(ddp__mpi_start(s, 0, m->recv + theirs.begin, theirs.size, from));
+        if (ddp__receives(call, to)) DDP_TRY(ddp__mpi_start(s, 1, sum, mine.size, to));
     }
     return DDP_OK;
 }
@@ -6608,17 +6643,17 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
     s->step = step;
     m.shared = m.common;
     m.chunk = (each < 16384 ? 16384 : each) * (m.shared ? w : 1);
-    if (m.chunk > m.block) m.chunk = ddp__round_up(m.block, DDP__ALIGN);
+    if (m.chunk > m.block) m.chunk = ddp_round_up(m.block, DDP__ALIGN);
     m.rounds = (m.block + m.chunk - 1) / m.chunk;
     m.room = m.shared ? ddp__share(m.chunk, (int)w) : m.chunk;
     m.first_share = ddp__share(m.block - (m.rounds - 1) * m.chunk, (int)w);
-    DDP__TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, 2 * w * m.room + w * sizeof(void *)));
+    DDP_TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, 2 * w * m.room + w * sizeof(void *)));
     came[0] = s->scratch;
     came[1] = came[0] + w * m.room;
     for (size_t k = 0; k <= m.rounds; k++) {
-        if (k < m.rounds) DDP__TRY(ddp__mpi_exchange(s, &m, k, came[k & 1]));
-        if (k > 0) DDP__TRY(ddp__mpi_add(s, &m, k - 1, came[(k - 1) & 1], (const void **)(void *)(came[1] + w * m.room)));
-        DDP__TRY(ddp__mpi_wait_signal(group, s));
+        if (k < m.rounds) DDP_TRY(ddp__mpi_exchange(s, &m, k, came[k & 1]));
+        if (k > 0) DDP_TRY(ddp__mpi_add(s, &m, k - 1, came[(k - 1) & 1], (const void **)(void *)(came[1] + w * m.room)));
+        DDP_TRY(ddp__mpi_wait_signal(group, s));
     }
     return DDP_OK;
 }
@@ -6635,12 +6670,12 @@ static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_c
         void *sum = converts ? (void *)s->wide : recv;
         ddp_call part = ddp__call_of(DDP_CALL_ALL_REDUCE, sum, sum, n = call->count - first < most ? call->count - first : most, wide);
         if (converts) ddp__cast(sum, wide, send, call->dtype, n);
-        DDP__TRY(ddp_reduce(s->local, converts ? sum : send, sum, n, wide, call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op, 0, NULL));
+        DDP_TRY(ddp_reduce(s->local, converts ? sum : send, sum, n, wide, call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op, 0, NULL));
         part.op = call->op;
         part.divisor = call->divisor;
-        if (leads) DDP__TRY(ddp__mpi_flat(group, s, &part, s->block));
+        if (leads) DDP_TRY(ddp__mpi_flat(group, s, &part, s->block));
         if (leads && converts) ddp__cast(recv, call->dtype, sum, wide, n);
-        DDP__TRY(ddp_broadcast(s->local, recv, n, call->dtype, 0, NULL));
+        DDP_TRY(ddp_broadcast(s->local, recv, n, call->dtype, 0, NULL));
     }
     return DDP_OK;
 }
@@ -6677,7 +6712,7 @@ static ddp_result ddp__mpi_whole(ddp_group *group, ddp__mpi *s, const ddp_call *
 static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     ddp__move m = ddp__move_of(call);
     m.room = SIZE_MAX;
-    DDP__TRY(ddp__mpi_exchange(s, &m, 0, NULL));
+    DDP_TRY(ddp__mpi_exchange(s, &m, 0, NULL));
     ddp__move_own(s->rank, &m);
     return ddp__mpi_wait_signal(group, s);
 }
@@ -6698,14 +6733,14 @@ static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *
     mine[0] = ddp__signature(call);
     mine[1] = call->count;
     mine[2] = call->seq;
-    if (call->kind == DDP_CALL_ALL_GATHER_V) mine[2] = ddp__hash_bytes(mine[2], call->recv_counts, (size_t)s->world_size * sizeof(size_t));
-    hash[0] = ddp__hash_bytes(DDP__HASH, mine, size);
+    if (call->kind == DDP_CALL_ALL_GATHER_V) mine[2] = ddp_hash(mine[2], call->recv_counts, (size_t)s->world_size * sizeof(size_t));
+    hash[0] = ddp_hash(DDP_HASH_SEED, mine, size);
     hash[1] = ~hash[0]; /* the most of this is the least of that */
     hash[2] = proposes ? (uint64_t)ddp__route_pick(ddp__mpi_route(s, call), DDP__MPI_WAYS) : 0;
     DDP__MPI_RUN(group, s, MPI_Iallreduce, hash, most, 3, MPI_UINT64_T, MPI_MAX);
     s->way = s->block > 1 ? (int)most[2] : DDP__WAY_FLAT;
     if (most[0] == hash[0] && most[1] == hash[1]) return DDP_OK;
-    DDP__TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, (size_t)s->world_size * size));
+    DDP_TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, (size_t)s->world_size * size));
     uint64_t *all = (uint64_t *)(void *)s->scratch;
     DDP__MPI_RUN(group, s, MPI_Iallgather, mine, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
     while (other < s->world_size - 1 && memcmp(all, all + 3 * other, size) == 0) other++;
@@ -6716,7 +6751,7 @@ static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *
 /* The counts of an all_to_all_v: each two ranks must mean the same. */
 static ddp_result ddp__mpi_counts_agree(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     size_t w = (size_t)s->world_size, r = 0;
-    DDP__TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, 2 * w * sizeof(size_t)));
+    DDP_TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, 2 * w * sizeof(size_t)));
     size_t *given = (size_t *)(void *)s->scratch, *mine = given + w;
     memcpy(mine, call->send_counts, w * sizeof *mine); /* theirs may go, should this fail */
     DDP__MPI_RUN(group, s, MPI_Ialltoall, mine, sizeof *given, MPI_BYTE, given, sizeof *given, MPI_BYTE);
@@ -6728,15 +6763,15 @@ static ddp_result ddp__mpi_counts_agree(ddp_group *group, ddp__mpi *s, const ddp
 
 static ddp_result ddp__mpi_carry(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     MPI_Datatype type = ddp__mpi_adds(group, call);
-    DDP__TRY(ddp__mpi_status(group, s));
-    DDP__TRY(ddp__mpi_enter(group, s, call));
-    if (call->send_counts) DDP__TRY(ddp__mpi_counts_agree(group, s, call));
+    DDP_TRY(ddp__mpi_status(group, s));
+    DDP_TRY(ddp__mpi_enter(group, s, call));
+    if (call->send_counts) DDP_TRY(ddp__mpi_counts_agree(group, s, call));
     if (call->kind == DDP_CALL_BARRIER || (call->count == 0 && !call->recv_counts)) return DDP_OK;
     if (call->kind == DDP_CALL_BROADCAST || type != MPI_DATATYPE_NULL) return ddp__mpi_whole(group, s, call, type);
     if (!ddp__has_op(call->kind)) return ddp__mpi_move(group, s, call);
     if (call->kind != DDP_CALL_ALL_REDUCE) return ddp__mpi_flat(group, s, call, 1);
     double start = ddp_now();
-    DDP__TRY(s->way == DDP__WAY_FLAT ? ddp__mpi_flat(group, s, call, 1) : ddp__mpi_by_machine(group, s, call));
+    DDP_TRY(s->way == DDP__WAY_FLAT ? ddp__mpi_flat(group, s, call, 1) : ddp__mpi_by_machine(group, s, call));
     ddp__route_learn(ddp__mpi_route(s, call), s->way, ddp_now() - start);
     return DDP_OK;
 }
@@ -6842,10 +6877,10 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     ddp_group_desc desc = group->desc;
     ddp__identity here = DDP_ZERO;
     DDP__MPI(MPI_Comm_idup, comm, &s->comm, &s->requests[s->request_count++]);
-    DDP__TRY(ddp__mpi_wait_signal(group, s));
+    DDP_TRY(ddp__mpi_wait_signal(group, s));
     MPI_Comm_set_errhandler(s->comm, MPI_ERRORS_RETURN);
     s->local = local;
-    DDP__TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, (size_t)s->world_size * sizeof *ids));
+    DDP_TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, (size_t)s->world_size * sizeof *ids));
     s->word[0] = machine;
     s->word[1] = ddp__nonce();
     s->word[2] = (uint64_t)desc.order;
@@ -6857,7 +6892,7 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     desc.order = DDP_ORDER_TREE;
     desc.device = ddp_device_cpu();
     if (s->machine_count > 1 && desc.timeout_ms < 1 << 30) desc.timeout_ms += 3000; /* who waits for MPI knows better who is missing */
-    DDP__TRY(ddp__mpi_agree(group, s, s->local ? DDP_OK : ddp__world_new(&s->local, &desc, &ddp__backend_local, &here, NULL),
+    DDP_TRY(ddp__mpi_agree(group, s, s->local ? DDP_OK : ddp__world_new(&s->local, &desc, &ddp__backend_local, &here, NULL),
                             "the ranks of another machine could not share memory; see their error"));
     memcpy(((ddp__local *)s->local->state)->number, number, (size_t)here.world_size * sizeof *number);
     ddp_group_set_local(group, here.rank, here.world_size);
@@ -6974,7 +7009,7 @@ static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_gro
         DDP__CHECK(who, NULL, id->rank == rank && id->world_size == size, "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d "
                    "of %d; start with the mpirun of the MPI that the program was built with", id->rank, id->world_size, rank, size);
     ddp__fetch_add(&ddp__mpi_worlds, 1u);
-    DDP__TRY(ddp__group_new(&group, desc, &ddp__backend_mpi, rank, size, NULL));
+    DDP_TRY(ddp__group_new(&group, desc, &ddp__backend_mpi, rank, size, NULL));
     group->on_mpi = 1;
     ddp_result result =
         ddp__mpi_open_on(group, ddp__mpi_new(group), comm, ddp__machine(), NULL, &group->state);
@@ -6988,7 +7023,7 @@ DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_g
     if (out) *out = NULL;
     DDP__NEED(out, "out is NULL");
     DDP__NEED(comm != MPI_COMM_NULL, "comm is MPI_COMM_NULL");
-    DDP__TRY(ddp__group_desc_resolve(__func__, desc, &d));
+    DDP_TRY(ddp__group_desc_resolve(__func__, desc, &d));
     return ddp__mpi_world(__func__, out, &d, comm, NULL);
 }
 
@@ -7049,7 +7084,7 @@ DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_me
         result = ddp__mesh_resolve(mesh, __func__, desc);
     }
     const char *text = mesh ? mesh->text : "";
-    result = ddp_agree(world, __func__, result, ddp__hash_bytes(DDP__HASH, text, strlen(text)), text);
+    result = ddp_agree(world, __func__, result, ddp_hash(DDP_HASH_SEED, text, strlen(text)), text);
     for (int i = mesh ? mesh->ndim - 1 : -1; i >= 0 && result == DDP_OK; stride *= mesh->shape[i--]) {
         int place = world->rank / stride % mesh->shape[i];
         result = ddp_group_split(world, world->rank - place * stride, place, &mesh->group[i]);
@@ -7318,7 +7353,7 @@ static void ddp__launch_threads(ddp__launch *launch) {
 /* One attempt: a heap of its own, all ranks, and the first failure. */
 static ddp_result ddp__launch_once(ddp__launch *launch) {
     int threads = launch->desc.mode == DDP_LAUNCH_THREADS;
-    DDP__TRY(ddp__heap_create(&launch->heap, launch->desc.world_size, threads, 1));
+    DDP_TRY(ddp__heap_create(&launch->heap, launch->desc.world_size, threads, 1));
     ddp__limit_pools(launch);
     if (threads) ddp__launch_threads(launch);
     else ddp__launch_processes(launch);
@@ -7334,15 +7369,15 @@ static ddp_result ddp__launch_once(ddp__launch *launch) {
 static ddp_result ddp__launch_join(const ddp__launch *launch) {
     const ddp_launch_desc *desc = &launch->desc;
     ddp_group *world;
-    ddp__outcome outcome = {DDP_OK, ""};
+    ddp_saved_error outcome = {DDP_OK, ""};
     int outside = ddp__here.device_plus_1;
-    DDP__TRY(ddp_group_create(&world, &desc->group));
+    DDP_TRY(ddp_group_create(&world, &desc->group));
     if (desc->devices && world->local_rank < desc->device_count) ddp__here.device_plus_1 = desc->devices[world->local_rank] + 1;
     world->device_index = ddp__here.device_plus_1 - 1;
-    ddp__outcome_join(&outcome, launch->fn(world, launch->user));
+    ddp_error_save(&outcome, launch->fn(world, launch->user));
     ddp__here.device_plus_1 = outside;
     ddp_group_destroy(world);
-    return ddp__outcome_tell(&outcome);
+    return ddp_error_restore(&outcome);
 }
 
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user) {
@@ -7363,9 +7398,9 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     if (d->world_size == 0) d->world_size = cores < DDP_MAX_LOCAL_RANKS ? cores : DDP_MAX_LOCAL_RANKS;
     d->group.init_method = NULL;
     d->group.rank = d->group.world_size = 0;
-    DDP__TRY(ddp__group_desc_resolve(__func__, &d->group, &d->group));
-    DDP__TRY(ddp__identity_of(&id, &d->group, DDP__BY_ENV));
-    DDP__TRY(ddp__check_world_size(__func__, &id, wanted));
+    DDP_TRY(ddp__group_desc_resolve(__func__, &d->group, &d->group));
+    DDP_TRY(ddp__identity_of(&id, &d->group, DDP__BY_ENV));
+    DDP_TRY(ddp__check_world_size(__func__, &id, wanted));
     if (id.heap || id.found || d->world_size == 1) return ddp__launch_join(&launch);
     DDP__NEED(!d->devices || d->device_count >= d->world_size, "%d devices for %d ranks; list one for each rank", d->device_count, d->world_size);
     for (int attempt = 0; attempt <= d->max_restarts; attempt++) {
@@ -7610,12 +7645,12 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     int wide = ddp__bucket_is_wide(bucket);
     if (wide) ddp__bucket_copy_wide(bucket, 1);
     else if (bucket->flat_count) ddp__bucket_copy(bucket, 1);
-    if (bucket->flat_count) DDP__TRY(ddp__bucket_reduce(bucket, reducer->flat, bucket->flat_count));
+    if (bucket->flat_count) DDP_TRY(ddp__bucket_reduce(bucket, reducer->flat, bucket->flat_count));
     if (bucket->flat_count && !wide) ddp__bucket_copy(bucket, 0);
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
         unsigned char *data = wide ? grad->sum : grad->data;
-        if (grad->range && grad->in_place) DDP__TRY(ddp__bucket_reduce(bucket, data, grad->range));
+        if (grad->range && grad->in_place) DDP_TRY(ddp__bucket_reduce(bucket, data, grad->range));
     }
     if (wide) ddp__bucket_copy_wide(bucket, 0);
     if (!group->backend->enqueues) reducer->seconds += ddp_now() - begin;
@@ -7626,7 +7661,7 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
 static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
     ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
     ddp_result result = DDP_OK;
-    DDP__TRY(ddp__compute(reducer->group));
+    DDP_TRY(ddp__compute(reducer->group));
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
         if (!grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
@@ -7666,7 +7701,7 @@ static uint64_t ddp__shape_text(uint64_t hash, const ddp_tensor *tensor, char *t
     for (int d = 0; d < tensor->ndim && length < size; d++)
         length += (size_t)snprintf(text + length, size - length, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
     if (length < size) snprintf(text + length, size - length, "]");
-    return ddp__hash_bytes(hash, tensor->shape, (size_t)tensor->ndim * sizeof tensor->shape[0]);
+    return ddp_hash(hash, tensor->shape, (size_t)tensor->ndim * sizeof tensor->shape[0]);
 }
 
 /* The gradient with the defaults of ddp_param resolved. */
@@ -7706,11 +7741,11 @@ static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint6
         ddp_tensor grad = ddp__param_grad(&d->params[param]);
         hash = ddp__shape_text(hash, &d->params[param].value, value, sizeof value);
         hash = ddp__shape_text(hash, &grad, gradient, sizeof gradient);
-        hash = ddp__hash_bytes(hash, name, strlen(name));
+        hash = ddp_hash(hash, name, strlen(name));
         if (own->first_use != param) snprintf(tied, sizeof tied, " tied to parameter %d", own->first_use);
         snprintf(entry.text, sizeof entry.text, "'%.40s' %.60s%s, gradient %.60s %s", name, value, tied, gradient, own->placed ? "NULL" : "given");
     }
-    entry.hash = ddp__hash_bytes(hash, entry.text, strlen(entry.text) + 1);
+    entry.hash = ddp_hash(hash, entry.text, strlen(entry.text) + 1);
     return entry;
 }
 
@@ -7740,7 +7775,7 @@ static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
     own->first_use = index;
     own->next = own->previous = -1;
     reducer->stats.gradient_bytes += own->size_bytes;
-    if (own->placed) reducer->arena_bytes += ddp__round_up(own->size_bytes, DDP__ALIGN);
+    if (own->placed) reducer->arena_bytes += ddp_round_up(own->size_bytes, DDP__ALIGN);
     return DDP_OK;
 }
 
@@ -7811,8 +7846,8 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
     if (desc->bucket_cap_bytes == 0) reducer->desc.bucket_cap_bytes = (size_t)25 << 20;
     if (desc->first_bucket_bytes == 0) reducer->desc.first_bucket_bytes = (size_t)1 << 20;
     if (desc->micro_batch_count == 0) reducer->desc.micro_batch_count = 1;
-    DDP__TRY(reducer->device->alloc(reducer->group, sizeof(ddp_exact_sum), &reducer->squares));
-    for (int i = 0; i < desc->param_count; i++) DDP__TRY(ddp__reducer_take_param(reducer, i));
+    DDP_TRY(reducer->device->alloc(reducer->group, sizeof(ddp_exact_sum), &reducer->squares));
+    for (int i = 0; i < desc->param_count; i++) DDP_TRY(ddp__reducer_take_param(reducer, i));
     return ddp__reducer_check_memory(reducer);
 }
 
@@ -7842,7 +7877,7 @@ static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
     for (int index = -1, differ = 0;; index++) {
         if (index >= 0) mine = ddp__schema_entry(reducer, index, hash);
         if (index >= 0) hash = mine.hash;
-        DDP__TRY(ddp__reducer_gather(reducer, &mine, sizeof mine));
+        DDP_TRY(ddp__reducer_gather(reducer, &mine, sizeof mine));
         if (own != DDP_OK) return ddp_fail(own, "%s", mine.text);
         for (int r = 0; r < reducer->group->world_size; r++) {
             if (all[r].result != DDP_OK)
@@ -7870,11 +7905,11 @@ static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
     for (int k = 1; k < count; k++) {
         ddp__grad *left = &reducer->grads[keys[k - 1].index], *right = &reducer->grads[keys[k].index];
         int gaps = left->placed && !reducer->desc.hook && ddp__wire_dtype(reducer, left->dtype) == left->dtype;
-        size_t extent = gaps ? ddp__round_up(left->size_bytes, DDP__ALIGN) : left->size_bytes;
+        size_t extent = gaps ? ddp_round_up(left->size_bytes, DDP__ALIGN) : left->size_bytes;
         if (left->dtype == right->dtype && left->placed == right->placed && left->data + extent == right->data) left->next = keys[k].index;
     }
     for (int i = 0; i < n; i++) links[n + i] = -(links[i] = reducer->grads[i].next);
-    DDP__TRY(ddp__reducer_agree(reducer, (size_t)n * 2, DDP_I32, DDP_OP_MIN)); /* the smallest, and minus the largest */
+    DDP_TRY(ddp__reducer_agree(reducer, (size_t)n * 2, DDP_I32, DDP_OP_MIN)); /* the smallest, and minus the largest */
     for (int i = 0; i < n; i++) {
         if (links[i] != -links[n + i]) reducer->grads[i].next = -1;
         else if (links[i] >= 0) reducer->grads[links[i]].previous = i;
@@ -7889,7 +7924,7 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
         const ddp_tensor *tensor = k < n ? &reducer->desc.params[k].value : &reducer->desc.buffers[k - n];
         size_t bytes = ddp__tensor_bytes(tensor);
         if (bytes > 0 && (k >= n || reducer->grads[k].first_use == k))
-            DDP__TRY(ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL));
+            DDP_TRY(ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL));
     }
     return DDP_OK;
 }
@@ -7898,18 +7933,18 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
 static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
     int n = reducer->desc.param_count;
     size_t at = 0;
-    if (reducer->arena_bytes) DDP__TRY(ddp_group_alloc(reducer->group, reducer->arena_bytes, &reducer->arena));
+    if (reducer->arena_bytes) DDP_TRY(ddp_group_alloc(reducer->group, reducer->arena_bytes, &reducer->arena));
     for (int d = 0; d < DDP__DTYPES; d++)
         for (int i = n - 1; i >= 0; i--) {
             ddp__grad *grad = &reducer->grads[i];
             if (!grad->placed || (int)grad->dtype != d) continue;
             grad->data = (unsigned char *)reducer->arena + at;
-            at += ddp__round_up(grad->size_bytes, DDP__ALIGN);
+            at += ddp_round_up(grad->size_bytes, DDP__ALIGN);
         }
-    DDP__TRY(ddp__reducer_link(reducer));
+    DDP_TRY(ddp__reducer_link(reducer));
     for (int k = 0; k < n; k++) reducer->ready_order[k] = n - 1 - k;
-    DDP__TRY(ddp__buckets_plan(reducer, n));
-    if (!reducer->desc.skip_initial_broadcast) DDP__TRY(ddp__reducer_broadcast(reducer, n + reducer->desc.buffer_count, 0));
+    DDP_TRY(ddp__buckets_plan(reducer, n));
+    if (!reducer->desc.skip_initial_broadcast) DDP_TRY(ddp__reducer_broadcast(reducer, n + reducer->desc.buffer_count, 0));
     for (int i = 0; i < n; i++) {
         ddp_param *param = &reducer->desc.params[i];
         param->grad = ddp__param_grad(param);
@@ -7944,11 +7979,11 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     ddp_result result = out ? ddp__reducer_prepare(reducer, desc) : ddp__bad("ddp_reducer_create", NULL, "out is NULL");
     result = ddp__reducer_compare(reducer, result);
     if (result == DDP_OK) result = ddp__reducer_build(reducer);
-    ddp__outcome failure = {DDP_OK, ""};
-    ddp__outcome_join(&failure, result);
+    ddp_saved_error failure = {DDP_OK, ""};
+    ddp_error_save(&failure, result);
     if (result == DDP_OK) *out = reducer;
     else ddp__reducer_free(reducer);
-    return ddp__outcome_tell(&failure);
+    return ddp_error_restore(&failure);
 }
 
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
@@ -7967,25 +8002,25 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
     /* The last bucket is left to ddp_reducer_wait, which comes next and carries it out without a hand-over, where there would be one. */
     while (reducer->next_bucket + !reducer->group->backend->enqueues < reducer->stats.bucket_count &&
-           reducer->buckets[reducer->next_bucket].pending == 0) DDP__TRY(ddp__bucket_issue(reducer, 0));
+           reducer->buckets[reducer->next_bucket].pending == 0) DDP_TRY(ddp__bucket_issue(reducer, 0));
     return DDP_OK;
 }
 
 /* Ends what is under way and, with rest, carries out what is not. The first failure is the one that is told. */
 static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
-    ddp__outcome first = {DDP_OK, ""};
+    ddp_saved_error first = {DDP_OK, ""};
     for (int i = 0; i < reducer->stats.bucket_count; i++) {
-        if (i < reducer->next_bucket) ddp__outcome_join(&first, ddp_wait(reducer->group, &reducer->buckets[i].work));
-        else if (rest && first.result == DDP_OK) ddp__outcome_join(&first, ddp__bucket_issue(reducer, 1));
+        if (i < reducer->next_bucket) ddp_error_save(&first, ddp_wait(reducer->group, &reducer->buckets[i].work));
+        else if (rest && first.result == DDP_OK) ddp_error_save(&first, ddp__bucket_issue(reducer, 1));
     }
-    return ddp__outcome_tell(&first);
+    return ddp_error_restore(&first);
 }
 
 /* Which parameters nobody used; with static_graph the first step also tells what to wait for. */
 static ddp_result ddp__reducer_find_unused(ddp_reducer *reducer) {
     unsigned char *used = (unsigned char *)reducer->host;
     for (int i = 0; i < reducer->desc.param_count; i++) used[i] = reducer->grads[i].ready;
-    DDP__TRY(ddp__reducer_agree(reducer, (size_t)reducer->desc.param_count, DDP_U8, DDP_OP_MAX));
+    DDP_TRY(ddp__reducer_agree(reducer, (size_t)reducer->desc.param_count, DDP_U8, DDP_OP_MAX));
     reducer->stats.unused_count = 0;
     for (int i = 0; i < reducer->desc.param_count; i++) {
         ddp__grad *grad = &reducer->grads[i];
@@ -8002,7 +8037,7 @@ static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) 
     const ddp_group *group = reducer->group;
     int64_t *first = (int64_t *)reducer->host;
     *first = missing < 0 ? INT64_MAX : (int64_t)missing * group->world_size + group->rank;
-    DDP__TRY(ddp__reducer_agree(reducer, 1, DDP_I64, DDP_OP_MIN));
+    DDP_TRY(ddp__reducer_agree(reducer, 1, DDP_I64, DDP_OP_MIN));
     DDP__CHECK("ddp_reducer_wait", group, *first == INT64_MAX, "%s never became ready on rank %d in step %llu; call ddp_reducer_ready for it in "
                "every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(*first / group->world_size)).text,
                (int)(*first % group->world_size), (unsigned long long)reducer->stats.steps);
@@ -8015,9 +8050,9 @@ static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
     int *order = reducer->ready_order, *first = (int *)reducer->host;
     for (int i = n - 1; i >= 0; i--) if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused)) order[count++] = i;
     for (int k = 0; k < n; k++) first[k] = reducer->group->rank > 0 ? INT32_MAX : k < count ? order[k] : -1; /* rank 0's is the smallest */
-    DDP__TRY(ddp__reducer_agree(reducer, (size_t)n, DDP_I32, DDP_OP_MIN));
+    DDP_TRY(ddp__reducer_agree(reducer, (size_t)n, DDP_I32, DDP_OP_MIN));
     for (count = 0; count < n && first[count] >= 0; count++) order[count] = first[count];
-    DDP__TRY(ddp__buckets_plan(reducer, count));
+    DDP_TRY(ddp__buckets_plan(reducer, count));
     reducer->stats.rebuilt = 1;
     return DDP_OK;
 }
@@ -8068,7 +8103,7 @@ DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean) {
     DDP__NEED(group && mean, "group or mean is NULL");
     all.mean = *mean;
     all.negative = mean->count < 0;
-    DDP__TRY(ddp__submit_host(group, DDP_CALL_ALL_REDUCE, &all, &all, sizeof all / sizeof(int64_t), DDP_I64, DDP_OP_SUM, DDP_ON_HOST));
+    DDP_TRY(ddp__submit_host(group, DDP_CALL_ALL_REDUCE, &all, &all, sizeof all / sizeof(int64_t), DDP_I64, DDP_OP_SUM, DDP_ON_HOST));
     DDP__CHECK("ddp_mean_reduce", group, !all.negative, "the count is negative on %lld ranks, here it is %lld; counts of tokens add up",
                (long long)all.negative, (long long)mean->count);
     *mean = all.mean;
@@ -8082,15 +8117,15 @@ DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss) {
     DDP__REDUCER_NEED(reducer, reducer->desc.per_token, "per_token is 0 in the desc, so that gradients are averages over ranks; set it, or call "
                       "ddp_reducer_wait");
     if (reducer->no_sync) return DDP_OK;
-    DDP__TRY(ddp_reducer_wait(reducer));
+    DDP_TRY(ddp_reducer_wait(reducer));
     reducer->averaged = 0; /* sums still */
-    DDP__TRY(ddp_mean_reduce(reducer->group, loss));
-    DDP__TRY(ddp__compute(reducer->group));
+    DDP_TRY(ddp_mean_reduce(reducer->group, loss));
+    DDP_TRY(ddp__compute(reducer->group));
     for (int i = 0; i < reducer->desc.param_count && loss->count > 1; i++) {
         const ddp__grad *grad = &reducer->grads[i];
         if (grad->count) reducer->device->divide(grad->data, grad->count, grad->dtype, (uint64_t)loss->count);
     }
-    DDP__TRY(ddp__device_check(reducer->group));
+    DDP_TRY(ddp__device_check(reducer->group));
     reducer->averaged = 1;
     return DDP_OK;
 }
@@ -8116,7 +8151,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
                       "the gradients of step %llu are not reduced over ranks; call it after %s",
                       (unsigned long long)reducer->stats.steps,
                       reducer->desc.per_token ? "ddp_reducer_wait_mean" : "ddp_reducer_wait");
-    DDP__TRY(ddp__compute(reducer->group));
+    DDP_TRY(ddp__compute(reducer->group));
     reducer->device->fill_zero(reducer->squares, sizeof sum);
     for (int i = 0; i < reducer->desc.param_count; i++) {
         const ddp__grad *grad = &reducer->grads[i];
@@ -8125,7 +8160,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
         if (grad->first_use == i && grad->count) reducer->device->sum_squares((ddp_exact_sum *)reducer->squares, grad->data, rows, grad->count / rows, grad->dtype);
     }
     reducer->device->copy(&sum, reducer->squares, sizeof sum); /* the only time that the host waits for a device */
-    DDP__TRY(ddp__device_check(reducer->group));
+    DDP_TRY(ddp__device_check(reducer->group));
     float length = (float)sqrt(ddp_exact_sum_value(&sum));
     if (norm) *norm = length;
     if (!(length > max_norm) || length > 3.402823466e38f) return DDP_OK;
@@ -8218,7 +8253,7 @@ static void ddp__accumulator_layout(ddp_accumulator *accumulator, size_t *scratc
             end = accumulator->first[k] + count * wide;
             if (wide > size && block * wide > *scratch) *scratch = block * wide;
         }
-        accumulator->level_bytes = ddp__round_up(end, DDP__ALIGN);
+        accumulator->level_bytes = ddp_round_up(end, DDP__ALIGN);
     }
 }
 
@@ -8276,7 +8311,7 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
     unsigned char *levels = (unsigned char *)accumulator->levels + accumulator->first[param_index]; /* level k at levels + k * level_bytes */
     size_t block = device->use_stream ? count : DDP__ACCUMULATE_BLOCK; /* caches count, or launches */
     if (last && depth == 0) return DDP_OK; /* a step of one micro-batch has no levels */
-    DDP__TRY(ddp__compute(accumulator->group));
+    DDP_TRY(ddp__compute(accumulator->group));
     for (size_t done = 0; done < count; done += block) {
         size_t n = count - done < block ? count - done : block;
         unsigned char *grad = (unsigned char *)tensor.data + done * size, *newest = grad;
@@ -8311,7 +8346,7 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
     accumulator->announced[param_index] = 1;
     int handed_over = last && accumulator->attached && !desc->reducer->no_sync;
     handed_over = handed_over && desc->reducer->grads[param_index].sum;
-    DDP__TRY(ddp__accumulate(accumulator, param_index, last, handed_over));
+    DDP_TRY(ddp__accumulate(accumulator, param_index, last, handed_over));
     if (handed_over) desc->reducer->grads[param_index].summed = 1;
     return last && desc->reducer ? ddp_reducer_ready(desc->reducer, param_index) : DDP_OK;
 }
@@ -8368,7 +8403,7 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
     DDP__REDUCER_NEED(reducer, reducer->ready_count == 0, "a step is under way; call it before backward, after ddp_reducer_wait");
     for (;;) {
         int world_size = reducer->group->world_size, count = 0;
-        DDP__TRY(ddp__reducer_gather(reducer, &mine, 1));
+        DDP_TRY(ddp__reducer_gather(reducer, &mine, 1));
         for (int r = world_size - 1; r >= 0; r--)
             if (all[r]) { join->lowest = r; count++; }
         if (join->desc.mode == DDP_JOIN_STOP && count < world_size) return DDP_OK;
@@ -8849,7 +8884,7 @@ typedef struct ddp__loader_slot {
     int64_t count, claimed, done; /* samples: of the batch, that workers have taken, that they are done with */
     int64_t failed_at;           /* the first that failed; count = none */
     int told;                    /* the consumer has had the failure */
-    ddp__outcome outcome;
+    ddp_saved_error outcome;
 } ddp__loader_slot;
 
 typedef struct ddp__loader_worker {
@@ -9033,9 +9068,9 @@ static ddp_result ddp__loader_next(ddp_loader *l, ddp_batch *out) {
     if (l->place.cursor >= l->place.length) { l->place.ended = 1; return DDP_OK; }
     ddp__loader_settle(l);
     if (ddp__loader_is_ready(l) && slot->told) ddp__loader_open(l, l->given);
-    if (!ddp__loader_is_ready(l)) DDP__TRY(ddp__loader_await(l));
+    if (!ddp__loader_is_ready(l)) DDP_TRY(ddp__loader_await(l));
     slot->told = slot->failed_at < slot->count;
-    if (slot->told) return ddp__outcome_tell(&slot->outcome);
+    if (slot->told) return ddp_error_restore(&slot->outcome);
     out->count = slot->count;
     out->indices = slot->indices;
     out->is_padding = slot->is_padding;
@@ -9087,7 +9122,7 @@ DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch) {
     ddp_sampler place = loader->place;
     int64_t samples = ddp_sampler_length(&place), batches = ddp__loader_batches(loader, samples);
     DDP__NEED(batch >= 0 && batch <= batches, "batch=%lld, allowed are 0 to %lld", (long long)batch, (long long)batches);
-    DDP__TRY(ddp_sampler_seek(&place, batch < batches ? batch * loader->desc.batch_size : samples));
+    DDP_TRY(ddp_sampler_seek(&place, batch < batches ? batch * loader->desc.batch_size : samples));
     return ddp__loader_go(loader, &place);
 }
 
@@ -9099,7 +9134,7 @@ DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *s
 DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state) {
     DDP__NEED(loader, "loader is NULL");
     ddp_sampler place = loader->place;
-    DDP__TRY(ddp_sampler_load(&place, state));
+    DDP_TRY(ddp_sampler_load(&place, state));
     return ddp__loader_go(loader, &place);
 }
 
@@ -9166,14 +9201,14 @@ static ddp_result ddp__loader_memory(ddp_loader *l) {
                          "do not fit in memory; lower batch_size, prefetch or extra_valid_batches", (long long)d->batch_size, (long long)l->slot_count, f);
         l->field_at[f] = size_bytes;
         l->sample_bytes[f] = (size_t)(elements * bytes);
-        size_bytes += ddp__round_up(l->sample_bytes[f] * batch, DDP__ALIGN);
+        size_bytes += ddp_round_up(l->sample_bytes[f] * batch, DDP__ALIGN);
         l->field[f].dtype = t->dtype;
         l->field[f].ndim = t->ndim + 1;
         memcpy(l->field[f].shape + 1, t->shape, (size_t)t->ndim * sizeof *t->shape);
     }
     size_t list_at = size_bytes;
-    size_bytes += ddp__round_up(batch * 9, DDP__ALIGN);
-    if (device->alloc_pinned) DDP__TRY(device->alloc_pinned(d->group, slots * size_bytes, &l->buffers));
+    size_bytes += ddp_round_up(batch * 9, DDP__ALIGN);
+    if (device->alloc_pinned) DDP_TRY(device->alloc_pinned(d->group, slots * size_bytes, &l->buffers));
     else if (!(l->buffers = ddp__aligned_alloc(d->alloc_fn, d->user, slots * size_bytes)))
         return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_loader_create: %zu batches of %zu bytes; lower batch_size, prefetch or extra_valid_batches", slots, size_bytes);
     l->free_pinned = device->alloc_pinned ? device->free_pinned : NULL;
@@ -9190,7 +9225,7 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
     if (out) *out = NULL;
     DDP__NEED(out && desc, "out or desc is NULL");
     ddp_loader_desc d = *desc;
-    DDP__TRY(ddp__loader_resolve(&d));
+    DDP_TRY(ddp__loader_resolve(&d));
     size_t slots = (size_t)d.prefetch + (size_t)d.extra_valid_batches + 1, size_bytes = sizeof(ddp_loader) + slots * sizeof(ddp__loader_slot);
     ddp_loader *l = (ddp_loader *)ddp__aligned_alloc(d.alloc_fn, d.user, size_bytes);
     if (!l) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_loader_create: %zu bytes", size_bytes);

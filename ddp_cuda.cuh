@@ -447,8 +447,7 @@ static ddp_result ddp__cuda_fail(cudaError_t error, const char *function, const 
                     cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
-/* Leave the function with a failure of call: of ours; of CUDA's, where `called` is its name. */
-#define DDP__CUDA_TRY(call) do { ddp_result ddp__tried = (call); if (ddp__tried != DDP_OK) return ddp__tried; } while (0)
+/* Returns from the function with the failure of a CUDA call; `called` is its name. */
 #define DDP__CUDA_DO(function, called, call) \
     do { cudaError_t ddp__error = (call); if (ddp__error != cudaSuccess) return ddp__cuda_fail(ddp__error, function, called); } while (0)
 
@@ -560,7 +559,7 @@ static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_ran
     error = cuda->device_count(&count);
     if (error != cudaSuccess && error != cudaErrorNoDevice) return ddp__cuda_fail(error, "on this machine", "cudaGetDeviceCount");
     if (error == cudaErrorNoDevice) { cuda->clear_error(); count = 0; }
-    DDP__CUDA_TRY(desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &device) : ddp__cuda_by_number(desc, local_rank, given, count, &device));
+    DDP_TRY(desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &device) : ddp__cuda_by_number(desc, local_rank, given, count, &device));
     DDP__CUDA_DO("on this machine", "cudaGetDeviceProperties", cuda->device_identity(device, name, seat->uuid));
     seat->device = device;
     return DDP_OK;
@@ -1181,7 +1180,7 @@ template <ddp_dtype D, ddp_dtype S> static ddp_result ddp__cuda_multi_run(const 
             f.data[i] = call->ranges[done + i].data, f.offset[i] = call->ranges[done + i].offset, f.count[i] = call->ranges[done + i].count;
             f.first[i + 1] = f.first[i] + f.count[i] / DDP__CUDA_CHUNK + (f.count[i] % DDP__CUDA_CHUNK != 0);
         }
-        DDP__CUDA_TRY(ddp__cuda_chunks(f, f.first[f.range_count], call->stream, call->function));
+        DDP_TRY(ddp__cuda_chunks(f, f.first[f.range_count], call->stream, call->function));
     }
     return DDP_OK;
 }
@@ -2240,7 +2239,7 @@ static ddp_result ddp__cuda_gemm(const ddp_gemm *g, ddp_group *group, int tf32) 
     if (g->m < 0 || g->n < 0 || g->k < 0 || (g->dtype != DDP_F32 && g->dtype != DDP_F64))
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: m=%lld n=%lld k=%lld dtype=%s; sizes are not negative, dtypes f32 and f64", (long long)g->m,
                         (long long)g->n, (long long)g->k, ddp_dtype_name(g->dtype));
-    DDP__CUDA_TRY(ddp__cuda_products_open(group, g, &products));
+    DDP_TRY(ddp__cuda_products_open(group, g, &products));
     if (g->m && g->n && g->k) return ddp__cuda_lt_multiply(group, products, g, tf32, ddp__cuda_mine.stream);
     zeros.kind = DDP_LAYER_GEMM, zeros.gemm = g;
     return g->dtype == DDP_F32 ? ddp__cuda_layer_do<float>(&zeros) : ddp__cuda_layer_do<double>(&zeros);
@@ -2482,7 +2481,7 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     int to_all = call->kind == DDP_CALL_ALL_REDUCE, to_root = call->kind == DDP_CALL_REDUCE;
     void *sum = scratch + (size_t)n->rank * t->share * size;
     ddp_result result = DDP_OK;
-    DDP__CUDA_TRY(ddp__nccl_open_group(n));
+    DDP_TRY(ddp__nccl_open_group(n));
     for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
         if (j == n->rank) continue;
         at = ddp__nccl_share(t, j, &theirs);
@@ -2496,7 +2495,7 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
                                       n->lanes->stream[DDP_STREAM_COMM], "the sum in tree order", t->share * size, n->rank};
     if (result == DDP_OK && mine) result = ddp__cuda_tree_any(&tree, call->dtype);
     if (result != DDP_OK || !(to_all || to_root)) return result;
-    DDP__CUDA_TRY(ddp__nccl_open_group(n));
+    DDP_TRY(ddp__nccl_open_group(n));
     for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
         if (j == n->rank) continue;
         at = ddp__nccl_share(t, j, &theirs);
@@ -2581,7 +2580,7 @@ static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
     int made;
     ddp_result result;
     if (ddp__nccl_in_order(n, call)) return ddp__nccl_reduce_in_order(n, call);
-    DDP__CUDA_TRY(ddp__nccl_op_of(n, call, &op, &made));
+    DDP_TRY(ddp__nccl_op_of(n, call, &op, &made));
     if (call->kind == DDP_CALL_ALL_REDUCE)
         result = ddp__nccl_settle(n, n->comm, ncclAllReduce(call->send, call->recv, call->count, dtype, op, n->comm, stream), "ncclAllReduce");
     else if (call->kind == DDP_CALL_REDUCE)
@@ -2713,13 +2712,13 @@ static ddp_result ddp__nccl_run(ddp_group *, void *state, const ddp_call *call) 
     cudaError_t error;
     ddp_result result;
     if (call->tag && call->kind != DDP_CALL_SEND && call->kind != DDP_CALL_RECV) { /* on host memory */
-        DDP__CUDA_TRY(ddp__nccl_status(n->group, n));
+        DDP_TRY(ddp__nccl_status(n->group, n));
         return ddp__nccl_failed(n, call, ddp_group_call(n->control, call, NULL));
     }
     error = DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_STREAM_COMM], &capturing);
     if (error != cudaSuccess) return ddp__nccl_failed(n, call, ddp__cuda_group_fail(n->group, error, "cudaStreamIsCapturing"));
     if (n->in_batch) return ddp__nccl_call(n, call, capturing); /* ddp__nccl_batch does the rest */
-    DDP__CUDA_TRY(ddp__nccl_begin(n, NULL));
+    DDP_TRY(ddp__nccl_begin(n, NULL));
     result = ddp__nccl_note(n, call);
     if (result == DDP_OK) result = ddp__nccl_call(n, call, capturing);
     return ddp__nccl_noted(n, call, capturing, result);
@@ -2733,7 +2732,7 @@ static ddp_result ddp__nccl_batch(ddp_group *, void *state, int begin) {
     ddp_result result;
     call.kind = DDP_CALL_SEND, call.dtype = DDP_U8, call.root = -1;
     if (begin) {
-        DDP__CUDA_TRY(ddp__nccl_begin(n, NULL));
+        DDP_TRY(ddp__nccl_begin(n, NULL));
         result = ddp__nccl_note(n, &call);
         if (result == DDP_OK) result = ddp__nccl_open_group(n);
         return result == DDP_OK ? DDP_OK : ddp__nccl_noted(n, &call, 0, result);
@@ -3064,7 +3063,7 @@ static ddp_result ddp__nccl_init(ddp__nccl *n, const ncclUniqueId *id) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     char text[DDP__CUDA_TEXT];
     ddp_result result;
-    DDP__CUDA_TRY(ddp__nccl_begin(n, "ncclCommInitRankConfig"));
+    DDP_TRY(ddp__nccl_begin(n, "ncclCommInitRankConfig"));
     config.blocking = 1;
     n->owns_comm = 1;
     result = ddp__nccl_error(ncclCommInitRankConfig(&n->making, n->world_size, *id, n->rank, &config),
@@ -3431,7 +3430,7 @@ static ddp_result ddp__cuda_staged_await(ddp__cuda_staged *s, cudaEvent_t event,
 static ddp_result ddp__cuda_staged_memory(ddp__cuda_staged *s) {
     void *memory = NULL;
     if (s->memory) return DDP_OK;
-    DDP__CUDA_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->host_alloc(&memory, 4 * DDP__CUDA_STAGE), "cudaHostAlloc"));
+    DDP_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->host_alloc(&memory, 4 * DDP__CUDA_STAGE), "cudaHostAlloc"));
     s->memory = (unsigned char *)memory;
     return DDP_OK;
 }
@@ -3441,7 +3440,7 @@ static ddp_result ddp__cuda_staged_agree(ddp__cuda_staged *s, ddp_result mine, c
     ddp__cuda_word word = DDP_ZERO;
     word.result = mine;
     snprintf(word.text, sizeof word.text, "%.251s", mine == DDP_OK ? text : ddp_last_error());
-    DDP__CUDA_TRY(ddp_all_gather(s->control, &word, s->words, sizeof word, DDP_U8, NULL));
+    DDP_TRY(ddp_all_gather(s->control, &word, s->words, sizeof word, DDP_U8, NULL));
     for (int r = 0; r < s->world_size; r++)
         if (s->words[r].result != DDP_OK) return ddp_fail((ddp_result)s->words[r].result, "rank %d: %s", r, s->words[r].text);
     for (int r = 1; r < s->world_size; r++)
@@ -3509,7 +3508,7 @@ static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cu
 }
 
 static ddp_result ddp__cuda_round_down(ddp__cuda_staged *s, const ddp__cuda_rounds *p, size_t k) {
-    DDP__CUDA_TRY(ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, &p->in, s->memory + (k & 1) * DDP__CUDA_STAGE, k, 0), "cudaMemcpyAsync"));
+    DDP_TRY(ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, &p->in, s->memory + (k & 1) * DDP__CUDA_STAGE, k, 0), "cudaMemcpyAsync"));
     return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(s->down[k & 1], s->stream), "cudaEventRecord");
 }
 
@@ -3576,9 +3575,9 @@ static ddp_result ddp__cuda_staged_fence(cudaStream_t stream, cudaEvent_t event)
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     cudaStream_t compute = ddp__cuda_mine.stream;
     int capturing = 0;
-    DDP__CUDA_TRY(ddp__cuda_staged_error(cuda->stream_capturing(compute, &capturing), "cudaStreamIsCapturing"));
+    DDP_TRY(ddp__cuda_staged_error(cuda->stream_capturing(compute, &capturing), "cudaStreamIsCapturing"));
     if (capturing) return ddp_fail(DDP_ERR_UNSUPPORTED, "a group staged through the host cannot be captured into a CUDA graph; end the capture first");
-    DDP__CUDA_TRY(ddp__cuda_staged_error(cuda->event_record(event, compute), "cudaEventRecord"));
+    DDP_TRY(ddp__cuda_staged_error(cuda->event_record(event, compute), "cudaEventRecord"));
     return stream ? ddp__cuda_staged_error(cuda->stream_wait_event(stream, event), "cudaStreamWaitEvent") : DDP_OK;
 }
 
@@ -3646,19 +3645,19 @@ static void ddp__cuda_message_give(ddp__cuda_staged *s, ddp__cuda_message *m) {
 
 static ddp_result ddp__cuda_message_copy(ddp__cuda_staged *s, ddp__cuda_message *m, void *dst, const void *src) {
     size_t size = m->call.count * ddp_dtype_size(m->call.dtype);
-    if (size) DDP__CUDA_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->memcpy_async(dst, src, size, cudaMemcpyDefault, s->message_stream), "cudaMemcpyAsync"));
+    if (size) DDP_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->memcpy_async(dst, src, size, cudaMemcpyDefault, s->message_stream), "cudaMemcpyAsync"));
     return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(m->event, s->message_stream), "cudaEventRecord");
 }
 
 static ddp_result ddp__cuda_message_start(ddp__cuda_staged *s, ddp__cuda_message *m) {
     const ddp_call *call = &m->call;
     if (call->kind == DDP_CALL_RECV) { /* its event is where the buffer may be written */
-        DDP__CUDA_TRY(ddp__cuda_staged_fence(0, m->event));
+        DDP_TRY(ddp__cuda_staged_fence(0, m->event));
         m->stage = DDP__CUDA_WIRE;
         return ddp_recv(s->messages, m->memory, call->count, call->dtype, call->root, call->tag, &m->work);
     }
-    DDP__CUDA_TRY(ddp__cuda_staged_fence(s->message_stream, m->event));
-    DDP__CUDA_TRY(ddp__cuda_message_copy(s, m, m->memory, call->send));
+    DDP_TRY(ddp__cuda_staged_fence(s->message_stream, m->event));
+    DDP_TRY(ddp__cuda_message_copy(s, m, m->memory, call->send));
     m->stage = DDP__CUDA_DOWN;
     m->next = NULL;
     *s->coming_end = m;
@@ -3703,13 +3702,13 @@ static ddp_result ddp__cuda_message_poll(ddp__cuda_staged *s, ddp__cuda_message 
     int over = 0;
     if (m->result != DDP_OK || m->stage == DDP__CUDA_DOWN) return m->result;
     if (m->stage == DDP__CUDA_WIRE) {
-        DDP__CUDA_TRY(ddp_test(s->messages, &m->work, &over));
+        DDP_TRY(ddp_test(s->messages, &m->work, &over));
         if (!over) return DDP_OK;
-        DDP__CUDA_TRY(ddp_wait(s->messages, &m->work));
+        DDP_TRY(ddp_wait(s->messages, &m->work));
         if (m->call.kind == DDP_CALL_SEND) { *done = 1; return DDP_OK; }
         m->stage = DDP__CUDA_UP;
-        DDP__CUDA_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->stream_wait_event(s->message_stream, m->event), "cudaStreamWaitEvent"));
-        DDP__CUDA_TRY(ddp__cuda_message_copy(s, m, m->call.recv, m->memory));
+        DDP_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->stream_wait_event(s->message_stream, m->event), "cudaStreamWaitEvent"));
+        DDP_TRY(ddp__cuda_message_copy(s, m, m->call.recv, m->memory));
     }
     error = DDP__CUDA_RUNTIME->event_query(m->event);
     if (error == cudaErrorNotReady) { DDP__CUDA_RUNTIME->clear_error(); return DDP_OK; }
@@ -3934,8 +3933,8 @@ static ddp_result ddp__cuda_group_create(ddp_group **out, ddp_group *control, co
         ddp_fail(DDP_ERR_INVALID, "engine=%d order=%d timeout_ms=%d: one of them is not a value of its kind", (int)desc->engine, (int)desc->order, desc->timeout_ms);
         choice = -1;
     }
-    DDP__CUDA_TRY(ddp__cuda_pick(control, &pick, device, choice, &seat));
-    DDP__CUDA_TRY(ddp__cuda_engine(desc, seat.shared, &group.backend, &notice));
+    DDP_TRY(ddp__cuda_pick(control, &pick, device, choice, &seat));
+    DDP_TRY(ddp__cuda_engine(desc, seat.shared, &group.backend, &notice));
     seed.control = control, seed.device = seat.device, seed.stream = desc->stream, seed.comm_stream = desc->comm_stream, seed.comm = desc->comm;
     group.device = ddp_device_cuda(), group.order = desc->order, group.name = desc->name, group.timeout_ms = desc->timeout_ms, group.backend_user = &seed;
     result = ddp_group_create_on(out, control, &group);
@@ -3954,7 +3953,7 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
     ddp__cuda_seat mine;
     if (!device) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_pick: device is NULL");
     *device = -1;
-    DDP__CUDA_TRY(ddp__cuda_pick(control, desc ? desc : &all_defaults, -1, 0, &mine));
+    DDP_TRY(ddp__cuda_pick(control, desc ? desc : &all_defaults, -1, 0, &mine));
     DDP__CUDA_DO("ddp_cuda_pick", "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(mine.device));
     *device = mine.device;
     return DDP_OK;
@@ -4045,7 +4044,7 @@ DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, dd
 DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
     const char *function = "ddp_cuda_adamw";
     ddp_cuda_step_desc d;
-    DDP__CUDA_TRY(ddp__cuda_step_check(desc, &d, function));
+    DDP_TRY(ddp__cuda_step_check(desc, &d, function));
     if (d.count && (!d.first || !d.second)) return ddp_fail(DDP_ERR_INVALID, "%s: first or second is NULL", function);
     DDP__CUDA_BY_DTYPE(d.grad_dtype, G, (ddp__cuda_step_run<ddp__cuda_adamw<G>, G>(&d, 2, stream, function)));
 }
@@ -4053,7 +4052,7 @@ DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t st
 DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
     const char *function = "ddp_cuda_sgd";
     ddp_cuda_step_desc d;
-    DDP__CUDA_TRY(ddp__cuda_step_check(desc, &d, function));
+    DDP_TRY(ddp__cuda_step_check(desc, &d, function));
     if (d.count && d.momentum != 0 && !d.first) return ddp_fail(DDP_ERR_INVALID, "%s: momentum=%g, and first is NULL", function, (double)d.momentum);
     DDP__CUDA_BY_DTYPE(d.grad_dtype, G, (ddp__cuda_step_run<ddp__cuda_sgd<G>, G>(&d, d.momentum != 0, stream, function)));
 }

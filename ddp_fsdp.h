@@ -455,33 +455,14 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 
 //== errors ============================================================================================ >>impl-error
 
-/* Leaves the function with a failure of call. */
-#define DDP__FSDP_TRY(call) do { ddp_result ddp__tried = (call); if (ddp__tried != DDP_OK) return ddp__tried; } while (0)
+#define ddp__fsdp_bad(who, group, ...) ddp_fail_in(DDP_ERR_INVALID, who, group, __VA_ARGS__) /* an argument is wrong */
 
-/* Fails the public function `who`. group may be NULL. */
-static __attribute__((format(printf, 4, 5))) ddp_result ddp__fsdp_tell(ddp_result result, const char *who, const ddp_group *group, const char *format, ...) {
-    char text[512];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    if (!group) return ddp_fail(result, "%s: %s", who, text);
-    return ddp_fail(result, "rank %d/%d %s group=%s: %s", ddp_rank(group), ddp_world_size(group), who, ddp_group_name(group), text);
+/* result with the current error line. */
+static ddp_saved_error ddp__fsdp_error(ddp_result result) {
+    ddp_saved_error saved = DDP_ZERO;
+    ddp_error_save(&saved, result);
+    return saved;
 }
-
-#define ddp__fsdp_bad(who, group, ...) ddp__fsdp_tell(DDP_ERR_INVALID, who, group, __VA_ARGS__) /* an argument is wrong */
-
-/* A result with its error line, kept while something else happens, or sent to other ranks. */
-typedef struct ddp__told { int32_t result; char text[512]; } ddp__told;
-
-static ddp__told ddp__told_now(ddp_result result) {
-    ddp__told told = DDP_ZERO;
-    told.result = result;
-    if (result != DDP_OK) snprintf(told.text, sizeof told.text, "%s", ddp_last_error());
-    return told;
-}
-
-static ddp_result ddp__told_again(const ddp__told *told) { return told->result == DDP_OK ? DDP_OK : ddp_fail((ddp_result)told->result, "%s", told->text); }
 
 /* Leave the public function unless the condition holds; what follows it is what to tell. */
 #define DDP__FSDP_NEED(condition, ...) do { if (!(condition)) return ddp__fsdp_bad(__func__, NULL, __VA_ARGS__); } while (0)
@@ -508,7 +489,7 @@ static ddp_result ddp__host_call(ddp_group *group, ddp_call_kind kind, void *dat
 static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, ddp_dtype dtype, ddp_op op) {
     size_t size = ddp_dtype_size(dtype), most = DDP__CALL_BYTES / size;
     for (size_t at = 0; at < count; at += most)
-        DDP__FSDP_TRY(ddp__host_call(group, DDP_CALL_ALL_REDUCE, (char *)data + at * size, count - at < most ? count - at : most, dtype, op, -1));
+        DDP_TRY(ddp__host_call(group, DDP_CALL_ALL_REDUCE, (char *)data + at * size, count - at < most ? count - at : most, dtype, op, -1));
     return DDP_OK;
 }
 
@@ -707,7 +688,7 @@ static size_t ddp__optimizer_place(ddp_optimizer *o, unsigned char *memory) {
     for (int i = 0; i < o->desc.param_count; i++)
         for (int k = 0; k < o->state_count && o->params[i].first_use == i; k++) {
             if (memory && o->params[i].count) o->params[i].state[k] = memory + used;
-            used += (o->params[i].count * ddp_dtype_size(o->desc.params[i].value.dtype) + 63) / 64 * 64;
+            used += ddp_round_up(o->params[i].count * ddp_dtype_size(o->desc.params[i].value.dtype), 64);
         }
     return used;
 }
@@ -716,7 +697,7 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     const ddp_optimizer_desc *d = &o->desc;
     ddp_group *group = o->group;
     void *memory;
-    DDP__FSDP_TRY(ddp__optimizer_resolve(group, &o->desc));
+    DDP_TRY(ddp__optimizer_resolve(group, &o->desc));
     DDP__OPTIMIZER_NEED(d->params && d->param_count > 0, "param_count=%d or params is NULL; pass the array of parameters to update", d->param_count);
     DDP__OPTIMIZER_NEED(!d->state_alloc_fn == !d->state_free_fn, "set both state_alloc_fn and state_free_fn, or neither");
     o->wire = o->desc.shard_group ? ddp_group_device(o->desc.shard_group) : o->device;
@@ -724,9 +705,9 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     o->params = (ddp__optimizer_param *)ddp_host_alloc(o->group, (size_t)o->desc.param_count * sizeof *o->params);
     if (!o->params) return DDP_ERR_NO_MEMORY;
     memset(o->params, 0, (size_t)o->desc.param_count * sizeof *o->params);
-    for (int i = 0; i < o->desc.param_count; i++) DDP__FSDP_TRY(ddp__optimizer_take(o, i));
+    for (int i = 0; i < o->desc.param_count; i++) DDP_TRY(ddp__optimizer_take(o, i));
     size_t bytes = ddp__optimizer_place(o, NULL);
-    if (bytes && !o->desc.state_alloc_fn) DDP__FSDP_TRY(o->device->alloc(o->group, bytes, &o->state));
+    if (bytes && !o->desc.state_alloc_fn) DDP_TRY(o->device->alloc(o->group, bytes, &o->state));
     else if (bytes) o->state = o->desc.state_alloc_fn(bytes, o->desc.state_user);
     if (bytes && !o->state) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_optimizer_create: state_alloc_fn gave no memory for %llu bytes", (unsigned long long)bytes);
     ddp__optimizer_place(o, (unsigned char *)o->state);
@@ -735,12 +716,12 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     o->sums = (ddp_exact_sum *)ddp_host_alloc(o->group, bytes);
     if (!o->sums) return DDP_ERR_NO_MEMORY;
     int there = o->device->trust && o->device->update && o->wire == o->device;
-    DDP__FSDP_TRY(o->device->alloc(o->group, bytes + (there ? (size_t)o->square_count / 2 * sizeof *o->rates : 0), &memory));
+    DDP_TRY(o->device->alloc(o->group, bytes + (there ? (size_t)o->square_count / 2 * sizeof *o->rates : 0), &memory));
     o->squares = o->sent = (ddp_exact_sum *)memory;
     if (there) o->rates = (double *)(void *)(o->squares + o->square_count);
     if (o->wire == o->device) return DDP_OK;
     o->sent = NULL;
-    DDP__FSDP_TRY(o->wire->alloc(o->desc.shard_group, bytes, &memory));
+    DDP_TRY(o->wire->alloc(o->desc.shard_group, bytes, &memory));
     o->sent = (ddp_exact_sum *)memory;
     return DDP_OK;
 }
@@ -812,11 +793,11 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
     }
     if (o->sent != o->squares) (o->device->use_stream ? o->device : o->wire)->copy(o->sent, o->squares, bytes);
     if (o->desc.shard_group) {
-        DDP__FSDP_TRY(ddp_all_reduce(o->desc.shard_group, o->sent, o->sent, bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM, NULL));
-        DDP__FSDP_TRY(ddp__fsdp_enter(o->desc.shard_group));
+        DDP_TRY(ddp_all_reduce(o->desc.shard_group, o->sent, o->sent, bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM, NULL));
+        DDP_TRY(ddp__fsdp_enter(o->desc.shard_group));
     }
     if (!o->rates) o->wire->copy(o->sums, o->sent, bytes);
-    DDP__FSDP_TRY(ddp__fsdp_enter(o->group));
+    DDP_TRY(ddp__fsdp_enter(o->group));
     if (o->rates) o->device->trust(o->squares, (size_t)o->square_count / 2, (double)lr, (double)o->desc.trust_coefficient,
                                    o->desc.kind == DDP_OPTIMIZER_LARS ? (double)o->desc.weight_decay : -1, o->rates);
     return DDP_OK;
@@ -855,11 +836,11 @@ static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, ddp_update 
         part.grad = (char *)param->grad.data + from * size;
         if (u.state0) part.state0 = (char *)u.state0 + from * size;
         if (u.state1) part.state1 = (char *)u.state1 + from * size;
-        if (o->piece_fn && (!last || o->desc.kind != DDP_OPTIMIZER_LAMB)) DDP__FSDP_TRY(o->piece_fn(o->desc.state_user, i, from, part.count, 0));
+        if (o->piece_fn && (!last || o->desc.kind != DDP_OPTIMIZER_LAMB)) DDP_TRY(o->piece_fn(o->desc.state_user, i, from, part.count, 0));
         if (o->device->update) o->device->update(&part);
         else if (u.dtype == DDP_F32) ddp__update_f32(&part);
         else ddp__update_f64(&part);
-        if (o->piece_fn && last) DDP__FSDP_TRY(o->piece_fn(o->desc.state_user, i, from, part.count, 1));
+        if (o->piece_fn && last) DDP_TRY(o->piece_fn(o->desc.state_user, i, from, part.count, 1));
     }
     return DDP_OK;
 }
@@ -884,7 +865,7 @@ static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_sca
     for (int i = 0; i < o->desc.param_count; i++)
         DDP__STEP_NEED(!o->params[i].count || (o->desc.params[i].value.data && o->desc.params[i].grad.data), "params[%d] \"%s\" has no %s", i,
                        o->desc.params[i].name ? o->desc.params[i].name : "", o->desc.params[i].value.data ? "gradient" : "values");
-    DDP__FSDP_TRY(ddp__fsdp_enter(o->group));
+    DDP_TRY(ddp__fsdp_enter(o->group));
     for (int i = 0; i < o->desc.param_count; i++) {
         void *first = o->desc.params[o->params[i].first_use].grad.data;
         if (o->params[i].first_use != i) o->device->add(first, first, o->desc.params[i].grad.data, o->params[i].count, o->desc.params[i].value.dtype);
@@ -898,9 +879,9 @@ static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_sca
         int scaled = o->desc.kind == DDP_OPTIMIZER_LARS || (last && o->desc.kind == DDP_OPTIMIZER_LAMB);
         common[0].grad_scale = common[1].grad_scale = scaled ? 1 : grad_scale;
         common[0].grad_scale_at = common[1].grad_scale_at = scaled ? NULL : at;
-        if (last && o->square_count) DDP__FSDP_TRY(ddp__optimizer_norms(o, lr));
+        if (last && o->square_count) DDP_TRY(ddp__optimizer_norms(o, lr));
         for (int i = 0; i < o->desc.param_count; i++)
-            if (ddp__optimizer_steps(o, i)) DDP__FSDP_TRY(ddp__optimizer_pass(o, i, common[o->desc.params[i].value.dtype == DDP_F64], lr, last));
+            if (ddp__optimizer_steps(o, i)) DDP_TRY(ddp__optimizer_pass(o, i, common[o->desc.params[i].value.dtype == DDP_F64], lr, last));
     }
     return ddp__fsdp_check(o->group);
 }
@@ -1041,10 +1022,10 @@ static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, cons
         device->copy(&sum, scratch, sizeof sum);
         double squares = ddp_exact_sum_value(&sum);
         found = !(squares - squares == 0);
-        DDP__FSDP_TRY(ddp__fsdp_check(group));
+        DDP_TRY(ddp__fsdp_check(group));
     }
     for (int i = 0; i < scaler->desc.group_count; i++) /* what one of them found reaches the members of the next one */
-        DDP__FSDP_TRY(ddp__host_reduce(scaler->desc.groups[i], &found, 1, DDP_I32, DDP_OP_MAX));
+        DDP_TRY(ddp__host_reduce(scaler->desc.groups[i], &found, 1, DDP_I32, DDP_OP_MAX));
     scaler->found_inf = found, scaler->unscaled = 1;
     return DDP_OK;
 }
@@ -1063,8 +1044,8 @@ DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const
         DDP__FSDP_NEED(gradients[i].data || !ddp_tensor_count(&gradients[i]), "gradients[%d].data is NULL", i);
     }
     const ddp_device *device = ddp_group_device(group);
-    DDP__FSDP_TRY(ddp__fsdp_enter(group));
-    if (device != ddp_device_cpu()) DDP__FSDP_TRY(device->alloc(group, sizeof(ddp_exact_sum), &scratch));
+    DDP_TRY(ddp__fsdp_enter(group));
+    if (device != ddp_device_cpu()) DDP_TRY(device->alloc(group, sizeof(ddp_exact_sum), &scratch));
     ddp_result result = ddp__scaler_unscale(scaler, group, gradients, gradient_count, scratch);
     if (scratch) device->free(group, scratch);
     return result;
@@ -1580,9 +1561,9 @@ static const char *const ddp__kind_names[2] = {"model", "optimizer"};
 
 /* Collective: *told becomes the failure of the lowest rank that has one; *first is that rank, or the number of ranks. *same: stays 1 where it was on every rank
    and all gave the same number. */
-static ddp_result ddp__fsdp_agree(ddp_group *group, uint64_t number, int *same, ddp__told *told, int *first) {
+static ddp_result ddp__fsdp_agree(ddp_group *group, uint64_t number, int *same, ddp_saved_error *told, int *first) {
     uint64_t low[3] = {*same ? number : 0, *same ? ~number : 0, (uint64_t)(told->result == DDP_OK ? ddp_world_size(group) : ddp_rank(group))};
-    DDP__FSDP_TRY(ddp__host_reduce(group, low, 3, DDP_U64, DDP_OP_MIN));
+    DDP_TRY(ddp__host_reduce(group, low, 3, DDP_U64, DDP_OP_MIN));
     *same = low[0] == ~low[1];
     *first = (int)low[2];
     return *first == ddp_world_size(group) ? DDP_OK : ddp__host_call(group, DDP_CALL_BROADCAST, told, sizeof *told, DDP_U8, DDP_OP_SUM, *first);
@@ -1590,9 +1571,9 @@ static ddp_result ddp__fsdp_agree(ddp_group *group, uint64_t number, int *same, 
 
 /* Collective: DDP_OK when own is DDP_OK on every rank; otherwise the failure of the lowest rank that has one, in the same words everywhere. */
 static ddp_result ddp__save_agree(ddp_group *group, const char *who, ddp_result own) {
-    ddp__told told = ddp__told_now(own);
+    ddp_saved_error told = ddp__fsdp_error(own);
     int same = 1, first;
-    DDP__FSDP_TRY(ddp__fsdp_agree(group, 0, &same, &told, &first));
+    DDP_TRY(ddp__fsdp_agree(group, 0, &same, &told, &first));
     if (told.result == DDP_OK) return DDP_OK;
     return ddp_fail((ddp_result)told.result, "rank %d/%d %s group=%s: %.400s", first, ddp_world_size(group), who, ddp_group_name(group), told.text);
 }
@@ -1604,7 +1585,7 @@ static ddp_result ddp__compare_with_first(ddp_group *group, const uint32_t *own,
     for (size_t at = 0, n; at < count; at += n) {
         n = count - at < DDP__CALL_BYTES / sizeof *own ? count - at : DDP__CALL_BYTES / sizeof *own;
         memcpy(theirs, own + at, n * sizeof *own);
-        DDP__FSDP_TRY(ddp__host_call(group, DDP_CALL_BROADCAST, theirs, n, DDP_I32, DDP_OP_SUM, 0));
+        DDP_TRY(ddp__host_call(group, DDP_CALL_BROADCAST, theirs, n, DDP_I32, DDP_OP_SUM, 0));
         for (size_t i = 0; i < n && *first_other == count; i++) if (theirs[i] != own[at + i]) *first_other = at + i;
     }
     return DDP_OK;
@@ -1616,7 +1597,7 @@ static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
     for (int first = 0; first < count; first += 32) {
         int n = count - first < 32 ? count - first : 32;
         for (int b = 0; b < n * 32; b++) bits[b] = (unsigned char)(crc[first + b / 32] >> b % 32 & 1);
-        DDP__FSDP_TRY(ddp__host_reduce(group, bits, (size_t)n * 32, DDP_U8, DDP_OP_SUM));
+        DDP_TRY(ddp__host_reduce(group, bits, (size_t)n * 32, DDP_U8, DDP_OP_SUM));
         memset(crc + first, 0, (size_t)n * sizeof *crc);
         for (int b = 0; b < n * 32; b++) crc[first + b / 32] |= (uint32_t)(bits[b] & 1) << b % 32;
     }
@@ -1701,7 +1682,7 @@ static ddp_result ddp__file_make(const char *dir, const char *name, const void *
     struct rlimit limit;
     ddp_result result = DDP_OK;
     int fd;
-    DDP__FSDP_TRY(ddp__file_open(dir, name, O_CREAT | O_WRONLY, path, &fd));
+    DDP_TRY(ddp__file_open(dir, name, O_CREAT | O_WRONLY, path, &fd));
     errno = 0;
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur) errno = EFBIG; /* writing would raise a signal */
     else if (!data && size && syscall(SYS_fallocate, fd, 0, (off_t)0, (off_t)size) == 0) errno = 0;
@@ -1916,7 +1897,7 @@ static ddp_result ddp__repeats_leave(ddp__task *t) {
         for (int i = 0; i < 2 * n; i++) mine[i] = (int64_t)ddp__box_number(&t->slices[first + i / 2], 0, i % 2);
         for (int r = 0; r < ddp_world_size(t->group) - 1; r++) {
             memcpy(theirs, mine, 2 * (size_t)n * sizeof *theirs);
-            DDP__FSDP_TRY(ddp__host_call(t->group, DDP_CALL_BROADCAST, theirs, 2 * (size_t)n, DDP_I64, DDP_OP_SUM, r));
+            DDP_TRY(ddp__host_call(t->group, DDP_CALL_BROADCAST, theirs, 2 * (size_t)n, DDP_I64, DDP_OP_SUM, r));
             for (int i = 0; i < n && rank > r; i++)
                 t->left[first + i] |= t->slices[first + i].may_repeat && mine[2 * i] && memcmp(&mine[2 * i], &theirs[2 * i], 2 * sizeof *mine) == 0;
         }
@@ -1936,26 +1917,26 @@ static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const int64_t o
     t->crc = (uint32_t *)(t->numbers + 2 * (n + 1));
     t->left = (unsigned char *)(t->crc + n + 1);
     const uint32_t same[3] = {(uint32_t)n, ddp__crc32c(option, 2 * sizeof *option), own == DDP_OK ? ddp__crc32c(t->dir, strlen(t->dir)) : 0};
-    DDP__FSDP_TRY(ddp__compare_with_first(t->group, same, 3, &other));
+    DDP_TRY(ddp__compare_with_first(t->group, same, 3, &other));
     if (own == DDP_OK && other < 3)
         own = ddp_fail(DDP_ERR_MISMATCH, "%s is not that of rank 0; give the same on every rank",
                        other == 0 ? "the number of tensors" : other == 1 ? "max_file_bytes or keep_checkpoints" : "dir");
-    DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, own));
+    DDP_TRY(ddp__save_agree(t->group, t->who, own));
     for (size_t i = 0; i < n; i++) {
         const ddp__slice *s = &t->slices[i];
         const int32_t about[3] = {(int32_t)s->dtype, s->ndim, s->file_kind != 0};
         t->crc[i] = ddp__crc_feed(ddp__crc_feed(ddp__crc32c(s->name, strlen(s->name)), about, sizeof about), s->shape, sizeof s->shape[0] * (size_t)s->ndim);
         for (size_t point = 0; point < 2; point++) t->numbers[2 * i + point] = (int64_t)ddp__box_number(s, 0, (int)point);
     }
-    DDP__FSDP_TRY(ddp__compare_with_first(t->group, t->crc, n, &other));
+    DDP_TRY(ddp__compare_with_first(t->group, t->crc, n, &other));
     if (other < n)
         own = ddp_fail(DDP_ERR_MISMATCH, "tensor %zu, here '%.100s' %s, is another one on rank 0", other, t->slices[other].name, ddp_dtype_name(t->slices[other].dtype));
-    DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, own)); /* what follows depends on the shapes */
+    DDP_TRY(ddp__save_agree(t->group, t->who, own)); /* what follows depends on the shapes */
     memset(t->crc, 0, n * sizeof *t->crc);
     memset(t->left, 0, n);
     if (!tile) return DDP_OK;
-    DDP__FSDP_TRY(ddp__host_reduce(t->group, t->numbers, 2 * n, DDP_I64, DDP_OP_SUM));
-    if (ddp__first_not_tiled(t) < n) DDP__FSDP_TRY(ddp__repeats_leave(t));
+    DDP_TRY(ddp__host_reduce(t->group, t->numbers, 2 * n, DDP_I64, DDP_OP_SUM));
+    if (ddp__first_not_tiled(t) < n) DDP_TRY(ddp__repeats_leave(t));
     other = ddp__first_not_tiled(t);
     if (other < n) own = ddp_fail(DDP_ERR_MISMATCH, "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps", t->slices[other].name);
     return ddp__save_agree(t->group, t->who, own);
@@ -2056,18 +2037,18 @@ static ddp_result ddp__save_begin(ddp__saving *s) {
     char path[DDP__PATH_MAX];
     struct stat info;
     int kind;
-    DDP__FSDP_TRY(ddp__folder_look(s->task.dir, 0, &kind));
+    DDP_TRY(ddp__folder_look(s->task.dir, 0, &kind));
     for (int i = 0; i < s->keep && (i < 2 || kind != DDP__FOLDER_MISSING); i++) {
         ddp__beside_name(s->task.dir, i, path);
-        DDP__FSDP_TRY(ddp__folder_look(path, 0, &kind));
+        DDP_TRY(ddp__folder_look(path, 0, &kind));
     }
     ddp__parent_name(s->task.dir, path);
     if (stat(path, &info) != 0) return ddp__file_fail("the folder that dir is to be in,", path);
-    DDP__FSDP_TRY(ddp__folder_sync(path)); /* what cannot be done now cannot be done after the swap either */
-    DDP__FSDP_TRY(ddp__folder_delete(s->tmp));
+    DDP_TRY(ddp__folder_sync(path)); /* what cannot be done now cannot be done after the swap either */
+    DDP_TRY(ddp__folder_delete(s->tmp));
     if (mkdir(s->tmp, 0777) != 0) return ddp__file_fail("creating", s->tmp);
-    DDP__FSDP_TRY(ddp__file_make(s->tmp, DDP__STATE_FILE, DDP__STATE_START, sizeof DDP__STATE_START - 1)); /* ours, but not whole yet */
-    for (int f = 0; f < s->file_count; f++) DDP__FSDP_TRY(ddp__file_make(s->tmp, s->files[f].name, NULL, s->files[f].header_bytes + s->files[f].data_bytes));
+    DDP_TRY(ddp__file_make(s->tmp, DDP__STATE_FILE, DDP__STATE_START, sizeof DDP__STATE_START - 1)); /* ours, but not whole yet */
+    for (int f = 0; f < s->file_count; f++) DDP_TRY(ddp__file_make(s->tmp, s->files[f].name, NULL, s->files[f].header_bytes + s->files[f].data_bytes));
     return DDP_OK;
 }
 
@@ -2083,7 +2064,7 @@ static ddp_result ddp__save_slice(const ddp__slice *slice, int fd, uint64_t at, 
         for (uint64_t piece, p = 0; p < size; p += piece) {
             piece = size - p < DDP__PIECE ? size - p : DDP__PIECE;
             remainder = ddp__crc_feed(remainder, data + p, (size_t)piece);
-            DDP__FSDP_TRY(ddp__write_all(fd, data + p, piece, at + to * element + p, path));
+            DDP_TRY(ddp__write_all(fd, data + p, piece, at + to * element + p, path));
             if (piece == DDP__PIECE) ddp__write_begin(fd, at + to * element + p, piece);
         }
         done = to * element + size;
@@ -2101,10 +2082,10 @@ static ddp_result ddp__save_slices(ddp__saving *s) {
         int fd, i = file->first;
         while (i < file->last && !ddp__save_has(s, s->order[i])) i++;
         if (i == file->last) continue;
-        DDP__FSDP_TRY(ddp__file_open(s->tmp, file->name, O_WRONLY, path, &fd));
+        DDP_TRY(ddp__file_open(s->tmp, file->name, O_WRONLY, path, &fd));
         for (; i < file->last && result == DDP_OK; i++)
             if (ddp__save_has(s, s->order[i])) result = ddp__save_slice(&s->task.slices[s->order[i]], fd, file->header_bytes + s->begin[s->order[i]], path, &s->task.crc[s->order[i]]);
-        DDP__FSDP_TRY(ddp__file_end(fd, path, result));
+        DDP_TRY(ddp__file_end(fd, path, result));
     }
     return DDP_OK;
 }
@@ -2159,7 +2140,7 @@ static ddp_result ddp__save_end(ddp__saving *s, const ddp_fsdp_state *state) {
     for (int i = 0; i < s->task.count; i++) s->task.crc[i] = ddp__crc_finish(s->task.crc[i], ddp__slice_bytes(&s->task.slices[i], 0));
     for (int f = 0; f < s->file_count; f++) {
         ddp__draft_header(s, &s->files[f]);
-        DDP__FSDP_TRY(ddp__save_draft(s, s->files[f].name, &s->files[f].crc));
+        DDP_TRY(ddp__save_draft(s, s->files[f].name, &s->files[f].crc));
     }
     for (int kind = 0; kind < 2; kind++) {
         ddp__out_file *index = &s->files[s->file_count + s->index_count];
@@ -2167,10 +2148,10 @@ static ddp_result ddp__save_end(ddp__saving *s, const ddp_fsdp_state *state) {
         s->index_count++;
         snprintf(index->name, sizeof index->name, "%s.safetensors.index.json", ddp__kind_names[kind]);
         ddp__draft_index(s, kind);
-        DDP__FSDP_TRY(ddp__save_draft(s, index->name, &index->crc));
+        DDP_TRY(ddp__save_draft(s, index->name, &index->crc));
     }
     ddp__draft_state(s, state);
-    DDP__FSDP_TRY(ddp__save_draft(s, DDP__STATE_FILE, &crc));
+    DDP_TRY(ddp__save_draft(s, DDP__STATE_FILE, &crc));
     return ddp__folder_sync(s->tmp);
 }
 
@@ -2182,17 +2163,17 @@ static ddp_result ddp__save_rotate(const ddp__saving *s, const char *previous) {
     while (ddp__folder_look(to, 0, &kind) == DDP_OK && kind == DDP__FOLDER_OURS);
     while (--number >= s->keep) {
         ddp__beside_name(s->task.dir, number, to);
-        DDP__FSDP_TRY(ddp__folder_delete(to));
+        DDP_TRY(ddp__folder_delete(to));
     }
-    DDP__FSDP_TRY(ddp__folder_look(previous, 0, &kind));
+    DDP_TRY(ddp__folder_look(previous, 0, &kind));
     if (s->keep == 1 || kind != DDP__FOLDER_OURS) return ddp__folder_delete(previous);
     for (number = 1; number < s->keep - 1; number++) {
         ddp__beside_name(s->task.dir, number, to);
-        DDP__FSDP_TRY(ddp__folder_look(to, 0, &kind));
+        DDP_TRY(ddp__folder_look(to, 0, &kind));
         if (kind == DDP__FOLDER_MISSING) break;
     }
     ddp__beside_name(s->task.dir, number, to);
-    DDP__FSDP_TRY(ddp__folder_delete(to));
+    DDP_TRY(ddp__folder_delete(to));
     for (; number > 0; number--, memcpy(to, from, sizeof to)) {
         if (number > 1) ddp__beside_name(s->task.dir, number - 1, from);
         else memcpy(from, previous, sizeof from);
@@ -2214,7 +2195,7 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
 #endif
     if (!swapped) {
         ddp__beside_name(s->task.dir, DDP__OLD, previous);
-        if (there) DDP__FSDP_TRY(ddp__folder_delete(previous)); /* of a save that was killed after its second rename */
+        if (there) DDP_TRY(ddp__folder_delete(previous)); /* of a save that was killed after its second rename */
         if (there && rename(s->task.dir, previous) != 0) return ddp__file_fail("renaming", s->task.dir);
         if (rename(s->tmp, s->task.dir) != 0) {
             ddp_result result = ddp__file_fail("renaming", s->tmp);
@@ -2241,7 +2222,7 @@ static ddp_result ddp__save_run(ddp__saving *s, const char *dir, const ddp_fsdp_
     s->files = (ddp__out_file *)ddp_host_alloc(t->group, n * (sizeof *s->files + sizeof *s->begin + sizeof *s->order));
     if (!s->files) result = DDP_ERR_NO_MEMORY;
     s->begin = (uint64_t *)(s->files + n), s->order = (int *)(s->begin + n);
-    DDP__FSDP_TRY(ddp__task_begin(t, dir, option, 1, result));
+    DDP_TRY(ddp__task_begin(t, dir, option, 1, result));
     ddp__beside_name(t->dir, DDP__NEW, s->tmp);
     result = ddp__save_plan(s);
     if (result == DDP_OK && rank == 0) result = ddp__save_begin(s);
@@ -2254,9 +2235,9 @@ static ddp_result ddp__save_run(ddp__saving *s, const char *dir, const ddp_fsdp_
         result = ddp__save_agree(t->group, t->who, result);
     }
     if (result != DDP_OK && rank == 0 && s->tmp[0]) {
-        ddp__told told = ddp__told_now(result);
+        ddp_saved_error told = ddp__fsdp_error(result);
         (void)ddp__folder_delete(s->tmp);
-        return ddp__told_again(&told);
+        return ddp_error_restore(&told);
     }
     return result;
 }
@@ -2303,7 +2284,7 @@ typedef struct ddp__loading {
     ddp_fsdp_state state;
     int copies, next, stops;   /* whether the pass copies; the next tensor to copy; the sums are done */
     sem_t room;                /* pieces that the helper may still bring into memory before they are summed up */
-    ddp__told helped;          /* what came of the helper's copies */
+    ddp_saved_error helped;          /* what came of the helper's copies */
 } ddp__loading;
 
 /* A whole small file; *text is NULL, and the result DDP_OK, when there is none. */
@@ -2399,7 +2380,7 @@ static ddp_result ddp__load_state(ddp__loading *l, size_t length) {
     l->text_crc = ddp__crc32c(l->text, length - 11);
     if (!ddp__hex_read(word, &crc) || crc != l->text_crc)
         return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE ": damaged, its checksum is %08x, not %.8s", l->task.dir, l->text_crc, word.at);
-    DDP__FSDP_TRY(ddp__in_files_make(l, length));
+    DDP_TRY(ddp__in_files_make(l, length));
     ddp__json j = ddp__json_of(l->text, length);
     if (!ddp__state_read(l, &j)) return ddp__json_result(l, DDP__STATE_FILE, &j);
     int all = l->file_count;
@@ -2412,7 +2393,7 @@ static ddp_result ddp__load_state(ddp__loading *l, size_t length) {
         if (result == DDP_OK && (!text || ddp__crc32c(text, length) != file.want_crc))
             result = ddp_fail(DDP_ERR_CORRUPT, "%s/%s %s", l->task.dir, file.name, text ? "is damaged: its checksum is not that in " DDP__STATE_FILE : "is missing");
         ddp_host_free(l->task.group, text);
-        DDP__FSDP_TRY(result);
+        DDP_TRY(result);
     }
     return DDP_OK;
 }
@@ -2440,8 +2421,8 @@ static ddp_result ddp__load_foreign(ddp__loading *l) {
     closedir(folder);
     if (optimizer) return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE " is missing", l->task.dir);
     l->foreign = 1;
-    DDP__FSDP_TRY(ddp__text_load(l, index_name, &l->text, &length));
-    DDP__FSDP_TRY(ddp__in_files_make(l, length));
+    DDP_TRY(ddp__text_load(l, index_name, &l->text, &length));
+    DDP_TRY(ddp__in_files_make(l, length));
     ddp__json j = ddp__json_of(l->text, length);
     if (!l->text) (void)ddp__in_file_add(l, ddp__words_of("model.safetensors"), 0);
     else if (!ddp__index_read(l, &j)) return ddp__json_result(l, index_name, &j);
@@ -2553,12 +2534,12 @@ static ddp_result ddp__load_ties(ddp__loading *l) {
 /* Finds, opens and checks all that can be checked without the data. */
 static ddp_result ddp__load_open(ddp__loading *l) {
     size_t length = 0;
-    DDP__FSDP_TRY(ddp__text_load(l, DDP__STATE_FILE, &l->text, &length));
-    DDP__FSDP_TRY(l->text ? ddp__load_state(l, length) : ddp__load_foreign(l));
-    for (int f = 0; f < l->file_count; f++) DDP__FSDP_TRY(ddp__in_file_open(l, &l->files[f]));
+    DDP_TRY(ddp__text_load(l, DDP__STATE_FILE, &l->text, &length));
+    DDP_TRY(l->text ? ddp__load_state(l, length) : ddp__load_foreign(l));
+    for (int f = 0; f < l->file_count; f++) DDP_TRY(ddp__in_file_open(l, &l->files[f]));
     for (int f = 0; f < l->file_count; f++)
-        for (int i = 0; i < l->files[f].header.count; i++) DDP__FSDP_TRY(ddp__load_match(l, &l->files[f], &l->files[f].header.records[i]));
-    DDP__FSDP_TRY(ddp__load_ties(l));
+        for (int i = 0; i < l->files[f].header.count; i++) DDP_TRY(ddp__load_match(l, &l->files[f], &l->files[f].header.records[i]));
+    DDP_TRY(ddp__load_ties(l));
     for (int i = 0; i < l->task.count; i++) {
         const ddp__slice *s = &l->task.slices[i];
         if (!l->sources[i].file && !s->tied_to && !(l->foreign && s->file_kind != 0))
@@ -2599,10 +2580,10 @@ static ddp_result ddp__load_sum(ddp__loading *l, int ahead) {
             piece = end - at < DDP__PIECE ? end - at : DDP__PIECE;
             while (ahead && sem_wait(&l->room) != 0) {}
             if (ahead && __atomic_load_n(&l->stops, __ATOMIC_RELAXED)) return DDP_OK;
-            DDP__FSDP_TRY(ddp__load_touch(l, source, at, at + piece));
+            DDP_TRY(ddp__load_touch(l, source, at, at + piece));
             if (ahead) continue;
             if (first && source->file) {
-                DDP__FSDP_TRY(ddp__load_touch(l, first, at, at + piece));
+                DDP_TRY(ddp__load_touch(l, first, at, at + piece));
                 int same = memcmp(first->data + at, source->data + at, (size_t)piece) == 0;
                 if (!same) return ddp__tied_fail(l, i, "their bytes differ");
             }
@@ -2643,7 +2624,7 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
             if (!source->file) { memset(out, 0, (size_t)(n * size)); continue; }
             if (begin + n * file_size > ready) { /* where runs are short, a piece for many */
                 ready = begin + DDP__PIECE < source->bytes ? begin + DDP__PIECE : source->bytes;
-                DDP__FSDP_TRY(ddp__load_touch(l, source, begin, ready));
+                DDP_TRY(ddp__load_touch(l, source, begin, ready));
             }
             memcpy(dtype == s->dtype ? (void *)out : (void *)stage, source->data + begin, (size_t)(n * file_size));
             if (dtype != s->dtype) ddp_device_cpu()->cast(out, s->dtype, stage, dtype, (size_t)n);
@@ -2653,13 +2634,13 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
 
 /* Copies tensors that the other thread has not come to. */
 static ddp_result ddp__load_copies(ddp__loading *l) {
-    for (int i; (i = __atomic_fetch_add(&l->next, 1, __ATOMIC_RELAXED)) < l->task.count;) DDP__FSDP_TRY(ddp__load_copy(l, i));
+    for (int i; (i = __atomic_fetch_add(&l->next, 1, __ATOMIC_RELAXED)) < l->task.count;) DDP_TRY(ddp__load_copy(l, i));
     return DDP_OK;
 }
 
 static void *ddp__load_main(void *argument) {
     ddp__loading *l = (ddp__loading *)argument;
-    if (l->copies) l->helped = ddp__told_now(ddp__load_copies(l));
+    if (l->copies) l->helped = ddp__fsdp_error(ddp__load_copies(l));
     else (void)ddp__load_sum(l, 1); /* what fails here fails for who sums up */
     return NULL;
 }
@@ -2675,7 +2656,7 @@ static ddp_result ddp__load_pass(ddp__loading *l, int copies) {
     sem_post(&l->room);
     if (helped) pthread_join(helper, NULL);
     sem_destroy(&l->room);
-    return result == DDP_OK ? ddp__told_again(&l->helped) : result;
+    return result == DDP_OK ? ddp_error_restore(&l->helped) : result;
 }
 
 /* All that can be wrong, before anything is written to. */
@@ -2688,7 +2669,7 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
     size_t other;
     l->sources = (ddp__source *)ddp_host_alloc(t->group, ((size_t)t->count + 1) * sizeof *l->sources);
     if (l->sources) memset(l->sources, 0, (size_t)t->count * sizeof *l->sources);
-    DDP__FSDP_TRY(ddp__task_begin(t, dir, option, 0, l->sources ? DDP_OK : DDP_ERR_NO_MEMORY));
+    DDP_TRY(ddp__task_begin(t, dir, option, 0, l->sources ? DDP_OK : DDP_ERR_NO_MEMORY));
     if (stat(t->dir, &info) != 0) { /* killed in the middle of ddp__save_commit */
         size_t length = strlen(t->dir);
         memcpy(t->dir + length, ".old", 5);
@@ -2697,12 +2678,12 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
     result = ddp__load_open(l);
     if (scaler) probe = *scaler;
     if (result == DDP_OK && scaler && l->state.scaler.scale > 0) result = ddp_scaler_load(&probe, &l->state.scaler);
-    DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, result));
+    DDP_TRY(ddp__save_agree(t->group, t->who, result));
     for (int f = 0; f < l->file_count; f++) l->text_crc = ddp__crc_feed(l->text_crc, &l->files[f].crc, sizeof l->files[f].crc);
-    DDP__FSDP_TRY(ddp__compare_with_first(t->group, &l->text_crc, 1, &other));
+    DDP_TRY(ddp__compare_with_first(t->group, &l->text_crc, 1, &other));
     if (other == 0) result = ddp_fail(DDP_ERR_MISMATCH, "%s: another checkpoint than rank 0 finds; is the folder shared, and did a save end just now?", t->dir);
-    DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, result != DDP_OK ? result : ddp__load_pass(l, 0)));
-    DDP__FSDP_TRY(ddp__crc_combine(t->group, t->crc, t->count));
+    DDP_TRY(ddp__save_agree(t->group, t->who, result != DDP_OK ? result : ddp__load_pass(l, 0)));
+    DDP_TRY(ddp__crc_combine(t->group, t->crc, t->count));
     return ddp__save_agree(t->group, t->who, ddp__load_compare_sums(l));
 }
 
@@ -2710,16 +2691,16 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
 static ddp_result ddp__load_agree(const ddp__loading *l, ddp_group *replicas, ddp_result own) {
     size_t other;
     if (!replicas) return own;
-    DDP__FSDP_TRY(ddp__compare_with_first(replicas, &l->text_crc, 1, &other));
+    DDP_TRY(ddp__compare_with_first(replicas, &l->text_crc, 1, &other));
     if (own == DDP_OK && other == 0) own = ddp_fail(DDP_ERR_MISMATCH, "%s: replicas find different checkpoints; is the folder shared?", l->task.dir);
     return ddp__save_agree(replicas, l->task.who, own);
 }
 
 static ddp_result ddp__load_run(ddp__loading *l, ddp_group *replicas, const char *dir, const ddp_scaler *scaler, ddp_fsdp_state *state) {
     ddp__task *t = &l->task;
-    DDP__FSDP_TRY(ddp__load_agree(l, replicas, ddp__load_check(l, dir, scaler)));
+    DDP_TRY(ddp__load_agree(l, replicas, ddp__load_check(l, dir, scaler)));
     ddp_result result = ddp__load_pass(l, 1); /* the first write to the caller's memory */
-    DDP__FSDP_TRY(ddp__load_agree(l, replicas, ddp__save_agree(t->group, t->who, result)));
+    DDP_TRY(ddp__load_agree(l, replicas, ddp__save_agree(t->group, t->who, result)));
     if (state && l->foreign) state->step = 0;
     else if (state) *state = l->state;
     if (l->foreign && ddp_rank(t->group) == 0) ddp_group_log(t->group, "loaded a model without " DDP__STATE_FILE ": optimizer state starts at zero, at step 0");
@@ -2870,33 +2851,32 @@ struct ddp_fsdp {
     size_t group_bytes, file_bytes;
     int file;
     off_t file_size;
-    ddp__told state_told;          /* why there was no memory for moments */
+    ddp_saved_error state_told;          /* why there was no memory for moments */
     void *own_raw;
     size_t own_counted;
 };
 
-static size_t ddp__fsdp_pad(size_t size) { return (size + 63) / 64 * 64; }
 static void ddp__size_at_least(size_t *size, size_t needed) { if (*size < needed) *size = needed; }
 /* Replicas wait for ranks of other groups: what fails in one of the two groups fails in the other. */
 static ddp_result ddp__fsdp_failed(const ddp_fsdp *f, ddp_result result) {
     if (result == DDP_OK || !f->desc.replicas) return result;
-    ddp__told told = ddp__told_now(result);
+    ddp_saved_error told = ddp__fsdp_error(result);
     for (int i = 0; i < 2; i++) {
         ddp_result cause = ddp_group_cause(i ? f->desc.replicas : f->group);
         if (cause != DDP_OK) ddp_group_poison(i ? f->group : f->desc.replicas, cause, ddp_last_error());
     }
-    return ddp__told_again(&told);
+    return ddp_error_restore(&told);
 }
 
 /* The others will wait for this rank, or have failed too. */
 static ddp_result ddp__fsdp_give_up(const ddp_fsdp *f, ddp_result result) {
-    ddp__told told = ddp__told_now(result);
+    ddp_saved_error told = ddp__fsdp_error(result);
     ddp_group_poison(f->group, result, told.text);
-    return ddp__fsdp_failed(f, ddp__told_again(&told));
+    return ddp__fsdp_failed(f, ddp_error_restore(&told));
 }
 
 static ddp_result ddp__fsdp_fail(const ddp_fsdp *f, ddp_result result, const char *who, const ddp__unit *unit) {
-    ddp__told told = ddp__told_now(result);
+    ddp_saved_error told = ddp__fsdp_error(result);
     (void)ddp__fsdp_give_up(f, result);
     return ddp_fail(result, "%s unit=%s: %s", who, unit->name, told.text);
 }
@@ -2921,7 +2901,7 @@ static void *ddp__fsdp_host(ddp_fsdp *f, size_t size, void **raw, size_t *counte
     int own = f->desc.alloc_fn != NULL;
     *counted = size + (own ? 64 : DDP_MALLOC_EXTRA);
     *raw = own ? f->desc.alloc_fn(size + 64, f->desc.user) : ddp_host_alloc(f->group, size);
-    if (!*raw) ddp__fsdp_tell(DDP_ERR_NO_MEMORY, f->who, f->group, "%zu bytes could not be allocated", size);
+    if (!*raw) ddp_fail_in(DDP_ERR_NO_MEMORY, f->who, f->group, "%zu bytes could not be allocated", size);
     return *raw && own ? (void *)(((uintptr_t)*raw + 63) / 64 * 64) : *raw;
 }
 
@@ -2951,7 +2931,7 @@ static void *ddp__fsdp_map(ddp_fsdp *f, size_t size) {
 /* Zeroed memory, counted under its purpose until ddp__fsdp_give or the end. Group memory: collective. */
 static ddp_result ddp__fsdp_take(ddp_fsdp *f, int purpose, int kind, size_t size, void *out) {
     ddp_result result = DDP_OK;
-    size_t counted, behind, node = ddp__fsdp_pad(sizeof(ddp__holding));
+    size_t counted, behind, node = ddp_round_up(sizeof(ddp__holding), 64);
     void *raw, *memory = NULL;
     if (kind == DDP__MEMORY_GROUP && ddp_world_size(f->group) == 1) kind = DDP__MEMORY_DEVICE;
     if (kind == DDP__MEMORY_DEVICE && f->device == ddp_device_cpu()) kind = DDP__MEMORY_HOST;
@@ -2998,7 +2978,7 @@ static const int ddp__offload_kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, D
 static void *ddp__fsdp_state_alloc(size_t size_bytes, void *user) {
     ddp_fsdp *f = (ddp_fsdp *)user;
     void *memory;
-    f->state_told = ddp__told_now(ddp__fsdp_take(f, DDP__OF_OPTIMIZER, ddp__offload_kinds[f->desc.offload], size_bytes, &memory));
+    f->state_told = ddp__fsdp_error(ddp__fsdp_take(f, DDP__OF_OPTIMIZER, ddp__offload_kinds[f->desc.offload], size_bytes, &memory));
     return memory;
 }
 
@@ -3088,7 +3068,7 @@ static ddp_tensor ddp__weight_rows(const ddp__weight *w) {
 
 static size_t ddp__lay(size_t *at, size_t size) { /* the next 64-byte aligned place for size bytes */
     size_t place = *at;
-    *at += ddp__fsdp_pad(size);
+    *at += ddp_round_up(size, 64);
     return place;
 }
 
@@ -3139,7 +3119,7 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
 
 static size_t ddp__wire_bytes(const size_t *wire_count) { /* one block of each dtype */
     size_t bytes = 0;
-    for (int d = 0; d <= DDP_U64; d++) bytes += ddp__fsdp_pad(wire_count[d] * ddp_dtype_size((ddp_dtype)d));
+    for (int d = 0; d <= DDP_U64; d++) bytes += ddp_round_up(wire_count[d] * ddp_dtype_size((ddp_dtype)d), 64);
     return bytes;
 }
 //== sharding: gather ==================================================================================== >>impl-gather
@@ -3178,8 +3158,8 @@ static ddp_result ddp__fsdp_mark(const ddp_fsdp *f, ddp_stream_kind lane, void *
 static ddp_result ddp__fsdp_await(const ddp_fsdp *f, void *event, double until) {
     const struct timespec nap = {0, 20000};
     for (int done = !event; !done;) {
-        DDP__FSDP_TRY(f->device->event_test(f->group, event, &done));
-        if (!done && until == 0) DDP__FSDP_TRY(ddp_group_status(f->group));
+        DDP_TRY(f->device->event_test(f->group, event, &done));
+        if (!done && until == 0) DDP_TRY(ddp_group_status(f->group));
         if (!done && until > 0 && ddp_now() > until) return DDP_ERR_TIMEOUT;
         if (!done) nanosleep(&nap, NULL);
     }
@@ -3191,10 +3171,10 @@ static ddp_result ddp__host_publish(ddp_fsdp *f, const ddp__weight *w, size_t fr
     for (size_t n, size = ddp_dtype_size(w->dtype); count; from += n, count -= n, f->turn_up ^= 1) {
         unsigned char *near = f->host_rows + (size_t)f->turn_up * f->host_rows_bytes / 2;
         n = count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE;
-        DDP__FSDP_TRY(ddp__fsdp_await(f, f->left[f->turn_up], 0));
+        DDP_TRY(ddp__fsdp_await(f, f->left[f->turn_up], 0));
         ddp_device_cpu()->cast(near, w->dtype, w->master + from * ddp_dtype_size(w->master_dtype), w->master_dtype, n);
         (f->device->copy_async ? f->device->copy_async : f->device->copy)(w->shard + from * size, near, n * size);
-        DDP__FSDP_TRY(ddp__fsdp_mark(f, DDP_STREAM_COMPUTE, f->left[f->turn_up]));
+        DDP_TRY(ddp__fsdp_mark(f, DDP_STREAM_COMPUTE, f->left[f->turn_up]));
     }
     return DDP_OK;
 }
@@ -3215,7 +3195,7 @@ static ddp_result ddp__unit_publish(ddp_fsdp *f, ddp__unit *unit) {
     DDP__EACH_WEIGHT(unit, w) {
         if (w->source != w) continue;
         if (f->desc.quantize_gather) ddp__quantize(w, w->shard);
-        else if (f->host) DDP__FSDP_TRY(ddp__host_publish(f, w, 0, ddp__mine(w)));
+        else if (f->host) DDP_TRY(ddp__host_publish(f, w, 0, ddp__mine(w)));
         else if (w->shard != w->master) ddp__cast_next(f->device, &run, w->shard, w->dtype, w->master, w->master_dtype, ddp__mine(w));
     }
     ddp__cast_next(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
@@ -3248,7 +3228,7 @@ static ddp_result ddp__gather_task(ddp_group *group, void *argument) {
             size_t bytes = f->desc.quantize_gather ? ddp__weight_wire(f, w) : ddp__mine(w) * ddp_dtype_size(w->dtype);
             if (!ddp__is_alias(f, w)) f->device->copy(f->send + w->gather_at, ddp__weight_published(f, w, f->rank), bytes);
         }
-        DDP__FSDP_TRY(ddp_all_gather(group, f->send, f->receive, unit->gather_bytes, DDP_U8, NULL));
+        DDP_TRY(ddp_all_gather(group, f->send, f->receive, unit->gather_bytes, DDP_U8, NULL));
     }
     DDP__EACH_WEIGHT(unit, w)
         for (int r = 0; r < f->world && !ddp__is_alias(f, w); r++)
@@ -3258,8 +3238,8 @@ static ddp_result ddp__gather_task(ddp_group *group, void *argument) {
 
 /* A slot in front of a list. */
 static ddp_result ddp__slot_make(ddp_fsdp *f, ddp__slot **list, int purpose, int kind, size_t size, ddp__slot **out) {
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, sizeof **out, out));
-    DDP__FSDP_TRY(ddp__fsdp_take(f, purpose, kind, size, &(*out)->memory));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, sizeof **out, out));
+    DDP_TRY(ddp__fsdp_take(f, purpose, kind, size, &(*out)->memory));
     (*out)->next = *list;
     *list = *out;
     return DDP_OK;
@@ -3269,7 +3249,7 @@ static ddp_result ddp__slot_make(ddp_fsdp *f, ddp__slot **list, int purpose, int
 static ddp_result ddp__whole_slot_take(ddp_fsdp *f, ddp__unit *unit) {
     ddp__slot *slot = f->whole_slots;
     while (slot && slot->busy) slot = slot->next;
-    if (!slot) DDP__FSDP_TRY(ddp__slot_make(f, &f->whole_slots, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, f->whole_slot_bytes, &slot));
+    if (!slot) DDP_TRY(ddp__slot_make(f, &f->whole_slots, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, f->whole_slot_bytes, &slot));
     slot->busy = 1, unit->whole_slot = slot, unit->whole = slot->memory;
     return DDP_OK;
 }
@@ -3293,7 +3273,7 @@ static ddp_result ddp__unit_arrive(ddp_fsdp *f, ddp__unit *unit) {
 
 /* Sends for the whole values of a unit; ahead: ddp__unit_arrive waits for them, otherwise they are there on return. */
 static ddp_result ddp__unit_fetch(ddp_fsdp *f, ddp__unit *unit, int ahead) {
-    if (!ddp__has_own_whole(f)) DDP__FSDP_TRY(ddp__whole_slot_take(f, unit));
+    if (!ddp__has_own_whole(f)) DDP_TRY(ddp__whole_slot_take(f, unit));
     ddp_result result = f->in_shard ? DDP_OK : ddp_group_enqueue(f->group, ddp__gather_task, unit, ahead ? &unit->gathering : NULL);
     unit->state = ahead && !f->in_shard ? DDP__UNIT_COMING : DDP__UNIT_THERE;
     return result == DDP_OK ? DDP_OK : ddp__unit_forget(unit, result);
@@ -3326,7 +3306,7 @@ static ddp_result ddp__fetch_ahead(ddp_fsdp *f) {
     size_t bytes = 0;
     DDP__EACH_UNIT(f, unit) {
         if (unit->state != DDP__UNIT_GONE && !unit->in_use && !ddp__has_own_whole(f) && !ddp__is_next(f, unit->index, f->desc.prefetch))
-            DDP__FSDP_TRY(ddp__unit_drop(f, unit));
+            DDP_TRY(ddp__unit_drop(f, unit));
         if (unit->state != DDP__UNIT_GONE && !f->keeps_whole) bytes += ddp__gathered_bytes(f, unit);
     }
     for (int i = f->now_count; f->following && !f->no_grad && i < f->now_count + f->desc.prefetch && i < f->order_count; i++) {
@@ -3334,7 +3314,7 @@ static ddp_result ddp__fetch_ahead(ddp_fsdp *f) {
         if (unit->state != DDP__UNIT_GONE) continue;
         if (!f->keeps_whole) bytes += ddp__gathered_bytes(f, unit);
         if (f->desc.max_gathered_bytes && bytes > f->desc.max_gathered_bytes) break;
-        DDP__FSDP_TRY(ddp__unit_fetch(f, unit, 1));
+        DDP_TRY(ddp__unit_fetch(f, unit, 1));
     }
     return DDP_OK;
 }
@@ -3347,7 +3327,7 @@ static ddp_result ddp__make_room(ddp_fsdp *f, const ddp__unit *unit) {
     for (int wanted = 0; wanted < 2; wanted++) /* first what the order does not want soon */
         for (int u = 0; u < f->unit_count && held > room; u++) {
             if (f->units[u].state == DDP__UNIT_GONE || f->units[u].in_use || ddp__is_next(f, u, f->desc.prefetch + 1) > wanted) continue;
-            DDP__FSDP_TRY(ddp__unit_drop(f, &f->units[u]));
+            DDP_TRY(ddp__unit_drop(f, &f->units[u]));
             held--;
         }
     return DDP_OK;
@@ -3358,7 +3338,7 @@ static ddp_result ddp__order_note(ddp_fsdp *f, int unit) {
     int *larger;
     if (f->now_count == f->order_cap) {
         int cap = f->order_cap ? 2 * f->order_cap : 4 * f->unit_count;
-        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)cap * sizeof(int), &larger));
+        DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)cap * sizeof(int), &larger));
         if (f->order) memcpy(larger, f->order, (size_t)f->order_cap * sizeof(int));
         ddp__fsdp_give(f, f->order);
         f->order = larger;
@@ -3465,12 +3445,12 @@ static ddp_result ddp__reduce_packed(ddp_fsdp *f, ddp__unit *unit, const unsigne
         DDP__EACH_TRAINED(unit, w)
             for (int r = 0; r < f->world && w->wire_dtype == (ddp_dtype)d; r++)
                 ddp__block_fill(f, w, r, f->send + send_at + ((size_t)r * n + w->wire_at) * size, from);
-        DDP__FSDP_TRY(ddp_reduce_scatter(f->group, f->send + send_at, f->receive + receive_at, n, (ddp_dtype)d, DDP_OP_SUM, NULL));
+        DDP_TRY(ddp_reduce_scatter(f->group, f->send + send_at, f->receive + receive_at, n, (ddp_dtype)d, DDP_OP_SUM, NULL));
         DDP__EACH_TRAINED(unit, w)
             if (w->wire_dtype == (ddp_dtype)d && ddp__mine(w))
                 f->device->cast(ddp__weight_sum(w, unit->depth), w->master_dtype, f->receive + receive_at + w->wire_at * size, w->wire_dtype, ddp__mine(w));
-        send_at += ddp__fsdp_pad(n * size * (size_t)f->world);
-        receive_at += ddp__fsdp_pad(n * size);
+        send_at += ddp_round_up(n * size * (size_t)f->world, 64);
+        receive_at += ddp_round_up(n * size, 64);
     }
     return DDP_OK;
 }
@@ -3480,12 +3460,12 @@ static ddp_result ddp__reduce_packed(ddp_fsdp *f, ddp__unit *unit, const unsigne
 static ddp_result ddp__reduce_copy(ddp_fsdp *f, ddp_group *copies, void *memory, size_t count, ddp_dtype dtype) {
     const ddp_device *d = f->device;
     int lanes = copies != f->group && f->turn;
-    if (lanes) DDP__FSDP_TRY(d->event_record(f->group, DDP_STREAM_COMM, f->turn));
-    if (lanes) DDP__FSDP_TRY(d->event_wait(f->group, DDP_STREAM_COMPUTE, f->turn));
-    DDP__FSDP_TRY(ddp_all_reduce(copies, memory, memory, count, dtype, DDP_OP_SUM, NULL));
+    if (lanes) DDP_TRY(d->event_record(f->group, DDP_STREAM_COMM, f->turn));
+    if (lanes) DDP_TRY(d->event_wait(f->group, DDP_STREAM_COMPUTE, f->turn));
+    DDP_TRY(ddp_all_reduce(copies, memory, memory, count, dtype, DDP_OP_SUM, NULL));
     if (!lanes) return DDP_OK;
-    DDP__FSDP_TRY(d->event_record(f->group, DDP_STREAM_COMPUTE, f->turn));
-    DDP__FSDP_TRY(d->event_wait(f->group, DDP_STREAM_COMM, f->turn));
+    DDP_TRY(d->event_record(f->group, DDP_STREAM_COMPUTE, f->turn));
+    DDP_TRY(d->event_wait(f->group, DDP_STREAM_COMM, f->turn));
     return d->use_stream(f->group, DDP_STREAM_COMM);
 }
 
@@ -3504,7 +3484,7 @@ static ddp_result ddp__reduce_copies(ddp_fsdp *f, const ddp__unit *unit, unsigne
             end = at + count * ddp_dtype_size(own);
         }
         for (int c = 0; c < f->copy_count && dtype != DDP_DTYPE_DEFAULT && end > begin; c++)
-            DDP__FSDP_TRY(ddp__reduce_copy(f, f->copies[c], memory + begin, (end - begin) / ddp_dtype_size(dtype), dtype));
+            DDP_TRY(ddp__reduce_copy(f, f->copies[c], memory + begin, (end - begin) / ddp_dtype_size(dtype), dtype));
     }
     return DDP_OK;
 }
@@ -3536,7 +3516,7 @@ static unsigned char *ddp__unit_cast(ddp_fsdp *f, ddp__unit *unit) {
 
 /* What follows the sum over ranks, on this rank's rows. */
 static ddp_result ddp__reduce_rest(ddp_fsdp *f, ddp__unit *unit) {
-    if (f->world > 1 && f->copy_count) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
+    if (f->world > 1 && f->copy_count) DDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
     if (f->reduces_each) ddp__unit_carry(f, unit, unit->level[unit->depth], DDP__SUMS);
     return ddp__fsdp_check(f->group);
 }
@@ -3547,15 +3527,15 @@ static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit) {
     ddp__casting run = DDP_ZERO;
     if (!from) return ddp__fsdp_check(f->group);
     int casts_first = f->world == 1 && unit->converts && unit->layout == DDP__GRADS;
-    if (f->world > 1) DDP__FSDP_TRY(ddp__reduce_packed(f, unit, from));
-    else if (!casts_first) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, from, unit->layout));
+    if (f->world > 1) DDP_TRY(ddp__reduce_packed(f, unit, from));
+    else if (!casts_first) DDP_TRY(ddp__reduce_copies(f, unit, from, unit->layout));
     if (f->world == 1) DDP__EACH_TRAINED(unit, w) {
         size_t at, count;
         ddp_dtype dtype = ddp__grads_at(w, unit->layout, &at, &count);
         if (!w->in_place || unit->layout == DDP__CASTED) ddp__cast_next(f->device, &run, ddp__weight_sum(w, unit->depth), w->master_dtype, from + at, dtype, count);
     }
     ddp__cast_next(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
-    if (casts_first) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
+    if (casts_first) DDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
     return ddp__reduce_rest(f, unit);
 }
 
@@ -3588,8 +3568,8 @@ static ddp_result ddp__turn_alive(ddp_fsdp *f) {
 
 static ddp_result ddp__turn_mismatch(ddp_fsdp *f, uint64_t number, int rank) {
     uint64_t at = DDP__TURN_UNITS + number % (uint64_t)ddp__turns_kept(f), other = (uint32_t)f->turns[rank][at];
-    DDP__FSDP_TRY(ddp__turn_alive(f));
-    return ddp__fsdp_tell(DDP_ERR_MISMATCH, "ddp_fsdp_reduce_grads", f->group, "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
+    DDP_TRY(ddp__turn_alive(f));
+    return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_fsdp_reduce_grads", f->group, "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
                           rank, other < (uint64_t)f->unit_count ? f->units[other].name : "?", f->units[(uint32_t)f->turns[f->rank][at]].name);
 }
 
@@ -3598,8 +3578,8 @@ static ddp_result ddp__reduce_take_next(ddp_fsdp *f) {
     uint64_t number = f->taken + 1, at = number % (uint64_t)ddp__turns_kept(f);
     const unsigned char *theirs[DDP_MAX_LOCAL_RANKS];
     ddp__unit *unit = f->given_units[at];
-    DDP__FSDP_TRY(ddp__turn_await(f, DDP__TURN_GIVEN, number));
-    DDP__FSDP_TRY(ddp__turn_alive(f)); /* or else this rank may have given the slot up */
+    DDP_TRY(ddp__turn_await(f, DDP__TURN_GIVEN, number));
+    DDP_TRY(ddp__turn_alive(f)); /* or else this rank may have given the slot up */
     for (int r = 0; r < f->world; r++) { /* ranks that released units at other times have other slots free */
         uint64_t word = f->turns[r][DDP__TURN_UNITS + at];
         if ((uint32_t)word != (uint32_t)unit->index) return ddp__turn_mismatch(f, number, r);
@@ -3607,7 +3587,7 @@ static ddp_result ddp__reduce_take_next(ddp_fsdp *f) {
         theirs[r] = (const unsigned char *)ddp_group_peer(f->group, from, r);
     }
     ddp__reduce_direct(f, unit, theirs);
-    DDP__FSDP_TRY(ddp__turn_alive(f));
+    DDP_TRY(ddp__turn_alive(f));
     ddp_group_signal(f->group, f->turns[f->rank] + DDP__TURN_TAKEN, f->taken = number);
     return ddp__reduce_rest(f, unit);
 }
@@ -3622,7 +3602,7 @@ static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
 /* Carries out the reductions that all ranks have handed in; those up to number least are waited for. */
 static ddp_result ddp__reduce_take(ddp_fsdp *f, uint64_t least) {
     while (f->turns && !f->copy_count && f->taken < f->given && (f->taken < least || ddp__turn_reached(f, DDP__TURN_GIVEN, f->taken + 1)))
-        DDP__FSDP_TRY(ddp__reduce_take_next(f));
+        DDP_TRY(ddp__reduce_take_next(f));
     return DDP_OK;
 }
 
@@ -3644,8 +3624,8 @@ static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__unit *unit) {
 static ddp_result ddp__reduce_give(ddp_fsdp *f, ddp__unit *unit) {
     uint64_t *mine = f->turns[f->rank], slot_number = unit->reducing_slot ? (uint64_t)unit->reducing_slot->number : 0;
     if (unit->layout == DDP__CASTED && f->cast_given) { /* all units share the memory for it */
-        DDP__FSDP_TRY(ddp__reduce_end(f, f->given_units[f->cast_given % (uint64_t)ddp__turns_kept(f)]));
-        DDP__FSDP_TRY(ddp__turn_await(f, DDP__TURN_TAKEN, f->cast_given));
+        DDP_TRY(ddp__reduce_end(f, f->given_units[f->cast_given % (uint64_t)ddp__turns_kept(f)]));
+        DDP_TRY(ddp__turn_await(f, DDP__TURN_TAKEN, f->cast_given));
     }
     if (!ddp__unit_cast(f, unit)) return DDP_OK;
     unit->given = ++f->given;
@@ -3669,16 +3649,16 @@ static ddp_result ddp__grad_slot_take(ddp_fsdp *f, ddp__unit *unit) {
         behind += s->reducing != NULL;
     }
     if (!slot && behind > f->desc.prefetch) {
-        DDP__FSDP_TRY(ddp__reduce_wait(f, oldest->reducing));
+        DDP_TRY(ddp__reduce_wait(f, oldest->reducing));
         slot = oldest;
     }
     if (!slot) {
-        DDP__FSDP_TRY(ddp__slot_make(f, &f->grad_slots, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, f->grad_slot_bytes, &slot));
+        DDP_TRY(ddp__slot_make(f, &f->grad_slots, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, f->grad_slot_bytes, &slot));
         slot->number = f->grad_slot_count++;
         if (f->turns) f->slot_memory[slot->number] = slot->memory;
     }
     slot->used = ++f->grad_slots_used;
-    if (f->turns) DDP__FSDP_TRY(ddp__turn_await(f, DDP__TURN_TAKEN, slot->given));
+    if (f->turns) DDP_TRY(ddp__turn_await(f, DDP__TURN_TAKEN, slot->given));
     slot->busy = 1;
     unit->grad_slot = slot;
     unit->grads = slot->memory;
@@ -3687,10 +3667,10 @@ static ddp_result ddp__grad_slot_take(ddp_fsdp *f, ddp__unit *unit) {
 
 /* Gradient memory for a backward of the unit. Under NO_SHARD and SHARD_OPTIM it always is the same. */
 static ddp_result ddp__grads_attach(ddp_fsdp *f, ddp__unit *unit) {
-    DDP__FSDP_TRY(ddp__reduce_take(f, 0));
+    DDP_TRY(ddp__reduce_take(f, 0));
     if (!unit->trained || unit->attached || f->no_grad || unit->reduced >= f->desc.micro_batch_count) return DDP_OK;
-    if (f->reduces_each) DDP__FSDP_TRY(ddp__grad_slot_take(f, unit));
-    else DDP__FSDP_TRY(ddp__reduce_wait(f, unit));
+    if (f->reduces_each) DDP_TRY(ddp__grad_slot_take(f, unit));
+    else DDP_TRY(ddp__reduce_wait(f, unit));
     unit->attached = 1;
     if (!f->desc.overwrite_gradients) f->device->fill_zero(unit->grads, unit->grad_bytes);
     return DDP_OK;
@@ -3714,8 +3694,8 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     if (!f->divisor) return ddp__fsdp_bad(who, f->group, "per_token is set, and nothing tells the tokens of this step; call ddp_fsdp_mean first");
     if (f->desc.scaler && f->desc.scaler->unscaled)
         return ddp__fsdp_bad(who, f->group, "the scaler has unscaled gradients since its last update; call ddp_scaler_update after every ddp_fsdp_step");
-    DDP__EACH_UNIT(f, unit) DDP__FSDP_TRY(ddp__reduce_wait(f, unit));
-    DDP__FSDP_TRY(ddp__fsdp_enter(f->group));
+    DDP__EACH_UNIT(f, unit) DDP_TRY(ddp__reduce_wait(f, unit));
+    DDP_TRY(ddp__fsdp_enter(f->group));
     for (const ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
         size_t count = ddp__mine(w);
         if (!ddp__is_trained(w) || !count) continue;
@@ -3724,10 +3704,10 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     }
     f->finished = 1;
     if (!f->desc.scaler) return ddp__fsdp_check(f->group);
-    DDP__FSDP_TRY(ddp__scaler_unscale(f->desc.scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu() ? NULL : f->squares));
+    DDP_TRY(ddp__scaler_unscale(f->desc.scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu() ? NULL : f->squares));
     for (int i = 0; i < 2; i++) { /* these groups beside its own */
         ddp_group *group = i ? f->desc.replicas : f->group;
-        if (group && ddp_world_size(group) > 1) DDP__FSDP_TRY(ddp__host_reduce(group, &f->desc.scaler->found_inf, 1, DDP_I32, DDP_OP_MAX));
+        if (group && ddp_world_size(group) > 1) DDP_TRY(ddp__host_reduce(group, &f->desc.scaler->found_inf, 1, DDP_I32, DDP_OP_MAX));
     }
     return DDP_OK;
 }
@@ -3749,12 +3729,12 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
         const ddp__weight *w = f->master_of[i];
         if (ddp__mine(w)) f->device->sum_squares(f->squares, ddp__weight_sum(w, 0), w->mine, w->row_count, w->master_dtype);
     }
-    if (f->world > 1) DDP__FSDP_TRY(ddp_all_reduce(f->group, f->squares, f->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
+    if (f->world > 1) DDP_TRY(ddp_all_reduce(f->group, f->squares, f->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
     if (f->factor) {
         f->device->clip(f->squares, max_norm, f->factor, f->norm);
-        DDP__FSDP_TRY(f->device->event_record(f->group, DDP_STREAM_COMPUTE, f->clipped));
+        DDP_TRY(f->device->event_record(f->group, DDP_STREAM_COMPUTE, f->clipped));
     } else f->device->copy(&sum, f->squares, sizeof sum);
-    DDP__FSDP_TRY(ddp__fsdp_check(f->group)); /* until here there is no norm, and nothing to multiply by */
+    DDP_TRY(ddp__fsdp_check(f->group)); /* until here there is no norm, and nothing to multiply by */
     f->has_norm = 1;
     f->factor_now = f->factor;
     if (f->factor) return DDP_OK;
@@ -3768,7 +3748,7 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
     DDP__FSDP_NEED(fsdp && loss, "fsdp or loss is NULL");
     DDP__FSDP_NEED(fsdp->desc.per_token && !fsdp->divisor, "%s", fsdp->divisor && fsdp->desc.per_token ? "this step's tokens are known already; call it once"
                    : "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
-    DDP__EACH_UNIT(fsdp, unit) DDP__FSDP_TRY(ddp__reduce_wait(fsdp, unit)); /* which may be at work in replicas */
+    DDP__EACH_UNIT(fsdp, unit) DDP_TRY(ddp__reduce_wait(fsdp, unit)); /* which may be at work in replicas */
     ddp_mean all = *loss;
     ddp_result result = ddp_mean_reduce(fsdp->group, &all);
     if (result == DDP_ERR_INVALID) all.count = -1; /* replicas hear of it too */
@@ -3792,44 +3772,44 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
 DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm) {
     DDP__FSDP_NEED(fsdp && norm, "fsdp or norm is NULL");
     DDP__FSDP_NEED(fsdp->has_norm, "no norm has been taken, or taking the last one failed; call ddp_fsdp_clip_grad_norm first");
-    if (fsdp->factor) DDP__FSDP_TRY(ddp__fsdp_await(fsdp, fsdp->clipped, 0));
+    if (fsdp->factor) DDP_TRY(ddp__fsdp_await(fsdp, fsdp->clipped, 0));
     *norm = fsdp->factor ? *fsdp->norm : fsdp->last_norm;
     return DDP_OK;
 }
 
 /* Whether all ranks, replicas too, have the same number. own: how this rank has fared, before anything depends on it; where one failed, all do, with its text. */
 static ddp_result ddp__fsdp_agree_all(const ddp_fsdp *f, ddp_result own, uint64_t number, int *same) {
-    const ddp__told mine = ddp__told_now(own);
-    ddp__told told = mine;
+    const ddp_saved_error mine = ddp__fsdp_error(own);
+    ddp_saved_error told = mine;
     int first;
     *same = 1;
     for (int i = 0; i < 2; i++) { /* what one group found reaches the others by the replicas */
         ddp_group *group = i ? f->desc.replicas : f->group;
-        if (group && ddp_world_size(group) > 1) DDP__FSDP_TRY(ddp__fsdp_agree(group, number, same, &told, &first));
+        if (group && ddp_world_size(group) > 1) DDP_TRY(ddp__fsdp_agree(group, number, same, &told, &first));
     }
-    if (own != DDP_OK) return ddp__told_again(&mine);
+    if (own != DDP_OK) return ddp_error_restore(&mine);
     if (told.result == DDP_OK) return DDP_OK;
-    return ddp__fsdp_tell((ddp_result)told.result, "ddp_fsdp_create", f->group, "another rank failed: %.400s", told.text);
+    return ddp_fail_in((ddp_result)told.result, "ddp_fsdp_create", f->group, "another rank failed: %.400s", told.text);
 }
 
 /* All ranks are here, have gathered and reduced in the same order, and read no shard any more. */
 static ddp_result ddp__fsdp_meet(ddp_fsdp *f, const char *who) {
     int same = 1;
-    DDP__EACH_UNIT(f, unit) DDP__FSDP_TRY(ddp__unit_arrive(f, unit));
-    DDP__FSDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, f->order_hash, &same));
-    return same ? DDP_OK : ddp__fsdp_tell(DDP_ERR_MISMATCH, who, f->group,
+    DDP__EACH_UNIT(f, unit) DDP_TRY(ddp__unit_arrive(f, unit));
+    DDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, f->order_hash, &same));
+    return same ? DDP_OK : ddp_fail_in(DDP_ERR_MISMATCH, who, f->group,
                                           "ranks gathered or reduced units in different orders in this step; make the same calls on every rank");
 }
 
 /* Master values have changed: ranks may read each other's new rows once all have met. sent: they have gone up already. */
 static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int sent) {
-    DDP__FSDP_TRY(ddp__fsdp_enter(f->group));
+    DDP_TRY(ddp__fsdp_enter(f->group));
     DDP__EACH_UNIT(f, unit) {
-        if (!sent) DDP__FSDP_TRY(ddp__unit_publish(f, unit));
-        DDP__FSDP_TRY(ddp__unit_drop(f, unit));
+        if (!sent) DDP_TRY(ddp__unit_publish(f, unit));
+        DDP_TRY(ddp__unit_drop(f, unit));
         if (f->world == 1 && f->keeps_whole) unit->state = DDP__UNIT_THERE;
     }
-    DDP__FSDP_TRY(ddp__fsdp_check(f->group));
+    DDP_TRY(ddp__fsdp_check(f->group));
     return f->world > 1 && f->direct ? ddp_barrier(f->group) : DDP_OK;
 }
 
@@ -3861,7 +3841,7 @@ static ddp_result ddp__slots_complete(ddp_fsdp *f) {
     f->slots_ready = 1;
     for (const ddp__slot *slot = f->whole_slots; slot; slot = slot->next) count++;
     for (ddp__slot *slot; count < wanted; count++)
-        DDP__FSDP_TRY(ddp__slot_make(f, &f->whole_slots, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, f->whole_slot_bytes, &slot));
+        DDP_TRY(ddp__slot_make(f, &f->whole_slots, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, f->whole_slot_bytes, &slot));
     return DDP_OK;
 }
 
@@ -3870,9 +3850,9 @@ static ddp_result ddp__slots_complete(ddp_fsdp *f) {
 static ddp_result ddp__host_fetch(ddp_fsdp *f) {
     ddp_result result = DDP_OK, back;
     ddp__fsdp_scale(f);
-    DDP__FSDP_TRY(ddp__fsdp_mark(f, DDP_STREAM_COMPUTE, f->arrived[0]));
-    if (f->arrived[0]) DDP__FSDP_TRY(f->device->event_wait(f->group, DDP_STREAM_COMM, f->arrived[0]));
-    DDP__FSDP_TRY(DDP__ON_DEVICE(f->group, use_stream, f->group, DDP_STREAM_COMM));
+    DDP_TRY(ddp__fsdp_mark(f, DDP_STREAM_COMPUTE, f->arrived[0]));
+    if (f->arrived[0]) DDP_TRY(f->device->event_wait(f->group, DDP_STREAM_COMM, f->arrived[0]));
+    DDP_TRY(DDP__ON_DEVICE(f->group, use_stream, f->group, DDP_STREAM_COMM));
     f->piece = 0;
     for (int i = 0; i < f->master_count && result == DDP_OK; i++) {
         size_t size = ddp_dtype_size(f->sums[i].dtype), bytes = ddp__mine(f->master_of[i]) * size, most = DDP__HOST_PIECE * size;
@@ -3894,16 +3874,16 @@ static ddp_result ddp__host_piece(void *user, int i, size_t from, size_t count, 
 }
 
 static ddp_result ddp__fsdp_step(ddp_fsdp *fsdp, float lr) {
-    DDP__FSDP_TRY(ddp__fsdp_finish(fsdp, "ddp_fsdp_step"));
-    DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, "ddp_fsdp_step"));
+    DDP_TRY(ddp__fsdp_finish(fsdp, "ddp_fsdp_step"));
+    DDP_TRY(ddp__fsdp_meet(fsdp, "ddp_fsdp_step"));
     if (!fsdp->desc.scaler || !ddp_scaler_found_inf(fsdp->desc.scaler)) {
-        DDP__FSDP_TRY(ddp__fsdp_enter(fsdp->group));
-        if (fsdp->pieces) DDP__FSDP_TRY(ddp__host_fetch(fsdp));
-        if (fsdp->optimizer) DDP__FSDP_TRY(ddp__optimizer_step(fsdp->optimizer, lr, fsdp->grad_scale, fsdp->factor_now));
+        DDP_TRY(ddp__fsdp_enter(fsdp->group));
+        if (fsdp->pieces) DDP_TRY(ddp__host_fetch(fsdp));
+        if (fsdp->optimizer) DDP_TRY(ddp__optimizer_step(fsdp->optimizer, lr, fsdp->grad_scale, fsdp->factor_now));
         fsdp->step++;
         if (fsdp->desc.state) fsdp->desc.state->step = fsdp->step;
     }
-    DDP__FSDP_TRY(ddp__fsdp_publish(fsdp, fsdp->host != NULL));
+    DDP_TRY(ddp__fsdp_publish(fsdp, fsdp->host != NULL));
     DDP__EACH_UNIT(fsdp, unit) {
         unit->in_use = 0;
         ddp__grads_drop(fsdp, unit);
@@ -3911,7 +3891,7 @@ static ddp_result ddp__fsdp_step(ddp_fsdp *fsdp, float lr) {
     }
     fsdp->in_use = 0;
     ddp__fsdp_begin(fsdp);
-    DDP__FSDP_TRY(ddp__slots_complete(fsdp));
+    DDP_TRY(ddp__slots_complete(fsdp));
     return ddp__fetch_ahead(fsdp);
 }
 
@@ -3938,7 +3918,7 @@ typedef struct ddp__saver {
     char dir[DDP__PATH_MAX];   /* cut off where it is too long to be saved to */
     pthread_t thread;
     int running;
-    ddp__told told;            /* what came of it */
+    ddp_saved_error told;            /* what came of it */
     ddp_fsdp *fsdp;
 } ddp__saver;
 
@@ -3949,11 +3929,11 @@ static ddp_group *ddp__fsdp_file_group(const ddp_fsdp *f) { return f->desc.check
 
 static ddp_result ddp__saver_create(ddp_fsdp *f) {
     ddp__saver *s;
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, sizeof *s, &f->saver));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, sizeof *s, &f->saver));
     s = f->saver, s->fsdp = f, s->capacity = f->weight_count * (1 + DDP__STATES_MAX);
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)s->capacity * sizeof *s->slices, &s->slices));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)s->capacity * sizeof *s->slices, &s->slices));
     for (int i = 0; i < f->weight_count; i++) ddp__size_at_least(&s->name_room, strlen(f->weights[i].name) + DDP__STATE_ROOM);
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)s->capacity * s->name_room, &s->names));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)s->capacity * s->name_room, &s->names));
     return f->desc.save_in_background ? ddp_group_split(ddp__fsdp_file_group(f), 0, ddp_rank(ddp__fsdp_file_group(f)), &s->group) : DDP_OK;
 }
 
@@ -4005,18 +3985,18 @@ static void ddp__saver_list(ddp_fsdp *f, int list) {
 static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
     ddp__saver *s = f->saver;
     size_t bytes = 0, at = 0;
-    for (int i = 0; i < s->count; i++) bytes += ddp__fsdp_pad((size_t)ddp__slice_bytes(&s->slices[i], 1));
+    for (int i = 0; i < s->count; i++) bytes += ddp_round_up((size_t)ddp__slice_bytes(&s->slices[i], 1), 64);
     if (bytes > s->copy_bytes) {
         ddp__fsdp_give(f, s->copy);
         s->copy_bytes = 0;
-        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, bytes, &s->copy));
+        DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, bytes, &s->copy));
         s->copy_bytes = bytes;
     }
     for (int i = 0; i < s->count; i++) {
         size_t held = (size_t)ddp__slice_bytes(&s->slices[i], 1);
         if (held) f->device->copy(back ? s->slices[i].data : s->copy + at, back ? s->copy + at : s->slices[i].data, held);
         if (held && !back) s->slices[i].data = s->copy + at;
-        at += ddp__fsdp_pad(held);
+        at += ddp_round_up(held, 64);
     }
     return ddp__fsdp_check(f->group);
 }
@@ -4027,7 +4007,7 @@ static ddp_result ddp__saver_write(ddp__saver *s, ddp_group *group) {
 
 static void *ddp__saver_main(void *argument) {
     ddp__saver *s = (ddp__saver *)argument;
-    s->told = ddp__told_now(ddp__saver_write(s, s->group));
+    s->told = ddp__fsdp_error(ddp__saver_write(s, s->group));
     return NULL;
 }
 
@@ -4051,16 +4031,16 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
     if (!s->running) return DDP_OK;
     if (s->running == 2) pthread_join(s->thread, NULL);
     s->running = 0;
-    return ddp__fsdp_share_result(fsdp, "ddp_fsdp_save", ddp__told_again(&s->told));
+    return ddp__fsdp_share_result(fsdp, "ddp_fsdp_save", ddp_error_restore(&s->told));
 }
 
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL, or dir is empty; name a folder");
     ddp__saver *s = fsdp->saver;
-    DDP__FSDP_TRY(ddp_fsdp_save_wait(fsdp));
+    DDP_TRY(ddp_fsdp_save_wait(fsdp));
     int replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0, writes = !replica || fsdp->desc.checkpoint_group;
     snprintf(s->dir, sizeof s->dir, "%s", dir);
-    DDP__FSDP_TRY(ddp__saver_prepare(fsdp, __func__, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE,
+    DDP_TRY(ddp__saver_prepare(fsdp, __func__, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE,
                                       writes && (fsdp->desc.save_in_background || fsdp->device != ddp_device_cpu())));
     s->state = fsdp->desc.state ? *fsdp->desc.state : fsdp->state;
     s->state.step = fsdp->step;
@@ -4074,22 +4054,22 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
 
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL, or dir is empty; name a folder");
-    DDP__FSDP_TRY(ddp_fsdp_save_wait(fsdp));
-    DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, __func__));
+    DDP_TRY(ddp_fsdp_save_wait(fsdp));
+    DDP_TRY(ddp__fsdp_meet(fsdp, __func__));
     ddp__saver *s = fsdp->saver;
     int host = fsdp->device == ddp_device_cpu();
-    DDP__FSDP_TRY(ddp__saver_prepare(fsdp, __func__, DDP__LIST_ALL, !host));
+    DDP_TRY(ddp__saver_prepare(fsdp, __func__, DDP__LIST_ALL, !host));
     s->state = fsdp->desc.state ? *fsdp->desc.state : fsdp->state;
     if (fsdp->desc.scaler) ddp_scaler_save(fsdp->desc.scaler, &s->state.scaler); /* what it keeps where the checkpoint has none */
-    DDP__FSDP_TRY(ddp__checkpoint_load(ddp__fsdp_file_group(fsdp), fsdp->desc.checkpoint_group ? NULL : fsdp->desc.replicas, dir, s->slices, s->count,
+    DDP_TRY(ddp__checkpoint_load(ddp__fsdp_file_group(fsdp), fsdp->desc.checkpoint_group ? NULL : fsdp->desc.replicas, dir, s->slices, s->count,
                                        fsdp->desc.scaler, &s->state));
     ddp__saver_list(fsdp, DDP__LIST_ALL); /* of the device's memory again */
-    if (!host) DDP__FSDP_TRY(ddp__saver_copy(fsdp, 1));
-    if (fsdp->desc.scaler && s->state.scaler.scale > 0) DDP__FSDP_TRY(ddp_scaler_load(fsdp->desc.scaler, &s->state.scaler));
+    if (!host) DDP_TRY(ddp__saver_copy(fsdp, 1));
+    if (fsdp->desc.scaler && s->state.scaler.scale > 0) DDP_TRY(ddp_scaler_load(fsdp->desc.scaler, &s->state.scaler));
     fsdp->step = s->state.step;
     *(fsdp->desc.state ? fsdp->desc.state : &fsdp->state) = s->state;
     if (fsdp->optimizer) ddp_optimizer_set_step(fsdp->optimizer, fsdp->step);
-    DDP__FSDP_TRY(ddp__fsdp_publish(fsdp, 0));
+    DDP_TRY(ddp__fsdp_publish(fsdp, 0));
     return ddp_fsdp_zero_grad(fsdp);
 }
 
@@ -4144,8 +4124,8 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
         if (!d->params || d->param_count < 1) return ddp__fsdp_bad("ddp_fsdp_create", f->group, "unit %d (%s) has no parameters", u, d->name ? d->name : "no name");
         f->weight_count += d->param_count;
     }
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->unit_count * sizeof *f->units, &f->units));
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->weights, &f->weights));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->unit_count * sizeof *f->units, &f->units));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->weights, &f->weights));
     for (int u = 0; u < f->unit_count; u++) {
         const ddp_fsdp_unit_desc *d = &f->desc.units[u];
         ddp__unit *unit = &f->units[u];
@@ -4157,7 +4137,7 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
             w->entry = &d->params[i];
             w->unit = unit;
             w->name = w->entry->param.name ? w->entry->param.name : "(no name)";
-            DDP__FSDP_TRY(ddp__weight_describe(f, w));
+            DDP_TRY(ddp__weight_describe(f, w));
         }
     }
     DDP__EACH_UNIT(f, unit) ddp__unit_layout(f, unit);
@@ -4183,12 +4163,12 @@ static ddp_result ddp__options_compare(const ddp_fsdp *f) {
     enum { COUNT = sizeof option / sizeof option[0] };
     double low[2 * COUNT]; /* of values, and of their negatives */
     for (int k = 0; k < 2 * COUNT; k++) low[k] = k % 2 ? -option[k / 2].value : option[k / 2].value;
-    DDP__FSDP_TRY(ddp__host_reduce(f->group, low, 2 * COUNT, DDP_F64, DDP_OP_MIN));
-    if (d->replicas) DDP__FSDP_TRY(ddp__host_reduce(d->replicas, low, 2 * COUNT, DDP_F64, DDP_OP_MIN));
+    DDP_TRY(ddp__host_reduce(f->group, low, 2 * COUNT, DDP_F64, DDP_OP_MIN));
+    if (d->replicas) DDP_TRY(ddp__host_reduce(d->replicas, low, 2 * COUNT, DDP_F64, DDP_OP_MIN));
     int i = 0;
     while (i < COUNT && low[2 * i] >= -low[2 * i + 1]) i++;
     if (i == COUNT) return DDP_OK;
-    ddp_result result = ddp__fsdp_tell(DDP_ERR_MISMATCH, "ddp_fsdp_create", f->group, "the descs of ranks differ: %s is %.9g on one rank and %.9g on another; "
+    ddp_result result = ddp_fail_in(DDP_ERR_MISMATCH, "ddp_fsdp_create", f->group, "the descs of ranks differ: %s is %.9g on one rank and %.9g on another; "
                                        "give every rank the same", option[i].name, low[2 * i], -low[2 * i + 1]);
     if (i == 0 && d->checkpoint_group) ddp_group_poison(d->checkpoint_group, result, ddp_last_error()); /* whose ranks are not all about to agree there */
     return result;
@@ -4214,13 +4194,13 @@ static ddp_result ddp__weight_mismatch(const ddp_fsdp *f, const ddp__weight *w) 
     snprintf(mine, sizeof mine, "'%.60s' %.60s%s%s%s", w->name, ddp__show(ddp_dtype_name(value->dtype), value->ndim, value->shape).text,
              w->entry->frozen ? " frozen" : "", w->source != w ? " tied" : "", value->data ? "" : " without values");
     memcpy(first, mine, sizeof first);
-    if (f->desc.replicas) DDP__FSDP_TRY(ddp__host_call(f->desc.replicas, DDP_CALL_BROADCAST, first, sizeof first, DDP_U8, DDP_OP_SUM, 0));
-    DDP__FSDP_TRY(ddp__host_call(f->group, DDP_CALL_BROADCAST, first, sizeof first, DDP_U8, DDP_OP_SUM, 0));
+    if (f->desc.replicas) DDP_TRY(ddp__host_call(f->desc.replicas, DDP_CALL_BROADCAST, first, sizeof first, DDP_U8, DDP_OP_SUM, 0));
+    DDP_TRY(ddp__host_call(f->group, DDP_CALL_BROADCAST, first, sizeof first, DDP_U8, DDP_OP_SUM, 0));
     if (strcmp(mine, first) != 0) {
         own = DDP_ERR_MISMATCH;
         (void)DDP__WEIGHT_BAD(f, w, "ranks describe parameter number %d differently: here %s, on rank 0 %s", number, mine, first);
     }
-    DDP__FSDP_TRY(ddp__fsdp_agree_all(f, own, 0, &same));
+    DDP_TRY(ddp__fsdp_agree_all(f, own, 0, &same));
     (void)DDP__WEIGHT_BAD(f, w, "ranks describe parameter number %d differently (the rest of its name, unit, dtype of the gradient, tie, global shape or offset)", number);
     return DDP_ERR_MISMATCH;
 }
@@ -4228,12 +4208,12 @@ static ddp_result ddp__weight_mismatch(const ddp_fsdp *f, const ddp__weight *w) 
 /* The first thing that ranks describe differently is an error on all of them, as is what one of them cannot do. */
 static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_result own) {
     int same, copies = f->desc.replicas ? ddp_world_size(f->desc.replicas) : 0;
-    DDP__FSDP_TRY(ddp__fsdp_agree_all(f, own, (uint64_t)copies, &same)); /* before anybody waits among replicas for who has none */
-    if (!same) return ddp__fsdp_tell(DDP_ERR_MISMATCH, "ddp_fsdp_create", f->group, "the descs of ranks differ: replicas has %d ranks here, but not on every rank; "
+    DDP_TRY(ddp__fsdp_agree_all(f, own, (uint64_t)copies, &same)); /* before anybody waits among replicas for who has none */
+    if (!same) return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_fsdp_create", f->group, "the descs of ranks differ: replicas has %d ranks here, but not on every rank; "
                                      "give every rank a group of as many", copies);
-    DDP__FSDP_TRY(ddp__options_compare(f));
+    DDP_TRY(ddp__options_compare(f));
     for (const ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
-        DDP__FSDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, ddp__weight_number(f, w), &same));
+        DDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, ddp__weight_number(f, w), &same));
         if (!same) return ddp__weight_mismatch(f, w);
     }
     return DDP_OK;
@@ -4251,11 +4231,11 @@ static ddp_result ddp__unit_take_memory(ddp_fsdp *f, ddp__unit *unit) {
     int levels = ddp__fsdp_levels(f), shared = f->world > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
     unsigned char *master = NULL;
     if (unit->whole_bytes && ddp__has_own_whole(f) && !f->in_shard)
-        DDP__FSDP_TRY(ddp__fsdp_take(f, f->keeps_whole ? DDP__OF_SHARDS : DDP__OF_GATHERED, f->keeps_whole ? shared : DDP__MEMORY_DEVICE, unit->whole_bytes, &unit->whole));
+        DDP_TRY(ddp__fsdp_take(f, f->keeps_whole ? DDP__OF_SHARDS : DDP__OF_GATHERED, f->keeps_whole ? shared : DDP__MEMORY_DEVICE, unit->whole_bytes, &unit->whole));
     if (!f->keeps_whole && unit->shard_bytes)
-        DDP__FSDP_TRY(ddp__fsdp_take(f, f->desc.quantize_gather ? DDP__OF_COMMUNICATION : DDP__OF_SHARDS, shared, unit->shard_bytes, &unit->shard));
-    if (!f->reduces_each && unit->trained) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes, &unit->grads));
-    if (unit->master_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes, &master));
+        DDP_TRY(ddp__fsdp_take(f, f->desc.quantize_gather ? DDP__OF_COMMUNICATION : DDP__OF_SHARDS, shared, unit->shard_bytes, &unit->shard));
+    if (!f->reduces_each && unit->trained) DDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes, &unit->grads));
+    if (unit->master_bytes) DDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes, &master));
     DDP__EACH_WEIGHT(unit, w) {
         if (w->source != w) continue;
         w->shard = f->keeps_whole ? unit->whole + w->whole_at + ddp__weight_bytes(w, w->first, w->dtype) : unit->shard + w->shard_at;
@@ -4266,7 +4246,7 @@ static ddp_result ddp__unit_take_memory(ddp_fsdp *f, ddp__unit *unit) {
         if (l == 0 && bytes < unit->sum_bytes) bytes = unit->sum_bytes;
         int adds_copies = f->world == 1 && f->copy_count && unit->converts && unit->layout == DDP__GRADS;
         int kind = adds_copies ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
-        if (unit->trained) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, kind, bytes, &unit->level[l]));
+        if (unit->trained) DDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, kind, bytes, &unit->level[l]));
     }
     return DDP_OK;
 }
@@ -4275,18 +4255,18 @@ static ddp_result ddp__unit_take_memory(ddp_fsdp *f, ddp__unit *unit) {
 static ddp_result ddp__fsdp_take_host(ddp_fsdp *f) {
     ddp_group_desc alone = DDP_ZERO;
     alone.init_method = "self://";
-    DDP__FSDP_TRY(ddp_group_create(&f->host, &alone));
+    DDP_TRY(ddp_group_create(&f->host, &alone));
     for (const ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
         size_t count = ddp__mine(w), size = ddp_dtype_size(w->master_dtype);
-        ddp__size_at_least(&f->host_rows_bytes, 2 * ddp__fsdp_pad((count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE) * size));
+        ddp__size_at_least(&f->host_rows_bytes, 2 * ddp_round_up((count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE) * size, 64));
         if (w->source != w || !ddp__is_trained(w)) continue;
-        f->host_sums_bytes += ddp__fsdp_pad(count * size);
+        f->host_sums_bytes += ddp_round_up(count * size, 64);
         f->pieces += (int)((count + DDP__HOST_PIECE - 1) / DDP__HOST_PIECE);
     }
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_PINNED, f->host_rows_bytes, &f->host_rows));
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_PINNED, f->host_sums_bytes, &f->host_sums));
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->pieces * sizeof *f->arrived, &f->arrived));
-    for (int i = 0; i < f->pieces + 2 && f->device->use_stream; i++) DDP__FSDP_TRY(f->device->event_create(f->group, i < 2 ? &f->left[i] : &f->arrived[i - 2]));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_PINNED, f->host_rows_bytes, &f->host_rows));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_PINNED, f->host_sums_bytes, &f->host_sums));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->pieces * sizeof *f->arrived, &f->arrived));
+    for (int i = 0; i < f->pieces + 2 && f->device->use_stream; i++) DDP_TRY(f->device->event_create(f->group, i < 2 ? &f->left[i] : &f->arrived[i - 2]));
     return DDP_OK;
 }
 
@@ -4309,17 +4289,17 @@ static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
         ddp__size_at_least(&f->receive_bytes, unit->gather_bytes * (size_t)f->world);
         ddp__size_at_least(&f->receive_bytes, ddp__wire_bytes(unit->wire_count));
     }
-    if (f->cast_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->cast_bytes, &f->cast));
+    if (f->cast_bytes) DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->cast_bytes, &f->cast));
     if (f->tile_bytes)
-        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_DEVICE, f->tile_bytes, &f->tile));
-    if (f->send_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send));
-    if (f->receive_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->receive_bytes, &f->receive));
-    if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST) DDP__FSDP_TRY(ddp__fsdp_take_host(f));
+        DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_DEVICE, f->tile_bytes, &f->tile));
+    if (f->send_bytes) DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send));
+    if (f->receive_bytes) DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->receive_bytes, &f->receive));
+    if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST) DDP_TRY(ddp__fsdp_take_host(f));
     int clips = f->device->clip && f->device->alloc_pinned && f->device->update && f->device->use_stream;
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_DEVICE, sizeof *f->squares + (clips ? 64 : 0), &f->squares));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_DEVICE, sizeof *f->squares + (clips ? 64 : 0), &f->squares));
     if (!clips) return DDP_OK;
     f->factor = (float *)(void *)(f->squares + 1);
-    DDP__FSDP_TRY(f->device->event_create(f->group, &f->clipped));
+    DDP_TRY(f->device->event_create(f->group, &f->clipped));
     return ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_PINNED, 64, &f->norm);
 }
 
@@ -4328,17 +4308,17 @@ static ddp_result ddp__fsdp_take_turns(ddp_fsdp *f) {
     uint64_t *mine;
     int kept = ddp__turns_kept(f);
     if (f->world == 1 || !f->direct) return DDP_OK;
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)kept * sizeof *f->given_units, &f->given_units));
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)kept * sizeof *f->slot_memory, &f->slot_memory));
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_GROUP, (size_t)(DDP__TURN_UNITS + kept) * sizeof *mine, &mine));
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->world * sizeof *f->turns, &f->turns));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)kept * sizeof *f->given_units, &f->given_units));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)kept * sizeof *f->slot_memory, &f->slot_memory));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_GROUP, (size_t)(DDP__TURN_UNITS + kept) * sizeof *mine, &mine));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->world * sizeof *f->turns, &f->turns));
     for (int r = 0; r < f->world; r++) f->turns[r] = (uint64_t *)ddp_group_peer(f->group, mine, r);
     return DDP_OK;
 }
 
 static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
     char path[4096];
-    if (f->device->use_stream && f->desc.replicas) DDP__FSDP_TRY(f->device->event_create(f->group, &f->turn));
+    if (f->device->use_stream && f->desc.replicas) DDP_TRY(f->device->event_create(f->group, &f->turn));
     if (f->desc.offload == DDP_FSDP_OFFLOAD_FILE) {
         snprintf(path, sizeof path, "%s/ddp-offload-XXXXXX", f->desc.offload_dir);
         f->file = mkstemp(path);
@@ -4347,13 +4327,13 @@ static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
             return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create group=%s: offload_dir=%s: no file can be made there: %s", ddp_group_name(f->group),
                             f->desc.offload_dir, strerror(errno));
     }
-    DDP__EACH_UNIT(f, unit) DDP__FSDP_TRY(ddp__unit_take_memory(f, unit));
+    DDP__EACH_UNIT(f, unit) DDP_TRY(ddp__unit_take_memory(f, unit));
     f->direct = f->world <= DDP_MAX_LOCAL_RANKS;
     DDP__EACH_UNIT(f, unit) {
         const unsigned char *shared = f->keeps_whole ? unit->whole : unit->shard;
         for (int r = 0; r < f->world && shared && f->direct; r++) f->direct = r == f->rank || ddp_group_peer(f->group, shared, r) != NULL;
     }
-    DDP__FSDP_TRY(ddp__fsdp_take_turns(f));
+    DDP_TRY(ddp__fsdp_take_turns(f));
     return ddp__fsdp_take_staging(f);
 }
 
@@ -4362,8 +4342,8 @@ static ddp_result ddp__weight_fill(ddp_fsdp *f, ddp__weight *w) {
     const ddp_tensor *value = &w->entry->param.value;
     unsigned char *rows = w->master;
     if (value->data && !f->desc.skip_initial_broadcast) {
-        if (f->desc.replicas) DDP__FSDP_TRY(ddp_broadcast(f->desc.replicas, value->data, w->rows * w->row_count, value->dtype, 0, NULL));
-        DDP__FSDP_TRY(ddp_broadcast(f->group, value->data, w->rows * w->row_count, value->dtype, 0, NULL));
+        if (f->desc.replicas) DDP_TRY(ddp_broadcast(f->desc.replicas, value->data, w->rows * w->row_count, value->dtype, 0, NULL));
+        DDP_TRY(ddp_broadcast(f->group, value->data, w->rows * w->row_count, value->dtype, 0, NULL));
     }
     if (!ddp__mine(w)) return DDP_OK;
     if (value->data) { /* from the device's memory, by way of the host's where the master copy is there */
@@ -4377,7 +4357,7 @@ static ddp_result ddp__weight_fill(ddp_fsdp *f, ddp__weight *w) {
         return ddp__fsdp_check(f->group);
     }
     if (f->device == ddp_device_cpu() || f->host) return f->desc.init_fn(w->entry, (int64_t)w->first, (int64_t)w->mine, w->master, f->desc.init_user);
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, ddp__mine(w) * ddp_dtype_size(w->master_dtype), &rows));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, ddp__mine(w) * ddp_dtype_size(w->master_dtype), &rows));
     ddp_result result = f->desc.init_fn(w->entry, (int64_t)w->first, (int64_t)w->mine, rows, f->desc.init_user);
     f->device->copy(w->master, rows, ddp__mine(w) * ddp_dtype_size(w->master_dtype));
     ddp__fsdp_give(f, rows);
@@ -4397,9 +4377,9 @@ static size_t ddp__optimizer_tables(const ddp_optimizer *o, int of_device) {
 static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
     ddp_optimizer_desc d = f->desc.optimizer;
     size_t host_at = 0;
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->masters, &f->masters));
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->master_of, &f->master_of));
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->sums, &f->sums));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->masters, &f->masters));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->master_of, &f->master_of));
+    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->sums, &f->sums));
     for (ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
         ddp_param *p = &f->masters[f->master_count];
         if (w->source != w || !ddp__is_trained(w)) continue;
@@ -4416,23 +4396,23 @@ static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
     if (result == DDP_OK && f->host) f->optimizer->piece_fn = ddp__host_piece;
     if (result == DDP_OK) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 1), 1);
     if (result == DDP_OK && !f->desc.alloc_fn) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 0), 1);
-    return result == DDP_OK || f->state_told.result == DDP_OK ? result : ddp__told_again(&f->state_told);
+    return result == DDP_OK || f->state_told.result == DDP_OK ? result : ddp_error_restore(&f->state_told);
 }
 
 static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
-    DDP__FSDP_TRY(ddp__fsdp_enter(f->group));
-    DDP__FSDP_TRY(ddp__fsdp_take_memory(f));
+    DDP_TRY(ddp__fsdp_enter(f->group));
+    DDP_TRY(ddp__fsdp_take_memory(f));
     for (int i = 0; i < f->weight_count; i++)
-        if (f->weights[i].source == &f->weights[i]) DDP__FSDP_TRY(ddp__weight_fill(f, &f->weights[i]));
-    DDP__FSDP_TRY(ddp__fsdp_make_optimizer(f));
-    DDP__FSDP_TRY(ddp__saver_create(f));
+        if (f->weights[i].source == &f->weights[i]) DDP_TRY(ddp__weight_fill(f, &f->weights[i]));
+    DDP_TRY(ddp__fsdp_make_optimizer(f));
+    DDP_TRY(ddp__saver_create(f));
     for (int i = 0; i < f->weight_count; i++) {
         ddp_param *p = &f->weights[i].entry->param;
         p->value.dtype = f->weights[i].dtype, p->grad = p->value, p->grad.dtype = f->weights[i].grad_dtype;
     }
     DDP__EACH_UNIT(f, unit) ddp__unit_point(f, unit, f->keeps_whole, !f->reduces_each);
-    DDP__FSDP_TRY(ddp__fsdp_meet(f, "ddp_fsdp_create"));
-    DDP__FSDP_TRY(ddp__fsdp_publish(f, 0));
+    DDP_TRY(ddp__fsdp_meet(f, "ddp_fsdp_create"));
+    DDP_TRY(ddp__fsdp_publish(f, 0));
     ddp__fsdp_begin(f);
     return DDP_OK;
 }
@@ -4481,10 +4461,10 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
     }
     if (result == DDP_OK) *out = f;
     if (result == DDP_OK || !f) return result;
-    ddp__told told = ddp__told_now(result);
+    ddp_saved_error told = ddp__fsdp_error(result);
     for (int i = 0; i < f->weight_count && f->weights; i++) f->weights[i].entry = NULL; /* the caller's values stay */
     ddp__fsdp_free(f);
-    return ddp__told_again(&told);
+    return ddp_error_restore(&told);
 }
 
 DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) { if (fsdp) ddp__fsdp_free(fsdp); }
@@ -4607,8 +4587,8 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
 static ddp_result ddp__unit_bring(ddp_fsdp *f, ddp__unit *unit) {
     for (int i = f->keeps_whole ? 0 : unit->count; i <= unit->count; i++) {
         ddp__unit *needed = i < unit->count ? unit->weights[i].source->unit : unit;
-        if (needed->state == DDP__UNIT_GONE) DDP__FSDP_TRY(ddp__unit_fetch(f, needed, 0));
-        DDP__FSDP_TRY(ddp__unit_arrive(f, needed));
+        if (needed->state == DDP__UNIT_GONE) DDP_TRY(ddp__unit_fetch(f, needed, 0));
+        DDP_TRY(ddp__unit_arrive(f, needed));
     }
     return DDP_OK;
 }
@@ -4619,7 +4599,7 @@ DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
     DDP__UNIT_NEED(fsdp, unit);
     ddp__unit *u = &fsdp->units[unit];
     fsdp->who = __func__;
-    DDP__FSDP_TRY(ddp__fsdp_enter(fsdp->group));
+    DDP_TRY(ddp__fsdp_enter(fsdp->group));
     ddp__order_hash(fsdp, 0, unit);
     ddp_result result = fsdp->no_grad ? DDP_OK : ddp__order_note(fsdp, unit);
     if (result == DDP_OK) result = ddp__make_room(fsdp, u);
@@ -4655,8 +4635,8 @@ DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit) {
     DDP__FSDP_NEED(!u->trained || u->attached, "unit %s has no gradients; gather it before its backward", u->name);
     ddp__order_hash(fsdp, 1, unit);
     if (!u->trained) return DDP_OK;
-    DDP__FSDP_TRY(ddp__fsdp_enter(fsdp->group));
-    DDP__FSDP_TRY(ddp__reduce_wait(fsdp, u));
+    DDP_TRY(ddp__fsdp_enter(fsdp->group));
+    DDP_TRY(ddp__reduce_wait(fsdp, u));
     u->reduced++;
     u->attached = 0;
     if (fsdp->reduces_each) {
@@ -4675,13 +4655,13 @@ DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on) {
 
 DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp) {
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
-    DDP__EACH_UNIT(fsdp, unit) DDP__FSDP_TRY(ddp__reduce_wait(fsdp, unit));
+    DDP__EACH_UNIT(fsdp, unit) DDP_TRY(ddp__reduce_wait(fsdp, unit));
     DDP__EACH_UNIT(fsdp, unit) {
         ddp__grads_drop(fsdp, unit);
         ddp__unit_point(fsdp, unit, fsdp->keeps_whole || unit->in_use, !fsdp->reduces_each);
     }
     fsdp->order_hash = 0; /* ranks that had come apart start anew too */
-    DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, __func__));
+    DDP_TRY(ddp__fsdp_meet(fsdp, __func__));
     if (fsdp->finished && fsdp->desc.scaler) fsdp->desc.scaler->unscaled = fsdp->desc.scaler->found_inf = 0;
     ddp__fsdp_begin(fsdp);
     return DDP_OK;
@@ -4699,10 +4679,10 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
     if (value) *value = rows;
     if (first_row) *first_row = (int64_t)w->first;
     if (!grad) return DDP_OK;
-    if (ddp__is_trained(w)) DDP__FSDP_TRY(ddp__reduce_end(fsdp, w->unit)); /* its memory stays taken: who looks is this rank's business */
-    DDP__FSDP_TRY(ddp__fsdp_enter(fsdp->group));
+    if (ddp__is_trained(w)) DDP_TRY(ddp__reduce_end(fsdp, w->unit)); /* its memory stays taken: who looks is this rank's business */
+    DDP_TRY(ddp__fsdp_enter(fsdp->group));
     ddp__fsdp_scale(fsdp);
-    DDP__FSDP_TRY(ddp__fsdp_check(fsdp->group));
+    DDP_TRY(ddp__fsdp_check(fsdp->group));
     rows.data = rows.data && ddp__is_trained(w) && w->unit->reduced == fsdp->desc.micro_batch_count ? ddp__weight_sum(w, 0) : NULL;
     *grad = rows;
     return DDP_OK;

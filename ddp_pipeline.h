@@ -220,6 +220,15 @@ typedef ddp_result (*ddp_pipeline_fn)(const ddp_pipeline_call *call, void *user)
 typedef ddp_result (*ddp_stage_hook)(int stage, void *user);
 typedef ddp_result (*ddp_get_sharded_grad)(int stage, int param, ddp_tensor *grad, void *user);
 
+/* Where the sum of a stage's gradients over the micro-batches of an update is divided by update_interval. */
+typedef enum ddp_grad_division {
+    DDP_DIVIDE_DEFAULT = 0,   /* by the runner after the last addition; not by the runner if the stage has a reduce_grad:
+                                 the reduction then divides by ranks and micro-batches
+                                 (ddp_reducer_desc.micro_batch_count = update_interval) */
+    DDP_DIVIDE_BEFORE_REDUCE, /* by the runner, before reduce_grad, which divides by ranks only */
+    DDP_DIVIDE_NONE           /* nowhere: gradients stay sums */
+} ddp_grad_division;
+
 /* One stage. Only the entries of this rank's stages are read. Callbacks run on the thread of ddp_pipeline_step, one at a time, in the order of the
    schedule; on a device with lanes they put their work on the compute lane. They may call collectives of groups other than the pipeline's. */
 typedef struct ddp_pipeline_stage {
@@ -248,7 +257,7 @@ typedef struct ddp_pipeline_stage {
     ddp_stage_hook wait_grad;     /* at the end of the update, for local stages in ascending order: ddp_reducer_wait */
     ddp_stage_hook update;        /* gradients are final: a step on the newest values. NULL = the caller steps later; not with PipeDream and 2BW, where it
                                      gathers anew if there is unshard, since actions of the step follow, up to reshard */
-    int divide;                   /* 1 = by update_interval, before reduce_grad, which divides by replicas alone: ddp_fsdp, micro_batch_count 1 */
+    ddp_grad_division grad_division; /* DDP_DIVIDE_BEFORE_REDUCE where reduce_grad is of ddp_fsdp with micro_batch_count 1 */
     ddp_get_sharded_grad get_sharded_grad;    /* NULL = grad.data; required for ties of gradients that come with unshard: ddp_fsdp_get_shard */
 } ddp_pipeline_stage;
 
@@ -270,8 +279,6 @@ typedef struct ddp_pipeline_desc {
     void *loss_user;
     const ddp_pipeline_tie *ties;     /* the same on every rank; copied */
     int tie_count;
-    int no_divide;                    /* 1 = gradients stay sums. 0 = after the last addition the runner divides once by update_interval; not where reduce_grad
-                                         is set without divide: whoever adds over replicas divides (ddp_reducer_desc.micro_batch_count = update_interval) */
     int prefetch;                     /* 0 = 2; receives per edge and direction that are posted ahead of the action that needs them */
     int timed;                        /* 1 = on a device with lanes the host waits for each action: times and stats are the device's. 0 = of putting it there */
 } ddp_pipeline_desc;
@@ -389,7 +396,8 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
        ddp_result release(int stage, void *user) { return ddp_fsdp_reshard(model->fsdp[stage], 0); }
        ddp_result reduce(int stage, void *user) { return ddp_fsdp_reduce_grads(model->fsdp[stage], 0); }
        ddp_result update(int stage, void *user) { return ddp_fsdp_step(model->fsdp[stage], model->lr); }
-       stage->unshard = gather, stage->reshard = release, stage->reduce_grad = reduce, stage->update = update, stage->divide = 1;
+       stage->unshard = gather, stage->reshard = release, stage->reduce_grad = reduce, stage->update = update;
+       stage->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
 
    Tied gradients that come with unshard are added where get_sharded_grad says, called when every wait_grad has returned: this rank's part, which is the same part
    of both uses on the ranks of one pipeline. ddp_fsdp_get_shard gives it, an average if wait_grad is ddp_fsdp_clip_grad_norm(fsdp, FLT_MAX, NULL). */
@@ -2740,10 +2748,8 @@ struct ddp_pipeline {
 };
 
 static const char ddp__pipe_create_name[] = "ddp_pipeline_create", ddp__pipe_step_name[] = "ddp_pipeline_step";
-#define DDP__PIPE_TRY(call) do { ddp_result ddp__pipe_tried = (call); if (ddp__pipe_tried != DDP_OK) return ddp__pipe_tried; } while (0)
 #define DDP__PIPE_BAD(...) ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_create: " __VA_ARGS__)
 
-static size_t ddp__pipe_pad(size_t size) { return size > SIZE_MAX - 64 ? size : (size + 63) / 64 * 64; }
 static int ddp__pipe_min(int a, int b) { return a < b ? a : b; }
 
 /* Zeroed host memory until destroy. */
@@ -2770,7 +2776,7 @@ static ddp_result ddp__pipe_device(ddp_pipeline *p, size_t size, void **out) {
     ddp__pipe_piece *piece = (ddp__pipe_piece *)ddp__pipe_host(p, 0, 1);
     if (!piece) return DDP_ERR_NO_MEMORY;
     piece = (ddp__pipe_piece *)((unsigned char *)piece - 64);
-    DDP__PIPE_TRY(p->device->alloc(p->group, size ? size : 64, &piece->device_memory));
+    DDP_TRY(p->device->alloc(p->group, size ? size : 64, &piece->device_memory));
     *out = piece->device_memory;
     return DDP_OK;
 }
@@ -2790,7 +2796,7 @@ static ddp_result ddp__pipe_sum_over_ranks(ddp_pipeline *p, void *data, size_t c
         call.tag = DDP_ON_HOST;
         call.send = call.recv = (unsigned char *)data + at * ddp_dtype_size(dtype);
         call.count = count - at < 4096 ? count - at : 4096;
-        DDP__PIPE_TRY(ddp_group_call(p->group, &call, NULL));
+        DDP_TRY(ddp_group_call(p->group, &call, NULL));
     }
     return DDP_OK;
 }
@@ -2871,6 +2877,8 @@ static ddp_result ddp__pipe_check_stage(const ddp_pipeline *p, int stage) {
     int asynchronous = p->schedule->kind == DDP_SCHEDULE_PIPEDREAM || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW;
     ddp__action_text label = ddp__pipe_stage_label(p, stage);
     if (!s->forward) return DDP__PIPE_BAD("%s: forward is NULL", label.text);
+    if ((unsigned)s->grad_division > DDP_DIVIDE_NONE)
+        return DDP__PIPE_BAD("%s: grad_division=%d is not a ddp_grad_division", label.text, (int)s->grad_division);
     if (kinds & 1u << DDP_ACTION_INPUT_GRAD && !s->input_grad) return DDP__PIPE_BAD("%s: input_grad is NULL, and the schedule has I", label.text);
     if (kinds & 1u << DDP_ACTION_WEIGHT_GRAD && !s->weight_grad) return DDP__PIPE_BAD("%s: weight_grad is NULL, and the schedule has W", label.text);
     if (kinds & 1u << DDP_ACTION_BACKWARD && !s->backward && !(s->input_grad && s->weight_grad))
@@ -2879,7 +2887,7 @@ static ddp_result ddp__pipe_check_stage(const ddp_pipeline *p, int stage) {
         return DDP__PIPE_BAD("%s: param_count=%d, params=%p; name all of them, or set neither", label.text, s->param_count, (const void *)s->params);
     if (asynchronous && !s->update) return DDP__PIPE_BAD("%s: update is NULL; %s changes weights inside of a step", label.text, ddp_schedule_kind_name(p->schedule->kind));
     if (asynchronous && s->recompute) return DDP__PIPE_BAD("%s: recompute=1 does not go with %s", label.text, ddp_schedule_kind_name(p->schedule->kind));
-    for (int i = 0; i < s->param_count; i++) DDP__PIPE_TRY(ddp__pipe_check_param(p, stage, i));
+    for (int i = 0; i < s->param_count; i++) DDP_TRY(ddp__pipe_check_param(p, stage, i));
     return DDP_OK;
 }
 
@@ -2937,7 +2945,7 @@ static ddp_result ddp__pipe_edges(ddp_pipeline *p, ddp_pipeline_edge **out) {
         ddp_pipeline_edge *e = &edges[i];
         if (d->edges) *e = d->edges[i];
         else e->from = i, e->to = i + 1, e->tensor = i + 1 < p->stage_count ? d->boundary : d->output;
-        DDP__PIPE_TRY(ddp__pipe_check_edge(p, i, e));
+        DDP_TRY(ddp__pipe_check_edge(p, i, e));
         if (!e->grad_dtype) e->grad_dtype = e->tensor.dtype;
         if (ddp__pipe_is_integer(e->tensor.dtype)) e->no_grad = 1;
         to_loss += e->to == p->stage_count;
@@ -2968,7 +2976,7 @@ static ddp_result ddp__pipe_check_updates(const ddp_pipeline *p) {
 static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
     if (!d->schedule || !d->stages) return DDP__PIPE_BAD("schedule or stages is NULL");
-    DDP__PIPE_TRY(ddp_schedule_check(d->schedule));
+    DDP_TRY(ddp_schedule_check(d->schedule));
     p->schedule = d->schedule;
     p->stage_count = d->schedule->stage_count;
     p->microbatch_count = d->schedule->microbatch_count;
@@ -2984,8 +2992,8 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     p->prefetch = d->prefetch ? d->prefetch : 2;
     p->list = ddp_schedule_actions(d->schedule, p->rank, &p->list_count);
     for (int stage = 0; stage < p->stage_count; stage++)
-        if (d->schedule->stage_rank[stage] == p->rank) DDP__PIPE_TRY(ddp__pipe_check_stage(p, stage));
-    DDP__PIPE_TRY(ddp__pipe_check_updates(p));
+        if (d->schedule->stage_rank[stage] == p->rank) DDP_TRY(ddp__pipe_check_stage(p, stage));
+    DDP_TRY(ddp__pipe_check_updates(p));
     return ddp__pipe_check_ties(p);
 }
 
@@ -3054,9 +3062,9 @@ static ddp_result ddp__pipe_links(ddp_pipeline *p, const ddp_pipeline_edge *edge
             pool->peer = maker == p->rank ? user : maker;
             pool->tag = 2 * i + way;
             pool->bytes = ddp__pipe_bytes(&pool->tensor);
-            pool->stride = ddp__pipe_pad(pool->bytes);
+            pool->stride = ddp_round_up(pool->bytes, 64);
             if (pool->kind == DDP__PIPE_OUT) pool->count = ddp__pipe_out_slots(p, edges, e, way);
-            DDP__PIPE_TRY(ddp__pipe_pool_tables(p, pool));
+            DDP_TRY(ddp__pipe_pool_tables(p, pool));
         }
     }
     return DDP_OK;
@@ -3089,8 +3097,8 @@ static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, int number) {
         if (a->kind == DDP_ACTION_FORWARD) s->last_forward = i;
     }
     s->saved.kind = s->desc.saved_bytes ? DDP__PIPE_HERE : DDP__PIPE_NONE;
-    s->saved.stride = ddp__pipe_pad(s->desc.saved_bytes);
-    if (s->saved.kind) DDP__PIPE_TRY(ddp__pipe_pool_tables(p, &s->saved));
+    s->saved.stride = ddp_round_up(s->desc.saved_bytes, 64);
+    if (s->saved.kind) DDP_TRY(ddp__pipe_pool_tables(p, &s->saved));
     DDP__PIPE_NEW(p, s->sums, ddp__pipe_sum, half);
     for (int i = 0; i < half; i++) s->sums[i].level = DDP__PIPE_FREE;
     s->sum_room = half;
@@ -3100,8 +3108,8 @@ static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, int number) {
     DDP__PIPE_NEW(p, s->placed, unsigned char, s->desc.param_count);
     for (int i = 0; i < s->desc.param_count; i++) {
         ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
-        s->grad_bytes += ddp__pipe_pad(ddp__pipe_sum_bytes(&grad));
-        s->value_bytes += ddp__pipe_pad(ddp__pipe_bytes(&s->desc.params[i]->value));
+        s->grad_bytes += ddp_round_up(ddp__pipe_sum_bytes(&grad), 64);
+        s->value_bytes += ddp_round_up(ddp__pipe_bytes(&s->desc.params[i]->value), 64);
     }
     return DDP_OK;
 }
@@ -3186,17 +3194,17 @@ static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
         ddp_param *param = s->desc.params[i];
         ddp_tensor grad = ddp__pipe_grad(param);
         if (param->grad.data || s->desc.unshard) continue;
-        DDP__PIPE_TRY(ddp__pipe_device(p, ddp__pipe_bytes(&grad), &grad.data));
+        DDP_TRY(ddp__pipe_device(p, ddp__pipe_bytes(&grad), &grad.data));
         param->grad = grad;
         s->placed[i] = 1;
     }
-    if (s->sum_count && s->grad_bytes) DDP__PIPE_TRY(ddp__pipe_device(p, (size_t)s->sum_count * s->grad_bytes, (void **)&s->sum_memory));
-    if (s->stash_count && s->value_bytes) DDP__PIPE_TRY(ddp__pipe_device(p, (size_t)s->stash_count * s->value_bytes, (void **)&s->stash_memory));
+    if (s->sum_count && s->grad_bytes) DDP_TRY(ddp__pipe_device(p, (size_t)s->sum_count * s->grad_bytes, (void **)&s->sum_memory));
+    if (s->stash_count && s->value_bytes) DDP_TRY(ddp__pipe_device(p, (size_t)s->stash_count * s->value_bytes, (void **)&s->stash_memory));
     p->stats.accumulation_bytes += (size_t)s->sum_count * s->grad_bytes;
     p->stats.version_bytes += (size_t)s->stash_count * s->value_bytes;
     for (int i = 0; i < s->output_count && s->desc.recompute; i++) {
         const ddp__pipe_pool *pool = &p->links[s->outputs[i]].way[0];
-        DDP__PIPE_TRY(ddp__pipe_device(p, pool->stride, (void **)&p->scratch[s->outputs[i]]));
+        DDP_TRY(ddp__pipe_device(p, pool->stride, (void **)&p->scratch[s->outputs[i]]));
         p->stats.activation_bytes += pool->stride;
     }
     return DDP_OK;
@@ -3231,7 +3239,7 @@ static void ddp__pipe_point_shares(ddp_pipeline *p) {
 /* Everything but the shared memory, of which *bytes are needed. */
 static ddp_result ddp__pipe_layout(ddp_pipeline *p, const ddp_pipeline_edge *edges, size_t *bytes) {
     int most = 1, params = 1;
-    DDP__PIPE_TRY(ddp__pipe_links(p, edges));
+    DDP_TRY(ddp__pipe_links(p, edges));
     DDP__PIPE_NEW(p, p->stages, ddp__pipe_stage, p->stage_count);
     DDP__PIPE_NEW(p, p->streams, ddp__pipe_stream, p->world_size);
     DDP__PIPE_NEW(p, p->scratch, unsigned char *, p->link_count);
@@ -3239,14 +3247,14 @@ static ddp_result ddp__pipe_layout(ddp_pipeline *p, const ddp_pipeline_edge *edg
         ddp__pipe_stage *s = &p->stages[stage];
         s->number = -1;
         if (p->schedule->stage_rank[stage] != p->rank) continue;
-        DDP__PIPE_TRY(ddp__pipe_stage_open(p, stage));
+        DDP_TRY(ddp__pipe_stage_open(p, stage));
         if (s->input_count > most) most = s->input_count;
         if (s->output_count > most) most = s->output_count;
         if (s->desc.param_count > params) params = s->desc.param_count;
     }
-    if (p->one_lane) DDP__PIPE_TRY(ddp__pipe_order(p));
+    if (p->one_lane) DDP_TRY(ddp__pipe_order(p));
     for (int peer = 0; peer < p->world_size && !p->one_lane; peer++)
-        if (peer != p->rank) DDP__PIPE_TRY(ddp__pipe_stream_open(p, &p->streams[peer], peer, peer, NULL));
+        if (peer != p->rank) DDP_TRY(ddp__pipe_stream_open(p, &p->streams[peer], peer, peer, NULL));
     for (int i = 0; i < 4; i++) DDP__PIPE_NEW(p, p->tensors[i], ddp_tensor, most);
     DDP__PIPE_NEW(p, p->values, void *, params);
     p->share_count = (size_t)p->microbatch_count + 3 * (size_t)p->world_size + 4 * (size_t)p->stage_count;
@@ -3256,18 +3264,18 @@ static ddp_result ddp__pipe_layout(ddp_pipeline *p, const ddp_pipeline_edge *edg
     DDP__PIPE_NEW(p, p->times, ddp_action_time, p->schedule->count);
     DDP__PIPE_NEW(p, p->other_times, ddp_action_time, p->schedule->count);
     p->rehearsing = 1;
-    DDP__PIPE_TRY(ddp__pipe_walk(p, ddp__pipe_create_name));
+    DDP_TRY(ddp__pipe_walk(p, ddp__pipe_create_name));
     p->rehearsing = 0;
     for (int i = 0; i < p->link_count; i++)
-        for (int way = 0; way < 2; way++) DDP__PIPE_TRY(ddp__pipe_pool_slots(p, &p->links[i].way[way], bytes));
+        for (int way = 0; way < 2; way++) DDP_TRY(ddp__pipe_pool_slots(p, &p->links[i].way[way], bytes));
     for (int stage = 0; stage < p->stage_count; stage++) {
         ddp__pipe_stage *s = &p->stages[stage];
         size_t unused = 0;
         if (s->number < 0) continue;
-        if (s->saved.kind) DDP__PIPE_TRY(ddp__pipe_pool_slots(p, &s->saved, &unused));
-        DDP__PIPE_TRY(ddp__pipe_stage_memory(p, s));
+        if (s->saved.kind) DDP_TRY(ddp__pipe_pool_slots(p, &s->saved, &unused));
+        DDP_TRY(ddp__pipe_stage_memory(p, s));
     }
-    DDP__PIPE_TRY(ddp__pipe_wide_memory(p));
+    DDP_TRY(ddp__pipe_wide_memory(p));
     DDP__PIPE_NEW(p, p->ties, ddp_pipeline_tie, p->desc.tie_count);
     DDP__PIPE_NEW(p, p->tie_groups, ddp_group *, p->desc.tie_count);
     for (int i = 0; i < p->desc.tie_count; i++) p->ties[i] = p->desc.ties[i];
@@ -3293,7 +3301,7 @@ static ddp_result ddp__pipe_give(const ddp_pipeline *p, ddp__pipe_pool *pool, in
     slot = pool->free_slots[pool->free_count++] = pool->slot[microbatch];
     pool->slot[microbatch] = -1;
     if (pool->kind != DDP__PIPE_IN || !p->in_place) return DDP_OK;
-    DDP__PIPE_TRY(ddp_wait(p->group, &pool->returns[microbatch]));
+    DDP_TRY(ddp_wait(p->group, &pool->returns[microbatch]));
     pool->returned[microbatch] = pool->notes[slot];
     return ddp_send(p->group, &pool->returned[microbatch], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(p, pool), &pool->returns[microbatch]);
 }
@@ -3315,7 +3323,7 @@ static ddp_result ddp__pipe_message_of(ddp_pipeline *p, ddp__pipe_pool *pool, in
 /* The slot that comes back next is free; waits for it. */
 static ddp_result ddp__pipe_take_back(ddp_pipeline *p, ddp__pipe_pool *pool) {
     int place = (int)(pool->back % (uint64_t)pool->count);
-    DDP__PIPE_TRY(ddp_wait(p->group, &pool->returns[place]));
+    DDP_TRY(ddp_wait(p->group, &pool->returns[place]));
     pool->free_slots[pool->free_count++] = (int)((pool->returned[place] - pool->offset) / pool->stride);
     pool->back++;
     return DDP_OK;
@@ -3332,13 +3340,13 @@ static ddp_result ddp__pipe_post(ddp_pipeline *p, int peer, int until) {
         if (pool->kind == DDP__PIPE_OUT) break;
         if (p->rehearsing ? stream->next > until : !pool->free_count) break;
         ddp__pipe_take(p, pool, message->microbatch);
-        if (!p->rehearsing) DDP__PIPE_TRY(ddp__pipe_message_of(p, pool, pool->slot[message->microbatch]));
+        if (!p->rehearsing) DDP_TRY(ddp__pipe_message_of(p, pool, pool->slot[message->microbatch]));
     }
     return DDP_OK;
 }
 
 static ddp_result ddp__pipe_post_all(ddp_pipeline *p) {
-    for (int peer = 0; peer < p->world_size && !p->rehearsing; peer++) DDP__PIPE_TRY(ddp__pipe_post(p, peer, 0));
+    for (int peer = 0; peer < p->world_size && !p->rehearsing; peer++) DDP_TRY(ddp__pipe_post(p, peer, 0));
     return DDP_OK;
 }
 
@@ -3347,7 +3355,7 @@ static ddp_result ddp__pipe_await(ddp_pipeline *p, ddp__pipe_pool *pool, int mic
     double begin;
     ddp_result result;
     if (pool->kind != DDP__PIPE_IN) return DDP_OK;
-    if (p->rehearsing || pool->slot[microbatch] < 0) DDP__PIPE_TRY(ddp__pipe_post(p, pool->peer, pool->order[microbatch]));
+    if (p->rehearsing || pool->slot[microbatch] < 0) DDP_TRY(ddp__pipe_post(p, pool->peer, pool->order[microbatch]));
     if (p->rehearsing) return DDP_OK;
     if (pool->slot[microbatch] < 0) return ddp_fail(DDP_ERR_INVALID, "no slot for what rank %d sends", pool->peer);
     begin = ddp_now();
@@ -3362,7 +3370,7 @@ static ddp_result ddp__pipe_open_slot(ddp_pipeline *p, ddp__pipe_pool *pool, int
     if (pool->kind == DDP__PIPE_HERE) ddp__pipe_take(p, pool, microbatch);
     if (pool->kind != DDP__PIPE_OUT || p->rehearsing) return DDP_OK;
     if (p->in_place) {
-        if (!pool->free_count) DDP__PIPE_TRY(ddp__pipe_take_back(p, pool));
+        if (!pool->free_count) DDP_TRY(ddp__pipe_take_back(p, pool));
         ddp__pipe_take(p, pool, microbatch);
     } else {
         pool->slot[microbatch] = pool->next;
@@ -3373,7 +3381,7 @@ static ddp_result ddp__pipe_open_slot(ddp_pipeline *p, ddp__pipe_pool *pool, int
 
 static ddp_result ddp__pipe_send(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
     if (p->one_lane && pool->kind == DDP__PIPE_OUT) { /* what comes before it */
-        DDP__PIPE_TRY(ddp__pipe_post(p, pool->peer, pool->order[microbatch]));
+        DDP_TRY(ddp__pipe_post(p, pool->peer, pool->order[microbatch]));
         if (p->streams[0].next++ != pool->order[microbatch]) return ddp_fail(DDP_ERR_INVALID, "no slot for what comes before the message to rank %d", pool->peer);
     }
     if (pool->kind == DDP__PIPE_NONE || p->rehearsing) return DDP_OK;
@@ -3384,7 +3392,7 @@ static ddp_result ddp__pipe_send(ddp_pipeline *p, ddp__pipe_pool *pool, int micr
     p->stats.bytes_sent += pool->bytes;
     if (p->in_place) { /* its way back is ready before it goes */
         int place = (int)(pool->lent++ % (uint64_t)pool->count);
-        DDP__PIPE_TRY(ddp_recv(p->group, &pool->returned[place], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(p, pool), &pool->returns[place]));
+        DDP_TRY(ddp_recv(p->group, &pool->returned[place], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(p, pool), &pool->returns[place]));
     }
     return ddp__pipe_message_of(p, pool, pool->slot[microbatch]);
 }
@@ -3426,7 +3434,7 @@ static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, i
         size_t bytes = ddp__pipe_bytes(&grad), count = bytes / ddp_dtype_size(grad.dtype);
         unsigned char *kept = buffer + at, *out = (unsigned char *)grad.data, *right = out;
         ddp_dtype dtype = ddp__pipe_is_half(&grad) ? DDP_F32 : grad.dtype;
-        at += ddp__pipe_pad(ddp__pipe_sum_bytes(&grad));
+        at += ddp_round_up(ddp__pipe_sum_bytes(&grad), 64);
         if (!bytes) continue;
         if (dtype != grad.dtype && sum) {
             out = right = sum + (kept - buffer);
@@ -3443,7 +3451,9 @@ static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, i
 }
 
 static int ddp__pipe_divides(const ddp_pipeline *p, const ddp__pipe_stage *s) {
-    return p->interval > 1 && !p->desc.no_divide && (!s->desc.reduce_grad || s->desc.divide);
+    int before = s->desc.grad_division == DDP_DIVIDE_BEFORE_REDUCE;
+    int without_reduce = s->desc.grad_division == DDP_DIVIDE_DEFAULT && !s->desc.reduce_grad;
+    return p->interval > 1 && (before || without_reduce);
 }
 
 /* Ends the sums of 16-bit gradients, which are in buffer k: divided where the runner divides, then rounded
@@ -3457,7 +3467,7 @@ static void ddp__pipe_round(const ddp_pipeline *p, const ddp__pipe_stage *s, int
             if (ddp__pipe_divides(p, s)) p->device->divide(sum, count, DDP_F32, (uint64_t)p->interval);
             p->device->cast(grad.data, grad.dtype, sum, DDP_F32, count);
         }
-        sum += ddp__pipe_pad(ddp__pipe_sum_bytes(&grad));
+        sum += ddp_round_up(ddp__pipe_sum_bytes(&grad), 64);
     }
 }
 
@@ -3512,7 +3522,7 @@ static void ddp__pipe_clear(const ddp_pipeline *p, const ddp__pipe_stage *s) {
 static ddp_result ddp__pipe_tied(ddp_pipeline *p, int stage, int param, ddp_tensor *grad) {
     ddp__pipe_stage *s = &p->stages[stage];
     *grad = ddp__pipe_grad(s->desc.params[param]);
-    if (s->desc.get_sharded_grad) DDP__PIPE_TRY(s->desc.get_sharded_grad(stage, param, grad, s->desc.user));
+    if (s->desc.get_sharded_grad) DDP_TRY(s->desc.get_sharded_grad(stage, param, grad, s->desc.user));
     return ddp__pipe_enter(p);
 }
 
@@ -3529,13 +3539,13 @@ static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
         for (int k = number + 1; k < p->desc.tie_count; k++) more |= p->ties[k].first_stage == t->first_stage && p->ties[k].first_param == t->first_param;
         if ((rank[0] != p->rank && rank[1] != p->rank) || (two && back && !more)) continue;
         memset(grad, 0, sizeof grad);
-        if (rank[0] == p->rank) DDP__PIPE_TRY(ddp__pipe_tied(p, t->first_stage, t->first_param, &grad[0]));
-        if (rank[1] == p->rank) DDP__PIPE_TRY(ddp__pipe_tied(p, t->second_stage, t->second_param, &grad[1]));
+        if (rank[0] == p->rank) DDP_TRY(ddp__pipe_tied(p, t->first_stage, t->first_param, &grad[0]));
+        if (rank[1] == p->rank) DDP_TRY(ddp__pipe_tied(p, t->second_stage, t->second_param, &grad[1]));
         for (int k = 0; k < 2; k++) count[k] = grad[k].data ? (size_t)ddp_tensor_count(&grad[k]) : 0;
         if (two) {
             int mine = rank[1] == p->rank;
-            if (back) DDP__PIPE_TRY(ddp_broadcast(two, grad[mine].data, count[mine], grad[mine].dtype, rank[0] > rank[1], NULL));
-            else DDP__PIPE_TRY(ddp_all_reduce(two, grad[mine].data, grad[mine].data, count[mine], grad[mine].dtype, DDP_OP_SUM, NULL));
+            if (back) DDP_TRY(ddp_broadcast(two, grad[mine].data, count[mine], grad[mine].dtype, rank[0] > rank[1], NULL));
+            else DDP_TRY(ddp_all_reduce(two, grad[mine].data, grad[mine].data, count[mine], grad[mine].dtype, DDP_OP_SUM, NULL));
         } else if (count[0] != count[1] || grad[0].dtype != grad[1].dtype) {
             return ddp_fail(DDP_ERR_INVALID, "ties[%d]: get_sharded_grad gives %zu elements of %s and %zu of %s", number, count[0], ddp_dtype_name(grad[0].dtype), count[1],
                             ddp_dtype_name(grad[1].dtype));
@@ -3582,7 +3592,7 @@ static void ddp__pipe_keep_version(const ddp_pipeline *p, ddp__pipe_stage *s) {
         for (int i = 0; i < s->desc.param_count; i++) {
             size_t bytes = ddp__pipe_bytes(&s->desc.params[i]->value);
             if (bytes) p->device->copy(to, s->desc.params[i]->value.data, bytes);
-            to += ddp__pipe_pad(bytes);
+            to += ddp_round_up(bytes, 64);
         }
     }
 }
@@ -3599,7 +3609,7 @@ static void ddp__pipe_swap_values(const ddp_pipeline *p, const ddp__pipe_stage *
         ddp_param *param = s->desc.params[i];
         if (back) param->value.data = p->values[i];
         else p->values[i] = param->value.data, param->value.data = from;
-        from += ddp__pipe_pad(ddp__pipe_bytes(&param->value));
+        from += ddp_round_up(ddp__pipe_bytes(&param->value), 64);
     }
 }
 
@@ -3697,7 +3707,7 @@ static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, cons
     if (kind == DDP_ACTION_FORWARD) {
         call.outputs = ddp__pipe_tensors(p, p->tensors[1], s->outputs, s->output_count, 0, i);
         call.loss = last ? &p->losses[i] : NULL;
-        DDP__PIPE_TRY(ddp__pipe_callback(p, s->desc.forward, &call, s->desc.user, a, what, who));
+        DDP_TRY(ddp__pipe_callback(p, s->desc.forward, &call, s->desc.user, a, what, who));
         if (!last || !p->desc.loss) return DDP_OK;
         call.inputs = NULL, call.input_count = 0, call.saved = NULL;
         call.output_grads = p->evaluating ? NULL : ddp__pipe_tensors(p, p->tensors[2], s->outputs, s->output_count, 1, i);
@@ -3705,12 +3715,12 @@ static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, cons
     }
     call.output_grads = ddp__pipe_tensors(p, p->tensors[2], s->outputs, s->output_count, 1, i);
     if (kind != DDP_ACTION_WEIGHT_GRAD) call.input_grads = ddp__pipe_tensors(p, p->tensors[3], s->inputs, s->input_count, 1, i);
-    if (s->desc.recompute && kind != DDP_ACTION_WEIGHT_GRAD) DDP__PIPE_TRY(ddp__pipe_recompute(p, s, &call, a, who));
+    if (s->desc.recompute && kind != DDP_ACTION_WEIGHT_GRAD) DDP_TRY(ddp__pipe_recompute(p, s, &call, a, who));
     if (kind != DDP_ACTION_INPUT_GRAD) ddp__pipe_clear(p, s);
     if (kind == DDP_ACTION_BACKWARD && s->desc.backward) return ddp__pipe_callback(p, s->desc.backward, &call, s->desc.user, a, what, who);
     if (kind != DDP_ACTION_WEIGHT_GRAD) {
         call.kind = DDP_ACTION_INPUT_GRAD;
-        DDP__PIPE_TRY(ddp__pipe_callback(p, s->desc.input_grad, &call, s->desc.user, a, what, who));
+        DDP_TRY(ddp__pipe_callback(p, s->desc.input_grad, &call, s->desc.user, a, what, who));
     }
     if (kind == DDP_ACTION_INPUT_GRAD) return DDP_OK;
     call.kind = DDP_ACTION_WEIGHT_GRAD, call.input_grads = NULL;
@@ -3719,11 +3729,11 @@ static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, cons
 
 /* At the end of an update, or at REDUCE_GRAD: replicas, and, for those that do not wait for the end of the step, the weights. */
 static ddp_result ddp__pipe_reduce(ddp_pipeline *p, ddp__pipe_stage *s, const char *who) {
-    DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.reduce_grad, "reduce_grad", who));
+    DDP_TRY(ddp__pipe_hook(p, s, s->desc.reduce_grad, "reduce_grad", who));
     if (!s->stash_room) return DDP_OK;
-    DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad", who));
+    DDP_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad", who));
     ddp__pipe_keep_version(p, s);
-    DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.update, "update", who));
+    DDP_TRY(ddp__pipe_hook(p, s, s->desc.update, "update", who));
     s->updates++;
     return DDP_OK;
 }
@@ -3745,11 +3755,11 @@ static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const d
         ddp_result result = ddp__pipe_await(p, pool, a->microbatch);
         char how[48];
         snprintf(how, sizeof how, " waited for rank %d", pool->peer);
-        DDP__PIPE_TRY(ddp__pipe_fail_here(p, result, who, "", a, how));
+        DDP_TRY(ddp__pipe_fail_here(p, result, who, "", a, how));
     }
     for (int i = 0; makes && i < (forward ? s->output_count : s->input_count); i++) {
         ddp__pipe_link *link = &p->links[gives[i]];
-        DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_open_slot(p, &link->way[!forward], a->microbatch), who, "", a, " waited for memory that was sent"));
+        DDP_TRY(ddp__pipe_fail_here(p, ddp__pipe_open_slot(p, &link->way[!forward], a->microbatch), who, "", a, " waited for memory that was sent"));
         if (forward && link->to == p->stage_count && !p->evaluating) ddp__pipe_take(p, &link->way[1], a->microbatch);
     }
     if (forward || (s->desc.recompute && makes)) ddp__pipe_take(p, &s->saved, a->microbatch);
@@ -3758,9 +3768,9 @@ static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const d
 
 /* The end of an action: inputs and gradients that this rank reads no more go back first, so that whoever hears of the action finds them free. */
 static ddp_result ddp__pipe_give_back(ddp_pipeline *p, ddp__pipe_stage *s, int microbatch, int ends) {
-    for (int k = 0; k < s->input_count; k++) DDP__PIPE_TRY(ddp__pipe_give(p, &p->links[s->inputs[k]].way[0], microbatch));
+    for (int k = 0; k < s->input_count; k++) DDP_TRY(ddp__pipe_give(p, &p->links[s->inputs[k]].way[0], microbatch));
     for (int k = 0; k < s->output_count && ends; k++)
-        if (p->links[s->outputs[k]].way[1].kind != DDP__PIPE_OUT) DDP__PIPE_TRY(ddp__pipe_give(p, &p->links[s->outputs[k]].way[1], microbatch));
+        if (p->links[s->outputs[k]].way[1].kind != DDP__PIPE_OUT) DDP_TRY(ddp__pipe_give(p, &p->links[s->outputs[k]].way[1], microbatch));
     return DDP_OK;
 }
 
@@ -3768,19 +3778,19 @@ static ddp_result ddp__pipe_give_back(ddp_pipeline *p, ddp__pipe_stage *s, int m
 static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, const char *who) {
     int forward = a->kind == DDP_ACTION_FORWARD, i = a->microbatch, makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
     int ends = a->kind == DDP_ACTION_WEIGHT_GRAD || a->kind == DDP_ACTION_BACKWARD;
-    if (ends || p->evaluating) DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_give_back(p, s, i, ends), who, "", a, " could not give back what it read"));
+    if (ends || p->evaluating) DDP_TRY(ddp__pipe_fail_here(p, ddp__pipe_give_back(p, s, i, ends), who, "", a, " could not give back what it read"));
     for (int k = 0; forward && k < s->output_count; k++) {
         ddp__pipe_link *link = &p->links[s->outputs[k]];
-        DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_send(p, &link->way[0], i), who, "", a, " could not send"));
+        DDP_TRY(ddp__pipe_fail_here(p, ddp__pipe_send(p, &link->way[0], i), who, "", a, " could not send"));
         if (link->to == p->stage_count) ddp__pipe_give(p, &link->way[0], i);
     }
     for (int k = 0; !forward && makes && k < s->input_count; k++)
-        DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_send(p, &p->links[s->inputs[k]].way[1], i), who, "", a, " could not send"));
+        DDP_TRY(ddp__pipe_fail_here(p, ddp__pipe_send(p, &p->links[s->inputs[k]].way[1], i), who, "", a, " could not send"));
     if (ends || (forward && (p->evaluating || s->desc.recompute))) ddp__pipe_give(p, &s->saved, i);
     if (ends) {
         ddp__pipe_accumulate(p, s, i);
         if (p->interval < p->microbatch_count) s->version[i] = 0;
-        DDP__PIPE_TRY(ddp__pipe_summed(p, s, who));
+        DDP_TRY(ddp__pipe_summed(p, s, who));
     }
     return ddp__pipe_fail_here(p, ddp__pipe_post_all(p), who, "", a, " could not post receives");
 }
@@ -3806,8 +3816,8 @@ static ddp_result ddp__pipe_action(ddp_pipeline *p, int position, const char *wh
     if (a->kind == DDP_ACTION_RESHARD) return ddp__pipe_hook(p, s, s->desc.reshard, "reshard", who);
     if (a->kind == DDP_ACTION_REDUCE_GRAD) return ddp__pipe_reduce(p, s, who);
     if (!ddp__action_computes(a->kind)) return DDP_OK; /* messages follow from what computes */
-    if (!s->has_unshard && position == s->first) DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.unshard, "unshard", who));
-    DDP__PIPE_TRY(ddp__pipe_prepare(p, s, a, who));
+    if (!s->has_unshard && position == s->first) DDP_TRY(ddp__pipe_hook(p, s, s->desc.unshard, "unshard", who));
+    DDP_TRY(ddp__pipe_prepare(p, s, a, who));
     version = ddp__pipe_version(p, s, a);
     if (!p->rehearsing) {
         p->stats.wait_seconds += ddp__pipe_settle(p);
@@ -3821,7 +3831,7 @@ static ddp_result ddp__pipe_action(ddp_pipeline *p, int position, const char *wh
         p->seconds[4 * a->stage + (int)a->kind - DDP_ACTION_FORWARD] += time->end - time->begin;
         if (result != DDP_OK) return result;
     }
-    DDP__PIPE_TRY(ddp__pipe_finish(p, s, a, who));
+    DDP_TRY(ddp__pipe_finish(p, s, a, who));
     if (!s->has_reshard && position == (p->evaluating ? s->last_forward : s->last)) return ddp__pipe_hook(p, s, s->desc.reshard, "reshard", who);
     return DDP_OK;
 }
@@ -3830,8 +3840,8 @@ static ddp_result ddp__pipe_action(ddp_pipeline *p, int position, const char *wh
 static ddp_result ddp__pipe_walk(ddp_pipeline *p, const char *who) {
     for (int peer = 0; peer < p->world_size; peer++) p->streams[peer].next = 0;
     for (int stage = 0; stage < p->stage_count; stage++) p->stages[stage].summed = 0;
-    DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_post_all(p), who, "", NULL, "receives could not be posted"));
-    for (int position = 0; position < p->list_count; position++) DDP__PIPE_TRY(ddp__pipe_action(p, position, who));
+    DDP_TRY(ddp__pipe_fail_here(p, ddp__pipe_post_all(p), who, "", NULL, "receives could not be posted"));
+    for (int position = 0; position < p->list_count; position++) DDP_TRY(ddp__pipe_action(p, position, who));
     if (p->rehearsing)
         for (int stage = 0; stage < p->stage_count; stage++) { /* what a step leaves in the tables was not one */
             p->stages[stage].updates = 0;
@@ -3845,15 +3855,15 @@ static ddp_result ddp__pipe_update(ddp_pipeline *p) {
     double begin;
     for (int stage = 0; stage < p->stage_count; stage++) {
         ddp__pipe_stage *s = &p->stages[stage];
-        if (s->number >= 0 && !s->stash_room) DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad", ddp__pipe_step_name));
+        if (s->number >= 0 && !s->stash_room) DDP_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad", ddp__pipe_step_name));
     }
     begin = ddp_now();
-    DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_add_ties(p), ddp__pipe_step_name, "", NULL, "tied parameters"));
+    DDP_TRY(ddp__pipe_fail_here(p, ddp__pipe_add_ties(p), ddp__pipe_step_name, "", NULL, "tied parameters"));
     p->stats.update_seconds += ddp_now() - begin;
     for (int stage = 0; stage < p->stage_count; stage++) {
         ddp__pipe_stage *s = &p->stages[stage];
         if (s->number < 0 || s->stash_room) continue;
-        DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.update, "update", ddp__pipe_step_name));
+        DDP_TRY(ddp__pipe_hook(p, s, s->desc.update, "update", ddp__pipe_step_name));
         s->updates++;
     }
     return DDP_OK;
@@ -3954,12 +3964,6 @@ DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline) {
 
 //== runner: beginning and end ===================================================================== >>impl-pipeline-create
 
-static uint64_t ddp__pipe_hash(uint64_t hash, const void *data, size_t size) { /* FNV-1a */
-    const unsigned char *byte = (const unsigned char *)data;
-    for (size_t i = 0; i < size; i++) hash = (hash ^ byte[i]) * UINT64_C(0x100000001b3);
-    return hash;
-}
-
 /* What ranks tell each other before they share memory. */
 typedef struct ddp__pipe_notice {
     int64_t result, params, no_clip;
@@ -3968,19 +3972,19 @@ typedef struct ddp__pipe_notice {
 } ddp__pipe_notice;
 
 static void ddp__pipe_notice_fill(const ddp_pipeline *p, const ddp_pipeline_edge *edges, ddp__pipe_notice *own) {
-    const uint64_t start = UINT64_C(0xcbf29ce484222325);
+    const uint64_t start = DDP_HASH_SEED;
     const ddp_schedule *s = p->schedule;
-    own->schedule = ddp__pipe_hash(start, s->actions, (size_t)s->count * sizeof *s->actions);
-    own->schedule = ddp__pipe_hash(own->schedule, s->first, ((size_t)s->rank_count + 1) * sizeof *s->first);
-    own->schedule = ddp__pipe_hash(own->schedule, &s->update_interval, sizeof s->update_interval) ^ (uint64_t)s->kind;
+    own->schedule = ddp_hash(start, s->actions, (size_t)s->count * sizeof *s->actions);
+    own->schedule = ddp_hash(own->schedule, s->first, ((size_t)s->rank_count + 1) * sizeof *s->first);
+    own->schedule = ddp_hash(own->schedule, &s->update_interval, sizeof s->update_interval) ^ (uint64_t)s->kind;
     own->edges = start;
     for (int i = 0; i < p->link_count; i++) {
         const ddp_tensor *t = &edges[i].tensor;
         int fields[6] = {edges[i].from, edges[i].to, (int)t->dtype, t->ndim, (int)edges[i].grad_dtype, edges[i].no_grad};
-        own->edges = ddp__pipe_hash(own->edges, fields, sizeof fields);
-        own->edges = ddp__pipe_hash(own->edges, t->shape, (size_t)t->ndim * sizeof *t->shape);
+        own->edges = ddp_hash(own->edges, fields, sizeof fields);
+        own->edges = ddp_hash(own->edges, t->shape, (size_t)t->ndim * sizeof *t->shape);
     }
-    own->ties = ddp__pipe_hash(start, p->desc.ties, (size_t)p->desc.tie_count * sizeof *p->desc.ties);
+    own->ties = ddp_hash(start, p->desc.ties, (size_t)p->desc.tie_count * sizeof *p->desc.ties);
     for (int stage = 0; stage < p->stage_count; stage++) {
         const ddp_pipeline_stage *desc = &p->stages[stage].desc; /* of another rank's: empty */
         own->params += desc->param_count;
@@ -4010,7 +4014,7 @@ static ddp_result ddp__pipe_agree(ddp_pipeline *p, ddp__pipe_notice *own, size_t
     call.send = own;
     call.recv = all;
     call.count = sizeof *own;
-    if (p->world_size > 1) DDP__PIPE_TRY(ddp__pipe_group_failed(p, ddp_group_call(p->group, &call, NULL), ddp__pipe_create_name));
+    if (p->world_size > 1) DDP_TRY(ddp__pipe_group_failed(p, ddp_group_call(p->group, &call, NULL), ddp__pipe_create_name));
     else all[0] = *own;
     if (own->result != DDP_OK) return ddp_fail((ddp_result)own->result, "%s", own->text);
     for (int rank = 0; rank < p->world_size; rank++)
@@ -4073,7 +4077,7 @@ static void ddp__pipe_end_text(const int64_t *end, char *out, size_t size) {
 
 /* Both ends of a tie are alike, wherever they lie. */
 static ddp_result ddp__pipe_agree_ties(ddp_pipeline *p, int64_t *ends) {
-    DDP__PIPE_TRY(ddp__pipe_group_failed(p, ddp__pipe_sum_over_ranks(p, ends, 2 * (size_t)p->desc.tie_count * DDP__PIPE_END, DDP_I64), ddp__pipe_create_name));
+    DDP_TRY(ddp__pipe_group_failed(p, ddp__pipe_sum_over_ranks(p, ends, 2 * (size_t)p->desc.tie_count * DDP__PIPE_END, DDP_I64), ddp__pipe_create_name));
     for (int i = 0; i < p->desc.tie_count; i++) {
         const ddp_pipeline_tie *t = &p->desc.ties[i];
         const int64_t *end = &ends[2 * i * DDP__PIPE_END];
@@ -4148,7 +4152,7 @@ static void ddp__pipe_free(ddp_pipeline *p) {
 static ddp_result ddp__pipe_ask_in_place(ddp_pipeline *p) {
     void *piece;
     if (p->world_size == 1) return DDP_OK;
-    DDP__PIPE_TRY(ddp_group_alloc(p->group, 64, &piece));
+    DDP_TRY(ddp_group_alloc(p->group, 64, &piece));
     p->in_place = 1;
     for (int rank = 0; rank < p->world_size; rank++) p->in_place &= ddp_group_peer(p->group, piece, rank) != NULL;
     return ddp_group_free(p->group, piece);
@@ -4157,10 +4161,10 @@ static ddp_result ddp__pipe_ask_in_place(ddp_pipeline *p) {
 /* All that a rank can find out alone. */
 static ddp_result ddp__pipe_describe(ddp_pipeline *p, ddp__pipe_notice *own, int64_t **ends, size_t *bytes) {
     ddp_pipeline_edge *edges = NULL;
-    DDP__PIPE_TRY(ddp__pipe_check_desc(p));
-    DDP__PIPE_TRY(ddp__pipe_edges(p, &edges));
-    DDP__PIPE_TRY(ddp__pipe_layout(p, edges, bytes));
-    DDP__PIPE_TRY(ddp__pipe_ends(p, ends));
+    DDP_TRY(ddp__pipe_check_desc(p));
+    DDP_TRY(ddp__pipe_edges(p, &edges));
+    DDP_TRY(ddp__pipe_layout(p, edges, bytes));
+    DDP_TRY(ddp__pipe_ends(p, ends));
     ddp__pipe_notice_fill(p, edges, own);
     return DDP_OK;
 }
@@ -4239,7 +4243,7 @@ DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *me
 /* What `who` reads is that of a step. A failure of the group says more than a missing step. */
 static ddp_result ddp__pipe_need_step(ddp_pipeline *p, const char *who) {
     if (p->has_gradients) return DDP_OK;
-    DDP__PIPE_TRY(ddp__pipe_status(p, who));
+    DDP_TRY(ddp__pipe_status(p, who));
     return ddp_fail(DDP_ERR_INVALID,
                     "%s: there has been no step; call it after a ddp_pipeline_step that returned DDP_OK",
                     who);
@@ -4284,7 +4288,7 @@ DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost 
     ddp_action_time *all;
     ddp_result result;
     if (!p) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_times: pipeline is NULL");
-    DDP__PIPE_TRY(ddp__pipe_need_step(p, "ddp_pipeline_get_times"));
+    DDP_TRY(ddp__pipe_need_step(p, "ddp_pipeline_get_times"));
     count = (size_t)p->schedule->count;
     all = (ddp_action_time *)ddp_host_alloc(p->group, count * sizeof *all + (size_t)p->microbatch_count * sizeof(double));
     if (!all) { ddp_group_poison(p->group, DDP_ERR_NO_MEMORY, ddp_last_error()); return DDP_ERR_NO_MEMORY; }
@@ -4346,12 +4350,12 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
     if (p->no_clip)
         return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: no stage has params, or the gradients of one come with unshard; name whole ones "
                         "in ddp_pipeline_stage");
-    DDP__PIPE_TRY(ddp__pipe_need_step(p, "ddp_pipeline_clip_grad_norm"));
-    DDP__PIPE_TRY(ddp__pipe_group_failed(p, ddp__pipe_enter(p), "ddp_pipeline_clip_grad_norm"));
+    DDP_TRY(ddp__pipe_need_step(p, "ddp_pipeline_clip_grad_norm"));
+    DDP_TRY(ddp__pipe_group_failed(p, ddp__pipe_enter(p), "ddp_pipeline_clip_grad_norm"));
     p->device->fill_zero(p->squares, sizeof sum);
     ddp__pipe_each_gradient(p, 1, 0);
     p->device->copy(&sum, p->squares, sizeof sum);
-    DDP__PIPE_TRY(ddp__pipe_group_failed(p, ddp__pipe_sum_over_ranks(p, sum.cell, DDP_EXACT_CELLS, DDP_I64), "ddp_pipeline_clip_grad_norm"));
+    DDP_TRY(ddp__pipe_group_failed(p, ddp__pipe_sum_over_ranks(p, sum.cell, DDP_EXACT_CELLS, DDP_I64), "ddp_pipeline_clip_grad_norm"));
     length = (float)sqrt(ddp_exact_sum_value(&sum));
     if (norm) *norm = length;
     if (!(length > max_norm) || length > FLT_MAX) return DDP_OK;

@@ -388,21 +388,7 @@ extern "C" {
 #else
 #define DDP__TENSOR_THREAD _Thread_local
 #endif
-#define DDP__TENSOR_TRY(call) do { ddp_result ddp__tensor_tried = (call); if (ddp__tensor_tried != DDP_OK) return ddp__tensor_tried; } while (0)
-#define DDP__TENSOR_BAD(group, ...) ddp__tensor_fail(DDP_ERR_INVALID, __func__, group, __VA_ARGS__)
-
-/* The error line of the public function `who`: rank, function and group, then what is wrong. group may be NULL. */
-static ddp_result ddp__tensor_fail(ddp_result result, const char *who, const ddp_group *group, const char *format, ...)
-    __attribute__((format(printf, 4, 5), unused));
-static ddp_result ddp__tensor_fail(ddp_result result, const char *who, const ddp_group *group, const char *format, ...) {
-    char text[480];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    if (!group) return ddp_fail(result, "%s: %s", who, text);
-    return ddp_fail(result, "rank %d/%d %s group=%s: %s", ddp_rank(group), ddp_world_size(group), who, ddp_group_name(group), text);
-}
+#define DDP__TENSOR_BAD(group, ...) ddp_fail_in(DDP_ERR_INVALID, __func__, group, __VA_ARGS__)
 
 //== memory of tensors ========================================================================== >>impl-tensor-memory
 
@@ -433,18 +419,18 @@ static int64_t ddp__tensor_room(const ddp_tensor *t) {
 /* name: what the tensor is called in the public function `who`. */
 static ddp_result ddp__tensor_check(const char *who, const ddp_group *group, const char *name, const ddp_tensor *t, int with_data) {
     ddp__tensor_text text;
-    if (!t) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s is NULL", name);
+    if (!t) return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s is NULL", name);
     if (!ddp_dtype_size(t->dtype))
-        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s: dtype=%d is not a ddp_dtype of elements", name, (int)t->dtype);
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: dtype=%d is not a ddp_dtype of elements", name, (int)t->dtype);
     if (t->ndim < 0 || t->ndim > DDP_MAX_NDIM)
-        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s: ndim=%d; use 0 to %d", name, t->ndim, DDP_MAX_NDIM);
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: ndim=%d; use 0 to %d", name, t->ndim, DDP_MAX_NDIM);
     for (int i = 0; i < t->ndim; i++)
         if (t->shape[i] < 0)
-            return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s: shape[%d]=%lld is negative", name, i, (long long)t->shape[i]);
+            return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: shape[%d]=%lld is negative", name, i, (long long)t->shape[i]);
     if (ddp__tensor_room(t) < 0)
-        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s: %s of %s does not fit in memory", name, ddp__tensor_shape(t->ndim, t->shape, &text),
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: %s of %s does not fit in memory", name, ddp__tensor_shape(t->ndim, t->shape, &text),
                                 ddp_dtype_name(t->dtype));
-    if (with_data && !t->data && ddp__tensor_room(t)) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s: data is NULL", name);
+    if (with_data && !t->data && ddp__tensor_room(t)) return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: data is NULL", name);
     return DDP_OK;
 }
 
@@ -452,9 +438,9 @@ static ddp_result ddp__tensor_check(const char *who, const ddp_group *group, con
 static ddp_result ddp__tensor_alike(const char *who, const ddp_group *group, const ddp_tensor *in, const ddp_tensor *out) {
     ddp__tensor_text a, b;
     if (in->dtype != out->dtype)
-        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in is %s, but out is %s", ddp_dtype_name(in->dtype), ddp_dtype_name(out->dtype));
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s, but out is %s", ddp_dtype_name(in->dtype), ddp_dtype_name(out->dtype));
     if (in->ndim != out->ndim)
-        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in is %s, but out is %s: not as many dimensions",
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s, but out is %s: not as many dimensions",
                                 ddp__tensor_shape(in->ndim, in->shape, &a), ddp__tensor_shape(out->ndim, out->shape, &b));
     return DDP_OK;
 }
@@ -507,12 +493,12 @@ static ddp_result ddp__tensor_make(const char *who, ddp_group *group, const char
     t.dtype = dtype;
     t.ndim = ndim;
     if (ndim > 0 && ndim <= DDP_MAX_NDIM) {
-        if (!shape) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "shape is NULL");
+        if (!shape) return ddp_fail_in(DDP_ERR_INVALID, who, group, "shape is NULL");
         memcpy(t.shape, shape, (size_t)ndim * sizeof *shape);
     }
-    DDP__TENSOR_TRY(ddp__tensor_check(who, group, name, &t, 0));
-    DDP__TENSOR_TRY(ddp__tensor_enter(group));
-    DDP__TENSOR_TRY(ddp__tensor_alloc(group, (size_t)ddp__tensor_room(&t), &t.data));
+    DDP_TRY(ddp__tensor_check(who, group, name, &t, 0));
+    DDP_TRY(ddp__tensor_enter(group));
+    DDP_TRY(ddp__tensor_alloc(group, (size_t)ddp__tensor_room(&t), &t.data));
     *out = t;
     return DDP_OK;
 }
@@ -522,16 +508,16 @@ static ddp_result ddp__tensor_make(const char *who, ddp_group *group, const char
 static ddp_result ddp__tensor_take(const char *who, ddp_group *group, const ddp_tensor *out, ddp_dtype dtype, int casts, int ndim,
                                    const int64_t *shape, ddp_tensor *taken) {
     ddp__tensor_text a, b;
-    if (!out) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "out is NULL");
+    if (!out) return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is NULL");
     if (out->dtype && out->dtype != dtype && !casts)
-        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "out is %s, but what goes there is %s", ddp_dtype_name(out->dtype),
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is %s, but what goes there is %s", ddp_dtype_name(out->dtype),
                                 ddp_dtype_name(dtype));
     if (!out->data) return ddp__tensor_make(who, group, "out", taken, out->dtype ? out->dtype : dtype, ndim, shape);
     *taken = *out;
     if (!taken->dtype) taken->dtype = dtype;
-    DDP__TENSOR_TRY(ddp__tensor_check(who, group, "out", taken, 1));
+    DDP_TRY(ddp__tensor_check(who, group, "out", taken, 1));
     if (taken->ndim != ndim || !ddp__tensor_equal(ndim, taken->shape, shape))
-        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "out is %s, but what goes there is %s",
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is %s, but what goes there is %s",
                                 ddp__tensor_shape(taken->ndim, taken->shape, &a), ddp__tensor_shape(ndim, shape, &b));
     return ddp__tensor_enter(group);
 }
@@ -549,7 +535,7 @@ static ddp_result ddp__tensor_value(const char *who, const ddp_group *group, ddp
         {-9223372036854775808.0, 9223372036854775808.0}, {0, 18446744073709551616.0}}; /* from DDP_I8 */
     int8_t i8; uint8_t u8; int32_t i32; int64_t i64; uint64_t u64;
     if (dtype >= DDP_I8 && !(value >= range[dtype - DDP_I8].low && value < range[dtype - DDP_I8].below && trunc(value) == value))
-        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "value=%.17g is none that %s has", value, ddp_dtype_name(dtype));
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "value=%.17g is none that %s has", value, ddp_dtype_name(dtype));
     switch (dtype) {
     case DDP_I8: i8 = (int8_t)value; memcpy(bits, &i8, 1); break;
     case DDP_U8: u8 = (uint8_t)value; memcpy(bits, &u8, 1); break;
@@ -596,7 +582,7 @@ DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t 
     int64_t count, known;
     int open = -1;
     if (!out) return DDP__TENSOR_BAD(NULL, "out is NULL");
-    DDP__TENSOR_TRY(ddp__tensor_check(__func__, NULL, "in", in, 0));
+    DDP_TRY(ddp__tensor_check(__func__, NULL, "in", in, 0));
     if (ndim < 0 || ndim > DDP_MAX_NDIM) return DDP__TENSOR_BAD(NULL, "ndim=%d; use 0 to %d", ndim, DDP_MAX_NDIM);
     if (ndim && !shape) return DDP__TENSOR_BAD(NULL, "shape is NULL");
     t.data = in->data;
@@ -624,7 +610,7 @@ DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin,
     size_t step;
     ddp_tensor t;
     if (!out) return DDP__TENSOR_BAD(NULL, "out is NULL");
-    DDP__TENSOR_TRY(ddp__tensor_check(__func__, NULL, "in", in, 0));
+    DDP_TRY(ddp__tensor_check(__func__, NULL, "in", in, 0));
     ddp__tensor_shape(in->ndim, in->shape, &text);
     if (dim < 0 || dim >= in->ndim) return DDP__TENSOR_BAD(NULL, "dim=%d, but in is %s", dim, text.text);
     if (begin < 0 || end < begin || end > in->shape[dim])
@@ -644,9 +630,9 @@ DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin,
 
 DDPDEF ddp_result ddp_tensor_fill(ddp_group *group, ddp_tensor *tensor, double value) {
     unsigned char bits[8];
-    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
-    DDP__TENSOR_TRY(ddp__tensor_value(__func__, group, tensor->dtype, value, bits));
-    DDP__TENSOR_TRY(ddp__tensor_enter(group));
+    DDP_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
+    DDP_TRY(ddp__tensor_value(__func__, group, tensor->dtype, value, bits));
+    DDP_TRY(ddp__tensor_enter(group));
     ddp__tensor_fill(group, tensor, bits);
     return ddp__tensor_leave(group);
 }
@@ -654,12 +640,12 @@ DDPDEF ddp_result ddp_tensor_fill(ddp_group *group, ddp_tensor *tensor, double v
 DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_tensor *out) {
     const ddp_device *device = ddp__tensor_device(group);
     ddp_tensor t;
-    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
+    DDP_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
     if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
     if (out->dtype && out->dtype != in->dtype && (in->dtype >= DDP_I8 || (out->dtype >= DDP_I8 && out->dtype <= DDP_U64)))
         return DDP__TENSOR_BAD(group, "in is %s and out %s; only floats become floats of another dtype", ddp_dtype_name(in->dtype),
                                ddp_dtype_name(out->dtype));
-    DDP__TENSOR_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 1, in->ndim, in->shape, &t));
+    DDP_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 1, in->ndim, in->shape, &t));
     if (ddp__tensor_overlap(in, &t) && (in->data != t.data || ddp_dtype_size(in->dtype) != ddp_dtype_size(t.dtype)))
         return DDP__TENSOR_BAD(group, "in and out overlap");
     if (in->dtype != t.dtype) device->cast(t.data, t.dtype, in->data, in->dtype, (size_t)ddp_tensor_count(in));
@@ -804,7 +790,7 @@ static ddp_result ddp__tensor_inside(const char *who, const ddp_group *group, co
     if (!offset) offset = zero;
     for (int i = 0; i < t->ndim; i++)
         if (extent[i] < 0 || offset[i] < 0 || offset[i] > t->shape[i] || extent[i] > t->shape[i] - offset[i])
-            return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "the box of %s at %s is not inside of %s, which is %s",
+            return ddp_fail_in(DDP_ERR_INVALID, who, group, "the box of %s at %s is not inside of %s, which is %s",
                                     ddp__tensor_shape(t->ndim, extent, &a), ddp__tensor_shape(t->ndim, offset, &b), name,
                                     ddp__tensor_shape(t->ndim, t->shape, &c));
     return DDP_OK;
@@ -812,15 +798,15 @@ static ddp_result ddp__tensor_inside(const char *who, const ddp_group *group, co
 
 DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, const int64_t *in_offset, ddp_tensor *out, const int64_t *out_offset,
                                       const int64_t *extent) {
-    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
-    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "out", out, 1));
-    DDP__TENSOR_TRY(ddp__tensor_alike(__func__, group, in, out));
+    DDP_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
+    DDP_TRY(ddp__tensor_check(__func__, group, "out", out, 1));
+    DDP_TRY(ddp__tensor_alike(__func__, group, in, out));
     if (in->ndim && !extent) return DDP__TENSOR_BAD(group, "extent is NULL");
-    DDP__TENSOR_TRY(ddp__tensor_inside(__func__, group, "in", in, in_offset, extent));
-    DDP__TENSOR_TRY(ddp__tensor_inside(__func__, group, "out", out, out_offset, extent));
+    DDP_TRY(ddp__tensor_inside(__func__, group, "in", in, in_offset, extent));
+    DDP_TRY(ddp__tensor_inside(__func__, group, "out", out, out_offset, extent));
     if (ddp__tensor_overlap(in, out)) return DDP__TENSOR_BAD(group, "in and out overlap");
-    DDP__TENSOR_TRY(ddp__tensor_enter(group));
-    DDP__TENSOR_TRY(ddp__tensor_box(group, ddp_dtype_size(in->dtype), in->ndim, extent, in->data, in->shape, in_offset, out->data, out->shape,
+    DDP_TRY(ddp__tensor_enter(group));
+    DDP_TRY(ddp__tensor_box(group, ddp_dtype_size(in->dtype), in->ndim, extent, in->data, in->shape, in_offset, out->data, out->shape,
                                     out_offset));
     return ddp__tensor_leave(group);
 }
@@ -830,7 +816,7 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
     ddp_tensor t;
     int64_t shape[DDP_MAX_NDIM], in_step[DDP_MAX_NDIM], step;
     unsigned seen = 0;
-    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
+    DDP_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
     if (in->ndim && !order) return DDP__TENSOR_BAD(group, "order is NULL");
     for (int i = 0; i < in->ndim; i++) {
         if (order[i] < 0 || order[i] >= in->ndim || seen >> order[i] & 1)
@@ -838,7 +824,7 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
         seen |= 1u << order[i];
         shape[i] = in->shape[order[i]];
     }
-    DDP__TENSOR_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, in->ndim, shape, &t));
+    DDP_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, in->ndim, shape, &t));
     if (ddp__tensor_overlap(in, &t)) return DDP__TENSOR_BAD(group, "in and out overlap");
     if (ddp__tensor_room(in) == 0) return ddp__tensor_put(group, out, &t, DDP_OK); /* whose steps need not fit in 63 bits */
     w.ndim = in->ndim;
@@ -858,15 +844,15 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
 DDPDEF ddp_result ddp_tensor_pad(ddp_group *group, const ddp_tensor *in, const int64_t *before, double value, ddp_tensor *out) {
     unsigned char bits[8];
     ddp_tensor t;
-    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
+    DDP_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
     if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
     t = *out;
     if (!t.dtype) t.dtype = in->dtype;
-    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "out", &t, 0));
-    DDP__TENSOR_TRY(ddp__tensor_alike(__func__, group, in, &t));
-    DDP__TENSOR_TRY(ddp__tensor_inside(__func__, group, "out", &t, before, in->shape));
-    DDP__TENSOR_TRY(ddp__tensor_value(__func__, group, in->dtype, value, bits));
-    DDP__TENSOR_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, out->ndim, out->shape, &t));
+    DDP_TRY(ddp__tensor_check(__func__, group, "out", &t, 0));
+    DDP_TRY(ddp__tensor_alike(__func__, group, in, &t));
+    DDP_TRY(ddp__tensor_inside(__func__, group, "out", &t, before, in->shape));
+    DDP_TRY(ddp__tensor_value(__func__, group, in->dtype, value, bits));
+    DDP_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, out->ndim, out->shape, &t));
     if (ddp__tensor_overlap(in, &t)) return DDP__TENSOR_BAD(group, "in and out overlap");
     ddp__tensor_fill(group, &t, bits);
     return ddp__tensor_put(group, out, &t, ddp__tensor_box(group, ddp_dtype_size(in->dtype), in->ndim, in->shape, in->data, in->shape, NULL, t.data,
@@ -905,7 +891,7 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     unsigned char bits[64];
     char page[2048] = "";
     ddp__tensor_text shape;
-    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
+    DDP_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
     if (placement < DDP_PARTIAL || placement > tensor->ndim)
         return DDP__TENSOR_BAD(group, "%s of a tensor that is %s", ddp_placement_name(placement),
                                ddp__tensor_shape(tensor->ndim, tensor->shape, &shape));
@@ -924,17 +910,17 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
         for (int i = 0; i < n - 2; i++) ddp__tensor_say(page, "0, ");
         ddp__tensor_say(page, ":%d, :%d]\n", high, wide);
     }
-    DDP__TENSOR_TRY(ddp__tensor_enter(group));
+    DDP_TRY(ddp__tensor_enter(group));
     for (int row = 0; row < high; row++) {
         ddp__tensor_device(group)->copy(bits, (const char *)tensor->data + (size_t)row * (size_t)columns * size, (size_t)wide * size);
         for (int i = 0; i < wide; i++) ddp__tensor_say_value(page, tensor->dtype, bits + (size_t)i * size);
         ddp__tensor_say(page, columns > wide ? " ...\n" : "\n");
     }
     if (high && rows > high) ddp__tensor_say(page, "         ...\n");
-    DDP__TENSOR_TRY(ddp__tensor_leave(group));
+    DDP_TRY(ddp__tensor_leave(group));
     need = strlen(page) + 1;
     if (text && *size_bytes < need) {
-        ddp__tensor_fail(DDP_ERR_INVALID, __func__, group, "text has room for %llu bytes, and it takes %llu", (unsigned long long)*size_bytes,
+        ddp_fail_in(DDP_ERR_INVALID, __func__, group, "text has room for %llu bytes, and it takes %llu", (unsigned long long)*size_bytes,
                          (unsigned long long)need);
         *size_bytes = need;
         return DDP_ERR_INVALID;
@@ -964,10 +950,10 @@ static const struct { char descr[4]; ddp_dtype dtype; } ddp__tensor_descrs[] = {
     {"<u2", DDP_BF16}, {"|i1", DDP_I8}, {"|u1", DDP_U8}, {"<i4", DDP_I32}, {"<i8", DDP_I64}, {"<u8", DDP_U64}};
 
 static ddp_result ddp__tensor_file_fail(const ddp__tensor_npy *f, const char *what) {
-    return ddp__tensor_fail(DDP_ERR_SYSTEM, f->who, f->group, "%s %.300s: %s", what, f->path, strerror(errno));
+    return ddp_fail_in(DDP_ERR_SYSTEM, f->who, f->group, "%s %.300s: %s", what, f->path, strerror(errno));
 }
 static ddp_result ddp__tensor_damage(const ddp__tensor_npy *f, const char *what) {
-    return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: at byte %lld there should be %s", f->path,
+    return ddp_fail_in(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: at byte %lld there should be %s", f->path,
                             (long long)(f->text_at + (f->at - f->text)), what);
 }
 
@@ -976,7 +962,7 @@ static ddp_result ddp__tensor_transfer(const ddp__tensor_npy *f, void *data, siz
     for (ssize_t n; size_bytes; here += n, at += n, size_bytes -= (size_t)n) {
         n = writes ? pwrite(f->fd, here, size_bytes, (off_t)at) : pread(f->fd, here, size_bytes, (off_t)at);
         if (n == 0 && !writes)
-            return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s ends at byte %lld, while it is read", f->path, (long long)at);
+            return ddp_fail_in(DDP_ERR_CORRUPT, f->who, f->group, "%.300s ends at byte %lld, while it is read", f->path, (long long)at);
         if (n == 0) errno = ENOSPC;
         if (n == 0 || (n < 0 && errno != EINTR)) return ddp__tensor_file_fail(f, writes ? "writing" : "reading");
         if (n < 0) n = 0;
@@ -1027,13 +1013,13 @@ static ddp_result ddp__tensor_string(ddp__tensor_npy *f, char out[16], const cha
 
 /* "(3, 4)", "(3,)" or "()"; Python 2 wrote (3L, 4L). */
 static ddp_result ddp__tensor_tuple(ddp__tensor_npy *f) {
-    DDP__TENSOR_TRY(ddp__tensor_expect(f, '(', "the ( of a shape"));
+    DDP_TRY(ddp__tensor_expect(f, '(', "the ( of a shape"));
     while (ddp__tensor_next(f) != ')') {
         const char *start = f->at;
         int64_t entry = 0;
         if (*f->at < '0' || *f->at > '9') return ddp__tensor_damage(f, "an entry of a shape, which is a number");
         if (f->ndim == DDP_MAX_NDIM)
-            return ddp__tensor_fail(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s has more than %d dimensions", f->path, DDP_MAX_NDIM);
+            return ddp_fail_in(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s has more than %d dimensions", f->path, DDP_MAX_NDIM);
         for (; *f->at >= '0' && *f->at <= '9'; f->at++)
             if (__builtin_mul_overflow(entry, 10, &entry) || __builtin_add_overflow(entry, *f->at - '0', &entry)) {
                 f->at = start;
@@ -1052,27 +1038,27 @@ static ddp_result ddp__tensor_npy_parse(ddp__tensor_npy *f) {
     static const char *const names[] = {"descr", "fortran_order", "shape"};
     int seen = 0, key;
     char name[16];
-    DDP__TENSOR_TRY(ddp__tensor_expect(f, '{', "the { of a header"));
+    DDP_TRY(ddp__tensor_expect(f, '{', "the { of a header"));
     while (ddp__tensor_next(f) != '}') {
         const char *start = f->at;
-        DDP__TENSOR_TRY(ddp__tensor_string(f, name, "a key of the header in quotes"));
+        DDP_TRY(ddp__tensor_string(f, name, "a key of the header in quotes"));
         for (key = 0; key < 3 && strcmp(name, names[key]) != 0; key++) {}
         if (key == 3 || seen >> key & 1) {
             f->at = start;
             return ddp__tensor_damage(f, "'descr', 'fortran_order' or 'shape', each once");
         }
         seen |= 1 << key;
-        DDP__TENSOR_TRY(ddp__tensor_expect(f, ':', "a colon"));
+        DDP_TRY(ddp__tensor_expect(f, ':', "a colon"));
         if (key == 0 && ddp__tensor_next(f) == '[')
-            return ddp__tensor_fail(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: its elements are records", f->path);
-        if (key == 0) DDP__TENSOR_TRY(ddp__tensor_string(f, f->descr, "a dtype in quotes"));
+            return ddp_fail_in(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: its elements are records", f->path);
+        if (key == 0) DDP_TRY(ddp__tensor_string(f, f->descr, "a dtype in quotes"));
         if (key == 1) {
             ddp__tensor_next(f);
             f->fortran = strncmp(f->at, "True", 4) == 0;
             if (!f->fortran && strncmp(f->at, "False", 5) != 0) return ddp__tensor_damage(f, "True or False");
             f->at += f->fortran ? 4 : 5;
         }
-        if (key == 2) DDP__TENSOR_TRY(ddp__tensor_tuple(f));
+        if (key == 2) DDP_TRY(ddp__tensor_tuple(f));
         if (ddp__tensor_next(f) == ',') f->at++;
         else if (*f->at != '}') return ddp__tensor_damage(f, "a comma or the } of the header");
     }
@@ -1080,7 +1066,7 @@ static ddp_result ddp__tensor_npy_parse(ddp__tensor_npy *f) {
     if (ddp__tensor_next(f) || f->text_at + (f->at - f->text) != f->data_at) return ddp__tensor_damage(f, "blanks up to the end of the header");
     for (key = 0; key < 3; key++)
         if (!(seen >> key & 1))
-            return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: its header has no '%s'", f->path, names[key]);
+            return ddp_fail_in(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: its header has no '%s'", f->path, names[key]);
     return DDP_OK;
 }
 
@@ -1091,27 +1077,27 @@ static ddp_result ddp__tensor_npy_head(ddp__tensor_npy *f, void **memory) {
     uint32_t length;
     char *text;
     if (fstat(f->fd, &info) != 0) return ddp__tensor_file_fail(f, "looking at");
-    if (!S_ISREG(info.st_mode)) return ddp__tensor_fail(DDP_ERR_INVALID, f->who, f->group, "%.300s is no file", f->path);
+    if (!S_ISREG(info.st_mode)) return ddp_fail_in(DDP_ERR_INVALID, f->who, f->group, "%.300s is no file", f->path);
     f->size = (int64_t)info.st_size;
-    DDP__TENSOR_TRY(ddp__tensor_transfer(f, head, f->size < 12 ? (size_t)f->size : 12, 0, 0));
+    DDP_TRY(ddp__tensor_transfer(f, head, f->size < 12 ? (size_t)f->size : 12, 0, 0));
     if (memcmp(head, "\x93NUMPY", 6) != 0)
-        return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: at byte 0 there should be \\x93NUMPY, as in every .npy file", f->path);
+        return ddp_fail_in(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: at byte 0 there should be \\x93NUMPY, as in every .npy file", f->path);
     if (f->size >= 8 && (head[6] < 1 || head[6] > 3 || head[7]))
-        return ddp__tensor_fail(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: version %d.%d of the format; 1.0 to 3.0 are known", f->path, head[6],
+        return ddp_fail_in(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: version %d.%d of the format; 1.0 to 3.0 are known", f->path, head[6],
                                 head[7]);
     f->text_at = head[6] == 1 ? 10 : 12;
     length = (uint32_t)head[8] | (uint32_t)head[9] << 8;
     if (head[6] != 1) length |= (uint32_t)head[10] << 16 | (uint32_t)head[11] << 24;
     f->data_at = f->text_at + (int64_t)length;
     if (f->size < f->data_at || f->size < f->text_at)
-        return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s ends at byte %lld, inside of its header, which takes %lld", f->path,
+        return ddp_fail_in(DDP_ERR_CORRUPT, f->who, f->group, "%.300s ends at byte %lld, inside of its header, which takes %lld", f->path,
                                 (long long)f->size, (long long)f->data_at);
     if (length > 1 << 20)
-        return ddp__tensor_fail(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: a header of %lu bytes", f->path, (unsigned long)length);
+        return ddp_fail_in(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: a header of %lu bytes", f->path, (unsigned long)length);
     if (!(*memory = text = (char *)ddp__tensor_malloc(f->group, (size_t)length + 1))) return DDP_ERR_NO_MEMORY;
     text[length] = 0;
     f->text = f->at = text;
-    DDP__TENSOR_TRY(ddp__tensor_transfer(f, text, length, f->text_at, 0));
+    DDP_TRY(ddp__tensor_transfer(f, text, length, f->text_at, 0));
     return ddp__tensor_npy_parse(f);
 }
 
@@ -1123,22 +1109,22 @@ static ddp_result ddp__tensor_npy_what(const ddp__tensor_npy *f, ddp_dtype as, d
     for (size_t i = 0; i < sizeof ddp__tensor_descrs / sizeof *ddp__tensor_descrs; i++)
         if (strcmp(f->descr, ddp__tensor_descrs[i].descr) == 0) t->dtype = ddp__tensor_descrs[i].dtype;
     if (!t->dtype || (t->dtype == DDP_BF16 && as != DDP_BF16))
-        return ddp__tensor_fail(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: its elements are '%s', which is no ddp_dtype%s", f->path, f->descr,
+        return ddp_fail_in(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: its elements are '%s', which is no ddp_dtype%s", f->path, f->descr,
                                 t->dtype ? " unless out->dtype says DDP_BF16" : "");
     if (as && as != t->dtype)
-        return ddp__tensor_fail(DDP_ERR_INVALID, f->who, f->group, "%.300s: its elements are %s, but out is %s", f->path, ddp_dtype_name(t->dtype),
+        return ddp_fail_in(DDP_ERR_INVALID, f->who, f->group, "%.300s: its elements are %s, but out is %s", f->path, ddp_dtype_name(t->dtype),
                                 ddp_dtype_name(as));
     t->ndim = f->ndim;
     memcpy(t->shape, f->shape, sizeof t->shape);
     ddp__tensor_shape(t->ndim, t->shape, &text);
     for (int i = 0; i < f->ndim; i++) large += f->shape[i] > 1;
     if (f->fortran && large > 1)
-        return ddp__tensor_fail(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: %s in Fortran order; write numpy.ascontiguousarray of it", f->path,
+        return ddp_fail_in(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: %s in Fortran order; write numpy.ascontiguousarray of it", f->path,
                                 text.text);
     if (ddp__tensor_room(t) < 0)
-        return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: a shape of %s does not fit in memory", f->path, text.text);
+        return ddp_fail_in(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: a shape of %s does not fit in memory", f->path, text.text);
     if (ddp__tensor_room(t) > f->size - f->data_at)
-        return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s ends at byte %lld, but %s of %s from byte %lld on take %lld more", f->path,
+        return ddp_fail_in(DDP_ERR_CORRUPT, f->who, f->group, "%.300s ends at byte %lld, but %s of %s from byte %lld on take %lld more", f->path,
                                 (long long)f->size, text.text, ddp_dtype_name(t->dtype), (long long)f->data_at,
                                 (long long)(ddp__tensor_room(t) - (f->size - f->data_at)));
     return DDP_OK;
@@ -1187,9 +1173,9 @@ DDPDEF ddp_result ddp_tensor_save_npy(ddp_group *group, const ddp_tensor *tensor
     ddp__tensor_npy f = DDP_ZERO;
     char head[512], beside[4096];
     ddp_result result;
-    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
+    DDP_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
     if (!path) return DDP__TENSOR_BAD(group, "path is NULL");
-    DDP__TENSOR_TRY(ddp__tensor_enter(group));
+    DDP_TRY(ddp__tensor_enter(group));
     f.who = __func__;
     f.path = beside;
     f.group = group;
@@ -1242,7 +1228,7 @@ static void ddp__tensor_box_whole(ddp_tensor_box *box, int ndim, const int64_t *
 static ddp_result ddp__tensor_placement_check(const char *who, const ddp_group *group, ddp_placement placement, int ndim, const int64_t *shape) {
     ddp__tensor_text text;
     if (placement >= DDP_PARTIAL && placement <= ndim) return DDP_OK;
-    return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s of a tensor that is %s", ddp_placement_name(placement),
+    return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s of a tensor that is %s", ddp_placement_name(placement),
                             ddp__tensor_shape(ndim, shape, &text));
 }
 
@@ -1265,8 +1251,8 @@ DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, con
     whole.dtype = DDP_U8;
     whole.ndim = ndim;
     for (int i = 0; i < ndim; i++) whole.shape[i] = global_shape[i];
-    DDP__TENSOR_TRY(ddp__tensor_check(__func__, NULL, "the global tensor", &whole, 0));
-    DDP__TENSOR_TRY(ddp__tensor_placement_check(__func__, NULL, placement, ndim, global_shape));
+    DDP_TRY(ddp__tensor_check(__func__, NULL, "the global tensor", &whole, 0));
+    DDP_TRY(ddp__tensor_placement_check(__func__, NULL, placement, ndim, global_shape));
     ddp__tensor_box_whole(box, ndim, global_shape);
     ddp__tensor_box_cut(box, placement, rank, world_size);
     return DDP_OK;
@@ -1276,22 +1262,22 @@ static ddp_group *ddp__tensor_layout_group(const ddp_tensor_layout *layout) { re
 
 static ddp_result ddp__tensor_layout_check(const char *who, const char *name, const ddp_tensor_layout *layout) {
     ddp_tensor whole = DDP_ZERO;
-    if (!layout) return ddp__tensor_fail(DDP_ERR_INVALID, who, NULL, "%s is NULL", name);
+    if (!layout) return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "%s is NULL", name);
     if (layout->axis_count < 0 || layout->axis_count > DDP_MAX_NDIM)
-        return ddp__tensor_fail(DDP_ERR_INVALID, who, NULL, "%s: axis_count=%d; use 0 to %d", name, layout->axis_count, DDP_MAX_NDIM);
+        return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "%s: axis_count=%d; use 0 to %d", name, layout->axis_count, DDP_MAX_NDIM);
     for (int i = 0; i < layout->axis_count; i++) {
-        if (!layout->axes[i]) return ddp__tensor_fail(DDP_ERR_INVALID, who, NULL, "%s: axes[%d] is NULL", name, i);
+        if (!layout->axes[i]) return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "%s: axes[%d] is NULL", name, i);
         for (int j = 0; j < i; j++)
             if (layout->axes[i] == layout->axes[j])
-                return ddp__tensor_fail(DDP_ERR_INVALID, who, layout->axes[0], "%s: axes[%d] and axes[%d] are both %s", name, j, i,
+                return ddp_fail_in(DDP_ERR_INVALID, who, layout->axes[0], "%s: axes[%d] and axes[%d] are both %s", name, j, i,
                                         ddp_group_name(layout->axes[i]));
     }
     whole.dtype = DDP_U8;
     whole.ndim = layout->ndim;
     memcpy(whole.shape, layout->shape, sizeof whole.shape);
-    DDP__TENSOR_TRY(ddp__tensor_check(who, ddp__tensor_layout_group(layout), name, &whole, 0));
+    DDP_TRY(ddp__tensor_check(who, ddp__tensor_layout_group(layout), name, &whole, 0));
     for (int i = 0; i < layout->axis_count; i++)
-        DDP__TENSOR_TRY(ddp__tensor_placement_check(who, layout->axes[0], layout->placement[i], layout->ndim, layout->shape));
+        DDP_TRY(ddp__tensor_placement_check(who, layout->axes[0], layout->placement[i], layout->ndim, layout->shape));
     return DDP_OK;
 }
 
@@ -1303,7 +1289,7 @@ static void ddp__tensor_layout_cut(const ddp_tensor_layout *layout, const ddp_pl
 }
 
 DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_tensor_box *box) {
-    DDP__TENSOR_TRY(ddp__tensor_layout_check(__func__, "layout", layout));
+    DDP_TRY(ddp__tensor_layout_check(__func__, "layout", layout));
     if (!box) return DDP__TENSOR_BAD(ddp__tensor_layout_group(layout), "box is NULL");
     ddp__tensor_layout_cut(layout, layout->placement, -1, box);
     return DDP_OK;
@@ -1355,8 +1341,8 @@ static ddp_result ddp__tensor_blocks(const ddp__tensor_move *m, int packs, const
     memcpy(extent, shape, (size_t)m->ndim * sizeof *extent);
     for (int r = 0; r < m->world; r++) {
         extent[dim] = ddp__tensor_cut(shape[dim], r, m->world, &offset[dim]);
-        if (packs) DDP__TENSOR_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, tensor, shape, offset, block, extent, NULL));
-        else DDP__TENSOR_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, block, extent, NULL, tensor, shape, offset));
+        if (packs) DDP_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, tensor, shape, offset, block, extent, NULL));
+        else DDP_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, block, extent, NULL, tensor, shape, offset));
         block += (size_t)ddp__tensor_product(m->ndim, extent) * m->size;
     }
     return DDP_OK;
@@ -1369,7 +1355,7 @@ static ddp_result ddp__tensor_move_fits(const ddp__tensor_move *m, const char *n
     ddp__tensor_box_whole(&box, m->ndim, m->global);
     ddp__tensor_box_cut(&box, placement, m->rank, m->world);
     if (ddp__tensor_equal(m->ndim, box.shape, shape)) return DDP_OK;
-    return ddp__tensor_fail(DDP_ERR_INVALID, m->who, m->group, "%s is %s, but %s of %s on rank %d of %d is %s", name,
+    return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group, "%s is %s, but %s of %s on rank %d of %d is %s", name,
                             ddp__tensor_shape(m->ndim, shape, &a), ddp_placement_name(placement), ddp__tensor_shape(m->ndim, m->global, &b), m->rank,
                             m->world, ddp__tensor_shape(m->ndim, box.shape, &c));
 }
@@ -1389,7 +1375,7 @@ static ddp_result ddp__tensor_move_choose(ddp__tensor_move *m) {
         m->padded = m->global[b] / m->world + (m->global[b] % m->world != 0);
         if (__builtin_mul_overflow(total / m->global[b], m->padded, &sent) || __builtin_mul_overflow(sent, m->world, &blocks) ||
             __builtin_mul_overflow(blocks, (int64_t)m->size, &blocks))
-            return ddp__tensor_fail(DDP_ERR_INVALID, m->who, m->group, "%d blocks of %lld elements do not fit in memory", m->world, (long long)sent);
+            return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group, "%d blocks of %lld elements do not fit in memory", m->world, (long long)sent);
         sent *= m->world - 1;
         if (m->global[b] % m->world || !ddp__tensor_in_blocks(m->in_shape, b)) m->pack_bytes = (size_t)blocks;
     } else if (b < 0) {
@@ -1403,7 +1389,7 @@ static ddp_result ddp__tensor_move_choose(ddp__tensor_move *m) {
         if (!ddp__tensor_in_blocks(m->in_shape, b)) m->pack_bytes = (size_t)mine * m->size;
         if (!ddp__tensor_in_blocks(m->out_shape, a)) m->unpack_bytes = (size_t)ddp__tensor_product(m->ndim, m->out_shape) * m->size;
     }
-    m->pack_bytes = (m->pack_bytes + 63) / 64 * 64;
+    m->pack_bytes = ddp_round_up(m->pack_bytes, 64);
     m->plan.collective = ddp_call_name(m->call);
     m->plan.sent_bytes = (size_t)sent * m->size;
     m->plan.workspace_bytes = m->pack_bytes + m->unpack_bytes;
@@ -1423,16 +1409,16 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
     ddp_tensor whole, t;
     int a = ddp__tensor_cut_dim(from), whole_fits;
     memset(m, 0, sizeof *m);
-    if (!group) return ddp__tensor_fail(DDP_ERR_INVALID, who, NULL, "group is NULL");
+    if (!group) return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "group is NULL");
     ddp__tensor_move_start(m, who, group, from, to);
-    DDP__TENSOR_TRY(ddp__tensor_check(who, group, "in", in, with_data));
-    if (!out) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "out is NULL");
+    DDP_TRY(ddp__tensor_check(who, group, "in", in, with_data));
+    if (!out) return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is NULL");
     t = *out;
     if (!t.dtype) t.dtype = in->dtype;
-    DDP__TENSOR_TRY(ddp__tensor_check(who, group, "out", &t, 0));
-    DDP__TENSOR_TRY(ddp__tensor_alike(who, group, in, &t));
-    DDP__TENSOR_TRY(ddp__tensor_placement_check(who, group, from, in->ndim, in->shape));
-    DDP__TENSOR_TRY(ddp__tensor_placement_check(who, group, to, in->ndim, in->shape));
+    DDP_TRY(ddp__tensor_check(who, group, "out", &t, 0));
+    DDP_TRY(ddp__tensor_alike(who, group, in, &t));
+    DDP_TRY(ddp__tensor_placement_check(who, group, from, in->ndim, in->shape));
+    DDP_TRY(ddp__tensor_placement_check(who, group, to, in->ndim, in->shape));
     m->ndim = in->ndim, m->dtype = in->dtype, m->size = ddp_dtype_size(in->dtype);
     memcpy(m->in_shape, in->shape, sizeof m->in_shape);
     memcpy(m->out_shape, t.shape, sizeof m->out_shape);
@@ -1443,20 +1429,20 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
     whole_fits = ddp__tensor_room(&whole) >= 0;
     if (!whole_fits) return ddp__tensor_check(who, group, "the global tensor", &whole, 0);
     if (from != to || global) {
-        DDP__TENSOR_TRY(ddp__tensor_move_fits(m, "in", m->in_shape, from));
-        DDP__TENSOR_TRY(ddp__tensor_move_fits(m, "out", m->out_shape, to));
+        DDP_TRY(ddp__tensor_move_fits(m, "in", m->in_shape, from));
+        DDP_TRY(ddp__tensor_move_fits(m, "out", m->out_shape, to));
     } else {
         ddp__tensor_text x, y;
         if (!ddp__tensor_equal(m->ndim, m->in_shape, m->out_shape))
-            return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in is %s and out is %s, both as %s", ddp__tensor_shape(m->ndim, m->in_shape, &x),
+            return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s and out is %s, both as %s", ddp__tensor_shape(m->ndim, m->in_shape, &x),
                                     ddp__tensor_shape(m->ndim, m->out_shape, &y), ddp_placement_name(from));
     }
     m->plan.collective = (from == to || m->world == 1) && in->data && in->data == t.data ? "none" : "copy";
     if (ddp__tensor_room(&whole) == 0) m->plan.collective = "none";
-    else if (m->talks) DDP__TENSOR_TRY(ddp__tensor_move_choose(m));
+    else if (m->talks) DDP_TRY(ddp__tensor_move_choose(m));
     if (with_data && t.data && ddp__tensor_overlap(in, &t) &&
         (in->data != t.data || !(from == to || m->world == 1 || (m->sends && m->call == DDP_CALL_ALL_REDUCE))))
-        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in and out overlap, and %s to %s is not done in place", ddp_placement_name(from),
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap, and %s to %s is not done in place", ddp_placement_name(from),
                                 ddp_placement_name(to));
     return DDP_OK;
 }
@@ -1509,11 +1495,11 @@ static ddp_result ddp__tensor_move_send(const ddp__tensor_move *m, const ddp_ten
     size_t out_bytes = (size_t)ddp__tensor_room(out);
     const void *send = m->pack_bytes ? space : in->data;
     void *recv = m->unpack_bytes ? space + m->pack_bytes : out->data;
-    if (m->pack_bytes) DDP__TENSOR_TRY(ddp__tensor_blocks(m, 1, m->in_shape, b, in->data, space));
+    if (m->pack_bytes) DDP_TRY(ddp__tensor_blocks(m, 1, m->in_shape, b, in->data, space));
     if (m->padded && m->global[b] % m->world) /* this rank's block may be longer than its part */
         recv = space + (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[b] * m->padded * m->rank) * m->size;
-    DDP__TENSOR_TRY(ddp__tensor_move_call(m, send, recv, counts));
-    if (m->unpack_bytes) DDP__TENSOR_TRY(ddp__tensor_blocks(m, 0, m->out_shape, a, out->data, recv));
+    DDP_TRY(ddp__tensor_move_call(m, send, recv, counts));
+    if (m->unpack_bytes) DDP_TRY(ddp__tensor_blocks(m, 0, m->out_shape, a, out->data, recv));
     else if (recv != out->data && out_bytes) ddp__tensor_device(m->group)->copy(out->data, recv, out_bytes);
     return DDP_OK;
 }
@@ -1528,13 +1514,11 @@ static ddp_result ddp__tensor_host_reduce(ddp_group *group, void *data, size_t c
     return ddp_group_call(group, &call, NULL);
 }
 
-/* A number for all that has to be the same on every rank: FNV-1a. */
+/* A hash of all that must be the same on every rank. */
 static int64_t ddp__tensor_mark(const ddp__tensor_move *m, int root) {
     int64_t values[5 + DDP_MAX_NDIM] = {root, m->from, m->to, (int64_t)m->dtype, m->ndim};
-    uint64_t mark = 14695981039346656037u;
     memcpy(values + 5, m->global, sizeof m->global);
-    for (size_t i = 0; i < sizeof values; i++) mark = (mark ^ ((const unsigned char *)values)[i]) * 1099511628211u;
-    return (int64_t)(mark >> 1);
+    return (int64_t)(ddp_hash(DDP_HASH_SEED, values, sizeof values) >> 1);
 }
 
 /* Collective: DDP_OK where every rank brings it, and means the same move; otherwise an error on all of them. root -1: there is none. */
@@ -1553,11 +1537,11 @@ static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_res
     if (failed) return ddp_fail((ddp_result) - (int)(words[0] & 255), "%s", first);
     if (words[1] == -words[2]) return DDP_OK;
     if (root < 0)
-        return ddp__tensor_fail(DDP_ERR_MISMATCH, m->who, m->group,
+        return ddp_fail_in(DDP_ERR_MISMATCH, m->who, m->group,
                                 "this rank means %s to %s of %s %s, another does not; give every rank the same placements, global shape and dtype",
                                 ddp_placement_name(m->from), ddp_placement_name(m->to), ddp_dtype_name(m->dtype),
                                 ddp__tensor_shape(m->ndim, m->global, &shape));
-    return ddp__tensor_fail(DDP_ERR_MISMATCH, m->who, m->group,
+    return ddp_fail_in(DDP_ERR_MISMATCH, m->who, m->group,
                             "this rank means %s of %s %s and root=%d, another does not; give every rank the same placement, global shape, dtype and root",
                             ddp_placement_name(m->to), ddp_dtype_name(m->dtype), ddp__tensor_shape(m->ndim, m->global, &shape), root);
 }
@@ -1585,7 +1569,7 @@ DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tenso
                                                ddp_tensor_plan *plan) {
     ddp__tensor_move m;
     if (!plan) return DDP__TENSOR_BAD(group, "plan is NULL");
-    DDP__TENSOR_TRY(ddp__tensor_move_make(&m, __func__, group, in, from, to, out, NULL, 0));
+    DDP_TRY(ddp__tensor_move_make(&m, __func__, group, in, from, to, out, NULL, 0));
     *plan = m.plan;
     return DDP_OK;
 }
@@ -1603,14 +1587,14 @@ DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, dd
     ddp__tensor_move m = DDP_ZERO;
     ddp_tensor_box box;
     ddp_tensor t;
-    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "whole", whole, 1));
-    DDP__TENSOR_TRY(ddp__tensor_placement_check(__func__, group, to, whole->ndim, whole->shape));
+    DDP_TRY(ddp__tensor_check(__func__, group, "whole", whole, 1));
+    DDP_TRY(ddp__tensor_placement_check(__func__, group, to, whole->ndim, whole->shape));
     m.group = group, m.rank = group ? ddp_rank(group) : 0, m.world = group ? ddp_world_size(group) : 1, m.ndim = whole->ndim;
     m.to = to, m.size = ddp_dtype_size(whole->dtype);
     memcpy(m.global, whole->shape, sizeof m.global);
     ddp__tensor_box_whole(&box, m.ndim, m.global);
     ddp__tensor_box_cut(&box, to, m.rank, m.world);
-    DDP__TENSOR_TRY(ddp__tensor_take(__func__, group, out, whole->dtype, 0, m.ndim, box.shape, &t));
+    DDP_TRY(ddp__tensor_take(__func__, group, out, whole->dtype, 0, m.ndim, box.shape, &t));
     if (ddp__tensor_overlap(whole, &t)) return DDP__TENSOR_BAD(group, "whole and out overlap");
     return ddp__tensor_put(group, out, &t, ddp__tensor_move_local(&m, whole, &t));
 }
@@ -1627,11 +1611,11 @@ static ddp_result ddp__tensor_root_blocks(const ddp__tensor_move *m, int root, i
     void *all = packed ? space : m->rank == root ? whole->data : NULL;
     if (gathers) {
         if (is_short && mine) device->copy(own, part->data, mine);
-        DDP__TENSOR_TRY(ddp_gather(m->group, own, all, each, m->dtype, root, NULL));
+        DDP_TRY(ddp_gather(m->group, own, all, each, m->dtype, root, NULL));
         return packed ? ddp__tensor_blocks(m, 0, m->global, dim, whole->data, space) : DDP_OK;
     }
-    if (packed) DDP__TENSOR_TRY(ddp__tensor_blocks(m, 1, m->global, dim, whole->data, space));
-    DDP__TENSOR_TRY(ddp_scatter(m->group, all, own, each, m->dtype, root, NULL));
+    if (packed) DDP_TRY(ddp__tensor_blocks(m, 1, m->global, dim, whole->data, space));
+    DDP_TRY(ddp_scatter(m->group, all, own, each, m->dtype, root, NULL));
     if (is_short && mine) device->copy(part->data, own, mine);
     return DDP_OK;
 }
@@ -1658,7 +1642,7 @@ static ddp_result ddp__tensor_root_room(ddp__tensor_move *m, int root) {
     length = ddp__tensor_cut(m->global[dim], m->rank, m->world, NULL);
     if (__builtin_mul_overflow(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * (int64_t)m->size, m->padded, &bytes) ||
         __builtin_mul_overflow(bytes, (int64_t)(m->rank == root ? m->world : 1), &bytes))
-        return ddp__tensor_fail(DDP_ERR_INVALID, m->who, m->group, "%d blocks of %lld entries do not fit in memory", m->world, (long long)m->padded);
+        return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group, "%d blocks of %lld entries do not fit in memory", m->world, (long long)m->padded);
     if (m->rank == root ? m->global[dim] % m->world || !ddp__tensor_in_blocks(m->global, dim) : length < m->padded) m->pack_bytes = (size_t)bytes;
     return DDP_OK;
 }
@@ -1707,9 +1691,9 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
             memcpy(letter.shape, source.shape, sizeof letter.shape);
         } else snprintf(letter.text, sizeof letter.text, "%.255s", ddp_last_error());
     }
-    DDP__TENSOR_TRY(ddp__tensor_host_reduce(group, &letter, sizeof letter / sizeof(int64_t), DDP_I64, DDP_OP_SUM));
+    DDP_TRY(ddp__tensor_host_reduce(group, &letter, sizeof letter / sizeof(int64_t), DDP_I64, DDP_OP_SUM));
     if (letter.roots != 1)
-        return ddp__tensor_fail(DDP_ERR_MISMATCH, __func__, group, "root=%d here, but %lld ranks are root; give every rank the same", root,
+        return ddp_fail_in(DDP_ERR_MISMATCH, __func__, group, "root=%d here, but %lld ranks are root; give every rank the same", root,
                                 (long long)letter.roots);
     if (letter.result != DDP_OK) return ddp_fail((ddp_result)letter.result, "%s", letter.text);
     ddp__tensor_root_move(&m, __func__, group, to, (ddp_dtype)letter.dtype, (int)letter.ndim, letter.shape);
@@ -1730,18 +1714,18 @@ static ddp_result ddp__tensor_gather_check(ddp__tensor_move *m, const char *who,
                                            const int64_t *global_shape, int root, const ddp_tensor *out, ddp_tensor *whole) {
     ddp_tensor t;
     m->who = who, m->group = group;
-    DDP__TENSOR_TRY(ddp__tensor_check(who, group, "in", in, 1));
-    if (in->ndim && !global_shape) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "global_shape is NULL");
+    DDP_TRY(ddp__tensor_check(who, group, "in", in, 1));
+    if (in->ndim && !global_shape) return ddp_fail_in(DDP_ERR_INVALID, who, group, "global_shape is NULL");
     t = *in;
     if (in->ndim) memcpy(t.shape, global_shape, (size_t)in->ndim * sizeof *global_shape);
-    DDP__TENSOR_TRY(ddp__tensor_check(who, group, "the global tensor", &t, 0));
-    DDP__TENSOR_TRY(ddp__tensor_placement_check(who, group, from, t.ndim, t.shape));
+    DDP_TRY(ddp__tensor_check(who, group, "the global tensor", &t, 0));
+    DDP_TRY(ddp__tensor_placement_check(who, group, from, t.ndim, t.shape));
     ddp__tensor_root_move(m, who, group, from, t.dtype, t.ndim, t.shape);
-    DDP__TENSOR_TRY(ddp__tensor_move_fits(m, "in", in->shape, from));
+    DDP_TRY(ddp__tensor_move_fits(m, "in", in->shape, from));
     if (m->rank != root) return DDP_OK;
-    DDP__TENSOR_TRY(ddp__tensor_take(who, group, out, m->dtype, 0, m->ndim, m->global, whole));
+    DDP_TRY(ddp__tensor_take(who, group, out, m->dtype, 0, m->ndim, m->global, whole));
     if (!ddp__tensor_overlap(in, whole) || (from <= 0 && in->data == whole->data)) return DDP_OK;
-    return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in and out overlap");
+    return ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap");
 }
 
 DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_placement from, const int64_t *global_shape, int root,
@@ -1811,17 +1795,17 @@ static void ddp__tensor_route_find(ddp__tensor_route *r, const ddp_tensor_layout
 static ddp_result ddp__tensor_layouts_check(const char *who, const ddp_tensor_layout *from, const ddp_tensor_layout *to) {
     ddp__tensor_text a, b;
     ddp_group *group;
-    DDP__TENSOR_TRY(ddp__tensor_layout_check(who, "from", from));
-    DDP__TENSOR_TRY(ddp__tensor_layout_check(who, "to", to));
+    DDP_TRY(ddp__tensor_layout_check(who, "from", from));
+    DDP_TRY(ddp__tensor_layout_check(who, "to", to));
     group = ddp__tensor_layout_group(from);
     if (from->ndim != to->ndim || !ddp__tensor_equal(from->ndim, from->shape, to->shape))
-        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "from is of %s, but to is of %s", ddp__tensor_shape(from->ndim, from->shape, &a),
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "from is of %s, but to is of %s", ddp__tensor_shape(from->ndim, from->shape, &a),
                                 ddp__tensor_shape(to->ndim, to->shape, &b));
     if (from->axis_count != to->axis_count)
-        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "from has %d axes, but to has %d", from->axis_count, to->axis_count);
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "from has %d axes, but to has %d", from->axis_count, to->axis_count);
     for (int i = 0; i < from->axis_count; i++)
         if (from->axes[i] != to->axes[i])
-            return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "axes[%d] is group %s in from, but %s in to", i, ddp_group_name(from->axes[i]),
+            return ddp_fail_in(DDP_ERR_INVALID, who, group, "axes[%d] is group %s in from, but %s in to", i, ddp_group_name(from->axes[i]),
                                     ddp_group_name(to->axes[i]));
     return DDP_OK;
 }
@@ -1862,16 +1846,16 @@ static ddp_result ddp__tensor_relayout_check(const char *who, const ddp_tensor *
     ddp_group *group = ddp__tensor_layout_group(from);
     ddp__tensor_text a, b, c;
     ddp_tensor_box box;
-    DDP__TENSOR_TRY(ddp__tensor_check(who, group, "in", in, out != NULL));
+    DDP_TRY(ddp__tensor_check(who, group, "in", in, out != NULL));
     ddp__tensor_layout_cut(from, from->placement, -1, &box);
     if (in->ndim != from->ndim || !ddp__tensor_equal(in->ndim, in->shape, box.shape))
-        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in is %s, but this rank's part of %s in layout `from` is %s",
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s, but this rank's part of %s in layout `from` is %s",
                                 ddp__tensor_shape(in->ndim, in->shape, &a), ddp__tensor_shape(from->ndim, from->shape, &b),
                                 ddp__tensor_shape(from->ndim, box.shape, &c));
     ddp__tensor_layout_cut(to, to->placement, -1, &box);
     if (!out) return DDP_OK;
-    DDP__TENSOR_TRY(ddp__tensor_take(who, group, out, in->dtype, 0, to->ndim, box.shape, t));
-    return t->data != in->data && ddp__tensor_overlap(in, t) ? ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in and out overlap") : DDP_OK;
+    DDP_TRY(ddp__tensor_take(who, group, out, in->dtype, 0, to->ndim, box.shape, t));
+    return t->data != in->data && ddp__tensor_overlap(in, t) ? ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap") : DDP_OK;
 }
 
 DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to, ddp_tensor *out,
@@ -1880,7 +1864,7 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
     ddp__tensor_route r;
     ddp_tensor now, next, t = DDP_ZERO;
     size_t most_sent = 0;
-    DDP__TENSOR_TRY(ddp__tensor_layouts_check(__func__, from, to));
+    DDP_TRY(ddp__tensor_layouts_check(__func__, from, to));
     ddp_group *group = ddp__tensor_layout_group(from);
     ddp_result result = ddp__tensor_relayout_check(__func__, in, from, to, out, &t);
     if (result != DDP_OK && !out) return result;
@@ -2108,9 +2092,7 @@ static ddp_gemm_fn ddp__gemm_default(void) { return ddp_gemm_builtin; }
 
 //== what layers share =========================================================================== >>impl-tp-context
 
-#define DDP__TP_TRY(call) do { ddp_result ddp__tp_tried = (call); if (ddp__tp_tried != DDP_OK) return ddp__tp_tried; } while (0)
-#define DDP__TP_FAIL(group, result, call, text, ...) \
-    ddp_fail(result, "rank %d/%d %s group=%s: " text, ddp_rank(group), ddp_world_size(group), call, ddp_group_name(group), __VA_ARGS__)
+#define DDP__TP_FAIL(group, result, call, ...) ddp_fail_in(result, call, group, __VA_ARGS__)
 #define DDP__TP_NEED(tp, call, condition, ...) \
     do { if (!(condition)) return DDP__TP_FAIL((tp)->group, DDP_ERR_INVALID, call, __VA_ARGS__); } while (0)
 #define DDP__TP_FIELDS 12
@@ -2149,7 +2131,6 @@ static size_t ddp__tp_bytes(int64_t rows, int64_t columns, size_t size) {
     return (size_t)bytes;
 }
 
-static size_t ddp__tp_pad(size_t bytes) { return bytes > SIZE_MAX - 63 ? SIZE_MAX : (bytes + 63) / 64 * 64; }
 static size_t ddp__tp_sum(size_t a, size_t b) { return a > SIZE_MAX - b ? SIZE_MAX : a + b; }
 
 static const char *ddp__tp_value_text(const ddp__tp_field *field, int64_t value, char text[32]) {
@@ -2211,10 +2192,10 @@ static ddp_result ddp__tp_settle(ddp_tp *tp, const char *call, ddp_result own, c
     void *larger = NULL;
     if (own == DDP_OK && bytes > (size_t)PTRDIFF_MAX)
         own = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "max_rows=%lld of such features do not fit in memory", (long long)tp->desc.max_rows);
-    DDP__TP_TRY(ddp__tp_agree(tp->group, call, own, fields, count, &bytes));
+    DDP_TRY(ddp__tp_agree(tp->group, call, own, fields, count, &bytes));
     if (bytes <= tp->workspace_bytes) return DDP_OK;
-    DDP__TP_TRY(ddp_group_alloc(tp->group, bytes, &larger));
-    if (tp->workspace) DDP__TP_TRY(ddp_group_free(tp->group, tp->workspace));
+    DDP_TRY(ddp_group_alloc(tp->group, bytes, &larger));
+    if (tp->workspace) DDP_TRY(ddp_group_free(tp->group, tp->workspace));
     tp->workspace = (unsigned char *)larger;
     tp->workspace_bytes = tp->stats.workspace_bytes = bytes;
     return DDP_OK;
@@ -2300,7 +2281,7 @@ static ddp_result ddp__tp_gather_rows(ddp_tp *tp, const void *own, int64_t own_r
     size_t *offsets = tp->counts + tp->world_size, count = (size_t)(rows * width);
     const unsigned char *from = (const unsigned char *)own + (size_t)(first * width) * tp->size;
     double start;
-    DDP__TP_TRY(ddp__tp_slot(tp, flight, work));
+    DDP_TRY(ddp__tp_slot(tp, flight, work));
     start = ddp_now();
     for (int r = 0; r < tp->world_size; r++) tp->counts[r] = count, offsets[r] = (size_t)((r * own_rows + first) * width);
     return ddp__tp_count(tp, ddp_all_gather_v(tp->group, from, count, whole, tp->counts, offsets, tp->desc.dtype, *work), start,
@@ -2388,7 +2369,7 @@ static ddp_result ddp__tp_warm_up(ddp_tp *tp) {
 static ddp_result ddp__tp_first_product(const ddp_tp *tp) {
     ddp_gemm none = DDP_ZERO;
     none.dtype = tp->desc.dtype;
-    DDP__TP_TRY(ddp__tensor_enter(tp->group));
+    DDP_TRY(ddp__tensor_enter(tp->group));
     return tp->desc.gemm(&none, tp->desc.gemm_user);
 }
 
@@ -2575,7 +2556,7 @@ static ddp_result ddp__linear_columns(const ddp_tp_linear *l, const void *from, 
             ddp_layer op = ddp__tp_op(DDP_LAYER_COPY, rows, width, ddp__tp_at(tp, from, take ? global : r * rows * l->widest + local),
                                       ddp__tp_to(tp, to, take ? local : global));
             op.in_step = take ? total : l->widest, op.out_step = take ? mine : total;
-            DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__linear_copy_f32, ddp__linear_copy_f64));
+            DDP_TRY(ddp__tp_apply(tp, &op, ddp__linear_copy_f32, ddp__linear_copy_f64));
         }
     return DDP_OK;
 }
@@ -2597,20 +2578,20 @@ static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_produ
     int64_t first, rows = ddp__linear_piece(l, own_rows, 0, &first), after, after_rows;
     p->in = whole;
     if (chunks == 1) {
-        DDP__TP_TRY(ddp__tp_all_gather(tp, own, whole, (size_t)(own_rows * p->in_row), tp->desc.dtype, NULL));
+        DDP_TRY(ddp__tp_all_gather(tp, own, whole, (size_t)(own_rows * p->in_row), tp->desc.dtype, NULL));
         return p->out ? ddp__linear_rows(l, p, 0, own_rows * tp->world_size, p->out) : DDP_OK;
     }
-    if (rows) DDP__TP_TRY(ddp__tp_gather_rows(tp, own, own_rows, first, rows, p->in_row, whole, flight, &work));
+    if (rows) DDP_TRY(ddp__tp_gather_rows(tp, own, own_rows, first, rows, p->in_row, whole, flight, &work));
     p->in = own; /* this rank's rows need not travel */
-    if (p->out) DDP__TP_TRY(ddp__linear_rows(l, p, 0, own_rows, ddp__tp_to(tp, p->out, tp->rank * own_rows * p->out_row)));
+    if (p->out) DDP_TRY(ddp__linear_rows(l, p, 0, own_rows, ddp__tp_to(tp, p->out, tp->rank * own_rows * p->out_row)));
     p->in = whole;
     for (int i = 0; rows; i++, work = next, first = after, rows = after_rows) {
         after_rows = i + 1 < chunks ? ddp__linear_piece(l, own_rows, i + 1, &after) : 0;
-        if (after_rows) DDP__TP_TRY(ddp__tp_gather_rows(tp, own, own_rows, after, after_rows, p->in_row, whole, flight, &next));
-        DDP__TP_TRY(ddp__tp_wait(tp, work));
+        if (after_rows) DDP_TRY(ddp__tp_gather_rows(tp, own, own_rows, after, after_rows, p->in_row, whole, flight, &next));
+        DDP_TRY(ddp__tp_wait(tp, work));
         for (int64_t r = 0; r < tp->world_size && p->out; r++)
             if (r != tp->rank)
-                DDP__TP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_to(tp, p->out, (r * own_rows + first) * p->out_row)));
+                DDP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_to(tp, p->out, (r * own_rows + first) * p->out_row)));
     }
     return DDP_OK;
 }
@@ -2625,9 +2606,9 @@ static ddp_result ddp__linear_scattered(const ddp_tp_linear *l, const ddp__linea
         ddp_work *work = NULL;
         if (!rows) break;
         for (int64_t r = 0; r < tp->world_size; r++)
-            DDP__TP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_to(tp, pieces, (at + r * rows) * p->out_row)));
-        if (chunks > 1) DDP__TP_TRY(ddp__tp_slot(tp, flight, &work));
-        DDP__TP_TRY(ddp__tp_reduce_scatter(tp, ddp__tp_at(tp, pieces, at * p->out_row), ddp__tp_to(tp, own, first * p->out_row),
+            DDP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_to(tp, pieces, (at + r * rows) * p->out_row)));
+        if (chunks > 1) DDP_TRY(ddp__tp_slot(tp, flight, &work));
+        DDP_TRY(ddp__tp_reduce_scatter(tp, ddp__tp_at(tp, pieces, at * p->out_row), ddp__tp_to(tp, own, first * p->out_row),
                                            (size_t)(rows * p->out_row), tp->desc.dtype, work));
     }
     return DDP_OK;
@@ -2642,9 +2623,9 @@ static ddp_result ddp__linear_summed(const ddp_tp_linear *l, const ddp__linear_p
         ddp_work *work = NULL;
         void *out = ddp__tp_to(tp, p->out, first * p->out_row);
         if (!count) break;
-        DDP__TP_TRY(ddp__linear_rows(l, p, first, count, out));
-        if (chunks > 1) DDP__TP_TRY(ddp__tp_slot(tp, flight, &work));
-        DDP__TP_TRY(ddp__tp_all_reduce(tp, out, (size_t)(count * p->out_row), tp->desc.dtype, DDP_OP_SUM, work));
+        DDP_TRY(ddp__linear_rows(l, p, first, count, out));
+        if (chunks > 1) DDP_TRY(ddp__tp_slot(tp, flight, &work));
+        DDP_TRY(ddp__tp_all_reduce(tp, out, (size_t)(count * p->out_row), tp->desc.dtype, DDP_OP_SUM, work));
     }
     return DDP_OK;
 }
@@ -2659,11 +2640,11 @@ static ddp_result ddp__linear_column_forward(const ddp_tp_linear *l, ddp__linear
     void *mine = gathers ? ddp__tp_to(tp, tp->workspace, tp->rank * rows * l->widest) : y;
     p->in = x, p->in_row = l->desc.in_features;
     p->out = mine, p->out_row = gathers ? l->widest : l->out;
-    if (ddp__tp_cuts_rows(tp)) DDP__TP_TRY(ddp__linear_gathered(l, p, x, rows / tp->world_size, tp->workspace, flight));
-    else DDP__TP_TRY(ddp__linear_rows(l, p, 0, rows, mine));
-    DDP__TP_TRY(ddp__linear_add_bias(tp, mine, p->out_row, bias, rows, l->out));
+    if (ddp__tp_cuts_rows(tp)) DDP_TRY(ddp__linear_gathered(l, p, x, rows / tp->world_size, tp->workspace, flight));
+    else DDP_TRY(ddp__linear_rows(l, p, 0, rows, mine));
+    DDP_TRY(ddp__linear_add_bias(tp, mine, p->out_row, bias, rows, l->out));
     if (!gathers) return DDP_OK;
-    DDP__TP_TRY(ddp__tp_all_gather(tp, mine, tp->workspace, slot, tp->desc.dtype, NULL));
+    DDP_TRY(ddp__tp_all_gather(tp, mine, tp->workspace, slot, tp->desc.dtype, NULL));
     return ddp__linear_columns(l, tp->workspace, y, rows, 0);
 }
 
@@ -2672,23 +2653,23 @@ static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linea
     ddp_tp *tp = l->tp;
     int cuts = ddp__tp_cuts_rows(tp);
     int64_t in = l->desc.in_features, own_rows = rows / (cuts ? tp->world_size : 1);
-    unsigned char *after = tp->workspace + ddp__tp_pad((size_t)(rows * in) * tp->size);
+    unsigned char *after = tp->workspace + ddp_round_up((size_t)(rows * in) * tp->size, 64);
     if (l->desc.gather_output && tp->world_size > 1) {
-        DDP__TP_TRY(ddp__linear_columns(l, dy, tp->workspace, rows, 1));
+        DDP_TRY(ddp__linear_columns(l, dy, tp->workspace, rows, 1));
         dy = tp->workspace;
     }
     if (cuts && (grads->wanted || !ddp__linear_features(l, tp->world_size - 1))) { /* a rank without features may bring NULL in either case */
         ddp_work *work = tp->desc.chunk_count > 1 ? &flight->early : NULL;
-        DDP__TP_TRY(ddp__tp_all_gather(tp, x, tp->workspace, (size_t)(own_rows * in), tp->desc.dtype, work));
+        DDP_TRY(ddp__tp_all_gather(tp, x, tp->workspace, (size_t)(own_rows * in), tp->desc.dtype, work));
         x = tp->workspace;
     }
     p->in = dy, p->in_row = l->out;
     p->out = dx, p->out_row = in;
-    if (dx && cuts) DDP__TP_TRY(ddp__linear_scattered(l, p, dx, own_rows, after, flight));
-    else if (dx) DDP__TP_TRY(ddp__linear_summed(l, p, rows, flight));
+    if (dx && cuts) DDP_TRY(ddp__linear_scattered(l, p, dx, own_rows, after, flight));
+    else if (dx) DDP_TRY(ddp__linear_summed(l, p, rows, flight));
     if (!grads->wanted) return DDP_OK;
-    DDP__TP_TRY(ddp__linear_bias_grad(tp, dy, rows, l->out, grads->bias));
-    DDP__TP_TRY(ddp__tp_wait(tp, &flight->early));
+    DDP_TRY(ddp__linear_bias_grad(tp, dy, rows, l->out, grads->bias));
+    DDP_TRY(ddp__tp_wait(tp, &flight->early));
     return ddp__linear_weight_grad(l, dy, l->out, x, in, rows, grads->weight);
 }
 
@@ -2711,15 +2692,15 @@ static ddp_result ddp__linear_row_backward(const ddp_tp_linear *l, ddp__linear_p
     p->in = dy, p->in_row = l->out;
     p->out = mine, p->out_row = spreads ? l->widest : l->in;
     if (ddp__tp_cuts_rows(tp)) {
-        DDP__TP_TRY(ddp__linear_gathered(l, p, dy, rows / tp->world_size, tp->workspace, flight));
+        DDP_TRY(ddp__linear_gathered(l, p, dy, rows / tp->world_size, tp->workspace, flight));
         dy = tp->workspace;
-    } else if (dx) DDP__TP_TRY(ddp__linear_rows(l, p, 0, rows, mine));
+    } else if (dx) DDP_TRY(ddp__linear_rows(l, p, 0, rows, mine));
     if (spreads) {
-        DDP__TP_TRY(ddp__tp_all_gather(tp, mine, tp->workspace, (size_t)(rows * l->widest), tp->desc.dtype, NULL));
-        DDP__TP_TRY(ddp__linear_columns(l, tp->workspace, dx, rows, 0));
+        DDP_TRY(ddp__tp_all_gather(tp, mine, tp->workspace, (size_t)(rows * l->widest), tp->desc.dtype, NULL));
+        DDP_TRY(ddp__linear_columns(l, tp->workspace, dx, rows, 0));
     }
     if (!grads->wanted) return DDP_OK;
-    DDP__TP_TRY(ddp__linear_bias_grad(tp, dy, rows, l->out, grads->bias));
+    DDP_TRY(ddp__linear_bias_grad(tp, dy, rows, l->out, grads->bias));
     return ddp__linear_weight_grad(l, dy, l->out, x, x_row, rows, grads->weight);
 }
 
@@ -2768,7 +2749,7 @@ static ddp_result ddp__linear_resolve(ddp_tp_linear *l, const char *call) {
                  (long long)d->in_features);
     DDP__TP_NEED(tp, call, d->heads != 0 || (d->kv_heads == 0 && d->head_size == 0), "kv_heads=%d head_size=%lld want heads, which is 0", d->kv_heads,
                  (long long)d->head_size);
-    if (d->heads != 0) DDP__TP_TRY(ddp__linear_resolve_heads(l, call));
+    if (d->heads != 0) DDP_TRY(ddp__linear_resolve_heads(l, call));
     DDP__TP_NEED(tp, call, d->out_features > 0 && d->out_features <= INT64_C(1) << 60, "out_features=%lld; set it to the rows of the global weight",
                  (long long)d->out_features);
     DDP__TP_NEED(tp, call, ddp__tp_bytes(d->out_features, d->in_features, 2 * tp->size) != SIZE_MAX, "a weight of %lld x %lld does not fit in memory",
@@ -2787,11 +2768,11 @@ static ddp_result ddp__linear_make(ddp_tp_linear *l, const char *call, size_t *b
     const ddp_tp_linear_desc *d = &l->desc;
     int64_t most = tp->desc.max_rows;
     size_t rows_bytes, slots_bytes;
-    DDP__TP_TRY(ddp__linear_resolve(l, call));
+    DDP_TRY(ddp__linear_resolve(l, call));
     l->in = d->split == DDP_TP_ROW ? ddp__linear_features(l, tp->rank) : d->in_features;
     l->out = d->split == DDP_TP_ROW ? d->out_features : ddp__linear_features(l, tp->rank);
     l->widest = ddp__linear_features(l, 0);
-    rows_bytes = ddp__tp_pad(ddp__tp_bytes(most, d->split == DDP_TP_ROW ? d->out_features : d->in_features, tp->size));
+    rows_bytes = ddp_round_up(ddp__tp_bytes(most, d->split == DDP_TP_ROW ? d->out_features : d->in_features, tp->size), 64);
     slots_bytes = ddp__tp_bytes(most, l->widest, tp->size * (size_t)tp->world_size);
     *bytes = tp->world_size == 1 ? 0 : ddp__tp_cuts_rows(tp) ? rows_bytes : d->gather_output || d->scatter_input ? slots_bytes : 0;
     if (*bytes && ddp__tp_cuts_rows(tp) && d->split == DDP_TP_COLUMN) *bytes = ddp__tp_sum(*bytes, rows_bytes); /* x, and the gradient of it */
@@ -2823,7 +2804,7 @@ DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const dd
     if (desc) made.desc = *desc;
     if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
     else result = ddp__linear_make(&made, call, &bytes);
-    DDP__TP_TRY(ddp__tp_make(tp, call, result, fields, ddp__linear_fields(&made, fields), bytes, sizeof made, &l));
+    DDP_TRY(ddp__tp_make(tp, call, result, fields, ddp__linear_fields(&made, fields), bytes, sizeof made, &l));
     *out = (ddp_tp_linear *)memcpy(l, &made, sizeof made);
     return DDP_OK;
 }
@@ -2872,7 +2853,7 @@ static const void *ddp__linear_row_input(const ddp_tp_linear *l, const void *x, 
 static ddp_result ddp__linear_check(const ddp_tp_linear *l, const char *call, const void *weight, const void *x, int64_t rows, const char *y_name,
                                     const void *y) {
     int64_t x_row;
-    DDP__TP_TRY(ddp__tp_check_rows(l->tp, call, rows));
+    DDP_TRY(ddp__tp_check_rows(l->tp, call, rows));
     (void)ddp__linear_row_input(l, x, &x_row);
     DDP__TP_NEED(l->tp, call, weight || !l->in || !l->out, "%s", "weight is NULL");
     DDP__TP_NEED(l->tp, call, x || !rows || !x_row, "%s", "x is NULL");
@@ -2888,7 +2869,7 @@ static ddp_result ddp__linear_forward(ddp_tp_linear *l, const void *weight, cons
     memset(&p, 0, sizeof p);
     memset(&flight, 0, sizeof flight);
     p.weight = weight, p.forward = 1;
-    DDP__TP_TRY(ddp__tensor_enter(l->tp->group));
+    DDP_TRY(ddp__tensor_enter(l->tp->group));
     if (l->desc.split == DDP_TP_COLUMN) return ddp__tp_land(l->tp, &flight, ddp__linear_column_forward(l, &p, bias, x, rows, y, &flight));
     x = ddp__linear_row_input(l, x, &x_row);
     result = ddp__tp_land(l->tp, &flight, ddp__linear_row_forward(l, &p, x, x_row, rows, y, &flight));
@@ -2904,7 +2885,7 @@ static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, con
     memset(&p, 0, sizeof p);
     memset(&flight, 0, sizeof flight);
     p.weight = weight;
-    DDP__TP_TRY(ddp__tensor_enter(l->tp->group));
+    DDP_TRY(ddp__tensor_enter(l->tp->group));
     if (l->desc.split == DDP_TP_COLUMN) result = ddp__linear_column_backward(l, &p, x, dy, rows, dx, grads, &flight);
     else {
         x = ddp__linear_row_input(l, x, &x_row);
@@ -2916,7 +2897,7 @@ static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, con
 DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias, const void *x, int64_t rows, void *y) {
     const char *call = "ddp_tp_linear_forward";
     if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", call);
-    DDP__TP_TRY(ddp__linear_check(linear, call, weight, x, rows, "y", y));
+    DDP_TRY(ddp__linear_check(linear, call, weight, x, rows, "y", y));
     DDP__TP_NEED(linear->tp, call, !bias == !!linear->desc.no_bias || !linear->out, "bias is %s, no_bias is %d", bias ? "given" : "NULL",
                  linear->desc.no_bias);
     return ddp__linear_forward(linear, weight, bias, x, rows, y);
@@ -2927,7 +2908,7 @@ DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weig
     const char *call = "ddp_tp_linear_backward";
     ddp__linear_grads grads;
     if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", call);
-    DDP__TP_TRY(ddp__linear_check(linear, call, weight, x, rows, "dy", dy));
+    DDP_TRY(ddp__linear_check(linear, call, weight, x, rows, "dy", dy));
     DDP__TP_NEED(linear->tp, call, !weight_grad || !bias_grad == !!linear->desc.no_bias || !linear->out, "bias_grad is %s, no_bias is %d",
                  bias_grad ? "given" : "NULL", linear->desc.no_bias);
     DDP__TP_NEED(linear->tp, call, weight_grad || !bias_grad || !linear->in || !linear->out, "%s", "bias_grad without weight_grad");
@@ -3023,10 +3004,10 @@ static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, siz
     m->row.desc.split = DDP_TP_ROW;
     m->row.desc.in_features = d->hidden;
     if (ddp__mlp_gated(m)) m->column.part_count = 2, m->column.part[0] = m->column.part[1] = d->hidden;
-    DDP__TP_TRY(ddp__linear_make(&m->column, call, &column_bytes));
-    DDP__TP_TRY(ddp__linear_make(&m->row, call, &row_bytes));
+    DDP_TRY(ddp__linear_make(&m->column, call, &column_bytes));
+    DDP_TRY(ddp__linear_make(&m->row, call, &row_bytes));
     between = ddp__tp_bytes(tp->desc.max_rows, m->row.widest, (ddp__mlp_gated(m) ? 3 : 1) * tp->size);
-    m->spare = ddp__tp_pad(column_bytes > row_bytes ? column_bytes : row_bytes);
+    m->spare = ddp_round_up(column_bytes > row_bytes ? column_bytes : row_bytes, 64);
     *bytes = ddp__tp_sum(m->spare, between);
     return DDP_OK;
 }
@@ -3048,7 +3029,7 @@ DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_m
     fields[1].name = "hidden", fields[1].value = made.desc.hidden;
     fields[2].name = "activation", fields[2].value = made.desc.activation;
     fields[3].name = "no_bias", fields[3].value = made.desc.no_bias != 0;
-    DDP__TP_TRY(ddp__tp_make(tp, call, result, fields, 4, bytes, sizeof made, &m));
+    DDP_TRY(ddp__tp_make(tp, call, result, fields, 4, bytes, sizeof made, &m));
     *out = (ddp_tp_mlp *)memcpy(m, &made, sizeof made);
     return DDP_OK;
 }
@@ -3069,7 +3050,7 @@ static ddp_result ddp__mlp_check(const ddp_tp_mlp *m, const char *call, const vo
                                  const char *y_name, const void *y) {
     const ddp_tp *tp = m->column.tp;
     DDP__TP_NEED(tp, call, weights, "%s", "weights is NULL");
-    DDP__TP_TRY(ddp__linear_check(&m->column, call, weights[0], x, rows, "saved", saved));
+    DDP_TRY(ddp__linear_check(&m->column, call, weights[0], x, rows, "saved", saved));
     return ddp__linear_check(&m->row, call, weights[2], saved, rows, y_name, y);
 }
 
@@ -3080,13 +3061,13 @@ DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[
     ddp_tp *tp;
     if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", call);
     tp = mlp->column.tp;
-    DDP__TP_TRY(ddp__mlp_check(mlp, call, weights, x, saved, rows, "y", y));
+    DDP_TRY(ddp__mlp_check(mlp, call, weights, x, saved, rows, "y", y));
     DDP__TP_NEED(tp, call, (!weights[1] == !!mlp->desc.no_bias || !mlp->column.out) && !weights[3] == !!mlp->desc.no_bias,
                  "biases are %s and %s, no_bias is %d", weights[1] ? "given" : "NULL", weights[3] ? "given" : "NULL", mlp->desc.no_bias);
     op = ddp__tp_op(DDP_LAYER_ACTIVATE, rows, mlp->row.in, saved, ddp__tp_to(tp, saved, rows * mlp->column.out));
     op.form = (int)mlp->desc.activation;
-    DDP__TP_TRY(ddp__linear_forward(&mlp->column, weights[0], weights[1], x, rows, saved));
-    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__mlp_forward_f32, ddp__mlp_forward_f64));
+    DDP_TRY(ddp__linear_forward(&mlp->column, weights[0], weights[1], x, rows, saved));
+    DDP_TRY(ddp__tp_apply(tp, &op, ddp__mlp_forward_f32, ddp__mlp_forward_f64));
     return ddp__linear_forward(&mlp->row, weights[2], weights[3], op.out, rows, y);
 }
 
@@ -3099,7 +3080,7 @@ DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights
     ddp_tp *tp;
     if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", call);
     tp = mlp->column.tp;
-    DDP__TP_TRY(ddp__mlp_check(mlp, call, weights, x, saved, rows, "dy", dy));
+    DDP_TRY(ddp__mlp_check(mlp, call, weights, x, saved, rows, "dy", dy));
     memset(to, 0, sizeof to);
     for (int i = 0; i < 2 && grads; i++) {
         to[i].wanted = 1, to[i].weight = grads[2 * i], to[i].bias = grads[2 * i + 1];
@@ -3108,10 +3089,10 @@ DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights
     }
     d_act = tp->workspace + mlp->spare;
     d_in = ddp__mlp_gated(mlp) ? ddp__tp_to(tp, d_act, rows * mlp->row.in) : d_act;
-    DDP__TP_TRY(ddp__linear_backward(&mlp->row, weights[2], ddp__tp_at(tp, saved, rows * mlp->column.out), dy, rows, d_act, &to[1]));
+    DDP_TRY(ddp__linear_backward(&mlp->row, weights[2], ddp__tp_at(tp, saved, rows * mlp->column.out), dy, rows, d_act, &to[1]));
     op = ddp__tp_op(DDP_LAYER_ACTIVATE_BACK, rows, mlp->row.in, saved, d_in);
     op.slope = d_act, op.form = (int)mlp->desc.activation;
-    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__mlp_backward_f32, ddp__mlp_backward_f64));
+    DDP_TRY(ddp__tp_apply(tp, &op, ddp__mlp_backward_f32, ddp__mlp_backward_f64));
     return ddp__linear_backward(&mlp->column, weights[0], x, d_in, rows, dx, &to[0]);
 }
 
@@ -3151,7 +3132,7 @@ DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp, co
     fields[1].name = "padded_vocab", fields[1].value = d.padded_vocab;
     fields[2].name = "channels", fields[2].value = d.channels;
     if (ddp__tp_cuts_rows(tp)) bytes = ddp__tp_bytes(tp->desc.max_rows, d.channels, tp->size);
-    DDP__TP_TRY(ddp__tp_make(tp, "ddp_tp_embedding_create", result, fields, 3, bytes, sizeof *embedding, &layer));
+    DDP_TRY(ddp__tp_make(tp, "ddp_tp_embedding_create", result, fields, 3, bytes, sizeof *embedding, &layer));
     embedding = (ddp_tp_embedding *)layer;
     embedding->tp = tp;
     embedding->desc = d;
@@ -3179,7 +3160,7 @@ DDPDEF ddp_result ddp_tp_embedding_box(const ddp_tp_embedding *embedding, ddp_te
 /* Rows and tokens are alike on every rank, and so is what is wrong with them. */
 static ddp_result ddp__tp_embedding_check(const ddp_tp_embedding *embedding, const char *call, const int32_t *tokens, int64_t rows) {
     const ddp_tp *tp = embedding->tp;
-    DDP__TP_TRY(ddp__tp_check_rows(tp, call, rows));
+    DDP_TRY(ddp__tp_check_rows(tp, call, rows));
     DDP__TP_NEED(tp, call, tokens || rows == 0, "%s", "tokens is NULL");
     for (int64_t i = 0; i < rows; i++)
         DDP__TP_NEED(tp, call, tokens[i] >= 0 && tokens[i] < embedding->desc.vocab, "tokens[%lld]=%d, allowed are 0 to %lld", (long long)i,
@@ -3222,12 +3203,12 @@ DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const vo
     ddp_tp *tp = embedding->tp;
     int64_t channels = embedding->desc.channels;
     ddp_layer op = ddp__tp_embedding_op(embedding, DDP_LAYER_LOOKUP, tokens, rows);
-    DDP__TP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
+    DDP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
     if (rows == 0) return DDP_OK;
     DDP__TP_NEED(tp, __func__, y && (weight || embedding->count == 0), "%s is NULL", y ? "weight" : "y");
     op.weight = weight, op.out = ddp__tp_cuts_rows(tp) ? tp->workspace : y;
-    DDP__TP_TRY(ddp__tensor_enter(tp->group));
-    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__tp_lookup_f32, ddp__tp_lookup_f64));
+    DDP_TRY(ddp__tensor_enter(tp->group));
+    DDP_TRY(ddp__tp_apply(tp, &op, ddp__tp_lookup_f32, ddp__tp_lookup_f64));
     if (ddp__tp_cuts_rows(tp)) return ddp__tp_reduce_scatter(tp, tp->workspace, y, (size_t)(rows / tp->world_size * channels), tp->desc.dtype, NULL);
     return ddp__tp_all_reduce(tp, y, (size_t)(rows * channels), tp->desc.dtype, DDP_OP_SUM, NULL);
 }
@@ -3237,16 +3218,16 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
     ddp_tp *tp = embedding->tp;
     int64_t channels = embedding->desc.channels;
     ddp_layer op = ddp__tp_embedding_op(embedding, DDP_LAYER_LOOKUP_BACK, tokens, rows);
-    DDP__TP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
+    DDP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
     DDP__TP_NEED(tp, __func__, (dy || rows == 0) && (weight_grad || embedding->count == 0), "%s is NULL", dy || rows == 0 ? "weight_grad" : "dy");
-    DDP__TP_TRY(ddp__tensor_enter(tp->group));
+    DDP_TRY(ddp__tensor_enter(tp->group));
     if (ddp__tp_cuts_rows(tp) && rows) {
-        DDP__TP_TRY(ddp__tp_all_gather(tp, dy, tp->workspace, (size_t)(rows / tp->world_size * channels), tp->desc.dtype, NULL));
+        DDP_TRY(ddp__tp_all_gather(tp, dy, tp->workspace, (size_t)(rows / tp->world_size * channels), tp->desc.dtype, NULL));
         dy = tp->workspace;
     }
     if (!tp->desc.accumulate_grads && embedding->count) tp->device->fill_zero(weight_grad, (size_t)(embedding->count * channels) * tp->size);
     op.in = dy, op.out = weight_grad;
-    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__tp_lookup_back_f32, ddp__tp_lookup_back_f64));
+    DDP_TRY(ddp__tp_apply(tp, &op, ddp__tp_lookup_back_f32, ddp__tp_lookup_back_f64));
     return ddp__tensor_leave(tp->group);
 }
 
@@ -3329,7 +3310,7 @@ static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const d
                  (long long)desc->padded_vocab, (long long)desc->vocab);
     DDP__TP_NEED(tp, call, desc->z_loss >= 0 && desc->z_loss < (double)INFINITY, "z_loss=%g, allowed are 0 and above", desc->z_loss);
     DDP__TP_NEED(tp, call, desc->scale > -(double)INFINITY && desc->scale < (double)INFINITY, "scale=%g, it must be finite", desc->scale);
-    DDP__TP_TRY(ddp__tp_check_rows(tp, call, rows));
+    DDP_TRY(ddp__tp_check_rows(tp, call, rows));
     DDP__TP_NEED(tp, call, targets || rows == 0, "%s", "targets is NULL");
     *counting = 0;
     for (int64_t i = 0; i < rows; i++) {
@@ -3347,7 +3328,7 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     double total = 0;
     int64_t counting = 0;
     if (!tp || !desc) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, tp ? "desc" : "tp");
-    DDP__TP_TRY(ddp__tp_loss_check(tp, __func__, desc, targets, rows, &counting));
+    DDP_TRY(ddp__tp_loss_check(tp, __func__, desc, targets, rows, &counting));
     op.index = targets;
     op.columns = ddp__tensor_cut(desc->padded_vocab ? desc->padded_vocab : desc->vocab, tp->rank, tp->world_size, &op.first);
     op.count = op.first >= desc->vocab ? 0 : desc->vocab - op.first < op.columns ? desc->vocab - op.first : op.columns;
@@ -3359,15 +3340,15 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     if (mean) *mean = 0;
     if (rows == 0) return DDP_OK;
     op.stats = tp->workspace, op.sums = tp->workspace + (size_t)rows * tp->size; /* (rows), and (2, rows): [targets' logits | sums] */
-    DDP__TP_TRY(ddp__tensor_enter(tp->group));
-    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__tp_loss_max_f32, ddp__tp_loss_max_f64));
-    DDP__TP_TRY(ddp__tp_all_reduce(tp, op.stats, (size_t)rows, tp->desc.dtype, DDP_OP_MAX, NULL));
+    DDP_TRY(ddp__tensor_enter(tp->group));
+    DDP_TRY(ddp__tp_apply(tp, &op, ddp__tp_loss_max_f32, ddp__tp_loss_max_f64));
+    DDP_TRY(ddp__tp_all_reduce(tp, op.stats, (size_t)rows, tp->desc.dtype, DDP_OP_MAX, NULL));
     op.kind = DDP_LAYER_LOSS_SUM;
-    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__tp_loss_sum_f32, ddp__tp_loss_sum_f64));
-    DDP__TP_TRY(ddp__tp_all_reduce(tp, op.sums, 2 * (size_t)rows, tp->desc.dtype, DDP_OP_SUM, NULL));
+    DDP_TRY(ddp__tp_apply(tp, &op, ddp__tp_loss_sum_f32, ddp__tp_loss_sum_f64));
+    DDP_TRY(ddp__tp_all_reduce(tp, op.sums, 2 * (size_t)rows, tp->desc.dtype, DDP_OP_SUM, NULL));
     op.kind = DDP_LAYER_LOSS_END;
-    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__tp_loss_end_f32, ddp__tp_loss_end_f64));
-    if (mean) DDP__TP_TRY(ddp_group_status(tp->group)); /* what the host has waited for may have ended with the group */
+    DDP_TRY(ddp__tp_apply(tp, &op, ddp__tp_loss_end_f32, ddp__tp_loss_end_f64));
+    if (mean) DDP_TRY(ddp_group_status(tp->group)); /* what the host has waited for may have ended with the group */
     if (mean && counting) *mean = total / (double)counting;
     return ddp__tp_tell(tp, ddp__tensor_leave(tp->group));
 }
@@ -3454,7 +3435,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp, 
     fields[1].name = "rms", fields[1].value = d.rms;
     fields[2].name = "eps", fields[2].is_real = 1;
     memcpy(&fields[2].value, &d.eps, sizeof d.eps);
-    DDP__TP_TRY(ddp__tp_make(tp, "ddp_tp_layer_norm_create", result, fields, 3, ddp__tp_bytes(2, d.channels, tp->size), sizeof *norm, &layer));
+    DDP_TRY(ddp__tp_make(tp, "ddp_tp_layer_norm_create", result, fields, 3, ddp__tp_bytes(2, d.channels, tp->size), sizeof *norm, &layer));
     norm = (ddp_tp_layer_norm *)layer;
     norm->tp = tp;
     norm->desc = d;
@@ -3479,12 +3460,12 @@ static ddp_result ddp__tp_norm_check(const ddp_tp_layer_norm *norm, const char *
 DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void *weight, const void *bias, const void *x, int64_t rows, void *stats,
                                             void *y) {
     if (!norm) return ddp_fail(DDP_ERR_INVALID, "%s: norm is NULL", __func__);
-    DDP__TP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
+    DDP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
     DDP__TP_NEED(norm->tp, __func__, y || rows == 0, "%s", "y is NULL");
     DDP__TP_NEED(norm->tp, __func__, !norm->desc.rms == !!bias, "%s", norm->desc.rms ? "bias is set, but RMS norm has none" : "bias is NULL");
     ddp_layer op = ddp__tp_op(DDP_LAYER_NORM, rows, norm->desc.channels, x, y);
     op.form = norm->desc.rms, op.scale = norm->desc.eps, op.weight = weight, op.bias = bias, op.stats = stats;
-    DDP__TP_TRY(ddp__tensor_enter(norm->tp->group));
+    DDP_TRY(ddp__tensor_enter(norm->tp->group));
     return ddp__tp_apply(norm->tp, &op, ddp__tp_norm_f32, ddp__tp_norm_f64);
 }
 
@@ -3496,17 +3477,17 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
     int64_t n = norm->desc.channels;
     size_t bytes = (size_t)n * tp->size;
     ddp_layer op = ddp__tp_op(DDP_LAYER_NORM_BACK, rows, n, x, dx);
-    DDP__TP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
+    DDP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
     DDP__TP_NEED(tp, __func__, dy || rows == 0, "%s", "dy is NULL");
     DDP__TP_NEED(tp, __func__, !!bias_grad == (weight_grad && !norm->desc.rms), "%s",
                  norm->desc.rms ? "bias_grad is set, but RMS norm has none" : "weight_grad and bias_grad: both or neither");
     op.form = norm->desc.rms, op.weight = weight, op.stats = (void *)stats /* read only */, op.slope = dy, op.sums = weight_grad ? tp->workspace : NULL;
-    DDP__TP_TRY(ddp__tensor_enter(tp->group));
+    DDP_TRY(ddp__tensor_enter(tp->group));
     if (weight_grad) tp->device->fill_zero(tp->workspace, 2 * bytes);
-    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__tp_norm_back_f32, ddp__tp_norm_back_f64));
+    DDP_TRY(ddp__tp_apply(tp, &op, ddp__tp_norm_back_f32, ddp__tp_norm_back_f64));
     if (!weight_grad) return DDP_OK;
     if (ddp__tp_cuts_rows(tp))
-        DDP__TP_TRY(ddp__tp_all_reduce(tp, tp->workspace, (size_t)(norm->desc.rms ? n : 2 * n), tp->desc.dtype, DDP_OP_SUM, NULL));
+        DDP_TRY(ddp__tp_all_reduce(tp, tp->workspace, (size_t)(norm->desc.rms ? n : 2 * n), tp->desc.dtype, DDP_OP_SUM, NULL));
     for (int which = 0; which < (bias_grad ? 2 : 1); which++) {
         void *grad = which ? bias_grad : weight_grad, *from = tp->workspace + (size_t)which * bytes;
         if (!tp->desc.accumulate_grads) tp->device->copy(grad, from, bytes);
@@ -3583,7 +3564,7 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
     op.first = desc->first_row * width + desc->first_column, op.in_step = width, op.key = desc->key, op.scale = 1 / (1 - desc->rate);
     op.threshold = (uint32_t)(desc->rate * 4294967296.0);
     if (columns == width) op.columns *= rows, op.rows = rows > 0; /* one long row */
-    DDP__TP_TRY(ddp__tensor_enter(tp->group));
+    DDP_TRY(ddp__tensor_enter(tp->group));
     if (desc->rate > 0) return ddp__tp_apply(tp, &op, ddp__tp_drop_f32, ddp__tp_drop_f64);
     if (x != y && rows && columns) tp->device->copy(y, x, (size_t)rows * (size_t)columns * tp->size);
     return ddp__tensor_leave(tp->group);

@@ -391,7 +391,7 @@ static ddp_result build_pipeline(trainer *t) {
     own->reduce_grad = reduce_stage;
     own->wait_grad = average_stage;
     own->get_sharded_grad = tied_gradient;
-    own->divide = 1;
+    own->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
     desc.ties = &tie;
     desc.tie_count = t->pp > 1;
     desc.schedule = t->schedule;

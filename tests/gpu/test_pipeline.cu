@@ -322,7 +322,7 @@ static ddp_result replicate(ddp_group *dp, far_model *f, int s, int sharded, int
         f->m.pointers[s][i] = &f->split[s][i].param;
     }
     fsdp.units = &unit, fsdp.unit_count = 1;
-    stage->unshard = on_gather, stage->reshard = on_release, stage->reduce_grad = on_reduce, stage->update = on_step, stage->divide = 1;
+    stage->unshard = on_gather, stage->reshard = on_release, stage->reduce_grad = on_reduce, stage->update = on_step, stage->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
     return ddp_fsdp_create(&f->fsdp[s], dp, &fsdp);
 }
 

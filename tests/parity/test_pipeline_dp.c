@@ -142,7 +142,7 @@ static ddp_result stage_split(member *me, int s, ddp_group *dp, const plan *plan
     stage->reshard = on_release;
     stage->reduce_grad = on_reduce;
     stage->update = plan->interval ? on_step_inside : on_step;
-    stage->divide = 1;
+    stage->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
     stage->get_sharded_grad = plan->tied ? on_final : NULL;
     return DDP_OK;
 }

@@ -65,11 +65,11 @@ static ddp_result compare(ddp_group *world, const ddp_schedule *s, variant v, co
     pipe_build(m, ddp_schedule_stage_count(s), v.with_loss);
     plain_begin(h, m);
     pipe_desc(m, s, &desc);
-    desc.no_divide = v.no_divide;
     desc.prefetch = v.prefetch;
     for (int stage = 0; stage < m->stages; stage++) {
         m->stage[stage].recompute = v.recompute && stage % 3 != 1;
         m->stage[stage].zero_gradients = stage % 2;
+        m->stage[stage].grad_division = v.no_divide ? DDP_DIVIDE_NONE : DDP_DIVIDE_DEFAULT;
         if (v.placed) m->params[stage][0].grad.data = NULL;
         if (ddp_schedule_stage_rank(s, stage) == ddp_rank(world)) again += m->stage[stage].recompute * count;
     }
@@ -736,6 +736,9 @@ static ddp_result bad_input(ddp_group *world) {
     desc.schedule = other;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ranks, the group has");
     RANKS_OK(world, wrong_stage_counts(world, &desc));
+    m.stage[1].grad_division = (ddp_grad_division)7;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 1: grad_division=7 is not a ddp_grad_division");
+    m.stage[1].grad_division = DDP_DIVIDE_DEFAULT;
     m.stage[1].forward = NULL; /* on one rank alone: the others hear of it */
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 1: forward is NULL");
     m.stage[0].name = "embedding", m.stage[0].weight_grad = NULL;
