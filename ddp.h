@@ -872,6 +872,11 @@ DDPDEF void ddp_group_set_local(ddp_group *group, int local_rank, int local_worl
    them. AVG divides by divisor, 0 = source_count. */
 DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor);
 
+/* A collective over host memory, whatever the group's device is. Blocking. send == recv: in place, as in NCCL.
+   kind: DDP_CALL_ALL_REDUCE, DDP_CALL_BROADCAST, DDP_CALL_ALL_GATHER. root: -1, except for a broadcast. */
+DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv,
+                                      size_t count, ddp_dtype dtype, ddp_op op, int root);
+
 /* For backends made of another group: issues a checked call as it is, with its divisor; the backend's own poison and status. */
 DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work);
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text);
@@ -4069,6 +4074,25 @@ static ddp_result ddp__submit_host(ddp_group *group, ddp_call_kind kind, const v
     call.op = op;
     call.tag = tag;
     return ddp__issue(group, &call, NULL, NULL, NULL);
+}
+
+#if !defined(DDP__CALL_BYTES) /* limit of one collective on host memory: the tcp backend takes 64 KiB. Tests make it small */
+#define DDP__CALL_BYTES 32768
+#endif
+
+DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv,
+                                      size_t count, ddp_dtype dtype, ddp_op op, int root) {
+    size_t size = ddp_dtype_size(dtype);
+    size_t piece = kind == DDP_CALL_ALL_GATHER ? count : DDP__CALL_BYTES / size;
+    for (size_t at = 0; at < count; at += piece) {
+        size_t n = count - at < piece ? count - at : piece;
+        ddp_call call = ddp__call_of(kind, (const char *)send + at * size, (char *)recv + at * size, n, dtype);
+        call.op = op;
+        call.root = root;
+        call.tag = DDP_ON_HOST;
+        DDP_TRY(ddp_group_call(group, &call, NULL));
+    }
+    return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {

@@ -472,25 +472,14 @@ static ddp_saved_error ddp__fsdp_error(ddp_result result) {
 static ddp_result ddp__fsdp_enter(ddp_group *group) { return DDP__ON_DEVICE(group, use_stream, group, DDP_STREAM_COMPUTE); }
 static ddp_result ddp__fsdp_check(ddp_group *group) { return DDP__ON_DEVICE(group, check, group); }
 
-#if !defined(DDP__CALL_BYTES) /* bytes of one collective at most: the tcp backend carries twice that. Tests make it small. */
-#define DDP__CALL_BYTES 32768
-#endif
-
-/* A collective on host memory, in place, whatever the device is. */
-static ddp_result ddp__host_call(ddp_group *group, ddp_call_kind kind, void *data, size_t count, ddp_dtype dtype, ddp_op op, int root) {
-    ddp_call call = DDP_ZERO;
-    call.kind = kind, call.dtype = dtype, call.op = op, call.root = root, call.tag = DDP_ON_HOST, call.send = call.recv = data, call.count = count;
-    ddp_result result = ddp_group_call(group, &call, NULL);
-    if (result == DDP_ERR_NO_MEMORY) ddp_group_poison(group, result, ddp_last_error()); /* of this rank alone: the others are in the call already */
-    return result;
+/* data becomes op over ranks of data, which is host memory. */
+static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, ddp_dtype dtype, ddp_op op) {
+    return ddp_host_collective(group, DDP_CALL_ALL_REDUCE, data, data, count, dtype, op, -1);
 }
 
-/* data becomes op over ranks of data. */
-static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, ddp_dtype dtype, ddp_op op) {
-    size_t size = ddp_dtype_size(dtype), most = DDP__CALL_BYTES / size;
-    for (size_t at = 0; at < count; at += most)
-        DDP_TRY(ddp__host_call(group, DDP_CALL_ALL_REDUCE, (char *)data + at * size, count - at < most ? count - at : most, dtype, op, -1));
-    return DDP_OK;
+/* data, which is host memory, becomes that of root. */
+static ddp_result ddp__host_broadcast(ddp_group *group, void *data, size_t count, ddp_dtype dtype, int root) {
+    return ddp_host_collective(group, DDP_CALL_BROADCAST, data, data, count, dtype, DDP_OP_SUM, root);
 }
 
 //== optimizers ==================================================================================== >>impl-optimizer
@@ -1566,7 +1555,7 @@ static ddp_result ddp__fsdp_agree(ddp_group *group, uint64_t number, int *same, 
     DDP_TRY(ddp__host_reduce(group, low, 3, DDP_U64, DDP_OP_MIN));
     *same = low[0] == ~low[1];
     *first = (int)low[2];
-    return *first == ddp_world_size(group) ? DDP_OK : ddp__host_call(group, DDP_CALL_BROADCAST, told, sizeof *told, DDP_U8, DDP_OP_SUM, *first);
+    return *first == ddp_world_size(group) ? DDP_OK : ddp__host_broadcast(group, told, sizeof *told, DDP_U8, *first);
 }
 
 /* Collective: DDP_OK when own is DDP_OK on every rank; otherwise the failure of the lowest rank that has one, in the same words everywhere. */
@@ -1585,7 +1574,7 @@ static ddp_result ddp__compare_with_first(ddp_group *group, const uint32_t *own,
     for (size_t at = 0, n; at < count; at += n) {
         n = count - at < DDP__CALL_BYTES / sizeof *own ? count - at : DDP__CALL_BYTES / sizeof *own;
         memcpy(theirs, own + at, n * sizeof *own);
-        DDP_TRY(ddp__host_call(group, DDP_CALL_BROADCAST, theirs, n, DDP_I32, DDP_OP_SUM, 0));
+        DDP_TRY(ddp__host_broadcast(group, theirs, n, DDP_I32, 0));
         for (size_t i = 0; i < n && *first_other == count; i++) if (theirs[i] != own[at + i]) *first_other = at + i;
     }
     return DDP_OK;
@@ -1897,7 +1886,7 @@ static ddp_result ddp__repeats_leave(ddp__task *t) {
         for (int i = 0; i < 2 * n; i++) mine[i] = (int64_t)ddp__box_number(&t->slices[first + i / 2], 0, i % 2);
         for (int r = 0; r < ddp_world_size(t->group) - 1; r++) {
             memcpy(theirs, mine, 2 * (size_t)n * sizeof *theirs);
-            DDP_TRY(ddp__host_call(t->group, DDP_CALL_BROADCAST, theirs, 2 * (size_t)n, DDP_I64, DDP_OP_SUM, r));
+            DDP_TRY(ddp__host_broadcast(t->group, theirs, 2 * (size_t)n, DDP_I64, r));
             for (int i = 0; i < n && rank > r; i++)
                 t->left[first + i] |= t->slices[first + i].may_repeat && mine[2 * i] && memcmp(&mine[2 * i], &theirs[2 * i], 2 * sizeof *mine) == 0;
         }
@@ -4194,8 +4183,8 @@ static ddp_result ddp__weight_mismatch(const ddp_fsdp *f, const ddp__weight *w) 
     snprintf(mine, sizeof mine, "'%.60s' %.60s%s%s%s", w->name, ddp__show(ddp_dtype_name(value->dtype), value->ndim, value->shape).text,
              w->entry->frozen ? " frozen" : "", w->source != w ? " tied" : "", value->data ? "" : " without values");
     memcpy(first, mine, sizeof first);
-    if (f->desc.replicas) DDP_TRY(ddp__host_call(f->desc.replicas, DDP_CALL_BROADCAST, first, sizeof first, DDP_U8, DDP_OP_SUM, 0));
-    DDP_TRY(ddp__host_call(f->group, DDP_CALL_BROADCAST, first, sizeof first, DDP_U8, DDP_OP_SUM, 0));
+    if (f->desc.replicas) DDP_TRY(ddp__host_broadcast(f->desc.replicas, first, sizeof first, DDP_U8, 0));
+    DDP_TRY(ddp__host_broadcast(f->group, first, sizeof first, DDP_U8, 0));
     if (strcmp(mine, first) != 0) {
         own = DDP_ERR_MISMATCH;
         (void)DDP__WEIGHT_BAD(f, w, "ranks describe parameter number %d differently: here %s, on rank 0 %s", number, mine, first);

@@ -2784,21 +2784,9 @@ static ddp_result ddp__pipe_device(ddp_pipeline *p, size_t size, void **out) {
 /* Functions of the device go to the compute lane; calls of other groups may have left this thread elsewhere. */
 static ddp_result ddp__pipe_enter(const ddp_pipeline *p) { return p->device->use_stream ? p->device->use_stream(p->group, DDP_STREAM_COMPUTE) : DDP_OK; }
 
-/* A collective on host memory, in place, whatever the device is; in pieces that any backend carries. */
+/* data, which is host memory, becomes its sum over ranks. */
 static ddp_result ddp__pipe_sum_over_ranks(ddp_pipeline *p, void *data, size_t count, ddp_dtype dtype) {
-    for (size_t at = 0; at < count && p->world_size > 1; at += 4096) {
-        ddp_call call;
-        memset(&call, 0, sizeof call);
-        call.kind = DDP_CALL_ALL_REDUCE;
-        call.dtype = dtype;
-        call.op = DDP_OP_SUM;
-        call.root = -1;
-        call.tag = DDP_ON_HOST;
-        call.send = call.recv = (unsigned char *)data + at * ddp_dtype_size(dtype);
-        call.count = count - at < 4096 ? count - at : 4096;
-        DDP_TRY(ddp_group_call(p->group, &call, NULL));
-    }
-    return DDP_OK;
+    return ddp_host_collective(p->group, DDP_CALL_ALL_REDUCE, data, data, count, dtype, DDP_OP_SUM, -1);
 }
 
 static ddp_tensor ddp__pipe_grad(const ddp_param *param) {
@@ -4004,18 +3992,10 @@ static ddp_result ddp__pipe_group_failed(ddp_pipeline *p, ddp_result result, con
 static ddp_result ddp__pipe_agree(ddp_pipeline *p, ddp__pipe_notice *own, size_t *bytes) {
     ddp__pipe_notice *all = (ddp__pipe_notice *)ddp__pipe_host(p, (size_t)p->world_size, sizeof *all);
     int64_t params = 0;
-    ddp_call call;
     if (!all) { ddp_group_poison(p->group, DDP_ERR_NO_MEMORY, ddp_last_error()); return DDP_ERR_NO_MEMORY; }
-    memset(&call, 0, sizeof call);
-    call.kind = DDP_CALL_ALL_GATHER;
-    call.dtype = DDP_U8;
-    call.root = -1;
-    call.tag = DDP_ON_HOST;
-    call.send = own;
-    call.recv = all;
-    call.count = sizeof *own;
-    if (p->world_size > 1) DDP_TRY(ddp__pipe_group_failed(p, ddp_group_call(p->group, &call, NULL), ddp__pipe_create_name));
-    else all[0] = *own;
+    DDP_TRY(ddp__pipe_group_failed(
+        p, ddp_host_collective(p->group, DDP_CALL_ALL_GATHER, own, all, sizeof *own, DDP_U8, DDP_OP_SUM, -1),
+        ddp__pipe_create_name));
     if (own->result != DDP_OK) return ddp_fail((ddp_result)own->result, "%s", own->text);
     for (int rank = 0; rank < p->world_size; rank++)
         if (all[rank].result != DDP_OK) return ddp_fail((ddp_result)all[rank].result, "rank %d: %s", rank, all[rank].text);

@@ -1504,16 +1504,6 @@ static ddp_result ddp__tensor_move_send(const ddp__tensor_move *m, const ddp_ten
     return DDP_OK;
 }
 
-/* data becomes op over ranks of data, which is host memory whatever the device is. */
-static ddp_result ddp__tensor_host_reduce(ddp_group *group, void *data, size_t count, ddp_dtype dtype, ddp_op op) {
-    ddp_call call = DDP_ZERO;
-    call.kind = DDP_CALL_ALL_REDUCE, call.dtype = dtype, call.op = op, call.root = -1;
-    call.tag = DDP_ON_HOST;
-    call.send = call.recv = data;
-    call.count = count;
-    return ddp_group_call(group, &call, NULL);
-}
-
 /* A hash of all that must be the same on every rank. */
 static int64_t ddp__tensor_mark(const ddp__tensor_move *m, int root) {
     int64_t values[5 + DDP_MAX_NDIM] = {root, m->from, m->to, (int64_t)m->dtype, m->ndim};
@@ -1528,10 +1518,10 @@ static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_res
     int64_t mark = ddp__tensor_mark(m, root), words[3] = {INT64_MAX, mark, -mark};
     if (mine != DDP_OK) words[0] = (int64_t)ddp_rank(m->group) * 256 - (int64_t)mine;
     snprintf(text, sizeof text, "%s", ddp_last_error());
-    ddp_result told = ddp__tensor_host_reduce(m->group, words, 3, DDP_I64, DDP_OP_MIN);
+    ddp_result told = ddp_host_collective(m->group, DDP_CALL_ALL_REDUCE, words, words, 3, DDP_I64, DDP_OP_MIN, -1);
     int failed = told == DDP_OK && words[0] != INT64_MAX;
     if (failed && words[0] / 256 == ddp_rank(m->group)) memcpy(first, text, sizeof first);
-    if (failed) told = ddp__tensor_host_reduce(m->group, first, sizeof first, DDP_U8, DDP_OP_MAX);
+    if (failed) told = ddp_host_collective(m->group, DDP_CALL_ALL_REDUCE, first, first, sizeof first, DDP_U8, DDP_OP_MAX, -1);
     if (mine != DDP_OK) return ddp_fail(mine, "%s", text);
     if (told != DDP_OK) return told;
     if (failed) return ddp_fail((ddp_result) - (int)(words[0] & 255), "%s", first);
@@ -1691,7 +1681,7 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
             memcpy(letter.shape, source.shape, sizeof letter.shape);
         } else snprintf(letter.text, sizeof letter.text, "%.255s", ddp_last_error());
     }
-    DDP_TRY(ddp__tensor_host_reduce(group, &letter, sizeof letter / sizeof(int64_t), DDP_I64, DDP_OP_SUM));
+    DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &letter, &letter, sizeof letter / sizeof(int64_t), DDP_I64, DDP_OP_SUM, -1));
     if (letter.roots != 1)
         return ddp_fail_in(DDP_ERR_MISMATCH, __func__, group, "root=%d here, but %lld ranks are root; give every rank the same", root,
                                 (long long)letter.roots);
@@ -2163,7 +2153,6 @@ static ddp_result ddp__tp_compare(ddp_group *group, const char *call, const ddp_
 static ddp_result ddp__tp_agree(ddp_group *group, const char *call, ddp_result own, const ddp__tp_field *fields, int count, size_t *bytes) {
     int world_size = ddp_world_size(group);
     ddp__tp_notice mine, *all;
-    ddp_call call_all = DDP_ZERO;
     ddp_result result;
     if (world_size == 1) return own;
     memset(&mine, 0, sizeof mine);
@@ -2177,9 +2166,7 @@ static ddp_result ddp__tp_agree(ddp_group *group, const char *call, ddp_result o
         ddp_group_poison(group, DDP_ERR_NO_MEMORY, ddp_last_error());
         return DDP_ERR_NO_MEMORY;
     }
-    call_all.kind = DDP_CALL_ALL_GATHER, call_all.dtype = DDP_U8, call_all.root = -1, call_all.tag = DDP_ON_HOST;
-    call_all.send = &mine, call_all.recv = all, call_all.count = sizeof mine;
-    result = ddp_group_call(group, &call_all, NULL);
+    result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, &mine, all, sizeof mine, DDP_U8, DDP_OP_SUM, -1);
     if (result == DDP_OK) result = ddp__tp_compare(group, call, all, fields, count);
     for (int r = 0; r < world_size && result == DDP_OK; r++)
         if (all[r].bytes > *bytes) *bytes = (size_t)all[r].bytes;
