@@ -884,7 +884,8 @@ DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
 
 /* All ranks continue, or all fail with the same first cause.
      mine   this rank's result so far; its error line is the text
-     hash   of what must be equal on all ranks; `what` describes it in at most 200 characters
+     hash   of what must be equal on all ranks; `what` describes it in at most 300 characters. Of two
+            descriptions "name=value name=value" the error line shows the first pair that differs
      who    the public call, for the error line
    Collective and blocking. It allocates nothing: it fails on all ranks or on none.
    Every rank returns the same: DDP_OK; the result of the first rank that failed, with its text;
@@ -1032,6 +1033,7 @@ extern "C" {
 
 #define DDP__VERSION (DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH)
 #define DDP__TEXT_MAX 512    /* an error line */
+#define DDP__AGREE_TEXT 300  /* a description in ddp_agree */
 #define DDP__LINE 128        /* two cache lines: neighbours are prefetched in pairs */
 #define DDP__OWN_LINE __attribute__((aligned(DDP__LINE))) /* on a member: nothing before it shares its line */
 #define DDP__ALIGN 64
@@ -6234,9 +6236,26 @@ static int ddp__first_dissent(const ddp_group *group, int *mismatch) {
     return poisoned >= 0 ? poisoned : different;
 }
 
+/* The part in which description a differs from b: the first "name=value" with another value, or all of a. */
+static const char *ddp__difference(const char *a, const char *b, int *length) {
+    size_t word = 0, end;
+    for (size_t i = 0; a[i] && a[i] == b[i]; i++) if (a[i] == ' ') word = i + 1;
+    end = word + strcspn(a + word, " ");
+    int has_name = memchr(a + word, '=', end - word) && memchr(b + word, '=', strcspn(b + word, " "));
+    *length = has_name ? (int)(end - word) : DDP__AGREE_TEXT;
+    return has_name ? a + word : a;
+}
+
+/* Rank 0 and rank `other` describe differently what must be equal. */
+static ddp_result ddp__disagree(ddp_group *group, const char *who, const char *zero, int other, const char *others) {
+    int lengths[2];
+    const char *a = ddp__difference(zero, others, &lengths[0]), *b = ddp__difference(others, zero, &lengths[1]);
+    return ddp_fail_in(DDP_ERR_MISMATCH, who, group, "ranks differ: rank 0 %.*s, rank %d %.*s; give every rank the same",
+                       lengths[0], a, other, lengths[1], b);
+}
+
 DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, uint64_t hash,
                             const char *what) {
-    enum { SIZE = 200 };
     char own[DDP__TEXT_MAX], text[2][DDP__TEXT_MAX], begin[96];
     const char *cause = text[1];
     ddp__vote vote = {mine, 0, hash};
@@ -6256,14 +6275,13 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
         call.root = i ? first : 0;
         call.tag = DDP_ON_HOST;
         if (mismatch)
-            snprintf(text[i], sizeof text[i], "%.*s", SIZE, what);
+            snprintf(text[i], sizeof text[i], "%.*s", DDP__AGREE_TEXT, what);
         else
             memcpy(text[i], own, sizeof own);
         DDP_TRY(ddp__issue(group, &call, NULL, NULL, NULL));
     }
     if (mismatch)
-        return DDP__RANK_FAIL(group, DDP_ERR_MISMATCH, "%s group=%s: ranks differ: rank 0 %.*s, rank %d %.*s",
-                              who, group->name, SIZE, text[0], first, SIZE, text[1]);
+        return ddp__disagree(group, who, text[0], first, text[1]);
     mine = (ddp_result)group->votes[first].result;
     if (first == group->rank && strstr(own, who)) return ddp_fail(mine, "%s", own);
     snprintf(begin, sizeof begin, "rank %d/%d ", first, group->world_size);

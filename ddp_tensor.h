@@ -1504,36 +1504,18 @@ static ddp_result ddp__tensor_move_send(const ddp__tensor_move *m, const ddp_ten
     return DDP_OK;
 }
 
-/* A hash of all that must be the same on every rank. */
-static int64_t ddp__tensor_mark(const ddp__tensor_move *m, int root) {
-    int64_t values[5 + DDP_MAX_NDIM] = {root, m->from, m->to, (int64_t)m->dtype, m->ndim};
-    memcpy(values + 5, m->global, sizeof m->global);
-    return (int64_t)(ddp_hash(DDP_HASH_SEED, values, sizeof values) >> 1);
-}
-
-/* Collective: DDP_OK where every rank brings it, and means the same move; otherwise an error on all of them. root -1: there is none. */
+/* All ranks continue with the same move, or all fail. root: -1 if the move has none. */
 static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_result mine) {
+    int64_t values[5 + DDP_MAX_NDIM] = {root, m->from, m->to, (int64_t)m->dtype, m->ndim};
     ddp__tensor_text shape;
-    char text[512] = "", first[512] = ""; /* the line of this rank, and of the lowest one that failed */
-    int64_t mark = ddp__tensor_mark(m, root), words[3] = {INT64_MAX, mark, -mark};
-    if (mine != DDP_OK) words[0] = (int64_t)ddp_rank(m->group) * 256 - (int64_t)mine;
-    snprintf(text, sizeof text, "%s", ddp_last_error());
-    ddp_result told = ddp_host_collective(m->group, DDP_CALL_ALL_REDUCE, words, words, 3, DDP_I64, DDP_OP_MIN, -1);
-    int failed = told == DDP_OK && words[0] != INT64_MAX;
-    if (failed && words[0] / 256 == ddp_rank(m->group)) memcpy(first, text, sizeof first);
-    if (failed) told = ddp_host_collective(m->group, DDP_CALL_ALL_REDUCE, first, first, sizeof first, DDP_U8, DDP_OP_MAX, -1);
-    if (mine != DDP_OK) return ddp_fail(mine, "%s", text);
-    if (told != DDP_OK) return told;
-    if (failed) return ddp_fail((ddp_result) - (int)(words[0] & 255), "%s", first);
-    if (words[1] == -words[2]) return DDP_OK;
-    if (root < 0)
-        return ddp_fail_in(DDP_ERR_MISMATCH, m->who, m->group,
-                                "this rank means %s to %s of %s %s, another does not; give every rank the same placements, global shape and dtype",
-                                ddp_placement_name(m->from), ddp_placement_name(m->to), ddp_dtype_name(m->dtype),
-                                ddp__tensor_shape(m->ndim, m->global, &shape));
-    return ddp_fail_in(DDP_ERR_MISMATCH, m->who, m->group,
-                            "this rank means %s of %s %s and root=%d, another does not; give every rank the same placement, global shape, dtype and root",
-                            ddp_placement_name(m->to), ddp_dtype_name(m->dtype), ddp__tensor_shape(m->ndim, m->global, &shape), root);
+    char what[200], from[40] = "", root_text[24] = "";
+    memcpy(values + 5, m->global, sizeof m->global);
+    ddp__tensor_shape(m->ndim, m->global, &shape);
+    if (root < 0) snprintf(from, sizeof from, "%s to ", ddp_placement_name(m->from));
+    else snprintf(root_text, sizeof root_text, " root=%d", root);
+    snprintf(what, sizeof what, "%s%s of %s %s%s", from, ddp_placement_name(m->to), ddp_dtype_name(m->dtype), shape.text,
+             root_text);
+    return ddp_agree(m->group, m->who, mine, ddp_hash(DDP_HASH_SEED, values, sizeof values), what);
 }
 
 /* result: how it went so far on this rank. Where the placements may send, all hear of it before anything is sent, and of memory that one has not. */
@@ -1657,37 +1639,30 @@ static void ddp__tensor_root_move(ddp__tensor_move *m, const char *who, ddp_grou
     memcpy(m->global, global_shape, (size_t)ndim * sizeof *global_shape);
 }
 
-typedef struct ddp__tensor_letter { /* what root tells of its tensor; zeros on other ranks, so that a sum of 64-bit words brings it to all */
-    int64_t roots;                  /* ranks that have told */
-    int64_t result, dtype, ndim, shape[DDP_MAX_NDIM];
-    char text[256];                 /* when result is not 0: the error line */
-} ddp__tensor_letter;
-
 DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root, ddp_placement to, ddp_tensor *out) {
-    ddp__tensor_letter letter;
+    int64_t described[2 + DDP_MAX_NDIM]; /* dtype, ndim, shape: those of root */
+    ddp_result result = DDP_OK;
+    char what[32];
     ddp__tensor_move m;
     ddp_tensor_box box;
     ddp_tensor t = DDP_ZERO, source = DDP_ZERO;
     if (!group) return DDP__TENSOR_BAD(NULL, "group is NULL");
     if (root < 0 || root >= ddp_world_size(group)) return DDP__TENSOR_BAD(group, "root=%d; ranks are 0 to %d", root, ddp_world_size(group) - 1);
-    memset(&letter, 0, sizeof letter);
-    if (ddp_rank(group) == root) {
-        letter.roots = 1;
-        letter.result = ddp__tensor_check(__func__, group, "whole", whole, 1);
-        if (letter.result == DDP_OK) letter.result = ddp__tensor_placement_check(__func__, group, to, whole->ndim, whole->shape);
-        if (letter.result == DDP_OK) {
-            source = *whole;
-            letter.dtype = source.dtype, letter.ndim = source.ndim;
-            memcpy(letter.shape, source.shape, sizeof letter.shape);
-        } else snprintf(letter.text, sizeof letter.text, "%.255s", ddp_last_error());
+    memset(described, 0, sizeof described);
+    if (ddp_rank(group) == root) result = ddp__tensor_check(__func__, group, "whole", whole, 1);
+    if (ddp_rank(group) == root && result == DDP_OK) {
+        result = ddp__tensor_placement_check(__func__, group, to, whole->ndim, whole->shape);
+        source = *whole;
+        described[0] = source.dtype;
+        described[1] = source.ndim;
+        memcpy(described + 2, source.shape, sizeof source.shape);
     }
-    DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &letter, &letter, sizeof letter / sizeof(int64_t), DDP_I64, DDP_OP_SUM, -1));
-    if (letter.roots != 1)
-        return ddp_fail_in(DDP_ERR_MISMATCH, __func__, group, "root=%d here, but %lld ranks are root; give every rank the same", root,
-                                (long long)letter.roots);
-    if (letter.result != DDP_OK) return ddp_fail((ddp_result)letter.result, "%s", letter.text);
-    ddp__tensor_root_move(&m, __func__, group, to, (ddp_dtype)letter.dtype, (int)letter.ndim, letter.shape);
-    ddp_result result = ddp__tensor_placement_check(__func__, group, to, m.ndim, m.global);
+    snprintf(what, sizeof what, "root=%d", root);
+    DDP_TRY(ddp_agree(group, __func__, result, (uint64_t)root, what));
+    DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, described, described, 2 + DDP_MAX_NDIM, DDP_I64, DDP_OP_SUM,
+                                root));
+    ddp__tensor_root_move(&m, __func__, group, to, (ddp_dtype)described[0], (int)described[1], described + 2);
+    result = ddp__tensor_placement_check(__func__, group, to, m.ndim, m.global);
     if (result == DDP_OK) {
         ddp__tensor_box_whole(&box, m.ndim, m.global);
         ddp__tensor_box_cut(&box, to, m.rank, m.world);
@@ -2085,7 +2060,6 @@ static ddp_gemm_fn ddp__gemm_default(void) { return ddp_gemm_builtin; }
 #define DDP__TP_FAIL(group, result, call, ...) ddp_fail_in(result, call, group, __VA_ARGS__)
 #define DDP__TP_NEED(tp, call, condition, ...) \
     do { if (!(condition)) return DDP__TP_FAIL((tp)->group, DDP_ERR_INVALID, call, __VA_ARGS__); } while (0)
-#define DDP__TP_FIELDS 12
 #define DDP__TP_CHUNKS 64 /* chunk_count at most */
 #define DDP__TP_WORKS 4   /* collectives of one layer under way at once, at most */
 
@@ -2104,15 +2078,6 @@ struct ddp_tp {
 /* Collectives under way inside a call: one that was early, and as many others as there is room for. */
 typedef struct ddp__tp_flight { ddp_work early, works[DDP__TP_WORKS - 1]; int next; } ddp__tp_flight;
 
-typedef struct ddp__tp_field { const char *name; int64_t value; int is_real; /* value has the bits of a double */ } ddp__tp_field;
-
-/* What ranks tell each other when they create something together. */
-typedef struct ddp__tp_notice {
-    int64_t result, value[DDP__TP_FIELDS];
-    uint64_t bytes;
-    char call[40], text[400];
-} ddp__tp_notice;
-
 /* rows * columns elements of so many bytes; SIZE_MAX when that overflows, or a factor is negative. */
 static size_t ddp__tp_bytes(int64_t rows, int64_t columns, size_t size) {
     uint64_t count, bytes;
@@ -2123,63 +2088,22 @@ static size_t ddp__tp_bytes(int64_t rows, int64_t columns, size_t size) {
 
 static size_t ddp__tp_sum(size_t a, size_t b) { return a > SIZE_MAX - b ? SIZE_MAX : a + b; }
 
-static const char *ddp__tp_value_text(const ddp__tp_field *field, int64_t value, char text[32]) {
-    double real;
-    memcpy(&real, &value, sizeof real);
-    if (field->is_real) snprintf(text, 32, "%.9g", real);
-    else snprintf(text, 32, "%lld", (long long)value);
-    return text;
+/* All ranks create the same object, or all fail. desc: what must be equal on all ranks, in words. */
+static ddp_result ddp__tp_agree(ddp_group *group, const char *call, ddp_result own, const char *desc) {
+    char what[280];
+    snprintf(what, sizeof what, "%s %s", call, desc);
+    return ddp_agree(group, call, own, ddp_hash(DDP_HASH_SEED, what, strlen(what)), what);
 }
 
-static ddp_result ddp__tp_compare(ddp_group *group, const char *call, const ddp__tp_notice *all, const ddp__tp_field *fields, int count) {
-    int me = ddp_rank(group), world_size = ddp_world_size(group);
-    char text[2][32];
-    for (int r = 0; r < world_size; r++)
-        if (all[(me + r) % world_size].result != DDP_OK)
-            return ddp_fail((ddp_result)all[(me + r) % world_size].result, "%s", all[(me + r) % world_size].text);
-    for (int r = 1; r < world_size; r++) {
-        if (strcmp(all[r].call, all[0].call) != 0)
-            return DDP__TP_FAIL(group, DDP_ERR_MISMATCH, call, "rank 0 is in %s, rank %d in %s; make the same calls on every rank",
-                                all[0].call, r, all[r].call);
-        for (int f = 0; f < count; f++)
-            if (all[r].value[f] != all[0].value[f])
-                return DDP__TP_FAIL(group, DDP_ERR_MISMATCH, call, "%s is %s on rank 0 and %s on rank %d; give every rank the same", fields[f].name,
-                                    ddp__tp_value_text(&fields[f], all[0].value[f], text[0]), ddp__tp_value_text(&fields[f], all[r].value[f], text[1]), r);
-    }
-    return DDP_OK;
-}
-
-/* Collective. What is wrong on one rank (own) is known to all, as is the first field in which ranks differ; *bytes becomes the largest. */
-static ddp_result ddp__tp_agree(ddp_group *group, const char *call, ddp_result own, const ddp__tp_field *fields, int count, size_t *bytes) {
-    int world_size = ddp_world_size(group);
-    ddp__tp_notice mine, *all;
-    ddp_result result;
-    if (world_size == 1) return own;
-    memset(&mine, 0, sizeof mine);
-    mine.result = own;
-    mine.bytes = *bytes;
-    for (int f = 0; f < count; f++) mine.value[f] = fields[f].value;
-    snprintf(mine.call, sizeof mine.call, "%s", call);
-    if (own != DDP_OK) snprintf(mine.text, sizeof mine.text, "%.399s", ddp_last_error());
-    all = (ddp__tp_notice *)ddp_host_alloc(group, (size_t)world_size * sizeof *all);
-    if (!all) {
-        ddp_group_poison(group, DDP_ERR_NO_MEMORY, ddp_last_error());
-        return DDP_ERR_NO_MEMORY;
-    }
-    result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, &mine, all, sizeof mine, DDP_U8, DDP_OP_SUM, -1);
-    if (result == DDP_OK) result = ddp__tp_compare(group, call, all, fields, count);
-    for (int r = 0; r < world_size && result == DDP_OK; r++)
-        if (all[r].bytes > *bytes) *bytes = (size_t)all[r].bytes;
-    ddp_host_free(group, all);
-    return result;
-}
-
-/* The end of every layer's creation: as ddp__tp_agree, and the workspace has room for bytes. */
-static ddp_result ddp__tp_settle(ddp_tp *tp, const char *call, ddp_result own, const ddp__tp_field *fields, int count, size_t bytes) {
+/* The end of every layer's create: all ranks agree, and the workspace has room for bytes. */
+static ddp_result ddp__tp_settle(ddp_tp *tp, const char *call, ddp_result own, const char *desc, size_t bytes) {
     void *larger = NULL;
+    uint64_t largest = bytes;
     if (own == DDP_OK && bytes > (size_t)PTRDIFF_MAX)
         own = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "max_rows=%lld of such features do not fit in memory", (long long)tp->desc.max_rows);
-    DDP_TRY(ddp__tp_agree(tp->group, call, own, fields, count, &bytes));
+    DDP_TRY(ddp__tp_agree(tp->group, call, own, desc));
+    DDP_TRY(ddp_host_collective(tp->group, DDP_CALL_ALL_REDUCE, &largest, &largest, 1, DDP_U64, DDP_OP_MAX, -1));
+    bytes = (size_t)largest;
     if (bytes <= tp->workspace_bytes) return DDP_OK;
     DDP_TRY(ddp_group_alloc(tp->group, bytes, &larger));
     if (tp->workspace) DDP_TRY(ddp_group_free(tp->group, tp->workspace));
@@ -2189,11 +2113,11 @@ static ddp_result ddp__tp_settle(ddp_tp *tp, const char *call, ddp_result own, c
 }
 
 /* *out: size_bytes for a layer, settled. own: how its making went so far. */
-static ddp_result ddp__tp_make(ddp_tp *tp, const char *call, ddp_result own, const ddp__tp_field *fields, int count, size_t bytes, size_t size_bytes,
+static ddp_result ddp__tp_make(ddp_tp *tp, const char *call, ddp_result own, const char *desc, size_t bytes, size_t size_bytes,
                                void **out) {
     void *layer = own == DDP_OK ? ddp_host_alloc(tp->group, size_bytes) : NULL;
     if (own == DDP_OK && !layer) own = DDP_ERR_NO_MEMORY;
-    own = ddp__tp_settle(tp, call, own, fields, count, bytes);
+    own = ddp__tp_settle(tp, call, own, desc, bytes);
     if (own == DDP_OK) *out = layer;
     else ddp_host_free(tp->group, layer);
     return own;
@@ -2362,7 +2286,7 @@ static ddp_result ddp__tp_first_product(const ddp_tp *tp) {
 
 DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_desc *desc) {
     const char *call = "ddp_tp_create";
-    ddp__tp_field fields[5] = DDP_ZERO;
+    char what[160];
     size_t bytes = 0;
     ddp_tp_desc d;
     ddp_tp *tp;
@@ -2372,12 +2296,9 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
     result = ddp__tp_resolve(group, desc, &d);
     tp = (ddp_tp *)ddp_host_alloc(group, sizeof *tp + 2 * (size_t)ddp_world_size(group) * sizeof *tp->counts);
     if (!tp && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
-    fields[0].name = "dtype", fields[0].value = d.dtype;
-    fields[1].name = "max_rows", fields[1].value = d.max_rows;
-    fields[2].name = "sequence_parallel", fields[2].value = d.sequence_parallel;
-    fields[3].name = "chunk_count", fields[3].value = d.chunk_count;
-    fields[4].name = "accumulate_grads", fields[4].value = d.accumulate_grads;
-    result = ddp__tp_agree(group, call, result, fields, 5, &bytes);
+    snprintf(what, sizeof what, "dtype=%s max_rows=%lld sequence_parallel=%d chunk_count=%d accumulate_grads=%d",
+             ddp_dtype_name(d.dtype), (long long)d.max_rows, d.sequence_parallel, d.chunk_count, d.accumulate_grads);
+    result = ddp__tp_agree(group, call, result, what);
     if (result != DDP_OK) {
         ddp_host_free(group, tp);
         return result;
@@ -2392,7 +2313,7 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
     tp->counts = (size_t *)(void *)(tp + 1);
     bytes = ddp__tp_bytes(3, d.max_rows, tp->size); /* of cross-entropy, which is not created */
     if (tp->device->layer) result = ddp__tp_first_product(tp);
-    result = ddp__tp_settle(tp, call, result, NULL, 0, bytes > 64 * DDP__TP_WORKS ? bytes : 64 * DDP__TP_WORKS);
+    result = ddp__tp_settle(tp, call, result, "", bytes > 64 * DDP__TP_WORKS ? bytes : 64 * DDP__TP_WORKS);
     if (result == DDP_OK && tp->world_size > 1 && d.chunk_count > 1) result = ddp__tp_warm_up(tp);
     if (result == DDP_OK) *out = tp;
     else ddp_tp_destroy(tp);
@@ -2766,20 +2687,18 @@ static ddp_result ddp__linear_make(ddp_tp_linear *l, const char *call, size_t *b
     return DDP_OK;
 }
 
-static int ddp__linear_fields(const ddp_tp_linear *l, ddp__tp_field *fields) {
-    const ddp_tp_linear_desc *d = &l->desc;
-    static const char *const names[9] = {"split", "in_features", "out_features", "no_bias", "gather_output", "scatter_input", "heads", "kv_heads",
-                                         "head_size"};
-    int64_t values[9];
-    values[0] = d->split, values[1] = d->in_features, values[2] = d->out_features, values[3] = d->no_bias != 0, values[4] = d->gather_output != 0;
-    values[5] = d->scatter_input != 0, values[6] = d->heads, values[7] = d->kv_heads, values[8] = d->head_size;
-    for (int i = 0; i < 9; i++) fields[i].name = names[i], fields[i].value = values[i];
-    return 9;
+/* Fields that must be equal on all ranks. */
+static void ddp__linear_text(const ddp_tp_linear_desc *d, char *out, size_t size) {
+    snprintf(out, size,
+             "in_features=%lld out_features=%lld split=%d no_bias=%d gather_output=%d scatter_input=%d heads=%d kv_heads=%d "
+             "head_size=%lld",
+             (long long)d->in_features, (long long)d->out_features, (int)d->split, d->no_bias != 0, d->gather_output != 0,
+             d->scatter_input != 0, d->heads, d->kv_heads, (long long)d->head_size);
 }
 
 DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const ddp_tp_linear_desc *desc) {
     const char *call = "ddp_tp_linear_create";
-    ddp__tp_field fields[DDP__TP_FIELDS] = DDP_ZERO;
+    char what[200];
     ddp_tp_linear made;
     ddp_result result;
     void *l;
@@ -2791,7 +2710,8 @@ DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const dd
     if (desc) made.desc = *desc;
     if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
     else result = ddp__linear_make(&made, call, &bytes);
-    DDP_TRY(ddp__tp_make(tp, call, result, fields, ddp__linear_fields(&made, fields), bytes, sizeof made, &l));
+    ddp__linear_text(&made.desc, what, sizeof what);
+    DDP_TRY(ddp__tp_make(tp, call, result, what, bytes, sizeof made, &l));
     *out = (ddp_tp_linear *)memcpy(l, &made, sizeof made);
     return DDP_OK;
 }
@@ -3001,7 +2921,7 @@ static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, siz
 
 DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_mlp_desc *desc) {
     const char *call = "ddp_tp_mlp_create";
-    ddp__tp_field fields[4] = DDP_ZERO;
+    char what[160];
     ddp_tp_mlp made;
     ddp_result result;
     void *m;
@@ -3012,11 +2932,9 @@ DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_m
     if (desc) made.desc = *desc;
     if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
     else result = ddp__mlp_make(&made, tp, call, &bytes);
-    fields[0].name = "channels", fields[0].value = made.desc.channels;
-    fields[1].name = "hidden", fields[1].value = made.desc.hidden;
-    fields[2].name = "activation", fields[2].value = made.desc.activation;
-    fields[3].name = "no_bias", fields[3].value = made.desc.no_bias != 0;
-    DDP_TRY(ddp__tp_make(tp, call, result, fields, 4, bytes, sizeof made, &m));
+    snprintf(what, sizeof what, "channels=%lld hidden=%lld activation=%d no_bias=%d", (long long)made.desc.channels,
+             (long long)made.desc.hidden, (int)made.desc.activation, made.desc.no_bias != 0);
+    DDP_TRY(ddp__tp_make(tp, call, result, what, bytes, sizeof made, &m));
     *out = (ddp_tp_mlp *)memcpy(m, &made, sizeof made);
     return DDP_OK;
 }
@@ -3107,7 +3025,7 @@ static ddp_result ddp__tp_embedding_resolve(const ddp_tp *tp, const ddp_tp_embed
 
 DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp, const ddp_tp_embedding_desc *desc) {
     ddp_tp_embedding_desc d;
-    ddp__tp_field fields[3] = DDP_ZERO;
+    char what[160];
     ddp_tp_embedding *embedding;
     size_t bytes = 0;
     ddp_result result;
@@ -3115,11 +3033,10 @@ DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp, co
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_embedding_create: %s is NULL", out ? "tp" : "out");
     *out = NULL;
     result = ddp__tp_embedding_resolve(tp, desc, &d);
-    fields[0].name = "vocab", fields[0].value = d.vocab;
-    fields[1].name = "padded_vocab", fields[1].value = d.padded_vocab;
-    fields[2].name = "channels", fields[2].value = d.channels;
+    snprintf(what, sizeof what, "vocab=%lld padded_vocab=%lld channels=%lld", (long long)d.vocab,
+             (long long)d.padded_vocab, (long long)d.channels);
     if (ddp__tp_cuts_rows(tp)) bytes = ddp__tp_bytes(tp->desc.max_rows, d.channels, tp->size);
-    DDP_TRY(ddp__tp_make(tp, "ddp_tp_embedding_create", result, fields, 3, bytes, sizeof *embedding, &layer));
+    DDP_TRY(ddp__tp_make(tp, "ddp_tp_embedding_create", result, what, bytes, sizeof *embedding, &layer));
     embedding = (ddp_tp_embedding *)layer;
     embedding->tp = tp;
     embedding->desc = d;
@@ -3411,18 +3328,15 @@ static ddp_result ddp__tp_norm_resolve(const ddp_tp *tp, const ddp_tp_layer_norm
 
 DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp, const ddp_tp_layer_norm_desc *desc) {
     ddp_tp_layer_norm_desc d;
-    ddp__tp_field fields[3] = DDP_ZERO;
+    char what[160];
     ddp_tp_layer_norm *norm;
     ddp_result result;
     void *layer;
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_layer_norm_create: %s is NULL", out ? "tp" : "out");
     *out = NULL;
     result = ddp__tp_norm_resolve(tp, desc, &d);
-    fields[0].name = "channels", fields[0].value = d.channels;
-    fields[1].name = "rms", fields[1].value = d.rms;
-    fields[2].name = "eps", fields[2].is_real = 1;
-    memcpy(&fields[2].value, &d.eps, sizeof d.eps);
-    DDP_TRY(ddp__tp_make(tp, "ddp_tp_layer_norm_create", result, fields, 3, ddp__tp_bytes(2, d.channels, tp->size), sizeof *norm, &layer));
+    snprintf(what, sizeof what, "channels=%lld rms=%d eps=%.17g", (long long)d.channels, d.rms, (double)d.eps);
+    DDP_TRY(ddp__tp_make(tp, "ddp_tp_layer_norm_create", result, what, ddp__tp_bytes(2, d.channels, tp->size), sizeof *norm, &layer));
     norm = (ddp_tp_layer_norm *)layer;
     norm->tp = tp;
     norm->desc = d;

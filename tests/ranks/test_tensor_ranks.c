@@ -568,16 +568,16 @@ static ddp_result sentences(ddp_group *world) {
         const int64_t wide[2] = {2, 2 * w}, high[2] = {2 * w, 2}, less[2] = {2 * w - 1, 2};
         int odd = rank == 0;
         TRY(says(world, ddp_tensor_gather(world, &in, odd ? DDP_SHARD(1) : DDP_SHARD(0), odd ? wide : high, 0, &out), DDP_ERR_MISMATCH,
-            odd ? "this rank means SHARD(1) of f32 (2, " : "this rank means SHARD(0) of f32 ("));
+            "ranks differ: rank 0 SHARD(1) of f32 (2, "));
         TRY(says(world, ddp_tensor_gather(world, &in, DDP_SHARD(0), odd ? less : high, 0, &out), DDP_ERR_MISMATCH,
-            "another does not; give every rank the same placement, global shape, dtype and root"));
+            "root=0; give every rank the same"));
         in.shape[0] = in.shape[1] = 2 * w > 8 ? 8 : 2 * w;
-        TRY(says(world, ddp_tensor_distribute(world, &in, 0, odd ? DDP_SHARD(1) : DDP_SHARD(0), &out), DDP_ERR_MISMATCH, "this rank means SHARD("));
+        TRY(says(world, ddp_tensor_distribute(world, &in, 0, odd ? DDP_SHARD(1) : DDP_SHARD(0), &out), DDP_ERR_MISMATCH, "ranks differ: rank 0 SHARD(1) of f32 ("));
     }
     in.ndim = 5, in.shape[0] = 5, in.shape[1] = 4, in.shape[2] = in.shape[3] = in.shape[4] = 1;
-    snprintf(text, sizeof text, "root=%d here, but %d ranks are root; give every rank the same", rank, w);
-    TRY(says(world, ddp_tensor_distribute(world, &in, rank, DDP_SHARD(0), &out), DDP_ERR_MISMATCH, text));
-    snprintf(text, sizeof text, "root=%d here, but 0 ranks are root", (rank + 1) % w);
+    TRY(says(world, ddp_tensor_distribute(world, &in, rank, DDP_SHARD(0), &out), DDP_ERR_MISMATCH,
+             "ranks differ: rank 0 root=0, rank 1 root=1; give every rank the same"));
+    snprintf(text, sizeof text, "ranks differ: rank 0 root=1, rank 1 root=%d; give every rank the same", 2 % w);
     TRY(says(world, ddp_tensor_distribute(world, &in, (rank + 1) % w, DDP_SHARD(0), &out), DDP_ERR_MISMATCH, text));
     RANKS_CHECK(world, !out.data, "out was made");
     in.ndim = 2, in.shape[0] = 5, in.shape[1] = 4;
@@ -609,7 +609,7 @@ static ddp_result one_is_wrong(ddp_group *world) {
     out.shape[0] = rank ? w * w : w;
     out.shape[1] = rank ? w : w * w;
     TRY(says(world, ddp_tensor_redistribute(world, &in, rank ? DDP_SHARD(0) : DDP_SHARD(1), DDP_REPLICATE, &out), DDP_ERR_MISMATCH,
-        rank ? "this rank means SHARD(0) to REPLICATE of f32 (" : "this rank means SHARD(1) to REPLICATE of f32 ("));
+        "ranks differ: rank 0 SHARD(1) to REPLICATE of f32 ("));
     out.shape[0] = rank == 1 ? w + 1 : w;
     out.shape[1] = w;
     snprintf(text, sizeof text, "rank 1/%d ddp_tensor_redistribute group=%s: out is (%d, %d), but REPLICATE of", w, ddp_group_name(world), w + 1, w);

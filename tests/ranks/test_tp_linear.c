@@ -692,17 +692,17 @@ static ddp_result mismatches(ddp_group *group) {
     if (ddp_world_size(group) == 1) return DDP_OK;
     desc.max_rows = 8;
     other = desc, other.chunk_count = odd ? 3 : 2;
-    FAILS(group, DDP_ERR_MISMATCH, ddp_tp_create(&tp, group, &other), "chunk_count is 2 on rank 0 and 3 on rank 1", "ddp_tp_create");
+    FAILS(group, DDP_ERR_MISMATCH, ddp_tp_create(&tp, group, &other), "rank 0 chunk_count=2, rank 1 chunk_count=3", "ddp_tp_create");
     other = desc, other.sequence_parallel = odd;
-    FAILS(group, DDP_ERR_MISMATCH, ddp_tp_create(&tp, group, &other), "sequence_parallel is 0 on rank 0 and 1 on rank 1");
+    FAILS(group, DDP_ERR_MISMATCH, ddp_tp_create(&tp, group, &other), "rank 0 sequence_parallel=0, rank 1 sequence_parallel=1");
     other = desc, other.max_rows = odd ? -2 : 8;
     BAD(group, ddp_tp_create(&tp, group, &other), "rank 1/", "max_rows=-2");
     RANKS_OK(group, ddp_tp_create(&tp, group, &desc));
     l.in_features = 8, l.out_features = odd ? 16 : 8;
-    FAILS(group, DDP_ERR_MISMATCH, ddp_tp_linear_create(&linear_made, tp, &l), "out_features is 8 on rank 0 and 16 on rank 1");
+    FAILS(group, DDP_ERR_MISMATCH, ddp_tp_linear_create(&linear_made, tp, &l), "rank 0 out_features=8, rank 1 out_features=16; give every rank the same");
     l.out_features = 8, pair.channels = 8, pair.hidden = 8;
     FAILS(group, DDP_ERR_MISMATCH, odd ? ddp_tp_mlp_create(&mlp_made, tp, &pair) : ddp_tp_linear_create(&linear_made, tp, &l),
-          "rank 0 is in ddp_tp_linear_create, rank 1 in ddp_tp_mlp_create");
+          "ranks differ: rank 0 ddp_tp_linear_create in_features=8 ", "rank 1 ddp_tp_mlp_create channels=8");
     RANKS_OK(group, ddp_tp_linear_create(&linear_made, tp, &l));
     ddp_tp_linear_destroy(linear_made);
     ddp_tp_destroy(tp);
