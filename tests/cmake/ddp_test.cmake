@@ -10,7 +10,7 @@ endif()
 
 set(DDP_KNOWN_FLAVOURS plain o3 clang cxx asan tsan mpi mpi.asan cuda cuda.asan cuda.tsan fuzz arm64)
 
-# These macros tell a source that its program links shared implementations (support/implementation*.c).
+# These macros keep the implementations out of a source: its program links support/implementation*.c.
 set(DDP_CORE_INCLUDED DDP_IMPLEMENTATION_INCLUDED DDP_FSDP_IMPLEMENTATION_INCLUDED)
 set(DDP_SIBLINGS_INCLUDED DDP_PIPELINE_IMPLEMENTATION_INCLUDED DDP_TENSOR_IMPLEMENTATION_INCLUDED)
 
@@ -23,7 +23,7 @@ set(DDP_SIBLINGS_INCLUDED DDP_PIPELINE_IMPLEMENTATION_INCLUDED DDP_TENSOR_IMPLEM
 #   optimize, sanitize, defines   for the compiler
 #   compiler                      empty where CMake's C compiler builds it, as a CMake executable. Otherwise:
 #   flags, link_flags             all other flags of the compiler and of the linker
-#   bodies, included              targets of shared implementations, and the macros that tell the source
+#   bodies, included              targets of the shared implementations; macros that keep them out of the source
 macro(ddp_read_flavour)
     if(NOT flavour IN_LIST DDP_KNOWN_FLAVOURS)
         message(FATAL_ERROR "unknown flavour ${flavour}: use one of ${DDP_KNOWN_FLAVOURS}")
@@ -70,7 +70,8 @@ macro(ddp_read_flavour)
             set(enabled FALSE)
         endif()
         if(flavour STREQUAL "mpi.asan") # Open MPI leaks, and ddp.h keeps some memory until MPI ends
-            set(environment "ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=1:strict_string_checks=1")
+            set(environment
+                "ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=1:strict_string_checks=1")
         endif()
     elseif(flavour MATCHES "^cuda")
         list(APPEND labels cuda)
@@ -126,12 +127,12 @@ macro(ddp_read_flavour)
         if(flavour STREQUAL "cuda.tsan" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
             list(APPEND flags -Wno-tsan)
         endif()
-        set(flags -x c++ -std=c++17 ${flags} -g1 -ffp-contract=off -Wall -Wextra -Werror ${DDP_TEST_GCC_WARNINGS}
-            ${DDP_CUDA_FLAGS})
+        set(flags -x c++ -std=c++17 ${flags} -g1 -ffp-contract=off -Wall -Wextra -Werror
+            ${DDP_TEST_GCC_WARNINGS} ${DDP_CUDA_FLAGS})
         set(link_flags ${sanitize} "${DDP_CUDART_LIBRARY}" -ldl -lrt)
     elseif(flavour STREQUAL "fuzz")
         set(compiler "${DDP_CLANG}")
-        set(link_flags ${sanitize} -Wno-pass-failed) # some loops are not vectorised
+        set(link_flags ${sanitize} -Wno-pass-failed) # some loops are not vectorized
         set(flags -std=gnu11 -O1 -g1 ${DDP_TEST_WARNINGS} ${link_flags})
         set(included "")
         set(bodies "")
@@ -162,8 +163,8 @@ function(ddp_object name source)
         set(dependencies IMPLICIT_DEPENDS C "${source}")
     endif()
     add_custom_command(OUTPUT "${object}" DEPENDS "${source}" ${dependencies}
-        COMMAND "${compiler}" ${ARGN} ${includes} -pthread -MD -MF "${object}.d" -MT "${depfile_target}" -c "${source}"
-            -o "${object}"
+        COMMAND "${compiler}" ${ARGN} ${includes} -pthread -MD -MF "${object}.d" -MT "${depfile_target}"
+            -c "${source}" -o "${object}"
         COMMENT "Building ${name}" VERBATIM)
 endfunction()
 
@@ -188,7 +189,8 @@ function(ddp_find_source variable file)
         get_filename_component(path "${file}" ABSOLUTE BASE_DIR "${PROJECT_SOURCE_DIR}")
     endif()
     if(NOT EXISTS "${path}")
-        message(FATAL_ERROR "${name}: ${file} is neither in ${CMAKE_CURRENT_SOURCE_DIR} nor in ${PROJECT_SOURCE_DIR}")
+        message(FATAL_ERROR "${name}: ${file} is neither in ${CMAKE_CURRENT_SOURCE_DIR} "
+            "nor in ${PROJECT_SOURCE_DIR}: name an existing file")
     endif()
     set(${variable} "${path}" PARENT_SCOPE)
 endfunction()
@@ -209,6 +211,7 @@ function(ddp_program name)
             set(bodies "")
             set(included "")
         endif()
+
         if(compiler)
             set(macros ${included} ${defines} ${T_DEFINES})
             list(TRANSFORM macros PREPEND -D)
@@ -227,10 +230,11 @@ function(ddp_program name)
                 endif()
                 list(APPEND link_flags "${lib}")
             endforeach()
-            add_custom_command(OUTPUT "${DDP_TEST_BINARIES}/${target}" DEPENDS ${objects}
-                COMMAND "${compiler}" -pthread ${objects} ${link_flags} -lm -o "${DDP_TEST_BINARIES}/${target}"
+            set(path "${DDP_TEST_BINARIES}/${target}")
+            add_custom_command(OUTPUT "${path}" DEPENDS ${objects}
+                COMMAND "${compiler}" -pthread ${objects} ${link_flags} -lm -o "${path}"
                 COMMENT "Linking ${target}" VERBATIM)
-            add_custom_target("${target}" ALL DEPENDS "${DDP_TEST_BINARIES}/${target}")
+            add_custom_target("${target}" ALL DEPENDS "${path}")
             if(bodies)
                 add_dependencies("${target}" ${bodies}) # so that a parallel make builds them once
             endif()
@@ -266,7 +270,8 @@ function(ddp_add_test test environment)
     # The limit of ctest only catches what the watchdog of a test does not: machines may be slow or busy.
     math(EXPR timeout "${T_TIMEOUT} * ${slowdown} * 3 + 20")
     set_tests_properties("${test}" PROPERTIES TIMEOUT "${timeout}" PROCESSORS "${T_PROCESSORS}"
-        LABELS "${labels};${T_LABELS}" RUN_SERIAL "${T_SERIAL}" ENVIRONMENT "${DDP_TEST_ENVIRONMENT};${environment}"
+        LABELS "${labels};${T_LABELS}" RUN_SERIAL "${T_SERIAL}"
+        ENVIRONMENT "${DDP_TEST_ENVIRONMENT};${environment}"
         WORKING_DIRECTORY "${DDP_TEST_WORK}" SKIP_RETURN_CODE 77)
     if(T_LOCK)
         set_tests_properties("${test}" PROPERTIES RESOURCE_LOCK "${T_LOCK}")
@@ -392,8 +397,8 @@ function(ddp_test name)
                 list(APPEND variables "DDP_TEST_BLOCK=${ranks}")
                 set(mpirun "${DDP_MPIRUN}" -n ${count})
             endif()
-            ddp_add_test("${name}.${run_name}${suffix}" "${environment};${variables}" ${launcher} ${mpirun} ${command}
-                ${words})
+            ddp_add_test("${name}.${run_name}${suffix}" "${environment};${variables}"
+                ${launcher} ${mpirun} ${command} ${words})
         endforeach()
         if(NOT runs)
             ddp_add_test("${name}${suffix}" "${environment}" ${launcher} ${command})
