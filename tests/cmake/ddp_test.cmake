@@ -23,7 +23,7 @@ set(DDP_SIBLINGS_INCLUDED DDP_PIPELINE_IMPLEMENTATION_INCLUDED DDP_TENSOR_IMPLEM
 #   optimize, sanitize, defines   for the compiler
 #   compiler                      empty where CMake's C compiler builds it, as a CMake executable. Otherwise:
 #   flags, link_flags             all other flags of the compiler and of the linker
-#   bodies, included              targets of the shared implementations; macros that keep them out of the source
+#   bodies, included              targets of shared implementations; macros that keep them out of the source
 macro(ddp_read_flavour)
     if(NOT flavour IN_LIST DDP_KNOWN_FLAVOURS)
         message(FATAL_ERROR "unknown flavour ${flavour}: use one of ${DDP_KNOWN_FLAVOURS}")
