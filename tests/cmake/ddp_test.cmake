@@ -227,6 +227,8 @@ function(ddp_program name)
             foreach(lib ${T_LIBS})
                 if(TARGET "${lib}")
                     get_target_property(lib "${lib}" IMPORTED_LOCATION)
+                elseif(NOT lib MATCHES "^[-/]") # neither a flag nor a path
+                    set(lib "-l${lib}")
                 endif()
                 list(APPEND link_flags "${lib}")
             endforeach()
