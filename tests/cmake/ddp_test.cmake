@@ -2,7 +2,7 @@
 #   ddp_program(NAME ...)   builds a program in each of its flavours
 #   ddp_test(NAME ...)      builds a program, or takes one that exists, and registers its tests
 #   ddp_read_flavour()      sets what differs between flavours
-#   ddp_object, ddp_compile_options, ddp_add_test   serve the three above and support/CMakeLists.txt
+#   the other functions are parts of these; support/CMakeLists.txt uses two of them
 
 if(POLICY CMP0116)
     cmake_policy(SET CMP0116 NEW) # DEPFILE may hold absolute paths
@@ -312,10 +312,6 @@ function(ddp_test name)
     endif()
 
     # Defaults.
-    set(is_mpi FALSE)
-    if(T_FLAVOURS MATCHES "mpi")
-        set(is_mpi TRUE)
-    endif()
     if(NOT T_FLAVOURS)
         set(T_FLAVOURS plain asan)
         if(T_SCRIPT)
@@ -330,7 +326,7 @@ function(ddp_test name)
     endif()
     if(NOT T_PROCESSORS)
         set(T_PROCESSORS 1)
-        if(is_mpi)
+        if(T_FLAVOURS MATCHES "mpi")
             set(T_PROCESSORS 2)
         endif()
     endif()
@@ -391,12 +387,12 @@ function(ddp_test name)
             list(TRANSFORM variables PREPEND DDP_TEST_)
             list(FILTER words EXCLUDE REGEX "^[A-Z]+=")
             set(mpirun "")
-            if(is_mpi) # "4by2 args" or "4 args"
+            if(flavour MATCHES "^mpi") # "4by2 args" or "4 args"
                 list(POP_FRONT words ranks)
                 string(REPLACE "by" ";" ranks "${ranks};64")
-                list(GET ranks 0 1 ranks)
-                list(POP_FRONT ranks count)
-                list(APPEND variables "DDP_TEST_BLOCK=${ranks}")
+                list(GET ranks 0 count)
+                list(GET ranks 1 block)
+                list(APPEND variables "DDP_TEST_BLOCK=${block}")
                 set(mpirun "${DDP_MPIRUN}" -n ${count})
             endif()
             ddp_add_test("${name}.${run_name}${suffix}" "${environment};${variables}"
