@@ -3952,32 +3952,24 @@ DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline) {
 
 //== runner: beginning and end ===================================================================== >>impl-pipeline-create
 
-/* What ranks tell each other before they share memory. */
-typedef struct ddp__pipe_notice {
-    int64_t result, params, no_clip;
-    uint64_t schedule, edges, ties, bytes, works;
-    char text[512];
-} ddp__pipe_notice;
-
-static void ddp__pipe_notice_fill(const ddp_pipeline *p, const ddp_pipeline_edge *edges, ddp__pipe_notice *own) {
-    const uint64_t start = DDP_HASH_SEED;
+/* What must be equal on all ranks, in words. */
+static void ddp__pipe_describe_plan(const ddp_pipeline *p, const ddp_pipeline_edge *edges, char *out, size_t size) {
     const ddp_schedule *s = p->schedule;
-    own->schedule = ddp_hash(start, s->actions, (size_t)s->count * sizeof *s->actions);
-    own->schedule = ddp_hash(own->schedule, s->first, ((size_t)s->rank_count + 1) * sizeof *s->first);
-    own->schedule = ddp_hash(own->schedule, &s->update_interval, sizeof s->update_interval) ^ (uint64_t)s->kind;
-    own->edges = start;
+    uint64_t schedule = ddp_hash(DDP_HASH_SEED, s->actions, (size_t)s->count * sizeof *s->actions);
+    uint64_t edge_hash = DDP_HASH_SEED;
+    uint64_t ties = ddp_hash(DDP_HASH_SEED, p->desc.ties, (size_t)p->desc.tie_count * sizeof *p->desc.ties);
+    schedule = ddp_hash(schedule, s->first, ((size_t)s->rank_count + 1) * sizeof *s->first);
+    schedule = ddp_hash(schedule, &s->update_interval, sizeof s->update_interval) ^ (uint64_t)s->kind;
     for (int i = 0; i < p->link_count; i++) {
         const ddp_tensor *t = &edges[i].tensor;
         int fields[6] = {edges[i].from, edges[i].to, (int)t->dtype, t->ndim, (int)edges[i].grad_dtype, edges[i].no_grad};
-        own->edges = ddp_hash(own->edges, fields, sizeof fields);
-        own->edges = ddp_hash(own->edges, t->shape, (size_t)t->ndim * sizeof *t->shape);
+        edge_hash = ddp_hash(edge_hash, fields, sizeof fields);
+        edge_hash = ddp_hash(edge_hash, t->shape, (size_t)t->ndim * sizeof *t->shape);
     }
-    own->ties = ddp_hash(start, p->desc.ties, (size_t)p->desc.tie_count * sizeof *p->desc.ties);
-    for (int stage = 0; stage < p->stage_count; stage++) {
-        const ddp_pipeline_stage *desc = &p->stages[stage].desc; /* of another rank's: empty */
-        own->params += desc->param_count;
-        for (int i = 0; i < desc->param_count; i++) own->no_clip |= ddp__pipe_comes_and_goes(desc, i);
-    }
+    snprintf(out, size, "schedule=%s:%d_stages:%d_microbatches:%016llx edges=%d:%016llx ties=%d:%016llx",
+             ddp_schedule_kind_name(s->kind), p->stage_count, ddp_schedule_microbatch_count(s),
+             (unsigned long long)schedule, p->link_count, (unsigned long long)edge_hash, p->desc.tie_count,
+             (unsigned long long)ties);
 }
 
 /* A call of the group failed: its first cause, if it has one, as the sentence of `who`. */
@@ -3988,26 +3980,19 @@ static ddp_result ddp__pipe_group_failed(ddp_pipeline *p, ddp_result result, con
     return ddp_fail(result, "rank %d/%d %s group=%s: %.400s", p->rank, p->world_size, who, ddp_group_name(p->group), p->text);
 }
 
-/* Whatever is wrong on one rank is known to all; *bytes becomes what the rank with the most to send needs. */
-static ddp_result ddp__pipe_agree(ddp_pipeline *p, ddp__pipe_notice *own, size_t *bytes) {
-    ddp__pipe_notice *all = (ddp__pipe_notice *)ddp__pipe_host(p, (size_t)p->world_size, sizeof *all);
-    int64_t params = 0;
-    if (!all) { ddp_group_poison(p->group, DDP_ERR_NO_MEMORY, ddp_last_error()); return DDP_ERR_NO_MEMORY; }
-    DDP_TRY(ddp__pipe_group_failed(
-        p, ddp_host_collective(p->group, DDP_CALL_ALL_GATHER, own, all, sizeof *own, DDP_U8, DDP_OP_SUM, -1),
-        ddp__pipe_create_name));
-    if (own->result != DDP_OK) return ddp_fail((ddp_result)own->result, "%s", own->text);
-    for (int rank = 0; rank < p->world_size; rank++)
-        if (all[rank].result != DDP_OK) return ddp_fail((ddp_result)all[rank].result, "rank %d: %s", rank, all[rank].text);
-    for (int rank = 0; rank < p->world_size; rank++) {
-        const char *what = all[rank].schedule != all[0].schedule ? "schedules" : all[rank].edges != all[0].edges ? "edges" : all[rank].ties != all[0].ties ? "ties" : NULL;
-        if (what) return ddp_fail(DDP_ERR_MISMATCH, "ddp_pipeline_create group=%s: %s of ranks 0 and %d differ; give every rank the same", ddp_group_name(p->group), what, rank);
-        if (all[rank].bytes > *bytes) *bytes = (size_t)all[rank].bytes;
-        p->no_clip |= (int)all[rank].no_clip;
-        params += all[rank].params;
-        if (all[rank].works > (uint64_t)p->works) p->works = (int)all[rank].works;
+/* What needs a value of every rank: *bytes becomes that of the rank with the most to send. */
+static ddp_result ddp__pipe_largest(ddp_pipeline *p, size_t *bytes) {
+    uint64_t value[4] = {*bytes, (uint64_t)p->works, 0, 0}; /* the last two: gradients without clipping; any parameter */
+    for (int stage = 0; stage < p->stage_count; stage++) {
+        const ddp_pipeline_stage *desc = &p->stages[stage].desc; /* of another rank's: empty */
+        if (desc->param_count) value[3] = 1;
+        for (int i = 0; i < desc->param_count; i++) value[2] |= (uint64_t)ddp__pipe_comes_and_goes(desc, i);
     }
-    p->no_clip |= !params;
+    ddp_result result = ddp_host_collective(p->group, DDP_CALL_ALL_REDUCE, value, value, 4, DDP_U64, DDP_OP_MAX, -1);
+    DDP_TRY(ddp__pipe_group_failed(p, result, ddp__pipe_create_name));
+    *bytes = (size_t)value[0];
+    p->works = (int)value[1];
+    p->no_clip = value[2] || !value[3];
     return DDP_OK;
 }
 
@@ -4139,28 +4124,31 @@ static ddp_result ddp__pipe_ask_in_place(ddp_pipeline *p) {
 }
 
 /* All that a rank can find out alone. */
-static ddp_result ddp__pipe_describe(ddp_pipeline *p, ddp__pipe_notice *own, int64_t **ends, size_t *bytes) {
+static ddp_result ddp__pipe_describe(ddp_pipeline *p, int64_t **ends, size_t *bytes, char *what, size_t what_size) {
     ddp_pipeline_edge *edges = NULL;
     DDP_TRY(ddp__pipe_check_desc(p));
     DDP_TRY(ddp__pipe_edges(p, &edges));
     DDP_TRY(ddp__pipe_layout(p, edges, bytes));
     DDP_TRY(ddp__pipe_ends(p, ends));
-    ddp__pipe_notice_fill(p, edges, own);
+    ddp__pipe_describe_plan(p, edges, what, what_size);
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc) {
     ddp_pipeline *p;
-    ddp__pipe_notice own;
+    char what[300] = "";
     int64_t *ends = NULL;
     size_t bytes = 0;
     ddp_result result;
     if (out) *out = NULL;
     if (!group) return DDP__PIPE_BAD("group is NULL");
     p = (ddp_pipeline *)ddp_host_alloc(group, sizeof *p);
-    if (!p) { ddp_group_poison(group, DDP_ERR_NO_MEMORY, ddp_last_error()); return DDP_ERR_NO_MEMORY; }
+    result = ddp_agree(group, ddp__pipe_create_name, p ? DDP_OK : DDP_ERR_NO_MEMORY, 0, "");
+    if (result != DDP_OK) {
+        ddp_host_free(group, p);
+        return result;
+    }
     memset(p, 0, sizeof *p);
-    memset(&own, 0, sizeof own);
     p->group = group;
     p->device = ddp_group_device(group);
     p->rank = ddp_rank(group), p->world_size = ddp_world_size(group);
@@ -4168,10 +4156,10 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
     result = ddp__pipe_group_failed(p, ddp__pipe_ask_in_place(p), ddp__pipe_create_name);
     if (result != DDP_OK) { ddp_host_free(group, p); return result; }
     if (desc) p->desc = *desc;
-    result = out && desc ? ddp__pipe_describe(p, &own, &ends, &bytes) : DDP__PIPE_BAD("%s is NULL", out ? "desc" : "out");
-    if (result != DDP_OK) snprintf(own.text, sizeof own.text, "%s", ddp_last_error());
-    own.result = result, own.bytes = bytes, own.works = (uint64_t)p->works;
-    result = ddp__pipe_agree(p, &own, &bytes); /* and so nobody waits for a rank that had to leave */
+    if (out && desc) result = ddp__pipe_describe(p, &ends, &bytes, what, sizeof what);
+    else result = DDP__PIPE_BAD("%s is NULL", out ? "desc" : "out");
+    result = ddp_agree(group, ddp__pipe_create_name, result, ddp_hash(DDP_HASH_SEED, what, strlen(what)), what);
+    if (result == DDP_OK) result = ddp__pipe_largest(p, &bytes);
     if (result == DDP_OK) result = ddp__pipe_agree_ties(p, ends);
     if (result == DDP_OK) result = ddp__pipe_group_failed(p, ddp__pipe_tie_groups(p), ddp__pipe_create_name);
     if (result == DDP_OK && bytes) result = ddp__pipe_group_failed(p, ddp_group_alloc(group, bytes, &p->shared), ddp__pipe_create_name);
