@@ -7722,9 +7722,12 @@ static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
 #define DDP__SCHEMA_OPTIONS 9
 #define DDP__CREATE_NEED(condition, ...) DDP__CHECK("ddp_reducer_create", NULL, condition, __VA_ARGS__)
 
-/* What must be equal on all ranks is a list of entries: options, parameters, buffers. An entry's hash goes on from the one before, so
-   that the last one stands for all. Texts may be cut short: the hash has all of the name and shape. result: how a rank fared. */
-typedef struct ddp__entry { uint64_t hash; ddp_result result; char what[32], text[DDP__TEXT_MAX]; } ddp__entry;
+/* What must be equal on all ranks is a list of entries: options, parameters, buffers. An entry's hash continues
+   that of the entry before, so the last hash covers the list. text may be cut short; the hash is not. */
+typedef struct ddp__entry {
+    uint64_t hash;
+    char text[DDP__AGREE_TEXT];
+} ddp__entry;
 
 typedef struct ddp__grad_key { uintptr_t address; int index; } ddp__grad_key;
 
@@ -7768,14 +7771,14 @@ static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint6
     const char *kind = buffer < 0 ? "parameter" : "buffer";
     ddp__entry entry;
     memset(&entry, 0, sizeof entry);
-    snprintf(entry.what, sizeof entry.what, "%s %d", kind, buffer < 0 ? param : buffer);
     if (param < 0) {
-        snprintf(entry.what, sizeof entry.what, "%s", options[index].name);
-        snprintf(entry.text, sizeof entry.text, "%lld", options[index].value);
+        snprintf(entry.text, sizeof entry.text, "%s=%lld", options[index].name, options[index].value);
     } else if (param == d->param_count || buffer >= d->buffer_count) {
-        snprintf(entry.text, sizeof entry.text, "no such %s", kind);
+        snprintf(entry.text, sizeof entry.text, "no %s %d", kind, buffer < 0 ? param : buffer);
     } else if (buffer >= 0) {
-        hash = ddp__shape_text(hash, &d->buffers[buffer], entry.text, sizeof entry.text);
+        char shape[96];
+        hash = ddp__shape_text(hash, &d->buffers[buffer], shape, sizeof shape);
+        snprintf(entry.text, sizeof entry.text, "buffer %d %s", buffer, shape);
     } else {
         const ddp__grad *own = &reducer->grads[param];
         const char *name = d->params[param].name ? d->params[param].name : "";
@@ -7785,7 +7788,8 @@ static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint6
         hash = ddp__shape_text(hash, &grad, gradient, sizeof gradient);
         hash = ddp_hash(hash, name, strlen(name));
         if (own->first_use != param) snprintf(tied, sizeof tied, " tied to parameter %d", own->first_use);
-        snprintf(entry.text, sizeof entry.text, "'%.40s' %.60s%s, gradient %.60s %s", name, value, tied, gradient, own->placed ? "NULL" : "given");
+        snprintf(entry.text, sizeof entry.text, "parameter %d '%.40s' %.60s%s, gradient %.60s %s", param, name, value, tied,
+                 gradient, own->placed ? "NULL" : "given");
     }
     entry.hash = ddp_hash(hash, entry.text, strlen(entry.text) + 1);
     return entry;
@@ -7904,34 +7908,20 @@ static ddp_result ddp__reducer_gather(ddp_reducer *reducer, const void *mine, si
     return ddp__submit_host(reducer->group, DDP_CALL_ALL_GATHER, mine, reducer->host, bytes, DDP_U8, DDP_OP_SUM, DDP__FOR_REDUCER);
 }
 
-/* Collective. own is how this rank fared; DDP_OK comes back only if every rank is fine and all were given the same. Ranks tell each other
-   that, and the hash of their last entry; where one differs they go through the list in step, up to the entry to name. */
+/* All ranks create the same reducer, or all fail. own: the result of this rank so far. After a mismatch all ranks go
+   through the list together, up to the first entry that differs. */
 static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
+    const char *who = "ddp_reducer_create";
     int entries = DDP__SCHEMA_OPTIONS + reducer->desc.param_count + 1 + reducer->desc.buffer_count + 1;
-    const ddp__entry *all = (const ddp__entry *)reducer->host;
-    uint64_t hash = 0;
-    ddp__entry mine;
-    if (reducer->group->world_size == 1) return own;
-    memset(&mine, 0, sizeof mine);
-    mine.result = own;
-    if (own != DDP_OK) snprintf(mine.text, sizeof mine.text, "%s", ddp_last_error());
-    for (int i = 0; i < entries && own == DDP_OK; i++) mine.hash = ddp__schema_entry(reducer, i, mine.hash).hash;
-    for (int index = -1, differ = 0;; index++) {
-        if (index >= 0) mine = ddp__schema_entry(reducer, index, hash);
-        if (index >= 0) hash = mine.hash;
-        DDP_TRY(ddp__reducer_gather(reducer, &mine, sizeof mine));
-        if (own != DDP_OK) return ddp_fail(own, "%s", mine.text);
-        for (int r = 0; r < reducer->group->world_size; r++) {
-            if (all[r].result != DDP_OK)
-                return DDP__RANK_FAIL(reducer->group, all[r].result, "ddp_reducer_create: rank %d failed: %.400s", r, all[r].text);
-            if (all[r].hash == all[0].hash) continue;
-            if (index >= 0)
-                return DDP__RANK_FAIL(reducer->group, DDP_ERR_MISMATCH, "ddp_reducer_create: %s differs: %.180s on rank 0, %.180s on "
-                                      "rank %d; pass the same on every rank", mine.what, all[0].text, all[r].text, r);
-            differ = 1;
-        }
-        if (!differ) return DDP_OK;
+    ddp__entry entry = {0, ""};
+    for (int i = 0; i < entries && own == DDP_OK; i++) entry = ddp__schema_entry(reducer, i, entry.hash);
+    ddp_result result = ddp_agree(reducer->group, who, own, entry.hash, "");
+    entry.hash = 0;
+    for (int i = 0; i < entries && result == DDP_ERR_MISMATCH; i++) {
+        entry = ddp__schema_entry(reducer, i, entry.hash);
+        DDP_TRY(ddp_agree(reducer->group, who, DDP_OK, entry.hash, entry.text));
     }
+    return result;
 }
 
 //== reducer ======================================================================================== >>impl-reducer
@@ -8008,8 +7998,8 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     if (out) *out = NULL;
     DDP__NEED(group, "group is NULL");
     size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp__grad_key) : 0;
-    size_t entries = (size_t)group->world_size * sizeof(ddp__entry);
-    ddp_reducer *reducer = (ddp_reducer *)ddp__group_calloc(group, sizeof *reducer + (keys > entries ? keys : entries));
+    size_t gathered = (size_t)group->world_size;
+    ddp_reducer *reducer = (ddp_reducer *)ddp__group_calloc(group, sizeof *reducer + (keys > gathered ? keys : gathered));
     if (!reducer) { /* and no room to tell the others */
         if (group->world_size > 1) ddp_group_abort(group);
         return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "ddp_reducer_create: %s", ddp_last_error());
