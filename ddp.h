@@ -1344,12 +1344,14 @@ static ddp_result ddp__mismatch(int low, const uint64_t low_what[2], int high, c
 
 /* Sets the error line of a call of this rank: who, which call, then the cause. */
 static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, ddp_result result, const char *cause) {
-    char dtype[80] = "";
+    char dtype[80] = "", seq[32] = "";
+    if (call->seq) snprintf(seq, sizeof seq, " seq=%llu", (unsigned long long)call->seq);
     if (call->kind != DDP_CALL_BARRIER && ddp__call_title(call) == ddp_call_name(call->kind))
         snprintf(dtype, sizeof dtype, " %s count=%llu", ddp_dtype_name(call->dtype), (unsigned long long)call->count);
     if (ddp__is_p2p(call->kind)) snprintf(dtype + strlen(dtype), sizeof dtype - strlen(dtype), " peer=%d tag=%d", call->root, call->tag);
-    return ddp_fail(result, "rank %d/%d %s group=%s%s seq=%llu%s: %s", group->rank, group->world_size, ddp__call_title(call), group->name,
-                     call->kind == DDP_CALL_BARRIER && call->tag == DDP__FOR_AWAIT ? " after" : "", (unsigned long long)call->seq, dtype, cause);
+    int follows = call->kind == DDP_CALL_BARRIER && call->tag == DDP__FOR_AWAIT; /* the call of that number */
+    return ddp_fail(result, "rank %d/%d %s group=%s%s%s%s: %s", group->rank, group->world_size,
+                    ddp__call_title(call), group->name, follows ? " after" : "", seq, dtype, cause);
 }
 
 /* number: of the peer, in the group that the text is for. */
@@ -4031,6 +4033,18 @@ static ddp_result ddp__hand_out(ddp_group *group, ddp__op *op, ddp_work *work) {
     return DDP_OK;
 }
 
+/* A collective or task that this rank cannot issue: it has no memory for the handle, or no communication
+   thread. Its peers wait for it, so the group fails. */
+static ddp_result ddp__not_issued(ddp_group *group, const ddp_call *call, ddp_result result) {
+    const char *cause = strstr(ddp_last_error(), ": "); /* it follows this rank and group */
+    char text[DDP__TEXT_MAX];
+    snprintf(text, sizeof text, "rank %d in %s: %.300s", group->rank, ddp__call_title(call),
+             cause ? cause + 2 : ddp_last_error());
+    ddp_fail(result, "%s", text);
+    if (group->world_size > 1) group->backend->poison(group, group->state, result, text);
+    return ddp__call_failed(group, call, result);
+}
+
 /* A checked collective, or a task: carried out here when it blocks and nothing is ahead, or when this thread is the one that works off the queue
    or has no peers, or the backend enqueues; queued otherwise. */
 static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument, ddp_work *work) {
@@ -4054,8 +4068,11 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
     else if (result == DDP_OK) result = ddp__thread_start(group);
     ddp__queue_leave(group, place);
     if (result != DDP_OK) {
+        ddp_call unissued = ddp__call_of(DDP_CALL_ALL_REDUCE, NULL, NULL, 0, DDP_F32);
+        unissued.tag = DDP__FOR_TASK;
+        result = ddp__not_issued(group, call ? call : &unissued, result);
         ddp__op_free(group, op);
-        return result;
+        return place == DDP__INSIDE_TASK ? result : ddp__deliver(group, result);
     }
     if (!here) DDP__LOCKED(&group->lock) {
         ddp__append(&group->head, &group->tail, op);
@@ -8000,9 +8017,10 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp__grad_key) : 0;
     size_t gathered = (size_t)group->world_size;
     ddp_reducer *reducer = (ddp_reducer *)ddp__group_calloc(group, sizeof *reducer + (keys > gathered ? keys : gathered));
-    if (!reducer) { /* and no room to tell the others */
-        if (group->world_size > 1) ddp_group_abort(group);
-        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "ddp_reducer_create: %s", ddp_last_error());
+    ddp_result made = ddp_agree(group, "ddp_reducer_create", reducer ? DDP_OK : DDP_ERR_NO_MEMORY, 0, "");
+    if (made != DDP_OK) {
+        ddp_host_free(group, reducer);
+        return made;
     }
     reducer->group = group;
     reducer->device = group->device;

@@ -2,8 +2,10 @@
 
     test_alone [processes|threads|tcp|tcp_threads|mpi ...]
 
-    ddp_group_split and ddp_mesh_create, with each of rank 1's allocations failing in turn and with each field of its
-    desc wrong; a batch of messages that rank 1 has no memory for. Once, the other ranks waited for the timeout. */
+    ddp_group_split, ddp_mesh_create and ddp_reducer_create, with each of rank 1's allocations failing in turn.
+    A mesh with each field of its desc wrong. A batch of messages and an asynchronous collective for which rank
+    1 has no memory. Once, the other ranks waited for the timeout. After ddp_reducer_create they got
+    DDP_ERR_POISONED and no cause. */
 #include "../../ddp.h"
 #include "../support/ranks.h"
 
@@ -39,27 +41,54 @@ static ddp_result look(ddp_group *world, const char *what, int n, ddp_result got
     return DDP_OK;
 }
 
-static ddp_result make(ddp_group *world, int mesh, ddp_group **group, ddp_mesh **grid) {
+enum { SPLIT, MESH, REDUCER, WRONG_FIELD, MESSAGES, ASYNCHRONOUS, CASES };
+
+/* The objects of the first three cases. */
+typedef struct made {
+    ddp_group *group;
+    ddp_mesh *grid;
+    ddp_reducer *reducer;
+    ddp_param param;
+    float value[3], grad[3];
+} made;
+
+static ddp_result make_reducer(ddp_group *world, made *m) {
+    ddp_reducer_desc desc = DDP_ZERO;
+    m->param.name = "weight";
+    m->param.value.data = m->value;
+    m->param.value.dtype = DDP_F32;
+    m->param.value.ndim = 1;
+    m->param.value.shape[0] = 3;
+    m->param.grad.data = m->grad;
+    desc.params = &m->param;
+    desc.param_count = 1;
+    return ddp_reducer_create(&m->reducer, world, &desc);
+}
+
+static ddp_result make(ddp_group *world, int what, made *m) {
     ddp_mesh_desc desc = DDP_ZERO;
+    memset(m, 0, sizeof *m);
+    if (what == REDUCER) return make_reducer(world, m);
     desc.ndim = 2;
     desc.names[0] = "dp";
     desc.shape[0] = 0;
     desc.names[1] = "tp";
     desc.shape[1] = 1;
-    return mesh ? ddp_mesh_create(grid, world, &desc) : ddp_group_split(world, 0, 0, group);
+    return what == MESH ? ddp_mesh_create(&m->grid, world, &desc) : ddp_group_split(world, 0, 0, &m->group);
 }
 
 /* Each allocation of the odd rank fails in turn, until none does. */
-static ddp_result without_memory(ddp_group *world, int mesh) {
-    const char *what = mesh ? "ddp_mesh_create" : "ddp_group_split";
+static ddp_result without_memory(ddp_group *world, int made_case) {
+    static const char *const texts[] = {"ddp_group_split", "ddp_mesh_create", "could not be allocated"};
+    const char *what = texts[made_case];
+    int mesh = made_case == MESH;
     int odd = ddp_rank(world) == ODD, more = 1;
     for (int n = 1; more; n++) {
-        ddp_group *group = NULL;
-        ddp_mesh *grid = NULL;
+        made m;
         double start = ddp_now();
         fail_at = odd ? n : 0;
         failed = 0;
-        ddp_result got = make(world, mesh, &group, &grid), wanted;
+        ddp_result got = make(world, made_case, &m), wanted;
         char text[512];
         snprintf(text, sizeof text, "%s", ddp_last_error());
         fail_at = 0;
@@ -74,9 +103,10 @@ static ddp_result without_memory(ddp_group *world, int mesh) {
                           n, got, wanted, start));
         } else
             RANKS_CHECK(world, got == wanted, "%s %d: %s: %s", what, n, ddp_result_name(got), text);
-        RANKS_CHECK(world, !more == (group || grid), "%s %d: something was made", what, n);
-        ddp_group_destroy(group);
-        ddp_mesh_destroy(grid);
+        RANKS_CHECK(world, !more == (m.group || m.grid || m.reducer), "%s %d: something was made", what, n);
+        ddp_group_destroy(m.group);
+        ddp_mesh_destroy(m.grid);
+        ddp_reducer_destroy(m.reducer);
     }
     return DDP_OK;
 }
@@ -131,19 +161,46 @@ static ddp_result messages(ddp_group *world) {
     return DDP_ERR_NO_MEMORY;
 }
 
+/* The odd rank has no memory for the handle of an asynchronous collective and calls nothing else. The group
+   fails, for all, as if the collective had begun. */
+static ddp_result asynchronous(ddp_group *world) {
+    float in[4] = {0}, out[4];
+    ddp_work work = DDP_ZERO;
+    double start;
+    ddp_result result, end;
+    RANKS_OK(world, ddp_barrier(world));
+    start = ddp_now();
+    fail_at = ddp_rank(world) == ODD ? 1 : 0;
+    result = ddp_all_reduce(world, in, out, 4, DDP_F32, DDP_OP_SUM, &work);
+    fail_at = 0;
+    if (ddp_rank(world) == ODD)
+        RANKS_CHECK(world, result == DDP_ERR_NO_MEMORY && strstr(ddp_last_error(), "ddp_all_reduce"),
+                    "%s: %s", ddp_result_name(result), ddp_last_error());
+    if (ddp_rank(world) == ODD) ranks_sleep_us(200000); /* the others must not wait for its next call */
+    end = ddp_wait(world, &work);
+    if (result == DDP_OK) result = end;
+    RANKS_CHECK(world, result == DDP_ERR_NO_MEMORY, "%s: %s", ddp_result_name(result), ddp_last_error());
+    RANKS_CHECK(world, strstr(ddp_last_error(), "rank 1 in ddp_all_reduce: "), "%s", ddp_last_error());
+    RANKS_CHECK(world, ddp_group_status(world) == DDP_ERR_NO_MEMORY, "%s", ddp_last_error());
+    RANKS_CHECK(world, ddp_now() - start < SECONDS, "it took %.1f s", ddp_now() - start);
+    return DDP_ERR_NO_MEMORY;
+}
+
 typedef struct plan {
     int what;
 } plan;
 static ddp_result run(ddp_group *world, void *user) {
     const plan *p = (const plan *)user;
-    if (p->what == 2) return wrong_field(world);
-    if (p->what == 3) return messages(world);
+    if (p->what == WRONG_FIELD) return wrong_field(world);
+    if (p->what == MESSAGES) return messages(world);
+    if (p->what == ASYNCHRONOUS) return asynchronous(world);
     return without_memory(world, p->what);
 }
 
 int main(int argc, char **argv) {
-    static const char *const names[] = {"split without memory", "mesh without memory", "a wrong field",
-                                        "a batch without memory"};
+    static const char *const names[CASES] = {"split without memory", "mesh without memory",
+                                             "reducer without memory", "a wrong field",
+                                             "a batch without memory", "a collective without memory"};
     ranks_mode mode = RANKS_PROCESSES;
     int failures = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
@@ -151,15 +208,15 @@ int main(int argc, char **argv) {
     ranks_memory.alloc_fn = alloc_fn;
     ranks_memory.free_fn = free_fn;
     if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0) return 2;
-    for (int what = 0; what < 4; what++) {
+    for (int what = 0; what < CASES; what++) {
         plan p = {what};
-        int last = what == 3;
-        if (last && (strstr(ranks_mode_name(mode), "tcp") || strstr(ranks_mode_name(mode), "mpi")))
-            continue; /* tcp has no messages; a program whose world over MPI failed ends abnormally for mpirun
-                       */
+        int fails = what >= MESSAGES;
+        if (what == MESSAGES && strstr(ranks_mode_name(mode), "tcp")) continue; /* tcp has no messages */
+        if (fails && strstr(ranks_mode_name(mode), "mpi"))
+            continue; /* a program whose world over MPI failed ends abnormally for mpirun */
         ddp_result result = ranks_run(mode, 3, TIMEOUT_MS, run, &p);
-        int good = result == (last ? DDP_ERR_NO_MEMORY : DDP_OK);
-        printf("%-24s %s\n", names[what], good ? "ok" : ddp_last_error());
+        int good = result == (fails ? DDP_ERR_NO_MEMORY : DDP_OK);
+        printf("%-28s %s\n", names[what], good ? "ok" : ddp_last_error());
         failures += !good;
     }
     return failures != 0;
