@@ -678,7 +678,8 @@ DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *s
 DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state);
 DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats); /* since create */
 
-/* Ends the workers and frees everything. A fetch that blocks for timeout_ms (a second, if ddp_loader_next has waited so long already) keeps its thread
+/* Ends the workers and frees everything. In a process forked from the one that made the loader it does nothing,
+   and the calls that need the workers return DDP_ERR_INVALID. A fetch that blocks for timeout_ms (a second, if ddp_loader_next has waited so long already) keeps its thread
    and what it writes to; the last such thread frees them when it returns. NULL is ignored. */
 DDPDEF void ddp_loader_destroy(ddp_loader *loader);
 
@@ -881,6 +882,10 @@ DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, cons
 DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work);
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text);
 DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
+
+/* 1 in a process that the rank has forked: the group memory and sockets there are the rank's. Calls that
+   communicate return DDP_ERR_INVALID. A destroy function must leave everything as it is. */
+DDPDEF int ddp_group_is_forked(const ddp_group *group);
 
 /* All ranks continue, or all fail with the same first cause.
      mine   this rank's result so far; its error line is the text
@@ -6360,8 +6365,10 @@ DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
     return DDP_OK;
 }
 
+DDPDEF int ddp_group_is_forked(const ddp_group *group) { return !*group->in_rank; }
+
 DDPDEF void ddp_group_destroy(ddp_group *group) {
-    if (!group || !*group->in_rank) return; /* in a forked process all of it is the rank's */
+    if (!group || ddp_group_is_forked(group)) return; /* in a forked process all of it is the rank's */
     if (group->thread_started || group->no_thread) {
         char text[96];
         snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank, (int)getpid());
@@ -6392,7 +6399,8 @@ DDPDEF void *ddp_group_peer(ddp_group *group, const void *memory, int rank) {
     return memory && group->backend->peer ? group->backend->peer(group, group->state, memory, rank) : NULL;
 }
 DDPDEF void ddp_group_signal(ddp_group *group, uint64_t *word, uint64_t value) {
-    if (group->world_size > 1) group->backend->signal(group, group->state, word, value);
+    if (group->world_size > 1 && !ddp_group_is_forked(group))
+        group->backend->signal(group, group->state, word, value);
 }
 
 typedef struct ddp__goal { const uint64_t *word; uint64_t target; } ddp__goal;
@@ -6415,7 +6423,10 @@ DDPDEF ddp_result ddp_group_wait_signal(ddp_group *group, const uint64_t *word, 
 
 DDPDEF const char *ddp_group_name(const ddp_group *group) { return group->name; }
 DDPDEF void *ddp_group_backend_user(const ddp_group *group) { return group->desc.backend_user; }
-DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) { group->backend->poison(group, group->state, cause, text); }
+/* In a process that the rank has forked it does nothing: the failure is not the rank's. */
+DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) {
+    if (!ddp_group_is_forked(group)) group->backend->poison(group, group->state, cause, text);
+}
 DDPDEF ddp_result ddp_group_cause(const ddp_group *group) { return group->backend->status(group, group->state); }
 DDPDEF void ddp_group_set_local(ddp_group *group, int rank, int world_size) { group->local_rank = rank; group->local_world_size = world_size; }
 
@@ -8234,7 +8245,7 @@ DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_
 static void ddp__reducer_attach(ddp_reducer *reducer, ddp_accumulator *accumulator);
 
 DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
-    if (!reducer) return;
+    if (!reducer || ddp_group_is_forked(reducer->group)) return;
     ddp__reducer_drain(reducer, 0);
     ddp__reducer_attach(reducer, NULL);
     for (int i = 0; i < reducer->desc.param_count; i++) if (reducer->grads[i].placed) reducer->desc.params[i].grad.data = NULL;
@@ -8958,6 +8969,7 @@ struct ddp_loader {
     ddp__loader_slot *slot;
     ddp__loader_worker worker[DDP__LOADER_WORKERS];
     int threads;
+    pid_t pid;                   /* of the process that has the threads */
     pthread_mutex_t lock;        /* of all that follows */
     pthread_cond_t work, ready;
     int64_t given, drawn, open;  /* open: no older batch has unclaimed samples */
@@ -9136,9 +9148,19 @@ static ddp_result ddp__loader_next(ddp_loader *l, ddp_batch *out) {
     return DDP_OK;
 }
 
+/* 1 in a process forked from the one that made the loader: it lacks the workers, and one of them may have held
+   the lock at the fork. */
+static int ddp__loader_is_forked(const ddp_loader *l) { return l->threads && l->pid != getpid(); }
+#define DDP__LOADER_NOT_FORKED(loader)                                                                      \
+    DDP__NEED(!ddp__loader_is_forked(loader),                                                               \
+              "process %d was forked from process %d, which has the loader's workers; create a loader in "  \
+              "the forked process",                                                                         \
+              (int)getpid(), (int)(loader)->pid)
+
 DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out) {
     ddp_result result = DDP_OK;
     DDP__NEED(loader && out, "loader or out is NULL");
+    DDP__LOADER_NOT_FORKED(loader);
     memset(out, 0, sizeof *out);
     DDP__LOCKED(&loader->lock) result = ddp__loader_next(loader, out);
     return result;
@@ -9156,6 +9178,7 @@ static ddp_result ddp__loader_go(ddp_loader *l, const ddp_sampler *place) {
 
 DDPDEF ddp_result ddp_loader_set_epoch(ddp_loader *loader, uint64_t epoch) {
     DDP__NEED(loader, "loader is NULL");
+    DDP__LOADER_NOT_FORKED(loader);
     ddp_sampler place = loader->place;
     ddp_sampler_set_epoch(&place, epoch);
     return ddp__loader_go(loader, &place);
@@ -9169,6 +9192,7 @@ DDPDEF int64_t ddp_loader_length(const ddp_loader *loader) {
 
 DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch) {
     DDP__NEED(loader, "loader is NULL");
+    DDP__LOADER_NOT_FORKED(loader);
     ddp_sampler place = loader->place;
     int64_t samples = ddp_sampler_length(&place), batches = ddp__loader_batches(loader, samples);
     DDP__NEED(batch >= 0 && batch <= batches, "batch=%lld, allowed are 0 to %lld", (long long)batch, (long long)batches);
@@ -9183,6 +9207,7 @@ DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *s
 
 DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state) {
     DDP__NEED(loader, "loader is NULL");
+    DDP__LOADER_NOT_FORKED(loader);
     ddp_sampler place = loader->place;
     DDP_TRY(ddp_sampler_load(&place, state));
     return ddp__loader_go(loader, &place);
@@ -9190,13 +9215,14 @@ DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *s
 
 DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats) {
     DDP__NEED(loader && stats, "loader or stats is NULL");
+    DDP__LOADER_NOT_FORKED(loader);
     DDP__LOCKED((pthread_mutex_t *)&loader->lock) *stats = loader->stats;
     return DDP_OK;
 }
 
 DDPDEF void ddp_loader_destroy(ddp_loader *loader) {
     ddp_loader *l = loader;
-    if (!l) return;
+    if (!l || ddp__loader_is_forked(l)) return; /* in a forked process all of it is the other process's */
     int all_left = 0;
     DDP__LOCKED(&l->lock) {
         double until = ddp_now() + 1e-3 * (l->gave_up && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms);
@@ -9286,6 +9312,7 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
     l->piece = d.worker_count > 1 ? (d.batch_size - 1) / d.worker_count + 1 : d.batch_size;
     if (l->piece > DDP__LOADER_PIECE) l->piece = DDP__LOADER_PIECE;
     l->restart = 1; /* nobody fetches before it is known where */
+    l->pid = getpid();
     pthread_mutex_init(&l->lock, NULL);
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);

@@ -469,7 +469,10 @@ static ddp_saved_error ddp__fsdp_error(ddp_result result) {
 
 /* Makes this thread's device functions follow the caller's own work; what they have come to. */
 #define DDP__ON_DEVICE(group, call, ...) (ddp_group_device(group)->call ? ddp_group_device(group)->call(__VA_ARGS__) : DDP_OK)
-static ddp_result ddp__fsdp_enter(ddp_group *group) { return DDP__ON_DEVICE(group, use_stream, group, DDP_STREAM_COMPUTE); }
+static ddp_result ddp__fsdp_enter(ddp_group *group) {
+    if (ddp_group_is_forked(group)) return ddp_group_status(group); /* the shards there are the rank's */
+    return DDP__ON_DEVICE(group, use_stream, group, DDP_STREAM_COMPUTE);
+}
 static ddp_result ddp__fsdp_check(ddp_group *group) { return DDP__ON_DEVICE(group, check, group); }
 
 /* data becomes op over ranks of data, which is host memory. */
@@ -4456,7 +4459,9 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
     return ddp_error_restore(&told);
 }
 
-DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) { if (fsdp) ddp__fsdp_free(fsdp); }
+DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
+    if (fsdp && !ddp_group_is_forked(fsdp->group)) ddp__fsdp_free(fsdp);
+}
 
 //== sharding: memory and wrapping ======================================================================= >>impl-wrap
 

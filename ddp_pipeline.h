@@ -4182,7 +4182,7 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
 }
 
 DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline) {
-    if (!pipeline) return;
+    if (!pipeline || ddp_group_is_forked(pipeline->group)) return;
     ddp__pipe_drain(pipeline, 1);
     ddp__pipe_free(pipeline);
 }
