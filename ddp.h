@@ -678,9 +678,10 @@ DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *s
 DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state);
 DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats); /* since create */
 
-/* Ends the workers and frees everything. In a process forked from the one that made the loader it does nothing,
-   and the calls that need the workers return DDP_ERR_INVALID. A fetch that blocks for timeout_ms (a second, if ddp_loader_next has waited so long already) keeps its thread
-   and what it writes to; the last such thread frees them when it returns. NULL is ignored. */
+/* Ends the workers and frees everything. In a process forked from the one that made the loader it does
+   nothing, and the calls that need the workers return DDP_ERR_INVALID. A fetch that blocks for timeout_ms (a
+   second, if ddp_loader_next has waited that long already) keeps its thread and what it writes to; the last
+   such thread frees them when it returns. NULL is ignored. */
 DDPDEF void ddp_loader_destroy(ddp_loader *loader);
 
 //== plugging in ============================================================================================ >>spi
