@@ -5699,6 +5699,10 @@ static ddp_result ddp__local_meet(ddp_group *group, const char *token, const ddp
     group->backend = &ddp__backend_local;
     group->seq = 0;
     ddp_result result = ddp__local_join(group, heap);
+    if (result != DDP_OK) { /* the others have met this rank and would wait for it */
+        heap->job->rank[group->rank].result = (int32_t)result;
+        ddp__store(&heap->job->rank[group->rank].state, (uint32_t)DDP__RANK_LEFT);
+    }
     ddp__heap_release(heap);
     return result;
 }
