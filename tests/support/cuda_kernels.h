@@ -483,6 +483,35 @@ static void check_random_rounding(void) {
     step_free(&s);
 }
 
+/* AdamW with beta1, beta2 and eps of 0 has the bits of their defaults, and beta2 counts where it is set. */
+static void check_step_defaults(void) {
+    enum { COUNT = 100, STEPS = 3, WAYS = 3 };
+    unsigned char ended[WAYS][4 * COUNT];
+    step_state s = step_make(COUNT, 0);
+    for (int way = 0; way < WAYS; way++) {
+        buffer_up(&s.master);
+        gpu->fill_zero(s.first.device, 4 * COUNT);
+        gpu->fill_zero(s.second.device, 4 * COUNT);
+        for (int64_t step = 1; step <= STEPS; step++) {
+            ddp_cuda_step_desc d = step_desc(&s, DDP_F32, DDP_BF16, step);
+            for (int i = 0; i < COUNT; i++) {
+                float g = (float)(i + 1) / (float)(step * COUNT);
+                memcpy(s.grad.host + 4 * i, &g, 4);
+            }
+            buffer_up(&s.grad);
+            d.beta1 = way ? 0.9f : 0;
+            d.beta2 = way ? 0.999f : 0;
+            d.eps = way ? 1e-8f : 0;
+            if (way == 2) d.beta2 = 0.5f;
+            check_that(ddp_cuda_adamw(&d, 0) == DDP_OK, "%s", ddp_last_error());
+        }
+        gpu->copy(ended[way], s.master.device, 4 * COUNT);
+    }
+    check_that(memcmp(ended[0], ended[1], sizeof ended[0]) == 0, "adamw: the defaults are not 0.9, 0.999 and 1e-8");
+    check_that(memcmp(ended[1], ended[2], sizeof ended[1]) != 0, "adamw: beta2 changes nothing");
+    step_free(&s);
+}
+
 static void check_optimizers(void) {
     static const ddp_dtype grads[] = {DDP_F32, DDP_F16, DDP_BF16}, copies[] = {DDP_BF16, DDP_F16, DDP_F32};
     static const size_t counts[] = {1, 7, 1003};
@@ -495,6 +524,7 @@ static void check_optimizers(void) {
     step_case(1, 0, DDP_F32, DDP_BF16, 50021, 0);
     step_case(1, 0, DDP_BF16, DDP_BF16, 50021, 1);
     check_random_rounding();
+    check_step_defaults();
 }
 
 /* A step of an optimizer by the device table, and as ddp_fsdp.h computes it on the CPU. */
@@ -580,9 +610,15 @@ static void quantise_case(ddp_dtype dtype, size_t count, size_t shift, int kind)
         if (kind) ddp__cast(data.host + (shift + i) * size, dtype, &x, DDP_F32, 1);
     }
     buffer_up(&data);
+    memset(q.host, 0x55, q.bytes);
+    buffer_up(&q);
     check_that(ddp_cuda_quantise8((int8_t *)(q.device + shift), (float *)(void *)scales.device, data.device + shift * size, dtype, count, 0) == DDP_OK, "%s", ddp_last_error());
     check_that(ddp_cuda_dequantise8(back.device, DDP_F32, (const int8_t *)(q.device + shift), (const float *)(const void *)scales.device, count, 0) == DDP_OK, "%s",
                ddp_last_error());
+    buffer_down(&q);
+    size_t outside = shift && q.host[0] != 0x55;
+    for (size_t i = shift + count; i < q.bytes; i++) outside += q.host[i] != 0x55;
+    check_that(outside == 0, "quantise %s count=%zu shift=%zu: %zu bytes outside are written", ddp_dtype_name(dtype), count, shift, outside);
     buffer_down(&back);
     for (size_t b = 0; b < blocks; b++) {
         size_t first = b * DDP_CUDA_QUANT_BLOCK, n = count - first < DDP_CUDA_QUANT_BLOCK ? count - first : DDP_CUDA_QUANT_BLOCK, wrong = 0;

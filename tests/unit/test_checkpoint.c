@@ -22,6 +22,8 @@
 static __thread int failing_write; /* how many more writes of this thread until one fails; 0 = none */
 static __thread int failing_sync;  /* likewise, of a folder's fsync */
 static int no_exchange;            /* the file system cannot swap two names */
+static int no_fallocate;           /* the file system cannot reserve room */
+static int unlink_error;           /* errno of every unlink of a file; 0 = none */
 
 static ssize_t test_pwrite(int fd, const void *data, size_t size, off_t at) {
     if (failing_write && --failing_write == 0) { errno = ENOSPC; return -1; }
@@ -41,7 +43,23 @@ static long test_syscall(long number, ...) {
     for (int i = 0; i < 5; i++) argument[i] = va_arg(args, long);
     va_end(args);
     if (number == SYS_renameat2 && no_exchange) { errno = EINVAL; return -1; }
+    if (number == SYS_fallocate && no_fallocate) {
+        errno = EOPNOTSUPP;
+        return -1;
+    }
     return syscall(number, argument[0], argument[1], argument[2], argument[3], argument[4]);
+}
+
+/* ENOENT: another process deletes the file first. */
+static int test_unlink(const char *path) {
+    if (unlink_error && unlink_error != ENOENT) {
+        errno = unlink_error;
+        return -1;
+    }
+    int result = unlink(path);
+    if (result != 0 || !unlink_error) return result;
+    errno = unlink_error;
+    return -1;
 }
 
 /* This rank finds files of the second folder where it opens those of the first, as on a disk of its own. */
@@ -79,7 +97,9 @@ static void *test_mmap(void *address, size_t length, int protection, int flags, 
 #define syscall test_syscall
 #define open test_open
 #define mmap test_mmap
+#define unlink test_unlink
 #include "../../ddp_fsdp.h"
+#undef unlink
 #undef pwrite
 #undef fsync
 #undef syscall
@@ -260,6 +280,12 @@ static void test_keeps_some(void) {
     save(in("fresh"), 2, 2);
     load(in("fresh"), 1, 2);
     EXPECT(ckpt_exists(in("fresh.1/notes")), "what is not ours stays");
+    EXPECT(!ckpt_exists(in("fresh.tmp")) && !ckpt_exists(in("fresh.old")), "the previous checkpoint is left");
+    scenario = "a save with keep=1 deletes older checkpoints up to the first missing number";
+    save(in("gap"), 1, 1);
+    EXPECT(ckpt_shell("cd %s && cp -r gap gap.1 && cp -r gap gap.3", folder) == 0, "cp");
+    save(in("gap"), 2, 2);
+    EXPECT(!ckpt_exists(in("gap.1")) && ckpt_exists(in("gap.3")), "gap.1 goes, gap.3 stays");
     scenario = "killed between two renames";
     no_exchange = 1;
     EXPECT(ckpt_shell("mv %s %s", in("keep_renamed"), in("keep_renamed.old")) == 0, "mv");
@@ -276,6 +302,16 @@ static void test_stale_and_strange(void) {
     save(in("stale"), 2, 1);
     load(in("stale"), 1, 1);
     EXPECT(!ckpt_exists(in("stale.tmp")), "left behind");
+    scenario = "files of a stale folder cannot be deleted, or are deleted by another process first";
+    for (int turn = 0; turn < 2; turn++) {
+        job stale = job_of(in("stale"), 0, 2);
+        EXPECT(ckpt_shell("cp -r %s %s", in("stale"), in("stale.tmp")) == 0, "cp");
+        unlink_error = turn ? ENOENT : EACCES;
+        run(&stale, 2, turn ? DDP_OK : DDP_ERR_SYSTEM, turn ? "" : "rank 0/2|deleting|stale.tmp/|Permission denied");
+        unlink_error = 0;
+        load(in("stale"), 1, 1 + turn);
+        EXPECT(ckpt_shell("rm -rf %s", in("stale.tmp")) == 0, "rm");
+    }
     scenario = "folders of somebody else";
     EXPECT(ckpt_shell("mkdir %s && echo precious >%s", in("strange"), in("strange/notes.txt")) == 0, "sh");
     run(&j, 2, DDP_ERR_INVALID, "strange|'notes.txt'");
@@ -349,6 +385,20 @@ static void test_sync_fails(void) {
         EXPECT(!ckpt_exists(in("syncs.old")) && !ckpt_exists(in("syncs.tmp")), "something is left");
     }
     no_exchange = 0;
+}
+
+/* Without fallocate files get their size by ftruncate, and have the same content. */
+static void test_no_fallocate(void) {
+    scenario = "no fallocate";
+    no_fallocate = 1;
+    save(in("sparse"), 2, 1);
+    job j = job_of(in("sparse"), 0, 2);
+    j.largest_file = 100000;
+    run(&j, 2, DDP_ERR_SYSTEM, "rank 0/2|making room in|File too large");
+    no_fallocate = 0;
+    load(in("sparse"), 3, 1);
+    save(in("dense"), 2, 1);
+    EXPECT(ckpt_shell("diff -r %s %s", in("sparse"), in("dense")) == 0, "the files differ");
 }
 
 static void twist_hole(ckpt_rank *k, int rank) { if (rank == 1) k->slices[5].extent[1]--; }
@@ -689,6 +739,7 @@ int main(void) {
     test_stale_and_strange();
     test_save_fails();
     test_sync_fails();
+    test_no_fallocate();
     test_bad_lists();
     test_damage();
     test_other_model();

@@ -2,12 +2,24 @@
     orders that change, memory to the byte, 8-bit gathers, scalers.
 
     test_fsdp [processes|threads [W ...]] */
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* fallocate */
+#endif
 #include "ddp_fsdp.h"
 #include "../support/ranks.h"
 #include "../support/relay.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <float.h>
 #include <sys/resource.h>
+
+/* Takes the place of libc's. While no_fallocate is set it fails as libcs without an emulation do. */
+static int no_fallocate;
+int posix_fallocate(int fd, off_t from, off_t size_bytes) {
+    if (no_fallocate) return EOPNOTSUPP;
+    return fallocate(fd, 0, from, size_bytes) == 0 ? 0 : errno;
+}
 
 enum { PARAMS = 16, UNITS = 8 };
 
@@ -993,6 +1005,41 @@ static ddp_result one_gives_up(ddp_group *group) {
     return DDP_OK;
 }
 
+/* Counts the gathers of 3 steps. A step has MICRO forward and backward passes over UNITS_HERE units and so needs each unit twice
+   per pass. After the first step the order is known, and a unit that is needed again at once is not gathered again: the last one
+   of each forward, and the first one between two micro-batches. In the end prefetch units of the next step are under way. */
+static ddp_result gathers_counted(ddp_group *group) {
+    enum { UNITS_HERE = 4, MICRO = 3, EVERY = 2 * UNITS_HERE * MICRO, TURNS = 2 * MICRO - 1 };
+    static const struct { ddp_fsdp_strategy strategy; int keep, first, later; } turns[] = {
+        {DDP_FSDP_FULL_SHARD, 0, EVERY, EVERY - TURNS},
+        {DDP_FSDP_FULL_SHARD, 1, UNITS_HERE, UNITS_HERE},
+        {DDP_FSDP_SHARD_GRAD, 0, UNITS_HERE, UNITS_HERE},
+        {DDP_FSDP_SHARD_OPTIM, 0, UNITS_HERE, UNITS_HERE},
+    };
+    ddp_group *far;
+    if (ddp_world_size(group) == 1) return DDP_OK;
+    RANKS_OK(group, relay_over(&far, group));
+    for (size_t t = 0; t < sizeof turns / sizeof turns[0]; t++) {
+        for (int ahead = 0; ahead <= 2; ahead++) {
+            int before = relay_gathers[ddp_rank(group)], want = turns[t].first + 2 * turns[t].later + ahead;
+            model m;
+            ddp_fsdp *fsdp;
+            blocks(&m, UNITS_HERE, 6, 2);
+            m.desc.strategy = turns[t].strategy;
+            m.desc.no_reshard_after_forward = turns[t].keep;
+            m.desc.prefetch = ahead ? ahead : -1;
+            m.desc.micro_batch_count = MICRO;
+            RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
+            RANKS_OK(group, train(group, fsdp, &m, 3, 5));
+            ddp_fsdp_destroy(fsdp);
+            int count = relay_gathers[ddp_rank(group)] - before;
+            RANKS_CHECK(group, count == want, "turn %d, prefetch %d: %d gathers, want %d", (int)t, ahead, count, want);
+        }
+    }
+    ddp_group_destroy(far);
+    return DDP_OK;
+}
+
 //== memory =================================================================================
 
 static ddp_result bytes_add_up(ddp_group *group) {
@@ -1388,12 +1435,14 @@ static ddp_result scaled(ddp_group *group) {
 
 static ddp_result offloaded(ddp_group *group) {
     uint64_t want = 0, have;
-    for (int turn = 0; turn < 7; turn++) {
+    for (int turn = 0; turn < 8; turn++) {
         model m;
         ddp_fsdp *fsdp;
         ddp_fsdp_memory memory;
         blocks(&m, 3, 50, 30);
-        m.desc.strategy = turn < 3 ? DDP_FSDP_FULL_SHARD : (ddp_fsdp_strategy)(turn - 3);
+        m.desc.strategy = turn < 3 || turn == 7 ? DDP_FSDP_FULL_SHARD : (ddp_fsdp_strategy)(turn - 3);
+        if (turn == 7) RANKS_OK(group, ddp_barrier(group)); /* no rank still allocates for the turn before */
+        no_fallocate = turn == 7;
         m.desc.offload = turn < 3 ? (ddp_fsdp_offload)turn : DDP_FSDP_OFFLOAD_FILE;
         m.desc.offload_dir = "/tmp";
         RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
@@ -1406,6 +1455,8 @@ static ddp_result offloaded(ddp_group *group) {
         if (turn > 2) RANKS_CHECK(group, memory.now.optimizer == 0, "turn %d: moments in memory", turn);
         ddp_fsdp_destroy(fsdp);
     }
+    RANKS_OK(group, ddp_barrier(group));
+    no_fallocate = 0;
     return DDP_OK;
 }
 
@@ -1969,6 +2020,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(orders_differ);
     CASE(slots_differ);
     CASE(one_gives_up);
+    CASE(gathers_counted);
     CASE(bytes_add_up);
     CASE(only_uses);
     CASE(hooks);
