@@ -1182,6 +1182,25 @@ static ddp_result bytes_predicted(ddp_group *group) {
     return DDP_OK;
 }
 
+/* prefetch of more units than there are takes, and predicts, gradient memory of all units and no more. */
+static ddp_result bytes_of_few_units(ddp_group *group) {
+    enum { UNITS_HERE = 2, ROWS = 120, COLUMNS = 200, UNIT_BYTES = 4 * ROWS * COLUMNS };
+    model m;
+    ddp_fsdp *fsdp;
+    ddp_fsdp_memory memory;
+    double most = (UNITS_HERE + UNITS_HERE / (double)ddp_world_size(group)) * UNIT_BYTES; /* whole gradients, and sums */
+    blocks(&m, UNITS_HERE, ROWS, COLUMNS);
+    m.desc.prefetch = 7;
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+    RANKS_OK(group, train(group, fsdp, &m, 2, 1));
+    RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
+    double peak = (double)memory.peak.gradients, predicted = (double)memory.predicted.gradients;
+    RANKS_CHECK(group, fabs(predicted - most) < 0.01 * most, "predicted %.0f bytes of gradients, want %.0f", predicted, most);
+    RANKS_CHECK(group, peak < 1.01 * most, "peak %.0f bytes of gradients, want %.0f", peak, most);
+    ddp_fsdp_destroy(fsdp);
+    return DDP_OK;
+}
+
 /* Units are sent for as far as the limit goes, and no memory is kept for more. */
 static ddp_result bytes_limited(ddp_group *group) {
     for (int slots = 1; slots <= 5; slots++) {
@@ -1425,6 +1444,12 @@ static ddp_result scaled(ddp_group *group) {
         RANKS_OK(group, ddp_scaler_update(&scaler));
         RANKS_OK(group, digest(group, fsdp, &m, &after));
         RANKS_CHECK(group, before != after && state.step == 3, "turn %d: no step after the update", turn);
+        /* gradients that clipping has unscaled are dropped: the next step needs no update before it */
+        for (int k = 0; k < 1 + (turn > 3); k++) RANKS_OK(group, pass(group, fsdp, &m, 7));
+        RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 1, &norm));
+        RANKS_OK(group, ddp_fsdp_zero_grad(fsdp));
+        RANKS_OK(group, train(group, fsdp, &m, 1, 8));
+        RANKS_OK(group, ddp_scaler_update(&scaler));
         ddp_fsdp_destroy(fsdp);
         RANKS_CHECK(group, scaler.desc.group_count == 0, "the scaler still knows %d groups that may be gone", scaler.desc.group_count);
         RANKS_OK(group, ddp_barrier(group));
@@ -1746,6 +1771,41 @@ static ddp_result replicas_load(ddp_group *group) {
     return folder_of(group, folder, 1);
 }
 
+/* A checkpoint of memory that the host does not touch itself goes through a copy, both ways. */
+static ddp_result device_checkpoint(ddp_group *group) {
+    ddp_device plain = *ddp_device_cpu();
+    char folder[64], dir[100];
+    ddp_group *far;
+    plain.name = "plain";
+    RANKS_OK(group, folder_of(group, folder, 0));
+    RANKS_OK(group, relay_over_device(&far, group, &plain));
+    for (int strategy = 0; strategy < 4; strategy++) {
+        model m;
+        ddp_fsdp *fsdp;
+        uint64_t saved, loaded, continued[2];
+        snprintf(dir, sizeof dir, "%s/%d", folder, strategy);
+        blocks(&m, 3, 7, 3);
+        m.desc.strategy = (ddp_fsdp_strategy)strategy;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
+        RANKS_OK(group, train(group, fsdp, &m, 2, 1));
+        RANKS_OK(group, digest(group, fsdp, &m, &saved));
+        RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
+        for (int k = 0; k < 2; k++) {
+            RANKS_OK(group, train(group, fsdp, &m, 2, 5));
+            RANKS_OK(group, digest(group, fsdp, &m, &continued[k]));
+            RANKS_CHECK(group, continued[k] != saved, "strategy %d: nothing is trained", strategy);
+            RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+            RANKS_OK(group, digest(group, fsdp, &m, &loaded));
+            RANKS_CHECK(group, loaded == saved, "strategy %d: a load brings other values back", strategy);
+        }
+        RANKS_CHECK(group, continued[0] == continued[1], "strategy %d: a load brings other moments back", strategy);
+        ddp_fsdp_destroy(fsdp);
+    }
+    RANKS_OK(group, ddp_barrier(group));
+    ddp_group_destroy(far);
+    return folder_of(group, folder, 1);
+}
+
 /* Moments of another kind of optimizer are not taken for its own, nor left out: the load fails and training goes on as if it had not been. */
 static ddp_result other_optimizer(ddp_group *group) {
     static const struct { ddp_optimizer_kind saved; float saved_momentum; ddp_optimizer_kind loads; float momentum; const char *words; } turns[] = {
@@ -2025,6 +2085,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(only_uses);
     CASE(hooks);
     CASE(bytes_predicted);
+    CASE(bytes_of_few_units);
     CASE(bytes_limited);
     CASE(no_memory_somewhere);
     CASE(quantized);
@@ -2040,6 +2101,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(all_frozen);
     CASE(saves_fail);
     CASE(replicas_load);
+    CASE(device_checkpoint);
     CASE(scaler_state);
     CASE(other_optimizer);
     CASE(load_keeps_order);
