@@ -507,7 +507,8 @@ static void check_step_defaults(void) {
         }
         gpu->copy(ended[way], s.master.device, 4 * COUNT);
     }
-    check_that(memcmp(ended[0], ended[1], sizeof ended[0]) == 0, "adamw: the defaults are not 0.9, 0.999 and 1e-8");
+    check_that(memcmp(ended[0], ended[1], sizeof ended[0]) == 0,
+               "adamw: the defaults are not 0.9, 0.999 and 1e-8");
     check_that(memcmp(ended[1], ended[2], sizeof ended[1]) != 0, "adamw: beta2 changes nothing");
     step_free(&s);
 }
@@ -618,7 +619,8 @@ static void quantise_case(ddp_dtype dtype, size_t count, size_t shift, int kind)
     buffer_down(&q);
     size_t outside = shift && q.host[0] != 0x55;
     for (size_t i = shift + count; i < q.bytes; i++) outside += q.host[i] != 0x55;
-    check_that(outside == 0, "quantise %s count=%zu shift=%zu: %zu bytes outside are written", ddp_dtype_name(dtype), count, shift, outside);
+    check_that(outside == 0, "quantise %s count=%zu shift=%zu: %zu bytes outside are written",
+               ddp_dtype_name(dtype), count, shift, outside);
     buffer_down(&back);
     for (size_t b = 0; b < blocks; b++) {
         size_t first = b * DDP_CUDA_QUANT_BLOCK, n = count - first < DDP_CUDA_QUANT_BLOCK ? count - first : DDP_CUDA_QUANT_BLOCK, wrong = 0;

@@ -15,7 +15,8 @@ static int relay_allocs, relay_runs; /* of group memory, and calls, on any threa
 static int relay_gathers[DDP_MAX_LOCAL_RANKS]; /* calls of ddp_all_gather, by rank */
 
 static ddp_result relay_run(ddp_group *group, void *state, const ddp_call *call) {
-    if (call->kind == DDP_CALL_ALL_GATHER) __atomic_add_fetch(&relay_gathers[ddp_rank(group)], 1, __ATOMIC_RELAXED);
+    int *gathers = &relay_gathers[ddp_rank(group)];
+    if (call->kind == DDP_CALL_ALL_GATHER) __atomic_add_fetch(gathers, 1, __ATOMIC_RELAXED);
     __atomic_add_fetch(&relay_runs, 1, __ATOMIC_RELAXED);
     return ddp_group_call((ddp_group *)state, call, NULL);
 }

@@ -33,8 +33,8 @@ inline void seen(int n, const void *address, size_t size_bytes) {
 
 static struct { int count; cudaError_t count_error; int set; unsigned char first_byte[16]; int one_each; } machine;
 static __thread int rank_of_thread;
-static struct { int launches; unsigned largest_grid; cudaStream_t stream; cudaError_t answer; cudaError_t malloc_answer; int waits;
-                cudaError_t copy_answer; } record; /* copy_answer: of copies, memset and cudaFree */
+static struct { int launches; unsigned largest_grid; cudaStream_t stream; cudaError_t answer; cudaError_t malloc_answer; int waits; } record;
+static cudaError_t copy_answer; /* of copies, memset and cudaFree */
 static int kernels_run = 1;
 
 static cudaError_t fake_device_count(int *count) { *count = machine.count; return machine.count_error; }
@@ -52,19 +52,19 @@ static cudaError_t fake_malloc(void **out, size_t size_bytes) {
     memset(*out, 0xee, size_bytes);
     return cudaSuccess;
 }
-static cudaError_t fake_free(void *memory) { free(memory); return record.copy_answer; }
+static cudaError_t fake_free(void *memory) { free(memory); return copy_answer; }
 static cudaError_t fake_malloc_async(void **out, size_t size_bytes, cudaStream_t stream) { (void)stream; return fake_malloc(out, size_bytes); }
 static cudaError_t fake_free_async(void *memory, cudaStream_t stream) { (void)stream; free(memory); return cudaSuccess; }
 static cudaError_t fake_memcpy(void *dst, const void *src, size_t size_bytes, cudaMemcpyKind kind, cudaStream_t stream) {
     (void)kind;
     record.stream = stream;
     memmove(dst, src, size_bytes);
-    return record.copy_answer;
+    return copy_answer;
 }
 static cudaError_t fake_memset(void *dst, int value, size_t size_bytes, cudaStream_t stream) {
     record.stream = stream;
     memset(dst, value, size_bytes);
-    return record.copy_answer;
+    return copy_answer;
 }
 static cudaError_t fake_synchronize(cudaStream_t stream) { (void)stream; record.waits++; return cudaSuccess; }
 static cudaError_t fake_is_device(const void *pointer, int *yes) { *yes = (uintptr_t)pointer % 2; return cudaSuccess; } /* odd addresses are there */
@@ -254,20 +254,22 @@ static void check_kernels_refuse(float *memory) {
 
 /* A call of the device table that returns nothing leaves its error, with its name, to ddp_cuda_check. */
 static void check_table_errors(float *memory) {
-    static const char *const names[] = {"copy: cudaMemcpyAsync", "copy_async: cudaMemcpyAsync", "fill_zero: cudaMemsetAsync",
-                                        "cast: cudaMemcpyAsync", "free: cudaFree"};
+    static const char *const names[] = {"copy: cudaMemcpyAsync", "copy_async: cudaMemcpyAsync",
+                                        "fill_zero: cudaMemsetAsync", "cast: cudaMemcpyAsync",
+                                        "free: cudaFree"};
     char line[512];
     for (int k = 0; k < 5; k++) {
         void *block = NULL;
         check_that(gpu->alloc(NULL, 64, &block) == DDP_OK, "%s", ddp_last_error());
-        record.copy_answer = cudaErrorInvalidValue;
+        copy_answer = cudaErrorInvalidValue;
         if (k == 0) gpu->copy(memory, memory + 100, 8);
         if (k == 1) gpu->copy_async(memory, memory + 100, 8);
         if (k == 2) gpu->fill_zero(memory, 8);
         if (k == 3) gpu->cast(memory, DDP_F32, memory + 100, DDP_F32, 2);
         if (k == 4) gpu->free(NULL, block);
-        record.copy_answer = cudaSuccess;
-        snprintf(line, sizeof line, "ddp_device_cuda %s: %s (cudaErrorInvalidValue)", names[k], cudaGetErrorString(cudaErrorInvalidValue));
+        copy_answer = cudaSuccess;
+        snprintf(line, sizeof line, "ddp_device_cuda %s: %s (cudaErrorInvalidValue)", names[k],
+                 cudaGetErrorString(cudaErrorInvalidValue));
         says(ddp_cuda_check(), DDP_ERR_ENGINE, line);
         check_that(ddp_cuda_check() == DDP_OK, "%s is reported twice", names[k]);
         if (k != 4) gpu->free(NULL, block);

@@ -17,7 +17,7 @@
 /* Takes the place of libc's. While no_fallocate is set it fails as libcs without an emulation do. */
 static int no_fallocate;
 int posix_fallocate(int fd, off_t from, off_t size_bytes) {
-    if (no_fallocate) return EOPNOTSUPP;
+    if (__atomic_load_n(&no_fallocate, __ATOMIC_ACQUIRE)) return EOPNOTSUPP;
     return fallocate(fd, 0, from, size_bytes) == 0 ? 0 : errno;
 }
 
@@ -1005,9 +1005,10 @@ static ddp_result one_gives_up(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Counts the gathers of 3 steps. A step has MICRO forward and backward passes over UNITS_HERE units and so needs each unit twice
-   per pass. After the first step the order is known, and a unit that is needed again at once is not gathered again: the last one
-   of each forward, and the first one between two micro-batches. In the end prefetch units of the next step are under way. */
+/* Counts the gathers of 3 steps. A step has MICRO forward and backward passes over UNITS_HERE units and so
+   needs each unit twice per pass. After the first step the order is known. Then a unit that is needed again
+   at once is not gathered again: the last one of each forward, and the first one between two micro-batches.
+   The last step also gathers `prefetch` units of the next one. */
 static ddp_result gathers_counted(ddp_group *group) {
     enum { UNITS_HERE = 4, MICRO = 3, EVERY = 2 * UNITS_HERE * MICRO, TURNS = 2 * MICRO - 1 };
     static const struct { ddp_fsdp_strategy strategy; int keep, first, later; } turns[] = {
@@ -1021,7 +1022,9 @@ static ddp_result gathers_counted(ddp_group *group) {
     RANKS_OK(group, relay_over(&far, group));
     for (size_t t = 0; t < sizeof turns / sizeof turns[0]; t++) {
         for (int ahead = 0; ahead <= 2; ahead++) {
-            int before = relay_gathers[ddp_rank(group)], want = turns[t].first + 2 * turns[t].later + ahead;
+            int *gathers = &relay_gathers[ddp_rank(group)];
+            int before = __atomic_load_n(gathers, __ATOMIC_RELAXED);
+            int want = turns[t].first + 2 * turns[t].later + ahead;
             model m;
             ddp_fsdp *fsdp;
             blocks(&m, UNITS_HERE, 6, 2);
@@ -1032,8 +1035,9 @@ static ddp_result gathers_counted(ddp_group *group) {
             RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
             RANKS_OK(group, train(group, fsdp, &m, 3, 5));
             ddp_fsdp_destroy(fsdp);
-            int count = relay_gathers[ddp_rank(group)] - before;
-            RANKS_CHECK(group, count == want, "turn %d, prefetch %d: %d gathers, want %d", (int)t, ahead, count, want);
+            int count = __atomic_load_n(gathers, __ATOMIC_RELAXED) - before;
+            RANKS_CHECK(group, count == want, "turn %d, prefetch %d: %d gathers, want %d", (int)t, ahead,
+                        count, want);
         }
     }
     ddp_group_destroy(far);
@@ -1188,15 +1192,17 @@ static ddp_result bytes_of_few_units(ddp_group *group) {
     model m;
     ddp_fsdp *fsdp;
     ddp_fsdp_memory memory;
-    double most = (UNITS_HERE + UNITS_HERE / (double)ddp_world_size(group)) * UNIT_BYTES; /* whole gradients, and sums */
+    double whole = UNITS_HERE * UNIT_BYTES;
+    double want = whole + whole / ddp_world_size(group); /* gradients, and their sums */
     blocks(&m, UNITS_HERE, ROWS, COLUMNS);
     m.desc.prefetch = 7;
     RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
     RANKS_OK(group, train(group, fsdp, &m, 2, 1));
     RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
     double peak = (double)memory.peak.gradients, predicted = (double)memory.predicted.gradients;
-    RANKS_CHECK(group, fabs(predicted - most) < 0.01 * most, "predicted %.0f bytes of gradients, want %.0f", predicted, most);
-    RANKS_CHECK(group, peak < 1.01 * most, "peak %.0f bytes of gradients, want %.0f", peak, most);
+    RANKS_CHECK(group, fabs(predicted - want) < 0.01 * want, "predicted %.0f bytes of gradients, want %.0f",
+                predicted, want);
+    RANKS_CHECK(group, peak < 1.01 * want, "peak %.0f bytes of gradients, want %.0f", peak, want);
     ddp_fsdp_destroy(fsdp);
     return DDP_OK;
 }
@@ -1467,7 +1473,7 @@ static ddp_result offloaded(ddp_group *group) {
         blocks(&m, 3, 50, 30);
         m.desc.strategy = turn < 3 || turn == 7 ? DDP_FSDP_FULL_SHARD : (ddp_fsdp_strategy)(turn - 3);
         if (turn == 7) RANKS_OK(group, ddp_barrier(group)); /* no rank still allocates for the turn before */
-        no_fallocate = turn == 7;
+        __atomic_store_n(&no_fallocate, turn == 7, __ATOMIC_RELEASE);
         m.desc.offload = turn < 3 ? (ddp_fsdp_offload)turn : DDP_FSDP_OFFLOAD_FILE;
         m.desc.offload_dir = "/tmp";
         RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
@@ -1481,7 +1487,7 @@ static ddp_result offloaded(ddp_group *group) {
         ddp_fsdp_destroy(fsdp);
     }
     RANKS_OK(group, ddp_barrier(group));
-    no_fallocate = 0;
+    __atomic_store_n(&no_fallocate, 0, __ATOMIC_RELEASE);
     return DDP_OK;
 }
 
@@ -1798,7 +1804,8 @@ static ddp_result device_checkpoint(ddp_group *group) {
             RANKS_OK(group, digest(group, fsdp, &m, &loaded));
             RANKS_CHECK(group, loaded == saved, "strategy %d: a load brings other values back", strategy);
         }
-        RANKS_CHECK(group, continued[0] == continued[1], "strategy %d: a load brings other moments back", strategy);
+        RANKS_CHECK(group, continued[0] == continued[1], "strategy %d: a load brings other moments back",
+                    strategy);
         ddp_fsdp_destroy(fsdp);
     }
     RANKS_OK(group, ddp_barrier(group));
