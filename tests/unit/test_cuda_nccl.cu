@@ -832,6 +832,25 @@ static void fails_on(int size, int seed, program_fn program) {
     job.timeout_ms = job.silence_ms = job.patient = job.mismatch = 0;
 }
 
+/* A call of CUDA fails on the last rank, which then stays in the group. Every rank gets that cause with the
+   number of the rank and its call. */
+static ddp_result one_call_fails(rank_state *s) {
+    char line[512], name[64];
+    int last = s->rank == s->size - 1;
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    RANKS_OK(s->cpu, look_back(s));
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    if (last) fake_fail("cudaEventRecord", s->device, 2, 0, 0); /* the first one orders the streams */
+    ddp_result result = ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
+    if (last) RANKS_CHECK(s->cpu, result == DDP_ERR_ENGINE, "%s", ddp_result_name(result));
+    RANKS_OK(s->cpu, fails(s, line, sizeof line));
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    if (last) fake_fault_fired(1);
+    snprintf(name, sizeof name, "rank %d in ddp_all_reduce seq=2: ", s->size - 1);
+    RANKS_CHECK(s->cpu, strstr(line, name) && strstr(line, "cudaEventRecord"), "the line is: %s", line);
+    return DDP_OK;
+}
+
 /* Only where a timeout is what ends the group it is short, and then what has to succeed first takes a small part of it. */
 static void watchdogs(void) {
     static const program_fn programs[] = {error_from_behind, one_aborts, one_leaves, different_calls};
@@ -1329,6 +1348,13 @@ int main(int argc, char **argv) {
     job.connects = 0;
     CASE(reducers());
     CASE(watchdogs());
+    CASE(fails_on(3, 0, one_call_fails));
+    /* parts of watchdogs as cases of their own */
+    CASE(fails_on(2, 0, error_from_behind));
+    CASE(fails_on(2, 0, one_leaves));
+    job.mismatch = 1;
+    CASE(fails_on(2, 0, different_calls));
+    job.mismatch = 0;
     CASE(no_memory_alone(DDP_CUDA_ENGINE_NCCL));
     CASE(no_memory_alone(DDP_CUDA_ENGINE_STAGED));
     CASE(run_on(2, 0, wrong_groups));
