@@ -704,6 +704,7 @@ typedef struct ddp_call {
     const size_t *send_counts, *send_offsets, *recv_counts, *recv_offsets; /* _v calls: W entries each, never NULL where used */
     uint64_t divisor;  /* AVG: what the sum is divided by; 0 = world_size */
     uint64_t seq;      /* number of this collective in its group */
+    int caller;        /* a ddp_public_call: the outermost public call that makes this one inside; set when it is issued */
 } ddp_call;
 
 #define DDP_ON_HOST 5 /* for tag: this, under the call's own name */
@@ -887,6 +888,47 @@ DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
 /* 1 in a process that the rank has forked: the group memory and sockets there are the rank's. Calls that
    communicate return DDP_ERR_INVALID. A destroy function must leave everything as it is. */
 DDPDEF int ddp_group_is_forked(const ddp_group *group);
+
+/* The public functions that make other public calls inside. An error line names the outermost one, on every rank:
+   peers receive its number with each collective.
+     DDP_PUBLIC_CALL(name)   begins such a function. This thread is in that call until the end of the block.
+                             Inside another public call it changes nothing.
+     DDP_USER_CALLBACK       begins a block that runs a callback of the user. Calls inside go by their own names. */
+#define DDP_PUBLIC_CALLS(X)                                                                        \
+    X(ddp_group_create) X(ddp_group_from_mpi) X(ddp_group_create_on)                 \
+    X(ddp_group_split) X(ddp_group_alloc) X(ddp_group_free) X(ddp_group_destroy)                   \
+    X(ddp_mesh_create) X(ddp_mesh_destroy) X(ddp_mean_reduce)                                      \
+    X(ddp_reducer_create) X(ddp_reducer_ready) X(ddp_reducer_wait) X(ddp_reducer_wait_mean)        \
+    X(ddp_reducer_destroy) X(ddp_accumulator_create) X(ddp_accumulator_ready)                      \
+    X(ddp_accumulator_destroy) X(ddp_join_step)                                                    \
+    X(ddp_optimizer_step) X(ddp_optimizer_step_scaled) X(ddp_scaler_unscale)                       \
+    X(ddp_fsdp_create) X(ddp_fsdp_unshard) X(ddp_fsdp_reshard) X(ddp_fsdp_reduce_grads)    \
+    X(ddp_fsdp_zero_grad) X(ddp_fsdp_mean) X(ddp_fsdp_clip_grad_norm) X(ddp_fsdp_step)        \
+    X(ddp_fsdp_save) X(ddp_fsdp_save_wait) X(ddp_fsdp_load) X(ddp_fsdp_get_shard)                  \
+    X(ddp_fsdp_destroy)                                                                            \
+    X(ddp_pipeline_create) X(ddp_pipeline_step) X(ddp_pipeline_evaluate)                           \
+    X(ddp_pipeline_get_times) X(ddp_pipeline_clip_grad_norm) X(ddp_pipeline_destroy)               \
+    X(ddp_tensor_redistribute) X(ddp_tensor_distribute) X(ddp_tensor_gather) X(ddp_tensor_redistribute_mesh) \
+    X(ddp_tp_create) X(ddp_tp_destroy) X(ddp_tp_linear_create) X(ddp_tp_linear_forward)            \
+    X(ddp_tp_linear_backward) X(ddp_tp_mlp_create) X(ddp_tp_mlp_forward) X(ddp_tp_mlp_backward)    \
+    X(ddp_tp_embedding_create) X(ddp_tp_embedding_forward) X(ddp_tp_cross_entropy)                 \
+    X(ddp_tp_layer_norm_create) X(ddp_tp_layer_norm_backward)                                      \
+    X(ddp_cuda_pick) X(ddp_cuda_group_create)
+typedef enum ddp_public_call {
+    DDP_IN_NO_CALL = 0,
+#define DDP_X(name) DDP_IN_##name,
+    DDP_PUBLIC_CALLS(DDP_X)
+#undef DDP_X
+    DDP_PUBLIC_CALL_COUNT /* at most 256 */
+} ddp_public_call;
+#define DDP_PUBLIC_CALL(name) \
+    int ddp__outer_call __attribute__((unused, cleanup(ddp_public_call_end))) = ddp_public_call_begin(DDP_IN_##name)
+#define DDP_USER_CALLBACK \
+    int ddp__outer_call __attribute__((unused, cleanup(ddp_public_call_end))) = ddp_public_call_begin(DDP_IN_NO_CALL)
+DDPDEF int ddp_public_call_begin(int call);         /* returns what this thread was in */
+DDPDEF void ddp_public_call_end(const int *before); /* this thread is in that call again */
+DDPDEF const char *ddp_public_call_of(int call); /* "ddp_reducer_create"; NULL where there is none */
+DDPDEF const char *ddp_public_call_name(const char *who); /* the outermost call of this thread; who where it is in none */
 
 /* All ranks continue, or all fail with the same first cause.
      mine   this rank's result so far; its error line is the text
@@ -1197,6 +1239,7 @@ struct ddp_group {
 //== errors ============================================================================================ >>impl-error
 
 static DDP__THREAD_LOCAL char ddp__error_text[DDP__TEXT_MAX];
+static DDP__THREAD_LOCAL int ddp__public_call;            /* the outermost public call that this thread is in, where it is in the list */
 static DDP__THREAD_LOCAL const ddp_group *ddp__sweeping;  /* whose messages this thread polls one by one, having moved all on; not those of a group inside */
 static DDP__THREAD_LOCAL const ddp_group *ddp__thread_of; /* whose communication thread this is; NULL = none's */
 static DDP__THREAD_LOCAL const void *ddp__waited_request; /* a request that ddp__p2p_wait polls */
@@ -1219,6 +1262,7 @@ DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
 DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_group *group, const char *format, ...) {
     char text[DDP__TEXT_MAX];
     va_list args;
+    who = ddp_public_call_name(who);
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
@@ -1236,6 +1280,29 @@ DDPDEF size_t ddp_round_up(size_t n, size_t multiple) {
     return n > SIZE_MAX - (multiple - 1) ? SIZE_MAX : (n + multiple - 1) / multiple * multiple;
 }
 
+static const char *const ddp__public_calls[] = {
+    NULL,
+#define DDP_X(name) #name,
+    DDP_PUBLIC_CALLS(DDP_X)
+#undef DDP_X
+};
+
+DDPDEF int ddp_public_call_begin(int call) {
+    int before = ddp__public_call;
+    if (!before || !call) ddp__public_call = call;
+    return before;
+}
+
+DDPDEF void ddp_public_call_end(const int *before) { ddp__public_call = *before; }
+
+DDPDEF const char *ddp_public_call_of(int call) {
+    return call > 0 && call < DDP_PUBLIC_CALL_COUNT ? ddp__public_calls[call] : NULL;
+}
+
+DDPDEF const char *ddp_public_call_name(const char *who) {
+    return ddp__public_call ? ddp__public_calls[ddp__public_call] : who;
+}
+
 /* Error lines that begin with the rank: `of` is whatever has a rank and a world_size. */
 #define DDP__RANK_FAIL(of, result, text, ...) ddp_fail(result, "rank %d/%d " text, (of)->rank, (of)->world_size, __VA_ARGS__)
 #define DDP__GROUP_FAIL(group, result, text, ...) DDP__RANK_FAIL(group, result, "group=%s: " text, (group)->name, __VA_ARGS__)
@@ -1248,7 +1315,7 @@ static ddp_result ddp__forked(const ddp_group *group, const char *who) {
     return DDP__RANK_FAIL(group, DDP_ERR_INVALID,
                           "%s group=%s: process %d was forked from the rank and is not part of the group; make the "
                           "call in the rank's own process",
-                          who, group->name, (int)getpid());
+                          ddp_public_call_name(who), group->name, (int)getpid());
 }
 #define DDP__NOT_FORKED(group, who) \
     do { if (__builtin_expect(!*(group)->in_rank, 0)) return ddp__forked(group, who); } while (0)
@@ -1294,70 +1361,98 @@ static int ddp__is_p2p(ddp_call_kind kind) { return kind == DDP_CALL_SEND || kin
 
 /* A call without a root; what else it has is set by who makes it. */
 static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype) {
-    ddp_call call = {kind, dtype, DDP_OP_SUM, -1, 0, send, recv, count, NULL, NULL, NULL, NULL, 0, 0};
+    ddp_call call = {kind, dtype, DDP_OP_SUM, -1, 0, send, recv, count, NULL, NULL, NULL, NULL, 0, 0, DDP_IN_NO_CALL};
     return call;
 }
 
-/* A collective that a public function makes inside carries that function in call->tag: it is part of the fingerprint and its name in messages. */
+/* Why ddp.h makes a collective of its own, in call->tag. Ranks compare it. */
 enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE, DDP__FOR_TASK /* stands for a task */, DDP__FOR_REDUCER = DDP_ON_HOST, DDP__FOR_AWAIT };
 
+/* The public call that an error line names: the outermost one. */
 static const char *ddp__call_title(const ddp_call *call) {
     static const char *const names[] = {NULL, "ddp_group_split", "ddp_group_alloc", "ddp_group_free", "ddp_group_enqueue", NULL, "ddp_group_wait_signal"};
     const char *name = !ddp__is_p2p(call->kind) && call->tag > 0 && call->tag <= DDP__FOR_AWAIT ? names[call->tag] : NULL;
+    if (call->caller) return ddp__public_calls[call->caller];
     return name ? name : ddp_call_name(call->kind);
 }
 
-/* What ranks compare of a collective: this, and its count. */
+/* A collective in two words: this one, and its count.
+       bits     0  kind  8  dtype  16  op  24  tag  32  root + 1  56  caller  63
+   Ranks compare all of it except the caller: one rank may start a bucket in ddp_reducer_ready, another one in ddp_reducer_wait. */
+enum { DDP__CALLER_SHIFT = 56 };
 static uint64_t ddp__signature(const ddp_call *call) {
     return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(ddp__has_op(call->kind) ? call->op : 0) << 16 | (uint64_t)call->tag << 24 |
-           (uint64_t)(uint32_t)(call->root + 1) << 32;
+           (uint64_t)((uint32_t)(call->root + 1) & 0xffffff) << 32 | (uint64_t)(uint32_t)call->caller << DDP__CALLER_SHIFT;
+}
+
+static uint64_t ddp__compared(uint64_t signature) { return signature & ((UINT64_C(1) << DDP__CALLER_SHIFT) - 1); }
+
+static int ddp__same_call(const uint64_t a[2], const uint64_t b[2]) {
+    return ddp__compared(a[0] ^ b[0]) == 0 && a[1] == b[1];
 }
 
 /* The same for a send or receive; its tag does not fit. */
 static uint64_t ddp__p2p_signature(const ddp_call *call) {
-    return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(uint32_t)(call->root + 1) << 32;
+    return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(uint32_t)(call->root + 1) << 32 |
+           (uint64_t)(uint32_t)call->caller << DDP__CALLER_SHIFT;
 }
 
-/* In words: "ddp_all_reduce f32 count=10 sum", "ddp_recv f32 count=10 peer=1". */
-static void ddp__describe(char *out, size_t size, const uint64_t what[2]) {
+/* In words: "ddp_all_reduce f32 count=10 sum", "ddp_recv f32 count=10 peer=1", "ddp_reducer_create".
+   inside: also the collective that this public call makes, "ddp_reducer_create (all_gather u8 count=560)". */
+static void ddp__describe_step(char *out, size_t size, const uint64_t what[2], int inside) {
     static const char *const ops[] = {" sum", " avg", " min", " max", " prod", " unknown op"};
     unsigned kind = what[0] & 255, op = what[0] >> 16 & 255;
-    ddp_call call = ddp__call_of(kind > DDP_CALL_BARRIER ? DDP_CALL_BARRIER : (ddp_call_kind)kind, NULL, NULL, 0, (ddp_dtype)(what[0] >> 8 & 255));
-    int tag = call.tag = (int)(what[0] >> 24 & 255), named = (int)(what[0] >> 32) - 1;
-    const char *title = kind > DDP_CALL_BARRIER ? "an unknown call" : ddp__call_title(&call);
+    ddp_call call = ddp__call_of(kind > DDP_CALL_RECV ? DDP_CALL_BARRIER : (ddp_call_kind)kind, NULL, NULL, 0, (ddp_dtype)(what[0] >> 8 & 255));
+    int tag = call.tag = (int)(what[0] >> 24 & 255), named = (int)(what[0] >> 32 & 0xffffff) - 1;
+    int caller = call.caller = (int)(what[0] >> DDP__CALLER_SHIFT);
     unsigned long long count = (unsigned long long)what[1];
     char root[32] = "";
-    if (named >= 0) snprintf(root, sizeof root, " root=%d", named);
-    if (kind == DDP_CALL_SEND || kind == DDP_CALL_RECV) {
-        snprintf(out, size, "%s %s count=%llu peer=%d", ddp_call_name((ddp_call_kind)kind),
-                 ddp_dtype_name(call.dtype), count, named);
+    if (kind > DDP_CALL_RECV || caller >= DDP_PUBLIC_CALL_COUNT) {
+        snprintf(out, size, "an unknown call");
         return;
     }
-    if (tag == DDP__FOR_ALLOC) snprintf(out, size, "%s size_bytes=%llu", title, count);
-    else if (tag == DDP__FOR_FREE) snprintf(out, size, "%s of block %llu", title, count);
-    else if (kind == DDP_CALL_BARRIER && count && !tag) snprintf(out, size, "%s number %llu", title, count);
-    else if (tag == DDP__FOR_SPLIT || call.kind == DDP_CALL_BARRIER) snprintf(out, size, "%s", title);
-    else snprintf(out, size, "%s %s count=%llu%s%s", title, ddp_dtype_name(call.dtype), count, !ddp__has_op(call.kind) ? "" : ops[op < 5 ? op : 5], root);
+    if (named >= 0) snprintf(root, sizeof root, " %s=%d", ddp__is_p2p(call.kind) ? "peer" : "root", named);
+    const char *title = ddp__call_title(&call), *own = ddp_call_name(call.kind);
+    const char *numbered = tag == DDP__FOR_ALLOC ? "ddp_group_alloc" : tag == DDP__FOR_FREE ? "ddp_group_free" : NULL;
+    if (ddp__is_p2p(call.kind)) numbered = NULL;
+    if (numbered && strcmp(title, numbered) == 0) {
+        snprintf(out, size, tag == DDP__FOR_ALLOC ? "%s size_bytes=%llu" : "%s of block %llu", title, count);
+        return;
+    }
+    int at = 0;
+    if (caller) at = snprintf(out, size, "%s", title);
+    if (caller && (!inside || at >= (int)size)) return;
+    out += at;
+    size -= (size_t)at;
+    if (caller) title = own + strlen("ddp_"); /* the part of it that this is */
+    const char *begin = caller ? " (" : "", *end = caller ? ")" : "";
+    if (call.kind == DDP_CALL_BARRIER && count && !tag) snprintf(out, size, "%s%s number %llu%s", begin, title, count, end);
+    else if (tag == DDP__FOR_SPLIT || call.kind == DDP_CALL_BARRIER) snprintf(out, size, "%s%s%s", begin, title, end);
+    else snprintf(out, size, "%s%s %s count=%llu%s%s%s", begin, title, ddp_dtype_name(call.dtype), count, !ddp__has_op(call.kind) ? "" : ops[op < 5 ? op : 5], root, end);
 }
 
-/* what: of two ranks, the lower one first. */
+static void ddp__describe(char *out, size_t size, const uint64_t what[2]) { ddp__describe_step(out, size, what, 0); }
+
+/* what: of two ranks, the lower one first. Two different steps of the same public call are named as well. */
 static ddp_result ddp__mismatch(int low, const uint64_t low_what[2], int high, const uint64_t high_what[2]) {
     char text[2][160];
-    ddp__describe(text[0], sizeof text[0], low_what);
-    ddp__describe(text[1], sizeof text[1], high_what);
+    int inside = low_what[0] >> DDP__CALLER_SHIFT == high_what[0] >> DDP__CALLER_SHIFT;
+    ddp__describe_step(text[0], sizeof text[0], low_what, inside);
+    ddp__describe_step(text[1], sizeof text[1], high_what, inside);
     return ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d %s, rank %d %s", low, text[0], high, text[1]);
 }
 
 /* Sets the error line of a call of this rank: who, which call, then the cause. */
 static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, ddp_result result, const char *cause) {
-    char dtype[80] = "", seq[32] = "";
+    char details[80] = "", seq[32] = "";
     if (call->seq) snprintf(seq, sizeof seq, " seq=%llu", (unsigned long long)call->seq);
     if (call->kind != DDP_CALL_BARRIER && ddp__call_title(call) == ddp_call_name(call->kind))
-        snprintf(dtype, sizeof dtype, " %s count=%llu", ddp_dtype_name(call->dtype), (unsigned long long)call->count);
-    if (ddp__is_p2p(call->kind)) snprintf(dtype + strlen(dtype), sizeof dtype - strlen(dtype), " peer=%d tag=%d", call->root, call->tag);
+        snprintf(details, sizeof details, " %s count=%llu", ddp_dtype_name(call->dtype), (unsigned long long)call->count);
+    if (ddp__is_p2p(call->kind) && !call->caller)
+        snprintf(details + strlen(details), sizeof details - strlen(details), " peer=%d tag=%d", call->root, call->tag);
     int follows = call->kind == DDP_CALL_BARRIER && call->tag == DDP__FOR_AWAIT; /* the call of that number */
     return ddp_fail(result, "rank %d/%d %s group=%s%s%s%s: %s", group->rank, group->world_size,
-                    ddp__call_title(call), group->name, follows ? " after" : "", seq, dtype, cause);
+                    ddp__call_title(call), group->name, follows ? " after" : "", seq, details, cause);
 }
 
 /* number: of the peer, in the group that the text is for. */
@@ -2762,7 +2857,7 @@ static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *ca
     DDP__FOR_PEERS(l, peer) {
         const ddp__post *post = ddp__post_of(l, peer, call->seq);
         DDP_TRY(ddp__await(group, l, peer, &l->posts[call->seq & 1].seq, 2 * sizeof(ddp__post), call->seq));
-        if (post->what[0] == signature && post->what[1] == call->count) continue;
+        if (ddp__compared(post->what[0] ^ signature) == 0 && post->what[1] == call->count) continue;
         ddp_result result = peer < l->rank ? ddp__mismatch(peer, post->what, l->rank, mine->what) : ddp__mismatch(l->rank, mine->what, peer, post->what);
         ddp__local_poison(NULL, l, result, ddp_last_error());
         return DDP_ERR_POISONED;
@@ -3563,8 +3658,8 @@ static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *ch
     if (!offsets[members[0]]) {
         const char *folder = l->heap->job->folder;
         return DDP__RANK_FAIL(parent, DDP_ERR_NO_MEMORY,
-                              "ddp_group_split: no shared memory for the new group%s%s",
-                              folder[0] ? " in " : "", folder);
+                              "%s: no shared memory for the new group%s%s",
+                              ddp_public_call_name("ddp_group_split"), folder[0] ? " in " : "", folder);
     }
     *child_state = ddp__local_attach(child, l->heap, offsets[members[0]], l, members);
     return *child_state ? DDP_OK : DDP_ERR_NO_MEMORY;
@@ -3608,14 +3703,14 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
     if (offset && group->rank == 0) ddp__heap_give_back(l->heap, offset, total);
     ddp_host_free(group, region);
     if (result != DDP_OK) return result;
-    return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "ddp_group_alloc group=%s: %d ranks x %zu bytes of shared memory are not to be had", group->name,
-                          l->world_size, size_bytes);
+    return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s group=%s: %d ranks x %zu bytes of shared memory are not to be had",
+                          ddp_public_call_name("ddp_group_alloc"), group->name, l->world_size, size_bytes);
 }
 
 /* The link to the region of memory that ddp_group_alloc gave out; to NULL, with the error line set, if it gave out none. */
 static ddp__region **ddp__region_link(const ddp_group *group, ddp__region **link, const void *memory) {
     while (*link && (*link)->mine != memory) link = &(*link)->next;
-    if (!*link) ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+    if (!*link) ddp_fail(DDP_ERR_INVALID, "%s group=%s: %p did not come from ddp_group_alloc of this group", ddp_public_call_name("ddp_group_free"), group->name, memory);
     return link;
 }
 
@@ -3786,6 +3881,7 @@ static ddp_result ddp__deliver(ddp_group *group, ddp_result result) {
 }
 
 static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
+    call->caller = ddp__public_call;
     if (!ddp__is_p2p(call->kind)) call->seq = ++group->seq;
     ddp_result result = group->backend->run(group, group->state, call);
     return result == DDP_OK ? DDP_OK : ddp__call_failed(group, call, result);
@@ -3829,7 +3925,8 @@ static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
     return ddp__device_result(group, result);
 }
 
-static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
+/* On the caller, or on the thread that works off the queue: in both cases calls inside belong to the public call that issued the op. */
+static ddp_result ddp__op_run_in(ddp_group *group, ddp__op *op) {
     const ddp_device *device = group->device;
     if (!op->ordered) return ddp__carry_out(group, &op->call, op->task, op->argument);
     ddp_result result = device->use_stream(group, DDP_STREAM_COMM);
@@ -3840,6 +3937,14 @@ static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
     }
     device->use_stream(group, DDP_STREAM_COMPUTE);
     if (op->task) op->call.seq = group->seq; /* for ddp_wait's line, should the group fail before it ends */
+    return result;
+}
+
+static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
+    int before = ddp__public_call;
+    ddp__public_call = op->call.caller;
+    ddp_result result = ddp__op_run_in(group, op);
+    ddp__public_call = before;
     return result;
 }
 
@@ -3962,6 +4067,7 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     op->argument = argument;
     op->call.tag = DDP__FOR_TASK;
     if (call) op->call = *call;
+    op->call.caller = ddp__public_call;
     if (!op->call.recv_counts) return op; /* otherwise: the caller's arrays may go before the call ends */
     const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets, &op->call.recv_counts, &op->call.recv_offsets};
     if (!op->arrays) op->arrays = (size_t *)ddp_host_alloc(group, 4 * w * sizeof *op->arrays);
@@ -4136,6 +4242,7 @@ static ddp_result ddp__p2p_no_memory(ddp_group *group, const ddp_call *call) {
 
 /* Starts a checked send or receive. Inside a batch it joins the batch; without work it is waited for here. */
 static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *work) {
+    call->caller = ddp__public_call;
     DDP__NOT_FORKED(group, ddp_call_name(call->kind));
     int enqueues = group->backend->enqueues;
     if (!enqueues && !group->backend->p2p_start)
@@ -5849,10 +5956,9 @@ static ddp_result ddp__tcp_check(const ddp_group *group, int rank, const ddp__pe
                                  const ddp__frame *expected) {
     const ddp__frame *frame = &p->data;
     char call[160];
-    if (memcmp(frame->call, expected->call, sizeof frame->call) != 0 && group->rank == 0)
-        return ddp__mismatch(0, expected->call, rank, frame->call);
-    if (memcmp(frame->call, expected->call, sizeof frame->call) != 0)
-        return ddp__mismatch(rank, frame->call, group->rank, expected->call);
+    int same = ddp__same_call(frame->call, expected->call);
+    if (!same && group->rank == 0) return ddp__mismatch(0, expected->call, rank, frame->call);
+    if (!same) return ddp__mismatch(rank, frame->call, group->rank, expected->call);
     if (frame->size == expected->size && frame->result == expected->result) return DDP_OK;
     ddp__describe(call, sizeof call, expected->call);
     return ddp_fail(DDP_ERR_MISMATCH,
@@ -5958,7 +6064,8 @@ static ddp_result ddp__alloc_by(ddp_group *group, const ddp_backend *by, ddp_gro
     if (result == DDP_OK && *out) by->free(of, state, *out);
     *out = NULL;
     if (result != DDP_OK) return result;
-    return DDP__RANK_FAIL(group, (ddp_result)worst, "ddp_group_alloc group=%s: %zu bytes per rank are not to be had on every machine", group->name, size_bytes);
+    return DDP__RANK_FAIL(group, (ddp_result)worst, "%s group=%s: %zu bytes per rank are not to be had on every machine",
+                          ddp_public_call_name("ddp_group_alloc"), group->name, size_bytes);
 }
 
 /* Memory that other machines cannot see is this rank's own. */
@@ -6034,13 +6141,13 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
     ddp_result result = ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL); /* most have few addresses */
     if (result == DDP_OK && (size <= strlen(mine) || size > sizeof mine))
         result = DDP__RANK_FAIL(parent, DDP_ERR_MISMATCH,
-                                "ddp_group_split: a rank announces %llu bytes, allowed are %zu",
-                                (unsigned long long)size, sizeof mine);
+                                "%s: a rank announces %llu bytes, allowed are %zu",
+                                ddp_public_call_name("ddp_group_split"), (unsigned long long)size, sizeof mine);
     if (result == DDP_OK && !(all = (char *)ddp_host_alloc(parent, size * (uint64_t)parent->world_size))) result = DDP_ERR_NO_MEMORY;
     if (result == DDP_OK) result = ddp_all_gather(parent, mine, all, size, DDP_U8, NULL);
     for (int r = 0; r < parent->world_size && result == DDP_OK; r++) all[size * (uint64_t)r + size - 1] = 0;
     if (result == DDP_OK && child && (!ddp__venue_hear(&venue, 0, all + size * (uint64_t)members[0]) || (!local && !venue.port)))
-        result = DDP__RANK_FAIL(parent, DDP_ERR_SYSTEM, "ddp_group_split: rank %d could not listen at any port", members[0]);
+        result = DDP__RANK_FAIL(parent, DDP_ERR_SYSTEM, "%s: rank %d could not listen at any port", ddp_public_call_name("ddp_group_split"), members[0]);
     ddp_host_free(parent, all);
     *child_state = NULL;
     if (result != DDP_OK || !child) { if (listener >= 0) close(listener); return result; }
@@ -6160,6 +6267,7 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
 }
 
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_group_create_on);
     if (out) *out = NULL;
     DDP__NEED(out && control && desc && desc->backend, "out, control, desc or its backend is NULL");
     ddp_group_desc d = control->desc;
@@ -6221,6 +6329,7 @@ static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const
 }
 
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_group_create);
     int scheme = 0;
     ddp__identity id;
     ddp_group_desc d;
@@ -6283,6 +6392,7 @@ static ddp_result ddp__disagree(ddp_group *group, const char *who, const char *z
 
 DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, uint64_t hash,
                             const char *what) {
+    who = ddp_public_call_name(who);
     char own[DDP__TEXT_MAX], text[2][DDP__TEXT_MAX], begin[96];
     const char *cause = text[1];
     ddp__vote vote = {mine, 0, hash};
@@ -6318,9 +6428,11 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
 }
 
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out) {
+    DDP_PUBLIC_CALL(ddp_group_split);
     DDP__NEED(group && out, "group or out is NULL");
     *out = NULL;
-    if (!group->backend->split) return DDP__GROUP_FAIL(group, DDP_ERR_UNSUPPORTED, "ddp_group_split: the %s backend makes no groups", group->backend->name);
+    if (!group->backend->split) return DDP__GROUP_FAIL(group, DDP_ERR_UNSUPPORTED, "%s: the %s backend makes no groups",
+                              ddp_public_call_name("ddp_group_split"), group->backend->name);
     int32_t mine[2] = {color < 0 ? -1 : color, key};
     int32_t *table = (int32_t *)(void *)group->votes;
     int *members = (int *)(table + 2 * group->world_size), count = 0, me = 0;
@@ -6373,6 +6485,7 @@ DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
 DDPDEF int ddp_group_is_forked(const ddp_group *group) { return !*group->in_rank; }
 
 DDPDEF void ddp_group_destroy(ddp_group *group) {
+    DDP_PUBLIC_CALL(ddp_group_destroy);
     if (!group || ddp_group_is_forked(group)) return; /* in a forked process all of it is the rank's */
     if (group->thread_started || group->no_thread) {
         char text[96];
@@ -6436,6 +6549,7 @@ DDPDEF ddp_result ddp_group_cause(const ddp_group *group) { return group->backen
 DDPDEF void ddp_group_set_local(ddp_group *group, int rank, int world_size) { group->local_rank = rank; group->local_world_size = world_size; }
 
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out) {
+    DDP_PUBLIC_CALL(ddp_group_alloc);
     if (out) *out = NULL;
     DDP__NEED(group && out, "group or out is NULL");
     DDP__CHECK(__func__, group, size_bytes > 0, "size_bytes is 0");
@@ -6443,6 +6557,7 @@ DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **ou
 }
 
 DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
+    DDP_PUBLIC_CALL(ddp_group_free);
     DDP__NEED(group, "group is NULL");
     DDP__NOT_FORKED(group, __func__);
     return memory ? group->backend->free(group, group->state, memory) : DDP_OK;
@@ -6805,7 +6920,7 @@ static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *
     uint64_t *mine = s->word, *hash = s->word + 3, *most = s->word + 6;
     const size_t size = 3 * sizeof *mine;
     int proposes = s->rank == 0 && s->block > 1 && call->kind == DDP_CALL_ALL_REDUCE, other = 1;
-    mine[0] = ddp__signature(call);
+    mine[0] = ddp__compared(ddp__signature(call));
     mine[1] = call->count;
     mine[2] = call->seq;
     if (call->kind == DDP_CALL_ALL_GATHER_V) mine[2] = ddp_hash(mine[2], call->recv_counts, (size_t)s->world_size * sizeof(size_t));
@@ -6817,9 +6932,10 @@ static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *
     if (most[0] == hash[0] && most[1] == hash[1]) return DDP_OK;
     DDP_TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, (size_t)s->world_size * size));
     uint64_t *all = (uint64_t *)(void *)s->scratch;
+    mine[0] = ddp__signature(call); /* the texts name the caller as well */
     DDP__MPI_RUN(group, s, MPI_Iallgather, mine, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
-    while (other < s->world_size - 1 && memcmp(all, all + 3 * other, size) == 0) other++;
-    if (memcmp(all, all + 3 * other, 2 * sizeof *all) == 0) return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts of rank 0 and of rank %d", other);
+    while (other < s->world_size - 1 && ddp__same_call(all, all + 3 * other) && all[2] == all[3 * other + 2]) other++;
+    if (ddp__same_call(all, all + 3 * other)) return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts of rank 0 and of rank %d", other);
     return ddp__mismatch(0, all, other, all + 3 * other);
 }
 
@@ -7094,6 +7210,7 @@ static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_gro
 }
 
 DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_group_from_mpi);
     ddp_group_desc d;
     if (out) *out = NULL;
     DDP__NEED(out, "out is NULL");
@@ -7149,6 +7266,7 @@ static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *who, const ddp_m
 }
 
 DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_mesh_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_mesh_create);
     int stride = 1;
     if (out) *out = NULL;
     DDP__NEED(out && world && desc, "out, world or desc is NULL");
@@ -7179,6 +7297,7 @@ DDPDEF ddp_group *ddp_mesh_group(ddp_mesh *mesh, const char *name) {
 }
 
 DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh) {
+    DDP_PUBLIC_CALL(ddp_mesh_destroy);
     for (int i = 0; mesh && i < mesh->ndim; i++) ddp_group_destroy(mesh->group[i]);
     if (mesh) ddp_host_free(mesh->world, mesh);
 }
@@ -7647,6 +7766,11 @@ static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
     return result;
 }
 
+static ddp_result ddp__hook_call(const ddp_reducer *reducer, ddp_bucket *view) {
+    DDP_USER_CALLBACK;
+    return reducer->desc.hook(reducer->group, view, reducer->desc.hook_user);
+}
+
 /* A hook that fails where others do not would leave them waiting inside theirs: it takes the group down. */
 static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t count) {
     ddp_reducer *reducer = bucket->reducer;
@@ -7659,9 +7783,9 @@ static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t cou
     }
     if (group->world_size > 1) reducer->sent += count * ddp_dtype_size(bucket->wire);
     if (!reducer->desc.hook) return ddp__all_reduce_divided(group, data, data, count, bucket->wire, bucket->divisor);
-    ddp_result result = reducer->desc.hook(group, &view, reducer->desc.hook_user);
+    ddp_result result = ddp__hook_call(reducer, &view);
     if (result == DDP_OK) return DDP_OK;
-    DDP__RANK_FAIL(group, result, "ddp_reducer_wait: the hook returned %s for bucket %d of %d: %.300s", ddp_result_name(result),
+    DDP__RANK_FAIL(group, result, "%s: the hook returned %s for bucket %d of %d: %.300s", ddp_public_call_name("ddp_reducer_wait"), ddp_result_name(result),
                    bucket->index, view.bucket_count, ddp_last_error());
     if (group->world_size > 1) ddp_group_poison(group, result, ddp_last_error()); /* the first cause stays, if there is one */
     return result;
@@ -8028,6 +8152,7 @@ static void ddp__reducer_free(ddp_reducer *reducer) {
 }
 
 DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const ddp_reducer_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_reducer_create);
     if (out) *out = NULL;
     DDP__NEED(group, "group is NULL");
     size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp__grad_key) : 0;
@@ -8053,6 +8178,7 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
 }
 
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
+    DDP_PUBLIC_CALL(ddp_reducer_ready);
     DDP__NEED(reducer, "reducer is NULL");
     DDP__REDUCER_NEED(reducer, param_index >= 0 && param_index < reducer->desc.param_count, "param_index=%d, there are %d parameters, numbered from 0",
                       param_index, reducer->desc.param_count);
@@ -8124,6 +8250,7 @@ static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
 }
 
 DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
+    DDP_PUBLIC_CALL(ddp_reducer_wait);
     double begin = ddp_now();
     DDP__NEED(reducer, "reducer is NULL");
     if (reducer->no_sync) return DDP_OK;
@@ -8165,6 +8292,7 @@ DDPDEF void ddp_mean_add(ddp_mean *mean, double sum, int64_t count) {
 }
 
 DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean) {
+    DDP_PUBLIC_CALL(ddp_mean_reduce);
     struct { ddp_mean mean; int64_t negative; } all; /* 64-bit words alone */
     DDP__NEED(group && mean, "group or mean is NULL");
     all.mean = *mean;
@@ -8179,6 +8307,7 @@ DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean) {
 DDPDEF double ddp_mean_value(const ddp_mean *mean) { return mean->count ? ddp_exact_sum_value(&mean->sum) / (double)mean->count : 0; }
 
 DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss) {
+    DDP_PUBLIC_CALL(ddp_reducer_wait_mean);
     DDP__NEED(reducer && loss, "reducer or loss is NULL");
     DDP__REDUCER_NEED(reducer, reducer->desc.per_token, "per_token is 0 in the desc, so that gradients are averages over ranks; set it, or call "
                       "ddp_reducer_wait");
@@ -8250,6 +8379,7 @@ DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_
 static void ddp__reducer_attach(ddp_reducer *reducer, ddp_accumulator *accumulator);
 
 DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
+    DDP_PUBLIC_CALL(ddp_reducer_destroy);
     if (!reducer || ddp_group_is_forked(reducer->group)) return;
     ddp__reducer_drain(reducer, 0);
     ddp__reducer_attach(reducer, NULL);
@@ -8324,6 +8454,7 @@ static void ddp__accumulator_layout(ddp_accumulator *accumulator, size_t *scratc
 }
 
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_accumulator_create);
     const ddp_reducer_desc *reduced = desc && desc->reducer ? &desc->reducer->desc : NULL;
     if (out) *out = NULL;
     DDP__NEED(out && group, "out or group is NULL");
@@ -8396,6 +8527,7 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
 }
 
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index) {
+    DDP_PUBLIC_CALL(ddp_accumulator_ready);
     const ddp_accumulator_desc *desc = accumulator ? &accumulator->desc : NULL;
     DDP__NEED(desc, "accumulator is NULL");
     DDP__NEED(param_index >= 0 && param_index < desc->param_count, "param_index=%d, there are %d parameters, numbered from 0", param_index, desc->param_count);
@@ -8429,6 +8561,7 @@ DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) 
 }
 
 DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
+    DDP_PUBLIC_CALL(ddp_accumulator_destroy);
     if (!accumulator) return;
     if (accumulator->attached) { /* buckets under way may still read its sums */
         ddp__reducer_drain(accumulator->desc.reducer, 0);
@@ -8461,6 +8594,7 @@ DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_jo
 }
 
 DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
+    DDP_PUBLIC_CALL(ddp_join_step);
     ddp_reducer *reducer = join ? join->desc.reducer : NULL;
     const unsigned char mine = have_batch != 0, *all;
     DDP__NEED(reducer && active, "join or active is NULL");

@@ -1981,17 +1981,24 @@ static ddp_result ddp__cuda_event_done(ddp_group *group, void *event, int *done)
 }
 
 /* A call as ranks compare it; seq 0 = none. */
-typedef struct ddp__cuda_mark { uint64_t seq, count; int32_t kind, dtype, op, root; } ddp__cuda_mark;
+typedef struct ddp__cuda_mark {
+    uint64_t seq, count;
+    int32_t kind, dtype, op, root;
+    int32_t caller, reserved; /* a ddp_public_call, for texts: not compared */
+} ddp__cuda_mark;
 
-static ddp__cuda_mark ddp__cuda_mark_of(const ddp_call *call) { return {call->seq, call->count, call->kind, call->dtype, call->op, call->root}; }
+static ddp__cuda_mark ddp__cuda_mark_of(const ddp_call *call) {
+    return {call->seq, call->count, call->kind, call->dtype, call->op, call->root, call->caller, 0};
+}
 static int ddp__cuda_is_message(const ddp__cuda_mark *mark) { return mark->kind == DDP_CALL_SEND || mark->kind == DDP_CALL_RECV; }
 
 /* "ddp_all_reduce f32 count=1000 sum" */
 static void ddp__cuda_describe(char *out, size_t size, const ddp__cuda_mark *mark) {
     static const char *const ops[] = {" sum", " avg", " min", " max", " prod"};
     int kind = mark->kind, reduces = kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER;
-    int at = snprintf(out, size, "%s", ddp_call_name((ddp_call_kind)kind));
-    if (kind == DDP_CALL_BARRIER) return;
+    const char *caller = ddp_public_call_of(mark->caller);
+    int at = snprintf(out, size, "%s", caller ? caller : ddp_call_name((ddp_call_kind)kind));
+    if (kind == DDP_CALL_BARRIER || caller) return;
     at += snprintf(out + at, size - (size_t)at, " %s", ddp_dtype_name((ddp_dtype)mark->dtype));
     if (kind != DDP_CALL_ALL_TO_ALL_V) at += snprintf(out + at, size - (size_t)at, " count=%llu", (unsigned long long)mark->count);
     if (reduces && (unsigned)mark->op < 5) at += snprintf(out + at, size - (size_t)at, "%s", ops[mark->op]);
@@ -2687,7 +2694,8 @@ static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_resul
     char text[DDP__CUDA_TEXT], cause[DDP__CUDA_TEXT];
     if (result == DDP_OK || ddp__nccl_status(n->group, n) != DDP_OK) return result;
     snprintf(text, sizeof text, "%s", ddp_last_error());
-    snprintf(cause, sizeof cause, "rank %d in %s seq=%llu: %.380s", n->rank, ddp_call_name(call->kind), (unsigned long long)call->seq, text);
+    snprintf(cause, sizeof cause, "rank %d in %s seq=%llu: %.380s", n->rank, ddp_public_call_name(ddp_call_name(call->kind)),
+             (unsigned long long)call->seq, text);
     ddp__nccl_poison(n->group, n, result, n->world_size > 1 ? cause : text);
     return ddp_fail(result, "%s", text);
 }
@@ -2983,7 +2991,8 @@ static ddp_result ddp__cuda_vote_on(ddp_group *control, ddp_result mine, const c
 static ddp_result ddp__nccl_over_control(ddp__nccl *n, ddp_result result, const char *who) {
     ddp_result status;
     if (result == DDP_OK || (status = ddp__nccl_status(n->group, n)) == DDP_OK) return result;
-    return ddp_fail(status, "rank %d/%d %s group=%s: %s", n->rank, n->world_size, who, ddp_group_name(n->group), ddp_last_error());
+    return ddp_fail(status, "rank %d/%d %s group=%s: %s", n->rank, n->world_size, ddp_public_call_name(who), ddp_group_name(n->group),
+                    ddp_last_error());
 }
 
 static ddp_result ddp__nccl_vote(ddp__nccl *n, ddp_result mine, const char *who) {
@@ -3252,7 +3261,8 @@ static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
     while (*link && (*link)->memory != memory) link = &(*link)->next;
     region = *link;
     if (!region)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", ddp_group_name(group), memory);
+        return ddp_fail(DDP_ERR_INVALID, "%s group=%s: %p did not come from ddp_group_alloc of this group", ddp_public_call_name("ddp_group_free"),
+                        ddp_group_name(group), memory);
     cudaError_t error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_STREAM_COMM]);
     if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_STREAM_COMPUTE]);
     *link = region->next;
@@ -3752,7 +3762,7 @@ static ddp_result ddp__cuda_staged_alloc_task(ddp_group *group, void *argument) 
     char text[64];
     const ddp__cuda_visit visit(s->device);
     ddp_result result = visit.result != DDP_OK ? visit.result : region ? ddp__cuda_device_alloc(group, task->size_bytes, &task->memory) : DDP_ERR_NO_MEMORY;
-    snprintf(text, sizeof text, "ddp_group_alloc size_bytes=%llu", (unsigned long long)task->size_bytes);
+    snprintf(text, sizeof text, "%s size_bytes=%llu", ddp_public_call_name("ddp_group_alloc"), (unsigned long long)task->size_bytes);
     result = ddp__cuda_staged_agree(s, result, text);
     if (result != DDP_OK) {
         char line[DDP__CUDA_TEXT];
@@ -3761,7 +3771,7 @@ static ddp_result ddp__cuda_staged_alloc_task(ddp_group *group, void *argument) 
         if (task->memory) DDP__CUDA_RUNTIME->free(task->memory);
         task->memory = NULL;
         ddp_host_free(group, region);
-        result = ddp_fail(result, "rank %d/%d ddp_group_alloc: %s", s->rank, s->world_size, line);
+        result = ddp_fail(result, "rank %d/%d %s: %s", s->rank, s->world_size, ddp_public_call_name("ddp_group_alloc"), line);
     } else {
         region->memory = task->memory, region->number = ++s->region_count, region->next = s->regions;
         s->regions = region;
@@ -3783,13 +3793,13 @@ static ddp_result ddp__cuda_staged_free_task(ddp_group *group, void *argument) {
     char text[64];
     const ddp__cuda_visit visit(s->device);
     ddp_result result;
-    snprintf(text, sizeof text, "ddp_group_free of block %llu", (unsigned long long)region->number);
+    snprintf(text, sizeof text, "%s of block %llu", ddp_public_call_name("ddp_group_free"), (unsigned long long)region->number);
     result = ddp__cuda_staged_agree(s, visit.result, text);
     if (result != DDP_OK) {
         char line[DDP__CUDA_TEXT];
         result = ddp__cuda_staged_failed(s, result, 0);
         snprintf(line, sizeof line, "%s", ddp_last_error());
-        result = ddp_fail(result, "rank %d/%d ddp_group_free: %s", s->rank, s->world_size, line);
+        result = ddp_fail(result, "rank %d/%d %s: %s", s->rank, s->world_size, ddp_public_call_name("ddp_group_free"), line);
     }
     *task->link = region->next;
     ddp__cuda_device_free(group, region->memory);
@@ -3802,7 +3812,7 @@ static ddp_result ddp__cuda_staged_free(ddp_group *group, void *state, void *mem
     ddp__cuda_staged_task task = {s, 0, &s->regions, memory};
     while (*task.link && (*task.link)->memory != memory) task.link = &(*task.link)->next;
     if (*task.link) return ddp_group_enqueue(group, ddp__cuda_staged_free_task, &task, NULL);
-    return ddp_fail(DDP_ERR_INVALID, "ddp_group_free: %p did not come from ddp_group_alloc of this group", memory);
+    return ddp_fail(DDP_ERR_INVALID, "%s: %p did not come from ddp_group_alloc of this group", ddp_public_call_name("ddp_group_free"), memory);
 }
 
 static void ddp__cuda_staged_close(ddp_group *group, void *state) {
@@ -3949,6 +3959,7 @@ extern "C" {
 #endif
 
 DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int *device) {
+    DDP_PUBLIC_CALL(ddp_cuda_pick);
     ddp_cuda_pick_desc all_defaults = DDP_ZERO;
     ddp__cuda_seat mine;
     if (!device) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_pick: device is NULL");
@@ -3960,6 +3971,7 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
 }
 
 DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_cuda_group_create);
     ddp_cuda_desc all_defaults = DDP_ZERO;
     if (out) *out = NULL;
     if (!out || !control) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_group_create: out or control is NULL; control is a group of ddp_group_create or ddp_launch");

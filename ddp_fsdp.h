@@ -878,8 +878,14 @@ static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_sca
     return ddp__fsdp_check(o->group);
 }
 
-DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr) { return ddp__optimizer_step(optimizer, lr, 1, NULL); }
-DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, float grad_scale) { return ddp__optimizer_step(optimizer, lr, grad_scale, NULL); }
+DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr) {
+    DDP_PUBLIC_CALL(ddp_optimizer_step);
+    return ddp__optimizer_step(optimizer, lr, 1, NULL);
+}
+DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, float grad_scale) {
+    DDP_PUBLIC_CALL(ddp_optimizer_step_scaled);
+    return ddp__optimizer_step(optimizer, lr, grad_scale, NULL);
+}
 
 DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, int which, const char **name, ddp_tensor *state) {
     const ddp_optimizer *o = optimizer;
@@ -1023,6 +1029,7 @@ static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, cons
 }
 
 DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients, int gradient_count) {
+    DDP_PUBLIC_CALL(ddp_scaler_unscale);
     void *scratch = NULL;
     DDP__FSDP_NEED(scaler && group, "scaler or group is NULL");
     DDP__FSDP_NEED(gradient_count >= 0 && (gradients || !gradient_count), "gradient_count=%d, and gradients is NULL or the count negative", gradient_count);
@@ -2869,7 +2876,12 @@ static ddp_result ddp__fsdp_give_up(const ddp_fsdp *f, ddp_result result) {
 
 static ddp_result ddp__fsdp_fail(const ddp_fsdp *f, ddp_result result, const char *who, const ddp__unit *unit) {
     ddp_saved_error told = ddp__fsdp_error(result);
+    char begin[128];
+    who = ddp_public_call_name(who);
     (void)ddp__fsdp_give_up(f, result);
+    snprintf(begin, sizeof begin, "rank %d/%d %s ", ddp_rank(f->group), ddp_world_size(f->group), who);
+    size_t named = strncmp(told.text, begin, strlen(begin)) == 0 ? strlen(begin) : 0; /* the line names the call already */
+    if (named) return ddp_fail(result, "%sunit=%s %s", begin, unit->name, told.text + named);
     return ddp_fail(result, "%s unit=%s: %s", who, unit->name, told.text);
 }
 
@@ -3737,6 +3749,7 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
 }
 
 DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
+    DDP_PUBLIC_CALL(ddp_fsdp_mean);
     DDP__FSDP_NEED(fsdp && loss, "fsdp or loss is NULL");
     DDP__FSDP_NEED(fsdp->desc.per_token && !fsdp->divisor, "%s", fsdp->divisor && fsdp->desc.per_token ? "this step's tokens are known already; call it once"
                    : "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
@@ -3751,6 +3764,7 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
 }
 
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm) {
+    DDP_PUBLIC_CALL(ddp_fsdp_clip_grad_norm);
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP__FSDP_NEED(max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
     fsdp->has_norm = 0;
@@ -3888,6 +3902,7 @@ static ddp_result ddp__fsdp_step(ddp_fsdp *fsdp, float lr) {
 }
 
 DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
+    DDP_PUBLIC_CALL(ddp_fsdp_step);
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP__FSDP_NEED(ddp__is_amount((double)lr), "lr=%g; pass a number that is not negative", (double)lr);
     fsdp->who = __func__;
@@ -4018,6 +4033,7 @@ static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, int list, int
 }
 
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
+    DDP_PUBLIC_CALL(ddp_fsdp_save_wait);
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     ddp__saver *s = fsdp->saver;
     if (!s->running) return DDP_OK;
@@ -4027,6 +4043,7 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
 }
 
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
+    DDP_PUBLIC_CALL(ddp_fsdp_save);
     DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL, or dir is empty; name a folder");
     ddp__saver *s = fsdp->saver;
     DDP_TRY(ddp_fsdp_save_wait(fsdp));
@@ -4045,6 +4062,7 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
 }
 
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
+    DDP_PUBLIC_CALL(ddp_fsdp_load);
     DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL, or dir is empty; name a folder");
     DDP_TRY(ddp_fsdp_save_wait(fsdp));
     DDP_TRY(ddp__fsdp_meet(fsdp, __func__));
@@ -4434,6 +4452,7 @@ static void ddp__fsdp_free(ddp_fsdp *f) {
 }
 
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_fsdp_create);
     ddp_fsdp first = DDP_ZERO, *f = NULL;
     if (out) *out = NULL;
     DDP__FSDP_NEED(out && group && desc, "out, group or desc is NULL");
@@ -4460,6 +4479,7 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
 }
 
 DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
+    DDP_PUBLIC_CALL(ddp_fsdp_destroy);
     if (fsdp && !ddp_group_is_forked(fsdp->group)) ddp__fsdp_free(fsdp);
 }
 
@@ -4590,6 +4610,7 @@ static ddp_result ddp__unit_bring(ddp_fsdp *f, ddp__unit *unit) {
 static void ddp__order_hash(ddp_fsdp *f, int what, int unit) { f->order_hash = (f->order_hash ^ (uint64_t)(2 * unit + what)) * UINT64_C(0x100000001b3); }
 
 DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
+    DDP_PUBLIC_CALL(ddp_fsdp_unshard);
     DDP__UNIT_NEED(fsdp, unit);
     ddp__unit *u = &fsdp->units[unit];
     fsdp->who = __func__;
@@ -4609,6 +4630,7 @@ DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
 }
 
 DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit) {
+    DDP_PUBLIC_CALL(ddp_fsdp_reshard);
     DDP__UNIT_NEED(fsdp, unit);
     ddp__unit *u = &fsdp->units[unit];
     DDP__FSDP_NEED(u->in_use, "unit %s is not gathered", u->name);
@@ -4622,6 +4644,7 @@ DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit) {
 }
 
 DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit) {
+    DDP_PUBLIC_CALL(ddp_fsdp_reduce_grads);
     DDP__UNIT_NEED(fsdp, unit);
     ddp__unit *u = &fsdp->units[unit];
     DDP__FSDP_NEED(u->reduced < fsdp->desc.micro_batch_count, "unit %s was reduced %d times in this step already, as micro_batch_count says; call ddp_fsdp_step first",
@@ -4648,6 +4671,7 @@ DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on) {
 }
 
 DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp) {
+    DDP_PUBLIC_CALL(ddp_fsdp_zero_grad);
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP__EACH_UNIT(fsdp, unit) DDP_TRY(ddp__reduce_wait(fsdp, unit));
     DDP__EACH_UNIT(fsdp, unit) {
@@ -4667,6 +4691,7 @@ DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp) {
                    (fsdp)->units[unit].count - 1)
 
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad, int64_t *first_row) {
+    DDP_PUBLIC_CALL(ddp_fsdp_get_shard);
     DDP__WEIGHT_NEED(fsdp, unit, param);
     const ddp__weight *w = &fsdp->units[unit].weights[param];
     ddp_tensor rows = ddp__weight_rows(w);

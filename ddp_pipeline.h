@@ -3648,7 +3648,10 @@ static ddp_result ddp__pipe_hook(ddp_pipeline *p, const ddp__pipe_stage *s, ddp_
 static ddp_result ddp__pipe_callback(ddp_pipeline *p, ddp_pipeline_fn fn, const ddp_pipeline_call *call, void *user, const ddp_action *a, const char *what, const char *who) {
     ddp_result result;
     snprintf(p->text, sizeof p->text, "%s", ddp_last_error());
-    result = fn(call, user);
+    {
+        DDP_USER_CALLBACK;
+        result = fn(call, user);
+    }
     if (result == DDP_OK) result = ddp__pipe_enter(p);
     if (result == DDP_OK) return DDP_OK;
     snprintf(p->text, sizeof p->text, "%s", strcmp(p->text, ddp_last_error()) ? ddp_last_error() : ddp_result_name(result));
@@ -3934,11 +3937,13 @@ static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating, const char *who
 }
 
 DDPDEF ddp_result ddp_pipeline_step(ddp_pipeline *pipeline) {
+    DDP_PUBLIC_CALL(ddp_pipeline_step);
     if (!pipeline) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_step: pipeline is NULL");
     return ddp__pipe_run(pipeline, 0, ddp__pipe_step_name);
 }
 
 DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline) {
+    DDP_PUBLIC_CALL(ddp_pipeline_evaluate);
     if (!pipeline) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_evaluate: pipeline is NULL");
     ddp_pipeline_stats step = pipeline->stats;
     ddp__pipe_swap_measures(pipeline);
@@ -4135,6 +4140,7 @@ static ddp_result ddp__pipe_describe(ddp_pipeline *p, int64_t **ends, size_t *by
 }
 
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_pipeline_create);
     ddp_pipeline *p;
     char what[300] = "";
     int64_t *ends = NULL;
@@ -4182,6 +4188,7 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
 }
 
 DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline) {
+    DDP_PUBLIC_CALL(ddp_pipeline_destroy);
     if (!pipeline || ddp_group_is_forked(pipeline->group)) return;
     ddp__pipe_drain(pipeline, 1);
     ddp__pipe_free(pipeline);
@@ -4249,6 +4256,7 @@ static void ddp__pipe_transfers(const ddp_pipeline *p, const ddp_action_time *ti
 }
 
 DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost *costs, ddp_action_time *times) {
+    DDP_PUBLIC_CALL(ddp_pipeline_get_times);
     ddp_pipeline *p = pipeline;
     const int one_clock = p && ddp_local_world_size(p->group) == p->world_size;
     size_t count;
@@ -4310,6 +4318,7 @@ static void ddp__pipe_each_gradient(const ddp_pipeline *p, int squares, float fa
 }
 
 DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_norm, float *norm) {
+    DDP_PUBLIC_CALL(ddp_pipeline_clip_grad_norm);
     ddp_pipeline *p = pipeline;
     ddp_exact_sum sum;
     float length;

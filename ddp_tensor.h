@@ -1547,6 +1547,7 @@ DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tenso
 }
 
 DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in, ddp_placement from, ddp_placement to, ddp_tensor *out) {
+    DDP_PUBLIC_CALL(ddp_tensor_redistribute);
     ddp__tensor_move m;
     ddp_tensor t = DDP_ZERO;
     ddp_result result = ddp__tensor_move_make(&m, __func__, group, in, from, to, out, NULL, 1);
@@ -1640,6 +1641,7 @@ static void ddp__tensor_root_move(ddp__tensor_move *m, const char *who, ddp_grou
 }
 
 DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root, ddp_placement to, ddp_tensor *out) {
+    DDP_PUBLIC_CALL(ddp_tensor_distribute);
     int64_t described[2 + DDP_MAX_NDIM]; /* dtype, ndim, shape: those of root */
     ddp_result result = DDP_OK;
     char what[32];
@@ -1695,6 +1697,7 @@ static ddp_result ddp__tensor_gather_check(ddp__tensor_move *m, const char *who,
 
 DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_placement from, const int64_t *global_shape, int root,
                                     ddp_tensor *out) {
+    DDP_PUBLIC_CALL(ddp_tensor_gather);
     ddp__tensor_move m = DDP_ZERO;
     ddp_tensor t = DDP_ZERO, part = DDP_ZERO;
     ddp_result result;
@@ -1825,6 +1828,7 @@ static ddp_result ddp__tensor_relayout_check(const char *who, const ddp_tensor *
 
 DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to, ddp_tensor *out,
                                       ddp_tensor_plan *plan) {
+    DDP_PUBLIC_CALL(ddp_tensor_redistribute_mesh);
     ddp_tensor_plan found = {"none", 0, 0};
     ddp__tensor_route r;
     ddp_tensor now, next, t = DDP_ZERO;
@@ -2285,6 +2289,7 @@ static ddp_result ddp__tp_first_product(const ddp_tp *tp) {
 }
 
 DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_tp_create);
     const char *call = "ddp_tp_create";
     char what[160];
     size_t bytes = 0;
@@ -2321,6 +2326,7 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
 }
 
 DDPDEF void ddp_tp_destroy(ddp_tp *tp) {
+    DDP_PUBLIC_CALL(ddp_tp_destroy);
     if (!tp) return;
     if (tp->workspace) (void)ddp_group_free(tp->group, tp->workspace); /* after a failure it is the group's to free */
     ddp_host_free(tp->group, tp);
@@ -2697,8 +2703,9 @@ static void ddp__linear_text(const ddp_tp_linear_desc *d, char *out, size_t size
 }
 
 DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const ddp_tp_linear_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_tp_linear_create);
     const char *call = "ddp_tp_linear_create";
-    char what[200];
+    char what[280];
     ddp_tp_linear made;
     ddp_result result;
     void *l;
@@ -2802,6 +2809,7 @@ static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, con
 }
 
 DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias, const void *x, int64_t rows, void *y) {
+    DDP_PUBLIC_CALL(ddp_tp_linear_forward);
     const char *call = "ddp_tp_linear_forward";
     if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", call);
     DDP_TRY(ddp__linear_check(linear, call, weight, x, rows, "y", y));
@@ -2812,6 +2820,7 @@ DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weigh
 
 DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x, const void *dy, int64_t rows, void *dx,
                                          void *weight_grad, void *bias_grad) {
+    DDP_PUBLIC_CALL(ddp_tp_linear_backward);
     const char *call = "ddp_tp_linear_backward";
     ddp__linear_grads grads;
     if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", call);
@@ -2920,6 +2929,7 @@ static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, siz
 }
 
 DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_mlp_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_tp_mlp_create);
     const char *call = "ddp_tp_mlp_create";
     char what[160];
     ddp_tp_mlp made;
@@ -2961,6 +2971,7 @@ static ddp_result ddp__mlp_check(const ddp_tp_mlp *m, const char *call, const vo
 
 /* saved: what the column linear gave, (rows, column.out), then what the activation made of it, (rows, row.in). */
 DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x, int64_t rows, void *saved, void *y) {
+    DDP_PUBLIC_CALL(ddp_tp_mlp_forward);
     const char *call = "ddp_tp_mlp_forward";
     ddp_layer op;
     ddp_tp *tp;
@@ -2978,6 +2989,7 @@ DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[
 
 DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x, const void *saved, const void *dy, int64_t rows,
                                       void *dx, void *const grads[4]) {
+    DDP_PUBLIC_CALL(ddp_tp_mlp_backward);
     const char *call = "ddp_tp_mlp_backward";
     ddp__linear_grads to[2];
     void *d_act, *d_in;
@@ -3024,6 +3036,7 @@ static ddp_result ddp__tp_embedding_resolve(const ddp_tp *tp, const ddp_tp_embed
 }
 
 DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp, const ddp_tp_embedding_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_tp_embedding_create);
     ddp_tp_embedding_desc d;
     char what[160];
     ddp_tp_embedding *embedding;
@@ -3103,6 +3116,7 @@ static ddp_layer ddp__tp_embedding_op(const ddp_tp_embedding *e, ddp_layer_kind 
 
 /* The sum over ranks is the whole. */
 DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const void *weight, const int32_t *tokens, int64_t rows, void *y) {
+    DDP_PUBLIC_CALL(ddp_tp_embedding_forward);
     if (!embedding) return ddp_fail(DDP_ERR_INVALID, "%s: embedding is NULL", __func__);
     ddp_tp *tp = embedding->tp;
     int64_t channels = embedding->desc.channels;
@@ -3228,6 +3242,7 @@ static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const d
 
 DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc, const void *logits, const int32_t *targets, int64_t rows,
                                        void *losses, double *mean, void *dlogits) {
+    DDP_PUBLIC_CALL(ddp_tp_cross_entropy);
     ddp_layer op = ddp__tp_op(DDP_LAYER_LOSS_MAX, rows, 0, logits, dlogits);
     double total = 0;
     int64_t counting = 0;
@@ -3327,6 +3342,7 @@ static ddp_result ddp__tp_norm_resolve(const ddp_tp *tp, const ddp_tp_layer_norm
 }
 
 DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp, const ddp_tp_layer_norm_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_tp_layer_norm_create);
     ddp_tp_layer_norm_desc d;
     char what[160];
     ddp_tp_layer_norm *norm;
@@ -3373,6 +3389,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void 
 /* In sequence parallelism every rank has other rows: what these give is summed before it goes to the caller's gradients, which may be added to. */
 DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void *weight, const void *x, const void *stats, const void *dy,
                                              int64_t rows, void *dx, void *weight_grad, void *bias_grad) {
+    DDP_PUBLIC_CALL(ddp_tp_layer_norm_backward);
     if (!norm) return ddp_fail(DDP_ERR_INVALID, "%s: norm is NULL", __func__);
     ddp_tp *tp = norm->tp;
     int64_t n = norm->desc.channels;
