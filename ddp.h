@@ -884,6 +884,7 @@ DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, cons
 DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work);
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text);
 DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
+DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to); /* to fails for the cause of group, if that has failed */
 
 /* 1 in a process that the rank has forked: the group memory and sockets there are the rank's. Calls that
    communicate return DDP_ERR_INVALID. A destroy function must leave everything as it is. */
@@ -1442,12 +1443,45 @@ static ddp_result ddp__mismatch(int low, const uint64_t low_what[2], int high, c
     return ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d %s, rank %d %s", low, text[0], high, text[1]);
 }
 
+/* "cause: rank 1 in ddp_send tag=4: ", or "cause: rank 1 in ddp_barrier seq=3: ". It begins the recorded cause of a
+   failure whose text names neither: other calls, and other ranks, report it as well. */
+#define DDP__CAUSE "cause: "
+static void ddp__cause_begin(char *out, size_t size, int rank, const ddp_call *call) {
+    const char *title = ddp__call_title(call);
+    if (ddp__is_p2p(call->kind)) snprintf(out, size, DDP__CAUSE "rank %d in %s tag=%d: ", rank, title, call->tag);
+    else snprintf(out, size, DDP__CAUSE "rank %d in %s seq=%llu: ", rank, title, (unsigned long long)call->seq);
+}
+
+/* The same in front of text, of a collective by its two words. */
+static void ddp__cause_of_collective(char *text, size_t size, int rank, const uint64_t what[2], uint64_t seq) {
+    char begin[96], bare[DDP__TEXT_MAX];
+    unsigned kind = what[0] & 255, caller = (unsigned)(what[0] >> DDP__CALLER_SHIFT);
+    ddp_call call = ddp__call_of(kind > DDP_CALL_BARRIER ? DDP_CALL_BARRIER : (ddp_call_kind)kind, NULL, NULL, 0, DDP_U8);
+    call.tag = (int)(what[0] >> 24 & 255);
+    call.caller = caller < DDP_PUBLIC_CALL_COUNT ? (int)caller : DDP_IN_NO_CALL;
+    call.seq = seq;
+    ddp__cause_begin(begin, sizeof begin, rank, &call);
+    snprintf(bare, sizeof bare, "%s", text);
+    snprintf(text, size, "%s%.*s", begin, (int)(DDP__TEXT_MAX - sizeof begin), bare);
+}
+
+/* The cause without its beginning, where that names the call that reports it: this message, or this collective. */
+static const char *ddp__cause_here(const ddp_group *group, const ddp_call *call, const char *cause) {
+    char own[96];
+    int rank = group->rank;
+    if (strncmp(cause, DDP__CAUSE "rank ", strlen(DDP__CAUSE "rank ")) != 0) return cause;
+    if (!ddp__is_p2p(call->kind)) rank = atoi(cause + strlen(DDP__CAUSE "rank ")); /* any rank of this collective */
+    ddp__cause_begin(own, sizeof own, rank, call);
+    return strncmp(cause, own, strlen(own)) == 0 ? cause + strlen(own) : cause;
+}
+
 /* Sets the error line of a call of this rank: who, which call, then the cause. */
 static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, ddp_result result, const char *cause) {
     char details[80] = "", seq[32] = "";
     if (call->seq) snprintf(seq, sizeof seq, " seq=%llu", (unsigned long long)call->seq);
     if (call->kind != DDP_CALL_BARRIER && ddp__call_title(call) == ddp_call_name(call->kind))
         snprintf(details, sizeof details, " %s count=%llu", ddp_dtype_name(call->dtype), (unsigned long long)call->count);
+    cause = ddp__cause_here(group, call, cause);
     if (ddp__is_p2p(call->kind) && !call->caller)
         snprintf(details + strlen(details), sizeof details - strlen(details), " peer=%d tag=%d", call->root, call->tag);
     int follows = call->kind == DDP_CALL_BARRIER && call->tag == DDP__FOR_AWAIT; /* the call of that number */
@@ -1458,7 +1492,9 @@ static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, d
 /* number: of the peer, in the group that the text is for. */
 static void ddp__p2p_timeout_text(const ddp_group *group, const ddp_call *call, int number, char *out,
                                   size_t size) {
-    snprintf(out, size, "timed out after %d ms: rank %d did not %s (tag %d)", group->desc.timeout_ms, number,
+    char begin[96];
+    ddp__cause_begin(begin, sizeof begin, group->rank, call);
+    snprintf(out, size, "%stimed out after %d ms: rank %d did not %s (tag %d)", begin, group->desc.timeout_ms, number,
              call->kind == DDP_CALL_SEND ? "receive" : "send", call->tag);
 }
 
@@ -2711,6 +2747,9 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
         }
         if (now - start > group->desc.timeout_ms * 1e-3) {
             ddp__timed_out(group, l, words, stride, target, text, sizeof text);
+            if (!l->awaits_word)
+                ddp__cause_of_collective(text, sizeof text, l->number[l->rank], ddp__post_of(l, l->rank, group->seq)->what,
+                                         group->seq);
             if (ddp__word_of(words, stride, peer) < target) ddp__local_poison(NULL, l, DDP_ERR_TIMEOUT, text);
         }
     }
@@ -4234,8 +4273,8 @@ DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argu
 /* A send or receive that this rank has no memory for. Its peer waits for it: the group fails. */
 static ddp_result ddp__p2p_no_memory(ddp_group *group, const ddp_call *call) {
     char text[DDP__TEXT_MAX];
-    snprintf(text, sizeof text, "rank %d in %s tag=%d: out of memory", group->rank, ddp_call_name(call->kind),
-             call->tag);
+    ddp__cause_begin(text, sizeof text, group->rank, call);
+    snprintf(text + strlen(text), sizeof text - strlen(text), "out of memory");
     group->backend->poison(group, group->state, DDP_ERR_NO_MEMORY, text);
     return ddp__deliver(group, ddp__call_failed(group, call, DDP_ERR_NO_MEMORY));
 }
@@ -5846,11 +5885,13 @@ static void ddp__tcp_tell(ddp__tcp *t) {
 
 /* Fails with who has come to this call and who has not, as rank 0 sees it; to others rank 0 stands for all. */
 static ddp_result ddp__tcp_missing(const ddp_group *group, const ddp__tcp *t) {
-    char here[90] = "", missing[190] = "";
+    char here[90] = "", missing[190] = "", text[DDP__TEXT_MAX];
     const ddp__peer *peer = t->venue.peer;
     if (group->rank) return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 (%s) does not answer", group->desc.timeout_ms, peer->who);
     for (int r = 0; r < group->world_size; r++) ddp__list_rank(peer[r].arrived ? here : missing, peer[r].arrived ? sizeof here : sizeof missing, r);
-    return ddp_fail(DDP_ERR_TIMEOUT, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing[0] ? missing : "none");
+    snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing[0] ? missing : "none");
+    ddp__cause_of_collective(text, sizeof text, 0, peer->data.call, group->seq);
+    return ddp_fail(DDP_ERR_TIMEOUT, "%s", text);
 }
 
 /* With the lock held: this rank has found a failure, which its error line tells. */
@@ -6541,9 +6582,35 @@ DDPDEF ddp_result ddp_group_wait_signal(ddp_group *group, const uint64_t *word, 
 
 DDPDEF const char *ddp_group_name(const ddp_group *group) { return group->name; }
 DDPDEF void *ddp_group_backend_user(const ddp_group *group) { return group->desc.backend_user; }
-/* In a process that the rank has forked it does nothing: the failure is not the rank's. */
+/* text: a cause, or an error line of this rank: then "rank 1/2 ddp_fsdp_load group=dp seq=3: no memory" becomes
+   "cause: rank 1 in ddp_fsdp_load: no memory". A cause that it contains stays as it is. In a process that the rank
+   has forked the call does nothing: the failure is not the rank's. */
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) {
-    if (!ddp_group_is_forked(group)) group->backend->poison(group, group->state, cause, text);
+    char line[DDP__TEXT_MAX], who[64], name[32] = "", of[48] = "";
+    const char *begun = strstr(text, DDP__CAUSE), *rest = NULL;
+    int rank, size, at = 0;
+    if (ddp_group_is_forked(group)) return;
+    if (!begun && sscanf(text, "rank %d/%d %63[a-z0-9_]%n", &rank, &size, who, &at) == 3) rest = strstr(text + at, ": ");
+    if (rest) {
+        const char *in = strstr(text + at, " group=");
+        if (in && in < rest) sscanf(in, " group=%31[^ :]", name);
+        if (name[0] && strcmp(name, group->name) != 0) snprintf(of, sizeof of, " of group=%s", name);
+        snprintf(line, sizeof line, DDP__CAUSE "rank %d%s in %s: %.360s", rank, of, who, rest + 2);
+    }
+    group->backend->poison(group, group->state, cause, begun ? begun : rest ? line : text);
+}
+
+DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to) {
+    static const char begin[] = DDP__CAUSE "rank ";
+    char text[DDP__TEXT_MAX], line[DDP__TEXT_MAX];
+    ddp_result cause = ddp_group_cause(group);
+    if (cause == DDP_OK) return;
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    const char *in = strncmp(text, begin, strlen(begin)) == 0 ? strstr(text, " in ddp_") : NULL;
+    if (strstr(text, " of group=")) snprintf(line, sizeof line, "%s", text); /* from a group before this one */
+    else if (in) snprintf(line, sizeof line, "%s%d of group=%s%.400s", begin, atoi(text + strlen(begin)), group->name, in);
+    else snprintf(line, sizeof line, DDP__CAUSE "group=%s: %.400s", group->name, text);
+    ddp_group_poison(to, cause, line);
 }
 DDPDEF ddp_result ddp_group_cause(const ddp_group *group) { return group->backend->status(group, group->state); }
 DDPDEF void ddp_group_set_local(ddp_group *group, int rank, int world_size) { group->local_rank = rank; group->local_world_size = world_size; }
@@ -6599,6 +6666,7 @@ typedef struct ddp__mpi {
     int *machine_of;                  /* each rank's, by its first rank */
     unsigned char *here;              /* ranks that have answered WHO */
     ddp__mpi_notice notice[DDP__NOTICES]; /* of each kind, as sent: they stay while MPI may read them */
+    uint64_t what[2];                 /* the collective under way, see ddp__signature */
     uint32_t told;                    /* other machines know of the failure */
     int left;                         /* the first rank that has left, */
     uint64_t left_after;              /* and after which call */
@@ -6695,7 +6763,10 @@ static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s) {
     for (int r = 0; r < s->world_size; r += s->step) ddp__mpi_tell(s, r, DDP__NOTICE_WHO);
     for (double end = ddp_now() + 0.5; ddp_now() < end; usleep(1000)) ddp__mpi_listen(s);
     for (int r = 0; r < s->world_size; r += s->step) ddp__list_rank(list[s->here[r]], sizeof *list, r);
-    ddp__mpi_fail(group, s, ddp_fail(DDP_ERR_TIMEOUT, DDP__MISSING_TEXT, group->desc.timeout_ms, list[1], list[0][0] ? list[0] : "none"));
+    char text[DDP__TEXT_MAX];
+    snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, list[1], list[0][0] ? list[0] : "none");
+    ddp__cause_of_collective(text, sizeof text, s->rank, s->what, s->notice->seq);
+    ddp__mpi_fail(group, s, ddp_fail(DDP_ERR_TIMEOUT, "%s", text));
 }
 
 /* What a wait looks after now and then. */
@@ -6970,6 +7041,7 @@ static ddp_result ddp__mpi_carry(ddp_group *group, ddp__mpi *s, const ddp_call *
 static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__mpi *s = (ddp__mpi *)state;
     for (int i = 0; i < DDP__NOTICES; i++) s->notice[i].seq = call->seq;
+    s->what[0] = ddp__signature(call);
     s->step = 1;
     s->request_count = 0;
     ddp_result result = ddp__mpi_carry(group, s, call);

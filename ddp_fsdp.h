@@ -2860,10 +2860,8 @@ static void ddp__size_at_least(size_t *size, size_t needed) { if (*size < needed
 static ddp_result ddp__fsdp_failed(const ddp_fsdp *f, ddp_result result) {
     if (result == DDP_OK || !f->desc.replicas) return result;
     ddp_saved_error told = ddp__fsdp_error(result);
-    for (int i = 0; i < 2; i++) {
-        ddp_result cause = ddp_group_cause(i ? f->desc.replicas : f->group);
-        if (cause != DDP_OK) ddp_group_poison(i ? f->group : f->desc.replicas, cause, ddp_last_error());
-    }
+    ddp_group_pass_on(f->group, f->desc.replicas);
+    ddp_group_pass_on(f->desc.replicas, f->group);
     return ddp_error_restore(&told);
 }
 

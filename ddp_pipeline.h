@@ -3614,11 +3614,12 @@ static ddp_result ddp__pipe_fail(ddp_pipeline *p, ddp_result result, const char 
     char words[160] = "", text[512];
     if (a) ddp__pipe_words(p, a, words, sizeof words);
     if (ddp_group_cause(p->group) == DDP_OK) {
-        snprintf(text, sizeof text, "rank %d: %s%s%s: %.250s", p->rank, what, words, how, p->text);
+        const char *inner = strstr(p->text, "cause: "); /* a line has one of them */
+        snprintf(text, sizeof text, "cause: rank %d in %s: %s%s%s: %.250s", p->rank, who, what, words, how, inner ? inner + 7 : p->text);
         ddp_group_poison(p->group, result, text);
     } else snprintf(p->text, sizeof p->text, "%s", ddp_last_error()); /* the first cause, without the call that met it */
     for (int i = 0; i < p->desc.tie_count && p->tie_groups; i++) /* nobody waits there for this rank */
-        if (p->tie_groups[i] && ddp_group_cause(p->group) != DDP_OK) ddp_group_poison(p->tie_groups[i], result, ddp_last_error());
+        if (p->tie_groups[i]) ddp_group_pass_on(p->group, p->tie_groups[i]);
     return ddp_fail(result, "rank %d/%d %s group=%s: %s%s%s: %.300s", p->rank, p->world_size, who, ddp_group_name(p->group), what, words, how, p->text);
 }
 
