@@ -55,6 +55,9 @@ CONCEPTS
 ERRORS
     Every fallible call returns ddp_result; 0 is DDP_OK and errors are negative. ddp_last_error() is one line for this thread, such as
       rank 3/8 ddp_all_reduce group=world seq=412 f32 count=1048576: rank 5 (pid 4242) was killed by signal 9
+    It names the public call that the user made, also where the library makes other calls inside. Other calls and other ranks report
+    where a failure began:
+      rank 0/4 ddp_barrier group=world seq=7: cause: rank 1 in ddp_recv tag=4: timed out after 600000 ms: rank 0 did not send (tag 4)
     A failure inside a collective poisons its group: the first cause is recorded once, each rank's pending or next call returns its code,
     and later calls return DDP_ERR_POISONED with the same cause. DDP_ERR_INVALID found before a call is issued changes nothing. Nothing
     waits longer than timeout_ms.
