@@ -55,9 +55,9 @@ CONCEPTS
 ERRORS
     Every fallible call returns ddp_result; 0 is DDP_OK and errors are negative. ddp_last_error() is one line for this thread, such as
       rank 3/8 ddp_all_reduce group=world seq=412 f32 count=1048576: rank 5 (pid 4242) was killed by signal 9
-    It names the public call that the user made, also where the library makes other calls inside. Other calls and other ranks report
-    where a failure began:
-      rank 0/4 ddp_barrier group=world seq=7: cause: rank 1 in ddp_recv tag=4: timed out after 600000 ms: rank 0 did not send (tag 4)
+    It names the public call that the user made, also where the library makes other calls inside. Other calls
+    and other ranks report where a failure began:
+      rank 2/4 ddp_barrier group=world seq=7: cause: rank 1 in ddp_recv tag=4: timed out after 500 ms: ...
     A failure inside a collective poisons its group: the first cause is recorded once, each rank's pending or next call returns its code,
     and later calls return DDP_ERR_POISONED with the same cause. DDP_ERR_INVALID found before a call is issued changes nothing. Nothing
     waits longer than timeout_ms.
@@ -707,7 +707,7 @@ typedef struct ddp_call {
     const size_t *send_counts, *send_offsets, *recv_counts, *recv_offsets; /* _v calls: W entries each, never NULL where used */
     uint64_t divisor;  /* AVG: what the sum is divided by; 0 = world_size */
     uint64_t seq;      /* number of this collective in its group */
-    int caller;        /* a ddp_public_call: the outermost public call that makes this one inside; set when it is issued */
+    int caller;        /* the ddp_public_call that makes this call inside; ddp.h sets it */
 } ddp_call;
 
 #define DDP_ON_HOST 5 /* for tag: this, under the call's own name */
@@ -887,7 +887,8 @@ DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, cons
 DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work);
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text);
 DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
-DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to); /* to fails for the cause of group, if that has failed */
+/* If group has failed, `to` fails with the same cause, which then names group. */
+DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to);
 
 /* 1 in a process that the rank has forked: the group memory and sockets there are the rank's. Calls that
    communicate return DDP_ERR_INVALID. A destroy function must leave everything as it is. */
@@ -931,8 +932,9 @@ typedef enum ddp_public_call {
     int ddp__outer_call __attribute__((unused, cleanup(ddp_public_call_end))) = ddp_public_call_begin(DDP_IN_NO_CALL)
 DDPDEF int ddp_public_call_begin(int call);         /* returns what this thread was in */
 DDPDEF void ddp_public_call_end(const int *before); /* this thread is in that call again */
-DDPDEF const char *ddp_public_call_of(int call); /* "ddp_reducer_create"; NULL where there is none */
-DDPDEF const char *ddp_public_call_name(const char *who); /* the outermost call of this thread; who where it is in none */
+DDPDEF const char *ddp_public_call_of(int call); /* "ddp_reducer_create"; NULL for DDP_IN_NO_CALL */
+/* The name of the outermost public call of this thread; `who` outside of all of them. */
+DDPDEF const char *ddp_public_call_name(const char *who);
 
 /* All ranks continue, or all fail with the same first cause.
      mine   this rank's result so far; its error line is the text
@@ -1243,7 +1245,7 @@ struct ddp_group {
 //== errors ============================================================================================ >>impl-error
 
 static DDP__THREAD_LOCAL char ddp__error_text[DDP__TEXT_MAX];
-static DDP__THREAD_LOCAL int ddp__public_call;            /* the outermost public call that this thread is in, where it is in the list */
+static DDP__THREAD_LOCAL int ddp__public_call; /* the outermost public call of this thread */
 static DDP__THREAD_LOCAL const ddp_group *ddp__sweeping;  /* whose messages this thread polls one by one, having moved all on; not those of a group inside */
 static DDP__THREAD_LOCAL const ddp_group *ddp__thread_of; /* whose communication thread this is; NULL = none's */
 static DDP__THREAD_LOCAL const void *ddp__waited_request; /* a request that ddp__p2p_wait polls */
@@ -1446,8 +1448,8 @@ static ddp_result ddp__mismatch(int low, const uint64_t low_what[2], int high, c
     return ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d %s, rank %d %s", low, text[0], high, text[1]);
 }
 
-/* "cause: rank 1 in ddp_send tag=4: ", or "cause: rank 1 in ddp_barrier seq=3: ". It begins the recorded cause of a
-   failure whose text names neither: other calls, and other ranks, report it as well. */
+/* "cause: rank 1 in ddp_send tag=4: ", or "cause: rank 1 in ddp_barrier seq=3: ". It begins a recorded cause,
+   since other calls and other ranks report it as well. */
 #define DDP__CAUSE "cause: "
 static void ddp__cause_begin(char *out, size_t size, int rank, const ddp_call *call) {
     const char *title = ddp__call_title(call);
@@ -1468,7 +1470,7 @@ static void ddp__cause_of_collective(char *text, size_t size, int rank, const ui
     snprintf(text, size, "%s%.*s", begin, (int)(DDP__TEXT_MAX - sizeof begin), bare);
 }
 
-/* The cause without its beginning, where that names the call that reports it: this message, or this collective. */
+/* Leaves out the beginning of a cause that names the reporting call itself: this message, or this collective. */
 static const char *ddp__cause_here(const ddp_group *group, const ddp_call *call, const char *cause) {
     char own[96];
     int rank = group->rank;
@@ -3967,7 +3969,7 @@ static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
     return ddp__device_result(group, result);
 }
 
-/* On the caller, or on the thread that works off the queue: in both cases calls inside belong to the public call that issued the op. */
+/* Runs on the caller or on the communication thread. Calls inside belong to the public call that issued the op. */
 static ddp_result ddp__op_run_in(ddp_group *group, ddp__op *op) {
     const ddp_device *device = group->device;
     if (!op->ordered) return ddp__carry_out(group, &op->call, op->task, op->argument);

@@ -2878,8 +2878,8 @@ static ddp_result ddp__fsdp_fail(const ddp_fsdp *f, ddp_result result, const cha
     who = ddp_public_call_name(who);
     (void)ddp__fsdp_give_up(f, result);
     snprintf(begin, sizeof begin, "rank %d/%d %s ", ddp_rank(f->group), ddp_world_size(f->group), who);
-    size_t named = strncmp(told.text, begin, strlen(begin)) == 0 ? strlen(begin) : 0; /* the line names the call already */
-    if (named) return ddp_fail(result, "%sunit=%s %s", begin, unit->name, told.text + named);
+    if (strncmp(told.text, begin, strlen(begin)) == 0) /* the line names the call already */
+        return ddp_fail(result, "%sunit=%s %s", begin, unit->name, told.text + strlen(begin));
     return ddp_fail(result, "%s unit=%s: %s", who, unit->name, told.text);
 }
 

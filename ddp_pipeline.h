@@ -3615,7 +3615,9 @@ static ddp_result ddp__pipe_fail(ddp_pipeline *p, ddp_result result, const char 
     if (a) ddp__pipe_words(p, a, words, sizeof words);
     if (ddp_group_cause(p->group) == DDP_OK) {
         const char *inner = strstr(p->text, "cause: "); /* a line has one of them */
-        snprintf(text, sizeof text, "cause: rank %d in %s: %s%s%s: %.250s", p->rank, who, what, words, how, inner ? inner + 7 : p->text);
+        if (!inner) inner = p->text;
+        else inner += strlen("cause: ");
+        snprintf(text, sizeof text, "cause: rank %d in %s: %s%s%s: %.250s", p->rank, who, what, words, how, inner);
         ddp_group_poison(p->group, result, text);
     } else snprintf(p->text, sizeof p->text, "%s", ddp_last_error()); /* the first cause, without the call that met it */
     for (int i = 0; i < p->desc.tie_count && p->tie_groups; i++) /* nobody waits there for this rank */

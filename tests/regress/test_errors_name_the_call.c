@@ -1,7 +1,7 @@
 /*  test_errors_name_the_call.c - an error line names the public call that the user made, on every rank.
 
-    A rank that destroyed a reducer while the others were in a barrier appeared there as "ddp_group_free of block
-    6291456", and one in ddp_reducer_create as "ddp_all_gather u8 count=560": the collectives that the library
+    A rank that destroyed a reducer while the others were in a barrier appeared there as "ddp_group_free of
+    block 6291456", and one in ddp_reducer_create as "ddp_all_gather u8 count=560": the collectives that the library
     makes inside.
 
     test_errors_name_the_call [processes|threads|tcp|mpi] [part of a call's name; with mpi: the name] */
