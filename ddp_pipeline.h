@@ -135,7 +135,9 @@ typedef struct ddp_action {
 typedef enum ddp_schedule_format {
     DDP_SCHEDULE_CSV = 0, /* a line per rank, cells such as 2F0 between commas: PyTorch's grammar */
     DDP_SCHEDULE_TEXT,    /* a grid for a terminal: a line per rank, a column per unit of time */
-    DDP_SCHEDULE_SVG,     /* boxes coloured by action, time axis, bubble rate; at most 2,000 px wide */
+    DDP_SCHEDULE_SVG,     /* boxes coloured by action, time axis, bubble rate; at most 2,000 px wide. Above
+                             20,000 actions, or 1,920 of a rank, actions are merged: each pixel of a row has
+                             the colour of one action, and each colour keeps its share of the row */
     DDP_SCHEDULE_TRACE    /* Chrome and Perfetto JSON, in microseconds when times are seconds */
 } ddp_schedule_format;
 
@@ -2171,6 +2173,7 @@ typedef struct ddp__picture {
     double unit;              /* of the time axis, in the unit of times */
     const char *unit_name;    /* "" where the caller's costs have no known unit */
     const char *axis;         /* the label of the axis */
+    struct ddp__svg_row *merged; /* SVG: room for a row of merged actions; NULL = each action has its box */
 } ddp__picture;
 
 /* Measured times are in seconds; their axis has the unit that gives numbers from 1 to 1,000. The unit of
@@ -2278,15 +2281,22 @@ static const char *ddp__picture_title(const ddp_schedule *s) {
     return s->kind == DDP_SCHEDULE_KIND_COUNT ? "schedule" : ddp_schedule_kind_name(s->kind);
 }
 
-/* One box: forward blue, input gradient green, weight gradient light green, backward orange; later chunks darker. */
+/* Forward blue, input gradient green, weight gradient light green, backward orange; later chunks darker. */
+static const char *const ddp__fill[5][2] = {{"", ""},
+                                            {"#9ec5fe", "#5b94e8"},
+                                            {"#7fd1ae", "#3aa57a"},
+                                            {"#d3e9a8", "#a9cc62"},
+                                            {"#ffcf8f", "#f0a04b"}};
+enum { DDP__FILLS = 10 };
+
+/* One box. */
 static void ddp__draw_box(ddp__sheet *sheet, const ddp_schedule *s, const ddp_action *a, double x, double y, double width, double height) {
-    static const char *const fill[5][2] = {{"", ""}, {"#9ec5fe", "#5b94e8"}, {"#7fd1ae", "#3aa57a"}, {"#d3e9a8", "#a9cc62"}, {"#ffcf8f", "#f0a04b"}};
     ddp__action_text number;
     double size = height < 18 ? 8 : 11;
     snprintf(number.text, sizeof number.text, "%d", a->microbatch);
     ddp__sheet_put(sheet, "<rect x=\"%s\" y=\"%s\" width=\"%s\" height=\"%s\" fill=\"%s\"><title>%s</title></rect>\n", ddp__decimal(x, 2).text,
-                   ddp__decimal(y, 2).text, ddp__decimal(width, 2).text, ddp__decimal(height, 2).text, fill[a->kind][a->stage / s->rank_count % 2],
-                   ddp__action_label(a).text);
+                   ddp__decimal(y, 2).text, ddp__decimal(width, 2).text, ddp__decimal(height, 2).text,
+                   ddp__fill[a->kind][a->stage / s->rank_count % 2], ddp__action_label(a).text);
     if (width >= 0.65 * size * (double)strlen(number.text) + 1)
         ddp__sheet_put(sheet, "<text x=\"%s\" y=\"%s\" font-size=\"%d\">%s</text>\n", ddp__decimal(x + width / 2, 2).text,
                        ddp__decimal(y + height / 2 + 0.36 * size, 2).text, (int)size, number.text);
@@ -2303,7 +2313,8 @@ static void ddp__draw_frame(ddp__sheet *sheet, double x, double y, double width,
 }
 
 /* The meaning of the colours and frames that the picture has. */
-static void ddp__draw_legend(const ddp_schedule *s, ddp__sheet *sheet, double x, double y) {
+static void ddp__draw_legend(const ddp__picture *picture, ddp__sheet *sheet, double x, double y) {
+    const ddp_schedule *s = picture->s;
     static const char text[] = "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">%s</text>\n";
     int pairs = 0;
     for (int kind = DDP_ACTION_FORWARD; kind <= DDP_ACTION_BACKWARD; kind++) {
@@ -2315,7 +2326,7 @@ static void ddp__draw_legend(const ddp_schedule *s, ddp__sheet *sheet, double x,
         ddp__sheet_put(sheet, text, (int)x + 28, (int)y + 13, ddp__action_words[kind]);
         x += 48 + 8 * (double)strlen(ddp__action_words[kind]);
     }
-    for (int i = 0; i < s->count && !pairs; i++) pairs = s->actions[i].overlaps;
+    for (int i = 0; i < s->count && !pairs && !picture->merged; i++) pairs = s->actions[i].overlaps;
     if (pairs) {
         ddp__draw_frame(sheet, x, y, 22, 18, "a pair that overlaps");
         ddp__sheet_put(sheet, text, (int)x + 28, (int)y + 13, "overlapped pair");
@@ -2345,7 +2356,9 @@ static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, doubl
                            double bottom, double scale) {
     double span = picture->report.makespan / picture->unit, pixels = scale * picture->report.makespan;
     double step = ddp__axis_step(span, pixels);
+    const char *merged = "";
     int decimals = 0;
+    if (picture->merged) merged = ". Actions are merged: a pixel covers several and has the colour of one";
     for (double smaller = step; smaller < 0.999 && decimals < 9; smaller *= 10) decimals++;
     for (int i = 0; i * step <= span * (1 + 1e-9) && i <= 100; i++) {
         ddp__action_text x = ddp__decimal(left + i * step * picture->unit * scale, 2), number;
@@ -2356,8 +2369,8 @@ static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, doubl
         ddp__sheet_put(sheet, "<text x=\"%s\" y=\"%d\" font-size=\"11\">%s</text>\n", x.text,
                        (int)bottom + 16, number.text);
     }
-    ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"11\" text-anchor=\"start\">%s</text>\n",
-                   (int)left, (int)bottom + 31, picture->axis);
+    ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"11\" text-anchor=\"start\">%s%s</text>\n",
+                   (int)left, (int)bottom + 31, picture->axis, merged);
 }
 
 /* One action of a rank, and the frame of the pair that ends with it. y: the top of the rank's row. */
@@ -2385,11 +2398,88 @@ static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int
     }
 }
 
-#define DDP__SVG_WIDTH 2000.0
+enum { DDP__SVG_WIDTH = 2000, DDP__SVG_LEFT = 64, DDP__SVG_RIGHT = 16, DDP__SVG_ROW = 26 };
+enum { DDP__SVG_COLUMNS = DDP__SVG_WIDTH - DDP__SVG_LEFT - DDP__SVG_RIGHT, DDP__SVG_ACTIONS = 20000 };
+
+/* A row of pixels, where one pixel covers several actions. */
+typedef struct ddp__svg_row {
+    float time[DDP__SVG_COLUMNS][DDP__FILLS]; /* the share of a pixel that each colour has */
+    signed char fill[DDP__SVG_COLUMNS];       /* the colour of each pixel: 2 * kind + shade; 0 = idle */
+} ddp__svg_row;
+
+/* Whether a picture has more boxes than it can show, or than a file should hold. */
+static int ddp__svg_merges(const ddp_schedule *s) {
+    int count = 0;
+    for (int rank = 0; rank < s->rank_count; rank++) {
+        int before = count;
+        for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
+            count += ddp__action_computes(s->actions[i].kind);
+        if (count - before > DDP__SVG_COLUMNS) return 1;
+    }
+    return count > DDP__SVG_ACTIONS;
+}
+
+/* Fills time with the actions of a rank. Two that overlap have half a pixel's height each. */
+static void ddp__svg_row_time(const ddp__picture *picture, ddp__svg_row *row, int rank, double scale) {
+    const ddp_schedule *s = picture->s;
+    memset(row, 0, sizeof *row);
+    for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
+        const ddp_action *a = &s->actions[i];
+        int next = i + 1 < s->first[rank + 1] && ddp__picture_second(picture, rank, i + 1);
+        double share = next || ddp__picture_second(picture, rank, i) ? 0.5 : 1;
+        double begin = scale * (picture->times[i].begin - picture->begin);
+        double end = scale * (picture->times[i].end - picture->begin);
+        int fill = 2 * (int)a->kind + a->stage / s->rank_count % 2;
+        if (!ddp__action_computes(a->kind)) continue;
+        for (int x = (int)begin; x < end && x < DDP__SVG_COLUMNS; x++) {
+            double from = begin > x ? begin : x;
+            double to = end < x + 1 ? end : x + 1;
+            row->time[x][fill] += (float)(share * (to - from));
+        }
+    }
+}
+
+/* Chooses a colour for each pixel. Time that a pixel does not show is carried to the next one. Up to each
+   pixel, the number of busy pixels differs from the busy time by half a pixel at most. */
+static void ddp__svg_row_fill(ddp__svg_row *row) {
+    double owed[DDP__FILLS] = {0}, busy_owed = 0;
+    for (int x = 0; x < DDP__SVG_COLUMNS; x++) {
+        double busy = 0;
+        int most = 2;
+        for (int k = 2; k < DDP__FILLS; k++) busy += (double)row->time[x][k];
+        for (int k = 2; k < DDP__FILLS; k++) {
+            owed[k] += busy > 1 ? (double)row->time[x][k] / busy : (double)row->time[x][k];
+            if (owed[k] > owed[most]) most = k;
+        }
+        busy_owed += busy > 1 ? 1 : busy;
+        if (busy_owed < 0.5) continue;
+        busy_owed--;
+        owed[most]--;
+        row->fill[x] = (signed char)most;
+    }
+}
+
+/* One path for each colour of the row, along the middle of its pixels. */
+static void ddp__svg_row_draw(const ddp__svg_row *row, ddp__sheet *sheet, int y) {
+    for (int k = 2; k < DDP__FILLS; k++) {
+        int at = -1; /* where the last run of this colour ends */
+        for (int x = 0, end; x < DDP__SVG_COLUMNS; x = end) {
+            end = x + 1;
+            if (row->fill[x] != k) continue;
+            while (end < DDP__SVG_COLUMNS && row->fill[end] == k) end++;
+            if (at < 0) ddp__sheet_put(sheet, "<path stroke=\"%s\" d=\"", ddp__fill[k / 2][k % 2]);
+            if (at < 0) ddp__sheet_put(sheet, "M%d %dh%d", DDP__SVG_LEFT + x, y + DDP__SVG_ROW / 2, end - x);
+            else ddp__sheet_put(sheet, "m%d 0h%d", x - at, end - x);
+            at = end;
+        }
+        if (at >= 0) ddp__sheet_put(sheet, "\"/>\n");
+    }
+}
 
 static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
     const ddp_schedule *s = picture->s;
-    const double left = 64, right = 16, top = 34, row = 26, gap = 4, most = DDP__SVG_WIDTH - left - right;
+    const double left = DDP__SVG_LEFT, right = DDP__SVG_RIGHT, top = 34, row = DDP__SVG_ROW, gap = 4;
+    const double most = DDP__SVG_COLUMNS;
     double scale = 22 / picture->shortest, span = picture->report.makespan, width = 860; /* the legend fits */
     double bottom = top + s->rank_count * (row + gap);
     int height = (int)bottom + 72;
@@ -2417,10 +2507,17 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
                        (int)left, y, ddp__decimal(scale * span, 2).text, (int)row);
     }
     ddp__draw_axis(picture, sheet, left, top, bottom, scale);
-    for (int rank = 0; rank < s->rank_count; rank++)
+    for (int rank = 0; rank < s->rank_count && !picture->merged; rank++)
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
             ddp__draw_action(picture, sheet, rank, i, left, top + rank * (row + gap), row, scale);
-    ddp__draw_legend(s, sheet, left, bottom + 44);
+    if (picture->merged) ddp__sheet_put(sheet, "<g fill=\"none\" stroke-width=\"%d\">\n", DDP__SVG_ROW);
+    for (int rank = 0; rank < s->rank_count && picture->merged; rank++) {
+        ddp__svg_row_time(picture, picture->merged, rank, scale);
+        ddp__svg_row_fill(picture->merged);
+        ddp__svg_row_draw(picture->merged, sheet, (int)(top + rank * (row + gap)));
+    }
+    if (picture->merged) ddp__sheet_put(sheet, "</g>\n");
+    ddp__draw_legend(picture, sheet, left, bottom + 44);
     ddp__sheet_put(sheet, "</svg>\n");
 }
 
@@ -2461,6 +2558,7 @@ DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_f
     ddp__play play;
     ddp_result result = DDP_OK;
     memset(&play, 0, sizeof play);
+    memset(&picture, 0, sizeof picture);
     if (!schedule || !size_bytes) return ddp_fail(DDP_ERR_INVALID, "%s: schedule or size_bytes is NULL", who);
     if ((int)format < 0 || format > DDP_SCHEDULE_TRACE) return ddp_fail(DDP_ERR_INVALID, "%s: format=%d, there are 0 to %d", who, (int)format, DDP_SCHEDULE_TRACE);
     if (format != DDP_SCHEDULE_CSV) {
@@ -2473,6 +2571,13 @@ DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_f
             return result;
         }
         picture.s = schedule;
+        if (format == DDP_SCHEDULE_SVG && ddp__svg_merges(schedule)) {
+            picture.merged = (ddp__svg_row *)ddp__schedule_alloc(schedule, 1, sizeof *picture.merged);
+            if (!picture.merged) {
+                ddp__play_close(&play);
+                return DDP_ERR_NO_MEMORY;
+            }
+        }
         picture.times = times ? times : play.times;
         ddp__picture_measure(&picture, costs);
         ddp__picture_unit(&picture, costs != NULL, times != NULL);
@@ -2485,7 +2590,10 @@ DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_f
         else ddp__draw_trace(&picture, &sheet);
         if (!out || sheet.used + 1 > *size_bytes) break;
     }
-    if (play.s) ddp__play_close(&play);
+    if (play.s) {
+        ddp__schedule_free(schedule, picture.merged);
+        ddp__play_close(&play);
+    }
     if (out && sheet.used + 1 > *size_bytes) result = ddp_fail(DDP_ERR_INVALID, "%s: room for %zu bytes, the text takes %zu", who, *size_bytes, sheet.used + 1);
     *size_bytes = sheet.used + 1;
     return result;

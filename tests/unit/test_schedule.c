@@ -984,6 +984,67 @@ static void pictures(void **state) {
     ddp_schedule_destroy(s);
 }
 
+/* Tags nest, and each has its end. */
+static void well_formed(const char *text) {
+    const char *open[8];
+    int depth = 0;
+    for (const char *at = strchr(text, '<'); at; at = strchr(at, '<')) {
+        const char *end = strchr(at, '>');
+        assert_non_null(end);
+        if (at[1] == '/') {
+            assert_true(depth > 0);
+            depth--;
+            assert_true(strncmp(open[depth], at + 2, (size_t)(end - at - 2)) == 0);
+        } else if (end[-1] != '/') {
+            assert_true(depth < 8);
+            open[depth++] = at + 1;
+        }
+        at = end;
+    }
+    assert_int_equal(depth, 0);
+}
+
+/* The pixels that the paths of a merged picture fill in the row of a rank. */
+static int filled(const char *text, int rank) {
+    int y = 34 + 30 * rank + 13, sum = 0, skip, run, at, n;
+    for (text = strstr(text, "<path stroke="); text; text = strstr(text + 1, "<path stroke=")) {
+        const char *d = strstr(text, " d=\"M") + 5;
+        if (sscanf(d, "%d %dh%d%n", &at, &skip, &run, &n) != 3 || skip != y) continue;
+        for (sum += run, d += n; sscanf(d, "m%d 0h%d%n", &skip, &run, &n) == 2; d += n) sum += run;
+    }
+    return sum;
+}
+
+/* A picture with more actions than pixels is as large as its pixels, and each row keeps its busy time. */
+static void merged_pictures(void **state) {
+    static const struct { ddp_schedule_kind kind; int ranks, microbatches, chunks, merged; size_t most;
+    } cases[] = {
+        {DDP_SCHEDULE_1F1B, 1024, 1024, 1, 1, 4000000}, {DDP_SCHEDULE_ZB_H1, 8, 700, 1, 1, 100000},
+        {DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 1000, 2, 1, 50000}, {DDP_SCHEDULE_GPIPE, 101, 100, 1, 1, 200000},
+        {DDP_SCHEDULE_ZB_H1, 8, 640, 1, 0, 3000000}, {DDP_SCHEDULE_GPIPE, 100, 100, 1, 0, 5000000}};
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        ddp_schedule *s = made(cases[i].kind, cases[i].ranks, cases[i].microbatches, cases[i].chunks);
+        ddp_rank_report *ranks = (ddp_rank_report *)malloc((size_t)s->rank_count * sizeof *ranks);
+        ddp_schedule_report report = simulated(s, NULL, ranks);
+        char *text = drawn(s, DDP_SCHEDULE_SVG, NULL);
+        double scale = 1920 / report.makespan;
+        if (scale > 22) scale = 22;
+        assert_in_range(strlen(text), 1, cases[i].most);
+        assert_int_equal(strstr(text, "Actions are merged") != NULL, cases[i].merged);
+        well_formed(text);
+        assert_int_equal(atoi(strstr(text, " width=\"") + 8), 2000);
+        for (int r = 0; r < s->rank_count && cases[i].merged; r += s->rank_count > 200 ? 93 : 1) {
+            double busy = scale * ranks[r].busy;
+            if (filled(text, r) < busy - 1 || filled(text, r) > busy + 1)
+                fail_msg("rank %d: %d pixels, %g are busy", r, filled(text, r), busy);
+        }
+        free(text);
+        free(ranks);
+        ddp_schedule_destroy(s);
+    }
+}
+
 static void names(void **state) {
     ddp_schedule_kind kind;
     (void)state;
@@ -1174,7 +1235,8 @@ int main(void) {
         cmocka_unit_test(pairs_as_one), cmocka_unit_test(spans), cmocka_unit_test(costs_count), cmocka_unit_test(made_to_measure), cmocka_unit_test(made_to_any_measure),
         cmocka_unit_test(more_memory_helps), cmocka_unit_test(auto_spans), cmocka_unit_test(large),
         cmocka_unit_test(checker_against_executor), cmocka_unit_test(checker_says), cmocka_unit_test(csv), cmocka_unit_test(pytorch_lists),
-        cmocka_unit_test(lowering), cmocka_unit_test(pictures), cmocka_unit_test(names), cmocka_unit_test(out_of_memory), cmocka_unit_test(partition),
+        cmocka_unit_test(lowering), cmocka_unit_test(pictures), cmocka_unit_test(merged_pictures),
+        cmocka_unit_test(names), cmocka_unit_test(out_of_memory), cmocka_unit_test(partition),
         cmocka_unit_test(partition_refuses), cmocka_unit_test(profile)};
     watchdog_start(120);
     return cmocka_run_group_tests(tests, NULL, NULL);
