@@ -180,8 +180,8 @@ typedef struct ddp_group_desc {
     int rank, world_size;    /* world_size 0 = from the rank variables; otherwise this rank's number and the
                                 number of ranks. With "env://" it must equal that of the rank variables, if
                                 these are set */
-    int timeout_ms;          /* 0 = 600000; the longest any call waits for a peer. On one machine, a rank that
-                                exceeds it fails every group that contains it */
+    int timeout_ms;          /* 0 = 600000; the longest any call waits for a peer. A rank that exceeds it, or
+                                is lost, fails every group that contains it, also on other backends */
     ddp_order order;         /* 0 = tree on CPU backends */
     const char *name;        /* NULL = "world"; appears in errors; at most 31 bytes are kept */
     const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine, mpi or tcp for more */
@@ -936,6 +936,11 @@ DDPDEF const char *ddp_public_call_of(int call); /* "ddp_reducer_create"; NULL f
 /* The name of the outermost public call of this thread; `who` outside of all of them. */
 DDPDEF const char *ddp_public_call_name(const char *who);
 
+/* Records that `rank` of this group is lost (DDP_ERR_PEER_LOST) or does not respond (DDP_ERR_TIMEOUT).
+   text: the cause. Every group that contains it fails with this cause, at its next call or while it waits.
+   This concerns all groups that descend from the same handle of the world. Not collective; any thread. */
+DDPDEF void ddp_group_mark_lost(ddp_group *group, int rank, ddp_result cause, const char *text);
+
 /* All ranks continue, or all fail with the same first cause.
      mine   this rank's result so far; its error line is the text
      hash   of what must be equal on all ranks; `what` describes it in at most 300 characters. Of two
@@ -1216,9 +1221,24 @@ typedef struct ddp__vote {
     uint64_t hash;
 } ddp__vote;
 
+/* The ranks of a world that were found lost or unresponsive. All groups that descend from one handle of the
+   world share this record, whatever their backends are. */
+enum { DDP__LOST_CAUSES = 4 };
+typedef struct ddp__lost_ranks {
+    pthread_mutex_t lock;
+    int references, world_size;
+    uint32_t mark_count;
+    int cause_count;
+    ddp_saved_error cause[DDP__LOST_CAUSES]; /* ranks that are found later share the last one */
+    unsigned char *cause_of;     /* of each rank: index of its cause + 1, or 0; after this struct */
+} ddp__lost_ranks;
+
 struct ddp_group {
     ddp_group_desc desc;         /* defaults resolved */
     ddp__vote *votes;            /* world_size of them, after this struct */
+    int *world_rank;             /* of each rank; after the votes */
+    ddp__lost_ranks *lost;
+    uint32_t lost_seen;          /* its mark_count when this group was last compared with it */
     const int *in_rank;          /* 1; 0 in a process that the rank has forked: a page of its own, which fork clears */
     char name[32];
     int rank, world_size, local_rank, local_world_size;
@@ -2431,6 +2451,125 @@ static int ddp__rank_gone(ddp__heap *heap, int rank, int number, char *text, siz
     return 1;
 }
 
+/* --- ranks that a group of this process has found lost --- */
+
+static void ddp__lost_release(ddp_group *group) {
+    ddp__lost_ranks *lost = group->lost;
+    group->lost = NULL;
+    if (!lost || __atomic_sub_fetch(&lost->references, 1, __ATOMIC_ACQ_REL) > 0) return;
+    pthread_mutex_destroy(&lost->lock);
+    ddp_host_free(group, lost);
+}
+
+/* A record for the ranks of a world. */
+static ddp_result ddp__lost_create(ddp_group *group) {
+    size_t w = (size_t)group->world_size;
+    ddp__lost_ranks *lost = (ddp__lost_ranks *)ddp__group_calloc(group, sizeof *lost + w);
+    if (!lost) return DDP_ERR_NO_MEMORY;
+    pthread_mutex_init(&lost->lock, NULL);
+    lost->references = 1;
+    lost->world_size = group->world_size;
+    lost->cause_of = (unsigned char *)(lost + 1);
+    group->lost = lost;
+    for (int r = 0; r < group->world_size; r++) group->world_rank[r] = r;
+    return DDP_OK;
+}
+
+/* Makes a group share the record of the group that it descends from. Its rank r is rank members[r] there;
+   members NULL = rank r. */
+static void ddp__lost_share(ddp_group *group, ddp_group *from, const int *members) {
+    ddp__lost_release(group);
+    group->lost = from->lost;
+    if (group->lost) __atomic_add_fetch(&group->lost->references, 1, __ATOMIC_RELAXED);
+    for (int r = 0; r < group->world_size; r++)
+        group->world_rank[r] = from->world_rank[members ? members[r] : r];
+}
+
+/* Index of a cause in the record, + 1. With its lock held. */
+static unsigned char ddp__lost_cause(ddp__lost_ranks *lost, ddp_result result, const char *text) {
+    int i = 0;
+    while (i < lost->cause_count && strcmp(lost->cause[i].text, text) != 0) i++;
+    if (i < lost->cause_count) return (unsigned char)(i + 1);
+    if (i == DDP__LOST_CAUSES) return DDP__LOST_CAUSES;
+    lost->cause[i].result = result;
+    memcpy(lost->cause[i].text, text, strlen(text) + 1);
+    return (unsigned char)++lost->cause_count;
+}
+
+/* Marks a rank of the world, except this one. */
+static void ddp__lost_mark(ddp_group *group, int world_rank, ddp_result result, const char *cause) {
+    ddp__lost_ranks *lost = group->lost;
+    char text[DDP__TEXT_MAX];
+    if (!lost || world_rank >= lost->world_size || world_rank == group->world_rank[group->rank]) return;
+    snprintf(text, sizeof text, "group=%s: %.400s", group->name, cause);
+    pthread_mutex_lock(&lost->lock);
+    if (!lost->cause_of[world_rank]) {
+        ddp__store(&lost->cause_of[world_rank], ddp__lost_cause(lost, result, text));
+        ddp__store(&lost->mark_count, lost->mark_count + 1);
+    }
+    pthread_mutex_unlock(&lost->lock);
+}
+
+DDPDEF void ddp_group_mark_lost(ddp_group *group, int rank, ddp_result cause, const char *text) {
+    if (group->lost) ddp__lost_mark(group, group->world_rank[rank], cause, text);
+}
+
+/* DDP_OK, or why a rank of this group counts as lost, with the error line set. A mark is reported once. */
+static ddp_result ddp__lost_member(ddp_group *group) {
+    ddp__lost_ranks *lost = group->lost;
+    ddp_result result = DDP_OK;
+    if (__builtin_expect(!lost || ddp__load(&lost->mark_count) == ddp__load_relaxed(&group->lost_seen), 1))
+        return DDP_OK;
+    pthread_mutex_lock(&lost->lock);
+    __atomic_store_n(&group->lost_seen, lost->mark_count, __ATOMIC_RELAXED);
+    for (int r = 0; r < group->world_size && result == DDP_OK; r++) {
+        int world_rank = group->world_rank[r], index = lost->cause_of[world_rank] - 1;
+        const ddp_saved_error *cause;
+        if (r == group->rank || index < 0) continue;
+        cause = &lost->cause[index];
+        result = ddp_fail(cause->result, "rank %d (world rank %d) %s in %s", r, world_rank,
+                          cause->result == DDP_ERR_TIMEOUT ? "did not respond" : "was lost", cause->text);
+    }
+    pthread_mutex_unlock(&lost->lock);
+    return result;
+}
+
+/* Fails the group when one of its ranks counts as lost. */
+static ddp_result ddp__lost_check(ddp_group *group) {
+    ddp_result result = ddp__lost_member(group);
+    if (result != DDP_OK) group->backend->poison(group, group->state, result, ddp_last_error());
+    return result;
+}
+
+/* The marked ranks, for a message to other ranks of the world: up to four ranges of world ranks, each as its
+   first rank and its length. A message has no room for further ones. */
+enum { DDP__LOST_RANGES = 4 };
+static void ddp__lost_pack(const ddp_group *group, uint64_t out[2]) {
+    const ddp__lost_ranks *lost = group->lost;
+    uint16_t range[DDP__LOST_RANGES][2] = {{0, 0}, {0, 0}, {0, 0}, {0, 0}};
+    int count = 0;
+    for (int r = 0; lost && ddp__load(&lost->mark_count) && r < lost->world_size && r < UINT16_MAX; r++) {
+        if (!ddp__load(&lost->cause_of[r])) continue;
+        if (count && range[count - 1][0] + range[count - 1][1] == r) {
+            range[count - 1][1]++;
+            continue;
+        }
+        if (count == DDP__LOST_RANGES) break;
+        range[count][0] = (uint16_t)r;
+        range[count++][1] = 1;
+    }
+    memcpy(out, range, sizeof range);
+}
+
+/* Marks the ranks that a message names. */
+static void ddp__lost_unpack(ddp_group *group, const uint64_t in[2], ddp_result cause, const char *text) {
+    uint16_t range[DDP__LOST_RANGES][2];
+    memcpy(range, in, sizeof range);
+    for (int i = 0; i < DDP__LOST_RANGES; i++)
+        for (int r = 0; r < range[i][1] && group->lost && range[i][0] + r < group->lost->world_size; r++)
+            ddp__lost_mark(group, range[i][0] + r, cause, text);
+}
+
 //== the local backend: who waits for whom =============================================================== >>impl-wait
 
 /* Control memory of one group, taken from the heap by its rank 0:
@@ -2640,6 +2779,16 @@ static void ddp__mark_unresponsive(const ddp_group *group, ddp__local *l, int ra
     ddp__store(&r->unresponsive, (uint32_t)DDP__UNRESPONSIVE);
 }
 
+/* The same for the groups of this process on other backends. */
+static void ddp__mark_everywhere(ddp_group *group, ddp__local *l, int rank) {
+    char text[64];
+    int blamed = ddp__blamed(l, l->member[rank], group->desc.timeout_ms);
+    ddp__mark_unresponsive(group, l, rank);
+    snprintf(text, sizeof text, "no response within %d ms", group->desc.timeout_ms);
+    for (int r = 0; r < l->world_size; r++)
+        if (l->member[r] == blamed) ddp_group_mark_lost(group, r, DDP_ERR_TIMEOUT, text);
+}
+
 /* For the text of a timeout that lacks rank: its world rank and pid, or the call in which it waits and the
    rank that holds it up. */
 static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int rank, char *out, size_t size) {
@@ -2679,7 +2828,7 @@ static inline uint64_t ddp__word_of(const uint64_t *words, size_t stride, int ra
 
 /* This rank's timeout passed: the cause, with the ranks that arrived and those that did not, by the words
    that were waited for. */
-static void ddp__timed_out(const ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride,
+static void ddp__timed_out(ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride,
                            uint64_t target, char *out, size_t size) {
     char here[90] = "", missing[190] = "", waiting[176] = "";
     for (int r = 0; r < l->world_size; r++) {
@@ -2687,7 +2836,7 @@ static void ddp__timed_out(const ddp_group *group, ddp__local *l, const uint64_t
         ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, l->number[r]);
         if (arrived) continue;
         if (!waiting[0]) ddp__waiting_text(group, l, r, waiting, sizeof waiting);
-        ddp__mark_unresponsive(group, l, r);
+        ddp__mark_everywhere(group, l, r);
     }
     snprintf(out, size, DDP__MISSING_TEXT "%s", group->desc.timeout_ms, here[0] ? here : "none", missing,
              waiting);
@@ -3543,7 +3692,7 @@ static void ddp__request_waits(ddp_group *group, ddp__local *l, ddp__request *r)
     ddp__waiting_text(group, l, r->call.root, waiting, sizeof waiting);
     at = strlen(text);
     snprintf(text + at, sizeof text - at, "%s", waiting);
-    ddp__mark_unresponsive(group, l, r->call.root);
+    ddp__mark_everywhere(group, l, r->call.root);
     ddp__local_poison(group, l, DDP_ERR_TIMEOUT, text);
 }
 
@@ -3927,7 +4076,8 @@ static ddp_result ddp__deliver(ddp_group *group, ddp_result result) {
 static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
     call->caller = ddp__public_call;
     if (!ddp__is_p2p(call->kind)) call->seq = ++group->seq;
-    ddp_result result = group->backend->run(group, group->state, call);
+    ddp_result result = ddp__lost_check(group);
+    if (result == DDP_OK) result = group->backend->run(group, group->state, call);
     return result == DDP_OK ? DDP_OK : ddp__call_failed(group, call, result);
 }
 
@@ -4297,7 +4447,7 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     if (enqueues && (work || !group->in_batch)) return ddp__issue(group, call, NULL, NULL, work);
     ddp__op *op = ddp__op_new(group, call, NULL, NULL);
     if (!op) return ddp__p2p_no_memory(group, call);
-    ddp_result result = group->backend->status(group, group->state);
+    ddp_result result = ddp_group_cause(group);
     if (result == DDP_OK && work && ddp__queue_enter(group, 0) != DDP__INSIDE_TASK) result = ddp__thread_start(group);
     if (!work) ddp__p2p_blocks = group->in_batch ? DDP__STARTS_BLOCKING : DDP__BLOCKED;
     if (result == DDP_OK && !enqueues) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
@@ -4681,7 +4831,8 @@ typedef struct ddp__frame {
     uint32_t kind;
     int32_t result;              /* NEWS: why the group failed; 0 = the sender leaves it.
                                     DATA: 1 = more than fits, and nothing follows */
-    uint64_t size, call[2];      /* bytes that follow. DATA: signature and count. HELLO, CHALLENGE: a nonce */
+    uint64_t size, call[2];      /* bytes that follow. DATA: signature and count. HELLO, CHALLENGE: a nonce.
+                                    NEWS: the ranks that count as lost, from ddp__lost_pack */
 } ddp__frame;
 typedef struct ddp__letter { ddp__frame frame; char text[DDP__TEXT_MAX]; } ddp__letter; /* all except DATA */
 
@@ -4785,11 +4936,17 @@ static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int 
     return n;
 }
 
-/* A socket's buffer has room for a letter, unless the peer is stuck: it is sent at once or not at all. heap_fd -1: none goes with it. */
-static void ddp__send_news(int fd, int result, const char *text, int heap_fd) {
+/* A socket's buffer has room for a letter, unless the peer is stuck: it is sent at once or not at all.
+   heap_fd: sent along; -1 = none. group: its record of lost ranks is sent along; NULL = none. */
+static void ddp__send_news_of(const ddp_group *group, int fd, int result, const char *text, int heap_fd) {
     ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_NEWS, (int32_t)result, sizeof letter.text, {0, 0}}, ""};
+    if (group) ddp__lost_pack(group, letter.frame.call);
     snprintf(letter.text, sizeof letter.text, "%s", text);
     ddp__pass(fd, 0, &letter, sizeof letter, &heap_fd);
+}
+
+static void ddp__send_news(int fd, int result, const char *text, int heap_fd) {
+    ddp__send_news_of(NULL, fd, result, text, heap_fd);
 }
 
 /* A hello, challenge or proof. nonce: NULL = none. */
@@ -4801,7 +4958,8 @@ static ddp__letter ddp__letter_of(uint32_t kind, const uint64_t nonce[2], const 
 }
 
 static void ddp__tell_peers(const ddp__venue *v, int result, const char *text, int heap_fd) {
-    for (int i = 0; i < v->count; i++) if (v->peer[i].fd >= 0) ddp__send_news(v->peer[i].fd, result, text, heap_fd);
+    for (int i = 0; i < v->count; i++)
+        if (v->peer[i].fd >= 0) ddp__send_news_of(v->group, v->peer[i].fd, result, text, heap_fd);
 }
 
 /* Makes *bytes hold size; what it held may go. */
@@ -5209,10 +5367,15 @@ static int ddp__still_waits(ddp__venue *v) {
         ddp__notice_missing(v, list);
         return 1;
     }
-    if (to_come)
+    if (to_come) {
         v->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s%s%s",
                              v->group->desc.timeout_ms, list, *v->refused ? "; refused: " : "", v->refused);
-    else v->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed, v->peer[departed].who);
+        for (int r = 1; r < v->group->world_size; r++)
+            if (v->peer[r].fd < 0) ddp_group_mark_lost(v->group, r, DDP_ERR_TIMEOUT, ddp_last_error());
+    } else {
+        v->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete",
+                             departed, v->peer[departed].who);
+    }
     return 0;
 }
 
@@ -5274,11 +5437,16 @@ static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
         if (ddp__notice_is_due(v)) ddp_group_log(v->group, hello);
         error = ddp__await_news(p, until, DDP__ALLOW_NEWS);
     }
-    if (error == ETIMEDOUT) return ddp_fail(DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->who);
+    if (error == ETIMEDOUT) {
+        ddp_fail(DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->who);
+        ddp_group_mark_lost(v->group, 0, DDP_ERR_TIMEOUT, ddp_last_error());
+        return DDP_ERR_TIMEOUT;
+    }
     if (error == EPROTO || (!error && p->in.result > 0))
         return ddp_fail(DDP_ERR_MISMATCH,
                         "rank 0 (%s) sent an invalid frame; build all ranks with the same header", p->who);
     if (error) return ddp_fail(DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->who);
+    if (p->in.result < 0) ddp__lost_unpack(v->group, p->in.call, (ddp_result)p->in.result, p->text);
     return p->in.result == 0 ? DDP_OK : ddp_fail((ddp_result)p->in.result, "%.400s", p->text);
 }
 
@@ -5888,13 +6056,16 @@ static void ddp__tcp_tell(ddp__tcp *t) {
     t->told |= t->self.cause != DDP_OK;
 }
 
-/* Fails with who has come to this call and who has not, as rank 0 sees it; to others rank 0 stands for all. */
-static ddp_result ddp__tcp_missing(const ddp_group *group, const ddp__tcp *t) {
+/* With the lock held: fails with the ranks that have arrived and those that have not. Rank 0 marks the
+   missing ones, unless the group has failed already. Other ranks only wait for rank 0. */
+static ddp_result ddp__tcp_missing(ddp_group *group, const ddp__tcp *t) {
     char here[90] = "", missing[190] = "", text[DDP__TEXT_MAX];
     const ddp__peer *peer = t->venue.peer;
     if (group->rank) return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 (%s) does not answer", group->desc.timeout_ms, peer->who);
     for (int r = 0; r < group->world_size; r++) ddp__list_rank(peer[r].arrived ? here : missing, peer[r].arrived ? sizeof here : sizeof missing, r);
     snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing[0] ? missing : "none");
+    for (int r = 1; r < group->world_size && t->self.cause == DDP_OK; r++)
+        if (!peer[r].arrived) ddp_group_mark_lost(group, r, DDP_ERR_TIMEOUT, text);
     ddp__cause_of_collective(text, sizeof text, 0, peer->data.call, group->seq);
     return ddp_fail(DDP_ERR_TIMEOUT, "%s", text);
 }
@@ -5905,10 +6076,14 @@ static void ddp__tcp_fail(ddp_group *group, ddp__tcp *t, ddp_result cause) { ddp
 /* With the lock held: somebody has failed, or leaves. What rank 0 says is the group's cause, also if this rank has found another meanwhile; what others say,
    unless rank 0 knows better for whom they have waited. */
 static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
-    ddp_result cause = (ddp_result)p->in.result;
+    ddp_result cause = (ddp_result)p->in.result, lost;
     if (cause == DDP_OK) { ddp__peer_close(p); return; }
     if (group->rank) { t->self.cause = DDP_OK; t->told = t->heard = 1; }
-    if (group->rank == 0 && t->running && cause == DDP_ERR_TIMEOUT) ddp__tcp_fail(group, t, ddp__tcp_missing(group, t));
+    ddp__lost_unpack(group, p->in.call, cause, p->text);
+    lost = ddp__lost_member(group);
+    if (group->rank == 0 && lost != DDP_OK) ddp__tcp_fail(group, t, lost);
+    else if (group->rank == 0 && t->running && cause == DDP_ERR_TIMEOUT)
+        ddp__tcp_fail(group, t, ddp__tcp_missing(group, t));
     else ddp__self_abort(group, t, cause, p->text);
 }
 
@@ -5941,7 +6116,10 @@ static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
             }
         }
         if (p->fd >= 0 && whole < 0) {
-            ddp__tcp_fail(group, t, ddp__tcp_broken(r, p, errno));
+            ddp_result broken = ddp__tcp_broken(r, p, errno);
+            if (broken == DDP_ERR_PEER_LOST && t->self.cause == DDP_OK)
+                ddp_group_mark_lost(group, r, broken, ddp_last_error());
+            ddp__tcp_fail(group, t, broken);
             ddp__peer_close(p);
         }
         missing += !p->arrived;
@@ -5957,10 +6135,17 @@ static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline)
         for (int r = 0; r < t->venue.count; r++)
             if (!t->venue.peer[r].arrived && t->venue.peer[r].fd < 0)
                 ddp__tcp_fail(group, t, ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) has destroyed this group", r, t->venue.peer[r].who));
-        if (missing && ddp_now() > deadline) ddp__tcp_fail(group, t, ddp__tcp_missing(group, t));
+        ddp_result lost = ddp__lost_member(group);
+        if (lost != DDP_OK) ddp__tcp_fail(group, t, lost);
+        double now = ddp_now();
+        int overdue = missing && now > deadline;
+        if (overdue) ddp__tcp_fail(group, t, ddp__tcp_missing(group, t));
         int failed = t->self.cause != DDP_OK && (missing || group->rank == 0);
         ddp__tcp_tell(t);
-        if (failed && group->rank && t->self.cause == DDP_ERR_TIMEOUT && !t->heard && ddp_now() < deadline + t->venue.grace) failed = 0;
+        if (failed && overdue && group->rank && t->self.cause == DDP_ERR_TIMEOUT && !t->heard) {
+            failed = now >= deadline + t->venue.grace;
+            if (failed) ddp_group_mark_lost(group, 0, DDP_ERR_TIMEOUT, t->self.text);
+        }
         pthread_mutex_unlock(&t->lock);
         if (failed) return DDP_ERR_POISONED;
         if (!missing) return DDP_OK;
@@ -6246,12 +6431,14 @@ static void ddp__group_delete(ddp_group *group) {
     pthread_cond_destroy(&group->work_cond);
     pthread_mutex_destroy(&group->lock);
     munmap((void *)(uintptr_t)group->in_rank, DDP__PAGE);
+    ddp__lost_release(group);
     ddp__aligned_free(desc.free_fn, desc.user, group);
 }
 
 /* A handle without its backend's state yet. desc is resolved. */
 static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size, ddp_group *parent) {
-    size_t size = ddp_round_up(sizeof(ddp_group), 16), votes = (size_t)world_size * sizeof(ddp__vote);
+    size_t w = (size_t)world_size, size = ddp_round_up(sizeof(ddp_group), 16);
+    size_t votes = w * (sizeof(ddp__vote) + sizeof(int)); /* and world ranks */
     ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size + votes);
     ddp_result result;
     *out = NULL;
@@ -6260,6 +6447,7 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
                         size + votes);
     memset(group, 0, size + votes);
     group->votes = (ddp__vote *)((unsigned char *)group + size);
+    group->world_rank = (int *)(void *)(group->votes + w);
     int *in_rank = (int *)mmap(NULL, DDP__PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (in_rank == MAP_FAILED) {
         ddp__aligned_free(desc->free_fn, desc->user, group);
@@ -6284,7 +6472,9 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     pthread_mutex_init(&group->lock, NULL);
     pthread_cond_init(&group->work_cond, NULL);
     pthread_cond_init(&group->done_cond, NULL);
-    result = group->device->open ? group->device->open(group, parent, &group->device_state) : DDP_OK;
+    result = ddp__lost_create(group);
+    if (result == DDP_OK && group->device->open)
+        result = group->device->open(group, parent, &group->device_state);
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);
     return result;
@@ -6327,6 +6517,7 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
     ddp_result result = ddp__group_desc_resolve(__func__, &d, &d);
     if (result == DDP_OK)
         result = ddp__group_new(&group, &d, d.backend, control->rank, control->world_size, NULL);
+    if (result == DDP_OK) ddp__lost_share(group, control, NULL);
     result = ddp_agree(control, "ddp_group_create", result, 0, ""); /* open needs every rank */
     if (result == DDP_OK && d.backend->open) {
         result = d.backend->open(group, &group->state);
@@ -6487,7 +6678,10 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     if (result == DDP_OK && color >= 0) {
         count = ddp__split_members(table, group->world_size, group->rank, members, &me);
         opened = ddp__group_new(&child, &group->desc, group->backend, me, count, group);
-        if (child) snprintf(child->name, sizeof child->name, "%.20s.%d", group->name, color);
+        if (child) {
+            snprintf(child->name, sizeof child->name, "%.20s.%d", group->name, color);
+            ddp__lost_share(child, group, members);
+        }
     }
     if (result == DDP_OK) { /* a rank without memory still takes part, so that the others do not wait */
         void *state = NULL;
@@ -6617,7 +6811,11 @@ DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to) {
     else snprintf(line, sizeof line, DDP__CAUSE "group=%s: %.400s", group->name, text);
     ddp_group_poison(to, cause, line);
 }
-DDPDEF ddp_result ddp_group_cause(const ddp_group *group) { return group->backend->status(group, group->state); }
+
+DDPDEF ddp_result ddp_group_cause(const ddp_group *group) {
+    ddp__lost_check((ddp_group *)(uintptr_t)group);
+    return group->backend->status(group, group->state);
+}
 DDPDEF void ddp_group_set_local(ddp_group *group, int rank, int world_size) { group->local_rank = rank; group->local_world_size = world_size; }
 
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out) {
@@ -6657,7 +6855,11 @@ enum { DDP__MPI_DATA, DDP__MPI_NOTICE, DDP__MPI_TAGS }; /* tags; those of messag
 
 /* A failure; who has come to call seq?; the sender has; the sender destroys its handle after call seq. */
 enum { DDP__NOTICE_FAILED, DDP__NOTICE_WHO, DDP__NOTICE_HERE, DDP__NOTICE_LEFT, DDP__NOTICES };
-typedef struct ddp__mpi_notice { int32_t kind, code; uint64_t seq; char text[DDP__TEXT_MAX]; } ddp__mpi_notice;
+typedef struct ddp__mpi_notice {
+    int32_t kind, code;
+    uint64_t seq, lost[2];            /* lost: FAILED: from ddp__lost_pack */
+    char text[DDP__TEXT_MAX];
+} ddp__mpi_notice;
 
 /* A message: what was sent, up to its call, and the user's buffer travel as one. */
 typedef struct ddp__mpi_message { uint64_t dtype, count; ddp_call call; MPI_Request request; } ddp__mpi_message;
@@ -6669,7 +6871,7 @@ typedef struct ddp__mpi {
     int block;                        /* ranks of each machine, where they are 2^k in a row; otherwise 1 */
     int step;                         /* ranks that it divides take part in what MPI does, each as rank / step */
     int *machine_of;                  /* each rank's, by its first rank */
-    unsigned char *here;              /* ranks that have answered WHO */
+    unsigned char *here;              /* each rank's answer to the notice of ddp__mpi_ask: */
     ddp__mpi_notice notice[DDP__NOTICES]; /* of each kind, as sent: they stay while MPI may read them */
     uint64_t what[2];                 /* the collective under way, see ddp__signature */
     uint32_t told;                    /* other machines know of the failure */
@@ -6686,6 +6888,7 @@ typedef struct ddp__mpi {
     ddp__route route[16];             /* by size */
 } ddp__mpi;
 enum { DDP__WAY_MACHINES, DDP__WAY_FLAT, DDP__MPI_WAYS };
+enum { DDP__SILENT, DDP__IN_EARLIER_CALL, DDP__IN_THIS_CALL };
 
 static ddp_result ddp__mpi_result(int error, const char *call) {
     char text[MPI_MAX_ERROR_STRING] = "";
@@ -6718,6 +6921,7 @@ static void ddp__mpi_poison(ddp_group *group, void *state, ddp_result cause, con
     if (__atomic_exchange_n(&s->told, 1u, __ATOMIC_SEQ_CST)) return;
     notice->code = (int32_t)ddp__mpi_status(group, s);
     snprintf(notice->text, sizeof notice->text, "%s", ddp_last_error());
+    ddp__lost_pack(s->local, notice->lost);
     for (int r = 0; r < s->world_size; r++) if (s->machine_of[r] != s->machine_of[s->rank]) ddp__mpi_tell(s, r, DDP__NOTICE_FAILED);
 }
 
@@ -6742,9 +6946,13 @@ static void ddp__mpi_listen(void *state) {
     while (MPI_Improbe(MPI_ANY_SOURCE, DDP__MPI_NOTICE, s->comm, &there, &message, &status) == MPI_SUCCESS && there &&
            MPI_Mrecv(&notice, (int)sizeof notice, MPI_BYTE, &message, &status) == MPI_SUCCESS) {
         if (notice.kind == DDP__NOTICE_WHO) ddp__mpi_tell(s, status.MPI_SOURCE, DDP__NOTICE_HERE);
-        if (notice.kind == DDP__NOTICE_HERE) s->here[status.MPI_SOURCE] = notice.seq >= s->notice[DDP__NOTICE_HERE].seq;
+        if (notice.kind == DDP__NOTICE_HERE) {
+            int in_this_call = notice.seq >= s->notice[DDP__NOTICE_HERE].seq;
+            s->here[status.MPI_SOURCE] = in_this_call ? DDP__IN_THIS_CALL : DDP__IN_EARLIER_CALL;
+        }
         if (notice.kind == DDP__NOTICE_FAILED) {
             ddp__store(&s->told, 1u);
+            ddp__lost_unpack(s->local, notice.lost, (ddp_result)notice.code, notice.text);
             ddp_group_poison(s->local, (ddp_result)notice.code, notice.text);
         }
         if (notice.kind == DDP__NOTICE_LEFT && notice.seq < s->left_after) {
@@ -6760,18 +6968,36 @@ static ddp_result ddp__mpi_heard(const ddp_group *group, void *state) {
     return ddp__mpi_status(group, state);
 }
 
+/* This rank's time is up: `rank` counts as lost if it has not answered the notice of ddp__mpi_ask. */
+static void ddp__mpi_mark_silent(ddp_group *group, ddp__mpi *s, int rank, const char *text) {
+    ddp__local *l = (ddp__local *)s->local->state;
+    if (s->here[rank] != DDP__SILENT) return;
+    ddp_group_mark_lost(group, rank, DDP_ERR_TIMEOUT, text);
+    for (int r = 0; r < l->world_size; r++)
+        if (l->number[r] == rank) ddp__mark_unresponsive(group, l, r);
+}
+
+/* Queries ranks `first`, first + step, ... up to `last`: those that wait on this communicator as well answer.
+   It takes half a second. */
+static void ddp__mpi_ask(ddp__mpi *s, int first, int last, int step) {
+    memset(s->here, DDP__SILENT, (size_t)s->world_size);
+    s->here[s->rank] = DDP__IN_THIS_CALL;
+    for (int r = first; r <= last; r += step) ddp__mpi_tell(s, r, DDP__NOTICE_WHO);
+    for (double end = ddp_now() + 0.5; ddp_now() < end; usleep(1000)) ddp__mpi_listen(s);
+}
+
 /* This rank's time is up: who does not answer, of those that wait for MPI as well, has not come. */
 static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s) {
-    char list[2][190] = {"", ""};
-    memset(s->here, 0, (size_t)s->world_size);
-    s->here[s->rank] = 1;
-    for (int r = 0; r < s->world_size; r += s->step) ddp__mpi_tell(s, r, DDP__NOTICE_WHO);
-    for (double end = ddp_now() + 0.5; ddp_now() < end; usleep(1000)) ddp__mpi_listen(s);
-    for (int r = 0; r < s->world_size; r += s->step) ddp__list_rank(list[s->here[r]], sizeof *list, r);
-    char text[DDP__TEXT_MAX];
-    snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, list[1], list[0][0] ? list[0] : "none");
+    char list[2][190] = {"", ""}, text[DDP__TEXT_MAX];
+    ddp__mpi_ask(s, 0, s->world_size - 1, s->step);
+    if (ddp__mpi_status(group, s) != DDP_OK) return; /* another rank has found the cause meanwhile */
+    for (int r = 0; r < s->world_size; r += s->step)
+        ddp__list_rank(list[s->here[r] == DDP__IN_THIS_CALL], sizeof *list, r);
+    snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, list[1],
+             list[0][0] ? list[0] : "none");
+    for (int r = 0; r < s->world_size; r += s->step) ddp__mpi_mark_silent(group, s, r, text);
     ddp__cause_of_collective(text, sizeof text, s->rank, s->what, s->notice->seq);
-    ddp__mpi_fail(group, s, ddp_fail(DDP_ERR_TIMEOUT, "%s", text));
+    ddp__mpi_poison(group, s, DDP_ERR_TIMEOUT, text);
 }
 
 /* What a wait looks after now and then. */
@@ -6787,7 +7013,12 @@ static ddp_result ddp__mpi_look(ddp_group *group, ddp__mpi *s, double start) {
     for (int r = 0; r < l->world_size && late; r++) /* who has left may have done its part of this call */
         if (r != l->rank && !ddp__load(&l->line[r].left) &&
             (lost = ddp__member_lost(l, r, text, sizeof text)) != DDP_OK)
+        {
+            ddp_group_mark_lost(s->local, r, lost, text);
             ddp__mpi_poison(group, s, lost, text);
+        }
+    lost = late ? ddp__lost_member(group) : DDP_OK;
+    if (lost != DDP_OK) ddp__mpi_fail(group, s, lost);
     if (late) s->looked = now;
     if (overdue && ddp__mpi_status(group, s) == DDP_OK) ddp__mpi_overdue(group, s);
     return ddp__mpi_status(group, s) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
@@ -7074,14 +7305,27 @@ static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_ca
     return result;
 }
 
+/* This thread's wait for a message takes too long. A peer that waits as well is not to blame. */
+static void ddp__mpi_p2p_overdue(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    char text[DDP__TEXT_MAX];
+    ddp__mpi_ask(s, call->root, call->root, 1);
+    if (ddp__mpi_status(group, s) != DDP_OK) return;
+    ddp__p2p_timeout_text(group, call, call->root, text, sizeof text);
+    ddp__mpi_mark_silent(group, s, call->root, text);
+    ddp__mpi_poison(group, s, DDP_ERR_TIMEOUT, text);
+}
+
 static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
     ddp__mpi *s = (ddp__mpi *)state;
     ddp__mpi_message *m = (ddp__mpi_message *)request;
     const ddp_call *call = &m->call;
     int error = MPI_Test(&m->request, done, MPI_STATUS_IGNORE), kind = error;
     if (error != MPI_SUCCESS) MPI_Error_class(error, &kind);
-    else if (!*done && ddp__mpi_look(group, s, ddp_now()) == DDP_OK) return DDP_OK; /* the time is the caller's to watch */
-    else if (!*done) return MPI_Cancel(&m->request), DDP_ERR_POISONED;
+    else if (!*done && ddp__waited_request == request &&
+             ddp_now() - ddp__waited_since > group->desc.timeout_ms * 1e-3)
+        ddp__mpi_p2p_overdue(group, s, call);
+    if (error == MPI_SUCCESS && !*done && ddp__mpi_look(group, s, ddp_now()) == DDP_OK) return DDP_OK;
+    if (error == MPI_SUCCESS && !*done) return MPI_Cancel(&m->request), DDP_ERR_POISONED;
     int same = m->dtype == (uint64_t)call->dtype && m->count == call->count, cut = kind == MPI_ERR_TRUNCATE;
     if (error == MPI_SUCCESS && same) { ddp_host_free(group, m); return DDP_OK; }
     if (error != MPI_SUCCESS && !cut) ddp__mpi_fail(group, s, ddp__mpi_result(error, "MPI_Test"));
@@ -7160,8 +7404,10 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     desc.order = DDP_ORDER_TREE;
     desc.device = ddp_device_cpu();
     if (s->machine_count > 1 && desc.timeout_ms < 1 << 30) desc.timeout_ms += 3000; /* who waits for MPI knows better who is missing */
-    DDP_TRY(ddp__mpi_agree(group, s, s->local ? DDP_OK : ddp__world_new(&s->local, &desc, &ddp__backend_local, &here, NULL),
+    ddp_result met = s->local ? DDP_OK : ddp__world_new(&s->local, &desc, &ddp__backend_local, &here, NULL);
+    DDP_TRY(ddp__mpi_agree(group, s, met,
                             "the ranks of another machine could not share memory; see their error"));
+    ddp__lost_share(s->local, group, number);
     memcpy(((ddp__local *)s->local->state)->number, number, (size_t)here.world_size * sizeof *number);
     ddp_group_set_local(group, here.rank, here.world_size);
     return DDP_OK;
