@@ -1130,7 +1130,8 @@ typedef struct ddp__job {
     uint32_t world_size;
     uint64_t bump;               /* next unused heap offset; offsets are never used again, their pages are given back */
     uint64_t limit;              /* size of the file */
-    char folder[16];             /* "" = a memfd; otherwise of the unlinked file, whose pages are reserved */
+    char folder[16];             /* "" = a memfd; otherwise of the unlinked file */
+    uint32_t reserves;           /* 1: control memory gets its pages at once, not when it is touched */
     uint32_t launched;           /* 1: a parent watches the ranks and records how they end */
     uint32_t cores;
     uint32_t amd;                /* caches as on AMD, see ddp__hand_back. Chunks depend on it: all ranks go by one answer, also one that an emulator runs */
@@ -2207,8 +2208,29 @@ static int ddp__heap_file(int place) {
     return fd;
 }
 
-/* Gives a range of the file its pages before anybody touches them: in a folder without room, touching one is
-   a SIGBUS. 0, or an errno. */
+/* 1 if the system limits the memory that all processes may commit. Touching a page of a memfd above that
+   limit is a SIGBUS. */
+static int ddp__commit_is_limited(void) {
+    char mode = 0;
+    int fd = open("/proc/sys/vm/overcommit_memory", O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
+    if (read(fd, &mode, 1) != 1) mode = 0;
+    close(fd);
+    return mode == '2';
+}
+
+/* Returns 1 where touching a page that has no room is a SIGBUS: pages are then reserved before that.
+   Elsewhere a memfd stays sparse. A group of 64 ranks has 752 MiB of control memory and touches 5 to 100 MiB;
+   reserving all takes a second. Reserving does not help against the memory limit of a cgroup: its OOM killer
+   ends a process that reserves pages, too. */
+static int ddp__heap_reserves(int place) { return place != DDP__HEAP_MEMFD || ddp__commit_is_limited(); }
+
+/* The place of a heap, for error lines. */
+static const char *ddp__heap_where(const char *folder) {
+    return *folder ? folder : "the system's commit limit (vm.overcommit_memory=2)";
+}
+
+/* Gives a range of the file its pages before anybody touches them. 0, or an errno. */
 static int ddp__reserve(int fd, uint64_t offset, size_t size) {
     int error = EINTR;
     while (error == EINTR) error = posix_fallocate(fd, (off_t)offset, (off_t)size);
@@ -2323,13 +2345,13 @@ static int ddp__usable_cores(ddp__cpus *cpus) {
 
 static uint64_t ddp__control_create(ddp__heap *heap, int world_size);
 
-/* A new job of world_size ranks, in a file at one place. Pages in a folder are reserved. Nothing stays behind
-   on failure, which has set the error line. */
+/* A new job of world_size ranks, in a file at one place. Nothing stays behind on failure, which has set the
+   error line. */
 static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size, int threads, int launched) {
     struct rlimit limit;
     uint64_t size = UINT64_C(1) << 42;
     ddp__cpus cpus;
-    int fd = ddp__heap_file(place), error = fd < 0 ? errno : 0;
+    int fd = ddp__heap_file(place), error = fd < 0 ? errno : 0, reserves = ddp__heap_reserves(place);
     if (fd < 0)
         return ddp_fail(DDP_ERR_SYSTEM, "shared memory: no anonymous file could be made: %s",
                         strerror(error));
@@ -2339,15 +2361,16 @@ static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size
         close(fd);
         return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small", (unsigned long long)limit.rlim_cur);
     }
-    if (place != DDP__HEAP_MEMFD) error = ddp__reserve(fd, 0, ddp_round_up(sizeof(ddp__job), DDP__PAGE));
+    if (reserves) error = ddp__reserve(fd, 0, ddp_round_up(sizeof(ddp__job), DDP__PAGE));
     if (error) {
         close(fd);
         return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room in %s for the job's header: %s",
-                        ddp__heap_folders[place], strerror(error));
+                        ddp__heap_where(ddp__heap_folders[place]), strerror(error));
     }
     ddp__heap *heap = ddp__heap_wrap(fd, threads);
     if (!heap) return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
     snprintf(heap->job->folder, sizeof heap->job->folder, "%s", ddp__heap_folders[place]);
+    heap->job->reserves = (uint32_t)reserves;
     heap->job->world_size = (uint32_t)world_size;
     heap->job->bump = DDP__HUGE;
     heap->job->limit = size;
@@ -2367,17 +2390,19 @@ static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size
 static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads, int launched) {
     ddp_result result = DDP_ERR_SYSTEM;
     char reasons[DDP__TEXT_MAX] = "";
+    const char *remedy = "enlarge /dev/shm or /tmp (docker: --shm-size=1g), or allow memfd_create";
     *out = NULL;
     for (int place = 0; place < DDP__HEAP_PLACES; place++) {
         ddp_result here = ddp__heap_create_at(out, place, world_size, threads, launched);
         if (here == DDP_OK) return DDP_OK;
         if (result == DDP_ERR_SYSTEM) result = here; /* a lack of room is the better reason */
         if (here == result) snprintf(reasons, sizeof reasons, "%s", ddp_last_error());
-        if (place == DDP__HEAP_MEMFD && here == DDP_ERR_NO_MEMORY) break; /* a limit of this process */
+        if (place != DDP__HEAP_MEMFD || here != DDP_ERR_NO_MEMORY) continue;
+        remedy = "raise vm.overcommit_ratio, or end other programs";
+        break; /* a limit of this process, or of all */
     }
     if (!strstr(reasons, "no room in")) return ddp_fail(result, "%s", reasons);
-    return ddp_fail(result, "%.300s; enlarge /dev/shm or /tmp (docker: --shm-size=1g), or allow memfd_create",
-                    reasons);
+    return ddp_fail(result, "%.300s; %s", reasons, remedy);
 }
 
 //== life and death of ranks ============================================================================ >>impl-life
@@ -3803,11 +3828,11 @@ static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
             world_size, (unsigned long long)heap->job->limit);
         return 0;
     }
-    int error = heap->job->folder[0] ? ddp__reserve(heap->fd, offset, size) : 0;
+    int error = heap->job->reserves ? ddp__reserve(heap->fd, offset, size) : 0;
     if (!error) return offset;
     ddp__heap_give_back(heap, offset, size);
     ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room in %s for the %zu bytes of a group of %d ranks: %s",
-             heap->job->folder, size, world_size, strerror(error));
+             ddp__heap_where(heap->job->folder), size, world_size, strerror(error));
     return 0;
 }
 
@@ -3849,10 +3874,11 @@ static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *ch
     *child_state = NULL;
     if (result != DDP_OK || !child) return result;
     if (!offsets[members[0]]) {
-        const char *folder = l->heap->job->folder;
+        const ddp__job *job = l->heap->job;
+        const char *where = job->reserves ? ddp__heap_where(job->folder) : NULL;
         return DDP__RANK_FAIL(parent, DDP_ERR_NO_MEMORY,
-                              "%s: no shared memory for the new group%s%s",
-                              ddp_public_call_name("ddp_group_split"), folder[0] ? " in " : "", folder);
+                              "%s: no shared memory for the new group%s%s", ddp_public_call_name("ddp_group_split"),
+                              where ? " in " : "", where ? where : "");
     }
     *child_state = ddp__local_attach(child, l->heap, offsets[members[0]], l, members);
     return *child_state ? DDP_OK : DDP_ERR_NO_MEMORY;

@@ -7,6 +7,7 @@
 #include "machines.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <linux/sockios.h>
 #include <stdarg.h>
 #include <string.h>
@@ -37,6 +38,11 @@ static ssize_t hello_send(int fd, const void *data, size_t size, int flags) {
 }
 #define send(fd, data, size, flags) hello_send(fd, data, size, flags)
 
+static int limited_fallocate(int fd, off_t offset, off_t size) {
+    return inner.no_room ? ENOSPC : posix_fallocate(fd, offset, size);
+}
+#define posix_fallocate(fd, offset, size) limited_fallocate(fd, offset, size)
+
 static int watched_listen(int fd, int backlog) {
     if (inner.before_listen) inner.before_listen();
     return listen(fd, backlog);
@@ -59,6 +65,7 @@ static int watched_listen(int fd, int backlog) {
 #undef send
 #undef listen
 #undef syscall
+#undef posix_fallocate
 
 static size_t hello(void *out, const char *token, int rank, int world_size, uint32_t version) {
     ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.text, {0, 0}}, ""};
@@ -134,6 +141,6 @@ static int *can_read(ddp_group *group, int peer) { return &((ddp__local *)group-
 static int32_t *pid_of(ddp_group *group, int rank) { return &((ddp__local *)group->state)->heap->job->rank[rank].pid; }
 
 __thread int machine_salt;
-test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, NULL, NULL, NULL, 5, DDP__WAYS, DDP__WAY_READ,
+test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, 0, NULL, NULL, NULL, 5, DDP__WAYS, DDP__WAY_READ,
     ddp__reduce_tree, ddp__cast, ddp__divide, ddp__update_f32, ddp__update_f64, ddp__copy_across, ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, tcp_listen,
     ddp__first_host, DDP__HELLO_VERSION, hello, frame, job_socket, backend_name, forget_cause, exhaust, write_cause, force_way, round_of, can_read_peers, can_read, pid_of};

@@ -20,6 +20,7 @@ typedef struct test_inner {
     int narrow;                          /* the CPU has no wide vectors */
     int (*is_amd)(void);                 /* what the CPU says; NULL = its own answer */
     int refuses;                         /* the system knows no memfd_create and no process_vm_readv */
+    int no_room;                         /* posix_fallocate finds no room */
     void (*hello_is_read)(void);         /* called when rank 0 has read the hello of this rank, which joins by its environment */
     void (*before_hello)(void);          /* called before this rank sends a hello */
     void (*before_listen)(void);         /* called before this rank listens */
