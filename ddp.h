@@ -2809,7 +2809,9 @@ static void ddp__mark_everywhere(ddp_group *group, ddp__local *l, int rank) {
     char text[64];
     int blamed = ddp__blamed(l, l->member[rank], group->desc.timeout_ms);
     ddp__mark_unresponsive(group, l, rank);
-    snprintf(text, sizeof text, "no response within %d ms", group->desc.timeout_ms);
+    if (blamed < 0) return;
+    snprintf(text, sizeof text, "no response within %d ms (pid %d)", group->desc.timeout_ms,
+             ddp__job_pid(l->heap->job, blamed));
     for (int r = 0; r < l->world_size; r++)
         if (l->member[r] == blamed) ddp_group_mark_lost(group, r, DDP_ERR_TIMEOUT, text);
 }
