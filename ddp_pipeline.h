@@ -3057,18 +3057,6 @@ static ddp_result ddp__pipe_edges(ddp_pipeline *p, ddp_pipeline_edge **out) {
     return DDP_OK;
 }
 
-/* Updates come one after the other on a stage: no gradient of a later one before the last of an earlier one. */
-static ddp_result ddp__pipe_check_updates(const ddp_pipeline *p) {
-    for (int stage = 0; stage < p->stage_count && p->interval < p->microbatch_count; stage++)
-        for (int i = 0, update = 0; i < p->list_count && p->schedule->stage_rank[stage] == p->rank; i++) {
-            const ddp_action *a = &p->list[i];
-            if (a->stage != stage || (a->kind != DDP_ACTION_WEIGHT_GRAD && a->kind != DDP_ACTION_BACKWARD)) continue;
-            if (a->microbatch / p->interval < update) return DDP__PIPE_BAD("position %d %s comes after a gradient of a later update", i, ddp__action_label(a).text);
-            update = a->microbatch / p->interval;
-        }
-    return DDP_OK;
-}
-
 static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
     if (!d->schedule || !d->stages) return DDP__PIPE_BAD("schedule or stages is NULL");
@@ -3089,7 +3077,6 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     p->list = ddp_schedule_actions(d->schedule, p->rank, &p->list_count);
     for (int stage = 0; stage < p->stage_count; stage++)
         if (d->schedule->stage_rank[stage] == p->rank) DDP_TRY(ddp__pipe_check_stage(p, stage));
-    DDP_TRY(ddp__pipe_check_updates(p));
     return ddp__pipe_check_ties(p);
 }
 

@@ -12,17 +12,32 @@
 #include <stdarg.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 static int refused(long number, ...) {
-    (void)number;
+    if (number == SYS_futex) {
+        va_list list;
+        va_start(list, number);
+        va_arg(list, uint32_t *);
+        if (va_arg(list, int) == 1 /* FUTEX_WAKE */) __atomic_add_fetch(&inner.wakes, 1, __ATOMIC_SEQ_CST);
+        va_end(list);
+    }
 #if defined(SYS_memfd_create) && defined(SYS_process_vm_readv)
     if (inner.refuses && (number == SYS_memfd_create || number == SYS_process_vm_readv)) { errno = ENOSYS; return 1; }
 #endif
     return 0;
 }
+
+/* Linux before 5.14 answers EINVAL. */
+static int old_madvise(void *address, size_t size, int advice) {
+    if (!inner.refuses || advice != 23 /* MADV_POPULATE_WRITE */) return madvise(address, size, advice);
+    errno = EINVAL;
+    return -1;
+}
+#define madvise(address, size, advice) old_madvise(address, size, advice)
 #define syscall(...) (refused(__VA_ARGS__) ? -1L : syscall(__VA_ARGS__))
 
 /* Of a rank's hello, which is the only thing that ddp.h sends by this name. */
@@ -64,6 +79,7 @@ static int watched_listen(int fd, int backlog) {
 #include "../../ddp_fsdp.h"
 #undef send
 #undef listen
+#undef madvise
 #undef syscall
 #undef posix_fallocate
 
@@ -111,6 +127,15 @@ static const char *backend_name(const ddp_group *group) { return group->backend-
 
 static void forget_cause(ddp_group *group) { group->cause_seen = group->cause_delivered = 0; }
 
+static int handles_in_use(ddp_group *group) {
+    int count = 0;
+    pthread_mutex_lock(&group->lock);
+    for (const ddp__op *op = group->all_ops; op; op = op->older) count++;
+    for (const ddp__op *op = group->free_ops; op; op = op->next) count--;
+    pthread_mutex_unlock(&group->lock);
+    return count;
+}
+
 static void exhaust(ddp_group *group) {
     ddp__job *job = ((ddp__local *)group->state)->heap->job;
     job->limit = job->bump;
@@ -141,6 +166,6 @@ static int *can_read(ddp_group *group, int peer) { return &((ddp__local *)group-
 static int32_t *pid_of(ddp_group *group, int rank) { return &((ddp__local *)group->state)->heap->job->rank[rank].pid; }
 
 __thread int machine_salt;
-test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, 0, NULL, NULL, NULL, 5, DDP__WAYS, DDP__WAY_READ,
+test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, 0, 0, NULL, NULL, NULL, 5, DDP__WAYS, DDP__WAY_READ,
     ddp__reduce_tree, ddp__cast, ddp__divide, ddp__update_f32, ddp__update_f64, ddp__copy_across, ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, tcp_listen,
-    ddp__first_host, DDP__HELLO_VERSION, hello, frame, job_socket, backend_name, forget_cause, exhaust, write_cause, force_way, round_of, can_read_peers, can_read, pid_of};
+    ddp__first_host, DDP__HELLO_VERSION, hello, frame, job_socket, backend_name, forget_cause, handles_in_use, exhaust, write_cause, force_way, round_of, can_read_peers, can_read, pid_of};

@@ -19,8 +19,9 @@ typedef struct test_inner {
     int64_t inside_out_from;             /* DDP__RANDPERM_INSIDE_OUT_FROM */
     int narrow;                          /* the CPU has no wide vectors */
     int (*is_amd)(void);                 /* what the CPU says; NULL = its own answer */
-    int refuses;                         /* the system knows no memfd_create and no process_vm_readv */
+    int refuses;                         /* the system lacks memfd_create, process_vm_readv and MADV_POPULATE_WRITE */
     int no_room;                         /* posix_fallocate finds no room */
+    int wakes;                           /* how many times this process called FUTEX_WAKE */
     void (*hello_is_read)(void);         /* called when rank 0 has read the hello of this rank, which joins by its environment */
     void (*before_hello)(void);          /* called before this rank sends a hello */
     void (*before_listen)(void);         /* called before this rank listens */
@@ -46,6 +47,7 @@ typedef struct test_inner {
     ddp_result (*job_socket)(char *name, size_t size_bytes); /* the abstract socket where ranks of the job that the environment tells of meet */
     const char *(*backend_name)(const ddp_group *group);
     void (*forget_cause)(ddp_group *group); /* of its failure */
+    int (*handles_in_use)(ddp_group *group); /* of asynchronous calls before their ddp_wait */
 
     /* of a group of the local backend */
     void (*exhaust)(ddp_group *group);   /* its shared memory is used up */

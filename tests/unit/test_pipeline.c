@@ -59,7 +59,7 @@ static ddp_result compare(ddp_group *world, const ddp_schedule *s, variant v, co
     history *h = (history *)malloc(sizeof *h);
     ddp_pipeline_desc desc;
     ddp_pipeline *pipeline;
-    int count = ddp_schedule_microbatch_count(s), again = 0;
+    int count = ddp_schedule_microbatch_count(s), again = 0, unwaited;
     double mean, each[PIPE_BATCHES];
     RANKS_CHECK(world, m && h, "memory");
     pipe_build(m, ddp_schedule_stage_count(s), v.with_loss);
@@ -92,6 +92,8 @@ static ddp_result compare(ddp_group *world, const ddp_schedule *s, variant v, co
     }
     RANKS_CHECK(world, m->recomputed == 3 * again, "%s: %d forwards ran again, not %d", what, m->recomputed, 3 * again);
     ddp_pipeline_destroy(pipeline);
+    unwaited = inner.handles_in_use(world);
+    RANKS_CHECK(world, unwaited == 0, "%s: destroy has not waited for %d messages", what, unwaited);
     for (int stage = 0; stage < m->stages && v.placed; stage++) RANKS_CHECK(world, !m->params[stage][0].grad.data, "%s: a pointer to memory that is gone", what);
     free(h);
     free(m);
@@ -719,7 +721,7 @@ static ddp_result bad_input(ddp_group *world) {
     ddp_pipeline *pipeline;
     ddp_schedule *s, *other, *twice;
     ddp_schedule_desc wide = DDP_ZERO;
-    ddp_pipeline_tie tie = {0, 0, 1, 7};
+    ddp_pipeline_tie tie = {0, 0, 1, 2};
     int w = ddp_world_size(world), stages = 2 * w;
     char words[120];
     snprintf(words, sizeof words, "ties[0]: params[0] of stage 0 on rank 0 is f32 [5,5], params[1] of stage %d on rank %d is f32 [5]", stages - 1, w - 1);
@@ -749,6 +751,8 @@ static ddp_result bad_input(ddp_group *world) {
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "edge 0 goes from stage 0 to 0");
     m.edges[0].tensor.dtype = DDP_DTYPE_DEFAULT;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "edge 0 (stage 0 to 1)");
+    m.edges[0].to = stages;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "edge 0 goes from stage 0 to the loss; only the last stage");
     m.edges[0].no_grad = 1;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "none with a gradient goes from stage 0 to stage 1");
     desc.loss = NULL;
@@ -766,7 +770,7 @@ static ddp_result bad_input(ddp_group *world) {
     m.stage[0].params = NULL;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 0: param_count=2");
     desc.ties = &tie, desc.tie_count = 1;
-    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ties[0]: stage 1 has no params[7]");
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ties[0]: stage 1 has no params[2]");
     tie.second_stage = w, tie.second_param = 1; /* stages 0 and w are on one rank */
     desc.ties = &tie, desc.tie_count = 1;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "f32 [5,5]");

@@ -187,6 +187,8 @@ static void grid(void **state) {
                             int vee = kinds[k] == DDP_SCHEDULE_ZB_V || kinds[k] == DDP_SCHEDULE_DUALPIPE_V;
                             assert_int_equal(ddp_schedule_stage_rank(s, stage), vee && stage >= p ? 2 * p - 1 - stage : stage % p);
                         }
+                        assert_int_equal(ddp_schedule_stage_rank(s, -1), -1);
+                        assert_int_equal(ddp_schedule_stage_rank(s, ddp_schedule_stage_count(s)), -1);
                         if (m % 3 != 1) goes_round(s);
                         ddp_schedule_destroy(s);
                         legal++;
