@@ -3,11 +3,15 @@
 #include <errno.h>
 #include <signal.h>
 #include <sys/types.h>
+#include <unistd.h>
 static int watched_kill(pid_t pid, int number);
+static ssize_t padded_read(int fd, void *data, size_t size);
 #define kill(pid, number) watched_kill(pid, number)
+#define read(fd, data, size) padded_read(fd, data, size)
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #undef kill
+#undef read
 #include "../support/ranks.h"
 #include "../support/faults.h"
 
@@ -25,6 +29,25 @@ static int watched_kill(pid_t pid, int number) {
         heard(&stage_shared->counter, REAPED);
     }
     return kill(pid, number);
+}
+
+static int pads; /* each read fills its buffer: blanks follow the data */
+
+static ssize_t padded_read(int fd, void *data, size_t size) {
+    ssize_t n = read(fd, data, size);
+    if (!pads || n < 0) return n;
+    memset((char *)data + n, ' ', size - (size_t)n);
+    return (ssize_t)size;
+}
+
+/* A line of /proc/PID/stat that is longer than the buffer for it. */
+static void test_long_stat_line(void) {
+    uint64_t start = ddp__process_start_time((int)getpid()), padded;
+    faults_begin("a long line of /proc/PID/stat");
+    pads = 1;
+    padded = ddp__process_start_time((int)getpid());
+    pads = 0;
+    EXPECT(start != 0 && start == padded, "start times %llu and %llu", (unsigned long long)start, (unsigned long long)padded);
 }
 
 /* A rank in a process of its own. */
@@ -103,6 +126,7 @@ static void test_arrival_during_a_look(void) {
 
 int main(void) {
     faults_start(100);
+    test_long_stat_line();
     test_reused_pid();
     test_arrival_during_a_look();
     return faults_end();

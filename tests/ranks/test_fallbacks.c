@@ -1,4 +1,4 @@
-/* What kernels and sandboxes may refuse: no memfd, no process_vm_readv, no MADV_POPULATE_WRITE result to rely on. The job must work the same through an
+/* What kernels and sandboxes may refuse: no memfd, no process_vm_readv, no MADV_POPULATE_WRITE. The job must work the same through an
    unlinked file and staged messages, say so once in the log, and leave no file behind. */
 #include "ddp.h"
 #include "inner.h"

@@ -96,6 +96,25 @@ static ddp_result nested(ddp_group *world) {
     return DDP_OK;
 }
 
+/* Rank r of the grandchild is rank r + 1 of the child and rank r + 2 of the world. It finds the world's memory by these. */
+static ddp_result grandchildren(ddp_group *world) {
+    int rank = ddp_rank(world);
+    ddp_group *child = NULL, *grandchild = NULL;
+    void *memory;
+    if (ddp_world_size(world) < 4) return DDP_OK;
+    RANKS_OK(world, ddp_group_alloc(world, sizeof rank, &memory));
+    memcpy(memory, &rank, sizeof rank);
+    RANKS_OK(world, ddp_group_split(world, rank > 0 ? 0 : -1, 0, &child));
+    if (child) RANKS_OK(child, ddp_group_split(child, rank > 1 ? 0 : -1, 0, &grandchild));
+    for (int r = 0; grandchild && r < ddp_world_size(grandchild); r++) {
+        const int *theirs = (const int *)ddp_group_peer(grandchild, memory, r);
+        RANKS_CHECK(world, !theirs || *theirs == r + 2, "rank %d of a grandchild has the memory of rank %d", r, *theirs);
+    }
+    ddp_group_destroy(grandchild);
+    ddp_group_destroy(child);
+    return ddp_group_free(world, memory);
+}
+
 /* Calls on different groups may be in flight together, whatever the order in which ranks wait. */
 static ddp_result many_groups_at_once(ddp_group *world) {
     int rank = ddp_rank(world), w = ddp_world_size(world);
@@ -213,9 +232,14 @@ static ddp_result words(ddp_group *world) {
         if (round % 50 == 0) RANKS_OK(child, ddp_wait(child, &work));
     }
     RANKS_CHECK(world, sum == w, "sum %lld", (long long)sum);
+    /* A rank that has raised its word need not wait for the others: it is no stray in its next collective. */
+    if (rank == w - 1) ranks_sleep_us(30000);
+    ddp_group_signal(child, mine, ROUNDS + 1);
+    if (rank % 2 == 0) RANKS_OK(child, ddp_group_wait_signal(child, mine, ROUNDS + 1));
+    RANKS_OK(child, ddp_barrier(child));
     snprintf(text, sizeof text, "rank %d is in ddp_barrier", w - 1);
     if (w > 1 && rank < w - 1) {
-        RANKS_CHECK(world, ddp_group_wait_signal(child, mine, ROUNDS + 1) == DDP_ERR_MISMATCH && strstr(ddp_last_error(), text), "a stray: %s", ddp_last_error());
+        RANKS_CHECK(world, ddp_group_wait_signal(child, mine, ROUNDS + 2) == DDP_ERR_MISMATCH && strstr(ddp_last_error(), text), "a stray: %s", ddp_last_error());
         RANKS_CHECK(world, strstr(ddp_last_error(), " after seq="), "no number of the last collective: %s", ddp_last_error());
     } else if (w > 1) {
         RANKS_CHECK(world, ddp_barrier(child) == DDP_ERR_MISMATCH && strstr(ddp_last_error(), text), "of the stray: %s", ddp_last_error());
@@ -364,13 +388,42 @@ static ddp_result destroy_right_away(ddp_group *world) {
     return DDP_OK;
 }
 
+/* A rank destroys a group while a collective of it waits for the others. It does not wait; the others hear of it. */
+static ddp_result destroy_with_work_pending(ddp_group *world) {
+    int rank = ddp_rank(world), w = ddp_world_size(world);
+    static int64_t sum[DDP_MAX_LOCAL_RANKS]; /* outlives the call */
+    ddp_group *child;
+    ddp_work work;
+    ddp_result result;
+    char text[64];
+    if (w == 1 || strcmp(inner.backend_name(world), "local") != 0) return DDP_OK;
+    RANKS_OK(world, ddp_group_split(world, 0, 0, &child));
+    snprintf(text, sizeof text, "rank %d (pid", w - 1);
+    if (rank == w - 1) {
+        RANKS_OK(child, ddp_all_reduce(child, &sum[rank], &sum[rank], 1, DDP_I64, DDP_OP_SUM, &work));
+        ddp_group_destroy(child);
+    }
+    RANKS_OK(world, ddp_barrier(world));
+    if (rank == w - 1) return DDP_OK;
+    result = ddp_barrier(child);
+    RANKS_CHECK(world, result == DDP_ERR_PEER_LOST && strstr(ddp_last_error(), text) && strstr(ddp_last_error(), "with work pending"), "%s '%s'",
+                ddp_result_name(result), ddp_last_error());
+    ddp_group_destroy(child);
+    return DDP_OK;
+}
+
 /* Aborting a child: its pending and later calls fail on every member and name who did it; the parent goes on. */
 static ddp_result abort_child(ddp_group *world) {
+    enum { LARGE = 16000 }; /* 64 KB, what every backend can carry */
     int rank = ddp_rank(world), w = ddp_world_size(world);
     ddp_group *child;
     ddp_result first, second;
     char text[256];
+    float *data = (float *)calloc(LARGE, sizeof *data);
+    RANKS_CHECK(world, data, "no memory");
     RANKS_OK(world, ddp_group_split(world, 0, 0, &child));
+    RANKS_OK(child, ddp_all_reduce(child, data, data, LARGE, DDP_F32, DDP_OP_SUM, NULL)); /* threads read each other's buffers */
+    free(data);
     RANKS_OK(child, ddp_group_status(child));
     RANKS_OK(world, ddp_barrier(world));
     if (rank == w - 1) {
@@ -399,6 +452,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
                 "rank %d local %d/%d", ddp_rank(world), ddp_local_rank(world), ddp_local_world_size(world));
     RANKS_RUN(world, splits(world));
     RANKS_RUN(world, nested(world));
+    RANKS_RUN(world, grandchildren(world));
     RANKS_RUN(world, many_groups_at_once(world));
     if (!(ranks_on.is & RANKS_APART)) RANKS_RUN(world, memory(world)); /* apart it is each rank's own, see test_tcp.c */
     RANKS_RUN(world, words(world));
@@ -408,6 +462,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, tasks(world));
     RANKS_RUN(world, averages_of_calls(world));
     RANKS_RUN(world, destroy_right_away(world));
+    RANKS_RUN(world, destroy_with_work_pending(world));
     RANKS_RUN(world, abort_child(world));
     if (ddp_rank(world) == 0) printf("ok: %s W=%d in %.1f s\n", ranks_mode_name(*(ranks_mode *)user), w, ranks_now() - start);
     fflush(stdout);

@@ -110,6 +110,9 @@ static ddp_result bad_input(ddp_group *world) {
     desc.shape[1] = 3;
     snprintf(both, sizeof both, "makes %d ranks, and the world has %d", 3 * w, w);
     REFUSED(world, &desc, both);
+    desc.shape[0] = desc.shape[1] = 1;
+    snprintf(both, sizeof both, "makes 1 ranks, and the world has %d", w);
+    if (w > 1) REFUSED(world, &desc, both);
     desc.shape[0] = desc.shape[1] = 0x7fffffff;
     REFUSED(world, &desc, "and the world has");
     desc = good;

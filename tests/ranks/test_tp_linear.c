@@ -303,6 +303,40 @@ static ddp_result linears(const place *at) {
     return DDP_OK;
 }
 
+/* The workspace of a column layer that gathers its output has a slot per rank. That of a gated pair has gates,
+   ups and their product. */
+static ddp_result workspaces_are_large_enough(ddp_group *group) {
+    int64_t w = ddp_world_size(group), features = 1000 * w;
+    size_t least;
+    ddp_tp_desc desc = DDP_ZERO;
+    ddp_tp_linear_desc linear_desc = DDP_ZERO;
+    ddp_tp_stats stats;
+    ddp_tp_mlp_desc mlp_desc = DDP_ZERO;
+    ddp_tp_linear *layer;
+    ddp_tp_mlp *pair;
+    ddp_tp *tp;
+    desc.max_rows = M;
+    mlp_desc.channels = 3;
+    mlp_desc.hidden = 2 * features;
+    mlp_desc.activation = DDP_TP_SILU_GATED;
+    linear_desc.in_features = 3;
+    linear_desc.out_features = features;
+    linear_desc.gather_output = 1;
+    RANKS_OK(group, ddp_tp_create(&tp, group, &desc));
+    RANKS_OK(group, ddp_tp_linear_create(&layer, tp, &linear_desc));
+    RANKS_OK(group, ddp_tp_get_stats(tp, &stats));
+    least = w == 1 ? 0 : (size_t)(M * features) * sizeof(float);
+    RANKS_CHECK(group, stats.workspace_bytes >= least, "%zu bytes", stats.workspace_bytes);
+    RANKS_OK(group, ddp_tp_mlp_create(&pair, tp, &mlp_desc));
+    RANKS_OK(group, ddp_tp_get_stats(tp, &stats));
+    least = 3 * M * 2000 * sizeof(float);
+    RANKS_CHECK(group, stats.workspace_bytes >= least, "%zu bytes of a pair", stats.workspace_bytes);
+    ddp_tp_mlp_destroy(pair);
+    ddp_tp_linear_destroy(layer);
+    ddp_tp_destroy(tp);
+    return DDP_OK;
+}
+
 static ddp_result heads(const place *at) {
     for (int grouped = 0; grouped < 2; grouped++)
         for (int whole = 0; whole <= !at->sequence_parallel; whole++) {
@@ -854,6 +888,7 @@ static ddp_result cases(ddp_group *group, void *user) {
     RANKS_RUN(group, normal_values(group));
     RANKS_RUN(group, normal_known_answers(group));
     RANKS_RUN(group, mismatches(group));
+    RANKS_RUN(group, workspaces_are_large_enough(group));
     RANKS_RUN(group, in_contexts(group, DDP_F64, 0, 0));
     RANKS_RUN(group, in_contexts(group, DDP_F64, 1, 0));
     RANKS_RUN(group, in_contexts(group, DDP_F32, 0, 1));

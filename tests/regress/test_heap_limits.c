@@ -1,7 +1,8 @@
 /*  test_heap_limits.c - asking for too much shared memory fails and changes nothing.
 
     A ddp_group_alloc that could not be met had already moved the end of the heap past its limit, so that every later one failed too;
-    and sizes near the top of size_t wrapped around. A file size limit below the job's header was a SIGBUS. */
+    and sizes near the top of size_t wrapped around. A file size limit below the job's header was a SIGBUS.
+    A process that cannot map the job's header reports it. */
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
@@ -19,6 +20,17 @@ static ddp_result greedy_main(ddp_group *world, void *user) {
         RANKS_OK(world, ddp_group_free(world, memory));
     }
     return DDP_OK;
+}
+
+/* The address space of this process has only `more` bytes left. */
+static void limit_address_space(size_t more) {
+    struct rlimit limit;
+    unsigned long pages = 0;
+    FILE *file = fopen("/proc/self/statm", "r");
+    if (!file || fscanf(file, "%lu", &pages) != 1) _exit(9);
+    fclose(file);
+    limit.rlim_cur = limit.rlim_max = pages * (size_t)sysconf(_SC_PAGESIZE) + more;
+    setrlimit(RLIMIT_AS, &limit);
 }
 
 static ddp_result idle_main(ddp_group *world, void *user) { (void)user; return ddp_barrier(world); }
@@ -46,6 +58,21 @@ int main(void) {
         EXPECT(waitpid(child, &status, 0) == child, "waitpid");
         EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == (limits[i] < 64 << 20), "limit of %llu bytes: wait status %d",
                (unsigned long long)limits[i], status);
+    }
+    faults_begin("ulimit -v");
+    if (strcmp(DDP_TEST_FLAVOUR, "plain") == 0) { /* sanitizers need address space themselves */
+        int status = -1;
+        pid_t child;
+        fflush(NULL);
+        child = fork();
+        if (child == 0) {
+            ddp_result result;
+            limit_address_space((size_t)1 << 20);
+            result = ranks_run(RANKS_PROCESSES, 2, 20000 * DDP_TEST_SLOWDOWN, idle_main, NULL);
+            _exit(result == DDP_ERR_NO_MEMORY && says(ddp_last_error(), "could not be mapped") ? 0 : 1);
+        }
+        EXPECT(waitpid(child, &status, 0) == child, "waitpid");
+        EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0, "wait status %d", status);
     }
     return faults_end();
 }

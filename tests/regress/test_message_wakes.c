@@ -95,12 +95,55 @@ static ddp_result send_and_sleep(ddp_group *world) {
     return ddp_barrier(world);
 }
 
+/* ddp_group_signal wakes the ranks that sleep until its word grows. A sleeper wakes by itself for a moment every
+   2 ms, so one of many calls is enough. */
+static ddp_result raise_and_wake(ddp_group *world) {
+    enum { TIMES = 100 };
+    int rank = ddp_rank(world), wakes = 0;
+    void *memory;
+    RANKS_OK(world, ddp_group_alloc(world, sizeof(uint64_t), &memory));
+    for (uint64_t i = 1; i <= TIMES; i++) {
+        int before;
+        if (rank == 0) ranks_sleep_us(3000); /* the others are asleep */
+        before = __atomic_load_n(&inner.wakes, __ATOMIC_SEQ_CST);
+        ddp_group_signal(world, (uint64_t *)memory, i);
+        wakes += __atomic_load_n(&inner.wakes, __ATOMIC_SEQ_CST) - before;
+        RANKS_OK(world, ddp_group_wait_signal(world, (const uint64_t *)memory, i));
+        RANKS_OK(world, ddp_barrier(world));
+    }
+    RANKS_CHECK(world, rank != 0 || wakes > 0, "%d calls of ddp_group_signal woke no rank", TIMES);
+    return ddp_group_free(world, memory);
+}
+
+/* An abort wakes a rank that sleeps for a message. It would sleep for 10 s otherwise. */
+static ddp_result abort_and_wake(ddp_group *world) {
+    int32_t in;
+    double start;
+    ddp_group *child;
+    ddp_result result;
+    RANKS_OK(world, ddp_group_split(world, 0, 0, &child));
+    start = ranks_now();
+    if (ddp_rank(world) == 0) {
+        ranks_sleep_us(200000);
+        RANKS_OK(child, ddp_group_abort(child));
+    } else {
+        result = ddp_recv(child, &in, 1, DDP_I32, 0, LAST_TAG, NULL);
+        RANKS_CHECK(world, result == DDP_ERR_POISONED, "%s", ddp_result_name(result));
+        RANKS_CHECK(world, ranks_now() - start < 9, "a sleep of %.1f s", ranks_now() - start);
+    }
+    RANKS_OK(world, ddp_barrier(world)); /* a destroy wakes sleepers, too */
+    ddp_group_destroy(child);
+    return DDP_OK;
+}
+
 static ddp_result rank_main(ddp_group *world, void *user) {
     lane *lanes = (lane *)calloc(2, sizeof *lanes);
     ddp_result result = lanes ? chain(world, lanes) : DDP_ERR_NO_MEMORY;
     (void)user;
     if (result == DDP_OK) result = beside_a_receive(world);
     if (result == DDP_OK) result = send_and_sleep(world);
+    if (result == DDP_OK) result = raise_and_wake(world);
+    if (result == DDP_OK) result = abort_and_wake(world);
     free(lanes);
     return result;
 }

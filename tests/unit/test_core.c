@@ -139,6 +139,7 @@ static void test_world_of_one(void **state) {
     assert_int_equal(ddp_group_alloc(group, 100, &memory), DDP_OK);
     assert_int_equal((uintptr_t)memory % 64, 0);
     for (int i = 0; i < 100; i++) assert_int_equal(((char *)memory)[i], 0);
+    assert_ptr_equal(ddp_group_peer(group, memory, 0), memory);
     ddp_group_destroy(group); /* frees memory too */
     ddp_group_destroy(NULL);
 }
@@ -181,6 +182,27 @@ static void test_allocator_of_the_caller(void **state) {
         assert_int_equal(result, DDP_ERR_NO_MEMORY);
         assert_null(group);
         assert_true(ddp_last_error()[0] != 0);
+    }
+    /* The same holds for a split. */
+    for (int allowed = 0; allowed < 50; allowed++) {
+        int left = 1000;
+        ddp_result result;
+        desc.alloc_fn = refusing_alloc;
+        desc.free_fn = plain_free;
+        desc.user = &left;
+        assert_int_equal(ddp_group_create(&group, &desc), DDP_OK);
+        left = allowed;
+        child = group;
+        result = ddp_group_split(group, 0, 0, &child);
+        if (result != DDP_OK) {
+            assert_int_equal(result, DDP_ERR_NO_MEMORY);
+            assert_null(child);
+        } else {
+            assert_non_null(child);
+        }
+        ddp_group_destroy(child);
+        ddp_group_destroy(group);
+        if (result == DDP_OK) break;
     }
 }
 
@@ -240,7 +262,7 @@ static void still_fine(ddp_group *g) {
 static void test_collective_arguments(void **state) {
     ddp_group *g = (ddp_group *)*state;
     float a[8] = {0}, b[8] = {0};
-    size_t n[1] = {2}, off[1] = {0}, huge[1] = {SIZE_MAX / 2};
+    size_t n[1] = {2}, off[1] = {0}, huge[1] = {SIZE_MAX / 2}, far[1] = {SIZE_MAX - 1};
     const ddp_dtype bad_dtype = (ddp_dtype)99;
     const ddp_op bad_op = (ddp_op)99;
 
@@ -283,6 +305,7 @@ static void test_collective_arguments(void **state) {
     REFUSED(ddp_all_gather_v(g, a, 3, b, n, NULL, DDP_F32, NULL), "ddp_all_gather_v", "send_count");
     REFUSED(ddp_all_gather_v(g, a, 2, NULL, n, off, DDP_F32, NULL), "ddp_all_gather_v", "recv");
     REFUSED(ddp_all_gather_v(g, a, SIZE_MAX / 2, b, huge, NULL, DDP_F32, NULL), "ddp_all_gather_v", "count");
+    REFUSED(ddp_all_gather_v(g, a, 2, b, n, far, DDP_F32, NULL), "ddp_all_gather_v", "do not fit in memory");
     REFUSED(ddp_all_to_all_v(g, a, NULL, NULL, b, n, NULL, DDP_F32, NULL), "ddp_all_to_all_v", "send_counts");
     REFUSED(ddp_all_to_all_v(g, a, n, NULL, b, NULL, NULL, DDP_F32, NULL), "ddp_all_to_all_v", "recv_counts");
     REFUSED(ddp_all_to_all_v(g, a, n, off, a, n, off, DDP_F32, NULL), "ddp_all_to_all_v", "overlap");
@@ -393,6 +416,26 @@ static void test_group_desc(void **state) {
     ddp_group_destroy(group);
 }
 
+/* The variables of a launcher contradict each other. */
+static void test_launcher_variables(void **state) {
+    static const struct { const char *rank, *local_rank, *text; } cases[] = {
+        {"1", "0", "RANK=1 with WORLD_SIZE=1; ranks are 0 to 0"},
+        {"0", "1", "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1 do not fit WORLD_SIZE=1"},
+    };
+    ddp_group *group = NULL;
+    (void)state;
+    clear_environment();
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        setenv("RANK", cases[i].rank, 1);
+        setenv("WORLD_SIZE", "1", 1);
+        setenv("LOCAL_RANK", cases[i].local_rank, 1);
+        setenv("LOCAL_WORLD_SIZE", "1", 1);
+        REFUSED(ddp_group_create(&group, NULL), "ddp_group_create", cases[i].text);
+        assert_null(group);
+    }
+    clear_environment();
+}
+
 static ddp_result nothing(ddp_group *world, void *user) {
     (void)world;
     ++*(int *)user;
@@ -444,6 +487,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(test_nothing_to_send, make_self, drop_self),
         cmocka_unit_test_setup_teardown(test_other_arguments, make_self, drop_self),
         cmocka_unit_test(test_group_desc),
+        cmocka_unit_test(test_launcher_variables),
         cmocka_unit_test(test_launch_desc),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -65,6 +65,8 @@ static void test_hmac(void **state) {
         {20, 0xaa, NULL, 50, 0xdd, "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe", 32},
         {25, -1, NULL, 50, 0xcd, "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b", 32},
         {20, 0x0c, "Test With Truncation", 20, 0, "a3b6167473100ee06e0c796c2955552b", 16},
+        {64, 0xaa, "A key of exactly one block", 26, 0, /* RFC 4231 has no such key; by Python's hmac */
+         "2c704478485b26a2c6cac8fdeec0f6b4d5395bef4231c7d4099290fb055c5a00", 32},
         {131, 0xaa, large_key, 54, 0, "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54", 32},
         {131, 0xaa, large_both, 152, 0, "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2",
          32}};

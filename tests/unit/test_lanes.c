@@ -35,6 +35,7 @@ typedef struct machine {
     size_t used;
     int executed;        /* items run so far */
     int fail_next;       /* the next call of the backend fails */
+    int fail_batch_end;  /* the end of a batch fails */
     ddp_group *control;
     ddp_result cause;
     char text[256];
@@ -189,7 +190,12 @@ static ddp_result queue_run(ddp_group *group, void *state, const ddp_call *call)
     return DDP_OK;
 }
 static int batches;
-static ddp_result queue_batch(ddp_group *group, void *state, int begin) { (void)group; (void)state; if (begin) __atomic_add_fetch(&batches, 1, __ATOMIC_RELAXED); return DDP_OK; }
+static ddp_result queue_batch(ddp_group *group, void *state, int begin) {
+    (void)group;
+    if (begin) __atomic_add_fetch(&batches, 1, __ATOMIC_RELAXED);
+    if (begin || !((machine *)state)->fail_batch_end) return DDP_OK;
+    return ddp_fail(DDP_ERR_ENGINE, "the batch does not end");
+}
 static ddp_result queue_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) { (void)state; return lane_alloc(group, size_bytes, out); }
 static ddp_result queue_free(ddp_group *group, void *state, void *memory) { (void)group; (void)state; (void)memory; return DDP_OK; }
 static void queue_close(ddp_group *group, void *state) { (void)group; (void)state; }
@@ -280,6 +286,23 @@ static ddp_result messages(ddp_group *world, void *user) {
     assert_int_equal(here->executed, 0);
     lane_copy(host, theirs, sizeof host);
     for (int i = 0; i < N; i++) assert_true(host[i] == plain[i]);
+    group_end(group);
+    return DDP_OK;
+}
+
+/* The backend takes all messages of a batch, and fails only at its end. */
+static ddp_result batch_end_fails(ddp_group *world, void *user) {
+    ddp_group *group = group_make(world);
+    float *mine = floats(N), *theirs = floats(N);
+    int other = 1 - ddp_rank(world);
+    (void)user;
+    here->fail_batch_end = 1;
+    assert_int_equal(ddp_p2p_begin(group), DDP_OK);
+    if (other) assert_int_equal(ddp_send(group, mine, N, DDP_F32, other, 0, NULL), DDP_OK);
+    assert_int_equal(ddp_recv(group, theirs, N, DDP_F32, other, 0, NULL), DDP_OK);
+    if (!other) assert_int_equal(ddp_send(group, mine, N, DDP_F32, other, 0, NULL), DDP_OK);
+    assert_int_equal(ddp_p2p_end(group), DDP_ERR_ENGINE);
+    assert_non_null(strstr(ddp_last_error(), "the batch does not end"));
     group_end(group);
     return DDP_OK;
 }
@@ -422,13 +445,15 @@ static void run(ddp_rank_fn fn, int world_size) {
 
 static void test_calls(void **state) { (void)state; run(calls, 1); run(calls, 2); }
 static void test_messages(void **state) { (void)state; batches = 0; run(messages, 2); assert_int_equal(batches, 2); }
+static void test_batch_end_fails(void **state) { (void)state; run(batch_end_fails, 2); }
 static void test_tasks(void **state) { (void)state; run(tasks, 1); run(tasks, 2); }
 static void test_blocking_tasks(void **state) { (void)state; run(blocking_tasks, 1); run(blocking_tasks, 2); }
 static void test_errors(void **state) { (void)state; run(errors, 1); run(errors, 2); }
 static void test_reducers(void **state) { (void)state; run(reducers, 1); run(reducers, 2); }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_calls), cmocka_unit_test(test_messages), cmocka_unit_test(test_tasks), cmocka_unit_test(test_blocking_tasks),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_calls), cmocka_unit_test(test_messages), cmocka_unit_test(test_batch_end_fails),
+                                       cmocka_unit_test(test_tasks), cmocka_unit_test(test_blocking_tasks),
                                        cmocka_unit_test(test_errors), cmocka_unit_test(test_reducers)};
     watchdog_start(60);
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -158,6 +158,41 @@ static void test_order(void **state) {
         }
 }
 
+static ddp_result fetch_all_fields(void *user, int64_t index, void *const *fields) {
+    (void)user;
+    for (int f = 0; f < DDP_LOADER_FIELDS; f++) {
+        int32_t value = (int32_t)(100 * index + f);
+        memcpy(fields[f], &value, sizeof value);
+    }
+    return DDP_OK;
+}
+
+/* A loader with as many fields as there can be. */
+static void test_most_fields(void **state) {
+    enum { SAMPLES = 20, BATCH = 6 };
+    ddp_tensor fields[DDP_LOADER_FIELDS];
+    ddp_loader_desc desc = DDP_ZERO;
+    ddp_loader *l;
+    ddp_batch b;
+    (void)state;
+    memset(fields, 0, sizeof fields);
+    for (int f = 0; f < DDP_LOADER_FIELDS; f++) fields[f].dtype = DDP_I32;
+    desc.sampler.dataset_size = SAMPLES;
+    desc.batch_size = BATCH;
+    desc.fields = fields;
+    desc.field_count = DDP_LOADER_FIELDS;
+    desc.fetch = fetch_all_fields;
+    OK(ddp_loader_create(&l, &desc));
+    for (int64_t seen = 0; seen < SAMPLES; seen += b.count) {
+        OK(ddp_loader_next(l, &b));
+        assert_true(b.count > 0);
+        for (int64_t i = 0; i < b.count; i++)
+            for (int f = 0; f < DDP_LOADER_FIELDS; f++)
+                assert_int_equal(((const int32_t *)b.fields[f].data)[i], 100 * b.indices[i] + f);
+    }
+    ddp_loader_destroy(l);
+}
+
 /* A batch stays as it is until extra_valid_batches + 1 more were given, and what is fetched ahead goes elsewhere. */
 static void test_hold(void **state) {
     data d;
@@ -654,7 +689,7 @@ static int remove_folder(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_order), cmocka_unit_test(test_hold), cmocka_unit_test(test_places), cmocka_unit_test(test_tokens),
+        cmocka_unit_test(test_order), cmocka_unit_test(test_most_fields), cmocka_unit_test(test_hold), cmocka_unit_test(test_places), cmocka_unit_test(test_tokens),
         cmocka_unit_test(test_first_failure_is_named),
         cmocka_unit_test(test_failures), cmocka_unit_test(test_blocked), cmocka_unit_test(test_memory), cmocka_unit_test(test_pinned),
         cmocka_unit_test(test_refused)};

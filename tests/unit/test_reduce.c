@@ -294,6 +294,29 @@ static void copies_are_exact(void **state) {
             }
 }
 
+/* The arrays of pointers have exactly the sizes that were given. ASan reports a read past their end. */
+static void streaming_stays_inside_the_pointer_arrays(void **state) {
+    enum { SOURCES = 3, ELEMENTS = 100, PAST = 2 };
+    void **dst = (void **)malloc(2 * sizeof *dst);
+    const void **src = (const void **)malloc(SOURCES * sizeof *src);
+    static float in[SOURCES][ELEMENTS], out[2][ELEMENTS];
+    (void)state;
+    assert_true(dst && src);
+    for (int s = 0; s < SOURCES; s++) {
+        src[s] = in[s];
+        for (int i = 0; i < ELEMENTS; i++) in[s][i] = (float)(s * 1000 + i);
+    }
+    dst[0] = out[0];
+    dst[1] = out[1];
+    inner.reduce_tree(dst, 2, src, SOURCES, ELEMENTS, DDP_F32, DDP_OP_SUM, 1, PAST);
+    for (int i = 0; i < ELEMENTS; i++) {
+        assert_true(out[0][i] == (float)(3000 + 3 * i));
+        assert_true(out[1][i] == out[0][i]);
+    }
+    free(dst);
+    free(src);
+}
+
 /* 2^24 absorbs a single 1 but not a 2: each grouping of seven sources has a sum of its own. */
 static void seven_sources_group_as_documented(void **state) {
     float in[7] = {16777216.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f}, out = 0.0f;
@@ -596,6 +619,8 @@ static void many_additions_carry_in_time(void **state) {
     (void)state;
     ddp_exact_sum_clear(&sum);
     for (int i = 0; i < 3000000; i++) ddp_exact_sum_add(&sum, -value);
+    /* A carry takes as long as 70 additions. It resets the bound, or every later addition would carry too. */
+    assert_true(sum.cell[DDP_EXACT_CELLS - 1] > 0 && sum.cell[DDP_EXACT_CELLS - 1] < INT64_C(1) << 16);
     for (int i = 0; i < 20; i++) ddp_exact_sum_merge(&sum, &sum);
     for (int k = 0; k < 67; k++) assert_true(sum.cell[k] < INT64_C(1) << 49 && sum.cell[k] > -(INT64_C(1) << 49));
     assert_double(ddp_exact_sum_value(&sum), (double)(-(long double)value * 3000000.0L * 1048576.0L));
@@ -677,6 +702,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_path_gives_the_bits_of_the_tree),
         cmocka_unit_test(copies_are_exact),
+        cmocka_unit_test(streaming_stays_inside_the_pointer_arrays),
         cmocka_unit_test(seven_sources_group_as_documented),
         cmocka_unit_test(minimum_and_maximum_order_zeros_and_pass_nan_on),
         cmocka_unit_test(halves_are_added_in_f32_and_rounded_once),
