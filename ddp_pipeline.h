@@ -2901,7 +2901,6 @@ static ddp_tensor ddp__pipe_grad(const ddp_param *param) {
     ddp_tensor grad = param->grad;
     if (!grad.dtype) {
         grad = param->value;
-        grad.dtype = param->grad.dtype ? param->grad.dtype : param->value.dtype;
         grad.data = param->grad.data;
     } else if (!grad.ndim && param->value.ndim) {
         grad.ndim = param->value.ndim;

@@ -71,6 +71,7 @@ static ddp_result compare(ddp_group *world, const ddp_schedule *s, variant v, co
         m->stage[stage].zero_gradients = stage % 2;
         m->stage[stage].grad_division = v.no_divide ? DDP_DIVIDE_NONE : DDP_DIVIDE_DEFAULT;
         if (v.placed) m->params[stage][0].grad.data = NULL;
+        if (stage % 3 == 2) m->params[stage][0].grad.dtype = DDP_DTYPE_DEFAULT; /* as the value */
         if (ddp_schedule_stage_rank(s, stage) == ddp_rank(world)) again += m->stage[stage].recompute * count;
     }
     RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
