@@ -47,7 +47,8 @@ static void test_long_stat_line(void) {
     pads = 1;
     padded = ddp__process_start_time((int)getpid());
     pads = 0;
-    EXPECT(start != 0 && start == padded, "start times %llu and %llu", (unsigned long long)start, (unsigned long long)padded);
+    EXPECT(start != 0 && start == padded, "start times %llu and %llu", (unsigned long long)start,
+           (unsigned long long)padded);
 }
 
 /* A rank in a process of its own. */

@@ -1,5 +1,5 @@
-/* What kernels and sandboxes may refuse: no memfd, no process_vm_readv, no MADV_POPULATE_WRITE. The job must work the same through an
-   unlinked file and staged messages, say so once in the log, and leave no file behind. */
+/* Kernels and sandboxes may refuse memfd, process_vm_readv and MADV_POPULATE_WRITE. The job must work the
+   same through an unlinked file and staged messages. It logs that once and leaves no file. */
 #include "ddp.h"
 #include "inner.h"
 #include "watchdog.h"

@@ -303,8 +303,8 @@ static ddp_result linears(const place *at) {
     return DDP_OK;
 }
 
-/* The workspace of a column layer that gathers its output has a slot per rank. That of a gated pair has gates,
-   ups and their product. */
+/* The workspace of a column layer that gathers its output has a slot per rank. The workspace of a gated pair
+   has gates, ups and their product. */
 static ddp_result workspaces_are_large_enough(ddp_group *group) {
     int64_t w = ddp_world_size(group), features = 1000 * w;
     size_t least;

@@ -95,8 +95,8 @@ static ddp_result send_and_sleep(ddp_group *world) {
     return ddp_barrier(world);
 }
 
-/* ddp_group_signal wakes the ranks that sleep until its word grows. A sleeper wakes by itself for a moment every
-   2 ms, so one of many calls is enough. */
+/* ddp_group_signal wakes the ranks that sleep until its word grows. A sleeper is awake for a moment every
+   2 ms. So one wake in many calls is enough. */
 static ddp_result raise_and_wake(ddp_group *world) {
     enum { TIMES = 100 };
     int rank = ddp_rank(world), wakes = 0;

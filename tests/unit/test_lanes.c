@@ -452,8 +452,8 @@ static void test_errors(void **state) { (void)state; run(errors, 1); run(errors,
 static void test_reducers(void **state) { (void)state; run(reducers, 1); run(reducers, 2); }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_calls), cmocka_unit_test(test_messages), cmocka_unit_test(test_batch_end_fails),
-                                       cmocka_unit_test(test_tasks), cmocka_unit_test(test_blocking_tasks),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_calls), cmocka_unit_test(test_messages),
+                                       cmocka_unit_test(test_batch_end_fails), cmocka_unit_test(test_tasks), cmocka_unit_test(test_blocking_tasks),
                                        cmocka_unit_test(test_errors), cmocka_unit_test(test_reducers)};
     watchdog_start(60);
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -689,7 +689,8 @@ static int remove_folder(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_order), cmocka_unit_test(test_most_fields), cmocka_unit_test(test_hold), cmocka_unit_test(test_places), cmocka_unit_test(test_tokens),
+        cmocka_unit_test(test_order), cmocka_unit_test(test_most_fields),
+        cmocka_unit_test(test_hold), cmocka_unit_test(test_places), cmocka_unit_test(test_tokens),
         cmocka_unit_test(test_first_failure_is_named),
         cmocka_unit_test(test_failures), cmocka_unit_test(test_blocked), cmocka_unit_test(test_memory), cmocka_unit_test(test_pinned),
         cmocka_unit_test(test_refused)};
