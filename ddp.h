@@ -700,7 +700,8 @@ typedef struct ddp_call {
     ddp_dtype dtype;
     ddp_op op;
     int root;          /* SEND, RECV: the peer; -1 where there is none */
-    int tag;           /* of a collective: not 0 = the buffers are host memory whatever the device is; blocking */
+    int tag;           /* SEND, RECV: the tag */
+    int flags;         /* DDP_CALL_HOST_MEMORY */
     const void *send;
     void *recv;
     size_t count;      /* the count argument of the public call */
@@ -710,7 +711,7 @@ typedef struct ddp_call {
     int caller;        /* the ddp_public_call that makes this call inside; ddp.h sets it */
 } ddp_call;
 
-#define DDP_ON_HOST 5 /* for tag: this, under the call's own name */
+#define DDP_CALL_HOST_MEMORY 1 /* flags: a collective whose buffers are host memory, whatever the device is; blocking */
 
 /* A way for bytes to travel. state is what open or split returned. Functions return after the fact with ddp_fail's text set.
    Calls of one group come one at a time, except that p2p functions may run beside run, and poison beside all.
@@ -1388,16 +1389,16 @@ static int ddp__is_p2p(ddp_call_kind kind) { return kind == DDP_CALL_SEND || kin
 
 /* A call without a root; what else it has is set by who makes it. */
 static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype) {
-    ddp_call call = {kind, dtype, DDP_OP_SUM, -1, 0, send, recv, count, NULL, NULL, NULL, NULL, 0, 0, DDP_IN_NO_CALL};
+    ddp_call call = {kind, dtype, DDP_OP_SUM, -1, 0, 0, send, recv, count, NULL, NULL, NULL, NULL, 0, 0, DDP_IN_NO_CALL};
     return call;
 }
 
 /* Why ddp.h makes a collective of its own, in call->tag. Ranks compare it. */
-enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE, DDP__FOR_TASK /* stands for a task */, DDP__FOR_REDUCER = DDP_ON_HOST, DDP__FOR_AWAIT };
+enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE, DDP__FOR_TASK /* stands for a task */, DDP__FOR_AWAIT };
 
 /* The public call that an error line names: the outermost one. */
 static const char *ddp__call_title(const ddp_call *call) {
-    static const char *const names[] = {NULL, "ddp_group_split", "ddp_group_alloc", "ddp_group_free", "ddp_group_enqueue", NULL, "ddp_group_wait_signal"};
+    static const char *const names[] = {NULL, "ddp_group_split", "ddp_group_alloc", "ddp_group_free", "ddp_group_enqueue", "ddp_group_wait_signal"};
     const char *name = !ddp__is_p2p(call->kind) && call->tag > 0 && call->tag <= DDP__FOR_AWAIT ? names[call->tag] : NULL;
     if (call->caller) return ddp__public_calls[call->caller];
     return name ? name : ddp_call_name(call->kind);
@@ -1408,7 +1409,7 @@ static const char *ddp__call_title(const ddp_call *call) {
    Ranks compare all of it except the caller: one rank may start a bucket in ddp_reducer_ready, another one in ddp_reducer_wait. */
 enum { DDP__CALLER_SHIFT = 56 };
 static uint64_t ddp__signature(const ddp_call *call) {
-    return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(ddp__has_op(call->kind) ? call->op : 0) << 16 | (uint64_t)call->tag << 24 |
+    return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(ddp__has_op(call->kind) ? call->op : 0) << 16 | (uint64_t)(call->tag | call->flags << 7) << 24 |
            (uint64_t)((uint32_t)(call->root + 1) & 0xffffff) << 32 | (uint64_t)(uint32_t)call->caller << DDP__CALLER_SHIFT;
 }
 
@@ -1430,7 +1431,7 @@ static void ddp__describe_step(char *out, size_t size, const uint64_t what[2], i
     static const char *const ops[] = {" sum", " avg", " min", " max", " prod", " unknown op"};
     unsigned kind = what[0] & 255, op = what[0] >> 16 & 255;
     ddp_call call = ddp__call_of(kind > DDP_CALL_RECV ? DDP_CALL_BARRIER : (ddp_call_kind)kind, NULL, NULL, 0, (ddp_dtype)(what[0] >> 8 & 255));
-    int tag = call.tag = (int)(what[0] >> 24 & 255), named = (int)(what[0] >> 32 & 0xffffff) - 1;
+    int tag = call.tag = (int)(what[0] >> 24 & 127), named = (int)(what[0] >> 32 & 0xffffff) - 1;
     int caller = call.caller = (int)(what[0] >> DDP__CALLER_SHIFT);
     unsigned long long count = (unsigned long long)what[1];
     char root[32] = "";
@@ -1483,7 +1484,7 @@ static void ddp__cause_of_collective(char *text, size_t size, int rank, const ui
     char begin[96], bare[DDP__TEXT_MAX];
     unsigned kind = what[0] & 255, caller = (unsigned)(what[0] >> DDP__CALLER_SHIFT);
     ddp_call call = ddp__call_of(kind > DDP_CALL_BARRIER ? DDP_CALL_BARRIER : (ddp_call_kind)kind, NULL, NULL, 0, DDP_U8);
-    call.tag = (int)(what[0] >> 24 & 255);
+    call.tag = (int)(what[0] >> 24 & 127);
     call.caller = caller < DDP_PUBLIC_CALL_COUNT ? (int)caller : DDP_IN_NO_CALL;
     call.seq = seq;
     ddp__cause_begin(begin, sizeof begin, rank, &call);
@@ -2552,7 +2553,7 @@ static ddp_result ddp__lost_member(ddp_group *group) {
         const ddp_saved_error *cause;
         if (r == group->rank || index < 0) continue;
         cause = &lost->cause[index];
-        result = ddp_fail(cause->result, "rank %d (world rank %d) %s in %s", r, world_rank,
+        result = ddp_fail((ddp_result)cause->result, "rank %d (world rank %d) %s in %s", r, world_rank,
                           cause->result == DDP_ERR_TIMEOUT ? "did not respond" : "was lost", cause->text);
     }
     pthread_mutex_unlock(&lost->lock);
@@ -4385,7 +4386,7 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
     DDP__NOT_FORKED(group, task ? "ddp_group_enqueue" : ddp__call_title(call));
     if (work) memset(work, 0, sizeof *work);
     else if (!task && !group->queued) return ddp__deliver(group, ddp__execute(group, call)); /* there is no queue */
-    int enqueues = group->backend->enqueues && (task || ddp__is_p2p(call->kind) || !call->tag);
+    int enqueues = group->backend->enqueues && (task || ddp__is_p2p(call->kind) || !call->flags);
     int place = ddp__queue_enter(group, !work || enqueues || group->world_size == 1);
     int here = place != DDP__BEHIND_OTHERS || group->world_size == 1;
     int apart = task && group->device->use_stream; /* a task is on the communication lane, behind the device work of tasks before it */
@@ -4426,6 +4427,7 @@ static ddp_result ddp__submit_host(ddp_group *group, ddp_call_kind kind, const v
     ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
     call.op = op;
     call.tag = tag;
+    call.flags = DDP_CALL_HOST_MEMORY;
     return ddp__issue(group, &call, NULL, NULL, NULL);
 }
 
@@ -4442,7 +4444,7 @@ DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, cons
         ddp_call call = ddp__call_of(kind, (const char *)send + at * size, (char *)recv + at * size, n, dtype);
         call.op = op;
         call.root = root;
-        call.tag = DDP_ON_HOST;
+        call.flags = DDP_CALL_HOST_MEMORY;
         DDP_TRY(ddp_group_call(group, &call, NULL));
     }
     return DDP_OK;
@@ -6664,7 +6666,7 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
     int first, mismatch = 0;
     snprintf(own, sizeof own, "%s", mine == DDP_OK ? "" : ddp_last_error());
     ddp_result result = ddp__submit_host(group, DDP_CALL_ALL_GATHER, &vote, group->votes, sizeof vote, DDP_U8,
-                                         DDP_OP_SUM, DDP_ON_HOST);
+                                         DDP_OP_SUM, 0);
     if (result != DDP_OK && mine != DDP_OK) return ddp_fail(mine, "%s", own);
     if (result != DDP_OK) { /* the cause follows the name of the call, which is not the user's */
         cause = strstr(ddp_last_error(), ": ");
@@ -6675,7 +6677,7 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
     for (int i = !mismatch; i < 2; i++) { /* the text of rank 0, for a mismatch, and of the first to dissent */
         ddp_call call = ddp__call_of(DDP_CALL_BROADCAST, text[i], text[i], sizeof text[i], DDP_U8);
         call.root = i ? first : 0;
-        call.tag = DDP_ON_HOST;
+        call.flags = DDP_CALL_HOST_MEMORY;
         if (mismatch)
             snprintf(text[i], sizeof text[i], "%.*s", DDP__AGREE_TEXT, what);
         else
@@ -6796,6 +6798,7 @@ static ddp_result ddp__await_task(ddp_group *group, void *argument) {
     ddp_call call = ddp__call_of(DDP_CALL_BARRIER, NULL, NULL, (size_t)goal->target, DDP_U8);
     ddp_result result = group->backend->wait_signal(group, group->state, goal->word, goal->target);
     call.tag = DDP__FOR_AWAIT;
+    call.flags = DDP_CALL_HOST_MEMORY;
     call.seq = group->seq; /* the last collective before it */
     return result == DDP_OK ? DDP_OK : ddp__call_failed(group, &call, result);
 }
@@ -8408,12 +8411,12 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
 /* host (count elements) becomes op over ranks of host. */
 static ddp_result ddp__reducer_agree(ddp_reducer *reducer, size_t count, ddp_dtype dtype, ddp_op op) {
     if (reducer->group->world_size == 1) return DDP_OK;
-    return ddp__submit_host(reducer->group, DDP_CALL_ALL_REDUCE, reducer->host, reducer->host, count, dtype, op, DDP__FOR_REDUCER);
+    return ddp__submit_host(reducer->group, DDP_CALL_ALL_REDUCE, reducer->host, reducer->host, count, dtype, op, 0);
 }
 
 /* Every rank's bytes (the same number each) end up in host, in rank order. */
 static ddp_result ddp__reducer_gather(ddp_reducer *reducer, const void *mine, size_t bytes) {
-    return ddp__submit_host(reducer->group, DDP_CALL_ALL_GATHER, mine, reducer->host, bytes, DDP_U8, DDP_OP_SUM, DDP__FOR_REDUCER);
+    return ddp__submit_host(reducer->group, DDP_CALL_ALL_GATHER, mine, reducer->host, bytes, DDP_U8, DDP_OP_SUM, 0);
 }
 
 /* All ranks create the same reducer, or all fail. own: the result of this rank so far. After a mismatch all ranks go
@@ -8648,7 +8651,7 @@ DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean) {
     DDP__NEED(group && mean, "group or mean is NULL");
     all.mean = *mean;
     all.negative = mean->count < 0;
-    DDP_TRY(ddp__submit_host(group, DDP_CALL_ALL_REDUCE, &all, &all, sizeof all / sizeof(int64_t), DDP_I64, DDP_OP_SUM, DDP_ON_HOST));
+    DDP_TRY(ddp__submit_host(group, DDP_CALL_ALL_REDUCE, &all, &all, sizeof all / sizeof(int64_t), DDP_I64, DDP_OP_SUM, 0));
     DDP__CHECK("ddp_mean_reduce", group, !all.negative, "the count is negative on %lld ranks, here it is %lld; counts of tokens add up",
                (long long)all.negative, (long long)mean->count);
     *mean = all.mean;

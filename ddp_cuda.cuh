@@ -2719,7 +2719,7 @@ static ddp_result ddp__nccl_run(ddp_group *, void *state, const ddp_call *call) 
     int capturing = 0;
     cudaError_t error;
     ddp_result result;
-    if (call->tag && call->kind != DDP_CALL_SEND && call->kind != DDP_CALL_RECV) { /* on host memory */
+    if (call->flags & DDP_CALL_HOST_MEMORY) {
         DDP_TRY(ddp__nccl_status(n->group, n));
         return ddp__nccl_failed(n, call, ddp_group_call(n->control, call, NULL));
     }
@@ -3598,7 +3598,7 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
     char text[200];
     int agreed;
     ddp_result result, idle;
-    if (call->tag) { /* on host memory */
+    if (call->flags & DDP_CALL_HOST_MEMORY) {
         result = ddp_group_call(s->control, call, NULL);
         return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 0);
     }

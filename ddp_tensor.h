@@ -1508,7 +1508,7 @@ static ddp_result ddp__tensor_move_send(const ddp__tensor_move *m, const ddp_ten
 static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_result mine) {
     int64_t values[5 + DDP_MAX_NDIM] = {root, m->from, m->to, (int64_t)m->dtype, m->ndim};
     ddp__tensor_text shape;
-    char what[200], from[40] = "", root_text[24] = "";
+    char what[300], from[40] = "", root_text[24] = "";
     memcpy(values + 5, m->global, sizeof m->global);
     ddp__tensor_shape(m->ndim, m->global, &shape);
     if (root < 0) snprintf(from, sizeof from, "%s to ", ddp_placement_name(m->from));

@@ -39,7 +39,7 @@ static size_t bytes_sent(const ddp_call *call, int rank, int w) {
 
 static ddp_result recorder_run(ddp_group *group, void *state, const ddp_call *call) {
     recorder *r = (recorder *)state;
-    if (call->tag != DDP_ON_HOST && call->kind != DDP_CALL_BARRIER) {
+    if (!call->flags && call->kind != DDP_CALL_BARRIER) {
         r->calls++;
         r->kind = call->kind;
         r->sent += bytes_sent(call, r->rank, ddp_world_size(group));

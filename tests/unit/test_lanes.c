@@ -182,8 +182,8 @@ static ddp_result queue_run(ddp_group *group, void *state, const ddp_call *call)
     machine *m = (machine *)state;
     ddp_result result = queue_status(group, state);
     if (result != DDP_OK) return result;
-    if (call->kind == DDP_CALL_ALL_GATHER && call->tag) return ddp_all_gather(m->control, call->send, call->recv, call->count, call->dtype, NULL);
-    if (call->kind == DDP_CALL_ALL_REDUCE && call->tag) return ddp_all_reduce(m->control, call->send, call->recv, call->count, call->dtype, call->op, NULL);
+    if (call->kind == DDP_CALL_ALL_GATHER && call->flags) return ddp_all_gather(m->control, call->send, call->recv, call->count, call->dtype, NULL);
+    if (call->kind == DDP_CALL_ALL_REDUCE && call->flags) return ddp_all_reduce(m->control, call->send, call->recv, call->count, call->dtype, call->op, NULL);
     assert_int_equal(entered, DDP_STREAM_COMM);
     if (m->fail_next) return ddp_fail(DDP_ERR_ENGINE, "the queue is out of order");
     put(m, DDP_STREAM_COMM, CALL)->call = *call;
