@@ -711,7 +711,8 @@ typedef struct ddp_call {
     int caller;        /* the ddp_public_call that makes this call inside; ddp.h sets it */
 } ddp_call;
 
-#define DDP_CALL_HOST_MEMORY 1 /* flags: a collective whose buffers are host memory, whatever the device is; blocking */
+/* ddp_call.flags: a blocking collective with buffers in host memory, whatever the device is. */
+#define DDP_CALL_HOST_MEMORY 1
 
 /* A way for bytes to travel. state is what open or split returned. Functions return after the fact with ddp_fail's text set.
    Calls of one group come one at a time, except that p2p functions may run beside run, and poison beside all.
@@ -982,7 +983,7 @@ DDPDEF ddp_result ddp_error_restore(const ddp_saved_error *saved);
 #define DDP_HASH_SEED UINT64_C(14695981039346656037)
 DDPDEF uint64_t ddp_hash(uint64_t hash, const void *data, size_t size_bytes);
 
-/* The next multiple; SIZE_MAX if there is none. */
+/* The next multiple; SIZE_MAX on overflow. */
 DDPDEF size_t ddp_round_up(size_t n, size_t multiple);
 
 /* Memory from the group's alloc_fn, 64-byte aligned; NULL with the error line set when there is none. alloc_fn is asked for DDP_MALLOC_EXTRA bytes more. */
@@ -1394,7 +1395,7 @@ static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, s
 }
 
 /* Why ddp.h makes a collective of its own, in call->tag. Ranks compare it. */
-enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE, DDP__FOR_TASK /* stands for a task */, DDP__FOR_AWAIT };
+enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE, DDP__FOR_TASK, DDP__FOR_AWAIT };
 
 /* The public call that an error line names: the outermost one. */
 static const char *ddp__call_title(const ddp_call *call) {

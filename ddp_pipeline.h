@@ -4054,7 +4054,7 @@ DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline) {
 
 //== runner: beginning and end ===================================================================== >>impl-pipeline-create
 
-/* What must be equal on all ranks, in words. */
+/* Describes the fields that must be equal on all ranks. */
 static void ddp__pipe_describe_plan(const ddp_pipeline *p, const ddp_pipeline_edge *edges, char *out, size_t size) {
     const ddp_schedule *s = p->schedule;
     uint64_t schedule = ddp_hash(DDP_HASH_SEED, s->actions, (size_t)s->count * sizeof *s->actions);
@@ -4082,7 +4082,7 @@ static ddp_result ddp__pipe_group_failed(ddp_pipeline *p, ddp_result result, con
     return ddp_fail(result, "rank %d/%d %s group=%s: %.400s", p->rank, p->world_size, who, ddp_group_name(p->group), p->text);
 }
 
-/* What needs a value of every rank: *bytes becomes that of the rank with the most to send. */
+/* Combines the values of all ranks: *bytes becomes that of the rank with the most to send. */
 static ddp_result ddp__pipe_largest(ddp_pipeline *p, size_t *bytes) {
     uint64_t value[4] = {*bytes, (uint64_t)p->works, 0, 0}; /* the last two: gradients without clipping; any parameter */
     for (int stage = 0; stage < p->stage_count; stage++) {

@@ -228,7 +228,7 @@ static ddp_result norm(place *p, int rms, int64_t n) {
     LAYER_TRY(take(p, &stats, 2 * rows)); LAYER_TRY(take(p, &dy, rows * n));
     if (!rms) { LAYER_TRY(take(p, &b, n)); LAYER_TRY(take(p, &db, n)); }
     OK(ddp_tp_layer_norm_forward(near, w.near, b.near, x.near, rows, stats.near, y.near));
-    OK(ddp_device_cuda()->enter(p->d->group, DDP_STREAM_COMM)); /* as calls of another group may */
+    OK(ddp_device_cuda()->use_stream(p->d->group, DDP_STREAM_COMM)); /* as calls of another group may */
     OK(ddp_tp_layer_norm_forward(far, w.far, b.far, x.far, rows, stats.far, y.far));
     NEAR(stats);
     OK(ddp_tp_layer_norm_backward(near, w.near, x.near, stats.near, dy.near, rows, dy.near, dw.near, db.near)); /* dx is dy */
