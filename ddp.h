@@ -2528,6 +2528,8 @@ static void ddp__lost_mark(ddp_group *group, int world_rank, ddp_result result, 
     ddp__lost_ranks *lost = group->lost;
     char text[DDP__TEXT_MAX];
     if (!lost || world_rank >= lost->world_size || world_rank == group->world_rank[group->rank]) return;
+    if (strncmp(cause, DDP__CAUSE, strlen(DDP__CAUSE)) == 0 && strstr(cause + strlen(DDP__CAUSE), ": "))
+        cause = strstr(cause + strlen(DDP__CAUSE), ": ") + 2; /* only what happened: the line names the group */
     snprintf(text, sizeof text, "group=%s: %.400s", group->name, cause);
     pthread_mutex_lock(&lost->lock);
     if (!lost->cause_of[world_rank]) {
@@ -2779,12 +2781,13 @@ static int ddp__wait_of(const ddp__local *l, int job_rank, int timeout_ms, uint6
 }
 
 /* The rank of the job that holds up `job_rank`: a rank that waits passes the blame on to the one that it
-   waits for. */
+   waits for. -1: none, or the group has failed, and the ranks that waited for the one to blame have left. */
 static int ddp__blamed(const ddp__local *l, int job_rank, int timeout_ms) {
     uint64_t word[DDP__WAIT_WORDS];
     int blamed = job_rank;
     for (int steps = 0; steps < DDP_MAX_LOCAL_RANKS; steps++) {
-        if (!ddp__wait_of(l, blamed, timeout_ms, word) || !word[DDP__WAIT_PEER]) return blamed;
+        if (!ddp__wait_of(l, blamed, timeout_ms, word) || !word[DDP__WAIT_PEER])
+            return ddp__load(&l->control->poison) ? -1 : blamed;
         blamed = (int)((word[DDP__WAIT_PEER] - 1) % DDP_MAX_LOCAL_RANKS);
     }
     return -1; /* they wait in a circle */
@@ -2810,8 +2813,8 @@ static void ddp__mark_unresponsive(const ddp_group *group, ddp__local *l, int ra
 static void ddp__mark_everywhere(ddp_group *group, ddp__local *l, int rank) {
     char text[64];
     int blamed = ddp__blamed(l, l->member[rank], group->desc.timeout_ms);
+    if (blamed < 0 || blamed == l->member[l->rank]) return;
     ddp__mark_unresponsive(group, l, rank);
-    if (blamed < 0) return;
     snprintf(text, sizeof text, "no response within %d ms (pid %d)", group->desc.timeout_ms,
              ddp__job_pid(l->heap->job, blamed));
     for (int r = 0; r < l->world_size; r++)

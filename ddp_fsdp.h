@@ -1579,10 +1579,11 @@ static ddp_result ddp__save_agree(ddp_group *group, const char *who, ddp_result 
 
 /* Collective: the place of the first number that is another one than rank 0's, or count. */
 static ddp_result ddp__compare_with_first(ddp_group *group, const uint32_t *own, size_t count, size_t *first_other) {
-    uint32_t theirs[DDP__CALL_BYTES / sizeof *own];
+    enum { PIECE = 2048 };
+    uint32_t theirs[PIECE];
     *first_other = count;
     for (size_t at = 0, n; at < count; at += n) {
-        n = count - at < DDP__CALL_BYTES / sizeof *own ? count - at : DDP__CALL_BYTES / sizeof *own;
+        n = count - at < PIECE ? count - at : (size_t)PIECE;
         memcpy(theirs, own + at, n * sizeof *own);
         DDP_TRY(ddp__host_broadcast(group, theirs, n, DDP_I32, 0));
         for (size_t i = 0; i < n && *first_other == count; i++) if (theirs[i] != own[at + i]) *first_other = at + i;
@@ -1888,7 +1889,7 @@ static size_t ddp__first_not_tiled(const ddp__task *t) {
 
 /* Collective, for boxes that do not tile: of ranks with the same box of a tensor the lowest keeps it. numbers become the sums of what is kept. */
 static ddp_result ddp__repeats_leave(ddp__task *t) {
-    enum { MOST = DDP__CALL_BYTES / 16 };
+    enum { MOST = 2048 };
     int64_t mine[2 * MOST], theirs[2 * MOST];
     int rank = ddp_rank(t->group);
     for (int first = 0, n; first < t->count; first += n) {
