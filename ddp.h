@@ -6695,6 +6695,8 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
     snprintf(begin, sizeof begin, "rank %d/%d ", first, group->world_size);
     if (strncmp(cause, begin, strlen(begin)) == 0 && strstr(cause, ": "))
         cause = strstr(cause, ": ") + 2; /* who and where are in front of it */
+    snprintf(begin, sizeof begin, "%s: ", who);
+    if (strncmp(cause, begin, strlen(begin)) == 0) cause += strlen(begin);
     return DDP__RANK_FAIL(group, mine, "%s group=%s: rank %d: %.300s", who, group->name, first, cause);
 }
 
