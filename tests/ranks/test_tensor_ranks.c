@@ -530,8 +530,9 @@ static ddp_result sentences(ddp_group *world) {
     float data[64] = {0}, other[64] = {0};
     ddp_tensor in = DDP_ZERO, out = DDP_ZERO;
     static const int64_t global[2] = {5, 4};
-    char text[160];
+    char text[160], failed[24];
     if (w == 1) return DDP_OK;
+    snprintf(failed, sizeof failed, ": rank %d", last);
     in.data = data, in.dtype = DDP_F32, in.ndim = 2, in.shape[0] = 5, in.shape[1] = 4;
     out.data = other, out.dtype = DDP_F32, out.ndim = 2, out.shape[0] = 1, out.shape[1] = 1;
     snprintf(text, sizeof text, "out is (1, 1), but SHARD(0) of (5, 4) on rank %d of %d is (%d, 4)", rank, w,
@@ -553,12 +554,12 @@ static ddp_result sentences(ddp_group *world) {
     in.dtype = DDP_F32;
     out.data = rank == last ? other : NULL;
     out.shape[0] = 7;
-    snprintf(text, sizeof text, "rank %d/%d ddp_tensor_distribute group=%s: out is (7, 4), but what goes there is", last, w, ddp_group_name(world));
+    snprintf(text, sizeof text, "%s: out is (7, 4), but what goes there is", rank == last ? "" : failed);
     TRY(says(world, ddp_tensor_distribute(world, &in, 0, DDP_SHARD(0), &out), DDP_ERR_INVALID, text));
     RANKS_CHECK(world, rank == last || !out.data, "out was made");
     memset(&out, 0, sizeof out);
     in.shape[0] = rank == last ? 6 : 5;
-    snprintf(text, sizeof text, "rank %d/%d ddp_tensor_gather group=%s: in is (6, 4), but REPLICATE of (5, 4) on rank", last, w, ddp_group_name(world));
+    snprintf(text, sizeof text, "%s: in is (6, 4), but REPLICATE of (5, 4) on rank", rank == last ? "" : failed);
     TRY(says(world, ddp_tensor_gather(world, &in, DDP_REPLICATE, global, 0, &out), DDP_ERR_INVALID, text));
     in.shape[0] = 5;
 
@@ -612,7 +613,7 @@ static ddp_result one_is_wrong(ddp_group *world) {
         "ranks differ: rank 0 SHARD(1) to REPLICATE of f32 ("));
     out.shape[0] = rank == 1 ? w + 1 : w;
     out.shape[1] = w;
-    snprintf(text, sizeof text, "rank 1/%d ddp_tensor_redistribute group=%s: out is (%d, %d), but REPLICATE of", w, ddp_group_name(world), w + 1, w);
+    snprintf(text, sizeof text, "%s: out is (%d, %d), but REPLICATE of", rank == 1 ? "" : ": rank 1", w + 1, w);
     TRY(says(world, ddp_tensor_redistribute(world, &in, DDP_PARTIAL, DDP_REPLICATE, &out), DDP_ERR_INVALID, text));
     out.shape[0] = w * w;
     TRY(says(world, ddp_tensor_redistribute(world, rank == 1 ? NULL : &in, DDP_SHARD(0), DDP_REPLICATE, &out), DDP_ERR_INVALID, "in is NULL"));
