@@ -34,7 +34,7 @@ EXAMPLE
     }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-tensor-memory  >>impl-tensor-boxes  >>impl-tensor-text  >>impl-tensor-npy
+    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-tensor-memory  >>impl-tensor-boxes  >>impl-tensor-text
     >>impl-tensor-layout  >>impl-tensor-plan  >>impl-tp-gemm  >>impl-tp-context  >>impl-tp-linear  >>impl-tp-mlp  >>impl-tp-embedding  >>impl-tp-loss
     >>impl-tp-norm  >>impl-tp-random  >>impl-public
 
@@ -225,12 +225,6 @@ DDPDEF ddp_result ddp_tensor_fill(ddp_group *group, ddp_tensor *tensor, double v
    text; set to what it takes with the 0 at its end. text NULL: only that. */
 DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, ddp_placement placement, char *text, size_t *size_bytes);
 
-/* NumPy's files (format 1.0 to 3.0, C order). bf16, which NumPy does not know, is stored as its bits, u16, and read back where out->dtype is
-   DDP_BF16. Writing goes to a file beside, synced and renamed: a failure leaves the old one. What follows the values in a file is not read.
-   Errors: DDP_ERR_SYSTEM; DDP_ERR_CORRUPT names what is damaged and where; DDP_ERR_UNSUPPORTED (Fortran order, a dtype that there is not). */
-DDPDEF ddp_result ddp_tensor_save_npy(ddp_group *group, const ddp_tensor *tensor, const char *path);
-DDPDEF ddp_result ddp_tensor_load_npy(ddp_group *group, const char *path, ddp_tensor *out);
-
 /* --- placements --- */
 
 /* "REPLICATE", "SHARD(1)" and its like; text of this thread, valid until its fourth next call. */
@@ -366,15 +360,11 @@ DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dt
 #define DDP_TENSOR_IMPLEMENTATION_INCLUDED
 
 //== structs ======================================================================================== >>impl-structs
-#include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 #if defined(DDP_USE_CBLAS)
 #include <cblas.h>
 #endif
@@ -928,274 +918,6 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     *size_bytes = need;
     if (text) memcpy(text, page, need);
     return DDP_OK;
-}
-
-//== .npy files ================================================================================== >>impl-tensor-npy
-
-/* byte 0       6                     8 or 10 (version 1: 2 bytes of length, later: 4)
-        \x93NUMPY major minor length  {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), } blanks \n  values */
-typedef struct ddp__tensor_npy {
-    const char *who, *path;
-    ddp_group *group;
-    int fd;
-    int64_t size, data_at;   /* of the file; where the values begin */
-    const char *text, *at;   /* the header, and how far it has been read */
-    int64_t text_at;         /* in the file */
-    char descr[16];
-    int fortran, ndim;
-    int64_t shape[DDP_MAX_NDIM];
-} ddp__tensor_npy;
-
-static const struct { char descr[4]; ddp_dtype dtype; } ddp__tensor_descrs[] = {{"<f4", DDP_F32}, {"<f8", DDP_F64}, {"<f2", DDP_F16},
-    {"<u2", DDP_BF16}, {"|i1", DDP_I8}, {"|u1", DDP_U8}, {"<i4", DDP_I32}, {"<i8", DDP_I64}, {"<u8", DDP_U64}};
-
-static ddp_result ddp__tensor_file_fail(const ddp__tensor_npy *f, const char *what) {
-    return ddp_fail_in(DDP_ERR_SYSTEM, f->who, f->group, "%s %.300s: %s", what, f->path, strerror(errno));
-}
-static ddp_result ddp__tensor_damage(const ddp__tensor_npy *f, const char *what) {
-    return ddp_fail_in(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: at byte %lld there should be %s", f->path,
-                            (long long)(f->text_at + (f->at - f->text)), what);
-}
-
-static ddp_result ddp__tensor_transfer(const ddp__tensor_npy *f, void *data, size_t size_bytes, int64_t at, int writes) {
-    char *here = (char *)data;
-    for (ssize_t n; size_bytes; here += n, at += n, size_bytes -= (size_t)n) {
-        n = writes ? pwrite(f->fd, here, size_bytes, (off_t)at) : pread(f->fd, here, size_bytes, (off_t)at);
-        if (n == 0 && !writes)
-            return ddp_fail_in(DDP_ERR_CORRUPT, f->who, f->group, "%.300s ends at byte %lld, while it is read", f->path, (long long)at);
-        if (n == 0) errno = ENOSPC;
-        if (n == 0 || (n < 0 && errno != EINTR)) return ddp__tensor_file_fail(f, writes ? "writing" : "reading");
-        if (n < 0) n = 0;
-    }
-    return DDP_OK;
-}
-
-/* The values between a tensor and the file from data_at on; of a device's memory, piece by piece. */
-static ddp_result ddp__tensor_values(const ddp__tensor_npy *f, const ddp_tensor *t, int writes) {
-    const ddp_device *device = ddp__tensor_device(f->group);
-    size_t bytes = (size_t)ddp__tensor_room(t), room = bytes < ((size_t)1 << 20) ? bytes : (size_t)1 << 20, n;
-    ddp_result result = DDP_OK;
-    char *block;
-    if (device == ddp_device_cpu()) return ddp__tensor_transfer(f, t->data, bytes, f->data_at, writes);
-    if (!(block = (char *)ddp__tensor_malloc(f->group, room))) return DDP_ERR_NO_MEMORY;
-    for (size_t at = 0; at < bytes && result == DDP_OK; at += n) {
-        n = bytes - at < room ? bytes - at : room;
-        if (writes) device->copy(block, (char *)t->data + at, n);
-        result = ddp__tensor_transfer(f, block, n, f->data_at + (int64_t)at, writes);
-        if (!writes && result == DDP_OK) device->copy((char *)t->data + at, block, n);
-    }
-    ddp__tensor_mfree(f->group, block);
-    return result == DDP_OK ? ddp__tensor_leave(f->group) : result;
-}
-
-static int ddp__tensor_next(ddp__tensor_npy *f) { /* the next character that is no blank */
-    while (*f->at == ' ' || *f->at == '\t' || *f->at == '\n' || *f->at == '\r') f->at++;
-    return *f->at;
-}
-
-static ddp_result ddp__tensor_expect(ddp__tensor_npy *f, char wanted, const char *what) {
-    if (ddp__tensor_next(f) != wanted) return ddp__tensor_damage(f, what);
-    f->at++;
-    return DDP_OK;
-}
-
-static ddp_result ddp__tensor_string(ddp__tensor_npy *f, char out[16], const char *what) {
-    char quote = (char)ddp__tensor_next(f);
-    size_t length;
-    if (quote != '\'' && quote != '"') return ddp__tensor_damage(f, what);
-    length = strcspn(f->at + 1, quote == '"' ? "\"" : "'");
-    if (length > 15 || f->at[1 + length] != quote) return ddp__tensor_damage(f, what);
-    memcpy(out, f->at + 1, length);
-    out[length] = 0;
-    f->at += length + 2;
-    return DDP_OK;
-}
-
-/* "(3, 4)", "(3,)" or "()"; Python 2 wrote (3L, 4L). */
-static ddp_result ddp__tensor_tuple(ddp__tensor_npy *f) {
-    DDP_TRY(ddp__tensor_expect(f, '(', "the ( of a shape"));
-    while (ddp__tensor_next(f) != ')') {
-        const char *start = f->at;
-        int64_t entry = 0;
-        if (*f->at < '0' || *f->at > '9') return ddp__tensor_damage(f, "an entry of a shape, which is a number");
-        if (f->ndim == DDP_MAX_NDIM)
-            return ddp_fail_in(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s has more than %d dimensions", f->path, DDP_MAX_NDIM);
-        for (; *f->at >= '0' && *f->at <= '9'; f->at++)
-            if (__builtin_mul_overflow(entry, 10, &entry) || __builtin_add_overflow(entry, *f->at - '0', &entry)) {
-                f->at = start;
-                return ddp__tensor_damage(f, "an entry of a shape below 2^63");
-            }
-        if (*f->at == 'L') f->at++;
-        f->shape[f->ndim++] = entry;
-        if (ddp__tensor_next(f) == ',') f->at++;
-        else if (*f->at != ')' || f->ndim == 1) return ddp__tensor_damage(f, "a comma behind an entry of a shape");
-    }
-    f->at++;
-    return DDP_OK;
-}
-
-static ddp_result ddp__tensor_npy_parse(ddp__tensor_npy *f) {
-    static const char *const names[] = {"descr", "fortran_order", "shape"};
-    int seen = 0, key;
-    char name[16];
-    DDP_TRY(ddp__tensor_expect(f, '{', "the { of a header"));
-    while (ddp__tensor_next(f) != '}') {
-        const char *start = f->at;
-        DDP_TRY(ddp__tensor_string(f, name, "a key of the header in quotes"));
-        for (key = 0; key < 3 && strcmp(name, names[key]) != 0; key++) {}
-        if (key == 3 || seen >> key & 1) {
-            f->at = start;
-            return ddp__tensor_damage(f, "'descr', 'fortran_order' or 'shape', each once");
-        }
-        seen |= 1 << key;
-        DDP_TRY(ddp__tensor_expect(f, ':', "a colon"));
-        if (key == 0 && ddp__tensor_next(f) == '[')
-            return ddp_fail_in(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: its elements are records", f->path);
-        if (key == 0) DDP_TRY(ddp__tensor_string(f, f->descr, "a dtype in quotes"));
-        if (key == 1) {
-            ddp__tensor_next(f);
-            f->fortran = strncmp(f->at, "True", 4) == 0;
-            if (!f->fortran && strncmp(f->at, "False", 5) != 0) return ddp__tensor_damage(f, "True or False");
-            f->at += f->fortran ? 4 : 5;
-        }
-        if (key == 2) DDP_TRY(ddp__tensor_tuple(f));
-        if (ddp__tensor_next(f) == ',') f->at++;
-        else if (*f->at != '}') return ddp__tensor_damage(f, "a comma or the } of the header");
-    }
-    f->at++;
-    if (ddp__tensor_next(f) || f->text_at + (f->at - f->text) != f->data_at) return ddp__tensor_damage(f, "blanks up to the end of the header");
-    for (key = 0; key < 3; key++)
-        if (!(seen >> key & 1))
-            return ddp_fail_in(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: its header has no '%s'", f->path, names[key]);
-    return DDP_OK;
-}
-
-/* Reads the head; *memory is the header's text, which the caller frees. */
-static ddp_result ddp__tensor_npy_head(ddp__tensor_npy *f, void **memory) {
-    unsigned char head[12] = {0};
-    struct stat info;
-    uint32_t length;
-    char *text;
-    if (fstat(f->fd, &info) != 0) return ddp__tensor_file_fail(f, "looking at");
-    if (!S_ISREG(info.st_mode)) return ddp_fail_in(DDP_ERR_INVALID, f->who, f->group, "%.300s is no file", f->path);
-    f->size = (int64_t)info.st_size;
-    DDP_TRY(ddp__tensor_transfer(f, head, f->size < 12 ? (size_t)f->size : 12, 0, 0));
-    if (memcmp(head, "\x93NUMPY", 6) != 0)
-        return ddp_fail_in(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: at byte 0 there should be \\x93NUMPY, as in every .npy file", f->path);
-    if (f->size >= 8 && (head[6] < 1 || head[6] > 3 || head[7]))
-        return ddp_fail_in(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: version %d.%d of the format; 1.0 to 3.0 are known", f->path, head[6],
-                                head[7]);
-    f->text_at = head[6] == 1 ? 10 : 12;
-    length = (uint32_t)head[8] | (uint32_t)head[9] << 8;
-    if (head[6] != 1) length |= (uint32_t)head[10] << 16 | (uint32_t)head[11] << 24;
-    f->data_at = f->text_at + (int64_t)length;
-    if (f->size < f->data_at || f->size < f->text_at)
-        return ddp_fail_in(DDP_ERR_CORRUPT, f->who, f->group, "%.300s ends at byte %lld, inside of its header, which takes %lld", f->path,
-                                (long long)f->size, (long long)f->data_at);
-    if (length > 1 << 20)
-        return ddp_fail_in(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: a header of %lu bytes", f->path, (unsigned long)length);
-    if (!(*memory = text = (char *)ddp__tensor_malloc(f->group, (size_t)length + 1))) return DDP_ERR_NO_MEMORY;
-    text[length] = 0;
-    f->text = f->at = text;
-    DDP_TRY(ddp__tensor_transfer(f, text, length, f->text_at, 0));
-    return ddp__tensor_npy_parse(f);
-}
-
-/* What the file holds, as a tensor without data. as: the dtype that is wanted, 0 = any. */
-static ddp_result ddp__tensor_npy_what(const ddp__tensor_npy *f, ddp_dtype as, ddp_tensor *t) {
-    ddp__tensor_text text;
-    int large = 0;
-    memset(t, 0, sizeof *t);
-    for (size_t i = 0; i < sizeof ddp__tensor_descrs / sizeof *ddp__tensor_descrs; i++)
-        if (strcmp(f->descr, ddp__tensor_descrs[i].descr) == 0) t->dtype = ddp__tensor_descrs[i].dtype;
-    if (!t->dtype || (t->dtype == DDP_BF16 && as != DDP_BF16))
-        return ddp_fail_in(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: its elements are '%s', which is no ddp_dtype%s", f->path, f->descr,
-                                t->dtype ? " unless out->dtype says DDP_BF16" : "");
-    if (as && as != t->dtype)
-        return ddp_fail_in(DDP_ERR_INVALID, f->who, f->group, "%.300s: its elements are %s, but out is %s", f->path, ddp_dtype_name(t->dtype),
-                                ddp_dtype_name(as));
-    t->ndim = f->ndim;
-    memcpy(t->shape, f->shape, sizeof t->shape);
-    ddp__tensor_shape(t->ndim, t->shape, &text);
-    for (int i = 0; i < f->ndim; i++) large += f->shape[i] > 1;
-    if (f->fortran && large > 1)
-        return ddp_fail_in(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: %s in Fortran order; write numpy.ascontiguousarray of it", f->path,
-                                text.text);
-    if (ddp__tensor_room(t) < 0)
-        return ddp_fail_in(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: a shape of %s does not fit in memory", f->path, text.text);
-    if (ddp__tensor_room(t) > f->size - f->data_at)
-        return ddp_fail_in(DDP_ERR_CORRUPT, f->who, f->group, "%.300s ends at byte %lld, but %s of %s from byte %lld on take %lld more", f->path,
-                                (long long)f->size, text.text, ddp_dtype_name(t->dtype), (long long)f->data_at,
-                                (long long)(ddp__tensor_room(t) - (f->size - f->data_at)));
-    return DDP_OK;
-}
-
-DDPDEF ddp_result ddp_tensor_load_npy(ddp_group *group, const char *path, ddp_tensor *out) {
-    ddp__tensor_npy f = DDP_ZERO;
-    ddp_tensor what, t;
-    void *memory = NULL;
-    if (!path) return DDP__TENSOR_BAD(group, "path is NULL");
-    if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
-    f.who = __func__;
-    f.path = path;
-    f.group = group;
-    f.fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* not to wait for the writer of a pipe */
-    if (f.fd < 0) return ddp__tensor_file_fail(&f, "opening");
-    ddp_result result = ddp__tensor_npy_head(&f, &memory);
-    if (result == DDP_OK) result = ddp__tensor_npy_what(&f, out->dtype, &what);
-    if (result == DDP_OK) result = ddp__tensor_take(__func__, group, out, what.dtype, 0, what.ndim, what.shape, &t);
-    if (result == DDP_OK) result = ddp__tensor_put(group, out, &t, ddp__tensor_values(&f, &t, 0));
-    if (memory) ddp__tensor_mfree(group, memory);
-    close(f.fd);
-    return result;
-}
-
-/* Makes the text ahead of the values, a multiple of 64 bytes, as NumPy does; returns its length. */
-static size_t ddp__tensor_npy_write_head(char head[512], const ddp_tensor *t) {
-    ddp__tensor_text shape;
-    const char *descr = "";
-    size_t length;
-    for (size_t i = 0; i < sizeof ddp__tensor_descrs / sizeof *ddp__tensor_descrs; i++)
-        if (ddp__tensor_descrs[i].dtype == t->dtype) descr = ddp__tensor_descrs[i].descr;
-    ddp__tensor_shape(t->ndim, t->shape, &shape);
-    if (t->ndim == 1) strcpy(strchr(shape.text, ')'), ",)");
-    memcpy(head, "\x93NUMPY\x01", 8);
-    length = 10 + (size_t)snprintf(head + 10, 400, "{'descr': '%s', 'fortran_order': False, 'shape': %s, }", descr, shape.text);
-    while ((length + 1) % 64) head[length++] = ' ';
-    head[length++] = '\n';
-    head[8] = (char)((length - 10) & 255);
-    head[9] = (char)((length - 10) >> 8);
-    return length;
-}
-
-DDPDEF ddp_result ddp_tensor_save_npy(ddp_group *group, const ddp_tensor *tensor, const char *path) {
-    static unsigned files; /* so that threads do not share a name */
-    ddp__tensor_npy f = DDP_ZERO;
-    char head[512], beside[4096];
-    ddp_result result;
-    DDP_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
-    if (!path) return DDP__TENSOR_BAD(group, "path is NULL");
-    DDP_TRY(ddp__tensor_enter(group));
-    f.who = __func__;
-    f.path = beside;
-    f.group = group;
-    f.data_at = (int64_t)ddp__tensor_npy_write_head(head, tensor);
-    do { /* a file of that name may be left from a process of the same number that was killed */
-        if (snprintf(beside, sizeof beside, "%s.%d.%u.tmp", path, (int)getpid(), __atomic_fetch_add(&files, 1, __ATOMIC_RELAXED)) >= (int)sizeof beside)
-            return DDP__TENSOR_BAD(group, "path has more than %d bytes", (int)sizeof beside - 30);
-        f.fd = open(beside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    } while (f.fd < 0 && errno == EEXIST);
-    if (f.fd < 0) return ddp__tensor_file_fail(&f, "making");
-    result = ddp__tensor_transfer(&f, head, (size_t)f.data_at, 0, 1);
-    if (result == DDP_OK) result = ddp__tensor_values(&f, tensor, 1);
-    if (result == DDP_OK && fsync(f.fd) != 0 && errno != EINVAL) result = ddp__tensor_file_fail(&f, "syncing");
-    if (close(f.fd) != 0 && result == DDP_OK) result = ddp__tensor_file_fail(&f, "closing");
-    if (result == DDP_OK && rename(beside, path) != 0) {
-        f.path = path;
-        result = ddp__tensor_file_fail(&f, "renaming to");
-    }
-    if (result != DDP_OK) unlink(beside);
-    return result;
 }
 
 //== who has which part ========================================================================== >>impl-tensor-layout

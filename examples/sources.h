@@ -14,6 +14,7 @@
 #define DDP_EXAMPLE_SOURCES_H
 
 #include "../ddp.h"
+#include "extras/npy.h"
 #include "text.h"
 #include <fcntl.h>
 #include <glob.h>
@@ -259,72 +260,37 @@ static inline ddp_result source_open_idx(source *s, const char *path) {
 
 //== .npy ===================================================================================================
 
-/* What follows 'key': in the header's text; NULL when the key is not there. */
-static inline const char *source__npy_key(const char *text, const char *key) {
-    const char *at = strstr(text, key);
-    if (!at) return NULL;
-    at += strlen(key);
-    at += strspn(at, " ");
-    return *at == ':' ? at + 1 + strspn(at + 1, " ") : NULL;
-}
-
-/* "<f4": byte order, kind and size. 0 when ddp has no such dtype. */
-static inline int source__npy_descr(source *s, const char *at) {
-    char order, kind;
-    int size_bytes;
-    if (strlen(at) < 5) return 0;
-    order = at[1], kind = at[2], size_bytes = at[3] - '0';
-    if ((at[0] != '\'' && at[0] != '"') || !strchr("<>|=", order) || !strchr("fiub", kind) || at[4] != at[0]) return 0;
+/* "<f4": byte order, kind and bytes of an element. 0 when ddp has no such dtype. */
+static inline int source__npy_descr(source *s, const char *descr) {
+    char order = descr[0];
+    int kind = 0, size_bytes = 0;
+    if (strlen(descr) == 3) {
+        kind = descr[1];
+        size_bytes = descr[2] - '0';
+    }
+    if (!kind || !strchr("<>|=", order) || !strchr("fiub", kind)) return 0;
     if (kind == 'b' && size_bytes != 1) return 0;
     s->is_big_endian = order == '>';
-    return source__set_element(s, kind == 'b' ? 'u' : kind, size_bytes);
+    return source__set_element(s, (char)(kind == 'b' ? 'u' : kind), size_bytes);
 }
 
-static inline ddp_result source__npy_header(source *s, const char *text, int64_t data_at) {
-    const char *path = s->file->path, *descr = source__npy_key(text, "'descr'"), *order = source__npy_key(text, "'fortran_order'");
-    const char *at = source__npy_key(text, "'shape'");
-    int64_t shape[DDP_MAX_NDIM + 1];
-    int ndim = 0;
-    if (!descr || !order || !at || *at != '(')
-        return ddp_fail(DDP_ERR_CORRUPT, "%.300s: its header lacks 'descr', 'fortran_order' or 'shape'; save the array again", path);
-    if (strncmp(order, "False", 5) != 0)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s is in Fortran order; save numpy.ascontiguousarray of it", path);
-    if (!source__npy_descr(s, descr))
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s: its elements are %.12s, which no ddp_dtype is; save them as another", path, descr);
-    for (at++; *at && *at != ')'; ) {
-        char *end;
-        long long size = strtoll(at, &end, 10);
-        if (end == at || size < 0 || size == INT64_MAX)
-            return ddp_fail(DDP_ERR_CORRUPT, "%.300s: its shape is damaged at %.12s; save the array again", path, at);
-        if (ndim == DDP_MAX_NDIM + 1) return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s has more than %d dimensions", path, DDP_MAX_NDIM + 1);
-        shape[ndim++] = (int64_t)size;
-        at = end + strspn(end, ", ");
-    }
-    if (ndim == 0) return ddp_fail(DDP_ERR_INVALID, "%.300s holds a single value; the first dimension of an array counts the samples", path);
-    return source__set_array(s, data_at, shape, ndim);
-}
-
-static inline ddp_result source__npy(source *s) {
+static inline ddp_result source__npy(source *s, const char *function) {
     const source_file *f = s->file;
-    const uint8_t *h = f->base;
-    int64_t text_at, length;
-    ddp_result result;
-    char *text;
-    if (f->size_bytes < 12 || memcmp(h, "\x93NUMPY", 6) != 0)
-        return ddp_fail(DDP_ERR_CORRUPT, "%.300s is no .npy file, which begins with \\x93NUMPY; save it with numpy.save", f->path);
-    if (h[6] < 1 || h[6] > 3) return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s: version %d.%d of the format; 1.0 to 3.0 are known", f->path, h[6], h[7]);
-    text_at = h[6] == 1 ? 10 : 12;
-    length = h[8] | h[9] << 8;
-    if (h[6] > 1) length |= (int64_t)((uint32_t)h[10] << 16 | (uint32_t)h[11] << 24);
-    if (f->size_bytes - text_at < length)
-        return ddp_fail(DDP_ERR_CORRUPT, "%.300s ends inside its header, at byte %lld; save the array again", f->path, (long long)f->size_bytes);
-    text = (char *)malloc((size_t)length + 1);
-    if (!text) return ddp_fail(DDP_ERR_NO_MEMORY, "%.300s: its header of %lld bytes", f->path, (long long)length);
-    memcpy(text, h + text_at, (size_t)length);
-    text[length] = 0;
-    result = source__npy_header(s, text, text_at + length);
-    free(text);
-    return result;
+    npy_names names = {function, f->path, NULL};
+    npy_header header;
+    DDP_TRY(npy_parse(&names, f->base, f->size_bytes, &header));
+    if (header.fortran_order)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s is in Fortran order; save numpy.ascontiguousarray of it", f->path);
+    if (!source__npy_descr(s, header.descr))
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s: its elements are '%s', which is not a ddp_dtype; save them as another",
+                        f->path, header.descr);
+    if (header.ndim == 0)
+        return ddp_fail(DDP_ERR_INVALID, "%.300s holds a single value; the first dimension of an array counts the samples",
+                        f->path);
+    if (header.ndim > DDP_MAX_NDIM + 1)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s has more than %d dimensions; reshape the array", f->path,
+                        DDP_MAX_NDIM + 1);
+    return source__set_array(s, header.data_offset, header.shape, header.ndim);
 }
 
 /* Opens an array as numpy.save writes it. A sample is one entry of the first dimension; bool comes as DDP_U8, 16-bit integers as DDP_I32. */
@@ -332,7 +298,7 @@ static inline ddp_result source_open_npy(source *s, const char *path) {
     ddp_result result;
     memset(s, 0, sizeof *s);
     result = source__add_file(s, path);
-    return source__finish(s, result == DDP_OK ? source__npy(s) : result);
+    return source__finish(s, result == DDP_OK ? source__npy(s, __func__) : result);
 }
 
 //== windows of tokens ======================================================================================

@@ -3,6 +3,7 @@
     test_tensor processes|threads [W ...]     Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as test_conformance.cu. */
 #include "../support/device.h"
 #include "../../ddp_tensor.h"
+#include "../../examples/extras/npy.h"
 
 typedef struct pair { ddp_tensor near, far; } pair; /* the same tensor on the CPU and on the device */
 #define TENSOR_TRY(call) do { ddp_result tried = (call); if (tried != DDP_OK) return tried; } while (0)
@@ -64,9 +65,9 @@ static ddp_result alone(device_rank *d) {
     RANKS_OK(d->cpu, ddp_tensor_print(d->group, &out.far, DDP_REPLICATE, far_text, &far_room));
     RANKS_CHECK(d->cpu, strcmp(strstr(near_text, "f32"), strstr(far_text, "f32")) == 0, "%s%s", near_text, far_text);
     memset(&back, 0, sizeof back);
-    RANKS_OK(d->cpu, ddp_tensor_save_npy(d->group, &out.far, path));
-    RANKS_OK(d->cpu, ddp_tensor_load_npy(d->cpu, path, &back.near));
-    RANKS_OK(d->cpu, ddp_tensor_load_npy(d->group, path, &back.far));
+    RANKS_OK(d->cpu, npy_save(d->group, &out.far, path));
+    RANKS_OK(d->cpu, npy_load(d->cpu, path, &back.near));
+    RANKS_OK(d->cpu, npy_load(d->group, path, &back.far));
     RANKS_CHECK(d->cpu, bytes_of(&back.near) == bytes_of(&out.near) && memcmp(back.near.data, out.near.data, bytes_of(&out.near)) == 0, "another file");
     unlink(path);
     TENSOR_TRY(done(d, &back, ".npy"));

@@ -57,7 +57,7 @@ def main():
 
         bits = np.array([0x3f80, 0xbf80, 0x7f80], "<u2")  # 1, -1, infinity
         np.save(theirs, bits)
-        refused("its elements are '<u2', which is no ddp_dtype unless out->dtype says DDP_BF16")
+        refused("its elements are '<u2', which is not a ddp_dtype; to load bf16, set out->dtype to DDP_BF16")
         code, text = tool("bf16")
         expect(code == 0 and text.split() == ["bf16", "(3)", "REPLICATE", "1", "-1", "inf"], text)
         expect(np.array_equal(np.load(ours), bits), "bits of bf16")
@@ -65,7 +65,7 @@ def main():
         np.save(theirs, np.asfortranarray(np.ones((3, 4), "<f4")))
         refused("(3, 4) in Fortran order")
         for array, words in ((np.ones(3, ">f8"), "'>f8'"), (np.ones(3, bool), "'|b1'"), (np.ones(3, complex), "'<c16'"), (np.array(["a", "bc"]), "'<U2'"),
-                             (np.zeros(3, [("a", "<f4"), ("b", "<i4")]), "its elements are records"), (np.zeros((1,) * 9), "more than 8 dimensions")):
+                             (np.zeros(3, [("a", "<f4"), ("b", "<i4")]), "its elements are records"), (np.zeros((1,) * 9), "9 dimensions, more than 8")):
             np.save(theirs, array)
             refused(words)
         np.save(theirs, np.ones((3, 4)))

@@ -3,6 +3,7 @@
     npy_tool IN OUT [bf16]      prints the tensor, or what is wrong with IN */
 #define DDP_TENSOR_IMPLEMENTATION
 #include "../../ddp_tensor.h"
+#include "../../examples/extras/npy.h"
 #include "../support/watchdog.h"
 
 int main(int argc, char **argv) {
@@ -12,7 +13,7 @@ int main(int argc, char **argv) {
     if (argc != 3 && argc != 4) return fprintf(stderr, "usage: %s IN OUT [bf16]\n", argv[0]), 2;
     watchdog_start(60);
     if (argc == 4) t.dtype = DDP_BF16;
-    if (ddp_tensor_load_npy(NULL, argv[1], &t) || ddp_tensor_print(NULL, &t, DDP_REPLICATE, text, &room) || ddp_tensor_save_npy(NULL, &t, argv[2])) {
+    if (npy_load(NULL, argv[1], &t) || ddp_tensor_print(NULL, &t, DDP_REPLICATE, text, &room) || npy_save(NULL, &t, argv[2])) {
         puts(ddp_last_error());
         return 1;
     }

@@ -5,6 +5,7 @@
 #endif
 #define DDP_TENSOR_IMPLEMENTATION
 #include "ddp_tensor.h"
+#include "../../examples/extras/npy.h"
 #include "random.h"
 
 #include "../support/unit.h"
@@ -534,7 +535,7 @@ static void write_file(const void *data, size_t size) {
 }
 
 /* A file of that header in a given version, with so many bytes of values. */
-static size_t npy(unsigned char out[4096], int version, const char *header, size_t values) {
+static size_t npy_file(unsigned char out[4096], int version, const char *header, size_t values) {
     size_t length = strlen(header), at = version == 1 ? 10 : 12;
     memcpy(out, "\x93NUMPY", 6);
     out[6] = (unsigned char)version, out[7] = 0;
@@ -556,19 +557,19 @@ static void npy_there_and_back(void **state) {
                 if (s == 4 && d != DDP_F64) continue; /* two megabytes: in pieces */
                 t = with_data(groups[g], (ddp_dtype)d, s, shapes[s], NULL);
                 bytes = (size_t)ddp_tensor_count(&t) * ddp_dtype_size(t.dtype);
-                ok(ddp_tensor_save_npy(groups[g], &t, path));
+                ok(npy_save(groups[g], &t, path));
                 if (d == DDP_BF16) {
-                    says(ddp_tensor_load_npy(groups[g], path, &back), DDP_ERR_UNSUPPORTED,
-                        "its elements are '<u2', which is no ddp_dtype unless out->dtype says DDP_BF16");
+                    says(npy_load(groups[g], path, &back), DDP_ERR_UNSUPPORTED,
+                        "its elements are '<u2', which is not a ddp_dtype; to load bf16, set out->dtype to DDP_BF16");
                     assert_null(back.data);
                     back.dtype = DDP_BF16;
                 }
-                ok(ddp_tensor_load_npy(groups[g], path, &back));
+                ok(npy_load(groups[g], path, &back));
                 assert_memory_equal(back.shape, t.shape, sizeof t.shape);
                 assert_true(back.dtype == t.dtype && back.ndim == t.ndim);
                 assert_memory_equal(real_of(back.data), real_of(t.data), bytes);
                 if (bytes) real_of(back.data)[0] ^= 255;
-                ok(ddp_tensor_load_npy(groups[g], path, &back)); /* into what is there */
+                ok(npy_load(groups[g], path, &back)); /* into what is there */
                 assert_memory_equal(real_of(back.data), real_of(t.data), bytes);
                 ddp_tensor_free(groups[g], &t);
                 ddp_tensor_free(groups[g], &back);
@@ -588,9 +589,9 @@ static void npy_as_others_write(void **state) {
     (void)state;
     for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
         ddp_tensor t = DDP_ZERO;
-        size_t size = npy(file, good[i].version, good[i].header, 60);
+        size_t size = npy_file(file, good[i].version, good[i].header, 60);
         write_file(file, size);
-        ok(ddp_tensor_load_npy(NULL, path, &t));
+        ok(npy_load(NULL, path, &t));
         assert_true(t.dtype == good[i].dtype && t.ndim == good[i].ndim && t.shape[0] == good[i].shape[0] && t.shape[1] == good[i].shape[1]);
         for (int64_t n = 0; n < ddp_tensor_count(&t) * (int64_t)ddp_dtype_size(t.dtype); n++) assert_int_equal(((unsigned char *)t.data)[n], n);
         ddp_tensor_free(NULL, &t);
@@ -601,18 +602,18 @@ static void npy_as_others_write(void **state) {
 static void npy_damaged(void **state) {
     static const struct { int version; const char *header; size_t values; ddp_result result; const char *says; } bad[] = {
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }", 47, DDP_ERR_CORRUPT,
-         " ends at byte 116, but (3, 4) of f32 from byte 69 on take 1 more"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }", 0, DDP_ERR_CORRUPT, "take 48 more"},
+         " ends at byte 116, but (3, 4) of f32 from byte 69 on needs 1 more"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }", 0, DDP_ERR_CORRUPT, "needs 48 more"},
         {1, "{'descr': '<f4', 'fortran_order': True, 'shape': (3, 4), }", 48, DDP_ERR_UNSUPPORTED,
-            "(3, 4) in Fortran order; write numpy.ascontiguousarray of it"},
-        {1, "{'descr': '>f4', 'fortran_order': False, 'shape': (3, 4), }", 48, DDP_ERR_UNSUPPORTED, "its elements are '>f4', which is no ddp_dtype"},
+            "(3, 4) in Fortran order; save numpy.ascontiguousarray of it"},
+        {1, "{'descr': '>f4', 'fortran_order': False, 'shape': (3, 4), }", 48, DDP_ERR_UNSUPPORTED, "its elements are '>f4', which is not a ddp_dtype"},
         {1, "{'descr': '<c16', 'fortran_order': False, 'shape': (1,), }", 48, DDP_ERR_UNSUPPORTED, "its elements are '<c16'"},
         {1, "{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", 48, DDP_ERR_UNSUPPORTED, "its elements are '|O'"},
         {1, "{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (1,), }", 48, DDP_ERR_UNSUPPORTED, "its elements are records"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (1,1,1,1,1,1,1,1,1), }", 48, DDP_ERR_UNSUPPORTED, "has more than 8 dimensions"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (1,1,1,1,1,1,1,1,1), }", 48, DDP_ERR_UNSUPPORTED, "has 9 dimensions, more than 8"},
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296), }", 48, DDP_ERR_CORRUPT,
          "a shape of (4294967296, 4294967296) does not fit in memory"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,), }", 48, DDP_ERR_CORRUPT, "take 4398046511056 more"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,), }", 48, DDP_ERR_CORRUPT, "needs 4398046511056 more"},
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,), }", 48, DDP_ERR_CORRUPT,
             "at byte 61 there should be an entry of a shape below 2^63"},
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (-1,), }", 48, DDP_ERR_CORRUPT,
@@ -631,7 +632,7 @@ static void npy_damaged(void **state) {
         {1, "{'order': '<f4' }", 48, DDP_ERR_CORRUPT, "each once"},
         {1, "{'descr' '<f4' }", 48, DDP_ERR_CORRUPT, "there should be a colon"},
         {1, "{'descr': '<f4' 'shape': (3,) }", 48, DDP_ERR_CORRUPT, "a comma or the } of the header"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), } x", 48, DDP_ERR_CORRUPT, "blanks up to the end of the header"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), } x", 48, DDP_ERR_CORRUPT, "spaces up to the end of the header"},
         {1, "'descr'", 48, DDP_ERR_CORRUPT, "at byte 10 there should be the { of a header"},
         {1, "", 48, DDP_ERR_CORRUPT, "the { of a header"},
         {4, "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), }", 48, DDP_ERR_UNSUPPORTED, "version 4.0 of the format"},
@@ -643,35 +644,35 @@ static void npy_damaged(void **state) {
     size_t size;
     (void)state;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        size = npy(file, bad[i].version, bad[i].header, bad[i].values);
+        size = npy_file(file, bad[i].version, bad[i].header, bad[i].values);
         write_file(file, size);
-        says(ddp_tensor_load_npy(NULL, path, &t), bad[i].result, bad[i].says);
+        says(npy_load(NULL, path, &t), bad[i].result, bad[i].says);
         assert_non_null(strstr(ddp_last_error(), path));
         assert_null(t.data);
     }
-    size = npy(file, 1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }\n", 48);
+    size = npy_file(file, 1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }\n", 48);
     for (size_t cut = 0; cut < size; cut++) { /* at every byte */
         write_file(file, cut);
-        says(ddp_tensor_load_npy(near_group, path, &t), DDP_ERR_CORRUPT, cut < 6 ? "at byte 0 there should be \\x93NUMPY" : "ends at byte");
-        assert_non_null(strstr(ddp_last_error(), "rank 0/1 ddp_tensor_load_npy group=near: "));
+        says(npy_load(near_group, path, &t), DDP_ERR_CORRUPT, cut < 6 ? "at byte 0 there should be \\x93NUMPY" : "ends at byte");
+        assert_non_null(strstr(ddp_last_error(), "rank 0/1 npy_load group=near: "));
     }
     file[8] = 255, file[9] = 255;
     write_file(file, size);
-    says(ddp_tensor_load_npy(NULL, path, &t), DDP_ERR_CORRUPT, "inside of its header, which takes 65545");
+    says(npy_load(NULL, path, &t), DDP_ERR_CORRUPT, "inside its header of 65545 bytes");
     file[6] = 2, file[10] = file[11] = 255;
     write_file(file, size);
-    says(ddp_tensor_load_npy(NULL, path, &t), DDP_ERR_CORRUPT, "inside of its header, which takes 4294967307");
-    size = npy(file, 1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }\n", 48);
+    says(npy_load(NULL, path, &t), DDP_ERR_CORRUPT, "inside its header of 4294967307 bytes");
+    size = npy_file(file, 1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }\n", 48);
     write_file(file, size);
     kept = tensor_of(data, DDP_F32, 1, 12, 0, 0, 0);
-    REFUSED(ddp_tensor_load_npy(NULL, path, &kept), "out is (12), but what goes there is (3, 4)");
+    REFUSED(npy_load(NULL, path, &kept), "out is (12,), but ");
     kept = tensor_of(data, DDP_F64, 2, 3, 4, 0, 0);
-    REFUSED(ddp_tensor_load_npy(NULL, path, &kept), "its elements are f32, but out is f64");
+    REFUSED(npy_load(NULL, path, &kept), "its elements are f32, but out->dtype is f64");
     unlink(path);
-    says(ddp_tensor_load_npy(NULL, path, &t), DDP_ERR_SYSTEM, "No such file");
-    REFUSED(ddp_tensor_load_npy(NULL, "/tmp", &t), "/tmp is no file");
-    REFUSED(ddp_tensor_load_npy(NULL, NULL, &t), "path is NULL");
-    REFUSED(ddp_tensor_load_npy(NULL, path, NULL), "out is NULL");
+    says(npy_load(NULL, path, &t), DDP_ERR_SYSTEM, "No such file");
+    REFUSED(npy_load(NULL, "/tmp", &t), "/tmp is not a regular file");
+    REFUSED(npy_load(NULL, NULL, &t), "path is NULL");
+    REFUSED(npy_load(NULL, path, NULL), "out is NULL");
     kept = tensor_of(data, DDP_F32, 1, 12, 0, 0, 0);
     for (int i = 0; i < 1000; i++) { /* files that a process of the same number left when it was killed */
         char left[128];
@@ -679,7 +680,7 @@ static void npy_damaged(void **state) {
         assert_true(fd >= 0);
         close(fd);
     }
-    ok(ddp_tensor_save_npy(NULL, &kept, path));
+    ok(npy_save(NULL, &kept, path));
     for (int i = 0; i < 1000; i++) {
         char left[128];
         snprintf(left, sizeof left, "%s.%d.%d.tmp", path, (int)getpid(), i);
@@ -687,15 +688,24 @@ static void npy_damaged(void **state) {
     }
     unlink(path);
     memset(data, 0, sizeof data);
-    says(ddp_tensor_save_npy(NULL, &kept, "/tmp/ddp_no_such_folder/x.npy"), DDP_ERR_SYSTEM, "making /tmp/ddp_no_such_folder/x.npy");
-    says(ddp_tensor_save_npy(NULL, &kept, "/tmp"), DDP_ERR_SYSTEM, "renaming to /tmp: Is a directory");
-    if (access("/dev/full", W_OK) == 0) says(ddp_tensor_load_npy(NULL, "/dev/full", &t), DDP_ERR_INVALID, "/dev/full is no file");
-    REFUSED(ddp_tensor_save_npy(NULL, &kept, NULL), "path is NULL");
-    REFUSED(ddp_tensor_save_npy(NULL, NULL, path), "tensor is NULL");
+    says(npy_save(NULL, &kept, "/tmp/ddp_no_such_folder/x.npy"), DDP_ERR_SYSTEM, "creating /tmp/ddp_no_such_folder/x.npy");
+    says(npy_save(NULL, &kept, "/tmp"), DDP_ERR_SYSTEM, "renaming to /tmp: Is a directory");
+    if (access("/dev/full", W_OK) == 0) says(npy_load(NULL, "/dev/full", &t), DDP_ERR_INVALID, "/dev/full is not a regular file");
+    REFUSED(npy_save(NULL, &kept, NULL), "path is NULL");
+    REFUSED(npy_save(NULL, NULL, path), "tensor is NULL");
+    kept.dtype = (ddp_dtype)77;
+    REFUSED(npy_save(NULL, &kept, path), "dtype=77 is not a ddp_dtype of elements");
+    kept = tensor_of(data, DDP_F32, 9, 12, 1, 1, 1);
+    REFUSED(npy_save(NULL, &kept, path), "ndim=9 and shape are invalid");
+    kept = tensor_of(data, DDP_F32, 1, -12, 0, 0, 0);
+    REFUSED(npy_save(NULL, &kept, path), "ndim=1 and shape are invalid");
+    kept = tensor_of(NULL, DDP_F32, 1, 12, 0, 0, 0);
+    REFUSED(npy_save(NULL, &kept, path), "data is NULL");
+    kept = tensor_of(data, DDP_F32, 1, 12, 0, 0, 0);
     {
         char *far_away = (char *)malloc(5000);
         memset(far_away, 'x', 4999), far_away[4999] = 0;
-        REFUSED(ddp_tensor_save_npy(NULL, &kept, far_away), "path has more than");
+        REFUSED(npy_save(NULL, &kept, far_away), "path has more than");
         free(far_away);
     }
 }
@@ -710,7 +720,7 @@ static void npy_is_whole_or_not_there(void **state) {
     DIR *list;
     (void)state;
     file_calls[0] = 0;
-    ok(ddp_tensor_save_npy(NULL, &t, path));
+    ok(npy_save(NULL, &t, path));
     assert_string_equal(file_calls, "sr");
     unlink(path);
 
@@ -718,7 +728,7 @@ static void npy_is_whole_or_not_there(void **state) {
     snprintf(inside, sizeof inside, "%s/name.npy", folder);
     assert_int_equal(mkdir(folder, 0700), 0);
     assert_int_equal(mkdir(inside, 0700), 0); /* a folder of that name: the rename fails */
-    says(ddp_tensor_save_npy(NULL, &t, inside), DDP_ERR_SYSTEM, "renaming to");
+    says(npy_save(NULL, &t, inside), DDP_ERR_SYSTEM, "renaming to");
     list = opendir(folder);
     assert_non_null(list);
     while ((entry = readdir(list)) != NULL) entries += entry->d_name[0] != '.';
@@ -901,7 +911,7 @@ static ddp_result scarce(int what) {
     case 1: return ddp_tensor_copy(poor_group, &scarce_in, &scarce_out);
     case 2: return ddp_tensor_transpose(poor_group, &scarce_in, order, &scarce_out);
     case 3: return ddp_tensor_pad(poor_group, &scarce_in, NULL, 0, &scarce_out);
-    case 4: return ddp_tensor_load_npy(poor_group, path, &scarce_out);
+    case 4: return npy_load(poor_group, path, &scarce_out);
     case 5: return ddp_tensor_shard(poor_group, &scarce_in, DDP_SHARD(0), &scarce_out);
     case 6: return ddp_tensor_distribute(poor_group, &scarce_in, 0, DDP_SHARD(1), &scarce_out);
     case 7: return ddp_tensor_gather(poor_group, &scarce_in, DDP_SHARD(1), shape, 0, &scarce_out);
@@ -914,7 +924,7 @@ static void without_memory(void **state) {
     size_t live = poor_live;
     (void)state;
     scarce_in = tensor_of(data, DDP_F32, 2, 3, 4, 0, 0);
-    ok(ddp_tensor_save_npy(NULL, &scarce_in, path));
+    ok(npy_save(NULL, &scarce_in, path));
     for (int what = 0; what < 9; what++) {
         ddp_result result;
         size_t granted = 0;
