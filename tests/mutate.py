@@ -10,7 +10,8 @@
     --patience N   a test gets 20 s and N times as long as without a fault; 5 by default
     --all-tests    run the other tests of a fault too when one has noticed it
 
-tests/mutants/NAME.txt holds the faults of NAME.h or NAME.cuh, one per line, in the order of the header:
+tests/mutants/NAME.txt holds the faults of NAME.h or NAME.cuh, one per line, in the order of the header. A header
+of examples/extras has tests that include it directly. A line:
 
     old text @@ new text @@ tests @@ what the fault is
 
@@ -49,6 +50,7 @@ import time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MUTANTS = os.path.join(ROOT, "tests", "mutants")
 HEADERS = ["ddp.h", "ddp_fsdp.h", "ddp_pipeline.h", "ddp_tensor.h", "ddp_cuda.cuh"]
+EXTRAS = ["examples/extras/npy.h"]  # all static: compiled into each test that includes them
 BODIES_EXCLUDED = ["-DDDP_IMPLEMENTATION_INCLUDED", "-DDDP_FSDP_IMPLEMENTATION_INCLUDED"]
 SIBLINGS_EXCLUDED = ["-DDDP_PIPELINE_IMPLEMENTATION_INCLUDED", "-DDDP_TENSOR_IMPLEMENTATION_INCLUDED"]
 ASAN = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all",
@@ -99,8 +101,8 @@ def read_list(path, header):
 
 def read_lists():
     mutants = []
-    for header in HEADERS:
-        path = os.path.join(MUTANTS, os.path.splitext(header)[0] + ".txt")
+    for header in HEADERS + EXTRAS:
+        path = os.path.join(MUTANTS, os.path.splitext(os.path.basename(header))[0] + ".txt")
         if os.path.exists(path):
             mutants += read_list(path, header)
     return mutants
@@ -115,7 +117,7 @@ def find(text, mutant):
         raise ListError("%s: `%s` occurs %d times in %s%s; adapt it to the header" %
                         (mutant.line, mutant.old, len(places), mutant.header,
                          " (lines %s)" % lines if lines else ""))
-    if "IMPLEMENTATION_INCLUDED" not in text[:places[0][0]]:
+    if mutant.header in HEADERS and "IMPLEMENTATION_INCLUDED" not in text[:places[0][0]]:
         raise ListError("%s: `%s` is not in the bodies of %s" % (mutant.line, mutant.old, mutant.header))
     return places[0]
 
@@ -240,6 +242,7 @@ class Tree:
                     parts.append((body, BODIES_EXCLUDED[:1], ("ddp_%s.h" % name,)))
         flags = BODIES_EXCLUDED + ([] if cuda else SIBLINGS_EXCLUDED) if shared else []
         inside = [h for h in HEADERS if own or "#undef %s_IMPLEMENTATION_INCLUDED" % macro_of(h) in text]
+        inside += [h for h in EXTRAS if h in text]
         parts.append((source, flags, inside))
         objects = [self.compile(path, flags, test.flavour, tag if header in of else "")
                    for path, flags, of in parts]

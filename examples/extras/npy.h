@@ -42,12 +42,10 @@ NOT DONE HERE
 
 //== types ==================================================================================================
 
-enum {
-    NPY_MAX_NDIM = 64,          /* NumPy's limit; DDP_MAX_NDIM is smaller */
-    NPY_MAX_HEADER = 1 << 20,   /* bytes of a header's text */
-    NPY_PREFIX_BYTES = 12,      /* enough to know where the values begin */
-    NPY_BLOCK_BYTES = 1 << 20   /* of host memory, for values of a device */
-};
+#define NPY_MAX_NDIM 64            /* NumPy's limit; DDP_MAX_NDIM is smaller */
+#define NPY_MAX_HEADER (1 << 20)   /* bytes of a header's text */
+#define NPY_PREFIX_BYTES 12        /* enough to know where the values begin */
+#define NPY_BLOCK_BYTES (1 << 20)  /* of host memory, for values of a device */
 
 /* The names that error lines use. */
 typedef struct npy_names {
@@ -228,7 +226,7 @@ static const struct {
     ddp_dtype dtype;
 } npy__dtypes[] = {{"<f4", DDP_F32}, {"<f8", DDP_F64}, {"<f2", DDP_F16}, {"<u2", DDP_BF16}, {"|i1", DDP_I8},
                    {"|u1", DDP_U8}, {"<i4", DDP_I32}, {"<i8", DDP_I64}, {"<u8", DDP_U64}};
-enum { NPY__DTYPES = (int)(sizeof npy__dtypes / sizeof *npy__dtypes) };
+#define NPY__DTYPES ((int)(sizeof npy__dtypes / sizeof *npy__dtypes))
 
 typedef struct npy__shape_text {
     char text[DDP_MAX_NDIM * 22 + 4];

@@ -111,6 +111,20 @@ implement() { # command...; the flavours of the tests have gcc, g++ and clang at
 }
 case_c11_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11 -O0; }
 case_native_clangxx() { need "$CLANGXX" clang++; implement $CLANGXX -x c++ -std=c++17 -O0 -march=native; }
+case_extras() { # headers to copy: each alone in a file, as C, C++ and CUDA
+    for header in "$root"/examples/extras/*.h; do
+        name=$(basename "$header")
+        echo "#include \"examples/extras/$name\"" >unit.c
+        { include ddp_tensor.h; echo "#include \"$name\""; } >copied.c # next to ddp.h in another tree, after it
+        cp "$header" "$name"
+        for compiler in "$CC -std=gnu11" "${CXX:+$CXX -x c++ -std=c++17}" "${CLANG:+$CLANG -std=gnu11}" "${CLANGXX:+$CLANGXX -x c++ -std=c++17}"; do
+            for file in unit.c copied.c; do
+                [ -z "$compiler" ] || build $compiler $declared $warnings $strict -fsyntax-only -I"$root" -I. $file
+            done
+        done
+        [ -z "$NVCC" ] || cuda -arch=compute_80 -x cu $declared -c unit.c -o unit.o
+    done
+}
 case_cxx20_gcc() { need "$CXX" g++; implementation >unit.c; build $CXX -x c++ -std=c++20 $warnings $strict -fsyntax-only -I"$root" unit.c; }
 case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC -std=gnu11 $warnings $strict -fsyntax-only -I"$root" unit.c; }
 
