@@ -632,7 +632,8 @@ typedef struct ddp_loader_desc {
     void *fetch_user;
     int worker_count;             /* threads, 64 at most; 0 = 1; -1 = none: ddp_loader_next fetches */
     int prefetch;                 /* batches made ready ahead; 0 = 2 per worker */
-    int extra_valid_batches;                     /* batches that stay valid behind the newest; 0 = 1: for copies to a device that are still under way */
+    int extra_valid_batches;      /* older batches that stay valid after the newest: for copies to a device in
+                                     flight; 0 = 1 */
     ddp_group *group;             /* NULL = batches lie in memory of alloc_fn; otherwise in host memory from which its device copies best (pinned) */
     int timeout_ms;               /* 0 = 600000; the longest that ddp_loader_next waits for its workers */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = the group's, or malloc; set both or neither; any thread may call them */
@@ -655,7 +656,8 @@ typedef struct ddp_loader_stats {
 
 /* Loader: worker threads fetch what the sampler says into a ring of batches, ahead of the consumer, who gets them in the sampler's order however many
    workers there are. These share the batches' pieces. Threads share their memory too; nothing is allocated after create.
-       batch   4  5 | 6 | 7  8  9  10     extra_valid_batches 2, prefetch 4: 4 and 5 may still be copied, 6 is the newest, 7 is ready, 8 is being fetched;
+       batch   4  5 | 6 | 7  8  9  10     extra_valid_batches 2, prefetch 4: 4 and 5 may still be copied,
+                                          6 is the newest, 7 is ready, 8 is being fetched;
                held  new   prefetch       ddp_loader_next gives 7, and lets a worker write 11 where 4 was
    One thread at a time consumes. Not collective: each rank has a loader, made inside it, with the same desc but for sampler.rank. */
 
@@ -667,7 +669,8 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
 DDPDEF ddp_result ddp_loader_set_epoch(ddp_loader *loader, uint64_t epoch);
 DDPDEF int64_t ddp_loader_length(const ddp_loader *loader); /* batches that ddp_loader_next still gives in this epoch */
 
-/* Waits for the next batch, which is valid until `extra_valid_batches` + 1 more have been given. At the end of the epoch count is 0. Errors: what a fetch returned, at
+/* Waits for the next batch, which is valid until `extra_valid_batches` + 1 more have been given. At the end of
+   the epoch count is 0. Errors: what a fetch returned, at
    its batch's place, as "sample 123: its line", for the first of the batch that failed; DDP_ERR_TIMEOUT names a sample whose fetch blocks. The next call
    fetches the batch again, or waits again: nothing is lost. */
 DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out);
@@ -902,15 +905,15 @@ DDPDEF int ddp_group_is_forked(const ddp_group *group);
                              Inside another public call it changes nothing.
      DDP_USER_CALLBACK       begins a block that runs a callback of the user. Calls inside go by their own names. */
 #define DDP_PUBLIC_CALLS(X)                                                                        \
-    X(ddp_group_create) X(ddp_group_from_mpi) X(ddp_group_create_on)                 \
+    X(ddp_group_create) X(ddp_group_from_mpi) X(ddp_group_create_on)                               \
     X(ddp_group_split) X(ddp_group_alloc) X(ddp_group_free) X(ddp_group_destroy)                   \
     X(ddp_mesh_create) X(ddp_mesh_destroy) X(ddp_mean_reduce)                                      \
     X(ddp_reducer_create) X(ddp_reducer_ready) X(ddp_reducer_wait) X(ddp_reducer_wait_mean)        \
     X(ddp_reducer_destroy) X(ddp_accumulator_create) X(ddp_accumulator_ready)                      \
     X(ddp_accumulator_destroy) X(ddp_join_step)                                                    \
     X(ddp_optimizer_step) X(ddp_optimizer_step_scaled) X(ddp_scaler_unscale)                       \
-    X(ddp_fsdp_create) X(ddp_fsdp_unshard) X(ddp_fsdp_reshard) X(ddp_fsdp_reduce_grads)    \
-    X(ddp_fsdp_zero_grad) X(ddp_fsdp_mean) X(ddp_fsdp_clip_grad_norm) X(ddp_fsdp_step)        \
+    X(ddp_fsdp_create) X(ddp_fsdp_unshard) X(ddp_fsdp_reshard) X(ddp_fsdp_reduce_grads)            \
+    X(ddp_fsdp_zero_grad) X(ddp_fsdp_mean) X(ddp_fsdp_clip_grad_norm) X(ddp_fsdp_step)             \
     X(ddp_fsdp_save) X(ddp_fsdp_save_wait) X(ddp_fsdp_load) X(ddp_fsdp_get_shard)                  \
     X(ddp_fsdp_destroy)                                                                            \
     X(ddp_pipeline_create) X(ddp_pipeline_step) X(ddp_pipeline_evaluate)                           \
