@@ -957,6 +957,14 @@ DDPDEF void ddp_group_mark_lost(ddp_group *group, int rank, ddp_result cause, co
 DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, uint64_t hash,
                             const char *what);
 
+/* The same over several groups that have this rank in common, such as the axes of a mesh, or a shard group and
+   its replicas. Each group receives the outcome of the ones before it, with its error line. So all ranks of a
+   mesh return the same result, and an error line that came from another group names that group.
+   Skips NULL and groups of one rank. groups[0] is not NULL; every rank lists as many groups in the same order.
+   After a failure of one group it still agrees over the remaining ones: their ranks do not wait. */
+DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const char *who, ddp_result mine,
+                                   uint64_t hash, const char *what);
+
 /* Sets this thread's error line and returns result. */
 DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
@@ -6664,21 +6672,33 @@ static ddp_result ddp__disagree(ddp_group *group, const char *who, const char *z
                        lengths[0], a, other, lengths[1], b);
 }
 
+/* The part of an error line that every rank of this group can show behind its own "rank 1/4 WHO group=NAME: ".
+   Without the name of another rank's call. The name of another group stays: it says whose ranks the cause names. */
+static const char *ddp__bare_cause(const ddp_group *group, const char *who, const char *line) {
+    char here[48];
+    int rank, size, length = 0;
+    snprintf(here, sizeof here, "group=%s", group->name);
+    (void)sscanf(line, "rank %d/%d %n", &rank, &size, &length);
+    line += length;
+    const char *end = strstr(line, ": "), *place = strstr(line, here);
+    if (length && place && end > place && strchr(": ", place[strlen(here)])) return end + 2;
+    if (strncmp(line, who, strlen(who)) != 0) return line;
+    size_t gap = strspn(line + strlen(who), ": ");
+    return gap ? line + strlen(who) + gap : line;
+}
+
 DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, uint64_t hash,
                             const char *what) {
     who = ddp_public_call_name(who);
-    char own[DDP__TEXT_MAX], text[2][DDP__TEXT_MAX], begin[96];
-    const char *cause = text[1];
+    char own[DDP__TEXT_MAX], text[2][DDP__TEXT_MAX];
     ddp__vote vote = {mine, 0, hash};
     int first, mismatch = 0;
     snprintf(own, sizeof own, "%s", mine == DDP_OK ? "" : ddp_last_error());
     ddp_result result = ddp__submit_host(group, DDP_CALL_ALL_GATHER, &vote, group->votes, sizeof vote, DDP_U8,
                                          DDP_OP_SUM, 0);
     if (result != DDP_OK && mine != DDP_OK) return ddp_fail(mine, "%s", own);
-    if (result != DDP_OK) { /* the cause follows the name of the call, which is not the user's */
-        cause = strstr(ddp_last_error(), ": ");
-        return DDP__RANK_FAIL(group, result, "%s group=%s: %s", who, group->name, cause ? cause + 2 : ddp_last_error());
-    }
+    if (result != DDP_OK) /* the line names the call inside, which is not the user's */
+        return DDP__RANK_FAIL(group, result, "%s group=%s: %s", who, group->name, ddp__bare_cause(group, who, ddp_last_error()));
     first = ddp__first_dissent(group, &mismatch);
     if (first < 0) return DDP_OK;
     for (int i = !mismatch; i < 2; i++) { /* the text of rank 0, for a mismatch, and of the first to dissent */
@@ -6695,12 +6715,18 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
         return ddp__disagree(group, who, text[0], first, text[1]);
     mine = (ddp_result)group->votes[first].result;
     if (first == group->rank && strstr(own, who)) return ddp_fail(mine, "%s", own);
-    snprintf(begin, sizeof begin, "rank %d/%d ", first, group->world_size);
-    if (strncmp(cause, begin, strlen(begin)) == 0 && strstr(cause, ": "))
-        cause = strstr(cause, ": ") + 2; /* who and where are in front of it */
-    snprintf(begin, sizeof begin, "%s: ", who);
-    if (strncmp(cause, begin, strlen(begin)) == 0) cause += strlen(begin);
-    return DDP__RANK_FAIL(group, mine, "%s group=%s: rank %d: %.300s", who, group->name, first, cause);
+    return DDP__RANK_FAIL(group, mine, "%s group=%s: rank %d: %s", who, group->name, first, ddp__bare_cause(group, who, text[1]));
+}
+
+DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const char *who, ddp_result mine,
+                                   uint64_t hash, const char *what) {
+    int agreed = 0;
+    for (int i = 0; i < count; i++) {
+        if (!groups[i] || groups[i]->world_size == 1) continue;
+        mine = ddp_agree(groups[i], who, mine, hash, what);
+        agreed = 1;
+    }
+    return agreed ? mine : ddp_agree(groups[0], who, mine, hash, what);
 }
 
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out) {
