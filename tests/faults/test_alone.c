@@ -7,6 +7,7 @@
     1 has no memory. Once, the other ranks waited for the timeout. After ddp_reducer_create they got
     DDP_ERR_POISONED and no cause. */
 #include "../../ddp.h"
+#include "../support/inner.h"
 #include "../support/ranks.h"
 
 #define ODD 1 /* the rank that fails */

@@ -5,6 +5,7 @@
     group: ddp_fsdp_destroy while gradients travelled, or ddp_pipeline_step. A loader's calls waited for its
     workers, which the child does not have: ddp_loader_destroy for the whole timeout, or for ever. */
 #include "../../ddp_fsdp.h"
+#include "../support/inner.h"
 #include "../support/ranks.h"
 #include <sys/wait.h>
 

@@ -140,7 +140,10 @@ static RANKS_UNUSED ddp_result ranks_run(ranks_mode mode, int world_size, int ti
     joining.fn = fn;
     joining.user = user;
     ranks_on = ranks_backends[mode];
-#if defined(DDP_TEST_INNER_H)
+#if !defined(DDP_TEST_INNER_H)
+    if (ranks_on.is & (RANKS_APART | RANKS_LARGE_EARLY | RANKS_NARROW_CPU))
+        return ddp_fail(DDP_ERR_INVALID, "mode %s needs support/inner.h, included before ranks.h", ranks_on.name);
+#else
     if (ranks_on.is & RANKS_LARGE_EARLY) inner.large_bytes = 16384;
     inner.narrow = (ranks_on.is & RANKS_NARROW_CPU) != 0;
 #endif
