@@ -748,7 +748,6 @@ struct ddp_backend {
 
 DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum);             /* to 0, as zeros are */
 DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value); /* NaN and infinities are kept */
-DDPDEF void ddp_exact_sum_merge(ddp_exact_sum *sum, const ddp_exact_sum *other); /* adds other */
 DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to nearest even */
 
 /* Two queues of a device, in which work runs in order: the caller's own, and that of a group's communication. */
@@ -2076,11 +2075,6 @@ DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value) {
     digit[1] += ((int64_t)(high & 0xffffffff) ^ negative) - negative;
     digit[2] += ((int64_t)(high >> 32) ^ negative) - negative;
     if (++sum->cell[DDP__EXACT_BOUND] >= DDP__EXACT_BOUND_MAX) ddp__exact_normalise(sum);
-}
-
-DDPDEF void ddp_exact_sum_merge(ddp_exact_sum *sum, const ddp_exact_sum *other) {
-    for (int k = 0; k < DDP_EXACT_CELLS; k++) sum->cell[k] += other->cell[k];
-    if (sum->cell[DDP__EXACT_BOUND] >= DDP__EXACT_BOUND_MAX) ddp__exact_normalise(sum);
 }
 
 /* An empty sum, and one that cancels, is +0. */

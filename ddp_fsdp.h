@@ -400,11 +400,9 @@ DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step);
 
 DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer); /* not collective; NULL is ignored */
 
-/* The learning rate of step `step`, counted from 1. After total_steps it stays at min_lr. A pure function; 0 for a desc that ddp_lr_check refuses. */
+/* The learning rate of step `step`, counted from 1. After total_steps it stays at min_lr. A pure function.
+   An invalid desc: 0; the error line names the field. */
 DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step);
-
-/* DDP_ERR_INVALID names the field. */
-DDPDEF ddp_result ddp_lr_check(const ddp_lr_desc *desc);
 
 /* --- loss scaling --- */
 
@@ -903,26 +901,27 @@ DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step) { if 
 
 //== learning rates ==================================================================================== >>impl-rates
 
-DDPDEF ddp_result ddp_lr_check(const ddp_lr_desc *desc) {
-    DDP__FSDP_NEED(desc, "desc is NULL");
-    DDP__FSDP_NEED((unsigned)desc->kind <= DDP_LR_WSD, "kind=%d is not one of ddp_lr_kind", (int)desc->kind);
-    DDP__FSDP_NEED(desc->max_lr > 0 && ddp__is_amount(desc->max_lr), "max_lr=%g; pass a positive number", desc->max_lr);
-    DDP__FSDP_NEED(desc->min_lr >= 0 && desc->min_lr <= desc->max_lr, "min_lr=%g; pass 0 to max_lr=%g", desc->min_lr, desc->max_lr);
-    DDP__FSDP_NEED(desc->batch >= 0 && desc->base_batch >= 0 && !desc->batch == !desc->base_batch, "batch=%lld and base_batch=%lld; give both, or neither",
-                   (long long)desc->batch, (long long)desc->base_batch);
-    DDP__FSDP_NEED(desc->warmup_steps >= 0, "warmup_steps=%lld; pass 0 or more", (long long)desc->warmup_steps);
+#define DDP__LR_NEED(condition, ...) do { if (!(condition)) return ddp__fsdp_bad("ddp_lr_at", NULL, __VA_ARGS__); } while (0)
+static ddp_result ddp__lr_check(const ddp_lr_desc *desc) {
+    DDP__LR_NEED(desc, "desc is NULL");
+    DDP__LR_NEED((unsigned)desc->kind <= DDP_LR_WSD, "kind=%d is not one of ddp_lr_kind", (int)desc->kind);
+    DDP__LR_NEED(desc->max_lr > 0 && ddp__is_amount(desc->max_lr), "max_lr=%g; pass a positive number", desc->max_lr);
+    DDP__LR_NEED(desc->min_lr >= 0 && desc->min_lr <= desc->max_lr, "min_lr=%g; pass 0 to max_lr=%g", desc->min_lr, desc->max_lr);
+    DDP__LR_NEED(desc->batch >= 0 && desc->base_batch >= 0 && !desc->batch == !desc->base_batch, "batch=%lld and base_batch=%lld; give both, or neither",
+                 (long long)desc->batch, (long long)desc->base_batch);
+    DDP__LR_NEED(desc->warmup_steps >= 0, "warmup_steps=%lld; pass 0 or more", (long long)desc->warmup_steps);
     if (desc->kind == DDP_LR_CONSTANT) return DDP_OK;
-    DDP__FSDP_NEED(desc->total_steps >= 1, "total_steps=%lld; pass how many steps there are", (long long)desc->total_steps);
+    DDP__LR_NEED(desc->total_steps >= 1, "total_steps=%lld; pass how many steps there are", (long long)desc->total_steps);
     int64_t after = desc->total_steps - desc->warmup_steps;
-    DDP__FSDP_NEED(after >= 0, "warmup_steps=%lld is more than total_steps=%lld", (long long)desc->warmup_steps, (long long)desc->total_steps);
-    DDP__FSDP_NEED(desc->kind != DDP_LR_WSD || (desc->decay_steps >= 0 && desc->decay_steps <= after),
-                   "decay_steps=%lld; pass 0 to %lld, the steps after the warm-up", (long long)desc->decay_steps, (long long)after);
-    DDP__FSDP_NEED(desc->kind != DDP_LR_POLYNOMIAL || ddp__is_amount((double)desc->power), "power=%g; pass a positive number", (double)desc->power);
+    DDP__LR_NEED(after >= 0, "warmup_steps=%lld is more than total_steps=%lld", (long long)desc->warmup_steps, (long long)desc->total_steps);
+    DDP__LR_NEED(desc->kind != DDP_LR_WSD || (desc->decay_steps >= 0 && desc->decay_steps <= after),
+                 "decay_steps=%lld; pass 0 to %lld, the steps after the warm-up", (long long)desc->decay_steps, (long long)after);
+    DDP__LR_NEED(desc->kind != DDP_LR_POLYNOMIAL || ddp__is_amount((double)desc->power), "power=%g; pass a positive number", (double)desc->power);
     return DDP_OK;
 }
 
 DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
-    if (ddp_lr_check(desc) != DDP_OK) return 0;
+    if (ddp__lr_check(desc) != DDP_OK) return 0;
     int64_t warm = desc->warmup_steps, total = desc->total_steps, decay = total - warm;
     double grown = desc->batch ? (double)desc->batch / (double)desc->base_batch : 1, peak = desc->max_lr * grown, low = desc->min_lr * grown;
     if (step < 0) step = 0;

@@ -373,10 +373,6 @@ DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *ki
    begins there. Sums are taken from left to right. DDP_ERR_INVALID: fewer layers than stages, or a cost that is negative or not finite. */
 DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count, int *first_layer);
 
-/* The same where stage s may hold at most memory_limit[s] (INFINITY = any) of the sum of its layers' memory. DDP_ERR_INVALID also when no cut fits. */
-DDPDEF ddp_result ddp_pipeline_partition_memory(const double *cost, const double *memory, const double *memory_limit, int layer_count, int stage_count,
-                                                int *first_layer);
-
 /* Measures each layer by running it: forward, input_grad and weight_grad of cost[0] to cost[layer_count - 1], in seconds; the rest of an entry stays.
    Not collective. Errors: what run returns; DDP_ERR_INVALID names the field. */
 DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_cost *cost);
@@ -2617,74 +2613,26 @@ static int ddp__partition_fill(const double *cost, int layers, int stages, doubl
     return next == layers;
 }
 
-/* With limits of their own, a stage may have to leave a layer to a roomier one: fits[stage * (layers + 1) + i] tells whether layers from i on fit into the stages
-   from this one on, last stages first. */
-static int ddp__partition_fill_memory(const double *cost, const double *memory, const double *limit, int layers, int stages, double most, int *first, char *fits) {
-    size_t row = (size_t)layers + 1;
-    memset(fits, 0, row * ((size_t)stages + 1));
-    fits[(size_t)stages * row + (size_t)layers] = 1;
-    for (int stage = stages - 1; stage >= 0; stage--)
-        for (int i = 0; i < layers; i++) {
-            char *here = &fits[(size_t)stage * row + (size_t)i];
-            const char *after = &fits[(size_t)(stage + 1) * row];
-            double sum = 0, held = 0;
-            for (int end = i; end < layers && !*here; end++) {
-                sum += cost[end], held += memory[end];
-                if (sum > most || held > limit[stage]) break;
-                *here = after[end + 1];
-            }
-        }
-    if (!fits[0]) return 0;
-    for (int stage = 0, i = 0; stage < stages; stage++) {
-        const char *after = &fits[(size_t)(stage + 1) * row];
-        first[stage] = i++;
-        while (!after[i]) i++;
-    }
-    return 1;
-}
-
-/* The smallest bound that works, by bisection over the doubles themselves: as bits, those that are not negative are in order. */
-static ddp_result ddp__partition(const char *who, const double *cost, const double *memory, const double *limit, int layers, int stages, int *first) {
+/* Finds the smallest bound that works by bisection over the bits of doubles: those that are not negative are in order. */
+DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count, int *first_layer) {
     uint64_t low = 0, high;
-    double most = HUGE_VAL;
-    char *fits = NULL;
-    if (!cost || !first) return ddp_fail(DDP_ERR_INVALID, "%s: cost or first_layer is NULL", who);
-    if (stages < 1 || layers < stages) return ddp_fail(DDP_ERR_INVALID, "%s: %d layers for %d stages; each stage has at least one", who, layers, stages);
-    for (int i = 0; i < layers; i++)
-        for (int k = 0; k < (memory ? 2 : 1); k++) {
-            double value = k ? memory[i] : cost[i];
-            if (!(value >= 0 && value <= DBL_MAX))
-                return ddp_fail(DDP_ERR_INVALID, "%s: %s[%d]=%g; it is a finite number that is not negative", who, k ? "memory" : "cost", i, value);
-        }
-    if (memory && !(fits = (char *)malloc(((size_t)layers + 1) * ((size_t)stages + 1)))) return ddp_fail(DDP_ERR_NO_MEMORY, "%s: %d layers", who, layers);
-    memcpy(&high, &most, sizeof high);
-    while (low <= high) { /* high has worked, or is infinite */
-        uint64_t middle = low == high ? high : low + (high - low) / 2;
-        int works;
-        memcpy(&most, &middle, sizeof most);
-        works = memory ? ddp__partition_fill_memory(cost, memory, limit, layers, stages, most, first, fits) : ddp__partition_fill(cost, layers, stages, most, first);
-        if (low == high) {
-            free(fits);
-            return works ? DDP_OK : ddp_fail(DDP_ERR_INVALID, "%s: no cut of %d layers into %d stages fits into memory_limit", who, layers, stages);
-        }
-        if (works) high = middle;
+    double bound = HUGE_VAL;
+    if (!cost || !first_layer) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition: cost or first_layer is NULL");
+    if (stage_count < 1 || layer_count < stage_count)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition: %d layers for %d stages; each stage has at least one", layer_count, stage_count);
+    for (int i = 0; i < layer_count; i++)
+        if (!(cost[i] >= 0 && cost[i] <= DBL_MAX))
+            return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition: cost[%d]=%g; it is a finite number that is not negative", i, cost[i]);
+    memcpy(&high, &bound, sizeof high);
+    while (low < high) { /* an infinite bound works, and so has every later value of high */
+        uint64_t middle = low + (high - low) / 2;
+        memcpy(&bound, &middle, sizeof bound);
+        if (ddp__partition_fill(cost, layer_count, stage_count, bound, first_layer)) high = middle;
         else low = middle + 1;
     }
+    memcpy(&bound, &high, sizeof bound);
+    ddp__partition_fill(cost, layer_count, stage_count, bound, first_layer);
     return DDP_OK;
-}
-
-DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count, int *first_layer) {
-    return ddp__partition("ddp_pipeline_partition", cost, NULL, NULL, layer_count, stage_count, first_layer);
-}
-
-DDPDEF ddp_result ddp_pipeline_partition_memory(const double *cost, const double *memory, const double *memory_limit, int layer_count, int stage_count,
-                                                int *first_layer) {
-    if (!memory || !memory_limit) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition_memory: memory or memory_limit is NULL");
-    for (int stage = 0; stage < stage_count; stage++)
-        if (!(memory_limit[stage] >= 0))
-            return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition_memory: memory_limit[%d]=%g; it is a number that is not negative", stage,
-                            memory_limit[stage]);
-    return ddp__partition("ddp_pipeline_partition_memory", cost, memory, memory_limit, layer_count, stage_count, first_layer);
 }
 
 static int ddp__double_compare(const void *left, const void *right) {

@@ -216,8 +216,6 @@ DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, co
                                       const int64_t *extent);
 /* Dimension i of out is dimension order[i] of in. */
 DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, const int *order, ddp_tensor *out);
-/* in at offset before[] (NULL = 0) of out, which is larger and whose other elements become value. out's shape is required. */
-DDPDEF ddp_result ddp_tensor_pad(ddp_group *group, const ddp_tensor *in, const int64_t *before, double value, ddp_tensor *out);
 /* Every element becomes value. One that an integer dtype does not hold exactly is DDP_ERR_INVALID. */
 DDPDEF ddp_result ddp_tensor_fill(ddp_group *group, ddp_tensor *tensor, double value);
 
@@ -829,24 +827,6 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
         step *= shape[i];
     }
     return ddp__tensor_put(group, out, &t, ddp__tensor_walk_run(group, &w, in->data, t.data));
-}
-
-DDPDEF ddp_result ddp_tensor_pad(ddp_group *group, const ddp_tensor *in, const int64_t *before, double value, ddp_tensor *out) {
-    unsigned char bits[8];
-    ddp_tensor t;
-    DDP_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
-    if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
-    t = *out;
-    if (!t.dtype) t.dtype = in->dtype;
-    DDP_TRY(ddp__tensor_check(__func__, group, "out", &t, 0));
-    DDP_TRY(ddp__tensor_alike(__func__, group, in, &t));
-    DDP_TRY(ddp__tensor_inside(__func__, group, "out", &t, before, in->shape));
-    DDP_TRY(ddp__tensor_value(__func__, group, in->dtype, value, bits));
-    DDP_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, out->ndim, out->shape, &t));
-    if (ddp__tensor_overlap(in, &t)) return DDP__TENSOR_BAD(group, "in and out overlap");
-    ddp__tensor_fill(group, &t, bits);
-    return ddp__tensor_put(group, out, &t, ddp__tensor_box(group, ddp_dtype_size(in->dtype), in->ndim, in->shape, in->data, in->shape, NULL, t.data,
-                                                           t.shape, before));
 }
 
 //== tensors as text ============================================================================= >>impl-tensor-text

@@ -42,7 +42,7 @@ static ddp_result done(device_rank *d, pair *p, const char *what) {
     } while (0)
 
 static ddp_result alone(device_rank *d) {
-    static const int64_t shape[3] = {3, 70, 1000}, before[3] = {1, 2, 3}, extent[3] = {2, 60, 900}, from[3] = {1, 3, 5};
+    static const int64_t shape[3] = {3, 70, 1000}, before[3] = {1, 2, 3}, padded[3] = {5, 74, 1006}, extent[3] = {2, 60, 900}, from[3] = {1, 3, 5};
     static const int order[3] = {2, 0, 1};
     int rank = ddp_rank(d->cpu);
     char path[64], near_text[2048], far_text[2048];
@@ -56,9 +56,12 @@ static ddp_result alone(device_rank *d) {
     out.near.dtype = out.far.dtype = DDP_BF16;
     BOTH(ddp_tensor_copy, in, out, );
     TENSOR_TRY(done(d, &out, "cast"));
-    out.near.ndim = out.far.ndim = 3;
-    for (int i = 0; i < 3; i++) out.near.shape[i] = out.far.shape[i] = shape[i] + 2 * before[i];
-    BOTH(ddp_tensor_pad, in, out, before, -1.5,);
+    RANKS_OK(d->cpu, ddp_tensor_create(d->cpu, &out.near, DDP_F32, 3, padded));
+    RANKS_OK(d->cpu, ddp_tensor_create(d->group, &out.far, DDP_F32, 3, padded));
+    RANKS_OK(d->cpu, ddp_tensor_fill(d->cpu, &out.near, -1.5));
+    RANKS_OK(d->cpu, ddp_tensor_fill(d->group, &out.far, -1.5));
+    RANKS_OK(d->cpu, ddp_tensor_copy_box(d->cpu, &in.near, NULL, &out.near, before, shape));
+    RANKS_OK(d->cpu, ddp_tensor_copy_box(d->group, &in.far, NULL, &out.far, before, shape));
     RANKS_OK(d->cpu, ddp_tensor_copy_box(d->cpu, &in.near, from, &out.near, NULL, extent)); /* long runs */
     RANKS_OK(d->cpu, ddp_tensor_copy_box(d->group, &in.far, from, &out.far, NULL, extent));
     RANKS_OK(d->cpu, ddp_tensor_print(d->cpu, &out.near, DDP_REPLICATE, near_text, &near_room));
@@ -71,7 +74,7 @@ static ddp_result alone(device_rank *d) {
     RANKS_CHECK(d->cpu, bytes_of(&back.near) == bytes_of(&out.near) && memcmp(back.near.data, out.near.data, bytes_of(&out.near)) == 0, "another file");
     unlink(path);
     TENSOR_TRY(done(d, &back, ".npy"));
-    TENSOR_TRY(done(d, &out, "pad"));
+    TENSOR_TRY(done(d, &out, "fill and copy"));
     return done(d, &in, "what is only read");
 }
 

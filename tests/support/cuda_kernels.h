@@ -684,7 +684,7 @@ static void steer_sums(ddp_exact_sum *sums) {
             double x = ldexp((double)(random_u64() >> 11), scale + (int)(random_u64() % (i % 3 ? 8 : 200)) - 53);
             ddp_exact_sum_clear(&part);
             ddp_exact_sum_add(&part, x);
-            ddp_exact_sum_merge(&sums[i], &part);
+            for (int cell = 0; cell < DDP_EXACT_CELLS; cell++) sums[i].cell[cell] += part.cell[cell];
         }
         if (i % 32 < 8) { /* between two floats, or just beside the middle */
             ddp_exact_sum_clear(&sums[i]);
