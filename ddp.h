@@ -732,8 +732,11 @@ struct ddp_backend {
     void (*p2p_sleep)(ddp_group *group, void *state, int timeout_ms);
     /* Collective over the parent: makes the state of child, whose members are ranks of the parent, ordered; child NULL = this rank is in none. */
     ddp_result (*split)(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state);
+    /* ddp_group_alloc and ddp_group_free make all ranks agree before and after them: a rank returns its own result,
+       with nothing in *out if that is a failure. When another rank has failed, its memory goes to free. close frees
+       the rest. Both NULL: memory of each rank's own. */
     ddp_result (*alloc)(ddp_group *group, void *state, size_t size_bytes, void **out); /* collective */
-    ddp_result (*free)(ddp_group *group, void *state, void *memory);                   /* collective */
+    ddp_result (*free)(ddp_group *group, void *state, void *memory);
     ddp_result (*status)(const ddp_group *group, void *state);  /* DDP_OK or the first cause; the error line is the bare cause */
     void (*poison)(ddp_group *group, void *state, ddp_result cause, const char *text); /* records the first cause and wakes everybody */
     void (*close)(ddp_group *group, void *state);
@@ -1234,6 +1237,13 @@ typedef struct ddp__vote {
     uint64_t hash;
 } ddp__vote;
 
+/* Memory from ddp_group_alloc. number: the same on every rank. */
+typedef struct ddp__allocation {
+    void *memory;
+    uint64_t number;
+    struct ddp__allocation *next;
+} ddp__allocation;
+
 /* The ranks of a world that were found lost or unresponsive. All groups that descend from one handle of the
    world share this record, whatever their backends are. */
 enum { DDP__LOST_CAUSES = 4 };
@@ -1259,6 +1269,8 @@ struct ddp_group {
     const ddp_device *device;
     void *state, *device_state;  /* the backend's; the device's */
     int device_index;
+    ddp__allocation *allocations;
+    uint64_t allocation_count;
     uint64_t seq, p2p_seq, tickets;
     int cause_seen, cause_delivered; /* the group's failure has met a call; a caller has been told its code */
     /* the queue, under lock. Whoever sets running may carry out the head; runner is that thread. */
@@ -1405,11 +1417,11 @@ static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, s
 }
 
 /* Why ddp.h makes a collective of its own, in call->tag. Ranks compare it. */
-enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE, DDP__FOR_TASK, DDP__FOR_AWAIT };
+enum { DDP__FOR_SPLIT = 1, DDP__FOR_TASK, DDP__FOR_AWAIT };
 
 /* The public call that an error line names: the outermost one. */
 static const char *ddp__call_title(const ddp_call *call) {
-    static const char *const names[] = {NULL, "ddp_group_split", "ddp_group_alloc", "ddp_group_free", "ddp_group_enqueue", "ddp_group_wait_signal"};
+    static const char *const names[] = {NULL, "ddp_group_split", "ddp_group_enqueue", "ddp_group_wait_signal"};
     const char *name = !ddp__is_p2p(call->kind) && call->tag > 0 && call->tag <= DDP__FOR_AWAIT ? names[call->tag] : NULL;
     if (call->caller) return ddp__public_calls[call->caller];
     return name ? name : ddp_call_name(call->kind);
@@ -1452,12 +1464,6 @@ static void ddp__describe_step(char *out, size_t size, const uint64_t what[2], i
     }
     if (named >= 0) snprintf(root, sizeof root, " %s=%d", ddp__is_p2p(call.kind) ? "peer" : "root", named);
     const char *title = ddp__call_title(&call), *own = ddp_call_name(call.kind);
-    const char *numbered = tag == DDP__FOR_ALLOC ? "ddp_group_alloc" : tag == DDP__FOR_FREE ? "ddp_group_free" : NULL;
-    if (ddp__is_p2p(call.kind)) numbered = NULL;
-    if (numbered && strcmp(title, numbered) == 0) {
-        snprintf(out, size, tag == DDP__FOR_ALLOC ? "%s size_bytes=%llu" : "%s of block %llu", title, count);
-        return;
-    }
     int at = 0;
     if (caller) at = snprintf(out, size, "%s", title);
     if (caller && (!inside || at >= (int)size)) return;
@@ -3898,63 +3904,47 @@ static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *ch
 
 static ddp_result ddp__submit_host(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int tag);
 
-/* A barrier in which all ranks must mean the same by number. */
-static ddp_result ddp__agree(ddp_group *group, int purpose, uint64_t number) {
-    return ddp__submit_host(group, DDP_CALL_BARRIER, NULL, NULL, (size_t)number, DDP_U8, DDP_OP_SUM, purpose);
-}
-
-/* Rank 0 takes the range, everybody maps it and makes its own part real; a failure anywhere is everybody's. */
+/* Rank 0 takes the range. Every rank maps it and makes its own part real. */
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__local *l = (ddp__local *)state;
     size_t stride = ddp_round_up(size_bytes + DDP__SKEW, DDP__PAGE), total = 0, before = (size_t)l->rank * stride;
-    ddp_result result = ddp__agree(group, DDP__FOR_ALLOC, size_bytes);
     ddp__region *region = (ddp__region *)ddp__group_calloc(group, sizeof *region);
     int fits = stride >= size_bytes && !__builtin_mul_overflow(stride, (size_t)l->world_size, &total);
-    uint64_t offset = result == DDP_OK && group->rank == 0 && region && fits ? ddp__heap_take(l->heap, total) : 0;
-    int32_t ok = 0;
-    *out = NULL;
-    if (result == DDP_OK) result = ddp_broadcast(group, &offset, 1, DDP_U64, 0, NULL);
-    unsigned char *base = result == DDP_OK && offset && region ? (unsigned char *)ddp__heap_map(l->heap, offset, total) : NULL;
+    uint64_t offset = group->rank == 0 && region && fits ? ddp__heap_take(l->heap, total) : 0;
+    ddp_result result = ddp_broadcast(group, &offset, 1, DDP_U64, 0, NULL);
+    int mapped = result == DDP_OK && offset && region;
+    unsigned char *base = mapped ? (unsigned char *)ddp__heap_map(l->heap, offset, total) : NULL;
     if (base) {
         ddp__region made = {base, offset, stride, total, base + before, l, 0, NULL};
         *region = made;
         if (size_bytes >= DDP__HUGE) ddp__ask_huge(base, before, before + stride);
-        ok = ddp__populate(l->heap, region->mine, offset + before, size_bytes);
-    }
-    if (result == DDP_OK) result = ddp_all_reduce(group, &ok, &ok, 1, DDP_I32, DDP_OP_MIN, NULL);
-    if (result == DDP_OK && ok) {
-        DDP__LOCKED(&l->heap->lock) { /* communication threads, also of splits, look regions up */
-            region->next = l->regions;
-            l->regions = region;
+        if (ddp__populate(l->heap, region->mine, offset + before, size_bytes)) {
+            DDP__LOCKED(&l->heap->lock) { /* communication threads, also of splits, look regions up */
+                region->next = l->regions;
+                l->regions = region;
+            }
+            *out = region->mine;
+            return DDP_OK;
         }
-        *out = region->mine;
-        return DDP_OK;
+        ddp__heap_unmap(l->heap, base);
     }
-    if (base) ddp__heap_unmap(l->heap, base);
-    if (offset && group->rank == 0) ddp__heap_give_back(l->heap, offset, total);
+    if (offset) ddp__heap_give_back(l->heap, offset + before, stride);
     ddp_host_free(group, region);
     if (result != DDP_OK) return result;
-    return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s group=%s: %d ranks x %zu bytes of shared memory are not to be had",
-                          ddp_public_call_name("ddp_group_alloc"), group->name, l->world_size, size_bytes);
-}
-
-/* The link to the region of memory that ddp_group_alloc gave out; to NULL, with the error line set, if it gave out none. */
-static ddp__region **ddp__region_link(const ddp_group *group, ddp__region **link, const void *memory) {
-    while (*link && (*link)->mine != memory) link = &(*link)->next;
-    if (!*link) ddp_fail(DDP_ERR_INVALID, "%s group=%s: %p did not come from ddp_group_alloc of this group", ddp_public_call_name("ddp_group_free"), group->name, memory);
-    return link;
+    return ddp_fail_in(DDP_ERR_NO_MEMORY, "ddp_group_alloc", group, "%d ranks x %zu bytes of shared memory are not to be had",
+                       l->world_size, size_bytes);
 }
 
 static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     ddp__local *l = (ddp__local *)state;
-    ddp__region **link = ddp__region_link(group, &l->regions, memory), *region = *link;
-    if (!region) return DDP_ERR_INVALID;
-    ddp_result result = ddp__agree(group, DDP__FOR_FREE, region->offset); /* nobody reads it any more */
+    ddp__region **link = &l->regions;
+    while ((*link)->mine != memory) link = &(*link)->next;
+    ddp__region *region = *link;
     DDP__LOCKED(&l->heap->lock) *link = region->next;
     ddp__heap_give_back(l->heap, region->offset + (size_t)l->rank * region->stride, region->stride);
     ddp__heap_unmap(l->heap, region->base);
     ddp_host_free(group, region);
-    return result;
+    return DDP_OK;
 }
 
 static ddp_result ddp__local_status(const ddp_group *group, void *state) {
@@ -4022,7 +4012,7 @@ static const ddp_backend ddp__backend_local = {
 
 //== the self backend: one rank ========================================================================= >>impl-self
 
-typedef struct ddp__self { ddp_result cause; char text[DDP__TEXT_MAX]; ddp__region *regions; } ddp__self;
+typedef struct ddp__self { ddp_result cause; char text[DDP__TEXT_MAX]; } ddp__self;
 
 static ddp_result ddp__self_open(ddp_group *group, void **state) { return ddp__cpu_alloc(group, sizeof(ddp__self), state); }
 
@@ -4046,26 +4036,6 @@ static ddp_result ddp__self_split(ddp_group *parent, void *state, ddp_group *chi
     return child ? ddp__self_open(child, child_state) : DDP_OK;
 }
 
-static ddp_result ddp__self_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
-    ddp__self *self = (ddp__self *)state;
-    ddp__region *region = (ddp__region *)ddp__group_calloc(group, sizeof *region);
-    *out = region ? ddp__group_calloc(group, size_bytes) : NULL;
-    if (!*out) { ddp_host_free(group, region); return DDP_ERR_NO_MEMORY; }
-    region->mine = (unsigned char *)*out;
-    region->next = self->regions;
-    self->regions = region;
-    return DDP_OK;
-}
-
-static ddp_result ddp__self_free(ddp_group *group, void *state, void *memory) {
-    ddp__region **link = ddp__region_link(group, &((ddp__self *)state)->regions, memory), *region = *link;
-    if (!region) return DDP_ERR_INVALID;
-    *link = region->next;
-    ddp_host_free(group, memory);
-    ddp_host_free(group, region);
-    return DDP_OK;
-}
-
 static ddp_result ddp__self_status(const ddp_group *group, void *state) {
     ddp__self *self = (ddp__self *)state;
     (void)group;
@@ -4080,14 +4050,10 @@ static void ddp__self_abort(ddp_group *group, void *state, ddp_result cause, con
     self->cause = cause;
 }
 
-static void ddp__self_close(ddp_group *group, void *state) {
-    ddp__self *self = (ddp__self *)state;
-    while (self->regions) ddp__self_free(group, state, self->regions->mine);
-    ddp_host_free(group, state);
-}
+static void ddp__self_close(ddp_group *group, void *state) { ddp_host_free(group, state); }
 
 static const ddp_backend ddp__backend_self = {
-    "self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split, ddp__self_alloc, ddp__self_free, ddp__self_status,
+    "self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split, NULL, NULL, ddp__self_status,
     ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
 
 //== carrying out calls ================================================================================== >>impl-queue
@@ -6069,7 +6035,7 @@ static ddp_result ddp__local_meet(ddp_group *group, const char *token, const ddp
    the same frame back: the sum, or what all sent, of which each takes its part. Whoever fails tells rank 0, and rank 0 tells everybody. */
 
 typedef struct ddp__tcp {
-    ddp__self self;              /* the first cause, and group memory; first, so that functions of the self backend serve here */
+    ddp__self self;              /* the first cause; first, so that functions of the self backend serve here */
     ddp__venue venue;            /* the peers of rank 0: all ranks, with itself; of others: rank 0 */
     pthread_mutex_t lock;        /* of all that is not the running call's alone */
     int running, told, heard;    /* running: a call uses the connections. told: the others know of the failure. heard: from rank 0 */
@@ -6325,31 +6291,13 @@ static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *ca
     return result;
 }
 
-/* Group memory from the backend of another group; a failure anywhere is everybody's. */
-static ddp_result ddp__alloc_by(ddp_group *group, const ddp_backend *by, ddp_group *of, void *state, size_t size_bytes, void **out) {
-    DDP_TRY(ddp__agree(group, DDP__FOR_ALLOC, size_bytes));
-    int32_t worst = (int32_t)by->alloc(of, state, size_bytes, out);
-    ddp_result result = ddp_all_reduce(group, &worst, &worst, 1, DDP_I32, DDP_OP_MIN, NULL);
-    if (result == DDP_OK && worst == DDP_OK) return DDP_OK;
-    if (result == DDP_OK && *out) by->free(of, state, *out);
-    *out = NULL;
-    if (result != DDP_OK) return result;
-    return DDP__RANK_FAIL(group, (ddp_result)worst, "%s group=%s: %zu bytes per rank are not to be had on every machine",
-                          ddp_public_call_name("ddp_group_alloc"), group->name, size_bytes);
-}
-
-/* Memory that other machines cannot see is this rank's own. */
-static ddp_result ddp__tcp_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
-    return ddp__alloc_by(group, &ddp__backend_self, group, state, size_bytes, out);
-}
-
 static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp__tcp *t = (ddp__tcp *)state;
     ddp__tell_peers(&t->venue, DDP_OK, "", -1);
     ddp__venue_close(&t->venue, group);
     ddp_host_free(group, t->out);
     pthread_mutex_destroy(&t->lock);
-    ddp__self_close(group, state);
+    ddp_host_free(group, t);
 }
 
 /* Small frames go at once, and a peer whose machine or network is gone is noticed within the timeout, also while nothing is sent. */
@@ -6435,7 +6383,7 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
 }
 
 static const ddp_backend ddp__backend_tcp = {
-    "tcp", NULL, ddp__tcp_run, NULL, NULL, NULL, ddp__tcp_split, ddp__tcp_alloc, ddp__self_free, ddp__tcp_status, ddp__tcp_poison,
+    "tcp", NULL, ddp__tcp_run, NULL, NULL, NULL, ddp__tcp_split, NULL, NULL, ddp__tcp_status, ddp__tcp_poison,
     ddp__tcp_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
 
 //== groups ============================================================================================ >>impl-group
@@ -6456,8 +6404,18 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     return DDP_OK;
 }
 
+static void ddp__allocation_free(ddp_group *group, ddp__allocation *a) {
+    if (!group->backend->free) ddp_host_free(group, a->memory);
+    ddp_host_free(group, a);
+}
+
 static void ddp__group_delete(ddp_group *group) {
     ddp_group_desc desc = group->desc;
+    while (group->allocations) {
+        ddp__allocation *a = group->allocations;
+        group->allocations = a->next;
+        ddp__allocation_free(group, a);
+    }
     while (group->all_ops) {
         ddp__op *op = group->all_ops;
         if (op->event) group->device->event_destroy(group, op->event);
@@ -6878,19 +6836,61 @@ DDPDEF ddp_result ddp_group_cause(const ddp_group *group) {
 }
 DDPDEF void ddp_group_set_local(ddp_group *group, int rank, int world_size) { group->local_rank = rank; group->local_world_size = world_size; }
 
+/* ddp_agree for a step that the ranks can only take together: after a mismatch the group has failed. */
+static ddp_result ddp__agree_or_poison(ddp_group *group, const char *who, ddp_result mine, const char *what) {
+    ddp_result result = ddp_agree(group, who, mine, ddp_hash(DDP_HASH_SEED, what, strlen(what)), what);
+    if (result != DDP_ERR_MISMATCH) return result;
+    ddp_group_poison(group, result, ddp_last_error());
+    ddp__store(&group->cause_seen, 1);
+    return ddp__deliver(group, result);
+}
+
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out) {
     DDP_PUBLIC_CALL(ddp_group_alloc);
+    char what[64];
     if (out) *out = NULL;
     DDP__NEED(group && out, "group or out is NULL");
     DDP__CHECK(__func__, group, size_bytes > 0, "size_bytes is 0");
-    return group->backend->alloc(group, group->state, size_bytes, out);
+    const ddp_backend *backend = group->backend;
+    ddp__allocation *a = (ddp__allocation *)ddp__group_calloc(group, sizeof *a);
+    snprintf(what, sizeof what, "ddp_group_alloc size_bytes=%zu", size_bytes);
+    ddp_result result = ddp__agree_or_poison(group, __func__, a ? DDP_OK : DDP_ERR_NO_MEMORY, what);
+    if (result == DDP_OK) {
+        if (backend->alloc) result = backend->alloc(group, group->state, size_bytes, &a->memory);
+        else if (!(a->memory = ddp__group_calloc(group, size_bytes))) result = DDP_ERR_NO_MEMORY;
+        result = ddp_agree(group, __func__, result, 0, "");
+        if (result != DDP_OK && a->memory && backend->free) backend->free(group, group->state, a->memory);
+    }
+    if (result != DDP_OK) {
+        if (a) ddp__allocation_free(group, a);
+        return result;
+    }
+    a->number = ++group->allocation_count;
+    a->next = group->allocations;
+    group->allocations = a;
+    *out = a->memory;
+    return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
     DDP_PUBLIC_CALL(ddp_group_free);
+    char what[64];
     DDP__NEED(group, "group is NULL");
     DDP__NOT_FORKED(group, __func__);
-    return memory ? group->backend->free(group, group->state, memory) : DDP_OK;
+    if (!memory) return DDP_OK;
+    ddp__allocation **link = &group->allocations, *a;
+    while (*link && (*link)->memory != memory) link = &(*link)->next;
+    a = *link;
+    DDP__CHECK(__func__, group, a, "%p did not come from ddp_group_alloc of this group", memory);
+    snprintf(what, sizeof what, "ddp_group_free block=%llu", (unsigned long long)a->number);
+    ddp_result result = ddp__agree_or_poison(group, __func__, DDP_OK, what); /* no rank reads it any more */
+    *link = a->next;
+    if (group->backend->free) {
+        ddp_result freed = group->backend->free(group, group->state, memory);
+        if (result == DDP_OK) result = freed;
+    }
+    ddp__allocation_free(group, a);
+    return result;
 }
 
 #if defined(DDP_USE_MPI)
@@ -7399,15 +7399,13 @@ static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request
 
 /* Peers of this machine read it in place. */
 static ddp_result ddp__mpi_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
-    ddp_group *local = ((ddp__mpi *)state)->local;
-    return ddp__alloc_by(group, local->backend, local, local->state, size_bytes, out);
+    (void)group;
+    return ddp_group_alloc(((ddp__mpi *)state)->local, size_bytes, out);
 }
 
-/* In its turn: calls of this machine's group belong to whoever carries out the whole group's. */
 static ddp_result ddp__mpi_free(ddp_group *group, void *state, void *memory) {
-    ddp_group *local = ((ddp__mpi *)state)->local;
-    ddp_result turn = ddp__agree(group, DDP__FOR_FREE, 0), result = local->backend->free(local, local->state, memory);
-    return turn == DDP_OK ? result : turn;
+    (void)group;
+    return ddp_group_free(((ddp__mpi *)state)->local, memory);
 }
 
 /* Late notices may be under way: the communicator and the state stay until MPI ends. */
