@@ -441,15 +441,24 @@ typedef struct ddp__cuda_thread {
 
 static thread_local ddp__cuda_thread ddp__cuda_mine;
 
+/* The result of a CUDA call. `call` is its name, `function` what made it. */
 static ddp_result ddp__cuda_fail(cudaError_t error, const char *function, const char *call) {
+    if (error == cudaSuccess) return DDP_OK;
     DDP__CUDA_RUNTIME->clear_error(); /* or the user's next cudaGetLastError would show what is reported here */
     return ddp_fail(error == cudaErrorMemoryAllocation ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE, "%s: %s: %s (%s)", function, call,
                     cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
 /* Returns from the function with the failure of a CUDA call; `called` is its name. */
-#define DDP__CUDA_DO(function, called, call) \
-    do { cudaError_t ddp__error = (call); if (ddp__error != cudaSuccess) return ddp__cuda_fail(ddp__error, function, called); } while (0)
+#define DDP__CUDA_DO(function, called, call) DDP_TRY(ddp__cuda_fail(call, function, called))
+
+/* The result of a query: *done = 1 once the work has finished. CUDA keeps "not ready" as an error until it is cleared. */
+static ddp_result ddp__cuda_query(cudaError_t error, const char *function, const char *call, int *done) {
+    *done = error == cudaSuccess;
+    if (error != cudaErrorNotReady) return ddp__cuda_fail(error, function, call);
+    DDP__CUDA_RUNTIME->clear_error();
+    return DDP_OK;
+}
 
 /* For functions that return nothing. */
 static void ddp__cuda_keep(ddp_result result) {
@@ -460,22 +469,18 @@ static void ddp__cuda_keep(ddp_result result) {
 }
 
 static void ddp__cuda_keep_error(cudaError_t error, const char *function, const char *call) {
-    if (error != cudaSuccess) ddp__cuda_keep(ddp__cuda_fail(error, function, call));
+    ddp__cuda_keep(ddp__cuda_fail(error, function, call));
 }
 
 //== choosing a device =============================================================================== >>impl-pick
 
-/* What ranks tell each other. */
-typedef struct ddp__cuda_seat {
-    int32_t result;
+/* The device of a rank, as ranks compare them. */
+typedef struct ddp__cuda_slot {
     int32_t device;
     int32_t allow_shared;
-    int32_t choice;  /* of the group to be made: engine and order, which are equal on all ranks */
-    int32_t shared;  /* found out by all: some device has several ranks */
     unsigned char uuid[16];
     char host[64];
-    char text[400]; /* result is not 0: the cause */
-} ddp__cuda_seat;
+} ddp__cuda_slot;
 
 static void ddp__cuda_uuid_text(char out[48], const unsigned char uuid[16]) {
     int at = snprintf(out, 48, "GPU-");
@@ -509,7 +514,7 @@ static ddp_result ddp__cuda_by_uuid(const char *wanted, int count, int *device) 
     unsigned char uuid[16];
     *device = -1;
     for (int i = 0; i < count; i++) {
-        DDP__CUDA_DO("ddp_cuda_pick", "cudaGetDeviceProperties", DDP__CUDA_RUNTIME->device_identity(i, name, uuid));
+        DDP__CUDA_DO("on this machine", "cudaGetDeviceProperties", DDP__CUDA_RUNTIME->device_identity(i, name, uuid));
         ddp__cuda_uuid_text(text, uuid);
         if (!ddp__cuda_uuid_begins(text, wanted)) continue;
         if (*device >= 0)
@@ -522,7 +527,7 @@ static ddp_result ddp__cuda_by_uuid(const char *wanted, int count, int *device) 
 }
 
 /* given: the device that ddp_launch or a communicator names; -1 = none. A launcher that shows each rank one
-   GPU (CUDA_VISIBLE_DEVICES) numbers it 0 on every rank; ddp__cuda_compare finds ranks that share it. */
+   GPU (CUDA_VISIBLE_DEVICES) numbers it 0 on every rank; ddp__cuda_pick finds ranks that share it. */
 static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_rank, int given, int count, int *device) {
     char present[300];
     const char *remedy = "";
@@ -548,67 +553,55 @@ static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_
                     by_local_rank ? ", the number of this local rank" : "", present, remedy);
 }
 
-/* What this rank wants and whether it is there. */
-static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_rank, int given, ddp__cuda_seat *seat) {
+/* The device that this rank asks for, if it is present. */
+static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_rank, int given, ddp__cuda_slot *slot) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    int count = 0, device = -1;
+    int count = 0;
     char name[256];
     cudaError_t error;
     if (desc->devices && desc->uuid) return ddp_fail(DDP_ERR_INVALID, "set devices or uuid, not both");
     if (!desc->devices != !desc->device_count || desc->device_count < 0) return ddp_fail(DDP_ERR_INVALID, "set both devices and device_count, or neither");
     error = cuda->device_count(&count);
-    if (error != cudaSuccess && error != cudaErrorNoDevice) return ddp__cuda_fail(error, "on this machine", "cudaGetDeviceCount");
     if (error == cudaErrorNoDevice) { cuda->clear_error(); count = 0; }
-    DDP_TRY(desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &device) : ddp__cuda_by_number(desc, local_rank, given, count, &device));
-    DDP__CUDA_DO("on this machine", "cudaGetDeviceProperties", cuda->device_identity(device, name, seat->uuid));
-    seat->device = device;
-    return DDP_OK;
+    else DDP_TRY(ddp__cuda_fail(error, "on this machine", "cudaGetDeviceCount"));
+    DDP_TRY(desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &slot->device) : ddp__cuda_by_number(desc, local_rank, given, count, &slot->device));
+    return ddp__cuda_fail(cuda->device_identity(slot->device, name, slot->uuid), "on this machine", "cudaGetDeviceProperties");
 }
 
-/* The same sentence on every rank: the first one that found nothing, then the first two that share. */
-static ddp_result ddp__cuda_compare(const ddp__cuda_seat *seats, int rank, int world_size) {
+/* Chooses the device of this rank: *mine. Collective over control; NULL = one rank.
+     given    the device of the user's communicator; -1 = none
+     result   this rank's result so far
+     equal    describes what must be equal on all ranks; may be empty
+     *shared  1 = two ranks have the same device
+   Returns the same result on all ranks. */
+static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int given, ddp_result result, const char *equal,
+                                 ddp__cuda_slot *mine, int *shared) {
+    const char *who = "ddp_cuda_pick";
+    int world_size = control ? ddp_world_size(control) : 1;
     char uuid[48];
-    for (int i = 0; i < world_size; i++)
-        if (seats[i].result != DDP_OK)
-            return ddp_fail((ddp_result)seats[i].result, "rank %d/%d ddp_cuda_pick: rank %d on host %s: %s", rank, world_size, i, seats[i].host, seats[i].text);
-    for (int i = 1; i < world_size; i++)
-        if (seats[i].choice != seats[0].choice)
-            return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_cuda_group_create: ranks 0 and %d set another engine or order, or only one of them comm: these "
-                            "are equal on all ranks", rank, world_size, i);
-    for (int i = 0; i < world_size; i++)
-        for (int k = i + 1; k < world_size; k++) {
-            if (memcmp(seats[i].uuid, seats[k].uuid, 16) != 0 || (seats[i].allow_shared && seats[k].allow_shared)) continue;
-            ddp__cuda_uuid_text(uuid, seats[i].uuid);
-            return ddp_fail(DDP_ERR_INVALID, "rank %d/%d ddp_cuda_pick: ranks %d and %d on host %s both took device %d (%s): give each rank a device of its "
-                            "own in devices, start fewer ranks, or set allow_shared", rank, world_size, i, k, seats[k].host, seats[k].device, uuid);
-        }
-    return DDP_OK;
-}
-
-/* choice -1: this rank has found the rest wrong already, and says so. */
-static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int given, int choice, ddp__cuda_seat *mine) {
-    int rank = control ? ddp_rank(control) : 0, world_size = control ? ddp_world_size(control) : 1;
-    ddp__cuda_seat *seats;
-    ddp_result result;
+    ddp__cuda_slot *slots;
+    *shared = 0;
     memset(mine, 0, sizeof *mine);
     if (gethostname(mine->host, sizeof mine->host - 1) != 0) snprintf(mine->host, sizeof mine->host, "unknown");
     mine->allow_shared = desc->allow_shared;
-    mine->choice = choice;
     if (given < 0 && control) given = ddp_group_device_index(control);
-    mine->result = choice < 0 ? DDP_ERR_INVALID : ddp__cuda_choose(desc, control ? ddp_local_rank(control) : 0, given, mine);
-    if (mine->result != DDP_OK) snprintf(mine->text, sizeof mine->text, "%.399s", ddp_last_error());
-    if (!control) return ddp__cuda_compare(mine, rank, world_size);
-    seats = (ddp__cuda_seat *)ddp_host_alloc(control, sizeof *seats * (size_t)world_size);
-    result = ddp_agree(control, "ddp_cuda_pick", seats ? DDP_OK : DDP_ERR_NO_MEMORY, 0, "");
-    if (result != DDP_OK) {
-        ddp_host_free(control, seats);
-        return result;
-    }
-    result = ddp_all_gather(control, mine, seats, sizeof *seats, DDP_U8, NULL);
-    if (result == DDP_OK) result = ddp__cuda_compare(seats, rank, world_size);
+    if (result == DDP_OK) result = ddp__cuda_choose(desc, control ? ddp_local_rank(control) : 0, given, mine);
+    if (result != DDP_OK) ddp_fail_in(result, who, control, "on host %s: %s", mine->host, ddp_last_error());
+    if (!control) return result;
+    slots = (ddp__cuda_slot *)ddp_host_alloc(control, sizeof *slots * (size_t)world_size);
+    if (result == DDP_OK && !slots) result = DDP_ERR_NO_MEMORY;
+    result = ddp_agree(control, who, result, ddp_hash(DDP_HASH_SEED, equal, strlen(equal)), equal);
+    if (result == DDP_OK) result = ddp_all_gather(control, mine, slots, sizeof *slots, DDP_U8, NULL);
     for (int i = 0; i < world_size && result == DDP_OK; i++)
-        for (int k = i + 1; k < world_size; k++) mine->shared |= memcmp(seats[i].uuid, seats[k].uuid, 16) == 0;
-    ddp_host_free(control, seats);
+        for (int k = i + 1; k < world_size && result == DDP_OK; k++) {
+            if (memcmp(slots[i].uuid, slots[k].uuid, 16) != 0) continue;
+            *shared = 1;
+            if (slots[i].allow_shared && slots[k].allow_shared) continue;
+            ddp__cuda_uuid_text(uuid, slots[i].uuid);
+            result = ddp_fail_in(DDP_ERR_INVALID, who, control, "ranks %d and %d on host %s both took device %d (%s): give each rank a device of its own in "
+                                 "devices, start fewer ranks, or set allow_shared", i, k, slots[k].host, slots[k].device, uuid);
+        }
+    ddp_host_free(control, slots);
     return result;
 }
 
@@ -1892,16 +1885,16 @@ typedef struct ddp__cuda_lanes {
     int owns_comm;
     void *products;         /* from the first product by cuBLASLt on */
     void (*close_products)(ddp_group *group, void *products);
-    ddp_result failed;      /* not DDP_OK: opening did, for the reason in text. The backend, which opens next, lets all ranks know */
-    char text[160];
+    ddp_saved_error failed; /* of opening. The backend, which opens next, reports it to all ranks */
 } ddp__cuda_lanes;
 
 static ddp__cuda_lanes *ddp__cuda_lanes_of(const ddp_group *group) { return (ddp__cuda_lanes *)ddp_group_device_state(group); }
 
 static ddp_result ddp__cuda_group_fail(const ddp_group *group, cudaError_t error, const char *call) {
     char who[96];
+    if (error == cudaSuccess) return DDP_OK;
     snprintf(who, sizeof who, "rank %d/%d group=%s", ddp_rank(group), ddp_world_size(group), ddp_group_name(group));
-    return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, who, call);
+    return ddp__cuda_fail(error, who, call);
 }
 
 /* A group that ddp_cuda_group_create did not make takes the thread's device and stream as they are. */
@@ -1910,28 +1903,23 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
     const ddp__cuda_lanes *from = parent ? ddp__cuda_lanes_of(parent) : NULL;
     const ddp__cuda_seed *seed = from ? NULL : (const ddp__cuda_seed *)ddp_group_backend_user(group);
     ddp__cuda_lanes *lanes = (ddp__cuda_lanes *)ddp_host_alloc(group, sizeof *lanes);
-    const char *call = "cudaSetDevice";
-    cudaError_t error = cudaSuccess;
+    ddp_result result;
+    *state = lanes;
     if (!lanes) return DDP_ERR_NO_MEMORY;
     memset(lanes, 0, sizeof *lanes);
     lanes->stream[DDP_STREAM_COMPUTE] = from ? from->stream[DDP_STREAM_COMPUTE] : seed ? seed->stream : ddp__cuda_mine.stream;
     if (seed) lanes->stream[DDP_STREAM_COMM] = seed->comm_stream;
-    if (from || seed) error = cuda->set_device(lanes->device = from ? from->device : seed->device);
-    else error = cuda->get_device(&lanes->device);
-    lanes->owns_comm = !lanes->stream[DDP_STREAM_COMM];
-    if (error == cudaSuccess && lanes->owns_comm) {
-        call = "cudaStreamCreateWithPriority";
-        error = cuda->stream_create(&lanes->stream[DDP_STREAM_COMM], 1);
+    if (from || seed) result = ddp__cuda_fail(cuda->set_device(lanes->device = from ? from->device : seed->device), "making the group", "cudaSetDevice");
+    else result = ddp__cuda_fail(cuda->get_device(&lanes->device), "making the group", "cudaGetDevice");
+    if (result == DDP_OK && !lanes->stream[DDP_STREAM_COMM]) {
+        result = ddp__cuda_fail(cuda->stream_create(&lanes->stream[DDP_STREAM_COMM], 1), "making the group", "cudaStreamCreateWithPriority");
+        lanes->owns_comm = result == DDP_OK;
     }
-    *state = lanes;
-    if (error == cudaSuccess) return DDP_OK;
-    lanes->owns_comm = 0;
-    lanes->failed = ddp__cuda_fail(error, "making the group", call);
-    snprintf(lanes->text, sizeof lanes->text, "%.159s", ddp_last_error());
-    if (from || seed) return DDP_OK;
+    ddp_error_save(&lanes->failed, result);
+    if (result == DDP_OK || from || seed) return DDP_OK;
     ddp_host_free(group, lanes);
     *state = NULL;
-    return ddp_fail(DDP_ERR_ENGINE, "rank %d/%d group=%s: %s", ddp_rank(group), ddp_world_size(group), ddp_group_name(group), ddp_last_error());
+    return ddp_fail_in(DDP_ERR_ENGINE, "ddp_group_create", group, "%s", ddp_last_error());
 }
 
 static void ddp__cuda_device_close(ddp_group *group, void *state) {
@@ -1951,10 +1939,11 @@ static ddp_result ddp__cuda_device_check(ddp_group *) { return ddp_cuda_check();
 
 static ddp_result ddp__cuda_event_make(ddp_group *group, void **event) {
     cudaEvent_t made = NULL;
-    cudaError_t placed = DDP__CUDA_RUNTIME->set_device(ddp__cuda_lanes_of(group)->device), error = placed;
-    if (placed == cudaSuccess) error = DDP__CUDA_RUNTIME->event_create(&made);
+    *event = NULL;
+    DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(ddp__cuda_lanes_of(group)->device), "cudaSetDevice"));
+    DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->event_create(&made), "cudaEventCreateWithFlags"));
     *event = made;
-    return ddp__cuda_group_fail(group, error, placed == cudaSuccess ? "cudaEventCreateWithFlags" : "cudaSetDevice");
+    return DDP_OK;
 }
 
 static void ddp__cuda_event_unmake(ddp_group *, void *event) { DDP__CUDA_RUNTIME->event_destroy((cudaEvent_t)event); }
@@ -1970,14 +1959,14 @@ static ddp_result ddp__cuda_event_follow(ddp_group *group, ddp_stream_kind lane,
 /* While a graph is captured nothing runs, and asking would spoil the capture. */
 static ddp_result ddp__cuda_event_done(ddp_group *group, void *event, int *done) {
     int capturing = 0;
-    cudaError_t error = DDP__CUDA_RUNTIME->stream_capturing(ddp__cuda_lanes_of(group)->stream[DDP_STREAM_COMM], &capturing);
+    cudaError_t error;
     *done = 0;
-    if (error == cudaSuccess && capturing)
-        return ddp_fail(DDP_ERR_INVALID, "rank %d/%d group=%s ddp_test: the stream is being captured into a graph, and nothing runs until that is launched",
-                        ddp_rank(group), ddp_world_size(group), ddp_group_name(group));
-    if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->event_query((cudaEvent_t)event);
-    *done = error != cudaErrorNotReady; /* ddp_wait tells a failure */
-    return error == cudaErrorNotReady ? DDP_OK : ddp__cuda_group_fail(group, error, "cudaEventQuery");
+    DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->stream_capturing(ddp__cuda_lanes_of(group)->stream[DDP_STREAM_COMM], &capturing), "cudaStreamIsCapturing"));
+    if (capturing)
+        return ddp_fail_in(DDP_ERR_INVALID, "ddp_test", group, "the stream is being captured into a graph, and nothing runs until that is launched");
+    error = DDP__CUDA_RUNTIME->event_query((cudaEvent_t)event);
+    *done = error != cudaErrorNotReady; /* ddp_wait reports a failure */
+    return *done ? ddp__cuda_group_fail(group, error, "cudaEventQuery") : DDP_OK;
 }
 
 /* A call as ranks compare it; seq 0 = none. */
@@ -2512,7 +2501,7 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     return ddp__nccl_close_group(n, result);
 }
 
-static ddp_result ddp__nccl_vote(ddp__nccl *n, ddp_result mine, const char *who);
+static ddp_result ddp__nccl_agree(ddp__nccl *n, ddp_result mine, const char *who);
 
 /* Grows the scratch to bytes, or leaves it as it is while a graph is captured, which then has more rounds: after the first call of a size nothing is
    allocated. cudaFree waits for the whole device: no rank goes on before all have freed, as what it would begin may wait for one that shares the device. */
@@ -2529,7 +2518,7 @@ static ddp_result ddp__nccl_scratch(ddp__nccl *n, size_t bytes) {
     if (error == cudaSuccess) { call = "cudaFree"; error = cuda->free(n->scratch); n->scratch = NULL; }
     if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&n->scratch, size); }
     if (error == cudaSuccess) n->scratch_bytes = size;
-    return ddp__nccl_vote(n, ddp__cuda_group_fail(n->group, error, call), "making room for a sum in tree order");
+    return ddp__nccl_agree(n, ddp__cuda_group_fail(n->group, error, call), "making room for a sum in tree order");
 }
 
 static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) {
@@ -2979,14 +2968,6 @@ static void *ddp__nccl_watch(void *argument) {
 
 //== NCCL: groups and group memory ================================================================== >>impl-nccl-group
 
-/* ddp_agree, with rank 0's data for every rank (NULL = none). */
-static ddp_result ddp__cuda_vote_on(ddp_group *control, ddp_result mine, const char *who,
-                                    unsigned char data[128]) {
-    ddp_result result = ddp_agree(control, who, mine, 0, "");
-    if (result != DDP_OK || !data) return result;
-    return ddp_broadcast(control, data, 128, DDP_U8, 0, NULL);
-}
-
 /* A call over control of a group that is there: when the group fails meanwhile, its watchdog ends the call, and the group's cause is the reason. */
 static ddp_result ddp__nccl_over_control(ddp__nccl *n, ddp_result result, const char *who) {
     ddp_result status;
@@ -2995,8 +2976,8 @@ static ddp_result ddp__nccl_over_control(ddp__nccl *n, ddp_result result, const 
                     ddp_last_error());
 }
 
-static ddp_result ddp__nccl_vote(ddp__nccl *n, ddp_result mine, const char *who) {
-    return ddp__nccl_over_control(n, ddp__cuda_vote_on(n->control, mine, who, NULL), who);
+static ddp_result ddp__nccl_agree(ddp__nccl *n, ddp_result mine, const char *who) {
+    return ddp__nccl_over_control(n, ddp_agree(n->control, who, mine, 0, ""), who);
 }
 
 static void ddp__nccl_delete(ddp__nccl *n) {
@@ -3030,7 +3011,7 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     pthread_cond_init(&n->changed, &clock);
     pthread_condattr_destroy(&clock);
-    *result = n->lanes->failed == DDP_OK ? DDP_OK : ddp_fail(n->lanes->failed, "%s", n->lanes->text);
+    *result = ddp_error_restore(&n->lanes->failed);
     if (*result != DDP_OK) return n;
     error = cuda->set_device(n->lanes->device);
     if (error == cudaSuccess) call = "cudaEventCreateWithFlags";
@@ -3108,7 +3089,7 @@ static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_result result, void **state
     return ddp_fail(result, "%s", text);
 }
 
-/* Ranks vote before each step that needs all of them, so that they leave together. */
+/* Ranks agree before each step that needs all of them. */
 static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     const ddp__cuda_seed *seed = (const ddp__cuda_seed *)ddp_group_backend_user(group);
     const char *who = "ddp_cuda_group_create";
@@ -3121,13 +3102,14 @@ static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     if (result == DDP_OK && seed->comm) result = ddp__nccl_adopt(n, (ncclComm_t)seed->comm);
     else if (result == DDP_OK && n->rank == 0)
         result = ddp__nccl_error(ncclGetUniqueId(&id), "ncclGetUniqueId");
-    result = ddp__cuda_vote_on(seed->control, result, who, (unsigned char *)id.internal);
+    result = ddp_agree(seed->control, who, result, 0, "");
+    if (result == DDP_OK && !seed->comm) result = ddp_broadcast(seed->control, id.internal, sizeof id.internal, DDP_U8, 0, NULL);
     if (!n) return result;
     if (result == DDP_OK) result = ddp_group_split(seed->control, 0, n->rank, &n->control);
     if (result == DDP_OK) result = ddp_group_split(n->control, 0, n->rank, &n->watch);
-    if (result == DDP_OK) result = ddp__cuda_vote_on(seed->control, ddp__nccl_start(n), who, NULL);
+    if (result == DDP_OK) result = ddp_agree(seed->control, who, ddp__nccl_start(n), 0, "");
     if (result == DDP_OK && !seed->comm)
-        result = ddp__cuda_vote_on(seed->control, ddp__nccl_init(n, &id), who, NULL);
+        result = ddp_agree(seed->control, who, ddp__nccl_init(n, &id), 0, "");
     return ddp__nccl_finish(n, result, state);
 }
 
@@ -3163,16 +3145,16 @@ static ddp_result ddp__nccl_split(ddp_group *, void *state, ddp_group *child, co
     *child_state = NULL;
     if (child) n = ddp__nccl_new(child, &result);
     else if (member_count > 0) result = DDP_ERR_NO_MEMORY;
-    result = ddp__nccl_vote(p, result, who);
-    if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_split_comm(p, color, key, &made), who);
+    result = ddp__nccl_agree(p, result, who);
+    if (result == DDP_OK) result = ddp__nccl_agree(p, ddp__nccl_split_comm(p, color, key, &made), who);
     if (result == DDP_OK) result = ddp__nccl_over_control(p, ddp_group_split(p->control, color, key, &control), who);
-    if (!n) return result == DDP_OK ? ddp__nccl_vote(p, result, who) : result;
+    if (!n) return result == DDP_OK ? ddp__nccl_agree(p, result, who) : result;
     n->comm = made;
     n->owns_comm = 1;
     n->control = control;
     if (control) ddp_group_set_local(child, ddp_local_rank(control), ddp_local_world_size(control));
     if (result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watch);
-    if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_start(n), who);
+    if (result == DDP_OK) result = ddp__nccl_agree(p, ddp__nccl_start(n), who);
     return ddp__nccl_finish(n, result, child_state);
 }
 
@@ -3237,7 +3219,7 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
         if (error == cudaSuccess && result == DDP_OK) { call = "cudaStreamSynchronize"; error = cuda->synchronize(n->lanes->stream[DDP_STREAM_COMM]); }
         if (result == DDP_OK && error != cudaSuccess) result = ddp__cuda_fail(error, "allocating group memory", call);
     }
-    result = ddp__nccl_vote(n, result, "ddp_group_alloc");
+    result = ddp__nccl_agree(n, result, "ddp_group_alloc");
     if (result == DDP_OK) result = ddp__nccl_begin(n, "ncclCommWindowRegister");
     if (result == DDP_OK) {
         ddp__nccl_register(n, region, size);
@@ -3268,7 +3250,7 @@ static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
     *link = region->next;
     ddp__nccl_release(n, region);
     ddp_result result = ddp__cuda_group_fail(group, error, "cudaStreamSynchronize");
-    return ddp__nccl_status(group, n) == DDP_OK ? ddp__nccl_vote(n, result, "ddp_group_free") : result;
+    return ddp__nccl_status(group, n) == DDP_OK ? ddp__nccl_agree(n, result, "ddp_group_free") : result;
 }
 
 /* 1 = every rank has finished its calls and destroys the group too, within DDP__NCCL_PATIENCE_MS. */
@@ -3337,12 +3319,6 @@ static const ddp_backend *ddp__cuda_nccl_backend(void) {
 #define DDP__CUDA_STAGE ((size_t)1 << 21) /* bytes of a round on one side; there are two rounds of two sides */
 #endif
 
-/* What each rank says of a call before anything moves: why it cannot take part, or which call it makes, as text that is compared. */
-typedef struct ddp__cuda_word {
-    int32_t result;
-    char text[252];
-} ddp__cuda_word;
-
 typedef struct ddp__cuda_region {
     void *memory;
     uint64_t number; /* of the allocation, the same on all ranks */
@@ -3370,26 +3346,24 @@ typedef struct ddp__cuda_staged {
     cudaStream_t stream, message_stream;
     cudaEvent_t ready, down[2];
     unsigned char *memory;         /* in 0, in 1, out 0, out 1; pinned, from the first call on */
-    ddp__cuda_word *words;         /* of all ranks */
     ddp__cuda_region *regions;
     uint64_t region_count;
     pthread_mutex_t lock;          /* of all that follows */
     ddp__cuda_message *coming, **coming_end, *free_messages, *all_messages;
 } ddp__cuda_staged;
 
-static ddp_result ddp__cuda_staged_error(cudaError_t error, const char *call) {
-    return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, "staging through the host", call);
-}
+#define DDP__CUDA_STAGED "staging through the host"
+static ddp_result ddp__cuda_staged_error(cudaError_t error, const char *call) { return ddp__cuda_fail(error, DDP__CUDA_STAGED, call); }
 
-/* Calls run on threads of their own, too: the device is that of a thread, which has its own again when the visit is over. */
-struct ddp__cuda_visit {
+/* Makes a device current for this thread until the end of the block. Calls run on several threads, and each has its own current device. */
+struct ddp__cuda_device_guard {
     int before, device;
     ddp_result result;
-    __forceinline__ explicit ddp__cuda_visit(int there) : before(there), device(there) {
+    __forceinline__ explicit ddp__cuda_device_guard(int number) : before(number), device(number) {
         result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->get_device(&before), "cudaGetDevice");
         if (before != device) result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->set_device(device), "cudaSetDevice");
     }
-    __forceinline__ ~ddp__cuda_visit() { if (before != device) DDP__CUDA_RUNTIME->set_device(before); }
+    __forceinline__ ~ddp__cuda_device_guard() { if (before != device) DDP__CUDA_RUNTIME->set_device(before); }
 };
 
 /* The cause of either group. Its line is the bare cause. */
@@ -3419,20 +3393,18 @@ static ddp_result ddp__cuda_staged_failed(ddp__cuda_staged *s, ddp_result result
 
 /* Waits until the GPU has passed an event, or the group fails. */
 static ddp_result ddp__cuda_staged_await(ddp__cuda_staged *s, cudaEvent_t event, const char *what) {
-    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     int timeout_ms = ddp_group_timeout_ms(s->owner);
     double deadline = ddp_now() + timeout_ms * 1e-3;
-    cudaError_t error;
-    for (int tries = 0; (error = cuda->event_query(event)) == cudaErrorNotReady; tries++) {
+    int done = 0;
+    for (int tries = 0;; tries++) {
+        DDP_TRY(ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(event), DDP__CUDA_STAGED, "cudaEventQuery", &done));
+        if (done) return DDP_OK;
         if (tries < 2000) { sched_yield(); continue; }
         usleep(50);
-        if (ddp__cuda_staged_status(NULL, s) != DDP_OK) { cuda->clear_error(); return DDP_ERR_POISONED; }
+        if (ddp__cuda_staged_status(NULL, s) != DDP_OK) return DDP_ERR_POISONED;
         if (ddp_now() <= deadline) continue;
-        cuda->clear_error();
         return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: the GPU of rank %d has not finished %s", timeout_ms, s->rank, what);
     }
-    cuda->clear_error(); /* not ready is kept as an error */
-    return ddp__cuda_staged_error(error, "cudaEventQuery");
 }
 
 /* --- agreeing --- */
@@ -3445,18 +3417,11 @@ static ddp_result ddp__cuda_staged_memory(ddp__cuda_staged *s) {
     return DDP_OK;
 }
 
-/* Ranks tell each other the same text, or why one cannot take part (mine): the same result and line on every rank. */
+/* ddp_agree on a call that `text` describes. The error line is the bare cause, the same on every rank. */
 static ddp_result ddp__cuda_staged_agree(ddp__cuda_staged *s, ddp_result mine, const char *text) {
-    ddp__cuda_word word = DDP_ZERO;
-    word.result = mine;
-    snprintf(word.text, sizeof word.text, "%.251s", mine == DDP_OK ? text : ddp_last_error());
-    DDP_TRY(ddp_all_gather(s->control, &word, s->words, sizeof word, DDP_U8, NULL));
-    for (int r = 0; r < s->world_size; r++)
-        if (s->words[r].result != DDP_OK) return ddp_fail((ddp_result)s->words[r].result, "rank %d: %s", r, s->words[r].text);
-    for (int r = 1; r < s->world_size; r++)
-        if (strcmp(s->words[r].text, s->words[0].text) != 0)
-            return ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank 0 %s, rank %d %s", s->words[0].text, r, s->words[r].text);
-    return DDP_OK;
+    ddp_result result = ddp_agree(s->control, "a staged group", mine, ddp_hash(DDP_HASH_SEED, text, strlen(text)), text);
+    const char *cause = result == DDP_OK ? NULL : strstr(ddp_last_error(), ": "); /* behind "rank 0/2 ddp_barrier group=world.0" */
+    return cause ? ddp_fail(result, "%s", cause + 2) : result;
 }
 
 /* --- rounds --- */
@@ -3602,8 +3567,8 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
         result = ddp_group_call(s->control, call, NULL);
         return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 0);
     }
-    const ddp__cuda_visit visit(s->device);
-    result = visit.result == DDP_OK ? ddp__cuda_staged_memory(s) : visit.result;
+    const ddp__cuda_device_guard guard(s->device);
+    result = guard.result == DDP_OK ? ddp__cuda_staged_memory(s) : guard.result;
     ddp__cuda_plan(s, call, &p);
     ddp__cuda_describe(text, sizeof text, &mark);
     if (result == DDP_OK) result = ddp__cuda_staged_fence(s->stream, s->ready);
@@ -3677,8 +3642,8 @@ static ddp_result ddp__cuda_message_start(ddp__cuda_staged *s, ddp__cuda_message
 
 static ddp_result ddp__cuda_staged_p2p_start(ddp_group *, void *state, const ddp_call *call, void **request) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
-    const ddp__cuda_visit visit(s->device);
-    ddp_result result = visit.result;
+    const ddp__cuda_device_guard guard(s->device);
+    ddp_result result = guard.result;
     ddp__cuda_message *m = NULL;
     pthread_mutex_lock(&s->lock);
     if (result == DDP_OK && !(m = ddp__cuda_message_take(s, call->count * ddp_dtype_size(call->dtype)))) result = DDP_ERR_NO_MEMORY;
@@ -3729,8 +3694,8 @@ static ddp_result ddp__cuda_message_poll(ddp__cuda_staged *s, ddp__cuda_message 
 static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *, void *state, void *request, int *done) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     ddp__cuda_message *m = (ddp__cuda_message *)request;
-    const ddp__cuda_visit visit(s->device);
-    ddp_result result = visit.result;
+    const ddp__cuda_device_guard guard(s->device);
+    ddp_result result = guard.result;
     *done = 0;
     pthread_mutex_lock(&s->lock);
     if (result == DDP_OK) ddp__cuda_messages_send(s);
@@ -3750,75 +3715,62 @@ static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *, void *state, void *requ
 typedef struct ddp__cuda_staged_task {
     ddp__cuda_staged *s;
     size_t size_bytes;
-    ddp__cuda_region **link; /* where the region hangs that is given back */
-    void *memory;
+    ddp__cuda_region **link; /* ddp_group_free: where the region hangs. NULL = ddp_group_alloc */
+    void *memory;            /* ddp_group_alloc: the new memory */
 } ddp__cuda_staged_task;
 
-/* Both run in issue order with the collectives, as they use the same CPU group. */
-static ddp_result ddp__cuda_staged_alloc_task(ddp_group *group, void *argument) {
+/* ddp_group_alloc and ddp_group_free run in issue order with the collectives, because they use the same CPU group. */
+static ddp_result ddp__cuda_staged_memory_task(ddp_group *group, void *argument) {
     ddp__cuda_staged_task *task = (ddp__cuda_staged_task *)argument;
     ddp__cuda_staged *s = task->s;
-    ddp__cuda_region *region = (ddp__cuda_region *)ddp_host_alloc(group, sizeof *region);
+    ddp__cuda_region *region = task->link ? *task->link : (ddp__cuda_region *)ddp_host_alloc(group, sizeof *region);
+    const char *who = task->link ? "ddp_group_free" : "ddp_group_alloc";
     char text[64];
-    const ddp__cuda_visit visit(s->device);
-    ddp_result result = visit.result != DDP_OK ? visit.result : region ? ddp__cuda_device_alloc(group, task->size_bytes, &task->memory) : DDP_ERR_NO_MEMORY;
-    snprintf(text, sizeof text, "%s size_bytes=%llu", ddp_public_call_name("ddp_group_alloc"), (unsigned long long)task->size_bytes);
+    cudaError_t error = cudaSuccess;
+    const ddp__cuda_device_guard guard(s->device);
+    ddp_result result = guard.result;
+    snprintf(text, sizeof text, "ddp_group_alloc size_bytes=%llu", (unsigned long long)task->size_bytes);
+    if (task->link) {
+        snprintf(text, sizeof text, "ddp_group_free of block %llu", (unsigned long long)region->number);
+        *task->link = region->next;
+    } else if (region) {
+        memset(region, 0, sizeof *region);
+        if (result == DDP_OK) result = ddp__cuda_device_alloc(group, task->size_bytes, &region->memory);
+    } else result = DDP_ERR_NO_MEMORY;
     result = ddp__cuda_staged_agree(s, result, text);
-    if (result != DDP_OK) {
-        char line[DDP__CUDA_TEXT];
-        if (result != DDP_ERR_NO_MEMORY) result = ddp__cuda_staged_failed(s, result, 0);
-        snprintf(line, sizeof line, "%s", ddp_last_error());
-        if (task->memory) DDP__CUDA_RUNTIME->free(task->memory);
-        task->memory = NULL;
-        ddp_host_free(group, region);
-        result = ddp_fail(result, "rank %d/%d %s: %s", s->rank, s->world_size, ddp_public_call_name("ddp_group_alloc"), line);
-    } else {
-        region->memory = task->memory, region->number = ++s->region_count, region->next = s->regions;
+    if (result == DDP_OK && !task->link) {
+        task->memory = region->memory;
+        region->number = ++s->region_count;
+        region->next = s->regions;
         s->regions = region;
+        return DDP_OK;
     }
-    return result;
+    if (region && region->memory) error = DDP__CUDA_RUNTIME->free(region->memory);
+    if (result == DDP_OK) ddp__cuda_keep_error(error, who, "cudaFree");
+    ddp_host_free(group, region);
+    if (result != DDP_OK && (task->link || result != DDP_ERR_NO_MEMORY)) result = ddp__cuda_staged_failed(s, result, 0);
+    return result == DDP_OK ? DDP_OK : ddp_fail_in(result, who, group, "%s", ddp_last_error());
 }
 
 static ddp_result ddp__cuda_staged_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__cuda_staged_task task = {(ddp__cuda_staged *)state, size_bytes, NULL, NULL};
-    ddp_result result = ddp_group_enqueue(group, ddp__cuda_staged_alloc_task, &task, NULL);
+    ddp_result result = ddp_group_enqueue(group, ddp__cuda_staged_memory_task, &task, NULL);
     *out = task.memory;
-    return result;
-}
-
-static ddp_result ddp__cuda_staged_free_task(ddp_group *group, void *argument) {
-    ddp__cuda_staged_task *task = (ddp__cuda_staged_task *)argument;
-    ddp__cuda_staged *s = task->s;
-    ddp__cuda_region *region = *task->link;
-    char text[64];
-    const ddp__cuda_visit visit(s->device);
-    ddp_result result;
-    snprintf(text, sizeof text, "%s of block %llu", ddp_public_call_name("ddp_group_free"), (unsigned long long)region->number);
-    result = ddp__cuda_staged_agree(s, visit.result, text);
-    if (result != DDP_OK) {
-        char line[DDP__CUDA_TEXT];
-        result = ddp__cuda_staged_failed(s, result, 0);
-        snprintf(line, sizeof line, "%s", ddp_last_error());
-        result = ddp_fail(result, "rank %d/%d %s: %s", s->rank, s->world_size, ddp_public_call_name("ddp_group_free"), line);
-    }
-    *task->link = region->next;
-    ddp__cuda_device_free(group, region->memory);
-    ddp_host_free(group, region);
     return result;
 }
 
 static ddp_result ddp__cuda_staged_free(ddp_group *group, void *state, void *memory) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
-    ddp__cuda_staged_task task = {s, 0, &s->regions, memory};
+    ddp__cuda_staged_task task = {s, 0, &s->regions, NULL};
     while (*task.link && (*task.link)->memory != memory) task.link = &(*task.link)->next;
-    if (*task.link) return ddp_group_enqueue(group, ddp__cuda_staged_free_task, &task, NULL);
-    return ddp_fail(DDP_ERR_INVALID, "%s: %p did not come from ddp_group_alloc of this group", ddp_public_call_name("ddp_group_free"), memory);
+    if (*task.link) return ddp_group_enqueue(group, ddp__cuda_staged_memory_task, &task, NULL);
+    return ddp_fail_in(DDP_ERR_INVALID, "ddp_group_free", group, "%p did not come from ddp_group_alloc of this group", memory);
 }
 
 static void ddp__cuda_staged_close(ddp_group *group, void *state) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
-    const ddp__cuda_visit visit(s->device);
+    const ddp__cuda_device_guard guard(s->device);
     ddp_group_destroy(s->messages);
     ddp_group_destroy(s->control);
     if (s->message_stream) cuda->synchronize(s->message_stream);
@@ -3841,7 +3793,6 @@ static void ddp__cuda_staged_close(ddp_group *group, void *state) {
     if (s->stream) cuda->stream_destroy(s->stream);
     if (s->message_stream) cuda->stream_destroy(s->message_stream);
     pthread_mutex_destroy(&s->lock);
-    ddp_host_free(group, s->words);
     ddp_host_free(group, s);
 }
 
@@ -3862,21 +3813,17 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
     ddp_result result = DDP_OK;
     *state = NULL;
     if (color >= 0) s = (ddp__cuda_staged *)ddp_host_alloc(group, sizeof *s);
-    if (s) {
-        memset(s, 0, sizeof *s);
-        s->words = (ddp__cuda_word *)ddp_host_alloc(group, (size_t)ddp_world_size(group) * sizeof *s->words);
-        if (!s->words) { ddp_host_free(group, s); s = NULL; }
-    }
     result = ddp_agree(control, "ddp_cuda_group_create", s || color < 0 ? DDP_OK : DDP_ERR_NO_MEMORY, 0, "");
     for (int i = 0; i < 2 && result == DDP_OK; i++)
         result = ddp_group_split(control, color, group ? ddp_rank(group) : 0, &split[i]);
     if (!s) return result;
+    memset(s, 0, sizeof *s);
     s->control = split[0], s->messages = split[1], s->owner = group, s->device = device;
     s->rank = ddp_rank(group), s->world_size = ddp_world_size(group), s->coming_end = &s->coming;
     pthread_mutex_init(&s->lock, NULL);
-    const ddp__cuda_visit visit(device);
+    const ddp__cuda_device_guard guard(device);
     if (result == DDP_OK)
-        result = ddp__cuda_staged_agree(s, visit.result == DDP_OK ? ddp__cuda_staged_resources(s) : visit.result, "making a group staged through the host");
+        result = ddp__cuda_staged_agree(s, guard.result == DDP_OK ? ddp__cuda_staged_resources(s) : guard.result, "making a group staged through the host");
     if (result == DDP_OK) *state = s;
     else {
         char line[DDP__CUDA_TEXT];
@@ -3930,22 +3877,23 @@ static ddp_result ddp__cuda_group_create(ddp_group **out, ddp_group *control, co
     ddp_cuda_pick_desc pick = DDP_ZERO;
     ddp_group_desc group = DDP_ZERO;
     ddp__cuda_seed seed = DDP_ZERO;
-    ddp__cuda_seat seat;
+    ddp__cuda_slot slot;
     const char *notice;
-    ddp_result result;
-    int device = -1, choice = (int)desc->engine << 8 | (int)desc->order << 4 | (desc->comm != NULL);
+    char equal[96];
+    ddp_result result = DDP_OK;
+    int device = -1, shared;
     pick.devices = desc->devices, pick.device_count = desc->device_count, pick.uuid = desc->uuid;
     pick.allow_shared = desc->allow_shared || desc->engine == DDP_CUDA_ENGINE_STAGED;
 #if !defined(DDP_NO_NCCL)
     if (desc->comm && ncclCommCuDevice(desc->comm, &device) != ncclSuccess) device = -1;
 #endif
-    if ((unsigned)desc->engine > DDP_CUDA_ENGINE_STAGED || (unsigned)desc->order > DDP_ORDER_ANY || desc->timeout_ms < 0) {
-        ddp_fail(DDP_ERR_INVALID, "engine=%d order=%d timeout_ms=%d: one of them is not a value of its kind", (int)desc->engine, (int)desc->order, desc->timeout_ms);
-        choice = -1;
-    }
-    DDP_TRY(ddp__cuda_pick(control, &pick, device, choice, &seat));
-    DDP_TRY(ddp__cuda_engine(desc, seat.shared, &group.backend, &notice));
-    seed.control = control, seed.device = seat.device, seed.stream = desc->stream, seed.comm_stream = desc->comm_stream, seed.comm = desc->comm;
+    if ((unsigned)desc->engine > DDP_CUDA_ENGINE_STAGED || (unsigned)desc->order > DDP_ORDER_ANY || desc->timeout_ms < 0)
+        result = ddp_fail(DDP_ERR_INVALID, "engine=%d order=%d timeout_ms=%d: one of them is not a value of its kind", (int)desc->engine, (int)desc->order,
+                          desc->timeout_ms);
+    snprintf(equal, sizeof equal, "engine=%d order=%d comm=%s", (int)desc->engine, (int)desc->order, desc->comm ? "given" : "NULL");
+    DDP_TRY(ddp__cuda_pick(control, &pick, device, result, equal, &slot, &shared));
+    DDP_TRY(ddp__cuda_engine(desc, shared, &group.backend, &notice));
+    seed.control = control, seed.device = slot.device, seed.stream = desc->stream, seed.comm_stream = desc->comm_stream, seed.comm = desc->comm;
     group.device = ddp_device_cuda(), group.order = desc->order, group.name = desc->name, group.timeout_ms = desc->timeout_ms, group.backend_user = &seed;
     result = ddp_group_create_on(out, control, &group);
     if (result == DDP_OK && notice) ddp_group_log(*out, notice);
@@ -3961,10 +3909,11 @@ extern "C" {
 DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int *device) {
     DDP_PUBLIC_CALL(ddp_cuda_pick);
     ddp_cuda_pick_desc all_defaults = DDP_ZERO;
-    ddp__cuda_seat mine;
+    ddp__cuda_slot mine;
+    int shared;
     if (!device) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_pick: device is NULL");
     *device = -1;
-    DDP_TRY(ddp__cuda_pick(control, desc ? desc : &all_defaults, -1, 0, &mine));
+    DDP_TRY(ddp__cuda_pick(control, desc ? desc : &all_defaults, -1, DDP_OK, "", &mine, &shared));
     DDP__CUDA_DO("ddp_cuda_pick", "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(mine.device));
     *device = mine.device;
     return DDP_OK;

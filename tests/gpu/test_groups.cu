@@ -247,10 +247,10 @@ static ddp_result mismatches(device_rank *d) {
             result = ddp_all_reduce(group, x, x, rank == last ? 11 : 10, DDP_F32, DDP_OP_SUM, NULL);
             snprintf(text, sizeof text, "rank %d/%d ddp_all_reduce group=gpu seq=1 f32 count=%d: ", rank, last + 1, rank == last ? 11 : 10);
             RANKS_CHECK(d->cpu, strncmp(ddp_last_error(), text, strlen(text)) == 0, "%s", ddp_last_error());
-            snprintf(text, sizeof text, ": ranks made different calls: rank 0 ddp_all_reduce f32 count=10 sum, rank %d ddp_all_reduce f32 count=11 sum", last);
+            snprintf(text, sizeof text, ": ranks differ: rank 0 count=10, rank %d count=11; give every rank the same", last);
         } else if (what == 1) {
             result = rank == last ? ddp_broadcast(group, x, 4, DDP_I8, 0, NULL) : ddp_barrier(group);
-            snprintf(text, sizeof text, "ranks made different calls: rank 0 ddp_barrier, rank %d ddp_broadcast i8 count=4 root=0", last);
+            snprintf(text, sizeof text, "ranks differ: rank 0 ddp_barrier, rank %d ddp_broadcast i8 count=4 root=0", last);
         } else if (what == 2) {
             for (int r = 0; r <= last; r++) counts[r] = rank == last && r == 0 ? 3 : 2;
             result = ddp_all_to_all_v(group, x, counts, NULL, x + 50000, counts, NULL, DDP_F32, NULL);

@@ -110,11 +110,11 @@ static void check_pick_alone(void) {
     gethostname(host, sizeof host - 1);
     machine.count = 0;
     machine.count_error = cudaErrorNoDevice;
-    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: there is no device 0, the number of this local rank; present are none: check nvidia-smi and CUDA_VISIBLE_DEVICES", host);
+    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: there is no device 0, the number of this local rank; present are none: check nvidia-smi and CUDA_VISIBLE_DEVICES", host);
     says(ddp_cuda_pick(NULL, NULL, &device), DDP_ERR_INVALID, line);
     check_that(device == -1, "device is %d after a failure", device);
     machine.count_error = cudaErrorInsufficientDriver;
-    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: on this machine: cudaGetDeviceCount: %s (cudaErrorInsufficientDriver)", host,
+    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: on this machine: cudaGetDeviceCount: %s (cudaErrorInsufficientDriver)", host,
              cudaGetErrorString(cudaErrorInsufficientDriver));
     says(ddp_cuda_pick(NULL, NULL, &device), DDP_ERR_ENGINE, line);
     machine.count_error = cudaSuccess;
@@ -124,13 +124,13 @@ static void check_pick_alone(void) {
     desc.device_count = 1;
     check_that(ddp_cuda_pick(NULL, &desc, &device) == DDP_OK && device == 2 && machine.set == 2, "%s", ddp_last_error());
     desc.devices = list + 1;
-    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: there is no device 9; present are 0 (Fake 0), 1 (Fake 1), 2 (Fake 2)", host);
+    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: there is no device 9; present are 0 (Fake 0), 1 (Fake 1), 2 (Fake 2)", host);
     says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
     machine.count = 8;
-    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: there is no device 9; present are 0 (Fake 0), 1 (Fake 1), 2 (Fake 2), 3 (Fake 3) and 4 more, up to 7", host);
+    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: there is no device 9; present are 0 (Fake 0), 1 (Fake 1), 2 (Fake 2), 3 (Fake 3) and 4 more, up to 7", host);
     says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
     desc.uuid = "GPU-";
-    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: set devices or uuid, not both", host);
+    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: set devices or uuid, not both", host);
     says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
     says(ddp_cuda_pick(NULL, &desc, NULL), DDP_ERR_INVALID, "ddp_cuda_pick: device is NULL");
 }
@@ -149,12 +149,12 @@ static void check_pick_uuid(void) {
     desc.uuid = "2eababab-abab-abab-abab-abababababababab"; /* too long by four */
     check_that(ddp_cuda_pick(NULL, &desc, &device) == DDP_ERR_INVALID, "a UUID that is too long was found");
     desc.uuid = "GPU-77";
-    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: there is no device with uuid GPU-77; present are "
+    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: there is no device with uuid GPU-77; present are "
              "0 (GPU-1fababab-abab-abab-abab-ababababab00), 1 (GPU-2eababab-abab-abab-abab-ababababab01)", host);
     says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
     machine.first_byte[0] = 0x2e;
     desc.uuid = "GPU-2e";
-    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: uuid GPU-2e fits devices 0 and 1: give more of it", host);
+    snprintf(line, sizeof line, "ddp_cuda_pick: on host %s: uuid GPU-2e fits devices 0 and 1: give more of it", host);
     says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
 }
 
@@ -170,9 +170,9 @@ static ddp_result pick_rank(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-/* sentence NULL: everybody finds a device. It follows "rank r/W ddp_cuda_pick: ". */
-static void pick_ranks(int world_size, int device_count, const char *sentence) {
-    char line[512];
+/* sentence NULL: everybody finds a device. It follows "rank r/W ddp_cuda_pick group=world: ". The rank that failed, -1 = none, leaves out its number. */
+static void pick_ranks(int world_size, int device_count, const char *sentence, int failed) {
+    char line[512], number[16];
     ddp_launch_desc launch = DDP_ZERO;
     launch.world_size = world_size;
     launch.mode = DDP_LAUNCH_THREADS;
@@ -181,7 +181,8 @@ static void pick_ranks(int world_size, int device_count, const char *sentence) {
     machine.count = device_count;
     check_that(ddp_launch(&launch, pick_rank, NULL) == DDP_OK, "%s", ddp_last_error());
     for (int rank = 0; rank < world_size; rank++) {
-        snprintf(line, sizeof line, "rank %d/%d ddp_cuda_pick: %s", rank, world_size, sentence ? sentence : "");
+        snprintf(number, sizeof number, "rank %d: ", failed);
+        snprintf(line, sizeof line, "rank %d/%d ddp_cuda_pick group=world: %s%s", rank, world_size, failed < 0 || rank == failed ? "" : number, sentence ? sentence : "");
         if (!sentence) check_that(ranks.result[rank] == DDP_OK, "rank %d: %s", rank, ranks.line[rank]);
         else check_that(ranks.result[rank] == DDP_ERR_INVALID && strcmp(ranks.line[rank], line) == 0, "rank %d says\n  %s\ninstead of\n  %s", rank, ranks.line[rank], line);
     }
@@ -191,33 +192,33 @@ static void check_pick_ranks(void) {
     static const int list[] = {0, 3}, doubled[] = {3, 1, 3};
     char sentence[512];
     memset(&ranks, 0, sizeof ranks);
-    pick_ranks(3, 3, NULL);
+    pick_ranks(3, 3, NULL, -1);
     for (int rank = 0; rank < 3; rank++) check_that(ranks.device[rank] == rank, "rank %d took device %d", rank, ranks.device[rank]);
-    snprintf(sentence, sizeof sentence, "rank 2 on host %s: there is no device 2, the number of this local rank; present are 0 (Fake 0), 1 (Fake 1): "
+    snprintf(sentence, sizeof sentence, "on host %s: there is no device 2, the number of this local rank; present are 0 (Fake 0), 1 (Fake 1): "
              "start fewer ranks, or set allow_shared", host);
-    pick_ranks(4, 2, sentence);
+    pick_ranks(4, 2, sentence, 2);
     machine.one_each = 1; /* CUDA_VISIBLE_DEVICES differs between ranks: each sees its own GPU as number 0 */
-    pick_ranks(3, 1, NULL);
+    pick_ranks(3, 1, NULL, -1);
     for (int rank = 0; rank < 3; rank++) check_that(ranks.device[rank] == 0, "rank %d took device %d", rank, ranks.device[rank]);
     machine.one_each = 0;
     snprintf(sentence, sizeof sentence, "ranks 0 and 1 on host %s both took device 0 (GPU-00ababab-abab-abab-abab-ababababab00): give each rank a device of its "
              "own in devices, start fewer ranks, or set allow_shared", host);
-    pick_ranks(2, 1, sentence);
+    pick_ranks(2, 1, sentence, -1);
     ranks.desc.allow_shared = 1;
-    pick_ranks(4, 2, NULL);
+    pick_ranks(4, 2, NULL, -1);
     for (int rank = 0; rank < 4; rank++) check_that(ranks.device[rank] == rank % 2, "rank %d took device %d", rank, ranks.device[rank]);
     ranks.desc.allow_shared = 0;
     ranks.desc.devices = list;
     ranks.desc.device_count = 2;
-    pick_ranks(2, 4, NULL);
+    pick_ranks(2, 4, NULL, -1);
     check_that(ranks.device[0] == 0 && ranks.device[1] == 3, "devices %d and %d", ranks.device[0], ranks.device[1]);
-    snprintf(sentence, sizeof sentence, "rank 2 on host %s: this is local rank 2, and the list of devices has 2: list one for each rank of this machine", host);
-    pick_ranks(3, 4, sentence);
+    snprintf(sentence, sizeof sentence, "on host %s: this is local rank 2, and the list of devices has 2: list one for each rank of this machine", host);
+    pick_ranks(3, 4, sentence, 2);
     ranks.desc.devices = doubled;
     ranks.desc.device_count = 3;
     snprintf(sentence, sizeof sentence, "ranks 0 and 2 on host %s both took device 3 (GPU-00ababab-abab-abab-abab-ababababab03): give each rank a device of its "
              "own in devices, start fewer ranks, or set allow_shared", host);
-    pick_ranks(3, 4, sentence);
+    pick_ranks(3, 4, sentence, -1);
 }
 
 /* ---- what becomes of CUDA's errors, and of streams ---- */

@@ -1206,10 +1206,10 @@ static ddp_result wrong_groups(rank_state *s) {
     WRONG(devices, one, DDP_ERR_INVALID, "set both devices and device_count, or neither");
     WRONG(device_count, 1, DDP_ERR_INVALID, "set both devices and device_count, or neither");
     WRONG(uuid, "GPU-ff", DDP_ERR_INVALID, "there is no device with uuid GPU-ff; present are 0 (GPU-");
-    WRONG(order, DDP_ORDER_TREE, DDP_ERR_MISMATCH, "ranks 0 and 1 set another engine or order, or only one of them comm");
-    WRONG(engine, DDP_CUDA_ENGINE_NCCL, DDP_ERR_MISMATCH, "ranks 0 and 1 set another engine or order, or only one of them comm");
+    WRONG(order, DDP_ORDER_TREE, DDP_ERR_MISMATCH, "ranks differ: rank 0 order=0, rank 1 order=1; give every rank the same");
+    WRONG(engine, DDP_CUDA_ENGINE_NCCL, DDP_ERR_MISMATCH, "ranks differ: rank 0 engine=0, rank 1 engine=1; give");
     RANKS_OK(s->cpu, make_own(s, &own));
-    WRONG(comm, own.comm, DDP_ERR_MISMATCH, "ranks 0 and 1 set another engine or order, or only one of them comm");
+    WRONG(comm, own.comm, DDP_ERR_MISMATCH, "ranks differ: rank 0 comm=NULL, rank 1 comm=given; give");
     RANKS_CHECK(s->cpu, ncclCommDestroy(own.comm) == ncclSuccess && fake_stream_destroy(own.comm_stream) == cudaSuccess, "what is the user's has gone");
     own = good;
     s->rank = s->size - 1 - s->rank; /* a communicator with the ranks the other way around */
