@@ -80,6 +80,7 @@ NOT DONE HERE
 #define DDP_VERSION_MAJOR 0
 #define DDP_VERSION_MINOR 2
 #define DDP_VERSION_PATCH 0
+#define DDP_VERSION (DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH)
 
 //== config ============================================================================================== >>config
 #include <stddef.h>
@@ -756,26 +757,6 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to
 /* Two queues of a device, in which work runs in order: the caller's own, and that of a group's communication. */
 typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_stream_kind;
 
-/* An optimizer's step over count elements of dtype f32 or f64. Every product, sum, root and quotient is rounded to dtype: nothing is fused. The factors are of
-   dtype already. w, g, m, v are elements of value, grad, state0 and state1, g times grad_scale unless that is 0 or 1:
-     ADAMW   m = beta1 m + one_minus_beta1 g;  v = beta2 v + one_minus_beta2 (g g);
-             w = w decay_factor - (rate m) / (sqrt(v) inv_sqrt_bias_correction2 + eps)
-     LAMB    m and v as above;  g = (rate m) / (sqrt(v) inv_sqrt_bias_correction2 + eps) + decay w, the last term only if decay is not 0
-     SGD     d = scale (g + decay w), likewise;  with state0: m = first ? d : beta1 m + one_minus_beta1 d, then d = nesterov ? d + beta1 m : m;  w = w - rate d
-     SCALE   value, which may be grad, becomes g. For devices with clip alone */
-typedef enum ddp_update_kind { DDP_UPDATE_ADAMW, DDP_UPDATE_LAMB, DDP_UPDATE_SGD, DDP_UPDATE_SCALE } ddp_update_kind;
-typedef struct ddp_update {
-    ddp_update_kind kind;
-    ddp_dtype dtype;
-    void *value, *grad, *state0, *state1;
-    size_t count;
-    double rate, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, scale, grad_scale;
-    double decay_factor;              /* 1 - rate * weight decay */
-    double inv_sqrt_bias_correction2; /* 1 / sqrt(1 - beta2^step) */
-    int first, nesterov;
-    const float *grad_scale_at; const double *scale_at; /* not NULL: the factor lies there, on the device, and is read when the work runs */
-} ddp_update;
-
 /* c (m, n) = op(a) op(b), or added to it. Row-major; lda, ldb, ldc elements from row to row. op(a) is (m, k): a is (m, k), or (k, m) with trans_a;
    op(b) is (k, n): b is (k, n), or (n, k) with trans_b. m, n and k may be 0. */
 typedef struct ddp_gemm {
@@ -843,20 +824,23 @@ struct ddp_device {
     ddp_result (*event_record)(ddp_group *group, ddp_stream_kind lane, void *event); /* marks what the lane holds now; marks anew */
     ddp_result (*event_wait)(ddp_group *group, ddp_stream_kind lane, void *event);   /* the lane, not the host, waits for the mark as it is now */
     ddp_result (*event_test)(ddp_group *group, void *event, int *done);
-    void (*update)(const ddp_update *update); /* NULL where memory is the host's: ddp_fsdp.h computes there itself */
     ddp_result (*layer)(ddp_group *group, const ddp_layer *layer); /* likewise, ddp_tensor.h; on the lane entered. NULL: no layers there */
     /* Host memory that copy is quickest with; NULL = any is alike. free_pinned: on any thread, with the group gone or not. */
     ddp_result (*alloc_pinned)(ddp_group *group, size_t size_bytes, void **out);
     void (*free_pinned)(void *memory);
     void (*copy_async)(void *dst, const void *src, size_t size_bytes); /* copy that returns at once: the host's side is alloc_pinned's, and the lane's until then */
-    /* What sums of squares tell, with the host's bits; NULL: it has to. n(k) is the root of number k. clip: *norm = n(0), f32, may be alloc_pinned's; *factor =
-       limit / *norm where that is finite and above limit, or 1. trust: out[i] = lr, times c n(2i) / (n(2i+1) + decay n(2i)) unless either n is 0; decay -1: no sum */
-    void (*clip)(const ddp_exact_sum *sum, float limit, float *factor, float *norm);
-    void (*trust)(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out);
+    /* What the siblings need, each defined there. NULL: they compute with functions of their own if host_memory is set, and otherwise report DDP_ERR_UNSUPPORTED. */
+    int host_memory;                                 /* 1 = the CPU reads and writes this device's memory */
+    const struct ddp_optimizer_kernels *optimizer;   /* ddp_fsdp.h */
 };
 
 DDPDEF const ddp_device *ddp_device_cpu(void);
 DDPDEF const ddp_device *ddp_group_device(const ddp_group *group);
+
+/* DDP_OK if a header can compute on the group's device. version: the first field of the device's table for this header, or NULL without a table.
+   Otherwise DDP_ERR_UNSUPPORTED, with an error line of the public call `who`. */
+DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, const int *version, const char *header);
+
 DDPDEF void *ddp_group_device_state(const ddp_group *group); /* from open; NULL without one */
 DDPDEF int ddp_group_device_index(const ddp_group *group);   /* what ddp_launch_desc.devices gives this rank; -1 = nothing */
 DDPDEF int ddp_group_timeout_ms(const ddp_group *group);
@@ -1105,7 +1089,6 @@ extern "C" {
 #define DDP__BETWEEN(name, before, lock, after) \
     for (pthread_mutex_t *name = (before(lock), lock); name; name = (after(name), (pthread_mutex_t *)NULL))
 
-#define DDP__VERSION (DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH)
 #define DDP__TEXT_MAX 512    /* an error line */
 #define DDP__AGREE_TEXT 300  /* a description in ddp_agree */
 #define DDP__LINE 128        /* two cache lines: neighbours are prefetched in pairs */
@@ -2175,8 +2158,18 @@ static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t 
 DDPDEF const ddp_device *ddp_device_cpu(void) {
     static const ddp_device cpu = {"cpu", ddp__cpu_alloc, ddp_host_free, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast,
                                    ddp__cpu_add, ddp__scale, ddp__divide, ddp__exact_add_squares, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-                                   NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+                                   NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL};
     return &cpu;
+}
+
+DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, const int *version, const char *header) {
+    const ddp_device *device = ddp_group_device(group);
+    if (version ? *version == DDP_VERSION : device->host_memory) return DDP_OK;
+    if (version)
+        return ddp_fail_in(DDP_ERR_UNSUPPORTED, who, group, "device %s has kernels for version %d of %s, which is version %d here; take all headers from one release",
+                           device->name, *version, header, DDP_VERSION);
+    return ddp_fail_in(DDP_ERR_UNSUPPORTED, who, group, "device %s has no kernels for %s; compile ddp_cuda.cuh where %s is beside it, or fill in the device's table",
+                       device->name, header, header);
 }
 
 //== shared memory ====================================================================================== >>impl-heap
@@ -4828,7 +4821,7 @@ enum {
 };
 
 /* In each hello. Increase the protocol number when frames or their order change. */
-enum { DDP__PROTOCOL = 2, DDP__HELLO_VERSION = DDP__PROTOCOL * 1000000 + DDP__VERSION };
+enum { DDP__PROTOCOL = 2, DDP__HELLO_VERSION = DDP__PROTOCOL * 1000000 + DDP_VERSION };
 
 enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* results of rank 0's news: the outcome is still to come; ask elsewhere */
 typedef struct ddp__frame {

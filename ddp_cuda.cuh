@@ -320,6 +320,13 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #include <type_traits>
 #include <unistd.h>
 
+/* The types of the kernels that the siblings ask for, of those that are there. The rest of a sibling follows where the program includes it. */
+#define DDP__KERNELS_ONLY
+#if __has_include("ddp_fsdp.h")
+#include "ddp_fsdp.h"
+#endif
+#undef DDP__KERNELS_ONLY
+
 #if !defined(DDP__HD)
 #define DDP__HD __host__ __device__ __forceinline__
 #endif
@@ -1331,7 +1338,7 @@ static DDP__HD double ddp__cuda_exact_value(const ddp_exact_sum *sum) {
     return ldexp((double)(bits | ((low | rest) != 0)), 32 * (top - 1) - 1074 - shift);
 }
 
-/* clip and trust of struct ddp_device; one thread makes a number. */
+/* clip and trust of ddp_optimizer_kernels; one thread makes a number. */
 struct ddp__cuda_clip {
     enum { WIDTH = 1 };
     const ddp_exact_sum *sum;
@@ -1492,12 +1499,13 @@ template <class F, ddp_dtype G> static ddp_result ddp__cuda_step_run(const ddp_c
     return ddp__cuda_each(f, ddp__cuda_split_of(mask, d->count, 4), stream, function);
 }
 
-/* What struct ddp_update says, in T, f32 or f64; ADAM is ADAMW and LAMB, plain SCALE. Not the two above: those take 16-bit gradients and write copies. */
+#if defined(DDP_FSDP_KERNELS_H)
+/* What struct ddp_update says, in T, f32 or f64; ADAM is ADAMW and LAMB. Not the two above: those take 16-bit gradients and write copies. */
 template <class T, int ADAM> struct ddp__cuda_update {
     enum { WIDTH = 16 / sizeof(T) };
     T *value, *grad, *state0, *state1;
     T rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale, grad_scale;
-    int lamb, first, nesterov, plain;
+    int lamb, first, nesterov;
     const float *grad_scale_at; const double *scale_at;
 
     /* b + factor a */
@@ -1542,7 +1550,6 @@ template <class T, int ADAM> struct ddp__cuda_update {
         ddp__cuda_get<N>(g, grad, at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) g[i] = ddp__cuda_mul(factor, g[i]);
-        if (plain) { ddp__cuda_put<N>(g, value, at); return; }
         ddp__cuda_get<N>(w, value, at);
         if (ADAM) adam<N>(w, g, at);
         else sgd<N>(w, g, at);
@@ -1552,12 +1559,64 @@ template <class T, int ADAM> struct ddp__cuda_update {
 template <class T, int ADAM> static ddp_result ddp__cuda_update_run(const ddp_update *u, cudaStream_t stream) {
     ddp__cuda_update<T, ADAM> f = {(T *)u->value, (T *)u->grad, (T *)u->state0, (T *)u->state1, (T)u->rate, (T)u->beta1, (T)u->one_minus_beta1, (T)u->beta2,
                                    (T)u->one_minus_beta2, (T)u->inv_sqrt_bias_correction2, (T)u->eps, (T)u->decay_factor, (T)u->decay, (T)u->scale, (T)(u->grad_scale ? u->grad_scale : 1),
-                                   u->kind == DDP_UPDATE_LAMB, u->first, u->nesterov, u->kind == DDP_UPDATE_SCALE, u->grad_scale_at, u->scale_at};
+                                   u->kind == DDP_UPDATE_LAMB, u->first, u->nesterov, u->grad_scale_at, u->scale_at};
     const void *arrays[4] = {u->value, u->grad, u->state0, u->state1};
     uint32_t mask = (1u << f.WIDTH) - 1;
     for (int i = 0; i < (ADAM ? 4 : u->state0 ? 3 : 2); i++) mask = ddp__cuda_heads(mask, arrays[i], (int)sizeof(T), f.WIDTH);
     return ddp__cuda_each(f, ddp__cuda_split_of(mask, u->count, f.WIDTH), stream, "ddp_device_cuda update");
 }
+
+template <class T> struct ddp__cuda_scale {
+    enum { WIDTH = 16 / sizeof(T) };
+    T *data;
+    const float *factor;
+    template <int N> DDP__HD void run(size_t at) const {
+        T x[N];
+        float by;
+        ddp__cuda_get<1>(&by, factor, 0);
+        ddp__cuda_get<N>(x, data, at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) x[i] = ddp__cuda_mul((T)by, x[i]);
+        ddp__cuda_put<N>(x, data, at);
+    }
+};
+
+template <class T> static ddp_result ddp__cuda_scale_run(void *data, size_t count, const float *factor) {
+    const ddp__cuda_scale<T> f = {(T *)data, factor};
+    uint32_t mask = ddp__cuda_heads((1u << f.WIDTH) - 1, data, (int)sizeof(T), f.WIDTH);
+    return ddp__cuda_each(f, ddp__cuda_split_of(mask, count, f.WIDTH), ddp__cuda_mine.stream, "ddp_device_cuda scale");
+}
+
+static void ddp__cuda_optimizer_update(const ddp_update *u) {
+    cudaStream_t stream = ddp__cuda_mine.stream;
+    int adam = u->kind != DDP_UPDATE_SGD;
+    ddp_result result;
+    if (u->dtype == DDP_F32) result = adam ? ddp__cuda_update_run<float, 1>(u, stream) : ddp__cuda_update_run<float, 0>(u, stream);
+    else result = adam ? ddp__cuda_update_run<double, 1>(u, stream) : ddp__cuda_update_run<double, 0>(u, stream);
+    ddp__cuda_keep(result);
+}
+
+static void ddp__cuda_optimizer_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
+    ddp__cuda_keep(dtype == DDP_F32 ? ddp__cuda_scale_run<float>(data, count, factor) : ddp__cuda_scale_run<double>(data, count, factor));
+}
+
+static void ddp__cuda_optimizer_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
+    const ddp__cuda_clip f = {sum, limit, factor, norm};
+    ddp__cuda_keep(ddp__cuda_each(f, ddp__cuda_split_of(1, 1, 1), ddp__cuda_mine.stream, "ddp_device_cuda clip"));
+}
+
+static void ddp__cuda_optimizer_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out) {
+    const ddp__cuda_trust f = {sums, lr, c, decay, out};
+    ddp__cuda_keep(ddp__cuda_each(f, ddp__cuda_split_of(1, count, 1), ddp__cuda_mine.stream, "ddp_device_cuda trust"));
+}
+
+#define DDP_X(name, arguments) ddp__cuda_optimizer_##name,
+static const ddp_optimizer_kernels ddp__cuda_optimizer = {DDP_VERSION, DDP_OPTIMIZER_KERNELS(DDP_X)};
+#undef DDP_X
+#define DDP__CUDA_OPTIMIZER &ddp__cuda_optimizer
+#else
+#define DDP__CUDA_OPTIMIZER NULL
+#endif
 
 //== 8 bits ======================================================================================= >>impl-quantise
 
@@ -2096,25 +2155,6 @@ static void ddp__cuda_device_divide(void *data, size_t count, ddp_dtype dtype, u
 static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
     if (rows && row_count)
         ddp__cuda_keep(ddp__cuda_squares_any<0>((void *)data, rows, row_count, dtype, 1.0f, sum, ddp__cuda_mine.stream, "ddp_device_cuda sum_squares"));
-}
-
-static void ddp__cuda_device_update(const ddp_update *u) {
-    cudaStream_t stream = ddp__cuda_mine.stream;
-    int adam = u->kind == DDP_UPDATE_ADAMW || u->kind == DDP_UPDATE_LAMB;
-    ddp_result result;
-    if (u->dtype == DDP_F32) result = adam ? ddp__cuda_update_run<float, 1>(u, stream) : ddp__cuda_update_run<float, 0>(u, stream);
-    else result = adam ? ddp__cuda_update_run<double, 1>(u, stream) : ddp__cuda_update_run<double, 0>(u, stream);
-    ddp__cuda_keep(result);
-}
-
-static void ddp__cuda_device_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
-    const ddp__cuda_clip f = {sum, limit, factor, norm};
-    ddp__cuda_keep(ddp__cuda_each(f, ddp__cuda_split_of(1, 1, 1), ddp__cuda_mine.stream, "ddp_device_cuda clip"));
-}
-
-static void ddp__cuda_device_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out) {
-    const ddp__cuda_trust f = {sums, lr, c, decay, out};
-    ddp__cuda_keep(ddp__cuda_each(f, ddp__cuda_split_of(1, count, 1), ddp__cuda_mine.stream, "ddp_device_cuda trust"));
 }
 
 /* The total makes the host wait. */
@@ -3943,9 +3983,8 @@ DDPDEF const ddp_device *ddp_device_cuda(void) {
                                     ddp__cuda_device_cast, ddp__cuda_device_add, ddp__cuda_device_scale, ddp__cuda_device_divide,
                                     ddp__cuda_device_sum_squares, ddp__cuda_device_open, ddp__cuda_device_close, ddp__cuda_device_use_stream,
                                     ddp__cuda_device_check, ddp__cuda_event_make, ddp__cuda_event_unmake, ddp__cuda_event_mark,
-                                    ddp__cuda_event_follow, ddp__cuda_event_done, ddp__cuda_device_update, ddp__cuda_device_layer,
-                                    ddp__cuda_device_alloc_pinned, ddp__cuda_device_free_pinned, ddp__cuda_device_copy_async, ddp__cuda_device_clip,
-                                    ddp__cuda_device_trust};
+                                    ddp__cuda_event_follow, ddp__cuda_event_done, ddp__cuda_device_layer,
+                                    ddp__cuda_device_alloc_pinned, ddp__cuda_device_free_pinned, ddp__cuda_device_copy_async, 0, DDP__CUDA_OPTIMIZER};
     return &cuda;
 }
 

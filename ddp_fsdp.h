@@ -36,7 +36,7 @@ EXAMPLE
     int main(void) { ddp_launch_desc all = DDP_ZERO; return ddp_launch(&all, train, NULL) != DDP_OK; }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-error  >>impl-optimizer  >>impl-rates  >>impl-scaler  >>impl-crc  >>impl-json
+    >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-error  >>impl-optimizer  >>impl-rates  >>impl-scaler  >>impl-crc  >>impl-json
     >>impl-safetensors  >>impl-checkpoint  >>impl-files  >>impl-boxes  >>impl-save  >>impl-load  >>impl-sharding  >>impl-layout  >>impl-gather
     >>impl-shard-reduce  >>impl-step  >>impl-saver  >>impl-create  >>impl-wrap  >>impl-public
 
@@ -91,11 +91,59 @@ CONFIG MACROS (define before including)
 NOT DONE HERE
     No autograd: the caller runs forward and backward, unit by unit. No model parts: tensor parallelism is the caller's, global_shape tells checkpoints of it.
 */
-#ifndef DDP_FSDP_H
-#define DDP_FSDP_H
+#ifndef DDP_FSDP_KERNELS_H
+#define DDP_FSDP_KERNELS_H
 
 //== config ============================================================================================== >>config
 #include "ddp.h"
+
+//== kernels ============================================================================================ >>kernels
+
+/* One step of an optimizer over count elements of dtype f32 or f64. w, g, m, v are elements of value, grad, state0 and state1. g is first multiplied by grad_scale.
+   Every product, sum, root and quotient is rounded to dtype: nothing is fused. The factors are numbers of dtype.
+     ADAMW   m = beta1 m + one_minus_beta1 g;  v = beta2 v + one_minus_beta2 (g g);
+             w = w decay_factor - (rate m) / (sqrt(v) inv_sqrt_bias_correction2 + eps)
+     LAMB    m and v as above;  g = (rate m) / (sqrt(v) inv_sqrt_bias_correction2 + eps) + decay w, the last term only if decay is not 0
+     SGD     d = scale (g + decay w), the last term only if decay is not 0;
+             with state0: m = first ? d : beta1 m + one_minus_beta1 d, then d = nesterov ? d + beta1 m : m;  w = w - rate d */
+typedef enum ddp_update_kind { DDP_UPDATE_ADAMW, DDP_UPDATE_LAMB, DDP_UPDATE_SGD } ddp_update_kind;
+typedef struct ddp_update {
+    ddp_update_kind kind;
+    ddp_dtype dtype;
+    void *value, *grad, *state0, *state1;
+    size_t count;
+    double rate, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay;
+    double scale, grad_scale;         /* grad_scale 0 = 1 */
+    double decay_factor;              /* 1 - rate * weight decay */
+    double inv_sqrt_bias_correction2; /* 1 / sqrt(1 - beta2^step) */
+    int first, nesterov;
+    const float *grad_scale_at; const double *scale_at; /* not NULL: the factor is stored there, in the device's memory, and is read when the work runs */
+} ddp_update;
+
+/* The functions of ddp_device.optimizer. All pointers are the device's memory. Work goes to the stream that the calling thread uses and returns at once; ddp_device.check
+   reports failures. n(k) is the root of sum number k.
+     update    one step
+     scale     data, f32 or f64, is multiplied by *factor
+     clip      *norm = n(0), as f32; it may be pinned memory. *factor = limit / *norm if that norm is finite and above limit, otherwise 1
+     trust     out[i] = lr times c n(2i) / (n(2i+1) + decay n(2i)), or lr if either n is 0. decay -1: without the second term */
+#define DDP_OPTIMIZER_KERNELS(X)                                                                        \
+    X(update, (const ddp_update *update))                                                               \
+    X(scale, (void *data, size_t count, ddp_dtype dtype, const float *factor))                          \
+    X(clip, (const ddp_exact_sum *sum, float limit, float *factor, float *norm))                        \
+    X(trust, (const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out))
+
+typedef struct ddp_optimizer_kernels {
+    int version; /* DDP_VERSION of the header that filled in the table */
+#define DDP_X(name, arguments) void (*name) arguments;
+    DDP_OPTIMIZER_KERNELS(DDP_X)
+#undef DDP_X
+} ddp_optimizer_kernels;
+
+#endif /* DDP_FSDP_KERNELS_H */
+
+#if !defined(DDP__KERNELS_ONLY) /* ddp_cuda.cuh takes the kernels alone */
+#ifndef DDP_FSDP_H
+#define DDP_FSDP_H
 
 #ifdef __cplusplus
 extern "C" {
@@ -560,10 +608,11 @@ static ddp_result ddp__host_broadcast(ddp_group *group, void *data, size_t count
         ddp__put_##suffix(f->w, at, w - ddp__times_##suffix(f->rate, d), left);                                                    \
     }                                                                                                                              \
     static void ddp__update_##suffix(const ddp_update *u) {                                                                        \
+        const double scale = u->scale_at ? *u->scale_at : u->scale, grad_scale = u->grad_scale != 0 ? u->grad_scale : 1;           \
         const ddp__factors_##suffix f = {(real *)u->value, (real *)u->grad, (real *)u->state0, (real *)u->state1, (real)u->rate,   \
-                                         (real)u->beta1, (real)u->one_minus_beta1, (real)u->beta2, (real)u->one_minus_beta2, (real)u->inv_sqrt_bias_correction2, (real)u->eps, \
-                                         (real)u->decay_factor, (real)u->decay, (real)u->scale, (real)(u->grad_scale != 0 ? u->grad_scale : 1), u->first, \
-                                         u->nesterov, u->kind == DDP_UPDATE_LAMB};                                                 \
+            (real)u->beta1, (real)u->one_minus_beta1, (real)u->beta2, (real)u->one_minus_beta2,                                    \
+            (real)u->inv_sqrt_bias_correction2, (real)u->eps, (real)u->decay_factor, (real)u->decay, (real)scale,                  \
+            (real)(u->grad_scale_at ? (double)*u->grad_scale_at : grad_scale), u->first, u->nesterov, u->kind == DDP_UPDATE_LAMB}; \
         size_t lanes = DDP__UPDATE_BYTES / sizeof(real), whole = u->count / lanes * lanes, rest = u->count - whole;                \
         if (u->kind == DDP_UPDATE_SGD) {                                                                                           \
             for (size_t i = 0; i < whole; i += lanes) ddp__update_sgd_##suffix(&f, i, lanes);                                      \
@@ -576,6 +625,33 @@ static ddp_result ddp__host_broadcast(ddp_group *group, void *data, size_t count
 DDP__UPDATE_FNS(float, f32)
 DDP__UPDATE_FNS(double, f64)
 #undef DDP__UPDATE_FNS
+
+static void ddp__host_update(const ddp_update *u) {
+    if (u->dtype == DDP_F32) ddp__update_f32(u);
+    else ddp__update_f64(u);
+}
+
+static void ddp__host_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) { ddp_device_cpu()->scale(data, count, dtype, *factor); }
+
+static void ddp__host_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
+    *norm = (float)sqrt(ddp_exact_sum_value(sum));
+    *factor = *norm > limit && *norm <= 3.402823466e38f ? limit / *norm : 1;
+}
+
+/* |w| over |update| for LAMB, over |g| + weight_decay |w| for LARS. */
+static void ddp__host_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out) {
+    for (size_t i = 0; i < count; i++) {
+        double value = sqrt(ddp_exact_sum_value(sums + 2 * i)), grad = sqrt(ddp_exact_sum_value(sums + 2 * i + 1)), decayed = decay * value;
+        DDP__ROUNDED(decayed);
+        out[i] = lr;
+        if (value != 0 && grad != 0) out[i] *= c * value / (decay < 0 ? grad : grad + decayed);
+    }
+}
+
+#define DDP_X(name, arguments) ddp__host_##name,
+static const ddp_optimizer_kernels ddp__host_kernels = {DDP_VERSION, DDP_OPTIMIZER_KERNELS(DDP_X)};
+#undef DDP_X
+static const ddp_optimizer_kernels *ddp__kernels_of(const ddp_device *device) { return device->optimizer ? device->optimizer : &ddp__host_kernels; }
 
 #if !defined(DDP__HOST_PIECE)
 #define DDP__HOST_PIECE ((size_t)1 << 20) /* elements that travel at once between a device and an optimizer on the host */
@@ -593,6 +669,7 @@ struct ddp_optimizer {
     ddp_optimizer_desc desc;      /* with every default resolved */
     ddp_group *group;
     const ddp_device *device;     /* of group: values, gradients and squares are its memory */
+    const ddp_optimizer_kernels *kernels; /* of device */
     const ddp_device *wire;       /* of shard_group */
     ddp__optimizer_param *params;
     int state_count;              /* tensors of state of each parameter */
@@ -601,10 +678,9 @@ struct ddp_optimizer {
     void *state;                  /* one allocation */
     ddp_exact_sum *squares;       /* on the device */
     ddp_exact_sum *sent;          /* those that travel: on the device of shard_group; squares where that is the same one */
-    ddp_exact_sum *sums;          /* what came of them, in host memory */
     ddp_result (*piece_fn)(void *user, int param, size_t from, size_t count, int stepped); /* NULL, or called before and after elements from to from + count of a
                                      parameter are stepped; its user is desc.state_user */
-    double *rates;                /* lr times the trust ratio of each pair of them, on a device that has trust; otherwise the host computes it from sums */
+    double *rates;                /* on the device: lr times the trust ratio of each pair of squares */
 };
 
 static const char *const ddp__optimizer_states[][2] = {{"exp_avg", "exp_avg_sq"}, {"momentum_buffer", NULL}, {"exp_avg", "exp_avg_sq"},
@@ -621,6 +697,8 @@ static int ddp__is_amount(double x) { return x >= 0 && x <= 3.4028234663852886e3
 /* Defaults and ranges of what is not a parameter. Fields of other kinds are not looked at. */
 static ddp_result ddp__optimizer_resolve(ddp_group *group, ddp_optimizer_desc *d) {
     int lars = d->kind == DDP_OPTIMIZER_LARS;
+    const ddp_optimizer_kernels *kernels = ddp_group_device(group)->optimizer;
+    DDP_TRY(ddp_check_kernels(group, "ddp_optimizer_create", kernels ? &kernels->version : NULL, "ddp_fsdp.h"));
     DDP__OPTIMIZER_NEED((unsigned)d->kind <= DDP_OPTIMIZER_LARS, "kind=%d is not one of ddp_optimizer_kind", (int)d->kind);
     d->beta1 = d->beta1 == 0 ? 0.9f : d->beta1 == -1 ? 0 : d->beta1;
     d->beta2 = d->beta2 == 0 ? 0.999f : d->beta2 == -1 ? 0 : d->beta2;
@@ -703,12 +781,9 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     ddp__optimizer_place(o, (unsigned char *)o->state);
     if (!o->square_count) return DDP_OK;
     bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
-    o->sums = (ddp_exact_sum *)ddp_host_alloc(o->group, bytes);
-    if (!o->sums) return DDP_ERR_NO_MEMORY;
-    int there = o->device->trust && o->device->update && o->wire == o->device;
-    DDP_TRY(o->device->alloc(o->group, bytes + (there ? (size_t)o->square_count / 2 * sizeof *o->rates : 0), &memory));
+    DDP_TRY(o->device->alloc(o->group, bytes + (size_t)o->square_count / 2 * sizeof *o->rates, &memory));
     o->squares = o->sent = (ddp_exact_sum *)memory;
-    if (there) o->rates = (double *)(void *)(o->squares + o->square_count);
+    o->rates = (double *)(void *)(o->squares + o->square_count);
     if (o->wire == o->device) return DDP_OK;
     o->sent = NULL;
     DDP_TRY(o->wire->alloc(o->desc.shard_group, bytes, &memory));
@@ -723,7 +798,10 @@ DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, co
     ddp_optimizer *o = (ddp_optimizer *)ddp_host_alloc(group, sizeof *o);
     if (!o) return DDP_ERR_NO_MEMORY;
     memset(o, 0, sizeof *o);
-    o->desc = *desc, o->group = group, o->device = ddp_group_device(group);
+    o->desc = *desc;
+    o->group = group;
+    o->device = ddp_group_device(group);
+    o->kernels = ddp__kernels_of(o->device);
     ddp_result result = ddp__optimizer_build(o);
     if (result == DDP_OK) *out = o;
     else ddp_optimizer_destroy(o);
@@ -737,7 +815,6 @@ DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer) {
     if (o->squares) o->device->free(o->group, o->squares);
     if (o->state && !o->desc.state_alloc_fn) o->device->free(o->group, o->state);
     else if (o->state) o->desc.state_free_fn(o->state, o->desc.state_user);
-    ddp_host_free(o->group, o->sums);
     ddp_host_free(o->group, o->params);
     ddp_host_free(o->group, o);
 }
@@ -764,13 +841,9 @@ static ddp_update ddp__optimizer_factors(const ddp_optimizer *o, ddp_dtype dtype
     return u;
 }
 
-static float ddp__optimizer_decay(const ddp_optimizer *o, int i) {
-    return o->desc.decay_matrices_only && o->desc.params[i].value.ndim < 2 ? 0 : o->desc.weight_decay;
-}
-
 static int ddp__optimizer_steps(const ddp_optimizer *o, int i) { return o->params[i].first_use == i && o->params[i].count > 0; }
 
-/* Sums of squares of all values and gradients (LAMB: updates) that have a trust ratio, over all ranks: rows add exactly. Then rates, where the device makes them. */
+/* Sums of squares of all values and gradients (LAMB: updates) that have a trust ratio, over all ranks: rows add exactly. Then rates. */
 static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
     size_t bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
     o->device->fill_zero(o->squares, bytes);
@@ -781,55 +854,49 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
         o->device->sum_squares(o->squares + p->squares, param->value.data, p->rows, p->count / p->rows, param->value.dtype);
         o->device->sum_squares(o->squares + p->squares + 1, param->grad.data, p->rows, p->count / p->rows, param->value.dtype);
     }
-    if (o->sent != o->squares) (o->device->use_stream ? o->device : o->wire)->copy(o->sent, o->squares, bytes);
+    void (*copy)(void *, const void *, size_t) = (o->device->use_stream ? o->device : o->wire)->copy; /* from the one device to the other */
+    if (o->sent != o->squares) copy(o->sent, o->squares, bytes);
     if (o->desc.shard_group) {
         DDP_TRY(ddp_all_reduce(o->desc.shard_group, o->sent, o->sent, bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM, NULL));
         DDP_TRY(ddp__fsdp_enter(o->desc.shard_group));
     }
-    if (!o->rates) o->wire->copy(o->sums, o->sent, bytes);
+    if (o->sent != o->squares) copy(o->squares, o->sent, bytes);
     DDP_TRY(ddp__fsdp_enter(o->group));
-    if (o->rates) o->device->trust(o->squares, (size_t)o->square_count / 2, (double)lr, (double)o->desc.trust_coefficient,
-                                   o->desc.kind == DDP_OPTIMIZER_LARS ? (double)o->desc.weight_decay : -1, o->rates);
+    o->kernels->trust(o->squares, (size_t)o->square_count / 2, (double)lr, (double)o->desc.trust_coefficient,
+                      o->desc.kind == DDP_OPTIMIZER_LARS ? (double)o->desc.weight_decay : -1, o->rates);
     return DDP_OK;
-}
-
-/* |w| over |update| for LAMB, over |g| + weight_decay |w| for LARS. Where either has no length there is nothing to compare: 1. */
-static double ddp__optimizer_trust(const ddp_optimizer *o, int i) {
-    int squares = o->params[i].squares;
-    if (squares < 0 || o->rates) return 1;
-    double value = sqrt(ddp_exact_sum_value(o->sums + squares)), grad = sqrt(ddp_exact_sum_value(o->sums + squares + 1));
-    if (value == 0 || grad == 0) return 1;
-    double decayed = (double)ddp__optimizer_decay(o, i) * value;
-    DDP__ROUNDED(decayed);
-    return (double)o->desc.trust_coefficient * value / (o->desc.kind == DDP_OPTIMIZER_LARS ? grad + decayed : grad);
 }
 
 /* A pass over parameter i; *u is what all have in common. LAMB has two: moments and update, then a step of plain SGD along the update. In LARS the rate is
    part of what the momentum adds up, as in the paper. */
 static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, ddp_update u, float lr, int last) {
     const ddp_param *param = &o->desc.params[i];
-    size_t count = o->params[i].count, piece = o->piece_fn ? DDP__HOST_PIECE : count, size = ddp_dtype_size(u.dtype);
-    double decay = (double)ddp__optimizer_decay(o, i), rate = last ? ddp__in_dtype(u.dtype, (double)lr * ddp__optimizer_trust(o, i)) : 0;
-    u.state0 = o->params[i].state[0], u.state1 = o->params[i].state[1], u.decay = decay;
-    if (o->desc.kind == DDP_OPTIMIZER_ADAMW) u.decay_factor = ddp__in_dtype(u.dtype, 1.0 - ddp__in_dtype(u.dtype, (double)lr * decay));
-    else if (o->desc.kind == DDP_OPTIMIZER_LARS) {
-        u.scale = rate;
-        u.rate = 1;
-    } else if (o->desc.kind == DDP_OPTIMIZER_LAMB && last) {
-        u.kind = DDP_UPDATE_SGD, u.scale = rate, u.rate = 1, u.decay = 0, u.state0 = NULL;
+    const ddp__optimizer_param *p = &o->params[i];
+    int lamb = o->desc.kind == DDP_OPTIMIZER_LAMB;
+    size_t piece = o->piece_fn ? DDP__HOST_PIECE : p->count, size = ddp_dtype_size(u.dtype);
+    if (!o->desc.decay_matrices_only || param->value.ndim > 1) u.decay = (double)o->desc.weight_decay;
+    u.decay_factor = ddp__in_dtype(u.dtype, 1.0 - ddp__in_dtype(u.dtype, (double)lr * u.decay));
+    u.state0 = p->state[0];
+    u.state1 = p->state[1];
+    if (lamb && last) {
+        u.kind = DDP_UPDATE_SGD;
+        u.decay = 0;
+        u.state0 = NULL;
     }
-    if (last && o->rates && o->params[i].squares >= 0) u.scale_at = o->rates + o->params[i].squares / 2;
-    for (size_t from = 0; from < count; from += piece) {
+    if (last && ddp__optimizer_has_trust(&o->desc)) {
+        u.scale = lr;
+        u.rate = 1;
+        if (p->squares >= 0) u.scale_at = o->rates + p->squares / 2;
+    }
+    for (size_t from = 0; from < p->count; from += piece) {
         ddp_update part = u;
-        part.count = count - from < piece ? count - from : piece;
+        part.count = p->count - from < piece ? p->count - from : piece;
         part.value = (char *)param->value.data + from * size;
         part.grad = (char *)param->grad.data + from * size;
         if (u.state0) part.state0 = (char *)u.state0 + from * size;
         if (u.state1) part.state1 = (char *)u.state1 + from * size;
-        if (o->piece_fn && (!last || o->desc.kind != DDP_OPTIMIZER_LAMB)) DDP_TRY(o->piece_fn(o->desc.state_user, i, from, part.count, 0));
-        if (o->device->update) o->device->update(&part);
-        else if (u.dtype == DDP_F32) ddp__update_f32(&part);
-        else ddp__update_f64(&part);
+        if (o->piece_fn && !(lamb && last)) DDP_TRY(o->piece_fn(o->desc.state_user, i, from, part.count, 0));
+        o->kernels->update(&part);
         if (o->piece_fn && last) DDP_TRY(o->piece_fn(o->desc.state_user, i, from, part.count, 1));
     }
     return DDP_OK;
@@ -837,11 +904,8 @@ static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, ddp_update 
 
 /* Gradients times factor, or times what lies at `at` on the device. */
 static void ddp__grad_scale(const ddp_device *device, void *grad, size_t count, ddp_dtype dtype, float factor, const float *at) {
-    ddp_update u = DDP_ZERO;
-    if (!at && factor != 1) device->scale(grad, count, dtype, factor);
-    if (!at) return;
-    u.kind = DDP_UPDATE_SCALE, u.dtype = dtype, u.value = u.grad = grad, u.count = count, u.grad_scale_at = at;
-    device->update(&u);
+    if (at) ddp__kernels_of(device)->scale(grad, count, dtype, at);
+    else if (factor != 1) device->scale(grad, count, dtype, factor);
 }
 
 #define DDP__STEP_NEED(condition, ...) do { if (!(condition)) return ddp__fsdp_bad("ddp_optimizer_step", NULL, __VA_ARGS__); } while (0)
@@ -3733,15 +3797,14 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     }
     if (f->world > 1) DDP_TRY(ddp_all_reduce(f->group, f->squares, f->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
     if (f->factor) {
-        f->device->clip(f->squares, max_norm, f->factor, f->norm);
+        ddp__kernels_of(f->device)->clip(f->squares, max_norm, f->factor, f->norm);
         DDP_TRY(f->device->event_record(f->group, DDP_STREAM_COMPUTE, f->clipped));
     } else f->device->copy(&sum, f->squares, sizeof sum);
     DDP_TRY(ddp__fsdp_check(f->group)); /* until here there is no norm, and nothing to multiply by */
     f->has_norm = 1;
     f->factor_now = f->factor;
     if (f->factor) return DDP_OK;
-    f->last_norm = (float)sqrt(ddp_exact_sum_value(&sum));
-    if (f->last_norm > max_norm && f->last_norm <= 3.402823466e38f) f->grad_scale = max_norm / f->last_norm;
+    ddp__host_clip(&sum, max_norm, &f->grad_scale, &f->last_norm);
     if (f->grad_scale == 0) ddp__fsdp_scale(f);
     return DDP_OK;
 }
@@ -4303,7 +4366,7 @@ static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
     if (f->send_bytes) DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send));
     if (f->receive_bytes) DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->receive_bytes, &f->receive));
     if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST) DDP_TRY(ddp__fsdp_take_host(f));
-    int clips = f->device->clip && f->device->alloc_pinned && f->device->update && f->device->use_stream;
+    int clips = f->device->alloc_pinned && f->device->use_stream; /* the device decides */
     DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_DEVICE, sizeof *f->squares + (clips ? 64 : 0), &f->squares));
     if (!clips) return DDP_OK;
     f->factor = (float *)(void *)(f->squares + 1);
@@ -4374,11 +4437,11 @@ static ddp_result ddp__weight_fill(ddp_fsdp *f, ddp__weight *w) {
 
 /* What an optimizer takes beside its state: from its group's allocator, or of devices' memory. */
 static size_t ddp__optimizer_tables(const ddp_optimizer *o, int of_device) {
-    size_t sums = (size_t)o->square_count * sizeof(ddp_exact_sum), rates = o->rates ? (size_t)o->square_count / 2 * sizeof *o->rates : 0;
+    size_t sums = (size_t)o->square_count * sizeof(ddp_exact_sum), here = sums + (size_t)o->square_count / 2 * sizeof *o->rates;
     int on_host = o->device == ddp_device_cpu();
-    if (of_device) return (on_host ? 0 : sums + rates) + (o->sent != o->squares ? sums : 0);
+    if (of_device) return (on_host ? 0 : here) + (o->sent != o->squares ? sums : 0);
     size_t bytes = sizeof *o + (size_t)o->desc.param_count * sizeof *o->params + 2 * DDP_MALLOC_EXTRA;
-    return o->square_count ? bytes + (size_t)(1 + on_host) * (sums + DDP_MALLOC_EXTRA) : bytes;
+    return o->square_count && on_host ? bytes + here + DDP_MALLOC_EXTRA : bytes;
 }
 
 /* The optimizer sees this rank's rows of each trained parameter. */
@@ -4724,6 +4787,7 @@ DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step) {
 }
 
 #endif /* DDP_IMPLEMENTATION or DDP_FSDP_IMPLEMENTATION */
+#endif /* DDP__KERNELS_ONLY */
 
 /*
     MIT License

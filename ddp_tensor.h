@@ -1958,7 +1958,7 @@ static ddp_result ddp__tp_resolve(ddp_group *group, const ddp_tp_desc *desc, ddp
     d->sequence_parallel = d->sequence_parallel != 0;
     d->accumulate_grads = d->accumulate_grads != 0;
     if (!d->gemm) { d->gemm = device->layer ? ddp__tp_device_gemm : ddp__gemm_default(); d->gemm_user = group; }
-    if (!device->layer && (device->update || device->open))
+    if (!device->layer && !device->host_memory)
         return DDP__TP_FAIL(group, DDP_ERR_UNSUPPORTED, call, "device %s of this group computes no layers: its table's layer is NULL; give a group on the CPU",
                             device->name);
     if (d->dtype != DDP_F32 && d->dtype != DDP_F64)

@@ -198,7 +198,7 @@ static ddp_result comm__agree(ddp_group *group, const char *what, ddp_result res
     return DDP_OK;
 }
 
-static int comm__is_host(ddp_group *group) { return ddp_group_device(group)->update == NULL; }
+static int comm__is_host(ddp_group *group) { return ddp_group_device(group)->host_memory; }
 
 /* Memory of at least so many bytes, for good. Group memory: collective, and buckets ask for the same on every rank. */
 static ddp_result comm__grow(ddp_group *group, comm__room *room, size_t bytes, int shared) {

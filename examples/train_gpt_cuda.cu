@@ -1316,9 +1316,8 @@ static ddp_result build_pipeline(trainer *t) {
    the device decides. Collective. */
 static ddp_result clip_cut(trainer *t) {
     ddp_exact_sum *there = t->squares;
-    ddp_update u = DDP_ZERO;
+    float *factor = (float *)(void *)(there + 1);
     ddp_tensor grad;
-    u.kind = DDP_UPDATE_SCALE, u.dtype = DDP_F32, u.grad_scale_at = (float *)(void *)(there + 1);
     if (t->pp == 1) TRY(average_stage(0, t));
     t->memory->fill_zero(there, sizeof *there);
     for (int i = 0; i < t->slice_count; i++) {
@@ -1327,12 +1326,11 @@ static ddp_result clip_cut(trainer *t) {
         if (grad.data) t->memory->sum_squares(there, grad.data, (size_t)grad.shape[0], (size_t)(ddp_tensor_count(&grad) / grad.shape[0]), DDP_F32);
     }
     TRY(ddp_all_reduce(t->everybody, there, there, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
-    t->memory->clip(there, 1.0f, (float *)(void *)(there + 1), &t->norms[t->parity]);
+    t->memory->optimizer->clip(there, 1.0f, factor, &t->norms[t->parity]);
     for (int i = 0; i < t->slice_count; i++) {
         if (!t->slices[i].here || t->run.infos[t->slices[i].param].tied_to >= 0) continue;
         TRY(gradient_of(t, i, &grad));
-        u.value = u.grad = grad.data, u.count = (size_t)ddp_tensor_count(&grad);
-        if (grad.data) t->memory->update(&u);
+        if (grad.data) t->memory->optimizer->scale(grad.data, (size_t)ddp_tensor_count(&grad), DDP_F32, factor);
     }
     return DDP_OK;
 }

@@ -127,8 +127,8 @@ def check_banners(text, report):
     private = [tag for tag in tags if tag.startswith("impl-")]
     if tags != public + private:
         report(1, "the sections >>impl-... follow all others")
-    if public[:4] != ["config", "types", "descs", "api"]:
-        report(1, "the sections begin with >>config >>types >>descs >>api")
+    if [tag for tag in public if tag != "kernels"][:4] != ["config", "types", "descs", "api"]:
+        report(1, "the sections begin with >>config >>types >>descs >>api; >>kernels may follow >>config")
     if private and (private[0] != "impl-structs" or private[-1] != "impl-public"):
         report(1, "the implementation begins with >>impl-structs and ends with >>impl-public")
 

@@ -566,7 +566,7 @@ static void update_case(ddp_update u, size_t count, size_t shift) {
         }
         if (u.dtype == DDP_F32) ddp__update_f32(&host);
         else ddp__update_f64(&host);
-        gpu->update(&device);
+        gpu->optimizer->update(&device);
     }
     for (int k = 0; k < 4; k++) {
         gpu->copy(got, b[k].device, bytes);
@@ -707,7 +707,7 @@ static void check_steer(void) {
     const ddp_exact_sum *there = (const ddp_exact_sum *)(const void *)sums.device;
     for (int i = 0; i < STEERS; i++) {
         float limit = limits[i % 5], n = (float)sqrt(ddp_exact_sum_value(&host[i])), got[2] = {7, 7}, want[2] = {n > limit && n <= FLT_MAX ? limit / n : 1, n};
-        gpu->clip(there + i, limit, (float *)(void *)out.device, (float *)(void *)(out.device + 4));
+        gpu->optimizer->clip(there + i, limit, (float *)(void *)out.device, (float *)(void *)(out.device + 4));
         gpu->copy(got, out.device, sizeof got);
         check_that(same(got, want, 2, DDP_F32), "clip %d: %.9g %.9g, want %.9g %.9g", i, (double)got[0], (double)got[1], (double)want[0], (double)want[1]);
     }
@@ -718,7 +718,7 @@ static void check_steer(void) {
             double trust = value == 0 || grad == 0 ? 1 : c * value / (decays[d] < 0 ? grad : grad + decayed);
             want[i] = lr * trust;
         }
-        gpu->trust(there, STEERS / 2, lr, c, decays[d], (double *)(void *)out.device);
+        gpu->optimizer->trust(there, STEERS / 2, lr, c, decays[d], (double *)(void *)out.device);
         buffer_down(&out);
         check_that(same(out.host, want, STEERS / 2, DDP_F64), "trust with decay %g differs", decays[d]);
     }
@@ -767,15 +767,8 @@ static void check_device(void) {
         check_that(same(got, want, COUNT, dtype), "scale %s", ddp_dtype_name(dtype));
         if (dtype == DDP_F32 || dtype == DDP_F64) { /* by a factor in the device's memory */
             float factor = 0.7f;
-            ddp_update u;
-            memset(&u, 0, sizeof u);
             gpu->copy(c.device, &factor, sizeof factor);
-            u.kind = DDP_UPDATE_SCALE;
-            u.dtype = dtype;
-            u.value = u.grad = a.device + shift;
-            u.count = COUNT;
-            u.grad_scale_at = (const float *)(const void *)c.device;
-            gpu->update(&u);
+            gpu->optimizer->scale(a.device + shift, COUNT, dtype, (const float *)(const void *)c.device);
             cpu->scale(want, COUNT, dtype, factor);
             gpu->copy(got, a.device + shift, COUNT * size);
             check_that(same(got, want, COUNT, dtype), "scale %s by a factor there", ddp_dtype_name(dtype));

@@ -12,6 +12,8 @@ extern "C" {
 enum { INNER_HELLO = 1, INNER_NEWS, INNER_DATA, INNER_CHALLENGE, INNER_PROOF }; /* kinds of frames */
 enum { INNER_TEXT = 512 }; /* bytes of text after each head except that of data */
 
+struct ddp_update;
+
 typedef struct test_inner {
     /* how ddp.h is built; at first as for everybody */
     size_t large_bytes, runs_bytes;      /* DDP__LARGE_BYTES, DDP__RUNS_BYTES */
@@ -32,8 +34,8 @@ typedef struct test_inner {
     void (*reduce_tree)(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor, int how);
     void (*cast)(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count);
     void (*divide)(void *data, size_t count, ddp_dtype dtype, uint64_t divisor);
-    void (*update_f32)(const ddp_update *u);
-    void (*update_f64)(const ddp_update *u);
+    void (*update_f32)(const struct ddp_update *u);
+    void (*update_f64)(const struct ddp_update *u);
     void (*copy_across)(void *dst, const void *src, size_t size_bytes);
     void (*copy_stream)(void *dst, const void *src, size_t size_bytes);
     void (*stream_end)(void);

@@ -412,6 +412,42 @@ static void device_update(const ddp_update *u) {
     if (u->dtype == DDP_F32) inner.update_f32(u);
     else inner.update_f64(u);
 }
+static void device_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) { ddp_device_cpu()->scale(data, count, dtype, *factor); }
+static void device_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) { (void)sum; (void)limit; (void)factor; (void)norm; }
+static void device_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out) {
+    for (size_t i = 0; i < count; i++) {
+        double value = sqrt(ddp_exact_sum_value(&sums[2 * i])), grad = sqrt(ddp_exact_sum_value(&sums[2 * i + 1]));
+        if (decay > 0) grad += decay * value;
+        out[i] = lr * (value == 0 || grad == 0 ? 1 : c * value / grad);
+    }
+}
+static ddp_optimizer_kernels device_kernels = {DDP_VERSION, device_update, device_scale, device_clip, device_trust};
+
+/* A device without a table, whose memory the host cannot read, or with the table of another version. */
+static void kernels_of_a_device_are_checked(void **state) {
+    static const char *const texts[2] = {
+        "rank 0/1 ddp_optimizer_create group=world: device test has no kernels for ddp_fsdp.h; compile ddp_cuda.cuh where ddp_fsdp.h is beside it",
+        "rank 0/1 ddp_optimizer_create group=world: device test has kernels for version 1 of ddp_fsdp.h, which is version"};
+    static model m;
+    ddp_optimizer_kernels other = device_kernels;
+    (void)state;
+    other.version = 1;
+    for (int turn = 0; turn < 2; turn++) {
+        ddp_device device = *ddp_device_cpu();
+        ddp_optimizer_desc d = option(DDP_OPTIMIZER_ADAMW);
+        ddp_optimizer *optimizer;
+        ddp_group *group;
+        device.name = "test";
+        device.host_memory = turn;
+        device.optimizer = turn ? &other : NULL;
+        group = alone(&device);
+        model_open(&m, 0, 1);
+        d.params = m.params;
+        d.param_count = TENSORS;
+        expect_bad(ddp_optimizer_create(&optimizer, group, &d), DDP_ERR_UNSUPPORTED, texts[turn]);
+        ddp_group_destroy(group);
+    }
+}
 
 static void a_device_computes_itself(void **state) {
     static model m, other;
@@ -420,7 +456,7 @@ static void a_device_computes_itself(void **state) {
     ddp_group *group, *plain = alone(NULL);
     (void)state;
     device.name = "test";
-    device.update = device_update;
+    device.optimizer = &device_kernels;
     group = alone(&device);
     for (int kind = 0; kind < 4; kind++)
         for (int mixed = 0; mixed < 2; mixed++) { /* or a group whose memory is elsewhere adds up the norms */
@@ -456,7 +492,7 @@ static void scaled_gradients_are_the_products(void **state) {
     ddp_group *plain = alone(NULL), *group;
     (void)state;
     device.name = "test";
-    device.update = device_update;
+    device.optimizer = &device_kernels;
     group = alone(&device);
     for (int kind = 0; kind < 4; kind++)
         for (int on_device = 0; on_device < 2; on_device++) {
@@ -851,7 +887,7 @@ int main(void) {
         cmocka_unit_test(bits_do_not_depend_on_the_sharding),
         cmocka_unit_test(a_loaded_state_goes_on_with_the_same_bits),
         cmocka_unit_test(state_comes_from_the_users_allocator),
-        cmocka_unit_test(a_device_computes_itself),
+        cmocka_unit_test(kernels_of_a_device_are_checked), cmocka_unit_test(a_device_computes_itself),
         cmocka_unit_test(scaled_gradients_are_the_products),
         cmocka_unit_test(bad_optimizers_are_told_what_is_wrong),
         cmocka_unit_test(the_cosine_is_that_of_train_gpt),
