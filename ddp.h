@@ -6829,25 +6829,17 @@ DDPDEF ddp_result ddp_group_cause(const ddp_group *group) {
 }
 DDPDEF void ddp_group_set_local(ddp_group *group, int rank, int world_size) { group->local_rank = rank; group->local_world_size = world_size; }
 
-/* ddp_agree for a step that the ranks can only take together: after a mismatch the group has failed. */
-static ddp_result ddp__agree_or_poison(ddp_group *group, const char *who, ddp_result mine, const char *what) {
-    ddp_result result = ddp_agree(group, who, mine, ddp_hash(DDP_HASH_SEED, what, strlen(what)), what);
-    if (result != DDP_ERR_MISMATCH) return result;
-    ddp_group_poison(group, result, ddp_last_error());
-    ddp__store(&group->cause_seen, 1);
-    return ddp__deliver(group, result);
-}
-
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out) {
     DDP_PUBLIC_CALL(ddp_group_alloc);
     char what[64];
     if (out) *out = NULL;
     DDP__NEED(group && out, "group or out is NULL");
-    DDP__CHECK(__func__, group, size_bytes > 0, "size_bytes is 0");
     const ddp_backend *backend = group->backend;
     ddp__allocation *a = (ddp__allocation *)ddp__group_calloc(group, sizeof *a);
-    snprintf(what, sizeof what, "ddp_group_alloc size_bytes=%zu", size_bytes);
-    ddp_result result = ddp__agree_or_poison(group, __func__, a ? DDP_OK : DDP_ERR_NO_MEMORY, what);
+    ddp_result result = a ? DDP_OK : DDP_ERR_NO_MEMORY;
+    if (!size_bytes) result = ddp__bad(__func__, group, "size_bytes is 0");
+    int length = snprintf(what, sizeof what, "ddp_group_alloc size_bytes=%zu", size_bytes);
+    result = ddp_agree(group, __func__, result, ddp_hash(DDP_HASH_SEED, what, (size_t)length), what);
     if (result == DDP_OK) {
         if (backend->alloc) result = backend->alloc(group, group->state, size_bytes, &a->memory);
         else if (!(a->memory = ddp__group_calloc(group, size_bytes))) result = DDP_ERR_NO_MEMORY;
@@ -6875,8 +6867,9 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
     while (*link && (*link)->memory != memory) link = &(*link)->next;
     a = *link;
     DDP__CHECK(__func__, group, a, "%p did not come from ddp_group_alloc of this group", memory);
-    snprintf(what, sizeof what, "ddp_group_free block=%llu", (unsigned long long)a->number);
-    ddp_result result = ddp__agree_or_poison(group, __func__, DDP_OK, what); /* no rank reads it any more */
+    int length = snprintf(what, sizeof what, "ddp_group_free block=%llu", (unsigned long long)a->number);
+    ddp_result result = ddp_agree(group, __func__, DDP_OK, ddp_hash(DDP_HASH_SEED, what, (size_t)length), what);
+    if (result == DDP_ERR_MISMATCH) return result; /* otherwise no rank uses it any more */
     *link = a->next;
     if (group->backend->free) {
         ddp_result freed = group->backend->free(group, group->state, memory);
@@ -7643,12 +7636,12 @@ DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_me
     DDP_PUBLIC_CALL(ddp_mesh_create);
     int stride = 1;
     if (out) *out = NULL;
-    DDP__NEED(out && world && desc, "out, world or desc is NULL");
+    DDP__NEED(out && world, "out or world is NULL");
     ddp_mesh *mesh = (ddp_mesh *)ddp__group_calloc(world, sizeof *mesh);
     ddp_result result = mesh ? DDP_OK : DDP_ERR_NO_MEMORY;
     if (mesh) {
         mesh->world = world;
-        result = ddp__mesh_resolve(mesh, __func__, desc);
+        result = desc ? ddp__mesh_resolve(mesh, __func__, desc) : ddp__bad(__func__, world, "desc is NULL");
     }
     const char *text = mesh ? mesh->text : "";
     result = ddp_agree(world, __func__, result, ddp_hash(DDP_HASH_SEED, text, strlen(text)), text);
