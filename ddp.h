@@ -983,6 +983,11 @@ DDPDEF uint64_t ddp_hash(uint64_t hash, const void *data, size_t size_bytes);
 /* The next multiple; SIZE_MAX on overflow. */
 DDPDEF size_t ddp_round_up(size_t n, size_t multiple);
 
+DDPDEF int ddp_is_float(ddp_dtype dtype);              /* f32, f64, f16 or bf16 */
+DDPDEF ddp_dtype ddp_sum_dtype(ddp_dtype dtype);       /* sums are kept in: f32 for f16 and bf16, otherwise dtype */
+DDPDEF size_t ddp_tensor_bytes(const ddp_tensor *tensor); /* 0 for a tensor without elements, or an impossible shape */
+DDPDEF ddp_tensor ddp_param_grad(const ddp_param *param); /* param->grad with its defaults resolved */
+
 /* Memory from the group's alloc_fn, 64-byte aligned; NULL with the error line set when there is none. alloc_fn is asked for DDP_MALLOC_EXTRA bytes more. */
 #define DDP_MALLOC_EXTRA (64 + sizeof(void *))
 DDPDEF void *ddp_host_alloc(ddp_group *group, size_t size_bytes);
@@ -1569,12 +1574,26 @@ static const struct { const char *name; size_t size; } ddp__dtypes[] = { /* by d
 DDPDEF size_t ddp_dtype_size(ddp_dtype dtype) { return ddp__dtypes[(unsigned)dtype <= DDP_U64 ? dtype : DDP_U64 + 1].size; }
 DDPDEF const char *ddp_dtype_name(ddp_dtype dtype) { return ddp__dtypes[(unsigned)dtype <= DDP_U64 ? dtype : DDP_U64 + 1].name; }
 static int ddp__is_half(ddp_dtype dtype) { return dtype == DDP_F16 || dtype == DDP_BF16; }
+DDPDEF int ddp_is_float(ddp_dtype dtype) { return dtype >= DDP_F32 && dtype <= DDP_BF16; }
+DDPDEF ddp_dtype ddp_sum_dtype(ddp_dtype dtype) { return ddp__is_half(dtype) ? DDP_F32 : dtype; }
 
 DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor) {
     int64_t count = 1;
     if (!tensor || tensor->ndim < 0 || tensor->ndim > DDP_MAX_NDIM) return -1;
     for (int i = 0; i < tensor->ndim; i++) if (tensor->shape[i] < 0 || __builtin_mul_overflow(count, tensor->shape[i], &count)) return -1;
     return count;
+}
+
+DDPDEF size_t ddp_tensor_bytes(const ddp_tensor *tensor) {
+    int64_t count = ddp_tensor_count(tensor);
+    return count > 0 ? (size_t)count * ddp_dtype_size(tensor->dtype) : 0;
+}
+
+DDPDEF ddp_tensor ddp_param_grad(const ddp_param *param) {
+    ddp_tensor grad = param->grad.ndim ? param->grad : param->value;
+    grad.data = param->grad.data;
+    grad.dtype = param->grad.dtype != DDP_DTYPE_DEFAULT ? param->grad.dtype : param->value.dtype;
+    return grad;
 }
 
 DDPDEF double ddp_now(void) {
@@ -7203,7 +7222,7 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
 
 /* All_reduce through the machines' first ranks. Partial sums of 16-bit floats are f32. */
 static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    ddp_dtype wide = ddp__is_half(call->dtype) ? DDP_F32 : call->dtype;
+    ddp_dtype wide = ddp_sum_dtype(call->dtype);
     size_t element = ddp_dtype_size(call->dtype), most = DDP__MPI_CHUNK_BYTES / ddp_dtype_size(wide), n;
     int leads = s->local->rank == 0, converts = wide != call->dtype;
     if (converts && !s->wide && !(s->wide = (float *)ddp_host_alloc(group, most * sizeof(float)))) return DDP_ERR_NO_MEMORY;
@@ -8273,16 +8292,6 @@ static uint64_t ddp__shape_text(uint64_t hash, const ddp_tensor *tensor, char *t
     return ddp_hash(hash, tensor->shape, (size_t)tensor->ndim * sizeof tensor->shape[0]);
 }
 
-/* The gradient with the defaults of ddp_param resolved. */
-static ddp_tensor ddp__param_grad(const ddp_param *param) {
-    ddp_tensor grad = param->grad.ndim ? param->grad : param->value;
-    grad.data = param->grad.data;
-    grad.dtype = param->grad.dtype != DDP_DTYPE_DEFAULT ? param->grad.dtype : param->value.dtype;
-    return grad;
-}
-
-static size_t ddp__tensor_bytes(const ddp_tensor *tensor) { return (size_t)ddp_tensor_count(tensor) * ddp_dtype_size(tensor->dtype); }
-
 /* Entry `index` of the list; hash is that of the entry before. After the last parameter, and the last buffer, comes one that says so. */
 static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint64_t hash) {
     const ddp_reducer_desc *d = &reducer->desc;
@@ -8307,7 +8316,7 @@ static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint6
         const ddp__grad *own = &reducer->grads[param];
         const char *name = d->params[param].name ? d->params[param].name : "";
         char value[96], gradient[96], tied[48] = "";
-        ddp_tensor grad = ddp__param_grad(&d->params[param]);
+        ddp_tensor grad = ddp_param_grad(&d->params[param]);
         hash = ddp__shape_text(hash, &d->params[param].value, value, sizeof value);
         hash = ddp__shape_text(hash, &grad, gradient, sizeof gradient);
         hash = ddp_hash(hash, name, strlen(name));
@@ -8323,7 +8332,7 @@ static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint6
 static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
     const ddp_tensor *value = &reducer->desc.params[index].value;
     ddp__grad *own = &reducer->grads[index];
-    ddp_tensor grad = ddp__param_grad(&reducer->desc.params[index]);
+    ddp_tensor grad = ddp_param_grad(&reducer->desc.params[index]);
     int64_t count = ddp_tensor_count(value), grad_count = ddp_tensor_count(&grad);
     ddp__label label = ddp__param_label(reducer->desc.params, index);
     size_t size = ddp_dtype_size(grad.dtype);
@@ -8331,7 +8340,7 @@ static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
     DDP__CREATE_NEED(count >= 0 && count <= INT64_MAX / 16, "%s: value.ndim=%d or its shape is impossible; ndim is 0 to %d, sizes are "
                      "not negative", label.text, value->ndim, DDP_MAX_NDIM);
     DDP__CREATE_NEED(count == 0 || value->data, "%s: value.data is NULL; point it at the parameter", label.text);
-    DDP__CREATE_NEED(grad.dtype >= DDP_F32 && grad.dtype <= DDP_BF16, "%s: a gradient of dtype %s has no average; use f32, f64, f16 or "
+    DDP__CREATE_NEED(ddp_is_float(grad.dtype), "%s: a gradient of dtype %s has no average; use f32, f64, f16 or "
                      "bf16", label.text, ddp_dtype_name(grad.dtype));
     DDP__CREATE_NEED(grad_count == count, "%s: the gradient has %lld elements, the value %lld; give both the same shape", label.text,
                      (long long)grad_count, (long long)count);
@@ -8478,7 +8487,7 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
     int n = reducer->desc.param_count;
     for (int k = 0; k < count; k++) {
         const ddp_tensor *tensor = k < n ? &reducer->desc.params[k].value : &reducer->desc.buffers[k - n];
-        size_t bytes = ddp__tensor_bytes(tensor);
+        size_t bytes = ddp_tensor_bytes(tensor);
         if (bytes > 0 && (k >= n || reducer->grads[k].first_use == k))
             DDP_TRY(ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL));
     }
@@ -8503,7 +8512,7 @@ static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
     if (!reducer->desc.skip_initial_broadcast) DDP_TRY(ddp__reducer_broadcast(reducer, n + reducer->desc.buffer_count, 0));
     for (int i = 0; i < n; i++) {
         ddp_param *param = &reducer->desc.params[i];
-        param->grad = ddp__param_grad(param);
+        param->grad = ddp_param_grad(param);
         param->grad.data = reducer->grads[i].data;
     }
     return DDP_OK;
@@ -8781,8 +8790,6 @@ struct ddp_accumulator {
     int micro_batch;           /* t */
 };
 
-static ddp_dtype ddp__sum_dtype(ddp_dtype dtype) { return ddp__is_half(dtype) ? DDP_F32 : dtype; }
-
 /* From now on the reducer takes f32 sums of 16-bit gradients from this accumulator; NULL: from none. */
 static void ddp__reducer_attach(ddp_reducer *reducer, ddp_accumulator *accumulator) {
     if (reducer->accumulator) reducer->accumulator->attached = 0;
@@ -8802,13 +8809,13 @@ static void ddp__accumulator_layout(ddp_accumulator *accumulator, size_t *scratc
     const ddp__grad *grads = desc->reducer ? desc->reducer->grads : NULL;
     *scratch = 0;
     for (int i = 0; i < desc->param_count; i++) {
-        ddp_tensor tensor = ddp__param_grad(&desc->params[i]);
-        size_t size = ddp_dtype_size(tensor.dtype), wide = ddp_dtype_size(ddp__sum_dtype(tensor.dtype));
+        ddp_tensor tensor = ddp_param_grad(&desc->params[i]);
+        size_t size = ddp_dtype_size(tensor.dtype), wide = ddp_dtype_size(ddp_sum_dtype(tensor.dtype));
         size_t end = accumulator->level_bytes;
         int ranged = grads && wide > size;
         if (ranged && grads[i].previous >= 0) continue; /* placed with the first of its range */
         for (int k = i; k >= 0; k = ranged ? grads[k].next : -1) {
-            ddp_tensor member = ddp__param_grad(&desc->params[k]);
+            ddp_tensor member = ddp_param_grad(&desc->params[k]);
             size_t count = (size_t)ddp_tensor_count(&member);
             size_t block = accumulator->group->device->use_stream ? count : DDP__ACCUMULATE_BLOCK;
             size_t distance = k == i ? 0 : (size_t)(grads[k].data - grads[i].data) / size * wide;
@@ -8833,7 +8840,7 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     DDP__NEED(!reduced || reduced->micro_batch_count == 1 || reduced->micro_batch_count == desc->micro_batch_count,
               "micro_batch_count=%d, but the reducer divides for %d; give both the same", desc->micro_batch_count, reduced->micro_batch_count);
     for (int i = 0; i < desc->param_count; i++) {
-        ddp_tensor grad = ddp__param_grad(&desc->params[i]);
+        ddp_tensor grad = ddp_param_grad(&desc->params[i]);
         DDP__NEED(ddp_tensor_count(&grad) >= 0 && ddp_dtype_size(grad.dtype), "%s has no dtype or an impossible shape; fill in its ddp_tensor",
                   ddp__param_label(desc->params, i).text);
         DDP__NEED(ddp_tensor_count(&grad) == 0 || grad.data, "%s: grad.data is NULL; create the reducer first, or point it at memory",
@@ -8868,8 +8875,8 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
     const ddp_device *device = accumulator->group->device;
     unsigned t = (unsigned)accumulator->micro_batch;
     int depth = __builtin_popcount(t), lowest = last ? 0 : depth - __builtin_ctz(~t); /* levels there are; the first one joined */
-    ddp_tensor tensor = ddp__param_grad(&accumulator->desc.params[param_index]);
-    ddp_dtype wide = ddp__sum_dtype(tensor.dtype);
+    ddp_tensor tensor = ddp_param_grad(&accumulator->desc.params[param_index]);
+    ddp_dtype wide = ddp_sum_dtype(tensor.dtype);
     size_t size = ddp_dtype_size(tensor.dtype), wide_size = ddp_dtype_size(wide);
     size_t count = (size_t)ddp_tensor_count(&tensor);
     unsigned char *levels = (unsigned char *)accumulator->levels + accumulator->first[param_index]; /* level k at levels + k * level_bytes */

@@ -1109,8 +1109,6 @@ static ddp_result ddp__cuda_tree_any(const ddp__cuda_tree_call *call, ddp_dtype 
 
 //== many tensors ==================================================================================== >>impl-multi
 
-static int ddp__cuda_is_float(ddp_dtype dtype) { return dtype == DDP_F32 || dtype == DDP_F64 || dtype == DDP_F16 || dtype == DDP_BF16; }
-
 /* dst = src * factor, rounded once. */
 template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_convert {
     enum { WIDTH = D == S && sizeof(typename ddp__cuda_type<D>::store) == 2 ? 8 : 4 };
@@ -1191,7 +1189,7 @@ template <ddp_dtype D> static ddp_result ddp__cuda_multi_from(const ddp__cuda_mu
 }
 
 static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtype dst, ddp_dtype src) {
-    if (!ddp__cuda_is_float(dst) || !ddp__cuda_is_float(src))
+    if (!ddp_is_float(dst) || !ddp_is_float(src))
         return ddp_fail(DDP_ERR_INVALID, "%s: from %s to %s; only floats are converted", call->function, ddp_dtype_name(src), ddp_dtype_name(dst));
     if (call->range_count < 0 || (call->range_count && (!call->ranges || !call->flat)))
         return ddp_fail(DDP_ERR_INVALID, "%s: range_count=%d, and flat or ranges is NULL or the count negative", call->function, call->range_count);
@@ -1363,7 +1361,7 @@ struct ddp__cuda_trust {
 
 template <int UNSCALE> static ddp_result ddp__cuda_squares_any(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor, void *total,
                                                                cudaStream_t stream, const char *function) {
-    if (!ddp__cuda_is_float(dtype)) return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s, and it takes floats", function, ddp_dtype_name(dtype));
+    if (!ddp_is_float(dtype)) return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s, and it takes floats", function, ddp_dtype_name(dtype));
     if (dtype == DDP_F64) return ddp__cuda_squares_run<DDP_F64, UNSCALE>(data, rows, row_count, factor, total, stream, function);
     DDP__CUDA_BY_DTYPE(dtype, D, (ddp__cuda_squares_run<D, UNSCALE>(data, rows, row_count, factor, total, stream, function)));
 }
@@ -1465,9 +1463,9 @@ static ddp_result ddp__cuda_step_check(const ddp_cuda_step_desc *desc, ddp_cuda_
     if (out->grad_factor == 0) out->grad_factor = 1.0f;
     if (out->step < 1) return ddp_fail(DDP_ERR_INVALID, "%s: step=%lld, and steps count from 1", function, (long long)out->step);
     if (out->count && (!out->master || !out->grad)) return ddp_fail(DDP_ERR_INVALID, "%s: master or grad is NULL", function);
-    if (out->grad_dtype == DDP_F64 || !ddp__cuda_is_float(out->grad_dtype))
+    if (out->grad_dtype == DDP_F64 || !ddp_is_float(out->grad_dtype))
         return ddp_fail(DDP_ERR_INVALID, "%s: grad_dtype=%s, allowed are f32, f16 and bf16", function, ddp_dtype_name(out->grad_dtype));
-    if (out->copy_dtype == DDP_F64 || !ddp__cuda_is_float(out->copy_dtype))
+    if (out->copy_dtype == DDP_F64 || !ddp_is_float(out->copy_dtype))
         return ddp_fail(DDP_ERR_INVALID, "%s: copy_dtype=%s, allowed are bf16, f16 and f32", function, ddp_dtype_name(out->copy_dtype));
     if (out->stochastic && out->copy_dtype != DDP_BF16)
         return ddp_fail(DDP_ERR_INVALID, "%s: stochastic rounding is for a bf16 copy, not %s", function, ddp_dtype_name(out->copy_dtype));
@@ -2143,7 +2141,7 @@ static void ddp__cuda_device_add(void *dst, const void *left, const void *right,
 }
 
 static void ddp__cuda_device_scale(void *data, size_t count, ddp_dtype dtype, float factor) {
-    if (count && ddp__cuda_is_float(dtype)) ddp__cuda_keep(ddp__cuda_convert_one(data, dtype, data, dtype, count, factor, "ddp_device_cuda scale"));
+    if (count && ddp_is_float(dtype)) ddp__cuda_keep(ddp__cuda_convert_one(data, dtype, data, dtype, count, factor, "ddp_device_cuda scale"));
 }
 
 static void ddp__cuda_device_divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
@@ -2588,7 +2586,7 @@ static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) 
 
 /* NCCL has no smallest and largest that keep NaNs, and no average of integers that truncates: these take the way of the tree. */
 static int ddp__nccl_in_order(const ddp__nccl *n, const ddp_call *call) {
-    int is_float = ddp__cuda_is_float(call->dtype);
+    int is_float = ddp_is_float(call->dtype);
     return ddp_group_order(n->group) == DDP_ORDER_TREE || (call->op == DDP_OP_AVG && !is_float) ||
            ((call->op == DDP_OP_MIN || call->op == DDP_OP_MAX) && is_float);
 }
@@ -4059,14 +4057,14 @@ DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stre
 
 DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype, size_t count, cudaStream_t stream) {
     if (count && (!q || !scales || !src)) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: q, scales or src is NULL");
-    if (!ddp__cuda_is_float(src_dtype) || src_dtype == DDP_F64)
+    if (!ddp_is_float(src_dtype) || src_dtype == DDP_F64)
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=%s, allowed are f32, f16 and bf16", ddp_dtype_name(src_dtype));
     DDP__CUDA_BY_DTYPE(src_dtype, S, ddp__cuda_quantise_run<S>(q, scales, src, count, stream));
 }
 
 DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales, size_t count, cudaStream_t stream) {
     if (count && (!dst || !q || !scales)) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst, q or scales is NULL");
-    if (!ddp__cuda_is_float(dst_dtype) || dst_dtype == DDP_F64)
+    if (!ddp_is_float(dst_dtype) || dst_dtype == DDP_F64)
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst_dtype=%s, allowed are f32, f16 and bf16", ddp_dtype_name(dst_dtype));
     DDP__CUDA_BY_DTYPE(dst_dtype, D, ddp__cuda_dequantise_run<D>(dst, q, scales, count, stream));
 }

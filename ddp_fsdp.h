@@ -727,15 +727,16 @@ static ddp_result ddp__optimizer_take(ddp_optimizer *o, int i) {
     ddp__optimizer_param *p = &o->params[i];
     const char *name = param->name ? param->name : "";
     int64_t count = ddp_tensor_count(&param->value);
+    ddp_tensor grad = ddp_param_grad(param);
     DDP__OPTIMIZER_NEED(param->value.dtype == DDP_F32 || param->value.dtype == DDP_F64, "params[%d] \"%s\" is %s; only f32 and f64 are updated", i, name,
                         ddp_dtype_name(param->value.dtype));
     DDP__OPTIMIZER_NEED(count >= 0, "params[%d] \"%s\": value.ndim=%d or its shape is wrong", i, name, param->value.ndim);
     DDP__OPTIMIZER_NEED(!count || param->value.data, "params[%d] \"%s\": value.data is NULL", i, name);
     DDP__OPTIMIZER_NEED(!count || param->grad.data, "params[%d] \"%s\" has no gradient: grad.data is NULL", i, name);
-    DDP__OPTIMIZER_NEED(!param->grad.dtype || param->grad.dtype == param->value.dtype, "params[%d] \"%s\" is %s, but its gradient %s; they have to be alike", i, name,
-                        ddp_dtype_name(param->value.dtype), ddp_dtype_name(param->grad.dtype));
-    DDP__OPTIMIZER_NEED((!param->grad.dtype && !param->grad.ndim) || ddp_tensor_count(&param->grad) == count, "params[%d] \"%s\" has %lld elements, but its gradient %lld", i,
-                        name, (long long)count, (long long)ddp_tensor_count(&param->grad));
+    DDP__OPTIMIZER_NEED(grad.dtype == param->value.dtype, "params[%d] \"%s\" is %s, but its gradient %s; they have to be alike", i, name,
+                        ddp_dtype_name(param->value.dtype), ddp_dtype_name(grad.dtype));
+    DDP__OPTIMIZER_NEED(ddp_tensor_count(&grad) == count, "params[%d] \"%s\" has %lld elements, but its gradient %lld", i, name, (long long)count,
+                        (long long)ddp_tensor_count(&grad));
     p->count = (size_t)count;
     p->rows = param->value.ndim > 0 && count ? (size_t)param->value.shape[0] : 1;
     p->squares = -1;
@@ -2542,8 +2543,6 @@ static ddp_result ddp__source_fail(const ddp__loading *l, ddp_result result, con
     return ddp__stored_fail(result, path, file->data_at, r, what);
 }
 
-static int ddp__is_float(ddp_dtype dtype) { return dtype == DDP_F32 || dtype == DDP_F64 || dtype == DDP_F16 || dtype == DDP_BF16; }
-
 static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, const ddp__stored *r) {
     ddp__shown has = ddp__show(r->dtype->name, r->ndim, r->shape);
     ddp__key key;
@@ -2557,7 +2556,7 @@ static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, con
     const ddp__slice *s = &l->task.slices[found->index];
     ddp__source *source = &l->sources[found->index];
     if (r->ndim != s->ndim || memcmp(r->shape, s->shape, sizeof r->shape[0] * (size_t)s->ndim) != 0 ||
-        (r->dtype->dtype != s->dtype && !(l->foreign && ddp__is_float(r->dtype->dtype) && ddp__is_float(s->dtype)))) {
+        (r->dtype->dtype != s->dtype && !(l->foreign && ddp_is_float(r->dtype->dtype) && ddp_is_float(s->dtype)))) {
         snprintf(what, sizeof what, "is %s, and %s is to be loaded", has.text, ddp__show(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
         return ddp__source_fail(l, DDP_ERR_MISMATCH, file, r, what);
     }
@@ -3106,8 +3105,8 @@ static ddp_result ddp__weight_describe(ddp_fsdp *f, ddp__weight *w) {
     const char *wrong = !w->entry->param.name || !w->entry->param.name[0] ? "has no name; checkpoints need one"
                       : !ddp__is_tensor_name(w->name, 9900) ? "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one that is"
                       : count < 0 ? "its shape is not one: ndim or an entry is negative, or the product overflows"
-                      : !ddp__is_float(value->dtype) ? "its dtype is not a float; keep it outside the units"
-                      : grad != DDP_DTYPE_DEFAULT && !ddp__is_float(grad) ? "the dtype of its gradient is not a float"
+                      : !ddp_is_float(value->dtype) ? "its dtype is not a float; keep it outside the units"
+                      : grad != DDP_DTYPE_DEFAULT && !ddp_is_float(grad) ? "the dtype of its gradient is not a float"
                       : global && !inside ? "global_offset and its shape reach beyond global_shape" : NULL;
     if (wrong) return DDP__WEIGHT_BAD(f, w, "%s", wrong);
     w->is_slice = global != 0;
@@ -4157,8 +4156,8 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const dd
     if (!d->units || d->unit_count < 1) return ddp__fsdp_bad(who, group, "there are no units");
     if ((unsigned)d->strategy > DDP_FSDP_NO_SHARD) return ddp__fsdp_bad(who, group, "strategy=%d is unknown", (int)d->strategy);
     if ((unsigned)d->offload > DDP_FSDP_OFFLOAD_FILE) return ddp__fsdp_bad(who, group, "offload=%d is unknown", (int)d->offload);
-    if (d->param_dtype != DDP_DTYPE_DEFAULT && !ddp__is_float(d->param_dtype)) return ddp__fsdp_bad(who, group, "param_dtype is not a float");
-    if (d->reduce_dtype != DDP_DTYPE_DEFAULT && !ddp__is_float(d->reduce_dtype)) return ddp__fsdp_bad(who, group, "reduce_dtype is not a float");
+    if (d->param_dtype != DDP_DTYPE_DEFAULT && !ddp_is_float(d->param_dtype)) return ddp__fsdp_bad(who, group, "param_dtype is not a float");
+    if (d->reduce_dtype != DDP_DTYPE_DEFAULT && !ddp_is_float(d->reduce_dtype)) return ddp__fsdp_bad(who, group, "reduce_dtype is not a float");
     if (d->micro_batch_count < 0) return ddp__fsdp_bad(who, group, "micro_batch_count=%d is negative", d->micro_batch_count);
     if (!d->alloc_fn != !d->free_fn) return ddp__fsdp_bad(who, group, "set both alloc_fn and free_fn, or neither");
     if (desc->replicas == group) return ddp__fsdp_bad(who, group, "replicas is the group that things are split over; give the ranks that hold the same shard");
@@ -4640,7 +4639,7 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
             memset(&first[count], 0, sizeof *first);
             first[count].param = params[k];
             first[count++].index = k;
-            bytes += (size_t)(ddp_tensor_count(&params[k].value) > 0 ? ddp_tensor_count(&params[k].value) : 0) * ddp_dtype_size(params[k].value.dtype);
+            bytes += ddp_tensor_bytes(&params[k].value);
             if (!all) next = k + 1;
         }
         placed += count;

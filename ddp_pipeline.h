@@ -2845,35 +2845,12 @@ static ddp_result ddp__pipe_sum_over_ranks(ddp_pipeline *p, void *data, size_t c
     return ddp_host_collective(p->group, DDP_CALL_ALL_REDUCE, data, data, count, dtype, DDP_OP_SUM, -1);
 }
 
-static ddp_tensor ddp__pipe_grad(const ddp_param *param) {
-    ddp_tensor grad = param->grad;
-    if (!grad.dtype) {
-        grad = param->value;
-        grad.data = param->grad.data;
-    } else if (!grad.ndim && param->value.ndim) {
-        grad.ndim = param->value.ndim;
-        memcpy(grad.shape, param->value.shape, sizeof grad.shape);
-    }
-    return grad;
-}
-
-static size_t ddp__pipe_bytes(const ddp_tensor *tensor) {
-    int64_t count = ddp_tensor_count(tensor);
-    return count > 0 ? (size_t)count * ddp_dtype_size(tensor->dtype) : 0;
-}
-
-static int ddp__pipe_is_half(const ddp_tensor *tensor) {
-    return tensor->dtype == DDP_F16 || tensor->dtype == DDP_BF16;
-}
-
-/* Bytes of a sum of such gradients: 16-bit ones are added in f32. */
+/* Bytes of a sum of such gradients. */
 static size_t ddp__pipe_sum_bytes(const ddp_tensor *grad) {
-    return ddp__pipe_bytes(grad) * (ddp__pipe_is_half(grad) ? 2 : 1);
+    return ddp_tensor_bytes(grad) / ddp_dtype_size(grad->dtype) * ddp_dtype_size(ddp_sum_dtype(grad->dtype));
 }
 
 //== runner: bad input ============================================================================= >>impl-pipeline-check
-
-static int ddp__pipe_is_integer(ddp_dtype dtype) { return dtype == DDP_I8 || dtype == DDP_U8 || dtype == DDP_I32 || dtype == DDP_I64 || dtype == DDP_U64; }
 
 /* Which kinds of actions a stage has. */
 static unsigned ddp__pipe_stage_kinds(const ddp_pipeline *p, int stage) {
@@ -2898,7 +2875,7 @@ static ddp_result ddp__pipe_check_param(const ddp_pipeline *p, int stage, int in
     ddp_tensor grad;
     int64_t count;
     if (!param) return DDP__PIPE_BAD("%s: params[%d] is NULL", label.text, index);
-    grad = ddp__pipe_grad(param);
+    grad = ddp_param_grad(param);
     count = ddp_tensor_count(&param->value);
     if (count < 0 || (uint64_t)count > SIZE_MAX >> 16 || !ddp_dtype_size(param->value.dtype) || !ddp_dtype_size(grad.dtype) || ddp_tensor_count(&grad) != count)
         return DDP__PIPE_BAD("%s: parameter %d (%.60s) has no dtype, or an impossible shape; fill in its value", label.text, index,
@@ -2990,7 +2967,7 @@ static ddp_result ddp__pipe_edges(ddp_pipeline *p, ddp_pipeline_edge **out) {
         else e->from = i, e->to = i + 1, e->tensor = i + 1 < p->stage_count ? d->boundary : d->output;
         DDP_TRY(ddp__pipe_check_edge(p, i, e));
         if (!e->grad_dtype) e->grad_dtype = e->tensor.dtype;
-        if (ddp__pipe_is_integer(e->tensor.dtype)) e->no_grad = 1;
+        if (!ddp_is_float(e->tensor.dtype)) e->no_grad = 1;
         to_loss += e->to == p->stage_count;
     }
     for (int stage = 0, i; stage + 1 < p->stage_count; stage++) {
@@ -3091,7 +3068,7 @@ static ddp_result ddp__pipe_links(ddp_pipeline *p, const ddp_pipeline_edge *edge
             pool->kind = maker == user ? DDP__PIPE_HERE : maker == p->rank ? DDP__PIPE_OUT : DDP__PIPE_IN;
             pool->peer = maker == p->rank ? user : maker;
             pool->tag = 2 * i + way;
-            pool->bytes = ddp__pipe_bytes(&pool->tensor);
+            pool->bytes = ddp_tensor_bytes(&pool->tensor);
             pool->stride = ddp_round_up(pool->bytes, 64);
             if (pool->kind == DDP__PIPE_OUT) pool->count = ddp__pipe_out_slots(p, edges, e, way);
             DDP_TRY(ddp__pipe_pool_tables(p, pool));
@@ -3137,9 +3114,9 @@ static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, int number) {
     DDP__PIPE_NEW(p, s->stashes, ddp__pipe_stash, s->stash_room);
     DDP__PIPE_NEW(p, s->placed, unsigned char, s->desc.param_count);
     for (int i = 0; i < s->desc.param_count; i++) {
-        ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
+        ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
         s->grad_bytes += ddp_round_up(ddp__pipe_sum_bytes(&grad), 64);
-        s->value_bytes += ddp_round_up(ddp__pipe_bytes(&s->desc.params[i]->value), 64);
+        s->value_bytes += ddp_round_up(ddp_tensor_bytes(&s->desc.params[i]->value), 64);
     }
     return DDP_OK;
 }
@@ -3222,9 +3199,9 @@ static ddp_result ddp__pipe_pool_slots(ddp_pipeline *p, ddp__pipe_pool *pool, si
 static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
     for (int i = 0; i < s->desc.param_count; i++) {
         ddp_param *param = s->desc.params[i];
-        ddp_tensor grad = ddp__pipe_grad(param);
+        ddp_tensor grad = ddp_param_grad(param);
         if (param->grad.data || s->desc.unshard) continue;
-        DDP_TRY(ddp__pipe_device(p, ddp__pipe_bytes(&grad), &grad.data));
+        DDP_TRY(ddp__pipe_device(p, ddp_tensor_bytes(&grad), &grad.data));
         param->grad = grad;
         s->placed[i] = 1;
     }
@@ -3246,8 +3223,8 @@ static ddp_result ddp__pipe_wide_memory(ddp_pipeline *p) {
     for (int stage = 0; stage < p->stage_count; stage++) {
         const ddp__pipe_stage *s = &p->stages[stage];
         for (int i = 0; i < s->desc.param_count && s->sum_count; i++) {
-            ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
-            size_t bytes = ddp__pipe_is_half(&grad) ? ddp__pipe_sum_bytes(&grad) : 0;
+            ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
+            size_t bytes = ddp_sum_dtype(grad.dtype) != grad.dtype ? ddp__pipe_sum_bytes(&grad) : 0;
             if (bytes > most) most = bytes;
         }
     }
@@ -3460,10 +3437,10 @@ static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, i
     unsigned char *sum = newest < 0 ? NULL : s->sum_memory + (size_t)newest * s->grad_bytes;
     size_t at = 0;
     for (int i = 0; i < s->desc.param_count; i++) {
-        ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
-        size_t bytes = ddp__pipe_bytes(&grad), count = bytes / ddp_dtype_size(grad.dtype);
+        ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
+        size_t bytes = ddp_tensor_bytes(&grad), count = bytes / ddp_dtype_size(grad.dtype);
         unsigned char *kept = buffer + at, *out = (unsigned char *)grad.data, *right = out;
-        ddp_dtype dtype = ddp__pipe_is_half(&grad) ? DDP_F32 : grad.dtype;
+        ddp_dtype dtype = ddp_sum_dtype(grad.dtype);
         at += ddp_round_up(ddp__pipe_sum_bytes(&grad), 64);
         if (!bytes) continue;
         if (dtype != grad.dtype && sum) {
@@ -3491,9 +3468,9 @@ static int ddp__pipe_divides(const ddp_pipeline *p, const ddp__pipe_stage *s) {
 static void ddp__pipe_round(const ddp_pipeline *p, const ddp__pipe_stage *s, int k) {
     unsigned char *sum = s->sum_memory + (size_t)k * s->grad_bytes;
     for (int i = 0; i < s->desc.param_count; i++) {
-        ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
-        size_t count = ddp__pipe_bytes(&grad) / ddp_dtype_size(grad.dtype);
-        if (count && ddp__pipe_is_half(&grad)) {
+        ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
+        size_t count = ddp_tensor_bytes(&grad) / ddp_dtype_size(grad.dtype);
+        if (count && ddp_sum_dtype(grad.dtype) != grad.dtype) {
             if (ddp__pipe_divides(p, s)) p->device->divide(sum, count, DDP_F32, (uint64_t)p->interval);
             p->device->cast(grad.data, grad.dtype, sum, DDP_F32, count);
         }
@@ -3535,23 +3512,23 @@ static void ddp__pipe_accumulate(const ddp_pipeline *p, ddp__pipe_stage *s, int 
 
 static void ddp__pipe_divide(const ddp_pipeline *p, const ddp__pipe_stage *s) {
     for (int i = 0; i < s->desc.param_count && ddp__pipe_divides(p, s); i++) {
-        ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
-        if (ddp_tensor_count(&grad) > 0 && !ddp__pipe_is_half(&grad)) /* those are divided already */
+        ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
+        if (ddp_tensor_count(&grad) > 0 && ddp_sum_dtype(grad.dtype) == grad.dtype) /* those are divided already */
             p->device->divide(grad.data, (size_t)ddp_tensor_count(&grad), grad.dtype, (uint64_t)p->interval);
     }
 }
 
 static void ddp__pipe_clear(const ddp_pipeline *p, const ddp__pipe_stage *s) {
     for (int i = 0; i < s->desc.param_count && s->desc.zero_gradients; i++) {
-        ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
-        if (ddp__pipe_bytes(&grad)) p->device->fill_zero(grad.data, ddp__pipe_bytes(&grad));
+        ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
+        if (ddp_tensor_bytes(&grad)) p->device->fill_zero(grad.data, ddp_tensor_bytes(&grad));
     }
 }
 
 /* The gradient of one end of a tie, of a stage of this rank. */
 static ddp_result ddp__pipe_tied(ddp_pipeline *p, int stage, int param, ddp_tensor *grad) {
     ddp__pipe_stage *s = &p->stages[stage];
-    *grad = ddp__pipe_grad(s->desc.params[param]);
+    *grad = ddp_param_grad(s->desc.params[param]);
     if (s->desc.get_sharded_grad) DDP_TRY(s->desc.get_sharded_grad(stage, param, grad, s->desc.user));
     return ddp__pipe_enter(p);
 }
@@ -3620,7 +3597,7 @@ static void ddp__pipe_keep_version(const ddp_pipeline *p, ddp__pipe_stage *s) {
     if (!p->rehearsing) {
         unsigned char *to = s->stash_memory + (size_t)k * s->value_bytes;
         for (int i = 0; i < s->desc.param_count; i++) {
-            size_t bytes = ddp__pipe_bytes(&s->desc.params[i]->value);
+            size_t bytes = ddp_tensor_bytes(&s->desc.params[i]->value);
             if (bytes) p->device->copy(to, s->desc.params[i]->value.data, bytes);
             to += ddp_round_up(bytes, 64);
         }
@@ -3639,7 +3616,7 @@ static void ddp__pipe_swap_values(const ddp_pipeline *p, const ddp__pipe_stage *
         ddp_param *param = s->desc.params[i];
         if (back) param->value.data = p->values[i];
         else p->values[i] = param->value.data, param->value.data = from;
-        from += ddp_round_up(ddp__pipe_bytes(&param->value), 64);
+        from += ddp_round_up(ddp_tensor_bytes(&param->value), 64);
     }
 }
 
@@ -4058,7 +4035,7 @@ static ddp_result ddp__pipe_ends(ddp_pipeline *p, int64_t **out) {
         const ddp_param *param = p->schedule->stage_rank[stage] == p->rank ? p->desc.stages[stage].params[i % 2 ? t->second_param : t->first_param] : NULL;
         int64_t *end = &ends[i * DDP__PIPE_END];
         if (!param) continue;
-        end[0] = (int64_t)ddp__pipe_grad(param).dtype;
+        end[0] = (int64_t)ddp_param_grad(param).dtype;
         end[1] = param->value.ndim;
         for (int k = 0; k < param->value.ndim; k++) end[2 + k] = param->value.shape[k];
     }
@@ -4354,7 +4331,7 @@ static int ddp__pipe_is_second_use(const ddp_pipeline *p, int stage, int param) 
 static void ddp__pipe_each_gradient(const ddp_pipeline *p, int squares, float factor) {
     for (int stage = 0; stage < p->stage_count; stage++)
         for (int i = 0; p->stages[stage].number >= 0 && i < p->stages[stage].desc.param_count; i++) {
-            ddp_tensor grad = ddp__pipe_grad(p->stages[stage].desc.params[i]);
+            ddp_tensor grad = ddp_param_grad(p->stages[stage].desc.params[i]);
             size_t count = (size_t)ddp_tensor_count(&grad), rows = grad.ndim > 0 ? (size_t)grad.shape[0] : 1;
             if (!count) continue;
             if (!squares) p->device->scale(grad.data, count, grad.dtype, factor);
