@@ -12,11 +12,11 @@ static ddp_result relay_open(ddp_group *group, void **state) {
 }
 
 static int relay_allocs, relay_runs; /* of group memory, and calls, on any thread */
-static int relay_gathers[DDP_MAX_LOCAL_RANKS]; /* calls of ddp_all_gather, by rank */
+static int relay_gathers[DDP_MAX_LOCAL_RANKS]; /* all-gathers of device memory, by rank: not those of ddp_agree */
 
 static ddp_result relay_run(ddp_group *group, void *state, const ddp_call *call) {
     int *gathers = &relay_gathers[ddp_rank(group)];
-    if (call->kind == DDP_CALL_ALL_GATHER) __atomic_add_fetch(gathers, 1, __ATOMIC_RELAXED);
+    if (call->kind == DDP_CALL_ALL_GATHER && !(call->flags & DDP_CALL_HOST_MEMORY)) __atomic_add_fetch(gathers, 1, __ATOMIC_RELAXED);
     __atomic_add_fetch(&relay_runs, 1, __ATOMIC_RELAXED);
     return ddp_group_call((ddp_group *)state, call, NULL);
 }
