@@ -1880,6 +1880,7 @@ static ddp_result load_keeps_order(ddp_group *group) {
     RANKS_OK(group, ddp_barrier(far)); /* comes after what is on its way */
     RANKS_OK(group, ddp_barrier(group));
     runs = __atomic_load_n(&relay_runs, __ATOMIC_RELAXED) - runs;
+    RANKS_OK(group, ddp_barrier(group)); /* no rank goes on to calls that count before all have read */
     RANKS_CHECK(group, runs == 3 || runs == 3 * world, "%d calls, not two gathers and a barrier, of one rank or of all", runs);
     ddp_fsdp_destroy(fsdp);
     RANKS_OK(group, ddp_barrier(group));
