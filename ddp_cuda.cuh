@@ -2327,13 +2327,13 @@ static ddp_result ddp__cuda_device_layer(ddp_group *group, const ddp_layer *op) 
 #endif
 
 /* What watchdogs tell each other, over and over. */
-typedef struct ddp__nccl_word {
+typedef struct ddp__nccl_rank_state {
     int32_t result;  /* of the group on this rank, for the reason in text */
     int32_t leaving; /* 1 = the group is being destroyed here: my last word */
     ddp__cuda_mark mark[DDP__NCCL_MARKS]; /* collective number seq stands at seq mod DDP__NCCL_MARKS */
     uint64_t issued; /* collectives */
     char text[400];
-} ddp__nccl_word;
+} ddp__nccl_rank_state;
 
 typedef struct ddp__nccl_op { ddp__cuda_mark mark; cudaEvent_t event; int recorded; } ddp__nccl_op;
 
@@ -2346,35 +2346,65 @@ typedef struct ddp__nccl_region {
 #endif
 } ddp__nccl_region;
 
-typedef struct ddp__nccl {
-    ddp_group *group, *control, *watch;
-    ddp__cuda_lanes *lanes;
-    ncclComm_t comm;             /* NULL once aborted */
-    int rank, world_size, owns_comm, in_batch;
-    int current;                 /* the entry of ops that is being made */
-    void *scratch, *cell;        /* on the device; cell is for barriers */
-    size_t scratch_bytes;
-    cudaEvent_t idle;
-    unsigned char leave[2];      /* sent and received by ddp__nccl_all_leave */
-    ddp__nccl_region *regions;
-    pthread_mutex_t lock;        /* of what follows */
-    pthread_cond_t changed;
-    pthread_t watchdog;
-    int watching, stopping;
+/* The communicator, and the thread that may call NCCL with it. */
+typedef struct ddp__nccl_comm {
+    ncclComm_t handle;           /* NULL once aborted */
+    ncclComm_t making;           /* written by ncclCommInitRankConfig before it waits for peers */
+    int owned;                   /* 0 = the user's */
+    int in_group;                /* calls of ncclGroupStart without their end */
     int busy;                    /* the caller is inside NCCL: the watchdog makes no call but ncclCommAbort */
+    int aborted;                 /* 1 = the watchdog has aborted handle, or making */
     const char *host_call;       /* NCCL call that blocks the caller until every rank has made it; or NULL */
     double host_since;           /* when that call began */
-    ncclComm_t making;           /* written by ncclCommInitRankConfig before it waits for peers */
-    int comm_aborted;            /* 1 = the watchdog has aborted comm, or making */
-    int gone;                    /* 1 + a rank that has left the group */
-    int aborted;                 /* the communicator is no more */
-    ddp_result cause;            /* the first */
-    int cause_is_peers;          /* 1 = another rank reported it */
-    char text[DDP__CUDA_TEXT];
-    ddp__nccl_word mine;
-    ddp__nccl_op ops[DDP__NCCL_OPS]; /* under way: op_count from op_first on, in order */
-    int op_first, op_count;
+} ddp__nccl_comm;
+
+/* Device memory that calls use. */
+typedef struct ddp__nccl_workspace {
+    void *memory;                /* what a reduction in tree order receives */
+    size_t size_bytes;
+    void *cell;                  /* what a barrier reduces */
+    cudaEvent_t idle;            /* the end of a barrier */
+} ddp__nccl_workspace;
+
+/* Operations in flight: `count` of them from number `first` on, in issue order. */
+typedef struct ddp__nccl_ops {
+    ddp__nccl_op at[DDP__NCCL_OPS];
+    int first, count;
+    int current;                 /* the one that the caller is issuing */
     double since;                /* when the first of them became the first */
+} ddp__nccl_ops;
+
+/* The thread that notices failures and timeouts, and exchanges the states of ranks. */
+typedef struct ddp__nccl_watchdog {
+    ddp_group *group;            /* of all watchdogs: a split of control */
+    pthread_t thread;
+    int running, stopping;
+    int gone;                    /* 1 + a rank that has left the group */
+    ddp__nccl_rank_state own;
+} ddp__nccl_watchdog;
+
+/* The first failure of this group, and whether the communicator is gone because of it. */
+typedef struct ddp__nccl_failure {
+    ddp_result cause;
+    int from_peer;               /* 1 = another rank reported it */
+    int cleaned;                 /* 1 = the communicator is aborted */
+    char text[DDP__CUDA_TEXT];
+} ddp__nccl_failure;
+
+typedef struct ddp__nccl {
+    ddp_group *group, *control;
+    ddp__cuda_lanes *lanes;
+    int rank, world_size;
+    int capturing;               /* 1 = the current call goes into a CUDA graph */
+    unsigned char leave[2];      /* sent and received by ddp__nccl_all_leave */
+    ddp__nccl_workspace workspace;
+    ddp__nccl_region *regions;   /* memory of ddp_group_alloc */
+    pthread_mutex_t lock;        /* of what follows */
+    pthread_cond_t changed;
+    ddp__nccl_comm comm;
+    ddp__nccl_ops ops;
+    ddp__nccl_watchdog watchdog;
+    ddp__nccl_failure failure;
 } ddp__nccl;
 
 /* By ddp_dtype. Headers before 2.24 show ncclBfloat16, which is 9, only to who includes cuda_bf16.h before them: the program may not have. */
@@ -2383,17 +2413,17 @@ static const ncclDataType_t ddp__nccl_dtype[] = {ncclNumTypes, ncclFloat32, nccl
 
 static ddp_result ddp__nccl_status(const ddp_group *, void *state) {
     ddp__nccl *n = (ddp__nccl *)state;
-    if (__atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK) return DDP_OK;
-    return ddp_fail(n->cause, "%s", n->text);
+    if (__atomic_load_n(&n->failure.cause, __ATOMIC_ACQUIRE) == DDP_OK) return DDP_OK;
+    return ddp_fail(n->failure.cause, "%s", n->failure.text);
 }
 
 /* The first cause stays; text is complete before the cause is seen. */
 static void ddp__nccl_set_cause(ddp__nccl *n, ddp_result cause, const char *text, int is_peers) {
     pthread_mutex_lock(&n->lock);
-    if (n->cause == DDP_OK) {
-        snprintf(n->text, sizeof n->text, "%.*s", (int)sizeof n->text - 1, text);
-        n->cause_is_peers = is_peers;
-        __atomic_store_n(&n->cause, cause, __ATOMIC_RELEASE);
+    if (n->failure.cause == DDP_OK) {
+        snprintf(n->failure.text, sizeof n->failure.text, "%.*s", (int)sizeof n->failure.text - 1, text);
+        n->failure.from_peer = is_peers;
+        __atomic_store_n(&n->failure.cause, cause, __ATOMIC_RELEASE);
         pthread_cond_broadcast(&n->changed);
     }
     pthread_mutex_unlock(&n->lock);
@@ -2404,9 +2434,9 @@ static void ddp__nccl_poison(ddp_group *, void *state, ddp_result cause, const c
 }
 
 static ddp_result ddp__nccl_error(ncclResult_t error, const char *call) {
+    if (error == ncclSuccess) return DDP_OK;
     const char *last = ncclGetLastError(NULL); /* of the process: NCCL ignores the communicator */
     int more = last && last[0];
-    if (error == ncclSuccess) return DDP_OK;
     return ddp_fail(DDP_ERR_ENGINE, "%s: %s%s%s", call, ncclGetErrorString(error), more ? ": " : "", more ? last : "");
 }
 
@@ -2420,29 +2450,29 @@ static void ddp__cuda_nap(int microseconds) {
 static ddp_result ddp__nccl_begin(ddp__nccl *n, const char *host_call) {
     ddp_result result;
     pthread_mutex_lock(&n->lock);
-    result = n->cause;
-    n->busy = result == DDP_OK;
-    n->host_call = n->busy ? host_call : NULL;
-    n->host_since = ddp_now();
+    result = n->failure.cause;
+    n->comm.busy = result == DDP_OK;
+    n->comm.host_call = n->comm.busy ? host_call : NULL;
+    n->comm.host_since = ddp_now();
     pthread_mutex_unlock(&n->lock);
     return result == DDP_OK ? DDP_OK : ddp__nccl_status(n->group, n);
 }
 
 static void ddp__nccl_end(ddp__nccl *n) {
     pthread_mutex_lock(&n->lock);
-    if (n->comm_aborted) n->comm = NULL;
-    n->busy = 0;
-    n->host_call = NULL;
+    if (n->comm.aborted) n->comm.handle = NULL;
+    n->comm.busy = 0;
+    n->comm.host_call = NULL;
     pthread_cond_broadcast(&n->changed);
     pthread_mutex_unlock(&n->lock);
 }
 
 /* The result of an NCCL call on comm. Only a non-blocking communicator of the user's is ever in progress. */
-static ddp_result ddp__nccl_settle(ddp__nccl *n, ncclComm_t comm, ncclResult_t error, const char *call) {
-    for (int tries = 0; error == ncclInProgress && !n->in_batch; tries++) {
+static ddp_result ddp__nccl_settle(ddp__nccl *n, ncclResult_t error, const char *call) {
+    for (int tries = 0; error == ncclInProgress && !n->comm.in_group; tries++) {
         ncclResult_t now = ncclSuccess;
         if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
-        error = ncclCommGetAsyncError(comm, &now);
+        error = ncclCommGetAsyncError(n->comm.handle, &now);
         if (error != ncclSuccess) return ddp__nccl_error(error, "ncclCommGetAsyncError");
         error = now;
         if (error == ncclInProgress) tries < 100 ? (void)sched_yield() : ddp__cuda_nap(50);
@@ -2450,33 +2480,41 @@ static ddp_result ddp__nccl_settle(ddp__nccl *n, ncclComm_t comm, ncclResult_t e
     return error == ncclInProgress ? DDP_OK : ddp__nccl_error(error, call);
 }
 
+/* A call over control of a group that is there: when the group fails meanwhile, its watchdog ends the call, and the group's cause is the reason. */
+static ddp_result ddp__nccl_over_control(ddp__nccl *n, ddp_result result, const char *who) {
+    ddp_result status;
+    if (result == DDP_OK || (status = ddp__nccl_status(n->group, n)) == DDP_OK) return result;
+    return ddp_fail_in(status, who, n->group, "%s", ddp_last_error());
+}
+
+static ddp_result ddp__nccl_agree(ddp__nccl *n, ddp_result mine, const char *who) {
+    return ddp__nccl_over_control(n, ddp_agree(n->control, who, mine, 0, ""), who);
+}
+
 /* Sends and receives that belong together. */
 static ddp_result ddp__nccl_open_group(ddp__nccl *n) {
     ddp_result result = ddp__nccl_error(ncclGroupStart(), "ncclGroupStart");
-    n->in_batch += result == DDP_OK;
+    n->comm.in_group += result == DDP_OK;
     return result;
 }
 
 /* Whatever came before, the group has to end. */
 static ddp_result ddp__nccl_close_group(ddp__nccl *n, ddp_result before) {
-    char text[DDP__CUDA_TEXT];
-    ncclResult_t error;
-    snprintf(text, sizeof text, "%s", ddp_last_error());
-    error = ncclGroupEnd();
-    n->in_batch--;
-    return before == DDP_OK ? ddp__nccl_settle(n, n->comm, error, "ncclGroupEnd") : ddp_fail(before, "%s", text);
+    ncclResult_t error = ncclGroupEnd();
+    n->comm.in_group--;
+    return before == DDP_OK ? ddp__nccl_settle(n, error, "ncclGroupEnd") : before;
 }
 
 static ddp_result ddp__nccl_send(ddp__nccl *n, const void *base, size_t offset, size_t count, ddp_dtype dtype, int peer) {
     const unsigned char *from = (const unsigned char *)base + offset * ddp_dtype_size(dtype);
     if (count == 0) return DDP_OK;
-    return ddp__nccl_settle(n, n->comm, ncclSend(from, count, ddp__nccl_dtype[dtype], peer, n->comm, n->lanes->stream[DDP_STREAM_COMM]), "ncclSend");
+    return ddp__nccl_settle(n, ncclSend(from, count, ddp__nccl_dtype[dtype], peer, n->comm.handle, n->lanes->stream[DDP_STREAM_COMM]), "ncclSend");
 }
 
 static ddp_result ddp__nccl_recv(ddp__nccl *n, void *base, size_t offset, size_t count, ddp_dtype dtype, int peer) {
     unsigned char *to = (unsigned char *)base + offset * ddp_dtype_size(dtype);
     if (count == 0) return DDP_OK;
-    return ddp__nccl_settle(n, n->comm, ncclRecv(to, count, ddp__nccl_dtype[dtype], peer, n->comm, n->lanes->stream[DDP_STREAM_COMM]), "ncclRecv");
+    return ddp__nccl_settle(n, ncclRecv(to, count, ddp__nccl_dtype[dtype], peer, n->comm.handle, n->lanes->stream[DDP_STREAM_COMM]), "ncclRecv");
 }
 
 /* This rank's own block, which needs no sending. */
@@ -2510,7 +2548,7 @@ static size_t ddp__nccl_share(const ddp__nccl_tree *t, int rank, size_t *count) 
 static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     const ddp_call *call = t->call;
     size_t mine, size = ddp_dtype_size(call->dtype), own = ddp__nccl_share(t, n->rank, &mine), theirs, at;
-    unsigned char *scratch = (unsigned char *)n->scratch;
+    unsigned char *scratch = (unsigned char *)n->workspace.memory;
     const void *sources[2] = {scratch, (const unsigned char *)call->send + own * size};
     int to_all = call->kind == DDP_CALL_ALL_REDUCE, to_root = call->kind == DDP_CALL_REDUCE;
     void *sum = scratch + (size_t)n->rank * t->share * size;
@@ -2539,31 +2577,24 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     return ddp__nccl_close_group(n, result);
 }
 
-static ddp_result ddp__nccl_agree(ddp__nccl *n, ddp_result mine, const char *who);
-
-/* Grows the scratch to bytes, or leaves it as it is while a graph is captured, which then has more rounds: after the first call of a size nothing is
-   allocated. cudaFree waits for the whole device: no rank goes on before all have freed, as what it would begin may wait for one that shares the device. */
-static ddp_result ddp__nccl_scratch(ddp__nccl *n, size_t bytes) {
+/* Replaces the memory of the workspace. cudaFree waits for the whole device: no rank goes on before all have freed, as what it would begin may wait for one that shares the device. */
+static ddp_result ddp__nccl_grow(ddp__nccl *n, size_t size) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    size_t size = DDP__NCCL_SCRATCH_FIRST;
-    const char *call = "cudaStreamIsCapturing";
-    int capturing = 0;
-    if (bytes <= n->scratch_bytes) return DDP_OK;
-    while (size < bytes) size *= 2;
-    cudaError_t error = cuda->stream_capturing(n->lanes->stream[DDP_STREAM_COMM], &capturing);
-    if (error == cudaSuccess && capturing) return DDP_OK;
-    if (error == cudaSuccess) { call = "cudaStreamSynchronize"; error = cuda->synchronize(n->lanes->stream[DDP_STREAM_COMM]); }
-    if (error == cudaSuccess) { call = "cudaFree"; error = cuda->free(n->scratch); n->scratch = NULL; }
-    if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&n->scratch, size); }
-    if (error == cudaSuccess) n->scratch_bytes = size;
-    return ddp__nccl_agree(n, ddp__cuda_group_fail(n->group, error, call), "making room for a sum in tree order");
+    ddp__nccl_workspace *w = &n->workspace;
+    DDP_TRY(ddp__cuda_group_fail(n->group, cuda->synchronize(n->lanes->stream[DDP_STREAM_COMM]), "cudaStreamSynchronize"));
+    DDP_TRY(ddp__cuda_group_fail(n->group, cuda->free(w->memory), "cudaFree"));
+    w->memory = NULL;
+    DDP_TRY(ddp__cuda_group_fail(n->group, cuda->malloc(&w->memory, size), "cudaMalloc"));
+    w->size_bytes = size;
+    return DDP_OK;
 }
 
 static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) {
     size_t world = (size_t)n->world_size, size = ddp_dtype_size(call->dtype), most = DDP__NCCL_SCRATCH / size / world / 16 * 16;
     int scatter = call->kind == DDP_CALL_REDUCE_SCATTER;
     ddp__nccl_tree t = {call, 0, 0, 0};
-    ddp_result result;
+    size_t bytes, room = DDP__NCCL_SCRATCH_FIRST;
+    ddp_result result = DDP_OK;
     if (n->world_size > DDP__CUDA_TREE_MOST)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "reductions in tree order reach %d ranks, the group has %d: use DDP_ORDER_ANY", DDP__CUDA_TREE_MOST, n->world_size);
     t.share = scatter ? call->count : (call->count + world - 1) / world;
@@ -2571,8 +2602,11 @@ static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) 
     if (t.share > most) t.share = most;
     if (n->world_size == 1)
         return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype, call->op, call->divisor, n->lanes->stream[DDP_STREAM_COMM]);
-    result = ddp__nccl_scratch(n, world * t.share * size);
-    most = n->scratch_bytes / size / world / 16 * 16;
+    bytes = world * t.share * size;
+    while (room < bytes) room *= 2;
+    /* A captured call has more rounds instead: nothing is allocated after the first call of a size. */
+    if (bytes > n->workspace.size_bytes && !n->capturing) result = ddp__nccl_agree(n, ddp__nccl_grow(n, room), "making room for a sum in tree order");
+    most = n->workspace.size_bytes / size / world / 16 * 16;
     if (t.share > most) t.share = most;
     for (; t.first < call->count && result == DDP_OK; t.first += t.count) {
         size_t round = scatter ? t.share : t.share * world;
@@ -2603,7 +2637,7 @@ static ddp_result ddp__nccl_op_of(ddp__nccl *n, const ddp_call *call, ncclRedOp_
     else factor.half = call->dtype == DDP_F16 ? ddp__cuda_to_f16(1.0f / (float)call->divisor) : ddp__cuda_to_bf16(1.0f / (float)call->divisor);
     *made = 1;
     return ddp__nccl_error(
-        ncclRedOpCreatePreMulSum(op, &factor, ddp__nccl_dtype[call->dtype], ncclScalarHostImmediate, n->comm),
+        ncclRedOpCreatePreMulSum(op, &factor, ddp__nccl_dtype[call->dtype], ncclScalarHostImmediate, n->comm.handle),
         "ncclRedOpCreatePreMulSum");
 }
 
@@ -2616,12 +2650,12 @@ static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
     if (ddp__nccl_in_order(n, call)) return ddp__nccl_reduce_in_order(n, call);
     DDP_TRY(ddp__nccl_op_of(n, call, &op, &made));
     if (call->kind == DDP_CALL_ALL_REDUCE)
-        result = ddp__nccl_settle(n, n->comm, ncclAllReduce(call->send, call->recv, call->count, dtype, op, n->comm, stream), "ncclAllReduce");
+        result = ddp__nccl_settle(n, ncclAllReduce(call->send, call->recv, call->count, dtype, op, n->comm.handle, stream), "ncclAllReduce");
     else if (call->kind == DDP_CALL_REDUCE)
-        result = ddp__nccl_settle(n, n->comm, ncclReduce(call->send, call->recv, call->count, dtype, op, call->root, n->comm, stream), "ncclReduce");
+        result = ddp__nccl_settle(n, ncclReduce(call->send, call->recv, call->count, dtype, op, call->root, n->comm.handle, stream), "ncclReduce");
     else
-        result = ddp__nccl_settle(n, n->comm, ncclReduceScatter(call->send, call->recv, call->count, dtype, op, n->comm, stream), "ncclReduceScatter");
-    if (made && ddp__nccl_status(n->group, n) == DDP_OK) ncclRedOpDestroy(op, n->comm);
+        result = ddp__nccl_settle(n, ncclReduceScatter(call->send, call->recv, call->count, dtype, op, n->comm.handle, stream), "ncclReduceScatter");
+    if (made && ddp__nccl_status(n->group, n) == DDP_OK) ncclRedOpDestroy(op, n->comm.handle);
     return result;
 }
 
@@ -2649,43 +2683,41 @@ static ddp_result ddp__nccl_all_gather_v(ddp__nccl *n, const ddp_call *call) {
     for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
         unsigned char *to = (unsigned char *)call->recv + call->recv_offsets[j] * ddp_dtype_size(call->dtype);
         if (call->recv_counts[j] == 0) continue;
-        result = ddp__nccl_settle(n, n->comm, ncclBroadcast(j == n->rank ? call->send : to, to, call->recv_counts[j], ddp__nccl_dtype[call->dtype], j,
-                                                            n->comm, n->lanes->stream[DDP_STREAM_COMM]), "ncclBroadcast");
+        result = ddp__nccl_settle(n, ncclBroadcast(j == n->rank ? call->send : to, to, call->recv_counts[j], ddp__nccl_dtype[call->dtype], j,
+                                                            n->comm.handle, n->lanes->stream[DDP_STREAM_COMM]), "ncclBroadcast");
     }
     return ddp__nccl_close_group(n, result);
 }
 
 /* Every rank's communication lane has come here, and the host waits for it. A captured one only joins the lanes. */
-static ddp_result ddp__nccl_barrier(ddp__nccl *n, int capturing) {
+static ddp_result ddp__nccl_barrier(ddp__nccl *n) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    const char *what = "waiting in ddp_barrier";
     cudaStream_t stream = n->lanes->stream[DDP_STREAM_COMM];
-    cudaError_t error;
-    ddp_result result = ddp__nccl_settle(n, n->comm, ncclAllReduce(n->cell, n->cell, 1, ncclUint8, ncclMax, n->comm, stream), "ncclAllReduce");
-    if (result != DDP_OK || capturing) return result;
-    error = cuda->event_record(n->idle, stream);
+    int done = 0;
+    ddp_result result = ddp__nccl_settle(n, ncclAllReduce(n->workspace.cell, n->workspace.cell, 1, ncclUint8, ncclMax, n->comm.handle, stream), "ncclAllReduce");
+    if (result != DDP_OK || n->capturing) return result;
+    result = ddp__cuda_fail(cuda->event_record(n->workspace.idle, stream), what, "cudaEventRecord");
     ddp__nccl_end(n);
-    for (int tries = 0; error == cudaSuccess; tries++) {
-        error = cuda->event_query(n->idle);
-        if (error == cudaSuccess) return ddp__nccl_begin(n, NULL);
-        if (error != cudaErrorNotReady) break;
-        error = cudaSuccess;
-        cuda->clear_error();
+    for (int tries = 0; result == DDP_OK; tries++) {
+        result = ddp__cuda_query(cuda->event_query(n->workspace.idle), what, "cudaEventQuery", &done);
+        if (done) return ddp__nccl_begin(n, NULL);
         if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
         tries < 100 ? (void)sched_yield() : ddp__cuda_nap(50);
     }
-    return ddp__cuda_group_fail(n->group, error, "waiting in ddp_barrier with cudaEventQuery");
+    return result;
 }
 
-static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call, int capturing) {
+static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call) {
     cudaStream_t stream = n->lanes->stream[DDP_STREAM_COMM];
     ncclDataType_t dtype = ddp__nccl_dtype[call->dtype];
-    if (call->kind == DDP_CALL_BARRIER) return ddp__nccl_barrier(n, capturing);
+    if (call->kind == DDP_CALL_BARRIER) return ddp__nccl_barrier(n);
     if (call->count == 0 && call->kind != DDP_CALL_ALL_TO_ALL_V) return DDP_OK; /* on all ranks; in all_gather_v it is the sum */
     switch (call->kind) {
     case DDP_CALL_BROADCAST:
-        return ddp__nccl_settle(n, n->comm, ncclBroadcast(call->recv, call->recv, call->count, dtype, call->root, n->comm, stream), "ncclBroadcast");
+        return ddp__nccl_settle(n, ncclBroadcast(call->recv, call->recv, call->count, dtype, call->root, n->comm.handle, stream), "ncclBroadcast");
     case DDP_CALL_ALL_GATHER:
-        return ddp__nccl_settle(n, n->comm, ncclAllGather(call->send, call->recv, call->count, dtype, n->comm, stream), "ncclAllGather");
+        return ddp__nccl_settle(n, ncclAllGather(call->send, call->recv, call->count, dtype, n->comm.handle, stream), "ncclAllGather");
     case DDP_CALL_ALL_GATHER_V: return ddp__nccl_all_gather_v(n, call);
     case DDP_CALL_SEND: return ddp__nccl_send(n, call->send, 0, call->count, call->dtype, call->root);
     case DDP_CALL_RECV: return ddp__nccl_recv(n, call->recv, 0, call->count, call->dtype, call->root);
@@ -2694,88 +2726,80 @@ static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call, int capturi
     }
 }
 
-/* Puts the operation before the watchdog's eyes, and its end once the stream knows it. */
-static ddp_result ddp__nccl_note(ddp__nccl *n, const ddp_call *call) {
-    ddp__cuda_mark mark = ddp__cuda_mark_of(call);
-    ddp__nccl_op *op;
-    int p2p = ddp__cuda_is_message(&mark), gone;
-    pthread_mutex_lock(&n->lock);
-    if (!p2p) {
-        n->mine.mark[call->seq % DDP__NCCL_MARKS] = mark;
-        n->mine.issued = call->seq;
-    }
-    if (n->op_count < DDP__NCCL_OPS) n->op_count++;
-    n->current = (n->op_first + n->op_count - 1) % DDP__NCCL_OPS;
-    op = &n->ops[n->current];
-    op->mark = mark;
-    op->recorded = 0;
-    if (n->op_count == 1) n->since = ddp_now();
-    gone = n->gone;
-    pthread_mutex_unlock(&n->lock);
-    if (!gone || (p2p && call->root != gone - 1)) return DDP_OK;
-    return ddp_fail(DDP_ERR_PEER_LOST, "rank %d has left the group", gone - 1);
-}
-
 /* What fails here fails on this rank alone: the others learn of it from the watchdogs. */
 static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_result result) {
-    char text[DDP__CUDA_TEXT], cause[DDP__CUDA_TEXT];
-    if (result == DDP_OK || ddp__nccl_status(n->group, n) != DDP_OK) return result;
-    snprintf(text, sizeof text, "%s", ddp_last_error());
+    char cause[DDP__CUDA_TEXT];
+    ddp_saved_error error = DDP_ZERO;
+    if (result == DDP_OK) return DDP_OK;
+    ddp_error_save(&error, result);
+    if (ddp__nccl_status(n->group, n) != DDP_OK) return result;
     snprintf(cause, sizeof cause, "rank %d in %s seq=%llu: %.380s", n->rank, ddp_public_call_name(ddp_call_name(call->kind)),
-             (unsigned long long)call->seq, text);
-    ddp__nccl_poison(n->group, n, result, n->world_size > 1 ? cause : text);
-    return ddp_fail(result, "%s", text);
+             (unsigned long long)call->seq, error.text);
+    ddp__nccl_poison(n->group, n, result, n->world_size > 1 ? cause : error.text);
+    return ddp_error_restore(&error);
 }
 
-/* The end of what ddp__nccl_begin and ddp__nccl_note began. */
-static ddp_result ddp__nccl_noted(ddp__nccl *n, const ddp_call *call, int capturing, ddp_result result) {
-    ddp__nccl_op *op = &n->ops[n->current];
-    cudaError_t error = cudaSuccess;
-    if (result == DDP_OK && !capturing) error = DDP__CUDA_RUNTIME->event_record(op->event, n->lanes->stream[DDP_STREAM_COMM]);
+/* The end of ddp__nccl_op_begin. result: of what was issued in between. */
+static ddp_result ddp__nccl_op_end(ddp__nccl *n, const ddp_call *call, ddp_result result) {
+    ddp__nccl_op *op = &n->ops.at[n->ops.current];
+    int runs = result == DDP_OK && !n->capturing;
+    if (runs) result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->event_record(op->event, n->lanes->stream[DDP_STREAM_COMM]), "cudaEventRecord");
     pthread_mutex_lock(&n->lock);
-    if (capturing || result != DDP_OK) n->op_count -= n->op_count > 0; /* nothing of it runs now */
-    else op->recorded = error == cudaSuccess;
+    if (!runs) n->ops.count -= n->ops.count > 0;
+    op->recorded = runs && result == DDP_OK;
     pthread_mutex_unlock(&n->lock);
-    if (result == DDP_OK) result = ddp__cuda_group_fail(n->group, error, "cudaEventRecord");
     ddp__nccl_end(n);
     return ddp__nccl_failed(n, call, result);
 }
 
+/* From here to ddp__nccl_op_end the communicator is the caller's, and the watchdog sees the operation. */
+static ddp_result ddp__nccl_op_begin(ddp__nccl *n, const ddp_call *call) {
+    ddp__cuda_mark mark = ddp__cuda_mark_of(call);
+    ddp__nccl_ops *ops = &n->ops;
+    int p2p = ddp__cuda_is_message(&mark), gone;
+    ddp_result result = ddp__nccl_begin(n, NULL);
+    if (result != DDP_OK) return result;
+    result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_STREAM_COMM], &n->capturing), "cudaStreamIsCapturing");
+    pthread_mutex_lock(&n->lock);
+    if (!p2p) {
+        n->watchdog.own.mark[call->seq % DDP__NCCL_MARKS] = mark;
+        n->watchdog.own.issued = call->seq;
+    }
+    if (ops->count < DDP__NCCL_OPS) ops->count++;
+    ops->current = (ops->first + ops->count - 1) % DDP__NCCL_OPS;
+    ops->at[ops->current].mark = mark;
+    ops->at[ops->current].recorded = 0;
+    if (ops->count == 1) ops->since = ddp_now();
+    gone = n->watchdog.gone;
+    pthread_mutex_unlock(&n->lock);
+    if (result == DDP_OK && gone && (!p2p || call->root == gone - 1)) result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d has left the group", gone - 1);
+    return result == DDP_OK ? DDP_OK : ddp__nccl_op_end(n, call, result);
+}
+
 static ddp_result ddp__nccl_run(ddp_group *, void *state, const ddp_call *call) {
     ddp__nccl *n = (ddp__nccl *)state;
-    int capturing = 0;
-    cudaError_t error;
-    ddp_result result;
     if (call->flags & DDP_CALL_HOST_MEMORY) {
         DDP_TRY(ddp__nccl_status(n->group, n));
         return ddp__nccl_failed(n, call, ddp_group_call(n->control, call, NULL));
     }
-    error = DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_STREAM_COMM], &capturing);
-    if (error != cudaSuccess) return ddp__nccl_failed(n, call, ddp__cuda_group_fail(n->group, error, "cudaStreamIsCapturing"));
-    if (n->in_batch) return ddp__nccl_call(n, call, capturing); /* ddp__nccl_batch does the rest */
-    DDP_TRY(ddp__nccl_begin(n, NULL));
-    result = ddp__nccl_note(n, call);
-    if (result == DDP_OK) result = ddp__nccl_call(n, call, capturing);
-    return ddp__nccl_noted(n, call, capturing, result);
+    if (n->comm.in_group) return ddp__nccl_call(n, call); /* ddp__nccl_batch does the rest */
+    DDP_TRY(ddp__nccl_op_begin(n, call));
+    return ddp__nccl_op_end(n, call, ddp__nccl_call(n, call));
 }
 
 /* The messages of a batch are one operation to the watchdog. */
 static ddp_result ddp__nccl_batch(ddp_group *, void *state, int begin) {
     ddp__nccl *n = (ddp__nccl *)state;
     ddp_call call = DDP_ZERO;
-    int capturing = 0;
     ddp_result result;
     call.kind = DDP_CALL_SEND, call.dtype = DDP_U8, call.root = -1;
     if (begin) {
-        DDP_TRY(ddp__nccl_begin(n, NULL));
-        result = ddp__nccl_note(n, &call);
-        if (result == DDP_OK) result = ddp__nccl_open_group(n);
-        return result == DDP_OK ? DDP_OK : ddp__nccl_noted(n, &call, 0, result);
+        DDP_TRY(ddp__nccl_op_begin(n, &call));
+        result = ddp__nccl_open_group(n);
+        return result == DDP_OK ? DDP_OK : ddp__nccl_op_end(n, &call, result);
     }
-    if (!n->in_batch) return DDP_OK; /* it did not begin */
-    result = ddp__nccl_close_group(n, DDP_OK);
-    DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_STREAM_COMM], &capturing);
-    return ddp__nccl_noted(n, &call, capturing, result);
+    if (!n->comm.in_group) return DDP_OK; /* it did not begin */
+    return ddp__nccl_op_end(n, &call, ddp__nccl_close_group(n, DDP_OK));
 }
 
 //== NCCL: the watchdog ============================================================================== >>impl-watchdog
@@ -2789,7 +2813,7 @@ static const char *ddp__nccl_describe(char out[160], const ddp__cuda_mark *mark)
 }
 
 /* Which ranks have not come to a call, and where they are; NULL words = nothing was heard. */
-static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_word *words, const ddp__cuda_mark *mark, char *out, size_t size) {
+static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_rank_state *words, const ddp__cuda_mark *mark, char *out, size_t size) {
     size_t at = 0;
     int others = 0;
     char last[160];
@@ -2807,13 +2831,13 @@ static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_word *words, co
 
 /* The group fails with "WHAT; seq=3 ddp_all_reduce f32 count=1000 sum of group dp is under way on rank 0; behind is rank 1, whose last was ...". A call that
    has just come may be known to the others by now: until their next words nobody is behind. */
-static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_word *words, ddp_result cause, const char *what) {
+static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *words, ddp_result cause, const char *what) {
     char text[640], call[160], behind[300] = "";
     ddp__cuda_mark first = DDP_ZERO;
     int heard = cause == DDP_ERR_TIMEOUT;
     pthread_mutex_lock(&n->lock);
-    if (n->op_count) first = n->ops[n->op_first].mark;
-    heard |= ddp_now() - n->since > 10e-3 * DDP__NCCL_TICK_MS;
+    if (n->ops.count) first = n->ops.at[n->ops.first].mark;
+    heard |= ddp_now() - n->ops.since > 10e-3 * DDP__NCCL_TICK_MS;
     pthread_mutex_unlock(&n->lock);
     if (heard && (first.seq || ddp__cuda_is_message(&first))) ddp__nccl_behind(n, words, &first, behind, sizeof behind);
     snprintf(text, sizeof text, "%.180s; %s of group %.60s is under way on rank %d%s%.160s", what, ddp__nccl_describe(call, &first), ddp_group_name(n->group),
@@ -2824,33 +2848,29 @@ static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_word *words, ddp_resu
 /* Retires finished operations, and fails the group for what CUDA and NCCL report and for what exceeds the
    timeout. The lock is held during ncclCommGetAsyncError: two threads must not be inside NCCL with one
    communicator. */
-static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_word *words) {
-    int timeout_ms = ddp_group_timeout_ms(n->group);
+static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_rank_state *words) {
+    int timeout_ms = ddp_group_timeout_ms(n->group), done = 1;
     double now = ddp_now();
     char what[200] = "";
     const char *host_call = NULL;
+    ddp__nccl_ops *ops = &n->ops;
     ncclResult_t asked = ncclSuccess, state = ncclSuccess;
-    cudaError_t error = cudaSuccess;
+    ddp_result result = DDP_OK;
     pthread_mutex_lock(&n->lock);
-    while (n->op_count && n->ops[n->op_first].recorded && error == cudaSuccess) {
-        error = DDP__CUDA_RUNTIME->event_query(n->ops[n->op_first].event);
-        if (error != cudaSuccess) break;
-        n->op_first = (n->op_first + 1) % DDP__NCCL_OPS;
-        n->op_count--;
-        n->since = now;
+    while (ops->count && ops->at[ops->first].recorded && done) {
+        result = ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(ops->at[ops->first].event), "work on the GPU failed", "cudaEventQuery", &done);
+        if (!done) break;
+        ops->first = (ops->first + 1) % DDP__NCCL_OPS;
+        ops->count--;
+        ops->since = now;
     }
-    if (n->op_count && now - n->since > timeout_ms * 1e-3)
-        snprintf(what, sizeof what, "timed out after %d ms", timeout_ms);
-    if (n->host_call && now - n->host_since > timeout_ms * 1e-3) host_call = n->host_call;
-    if (n->comm && !n->busy && n->cause == DDP_OK) asked = ncclCommGetAsyncError(n->comm, &state);
-    if (asked == ncclSuccess && state == ncclInProgress) state = ncclSuccess;
+    if (ops->count && now - ops->since > timeout_ms * 1e-3) snprintf(what, sizeof what, "timed out after %d ms", timeout_ms);
+    if (n->comm.host_call && now - n->comm.host_since > timeout_ms * 1e-3) host_call = n->comm.host_call;
+    if (n->comm.handle && !n->comm.busy && n->failure.cause == DDP_OK) asked = ncclCommGetAsyncError(n->comm.handle, &state);
     pthread_mutex_unlock(&n->lock);
-    if (error != cudaSuccess) DDP__CUDA_RUNTIME->clear_error();
-    if (error != cudaSuccess && error != cudaErrorNotReady) {
-        snprintf(what, sizeof what, "cudaEventQuery: %s (%s)", cudaGetErrorString(error), cudaGetErrorName(error));
-        ddp__nccl_report(n, words, DDP_ERR_ENGINE, what);
-    } else if (asked != ncclSuccess || state != ncclSuccess) {
-        ddp__nccl_error(asked != ncclSuccess ? asked : state, "ncclCommGetAsyncError");
+    if (asked == ncclSuccess) asked = state == ncclInProgress ? ncclSuccess : state;
+    if (result == DDP_OK) result = ddp__nccl_error(asked, "ncclCommGetAsyncError");
+    if (result != DDP_OK) {
         snprintf(what, sizeof what, "%.199s", ddp_last_error());
         ddp__nccl_report(n, words, DDP_ERR_ENGINE, what);
     } else if (host_call) {
@@ -2864,7 +2884,7 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_word *words) {
 }
 
 /* The same call number with another call behind it. */
-static void ddp__nccl_compare(ddp__nccl *n, const ddp__nccl_word *words) {
+static void ddp__nccl_compare(ddp__nccl *n, const ddp__nccl_rank_state *words) {
     char text[DDP__CUDA_TEXT], left[160], right[160];
     for (int r = 1; r < n->world_size; r++)
         for (int i = 0; i < DDP__NCCL_MARKS; i++) {
@@ -2878,7 +2898,7 @@ static void ddp__nccl_compare(ddp__nccl *n, const ddp__nccl_word *words) {
 }
 
 /* What the others have said. 1 = no more is to be heard. */
-static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_word *words) {
+static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_rank_state *words) {
     int gone = 0;
     char text[DDP__CUDA_TEXT], what[160];
     for (int r = 0; r < n->world_size; r++)
@@ -2890,9 +2910,9 @@ static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_word *words) {
         if (!words[r].leaving || r == n->rank) continue;
         gone = r + 1;
         pthread_mutex_lock(&n->lock);
-        n->gone = gone;
-        for (int i = 0; i < n->op_count; i++) {
-            const ddp__cuda_mark *mark = &n->ops[(n->op_first + i) % DDP__NCCL_OPS].mark;
+        n->watchdog.gone = gone;
+        for (int i = 0; i < n->ops.count; i++) {
+            const ddp__cuda_mark *mark = &n->ops.at[(n->ops.first + i) % DDP__NCCL_OPS].mark;
             if (!ddp__cuda_is_message(mark) && mark->seq > words[r].issued && needs.seq == 0) needs = *mark;
         }
         pthread_mutex_unlock(&n->lock);
@@ -2912,27 +2932,27 @@ static void ddp__nccl_abort(ddp__nccl *n) {
     int is_gone;
     ncclComm_t comm;
     pthread_mutex_lock(&n->lock);
-    while (n->busy && ddp_now() < patience) {
+    while (n->comm.busy && ddp_now() < patience) {
         pthread_mutex_unlock(&n->lock);
         ddp__cuda_nap(200);
         pthread_mutex_lock(&n->lock);
     }
-    comm = n->comm;
-    if (!comm && n->busy) comm = __atomic_load_n(&n->making, __ATOMIC_ACQUIRE);
-    if (n->comm_aborted) comm = NULL;
-    if (comm) n->comm_aborted = 1;
-    if (!n->busy) n->comm = NULL; /* otherwise ddp__nccl_end does it: the caller still reads it */
-    is_gone = n->comm_aborted || !n->busy;
-    n->op_count = 0;
+    comm = n->comm.handle;
+    if (!comm && n->comm.busy) comm = __atomic_load_n(&n->comm.making, __ATOMIC_ACQUIRE);
+    if (n->comm.aborted) comm = NULL;
+    if (comm) n->comm.aborted = 1;
+    if (!n->comm.busy) n->comm.handle = NULL; /* otherwise ddp__nccl_end does it: the caller still reads it */
+    is_gone = n->comm.aborted || !n->comm.busy;
+    n->ops.count = 0;
     pthread_mutex_unlock(&n->lock);
     if (comm) ncclCommAbort(comm);
-    ddp_group_poison(n->control, n->cause, n->text); /* a caller of any rank may wait there */
-    if (is_gone) __atomic_store_n(&n->aborted, 1, __ATOMIC_RELEASE);
+    ddp_group_poison(n->control, n->failure.cause, n->failure.text); /* a caller of any rank may wait there */
+    if (is_gone) __atomic_store_n(&n->failure.cleaned, 1, __ATOMIC_RELEASE);
 }
 
 /* Of a group that has failed: until its communicator is no more, which is the watchdog's to do. */
 static void ddp__nccl_await_abort(ddp__nccl *n) {
-    while (!__atomic_load_n(&n->aborted, __ATOMIC_ACQUIRE)) ddp__cuda_nap(200);
+    while (!__atomic_load_n(&n->failure.cleaned, __ATOMIC_ACQUIRE)) ddp__cuda_nap(200);
 }
 
 /* Until the next look, or until something happens. */
@@ -2943,24 +2963,24 @@ static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
     until.tv_sec += until.tv_nsec / 1000000000L;
     until.tv_nsec %= 1000000000L;
     pthread_mutex_lock(&n->lock);
-    if (!__atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE) && (n->cause == DDP_OK || n->aborted || n->busy))
+    if (!__atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE) && (n->failure.cause == DDP_OK || n->failure.cleaned || n->comm.busy))
         pthread_cond_timedwait(&n->changed, &n->lock, &until);
     pthread_mutex_unlock(&n->lock);
 }
 
 /* Says this rank's word. */
-static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_word *word, ddp__nccl_word *words, ddp_work *work) {
+static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_rank_state *word, ddp__nccl_rank_state *words, ddp_work *work) {
     pthread_mutex_lock(&n->lock);
-    n->mine.result = n->cause;
-    n->mine.leaving = __atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE);
-    snprintf(n->mine.text, sizeof n->mine.text, "%.399s", n->cause == DDP_OK ? "" : n->text);
-    *word = n->mine;
+    n->watchdog.own.result = n->failure.cause;
+    n->watchdog.own.leaving = __atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE);
+    snprintf(n->watchdog.own.text, sizeof n->watchdog.own.text, "%.399s", n->failure.cause == DDP_OK ? "" : n->failure.text);
+    *word = n->watchdog.own;
     pthread_mutex_unlock(&n->lock);
-    return ddp_all_gather(n->watch, word, words, sizeof *word, DDP_U8, work);
+    return ddp_all_gather(n->watchdog.group, word, words, sizeof *word, DDP_U8, work);
 }
 
 /* The watchdogs could not talk, as their last error says: that is the cause, with the call that this rank waits for. */
-static void ddp__nccl_unheard(ddp__nccl *n, ddp_result result, const ddp__nccl_word *words) {
+static void ddp__nccl_unheard(ddp__nccl *n, ddp_result result, const ddp__nccl_rank_state *words) {
     const char *cause = strstr(ddp_last_error(), ": "); /* behind what their call was */
     char what[200];
     snprintf(what, sizeof what, "%.199s", cause ? cause + 2 : ddp_last_error());
@@ -2971,7 +2991,7 @@ static void ddp__nccl_unheard(ddp__nccl *n, ddp_result result, const ddp__nccl_w
    and nobody speaks after that. */
 static void *ddp__nccl_watch(void *argument) {
     ddp__nccl *n = (ddp__nccl *)argument;
-    ddp__nccl_word *words = (ddp__nccl_word *)(n + 1), *heard = words + 1, *hearing = heard + n->world_size;
+    ddp__nccl_rank_state *words = (ddp__nccl_rank_state *)(n + 1), *heard = words + 1, *hearing = heard + n->world_size;
     ddp_work work = DDP_ZERO;
     ddp_result result = DDP_OK;
     int talking = n->world_size > 1, under_way = 0, done = 0, left = 0;
@@ -2984,9 +3004,9 @@ static void *ddp__nccl_watch(void *argument) {
             under_way = result == DDP_OK;
         }
         if (under_way) {
-            result = ddp_test(n->watch, &work, &done);
+            result = ddp_test(n->watchdog.group, &work, &done);
             if (result == DDP_OK && done) {
-                result = ddp_wait(n->watch, &work);
+                result = ddp_wait(n->watchdog.group, &work);
                 under_way = 0;
                 if (result == DDP_OK) memcpy(heard, hearing, sizeof *heard * (size_t)n->world_size);
                 if (result == DDP_OK && ddp__nccl_hear(n, heard)) talking = 0;
@@ -2997,49 +3017,48 @@ static void *ddp__nccl_watch(void *argument) {
             ddp__nccl_unheard(n, result, heard);
             talking = under_way = 0;
         }
-        if (__atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK) ddp__nccl_look(n, heard);
-        if (__atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) != DDP_OK && !n->aborted) ddp__nccl_abort(n);
-        if (!talking && !under_way && __atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE)) return NULL;
+        if (__atomic_load_n(&n->failure.cause, __ATOMIC_ACQUIRE) == DDP_OK) ddp__nccl_look(n, heard);
+        if (__atomic_load_n(&n->failure.cause, __ATOMIC_ACQUIRE) != DDP_OK && !n->failure.cleaned) ddp__nccl_abort(n);
+        if (!talking && !under_way && __atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE)) return NULL;
         ddp__nccl_rest(n, DDP__NCCL_TICK_MS * (1 + n->world_size / 64)); /* everybody hears all words, which are almost 1 KiB each */
     }
 }
 
 //== NCCL: groups and group memory ================================================================== >>impl-nccl-group
 
-/* A call over control of a group that is there: when the group fails meanwhile, its watchdog ends the call, and the group's cause is the reason. */
-static ddp_result ddp__nccl_over_control(ddp__nccl *n, ddp_result result, const char *who) {
-    ddp_result status;
-    if (result == DDP_OK || (status = ddp__nccl_status(n->group, n)) == DDP_OK) return result;
-    return ddp_fail(status, "rank %d/%d %s group=%s: %s", n->rank, n->world_size, ddp_public_call_name(who), ddp_group_name(n->group),
-                    ddp_last_error());
-}
-
-static ddp_result ddp__nccl_agree(ddp__nccl *n, ddp_result mine, const char *who) {
-    return ddp__nccl_over_control(n, ddp_agree(n->control, who, mine, 0, ""), who);
-}
-
 static void ddp__nccl_delete(ddp__nccl *n) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     cuda->set_device(n->lanes->device);
-    for (int i = 0; i < DDP__NCCL_OPS; i++) if (n->ops[i].event) cuda->event_destroy(n->ops[i].event);
-    if (n->idle) cuda->event_destroy(n->idle);
-    if (n->scratch) cuda->free(n->scratch);
-    if (n->cell) cuda->free(n->cell);
-    ddp_group_destroy(n->watch);
+    for (int i = 0; i < DDP__NCCL_OPS; i++) if (n->ops.at[i].event) cuda->event_destroy(n->ops.at[i].event);
+    if (n->workspace.idle) cuda->event_destroy(n->workspace.idle);
+    if (n->workspace.memory) cuda->free(n->workspace.memory);
+    if (n->workspace.cell) cuda->free(n->workspace.cell);
+    ddp_group_destroy(n->watchdog.group);
     ddp_group_destroy(n->control);
     pthread_cond_destroy(&n->changed);
     pthread_mutex_destroy(&n->lock);
     ddp_host_free(n->group, n);
 }
 
+static ddp_result ddp__nccl_resources(ddp__nccl *n) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    const char *who = "making the group";
+    ddp__nccl_workspace *w = &n->workspace;
+    DDP_TRY(ddp_error_restore(&n->lanes->failed));
+    DDP__CUDA_DO(who, "cudaSetDevice", cuda->set_device(n->lanes->device));
+    for (int i = 0; i < DDP__NCCL_OPS; i++) DDP__CUDA_DO(who, "cudaEventCreateWithFlags", cuda->event_create(&n->ops.at[i].event));
+    DDP__CUDA_DO(who, "cudaEventCreateWithFlags", cuda->event_create(&w->idle));
+    w->size_bytes = DDP__NCCL_SCRATCH_FIRST + 128 * (size_t)n->world_size;
+    DDP__CUDA_DO(who, "cudaMalloc", cuda->malloc(&w->memory, w->size_bytes));
+    DDP__CUDA_DO(who, "cudaMalloc", cuda->malloc(&w->cell, 16));
+    return ddp__cuda_fail(cuda->memset_async(w->cell, 0, 16, n->lanes->stream[DDP_STREAM_COMM]), who, "cudaMemsetAsync");
+}
+
 /* All that this rank makes alone. NULL when there is no memory even for the object. */
 static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
-    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    size_t words = sizeof(ddp__nccl_word) * (2 * (size_t)ddp_world_size(group) + 1);
+    size_t words = sizeof(ddp__nccl_rank_state) * (2 * (size_t)ddp_world_size(group) + 1);
     ddp__nccl *n = (ddp__nccl *)ddp_host_alloc(group, sizeof *n + words);
-    const char *call = "cudaSetDevice";
     pthread_condattr_t clock;
-    cudaError_t error;
     *result = DDP_ERR_NO_MEMORY;
     if (!n) return NULL;
     memset((void *)n, 0, sizeof *n + words);
@@ -3049,16 +3068,7 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     pthread_cond_init(&n->changed, &clock);
     pthread_condattr_destroy(&clock);
-    *result = ddp_error_restore(&n->lanes->failed);
-    if (*result != DDP_OK) return n;
-    error = cuda->set_device(n->lanes->device);
-    if (error == cudaSuccess) call = "cudaEventCreateWithFlags";
-    for (int i = 0; i < DDP__NCCL_OPS && error == cudaSuccess; i++) error = cuda->event_create(&n->ops[i].event);
-    if (error == cudaSuccess) error = cuda->event_create(&n->idle);
-    if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&n->scratch, n->scratch_bytes = DDP__NCCL_SCRATCH_FIRST + 128 * (size_t)n->world_size); }
-    if (error == cudaSuccess) error = cuda->malloc(&n->cell, 16);
-    if (error == cudaSuccess) { call = "cudaMemsetAsync"; error = cuda->memset_async(n->cell, 0, 16, n->lanes->stream[DDP_STREAM_COMM]); }
-    *result = error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, "making the group", call);
+    *result = ddp__nccl_resources(n);
     return n;
 }
 
@@ -3067,9 +3077,9 @@ static ddp_result ddp__nccl_start(ddp__nccl *n) {
     int error;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the user's threads' business */
-    error = pthread_create(&n->watchdog, NULL, ddp__nccl_watch, n);
+    error = pthread_create(&n->watchdog.thread, NULL, ddp__nccl_watch, n);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
-    n->watching = error == 0;
+    n->watchdog.running = error == 0;
     return !error ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "the watchdog thread could not be started: %s", strerror(error));
 }
 
@@ -3079,52 +3089,56 @@ static ddp_result ddp__nccl_adopt(ddp__nccl *n, ncclComm_t comm) {
     ncclResult_t error = ncclCommCount(comm, &count);
     if (error == ncclSuccess) error = ncclCommUserRank(comm, &rank);
     if (error == ncclSuccess) error = ncclCommCuDevice(comm, &device);
-    n->comm = comm;
+    n->comm.handle = comm;
     if (error != ncclSuccess) return ddp__nccl_error(error, "asking desc.comm for its ranks");
     if (count == n->world_size && rank == n->rank && device == n->lanes->device) return DDP_OK;
     return ddp_fail(DDP_ERR_INVALID, "desc.comm is rank %d of %d on device %d, the group is rank %d of %d on device %d: give it the communicator of this rank",
                     rank, count, device, n->rank, n->world_size, n->lanes->device);
 }
 
+/* Of a step that every rank takes: a rank that fails because of another one returns DDP_ERR_POISONED, so that
+   ddp_agree chooses the first cause. */
+static ddp_result ddp__nccl_own_result(ddp__nccl *n) {
+    ddp_result result = ddp__nccl_status(n->group, n);
+    return result != DDP_OK && n->failure.from_peer ? DDP_ERR_POISONED : result;
+}
+
 /* Blocks until every rank has called it, or the watchdog aborts. The watchdogs exchange a rank's failure. */
 static ddp_result ddp__nccl_init(ddp__nccl *n, const ncclUniqueId *id) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    char text[DDP__CUDA_TEXT];
     ddp_result result;
     DDP_TRY(ddp__nccl_begin(n, "ncclCommInitRankConfig"));
     config.blocking = 1;
-    n->owns_comm = 1;
-    result = ddp__nccl_error(ncclCommInitRankConfig(&n->making, n->world_size, *id, n->rank, &config),
+    n->comm.owned = 1;
+    result = ddp__nccl_error(ncclCommInitRankConfig(&n->comm.making, n->world_size, *id, n->rank, &config),
                              "ncclCommInitRankConfig");
-    snprintf(text, sizeof text, "%s", ddp_last_error());
-    if (result != DDP_OK) ddp__nccl_poison(n->group, n, result, text); /* before the watchdog polls it */
+    if (result != DDP_OK) ddp__nccl_poison(n->group, n, result, ddp_last_error()); /* before the watchdog polls it */
     pthread_mutex_lock(&n->lock);
-    n->comm = n->making;
-    n->making = NULL;
+    n->comm.handle = n->comm.making;
+    n->comm.making = NULL;
     pthread_mutex_unlock(&n->lock);
     ddp__nccl_end(n);
-    if (ddp__nccl_status(n->group, n) == DDP_OK) return DDP_OK;
-    return n->cause_is_peers ? DDP_ERR_POISONED : n->cause;
+    return ddp__nccl_own_result(n);
 }
 
 /* The last step of creating a group, with a result that all ranks have agreed on. On failure it frees
    everything, except a communicator of the user's. */
 static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_result result, void **state) {
-    char text[DDP__CUDA_TEXT];
+    ddp_saved_error error = DDP_ZERO;
     *state = result == DDP_OK ? n : NULL;
     if (result == DDP_OK) return DDP_OK;
-    snprintf(text, sizeof text, "%s", ddp_last_error());
+    ddp_error_save(&error, result);
     pthread_mutex_lock(&n->lock);
-    if (!n->owns_comm) n->comm = NULL;
+    if (!n->comm.owned) n->comm.handle = NULL;
     pthread_mutex_unlock(&n->lock);
-    if (n->watching) {
-        ddp__nccl_poison(n->group, n, result, text);
-        __atomic_store_n(&n->stopping, 1, __ATOMIC_RELEASE);
-        pthread_join(n->watchdog, NULL);
+    if (n->watchdog.running) {
+        ddp__nccl_poison(n->group, n, result, error.text);
+        __atomic_store_n(&n->watchdog.stopping, 1, __ATOMIC_RELEASE);
+        pthread_join(n->watchdog.thread, NULL);
     }
-    if (n->comm) ncclCommAbort(n->comm);
+    if (n->comm.handle) ncclCommAbort(n->comm.handle);
     ddp__nccl_delete(n);
-    return ddp_fail(result, "%s", text);
+    return ddp_error_restore(&error);
 }
 
 /* Ranks agree before each step that needs all of them. */
@@ -3144,7 +3158,7 @@ static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     if (result == DDP_OK && !seed->comm) result = ddp_broadcast(seed->control, id.internal, sizeof id.internal, DDP_U8, 0, NULL);
     if (!n) return result;
     if (result == DDP_OK) result = ddp_group_split(seed->control, 0, n->rank, &n->control);
-    if (result == DDP_OK) result = ddp_group_split(n->control, 0, n->rank, &n->watch);
+    if (result == DDP_OK) result = ddp_group_split(n->control, 0, n->rank, &n->watchdog.group);
     if (result == DDP_OK) result = ddp_agree(seed->control, who, ddp__nccl_start(n), 0, "");
     if (result == DDP_OK && !seed->comm)
         result = ddp_agree(seed->control, who, ddp__nccl_init(n, &id), 0, "");
@@ -3155,21 +3169,19 @@ static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
    before *made can be: a parent of the user's that is non-blocking has a thread that writes *made. */
 static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclComm_t *made) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    char text[DDP__CUDA_TEXT];
     ncclResult_t error;
     ddp_result result = ddp__nccl_begin(p, "ncclCommSplit");
     if (result != DDP_OK) return result;
     config.blocking = 1;
-    error = ncclCommSplit(p->comm, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, made, &config);
-    result = ddp__nccl_settle(p, p->comm, error, "ncclCommSplit");
-    snprintf(text, sizeof text, "%s", ddp_last_error());
-    if (result != DDP_OK) ddp__nccl_poison(p->group, p, result, text); /* before the watchdog polls it */
+    error = ncclCommSplit(p->comm.handle, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, made, &config);
+    result = ddp__nccl_settle(p, error, "ncclCommSplit");
+    if (result != DDP_OK) ddp__nccl_poison(p->group, p, result, ddp_last_error()); /* before the watchdog polls it */
     ddp__nccl_end(p);
     if (result == DDP_OK) return DDP_OK;
     ddp__nccl_await_abort(p);
     if (*made) ncclCommAbort(*made);
     *made = NULL;
-    return p->cause_is_peers ? DDP_ERR_POISONED : ddp__nccl_status(p->group, p);
+    return ddp__nccl_own_result(p);
 }
 
 /* child NULL with members: this rank has no room for it, and takes part to tell the others. */
@@ -3187,11 +3199,11 @@ static ddp_result ddp__nccl_split(ddp_group *, void *state, ddp_group *child, co
     if (result == DDP_OK) result = ddp__nccl_agree(p, ddp__nccl_split_comm(p, color, key, &made), who);
     if (result == DDP_OK) result = ddp__nccl_over_control(p, ddp_group_split(p->control, color, key, &control), who);
     if (!n) return result == DDP_OK ? ddp__nccl_agree(p, result, who) : result;
-    n->comm = made;
-    n->owns_comm = 1;
+    n->comm.handle = made;
+    n->comm.owned = 1;
     n->control = control;
     if (control) ddp_group_set_local(child, ddp_local_rank(control), ddp_local_world_size(control));
-    if (result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watch);
+    if (result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watchdog.group);
     if (result == DDP_OK) result = ddp__nccl_agree(p, ddp__nccl_start(n), who);
     return ddp__nccl_finish(n, result, child_state);
 }
@@ -3201,12 +3213,12 @@ static ddp_result ddp__nccl_split(ddp_group *, void *state, ddp_group *child, co
 static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t size_bytes) {
 #if DDP__NCCL_VERSION >= 22700
     ncclResult_t error =
-        ncclCommWindowRegister(n->comm, region->memory, size_bytes, &region->window, NCCL_WIN_COLL_SYMMETRIC);
-    if (ddp__nccl_settle(n, n->comm, error, "ncclCommWindowRegister") != DDP_OK) region->window = NULL;
+        ncclCommWindowRegister(n->comm.handle, region->memory, size_bytes, &region->window, NCCL_WIN_COLL_SYMMETRIC);
+    if (ddp__nccl_settle(n, error, "ncclCommWindowRegister") != DDP_OK) region->window = NULL;
     if (region->window || ddp__nccl_status(n->group, n) != DDP_OK) return;
 #endif
 #if DDP__NCCL_VERSION >= 21900
-    if (ncclCommRegister(n->comm, region->memory, size_bytes, &region->handle) != ncclSuccess) region->handle = NULL;
+    if (ncclCommRegister(n->comm.handle, region->memory, size_bytes, &region->handle) != ncclSuccess) region->handle = NULL;
 #else
     (void)n;
     (void)region;
@@ -3219,12 +3231,12 @@ static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
     DDP__CUDA_RUNTIME->set_device(n->lanes->device);
     if (ddp__nccl_begin(n, NULL) != DDP_OK) ddp__nccl_await_abort(n);
 #if DDP__NCCL_VERSION >= 22700
-    if (region->window && n->comm)
-        ddp__nccl_settle(n, n->comm, ncclCommWindowDeregister(n->comm, region->window),
+    if (region->window && n->comm.handle)
+        ddp__nccl_settle(n, ncclCommWindowDeregister(n->comm.handle, region->window),
                          "ncclCommWindowDeregister");
 #endif
 #if DDP__NCCL_VERSION >= 21900
-    if (region->handle && n->comm) ncclCommDeregister(n->comm, region->handle);
+    if (region->handle && n->comm.handle) ncclCommDeregister(n->comm.handle, region->handle);
 #endif
     ddp__nccl_end(n);
 #if DDP__NCCL_VERSION >= 21900
@@ -3235,43 +3247,46 @@ static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
     ddp_host_free(n->group, region);
 }
 
-static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+static ddp_result ddp__nccl_region_alloc(ddp__nccl *n, ddp__nccl_region *region, size_t size) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    const char *who = "allocating group memory";
+    cudaStream_t stream = n->lanes->stream[DDP_STREAM_COMM];
+    DDP__CUDA_DO(who, "cudaSetDevice", cuda->set_device(n->lanes->device));
+#if DDP__NCCL_VERSION >= 21900
+    if (ddp__nccl_error(ncclMemAlloc(&region->memory, size), "ncclMemAlloc") != DDP_OK) {
+        region->memory = NULL;
+        return ddp_fail(DDP_ERR_NO_MEMORY, "%s", ddp_last_error());
+    }
+#else
+    DDP__CUDA_DO(who, "cudaMalloc", cuda->malloc(&region->memory, size));
+#endif
+    DDP__CUDA_DO(who, "cudaMemsetAsync", cuda->memset_async(region->memory, 0, size, stream));
+    return ddp__cuda_fail(cuda->synchronize(stream), who, "cudaStreamSynchronize");
+}
+
+static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__nccl *n = (ddp__nccl *)state;
     ddp__nccl_region *region = (ddp__nccl_region *)ddp_host_alloc(group, sizeof *region);
-    size_t size = (size_bytes + 4095) / 4096 * 4096; /* whole pages, as windows want them */
-    ddp_result result = region ? DDP_OK : DDP_ERR_NO_MEMORY;
-    cudaError_t error = cudaSuccess;
+    size_t size = ddp_round_up(size_bytes, 4096); /* whole pages, as windows want them */
+    ddp_saved_error error = DDP_ZERO;
+    ddp_result result = DDP_ERR_NO_MEMORY;
     if (region) {
-        const char *call = "cudaSetDevice";
         memset(region, 0, sizeof *region);
-        error = cuda->set_device(n->lanes->device);
-#if DDP__NCCL_VERSION >= 21900
-        if (error == cudaSuccess)
-            result = ddp__nccl_error(ncclMemAlloc(&region->memory, size), "ncclMemAlloc");
-        if (result != DDP_OK) { region->memory = NULL; result = ddp_fail(DDP_ERR_NO_MEMORY, "%s", ddp_last_error()); }
-#else
-        if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&region->memory, size); }
-#endif
-        if (error == cudaSuccess && result == DDP_OK) { call = "cudaMemsetAsync"; error = cuda->memset_async(region->memory, 0, size, n->lanes->stream[DDP_STREAM_COMM]); }
-        if (error == cudaSuccess && result == DDP_OK) { call = "cudaStreamSynchronize"; error = cuda->synchronize(n->lanes->stream[DDP_STREAM_COMM]); }
-        if (result == DDP_OK && error != cudaSuccess) result = ddp__cuda_fail(error, "allocating group memory", call);
+        result = ddp__nccl_region_alloc(n, region, size);
     }
     result = ddp__nccl_agree(n, result, "ddp_group_alloc");
     if (result == DDP_OK) result = ddp__nccl_begin(n, "ncclCommWindowRegister");
-    if (result == DDP_OK) {
-        ddp__nccl_register(n, region, size);
-        ddp__nccl_end(n);
-        region->next = n->regions;
-        n->regions = region;
-        *out = region->memory;
-    } else if (region) {
-        char text[DDP__CUDA_TEXT];
-        snprintf(text, sizeof text, "%s", ddp_last_error());
-        ddp__nccl_release(n, region);
-        ddp_fail(result, "%s", text);
+    if (result != DDP_OK) {
+        ddp_error_save(&error, result);
+        if (region) ddp__nccl_release(n, region);
+        return ddp_error_restore(&error);
     }
-    return result;
+    ddp__nccl_register(n, region, size);
+    ddp__nccl_end(n);
+    region->next = n->regions;
+    n->regions = region;
+    *out = region->memory;
+    return DDP_OK;
 }
 
 /* Nothing on either lane may still use the memory; a failed group's lanes have ended already. Ranks go on together, as behind ddp__nccl_scratch. */
@@ -3281,8 +3296,7 @@ static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
     while (*link && (*link)->memory != memory) link = &(*link)->next;
     region = *link;
     if (!region)
-        return ddp_fail(DDP_ERR_INVALID, "%s group=%s: %p did not come from ddp_group_alloc of this group", ddp_public_call_name("ddp_group_free"),
-                        ddp_group_name(group), memory);
+        return ddp_fail_in(DDP_ERR_INVALID, "ddp_group_free", group, "%p did not come from ddp_group_alloc of this group", memory);
     cudaError_t error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_STREAM_COMM]);
     if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_STREAM_COMPUTE]);
     *link = region->next;
@@ -3318,22 +3332,22 @@ static void ddp__nccl_close(ddp_group *, void *state) {
         ddp__cuda_nap(50);
     }
     pthread_mutex_lock(&n->lock);
-    __atomic_store_n(&n->stopping, 1, __ATOMIC_RELEASE);
+    __atomic_store_n(&n->watchdog.stopping, 1, __ATOMIC_RELEASE);
     pthread_cond_broadcast(&n->changed);
     pthread_mutex_unlock(&n->lock);
-    pthread_join(n->watchdog, NULL);
-    if (ddp__nccl_status(n->group, n) != DDP_OK && !n->aborted)
+    pthread_join(n->watchdog.thread, NULL);
+    if (ddp__nccl_status(n->group, n) != DDP_OK && !n->failure.cleaned)
         ddp__nccl_abort(n); /* failed after the watchdog's last look */
-    if (!ddp__nccl_all_leave(n) && n->owns_comm && n->comm) {
-        ncclCommAbort(n->comm);
-        n->comm = NULL;
+    if (!ddp__nccl_all_leave(n) && n->comm.owned && n->comm.handle) {
+        ncclCommAbort(n->comm.handle);
+        n->comm.handle = NULL;
     }
     while (n->regions) {
         ddp__nccl_region *region = n->regions;
         n->regions = region->next;
         ddp__nccl_release(n, region);
     }
-    if (n->comm && n->owns_comm) ncclCommAbort(n->comm);
+    if (n->comm.handle && n->comm.owned) ncclCommAbort(n->comm.handle);
     ddp__nccl_delete(n);
 }
 
@@ -3357,6 +3371,7 @@ static const ddp_backend *ddp__cuda_nccl_backend(void) {
 #define DDP__CUDA_STAGE ((size_t)1 << 21) /* bytes of a round on one side; there are two rounds of two sides */
 #endif
 
+/* Memory of ddp_group_alloc. */
 typedef struct ddp__cuda_region {
     void *memory;
     uint64_t number; /* of the allocation, the same on all ranks */
@@ -3365,7 +3380,7 @@ typedef struct ddp__cuda_region {
 
 /* A send or receive. Its memory and event stay with it when it is done, for the next one that fits. */
 typedef struct ddp__cuda_message {
-    struct ddp__cuda_message *next;  /* in the list of free ones, or of those that come down */
+    struct ddp__cuda_message *next;  /* in the list of free ones, or of sends on their way to the host */
     struct ddp__cuda_message *older; /* of all */
     void *memory;                    /* pinned */
     size_t capacity;
@@ -3377,17 +3392,30 @@ typedef struct ddp__cuda_message {
 } ddp__cuda_message;
 enum { DDP__CUDA_DOWN, DDP__CUDA_WIRE, DDP__CUDA_UP };
 
-typedef struct ddp__cuda_staged {
-    ddp_group *control, *messages; /* splits of the user's CPU group: sends and receives run beside collectives */
-    ddp_group *owner;
-    int device, rank, world_size;
-    cudaStream_t stream, message_stream;
+/* Sends and receives run beside collectives: over their own CPU group, on their own stream. */
+typedef struct ddp__cuda_messages {
+    ddp_group *group;         /* a split of the user's CPU group */
+    cudaStream_t stream;
+    pthread_mutex_t lock;     /* of what follows */
+    ddp__cuda_message *down;  /* sends on their way to the host, in issue order */
+    ddp__cuda_message *free;
+    ddp__cuda_message *all;   /* a message of a failed call is only here */
+} ddp__cuda_messages;
+
+/* Collectives: the host's side of two rounds, and the stream that copies to it and from it. */
+typedef struct ddp__cuda_staging {
+    cudaStream_t stream;
     cudaEvent_t ready, down[2];
-    unsigned char *memory;         /* in 0, in 1, out 0, out 1; pinned, from the first call on */
+    void *memory;             /* in 0, in 1, out 0, out 1; pinned, from the first call on */
+} ddp__cuda_staging;
+
+typedef struct ddp__cuda_staged {
+    ddp_group *owner, *control; /* control: a split of the user's CPU group, for collectives */
+    int device, rank, world_size;
+    ddp__cuda_staging staging;
+    ddp__cuda_messages messages;
     ddp__cuda_region *regions;
     uint64_t region_count;
-    pthread_mutex_t lock;          /* of all that follows */
-    ddp__cuda_message *coming, **coming_end, *free_messages, *all_messages;
 } ddp__cuda_staged;
 
 #define DDP__CUDA_STAGED "staging through the host"
@@ -3408,25 +3436,25 @@ struct ddp__cuda_device_guard {
 static ddp_result ddp__cuda_staged_status(const ddp_group *, void *state) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     ddp_result result = ddp_group_cause(s->control);
-    return result == DDP_OK ? ddp_group_cause(s->messages) : result;
+    return result == DDP_OK ? ddp_group_cause(s->messages.group) : result;
 }
 
 static void ddp__cuda_staged_poison(ddp_group *, void *state, ddp_result cause, const char *text) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     ddp_group_poison(s->control, cause, text);
-    ddp_group_poison(s->messages, cause, text);
+    ddp_group_poison(s->messages.group, cause, text);
 }
 
 /* A failure is everybody's, in both groups; the first cause stays the cause. alone: only this rank knows of it. */
 static ddp_result ddp__cuda_staged_failed(ddp__cuda_staged *s, ddp_result result, int alone) {
-    char text[DDP__CUDA_TEXT], cause[DDP__CUDA_TEXT];
+    char text[DDP__CUDA_TEXT], number[20] = "";
     ddp_result first;
-    if (alone) snprintf(text, sizeof text, "rank %d: %.480s", s->rank, ddp_last_error());
-    else snprintf(text, sizeof text, "%s", ddp_last_error());
+    if (alone) snprintf(number, sizeof number, "rank %d: ", s->rank);
+    snprintf(text, sizeof text, "%s%.480s", number, ddp_last_error());
     first = ddp__cuda_staged_status(NULL, s);
-    snprintf(cause, sizeof cause, "%s", first == DDP_OK ? text : ddp_last_error());
-    ddp__cuda_staged_poison(NULL, s, first == DDP_OK ? result : first, cause);
-    return ddp_fail(result, "%s", cause);
+    if (first != DDP_OK) snprintf(text, sizeof text, "%s", ddp_last_error());
+    ddp__cuda_staged_poison(NULL, s, first == DDP_OK ? result : first, text);
+    return ddp_fail(result, "%s", text);
 }
 
 /* Waits until the GPU has passed an event, or the group fails. */
@@ -3443,16 +3471,6 @@ static ddp_result ddp__cuda_staged_await(ddp__cuda_staged *s, cudaEvent_t event,
         if (ddp_now() <= deadline) continue;
         return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: the GPU of rank %d has not finished %s", timeout_ms, s->rank, what);
     }
-}
-
-/* --- agreeing --- */
-
-static ddp_result ddp__cuda_staged_memory(ddp__cuda_staged *s) {
-    void *memory = NULL;
-    if (s->memory) return DDP_OK;
-    DDP_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->host_alloc(&memory, 4 * DDP__CUDA_STAGE), "cudaHostAlloc"));
-    s->memory = (unsigned char *)memory;
-    return DDP_OK;
 }
 
 /* ddp_agree on a call that `text` describes. The error line is the bare cause, the same on every rank. */
@@ -3506,7 +3524,7 @@ static void ddp__cuda_plan(const ddp__cuda_staged *s, const ddp_call *call, ddp_
 }
 
 /* Round k of one side, down to the stage or up from it. Blocks lie there as the CPU group's call wants them: side by side, or step apart in _v calls. */
-static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cuda_rounds *p, const ddp__cuda_side *side, unsigned char *stage, size_t k, int up) {
+static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staging *s, const ddp__cuda_rounds *p, const ddp__cuda_side *side, unsigned char *stage, size_t k, int up) {
     size_t uniform = ddp__cuda_part(p, side->each, k), element = p->element;
     int blocks = side->count;
     if (!side->counts && uniform == side->each) { uniform *= (size_t)blocks; blocks = blocks != 0; } /* they touch on both sides */
@@ -3520,8 +3538,8 @@ static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cu
     return cudaSuccess;
 }
 
-static ddp_result ddp__cuda_round_down(ddp__cuda_staged *s, const ddp__cuda_rounds *p, size_t k) {
-    DDP_TRY(ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, &p->in, s->memory + (k & 1) * DDP__CUDA_STAGE, k, 0), "cudaMemcpyAsync"));
+static ddp_result ddp__cuda_round_down(const ddp__cuda_staging *s, const ddp__cuda_rounds *p, size_t k) {
+    DDP_TRY(ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, &p->in, (unsigned char *)s->memory + (k & 1) * DDP__CUDA_STAGE, k, 0), "cudaMemcpyAsync"));
     return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(s->down[k & 1], s->stream), "cudaEventRecord");
 }
 
@@ -3549,13 +3567,13 @@ static ddp_result ddp__cuda_round_call(ddp__cuda_staged *s, const ddp__cuda_roun
 
 static ddp_result ddp__cuda_rounds_run(ddp__cuda_staged *s, const ddp__cuda_rounds *p) {
     size_t rounds = p->most / p->step + (p->most % p->step != 0);
-    ddp_result result = rounds ? ddp__cuda_round_down(s, p, 0) : DDP_OK;
+    ddp_result result = rounds ? ddp__cuda_round_down(&s->staging, p, 0) : DDP_OK;
     for (size_t k = 0; k < rounds && result == DDP_OK; k++) {
-        unsigned char *in = s->memory + (k & 1) * DDP__CUDA_STAGE, *out = p->one ? in : in + 2 * DDP__CUDA_STAGE;
-        if (k + 1 < rounds) result = ddp__cuda_round_down(s, p, k + 1);
-        if (result == DDP_OK) result = ddp__cuda_staged_await(s, s->down[k & 1], "the work before this call");
+        unsigned char *in = (unsigned char *)s->staging.memory + (k & 1) * DDP__CUDA_STAGE, *out = p->one ? in : in + 2 * DDP__CUDA_STAGE;
+        if (k + 1 < rounds) result = ddp__cuda_round_down(&s->staging, p, k + 1);
+        if (result == DDP_OK) result = ddp__cuda_staged_await(s, s->staging.down[k & 1], "the work before this call");
         if (result == DDP_OK) result = ddp__cuda_round_call(s, p, k, in, out);
-        if (result == DDP_OK) result = ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, &p->out, out, k, 1), "cudaMemcpyAsync");
+        if (result == DDP_OK) result = ddp__cuda_staged_error(ddp__cuda_stage_copy(&s->staging, p, &p->out, out, k, 1), "cudaMemcpyAsync");
     }
     return result;
 }
@@ -3564,7 +3582,7 @@ static ddp_result ddp__cuda_rounds_run(ddp__cuda_staged *s, const ddp__cuda_roun
 static ddp_result ddp__cuda_staged_counts(ddp__cuda_staged *s, ddp__cuda_rounds *p) {
     const ddp_call *call = p->call;
     size_t w = (size_t)s->world_size;
-    uint64_t *mine = (uint64_t *)(void *)s->memory, *all = mine + 2 * w;
+    uint64_t *mine = (uint64_t *)s->staging.memory, *all = mine + 2 * w;
     if (w > DDP_MAX_LOCAL_RANKS) return ddp_fail(DDP_ERR_UNSUPPORTED, "calls with counts are staged for up to %d ranks; give each a GPU", DDP_MAX_LOCAL_RANKS);
     for (size_t j = 0; j < w; j++) { mine[j] = call->send_counts ? call->send_counts[j] : 0; mine[w + j] = call->recv_counts[j]; }
     ddp_result result = ddp_all_gather(s->control, mine, all, 2 * w, DDP_U64, NULL);
@@ -3596,6 +3614,7 @@ static ddp_result ddp__cuda_staged_fence(cudaStream_t stream, cudaEvent_t event)
 
 static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call *call) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    ddp__cuda_staging *staging = &s->staging;
     const ddp__cuda_mark mark = ddp__cuda_mark_of(call);
     ddp__cuda_rounds p;
     char text[200];
@@ -3606,145 +3625,134 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
         return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 0);
     }
     const ddp__cuda_device_guard guard(s->device);
-    result = guard.result == DDP_OK ? ddp__cuda_staged_memory(s) : guard.result;
+    result = guard.result;
+    if (result == DDP_OK && !staging->memory)
+        result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->host_alloc(&staging->memory, 4 * DDP__CUDA_STAGE), "cudaHostAlloc");
     ddp__cuda_plan(s, call, &p);
     ddp__cuda_describe(text, sizeof text, &mark);
-    if (result == DDP_OK) result = ddp__cuda_staged_fence(s->stream, s->ready);
+    if (result == DDP_OK) result = ddp__cuda_staged_fence(staging->stream, staging->ready);
     result = ddp__cuda_staged_agree(s, result, text);
     if (result == DDP_OK && call->recv_counts) result = ddp__cuda_staged_counts(s, &p);
     agreed = result == DDP_OK;
     if (agreed) result = ddp__cuda_rounds_run(s, &p);
     if (result != DDP_OK) result = ddp__cuda_staged_failed(s, result, agreed);
-    idle = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(s->ready, s->stream), "cudaEventRecord");
-    if (idle == DDP_OK) idle = ddp__cuda_staged_await(s, s->ready, "copying the result");
+    idle = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(staging->ready, staging->stream), "cudaEventRecord");
+    if (idle == DDP_OK) idle = ddp__cuda_staged_await(s, staging->ready, "copying the result");
     return result == DDP_OK && idle != DDP_OK ? ddp__cuda_staged_failed(s, idle, 1) : result;
 }
 
 /* --- sends and receives --- */
 
 /* A free message with room for size bytes, or a new one. With the lock held. */
-static ddp__cuda_message *ddp__cuda_message_take(ddp__cuda_staged *s, size_t size) {
+static ddp_result ddp__cuda_message_alloc(ddp__cuda_messages *q, ddp_group *owner, size_t size, ddp__cuda_message **out) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__cuda_message **best = NULL, *m;
-    size_t capacity = 4096;
-    ddp_result result;
-    for (ddp__cuda_message **link = &s->free_messages; *link; link = &(*link)->next)
+    for (ddp__cuda_message **link = &q->free; *link; link = &(*link)->next)
         if ((*link)->capacity >= size && (!best || (*link)->capacity < (*best)->capacity)) best = link;
-    if (best) { m = *best; *best = m->next; return m; }
-    m = (ddp__cuda_message *)ddp_host_alloc(s->owner, sizeof *m);
-    if (!m) return NULL;
+    *out = m = best ? *best : (ddp__cuda_message *)ddp_host_alloc(owner, sizeof *m);
+    if (!m) return DDP_ERR_NO_MEMORY;
+    if (best) {
+        *best = m->next;
+        return DDP_OK;
+    }
     memset(m, 0, sizeof *m);
-    while (capacity < size) capacity *= 2;
-    m->capacity = capacity;
-    result = ddp__cuda_staged_error(cuda->event_create(&m->event), "cudaEventCreate");
-    if (result != DDP_OK) { ddp_host_free(s->owner, m); return NULL; }
-    result = ddp__cuda_staged_error(cuda->host_alloc(&m->memory, capacity), "cudaHostAlloc");
-    if (result != DDP_OK) { cuda->event_destroy(m->event); ddp_host_free(s->owner, m); return NULL; }
-    m->older = s->all_messages;
-    s->all_messages = m;
-    return m;
+    for (m->capacity = 4096; m->capacity < size;) m->capacity *= 2;
+    m->older = q->all;
+    q->all = m;
+    DDP_TRY(ddp__cuda_staged_error(cuda->event_create(&m->event), "cudaEventCreate"));
+    return ddp__cuda_staged_error(cuda->host_alloc(&m->memory, m->capacity), "cudaHostAlloc");
 }
 
-static void ddp__cuda_message_give(ddp__cuda_staged *s, ddp__cuda_message *m) {
-    for (ddp__cuda_message **link = &s->coming; *link; link = &(*link)->next)
-        if (*link == m) {
-            *link = m->next;
-            if (!*link) s->coming_end = link;
-            break;
-        }
-    m->next = s->free_messages;
-    s->free_messages = m;
-}
-
-static ddp_result ddp__cuda_message_copy(ddp__cuda_staged *s, ddp__cuda_message *m, void *dst, const void *src) {
+static ddp_result ddp__cuda_message_copy(ddp__cuda_messages *q, ddp__cuda_message *m, void *dst, const void *src) {
     size_t size = m->call.count * ddp_dtype_size(m->call.dtype);
-    if (size) DDP_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->memcpy_async(dst, src, size, cudaMemcpyDefault, s->message_stream), "cudaMemcpyAsync"));
-    return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(m->event, s->message_stream), "cudaEventRecord");
+    if (size) DDP_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->memcpy_async(dst, src, size, cudaMemcpyDefault, q->stream), "cudaMemcpyAsync"));
+    return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(m->event, q->stream), "cudaEventRecord");
 }
 
-static ddp_result ddp__cuda_message_start(ddp__cuda_staged *s, ddp__cuda_message *m) {
+static ddp_result ddp__cuda_message_start(ddp__cuda_messages *q, ddp__cuda_message *m) {
     const ddp_call *call = &m->call;
+    ddp__cuda_message **link = &q->down;
     if (call->kind == DDP_CALL_RECV) { /* its event is where the buffer may be written */
         DDP_TRY(ddp__cuda_staged_fence(0, m->event));
         m->stage = DDP__CUDA_WIRE;
-        return ddp_recv(s->messages, m->memory, call->count, call->dtype, call->root, call->tag, &m->work);
+        return ddp_recv(q->group, m->memory, call->count, call->dtype, call->root, call->tag, &m->work);
     }
-    DDP_TRY(ddp__cuda_staged_fence(s->message_stream, m->event));
-    DDP_TRY(ddp__cuda_message_copy(s, m, m->memory, call->send));
+    DDP_TRY(ddp__cuda_staged_fence(q->stream, m->event));
+    DDP_TRY(ddp__cuda_message_copy(q, m, m->memory, call->send));
     m->stage = DDP__CUDA_DOWN;
     m->next = NULL;
-    *s->coming_end = m;
-    s->coming_end = &m->next;
+    while (*link) link = &(*link)->next;
+    *link = m;
     return DDP_OK;
 }
 
 static ddp_result ddp__cuda_staged_p2p_start(ddp_group *, void *state, const ddp_call *call, void **request) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    ddp__cuda_messages *q = &s->messages;
     const ddp__cuda_device_guard guard(s->device);
     ddp_result result = guard.result;
     ddp__cuda_message *m = NULL;
-    pthread_mutex_lock(&s->lock);
-    if (result == DDP_OK && !(m = ddp__cuda_message_take(s, call->count * ddp_dtype_size(call->dtype)))) result = DDP_ERR_NO_MEMORY;
-    if (m) {
+    pthread_mutex_lock(&q->lock);
+    if (result == DDP_OK) result = ddp__cuda_message_alloc(q, s->owner, call->count * ddp_dtype_size(call->dtype), &m);
+    if (result == DDP_OK) {
         m->call = *call;
         m->result = DDP_OK;
-        result = ddp__cuda_message_start(s, m);
-        if (result != DDP_OK) ddp__cuda_message_give(s, m);
+        result = ddp__cuda_message_start(q, m);
     }
-    pthread_mutex_unlock(&s->lock);
+    pthread_mutex_unlock(&q->lock);
     *request = m;
     return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 1);
 }
 
 /* Hands what has come down to the CPU group, in the order of the sends, whichever is polled. */
-static void ddp__cuda_messages_send(ddp__cuda_staged *s) {
-    ddp__cuda_message *m;
-    while ((m = s->coming) != NULL) {
-        cudaError_t error = DDP__CUDA_RUNTIME->event_query(m->event);
-        if (error == cudaErrorNotReady) { DDP__CUDA_RUNTIME->clear_error(); return; }
-        s->coming = m->next;
-        if (!s->coming) s->coming_end = &s->coming;
+static void ddp__cuda_messages_send(ddp__cuda_messages *q) {
+    int done;
+    for (ddp__cuda_message *m = q->down; m; m = q->down) {
+        m->result = ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(m->event), DDP__CUDA_STAGED, "cudaEventQuery", &done);
+        if (m->result == DDP_OK && !done) return;
+        q->down = m->next;
         m->stage = DDP__CUDA_WIRE;
-        m->result = ddp__cuda_staged_error(error, "cudaEventQuery");
-        if (m->result == DDP_OK) m->result = ddp_send(s->messages, m->memory, m->call.count, m->call.dtype, m->call.root, m->call.tag, &m->work);
+        if (m->result == DDP_OK) m->result = ddp_send(q->group, m->memory, m->call.count, m->call.dtype, m->call.root, m->call.tag, &m->work);
     }
 }
 
-static ddp_result ddp__cuda_message_poll(ddp__cuda_staged *s, ddp__cuda_message *m, int *done) {
-    cudaError_t error;
+static ddp_result ddp__cuda_message_poll(ddp__cuda_messages *q, ddp__cuda_message *m, int *done) {
     int over = 0;
     if (m->result != DDP_OK || m->stage == DDP__CUDA_DOWN) return m->result;
     if (m->stage == DDP__CUDA_WIRE) {
-        DDP_TRY(ddp_test(s->messages, &m->work, &over));
+        DDP_TRY(ddp_test(q->group, &m->work, &over));
         if (!over) return DDP_OK;
-        DDP_TRY(ddp_wait(s->messages, &m->work));
-        if (m->call.kind == DDP_CALL_SEND) { *done = 1; return DDP_OK; }
+        DDP_TRY(ddp_wait(q->group, &m->work));
+        *done = m->call.kind == DDP_CALL_SEND;
+        if (*done) return DDP_OK;
         m->stage = DDP__CUDA_UP;
-        DDP_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->stream_wait_event(s->message_stream, m->event), "cudaStreamWaitEvent"));
-        DDP_TRY(ddp__cuda_message_copy(s, m, m->call.recv, m->memory));
+        DDP_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->stream_wait_event(q->stream, m->event), "cudaStreamWaitEvent"));
+        DDP_TRY(ddp__cuda_message_copy(q, m, m->call.recv, m->memory));
     }
-    error = DDP__CUDA_RUNTIME->event_query(m->event);
-    if (error == cudaErrorNotReady) { DDP__CUDA_RUNTIME->clear_error(); return DDP_OK; }
-    *done = error == cudaSuccess;
-    return ddp__cuda_staged_error(error, "cudaEventQuery");
+    return ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(m->event), DDP__CUDA_STAGED, "cudaEventQuery", done);
 }
 
 static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *, void *state, void *request, int *done) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    ddp__cuda_messages *q = &s->messages;
     ddp__cuda_message *m = (ddp__cuda_message *)request;
     const ddp__cuda_device_guard guard(s->device);
     ddp_result result = guard.result;
     *done = 0;
-    pthread_mutex_lock(&s->lock);
-    if (result == DDP_OK) ddp__cuda_messages_send(s);
-    if (result == DDP_OK) result = ddp__cuda_message_poll(s, m, done);
-    if (result == DDP_OK && !*done) result = ddp__cuda_staged_status(NULL, s) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
+    pthread_mutex_lock(&q->lock);
+    if (result == DDP_OK) {
+        ddp__cuda_messages_send(q);
+        result = ddp__cuda_message_poll(q, m, done);
+    }
+    if (result == DDP_OK && !*done && ddp__cuda_staged_status(NULL, s) != DDP_OK) result = DDP_ERR_POISONED;
     if (result != DDP_OK) {
         result = ddp__cuda_staged_failed(s, result, 1);
-        if (m->work.op) { ddp_wait(s->messages, &m->work); ddp__cuda_staged_status(NULL, s); } /* the group has failed: it does not block */
+        if (m->work.op) { ddp_wait(q->group, &m->work); ddp__cuda_staged_status(NULL, s); } /* the group has failed: it does not block */
+    } else if (*done) {
+        m->next = q->free;
+        q->free = m;
     }
-    if (result != DDP_OK || *done) ddp__cuda_message_give(s, m);
-    pthread_mutex_unlock(&s->lock);
+    pthread_mutex_unlock(&q->lock);
     return result;
 }
 
@@ -3808,68 +3816,68 @@ static ddp_result ddp__cuda_staged_free(ddp_group *group, void *state, void *mem
 static void ddp__cuda_staged_close(ddp_group *group, void *state) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    ddp__cuda_messages *q = &s->messages;
+    ddp__cuda_staging *staging = &s->staging;
+    cudaEvent_t events[3] = {staging->ready, staging->down[0], staging->down[1]};
     const ddp__cuda_device_guard guard(s->device);
-    ddp_group_destroy(s->messages);
+    ddp_group_destroy(q->group);
     ddp_group_destroy(s->control);
-    if (s->message_stream) cuda->synchronize(s->message_stream);
-    while (s->all_messages) {
-        ddp__cuda_message *m = s->all_messages;
-        s->all_messages = m->older;
-        cuda->event_destroy(m->event);
-        cuda->host_free(m->memory);
+    if (q->stream) cuda->synchronize(q->stream);
+    for (ddp__cuda_message *m = q->all; m; m = q->all) {
+        q->all = m->older;
+        if (m->event) cuda->event_destroy(m->event);
+        if (m->memory) cuda->host_free(m->memory);
         ddp_host_free(group, m);
     }
-    while (s->regions) {
-        ddp__cuda_region *region = s->regions;
+    for (ddp__cuda_region *region = s->regions; region; region = s->regions) {
         s->regions = region->next;
         cuda->free(region->memory);
         ddp_host_free(group, region);
     }
-    if (s->memory) cuda->host_free(s->memory);
-    for (int i = 0; i < 2; i++) if (s->down[i]) cuda->event_destroy(s->down[i]);
-    if (s->ready) cuda->event_destroy(s->ready);
-    if (s->stream) cuda->stream_destroy(s->stream);
-    if (s->message_stream) cuda->stream_destroy(s->message_stream);
-    pthread_mutex_destroy(&s->lock);
+    if (staging->memory) cuda->host_free(staging->memory);
+    for (int i = 0; i < 3; i++) if (events[i]) cuda->event_destroy(events[i]);
+    if (staging->stream) cuda->stream_destroy(staging->stream);
+    if (q->stream) cuda->stream_destroy(q->stream);
+    pthread_mutex_destroy(&q->lock);
     ddp_host_free(group, s);
 }
 
 static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    cudaError_t error = cuda->stream_create(&s->stream, 1);
-    if (error == cudaSuccess) error = cuda->stream_create(&s->message_stream, 1);
-    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaStreamCreateWithPriority");
-    error = cuda->event_create(&s->ready);
-    for (int i = 0; i < 2 && error == cudaSuccess; i++) error = cuda->event_create(&s->down[i]);
-    return ddp__cuda_staged_error(error, "cudaEventCreateWithFlags");
+    cudaEvent_t *events[3] = {&s->staging.ready, &s->staging.down[0], &s->staging.down[1]};
+    const ddp__cuda_device_guard guard(s->device);
+    DDP_TRY(guard.result);
+    DDP_TRY(ddp_error_restore(&ddp__cuda_lanes_of(s->owner)->failed));
+    DDP_TRY(ddp__cuda_staged_error(cuda->stream_create(&s->staging.stream, 1), "cudaStreamCreateWithPriority"));
+    DDP_TRY(ddp__cuda_staged_error(cuda->stream_create(&s->messages.stream, 1), "cudaStreamCreateWithPriority"));
+    for (int i = 0; i < 3; i++) DDP_TRY(ddp__cuda_staged_error(cuda->event_create(events[i]), "cudaEventCreateWithFlags"));
+    return DDP_OK;
 }
 
 /* Makes the state of group, whose ranks are those of control with one color; a negative color only helps. group is still without state. */
 static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, int color, int device, void **state) {
-    ddp__cuda_staged *s = NULL;
+    ddp__cuda_staged *s = color < 0 ? NULL : (ddp__cuda_staged *)ddp_host_alloc(group, sizeof *s);
     ddp_group *split[2] = {NULL, NULL};
-    ddp_result result = DDP_OK;
+    ddp_saved_error error = DDP_ZERO;
+    ddp_result result = s || color < 0 ? DDP_OK : DDP_ERR_NO_MEMORY;
     *state = NULL;
-    if (color >= 0) s = (ddp__cuda_staged *)ddp_host_alloc(group, sizeof *s);
-    result = ddp_agree(control, "ddp_cuda_group_create", s || color < 0 ? DDP_OK : DDP_ERR_NO_MEMORY, 0, "");
-    for (int i = 0; i < 2 && result == DDP_OK; i++)
-        result = ddp_group_split(control, color, group ? ddp_rank(group) : 0, &split[i]);
-    if (!s) return result;
-    memset(s, 0, sizeof *s);
-    s->control = split[0], s->messages = split[1], s->owner = group, s->device = device;
-    s->rank = ddp_rank(group), s->world_size = ddp_world_size(group), s->coming_end = &s->coming;
-    pthread_mutex_init(&s->lock, NULL);
-    const ddp__cuda_device_guard guard(device);
-    if (result == DDP_OK)
-        result = ddp__cuda_staged_agree(s, guard.result == DDP_OK ? ddp__cuda_staged_resources(s) : guard.result, "making a group staged through the host");
-    if (result == DDP_OK) *state = s;
-    else {
-        char line[DDP__CUDA_TEXT];
-        snprintf(line, sizeof line, "%s", ddp_last_error());
-        ddp__cuda_staged_close(group, s);
-        ddp_fail(result, "%s", line);
+    if (s) {
+        memset(s, 0, sizeof *s);
+        s->owner = group, s->device = device, s->rank = ddp_rank(group), s->world_size = ddp_world_size(group);
+        pthread_mutex_init(&s->messages.lock, NULL);
+        result = ddp__cuda_staged_resources(s);
     }
-    return result;
+    result = ddp_agree(control, "ddp_cuda_group_create", result, 0, "");
+    for (int i = 0; i < 2 && result == DDP_OK; i++) result = ddp_group_split(control, color, group ? ddp_rank(group) : 0, &split[i]);
+    if (!s) return result;
+    s->control = split[0];
+    s->messages.group = split[1];
+    *state = s;
+    if (result == DDP_OK) return DDP_OK;
+    *state = NULL;
+    ddp_error_save(&error, result);
+    ddp__cuda_staged_close(group, s);
+    return ddp_error_restore(&error);
 }
 
 static ddp_result ddp__cuda_staged_open(ddp_group *group, void **state) {
