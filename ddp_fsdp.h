@@ -37,7 +37,7 @@ EXAMPLE
 
 CONTENTS      (search for the tags)
     >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-error  >>impl-optimizer  >>impl-rates  >>impl-scaler  >>impl-crc  >>impl-json
-    >>impl-safetensors  >>impl-checkpoint  >>impl-files  >>impl-boxes  >>impl-save  >>impl-load  >>impl-sharding  >>impl-layout  >>impl-gather
+    >>impl-safetensors  >>impl-files  >>impl-boxes  >>impl-save  >>impl-load  >>impl-sharding  >>impl-layout  >>impl-gather
     >>impl-shard-reduce  >>impl-step  >>impl-saver  >>impl-create  >>impl-wrap  >>impl-public
 
 CONCEPTS
@@ -1226,6 +1226,19 @@ static uint32_t ddp__crc_feed(uint32_t remainder, const void *data, size_t size)
 static uint32_t ddp__crc_finish(uint32_t remainder, uint64_t size_bytes) { return ~(remainder ^ ddp__crc_multiply(ddp__crc_shift(size_bytes), 0xffffffffu)); }
 static uint32_t ddp__crc32c(const void *data, size_t size) { return ~ddp__crc_feed(0xffffffffu, data, size); }
 
+/* Collective: crc becomes the xor over ranks. A byte for each bit: the lowest bit of a sum of bits is their xor. */
+static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
+    unsigned char bits[1024];
+    for (int first = 0; first < count; first += 32) {
+        int n = count - first < 32 ? count - first : 32;
+        for (int b = 0; b < n * 32; b++) bits[b] = (unsigned char)(crc[first + b / 32] >> b % 32 & 1);
+        DDP_TRY(ddp__host_reduce(group, bits, (size_t)n * 32, DDP_U8, DDP_OP_SUM));
+        memset(crc + first, 0, (size_t)n * sizeof *crc);
+        for (int b = 0; b < n * 32; b++) crc[first + b / 32] |= (uint32_t)(bits[b] & 1) << b % 32;
+    }
+    return DDP_OK;
+}
+
 //== JSON =============================================================================================== >>impl-json
 
 /* A string of a text: zero-terminated, where it has no zeros of its own. */
@@ -1360,8 +1373,6 @@ static int ddp__json_more(ddp__json *j, const char *brackets, int *count) {
     return (*count)++ == 0 || ddp__json_need(j, ',', "a comma or a closing bracket is missing");
 }
 
-static int ddp__json_item(ddp__json *j, int *count) { return ddp__json_more(j, "[]", count); }
-
 /* An entry of an object; its value is next. */
 static int ddp__json_entry(ddp__json *j, int *count, ddp__words *name) {
     return ddp__json_more(j, "{}", count) && ddp__json_string(j, name) && ddp__json_need(j, ':', "a colon is missing");
@@ -1376,7 +1387,7 @@ static int ddp__json_skip(ddp__json *j) {
     char c = ddp__json_peek(j);
     if (c == '{' || c == '[') {
         if (j->depth++ == 64) return ddp__json_fail(j, "brackets are nested too deeply");
-        while (c == '{' ? ddp__json_entry(j, &count, &string) : ddp__json_item(j, &count)) (void)ddp__json_skip(j);
+        while (c == '{' ? ddp__json_entry(j, &count, &string) : ddp__json_more(j, "[]", &count)) (void)ddp__json_skip(j);
         j->depth--;
         return j->error == NULL;
     }
@@ -1388,9 +1399,11 @@ static int ddp__json_skip(ddp__json *j) {
 
 static int ddp__json_end(ddp__json *j) { return !j->error && (!ddp__json_peek(j) && j->at == j->end ? 1 : ddp__json_fail(j, "something follows the end")); }
 
-static int ddp__words_compare(ddp__words a, ddp__words b) {
-    int order = memcmp(a.at, b.at, a.length < b.length ? a.length : b.length);
-    return order ? order : (a.length > b.length) - (a.length < b.length);
+/* Compares two records that start with a ddp__words by those. */
+static int ddp__words_compare(const void *a, const void *b) {
+    const ddp__words *left = (const ddp__words *)a, *right = (const ddp__words *)b;
+    int order = memcmp(left->at, right->at, left->length < right->length ? left->length : right->length);
+    return order ? order : (left->length > right->length) - (left->length < right->length);
 }
 
 static ddp__words ddp__words_of(const char *text) { ddp__words words = {text, strlen(text)}; return words; }
@@ -1473,8 +1486,6 @@ typedef struct ddp__header { ddp__stored *records; int count; } ddp__header;
 
 typedef struct ddp__pair { ddp__words key, value; } ddp__pair;
 
-static int ddp__pair_compare(const void *a, const void *b) { return ddp__words_compare(((const ddp__pair *)a)->key, ((const ddp__pair *)b)->key); }
-static int ddp__stored_compare(const void *a, const void *b) { return ddp__words_compare(((const ddp__stored *)a)->name, ((const ddp__stored *)b)->name); }
 static int ddp__stored_compare_place(const void *a, const void *b) {
     const ddp__stored *left = (const ddp__stored *)a, *right = (const ddp__stored *)b;
     int order = (left->begin > right->begin) - (left->begin < right->begin);
@@ -1482,9 +1493,7 @@ static int ddp__stored_compare_place(const void *a, const void *b) {
 }
 
 static ddp__stored *ddp__stored_find(const ddp__header *header, ddp__words name) {
-    ddp__stored key;
-    key.name = name;
-    return header->count == 0 ? NULL : (ddp__stored *)bsearch(&key, header->records, (size_t)header->count, sizeof key, ddp__stored_compare);
+    return header->count == 0 ? NULL : (ddp__stored *)bsearch(&name, header->records, (size_t)header->count, sizeof *header->records, ddp__words_compare);
 }
 
 /* An error of a tensor, with its byte range in the file, whose data start at data_at. The name cannot break the line. */
@@ -1516,7 +1525,7 @@ static int ddp__stored_read(ddp__json *j, ddp__stored *r) {
             if (!r->dtype) return ddp__json_fail(j, "a dtype that is not known");
             continue;
         }
-        while (ddp__json_item(j, &count)) {
+        while (ddp__json_more(j, "[]", &count)) {
             if (!ddp__json_number(j, 'u', &value)) return 0;
             if (which == 2) { *(count == 1 ? &r->begin : &r->end) = value; continue; }
             if (value > most || (value && r->count > most / value)) return ddp__json_fail(j, "a shape is too large");
@@ -1550,9 +1559,9 @@ static ddp_result ddp__header_check(const char *path, uint64_t data_at, uint64_t
     }
     if (at != data_bytes)
         return ddp_fail(DDP_ERR_CORRUPT, "%s: the tensors end at byte %llu of the data, which has %llu", path, (unsigned long long)at, (unsigned long long)data_bytes);
-    qsort(r, (size_t)header->count, sizeof *r, ddp__stored_compare);
+    qsort(r, (size_t)header->count, sizeof *r, ddp__words_compare);
     for (int i = 1; i < header->count; i++)
-        if (ddp__stored_compare(&r[i - 1], &r[i]) == 0) return ddp__stored_fail(DDP_ERR_CORRUPT, path, data_at, &r[i], "has a name that is there twice");
+        if (ddp__words_compare(&r[i - 1], &r[i]) == 0) return ddp__stored_fail(DDP_ERR_CORRUPT, path, data_at, &r[i], "has a name that is there twice");
     for (int i = 0; i < pair_count; i++) {
         ddp__words name = pairs[i].key;
         if (name.length < 7 || memcmp(name.at, "crc32c:", 7) != 0) continue;
@@ -1585,9 +1594,9 @@ static ddp_result ddp__header_read(ddp_group *group, const char *path, char *tex
         else if (metadata++) (void)ddp__json_fail(&j, "metadata is there twice");
         else for (int n = 0; ddp__json_entry(&j, &n, &pairs[pair_count].key);) pair_count += ddp__json_string(&j, &pairs[pair_count].value);
     }
-    qsort(pairs, (size_t)pair_count, sizeof *pairs, ddp__pair_compare);
+    qsort(pairs, (size_t)pair_count, sizeof *pairs, ddp__words_compare);
     for (int i = 1; i < pair_count; i++)
-        if (ddp__pair_compare(&pairs[i - 1], &pairs[i]) == 0) (void)ddp__json_fail(&j, "metadata has a key twice");
+        if (ddp__words_compare(&pairs[i - 1], &pairs[i]) == 0) (void)ddp__json_fail(&j, "metadata has a key twice");
 
     ddp_result result = ddp__json_end(&j) ? ddp__header_check(path, 8 + length, data_bytes, header, pairs, pair_count)
                       : ddp_fail(DDP_ERR_CORRUPT, "%s: the header is damaged at byte %zu: %s", path, 8 + (size_t)(j.at - j.begin), j.error);
@@ -1595,7 +1604,7 @@ static ddp_result ddp__header_read(ddp_group *group, const char *path, char *tex
     return result;
 }
 
-//== checkpoints: agreeing =================================================================== >>impl-checkpoint
+//== checkpoints: files and folders =============================================================== >>impl-files
 #include <dirent.h>
 #include <sys/syscall.h>
 
@@ -1603,112 +1612,34 @@ static ddp_result ddp__header_read(ddp_group *group, const char *path, char *tex
 #define DDP__STATE_START "{\"format\": \"ddp checkpoint\""
 #define DDP__DIR_MAX 1000                  /* bytes of a folder's path, ... */
 #define DDP__PATH_MAX (DDP__DIR_MAX + 300) /* ... and of a path in it */
-#define DDP__PIECE ((uint64_t)1 << 20)     /* bytes that are summed up, and then written while they lie in a cache; or brought into memory at once */
-#define DDP__AHEAD 32                      /* pieces that a load reads ahead of those that it sums up */
-#define DDP__POPULATE_READ 22              /* MADV_POPULATE_READ, which older libc headers lack */
-
-/* The box of a tensor that this rank holds: offset and extent in the global tensor, row-major and contiguous at data, in host memory. data NULL or an empty
-   extent: nothing. Every rank has the same list of tensors, each with its own boxes, which together tile each tensor. */
-typedef struct ddp__slice {
-    const char *name;
-    ddp_dtype dtype;
-    int ndim;
-    int64_t shape[DDP_MAX_NDIM], offset[DDP_MAX_NDIM], extent[DDP_MAX_NDIM];
-    void *data;
-    int file_kind; /* 0 = model-*, 1 = optimizer-* */
-    int tied_to;   /* loading: 1 + the number of an earlier tensor that files may store under this name */
-    int may_repeat; /* where other ranks hold the same box, the lowest of them writes it */
-} ddp__slice;
 
 static const char *const ddp__kind_names[2] = {"model", "optimizer"};
 
-/* Collective: *told becomes the failure of the lowest rank that has one; *first is that rank, or the number of ranks. *same: stays 1 where it was on every rank
-   and all gave the same number. */
-static ddp_result ddp__fsdp_agree(ddp_group *group, uint64_t number, int *same, ddp_saved_error *told, int *first) {
-    uint64_t low[3] = {*same ? number : 0, *same ? ~number : 0, (uint64_t)(told->result == DDP_OK ? ddp_world_size(group) : ddp_rank(group))};
-    DDP_TRY(ddp__host_reduce(group, low, 3, DDP_U64, DDP_OP_MIN));
-    *same = low[0] == ~low[1];
-    *first = (int)low[2];
-    return *first == ddp_world_size(group) ? DDP_OK : ddp__host_broadcast(group, told, sizeof *told, DDP_U8, *first);
-}
-
-/* Collective: DDP_OK when own is DDP_OK on every rank; otherwise the failure of the lowest rank that has one, in the same words everywhere. */
-static ddp_result ddp__save_agree(ddp_group *group, const char *who, ddp_result own) {
-    ddp_saved_error told = ddp__fsdp_error(own);
-    int same = 1, first;
-    DDP_TRY(ddp__fsdp_agree(group, 0, &same, &told, &first));
-    if (told.result == DDP_OK) return DDP_OK;
-    return ddp_fail((ddp_result)told.result, "rank %d/%d %s group=%s: %.400s", first, ddp_world_size(group), who, ddp_group_name(group), told.text);
-}
-
-/* Collective: the place of the first number that is another one than rank 0's, or count. */
-static ddp_result ddp__compare_with_first(ddp_group *group, const uint32_t *own, size_t count, size_t *first_other) {
-    enum { PIECE = 2048 };
-    uint32_t theirs[PIECE];
-    *first_other = count;
-    for (size_t at = 0, n; at < count; at += n) {
-        n = count - at < PIECE ? count - at : (size_t)PIECE;
-        memcpy(theirs, own + at, n * sizeof *own);
-        DDP_TRY(ddp__host_broadcast(group, theirs, n, DDP_I32, 0));
-        for (size_t i = 0; i < n && *first_other == count; i++) if (theirs[i] != own[at + i]) *first_other = at + i;
-    }
-    return DDP_OK;
-}
-
-/* Collective: crc becomes the xor over ranks. A byte for each bit: the lowest bit of a sum of bits is their xor. */
-static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
-    unsigned char bits[1024];
-    for (int first = 0; first < count; first += 32) {
-        int n = count - first < 32 ? count - first : 32;
-        for (int b = 0; b < n * 32; b++) bits[b] = (unsigned char)(crc[first + b / 32] >> b % 32 & 1);
-        DDP_TRY(ddp__host_reduce(group, bits, (size_t)n * 32, DDP_U8, DDP_OP_SUM));
-        memset(crc + first, 0, (size_t)n * sizeof *crc);
-        for (int b = 0; b < n * 32; b++) crc[first + b / 32] |= (uint32_t)(bits[b] & 1) << b % 32;
-    }
-    return DDP_OK;
-}
-
-//== checkpoints: files and folders =============================================================== >>impl-files
-
 static ddp_result ddp__file_fail(const char *what, const char *path) {
     int error = errno;
-    ddp_result result = ddp_fail(DDP_ERR_SYSTEM, "%s %s: %s (errno %d)", what, path, strerror(error), error);
-    errno = error;
-    return result;
-}
-
-/* Reports something at path that is not a regular file. */
-static ddp_result ddp__file_is_other(const char *path, mode_t mode) {
-    const char *kind = "a device or a socket";
-    if (S_ISLNK(mode)) kind = "a symbolic link";
-    if (S_ISFIFO(mode)) kind = "a FIFO";
-    if (S_ISDIR(mode)) kind = "a folder";
-    ddp_fail(DDP_ERR_SYSTEM, "%s is %s, not a regular file; put the file itself there", path, kind);
-    errno = EINVAL;
-    return DDP_ERR_SYSTEM;
+    return ddp_fail(DDP_ERR_SYSTEM, "%s %s: %s (errno %d)", what, path, strerror(error), error);
 }
 
 /* Opens a regular file of a folder, and nothing else: a FIFO would wait for its other end, and a symbolic
-   link or a device lets others choose what is read or overwritten. Leaves the path in path, and errno. */
+   link or a device lets others choose what is read or overwritten. Leaves the path in path. On failure *fd is
+   negative: DDP__FILE_MISSING where there is no such file. */
+enum { DDP__FILE_MISSING = -2 };
 static ddp_result ddp__file_open(const char *dir, const char *name, int flags, char path[DDP__PATH_MAX], int *fd) {
+    const char *kind = "a device or a socket";
     struct stat info;
     snprintf(path, DDP__PATH_MAX, "%.*s/%s", DDP__DIR_MAX + 10, dir, name);
     *fd = open(path, flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
-    if (*fd < 0) {
-        ddp_result result = ddp__file_fail("opening", path);
-        int error = errno;
-        if (lstat(path, &info) == 0 && !S_ISREG(info.st_mode)) return ddp__file_is_other(path, info.st_mode);
-        errno = error;
-        return result;
+    int missing = *fd < 0 && errno == ENOENT;
+    ddp_result result = *fd < 0 || fstat(*fd, &info) != 0 ? ddp__file_fail("opening", path) : DDP_OK;
+    if ((result == DDP_OK || lstat(path, &info) == 0) && !S_ISREG(info.st_mode)) {
+        if (S_ISLNK(info.st_mode)) kind = "a symbolic link";
+        if (S_ISFIFO(info.st_mode)) kind = "a FIFO";
+        if (S_ISDIR(info.st_mode)) kind = "a folder";
+        result = ddp_fail(DDP_ERR_SYSTEM, "%s is %s, not a regular file; put the file itself there", path, kind);
     }
-    ddp_result result = fstat(*fd, &info) == 0 ? DDP_OK : ddp__file_fail("opening", path);
-    if (result == DDP_OK && !S_ISREG(info.st_mode)) result = ddp__file_is_other(path, info.st_mode);
-    if (result != DDP_OK) {
-        int error = errno;
-        close(*fd);
-        *fd = -1;
-        errno = error;
-    }
+    if (result == DDP_OK) return DDP_OK;
+    if (*fd >= 0) close(*fd);
+    *fd = missing ? DDP__FILE_MISSING : -1;
     return result;
 }
 
@@ -1719,19 +1650,20 @@ static ddp_result ddp__file_end(int fd, const char *path, ddp_result result) {
     return result;
 }
 
-static ddp_result ddp__transfer(int fd, char *data, uint64_t size, uint64_t at, const char *path, int writes) {
-    for (ssize_t n; size; data += n, at += (uint64_t)n, size -= (uint64_t)n) {
-        n = writes ? pwrite(fd, data, (size_t)size, (off_t)at) : pread(fd, data, (size_t)size, (off_t)at);
-        if (n == 0 && !writes) return ddp_fail(DDP_ERR_CORRUPT, "%s: the file ends at byte %llu, %llu more belong to it", path, (unsigned long long)at, (unsigned long long)size);
+/* Reads or writes size bytes of a file, from byte `at` on. */
+enum { DDP__FILE_READ, DDP__FILE_WRITE };
+static ddp_result ddp__transfer(int fd, int way, const void *data, uint64_t size, uint64_t at, const char *path) {
+    char *memory = (char *)(uintptr_t)data;
+    for (ssize_t n; size; memory += n, at += (uint64_t)n, size -= (uint64_t)n) {
+        n = way == DDP__FILE_WRITE ? pwrite(fd, memory, (size_t)size, (off_t)at) : pread(fd, memory, (size_t)size, (off_t)at);
+        if (n == 0 && way == DDP__FILE_READ)
+            return ddp_fail(DDP_ERR_CORRUPT, "%s: the file ends at byte %llu, %llu more belong to it", path, (unsigned long long)at, (unsigned long long)size);
         if (n == 0) errno = ENOSPC;
-        if (n == 0 || (n < 0 && errno != EINTR)) return ddp__file_fail(writes ? "writing" : "reading", path);
+        if (n == 0 || (n < 0 && errno != EINTR)) return ddp__file_fail(way == DDP__FILE_WRITE ? "writing" : "reading", path);
         if (n < 0) n = 0;
     }
     return DDP_OK;
 }
-
-static ddp_result ddp__write_all(int fd, const void *data, uint64_t size, uint64_t at, const char *path) { return ddp__transfer(fd, (char *)(uintptr_t)data, size, at, path, 1); }
-static ddp_result ddp__read_all(int fd, void *data, uint64_t size, uint64_t at, const char *path) { return ddp__transfer(fd, (char *)data, size, at, path, 0); }
 
 /* What was written is on its way to the disk before it has to be: a sync waits less. */
 static void ddp__write_begin(int fd, uint64_t at, uint64_t size) {
@@ -1740,19 +1672,18 @@ static void ddp__write_begin(int fd, uint64_t at, uint64_t size) {
 #endif
 }
 
-/* Writes data to the start of a file, or makes room for size bytes on the disk. */
+/* Writes data to the start of a file; data NULL: reserves size bytes on the disk. */
 static ddp_result ddp__file_make(const char *dir, const char *name, const void *data, uint64_t size) {
     char path[DDP__PATH_MAX];
     struct rlimit limit;
-    ddp_result result = DDP_OK;
     int fd;
     DDP_TRY(ddp__file_open(dir, name, O_CREAT | O_WRONLY, path, &fd));
     errno = 0;
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur) errno = EFBIG; /* writing would raise a signal */
-    else if (!data && size && syscall(SYS_fallocate, fd, 0, (off_t)0, (off_t)size) == 0) errno = 0;
+    else if (!data && syscall(SYS_fallocate, fd, 0, (off_t)0, (off_t)size) == 0) errno = 0;
     if (!data && (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL)) errno = ftruncate(fd, (off_t)size) == 0 ? 0 : errno;
-    if (errno) result = ddp__file_fail("making room in", path);
-    if (data && result == DDP_OK) result = ddp__write_all(fd, data, size, 0, path);
+    ddp_result result = errno ? ddp__file_fail("making room in", path) : DDP_OK;
+    if (data && result == DDP_OK) result = ddp__transfer(fd, DDP__FILE_WRITE, data, size, 0, path);
     return ddp__file_end(fd, path, result);
 }
 
@@ -1829,6 +1760,30 @@ static void ddp__beside_name(const char *dir, int which, char out[DDP__PATH_MAX]
 
 //== checkpoints: boxes =========================================================================== >>impl-boxes
 
+/* The box of a tensor that this rank holds: offset and extent in the global tensor, row-major and contiguous at data, in host memory. data NULL or an empty
+   extent: nothing. Every rank has the same list of tensors, each with its own boxes, which together tile each tensor. */
+typedef struct ddp__slice {
+    const char *name;
+    ddp_dtype dtype;
+    int ndim;
+    int64_t shape[DDP_MAX_NDIM], offset[DDP_MAX_NDIM], extent[DDP_MAX_NDIM];
+    void *data;
+    int file_kind; /* 0 = model-*, 1 = optimizer-* */
+    int tied_to;   /* loading: 1 + the number of an earlier tensor that files may store under this name */
+    int may_repeat; /* where other ranks hold the same box, the lowest of them writes it */
+} ddp__slice;
+
+/* "F32 [2,3]" */
+typedef struct ddp__shown { char text[200]; } ddp__shown;
+static ddp__shown ddp__show(const char *dtype, int ndim, const int64_t *shape) {
+    ddp__shown shown;
+    size_t length = (size_t)snprintf(shown.text, sizeof shown.text, "%s [", dtype);
+    for (int d = 0; d < ndim && d < DDP_MAX_NDIM; d++)
+        length += (size_t)snprintf(shown.text + length, sizeof shown.text - length, d ? ",%lld" : "%lld", (long long)shape[d]);
+    snprintf(shown.text + length, sizeof shown.text - length, "%s]", ndim > DDP_MAX_NDIM ? ",..." : "");
+    return shown;
+}
+
 /* Bytes of the tensor, or of what this rank holds of it. */
 static uint64_t ddp__slice_bytes(const ddp__slice *s, int held) {
     uint64_t bytes = held && !s->data ? 0 : ddp_dtype_size(s->dtype);
@@ -1891,8 +1846,8 @@ static uint64_t ddp__box_number(const ddp__slice *s, int whole, int point) {
 typedef struct ddp__key { ddp__words name; int kind, index; } ddp__key;
 
 static int ddp__key_compare(const void *a, const void *b) {
-    const ddp__key *left = (const ddp__key *)a, *right = (const ddp__key *)b;
-    return left->kind != right->kind ? left->kind - right->kind : ddp__words_compare(left->name, right->name);
+    int order = ((const ddp__key *)a)->kind - ((const ddp__key *)b)->kind;
+    return order ? order : ddp__words_compare(a, b);
 }
 
 /* Can a tensor in a file have this name, of at most so many bytes? */
@@ -1918,7 +1873,8 @@ static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__ke
             if (s->offset[d] < 0 || s->extent[d] < 0 || s->extent[d] > s->shape[d] || s->offset[d] > s->shape[d] - s->extent[d])
                 return ddp_fail(DDP_ERR_INVALID, "tensor '%.100s': %lld from %lld on is outside of dimension %d, which has %lld", s->name, (long long)s->extent[d],
                                 (long long)s->offset[d], d, (long long)s->shape[d]);
-        keys[i].name = ddp__words_of(s->name), keys[i].kind = s->file_kind != 0, keys[i].index = i;
+        const ddp__key key = {ddp__words_of(s->name), s->file_kind != 0, i};
+        keys[i] = key;
     }
     qsort(keys, (size_t)count, sizeof *keys, ddp__key_compare);
     for (int i = 1; i < count; i++)
@@ -1933,77 +1889,86 @@ typedef struct ddp__task {
     const ddp__slice *slices;
     int count;
     char dir[DDP__PATH_MAX];
-    ddp__key *keys;    /* the list by name; one allocation, with what follows */
-    int64_t *numbers;  /* 2 per tensor */
-    uint32_t *crc;     /* per tensor */
+    ddp__key *keys;      /* the list by name; one allocation, with what follows */
+    int64_t *mine, *all; /* 2 per tensor: the numbers of this rank's box, and of the boxes of all ranks */
+    uint32_t *crc;       /* per tensor */
     unsigned char *left; /* per tensor: 1 = a lower rank writes this rank's box */
 } ddp__task;
 
 static ddp__task ddp__task_of(ddp_group *group, const char *who, const ddp__slice *slices, int count) {
-    ddp__task task = {group, who, slices, count, "", NULL, NULL, NULL, NULL};
+    ddp__task task = {group, who, slices, count, "", NULL, NULL, NULL, NULL, NULL};
     return task;
 }
 
-/* The first tensor that the boxes of all ranks do not tile, or the count. */
-static size_t ddp__first_not_tiled(const ddp__task *t) {
-    int i = 0;
-    while (i < 2 * t->count && (uint64_t)t->numbers[i] % DDP__PRIME == ddp__box_number(&t->slices[i / 2], 1, i % 2)) i++;
-    return (size_t)i / 2;
+/* What must be equal on all ranks is a list of entries: options, then tensors. The hash continues that of the
+   entry before. text may be cut short; the hash is not. */
+typedef struct ddp__task_entry { uint64_t hash; char text[400]; } ddp__task_entry;
+static ddp__task_entry ddp__task_entry_of(const ddp__task *t, const char *options, int index, uint64_t hash) {
+    const ddp__slice *s = index ? &t->slices[index - 1] : NULL;
+    const char *name = s ? s->name : t->dir;
+    size_t length = strlen(name);
+    ddp__task_entry entry;
+    if (s)
+        snprintf(entry.text, sizeof entry.text, "tensor %d '%.80s' %s of the %s", index - 1, name,
+                 ddp__show(ddp_dtype_name(s->dtype), s->ndim, s->shape).text, ddp__kind_names[s->file_kind != 0]);
+    else
+        snprintf(entry.text, sizeof entry.text, "tensors=%d%s dir=%.150s", t->count, options, length > 150 ? name + length - 150 : name);
+    hash = ddp_hash(hash, name, length);
+    entry.hash = ddp_hash(hash, entry.text, strlen(entry.text) + 1);
+    return entry;
 }
 
-/* Collective, for boxes that do not tile: of ranks with the same box of a tensor the lowest keeps it. numbers become the sums of what is kept. */
-static ddp_result ddp__repeats_leave(ddp__task *t) {
-    enum { MOST = 2048 };
-    int64_t mine[2 * MOST], theirs[2 * MOST];
-    int rank = ddp_rank(t->group);
-    for (int first = 0, n; first < t->count; first += n) {
-        n = t->count - first < MOST ? t->count - first : MOST;
-        for (int i = 0; i < 2 * n; i++) mine[i] = (int64_t)ddp__box_number(&t->slices[first + i / 2], 0, i % 2);
-        for (int r = 0; r < ddp_world_size(t->group) - 1; r++) {
-            memcpy(theirs, mine, 2 * (size_t)n * sizeof *theirs);
-            DDP_TRY(ddp__host_broadcast(t->group, theirs, 2 * (size_t)n, DDP_I64, r));
-            for (int i = 0; i < n && rank > r; i++)
-                t->left[first + i] |= t->slices[first + i].may_repeat && mine[2 * i] && memcmp(&mine[2 * i], &theirs[2 * i], 2 * sizeof *mine) == 0;
-        }
-        for (int i = 0; i < 2 * n; i++) t->numbers[2 * first + i] = t->left[first + i / 2] ? 0 : mine[i];
-    }
-    return ddp__host_reduce(t->group, t->numbers, 2 * (size_t)t->count, DDP_I64, DDP_OP_SUM);
-}
-
-/* Collective: every rank has the same tensors and options and, to save (tile), its boxes tile them with the others'. own: how this rank fares so far. */
-static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const int64_t option[2], int tile, ddp_result own) {
-    size_t n = (size_t)t->count, other;
+/* Collective: every rank has the same options (which text describes), dir and tensors. own: how this rank fares so far. */
+static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const char *options, ddp_result own) {
+    ddp__task_entry entry = {0, ""};
+    size_t n = (size_t)t->count + 1;
     if (own == DDP_OK) own = ddp__folder_name(dir, t->dir);
-    t->keys = (ddp__key *)ddp_host_alloc(t->group, (n + 1) * (sizeof *t->keys + 2 * sizeof *t->numbers + sizeof *t->crc + 1));
+    t->keys = (ddp__key *)ddp_host_alloc(t->group, n * (sizeof *t->keys + 4 * sizeof *t->mine + sizeof *t->crc + 1));
     if (!t->keys) own = DDP_ERR_NO_MEMORY;
     if (own == DDP_OK) own = ddp__slices_check(t->slices, t->count, t->keys);
-    t->numbers = (int64_t *)(t->keys + n + 1);
-    t->crc = (uint32_t *)(t->numbers + 2 * (n + 1));
-    t->left = (unsigned char *)(t->crc + n + 1);
-    const uint32_t same[3] = {(uint32_t)n, ddp__crc32c(option, 2 * sizeof *option), own == DDP_OK ? ddp__crc32c(t->dir, strlen(t->dir)) : 0};
-    DDP_TRY(ddp__compare_with_first(t->group, same, 3, &other));
-    if (own == DDP_OK && other < 3)
-        own = ddp_fail(DDP_ERR_MISMATCH, "%s is not that of rank 0; give the same on every rank",
-                       other == 0 ? "the number of tensors" : other == 1 ? "max_file_bytes or keep_checkpoints" : "dir");
-    DDP_TRY(ddp__save_agree(t->group, t->who, own));
-    for (size_t i = 0; i < n; i++) {
-        const ddp__slice *s = &t->slices[i];
-        const int32_t about[3] = {(int32_t)s->dtype, s->ndim, s->file_kind != 0};
-        t->crc[i] = ddp__crc_feed(ddp__crc_feed(ddp__crc32c(s->name, strlen(s->name)), about, sizeof about), s->shape, sizeof s->shape[0] * (size_t)s->ndim);
-        for (size_t point = 0; point < 2; point++) t->numbers[2 * i + point] = (int64_t)ddp__box_number(s, 0, (int)point);
+    for (int i = 0; i <= t->count && own == DDP_OK; i++) entry = ddp__task_entry_of(t, options, i, entry.hash);
+    ddp_result result = ddp_agree(t->group, t->who, own, entry.hash, "");
+    entry.hash = 0;
+    for (int i = 0; i <= t->count && result == DDP_ERR_MISMATCH; i++) { /* to the first entry that differs */
+        entry = ddp__task_entry_of(t, options, i, entry.hash);
+        DDP_TRY(ddp_agree(t->group, t->who, DDP_OK, entry.hash, entry.text));
     }
-    DDP_TRY(ddp__compare_with_first(t->group, t->crc, n, &other));
-    if (other < n)
-        own = ddp_fail(DDP_ERR_MISMATCH, "tensor %zu, here '%.100s' %s, is another one on rank 0", other, t->slices[other].name, ddp_dtype_name(t->slices[other].dtype));
-    DDP_TRY(ddp__save_agree(t->group, t->who, own)); /* what follows depends on the shapes */
+    if (result != DDP_OK) return result;
+    t->mine = (int64_t *)(t->keys + n);
+    t->all = t->mine + 2 * n;
+    t->crc = (uint32_t *)(t->all + 2 * n);
+    t->left = (unsigned char *)(t->crc + n);
     memset(t->crc, 0, n * sizeof *t->crc);
     memset(t->left, 0, n);
-    if (!tile) return DDP_OK;
-    DDP_TRY(ddp__host_reduce(t->group, t->numbers, 2 * n, DDP_I64, DDP_OP_SUM));
-    if (ddp__first_not_tiled(t) < n) DDP_TRY(ddp__repeats_leave(t));
-    other = ddp__first_not_tiled(t);
-    if (other < n) own = ddp_fail(DDP_ERR_MISMATCH, "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps", t->slices[other].name);
-    return ddp__save_agree(t->group, t->who, own);
+    return DDP_OK;
+}
+
+/* Collective: adds the numbers of the boxes that are written. *hole: the first tensor that they do not tile, or the count. */
+static ddp_result ddp__boxes_add(ddp__task *t, int *hole) {
+    int i = 0;
+    for (int k = 0; k < 2 * t->count; k++) t->all[k] = t->left[k / 2] ? 0 : t->mine[k];
+    DDP_TRY(ddp__host_reduce(t->group, t->all, 2 * (size_t)t->count, DDP_I64, DDP_OP_SUM));
+    while (i < 2 * t->count && (uint64_t)t->all[i] % DDP__PRIME == ddp__box_number(&t->slices[i / 2], 1, i % 2)) i++;
+    *hole = i / 2;
+    return DDP_OK;
+}
+
+/* Collective: the boxes of all ranks tile each tensor, once the lowest of ranks with the same box keeps it, where they may repeat. */
+static ddp_result ddp__boxes_check(ddp__task *t) {
+    size_t numbers = 2 * (size_t)t->count;
+    int hole, rank = ddp_rank(t->group);
+    for (int i = 0; i < 2 * t->count; i++) t->mine[i] = (int64_t)ddp__box_number(&t->slices[i / 2], 0, i % 2);
+    DDP_TRY(ddp__boxes_add(t, &hole));
+    if (hole == t->count) return DDP_OK;
+    for (int r = 0; r < ddp_world_size(t->group) - 1; r++) {
+        memcpy(t->all, t->mine, numbers * sizeof *t->all);
+        DDP_TRY(ddp__host_broadcast(t->group, t->all, numbers, DDP_I64, r));
+        for (int i = 0; i < t->count && rank > r; i++)
+            t->left[i] |= t->slices[i].may_repeat && t->mine[2 * i] && memcmp(&t->mine[2 * i], &t->all[2 * i], 2 * sizeof *t->mine) == 0;
+    }
+    DDP_TRY(ddp__boxes_add(t, &hole));
+    return hole == t->count ? DDP_OK : ddp_fail_in(DDP_ERR_MISMATCH, t->who, t->group, "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps",
+                                                   t->slices[hole].name);
 }
 
 /* The fields of ddp_fsdp_state as state.json has them, each a number or a list of them, which lie one behind the other: i64, u64, i32 (4). Of doubles the bits,
@@ -2014,6 +1979,8 @@ static const struct ddp__state_field { const char *name, *kinds; size_t at; } dd
 #define DDP__STATE_FIELDS ((int)(sizeof ddp__state_fields / sizeof ddp__state_fields[0]))
 
 //== checkpoints: saving =========================================================================== >>impl-save
+
+#define DDP__PIECE ((uint64_t)1 << 20)     /* bytes that are summed up, and then written while they lie in a cache; or brought into memory at once */
 
 /* A file of the checkpoint that is being written: tensors [first, last) of the list `order`. */
 typedef struct ddp__out_file {
@@ -2128,7 +2095,7 @@ static ddp_result ddp__save_slice(const ddp__slice *slice, int fd, uint64_t at, 
         for (uint64_t piece, p = 0; p < size; p += piece) {
             piece = size - p < DDP__PIECE ? size - p : DDP__PIECE;
             remainder = ddp__crc_feed(remainder, data + p, (size_t)piece);
-            DDP_TRY(ddp__write_all(fd, data + p, piece, at + to * element + p, path));
+            DDP_TRY(ddp__transfer(fd, DDP__FILE_WRITE, data + p, piece, at + to * element + p, path));
             if (piece == DDP__PIECE) ddp__write_begin(fd, at + to * element + p, piece);
         }
         done = to * element + size;
@@ -2281,22 +2248,24 @@ static ddp_result ddp__save_run(ddp__saving *s, const char *dir, const ddp_fsdp_
     ddp__task *t = &s->task;
     size_t n = (size_t)t->count + 2;
     int rank = ddp_rank(t->group);
-    const int64_t option[2] = {(int64_t)s->max_file_bytes, s->keep};
+    char options[96];
     ddp_result result = s->keep < 0 ? ddp_fail(DDP_ERR_INVALID, "keep_checkpoints=%d; set how many, or 0 for one", s->keep) : DDP_OK;
     s->files = (ddp__out_file *)ddp_host_alloc(t->group, n * (sizeof *s->files + sizeof *s->begin + sizeof *s->order));
     if (!s->files) result = DDP_ERR_NO_MEMORY;
     s->begin = (uint64_t *)(s->files + n), s->order = (int *)(s->begin + n);
-    DDP_TRY(ddp__task_begin(t, dir, option, 1, result));
+    snprintf(options, sizeof options, " max_file_bytes=%zu keep_checkpoints=%d", s->max_file_bytes, s->keep);
+    DDP_TRY(ddp__task_begin(t, dir, options, result));
+    DDP_TRY(ddp__boxes_check(t));
     ddp__beside_name(t->dir, DDP__NEW, s->tmp);
     result = ddp__save_plan(s);
     if (result == DDP_OK && rank == 0) result = ddp__save_begin(s);
-    result = ddp__save_agree(t->group, t->who, result);
-    if (result == DDP_OK) result = ddp__save_agree(t->group, t->who, ddp__save_slices(s));
+    result = ddp_agree(t->group, t->who, result, 0, "");
+    if (result == DDP_OK) result = ddp_agree(t->group, t->who, ddp__save_slices(s), 0, "");
     if (result == DDP_OK) result = ddp__crc_combine(t->group, t->crc, t->count);
     if (result == DDP_OK) {
         if (rank == 0) result = ddp__save_end(s, state);
         if (rank == 0 && result == DDP_OK) result = ddp__save_commit(s);
-        result = ddp__save_agree(t->group, t->who, result);
+        result = ddp_agree(t->group, t->who, result, 0, "");
     }
     if (result != DDP_OK && rank == 0 && s->tmp[0]) {
         ddp_saved_error told = ddp__fsdp_error(result);
@@ -2322,6 +2291,9 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
 }
 
 //== checkpoints: loading ========================================================================== >>impl-load
+
+#define DDP__AHEAD 32         /* pieces that a load reads ahead of those that it sums up */
+#define DDP__POPULATE_READ 22 /* MADV_POPULATE_READ, which older libc headers lack */
 
 typedef struct ddp__in_file {
     const char *name;          /* in the text that tells the files */
@@ -2358,13 +2330,13 @@ static ddp_result ddp__text_load(ddp__loading *l, const char *name, char **text,
     int fd;
     ddp_result result = ddp__file_open(l->task.dir, name, O_RDONLY, path, &fd);
     *text = NULL;
-    if (result != DDP_OK) return errno == ENOENT ? DDP_OK : result;
+    if (result != DDP_OK) return fd == DDP__FILE_MISSING ? DDP_OK : result;
     if (fstat(fd, &info) != 0) result = ddp__file_fail("reading", path);
     else if ((uint64_t)info.st_size > DDP__HEADER_MAX) result = ddp_fail(DDP_ERR_CORRUPT, "%s: is larger than 100 MB", path);
     else {
         *length = (size_t)info.st_size;
         *text = (char *)ddp_host_alloc(l->task.group, *length + 1);
-        result = *text ? ddp__read_all(fd, *text, *length, 0, path) : DDP_ERR_NO_MEMORY;
+        result = *text ? ddp__transfer(fd, DDP__FILE_READ, *text, *length, 0, path) : DDP_ERR_NO_MEMORY;
     }
     close(fd);
     return result;
@@ -2395,7 +2367,7 @@ static ddp_result ddp__json_result(const ddp__loading *l, const char *name, cons
 /* The numbers of a field, one behind the other from `at` on. */
 static int ddp__state_numbers(ddp__json *j, const char *kinds, char *at) {
     int n = 0, list = kinds[1] != 0, count = 0;
-    for (; kinds[n] && (!list || ddp__json_item(j, &count)); at += kinds[n++] == '4' ? 4 : 8) {
+    for (; kinds[n] && (!list || ddp__json_more(j, "[]", &count)); at += kinds[n++] == '4' ? 4 : 8) {
         uint64_t bits;
         if (!ddp__json_number(j, kinds[n] == 'u' ? 'u' : 'i', &bits)) return 0;
         int32_t narrow = (int32_t)(int64_t)bits;
@@ -2493,48 +2465,42 @@ static ddp_result ddp__load_foreign(ddp__loading *l) {
     return DDP_OK;
 }
 
-/* Reads and checks a file's header; the file stays mapped. */
-static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
-    char path[DDP__PATH_MAX];
+/* Reads and checks the header of an open file, and maps the file. */
+static ddp_result ddp__in_file_read(ddp__loading *l, ddp__in_file *file, int fd, const char *path) {
     unsigned char size[8];
     struct stat info;
     uint64_t length = 0;
-    int fd;
-    ddp_result result = ddp__file_open(l->task.dir, file->name, O_RDONLY, path, &fd);
-    if (result != DDP_OK) return errno == ENOENT ? ddp_fail(DDP_ERR_CORRUPT, "%s is missing", path) : result;
-    result = fstat(fd, &info) == 0 ? ddp__read_all(fd, size, sizeof size, 0, path) : ddp__file_fail("reading", path);
-    for (int i = 0; i < 8 && result == DDP_OK; i++) length |= (uint64_t)size[i] << 8 * i;
-    if (result == DDP_OK && (length > DDP__HEADER_MAX || length > (uint64_t)info.st_size - 8))
-        result = ddp_fail(DDP_ERR_CORRUPT, "%s: the header claims %llu bytes, allowed are 100 MB, and the file has %llu behind its start", path,
-                          (unsigned long long)length, (unsigned long long)info.st_size - 8);
+    if (fstat(fd, &info) != 0) return ddp__file_fail("reading", path);
+    DDP_TRY(ddp__transfer(fd, DDP__FILE_READ, size, sizeof size, 0, path));
+    for (int i = 0; i < 8; i++) length |= (uint64_t)size[i] << 8 * i;
+    if (length > DDP__HEADER_MAX || length > (uint64_t)info.st_size - 8)
+        return ddp_fail(DDP_ERR_CORRUPT, "%s: the header claims %llu bytes, allowed are 100 MB, and the file has %llu behind its start", path,
+                        (unsigned long long)length, (unsigned long long)info.st_size - 8);
     file->data_at = 8 + length;
-    if (result == DDP_OK && !(file->text = (char *)ddp_host_alloc(l->task.group, (size_t)length + 1))) result = DDP_ERR_NO_MEMORY;
-    if (result == DDP_OK) result = ddp__read_all(fd, file->text, length, 8, path);
-    if (result == DDP_OK) {
-        file->crc = ~ddp__crc_feed(ddp__crc_feed(0xffffffffu, size, 8), file->text, (size_t)length);
-        if (!l->foreign && file->crc != file->want_crc)
-            result = ddp_fail(DDP_ERR_CORRUPT, "%s: the header, bytes [0, %llu), is damaged: its checksum is %08x, not %08x", path,
-                              (unsigned long long)file->data_at, file->crc, file->want_crc);
-    }
-    if (result == DDP_OK) result = ddp__header_read(l->task.group, path, file->text, (size_t)length, (uint64_t)info.st_size - file->data_at, &file->header);
-    if (result == DDP_OK) {
-        void *map = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0);
-        if (map == MAP_FAILED) result = ddp__file_fail("mapping", path);
-        else file->map = (const unsigned char *)map, file->map_bytes = (size_t)info.st_size;
-    }
-    close(fd);
-    return result;
+    file->text = (char *)ddp_host_alloc(l->task.group, (size_t)length + 1);
+    if (!file->text) return DDP_ERR_NO_MEMORY;
+    DDP_TRY(ddp__transfer(fd, DDP__FILE_READ, file->text, length, 8, path));
+    file->crc = ~ddp__crc_feed(ddp__crc_feed(0xffffffffu, size, 8), file->text, (size_t)length);
+    if (!l->foreign && file->crc != file->want_crc)
+        return ddp_fail(DDP_ERR_CORRUPT, "%s: the header, bytes [0, %llu), is damaged: its checksum is %08x, not %08x", path,
+                        (unsigned long long)file->data_at, file->crc, file->want_crc);
+    DDP_TRY(ddp__header_read(l->task.group, path, file->text, (size_t)length, (uint64_t)info.st_size - file->data_at, &file->header));
+    void *map = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0);
+    if (map == MAP_FAILED) return ddp__file_fail("mapping", path);
+    file->map = (const unsigned char *)map;
+    file->map_bytes = (size_t)info.st_size;
+    return DDP_OK;
 }
 
-/* "F32 [2,3]" */
-typedef struct ddp__shown { char text[200]; } ddp__shown;
-static ddp__shown ddp__show(const char *dtype, int ndim, const int64_t *shape) {
-    ddp__shown shown;
-    size_t length = (size_t)snprintf(shown.text, sizeof shown.text, "%s [", dtype);
-    for (int d = 0; d < ndim && d < DDP_MAX_NDIM; d++)
-        length += (size_t)snprintf(shown.text + length, sizeof shown.text - length, d ? ",%lld" : "%lld", (long long)shape[d]);
-    snprintf(shown.text + length, sizeof shown.text - length, "%s]", ndim > DDP_MAX_NDIM ? ",..." : "");
-    return shown;
+static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
+    char path[DDP__PATH_MAX];
+    int fd;
+    ddp_result result = ddp__file_open(l->task.dir, file->name, O_RDONLY, path, &fd);
+    if (fd == DDP__FILE_MISSING) return ddp_fail(DDP_ERR_CORRUPT, "%s is missing", path);
+    if (result != DDP_OK) return result;
+    result = ddp__in_file_read(l, file, fd, path);
+    close(fd);
+    return result;
 }
 
 static ddp_result ddp__source_fail(const ddp__loading *l, ddp_result result, const ddp__in_file *file, const ddp__stored *r, const char *what) {
@@ -2545,9 +2511,8 @@ static ddp_result ddp__source_fail(const ddp__loading *l, ddp_result result, con
 
 static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, const ddp__stored *r) {
     ddp__shown has = ddp__show(r->dtype->name, r->ndim, r->shape);
-    ddp__key key;
+    const ddp__key key = {r->name, file->kind, 0};
     char what[500];
-    key.name = r->name, key.kind = file->kind;
     ddp__key *found = (ddp__key *)bsearch(&key, l->task.keys, (size_t)l->task.count, sizeof key, ddp__key_compare);
     if (!found) {
         snprintf(what, sizeof what, "(%s) is none of the %d tensors that are loaded", has.text, l->task.count);
@@ -2721,51 +2686,48 @@ static ddp_result ddp__load_pass(ddp__loading *l, int copies) {
     return result == DDP_OK ? ddp_error_restore(&l->helped) : result;
 }
 
+/* What this rank has found, for the error line of ranks that find different checkpoints. */
+static void ddp__load_describe(const ddp__loading *l, char text[300]) {
+    snprintf(text, 300, "finds checkpoint %08x in %.100s (is the folder shared? did a save end just now?)", l->text_crc, l->task.dir);
+}
+
 /* All that can be wrong, before anything is written to. */
 static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_scaler *scaler) {
-    const int64_t option[2] = {0, 0};
     ddp__task *t = &l->task;
-    ddp_result result = DDP_OK;
     ddp_scaler probe = DDP_ZERO; /* finds out whether the scaler would accept the checkpoint's numbers */
     struct stat info;
-    size_t other;
+    char text[300];
     l->sources = (ddp__source *)ddp_host_alloc(t->group, ((size_t)t->count + 1) * sizeof *l->sources);
     if (l->sources) memset(l->sources, 0, (size_t)t->count * sizeof *l->sources);
-    DDP_TRY(ddp__task_begin(t, dir, option, 0, l->sources ? DDP_OK : DDP_ERR_NO_MEMORY));
+    DDP_TRY(ddp__task_begin(t, dir, "", l->sources ? DDP_OK : DDP_ERR_NO_MEMORY));
     if (stat(t->dir, &info) != 0) { /* killed in the middle of ddp__save_commit */
         size_t length = strlen(t->dir);
         memcpy(t->dir + length, ".old", 5);
         if (stat(t->dir, &info) != 0) t->dir[length] = '\0';
     }
-    result = ddp__load_open(l);
+    ddp_result result = ddp__load_open(l);
     if (scaler) probe = *scaler;
     if (result == DDP_OK && scaler && l->state.scaler.scale > 0) result = ddp_scaler_load(&probe, &l->state.scaler);
-    DDP_TRY(ddp__save_agree(t->group, t->who, result));
-    for (int f = 0; f < l->file_count; f++) l->text_crc = ddp__crc_feed(l->text_crc, &l->files[f].crc, sizeof l->files[f].crc);
-    DDP_TRY(ddp__compare_with_first(t->group, &l->text_crc, 1, &other));
-    if (other == 0) result = ddp_fail(DDP_ERR_MISMATCH, "%s: another checkpoint than rank 0 finds; is the folder shared, and did a save end just now?", t->dir);
-    DDP_TRY(ddp__save_agree(t->group, t->who, result != DDP_OK ? result : ddp__load_pass(l, 0)));
+    for (int f = 0; f < l->file_count && result == DDP_OK; f++) l->text_crc = ddp__crc_feed(l->text_crc, &l->files[f].crc, sizeof l->files[f].crc);
+    ddp__load_describe(l, text);
+    DDP_TRY(ddp_agree(t->group, t->who, result, l->text_crc, text));
+    DDP_TRY(ddp_agree(t->group, t->who, ddp__load_pass(l, 0), 0, ""));
     DDP_TRY(ddp__crc_combine(t->group, t->crc, t->count));
-    return ddp__save_agree(t->group, t->who, ddp__load_compare_sums(l));
-}
-
-/* What the other replicas found, who look for the same checkpoint, each set of them in a group of its own. */
-static ddp_result ddp__load_agree(const ddp__loading *l, ddp_group *replicas, ddp_result own) {
-    size_t other;
-    if (!replicas) return own;
-    DDP_TRY(ddp__compare_with_first(replicas, &l->text_crc, 1, &other));
-    if (own == DDP_OK && other == 0) own = ddp_fail(DDP_ERR_MISMATCH, "%s: replicas find different checkpoints; is the folder shared?", l->task.dir);
-    return ddp__save_agree(replicas, l->task.who, own);
+    return ddp_agree(t->group, t->who, ddp__load_compare_sums(l), 0, "");
 }
 
 static ddp_result ddp__load_run(ddp__loading *l, ddp_group *replicas, const char *dir, const ddp_scaler *scaler, ddp_fsdp_state *state) {
-    ddp__task *t = &l->task;
-    DDP_TRY(ddp__load_agree(l, replicas, ddp__load_check(l, dir, scaler)));
-    ddp_result result = ddp__load_pass(l, 1); /* the first write to the caller's memory */
-    DDP_TRY(ddp__load_agree(l, replicas, ddp__save_agree(t->group, t->who, result)));
+    ddp_group *const groups[2] = {l->task.group, replicas};
+    char text[300];
+    ddp_result result = ddp__load_check(l, dir, scaler);
+    ddp__load_describe(l, text);
+    if (replicas) result = ddp_agree(replicas, l->task.who, result, l->text_crc, text);
+    if (result != DDP_OK) return result;
+    DDP_TRY(ddp_agree_groups(groups, 2, l->task.who, ddp__load_pass(l, 1), 0, "")); /* the pass is the first write to the caller's memory */
     if (state && l->foreign) state->step = 0;
     else if (state) *state = l->state;
-    if (l->foreign && ddp_rank(t->group) == 0) ddp_group_log(t->group, "loaded a model without " DDP__STATE_FILE ": optimizer state starts at zero, at step 0");
+    if (l->foreign && ddp_rank(l->task.group) == 0)
+        ddp_group_log(l->task.group, "loaded a model without " DDP__STATE_FILE ": optimizer state starts at zero, at step 0");
     return DDP_OK;
 }
 
@@ -3843,6 +3805,16 @@ DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm) {
     return DDP_OK;
 }
 
+/* Collective: *told becomes the failure of the lowest rank that has one; *first is that rank, or the number of ranks. *same: stays 1 where it was on every rank
+   and all gave the same number. */
+static ddp_result ddp__fsdp_agree(ddp_group *group, uint64_t number, int *same, ddp_saved_error *told, int *first) {
+    uint64_t low[3] = {*same ? number : 0, *same ? ~number : 0, (uint64_t)(told->result == DDP_OK ? ddp_world_size(group) : ddp_rank(group))};
+    DDP_TRY(ddp__host_reduce(group, low, 3, DDP_U64, DDP_OP_MIN));
+    *same = low[0] == ~low[1];
+    *first = (int)low[2];
+    return *first == ddp_world_size(group) ? DDP_OK : ddp__host_broadcast(group, told, sizeof *told, DDP_U8, *first);
+}
+
 /* Whether all ranks, replicas too, have the same number. own: how this rank has fared, before anything depends on it; where one failed, all do, with its text. */
 static ddp_result ddp__fsdp_agree_all(const ddp_fsdp *f, ddp_result own, uint64_t number, int *same) {
     const ddp_saved_error mine = ddp__fsdp_error(own);
@@ -4080,7 +4052,7 @@ static void *ddp__saver_main(void *argument) {
 
 /* A failure of one replica is everybody's, in its words. */
 static ddp_result ddp__fsdp_share_result(ddp_fsdp *f, const char *who, ddp_result result) {
-    return f->desc.replicas && !f->desc.checkpoint_group ? ddp__save_agree(f->desc.replicas, who, result) : result;
+    return f->desc.replicas && !f->desc.checkpoint_group ? ddp_agree(f->desc.replicas, who, result, 0, "") : result;
 }
 
 /* Lists the tensors and, where they are not written or read in place, copies them. Then no rank goes on alone: not to a save that others have not begun. */
@@ -4089,7 +4061,7 @@ static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, int list, int
     ddp_result result = ddp__fsdp_enter(f->group);
     ddp__saver_list(f, list);
     if (result == DDP_OK && copy) result = ddp__saver_copy(f, 0);
-    return ddp__fsdp_share_result(f, who, ddp__save_agree(ddp__fsdp_file_group(f), who, result));
+    return ddp__fsdp_share_result(f, who, ddp_agree(ddp__fsdp_file_group(f), who, result, 0, ""));
 }
 
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
@@ -4524,7 +4496,7 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
         result = ddp__fsdp_describe(f);
     }
     result = ddp__fsdp_compare(f ? f : &first, result);
-    if (desc->checkpoint_group) result = ddp__save_agree(desc->checkpoint_group, __func__, result);
+    if (desc->checkpoint_group) result = ddp_agree(desc->checkpoint_group, __func__, result, 0, "");
     if (result == DDP_OK) {
         result = ddp__fsdp_build(f);
         if (result != DDP_OK) result = ddp__fsdp_give_up(f, result);

@@ -32,7 +32,7 @@ static void check_header(const ddp__header *header, uint64_t data_bytes) {
     for (int i = 0; i < header->count; i++) {
         const ddp__stored *r = &header->records[i];
         if (r->begin > r->end || r->end > data_bytes || r->end - r->begin != r->count * (uint64_t)r->dtype->size) abort();
-        if (i && ddp__stored_compare(r - 1, r) >= 0) abort();
+        if (i && ddp__words_compare(r - 1, r) >= 0) abort();
         if (ddp__stored_find(header, r->name) != r) abort();
         total += r->end - r->begin;
     }

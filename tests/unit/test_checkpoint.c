@@ -1,6 +1,6 @@
 /*  test_checkpoint.c - checkpoints on disk: saved on W ranks, loaded on others, damaged in every way, interrupted by every failure.
 
-    Ranks are threads. A failed load leaves memory as it was and tells all ranks the same sentence, which names file and tensor; a failed save leaves the
+    Ranks are threads. A failed load leaves memory as it was. All ranks return the same cause, which names file and tensor. A failed save leaves the
     old checkpoint. Functions of the system are wrapped, so that a rank's write can fail at will. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* memmem */
@@ -132,6 +132,9 @@ typedef struct job {
     void (*twist)(ckpt_rank *k, int rank); /* changes what a rank asks for */
     int no_check;                          /* the twist moved what ckpt_has compares */
     const char *other;                     /* rank 1 finds this folder in place of dir */
+    const char *odd_dir;                   /* what rank 1 gives as dir; NULL = the same */
+    int odd_keep;                          /* added on rank 1 */
+    size_t odd_bytes;                      /* likewise, to max_file_bytes */
     int64_t step;                          /* after a load */
     ddp_result result[4];
     char text[4][512];
@@ -140,7 +143,8 @@ typedef struct job {
 
 static ddp_result job_rank(ddp_group *group, void *user) {
     job *j = (job *)user;
-    int rank = ddp_rank(group), fill = j->load ? 0xab : 0;
+    int rank = ddp_rank(group), fill = j->load ? 0xab : 0, odd = rank == 1;
+    const char *dir = odd && j->odd_dir ? j->odd_dir : j->dir;
     struct rlimit limit;
     ckpt_rank k;
     ckpt_open(&k, rank, ddp_world_size(group), j->whole, fill);
@@ -157,8 +161,8 @@ static ddp_result job_rank(ddp_group *group, void *user) {
         setrlimit(RLIMIT_FSIZE, &limit);
         limit.rlim_cur = limit.rlim_max;
     }
-    j->result[rank] = j->load ? ddp__checkpoint_load(group, NULL, j->dir, k.slices, k.count, NULL, &k.state)
-                              : ddp__checkpoint_save(group, j->dir, k.slices, k.count, &k.state, j->max_file_bytes, j->keep);
+    j->result[rank] = j->load ? ddp__checkpoint_load(group, NULL, dir, k.slices, k.count, NULL, &k.state)
+                              : ddp__checkpoint_save(group, dir, k.slices, k.count, &k.state, j->max_file_bytes + odd * j->odd_bytes, j->keep + odd * j->odd_keep);
     failing_write = failing_sync = 0;
     other_folder[0] = NULL;
     if (j->largest_file) setrlimit(RLIMIT_FSIZE, &limit);
@@ -169,14 +173,19 @@ static ddp_result job_rank(ddp_group *group, void *user) {
     return ddp_barrier(group); /* a failure that was agreed on leaves the group fine */
 }
 
-/* Runs the job; all ranks must give `want`, with a sentence that has the words (up to three, separated by |), the same on all. */
+/* Runs the job; all ranks must give `want`, with a line that has the words (up to three, separated by |), the same on all but for
+   the number of the rank in front. */
 static void run(job *j, int world_size, ddp_result want, const char *words) {
     ddp_result result = ranks_run(RANKS_THREADS, world_size, 20000 * DDP_TEST_SLOWDOWN, job_rank, j);
     char all[200], *save = NULL;
     EXPECT(result == DDP_OK, "%s", ddp_last_error());
     for (int r = 0; r < world_size; r++) {
         EXPECT(j->result[r] == want, "rank %d of %d gives %s: %s", r, world_size, ddp_result_name(j->result[r]), j->text[r]);
-        EXPECT(strcmp(j->text[r], j->text[0]) == 0, "rank 0: %s, rank %d: %s", j->text[0], r, j->text[r]);
+        char prefix[24];
+        snprintf(prefix, sizeof prefix, "rank %d/", r);
+        int length = want == DDP_OK ? 0 : (int)strlen(prefix);
+        EXPECT(strncmp(j->text[r], prefix, (size_t)length) == 0, "rank %d: %s", r, j->text[r]);
+        EXPECT(strcmp(j->text[r] + length, j->text[0] + length) == 0, "rank 0: %s, rank %d: %s", j->text[0], r, j->text[r]);
         EXPECT(j->fine[r], "rank %d of %d has wrong values", r, world_size);
     }
     snprintf(all, sizeof all, "%s", words);
@@ -308,7 +317,7 @@ static void test_stale_and_strange(void) {
         EXPECT(ckpt_shell("cp -r %s %s", in("stale"), in("stale.tmp")) == 0, "cp");
         unlink_error = turn ? ENOENT : EACCES;
         if (turn) run(&stale, 2, DDP_OK, "");
-        else run(&stale, 2, DDP_ERR_SYSTEM, "rank 0/2|deleting|stale.tmp/|Permission denied");
+        else run(&stale, 2, DDP_ERR_SYSTEM, "group=world: rank 0: |deleting|stale.tmp/|Permission denied");
         unlink_error = 0;
         load(in("stale"), 1, 1 + turn);
         EXPECT(ckpt_shell("rm -rf %s", in("stale.tmp")) == 0, "rm");
@@ -351,7 +360,7 @@ static void test_save_fails(void) {
             char words[64];
             j.fail_rank = rank;
             j.fail_at = at;
-            snprintf(words, sizeof words, "rank %d/3|fails.tmp/|No space left", rank);
+            snprintf(words, sizeof words, "group=world: rank %d: |fails.tmp/|No space left", rank);
             if (rank && at > 12) continue; /* a rank without so many writes */
             if (rank == 0 && at > 18) continue;
             run(&j, 3, DDP_ERR_SYSTEM, words);
@@ -363,7 +372,7 @@ static void test_save_fails(void) {
         job j = job_of(in("fails"), 0, 2);
         signal(SIGXFSZ, SIG_DFL); /* must not be raised */
         j.largest_file = 100000;
-        run(&j, 2, DDP_ERR_SYSTEM, "rank 0/2|model-00001-of-00001.safetensors|File too large");
+        run(&j, 2, DDP_ERR_SYSTEM, "group=world: rank 0: |model-00001-of-00001.safetensors|File too large");
     }
     load(in("fails"), 2, 1);
     EXPECT(!ckpt_exists(in("fails.tmp")), "left behind");
@@ -378,7 +387,7 @@ static void test_sync_fails(void) {
         save(in("syncs"), 2, 1);
         j.fail_rank = 0;
         j.fail_sync = turn < 2 ? 1 : 3;
-        run(&j, 2, DDP_ERR_SYSTEM, turn < 2 ? "rank 0/2|syncing" : "rank 0/2|the new checkpoint is in its place|syncing");
+        run(&j, 2, DDP_ERR_SYSTEM, turn < 2 ? "group=world: rank 0: |syncing" : "group=world: rank 0: |the new checkpoint is in its place|syncing");
         load(in("syncs"), 2, turn < 2 ? 1 : 2);
         if (turn >= 2) load(in(no_exchange ? "syncs.old" : "syncs.tmp"), 2, 1);
         save(in("syncs"), 2, 3);
@@ -395,7 +404,7 @@ static void test_no_fallocate(void) {
     save(in("sparse"), 2, 1);
     job j = job_of(in("sparse"), 0, 2);
     j.largest_file = 100000;
-    run(&j, 2, DDP_ERR_SYSTEM, "rank 0/2|making room in|File too large");
+    run(&j, 2, DDP_ERR_SYSTEM, "group=world: rank 0: |making room in|File too large");
     no_fallocate = 0;
     load(in("sparse"), 3, 1);
     save(in("dense"), 2, 1);
@@ -414,13 +423,20 @@ static void twist_shape(ckpt_rank *k, int rank) {
 static void twist_names(ckpt_rank *k, int rank) { (void)rank; k->slices[1].name = "wte"; }
 static void twist_utf8(ckpt_rank *k, int rank) { if (rank == 1) k->slices[1].name = "\xff"; }
 static void twist_other(ckpt_rank *k, int rank) { if (rank == 1) k->slices[1].dtype = DDP_F16; }
+static void twist_long_name(ckpt_rank *k, int rank) {
+    static char name[4][200]; /* the line has no room for where they differ */
+    memset(name[rank], 'a', 190);
+    name[rank][190] = (char)('0' + rank);
+    k->slices[1].name = name[rank];
+}
 static void twist_fewer(ckpt_rank *k, int rank) { if (rank == 1) k->count--; }
 
 static void test_bad_lists(void) {
     static const struct { void (*twist)(ckpt_rank *, int); ddp_result result; const char *words; } bad[] = {
         {twist_hole, DDP_ERR_MISMATCH, "'middle'|hole"}, {twist_overlap, DDP_ERR_MISMATCH, "'columns'|overlaps"}, {twist_scalar, DDP_ERR_MISMATCH, "'scalar'|hole"},
-        {twist_outside, DDP_ERR_INVALID, "rank 1/2|'wte'|outside"}, {twist_shape, DDP_ERR_INVALID, "rank 1/2|'wte'|impossible shape"}, {twist_names, DDP_ERR_INVALID, "two tensors|'wte'"}, {twist_utf8, DDP_ERR_INVALID, "UTF-8"},
-        {twist_other, DDP_ERR_MISMATCH, "tensor 1|'h.weight'"}, {twist_fewer, DDP_ERR_MISMATCH, "number of tensors"}};
+        {twist_outside, DDP_ERR_INVALID, "group=world: rank 1: |'wte'|outside"}, {twist_shape, DDP_ERR_INVALID, "group=world: rank 1: |'wte'|impossible shape"}, {twist_names, DDP_ERR_INVALID, "two tensors|'wte'"}, {twist_utf8, DDP_ERR_INVALID, "UTF-8"},
+        {twist_other, DDP_ERR_MISMATCH, "ranks differ: rank 0 tensor 1 'h.weight' bf16 [4,3,2] of the model, rank 1 tensor 1 'h.weight' f16 [4"}, {twist_long_name, DDP_ERR_MISMATCH, "rank 0 tensor 1 'aaaa|, rank 1 tensor 1 'aaaa"},
+        {twist_fewer, DDP_ERR_MISMATCH, "rank 0 tensors=15, rank 1 tensors=14; give"}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         job j = job_of(in("lists"), 0, 1);
         scenario = bad[i].words;
@@ -428,6 +444,24 @@ static void test_bad_lists(void) {
         run(&j, 2, bad[i].result, bad[i].words);
         EXPECT(!ckpt_exists(in("lists")) && !ckpt_exists(in("lists.tmp")), "something was written");
     }
+}
+
+/* Rank 1 gives another dir or another option: the line has both values. */
+static void test_other_options(void) {
+    char words[4][200];
+    scenario = "rank 1 differs";
+    save(in("options"), 2, 1);
+    for (int i = 0; i < 4; i++) {
+        job j = job_of(in("options"), i == 3, 2);
+        if (i == 0 || i == 3) j.odd_dir = in("another");
+        if (i == 1) j.odd_keep = 2;
+        if (i == 2) j.odd_bytes = 1000;
+        snprintf(words[i], sizeof words[i], i == 1 ? "rank 0 keep_checkpoints=1, rank 1 keep_checkpoints=2; give"
+                 : i == 2 ? "rank 0 max_file_bytes=0, rank 1 max_file_bytes=1000; give" : "rank 0 dir=|options, rank 1 dir=|another; give");
+        run(&j, 3, DDP_ERR_MISMATCH, words[i]);
+        EXPECT(!ckpt_exists(in("another")) && !ckpt_exists(in("options.tmp")), "something was written");
+    }
+    load(in("options"), 2, 1);
 }
 
 //== damage =================================================================================
@@ -555,7 +589,7 @@ static void test_folders_of_ranks(void) {
     run(&j, 2, DDP_OK, "");
     j = job_of(in("here"), 1, 1);
     j.other = in("there");
-    run(&j, 2, DDP_ERR_MISMATCH, "/here|another checkpoint than rank 0|is the folder shared");
+    run(&j, 2, DDP_ERR_MISMATCH, "rank 0 finds checkpoint |, rank 1 finds checkpoint |is the folder shared");
     load(in("here"), 2, 1);
 }
 
@@ -742,6 +776,7 @@ int main(void) {
     test_sync_fails();
     test_no_fallocate();
     test_bad_lists();
+    test_other_options();
     test_damage();
     test_other_model();
     test_folders_of_ranks();

@@ -1763,7 +1763,7 @@ static ddp_result replicas_load(ddp_group *group) {
     for (int turn = 0; turn < 3; turn++) {
         snprintf(dir, sizeof dir, "%s/%d", folder, turn == 2 || rank / 2 ? 1 : turn == 0 ? 2 : 0);
         if (turn == 0) FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_SYSTEM, "/2", "No such file");
-        if (turn == 1) FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_MISMATCH, "replicas find different checkpoints");
+        if (turn == 1) FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_MISMATCH, "rank 0 finds checkpoint ", ", rank 1 finds checkpoint ");
         if (turn == 2) RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
         RANKS_OK(group, digest(group, fsdp, &m, &after));
         RANKS_CHECK(group, after == (turn == 2 ? saved : before), "turn %d: other values", turn);
