@@ -1212,6 +1212,7 @@ typedef struct ddp__op {
     uint64_t ticket;
     struct ddp__op *next;
     /* what follows outlives a reuse of the handle */
+    ddp_group *group;
     struct ddp__op *older;       /* of all handles of the group */
     void *event;                 /* the device's, where it has lanes */
     ddp_saved_error outcome;
@@ -1265,13 +1266,14 @@ struct ddp_group {
     pthread_mutex_t lock;
     pthread_cond_t work_cond, done_cond;
     pthread_t thread, runner;
-    int thread_started, stopping, running, in_batch;
+    int thread_started, running, in_batch;
     int watched;                 /* threads that sleep in ddp__p2p_wait; meanwhile they, not the communication thread, move messages on */
     int no_thread;               /* 1 = there is no communication thread: the queue moves on inside ddp_wait and ddp_test */
     int on_mpi;                  /* 1 = a world of MPI */
     int queued;                  /* 1 = a blocking call looks for others, or at lanes, before it runs */
     int polite;                  /* the call being carried out runs on the communication thread */
     ddp__op *head, *tail, *free_ops, *all_ops, *batch, *batch_tail;
+    ddp__op thread_end;          /* done: the communication thread returns */
     ddp__op *p2p;                /* asynchronous sends and receives not yet done */
 };
 
@@ -2635,7 +2637,7 @@ typedef struct ddp__channel ddp__channel;
 typedef struct ddp__request ddp__request;
 
 /* Calls of one kind and about one size, and how long they lately took by each way, see ddp__route_pick. */
-enum { DDP__WAY_CACHED, DDP__WAY_PAST, DDP__WAY_READ, DDP__WAYS };
+enum { DDP__WAY_CACHED, DDP__WAY_PAST, DDP__WAY_READ, DDP__WAYS, DDP__WAY_TAKE, DDP__WAY_PUSH }; /* the last two: no private data */
 enum { DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE, DDP__ROUTE_ONE_GIVER, DDP__ROUTES };
 typedef struct ddp__route { uint64_t calls, tries; double seconds[DDP__WAYS]; } ddp__route;
 
@@ -3247,24 +3249,31 @@ DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, 
     if (past) ddp__stream_end();
 }
 
-/* Adds what lies at in[r] to the own piece; where that is shared, also to out[r] of those who receive it. */
-DDP__FORCED_INLINE void ddp__move_add(const ddp__local *l, const ddp__move *m, void **in, void *const *out, size_t k, int how) {
+/* What ddp__reduce_tree adds in round k, and where to: in[r] of all ranks into outs, which are the own piece and, where that is
+   shared, out[r] of those who receive it. Returns how many outs there are; *count: elements. */
+DDP__FORCED_INLINE int ddp__move_outs(const ddp__local *l, const ddp__move *m, void **in, void *const *out, size_t k, void **outs,
+                                      size_t *count) {
     const ddp_call *call = m->call;
     ddp__part take = ddp__piece(m, ddp__takes(l->rank, m, l->rank), k, l->rank);
-    void *outs[DDP_MAX_LOCAL_RANKS];
     int out_count = 0;
-    if (!take.size) return;
+    *count = take.size >> __builtin_ctzll(m->element); /* a division takes 5 ns */
+    if (!take.size) return 0;
     if (!m->shared || ddp__receives(call, l->rank)) outs[out_count++] = m->recv + take.begin;
-    for (int r = 0; r < l->world_size && m->shared; r++) if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = out[r];
+    for (int r = 0; r < l->world_size && m->shared; r++)
+        if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = out[r];
     in[l->rank] = (void *)(uintptr_t)(m->send + ddp__piece(m, ddp__gives(l->rank, m, l->rank), k, l->rank).begin); /* only read */
-    ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, take.size >> __builtin_ctzll(m->element) /* a division takes 5 ns */,
-                     call->dtype, call->op, call->divisor, how);
+    return out_count;
 }
 
 /* Takes what lies at in[p], in payloads or slots. */
 DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, void **in, size_t k, int how) {
     int adds = m->shape & DDP__ADDS, hand_back = l->amd && how != DDP__PAST && !m->shared && (!m->common || l->world_size == 2);
-    if (adds) ddp__move_add(l, m, in, in, k, how);
+    if (adds) {
+        size_t count;
+        void *outs[DDP_MAX_LOCAL_RANKS];
+        int out_count = ddp__move_outs(l, m, in, in, k, outs, &count);
+        if (count) ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, count, m->call->dtype, m->call->op, m->call->divisor, how);
+    }
     for (int p = 0; p < l->world_size && (!adds || hand_back); p++) {
         ddp__part take = ddp__piece(m, ddp__takes(l->rank, m, p), k, p);
         if (p == l->rank || !take.size) continue;
@@ -3324,31 +3333,34 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
 /* Takes straight from the givers' buffers, and writes what is shared straight into those of who receives it. READ: what is private is read in one copy;
    to be added, piece by piece into the own slot, which stays in cache. PUSH, a large all-gather: each rank writes its block past the caches into
    everybody's buffer; reading lines that are new in another core's cache is what costs time there, and nobody does. */
-enum { DDP__TAKE, DDP__READ, DDP__PUSH };
-static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m, int how) {
-    int adds = m.shape & DDP__ADDS, read = how == DDP__READ;
+static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m, int way) {
+    int adds = m->shape & DDP__ADDS, read = way == DDP__WAY_READ;
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
-    void *in[DDP_MAX_LOCAL_RANKS], *out[DDP_MAX_LOCAL_RANKS];
-    m.first_share = ddp__share(m.block, l->world_size);
+    void *in[DDP_MAX_LOCAL_RANKS], *out[DDP_MAX_LOCAL_RANKS], *outs[DDP_MAX_LOCAL_RANKS];
+    m->first_share = ddp__share(m->block, l->world_size);
     if (adds && read) DDP_TRY(ddp__await_passed(group, l, l->round)); /* peers are done with the slot */
-    else { m.rounds = how != DDP__PUSH; m.room = m.largest; }
+    else { m->rounds = way != DDP__WAY_PUSH; m->room = m->largest; }
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
-    ddp__move_own(l->rank, &m);
-    for (size_t k = 0; k < m.rounds; k++) {
+    ddp__move_own(l->rank, m);
+    for (size_t k = 0; k < m->rounds; k++) {
         DDP__FOR_PEERS(l, p) {
-            const ddp__post *post = ddp__post_of(l, p, m.call->seq);
-            ddp__part take = ddp__piece(&m, ddp__takes(l->rank, &m, p), k, l->rank);
-            size_t begin = m.call->recv_counts ? (size_t)ddp__counts_of(l, p, m.call)->begin[l->rank] * m.element : m.common ? 0 : (size_t)l->rank * m.block;
-            uint64_t address = post->send + (m.shared ? take.begin : begin + k * m.room);
+            const ddp__post *post = ddp__post_of(l, p, m->call->seq);
+            ddp__part take = ddp__piece(m, ddp__takes(l->rank, m, p), k, l->rank);
+            size_t begin = m->call->recv_counts ? (size_t)ddp__counts_of(l, p, m->call)->begin[l->rank] * m->element : m->common ? 0 : (size_t)l->rank * m->block;
+            uint64_t address = post->send + (m->shared ? take.begin : begin + k * m->room);
             if (take.size == 0) continue;
-            in[p] = !adds ? m.recv + take.begin : read ? scratch + (size_t)p * m.room : ddp__resolve(l, address);
-            out[p] = m.shared && post->recv && post->recv != post->send ? ddp__resolve(l, post->recv) + take.begin : (unsigned char *)in[p];
+            in[p] = !adds ? m->recv + take.begin : read ? scratch + (size_t)p * m->room : ddp__resolve(l, address);
+            out[p] = m->shared && post->recv && post->recv != post->send ? ddp__resolve(l, post->recv) + take.begin : (unsigned char *)in[p];
             if ((read || !adds) && !ddp__fetch(l, p, in[p], address, take.size)) return DDP_ERR_POISONED;
         }
-        if (adds) ddp__move_add(l, &m, in, out, k, ddp__how(l, m.shared ? m.first_share : m.largest));
+        if (!adds) continue;
+        size_t count;
+        int out_count = ddp__move_outs(l, m, in, out, k, outs, &count);
+        if (count) ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, count, m->call->dtype, m->call->op, m->call->divisor,
+                                    ddp__how(l, m->shared ? m->first_share : m->largest));
     }
-    if (how == DDP__PUSH) {
-        DDP__FOR_PEERS(l, p) ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m.call->seq)->recv) + (size_t)l->rank * m.block, m.send, m.block);
+    if (way == DDP__WAY_PUSH) {
+        DDP__FOR_PEERS(l, p) ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + (size_t)l->rank * m->block, m->send, m->block);
         ddp__stream_end();
     }
     ddp__reach_end(l);
@@ -3455,64 +3467,71 @@ static ddp__route *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t 
     return &l->route[kind][power];
 }
 
-/* Private data: through slots, or by the way that rank 0 proposed if all can go it. */
-static ddp_result ddp__move_private(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, ddp__route *route) {
-    int proposed = route ? ddp__proposal_of(l, 0, m->call)->way : (int)DDP__WAY_CACHED, way = proposed;
-    double start = route ? ddp_now() : 0;
-    for (int r = 0; r < l->world_size && way == DDP__WAY_READ; r++) if (!ddp__proposal_of(l, r, m->call)->readable) way = DDP__WAY_CACHED;
-    ddp_result result = way == DDP__WAY_READ ? ddp__move_direct(group, l, *m, DDP__READ) : ddp__move_rounds(group, l, m, filled, way == DDP__WAY_PAST);
-    if (route) ddp__route_learn(route, proposed, ddp_now() - start);
-    return result;
-}
-
-/* More than a small message, or one whose counts differ. */
-static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    ddp__move m = ddp__move_of(call);
-    int push = call->kind == DDP_CALL_ALL_GATHER && m.block >= DDP__LARGE_BYTES;
+/* More than a small message, or one whose counts differ: announces it, and chooses its way together with the other ranks. *filled: rounds that
+   are in the own slots already. *route: what learns how long a proposed way takes, or NULL. */
+static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m, size_t *filled, int *way, ddp__route **route) {
+    const ddp_call *call = m->call;
+    int push = call->kind == DDP_CALL_ALL_GATHER && m->block >= DDP__LARGE_BYTES;
     size_t span = 0; /* how far the send buffer reaches that peers read */
     for (int p = 0; p < l->world_size; p++) {
-        ddp__part give = ddp__gives(l->rank, &m, p);
+        ddp__part give = ddp__gives(l->rank, m, p);
         if (give.size && give.begin + give.size > span) span = give.begin + give.size;
     }
-    uint64_t send = ddp__address(l, span ? m.send : NULL, span), sends = send, recv = 0, recvs = 0;
-    m.shared = m.common && m.shape & DDP__ADDS;
-    m.common &= !m.shared;
-    if (m.shared && ddp__receives(call, l->rank)) recv = call->recv == call->send ? send : ddp__address(l, m.recv, m.block);
-    if (push) recv = ddp__address(l, m.recv, m.block * (size_t)l->world_size);
-    if (call->recv_counts) ddp__counts_tell(l, &m);
-    ddp__route *route = call->send_counts || m.shared ? NULL : ddp__route_propose(l, &m, span);
-    size_t filled = !route && !call->recv_counts && (send | recv) & DDP__PRIVATE; /* surely staged: the first round travels with the announcement */
-    ddp__move_cut(l, &m);
-    if (filled) {
+    uint64_t send = ddp__address(l, span ? m->send : NULL, span), sends = send, recv = 0, recvs = 0;
+    m->shared = m->common && m->shape & DDP__ADDS;
+    m->common &= !m->shared;
+    if (m->shared && ddp__receives(call, l->rank)) recv = call->recv == call->send ? send : ddp__address(l, m->recv, m->block);
+    if (push) recv = ddp__address(l, m->recv, m->block * (size_t)l->world_size);
+    if (call->recv_counts) ddp__counts_tell(l, m);
+    ddp__route *proposed = call->send_counts || m->shared ? NULL : ddp__route_propose(l, m, span);
+    *filled = !proposed && !call->recv_counts && (send | recv) & DDP__PRIVATE; /* surely staged: the first round travels with the announcement */
+    ddp__move_cut(l, m);
+    if (*filled) {
         DDP_TRY(ddp__await_passed(group, l, l->round + 1 - DDP__SLOTS));
-        ddp__move_fill(l, &m, ddp__slot_of(l, l->rank, l->round + 1), 0, 0);
+        ddp__move_fill(l, m, ddp__slot_of(l, l->rank, l->round + 1), 0, 0);
         ddp__store(&l->line[l->rank].count[DDP__FILLED].rounds, l->round + 1);
     }
     DDP_TRY(ddp__enter(group, l, call, send, recv));
-    if (call->recv_counts && !ddp__counts_agree(l, &m)) return DDP_ERR_POISONED;
+    if (call->recv_counts && !ddp__counts_agree(l, m)) return DDP_ERR_POISONED;
+    int readable = 1;
     for (int r = 0; r < l->world_size; r++) {
         sends |= ddp__post_of(l, r, call->seq)->send;
         recvs |= ddp__post_of(l, r, call->seq)->recv;
+        readable &= ddp__proposal_of(l, r, call)->readable;
     }
-    if (push && !(recvs & DDP__PRIVATE)) return ddp__move_direct(group, l, m, DDP__PUSH);
-    if (!((m.shared ? sends | recvs : sends) & DDP__PRIVATE)) return ddp__move_direct(group, l, m, DDP__TAKE);
-    return ddp__move_private(group, l, &m, filled, route);
-}
-
-static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    ddp__move m = ddp__move_of(call);
-    int small = m.block <= (l->world_size == 2 ? 1024 : 512) && m.block * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD;
-    if (!small || call->recv_counts) return ddp__move_large(group, l, call);
-    if (m.shape != DDP__ADDS) return ddp__move_small(group, l, &m);
-    m.shape = DDP__ADDS; /* known to the compiler: all_reduce gets a copy of its own, which takes 8 ns less */
-    m.common = 1;
-    return ddp__move_small(group, l, &m);
+    *way = DDP__WAY_CACHED;
+    if (push && !(recvs & DDP__PRIVATE)) *way = DDP__WAY_PUSH;
+    else if (!((m->shared ? sends | recvs : sends) & DDP__PRIVATE)) *way = DDP__WAY_TAKE;
+    else if ((*route = proposed) != NULL) *way = ddp__proposal_of(l, 0, call)->way;
+    if (*way == DDP__WAY_READ && !readable) *way = DDP__WAY_CACHED;
+    return DDP_OK;
 }
 
 static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__local *l = (ddp__local *)state;
+    ddp__move m = ddp__move_of(call);
+    int small = m.block <= (l->world_size == 2 ? 1024 : 512) && m.block * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD;
+    ddp_result result;
     if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
-    ddp_result result = call->kind == DDP_CALL_BARRIER ? ddp__enter(group, l, call, 0, 0) : ddp__local_move(group, l, call);
+    if (call->kind == DDP_CALL_BARRIER) {
+        result = ddp__enter(group, l, call, 0, 0);
+    } else if (!small || call->recv_counts) {
+        ddp__move large = m;
+        ddp__route *route = NULL;
+        size_t filled = 0;
+        int way = DDP__WAY_CACHED;
+        result = ddp__move_begin(group, l, &large, &filled, &way, &route);
+        double start = route ? ddp_now() : 0;
+        if (result == DDP_OK && way >= DDP__WAY_READ) result = ddp__move_direct(group, l, &large, way);
+        else if (result == DDP_OK) result = ddp__move_rounds(group, l, &large, filled, way == DDP__WAY_PAST);
+        if (route) ddp__route_learn(route, ddp__proposal_of(l, 0, call)->way, ddp_now() - start);
+    } else if (m.shape != DDP__ADDS) {
+        result = ddp__move_small(group, l, &m);
+    } else {
+        m.shape = DDP__ADDS; /* known to the compiler: all_reduce gets a copy of its own, which takes 8 ns less */
+        m.common = 1;
+        result = ddp__move_small(group, l, &m);
+    }
     if (result != DDP_OK) ddp__reach_await(l);
     return result;
 }
@@ -4089,32 +4108,21 @@ static ddp_result ddp__deliver(ddp_group *group, ddp_result result) {
     return result;
 }
 
-static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
-    call->caller = ddp__public_call;
-    if (!ddp__is_p2p(call->kind)) call->seq = ++group->seq;
-    ddp_result result = ddp__lost_check(group);
-    if (result == DDP_OK) result = group->backend->run(group, group->state, call);
-    return result == DDP_OK ? DDP_OK : ddp__call_failed(group, call, result);
-}
-
-/* SUM over ranks, then one division, in one pass. For tasks. */
-static ddp_result ddp__all_reduce_divided(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, uint64_t divisor) {
-    ddp_call call = ddp__call_of(DDP_CALL_ALL_REDUCE, send, recv, count, dtype);
-    call.op = DDP_OP_AVG;
-    call.divisor = divisor;
-    return ddp__execute(group, &call);
-}
-
 /* A failure of a device on one rank takes the group down, since others count on its data. */
 static ddp_result ddp__device_result(ddp_group *group, ddp_result result) {
     if (result != DDP_OK) group->backend->poison(group, group->state, result, ddp_last_error());
     return result;
 }
 
-/* What a task comes to is its own affair; calls inside it are carried out here as well. */
-static ddp_result ddp__carry_out(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument) {
-    if (task) return task(group, argument);
-    return group->backend->enqueues ? ddp__device_result(group, ddp__execute(group, call)) : ddp__execute(group, call);
+/* Carries out one call on this thread, in issue order: the thread is the runner of the queue, or there is no queue. */
+static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
+    call->caller = ddp__public_call;
+    if (!ddp__is_p2p(call->kind)) call->seq = ++group->seq;
+    ddp_result result = ddp__lost_check(group);
+    if (result == DDP_OK) result = group->backend->run(group, group->state, call);
+    if (result == DDP_OK) return DDP_OK;
+    result = ddp__call_failed(group, call, result);
+    return group->backend->enqueues ? ddp__device_result(group, result) : result;
 }
 
 /* Makes this thread's device functions go where the caller's own work goes. */
@@ -4135,26 +4143,19 @@ static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
     return ddp__device_result(group, result);
 }
 
-/* Runs on the caller or on the communication thread. Calls inside belong to the public call that issued the op. */
-static ddp_result ddp__op_run_in(ddp_group *group, ddp__op *op) {
-    const ddp_device *device = group->device;
-    if (!op->ordered) return ddp__carry_out(group, &op->call, op->task, op->argument);
-    ddp_result result = device->use_stream(group, DDP_STREAM_COMM);
-    if (result == DDP_OK) result = device->event_wait(group, DDP_STREAM_COMM, op->event);
-    if (ddp__device_result(group, result) == DDP_OK) {
-        result = ddp__carry_out(group, &op->call, op->task, op->argument);
-        if (result == DDP_OK) result = ddp__device_result(group, device->event_record(group, DDP_STREAM_COMM, op->event));
-    }
-    device->use_stream(group, DDP_STREAM_COMPUTE);
-    if (op->task) op->call.seq = group->seq; /* for ddp_wait's line, should the group fail before it ends */
-    return result;
+/* Device work of an op that op_order has ordered goes to the communication lane, behind that of the compute lane. */
+static ddp_result ddp__lane_begin(ddp_group *group, ddp__op *op) {
+    if (!op->ordered) return DDP_OK;
+    ddp_result result = group->device->use_stream(group, DDP_STREAM_COMM);
+    if (result == DDP_OK) result = group->device->event_wait(group, DDP_STREAM_COMM, op->event);
+    return ddp__device_result(group, result);
 }
 
-static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
-    int before = ddp__public_call;
-    ddp__public_call = op->call.caller;
-    ddp_result result = ddp__op_run_in(group, op);
-    ddp__public_call = before;
+static ddp_result ddp__lane_end(ddp_group *group, ddp__op *op, ddp_result result) {
+    if (!op->ordered) return result;
+    if (result == DDP_OK) result = ddp__device_result(group, group->device->event_record(group, DDP_STREAM_COMM, op->event));
+    group->device->use_stream(group, DDP_STREAM_COMPUTE);
+    if (op->task) op->call.seq = group->seq; /* for ddp_wait's line, should the group fail before it ends */
     return result;
 }
 
@@ -4176,20 +4177,6 @@ static void ddp__append(ddp__op **head, ddp__op **tail, ddp__op *op) {
     if (*head) (*tail)->next = op;
     else *head = op;
     *tail = op;
-}
-
-/* With the lock held, takes the head of the queue and carries it out; the lock is held again afterwards. */
-static void ddp__queue_step(ddp_group *group, int polite) {
-    ddp__op *op = group->head;
-    ddp_result result = DDP_OK;
-    group->head = op->next;
-    group->running = 1;
-    group->runner = pthread_self();
-    group->polite = polite;
-    DDP__UNLOCKED(&group->lock) result = ddp__op_run(group, op);
-    group->running = group->polite = 0;
-    ddp__op_end(group, op, result);
-    if (group->head) ddp__thread_call(group);
 }
 
 /* With the lock held, moves one send or receive on; two threads never poll the same one. op->next stays good: only the thread that polls an op
@@ -4216,18 +4203,55 @@ static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
     else usleep(50);
 }
 
-static void *ddp__thread_main(void *argument) {
-    ddp_group *group = (ddp_group *)argument;
-    prctl(PR_SET_NAME, "ddp-comm");
-    ddp__thread_of = group;
-    DDP__LOCKED(&group->lock) while (!group->stopping) {
-        if (group->head && !group->running) ddp__queue_step(group, 1);
-        else if (!group->p2p || group->watched) pthread_cond_wait(&group->work_cond, &group->lock);
-        else {
+/* With the lock held: whether this thread is inside a task of the group, or a call. */
+static int ddp__is_runner(const ddp_group *group) { return group->running && pthread_equal(group->runner, pthread_self()); }
+
+/* Carries out the queue until an op is done. A thread that waits for an op calls it. It is also the main function of the
+   communication thread, whose op is done when the group is destroyed. Calls inside belong to the public call that issued the op. */
+static void *ddp__work_off(void *argument) {
+    ddp__op *until = (ddp__op *)argument;
+    ddp_group *group = until->group;
+    int is_thread = until == &group->thread_end;
+    if (is_thread) {
+        prctl(PR_SET_NAME, "ddp-comm");
+        ddp__thread_of = group;
+    }
+    pthread_mutex_lock(&group->lock);
+    while (!until->done) {
+        ddp__op *op = group->head;
+        int nested = ddp__is_runner(group);
+        if (op && (nested || !group->running)) {
+            group->head = op->next;
+            if (!nested) {
+                group->running = 1;
+                group->runner = pthread_self();
+                group->polite = is_thread;
+            }
+            pthread_mutex_unlock(&group->lock);
+            int caller = ddp__public_call;
+            ddp__public_call = op->call.caller;
+            ddp_result result = ddp__lane_begin(group, op);
+            if (result == DDP_OK) result = op->task ? op->task(group, op->argument) : ddp__execute(group, &op->call);
+            result = ddp__lane_end(group, op, result);
+            ddp__public_call = caller;
+            pthread_mutex_lock(&group->lock);
+            group->running = nested;
+            group->polite &= nested;
+            ddp__op_end(group, op, result);
+            if (group->head) ddp__thread_call(group);
+        } else if (!is_thread) {
+            pthread_cond_wait(&group->done_cond, &group->lock);
+        } else if (!group->p2p || group->watched) {
+            pthread_cond_wait(&group->work_cond, &group->lock);
+        } else {
             ddp__p2p_step_all(group);
-            if (group->p2p && !group->watched && !(group->head && !group->running)) DDP__UNLOCKED(&group->lock) ddp__p2p_rest(group, DDP__P2P_SLICE_MS);
+            if (!group->p2p || group->watched || (group->head && !group->running)) continue;
+            pthread_mutex_unlock(&group->lock);
+            ddp__p2p_rest(group, DDP__P2P_SLICE_MS);
+            pthread_mutex_lock(&group->lock);
         }
     }
+    pthread_mutex_unlock(&group->lock);
     return NULL;
 }
 
@@ -4244,7 +4268,8 @@ static int ddp__start_thread(pthread_t *thread, void *(*main_fn)(void *), void *
 static ddp_result ddp__thread_start(ddp_group *group) {
     if (group->no_thread) group->queued = 1;
     if (group->thread_started || group->no_thread) return DDP_OK;
-    int error = ddp__start_thread(&group->thread, ddp__thread_main, group);
+    group->thread_end.group = group;
+    int error = ddp__start_thread(&group->thread, ddp__work_off, &group->thread_end);
     group->thread_started = error == 0;
     group->queued |= group->thread_started;
     return !error ? DDP_OK : DDP__GROUP_FAIL(group, DDP_ERR_SYSTEM, "the communication thread could not be started: %s", strerror(error));
@@ -4265,12 +4290,13 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     DDP__LOCKED(&group->lock) {
         if ((op = group->free_ops) != NULL) group->free_ops = op->next;
         else if ((op = (ddp__op *)ddp__group_calloc(group, sizeof *op)) != NULL) {
+            op->group = group;
             op->older = group->all_ops;
             group->all_ops = op;
         }
     }
     if (!op) return NULL;
-    memset(op, 0, offsetof(ddp__op, older));
+    memset(op, 0, offsetof(ddp__op, group));
     op->outcome.result = DDP_OK;
     op->ticket = __atomic_add_fetch(&group->tickets, 1, __ATOMIC_RELAXED); /* tasks send and receive on the communication thread */
     op->task = task;
@@ -4285,23 +4311,6 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     for (size_t i = 0; i < 4; i++) if (*list[i]) *list[i] = (const size_t *)memcpy(op->arrays + i * w, *list[i], w * sizeof *op->arrays);
     return op;
 }
-
-/* Whether this thread carries out the group's calls: inside a task, or as it takes the queue, if `take` and nothing is ahead, until ddp__queue_leave. */
-enum { DDP__BEHIND_OTHERS, DDP__INSIDE_TASK, DDP__TOOK_QUEUE };
-static int ddp__queue_enter(ddp_group *group, int take) {
-    int place = DDP__BEHIND_OTHERS;
-    DDP__LOCKED(&group->lock) {
-        if (group->running && pthread_equal(group->runner, pthread_self())) place = DDP__INSIDE_TASK;
-        else if (take && !group->head && !group->running) {
-            place = DDP__TOOK_QUEUE;
-            group->running = 1;
-            group->runner = pthread_self();
-        }
-    }
-    return place;
-}
-
-static void ddp__queue_leave(ddp_group *group, int place) { if (place == DDP__TOOK_QUEUE) DDP__LOCKED(&group->lock) group->running = 0; }
 
 /* With the lock held, waits for a send or receive by moving it on, up to timeout_ms; what takes longer than a moment is slept for. */
 static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
@@ -4331,12 +4340,8 @@ static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
 
 /* Waits for an op; carries out the queue meanwhile where nobody else does. */
 static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
-    DDP__LOCKED(&group->lock) {
-        if (ddp__is_p2p(op->call.kind)) ddp__p2p_wait(group, op);
-        while (!op->done)
-            if (group->head && !group->running) ddp__queue_step(group, 0);
-            else pthread_cond_wait(&group->done_cond, &group->lock);
-    }
+    if (!ddp__is_p2p(op->call.kind)) ddp__work_off(op);
+    else DDP__LOCKED(&group->lock) ddp__p2p_wait(group, op);
     ddp_result result = ddp_error_restore(&op->outcome);
     if (result == DDP_OK && op->ordered) { /* the compute lane waits for what it left on the communication lane */
         result = group->backend->status(group, group->state);
@@ -4367,39 +4372,55 @@ static ddp_result ddp__not_issued(ddp_group *group, const ddp_call *call, ddp_re
     return ddp__call_failed(group, call, result);
 }
 
-/* A checked collective, or a task: carried out here when it blocks and nothing is ahead, or when this thread is the one that works off the queue
-   or has no peers, or the backend enqueues; queued otherwise. */
+/* Issues a checked call, or a task. It runs on this thread: where it blocks and nothing is ahead; inside a task; on a
+   backend that enqueues; without peers. Otherwise it is queued. */
 static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument, ddp_work *work) {
     DDP__NOT_FORKED(group, task ? "ddp_group_enqueue" : ddp__call_title(call));
     if (work) memset(work, 0, sizeof *work);
     else if (!task && !group->queued) return ddp__deliver(group, ddp__execute(group, call)); /* there is no queue */
     int enqueues = group->backend->enqueues && (task || ddp__is_p2p(call->kind) || !call->flags);
-    int place = ddp__queue_enter(group, !work || enqueues || group->world_size == 1);
-    int here = place != DDP__BEHIND_OTHERS || group->world_size == 1;
-    int apart = task && group->device->use_stream; /* a task is on the communication lane, behind the device work of tasks before it */
-    ddp_result result = DDP_OK;
-    if (!work && (place == DDP__INSIDE_TASK || (place == DDP__TOOK_QUEUE && !enqueues && !apart))) {
-        if (place == DDP__TOOK_QUEUE) result = ddp__compute(group);
-        if (result == DDP_OK) result = ddp__carry_out(group, call, task, argument);
-        ddp__queue_leave(group, place);
-        return place == DDP__INSIDE_TASK ? result : ddp__deliver(group, result);
+    int lanes = enqueues || (task && group->device->use_stream); /* follows device work of ops before it, on the communication lane */
+    pthread_mutex_lock(&group->lock);
+    int nested = ddp__is_runner(group), takes = !work && !lanes && !group->head && !group->running;
+    if (takes) {
+        group->running = 1;
+        group->runner = pthread_self();
     }
+    pthread_mutex_unlock(&group->lock);
+    ddp_result result = takes ? ddp__compute(group) : DDP_OK;
+    if (takes || (nested && !work)) { /* without a handle */
+        if (result == DDP_OK) result = task ? task(group, argument) : ddp__execute(group, call);
+        if (nested) return result;
+        pthread_mutex_lock(&group->lock);
+        group->running = 0;
+        if (group->head) ddp__thread_call(group);
+        pthread_mutex_unlock(&group->lock);
+        return ddp__deliver(group, result);
+    }
+    int here = !work || nested || enqueues || group->world_size == 1;
     ddp__op *op = ddp__op_new(group, call, task, argument);
-    result = !op ? DDP_ERR_NO_MEMORY : place == DDP__INSIDE_TASK ? DDP_OK : ddp__op_order(group, op);
-    if (result == DDP_OK && here) ddp__op_end(group, op, ddp__op_run(group, op));
-    else if (result == DDP_OK) result = ddp__thread_start(group);
-    ddp__queue_leave(group, place);
+    result = !op ? DDP_ERR_NO_MEMORY : nested ? DDP_OK : ddp__op_order(group, op);
+    if (result == DDP_OK && !here) result = ddp__thread_start(group);
     if (result != DDP_OK) {
         ddp_call unissued = ddp__call_of(DDP_CALL_ALL_REDUCE, NULL, NULL, 0, DDP_F32);
         unissued.tag = DDP__FOR_TASK;
         result = ddp__not_issued(group, call ? call : &unissued, result);
         ddp__op_free(group, op);
-        return place == DDP__INSIDE_TASK ? result : ddp__deliver(group, result);
+        return nested ? result : ddp__deliver(group, result);
     }
-    if (!here) DDP__LOCKED(&group->lock) {
+    pthread_mutex_lock(&group->lock);
+    if (nested && group->head) { /* inside a task it is the next one */
+        op->next = group->head;
+        group->head = op;
+    } else {
         ddp__append(&group->head, &group->tail, op);
-        ddp__thread_call(group);
     }
+    if (!here) {
+        pthread_cond_signal(&group->work_cond);
+        ddp__p2p_wake(group);
+    }
+    pthread_mutex_unlock(&group->lock);
+    if (here) ddp__work_off(op);
     return ddp__hand_out(group, op, work);
 }
 
@@ -4465,7 +4486,10 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     ddp__op *op = ddp__op_new(group, call, NULL, NULL);
     if (!op) return ddp__p2p_no_memory(group, call);
     ddp_result result = ddp_group_cause(group);
-    if (result == DDP_OK && work && ddp__queue_enter(group, 0) != DDP__INSIDE_TASK) result = ddp__thread_start(group);
+    pthread_mutex_lock(&group->lock);
+    int nested = ddp__is_runner(group);
+    pthread_mutex_unlock(&group->lock);
+    if (result == DDP_OK && work && !nested) result = ddp__thread_start(group);
     if (!work) ddp__p2p_blocks = group->in_batch ? DDP__STARTS_BLOCKING : DDP__BLOCKED;
     if (result == DDP_OK && !enqueues) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
     ddp__p2p_blocks = 0;
@@ -4509,10 +4533,15 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     DDP__NOT_FORKED(group, __func__);
     if (!work->op) return DDP_OK;
     ddp__op *op = ddp__op_of(group, work, __func__);
+    ddp__op *last = NULL;
     if (!op) return DDP_ERR_INVALID;
     DDP__LOCKED(&group->lock) {
         if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
-        while (group->no_thread && !op->done && group->head && !group->running) ddp__queue_step(group, 0);
+        if (group->no_thread && !op->done && !group->running && group->head) last = ddp__is_p2p(op->call.kind) ? group->tail : op;
+        *done = op->done;
+    }
+    if (last) { /* nobody else moves the queue on */
+        ddp__work_off(last);
         *done = op->done;
     }
     if (!*done || op->outcome.result != DDP_OK || !op->ordered || group->backend->status(group, group->state) != DDP_OK) return DDP_OK;
@@ -6761,7 +6790,7 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
         snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank, (int)getpid());
         pthread_mutex_lock(&group->lock);
         int pending = group->head || group->running || group->p2p;
-        group->stopping = 1;
+        group->thread_end.done = 1;
         ddp__thread_call(group);
         pthread_mutex_unlock(&group->lock);
         if (pending) ddp_group_poison(group, DDP_ERR_PEER_LOST, text);
@@ -8070,12 +8099,6 @@ static int ddp__takes_f32_sums(const ddp_reducer *reducer, ddp_dtype dtype) {
     return ddp__is_half(dtype) && reducer->desc.comm_dtype == DDP_DTYPE_DEFAULT;
 }
 
-/* A bucket of 16-bit gradients with sums over micro-batches in f32: it is reduced in f32, and averages are
-   rounded. */
-static int ddp__bucket_is_wide(const ddp__bucket *bucket) {
-    return ddp_dtype_size(bucket->wire) > ddp_dtype_size(bucket->dtype);
-}
-
 /* Appends the bucket of all that walk[first .. last] holds, with its ranges; returns the bytes it needs in the flat buffer. */
 static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
     ddp__bucket made = {reducer, reducer->stats.bucket_count, first, last, 0, dtype, ddp__wire_dtype(reducer, dtype), 0, 0, DDP_ZERO};
@@ -8152,24 +8175,17 @@ static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
     return result;
 }
 
-static ddp_result ddp__hook_call(const ddp_reducer *reducer, ddp_bucket *view) {
-    DDP_USER_CALLBACK;
-    return reducer->desc.hook(reducer->group, view, reducer->desc.hook_user);
-}
-
-/* A hook that fails where others do not would leave them waiting inside theirs: it takes the group down. */
-static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t count) {
+/* Runs the hook on data. A hook that fails where others do not would leave them waiting inside theirs: it takes the group down. */
+static ddp_result ddp__bucket_hook(ddp__bucket *bucket, void *data, size_t count) {
     ddp_reducer *reducer = bucket->reducer;
     ddp_group *group = reducer->group;
     ddp_bucket view = {data, count, bucket->wire, bucket->index, reducer->stats.bucket_count, bucket->divisor, reducer->stats.steps,
                        reducer->walk + bucket->first, bucket->last - bucket->first + 1};
-    if (ddp__reducer_is_alone(reducer)) {
-        reducer->device->divide(data, count, bucket->wire, bucket->divisor);
-        return DDP_OK;
+    ddp_result result;
+    {
+        DDP_USER_CALLBACK;
+        result = reducer->desc.hook(group, &view, reducer->desc.hook_user);
     }
-    if (group->world_size > 1) reducer->sent += count * ddp_dtype_size(bucket->wire);
-    if (!reducer->desc.hook) return ddp__all_reduce_divided(group, data, data, count, bucket->wire, bucket->divisor);
-    ddp_result result = ddp__hook_call(reducer, &view);
     if (result == DDP_OK) return DDP_OK;
     DDP__RANK_FAIL(group, result, "%s: the hook returned %s for bucket %d of %d: %.300s", ddp_public_call_name("ddp_reducer_wait"), ddp_result_name(result),
                    bucket->index, view.bucket_count, ddp_last_error());
@@ -8219,45 +8235,48 @@ static void ddp__bucket_copy_wide(ddp__bucket *bucket, int pack) {
     }
 }
 
-/* One bucket from start to end; a task of the group. */
+/* One bucket from start to end; a task of the group. A gradient that was not announced counts as zeros. */
 static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     ddp__bucket *bucket = (ddp__bucket *)argument;
     ddp_reducer *reducer = bucket->reducer;
     double begin = ddp_now();
+    int alone = ddp__reducer_is_alone(reducer), wide = reducer->accumulator && ddp__takes_f32_sums(reducer, bucket->dtype);
+    bucket->wire = wide ? DDP_F32 : ddp__wire_dtype(reducer, bucket->dtype);
+    bucket->divisor = reducer->desc.per_token ? 1 : (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
     if (bucket->flat_count && !reducer->flat) /* everybody's: group memory is there for all ranks or for none */
         return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s", "reducer: no room was found for the packed gradients of the rebuilt "
                               "buckets; free group memory and make a new reducer");
-    int wide = ddp__bucket_is_wide(bucket);
-    if (wide) ddp__bucket_copy_wide(bucket, 1);
-    else if (bucket->flat_count) ddp__bucket_copy(bucket, 1);
-    if (bucket->flat_count) DDP_TRY(ddp__bucket_reduce(bucket, reducer->flat, bucket->flat_count));
-    if (bucket->flat_count && !wide) ddp__bucket_copy(bucket, 0);
-    for (int k = bucket->first; k <= bucket->last; k++) {
-        const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
-        unsigned char *data = wide ? grad->sum : grad->data;
-        if (grad->range && grad->in_place) DDP_TRY(ddp__bucket_reduce(bucket, data, grad->range));
-    }
-    if (wide) ddp__bucket_copy_wide(bucket, 0);
-    if (!group->backend->enqueues) reducer->seconds += ddp_now() - begin;
-    return ddp__device_check(group);
-}
-
-/* Hands the next bucket over; what is not announced counts as zeros. now = 1: returns when it is reduced, on an idle group by this thread. */
-static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
-    ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
-    ddp_result result = DDP_OK;
-    DDP_TRY(ddp__compute(reducer->group));
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
         if (!grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
     }
-    bucket->divisor = reducer->desc.per_token ? 1 : (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
-    int wide = ddp__takes_f32_sums(reducer, bucket->dtype) && reducer->accumulator;
-    bucket->wire = wide ? DDP_F32 : ddp__wire_dtype(reducer, bucket->dtype);
-    if (!ddp__reducer_is_alone(reducer)) result = ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, now ? NULL : &bucket->work);
-    else if (bucket->divisor != 1 || wide) result = ddp__bucket_run(reducer->group, bucket);
-    reducer->next_bucket += result == DDP_OK;
-    return result;
+    if (wide) ddp__bucket_copy_wide(bucket, 1);
+    else ddp__bucket_copy(bucket, 1);
+    for (int k = bucket->first - 1; k <= bucket->last; k++) { /* the packed gradients, then each range in place */
+        const ddp__grad *grad = k < bucket->first ? NULL : &reducer->grads[reducer->walk[k]];
+        void *data = reducer->flat;
+        size_t count = bucket->flat_count;
+        if (grad) {
+            data = wide ? grad->sum : grad->data;
+            count = grad->in_place ? grad->range : 0;
+        }
+        if (count == 0) continue;
+        if (group->world_size > 1) reducer->sent += count * ddp_dtype_size(bucket->wire);
+        if (reducer->desc.hook) {
+            DDP_TRY(ddp__bucket_hook(bucket, data, count));
+        } else if (alone) {
+            if (bucket->divisor != 1) reducer->device->divide(data, count, bucket->wire, bucket->divisor);
+        } else {
+            ddp_call call = ddp__call_of(DDP_CALL_ALL_REDUCE, data, data, count, bucket->wire);
+            call.op = DDP_OP_AVG;
+            call.divisor = bucket->divisor;
+            DDP_TRY(ddp__execute(group, &call));
+        }
+    }
+    if (wide) ddp__bucket_copy_wide(bucket, 0);
+    else ddp__bucket_copy(bucket, 0);
+    if (!group->backend->enqueues) reducer->seconds += ddp_now() - begin;
+    return ddp__device_check(group);
 }
 
 //== equal on all ranks ============================================================================= >>impl-schema
@@ -8568,9 +8587,13 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     reducer->averaged = 0;
     reducer->ready_order[reducer->ready_count++] = param_index;
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
-    /* The last bucket is left to ddp_reducer_wait, which comes next and carries it out without a hand-over, where there would be one. */
-    while (reducer->next_bucket + !reducer->group->backend->enqueues < reducer->stats.bucket_count &&
-           reducer->buckets[reducer->next_bucket].pending == 0) DDP_TRY(ddp__bucket_issue(reducer, 0));
+    /* ddp_reducer_wait, which comes next, carries out the last bucket without a hand-over, where there would be one. */
+    int count = ddp__reducer_is_alone(reducer) ? 0 : reducer->stats.bucket_count - !reducer->group->backend->enqueues;
+    while (reducer->next_bucket < count && reducer->buckets[reducer->next_bucket].pending == 0) {
+        ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
+        DDP_TRY(ddp__issue(reducer->group, NULL, ddp__bucket_run, bucket, &bucket->work));
+        reducer->next_bucket++;
+    }
     return DDP_OK;
 }
 
@@ -8578,8 +8601,11 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
 static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
     ddp_saved_error first = {DDP_OK, ""};
     for (int i = 0; i < reducer->stats.bucket_count; i++) {
-        if (i < reducer->next_bucket) ddp_error_save(&first, ddp_wait(reducer->group, &reducer->buckets[i].work));
-        else if (rest && first.result == DDP_OK) ddp_error_save(&first, ddp__bucket_issue(reducer, 1));
+        ddp__bucket *bucket = &reducer->buckets[i];
+        if (i < reducer->next_bucket) ddp_error_save(&first, ddp_wait(reducer->group, &bucket->work));
+        else if (!rest || first.result != DDP_OK) continue;
+        else if (ddp__reducer_is_alone(reducer)) ddp_error_save(&first, ddp__bucket_run(reducer->group, bucket));
+        else ddp_error_save(&first, ddp__issue(reducer->group, NULL, ddp__bucket_run, bucket, NULL));
     }
     return ddp_error_restore(&first);
 }
@@ -8863,7 +8889,10 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
         return result;
     }
     accumulator->scratch = (unsigned char *)accumulator->levels + depth;
-    if (desc->reducer && desc->micro_batch_count > 1) ddp__reducer_attach(desc->reducer, accumulator);
+    if (desc->reducer && desc->micro_batch_count > 1) {
+        ddp__reducer_drain(desc->reducer, 0); /* buckets under way do not know it */
+        ddp__reducer_attach(desc->reducer, accumulator);
+    }
     *out = accumulator;
     return DDP_OK;
 }

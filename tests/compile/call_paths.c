@@ -50,19 +50,25 @@ static ddp_result run_fsdp(ddp_group *world) {
     return DDP_OK;
 }
 
+/* Two buckets of one gradient each. The first one is reduced by the communication thread, as soon as it is ready. */
 static ddp_result run_reducer(ddp_group *world) {
-    float *values = (float *)calloc(2 * COUNT, sizeof *values);
-    ddp_param param;
+    float *values = (float *)calloc(4 * COUNT, sizeof *values);
+    ddp_param params[2];
     ddp_reducer_desc desc = DDP_ZERO;
     ddp_reducer *reducer;
-    describe(&param, "w", values);
-    param.grad = param.value;
-    param.grad.data = values + COUNT;
-    desc.params = &param;
-    desc.param_count = 1;
+    for (int i = 0; i < 2; i++) {
+        describe(&params[i], "w", values + i * COUNT);
+        params[i].grad = params[i].value;
+        params[i].grad.data = values + (2 + i) * COUNT;
+    }
+    desc.params = params;
+    desc.param_count = 2;
+    desc.first_bucket_bytes = COUNT * sizeof *values;
     DDP_TRY(ddp_reducer_create(&reducer, world, &desc));
     DDP_TRY(ddp_barrier(world));
     callpath_start();
+    DDP_TRY(ddp_reducer_ready(reducer, 1));
+    usleep(200000); /* otherwise this thread reduces it inside ddp_reducer_wait */
     DDP_TRY(ddp_reducer_ready(reducer, 0));
     DDP_TRY(ddp_reducer_wait(reducer));
     ddp_reducer_destroy(reducer);
