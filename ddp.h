@@ -8275,7 +8275,7 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     }
     if (wide) ddp__bucket_copy_wide(bucket, 0);
     else ddp__bucket_copy(bucket, 0);
-    if (!group->backend->enqueues) reducer->seconds += ddp_now() - begin;
+    if (!alone && !group->backend->enqueues) reducer->seconds += ddp_now() - begin;
     return ddp__device_check(group);
 }
 

@@ -4,6 +4,7 @@
 #include "ddp.h"
 #define COMM__PIECE ((size_t)1000) /* buckets are cut */
 #include "comm_hooks.h"
+#include "../support/inner.h"
 #include "../support/ranks.h"
 
 #include <signal.h>
