@@ -8250,6 +8250,7 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
         const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
         if (!grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
     }
+    if (alone && !wide && bucket->divisor == 1) return ddp__device_check(group);
     if (wide) ddp__bucket_copy_wide(bucket, 1);
     else ddp__bucket_copy(bucket, 1);
     for (int k = bucket->first - 1; k <= bucket->last; k++) { /* the packed gradients, then each range in place */
@@ -8265,7 +8266,7 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
         if (reducer->desc.hook) {
             DDP_TRY(ddp__bucket_hook(bucket, data, count));
         } else if (alone) {
-            if (bucket->divisor != 1) reducer->device->divide(data, count, bucket->wire, bucket->divisor);
+            reducer->device->divide(data, count, bucket->wire, bucket->divisor);
         } else {
             ddp_call call = ddp__call_of(DDP_CALL_ALL_REDUCE, data, data, count, bucket->wire);
             call.op = DDP_OP_AVG;
@@ -8275,7 +8276,7 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     }
     if (wide) ddp__bucket_copy_wide(bucket, 0);
     else ddp__bucket_copy(bucket, 0);
-    if (!alone && !group->backend->enqueues) reducer->seconds += ddp_now() - begin;
+    if (!group->backend->enqueues) reducer->seconds += ddp_now() - begin;
     return ddp__device_check(group);
 }
 
