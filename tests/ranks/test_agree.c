@@ -5,6 +5,7 @@
 
     The mesh has two rows ("replicas") where W is even, and W / 2 columns ("shard"). groups[0] is a row. */
 #include "../../ddp.h"
+#include "../support/inner.h"
 #include "../support/ranks.h"
 
 #define WHO "ddp_fsdp_save"
