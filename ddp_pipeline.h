@@ -35,7 +35,7 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-schedule-lists  >>impl-schedule-kinds  >>impl-schedule-play  >>impl-schedule-simulate
     >>impl-schedule-auto  >>impl-schedule-parse  >>impl-schedule-lower  >>impl-schedule-draw  >>impl-schedule-balance  >>impl-pipeline-structs
-    >>impl-pipeline-check  >>impl-pipeline-layout  >>impl-pipeline-messages  >>impl-pipeline-gradients  >>impl-pipeline-versions  >>impl-pipeline-step
+    >>impl-pipeline-check  >>impl-pipeline-gradients  >>impl-pipeline-versions  >>impl-pipeline-layout  >>impl-pipeline-messages  >>impl-pipeline-step
     >>impl-pipeline-create  >>impl-pipeline-report  >>impl-public
 
 CONCEPTS
@@ -596,6 +596,7 @@ DDPDEF void ddp_schedule_destroy(ddp_schedule *schedule) {
 static int ddp__action_computes(ddp_action_kind kind) { return kind >= DDP_ACTION_FORWARD && kind <= DDP_ACTION_BACKWARD; }
 static int ddp__action_sends(ddp_action_kind kind) { return kind == DDP_ACTION_SEND_F || kind == DDP_ACTION_SEND_B; }
 static int ddp__action_receives(ddp_action_kind kind) { return kind == DDP_ACTION_RECV_F || kind == DDP_ACTION_RECV_B; }
+static int ddp__action_ends(ddp_action_kind kind) { return kind == DDP_ACTION_WEIGHT_GRAD || kind == DDP_ACTION_BACKWARD; }
 static int ddp__action_is_sharding(ddp_action_kind kind) { return kind >= DDP_ACTION_UNSHARD && kind <= DDP_ACTION_REDUCE_GRAD; }
 
 typedef struct ddp__action_text { char text[64]; } ddp__action_text;
@@ -2685,44 +2686,51 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
 }
 
 //== runner: what it keeps ========================================================================= >>impl-pipeline-structs
+/* A pipeline consists of: the stages of this rank, each with its partial sums of gradients and its versions of
+   weights; links with the slots of their tensors; streams, which are the order of messages; and the measures of
+   the last step. ddp_pipeline_create allocates all of it, and destroy frees it. */
 
 enum { DDP__PIPE_NONE, DDP__PIPE_HERE, DDP__PIPE_OUT, DDP__PIPE_IN };
 
+/* Where ranks read each other's memory, a message is a note: the offset of the tensor in the sender's shared
+   memory. The reader sends the note back after the last action that reads the tensor. Only then is the slot free
+   for another tensor. */
+typedef struct ddp__pipe_notes {
+    uint64_t *offsets;     /* of each slot */
+    uint64_t *returned;    /* OUT: notes that come back, as many as slots; IN: notes that go back, of each micro-batch */
+    ddp_work *returns;     /* of each entry of returned */
+    uint64_t back;         /* OUT: notes that have come back, ever */
+} ddp__pipe_notes;
+
 /* Slots for one kind of tensor on this rank, one per micro-batch that is under way.
 
-       HERE   made and used on this rank: handed over in place                    taken by the maker, given back by the user
-       OUT    sent: so many that no action waits, see ddp__pipe_out_slots         taken in turn, once the slot's send is done
-       IN     received: what is in use at once, and `prefetch` more               taken when the receive is posted, given back by the user
-
-   Where ranks read each other's memory a message is a note: where in the sender's shared memory the tensor lies. The reader sends it back after the last
-   action that reads the tensor, and only then the slot is free for another one. */
+       HERE   made and used on this rank: handed over in place     taken by the maker, given back by the user
+       OUT    sent: ddp__pipe_out_slots, so that no action waits   taken in turn, once the slot's send is done
+       IN     received: those in use at once, and `prefetch` more  taken when the receive is posted, given back by the user */
 typedef struct ddp__pipe_pool {
     int kind, peer, tag;
-    int count;             /* slots */
-    int taken;             /* the rehearsal counts; its peak becomes count */
-    int next;              /* OUT: the slot that comes next */
-    int free_count;
-    int *free_slots;       /* HERE, IN, and OUT in place */
-    int *slot;             /* of each micro-batch; -1: none */
-    int *order;            /* OUT, IN: of each micro-batch, its place in the stream */
-    ddp_work *works;       /* OUT, IN: of each slot */
-    uint64_t *notes;       /* in place: of each slot */
-    uint64_t *returned;    /* in place, OUT: notes that come back, one after the other, as many as slots; IN: those that go, of each micro-batch */
-    ddp_work *returns;
-    uint64_t lent, back;   /* in place, OUT: notes that went, and that came back, ever */
-    unsigned char *memory; /* in place: the shared memory of the rank that makes the tensor */
-    size_t stride, bytes, offset;
     ddp_tensor tensor;
+    size_t bytes, stride;
+    int count, used;         /* slots; those in use while ddp__pipe_count counts */
+    int free_count, *free_slots; /* HERE, IN, and OUT in place */
+    int *slot;               /* of each micro-batch; -1: none */
+    unsigned char *memory;   /* in place: the shared memory of the rank that makes the tensor */
+    size_t offset;           /* OUT: in the shared memory */
+    int *order;              /* OUT, IN: of each micro-batch, its place in the stream */
+    ddp_work *works;         /* OUT, IN: of each slot */
+    uint64_t sent;           /* OUT: messages, ever */
+    ddp__pipe_notes notes;
 } ddp__pipe_pool;
 
 /* An edge; way[0] carries values, way[1] gradients back. */
 typedef struct ddp__pipe_link {
-    int from, to;
+    ddp_pipeline_edge edge;
     ddp__pipe_pool way[2];
+    unsigned char *scratch;    /* outputs of a forward that runs again; or NULL */
 } ddp__pipe_link;
 
-/* All messages from one rank, in the order in which its list makes them: receives are posted in this order. Or all messages of this rank, see
-   ddp__pipe_order. */
+/* All messages from one rank, in the order in which its list makes them: receives are posted in this order. With
+   one_lane, all messages from and to this rank, see ddp__pipe_order. */
 typedef struct ddp__pipe_message {
     int link, way, microbatch;
     int source;                /* the action that makes it, */
@@ -2733,33 +2741,58 @@ typedef struct ddp__pipe_stream {
     int count, next;
 } ddp__pipe_stream;
 
+/* Where the gradient of a parameter is in a buffer of sums. 16-bit gradients are added in f32. */
+typedef struct ddp__pipe_gradient {
+    size_t at, count, bytes;
+    ddp_dtype dtype, sum_dtype;
+} ddp__pipe_gradient;
+
 /* The sum of gradients of micro-batches [index << level, (index + 1) << level) of an update. */
 typedef struct ddp__pipe_sum { int level, index; } ddp__pipe_sum;
 enum { DDP__PIPE_FREE = -1, DDP__PIPE_NEWEST = -2 }; /* levels; NEWEST: the latest micro-batch is in this sum */
 
+/* The partial sums of a stage's gradients. */
+typedef struct ddp__pipe_sums {
+    ddp__pipe_gradient *gradients; /* of each parameter */
+    size_t bytes;                  /* of a buffer: the sums of all parameters, each padded */
+    ddp__pipe_sum *table;          /* what is in each buffer; room entries */
+    int room, count;               /* count: buffers */
+    unsigned char *memory;
+    int added;                     /* micro-batches of this update whose gradients are added */
+} ddp__pipe_sums;
+
 typedef struct ddp__pipe_stash { uint64_t version; int used; } ddp__pipe_stash;
+
+/* The weights of a stage that micro-batches in flight still take, with PipeDream and PipeDream-2BW. */
+typedef struct ddp__pipe_versions {
+    uint64_t newest;           /* updates since create */
+    uint64_t *taken;           /* PipeDream: of each micro-batch in flight, one more than its version; 0: not in flight */
+    size_t bytes;              /* of a copy */
+    ddp__pipe_stash *table;    /* what is in each copy; room entries; room 0: weights change between steps only */
+    int room, count;           /* count: copies */
+    unsigned char *memory;
+    void **values;             /* the parameters' own pointers while a copy stands in for them */
+} ddp__pipe_versions;
 
 typedef struct ddp__pipe_stage {
     ddp_pipeline_stage desc;
-    int number;                /* -1: lies on another rank */
-    int *inputs, *outputs;     /* links */
-    int input_count, output_count;
+    int number;                /* -1: on another rank; the rest is then empty */
+    int *links[2], link_count[2]; /* of inputs and outputs */
     ddp__pipe_pool saved;
+    unsigned kinds;            /* 1 << kind of each action of the stage */
     int first, last, last_forward; /* positions in this rank's list */
-    int has_unshard, has_reshard, has_reduce;
-    int summed;                /* micro-batches of the update whose gradients are added */
-    size_t grad_bytes;         /* of sums of all parameters, each padded; 16-bit gradients are added in f32 */
-    ddp__pipe_sum *sums;       /* buffers of grad_bytes each */
-    unsigned char *sum_memory;
-    int sum_room, sum_count;
     unsigned char *placed;     /* of each parameter: 1 = its gradient memory is the runner's */
-    uint64_t *version;         /* PipeDream: of each micro-batch in flight, one more than what it takes; 0: not in flight */
-    uint64_t updates;          /* since create */
-    ddp__pipe_stash *stashes;  /* copies of value_bytes each */
-    unsigned char *stash_memory;
-    size_t value_bytes;
-    int stash_room, stash_count;
+    ddp__pipe_sums sums;
+    ddp__pipe_versions versions;
 } ddp__pipe_stage;
+
+/* Measures of a step or an evaluation. All numbers from losses on are one array, exchanged at its end. */
+typedef struct ddp__pipe_measures {
+    double *losses, *starts, *spans, *computes; /* of micro-batches; of ranks */
+    double *seconds;                            /* of stages: F, I, W, B */
+    ddp_action_time *times;                     /* of all actions; those of this rank are written */
+    ddp_pipeline_stats stats;
+} ddp__pipe_measures;
 
 typedef struct ddp__pipe_piece { struct ddp__pipe_piece *next; void *device_memory; } ddp__pipe_piece;
 
@@ -2768,42 +2801,34 @@ struct ddp_pipeline {
     const ddp_device *device;
     const ddp_schedule *schedule;
     ddp_pipeline_desc desc;
-    ddp__pipe_piece *pieces;      /* all memory but shared */
-    void *shared;                 /* group memory: what is sent lies here */
-    int rank, world_size, stage_count, microbatch_count, interval, prefetch;
-    const ddp_action *list;
+    int rank, world_size, stage_count, microbatch_count, interval;
+    const ddp_action *list;       /* of this rank */
     int list_count;
-    ddp__pipe_stage *stages;      /* all; those of other ranks are empty */
+    ddp__pipe_piece *pieces;      /* all memory but shared */
+    ddp__pipe_stage *stages;
+    ddp_tensor *tensors[4];       /* inputs, outputs, output_grads, input_grads of a call */
+    unsigned char *wide;          /* one parameter's 16-bit gradient in f32 */
+    size_t wide_bytes;
+    ddp_exact_sum *squares;       /* on the device */
+    int no_clip;                  /* no stage of any rank has params, or one has gradients that come with unshard */
+    /* messages */
     ddp__pipe_link *links;
     int link_count;
     ddp__pipe_stream *streams;    /* of each rank; one_lane: the first is all there is */
-    ddp_pipeline_tie *ties;
-    ddp_group **tie_groups;       /* of each tie: the two ranks whose stages share it. NULL: one rank, or others; ties of the same two have the same */
-    ddp_tensor *tensors[4];       /* inputs, outputs, output_grads, input_grads of a call */
-    void **values;                /* pointers of parameters while older values stand in for them */
-    unsigned char **scratch;      /* of each link: outputs of a forward that runs again; or NULL */
-    void *squares;                /* a ddp_exact_sum on the device */
-    unsigned char *wide;          /* one parameter's 16-bit gradient in f32 */
     int one_lane;                 /* messages, both ways, run in the order issued */
     int in_place;                 /* ranks read each other's shared memory */
     int works;                    /* messages that may be under way at once; after create, of any rank */
-    int rehearsing;               /* the list is walked through without callbacks and messages, to see what it needs */
+    void *shared;                 /* group memory: what is sent is here */
+    ddp_group **tie_groups;       /* of each tie: the two ranks whose stages share it. NULL: one rank, or others; ties of the same two have the same */
+    /* the run */
+    ddp__pipe_measures measures[2], *now; /* of the last step, of the last evaluation; now: of this one */
+    size_t share_count;           /* numbers exchanged */
     int evaluating;
-    int no_clip;                  /* no stage of any rank has params, or one has gradients that come with unshard */
-    double *shares;               /* exchanged after each step: losses, starts, spans, compute of ranks, F I W B seconds of stages */
-    size_t share_count;
-    double *losses, *starts, *spans, *computes, *seconds; /* inside shares */
-    ddp_action_time *times;       /* of all actions; those of this rank are written */
-    double *other_shares;         /* this and the next: used while evaluating; those of the step stay */
-    ddp_action_time *other_times;
     int has_gradients, has_losses; /* 1 = of a step, of a step or evaluation, that ended well */
     int failure_told;             /* 1 = a call has returned the code of the group's failure */
     double start;
-    ddp_pipeline_stats stats;
-    char text[512];
 };
 
-static const char ddp__pipe_create_name[] = "ddp_pipeline_create", ddp__pipe_step_name[] = "ddp_pipeline_step";
 #define DDP__PIPE_BAD(...) ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_create: " __VA_ARGS__)
 
 static int ddp__pipe_min(int a, int b) { return a < b ? a : b; }
@@ -2811,9 +2836,8 @@ static int ddp__pipe_min(int a, int b) { return a < b ? a : b; }
 /* Zeroed host memory until destroy. */
 static void *ddp__pipe_host(ddp_pipeline *p, size_t count, size_t size) {
     size_t bytes = count <= (SIZE_MAX - 64) / size ? 64 + count * size : 0;
-    ddp__pipe_piece *piece;
-    if (!bytes) { ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %zu entries of %zu bytes", count, size); return NULL; }
-    piece = (ddp__pipe_piece *)ddp_host_alloc(p->group, bytes);
+    ddp__pipe_piece *piece = bytes ? (ddp__pipe_piece *)ddp_host_alloc(p->group, bytes) : NULL;
+    if (!bytes) ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %zu entries of %zu bytes", count, size);
     if (!piece) return NULL;
     memset(piece, 0, bytes);
     piece->next = p->pieces;
@@ -2829,11 +2853,9 @@ static void *ddp__pipe_host(ddp_pipeline *p, size_t count, size_t size) {
 
 /* Zeroed memory of the device until destroy. */
 static ddp_result ddp__pipe_device(ddp_pipeline *p, size_t size, void **out) {
-    ddp__pipe_piece *piece = (ddp__pipe_piece *)ddp__pipe_host(p, 0, 1);
-    if (!piece) return DDP_ERR_NO_MEMORY;
-    piece = (ddp__pipe_piece *)((unsigned char *)piece - 64);
-    DDP_TRY(p->device->alloc(p->group, size ? size : 64, &piece->device_memory));
-    *out = piece->device_memory;
+    if (!ddp__pipe_host(p, 0, 1)) return DDP_ERR_NO_MEMORY;
+    DDP_TRY(p->device->alloc(p->group, size ? size : 64, &p->pieces->device_memory));
+    *out = p->pieces->device_memory;
     return DDP_OK;
 }
 
@@ -2845,69 +2867,88 @@ static ddp_result ddp__pipe_sum_over_ranks(ddp_pipeline *p, void *data, size_t c
     return ddp_host_collective(p->group, DDP_CALL_ALL_REDUCE, data, data, count, dtype, DDP_OP_SUM, -1);
 }
 
-/* Bytes of a sum of such gradients. */
-static size_t ddp__pipe_sum_bytes(const ddp_tensor *grad) {
-    return ddp_tensor_bytes(grad) / ddp_dtype_size(grad->dtype) * ddp_dtype_size(ddp_sum_dtype(grad->dtype));
+/* The stage of this rank that follows s, NULL = the first; NULL after the last. */
+static ddp__pipe_stage *ddp__pipe_next(const ddp_pipeline *p, const ddp__pipe_stage *s) {
+    int stage = s ? s->number + 1 : 0;
+    while (stage < p->stage_count && p->stages[stage].number < 0) stage++;
+    return stage < p->stage_count ? &p->stages[stage] : NULL;
 }
+
+/* The slots of a stage's input (side 0) or output (side 1) number k, of values (way 0) or gradients (way 1). NULL
+   after the last. */
+static ddp__pipe_pool *ddp__pipe_at(const ddp_pipeline *p, const ddp__pipe_stage *s, int side, int way, int k) {
+    return k < s->link_count[side] ? &p->links[s->links[side][k]].way[way] : NULL;
+}
+
+static int ddp__pipe_is_last(const ddp_pipeline *p, const ddp__pipe_stage *s) { return s->number + 1 == p->stage_count; }
+static int ddp__pipe_has(const ddp__pipe_stage *s, ddp_action_kind kind) { return s->kinds >> kind & 1; }
 
 //== runner: bad input ============================================================================= >>impl-pipeline-check
 
-/* Which kinds of actions a stage has. */
-static unsigned ddp__pipe_stage_kinds(const ddp_pipeline *p, int stage) {
-    unsigned kinds = 0;
-    for (int i = 0; i < p->list_count; i++) if (p->list[i].stage == stage) kinds |= 1u << p->list[i].kind;
-    return kinds;
+/* Whether weights change inside of a step. */
+static int ddp__pipe_is_asynchronous(const ddp_pipeline *p) {
+    return p->schedule->kind == DDP_SCHEDULE_PIPEDREAM || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW;
 }
 
 /* The label that errors give a stage: "stage 2" or "stage 2 (decoder)". */
 static ddp__action_text ddp__pipe_stage_label(const ddp_pipeline *p, int stage) {
     ddp__action_text label;
-    const char *name = p->stages ? p->stages[stage].desc.name : p->schedule->stage_rank[stage] == p->rank ? p->desc.stages[stage].name : NULL;
+    const char *name = p->stages[stage].desc.name;
     if (name) snprintf(label.text, sizeof label.text, "stage %d (%.32s)", stage, name);
     else snprintf(label.text, sizeof label.text, "stage %d", stage);
     return label;
 }
 
-static ddp_result ddp__pipe_check_param(const ddp_pipeline *p, int stage, int index) {
-    const ddp_pipeline_stage *s = &p->desc.stages[stage];
-    const ddp_param *param = s->params[index];
-    ddp__action_text label = ddp__pipe_stage_label(p, stage);
+static ddp_result ddp__pipe_check_param(const ddp_pipeline *p, int stage, int index, const char *label) {
+    const ddp_param *param = p->stages[stage].desc.params[index];
     ddp_tensor grad;
     int64_t count;
-    if (!param) return DDP__PIPE_BAD("%s: params[%d] is NULL", label.text, index);
+    if (!param) return DDP__PIPE_BAD("%s: params[%d] is NULL", label, index);
     grad = ddp_param_grad(param);
     count = ddp_tensor_count(&param->value);
     if (count < 0 || (uint64_t)count > SIZE_MAX >> 16 || !ddp_dtype_size(param->value.dtype) || !ddp_dtype_size(grad.dtype) || ddp_tensor_count(&grad) != count)
-        return DDP__PIPE_BAD("%s: parameter %d (%.60s) has no dtype, or an impossible shape; fill in its value", label.text, index,
+        return DDP__PIPE_BAD("%s: parameter %d (%.60s) has no dtype, or an impossible shape; fill in its value", label, index,
                              param->name ? param->name : "no name");
     for (int i = 0; i <= stage; i++) /* a gradient is one use's own until ties are added */
-        for (int k = 0; p->schedule->stage_rank[i] == p->rank && k < (i < stage ? p->desc.stages[i].param_count : index); k++)
-            if (p->desc.stages[i].params[k] == param)
-                return DDP__PIPE_BAD("%s: params[%d] is params[%d] of stage %d too; give each use its own ddp_param, and tie them", label.text, index, k, i);
+        for (int k = 0; k < (i < stage ? p->stages[i].desc.param_count : index); k++)
+            if (p->stages[i].desc.params[k] == param)
+                return DDP__PIPE_BAD("%s: params[%d] is params[%d] of stage %d too; give each use its own ddp_param, and tie them", label, index, k, i);
     return DDP_OK;
 }
 
-/* Its gradient is in memory from unshard to reduce_grad alone. */
+/* Its gradient is in memory from unshard to reduce_grad only. */
 static int ddp__pipe_comes_and_goes(const ddp_pipeline_stage *s, int param) { return s->unshard && !s->params[param]->grad.data; }
 
-/* A stage of this rank. */
-static ddp_result ddp__pipe_check_stage(const ddp_pipeline *p, int stage) {
-    const ddp_pipeline_stage *s = &p->desc.stages[stage];
-    unsigned kinds = ddp__pipe_stage_kinds(p, stage);
-    int asynchronous = p->schedule->kind == DDP_SCHEDULE_PIPEDREAM || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW;
-    ddp__action_text label = ddp__pipe_stage_label(p, stage);
+/* A stage of this rank, and its place in the list. */
+static ddp_result ddp__pipe_check_stage(ddp_pipeline *p, int number) {
+    ddp__pipe_stage *stage = &p->stages[number];
+    const ddp_pipeline_stage *s = &stage->desc;
+    ddp__action_text label;
+    stage->desc = p->desc.stages[number];
+    stage->number = number;
+    stage->first = p->list_count;
+    label = ddp__pipe_stage_label(p, number);
+    for (int i = 0; i < p->list_count; i++) {
+        const ddp_action *a = &p->list[i];
+        if (a->stage != number) continue;
+        stage->kinds |= 1u << a->kind;
+        if (!ddp__action_computes(a->kind)) continue;
+        stage->first = ddp__pipe_min(stage->first, i);
+        stage->last = i;
+        if (a->kind == DDP_ACTION_FORWARD) stage->last_forward = i;
+    }
     if (!s->forward) return DDP__PIPE_BAD("%s: forward is NULL", label.text);
     if ((unsigned)s->grad_division > DDP_DIVIDE_NONE)
         return DDP__PIPE_BAD("%s: grad_division=%d is not a ddp_grad_division", label.text, (int)s->grad_division);
-    if (kinds & 1u << DDP_ACTION_INPUT_GRAD && !s->input_grad) return DDP__PIPE_BAD("%s: input_grad is NULL, and the schedule has I", label.text);
-    if (kinds & 1u << DDP_ACTION_WEIGHT_GRAD && !s->weight_grad) return DDP__PIPE_BAD("%s: weight_grad is NULL, and the schedule has W", label.text);
-    if (kinds & 1u << DDP_ACTION_BACKWARD && !s->backward && !(s->input_grad && s->weight_grad))
+    if (ddp__pipe_has(stage, DDP_ACTION_INPUT_GRAD) && !s->input_grad) return DDP__PIPE_BAD("%s: input_grad is NULL, and the schedule has I", label.text);
+    if (ddp__pipe_has(stage, DDP_ACTION_WEIGHT_GRAD) && !s->weight_grad) return DDP__PIPE_BAD("%s: weight_grad is NULL, and the schedule has W", label.text);
+    if (ddp__pipe_has(stage, DDP_ACTION_BACKWARD) && !s->backward && !(s->input_grad && s->weight_grad))
         return DDP__PIPE_BAD("%s: backward is NULL, and the schedule has B; set it, or input_grad and weight_grad", label.text);
     if (s->param_count < 0 || (s->param_count && !s->params))
         return DDP__PIPE_BAD("%s: param_count=%d, params=%p; name all of them, or set neither", label.text, s->param_count, (const void *)s->params);
-    if (asynchronous && !s->update) return DDP__PIPE_BAD("%s: update is NULL; %s changes weights inside of a step", label.text, ddp_schedule_kind_name(p->schedule->kind));
-    if (asynchronous && s->recompute) return DDP__PIPE_BAD("%s: recompute=1 does not go with %s", label.text, ddp_schedule_kind_name(p->schedule->kind));
-    for (int i = 0; i < s->param_count; i++) DDP_TRY(ddp__pipe_check_param(p, stage, i));
+    if (ddp__pipe_is_asynchronous(p) && !s->update) return DDP__PIPE_BAD("%s: update is NULL; %s changes weights inside of a step", label.text, ddp_schedule_kind_name(p->schedule->kind));
+    if (ddp__pipe_is_asynchronous(p) && s->recompute) return DDP__PIPE_BAD("%s: recompute=1 does not go with %s", label.text, ddp_schedule_kind_name(p->schedule->kind));
+    for (int i = 0; i < s->param_count; i++) DDP_TRY(ddp__pipe_check_param(p, number, i, label.text));
     return DDP_OK;
 }
 
@@ -2915,7 +2956,7 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
     if (d->tie_count < 0 || (d->tie_count && !d->ties))
         return DDP__PIPE_BAD("tie_count=%d, ties=%p; set both, or neither", d->tie_count, (const void *)d->ties);
-    if (d->tie_count && (p->schedule->kind == DDP_SCHEDULE_PIPEDREAM || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW))
+    if (d->tie_count && ddp__pipe_is_asynchronous(p))
         return DDP__PIPE_BAD("ties do not go with %s, whose stages update at different times", ddp_schedule_kind_name(p->schedule->kind));
     for (int i = 0; i < d->tie_count; i++) {
         const ddp_pipeline_tie *t = &d->ties[i];
@@ -2925,10 +2966,11 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
                                  p->stage_count);
         for (int end = 0; end < 2; end++) {
             int stage = end ? t->second_stage : t->first_stage, index = end ? t->second_param : t->first_param;
-            if (p->schedule->stage_rank[stage] != p->rank) continue;
-            if (index < 0 || index >= d->stages[stage].param_count)
+            const ddp_pipeline_stage *s = &p->stages[stage].desc;
+            if (p->stages[stage].number < 0) continue;
+            if (index < 0 || index >= s->param_count)
                 return DDP__PIPE_BAD("ties[%d]: %s has no params[%d]", i, ddp__pipe_stage_label(p, stage).text, index);
-            if (ddp__pipe_comes_and_goes(&d->stages[stage], index) && !d->stages[stage].get_sharded_grad)
+            if (ddp__pipe_comes_and_goes(s, index) && !s->get_sharded_grad)
                 return DDP__PIPE_BAD("ties[%d]: the gradient of params[%d] of %s comes with unshard; set get_sharded_grad, which says where its sum is", i, index,
                                      ddp__pipe_stage_label(p, stage).text);
         }
@@ -2943,41 +2985,41 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
 
 static ddp_result ddp__pipe_check_edge(const ddp_pipeline *p, int index, const ddp_pipeline_edge *e) {
     int64_t count = ddp_tensor_count(&e->tensor);
-    ddp_dtype grad = e->grad_dtype ? e->grad_dtype : e->tensor.dtype;
     if (e->from < 0 || e->from >= p->stage_count || e->to <= e->from || e->to > p->stage_count)
         return DDP__PIPE_BAD("edge %d goes from stage %d to %d; it goes to a later stage, or to %d, the loss", index, e->from, e->to, p->stage_count);
     if (e->to == p->stage_count && e->from != p->stage_count - 1)
         return DDP__PIPE_BAD("edge %d goes from stage %d to the loss; only the last stage, %d, gives to it", index, e->from, p->stage_count - 1);
-    if (!ddp_dtype_size(e->tensor.dtype) || count < 1 || !ddp_dtype_size(grad) || (uint64_t)count > SIZE_MAX / 64)
+    if (!ddp_dtype_size(e->tensor.dtype) || count < 1 || !ddp_dtype_size(e->grad_dtype) || (uint64_t)count > SIZE_MAX / 64)
         return DDP__PIPE_BAD("edge %d (stage %d to %d) has no dtype or an impossible shape; fill in its tensor", index, e->from, e->to);
     return DDP_OK;
 }
 
-/* Edges from the desc, or those that boundary and output stand for. */
-static ddp_result ddp__pipe_edges(ddp_pipeline *p, ddp_pipeline_edge **out) {
+/* Links from the edges of the desc, or from those that boundary and output stand for. */
+static ddp_result ddp__pipe_edges(ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
     int count = d->edges ? d->edge_count : p->stage_count - 1 + (d->output.dtype != DDP_DTYPE_DEFAULT), to_loss = 0;
-    ddp_pipeline_edge *edges;
     if (d->edge_count < 0 || d->edge_count > (1 << 20) || (d->edge_count && !d->edges))
         return DDP__PIPE_BAD("edge_count=%d, edges=%p; list all edges, at most %d, or set neither", d->edge_count, (const void *)d->edges, 1 << 20);
-    DDP__PIPE_NEW(p, edges, ddp_pipeline_edge, count);
+    DDP__PIPE_NEW(p, p->links, ddp__pipe_link, count);
+    p->link_count = count;
     for (int i = 0; i < count; i++) {
-        ddp_pipeline_edge *e = &edges[i];
+        ddp_pipeline_edge *e = &p->links[i].edge;
+        e->from = i;
+        e->to = i + 1;
+        e->tensor = i + 1 < p->stage_count ? d->boundary : d->output;
         if (d->edges) *e = d->edges[i];
-        else e->from = i, e->to = i + 1, e->tensor = i + 1 < p->stage_count ? d->boundary : d->output;
-        DDP_TRY(ddp__pipe_check_edge(p, i, e));
         if (!e->grad_dtype) e->grad_dtype = e->tensor.dtype;
+        DDP_TRY(ddp__pipe_check_edge(p, i, e));
         if (!ddp_is_float(e->tensor.dtype)) e->no_grad = 1;
         to_loss += e->to == p->stage_count;
     }
-    for (int stage = 0, i; stage + 1 < p->stage_count; stage++) {
-        for (i = 0; i < count && !(edges[i].from == stage && edges[i].to == stage + 1 && !edges[i].no_grad); i++) {}
-        if (i == count) return DDP__PIPE_BAD("edges: none with a gradient goes from stage %d to stage %d", stage, stage + 1);
+    for (int stage = 0; stage + 1 < p->stage_count; stage++) {
+        int found = 0;
+        for (int i = 0; i < count; i++) found |= p->links[i].edge.from == stage && p->links[i].edge.to == stage + 1 && !p->links[i].edge.no_grad;
+        if (!found) return DDP__PIPE_BAD("edges: none with a gradient goes from stage %d to stage %d", stage, stage + 1);
     }
     if (to_loss && !d->loss) return DDP__PIPE_BAD("the last stage gives to the loss, and loss is NULL; set it, or let the last forward set *call->loss");
     if (d->loss && !to_loss) return DDP__PIPE_BAD("loss is set, and no edge goes to it; set output, or an edge to stage %d", p->stage_count);
-    p->link_count = count;
-    *out = edges;
     return DDP_OK;
 }
 
@@ -2991,495 +3033,30 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     p->interval = d->schedule->update_interval;
     if (d->schedule->rank_count != p->world_size)
         return DDP__PIPE_BAD("the schedule is for %d ranks, the group has %d", d->schedule->rank_count, p->world_size);
-    if (d->stage_count != d->schedule->stage_count)
+    if (d->stage_count != p->stage_count)
         return DDP__PIPE_BAD(
             "stage_count=%d, but the schedule has %d stages; give stages one entry per stage "
             "of the schedule, and set stage_count to ddp_schedule_stage_count(schedule)",
-            d->stage_count, d->schedule->stage_count);
+            d->stage_count, p->stage_count);
     if (d->prefetch < 0 || d->prefetch > 1024) return DDP__PIPE_BAD("prefetch=%d; 0 = 2, at most 1024", d->prefetch);
-    p->prefetch = d->prefetch ? d->prefetch : 2;
+    if (!d->prefetch) p->desc.prefetch = 2;
     p->list = ddp_schedule_actions(d->schedule, p->rank, &p->list_count);
+    DDP__PIPE_NEW(p, p->stages, ddp__pipe_stage, p->stage_count);
+    for (int stage = 0; stage < p->stage_count; stage++) p->stages[stage].number = -1;
     for (int stage = 0; stage < p->stage_count; stage++)
         if (d->schedule->stage_rank[stage] == p->rank) DDP_TRY(ddp__pipe_check_stage(p, stage));
     return ddp__pipe_check_ties(p);
 }
 
-//== runner: laying out memory ==================================================================== >>impl-pipeline-layout
-
-/* The most micro-batches that a stage, of any rank, has in flight. */
-static int ddp__pipe_in_flight(const ddp_schedule *s, int stage) {
-    int rank = s->stage_rank[stage], now = 0, peak = 0;
-    for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
-        if (s->actions[i].stage != stage) continue;
-        now += s->actions[i].kind == DDP_ACTION_FORWARD;
-        now -= s->actions[i].kind == DDP_ACTION_WEIGHT_GRAD || s->actions[i].kind == DDP_ACTION_BACKWARD;
-        if (now > peak) peak = now;
-    }
-    return peak;
-}
-
-/* Slots of what a link's stages make for each other on different ranks, so that their maker never waits for one that the schedule gives back.
-
-   Way 1, gradients: where the maker's action stands, every lent slot is of a micro-batch whose F of stage `from` has begun, and whose end there, which gives the
-   slot back, has not been heard of. At the latest action of `from` that has been heard of these are all in flight: so many are enough. Way 0: such a micro-batch
-   is in flight at `from` itself, or has ended there; then its I of stage `to` has been, and only its W, if I and W are two, is still to come: it is in flight
-   at the latest action of `to` that has been heard of. Where tensors are copied, it is the slots of the reader that wait for it.
-
-   What comes back may stand behind messages of that rank which are not asked for yet: not if a gradient came from there later, and was asked for after all of
-   them. Where it is by others alone that the maker hears of `to`, and there are such messages, it waits for nothing: each micro-batch has a slot. */
-static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp_pipeline_edge *edges, const ddp_pipeline_edge *link, int way) {
-    const ddp_schedule *s = p->schedule;
-    int slots = ddp__pipe_in_flight(s, link->from), rank = s->stage_rank[link->to], split = 0, heard = 0, more = 0;
-    for (int i = s->first[rank]; i < s->first[rank + 1]; i++) split |= s->actions[i].stage == link->to && s->actions[i].kind == DDP_ACTION_WEIGHT_GRAD;
-    for (int i = 0; i < p->link_count && p->in_place && !way; i++) {
-        const ddp_pipeline_edge *e = &edges[i];
-        int from = s->stage_rank[e->from], to = e->to < p->stage_count ? s->stage_rank[e->to] : -1, back = from == p->rank && to == rank && !e->no_grad;
-        heard |= back && e->from >= link->from && e->to <= link->to;
-        more |= back || (from == rank && to == p->rank);
-    }
-    if (more && !heard) return p->microbatch_count;
-    if (p->in_place && !way && split) slots += ddp__pipe_in_flight(s, link->to);
-    return ddp__pipe_min(slots, p->microbatch_count);
-}
-
-static ddp_result ddp__pipe_pool_tables(ddp_pipeline *p, ddp__pipe_pool *pool) {
-    DDP__PIPE_NEW(p, pool->slot, int, p->microbatch_count);
-    for (int i = 0; i < p->microbatch_count; i++) pool->slot[i] = -1;
-    if (pool->kind != DDP__PIPE_HERE) DDP__PIPE_NEW(p, pool->order, int, p->microbatch_count);
-    return DDP_OK;
-}
-
-/* What each edge means on this rank. The loss lies where the last stage does. */
-static ddp_result ddp__pipe_links(ddp_pipeline *p, const ddp_pipeline_edge *edges) {
-    const int *rank_of = p->schedule->stage_rank;
-    DDP__PIPE_NEW(p, p->links, ddp__pipe_link, p->link_count);
-    for (int i = 0; i < p->link_count; i++) {
-        const ddp_pipeline_edge *e = &edges[i];
-        ddp__pipe_link *link = &p->links[i];
-        int from = rank_of[e->from], to = e->to < p->stage_count ? rank_of[e->to] : from;
-        link->from = e->from, link->to = e->to;
-        for (int way = 0; way < 2; way++) {
-            ddp__pipe_pool *pool = &link->way[way];
-            int maker = way ? to : from, user = way ? from : to;
-            pool->tensor = e->tensor;
-            pool->tensor.data = NULL;
-            if (way) pool->tensor.dtype = e->grad_dtype;
-            if ((way && e->no_grad) || (maker != p->rank && user != p->rank)) continue;
-            pool->kind = maker == user ? DDP__PIPE_HERE : maker == p->rank ? DDP__PIPE_OUT : DDP__PIPE_IN;
-            pool->peer = maker == p->rank ? user : maker;
-            pool->tag = 2 * i + way;
-            pool->bytes = ddp_tensor_bytes(&pool->tensor);
-            pool->stride = ddp_round_up(pool->bytes, 64);
-            if (pool->kind == DDP__PIPE_OUT) pool->count = ddp__pipe_out_slots(p, edges, e, way);
-            DDP_TRY(ddp__pipe_pool_tables(p, pool));
-        }
-    }
-    return DDP_OK;
-}
-
-/* Which links a stage of this rank has, and where it stands in the list. */
-static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, int number) {
-    ddp__pipe_stage *s = &p->stages[number];
-    int half = p->interval / 2 + 2;
-    s->desc = p->desc.stages[number];
-    s->number = number;
-    for (int i = 0; i < p->link_count; i++) s->input_count += p->links[i].to == number, s->output_count += p->links[i].from == number;
-    DDP__PIPE_NEW(p, s->inputs, int, s->input_count);
-    DDP__PIPE_NEW(p, s->outputs, int, s->output_count);
-    s->input_count = s->output_count = 0;
-    for (int i = 0; i < p->link_count; i++) {
-        if (p->links[i].to == number) s->inputs[s->input_count++] = i;
-        if (p->links[i].from == number) s->outputs[s->output_count++] = i;
-    }
-    s->first = -1;
-    for (int i = 0; i < p->list_count; i++) {
-        const ddp_action *a = &p->list[i];
-        if (a->stage != number) continue;
-        s->has_unshard |= a->kind == DDP_ACTION_UNSHARD;
-        s->has_reshard |= a->kind == DDP_ACTION_RESHARD;
-        s->has_reduce |= a->kind == DDP_ACTION_REDUCE_GRAD;
-        if (!ddp__action_computes(a->kind)) continue;
-        if (s->first < 0) s->first = i;
-        s->last = i;
-        if (a->kind == DDP_ACTION_FORWARD) s->last_forward = i;
-    }
-    s->saved.kind = s->desc.saved_bytes ? DDP__PIPE_HERE : DDP__PIPE_NONE;
-    s->saved.stride = ddp_round_up(s->desc.saved_bytes, 64);
-    if (s->saved.kind) DDP_TRY(ddp__pipe_pool_tables(p, &s->saved));
-    DDP__PIPE_NEW(p, s->sums, ddp__pipe_sum, half);
-    for (int i = 0; i < half; i++) s->sums[i].level = DDP__PIPE_FREE;
-    s->sum_room = half;
-    DDP__PIPE_NEW(p, s->version, uint64_t, p->microbatch_count);
-    s->stash_room = p->interval < p->microbatch_count || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW ? ddp__pipe_in_flight(p->schedule, number) + 1 : 0;
-    DDP__PIPE_NEW(p, s->stashes, ddp__pipe_stash, s->stash_room);
-    DDP__PIPE_NEW(p, s->placed, unsigned char, s->desc.param_count);
-    for (int i = 0; i < s->desc.param_count; i++) {
-        ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
-        s->grad_bytes += ddp_round_up(ddp__pipe_sum_bytes(&grad), 64);
-        s->value_bytes += ddp_round_up(ddp_tensor_bytes(&s->desc.params[i]->value), 64);
-    }
-    return DDP_OK;
-}
-
-static int ddp__pipe_message_compare(const void *left, const void *right) {
-    const ddp__pipe_message *l = (const ddp__pipe_message *)left, *r = (const ddp__pipe_message *)right;
-    if (l->at != r->at) return l->at < r->at ? -1 : 1;
-    return l->source != r->source ? (l->source < r->source ? -1 : 1) : l->link < r->link ? -1 : l->link > r->link;
-}
-
-/* What ranks `peer` to last send to this one, in the order of their lists: for each F its outputs, for each I or B the gradients of its inputs. With times:
-   what this rank sends as well, all of it in the order of the times. */
-static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, ddp__pipe_stream *stream, int peer, int last, const ddp_action_time *times) {
-    const ddp_schedule *s = p->schedule;
-    for (int pass = 0; pass < 2; pass++) { /* the first one counts */
-        int count = 0;
-        for (int i = s->first[peer]; i < s->first[last + 1]; i++) {
-            const ddp_action *a = &s->actions[i];
-            int way = a->kind != DDP_ACTION_FORWARD;
-            if (a->kind != DDP_ACTION_FORWARD && a->kind != DDP_ACTION_INPUT_GRAD && a->kind != DDP_ACTION_BACKWARD) continue;
-            for (int k = 0; k < p->link_count; k++) {
-                const ddp__pipe_pool *pool = &p->links[k].way[way];
-                ddp__pipe_message message = {k, way, a->microbatch, i, times ? times[i].end : 0};
-                if ((way ? p->links[k].to : p->links[k].from) != a->stage || !(pool->kind == DDP__PIPE_IN || (times && pool->kind == DDP__PIPE_OUT))) continue;
-                if (pass) stream->messages[count] = message;
-                count++;
-            }
-        }
-        if (!pass) DDP__PIPE_NEW(p, stream->messages, ddp__pipe_message, count);
-        stream->count = count;
-    }
-    if (times) qsort(stream->messages, (size_t)stream->count, sizeof *stream->messages, ddp__pipe_message_compare);
-    for (int i = 0; i < stream->count; i++) {
-        const ddp__pipe_message *message = &stream->messages[i];
-        p->links[message->link].way[message->way].order[message->microbatch] = i;
-    }
-    return DDP_OK;
-}
-
-/* Where all messages of a rank share a lane, both ways, each waits for those before it, here and at its peer. They go in the order of ddp__lower_comm, that of
-   the moments at which they are made with unit costs: whatever is first among all that is left, of computations by their begin and of messages, has what it
-   needs. A receive is issued as soon as the sends before it are, earlier than its moment: that is only computation which makes none of these. */
-static ddp_result ddp__pipe_order(ddp_pipeline *p) {
-    ddp__play play;
-    ddp_result result = ddp__play_timed(&play, p->schedule, NULL, 0, ddp__pipe_create_name);
-    if (result == DDP_OK) result = ddp__pipe_stream_open(p, &p->streams[0], 0, p->world_size - 1, play.times);
-    ddp__play_close(&play);
-    return result;
-}
-
-static ddp_result ddp__pipe_pool_slots(ddp_pipeline *p, ddp__pipe_pool *pool, size_t *bytes) {
-    int returns;
-    if (!pool->kind) return DDP_OK;
-    if (pool->kind == DDP__PIPE_IN) pool->count = ddp__pipe_min(pool->count + p->prefetch, p->microbatch_count);
-    returns = pool->kind == DDP__PIPE_IN ? p->microbatch_count : pool->count;
-    if (pool->stride > (SIZE_MAX / 2 - *bytes) / ((size_t)pool->count + 1))
-        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %d micro-batches at a time of %zu bytes each", pool->count, pool->stride);
-    if (pool->kind != DDP__PIPE_HERE) p->works += pool->count + (p->in_place ? returns : 0);
-    DDP__PIPE_NEW(p, pool->works, ddp_work, pool->count);
-    DDP__PIPE_NEW(p, pool->free_slots, int, pool->count);
-    pool->free_count = pool->count;
-    for (int i = 0; i < pool->count; i++) pool->free_slots[i] = pool->count - 1 - i;
-    if (pool->kind != DDP__PIPE_HERE && p->in_place) {
-        DDP__PIPE_NEW(p, pool->notes, uint64_t, pool->count);
-        DDP__PIPE_NEW(p, pool->returned, uint64_t, returns);
-        DDP__PIPE_NEW(p, pool->returns, ddp_work, returns);
-        if (pool->kind == DDP__PIPE_IN) return DDP_OK;
-    }
-    p->stats.activation_bytes += pool->stride * (size_t)pool->count;
-    if (pool->kind == DDP__PIPE_OUT) { /* in the shared memory, once it is there */
-        pool->offset = *bytes;
-        *bytes += pool->stride * (size_t)pool->count;
-        for (int i = 0; i < pool->count && p->in_place; i++) pool->notes[i] = pool->offset + (size_t)i * pool->stride;
-        return DDP_OK;
-    }
-    return ddp__pipe_device(p, pool->stride * (size_t)pool->count, (void **)&pool->memory);
-}
-
-/* Gradients, their partial sums, and weights that are kept. */
-static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
-    for (int i = 0; i < s->desc.param_count; i++) {
-        ddp_param *param = s->desc.params[i];
-        ddp_tensor grad = ddp_param_grad(param);
-        if (param->grad.data || s->desc.unshard) continue;
-        DDP_TRY(ddp__pipe_device(p, ddp_tensor_bytes(&grad), &grad.data));
-        param->grad = grad;
-        s->placed[i] = 1;
-    }
-    if (s->sum_count && s->grad_bytes) DDP_TRY(ddp__pipe_device(p, (size_t)s->sum_count * s->grad_bytes, (void **)&s->sum_memory));
-    if (s->stash_count && s->value_bytes) DDP_TRY(ddp__pipe_device(p, (size_t)s->stash_count * s->value_bytes, (void **)&s->stash_memory));
-    p->stats.accumulation_bytes += (size_t)s->sum_count * s->grad_bytes;
-    p->stats.version_bytes += (size_t)s->stash_count * s->value_bytes;
-    for (int i = 0; i < s->output_count && s->desc.recompute; i++) {
-        const ddp__pipe_pool *pool = &p->links[s->outputs[i]].way[0];
-        DDP_TRY(ddp__pipe_device(p, pool->stride, (void **)&p->scratch[s->outputs[i]]));
-        p->stats.activation_bytes += pool->stride;
-    }
-    return DDP_OK;
-}
-
-/* Room for the largest 16-bit gradient in f32, where such gradients are added. */
-static ddp_result ddp__pipe_wide_memory(ddp_pipeline *p) {
-    size_t most = 0;
-    for (int stage = 0; stage < p->stage_count; stage++) {
-        const ddp__pipe_stage *s = &p->stages[stage];
-        for (int i = 0; i < s->desc.param_count && s->sum_count; i++) {
-            ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
-            size_t bytes = ddp_sum_dtype(grad.dtype) != grad.dtype ? ddp__pipe_sum_bytes(&grad) : 0;
-            if (bytes > most) most = bytes;
-        }
-    }
-    p->stats.accumulation_bytes += most;
-    return most ? ddp__pipe_device(p, most, (void **)&p->wide) : DDP_OK;
-}
-
-static ddp_result ddp__pipe_walk(ddp_pipeline *p, const char *who);
-
-/* Where the numbers inside shares begin. */
-static void ddp__pipe_point_shares(ddp_pipeline *p) {
-    p->losses = p->shares;
-    p->starts = p->losses + p->microbatch_count;
-    p->spans = p->starts + p->world_size;
-    p->computes = p->spans + p->world_size;
-    p->seconds = p->computes + p->world_size;
-}
-
-/* Everything but the shared memory, of which *bytes are needed. */
-static ddp_result ddp__pipe_layout(ddp_pipeline *p, const ddp_pipeline_edge *edges, size_t *bytes) {
-    int most = 1, params = 1;
-    DDP_TRY(ddp__pipe_links(p, edges));
-    DDP__PIPE_NEW(p, p->stages, ddp__pipe_stage, p->stage_count);
-    DDP__PIPE_NEW(p, p->streams, ddp__pipe_stream, p->world_size);
-    DDP__PIPE_NEW(p, p->scratch, unsigned char *, p->link_count);
-    for (int stage = 0; stage < p->stage_count; stage++) {
-        ddp__pipe_stage *s = &p->stages[stage];
-        s->number = -1;
-        if (p->schedule->stage_rank[stage] != p->rank) continue;
-        DDP_TRY(ddp__pipe_stage_open(p, stage));
-        if (s->input_count > most) most = s->input_count;
-        if (s->output_count > most) most = s->output_count;
-        if (s->desc.param_count > params) params = s->desc.param_count;
-    }
-    if (p->one_lane) DDP_TRY(ddp__pipe_order(p));
-    for (int peer = 0; peer < p->world_size && !p->one_lane; peer++)
-        if (peer != p->rank) DDP_TRY(ddp__pipe_stream_open(p, &p->streams[peer], peer, peer, NULL));
-    for (int i = 0; i < 4; i++) DDP__PIPE_NEW(p, p->tensors[i], ddp_tensor, most);
-    DDP__PIPE_NEW(p, p->values, void *, params);
-    p->share_count = (size_t)p->microbatch_count + 3 * (size_t)p->world_size + 4 * (size_t)p->stage_count;
-    DDP__PIPE_NEW(p, p->shares, double, p->share_count);
-    DDP__PIPE_NEW(p, p->other_shares, double, p->share_count);
-    ddp__pipe_point_shares(p);
-    DDP__PIPE_NEW(p, p->times, ddp_action_time, p->schedule->count);
-    DDP__PIPE_NEW(p, p->other_times, ddp_action_time, p->schedule->count);
-    p->rehearsing = 1;
-    DDP_TRY(ddp__pipe_walk(p, ddp__pipe_create_name));
-    p->rehearsing = 0;
-    for (int i = 0; i < p->link_count; i++)
-        for (int way = 0; way < 2; way++) DDP_TRY(ddp__pipe_pool_slots(p, &p->links[i].way[way], bytes));
-    for (int stage = 0; stage < p->stage_count; stage++) {
-        ddp__pipe_stage *s = &p->stages[stage];
-        size_t unused = 0;
-        if (s->number < 0) continue;
-        if (s->saved.kind) DDP_TRY(ddp__pipe_pool_slots(p, &s->saved, &unused));
-        DDP_TRY(ddp__pipe_stage_memory(p, s));
-    }
-    DDP_TRY(ddp__pipe_wide_memory(p));
-    DDP__PIPE_NEW(p, p->ties, ddp_pipeline_tie, p->desc.tie_count);
-    DDP__PIPE_NEW(p, p->tie_groups, ddp_group *, p->desc.tie_count);
-    for (int i = 0; i < p->desc.tie_count; i++) p->ties[i] = p->desc.ties[i];
-    return ddp__pipe_device(p, sizeof(ddp_exact_sum), &p->squares);
-}
-
-//== runner: slots and messages ================================================================= >>impl-pipeline-messages
-
-static void ddp__pipe_take(const ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
-    if (!pool->kind) return;
-    if (!p->rehearsing) pool->slot[microbatch] = pool->free_slots[--pool->free_count];
-    else if (++pool->taken > pool->count) pool->count = pool->taken;
-}
-
-static int ddp__pipe_tag_back(const ddp_pipeline *p, const ddp__pipe_pool *pool) { return 2 * p->link_count + pool->tag; }
-
-/* Nobody of this rank reads it any more. What another rank made in place goes back to it, and no action waits until it is there: at most, it waits for what
-   went in an earlier step. */
-static ddp_result ddp__pipe_give(const ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
-    int slot;
-    if (!pool->kind) return DDP_OK;
-    if (p->rehearsing) { pool->taken--; return DDP_OK; }
-    slot = pool->free_slots[pool->free_count++] = pool->slot[microbatch];
-    pool->slot[microbatch] = -1;
-    if (pool->kind != DDP__PIPE_IN || !p->in_place) return DDP_OK;
-    DDP_TRY(ddp_wait(p->group, &pool->returns[microbatch]));
-    pool->returned[microbatch] = pool->notes[slot];
-    return ddp_send(p->group, &pool->returned[microbatch], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(p, pool), &pool->returns[microbatch]);
-}
-
-static void *ddp__pipe_at(const ddp__pipe_pool *pool, int microbatch) {
-    int slot = pool->kind ? pool->slot[microbatch] : -1;
-    return slot < 0 ? NULL : pool->memory + (pool->kind == DDP__PIPE_IN && pool->notes ? (size_t)pool->notes[slot] : (size_t)slot * pool->stride);
-}
-
-/* The message of a slot: the tensor that lies there, or the note. */
-static ddp_result ddp__pipe_message_of(ddp_pipeline *p, ddp__pipe_pool *pool, int slot) {
-    void *data = p->in_place ? (void *)&pool->notes[slot] : (void *)(pool->memory + (size_t)slot * pool->stride);
-    size_t count = p->in_place ? 1 : (size_t)ddp_tensor_count(&pool->tensor);
-    ddp_dtype dtype = p->in_place ? DDP_U64 : pool->tensor.dtype;
-    if (pool->kind == DDP__PIPE_OUT) return ddp_send(p->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
-    return ddp_recv(p->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
-}
-
-/* The slot that comes back next is free; waits for it. */
-static ddp_result ddp__pipe_take_back(ddp_pipeline *p, ddp__pipe_pool *pool) {
-    int place = (int)(pool->back % (uint64_t)pool->count);
-    DDP_TRY(ddp_wait(p->group, &pool->returns[place]));
-    pool->free_slots[pool->free_count++] = (int)((pool->returned[place] - pool->offset) / pool->stride);
-    pool->back++;
-    return DDP_OK;
-}
-
-/* Posts receives in the order of the stream while there are slots, up to the next send in it. The rehearsal posts as far as `until`, what an action needs or
-   what comes before a send, so that slots never keep it from coming. An evaluation has no gradients. */
-static ddp_result ddp__pipe_post(ddp_pipeline *p, int peer, int until) {
-    ddp__pipe_stream *stream = &p->streams[p->one_lane ? 0 : peer];
-    for (; stream->next < stream->count; stream->next++) {
-        const ddp__pipe_message *message = &stream->messages[stream->next];
-        ddp__pipe_pool *pool = &p->links[message->link].way[message->way];
-        if (p->evaluating && message->way) continue;
-        if (pool->kind == DDP__PIPE_OUT) break;
-        if (p->rehearsing ? stream->next > until : !pool->free_count) break;
-        ddp__pipe_take(p, pool, message->microbatch);
-        if (!p->rehearsing) DDP_TRY(ddp__pipe_message_of(p, pool, pool->slot[message->microbatch]));
-    }
-    return DDP_OK;
-}
-
-static ddp_result ddp__pipe_post_all(ddp_pipeline *p) {
-    for (int peer = 0; peer < p->world_size && !p->rehearsing; peer++) DDP_TRY(ddp__pipe_post(p, peer, 0));
-    return DDP_OK;
-}
-
-/* Until the tensor is there. */
-static ddp_result ddp__pipe_await(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
-    double begin;
-    ddp_result result;
-    if (pool->kind != DDP__PIPE_IN) return DDP_OK;
-    if (p->rehearsing || pool->slot[microbatch] < 0) DDP_TRY(ddp__pipe_post(p, pool->peer, pool->order[microbatch]));
-    if (p->rehearsing) return DDP_OK;
-    if (pool->slot[microbatch] < 0) return ddp_fail(DDP_ERR_INVALID, "no slot for what rank %d sends", pool->peer);
-    begin = ddp_now();
-    result = ddp_wait(p->group, &pool->works[pool->slot[microbatch]]);
-    p->stats.wait_seconds += ddp_now() - begin;
-    return result;
-}
-
-/* A slot to write to. The send that was last in an OUT slot is done long since: a micro-batch after it has come back. In place there is a slot that has come
-   back; only evaluations, whose F have nothing to wait for, run ahead of those who read. */
-static ddp_result ddp__pipe_open_slot(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
-    if (pool->kind == DDP__PIPE_HERE) ddp__pipe_take(p, pool, microbatch);
-    if (pool->kind != DDP__PIPE_OUT || p->rehearsing) return DDP_OK;
-    if (p->in_place) {
-        if (!pool->free_count) DDP_TRY(ddp__pipe_take_back(p, pool));
-        ddp__pipe_take(p, pool, microbatch);
-    } else {
-        pool->slot[microbatch] = pool->next;
-        pool->next = (pool->next + 1) % pool->count;
-    }
-    return ddp_wait(p->group, &pool->works[pool->slot[microbatch]]);
-}
-
-static ddp_result ddp__pipe_send(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
-    if (p->one_lane && pool->kind == DDP__PIPE_OUT) { /* what comes before it */
-        DDP_TRY(ddp__pipe_post(p, pool->peer, pool->order[microbatch]));
-        if (p->streams[0].next++ != pool->order[microbatch]) return ddp_fail(DDP_ERR_INVALID, "no slot for what comes before the message to rank %d", pool->peer);
-    }
-    if (pool->kind == DDP__PIPE_NONE || p->rehearsing) return DDP_OK;
-    if (pool->kind == DDP__PIPE_HERE) {
-        p->stats.bytes_handed_over += pool->bytes;
-        return DDP_OK;
-    }
-    p->stats.bytes_sent += pool->bytes;
-    if (p->in_place) { /* its way back is ready before it goes */
-        int place = (int)(pool->lent++ % (uint64_t)pool->count);
-        DDP_TRY(ddp_recv(p->group, &pool->returned[place], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(p, pool), &pool->returns[place]));
-    }
-    return ddp__pipe_message_of(p, pool, pool->slot[microbatch]);
-}
-
-/* Waits for all that is under way. With returns, after the last step: for what was lent in place as well, which others read until the end of theirs; in
-   between it comes back by itself, as a step ends with a call that every rank makes. */
-static ddp_result ddp__pipe_drain(ddp_pipeline *p, int returns) {
-    ddp_result first = DDP_OK, result;
-    for (int i = 0; i < 2 * p->link_count; i++) {
-        ddp__pipe_pool *pool = &p->links[i / 2].way[i % 2];
-        for (int k = 0; k < pool->count && pool->works; k++) {
-            result = ddp_wait(p->group, &pool->works[k]);
-            if (first == DDP_OK) first = result;
-        }
-        for (int k = 0; k < p->microbatch_count && returns && pool->kind == DDP__PIPE_IN && pool->returns; k++) {
-            result = ddp_wait(p->group, &pool->returns[k]);
-            if (first == DDP_OK) first = result;
-        }
-        while (returns && pool->back < pool->lent) {
-            result = ddp__pipe_take_back(p, pool);
-            if (first == DDP_OK) first = result;
-            if (result != DDP_OK) pool->back++; /* the group has failed, and has no further step */
-        }
-    }
-    return first;
-}
-
 //== runner: gradients =========================================================================== >>impl-pipeline-gradients
 
-/* All gradients of a stage with buffer k: copied there (-1), added to it on the left (0) or on the right (1).
-   The sum stays in grad.data. The sum of 16-bit gradients is f32: it stays in buffer `newest`. With newest
-   -1, grad.data is the first of this sum, which then takes the place of buffer k. */
-static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, int k, int side, int newest) {
-    unsigned char *buffer = s->sum_memory + (size_t)k * s->grad_bytes;
-    unsigned char *sum = newest < 0 ? NULL : s->sum_memory + (size_t)newest * s->grad_bytes;
-    size_t at = 0;
-    for (int i = 0; i < s->desc.param_count; i++) {
-        ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
-        size_t bytes = ddp_tensor_bytes(&grad), count = bytes / ddp_dtype_size(grad.dtype);
-        unsigned char *kept = buffer + at, *out = (unsigned char *)grad.data, *right = out;
-        ddp_dtype dtype = ddp_sum_dtype(grad.dtype);
-        at += ddp_round_up(ddp__pipe_sum_bytes(&grad), 64);
-        if (!bytes) continue;
-        if (dtype != grad.dtype && sum) {
-            out = right = sum + (kept - buffer);
-        } else if (dtype != grad.dtype) {
-            right = side < 0 ? kept : p->wide;
-            out = kept;
-            p->device->cast(right, DDP_F32, grad.data, grad.dtype, count);
-        } else if (side < 0) {
-            p->device->copy(kept, grad.data, bytes);
-        }
-        if (side == 0) p->device->add(out, right, kept, count, dtype);
-        if (side > 0) p->device->add(out, kept, right, count, dtype);
-    }
-}
+/* One step of adding a micro-batch's gradients: they, or their sum so far, are copied to a buffer (side -1), or
+   added to it on the left (0) or on the right (1). */
+typedef struct ddp__pipe_step { int buffer, side; } ddp__pipe_step;
+enum { DDP__PIPE_STEPS = 25 }; /* at most 1 << 24 micro-batches */
 
-static int ddp__pipe_divides(const ddp_pipeline *p, const ddp__pipe_stage *s) {
-    int before = s->desc.grad_division == DDP_DIVIDE_BEFORE_REDUCE;
-    int without_reduce = s->desc.grad_division == DDP_DIVIDE_DEFAULT && !s->desc.reduce_grad;
-    return p->interval > 1 && (before || without_reduce);
-}
-
-/* Ends the sums of 16-bit gradients, which are in buffer k: divided where the runner divides, then rounded
-   once. */
-static void ddp__pipe_round(const ddp_pipeline *p, const ddp__pipe_stage *s, int k) {
-    unsigned char *sum = s->sum_memory + (size_t)k * s->grad_bytes;
-    for (int i = 0; i < s->desc.param_count; i++) {
-        ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
-        size_t count = ddp_tensor_bytes(&grad) / ddp_dtype_size(grad.dtype);
-        if (count && ddp_sum_dtype(grad.dtype) != grad.dtype) {
-            if (ddp__pipe_divides(p, s)) p->device->divide(sum, count, DDP_F32, (uint64_t)p->interval);
-            p->device->cast(grad.data, grad.dtype, sum, DDP_F32, count);
-        }
-        sum += ddp_round_up(ddp__pipe_sum_bytes(&grad), 64);
-    }
-}
-
-static int ddp__pipe_find_sum(const ddp__pipe_stage *s, int level, int index) {
-    for (int k = 0; k < s->sum_room; k++) if (s->sums[k].level == level && (level < 0 || s->sums[k].index == index)) return k;
+static int ddp__pipe_find_sum(const ddp__pipe_sums *sums, int level, int index) {
+    for (int k = 0; k < sums->room; k++) if (sums->table[k].level == level && (level < 0 || sums->table[k].index == index)) return k;
     return -1;
 }
 
@@ -3487,42 +3064,81 @@ static int ddp__pipe_find_sum(const ddp__pipe_stage *s, int level, int index) {
 
        update of 7        ((g0+g1)+(g2+g3))+((g4+g5)+g6)
 
-   A block meets its neighbour, or waits for it in a buffer; one that has none, at the end, goes up alone. */
-static void ddp__pipe_accumulate(const ddp_pipeline *p, ddp__pipe_stage *s, int microbatch) {
-    int n = p->interval, index = microbatch % n, newest = -1;
-    for (int level = 0; 1 << level < n; level++, index >>= 1) {
+   A block meets its neighbour, or waits for it in a buffer. A block without a neighbour, at the end, goes up by itself.
+   Enters this in the table, and fills in the steps. Returns their number. */
+static int ddp__pipe_join(ddp__pipe_sums *sums, int interval, int microbatch, ddp__pipe_step *steps) {
+    int index = microbatch % interval, count = 0;
+    sums->added = (sums->added + 1) % interval;
+    for (int level = 0; 1 << level < interval; level++, index >>= 1) {
         int neighbour = index ^ 1, k;
-        if (neighbour << level >= n) continue;
-        k = ddp__pipe_find_sum(s, level, neighbour);
-        if (k < 0) {
-            k = newest < 0 ? ddp__pipe_find_sum(s, DDP__PIPE_FREE, 0) : newest;
-            s->sums[k].level = level, s->sums[k].index = index;
-            if (k >= s->sum_count && p->rehearsing) s->sum_count = k + 1;
-            if (!p->rehearsing) ddp__pipe_combine(p, s, k, -1, newest);
-            return;
+        if (neighbour << level >= interval) continue;
+        k = ddp__pipe_find_sum(sums, level, neighbour);
+        steps[count].side = k < 0 ? -1 : index & 1;
+        if (k >= 0) {
+            sums->table[k].level = count ? DDP__PIPE_FREE : DDP__PIPE_NEWEST;
+            steps[count++].buffer = k;
+            continue;
         }
-        if (!p->rehearsing) ddp__pipe_combine(p, s, k, index & 1, newest);
-        s->sums[k].level = newest < 0 ? DDP__PIPE_NEWEST : DDP__PIPE_FREE;
-        if (newest < 0) newest = k;
+        k = count ? steps[0].buffer : ddp__pipe_find_sum(sums, DDP__PIPE_FREE, 0);
+        sums->table[k].level = level;
+        sums->table[k].index = index;
+        if (k >= sums->count) sums->count = k + 1;
+        steps[count++].buffer = k;
+        return count;
     }
-    if (newest < 0) return;
-    if (!p->rehearsing) ddp__pipe_round(p, s, newest);
-    s->sums[newest].level = DDP__PIPE_FREE;
+    if (count) sums->table[steps[0].buffer].level = DDP__PIPE_FREE;
+    return count;
 }
 
-static void ddp__pipe_divide(const ddp_pipeline *p, const ddp__pipe_stage *s) {
-    for (int i = 0; i < s->desc.param_count && ddp__pipe_divides(p, s); i++) {
-        ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
-        if (ddp_tensor_count(&grad) > 0 && ddp_sum_dtype(grad.dtype) == grad.dtype) /* those are divided already */
-            p->device->divide(grad.data, (size_t)ddp_tensor_count(&grad), grad.dtype, (uint64_t)p->interval);
+/* Carries out a step for all gradients of a stage. The sum stays in grad.data. The sum of 16-bit gradients is f32:
+   it stays in buffer `newest`. With newest -1, grad.data is the first of this sum, which then takes the place of
+   the step's buffer. */
+static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, ddp__pipe_step step, int newest) {
+    for (int i = 0; i < s->desc.param_count; i++) {
+        const ddp__pipe_gradient *g = &s->sums.gradients[i];
+        void *grad = s->desc.params[i]->grad.data;
+        unsigned char *kept = s->sums.memory + (size_t)step.buffer * s->sums.bytes + g->at, *out = (unsigned char *)grad, *right = out;
+        if (!g->bytes) continue;
+        if (g->sum_dtype != g->dtype && newest >= 0) {
+            out = right = s->sums.memory + (size_t)newest * s->sums.bytes + g->at;
+        } else if (g->sum_dtype != g->dtype) {
+            right = step.side < 0 ? kept : p->wide;
+            out = kept;
+            p->device->cast(right, DDP_F32, grad, g->dtype, g->count);
+        } else if (step.side < 0) {
+            p->device->copy(kept, grad, g->bytes);
+        }
+        if (step.side == 0) p->device->add(out, right, kept, g->count, g->sum_dtype);
+        if (step.side > 0) p->device->add(out, kept, right, g->count, g->sum_dtype);
     }
+}
+
+/* The sum over the micro-batches of an update is final: in grad.data, or, of 16-bit gradients and unless `sum` is -1,
+   in that buffer. It is divided where the runner divides. A 16-bit gradient is rounded once. */
+static void ddp__pipe_end_sum(const ddp_pipeline *p, const ddp__pipe_stage *s, int sum) {
+    int before = s->desc.grad_division == DDP_DIVIDE_BEFORE_REDUCE;
+    int without_reduce = s->desc.grad_division == DDP_DIVIDE_DEFAULT && !s->desc.reduce_grad;
+    int divides = p->interval > 1 && (before || without_reduce);
+    for (int i = 0; i < s->desc.param_count; i++) {
+        const ddp__pipe_gradient *g = &s->sums.gradients[i];
+        int wide = sum >= 0 && g->sum_dtype != g->dtype;
+        void *grad = s->desc.params[i]->grad.data, *data = wide ? s->sums.memory + (size_t)sum * s->sums.bytes + g->at : grad;
+        if (g->bytes && divides) p->device->divide(data, g->count, g->sum_dtype, (uint64_t)p->interval);
+        if (g->bytes && wide) p->device->cast(grad, g->dtype, data, DDP_F32, g->count);
+    }
+}
+
+/* The gradients of a micro-batch are in grad.data. */
+static void ddp__pipe_accumulate(const ddp_pipeline *p, ddp__pipe_stage *s, int microbatch) {
+    ddp__pipe_step steps[DDP__PIPE_STEPS];
+    int count = ddp__pipe_join(&s->sums, p->interval, microbatch, steps);
+    for (int k = 0; k < count; k++) ddp__pipe_combine(p, s, steps[k], k ? steps[0].buffer : -1);
+    if (s->sums.added == 0) ddp__pipe_end_sum(p, s, count ? steps[0].buffer : -1);
 }
 
 static void ddp__pipe_clear(const ddp_pipeline *p, const ddp__pipe_stage *s) {
-    for (int i = 0; i < s->desc.param_count && s->desc.zero_gradients; i++) {
-        ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
-        if (ddp_tensor_bytes(&grad)) p->device->fill_zero(grad.data, ddp_tensor_bytes(&grad));
-    }
+    for (int i = 0; i < s->desc.param_count && s->desc.zero_gradients; i++)
+        if (s->sums.gradients[i].bytes) p->device->fill_zero(s->desc.params[i]->grad.data, s->sums.gradients[i].bytes);
 }
 
 /* The gradient of one end of a tie, of a stage of this rank. */
@@ -3538,21 +3154,20 @@ static ddp_result ddp__pipe_tied(ddp_pipeline *p, int stage, int param, ddp_tens
 static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
     for (int i = 0; i < 2 * p->desc.tie_count; i++) {
         int number = i % p->desc.tie_count, back = i >= p->desc.tie_count, more = 0;
-        const ddp_pipeline_tie *t = &p->ties[number];
-        int rank[2] = {p->schedule->stage_rank[t->first_stage], p->schedule->stage_rank[t->second_stage]};
+        const ddp_pipeline_tie *t = &p->desc.ties[number];
+        int rank[2] = {p->schedule->stage_rank[t->first_stage], p->schedule->stage_rank[t->second_stage]}, mine = rank[0] != p->rank;
         ddp_group *two = p->tie_groups[number];
-        ddp_tensor grad[2];
+        ddp_tensor grad[2], *own = &grad[mine];
         size_t count[2];
-        for (int k = number + 1; k < p->desc.tie_count; k++) more |= p->ties[k].first_stage == t->first_stage && p->ties[k].first_param == t->first_param;
-        if ((rank[0] != p->rank && rank[1] != p->rank) || (two && back && !more)) continue;
+        for (int k = number + 1; k < p->desc.tie_count; k++) more |= p->desc.ties[k].first_stage == t->first_stage && p->desc.ties[k].first_param == t->first_param;
+        if (rank[mine] != p->rank || (two && back && !more)) continue;
         memset(grad, 0, sizeof grad);
         if (rank[0] == p->rank) DDP_TRY(ddp__pipe_tied(p, t->first_stage, t->first_param, &grad[0]));
         if (rank[1] == p->rank) DDP_TRY(ddp__pipe_tied(p, t->second_stage, t->second_param, &grad[1]));
         for (int k = 0; k < 2; k++) count[k] = grad[k].data ? (size_t)ddp_tensor_count(&grad[k]) : 0;
         if (two) {
-            int mine = rank[1] == p->rank;
-            if (back) DDP_TRY(ddp_broadcast(two, grad[mine].data, count[mine], grad[mine].dtype, rank[0] > rank[1], NULL));
-            else DDP_TRY(ddp_all_reduce(two, grad[mine].data, grad[mine].data, count[mine], grad[mine].dtype, DDP_OP_SUM, NULL));
+            if (back) DDP_TRY(ddp_broadcast(two, own->data, count[mine], own->dtype, rank[0] > rank[1], NULL));
+            else DDP_TRY(ddp_all_reduce(two, own->data, own->data, count[mine], own->dtype, DDP_OP_SUM, NULL));
         } else if (count[0] != count[1] || grad[0].dtype != grad[1].dtype) {
             return ddp_fail(DDP_ERR_INVALID, "ties[%d]: get_sharded_grad gives %zu elements of %s and %zu of %s", number, count[0], ddp_dtype_name(grad[0].dtype), count[1],
                             ddp_dtype_name(grad[1].dtype));
@@ -3565,500 +3180,845 @@ static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
 //== runner: versions of weights ================================================================== >>impl-pipeline-versions
 
 /* Whether some micro-batch in flight takes that version. */
-static int ddp__pipe_version_needed(const ddp_pipeline *p, const ddp__pipe_stage *s, uint64_t version) {
-    for (int i = 0; i < p->microbatch_count; i++) if (s->version[i] == version + 1) return 1;
+static int ddp__pipe_version_needed(const ddp_pipeline *p, const ddp__pipe_versions *v, uint64_t version) {
+    for (int i = 0; i < p->microbatch_count; i++) if (v->taken[i] == version + 1) return 1;
     return 0;
 }
 
 /* The version that an action of a micro-batch takes. PipeDream: that of its forward, which is the newest one then. 2BW: the one before what its update starts
    from, so that all micro-batches of an update take the same one. */
-static uint64_t ddp__pipe_version(const ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
-    uint64_t version = s->updates;
-    if (p->evaluating) return version;
+static uint64_t ddp__pipe_version(const ddp_pipeline *p, ddp__pipe_versions *v, const ddp_action *a) {
+    if (p->evaluating) return v->newest;
     if (p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW) {
-        uint64_t group = p->stats.steps * (uint64_t)(p->microbatch_count / p->interval) + (uint64_t)(a->microbatch / p->interval);
+        uint64_t group = p->measures[0].stats.steps * (uint64_t)(p->microbatch_count / p->interval) + (uint64_t)(a->microbatch / p->interval);
         return group ? group - 1 : 0;
     }
-    if (p->interval == p->microbatch_count) return version;
-    if (a->kind == DDP_ACTION_FORWARD) s->version[a->microbatch] = version + 1;
-    return s->version[a->microbatch] - 1;
+    if (p->interval == p->microbatch_count) return v->newest;
+    if (a->kind == DDP_ACTION_FORWARD) v->taken[a->microbatch] = v->newest + 1;
+    return v->taken[a->microbatch] - 1;
 }
 
-/* Before an update: the newest values are kept if a micro-batch still takes them. */
-static void ddp__pipe_keep_version(const ddp_pipeline *p, ddp__pipe_stage *s) {
+/* Before an update: copies that no micro-batch takes are free. Returns the copy that the newest values go to, or -1 if
+   no micro-batch takes them. */
+static int ddp__pipe_keep_version(const ddp_pipeline *p, ddp__pipe_versions *v) {
     int twice = p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW, k = 0;
-    for (int i = 0; i < s->stash_room; i++)
-        if (s->stashes[i].used && (twice || !ddp__pipe_version_needed(p, s, s->stashes[i].version))) s->stashes[i].used = 0;
-    if (!s->stash_room || (!twice && !ddp__pipe_version_needed(p, s, s->updates))) return;
-    while (s->stashes[k].used) k++;
-    s->stashes[k].used = 1;
-    s->stashes[k].version = s->updates;
-    if (p->rehearsing && k >= s->stash_count) s->stash_count = k + 1;
-    if (!p->rehearsing) {
-        unsigned char *to = s->stash_memory + (size_t)k * s->value_bytes;
-        for (int i = 0; i < s->desc.param_count; i++) {
-            size_t bytes = ddp_tensor_bytes(&s->desc.params[i]->value);
-            if (bytes) p->device->copy(to, s->desc.params[i]->value.data, bytes);
-            to += ddp_round_up(bytes, 64);
-        }
+    for (int i = 0; i < v->room; i++)
+        if (v->table[i].used && (twice || !ddp__pipe_version_needed(p, v, v->table[i].version))) v->table[i].used = 0;
+    if (!twice && !ddp__pipe_version_needed(p, v, v->newest)) return -1;
+    while (v->table[k].used) k++;
+    v->table[k].used = 1;
+    v->table[k].version = v->newest;
+    if (k >= v->count) v->count = k + 1;
+    return k;
+}
+
+static void ddp__pipe_copy_values(const ddp_pipeline *p, const ddp__pipe_stage *s, int copy) {
+    unsigned char *to = s->versions.memory + (size_t)copy * s->versions.bytes;
+    for (int i = 0; i < s->desc.param_count; i++) {
+        const ddp_tensor *value = &s->desc.params[i]->value;
+        if (ddp_tensor_bytes(value)) p->device->copy(to, value->data, ddp_tensor_bytes(value));
+        to += ddp_round_up(ddp_tensor_bytes(value), 64);
     }
 }
 
 /* Lets older values stand in for the newest ones, and back. */
-static void ddp__pipe_swap_values(const ddp_pipeline *p, const ddp__pipe_stage *s, uint64_t version, int back) {
+static void ddp__pipe_swap_values(const ddp__pipe_stage *s, uint64_t version, int back) {
+    const ddp__pipe_versions *v = &s->versions;
     int k = 0;
     unsigned char *from;
-    if (version == s->updates || !s->stash_count) return;
-    while (k < s->stash_count && !(s->stashes[k].used && s->stashes[k].version == version)) k++;
-    if (k == s->stash_count) return;
-    from = s->stash_memory + (size_t)k * s->value_bytes;
+    if (version == v->newest) return;
+    while (k < v->count && !(v->table[k].used && v->table[k].version == version)) k++;
+    if (k == v->count) return;
+    from = v->memory + (size_t)k * v->bytes;
     for (int i = 0; i < s->desc.param_count; i++) {
-        ddp_param *param = s->desc.params[i];
-        if (back) param->value.data = p->values[i];
-        else p->values[i] = param->value.data, param->value.data = from;
-        from += ddp_round_up(ddp_tensor_bytes(&param->value), 64);
+        ddp_tensor *value = &s->desc.params[i]->value;
+        if (!back) v->values[i] = value->data;
+        value->data = back ? v->values[i] : from;
+        from += ddp_round_up(ddp_tensor_bytes(value), 64);
     }
+}
+
+//== runner: laying out memory ==================================================================== >>impl-pipeline-layout
+/* Finds out how much memory a step needs, and allocates it. ddp__pipe_count goes through this rank's list once,
+   without callbacks and messages, and counts slots, partial sums and copies of weights that are in use at once. */
+
+/* The most micro-batches that a stage, of any rank, has in flight. */
+static int ddp__pipe_in_flight(const ddp_schedule *s, int stage) {
+    int rank = s->stage_rank[stage], now = 0, peak = 0;
+    for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
+        if (s->actions[i].stage != stage) continue;
+        now += s->actions[i].kind == DDP_ACTION_FORWARD;
+        now -= ddp__action_ends(s->actions[i].kind);
+        if (now > peak) peak = now;
+    }
+    return peak;
+}
+
+/* Slots of what a link's stages make for each other on different ranks, so that their maker never waits for one that the schedule gives back.
+
+   Way 1, gradients: where the maker's action stands, every lent slot is of a micro-batch whose F of stage `from` has begun, and whose end there, which gives the
+   slot back, has not been heard of. At the latest action of `from` that has been heard of these are all in flight: so many are enough. Way 0: such a micro-batch
+   is in flight at `from` itself, or has ended there; then its I of stage `to` has been, and only its W, if I and W are two, is still to come: it is in flight
+   at the latest action of `to` that has been heard of. Where tensors are copied, it is the slots of the reader that wait for it.
+
+   What comes back may stand behind messages of that rank which are not asked for yet: not if a gradient came from there later, and was asked for after all of
+   them. Where it is by others alone that the maker hears of `to`, and there are such messages, it waits for nothing: each micro-batch has a slot. */
+static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp_pipeline_edge *link, int way) {
+    const ddp_schedule *s = p->schedule;
+    int slots = ddp__pipe_in_flight(s, link->from), rank = s->stage_rank[link->to], split = 0, heard = 0, more = 0;
+    for (int i = s->first[rank]; i < s->first[rank + 1]; i++) split |= s->actions[i].stage == link->to && s->actions[i].kind == DDP_ACTION_WEIGHT_GRAD;
+    for (int i = 0; i < p->link_count && p->in_place && !way; i++) {
+        const ddp_pipeline_edge *e = &p->links[i].edge;
+        int from = s->stage_rank[e->from], to = e->to < p->stage_count ? s->stage_rank[e->to] : -1, back = from == p->rank && to == rank && !e->no_grad;
+        heard |= back && e->from >= link->from && e->to <= link->to;
+        more |= back || (from == rank && to == p->rank);
+    }
+    if (more && !heard) return p->microbatch_count;
+    if (p->in_place && !way && split) slots += ddp__pipe_in_flight(s, link->to);
+    return ddp__pipe_min(slots, p->microbatch_count);
+}
+
+/* A pool of tensors of that size, whose slots are not counted yet. */
+static ddp_result ddp__pipe_pool_open(ddp_pipeline *p, ddp__pipe_pool *pool, int kind, size_t bytes) {
+    pool->kind = kind;
+    pool->bytes = bytes;
+    pool->stride = ddp_round_up(bytes, 64);
+    DDP__PIPE_NEW(p, pool->slot, int, p->microbatch_count);
+    for (int i = 0; i < p->microbatch_count; i++) pool->slot[i] = -1;
+    if (kind != DDP__PIPE_HERE) DDP__PIPE_NEW(p, pool->order, int, p->microbatch_count);
+    return DDP_OK;
+}
+
+/* What each edge means on this rank. The loss is on the rank of the last stage. */
+static ddp_result ddp__pipe_links(ddp_pipeline *p) {
+    const int *rank_of = p->schedule->stage_rank;
+    for (int i = 0; i < 2 * p->link_count; i++) {
+        const ddp_pipeline_edge *e = &p->links[i / 2].edge;
+        int way = i % 2, from = rank_of[e->from], to = e->to < p->stage_count ? rank_of[e->to] : from;
+        int maker = way ? to : from, user = way ? from : to, kind = maker == p->rank ? DDP__PIPE_OUT : DDP__PIPE_IN;
+        ddp__pipe_pool *pool = &p->links[i / 2].way[way];
+        pool->tensor = e->tensor;
+        pool->tensor.data = NULL;
+        if (way) pool->tensor.dtype = e->grad_dtype;
+        if ((way && e->no_grad) || (maker != p->rank && user != p->rank)) continue;
+        pool->peer = maker == p->rank ? user : maker;
+        pool->tag = i;
+        if (maker == user) kind = DDP__PIPE_HERE;
+        if (kind == DDP__PIPE_OUT) pool->count = ddp__pipe_out_slots(p, e, way);
+        DDP_TRY(ddp__pipe_pool_open(p, pool, kind, ddp_tensor_bytes(&pool->tensor)));
+    }
+    return DDP_OK;
+}
+
+/* A stage of this rank: its links, and tables whose size does not depend on the order. */
+static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, ddp__pipe_stage *s) {
+    ddp__pipe_sums *sums = &s->sums;
+    ddp__pipe_versions *versions = &s->versions;
+    for (int side = 0; side < 2; side++) {
+        DDP__PIPE_NEW(p, s->links[side], int, p->link_count);
+        for (int i = 0; i < p->link_count; i++)
+            if ((side ? p->links[i].edge.from : p->links[i].edge.to) == s->number) s->links[side][s->link_count[side]++] = i;
+    }
+    if (s->desc.saved_bytes) DDP_TRY(ddp__pipe_pool_open(p, &s->saved, DDP__PIPE_HERE, s->desc.saved_bytes));
+    sums->room = p->interval / 2 + 2;
+    DDP__PIPE_NEW(p, sums->table, ddp__pipe_sum, sums->room);
+    for (int i = 0; i < sums->room; i++) sums->table[i].level = DDP__PIPE_FREE;
+    DDP__PIPE_NEW(p, versions->taken, uint64_t, p->microbatch_count);
+    if (p->interval < p->microbatch_count || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW) versions->room = ddp__pipe_in_flight(p->schedule, s->number) + 1;
+    DDP__PIPE_NEW(p, versions->table, ddp__pipe_stash, versions->room);
+    DDP__PIPE_NEW(p, versions->values, void *, s->desc.param_count);
+    DDP__PIPE_NEW(p, s->placed, unsigned char, s->desc.param_count);
+    DDP__PIPE_NEW(p, sums->gradients, ddp__pipe_gradient, s->desc.param_count);
+    for (int i = 0; i < s->desc.param_count; i++) {
+        ddp__pipe_gradient *g = &sums->gradients[i];
+        ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
+        g->dtype = grad.dtype;
+        g->sum_dtype = ddp_sum_dtype(g->dtype);
+        g->bytes = ddp_tensor_bytes(&grad);
+        g->count = g->bytes / ddp_dtype_size(g->dtype);
+        g->at = sums->bytes;
+        sums->bytes += ddp_round_up(g->count * ddp_dtype_size(g->sum_dtype), 64);
+        versions->bytes += ddp_round_up(ddp_tensor_bytes(&s->desc.params[i]->value), 64);
+    }
+    return DDP_OK;
+}
+
+static int ddp__pipe_message_compare(const void *left, const void *right) {
+    const ddp__pipe_message *l = (const ddp__pipe_message *)left, *r = (const ddp__pipe_message *)right;
+    if (l->at != r->at) return l->at < r->at ? -1 : 1;
+    if (l->source != r->source) return l->source < r->source ? -1 : 1;
+    return l->link < r->link ? -1 : l->link > r->link;
+}
+
+/* What ranks `peer` to last send to this one, in the order of their lists: for each F its outputs, for each I or B the gradients of its inputs. With times:
+   what this rank sends as well, all of it in the order of the times. */
+static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, ddp__pipe_stream *stream, int peer, int last, const ddp_action_time *times) {
+    const ddp_schedule *s = p->schedule;
+    for (int pass = 0; pass < 2; pass++) { /* the first one counts */
+        if (pass) DDP__PIPE_NEW(p, stream->messages, ddp__pipe_message, stream->count);
+        stream->count = 0;
+        for (int i = s->first[peer]; i < s->first[last + 1]; i++) {
+            const ddp_action *a = &s->actions[i];
+            int way = a->kind != DDP_ACTION_FORWARD;
+            if (!ddp__action_computes(a->kind) || a->kind == DDP_ACTION_WEIGHT_GRAD) continue;
+            for (int k = 0; k < p->link_count; k++) {
+                const ddp__pipe_link *link = &p->links[k];
+                ddp__pipe_message message = {k, way, a->microbatch, i, times ? times[i].end : 0};
+                int kind = link->way[way].kind;
+                if ((way ? link->edge.to : link->edge.from) != a->stage || !(kind == DDP__PIPE_IN || (times && kind == DDP__PIPE_OUT))) continue;
+                if (pass) stream->messages[stream->count] = message;
+                stream->count++;
+            }
+        }
+    }
+    if (times) qsort(stream->messages, (size_t)stream->count, sizeof *stream->messages, ddp__pipe_message_compare);
+    for (int i = 0; i < stream->count; i++) {
+        const ddp__pipe_message *message = &stream->messages[i];
+        p->links[message->link].way[message->way].order[message->microbatch] = i;
+    }
+    return DDP_OK;
+}
+
+/* The streams. Where all messages of a rank share a lane, both ways, each waits for those before it, here and at its peer. They go in the order of
+   ddp__lower_comm, that of the moments at which they are made with unit costs: whatever is first among all that is left, of computations by their begin and of
+   messages, has what it needs. A receive is issued as soon as the sends before it are, earlier than its moment: that is only computation which makes none of
+   these. */
+static ddp_result ddp__pipe_order(ddp_pipeline *p) {
+    ddp__play play;
+    ddp_result result;
+    DDP__PIPE_NEW(p, p->streams, ddp__pipe_stream, p->world_size);
+    for (int peer = 0; peer < p->world_size && !p->one_lane; peer++)
+        if (peer != p->rank) DDP_TRY(ddp__pipe_stream_open(p, &p->streams[peer], peer, peer, NULL));
+    if (!p->one_lane) return DDP_OK;
+    DDP_TRY(ddp__play_timed(&play, p->schedule, NULL, 0, "ddp_pipeline_create"));
+    result = ddp__pipe_stream_open(p, &p->streams[0], 0, p->world_size - 1, play.times);
+    ddp__play_close(&play);
+    return result;
+}
+
+/* One slot is taken (1) or given back (-1). Slots of what is sent are known already. */
+static void ddp__pipe_count_slot(ddp__pipe_pool *pool, int change) {
+    if (pool->kind == DDP__PIPE_NONE || pool->kind == DDP__PIPE_OUT) return;
+    pool->used += change;
+    if (pool->used > pool->count) pool->count = pool->used;
+}
+
+/* The receives of a stream that are posted by the time its message of a micro-batch is used, or sent. */
+static void ddp__pipe_count_receives(ddp_pipeline *p, const ddp__pipe_pool *pool, int microbatch) {
+    ddp__pipe_stream *stream = &p->streams[p->one_lane ? 0 : pool->peer];
+    for (; stream->next <= pool->order[microbatch]; stream->next++) {
+        const ddp__pipe_message *message = &stream->messages[stream->next];
+        ddp__pipe_count_slot(&p->links[message->link].way[message->way], 1);
+    }
+}
+
+
+/* What an action takes and gives back, in the order of ddp__pipe_action. */
+static void ddp__pipe_count_action(ddp_pipeline *p, const ddp_action *a) {
+    ddp__pipe_stage *s = &p->stages[a->stage];
+    ddp__pipe_versions *versions = &s->versions;
+    ddp__pipe_step steps[DDP__PIPE_STEPS];
+    ddp__pipe_pool *pool;
+    int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD, ends = ddp__action_ends(a->kind);
+    int update = a->kind == DDP_ACTION_REDUCE_GRAD, loss = !way && ddp__pipe_is_last(p, s);
+    if (ddp__action_computes(a->kind)) {
+        for (int k = 0; (pool = ddp__pipe_at(p, s, way, way, k)) != NULL; k++)
+            if (pool->kind == DDP__PIPE_IN) ddp__pipe_count_receives(p, pool, i);
+        for (int k = 0; makes && (pool = ddp__pipe_at(p, s, !way, way, k)) != NULL; k++) ddp__pipe_count_slot(pool, 1);
+        for (int k = 0; loss && (pool = ddp__pipe_at(p, s, 1, 1, k)) != NULL; k++) ddp__pipe_count_slot(pool, 1);
+        if (!way || (s->desc.recompute && makes)) ddp__pipe_count_slot(&s->saved, 1);
+        ddp__pipe_version(p, versions, a);
+        for (int k = 0; ends && (pool = ddp__pipe_at(p, s, 0, 0, k)) != NULL; k++) ddp__pipe_count_slot(pool, -1);
+        for (int k = 0; ends && (pool = ddp__pipe_at(p, s, 1, 1, k)) != NULL; k++) ddp__pipe_count_slot(pool, -1);
+        for (int k = 0; makes && (pool = ddp__pipe_at(p, s, !way, way, k)) != NULL; k++)
+            if (p->one_lane && pool->kind == DDP__PIPE_OUT) ddp__pipe_count_receives(p, pool, i);
+        for (int k = 0; loss && (pool = ddp__pipe_at(p, s, 1, 0, k)) != NULL; k++) ddp__pipe_count_slot(pool, -1);
+        if (ends || (!way && s->desc.recompute)) ddp__pipe_count_slot(&s->saved, -1);
+    }
+    if (ends) {
+        ddp__pipe_join(&s->sums, p->interval, i, steps);
+        versions->taken[i] = 0;
+        update = s->sums.added == 0 && !ddp__pipe_has(s, DDP_ACTION_REDUCE_GRAD);
+    }
+    if (!update || !versions->room) return;
+    ddp__pipe_keep_version(p, versions);
+    versions->newest++;
+}
+
+static void ddp__pipe_count(ddp_pipeline *p) {
+    for (int i = 0; i < p->list_count; i++) if (p->list[i].stage >= 0) ddp__pipe_count_action(p, &p->list[i]);
+    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s)) { /* this was not a step */
+        s->versions.newest = 0;
+        for (int k = 0; k < s->versions.room; k++) s->versions.table[k].used = 0;
+    }
+}
+
+/* The slots of a pool; *shared: bytes of group memory. */
+static ddp_result ddp__pipe_pool_memory(ddp_pipeline *p, ddp__pipe_pool *pool, size_t *shared) {
+    int returns, noted = p->in_place && pool->kind != DDP__PIPE_HERE;
+    size_t bytes;
+    if (!pool->kind) return DDP_OK;
+    if (pool->kind == DDP__PIPE_IN) pool->count = ddp__pipe_min(pool->count + p->desc.prefetch, p->microbatch_count);
+    returns = pool->kind == DDP__PIPE_IN ? p->microbatch_count : pool->count;
+    if (pool->stride > (SIZE_MAX / 2 - *shared) / ((size_t)pool->count + 1))
+        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %d micro-batches at a time of %zu bytes each", pool->count, pool->stride);
+    if (pool->kind != DDP__PIPE_HERE) p->works += pool->count + (noted ? returns : 0);
+    DDP__PIPE_NEW(p, pool->works, ddp_work, pool->count);
+    DDP__PIPE_NEW(p, pool->free_slots, int, pool->count);
+    pool->free_count = pool->count;
+    for (int i = 0; i < pool->count; i++) pool->free_slots[i] = pool->count - 1 - i;
+    if (noted) {
+        DDP__PIPE_NEW(p, pool->notes.offsets, uint64_t, pool->count);
+        DDP__PIPE_NEW(p, pool->notes.returned, uint64_t, returns);
+        DDP__PIPE_NEW(p, pool->notes.returns, ddp_work, returns);
+        if (pool->kind == DDP__PIPE_IN) return DDP_OK;
+    }
+    bytes = pool->stride * (size_t)pool->count;
+    p->now->stats.activation_bytes += bytes;
+    if (pool->kind != DDP__PIPE_OUT) return ddp__pipe_device(p, bytes, (void **)&pool->memory);
+    pool->offset = *shared;
+    *shared += bytes;
+    for (int i = 0; i < pool->count && noted; i++) pool->notes.offsets[i] = pool->offset + (size_t)i * pool->stride;
+    return DDP_OK;
+}
+
+/* Gradients, their partial sums, and weights that are kept. */
+static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
+    size_t sum_bytes = (size_t)s->sums.count * s->sums.bytes, version_bytes = (size_t)s->versions.count * s->versions.bytes, unused = 0;
+    DDP_TRY(ddp__pipe_pool_memory(p, &s->saved, &unused));
+    for (int i = 0; i < s->desc.param_count; i++) {
+        const ddp__pipe_gradient *g = &s->sums.gradients[i];
+        ddp_param *param = s->desc.params[i];
+        ddp_tensor grad = ddp_param_grad(param);
+        if (s->sums.count && g->sum_dtype != g->dtype && 2 * g->bytes > p->wide_bytes) p->wide_bytes = 2 * g->bytes;
+        if (param->grad.data || s->desc.unshard) continue;
+        DDP_TRY(ddp__pipe_device(p, g->bytes, &grad.data));
+        param->grad = grad;
+        s->placed[i] = 1;
+    }
+    if (sum_bytes) DDP_TRY(ddp__pipe_device(p, sum_bytes, (void **)&s->sums.memory));
+    if (version_bytes) DDP_TRY(ddp__pipe_device(p, version_bytes, (void **)&s->versions.memory));
+    p->now->stats.accumulation_bytes += sum_bytes;
+    p->now->stats.version_bytes += version_bytes;
+    for (int i = 0; i < s->link_count[1] && s->desc.recompute; i++) {
+        ddp__pipe_link *link = &p->links[s->links[1][i]];
+        DDP_TRY(ddp__pipe_device(p, link->way[0].stride, (void **)&link->scratch));
+        p->now->stats.activation_bytes += link->way[0].stride;
+    }
+    return DDP_OK;
+}
+
+/* Everything but the shared memory, of which *shared bytes are needed. */
+static ddp_result ddp__pipe_layout(ddp_pipeline *p, size_t *shared) {
+    DDP_TRY(ddp__pipe_order(p));
+    ddp__pipe_count(p);
+    for (int i = 0; i < 4; i++) DDP__PIPE_NEW(p, p->tensors[i], ddp_tensor, p->link_count);
+    p->share_count = (size_t)p->microbatch_count + 3 * (size_t)p->world_size + 4 * (size_t)p->stage_count;
+    for (int k = 0; k < 2; k++) {
+        ddp__pipe_measures *m = &p->measures[k];
+        DDP__PIPE_NEW(p, m->losses, double, p->share_count);
+        m->starts = m->losses + p->microbatch_count;
+        m->spans = m->starts + p->world_size;
+        m->computes = m->spans + p->world_size;
+        m->seconds = m->computes + p->world_size;
+        DDP__PIPE_NEW(p, m->times, ddp_action_time, p->schedule->count);
+    }
+    p->now = &p->measures[0];
+    for (int i = 0; i < 2 * p->link_count; i++) DDP_TRY(ddp__pipe_pool_memory(p, &p->links[i / 2].way[i % 2], shared));
+    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s)) DDP_TRY(ddp__pipe_stage_memory(p, s));
+    if (p->wide_bytes) DDP_TRY(ddp__pipe_device(p, p->wide_bytes, (void **)&p->wide));
+    p->now->stats.accumulation_bytes += p->wide_bytes;
+    DDP__PIPE_NEW(p, p->tie_groups, ddp_group *, p->desc.tie_count);
+    return ddp__pipe_device(p, sizeof *p->squares, (void **)&p->squares);
+}
+
+//== runner: slots and messages ================================================================= >>impl-pipeline-messages
+
+static void ddp__pipe_take(ddp__pipe_pool *pool, int microbatch) {
+    if (pool->kind) pool->slot[microbatch] = pool->free_slots[--pool->free_count];
+}
+
+static int ddp__pipe_tag_back(const ddp_pipeline *p, const ddp__pipe_pool *pool) { return 2 * p->link_count + pool->tag; }
+
+/* This rank does not read the tensor any more. A note goes back to the rank that made it. No action waits until the
+   note is there: at most, it waits for one of an earlier step. */
+static ddp_result ddp__pipe_give(const ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+    ddp__pipe_notes *notes = &pool->notes;
+    int slot;
+    if (!pool->kind) return DDP_OK;
+    slot = pool->free_slots[pool->free_count++] = pool->slot[microbatch];
+    pool->slot[microbatch] = -1;
+    if (pool->kind != DDP__PIPE_IN || !p->in_place) return DDP_OK;
+    DDP_TRY(ddp_wait(p->group, &notes->returns[microbatch]));
+    notes->returned[microbatch] = notes->offsets[slot];
+    return ddp_send(p->group, &notes->returned[microbatch], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(p, pool), &notes->returns[microbatch]);
+}
+
+static void *ddp__pipe_data(const ddp__pipe_pool *pool, int microbatch) {
+    int slot = pool->kind ? pool->slot[microbatch] : -1;
+    if (slot < 0) return NULL;
+    return pool->memory + (pool->kind == DDP__PIPE_IN && pool->notes.offsets ? (size_t)pool->notes.offsets[slot] : (size_t)slot * pool->stride);
+}
+
+/* The message of a micro-batch's slot: the tensor there, or the note. */
+static ddp_result ddp__pipe_message_of(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+    int slot = pool->slot[microbatch];
+    void *data = p->in_place ? (void *)&pool->notes.offsets[slot] : (void *)(pool->memory + (size_t)slot * pool->stride);
+    size_t count = p->in_place ? 1 : (size_t)ddp_tensor_count(&pool->tensor);
+    ddp_dtype dtype = p->in_place ? DDP_U64 : pool->tensor.dtype;
+    if (pool->kind == DDP__PIPE_OUT) return ddp_send(p->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
+    return ddp_recv(p->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
+}
+
+/* The slot that comes back next is free; waits for it. */
+static ddp_result ddp__pipe_take_back(ddp_pipeline *p, ddp__pipe_pool *pool) {
+    int place = (int)(pool->notes.back++ % (uint64_t)pool->count);
+    DDP_TRY(ddp_wait(p->group, &pool->notes.returns[place]));
+    pool->free_slots[pool->free_count++] = (int)((pool->notes.returned[place] - pool->offset) / pool->stride);
+    return DDP_OK;
+}
+
+/* Posts receives in the order of the stream while there are slots, up to the next send in it. An evaluation has no gradients. */
+static ddp_result ddp__pipe_post(ddp_pipeline *p, ddp__pipe_stream *stream) {
+    for (; stream->next < stream->count; stream->next++) {
+        const ddp__pipe_message *message = &stream->messages[stream->next];
+        ddp__pipe_pool *pool = &p->links[message->link].way[message->way];
+        if (p->evaluating && message->way) continue;
+        if (pool->kind == DDP__PIPE_OUT || !pool->free_count) break;
+        ddp__pipe_take(pool, message->microbatch);
+        DDP_TRY(ddp__pipe_message_of(p, pool, message->microbatch));
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__pipe_post_all(ddp_pipeline *p) {
+    for (int peer = 0; peer < p->world_size; peer++) DDP_TRY(ddp__pipe_post(p, &p->streams[peer]));
+    return DDP_OK;
+}
+
+/* Until the tensor is there. */
+static ddp_result ddp__pipe_await(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+    double begin = ddp_now();
+    ddp_result result;
+    if (pool->kind != DDP__PIPE_IN) return DDP_OK;
+    if (pool->slot[microbatch] < 0) DDP_TRY(ddp__pipe_post_all(p));
+    if (pool->slot[microbatch] < 0) return ddp_fail(DDP_ERR_INVALID, "no slot for what rank %d sends", pool->peer);
+    result = ddp_wait(p->group, &pool->works[pool->slot[microbatch]]);
+    p->now->stats.wait_seconds += ddp_now() - begin;
+    return result;
+}
+
+/* A slot to write to. The send that was last in an OUT slot is done long since: a micro-batch after it has come back. In place there is a slot that has come
+   back; only evaluations, whose F have nothing to wait for, run ahead of those who read. */
+static ddp_result ddp__pipe_open_slot(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+    if (pool->kind == DDP__PIPE_OUT && p->in_place && !pool->free_count) DDP_TRY(ddp__pipe_take_back(p, pool));
+    if (pool->kind == DDP__PIPE_HERE || p->in_place) ddp__pipe_take(pool, microbatch);
+    else if (pool->kind == DDP__PIPE_OUT) pool->slot[microbatch] = (int)(pool->sent % (uint64_t)pool->count);
+    return pool->kind == DDP__PIPE_OUT ? ddp_wait(p->group, &pool->works[pool->slot[microbatch]]) : DDP_OK;
+}
+
+static ddp_result ddp__pipe_send(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+    if (pool->kind == DDP__PIPE_HERE) p->now->stats.bytes_handed_over += pool->bytes;
+    if (pool->kind != DDP__PIPE_OUT) return DDP_OK;
+    if (p->one_lane) { /* what comes before it */
+        DDP_TRY(ddp__pipe_post(p, &p->streams[0]));
+        if (p->streams[0].next++ != pool->order[microbatch]) return ddp_fail(DDP_ERR_INVALID, "no slot for what comes before the message to rank %d", pool->peer);
+    }
+    p->now->stats.bytes_sent += pool->bytes;
+    if (p->in_place) { /* its way back is ready before it goes */
+        uint64_t place = pool->sent % (uint64_t)pool->count;
+        DDP_TRY(ddp_recv(p->group, &pool->notes.returned[place], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(p, pool), &pool->notes.returns[place]));
+    }
+    pool->sent++;
+    return ddp__pipe_message_of(p, pool, microbatch);
+}
+
+/* Waits for all that is under way. With returns, after the last step: for what was lent in place as well, which others read until the end of theirs; in
+   between it comes back by itself, as a step ends with a call that every rank makes. */
+static ddp_result ddp__pipe_drain(ddp_pipeline *p, int returns) {
+    ddp_saved_error first;
+    first.result = DDP_OK;
+    for (int i = 0; i < 2 * p->link_count; i++) {
+        ddp__pipe_pool *pool = &p->links[i / 2].way[i % 2];
+        ddp__pipe_notes *notes = &pool->notes;
+        for (int k = 0; k < pool->count; k++) ddp_error_save(&first, ddp_wait(p->group, &pool->works[k]));
+        if (!returns || !p->in_place) continue;
+        for (int k = 0; k < p->microbatch_count && pool->kind == DDP__PIPE_IN; k++) ddp_error_save(&first, ddp_wait(p->group, &notes->returns[k]));
+        while (notes->back < pool->sent) ddp_error_save(&first, ddp__pipe_take_back(p, pool));
+    }
+    return ddp_error_restore(&first);
 }
 
 //== runner: a step =================================================================================== >>impl-pipeline-step
 
-/* "1B3 (stage 1, backward of micro-batch 3)" */
-static void ddp__pipe_words(const ddp_pipeline *p, const ddp_action *a, char *out, size_t size) {
-    if (a->microbatch < 0) snprintf(out, size, "%s (%s)", ddp__action_label(a).text, ddp__pipe_stage_label(p, a->stage).text);
-    else snprintf(out, size, "%s (%s, %s of micro-batch %d)", ddp__action_label(a).text, ddp__pipe_stage_label(p, a->stage).text, ddp__action_words[a->kind], a->microbatch);
-}
-
-/* Something of this rank failed, or what it waited for: the group is poisoned, if it is not yet, so that the step ends everywhere. what: "the callback of". */
-static ddp_result ddp__pipe_fail(ddp_pipeline *p, ddp_result result, const char *who, const char *what, const ddp_action *a, const char *how) {
-    char words[160] = "", text[512];
-    if (a) ddp__pipe_words(p, a, words, sizeof words);
+/* Something of this rank failed, or what it waited for did; the error line says what. The group is poisoned, if it is not yet, so that the step ends
+   everywhere. what: "the callback of ". */
+static ddp_result ddp__pipe_fail(ddp_pipeline *p, ddp_result result, const char *what, const ddp_action *a, const char *how) {
+    const char *who = ddp_public_call_name("ddp_pipeline_step"), *inner;
+    char words[160] = "", text[512], line[512];
+    if (result == DDP_OK) return DDP_OK;
+    snprintf(line, sizeof line, "%s", ddp_last_error());
+    if (a) /* "1B3 (stage 1, backward of micro-batch 3)" */
+        snprintf(words, sizeof words, "%s (%s, %s of micro-batch %d)", ddp__action_label(a).text, ddp__pipe_stage_label(p, a->stage).text,
+                 ddp__action_words[a->kind], a->microbatch);
     if (ddp_group_cause(p->group) == DDP_OK) {
-        const char *inner = strstr(p->text, "cause: "); /* a line has one of them */
-        if (!inner) inner = p->text;
-        else inner += strlen("cause: ");
-        snprintf(text, sizeof text, "cause: rank %d in %s: %s%s%s: %.250s", p->rank, who, what, words, how, inner);
+        inner = strstr(line, "cause: "); /* a line has one of them */
+        snprintf(text, sizeof text, "cause: rank %d in %s: %s%s%s: %.250s", p->rank, who, what, words, how, inner ? inner + strlen("cause: ") : line);
         ddp_group_poison(p->group, result, text);
-    } else snprintf(p->text, sizeof p->text, "%s", ddp_last_error()); /* the first cause, without the call that met it */
-    for (int i = 0; i < p->desc.tie_count && p->tie_groups; i++) /* nobody waits there for this rank */
+    } else snprintf(line, sizeof line, "%s", ddp_last_error()); /* the first cause, without the call that met it */
+    for (int i = 0; i < p->desc.tie_count; i++) /* nobody waits there for this rank */
         if (p->tie_groups[i]) ddp_group_pass_on(p->group, p->tie_groups[i]);
-    return ddp_fail(result, "rank %d/%d %s group=%s: %s%s%s: %.300s", p->rank, p->world_size, who, ddp_group_name(p->group), what, words, how, p->text);
+    return ddp_fail_in(result, who, p->group, "%s%s%s: %.300s", what, words, how, line);
 }
 
-static ddp_result ddp__pipe_fail_here(ddp_pipeline *p, ddp_result result, const char *who, const char *what, const ddp_action *a, const char *how) {
-    if (result == DDP_OK) return DDP_OK;
-    snprintf(p->text, sizeof p->text, "%s", ddp_last_error());
-    return ddp__pipe_fail(p, result, who, what, a, how);
-}
-
-static ddp_result ddp__pipe_hook(ddp_pipeline *p, const ddp__pipe_stage *s, ddp_stage_hook hook, const char *name, const char *who) {
-    char what[96];
-    double begin;
-    ddp_result result;
-    if (!hook || p->rehearsing) return DDP_OK;
-    begin = ddp_now();
-    snprintf(p->text, sizeof p->text, "%s", ddp_last_error());
-    result = hook(s->number, s->desc.user);
+/* A callback or a hook has returned. before: the error line before its call; if it is the same, the result says what failed. */
+static ddp_result ddp__pipe_returned(ddp_pipeline *p, ddp_result result, const char *before, const char *what, const ddp_action *a) {
     if (result == DDP_OK) result = ddp__pipe_enter(p);
-    p->stats.update_seconds += ddp_now() - begin;
     if (result == DDP_OK) return DDP_OK;
-    snprintf(what, sizeof what, "%s of %s", name, ddp__pipe_stage_label(p, s->number).text);
-    snprintf(p->text, sizeof p->text, "%s", strcmp(p->text, ddp_last_error()) ? ddp_last_error() : ddp_result_name(result));
-    return ddp__pipe_fail(p, result, who, what, NULL, " failed");
+    if (strcmp(before, ddp_last_error()) == 0) ddp_fail(result, "%s", ddp_result_name(result));
+    return ddp__pipe_fail(p, result, what, a, " failed");
 }
 
-/* Runs a callback; what it says in ddp_fail goes into the error. */
-static ddp_result ddp__pipe_callback(ddp_pipeline *p, ddp_pipeline_fn fn, const ddp_pipeline_call *call, void *user, const ddp_action *a, const char *what, const char *who) {
+static ddp_result ddp__pipe_hook(ddp_pipeline *p, const ddp__pipe_stage *s, ddp_stage_hook hook, const char *name) {
+    char what[96], before[512];
+    double begin = ddp_now();
     ddp_result result;
-    snprintf(p->text, sizeof p->text, "%s", ddp_last_error());
+    if (!hook) return DDP_OK;
+    snprintf(what, sizeof what, "%s of %s", name, ddp__pipe_stage_label(p, s->number).text);
+    snprintf(before, sizeof before, "%s", ddp_last_error());
+    result = ddp__pipe_returned(p, hook(s->number, s->desc.user), before, what, NULL);
+    p->now->stats.update_seconds += ddp_now() - begin;
+    return result;
+}
+
+static ddp_result ddp__pipe_callback(ddp_pipeline *p, ddp_pipeline_fn fn, const ddp_pipeline_call *call, void *user, const ddp_action *a, const char *what) {
+    ddp_result result;
+    char before[512];
+    snprintf(before, sizeof before, "%s", ddp_last_error());
     {
         DDP_USER_CALLBACK;
         result = fn(call, user);
     }
-    if (result == DDP_OK) result = ddp__pipe_enter(p);
-    if (result == DDP_OK) return DDP_OK;
-    snprintf(p->text, sizeof p->text, "%s", strcmp(p->text, ddp_last_error()) ? ddp_last_error() : ddp_result_name(result));
-    return ddp__pipe_fail(p, result, who, what, a, " failed");
+    return ddp__pipe_returned(p, result, before, what, a);
 }
 
-/* The tensors of a call: way 0 or 1 of a stage's links. */
-static const ddp_tensor *ddp__pipe_tensors(const ddp_pipeline *p, ddp_tensor *out, const int *links, int count, int way, int microbatch) {
-    for (int i = 0; i < count; i++) {
-        const ddp__pipe_pool *pool = &p->links[links[i]].way[way];
-        out[i] = pool->tensor;
-        out[i].data = ddp__pipe_at(pool, microbatch);
+/* The tensors of a call, in p->tensors[2 * way + side]. */
+static const ddp_tensor *ddp__pipe_tensors(const ddp_pipeline *p, const ddp__pipe_stage *s, int side, int way, int microbatch) {
+    ddp_tensor *out = p->tensors[2 * way + side];
+    ddp__pipe_pool *pool;
+    for (int k = 0; (pool = ddp__pipe_at(p, s, side, way, k)) != NULL; k++) {
+        out[k] = pool->tensor;
+        out[k].data = ddp__pipe_data(pool, microbatch);
     }
     return out;
 }
 
 /* The forward once more, into memory that nobody reads. */
-static ddp_result ddp__pipe_recompute(ddp_pipeline *p, const ddp__pipe_stage *s, const ddp_pipeline_call *call, const ddp_action *a, const char *who) {
+static ddp_result ddp__pipe_recompute(ddp_pipeline *p, const ddp__pipe_stage *s, const ddp_pipeline_call *call, const ddp_action *a) {
     ddp_pipeline_call again = *call;
     double loss = 0;
     again.kind = DDP_ACTION_FORWARD;
     again.recomputing = 1;
     again.output_grads = again.input_grads = NULL;
-    for (int i = 0; i < s->output_count; i++) {
-        p->tensors[1][i] = p->links[s->outputs[i]].way[0].tensor;
-        p->tensors[1][i].data = p->scratch[s->outputs[i]];
-    }
-    again.outputs = p->tensors[1];
-    if (s->number + 1 == p->stage_count) again.loss = &loss;
-    return ddp__pipe_callback(p, s->desc.forward, &again, s->desc.user, a, "the callback of ", who);
+    again.outputs = ddp__pipe_tensors(p, s, 1, 0, a->microbatch);
+    for (int i = 0; i < s->link_count[1]; i++) p->tensors[1][i].data = p->links[s->links[1][i]].scratch;
+    if (ddp__pipe_is_last(p, s)) again.loss = &loss;
+    return ddp__pipe_callback(p, s->desc.forward, &again, s->desc.user, a, "the callback of ");
 }
 
 /* The callbacks of an action whose tensors are all there. */
-static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, const char *who) {
+static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, uint64_t version) {
     static const char what[] = "the callback of ";
-    int i = a->microbatch, kind = (int)a->kind, last = s->number + 1 == p->stage_count;
+    int i = a->microbatch, kind = (int)a->kind, last = ddp__pipe_is_last(p, s);
     ddp_pipeline_call call;
     memset(&call, 0, sizeof call);
-    call.kind = a->kind, call.stage = a->stage, call.microbatch = i, call.evaluating = p->evaluating;
-    call.input_count = s->input_count, call.output_count = s->output_count;
-    call.saved = ddp__pipe_at(&s->saved, i);
-    call.version = (int)ddp__pipe_version(p, s, a);
-    call.inputs = ddp__pipe_tensors(p, p->tensors[0], s->inputs, s->input_count, 0, i);
+    call.kind = a->kind;
+    call.stage = a->stage;
+    call.microbatch = i;
+    call.evaluating = p->evaluating;
+    call.input_count = s->link_count[0];
+    call.output_count = s->link_count[1];
+    call.saved = ddp__pipe_data(&s->saved, i);
+    call.version = (int)version;
+    call.inputs = ddp__pipe_tensors(p, s, 0, 0, i);
     if (kind == DDP_ACTION_FORWARD) {
-        call.outputs = ddp__pipe_tensors(p, p->tensors[1], s->outputs, s->output_count, 0, i);
-        call.loss = last ? &p->losses[i] : NULL;
-        DDP_TRY(ddp__pipe_callback(p, s->desc.forward, &call, s->desc.user, a, what, who));
+        call.outputs = ddp__pipe_tensors(p, s, 1, 0, i);
+        call.loss = last ? &p->now->losses[i] : NULL;
+        DDP_TRY(ddp__pipe_callback(p, s->desc.forward, &call, s->desc.user, a, what));
         if (!last || !p->desc.loss) return DDP_OK;
-        call.inputs = NULL, call.input_count = 0, call.saved = NULL;
-        call.output_grads = p->evaluating ? NULL : ddp__pipe_tensors(p, p->tensors[2], s->outputs, s->output_count, 1, i);
-        return ddp__pipe_callback(p, p->desc.loss, &call, p->desc.loss_user, a, "the loss after ", who);
+        call.inputs = NULL;
+        call.input_count = 0;
+        call.saved = NULL;
+        call.output_grads = p->evaluating ? NULL : ddp__pipe_tensors(p, s, 1, 1, i);
+        return ddp__pipe_callback(p, p->desc.loss, &call, p->desc.loss_user, a, "the loss after ");
     }
-    call.output_grads = ddp__pipe_tensors(p, p->tensors[2], s->outputs, s->output_count, 1, i);
-    if (kind != DDP_ACTION_WEIGHT_GRAD) call.input_grads = ddp__pipe_tensors(p, p->tensors[3], s->inputs, s->input_count, 1, i);
-    if (s->desc.recompute && kind != DDP_ACTION_WEIGHT_GRAD) DDP_TRY(ddp__pipe_recompute(p, s, &call, a, who));
+    call.output_grads = ddp__pipe_tensors(p, s, 1, 1, i);
     if (kind != DDP_ACTION_INPUT_GRAD) ddp__pipe_clear(p, s);
-    if (kind == DDP_ACTION_BACKWARD && s->desc.backward) return ddp__pipe_callback(p, s->desc.backward, &call, s->desc.user, a, what, who);
     if (kind != DDP_ACTION_WEIGHT_GRAD) {
+        call.input_grads = ddp__pipe_tensors(p, s, 0, 1, i);
+        if (s->desc.recompute) DDP_TRY(ddp__pipe_recompute(p, s, &call, a));
+        if (kind == DDP_ACTION_BACKWARD && s->desc.backward) return ddp__pipe_callback(p, s->desc.backward, &call, s->desc.user, a, what);
         call.kind = DDP_ACTION_INPUT_GRAD;
-        DDP_TRY(ddp__pipe_callback(p, s->desc.input_grad, &call, s->desc.user, a, what, who));
+        DDP_TRY(ddp__pipe_callback(p, s->desc.input_grad, &call, s->desc.user, a, what));
     }
     if (kind == DDP_ACTION_INPUT_GRAD) return DDP_OK;
-    call.kind = DDP_ACTION_WEIGHT_GRAD, call.input_grads = NULL;
-    return ddp__pipe_callback(p, s->desc.weight_grad, &call, s->desc.user, a, what, who);
+    call.kind = DDP_ACTION_WEIGHT_GRAD;
+    call.input_grads = NULL;
+    return ddp__pipe_callback(p, s->desc.weight_grad, &call, s->desc.user, a, what);
 }
 
 /* At the end of an update, or at REDUCE_GRAD: replicas, and, for those that do not wait for the end of the step, the weights. */
-static ddp_result ddp__pipe_reduce(ddp_pipeline *p, ddp__pipe_stage *s, const char *who) {
-    DDP_TRY(ddp__pipe_hook(p, s, s->desc.reduce_grad, "reduce_grad", who));
-    if (!s->stash_room) return DDP_OK;
-    DDP_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad", who));
-    ddp__pipe_keep_version(p, s);
-    DDP_TRY(ddp__pipe_hook(p, s, s->desc.update, "update", who));
-    s->updates++;
+static ddp_result ddp__pipe_reduce(ddp_pipeline *p, ddp__pipe_stage *s) {
+    int copy;
+    DDP_TRY(ddp__pipe_hook(p, s, s->desc.reduce_grad, "reduce_grad"));
+    if (!s->versions.room) return DDP_OK;
+    DDP_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad"));
+    copy = ddp__pipe_keep_version(p, &s->versions);
+    if (copy >= 0) ddp__pipe_copy_values(p, s, copy);
+    DDP_TRY(ddp__pipe_hook(p, s, s->desc.update, "update"));
+    s->versions.newest++;
     return DDP_OK;
-}
-
-/* The last gradient of an update is in. */
-static ddp_result ddp__pipe_summed(ddp_pipeline *p, ddp__pipe_stage *s, const char *who) {
-    if (++s->summed < p->interval) return DDP_OK;
-    s->summed = 0;
-    if (!p->rehearsing) ddp__pipe_divide(p, s);
-    return s->has_reduce ? DDP_OK : ddp__pipe_reduce(p, s, who);
 }
 
 /* What an action needs is there and has a place to go. */
-static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, const char *who) {
-    int forward = a->kind == DDP_ACTION_FORWARD, count = forward ? s->input_count : s->output_count, makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
-    const int *needs = forward ? s->inputs : s->outputs, *gives = forward ? s->outputs : s->inputs;
-    for (int i = 0; i < count; i++) {
-        ddp__pipe_pool *pool = &p->links[needs[i]].way[!forward];
-        ddp_result result = ddp__pipe_await(p, pool, a->microbatch);
+static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
+    int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
+    int loss = !way && ddp__pipe_is_last(p, s) && !p->evaluating;
+    ddp__pipe_pool *pool;
+    for (int k = 0; (pool = ddp__pipe_at(p, s, way, way, k)) != NULL; k++) {
         char how[48];
         snprintf(how, sizeof how, " waited for rank %d", pool->peer);
-        DDP_TRY(ddp__pipe_fail_here(p, result, who, "", a, how));
+        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_await(p, pool, i), "", a, how));
     }
-    for (int i = 0; makes && i < (forward ? s->output_count : s->input_count); i++) {
-        ddp__pipe_link *link = &p->links[gives[i]];
-        DDP_TRY(ddp__pipe_fail_here(p, ddp__pipe_open_slot(p, &link->way[!forward], a->microbatch), who, "", a, " waited for memory that was sent"));
-        if (forward && link->to == p->stage_count && !p->evaluating) ddp__pipe_take(p, &link->way[1], a->microbatch);
-    }
-    if (forward || (s->desc.recompute && makes)) ddp__pipe_take(p, &s->saved, a->microbatch);
+    for (int k = 0; makes && (pool = ddp__pipe_at(p, s, !way, way, k)) != NULL; k++)
+        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_open_slot(p, pool, i), "", a, " waited for memory that was sent"));
+    for (int k = 0; loss && (pool = ddp__pipe_at(p, s, 1, 1, k)) != NULL; k++) ddp__pipe_take(pool, i);
+    if (!way || (s->desc.recompute && makes)) ddp__pipe_take(&s->saved, i);
     return DDP_OK;
 }
 
-/* The end of an action: inputs and gradients that this rank reads no more go back first, so that whoever hears of the action finds them free. */
-static ddp_result ddp__pipe_give_back(ddp_pipeline *p, ddp__pipe_stage *s, int microbatch, int ends) {
-    for (int k = 0; k < s->input_count; k++) DDP_TRY(ddp__pipe_give(p, &p->links[s->inputs[k]].way[0], microbatch));
-    for (int k = 0; k < s->output_count && ends; k++)
-        if (p->links[s->outputs[k]].way[1].kind != DDP__PIPE_OUT) DDP_TRY(ddp__pipe_give(p, &p->links[s->outputs[k]].way[1], microbatch));
-    return DDP_OK;
-}
-
-/* What nobody reads any more is given back, and what it made goes on its way. */
-static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, const char *who) {
-    int forward = a->kind == DDP_ACTION_FORWARD, i = a->microbatch, makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
-    int ends = a->kind == DDP_ACTION_WEIGHT_GRAD || a->kind == DDP_ACTION_BACKWARD;
-    if (ends || p->evaluating) DDP_TRY(ddp__pipe_fail_here(p, ddp__pipe_give_back(p, s, i, ends), who, "", a, " could not give back what it read"));
-    for (int k = 0; forward && k < s->output_count; k++) {
-        ddp__pipe_link *link = &p->links[s->outputs[k]];
-        DDP_TRY(ddp__pipe_fail_here(p, ddp__pipe_send(p, &link->way[0], i), who, "", a, " could not send"));
-        if (link->to == p->stage_count) ddp__pipe_give(p, &link->way[0], i);
-    }
-    for (int k = 0; !forward && makes && k < s->input_count; k++)
-        DDP_TRY(ddp__pipe_fail_here(p, ddp__pipe_send(p, &p->links[s->inputs[k]].way[1], i), who, "", a, " could not send"));
-    if (ends || (forward && (p->evaluating || s->desc.recompute))) ddp__pipe_give(p, &s->saved, i);
+/* The end of an action: inputs and gradients that this rank reads no more go back first, so that whoever hears of the action finds them free. Then what it made
+   goes on its way. */
+static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
+    static const char back[] = " could not give back what it read";
+    int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD, ends = ddp__action_ends(a->kind);
+    int loss = !way && ddp__pipe_is_last(p, s);
+    ddp__pipe_pool *pool;
+    for (int k = 0; (ends || p->evaluating) && (pool = ddp__pipe_at(p, s, 0, 0, k)) != NULL; k++)
+        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_give(p, pool, i), "", a, back));
+    for (int k = 0; ends && (pool = ddp__pipe_at(p, s, 1, 1, k)) != NULL; k++) DDP_TRY(ddp__pipe_fail(p, ddp__pipe_give(p, pool, i), "", a, back));
+    for (int k = 0; makes && (pool = ddp__pipe_at(p, s, !way, way, k)) != NULL; k++)
+        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_send(p, pool, i), "", a, " could not send"));
+    for (int k = 0; loss && (pool = ddp__pipe_at(p, s, 1, 0, k)) != NULL; k++) ddp__pipe_give(p, pool, i);
+    if (ends || (!way && (p->evaluating || s->desc.recompute))) ddp__pipe_give(p, &s->saved, i);
     if (ends) {
         ddp__pipe_accumulate(p, s, i);
-        if (p->interval < p->microbatch_count) s->version[i] = 0;
-        DDP_TRY(ddp__pipe_summed(p, s, who));
+        s->versions.taken[i] = 0;
+        if (s->sums.added == 0 && !ddp__pipe_has(s, DDP_ACTION_REDUCE_GRAD)) DDP_TRY(ddp__pipe_reduce(p, s));
     }
-    return ddp__pipe_fail_here(p, ddp__pipe_post_all(p), who, "", a, " could not post receives");
+    return ddp__pipe_fail(p, ddp__pipe_post_all(p), "", a, " could not post receives");
 }
 
 /* Waits for the compute lane, where times are asked for; returns how long. */
 static double ddp__pipe_settle(const ddp_pipeline *p) {
     double begin = ddp_now();
     int64_t cell;
-    if (p->desc.timed && p->device->use_stream) p->device->copy(&cell, p->squares, sizeof cell); /* to the host: done on return */
-    return p->desc.timed ? ddp_now() - begin : 0;
+    if (!p->desc.timed) return 0;
+    if (p->device->use_stream) p->device->copy(&cell, p->squares, sizeof cell); /* to the host: done on return */
+    return ddp_now() - begin;
 }
 
-static ddp_result ddp__pipe_action(ddp_pipeline *p, int position, const char *who) {
-    const ddp_action *a = &p->list[position];
-    ddp_action_time *time = &p->times[p->schedule->first[p->rank] + position];
-    ddp__pipe_stage *s;
-    uint64_t version;
+/* The callbacks of an action, timed. */
+static ddp_result ddp__pipe_compute(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, ddp_action_time *time) {
+    uint64_t version = ddp__pipe_version(p, &s->versions, a);
     ddp_result result;
-    if (!p->rehearsing) time->begin = time->end = ddp_now() - p->start;
+    p->now->stats.wait_seconds += ddp__pipe_settle(p);
+    time->begin = ddp_now() - p->start;
+    ddp__pipe_swap_values(s, version, 0);
+    result = ddp__pipe_call_stage(p, s, a, version);
+    ddp__pipe_swap_values(s, version, 1);
+    ddp__pipe_settle(p);
+    time->end = ddp_now() - p->start;
+    p->now->stats.compute_seconds += time->end - time->begin;
+    p->now->seconds[4 * a->stage + (int)a->kind - DDP_ACTION_FORWARD] += time->end - time->begin;
+    return result;
+}
+
+static ddp_result ddp__pipe_action(ddp_pipeline *p, int position) {
+    const ddp_action *a = &p->list[position];
+    ddp_action_time *time = &p->now->times[p->schedule->first[p->rank] + position];
+    ddp__pipe_stage *s;
+    time->begin = time->end = ddp_now() - p->start;
     if (a->stage < 0 || (p->evaluating && a->kind != DDP_ACTION_FORWARD && a->kind != DDP_ACTION_UNSHARD && a->kind != DDP_ACTION_RESHARD)) return DDP_OK;
     s = &p->stages[a->stage];
-    if (a->kind == DDP_ACTION_UNSHARD) return ddp__pipe_hook(p, s, s->desc.unshard, "unshard", who);
-    if (a->kind == DDP_ACTION_RESHARD) return ddp__pipe_hook(p, s, s->desc.reshard, "reshard", who);
-    if (a->kind == DDP_ACTION_REDUCE_GRAD) return ddp__pipe_reduce(p, s, who);
+    if (a->kind == DDP_ACTION_UNSHARD) return ddp__pipe_hook(p, s, s->desc.unshard, "unshard");
+    if (a->kind == DDP_ACTION_RESHARD) return ddp__pipe_hook(p, s, s->desc.reshard, "reshard");
+    if (a->kind == DDP_ACTION_REDUCE_GRAD) return ddp__pipe_reduce(p, s);
     if (!ddp__action_computes(a->kind)) return DDP_OK; /* messages follow from what computes */
-    if (!s->has_unshard && position == s->first) DDP_TRY(ddp__pipe_hook(p, s, s->desc.unshard, "unshard", who));
-    DDP_TRY(ddp__pipe_prepare(p, s, a, who));
-    version = ddp__pipe_version(p, s, a);
-    if (!p->rehearsing) {
-        p->stats.wait_seconds += ddp__pipe_settle(p);
-        time->begin = ddp_now() - p->start;
-        ddp__pipe_swap_values(p, s, version, 0);
-        result = ddp__pipe_call_stage(p, s, a, who);
-        ddp__pipe_swap_values(p, s, version, 1);
-        ddp__pipe_settle(p);
-        time->end = ddp_now() - p->start;
-        p->stats.compute_seconds += time->end - time->begin;
-        p->seconds[4 * a->stage + (int)a->kind - DDP_ACTION_FORWARD] += time->end - time->begin;
-        if (result != DDP_OK) return result;
-    }
-    DDP_TRY(ddp__pipe_finish(p, s, a, who));
-    if (!s->has_reshard && position == (p->evaluating ? s->last_forward : s->last)) return ddp__pipe_hook(p, s, s->desc.reshard, "reshard", who);
-    return DDP_OK;
-}
-
-/* Goes through this rank's list. */
-static ddp_result ddp__pipe_walk(ddp_pipeline *p, const char *who) {
-    for (int peer = 0; peer < p->world_size; peer++) p->streams[peer].next = 0;
-    for (int stage = 0; stage < p->stage_count; stage++) p->stages[stage].summed = 0;
-    DDP_TRY(ddp__pipe_fail_here(p, ddp__pipe_post_all(p), who, "", NULL, "receives could not be posted"));
-    for (int position = 0; position < p->list_count; position++) DDP_TRY(ddp__pipe_action(p, position, who));
-    if (p->rehearsing)
-        for (int stage = 0; stage < p->stage_count; stage++) { /* what a step leaves in the tables was not one */
-            p->stages[stage].updates = 0;
-            for (int k = 0; k < p->stages[stage].stash_room; k++) p->stages[stage].stashes[k].used = 0;
-        }
-    return DDP_OK;
+    if (!ddp__pipe_has(s, DDP_ACTION_UNSHARD) && position == s->first) DDP_TRY(ddp__pipe_hook(p, s, s->desc.unshard, "unshard"));
+    DDP_TRY(ddp__pipe_prepare(p, s, a));
+    DDP_TRY(ddp__pipe_compute(p, s, a, time));
+    DDP_TRY(ddp__pipe_finish(p, s, a));
+    if (ddp__pipe_has(s, DDP_ACTION_RESHARD) || position != (p->evaluating ? s->last_forward : s->last)) return DDP_OK;
+    return ddp__pipe_hook(p, s, s->desc.reshard, "reshard");
 }
 
 /* The end of a synchronous update. */
 static ddp_result ddp__pipe_update(ddp_pipeline *p) {
     double begin;
-    for (int stage = 0; stage < p->stage_count; stage++) {
-        ddp__pipe_stage *s = &p->stages[stage];
-        if (s->number >= 0 && !s->stash_room) DDP_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad", ddp__pipe_step_name));
-    }
+    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s))
+        if (!s->versions.room) DDP_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad"));
     begin = ddp_now();
-    DDP_TRY(ddp__pipe_fail_here(p, ddp__pipe_add_ties(p), ddp__pipe_step_name, "", NULL, "tied parameters"));
-    p->stats.update_seconds += ddp_now() - begin;
-    for (int stage = 0; stage < p->stage_count; stage++) {
-        ddp__pipe_stage *s = &p->stages[stage];
-        if (s->number < 0 || s->stash_room) continue;
-        DDP_TRY(ddp__pipe_hook(p, s, s->desc.update, "update", ddp__pipe_step_name));
-        s->updates++;
+    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_add_ties(p), "", NULL, "tied parameters"));
+    p->now->stats.update_seconds += ddp_now() - begin;
+    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s)) {
+        if (s->versions.room) continue;
+        DDP_TRY(ddp__pipe_hook(p, s, s->desc.update, "update"));
+        s->versions.newest++;
     }
     return DDP_OK;
 }
 
 /* Every rank learns the losses, and how long the others took. Each entry comes from one rank: a sum with zeros is exact. */
-static ddp_result ddp__pipe_share(ddp_pipeline *p, double begin) {
+static ddp_result ddp__pipe_share(ddp_pipeline *p) {
+    ddp__pipe_measures *m = p->now;
     double first = -1, last = 0;
     for (int i = 0; i < p->list_count; i++) {
-        const ddp_action_time *time = &p->times[p->schedule->first[p->rank] + i];
+        const ddp_action_time *time = &m->times[p->schedule->first[p->rank] + i];
         if (!ddp__action_computes(p->list[i].kind)) continue;
         if (first < 0) first = time->begin;
         last = time->end;
     }
-    p->starts[p->rank] = begin;
-    p->spans[p->rank] = first < 0 ? 0 : last - first; /* nothing to do: no span */
-    p->computes[p->rank] = p->stats.compute_seconds;
-    return ddp__pipe_sum_over_ranks(p, p->shares, p->share_count, DDP_F64);
-}
-
-/* An evaluation measures beside the last step: before it and after it the two sets of measures change
-   places. */
-static void ddp__pipe_swap_measures(ddp_pipeline *p) {
-    double *shares = p->shares;
-    ddp_action_time *times = p->times;
-    p->shares = p->other_shares;
-    p->times = p->other_times;
-    p->other_shares = shares;
-    p->other_times = times;
-    ddp__pipe_point_shares(p);
+    m->starts[p->rank] = p->start;
+    m->spans[p->rank] = first < 0 ? 0 : last - first; /* nothing to do: no span */
+    m->computes[p->rank] = m->stats.compute_seconds;
+    return ddp__pipe_sum_over_ranks(p, m->losses, p->share_count, DDP_F64);
 }
 
 /* DDP_OK while the group works. As with collectives, the first call after its failure returns the code of
    that, later ones DDP_ERR_POISONED. */
-static ddp_result ddp__pipe_status(ddp_pipeline *p, const char *who) {
-    ddp_result result =
-        ddp__pipe_fail_here(p, ddp_group_status(p->group), who, "the group failed earlier", NULL, "");
-    if (result == DDP_OK) return DDP_OK;
-    if (p->failure_told) return ddp_fail(DDP_ERR_POISONED, "%s", ddp_last_error());
-    p->failure_told = 1;
+static ddp_result ddp__pipe_status(ddp_pipeline *p) {
+    ddp_result result = ddp__pipe_fail(p, ddp_group_status(p->group), "the group failed earlier", NULL, "");
+    if (result != DDP_OK && p->failure_told) return ddp_fail(DDP_ERR_POISONED, "%s", ddp_last_error());
+    p->failure_told |= result != DDP_OK;
     return result;
 }
 
-static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating, const char *who) {
+/* Goes through this rank's list, and ends the update. */
+static ddp_result ddp__pipe_run_list(ddp_pipeline *p) {
+    for (int peer = 0; peer < p->world_size; peer++) p->streams[peer].next = 0;
+    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_post_all(p), "", NULL, "receives could not be posted"));
+    for (int position = 0; position < p->list_count; position++) DDP_TRY(ddp__pipe_action(p, position));
+    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_drain(p, 0), "", NULL, "sends"));
+    if (!p->evaluating) DDP_TRY(ddp__pipe_update(p));
+    if (p->device->check) DDP_TRY(ddp__pipe_fail(p, p->device->check(p->group), "", NULL, "the device"));
+    return ddp__pipe_fail(p, ddp__pipe_share(p), "", NULL, "the end of the step");
+}
+
+static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating) {
+    ddp__pipe_measures *m = &p->measures[evaluating];
     double longest = 0, most = 0;
-    ddp_result result = ddp__pipe_status(p, who);
-    if (result != DDP_OK) return result;
-    result = ddp__pipe_fail_here(p, ddp__pipe_enter(p), who, "", NULL, "the device");
-    if (result != DDP_OK) return result;
+    ddp_saved_error failure;
+    DDP_TRY(ddp__pipe_status(p));
+    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_enter(p), "", NULL, "the device"));
+    p->now = m;
     p->evaluating = evaluating;
     p->has_losses = 0;
     if (!evaluating) p->has_gradients = 0;
     p->start = ddp_now();
-    p->stats.compute_seconds = p->stats.wait_seconds = p->stats.update_seconds = 0;
-    p->stats.bytes_sent = p->stats.bytes_handed_over = 0;
-    memset(p->shares, 0, p->share_count * sizeof *p->shares);
-    result = ddp__pipe_walk(p, who);
-    if (result == DDP_OK) result = ddp__pipe_fail_here(p, ddp__pipe_drain(p, 0), who, "", NULL, "sends");
-    if (result == DDP_OK && !evaluating) result = ddp__pipe_update(p);
-    if (result == DDP_OK && p->device->check) result = ddp__pipe_fail_here(p, p->device->check(p->group), who, "", NULL, "the device");
-    if (result == DDP_OK) result = ddp__pipe_fail_here(p, ddp__pipe_share(p, p->start), who, "", NULL, "the end of the step");
-    if (result != DDP_OK) {
-        char text[512];
-        snprintf(text, sizeof text, "%s", ddp_last_error());
+    m->stats.compute_seconds = m->stats.wait_seconds = m->stats.update_seconds = 0;
+    m->stats.bytes_sent = m->stats.bytes_handed_over = 0;
+    memset(m->losses, 0, p->share_count * sizeof *m->losses);
+    failure.result = DDP_OK;
+    ddp_error_save(&failure, ddp__pipe_run_list(p));
+    if (failure.result != DDP_OK) {
         ddp__pipe_drain(p, 1);
         p->failure_told = 1;
-        return ddp_fail(result, "%s", text);
+        return ddp_error_restore(&failure);
     }
     for (int rank = 0; rank < p->world_size; rank++) {
-        if (p->spans[rank] > longest) longest = p->spans[rank];
-        if (p->computes[rank] > most) most = p->computes[rank];
+        if (m->spans[rank] > longest) longest = m->spans[rank];
+        if (m->computes[rank] > most) most = m->computes[rank];
     }
-    p->stats.bubble_rate = longest > most ? (longest - most) / longest : 0;
-    p->stats.step_seconds = ddp_now() - p->start;
+    m->stats.bubble_rate = longest > most ? (longest - most) / longest : 0;
+    m->stats.step_seconds = ddp_now() - p->start;
+    m->stats.steps++;
     p->has_losses = 1;
-    if (evaluating) return DDP_OK;
-    p->has_gradients = 1;
-    p->stats.steps++;
+    p->has_gradients |= !evaluating;
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_pipeline_step(ddp_pipeline *pipeline) {
     DDP_PUBLIC_CALL(ddp_pipeline_step);
     if (!pipeline) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_step: pipeline is NULL");
-    return ddp__pipe_run(pipeline, 0, ddp__pipe_step_name);
+    return ddp__pipe_run(pipeline, 0);
 }
 
 DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline) {
     DDP_PUBLIC_CALL(ddp_pipeline_evaluate);
     if (!pipeline) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_evaluate: pipeline is NULL");
-    ddp_pipeline_stats step = pipeline->stats;
-    ddp__pipe_swap_measures(pipeline);
-    ddp_result result = ddp__pipe_run(pipeline, 1, "ddp_pipeline_evaluate");
-    if (result == DDP_OK) /* losses come first in shares */
-        memcpy(pipeline->other_shares, pipeline->losses, (size_t)pipeline->microbatch_count * sizeof(double));
-    ddp__pipe_swap_measures(pipeline);
-    pipeline->stats = step;
-    return result;
+    DDP_TRY(ddp__pipe_run(pipeline, 1));
+    memcpy(pipeline->measures[0].losses, pipeline->measures[1].losses, (size_t)pipeline->microbatch_count * sizeof(double));
+    return DDP_OK;
 }
 
 //== runner: beginning and end ===================================================================== >>impl-pipeline-create
 
 /* Describes the fields that must be equal on all ranks. */
-static void ddp__pipe_describe_plan(const ddp_pipeline *p, const ddp_pipeline_edge *edges, char *out, size_t size) {
+static void ddp__pipe_describe_plan(const ddp_pipeline *p, char *out, size_t size) {
     const ddp_schedule *s = p->schedule;
     uint64_t schedule = ddp_hash(DDP_HASH_SEED, s->actions, (size_t)s->count * sizeof *s->actions);
-    uint64_t edge_hash = DDP_HASH_SEED;
+    uint64_t edges = DDP_HASH_SEED;
     uint64_t ties = ddp_hash(DDP_HASH_SEED, p->desc.ties, (size_t)p->desc.tie_count * sizeof *p->desc.ties);
     schedule = ddp_hash(schedule, s->first, ((size_t)s->rank_count + 1) * sizeof *s->first);
     schedule = ddp_hash(schedule, &s->update_interval, sizeof s->update_interval) ^ (uint64_t)s->kind;
     for (int i = 0; i < p->link_count; i++) {
-        const ddp_tensor *t = &edges[i].tensor;
-        int fields[6] = {edges[i].from, edges[i].to, (int)t->dtype, t->ndim, (int)edges[i].grad_dtype, edges[i].no_grad};
-        edge_hash = ddp_hash(edge_hash, fields, sizeof fields);
-        edge_hash = ddp_hash(edge_hash, t->shape, (size_t)t->ndim * sizeof *t->shape);
+        const ddp_pipeline_edge *e = &p->links[i].edge;
+        int fields[6] = {e->from, e->to, (int)e->tensor.dtype, e->tensor.ndim, (int)e->grad_dtype, e->no_grad};
+        edges = ddp_hash(edges, fields, sizeof fields);
+        edges = ddp_hash(edges, e->tensor.shape, (size_t)e->tensor.ndim * sizeof *e->tensor.shape);
     }
     snprintf(out, size, "schedule=%s:%d_stages:%d_microbatches:%016llx edges=%d:%016llx ties=%d:%016llx",
              ddp_schedule_kind_name(s->kind), p->stage_count, ddp_schedule_microbatch_count(s),
-             (unsigned long long)schedule, p->link_count, (unsigned long long)edge_hash, p->desc.tie_count,
+             (unsigned long long)schedule, p->link_count, (unsigned long long)edges, p->desc.tie_count,
              (unsigned long long)ties);
 }
 
-/* A call of the group failed: its first cause, if it has one, as the sentence of `who`. */
-static ddp_result ddp__pipe_group_failed(ddp_pipeline *p, ddp_result result, const char *who) {
-    if (result == DDP_OK) return DDP_OK;
-    snprintf(p->text, sizeof p->text, "%s", ddp_last_error());
-    if (ddp_group_cause(p->group) != DDP_OK) snprintf(p->text, sizeof p->text, "%s", ddp_last_error());
-    return ddp_fail(result, "rank %d/%d %s group=%s: %.400s", p->rank, p->world_size, who, ddp_group_name(p->group), p->text);
+/* A call of the group failed: its first cause, if it has one, as the sentence of the public call. */
+static ddp_result ddp__pipe_group_failed(const ddp_group *group, ddp_result result) {
+    if (result == DDP_OK || ddp_group_cause(group) == DDP_OK) return result;
+    return ddp_fail_in(result, "ddp_pipeline_create", group, "%.400s", ddp_last_error());
 }
 
-/* Combines the values of all ranks: *bytes becomes that of the rank with the most to send. */
-static ddp_result ddp__pipe_largest(ddp_pipeline *p, size_t *bytes) {
-    uint64_t value[4] = {*bytes, (uint64_t)p->works, 0, 0}; /* the last two: gradients without clipping; any parameter */
-    for (int stage = 0; stage < p->stage_count; stage++) {
-        const ddp_pipeline_stage *desc = &p->stages[stage].desc; /* of another rank's: empty */
-        if (desc->param_count) value[3] = 1;
-        for (int i = 0; i < desc->param_count; i++) value[2] |= (uint64_t)ddp__pipe_comes_and_goes(desc, i);
-    }
-    ddp_result result = ddp_host_collective(p->group, DDP_CALL_ALL_REDUCE, value, value, 4, DDP_U64, DDP_OP_MAX, -1);
-    DDP_TRY(ddp__pipe_group_failed(p, result, ddp__pipe_create_name));
-    *bytes = (size_t)value[0];
-    p->works = (int)value[1];
-    p->no_clip = value[2] || !value[3];
-    return DDP_OK;
-}
+/* Values of which create needs the largest of any rank. */
+typedef struct ddp__pipe_largest { uint64_t shared, works, unclipped, params; } ddp__pipe_largest;
 
-/* An end of a tie: the gradient's dtype, the value's ndim and shape. Each lies on one rank: a sum with zeros tells all. */
-enum { DDP__PIPE_END = 2 + DDP_MAX_NDIM };
-
-static ddp_result ddp__pipe_ends(ddp_pipeline *p, int64_t **out) {
-    int64_t *ends;
-    DDP__PIPE_NEW(p, ends, int64_t, 2 * (size_t)p->desc.tie_count * DDP__PIPE_END);
-    for (int i = 0; i < 2 * p->desc.tie_count; i++) {
-        const ddp_pipeline_tie *t = &p->desc.ties[i / 2];
-        int stage = i % 2 ? t->second_stage : t->first_stage;
-        const ddp_param *param = p->schedule->stage_rank[stage] == p->rank ? p->desc.stages[stage].params[i % 2 ? t->second_param : t->first_param] : NULL;
-        int64_t *end = &ends[i * DDP__PIPE_END];
-        if (!param) continue;
-        end[0] = (int64_t)ddp_param_grad(param).dtype;
-        end[1] = param->value.ndim;
-        for (int k = 0; k < param->value.ndim; k++) end[2 + k] = param->value.shape[k];
-    }
-    *out = ends;
-    return DDP_OK;
-}
-
-/* The two ranks of each tie as a group. Collective. */
-static ddp_result ddp__pipe_tie_groups(ddp_pipeline *p) {
-    for (int i = 0; i < p->desc.tie_count; i++) {
-        const int *rank_of = p->schedule->stage_rank, first = rank_of[p->ties[i].first_stage], second = rank_of[p->ties[i].second_stage];
-        int same = 0;
-        while (same < i && !((rank_of[p->ties[same].first_stage] == first && rank_of[p->ties[same].second_stage] == second) ||
-                             (rank_of[p->ties[same].first_stage] == second && rank_of[p->ties[same].second_stage] == first))) same++;
-        if (same < i) p->tie_groups[i] = p->tie_groups[same];
-        else if (first != second) {
-            ddp_result result = ddp_group_split(p->group, p->rank == first || p->rank == second ? 0 : -1, p->rank, &p->tie_groups[i]);
-            if (result != DDP_OK) ddp_group_poison(p->group, result, ddp_last_error()); /* ranks without a part in it have not heard */
-            if (result != DDP_OK) return result;
+/* All that a rank can find out by itself, and all memory whose size does not depend on other ranks. */
+static ddp_result ddp__pipe_describe(ddp_pipeline *p, char *what, size_t what_size, ddp__pipe_largest *largest) {
+    const ddp_pipeline_tie *ties = p->desc.ties;
+    ddp_pipeline_tie *copy;
+    size_t shared = 0;
+    DDP_TRY(ddp__pipe_check_desc(p));
+    DDP_TRY(ddp__pipe_edges(p));
+    DDP_TRY(ddp__pipe_links(p));
+    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s)) DDP_TRY(ddp__pipe_stage_open(p, s));
+    DDP__PIPE_NEW(p, copy, ddp_pipeline_tie, p->desc.tie_count);
+    for (int i = 0; i < p->desc.tie_count; i++) copy[i] = ties[i];
+    p->desc.ties = copy;
+    DDP_TRY(ddp__pipe_layout(p, &shared));
+    ddp__pipe_describe_plan(p, what, what_size);
+    largest->shared = shared;
+    largest->works = (uint64_t)p->works;
+    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s))
+        for (int i = 0; i < s->desc.param_count; i++) {
+            largest->params = 1;
+            largest->unclipped |= (uint64_t)ddp__pipe_comes_and_goes(&s->desc, i);
         }
-    }
     return DDP_OK;
 }
+
+/* An end of a tie: the gradient's dtype, the value's ndim and shape. */
+enum { DDP__PIPE_END = 2 + DDP_MAX_NDIM };
 
 /* "f32 [65,32]" */
 static void ddp__pipe_end_text(const int64_t *end, char *out, size_t size) {
@@ -4067,67 +4027,66 @@ static void ddp__pipe_end_text(const int64_t *end, char *out, size_t size) {
     snprintf(out + used, size - (size_t)used, "]");
 }
 
-/* Both ends of a tie are alike, wherever they lie. */
-static ddp_result ddp__pipe_agree_ties(ddp_pipeline *p, int64_t *ends) {
-    DDP_TRY(ddp__pipe_group_failed(p, ddp__pipe_sum_over_ranks(p, ends, 2 * (size_t)p->desc.tie_count * DDP__PIPE_END, DDP_I64), ddp__pipe_create_name));
+/* Both ends of a tie are equal. Each end is known on one rank: a sum with zeros tells all. */
+static ddp_result ddp__pipe_agree_tie(ddp_pipeline *p, int i) {
+    const ddp_pipeline_tie *t = &p->desc.ties[i];
+    int stage[2] = {t->first_stage, t->second_stage}, param[2] = {t->first_param, t->second_param}, rank[2];
+    int64_t end[2][DDP__PIPE_END];
+    char first[224], second[224];
+    memset(end, 0, sizeof end);
+    for (int k = 0; k < 2; k++) {
+        const ddp_tensor *value = p->stages[stage[k]].number < 0 ? NULL : &p->stages[stage[k]].desc.params[param[k]]->value;
+        rank[k] = p->schedule->stage_rank[stage[k]];
+        if (!value) continue;
+        end[k][0] = (int64_t)p->stages[stage[k]].sums.gradients[param[k]].dtype;
+        end[k][1] = value->ndim;
+        for (int n = 0; n < value->ndim; n++) end[k][2 + n] = value->shape[n];
+    }
+    DDP_TRY(ddp__pipe_sum_over_ranks(p, end, 2 * DDP__PIPE_END, DDP_I64));
+    if (memcmp(end[0], end[1], sizeof end[0]) == 0) return DDP_OK;
+    ddp__pipe_end_text(end[0], first, sizeof first);
+    ddp__pipe_end_text(end[1], second, sizeof second);
+    return ddp_fail(rank[0] == rank[1] ? DDP_ERR_INVALID : DDP_ERR_MISMATCH,
+                    "ddp_pipeline_create: ties[%d]: params[%d] of stage %d on rank %d is %s, params[%d] of stage %d on rank %d is %s; "
+                    "both uses have one shape, and gradients of one dtype", i, param[0], stage[0], rank[0], first, param[1], stage[1], rank[1], second);
+}
+
+/* The two ranks of each tie as a group. Collective. */
+static ddp_result ddp__pipe_tie_groups(ddp_pipeline *p) {
+    const int *rank_of = p->schedule->stage_rank;
     for (int i = 0; i < p->desc.tie_count; i++) {
-        const ddp_pipeline_tie *t = &p->desc.ties[i];
-        const int64_t *end = &ends[2 * i * DDP__PIPE_END];
-        const int *rank_of = p->schedule->stage_rank;
-        char first[224], second[224];
-        if (memcmp(end, end + DDP__PIPE_END, DDP__PIPE_END * sizeof *end) == 0) continue;
-        ddp__pipe_end_text(end, first, sizeof first);
-        ddp__pipe_end_text(end + DDP__PIPE_END, second, sizeof second);
-        return ddp_fail(rank_of[t->first_stage] == rank_of[t->second_stage] ? DDP_ERR_INVALID : DDP_ERR_MISMATCH,
-                        "ddp_pipeline_create: ties[%d]: params[%d] of stage %d on rank %d is %s, params[%d] of stage %d on rank %d is %s; "
-                        "both uses have one shape, and gradients of one dtype", i, t->first_param, t->first_stage, rank_of[t->first_stage], first,
-                        t->second_param, t->second_stage, rank_of[t->second_stage], second);
+        int first = rank_of[p->desc.ties[i].first_stage], second = rank_of[p->desc.ties[i].second_stage], same = 0;
+        DDP_TRY(ddp__pipe_agree_tie(p, i));
+        for (; same < i; same++) {
+            int a = rank_of[p->desc.ties[same].first_stage], b = rank_of[p->desc.ties[same].second_stage];
+            if ((a == first && b == second) || (a == second && b == first)) break;
+        }
+        if (same < i) p->tie_groups[i] = p->tie_groups[same];
+        else if (first != second) DDP_TRY(ddp_group_split(p->group, p->rank == first || p->rank == second ? 0 : -1, p->rank, &p->tie_groups[i]));
     }
     return DDP_OK;
 }
 
-/* The same in a batch, whose messages match by order and need none of the host. */
-static ddp_result ddp__pipe_warm_up_lane(ddp_pipeline *p, int before, int after, int count) {
-    void *bytes = NULL;
-    ddp_result result = ddp__pipe_device(p, (size_t)count + 1, &bytes), ended;
-    if (result == DDP_OK) result = ddp_p2p_begin(p->group);
-    for (int i = 0; i < count && result == DDP_OK; i++) {
-        result = ddp_recv(p->group, (unsigned char *)bytes + i, 1, DDP_U8, before, 0, NULL);
-        if (result == DDP_OK) result = ddp_send(p->group, (unsigned char *)bytes + count, 1, DDP_U8, after, 0, NULL);
-    }
-    if (result != DDP_OK) ddp_group_poison(p->group, result, ddp_last_error());
-    ended = bytes ? ddp_p2p_end(p->group) : DDP_OK;
-    return result == DDP_OK ? ended : result;
-}
-
-/* As many messages at once as a step may have, around the ring of ranks: what the group keeps for each of them is allocated now and not in some later step. */
-static ddp_result ddp__pipe_warm_up(ddp_pipeline *p) {
+/* As many messages at once as a step may have, around the ring of ranks: what the group keeps for each of them is allocated now and not in some later step.
+   They are a batch: on a device with lanes, the host must not wait for one of them. bytes: works + 1 of the device. */
+static ddp_result ddp__pipe_warm_up(ddp_pipeline *p, unsigned char *bytes) {
     int before = (p->rank + p->world_size - 1) % p->world_size, after = (p->rank + 1) % p->world_size, count = p->world_size > 1 ? p->works : 0;
-    ddp_work *works = (ddp_work *)ddp__pipe_host(p, 2 * (size_t)count, sizeof *works);
-    unsigned char *bytes = (unsigned char *)ddp__pipe_host(p, (size_t)count + 1, 1);
-    ddp_result result = DDP_OK;
-    if (p->one_lane) return ddp__pipe_warm_up_lane(p, before, after, count);
-    if (!works || !bytes) {
-        ddp_group_poison(p->group, DDP_ERR_NO_MEMORY, ddp_last_error());
-        return DDP_ERR_NO_MEMORY;
-    }
-    for (int i = 0; i < count && result == DDP_OK; i++) result = ddp_recv(p->group, &bytes[i], 1, DDP_U8, before, 0, &works[i]);
-    if (result == DDP_OK && count) result = ddp_barrier(p->group); /* nobody's messages are done before all have been asked for */
-    for (int i = 0; i < count && result == DDP_OK; i++) result = ddp_send(p->group, &bytes[count], 1, DDP_U8, after, 0, &works[count + i]);
+    ddp_result result = ddp_p2p_begin(p->group), ended;
+    for (int i = 0; i < count && result == DDP_OK; i++) result = ddp_recv(p->group, &bytes[i], 1, DDP_U8, before, 0, NULL);
+    if (result == DDP_OK && count && !p->one_lane) result = ddp_barrier(p->group); /* no message is done before all have been asked for */
+    for (int i = 0; i < count && result == DDP_OK; i++) result = ddp_send(p->group, &bytes[count], 1, DDP_U8, after, 0, NULL);
     if (result != DDP_OK) ddp_group_poison(p->group, result, ddp_last_error());
-    for (int i = 0; i < 2 * count; i++) {
-        ddp_result waited = ddp_wait(p->group, &works[i]);
-        if (result == DDP_OK) result = waited;
-    }
-    return result;
+    ended = ddp_p2p_end(p->group);
+    return result == DDP_OK ? ended : result;
 }
 
 static void ddp__pipe_free(ddp_pipeline *p) {
     for (int stage = 0; stage < p->stage_count && p->stages; stage++)
         for (int i = 0; i < p->stages[stage].desc.param_count && p->stages[stage].placed; i++)
             if (p->stages[stage].placed[i]) p->stages[stage].desc.params[i]->grad.data = NULL;
-    for (int i = 0, k; i < p->desc.tie_count && p->tie_groups; i++) {
-        for (k = 0; k < i && p->tie_groups[k] != p->tie_groups[i]; k++) {}
+    for (int i = 0; i < p->desc.tie_count && p->tie_groups; i++) {
+        int k = 0;
+        while (p->tie_groups[k] != p->tie_groups[i]) k++;
         if (k == i) ddp_group_destroy(p->tie_groups[i]);
     }
     if (p->shared) ddp_group_free(p->group, p->shared);
@@ -4141,72 +4100,75 @@ static void ddp__pipe_free(ddp_pipeline *p) {
 }
 
 /* Whether ranks read each other's memory: asked of a piece of it. Collective. */
-static ddp_result ddp__pipe_ask_in_place(ddp_pipeline *p) {
+static ddp_result ddp__pipe_ask_in_place(ddp_group *group, int *in_place) {
     void *piece;
-    if (p->world_size == 1) return DDP_OK;
-    DDP_TRY(ddp_group_alloc(p->group, 64, &piece));
-    p->in_place = 1;
-    for (int rank = 0; rank < p->world_size; rank++) p->in_place &= ddp_group_peer(p->group, piece, rank) != NULL;
-    return ddp_group_free(p->group, piece);
+    *in_place = ddp_world_size(group) > 1;
+    if (!*in_place) return DDP_OK;
+    DDP_TRY(ddp_group_alloc(group, 64, &piece));
+    for (int rank = 0; rank < ddp_world_size(group); rank++) *in_place &= ddp_group_peer(group, piece, rank) != NULL;
+    return ddp_group_free(group, piece);
 }
 
-/* All that a rank can find out alone. */
-static ddp_result ddp__pipe_describe(ddp_pipeline *p, int64_t **ends, size_t *bytes, char *what, size_t what_size) {
-    ddp_pipeline_edge *edges = NULL;
-    DDP_TRY(ddp__pipe_check_desc(p));
-    DDP_TRY(ddp__pipe_edges(p, &edges));
-    DDP_TRY(ddp__pipe_layout(p, edges, bytes));
-    DDP_TRY(ddp__pipe_ends(p, ends));
-    ddp__pipe_describe_plan(p, edges, what, what_size);
-    return DDP_OK;
+/* What ranks do together once all have agreed. */
+static ddp_result ddp__pipe_connect(ddp_pipeline *p, size_t shared, unsigned char *bytes) {
+    DDP_TRY(ddp__pipe_tie_groups(p));
+    if (shared) DDP_TRY(ddp_group_alloc(p->group, shared, &p->shared));
+    for (int i = 0; i < 2 * p->link_count; i++) {
+        ddp__pipe_pool *pool = &p->links[i / 2].way[i % 2];
+        if (pool->kind == DDP__PIPE_OUT) pool->memory = (unsigned char *)p->shared + pool->offset;
+        if (pool->kind == DDP__PIPE_IN && p->in_place) pool->memory = (unsigned char *)ddp_group_peer(p->group, p->shared, pool->peer);
+    }
+    return ddp__pipe_warm_up(p, bytes);
 }
 
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc) {
     DDP_PUBLIC_CALL(ddp_pipeline_create);
+    ddp__pipe_largest largest = {0, 0, 0, 0};
+    ddp_saved_error failure;
+    ddp_result result;
     ddp_pipeline *p;
     char what[300] = "";
-    int64_t *ends = NULL;
-    size_t bytes = 0;
-    ddp_result result;
+    void *bytes = NULL;
+    int in_place;
     if (out) *out = NULL;
     if (!group) return DDP__PIPE_BAD("group is NULL");
+    DDP_TRY(ddp__pipe_group_failed(group, ddp__pipe_ask_in_place(group, &in_place)));
+    failure.result = DDP_OK;
     p = (ddp_pipeline *)ddp_host_alloc(group, sizeof *p);
-    result = ddp_agree(group, ddp__pipe_create_name, p ? DDP_OK : DDP_ERR_NO_MEMORY, 0, "");
-    if (result != DDP_OK) {
-        ddp_host_free(group, p);
-        return result;
+    if (!p) ddp_error_save(&failure, DDP_ERR_NO_MEMORY);
+    else if (!out || !desc) ddp_error_save(&failure, DDP__PIPE_BAD("%s is NULL", out ? "desc" : "out"));
+    if (p) {
+        memset(p, 0, sizeof *p);
+        p->group = group;
+        p->device = ddp_group_device(group);
+        p->rank = ddp_rank(group);
+        p->world_size = ddp_world_size(group);
+        p->in_place = in_place;
+        p->one_lane = p->device->use_stream && p->world_size > 1;
+        p->now = &p->measures[0];
     }
-    memset(p, 0, sizeof *p);
-    p->group = group;
-    p->device = ddp_group_device(group);
-    p->rank = ddp_rank(group), p->world_size = ddp_world_size(group);
-    p->one_lane = p->device->use_stream && p->world_size > 1;
-    result = ddp__pipe_group_failed(p, ddp__pipe_ask_in_place(p), ddp__pipe_create_name);
-    if (result != DDP_OK) { ddp_host_free(group, p); return result; }
-    if (desc) p->desc = *desc;
-    if (out && desc) result = ddp__pipe_describe(p, &ends, &bytes, what, sizeof what);
-    else result = DDP__PIPE_BAD("%s is NULL", out ? "desc" : "out");
-    result = ddp_agree(group, ddp__pipe_create_name, result, ddp_hash(DDP_HASH_SEED, what, strlen(what)), what);
-    if (result == DDP_OK) result = ddp__pipe_largest(p, &bytes);
-    if (result == DDP_OK) result = ddp__pipe_agree_ties(p, ends);
-    if (result == DDP_OK) result = ddp__pipe_group_failed(p, ddp__pipe_tie_groups(p), ddp__pipe_create_name);
-    if (result == DDP_OK && bytes) result = ddp__pipe_group_failed(p, ddp_group_alloc(group, bytes, &p->shared), ddp__pipe_create_name);
-    if (result == DDP_OK) result = ddp__pipe_group_failed(p, ddp__pipe_warm_up(p), ddp__pipe_create_name);
-    if (result != DDP_OK) {
-        char text[512];
-        snprintf(text, sizeof text, "%s", ddp_last_error());
-        ddp__pipe_free(p);
-        return ddp_fail(result, "%s", text);
+    if (failure.result == DDP_OK) {
+        p->desc = *desc;
+        ddp_error_save(&failure, ddp__pipe_describe(p, what, sizeof what, &largest));
     }
-    for (int i = 0; i < 2 * p->link_count; i++) {
-        ddp__pipe_pool *pool = &p->links[i / 2].way[i % 2];
-        if (pool->kind == DDP__PIPE_OUT) pool->memory = (unsigned char *)p->shared + pool->offset;
-        if (pool->kind == DDP__PIPE_IN && p->in_place) pool->memory = (unsigned char *)ddp_group_peer(group, p->shared, pool->peer);
+    ddp_error_save(&failure, ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &largest, &largest, 4, DDP_U64, DDP_OP_MAX, -1));
+    if (failure.result == DDP_OK) {
+        p->works = (int)largest.works;
+        p->no_clip = largest.unclipped || !largest.params;
+        ddp_error_save(&failure, ddp__pipe_device(p, (size_t)largest.works + 1, &bytes));
     }
-    p->desc.ties = p->ties;
-    p->desc.edges = NULL, p->desc.stages = NULL;
-    *out = p;
-    return DDP_OK;
+    result = ddp_agree(group, "ddp_pipeline_create", ddp_error_restore(&failure), ddp_hash(DDP_HASH_SEED, what, strlen(what)), what);
+    if (result == DDP_OK) result = ddp__pipe_group_failed(group, ddp__pipe_connect(p, (size_t)largest.shared, (unsigned char *)bytes));
+    if (result == DDP_OK) {
+        p->desc.edges = NULL;
+        p->desc.stages = NULL;
+        *out = p;
+        return DDP_OK;
+    }
+    failure.result = DDP_OK;
+    ddp_error_save(&failure, result);
+    if (p) ddp__pipe_free(p);
+    return ddp_error_restore(&failure);
 }
 
 DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline) {
@@ -4227,20 +4189,21 @@ static double ddp__pipe_tree(const double *values, int count) {
 }
 
 DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *mean, double *each) {
+    const double *losses = pipeline ? pipeline->measures[0].losses : NULL;
     if (!pipeline || !mean) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_loss: pipeline or mean is NULL");
     if (!pipeline->has_losses)
         return ddp_fail(DDP_ERR_INVALID,
                         "ddp_pipeline_get_loss: there are no losses; call it after a ddp_pipeline_step or "
                         "ddp_pipeline_evaluate that returned DDP_OK");
-    *mean = ddp__pipe_tree(pipeline->losses, pipeline->microbatch_count) / pipeline->microbatch_count;
-    if (each) memcpy(each, pipeline->losses, (size_t)pipeline->microbatch_count * sizeof *each);
+    *mean = ddp__pipe_tree(losses, pipeline->microbatch_count) / pipeline->microbatch_count;
+    if (each) memcpy(each, losses, (size_t)pipeline->microbatch_count * sizeof *each);
     return DDP_OK;
 }
 
 /* What `who` reads is that of a step. A failure of the group says more than a missing step. */
 static ddp_result ddp__pipe_need_step(ddp_pipeline *p, const char *who) {
     if (p->has_gradients) return DDP_OK;
-    DDP_TRY(ddp__pipe_status(p, who));
+    DDP_TRY(ddp__pipe_status(p));
     return ddp_fail(DDP_ERR_INVALID,
                     "%s: there has been no step; call it after a ddp_pipeline_step that returned DDP_OK",
                     who);
@@ -4249,7 +4212,7 @@ static ddp_result ddp__pipe_need_step(ddp_pipeline *p, const char *who) {
 /* Means over micro-batches; half of a B counts as I, half as W. */
 static void ddp__pipe_costs(const ddp_pipeline *p, ddp_stage_cost *costs) {
     for (int stage = 0; stage < p->stage_count; stage++) {
-        const double *seconds = p->seconds + 4 * stage, m = p->microbatch_count;
+        const double *seconds = p->measures[0].seconds + 4 * stage, m = p->microbatch_count;
         memset(&costs[stage], 0, sizeof costs[stage]);
         costs[stage].forward = seconds[0] / m;
         costs[stage].input_grad = (seconds[1] + seconds[3] / 2) / m;
@@ -4261,16 +4224,15 @@ static void ddp__pipe_costs(const ddp_pipeline *p, ddp_stage_cost *costs) {
 static void ddp__pipe_transfers(const ddp_pipeline *p, const ddp_action_time *times, double *ends, ddp_stage_cost *costs) {
     const ddp_schedule *s = p->schedule;
     for (int stage = 0; stage + 1 < p->stage_count; stage++) {
-        double shortest = -1;
+        double shortest = DBL_MAX;
         if (s->stage_rank[stage] == s->stage_rank[stage + 1]) continue;
         for (int end = 0; end < 2; end++) {
             int rank = s->stage_rank[stage + end];
             for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
-                double gap;
-                if (s->actions[i].stage != stage + end || s->actions[i].kind != DDP_ACTION_FORWARD) continue;
-                if (!end) { ends[s->actions[i].microbatch] = times[i].end; continue; }
-                gap = times[i].begin - ends[s->actions[i].microbatch];
-                if (shortest < 0 || gap < shortest) shortest = gap;
+                const ddp_action *a = &s->actions[i];
+                if (a->stage != stage + end || a->kind != DDP_ACTION_FORWARD) continue;
+                if (!end) ends[a->microbatch] = times[i].end;
+                else if (times[i].begin - ends[a->microbatch] < shortest) shortest = times[i].begin - ends[a->microbatch];
             }
         }
         costs[stage].transfer = shortest > 0 ? shortest : 0;
@@ -4280,31 +4242,25 @@ static void ddp__pipe_transfers(const ddp_pipeline *p, const ddp_action_time *ti
 DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost *costs, ddp_action_time *times) {
     DDP_PUBLIC_CALL(ddp_pipeline_get_times);
     ddp_pipeline *p = pipeline;
-    const int one_clock = p && ddp_local_world_size(p->group) == p->world_size;
-    size_t count;
-    double earliest;
-    ddp_action_time *all;
-    ddp_result result;
     if (!p) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_times: pipeline is NULL");
     DDP_TRY(ddp__pipe_need_step(p, "ddp_pipeline_get_times"));
-    count = (size_t)p->schedule->count;
-    all = (ddp_action_time *)ddp_host_alloc(p->group, count * sizeof *all + (size_t)p->microbatch_count * sizeof(double));
-    if (!all) { ddp_group_poison(p->group, DDP_ERR_NO_MEMORY, ddp_last_error()); return DDP_ERR_NO_MEMORY; }
+    const ddp__pipe_measures *m = &p->measures[0];
+    const int one_clock = ddp_local_world_size(p->group) == p->world_size;
+    size_t count = (size_t)p->schedule->count;
+    ddp_action_time *all = p->measures[1].times; /* evaluations need nothing of it later */
+    double shift = 0; /* other machines have other clocks: each from its own start */
     memset(all, 0, count * sizeof *all);
-    earliest = p->starts[0];
-    for (int rank = 1; rank < p->world_size; rank++) if (p->starts[rank] < earliest) earliest = p->starts[rank];
+    for (int rank = 0; rank < p->world_size && one_clock; rank++)
+        if (m->starts[p->rank] - m->starts[rank] > shift) shift = m->starts[p->rank] - m->starts[rank];
     for (int i = p->schedule->first[p->rank]; i < p->schedule->first[p->rank + 1]; i++) {
-        double shift = one_clock ? p->starts[p->rank] - earliest : 0; /* other machines have other clocks: each from its own start */
-        all[i].begin = p->times[i].begin + shift, all[i].end = p->times[i].end + shift;
+        all[i].begin = m->times[i].begin + shift;
+        all[i].end = m->times[i].end + shift;
     }
-    result = ddp__pipe_group_failed(p, ddp__pipe_sum_over_ranks(p, all, 2 * count, DDP_F64), "ddp_pipeline_get_times");
-    if (result == DDP_OK && costs) {
-        ddp__pipe_costs(p, costs);
-        if (one_clock) ddp__pipe_transfers(p, all, (double *)(all + count), costs);
-    }
-    if (result == DDP_OK && times) memcpy(times, all, count * sizeof *times);
-    ddp_host_free(p->group, all);
-    return result;
+    DDP_TRY(ddp__pipe_group_failed(p->group, ddp__pipe_sum_over_ranks(p, all, 2 * count, DDP_F64)));
+    if (costs) ddp__pipe_costs(p, costs);
+    if (costs && one_clock) ddp__pipe_transfers(p, all, p->measures[1].losses, costs);
+    if (times) memcpy(times, all, count * sizeof *times);
+    return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipeline_stats *stats) {
@@ -4314,7 +4270,7 @@ DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipel
     if (!pipeline || !stats) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_stats: pipeline or stats is NULL");
     costs = (ddp_stage_cost *)ddp_host_alloc(pipeline->group, (size_t)pipeline->stage_count * sizeof *costs);
     if (!costs) return DDP_ERR_NO_MEMORY;
-    *stats = pipeline->stats;
+    *stats = pipeline->measures[0].stats;
     ddp__pipe_costs(pipeline, costs);
     result = ddp_schedule_simulate(pipeline->schedule, costs, &report);
     ddp_host_free(pipeline->group, costs);
@@ -4323,19 +4279,19 @@ DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipel
 }
 
 static int ddp__pipe_is_second_use(const ddp_pipeline *p, int stage, int param) {
-    for (int i = 0; i < p->desc.tie_count; i++) if (p->ties[i].second_stage == stage && p->ties[i].second_param == param) return 1;
+    for (int i = 0; i < p->desc.tie_count; i++) if (p->desc.ties[i].second_stage == stage && p->desc.ties[i].second_param == param) return 1;
     return 0;
 }
 
 /* Every gradient of this rank: its squares are added, or it is scaled. */
 static void ddp__pipe_each_gradient(const ddp_pipeline *p, int squares, float factor) {
-    for (int stage = 0; stage < p->stage_count; stage++)
-        for (int i = 0; p->stages[stage].number >= 0 && i < p->stages[stage].desc.param_count; i++) {
-            ddp_tensor grad = ddp_param_grad(p->stages[stage].desc.params[i]);
-            size_t count = (size_t)ddp_tensor_count(&grad), rows = grad.ndim > 0 ? (size_t)grad.shape[0] : 1;
+    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s))
+        for (int i = 0; i < s->desc.param_count; i++) {
+            ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
+            size_t count = s->sums.gradients[i].count, rows = grad.ndim > 0 ? (size_t)grad.shape[0] : 1;
             if (!count) continue;
             if (!squares) p->device->scale(grad.data, count, grad.dtype, factor);
-            else if (!ddp__pipe_is_second_use(p, stage, i)) p->device->sum_squares((ddp_exact_sum *)p->squares, grad.data, rows, count / rows, grad.dtype);
+            else if (!ddp__pipe_is_second_use(p, s->number, i)) p->device->sum_squares(p->squares, grad.data, rows, count / rows, grad.dtype);
         }
 }
 
@@ -4350,11 +4306,11 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
         return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: no stage has params, or the gradients of one come with unshard; name whole ones "
                         "in ddp_pipeline_stage");
     DDP_TRY(ddp__pipe_need_step(p, "ddp_pipeline_clip_grad_norm"));
-    DDP_TRY(ddp__pipe_group_failed(p, ddp__pipe_enter(p), "ddp_pipeline_clip_grad_norm"));
+    DDP_TRY(ddp__pipe_group_failed(p->group, ddp__pipe_enter(p)));
     p->device->fill_zero(p->squares, sizeof sum);
     ddp__pipe_each_gradient(p, 1, 0);
     p->device->copy(&sum, p->squares, sizeof sum);
-    DDP_TRY(ddp__pipe_group_failed(p, ddp__pipe_sum_over_ranks(p, sum.cell, DDP_EXACT_CELLS, DDP_I64), "ddp_pipeline_clip_grad_norm"));
+    DDP_TRY(ddp__pipe_group_failed(p->group, ddp__pipe_sum_over_ranks(p, sum.cell, DDP_EXACT_CELLS, DDP_I64)));
     length = (float)sqrt(ddp_exact_sum_value(&sum));
     if (norm) *norm = length;
     if (!(length > max_norm) || length > FLT_MAX) return DDP_OK;
