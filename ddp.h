@@ -757,49 +757,6 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to
 /* Two queues of a device, in which work runs in order: the caller's own, and that of a group's communication. */
 typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_stream_kind;
 
-/* c (m, n) = op(a) op(b), or added to it. Row-major; lda, ldb, ldc elements from row to row. op(a) is (m, k): a is (m, k), or (k, m) with trans_a;
-   op(b) is (k, n): b is (k, n), or (n, k) with trans_b. m, n and k may be 0. */
-typedef struct ddp_gemm {
-    int64_t m, n, k, lda, ldb, ldc;
-    const void *a, *b;
-    void *c;
-    ddp_dtype dtype; /* DDP_F32 or DDP_F64 */
-    int trans_a, trans_b, accumulate;
-} ddp_gemm;
-typedef ddp_result (*ddp_gemm_fn)(const ddp_gemm *gemm, void *user);
-
-/* A step of a layer on rows (in_step, out_step: elements from row to row, otherwise no gaps) of columns elements, f32 or f64. x, d and y are a row of in,
-   slope and out, w and b one of weight and bias. Sums have an order that the shapes alone give. s(x) = 1 / (1 + exp(-x)). NULL where it says so: left out.
-     GEMM  *gemm    COPY  y = x, in_step, out_step    BIAS  y += w, out_step    SUM  out = the sum of in's rows, or added to it: accumulate
-     ACTIVATE       form 0: y = x s(1.5957691216057307 (x + 0.044715 x^3)); 1: y = max(x, 0); 2: x has all gates, then all ups: y = gate s(gate) up
-     ACTIVATE_BACK  y, as long as x = d times the slope of that at x; 0 and 1: y may be d
-     LOOKUP         y = row index[i] - first of w's count rows, zeros where there is none     LOOKUP_BACK  that row of out += x, if any, row after row
-     NORM           stats = [m, v]: m = mean(x), or 0 with form 1, v = 1 / sqrt(mean((x - m)^2) + scale); y = (x - m) v w + b (NULL)
-     NORM_BACK      h = (x - m) v, g = d w: y (NULL, may be d) = v (g - mean(g) - h mean(g h)), no mean(g) with form 1;
-                    sums (NULL), 2 rows, += the sums over rows of d h and, unless form 1, of d
-   Cross-entropy. The first count columns are words, number first and on. Where index[i] is ignore, x need not be read and all below is 0. t = index[i] - first:
-     LOSS_MAX       stats[i] = max(x), not below minus infinity
-     LOSS_SUM       y (NULL, may be x) = exp(x - stats[i]), sums (2 rows of `rows`) = [x[t] - stats[i], or 0 elsewhere | the sum of y]
-     LOSS_END       a = stats[i] + log(sum), loss = log(sum) - target + z_loss a^2 to losses[i] (NULL), and all of them to *total, host memory (NULL);
-                    y (NULL) = y scale (1 + 2 z_loss a) / sum, less scale at t; 0 behind count
-     DROPOUT        y (may be x) = u < threshold ? 0 : x scale; u: word e % 4 of Philox 4x32-10, counter e / 4, key key; e = first + i in_step + column */
-typedef enum ddp_layer_kind {
-    DDP_LAYER_GEMM, DDP_LAYER_COPY, DDP_LAYER_BIAS, DDP_LAYER_SUM, DDP_LAYER_ACTIVATE, DDP_LAYER_ACTIVATE_BACK, DDP_LAYER_LOOKUP, DDP_LAYER_LOOKUP_BACK,
-    DDP_LAYER_NORM, DDP_LAYER_NORM_BACK, DDP_LAYER_LOSS_MAX, DDP_LAYER_LOSS_SUM, DDP_LAYER_LOSS_END, DDP_LAYER_DROPOUT
-} ddp_layer_kind;
-typedef struct ddp_layer {
-    ddp_layer_kind kind;
-    ddp_dtype dtype;
-    int form, accumulate;
-    int64_t rows, columns, in_step, out_step, first, count, ignore;
-    const void *in, *slope, *weight, *bias;
-    void *out, *stats, *sums, *losses;
-    const int32_t *index; /* host memory, read before the call returns */
-    const ddp_gemm *gemm;
-    double scale, z_loss, *total;
-    uint64_t key, threshold;
-} ddp_layer;
-
 /* Where memory lives and what can compute on it. Pointers are this device's. The CPU's table is ddp_device_cpu(). */
 struct ddp_device {
     const char *name;
@@ -824,7 +781,6 @@ struct ddp_device {
     ddp_result (*event_record)(ddp_group *group, ddp_stream_kind lane, void *event); /* marks what the lane holds now; marks anew */
     ddp_result (*event_wait)(ddp_group *group, ddp_stream_kind lane, void *event);   /* the lane, not the host, waits for the mark as it is now */
     ddp_result (*event_test)(ddp_group *group, void *event, int *done);
-    ddp_result (*layer)(ddp_group *group, const ddp_layer *layer); /* likewise, ddp_tensor.h; on the lane entered. NULL: no layers there */
     /* Host memory that copy is quickest with; NULL = any is alike. free_pinned: on any thread, with the group gone or not. */
     ddp_result (*alloc_pinned)(ddp_group *group, size_t size_bytes, void **out);
     void (*free_pinned)(void *memory);
@@ -832,6 +788,7 @@ struct ddp_device {
     /* What the siblings need, each defined there. NULL: they compute with functions of their own if host_memory is set, and otherwise report DDP_ERR_UNSUPPORTED. */
     int host_memory;                                 /* 1 = the CPU reads and writes this device's memory */
     const struct ddp_optimizer_kernels *optimizer;   /* ddp_fsdp.h */
+    const struct ddp_layer_kernels *layers;          /* ddp_tensor.h; two tables, for f32 and f64 */
 };
 
 DDPDEF const ddp_device *ddp_device_cpu(void);
@@ -2179,7 +2136,7 @@ static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t 
 DDPDEF const ddp_device *ddp_device_cpu(void) {
     static const ddp_device cpu = {"cpu", ddp__cpu_alloc, ddp_host_free, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast,
                                    ddp__cpu_add, ddp__scale, ddp__divide, ddp__exact_add_squares, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-                                   NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL};
+                                   NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL};
     return &cpu;
 }
 

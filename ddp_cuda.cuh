@@ -226,8 +226,9 @@ DDPDEF ddp_result ddp_cuda_check(void);
    GPUs where ddp_tp_desc.gemm is NULL; for the other, which may round factors to TF32, set it, and gemm_user to the group. user is that group, which
    keeps a handle and 32 MiB from the first call on. The same call gives the same bits. DDP_ERR_ENGINE names cuBLASLt's status. */
 #if defined(DDP_USE_CUBLASLT)
-DDPDEF ddp_result ddp_cuda_gemm(const ddp_gemm *gemm, void *user);
-DDPDEF ddp_result ddp_cuda_gemm_tf32(const ddp_gemm *gemm, void *user);
+struct ddp_gemm; /* of ddp_tensor.h */
+DDPDEF ddp_result ddp_cuda_gemm(const struct ddp_gemm *gemm, void *user);
+DDPDEF ddp_result ddp_cuda_gemm_tf32(const struct ddp_gemm *gemm, void *user);
 #endif
 
 /* --- kernels ---
@@ -325,7 +326,13 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #if __has_include("ddp_fsdp.h")
 #include "ddp_fsdp.h"
 #endif
+#if __has_include("ddp_tensor.h")
+#include "ddp_tensor.h"
+#endif
 #undef DDP__KERNELS_ONLY
+#if defined(DDP_USE_CUBLASLT) && !defined(DDP_TENSOR_KERNELS_H)
+#error "DDP_USE_CUBLASLT is for the layers of ddp_tensor.h: put that header beside ddp_cuda.cuh"
+#endif
 
 #if !defined(DDP__HD)
 #define DDP__HD __host__ __device__ __forceinline__
@@ -1705,8 +1712,9 @@ template <ddp_dtype D> static ddp_result ddp__cuda_dequantise_run(void *dst, con
 
 //== layers ========================================================================================= >>impl-layers
 
-/* What struct ddp_layer says, in T, f32 or f64. A thread has an element, a team of threads a row or a column: sums are doubles, and join in halves.
-   Unlike the products above, these may be fused with sums: not the bits of the CPU, but the same ones in every run. */
+/* ddp_layer_kernels in T, f32 or f64. A thread has an element, a team of threads a row or a column: sums are doubles, and join in halves.
+   Unlike the optimizers above, these may be fused with sums: not the bits of the CPU, but the same ones in every run. */
+#if defined(DDP_TENSOR_KERNELS_H)
 #define DDP__CUDA_LAYER "ddp_device_cuda layer"
 #if defined(__CUDA_ARCH__) /* memory of layers is aligned as its elements are */
 template <class T> static DDP__HD T ddp__cuda_at(const void *base, int64_t i) { return ((const T *)base)[i]; }
@@ -1716,214 +1724,317 @@ template <class T> static DDP__HD T ddp__cuda_at(const void *base, int64_t i) { 
 template <class T> static DDP__HD void ddp__cuda_set(void *base, int64_t i, T x) { ddp__cuda_put<1>(&x, base, (size_t)i); }
 #endif
 template <class T> static DDP__HD T ddp__cuda_sigmoid(T x) { return 1 / (1 + exp(-x)); }
-static DDP__HD int64_t ddp__cuda_row(size_t at, int64_t columns) { /* 32 bits divide in a third of the time */
-    return (at | (size_t)columns) >> 32 ? (int64_t)at / columns : (int64_t)((uint32_t)at / (uint32_t)columns);
-}
 
 /* Word e % 4 of block e / 4 of Philox 4x32-10 (Salmon et al. 2011). */
 static DDP__HD uint32_t ddp__cuda_philox(uint64_t key, uint64_t e) {
     uint32_t c0 = (uint32_t)(e / 4), c1 = (uint32_t)(e / 4 >> 32), c2 = 0, c3 = 0, k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
     for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u) {
         uint64_t a = (uint64_t)0xd2511f53u * c0, b = (uint64_t)0xcd9e8d57u * c2;
-        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0, c1 = (uint32_t)b, c2 = (uint32_t)(a >> 32) ^ c3 ^ k1, c3 = (uint32_t)a;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)a;
     }
-    return e & 2 ? (e & 1 ? c3 : c2) : e & 1 ? c1 : c0;
+    if (e & 2) return e & 1 ? c3 : c2;
+    return e & 1 ? c1 : c0;
 }
 
-template <class T> struct ddp__cuda_layer_each {
+/* Element (i, j) of a matrix by itself. F has cell(i, j). */
+template <class F> struct ddp__cuda_cells_of {
     enum { WIDTH = 1 };
-    ddp_layer op;
-    ddp_gemm g; /* GEMM for want of cuBLASLt: each element by itself */
-    static DDP__HD T bend(T x) { return (T)1.5957691216057307 * (x + (T)0.044715 * x * x * x); }
-    /* at: of one value per row and column; from: of x, behind whose row of gates that of ups lies */
-    DDP__HD void activate(int64_t at, int64_t from) const {
-        T x = ddp__cuda_at<T>(op.in, from), up = op.form == 2 ? ddp__cuda_at<T>(op.in, from + op.columns) : 1, s = ddp__cuda_sigmoid(op.form ? x : bend(x)), d;
-        if (op.kind == DDP_LAYER_ACTIVATE) { ddp__cuda_set<T>(op.out, at, op.form == 1 ? (x < 0 ? 0 : x) : x * s * up); return; }
-        d = ddp__cuda_at<T>(op.slope, at);
-        if (op.form == 2) ddp__cuda_set<T>(op.out, from + op.columns, d * x * s);
-        if (op.form == 1) d = x > 0 ? d : x <= 0 ? 0 : x;
-        else d *= op.form ? up * s * (1 + x * (1 - s)) : s + x * s * (1 - s) * (T)1.5957691216057307 * (1 + (T)(3 * 0.044715) * x * x);
-        ddp__cuda_set<T>(op.out, from, d);
+    F f;
+    int64_t columns;
+    template <int N> DDP__HD void run(size_t at) const { /* 32 bits divide in a third of the time */
+        int64_t i = (at | (size_t)columns) >> 32 ? (int64_t)at / columns : (int64_t)((uint32_t)at / (uint32_t)columns);
+        f.cell(i, (int64_t)at - i * columns);
     }
-    DDP__HD void multiply(int64_t i, int64_t j) const {
+};
+template <class F> static ddp_result ddp__cuda_cells(const F &f, int64_t rows, int64_t columns) {
+    const ddp__cuda_cells_of<F> all = {f, columns};
+    return ddp__cuda_each(all, ddp__cuda_split_of(1, (size_t)(rows * columns), 1), ddp__cuda_mine.stream, DDP__CUDA_LAYER);
+}
+
+/* For want of cuBLASLt. */
+template <class T> struct ddp__cuda_product {
+    ddp_gemm g;
+    DDP__HD void cell(int64_t i, int64_t j) const {
         T sum = g.accumulate ? ddp__cuda_at<T>(g.c, i * g.ldc + j) : 0;
         for (int64_t k = 0; k < g.k; k++)
             sum += ddp__cuda_at<T>(g.a, g.trans_a ? k * g.lda + i : i * g.lda + k) * ddp__cuda_at<T>(g.b, g.trans_b ? j * g.ldb + k : k * g.ldb + j);
         ddp__cuda_set<T>(g.c, i * g.ldc + j, sum);
     }
-    template <int N> DDP__HD void run(size_t element) const {
-        int64_t at = (int64_t)element, i = ddp__cuda_row(element, op.columns), j = at - i * op.columns, to = i * op.out_step + j;
-        if (op.kind == DDP_LAYER_GEMM) multiply(i, j);
-        else if (op.kind == DDP_LAYER_COPY) ddp__cuda_set<T>(op.out, to, ddp__cuda_at<T>(op.in, i * op.in_step + j));
-        else if (op.kind == DDP_LAYER_BIAS) ddp__cuda_set<T>(op.out, to, ddp__cuda_at<T>(op.out, to) + ddp__cuda_at<T>(op.bias, j));
-        else if (op.kind != DDP_LAYER_DROPOUT) activate(at, op.form == 2 ? at + i * op.columns : at);
-        else ddp__cuda_set<T>(op.out, at, ddp__cuda_philox(op.key, (uint64_t)(op.first + i * op.in_step + j)) < op.threshold ? 0 :
-                                          ddp__cuda_at<T>(op.in, at) * (T)op.scale);
+};
+static ddp_result ddp__cuda_plain_gemm(const ddp_gemm *g) {
+    const ddp__cuda_product<float> f32 = {*g};
+    const ddp__cuda_product<double> f64 = {*g};
+    return g->dtype == DDP_F32 ? ddp__cuda_cells(f32, g->m, g->n) : ddp__cuda_cells(f64, g->m, g->n);
+}
+
+template <class T> struct ddp__cuda_copied {
+    const void *x;
+    int64_t x_step;
+    void *y;
+    int64_t y_step;
+    DDP__HD void cell(int64_t i, int64_t j) const { ddp__cuda_set<T>(y, i * y_step + j, ddp__cuda_at<T>(x, i * x_step + j)); }
+};
+template <class T> static ddp_result ddp__cuda_copy_rows(int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y, int64_t y_step) {
+    const ddp__cuda_copied<T> f = {x, x_step, y, y_step};
+    return ddp__cuda_cells(f, rows, columns);
+}
+
+template <class T> struct ddp__cuda_biased {
+    const void *bias;
+    void *y;
+    int64_t y_step;
+    DDP__HD void cell(int64_t i, int64_t j) const { ddp__cuda_set<T>(y, i * y_step + j, ddp__cuda_at<T>(y, i * y_step + j) + ddp__cuda_at<T>(bias, j)); }
+};
+template <class T> static ddp_result ddp__cuda_add_bias(int64_t rows, int64_t columns, const void *bias, void *y, int64_t y_step) {
+    const ddp__cuda_biased<T> f = {bias, y, y_step};
+    return ddp__cuda_cells(f, rows, columns);
+}
+
+/* dy NULL: forward. Behind a row of gates lies that of ups. */
+template <class T> struct ddp__cuda_activated {
+    ddp_tp_activation form;
+    int64_t columns;
+    const void *x, *dy;
+    void *out;
+    static DDP__HD T bend(T x) { return (T)1.5957691216057307 * (x + (T)0.044715 * x * x * x); }
+    DDP__HD void cell(int64_t i, int64_t j) const {
+        int gated = form == DDP_TP_SILU_GATED;
+        int64_t at = i * columns + j, from = gated ? at + i * columns : at;
+        T value = ddp__cuda_at<T>(x, from), up = gated ? ddp__cuda_at<T>(x, from + columns) : 1;
+        T s = ddp__cuda_sigmoid(form == DDP_TP_GELU ? bend(value) : value), d;
+        if (!dy) {
+            ddp__cuda_set<T>(out, at, form == DDP_TP_RELU ? (value < 0 ? 0 : value) : value * s * up);
+            return;
+        }
+        d = ddp__cuda_at<T>(dy, at);
+        if (gated) ddp__cuda_set<T>(out, from + columns, d * value * s);
+        if (form == DDP_TP_RELU) d = value > 0 ? d : value <= 0 ? 0 : value;
+        else if (gated) d *= up * s * (1 + value * (1 - s));
+        else d *= s + value * s * (1 - s) * (T)1.5957691216057307 * (1 + (T)(3 * 0.044715) * value * value);
+        ddp__cuda_set<T>(out, from, d);
     }
 };
+template <class T> static ddp_result ddp__cuda_activate_backward(ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, const void *dy,
+                                                                 void *dx) {
+    const ddp__cuda_activated<T> f = {form, columns, x, dy, dx};
+    return ddp__cuda_cells(f, rows, columns);
+}
+template <class T> static ddp_result ddp__cuda_activate(ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, void *y) {
+    return ddp__cuda_activate_backward<T>(form, rows, columns, x, NULL, y);
+}
+
+template <class T> struct ddp__cuda_dropped {
+    ddp_dropout op;
+    DDP__HD void cell(int64_t i, int64_t j) const {
+        int64_t at = i * op.columns + j;
+        int drop = ddp__cuda_philox(op.key, (uint64_t)(op.first + i * op.step + j)) < op.threshold;
+        ddp__cuda_set<T>(op.y, at, drop ? 0 : ddp__cuda_at<T>(op.x, at) * (T)op.scale);
+    }
+};
+template <class T> static ddp_result ddp__cuda_dropout(const ddp_dropout *op) {
+    const ddp__cuda_dropped<T> f = {*op};
+    return ddp__cuda_cells(f, op->rows, op->columns);
+}
 
 /* The rows of a step whose index[] is host memory: as many at a time as fit into a kernel's arguments, so that nobody waits for a copy. */
 #define DDP__CUDA_INDICES 896
-typedef struct ddp__cuda_layer_op { ddp_layer op; } ddp__cuda_layer_op;
-typedef struct ddp__cuda_layer_part { ddp_layer op; int64_t begin, count; int32_t index[DDP__CUDA_INDICES]; } ddp__cuda_layer_part;
-static_assert(sizeof(ddp__cuda_layer_part) + sizeof(size_t) <= 4096, "a kernel's arguments are limited to 4 KiB");
+template <class Op> struct ddp__cuda_layer_part {
+    Op op;
+    int64_t begin, count;
+    int32_t index[DDP__CUDA_INDICES];
+};
+static_assert(sizeof(ddp__cuda_layer_part<ddp_loss>) + sizeof(size_t) <= 4096, "a kernel's arguments are limited to 4 KiB");
 
-/* LOOKUP; and BACK, where the first row of a token adds all rows of it, in order: the additions of the CPU. */
-template <class T, int BACK> struct ddp__cuda_layer_lookup : ddp__cuda_layer_part {
+template <class F, class Op> static ddp_result ddp__cuda_layer_parts(const Op *op, const int32_t *index, ddp_result (*launch)(const F &, size_t, cudaStream_t, const char *)) {
+    F f = {};
+    f.op = *op;
+    for (; f.begin < op->rows; f.begin += f.count) {
+        f.count = op->rows - f.begin < DDP__CUDA_INDICES ? op->rows - f.begin : DDP__CUDA_INDICES;
+        memcpy(f.index, index + f.begin, (size_t)f.count * sizeof *f.index);
+        DDP_TRY(launch(f, (size_t)f.count, ddp__cuda_mine.stream, DDP__CUDA_LAYER));
+    }
+    return DDP_OK;
+}
+
+/* BACK: the first row of a token adds all rows of it, in order: the additions of the CPU. */
+template <class T, int BACK> struct ddp__cuda_looked_up : ddp__cuda_layer_part<ddp_lookup> {
     DDP__HD void chunk(size_t row, size_t thread, size_t threads) const {
         int64_t me = (int64_t)row, n = op.columns, from = index[me] - op.first, here = from >= 0 && from < op.count;
         for (int64_t k = 0; BACK && k < me && here; k++) here = index[k] != index[me];
         for (int64_t j = (int64_t)thread; j < n && (here || !BACK); j += (int64_t)threads) {
-            T x = here ? ddp__cuda_at<T>(BACK ? op.out : op.weight, from * n + j) : 0;
+            T x = here ? ddp__cuda_at<T>(BACK ? op.out : op.in, from * n + j) : 0;
             for (int64_t k = me; BACK && k < count; k++) if (index[k] == index[me]) x += ddp__cuda_at<T>(op.in, (begin + k) * n + j);
             ddp__cuda_set<T>(op.out, (BACK ? from : begin + me) * n + j, x);
         }
     }
 };
+template <class T> static ddp_result ddp__cuda_lookup(const ddp_lookup *op) {
+    return ddp__cuda_layer_parts(op, op->index, ddp__cuda_chunks<ddp__cuda_looked_up<T, 0> >);
+}
+template <class T> static ddp_result ddp__cuda_lookup_backward(const ddp_lookup *op) {
+    return ddp__cuda_layer_parts(op, op->index, ddp__cuda_chunks<ddp__cuda_looked_up<T, 1> >);
+}
 
 /* What steps with N sums share. */
-template <int N, int THREADS, class Op> struct ddp__cuda_layer_rows : Op {
+template <int N, int THREADS, class Part> struct ddp__cuda_layer_rows : Part {
     enum { CELLS = 1, TEAM = THREADS };
     typedef ddp__cuda_sums<N> value;
     static DDP__HD value join(value a, const value &b) { for (int i = 0; i < N; i++) a.at[i] += b.at[i]; return a; }
     DDP__HD void flush(const int64_t *) const {}
 };
+template <class Op> struct ddp__cuda_layer_op { Op op; };
+template <class F, class Op> static ddp_result ddp__cuda_layer_teams(const Op &op, int64_t count) {
+    F f = {};
+    f.op = op;
+    return ddp__cuda_rows(f, (size_t)count, ddp__cuda_mine.stream, DDP__CUDA_LAYER);
+}
 
-/* Sums over rows, a column at a time: SUM's; or NORM_BACK's, of d h and d. Four columns' teams read lines together. */
-template <class T> struct ddp__cuda_layer_columns : ddp__cuda_layer_rows<2, 8, ddp__cuda_layer_op> {
+/* Sums over rows, a column at a time: of x; or, with stats, of norm_backward's dy h and dy. Four columns' teams read lines together. */
+struct ddp__cuda_column_sums {
+    int64_t rows, columns;
+    const void *dy, *x, *stats;
+    int accumulate, second; /* second: also the sums of dy, one row behind */
+    void *out;
+};
+template <class T> struct ddp__cuda_layer_columns : ddp__cuda_layer_rows<2, 8, ddp__cuda_layer_op<ddp__cuda_column_sums> > {
+    typedef ddp__cuda_sums<2> value;
     DDP__HD value partial(size_t column, int lane, int64_t *) const {
+        const ddp__cuda_column_sums &op = this->op;
         value v = {};
-        int norm = op.kind == DDP_LAYER_NORM_BACK;
         for (int64_t i = lane; i < op.rows; i += 8) {
             int64_t at = i * op.columns + (int64_t)column;
-            T d = ddp__cuda_at<T>(norm ? op.slope : op.in, at);
+            T d = ddp__cuda_at<T>(op.dy, at);
             v.at[1] += (double)d;
-            if (norm) d *= (ddp__cuda_at<T>(op.in, at) - ddp__cuda_at<T>(op.stats, 2 * i)) * ddp__cuda_at<T>(op.stats, 2 * i + 1);
+            if (op.stats) d *= (ddp__cuda_at<T>(op.x, at) - ddp__cuda_at<T>(op.stats, 2 * i)) * ddp__cuda_at<T>(op.stats, 2 * i + 1);
             v.at[0] += (double)d;
         }
         return v;
     }
     DDP__HD void finish(size_t column, const value &v, int lane, int64_t *) const {
-        void *out = op.kind == DDP_LAYER_SUM ? op.out : op.sums;
+        const ddp__cuda_column_sums &op = this->op;
         int64_t to = (int64_t)column + lane * op.columns;
-        if (lane > (op.kind == DDP_LAYER_NORM_BACK && !op.form)) return; /* lane 1 has the second sum */
-        ddp__cuda_set<T>(out, to, (T)(v.at[lane] + (op.kind == DDP_LAYER_NORM_BACK || op.accumulate ? (double)ddp__cuda_at<T>(out, to) : 0)));
+        if (lane <= op.second) ddp__cuda_set<T>(op.out, to, (T)(v.at[lane] + (op.accumulate ? (double)ddp__cuda_at<T>(op.out, to) : 0)));
     }
 };
+template <class T> static ddp_result ddp__cuda_sum_rows(int64_t rows, int64_t columns, const void *x, int accumulate, void *out) {
+    const ddp__cuda_column_sums op = {rows, columns, x, NULL, NULL, accumulate, 0, out};
+    return ddp__cuda_layer_teams<ddp__cuda_layer_columns<T> >(op, columns);
+}
 
 /* How many, their mean, and the squares of what they are off it; two parts make one as Chan et al. (1979) say. */
-template <class T> struct ddp__cuda_layer_norm : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_op> {
-    DDP__HD double x(size_t row, int64_t j) const { return (double)ddp__cuda_at<T>(op.in, (int64_t)row * op.columns + j); }
+template <class T> struct ddp__cuda_layer_norm : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_op<ddp_norm> > {
+    DDP__HD double x(size_t row, int64_t j) const { return (double)ddp__cuda_at<T>(op.x, (int64_t)row * op.columns + j); }
     DDP__HD value partial(size_t row, int lane, int64_t *) const {
         value v = {};
-        for (int64_t j = lane; j < op.columns; j += 32) v.at[0] += 1, v.at[1] += op.form ? 0 : x(row, j);
+        for (int64_t j = lane; j < op.columns; j += 32) {
+            v.at[0] += 1;
+            v.at[1] += op.rms ? 0 : x(row, j);
+        }
         if (v.at[0] > 0) v.at[1] /= v.at[0];
         for (int64_t j = lane; j < op.columns; j += 32) v.at[2] += (x(row, j) - v.at[1]) * (x(row, j) - v.at[1]);
         return v;
     }
     static DDP__HD value join(value a, const value &b) {
         double n = a.at[0] + b.at[0], off = b.at[1] - a.at[1];
-        if (b.at[0] > 0) a.at[1] += off * (b.at[0] / n), a.at[2] += b.at[2] + off * off * (a.at[0] * b.at[0] / n), a.at[0] = n;
+        if (b.at[0] <= 0) return a;
+        a.at[1] += off * (b.at[0] / n);
+        a.at[2] += b.at[2] + off * off * (a.at[0] * b.at[0] / n);
+        a.at[0] = n;
         return a;
     }
     DDP__HD void finish(size_t row, const value &v, int lane, int64_t *) const {
-        double scale = 1 / sqrt(v.at[2] / (double)op.columns + op.scale);
+        double scale = 1 / sqrt(v.at[2] / (double)op.columns + op.eps);
         if (lane < 2) ddp__cuda_set<T>(op.stats, 2 * (int64_t)row + lane, (T)(lane ? scale : v.at[1]));
         for (int64_t j = lane; j < op.columns; j += 32)
-            ddp__cuda_set<T>(op.out, (int64_t)row * op.columns + j, (T)((x(row, j) - v.at[1]) * scale) * ddp__cuda_at<T>(op.weight, j) +
+            ddp__cuda_set<T>(op.y, (int64_t)row * op.columns + j, (T)((x(row, j) - v.at[1]) * scale) * ddp__cuda_at<T>(op.weight, j) +
                              (op.bias ? ddp__cuda_at<T>(op.bias, j) : 0));
     }
 };
+template <class T> static ddp_result ddp__cuda_norm(const ddp_norm *op) { return ddp__cuda_layer_teams<ddp__cuda_layer_norm<T> >(*op, op->rows); }
 
-template <class T> struct ddp__cuda_layer_norm_back : ddp__cuda_layer_rows<2, 32, ddp__cuda_layer_op> {
-    DDP__HD T g(int64_t row, int64_t j) const { return ddp__cuda_at<T>(op.slope, row * op.columns + j) * ddp__cuda_at<T>(op.weight, j); }
+template <class T> struct ddp__cuda_layer_norm_back : ddp__cuda_layer_rows<2, 32, ddp__cuda_layer_op<ddp_norm_backward> > {
+    DDP__HD T g(int64_t row, int64_t j) const { return ddp__cuda_at<T>(op.dy, row * op.columns + j) * ddp__cuda_at<T>(op.weight, j); }
     DDP__HD T h(int64_t row, int64_t j) const {
-        return (ddp__cuda_at<T>(op.in, row * op.columns + j) - ddp__cuda_at<T>(op.stats, 2 * row)) * ddp__cuda_at<T>(op.stats, 2 * row + 1);
+        return (ddp__cuda_at<T>(op.x, row * op.columns + j) - ddp__cuda_at<T>(op.stats, 2 * row)) * ddp__cuda_at<T>(op.stats, 2 * row + 1);
     }
     DDP__HD value partial(size_t row, int lane, int64_t *) const {
         value v = {};
-        for (int64_t j = lane, i = (int64_t)row; j < op.columns; j += 32)
-            v.at[0] += op.form ? 0 : (double)g(i, j), v.at[1] += (double)g(i, j) * (double)h(i, j);
+        for (int64_t j = lane, i = (int64_t)row; j < op.columns; j += 32) {
+            v.at[0] += op.rms ? 0 : (double)g(i, j);
+            v.at[1] += (double)g(i, j) * (double)h(i, j);
+        }
         return v;
     }
     DDP__HD void finish(size_t row, const value &v, int lane, int64_t *) const {
         T mean = (T)(v.at[0] / (double)op.columns), along = (T)(v.at[1] / (double)op.columns), scale = ddp__cuda_at<T>(op.stats, 2 * (int64_t)row + 1);
         for (int64_t j = lane, i = (int64_t)row; j < op.columns; j += 32)
-            ddp__cuda_set<T>(op.out, i * op.columns + j, scale * (g(i, j) - mean - h(i, j) * along));
+            ddp__cuda_set<T>(op.dx, i * op.columns + j, scale * (g(i, j) - mean - h(i, j) * along));
     }
 };
+template <class T> static ddp_result ddp__cuda_norm_backward(const ddp_norm_backward *op) { /* sums first: dx may be dy */
+    const ddp__cuda_column_sums sums = {op->rows, op->columns, op->dy, op->x, op->stats, 1, !op->rms, op->sums};
+    if (op->sums) DDP_TRY(ddp__cuda_layer_teams<ddp__cuda_layer_columns<T> >(sums, op->columns));
+    return op->dx ? ddp__cuda_layer_teams<ddp__cuda_layer_norm_back<T> >(*op, op->rows) : DDP_OK;
+}
 
-/* LOSS_MAX: the greatest. LOSS_SUM: the target's logit, which one lane of one rank finds, and the sum. LOSS_END: one lane reads all three for the others,
-   and stats[i] becomes the loss, of which the total is made. */
-template <class T> struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_part> {
+/* STEP 0, loss_max: the greatest. 1, loss_sum: the target's logit, which one lane of one rank finds, and the sum. 2, loss_end: one lane reads all three for
+   the others, and max[i] becomes the loss, of which the total is made. */
+template <class T, int STEP> struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_part<ddp_loss> > {
+    typedef ddp__cuda_sums<3> value;
     static DDP__HD value join(const value &a, const value &b) {
         return {{a.at[0] + b.at[0], a.at[1] + b.at[1], b.at[2] > a.at[2] ? b.at[2] : a.at[2]}};
     }
     DDP__HD value partial(size_t row, int lane, int64_t *) const {
-        int64_t i = begin + (int64_t)row, at = i * op.columns, target = index[row] - op.first;
+        const ddp_loss &op = this->op;
+        int64_t i = this->begin + (int64_t)row, at = i * op.columns, target = this->index[row] - op.first;
         value v = {{0, 0, -(double)INFINITY}};
-        T most = op.kind == DDP_LAYER_LOSS_SUM ? ddp__cuda_at<T>(op.stats, i) : 0;
-        if (op.kind == DDP_LAYER_LOSS_END && lane == 0)
-            for (int k = 0; k < 3; k++) v.at[k] = (double)(k == 2 ? ddp__cuda_at<T>(op.stats, i) : ddp__cuda_at<T>(op.sums, k * op.rows + i));
-        for (int64_t j = lane; j < op.count && index[row] != op.ignore && op.kind != DDP_LAYER_LOSS_END; j += 32) {
-            T x = ddp__cuda_at<T>(op.in, at + j) - most, e = exp(x);
+        T most = STEP == 1 ? ddp__cuda_at<T>(op.max, i) : 0;
+        if (STEP == 2 && lane == 0)
+            for (int k = 0; k < 3; k++) v.at[k] = (double)(k == 2 ? ddp__cuda_at<T>(op.max, i) : ddp__cuda_at<T>(op.sums, k * op.rows + i));
+        for (int64_t j = lane; j < op.count && this->index[row] != op.ignore && STEP != 2; j += 32) {
+            T x = ddp__cuda_at<T>(op.logits, at + j) - most, e = exp(x);
             v.at[2] = (double)x > v.at[2] ? (double)x : v.at[2];
-            if (op.kind == DDP_LAYER_LOSS_MAX) continue;
-            v.at[0] += j == target ? (double)x : 0, v.at[1] += (double)e;
-            if (op.out) ddp__cuda_set<T>(op.out, at + j, e);
+            if (STEP == 0) continue;
+            v.at[0] += j == target ? (double)x : 0;
+            v.at[1] += (double)e;
+            if (op.dlogits) ddp__cuda_set<T>(op.dlogits, at + j, e);
         }
         return v;
     }
     DDP__HD void finish(size_t row, const value &v, int lane, int64_t *) const {
-        int64_t i = begin + (int64_t)row, at = i * op.columns, target = index[row] - op.first, words = index[row] == op.ignore ? 0 : op.count;
+        const ddp_loss &op = this->op;
+        int64_t i = this->begin + (int64_t)row, at = i * op.columns, target = this->index[row] - op.first, words = this->index[row] == op.ignore ? 0 : op.count;
+        if (STEP == 0 && lane == 0) ddp__cuda_set<T>(op.max, i, (T)v.at[2]);
+        if (STEP == 1 && lane < 2) ddp__cuda_set<T>(op.sums, lane * op.rows + i, (T)v.at[lane]);
+        if (STEP != 2) return;
         double log_sum = log(v.at[1]), all = v.at[2] + log_sum, factor = op.scale * (1 + 2 * op.z_loss * all) / v.at[1];
-        T loss = index[row] == op.ignore ? 0 : (T)(log_sum - v.at[0] + (op.z_loss > 0 ? op.z_loss * all * all : 0));
-        if (op.kind == DDP_LAYER_LOSS_SUM && lane < 2) ddp__cuda_set<T>(op.sums, lane * op.rows + i, (T)v.at[lane]);
-        if (op.kind != DDP_LAYER_LOSS_SUM && lane == 0) ddp__cuda_set<T>(op.stats, i, op.kind == DDP_LAYER_LOSS_MAX ? (T)v.at[2] : loss);
-        if (op.kind != DDP_LAYER_LOSS_END) return;
+        T loss = this->index[row] == op.ignore ? 0 : (T)(log_sum - v.at[0] + (op.z_loss > 0 ? op.z_loss * all * all : 0));
+        if (lane == 0) ddp__cuda_set<T>(op.max, i, loss);
         if (lane == 0 && op.losses) ddp__cuda_set<T>(op.losses, i, loss);
-        for (int64_t j = lane; j < op.columns && op.out; j += 32) {
-            T d = j < words ? ddp__cuda_at<T>(op.out, at + j) * (T)factor : 0;
-            ddp__cuda_set<T>(op.out, at + j, j == target && j < words ? d - (T)op.scale : d);
+        for (int64_t j = lane; j < op.columns && op.dlogits; j += 32) {
+            T d = j < words ? ddp__cuda_at<T>(op.dlogits, at + j) * (T)factor : 0;
+            ddp__cuda_set<T>(op.dlogits, at + j, j == target && j < words ? d - (T)op.scale : d);
         }
     }
 };
-
-template <class F> static ddp_result ddp__cuda_layer_teams(const ddp_layer *op, int64_t count, cudaStream_t stream) {
-    F f = {};
-    return f.op = *op, ddp__cuda_rows(f, (size_t)count, stream, DDP__CUDA_LAYER);
+template <class T, int STEP> static ddp_result ddp__cuda_loss(const ddp_loss *op) {
+    return ddp__cuda_layer_parts(op, op->targets, ddp__cuda_rows<ddp__cuda_layer_loss<T, STEP> >);
 }
-
-template <class F> static ddp_result ddp__cuda_layer_parts(const ddp_layer *op, ddp_result (*launch)(const F &, size_t, cudaStream_t, const char *),
-                                                           cudaStream_t stream) {
-    ddp_result result = DDP_OK;
-    F f = {};
-    f.op = *op;
-    for (; f.begin < op->rows && result == DDP_OK; f.begin += f.count) {
-        f.count = op->rows - f.begin < DDP__CUDA_INDICES ? op->rows - f.begin : DDP__CUDA_INDICES;
-        memcpy(f.index, op->index + f.begin, (size_t)f.count * sizeof *f.index);
-        result = launch(f, (size_t)f.count, stream, DDP__CUDA_LAYER);
-    }
+template <class T> static ddp_result ddp__cuda_loss_max(const ddp_loss *op) { return ddp__cuda_loss<T, 0>(op); }
+template <class T> static ddp_result ddp__cuda_loss_sum(const ddp_loss *op) { return ddp__cuda_loss<T, 1>(op); }
+template <class T> static ddp_result ddp__cuda_loss_end(const ddp_loss *op) { /* the total makes the host wait */
+    T total = 0;
+    DDP_TRY((ddp__cuda_loss<T, 2>(op)));
+    if (!op->total) return DDP_OK;
+    ddp_result result = ddp__cuda_sum_rows<T>(op->rows, 1, op->max, 0, op->sums);
+    ddp_device_cuda()->copy(&total, op->sums, sizeof total);
+    *op->total = (double)total;
     return result;
 }
-
-/* All but LOSS_END's total. */
-template <class T> static ddp_result ddp__cuda_layer_run(const ddp_layer *op, cudaStream_t s) {
-    ddp__cuda_layer_each<T> each = {*op, op->gemm ? *op->gemm : ddp_gemm()};
-    ddp_result result = DDP_OK;
-    if (op->gemm) each.op.rows = op->gemm->m, each.op.columns = op->gemm->n;
-    switch (op->kind) {
-    case DDP_LAYER_SUM: return ddp__cuda_layer_teams<ddp__cuda_layer_columns<T> >(op, op->columns, s);
-    case DDP_LAYER_NORM: return ddp__cuda_layer_teams<ddp__cuda_layer_norm<T> >(op, op->rows, s);
-    case DDP_LAYER_NORM_BACK: /* sums first: out may be slope */
-        if (op->sums) result = ddp__cuda_layer_teams<ddp__cuda_layer_columns<T> >(op, op->columns, s);
-        return result == DDP_OK && op->out ? ddp__cuda_layer_teams<ddp__cuda_layer_norm_back<T> >(op, op->rows, s) : result;
-    case DDP_LAYER_LOOKUP: return ddp__cuda_layer_parts(op, ddp__cuda_chunks<ddp__cuda_layer_lookup<T, 0> >, s);
-    case DDP_LAYER_LOOKUP_BACK: return ddp__cuda_layer_parts(op, ddp__cuda_chunks<ddp__cuda_layer_lookup<T, 1> >, s);
-    case DDP_LAYER_LOSS_MAX: case DDP_LAYER_LOSS_SUM: case DDP_LAYER_LOSS_END: return ddp__cuda_layer_parts(op, ddp__cuda_rows<ddp__cuda_layer_loss<T> >, s);
-    default: return ddp__cuda_each(each, ddp__cuda_split_of(1, (size_t)(each.op.rows * each.op.columns), 1), s, DDP__CUDA_LAYER);
-    }
-}
+#endif
 
 //== streams and events of a group ===================================================================== >>impl-lanes
 
@@ -2155,19 +2266,6 @@ static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, s
         ddp__cuda_keep(ddp__cuda_squares_any<0>((void *)data, rows, row_count, dtype, 1.0f, sum, ddp__cuda_mine.stream, "ddp_device_cuda sum_squares"));
 }
 
-/* The total makes the host wait. */
-template <class T> static ddp_result ddp__cuda_layer_do(const ddp_layer *op) {
-    ddp_layer sum = *op;
-    T total = 0;
-    ddp_result result = ddp__cuda_layer_run<T>(op, ddp__cuda_mine.stream);
-    if (op->kind != DDP_LAYER_LOSS_END || !op->total || result != DDP_OK) return result;
-    sum.kind = DDP_LAYER_SUM, sum.in = op->stats, sum.out = op->sums, sum.columns = 1, sum.accumulate = 0;
-    result = ddp__cuda_layer_run<T>(&sum, ddp__cuda_mine.stream);
-    ddp__cuda_device_copy(&total, op->sums, sizeof total);
-    *op->total = (double)total;
-    return result;
-}
-
 //== products by cuBLASLt ========================================================================= >>impl-products
 
 #if defined(DDP_USE_CUBLASLT)
@@ -2266,7 +2364,6 @@ static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_products *p,
 }
 
 static ddp_result ddp__cuda_gemm(const ddp_gemm *g, ddp_group *group, int tf32) {
-    ddp_layer zeros = DDP_ZERO;
     ddp__cuda_products *products;
     if (!g || !group || ddp_group_device(group) != ddp_device_cuda())
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: %s", g ? "user is no group of GPUs; set gemm_user to that of the layers" : "gemm is NULL");
@@ -2275,18 +2372,28 @@ static ddp_result ddp__cuda_gemm(const ddp_gemm *g, ddp_group *group, int tf32) 
                         (long long)g->n, (long long)g->k, ddp_dtype_name(g->dtype));
     DDP_TRY(ddp__cuda_products_open(group, g, &products));
     if (g->m && g->n && g->k) return ddp__cuda_lt_multiply(group, products, g, tf32, ddp__cuda_mine.stream);
-    zeros.kind = DDP_LAYER_GEMM, zeros.gemm = g;
-    return g->dtype == DDP_F32 ? ddp__cuda_layer_do<float>(&zeros) : ddp__cuda_layer_do<double>(&zeros);
+    return ddp__cuda_plain_gemm(g);
 }
 #endif
 
-static ddp_result ddp__cuda_device_layer(ddp_group *group, const ddp_layer *op) {
+#if defined(DDP_TENSOR_KERNELS_H)
+static ddp_result ddp__cuda_layer_gemm(const ddp_gemm *g, void *group) {
     (void)group;
 #if defined(DDP_USE_CUBLASLT)
-    if (op->kind == DDP_LAYER_GEMM) return ddp__cuda_gemm(op->gemm, group, 0);
+    return ddp__cuda_gemm(g, (ddp_group *)group, 0);
+#else
+    return ddp__cuda_plain_gemm(g);
 #endif
-    return op->dtype == DDP_F32 ? ddp__cuda_layer_do<float>(op) : ddp__cuda_layer_do<double>(op);
 }
+
+#define DDP__CUDA_F32(name, arguments) ddp__cuda_##name<float>,
+#define DDP__CUDA_F64(name, arguments) ddp__cuda_##name<double>,
+static const ddp_layer_kernels ddp__cuda_layers[2] = {{DDP_VERSION, ddp__cuda_layer_gemm, DDP_LAYER_KERNELS(DDP__CUDA_F32)},
+                                                      {DDP_VERSION, ddp__cuda_layer_gemm, DDP_LAYER_KERNELS(DDP__CUDA_F64)}};
+#define DDP__CUDA_LAYERS ddp__cuda_layers
+#else
+#define DDP__CUDA_LAYERS NULL
+#endif
 
 //== the NCCL backend ==================================================================================== >>impl-nccl
 
@@ -3989,8 +4096,8 @@ DDPDEF const ddp_device *ddp_device_cuda(void) {
                                     ddp__cuda_device_cast, ddp__cuda_device_add, ddp__cuda_device_scale, ddp__cuda_device_divide,
                                     ddp__cuda_device_sum_squares, ddp__cuda_device_open, ddp__cuda_device_close, ddp__cuda_device_use_stream,
                                     ddp__cuda_device_check, ddp__cuda_event_make, ddp__cuda_event_unmake, ddp__cuda_event_mark,
-                                    ddp__cuda_event_follow, ddp__cuda_event_done, ddp__cuda_device_layer,
-                                    ddp__cuda_device_alloc_pinned, ddp__cuda_device_free_pinned, ddp__cuda_device_copy_async, 0, DDP__CUDA_OPTIMIZER};
+                                    ddp__cuda_event_follow, ddp__cuda_event_done,
+                                    ddp__cuda_device_alloc_pinned, ddp__cuda_device_free_pinned, ddp__cuda_device_copy_async, 0, DDP__CUDA_OPTIMIZER, DDP__CUDA_LAYERS};
     return &cuda;
 }
 

@@ -34,8 +34,8 @@ EXAMPLE
     }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-tensor-memory  >>impl-tensor-boxes  >>impl-tensor-text
-    >>impl-tensor-layout  >>impl-tensor-plan  >>impl-tp-gemm  >>impl-tp-context  >>impl-tp-linear  >>impl-tp-mlp  >>impl-tp-embedding  >>impl-tp-loss
+    >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-tensor-memory  >>impl-tensor-boxes  >>impl-tensor-text
+    >>impl-tensor-layout  >>impl-tensor-plan  >>impl-tp-gemm  >>impl-tp-kernels  >>impl-tp-context  >>impl-tp-linear  >>impl-tp-mlp  >>impl-tp-embedding  >>impl-tp-loss
     >>impl-tp-norm  >>impl-tp-random  >>impl-public
 
 CONCEPTS
@@ -66,11 +66,111 @@ CONFIG MACROS (define before including)
 NOT DONE HERE
     No autograd, no attention (heads are local: any attention works), no strides. 16-bit tensors, but no 16-bit layers.
 */
-#ifndef DDP_TENSOR_H
-#define DDP_TENSOR_H
+#ifndef DDP_TENSOR_KERNELS_H
+#define DDP_TENSOR_KERNELS_H
 
 //== config ============================================================================================== >>config
 #include "ddp.h"
+
+//== kernels ============================================================================================ >>kernels
+
+/* c (m, n) = op(a) op(b), or added to it. Row-major; lda, ldb, ldc elements from row to row. op(a) is (m, k): a is (m, k), or (k, m) with trans_a;
+   op(b) is (k, n): b is (k, n), or (n, k) with trans_b. m, n and k may be 0. */
+typedef struct ddp_gemm {
+    int64_t m, n, k, lda, ldb, ldc;
+    const void *a, *b;
+    void *c;
+    ddp_dtype dtype; /* DDP_F32 or DDP_F64 */
+    int trans_a, trans_b, accumulate;
+} ddp_gemm;
+typedef ddp_result (*ddp_gemm_fn)(const ddp_gemm *gemm, void *user);
+
+typedef enum ddp_tp_activation {
+    DDP_TP_GELU = 0,          /* tanh form, as GPT-2: x s(1.5957691216057307 (x + 0.044715 x^3)), s(x) = 1 / (1 + exp(-x)) */
+    DDP_TP_RELU,              /* max(x, 0) */
+    DDP_TP_SILU_GATED         /* SwiGLU: g s(g) u of a first linear of 2 hidden: [g | u] */
+} ddp_tp_activation;
+
+/* The arguments of the kernels below. Matrices are (rows, columns) without gaps. */
+typedef struct ddp_lookup {
+    int64_t rows, columns;
+    const int32_t *index;  /* one per row; host memory, read before the call returns */
+    int64_t first, count;  /* rows of the whole table that are here */
+    const void *in;        /* lookup: the table. lookup_backward: a gradient per index */
+    void *out;             /* lookup: row index[i] - first of the table, or zeros. lookup_backward: gradients of the table; that row += row i, in order */
+} ddp_lookup;
+
+typedef struct ddp_norm {
+    int64_t rows, columns;
+    int rms;                       /* 1 = without mean */
+    double eps;
+    const void *x, *weight, *bias; /* bias may be NULL */
+    void *stats;                   /* (rows, 2): mean, or 0 with rms; 1 / sqrt(mean((x - mean)^2) + eps) */
+    void *y;                       /* (x - mean) stats[1] weight + bias */
+} ddp_norm;
+
+typedef struct ddp_norm_backward { /* with h = (x - mean) stats[1] and g = dy weight */
+    int64_t rows, columns;
+    int rms;
+    const void *x, *weight, *stats, *dy;
+    void *dx;                      /* NULL = not wanted; may be dy: stats[1] (g - mean(g) - h mean(g h)), with rms without mean(g) */
+    void *sums;                    /* NULL = not wanted; 2 rows: += the sums over rows of dy h and, unless rms, of dy */
+} ddp_norm_backward;
+
+/* Cross-entropy of logits of which this rank has the words `first` to first + count - 1, and padding. Rows with targets[i] == ignore are not read, and have results of 0.
+     loss_max   max[i] = the greatest logit, not below minus infinity
+     loss_sum   dlogits (NULL, may be logits) = exp(logits - max), sums[0][i] = logits[target] - max, or 0 where another rank has it; sums[1][i] = the sum of dlogits
+     loss_end   all = max + log(sums[1]);  losses[i] (NULL) = log(sums[1]) - sums[0] + z_loss all^2;  *total (NULL), host memory, is the sum of losses;
+                dlogits = dlogits scale (1 + 2 z_loss all) / sums[1], less scale at the target; 0 in the padding. max may be overwritten */
+typedef struct ddp_loss {
+    int64_t rows, columns;
+    const int32_t *targets; /* host memory, read before the call returns */
+    int64_t ignore, first, count;
+    double scale, z_loss, *total;
+    const void *logits;
+    void *max, *sums, *dlogits, *losses;
+} ddp_loss;
+
+/* y (may be x) = u < threshold ? 0 : x scale. u is word e % 4 of Philox 4x32-10 with counter e / 4; e = first + row * step + column. */
+typedef struct ddp_dropout {
+    int64_t rows, columns, first, step;
+    uint64_t key;
+    uint32_t threshold;
+    double scale;
+    const void *x;
+    void *y;
+} ddp_dropout;
+
+/* The functions of ddp_device.layers: an array of two tables, for f32 and for f64. Work goes to the stream that the calling thread uses. The order of each sum depends
+   only on shapes. step: elements from row to row. dy, dx: gradients of y and x. */
+#define DDP_LAYER_KERNELS(X)                                                                                                  \
+    X(copy_rows, (int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y, int64_t y_step))                     \
+    X(add_bias, (int64_t rows, int64_t columns, const void *bias, void *y, int64_t y_step)) /* y += bias, row by row */       \
+    X(sum_rows, (int64_t rows, int64_t columns, const void *x, int accumulate, void *out)) /* out = the sum of x's rows */    \
+    X(activate, (ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, void *y))                              \
+    X(activate_backward, (ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, const void *dy, void *dx))    \
+    X(lookup, (const ddp_lookup *op))                                                                                         \
+    X(lookup_backward, (const ddp_lookup *op))                                                                                \
+    X(norm, (const ddp_norm *op))                                                                                             \
+    X(norm_backward, (const ddp_norm_backward *op))                                                                           \
+    X(loss_max, (const ddp_loss *op))                                                                                         \
+    X(loss_sum, (const ddp_loss *op))                                                                                         \
+    X(loss_end, (const ddp_loss *op))                                                                                         \
+    X(dropout, (const ddp_dropout *op))
+
+typedef struct ddp_layer_kernels {
+    int version;      /* DDP_VERSION of the header that filled in the table */
+    ddp_gemm_fn gemm; /* user: the group */
+#define DDP_X(name, arguments) ddp_result (*name) arguments;
+    DDP_LAYER_KERNELS(DDP_X)
+#undef DDP_X
+} ddp_layer_kernels;
+
+#endif /* DDP_TENSOR_KERNELS_H */
+
+#if !defined(DDP__KERNELS_ONLY) /* ddp_cuda.cuh takes the kernels alone */
+#ifndef DDP_TENSOR_H
+#define DDP_TENSOR_H
 
 #ifdef __cplusplus
 extern "C" {
@@ -121,7 +221,7 @@ typedef struct ddp_tp_desc {
     int chunk_count;          /* 0 = 1, no overlap; otherwise rows travel in so many pieces while others are multiplied, with the same bits if
                                  gemm's do not depend on how many rows it is given; at most 64. Not over the tcp backend */
     int accumulate_grads;     /* 1 = backward adds to gradients of weights; 0 = it overwrites them */
-    ddp_gemm_fn gemm;         /* see >>spi of ddp.h; NULL = CBLAS with DDP_USE_CBLAS, otherwise a built-in kernel for one core. On a device with memory
+    ddp_gemm_fn gemm;         /* see ddp_gemm; NULL = CBLAS with DDP_USE_CBLAS, otherwise a built-in kernel for one core. On a device with memory
                                  of its own: its own product, for GPUs see ddp_cuda_gemm */
     void *gemm_user;
 } ddp_tp_desc;
@@ -148,12 +248,6 @@ typedef struct ddp_tp_linear_desc {
                                  Both are multiples of the ranks */
     int64_t head_size;        /* with heads: 0 = in_features / heads */
 } ddp_tp_linear_desc;
-
-typedef enum ddp_tp_activation {
-    DDP_TP_GELU = 0,          /* tanh form, as GPT-2 */
-    DDP_TP_RELU,
-    DDP_TP_SILU_GATED         /* SwiGLU: silu(g) u of a first linear of 2 hidden: [g | u] */
-} ddp_tp_activation;
 
 typedef struct ddp_tp_mlp_desc {
     int64_t channels, hidden; /* required; hidden is cut */
@@ -1704,13 +1798,11 @@ static __attribute__((noinline)) void ddp__gemm_run_f64(const ddp_gemm *g) { ddp
 #define DDP__GEMM_NEED(condition, ...) do { if (!(condition)) return ddp_fail(DDP_ERR_INVALID, "ddp_gemm: " __VA_ARGS__); } while (0)
 
 static ddp_result ddp__gemm_check(const ddp_gemm *g) {
-    int64_t a_columns, b_columns;
     DDP__GEMM_NEED(g, "gemm is NULL");
+    const int64_t a_columns = g->trans_a ? g->m : g->k, b_columns = g->trans_b ? g->k : g->n;
     DDP__GEMM_NEED(g->m >= 0 && g->n >= 0 && g->k >= 0, "m=%lld n=%lld k=%lld must not be negative", (long long)g->m, (long long)g->n,
                    (long long)g->k);
     DDP__GEMM_NEED(g->dtype == DDP_F32 || g->dtype == DDP_F64, "dtype=%s (%d), allowed are f32 and f64", ddp_dtype_name(g->dtype), (int)g->dtype);
-    a_columns = g->trans_a ? g->m : g->k;
-    b_columns = g->trans_b ? g->k : g->n;
     DDP__GEMM_NEED(g->lda >= a_columns, "lda=%lld is less than a's %lld columns", (long long)g->lda, (long long)a_columns);
     DDP__GEMM_NEED(g->ldb >= b_columns, "ldb=%lld is less than b's %lld columns", (long long)g->ldb, (long long)b_columns);
     DDP__GEMM_NEED(g->ldc >= g->n, "ldc=%lld is less than c's %lld columns", (long long)g->ldc, (long long)g->n);
@@ -1729,9 +1821,9 @@ static int ddp__gemm_empty(const ddp_gemm *g) {
 }
 
 DDPDEF ddp_result ddp_gemm_builtin(const ddp_gemm *gemm, void *user) {
-    ddp_result result = ddp__gemm_check(gemm);
     (void)user;
-    if (result != DDP_OK || ddp__gemm_empty(gemm)) return result;
+    DDP_TRY(ddp__gemm_check(gemm));
+    if (ddp__gemm_empty(gemm)) return DDP_OK;
     if (gemm->dtype == DDP_F32) ddp__gemm_run_f32(gemm);
     else ddp__gemm_run_f64(gemm);
     return DDP_OK;
@@ -1739,12 +1831,12 @@ DDPDEF ddp_result ddp_gemm_builtin(const ddp_gemm *gemm, void *user) {
 
 #if defined(DDP_USE_CBLAS)
 static ddp_result ddp__gemm_cblas(const ddp_gemm *g, void *user) {
-    const int64_t sizes[6] = {g ? g->m : 0, g ? g->n : 0, g ? g->k : 0, g ? g->lda : 0, g ? g->ldb : 0, g ? g->ldc : 0};
     static const char *const names[6] = {"m", "n", "k", "lda", "ldb", "ldc"};
-    ddp_result result = ddp__gemm_check(g);
-    CBLAS_TRANSPOSE ta = g && g->trans_a ? CblasTrans : CblasNoTrans, tb = g && g->trans_b ? CblasTrans : CblasNoTrans;
     (void)user;
-    if (result != DDP_OK || ddp__gemm_empty(g)) return result;
+    DDP_TRY(ddp__gemm_check(g));
+    if (ddp__gemm_empty(g)) return DDP_OK;
+    const int64_t sizes[6] = {g->m, g->n, g->k, g->lda, g->ldb, g->ldc};
+    CBLAS_TRANSPOSE ta = g->trans_a ? CblasTrans : CblasNoTrans, tb = g->trans_b ? CblasTrans : CblasNoTrans;
     for (int i = 0; i < 6; i++)
         DDP__GEMM_NEED(sizes[i] <= 2147483647, "%s=%lld is more than CBLAS takes, 2147483647; set the desc's gemm to ddp_gemm_builtin", names[i],
                        (long long)sizes[i]);
@@ -1756,10 +1848,290 @@ static ddp_result ddp__gemm_cblas(const ddp_gemm *g, void *user) {
                     g->accumulate ? 1.0 : 0.0, (double *)g->c, (int)g->ldc);
     return DDP_OK;
 }
-static ddp_gemm_fn ddp__gemm_default(void) { return ddp__gemm_cblas; }
+#define DDP__GEMM_DEFAULT ddp__gemm_cblas
 #else
-static ddp_gemm_fn ddp__gemm_default(void) { return ddp_gemm_builtin; }
+#define DDP__GEMM_DEFAULT ddp_gemm_builtin
 #endif
+
+//== kernels on the CPU ======================================================================== >>impl-tp-kernels
+/* ddp_layer_kernels for host memory: one table for f32, one for f64. */
+
+#define DDP__TP_LANES 16 /* a reduction in so many parts vectorises */
+#define DDP__TP_BLOCK 64 /* so do loops of so many; shorter ones are unrolled first */
+
+/* exp(x) within 2e-7, for x from -87 to 88 and clamped beyond: x = n ln 2 + r, |r| <= ln(2)/2, and a Taylor polynomial. Without branches, so that
+   loops of it become vectors. NaN stays NaN. */
+static inline float ddp__tp_exp(float x) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
+    float shifted, n, r, power, scale;
+    uint32_t bits;
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    shifted = x * 1.44269504f + magic;
+    n = shifted - magic;
+    r = x - n * 0.693359375f; /* ln 2 in two parts, the first with few bits */
+    r = r + n * 2.12194440e-4f;
+    power = 1.0f + r * (1.0f + r * (0.5f + r * (1.0f / 6 + r * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720))))));
+    memcpy(&bits, &shifted, sizeof bits);
+    bits = (bits + 127u - 0x4B400000u) << 23;
+    memcpy(&scale, &bits, sizeof scale);
+    return power * scale;
+}
+
+static inline float ddp__tp_sigmoid_f32(float x) { return 1.0f / (1.0f + ddp__tp_exp(-x)); }
+static inline double ddp__tp_sigmoid_f64(double x) { return 1.0 / (1.0 + exp(-x)); }
+static inline float ddp__tp_loss_exp(float x) { return x < -87.0f ? 0.0f : ddp__tp_exp(x); } /* of minus infinity it is 0 */
+
+/* Philox 4x32-10 (Salmon et al. 2011): four words that depend on key, stream and counter alone. */
+enum { DDP__TP_STREAM_DROPOUT = 0, DDP__TP_STREAM_NORMAL = 1 };
+static inline void ddp__tp_philox_round(uint32_t *c0, uint32_t *c1, uint32_t *c2, uint32_t *c3, uint32_t k0, uint32_t k1) {
+    uint64_t a = (uint64_t)0xd2511f53u * *c0, b = (uint64_t)0xcd9e8d57u * *c2;
+    *c0 = (uint32_t)(b >> 32) ^ *c1 ^ k0;
+    *c1 = (uint32_t)b;
+    *c2 = (uint32_t)(a >> 32) ^ *c3 ^ k1;
+    *c3 = (uint32_t)a;
+}
+
+/* The words of `count` counters in a row, at most DDP__TP_BLOCK. */
+static void ddp__tp_philox(uint64_t key, uint32_t stream, uint64_t counter, int count, uint32_t *words) {
+    uint32_t c[4][DDP__TP_BLOCK], k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int k = 0; k < count; k++) {
+        c[0][k] = (uint32_t)(counter + (uint64_t)k);
+        c[1][k] = (uint32_t)((counter + (uint64_t)k) >> 32);
+        c[2][k] = stream;
+        c[3][k] = 0;
+    }
+    for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u)
+        for (int k = 0; k < count; k++) ddp__tp_philox_round(&c[0][k], &c[1][k], &c[2][k], &c[3][k], k0, k1);
+    for (int k = 0; k < count; k++)
+        for (int w = 0; w < 4; w++) words[4 * k + w] = c[w][k];
+}
+
+/* total = the sum of term over k from 0 to n - 1, in double: parts that vectorise, in an order that n alone gives. */
+#define DDP__TP_SUM(total, n, term)                                                                                  \
+    do {                                                                                                             \
+        double part_[DDP__TP_LANES] = DDP_ZERO;                                                                      \
+        int64_t at_ = 0;                                                                                             \
+        for (; at_ + DDP__TP_LANES <= (n); at_ += DDP__TP_LANES)                                                     \
+            for (int lane_ = 0; lane_ < DDP__TP_LANES; lane_++) { int64_t k = at_ + lane_; part_[lane_] += (term); } \
+        for (int64_t k = at_; k < (n); k++) part_[0] += (term);                                                      \
+        for (int lane_ = 1; lane_ < DDP__TP_LANES; lane_++) part_[0] += part_[lane_];                                \
+        (total) = part_[0];                                                                                          \
+    } while (0)
+
+#define DDP__TP_ROW_FNS(type, suffix)                                                                               \
+    static ddp_result ddp__tp_copy_rows_##suffix(int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y, int64_t y_step) { \
+        for (int64_t i = 0; i < rows && columns; i++)                                                               \
+            memcpy((type *)y + i * y_step, (const type *)x + i * x_step, (size_t)columns * sizeof(type));           \
+        return DDP_OK;                                                                                              \
+    }                                                                                                               \
+    static ddp_result ddp__tp_add_bias_##suffix(int64_t rows, int64_t columns, const void *bias, void *y, int64_t y_step) { \
+        const type *b = (const type *)bias;                                                                         \
+        for (int64_t i = 0; i < rows; i++) {                                                                        \
+            type *row = (type *)y + i * y_step;                                                                     \
+            for (int64_t j = 0; j < columns; j++) row[j] += b[j];                                                   \
+        }                                                                                                           \
+        return DDP_OK;                                                                                              \
+    }                                                                                                               \
+    static ddp_result ddp__tp_sum_rows_##suffix(int64_t rows, int64_t columns, const void *x, int accumulate, void *out) { \
+        type *sum = (type *)out;                                                                                    \
+        if (!accumulate && columns) memset(sum, 0, (size_t)columns * sizeof *sum);                                  \
+        for (int64_t i = 0; i < rows; i++) {                                                                        \
+            const type *row = (const type *)x + i * columns;                                                        \
+            for (int64_t j = 0; j < columns; j++) sum[j] += row[j];                                                 \
+        }                                                                                                           \
+        return DDP_OK;                                                                                              \
+    }                                                                                                               \
+    /* Tokens that other ranks have are rows of 0. Backward goes row by row: the bits do not depend on how the table is cut. */ \
+    static ddp_result ddp__tp_lookup_##suffix(const ddp_lookup *op) {                                               \
+        int64_t n = op->columns;                                                                                    \
+        type *y = (type *)op->out;                                                                                  \
+        for (int64_t i = 0; i < op->rows; i++, y += n) {                                                            \
+            int64_t at = op->index[i] - op->first;                                                                  \
+            if (at >= 0 && at < op->count) memcpy(y, (const type *)op->in + at * n, (size_t)n * sizeof *y);         \
+            else memset(y, 0, (size_t)n * sizeof *y);                                                               \
+        }                                                                                                           \
+        return DDP_OK;                                                                                              \
+    }                                                                                                               \
+    static ddp_result ddp__tp_lookup_backward_##suffix(const ddp_lookup *op) {                                      \
+        int64_t n = op->columns;                                                                                    \
+        const type *dy = (const type *)op->in;                                                                      \
+        for (int64_t i = 0; i < op->rows; i++, dy += n) {                                                           \
+            int64_t at = op->index[i] - op->first;                                                                  \
+            if (at < 0 || at >= op->count) continue;                                                                \
+            for (int64_t j = 0; j < n; j++) ((type *)op->out)[at * n + j] += dy[j];                                 \
+        }                                                                                                           \
+        return DDP_OK;                                                                                              \
+    }                                                                                                               \
+    static ddp_result ddp__tp_dropout_##suffix(const ddp_dropout *op) {                                             \
+        const type *x = (const type *)op->x;                                                                        \
+        type *y = (type *)op->y, factor = (type)op->scale;                                                          \
+        uint32_t words[4 * DDP__TP_BLOCK];                                                                          \
+        for (int64_t i = 0; i < op->rows; i++) {                                                                    \
+            uint64_t begin = (uint64_t)(op->first + i * op->step);                                                  \
+            for (int64_t count = op->columns, some; count > 0; count -= some, begin += (uint64_t)some, x += some, y += some) { \
+                int64_t skip = (int64_t)(begin % 4), blocks = (skip + count + 3) / 4;                               \
+                if (blocks > DDP__TP_BLOCK) blocks = DDP__TP_BLOCK;                                                 \
+                some = 4 * blocks - skip < count ? 4 * blocks - skip : count;                                       \
+                ddp__tp_philox(op->key, DDP__TP_STREAM_DROPOUT, begin / 4, (int)blocks, words);                     \
+                for (int64_t j = 0; j < some; j++) y[j] = words[skip + j] < op->threshold ? 0 : x[j] * factor;      \
+            }                                                                                                       \
+        }                                                                                                           \
+        return DDP_OK;                                                                                              \
+    }
+DDP__TP_ROW_FNS(float, f32)
+DDP__TP_ROW_FNS(double, f64)
+#undef DDP__TP_ROW_FNS
+
+/* GELU's tanh form is x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). */
+#define DDP__TP_ACTIVATION_FNS(type, suffix)                                                                                                       \
+    static ddp_result ddp__tp_activate_##suffix(ddp_tp_activation form, int64_t rows, int64_t h, const void *x_, void *y) {                        \
+        const type root = (type)1.5957691216057307, cube = (type)0.044715, *in = (const type *)x_;                                                 \
+        type *act = (type *)y;                                                                                                                     \
+        for (int64_t i = 0; i < rows * h && form == DDP_TP_GELU; i++) {                                                                            \
+            type x = in[i];                                                                                                                        \
+            act[i] = x * ddp__tp_sigmoid_##suffix(root * (x + cube * x * x * x));                                                                  \
+        }                                                                                                                                          \
+        for (int64_t i = 0; i < rows * h && form == DDP_TP_RELU; i++) act[i] = in[i] < 0 ? 0 : in[i];                                              \
+        for (int64_t i = 0; i < rows && form == DDP_TP_SILU_GATED; i++)                                                                            \
+            for (int64_t j = 0; j < h; j++) {                                                                                                      \
+                type gate = in[2 * i * h + j];                                                                                                     \
+                act[i * h + j] = gate * ddp__tp_sigmoid_##suffix(gate) * in[(2 * i + 1) * h + j];                                                  \
+            }                                                                                                                                      \
+        return DDP_OK;                                                                                                                             \
+    }                                                                                                                                              \
+    static ddp_result ddp__tp_activate_backward_##suffix(ddp_tp_activation form, int64_t rows, int64_t h, const void *x_, const void *dy,          \
+                                                         void *dx) {                                                                               \
+        const type root = (type)1.5957691216057307, cube = (type)0.044715, *in = (const type *)x_, *d = (const type *)dy;                          \
+        type *d_in = (type *)dx;                                                                                                                   \
+        for (int64_t i = 0; i < rows * h && form == DDP_TP_GELU; i++) {                                                                            \
+            type x = in[i], s = ddp__tp_sigmoid_##suffix(root * (x + cube * x * x * x));                                                           \
+            d_in[i] = d[i] * (s + x * s * (1 - s) * root * (1 + 3 * cube * x * x));                                                                \
+        }                                                                                                                                          \
+        for (int64_t i = 0; i < rows * h && form == DDP_TP_RELU; i++) d_in[i] = in[i] > 0 ? d[i] : in[i] <= 0 ? 0 : in[i];                         \
+        for (int64_t i = 0; i < rows && form == DDP_TP_SILU_GATED; i++)                                                                            \
+            for (int64_t j = 0; j < h; j++) {                                                                                                      \
+                type gate = in[2 * i * h + j], up = in[(2 * i + 1) * h + j], s = ddp__tp_sigmoid_##suffix(gate), slope = d[i * h + j];             \
+                d_in[2 * i * h + j] = slope * up * s * (1 + gate * (1 - s));                                                                       \
+                d_in[(2 * i + 1) * h + j] = slope * gate * s;                                                                                      \
+            }                                                                                                                                      \
+        return DDP_OK;                                                                                                                             \
+    }
+DDP__TP_ACTIVATION_FNS(float, f32)
+DDP__TP_ACTIVATION_FNS(double, f64)
+#undef DDP__TP_ACTIVATION_FNS
+
+/* Three passes over the rows, and a collective behind each of the first two: the greatest logit; exponentials, kept in dlogits, their sum, and the
+   target's logit, both less the greatest; the loss, and the gradient that the exponentials make. Rows that do not count are not read. A NaN need
+   not win in the first pass: it does in the sum. */
+#define DDP__TP_LOSS_FNS(type, suffix, exponential)                                                                                \
+    static ddp_result ddp__tp_loss_max_##suffix(const ddp_loss *op) {                                                              \
+        const type *x = (const type *)op->logits;                                                                                  \
+        for (int64_t i = 0; i < op->rows; i++) {                                                                                   \
+            int64_t j = i * op->columns, end = op->targets[i] == op->ignore ? j : j + op->count;                                   \
+            type part[DDP__TP_LANES], most = -(type)INFINITY;                                                                      \
+            for (int lane = 0; lane < DDP__TP_LANES; lane++) part[lane] = most;                                                    \
+            for (; j + DDP__TP_LANES <= end; j += DDP__TP_LANES)                                                                   \
+                for (int lane = 0; lane < DDP__TP_LANES; lane++) part[lane] = x[j + lane] > part[lane] ? x[j + lane] : part[lane]; \
+            for (; j < end; j++) most = x[j] > most ? x[j] : most;                                                                 \
+            for (int lane = 0; lane < DDP__TP_LANES; lane++) most = part[lane] > most ? part[lane] : most;                         \
+            ((type *)op->max)[i] = most;                                                                                           \
+        }                                                                                                                          \
+        return DDP_OK;                                                                                                             \
+    }                                                                                                                              \
+    static ddp_result ddp__tp_loss_sum_##suffix(const ddp_loss *op) {                                                              \
+        const type *x = (const type *)op->logits;                                                                                  \
+        type *d = (type *)op->dlogits, *target = (type *)op->sums, *sum = target + op->rows;                                       \
+        for (int64_t i = 0; i < op->rows; i++) {                                                                                   \
+            int64_t j = i * op->columns, end = j + op->count, at = op->targets[i] - op->first;                                     \
+            type most = ((const type *)op->max)[i], e[DDP__TP_BLOCK];                                                              \
+            double part[DDP__TP_BLOCK] = DDP_ZERO;                                                                                 \
+            target[i] = sum[i] = 0;                                                                                                \
+            if (op->targets[i] == op->ignore) continue;                                                                            \
+            if (at >= 0 && at < op->count) target[i] = x[j + at] - most;                                                           \
+            for (; j + DDP__TP_BLOCK <= end; j += DDP__TP_BLOCK) {                                                                 \
+                for (int k = 0; k < DDP__TP_BLOCK; k++) e[k] = exponential(x[j + k] - most);                                       \
+                for (int k = 0; k < DDP__TP_BLOCK; k++) part[k] += (double)e[k];                                                   \
+                if (d) memcpy(d + j, e, sizeof e);                                                                                 \
+            }                                                                                                                      \
+            for (; j < end; j++) {                                                                                                 \
+                part[0] += (double)(e[0] = exponential(x[j] - most));                                                              \
+                if (d) d[j] = e[0];                                                                                                \
+            }                                                                                                                      \
+            for (int k = 1; k < DDP__TP_BLOCK; k++) part[0] += part[k];                                                            \
+            sum[i] = (type)part[0];                                                                                                \
+        }                                                                                                                          \
+        return DDP_OK;                                                                                                             \
+    }                                                                                                                              \
+    static ddp_result ddp__tp_loss_end_##suffix(const ddp_loss *op) {                                                              \
+        const type *target = (const type *)op->sums, *sum = target + op->rows;                                                     \
+        type *d = (type *)op->dlogits, *losses = (type *)op->losses;                                                               \
+        double total = 0;                                                                                                          \
+        for (int64_t i = 0; i < op->rows; i++) {                                                                                   \
+            int64_t row = i * op->columns, at = op->targets[i] - op->first, valid = op->targets[i] == op->ignore ? 0 : op->count;  \
+            double value = 0, factor = 0;                                                                                          \
+            if (op->targets[i] != op->ignore) {                                                                                    \
+                double log_sum = log((double)sum[i]), all = (double)((const type *)op->max)[i] + log_sum;                          \
+                value = log_sum - (double)target[i] + (op->z_loss > 0 ? op->z_loss * all * all : 0);                               \
+                factor = op->scale * (1 + 2 * op->z_loss * all) / (double)sum[i];                                                  \
+            }                                                                                                                      \
+            total += value;                                                                                                        \
+            if (losses) losses[i] = (type)value;                                                                                   \
+            for (int64_t j = 0; d && j < valid; j++) d[row + j] *= (type)factor;                                                   \
+            for (int64_t j = valid; d && j < op->columns; j++) d[row + j] = 0;                                                     \
+            if (d && at >= 0 && at < valid) d[row + at] -= (type)op->scale;                                                        \
+        }                                                                                                                          \
+        if (op->total) *op->total = total;                                                                                         \
+        return DDP_OK;                                                                                                             \
+    }
+DDP__TP_LOSS_FNS(float, f32, ddp__tp_loss_exp)
+DDP__TP_LOSS_FNS(double, f64, exp)
+#undef DDP__TP_LOSS_FNS
+
+/* stats: a row's mean (0 in RMS norm) and 1 / deviation. With g = dy w, and x^ the normal x: dx = (g - mean(g) - x^ mean(g x^)) / deviation; RMS norm
+   has no mean(g). */
+#define DDP__TP_NORM_FNS(type, suffix)                                                                                                   \
+    static ddp_result ddp__tp_norm_##suffix(const ddp_norm *op) {                                                                        \
+        const type *w = (const type *)op->weight, *b = (const type *)op->bias, *x = (const type *)op->x;                                 \
+        type *stat = (type *)op->stats, *y = (type *)op->y;                                                                              \
+        int64_t n = op->columns;                                                                                                         \
+        for (int64_t i = 0; i < op->rows; i++, x += n, y += n, stat += 2) {                                                              \
+            double mean = 0, squares, scale;                                                                                             \
+            if (!op->rms) DDP__TP_SUM(mean, n, (double)x[k]);                                                                            \
+            mean /= (double)n;                                                                                                           \
+            DDP__TP_SUM(squares, n, ((double)x[k] - mean) * ((double)x[k] - mean));                                                      \
+            scale = 1 / sqrt(squares / (double)n + op->eps);                                                                             \
+            stat[0] = (type)mean;                                                                                                        \
+            stat[1] = (type)scale;                                                                                                       \
+            for (int64_t k = 0; k < n; k++) y[k] = (type)(((double)x[k] - mean) * scale) * w[k] + (b ? b[k] : 0);                        \
+        }                                                                                                                                \
+        return DDP_OK;                                                                                                                   \
+    }                                                                                                                                    \
+    static ddp_result ddp__tp_norm_backward_##suffix(const ddp_norm_backward *op) {                                                      \
+        const type *w = (const type *)op->weight, *x = (const type *)op->x, *stat = (const type *)op->stats, *dy = (const type *)op->dy; \
+        type *dx = (type *)op->dx, *dw = (type *)op->sums, *db = dw && !op->rms ? dw + op->columns : NULL;                               \
+        int64_t n = op->columns;                                                                                                         \
+        for (int64_t i = 0; i < op->rows; i++, x += n, dy += n, stat += 2) {                                                             \
+            type mean = stat[0], scale = stat[1], mean_g = 0, mean_gx;                                                                   \
+            double sum;                                                                                                                  \
+            if (!op->rms) { DDP__TP_SUM(sum, n, (double)(dy[k] * w[k])); mean_g = (type)(sum / (double)n); }                             \
+            DDP__TP_SUM(sum, n, (double)(dy[k] * w[k]) * (double)((x[k] - mean) * scale));                                               \
+            mean_gx = (type)(sum / (double)n);                                                                                           \
+            for (int64_t k = 0; dw && k < n; k++) dw[k] += dy[k] * ((x[k] - mean) * scale);                                              \
+            for (int64_t k = 0; db && k < n; k++) db[k] += dy[k];                                                                        \
+            for (int64_t k = 0; dx && k < n; k++) dx[k] = scale * (dy[k] * w[k] - mean_g - (x[k] - mean) * scale * mean_gx);             \
+            if (dx) dx += n;                                                                                                             \
+        }                                                                                                                                \
+        return DDP_OK;                                                                                                                   \
+    }
+DDP__TP_NORM_FNS(float, f32)
+DDP__TP_NORM_FNS(double, f64)
+#undef DDP__TP_NORM_FNS
+
+#define DDP__TP_F32(name, arguments) ddp__tp_##name##_f32,
+#define DDP__TP_F64(name, arguments) ddp__tp_##name##_f64,
+static const ddp_layer_kernels ddp__host_layers[2] = {{DDP_VERSION, DDP__GEMM_DEFAULT, DDP_LAYER_KERNELS(DDP__TP_F32)},
+                                                      {DDP_VERSION, DDP__GEMM_DEFAULT, DDP_LAYER_KERNELS(DDP__TP_F64)}};
 
 //== what layers share =========================================================================== >>impl-tp-context
 
@@ -1767,24 +2139,25 @@ static ddp_gemm_fn ddp__gemm_default(void) { return ddp_gemm_builtin; }
 #define DDP__TP_NEED(tp, call, condition, ...) \
     do { if (!(condition)) return DDP__TP_FAIL((tp)->group, DDP_ERR_INVALID, call, __VA_ARGS__); } while (0)
 #define DDP__TP_CHUNKS 64 /* chunk_count at most */
-#define DDP__TP_WORKS 4   /* collectives of one layer under way at once, at most */
+#define DDP__TP_WORKS 4   /* pending collectives of one layer, at most */
 
 struct ddp_tp {
     ddp_group *group;
-    const ddp_device *device;  /* of group */
-    ddp_tp_desc desc;          /* with every default resolved */
+    const ddp_device *device;         /* of group */
+    const ddp_layer_kernels *kernels; /* of device and dtype */
+    ddp_tp_desc desc;                 /* with every default resolved */
     int rank, world_size;
-    size_t size;               /* bytes of an element */
-    unsigned char *workspace;  /* group memory, as much as the neediest layer asked for; what lies there outlives no call */
+    size_t size;                      /* bytes of an element */
+    unsigned char *workspace;         /* group memory, as much as the neediest layer asked for; its contents outlive no call */
     size_t workspace_bytes;
-    size_t *counts;            /* 2 world_size: of a call with counts, and its offsets */
+    size_t *counts;                   /* 2 world_size: of a call with counts, and its offsets */
     ddp_tp_stats stats;
 };
 
-/* Collectives under way inside a call: one that was early, and as many others as there is room for. */
-typedef struct ddp__tp_flight { ddp_work early, works[DDP__TP_WORKS - 1]; int next; } ddp__tp_flight;
+/* Collectives that are pending inside a call: works[0] is one that was early, the others are used in turn. */
+typedef struct ddp__tp_pending { ddp_work works[DDP__TP_WORKS]; int next; } ddp__tp_pending;
 
-/* rows * columns elements of so many bytes; SIZE_MAX when that overflows, or a factor is negative. */
+/* rows * columns elements of that many bytes; SIZE_MAX when that overflows, or a factor is negative. */
 static size_t ddp__tp_bytes(int64_t rows, int64_t columns, size_t size) {
     uint64_t count, bytes;
     if (rows < 0 || columns < 0 || __builtin_mul_overflow((uint64_t)rows, (uint64_t)columns, &count)) return SIZE_MAX;
@@ -1794,37 +2167,35 @@ static size_t ddp__tp_bytes(int64_t rows, int64_t columns, size_t size) {
 
 static size_t ddp__tp_sum(size_t a, size_t b) { return a > SIZE_MAX - b ? SIZE_MAX : a + b; }
 
-/* All ranks create the same object, or all fail. desc: what must be equal on all ranks, in words. */
-static ddp_result ddp__tp_agree(ddp_group *group, const char *call, ddp_result own, const char *desc) {
-    char what[280];
-    snprintf(what, sizeof what, "%s %s", call, desc);
-    return ddp_agree(group, call, own, ddp_hash(DDP_HASH_SEED, what, strlen(what)), what);
-}
+/* Element i of a buffer. */
+static void *ddp__tp_at(const ddp_tp *tp, const void *data, int64_t i) { return (unsigned char *)data + (size_t)i * tp->size; }
 
-/* The end of every layer's create: all ranks agree, and the workspace has room for bytes. */
-static ddp_result ddp__tp_settle(ddp_tp *tp, const char *call, ddp_result own, const char *desc, size_t bytes) {
+/* The end of every create: all ranks agree, and the workspace has room for that many bytes. own: the result so far. desc: what must be equal on all ranks. */
+static ddp_result ddp__tp_reserve(ddp_group *group, ddp_tp *tp, const char *call, ddp_result own, const char *desc, size_t bytes) {
+    char what[280];
     void *larger = NULL;
     uint64_t largest = bytes;
     if (own == DDP_OK && bytes > (size_t)PTRDIFF_MAX)
-        own = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "max_rows=%lld of such features do not fit in memory", (long long)tp->desc.max_rows);
-    DDP_TRY(ddp__tp_agree(tp->group, call, own, desc));
-    DDP_TRY(ddp_host_collective(tp->group, DDP_CALL_ALL_REDUCE, &largest, &largest, 1, DDP_U64, DDP_OP_MAX, -1));
-    bytes = (size_t)largest;
-    if (bytes <= tp->workspace_bytes) return DDP_OK;
-    DDP_TRY(ddp_group_alloc(tp->group, bytes, &larger));
-    if (tp->workspace) DDP_TRY(ddp_group_free(tp->group, tp->workspace));
+        own = DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "max_rows=%lld of such features do not fit in memory", (long long)tp->desc.max_rows);
+    snprintf(what, sizeof what, "%s %s", call, desc);
+    DDP_TRY(ddp_agree(group, call, own, ddp_hash(DDP_HASH_SEED, what, strlen(what)), what));
+    DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &largest, &largest, 1, DDP_U64, DDP_OP_MAX, -1));
+    if (largest <= tp->workspace_bytes) return DDP_OK;
+    DDP_TRY(ddp_group_alloc(group, (size_t)largest, &larger));
+    if (tp->workspace) DDP_TRY(ddp_group_free(group, tp->workspace));
     tp->workspace = (unsigned char *)larger;
-    tp->workspace_bytes = tp->stats.workspace_bytes = bytes;
+    tp->workspace_bytes = tp->stats.workspace_bytes = (size_t)largest;
     return DDP_OK;
 }
 
-/* *out: size_bytes for a layer, settled. own: how its making went so far. */
-static ddp_result ddp__tp_make(ddp_tp *tp, const char *call, ddp_result own, const char *desc, size_t bytes, size_t size_bytes,
+/* *out: a copy of `made`, a layer of size_bytes, if all ranks have made theirs. */
+static ddp_result ddp__tp_make(ddp_tp *tp, const char *call, ddp_result own, const char *desc, size_t bytes, const void *made, size_t size_bytes,
                                void **out) {
     void *layer = own == DDP_OK ? ddp_host_alloc(tp->group, size_bytes) : NULL;
     if (own == DDP_OK && !layer) own = DDP_ERR_NO_MEMORY;
-    own = ddp__tp_settle(tp, call, own, desc, bytes);
-    if (own == DDP_OK) *out = layer;
+    own = ddp__tp_reserve(tp->group, tp, call, own, desc, bytes);
+    *out = NULL;
+    if (own == DDP_OK) *out = memcpy(layer, made, size_bytes);
     else ddp_host_free(tp->group, layer);
     return own;
 }
@@ -1835,17 +2206,15 @@ static int ddp__tp_cuts_rows(const ddp_tp *tp) { return tp->desc.sequence_parall
 static int64_t ddp__tp_own_rows(const ddp_tp *tp, int64_t rows) { return ddp__tp_cuts_rows(tp) ? rows / tp->world_size : rows; }
 
 static ddp_result ddp__tp_check_rows(const ddp_tp *tp, const char *call, int64_t rows) {
-    int64_t next;
     DDP__TP_NEED(tp, call, rows >= 0 && rows <= tp->desc.max_rows, "rows=%lld; the context allows 0 to max_rows=%lld", (long long)rows,
                  (long long)tp->desc.max_rows);
-    next = (rows / tp->world_size + 1) * tp->world_size;
     DDP__TP_NEED(tp, call, !ddp__tp_cuts_rows(tp) || rows % tp->world_size == 0,
                  "rows=%lld do not divide by %d ranks, which sequence_parallel needs; the next number is %lld", (long long)rows, tp->world_size,
-                 (long long)next);
+                 (long long)((rows / tp->world_size + 1) * tp->world_size));
     return DDP_OK;
 }
 
-/* --- collectives, counted. Counts are elements of dtype; work NULL blocks. A group of one sends nothing and counts nothing. --- */
+/* --- collectives, counted. Counts are elements; work NULL blocks. A group of one sends nothing and counts nothing. --- */
 
 static ddp_result ddp__tp_count(ddp_tp *tp, ddp_result result, double start, uint64_t elements) {
     tp->stats.comm_seconds += ddp_now() - start;
@@ -1856,25 +2225,25 @@ static ddp_result ddp__tp_count(ddp_tp *tp, ddp_result result, double start, uin
 }
 
 /* In place. */
-static ddp_result ddp__tp_all_reduce(ddp_tp *tp, void *data, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
+static ddp_result ddp__tp_all_reduce(ddp_tp *tp, void *data, size_t count, ddp_op op, ddp_work *work) {
     uint64_t others = (uint64_t)tp->world_size - 1, w = (uint64_t)tp->world_size;
     double start = ddp_now();
     if (tp->world_size == 1) return DDP_OK;
-    return ddp__tp_count(tp, ddp_all_reduce(tp->group, data, data, count, dtype, op, work), start,
+    return ddp__tp_count(tp, ddp_all_reduce(tp->group, data, data, count, tp->desc.dtype, op, work), start,
                          count / w * 2 * others + count % w * 2 * others / w);
 }
 
 /* recv: send_count of every rank. In place: send == recv + rank * send_count. */
-static ddp_result ddp__tp_all_gather(ddp_tp *tp, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work) {
+static ddp_result ddp__tp_all_gather(ddp_tp *tp, const void *send, void *recv, size_t send_count, ddp_work *work) {
     double start = ddp_now();
-    return ddp__tp_count(tp, ddp_all_gather(tp->group, send, recv, send_count, dtype, work), start,
+    return ddp__tp_count(tp, ddp_all_gather(tp->group, send, recv, send_count, tp->desc.dtype, work), start,
                          (uint64_t)send_count * ((uint64_t)tp->world_size - 1));
 }
 
 /* recv: recv_count of the sum of send, world_size times as many. In place: recv == send + rank * recv_count. */
-static ddp_result ddp__tp_reduce_scatter(ddp_tp *tp, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_work *work) {
+static ddp_result ddp__tp_reduce_scatter(ddp_tp *tp, const void *send, void *recv, size_t recv_count, ddp_work *work) {
     double start = ddp_now();
-    return ddp__tp_count(tp, ddp_reduce_scatter(tp->group, send, recv, recv_count, dtype, DDP_OP_SUM, work), start,
+    return ddp__tp_count(tp, ddp_reduce_scatter(tp->group, send, recv, recv_count, tp->desc.dtype, DDP_OP_SUM, work), start,
                          (uint64_t)recv_count * ((uint64_t)tp->world_size - 1));
 }
 
@@ -1886,81 +2255,55 @@ static ddp_result ddp__tp_wait(ddp_tp *tp, ddp_work *work) {
 }
 
 /* A work for the next collective; waits for the one that had it. */
-static ddp_result ddp__tp_slot(ddp_tp *tp, ddp__tp_flight *flight, ddp_work **work) {
-    *work = &flight->works[flight->next];
-    flight->next = (flight->next + 1) % (DDP__TP_WORKS - 1);
+static ddp_result ddp__tp_next_work(ddp_tp *tp, ddp__tp_pending *pending, ddp_work **work) {
+    pending->next = pending->next % (DDP__TP_WORKS - 1) + 1;
+    *work = &pending->works[pending->next];
     return ddp__tp_wait(tp, *work);
 }
 
-/* Rows [first, first + rows) of own_rows, of every rank, to their places in whole (world_size * own_rows, width). Under way on return. */
-static ddp_result ddp__tp_gather_rows(ddp_tp *tp, const void *own, int64_t own_rows, int64_t first, int64_t rows, int64_t width, void *whole,
-                                      ddp__tp_flight *flight, ddp_work **work) {
+/* Rows [first, first + rows) of own_rows, of every rank, to their places in full (world_size * own_rows, width). Pending on return. */
+static ddp_result ddp__tp_gather_rows(ddp_tp *tp, const void *own, int64_t own_rows, int64_t first, int64_t rows, int64_t width, void *full,
+                                      ddp__tp_pending *pending, ddp_work **work) {
     size_t *offsets = tp->counts + tp->world_size, count = (size_t)(rows * width);
-    const unsigned char *from = (const unsigned char *)own + (size_t)(first * width) * tp->size;
-    double start;
-    DDP_TRY(ddp__tp_slot(tp, flight, work));
-    start = ddp_now();
-    for (int r = 0; r < tp->world_size; r++) tp->counts[r] = count, offsets[r] = (size_t)((r * own_rows + first) * width);
-    return ddp__tp_count(tp, ddp_all_gather_v(tp->group, from, count, whole, tp->counts, offsets, tp->desc.dtype, *work), start,
-                         (uint64_t)count * ((uint64_t)tp->world_size - 1));
+    DDP_TRY(ddp__tp_next_work(tp, pending, work));
+    double start = ddp_now();
+    for (int r = 0; r < tp->world_size; r++) {
+        tp->counts[r] = count;
+        offsets[r] = (size_t)((r * own_rows + first) * width);
+    }
+    return ddp__tp_count(tp, ddp_all_gather_v(tp->group, ddp__tp_at(tp, own, first * width), count, full, tp->counts, offsets, tp->desc.dtype, *work),
+                         start, (uint64_t)count * ((uint64_t)tp->world_size - 1));
 }
 
-/* The end of a call: waits for all that is under way. After a failure the other ranks, who wait for this one, are told. */
-static ddp_result ddp__tp_land(ddp_tp *tp, ddp__tp_flight *flight, ddp_result result) {
-    char text[400];
-    for (int i = 0; i < DDP__TP_WORKS && result == DDP_OK; i++) result = ddp__tp_wait(tp, i ? &flight->works[i - 1] : &flight->early);
-    if (result == DDP_OK) return DDP_OK;
-    snprintf(text, sizeof text, "%.399s", ddp_last_error());
-    if (tp->world_size > 1) ddp_group_poison(tp->group, result, text);
-    for (int i = 0; i < DDP__TP_WORKS; i++) (void)ddp_wait(tp->group, i ? &flight->works[i - 1] : &flight->early);
-    return ddp_fail(result, "%s", text);
-}
-
-static ddp_result ddp__tp_device_gemm(const ddp_gemm *g, void *user) {
-    ddp_layer op = DDP_ZERO;
-    op.kind = DDP_LAYER_GEMM, op.dtype = g->dtype, op.gemm = g;
-    return ddp_group_device((ddp_group *)user)->layer((ddp_group *)user, &op);
-}
-
-/* A step of a layer: rows of columns elements. */
-static ddp_layer ddp__tp_op(ddp_layer_kind kind, int64_t rows, int64_t columns, const void *in, void *out) {
-    ddp_layer op = DDP_ZERO;
-    op.kind = kind, op.rows = rows, op.columns = columns, op.in = in, op.out = out;
-    return op;
-}
-
-/* After a failure the other ranks, who wait for this one, are told. */
+/* After a failure of this rank, ends the wait of the other ranks. */
 static ddp_result ddp__tp_tell(const ddp_tp *tp, ddp_result result) {
-    char text[400];
+    ddp_saved_error error = DDP_ZERO;
     if (result == DDP_OK || tp->world_size == 1) return result;
-    snprintf(text, sizeof text, "%.399s", ddp_last_error());
-    ddp_group_poison(tp->group, result, text);
-    return ddp_fail(result, "%s", text);
+    ddp_error_save(&error, result);
+    ddp_group_poison(tp->group, result, error.text);
+    return ddp_error_restore(&error);
 }
 
-/* By one of two bodies where memory is the host's, otherwise by the device. */
-typedef void (*ddp__tp_body)(const ddp_layer *op);
-static ddp_result ddp__tp_apply(const ddp_tp *tp, ddp_layer *op, ddp__tp_body f32, ddp__tp_body f64) {
-    op->dtype = tp->desc.dtype;
-    if (tp->device->layer) return ddp__tp_tell(tp, tp->device->layer(tp->group, op));
-    (op->dtype == DDP_F32 ? f32 : f64)(op);
-    return DDP_OK;
+/* The end of a call: waits for everything that is pending. */
+static ddp_result ddp__tp_wait_all(ddp_tp *tp, ddp__tp_pending *pending, ddp_result result) {
+    ddp_saved_error error = DDP_ZERO;
+    for (int i = 0; i < DDP__TP_WORKS && result == DDP_OK; i++) result = ddp__tp_wait(tp, &pending->works[i]);
+    if (result == DDP_OK) return DDP_OK;
+    ddp_error_save(&error, ddp__tp_tell(tp, result));
+    for (int i = 0; i < DDP__TP_WORKS; i++) (void)ddp_wait(tp->group, &pending->works[i]);
+    return ddp_error_restore(&error);
 }
 
 static ddp_result ddp__tp_resolve(ddp_group *group, const ddp_tp_desc *desc, ddp_tp_desc *d) {
     const char *call = "ddp_tp_create";
-    const ddp_device *device = ddp_group_device(group);
-    memset(d, 0, sizeof *d);
+    const ddp_layer_kernels *kernels = ddp_group_device(group)->layers;
     if (!desc) return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
     *d = *desc;
     if (d->dtype == DDP_DTYPE_DEFAULT) d->dtype = DDP_F32;
     if (d->chunk_count == 0) d->chunk_count = 1;
     d->sequence_parallel = d->sequence_parallel != 0;
     d->accumulate_grads = d->accumulate_grads != 0;
-    if (!d->gemm) { d->gemm = device->layer ? ddp__tp_device_gemm : ddp__gemm_default(); d->gemm_user = group; }
-    if (!device->layer && !device->host_memory)
-        return DDP__TP_FAIL(group, DDP_ERR_UNSUPPORTED, call, "device %s of this group computes no layers: its table's layer is NULL; give a group on the CPU",
-                            device->name);
+    DDP_TRY(ddp_check_kernels(group, call, kernels ? &kernels->version : NULL, "ddp_tensor.h"));
     if (d->dtype != DDP_F32 && d->dtype != DDP_F64)
         return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "dtype=%s (%d), allowed are f32 and f64", ddp_dtype_name(d->dtype), (int)d->dtype);
     if (d->max_rows < 1)
@@ -1970,57 +2313,56 @@ static ddp_result ddp__tp_resolve(ddp_group *group, const ddp_tp_desc *desc, ddp
     return DDP_OK;
 }
 
-/* As many collectives under way as a layer ever has: what the group keeps for them is allocated now and not in some later call. */
+/* As many pending collectives as a layer ever has: what the group keeps for them is allocated now and not in some later call. */
 static ddp_result ddp__tp_warm_up(ddp_tp *tp) {
-    ddp__tp_flight flight;
+    ddp__tp_pending pending = DDP_ZERO;
     ddp_result result = DDP_OK;
-    memset(&flight, 0, sizeof flight);
     memset(tp->counts, 0, 2 * (size_t)tp->world_size * sizeof *tp->counts);
     for (int i = 0; i < DDP__TP_WORKS && result == DDP_OK; i++)
-        result = ddp_all_gather_v(tp->group, NULL, 0, tp->workspace, tp->counts, tp->counts + tp->world_size, tp->desc.dtype,
-                                  i ? &flight.works[i - 1] : &flight.early);
-    return ddp__tp_land(tp, &flight, result);
+        result = ddp_all_gather_v(tp->group, NULL, 0, tp->workspace, tp->counts, tp->counts + tp->world_size, tp->desc.dtype, &pending.works[i]);
+    return ddp__tp_wait_all(tp, &pending, result);
 }
 
-/* A product of nothing: what the device keeps for products is made now, for the same reason. */
-static ddp_result ddp__tp_first_product(const ddp_tp *tp) {
+/* Fills in a context. */
+static ddp_result ddp__tp_set_up(ddp_tp *tp, const ddp_tp_desc *desc) {
+    ddp_group *group = tp->group;
     ddp_gemm none = DDP_ZERO;
-    none.dtype = tp->desc.dtype;
-    DDP_TRY(ddp__tensor_enter(tp->group));
+    tp->device = ddp_group_device(group);
+    tp->kernels = (tp->device->layers ? tp->device->layers : ddp__host_layers) + (desc->dtype == DDP_F64);
+    tp->desc = *desc;
+    if (!desc->gemm) {
+        tp->desc.gemm = tp->kernels->gemm;
+        tp->desc.gemm_user = group;
+    }
+    tp->rank = ddp_rank(group);
+    tp->world_size = ddp_world_size(group);
+    tp->size = ddp_dtype_size(desc->dtype);
+    tp->counts = (size_t *)(void *)(tp + 1);
+    if (!tp->device->layers) return DDP_OK;
+    none.dtype = desc->dtype; /* a product of nothing: what the device keeps for products is made now */
+    DDP_TRY(ddp__tensor_enter(group));
     return tp->desc.gemm(&none, tp->desc.gemm_user);
 }
 
 DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_desc *desc) {
     DDP_PUBLIC_CALL(ddp_tp_create);
-    const char *call = "ddp_tp_create";
     char what[160];
-    size_t bytes = 0;
-    ddp_tp_desc d;
-    ddp_tp *tp;
-    ddp_result result;
+    ddp_tp_desc d = DDP_ZERO;
     if (!out || !group) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_create: %s is NULL", out ? "group" : "out");
     *out = NULL;
-    result = ddp__tp_resolve(group, desc, &d);
-    tp = (ddp_tp *)ddp_host_alloc(group, sizeof *tp + 2 * (size_t)ddp_world_size(group) * sizeof *tp->counts);
+    ddp_result result = ddp__tp_resolve(group, desc, &d);
+    size_t size = sizeof(ddp_tp) + 2 * (size_t)ddp_world_size(group) * sizeof(size_t);
+    ddp_tp *tp = (ddp_tp *)ddp_host_alloc(group, size);
     if (!tp && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
+    if (tp) {
+        memset(tp, 0, size);
+        tp->group = group;
+    }
+    if (result == DDP_OK) result = ddp__tp_set_up(tp, &d);
     snprintf(what, sizeof what, "dtype=%s max_rows=%lld sequence_parallel=%d chunk_count=%d accumulate_grads=%d",
              ddp_dtype_name(d.dtype), (long long)d.max_rows, d.sequence_parallel, d.chunk_count, d.accumulate_grads);
-    result = ddp__tp_agree(group, call, result, what);
-    if (result != DDP_OK) {
-        ddp_host_free(group, tp);
-        return result;
-    }
-    memset(tp, 0, sizeof *tp);
-    tp->group = group;
-    tp->device = ddp_group_device(group);
-    tp->desc = d;
-    tp->rank = ddp_rank(group);
-    tp->world_size = ddp_world_size(group);
-    tp->size = ddp_dtype_size(d.dtype);
-    tp->counts = (size_t *)(void *)(tp + 1);
-    bytes = ddp__tp_bytes(3, d.max_rows, tp->size); /* of cross-entropy, which is not created */
-    if (tp->device->layer) result = ddp__tp_first_product(tp);
-    result = ddp__tp_settle(tp, call, result, "", bytes > 64 * DDP__TP_WORKS ? bytes : 64 * DDP__TP_WORKS);
+    size_t bytes = ddp__tp_bytes(3, d.max_rows, ddp_dtype_size(d.dtype)); /* of cross-entropy, which is not created */
+    result = ddp__tp_reserve(group, tp, "ddp_tp_create", result, what, bytes > 64 * DDP__TP_WORKS ? bytes : 64 * DDP__TP_WORKS);
     if (result == DDP_OK && tp->world_size > 1 && d.chunk_count > 1) result = ddp__tp_warm_up(tp);
     if (result == DDP_OK) *out = tp;
     else ddp_tp_destroy(tp);
@@ -2073,7 +2415,10 @@ typedef struct ddp__linear_grads { int wanted; void *weight, *bias; } ddp__linea
 /* A rank's share of a part of the cut features: how many, the first of them among all of the layer's, and where they begin among the rank's own. */
 static int64_t ddp__linear_share(const ddp_tp_linear *l, int part, int rank, int64_t *global, int64_t *local) {
     int64_t base = 0, before = 0, first, count;
-    for (int p = 0; p < part; p++) base += l->part[p], before += ddp__tensor_cut(l->part[p], rank, l->tp->world_size, NULL);
+    for (int p = 0; p < part; p++) {
+        base += l->part[p];
+        before += ddp__tensor_cut(l->part[p], rank, l->tp->world_size, NULL);
+    }
     count = ddp__tensor_cut(l->part[part], rank, l->tp->world_size, &first);
     if (global) *global = base + first;
     if (local) *local = before;
@@ -2086,78 +2431,52 @@ static int64_t ddp__linear_features(const ddp_tp_linear *l, int rank) {
     return count;
 }
 
-static const void *ddp__tp_at(const ddp_tp *tp, const void *data, int64_t i) { return (const unsigned char *)data + (size_t)i * tp->size; }
-static void *ddp__tp_to(const ddp_tp *tp, void *data, int64_t i) { return (unsigned char *)data + (size_t)i * tp->size; }
-
 static ddp_result ddp__tp_multiply(const ddp_tp *tp, const ddp_gemm *g) {
-    if (tp->device->layer && !(g->m && g->n && g->k)) return ddp__tp_device_gemm(g, tp->group);
-    return ddp__gemm_empty(g) ? DDP_OK : tp->desc.gemm(g, tp->desc.gemm_user);
+    return g->m && g->n && g->k ? tp->desc.gemm(g, tp->desc.gemm_user) : tp->kernels->gemm(g, tp->group);
 }
 
 /* Rows of a product: `rows` of `in` from row first go to out. */
 static ddp_result ddp__linear_rows(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t first, int64_t rows, void *out) {
-    ddp_gemm g;
-    memset(&g, 0, sizeof g);
+    ddp_gemm g = DDP_ZERO;
     g.dtype = l->tp->desc.dtype;
     g.m = rows;
     g.n = p->forward ? l->out : l->in;
     g.k = p->forward ? l->in : l->out;
-    g.a = ddp__tp_at(l->tp, p->in, first * p->in_row), g.lda = p->in_row;
-    g.b = p->weight, g.ldb = l->in, g.trans_b = p->forward;
-    g.c = out, g.ldc = p->out_row;
+    g.a = ddp__tp_at(l->tp, p->in, first * p->in_row);
+    g.lda = p->in_row;
+    g.b = p->weight;
+    g.ldb = l->in;
+    g.trans_b = p->forward;
+    g.c = out;
+    g.ldc = p->out_row;
     return ddp__tp_multiply(l->tp, &g);
 }
 
-/* weight_grad (out, in) = dy' x over all rows, or added to it. */
-static ddp_result ddp__linear_weight_grad(const ddp_tp_linear *l, const void *dy, int64_t dy_row, const void *x, int64_t x_row, int64_t rows,
-                                          void *weight_grad) {
-    ddp_gemm g;
-    memset(&g, 0, sizeof g);
-    g.dtype = l->tp->desc.dtype;
-    g.m = l->out, g.n = l->in, g.k = rows;
-    g.a = dy, g.lda = dy_row, g.trans_a = 1;
-    g.b = x, g.ldb = x_row;
-    g.c = weight_grad, g.ldc = l->in, g.accumulate = l->tp->desc.accumulate_grads;
-    return ddp__tp_multiply(l->tp, &g);
+/* bias_grad = the sum of dy's rows, and weight_grad (out, in) = dy' x over all rows; or added to them. dy and x are complete once pending's early one is. */
+static ddp_result ddp__linear_gradients(const ddp_tp_linear *l, const void *dy, const void *x, int64_t x_row, int64_t rows,
+                                        const ddp__linear_grads *grads, ddp__tp_pending *pending) {
+    const ddp_tp *tp = l->tp;
+    ddp_gemm g = DDP_ZERO;
+    if (!grads->wanted) return DDP_OK;
+    if (grads->bias) DDP_TRY(ddp__tp_tell(tp, tp->kernels->sum_rows(rows, l->out, dy, tp->desc.accumulate_grads, grads->bias)));
+    DDP_TRY(ddp__tp_wait(l->tp, &pending->works[0]));
+    g.dtype = tp->desc.dtype;
+    g.m = l->out;
+    g.n = l->in;
+    g.k = rows;
+    g.a = dy;
+    g.lda = l->out;
+    g.trans_a = 1;
+    g.b = x;
+    g.ldb = x_row;
+    g.c = grads->weight;
+    g.ldc = l->in;
+    g.accumulate = tp->desc.accumulate_grads;
+    return ddp__tp_multiply(tp, &g);
 }
 
-#define DDP__LINEAR_BODIES(type, suffix)                                                                            \
-    static void ddp__linear_bias_##suffix(const ddp_layer *op) {                                                    \
-        const type *b = (const type *)op->bias;                                                                     \
-        for (int64_t i = 0; i < op->rows; i++) {                                                                    \
-            type *y = (type *)op->out + i * op->out_step;                                                           \
-            for (int64_t j = 0; j < op->columns; j++) y[j] += b[j];                                                 \
-        }                                                                                                           \
-    }                                                                                                               \
-    static void ddp__linear_sum_##suffix(const ddp_layer *op) {                                                     \
-        type *g = (type *)op->out;                                                                                  \
-        if (!op->accumulate && op->columns) memset(g, 0, (size_t)op->columns * sizeof *g);                          \
-        for (int64_t i = 0; i < op->rows; i++) {                                                                    \
-            const type *d = (const type *)op->in + i * op->columns;                                                 \
-            for (int64_t j = 0; j < op->columns; j++) g[j] += d[j];                                                 \
-        }                                                                                                           \
-    }                                                                                                               \
-    static void ddp__linear_copy_##suffix(const ddp_layer *op) {                                                    \
-        const type *x = (const type *)op->in;                                                                       \
-        type *y = (type *)op->out;                                                                                  \
-        for (int64_t i = 0; i < op->rows && op->columns; i++, x += op->in_step, y += op->out_step)                  \
-            memcpy(y, x, (size_t)op->columns * sizeof *y);                                                          \
-    }
-DDP__LINEAR_BODIES(float, f32)
-DDP__LINEAR_BODIES(double, f64)
-#undef DDP__LINEAR_BODIES
-
-static ddp_result ddp__linear_add_bias(const ddp_tp *tp, void *y, int64_t y_row, const void *bias, int64_t rows, int64_t count) {
-    ddp_layer op = ddp__tp_op(DDP_LAYER_BIAS, rows, count, NULL, y);
-    op.bias = bias, op.out_step = y_row;
-    return bias ? ddp__tp_apply(tp, &op, ddp__linear_bias_f32, ddp__linear_bias_f64) : DDP_OK;
-}
-
-/* bias_grad = the sum of dy's rows, or added to it. */
-static ddp_result ddp__linear_bias_grad(const ddp_tp *tp, const void *dy, int64_t rows, int64_t count, void *bias_grad) {
-    ddp_layer op = ddp__tp_op(DDP_LAYER_SUM, rows, count, dy, bias_grad);
-    op.accumulate = tp->desc.accumulate_grads;
-    return bias_grad ? ddp__tp_apply(tp, &op, ddp__linear_sum_f32, ddp__linear_sum_f64) : DDP_OK;
+static ddp_result ddp__linear_add_bias(const ddp_tp_linear *l, void *y, int64_t y_row, const void *bias, int64_t rows) {
+    return bias ? ddp__tp_tell(l->tp, l->tp->kernels->add_bias(rows, l->out, bias, y, y_row)) : DDP_OK;
 }
 
 /* From one slot per rank, (rows, widest), of which the first so many columns are that rank's, to (rows, all features). take: the other way, for this
@@ -2169,79 +2488,73 @@ static ddp_result ddp__linear_columns(const ddp_tp_linear *l, const void *from, 
     for (int r = take ? tp->rank : 0; r < (take ? tp->rank + 1 : tp->world_size); r++)
         for (int p = 0; p < l->part_count; p++) {
             int64_t width = ddp__linear_share(l, p, r, &global, &local);
-            ddp_layer op = ddp__tp_op(DDP_LAYER_COPY, rows, width, ddp__tp_at(tp, from, take ? global : r * rows * l->widest + local),
-                                      ddp__tp_to(tp, to, take ? local : global));
-            op.in_step = take ? total : l->widest, op.out_step = take ? mine : total;
-            DDP_TRY(ddp__tp_apply(tp, &op, ddp__linear_copy_f32, ddp__linear_copy_f64));
+            const void *in = ddp__tp_at(tp, from, take ? global : r * rows * l->widest + local);
+            void *out = ddp__tp_at(tp, to, take ? local : global);
+            DDP_TRY(ddp__tp_tell(tp, tp->kernels->copy_rows(rows, width, in, take ? total : l->widest, out, take ? mine : total)));
         }
     return DDP_OK;
 }
 
 /* --- rows that travel: own = M/t of them, or all M, in chunk_count pieces --- */
 
-/* Piece i of count rows; *first: where it begins. Pieces at the end may be empty, and are then left out on every rank. */
-static int64_t ddp__linear_piece(const ddp_tp_linear *l, int64_t count, int i, int64_t *first) {
-    return ddp__tensor_cut(count, i, l->tp->desc.chunk_count, first);
-}
-
 /* The product where `in` lies on the ranks by rows: own (own_rows, in_row) of this one. They are gathered at whole, in their order. out NULL: that
    alone. */
 static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_product *p, const void *own, int64_t own_rows, void *whole,
-                                       ddp__tp_flight *flight) {
+                                       ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     int chunks = tp->desc.chunk_count;
     ddp_work *work = NULL, *next = NULL;
-    int64_t first, rows = ddp__linear_piece(l, own_rows, 0, &first), after, after_rows;
+    int64_t first, rows = ddp__tensor_cut(own_rows, 0, chunks, &first), after, after_rows;
     p->in = whole;
     if (chunks == 1) {
-        DDP_TRY(ddp__tp_all_gather(tp, own, whole, (size_t)(own_rows * p->in_row), tp->desc.dtype, NULL));
+        DDP_TRY(ddp__tp_all_gather(tp, own, whole, (size_t)(own_rows * p->in_row), NULL));
         return p->out ? ddp__linear_rows(l, p, 0, own_rows * tp->world_size, p->out) : DDP_OK;
     }
-    if (rows) DDP_TRY(ddp__tp_gather_rows(tp, own, own_rows, first, rows, p->in_row, whole, flight, &work));
+    if (rows) DDP_TRY(ddp__tp_gather_rows(tp, own, own_rows, first, rows, p->in_row, whole, pending, &work));
     p->in = own; /* this rank's rows need not travel */
-    if (p->out) DDP_TRY(ddp__linear_rows(l, p, 0, own_rows, ddp__tp_to(tp, p->out, tp->rank * own_rows * p->out_row)));
+    if (p->out) DDP_TRY(ddp__linear_rows(l, p, 0, own_rows, ddp__tp_at(tp, p->out, tp->rank * own_rows * p->out_row)));
     p->in = whole;
     for (int i = 0; rows; i++, work = next, first = after, rows = after_rows) {
-        after_rows = i + 1 < chunks ? ddp__linear_piece(l, own_rows, i + 1, &after) : 0;
-        if (after_rows) DDP_TRY(ddp__tp_gather_rows(tp, own, own_rows, after, after_rows, p->in_row, whole, flight, &next));
+        after_rows = i + 1 < chunks ? ddp__tensor_cut(own_rows, i + 1, chunks, &after) : 0;
+        if (after_rows) DDP_TRY(ddp__tp_gather_rows(tp, own, own_rows, after, after_rows, p->in_row, whole, pending, &next));
         DDP_TRY(ddp__tp_wait(tp, work));
         for (int64_t r = 0; r < tp->world_size && p->out; r++)
             if (r != tp->rank)
-                DDP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_to(tp, p->out, (r * own_rows + first) * p->out_row)));
+                DDP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_at(tp, p->out, (r * own_rows + first) * p->out_row)));
     }
     return DDP_OK;
 }
 
-/* The product, summed over the ranks; rows of it go back to the ranks: own (own_rows, out_row). pieces: room for all of it. Under way on return. */
+/* The product, summed over the ranks; rows of it go back to the ranks: own (own_rows, out_row). pieces: room for all of it. Pending on return. */
 static ddp_result ddp__linear_scattered(const ddp_tp_linear *l, const ddp__linear_product *p, void *own, int64_t own_rows, void *pieces,
-                                        ddp__tp_flight *flight) {
+                                        ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     int chunks = tp->desc.chunk_count;
     for (int i = 0; i < chunks; i++) {
-        int64_t first, rows = ddp__linear_piece(l, own_rows, i, &first), at = first * tp->world_size;
+        int64_t first, rows = ddp__tensor_cut(own_rows, i, chunks, &first), at = first * tp->world_size;
         ddp_work *work = NULL;
         if (!rows) break;
         for (int64_t r = 0; r < tp->world_size; r++)
-            DDP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_to(tp, pieces, (at + r * rows) * p->out_row)));
-        if (chunks > 1) DDP_TRY(ddp__tp_slot(tp, flight, &work));
-        DDP_TRY(ddp__tp_reduce_scatter(tp, ddp__tp_at(tp, pieces, at * p->out_row), ddp__tp_to(tp, own, first * p->out_row),
-                                           (size_t)(rows * p->out_row), tp->desc.dtype, work));
+            DDP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_at(tp, pieces, (at + r * rows) * p->out_row)));
+        if (chunks > 1) DDP_TRY(ddp__tp_next_work(tp, pending, &work));
+        DDP_TRY(ddp__tp_reduce_scatter(tp, ddp__tp_at(tp, pieces, at * p->out_row), ddp__tp_at(tp, own, first * p->out_row),
+                                           (size_t)(rows * p->out_row), work));
     }
     return DDP_OK;
 }
 
-/* The product, summed over the ranks where it lies: out (rows, out_row) is whole on each of them. Under way on return. */
-static ddp_result ddp__linear_summed(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t rows, ddp__tp_flight *flight) {
+/* The product, summed over the ranks where it lies: out (rows, out_row) is whole on each of them. Pending on return. */
+static ddp_result ddp__linear_summed(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t rows, ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     int chunks = tp->world_size == 1 ? 1 : tp->desc.chunk_count;
     for (int i = 0; i < chunks; i++) {
         int64_t first, count = ddp__tensor_cut(rows, i, chunks, &first);
         ddp_work *work = NULL;
-        void *out = ddp__tp_to(tp, p->out, first * p->out_row);
+        void *out = ddp__tp_at(tp, p->out, first * p->out_row);
         if (!count) break;
         DDP_TRY(ddp__linear_rows(l, p, first, count, out));
-        if (chunks > 1) DDP_TRY(ddp__tp_slot(tp, flight, &work));
-        DDP_TRY(ddp__tp_all_reduce(tp, out, (size_t)(count * p->out_row), tp->desc.dtype, DDP_OP_SUM, work));
+        if (chunks > 1) DDP_TRY(ddp__tp_next_work(tp, pending, &work));
+        DDP_TRY(ddp__tp_all_reduce(tp, out, (size_t)(count * p->out_row), DDP_OP_SUM, work));
     }
     return DDP_OK;
 }
@@ -2249,75 +2562,64 @@ static ddp_result ddp__linear_summed(const ddp_tp_linear *l, const ddp__linear_p
 /* --- column: y (M, out) = x W' + b --- */
 
 static ddp_result ddp__linear_column_forward(const ddp_tp_linear *l, ddp__linear_product *p, const void *bias, const void *x, int64_t rows, void *y,
-                                             ddp__tp_flight *flight) {
+                                             ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     int gathers = l->desc.gather_output && tp->world_size > 1;
-    size_t slot = (size_t)(rows * l->widest);
-    void *mine = gathers ? ddp__tp_to(tp, tp->workspace, tp->rank * rows * l->widest) : y;
-    p->in = x, p->in_row = l->desc.in_features;
-    p->out = mine, p->out_row = gathers ? l->widest : l->out;
-    if (ddp__tp_cuts_rows(tp)) DDP_TRY(ddp__linear_gathered(l, p, x, rows / tp->world_size, tp->workspace, flight));
-    else DDP_TRY(ddp__linear_rows(l, p, 0, rows, mine));
-    DDP_TRY(ddp__linear_add_bias(tp, mine, p->out_row, bias, rows, l->out));
+    p->in = x;
+    p->in_row = l->desc.in_features;
+    p->out = gathers ? ddp__tp_at(tp, tp->workspace, tp->rank * rows * l->widest) : y;
+    p->out_row = gathers ? l->widest : l->out;
+    if (ddp__tp_cuts_rows(tp)) DDP_TRY(ddp__linear_gathered(l, p, x, rows / tp->world_size, tp->workspace, pending));
+    else DDP_TRY(ddp__linear_rows(l, p, 0, rows, p->out));
+    DDP_TRY(ddp__linear_add_bias(l, p->out, p->out_row, bias, rows));
     if (!gathers) return DDP_OK;
-    DDP_TRY(ddp__tp_all_gather(tp, mine, tp->workspace, slot, tp->desc.dtype, NULL));
+    DDP_TRY(ddp__tp_all_gather(tp, p->out, tp->workspace, (size_t)(rows * l->widest), NULL));
     return ddp__linear_columns(l, tp->workspace, y, rows, 0);
 }
 
 static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, const void *dy, int64_t rows, void *dx,
-                                              const ddp__linear_grads *grads, ddp__tp_flight *flight) {
+                                              const ddp__linear_grads *grads, ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     int cuts = ddp__tp_cuts_rows(tp);
-    int64_t in = l->desc.in_features, own_rows = rows / (cuts ? tp->world_size : 1);
+    int64_t in = l->desc.in_features, own_rows = ddp__tp_own_rows(tp, rows);
     unsigned char *after = tp->workspace + ddp_round_up((size_t)(rows * in) * tp->size, 64);
     if (l->desc.gather_output && tp->world_size > 1) {
         DDP_TRY(ddp__linear_columns(l, dy, tp->workspace, rows, 1));
         dy = tp->workspace;
     }
     if (cuts && (grads->wanted || !ddp__linear_features(l, tp->world_size - 1))) { /* a rank without features may bring NULL in either case */
-        ddp_work *work = tp->desc.chunk_count > 1 ? &flight->early : NULL;
-        DDP_TRY(ddp__tp_all_gather(tp, x, tp->workspace, (size_t)(own_rows * in), tp->desc.dtype, work));
+        ddp_work *work = tp->desc.chunk_count > 1 ? &pending->works[0] : NULL;
+        DDP_TRY(ddp__tp_all_gather(tp, x, tp->workspace, (size_t)(own_rows * in), work));
         x = tp->workspace;
     }
-    p->in = dy, p->in_row = l->out;
-    p->out = dx, p->out_row = in;
-    if (dx && cuts) DDP_TRY(ddp__linear_scattered(l, p, dx, own_rows, after, flight));
-    else if (dx) DDP_TRY(ddp__linear_summed(l, p, rows, flight));
-    if (!grads->wanted) return DDP_OK;
-    DDP_TRY(ddp__linear_bias_grad(tp, dy, rows, l->out, grads->bias));
-    DDP_TRY(ddp__tp_wait(tp, &flight->early));
-    return ddp__linear_weight_grad(l, dy, l->out, x, in, rows, grads->weight);
+    p->in = dy;
+    p->in_row = l->out;
+    p->out = dx;
+    p->out_row = in;
+    if (dx && cuts) DDP_TRY(ddp__linear_scattered(l, p, dx, own_rows, after, pending));
+    else if (dx) DDP_TRY(ddp__linear_summed(l, p, rows, pending));
+    return ddp__linear_gradients(l, dy, x, in, rows, grads, pending);
 }
 
 /* --- row: y (M, N) = x W' summed over the ranks, each of which has columns of x and W, + b --- */
 
-static ddp_result ddp__linear_row_forward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, int64_t x_row, int64_t rows, void *y,
-                                          ddp__tp_flight *flight) {
-    ddp_tp *tp = l->tp;
-    p->in = x, p->in_row = x_row;
-    p->out = y, p->out_row = l->out;
-    if (ddp__tp_cuts_rows(tp)) return ddp__linear_scattered(l, p, y, rows / tp->world_size, tp->workspace, flight);
-    return ddp__linear_summed(l, p, rows, flight);
-}
-
 static ddp_result ddp__linear_row_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, int64_t x_row, const void *dy, int64_t rows,
-                                           void *dx, const ddp__linear_grads *grads, ddp__tp_flight *flight) {
+                                           void *dx, const ddp__linear_grads *grads, ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     int spreads = l->desc.scatter_input && tp->world_size > 1 && dx;
-    void *mine = spreads ? ddp__tp_to(tp, tp->workspace, tp->rank * rows * l->widest) : dx;
-    p->in = dy, p->in_row = l->out;
-    p->out = mine, p->out_row = spreads ? l->widest : l->in;
+    p->in = dy;
+    p->in_row = l->out;
+    p->out = spreads ? ddp__tp_at(tp, tp->workspace, tp->rank * rows * l->widest) : dx;
+    p->out_row = spreads ? l->widest : l->in;
     if (ddp__tp_cuts_rows(tp)) {
-        DDP_TRY(ddp__linear_gathered(l, p, dy, rows / tp->world_size, tp->workspace, flight));
+        DDP_TRY(ddp__linear_gathered(l, p, dy, rows / tp->world_size, tp->workspace, pending));
         dy = tp->workspace;
-    } else if (dx) DDP_TRY(ddp__linear_rows(l, p, 0, rows, mine));
+    } else if (dx) DDP_TRY(ddp__linear_rows(l, p, 0, rows, p->out));
     if (spreads) {
-        DDP_TRY(ddp__tp_all_gather(tp, mine, tp->workspace, (size_t)(rows * l->widest), tp->desc.dtype, NULL));
+        DDP_TRY(ddp__tp_all_gather(tp, p->out, tp->workspace, (size_t)(rows * l->widest), NULL));
         DDP_TRY(ddp__linear_columns(l, tp->workspace, dx, rows, 0));
     }
-    if (!grads->wanted) return DDP_OK;
-    DDP_TRY(ddp__linear_bias_grad(tp, dy, rows, l->out, grads->bias));
-    return ddp__linear_weight_grad(l, dy, l->out, x, x_row, rows, grads->weight);
+    return ddp__linear_gradients(l, dy, x, x_row, rows, grads, pending);
 }
 
 /* --- creation --- */
@@ -2374,7 +2676,9 @@ static ddp_result ddp__linear_resolve(ddp_tp_linear *l, const char *call) {
     DDP__TP_NEED(tp, call, !d->scatter_input || d->split == DDP_TP_ROW, "scatter_input=%d is for a row linear", d->scatter_input);
     DDP__TP_NEED(tp, call, !tp->desc.sequence_parallel || (!d->gather_output && !d->scatter_input),
                  "%s is not for sequence_parallel, where rows are cut", d->gather_output ? "gather_output" : "scatter_input");
-    if (l->part_count == 0) l->part_count = 1, l->part[0] = d->split == DDP_TP_COLUMN ? d->out_features : d->in_features;
+    if (l->part_count) return DDP_OK;
+    l->part_count = 1;
+    l->part[0] = d->split == DDP_TP_COLUMN ? d->out_features : d->in_features;
     return DDP_OK;
 }
 
@@ -2382,47 +2686,41 @@ static ddp_result ddp__linear_resolve(ddp_tp_linear *l, const char *call) {
 static ddp_result ddp__linear_make(ddp_tp_linear *l, const char *call, size_t *bytes) {
     ddp_tp *tp = l->tp;
     const ddp_tp_linear_desc *d = &l->desc;
-    int64_t most = tp->desc.max_rows;
-    size_t rows_bytes, slots_bytes;
+    int64_t rows = tp->desc.max_rows;
     DDP_TRY(ddp__linear_resolve(l, call));
     l->in = d->split == DDP_TP_ROW ? ddp__linear_features(l, tp->rank) : d->in_features;
     l->out = d->split == DDP_TP_ROW ? d->out_features : ddp__linear_features(l, tp->rank);
     l->widest = ddp__linear_features(l, 0);
-    rows_bytes = ddp_round_up(ddp__tp_bytes(most, d->split == DDP_TP_ROW ? d->out_features : d->in_features, tp->size), 64);
-    slots_bytes = ddp__tp_bytes(most, l->widest, tp->size * (size_t)tp->world_size);
-    *bytes = tp->world_size == 1 ? 0 : ddp__tp_cuts_rows(tp) ? rows_bytes : d->gather_output || d->scatter_input ? slots_bytes : 0;
-    if (*bytes && ddp__tp_cuts_rows(tp) && d->split == DDP_TP_COLUMN) *bytes = ddp__tp_sum(*bytes, rows_bytes); /* x, and the gradient of it */
+    *bytes = 0;
+    if (ddp__tp_cuts_rows(tp)) {
+        *bytes = ddp_round_up(ddp__tp_bytes(rows, d->split == DDP_TP_ROW ? d->out_features : d->in_features, tp->size), 64);
+        if (d->split == DDP_TP_COLUMN) *bytes = ddp__tp_sum(*bytes, *bytes); /* x, and the gradient of it */
+    } else if (tp->world_size > 1 && (d->gather_output || d->scatter_input))
+        *bytes = ddp__tp_bytes(rows, l->widest, tp->size * (size_t)tp->world_size);
     return DDP_OK;
-}
-
-/* Fields that must be equal on all ranks. */
-static void ddp__linear_text(const ddp_tp_linear_desc *d, char *out, size_t size) {
-    snprintf(out, size,
-             "in_features=%lld out_features=%lld split=%d no_bias=%d gather_output=%d scatter_input=%d heads=%d kv_heads=%d "
-             "head_size=%lld",
-             (long long)d->in_features, (long long)d->out_features, (int)d->split, d->no_bias != 0, d->gather_output != 0,
-             d->scatter_input != 0, d->heads, d->kv_heads, (long long)d->head_size);
 }
 
 DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const ddp_tp_linear_desc *desc) {
     DDP_PUBLIC_CALL(ddp_tp_linear_create);
-    const char *call = "ddp_tp_linear_create";
     char what[280];
-    ddp_tp_linear made;
-    ddp_result result;
+    ddp_tp_linear made = DDP_ZERO;
+    const ddp_tp_linear_desc *d = &made.desc;
     void *l;
     size_t bytes = 0;
-    if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", call, out ? "tp" : "out");
-    *out = NULL;
-    memset(&made, 0, sizeof made);
+    ddp_result result;
+    if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, out ? "tp" : "out");
     made.tp = tp;
     if (desc) made.desc = *desc;
-    if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
-    else result = ddp__linear_make(&made, call, &bytes);
-    ddp__linear_text(&made.desc, what, sizeof what);
-    DDP_TRY(ddp__tp_make(tp, call, result, what, bytes, sizeof made, &l));
-    *out = (ddp_tp_linear *)memcpy(l, &made, sizeof made);
-    return DDP_OK;
+    if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, __func__, "%s", "desc is NULL");
+    else result = ddp__linear_make(&made, __func__, &bytes);
+    snprintf(what, sizeof what,
+             "in_features=%lld out_features=%lld split=%d no_bias=%d gather_output=%d scatter_input=%d heads=%d kv_heads=%d "
+             "head_size=%lld",
+             (long long)d->in_features, (long long)d->out_features, (int)d->split, d->no_bias != 0, d->gather_output != 0,
+             d->scatter_input != 0, d->heads, d->kv_heads, (long long)d->head_size);
+    result = ddp__tp_make(tp, __func__, result, what, bytes, &made, sizeof made, &l);
+    *out = (ddp_tp_linear *)l;
+    return result;
 }
 
 DDPDEF void ddp_tp_linear_destroy(ddp_tp_linear *linear) {
@@ -2434,19 +2732,15 @@ DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear) { return 
 
 /* The box of a weight (ndim 2) or of a bias (1). */
 static ddp_result ddp__linear_box(const ddp_tp_linear *l, const char *call, int part, int ndim, ddp_tensor_box *box) {
-    int64_t first;
-    int cut;
     if (!l || !box) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", call, l ? "box" : "linear");
     DDP__TP_NEED(l->tp, call, part >= 0 && part < l->part_count, "part=%d; this linear has %d", part, l->part_count);
     DDP__TP_NEED(l->tp, call, ndim == 2 || !l->desc.no_bias, "%s", "this linear has no bias");
-    cut = l->desc.split == DDP_TP_ROW ? 1 : 0;
+    int cut = l->desc.split == DDP_TP_ROW;
     memset(box, 0, sizeof *box);
     box->ndim = ndim;
     box->global_shape[0] = box->shape[0] = l->desc.out_features;
     if (ndim == 2) box->global_shape[1] = box->shape[1] = l->desc.in_features;
-    if (cut >= ndim) return DDP_OK;
-    box->shape[cut] = ddp__linear_share(l, part, l->tp->rank, &first, NULL);
-    box->offset[cut] = first;
+    if (cut < ndim) box->shape[cut] = ddp__linear_share(l, part, l->tp->rank, &box->offset[cut], NULL);
     return DDP_OK;
 }
 
@@ -2478,44 +2772,44 @@ static ddp_result ddp__linear_check(const ddp_tp_linear *l, const char *call, co
 }
 
 static ddp_result ddp__linear_forward(ddp_tp_linear *l, const void *weight, const void *bias, const void *x, int64_t rows, void *y) {
-    ddp__linear_product p;
-    ddp__tp_flight flight;
+    ddp_tp *tp = l->tp;
+    ddp__linear_product p = DDP_ZERO;
+    ddp__tp_pending pending = DDP_ZERO;
     ddp_result result;
-    int64_t x_row;
-    memset(&p, 0, sizeof p);
-    memset(&flight, 0, sizeof flight);
-    p.weight = weight, p.forward = 1;
-    DDP_TRY(ddp__tensor_enter(l->tp->group));
-    if (l->desc.split == DDP_TP_COLUMN) return ddp__tp_land(l->tp, &flight, ddp__linear_column_forward(l, &p, bias, x, rows, y, &flight));
-    x = ddp__linear_row_input(l, x, &x_row);
-    result = ddp__tp_land(l->tp, &flight, ddp__linear_row_forward(l, &p, x, x_row, rows, y, &flight));
-    return result == DDP_OK ? ddp__linear_add_bias(l->tp, y, l->out, bias, ddp__tp_own_rows(l->tp, rows), l->out) : result;
+    p.weight = weight;
+    p.forward = 1;
+    DDP_TRY(ddp__tensor_enter(tp->group));
+    if (l->desc.split == DDP_TP_COLUMN) return ddp__tp_wait_all(tp, &pending, ddp__linear_column_forward(l, &p, bias, x, rows, y, &pending));
+    p.in = ddp__linear_row_input(l, x, &p.in_row);
+    p.out = y;
+    p.out_row = l->out;
+    if (ddp__tp_cuts_rows(tp)) result = ddp__linear_scattered(l, &p, y, rows / tp->world_size, tp->workspace, &pending);
+    else result = ddp__linear_summed(l, &p, rows, &pending);
+    DDP_TRY(ddp__tp_wait_all(tp, &pending, result));
+    return ddp__linear_add_bias(l, y, l->out, bias, ddp__tp_own_rows(tp, rows));
 }
 
 static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, const void *x, const void *dy, int64_t rows, void *dx,
                                        const ddp__linear_grads *grads) {
-    ddp__linear_product p;
-    ddp__tp_flight flight;
+    ddp__linear_product p = DDP_ZERO;
+    ddp__tp_pending pending = DDP_ZERO;
     ddp_result result;
     int64_t x_row;
-    memset(&p, 0, sizeof p);
-    memset(&flight, 0, sizeof flight);
     p.weight = weight;
     DDP_TRY(ddp__tensor_enter(l->tp->group));
-    if (l->desc.split == DDP_TP_COLUMN) result = ddp__linear_column_backward(l, &p, x, dy, rows, dx, grads, &flight);
+    if (l->desc.split == DDP_TP_COLUMN) result = ddp__linear_column_backward(l, &p, x, dy, rows, dx, grads, &pending);
     else {
         x = ddp__linear_row_input(l, x, &x_row);
-        result = ddp__linear_row_backward(l, &p, x, x_row, dy, rows, dx, grads, &flight);
+        result = ddp__linear_row_backward(l, &p, x, x_row, dy, rows, dx, grads, &pending);
     }
-    return ddp__tp_land(l->tp, &flight, result);
+    return ddp__tp_wait_all(l->tp, &pending, result);
 }
 
 DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias, const void *x, int64_t rows, void *y) {
     DDP_PUBLIC_CALL(ddp_tp_linear_forward);
-    const char *call = "ddp_tp_linear_forward";
-    if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", call);
-    DDP_TRY(ddp__linear_check(linear, call, weight, x, rows, "y", y));
-    DDP__TP_NEED(linear->tp, call, !bias == !!linear->desc.no_bias || !linear->out, "bias is %s, no_bias is %d", bias ? "given" : "NULL",
+    if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", __func__);
+    DDP_TRY(ddp__linear_check(linear, __func__, weight, x, rows, "y", y));
+    DDP__TP_NEED(linear->tp, __func__, !bias == !!linear->desc.no_bias || !linear->out, "bias is %s, no_bias is %d", bias ? "given" : "NULL",
                  linear->desc.no_bias);
     return ddp__linear_forward(linear, weight, bias, x, rows, y);
 }
@@ -2523,16 +2817,12 @@ DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weigh
 DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x, const void *dy, int64_t rows, void *dx,
                                          void *weight_grad, void *bias_grad) {
     DDP_PUBLIC_CALL(ddp_tp_linear_backward);
-    const char *call = "ddp_tp_linear_backward";
-    ddp__linear_grads grads;
-    if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", call);
-    DDP_TRY(ddp__linear_check(linear, call, weight, x, rows, "dy", dy));
-    DDP__TP_NEED(linear->tp, call, !weight_grad || !bias_grad == !!linear->desc.no_bias || !linear->out, "bias_grad is %s, no_bias is %d",
+    const ddp__linear_grads grads = {weight_grad || bias_grad, weight_grad, bias_grad};
+    if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", __func__);
+    DDP_TRY(ddp__linear_check(linear, __func__, weight, x, rows, "dy", dy));
+    DDP__TP_NEED(linear->tp, __func__, !weight_grad || !bias_grad == !!linear->desc.no_bias || !linear->out, "bias_grad is %s, no_bias is %d",
                  bias_grad ? "given" : "NULL", linear->desc.no_bias);
-    DDP__TP_NEED(linear->tp, call, weight_grad || !bias_grad || !linear->in || !linear->out, "%s", "bias_grad without weight_grad");
-    grads.wanted = weight_grad || bias_grad;
-    grads.weight = weight_grad;
-    grads.bias = bias_grad;
+    DDP__TP_NEED(linear->tp, __func__, weight_grad || !bias_grad || !linear->in || !linear->out, "%s", "bias_grad without weight_grad");
     return ddp__linear_backward(linear, weight, x, dy, rows, dx, &grads);
 }
 
@@ -2544,72 +2834,12 @@ struct ddp_tp_mlp {
     size_t spare;              /* where in the workspace the two linears leave off: the gradient of what lies between them */
 };
 
-/* exp(x) within 2e-7, for x from -87 to 88 and clamped beyond: x = n ln 2 + r, |r| <= ln(2)/2, and a Taylor polynomial. Without branches, so that
-   loops of it become vectors. NaN stays NaN. */
-static inline float ddp__tp_exp(float x) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
-    float shifted, n, r, power, scale;
-    uint32_t bits;
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
-    shifted = x * 1.44269504f + magic;
-    n = shifted - magic;
-    r = x - n * 0.693359375f; /* ln 2 in two parts, the first with few bits */
-    r = r + n * 2.12194440e-4f;
-    power = 1.0f + r * (1.0f + r * (0.5f + r * (1.0f / 6 + r * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720))))));
-    memcpy(&bits, &shifted, sizeof bits);
-    bits = (bits + 127u - 0x4B400000u) << 23;
-    memcpy(&scale, &bits, sizeof scale);
-    return power * scale;
-}
-
-static inline float ddp__tp_sigmoid_f32(float x) { return 1.0f / (1.0f + ddp__tp_exp(-x)); }
-static inline double ddp__tp_sigmoid_f64(double x) { return 1.0 / (1.0 + exp(-x)); }
-
-/* Rows of h values (gated: of 2 h, gates before ups) to h of act; and d, the gradient of act, h per row, to that of what came in, which may be d's
-   memory where nothing is gated. GELU's tanh form is x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). */
-#define DDP__MLP_KERNELS(type, suffix)                                                                                                             \
-    static void ddp__mlp_forward_##suffix(const ddp_layer *op) {                                                                                   \
-        const type root = (type)1.5957691216057307, cube = (type)0.044715, *in = (const type *)op->in;                                             \
-        type *act = (type *)op->out;                                                                                                               \
-        int64_t kind = op->form, rows = op->rows, h = op->columns;                                                                                 \
-        for (int64_t i = 0; i < rows * h && kind == DDP_TP_GELU; i++) {                                                                            \
-            type x = in[i];                                                                                                                        \
-            act[i] = x * ddp__tp_sigmoid_##suffix(root * (x + cube * x * x * x));                                                                  \
-        }                                                                                                                                          \
-        for (int64_t i = 0; i < rows * h && kind == DDP_TP_RELU; i++) act[i] = in[i] < 0 ? 0 : in[i];                                              \
-        for (int64_t i = 0; i < rows && kind == DDP_TP_SILU_GATED; i++)                                                                            \
-            for (int64_t j = 0; j < h; j++) {                                                                                                      \
-                type gate = in[2 * i * h + j];                                                                                                     \
-                act[i * h + j] = gate * ddp__tp_sigmoid_##suffix(gate) * in[(2 * i + 1) * h + j];                                                  \
-            }                                                                                                                                      \
-    }                                                                                                                                              \
-    static void ddp__mlp_backward_##suffix(const ddp_layer *op) {                                                                                  \
-        const type root = (type)1.5957691216057307, cube = (type)0.044715, *in = (const type *)op->in, *d = (const type *)op->slope;               \
-        type *d_in = (type *)op->out;                                                                                                              \
-        int64_t kind = op->form, rows = op->rows, h = op->columns;                                                                                 \
-        for (int64_t i = 0; i < rows * h && kind == DDP_TP_GELU; i++) {                                                                            \
-            type x = in[i], s = ddp__tp_sigmoid_##suffix(root * (x + cube * x * x * x));                                                           \
-            d_in[i] = d[i] * (s + x * s * (1 - s) * root * (1 + 3 * cube * x * x));                                                                \
-        }                                                                                                                                          \
-        for (int64_t i = 0; i < rows * h && kind == DDP_TP_RELU; i++) d_in[i] = in[i] > 0 ? d[i] : in[i] <= 0 ? 0 : in[i];                         \
-        for (int64_t i = 0; i < rows && kind == DDP_TP_SILU_GATED; i++)                                                                            \
-            for (int64_t j = 0; j < h; j++) {                                                                                                      \
-                type gate = in[2 * i * h + j], up = in[(2 * i + 1) * h + j], s = ddp__tp_sigmoid_##suffix(gate), slope = d[i * h + j];             \
-                d_in[2 * i * h + j] = slope * up * s * (1 + gate * (1 - s));                                                                       \
-                d_in[(2 * i + 1) * h + j] = slope * gate * s;                                                                                      \
-            }                                                                                                                                      \
-    }
-DDP__MLP_KERNELS(float, f32)
-DDP__MLP_KERNELS(double, f64)
-#undef DDP__MLP_KERNELS
-
 static int ddp__mlp_gated(const ddp_tp_mlp *m) { return m->desc.activation == DDP_TP_SILU_GATED; }
 
 /* The two linears, and where the workspace has what lies between: between = (rows, hidden), and before the activation (rows, 2 hidden) if gated. */
 static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, size_t *bytes) {
     const ddp_tp_mlp_desc *d = &m->desc;
-    size_t column_bytes = 0, row_bytes = 0, between;
+    size_t column_bytes = 0, row_bytes = 0;
     DDP__TP_NEED(tp, call, d->channels > 0 && d->hidden > 0 && d->hidden <= INT64_C(1) << 46, "channels=%lld hidden=%lld; set both",
                  (long long)d->channels, (long long)d->hidden);
     DDP__TP_NEED(tp, call, d->activation == DDP_TP_GELU || d->activation == DDP_TP_RELU || d->activation == DDP_TP_SILU_GATED,
@@ -2621,34 +2851,33 @@ static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, siz
     m->column.desc.no_bias = m->row.desc.no_bias = d->no_bias;
     m->row.desc.split = DDP_TP_ROW;
     m->row.desc.in_features = d->hidden;
-    if (ddp__mlp_gated(m)) m->column.part_count = 2, m->column.part[0] = m->column.part[1] = d->hidden;
+    if (ddp__mlp_gated(m)) {
+        m->column.part_count = 2;
+        m->column.part[0] = m->column.part[1] = d->hidden;
+    }
     DDP_TRY(ddp__linear_make(&m->column, call, &column_bytes));
     DDP_TRY(ddp__linear_make(&m->row, call, &row_bytes));
-    between = ddp__tp_bytes(tp->desc.max_rows, m->row.widest, (ddp__mlp_gated(m) ? 3 : 1) * tp->size);
     m->spare = ddp_round_up(column_bytes > row_bytes ? column_bytes : row_bytes, 64);
-    *bytes = ddp__tp_sum(m->spare, between);
+    *bytes = ddp__tp_sum(m->spare, ddp__tp_bytes(tp->desc.max_rows, m->row.widest, (ddp__mlp_gated(m) ? 3 : 1) * tp->size));
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_mlp_desc *desc) {
     DDP_PUBLIC_CALL(ddp_tp_mlp_create);
-    const char *call = "ddp_tp_mlp_create";
     char what[160];
-    ddp_tp_mlp made;
+    ddp_tp_mlp made = DDP_ZERO;
     ddp_result result;
     void *m;
     size_t bytes = 0;
-    if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", call, out ? "tp" : "out");
-    *out = NULL;
-    memset(&made, 0, sizeof made);
+    if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, out ? "tp" : "out");
     if (desc) made.desc = *desc;
-    if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
-    else result = ddp__mlp_make(&made, tp, call, &bytes);
+    if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, __func__, "%s", "desc is NULL");
+    else result = ddp__mlp_make(&made, tp, __func__, &bytes);
     snprintf(what, sizeof what, "channels=%lld hidden=%lld activation=%d no_bias=%d", (long long)made.desc.channels,
              (long long)made.desc.hidden, (int)made.desc.activation, made.desc.no_bias != 0);
-    DDP_TRY(ddp__tp_make(tp, call, result, what, bytes, sizeof made, &m));
-    *out = (ddp_tp_mlp *)memcpy(m, &made, sizeof made);
-    return DDP_OK;
+    result = ddp__tp_make(tp, __func__, result, what, bytes, &made, sizeof made, &m);
+    *out = (ddp_tp_mlp *)m;
+    return result;
 }
 
 DDPDEF void ddp_tp_mlp_destroy(ddp_tp_mlp *mlp) {
@@ -2674,44 +2903,34 @@ static ddp_result ddp__mlp_check(const ddp_tp_mlp *m, const char *call, const vo
 /* saved: what the column linear gave, (rows, column.out), then what the activation made of it, (rows, row.in). */
 DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x, int64_t rows, void *saved, void *y) {
     DDP_PUBLIC_CALL(ddp_tp_mlp_forward);
-    const char *call = "ddp_tp_mlp_forward";
-    ddp_layer op;
-    ddp_tp *tp;
-    if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", call);
-    tp = mlp->column.tp;
-    DDP_TRY(ddp__mlp_check(mlp, call, weights, x, saved, rows, "y", y));
-    DDP__TP_NEED(tp, call, (!weights[1] == !!mlp->desc.no_bias || !mlp->column.out) && !weights[3] == !!mlp->desc.no_bias,
+    if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", __func__);
+    ddp_tp *tp = mlp->column.tp;
+    DDP_TRY(ddp__mlp_check(mlp, __func__, weights, x, saved, rows, "y", y));
+    DDP__TP_NEED(tp, __func__, (!weights[1] == !!mlp->desc.no_bias || !mlp->column.out) && !weights[3] == !!mlp->desc.no_bias,
                  "biases are %s and %s, no_bias is %d", weights[1] ? "given" : "NULL", weights[3] ? "given" : "NULL", mlp->desc.no_bias);
-    op = ddp__tp_op(DDP_LAYER_ACTIVATE, rows, mlp->row.in, saved, ddp__tp_to(tp, saved, rows * mlp->column.out));
-    op.form = (int)mlp->desc.activation;
+    void *act = ddp__tp_at(tp, saved, rows * mlp->column.out);
     DDP_TRY(ddp__linear_forward(&mlp->column, weights[0], weights[1], x, rows, saved));
-    DDP_TRY(ddp__tp_apply(tp, &op, ddp__mlp_forward_f32, ddp__mlp_forward_f64));
-    return ddp__linear_forward(&mlp->row, weights[2], weights[3], op.out, rows, y);
+    DDP_TRY(ddp__tp_tell(tp, tp->kernels->activate(mlp->desc.activation, rows, mlp->row.in, saved, act)));
+    return ddp__linear_forward(&mlp->row, weights[2], weights[3], act, rows, y);
 }
 
 DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x, const void *saved, const void *dy, int64_t rows,
                                       void *dx, void *const grads[4]) {
     DDP_PUBLIC_CALL(ddp_tp_mlp_backward);
-    const char *call = "ddp_tp_mlp_backward";
-    ddp__linear_grads to[2];
-    void *d_act, *d_in;
-    ddp_layer op;
-    ddp_tp *tp;
-    if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", call);
-    tp = mlp->column.tp;
-    DDP_TRY(ddp__mlp_check(mlp, call, weights, x, saved, rows, "dy", dy));
-    memset(to, 0, sizeof to);
+    ddp__linear_grads to[2] = {{0, NULL, NULL}, {0, NULL, NULL}};
+    if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", __func__);
+    ddp_tp *tp = mlp->column.tp;
+    DDP_TRY(ddp__mlp_check(mlp, __func__, weights, x, saved, rows, "dy", dy));
     for (int i = 0; i < 2 && grads; i++) {
-        to[i].wanted = 1, to[i].weight = grads[2 * i], to[i].bias = grads[2 * i + 1];
-        DDP__TP_NEED(tp, call, (to[i].weight && !to[i].bias == !!mlp->desc.no_bias) || !mlp->row.in, "grads[%d] is %s, grads[%d] %s, no_bias is %d",
-                     2 * i, to[i].weight ? "given" : "NULL", 2 * i + 1, to[i].bias ? "given" : "NULL", mlp->desc.no_bias);
+        const ddp__linear_grads given = {1, grads[2 * i], grads[2 * i + 1]};
+        to[i] = given;
+        DDP__TP_NEED(tp, __func__, (given.weight && !given.bias == !!mlp->desc.no_bias) || !mlp->row.in, "grads[%d] is %s, grads[%d] %s, no_bias is %d",
+                     2 * i, given.weight ? "given" : "NULL", 2 * i + 1, given.bias ? "given" : "NULL", mlp->desc.no_bias);
     }
-    d_act = tp->workspace + mlp->spare;
-    d_in = ddp__mlp_gated(mlp) ? ddp__tp_to(tp, d_act, rows * mlp->row.in) : d_act;
+    void *d_act = tp->workspace + mlp->spare;
+    void *d_in = ddp__mlp_gated(mlp) ? ddp__tp_at(tp, d_act, rows * mlp->row.in) : d_act;
     DDP_TRY(ddp__linear_backward(&mlp->row, weights[2], ddp__tp_at(tp, saved, rows * mlp->column.out), dy, rows, d_act, &to[1]));
-    op = ddp__tp_op(DDP_LAYER_ACTIVATE_BACK, rows, mlp->row.in, saved, d_in);
-    op.slope = d_act, op.form = (int)mlp->desc.activation;
-    DDP_TRY(ddp__tp_apply(tp, &op, ddp__mlp_backward_f32, ddp__mlp_backward_f64));
+    DDP_TRY(ddp__tp_tell(tp, tp->kernels->activate_backward(mlp->desc.activation, rows, mlp->row.in, saved, d_act, d_in)));
     return ddp__linear_backward(&mlp->column, weights[0], x, d_in, rows, dx, &to[0]);
 }
 
@@ -2723,9 +2942,9 @@ struct ddp_tp_embedding {
     int64_t first, count;       /* this rank's rows of the table */
 };
 
-static ddp_result ddp__tp_embedding_resolve(const ddp_tp *tp, const ddp_tp_embedding_desc *desc, ddp_tp_embedding_desc *d) {
-    const char *call = "ddp_tp_embedding_create";
-    memset(d, 0, sizeof *d);
+static ddp_result ddp__tp_embedding_resolve(ddp_tp_embedding *e, const char *call, const ddp_tp_embedding_desc *desc) {
+    const ddp_tp *tp = e->tp;
+    ddp_tp_embedding_desc *d = &e->desc;
     DDP__TP_NEED(tp, call, desc, "%s", "desc is NULL");
     *d = *desc;
     if (d->padded_vocab == 0) d->padded_vocab = d->vocab;
@@ -2734,30 +2953,24 @@ static ddp_result ddp__tp_embedding_resolve(const ddp_tp *tp, const ddp_tp_embed
     DDP__TP_NEED(tp, call, d->padded_vocab >= d->vocab, "padded_vocab=%lld is less than vocab=%lld", (long long)d->padded_vocab, (long long)d->vocab);
     DDP__TP_NEED(tp, call, ddp__tp_bytes(d->padded_vocab, d->channels, tp->size) != SIZE_MAX, "%lld rows of %lld channels do not fit in memory",
                  (long long)d->padded_vocab, (long long)d->channels);
+    e->count = ddp__tensor_cut(d->padded_vocab, tp->rank, tp->world_size, &e->first);
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp, const ddp_tp_embedding_desc *desc) {
     DDP_PUBLIC_CALL(ddp_tp_embedding_create);
-    ddp_tp_embedding_desc d;
+    ddp_tp_embedding made = DDP_ZERO;
     char what[160];
-    ddp_tp_embedding *embedding;
-    size_t bytes = 0;
-    ddp_result result;
     void *layer;
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_embedding_create: %s is NULL", out ? "tp" : "out");
-    *out = NULL;
-    result = ddp__tp_embedding_resolve(tp, desc, &d);
-    snprintf(what, sizeof what, "vocab=%lld padded_vocab=%lld channels=%lld", (long long)d.vocab,
-             (long long)d.padded_vocab, (long long)d.channels);
-    if (ddp__tp_cuts_rows(tp)) bytes = ddp__tp_bytes(tp->desc.max_rows, d.channels, tp->size);
-    DDP_TRY(ddp__tp_make(tp, "ddp_tp_embedding_create", result, what, bytes, sizeof *embedding, &layer));
-    embedding = (ddp_tp_embedding *)layer;
-    embedding->tp = tp;
-    embedding->desc = d;
-    embedding->count = ddp__tensor_cut(d.padded_vocab, tp->rank, tp->world_size, &embedding->first);
-    *out = embedding;
-    return DDP_OK;
+    made.tp = tp;
+    ddp_result result = ddp__tp_embedding_resolve(&made, __func__, desc);
+    size_t bytes = ddp__tp_cuts_rows(tp) ? ddp__tp_bytes(tp->desc.max_rows, made.desc.channels, tp->size) : 0;
+    snprintf(what, sizeof what, "vocab=%lld padded_vocab=%lld channels=%lld", (long long)made.desc.vocab,
+             (long long)made.desc.padded_vocab, (long long)made.desc.channels);
+    result = ddp__tp_make(tp, __func__, result, what, bytes, &made, sizeof made, &layer);
+    *out = (ddp_tp_embedding *)layer;
+    return result;
 }
 
 DDPDEF void ddp_tp_embedding_destroy(ddp_tp_embedding *embedding) {
@@ -2787,139 +3000,38 @@ static ddp_result ddp__tp_embedding_check(const ddp_tp_embedding *embedding, con
     return DDP_OK;
 }
 
-/* Tokens that other ranks have are rows of 0. Backward goes row by row, in order: the bits do not depend on how the table is cut. */
-#define DDP__TP_EMBEDDING_FNS(type, suffix)                                                                         \
-    static void ddp__tp_lookup_##suffix(const ddp_layer *op) {                                                      \
-        int64_t n = op->columns;                                                                                    \
-        type *y = (type *)op->out;                                                                                  \
-        for (int64_t i = 0; i < op->rows; i++, y += n) {                                                            \
-            int64_t at = op->index[i] - op->first;                                                                  \
-            if (at >= 0 && at < op->count) memcpy(y, (const type *)op->weight + at * n, (size_t)n * sizeof *y);     \
-            else memset(y, 0, (size_t)n * sizeof *y);                                                               \
-        }                                                                                                           \
-    }                                                                                                               \
-    static void ddp__tp_lookup_back_##suffix(const ddp_layer *op) {                                                 \
-        int64_t n = op->columns;                                                                                    \
-        const type *dy = (const type *)op->in;                                                                      \
-        for (int64_t i = 0; i < op->rows; i++, dy += n) {                                                           \
-            int64_t at = op->index[i] - op->first;                                                                  \
-            if (at < 0 || at >= op->count) continue;                                                                \
-            for (int64_t j = 0; j < n; j++) ((type *)op->out)[at * n + j] += dy[j];                                 \
-        }                                                                                                           \
-    }
-DDP__TP_EMBEDDING_FNS(float, f32) DDP__TP_EMBEDDING_FNS(double, f64)
-#undef DDP__TP_EMBEDDING_FNS
-
-static ddp_layer ddp__tp_embedding_op(const ddp_tp_embedding *e, ddp_layer_kind kind, const int32_t *tokens, int64_t rows) {
-    ddp_layer op = ddp__tp_op(kind, rows, e->desc.channels, NULL, NULL);
-    op.index = tokens, op.first = e->first, op.count = e->count;
-    return op;
-}
-
 /* The sum over ranks is the whole. */
 DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const void *weight, const int32_t *tokens, int64_t rows, void *y) {
     DDP_PUBLIC_CALL(ddp_tp_embedding_forward);
     if (!embedding) return ddp_fail(DDP_ERR_INVALID, "%s: embedding is NULL", __func__);
     ddp_tp *tp = embedding->tp;
     int64_t channels = embedding->desc.channels;
-    ddp_layer op = ddp__tp_embedding_op(embedding, DDP_LAYER_LOOKUP, tokens, rows);
+    const ddp_lookup op = {rows, channels, tokens, embedding->first, embedding->count, weight, ddp__tp_cuts_rows(tp) ? tp->workspace : y};
     DDP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
     if (rows == 0) return DDP_OK;
     DDP__TP_NEED(tp, __func__, y && (weight || embedding->count == 0), "%s is NULL", y ? "weight" : "y");
-    op.weight = weight, op.out = ddp__tp_cuts_rows(tp) ? tp->workspace : y;
     DDP_TRY(ddp__tensor_enter(tp->group));
-    DDP_TRY(ddp__tp_apply(tp, &op, ddp__tp_lookup_f32, ddp__tp_lookup_f64));
-    if (ddp__tp_cuts_rows(tp)) return ddp__tp_reduce_scatter(tp, tp->workspace, y, (size_t)(rows / tp->world_size * channels), tp->desc.dtype, NULL);
-    return ddp__tp_all_reduce(tp, y, (size_t)(rows * channels), tp->desc.dtype, DDP_OP_SUM, NULL);
+    DDP_TRY(ddp__tp_tell(tp, tp->kernels->lookup(&op)));
+    if (ddp__tp_cuts_rows(tp)) return ddp__tp_reduce_scatter(tp, tp->workspace, y, (size_t)(rows / tp->world_size * channels), NULL);
+    return ddp__tp_all_reduce(tp, y, (size_t)(rows * channels), DDP_OP_SUM, NULL);
 }
 
 DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const int32_t *tokens, const void *dy, int64_t rows, void *weight_grad) {
     if (!embedding) return ddp_fail(DDP_ERR_INVALID, "%s: embedding is NULL", __func__);
     ddp_tp *tp = embedding->tp;
     int64_t channels = embedding->desc.channels;
-    ddp_layer op = ddp__tp_embedding_op(embedding, DDP_LAYER_LOOKUP_BACK, tokens, rows);
+    const ddp_lookup op = {rows, channels, tokens, embedding->first, embedding->count, ddp__tp_cuts_rows(tp) ? tp->workspace : dy, weight_grad};
     DDP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
     DDP__TP_NEED(tp, __func__, (dy || rows == 0) && (weight_grad || embedding->count == 0), "%s is NULL", dy || rows == 0 ? "weight_grad" : "dy");
     DDP_TRY(ddp__tensor_enter(tp->group));
-    if (ddp__tp_cuts_rows(tp) && rows) {
-        DDP_TRY(ddp__tp_all_gather(tp, dy, tp->workspace, (size_t)(rows / tp->world_size * channels), tp->desc.dtype, NULL));
-        dy = tp->workspace;
-    }
+    if (ddp__tp_cuts_rows(tp) && rows)
+        DDP_TRY(ddp__tp_all_gather(tp, dy, tp->workspace, (size_t)(rows / tp->world_size * channels), NULL));
     if (!tp->desc.accumulate_grads && embedding->count) tp->device->fill_zero(weight_grad, (size_t)(embedding->count * channels) * tp->size);
-    op.in = dy, op.out = weight_grad;
-    DDP_TRY(ddp__tp_apply(tp, &op, ddp__tp_lookup_back_f32, ddp__tp_lookup_back_f64));
+    DDP_TRY(ddp__tp_tell(tp, tp->kernels->lookup_backward(&op)));
     return ddp__tensor_leave(tp->group);
 }
 
 //== cross-entropy =============================================================================== >>impl-tp-loss
-
-#define DDP__TP_LANES 16 /* a reduction in so many parts vectorises */
-#define DDP__TP_BLOCK 64 /* so do loops of so many; shorter ones are unrolled first */
-
-static inline float ddp__tp_loss_exp(float x) { return x < -87.0f ? 0.0f : ddp__tp_exp(x); } /* of minus infinity it is 0 */
-
-/* Three passes over the rows, and a collective behind each of the first two: the greatest logit; exponentials, kept in dlogits, their sum, and the
-   target's logit, both less the greatest; the loss, and the gradient that the exponentials make. Rows that do not count are not read. A NaN need
-   not win in the first pass: it does in the sum. */
-#define DDP__TP_LOSS_FNS(type, suffix, exponential)                                                                                          \
-    static void ddp__tp_loss_max_##suffix(const ddp_layer *op) {                                                                             \
-        const type *x = (const type *)op->in;                                                                                                \
-        for (int64_t i = 0; i < op->rows; i++) {                                                                                             \
-            int64_t j = i * op->columns, end = op->index[i] == op->ignore ? j : j + op->count;                                               \
-            type part[DDP__TP_LANES], most = -(type)INFINITY;                                                                                \
-            for (int lane = 0; lane < DDP__TP_LANES; lane++) part[lane] = most;                                                              \
-            for (; j + DDP__TP_LANES <= end; j += DDP__TP_LANES)                                                                             \
-                for (int lane = 0; lane < DDP__TP_LANES; lane++) part[lane] = x[j + lane] > part[lane] ? x[j + lane] : part[lane];           \
-            for (; j < end; j++) most = x[j] > most ? x[j] : most;                                                                           \
-            for (int lane = 0; lane < DDP__TP_LANES; lane++) most = part[lane] > most ? part[lane] : most;                                   \
-            ((type *)op->stats)[i] = most;                                                                                                   \
-        }                                                                                                                                    \
-    }                                                                                                                                        \
-    static void ddp__tp_loss_sum_##suffix(const ddp_layer *op) {                                                                             \
-        const type *x = (const type *)op->in;                                                                                                \
-        type *d = (type *)op->out, *target = (type *)op->sums, *sum = target + op->rows;                                                     \
-        for (int64_t i = 0; i < op->rows; i++) {                                                                                             \
-            int64_t j = i * op->columns, end = j + op->count, at = op->index[i] - op->first;                                                 \
-            type most = ((const type *)op->stats)[i], e[DDP__TP_BLOCK];                                                                      \
-            double part[DDP__TP_BLOCK] = DDP_ZERO;                                                                                           \
-            target[i] = sum[i] = 0;                                                                                                          \
-            if (op->index[i] == op->ignore) continue;                                                                                        \
-            if (at >= 0 && at < op->count) target[i] = x[j + at] - most;                                                                     \
-            for (; j + DDP__TP_BLOCK <= end; j += DDP__TP_BLOCK) {                                                                           \
-                for (int k = 0; k < DDP__TP_BLOCK; k++) e[k] = exponential(x[j + k] - most);                                                 \
-                for (int k = 0; k < DDP__TP_BLOCK; k++) part[k] += (double)e[k];                                                             \
-                if (d) memcpy(d + j, e, sizeof e);                                                                                           \
-            }                                                                                                                                \
-            for (; j < end; j++) {                                                                                                           \
-                part[0] += (double)(e[0] = exponential(x[j] - most));                                                                        \
-                if (d) d[j] = e[0];                                                                                                          \
-            }                                                                                                                                \
-            for (int k = 1; k < DDP__TP_BLOCK; k++) part[0] += part[k];                                                                      \
-            sum[i] = (type)part[0];                                                                                                          \
-        }                                                                                                                                    \
-    }                                                                                                                                        \
-    static void ddp__tp_loss_end_##suffix(const ddp_layer *op) {                                                                             \
-        const type *target = (const type *)op->sums, *sum = target + op->rows;                                                               \
-        type *d = (type *)op->out, *losses = (type *)op->losses;                                                                             \
-        double total = 0;                                                                                                                    \
-        for (int64_t i = 0; i < op->rows; i++) {                                                                                             \
-            int64_t row = i * op->columns, at = op->index[i] - op->first, valid = op->index[i] == op->ignore ? 0 : op->count;                \
-            double value = 0, factor = 0;                                                                                                    \
-            if (op->index[i] != op->ignore) {                                                                                                \
-                double log_sum = log((double)sum[i]), all = (double)((const type *)op->stats)[i] + log_sum;                                  \
-                value = log_sum - (double)target[i] + (op->z_loss > 0 ? op->z_loss * all * all : 0);                                         \
-                factor = op->scale * (1 + 2 * op->z_loss * all) / (double)sum[i];                                                            \
-            }                                                                                                                                \
-            total += value;                                                                                                                  \
-            if (losses) losses[i] = (type)value;                                                                                             \
-            for (int64_t j = 0; d && j < valid; j++) d[row + j] *= (type)factor;                                                             \
-            for (int64_t j = valid; d && j < op->columns; j++) d[row + j] = 0;                                                               \
-            if (d && at >= 0 && at < valid) d[row + at] -= (type)op->scale;                                                                  \
-        }                                                                                                                                    \
-        if (op->total) *op->total = total;                                                                                                   \
-    }
-DDP__TP_LOSS_FNS(float, f32, ddp__tp_loss_exp) DDP__TP_LOSS_FNS(double, f64, exp)
-#undef DDP__TP_LOSS_FNS
 
 /* What is wrong with the arguments is wrong on every rank. *counting: rows that count. */
 static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const ddp_tp_loss_desc *desc, const int32_t *targets, int64_t rows,
@@ -2945,30 +3057,34 @@ static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const d
 DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc, const void *logits, const int32_t *targets, int64_t rows,
                                        void *losses, double *mean, void *dlogits) {
     DDP_PUBLIC_CALL(ddp_tp_cross_entropy);
-    ddp_layer op = ddp__tp_op(DDP_LAYER_LOSS_MAX, rows, 0, logits, dlogits);
+    ddp_loss op = DDP_ZERO;
     double total = 0;
     int64_t counting = 0;
     if (!tp || !desc) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, tp ? "desc" : "tp");
     DDP_TRY(ddp__tp_loss_check(tp, __func__, desc, targets, rows, &counting));
-    op.index = targets;
+    op.rows = rows;
     op.columns = ddp__tensor_cut(desc->padded_vocab ? desc->padded_vocab : desc->vocab, tp->rank, tp->world_size, &op.first);
-    op.count = op.first >= desc->vocab ? 0 : desc->vocab - op.first < op.columns ? desc->vocab - op.first : op.columns;
+    if (op.first < desc->vocab) op.count = desc->vocab - op.first < op.columns ? desc->vocab - op.first : op.columns;
+    op.targets = targets;
     op.ignore = desc->ignore_index ? desc->ignore_index : -100;
     op.z_loss = desc->z_loss;
-    op.scale = desc->scale != 0 ? desc->scale : counting ? 1 / (double)counting : 0;
-    op.losses = losses, op.total = mean ? &total : NULL;
+    op.scale = desc->scale;
+    if (op.scale == 0 && counting) op.scale = 1 / (double)counting;
+    op.total = mean ? &total : NULL;
+    op.logits = logits;
+    op.max = tp->workspace;                             /* (rows) */
+    op.sums = tp->workspace + (size_t)rows * tp->size;  /* (2, rows) */
+    op.dlogits = dlogits;
+    op.losses = losses;
     DDP__TP_NEED(tp, __func__, logits || rows == 0 || op.columns == 0, "%s", "logits is NULL");
     if (mean) *mean = 0;
     if (rows == 0) return DDP_OK;
-    op.stats = tp->workspace, op.sums = tp->workspace + (size_t)rows * tp->size; /* (rows), and (2, rows): [targets' logits | sums] */
     DDP_TRY(ddp__tensor_enter(tp->group));
-    DDP_TRY(ddp__tp_apply(tp, &op, ddp__tp_loss_max_f32, ddp__tp_loss_max_f64));
-    DDP_TRY(ddp__tp_all_reduce(tp, op.stats, (size_t)rows, tp->desc.dtype, DDP_OP_MAX, NULL));
-    op.kind = DDP_LAYER_LOSS_SUM;
-    DDP_TRY(ddp__tp_apply(tp, &op, ddp__tp_loss_sum_f32, ddp__tp_loss_sum_f64));
-    DDP_TRY(ddp__tp_all_reduce(tp, op.sums, 2 * (size_t)rows, tp->desc.dtype, DDP_OP_SUM, NULL));
-    op.kind = DDP_LAYER_LOSS_END;
-    DDP_TRY(ddp__tp_apply(tp, &op, ddp__tp_loss_end_f32, ddp__tp_loss_end_f64));
+    DDP_TRY(ddp__tp_tell(tp, tp->kernels->loss_max(&op)));
+    DDP_TRY(ddp__tp_all_reduce(tp, op.max, (size_t)rows, DDP_OP_MAX, NULL));
+    DDP_TRY(ddp__tp_tell(tp, tp->kernels->loss_sum(&op)));
+    DDP_TRY(ddp__tp_all_reduce(tp, op.sums, 2 * (size_t)rows, DDP_OP_SUM, NULL));
+    DDP_TRY(ddp__tp_tell(tp, tp->kernels->loss_end(&op)));
     if (mean) DDP_TRY(ddp_group_status(tp->group)); /* what the host has waited for may have ended with the group */
     if (mean && counting) *mean = total / (double)counting;
     return ddp__tp_tell(tp, ddp__tensor_leave(tp->group));
@@ -2981,58 +3097,7 @@ struct ddp_tp_layer_norm {
     ddp_tp_layer_norm_desc desc; /* with eps resolved */
 };
 
-/* total = the sum of term over k from 0 to n - 1, in double: parts that vectorise, in an order that n alone gives. */
-#define DDP__TP_SUM(total, n, term)                                                                                  \
-    do {                                                                                                             \
-        double part_[DDP__TP_LANES] = DDP_ZERO;                                                                      \
-        int64_t at_ = 0;                                                                                             \
-        for (; at_ + DDP__TP_LANES <= (n); at_ += DDP__TP_LANES)                                                     \
-            for (int lane_ = 0; lane_ < DDP__TP_LANES; lane_++) { int64_t k = at_ + lane_; part_[lane_] += (term); } \
-        for (int64_t k = at_; k < (n); k++) part_[0] += (term);                                                      \
-        for (int lane_ = 1; lane_ < DDP__TP_LANES; lane_++) part_[0] += part_[lane_];                                \
-        (total) = part_[0];                                                                                          \
-    } while (0)
-
-/* stats: a row's mean (0 in RMS norm) and 1 / deviation. With g = dy w, and x^ the normal x: dx = (g - mean(g) - x^ mean(g x^)) / deviation; RMS norm
-   has no mean(g). */
-#define DDP__TP_NORM_FNS(type, suffix)                                                                                                        \
-    static void ddp__tp_norm_##suffix(const ddp_layer *op) {                                                                                  \
-        const type *w = (const type *)op->weight, *b = (const type *)op->bias, *x = (const type *)op->in;                                     \
-        type *stat = (type *)op->stats, *y = (type *)op->out;                                                                                 \
-        int64_t n = op->columns;                                                                                                              \
-        for (int64_t i = 0; i < op->rows; i++, x += n, y += n, stat += 2) {                                                                   \
-            double mean = 0, squares, scale;                                                                                                  \
-            if (!op->form) DDP__TP_SUM(mean, n, (double)x[k]);                                                                                \
-            mean /= (double)n;                                                                                                                \
-            DDP__TP_SUM(squares, n, ((double)x[k] - mean) * ((double)x[k] - mean));                                                           \
-            scale = 1 / sqrt(squares / (double)n + op->scale);                                                                                \
-            stat[0] = (type)mean;                                                                                                             \
-            stat[1] = (type)scale;                                                                                                            \
-            for (int64_t k = 0; k < n; k++) y[k] = (type)(((double)x[k] - mean) * scale) * w[k] + (b ? b[k] : 0);                             \
-        }                                                                                                                                     \
-    }                                                                                                                                         \
-    static void ddp__tp_norm_back_##suffix(const ddp_layer *op) {                                                                             \
-        const type *w = (const type *)op->weight, *x = (const type *)op->in, *stat = (const type *)op->stats, *dy = (const type *)op->slope;  \
-        type *dx = (type *)op->out, *dw = (type *)op->sums, *db = dw && !op->form ? dw + op->columns : NULL;                                  \
-        int64_t n = op->columns;                                                                                                              \
-        for (int64_t i = 0; i < op->rows; i++, x += n, dy += n, stat += 2) {                                                                  \
-            type mean = stat[0], scale = stat[1], mean_g = 0, mean_gx;                                                                        \
-            double sum;                                                                                                                       \
-            if (!op->form) { DDP__TP_SUM(sum, n, (double)(dy[k] * w[k])); mean_g = (type)(sum / (double)n); }                                 \
-            DDP__TP_SUM(sum, n, (double)(dy[k] * w[k]) * (double)((x[k] - mean) * scale));                                                    \
-            mean_gx = (type)(sum / (double)n);                                                                                                \
-            for (int64_t k = 0; dw && k < n; k++) dw[k] += dy[k] * ((x[k] - mean) * scale);                                                   \
-            for (int64_t k = 0; db && k < n; k++) db[k] += dy[k];                                                                             \
-            for (int64_t k = 0; dx && k < n; k++) dx[k] = scale * (dy[k] * w[k] - mean_g - (x[k] - mean) * scale * mean_gx);                  \
-            if (dx) dx += n;                                                                                                                  \
-        }                                                                                                                                     \
-    }
-DDP__TP_NORM_FNS(float, f32) DDP__TP_NORM_FNS(double, f64)
-#undef DDP__TP_NORM_FNS
-
-static ddp_result ddp__tp_norm_resolve(const ddp_tp *tp, const ddp_tp_layer_norm_desc *desc, ddp_tp_layer_norm_desc *d) {
-    const char *call = "ddp_tp_layer_norm_create";
-    memset(d, 0, sizeof *d);
+static ddp_result ddp__tp_norm_resolve(const ddp_tp *tp, const char *call, const ddp_tp_layer_norm_desc *desc, ddp_tp_layer_norm_desc *d) {
     DDP__TP_NEED(tp, call, desc, "%s", "desc is NULL");
     *d = *desc;
     d->rms = d->rms != 0;
@@ -3045,21 +3110,17 @@ static ddp_result ddp__tp_norm_resolve(const ddp_tp *tp, const ddp_tp_layer_norm
 
 DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp, const ddp_tp_layer_norm_desc *desc) {
     DDP_PUBLIC_CALL(ddp_tp_layer_norm_create);
-    ddp_tp_layer_norm_desc d;
+    ddp_tp_layer_norm made = DDP_ZERO;
+    const ddp_tp_layer_norm_desc *d = &made.desc;
     char what[160];
-    ddp_tp_layer_norm *norm;
-    ddp_result result;
     void *layer;
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_layer_norm_create: %s is NULL", out ? "tp" : "out");
-    *out = NULL;
-    result = ddp__tp_norm_resolve(tp, desc, &d);
-    snprintf(what, sizeof what, "channels=%lld rms=%d eps=%.17g", (long long)d.channels, d.rms, (double)d.eps);
-    DDP_TRY(ddp__tp_make(tp, "ddp_tp_layer_norm_create", result, what, ddp__tp_bytes(2, d.channels, tp->size), sizeof *norm, &layer));
-    norm = (ddp_tp_layer_norm *)layer;
-    norm->tp = tp;
-    norm->desc = d;
-    *out = norm;
-    return DDP_OK;
+    made.tp = tp;
+    ddp_result result = ddp__tp_norm_resolve(tp, __func__, desc, &made.desc);
+    snprintf(what, sizeof what, "channels=%lld rms=%d eps=%.17g", (long long)d->channels, d->rms, d->eps);
+    result = ddp__tp_make(tp, __func__, result, what, ddp__tp_bytes(2, d->channels, tp->size), &made, sizeof made, &layer);
+    *out = (ddp_tp_layer_norm *)layer;
+    return result;
 }
 
 DDPDEF void ddp_tp_layer_norm_destroy(ddp_tp_layer_norm *norm) {
@@ -3082,10 +3143,9 @@ DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void 
     DDP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
     DDP__TP_NEED(norm->tp, __func__, y || rows == 0, "%s", "y is NULL");
     DDP__TP_NEED(norm->tp, __func__, !norm->desc.rms == !!bias, "%s", norm->desc.rms ? "bias is set, but RMS norm has none" : "bias is NULL");
-    ddp_layer op = ddp__tp_op(DDP_LAYER_NORM, rows, norm->desc.channels, x, y);
-    op.form = norm->desc.rms, op.scale = norm->desc.eps, op.weight = weight, op.bias = bias, op.stats = stats;
+    const ddp_norm op = {rows, norm->desc.channels, norm->desc.rms, norm->desc.eps, x, weight, bias, stats, y};
     DDP_TRY(ddp__tensor_enter(norm->tp->group));
-    return ddp__tp_apply(norm->tp, &op, ddp__tp_norm_f32, ddp__tp_norm_f64);
+    return ddp__tp_tell(norm->tp, norm->tp->kernels->norm(&op));
 }
 
 /* In sequence parallelism every rank has other rows: what these give is summed before it goes to the caller's gradients, which may be added to. */
@@ -3096,18 +3156,16 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
     ddp_tp *tp = norm->tp;
     int64_t n = norm->desc.channels;
     size_t bytes = (size_t)n * tp->size;
-    ddp_layer op = ddp__tp_op(DDP_LAYER_NORM_BACK, rows, n, x, dx);
+    const ddp_norm_backward op = {rows, n, norm->desc.rms, x, weight, stats, dy, dx, weight_grad ? tp->workspace : NULL};
     DDP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
     DDP__TP_NEED(tp, __func__, dy || rows == 0, "%s", "dy is NULL");
     DDP__TP_NEED(tp, __func__, !!bias_grad == (weight_grad && !norm->desc.rms), "%s",
                  norm->desc.rms ? "bias_grad is set, but RMS norm has none" : "weight_grad and bias_grad: both or neither");
-    op.form = norm->desc.rms, op.weight = weight, op.stats = (void *)stats /* read only */, op.slope = dy, op.sums = weight_grad ? tp->workspace : NULL;
     DDP_TRY(ddp__tensor_enter(tp->group));
     if (weight_grad) tp->device->fill_zero(tp->workspace, 2 * bytes);
-    DDP_TRY(ddp__tp_apply(tp, &op, ddp__tp_norm_back_f32, ddp__tp_norm_back_f64));
+    DDP_TRY(ddp__tp_tell(tp, tp->kernels->norm_backward(&op)));
     if (!weight_grad) return DDP_OK;
-    if (ddp__tp_cuts_rows(tp))
-        DDP_TRY(ddp__tp_all_reduce(tp, tp->workspace, (size_t)(norm->desc.rms ? n : 2 * n), tp->desc.dtype, DDP_OP_SUM, NULL));
+    if (ddp__tp_cuts_rows(tp)) DDP_TRY(ddp__tp_all_reduce(tp, tp->workspace, (size_t)(norm->desc.rms ? n : 2 * n), DDP_OP_SUM, NULL));
     for (int which = 0; which < (bias_grad ? 2 : 1); which++) {
         void *grad = which ? bias_grad : weight_grad, *from = tp->workspace + (size_t)which * bytes;
         if (!tp->desc.accumulate_grads) tp->device->copy(grad, from, bytes);
@@ -3118,74 +3176,26 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
 
 //== random numbers ============================================================================== >>impl-tp-random
 
-/* Philox 4x32-10 (Salmon et al. 2011): four words that depend on key, stream and counter alone. */
-enum { DDP__TP_STREAM_DROPOUT = 0, DDP__TP_STREAM_NORMAL = 1 };
-static inline void ddp__tp_philox_round(uint32_t *c0, uint32_t *c1, uint32_t *c2, uint32_t *c3, uint32_t k0, uint32_t k1) {
-    uint64_t a = (uint64_t)0xd2511f53u * *c0, b = (uint64_t)0xcd9e8d57u * *c2;
-    *c0 = (uint32_t)(b >> 32) ^ *c1 ^ k0;
-    *c1 = (uint32_t)b;
-    *c2 = (uint32_t)(a >> 32) ^ *c3 ^ k1;
-    *c3 = (uint32_t)a;
-}
-
-static void ddp__tp_philox(uint64_t key, uint32_t stream, uint64_t counter, uint32_t out[4]) {
-    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
-    out[0] = (uint32_t)counter, out[1] = (uint32_t)(counter >> 32), out[2] = stream, out[3] = 0;
-    for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u) ddp__tp_philox_round(out, out + 1, out + 2, out + 3, k0, k1);
-}
-
-/* The words of `count` counters in a row, at most DDP__TP_BLOCK. */
-static void ddp__tp_philox_row(uint64_t key, uint32_t stream, uint64_t counter, int count, uint32_t *words) {
-    uint32_t c[4][DDP__TP_BLOCK], k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
-    for (int k = 0; k < count; k++) {
-        c[0][k] = (uint32_t)(counter + (uint64_t)k), c[1][k] = (uint32_t)((counter + (uint64_t)k) >> 32);
-        c[2][k] = stream, c[3][k] = 0;
-    }
-    for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u)
-        for (int k = 0; k < count; k++) ddp__tp_philox_round(&c[0][k], &c[1][k], &c[2][k], &c[3][k], k0, k1);
-    for (int k = 0; k < count; k++)
-        for (int w = 0; w < 4; w++) words[4 * k + w] = c[w][k];
-}
-
-/* Word e % 4 of block e / 4 is element e's of the global activation; below the threshold it is dropped. */
-#define DDP__TP_DROP_FN(type, suffix)                                                                           \
-    static void ddp__tp_drop_##suffix(const ddp_layer *op) {                                                    \
-        const type *x = (const type *)op->in;                                                                   \
-        type *y = (type *)op->out, factor = (type)op->scale;                                                    \
-        uint32_t words[4 * DDP__TP_BLOCK], threshold = (uint32_t)op->threshold;                                 \
-        for (int64_t i = 0; i < op->rows; i++) {                                                                \
-            uint64_t begin = (uint64_t)(op->first + i * op->in_step);                                           \
-            for (int64_t count = op->columns, some; count > 0; count -= some, begin += (uint64_t)some, x += some, y += some) { \
-                int64_t skip = (int64_t)(begin % 4), blocks = (skip + count + 3) / 4;                           \
-                if (blocks > DDP__TP_BLOCK) blocks = DDP__TP_BLOCK;                                             \
-                some = 4 * blocks - skip < count ? 4 * blocks - skip : count;                                   \
-                ddp__tp_philox_row(op->key, DDP__TP_STREAM_DROPOUT, begin / 4, (int)blocks, words);             \
-                for (int64_t j = 0; j < some; j++) y[j] = words[skip + j] < threshold ? 0 : x[j] * factor;      \
-            }                                                                                                   \
-        }                                                                                                       \
-    }
-DDP__TP_DROP_FN(float, f32) DDP__TP_DROP_FN(double, f64)
-#undef DDP__TP_DROP_FN
-
 DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, const void *x, int64_t rows, int64_t columns, void *y) {
-    int64_t width, end;
+    int64_t end;
     if (!tp || !desc) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_dropout: %s is NULL", tp ? "desc" : "tp");
     DDP__TP_NEED(tp, __func__, desc->rate >= 0 && desc->rate < 1, "rate=%g, allowed are 0 to below 1", desc->rate);
     DDP__TP_NEED(tp, __func__, rows >= 0 && columns >= 0, "rows=%lld, columns=%lld: neither may be negative", (long long)rows, (long long)columns);
     DDP__TP_NEED(tp, __func__, (x && y) || rows == 0 || columns == 0, "%s is NULL", x ? "y" : "x");
-    width = desc->columns ? desc->columns : columns;
+    const int64_t width = desc->columns ? desc->columns : columns, first = desc->first_row * width + desc->first_column;
     DDP__TP_NEED(tp, __func__, desc->first_row >= 0 && desc->first_column >= 0 && columns <= width && desc->first_column <= width - columns,
                  "%lld columns from first_column=%lld, first_row=%lld do not lie in an activation of %lld columns", (long long)columns,
                  (long long)desc->first_column, (long long)desc->first_row, (long long)width);
     DDP__TP_NEED(tp, __func__, !__builtin_add_overflow(desc->first_row, rows, &end) && !__builtin_mul_overflow(end, width, &end),
                  "%lld rows from %lld of %lld columns are more elements than fit in 63 bits", (long long)rows, (long long)desc->first_row,
                  (long long)width);
-    ddp_layer op = ddp__tp_op(DDP_LAYER_DROPOUT, rows, columns, x, y);
-    op.first = desc->first_row * width + desc->first_column, op.in_step = width, op.key = desc->key, op.scale = 1 / (1 - desc->rate);
-    op.threshold = (uint32_t)(desc->rate * 4294967296.0);
-    if (columns == width) op.columns *= rows, op.rows = rows > 0; /* one long row */
+    ddp_dropout op = {rows, columns, first, width, desc->key, (uint32_t)(desc->rate * 4294967296.0), 1 / (1 - desc->rate), x, y};
+    if (columns == width) { /* one long row */
+        op.columns *= rows;
+        op.rows = rows > 0;
+    }
     DDP_TRY(ddp__tensor_enter(tp->group));
-    if (desc->rate > 0) return ddp__tp_apply(tp, &op, ddp__tp_drop_f32, ddp__tp_drop_f64);
+    if (desc->rate > 0) return ddp__tp_tell(tp, tp->kernels->dropout(&op));
     if (x != y && rows && columns) tp->device->copy(y, x, (size_t)rows * (size_t)columns * tp->size);
     return ddp__tensor_leave(tp->group);
 }
@@ -3194,10 +3204,8 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
 static double ddp__tp_normal(uint64_t key, uint64_t index) {
     const double unit = 1.0 / 9007199254740992.0; /* 2^-53 */
     uint32_t w[4];
-    double u, v;
-    ddp__tp_philox(key, DDP__TP_STREAM_NORMAL, index, w);
-    u = (double)((((uint64_t)w[0] << 32 | w[1]) >> 11) + 1) * unit;
-    v = (double)(((uint64_t)w[2] << 32 | w[3]) >> 11) * unit;
+    ddp__tp_philox(key, DDP__TP_STREAM_NORMAL, index, 1, w);
+    double u = (double)((((uint64_t)w[0] << 32 | w[1]) >> 11) + 1) * unit, v = (double)(((uint64_t)w[2] << 32 | w[3]) >> 11) * unit;
     return sqrt(-2 * log(u)) * cos(6.283185307179586 * v);
 }
 
@@ -3247,6 +3255,7 @@ DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dt
 }
 #endif
 #endif /* DDP_IMPLEMENTATION or DDP_TENSOR_IMPLEMENTATION */
+#endif /* DDP__KERNELS_ONLY */
 
 /*
     MIT License

@@ -268,11 +268,7 @@ static ddp_result dropout(place *p) {
 }
 
 /* As where cuBLASLt is not built in. */
-static ddp_result plain_gemm(const ddp_gemm *g, void *user) {
-    ddp_layer op = DDP_ZERO;
-    op.kind = DDP_LAYER_GEMM, op.gemm = g;
-    return (void)user, g->dtype == DDP_F32 ? ddp__cuda_layer_do<float>(&op) : ddp__cuda_layer_do<double>(&op);
-}
+static ddp_result plain_gemm(const ddp_gemm *g, void *user) { return (void)user, ddp__cuda_plain_gemm(g); }
 
 static ddp_result in_a_context(device_rank *d, const ddp_tp_desc *desc, uint64_t *digest) {
     place it = {d, NULL, NULL, *desc, ddp_rank(d->cpu), ddp_world_size(d->cpu), ddp_dtype_size(desc->dtype), 1, UINT64_C(14695981039346656037), {}, 0}, *p = &it;

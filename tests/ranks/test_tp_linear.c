@@ -471,11 +471,8 @@ static ddp_result far_activations(const place *at) {
     float x[COUNT], y[COUNT], d[COUNT], ones[COUNT];
     for (int i = 0; i < COUNT; i++) x[i] = (float)in[i], ones[i] = 1;
     for (int kind = 0; kind < 2; kind++) {
-        ddp_layer op = ddp__tp_op(DDP_LAYER_ACTIVATE, 1, COUNT, x, y);
-        op.form = kind;
-        ddp__mlp_forward_f32(&op);
-        op.slope = ones, op.out = d;
-        ddp__mlp_backward_f32(&op);
+        ddp__tp_activate_f32((ddp_tp_activation)kind, 1, COUNT, x, y);
+        ddp__tp_activate_backward_f32((ddp_tp_activation)kind, 1, COUNT, x, ones, d);
         for (int i = 0; i < COUNT - 1; i++) {
             double want = in[i] > 9 ? in[i] : 0;
             RANKS_CHECK(at->group, fabs(y[i] - want) <= 1e-6 * fabs(want) + 1e-7, "activation %d of %g is %g", kind, in[i], (double)y[i]);

@@ -162,7 +162,7 @@ static ddp_result event_test(ddp_group *group, void *e, int *done) {
     return DDP_OK;
 }
 static const ddp_device lanes_device = {"lanes", lane_alloc, lane_free, lane_copy, lane_zero, lane_cast, lane_add, lane_scale, lane_divide, lane_squares,
-                                        lane_open, lane_close, lane_enter, lane_check, event_create, event_destroy, event_record, event_wait, event_test, NULL, NULL, NULL, NULL, 1, NULL};
+                                        lane_open, lane_close, lane_enter, lane_check, event_create, event_destroy, event_record, event_wait, event_test, NULL, NULL, NULL, 1, NULL, NULL};
 
 /* ---- the backend ---- */
 
