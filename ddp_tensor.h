@@ -737,55 +737,59 @@ DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_te
 
 //== boxes ======================================================================================= >>impl-tensor-boxes
 
-/* Which bytes go where: for every index below extent[], `run` bytes at in + the sum of index * in_step to out + the sum of index * out_step. */
+/* Which bytes go where: for every index below the extents, `run` bytes at in + the sum of index * in_step go to
+   out + the sum of index * out_step. Steps are bytes. */
+typedef struct ddp__tensor_dim { int64_t extent, in_step, out_step; } ddp__tensor_dim;
 typedef struct ddp__tensor_walk {
     int ndim;
     size_t run;
-    int64_t extent[DDP_MAX_NDIM], in_step[DDP_MAX_NDIM], out_step[DDP_MAX_NDIM]; /* steps in bytes */
+    ddp__tensor_dim dim[DDP_MAX_NDIM];
 } ddp__tensor_walk;
 
 static void ddp__tensor_walk_drop(ddp__tensor_walk *w, int i) {
-    for (w->ndim--; i < w->ndim; i++) w->extent[i] = w->extent[i + 1], w->in_step[i] = w->in_step[i + 1], w->out_step[i] = w->out_step[i + 1];
+    w->ndim--;
+    memmove(&w->dim[i], &w->dim[i + 1], (size_t)(w->ndim - i) * sizeof w->dim[0]);
 }
 
 static void ddp__tensor_walk_swap(ddp__tensor_walk *w, int i, int j) {
-    int64_t extent = w->extent[i], in_step = w->in_step[i], out_step = w->out_step[i];
-    w->extent[i] = w->extent[j], w->in_step[i] = w->in_step[j], w->out_step[i] = w->out_step[j];
-    w->extent[j] = extent, w->in_step[j] = in_step, w->out_step[j] = out_step;
+    ddp__tensor_dim dim = w->dim[i];
+    w->dim[i] = w->dim[j];
+    w->dim[j] = dim;
 }
 
 /* As few dimensions and as long a run as there can be. Behind all others: the one of the shortest step of in, and last that of out. */
 static void ddp__tensor_walk_simplify(ddp__tensor_walk *w) {
-    for (int i = 0; i < w->ndim; i++) if (w->extent[i] == 1) ddp__tensor_walk_drop(w, i--);
+    for (int i = 0; i < w->ndim; i++) if (w->dim[i].extent == 1) ddp__tensor_walk_drop(w, i--);
     for (int i = 0; i < w->ndim; i++)
-        if (w->in_step[i] == (int64_t)w->run && w->out_step[i] == (int64_t)w->run) {
-            w->run *= (size_t)w->extent[i];
+        if (w->dim[i].in_step == (int64_t)w->run && w->dim[i].out_step == (int64_t)w->run) {
+            w->run *= (size_t)w->dim[i].extent;
             ddp__tensor_walk_drop(w, i);
             i = -1;
         }
     for (int i = 0; i < w->ndim; i++)
         for (int j = 0; j < w->ndim; j++)
-            if (i != j && w->in_step[i] == w->in_step[j] * w->extent[j] && w->out_step[i] == w->out_step[j] * w->extent[j]) {
-                w->extent[j] *= w->extent[i];
+            if (i != j && w->dim[i].in_step == w->dim[j].in_step * w->dim[j].extent && w->dim[i].out_step == w->dim[j].out_step * w->dim[j].extent) {
+                w->dim[j].extent *= w->dim[i].extent;
                 ddp__tensor_walk_drop(w, i);
                 i = j = 0;
             }
-    for (int i = 0; i + 1 < w->ndim; i++) if (w->out_step[i] < w->out_step[w->ndim - 1]) ddp__tensor_walk_swap(w, i, w->ndim - 1);
-    for (int i = 0; i + 2 < w->ndim; i++) if (w->in_step[i] < w->in_step[w->ndim - 2]) ddp__tensor_walk_swap(w, i, w->ndim - 2);
+    for (int i = 0; i + 1 < w->ndim; i++) if (w->dim[i].out_step < w->dim[w->ndim - 1].out_step) ddp__tensor_walk_swap(w, i, w->ndim - 1);
+    for (int i = 0; i + 2 < w->ndim; i++) if (w->dim[i].in_step < w->dim[w->ndim - 2].in_step) ddp__tensor_walk_swap(w, i, w->ndim - 2);
 }
 
 /* The last two dimensions, tile by tile where runs are short: one of the two sides jumps from line to line. */
 static inline __attribute__((always_inline)) void ddp__tensor_tiles(const ddp__tensor_walk *w, const char *in, char *out, size_t size, int64_t tile) {
-    int last = w->ndim - 1;
-    int64_t n = last > 0 ? w->extent[last - 1] : 1, m = last >= 0 ? w->extent[last] : 1, in_i = last > 0 ? w->in_step[last - 1] : 0;
-    int64_t out_i = last > 0 ? w->out_step[last - 1] : 0, in_j = last >= 0 ? w->in_step[last] : 0, out_j = last >= 0 ? w->out_step[last] : 0;
-    for (int64_t i0 = 0; i0 < n; i0 += tile)
-        for (int64_t j0 = 0; j0 < m; j0 += tile) {
-            int64_t high = n - i0 < tile ? n - i0 : tile, wide = m - j0 < tile ? m - j0 : tile;
-            for (int64_t i = i0; i < i0 + high; i++) {
-                const char *from = in + i * in_i + j0 * in_j;
-                char *to = out + i * out_i + j0 * out_j;
-                for (int64_t j = 0; j < wide; j++, from += in_j, to += out_j) memcpy(to, from, size);
+    static const ddp__tensor_dim none = {1, 0, 0};
+    const ddp__tensor_dim a = w->ndim > 1 ? w->dim[w->ndim - 2] : none; /* copies: the stores below could alias *w */
+    const ddp__tensor_dim b = w->ndim > 0 ? w->dim[w->ndim - 1] : none;
+    for (int64_t i0 = 0; i0 < a.extent; i0 += tile)
+        for (int64_t j0 = 0; j0 < b.extent; j0 += tile) {
+            int64_t i_end = a.extent - i0 < tile ? a.extent : i0 + tile;
+            int64_t wide = b.extent - j0 < tile ? b.extent - j0 : tile;
+            for (int64_t i = i0; i < i_end; i++) {
+                const char *from = in + i * a.in_step + j0 * b.in_step;
+                char *to = out + i * a.out_step + j0 * b.out_step;
+                for (int64_t j = 0; j < wide; j++, from += b.in_step, to += b.out_step) memcpy(to, from, size);
             }
         }
 }
@@ -807,11 +811,11 @@ static void ddp__tensor_walk_all(const ddp__tensor_walk *w, const ddp_device *de
         if (by_plane) ddp__tensor_plane(w, in, out);
         else device->copy(out, in, w->run);
         for (d = outer - 1; d >= 0; d--) {
-            in += w->in_step[d];
-            out += w->out_step[d];
-            if (++index[d] < w->extent[d]) break;
-            in -= index[d] * w->in_step[d];
-            out -= index[d] * w->out_step[d];
+            in += w->dim[d].in_step;
+            out += w->dim[d].out_step;
+            if (++index[d] < w->dim[d].extent) break;
+            in -= index[d] * w->dim[d].in_step;
+            out -= index[d] * w->dim[d].out_step;
             index[d] = 0;
         }
     }
@@ -821,7 +825,7 @@ static void ddp__tensor_walk_all(const ddp__tensor_walk *w, const ddp_device *de
 static ddp_result ddp__tensor_walk_run(ddp_group *group, ddp__tensor_walk *w, const void *in, void *out) {
     const ddp_device *device = ddp__tensor_device(group);
     size_t in_span, out_span, moved;
-    for (int i = 0; i < w->ndim; i++) if (w->extent[i] == 0) return DDP_OK;
+    for (int i = 0; i < w->ndim; i++) if (w->dim[i].extent == 0) return DDP_OK;
     ddp__tensor_walk_simplify(w);
     if (device == ddp_device_cpu() || w->run >= 1024 || w->ndim == 0) {
         ddp__tensor_walk_all(w, device, device == ddp_device_cpu(), (const char *)in, (char *)out);
@@ -829,9 +833,9 @@ static ddp_result ddp__tensor_walk_run(ddp_group *group, ddp__tensor_walk *w, co
     }
     in_span = out_span = moved = w->run;
     for (int i = 0; i < w->ndim; i++) {
-        in_span += (size_t)((w->extent[i] - 1) * w->in_step[i]);
-        out_span += (size_t)((w->extent[i] - 1) * w->out_step[i]);
-        moved *= (size_t)w->extent[i];
+        in_span += (size_t)((w->dim[i].extent - 1) * w->dim[i].in_step);
+        out_span += (size_t)((w->dim[i].extent - 1) * w->dim[i].out_step);
+        moved *= (size_t)w->dim[i].extent;
     }
     char *host = (char *)ddp__tensor_malloc(group, in_span + out_span);
     if (!host) return DDP_ERR_NO_MEMORY;
@@ -854,9 +858,9 @@ static ddp_result ddp__tensor_box(ddp_group *group, size_t size, int ndim, const
     w.run = size;
     for (int i = 0; i < ndim; i++) if (extent[i] == 0) return DDP_OK; /* other entries may be of any size */
     for (int i = ndim - 1; i >= 0; i--) {
-        w.extent[i] = extent[i];
-        w.in_step[i] = in_step;
-        w.out_step[i] = out_step;
+        w.dim[i].extent = extent[i];
+        w.dim[i].in_step = in_step;
+        w.dim[i].out_step = out_step;
         if (in_offset) from += in_offset[i] * in_step;
         if (out_offset) to += out_offset[i] * out_step;
         in_step *= in_shape[i];
@@ -912,12 +916,15 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
     w.ndim = in->ndim;
     w.run = ddp_dtype_size(in->dtype);
     step = (int64_t)w.run;
-    for (int i = in->ndim - 1; i >= 0; i--) in_step[i] = step, step *= in->shape[i];
+    for (int i = in->ndim - 1; i >= 0; i--) {
+        in_step[i] = step;
+        step *= in->shape[i];
+    }
     step = (int64_t)w.run;
     for (int i = in->ndim - 1; i >= 0; i--) {
-        w.extent[i] = shape[i];
-        w.in_step[i] = in_step[order[i]];
-        w.out_step[i] = step;
+        w.dim[i].extent = shape[i];
+        w.dim[i].in_step = in_step[order[i]];
+        w.dim[i].out_step = step;
         step *= shape[i];
     }
     return ddp__tensor_put(group, out, &t, ddp__tensor_walk_run(group, &w, in->data, t.data));
@@ -1195,18 +1202,29 @@ static ddp_result ddp__tensor_move_choose(ddp__tensor_move *m) {
 
 static void ddp__tensor_move_start(ddp__tensor_move *m, const char *who, ddp_group *group, ddp_placement from, ddp_placement to) {
     memset(m, 0, sizeof *m);
-    m->who = who, m->group = group, m->rank = ddp_rank(group), m->world = ddp_world_size(group), m->from = from, m->to = to;
+    m->who = who;
+    m->group = group;
+    m->rank = group ? ddp_rank(group) : 0;
+    m->world = group ? ddp_world_size(group) : 1;
+    m->from = from;
+    m->to = to;
     m->talks = m->world > 1 && from != to && from != DDP_REPLICATE && to != DDP_PARTIAL;
 }
 
-/* global NULL: what in and out tell. */
+static void ddp__tensor_move_global(ddp__tensor_move *m, ddp_dtype dtype, int ndim, const int64_t *shape) {
+    m->dtype = dtype;
+    m->size = ddp_dtype_size(dtype);
+    m->ndim = ndim;
+    memcpy(m->global, shape, (size_t)ndim * sizeof *shape);
+}
+
+/* global NULL: follows from in and out. */
 static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                         ddp_placement to, const ddp_tensor *out, const int64_t *global, int with_data) {
     ddp_tensor whole, t;
-    int a = ddp__tensor_cut_dim(from), whole_fits;
-    memset(m, 0, sizeof *m);
-    if (!group) return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "group is NULL");
+    int a = ddp__tensor_cut_dim(from);
     ddp__tensor_move_start(m, who, group, from, to);
+    if (!group) return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "group is NULL");
     DDP_TRY(ddp__tensor_check(who, group, "in", in, with_data));
     if (!out) return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is NULL");
     t = *out;
@@ -1215,15 +1233,13 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
     DDP_TRY(ddp__tensor_alike(who, group, in, &t));
     DDP_TRY(ddp__tensor_placement_check(who, group, from, in->ndim, in->shape));
     DDP_TRY(ddp__tensor_placement_check(who, group, to, in->ndim, in->shape));
-    m->ndim = in->ndim, m->dtype = in->dtype, m->size = ddp_dtype_size(in->dtype);
+    ddp__tensor_move_global(m, in->dtype, in->ndim, global ? global : in->shape);
     memcpy(m->in_shape, in->shape, sizeof m->in_shape);
     memcpy(m->out_shape, t.shape, sizeof m->out_shape);
-    memcpy(m->global, global ? global : in->shape, (size_t)in->ndim * sizeof *m->global);
     if (a >= 0 && from != to && !global) m->global[a] = t.shape[a];
     whole = t;
     memcpy(whole.shape, m->global, sizeof whole.shape);
-    whole_fits = ddp__tensor_room(&whole) >= 0;
-    if (!whole_fits) return ddp__tensor_check(who, group, "the global tensor", &whole, 0);
+    DDP_TRY(ddp__tensor_check(who, group, "the global tensor", &whole, 0));
     if (from != to || global) {
         DDP_TRY(ddp__tensor_move_fits(m, "in", m->in_shape, from));
         DDP_TRY(ddp__tensor_move_fits(m, "out", m->out_shape, to));
@@ -1353,14 +1369,13 @@ DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in
 }
 
 DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to, ddp_tensor *out) {
-    ddp__tensor_move m = DDP_ZERO;
+    ddp__tensor_move m;
     ddp_tensor_box box;
     ddp_tensor t;
     DDP_TRY(ddp__tensor_check(__func__, group, "whole", whole, 1));
     DDP_TRY(ddp__tensor_placement_check(__func__, group, to, whole->ndim, whole->shape));
-    m.group = group, m.rank = group ? ddp_rank(group) : 0, m.world = group ? ddp_world_size(group) : 1, m.ndim = whole->ndim;
-    m.to = to, m.size = ddp_dtype_size(whole->dtype);
-    memcpy(m.global, whole->shape, sizeof m.global);
+    ddp__tensor_move_start(&m, __func__, group, DDP_REPLICATE, to);
+    ddp__tensor_move_global(&m, whole->dtype, whole->ndim, whole->shape);
     ddp__tensor_box_whole(&box, m.ndim, m.global);
     ddp__tensor_box_cut(&box, to, m.rank, m.world);
     DDP_TRY(ddp__tensor_take(__func__, group, out, whole->dtype, 0, m.ndim, box.shape, &t));
@@ -1428,14 +1443,6 @@ static ddp_result ddp__tensor_root_run(ddp__tensor_move *m, int root, int gather
     return result;
 }
 
-static void ddp__tensor_root_move(ddp__tensor_move *m, const char *who, ddp_group *group, ddp_placement placement, ddp_dtype dtype, int ndim,
-                                  const int64_t *global_shape) {
-    memset(m, 0, sizeof *m);
-    m->who = who, m->group = group, m->rank = ddp_rank(group), m->world = ddp_world_size(group);
-    m->to = placement, m->dtype = dtype, m->size = ddp_dtype_size(dtype), m->ndim = ndim;
-    memcpy(m->global, global_shape, (size_t)ndim * sizeof *global_shape);
-}
-
 DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root, ddp_placement to, ddp_tensor *out) {
     DDP_PUBLIC_CALL(ddp_tensor_distribute);
     int64_t described[2 + DDP_MAX_NDIM]; /* dtype, ndim, shape: those of root */
@@ -1459,7 +1466,8 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
     DDP_TRY(ddp_agree(group, __func__, result, (uint64_t)root, what));
     DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, described, described, 2 + DDP_MAX_NDIM, DDP_I64, DDP_OP_SUM,
                                 root));
-    ddp__tensor_root_move(&m, __func__, group, to, (ddp_dtype)described[0], (int)described[1], described + 2);
+    ddp__tensor_move_start(&m, __func__, group, DDP_REPLICATE, to);
+    ddp__tensor_move_global(&m, (ddp_dtype)described[0], (int)described[1], described + 2);
     result = ddp__tensor_placement_check(__func__, group, to, m.ndim, m.global);
     if (result == DDP_OK) {
         ddp__tensor_box_whole(&box, m.ndim, m.global);
@@ -1476,14 +1484,14 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
 static ddp_result ddp__tensor_gather_check(ddp__tensor_move *m, const char *who, ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                            const int64_t *global_shape, int root, const ddp_tensor *out, ddp_tensor *whole) {
     ddp_tensor t;
-    m->who = who, m->group = group;
+    ddp__tensor_move_start(m, who, group, DDP_REPLICATE, from);
     DDP_TRY(ddp__tensor_check(who, group, "in", in, 1));
     if (in->ndim && !global_shape) return ddp_fail_in(DDP_ERR_INVALID, who, group, "global_shape is NULL");
     t = *in;
     if (in->ndim) memcpy(t.shape, global_shape, (size_t)in->ndim * sizeof *global_shape);
     DDP_TRY(ddp__tensor_check(who, group, "the global tensor", &t, 0));
     DDP_TRY(ddp__tensor_placement_check(who, group, from, t.ndim, t.shape));
-    ddp__tensor_root_move(m, who, group, from, t.dtype, t.ndim, t.shape);
+    ddp__tensor_move_global(m, t.dtype, t.ndim, t.shape);
     DDP_TRY(ddp__tensor_move_fits(m, "in", in->shape, from));
     if (m->rank != root) return DDP_OK;
     DDP_TRY(ddp__tensor_take(who, group, out, m->dtype, 0, m->ndim, m->global, whole));
@@ -1494,7 +1502,7 @@ static ddp_result ddp__tensor_gather_check(ddp__tensor_move *m, const char *who,
 DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_placement from, const int64_t *global_shape, int root,
                                     ddp_tensor *out) {
     DDP_PUBLIC_CALL(ddp_tensor_gather);
-    ddp__tensor_move m = DDP_ZERO;
+    ddp__tensor_move m;
     ddp_tensor t = DDP_ZERO, part = DDP_ZERO;
     ddp_result result;
     if (!group) return DDP__TENSOR_BAD(NULL, "group is NULL");
@@ -1543,7 +1551,10 @@ static void ddp__tensor_route_find(ddp__tensor_route *r, const ddp_tensor_layout
     memset(r, 0, sizeof *r);
     r->layout = from;
     for (int i = 0; i < n; i++)
-        if (ddp_world_size(from->axes[i]) > 1) r->now[i] = from->placement[i], r->to[i] = to->placement[i];
+        if (ddp_world_size(from->axes[i]) > 1) {
+            r->now[i] = from->placement[i];
+            r->to[i] = to->placement[i];
+        }
     for (int i = 0; i < n; i++) {
         int inside = 0;
         for (int j = i + 1; j < n; j++) inside |= r->now[j] == r->to[i];
