@@ -508,7 +508,7 @@ static ddp_schedule *ddp__schedule_new(const ddp_schedule_desc *desc, int rank_c
     memset(&start, 0, sizeof start);
     start.alloc_fn = desc && desc->alloc_fn ? desc->alloc_fn : ddp__schedule_malloc;
     start.free_fn = desc && desc->alloc_fn ? desc->free_fn : ddp__schedule_mfree;
-    start.user = desc ? desc->user : NULL;
+    if (desc) start.user = desc->user;
     start.kind = DDP_SCHEDULE_KIND_COUNT;
     start.rank_count = rank_count;
     s = (ddp_schedule *)ddp__schedule_alloc(&start, 1, sizeof *s);
@@ -550,11 +550,7 @@ static void ddp__schedule_push_action(ddp_schedule *s, ddp_action action) {
 }
 
 static void ddp__schedule_push(ddp_schedule *s, ddp_action_kind kind, int stage, int microbatch) {
-    ddp_action action;
-    action.kind = kind;
-    action.stage = stage;
-    action.microbatch = microbatch;
-    action.overlaps = 0;
+    ddp_action action = {kind, stage, microbatch, 0};
     ddp__schedule_push_action(s, action);
 }
 
@@ -612,11 +608,7 @@ static ddp__action_text ddp__action_label(const ddp_action *a) {
 }
 
 static ddp__action_text ddp__action_label_of(ddp_action_kind kind, int stage, int microbatch) {
-    ddp_action action;
-    action.kind = kind;
-    action.stage = stage;
-    action.microbatch = microbatch;
-    action.overlaps = 0;
+    ddp_action action = {kind, stage, microbatch, 0};
     return ddp__action_label(&action);
 }
 
@@ -866,11 +858,8 @@ static ddp_result ddp__schedule_desc_resolve(const ddp_schedule_desc *desc, ddp_
     if ((int64_t)p * m * d->chunk_count > DDP__MAX_ACTIONS / 3)
         return DDP__SCHEDULE_BAD("%d ranks times %d micro-batches times %d chunks are more than %d actions", p, m, d->chunk_count, DDP__MAX_ACTIONS);
     if (d->memory_limit < 0 || d->memory_limit != d->memory_limit) return DDP__SCHEDULE_BAD("memory_limit=%g; it is not negative, 0 = that of 1F1B", d->memory_limit);
-    if (d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B || d->kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P) {
-        int in_rounds = d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B;
-        ddp_result result = in_rounds ? ddp__schedule_check_rounds(d) : ddp__schedule_check_multiple(d, p, p);
-        if (result != DDP_OK) return result;
-    }
+    if (d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B) DDP_TRY(ddp__schedule_check_rounds(d));
+    if (d->kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P) DDP_TRY(ddp__schedule_check_multiple(d, p, p));
     if (d->kind == DDP_SCHEDULE_DUALPIPE_V && m < 2 * p) return ddp__schedule_check_multiple(d, 1, 2 * p);
     return ddp__schedule_check_interval(d);
 }
@@ -925,6 +914,9 @@ static __attribute__((format(printf, 3, 4))) ddp_result ddp__schedule_wrong(cons
     return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: rank %d position %d %s: %s", ddp__action_rank(s, index), ddp__action_position(s, index),
                     ddp__action_label(&s->actions[index]).text, text);
 }
+
+/* The other stage of a message. */
+static int ddp__message_peer(const ddp_action *a) { return a->stage + (a->kind == DDP_ACTION_SEND_F || a->kind == DDP_ACTION_RECV_B ? 1 : -1); }
 
 static int ddp__play_cell(const ddp__play *play, int stage, int microbatch) { return stage * play->s->microbatch_count + microbatch; }
 
@@ -984,24 +976,18 @@ static ddp_result ddp__play_enter(ddp__play *play, int index) {
     const ddp_schedule *s = play->s;
     const ddp_action *a = &s->actions[index];
     int cell = a->microbatch < 0 ? -1 : ddp__play_cell(play, a->stage, a->microbatch), *slot = NULL, way = a->kind == DDP_ACTION_SEND_B || a->kind == DDP_ACTION_RECV_B;
-    int last = s->stage_count - 1, there;
+    int sends = ddp__action_sends(a->kind), peer = ddp__message_peer(a), there;
     switch (a->kind) {
     case DDP_ACTION_FORWARD: slot = &play->forward[cell]; break;
     case DDP_ACTION_INPUT_GRAD: case DDP_ACTION_BACKWARD: slot = &play->gradient[cell]; break;
     case DDP_ACTION_WEIGHT_GRAD: slot = &play->weight[cell]; break;
-    case DDP_ACTION_SEND_F: case DDP_ACTION_SEND_B:
+    case DDP_ACTION_SEND_F: case DDP_ACTION_SEND_B: case DDP_ACTION_RECV_F: case DDP_ACTION_RECV_B:
         play->has_comm = 1;
-        if (a->stage == (way ? 0 : last)) return ddp__schedule_wrong(s, index, "stage %d has no stage to send to", a->stage);
-        if (s->stage_rank[a->stage] == s->stage_rank[a->stage + (way ? -1 : 1)])
-            return ddp__schedule_wrong(s, index, "stage %d is on this rank too, nothing is sent to it", a->stage + (way ? -1 : 1));
-        slot = &play->send[way][cell];
-        break;
-    case DDP_ACTION_RECV_F: case DDP_ACTION_RECV_B:
-        play->has_comm = 1;
-        if (a->stage == (way ? last : 0)) return ddp__schedule_wrong(s, index, "stage %d has no stage to receive from", a->stage);
-        if (s->stage_rank[a->stage] == s->stage_rank[a->stage + (way ? 1 : -1)])
-            return ddp__schedule_wrong(s, index, "stage %d is on this rank too, nothing is received from it", a->stage + (way ? 1 : -1));
-        slot = &play->recv[way][ddp__play_cell(play, a->stage + (way ? 1 : -1), a->microbatch)];
+        if (peer < 0 || peer == s->stage_count)
+            return ddp__schedule_wrong(s, index, "stage %d has no stage to %s", a->stage, sends ? "send to" : "receive from");
+        if (s->stage_rank[a->stage] == s->stage_rank[peer])
+            return ddp__schedule_wrong(s, index, "stage %d is on this rank too, nothing is %s it", peer, sends ? "sent to" : "received from");
+        slot = sends ? &play->send[way][cell] : &play->recv[way][ddp__play_cell(play, peer, a->microbatch)];
         break;
     case DDP_ACTION_UNSHARD: case DDP_ACTION_RESHARD: play->has_sharding = 1; return DDP_OK;
     case DDP_ACTION_REDUCE_GRAD: play->has_reduce = 1; return DDP_OK;
@@ -1050,27 +1036,25 @@ static ddp_result ddp__check_present(const ddp__play *play, int there, ddp_actio
 static ddp_result ddp__check_cell(const ddp__play *play, int stage, int i) {
     const ddp_schedule *s = play->s;
     int cell = ddp__play_cell(play, stage, i), f = play->forward[cell], g = play->gradient[cell], w = play->weight[cell];
-    ddp_result result = ddp__check_present(play, f, DDP_ACTION_FORWARD, stage, i, g >= 0 ? g : w, "forward");
-    if (result == DDP_OK && w < 0) result = ddp__check_present(play, g, DDP_ACTION_BACKWARD, stage, i, f, "backward");
-    if (result == DDP_OK) result = ddp__check_present(play, g, DDP_ACTION_INPUT_GRAD, stage, i, w, "input gradient");
-    if (result == DDP_OK) result = ddp__check_present(play, w, DDP_ACTION_WEIGHT_GRAD, stage, i, g, "weight gradient");
-    if (result == DDP_OK) result = ddp__check_after(play, g, f, "forward");
-    if (result == DDP_OK && w != g) result = ddp__check_after(play, w, g, "input gradient");
-    for (int way = 0; way < 2 && play->has_comm && result == DDP_OK; way++) {
+    DDP_TRY(ddp__check_present(play, f, DDP_ACTION_FORWARD, stage, i, g >= 0 ? g : w, "forward"));
+    if (w < 0) DDP_TRY(ddp__check_present(play, g, DDP_ACTION_BACKWARD, stage, i, f, "backward"));
+    DDP_TRY(ddp__check_present(play, g, DDP_ACTION_INPUT_GRAD, stage, i, w, "input gradient"));
+    DDP_TRY(ddp__check_present(play, w, DDP_ACTION_WEIGHT_GRAD, stage, i, g, "weight gradient"));
+    DDP_TRY(ddp__check_after(play, g, f, "forward"));
+    if (w != g) DDP_TRY(ddp__check_after(play, w, g, "input gradient"));
+    for (int way = 0; way < 2 && play->has_comm; way++) {
         int to = way ? stage - 1 : stage + 1, made = way ? g : f, send = play->send[way][cell], recv = play->recv[way][cell], used;
         if (to < 0 || to == s->stage_count || s->stage_rank[to] == s->stage_rank[stage]) continue;
         used = (way ? play->gradient : play->forward)[ddp__play_cell(play, to, i)];
-        result = ddp__check_present(play, send, way ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, stage, i, made, "message");
-        if (result == DDP_OK && used >= 0) result = ddp__check_present(play, recv, way ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F, to, i, used, "message");
-        if (result == DDP_OK) result = ddp__check_after(play, send, made, "tensor");
-        if (result == DDP_OK && used >= 0) result = ddp__check_after(play, used, recv, "message");
+        DDP_TRY(ddp__check_present(play, send, way ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, stage, i, made, "message"));
+        if (used >= 0) DDP_TRY(ddp__check_present(play, recv, way ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F, to, i, used, "message"));
+        DDP_TRY(ddp__check_after(play, send, made, "tensor"));
+        if (used >= 0) DDP_TRY(ddp__check_after(play, used, recv, "message"));
     }
-    return result;
+    return DDP_OK;
 }
 
-/* The stage at the other end of a message, and where the message's two actions are. */
-static int ddp__message_peer(const ddp_action *a) { return a->stage + (a->kind == DDP_ACTION_SEND_F || a->kind == DDP_ACTION_RECV_B ? 1 : -1); }
-
+/* Index of the other action of a message. */
 static int ddp__message_partner(const ddp__play *play, int index) {
     const ddp_action *a = &play->s->actions[index];
     int way = a->kind == DDP_ACTION_SEND_B || a->kind == DDP_ACTION_RECV_B;
@@ -1119,7 +1103,7 @@ static ddp_result ddp__check_sharding(const ddp__play *play, int *state) {
         } else if (ddp__action_computes(a->kind) && play->has_sharding && !whole[a->stage])
             return ddp__schedule_wrong(s, i, "stage %d is sharded here; UNSHARD goes before it", a->stage);
         if (!play->has_reduce) continue;
-        if (a->kind == DDP_ACTION_WEIGHT_GRAD || a->kind == DDP_ACTION_BACKWARD) {
+        if (ddp__action_ends(a->kind)) {
             if (added[a->stage] == s->update_interval) return ddp__schedule_wrong(s, i, "%dREDUCE_GRAD goes before it: the update is complete", a->stage);
             added[a->stage]++;
         } else if (a->kind == DDP_ACTION_REDUCE_GRAD) {
@@ -1137,25 +1121,22 @@ static ddp_result ddp__check_sharding(const ddp__play *play, int *state) {
     return DDP_OK;
 }
 
-/* Everything that can be told from each list and its partner's alone. */
-static ddp_result ddp__play_open(ddp__play *play, const ddp_schedule *s) {
-    ddp_result result = ddp__check_stages(s);
-    memset(play, 0, sizeof *play);
-    play->s = s;
-    if (result == DDP_OK) result = ddp__play_alloc(play);
-    for (int rank = 0; rank < s->rank_count && result == DDP_OK; rank++)
-        for (int i = s->first[rank]; i < s->first[rank + 1] && result == DDP_OK; i++) {
+/* Checks everything that follows from each list and those of the ranks it exchanges messages with. */
+static ddp_result ddp__check_lists(ddp__play *play) {
+    const ddp_schedule *s = play->s;
+    DDP_TRY(ddp__check_stages(s));
+    DDP_TRY(ddp__play_alloc(play));
+    for (int rank = 0; rank < s->rank_count; rank++)
+        for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
             int stage = s->actions[i].stage;
-            if (stage >= 0 && s->stage_rank[stage] != rank) result = ddp__schedule_wrong(s, i, "stage %d is on rank %d already", stage, s->stage_rank[stage]);
-            if (result == DDP_OK) result = ddp__check_overlap(s, i);
-            if (result == DDP_OK) result = ddp__play_enter(play, i);
+            if (stage >= 0 && s->stage_rank[stage] != rank) return ddp__schedule_wrong(s, i, "stage %d is on rank %d already", stage, s->stage_rank[stage]);
+            DDP_TRY(ddp__check_overlap(s, i));
+            DDP_TRY(ddp__play_enter(play, i));
         }
-    for (int stage = 0; stage < s->stage_count && result == DDP_OK; stage++)
-        for (int i = 0; i < s->microbatch_count && result == DDP_OK; i++) result = ddp__check_cell(play, stage, i);
-    if (result == DDP_OK && play->has_comm) result = ddp__check_messages(play, play->position);
-    if (result == DDP_OK && (play->has_sharding || play->has_reduce)) result = ddp__check_sharding(play, play->waiter); /* at least two actions per stage */
-    if (result != DDP_OK) ddp__play_close(play);
-    return result;
+    for (int stage = 0; stage < s->stage_count; stage++)
+        for (int i = 0; i < s->microbatch_count; i++) DDP_TRY(ddp__check_cell(play, stage, i));
+    if (play->has_comm) DDP_TRY(ddp__check_messages(play, play->position));
+    return play->has_sharding || play->has_reduce ? ddp__check_sharding(play, play->waiter) : DDP_OK; /* at least two actions per stage */
 }
 
 /* Where the tensor of a forward, or the gradients of a backward, come from: an index, or -1 at the pipeline's ends and for everything else. */
@@ -1246,27 +1227,22 @@ static int ddp__play_run(ddp__play *play, const ddp_stage_cost *costs, int stric
     return stuck;
 }
 
-/* Follows who waits for whom from a rank that is stuck until the circle closes, and tells of it. */
+/* What a rank that is stuck waits for: its next action, or the one that overlaps with it. */
+static int ddp__play_stuck_at(const ddp__play *play, int rank, int strict) {
+    int blocker = ddp__play_blocker(play, play->position[rank], strict);
+    return blocker >= 0 ? blocker : ddp__play_blocker(play, play->position[rank] + 1, strict);
+}
+
+/* Follows the ranks that wait for each other, from a rank that is stuck until the circle closes. The error describes it. */
 static ddp_result ddp__play_circle(const ddp__play *play, int strict) {
     const ddp_schedule *s = play->s;
-    int rank = 0, index = 0, blocker = -1, other, length = 1;
+    int rank = 0, blocker, other, length = 1;
     while (play->position[rank] == s->first[rank + 1]) rank++;
-    for (int k = 0; k < s->rank_count; k++) { /* so many steps end inside the circle */
-        index = play->position[rank];
-        blocker = ddp__play_blocker(play, index, strict);
-        if (blocker < 0) blocker = ddp__play_blocker(play, index + 1, strict);
-        rank = ddp__action_rank(s, blocker);
-    }
-    index = play->position[rank];
-    blocker = ddp__play_blocker(play, index, strict);
-    if (blocker < 0) blocker = ddp__play_blocker(play, index + 1, strict);
-    for (int next = ddp__action_rank(s, blocker), end = rank; next != end; length++) {
-        int at = play->position[next], waits_for = ddp__play_blocker(play, at, strict);
-        if (waits_for < 0) waits_for = ddp__play_blocker(play, at + 1, strict);
-        next = ddp__action_rank(s, waits_for);
-    }
+    for (int k = 0; k < s->rank_count; k++) rank = ddp__action_rank(s, ddp__play_stuck_at(play, rank, strict)); /* that many steps end inside the circle */
+    blocker = ddp__play_stuck_at(play, rank, strict);
     other = ddp__action_rank(s, blocker);
-    return ddp__schedule_wrong(s, index, "it waits for %s at position %d of rank %d, which cannot get past %s at position %d: a circle of %d rank%s%s",
+    for (int next = other; next != rank; length++) next = ddp__action_rank(s, ddp__play_stuck_at(play, next, strict));
+    return ddp__schedule_wrong(s, play->position[rank], "it waits for %s at position %d of rank %d, which cannot get past %s at position %d: a circle of %d rank%s%s",
                                ddp__action_label(&s->actions[blocker]).text, ddp__action_position(s, blocker), other,
                                ddp__action_label(&s->actions[play->position[other]]).text, ddp__action_position(s, play->position[other]), length,
                                length == 1 ? "" : "s", play->has_comm ? ", with room for one message between two ranks" : "");
@@ -1277,11 +1253,10 @@ static ddp_result ddp__play_checked(ddp__play *play, const ddp_schedule *s, cons
     ddp_result result;
     memset(play, 0, sizeof *play);
     if (!s) return ddp_fail(DDP_ERR_INVALID, "%s: schedule is NULL", who);
-    result = ddp__play_open(play, s);
-    if (result == DDP_OK && ddp__play_run(play, NULL, 1)) {
-        result = ddp__play_circle(play, 1);
-        ddp__play_close(play);
-    }
+    play->s = s;
+    result = ddp__check_lists(play);
+    if (result == DDP_OK && ddp__play_run(play, NULL, 1)) result = ddp__play_circle(play, 1);
+    if (result != DDP_OK) ddp__play_close(play);
     return result;
 }
 
@@ -1332,7 +1307,7 @@ static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const d
         if (a->kind == DDP_ACTION_FORWARD) in_flight++, memory += saved;
         if (in_flight > r.peak_in_flight) r.peak_in_flight = in_flight;
         if (memory > r.peak_memory) r.peak_memory = memory;
-        if (a->kind == DDP_ACTION_WEIGHT_GRAD || a->kind == DDP_ACTION_BACKWARD) in_flight--;
+        if (ddp__action_ends(a->kind)) in_flight--;
         if (a->kind != DDP_ACTION_FORWARD) memory -= !split ? saved : a->kind == DDP_ACTION_INPUT_GRAD ? saved - left : left;
         if (memory > r.peak_memory) r.peak_memory = memory;
     }
@@ -1362,8 +1337,8 @@ static void ddp__report(const ddp_schedule *s, const ddp_stage_cost *costs, cons
 
 /* A checked graph whose times are those of the costs. apart: see ddp__play; an order of messages is made from times in which what overlaps begins and ends as one. */
 static ddp_result ddp__play_timed(ddp__play *play, const ddp_schedule *s, const ddp_stage_cost *costs, int apart, const char *who) {
-    ddp_result result = ddp__play_checked(play, s, who);
-    if (result != DDP_OK) return result;
+    ddp_result result;
+    DDP_TRY(ddp__play_checked(play, s, who));
     result = ddp__costs_check(s, costs, who);
     if (result == DDP_OK && !(play->times = (ddp_action_time *)ddp__schedule_alloc(s, (size_t)s->count, sizeof *play->times))) result = DDP_ERR_NO_MEMORY;
     play->apart = apart;
@@ -1374,10 +1349,8 @@ static ddp_result ddp__play_timed(ddp__play *play, const ddp_schedule *s, const 
 
 DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_stage_cost *costs, ddp_schedule_report *report) {
     ddp__play play;
-    ddp_result result;
     if (!report) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_simulate: report is NULL");
-    result = ddp__play_timed(&play, schedule, costs, 1, "ddp_schedule_simulate");
-    if (result != DDP_OK) return result;
+    DDP_TRY(ddp__play_timed(&play, schedule, costs, 1, "ddp_schedule_simulate"));
     ddp__report(schedule, costs, play.times, report);
     ddp__play_close(&play);
     return DDP_OK;
@@ -1772,8 +1745,7 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
     memset(&a, 0, sizeof a);
     memset(&shape, 0, sizeof shape);
     shape.stage_count = d->rank_count;
-    result = ddp__costs_check(&shape, d->costs, "ddp_schedule_create");
-    if (result != DDP_OK) return result;
+    DDP_TRY(ddp__costs_check(&shape, d->costs, "ddp_schedule_create"));
     for (int rank = 0; rank < d->rank_count; rank++) {
         double saved = ddp__cost_activation(d->costs, rank), left = ddp__cost_weight_activation(d->costs, rank);
         a.largest = saved > a.largest ? saved : a.largest;
@@ -1804,9 +1776,13 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
     ddp__auto_costs(&a, d->costs);
     result = ddp__auto_fastest(&a, d, limit, &best);
     ddp__schedule_free(&shape, a.ranks);
-    if (result == DDP_OK) *out = best;
-    else ddp_schedule_destroy(best);
-    return result;
+    if (result != DDP_OK) {
+        ddp_schedule_destroy(best);
+        return result;
+    }
+    best->kind = DDP_SCHEDULE_AUTO;
+    *out = best;
+    return DDP_OK;
 }
 
 //== reading CSV ============================================================================== >>impl-schedule-parse
@@ -1865,7 +1841,6 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     static const char close[] = ")OVERLAP_F_B";
     const char *begin;
     ddp_action action[2];
-    ddp_result result;
     int pair;
     ddp__csv_skip(c);
     while (c->end > c->at && ddp__csv_is_blank(c->end[-1])) c->end--;
@@ -1884,12 +1859,10 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     }
     pair = *begin == '(';
     c->at += pair;
-    result = ddp__csv_action(c, begin, &action[0]);
-    if (result != DDP_OK) return result;
+    DDP_TRY(ddp__csv_action(c, begin, &action[0]));
     if (pair) {
         if (c->at == c->end || *c->at++ != ';') return ddp__csv_wrong(c, begin, "a pair reads (0F7;7B3)OVERLAP_F_B");
-        result = ddp__csv_action(c, begin, &action[1]);
-        if (result != DDP_OK) return result;
+        DDP_TRY(ddp__csv_action(c, begin, &action[1]));
         if ((size_t)(c->end - c->at) < sizeof close - 1 || memcmp(c->at, close, sizeof close - 1) != 0)
             return ddp__csv_wrong(c, begin, "a pair reads (0F7;7B3)OVERLAP_F_B");
         c->at += sizeof close - 1;
@@ -1985,8 +1958,8 @@ static void ddp__lower_hooks(ddp_schedule *to, const ddp_schedule *s, unsigned p
                 if (s->actions[k].stage >= 0 && first[s->actions[k].stage] == k) ddp__schedule_push(to, DDP_ACTION_UNSHARD, s->actions[k].stage, -1);
             for (int k = i; k < i + n; k++) ddp__schedule_push_action(to, s->actions[k]);
             for (int k = i; k < i + n; k++) {
-                int stage = s->actions[k].stage, whole = s->actions[k].kind == DDP_ACTION_WEIGHT_GRAD || s->actions[k].kind == DDP_ACTION_BACKWARD;
-                if (whole && ++added[stage] % s->update_interval == 0 && parts & DDP_LOWER_REDUCE) ddp__schedule_push(to, DDP_ACTION_REDUCE_GRAD, stage, -1);
+                int stage = s->actions[k].stage;
+                if (ddp__action_ends(s->actions[k].kind) && ++added[stage] % s->update_interval == 0 && parts & DDP_LOWER_REDUCE) ddp__schedule_push(to, DDP_ACTION_REDUCE_GRAD, stage, -1);
                 if (stage >= 0 && last[stage] == k && parts & DDP_LOWER_SHARD) ddp__schedule_push(to, DDP_ACTION_RESHARD, stage, -1);
             }
         }
@@ -2018,13 +1991,10 @@ static int ddp__lower_messages(const ddp__play *play, ddp__due_message *messages
         const ddp_action *a = &s->actions[i];
         int back = a->kind == DDP_ACTION_INPUT_GRAD || a->kind == DDP_ACTION_BACKWARD;
         int peer = back ? a->stage - 1 : a->stage + 1;
-        if (!back && a->kind != DDP_ACTION_FORWARD) continue;
-        if (peer < 0 || peer == s->stage_count) continue;
+        if ((!back && a->kind != DDP_ACTION_FORWARD) || peer < 0 || peer == s->stage_count) continue;
         if (s->stage_rank[peer] == s->stage_rank[a->stage]) continue;
-        messages[count].at = play->times[i].end;
-        messages[count].source = i;
-        messages[count].to = s->stage_rank[peer];
-        count++;
+        ddp__due_message due = {play->times[i].end, i, s->stage_rank[peer]};
+        messages[count++] = due;
     }
     qsort(messages, (size_t)count, sizeof *messages, ddp__message_compare);
     return count;
@@ -2088,8 +2058,6 @@ static ddp_result ddp__lower_part(const ddp_schedule **s, const ddp_schedule *ca
     ddp_schedule *to = NULL, *made = ddp__schedule_like(*s);
     ddp_result result = DDP_OK;
     ddp__play play;
-    int *state = NULL;
-    memset(&play, 0, sizeof play);
     if (!made) return DDP_ERR_NO_MEMORY;
     if (part == DDP_LOWER_MERGE) ddp__lower_merge(made, *s);
     else if (part == DDP_LOWER_COMM) {
@@ -2097,13 +2065,12 @@ static ddp_result ddp__lower_part(const ddp_schedule **s, const ddp_schedule *ca
         if (result == DDP_OK) result = ddp__lower_comm(made, &play);
         ddp__play_close(&play);
     } else {
-        state = (int *)ddp__schedule_alloc(*s, 3 * (size_t)(*s)->stage_count, sizeof *state);
+        int *state = (int *)ddp__schedule_alloc(*s, 3 * (size_t)(*s)->stage_count, sizeof *state);
         if (state) ddp__lower_hooks(made, *s, part, state);
         else result = DDP_ERR_NO_MEMORY;
         ddp__schedule_free(*s, state);
     }
-    result = ddp__schedule_finish(&to, made, result);
-    if (result != DDP_OK) return result;
+    DDP_TRY(ddp__schedule_finish(&to, made, result));
     if (*s != callers) ddp_schedule_destroy((ddp_schedule *)*s);
     *s = to;
     return DDP_OK;
@@ -2111,20 +2078,20 @@ static ddp_result ddp__lower_part(const ddp_schedule **s, const ddp_schedule *ca
 
 DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *schedule, unsigned parts) {
     const ddp_schedule *s = schedule;
+    const char *there = NULL;
     unsigned all = DDP_LOWER_MERGE | DDP_LOWER_SHARD | DDP_LOWER_REDUCE | DDP_LOWER_COMM;
-    ddp_result result;
+    ddp_result result = DDP_OK;
     ddp__play play;
     if (out) *out = NULL;
     if (!out) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_lower: out is NULL");
     if (parts & ~all) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_lower: parts=%#x; they are DDP_LOWER_... or 0 for all", parts);
     if (!parts) parts = all;
-    result = ddp__play_checked(&play, schedule, "ddp_schedule_lower");
-    if (result != DDP_OK) return result;
+    DDP_TRY(ddp__play_checked(&play, schedule, "ddp_schedule_lower"));
     ddp__play_close(&play); /* flags stay */
-    if ((parts & DDP_LOWER_COMM && play.has_comm) || (parts & DDP_LOWER_SHARD && play.has_sharding) || (parts & DDP_LOWER_REDUCE && play.has_reduce))
-        return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_lower: the schedule has %s already; leave that part out",
-                        parts & DDP_LOWER_COMM && play.has_comm ? "SEND and RECV" : parts & DDP_LOWER_SHARD && play.has_sharding ? "UNSHARD and RESHARD" :
-                        "REDUCE_GRAD");
+    if (parts & DDP_LOWER_REDUCE && play.has_reduce) there = "REDUCE_GRAD";
+    if (parts & DDP_LOWER_SHARD && play.has_sharding) there = "UNSHARD and RESHARD";
+    if (parts & DDP_LOWER_COMM && play.has_comm) there = "SEND and RECV";
+    if (there) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_lower: the schedule has %s already; leave that part out", there);
     if (parts & DDP_LOWER_MERGE && play.has_comm)
         return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_lower: the schedule has SEND and RECV already; merging comes before them");
     if (parts & DDP_LOWER_MERGE) result = ddp__lower_part(&s, schedule, DDP_LOWER_MERGE);
@@ -2302,11 +2269,9 @@ static void ddp__draw_box(ddp__sheet *sheet, const ddp_schedule *s, const ddp_ac
 /* The frame around two actions that overlap. */
 static void ddp__draw_frame(ddp__sheet *sheet, double x, double y, double width, double height,
                             const char *title) {
-    ddp__sheet_put(sheet, "<rect x=\"%s\" y=\"%s\" ", ddp__decimal(x, 2).text, ddp__decimal(y, 2).text);
-    ddp__sheet_put(sheet, "width=\"%s\" height=\"%s\" ", ddp__decimal(width, 2).text,
-                   ddp__decimal(height, 2).text);
-    ddp__sheet_put(sheet, "fill=\"none\" stroke=\"#202020\" stroke-width=\"1.5\"><title>%s</title></rect>\n",
-                   title);
+    ddp__sheet_put(sheet, "<rect x=\"%s\" y=\"%s\" width=\"%s\" height=\"%s\" fill=\"none\" stroke=\"#202020\" "
+                   "stroke-width=\"1.5\"><title>%s</title></rect>\n", ddp__decimal(x, 2).text, ddp__decimal(y, 2).text,
+                   ddp__decimal(width, 2).text, ddp__decimal(height, 2).text, title);
 }
 
 /* The meaning of the colours and frames that the picture has. */
@@ -2361,10 +2326,8 @@ static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, doubl
         ddp__action_text x = ddp__decimal(left + i * step * picture->unit * scale, 2), number;
         number = ddp__decimal(i * step, decimals);
         if (!decimals) *strchr(number.text, '.') = 0;
-        ddp__sheet_put(sheet, "<path d=\"M%s %dV%d\" stroke=\"#c0c0c0\"/>\n", x.text, (int)top,
-                       (int)bottom + 4);
-        ddp__sheet_put(sheet, "<text x=\"%s\" y=\"%d\" font-size=\"11\">%s</text>\n", x.text,
-                       (int)bottom + 16, number.text);
+        ddp__sheet_put(sheet, "<path d=\"M%s %dV%d\" stroke=\"#c0c0c0\"/>\n<text x=\"%s\" y=\"%d\" font-size=\"11\">%s</text>\n",
+                       x.text, (int)top, (int)bottom + 4, x.text, (int)bottom + 16, number.text);
     }
     ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"11\" text-anchor=\"start\">%s%s</text>\n",
                    (int)left, (int)bottom + 31, picture->axis, merged);
@@ -2456,16 +2419,20 @@ static void ddp__svg_row_fill(ddp__svg_row *row) {
     }
 }
 
-/* One path for each colour of the row, along the middle of its pixels. */
-static void ddp__svg_row_draw(const ddp__svg_row *row, ddp__sheet *sheet, int y) {
+/* A rank's row: one path for each colour, along the middle of its pixels. */
+static void ddp__svg_row_draw(const ddp__picture *picture, ddp__sheet *sheet, int rank, double scale, int y) {
+    ddp__svg_row *row = picture->merged;
+    ddp__svg_row_time(picture, row, rank, scale);
+    ddp__svg_row_fill(row);
     for (int k = 2; k < DDP__FILLS; k++) {
         int at = -1; /* where the last run of this colour ends */
         for (int x = 0, end; x < DDP__SVG_COLUMNS; x = end) {
             end = x + 1;
             if (row->fill[x] != k) continue;
             while (end < DDP__SVG_COLUMNS && row->fill[end] == k) end++;
-            if (at < 0) ddp__sheet_put(sheet, "<path stroke=\"%s\" d=\"", ddp__fill[k / 2][k % 2]);
-            if (at < 0) ddp__sheet_put(sheet, "M%d %dh%d", DDP__SVG_LEFT + x, y + DDP__SVG_ROW / 2, end - x);
+            if (at < 0)
+                ddp__sheet_put(sheet, "<path stroke=\"%s\" d=\"M%d %dh%d", ddp__fill[k / 2][k % 2], DDP__SVG_LEFT + x,
+                               y + DDP__SVG_ROW / 2, end - x);
             else ddp__sheet_put(sheet, "m%d 0h%d", x - at, end - x);
             at = end;
         }
@@ -2490,28 +2457,25 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
     if (left + 8.5 * (double)strlen(title) + right > width)
         width = left + 8.5 * (double)strlen(title) + right;
     if (left + scale * span + right > width) width = left + scale * span + right;
-    ddp__sheet_put(
-        sheet, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" ",
-        (int)(width + 0.5), height, (int)(width + 0.5), height);
-    ddp__sheet_put(sheet, "font-family=\"sans-serif\" text-anchor=\"middle\">\n");
-    ddp__sheet_put(sheet, "<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n");
-    ddp__sheet_put(sheet, "<text x=\"%d\" y=\"20\" font-size=\"14\" text-anchor=\"start\">%s</text>\n", (int)left, title);
+    ddp__sheet_put(sheet,
+                   "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" "
+                   "font-family=\"sans-serif\" text-anchor=\"middle\">\n"
+                   "<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n"
+                   "<text x=\"%d\" y=\"20\" font-size=\"14\" text-anchor=\"start\">%s</text>\n",
+                   (int)(width + 0.5), height, (int)(width + 0.5), height, (int)left, title);
     for (int rank = 0; rank < s->rank_count; rank++) {
         int y = (int)(top + rank * (row + gap));
-        ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"end\">rank %d</text>\n",
-                       (int)left - 8, y + 17, rank);
-        ddp__sheet_put(sheet, "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#f0f0f0\"/>\n",
-                       (int)left, y, ddp__decimal(scale * span, 2).text, (int)row);
+        ddp__sheet_put(sheet,
+                       "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"end\">rank %d</text>\n"
+                       "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#f0f0f0\"/>\n",
+                       (int)left - 8, y + 17, rank, (int)left, y, ddp__decimal(scale * span, 2).text, (int)row);
     }
     ddp__draw_axis(picture, sheet, left, top, bottom, scale);
-    for (int rank = 0; rank < s->rank_count && !picture->merged; rank++)
-        for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
-            ddp__draw_action(picture, sheet, rank, i, left, top + rank * (row + gap), row, scale);
     if (picture->merged) ddp__sheet_put(sheet, "<g fill=\"none\" stroke-width=\"%d\">\n", DDP__SVG_ROW);
-    for (int rank = 0; rank < s->rank_count && picture->merged; rank++) {
-        ddp__svg_row_time(picture, picture->merged, rank, scale);
-        ddp__svg_row_fill(picture->merged);
-        ddp__svg_row_draw(picture->merged, sheet, (int)(top + rank * (row + gap)));
+    for (int rank = 0; rank < s->rank_count; rank++) {
+        double y = top + rank * (row + gap);
+        if (picture->merged) ddp__svg_row_draw(picture, sheet, rank, scale, (int)y);
+        else for (int i = s->first[rank]; i < s->first[rank + 1]; i++) ddp__draw_action(picture, sheet, rank, i, left, y, row, scale);
     }
     if (picture->merged) ddp__sheet_put(sheet, "</g>\n");
     ddp__draw_legend(picture, sheet, left, bottom + 44);
@@ -2520,9 +2484,9 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
 
 /* A row of the trace, in the order of ranks. */
 static void ddp__draw_trace_row(ddp__sheet *sheet, int tid, int rank, int second) {
-    ddp__sheet_put(sheet, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"name\":\"rank %d%s\"}}", tid, rank,
-                   second ? ", overlapped" : "");
-    ddp__sheet_put(sheet, ",\n{\"name\":\"thread_sort_index\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"sort_index\":%d}}", tid, 2 * rank + second);
+    ddp__sheet_put(sheet, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"name\":\"rank %d%s\"}}"
+                   ",\n{\"name\":\"thread_sort_index\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"sort_index\":%d}}", tid, rank,
+                   second ? ", overlapped" : "", tid, 2 * rank + second);
 }
 
 static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
@@ -4343,18 +4307,11 @@ DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_des
     ddp_schedule_desc d = DDP_ZERO;
     ddp_schedule *s = NULL;
     int *waiting = NULL;
-    ddp_result result;
+    ddp_result result = DDP_OK;
     if (!out) return DDP__SCHEDULE_BAD("out is NULL");
     *out = NULL;
-    result = ddp__schedule_desc_resolve(desc, &d);
-    if (result != DDP_OK) return result;
-    if (d.kind == DDP_SCHEDULE_AUTO) {
-        result = ddp__generate_auto(&s, &d);
-        if (result != DDP_OK) return result;
-        s->kind = d.kind;
-        *out = s;
-        return DDP_OK;
-    }
+    DDP_TRY(ddp__schedule_desc_resolve(desc, &d));
+    if (d.kind == DDP_SCHEDULE_AUTO) return ddp__generate_auto(out, &d);
     s = ddp__schedule_new(&d, d.rank_count);
     if (!s) return DDP_ERR_NO_MEMORY;
     s->kind = d.kind;
