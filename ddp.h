@@ -33,8 +33,8 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>sampler  >>loader  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce
     >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local  >>impl-p2p
-    >>impl-local-group  >>impl-self  >>impl-queue  >>impl-hmac  >>impl-rendezvous  >>impl-tcp  >>impl-group
-    >>impl-mpi  >>impl-mesh  >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator
+    >>impl-local-group  >>impl-self  >>impl-calls  >>impl-queue  >>impl-hmac  >>impl-rendezvous  >>impl-meeting
+    >>impl-tcp  >>impl-group  >>impl-mpi  >>impl-mesh  >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator
     >>impl-join  >>impl-sampler  >>impl-loader  >>impl-public
 
 CONCEPTS
@@ -842,6 +842,78 @@ DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to);
    communicate return DDP_ERR_INVALID. A destroy function must leave everything as it is. */
 DDPDEF int ddp_group_is_forked(const ddp_group *group);
 
+/* --- what a backend of one's own needs; the tcp and mpi backends use nothing else of ddp.h --- */
+
+/* The bytes that `rank` sends to `peer` in a call, as a range of its send buffer (of recv in a broadcast), and the bytes
+   that it receives from peer, as a range of its recv buffer. A rank also sends to itself. Where ddp_call_adds, what comes
+   from all ranks is added and stored in that range. In _v calls rank is this rank. */
+typedef struct ddp_bytes {
+    size_t begin, size;
+} ddp_bytes;
+DDPDEF ddp_bytes ddp_call_sends(const ddp_call *call, int rank, int peer);
+DDPDEF ddp_bytes ddp_call_receives(const ddp_call *call, int rank, int peer);
+DDPDEF int ddp_call_adds(const ddp_call *call);
+
+/* How far the send buffer of rank reaches that other ranks read. Not for _v calls. */
+DDPDEF size_t ddp_call_send_size(const ddp_call *call, int rank, int world_size);
+
+/* A collective in two words, for ranks to compare: its kind, dtype, op, root and caller; its count. */
+DDPDEF void ddp_call_pack(const ddp_call *call, uint64_t words[2]);
+/* DDP_OK, or DDP_ERR_MISMATCH, which describes the calls of both ranks. Callers may differ. */
+DDPDEF ddp_result ddp_call_compare(int rank, const uint64_t words[2], int other, const uint64_t other_words[2]);
+/* Equal on ranks that make the same call of the same number, with the same counts for an all_gather_v. */
+DDPDEF uint64_t ddp_call_hash(const ddp_call *call, int world_size);
+
+/* This rank has waited in a call for longer than the timeout. Sets the error line, which lists the ranks that arrived and
+   those that are missing, or names the peer of a message. Marks silent ranks as ddp_group_mark_lost does. Returns
+   DDP_ERR_TIMEOUT. state: of each rank; of a message only that of its peer counts. */
+enum { DDP_RANK_SILENT, DDP_RANK_BEHIND /* it responds, but has not made this call */, DDP_RANK_ARRIVED };
+DDPDEF ddp_result ddp_call_timed_out(ddp_group *group, const ddp_call *call, const unsigned char *state);
+DDPDEF double ddp_p2p_waited(const void *request); /* seconds that this thread has waited for it; 0 = it polls it only */
+
+/* The ranks of the world that count as lost, see ddp_group_mark_lost.
+     check   DDP_OK, or why a rank of this group is lost; reported once
+     get     all of them, in two words that travel with a failure
+     add     marks those of another rank's words */
+DDPDEF ddp_result ddp_group_check_lost(ddp_group *group);
+DDPDEF void ddp_group_get_lost(const ddp_group *group, uint64_t words[2]);
+DDPDEF void ddp_group_add_lost(ddp_group *group, const uint64_t words[2], ddp_result cause, const char *text);
+
+/* Ranks with the same machine id can share memory. A unique id is one that nobody can guess. */
+DDPDEF uint64_t ddp_machine_id(void);
+DDPDEF uint64_t ddp_unique_id(void);
+
+/* A group of the local backend, of the `count` ranks of `whole` that are on this machine, in order; this rank is one of
+   them. They meet by token, which is theirs only. Collective over them. It has whole's allocator, log_fn and name. */
+DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, const char *token, const int *ranks, int count,
+                                         int timeout_ms);
+/* part's rank r is whole's rank ranks[r]: causes of failures name it so, and both share the record of lost ranks. */
+DDPDEF void ddp_group_part_of(ddp_group *part, ddp_group *whole, const int *ranks);
+/* In open and split: the backend of `from`, which has the same ranks, is group's from here on. from is freed. Returns the
+   state that open or split gives. */
+DDPDEF void *ddp_group_take_over(ddp_group *group, ddp_group *from);
+
+#if defined(DDP_USE_MPI)
+/* ddp_group_create by "mpi://": initialises MPI where needed. Of desc, rank and world_size are checked, unless
+   world_size is 0. */
+DDPDEF ddp_result ddp_group_create_mpi(ddp_group **out, const ddp_group_desc *desc);
+#endif
+
+/* fn runs now and then while a collective of group waits for other ranks: an engine beside it may need that. */
+DDPDEF void ddp_group_on_wait(ddp_group *group, void (*fn)(void *argument), void *argument);
+/* fn runs at the start of ddp_group_destroy. */
+DDPDEF void ddp_group_on_destroy(ddp_group *group, void (*fn)(ddp_group *group));
+/* In open and split: only the caller's threads may call the backend. The queue moves on inside ddp_wait and ddp_test. */
+DDPDEF void ddp_group_no_thread(ddp_group *group);
+
+/* The fastest of several methods, by how long each took lately. pick: now and then another one, to measure it. */
+typedef struct ddp_tuner {
+    uint64_t calls, tries;
+    double seconds[3]; /* of each method; 0: never tried */
+} ddp_tuner;
+DDPDEF int ddp_tuner_pick(ddp_tuner *tuner, int methods);
+DDPDEF void ddp_tuner_learn(ddp_tuner *tuner, int method, double seconds);
+
 /* The public functions that make other public calls inside. An error line names the outermost one, on every rank:
    peers receive its number with each collective.
      DDP_PUBLIC_CALL(name)   begins such a function. This thread is in that call until the end of the block.
@@ -1226,7 +1298,9 @@ struct ddp_group {
     int thread_started, running, in_batch;
     int watched;                 /* threads that sleep in ddp__p2p_wait; meanwhile they, not the communication thread, move messages on */
     int no_thread;               /* 1 = there is no communication thread: the queue moves on inside ddp_wait and ddp_test */
-    int on_mpi;                  /* 1 = a world of MPI */
+    void (*wait_fn)(void *argument); /* from ddp_group_on_wait, or NULL */
+    void *wait_argument;
+    void (*destroy_fn)(ddp_group *group); /* from ddp_group_on_destroy, or NULL */
     int queued;                  /* 1 = a blocking call looks for others, or at lanes, before it runs */
     int polite;                  /* the call being carried out runs on the communication thread */
     ddp__op *head, *tail, *free_ops, *all_ops, *batch, *batch_tail;
@@ -1991,7 +2065,7 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
 }
 
 DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor) {
-    ddp__reduce_tree(&dst, 1, sources, source_count, count, dtype, op, divisor ? divisor : (uint64_t)source_count, DDP__CACHED);
+    ddp__reduce_tree(&dst, 1, sources, source_count, count, dtype, op, divisor ? divisor : (uint64_t)source_count, DDP__LARGE);
 }
 
 #if defined(__clang__)
@@ -2155,7 +2229,6 @@ DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, con
 /* The heap is one anonymous file, far larger than memory but sparse. Who needs shared memory takes the next range of offsets (an atomic addition: ranks
    never negotiate) and maps it. Nothing has a name, so nothing stays behind. */
 
-#define DDP__MAGIC UINT64_C(0x3170616568706464) /* "ddpheap1" */
 #define DDP__HUGE ((size_t)2 << 20)
 #define DDP__PAGE ((size_t)sysconf(_SC_PAGESIZE)) /* 64 KiB on some arm64 systems; mappings, and what is given back, are whole ones */
 
@@ -2526,7 +2599,7 @@ DDPDEF void ddp_group_mark_lost(ddp_group *group, int rank, ddp_result cause, co
 }
 
 /* DDP_OK, or why a rank of this group counts as lost, with the error line set. A mark is reported once. */
-static ddp_result ddp__lost_member(ddp_group *group) {
+DDPDEF ddp_result ddp_group_check_lost(ddp_group *group) {
     ddp__lost_ranks *lost = group->lost;
     ddp_result result = DDP_OK;
     if (__builtin_expect(!lost || ddp__load(&lost->mark_count) == ddp__load_relaxed(&group->lost_seen), 1))
@@ -2547,7 +2620,7 @@ static ddp_result ddp__lost_member(ddp_group *group) {
 
 /* Fails the group when one of its ranks counts as lost. */
 static ddp_result ddp__lost_check(ddp_group *group) {
-    ddp_result result = ddp__lost_member(group);
+    ddp_result result = ddp_group_check_lost(group);
     if (result != DDP_OK) group->backend->poison(group, group->state, result, ddp_last_error());
     return result;
 }
@@ -2555,7 +2628,7 @@ static ddp_result ddp__lost_check(ddp_group *group) {
 /* The marked ranks, for a message to other ranks of the world: up to four ranges of world ranks, each as its
    first rank and its length. A message has no room for further ones. */
 enum { DDP__LOST_RANGES = 4 };
-static void ddp__lost_pack(const ddp_group *group, uint64_t out[2]) {
+DDPDEF void ddp_group_get_lost(const ddp_group *group, uint64_t out[2]) {
     const ddp__lost_ranks *lost = group->lost;
     uint16_t range[DDP__LOST_RANGES][2] = {{0, 0}, {0, 0}, {0, 0}, {0, 0}};
     int count = 0;
@@ -2573,7 +2646,7 @@ static void ddp__lost_pack(const ddp_group *group, uint64_t out[2]) {
 }
 
 /* Marks the ranks that a message names. */
-static void ddp__lost_unpack(ddp_group *group, const uint64_t in[2], ddp_result cause, const char *text) {
+DDPDEF void ddp_group_add_lost(ddp_group *group, const uint64_t in[2], ddp_result cause, const char *text) {
     uint16_t range[DDP__LOST_RANGES][2];
     memcpy(range, in, sizeof range);
     for (int i = 0; i < DDP__LOST_RANGES; i++)
@@ -2593,10 +2666,9 @@ static void ddp__lost_unpack(ddp_group *group, const uint64_t in[2], ddp_result 
 typedef struct ddp__channel ddp__channel;
 typedef struct ddp__request ddp__request;
 
-/* Calls of one kind and about one size, and how long they lately took by each way, see ddp__route_pick. */
+/* Calls of one kind and about one size, and how long they lately took by each way, see ddp_tuner_pick. */
 enum { DDP__WAY_CACHED, DDP__WAY_PAST, DDP__WAY_READ, DDP__WAYS, DDP__WAY_TAKE, DDP__WAY_PUSH }; /* the last two: no private data */
 enum { DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE, DDP__ROUTE_ONE_GIVER, DDP__ROUTES };
-typedef struct ddp__route { uint64_t calls, tries; double seconds[DDP__WAYS]; } ddp__route;
 
 typedef struct ddp__local {
     ddp__heap *heap;
@@ -2616,7 +2688,7 @@ typedef struct ddp__local {
     struct ddp__local *parent;       /* regions of ancestors count as group memory here too */
     ddp__region *regions;
     uint64_t round;
-    ddp__route route[DDP__ROUTES][16];
+    ddp_tuner route[DDP__ROUTES][16];
     uint64_t seen[2][DDP_MAX_LOCAL_RANKS]; /* of the peers' counts, when last read */
     pthread_mutex_t p2p_lock;
     ddp__request *requests, *free_requests; /* unfinished sends and receives, in the order issued; spare ones */
@@ -2627,8 +2699,7 @@ typedef struct ddp__local {
     int amd;                         /* as in ddp__job */
     int staging;                     /* DDP__STAGE_* flags of the last ddp__requests_step; under p2p_lock */
     double looked_for_lost;          /* when; for sends and receives, under p2p_lock */
-    void (*beside_fn)(void *);       /* goes on while this rank waits, or NULL */
-    void *beside;
+    uint64_t status_at;              /* time of the last look for lost ranks in ddp__local_status, in ms */
 } ddp__local;
 
 /* Payloads and slots begin in the middle of a page. Large private buffers begin at its start or a little behind: at the same place, loads wait for
@@ -2901,7 +2972,7 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
     for (int tries = 0, slice_us = 500; ddp__word_of(words, stride, peer) < target; tries++) {
         if (ddp__local_cause(l, text, sizeof text) != DDP_OK) return DDP_ERR_POISONED;
         ddp__local_progress(group, l, NULL, 1);
-        if (l->beside_fn) l->beside_fn(l->beside);
+        if (group->wait_fn) group->wait_fn(group->wait_argument);
         if (tries < l->yields) { sched_yield(); continue; }
         ddp__sleep_for(l, peer, words, stride, target, slice_us);
         if (slice_us < 2000) slice_us *= 2;
@@ -3107,11 +3178,9 @@ static size_t ddp__share(size_t size, int world_size) {
     return ((size + (size_t)world_size - 1) / (size_t)world_size + DDP__ALIGN - 1) / DDP__ALIGN * DDP__ALIGN;
 }
 
-typedef struct ddp__part { size_t begin, size; } ddp__part; /* bytes */
-
-static ddp__part ddp__part_of(size_t size, size_t share, int rank) {
+static ddp_bytes ddp__part_of(size_t size, size_t share, int rank) {
     size_t begin = share * (size_t)rank < size ? share * (size_t)rank : size;
-    ddp__part part = {begin, size - begin < share ? size - begin : share};
+    ddp_bytes part = {begin, size - begin < share ? size - begin : share};
     return part;
 }
 
@@ -3159,10 +3228,10 @@ static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
 }
 
 /* What a rank gives to a peer, as it lies in send, or takes from it, as it goes into recv; from and to itself, too. */
-DDP__FORCED_INLINE ddp__part ddp__passes(int rank, const ddp__move *m, int peer, int gives) {
+DDP__FORCED_INLINE ddp_bytes ddp__passes(int rank, const ddp__move *m, int peer, int gives) {
     const ddp_call *call = m->call;
     int from = gives ? rank : peer, to = gives ? peer : rank, each = gives ? !m->common : m->shape & DDP__JOINS;
-    ddp__part part = {each ? (size_t)peer * m->block : 0, m->block};
+    ddp_bytes part = {each ? (size_t)peer * m->block : 0, m->block};
     if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && to != call->root)) part.size = 0;
     if (!call->recv_counts) return part;
     part.begin = each ? (gives ? call->send_offsets : call->recv_offsets)[peer] * m->element : 0;
@@ -3173,7 +3242,7 @@ DDP__FORCED_INLINE ddp__part ddp__passes(int rank, const ddp__move *m, int peer,
 #define ddp__takes(rank, m, from) ddp__passes(rank, m, from, 0)
 
 /* What of a part, or of a rank's share, moves in round k. Shared chunks go backwards: what a buffer's owner wrote last is in its cache. 10% at 64 MiB. */
-DDP__FORCED_INLINE ddp__part ddp__piece(const ddp__move *m, ddp__part part, size_t k, int rank) {
+DDP__FORCED_INLINE ddp_bytes ddp__piece(const ddp__move *m, ddp_bytes part, size_t k, int rank) {
     size_t at = k * m->room;
     if (m->shared) {
         at = (m->rounds - 1 - k) * m->chunk;
@@ -3188,7 +3257,7 @@ DDP__FORCED_INLINE ddp__part ddp__piece(const ddp__move *m, ddp__part part, size
 /* What a rank gives to itself; sums take it as a source. */
 DDP__FORCED_INLINE void ddp__move_own(int rank, const ddp__move *m) {
     if (m->shape & DDP__ADDS) return;
-    ddp__part give = ddp__gives(rank, m, rank), take = ddp__takes(rank, m, rank);
+    ddp_bytes give = ddp__gives(rank, m, rank), take = ddp__takes(rank, m, rank);
     if (give.size && take.size && m->recv + take.begin != m->send + give.begin) memcpy(m->recv + take.begin, m->send + give.begin, take.size);
 }
 
@@ -3198,7 +3267,7 @@ DDP__FORCED_INLINE size_t ddp__move_at(const ddp__move *m, int to) { return m->c
 /* Round k into the own payload, or a slot. */
 DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t k, int past) {
     for (int p = 0; p < l->world_size; p++) {
-        ddp__part give;
+        ddp_bytes give;
         if (p == l->rank || !(give = ddp__piece(m, ddp__gives(l->rank, m, p), k, p)).size) continue;
         (past ? ddp__copy_stream : ddp__copy_across)(out + ddp__move_at(m, p), m->send + give.begin, give.size);
         if (m->common) break;
@@ -3211,7 +3280,7 @@ DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, 
 DDP__FORCED_INLINE int ddp__move_outs(const ddp__local *l, const ddp__move *m, void **in, void *const *out, size_t k, void **outs,
                                       size_t *count) {
     const ddp_call *call = m->call;
-    ddp__part take = ddp__piece(m, ddp__takes(l->rank, m, l->rank), k, l->rank);
+    ddp_bytes take = ddp__piece(m, ddp__takes(l->rank, m, l->rank), k, l->rank);
     int out_count = 0;
     *count = take.size >> __builtin_ctzll(m->element); /* a division takes 5 ns */
     if (!take.size) return 0;
@@ -3232,7 +3301,7 @@ DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, 
         if (count) ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, count, m->call->dtype, m->call->op, m->call->divisor, how);
     }
     for (int p = 0; p < l->world_size && (!adds || hand_back); p++) {
-        ddp__part take = ddp__piece(m, ddp__takes(l->rank, m, p), k, p);
+        ddp_bytes take = ddp__piece(m, ddp__takes(l->rank, m, p), k, p);
         if (p == l->rank || !take.size) continue;
         if (!adds) (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + take.begin, in[p], take.size);
         if (hand_back) ddp__hand_back((unsigned char *)in[p], take.size);
@@ -3302,7 +3371,7 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
     for (size_t k = 0; k < m->rounds; k++) {
         DDP__FOR_PEERS(l, p) {
             const ddp__post *post = ddp__post_of(l, p, m->call->seq);
-            ddp__part take = ddp__piece(m, ddp__takes(l->rank, m, p), k, l->rank);
+            ddp_bytes take = ddp__piece(m, ddp__takes(l->rank, m, p), k, l->rank);
             size_t begin = m->call->recv_counts ? (size_t)ddp__counts_of(l, p, m->call)->begin[l->rank] * m->element : m->common ? 0 : (size_t)l->rank * m->block;
             uint64_t address = post->send + (m->shared ? take.begin : begin + k * m->room);
             if (take.size == 0) continue;
@@ -3338,8 +3407,8 @@ static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
 
 static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t first, size_t k) {
     int me = l->rank, peer = !me;
-    ddp__part in = ddp__piece(m, ddp__gives(l->rank, m, peer), k, peer), sum = ddp__piece(m, ddp__takes(l->rank, m, me), k - 1, me);
-    ddp__part out = ddp__piece(m, ddp__gives(l->rank, m, peer), k - 2, peer); /* all of one size: none is of the first chunk */
+    ddp_bytes in = ddp__piece(m, ddp__gives(l->rank, m, peer), k, peer), sum = ddp__piece(m, ddp__takes(l->rank, m, me), k - 1, me);
+    ddp_bytes out = ddp__piece(m, ddp__gives(l->rank, m, peer), k - 2, peer); /* all of one size: none is of the first chunk */
     void *theirs = ddp__slot_of(l, peer, first + k - 1) + ddp__move_at(m, me), *mine = (void *)(uintptr_t)(m->send + sum.begin);
     const void *add[2] = {me ? theirs : mine, me ? mine : theirs};
     void *sums[2] = {m->recv + sum.begin, theirs}, *to[2] = {ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer), m->recv + out.begin};
@@ -3381,7 +3450,7 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
         if (k < 2 || !m->shared) continue;
         DDP_TRY(ddp__await_passed(group, l, first + k - 2));
         for (int p = 0; p < l->world_size && ddp__receives(m->call, l->rank); p++) { /* what the others have added, out of the own slot */
-            ddp__part part = ddp__piece(m, ddp__gives(l->rank, m, p), k - 2, p);
+            ddp_bytes part = ddp__piece(m, ddp__gives(l->rank, m, p), k - 2, p);
             if (p != l->rank) ddp__copy_across(m->recv + part.begin, ddp__slot_of(l, l->rank, first + k - 2) + ddp__move_at(m, p), part.size);
         }
     }
@@ -3398,7 +3467,7 @@ static ddp__proposal *ddp__proposal_of(const ddp__local *l, int rank, const ddp_
 }
 
 /* The fastest way, or now and then another one. */
-static int ddp__route_pick(ddp__route *route, int ways) {
+DDPDEF int ddp_tuner_pick(ddp_tuner *route, int ways) {
     int best = 0;
     for (int way = 1; way < ways; way++)
         if (route->seconds[way] < route->seconds[best]) best = way; /* 0: never tried */
@@ -3407,31 +3476,31 @@ static int ddp__route_pick(ddp__route *route, int ways) {
 }
 
 /* A faster time counts at once, a slower one little by little: it may be somebody else's fault. */
-static void ddp__route_learn(ddp__route *route, int way, double seconds) {
+DDPDEF void ddp_tuner_learn(ddp_tuner *route, int way, double seconds) {
     double *known = &route->seconds[way];
     *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
 }
 
 /* NULL where the ways are not worth comparing. given: bytes of send that peers read. */
-static ddp__route *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t given) {
+static ddp_tuner *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t given) {
     int kind = m->shape & DDP__ADDS ? DDP__ROUTE_SCATTER : m->shape & DDP__FROM_ROOT ? DDP__ROUTE_ONE_GIVER : DDP__ROUTE_MOVE, power = 0;
     size_t size = m->largest * (kind == DDP__ROUTE_SCATTER ? (size_t)l->world_size : 1);
     if (size < DDP__ROUTE_BYTES) return NULL;
     while (power < 15 && size >> (power + 21)) power++;
     ddp__proposal *mine = ddp__proposal_of(l, l->rank, m->call);
-    mine->way = (uint8_t)ddp__route_pick(&l->route[kind][power], DDP__WAYS);
+    mine->way = (uint8_t)ddp_tuner_pick(&l->route[kind][power], DDP__WAYS);
     mine->readable = (uint8_t)(ddp__can_read_peers(l) && ddp__can_be_read(m->send, given));
     return &l->route[kind][power];
 }
 
 /* More than a small message, or one whose counts differ: announces it, and chooses its way together with the other ranks. *filled: rounds that
    are in the own slots already. *route: what learns how long a proposed way takes, or NULL. */
-static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m, size_t *filled, int *way, ddp__route **route) {
+static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m, size_t *filled, int *way, ddp_tuner **route) {
     const ddp_call *call = m->call;
     int push = call->kind == DDP_CALL_ALL_GATHER && m->block >= DDP__LARGE_BYTES;
     size_t span = 0; /* how far the send buffer reaches that peers read */
     for (int p = 0; p < l->world_size; p++) {
-        ddp__part give = ddp__gives(l->rank, m, p);
+        ddp_bytes give = ddp__gives(l->rank, m, p);
         if (give.size && give.begin + give.size > span) span = give.begin + give.size;
     }
     uint64_t send = ddp__address(l, span ? m->send : NULL, span), sends = send, recv = 0, recvs = 0;
@@ -3440,7 +3509,7 @@ static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m,
     if (m->shared && ddp__receives(call, l->rank)) recv = call->recv == call->send ? send : ddp__address(l, m->recv, m->block);
     if (push) recv = ddp__address(l, m->recv, m->block * (size_t)l->world_size);
     if (call->recv_counts) ddp__counts_tell(l, m);
-    ddp__route *proposed = call->send_counts || m->shared ? NULL : ddp__route_propose(l, m, span);
+    ddp_tuner *proposed = call->send_counts || m->shared ? NULL : ddp__route_propose(l, m, span);
     *filled = !proposed && !call->recv_counts && (send | recv) & DDP__PRIVATE; /* surely staged: the first round travels with the announcement */
     ddp__move_cut(l, m);
     if (*filled) {
@@ -3474,14 +3543,14 @@ static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *
         result = ddp__enter(group, l, call, 0, 0);
     } else if (!small || call->recv_counts) {
         ddp__move large = m;
-        ddp__route *route = NULL;
+        ddp_tuner *route = NULL;
         size_t filled = 0;
         int way = DDP__WAY_CACHED;
         result = ddp__move_begin(group, l, &large, &filled, &way, &route);
         double start = route ? ddp_now() : 0;
         if (result == DDP_OK && way >= DDP__WAY_READ) result = ddp__move_direct(group, l, &large, way);
         else if (result == DDP_OK) result = ddp__move_rounds(group, l, &large, filled, way == DDP__WAY_PAST);
-        if (route) ddp__route_learn(route, ddp__proposal_of(l, 0, call)->way, ddp_now() - start);
+        if (route) ddp_tuner_learn(route, ddp__proposal_of(l, 0, call)->way, ddp_now() - start);
     } else if (m.shape != DDP__ADDS) {
         result = ddp__move_small(group, l, &m);
     } else {
@@ -3935,14 +4004,23 @@ static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     return DDP_OK;
 }
 
+/* Looks for lost ranks: those whose end the launcher has recorded, or every few milliseconds those that have ended. */
 static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
+    const ddp__job *job = l->heap->job;
     char text[DDP__TEXT_MAX];
-    (void)group;
-    for (int r = 0; r < l->world_size && !ddp__load(&l->control->poison); r++)
-        if (r != l->rank && ddp__load(&l->heap->job->rank[l->member[r]].state) == DDP__RANK_LOST &&
-            ddp__member_lost(l, r, text, sizeof text) == DDP_ERR_PEER_LOST)
-            ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
+    uint64_t now = job->launched ? 0 : (uint64_t)(ddp_now() * 1e3);
+    int look = now >= ddp__load_relaxed(&l->status_at) + 5;
+    if (look) __atomic_store_n(&l->status_at, now, __ATOMIC_RELAXED);
+    for (int r = 0; r < l->world_size && !ddp__load(&l->control->poison); r++) {
+        int may_be = job->launched ? ddp__load(&job->rank[l->member[r]].state) == DDP__RANK_LOST : look;
+        if (r == l->rank || !may_be) continue;
+        ddp_result lost = ddp__member_lost(l, r, text, sizeof text);
+        int excused = job->launched ? lost != DDP_ERR_PEER_LOST : (int)ddp__load(&l->line[r].left); /* it has ended since */
+        if (lost == DDP_OK || excused) continue;
+        if (look) ddp_group_mark_lost((ddp_group *)(uintptr_t)group, r, lost, text);
+        ddp__local_poison(NULL, l, lost, text);
+    }
     ddp_result result = ddp__local_cause(l, text, sizeof text);
     return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
 }
@@ -4043,6 +4121,61 @@ static void ddp__self_close(ddp_group *group, void *state) { ddp_host_free(group
 static const ddp_backend ddp__backend_self = {
     "self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split, NULL, NULL, ddp__self_status,
     ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
+
+//== calls, for backends ================================================================================= >>impl-calls
+
+/* What ddp.h knows of a call, for backends: tcp and mpi, and those outside of this file. */
+
+static ddp_bytes ddp__call_bytes(const ddp_call *call, int rank, int peer, int sends) {
+    ddp_bytes none = {0, 0};
+    ddp__move m = ddp__move_of(call);
+    int is_message = ddp__is_p2p(call->kind), is_send = call->kind == DDP_CALL_SEND;
+    if (call->kind == DDP_CALL_BARRIER || (is_message && (peer != call->root || sends != is_send))) return none;
+    return ddp__passes(rank, &m, peer, sends);
+}
+
+DDPDEF ddp_bytes ddp_call_sends(const ddp_call *call, int rank, int peer) { return ddp__call_bytes(call, rank, peer, 1); }
+DDPDEF ddp_bytes ddp_call_receives(const ddp_call *call, int rank, int peer) { return ddp__call_bytes(call, rank, peer, 0); }
+DDPDEF int ddp_call_adds(const ddp_call *call) { return ddp__has_op(call->kind) != 0; }
+
+DDPDEF size_t ddp_call_send_size(const ddp_call *call, int rank, int world_size) {
+    int to_root = ddp__forms[call->kind].shape & DDP__TO_ROOT;
+    ddp_bytes last = ddp_call_sends(call, rank, to_root ? call->root : world_size - 1);
+    return last.size ? last.begin + last.size : 0;
+}
+
+DDPDEF void ddp_call_pack(const ddp_call *call, uint64_t words[2]) {
+    words[0] = ddp__signature(call);
+    words[1] = call->count;
+}
+
+DDPDEF ddp_result ddp_call_compare(int rank, const uint64_t words[2], int other, const uint64_t other_words[2]) {
+    if (ddp__same_call(words, other_words)) return DDP_OK;
+    return rank < other ? ddp__mismatch(rank, words, other, other_words) : ddp__mismatch(other, other_words, rank, words);
+}
+
+DDPDEF uint64_t ddp_call_hash(const ddp_call *call, int world_size) {
+    uint64_t words[3] = {ddp__compared(ddp__signature(call)), call->count, call->seq}, hash = ddp_hash(DDP_HASH_SEED, words, sizeof words);
+    if (call->kind != DDP_CALL_ALL_GATHER_V) return hash;
+    return ddp_hash(hash, call->recv_counts, (size_t)world_size * sizeof *call->recv_counts);
+}
+
+DDPDEF ddp_result ddp_call_timed_out(ddp_group *group, const ddp_call *call, const unsigned char *state) {
+    char here[90] = "", missing[190] = "", text[DDP__TEXT_MAX], begin[96];
+    int is_message = ddp__is_p2p(call->kind);
+    for (int r = 0; r < group->world_size; r++) {
+        int arrived = state[r] == DDP_RANK_ARRIVED;
+        ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, r);
+    }
+    snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing[0] ? missing : "none");
+    if (is_message) ddp__p2p_timeout_text(group, call, call->root, text, sizeof text);
+    for (int r = 0; r < group->world_size; r++)
+        if (state[r] == DDP_RANK_SILENT && (!is_message || r == call->root)) ddp_group_mark_lost(group, r, DDP_ERR_TIMEOUT, text);
+    ddp__cause_begin(begin, sizeof begin, group->rank, call);
+    return ddp_fail(DDP_ERR_TIMEOUT, "%s%.400s", is_message ? "" : begin, text);
+}
+
+DDPDEF double ddp_p2p_waited(const void *request) { return request == ddp__waited_request ? ddp_now() - ddp__waited_since : 0; }
 
 //== carrying out calls ================================================================================== >>impl-queue
 
@@ -4779,6 +4912,15 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
 enum { DDP__CARD_MACHINE, DDP__CARD_NONCE, DDP__CARD_PID, DDP__CARD_START_TIME, DDP__CARD_WORDS };
 typedef uint64_t ddp__card[DDP__CARD_WORDS];
 
+/* That of this process. */
+static void ddp__card_here(ddp__card card) {
+    int pid = (int)getpid();
+    card[DDP__CARD_MACHINE] = ddp_machine_id();
+    card[DDP__CARD_NONCE] = ddp_unique_id();
+    card[DDP__CARD_PID] = (uint64_t)pid;
+    card[DDP__CARD_START_TIME] = ddp__process_start_time(pid);
+}
+
 enum { DDP__ANNOUNCED = 1024 }; /* a text with 60 addresses or so, see ddp__announce_text */
 
 /* Ranks that were not forked from one ddp_launch meet at a socket: an abstract one on one machine, TCP beyond. Rank 0 reads each visitor's hello. It admits
@@ -4829,13 +4971,14 @@ enum {
 enum { DDP__PROTOCOL = 2, DDP__HELLO_VERSION = DDP__PROTOCOL * 1000000 + DDP_VERSION };
 
 enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* results of rank 0's news: the outcome is still to come; ask elsewhere */
+#define DDP__MAGIC UINT64_C(0x3170616568706464) /* "ddpheap1" */
 typedef struct ddp__frame {
     uint64_t magic;
     uint32_t kind;
     int32_t result;              /* NEWS: why the group failed; 0 = the sender leaves it.
                                     DATA: 1 = more than fits, and nothing follows */
     uint64_t size, call[2];      /* bytes that follow. DATA: signature and count. HELLO, CHALLENGE: a nonce.
-                                    NEWS: the ranks that count as lost, from ddp__lost_pack */
+                                    NEWS: the ranks that count as lost, from ddp_group_get_lost */
 } ddp__frame;
 typedef struct ddp__letter { ddp__frame frame; char text[DDP__TEXT_MAX]; } ddp__letter; /* all except DATA */
 
@@ -4943,7 +5086,7 @@ static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int 
    heap_fd: sent along; -1 = none. group: its record of lost ranks is sent along; NULL = none. */
 static void ddp__send_news_of(const ddp_group *group, int fd, int result, const char *text, int heap_fd) {
     ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_NEWS, (int32_t)result, sizeof letter.text, {0, 0}}, ""};
-    if (group) ddp__lost_pack(group, letter.frame.call);
+    if (group) ddp_group_get_lost(group, letter.frame.call);
     snprintf(letter.text, sizeof letter.text, "%s", text);
     ddp__pass(fd, 0, &letter, sizeof letter, &heap_fd);
 }
@@ -5449,7 +5592,7 @@ static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
         return ddp_fail(DDP_ERR_MISMATCH,
                         "rank 0 (%s) sent an invalid frame; build all ranks with the same header", p->who);
     if (error) return ddp_fail(DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->who);
-    if (p->in.result < 0) ddp__lost_unpack(v->group, p->in.call, (ddp_result)p->in.result, p->text);
+    if (p->in.result < 0) ddp_group_add_lost(v->group, p->in.call, (ddp_result)p->in.result, p->text);
     return p->in.result == 0 ? DDP_OK : ddp_fail((ddp_result)p->in.result, "%.400s", p->text);
 }
 
@@ -5614,7 +5757,10 @@ static ddp_result ddp__visit(ddp__venue *v) {
     }
 }
 
-//== the tcp backend: meeting and control beyond one machine ========================================= >>impl-tcp
+//== rank discovery: addresses and the meeting ======================================================= >>impl-meeting
+
+/* Where rank 0 listens, the secret, and how all ranks meet: by ddp__meet over a socket, by ddp__local_meet for shared memory as well. The local and the
+   tcp backend begin here. */
 
 static int ddp__is_loopback_address(const struct sockaddr *at) {
     const struct in6_addr *ipv6 = &((const struct sockaddr_in6 *)(const void *)at)->sin6_addr;
@@ -5864,7 +6010,7 @@ static ddp_result ddp__venue_open(const ddp__venue *v, int *listener) {
 #if !defined(DDP__MACHINE_SALT)
 #define DDP__MACHINE_SALT 0 /* tests give ranks of one machine different numbers, as if they were on several */
 #endif
-static uint64_t ddp__machine(void) {
+DDPDEF uint64_t ddp_machine_id(void) {
     char boot[64] = "";
     uint64_t number[4] = {(uint64_t)geteuid(), (uint64_t)(DDP__MACHINE_SALT)};
     int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
@@ -5877,10 +6023,10 @@ static uint64_t ddp__machine(void) {
 
 /* A number that no other process can guess. Without getrandom it is only one that no other process or time
    gives. */
-static uint64_t ddp__nonce(void) {
+DDPDEF uint64_t ddp_unique_id(void) {
     uint64_t number;
     if (ddp__random_bytes(&number, sizeof number)) return number;
-    uint64_t seed[3] = {ddp__machine(), (uint64_t)getpid(), (uint64_t)(ddp_now() * 1e9)};
+    uint64_t seed[3] = {ddp_machine_id(), (uint64_t)getpid(), (uint64_t)(ddp_now() * 1e9)};
     return ddp_hash(DDP_HASH_SEED, seed, sizeof seed);
 }
 
@@ -5891,7 +6037,7 @@ static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
     struct ifaddrs *list = NULL;
     char host[80];
     int port = getsockname(listener, (struct sockaddr *)&at, &length) == 0 ? ntohs(((struct sockaddr_in *)(void *)&at)->sin_port) : 0; /* as in IPv6 */
-    size_t n = (size_t)snprintf(out, DDP__ANNOUNCED, "%016llx %d", (unsigned long long)ddp__nonce(), port);
+    size_t n = (size_t)snprintf(out, DDP__ANNOUNCED, "%016llx %d", (unsigned long long)ddp_unique_id(), port);
     getifaddrs(&list);
     for (struct ifaddrs *a = list; a; a = a->ifa_next) { /* other families have no such name */
         if (!a->ifa_addr || getnameinfo(a->ifa_addr, sizeof(struct sockaddr_in6), host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0) continue;
@@ -5980,11 +6126,12 @@ static ddp_result ddp__meet(ddp__venue *v, ddp_group *group, int listener, ddp__
 }
 
 /* The rank's world. */
-static ddp_result ddp__local_join(ddp_group *group, ddp__heap *heap) {
+static ddp_result ddp__local_join(ddp_group *group, ddp__heap *heap, void **state) {
     char text[96];
-    group->state = ddp__local_attach(group, heap, heap->job->world, NULL, NULL);
-    if (!group->state) return DDP_ERR_NO_MEMORY;
-    ((ddp__local *)group->state)->owns_rank = 1;
+    ddp__local *l = ddp__local_attach(group, heap, heap->job->world, NULL, NULL);
+    *state = l;
+    if (!l) return DDP_ERR_NO_MEMORY;
+    l->owns_rank = 1;
     snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s", heap->job->folder);
     if (heap->job->folder[0]) ddp_group_log(group, text);
     return DDP_OK;
@@ -5998,12 +6145,13 @@ static ddp_result ddp__local_again(ddp_group *group, ddp_group *world) {
     return ddp__local_split(world, world->state, group, all, world->world_size, group ? &group->state : &none);
 }
 
-/* The group's ranks meet on this machine: it becomes one of the local backend. card, member: as in
-   ddp__venue. */
-static ddp_result ddp__local_meet(ddp_group *group, const char *token, const ddp__card *card,
-                                  const int *member) {
+/* The group's ranks meet on this machine: it becomes one of the local backend, or of the self backend if it has one rank.
+   card, member: as in ddp__venue. */
+static ddp_result ddp__local_meet(ddp_group *group, const char *token, const ddp__card *card, const int *member, void **state) {
     ddp__venue v = DDP_ZERO;
     ddp__heap *heap = NULL;
+    group->backend = member && group->world_size == 1 ? &ddp__backend_self : &ddp__backend_local;
+    if (group->backend == &ddp__backend_self) return ddp__self_open(group, state);
     if (group->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", group->world_size,
                         DDP_MAX_LOCAL_RANKS);
@@ -6018,9 +6166,7 @@ static ddp_result ddp__local_meet(ddp_group *group, const char *token, const ddp
     ddp__venue_close(&v, group);
     if (!heap) return DDP__RANK_FAIL(group, sent ? DDP_ERR_NO_MEMORY : DDP_ERR_SYSTEM, "ddp_group_create: %s",
                                      sent ? "the job's shared memory could not be mapped" : "rank 0 sent no shared memory");
-    group->backend = &ddp__backend_local;
-    group->seq = 0;
-    ddp_result result = ddp__local_join(group, heap);
+    ddp_result result = ddp__local_join(group, heap, state);
     if (result != DDP_OK) { /* the others have met this rank and would wait for it */
         heap->job->rank[group->rank].result = (int32_t)result;
         ddp__store(&heap->job->rank[group->rank].state, (uint32_t)DDP__RANK_LEFT);
@@ -6029,16 +6175,25 @@ static ddp_result ddp__local_meet(ddp_group *group, const char *token, const ddp
     return result;
 }
 
-/* Every rank keeps its connection to rank 0. In a collective each sends rank 0 a frame, its fingerprint and data; when all mean the same, rank 0 sends each
+//== the tcp backend: bootstrap and control =========================================================== >>impl-tcp
+
+/* Written like a backend of a user's own: it calls >>spi, and shares connections, frames and the meeting of ranks with
+   >>impl-rendezvous and >>impl-meeting. It uses nothing else of this file.
+
+   Every rank keeps its connection to rank 0. In a collective each sends rank 0 a frame, its fingerprint and data; when all mean the same, rank 0 sends each
    the same frame back: the sum, or what all sent, of which each takes its part. Whoever fails tells rank 0, and rank 0 tells everybody. */
 
 typedef struct ddp__tcp {
-    ddp__self self;              /* the first cause; first, so that functions of the self backend serve here */
+    ddp_saved_error cause;       /* the first */
+    int rank, world_size;
     ddp__venue venue;            /* the peers of rank 0: all ranks, with itself; of others: rank 0 */
     pthread_mutex_t lock;        /* of all that is not the running call's alone */
-    int running, told, heard;    /* running: a call uses the connections. told: the others know of the failure. heard: from rank 0 */
+    const ddp_call *call;        /* that uses the connections, or NULL */
+    int told, heard;             /* told: the others know of the failure. heard: from rank 0 */
     ddp__card *card;             /* of each rank */
     const void **source;         /* where each rank's data lies, to be added */
+    unsigned char *state;        /* DDP_RANK_... of each rank */
+    char *announced;             /* what each rank announces in a split: DDP__ANNOUNCED bytes at most */
     unsigned char *out;          /* a frame to send */
     size_t room;
 } ddp__tcp;
@@ -6047,7 +6202,7 @@ static int ddp__send_all(int fd, const void *data, size_t size, double deadline)
     for (size_t done = 0; done < size;) {
         ssize_t n = sendto(fd, (const char *)data + done, size - done, MSG_NOSIGNAL | MSG_DONTWAIT, NULL, 0);
         if (n < 0 && errno != EAGAIN && errno != EINTR) return 0;
-        if (n < 0 && !ddp__fd_ready(fd, POLLOUT, deadline)) { errno = ETIMEDOUT; return 0; }
+        if (n < 0 && !ddp__fd_ready(fd, POLLOUT, deadline)) return 0;
         if (n > 0) done += (size_t)n;
     }
     return 1;
@@ -6055,39 +6210,47 @@ static int ddp__send_all(int fd, const void *data, size_t size, double deadline)
 
 /* With the lock held, by whoever may use the connections. */
 static void ddp__tcp_tell(ddp__tcp *t) {
-    if (t->self.cause != DDP_OK && !t->told) ddp__tell_peers(&t->venue, t->self.cause, t->self.text, -1);
-    t->told |= t->self.cause != DDP_OK;
+    if (t->cause.result == DDP_OK || t->told) return;
+    ddp__tell_peers(&t->venue, t->cause.result, t->cause.text, -1);
+    t->told = 1;
 }
 
-/* With the lock held: fails with the ranks that have arrived and those that have not. Rank 0 marks the
-   missing ones, unless the group has failed already. Other ranks only wait for rank 0. */
+/* With the lock held: this rank has found a failure, which its error line describes. */
+static void ddp__tcp_fail(ddp__tcp *t, ddp_result cause) { ddp_error_save(&t->cause, cause); }
+
+/* With the lock held: the time is up. Rank 0 marks the ranks that have not arrived, unless the group has failed
+   already. Other ranks only wait for rank 0. */
 static ddp_result ddp__tcp_missing(ddp_group *group, const ddp__tcp *t) {
-    char here[90] = "", missing[190] = "", text[DDP__TEXT_MAX];
     const ddp__peer *peer = t->venue.peer;
-    if (group->rank) return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 (%s) does not answer", group->desc.timeout_ms, peer->who);
-    for (int r = 0; r < group->world_size; r++) ddp__list_rank(peer[r].arrived ? here : missing, peer[r].arrived ? sizeof here : sizeof missing, r);
-    snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing[0] ? missing : "none");
-    for (int r = 1; r < group->world_size && t->self.cause == DDP_OK; r++)
-        if (!peer[r].arrived) ddp_group_mark_lost(group, r, DDP_ERR_TIMEOUT, text);
-    ddp__cause_of_collective(text, sizeof text, 0, peer->data.call, group->seq);
-    return ddp_fail(DDP_ERR_TIMEOUT, "%s", text);
+    int missing = t->cause.result == DDP_OK ? DDP_RANK_SILENT : DDP_RANK_BEHIND;
+    if (t->rank)
+        return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 (%s) does not answer", ddp_group_timeout_ms(group), peer->who);
+    for (int r = 0; r < t->world_size; r++) t->state[r] = (unsigned char)(peer[r].arrived ? (int)DDP_RANK_ARRIVED : missing);
+    return ddp_call_timed_out(group, t->call, t->state);
 }
-
-/* With the lock held: this rank has found a failure, which its error line tells. */
-static void ddp__tcp_fail(ddp_group *group, ddp__tcp *t, ddp_result cause) { ddp__self_abort(group, t, cause, ddp_last_error()); }
 
 /* With the lock held: somebody has failed, or leaves. What rank 0 says is the group's cause, also if this rank has found another meanwhile; what others say,
    unless rank 0 knows better for whom they have waited. */
 static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
-    ddp_result cause = (ddp_result)p->in.result, lost;
-    if (cause == DDP_OK) { ddp__peer_close(p); return; }
-    if (group->rank) { t->self.cause = DDP_OK; t->told = t->heard = 1; }
-    ddp__lost_unpack(group, p->in.call, cause, p->text);
-    lost = ddp__lost_member(group);
-    if (group->rank == 0 && lost != DDP_OK) ddp__tcp_fail(group, t, lost);
-    else if (group->rank == 0 && t->running && cause == DDP_ERR_TIMEOUT)
-        ddp__tcp_fail(group, t, ddp__tcp_missing(group, t));
-    else ddp__self_abort(group, t, cause, p->text);
+    ddp_result cause = (ddp_result)p->in.result;
+    if (cause == DDP_OK) {
+        ddp__peer_close(p);
+        return;
+    }
+    ddp_group_add_lost(group, p->in.call, cause, p->text);
+    ddp_result lost = ddp_group_check_lost(group);
+    if (t->rank) {
+        t->cause.result = DDP_OK;
+        t->told = t->heard = 1;
+        ddp_fail(cause, "%s", p->text);
+    } else if (lost != DDP_OK) {
+        cause = lost;
+    } else if (t->call && cause == DDP_ERR_TIMEOUT) {
+        ddp__tcp_missing(group, t);
+    } else {
+        ddp_fail(cause, "%s", p->text);
+    }
+    ddp__tcp_fail(t, cause);
 }
 
 /* Sets the error line for a connection that ended. */
@@ -6120,9 +6283,9 @@ static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
         }
         if (p->fd >= 0 && whole < 0) {
             ddp_result broken = ddp__tcp_broken(r, p, errno);
-            if (broken == DDP_ERR_PEER_LOST && t->self.cause == DDP_OK)
+            if (broken == DDP_ERR_PEER_LOST && t->cause.result == DDP_OK)
                 ddp_group_mark_lost(group, r, broken, ddp_last_error());
-            ddp__tcp_fail(group, t, broken);
+            ddp__tcp_fail(t, broken);
             ddp__peer_close(p);
         }
         missing += !p->arrived;
@@ -6137,17 +6300,16 @@ static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline)
         int missing = ddp__tcp_pump(group, t);
         for (int r = 0; r < t->venue.count; r++)
             if (!t->venue.peer[r].arrived && t->venue.peer[r].fd < 0)
-                ddp__tcp_fail(group, t, ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) has destroyed this group", r, t->venue.peer[r].who));
-        ddp_result lost = ddp__lost_member(group);
-        if (lost != DDP_OK) ddp__tcp_fail(group, t, lost);
+                ddp__tcp_fail(t, ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) has destroyed this group", r, t->venue.peer[r].who));
+        ddp__tcp_fail(t, ddp_group_check_lost(group));
         double now = ddp_now();
         int overdue = missing && now > deadline;
-        if (overdue) ddp__tcp_fail(group, t, ddp__tcp_missing(group, t));
-        int failed = t->self.cause != DDP_OK && (missing || group->rank == 0);
+        if (overdue) ddp__tcp_fail(t, ddp__tcp_missing(group, t));
+        int failed = t->cause.result != DDP_OK && (missing || t->rank == 0);
         ddp__tcp_tell(t);
-        if (failed && overdue && group->rank && t->self.cause == DDP_ERR_TIMEOUT && !t->heard) {
+        if (failed && overdue && t->rank && t->cause.result == DDP_ERR_TIMEOUT && !t->heard) {
             failed = now >= deadline + t->venue.grace;
-            if (failed) ddp_group_mark_lost(group, 0, DDP_ERR_TIMEOUT, t->self.text);
+            if (failed) ddp_group_mark_lost(group, 0, DDP_ERR_TIMEOUT, t->cause.text);
         }
         pthread_mutex_unlock(&t->lock);
         if (failed) return DDP_ERR_POISONED;
@@ -6156,29 +6318,24 @@ static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline)
     }
 }
 
-/* How much a rank sends: what it gives to one of those it gives to is what each takes, or each takes as much. */
-static size_t ddp__tcp_sends(const ddp_group *group, const ddp__move *m, int rank) {
-    size_t gives = ddp__gives(rank, m, m->call->root > 0 ? m->call->root : 0).size;
-    return m->common ? gives : gives * (size_t)group->world_size;
-}
-
 /* The head of a rank's frame for a call: every rank can compute it for every other. */
-static ddp__frame ddp__tcp_frame_of(const ddp_group *group, const ddp__move *m, int rank) {
-    ddp__frame frame = {DDP__MAGIC, DDP__FRAME_DATA, 0, 0, {ddp__signature(m->call), m->call->count}};
-    size_t size = ddp__tcp_sends(group, m, rank);
-    frame.result = m->call->recv_counts || size > DDP__TCP_PAYLOAD;
-    frame.size = frame.result ? 0 : size;
+static ddp__frame ddp__tcp_frame_of(const ddp_call *call, int rank, int world_size) {
+    ddp__frame frame = {DDP__MAGIC, DDP__FRAME_DATA, 0, 0, {0, 0}};
+    size_t size = call->recv_counts ? SIZE_MAX : ddp_call_send_size(call, rank, world_size);
+    ddp_call_pack(call, frame.call);
+    frame.result = size > DDP__TCP_PAYLOAD;
+    if (!frame.result) frame.size = size;
     return frame;
 }
 
 /* The head of rank 0's answer: the sum, or what all ranks sent. Too much on one rank is an empty answer for
    all. */
-static ddp__frame ddp__tcp_answer_of(const ddp_group *group, const ddp__move *m) {
-    ddp__frame answer = ddp__tcp_frame_of(group, m, 0);
-    for (int r = 1; r < group->world_size; r++) {
-        ddp__frame frame = ddp__tcp_frame_of(group, m, r);
+static ddp__frame ddp__tcp_answer_of(const ddp_call *call, int world_size) {
+    ddp__frame answer = ddp__tcp_frame_of(call, 0, world_size);
+    for (int r = 1; r < world_size; r++) {
+        ddp__frame frame = ddp__tcp_frame_of(call, r, world_size);
         answer.result |= frame.result;
-        if (!(m->shape & DDP__ADDS)) answer.size += frame.size;
+        if (!ddp_call_adds(call)) answer.size += frame.size;
     }
     if (answer.result) answer.size = 0;
     return answer;
@@ -6186,106 +6343,108 @@ static ddp__frame ddp__tcp_answer_of(const ddp_group *group, const ddp__move *m)
 
 /* Compares the head of a peer's frame with the one that this rank's call implies. No byte of the data is used
    before. */
-static ddp_result ddp__tcp_check(const ddp_group *group, int rank, const ddp__peer *p,
-                                 const ddp__frame *expected) {
+static ddp_result ddp__tcp_check(const ddp__tcp *t, int rank, const ddp__peer *p, const ddp__frame *expected) {
     const ddp__frame *frame = &p->data;
-    char call[160];
-    int same = ddp__same_call(frame->call, expected->call);
-    if (!same && group->rank == 0) return ddp__mismatch(0, expected->call, rank, frame->call);
-    if (!same) return ddp__mismatch(rank, frame->call, group->rank, expected->call);
+    DDP_TRY(ddp_call_compare(t->rank, expected->call, rank, frame->call));
     if (frame->size == expected->size && frame->result == expected->result) return DDP_OK;
-    ddp__describe(call, sizeof call, expected->call);
     return ddp_fail(DDP_ERR_MISMATCH,
                     "rank %d (%s) sent a frame of %llu bytes for %s, which needs %llu; build all ranks "
                     "with the same header",
-                    rank, p->who, (unsigned long long)frame->size, call, (unsigned long long)expected->size);
+                    rank, p->who, (unsigned long long)frame->size, ddp_call_name(t->call->kind), (unsigned long long)expected->size);
 }
 
 /* Rank 0, when all have come and unless they mean different calls: puts together what everybody gets. */
-static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *m) {
+static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp_call *call) {
     ddp__peer *peer = t->venue.peer;
-    ddp__frame frame = ddp__tcp_answer_of(group, m);
+    ddp__frame frame = ddp__tcp_answer_of(call, t->world_size);
     size_t at = sizeof frame;
-    int w = group->world_size, adds = m->shape & DDP__ADDS, parts = adds ? 1 : w;
-    for (int r = 0; r < w; r++) {
-        ddp__frame expected = ddp__tcp_frame_of(group, m, r);
-        DDP_TRY(ddp__tcp_check(group, r, &peer[r], &expected));
+    int adds = ddp_call_adds(call), parts = adds ? 1 : t->world_size;
+    for (int r = 0; r < t->world_size; r++) {
+        ddp__frame expected = ddp__tcp_frame_of(call, r, t->world_size);
+        DDP_TRY(ddp__tcp_check(t, r, &peer[r], &expected));
         t->source[r] = peer[r].bytes;
         peer[r].arrived = 0;
     }
     if (adds && !frame.result) /* into the place of rank 0's data */
-        ddp_reduce_tree(peer->bytes, t->source, w, frame.size / m->element, m->call->dtype, m->call->op, m->call->divisor);
+        ddp_reduce_tree(peer->bytes, t->source, t->world_size, frame.size / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor);
     DDP_TRY(ddp__room(group, &t->out, &t->room, at + frame.size));
     memcpy(t->out, &frame, sizeof frame);
-    for (int r = 0; r < parts && frame.size; at += peer[r++].data.size) if (peer[r].data.size) memcpy(t->out + at, peer[r].bytes, peer[r].data.size);
+    for (int r = 0; r < parts && frame.size; at += peer[r++].data.size)
+        if (peer[r].data.size) memcpy(t->out + at, peer[r].bytes, peer[r].data.size);
     return DDP_OK;
 }
 
 /* Takes what is this rank's from the data of all, or their sum. */
-static void ddp__tcp_take(const ddp_group *group, const ddp__move *m, const unsigned char *answer) {
-    size_t begin = m->common ? 0 : (size_t)group->rank * m->block;
-    for (int r = 0; r < (m->shape & DDP__ADDS ? 1 : group->world_size); answer += ddp__tcp_sends(group, m, r++)) {
-        ddp__part take = ddp__takes(group->rank, m, r);
-        if (take.size) memcpy(m->recv + take.begin, answer + begin, take.size);
+static void ddp__tcp_take(const ddp__tcp *t, const ddp_call *call, const unsigned char *answer) {
+    for (int r = 0; r < (ddp_call_adds(call) ? 1 : t->world_size); r++) {
+        ddp_bytes from = ddp_call_sends(call, r, t->rank), to = ddp_call_receives(call, t->rank, r);
+        if (to.size) memcpy((unsigned char *)call->recv + to.begin, answer + from.begin, to.size);
+        answer += ddp_call_send_size(call, r, t->world_size);
     }
 }
 
 /* Carries out a call. DDP_ERR_UNSUPPORTED leaves the group as it was. */
-static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__move *m) {
-    double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
-    ddp__frame frame = ddp__tcp_frame_of(group, m, group->rank);
+static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp_call *call) {
+    double deadline = ddp_now() + ddp_group_timeout_ms(group) * 1e-3;
+    ddp__frame frame = ddp__tcp_frame_of(call, t->rank, t->world_size);
     ddp__peer *p = t->venue.peer;
-    int hub = group->rank == 0;
+    int hub = t->rank == 0;
     size_t head = hub ? 0 : sizeof frame;
     DDP_TRY(ddp__room(group, hub ? &p->bytes : &t->out, hub ? &p->room : &t->room, head + frame.size));
     memcpy(hub ? (unsigned char *)&p->data : t->out, &frame, sizeof frame);
-    if (frame.size) memcpy(hub ? p->bytes : t->out + head, m->send, frame.size);
+    if (frame.size) memcpy(hub ? p->bytes : t->out + head, call->kind == DDP_CALL_BROADCAST ? call->recv : call->send, frame.size);
     p->arrived = hub;
     if (!hub && p->fd >= 0) ddp__send_all(p->fd, t->out, head + frame.size, deadline); /* if it fails, what comes or does not come says why */
     DDP_TRY(ddp__tcp_await(group, t, deadline));
-    if (hub) DDP_TRY(ddp__tcp_join(group, t, m));
-    frame = ddp__tcp_answer_of(group, m);
-    if (!hub) DDP_TRY(ddp__tcp_check(group, 0, p, &frame));
+    if (hub) DDP_TRY(ddp__tcp_join(group, t, call));
+    frame = ddp__tcp_answer_of(call, t->world_size);
+    if (!hub) DDP_TRY(ddp__tcp_check(t, 0, p, &frame));
     for (int r = 1; r < t->venue.count; r++)
         if (!ddp__send_all(p[r].fd, t->out, sizeof frame + frame.size, deadline)) shutdown(p[r].fd, SHUT_RDWR); /* it is missed soon */
     if (frame.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank, and no calls with counts; for more build with "
                                       "DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
-    ddp__tcp_take(group, m, hub ? t->out + sizeof frame : p->bytes);
+    ddp__tcp_take(t, call, hub ? t->out + sizeof frame : p->bytes);
     return DDP_OK;
 }
 
 static void ddp__tcp_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
     ddp__tcp *t = (ddp__tcp *)state;
+    (void)group;
     pthread_mutex_lock(&t->lock);
-    ddp__self_abort(group, t, cause, text);
-    if (!t->running) ddp__tcp_tell(t); /* otherwise the call does */
+    if (t->cause.result == DDP_OK) {
+        snprintf(t->cause.text, sizeof t->cause.text, "%s", text);
+        t->cause.result = (int32_t)cause;
+    }
+    if (!t->call) ddp__tcp_tell(t); /* otherwise the call does */
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Takes and tells the news, unless a call does. running: 1 or 0, a call begins or ends here; -1 = neither. */
-static ddp_result ddp__tcp_look(const ddp_group *group, ddp__tcp *t, int running) {
+/* Takes and tells the news, unless a call does. call: begins here, or NULL. ends: a call ends here. */
+static ddp_result ddp__tcp_look(ddp_group *group, ddp__tcp *t, const ddp_call *call, int ends) {
     pthread_mutex_lock(&t->lock);
-    if (running == 0) t->running = 0;
-    if (!t->running) ddp__tcp_pump((ddp_group *)(uintptr_t)group, t);
-    if (!t->running) ddp__tcp_tell(t);
-    if (running == 1) t->running = 1;
-    ddp_result result = ddp__self_status(group, t);
+    if (ends) t->call = NULL;
+    if (!t->call) {
+        ddp__tcp_pump(group, t);
+        ddp__tcp_tell(t);
+    }
+    if (call) t->call = call;
+    ddp_result result = ddp_error_restore(&t->cause);
     pthread_mutex_unlock(&t->lock);
     return result;
 }
 
-static ddp_result ddp__tcp_status(const ddp_group *group, void *state) { return ddp__tcp_look(group, (ddp__tcp *)state, -1); }
+static ddp_result ddp__tcp_status(const ddp_group *group, void *state) {
+    return ddp__tcp_look((ddp_group *)(uintptr_t)group, (ddp__tcp *)state, NULL, 0);
+}
 
 static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__tcp *t = (ddp__tcp *)state;
-    ddp__move m = ddp__move_of(call);
-    if (call->kind == DDP_CALL_BARRIER) m.block = 0; /* count is no size then */
-    ddp_result result = ddp__tcp_look(group, t, 1) == DDP_OK ? ddp__tcp_exchange(group, t, &m) : DDP_ERR_POISONED;
+    ddp_result result = ddp__tcp_look(group, t, call, 0) == DDP_OK ? ddp__tcp_exchange(group, t, call) : DDP_ERR_POISONED;
     if (result != DDP_OK && result != DDP_ERR_UNSUPPORTED) {
         ddp__tcp_poison(group, t, result, ddp_last_error());
         result = DDP_ERR_POISONED;
     }
-    ddp__tcp_look(group, t, 0);
+    ddp__tcp_look(group, t, NULL, 1);
     return result;
 }
 
@@ -6306,46 +6465,74 @@ static void ddp__tcp_tune(int fd, int timeout_ms) {
     for (int i = 0; i < 6; i++) setsockopt(fd, options[i][0], options[i][1], &options[i][2], sizeof(int));
 }
 
-/* Makes the state of a group whose ranks meet at the venue. Ranks that turn out to be on one machine need the network no longer. */
-static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *v, int listener) {
-    size_t w = (size_t)group->world_size;
-    int pid = (int)getpid();
-    ddp__card mine = {ddp__machine(), ddp__nonce(), (uint64_t)pid, ddp__process_start_time(pid)};
-    ddp__card cards[DDP_MAX_LOCAL_RANKS];
-    ddp__tcp *t = (ddp__tcp *)ddp__group_calloc(group, sizeof *t + w * (sizeof *t->card + sizeof *t->source));
-    char token[32];
-    if (!t) { if (listener >= 0) close(listener); return DDP_ERR_NO_MEMORY; }
-    t->card = (ddp__card *)(void *)(t + 1);
-    t->source = (const void **)(void *)(t->card + w);
-    pthread_mutex_init(&t->lock, NULL);
-    group->state = t;
+/* The ranks meet at v, and tell each other on which machine they are. */
+static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *v, int listener, const ddp__card mine) {
+    ddp_call call = DDP_ZERO;
     ddp_result result = ddp__meet(v, group, listener, NULL);
     t->venue = *v;
-    for (int r = 0; r < t->venue.count; r++) ddp__tcp_tune(t->venue.peer[r].fd, group->desc.timeout_ms);
-    if (group->rank && result == DDP_OK) {
-        snprintf(t->venue.peer->who, sizeof t->venue.peer->who, "%.95s", t->venue.peer->text);
-        t->venue.peer->arrived = 1; /* rank 0 only answers: data outside a call is invalid */
+    if (result != DDP_OK) return result;
+    for (int r = 0; r < t->venue.count; r++) ddp__tcp_tune(t->venue.peer[r].fd, ddp_group_timeout_ms(group));
+    ddp__peer *p = t->venue.peer;
+    if (t->rank) {
+        snprintf(p->who, sizeof p->who, "%.95s", p->text);
+        p->arrived = 1; /* rank 0 only answers: data outside a call is invalid */
     }
-    if (result == DDP_OK) result = ddp_all_gather(group, mine, t->card, DDP__CARD_WORDS, DDP_U64, NULL);
-    if (result != DDP_OK) { ddp__tcp_close(group, t); return result; }
-    group->local_rank = group->local_world_size = 0;
-    for (int r = 0; r < group->world_size; r++) {
-        int here = t->card[r][DDP__CARD_MACHINE] == mine[DDP__CARD_MACHINE];
-        group->local_rank += r < group->rank && here;
-        group->local_world_size += here;
+    call.kind = DDP_CALL_ALL_GATHER;
+    call.dtype = DDP_U64;
+    call.root = -1;
+    call.count = DDP__CARD_WORDS;
+    call.send = mine;
+    call.recv = t->card;
+    if (ddp__tcp_run(group, t, &call) == DDP_OK) return DDP_OK;
+    return ddp_fail_in(ddp__tcp_status(group, t), "ddp_group_create", group, "%s", ddp_last_error());
+}
+
+/* Makes the state of a group whose ranks meet at the venue. Ranks that turn out to be on one machine need the network no longer. */
+static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *v, int listener, void **state) {
+    int world_size = ddp_world_size(group), here = 0, before = 0;
+    size_t w = (size_t)world_size, size = sizeof(ddp__tcp) + w * (sizeof(ddp__card) + sizeof(void *) + 1 + DDP__ANNOUNCED);
+    ddp__card mine, cards[DDP_MAX_LOCAL_RANKS];
+    ddp__tcp *t = (ddp__tcp *)ddp_host_alloc(group, size);
+    char token[32];
+    if (!t) {
+        if (listener >= 0) close(listener);
+        return DDP_ERR_NO_MEMORY;
     }
-    if (group->local_world_size < group->world_size || group->world_size > DDP_MAX_LOCAL_RANKS) return DDP_OK;
+    memset(t, 0, sizeof *t);
+    t->card = (ddp__card *)(void *)(t + 1);
+    t->source = (const void **)(void *)(t->card + w);
+    t->state = (unsigned char *)(t->source + w);
+    t->announced = (char *)(t->state + w);
+    t->rank = ddp_rank(group);
+    t->world_size = world_size;
+    pthread_mutex_init(&t->lock, NULL);
+    ddp__card_here(mine);
+    ddp_result result = ddp__tcp_meet(group, t, v, listener, mine);
+    if (result != DDP_OK) {
+        ddp__tcp_close(group, t);
+        return result;
+    }
+    for (int r = 0; r < world_size; r++) {
+        if (t->card[r][DDP__CARD_MACHINE] != mine[DDP__CARD_MACHINE]) continue;
+        before += r < t->rank;
+        here++;
+    }
+    ddp_group_set_local(group, before, here);
+    if (here < world_size || here > DDP_MAX_LOCAL_RANKS) {
+        *state = t;
+        return DDP_OK;
+    }
     snprintf(token, sizeof token, "tcp:%016llx", (unsigned long long)t->card[0][DDP__CARD_NONCE]);
     memcpy(cards, t->card, w * sizeof *cards);
     ddp__tcp_close(group, t);
-    return ddp__local_meet(group, token, (const ddp__card *)cards, NULL);
+    return ddp__local_meet(group, token, (const ddp__card *)cards, NULL, state);
 }
 
 /* Members on one machine meet there and use the local backend; others meet at the new group's rank 0, whose addresses travel over the parent. */
 static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     const ddp__tcp *t = (const ddp__tcp *)state;
-    int local = child && member_count <= DDP_MAX_LOCAL_RANKS, leads = child && child->rank == 0;
-    char mine[DDP__ANNOUNCED] = "", *all = NULL;
+    int local = child && member_count <= DDP_MAX_LOCAL_RANKS, leads = child && members[0] == t->rank;
+    char mine[DDP__ANNOUNCED] = "", *all = t->announced;
     uint64_t size;
     ddp__venue venue = DDP_ZERO;
     for (int i = 1; i < member_count; i++)
@@ -6356,28 +6543,22 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
     size = strlen(mine) + 1;
     ddp_result result = ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL); /* most have few addresses */
     if (result == DDP_OK && (size <= strlen(mine) || size > sizeof mine))
-        result = DDP__RANK_FAIL(parent, DDP_ERR_MISMATCH,
-                                "%s: a rank announces %llu bytes, allowed are %zu",
-                                ddp_public_call_name("ddp_group_split"), (unsigned long long)size, sizeof mine);
-    if (result == DDP_OK && !(all = (char *)ddp_host_alloc(parent, size * (uint64_t)parent->world_size))) result = DDP_ERR_NO_MEMORY;
+        result = ddp_fail_in(DDP_ERR_MISMATCH, "ddp_group_split", parent, "a rank announces %llu bytes, allowed are %zu",
+                             (unsigned long long)size, sizeof mine);
     if (result == DDP_OK) result = ddp_all_gather(parent, mine, all, size, DDP_U8, NULL);
-    for (int r = 0; r < parent->world_size && result == DDP_OK; r++) all[size * (uint64_t)r + size - 1] = 0;
+    for (int r = 0; r < t->world_size && result == DDP_OK; r++) all[size * (uint64_t)r + size - 1] = 0;
     if (result == DDP_OK && child && (!ddp__venue_hear(&venue, 0, all + size * (uint64_t)members[0]) || (!local && !venue.port)))
-        result = DDP__RANK_FAIL(parent, DDP_ERR_SYSTEM, "%s: rank %d could not listen at any port", ddp_public_call_name("ddp_group_split"), members[0]);
-    ddp_host_free(parent, all);
+        result = ddp_fail_in(DDP_ERR_SYSTEM, "ddp_group_split", parent, "rank %d could not listen at any port", members[0]);
     *child_state = NULL;
-    if (result != DDP_OK || !child) { if (listener >= 0) close(listener); return result; }
+    if (result != DDP_OK || !child) {
+        if (listener >= 0) close(listener);
+        return result;
+    }
+    if (local) return ddp__local_meet(child, venue.token, (const ddp__card *)t->card, members, child_state);
     venue.ports = 1;
     venue.secured = t->venue.secured;
     memcpy(venue.key, t->venue.key, sizeof venue.key);
-    if (member_count == 1) {
-        child->backend = &ddp__backend_self;
-        return ddp__self_open(child, child_state);
-    }
-    if (local) result = ddp__local_meet(child, venue.token, (const ddp__card *)t->card, members);
-    else result = ddp__tcp_open(child, &venue, listener);
-    if (result == DDP_OK) *child_state = child->state;
-    return result;
+    return ddp__tcp_open(child, &venue, listener, child_state);
 }
 
 static const ddp_backend ddp__backend_tcp = {
@@ -6486,15 +6667,32 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
         return ddp_error_restore(&first);
     }
     if (result != DDP_OK) return result;
-    if (!backend) result = ddp__tcp_open(group, v, -1);
-    else if (backend->open) result = backend->open(group, &group->state);
+    if (backend && backend->open) {
+        ddp_group_set_local(group, id->local_rank, id->local_world_size);
+        result = backend->open(group, &group->state);
+    }
+    else if (!backend) result = ddp__tcp_open(group, v, -1, &group->state);
     else if (id->world) result = ddp__local_again(group, id->world);
-    else if (id->heap) result = ddp__local_join(group, id->heap);
-    else result = ddp__local_meet(group, id->token, NULL, NULL);
-    if (result == DDP_OK && backend && backend->open) ddp_group_set_local(group, id->local_rank, id->local_world_size);
+    else if (id->heap) result = ddp__local_join(group, id->heap, &group->state);
+    else result = ddp__local_meet(group, id->token, NULL, NULL, &group->state);
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);
     return result;
+}
+
+DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, const char *token, const int *ranks, int count,
+                                         int timeout_ms) {
+    ddp_group_desc desc = whole->desc;
+    ddp__identity here = DDP_ZERO;
+    here.world_size = count;
+    while (ranks[here.rank] != whole->rank) here.rank++;
+    snprintf(here.token, sizeof here.token, "%s", token);
+    desc.order = DDP_ORDER_TREE;
+    desc.device = ddp_device_cpu();
+    desc.timeout_ms = timeout_ms;
+    DDP_TRY(ddp__world_new(out, &desc, &ddp__backend_local, &here, NULL));
+    ddp_group_part_of(*out, whole, ranks);
+    return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc) {
@@ -6515,8 +6713,8 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
     if (result == DDP_OK) ddp__lost_share(group, control, NULL);
     result = ddp_agree(control, "ddp_group_create", result, 0, ""); /* open needs every rank */
     if (result == DDP_OK && d.backend->open) {
+        ddp_group_set_local(group, control->local_rank, control->local_world_size);
         result = d.backend->open(group, &group->state);
-        if (result == DDP_OK) ddp_group_set_local(group, control->local_rank, control->local_world_size);
     }
     if (result == DDP_OK)
         *out = group;
@@ -6524,11 +6722,6 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
         ddp__group_delete(group);
     return result;
 }
-
-#if defined(DDP_USE_MPI)
-static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm, const ddp__identity *id);
-#endif
-static uint32_t ddp__mpi_worlds; /* that are open, or have failed: MPI is not finalised meanwhile */
 
 static const char *const ddp__schemes[DDP__SCHEMES] = {"self://", "env://", "mpi://", "tcp://", "file://"};
 
@@ -6540,12 +6733,17 @@ static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const
     DDP__JOIN_NEED(!alone || id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d", id->world_size);
     DDP__JOIN_NEED(!url || desc->world_size > 0 || id->found, "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
                    desc->init_method);
-    if (!mpi && !alone && desc->backend) return ddp__world_new(out, desc, desc->backend, id, NULL);
+    if (!alone && desc->backend) return ddp__world_new(out, desc, desc->backend, id, NULL);
     if (!mpi && id->heap) return ddp__world_new(out, desc, &ddp__backend_local, id, NULL);
     if (!mpi && id->world_size == 1) return ddp__world_new(out, desc, &ddp__backend_self, id, NULL);
 #if defined(DDP_USE_MPI)
     mpi |= !url && (strncmp(id->token, "ompi:", 5) == 0 || strncmp(id->token, "pmi:", 4) == 0);
-    if (mpi) return ddp__mpi_world("ddp_group_create", out, desc, MPI_COMM_WORLD, id);
+    if (mpi) {
+        ddp_group_desc d = *desc;
+        d.rank = id->rank;
+        d.world_size = id->found || desc->world_size > 0 ? id->world_size : 0;
+        return ddp_group_create_mpi(out, &d);
+    }
 #endif
     if (mpi) return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"mpi://\" needs a backend that this build does not have");
     /* nothing says how many ranks are here, and MASTER_ADDR names a machine: this one or another */
@@ -6753,7 +6951,7 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
         if (pending) ddp_group_poison(group, DDP_ERR_PEER_LOST, text);
         if (group->thread_started) pthread_join(group->thread, NULL);
     }
-    if (group->on_mpi && ddp_group_cause(group) == DDP_OK) ddp__fetch_add(&ddp__mpi_worlds, (uint32_t)-1);
+    if (group->destroy_fn) group->destroy_fn(group);
     group->backend->close(group, group->state);
     ddp__group_delete(group);
 }
@@ -6832,6 +7030,27 @@ DDPDEF ddp_result ddp_group_cause(const ddp_group *group) {
     ddp__lost_check((ddp_group *)(uintptr_t)group);
     return group->backend->status(group, group->state);
 }
+
+DDPDEF void ddp_group_part_of(ddp_group *part, ddp_group *whole, const int *ranks) {
+    ddp__lost_share(part, whole, ranks);
+    if (part->backend != &ddp__backend_local) return;
+    memcpy(((ddp__local *)part->state)->number, ranks, (size_t)part->world_size * sizeof *ranks);
+}
+
+DDPDEF void *ddp_group_take_over(ddp_group *group, ddp_group *from) {
+    group->backend = from->backend;
+    group->state = from->state;
+    ddp__group_delete(from);
+    return group->state;
+}
+
+DDPDEF void ddp_group_on_wait(ddp_group *group, void (*fn)(void *argument), void *argument) {
+    group->wait_fn = fn;
+    group->wait_argument = argument;
+}
+DDPDEF void ddp_group_on_destroy(ddp_group *group, void (*fn)(ddp_group *group)) { group->destroy_fn = fn; }
+DDPDEF void ddp_group_no_thread(ddp_group *group) { group->no_thread = 1; }
+
 DDPDEF void ddp_group_set_local(ddp_group *group, int rank, int world_size) { group->local_rank = rank; group->local_world_size = world_size; }
 
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out) {
@@ -6884,10 +7103,12 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
     return result;
 }
 
-#if defined(DDP_USE_MPI)
 //== the MPI backend: several machines ================================================================ >>impl-mpi
 
-/* The ranks of one machine also form a group of the local backend. It is all that a group on one machine needs, and takes its place. Elsewhere it notices
+/* Written like a backend of a user's own: it calls >>spi and uses nothing else of this file. ddp_group_create reaches it
+   by ddp_group_create_mpi.
+
+   The ranks of one machine also form a group of the local backend. It is all that a group on one machine needs, and takes its place. Elsewhere it notices
    the dead, keeps the cause of a failure and holds group memory. Data travels by
 
      any order   all_reduce and reduce of types that MPI has go to MPI as they are
@@ -6898,6 +7119,7 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
    Every wait is MPI_Test on what has been started; those of a split alone block, right after all ranks have agreed to it. After a failure MPI may still own
    the buffers of calls that were under way: nothing that it was given is freed, and it is not finalised. Messages are cancelled. */
 
+#if defined(DDP_USE_MPI)
 #if !defined(DDP__MPI_PIECE_BYTES) /* tests make them small */
 #define DDP__MPI_PIECE_BYTES ((size_t)1 << 30) /* of one call of MPI, whose counts are int */
 #define DDP__MPI_CHUNK_BYTES ((size_t)2 << 20) /* of a rank's data that is reduced at a time; at least 16 KiB for each rank */
@@ -6908,38 +7130,42 @@ enum { DDP__MPI_DATA, DDP__MPI_NOTICE, DDP__MPI_TAGS }; /* tags; those of messag
 enum { DDP__NOTICE_FAILED, DDP__NOTICE_WHO, DDP__NOTICE_HERE, DDP__NOTICE_LEFT, DDP__NOTICES };
 typedef struct ddp__mpi_notice {
     int32_t kind, code;
-    uint64_t seq, lost[2];            /* lost: FAILED: from ddp__lost_pack */
-    char text[DDP__TEXT_MAX];
+    uint64_t seq, lost[2]; /* lost: FAILED: from ddp_group_get_lost */
+    char text[512];
 } ddp__mpi_notice;
 
 /* A message: what was sent, up to its call, and the user's buffer travel as one. */
-typedef struct ddp__mpi_message { uint64_t dtype, count; ddp_call call; MPI_Request request; } ddp__mpi_message;
+typedef struct ddp__mpi_message {
+    uint64_t dtype, count;
+    ddp_call call;
+    MPI_Request request;
+} ddp__mpi_message;
 
 typedef struct ddp__mpi {
     MPI_Comm comm;
-    ddp_group *local;                 /* the ranks of this machine */
+    ddp_group *local;         /* the ranks of this machine */
     int rank, world_size, machine_count;
-    int block;                        /* ranks of each machine, where they are 2^k in a row; otherwise 1 */
-    int step;                         /* ranks that it divides take part in what MPI does, each as rank / step */
-    int *machine_of;                  /* each rank's, by its first rank */
-    unsigned char *here;              /* each rank's answer to the notice of ddp__mpi_ask: */
+    int one_thread;           /* 1 = only the main thread may call MPI, or one thread at a time */
+    int block;                /* ranks of each machine, where they are 2^k in a row; otherwise 1 */
+    int step;                 /* ranks that it divides take part in what MPI does, each as rank / step */
+    int *machine_of;          /* each rank's, by its first rank */
+    unsigned char *here;      /* each rank's answer to the notice of ddp__mpi_overdue */
     ddp__mpi_notice notice[DDP__NOTICES]; /* of each kind, as sent: they stay while MPI may read them */
-    uint64_t what[2];                 /* the collective under way, see ddp__signature */
-    uint32_t told;                    /* other machines know of the failure */
-    int left;                         /* the first rank that has left, */
-    uint64_t left_after;              /* and after which call */
-    double looked;                    /* for the dead */
-    uint64_t word[9];                 /* what MPI carries for ddp.h itself: after a failure it may still write there */
-    MPI_Request *requests;            /* of the call under way: four for each rank are enough */
-    int request_count, messages;      /* messages: that is what they are, not a collective of MPI */
+    ddp_call call;            /* the collective under way */
+    uint32_t told;            /* the other ranks know of the failure */
+    int left;                 /* the first rank that has left, */
+    uint64_t left_after;      /* and after which call */
+    uint64_t word[9];         /* what MPI carries for ddp.h itself: after a failure it may still write there */
+    MPI_Request *requests;    /* of the call under way: four for each rank are enough */
+    int request_count, messages; /* messages: that is what they are, not a collective of MPI */
+    size_t room;              /* bytes of a rank's chunk in scratch, which has two for each rank and a pointer to each */
     unsigned char *scratch;
-    size_t scratch_bytes;
-    float *wide;                      /* a chunk of 16-bit floats, converted */
-    int way;                          /* of this all_reduce: by machine or flat, as rank 0 has proposed along with its fingerprint */
-    ddp__route route[16];             /* by size */
+    float *wide;              /* a chunk of 16-bit floats, converted */
+    int method;               /* of this all_reduce: by machine or flat, as rank 0 has proposed along with its fingerprint */
+    ddp_tuner tuner[16];      /* by size */
 } ddp__mpi;
-enum { DDP__WAY_MACHINES, DDP__WAY_FLAT, DDP__MPI_WAYS };
-enum { DDP__SILENT, DDP__IN_EARLIER_CALL, DDP__IN_THIS_CALL };
+enum { DDP__MPI_BY_MACHINE, DDP__MPI_FLAT, DDP__MPI_METHODS };
+static uint32_t ddp__mpi_worlds; /* that are open, or have failed: MPI is not finalised meanwhile */
 
 static ddp_result ddp__mpi_result(int error, const char *call) {
     char text[MPI_MAX_ERROR_STRING] = "";
@@ -6954,38 +7180,39 @@ static ddp_result ddp__mpi_result(int error, const char *call) {
 
 /* --- failures --- */
 
-static ddp_result ddp__mpi_status(const ddp_group *group, void *state) { (void)group; return ddp_group_cause(((ddp__mpi *)state)->local); }
-
 static void ddp__mpi_tell(ddp__mpi *s, int to, int kind) {
     MPI_Request request;
-    s->notice[kind].kind = kind;
-    if (to != s->rank && MPI_Isend(&s->notice[kind], (int)sizeof(ddp__mpi_notice), MPI_BYTE, to, DDP__MPI_NOTICE, s->comm, &request) == MPI_SUCCESS)
+    ddp__mpi_notice *notice = &s->notice[kind];
+    notice->kind = kind;
+    if (to == s->rank) return;
+    if (MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, to, DDP__MPI_NOTICE, s->comm, &request) == MPI_SUCCESS)
         MPI_Request_free(&request);
 }
 
-/* The first cause is the machine's; the other machines are told, also when the local backend has recorded it. */
-static void ddp__mpi_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
-    ddp__mpi *s = (ddp__mpi *)state;
+/* The first cause is the machine's. The other ranks are told once, also when the local backend has recorded it. */
+static void ddp__mpi_poison(ddp__mpi *s, ddp_result cause, const char *text) {
     ddp__mpi_notice *notice = &s->notice[DDP__NOTICE_FAILED];
     if (!s->local) return; /* it is being opened */
     ddp_group_poison(s->local, cause, text);
     if (__atomic_exchange_n(&s->told, 1u, __ATOMIC_SEQ_CST)) return;
-    notice->code = (int32_t)ddp__mpi_status(group, s);
+    notice->code = (int32_t)ddp_group_cause(s->local);
     snprintf(notice->text, sizeof notice->text, "%s", ddp_last_error());
-    ddp__lost_pack(s->local, notice->lost);
-    for (int r = 0; r < s->world_size; r++) if (s->machine_of[r] != s->machine_of[s->rank]) ddp__mpi_tell(s, r, DDP__NOTICE_FAILED);
+    ddp_group_get_lost(s->local, notice->lost);
+    for (int r = 0; r < s->world_size; r++) ddp__mpi_tell(s, r, DDP__NOTICE_FAILED);
 }
 
-/* From any thread. Where it may not talk to MPI, the next call, or the end, on the thread that may tells the other machines. */
+/* From any thread. Where it may not talk to MPI, the next call, or the end, on the thread that may tells the other ranks. */
 static void ddp__mpi_call_off(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    ddp__mpi *s = (ddp__mpi *)state;
     int may = 1;
-    if (group->no_thread) MPI_Is_thread_main(&may);
-    if (may) ddp__mpi_poison(group, state, cause, text);
-    else ddp_group_poison(((ddp__mpi *)state)->local, cause, text);
+    (void)group;
+    if (s->one_thread) MPI_Is_thread_main(&may);
+    if (may) ddp__mpi_poison(s, cause, text);
+    else ddp_group_poison(s->local, cause, text);
 }
 
-/* This rank has failed, or found a failure: its error line tells. */
-static void ddp__mpi_fail(ddp_group *group, ddp__mpi *s, ddp_result cause) { ddp__mpi_poison(group, s, cause, ddp_last_error()); }
+/* This rank has failed, or found a failure, which its error line describes. */
+static void ddp__mpi_fail(ddp__mpi *s, ddp_result cause) { ddp__mpi_poison(s, cause, ddp_last_error()); }
 
 /* Takes in the notices that have come. MPI, too, moves on: what it has sent may need that to get there. */
 static void ddp__mpi_listen(void *state) {
@@ -6996,89 +7223,62 @@ static void ddp__mpi_listen(void *state) {
     int there = 0;
     while (MPI_Improbe(MPI_ANY_SOURCE, DDP__MPI_NOTICE, s->comm, &there, &message, &status) == MPI_SUCCESS && there &&
            MPI_Mrecv(&notice, (int)sizeof notice, MPI_BYTE, &message, &status) == MPI_SUCCESS) {
-        if (notice.kind == DDP__NOTICE_WHO) ddp__mpi_tell(s, status.MPI_SOURCE, DDP__NOTICE_HERE);
-        if (notice.kind == DDP__NOTICE_HERE) {
-            int in_this_call = notice.seq >= s->notice[DDP__NOTICE_HERE].seq;
-            s->here[status.MPI_SOURCE] = in_this_call ? DDP__IN_THIS_CALL : DDP__IN_EARLIER_CALL;
-        }
+        int from = status.MPI_SOURCE, in_this_call = notice.seq >= s->call.seq;
+        if (notice.kind == DDP__NOTICE_WHO) ddp__mpi_tell(s, from, DDP__NOTICE_HERE);
+        if (notice.kind == DDP__NOTICE_HERE) s->here[from] = in_this_call ? DDP_RANK_ARRIVED : DDP_RANK_BEHIND;
         if (notice.kind == DDP__NOTICE_FAILED) {
-            ddp__store(&s->told, 1u);
-            ddp__lost_unpack(s->local, notice.lost, (ddp_result)notice.code, notice.text);
+            __atomic_store_n(&s->told, 1u, __ATOMIC_RELEASE);
+            ddp_group_add_lost(s->local, notice.lost, (ddp_result)notice.code, notice.text);
             ddp_group_poison(s->local, (ddp_result)notice.code, notice.text);
         }
         if (notice.kind == DDP__NOTICE_LEFT && notice.seq < s->left_after) {
             s->left_after = notice.seq;
-            s->left = status.MPI_SOURCE;
+            s->left = from;
         }
     }
 }
 
 /* For those who only ask. Below MPI_THREAD_MULTIPLE it may not be their thread that talks to MPI. */
-static ddp_result ddp__mpi_heard(const ddp_group *group, void *state) {
-    if (!group->no_thread) ddp__mpi_listen(state);
-    return ddp__mpi_status(group, state);
+static ddp_result ddp__mpi_status(const ddp_group *group, void *state) {
+    ddp__mpi *s = (ddp__mpi *)state;
+    (void)group;
+    if (!s->one_thread) ddp__mpi_listen(s);
+    return ddp_group_cause(s->local);
 }
 
-/* This rank's time is up: `rank` counts as lost if it has not answered the notice of ddp__mpi_ask. */
-static void ddp__mpi_mark_silent(ddp_group *group, ddp__mpi *s, int rank, const char *text) {
-    ddp__local *l = (ddp__local *)s->local->state;
-    if (s->here[rank] != DDP__SILENT) return;
-    ddp_group_mark_lost(group, rank, DDP_ERR_TIMEOUT, text);
-    for (int r = 0; r < l->world_size; r++)
-        if (l->number[r] == rank) ddp__mark_unresponsive(group, l, r);
-}
-
-/* Queries ranks `first`, first + step, ... up to `last`: those that wait on this communicator as well answer.
-   It takes half a second. */
-static void ddp__mpi_ask(ddp__mpi *s, int first, int last, int step) {
-    memset(s->here, DDP__SILENT, (size_t)s->world_size);
-    s->here[s->rank] = DDP__IN_THIS_CALL;
-    for (int r = first; r <= last; r += step) ddp__mpi_tell(s, r, DDP__NOTICE_WHO);
+/* This rank's time is up in a call. It asks ranks first, first + step, ... up to last, of which those that wait for MPI as
+   well answer within half a second, and blames the silent ones. */
+static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s, const ddp_call *call, int first, int last, int step) {
+    memset(s->here, DDP_RANK_ARRIVED, (size_t)s->world_size);
+    for (int r = first; r <= last; r += step) {
+        if (r != s->rank) s->here[r] = DDP_RANK_SILENT;
+        ddp__mpi_tell(s, r, DDP__NOTICE_WHO);
+    }
     for (double end = ddp_now() + 0.5; ddp_now() < end; usleep(1000)) ddp__mpi_listen(s);
-}
-
-/* This rank's time is up: who does not answer, of those that wait for MPI as well, has not come. */
-static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s) {
-    char list[2][190] = {"", ""}, text[DDP__TEXT_MAX];
-    ddp__mpi_ask(s, 0, s->world_size - 1, s->step);
-    if (ddp__mpi_status(group, s) != DDP_OK) return; /* another rank has found the cause meanwhile */
-    for (int r = 0; r < s->world_size; r += s->step)
-        ddp__list_rank(list[s->here[r] == DDP__IN_THIS_CALL], sizeof *list, r);
-    snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, list[1],
-             list[0][0] ? list[0] : "none");
-    for (int r = 0; r < s->world_size; r += s->step) ddp__mpi_mark_silent(group, s, r, text);
-    ddp__cause_of_collective(text, sizeof text, s->rank, s->what, s->notice->seq);
-    ddp__mpi_poison(group, s, DDP_ERR_TIMEOUT, text);
+    if (ddp_group_cause(s->local) != DDP_OK) return; /* another rank has found the cause meanwhile */
+    ddp__mpi_fail(s, ddp_call_timed_out(group, call, s->here));
 }
 
 /* What a wait looks after now and then. */
 static ddp_result ddp__mpi_look(ddp_group *group, ddp__mpi *s, double start) {
-    char text[DDP__TEXT_MAX];
-    ddp_result lost;
-    double now = ddp_now();
-    int overdue = now - start > group->desc.timeout_ms * 1e-3, late = now - s->looked > 0.005;
-    if (!s->local) return !overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", group->desc.timeout_ms); /* it is being opened */
-    ddp__local *l = (ddp__local *)s->local->state;
+    int timeout_ms = ddp_group_timeout_ms(group), overdue = ddp_now() - start > timeout_ms * 1e-3;
+    if (!s->local) return !overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", timeout_ms); /* it is being opened */
     ddp__mpi_listen(s);
-    if (s->left_after < s->notice->seq) ddp__mpi_fail(group, s, ddp_fail(DDP_ERR_PEER_LOST, "rank %d has destroyed this group", s->left));
-    for (int r = 0; r < l->world_size && late; r++) /* who has left may have done its part of this call */
-        if (r != l->rank && !ddp__load(&l->line[r].left) &&
-            (lost = ddp__member_lost(l, r, text, sizeof text)) != DDP_OK)
-        {
-            ddp_group_mark_lost(s->local, r, lost, text);
-            ddp__mpi_poison(group, s, lost, text);
-        }
-    lost = late ? ddp__lost_member(group) : DDP_OK;
-    if (lost != DDP_OK) ddp__mpi_fail(group, s, lost);
-    if (late) s->looked = now;
-    if (overdue && ddp__mpi_status(group, s) == DDP_OK) ddp__mpi_overdue(group, s);
-    return ddp__mpi_status(group, s) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
+    if (s->left_after < s->call.seq)
+        ddp__mpi_fail(s, ddp_fail(DDP_ERR_PEER_LOST, "rank %d has destroyed this group", s->left));
+    ddp_result cause = ddp_group_check_lost(group);
+    if (cause != DDP_OK) ddp__mpi_fail(s, cause);
+    if (overdue && ddp_group_cause(s->local) == DDP_OK) ddp__mpi_overdue(group, s, &s->call, 0, s->world_size - 1, s->step);
+    cause = ddp_group_cause(s->local);
+    if (cause == DDP_OK) return DDP_OK;
+    ddp__mpi_fail(s, cause);
+    return DDP_ERR_POISONED;
 }
 
 /* --- what MPI carries of a call --- */
 
 /* Waits for what has been started. */
-static ddp_result ddp__mpi_wait_signal(ddp_group *group, ddp__mpi *s) {
+static ddp_result ddp__mpi_wait(ddp_group *group, ddp__mpi *s) {
     double start = 0;
     int done = 0;
     for (uint64_t tries = 0;; tries++) { /* more than an int holds in half an hour */
@@ -7094,11 +7294,11 @@ static ddp_result ddp__mpi_wait_signal(ddp_group *group, ddp__mpi *s) {
 }
 
 /* A collective of MPI, from its start to its end. */
-#define DDP__MPI_RUN(group, s, function, ...)                                                       \
-    do {                                                                                            \
-        (s)->messages = 0;                                                                          \
-        DDP__MPI(function, __VA_ARGS__, (s)->comm, &(s)->requests[(s)->request_count++]);           \
-        DDP_TRY(ddp__mpi_wait_signal(group, s));                                                         \
+#define DDP__MPI_RUN(group, s, function, ...)                                             \
+    do {                                                                                  \
+        (s)->messages = 0;                                                                \
+        DDP__MPI(function, __VA_ARGS__, (s)->comm, &(s)->requests[(s)->request_count++]); \
+        DDP_TRY(ddp__mpi_wait(group, s));                                                 \
     } while (0)
 
 /* What MPI counts as one: head bytes, and size_bytes at some distance from them. */
@@ -7135,94 +7335,102 @@ static ddp_result ddp__mpi_start(ddp__mpi *s, int sends, const void *memory, siz
     return DDP_OK;
 }
 
-/* The same on all ranks: DDP_OK if it is well with each. Otherwise who is well says this of another. */
-static ddp_result ddp__mpi_agree(ddp_group *group, ddp__mpi *s, ddp_result own, const char *other) {
-    ddp_saved_error first = {DDP_OK, ""};
-    ddp_error_save(&first, own);
-    if (s->local && ddp__mpi_status(group, s) != DDP_OK) {
-        ddp__mpi_fail(group, s, DDP_ERR_POISONED); /* other machines wait for this one */
-        return own == DDP_OK ? ddp__mpi_status(group, s) : ddp_error_restore(&first);
-    }
-    s->step = 1;
-    s->word[0] = own == DDP_OK;
-    DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, s->word, 1, MPI_UINT64_T, MPI_MIN);
-    if (own == DDP_OK && !s->word[0]) return ddp_fail(DDP_ERR_SYSTEM, "%s", other);
-    return ddp_error_restore(&first);
-}
-
 /* In turn i this rank sends to one peer and receives from another; no two send to one. */
 static int ddp__mpi_peer(const ddp__mpi *s, int i) { return (s->rank / s->step + i) % (s->world_size / s->step); }
 
-/* Starts to send each peer its piece k, and to receive this rank's from each: into its place, or, of a sum, into `came` at room times its rank. */
-static ddp_result ddp__mpi_exchange(ddp__mpi *s, const ddp__move *m, size_t k, unsigned char *came) {
-    int me = s->rank / s->step, w = s->world_size / s->step;
+/* Calls that add nothing: one exchange. */
+static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    const unsigned char *send = (const unsigned char *)call->send;
+    unsigned char *recv = (unsigned char *)call->recv;
+    int me = s->rank, w = s->world_size;
     for (int i = 1; i < w; i++) {
         int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
-        ddp__part give = ddp__piece(m, ddp__gives(me, m, to), k, to), take = ddp__piece(m, ddp__takes(me, m, from), k, me);
-        DDP_TRY(ddp__mpi_start(s, 0, came ? came + (size_t)from * m->room : m->recv + take.begin, take.size, from));
-        DDP_TRY(ddp__mpi_start(s, 1, m->send + give.begin, give.size, to));
+        ddp_bytes out = ddp_call_sends(call, me, to), in = ddp_call_receives(call, me, from);
+        DDP_TRY(ddp__mpi_start(s, 0, recv + in.begin, in.size, from));
+        DDP_TRY(ddp__mpi_start(s, 1, send + out.begin, out.size, to));
     }
-    return DDP_OK;
+    ddp_bytes out = ddp_call_sends(call, me, me), in = ddp_call_receives(call, me, me);
+    if (in.size && out.size && recv + in.begin != send + out.begin) memcpy(recv + in.begin, send + out.begin, in.size);
+    return ddp__mpi_wait(group, s);
 }
 
-/* Adds up what has come, and starts to hand on shares of the sum. */
-static ddp_result ddp__mpi_add(ddp__mpi *s, const ddp__move *m, size_t k, unsigned char *came, const void **sources) {
-    const ddp_call *call = m->call;
-    int me = s->rank / s->step, w = s->world_size / s->step, gets = !m->shared || ddp__receives(call, me);
-    ddp__part whole = ddp__takes(me, m, me), mine = ddp__piece(m, whole, k, me);
-    void *sum = gets ? m->recv + mine.begin : came + (size_t)me * m->room;
-    for (int r = 0; r < w; r++) sources[r] = came + (size_t)r * m->room;
-    sources[me] = m->send + ddp__piece(m, ddp__gives(me, m, me), k, me).begin;
-    ddp__reduce_tree(&sum, 1, sources, w, mine.size / m->element, call->dtype, call->op, call->divisor, DDP__LARGE);
-    for (int i = 1; i < w && m->shared; i++) {
+/* Chunk k of what rank r adds up, as a range of every rank's send buffer: its block of a reduce_scatter; otherwise its share
+   of the buffer, in whole cache lines. */
+static ddp_bytes ddp__mpi_share(const ddp__mpi *s, const ddp_call *call, int r, size_t k) {
+    ddp_bytes part = ddp_call_sends(call, 0, call->root >= 0 ? call->root : r);
+    size_t w = (size_t)(s->world_size / s->step), at = k * s->room;
+    if (call->kind != DDP_CALL_REDUCE_SCATTER) {
+        size_t share = ddp_round_up((part.size + w - 1) / w, 64), begin = share * (size_t)r;
+        part.begin = begin < part.size ? begin : part.size;
+        part.size = part.size - part.begin < share ? part.size - part.begin : share;
+    }
+    part.size = part.size <= at ? 0 : part.size - at < s->room ? part.size - at : s->room;
+    part.begin += at;
+    return part;
+}
+
+/* Adds up chunk k, which has come, and starts to hand on shares of the sum. */
+static ddp_result ddp__mpi_add(ddp__mpi *s, const ddp_call *call, size_t k, unsigned char *came, const void **sources) {
+    int me = s->rank / s->step, w = s->world_size / s->step, scatters = call->kind == DDP_CALL_REDUCE_SCATTER;
+    int gets = scatters || ddp_call_receives(call, s->rank, s->rank).size > 0;
+    unsigned char *recv = (unsigned char *)call->recv;
+    ddp_bytes mine = ddp__mpi_share(s, call, me, k);
+    void *sum = !gets ? came + (size_t)me * s->room : recv + (scatters ? k * s->room : mine.begin);
+    for (int r = 0; r < w; r++) sources[r] = came + (size_t)r * s->room;
+    sources[me] = (const unsigned char *)call->send + mine.begin;
+    ddp_reduce_tree(sum, sources, w, mine.size / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor);
+    for (int i = 1; i < w && !scatters; i++) {
         int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
-        ddp__part theirs = ddp__piece(m, whole, k, from);
-        if (gets) DDP_TRY(ddp__mpi_start(s, 0, m->recv + theirs.begin, theirs.size, from));
-        if (ddp__receives(call, to)) DDP_TRY(ddp__mpi_start(s, 1, sum, mine.size, to));
+        ddp_bytes theirs = ddp__mpi_share(s, call, from, k);
+        if (gets) DDP_TRY(ddp__mpi_start(s, 0, recv + theirs.begin, theirs.size, from));
+        if (ddp_call_receives(call, to, to).size) DDP_TRY(ddp__mpi_start(s, 1, sum, mine.size, to));
     }
     return DDP_OK;
 }
 
 /* The flat way, of all ranks or of those whose rank `step` divides. While a chunk is added up, the next one is on its way. */
 static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *call, int step) {
-    ddp__move m = ddp__move_of(call);
-    size_t w = (size_t)(s->world_size / step), each = DDP__MPI_CHUNK_BYTES / w / DDP__ALIGN * DDP__ALIGN;
-    unsigned char *came[2];
+    size_t w = (size_t)(s->world_size / step), k = 0;
+    int me = s->rank / step;
+    const unsigned char *send = (const unsigned char *)call->send;
+    const void **sources = (const void **)(void *)s->scratch;
+    unsigned char *chunks = s->scratch + (size_t)s->world_size * sizeof *sources;
     s->step = step;
-    m.shared = m.common;
-    m.chunk = (each < 16384 ? 16384 : each) * (m.shared ? w : 1);
-    if (m.chunk > m.block) m.chunk = ddp_round_up(m.block, DDP__ALIGN);
-    m.rounds = (m.block + m.chunk - 1) / m.chunk;
-    m.room = m.shared ? ddp__share(m.chunk, (int)w) : m.chunk;
-    m.first_share = ddp__share(m.block - (m.rounds - 1) * m.chunk, (int)w);
-    DDP_TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, 2 * w * m.room + w * sizeof(void *)));
-    came[0] = s->scratch;
-    came[1] = came[0] + w * m.room;
-    for (size_t k = 0; k <= m.rounds; k++) {
-        if (k < m.rounds) DDP_TRY(ddp__mpi_exchange(s, &m, k, came[k & 1]));
-        if (k > 0) DDP_TRY(ddp__mpi_add(s, &m, k - 1, came[(k - 1) & 1], (const void **)(void *)(came[1] + w * m.room)));
-        DDP_TRY(ddp__mpi_wait_signal(group, s));
+    for (size_t left = 1; left; k++) {
+        unsigned char *came = chunks + (k & 1) * w * s->room, *before = chunks + (~k & 1) * w * s->room;
+        left = ddp__mpi_share(s, call, 0, k).size; /* no share is larger than the first */
+        for (int i = 1; i < (int)w && left; i++) {
+            int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, (int)w - i);
+            ddp_bytes theirs = ddp__mpi_share(s, call, to, k), mine = ddp__mpi_share(s, call, me, k);
+            DDP_TRY(ddp__mpi_start(s, 0, came + (size_t)from * s->room, mine.size, from));
+            DDP_TRY(ddp__mpi_start(s, 1, send + theirs.begin, theirs.size, to));
+        }
+        if (k > 0) DDP_TRY(ddp__mpi_add(s, call, k - 1, before, sources));
+        DDP_TRY(ddp__mpi_wait(group, s));
     }
     return DDP_OK;
 }
 
 /* All_reduce through the machines' first ranks. Partial sums of 16-bit floats are f32. */
 static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    ddp_dtype wide = ddp_sum_dtype(call->dtype);
-    size_t element = ddp_dtype_size(call->dtype), most = DDP__MPI_CHUNK_BYTES / ddp_dtype_size(wide), n;
-    int leads = s->local->rank == 0, converts = wide != call->dtype;
+    const ddp_device *cpu = ddp_device_cpu();
+    ddp_call part = *call;
+    ddp_op op = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op;
+    part.dtype = ddp_sum_dtype(call->dtype);
+    size_t element = ddp_dtype_size(call->dtype), most = DDP__MPI_CHUNK_BYTES / ddp_dtype_size(part.dtype), n;
+    int leads = ddp_rank(s->local) == 0, converts = part.dtype != call->dtype;
     if (converts && !s->wide && !(s->wide = (float *)ddp_host_alloc(group, most * sizeof(float)))) return DDP_ERR_NO_MEMORY;
     for (size_t first = 0; first < call->count; first += n) {
         const unsigned char *send = (const unsigned char *)call->send + first * element;
         unsigned char *recv = (unsigned char *)call->recv + first * element;
         void *sum = converts ? (void *)s->wide : recv;
-        ddp_call part = ddp__call_of(DDP_CALL_ALL_REDUCE, sum, sum, n = call->count - first < most ? call->count - first : most, wide);
-        if (converts) ddp__cast(sum, wide, send, call->dtype, n);
-        DDP_TRY(ddp_reduce(s->local, converts ? sum : send, sum, n, wide, call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op, 0, NULL));
-        part.op = call->op;
-        part.divisor = call->divisor;
+        n = call->count - first < most ? call->count - first : most;
+        if (converts) cpu->cast(sum, DDP_F32, send, call->dtype, n);
+        DDP_TRY(ddp_reduce(s->local, converts ? sum : send, sum, n, part.dtype, op, 0, NULL));
+        part.send = part.recv = sum;
+        part.count = n;
         if (leads) DDP_TRY(ddp__mpi_flat(group, s, &part, s->block));
-        if (leads && converts) ddp__cast(recv, call->dtype, sum, wide, n);
+        if (leads && converts) cpu->cast(recv, call->dtype, sum, DDP_F32, n);
         DDP_TRY(ddp_broadcast(s->local, recv, n, call->dtype, 0, NULL));
     }
     return DDP_OK;
@@ -7232,18 +7440,20 @@ static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_c
    code lets their sums stop at the ends of the range, where ours wrap. A reduce_scatter is one exchange either way. MPI_DATATYPE_NULL otherwise. */
 static MPI_Datatype ddp__mpi_adds(const ddp_group *group, const ddp_call *call) {
     int floats = call->op != DDP_OP_MIN && call->op != DDP_OP_MAX;
-    if (group->desc.order != DDP_ORDER_ANY || (call->kind != DDP_CALL_ALL_REDUCE && call->kind != DDP_CALL_REDUCE)) return MPI_DATATYPE_NULL;
+    if (ddp_group_order(group) != DDP_ORDER_ANY || (call->kind != DDP_CALL_ALL_REDUCE && call->kind != DDP_CALL_REDUCE)) return MPI_DATATYPE_NULL;
     if (call->dtype == DDP_I32) return MPI_INT32_T;
     if (call->dtype == DDP_I64) return MPI_INT64_T;
     if (call->dtype == DDP_U64) return MPI_UINT64_T;
-    return floats && call->dtype == DDP_F32 ? MPI_FLOAT : floats && call->dtype == DDP_F64 ? MPI_DOUBLE : MPI_DATATYPE_NULL;
+    if (floats && call->dtype == DDP_F32) return MPI_FLOAT;
+    return floats && call->dtype == DDP_F64 ? MPI_DOUBLE : MPI_DATATYPE_NULL;
 }
 
 /* What MPI carries as it is: a broadcast, and sums in any order. */
 static ddp_result ddp__mpi_whole(ddp_group *group, ddp__mpi *s, const ddp_call *call, MPI_Datatype type) {
-    MPI_Op op = call->op == DDP_OP_MIN ? MPI_MIN : call->op == DDP_OP_MAX ? MPI_MAX : call->op == DDP_OP_PROD ? MPI_PROD : MPI_SUM;
+    static const MPI_Op ops[] = {MPI_SUM, MPI_SUM, MPI_MIN, MPI_MAX, MPI_PROD};
+    MPI_Op op = ops[call->op];
     size_t element = ddp_dtype_size(call->dtype), most = DDP__MPI_PIECE_BYTES / element, n;
-    int gets = ddp__receives(call, s->rank), moves = call->kind == DDP_CALL_BROADCAST;
+    int moves = call->kind == DDP_CALL_BROADCAST, gets = call->kind == DDP_CALL_ALL_REDUCE || s->rank == call->root;
     for (size_t first = 0; first < call->count; first += n) {
         unsigned char *recv = (unsigned char *)call->recv + first * element;
         const void *send = moves || (call->send == call->recv && gets) ? MPI_IN_PLACE : (const unsigned char *)call->send + first * element;
@@ -7252,88 +7462,70 @@ static ddp_result ddp__mpi_whole(ddp_group *group, ddp__mpi *s, const ddp_call *
         else if (call->kind == DDP_CALL_ALL_REDUCE) DDP__MPI_RUN(group, s, MPI_Iallreduce, send, recv, (int)n, type, op);
         else DDP__MPI_RUN(group, s, MPI_Ireduce, send, gets ? recv : NULL, (int)n, type, op, call->root);
     }
-    if (!moves && call->op == DDP_OP_AVG && gets) ddp__divide(call->recv, call->count, call->dtype, call->divisor);
+    if (!moves && call->op == DDP_OP_AVG && gets) ddp_device_cpu()->divide(call->recv, call->count, call->dtype, call->divisor);
     return DDP_OK;
-}
-
-/* Calls that add nothing: one exchange. */
-static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    ddp__move m = ddp__move_of(call);
-    m.room = SIZE_MAX;
-    DDP_TRY(ddp__mpi_exchange(s, &m, 0, NULL));
-    ddp__move_own(s->rank, &m);
-    return ddp__mpi_wait_signal(group, s);
 }
 
 /* --- calls --- */
 
-static ddp__route *ddp__mpi_route(ddp__mpi *s, const ddp_call *call) {
+static ddp_tuner *ddp__mpi_tuner(ddp__mpi *s, const ddp_call *call) {
     int size = 0;
     while (size < 15 && call->count * ddp_dtype_size(call->dtype) >> (2 * size + 10)) size++;
-    return &s->route[size];
+    return &s->tuner[size];
 }
 
 /* Every rank has made this call, and the same one, when this returns DDP_OK. */
 static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    uint64_t *mine = s->word, *hash = s->word + 3, *most = s->word + 6;
-    const size_t size = 3 * sizeof *mine;
+    uint64_t *mine = s->word, *hash = s->word + 3, *most = s->word + 6, *all = (uint64_t *)(void *)s->scratch;
     int proposes = s->rank == 0 && s->block > 1 && call->kind == DDP_CALL_ALL_REDUCE, other = 1;
-    mine[0] = ddp__compared(ddp__signature(call));
-    mine[1] = call->count;
-    mine[2] = call->seq;
-    if (call->kind == DDP_CALL_ALL_GATHER_V) mine[2] = ddp_hash(mine[2], call->recv_counts, (size_t)s->world_size * sizeof(size_t));
-    hash[0] = ddp_hash(DDP_HASH_SEED, mine, size);
+    ddp_call_pack(call, mine);
+    mine[2] = hash[0] = ddp_call_hash(call, s->world_size);
     hash[1] = ~hash[0]; /* the most of this is the least of that */
-    hash[2] = proposes ? (uint64_t)ddp__route_pick(ddp__mpi_route(s, call), DDP__MPI_WAYS) : 0;
+    hash[2] = proposes ? (uint64_t)ddp_tuner_pick(ddp__mpi_tuner(s, call), DDP__MPI_METHODS) : 0;
     DDP__MPI_RUN(group, s, MPI_Iallreduce, hash, most, 3, MPI_UINT64_T, MPI_MAX);
-    s->way = s->block > 1 ? (int)most[2] : DDP__WAY_FLAT;
+    s->method = s->block > 1 ? (int)most[2] : DDP__MPI_FLAT;
     if (most[0] == hash[0] && most[1] == hash[1]) return DDP_OK;
-    DDP_TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, (size_t)s->world_size * size));
-    uint64_t *all = (uint64_t *)(void *)s->scratch;
-    mine[0] = ddp__signature(call); /* the texts name the caller as well */
     DDP__MPI_RUN(group, s, MPI_Iallgather, mine, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
-    while (other < s->world_size - 1 && ddp__same_call(all, all + 3 * other) && all[2] == all[3 * other + 2]) other++;
-    if (ddp__same_call(all, all + 3 * other)) return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts of rank 0 and of rank %d", other);
-    return ddp__mismatch(0, all, other, all + 3 * other);
+    while (other < s->world_size - 1 && all[2] == all[3 * other + 2]) other++;
+    DDP_TRY(ddp_call_compare(0, all, other, all + 3 * other));
+    return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts of rank 0 and of rank %d", other);
 }
 
 /* The counts of an all_to_all_v: each two ranks must mean the same. */
 static ddp_result ddp__mpi_counts_agree(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    size_t w = (size_t)s->world_size, r = 0;
-    DDP_TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, 2 * w * sizeof(size_t)));
-    size_t *given = (size_t *)(void *)s->scratch, *mine = given + w;
+    size_t w = (size_t)s->world_size, r = 0, *given = (size_t *)(void *)s->scratch, *mine = given + w;
     memcpy(mine, call->send_counts, w * sizeof *mine); /* theirs may go, should this fail */
     DDP__MPI_RUN(group, s, MPI_Ialltoall, mine, sizeof *given, MPI_BYTE, given, sizeof *given, MPI_BYTE);
     while (r < w && given[r] == call->recv_counts[r]) r++;
     if (r == w) return DDP_OK;
     return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", (int)r, (unsigned long long)given[r],
-                     s->rank, (unsigned long long)call->recv_counts[r]);
+                    s->rank, (unsigned long long)call->recv_counts[r]);
 }
 
 static ddp_result ddp__mpi_carry(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     MPI_Datatype type = ddp__mpi_adds(group, call);
-    DDP_TRY(ddp__mpi_status(group, s));
+    DDP_TRY(ddp_group_cause(s->local));
     DDP_TRY(ddp__mpi_enter(group, s, call));
     if (call->send_counts) DDP_TRY(ddp__mpi_counts_agree(group, s, call));
     if (call->kind == DDP_CALL_BARRIER || (call->count == 0 && !call->recv_counts)) return DDP_OK;
     if (call->kind == DDP_CALL_BROADCAST || type != MPI_DATATYPE_NULL) return ddp__mpi_whole(group, s, call, type);
-    if (!ddp__has_op(call->kind)) return ddp__mpi_move(group, s, call);
+    if (!ddp_call_adds(call)) return ddp__mpi_move(group, s, call);
     if (call->kind != DDP_CALL_ALL_REDUCE) return ddp__mpi_flat(group, s, call, 1);
     double start = ddp_now();
-    DDP_TRY(s->way == DDP__WAY_FLAT ? ddp__mpi_flat(group, s, call, 1) : ddp__mpi_by_machine(group, s, call));
-    ddp__route_learn(ddp__mpi_route(s, call), s->way, ddp_now() - start);
+    DDP_TRY(s->method == DDP__MPI_FLAT ? ddp__mpi_flat(group, s, call, 1) : ddp__mpi_by_machine(group, s, call));
+    ddp_tuner_learn(ddp__mpi_tuner(s, call), s->method, ddp_now() - start);
     return DDP_OK;
 }
 
 static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__mpi *s = (ddp__mpi *)state;
     for (int i = 0; i < DDP__NOTICES; i++) s->notice[i].seq = call->seq;
-    s->what[0] = ddp__signature(call);
+    s->call = *call;
     s->step = 1;
     s->request_count = 0;
     ddp_result result = ddp__mpi_carry(group, s, call);
     if (result == DDP_OK) return DDP_OK;
-    ddp__mpi_fail(group, s, result); /* the others count on this rank */
+    ddp__mpi_fail(s, result); /* the others count on this rank */
     for (int i = 0; i < s->request_count && s->messages; i++)
         if (s->requests[i] != MPI_REQUEST_NULL) MPI_Cancel(&s->requests[i]); /* buffers are their owner's again */
     return DDP_ERR_POISONED;
@@ -7356,33 +7548,29 @@ static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_ca
     return result;
 }
 
-/* This thread's wait for a message takes too long. A peer that waits as well is not to blame. */
-static void ddp__mpi_p2p_overdue(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    char text[DDP__TEXT_MAX];
-    ddp__mpi_ask(s, call->root, call->root, 1);
-    if (ddp__mpi_status(group, s) != DDP_OK) return;
-    ddp__p2p_timeout_text(group, call, call->root, text, sizeof text);
-    ddp__mpi_mark_silent(group, s, call->root, text);
-    ddp__mpi_poison(group, s, DDP_ERR_TIMEOUT, text);
-}
-
 static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
     ddp__mpi *s = (ddp__mpi *)state;
     ddp__mpi_message *m = (ddp__mpi_message *)request;
     const ddp_call *call = &m->call;
     int error = MPI_Test(&m->request, done, MPI_STATUS_IGNORE), kind = error;
+    if (error == MPI_SUCCESS && !*done) {
+        if (ddp_p2p_waited(request) > ddp_group_timeout_ms(group) * 1e-3) ddp__mpi_overdue(group, s, call, call->root, call->root, 1);
+        if (ddp__mpi_look(group, s, ddp_now()) == DDP_OK) return DDP_OK;
+        MPI_Cancel(&m->request);
+        return DDP_ERR_POISONED;
+    }
     if (error != MPI_SUCCESS) MPI_Error_class(error, &kind);
-    else if (!*done && ddp__waited_request == request &&
-             ddp_now() - ddp__waited_since > group->desc.timeout_ms * 1e-3)
-        ddp__mpi_p2p_overdue(group, s, call);
-    if (error == MPI_SUCCESS && !*done && ddp__mpi_look(group, s, ddp_now()) == DDP_OK) return DDP_OK;
-    if (error == MPI_SUCCESS && !*done) return MPI_Cancel(&m->request), DDP_ERR_POISONED;
     int same = m->dtype == (uint64_t)call->dtype && m->count == call->count, cut = kind == MPI_ERR_TRUNCATE;
-    if (error == MPI_SUCCESS && same) { ddp_host_free(group, m); return DDP_OK; }
-    if (error != MPI_SUCCESS && !cut) ddp__mpi_fail(group, s, ddp__mpi_result(error, "MPI_Test"));
-    else ddp__mpi_fail(group, s, ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d ddp_send %s count=%llu%s, rank %d ddp_recv %s count=%llu "
-        "(tag %d)", call->root, ddp_dtype_name((ddp_dtype)m->dtype), (unsigned long long)m->count + (unsigned)same, same ? " or more" : "" /* it was cut off */,
-        s->rank, ddp_dtype_name(call->dtype), (unsigned long long)call->count, call->tag));
+    if (error == MPI_SUCCESS && same) {
+        ddp_host_free(group, m);
+        return DDP_OK;
+    }
+    ddp_result result = ddp__mpi_result(error, "MPI_Test");
+    if (error == MPI_SUCCESS || cut)
+        result = ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d ddp_send %s count=%llu%s, rank %d ddp_recv %s count=%llu (tag %d)",
+                          call->root, ddp_dtype_name((ddp_dtype)m->dtype), (unsigned long long)m->count + (unsigned)same,
+                          same ? " or more" : "" /* it was cut off */, s->rank, ddp_dtype_name(call->dtype), (unsigned long long)call->count, call->tag);
+    ddp__mpi_fail(s, result);
     return DDP_ERR_POISONED;
 }
 
@@ -7402,88 +7590,107 @@ static ddp_result ddp__mpi_free(ddp_group *group, void *state, void *memory) {
 /* Late notices may be under way: the communicator and the state stay until MPI ends. */
 static void ddp__mpi_close(ddp_group *group, void *state) {
     ddp__mpi *s = (ddp__mpi *)state;
-    int healthy = ddp__mpi_status(group, s) == DDP_OK;
-    for (int r = 0; r < s->world_size && healthy; r++) ddp__mpi_tell(s, r, DDP__NOTICE_LEFT);
-    if (!healthy) ddp__mpi_fail(group, s, DDP_ERR_POISONED);
+    ddp_result cause = ddp_group_cause(s->local);
+    for (int r = 0; r < s->world_size && cause == DDP_OK; r++) ddp__mpi_tell(s, r, DDP__NOTICE_LEFT);
+    if (cause != DDP_OK) ddp__mpi_fail(s, cause);
     ddp_group_destroy(s->local);
-    if (!healthy) return;
+    if (cause != DDP_OK) return;
     ddp_host_free(group, s->scratch);
     ddp_host_free(group, s->wide);
 }
 
-/* Finds out who shares a machine, as many as the local backend serves; ids: each rank's machine, and a number that no other job has. Describes this machine. */
-static void ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[3], ddp__identity *here, int *number) {
+/* Finds out who shares a machine, as many as the local backend serves; ids: each rank's machine, and a number that no other job has. ranks: those of this
+   machine. Returns how many. */
+static int ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[3], int *ranks) {
+    int count = 0;
     for (int r = 0; r < s->world_size; r++) {
         int before = 0, last = r;
         for (int q = 0; q < r; q++)
-            if (ids[q][0] == ids[r][0]) { before++; last = q; }
+            if (ids[q][0] == ids[r][0]) {
+                before++;
+                last = q;
+            }
         s->machine_of[r] = before % DDP_MAX_LOCAL_RANKS ? s->machine_of[last] : r;
         s->machine_count += s->machine_of[r] == r;
     }
-    int own = s->machine_of[s->rank], block = s->world_size / s->machine_count;
+    int block = s->world_size / s->machine_count;
     s->block = block & (block - 1) ? 1 : block;
     for (int r = 0; r < s->world_size; r++) {
         if (s->machine_of[r] != r / block * block) s->block = 1;
-        if (s->machine_of[r] != own) continue;
-        if (r == s->rank) here->rank = here->world_size;
-        number[here->world_size++] = r;
+        if (s->machine_of[r] == s->machine_of[s->rank]) ranks[count++] = r;
     }
-    snprintf(here->token, sizeof here->token, "mpi:%llx:%d", (unsigned long long)ids[own][1], own);
+    return count;
+}
+
+/* The same on all ranks: DDP_OK if the ranks of every machine have met. */
+static ddp_result ddp__mpi_all_met(ddp_group *group, ddp__mpi *s, ddp_result own) {
+    ddp_saved_error first = {DDP_OK, ""};
+    ddp_error_save(&first, own);
+    ddp_result cause = s->local ? ddp_group_cause(s->local) : DDP_OK;
+    if (cause != DDP_OK) {
+        ddp__mpi_fail(s, cause); /* other machines wait for this one */
+        return own == DDP_OK ? cause : ddp_error_restore(&first);
+    }
+    s->word[0] = own == DDP_OK;
+    DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, s->word, 1, MPI_UINT64_T, MPI_MIN);
+    if (own != DDP_OK) return ddp_error_restore(&first);
+    return s->word[0] ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "the ranks of another machine could not share memory; see their error");
 }
 
 /* The ranks of this machine meet, unless they are in `local` already. */
 static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine, ddp_group *local) {
-    uint64_t (*ids)[3];
-    int number[DDP_MAX_LOCAL_RANKS];
-    ddp_group_desc desc = group->desc;
-    ddp__identity here = DDP_ZERO;
+    uint64_t (*ids)[3] = (uint64_t (*)[3])(void *)s->scratch;
+    int ranks[DDP_MAX_LOCAL_RANKS], count, timeout_ms = ddp_group_timeout_ms(group);
+    char token[64];
+    ddp_result met = DDP_OK;
     DDP__MPI(MPI_Comm_idup, comm, &s->comm, &s->requests[s->request_count++]);
-    DDP_TRY(ddp__mpi_wait_signal(group, s));
+    DDP_TRY(ddp__mpi_wait(group, s));
     MPI_Comm_set_errhandler(s->comm, MPI_ERRORS_RETURN);
     s->local = local;
-    DDP_TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, (size_t)s->world_size * sizeof *ids));
     s->word[0] = machine;
-    s->word[1] = ddp__nonce();
-    s->word[2] = (uint64_t)desc.order;
-    ids = (uint64_t (*)[3])(void *)s->scratch;
+    s->word[1] = ddp_unique_id();
+    s->word[2] = (uint64_t)ddp_group_order(group);
     DDP__MPI_RUN(group, s, MPI_Iallgather, s->word, 3, MPI_UINT64_T, ids, 3, MPI_UINT64_T);
     for (int r = 1; r < s->world_size; r++)
         if (ids[r][2] != ids[0][2]) return ddp_fail(DDP_ERR_MISMATCH, "rank %d has another desc.order than rank 0; give every rank the same", r);
-    ddp__mpi_machines(s, ids, &here, number);
-    desc.order = DDP_ORDER_TREE;
-    desc.device = ddp_device_cpu();
-    if (s->machine_count > 1 && desc.timeout_ms < 1 << 30) desc.timeout_ms += 3000; /* who waits for MPI knows better who is missing */
-    ddp_result met = s->local ? DDP_OK : ddp__world_new(&s->local, &desc, &ddp__backend_local, &here, NULL);
-    DDP_TRY(ddp__mpi_agree(group, s, met,
-                            "the ranks of another machine could not share memory; see their error"));
-    ddp__lost_share(s->local, group, number);
-    memcpy(((ddp__local *)s->local->state)->number, number, (size_t)here.world_size * sizeof *number);
-    ddp_group_set_local(group, here.rank, here.world_size);
+    count = ddp__mpi_machines(s, ids, ranks);
+    snprintf(token, sizeof token, "mpi:%llx:%d", (unsigned long long)ids[ranks[0]][1], ranks[0]);
+    if (s->machine_count > 1 && timeout_ms < 1 << 30) timeout_ms += 3000; /* a rank that waits for MPI knows better who is missing */
+    if (!local) met = ddp_group_create_local(&s->local, group, token, ranks, count, timeout_ms);
+    DDP_TRY(ddp__mpi_all_met(group, s, met));
+    ddp_group_part_of(s->local, group, ranks);
+    int here = 0;
+    while (ranks[here] != s->rank) here++;
+    ddp_group_set_local(group, here, count);
     return DDP_OK;
-}
-
-/* All that this rank allocates for a group over MPI. NULL, with the error line set, if it is out of memory. */
-static ddp__mpi *ddp__mpi_new(ddp_group *group) {
-    size_t w = (size_t)group->world_size;
-    ddp__mpi *s = (ddp__mpi *)ddp__group_calloc(group, sizeof *s + w * (4 * sizeof *s->requests + sizeof *s->machine_of + 1));
-    if (!s) return NULL;
-    if (ddp__room(group, &s->scratch, &s->scratch_bytes, 3 * w * sizeof(uint64_t)) != DDP_OK) {
-        ddp_host_free(group, s);
-        return NULL;
-    }
-    s->requests = (MPI_Request *)(void *)(s + 1);
-    s->machine_of = (int *)(void *)(s->requests + 4 * w);
-    s->here = (unsigned char *)(s->machine_of + w);
-    s->rank = group->rank;
-    s->world_size = group->world_size;
-    s->step = 1;
-    s->left_after = UINT64_MAX;
-    return s;
 }
 
 static void ddp__mpi_delete(ddp_group *group, ddp__mpi *s) {
     if (s) ddp_host_free(group, s->scratch);
     ddp_host_free(group, s);
+}
+
+/* All that this rank allocates for a group over MPI. NULL, with the error line set, if it is out of memory. */
+static ddp__mpi *ddp__mpi_new(ddp_group *group) {
+    size_t w = (size_t)ddp_world_size(group), room = DDP__MPI_CHUNK_BYTES / w / 64 * 64;
+    size_t size = sizeof(ddp__mpi) + w * (4 * sizeof(MPI_Request) + sizeof(int) + 1);
+    ddp__mpi *s = (ddp__mpi *)ddp_host_alloc(group, size);
+    if (!s) return NULL;
+    memset(s, 0, size);
+    s->room = room < 16384 ? 16384 : room;
+    s->scratch = (unsigned char *)ddp_host_alloc(group, w * (2 * s->room + sizeof(void *)));
+    if (!s->scratch) {
+        ddp__mpi_delete(group, s);
+        return NULL;
+    }
+    s->requests = (MPI_Request *)(void *)(s + 1);
+    s->machine_of = (int *)(void *)(s->requests + 4 * w);
+    s->here = (unsigned char *)(s->machine_of + w);
+    s->rank = ddp_rank(group);
+    s->world_size = ddp_world_size(group);
+    s->step = 1;
+    s->left_after = UINT64_MAX;
+    return s;
 }
 
 /* s: from ddp__mpi_new, or NULL. machine: a number of this rank's. local: its ranks, whose handle is the new
@@ -7497,31 +7704,35 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, ddp__mpi *s, MPI_Comm comm,
     }
     ddp_result result = ddp__mpi_join(group, s, comm, machine, local);
     if (result != DDP_OK) {
-        ddp__mpi_fail(group, s, DDP__RANK_FAIL(group, result, "ddp_group_create: %s", ddp_last_error()));
+        ddp__mpi_fail(s, ddp_fail_in(result, "ddp_group_create", group, "%s", ddp_last_error()));
         if (s->local) ddp__mpi_close(group, s);
         else ddp_group_destroy(local);
-    } else if (s->machine_count > 1) {
-        ddp__local *l = (ddp__local *)s->local->state;
-        *state = l->beside = s;
-        l->beside_fn = ddp__mpi_listen;
-        MPI_Query_thread(&level);
-        group->no_thread = level < MPI_THREAD_MULTIPLE;
-    } else { /* all share a machine: the group becomes their local one, whose handle goes */
-        group->backend = s->local->backend;
-        *state = s->local->state;
-        ddp__group_delete(s->local);
-        MPI_Comm_free(&s->comm);
-        ddp_host_free(group, s->scratch);
-        ddp_host_free(group, s);
+        return result;
     }
-    return result;
+    if (s->machine_count == 1) { /* the group becomes the local one */
+        *state = ddp_group_take_over(group, s->local);
+        MPI_Comm_free(&s->comm);
+        ddp__mpi_delete(group, s);
+        return DDP_OK;
+    }
+    MPI_Query_thread(&level);
+    s->one_thread = level < MPI_THREAD_MULTIPLE;
+    if (s->one_thread) ddp_group_no_thread(group);
+    ddp_group_on_wait(s->local, ddp__mpi_listen, s);
+    *state = s;
+    return DDP_OK;
+}
+
+/* backend_user: the communicator. */
+static ddp_result ddp__mpi_open(ddp_group *group, void **state) {
+    return ddp__mpi_open_on(group, ddp__mpi_new(group), *(MPI_Comm *)ddp_group_backend_user(group), ddp_machine_id(), NULL, state);
 }
 
 static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     ddp__mpi *s = (ddp__mpi *)state;
     ddp_group *part = NULL;
     MPI_Comm comm = MPI_COMM_NULL;
-    int color = child ? members[0] : -1, key = child ? child->rank : 0;
+    int color = child ? members[0] : -1, key = child ? ddp_rank(child) : 0;
     ddp_result result = ddp_group_split(s->local, color, key, &part);
     *child_state = NULL;
     ddp__mpi *made = child && result == DDP_OK ? ddp__mpi_new(child) : NULL;
@@ -7541,56 +7752,73 @@ static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *chil
 }
 
 static const ddp_backend ddp__backend_mpi = {
-    "mpi", NULL, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split, ddp__mpi_alloc, ddp__mpi_free,
-    ddp__mpi_heard, ddp__mpi_call_off, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
+    "mpi", ddp__mpi_open, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split, ddp__mpi_alloc, ddp__mpi_free,
+    ddp__mpi_status, ddp__mpi_call_off, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
 
 /* At exit, where the first group had to initialise MPI: there may be groups until then. */
 static void ddp__mpi_end(void) {
     int over = 0;
     MPI_Finalized(&over);
-    if (!over && ddp__load(&ddp__mpi_worlds) == 0) MPI_Finalize();
+    if (!over && __atomic_load_n(&ddp__mpi_worlds, __ATOMIC_ACQUIRE) == 0) MPI_Finalize();
 }
 
-/* id: what a launcher or the desc says of this rank; NULL: comm is the program's. */
-static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm, const ddp__identity *id) {
-    ddp_group *group;
-    int running = 0, over = 0, between = 0, level, rank, size;
-    MPI_Initialized(&running);
+static void ddp__mpi_world_ends(ddp_group *group) {
+    if (ddp_group_cause(group) == DDP_OK) __atomic_fetch_sub(&ddp__mpi_worlds, 1u, __ATOMIC_SEQ_CST);
+}
+
+/* The ranks of comm. desc: rank and world_size are those that a launcher or the caller expects; 0 = none. */
+static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm) {
+    ddp_group_desc d = *desc;
+    int between = 0;
+    DDP__MPI(MPI_Comm_test_inter, comm, &between);
+    if (between) return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "comm joins two groups of processes; merge it first (MPI_Intercomm_merge)");
+    DDP__MPI(MPI_Comm_rank, comm, &d.rank);
+    DDP__MPI(MPI_Comm_size, comm, &d.world_size);
+    if (desc->world_size > 0 && (desc->rank != d.rank || desc->world_size != d.world_size))
+        return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d "
+                           "of %d; start with the mpirun of the MPI that the program was built with", desc->rank, desc->world_size, d.rank, d.world_size);
+    d.init_method = "mpi://";
+    d.backend = &ddp__backend_mpi;
+    d.backend_user = &comm;
+    __atomic_fetch_add(&ddp__mpi_worlds, 1u, __ATOMIC_SEQ_CST);
+    DDP_TRY(ddp_group_create(out, &d));
+    ddp_group_on_destroy(*out, ddp__mpi_world_ends);
+    return DDP_OK;
+}
+
+/* Whether MPI runs; DDP_ERR_INVALID once it has been finalised. */
+static ddp_result ddp__mpi_running(const char *who, int *running) {
+    int over = 0;
+    MPI_Initialized(running);
     MPI_Finalized(&over);
-    DDP__CHECK(who, NULL, !over, "MPI has been finalised and cannot start again; call MPI_Finalize after the last group");
-    DDP__CHECK(who, NULL, running || id, "MPI is not initialised; call MPI_Init first");
+    if (!over) return DDP_OK;
+    return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "MPI has been finalised and cannot start again; call MPI_Finalize after the last group");
+}
+
+DDPDEF ddp_result ddp_group_create_mpi(ddp_group **out, const ddp_group_desc *desc) {
+    int running = 0, level;
+    DDP_TRY(ddp__mpi_running("ddp_group_create", &running));
     if (!running) {
         DDP__MPI(MPI_Init_thread, NULL, NULL, MPI_THREAD_MULTIPLE, &level);
         MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
         atexit(ddp__mpi_end);
     }
-    DDP__MPI(MPI_Comm_test_inter, comm, &between);
-    DDP__CHECK(who, NULL, !between, "comm joins two groups of processes; merge it first (MPI_Intercomm_merge)");
-    DDP__MPI(MPI_Comm_rank, comm, &rank);
-    DDP__MPI(MPI_Comm_size, comm, &size);
-    if (id && (id->found || desc->world_size > 0))
-        DDP__CHECK(who, NULL, id->rank == rank && id->world_size == size, "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d "
-                   "of %d; start with the mpirun of the MPI that the program was built with", id->rank, id->world_size, rank, size);
-    ddp__fetch_add(&ddp__mpi_worlds, 1u);
-    DDP_TRY(ddp__group_new(&group, desc, &ddp__backend_mpi, rank, size, NULL));
-    group->on_mpi = 1;
-    ddp_result result =
-        ddp__mpi_open_on(group, ddp__mpi_new(group), comm, ddp__machine(), NULL, &group->state);
-    if (result == DDP_OK) *out = group;
-    else ddp__group_delete(group);
-    return result;
+    return ddp__mpi_world("ddp_group_create", out, desc, MPI_COMM_WORLD);
 }
 
 DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc) {
     DDP_PUBLIC_CALL(ddp_group_from_mpi);
-    ddp_group_desc d;
+    ddp_group_desc d = DDP_ZERO;
+    int running = 0;
     if (out) *out = NULL;
-    DDP__NEED(out, "out is NULL");
-    DDP__NEED(comm != MPI_COMM_NULL, "comm is MPI_COMM_NULL");
-    DDP_TRY(ddp__group_desc_resolve(__func__, desc, &d));
-    return ddp__mpi_world(__func__, out, &d, comm, NULL);
+    if (!out) return ddp_fail_in(DDP_ERR_INVALID, __func__, NULL, "out is NULL");
+    if (comm == MPI_COMM_NULL) return ddp_fail_in(DDP_ERR_INVALID, __func__, NULL, "comm is MPI_COMM_NULL");
+    DDP_TRY(ddp__mpi_running(__func__, &running));
+    if (!running) return ddp_fail_in(DDP_ERR_INVALID, __func__, NULL, "MPI is not initialised; call MPI_Init first");
+    if (desc) d = *desc;
+    d.world_size = 0;
+    return ddp__mpi_world(__func__, out, &d, comm);
 }
-
 #endif /* DDP_USE_MPI */
 
 //== meshes ============================================================================================== >>impl-mesh

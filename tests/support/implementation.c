@@ -151,7 +151,7 @@ static void write_cause(ddp_group *group, ddp_result code, const char *text) { /
 static void force_way(ddp_group *group, int way) {
     for (int kind = 0; kind < DDP__ROUTES; kind++)
         for (int size = 0; size < 16; size++) {
-            ddp__route *route = &((ddp__local *)group->state)->route[kind][size];
+            ddp_tuner *route = &((ddp__local *)group->state)->route[kind][size];
             route->calls = 4; /* the next one is not a call that tries another way */
             for (int i = 0; i < DDP__WAYS; i++) route->seconds[i] = i == way ? 0.5 : 1;
         }

@@ -259,11 +259,7 @@ static void send_text(played *p, uint32_t kind, int result, const uint64_t nonce
 static void send_data(played *p, int number) {
     static unsigned char answer[MAX_FRAME];
     ddp_call call = call_number(number);
-    ddp__move m = ddp__move_of(&call);
-    ddp__frame frame;
-    if (call.kind == DDP_CALL_BARRIER) m.block = 0;
-    shape.rank = p->rank;
-    frame = p->rank ? ddp__tcp_frame_of(&shape, &m, p->rank) : ddp__tcp_answer_of(&shape, &m);
+    ddp__frame frame = p->rank ? ddp__tcp_frame_of(&call, p->rank, WORLD) : ddp__tcp_answer_of(&call, WORLD);
     memset(answer, number, frame.size + sizeof(ddp__card[WORLD]));
     if (number == 0 && p->rank) { /* a card: machine and nonce */
         ddp__card card = {1000 + (uint64_t)p->rank, 5, 1, 0};
@@ -471,7 +467,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         play_ranks();
     }
     fuzz_salt = real_rank;
-    if (ddp__tcp_open(group, &v, listener) == DDP_OK) {
+    if (ddp__tcp_open(group, &v, listener, &group->state) == DDP_OK) {
         make_calls(group);
         group->backend->close(group, group->state);
     } else {
