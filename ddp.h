@@ -6863,7 +6863,11 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
         return ddp__disagree(group, who, text[0], first, text[1]);
     mine = (ddp_result)group->votes[first].result;
     if (first == group->rank && strstr(own, who)) return ddp_fail(mine, "%s", own);
-    return DDP__RANK_FAIL(group, mine, "%s group=%s: rank %d: %s", who, group->name, first, ddp__bare_cause(group, who, text[1]));
+    const char *cause = ddp__bare_cause(group, who, text[1]);
+    int named = 0; /* a cause that an earlier agreement of this group passed on names its rank already */
+    (void)sscanf(cause, "rank %*d: %n", &named);
+    if (named) return DDP__RANK_FAIL(group, mine, "%s group=%s: %s", who, group->name, cause);
+    return DDP__RANK_FAIL(group, mine, "%s group=%s: rank %d: %s", who, group->name, first, cause);
 }
 
 DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const char *who, ddp_result mine,

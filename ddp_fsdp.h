@@ -37,7 +37,7 @@ EXAMPLE
 
 CONTENTS      (search for the tags)
     >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-error  >>impl-optimizer  >>impl-rates  >>impl-scaler  >>impl-crc  >>impl-json
-    >>impl-safetensors  >>impl-files  >>impl-boxes  >>impl-save  >>impl-load  >>impl-sharding  >>impl-layout  >>impl-gather
+    >>impl-safetensors  >>impl-files  >>impl-boxes  >>impl-save  >>impl-load  >>impl-sharding  >>impl-layout  >>impl-unshard
     >>impl-shard-reduce  >>impl-step  >>impl-saver  >>impl-create  >>impl-wrap  >>impl-public
 
 CONCEPTS
@@ -2751,345 +2751,413 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
     return result;
 }
 
-//== sharding: tables and memory ====================================================================== >>impl-sharding
+//== sharding: parts and memory ======================================================================= >>impl-sharding
 
-/* What each rank holds of a parameter of 5 rows on 3 ranks (chunk 2), under FULL_SHARD and under the strategies that keep values whole:
+/* What each rank holds of a parameter of 5 rows on 3 ranks (chunk 2):
 
-       FULL_SHARD   shard  rank 0 |0 1|   rank 1 |2 3|   rank 2 |4 -|      padded to chunk rows, alike on every rank
-                    whole  a slot from gather to release |0 1 2 3 4|
-       otherwise    whole  |0 1 2 3 4| on every rank; the own rows are the shard, the others are as old as the last gather
+       FULL_SHARD   shard  rank 0 |0 1|   rank 1 |2 3|   rank 2 |4 -|   padded to chunk rows, the same on every rank
+                    full   in a slot from unshard to reshard |0 1 2 3 4|
+       otherwise    full   |0 1 2 3 4| on every rank. Its own rows are the shard; the others are those of the last
+                           unshard
 
-   A rank reads its peers' rows where they lie, if ddp_group_peer finds them (direct); otherwise they travel in wire blocks, one per rank. */
+   Two transports, the same on every rank:
+       peer memory  shards and gradients are group memory, and each rank copies its peers' rows from where they are
+                    stored (ddp_group_peer)
+       blocks       all-gather and reduce-scatter of blocks, one per rank, through send and recv
+
+   A ddp_fsdp consists of parts, each with a struct: memory, unshard, reduce, clip, offload, saver. */
 
 /* As the fields of ddp_fsdp_bytes, whose last is the total. */
-enum { DDP__OF_SHARDS, DDP__OF_GATHERED, DDP__OF_GRADIENTS, DDP__OF_OPTIMIZER, DDP__OF_COMMUNICATION, DDP__OF_BOOKKEEPING, DDP__PURPOSES };
+enum {
+    DDP__OF_SHARDS, DDP__OF_GATHERED, DDP__OF_GRADIENTS, DDP__OF_OPTIMIZER, DDP__OF_COMMUNICATION, DDP__OF_BOOKKEEPING,
+    DDP__PURPOSES
+};
 enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE, DDP__MEMORY_PINNED };
-enum { DDP__UNIT_GONE, DDP__UNIT_COMING, DDP__UNIT_THERE }; /* the whole values of a unit */
-enum { DDP__GRADS, DDP__CASTED, DDP__SUMS }; /* layouts of gradients: whole as backward writes them, whole with the wire's dtype, and this rank's rows */
-enum { DDP__LEVELS = 32 };                                 /* of the binary counter of micro-batches */
+enum { DDP__RESHARDED, DDP__UNSHARDING, DDP__UNSHARDED }; /* a unit's full parameters: none, on their way, there */
+/* Gradients of a unit in memory: full, as backward writes them; full, in the dtype that is added over ranks; sums of
+   this rank's rows. */
+enum { DDP__GRADS, DDP__CASTED, DDP__SUMS, DDP__LAYOUTS };
+enum { DDP__LEVELS = 32 }; /* of the binary counter of micro-batches */
 
-typedef struct ddp__holding { /* one piece of memory; the host's lies behind this */
-    void *memory, *raw;
-    size_t size, extra; /* counted under its purpose; beside it */
-    int purpose, kind;
-    struct ddp__holding *next;
-} ddp__holding;
-
-typedef struct ddp__slot { /* memory for one unit's whole values, or whole gradients */
+typedef struct ddp__slot { /* memory for the full parameters, or the full gradients, of one unit at a time */
     unsigned char *memory;
-    struct ddp__unit *reducing; /* gradients: whose reduction still reads it */
-    uint64_t given;             /* gradients: number of the last reduction from here, which peers read */
-    int number;                 /* gradients: how many were made before, on every rank */
-    uint64_t used;              /* gradients: grows from use to use */
     int busy;
-    struct ddp__slot *next;
+    struct ddp__unit *reducing; /* gradients: the unit whose reduction still reads them */
+    uint64_t issued;            /* gradients: number of the last reduction from here, which peers read */
+    uint64_t used;              /* gradients: grows from use to use */
 } ddp__slot;
 
-typedef struct ddp__weight { /* a parameter of a unit: one use */
+typedef struct ddp__grad_part { /* the gradients of one shard in one layout */
+    size_t at, count;           /* bytes from the start of the unit's memory; elements */
+    ddp_dtype dtype;
+} ddp__grad_part;
+
+typedef struct ddp__shard { /* this rank's rows of one parameter of a unit. A tied parameter has one per use */
     ddp_fsdp_param *entry;
-    struct ddp__weight *source;  /* the use whose shard this one shares, or itself */
+    struct ddp__shard *source; /* the use whose memory this one shares, or itself */
     struct ddp__unit *unit;
     const char *name;
-    ddp_dtype master_dtype, dtype, grad_dtype, wire_dtype; /* of master and sums; of what is gathered; of whole gradients; of what is added over ranks */
-    size_t rows, row_count, chunk, first, mine;            /* rows of the whole, elements of one; rows of a shard; this rank's rows */
-    size_t whole_at, grad_at, cast_at, shard_at, sum_at, master_at; /* bytes from the start of the unit's memory of that kind */
-    size_t gather_at;            /* bytes from the start of a rank's block of a gather */
-    size_t wire_at;              /* elements from the start of a wire block of wire_dtype */
-    unsigned char *shard, *master; /* this rank's rows: as they are gathered (quantize_gather: in 8 bits), and as they are updated */
-    int in_place;                /* the sum of its gradients lies in the whole gradients */
-    int is_slice;                /* of a larger tensor */
-    int master_number;           /* what the optimizer knows it by: a source that is trained */
-    int listed;                  /* its number in the list of tensors of a checkpoint: a source */
-} ddp__weight;
+    ddp_dtype dtype, master_dtype;  /* of the full parameter; of master values and sums of gradients */
+    ddp_dtype reduce_dtype;         /* of what is added over ranks */
+    size_t rows, row_elements;      /* of the full parameter */
+    size_t chunk, first_row, own_rows; /* rows of a shard with padding; this rank's first row and number of rows */
+    size_t own_count;               /* elements of this rank's rows */
+    size_t full_at, shard_at, master_at; /* bytes from the start of the unit's memory of that kind */
+    size_t block_at;                /* bytes from the start of a rank's block of an all-gather */
+    size_t reduce_at;               /* elements from the start of a rank's block of a reduce-scatter */
+    ddp__grad_part part[DDP__LAYOUTS];
+    unsigned char *value, *master;  /* this rank's rows: as they are sent (quantize_gather: 8 bits); as they are updated */
+    int trained, is_slice;          /* not frozen; of a larger tensor */
+    int has_master;                 /* master values are stored beside what is sent */
+    int shares_full;                /* the source's full values are this one's too */
+    int in_place;                   /* the sum of its gradients is stored in the full gradients */
+    int master_index;               /* of a trained source in masters */
+    int slice_index;                /* of a source in the slices of a checkpoint */
+} ddp__shard;
 
 typedef struct ddp__unit {
     ddp_fsdp *fsdp;
     char name[64];
-    int index, count, trained;
+    int index, trained;            /* trained: number of trained parameters */
     int layout;                    /* of its gradients when they are added over ranks */
     int converts;                  /* 1 = some gradients are added over ranks in another dtype than theirs */
-    ddp__weight *weights;
-    size_t whole_bytes, grad_bytes, cast_bytes, shard_bytes, sum_bytes, master_bytes, gather_bytes;
-    size_t wire_count[DDP_U64 + 1]; /* elements of a wire block, by dtype */
-    unsigned char *whole, *grads, *shard;
-    ddp__slot *whole_slot, *grad_slot;
-    unsigned char *level[DDP__LEVELS]; /* sums over 2^k micro-batches: of shards, or of whole gradients */
+    ddp__shard *shards, *end;
+    size_t full_bytes, shard_bytes, master_bytes, block_bytes, grad_bytes[DDP__LAYOUTS];
+    size_t reduce_count[DDP_U64 + 1]; /* elements of a rank's block of a reduce-scatter, by dtype */
+    unsigned char *full, *shard, *master, *grads;
+    ddp__slot *full_slot, *grad_slot, *reducing_slot;
+    unsigned char *level[DDP__LEVELS]; /* sums over 2^k micro-batches: of own rows, or of full gradients */
     int depth;                     /* levels in use */
-    int state, in_use, attached;   /* attached: gradient memory is there for a backward */
+    int state, in_use;             /* DDP__RESHARDED ...; between unshard and reshard */
+    int attached;                  /* it has gradient memory for a backward */
     int reduced;                   /* micro-batches of this step whose gradients were handed in */
-    ddp_work gathering, reducing;
-    ddp__slot *reducing_slot;
-    uint64_t given;                /* number of its last reduction, where peers read it */
+    ddp_work unshard_work, reduce_work;
+    uint64_t issued;               /* number of its last reduction, where peers read it */
 } ddp__unit;
 
-struct ddp_fsdp {
-    ddp_fsdp_desc desc;
-    const char *who;               /* the public function under way, or the last one, that takes memory */
-    ddp_group *group;
-    const ddp_device *device;
-    int world, rank;               /* over which things are split: 1 and 0 under NO_SHARD */
-    ddp_group *copies[2];          /* over which they are replicated */
-    int copy_count;
-    float grad_scale;              /* of the sums, still to be multiplied: clipping. Or, where the device decides: */
-    float *factor, *factor_now;    /* its memory for it, NULL = the host decides; and the same, or NULL while there is nothing to multiply */
-    float *norm, last_norm;        /* of the last clipping: memory that the device writes until `clipped`; the host's own */
-    void *clipped;                 /* an event */
-    int has_norm;
-    uint64_t divisor;              /* ranks times micro-batches; per_token: the step's tokens, 0 = not known yet */
-    int keeps_whole, reduces_each, direct, finished, no_grad;
-    int in_shard;                  /* FULL_SHARD of one rank on a device: a shard has every row, and is what a gather points to */
-    ddp__unit *units;
-    ddp__weight *weights;
-    int unit_count, weight_count;
-    ddp__slot *whole_slots, *grad_slots;
-    size_t whole_slot_bytes, grad_slot_bytes;
-    unsigned char *cast, *tile, *send, *receive; /* staging, see impl-shard-reduce */
-    size_t cast_bytes, tile_bytes, send_bytes, receive_bytes;
-    int *order, order_count, now_count, order_cap; /* units in the order of gathers: of the last step, over which this one writes its own */
-    int following;                 /* this step has had the last one's order so far: what is behind now_count still is the last one's */
-    int most_in_use, in_use, slots_ready;
-    uint64_t order_hash;
-    uint64_t **turns;              /* direct: every rank's words by which ranks keep in step, see impl-shard-reduce */
-    ddp__unit **given_units;       /* whose reductions this rank has handed in, by number */
-    unsigned char **slot_memory;   /* of grad_slots, by number */
-    int grad_slot_count;
-    uint64_t grad_slots_used;      /* how often */
-    uint64_t given, taken, cast_given; /* numbers of the last reduction handed in, carried out, and handed in through cast */
-    ddp_optimizer *optimizer;
-    ddp_param *masters;            /* what the optimizer sees */
-    ddp__weight **master_of;       /* the weight behind each of them */
-    int master_count;
-    ddp_tensor *sums;              /* the sums of their gradients, on the device */
-    ddp_group *host;               /* OFFLOAD_HOST on a device with memory of its own: a world of one on the CPU, in which the optimizer works */
-    unsigned char *host_sums, *host_rows; /* in memory that the device copies at once: gradients of this rank's rows; two pieces of values on their way */
-    size_t host_rows_bytes, host_sums_bytes;
-    void **arrived, *left[2];      /* events: pieces of gradients are there; the pieces of values have gone */
-    int pieces, piece, turn_up;    /* of gradients, in order; the next one that is stepped; the piece of values that is filled next */
-    ddp_exact_sum *squares;        /* the device's memory */
-    void *turn;                    /* an event, where a device has lanes and there are replicas */
-    struct ddp__saver *saver;
-    ddp_fsdp_state state;
-    int64_t step;
-    ddp__holding *holdings;
+typedef struct ddp__fsdp_allocation {
+    void *memory, *raw;
+    size_t size, overhead;         /* overhead: bookkeeping of the allocator */
+    int purpose, kind;
+} ddp__fsdp_allocation;
+
+typedef struct ddp__memory {       /* all memory of a ddp_fsdp except the struct itself */
+    ddp__fsdp_allocation *allocations;  /* in the order of allocation, which is the same on every rank for group memory */
+    int count;
     ddp_fsdp_bytes now, peak;
     size_t group_bytes, file_bytes;
-    int file;
+    int file;                      /* OFFLOAD_FILE; -1 = none */
     off_t file_size;
-    ddp_saved_error state_told;          /* why there was no memory for moments */
+    ddp_saved_error error;         /* the first failure; create goes on, so that no rank misses a collective call */
+} ddp__memory;
+
+typedef struct ddp__unshard {      /* full parameters: their memory, and the order in which units need them */
+    ddp__slot *slots;              /* unit_count of them */
+    int slot_count, slots_ready;   /* slots_ready: those for prefetch are there too */
+    size_t slot_bytes;
+    int *order, order_capacity;    /* units in the order of unshards: of the last step, over which this one writes its own */
+    int order_count, position;     /* of the last step; of this step */
+    int follows;                   /* this step has had the last one's order so far */
+    int in_use, max_in_use;        /* units between unshard and reshard */
+} ddp__unshard;
+
+typedef struct ddp__reduce {       /* gradients on their way to sums, see impl-shard-reduce */
+    ddp__slot *slots;
+    int slot_count;
+    size_t slot_bytes;
+    uint64_t slot_uses;
+    unsigned char *cast, *tile;    /* staging: full gradients in reduce_dtype; DDP__TILE elements of each rank */
+    size_t cast_bytes, tile_bytes;
+    uint64_t **progress;           /* peer memory: every rank's words by which ranks keep in step. NULL = blocks */
+    ddp__unit **issued_units;      /* by number, modulo ddp__reduce_window */
+    uint64_t issued, done;         /* numbers of the last reduction that was handed in, and carried out */
+    uint64_t cast_issued;          /* number of the last one through cast */
+    void *event;                   /* orders streams of replicas */
+} ddp__reduce;
+
+typedef struct ddp__clip {         /* the factor that clipping leaves to the step */
+    ddp_exact_sum *squares;        /* the device's memory */
+    float scale;                   /* 1 = none, or the device decides: */
+    float *factor, *factor_now;    /* the device's memory for it; and the same, or NULL while there is nothing to multiply */
+    float *norm, last_norm;        /* of the last clipping: memory that the device writes until `event`; the host's own */
+    int has_norm;
+    void *event;
+} ddp__clip;
+
+typedef struct ddp__offload {      /* OFFLOAD_HOST on a device with memory of its own */
+    ddp_group *host;               /* a world of one rank on the CPU, where the optimizer works */
+    unsigned char *sums, *rows;    /* pinned: gradients of own rows; two pieces of values on their way to the device */
+    size_t sums_bytes, rows_bytes;
+    void **downloaded, *uploaded[2]; /* events of the pieces of gradients and of values */
+    int piece_count, piece;        /* of gradients; the next one that is stepped */
+    int upload;                    /* which of the two pieces of values is filled next */
+} ddp__offload;
+
+typedef struct ddp__saver {        /* a save in progress: the slices and a copy of what they point to */
+    ddp_group *files;              /* the group that writes and reads files */
+    ddp_group *replicas;           /* that wait for its result, or NULL */
+    ddp_group *own;                /* save_in_background: a split of files for the thread */
+    ddp__slice *slices;
+    int count;
+    char *names;                   /* name_room bytes per slice */
+    size_t name_room;
+    unsigned char *copy;
+    size_t copy_bytes;
+    ddp_fsdp_state state;
+    char dir[DDP__PATH_MAX];       /* cut off where it is too long for a checkpoint */
+    pthread_t thread;
+    int pending, has_thread;
+    ddp_saved_error outcome;
+    const ddp_fsdp_desc *desc;
+} ddp__saver;
+
+struct ddp_fsdp {
+    ddp_fsdp_desc desc;            /* with defaults */
+    ddp_group *group, *groups[3];  /* groups: group, replicas, checkpoint_group */
+    const ddp_device *device;
+    int world_size, rank;          /* of those that parameters are split over: 1 and 0 under NO_SHARD */
+    ddp_group *copies[2];          /* groups whose ranks hold the same rows */
+    int copy_count;
+    int keeps_full;                /* not FULL_SHARD */
+    int reduces_each;              /* FULL_SHARD, SHARD_GRAD: gradients are reduced after every micro-batch */
+    int full_in_shard;             /* FULL_SHARD of one rank on a device: the shard is the full parameter */
+    int peer_memory;
+    ddp__unit *units, *units_end;
+    ddp__shard *shards, *shards_end;
+    int unit_count, shard_count;
+    unsigned char *send, *recv;    /* staging of blocks */
+    size_t send_bytes, recv_bytes;
+    uint64_t divisor;              /* ranks times micro-batches; per_token: the step's tokens, 0 = not known yet */
+    uint64_t call_hash;            /* of this step's unshards and reductions, in order */
+    int finished, no_grad;         /* finished: this step's sums are divided */
+    int64_t step;
+    ddp_fsdp_state state;
+    ddp_optimizer *optimizer;
+    ddp_param *masters;            /* what the optimizer updates */
+    ddp_tensor *sums;              /* their gradients, on the device */
+    ddp__shard **master_shards;
+    int master_count;
+    ddp__memory memory;
+    ddp__unshard unshard;
+    ddp__reduce reduce;
+    ddp__clip clip;
+    ddp__offload offload;
+    ddp__saver saver;
     void *own_raw;
-    size_t own_counted;
 };
 
 static void ddp__size_at_least(size_t *size, size_t needed) { if (*size < needed) *size = needed; }
-/* Replicas wait for ranks of other groups: what fails in one of the two groups fails in the other. */
+
+/* What fails in the group or its replicas fails in both: their ranks wait for each other. */
 static ddp_result ddp__fsdp_failed(const ddp_fsdp *f, ddp_result result) {
     if (result == DDP_OK || !f->desc.replicas) return result;
-    ddp_saved_error told = ddp__fsdp_error(result);
+    const ddp_saved_error error = ddp__fsdp_error(result);
     ddp_group_pass_on(f->group, f->desc.replicas);
     ddp_group_pass_on(f->desc.replicas, f->group);
-    return ddp_error_restore(&told);
+    return ddp_error_restore(&error);
 }
 
-/* The others will wait for this rank, or have failed too. */
-static ddp_result ddp__fsdp_give_up(const ddp_fsdp *f, ddp_result result) {
-    ddp_saved_error told = ddp__fsdp_error(result);
-    ddp_group_poison(f->group, result, told.text);
-    return ddp__fsdp_failed(f, ddp_error_restore(&told));
+/* The group fails: peers wait for this rank. */
+static ddp_result ddp__fsdp_poison(const ddp_fsdp *f, ddp_result result) {
+    const ddp_saved_error error = ddp__fsdp_error(result);
+    ddp_group_poison(f->group, result, error.text);
+    return ddp__fsdp_failed(f, ddp_error_restore(&error));
 }
 
-static ddp_result ddp__fsdp_fail(const ddp_fsdp *f, ddp_result result, const char *who, const ddp__unit *unit) {
-    ddp_saved_error told = ddp__fsdp_error(result);
+/* The same, with an error line that names the unit. */
+static ddp_result ddp__unit_failed(const ddp__unit *unit, ddp_result result, const char *who) {
+    const ddp_group *group = unit->fsdp->group;
+    const ddp_saved_error error = ddp__fsdp_error(result);
     char begin[128];
     who = ddp_public_call_name(who);
-    (void)ddp__fsdp_give_up(f, result);
-    snprintf(begin, sizeof begin, "rank %d/%d %s ", ddp_rank(f->group), ddp_world_size(f->group), who);
-    if (strncmp(told.text, begin, strlen(begin)) == 0) /* the line names the call already */
-        return ddp_fail(result, "%sunit=%s %s", begin, unit->name, told.text + strlen(begin));
-    return ddp_fail(result, "%s unit=%s: %s", who, unit->name, told.text);
+    (void)ddp__fsdp_poison(unit->fsdp, result);
+    snprintf(begin, sizeof begin, "rank %d/%d %s ", ddp_rank(group), ddp_world_size(group), who);
+    if (strncmp(error.text, begin, strlen(begin)) == 0) /* the line names the call already */
+        return ddp_fail(result, "%sunit=%s %s", begin, unit->name, error.text + strlen(begin));
+    return ddp_fail(result, "%s unit=%s: %s", who, unit->name, error.text);
 }
 
 static void ddp__fsdp_count(ddp_fsdp *f, int purpose, size_t size, int add) {
-    size_t *now = (size_t *)(void *)&f->now, *peak = (size_t *)(void *)&f->peak;
+    size_t *now = (size_t *)(void *)&f->memory.now, *peak = (size_t *)(void *)&f->memory.peak;
     for (int i = purpose, left = 2; left-- > 0; i = DDP__PURPOSES) { /* the purpose, then the total */
         now[i] += add ? size : 0 - size;
         ddp__size_at_least(&peak[i], now[i]);
     }
 }
 
-static void ddp__holding_count(ddp_fsdp *f, const ddp__holding *h, int add) {
-    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, h->extra, add);
-    if (h->kind != DDP__MEMORY_FILE) ddp__fsdp_count(f, h->purpose, h->size, add);
-    if (h->kind == DDP__MEMORY_FILE) f->file_bytes += add ? h->size : 0 - h->size;
-    if (h->kind == DDP__MEMORY_GROUP) f->group_bytes += add ? h->size : 0 - h->size;
+static void ddp__memory_count(ddp_fsdp *f, const ddp__fsdp_allocation *a, int add) {
+    size_t change = add ? a->size : 0 - a->size;
+    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, a->overhead, add);
+    if (a->kind != DDP__MEMORY_FILE) ddp__fsdp_count(f, a->purpose, a->size, add);
+    if (a->kind == DDP__MEMORY_FILE) f->memory.file_bytes += change;
+    if (a->kind == DDP__MEMORY_GROUP) f->memory.group_bytes += change;
 }
 
-/* Host memory by the desc's allocator or the group's. */
-static void *ddp__fsdp_host(ddp_fsdp *f, size_t size, void **raw, size_t *counted) {
+/* Host memory from the allocator of the desc or of the group. */
+static void *ddp__fsdp_host_alloc(ddp_fsdp *f, size_t size, void **raw, size_t *overhead) {
     int own = f->desc.alloc_fn != NULL;
-    *counted = size + (own ? 64 : DDP_MALLOC_EXTRA);
+    *overhead = own ? 64 : DDP_MALLOC_EXTRA;
     *raw = own ? f->desc.alloc_fn(size + 64, f->desc.user) : ddp_host_alloc(f->group, size);
-    if (!*raw) ddp_fail_in(DDP_ERR_NO_MEMORY, f->who, f->group, "%zu bytes could not be allocated", size);
+    if (!*raw) ddp_fail_in(DDP_ERR_NO_MEMORY, "ddp_fsdp_create", f->group, "%zu bytes could not be allocated", size);
     return *raw && own ? (void *)(((uintptr_t)*raw + 63) / 64 * 64) : *raw;
 }
 
-static void ddp__fsdp_unhost(ddp_fsdp *f, void *raw) {
+static void ddp__fsdp_host_free(ddp_fsdp *f, void *raw) {
     if (f->desc.alloc_fn) f->desc.free_fn(raw, f->desc.user);
     else ddp_host_free(f->group, raw);
 }
 
-/* The next pages of the offload file, mapped. */
-static void *ddp__fsdp_map(ddp_fsdp *f, size_t size) {
-    off_t start = f->file_size, page = (off_t)sysconf(_SC_PAGESIZE);
+/* Maps the next pages of the offload file. */
+static ddp_result ddp__fsdp_map(ddp_fsdp *f, size_t size, void **out) {
+    ddp__memory *m = &f->memory;
+    off_t page = (off_t)sysconf(_SC_PAGESIZE);
     struct rlimit limit;
     void *memory = MAP_FAILED;
-    int error = EFBIG; /* beyond the limit a call would be a signal, as would the first write to a page that a full disk has no room for */
-    if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY || (rlim_t)start + (rlim_t)size <= limit.rlim_cur)
-        error = posix_fallocate(f->file, start, (off_t)size);
-    if (error == EOPNOTSUPP) error = ftruncate(f->file, start + (off_t)size) == 0 ? 0 : errno;
-    if (!error) memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, f->file, start);
-    if (memory == MAP_FAILED) {
-        ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp offload_dir=%s: %zu bytes of file could not be had: %s", f->desc.offload_dir, size, strerror(error ? error : errno));
-        return NULL;
-    }
-    f->file_size = (start + (off_t)size + page - 1) / page * page;
-    return memory;
-}
-
-/* Zeroed memory, counted under its purpose until ddp__fsdp_give or the end. Group memory: collective. */
-static ddp_result ddp__fsdp_take(ddp_fsdp *f, int purpose, int kind, size_t size, void *out) {
-    ddp_result result = DDP_OK;
-    size_t counted, behind, node = ddp_round_up(sizeof(ddp__holding), 64);
-    void *raw, *memory = NULL;
-    if (kind == DDP__MEMORY_GROUP && ddp_world_size(f->group) == 1) kind = DDP__MEMORY_DEVICE;
-    if (kind == DDP__MEMORY_DEVICE && f->device == ddp_device_cpu()) kind = DDP__MEMORY_HOST;
-    if (kind == DDP__MEMORY_PINNED && !f->device->alloc_pinned) kind = DDP__MEMORY_HOST;
-    size = size ? size : 64, behind = kind == DDP__MEMORY_HOST ? size : 0;
-    memset(out, 0, sizeof memory);
-    ddp__holding *h = (ddp__holding *)ddp__fsdp_host(f, node + behind, &raw, &counted);
-    if (!h && kind == DDP__MEMORY_GROUP) ddp_group_poison(f->group, DDP_ERR_NO_MEMORY, ddp_last_error()); /* the others are about to wait for this rank */
-    if (!h) return DDP_ERR_NO_MEMORY;
-    memset(h, 0, node + behind);
-    if (kind == DDP__MEMORY_GROUP) result = ddp_group_alloc(f->group, size, &memory);
-    else if (kind == DDP__MEMORY_DEVICE) result = f->device->alloc(f->group, size, &memory);
-    else if (kind == DDP__MEMORY_FILE) result = (memory = ddp__fsdp_map(f, size)) != NULL ? DDP_OK : DDP_ERR_SYSTEM;
-    else if (kind == DDP__MEMORY_PINNED) result = f->device->alloc_pinned(f->group, size, &memory);
-    else memory = (unsigned char *)h + node;
-    if (result != DDP_OK) {
-        ddp__fsdp_unhost(f, raw);
-        return result;
-    }
-    const ddp__holding holding = {memory, raw, size, counted - behind, purpose, kind, f->holdings};
-    *h = holding;
-    f->holdings = h;
-    ddp__holding_count(f, h, 1);
-    memcpy(out, &memory, sizeof memory);
-    if (kind == DDP__MEMORY_PINNED) memset(memory, 0, size);
+    int error = EFBIG; /* beyond the limit a write is a signal, as is one to a page for which a full disk has no room */
+    if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY || (rlim_t)m->file_size + (rlim_t)size <= limit.rlim_cur)
+        error = posix_fallocate(m->file, m->file_size, (off_t)size);
+    if (error == EOPNOTSUPP) error = ftruncate(m->file, m->file_size + (off_t)size) == 0 ? 0 : errno;
+    if (!error) memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, m->file, m->file_size);
+    if (memory == MAP_FAILED)
+        return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp offload_dir=%s: %zu bytes of file could not be had: %s", f->desc.offload_dir, size,
+                        strerror(error ? error : errno));
+    m->file_size += ((off_t)size + page - 1) / page * page;
+    *out = memory;
     return DDP_OK;
 }
 
-/* Gives memory of ddp__fsdp_take back. Group memory: collective. NULL is ignored. */
-static void ddp__fsdp_give(ddp_fsdp *f, void *memory) {
-    ddp__holding **link = &f->holdings, *h;
-    while (*link && (*link)->memory != memory) link = &(*link)->next;
-    if (!memory || !(h = *link)) return;
-    *link = h->next;
-    ddp__holding_count(f, h, 0);
-    if (h->kind == DDP__MEMORY_GROUP) ddp_group_free(f->group, memory);
-    else if (h->kind == DDP__MEMORY_DEVICE) f->device->free(f->group, memory);
-    else if (h->kind == DDP__MEMORY_FILE) munmap(memory, h->size);
-    else if (h->kind == DDP__MEMORY_PINNED) f->device->free_pinned(memory);
-    ddp__fsdp_unhost(f, h->raw);
+/* Zeroed memory, counted under its purpose until ddp__fsdp_free; NULL on failure. Group memory: collective. */
+static ddp_result ddp__fsdp_alloc(ddp_fsdp *f, int purpose, int kind, size_t size, void *out) {
+    ddp__fsdp_allocation a = {NULL, NULL, size ? size : 64, 0, purpose, kind};
+    ddp_result result = DDP_OK;
+    if (a.kind == DDP__MEMORY_GROUP && ddp_world_size(f->group) == 1) a.kind = DDP__MEMORY_DEVICE;
+    if (a.kind == DDP__MEMORY_DEVICE && f->device == ddp_device_cpu()) a.kind = DDP__MEMORY_HOST;
+    if (a.kind == DDP__MEMORY_PINNED && !f->device->alloc_pinned) a.kind = DDP__MEMORY_HOST;
+    if (a.kind == DDP__MEMORY_GROUP) result = ddp_group_alloc(f->group, a.size, &a.memory);
+    else if (a.kind == DDP__MEMORY_DEVICE) result = f->device->alloc(f->group, a.size, &a.memory);
+    else if (a.kind == DDP__MEMORY_PINNED) result = f->device->alloc_pinned(f->group, a.size, &a.memory);
+    else if (a.kind == DDP__MEMORY_FILE) result = ddp__fsdp_map(f, a.size, &a.memory);
+    else if (!(a.memory = ddp__fsdp_host_alloc(f, a.size, &a.raw, &a.overhead))) result = DDP_ERR_NO_MEMORY;
+    if (result != DDP_OK) a.memory = NULL;
+    memcpy(out, &a.memory, sizeof a.memory);
+    ddp_error_save(&f->memory.error, result);
+    if (result != DDP_OK) return result;
+    if (a.kind == DDP__MEMORY_HOST || a.kind == DDP__MEMORY_PINNED) memset(a.memory, 0, a.size);
+    f->memory.allocations[f->memory.count++] = a;
+    ddp__memory_count(f, &a, 1);
+    return DDP_OK;
+}
+
+/* Frees memory of ddp__fsdp_alloc. Group memory: collective. NULL is ignored. */
+static void ddp__fsdp_free(ddp_fsdp *f, void *memory) {
+    ddp__memory *m = &f->memory;
+    int i = 0;
+    while (i < m->count && m->allocations[i].memory != memory) i++;
+    if (!memory || i == m->count) return;
+    const ddp__fsdp_allocation a = m->allocations[i];
+    memmove(m->allocations + i, m->allocations + i + 1, (size_t)(--m->count - i) * sizeof a);
+    ddp__memory_count(f, &a, 0);
+    if (a.kind == DDP__MEMORY_GROUP) ddp_group_free(f->group, memory);
+    else if (a.kind == DDP__MEMORY_DEVICE) f->device->free(f->group, memory);
+    else if (a.kind == DDP__MEMORY_FILE) munmap(memory, a.size);
+    else if (a.kind == DDP__MEMORY_PINNED) f->device->free_pinned(memory);
+    else ddp__fsdp_host_free(f, a.raw);
+}
+
+/* A table in host memory. */
+static ddp_result ddp__table_alloc(ddp_fsdp *f, int count, size_t size, void *out) {
+    return ddp__fsdp_alloc(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)count * size, out);
 }
 
 static const int ddp__offload_kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, DDP__MEMORY_FILE};
 static void *ddp__fsdp_state_alloc(size_t size_bytes, void *user) {
     ddp_fsdp *f = (ddp_fsdp *)user;
     void *memory;
-    f->state_told = ddp__fsdp_error(ddp__fsdp_take(f, DDP__OF_OPTIMIZER, ddp__offload_kinds[f->desc.offload], size_bytes, &memory));
+    (void)ddp__fsdp_alloc(f, DDP__OF_OPTIMIZER, ddp__offload_kinds[f->desc.offload], size_bytes, &memory);
     return memory;
 }
 
-static void ddp__fsdp_state_free(void *memory, void *user) { ddp__fsdp_give((ddp_fsdp *)user, memory); }
+static void ddp__fsdp_state_free(void *memory, void *user) { ddp__fsdp_free((ddp_fsdp *)user, memory); }
 
 //== sharding: layout =================================================================================== >>impl-layout
 
-static size_t ddp__weight_bytes(const ddp__weight *w, size_t rows, ddp_dtype dtype) { return rows * w->row_count * ddp_dtype_size(dtype); }
-static size_t ddp__mine(const ddp__weight *w) { return w->mine * w->row_count; } /* elements of this rank's rows */
-static size_t ddp__rows_first(const ddp__weight *w, int rank) { size_t first = w->chunk * (size_t)rank; return first < w->rows ? first : w->rows; }
-static size_t ddp__rows_of(const ddp__weight *w, int rank) { return ddp__rows_first(w, rank + 1) - ddp__rows_first(w, rank); }
+static size_t ddp__rows_bytes(const ddp__shard *s, size_t rows, ddp_dtype dtype) { return rows * s->row_elements * ddp_dtype_size(dtype); }
 
-/* A use of a parameter that an earlier one in reach of it has brought: the same unit's, or, where values stay whole, any. */
-static int ddp__is_alias(const ddp_fsdp *f, const ddp__weight *w) { return w->source != w && (w->source->unit == w->unit || f->keeps_whole); }
-static int ddp__is_trained(const ddp__weight *w) { return !w->entry->frozen; }
-#define DDP__EACH_WEIGHT(unit, w) for (ddp__weight *w = (unit)->weights; w < (unit)->weights + (unit)->count; w++)
-#define DDP__EACH_TRAINED(unit, w) DDP__EACH_WEIGHT(unit, w) if (ddp__is_trained(w))
-#define DDP__EACH_UNIT(f, unit) for (ddp__unit *unit = (f)->units; unit < (f)->units + (f)->unit_count; unit++)
-
-static int ddp__has_master(const ddp_fsdp *f, const ddp__weight *w) { /* beside what is gathered */
-    return w->dtype != w->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather;
+/* The first row of a rank; the number of rows for rank = the number of ranks. */
+static size_t ddp__first_row(const ddp__shard *s, int rank) {
+    size_t first = s->chunk * (size_t)rank;
+    return first < s->rows ? first : s->rows;
 }
 
-#define DDP__WEIGHT_BAD(f, w, text, ...) \
-    ddp__fsdp_bad("ddp_fsdp_create", (f)->group, "unit %s, parameter %.200s: " text, (w)->unit->name, (w)->name, __VA_ARGS__)
+#define DDP__SHARD_BAD(s, text, ...) \
+    ddp__fsdp_bad("ddp_fsdp_create", (s)->unit->fsdp->group, "unit %s, parameter %.200s: " text, (s)->unit->name, (s)->name, __VA_ARGS__)
 
-/* Which earlier use holds this one's shard. */
-static ddp_result ddp__weight_find_source(ddp_fsdp *f, ddp__weight *w) {
-    const ddp_tensor *value = &w->entry->param.value;
-    const char *tied_to = w->entry->tied_to;
-    w->source = w;
-    for (const ddp__weight *other = f->weights; other < w; other++)
-        if (!strcmp(other->name, w->name)) return DDP__WEIGHT_BAD(f, w, "unit %.64s has a parameter of this name too; give each its own", other->unit->name);
-    for (const ddp__weight *other = f->weights; other < w; other++) {
+/* Finds the earlier use whose memory this one shares. */
+static ddp_result ddp__shard_find_source(ddp_fsdp *f, ddp__shard *s) {
+    const ddp_tensor *value = &s->entry->param.value;
+    const char *tied_to = s->entry->tied_to;
+    s->source = s;
+    for (const ddp__shard *other = f->shards; other < s; other++)
+        if (!strcmp(other->name, s->name)) return DDP__SHARD_BAD(s, "unit %.64s has a parameter of this name too; give each its own", other->unit->name);
+    for (const ddp__shard *other = f->shards; other < s; other++) {
         int same_data = value->data && other->entry->param.value.data == value->data;
         if (!same_data && !(tied_to && !strcmp(other->name, tied_to))) continue;
-        if (same_data && other->unit != w->unit && !tied_to)
-            return DDP__WEIGHT_BAD(f, w, "shares its memory with %.80s of unit %.64s; put both into one unit, or set tied_to", other->name, other->unit->name);
-        if (other->rows != w->rows || other->row_count != w->row_count || other->master_dtype != w->master_dtype || other->dtype != w->dtype)
-            return DDP__WEIGHT_BAD(f, w, "is tied to %.80s, a parameter of another shape or dtype", other->name);
-        if (!other->entry->frozen != !w->entry->frozen)
-            return DDP__WEIGHT_BAD(f, w, "is tied to %.80s of unit %.64s, and one of them is frozen; freeze both, or neither", other->name, other->unit->name);
-        w->source = other->source;
+        if (same_data && other->unit != s->unit && !tied_to)
+            return DDP__SHARD_BAD(s, "shares its memory with %.80s of unit %.64s; put both into one unit, or set tied_to", other->name, other->unit->name);
+        if (other->rows != s->rows || other->row_elements != s->row_elements || other->master_dtype != s->master_dtype || other->dtype != s->dtype)
+            return DDP__SHARD_BAD(s, "is tied to %.80s, a parameter of another shape or dtype", other->name);
+        if (other->trained != s->trained)
+            return DDP__SHARD_BAD(s, "is tied to %.80s of unit %.64s, and one of them is frozen; freeze both, or neither", other->name, other->unit->name);
+        s->source = other->source;
         return DDP_OK;
     }
-    if (tied_to) return DDP__WEIGHT_BAD(f, w, "tied_to=%.80s: no earlier parameter has that name", tied_to);
-    return value->data || f->desc.init_fn ? DDP_OK : DDP__WEIGHT_BAD(f, w, "has no values; set value.data, or init_fn of the %s", "desc");
+    if (tied_to) return DDP__SHARD_BAD(s, "tied_to=%.80s: no earlier parameter has that name", tied_to);
+    return value->data || f->desc.init_fn ? DDP_OK : DDP__SHARD_BAD(s, "has no values; set value.data, or init_fn of the %s", "desc");
 }
 
-static ddp_result ddp__weight_describe(ddp_fsdp *f, ddp__weight *w) {
-    const ddp_tensor *value = &w->entry->param.value;
-    const int64_t *shape = w->entry->global_shape, *offset = w->entry->global_offset;
-    ddp_dtype grad = w->entry->param.grad.dtype;
+static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__shard *s) {
+    const ddp_tensor *value = &s->entry->param.value;
+    const int64_t *shape = s->entry->global_shape, *offset = s->entry->global_offset;
+    ddp_dtype grad = s->entry->param.grad.dtype;
     int64_t count = ddp_tensor_count(value), global = 0, inside = 1;
     for (int i = 0; i < value->ndim && count >= 0; i++) {
         global |= shape[i];
         inside &= offset[i] >= 0 && shape[i] >= value->shape[i] && offset[i] <= shape[i] - value->shape[i];
     }
-    const char *wrong = !w->entry->param.name || !w->entry->param.name[0] ? "has no name; checkpoints need one"
-                      : !ddp__is_tensor_name(w->name, 9900) ? "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one that is"
+    const char *wrong = !s->entry->param.name || !s->entry->param.name[0] ? "has no name; checkpoints need one"
+                      : !ddp__is_tensor_name(s->name, 9900) ? "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one that is"
                       : count < 0 ? "its shape is not one: ndim or an entry is negative, or the product overflows"
                       : !ddp_is_float(value->dtype) ? "its dtype is not a float; keep it outside the units"
                       : grad != DDP_DTYPE_DEFAULT && !ddp_is_float(grad) ? "the dtype of its gradient is not a float"
                       : global && !inside ? "global_offset and its shape reach beyond global_shape" : NULL;
-    if (wrong) return DDP__WEIGHT_BAD(f, w, "%s", wrong);
-    w->is_slice = global != 0;
-    w->rows = value->ndim ? (size_t)value->shape[0] : 1;
-    w->row_count = w->rows ? (size_t)count / w->rows : 0;
-    w->chunk = (w->rows + (size_t)f->world - 1) / (size_t)f->world;
-    w->first = ddp__rows_first(w, f->rank);
-    w->mine = ddp__rows_of(w, f->rank);
-    w->master_dtype = value->dtype == DDP_F64 ? DDP_F64 : DDP_F32;
-    w->dtype = f->desc.param_dtype != DDP_DTYPE_DEFAULT ? f->desc.param_dtype : value->dtype;
-    w->grad_dtype = grad != DDP_DTYPE_DEFAULT ? grad : w->dtype;
-    w->wire_dtype = f->desc.reduce_dtype != DDP_DTYPE_DEFAULT ? f->desc.reduce_dtype : w->master_dtype;
-    return ddp__weight_find_source(f, w);
+    if (wrong) return DDP__SHARD_BAD(s, "%s", wrong);
+    s->trained = !s->entry->frozen;
+    s->is_slice = global != 0;
+    s->rows = value->ndim ? (size_t)value->shape[0] : 1;
+    s->row_elements = s->rows ? (size_t)count / s->rows : 0;
+    s->chunk = (s->rows + (size_t)f->world_size - 1) / (size_t)f->world_size;
+    s->first_row = ddp__first_row(s, f->rank);
+    s->own_rows = ddp__first_row(s, f->rank + 1) - s->first_row;
+    s->own_count = s->own_rows * s->row_elements;
+    s->master_dtype = value->dtype == DDP_F64 ? DDP_F64 : DDP_F32;
+    s->dtype = f->desc.param_dtype != DDP_DTYPE_DEFAULT ? f->desc.param_dtype : value->dtype;
+    s->reduce_dtype = f->desc.reduce_dtype != DDP_DTYPE_DEFAULT ? f->desc.reduce_dtype : s->master_dtype;
+    s->has_master = s->dtype != s->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather;
+    s->part[DDP__GRADS].dtype = grad != DDP_DTYPE_DEFAULT ? grad : s->dtype;
+    s->part[DDP__CASTED].dtype = s->reduce_dtype;
+    s->part[DDP__SUMS].dtype = s->master_dtype;
+    s->part[DDP__GRADS].count = s->part[DDP__CASTED].count = s->rows * s->row_elements;
+    s->part[DDP__SUMS].count = s->own_count;
+    return ddp__shard_find_source(f, s);
 }
 
 /* This rank's rows of the master values. */
-static ddp_tensor ddp__weight_rows(const ddp__weight *w) {
-    ddp_tensor rows = w->entry->param.value;
-    rows.data = ddp__mine(w) ? w->source->master : NULL, rows.dtype = w->master_dtype;
-    if (rows.ndim || !w->mine) rows.shape[0] = (int64_t)w->mine;
-    if (!w->mine && !rows.ndim) rows.ndim = 1;
+static ddp_tensor ddp__shard_tensor(const ddp__shard *s) {
+    ddp_tensor rows = s->entry->param.value;
+    rows.data = s->own_count ? s->source->master : NULL;
+    rows.dtype = s->master_dtype;
+    if (rows.ndim || !s->own_rows) rows.shape[0] = (int64_t)s->own_rows;
+    if (!s->own_rows && !rows.ndim) rows.ndim = 1;
     return rows;
 }
 
@@ -3100,89 +3168,91 @@ static size_t ddp__lay(size_t *at, size_t size) { /* the next 64-byte aligned pl
 }
 
 enum { DDP__QUANT_BLOCK = 256 };
+static size_t ddp__quant_scales(const ddp__shard *s) { return (s->chunk * s->row_elements + DDP__QUANT_BLOCK - 1) / DDP__QUANT_BLOCK; }
 
-static size_t ddp__quant_scales(const ddp__weight *w) { return (w->chunk * w->row_count + DDP__QUANT_BLOCK - 1) / DDP__QUANT_BLOCK; }
-
-/* Bytes of one rank's rows of w as they are gathered. */
-static size_t ddp__weight_wire(const ddp_fsdp *f, const ddp__weight *w) {
-    size_t count = w->chunk * w->row_count;
-    return f->desc.quantize_gather ? count + ddp__quant_scales(w) * sizeof(float) : count * ddp_dtype_size(w->dtype);
+/* Bytes of one rank's rows as they are sent. */
+static size_t ddp__shard_bytes(const ddp_fsdp *f, const ddp__shard *s) {
+    size_t count = s->chunk * s->row_elements;
+    return f->desc.quantize_gather ? count + ddp__quant_scales(s) * sizeof(float) : count * ddp_dtype_size(s->dtype);
 }
 
-/* Whether whole gradients are cast before anything is added: where micro-batches are added first, and where
-   copies are added in another dtype than the master's. Everywhere else the cast is a part of the addition, or
-   of the copy that is sent. */
-static int ddp__casts_whole(const ddp_fsdp *f, const ddp__weight *w) {
-    int adds_micro_batches = !f->reduces_each && f->desc.micro_batch_count > 1;
-    int adds_copies = f->world == 1 && w->wire_dtype != w->master_dtype;
-    return w->wire_dtype != w->grad_dtype && (adds_micro_batches || adds_copies);
-}
-
-/* Where the parts of a unit lie in its memory of each kind. */
+/* Where the shards of a unit have their places in its memory of each kind. Full gradients are cast before anything is
+   added where micro-batches are added first, and where copies are added in another dtype than the master's. Everywhere
+   else the cast is a part of the addition, or of the copy that is sent. */
 static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
-    DDP__EACH_TRAINED(unit, w) unit->converts |= w->wire_dtype != w->grad_dtype;
-    DDP__EACH_WEIGHT(unit, w) {
-        size_t shard_count = w->chunk * w->row_count;
-        if (w->source == w) {
-            w->shard_at = ddp__lay(&unit->shard_bytes, ddp__weight_wire(f, w));
-            if (ddp__has_master(f, w)) w->master_at = ddp__lay(&unit->master_bytes, shard_count * ddp_dtype_size(w->master_dtype));
+    int adds_micro_batches = !f->reduces_each && f->desc.micro_batch_count > 1;
+    for (ddp__shard *s = unit->shards; s < unit->end; s++) unit->converts |= s->trained && s->reduce_dtype != s->part[DDP__GRADS].dtype;
+    for (ddp__shard *s = unit->shards; s < unit->end; s++) {
+        size_t shard_count = s->chunk * s->row_elements;
+        ddp_dtype grad_dtype = s->part[DDP__GRADS].dtype;
+        s->shares_full = s->source != s && (s->source->unit == unit || f->keeps_full);
+        if (s->source == s) {
+            s->shard_at = ddp__lay(&unit->shard_bytes, ddp__shard_bytes(f, s));
+            if (s->has_master) s->master_at = ddp__lay(&unit->master_bytes, shard_count * ddp_dtype_size(s->master_dtype));
         }
-        if (!ddp__is_alias(f, w)) {
-            w->whole_at = ddp__lay(&unit->whole_bytes, ddp__weight_bytes(w, w->rows, w->dtype));
-            w->gather_at = ddp__lay(&unit->gather_bytes, ddp__weight_wire(f, w));
-        } else if (w->source->unit == unit) w->whole_at = w->source->whole_at;
-        if (!ddp__is_trained(w)) continue;
+        if (!s->shares_full) {
+            s->full_at = ddp__lay(&unit->full_bytes, ddp__rows_bytes(s, s->rows, s->dtype));
+            s->block_at = ddp__lay(&unit->block_bytes, ddp__shard_bytes(f, s));
+        } else if (s->source->unit == unit) s->full_at = s->source->full_at;
+        if (!s->trained) continue;
         unit->trained++;
-        if (ddp__casts_whole(f, w)) unit->layout = DDP__CASTED;
-        w->grad_at = ddp__lay(&unit->grad_bytes, ddp__weight_bytes(w, w->rows, w->grad_dtype));
-        w->cast_at = ddp__lay(&unit->cast_bytes, ddp__weight_bytes(w, w->rows, w->wire_dtype));
-        w->in_place = !f->reduces_each && w->grad_dtype == w->master_dtype && w->wire_dtype == w->master_dtype && (f->world == 1 || f->copy_count == 0);
-        if (f->world == 1 && unit->converts) w->in_place = 0; /* all sums of the unit are together */
-        if (!w->in_place) w->sum_at = ddp__lay(&unit->sum_bytes, shard_count * ddp_dtype_size(w->master_dtype));
-        w->wire_at = unit->wire_count[w->wire_dtype];
-        unit->wire_count[w->wire_dtype] += shard_count;
+        if (s->reduce_dtype != grad_dtype && (adds_micro_batches || (f->world_size == 1 && s->reduce_dtype != s->master_dtype))) unit->layout = DDP__CASTED;
+        s->in_place = !f->reduces_each && grad_dtype == s->master_dtype && s->reduce_dtype == s->master_dtype && (f->world_size == 1 || f->copy_count == 0);
+        if (f->world_size == 1 && unit->converts) s->in_place = 0; /* all sums of the unit are together */
+        for (int layout = 0; layout < DDP__LAYOUTS - s->in_place; layout++) {
+            size_t count = layout == DDP__SUMS ? shard_count : s->part[layout].count;
+            s->part[layout].at = ddp__lay(&unit->grad_bytes[layout], count * ddp_dtype_size(s->part[layout].dtype));
+        }
+        s->reduce_at = unit->reduce_count[s->reduce_dtype];
+        unit->reduce_count[s->reduce_dtype] += shard_count;
     }
 }
 
-static size_t ddp__wire_bytes(const size_t *wire_count) { /* one block of each dtype */
-    size_t bytes = 0;
-    for (int d = 0; d <= DDP_U64; d++) bytes += ddp_round_up(wire_count[d] * ddp_dtype_size((ddp_dtype)d), 64);
-    return bytes;
-}
-//== sharding: gather ==================================================================================== >>impl-gather
+//== sharding: unshard =================================================================================== >>impl-unshard
 
-/* This rank's rows in 8 bits: for each block of 256 its largest magnitude, then the values in 127ths of that, rounded. */
-static void ddp__quantize(const ddp__weight *w, unsigned char *out) {
-    size_t count = ddp__mine(w);
-    float *scale = (float *)(void *)out, x[DDP__QUANT_BLOCK];
-    int8_t *q = (int8_t *)(void *)(out + ddp__quant_scales(w) * sizeof(float));
-    for (size_t from = 0; from < count; from += DDP__QUANT_BLOCK) {
-        size_t n = count - from < (size_t)DDP__QUANT_BLOCK ? count - from : (size_t)DDP__QUANT_BLOCK;
-        float most = 0;
-        ddp_device_cpu()->cast(x, DDP_F32, w->master + from * ddp_dtype_size(w->master_dtype), w->master_dtype, n);
-        for (size_t i = 0; i < n; i++) most = fabsf(x[i]) > most || x[i] != x[i] ? fabsf(x[i]) : most;
-        scale[from / DDP__QUANT_BLOCK] = most; /* NaN and infinities spread over their block */
-        for (size_t i = 0; i < n; i++) q[from + i] = (int8_t)(most > 0 && most <= 3.402823466e38f ? lrintf(x[i] / most * 127.0f) : 0);
+/* Turns the shards of a unit into full parameters, for ddp_fsdp_unshard at once and for prefetch behind compute. Owns
+   the slots of full parameters.
+
+       unshard a    unshard b    reshard a        the first step records the order a, b, c
+       |            |            |                later ones prefetch along it:
+       unshard a, prefetch b .   unshard b, prefetch c .   reshard a frees its slot
+
+   No rank writes shards between the barriers of two steps, so peer memory needs no further synchronisation. */
+
+/* This rank's rows in 8 bits: the largest magnitude of each block of 256, then the values in 127ths of it, rounded. */
+static void ddp__quantize(const ddp__shard *s) {
+    float *scale = (float *)(void *)s->value, x[DDP__QUANT_BLOCK];
+    int8_t *q = (int8_t *)(void *)(s->value + ddp__quant_scales(s) * sizeof(float));
+    for (size_t from = 0; from < s->own_count; from += DDP__QUANT_BLOCK) {
+        size_t n = s->own_count - from < (size_t)DDP__QUANT_BLOCK ? s->own_count - from : (size_t)DDP__QUANT_BLOCK;
+        float max = 0;
+        ddp_device_cpu()->cast(x, DDP_F32, s->master + from * ddp_dtype_size(s->master_dtype), s->master_dtype, n);
+        for (size_t i = 0; i < n; i++) max = fabsf(x[i]) > max || x[i] != x[i] ? fabsf(x[i]) : max;
+        scale[from / DDP__QUANT_BLOCK] = max; /* NaN and infinities spread over their block */
+        for (size_t i = 0; i < n; i++) q[from + i] = (int8_t)(max > 0 && max <= 3.402823466e38f ? lrintf(x[i] / max * 127.0f) : 0);
     }
 }
 
-static void ddp__dequantize(const ddp__weight *w, unsigned char *out, const unsigned char *in, size_t count) {
+static void ddp__dequantize(const ddp__shard *s, unsigned char *out, const unsigned char *in, size_t count) {
     const float *scale = (const float *)(const void *)in;
-    const int8_t *q = (const int8_t *)(const void *)(in + ddp__quant_scales(w) * sizeof(float));
+    const int8_t *q = (const int8_t *)(const void *)(in + ddp__quant_scales(s) * sizeof(float));
     float x[DDP__QUANT_BLOCK];
     for (size_t from = 0; from < count; from += DDP__QUANT_BLOCK) {
         size_t n = count - from < (size_t)DDP__QUANT_BLOCK ? count - from : (size_t)DDP__QUANT_BLOCK;
-        float most = scale[from / DDP__QUANT_BLOCK], step = most / 127.0f;
-        if (most < 1e-30f) for (size_t i = 0; i < n; i++) x[i] = (float)((double)most * q[from + i] / 127); /* the step has few bits there, or none */
+        float max = scale[from / DDP__QUANT_BLOCK], step = max / 127.0f;
+        if (max < 1e-30f) for (size_t i = 0; i < n; i++) x[i] = (float)((double)max * q[from + i] / 127); /* the step has few bits there, or none */
         else for (size_t i = 0; i < n; i++) x[i] = step * (float)q[from + i];
-        ddp_device_cpu()->cast(out + from * ddp_dtype_size(w->dtype), w->dtype, x, DDP_F32, n);
+        ddp_device_cpu()->cast(out + from * ddp_dtype_size(s->dtype), s->dtype, x, DDP_F32, n);
     }
 }
 
-/* Marks an event; the host waits until a lane has come to it. NULL where the device's calls are done when they return. A failed group ends the wait, unless what
-   the event stands for uses memory that is about to go: then only the time `until` does, where it is not 0. */
-static ddp_result ddp__fsdp_mark(const ddp_fsdp *f, ddp_stream_kind lane, void *event) { return event ? f->device->event_record(f->group, lane, event) : DDP_OK; }
-static ddp_result ddp__fsdp_await(const ddp_fsdp *f, void *event, double until) {
+/* Records an event on a stream. The host waits until the stream has reached it. event NULL: the device's calls are
+   done when they return. A failure of the group ends the wait. So does the time `until`, if it is not 0: then the group
+   does not matter, since the memory that the event stands for is about to be freed. */
+static ddp_result ddp__event_record(const ddp_fsdp *f, ddp_stream_kind stream, void *event) {
+    return event ? f->device->event_record(f->group, stream, event) : DDP_OK;
+}
+static ddp_result ddp__event_wait(const ddp_fsdp *f, void *event, double until) {
     const struct timespec nap = {0, 20000};
     for (int done = !event; !done;) {
         DDP_TRY(f->device->event_test(f->group, event, &done));
@@ -3193,332 +3263,325 @@ static ddp_result ddp__fsdp_await(const ddp_fsdp *f, void *event, double until) 
     return DDP_OK;
 }
 
-/* OFFLOAD_HOST: sends elements of the master copy up, as they are gathered. One piece is filled while the other one travels. */
-static ddp_result ddp__host_publish(ddp_fsdp *f, const ddp__weight *w, size_t from, size_t count) {
-    for (size_t n, size = ddp_dtype_size(w->dtype); count; from += n, count -= n, f->turn_up ^= 1) {
-        unsigned char *near = f->host_rows + (size_t)f->turn_up * f->host_rows_bytes / 2;
+/* copy between the device and pinned memory, without waiting where the device can do that. */
+static void ddp__copy_async(const ddp_fsdp *f, void *dst, const void *src, size_t size_bytes) {
+    (f->device->copy_async ? f->device->copy_async : f->device->copy)(dst, src, size_bytes);
+}
+
+/* OFFLOAD_HOST: sends elements of the master values to the device. One piece is filled while the other one travels. */
+static ddp_result ddp__offload_upload(ddp_fsdp *f, const ddp__shard *s, size_t from, size_t count) {
+    ddp__offload *o = &f->offload;
+    for (size_t n, size = ddp_dtype_size(s->dtype); count; from += n, count -= n, o->upload ^= 1) {
+        unsigned char *piece = o->rows + (size_t)o->upload * o->rows_bytes / 2;
         n = count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE;
-        DDP_TRY(ddp__fsdp_await(f, f->left[f->turn_up], 0));
-        ddp_device_cpu()->cast(near, w->dtype, w->master + from * ddp_dtype_size(w->master_dtype), w->master_dtype, n);
-        (f->device->copy_async ? f->device->copy_async : f->device->copy)(w->shard + from * size, near, n * size);
-        DDP_TRY(ddp__fsdp_mark(f, DDP_STREAM_COMPUTE, f->left[f->turn_up]));
+        DDP_TRY(ddp__event_wait(f, o->uploaded[o->upload], 0));
+        ddp_device_cpu()->cast(piece, s->dtype, s->master + from * ddp_dtype_size(s->master_dtype), s->master_dtype, n);
+        ddp__copy_async(f, s->value + from * size, piece, n * size);
+        DDP_TRY(ddp__event_record(f, DDP_STREAM_COMPUTE, o->uploaded[o->upload]));
     }
     return DDP_OK;
 }
 
-/* Casts on the device, of which neighbours on both sides are one: few launches where tensors are many. count 0 ends the last one. */
-typedef struct ddp__casting { unsigned char *dst; const unsigned char *src; ddp_dtype to, from; size_t count; } ddp__casting;
+/* Joins casts whose memory is adjacent on both sides: few launches for many tensors. count 0 ends the last one. */
+typedef struct ddp__cast_run {
+    unsigned char *dst;
+    const unsigned char *src;
+    ddp_dtype to, from;
+    size_t count;
+} ddp__cast_run;
 
-static void ddp__cast_next(const ddp_device *d, ddp__casting *c, unsigned char *dst, ddp_dtype to, const unsigned char *src, ddp_dtype from, size_t count) {
-    int joins = count && to == c->to && from == c->from && dst == c->dst + c->count * ddp_dtype_size(to) && src == c->src + c->count * ddp_dtype_size(from);
-    if (c->count && !joins) d->cast(c->dst, c->to, c->src, c->from, c->count);
-    if (!joins) c->dst = dst, c->src = src, c->to = to, c->from = from, c->count = 0;
-    c->count += count;
+static void ddp__cast_next(const ddp_device *d, ddp__cast_run *run, unsigned char *dst, ddp_dtype to, const unsigned char *src, ddp_dtype from, size_t count) {
+    int joins = count && to == run->to && from == run->from && dst == run->dst + run->count * ddp_dtype_size(to) &&
+                src == run->src + run->count * ddp_dtype_size(from);
+    if (run->count && !joins) d->cast(run->dst, run->to, run->src, run->from, run->count);
+    const ddp__cast_run next = {dst, src, to, from, 0};
+    if (!joins) *run = next;
+    run->count += count;
 }
 
-/* Makes this rank's rows of a unit ready for its peers, once the master values have changed. */
+/* Makes this rank's rows of a unit what peers read, once the master values have changed. */
 static ddp_result ddp__unit_publish(ddp_fsdp *f, ddp__unit *unit) {
-    ddp__casting run = DDP_ZERO;
-    DDP__EACH_WEIGHT(unit, w) {
-        if (w->source != w) continue;
-        if (f->desc.quantize_gather) ddp__quantize(w, w->shard);
-        else if (f->host) DDP_TRY(ddp__host_publish(f, w, 0, ddp__mine(w)));
-        else if (w->shard != w->master) ddp__cast_next(f->device, &run, w->shard, w->dtype, w->master, w->master_dtype, ddp__mine(w));
+    ddp__cast_run run = DDP_ZERO;
+    for (ddp__shard *s = unit->shards; s < unit->end; s++) {
+        if (s->source != s) continue;
+        if (f->desc.quantize_gather) ddp__quantize(s);
+        else if (f->offload.host) DDP_TRY(ddp__offload_upload(f, s, 0, s->own_count));
+        else if (s->value != s->master) ddp__cast_next(f->device, &run, s->value, s->dtype, s->master, s->master_dtype, s->own_count);
     }
     ddp__cast_next(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
     return DDP_OK;
 }
 
-/* Rank's published rows of w, where this rank can read them. */
-static const unsigned char *ddp__weight_published(ddp_fsdp *f, const ddp__weight *w, int rank) {
-    const ddp__weight *s = w->source;
-    const unsigned char *mine = f->keeps_whole ? s->unit->whole : s->unit->shard;
-    const unsigned char *base = rank == f->rank ? mine : (const unsigned char *)ddp_group_peer(f->group, mine, rank);
-    return base + (f->keeps_whole ? s->whole_at + ddp__weight_bytes(s, ddp__rows_first(s, rank), s->dtype) : s->shard_at);
-}
-
-static void ddp__weight_place(ddp_fsdp *f, const ddp__weight *w, int rank, const unsigned char *rows) {
-    unsigned char *out = w->unit->whole + w->whole_at + ddp__weight_bytes(w, ddp__rows_first(w, rank), w->dtype);
-    size_t count = ddp__rows_of(w, rank) * w->row_count;
-    if (!count || (rank == f->rank && f->keeps_whole)) return;
-    if (f->desc.quantize_gather) ddp__dequantize(w, out, rows, count);
-    else f->device->copy(out, rows, count * ddp_dtype_size(w->dtype));
-}
-
-/* Fills the whole values of a unit. A task. Peers' rows are read where they lie: nobody changes them between the barriers of two steps. Otherwise
-   each rank sends a block with its rows of all parameters. */
-static ddp_result ddp__gather_task(ddp_group *group, void *argument) {
+/* Fills the full parameters of a unit, on this thread or as a task. Each rank's rows come from the rank's memory, or
+   from its block of an all-gather. */
+static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
     ddp__unit *unit = (ddp__unit *)argument;
-    ddp_fsdp *f = unit->fsdp;
-    if (!f->direct) {
-        DDP__EACH_WEIGHT(unit, w) {
-            size_t bytes = f->desc.quantize_gather ? ddp__weight_wire(f, w) : ddp__mine(w) * ddp_dtype_size(w->dtype);
-            if (!ddp__is_alias(f, w)) f->device->copy(f->send + w->gather_at, ddp__weight_published(f, w, f->rank), bytes);
-        }
-        DDP_TRY(ddp_all_gather(group, f->send, f->receive, unit->gather_bytes, DDP_U8, NULL));
+    const ddp_fsdp *f = unit->fsdp;
+    for (ddp__shard *s = unit->shards; s < unit->end && !f->peer_memory; s++) {
+        size_t bytes = f->desc.quantize_gather ? ddp__shard_bytes(f, s) : s->own_count * ddp_dtype_size(s->dtype);
+        if (!s->shares_full) f->device->copy(f->send + s->block_at, s->source->value, bytes);
     }
-    DDP__EACH_WEIGHT(unit, w)
-        for (int r = 0; r < f->world && !ddp__is_alias(f, w); r++)
-            ddp__weight_place(f, w, r, f->direct ? ddp__weight_published(f, w, r) : f->receive + (size_t)r * unit->gather_bytes + w->gather_at);
+    if (!f->peer_memory) DDP_TRY(ddp_all_gather(group, f->send, f->recv, unit->block_bytes, DDP_U8, NULL));
+    for (ddp__shard *s = unit->shards; s < unit->end; s++) {
+        const ddp__unit *owner = s->source->unit;
+        for (int r = 0; r < f->world_size && !s->shares_full; r++) {
+            size_t first = ddp__first_row(s, r), count = (ddp__first_row(s, r + 1) - first) * s->row_elements;
+            size_t place = ddp__rows_bytes(s, first, s->dtype);
+            unsigned char *out = unit->full + s->full_at + place;
+            const unsigned char *rows = s->source->value;
+            if (!count || (r == f->rank && f->keeps_full)) continue;
+            if (!f->peer_memory) rows = f->recv + (size_t)r * unit->block_bytes + s->block_at;
+            else if (r != f->rank && f->keeps_full) rows = (unsigned char *)ddp_group_peer(group, owner->full, r) + s->full_at + place;
+            else if (r != f->rank) rows = (unsigned char *)ddp_group_peer(group, owner->shard, r) + s->source->shard_at;
+            if (f->desc.quantize_gather) ddp__dequantize(s, out, rows, count);
+            else f->device->copy(out, rows, count * ddp_dtype_size(s->dtype));
+        }
+    }
     return ddp__fsdp_check(group);
 }
 
-/* A slot in front of a list. */
-static ddp_result ddp__slot_make(ddp_fsdp *f, ddp__slot **list, int purpose, int kind, size_t size, ddp__slot **out) {
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, sizeof **out, out));
-    DDP_TRY(ddp__fsdp_take(f, purpose, kind, size, &(*out)->memory));
-    (*out)->next = *list;
-    *list = *out;
+/* Whether full parameters have memory of their own, without slots. */
+static int ddp__has_own_full(const ddp_fsdp *f) { return f->keeps_full || f->full_in_shard || f->desc.no_reshard_after_forward; }
+
+/* Memory for the full parameters of a unit. Allocates while the first step finds out how much is needed. */
+static ddp_result ddp__full_acquire(ddp_fsdp *f, ddp__unit *unit) {
+    ddp__unshard *u = &f->unshard;
+    int i = 0;
+    if (ddp__has_own_full(f)) return DDP_OK;
+    while (i < u->slot_count && u->slots[i].busy) i++;
+    if (i == u->slot_count) DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, u->slot_bytes, &u->slots[i].memory));
+    if (i == u->slot_count) u->slot_count++;
+    unit->full_slot = &u->slots[i];
+    unit->full_slot->busy = 1;
+    unit->full = unit->full_slot->memory;
     return DDP_OK;
 }
 
-/* Free memory for a unit's whole values; allocates while the first step finds out how much is needed. */
-static ddp_result ddp__whole_slot_take(ddp_fsdp *f, ddp__unit *unit) {
-    ddp__slot *slot = f->whole_slots;
-    while (slot && slot->busy) slot = slot->next;
-    if (!slot) DDP_TRY(ddp__slot_make(f, &f->whole_slots, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, f->whole_slot_bytes, &slot));
-    slot->busy = 1, unit->whole_slot = slot, unit->whole = slot->memory;
-    return DDP_OK;
-}
-
-static int ddp__has_own_whole(const ddp_fsdp *f) { return f->keeps_whole || f->in_shard || f->desc.no_reshard_after_forward; }
-
-static ddp_result ddp__unit_forget(ddp__unit *unit, ddp_result result) {
-    unit->state = DDP__UNIT_GONE;
-    if (unit->whole_slot) {
-        unit->whole_slot->busy = 0, unit->whole_slot = NULL, unit->whole = NULL;
-    }
+/* The unit has no full parameters, because of result or as wished. */
+static ddp_result ddp__full_release(ddp__unit *unit, ddp_result result) {
+    unit->state = DDP__RESHARDED;
+    if (!unit->full_slot) return result;
+    unit->full_slot->busy = 0;
+    unit->full_slot = NULL;
+    unit->full = NULL;
     return result;
 }
 
-static ddp_result ddp__unit_arrive(ddp_fsdp *f, ddp__unit *unit) {
-    if (unit->state != DDP__UNIT_COMING) return DDP_OK;
-    ddp_result result = ddp_wait(f->group, &unit->gathering);
-    unit->state = DDP__UNIT_THERE;
-    return result == DDP_OK ? DDP_OK : ddp__unit_forget(unit, result);
+/* Waits for a unit that was prefetched. */
+static ddp_result ddp__unshard_wait(ddp_fsdp *f, ddp__unit *unit) {
+    if (unit->state != DDP__UNSHARDING) return DDP_OK;
+    ddp_result result = ddp_wait(f->group, &unit->unshard_work);
+    unit->state = DDP__UNSHARDED;
+    return result == DDP_OK ? DDP_OK : ddp__full_release(unit, result);
 }
 
-/* Sends for the whole values of a unit; ahead: ddp__unit_arrive waits for them, otherwise they are there on return. */
-static ddp_result ddp__unit_fetch(ddp_fsdp *f, ddp__unit *unit, int ahead) {
-    if (!ddp__has_own_whole(f)) DDP_TRY(ddp__whole_slot_take(f, unit));
-    ddp_result result = f->in_shard ? DDP_OK : ddp_group_enqueue(f->group, ddp__gather_task, unit, ahead ? &unit->gathering : NULL);
-    unit->state = ahead && !f->in_shard ? DDP__UNIT_COMING : DDP__UNIT_THERE;
-    return result == DDP_OK ? DDP_OK : ddp__unit_forget(unit, result);
-}
+static ddp_result ddp__unit_reshard(ddp_fsdp *f, ddp__unit *unit) { return ddp__full_release(unit, ddp__unshard_wait(f, unit)); }
 
-/* The whole values of a unit are not needed, or out of date. */
-static ddp_result ddp__unit_drop(ddp_fsdp *f, ddp__unit *unit) { return ddp__unit_forget(unit, ddp__unit_arrive(f, unit)); }
-
-/* Whether the recorded order wants the unit within the next `reach` gathers, of which the very next one always is. */
+/* Whether the recorded order needs the unit within the next `reach` unshards. The very next one always counts. */
 static int ddp__is_next(const ddp_fsdp *f, int unit, int reach) {
-    for (int i = f->now_count; (i == f->now_count || i < f->now_count + reach) && i < f->order_count; i++)
-        if (f->following && f->order[i] == unit) return 1;
+    const ddp__unshard *u = &f->unshard;
+    for (int i = u->position; (i == u->position || i < u->position + reach) && i < u->order_count; i++)
+        if (u->follows && u->order[i] == unit) return 1;
     return 0;
 }
 
-/* What a unit takes while it is gathered: memory for the largest, where units share it. */
-static size_t ddp__gathered_bytes(const ddp_fsdp *f, const ddp__unit *unit) { return ddp__has_own_whole(f) ? unit->whole_bytes : f->whole_slot_bytes; }
-
-/* How many units are gathered at a time, where so many are in use. */
+/* How many units have full parameters at a time, when in_use of them are in use. */
 static int ddp__slots_wanted(const ddp_fsdp *f, int in_use) {
-    size_t most = f->desc.max_gathered_bytes && f->whole_slot_bytes ? f->desc.max_gathered_bytes / f->whole_slot_bytes : SIZE_MAX;
+    size_t max = f->desc.max_gathered_bytes && f->unshard.slot_bytes ? f->desc.max_gathered_bytes / f->unshard.slot_bytes : SIZE_MAX;
     int wanted = in_use + f->desc.prefetch;
     if (wanted > f->unit_count) wanted = f->unit_count;
-    if ((size_t)wanted > most) wanted = (int)most;
+    if ((size_t)wanted > max) wanted = (int)max;
     return wanted > in_use ? wanted : in_use;
 }
 
-/* Sends for the units that come next in the recorded order, and drops what was sent for and has not come up. */
-static ddp_result ddp__fetch_ahead(ddp_fsdp *f) {
-    size_t bytes = 0;
-    DDP__EACH_UNIT(f, unit) {
-        if (unit->state != DDP__UNIT_GONE && !unit->in_use && !ddp__has_own_whole(f) && !ddp__is_next(f, unit->index, f->desc.prefetch))
-            DDP_TRY(ddp__unit_drop(f, unit));
-        if (unit->state != DDP__UNIT_GONE && !f->keeps_whole) bytes += ddp__gathered_bytes(f, unit);
+/* Slots for prefetch, once the first step has shown how many units are in use at a time. */
+static ddp_result ddp__slots_complete(ddp_fsdp *f) {
+    ddp__unshard *u = &f->unshard;
+    if (u->slots_ready || ddp__has_own_full(f) || u->position == 0) return DDP_OK;
+    for (; u->slot_count < ddp__slots_wanted(f, u->max_in_use); u->slot_count++)
+        DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, u->slot_bytes, &u->slots[u->slot_count].memory));
+    u->slots_ready = 1;
+    return DDP_OK;
+}
+
+/* Starts the units that come next in the recorded order, and reshards those that were started and are not needed. */
+static ddp_result ddp__prefetch(ddp_fsdp *f) {
+    ddp__unshard *u = &f->unshard;
+    size_t bytes = 0; /* of full parameters; what an unshard takes: a slot, where units share them */
+    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
+        if (unit->state != DDP__RESHARDED && !unit->in_use && !ddp__has_own_full(f) && !ddp__is_next(f, unit->index, f->desc.prefetch))
+            DDP_TRY(ddp__unit_reshard(f, unit));
+        if (unit->state != DDP__RESHARDED) bytes += ddp__has_own_full(f) ? unit->full_bytes : u->slot_bytes;
     }
-    for (int i = f->now_count; f->following && !f->no_grad && i < f->now_count + f->desc.prefetch && i < f->order_count; i++) {
-        ddp__unit *unit = &f->units[f->order[i]];
-        if (unit->state != DDP__UNIT_GONE) continue;
-        if (!f->keeps_whole) bytes += ddp__gathered_bytes(f, unit);
-        if (f->desc.max_gathered_bytes && bytes > f->desc.max_gathered_bytes) break;
-        DDP_TRY(ddp__unit_fetch(f, unit, 1));
+    for (int i = u->position; u->follows && !f->no_grad && i < u->position + f->desc.prefetch && i < u->order_count; i++) {
+        ddp__unit *unit = &f->units[u->order[i]];
+        if (unit->state != DDP__RESHARDED || f->full_in_shard) continue;
+        bytes += ddp__has_own_full(f) ? unit->full_bytes : u->slot_bytes;
+        if (f->desc.max_gathered_bytes && !f->keeps_full && bytes > f->desc.max_gathered_bytes) break;
+        DDP_TRY(ddp__full_acquire(f, unit));
+        ddp_result result = ddp_group_enqueue(f->group, ddp__unshard_task, unit, &unit->unshard_work);
+        if (result != DDP_OK) return ddp__full_release(unit, result);
+        unit->state = DDP__UNSHARDING;
     }
     return DDP_OK;
 }
 
-/* Drops what nobody uses, where a unit that is about to be gathered would go beyond the limit, or beyond the memory of the first step. */
+/* Reshards what is not in use, where the unit would go beyond the limit, or beyond the memory of the first step. */
 static ddp_result ddp__make_room(ddp_fsdp *f, const ddp__unit *unit) {
-    int in_use = f->in_use + !unit->in_use, held = 1, room = ddp__slots_wanted(f, in_use > f->most_in_use ? in_use : f->most_in_use);
-    if (ddp__has_own_whole(f) || unit->state != DDP__UNIT_GONE) return DDP_OK;
-    for (int u = 0; u < f->unit_count; u++) held += f->units[u].state != DDP__UNIT_GONE;
-    for (int wanted = 0; wanted < 2; wanted++) /* first what the order does not want soon */
-        for (int u = 0; u < f->unit_count && held > room; u++) {
-            if (f->units[u].state == DDP__UNIT_GONE || f->units[u].in_use || ddp__is_next(f, u, f->desc.prefetch + 1) > wanted) continue;
-            DDP_TRY(ddp__unit_drop(f, &f->units[u]));
+    int in_use = f->unshard.in_use + !unit->in_use, held = 1;
+    int room = ddp__slots_wanted(f, in_use > f->unshard.max_in_use ? in_use : f->unshard.max_in_use);
+    if (ddp__has_own_full(f) || unit->state != DDP__RESHARDED) return DDP_OK;
+    for (const ddp__unit *other = f->units; other < f->units_end; other++) held += other->state != DDP__RESHARDED;
+    for (int wanted = 0; wanted < 2; wanted++) /* first those that the order does not need soon */
+        for (ddp__unit *other = f->units; other < f->units_end && held > room; other++) {
+            if (other->state == DDP__RESHARDED || other->in_use || ddp__is_next(f, other->index, f->desc.prefetch + 1) > wanted) continue;
+            DDP_TRY(ddp__unit_reshard(f, other));
             held--;
         }
     return DDP_OK;
 }
 
-/* Notes a gather in this step's order, and whether that is the last step's still. */
-static ddp_result ddp__order_note(ddp_fsdp *f, int unit) {
-    int *larger;
-    if (f->now_count == f->order_cap) {
-        int cap = f->order_cap ? 2 * f->order_cap : 4 * f->unit_count;
-        DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)cap * sizeof(int), &larger));
-        if (f->order) memcpy(larger, f->order, (size_t)f->order_cap * sizeof(int));
-        ddp__fsdp_give(f, f->order);
-        f->order = larger;
-        f->order_cap = cap;
+/* Records an unshard in this step's order, and whether that is still the last step's. */
+static ddp_result ddp__order_record(ddp_fsdp *f, int unit) {
+    ddp__unshard *u = &f->unshard;
+    int *larger, capacity = u->order_capacity ? 2 * u->order_capacity : 4 * f->unit_count;
+    if (u->position == u->order_capacity) {
+        DDP_TRY(ddp__table_alloc(f, capacity, sizeof *larger, &larger));
+        if (u->order) memcpy(larger, u->order, (size_t)u->order_capacity * sizeof *larger);
+        ddp__fsdp_free(f, u->order);
+        u->order = larger;
+        u->order_capacity = capacity;
     }
-    f->following = f->following && f->now_count < f->order_count && f->order[f->now_count] == unit;
-    f->order[f->now_count++] = unit;
+    u->follows = u->follows && u->position < u->order_count && u->order[u->position] == unit;
+    u->order[u->position++] = unit;
     return DDP_OK;
 }
 
 //== sharding: reduce ==================================================================================== >>impl-shard-reduce
 
-/* The way of a unit's gradients. Sums have the master's dtype; what is added over ranks has the wire's.
+/* Gradients of a unit become sums of this rank's rows. Sums have the master's dtype; what is added over ranks has
+   reduce_dtype.
 
-       whole gradients --(cast, if the wire has another dtype)--> added over ranks --> this rank's rows --(cast)--> level 0 --> pairs of micro-batches
-                                                                  direct: read where they lie, otherwise reduce_scatter of blocks
-       Where each rank has every row (NO_SHARD), they are all-reduced where they lie instead. Copies of the
-       shard add up theirs afterwards.
+       full gradients --(cast)--> added over ranks --> own rows --(cast)--> level 0 --> pairs of micro-batches
+                                  peer memory, or reduce-scatter of blocks
 
-   16-bit gradients are cast to f32 without memory for a whole unit wherever that is possible:
+   Where each rank has every row (NO_SHARD), full gradients are all-reduced in place instead. Copies of a shard add up
+   their sums afterwards. 16-bit gradients are cast to f32 without memory for a whole unit where that is possible:
 
-       direct        a tile of each rank's gradients at a time       cast by the rank that adds
-       packed        into the block that is sent                     twice the bytes of the gradients travel
+       peer memory     a tile of each rank's gradients at a time     cast by the rank that adds
+       blocks          into the block that is sent                   twice the bytes of the gradients travel
        one rank, or NO_SHARD with one micro-batch                    into the sums; copies are added there
        micro-batches added first (SHARD_OPTIM, NO_SHARD)             into `cast`, which all units share */
 
 enum { DDP__TILE = 1024 }; /* elements of each rank */
 
-static unsigned char *ddp__weight_sum(const ddp__weight *w, int level) {
-    const ddp__unit *unit = w->unit;
-    if (w->in_place) return unit->grads + w->grad_at + ddp__weight_bytes(w, w->first, w->grad_dtype);
-    return unit->level[level] + w->sum_at;
+static unsigned char *ddp__shard_sum(const ddp__shard *s, int level) {
+    if (s->in_place) return s->unit->grads + s->part[DDP__GRADS].at + ddp__rows_bytes(s, s->first_row, s->part[DDP__GRADS].dtype);
+    return s->unit->level[level] + s->part[DDP__SUMS].at;
 }
 
-static ddp_dtype ddp__grads_at(const ddp__weight *w, int layout, size_t *at, size_t *count) {
-    *at = layout == DDP__GRADS ? w->grad_at : layout == DDP__CASTED ? w->cast_at : w->sum_at;
-    *count = (layout == DDP__SUMS ? w->mine : w->rows) * w->row_count;
-    return layout == DDP__GRADS ? w->grad_dtype : layout == DDP__CASTED ? w->wire_dtype : w->master_dtype;
-}
-
-/* Where whole gradients have row first. */
-static size_t ddp__rows_at(const ddp__weight *w, int layout, size_t first) {
-    size_t at, count;
-    ddp_dtype dtype = ddp__grads_at(w, layout, &at, &count);
-    return at + ddp__weight_bytes(w, first, dtype);
-}
-
-/* Adds, or copies where left is NULL, memory of one layout. */
-static void ddp__unit_add(ddp_fsdp *f, const ddp__unit *unit, unsigned char *dst, const unsigned char *left, const unsigned char *right, int layout) {
-    DDP__EACH_TRAINED(unit, w) {
-        size_t at, count;
-        ddp_dtype dtype = ddp__grads_at(w, layout, &at, &count);
-        if (!count) continue;
-        if (left) f->device->add(dst + at, left + at, right + at, count, dtype);
-        else f->device->copy(dst + at, right + at, count * ddp_dtype_size(dtype));
+/* Adds memory of one layout, or copies it where left is NULL. */
+static void ddp__unit_add(const ddp_fsdp *f, const ddp__unit *unit, unsigned char *dst, const unsigned char *left, const unsigned char *right, int layout) {
+    for (const ddp__shard *s = unit->shards; s < unit->end; s++) {
+        const ddp__grad_part *p = &s->part[layout];
+        if (!s->trained || !p->count) continue;
+        if (left) f->device->add(dst + p->at, left + p->at, right + p->at, p->count, p->dtype);
+        else f->device->copy(dst + p->at, right + p->at, p->count * ddp_dtype_size(p->dtype));
     }
 }
 
-/* Sums over ranks from where each one's whole gradients lie. */
-static void ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigned char *const *theirs) {
+/* Sums of own rows from every rank's full gradients. */
+static void ddp__reduce_from_peers(const ddp_fsdp *f, const ddp__unit *unit, const unsigned char *const *grads) {
     const void *sources[DDP_MAX_LOCAL_RANKS];
-    DDP__EACH_TRAINED(unit, w) {
-        ddp_dtype from = unit->layout == DDP__GRADS ? w->grad_dtype : w->wire_dtype;
-        size_t at = ddp__rows_at(w, unit->layout, w->first), count = ddp__mine(w), n;
-        size_t from_size = ddp_dtype_size(from), wire_size = ddp_dtype_size(w->wire_dtype);
-        size_t sum_size = ddp_dtype_size(w->master_dtype);
-        int casts = from != w->wire_dtype || w->wire_dtype != w->master_dtype;
-        unsigned char *sum = ddp__weight_sum(w, unit->depth);
-        for (size_t done = 0; done < count; done += n) {
-            unsigned char *rows = sum + done * sum_size, *out = rows;
-            n = casts && count - done > (size_t)DDP__TILE ? (size_t)DDP__TILE : count - done;
-            for (int r = 0; r < f->world; r++) {
-                unsigned char *tile = f->tile + (size_t)r * DDP__TILE * wire_size;
-                sources[r] = theirs[r] + at + done * from_size;
-                if (from == w->wire_dtype) continue;
-                f->device->cast(tile, w->wire_dtype, sources[r], from, n);
+    for (const ddp__shard *s = unit->shards; s < unit->end; s++) {
+        const ddp__grad_part *p = &s->part[unit->layout];
+        size_t at = p->at + ddp__rows_bytes(s, s->first_row, p->dtype), n;
+        size_t reduce_size = ddp_dtype_size(s->reduce_dtype);
+        int casts = p->dtype != s->reduce_dtype || s->reduce_dtype != s->master_dtype;
+        for (size_t done = 0; done < s->own_count && s->trained; done += n) {
+            unsigned char *rows = ddp__shard_sum(s, unit->depth) + done * ddp_dtype_size(s->master_dtype), *out = rows;
+            n = casts && s->own_count - done > (size_t)DDP__TILE ? (size_t)DDP__TILE : s->own_count - done;
+            for (int r = 0; r < f->world_size; r++) {
+                unsigned char *tile = f->reduce.tile + (size_t)r * DDP__TILE * reduce_size;
+                sources[r] = grads[r] + at + done * ddp_dtype_size(p->dtype);
+                if (p->dtype == s->reduce_dtype) continue;
+                f->device->cast(tile, s->reduce_dtype, sources[r], p->dtype, n);
                 sources[r] = tile;
             }
-            if (w->wire_dtype != w->master_dtype) out = f->tile + (size_t)f->world * DDP__TILE * wire_size;
-            ddp_reduce_tree(out, sources, f->world, n, w->wire_dtype, DDP_OP_SUM, 1);
-            if (out != rows) f->device->cast(rows, w->master_dtype, out, w->wire_dtype, n);
+            if (s->reduce_dtype != s->master_dtype) out = f->reduce.tile + (size_t)f->world_size * DDP__TILE * reduce_size;
+            ddp_reduce_tree(out, sources, f->world_size, n, s->reduce_dtype, DDP_OP_SUM, 1);
+            if (out != rows) f->device->cast(rows, s->master_dtype, out, s->reduce_dtype, n);
         }
     }
 }
 
-/* This rank's gradients of rank r's rows, as they are sent. */
-static void ddp__block_fill(ddp_fsdp *f, const ddp__weight *w, int r, unsigned char *out,
-                            const unsigned char *whole) {
-    ddp_dtype from = w->unit->layout == DDP__GRADS ? w->grad_dtype : w->wire_dtype;
-    const unsigned char *rows = whole + ddp__rows_at(w, w->unit->layout, ddp__rows_first(w, r));
-    size_t count = ddp__rows_of(w, r) * w->row_count;
+/* Packs this rank's gradients of rank r's rows. */
+static void ddp__block_pack(const ddp_fsdp *f, const ddp__shard *s, int r, unsigned char *out, const unsigned char *full) {
+    const ddp__grad_part *p = &s->part[s->unit->layout];
+    size_t first = ddp__first_row(s, r), count = (ddp__first_row(s, r + 1) - first) * s->row_elements;
+    const unsigned char *rows = full + p->at + ddp__rows_bytes(s, first, p->dtype);
     if (!count) return;
-    if (from == w->wire_dtype) f->device->copy(out, rows, count * ddp_dtype_size(from));
-    else f->device->cast(out, w->wire_dtype, rows, from, count);
+    if (p->dtype == s->reduce_dtype) f->device->copy(out, rows, count * ddp_dtype_size(p->dtype));
+    else f->device->cast(out, s->reduce_dtype, rows, p->dtype, count);
 }
 
-/* Sums over ranks by a reduce_scatter per dtype on the wire. */
-static ddp_result ddp__reduce_packed(ddp_fsdp *f, ddp__unit *unit, const unsigned char *from) {
-    size_t send_at = 0, receive_at = 0;
+/* Sums of own rows by a reduce-scatter of blocks per dtype. */
+static ddp_result ddp__reduce_blocks(const ddp_fsdp *f, const ddp__unit *unit, const unsigned char *full) {
+    size_t send_at = 0, recv_at = 0;
     for (int d = 0; d <= DDP_U64; d++) {
-        size_t n = unit->wire_count[d], size = ddp_dtype_size((ddp_dtype)d);
+        size_t n = unit->reduce_count[d], size = ddp_dtype_size((ddp_dtype)d);
+        unsigned char *send = f->send + send_at, *recv = f->recv + recv_at;
         if (!n) continue;
-        f->device->fill_zero(f->send + send_at, n * size * (size_t)f->world);
-        DDP__EACH_TRAINED(unit, w)
-            for (int r = 0; r < f->world && w->wire_dtype == (ddp_dtype)d; r++)
-                ddp__block_fill(f, w, r, f->send + send_at + ((size_t)r * n + w->wire_at) * size, from);
-        DDP_TRY(ddp_reduce_scatter(f->group, f->send + send_at, f->receive + receive_at, n, (ddp_dtype)d, DDP_OP_SUM, NULL));
-        DDP__EACH_TRAINED(unit, w)
-            if (w->wire_dtype == (ddp_dtype)d && ddp__mine(w))
-                f->device->cast(ddp__weight_sum(w, unit->depth), w->master_dtype, f->receive + receive_at + w->wire_at * size, w->wire_dtype, ddp__mine(w));
-        send_at += ddp_round_up(n * size * (size_t)f->world, 64);
-        receive_at += ddp_round_up(n * size, 64);
+        f->device->fill_zero(send, n * size * (size_t)f->world_size);
+        for (const ddp__shard *s = unit->shards; s < unit->end; s++)
+            for (int r = 0; r < f->world_size && s->trained && s->reduce_dtype == (ddp_dtype)d; r++)
+                ddp__block_pack(f, s, r, send + ((size_t)r * n + s->reduce_at) * size, full);
+        DDP_TRY(ddp_reduce_scatter(f->group, send, recv, n, (ddp_dtype)d, DDP_OP_SUM, NULL));
+        for (const ddp__shard *s = unit->shards; s < unit->end; s++)
+            if (s->trained && s->reduce_dtype == (ddp_dtype)d && s->own_count)
+                f->device->cast(ddp__shard_sum(s, unit->depth), s->master_dtype, recv + s->reduce_at * size, s->reduce_dtype, s->own_count);
+        send_at += ddp_round_up(n * size * (size_t)f->world_size, 64);
+        recv_at += ddp_round_up(n * size, 64);
     }
     return DDP_OK;
 }
 
-/* Adds over one group, inside a task of f->group. Another group's call follows the compute lane of a device: it has to wait for what lies on the communication lane,
-   and that for the call. */
-static ddp_result ddp__reduce_copy(ddp_fsdp *f, ddp_group *copies, void *memory, size_t count, ddp_dtype dtype) {
+/* Adds over one group, inside a task of f->group. On a device with streams a call of another group follows the compute
+   stream: it has to wait for what is on the communication stream, and that for the call. */
+static ddp_result ddp__reduce_copy(const ddp_fsdp *f, ddp_group *copies, void *memory, size_t count, ddp_dtype dtype) {
     const ddp_device *d = f->device;
-    int lanes = copies != f->group && f->turn;
-    if (lanes) DDP_TRY(d->event_record(f->group, DDP_STREAM_COMM, f->turn));
-    if (lanes) DDP_TRY(d->event_wait(f->group, DDP_STREAM_COMPUTE, f->turn));
+    void *event = copies != f->group ? f->reduce.event : NULL;
+    if (event) DDP_TRY(d->event_record(f->group, DDP_STREAM_COMM, event));
+    if (event) DDP_TRY(d->event_wait(f->group, DDP_STREAM_COMPUTE, event));
     DDP_TRY(ddp_all_reduce(copies, memory, memory, count, dtype, DDP_OP_SUM, NULL));
-    if (!lanes) return DDP_OK;
-    DDP_TRY(d->event_record(f->group, DDP_STREAM_COMPUTE, f->turn));
-    DDP_TRY(d->event_wait(f->group, DDP_STREAM_COMM, f->turn));
+    if (!event) return DDP_OK;
+    DDP_TRY(d->event_record(f->group, DDP_STREAM_COMPUTE, event));
+    DDP_TRY(d->event_wait(f->group, DDP_STREAM_COMM, event));
     return d->use_stream(f->group, DDP_STREAM_COMM);
 }
 
-/* Adds memory of a unit over the ranks that hold copies of it, run by run of one dtype. */
-static ddp_result ddp__reduce_copies(ddp_fsdp *f, const ddp__unit *unit, unsigned char *memory, int layout) {
-    for (int i = 0, next; i < unit->count; i = next) {
-        ddp_dtype dtype = DDP_DTYPE_DEFAULT;
-        size_t begin = 0, end = 0;
-        for (next = i; next < unit->count; next++) {
-            const ddp__weight *w = &unit->weights[next];
-            size_t at, count;
-            ddp_dtype own = ddp__grads_at(w, layout, &at, &count);
-            if (!ddp__is_trained(w)) continue;
-            if (dtype == DDP_DTYPE_DEFAULT) { dtype = own; begin = at; }
-            if (own != dtype) break;
-            end = at + count * ddp_dtype_size(own);
+/* Adds memory of a unit over the ranks that have copies of it: one call for adjacent shards of one dtype. */
+static ddp_result ddp__reduce_copies(const ddp_fsdp *f, const ddp__unit *unit, unsigned char *memory, int layout) {
+    ddp_dtype dtype = DDP_DTYPE_DEFAULT;
+    size_t begin = 0, end = 0;
+    for (const ddp__shard *s = unit->shards; s <= unit->end; s++) {
+        const ddp__grad_part *p = s < unit->end ? &s->part[layout] : NULL;
+        if (p && !s->trained) continue;
+        if (!p || p->dtype != dtype) {
+            for (int c = 0; c < f->copy_count && end > begin; c++)
+                DDP_TRY(ddp__reduce_copy(f, f->copies[c], memory + begin, (end - begin) / ddp_dtype_size(dtype), dtype));
+            begin = p ? p->at : 0;
+            dtype = p ? p->dtype : dtype;
         }
-        for (int c = 0; c < f->copy_count && dtype != DDP_DTYPE_DEFAULT && end > begin; c++)
-            DDP_TRY(ddp__reduce_copy(f, f->copies[c], memory + begin, (end - begin) / ddp_dtype_size(dtype), dtype));
+        if (p) end = p->at + p->count * ddp_dtype_size(dtype);
     }
     return DDP_OK;
 }
 
-/* A binary counter of micro-batches: sums of equal size are added, older + newer, and after the last one all that are left. newest: where those of
-   the latest micro-batch lie: in level[depth], or, if they are whole, where backward has written them, and there the last sum stays. */
-static void ddp__unit_carry(ddp_fsdp *f, ddp__unit *unit, unsigned char *newest, int layout) {
+/* A binary counter of micro-batches: sums of equal size are added, older + newer, and after the last micro-batch all
+   that are left. newest: those of the latest micro-batch. They are in level[depth]; or, where they are full gradients,
+   where backward has written them, and there the last sum stays. */
+static void ddp__unit_carry(const ddp_fsdp *f, ddp__unit *unit, unsigned char *newest, int layout) {
     int last = unit->reduced == f->desc.micro_batch_count, stays = last && layout != DDP__SUMS;
     for (int n = unit->reduced - 1; unit->depth > 0 && (last || f->desc.sequential_accumulation || (n & 1)); n >>= 1) {
         unsigned char *left = unit->level[--unit->depth], *sum = stays ? newest : left;
@@ -3530,92 +3593,96 @@ static void ddp__unit_carry(ddp_fsdp *f, ddp__unit *unit, unsigned char *newest,
     unit->depth++;
 }
 
-/* The gradients that were handed in, with the wire's dtype: what is to be added over ranks, each micro-batch's or the sum in the last one's place. NULL: later. */
-static unsigned char *ddp__unit_cast(ddp_fsdp *f, ddp__unit *unit) {
-    unsigned char *from = unit->reducing_slot ? unit->reducing_slot->memory : unit->grads;
+/* The gradients to add over ranks, in reduce_dtype where the layout says so: those of each micro-batch, or the sum of
+   all in the place of the last ones. NULL: not yet. */
+static unsigned char *ddp__unit_cast(const ddp_fsdp *f, ddp__unit *unit) {
+    unsigned char *full = unit->reducing_slot ? unit->reducing_slot->memory : unit->grads;
     if (unit->layout == DDP__CASTED) {
-        DDP__EACH_TRAINED(unit, w) f->device->cast(f->cast + w->cast_at, w->wire_dtype, from + w->grad_at, w->grad_dtype, w->rows * w->row_count);
-        from = f->cast;
+        for (const ddp__shard *s = unit->shards; s < unit->end; s++) {
+            const ddp__grad_part *p = &s->part[DDP__GRADS];
+            if (s->trained) f->device->cast(f->reduce.cast + s->part[DDP__CASTED].at, s->reduce_dtype, full + p->at, p->dtype, p->count);
+        }
+        full = f->reduce.cast;
     }
-    if (!f->reduces_each) ddp__unit_carry(f, unit, from, unit->layout);
-    return f->reduces_each || unit->reduced == f->desc.micro_batch_count ? from : NULL;
+    if (!f->reduces_each) ddp__unit_carry(f, unit, full, unit->layout);
+    return f->reduces_each || unit->reduced == f->desc.micro_batch_count ? full : NULL;
 }
 
-/* What follows the sum over ranks, on this rank's rows. */
-static ddp_result ddp__reduce_rest(ddp_fsdp *f, ddp__unit *unit) {
-    if (f->world > 1 && f->copy_count) DDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
+/* Adds copies and micro-batches of own rows, after the ranks. */
+static ddp_result ddp__reduce_rest(const ddp_fsdp *f, ddp__unit *unit) {
+    if (f->world_size > 1 && f->copy_count) DDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
     if (f->reduces_each) ddp__unit_carry(f, unit, unit->level[unit->depth], DDP__SUMS);
     return ddp__fsdp_check(f->group);
 }
 
-/* One micro-batch's gradients of a unit, where no rank reads another's. */
-static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit) {
-    unsigned char *from = ddp__unit_cast(f, unit);
-    ddp__casting run = DDP_ZERO;
-    if (!from) return ddp__fsdp_check(f->group);
-    int casts_first = f->world == 1 && unit->converts && unit->layout == DDP__GRADS;
-    if (f->world > 1) DDP_TRY(ddp__reduce_packed(f, unit, from));
-    else if (!casts_first) DDP_TRY(ddp__reduce_copies(f, unit, from, unit->layout));
-    if (f->world == 1) DDP__EACH_TRAINED(unit, w) {
-        size_t at, count;
-        ddp_dtype dtype = ddp__grads_at(w, unit->layout, &at, &count);
-        if (!w->in_place || unit->layout == DDP__CASTED) ddp__cast_next(f->device, &run, ddp__weight_sum(w, unit->depth), w->master_dtype, from + at, dtype, count);
+/* Reduces one micro-batch's gradients of a unit without peer memory. */
+static ddp_result ddp__reduce_staged(const ddp_fsdp *f, ddp__unit *unit) {
+    unsigned char *full = ddp__unit_cast(f, unit);
+    ddp__cast_run run = DDP_ZERO;
+    if (!full) return ddp__fsdp_check(f->group);
+    int casts_first = f->world_size == 1 && unit->converts && unit->layout == DDP__GRADS;
+    if (f->world_size > 1) DDP_TRY(ddp__reduce_blocks(f, unit, full));
+    else if (!casts_first) DDP_TRY(ddp__reduce_copies(f, unit, full, unit->layout));
+    for (const ddp__shard *s = unit->shards; s < unit->end && f->world_size == 1; s++) {
+        const ddp__grad_part *p = &s->part[unit->layout];
+        if (s->trained && (!s->in_place || unit->layout == DDP__CASTED))
+            ddp__cast_next(f->device, &run, ddp__shard_sum(s, unit->depth), s->master_dtype, full + p->at, p->dtype, p->count);
     }
     ddp__cast_next(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
     if (casts_first) DDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
     return ddp__reduce_rest(f, unit);
 }
 
-/* Ranks that read each other's gradients number the reductions of a step as they hand them in, and keep in step by words of group memory: how many a rank
-   has given and how many it has taken, that is, added up its own rows of; behind them which units, and in which slots. A rank adds up what all have
-   given when it comes by, and waits only where it has no memory for more gradients, or the step ends:
+/* With peer memory, ranks number the reductions of a step as they issue them, and keep in step by words of group memory:
+   how many reductions a rank has issued, and for how many it has added up its own rows (done). Behind them: which units,
+   and in which slots. A rank adds up what all have issued whenever it passes by. It waits only where it has no memory
+   for more gradients, or where the step ends:
 
-       rank 0   give 1 . give 2 take 1 . . . give 3 take 2 3 . .      it may write over the gradients of 1 once all have taken 1
-       rank 1   . . give 1 take 1 . . give 2 take 2 give 3 . take 3 */
-enum { DDP__TURN_GIVEN = 0, DDP__TURN_TAKEN = 8, DDP__TURN_UNITS = 16 }; /* words; the first two on lines of their own */
+       rank 0   issue 1 . issue 2 do 1 . . . issue 3 do 2 3 . .      it may overwrite the gradients of 1 once all have done 1
+       rank 1   . . issue 1 do 1 . . issue 2 do 2 issue 3 . do 3 */
+enum { DDP__ISSUED = 0, DDP__DONE = 8, DDP__ISSUED_UNITS = 16 }; /* words; the first two on cache lines of their own */
 
-/* Of how many units and slots is known: more are never under way. */
-static int ddp__turns_kept(const ddp_fsdp *f) { return 2 * f->unit_count + 2; }
+/* The number of units and slots that are kept: more are never in flight. */
+static int ddp__reduce_window(const ddp_fsdp *f) { return 2 * f->unit_count + 2; }
 
-static int ddp__turn_reached(const ddp_fsdp *f, int word, uint64_t number) {
-    for (int r = 0; r < f->world; r++)
-        if (__atomic_load_n(&f->turns[r][word], __ATOMIC_ACQUIRE) < number) return 0;
+static int ddp__all_reached(const ddp_fsdp *f, int word, uint64_t number) {
+    for (int r = 0; r < f->world_size; r++)
+        if (__atomic_load_n(&f->reduce.progress[r][word], __ATOMIC_ACQUIRE) < number) return 0;
     return 1;
 }
 
-static ddp_result ddp__turn_await(ddp_fsdp *f, int word, uint64_t number) {
-    return ddp__turn_reached(f, word, number) ? DDP_OK : ddp_group_wait_signal(f->group, f->turns[f->rank] + word, number);
+static ddp_result ddp__progress_wait(const ddp_fsdp *f, int word, uint64_t number) {
+    return ddp__all_reached(f, word, number) ? DDP_OK : ddp_group_wait_signal(f->group, f->reduce.progress[f->rank] + word, number);
 }
 
-/* A rank that gave up may have freed its gradients while they were read. */
-static ddp_result ddp__turn_alive(ddp_fsdp *f) {
+/* A rank that failed may have freed its gradients while this one read them. */
+static ddp_result ddp__peers_alive(const ddp_fsdp *f) {
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return ddp_group_cause(f->group) == DDP_OK ? DDP_OK : ddp_barrier(f->group);
 }
 
-static ddp_result ddp__turn_mismatch(ddp_fsdp *f, uint64_t number, int rank) {
-    uint64_t at = DDP__TURN_UNITS + number % (uint64_t)ddp__turns_kept(f), other = (uint32_t)f->turns[rank][at];
-    DDP_TRY(ddp__turn_alive(f));
-    return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_fsdp_reduce_grads", f->group, "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
-                          rank, other < (uint64_t)f->unit_count ? f->units[other].name : "?", f->units[(uint32_t)f->turns[f->rank][at]].name);
-}
-
-/* Carries out the next reduction; waits until all ranks have handed it in. */
-static ddp_result ddp__reduce_take_next(ddp_fsdp *f) {
-    uint64_t number = f->taken + 1, at = number % (uint64_t)ddp__turns_kept(f);
-    const unsigned char *theirs[DDP_MAX_LOCAL_RANKS];
-    ddp__unit *unit = f->given_units[at];
-    DDP_TRY(ddp__turn_await(f, DDP__TURN_GIVEN, number));
-    DDP_TRY(ddp__turn_alive(f)); /* or else this rank may have given the slot up */
-    for (int r = 0; r < f->world; r++) { /* ranks that released units at other times have other slots free */
-        uint64_t word = f->turns[r][DDP__TURN_UNITS + at];
-        if ((uint32_t)word != (uint32_t)unit->index) return ddp__turn_mismatch(f, number, r);
-        const unsigned char *from = unit->layout == DDP__CASTED ? f->cast : unit->reducing_slot ? f->slot_memory[word >> 32] : unit->grads;
-        theirs[r] = (const unsigned char *)ddp_group_peer(f->group, from, r);
+/* Carries out the next reduction. Waits until all ranks have issued it. */
+static ddp_result ddp__reduce_next(ddp_fsdp *f) {
+    ddp__reduce *reduce = &f->reduce;
+    uint64_t number = reduce->done + 1, at = number % (uint64_t)ddp__reduce_window(f);
+    const unsigned char *grads[DDP_MAX_LOCAL_RANKS];
+    ddp__unit *unit = reduce->issued_units[at];
+    DDP_TRY(ddp__progress_wait(f, DDP__ISSUED, number));
+    DDP_TRY(ddp__peers_alive(f)); /* a failure may have released this rank's slot */
+    for (int r = 0; r < f->world_size; r++) { /* ranks that resharded units at other times have other slots free */
+        uint64_t word = reduce->progress[r][DDP__ISSUED_UNITS + at], other = (uint32_t)word;
+        if (other != (uint64_t)unit->index) {
+            DDP_TRY(ddp__peers_alive(f));
+            return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_fsdp_reduce_grads", f->group, "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
+                               r, other < (uint64_t)f->unit_count ? f->units[other].name : "?", unit->name);
+        }
+        const unsigned char *own = unit->layout == DDP__CASTED ? reduce->cast : unit->reducing_slot ? reduce->slots[word >> 32].memory : unit->grads;
+        grads[r] = (const unsigned char *)ddp_group_peer(f->group, own, r);
     }
-    ddp__reduce_direct(f, unit, theirs);
-    DDP_TRY(ddp__turn_alive(f));
-    ddp_group_signal(f->group, f->turns[f->rank] + DDP__TURN_TAKEN, f->taken = number);
+    ddp__reduce_from_peers(f, unit, grads);
+    DDP_TRY(ddp__peers_alive(f));
+    reduce->done = number;
+    ddp_group_signal(f->group, reduce->progress[f->rank] + DDP__DONE, number);
     return ddp__reduce_rest(f, unit);
 }
 
@@ -3623,173 +3690,191 @@ static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
     ddp__unit *unit = (ddp__unit *)argument;
     ddp_fsdp *f = unit->fsdp;
     (void)group;
-    return ddp__fsdp_failed(f, f->turns ? ddp__reduce_take_next(f) : ddp__unit_reduce_now(f, unit));
+    return ddp__fsdp_failed(f, f->reduce.progress ? ddp__reduce_next(f) : ddp__reduce_staged(f, unit));
 }
 
-/* Carries out the reductions that all ranks have handed in; those up to number least are waited for. */
-static ddp_result ddp__reduce_take(ddp_fsdp *f, uint64_t least) {
-    while (f->turns && !f->copy_count && f->taken < f->given && (f->taken < least || ddp__turn_reached(f, DDP__TURN_GIVEN, f->taken + 1)))
-        DDP_TRY(ddp__reduce_take_next(f));
+/* Carries out the reductions that all ranks have issued. Waits for those up to number least. */
+static ddp_result ddp__reduce_issued(ddp_fsdp *f, uint64_t least) {
+    ddp__reduce *reduce = &f->reduce;
+    while (reduce->progress && !f->copy_count && reduce->done < reduce->issued && (reduce->done < least || ddp__all_reached(f, DDP__ISSUED, reduce->done + 1)))
+        DDP_TRY(ddp__reduce_next(f));
     return DDP_OK;
 }
 
-static ddp_result ddp__reduce_end(ddp_fsdp *f, ddp__unit *unit) {
-    ddp_result result = ddp__reduce_take(f, unit->given);
-    if (result == DDP_OK) result = ddp_wait(f->group, &unit->reducing);
-    return result == DDP_OK ? DDP_OK : ddp__fsdp_fail(f, result, "ddp_fsdp_reduce_grads", unit);
+/* Waits for a unit's reduction. Its slot stays with it. */
+static ddp_result ddp__reduce_finish(ddp_fsdp *f, ddp__unit *unit) {
+    ddp_result result = ddp__reduce_issued(f, unit->issued);
+    if (result == DDP_OK) result = ddp_wait(f->group, &unit->reduce_work);
+    return result == DDP_OK ? DDP_OK : ddp__unit_failed(unit, result, "ddp_fsdp_reduce_grads");
 }
 
 static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__unit *unit) {
-    ddp_result result = ddp__reduce_end(f, unit);
-    if (unit->reducing_slot) {
-        unit->reducing_slot->busy = 0, unit->reducing_slot->reducing = NULL, unit->reducing_slot = NULL;
-    }
+    ddp_result result = ddp__reduce_finish(f, unit);
+    if (!unit->reducing_slot) return result;
+    unit->reducing_slot->busy = 0;
+    unit->reducing_slot->reducing = NULL;
+    unit->reducing_slot = NULL;
     return result;
 }
 
-/* Hands one micro-batch's gradients of a unit in. */
-static ddp_result ddp__reduce_give(ddp_fsdp *f, ddp__unit *unit) {
-    uint64_t *mine = f->turns[f->rank], slot_number = unit->reducing_slot ? (uint64_t)unit->reducing_slot->number : 0;
-    if (unit->layout == DDP__CASTED && f->cast_given) { /* all units share the memory for it */
-        DDP_TRY(ddp__reduce_end(f, f->given_units[f->cast_given % (uint64_t)ddp__turns_kept(f)]));
-        DDP_TRY(ddp__turn_await(f, DDP__TURN_TAKEN, f->cast_given));
-    }
-    if (!ddp__unit_cast(f, unit)) return DDP_OK;
-    unit->given = ++f->given;
-    if (unit->layout == DDP__CASTED) f->cast_given = f->given;
-    if (unit->reducing_slot) unit->reducing_slot->given = f->given;
-    f->given_units[f->given % (uint64_t)ddp__turns_kept(f)] = unit;
-    mine[DDP__TURN_UNITS + f->given % (uint64_t)ddp__turns_kept(f)] = (uint64_t)unit->index | slot_number << 32;
-    ddp_group_signal(f->group, mine + DDP__TURN_GIVEN, f->given);
-    if (!f->copy_count) return ddp__reduce_take(f, 0);
-    return ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reducing); /* collectives of two groups need the same order on all ranks */
+/* Waits for the reductions of all units. */
+static ddp_result ddp__reduce_wait_all(ddp_fsdp *f) {
+    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) DDP_TRY(ddp__reduce_wait(f, unit));
+    return DDP_OK;
 }
 
-/* Memory for a unit's whole gradients. More than one micro-batch's work may be reduced behind: at most prefetch units, then the oldest is waited for. The
-   choice follows from the order of calls alone, as group memory is taken by all ranks together. */
-static ddp_result ddp__grad_slot_take(ddp_fsdp *f, ddp__unit *unit) {
+/* Issues the reduction of one micro-batch's gradients with peer memory. */
+static ddp_result ddp__reduce_issue(ddp_fsdp *f, ddp__unit *unit) {
+    ddp__reduce *reduce = &f->reduce;
+    uint64_t window = (uint64_t)ddp__reduce_window(f), *own = reduce->progress[f->rank];
+    uint64_t slot = unit->reducing_slot ? (uint64_t)(unit->reducing_slot - reduce->slots) : 0;
+    if (unit->layout == DDP__CASTED && reduce->cast_issued) { /* all units share this memory */
+        DDP_TRY(ddp__reduce_finish(f, reduce->issued_units[reduce->cast_issued % window]));
+        DDP_TRY(ddp__progress_wait(f, DDP__DONE, reduce->cast_issued));
+    }
+    if (!ddp__unit_cast(f, unit)) return DDP_OK;
+    unit->issued = ++reduce->issued;
+    if (unit->layout == DDP__CASTED) reduce->cast_issued = unit->issued;
+    if (unit->reducing_slot) unit->reducing_slot->issued = unit->issued;
+    reduce->issued_units[unit->issued % window] = unit;
+    own[DDP__ISSUED_UNITS + unit->issued % window] = (uint64_t)unit->index | slot << 32;
+    ddp_group_signal(f->group, own + DDP__ISSUED, unit->issued);
+    if (!f->copy_count) return ddp__reduce_issued(f, 0);
+    return ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reduce_work); /* collectives of two groups need one order */
+}
+
+/* Memory for a unit's full gradients. Backward may run while earlier micro-batches are reduced: at most prefetch units,
+   then the oldest is waited for. The choice depends on the order of calls only, since group memory is collective. */
+static ddp_result ddp__grad_slot_acquire(ddp_fsdp *f, ddp__unit *unit) {
+    ddp__reduce *reduce = &f->reduce;
     ddp__slot *slot = NULL, *oldest = NULL;
-    int behind = 0;
-    for (ddp__slot *s = f->grad_slots; s; s = s->next) {
+    int in_flight = 0;
+    for (ddp__slot *s = reduce->slots; s < reduce->slots + reduce->slot_count; s++) {
         if (!s->busy && (!slot || s->used < slot->used)) slot = s;
         if (s->reducing && (!oldest || s->used < oldest->used)) oldest = s;
-        behind += s->reducing != NULL;
+        in_flight += s->reducing != NULL;
     }
-    if (!slot && behind > f->desc.prefetch) {
+    if (!slot && in_flight > f->desc.prefetch) {
         DDP_TRY(ddp__reduce_wait(f, oldest->reducing));
         slot = oldest;
     }
     if (!slot) {
-        DDP_TRY(ddp__slot_make(f, &f->grad_slots, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, f->grad_slot_bytes, &slot));
-        slot->number = f->grad_slot_count++;
-        if (f->turns) f->slot_memory[slot->number] = slot->memory;
+        slot = reduce->slots + reduce->slot_count;
+        DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, reduce->slot_bytes, &slot->memory));
+        reduce->slot_count++;
     }
-    slot->used = ++f->grad_slots_used;
-    if (f->turns) DDP_TRY(ddp__turn_await(f, DDP__TURN_TAKEN, slot->given));
+    slot->used = ++reduce->slot_uses;
+    if (reduce->progress) DDP_TRY(ddp__progress_wait(f, DDP__DONE, slot->issued));
     slot->busy = 1;
     unit->grad_slot = slot;
     unit->grads = slot->memory;
     return DDP_OK;
 }
 
-/* Gradient memory for a backward of the unit. Under NO_SHARD and SHARD_OPTIM it always is the same. */
+/* Gradient memory for a backward of the unit. Under NO_SHARD and SHARD_OPTIM it is always the same. */
 static ddp_result ddp__grads_attach(ddp_fsdp *f, ddp__unit *unit) {
-    DDP_TRY(ddp__reduce_take(f, 0));
+    DDP_TRY(ddp__reduce_issued(f, 0));
     if (!unit->trained || unit->attached || f->no_grad || unit->reduced >= f->desc.micro_batch_count) return DDP_OK;
-    if (f->reduces_each) DDP_TRY(ddp__grad_slot_take(f, unit));
-    else DDP_TRY(ddp__reduce_wait(f, unit));
+    DDP_TRY(f->reduces_each ? ddp__grad_slot_acquire(f, unit) : ddp__reduce_wait(f, unit));
     unit->attached = 1;
-    if (!f->desc.overwrite_gradients) f->device->fill_zero(unit->grads, unit->grad_bytes);
+    if (!f->desc.overwrite_gradients) f->device->fill_zero(unit->grads, unit->grad_bytes[DDP__GRADS]);
     return DDP_OK;
 }
 
-static void ddp__grads_drop(ddp_fsdp *f, ddp__unit *unit) {
+static void ddp__grads_detach(ddp__unit *unit) {
     unit->attached = 0;
-    if (!f->reduces_each || !unit->grad_slot) return;
-    unit->grad_slot->busy = 0, unit->grad_slot = NULL, unit->grads = NULL;
+    if (!unit->grad_slot) return;
+    unit->grad_slot->busy = 0;
+    unit->grad_slot = NULL;
+    unit->grads = NULL;
 }
 
 //== sharding: the step =================================================================================== >>impl-step
 
-/* Ends the reductions of a step: divides the sums once and adds the uses of tied parameters, as ddp_reducer_wait does, then unscales. */
+/* Finishes the reductions of a step: divides the sums once and adds the uses of tied parameters, as ddp_reducer_wait
+   does, then unscales. */
 static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
+    ddp_scaler *scaler = f->desc.scaler;
     if (f->finished) return DDP_OK;
-    DDP__EACH_UNIT(f, unit)
+    for (const ddp__unit *unit = f->units; unit < f->units_end; unit++)
         if (unit->trained && unit->reduced != f->desc.micro_batch_count)
             return ddp__fsdp_bad(who, f->group, "unit %s was reduced %d times in this step, micro_batch_count is %d; call ddp_fsdp_reduce_grads for every unit in every micro-batch",
                                  unit->name, unit->reduced, f->desc.micro_batch_count);
     if (!f->divisor) return ddp__fsdp_bad(who, f->group, "per_token is set, and nothing tells the tokens of this step; call ddp_fsdp_mean first");
-    if (f->desc.scaler && f->desc.scaler->unscaled)
+    if (scaler && scaler->unscaled)
         return ddp__fsdp_bad(who, f->group, "the scaler has unscaled gradients since its last update; call ddp_scaler_update after every ddp_fsdp_step");
-    DDP__EACH_UNIT(f, unit) DDP_TRY(ddp__reduce_wait(f, unit));
+    DDP_TRY(ddp__reduce_wait_all(f));
     DDP_TRY(ddp__fsdp_enter(f->group));
-    for (const ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
-        size_t count = ddp__mine(w);
-        if (!ddp__is_trained(w) || !count) continue;
-        if (f->divisor > 1) f->device->divide(ddp__weight_sum(w, 0), count, w->master_dtype, f->divisor);
-        if (w->source != w) f->device->add(ddp__weight_sum(w->source, 0), ddp__weight_sum(w->source, 0), ddp__weight_sum(w, 0), count, w->master_dtype);
+    for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
+        if (!s->trained || !s->own_count) continue;
+        unsigned char *sum = ddp__shard_sum(s, 0), *first = ddp__shard_sum(s->source, 0);
+        if (f->divisor > 1) f->device->divide(sum, s->own_count, s->master_dtype, f->divisor);
+        if (s->source != s) f->device->add(first, first, sum, s->own_count, s->master_dtype);
     }
     f->finished = 1;
-    if (!f->desc.scaler) return ddp__fsdp_check(f->group);
-    DDP_TRY(ddp__scaler_unscale(f->desc.scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu() ? NULL : f->squares));
-    for (int i = 0; i < 2; i++) { /* these groups beside its own */
-        ddp_group *group = i ? f->desc.replicas : f->group;
-        if (group && ddp_world_size(group) > 1) DDP_TRY(ddp__host_reduce(group, &f->desc.scaler->found_inf, 1, DDP_I32, DDP_OP_MAX));
-    }
+    if (!scaler) return ddp__fsdp_check(f->group);
+    DDP_TRY(ddp__scaler_unscale(scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu() ? NULL : f->clip.squares));
+    for (int i = 0; i < 2; i++) /* these groups beside its own */
+        if (f->groups[i] && ddp_world_size(f->groups[i]) > 1)
+            DDP_TRY(ddp__host_reduce(f->groups[i], &scaler->found_inf, 1, DDP_I32, DDP_OP_MAX));
     return DDP_OK;
 }
 
-/* What clipping left to the step, done now. */
-static void ddp__fsdp_scale(ddp_fsdp *f) {
+/* Applies now the factor that clipping left to the step. */
+static void ddp__clip_apply(ddp_fsdp *f) {
     for (const ddp_tensor *sum = f->sums; sum < f->sums + f->master_count; sum++)
-        if (ddp_tensor_count(sum)) ddp__grad_scale(f->device, sum->data, (size_t)ddp_tensor_count(sum), sum->dtype, f->grad_scale, f->factor_now);
-    f->grad_scale = 1, f->factor_now = NULL;
+        if (ddp_tensor_count(sum)) ddp__grad_scale(f->device, sum->data, (size_t)ddp_tensor_count(sum), sum->dtype, f->clip.scale, f->clip.factor_now);
+    f->clip.scale = 1;
+    f->clip.factor_now = NULL;
 }
 
-/* The norm, from the exact sum of squares of all gradients over the ranks that they are split over, and what the step multiplies by, in its pass over the
-   gradients. Replicas have the same. */
+/* The norm, from the exact sum of squares of all gradients over the ranks that they are split over. Replicas have the
+   same. The step multiplies by the factor, in its pass over the gradients. */
 static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
+    ddp__clip *clip = &f->clip;
     ddp_exact_sum sum;
-    ddp__fsdp_scale(f);
-    f->device->fill_zero(f->squares, sizeof sum);
+    ddp__clip_apply(f);
+    f->device->fill_zero(clip->squares, sizeof sum);
     for (int i = 0; i < f->master_count; i++) {
-        const ddp__weight *w = f->master_of[i];
-        if (ddp__mine(w)) f->device->sum_squares(f->squares, ddp__weight_sum(w, 0), w->mine, w->row_count, w->master_dtype);
+        const ddp__shard *s = f->master_shards[i];
+        if (s->own_count) f->device->sum_squares(clip->squares, ddp__shard_sum(s, 0), s->own_rows, s->row_elements, s->master_dtype);
     }
-    if (f->world > 1) DDP_TRY(ddp_all_reduce(f->group, f->squares, f->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
-    if (f->factor) {
-        ddp__kernels_of(f->device)->clip(f->squares, max_norm, f->factor, f->norm);
-        DDP_TRY(f->device->event_record(f->group, DDP_STREAM_COMPUTE, f->clipped));
-    } else f->device->copy(&sum, f->squares, sizeof sum);
+    if (f->world_size > 1) DDP_TRY(ddp_all_reduce(f->group, clip->squares, clip->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
+    if (clip->factor) ddp__kernels_of(f->device)->clip(clip->squares, max_norm, clip->factor, clip->norm);
+    else f->device->copy(&sum, clip->squares, sizeof sum);
+    DDP_TRY(ddp__event_record(f, DDP_STREAM_COMPUTE, clip->event));
     DDP_TRY(ddp__fsdp_check(f->group)); /* until here there is no norm, and nothing to multiply by */
-    f->has_norm = 1;
-    f->factor_now = f->factor;
-    if (f->factor) return DDP_OK;
-    ddp__host_clip(&sum, max_norm, &f->grad_scale, &f->last_norm);
-    if (f->grad_scale == 0) ddp__fsdp_scale(f);
+    clip->has_norm = 1;
+    clip->factor_now = clip->factor;
+    if (clip->factor) return DDP_OK;
+    ddp__host_clip(&sum, max_norm, &clip->scale, &clip->last_norm);
+    if (clip->scale == 0) ddp__clip_apply(f);
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
     DDP_PUBLIC_CALL(ddp_fsdp_mean);
     DDP__FSDP_NEED(fsdp && loss, "fsdp or loss is NULL");
-    DDP__FSDP_NEED(fsdp->desc.per_token && !fsdp->divisor, "%s", fsdp->divisor && fsdp->desc.per_token ? "this step's tokens are known already; call it once"
-                   : "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
-    DDP__EACH_UNIT(fsdp, unit) DDP_TRY(ddp__reduce_wait(fsdp, unit)); /* which may be at work in replicas */
+    DDP__FSDP_NEED(fsdp->desc.per_token, "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
+    DDP__FSDP_NEED(!fsdp->divisor, "this step's tokens are known already; call it once");
+    DDP_TRY(ddp__reduce_wait_all(fsdp)); /* which may use replicas */
     ddp_mean all = *loss;
     ddp_result result = ddp_mean_reduce(fsdp->group, &all);
-    if (result == DDP_ERR_INVALID) all.count = -1; /* replicas hear of it too */
+    if (result == DDP_ERR_INVALID) all.count = -1; /* replicas receive it too */
     if (fsdp->desc.replicas && (result == DDP_OK || result == DDP_ERR_INVALID)) result = ddp_mean_reduce(fsdp->desc.replicas, &all);
-    if (result == DDP_OK) fsdp->divisor = all.count ? (uint64_t)all.count : 1, *loss = all;
-    return result != DDP_ERR_INVALID ? result : ddp__fsdp_bad(__func__, fsdp->group, "a rank's count is negative, here it is %lld; counts of tokens add up",
-                                                              (long long)loss->count);
+    if (result == DDP_ERR_INVALID)
+        return ddp__fsdp_bad(__func__, fsdp->group, "a rank's count is negative, here it is %lld; counts of tokens add up", (long long)loss->count);
+    DDP_TRY(result);
+    fsdp->divisor = all.count ? (uint64_t)all.count : 1;
+    *loss = all;
+    return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm) {
     DDP_PUBLIC_CALL(ddp_fsdp_clip_grad_norm);
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP__FSDP_NEED(max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
-    fsdp->has_norm = 0;
+    fsdp->clip.has_norm = 0;
     ddp_result result = ddp__fsdp_finish(fsdp, __func__);
     if (result == DDP_OK) result = ddp__fsdp_enter(fsdp->group);
     if (result == DDP_OK) result = ddp__fsdp_clip(fsdp, max_norm);
@@ -3799,297 +3884,264 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
 
 DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm) {
     DDP__FSDP_NEED(fsdp && norm, "fsdp or norm is NULL");
-    DDP__FSDP_NEED(fsdp->has_norm, "no norm has been taken, or taking the last one failed; call ddp_fsdp_clip_grad_norm first");
-    if (fsdp->factor) DDP_TRY(ddp__fsdp_await(fsdp, fsdp->clipped, 0));
-    *norm = fsdp->factor ? *fsdp->norm : fsdp->last_norm;
+    DDP__FSDP_NEED(fsdp->clip.has_norm, "no norm has been taken, or taking the last one failed; call ddp_fsdp_clip_grad_norm first");
+    DDP_TRY(ddp__event_wait(fsdp, fsdp->clip.event, 0));
+    *norm = fsdp->clip.factor ? *fsdp->clip.norm : fsdp->clip.last_norm;
     return DDP_OK;
 }
 
-/* Collective: *told becomes the failure of the lowest rank that has one; *first is that rank, or the number of ranks. *same: stays 1 where it was on every rank
-   and all gave the same number. */
-static ddp_result ddp__fsdp_agree(ddp_group *group, uint64_t number, int *same, ddp_saved_error *told, int *first) {
-    uint64_t low[3] = {*same ? number : 0, *same ? ~number : 0, (uint64_t)(told->result == DDP_OK ? ddp_world_size(group) : ddp_rank(group))};
-    DDP_TRY(ddp__host_reduce(group, low, 3, DDP_U64, DDP_OP_MIN));
-    *same = low[0] == ~low[1];
-    *first = (int)low[2];
-    return *first == ddp_world_size(group) ? DDP_OK : ddp__host_broadcast(group, told, sizeof *told, DDP_U8, *first);
+/* All ranks, replicas too, have done the same and read no shard any more; or all fail with the first cause. */
+static ddp_result ddp__calls_agree(ddp_fsdp *f, const char *who, ddp_result own) {
+    for (ddp__unit *unit = f->units; unit < f->units_end && own == DDP_OK; unit++) own = ddp__unshard_wait(f, unit);
+    char calls[32];
+    snprintf(calls, sizeof calls, "calls=%016llx", (unsigned long long)f->call_hash);
+    ddp_result result = ddp_agree_groups(f->groups, 2, who, own, f->call_hash, calls);
+    const char *differ = result == DDP_ERR_MISMATCH ? strstr(ddp_last_error(), "ranks differ: ") : NULL;
+    if (!differ) return result;
+    return ddp_fail_in(result, who, f->group, "ranks gathered or reduced units in different orders in this step; make the same calls on every rank (%.*s)",
+                       (int)strcspn(differ, ";"), differ);
 }
 
-/* Whether all ranks, replicas too, have the same number. own: how this rank has fared, before anything depends on it; where one failed, all do, with its text. */
-static ddp_result ddp__fsdp_agree_all(const ddp_fsdp *f, ddp_result own, uint64_t number, int *same) {
-    const ddp_saved_error mine = ddp__fsdp_error(own);
-    ddp_saved_error told = mine;
-    int first;
-    *same = 1;
-    for (int i = 0; i < 2; i++) { /* what one group found reaches the others by the replicas */
-        ddp_group *group = i ? f->desc.replicas : f->group;
-        if (group && ddp_world_size(group) > 1) DDP_TRY(ddp__fsdp_agree(group, number, same, &told, &first));
-    }
-    if (own != DDP_OK) return ddp_error_restore(&mine);
-    if (told.result == DDP_OK) return DDP_OK;
-    return ddp_fail_in((ddp_result)told.result, "ddp_fsdp_create", f->group, "another rank failed: %.400s", told.text);
-}
-
-/* All ranks are here, have gathered and reduced in the same order, and read no shard any more. */
-static ddp_result ddp__fsdp_meet(ddp_fsdp *f, const char *who) {
-    int same = 1;
-    DDP__EACH_UNIT(f, unit) DDP_TRY(ddp__unit_arrive(f, unit));
-    DDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, f->order_hash, &same));
-    return same ? DDP_OK : ddp_fail_in(DDP_ERR_MISMATCH, who, f->group,
-                                          "ranks gathered or reduced units in different orders in this step; make the same calls on every rank");
-}
-
-/* Master values have changed: ranks may read each other's new rows once all have met. sent: they have gone up already. */
-static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int sent) {
+/* Master values have changed: makes own rows what peers read after ddp__shards_barrier. uploaded: the device has them. */
+static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
     DDP_TRY(ddp__fsdp_enter(f->group));
-    DDP__EACH_UNIT(f, unit) {
-        if (!sent) DDP_TRY(ddp__unit_publish(f, unit));
-        DDP_TRY(ddp__unit_drop(f, unit));
-        if (f->world == 1 && f->keeps_whole) unit->state = DDP__UNIT_THERE;
+    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
+        if (!uploaded) DDP_TRY(ddp__unit_publish(f, unit));
+        DDP_TRY(ddp__unit_reshard(f, unit));
+        if (f->world_size == 1 && f->keeps_full) unit->state = DDP__UNSHARDED;
     }
-    DDP_TRY(ddp__fsdp_check(f->group));
-    return f->world > 1 && f->direct ? ddp_barrier(f->group) : DDP_OK;
+    return ddp__fsdp_check(f->group);
 }
 
-static void ddp__unit_point(const ddp_fsdp *f, ddp__unit *unit, int values, int grads) {
-    DDP__EACH_WEIGHT(unit, w) {
-        const ddp__weight *from = ddp__is_alias(f, w) ? w->source : w;
-        w->entry->param.value.data = values && f->in_shard ? w->source->shard : values && from->unit->whole ? from->unit->whole + from->whole_at : NULL;
-        w->entry->param.grad.data = grads && ddp__is_trained(w) && unit->grads ? unit->grads + w->grad_at : NULL;
+static ddp_result ddp__shards_barrier(const ddp_fsdp *f) { return f->world_size > 1 && f->peer_memory ? ddp_barrier(f->group) : DDP_OK; }
+
+/* Points value.data and grad.data of the unit's parameters to full tensors, or to NULL. */
+static void ddp__unit_point(const ddp_fsdp *f, const ddp__unit *unit, int values, int grads) {
+    for (const ddp__shard *s = unit->shards; s < unit->end; s++) {
+        const ddp__shard *from = s->shares_full ? s->source : s;
+        unsigned char *full = from->unit->full ? from->unit->full + from->full_at : NULL;
+        if (f->full_in_shard) full = s->source->value;
+        s->entry->param.value.data = values ? full : NULL;
+        s->entry->param.grad.data = grads && s->trained && unit->grads ? unit->grads + s->part[DDP__GRADS].at : NULL;
     }
 }
 
-/* Ready for the next step: every gradient is forgotten. */
+/* Starts a step without gradients. */
 static void ddp__fsdp_begin(ddp_fsdp *f) {
-    DDP__EACH_UNIT(f, unit) unit->reduced = unit->depth = 0;
-    if (f->finished) f->order_count = f->now_count;
-    else if (!f->following) f->order_count = 0; /* a step that is begun anew, or a load, tells nothing of the order */
+    ddp__unshard *u = &f->unshard;
+    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) unit->reduced = unit->depth = 0;
+    if (f->finished) u->order_count = u->position;
+    else if (!u->follows) u->order_count = 0; /* the order of a step that starts again, or of a load, does not count */
+    u->position = f->finished = 0;
+    u->follows = 1;
     if (f->desc.per_token) f->divisor = 0;
-    f->grad_scale = 1;
-    f->factor_now = NULL;
-    f->finished = f->now_count = 0;
-    f->following = 1;
-    f->order_hash = UINT64_C(0xcbf29ce484222325);
+    f->clip.scale = 1;
+    f->clip.factor_now = NULL;
+    f->call_hash = DDP_HASH_SEED;
 }
 
-/* Slots for the units that will be gathered ahead, once the first step has shown how many are in use at a time. */
-static ddp_result ddp__slots_complete(ddp_fsdp *f) {
-    int count = 0, wanted = ddp__slots_wanted(f, f->most_in_use);
-    if (f->slots_ready || ddp__has_own_whole(f) || f->order_count == 0) return DDP_OK;
-    f->slots_ready = 1;
-    for (const ddp__slot *slot = f->whole_slots; slot; slot = slot->next) count++;
-    for (ddp__slot *slot; count < wanted; count++)
-        DDP_TRY(ddp__slot_make(f, &f->whole_slots, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, f->whole_slot_bytes, &slot));
-    return DDP_OK;
-}
-
-/* OFFLOAD_HOST: gradients come down on the communication lane, which is idle, piece by piece: one is stepped while the next ones travel, and values go up on
-   the other lane. LARS, which begins with norms, waits for all. */
-static ddp_result ddp__host_fetch(ddp_fsdp *f) {
-    ddp_result result = DDP_OK, back;
-    ddp__fsdp_scale(f);
-    DDP_TRY(ddp__fsdp_mark(f, DDP_STREAM_COMPUTE, f->arrived[0]));
-    if (f->arrived[0]) DDP_TRY(f->device->event_wait(f->group, DDP_STREAM_COMM, f->arrived[0]));
+/* OFFLOAD_HOST: gradients are copied on the communication stream, which is idle, piece by piece. One piece is stepped
+   while the next ones travel, and values go up on the other stream. LARS, which begins with norms, waits for all. */
+static ddp_result ddp__offload_download(ddp_fsdp *f) {
+    ddp__offload *o = &f->offload;
+    ddp_result result = DDP_OK;
+    ddp__clip_apply(f);
+    DDP_TRY(ddp__event_record(f, DDP_STREAM_COMPUTE, o->downloaded[0]));
+    if (o->downloaded[0]) DDP_TRY(f->device->event_wait(f->group, DDP_STREAM_COMM, o->downloaded[0]));
     DDP_TRY(DDP__ON_DEVICE(f->group, use_stream, f->group, DDP_STREAM_COMM));
-    f->piece = 0;
-    for (int i = 0; i < f->master_count && result == DDP_OK; i++) {
-        size_t size = ddp_dtype_size(f->sums[i].dtype), bytes = ddp__mine(f->master_of[i]) * size, most = DDP__HOST_PIECE * size;
-        for (size_t at = 0; at < bytes && result == DDP_OK; at += most) {
-            void (*copy)(void *, const void *, size_t) = f->device->copy_async ? f->device->copy_async : f->device->copy;
-            copy((char *)f->masters[i].grad.data + at, (char *)f->sums[i].data + at, bytes - at < most ? bytes - at : most);
-            result = ddp__fsdp_mark(f, DDP_STREAM_COMM, f->arrived[f->piece++]);
+    o->piece = 0;
+    for (int i = 0; i < f->master_count; i++) {
+        size_t size = ddp_dtype_size(f->sums[i].dtype), bytes = f->master_shards[i]->own_count * size, max = DDP__HOST_PIECE * size;
+        for (size_t at = 0; at < bytes && result == DDP_OK; at += max) {
+            ddp__copy_async(f, (char *)f->masters[i].grad.data + at, (char *)f->sums[i].data + at, bytes - at < max ? bytes - at : max);
+            result = ddp__event_record(f, DDP_STREAM_COMM, o->downloaded[o->piece++]);
         }
     }
-    f->piece = 0;
-    back = ddp__fsdp_enter(f->group); /* whatever happened: this thread's own work does not belong on the communication lane */
-    if (result != DDP_OK || back != DDP_OK) return result != DDP_OK ? result : back;
-    return f->desc.optimizer.kind == DDP_OPTIMIZER_LARS ? ddp__fsdp_await(f, f->arrived[f->pieces - 1], 0) : DDP_OK;
+    ddp_result back = ddp__fsdp_enter(f->group); /* in any case: this thread's own work belongs to the compute stream */
+    DDP_TRY(result != DDP_OK ? result : back);
+    o->piece = 0;
+    return f->desc.optimizer.kind == DDP_OPTIMIZER_LARS ? ddp__event_wait(f, o->downloaded[o->piece_count - 1], 0) : DDP_OK;
 }
 
-static ddp_result ddp__host_piece(void *user, int i, size_t from, size_t count, int stepped) {
+/* Called by the optimizer before and after it steps a piece. */
+static ddp_result ddp__offload_piece(void *user, int i, size_t from, size_t count, int stepped) {
     ddp_fsdp *f = (ddp_fsdp *)user;
-    return stepped ? ddp__host_publish(f, f->master_of[i], from, count) : ddp__fsdp_await(f, f->arrived[f->piece++], 0);
+    return stepped ? ddp__offload_upload(f, f->master_shards[i], from, count) : ddp__event_wait(f, f->offload.downloaded[f->offload.piece++], 0);
 }
 
-static ddp_result ddp__fsdp_step(ddp_fsdp *fsdp, float lr) {
-    DDP_TRY(ddp__fsdp_finish(fsdp, "ddp_fsdp_step"));
-    DDP_TRY(ddp__fsdp_meet(fsdp, "ddp_fsdp_step"));
-    if (!fsdp->desc.scaler || !ddp_scaler_found_inf(fsdp->desc.scaler)) {
-        DDP_TRY(ddp__fsdp_enter(fsdp->group));
-        if (fsdp->pieces) DDP_TRY(ddp__host_fetch(fsdp));
-        if (fsdp->optimizer) DDP_TRY(ddp__optimizer_step(fsdp->optimizer, lr, fsdp->grad_scale, fsdp->factor_now));
-        fsdp->step++;
-        if (fsdp->desc.state) fsdp->desc.state->step = fsdp->step;
+/* The step, once all ranks have agreed to it. Allocates nothing. */
+static ddp_result ddp__fsdp_update(ddp_fsdp *f, float lr) {
+    if (!f->desc.scaler || !f->desc.scaler->found_inf) {
+        DDP_TRY(ddp__fsdp_enter(f->group));
+        if (f->offload.piece_count) DDP_TRY(ddp__offload_download(f));
+        if (f->optimizer) DDP_TRY(ddp__optimizer_step(f->optimizer, lr, f->clip.scale, f->clip.factor_now));
+        f->step++;
+        if (f->desc.state) f->desc.state->step = f->step;
     }
-    DDP_TRY(ddp__fsdp_publish(fsdp, fsdp->host != NULL));
-    DDP__EACH_UNIT(fsdp, unit) {
+    DDP_TRY(ddp__fsdp_publish(f, f->offload.host != NULL));
+    DDP_TRY(ddp__shards_barrier(f));
+    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
         unit->in_use = 0;
-        ddp__grads_drop(fsdp, unit);
-        ddp__unit_point(fsdp, unit, fsdp->keeps_whole, !fsdp->reduces_each);
+        ddp__grads_detach(unit);
+        ddp__unit_point(f, unit, f->keeps_full, !f->reduces_each);
     }
-    fsdp->in_use = 0;
-    ddp__fsdp_begin(fsdp);
-    DDP_TRY(ddp__slots_complete(fsdp));
-    return ddp__fetch_ahead(fsdp);
+    f->unshard.in_use = 0;
+    ddp__fsdp_begin(f);
+    return ddp__prefetch(f);
 }
 
 DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
     DDP_PUBLIC_CALL(ddp_fsdp_step);
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP__FSDP_NEED(ddp__is_amount((double)lr), "lr=%g; pass a number that is not negative", (double)lr);
-    fsdp->who = __func__;
-    ddp_result result = ddp__fsdp_step(fsdp, lr);
-    return result == DDP_OK || result == DDP_ERR_INVALID || result == DDP_ERR_MISMATCH ? result : ddp__fsdp_give_up(fsdp, result);
+    ddp_result result = ddp__fsdp_finish(fsdp, __func__);
+    if (result == DDP_OK) {
+        ddp_result agreed = ddp__calls_agree(fsdp, __func__, ddp__slots_complete(fsdp));
+        if (agreed != DDP_OK) return ddp__fsdp_failed(fsdp, agreed); /* on every rank: nothing has changed */
+        result = ddp__fsdp_update(fsdp, lr);
+    }
+    return result == DDP_OK || result == DDP_ERR_INVALID || result == DDP_ERR_MISMATCH ? result : ddp__fsdp_poison(fsdp, result);
 }
 
 //== sharding: checkpoints ================================================================================= >>impl-saver
 
-/* A save on its way: the slices and a copy of what they point to. */
-typedef struct ddp__saver {
-    ddp_group *group;          /* of its own, where a thread saves */
-    ddp__slice *slices;
-    char *names;               /* of states, name_room bytes each */
-    size_t name_room;
-    int count, capacity;
-    unsigned char *copy;
-    size_t copy_bytes;
-    ddp_fsdp_state state;
-    char dir[DDP__PATH_MAX];   /* cut off where it is too long to be saved to */
-    pthread_t thread;
-    int running;
-    ddp_saved_error told;            /* what came of it */
-    ddp_fsdp *fsdp;
-} ddp__saver;
+/* Lists this rank's part of a checkpoint as slices, for >>impl-save and >>impl-load. */
 
-enum { DDP__STATES_MAX = 2, DDP__STATE_ROOM = 32 }; /* of a parameter, and of a state's name */
-enum { DDP__LIST_SHARE, DDP__LIST_ALL, DDP__LIST_NOTHING }; /* of what this rank holds: what it is to write, all, or none */
+enum { DDP__STATES_MAX = 2, DDP__STATE_ROOM = 32 }; /* states of a parameter; bytes of a state's name */
+enum { DDP__LIST_SHARE, DDP__LIST_ALL, DDP__LIST_NOTHING }; /* of own rows: what this rank is to write, all, or none */
 
-static ddp_group *ddp__fsdp_file_group(const ddp_fsdp *f) { return f->desc.checkpoint_group ? f->desc.checkpoint_group : f->group; }
-
+/* The tables of the saver. Collective where a thread saves. */
 static ddp_result ddp__saver_create(ddp_fsdp *f) {
-    ddp__saver *s;
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, sizeof *s, &f->saver));
-    s = f->saver, s->fsdp = f, s->capacity = f->weight_count * (1 + DDP__STATES_MAX);
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)s->capacity * sizeof *s->slices, &s->slices));
-    for (int i = 0; i < f->weight_count; i++) ddp__size_at_least(&s->name_room, strlen(f->weights[i].name) + DDP__STATE_ROOM);
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)s->capacity * s->name_room, &s->names));
-    return f->desc.save_in_background ? ddp_group_split(ddp__fsdp_file_group(f), 0, ddp_rank(ddp__fsdp_file_group(f)), &s->group) : DDP_OK;
+    ddp__saver *saver = &f->saver;
+    int capacity = f->shard_count * (1 + DDP__STATES_MAX);
+    saver->desc = &f->desc;
+    saver->files = f->desc.checkpoint_group ? f->desc.checkpoint_group : f->group;
+    saver->replicas = f->desc.checkpoint_group ? NULL : f->desc.replicas;
+    for (const ddp__shard *s = f->shards; s < f->shards_end; s++) ddp__size_at_least(&saver->name_room, strlen(s->name) + DDP__STATE_ROOM);
+    (void)ddp__table_alloc(f, capacity, sizeof *saver->slices, &saver->slices);
+    (void)ddp__table_alloc(f, capacity, saver->name_room, &saver->names);
+    return f->desc.save_in_background ? ddp_group_split(saver->files, 0, ddp_rank(saver->files), &saver->own) : DDP_OK;
 }
 
-/* One tensor of the checkpoint: this rank's rows of it. Where each rank has every row, the ranks of the group take a share each. tensor: rows of w. */
-static void ddp__saver_add(ddp_fsdp *f, const ddp__weight *w, const char *state, const ddp_tensor *tensor, int list) {
-    ddp__saver *s = f->saver;
-    ddp__slice *slice = &s->slices[s->count];
-    const ddp_tensor *value = &w->entry->param.value;
-    size_t ranks = (size_t)ddp_world_size(f->group), share = (w->rows + ranks - 1) / ranks, skip = 0, rows = w->mine;
-    if (f->world == 1 && list == DDP__LIST_SHARE) {
-        skip = ddp__place_in(share * (size_t)ddp_rank(f->group), 0, w->rows);
-        rows = ddp__place_in(share, 0, w->rows - skip);
+/* One tensor of the checkpoint: this rank's rows of it. Where each rank has every row, the ranks of the group take a
+   share each. tensor: rows of s. */
+static void ddp__saver_add(ddp_fsdp *f, const ddp__shard *s, const char *state, const ddp_tensor *tensor, int list) {
+    ddp__saver *saver = &f->saver;
+    ddp__slice *slice = &saver->slices[saver->count];
+    char *name = saver->names + (size_t)saver->count++ * saver->name_room;
+    const ddp_tensor *value = &s->entry->param.value;
+    size_t ranks = (size_t)ddp_world_size(f->group), share = (s->rows + ranks - 1) / ranks, skip = 0, rows = s->own_rows;
+    if (f->world_size == 1 && list == DDP__LIST_SHARE) {
+        skip = ddp__place_in(share * (size_t)ddp_rank(f->group), 0, s->rows);
+        rows = ddp__place_in(share, 0, s->rows - skip);
     }
     memset(slice, 0, sizeof *slice);
-    slice->name = s->names + (size_t)s->count * s->name_room;
-    snprintf(s->names + (size_t)s->count++ * s->name_room, s->name_room, state ? "%s.%s" : "%s", w->name, state);
-    slice->dtype = tensor->dtype, slice->ndim = value->ndim, slice->file_kind = state != NULL;
-    slice->may_repeat = w->is_slice; /* who says nothing of a larger tensor may have forgotten to */
+    snprintf(name, saver->name_room, state ? "%s.%s" : "%s", s->name, state);
+    slice->name = name;
+    slice->dtype = tensor->dtype;
+    slice->ndim = value->ndim;
+    slice->file_kind = state != NULL;
+    slice->may_repeat = s->is_slice; /* a parameter without global_shape may be a slice by mistake */
     for (int i = 0; i < value->ndim; i++) {
-        slice->shape[i] = w->is_slice ? w->entry->global_shape[i] : value->shape[i];
-        slice->offset[i] = (w->is_slice ? w->entry->global_offset[i] : 0) + (i ? 0 : (int64_t)(w->first + skip));
+        slice->shape[i] = s->is_slice ? s->entry->global_shape[i] : value->shape[i];
+        slice->offset[i] = (s->is_slice ? s->entry->global_offset[i] : 0) + (i ? 0 : (int64_t)(s->first_row + skip));
         slice->extent[i] = i ? value->shape[i] : (int64_t)rows;
     }
-    if (list != DDP__LIST_NOTHING && rows && w->row_count && tensor->data) /* otherwise nothing of it is held here */
-        slice->data = (unsigned char *)tensor->data + ddp__weight_bytes(w, skip, tensor->dtype);
+    if (list != DDP__LIST_NOTHING && rows && s->row_elements && tensor->data)
+        slice->data = (unsigned char *)tensor->data + ddp__rows_bytes(s, skip, tensor->dtype);
 }
 
-/* Every tensor of the checkpoint, the same list on every rank. A tied weight is saved under the name of its
-   first use; a load takes the names of later uses too. */
+/* Lists every tensor of the checkpoint, the same on every rank. A tied parameter is saved under the name of its first
+   use; a load accepts the names of later uses too. */
 static void ddp__saver_list(ddp_fsdp *f, int list) {
-    f->saver->count = 0;
-    for (ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
+    ddp__saver *saver = &f->saver;
+    saver->count = 0;
+    for (ddp__shard *s = f->shards; s < f->shards_end; s++) {
         const char *name = NULL;
-        ddp_tensor tensor = ddp__weight_rows(w);
-        int first = f->saver->count;
-        if (w->source != w && list != DDP__LIST_ALL) continue;
-        ddp__saver_add(f, w, NULL, &tensor, w->source == w ? list : DDP__LIST_NOTHING);
-        if (w->source == w) w->listed = first;
-        else f->saver->slices[first].tied_to = w->source->listed + 1;
-        if (w->source != w) continue;
-        for (int k = 0; ddp__is_trained(w) && k < f->optimizer->state_count; k++) {
-            (void)ddp_optimizer_get_state(f->optimizer, w->master_number, k, &name, &tensor);
-            ddp__saver_add(f, w, name, &tensor, list);
+        ddp_tensor tensor = ddp__shard_tensor(s);
+        if (s->source != s && list != DDP__LIST_ALL) continue;
+        s->slice_index = saver->count;
+        ddp__saver_add(f, s, NULL, &tensor, s->source == s ? list : DDP__LIST_NOTHING);
+        if (s->source != s) saver->slices[s->slice_index].tied_to = s->source->slice_index + 1;
+        for (int k = 0; s->source == s && s->trained && k < f->optimizer->state_count; k++) {
+            (void)ddp_optimizer_get_state(f->optimizer, s->master_index, k, &name, &tensor);
+            ddp__saver_add(f, s, name, &tensor, list);
         }
     }
 }
 
-/* Puts the slices into memory of their own: what a thread writes, or what a device's host can read. back: brings them from there. */
+/* Copies the slices into memory of their own, which a thread writes or the host of a device reads. back: from there. */
 static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
-    ddp__saver *s = f->saver;
+    ddp__saver *saver = &f->saver;
     size_t bytes = 0, at = 0;
-    for (int i = 0; i < s->count; i++) bytes += ddp_round_up((size_t)ddp__slice_bytes(&s->slices[i], 1), 64);
-    if (bytes > s->copy_bytes) {
-        ddp__fsdp_give(f, s->copy);
-        s->copy_bytes = 0;
-        DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, bytes, &s->copy));
-        s->copy_bytes = bytes;
+    for (int i = 0; i < saver->count; i++) bytes += ddp_round_up((size_t)ddp__slice_bytes(&saver->slices[i], 1), 64);
+    if (bytes > saver->copy_bytes) {
+        ddp__fsdp_free(f, saver->copy);
+        saver->copy_bytes = 0;
+        DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, bytes, &saver->copy));
+        saver->copy_bytes = bytes;
     }
-    for (int i = 0; i < s->count; i++) {
-        size_t held = (size_t)ddp__slice_bytes(&s->slices[i], 1);
-        if (held) f->device->copy(back ? s->slices[i].data : s->copy + at, back ? s->copy + at : s->slices[i].data, held);
-        if (held && !back) s->slices[i].data = s->copy + at;
+    for (ddp__slice *slice = saver->slices; slice < saver->slices + saver->count; slice++) {
+        size_t held = (size_t)ddp__slice_bytes(slice, 1);
+        if (held && back) f->device->copy(slice->data, saver->copy + at, held);
+        if (held && !back) f->device->copy(saver->copy + at, slice->data, held);
+        if (held && !back) slice->data = saver->copy + at;
         at += ddp_round_up(held, 64);
     }
     return ddp__fsdp_check(f->group);
 }
 
-static ddp_result ddp__saver_write(ddp__saver *s, ddp_group *group) {
-    return ddp__checkpoint_save(group, s->dir, s->slices, s->count, &s->state, s->fsdp->desc.max_file_bytes, s->fsdp->desc.keep_checkpoints);
+static ddp_result ddp__saver_write(ddp__saver *saver, ddp_group *group) {
+    return ddp__checkpoint_save(group, saver->dir, saver->slices, saver->count, &saver->state, saver->desc->max_file_bytes, saver->desc->keep_checkpoints);
 }
 
 static void *ddp__saver_main(void *argument) {
-    ddp__saver *s = (ddp__saver *)argument;
-    s->told = ddp__fsdp_error(ddp__saver_write(s, s->group));
+    ddp__saver *saver = (ddp__saver *)argument;
+    saver->outcome = ddp__fsdp_error(ddp__saver_write(saver, saver->own));
     return NULL;
 }
 
-/* A failure of one replica is everybody's, in its words. */
-static ddp_result ddp__fsdp_share_result(ddp_fsdp *f, const char *who, ddp_result result) {
-    return f->desc.replicas && !f->desc.checkpoint_group ? ddp_agree(f->desc.replicas, who, result, 0, "") : result;
+/* Replicas wait for the rank that writes, and return its result. */
+static ddp_result ddp__saver_share(const ddp__saver *saver, ddp_result result) {
+    return saver->replicas ? ddp_agree(saver->replicas, "ddp_fsdp_save", result, 0, "") : result;
 }
 
-/* Lists the tensors and, where they are not written or read in place, copies them. Then no rank goes on alone: not to a save that others have not begun. */
+/* Lists the tensors. Copies them where they are not written or read in place. Then all ranks go on, or none. */
 static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, int list, int copy) {
-    f->who = who;
+    ddp_group *const groups[2] = {f->saver.files, f->saver.replicas};
     ddp_result result = ddp__fsdp_enter(f->group);
     ddp__saver_list(f, list);
     if (result == DDP_OK && copy) result = ddp__saver_copy(f, 0);
-    return ddp__fsdp_share_result(f, who, ddp_agree(ddp__fsdp_file_group(f), who, result, 0, ""));
+    f->saver.state = f->desc.state ? *f->desc.state : f->state;
+    if (f->desc.scaler) ddp_scaler_save(f->desc.scaler, &f->saver.state.scaler); /* a load keeps it where the checkpoint has none */
+    return ddp_agree_groups(groups, 2, who, result, 0, "");
 }
 
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
     DDP_PUBLIC_CALL(ddp_fsdp_save_wait);
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
-    ddp__saver *s = fsdp->saver;
-    if (!s->running) return DDP_OK;
-    if (s->running == 2) pthread_join(s->thread, NULL);
-    s->running = 0;
-    return ddp__fsdp_share_result(fsdp, "ddp_fsdp_save", ddp_error_restore(&s->told));
+    ddp__saver *saver = &fsdp->saver;
+    if (!saver->pending) return DDP_OK;
+    if (saver->has_thread) pthread_join(saver->thread, NULL);
+    saver->pending = saver->has_thread = 0;
+    return ddp__saver_share(saver, ddp_error_restore(&saver->outcome));
 }
 
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     DDP_PUBLIC_CALL(ddp_fsdp_save);
     DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL, or dir is empty; name a folder");
-    ddp__saver *s = fsdp->saver;
+    ddp__saver *saver = &fsdp->saver;
     DDP_TRY(ddp_fsdp_save_wait(fsdp));
     int replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0, writes = !replica || fsdp->desc.checkpoint_group;
-    snprintf(s->dir, sizeof s->dir, "%s", dir);
-    DDP_TRY(ddp__saver_prepare(fsdp, __func__, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE,
-                                      writes && (fsdp->desc.save_in_background || fsdp->device != ddp_device_cpu())));
-    s->state = fsdp->desc.state ? *fsdp->desc.state : fsdp->state;
-    s->state.step = fsdp->step;
-    if (fsdp->desc.scaler) ddp_scaler_save(fsdp->desc.scaler, &s->state.scaler);
-    if (!fsdp->desc.save_in_background) return ddp__fsdp_share_result(fsdp, __func__, writes ? ddp__saver_write(s, ddp__fsdp_file_group(fsdp)) : DDP_OK);
-    s->told.result = DDP_OK, s->running = 1;
-    if (writes && pthread_create(&s->thread, NULL, ddp__saver_main, s) == 0) s->running = 2;
-    else if (writes) ddp__saver_main(s); /* no thread to be had: it is written now */
+    int copies = writes && (fsdp->desc.save_in_background || fsdp->device != ddp_device_cpu());
+    snprintf(saver->dir, sizeof saver->dir, "%s", dir);
+    DDP_TRY(ddp__saver_prepare(fsdp, __func__, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE, copies));
+    saver->state.step = fsdp->step;
+    if (!fsdp->desc.save_in_background) return ddp__saver_share(saver, writes ? ddp__saver_write(saver, saver->files) : DDP_OK);
+    saver->outcome.result = DDP_OK;
+    saver->pending = 1;
+    saver->has_thread = writes && pthread_create(&saver->thread, NULL, ddp__saver_main, saver) == 0;
+    if (writes && !saver->has_thread) ddp__saver_main(saver); /* the system has no thread for it: written now */
     return DDP_OK;
 }
 
@@ -4097,34 +4149,39 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     DDP_PUBLIC_CALL(ddp_fsdp_load);
     DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL, or dir is empty; name a folder");
     DDP_TRY(ddp_fsdp_save_wait(fsdp));
-    DDP_TRY(ddp__fsdp_meet(fsdp, __func__));
-    ddp__saver *s = fsdp->saver;
-    int host = fsdp->device == ddp_device_cpu();
-    DDP_TRY(ddp__saver_prepare(fsdp, __func__, DDP__LIST_ALL, !host));
-    s->state = fsdp->desc.state ? *fsdp->desc.state : fsdp->state;
-    if (fsdp->desc.scaler) ddp_scaler_save(fsdp->desc.scaler, &s->state.scaler); /* what it keeps where the checkpoint has none */
-    DDP_TRY(ddp__checkpoint_load(ddp__fsdp_file_group(fsdp), fsdp->desc.checkpoint_group ? NULL : fsdp->desc.replicas, dir, s->slices, s->count,
-                                       fsdp->desc.scaler, &s->state));
+    DDP_TRY(ddp__calls_agree(fsdp, __func__, DDP_OK));
+    ddp__saver *saver = &fsdp->saver;
+    int copies = fsdp->device != ddp_device_cpu();
+    DDP_TRY(ddp__saver_prepare(fsdp, __func__, DDP__LIST_ALL, copies));
+    DDP_TRY(ddp__checkpoint_load(saver->files, saver->replicas, dir, saver->slices, saver->count, fsdp->desc.scaler, &saver->state));
     ddp__saver_list(fsdp, DDP__LIST_ALL); /* of the device's memory again */
-    if (!host) DDP_TRY(ddp__saver_copy(fsdp, 1));
-    if (fsdp->desc.scaler && s->state.scaler.scale > 0) DDP_TRY(ddp_scaler_load(fsdp->desc.scaler, &s->state.scaler));
-    fsdp->step = s->state.step;
-    *(fsdp->desc.state ? fsdp->desc.state : &fsdp->state) = s->state;
-    if (fsdp->optimizer) ddp_optimizer_set_step(fsdp->optimizer, fsdp->step);
+    if (copies) DDP_TRY(ddp__saver_copy(fsdp, 1));
+    if (fsdp->desc.scaler && saver->state.scaler.scale > 0) DDP_TRY(ddp_scaler_load(fsdp->desc.scaler, &saver->state.scaler));
+    *(fsdp->desc.state ? fsdp->desc.state : &fsdp->state) = saver->state;
+    fsdp->step = saver->state.step;
+    ddp_optimizer_set_step(fsdp->optimizer, fsdp->step);
     DDP_TRY(ddp__fsdp_publish(fsdp, 0));
+    DDP_TRY(ddp__shards_barrier(fsdp));
     return ddp_fsdp_zero_grad(fsdp);
 }
 
 //== sharding: create and destroy ======================================================================= >>impl-create
 
+/* A create goes through three agreements of all ranks, replicas and the checkpoint group included:
+     1. descs      valid on each rank, and equal where they must be
+     2. memory     a rank without memory goes on through the collective allocations, and fails here with all others
+     3. values     first values and optimizer are there
+   A failure of one rank is therefore an error of every rank, and the groups stay usable. */
+
 static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const ddp_fsdp_desc *desc) {
     const char *who = "ddp_fsdp_create";
     ddp_fsdp_desc *d = &f->desc;
     *d = *desc;
-    f->group = group;
-    f->who = who;
-    f->file = -1;
     if (d->replicas == group) d->replicas = NULL;
+    f->group = f->groups[0] = group;
+    f->groups[1] = d->replicas;
+    f->groups[2] = d->checkpoint_group;
+    f->memory.file = -1;
     if (!d->units || d->unit_count < 1) return ddp__fsdp_bad(who, group, "there are no units");
     if ((unsigned)d->strategy > DDP_FSDP_NO_SHARD) return ddp__fsdp_bad(who, group, "strategy=%d is unknown", (int)d->strategy);
     if ((unsigned)d->offload > DDP_FSDP_OFFLOAD_FILE) return ddp__fsdp_bad(who, group, "offload=%d is unknown", (int)d->offload);
@@ -4136,132 +4193,33 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const dd
     if (d->quantize_gather && d->strategy != DDP_FSDP_FULL_SHARD) return ddp__fsdp_bad(who, group, "quantize_gather is for FULL_SHARD, where parameters are gathered in every step");
     if (d->prefetch < -1) return ddp__fsdp_bad(who, group, "prefetch=%d; pass how many units, 0 for one or -1 for none", d->prefetch);
     if (d->keep_checkpoints < 0) return ddp__fsdp_bad(who, group, "keep_checkpoints=%d is negative", d->keep_checkpoints);
+    for (int u = 0; u < d->unit_count; u++) {
+        const ddp_fsdp_unit_desc *unit = &d->units[u];
+        if (!unit->params || unit->param_count < 1) return ddp__fsdp_bad(who, group, "unit %d (%s) has no parameters", u, unit->name ? unit->name : "no name");
+        f->shard_count += unit->param_count;
+    }
     if (!d->micro_batch_count) d->micro_batch_count = 1;
     d->prefetch = d->prefetch < 0 ? 0 : !d->prefetch ? 1 : d->prefetch < d->unit_count ? d->prefetch : d->unit_count;
     if (!d->offload_dir) d->offload_dir = ".";
     if (!d->keep_checkpoints) d->keep_checkpoints = 1;
     f->device = ddp_group_device(group);
     f->unit_count = d->unit_count;
-    if (f->device == ddp_device_cpu() && d->offload == DDP_FSDP_OFFLOAD_HOST) d->offload = DDP_FSDP_OFFLOAD_NONE; /* it lies there */
+    if (f->device == ddp_device_cpu() && d->offload == DDP_FSDP_OFFLOAD_HOST) d->offload = DDP_FSDP_OFFLOAD_NONE; /* it is there */
     if (f->device != ddp_device_cpu() && (d->quantize_gather || d->offload == DDP_FSDP_OFFLOAD_FILE))
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_fsdp_create group=%s: %s works on CPU memory alone, this group has %s; leave it out", ddp_group_name(group),
                         d->quantize_gather ? "quantize_gather" : "offload to a file", f->device->name);
-    f->world = d->strategy == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(group);
-    f->rank = f->world > 1 ? ddp_rank(group) : 0;
-    if (f->world == 1 && ddp_world_size(group) > 1) f->copies[f->copy_count++] = group;
+    f->world_size = d->strategy == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(group);
+    f->rank = f->world_size > 1 ? ddp_rank(group) : 0;
+    if (f->world_size == 1 && ddp_world_size(group) > 1) f->copies[f->copy_count++] = group;
     if (d->replicas && ddp_world_size(d->replicas) > 1) f->copies[f->copy_count++] = d->replicas;
     f->divisor = d->per_token ? 0 : (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group) * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
-    f->keeps_whole = d->strategy != DDP_FSDP_FULL_SHARD;
-    f->in_shard = !f->keeps_whole && f->world == 1 && f->device != ddp_device_cpu();
+    f->keeps_full = d->strategy != DDP_FSDP_FULL_SHARD;
+    f->full_in_shard = !f->keeps_full && f->world_size == 1 && f->device != ddp_device_cpu();
     f->reduces_each = d->strategy == DDP_FSDP_FULL_SHARD || d->strategy == DDP_FSDP_SHARD_GRAD;
     return DDP_OK;
 }
 
-/* All that a rank can find wrong alone: tables of units and weights, described and laid out. */
-static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
-    ddp_optimizer_desc optimizer = f->desc.optimizer;
-    int next = 0;
-    for (int u = 0; u < f->unit_count; u++) {
-        const ddp_fsdp_unit_desc *d = &f->desc.units[u];
-        if (!d->params || d->param_count < 1) return ddp__fsdp_bad("ddp_fsdp_create", f->group, "unit %d (%s) has no parameters", u, d->name ? d->name : "no name");
-        f->weight_count += d->param_count;
-    }
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->unit_count * sizeof *f->units, &f->units));
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->weights, &f->weights));
-    for (int u = 0; u < f->unit_count; u++) {
-        const ddp_fsdp_unit_desc *d = &f->desc.units[u];
-        ddp__unit *unit = &f->units[u];
-        unit->fsdp = f, unit->index = u, unit->weights = f->weights + next, unit->count = d->param_count;
-        if (d->name) snprintf(unit->name, sizeof unit->name, "%s", d->name);
-        else snprintf(unit->name, sizeof unit->name, "unit %d", u);
-        for (int i = 0; i < unit->count; i++, next++) {
-            ddp__weight *w = &f->weights[next];
-            w->entry = &d->params[i];
-            w->unit = unit;
-            w->name = w->entry->param.name ? w->entry->param.name : "(no name)";
-            DDP_TRY(ddp__weight_describe(f, w));
-        }
-    }
-    DDP__EACH_UNIT(f, unit) ddp__unit_layout(f, unit);
-    return ddp__optimizer_resolve(f->group, &optimizer); /* its numbers, before anybody waits */
-}
-
-typedef struct ddp__option { const char *name; double value; } ddp__option;
-
-/* Options have to be equal on all ranks; the first one that is not is an error on each of them, with the least and the greatest value. */
-static ddp_result ddp__options_compare(const ddp_fsdp *f) {
-    const ddp_fsdp_desc *d = &f->desc;
-#define DDP__OPTION(field) {#field, (double)d->field}
-    const ddp__option option[] = {
-        {"checkpoint_group", d->checkpoint_group ? 1.0 : 0.0}, DDP__OPTION(unit_count), {"the number of parameters", (double)f->weight_count},
-        DDP__OPTION(strategy), DDP__OPTION(param_dtype), DDP__OPTION(reduce_dtype), DDP__OPTION(micro_batch_count), DDP__OPTION(per_token),
-        DDP__OPTION(sequential_accumulation), DDP__OPTION(prefetch), DDP__OPTION(max_gathered_bytes), DDP__OPTION(no_reshard_after_forward),
-        DDP__OPTION(overwrite_gradients), DDP__OPTION(quantize_gather), DDP__OPTION(offload), DDP__OPTION(save_in_background),
-        DDP__OPTION(skip_initial_broadcast), DDP__OPTION(max_file_bytes), DDP__OPTION(keep_checkpoints), {"scaler", d->scaler ? 1.0 : 0.0},
-        DDP__OPTION(optimizer.kind), DDP__OPTION(optimizer.nesterov), DDP__OPTION(optimizer.decay_matrices_only), DDP__OPTION(optimizer.beta1),
-        DDP__OPTION(optimizer.beta2), DDP__OPTION(optimizer.eps), DDP__OPTION(optimizer.momentum), DDP__OPTION(optimizer.dampening),
-        DDP__OPTION(optimizer.trust_coefficient), DDP__OPTION(optimizer.weight_decay)};
-#undef DDP__OPTION
-    enum { COUNT = sizeof option / sizeof option[0] };
-    double low[2 * COUNT]; /* of values, and of their negatives */
-    for (int k = 0; k < 2 * COUNT; k++) low[k] = k % 2 ? -option[k / 2].value : option[k / 2].value;
-    DDP_TRY(ddp__host_reduce(f->group, low, 2 * COUNT, DDP_F64, DDP_OP_MIN));
-    if (d->replicas) DDP_TRY(ddp__host_reduce(d->replicas, low, 2 * COUNT, DDP_F64, DDP_OP_MIN));
-    int i = 0;
-    while (i < COUNT && low[2 * i] >= -low[2 * i + 1]) i++;
-    if (i == COUNT) return DDP_OK;
-    ddp_result result = ddp_fail_in(DDP_ERR_MISMATCH, "ddp_fsdp_create", f->group, "the descs of ranks differ: %s is %.9g on one rank and %.9g on another; "
-                                       "give every rank the same", option[i].name, low[2 * i], -low[2 * i + 1]);
-    if (i == 0 && d->checkpoint_group) ddp_group_poison(d->checkpoint_group, result, ddp_last_error()); /* whose ranks are not all about to agree there */
-    return result;
-}
-
-/* What has to be equal of a parameter, as a number. */
-static uint32_t ddp__weight_number(const ddp_fsdp *f, const ddp__weight *w) {
-    const ddp_tensor *value = &w->entry->param.value;
-    int64_t numbers[] = {w->unit->index, value->dtype, value->ndim, w->grad_dtype, w->source - f->weights, w->entry->frozen != 0, value->data != NULL};
-    size_t shape_bytes = (size_t)value->ndim * sizeof value->shape[0];
-    uint32_t crc = ddp__crc_feed(ddp__crc32c(w->name, strlen(w->name)), numbers, sizeof numbers);
-    crc = ddp__crc_feed(crc, value->shape, shape_bytes);
-    crc = ddp__crc_feed(crc, w->entry->global_shape, shape_bytes);
-    return ddp__crc_feed(crc, w->entry->global_offset, shape_bytes);
-}
-
-/* Collective: fails on every rank, since w is another one somewhere: ranks that have something else than rank 0 say what, and the others hear it. */
-static ddp_result ddp__weight_mismatch(const ddp_fsdp *f, const ddp__weight *w) {
-    const ddp_tensor *value = &w->entry->param.value;
-    ddp_result own = DDP_OK;
-    char mine[160] = "", first[160];
-    int same, number = (int)(w - f->weights);
-    snprintf(mine, sizeof mine, "'%.60s' %.60s%s%s%s", w->name, ddp__show(ddp_dtype_name(value->dtype), value->ndim, value->shape).text,
-             w->entry->frozen ? " frozen" : "", w->source != w ? " tied" : "", value->data ? "" : " without values");
-    memcpy(first, mine, sizeof first);
-    if (f->desc.replicas) DDP_TRY(ddp__host_broadcast(f->desc.replicas, first, sizeof first, DDP_U8, 0));
-    DDP_TRY(ddp__host_broadcast(f->group, first, sizeof first, DDP_U8, 0));
-    if (strcmp(mine, first) != 0) {
-        own = DDP_ERR_MISMATCH;
-        (void)DDP__WEIGHT_BAD(f, w, "ranks describe parameter number %d differently: here %s, on rank 0 %s", number, mine, first);
-    }
-    DDP_TRY(ddp__fsdp_agree_all(f, own, 0, &same));
-    (void)DDP__WEIGHT_BAD(f, w, "ranks describe parameter number %d differently (the rest of its name, unit, dtype of the gradient, tie, global shape or offset)", number);
-    return DDP_ERR_MISMATCH;
-}
-
-/* The first thing that ranks describe differently is an error on all of them, as is what one of them cannot do. */
-static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_result own) {
-    int same, copies = f->desc.replicas ? ddp_world_size(f->desc.replicas) : 0;
-    DDP_TRY(ddp__fsdp_agree_all(f, own, (uint64_t)copies, &same)); /* before anybody waits among replicas for who has none */
-    if (!same) return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_fsdp_create", f->group, "the descs of ranks differ: replicas has %d ranks here, but not on every rank; "
-                                     "give every rank a group of as many", copies);
-    DDP_TRY(ddp__options_compare(f));
-    for (const ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
-        DDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, ddp__weight_number(f, w), &same));
-        if (!same) return ddp__weight_mismatch(f, w);
-    }
-    return DDP_OK;
-}
-
-/* Levels of the binary counter: sums of shards, or of whole gradients besides the one that backward writes. */
+/* Levels of the binary counter: sums of shards, or of full gradients besides the one that backward writes. */
 static int ddp__fsdp_levels(const ddp_fsdp *f) {
     int levels = 0;
     for (int m = f->desc.micro_batch_count; m > 1; m >>= 1) levels++;
@@ -4269,144 +4227,267 @@ static int ddp__fsdp_levels(const ddp_fsdp *f) {
     return f->reduces_each ? levels + 1 : levels;
 }
 
-static ddp_result ddp__unit_take_memory(ddp_fsdp *f, ddp__unit *unit) {
-    int levels = ddp__fsdp_levels(f), shared = f->world > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
-    unsigned char *master = NULL;
-    if (unit->whole_bytes && ddp__has_own_whole(f) && !f->in_shard)
-        DDP_TRY(ddp__fsdp_take(f, f->keeps_whole ? DDP__OF_SHARDS : DDP__OF_GATHERED, f->keeps_whole ? shared : DDP__MEMORY_DEVICE, unit->whole_bytes, &unit->whole));
-    if (!f->keeps_whole && unit->shard_bytes)
-        DDP_TRY(ddp__fsdp_take(f, f->desc.quantize_gather ? DDP__OF_COMMUNICATION : DDP__OF_SHARDS, shared, unit->shard_bytes, &unit->shard));
-    if (!f->reduces_each && unit->trained) DDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes, &unit->grads));
-    if (unit->master_bytes) DDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes, &master));
-    DDP__EACH_WEIGHT(unit, w) {
-        if (w->source != w) continue;
-        w->shard = f->keeps_whole ? unit->whole + w->whole_at + ddp__weight_bytes(w, w->first, w->dtype) : unit->shard + w->shard_at;
-        w->master = ddp__has_master(f, w) ? master + w->master_at : w->shard;
-    }
-    for (int l = 0; l < levels || (l == 0 && unit->sum_bytes); l++) {
-        size_t bytes = f->reduces_each ? unit->sum_bytes : l < levels ? unit->cast_bytes : 0;
-        if (l == 0 && bytes < unit->sum_bytes) bytes = unit->sum_bytes;
-        int adds_copies = f->world == 1 && f->copy_count && unit->converts && unit->layout == DDP__GRADS;
-        int kind = adds_copies ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
-        if (unit->trained) DDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, kind, bytes, &unit->level[l]));
-    }
-    return DDP_OK;
+/* The object, with the list of its allocations behind it. */
+static ddp_fsdp *ddp__fsdp_new(ddp_fsdp *resolved) {
+    size_t overhead, allocations = (size_t)resolved->unit_count * (size_t)(ddp__fsdp_levels(resolved) + 9) + 32;
+    size_t own = ddp_round_up(sizeof *resolved, 64), size = own + allocations * sizeof(ddp__fsdp_allocation);
+    ddp_fsdp *f = (ddp_fsdp *)ddp__fsdp_host_alloc(resolved, size, &resolved->own_raw, &overhead);
+    if (!f) return NULL;
+    *f = *resolved;
+    f->memory.allocations = (ddp__fsdp_allocation *)(void *)((unsigned char *)f + own);
+    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, size + overhead, 1);
+    return f;
 }
 
-/* Where the optimizer works beside the device. */
-static ddp_result ddp__fsdp_take_host(ddp_fsdp *f) {
-    ddp_group_desc alone = DDP_ZERO;
-    alone.init_method = "self://";
-    DDP_TRY(ddp_group_create(&f->host, &alone));
-    for (const ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
-        size_t count = ddp__mine(w), size = ddp_dtype_size(w->master_dtype);
-        ddp__size_at_least(&f->host_rows_bytes, 2 * ddp_round_up((count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE) * size, 64));
-        if (w->source != w || !ddp__is_trained(w)) continue;
-        f->host_sums_bytes += ddp_round_up(count * size, 64);
-        f->pieces += (int)((count + DDP__HOST_PIECE - 1) / DDP__HOST_PIECE);
-    }
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_PINNED, f->host_rows_bytes, &f->host_rows));
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_PINNED, f->host_sums_bytes, &f->host_sums));
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->pieces * sizeof *f->arrived, &f->arrived));
-    for (int i = 0; i < f->pieces + 2 && f->device->use_stream; i++) DDP_TRY(f->device->event_create(f->group, i < 2 ? &f->left[i] : &f->arrived[i - 2]));
-    return DDP_OK;
-}
-
-/* What all units share: the largest of them says how much. */
-static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
-    int packs = f->world > 1 && !f->direct;
-    DDP__EACH_UNIT(f, unit) {
-        ddp__size_at_least(&f->whole_slot_bytes, f->in_shard ? 0 : unit->whole_bytes);
-        ddp__size_at_least(&f->grad_slot_bytes, unit->grad_bytes);
-        if (unit->layout == DDP__CASTED) ddp__size_at_least(&f->cast_bytes, unit->cast_bytes);
-        DDP__EACH_TRAINED(unit, w) {
-            size_t tiles = (size_t)(f->world + 1) * DDP__TILE * ddp_dtype_size(w->wire_dtype);
-            int casts = w->wire_dtype != w->grad_dtype && unit->layout == DDP__GRADS;
-            casts |= w->wire_dtype != w->master_dtype;
-            if (casts && f->world > 1 && f->direct) ddp__size_at_least(&f->tile_bytes, tiles);
+/* Units and shards, described and laid out: everything that a rank can find wrong without the others. */
+static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
+    ddp_optimizer_desc optimizer = f->desc.optimizer;
+    DDP_TRY(ddp__table_alloc(f, f->unit_count, sizeof *f->units, &f->units));
+    DDP_TRY(ddp__table_alloc(f, f->shard_count, sizeof *f->shards, &f->shards));
+    f->units_end = f->units + f->unit_count;
+    f->shards_end = f->shards;
+    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
+        const ddp_fsdp_unit_desc *d = &f->desc.units[unit - f->units];
+        unit->fsdp = f;
+        unit->index = (int)(unit - f->units);
+        unit->shards = f->shards_end;
+        unit->end = f->shards_end += d->param_count;
+        if (d->name) snprintf(unit->name, sizeof unit->name, "%s", d->name);
+        else snprintf(unit->name, sizeof unit->name, "unit %d", unit->index);
+        for (ddp__shard *s = unit->shards; s < unit->end; s++) {
+            s->entry = &d->params[s - unit->shards];
+            s->unit = unit;
+            s->name = s->entry->param.name ? s->entry->param.name : "(no name)";
+            DDP_TRY(ddp__shard_describe(f, s));
         }
-        if (!packs) continue;
-        ddp__size_at_least(&f->send_bytes, unit->gather_bytes);
-        ddp__size_at_least(&f->send_bytes, (ddp__wire_bytes(unit->wire_count) + 64) * (size_t)f->world);
-        ddp__size_at_least(&f->receive_bytes, unit->gather_bytes * (size_t)f->world);
-        ddp__size_at_least(&f->receive_bytes, ddp__wire_bytes(unit->wire_count));
     }
-    if (f->cast_bytes) DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->cast_bytes, &f->cast));
-    if (f->tile_bytes)
-        DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_DEVICE, f->tile_bytes, &f->tile));
-    if (f->send_bytes) DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send));
-    if (f->receive_bytes) DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->receive_bytes, &f->receive));
-    if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST) DDP_TRY(ddp__fsdp_take_host(f));
-    int clips = f->device->alloc_pinned && f->device->use_stream; /* the device decides */
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_DEVICE, sizeof *f->squares + (clips ? 64 : 0), &f->squares));
-    if (!clips) return DDP_OK;
-    f->factor = (float *)(void *)(f->squares + 1);
-    DDP_TRY(f->device->event_create(f->group, &f->clipped));
-    return ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_PINNED, 64, &f->norm);
+    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_layout(f, unit);
+    return ddp__optimizer_resolve(f->group, &optimizer); /* its numbers, before any rank waits */
 }
 
-/* The words by which ranks that read each other's memory keep in step. */
-static ddp_result ddp__fsdp_take_turns(ddp_fsdp *f) {
-    uint64_t *mine;
-    int kept = ddp__turns_kept(f);
-    if (f->world == 1 || !f->direct) return DDP_OK;
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)kept * sizeof *f->given_units, &f->given_units));
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)kept * sizeof *f->slot_memory, &f->slot_memory));
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_GROUP, (size_t)(DDP__TURN_UNITS + kept) * sizeof *mine, &mine));
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->world * sizeof *f->turns, &f->turns));
-    for (int r = 0; r < f->world; r++) f->turns[r] = (uint64_t *)ddp_group_peer(f->group, mine, r);
-    return DDP_OK;
+enum { DDP__FSDP_OPTIONS = 31, DDP__ENTRY_TEXT = 300 };
+
+/* The hash of entry i of what must be equal on all ranks, and its description: options, then parameters. */
+static uint64_t ddp__fsdp_entry(const ddp_fsdp *f, int i, char *text) {
+    const ddp_fsdp_desc *d = &f->desc;
+#define DDP__OPTION(field) {#field, (double)d->field}
+    const struct { const char *name; double value; } options[DDP__FSDP_OPTIONS] = {
+        {"checkpoint_group", d->checkpoint_group ? 1.0 : 0.0}, {"replicas", (double)(d->replicas ? ddp_world_size(d->replicas) : 0)},
+        DDP__OPTION(unit_count), {"param_count", (double)f->shard_count}, {"scaler", d->scaler ? 1.0 : 0.0},
+        DDP__OPTION(strategy), DDP__OPTION(param_dtype), DDP__OPTION(reduce_dtype), DDP__OPTION(micro_batch_count), DDP__OPTION(per_token),
+        DDP__OPTION(sequential_accumulation), DDP__OPTION(prefetch), DDP__OPTION(max_gathered_bytes), DDP__OPTION(no_reshard_after_forward),
+        DDP__OPTION(overwrite_gradients), DDP__OPTION(quantize_gather), DDP__OPTION(offload), DDP__OPTION(save_in_background),
+        DDP__OPTION(skip_initial_broadcast), DDP__OPTION(max_file_bytes), DDP__OPTION(keep_checkpoints), DDP__OPTION(optimizer.kind),
+        DDP__OPTION(optimizer.nesterov), DDP__OPTION(optimizer.decay_matrices_only), DDP__OPTION(optimizer.beta1), DDP__OPTION(optimizer.beta2),
+        DDP__OPTION(optimizer.eps), DDP__OPTION(optimizer.momentum), DDP__OPTION(optimizer.dampening), DDP__OPTION(optimizer.trust_coefficient),
+        DDP__OPTION(optimizer.weight_decay)};
+#undef DDP__OPTION
+    if (i < DDP__FSDP_OPTIONS) {
+        snprintf(text, DDP__ENTRY_TEXT, "%s=%.9g", options[i].name, options[i].value);
+        return ddp_hash(DDP_HASH_SEED, &options[i].value, sizeof options[i].value);
+    }
+    const ddp__shard *s = &f->shards[i - DDP__FSDP_OPTIONS];
+    const ddp_tensor *value = &s->entry->param.value;
+    const char *grad = ddp_dtype_name(s->part[DDP__GRADS].dtype);
+    const int64_t numbers[] = {s->unit->index, value->dtype, value->ndim, s->part[DDP__GRADS].dtype, s->source - f->shards, s->trained, value->data != NULL};
+    size_t shape_bytes = (size_t)value->ndim * sizeof value->shape[0];
+    ddp__shown shape = ddp__show(ddp_dtype_name(value->dtype), value->ndim, value->shape), part = ddp__show("", value->ndim, s->entry->global_offset);
+    ddp__shown global = ddp__show("", value->ndim, s->entry->global_shape);
+    snprintf(text, DDP__ENTRY_TEXT, "unit %.40s, parameter '%.60s' %.40s, gradient %s%s%s%s", s->unit->name, s->name, shape.text, grad,
+             s->trained ? "" : " frozen", s->source != s ? " tied" : "", value->data ? "" : " without values");
+    if (s->is_slice) snprintf(text + strlen(text), DDP__ENTRY_TEXT - strlen(text), " at%.40s of%.40s", part.text, global.text);
+    uint64_t hash = ddp_hash(ddp_hash(DDP_HASH_SEED, s->name, strlen(s->name)), numbers, sizeof numbers);
+    hash = ddp_hash(ddp_hash(hash, value->shape, shape_bytes), s->entry->global_shape, shape_bytes);
+    return ddp_hash(hash, s->entry->global_offset, shape_bytes);
 }
 
-static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
-    char path[4096];
-    if (f->device->use_stream && f->desc.replicas) DDP_TRY(f->device->event_create(f->group, &f->turn));
-    if (f->desc.offload == DDP_FSDP_OFFLOAD_FILE) {
-        snprintf(path, sizeof path, "%s/ddp-offload-XXXXXX", f->desc.offload_dir);
-        f->file = mkstemp(path);
-        if (f->file >= 0) unlink(path); /* it loses its name at once */
-        if (f->file < 0 || fcntl(f->file, F_SETFD, FD_CLOEXEC) != 0)
-            return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create group=%s: offload_dir=%s: no file can be made there: %s", ddp_group_name(f->group),
-                            f->desc.offload_dir, strerror(errno));
+/* All ranks of a group create the same, or all fail. own: this rank's result so far. After a mismatch they go through
+   the entries together, up to the first one that differs. */
+static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_result own) {
+    const ddp_saved_error mine = ddp__fsdp_error(own);
+    const char *who = "ddp_fsdp_create";
+    char text[DDP__ENTRY_TEXT] = "";
+    uint64_t all = DDP_HASH_SEED, hash = 0;
+    int entries = DDP__FSDP_OPTIONS + f->shard_count;
+    for (int i = 0; i < entries && own == DDP_OK; i++) {
+        hash = ddp__fsdp_entry(f, i, text);
+        all = ddp_hash(all, &hash, sizeof hash);
     }
-    DDP__EACH_UNIT(f, unit) DDP_TRY(ddp__unit_take_memory(f, unit));
-    f->direct = f->world <= DDP_MAX_LOCAL_RANKS;
-    DDP__EACH_UNIT(f, unit) {
-        const unsigned char *shared = f->keeps_whole ? unit->whole : unit->shard;
-        for (int r = 0; r < f->world && shared && f->direct; r++) f->direct = r == f->rank || ddp_group_peer(f->group, shared, r) != NULL;
+    ddp_result result = ddp_agree(group, who, ddp_error_restore(&mine), all, "");
+    for (int i = 0; i < entries && result == DDP_ERR_MISMATCH; i++) {
+        if (own == DDP_OK) hash = ddp__fsdp_entry(f, i, text);
+        ddp_result entry = ddp_agree(group, who, ddp_error_restore(&mine), hash, text);
+        if (entry == DDP_OK) continue;
+        for (int g = 1; g < 3 && i < 2; g++) /* a rank lacks this group: nobody waits there for it */
+            if (f->groups[g]) ddp_group_poison(f->groups[g], entry, ddp_last_error());
+        return entry;
     }
-    DDP_TRY(ddp__fsdp_take_turns(f));
-    return ddp__fsdp_take_staging(f);
-}
-
-/* The first values of this rank's rows. */
-static ddp_result ddp__weight_fill(ddp_fsdp *f, ddp__weight *w) {
-    const ddp_tensor *value = &w->entry->param.value;
-    unsigned char *rows = w->master;
-    if (value->data && !f->desc.skip_initial_broadcast) {
-        if (f->desc.replicas) DDP_TRY(ddp_broadcast(f->desc.replicas, value->data, w->rows * w->row_count, value->dtype, 0, NULL));
-        DDP_TRY(ddp_broadcast(f->group, value->data, w->rows * w->row_count, value->dtype, 0, NULL));
-    }
-    if (!ddp__mine(w)) return DDP_OK;
-    if (value->data) { /* from the device's memory, by way of the host's where the master copy is there */
-        const unsigned char *from = (unsigned char *)value->data + ddp__weight_bytes(w, w->first, value->dtype);
-        size_t size = ddp_dtype_size(value->dtype), most = f->host ? DDP__HOST_PIECE : ddp__mine(w);
-        for (size_t at = 0, n; at < ddp__mine(w); at += n) {
-            n = ddp__mine(w) - at < most ? ddp__mine(w) - at : most;
-            if (f->host) f->device->copy(f->host_rows, from + at * size, n * size);
-            (f->host ? ddp_device_cpu() : f->device)->cast(w->master + at * ddp_dtype_size(w->master_dtype), w->master_dtype, f->host ? f->host_rows : from, value->dtype, n);
-        }
-        return ddp__fsdp_check(f->group);
-    }
-    if (f->device == ddp_device_cpu() || f->host) return f->desc.init_fn(w->entry, (int64_t)w->first, (int64_t)w->mine, w->master, f->desc.init_user);
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, ddp__mine(w) * ddp_dtype_size(w->master_dtype), &rows));
-    ddp_result result = f->desc.init_fn(w->entry, (int64_t)w->first, (int64_t)w->mine, rows, f->desc.init_user);
-    f->device->copy(w->master, rows, ddp__mine(w) * ddp_dtype_size(w->master_dtype));
-    ddp__fsdp_give(f, rows);
     return result;
 }
 
-/* What an optimizer takes beside its state: from its group's allocator, or of devices' memory. */
+static void ddp__unit_alloc(ddp_fsdp *f, ddp__unit *unit) {
+    int levels = ddp__fsdp_levels(f), shared = f->world_size > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
+    int adds_copies = f->world_size == 1 && f->copy_count && unit->converts && unit->layout == DDP__GRADS;
+    if (unit->full_bytes && ddp__has_own_full(f) && !f->full_in_shard)
+        (void)ddp__fsdp_alloc(f, f->keeps_full ? DDP__OF_SHARDS : DDP__OF_GATHERED, f->keeps_full ? shared : DDP__MEMORY_DEVICE, unit->full_bytes, &unit->full);
+    if (!f->keeps_full && unit->shard_bytes)
+        (void)ddp__fsdp_alloc(f, f->desc.quantize_gather ? DDP__OF_COMMUNICATION : DDP__OF_SHARDS, shared, unit->shard_bytes, &unit->shard);
+    if (!f->reduces_each && unit->trained) (void)ddp__fsdp_alloc(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes[DDP__GRADS], &unit->grads);
+    if (unit->master_bytes) (void)ddp__fsdp_alloc(f, DDP__OF_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes, &unit->master);
+    for (int l = 0; unit->trained && (l < levels || (l == 0 && unit->grad_bytes[DDP__SUMS])); l++) {
+        size_t bytes = f->reduces_each ? unit->grad_bytes[DDP__SUMS] : l < levels ? unit->grad_bytes[DDP__CASTED] : 0;
+        if (l == 0) ddp__size_at_least(&bytes, unit->grad_bytes[DDP__SUMS]);
+        (void)ddp__fsdp_alloc(f, DDP__OF_GRADIENTS, adds_copies ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE, bytes, &unit->level[l]);
+    }
+}
+
+/* OFFLOAD_HOST: the world where the optimizer works, and what travels between it and the device. */
+static ddp_result ddp__offload_create(ddp_fsdp *f) {
+    ddp__offload *o = &f->offload;
+    ddp_group_desc alone = DDP_ZERO;
+    alone.init_method = "self://";
+    for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
+        size_t size = ddp_dtype_size(s->master_dtype), piece = s->own_count < DDP__HOST_PIECE ? s->own_count : DDP__HOST_PIECE;
+        ddp__size_at_least(&o->rows_bytes, 2 * ddp_round_up(piece * size, 64));
+        if (s->source != s || !s->trained) continue;
+        o->sums_bytes += ddp_round_up(s->own_count * size, 64);
+        o->piece_count += (int)((s->own_count + DDP__HOST_PIECE - 1) / DDP__HOST_PIECE);
+    }
+    DDP_TRY(ddp_group_create(&o->host, &alone));
+    DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_PINNED, o->rows_bytes, &o->rows));
+    DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_GRADIENTS, DDP__MEMORY_PINNED, o->sums_bytes, &o->sums));
+    DDP_TRY(ddp__table_alloc(f, o->piece_count, sizeof *o->downloaded, &o->downloaded));
+    for (int i = 0; i < o->piece_count + 2 && f->device->use_stream; i++)
+        DDP_TRY(f->device->event_create(f->group, i < 2 ? &o->uploaded[i] : &o->downloaded[i - 2]));
+    return DDP_OK;
+}
+
+/* Memory that all units share, as much as the largest one needs. */
+static void ddp__staging_alloc(ddp_fsdp *f) {
+    ddp__reduce *reduce = &f->reduce;
+    size_t world = (size_t)f->world_size;
+    for (const ddp__unit *unit = f->units; unit < f->units_end; unit++) {
+        size_t reduce_bytes = 0;
+        for (int d = 0; d <= DDP_U64; d++) reduce_bytes += ddp_round_up(unit->reduce_count[d] * ddp_dtype_size((ddp_dtype)d), 64);
+        ddp__size_at_least(&f->unshard.slot_bytes, f->full_in_shard ? 0 : unit->full_bytes);
+        ddp__size_at_least(&reduce->slot_bytes, unit->grad_bytes[DDP__GRADS]);
+        if (unit->layout == DDP__CASTED) ddp__size_at_least(&reduce->cast_bytes, unit->grad_bytes[DDP__CASTED]);
+        for (const ddp__shard *s = unit->shards; s < unit->end && world > 1 && f->peer_memory; s++)
+            if (s->trained && (s->part[unit->layout].dtype != s->reduce_dtype || s->reduce_dtype != s->master_dtype))
+                ddp__size_at_least(&reduce->tile_bytes, (world + 1) * DDP__TILE * ddp_dtype_size(s->reduce_dtype));
+        if (world == 1 || f->peer_memory) continue;
+        ddp__size_at_least(&f->send_bytes, unit->block_bytes);
+        ddp__size_at_least(&f->send_bytes, (reduce_bytes + 64) * world);
+        ddp__size_at_least(&f->recv_bytes, unit->block_bytes * world);
+        ddp__size_at_least(&f->recv_bytes, reduce_bytes);
+    }
+    if (reduce->cast_bytes) (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, reduce->cast_bytes, &reduce->cast);
+    if (reduce->tile_bytes) (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_DEVICE, reduce->tile_bytes, &reduce->tile);
+    if (f->send_bytes) (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send);
+    if (f->recv_bytes) (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->recv_bytes, &f->recv);
+}
+
+/* What clipping needs. Where the device can decide itself, so does it. */
+static ddp_result ddp__clip_create(ddp_fsdp *f) {
+    ddp__clip *clip = &f->clip;
+    int decides = f->device->alloc_pinned && f->device->use_stream;
+    DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_DEVICE, sizeof *clip->squares + (decides ? 64 : 0), &clip->squares));
+    if (!decides) return DDP_OK;
+    clip->factor = (float *)(void *)(clip->squares + 1);
+    DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_PINNED, 64, &clip->norm));
+    return f->device->event_create(f->group, &clip->event);
+}
+
+/* The file of OFFLOAD_FILE, which has no name. */
+static ddp_result ddp__offload_open(ddp_fsdp *f) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s/ddp-offload-XXXXXX", f->desc.offload_dir);
+    f->memory.file = mkstemp(path);
+    if (f->memory.file >= 0) unlink(path);
+    if (f->memory.file >= 0 && fcntl(f->memory.file, F_SETFD, FD_CLOEXEC) == 0) return DDP_OK;
+    return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create group=%s: offload_dir=%s: no file can be made there: %s", ddp_group_name(f->group), f->desc.offload_dir,
+                    strerror(errno));
+}
+
+/* All memory. The first failure is in f->memory.error: what is collective goes on. */
+static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
+    ddp_saved_error *error = &f->memory.error;
+    ddp__reduce *reduce = &f->reduce;
+    int window = ddp__reduce_window(f);
+    uint64_t *own;
+    if (f->device->use_stream && f->desc.replicas) ddp_error_save(error, f->device->event_create(f->group, &reduce->event));
+    if (f->desc.offload == DDP_FSDP_OFFLOAD_FILE) ddp_error_save(error, ddp__offload_open(f));
+    (void)ddp__table_alloc(f, f->unit_count, sizeof *f->unshard.slots, &f->unshard.slots);
+    (void)ddp__table_alloc(f, window, sizeof *reduce->slots, &reduce->slots);
+    (void)ddp__table_alloc(f, f->shard_count, sizeof *f->masters, &f->masters);
+    (void)ddp__table_alloc(f, f->shard_count, sizeof *f->master_shards, &f->master_shards);
+    (void)ddp__table_alloc(f, f->shard_count, sizeof *f->sums, &f->sums);
+    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_alloc(f, unit);
+    f->peer_memory = f->world_size <= DDP_MAX_LOCAL_RANKS;
+    for (const ddp__unit *unit = f->units; unit < f->units_end; unit++) {
+        const unsigned char *shared = f->keeps_full ? unit->full : unit->shard;
+        for (int r = 0; r < f->world_size && shared && f->peer_memory; r++) f->peer_memory = r == f->rank || ddp_group_peer(f->group, shared, r) != NULL;
+    }
+    if (f->world_size > 1 && f->peer_memory) {
+        (void)ddp__table_alloc(f, window, sizeof *reduce->issued_units, &reduce->issued_units);
+        (void)ddp__fsdp_alloc(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_GROUP, (size_t)(DDP__ISSUED_UNITS + window) * sizeof *own, &own);
+        (void)ddp__table_alloc(f, f->world_size, sizeof *reduce->progress, &reduce->progress);
+        for (int r = 0; r < f->world_size && own && reduce->progress; r++) reduce->progress[r] = (uint64_t *)ddp_group_peer(f->group, own, r);
+    }
+    ddp__staging_alloc(f);
+    if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST) ddp_error_save(error, ddp__offload_create(f));
+    ddp_error_save(error, ddp__clip_create(f));
+    ddp_error_save(error, ddp__saver_create(f));
+}
+
+/* Where the shards of a unit are stored. */
+static void ddp__unit_place(ddp_fsdp *f, ddp__unit *unit) {
+    for (ddp__shard *s = unit->shards; s < unit->end; s++) {
+        if (s->source != s) continue;
+        s->value = f->keeps_full ? unit->full + s->full_at + ddp__rows_bytes(s, s->first_row, s->dtype) : unit->shard + s->shard_at;
+        s->master = s->has_master ? unit->master + s->master_at : s->value;
+    }
+}
+
+/* The first values of this rank's rows. Where the master values are the host's, those of the device pass through rows. */
+static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
+    const ddp_tensor *value = &s->entry->param.value;
+    const ddp_device *to = f->offload.host ? ddp_device_cpu() : f->device;
+    size_t size = ddp_dtype_size(value->dtype), master_size = ddp_dtype_size(s->master_dtype);
+    unsigned char *rows = s->master;
+    if (!s->own_count) return DDP_OK;
+    if (value->data) {
+        const unsigned char *from = (unsigned char *)value->data + ddp__rows_bytes(s, s->first_row, value->dtype);
+        size_t max = f->offload.host ? DDP__HOST_PIECE : s->own_count;
+        for (size_t at = 0, n; at < s->own_count; at += n) {
+            n = s->own_count - at < max ? s->own_count - at : max;
+            if (f->offload.host) f->device->copy(f->offload.rows, from + at * size, n * size);
+            to->cast(s->master + at * master_size, s->master_dtype, f->offload.host ? f->offload.rows : from, value->dtype, n);
+        }
+        return ddp__fsdp_check(f->group);
+    }
+    int direct = to == ddp_device_cpu();
+    if (!direct) DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, s->own_count * master_size, &rows));
+    ddp_result result = f->desc.init_fn(s->entry, (int64_t)s->first_row, (int64_t)s->own_rows, rows, f->desc.init_user);
+    if (!direct) f->device->copy(s->master, rows, s->own_count * master_size);
+    if (!direct) ddp__fsdp_free(f, rows);
+    return result;
+}
+
+/* First values: those of rank 0, unless the desc says otherwise. A failure of one rank is in f->memory.error. */
+static ddp_result ddp__fsdp_fill(ddp_fsdp *f) {
+    for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
+        const ddp_tensor *value = &s->entry->param.value;
+        size_t count = s->rows * s->row_elements;
+        if (s->source != s) continue;
+        for (int i = 1; i >= 0 && value->data && !f->desc.skip_initial_broadcast; i--)
+            if (f->groups[i]) DDP_TRY(ddp_broadcast(f->groups[i], value->data, count, value->dtype, 0, NULL));
+        if (f->memory.error.result == DDP_OK) ddp_error_save(&f->memory.error, ddp__shard_fill(f, s));
+    }
+    return DDP_OK;
+}
+
+/* What an optimizer allocates beside its state: from its group's allocator, or of devices' memory. */
 static size_t ddp__optimizer_tables(const ddp_optimizer *o, int of_device) {
     size_t sums = (size_t)o->square_count * sizeof(ddp_exact_sum), here = sums + (size_t)o->square_count / 2 * sizeof *o->rates;
     int on_host = o->device == ddp_device_cpu();
@@ -4415,104 +4496,106 @@ static size_t ddp__optimizer_tables(const ddp_optimizer *o, int of_device) {
     return o->square_count && on_host ? bytes + here + DDP_MALLOC_EXTRA : bytes;
 }
 
-/* The optimizer sees this rank's rows of each trained parameter. */
-static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
+/* The optimizer updates this rank's rows of each trained parameter. */
+static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
     ddp_optimizer_desc d = f->desc.optimizer;
     size_t host_at = 0;
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->masters, &f->masters));
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->master_of, &f->master_of));
-    DDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->sums, &f->sums));
-    for (ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
+    for (ddp__shard *s = f->shards; s < f->shards_end; s++) {
         ddp_param *p = &f->masters[f->master_count];
-        if (w->source != w || !ddp__is_trained(w)) continue;
-        p->name = w->name, p->value = p->grad = ddp__weight_rows(w), p->grad.data = ddp__weight_sum(w, 0);
+        if (s->source != s || !s->trained) continue;
+        p->name = s->name;
+        p->value = p->grad = ddp__shard_tensor(s);
+        p->grad.data = ddp__shard_sum(s, 0);
         f->sums[f->master_count] = p->grad;
-        if (f->host) p->grad.data = f->host_sums + ddp__lay(&host_at, ddp__mine(w) * ddp_dtype_size(w->master_dtype));
-        w->master_number = f->master_count;
-        f->master_of[f->master_count++] = w;
+        if (f->offload.host) p->grad.data = f->offload.sums + ddp__lay(&host_at, s->own_count * ddp_dtype_size(s->master_dtype));
+        s->master_index = f->master_count;
+        f->master_shards[f->master_count++] = s;
     }
     if (!f->master_count) return DDP_OK;
-    d.params = f->masters, d.param_count = f->master_count, d.shard_group = f->world > 1 ? f->group : NULL;
-    d.state_alloc_fn = ddp__fsdp_state_alloc, d.state_free_fn = ddp__fsdp_state_free, d.state_user = f;
-    ddp_result result = ddp_optimizer_create(&f->optimizer, f->host ? f->host : f->group, &d);
-    if (result == DDP_OK && f->host) f->optimizer->piece_fn = ddp__host_piece;
-    if (result == DDP_OK) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 1), 1);
-    if (result == DDP_OK && !f->desc.alloc_fn) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 0), 1);
-    return result == DDP_OK || f->state_told.result == DDP_OK ? result : ddp_error_restore(&f->state_told);
+    d.params = f->masters;
+    d.param_count = f->master_count;
+    d.shard_group = f->world_size > 1 ? f->group : NULL;
+    d.state_alloc_fn = ddp__fsdp_state_alloc;
+    d.state_free_fn = ddp__fsdp_state_free;
+    d.state_user = f;
+    DDP_TRY(ddp_optimizer_create(&f->optimizer, f->offload.host ? f->offload.host : f->group, &d));
+    if (f->offload.host) f->optimizer->piece_fn = ddp__offload_piece;
+    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 1), 1);
+    if (!f->desc.alloc_fn) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 0), 1);
+    return DDP_OK;
 }
 
+/* Agreements 2 and 3. */
 static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
-    DDP_TRY(ddp__fsdp_enter(f->group));
-    DDP_TRY(ddp__fsdp_take_memory(f));
-    for (int i = 0; i < f->weight_count; i++)
-        if (f->weights[i].source == &f->weights[i]) DDP_TRY(ddp__weight_fill(f, &f->weights[i]));
-    DDP_TRY(ddp__fsdp_make_optimizer(f));
-    DDP_TRY(ddp__saver_create(f));
-    for (int i = 0; i < f->weight_count; i++) {
-        ddp_param *p = &f->weights[i].entry->param;
-        p->value.dtype = f->weights[i].dtype, p->grad = p->value, p->grad.dtype = f->weights[i].grad_dtype;
+    const char *who = "ddp_fsdp_create";
+    ddp_saved_error *error = &f->memory.error;
+    ddp_error_save(error, ddp__fsdp_enter(f->group));
+    ddp__fsdp_alloc_all(f);
+    DDP_TRY(ddp_agree_groups(f->groups, 3, who, ddp_error_restore(error), 0, ""));
+    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_place(f, unit);
+    ddp_error_save(error, ddp__fsdp_fill(f));
+    if (error->result == DDP_OK) ddp_error_save(error, ddp__fsdp_create_optimizer(f));
+    if (error->result == DDP_OK) ddp_error_save(error, ddp__fsdp_publish(f, 0));
+    DDP_TRY(ddp_agree_groups(f->groups, 3, who, ddp_error_restore(error), 0, ""));
+    DDP_TRY(ddp__shards_barrier(f));
+    for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
+        ddp_param *p = &s->entry->param;
+        p->value.dtype = s->dtype;
+        p->grad = p->value;
+        p->grad.dtype = s->part[DDP__GRADS].dtype;
     }
-    DDP__EACH_UNIT(f, unit) ddp__unit_point(f, unit, f->keeps_whole, !f->reduces_each);
-    DDP_TRY(ddp__fsdp_meet(f, "ddp_fsdp_create"));
-    DDP_TRY(ddp__fsdp_publish(f, 0));
+    for (const ddp__unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_point(f, unit, f->keeps_full, !f->reduces_each);
     ddp__fsdp_begin(f);
     return DDP_OK;
 }
 
-static void ddp__fsdp_free(ddp_fsdp *f) {
-    if (f->saver && f->saver->running == 2) pthread_join(f->saver->thread, NULL);
-    if (f->saver) ddp_group_destroy(f->saver->group);
-    for (int u = 0; u < f->unit_count && f->units; u++) {
-        ddp__reduce_wait(f, &f->units[u]);
-        ddp__unit_arrive(f, &f->units[u]);
+static void ddp__fsdp_delete(ddp_fsdp *f, int created) {
+    ddp__offload *o = &f->offload;
+    ddp_fsdp last;
+    if (f->saver.has_thread) pthread_join(f->saver.thread, NULL);
+    ddp_group_destroy(f->saver.own);
+    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
+        if (unit->fsdp) ddp__reduce_wait(f, unit);
+        if (unit->fsdp) ddp__unshard_wait(f, unit);
     }
     double until = ddp_now() + ddp_group_timeout_ms(f->group) * 1e-3;
-    for (int i = 0; i < (f->arrived ? f->pieces : 0) + 3; i++) { /* pinned memory is not in use any more */
-        void *event = i < 2 ? f->left[i] : i == 2 ? f->clipped : f->arrived[i - 3];
-        ddp__fsdp_await(f, event, until);
+    for (int i = 0; i < (o->downloaded ? o->piece_count : 0) + 3; i++) { /* until pinned memory is not in use any more */
+        void *event = i < 2 ? o->uploaded[i] : i == 2 ? f->clip.event : o->downloaded[i - 3];
+        ddp__event_wait(f, event, until);
         if (event) f->device->event_destroy(f->group, event);
     }
     ddp_optimizer_destroy(f->optimizer);
-    for (int i = 0; i < f->weight_count && f->weights; i++)
-        if (f->weights[i].entry) f->weights[i].entry->param.value.data = f->weights[i].entry->param.grad.data = NULL;
-    while (f->holdings) ddp__fsdp_give(f, f->holdings->memory);
-    if (f->file >= 0) close(f->file);
-    if (f->turn) f->device->event_destroy(f->group, f->turn);
-    ddp_group_destroy(f->host);
-    ddp_fsdp last = *f;
-    ddp__fsdp_unhost(&last, last.own_raw);
+    for (const ddp__shard *s = f->shards; s < f->shards_end && created; s++) s->entry->param.value.data = s->entry->param.grad.data = NULL;
+    while (f->memory.count) ddp__fsdp_free(f, f->memory.allocations[f->memory.count - 1].memory);
+    if (f->memory.file >= 0) close(f->memory.file);
+    if (f->reduce.event) f->device->event_destroy(f->group, f->reduce.event);
+    ddp_group_destroy(o->host);
+    last = *f; /* for the call that frees it */
+    ddp__fsdp_host_free(&last, last.own_raw);
 }
 
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc) {
     DDP_PUBLIC_CALL(ddp_fsdp_create);
-    ddp_fsdp first = DDP_ZERO, *f = NULL;
+    ddp_fsdp resolved = DDP_ZERO, *f = NULL;
     if (out) *out = NULL;
     DDP__FSDP_NEED(out && group && desc, "out, group or desc is NULL");
-    ddp_result result = ddp__fsdp_desc_resolve(&first, group, desc);
-    if (result == DDP_OK && !(f = (ddp_fsdp *)ddp__fsdp_host(&first, sizeof first, &first.own_raw, &first.own_counted))) result = DDP_ERR_NO_MEMORY;
-    if (f) {
-        *f = first;
-        ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, f->own_counted, 1);
-        result = ddp__fsdp_describe(f);
-    }
-    result = ddp__fsdp_compare(f ? f : &first, result);
-    if (desc->checkpoint_group) result = ddp_agree(desc->checkpoint_group, __func__, result, 0, "");
-    if (result == DDP_OK) {
-        result = ddp__fsdp_build(f);
-        if (result != DDP_OK) result = ddp__fsdp_give_up(f, result);
-        if (result != DDP_OK && desc->checkpoint_group) ddp_group_poison(desc->checkpoint_group, result, ddp_last_error());
-    }
+    ddp_result result = ddp__fsdp_desc_resolve(&resolved, group, desc);
+    if (result == DDP_OK) f = ddp__fsdp_new(&resolved);
+    if (result == DDP_OK) result = f ? ddp__fsdp_describe(f) : DDP_ERR_NO_MEMORY;
+    for (int i = 0; i < 2; i++) /* what one group finds reaches the others through the replicas */
+        if (i == 0 || resolved.groups[i]) result = ddp__fsdp_compare(f ? f : &resolved, resolved.groups[i], result);
+    if (resolved.groups[2]) result = ddp_agree(resolved.groups[2], __func__, result, 0, "");
+    if (result == DDP_OK) result = ddp__fsdp_build(f);
     if (result == DDP_OK) *out = f;
     if (result == DDP_OK || !f) return result;
-    ddp_saved_error told = ddp__fsdp_error(result);
-    for (int i = 0; i < f->weight_count && f->weights; i++) f->weights[i].entry = NULL; /* the caller's values stay */
-    ddp__fsdp_free(f);
-    return ddp_error_restore(&told);
+    const ddp_saved_error error = ddp__fsdp_error(result);
+    ddp__fsdp_delete(f, 0);
+    return ddp_error_restore(&error);
 }
 
 DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
     DDP_PUBLIC_CALL(ddp_fsdp_destroy);
-    if (fsdp && !ddp_group_is_forked(fsdp->group)) ddp__fsdp_free(fsdp);
+    if (fsdp && !ddp_group_is_forked(fsdp->group)) ddp__fsdp_delete(fsdp, 1);
 }
 
 //== sharding: memory and wrapping ======================================================================= >>impl-wrap
@@ -4520,48 +4603,49 @@ DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
 /* The formulas of the opening comment, element by element: P / W of what is split, no padding. */
 static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     ddp_fsdp_bytes out = DDP_ZERO;
-    double w = f->world, levels = ddp__fsdp_levels(f), bytes[DDP__PURPOSES] = {0}, sum_whole = 0;
-    double states = f->optimizer ? f->optimizer->state_count : 0;
-    int window = 1 + f->desc.prefetch;
-    for (const ddp__weight *p = f->weights; p < f->weights + f->weight_count; p++) {
-        double count = (double)p->rows * (double)p->row_count, wide = (double)ddp_dtype_size(p->master_dtype);
-        if (p->source == p) {
-            bytes[DDP__OF_SHARDS] += f->keeps_whole ? count * (double)ddp_dtype_size(p->dtype) : f->desc.quantize_gather ? 0 : count * (double)ddp_dtype_size(p->dtype) / w;
-            if (ddp__has_master(f, p) && f->desc.offload != DDP_FSDP_OFFLOAD_FILE) bytes[DDP__OF_SHARDS] += count * wide / w;
-            if (f->desc.quantize_gather) bytes[DDP__OF_COMMUNICATION] += count / w * (1 + 4.0 / (double)DDP__QUANT_BLOCK);
-            if (ddp__is_trained(p) && f->desc.offload != DDP_FSDP_OFFLOAD_FILE) bytes[DDP__OF_OPTIMIZER] += states * count * wide / w;
+    double world = f->world_size, levels = ddp__fsdp_levels(f), states = f->optimizer ? f->optimizer->state_count : 0;
+    double bytes[DDP__PURPOSES] = {0}, all_full = 0;
+    int window = 1 + f->desc.prefetch < f->unit_count ? 1 + f->desc.prefetch : f->unit_count;
+    int in_file = f->desc.offload == DDP_FSDP_OFFLOAD_FILE;
+    for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
+        double count = (double)s->rows * (double)s->row_elements, full = count * (double)ddp_dtype_size(s->dtype);
+        double master = count / world * (double)ddp_dtype_size(s->master_dtype);
+        if (s->source == s) {
+            if (f->desc.quantize_gather) bytes[DDP__OF_COMMUNICATION] += count / world * (1 + 4.0 / (double)DDP__QUANT_BLOCK);
+            else bytes[DDP__OF_SHARDS] += f->keeps_full ? full : full / world;
+            if (s->has_master && !in_file) bytes[DDP__OF_SHARDS] += master;
+            if (s->trained && !in_file) bytes[DDP__OF_OPTIMIZER] += states * master;
         }
-        if (!ddp__is_alias(f, p)) sum_whole += count * (double)ddp_dtype_size(p->dtype);
-        if (!ddp__is_trained(p)) continue;
-        if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += levels * count * wide / w;
-        else {
-            bytes[DDP__OF_GRADIENTS] += count * (double)ddp_dtype_size(p->grad_dtype);
-            bytes[DDP__OF_GRADIENTS] += levels * count * (double)ddp_dtype_size(p->wire_dtype);
-            if (!p->in_place && levels == 0) bytes[DDP__OF_GRADIENTS] += count * wide / w;
-        }
+        if (!s->shares_full) all_full += full;
+        if (s->trained && f->reduces_each) bytes[DDP__OF_GRADIENTS] += levels * master;
+        if (!s->trained || f->reduces_each) continue;
+        bytes[DDP__OF_GRADIENTS] += count * (double)ddp_dtype_size(s->part[DDP__GRADS].dtype);
+        bytes[DDP__OF_GRADIENTS] += levels * count * (double)ddp_dtype_size(s->reduce_dtype);
+        if (!s->in_place && levels == 0) bytes[DDP__OF_GRADIENTS] += master;
     }
-    if (window > f->unit_count) window = f->unit_count;
-    if (f->desc.no_reshard_after_forward && !f->keeps_whole && !f->in_shard) bytes[DDP__OF_GATHERED] += sum_whole;
-    else if (!f->keeps_whole) bytes[DDP__OF_GATHERED] += (double)ddp__slots_wanted(f, 1) * (double)f->whole_slot_bytes;
-    if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += (double)window * (double)f->grad_slot_bytes;
-    bytes[DDP__OF_GRADIENTS] += (double)f->host_sums_bytes;
-    bytes[DDP__OF_COMMUNICATION] += (double)(f->cast_bytes + f->tile_bytes + f->host_rows_bytes);
-    bytes[DDP__OF_COMMUNICATION] += (double)(f->send_bytes + f->receive_bytes);
+    if (!ddp__has_own_full(f)) bytes[DDP__OF_GATHERED] += (double)ddp__slots_wanted(f, 1) * (double)f->unshard.slot_bytes;
+    else if (!f->keeps_full && !f->full_in_shard) bytes[DDP__OF_GATHERED] += all_full;
+    if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += (double)window * (double)f->reduce.slot_bytes;
+    bytes[DDP__OF_GRADIENTS] += (double)f->offload.sums_bytes;
+    bytes[DDP__OF_COMMUNICATION] += (double)(f->reduce.cast_bytes + f->reduce.tile_bytes + f->offload.rows_bytes + f->send_bytes + f->recv_bytes);
     for (int i = 0; i < DDP__PURPOSES; i++) out.total += ((size_t *)(void *)&out)[i] = (size_t)(bytes[i] + 0.5);
     return out;
 }
 
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory) {
     DDP__FSDP_NEED(fsdp && memory, "fsdp or memory is NULL");
-    memory->now = fsdp->now, memory->peak = fsdp->peak, memory->predicted = ddp__fsdp_predict(fsdp);
-    memory->group_bytes = fsdp->group_bytes, memory->file_bytes = fsdp->file_bytes;
+    memory->now = fsdp->memory.now;
+    memory->peak = fsdp->memory.peak;
+    memory->predicted = ddp__fsdp_predict(fsdp);
+    memory->group_bytes = fsdp->memory.group_bytes;
+    memory->file_bytes = fsdp->memory.file_bytes;
     return DDP_OK;
 }
 
-/* Bytes of the name that the prefix matches, up to the end of a part; 0 = it does not. "*" is one part. */
+/* Bytes of the name that the prefix matches, up to the end of a part; 0 = it does not match. "*" is one part. */
 static size_t ddp__prefix_match(const char *prefix, const char *name) {
     const char *at = name;
-    for (; *prefix && (*prefix != '.' || prefix[1] || *at); prefix++) { /* a point at its end may lack in the name */
+    for (; *prefix && (*prefix != '.' || prefix[1] || *at); prefix++) { /* the name may lack a point at the prefix's end */
         size_t part = *prefix == '*' ? strcspn(at, ".") : *prefix == *at;
         if (!part) return 0;
         at += part;
@@ -4578,16 +4662,14 @@ static size_t ddp__wrap_length(const ddp_fsdp_wrap_desc *d, const char *name) {
 }
 
 /* The first parameter of the same unit. */
-static int ddp__wrap_first(const ddp_param *params, int index, const ddp_fsdp_wrap_desc *d, size_t *length) {
-    *length = ddp__wrap_length(d, params[index].name);
+static int ddp__wrap_first(const ddp_param *params, int index, const ddp_fsdp_wrap_desc *d) {
+    size_t length = ddp__wrap_length(d, params[index].name);
     for (int i = 0; i < index; i++)
-        if (ddp__wrap_length(d, params[i].name) == *length && !strncmp(params[i].name, params[index].name, *length)) return i;
+        if (ddp__wrap_length(d, params[i].name) == length && !strncmp(params[i].name, params[index].name, length)) return i;
     return index;
 }
 
 DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsdp_wrap_desc *desc, ddp_fsdp_unit_desc *out, int cap) {
-    int units = 0, placed = 0;
-    size_t full = desc && desc->min_unit_bytes ? desc->min_unit_bytes : (size_t)25 << 20, length;
     DDP__FSDP_NEED(params && desc && desc->storage && (out || cap == 0), "params, desc, its storage or out is NULL");
     DDP__FSDP_NEED(param_count > 0, "param_count=%d; pass at least one parameter", param_count);
     DDP__FSDP_NEED(desc->prefix_count >= 0 && (desc->prefixes || !desc->prefix_count), "prefix_count=%d, but prefixes is NULL", desc->prefix_count);
@@ -4601,99 +4683,112 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
         for (int i = 0; i < param_count && !used; i++) used = ddp__prefix_match(desc->prefixes[p], params[i].name) > 0;
         DDP__FSDP_NEED(used, "no parameter's name begins with prefix %s", desc->prefixes[p]);
     }
+    size_t max_bytes = desc->min_unit_bytes ? desc->min_unit_bytes : (size_t)25 << 20;
+    int units = 0, by_name = desc->prefix_count;
+    ddp_fsdp_param *first = desc->storage;
     for (int i = 0, next = 1; i < param_count; i = next++) {
-        ddp_fsdp_param *first = desc->storage + placed;
-        size_t bytes = 0, unused;
-        int all = desc->prefix_count, count = 0;
-        if (all && ddp__wrap_first(params, i, desc, &length) != i) continue; /* came with an earlier one */
-        for (int k = i; k < param_count && (all || bytes < full); k++) {
-            if (all && ddp__wrap_first(params, k, desc, &unused) != i) continue;
+        int count = 0;
+        size_t bytes = 0;
+        if (by_name && ddp__wrap_first(params, i, desc) != i) continue; /* it is in the unit of an earlier one */
+        for (int k = i; k < param_count && (by_name || bytes < max_bytes); k++) {
+            int64_t elements = ddp_tensor_count(&params[k].value);
+            if (by_name && ddp__wrap_first(params, k, desc) != i) continue;
             memset(&first[count], 0, sizeof *first);
             first[count].param = params[k];
             first[count++].index = k;
-            bytes += ddp_tensor_bytes(&params[k].value);
-            if (!all) next = k + 1;
+            bytes += (size_t)(elements > 0 ? elements : 0) * ddp_dtype_size(params[k].value.dtype);
+            if (!by_name) next = k + 1;
         }
-        placed += count;
-        if (units++ >= cap) continue;
-        ddp_fsdp_unit_desc *unit = &out[units - 1];
-        unit->name = all ? first->unit : NULL, unit->params = first, unit->param_count = count;
-        if (all) snprintf(first->unit, sizeof first->unit, "%.*s", length ? (int)length : 4, length ? params[i].name : "root");
+        if (units < cap) {
+            size_t length = ddp__wrap_length(desc, params[i].name);
+            const ddp_fsdp_unit_desc unit = {by_name ? first->unit : NULL, first, count};
+            out[units] = unit;
+            if (by_name) snprintf(first->unit, sizeof first->unit, "%.*s", length ? (int)length : 4, length ? params[i].name : "root");
+        }
+        first += count;
+        units++;
     }
     DDP__FSDP_NEED(units <= cap, "there are %d units, out has room for %d", units, cap);
     return units;
 }
+
 //== public ============================================================================================ >>impl-public
 
 #define DDP__UNIT_NEED(fsdp, unit)                                      \
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");                               \
     DDP__FSDP_NEED((unit) >= 0 && (unit) < (fsdp)->unit_count, "unit=%d, there are units 0 to %d", unit, (fsdp)->unit_count - 1)
 
-/* Whole values of the unit, and of those units whose whole values it shares. */
-static ddp_result ddp__unit_bring(ddp_fsdp *f, ddp__unit *unit) {
-    for (int i = f->keeps_whole ? 0 : unit->count; i <= unit->count; i++) {
-        ddp__unit *needed = i < unit->count ? unit->weights[i].source->unit : unit;
-        if (needed->state == DDP__UNIT_GONE) DDP_TRY(ddp__unit_fetch(f, needed, 0));
-        DDP_TRY(ddp__unit_arrive(f, needed));
-    }
-    return DDP_OK;
+/* Continues the hash of this step's calls: a unit's unshard (0) or reduction (1). */
+static void ddp__call_hash(ddp_fsdp *f, int what, int unit) {
+    int call = 2 * unit + what;
+    f->call_hash = ddp_hash(f->call_hash, &call, sizeof call);
 }
-
-static void ddp__order_hash(ddp_fsdp *f, int what, int unit) { f->order_hash = (f->order_hash ^ (uint64_t)(2 * unit + what)) * UINT64_C(0x100000001b3); }
 
 DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
     DDP_PUBLIC_CALL(ddp_fsdp_unshard);
     DDP__UNIT_NEED(fsdp, unit);
-    ddp__unit *u = &fsdp->units[unit];
-    fsdp->who = __func__;
+    ddp__unit *own = &fsdp->units[unit];
     DDP_TRY(ddp__fsdp_enter(fsdp->group));
-    ddp__order_hash(fsdp, 0, unit);
-    ddp_result result = fsdp->no_grad ? DDP_OK : ddp__order_note(fsdp, unit);
-    if (result == DDP_OK) result = ddp__make_room(fsdp, u);
-    if (result == DDP_OK) result = ddp__unit_bring(fsdp, u);
-    if (result != DDP_OK) return ddp__fsdp_fail(fsdp, result, __func__, u);
-    if (!u->in_use && ++fsdp->in_use > fsdp->most_in_use) fsdp->most_in_use = fsdp->in_use;
-    u->in_use = 1;
-    result = ddp__grads_attach(fsdp, u);
-    if (result == DDP_OK) result = ddp__fetch_ahead(fsdp);
-    if (result != DDP_OK) return ddp__fsdp_fail(fsdp, result, __func__, u);
-    ddp__unit_point(fsdp, u, 1, u->attached);
+    ddp__call_hash(fsdp, 0, unit);
+    ddp_result result = fsdp->no_grad ? DDP_OK : ddp__order_record(fsdp, unit);
+    if (result == DDP_OK) result = ddp__make_room(fsdp, own);
+    for (ddp__shard *s = fsdp->keeps_full ? own->shards : own->end; s <= own->end && result == DDP_OK; s++) {
+        ddp__unit *needed = s < own->end ? s->source->unit : own; /* full values that it shares, then its own */
+        result = ddp__unshard_wait(fsdp, needed);
+        if (needed->state == DDP__UNSHARDED || result != DDP_OK) continue;
+        result = ddp__full_acquire(fsdp, needed);
+        if (result == DDP_OK && fsdp->peer_memory && !fsdp->full_in_shard) result = ddp__unshard_task(fsdp->group, needed);
+        else if (result == DDP_OK && !fsdp->peer_memory) result = ddp_group_enqueue(fsdp->group, ddp__unshard_task, needed, NULL);
+        needed->state = DDP__UNSHARDED;
+        if (result != DDP_OK) ddp__full_release(needed, result);
+    }
+    if (result != DDP_OK) return ddp__unit_failed(own, result, __func__);
+    if (!own->in_use && ++fsdp->unshard.in_use > fsdp->unshard.max_in_use) fsdp->unshard.max_in_use = fsdp->unshard.in_use;
+    own->in_use = 1;
+    result = ddp__grads_attach(fsdp, own);
+    if (result == DDP_OK) result = ddp__prefetch(fsdp);
+    if (result != DDP_OK) return ddp__unit_failed(own, result, __func__);
+    ddp__unit_point(fsdp, own, 1, own->attached);
     return ddp__fsdp_check(fsdp->group);
 }
 
 DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit) {
     DDP_PUBLIC_CALL(ddp_fsdp_reshard);
     DDP__UNIT_NEED(fsdp, unit);
-    ddp__unit *u = &fsdp->units[unit];
-    DDP__FSDP_NEED(u->in_use, "unit %s is not gathered", u->name);
-    u->in_use = 0;
-    fsdp->in_use--;
-    if (u->attached) ddp__grads_drop(fsdp, u);
-    ddp__unit_point(fsdp, u, fsdp->keeps_whole, !fsdp->reduces_each);
-    if (fsdp->keeps_whole || ddp__is_next(fsdp, unit, fsdp->desc.prefetch)) return DDP_OK;
-    if (fsdp->desc.no_reshard_after_forward && !fsdp->no_grad && u->trained && u->reduced < fsdp->desc.micro_batch_count) return DDP_OK;
-    return ddp__unit_drop(fsdp, u);
+    ddp__unit *own = &fsdp->units[unit];
+    DDP__FSDP_NEED(own->in_use, "unit %s is not gathered", own->name);
+    own->in_use = 0;
+    fsdp->unshard.in_use--;
+    if (own->attached) ddp__grads_detach(own);
+    ddp__unit_point(fsdp, own, fsdp->keeps_full, !fsdp->reduces_each);
+    if (fsdp->keeps_full || ddp__is_next(fsdp, unit, fsdp->desc.prefetch)) return DDP_OK;
+    if (fsdp->desc.no_reshard_after_forward && !fsdp->no_grad && own->trained && own->reduced < fsdp->desc.micro_batch_count) return DDP_OK;
+    return ddp__unit_reshard(fsdp, own);
 }
 
 DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit) {
     DDP_PUBLIC_CALL(ddp_fsdp_reduce_grads);
     DDP__UNIT_NEED(fsdp, unit);
-    ddp__unit *u = &fsdp->units[unit];
-    DDP__FSDP_NEED(u->reduced < fsdp->desc.micro_batch_count, "unit %s was reduced %d times in this step already, as micro_batch_count says; call ddp_fsdp_step first",
-                   u->name, u->reduced);
-    DDP__FSDP_NEED(!u->trained || u->attached, "unit %s has no gradients; gather it before its backward", u->name);
-    ddp__order_hash(fsdp, 1, unit);
-    if (!u->trained) return DDP_OK;
+    ddp__unit *own = &fsdp->units[unit];
+    DDP__FSDP_NEED(own->reduced < fsdp->desc.micro_batch_count, "unit %s was reduced %d times in this step already, as micro_batch_count says; call ddp_fsdp_step first",
+                   own->name, own->reduced);
+    DDP__FSDP_NEED(!own->trained || own->attached, "unit %s has no gradients; gather it before its backward", own->name);
+    ddp__call_hash(fsdp, 1, unit);
+    if (!own->trained) return DDP_OK;
     DDP_TRY(ddp__fsdp_enter(fsdp->group));
-    DDP_TRY(ddp__reduce_wait(fsdp, u));
-    u->reduced++;
-    u->attached = 0;
+    DDP_TRY(ddp__reduce_wait(fsdp, own));
+    own->reduced++;
+    own->attached = 0;
     if (fsdp->reduces_each) {
-        u->reducing_slot = u->grad_slot, u->reducing_slot->reducing = u, u->grad_slot = NULL, u->grads = NULL;
-        ddp__unit_point(fsdp, u, 1, 0);
+        own->reducing_slot = own->grad_slot;
+        own->reducing_slot->reducing = own;
+        own->grad_slot = NULL;
+        own->grads = NULL;
+        ddp__unit_point(fsdp, own, 1, 0);
     }
-    ddp_result result = fsdp->turns ? ddp__fsdp_failed(fsdp, ddp__reduce_give(fsdp, u)) : ddp_group_enqueue(fsdp->group, ddp__reduce_task, u, &u->reducing);
-    return result == DDP_OK ? DDP_OK : ddp__fsdp_fail(fsdp, result, __func__, u);
+    ddp_result result = fsdp->reduce.progress ? ddp__fsdp_failed(fsdp, ddp__reduce_issue(fsdp, own))
+                                              : ddp_group_enqueue(fsdp->group, ddp__reduce_task, own, &own->reduce_work);
+    return result == DDP_OK ? DDP_OK : ddp__unit_failed(own, result, __func__);
 }
 
 DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on) {
@@ -4705,54 +4800,54 @@ DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on) {
 DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp) {
     DDP_PUBLIC_CALL(ddp_fsdp_zero_grad);
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
-    DDP__EACH_UNIT(fsdp, unit) DDP_TRY(ddp__reduce_wait(fsdp, unit));
-    DDP__EACH_UNIT(fsdp, unit) {
-        ddp__grads_drop(fsdp, unit);
-        ddp__unit_point(fsdp, unit, fsdp->keeps_whole || unit->in_use, !fsdp->reduces_each);
+    DDP_TRY(ddp__reduce_wait_all(fsdp));
+    for (ddp__unit *unit = fsdp->units; unit < fsdp->units_end; unit++) {
+        ddp__grads_detach(unit);
+        ddp__unit_point(fsdp, unit, fsdp->keeps_full || unit->in_use, !fsdp->reduces_each);
     }
-    fsdp->order_hash = 0; /* ranks that had come apart start anew too */
-    DDP_TRY(ddp__fsdp_meet(fsdp, __func__));
+    fsdp->call_hash = 0; /* ranks whose calls differed start again too */
+    DDP_TRY(ddp__calls_agree(fsdp, __func__, DDP_OK));
     if (fsdp->finished && fsdp->desc.scaler) fsdp->desc.scaler->unscaled = fsdp->desc.scaler->found_inf = 0;
     ddp__fsdp_begin(fsdp);
     return DDP_OK;
 }
 
-#define DDP__WEIGHT_NEED(fsdp, unit, param)                             \
+#define DDP__PARAM_NEED(fsdp, unit, param)                              \
     DDP__UNIT_NEED(fsdp, unit);                                         \
-    DDP__FSDP_NEED((param) >= 0 && (param) < (fsdp)->units[unit].count, "param=%d, unit %s has parameters 0 to %d", param, (fsdp)->units[unit].name, \
-                   (fsdp)->units[unit].count - 1)
+    DDP__FSDP_NEED((param) >= 0 && (param) < (fsdp)->units[unit].end - (fsdp)->units[unit].shards, "param=%d, unit %s has parameters 0 to %d", param, \
+                   (fsdp)->units[unit].name, (int)((fsdp)->units[unit].end - (fsdp)->units[unit].shards) - 1)
 
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad, int64_t *first_row) {
     DDP_PUBLIC_CALL(ddp_fsdp_get_shard);
-    DDP__WEIGHT_NEED(fsdp, unit, param);
-    const ddp__weight *w = &fsdp->units[unit].weights[param];
-    ddp_tensor rows = ddp__weight_rows(w);
+    DDP__PARAM_NEED(fsdp, unit, param);
+    const ddp__shard *s = &fsdp->units[unit].shards[param];
+    ddp_tensor rows = ddp__shard_tensor(s);
     if (value) *value = rows;
-    if (first_row) *first_row = (int64_t)w->first;
+    if (first_row) *first_row = (int64_t)s->first_row;
     if (!grad) return DDP_OK;
-    if (ddp__is_trained(w)) DDP_TRY(ddp__reduce_end(fsdp, w->unit)); /* its memory stays taken: who looks is this rank's business */
+    if (s->trained) DDP_TRY(ddp__reduce_finish(fsdp, s->unit)); /* only this rank asks: its slot stays with the unit */
     DDP_TRY(ddp__fsdp_enter(fsdp->group));
-    ddp__fsdp_scale(fsdp);
+    ddp__clip_apply(fsdp);
     DDP_TRY(ddp__fsdp_check(fsdp->group));
-    rows.data = rows.data && ddp__is_trained(w) && w->unit->reduced == fsdp->desc.micro_batch_count ? ddp__weight_sum(w, 0) : NULL;
+    rows.data = rows.data && s->trained && s->unit->reduced == fsdp->desc.micro_batch_count ? ddp__shard_sum(s, 0) : NULL;
     *grad = rows;
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int which, const char **name, ddp_tensor *state) {
-    DDP__WEIGHT_NEED(fsdp, unit, param);
+    DDP__PARAM_NEED(fsdp, unit, param);
     DDP__FSDP_NEED(state, "state is NULL");
-    const ddp__weight *w = &fsdp->units[unit].weights[param];
-    DDP__FSDP_NEED(ddp__is_trained(w), "unit %s, parameter %.200s is frozen: it has no optimizer state", w->unit->name, w->name);
+    const ddp__shard *s = &fsdp->units[unit].shards[param];
+    DDP__FSDP_NEED(s->trained, "unit %s, parameter %.200s is frozen: it has no optimizer state", s->unit->name, s->name);
     DDP__FSDP_NEED(which >= 0 && which < fsdp->optimizer->state_count, "which=%d, there are %d states of a parameter, numbered from 0", which,
                    fsdp->optimizer->state_count);
-    return ddp_optimizer_get_state(fsdp->optimizer, w->source->master_number, which, name, state);
+    return ddp_optimizer_get_state(fsdp->optimizer, s->source->master_index, which, name, state);
 }
 
 DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step) {
     DDP__FSDP_NEED(fsdp && step >= 0, "fsdp is NULL, or step=%lld is negative", (long long)step);
     fsdp->step = step;
-    if (fsdp->optimizer) ddp_optimizer_set_step(fsdp->optimizer, step);
+    ddp_optimizer_set_step(fsdp->optimizer, step);
     if (fsdp->desc.state) fsdp->desc.state->step = step;
     return DDP_OK;
 }
