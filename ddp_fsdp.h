@@ -4107,9 +4107,9 @@ static ddp_result ddp__saver_share(const ddp__saver *saver, ddp_result result) {
 }
 
 /* Lists the tensors. Copies them where they are not written or read in place. Then all ranks go on, or none. */
-static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, int list, int copy) {
+static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, const char *dir, int list, int copy) {
     ddp_group *const groups[2] = {f->saver.files, f->saver.replicas};
-    ddp_result result = ddp__fsdp_enter(f->group);
+    ddp_result result = dir && dir[0] ? ddp__fsdp_enter(f->group) : ddp__fsdp_bad(who, f->group, "dir is NULL or empty; name a folder");
     ddp__saver_list(f, list);
     if (result == DDP_OK && copy) result = ddp__saver_copy(f, 0);
     f->saver.state = f->desc.state ? *f->desc.state : f->state;
@@ -4129,13 +4129,13 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
 
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     DDP_PUBLIC_CALL(ddp_fsdp_save);
-    DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL, or dir is empty; name a folder");
+    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     ddp__saver *saver = &fsdp->saver;
     DDP_TRY(ddp_fsdp_save_wait(fsdp));
     int replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0, writes = !replica || fsdp->desc.checkpoint_group;
     int copies = writes && (fsdp->desc.save_in_background || fsdp->device != ddp_device_cpu());
-    snprintf(saver->dir, sizeof saver->dir, "%s", dir);
-    DDP_TRY(ddp__saver_prepare(fsdp, __func__, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE, copies));
+    snprintf(saver->dir, sizeof saver->dir, "%s", dir ? dir : "");
+    DDP_TRY(ddp__saver_prepare(fsdp, __func__, dir, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE, copies));
     saver->state.step = fsdp->step;
     if (!fsdp->desc.save_in_background) return ddp__saver_share(saver, writes ? ddp__saver_write(saver, saver->files) : DDP_OK);
     saver->outcome.result = DDP_OK;
@@ -4147,12 +4147,12 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
 
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     DDP_PUBLIC_CALL(ddp_fsdp_load);
-    DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL, or dir is empty; name a folder");
+    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP_TRY(ddp_fsdp_save_wait(fsdp));
     DDP_TRY(ddp__calls_agree(fsdp, __func__, DDP_OK));
     ddp__saver *saver = &fsdp->saver;
     int copies = fsdp->device != ddp_device_cpu();
-    DDP_TRY(ddp__saver_prepare(fsdp, __func__, DDP__LIST_ALL, copies));
+    DDP_TRY(ddp__saver_prepare(fsdp, __func__, dir, DDP__LIST_ALL, copies));
     DDP_TRY(ddp__checkpoint_load(saver->files, saver->replicas, dir, saver->slices, saver->count, fsdp->desc.scaler, &saver->state));
     ddp__saver_list(fsdp, DDP__LIST_ALL); /* of the device's memory again */
     if (copies) DDP_TRY(ddp__saver_copy(fsdp, 1));
@@ -4173,12 +4173,12 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
      3. values     first values and optimizer are there
    A failure of one rank is therefore an error of every rank, and the groups stay usable. */
 
-static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const ddp_fsdp_desc *desc) {
+static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc) {
     const char *who = "ddp_fsdp_create";
+    ddp_group *group = f->group;
     ddp_fsdp_desc *d = &f->desc;
     *d = *desc;
     if (d->replicas == group) d->replicas = NULL;
-    f->group = f->groups[0] = group;
     f->groups[1] = d->replicas;
     f->groups[2] = d->checkpoint_group;
     f->memory.file = -1;
@@ -4318,7 +4318,7 @@ static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_res
         if (own == DDP_OK) hash = ddp__fsdp_entry(f, i, text);
         ddp_result entry = ddp_agree(group, who, ddp_error_restore(&mine), hash, text);
         if (entry == DDP_OK) continue;
-        for (int g = 1; g < 3 && i < 2; g++) /* a rank lacks this group: nobody waits there for it */
+        for (int g = 1; g < 3 && i < 2 && group == f->group; g++) /* a rank lacks this group: none waits there for it */
             if (f->groups[g]) ddp_group_poison(f->groups[g], entry, ddp_last_error());
         return entry;
     }
@@ -4578,8 +4578,9 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
     DDP_PUBLIC_CALL(ddp_fsdp_create);
     ddp_fsdp resolved = DDP_ZERO, *f = NULL;
     if (out) *out = NULL;
-    DDP__FSDP_NEED(out && group && desc, "out, group or desc is NULL");
-    ddp_result result = ddp__fsdp_desc_resolve(&resolved, group, desc);
+    DDP__FSDP_NEED(group, "group is NULL");
+    resolved.group = resolved.groups[0] = group;
+    ddp_result result = out && desc ? ddp__fsdp_desc_resolve(&resolved, desc) : ddp__fsdp_bad(__func__, group, "out or desc is NULL");
     if (result == DDP_OK) f = ddp__fsdp_new(&resolved);
     if (result == DDP_OK) result = f ? ddp__fsdp_describe(f) : DDP_ERR_NO_MEMORY;
     for (int i = 0; i < 2; i++) /* what one group finds reaches the others through the replicas */

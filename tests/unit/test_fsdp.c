@@ -1585,7 +1585,8 @@ static ddp_result replicas_differ(ddp_group *group) {
         if (turn == 3) RANKS_OK(group, train(group, fsdp, &m, 2, 1));
         if (turn == 3) ddp_fsdp_destroy(fsdp);
         if (turn == 4 && rank == 1) RANKS_OK(group, ddp_group_abort(copies));
-        if (turn == 4) RANKS_CHECK(group, rank == 3 ? result != DDP_OK : result == DDP_ERR_MISMATCH && says("rank 0 replicas=2, rank 1 replicas=0"), "%s: %s", ddp_result_name(result), ddp_last_error());
+        if (turn == 4) RANKS_CHECK(group, rank < 2 ? result == DDP_ERR_MISMATCH : result != DDP_OK, "%s: %s", ddp_result_name(result), ddp_last_error());
+        if (turn == 4) RANKS_CHECK(group, rank == 3 || says("rank 0 replicas=2, rank 1 replicas=0"), "%s", ddp_last_error());
     }
     RANKS_OK(group, ddp_barrier(group));
     ddp_group_destroy(copies);
