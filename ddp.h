@@ -757,38 +757,61 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to
 /* Two queues of a device, in which work runs in order: the caller's own, and that of a group's communication. */
 typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_stream_kind;
 
-/* Where memory lives and what can compute on it. Pointers are this device's. The CPU's table is ddp_device_cpu(). */
+/* Where memory lives and what can compute on it. Pointers are this device's. The CPU's table is ddp_device_cpu().
+   The lists below give the functions in the order of the table: X(name, result, arguments). An initialiser takes them from there:
+     #define MY_FIELD(name, result, arguments) my_##name,
+     static const ddp_device mine = {"mine", 0, DDP_DEVICE_MEMORY(MY_FIELD) DDP_DEVICE_STREAMS(MY_FIELD) DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL, NULL};
+
+   alloc gives zeros, aligned to 64 bytes. In add, dst may equal either. sum_squares adds the sums of squares of rows rows of row_count elements to *sum, which is
+   this device's memory too: exactly row by row, 4096 elements at a time. */
+#define DDP_DEVICE_MEMORY(X)                                                                                              \
+    X(alloc, ddp_result, (ddp_group *group, size_t size_bytes, void **out))                                               \
+    X(free, void, (ddp_group *group, void *memory))                                                                       \
+    X(copy, void, (void *dst, const void *src, size_t size_bytes))                                                        \
+    X(fill_zero, void, (void *dst, size_t size_bytes))                                                                    \
+    X(cast, void, (void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count))                   \
+    X(add, void, (void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype))                         \
+    X(scale, void, (void *data, size_t count, ddp_dtype dtype, float factor))                                             \
+    X(divide, void, (void *data, size_t count, ddp_dtype dtype, uint64_t divisor))                                        \
+    X(sum_squares, void, (ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype))
+
+/* NULL where calls are done when they return, as on the CPU. Elsewhere the functions above go to the stream that the calling thread uses, and copy is done
+   on return when either side is host memory.
+     open          makes the device's state of a group; parent: of a split, or NULL
+     use_stream    until the thread uses another one; ddp.h returns to the compute stream
+     check         the first failure of this thread's calls of the functions that return nothing, or DDP_OK
+     event_record  marks what the stream holds now, again if it was recorded before
+     event_wait    the stream, not the host, waits for the mark as it is now */
+#define DDP_DEVICE_STREAMS(X)                                                                                             \
+    X(open, ddp_result, (ddp_group *group, ddp_group *parent, void **state))                                              \
+    X(close, void, (ddp_group *group, void *state))                                                                       \
+    X(use_stream, ddp_result, (ddp_group *group, ddp_stream_kind stream))                                                 \
+    X(check, ddp_result, (ddp_group *group))                                                                              \
+    X(event_create, ddp_result, (ddp_group *group, void **event))                                                         \
+    X(event_destroy, void, (ddp_group *group, void *event))                                                               \
+    X(event_record, ddp_result, (ddp_group *group, ddp_stream_kind stream, void *event))                                  \
+    X(event_wait, ddp_result, (ddp_group *group, ddp_stream_kind stream, void *event))                                    \
+    X(event_test, ddp_result, (ddp_group *group, void *event, int *done))
+
+/* Host memory that copy is fastest with; NULL = any is as fast. free_pinned: on any thread, with or without the group. copy_async returns at once; the host's
+   side is memory of alloc_pinned, which the stream uses until then. */
+#define DDP_DEVICE_PINNED(X)                                                                                              \
+    X(alloc_pinned, ddp_result, (ddp_group *group, size_t size_bytes, void **out))                                        \
+    X(free_pinned, void, (void *memory))                                                                                  \
+    X(copy_async, void, (void *dst, const void *src, size_t size_bytes))
+
+#define DDP_DEVICE_FUNCTIONS(X) DDP_DEVICE_MEMORY(X) DDP_DEVICE_STREAMS(X) DDP_DEVICE_PINNED(X)
+#define DDP_NULL_FIELD(name, result, arguments) NULL,
+
 struct ddp_device {
     const char *name;
-    ddp_result (*alloc)(ddp_group *group, size_t size_bytes, void **out); /* zeroed, 64-byte aligned */
-    void (*free)(ddp_group *group, void *memory);
-    void (*copy)(void *dst, const void *src, size_t size_bytes);
-    void (*fill_zero)(void *dst, size_t size_bytes);
-    void (*cast)(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count);
-    void (*add)(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype); /* dst may equal either */
-    void (*scale)(void *data, size_t count, ddp_dtype dtype, float factor);
-    void (*divide)(void *data, size_t count, ddp_dtype dtype, uint64_t divisor);
-    /* Adds the sums of squares of rows rows of row_count elements to *sum, which is this device's memory too: exactly row by row, 4096 elements at a time. */
-    void (*sum_squares)(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype);
-    /* What follows is NULL where calls are done when they return, as on the CPU. Elsewhere the functions above go to the lane that the calling
-       thread has entered, and copy is done on return when either side is host memory. */
-    ddp_result (*open)(ddp_group *group, ddp_group *parent, void **state); /* what the device keeps per group; parent: of a split, or NULL */
-    void (*close)(ddp_group *group, void *state);
-    ddp_result (*use_stream)(ddp_group *group, ddp_stream_kind lane); /* until the thread enters another one; ddp.h returns to the compute lane */
-    ddp_result (*check)(ddp_group *group); /* the first failure of this thread's calls of the functions that return nothing, or DDP_OK */
-    ddp_result (*event_create)(ddp_group *group, void **event);
-    void (*event_destroy)(ddp_group *group, void *event);
-    ddp_result (*event_record)(ddp_group *group, ddp_stream_kind lane, void *event); /* marks what the lane holds now; marks anew */
-    ddp_result (*event_wait)(ddp_group *group, ddp_stream_kind lane, void *event);   /* the lane, not the host, waits for the mark as it is now */
-    ddp_result (*event_test)(ddp_group *group, void *event, int *done);
-    /* Host memory that copy is quickest with; NULL = any is alike. free_pinned: on any thread, with the group gone or not. */
-    ddp_result (*alloc_pinned)(ddp_group *group, size_t size_bytes, void **out);
-    void (*free_pinned)(void *memory);
-    void (*copy_async)(void *dst, const void *src, size_t size_bytes); /* copy that returns at once: the host's side is alloc_pinned's, and the lane's until then */
-    /* What the siblings need, each defined there. NULL: they compute with functions of their own if host_memory is set, and otherwise report DDP_ERR_UNSUPPORTED. */
-    int host_memory;                                 /* 1 = the CPU reads and writes this device's memory */
-    const struct ddp_optimizer_kernels *optimizer;   /* ddp_fsdp.h */
-    const struct ddp_layer_kernels *layers;          /* ddp_tensor.h; two tables, for f32 and f64 */
+    int host_memory; /* 1 = the CPU reads and writes this device's memory */
+#define DDP_X(name, result, arguments) result (*name) arguments;
+    DDP_DEVICE_FUNCTIONS(DDP_X)
+#undef DDP_X
+    /* What the siblings need, each defined there. NULL: they use functions of their own if host_memory is set, and otherwise report DDP_ERR_UNSUPPORTED. */
+    const struct ddp_optimizer_kernels *optimizer; /* ddp_fsdp.h */
+    const struct ddp_layer_kernels *layers;        /* ddp_tensor.h; two tables, for f32 and f64 */
 };
 
 DDPDEF const ddp_device *ddp_device_cpu(void);
@@ -2208,9 +2231,8 @@ static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t 
 }
 
 DDPDEF const ddp_device *ddp_device_cpu(void) {
-    static const ddp_device cpu = {"cpu", ddp__cpu_alloc, ddp_host_free, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast,
-                                   ddp__cpu_add, ddp__scale, ddp__divide, ddp__exact_add_squares, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-                                   NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL};
+    static const ddp_device cpu = {"cpu", 1, ddp__cpu_alloc, ddp_host_free, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast, ddp__cpu_add, ddp__scale,
+                                   ddp__divide, ddp__exact_add_squares, DDP_DEVICE_STREAMS(DDP_NULL_FIELD) DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL, NULL};
     return &cpu;
 }
 

@@ -2105,7 +2105,7 @@ static ddp_result ddp__cuda_device_use_stream(ddp_group *group, ddp_stream_kind 
 
 static ddp_result ddp__cuda_device_check(ddp_group *) { return ddp_cuda_check(); }
 
-static ddp_result ddp__cuda_event_make(ddp_group *group, void **event) {
+static ddp_result ddp__cuda_device_event_create(ddp_group *group, void **event) {
     cudaEvent_t made = NULL;
     *event = NULL;
     DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(ddp__cuda_lanes_of(group)->device), "cudaSetDevice"));
@@ -2114,18 +2114,18 @@ static ddp_result ddp__cuda_event_make(ddp_group *group, void **event) {
     return DDP_OK;
 }
 
-static void ddp__cuda_event_unmake(ddp_group *, void *event) { DDP__CUDA_RUNTIME->event_destroy((cudaEvent_t)event); }
+static void ddp__cuda_device_event_destroy(ddp_group *, void *event) { DDP__CUDA_RUNTIME->event_destroy((cudaEvent_t)event); }
 
-static ddp_result ddp__cuda_event_mark(ddp_group *group, ddp_stream_kind lane, void *event) {
+static ddp_result ddp__cuda_device_event_record(ddp_group *group, ddp_stream_kind lane, void *event) {
     return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->event_record((cudaEvent_t)event, ddp__cuda_lanes_of(group)->stream[lane]), "cudaEventRecord");
 }
 
-static ddp_result ddp__cuda_event_follow(ddp_group *group, ddp_stream_kind lane, void *event) {
+static ddp_result ddp__cuda_device_event_wait(ddp_group *group, ddp_stream_kind lane, void *event) {
     return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->stream_wait_event(ddp__cuda_lanes_of(group)->stream[lane], (cudaEvent_t)event), "cudaStreamWaitEvent");
 }
 
 /* While a graph is captured nothing runs, and asking would spoil the capture. */
-static ddp_result ddp__cuda_event_done(ddp_group *group, void *event, int *done) {
+static ddp_result ddp__cuda_device_event_test(ddp_group *group, void *event, int *done) {
     int capturing = 0;
     cudaError_t error;
     *done = 0;
@@ -4092,12 +4092,9 @@ DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group) {
 }
 
 DDPDEF const ddp_device *ddp_device_cuda(void) {
-    static const ddp_device cuda = {"cuda", ddp__cuda_device_alloc, ddp__cuda_device_free, ddp__cuda_device_copy, ddp__cuda_device_fill_zero,
-                                    ddp__cuda_device_cast, ddp__cuda_device_add, ddp__cuda_device_scale, ddp__cuda_device_divide,
-                                    ddp__cuda_device_sum_squares, ddp__cuda_device_open, ddp__cuda_device_close, ddp__cuda_device_use_stream,
-                                    ddp__cuda_device_check, ddp__cuda_event_make, ddp__cuda_event_unmake, ddp__cuda_event_mark,
-                                    ddp__cuda_event_follow, ddp__cuda_event_done,
-                                    ddp__cuda_device_alloc_pinned, ddp__cuda_device_free_pinned, ddp__cuda_device_copy_async, 0, DDP__CUDA_OPTIMIZER, DDP__CUDA_LAYERS};
+#define DDP_X(name, result, arguments) ddp__cuda_device_##name,
+    static const ddp_device cuda = {"cuda", 0, DDP_DEVICE_FUNCTIONS(DDP_X) DDP__CUDA_OPTIMIZER, DDP__CUDA_LAYERS};
+#undef DDP_X
     return &cuda;
 }
 

@@ -229,6 +229,31 @@ case_cuda() { # as PTX, and code for a later generation; then with ddp.h in a C 
     refuse $CC -std=gnu11 -I"$root" -isystem "$(cuda_include)" -fsyntax-only wrong.c
     grep -q 'error.*nvcc' refused.log || fail "a C compiler does not say that nvcc is needed: $(cat refused.log)"
 }
+# The kernels that ddp_cuda.cuh gives to its siblings, by g++ and without nvcc's kernels: whichever comes first, in a file of their own, and without one of the siblings.
+case_cuda_siblings() {
+    need_cuda
+    need "$CXX" g++
+    include_cuda=$(cuda_include)
+    mkdir alone fsdp
+    cp "$root/ddp.h" "$root/ddp_cuda.cuh" alone
+    cp "$root/ddp.h" "$root/ddp_cuda.cuh" "$root/ddp_fsdp.h" fsdp
+    siblings_of() { # name, folder of the headers, defines, headers; then whether there are tables of optimizers and of layers, and bodies of both siblings
+        { echo '#include "host_only.h"'; printf '#define %s\n' DDP_NO_NCCL $3; for h in $4; do echo "#include \"$h\""; done
+            echo 'int program(const ddp_device *device) { return device == ddp_device_cuda(); }'; } >"$1.cu"
+        build "$CXX" -std=c++17 -O0 -x c++ -Wall -Wextra -Werror -I"$2" -I"$root/tests/support" -isystem "$include_cuda" -c "$1.cu" -o "$1.o"
+        have=
+        for name in ddp__cuda_optimizer ddp__cuda_layers ddp_optimizer_create ddp_tp_create; do
+            have="$have $(nm -C "$1.o" | sed 's/(.*//' | grep -c " [rRdDtT] .*$name\$" || true)"
+        done
+        [ "$have" = "$5" ] || fail "$1: optimizers, layers, and bodies of ddp_fsdp.h and ddp_tensor.h are$have, expected$5"
+    }
+    siblings_of before "$root" DDP_IMPLEMENTATION 'ddp_fsdp.h ddp_tensor.h ddp_cuda.cuh' ' 1 1 1 1'
+    siblings_of after "$root" DDP_IMPLEMENTATION 'ddp_cuda.cuh ddp_fsdp.h ddp_tensor.h' ' 1 1 1 1'
+    siblings_of separate "$root" DDP_CUDA_IMPLEMENTATION 'ddp_cuda.cuh' ' 1 1 0 0'
+    siblings_of private "$root" 'DDP_STATIC DDP_IMPLEMENTATION' 'ddp_cuda.cuh ddp_tensor.h ddp_fsdp.h' ' 1 1 1 1'
+    siblings_of absent alone DDP_CUDA_IMPLEMENTATION 'ddp_cuda.cuh' ' 0 0 0 0'
+    siblings_of one fsdp DDP_IMPLEMENTATION 'ddp_cuda.cuh ddp_fsdp.h' ' 1 0 1 0'
+}
 # Each side of what is asked of NCCL_VERSION_CODE, with the header that is there. Names that came later may not be used.
 case_cuda_nccl_versions() {
     need_cuda

@@ -113,7 +113,7 @@ static void lane_copy(void *dst, const void *src, size_t size_bytes) {
     i->dst = dst; i->src = src; i->count = size_bytes;
     if (!on_device(dst) || !on_device(src)) synchronise(here, entered);
 }
-static void lane_zero(void *dst, size_t size_bytes) { item *i = put(here, entered, ZERO); i->dst = dst; i->count = size_bytes; }
+static void lane_fill_zero(void *dst, size_t size_bytes) { item *i = put(here, entered, ZERO); i->dst = dst; i->count = size_bytes; }
 static void lane_cast(void *dst, ddp_dtype to, const void *src, ddp_dtype from, size_t count) { (void)dst; (void)to; (void)src; (void)from; (void)count; fail(); }
 static void lane_add(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype) {
     item *i = put(here, entered, ADD);
@@ -127,7 +127,7 @@ static void lane_divide(void *data, size_t count, ddp_dtype dtype, uint64_t divi
     item *i = put(here, entered, DIVIDE);
     i->dst = data; i->count = count; i->dtype = dtype; i->divisor = divisor;
 }
-static void lane_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
+static void lane_sum_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
     item *i = put(here, entered, SQUARES);
     assert_true(on_device(sum));
     i->dst = sum; i->src = data; i->rows = rows; i->count = row_count; i->dtype = dtype;
@@ -138,31 +138,31 @@ static ddp_result lane_open(ddp_group *group, ddp_group *parent, void **state) {
     return DDP_OK;
 }
 static void lane_close(ddp_group *group, void *state) { (void)group; assert_ptr_equal(state, here); }
-static ddp_result lane_enter(ddp_group *group, ddp_stream_kind lane) { assert_ptr_equal(ddp_group_device_state(group), here); entered = lane; return DDP_OK; }
+static ddp_result lane_use_stream(ddp_group *group, ddp_stream_kind lane) { assert_ptr_equal(ddp_group_device_state(group), here); entered = lane; return DDP_OK; }
 static ddp_result lane_check(ddp_group *group) { (void)group; return DDP_OK; }
 static int events;
-static ddp_result event_create(ddp_group *group, void **out) { (void)group; *out = calloc(1, sizeof(event)); __atomic_add_fetch(&events, 1, __ATOMIC_RELAXED); return DDP_OK; }
-static void event_destroy(ddp_group *group, void *e) { (void)group; free(e); __atomic_sub_fetch(&events, 1, __ATOMIC_RELAXED); }
-static ddp_result event_record(ddp_group *group, ddp_stream_kind which, void *e) {
+static ddp_result lane_event_create(ddp_group *group, void **out) { (void)group; *out = calloc(1, sizeof(event)); __atomic_add_fetch(&events, 1, __ATOMIC_RELAXED); return DDP_OK; }
+static void lane_event_destroy(ddp_group *group, void *e) { (void)group; free(e); __atomic_sub_fetch(&events, 1, __ATOMIC_RELAXED); }
+static ddp_result lane_event_record(ddp_group *group, ddp_stream_kind which, void *e) {
     item *i = put((machine *)ddp_group_device_state(group), which, MARK);
     i->mark = (event *)e;
     i->version = ++i->mark->recorded;
     return DDP_OK;
 }
-static ddp_result event_wait(ddp_group *group, ddp_stream_kind which, void *e) {
+static ddp_result lane_event_wait(ddp_group *group, ddp_stream_kind which, void *e) {
     item *i = put((machine *)ddp_group_device_state(group), which, FOLLOW);
     i->mark = (event *)e;
     i->version = i->mark->recorded;
     return DDP_OK;
 }
-static ddp_result event_test(ddp_group *group, void *e, int *done) {
+static ddp_result lane_event_test(ddp_group *group, void *e, int *done) {
     (void)group;
     *done = ((event *)e)->done == ((event *)e)->recorded;
     if (!*done && here->lanes[DDP_STREAM_COMM].first < here->lanes[DDP_STREAM_COMM].end) execute(here, DDP_STREAM_COMM);
     return DDP_OK;
 }
-static const ddp_device lanes_device = {"lanes", lane_alloc, lane_free, lane_copy, lane_zero, lane_cast, lane_add, lane_scale, lane_divide, lane_squares,
-                                        lane_open, lane_close, lane_enter, lane_check, event_create, event_destroy, event_record, event_wait, event_test, NULL, NULL, NULL, 1, NULL, NULL};
+#define LANE_FIELD(name, result, arguments) lane_##name,
+static const ddp_device lanes_device = {"lanes", 1, DDP_DEVICE_MEMORY(LANE_FIELD) DDP_DEVICE_STREAMS(LANE_FIELD) DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL, NULL};
 
 /* ---- the backend ---- */
 
