@@ -680,16 +680,6 @@ typedef struct ddp__vee {
     int put, taken;
 } ddp__vee;
 
-static ddp__vee ddp__vee_of(ddp_schedule *s, int rank, int m) {
-    ddp__vee v;
-    memset(&v, 0, sizeof v);
-    v.s = s;
-    v.stage[0] = rank;
-    v.stage[1] = 2 * s->rank_count - 1 - rank;
-    v.m = m;
-    return v;
-}
-
 /* Micro-batches beyond m are counted and left out. */
 static void ddp__vee_push(ddp__vee *v, ddp_action_kind kind, int way) {
     int i = v->next[way][kind]++;
@@ -704,7 +694,7 @@ static void ddp__vee_push_split(ddp__vee *v, int way) {
 /* ZB-V for at least 2p-1 micro-batches; of fewer, those beyond m are left out. */
 static void ddp__generate_zb_v(ddp_schedule *s, int rank, int m) {
     int p = s->rank_count, n = m > 2 * p - 1 ? m : 2 * p - 1;
-    ddp__vee v = ddp__vee_of(s, rank, m);
+    ddp__vee v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, NULL, 0, 0};
     int *down = v.next[0], *up = v.next[1];
     for (int k = 0; k < 2 * (p - rank) - 1; k++) ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
     for (int k = 0; k < rank; k++) {
@@ -752,8 +742,7 @@ static void ddp__vee_overlap(ddp__vee *v, int way) {
 /* DualPipeV as DeepSeek's published code does it. waiting: room for 2p pairs. */
 static void ddp__generate_dualpipe_v(ddp_schedule *s, int rank, int m, int *waiting) {
     int p = s->rank_count, split = 0;
-    ddp__vee v = ddp__vee_of(s, rank, m);
-    v.waiting = waiting;
+    ddp__vee v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, waiting, 0, 0};
     for (int k = 0; k < 2 * (p - rank - 1); k++) ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
     for (int k = 0; k < rank + 1; k++) {
         ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
@@ -930,6 +919,9 @@ static void ddp__play_close(ddp__play *play) {
 static ddp_result ddp__play_alloc(ddp__play *play) {
     const ddp_schedule *s = play->s;
     size_t cells = (size_t)s->stage_count * (size_t)s->microbatch_count, actions = (size_t)s->count, ranks = (size_t)s->rank_count;
+    int **const tables[] = {&play->forward, &play->gradient, &play->weight, &play->send[0], &play->recv[0], &play->send[1], &play->recv[1],
+                            &play->ahead, &play->waiter, &play->position, &play->stack};
+    const size_t sizes[] = {cells, cells, cells, cells, cells, cells, cells, actions, actions, ranks, ranks};
     size_t total = 7 * cells + 2 * actions + 2 * ranks;
     int *next;
     play->memory = (int *)ddp__schedule_alloc(s, total, sizeof(int));
@@ -937,19 +929,12 @@ static ddp_result ddp__play_alloc(ddp__play *play) {
     if (!play->memory || !play->done) return DDP_ERR_NO_MEMORY;
     for (size_t i = 0; i < total; i++) play->memory[i] = -1;
     memset(play->done, 0, actions);
-    next = play->memory;
     play->cells = (int)cells;
-    play->forward = next, next += cells;
-    play->gradient = next, next += cells;
-    play->weight = next, next += cells;
-    for (int way = 0; way < 2; way++) {
-        play->send[way] = next, next += cells;
-        play->recv[way] = next, next += cells;
+    next = play->memory;
+    for (int k = 0; k < 11; k++) {
+        *tables[k] = next;
+        next += sizes[k];
     }
-    play->ahead = next, next += actions;
-    play->waiter = next, next += actions;
-    play->position = next, next += ranks;
-    play->stack = next;
     return DDP_OK;
 }
 
@@ -1394,15 +1379,9 @@ enum {
 
 static ddp__auto_rules ddp__auto_rules_at(int index) {
     static const double patience[] = {1, 0.9, 0.75, 0.25};
-    ddp__auto_rules rules;
-    if (index < DDP__AUTO_FIRST_RULES) return ddp__auto_first_rules[index];
-    index -= DDP__AUTO_FIRST_RULES;
-    rules.turns = index % 3;
-    rules.fill = index / 3 % 2;
-    rules.even = index / 6 % 2;
-    rules.patience = patience[index / 12];
-    rules.transfer = 1;
-    return rules;
+    int i = index < DDP__AUTO_FIRST_RULES ? 0 : index - DDP__AUTO_FIRST_RULES;
+    ddp__auto_rules rules = {i % 3, i / 3 % 2, i / 6 % 2, patience[i / 12], 1};
+    return index < DDP__AUTO_FIRST_RULES ? ddp__auto_first_rules[index] : rules;
 }
 
 /* A rank while its list is made; kinds of actions are counted from F: 0, 1, 2. */
@@ -2191,13 +2170,11 @@ static void ddp__draw_csv(const ddp_schedule *s, ddp__sheet *sheet) {
 
 /* Where a stage is the rank's only one, its number is left out. */
 static ddp__action_text ddp__cell_label(const ddp_schedule *s, const ddp_action *a) {
-    ddp__action_text label = ddp__action_label(a), other;
+    ddp__action_text label = ddp__action_label(a);
     if (s->stage_count == s->rank_count) snprintf(label.text, sizeof label.text, "%s%d", ddp__action_names[a->kind], a->microbatch);
-    if (!a->overlaps) return label;
-    other = label;
-    label = ddp__action_label(a + 1);
-    snprintf(other.text + strlen(other.text), sizeof other.text - strlen(other.text), "+%.20s", label.text);
-    return other;
+    size_t used = strlen(label.text);
+    if (a->overlaps) snprintf(label.text + used, sizeof label.text - used, "+%.20s", ddp__action_label(a + 1).text);
+    return label;
 }
 
 static void ddp__draw_dashes(ddp__sheet *sheet, int count) {
@@ -3694,17 +3671,8 @@ static ddp_result ddp__pipe_recompute(ddp_pipeline *p, const ddp__pipe_stage *s,
 static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, uint64_t version) {
     static const char what[] = "the callback of ";
     int i = a->microbatch, kind = (int)a->kind, last = ddp__pipe_is_last(p, s);
-    ddp_pipeline_call call;
-    memset(&call, 0, sizeof call);
-    call.kind = a->kind;
-    call.stage = a->stage;
-    call.microbatch = i;
-    call.evaluating = p->evaluating;
-    call.input_count = s->link_count[0];
-    call.output_count = s->link_count[1];
-    call.saved = ddp__pipe_data(&s->saved, i);
-    call.version = (int)version;
-    call.inputs = ddp__pipe_tensors(p, s, 0, 0, i);
+    ddp_pipeline_call call = {a->kind, a->stage, i, p->evaluating, 0, s->link_count[0], s->link_count[1],
+                              ddp__pipe_tensors(p, s, 0, 0, i), NULL, NULL, NULL, ddp__pipe_data(&s->saved, i), NULL, (int)version};
     if (kind == DDP_ACTION_FORWARD) {
         call.outputs = ddp__pipe_tensors(p, s, 1, 0, i);
         call.loss = last ? &p->now->losses[i] : NULL;
