@@ -922,8 +922,32 @@ static void without_memory(void **state) {
     unlink(path);
 }
 
+/* A device without kernels for layers, whose memory the host cannot read, or with those of another version. */
+static void kernels_of_a_device_are_checked(void **state) {
+    static const char *const texts[2] = {
+        "ddp_tp_create group=odd: device odd has no kernels for ddp_tensor.h; compile ddp_cuda.cuh where ddp_tensor.h is beside it",
+        "ddp_tp_create group=odd: device odd has kernels for version 1 of ddp_tensor.h, which is version"};
+    static ddp_layer_kernels other[2];
+    (void)state;
+    other[0].version = 1;
+    for (int turn = 0; turn < 2; turn++) {
+        ddp_device odd = *ddp_device_cpu();
+        ddp_tp_desc desc = DDP_ZERO;
+        ddp_tp *tp;
+        odd.name = "odd";
+        odd.host_memory = turn;
+        odd.layers = turn ? other : NULL;
+        ddp_group *group = group_of_one("odd", &odd, 0);
+        desc.max_rows = 1;
+        assert_int_equal(ddp_tp_create(&tp, group, &desc), DDP_ERR_UNSUPPORTED);
+        if (!strstr(ddp_last_error(), texts[turn])) fail_msg("%s", ddp_last_error());
+        ddp_group_destroy(group);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(kernels_of_a_device_are_checked),
         cmocka_unit_test(create), cmocka_unit_test(views), cmocka_unit_test(copies), cmocka_unit_test(boxes), cmocka_unit_test(transposes),
         cmocka_unit_test(vast_and_empty),
         cmocka_unit_test(fills), cmocka_unit_test(text), cmocka_unit_test(npy_there_and_back), cmocka_unit_test(npy_as_others_write),
