@@ -48,7 +48,7 @@ static void fill(void *data, size_t count, ddp_dtype dtype, int special) {
 static int is_nan(const void *data, size_t i, ddp_dtype dtype) {
     double x;
     float y;
-    if (!ddp__cuda_is_float(dtype)) return 0;
+    if (!ddp_is_float(dtype)) return 0;
     if (dtype == DDP_F64) { memcpy(&x, (const char *)data + 8 * i, 8); return x != x; }
     ddp__cast(&y, DDP_F32, (const char *)data + ddp_dtype_size(dtype) * i, dtype, 1);
     return y != y;
@@ -773,7 +773,7 @@ static void check_device(void) {
             gpu->copy(got, a.device + shift, COUNT * size);
             check_that(same(got, want, COUNT, dtype), "scale %s by a factor there", ddp_dtype_name(dtype));
         }
-        for (int to = 0; to < 4 && ddp__cuda_is_float(dtype); to++) {
+        for (int to = 0; to < 4 && ddp_is_float(dtype); to++) {
             cpu->cast(want, float_dtypes[to], b.host + shift, dtype, COUNT);
             gpu->cast(c.device, float_dtypes[to], b.device + shift, dtype, COUNT);
             gpu->copy(got, c.device, COUNT * ddp_dtype_size(float_dtypes[to]));
