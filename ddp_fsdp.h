@@ -1018,11 +1018,13 @@ DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *des
     if (d.growth_factor == 0) d.growth_factor = 2;
     if (d.backoff_factor == 0) d.backoff_factor = 0.5f;
     if (d.growth_interval == 0) d.growth_interval = 2000;
-    DDP__FSDP_NEED(d.init_scale > 0 && ddp__is_amount(d.init_scale), "init_scale=%g; pass a positive number", (double)d.init_scale);
-    DDP__FSDP_NEED(d.growth_factor > 1 && ddp__is_amount(d.growth_factor), "growth_factor=%g; pass a number above 1", (double)d.growth_factor);
-    DDP__FSDP_NEED(d.backoff_factor > 0 && d.backoff_factor < 1, "backoff_factor=%g; pass a number between 0 and 1", (double)d.backoff_factor);
-    DDP__FSDP_NEED(d.growth_interval >= 1, "growth_interval=%d; pass 1 or more", d.growth_interval);
-    DDP__FSDP_NEED(d.group_count >= 0 && d.group_count <= 4, "group_count=%d; pass 0 to 4", d.group_count);
+    const struct { int right; const char *text; double value; } checks[] = {
+        {d.init_scale > 0 && ddp__is_amount(d.init_scale), "init_scale=%g; pass a positive number", (double)d.init_scale},
+        {d.growth_factor > 1 && ddp__is_amount(d.growth_factor), "growth_factor=%g; pass a number above 1", (double)d.growth_factor},
+        {d.backoff_factor > 0 && d.backoff_factor < 1, "backoff_factor=%g; pass a number between 0 and 1", (double)d.backoff_factor},
+        {d.growth_interval >= 1, "growth_interval=%.0f; pass 1 or more", (double)d.growth_interval},
+        {d.group_count >= 0 && d.group_count <= 4, "group_count=%.0f; pass 0 to 4", (double)d.group_count}};
+    for (size_t i = 0; i < sizeof checks / sizeof checks[0]; i++) DDP__FSDP_NEED(checks[i].right, checks[i].text, checks[i].value);
     for (int i = 0; i < d.group_count; i++) DDP__FSDP_NEED(d.groups[i], "groups[%d] is NULL", i);
     scaler->desc = d, scaler->scale = d.init_scale;
     return DDP_OK;
@@ -3143,11 +3145,11 @@ static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__shard *s) {
     s->dtype = f->desc.param_dtype != DDP_DTYPE_DEFAULT ? f->desc.param_dtype : value->dtype;
     s->reduce_dtype = f->desc.reduce_dtype != DDP_DTYPE_DEFAULT ? f->desc.reduce_dtype : s->master_dtype;
     s->has_master = s->dtype != s->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather;
-    s->part[DDP__GRADS].dtype = grad != DDP_DTYPE_DEFAULT ? grad : s->dtype;
-    s->part[DDP__CASTED].dtype = s->reduce_dtype;
-    s->part[DDP__SUMS].dtype = s->master_dtype;
-    s->part[DDP__GRADS].count = s->part[DDP__CASTED].count = s->rows * s->row_elements;
-    s->part[DDP__SUMS].count = s->own_count;
+    const ddp__grad_part parts[DDP__LAYOUTS] = {
+        {0, s->rows * s->row_elements, grad != DDP_DTYPE_DEFAULT ? grad : s->dtype},
+        {0, s->rows * s->row_elements, s->reduce_dtype},
+        {0, s->own_count, s->master_dtype}};
+    memcpy(s->part, parts, sizeof parts);
     return ddp__shard_find_source(f, s);
 }
 
@@ -3343,6 +3345,12 @@ static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
 /* Whether full parameters have memory of their own, without slots. */
 static int ddp__has_own_full(const ddp_fsdp *f) { return f->keeps_full || f->full_in_shard || f->desc.no_reshard_after_forward; }
 
+static ddp__slot *ddp__slot_take(ddp__slot *slot, unsigned char **pointer) {
+    slot->busy = 1;
+    *pointer = slot->memory;
+    return slot;
+}
+
 /* Memory for the full parameters of a unit. Allocates while the first step finds out how much is needed. */
 static ddp_result ddp__full_acquire(ddp_fsdp *f, ddp__unit *unit) {
     ddp__unshard *u = &f->unshard;
@@ -3351,19 +3359,23 @@ static ddp_result ddp__full_acquire(ddp_fsdp *f, ddp__unit *unit) {
     while (i < u->slot_count && u->slots[i].busy) i++;
     if (i == u->slot_count) DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, u->slot_bytes, &u->slots[i].memory));
     if (i == u->slot_count) u->slot_count++;
-    unit->full_slot = &u->slots[i];
-    unit->full_slot->busy = 1;
-    unit->full = unit->full_slot->memory;
+    unit->full_slot = ddp__slot_take(&u->slots[i], &unit->full);
     return DDP_OK;
+}
+
+/* Frees a slot for other units. NULL is ignored. *pointer, into the slot, becomes NULL. */
+static void ddp__slot_release(ddp__slot **slot, unsigned char **pointer) {
+    if (!*slot) return;
+    (*slot)->busy = 0;
+    (*slot)->reducing = NULL;
+    *slot = NULL;
+    if (pointer) *pointer = NULL;
 }
 
 /* The unit has no full parameters, because of result or as wished. */
 static ddp_result ddp__full_release(ddp__unit *unit, ddp_result result) {
     unit->state = DDP__RESHARDED;
-    if (!unit->full_slot) return result;
-    unit->full_slot->busy = 0;
-    unit->full_slot = NULL;
-    unit->full = NULL;
+    ddp__slot_release(&unit->full_slot, &unit->full);
     return result;
 }
 
@@ -3710,10 +3722,7 @@ static ddp_result ddp__reduce_finish(ddp_fsdp *f, ddp__unit *unit) {
 
 static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__unit *unit) {
     ddp_result result = ddp__reduce_finish(f, unit);
-    if (!unit->reducing_slot) return result;
-    unit->reducing_slot->busy = 0;
-    unit->reducing_slot->reducing = NULL;
-    unit->reducing_slot = NULL;
+    ddp__slot_release(&unit->reducing_slot, NULL);
     return result;
 }
 
@@ -3765,9 +3774,7 @@ static ddp_result ddp__grad_slot_acquire(ddp_fsdp *f, ddp__unit *unit) {
     }
     slot->used = ++reduce->slot_uses;
     if (reduce->progress) DDP_TRY(ddp__progress_wait(f, DDP__DONE, slot->issued));
-    slot->busy = 1;
-    unit->grad_slot = slot;
-    unit->grads = slot->memory;
+    unit->grad_slot = ddp__slot_take(slot, &unit->grads);
     return DDP_OK;
 }
 
@@ -3783,10 +3790,7 @@ static ddp_result ddp__grads_attach(ddp_fsdp *f, ddp__unit *unit) {
 
 static void ddp__grads_detach(ddp__unit *unit) {
     unit->attached = 0;
-    if (!unit->grad_slot) return;
-    unit->grad_slot->busy = 0;
-    unit->grad_slot = NULL;
-    unit->grads = NULL;
+    ddp__slot_release(&unit->grad_slot, &unit->grads);
 }
 
 //== sharding: the step =================================================================================== >>impl-step
@@ -4035,13 +4039,10 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__shard *s, const char *state, 
         skip = ddp__place_in(share * (size_t)ddp_rank(f->group), 0, s->rows);
         rows = ddp__place_in(share, 0, s->rows - skip);
     }
-    memset(slice, 0, sizeof *slice);
     snprintf(name, saver->name_room, state ? "%s.%s" : "%s", s->name, state);
-    slice->name = name;
-    slice->dtype = tensor->dtype;
-    slice->ndim = value->ndim;
-    slice->file_kind = state != NULL;
-    slice->may_repeat = s->is_slice; /* a parameter without global_shape may be a slice by mistake */
+    /* only a slice may repeat: a parameter without global_shape may be one by mistake */
+    const ddp__slice made = {name, tensor->dtype, value->ndim, {0}, {0}, {0}, NULL, state != NULL, 0, s->is_slice};
+    *slice = made;
     for (int i = 0; i < value->ndim; i++) {
         slice->shape[i] = s->is_slice ? s->entry->global_shape[i] : value->shape[i];
         slice->offset[i] = (s->is_slice ? s->entry->global_offset[i] : 0) + (i ? 0 : (int64_t)(s->first_row + skip));
@@ -4182,17 +4183,20 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
     f->groups[1] = d->replicas;
     f->groups[2] = d->checkpoint_group;
     f->memory.file = -1;
-    if (!d->units || d->unit_count < 1) return ddp__fsdp_bad(who, group, "there are no units");
-    if ((unsigned)d->strategy > DDP_FSDP_NO_SHARD) return ddp__fsdp_bad(who, group, "strategy=%d is unknown", (int)d->strategy);
-    if ((unsigned)d->offload > DDP_FSDP_OFFLOAD_FILE) return ddp__fsdp_bad(who, group, "offload=%d is unknown", (int)d->offload);
-    if (d->param_dtype != DDP_DTYPE_DEFAULT && !ddp_is_float(d->param_dtype)) return ddp__fsdp_bad(who, group, "param_dtype is not a float");
-    if (d->reduce_dtype != DDP_DTYPE_DEFAULT && !ddp_is_float(d->reduce_dtype)) return ddp__fsdp_bad(who, group, "reduce_dtype is not a float");
-    if (d->micro_batch_count < 0) return ddp__fsdp_bad(who, group, "micro_batch_count=%d is negative", d->micro_batch_count);
-    if (!d->alloc_fn != !d->free_fn) return ddp__fsdp_bad(who, group, "set both alloc_fn and free_fn, or neither");
-    if (desc->replicas == group) return ddp__fsdp_bad(who, group, "replicas is the group that things are split over; give the ranks that hold the same shard");
-    if (d->quantize_gather && d->strategy != DDP_FSDP_FULL_SHARD) return ddp__fsdp_bad(who, group, "quantize_gather is for FULL_SHARD, where parameters are gathered in every step");
-    if (d->prefetch < -1) return ddp__fsdp_bad(who, group, "prefetch=%d; pass how many units, 0 for one or -1 for none", d->prefetch);
-    if (d->keep_checkpoints < 0) return ddp__fsdp_bad(who, group, "keep_checkpoints=%d is negative", d->keep_checkpoints);
+    const struct { int wrong; const char *text; int value; } checks[] = {
+        {!d->units || d->unit_count < 1, "there are no units", 0},
+        {(unsigned)d->strategy > DDP_FSDP_NO_SHARD, "strategy=%d is unknown", (int)d->strategy},
+        {(unsigned)d->offload > DDP_FSDP_OFFLOAD_FILE, "offload=%d is unknown", (int)d->offload},
+        {d->param_dtype != DDP_DTYPE_DEFAULT && !ddp_is_float(d->param_dtype), "param_dtype is not a float", 0},
+        {d->reduce_dtype != DDP_DTYPE_DEFAULT && !ddp_is_float(d->reduce_dtype), "reduce_dtype is not a float", 0},
+        {d->micro_batch_count < 0, "micro_batch_count=%d is negative", d->micro_batch_count},
+        {!d->alloc_fn != !d->free_fn, "set both alloc_fn and free_fn, or neither", 0},
+        {desc->replicas == group, "replicas is the group that things are split over; give the ranks that hold the same shard", 0},
+        {d->quantize_gather && d->strategy != DDP_FSDP_FULL_SHARD, "quantize_gather is for FULL_SHARD, where parameters are gathered in every step", 0},
+        {d->prefetch < -1, "prefetch=%d; pass how many units, 0 for one or -1 for none", d->prefetch},
+        {d->keep_checkpoints < 0, "keep_checkpoints=%d is negative", d->keep_checkpoints}};
+    for (size_t i = 0; i < sizeof checks / sizeof checks[0]; i++)
+        if (checks[i].wrong) return ddp__fsdp_bad(who, group, checks[i].text, checks[i].value);
     for (int u = 0; u < d->unit_count; u++) {
         const ddp_fsdp_unit_desc *unit = &d->units[u];
         if (!unit->params || unit->param_count < 1) return ddp__fsdp_bad(who, group, "unit %d (%s) has no parameters", u, unit->name ? unit->name : "no name");
@@ -4635,11 +4639,9 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
 
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory) {
     DDP__FSDP_NEED(fsdp && memory, "fsdp or memory is NULL");
-    memory->now = fsdp->memory.now;
-    memory->peak = fsdp->memory.peak;
-    memory->predicted = ddp__fsdp_predict(fsdp);
-    memory->group_bytes = fsdp->memory.group_bytes;
-    memory->file_bytes = fsdp->memory.file_bytes;
+    const ddp__memory *m = &fsdp->memory;
+    const ddp_fsdp_memory out = {m->now, m->peak, ddp__fsdp_predict(fsdp), m->group_bytes, m->file_bytes};
+    *memory = out;
     return DDP_OK;
 }
 
