@@ -1283,12 +1283,12 @@ static int ddp__utf8_length(const char *at, const char *end) {
 }
 
 static int ddp__json_hex4(ddp__json *j, uint32_t *value) {
+    static const char digits[] = "0123456789abcdef0123456789ABCDEF";
     *value = 0;
     for (int i = 0; i < 4; i++, j->at++) {
-        char c = j->at < j->end ? *j->at : 0;
-        int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
-        if (digit < 0) return ddp__json_fail(j, "four hexadecimal digits are missing");
-        *value = *value << 4 | (uint32_t)digit;
+        const char *digit = j->at < j->end && *j->at ? strchr(digits, *j->at) : NULL;
+        if (!digit) return ddp__json_fail(j, "four hexadecimal digits are missing");
+        *value = *value << 4 | ((uint32_t)(digit - digits) & 15);
     }
     return 1;
 }
@@ -1622,27 +1622,39 @@ static ddp_result ddp__file_fail(const char *what, const char *path) {
     return ddp_fail(DDP_ERR_SYSTEM, "%s %s: %s (errno %d)", what, path, strerror(error), error);
 }
 
-/* Opens a regular file of a folder, and nothing else: a FIFO would wait for its other end, and a symbolic
-   link or a device lets others choose what is read or overwritten. Leaves the path in path. On failure *fd is
-   negative: DDP__FILE_MISSING where there is no such file. */
+/* An open file. fd is negative where it could not be opened: DDP__FILE_MISSING where there is none. */
 enum { DDP__FILE_MISSING = -2 };
-static ddp_result ddp__file_open(const char *dir, const char *name, int flags, char path[DDP__PATH_MAX], int *fd) {
+typedef struct ddp__file {
+    int fd;
+    uint64_t size; /* when it was opened */
+    char path[DDP__PATH_MAX];
+} ddp__file;
+
+static void ddp__file_close(const ddp__file *file) { if (file->fd >= 0) close(file->fd); }
+#define DDP__CLOSED_AT_END __attribute__((cleanup(ddp__file_close))) /* a ddp__file that ddp__file_open is called for */
+
+/* Opens a regular file of a folder, and nothing else: a FIFO would wait for its other end, and a symbolic
+   link or a device lets others choose what is read or overwritten. */
+static ddp_result ddp__file_open(const char *dir, const char *name, int flags, ddp__file *file) {
     const char *kind = "a device or a socket";
     struct stat info;
-    snprintf(path, DDP__PATH_MAX, "%.*s/%s", DDP__DIR_MAX + 10, dir, name);
-    *fd = open(path, flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
-    int missing = *fd < 0 && errno == ENOENT;
-    ddp_result result = *fd < 0 || fstat(*fd, &info) != 0 ? ddp__file_fail("opening", path) : DDP_OK;
-    if ((result == DDP_OK || lstat(path, &info) == 0) && !S_ISREG(info.st_mode)) {
+    snprintf(file->path, sizeof file->path, "%.*s/%s", DDP__DIR_MAX + 10, dir, name);
+    file->fd = open(file->path, flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
+    int missing = file->fd < 0 && errno == ENOENT;
+    ddp_result result = file->fd < 0 || fstat(file->fd, &info) != 0 ? ddp__file_fail("opening", file->path) : DDP_OK;
+    if ((result == DDP_OK || lstat(file->path, &info) == 0) && !S_ISREG(info.st_mode)) {
         if (S_ISLNK(info.st_mode)) kind = "a symbolic link";
         if (S_ISFIFO(info.st_mode)) kind = "a FIFO";
         if (S_ISDIR(info.st_mode)) kind = "a folder";
-        result = ddp_fail(DDP_ERR_SYSTEM, "%s is %s, not a regular file; put the file itself there", path, kind);
+        result = ddp_fail(DDP_ERR_SYSTEM, "%s is %s, not a regular file; put the file itself there", file->path, kind);
     }
-    if (result == DDP_OK) return DDP_OK;
-    if (*fd >= 0) close(*fd);
-    *fd = missing ? DDP__FILE_MISSING : -1;
-    return result;
+    if (result != DDP_OK) {
+        ddp__file_close(file);
+        file->fd = missing ? DDP__FILE_MISSING : -1;
+        return result;
+    }
+    file->size = (uint64_t)info.st_size;
+    return DDP_OK;
 }
 
 /* Ends the writing of a file or a folder: on disk, and closed. EINVAL: a file system that does not know how to sync a folder. */
@@ -1654,14 +1666,15 @@ static ddp_result ddp__file_end(int fd, const char *path, ddp_result result) {
 
 /* Reads or writes size bytes of a file, from byte `at` on. */
 enum { DDP__FILE_READ, DDP__FILE_WRITE };
-static ddp_result ddp__transfer(int fd, int way, const void *data, uint64_t size, uint64_t at, const char *path) {
+static ddp_result ddp__transfer(const ddp__file *file, int way, const void *data, uint64_t size, uint64_t at) {
     char *memory = (char *)(uintptr_t)data;
     for (ssize_t n; size; memory += n, at += (uint64_t)n, size -= (uint64_t)n) {
-        n = way == DDP__FILE_WRITE ? pwrite(fd, memory, (size_t)size, (off_t)at) : pread(fd, memory, (size_t)size, (off_t)at);
+        n = way == DDP__FILE_WRITE ? pwrite(file->fd, memory, (size_t)size, (off_t)at) : pread(file->fd, memory, (size_t)size, (off_t)at);
         if (n == 0 && way == DDP__FILE_READ)
-            return ddp_fail(DDP_ERR_CORRUPT, "%s: the file ends at byte %llu, %llu more belong to it", path, (unsigned long long)at, (unsigned long long)size);
+            return ddp_fail(DDP_ERR_CORRUPT, "%s: the file ends at byte %llu, %llu more belong to it", file->path, (unsigned long long)at,
+                            (unsigned long long)size);
         if (n == 0) errno = ENOSPC;
-        if (n == 0 || (n < 0 && errno != EINTR)) return ddp__file_fail(way == DDP__FILE_WRITE ? "writing" : "reading", path);
+        if (n == 0 || (n < 0 && errno != EINTR)) return ddp__file_fail(way == DDP__FILE_WRITE ? "writing" : "reading", file->path);
         if (n < 0) n = 0;
     }
     return DDP_OK;
@@ -1676,17 +1689,16 @@ static void ddp__write_begin(int fd, uint64_t at, uint64_t size) {
 
 /* Writes data to the start of a file; data NULL: reserves size bytes on the disk. */
 static ddp_result ddp__file_make(const char *dir, const char *name, const void *data, uint64_t size) {
-    char path[DDP__PATH_MAX];
     struct rlimit limit;
-    int fd;
-    DDP_TRY(ddp__file_open(dir, name, O_CREAT | O_WRONLY, path, &fd));
+    ddp__file file;
+    DDP_TRY(ddp__file_open(dir, name, O_CREAT | O_WRONLY, &file));
     errno = 0;
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur) errno = EFBIG; /* writing would raise a signal */
-    else if (!data && syscall(SYS_fallocate, fd, 0, (off_t)0, (off_t)size) == 0) errno = 0;
-    if (!data && (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL)) errno = ftruncate(fd, (off_t)size) == 0 ? 0 : errno;
-    ddp_result result = errno ? ddp__file_fail("making room in", path) : DDP_OK;
-    if (data && result == DDP_OK) result = ddp__transfer(fd, DDP__FILE_WRITE, data, size, 0, path);
-    return ddp__file_end(fd, path, result);
+    else if (!data && syscall(SYS_fallocate, file.fd, 0, (off_t)0, (off_t)size) == 0) errno = 0;
+    if (!data && (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL)) errno = ftruncate(file.fd, (off_t)size) == 0 ? 0 : errno;
+    ddp_result result = errno ? ddp__file_fail("making room in", file.path) : DDP_OK;
+    if (data && result == DDP_OK) result = ddp__transfer(&file, DDP__FILE_WRITE, data, size, 0);
+    return ddp__file_end(file.fd, file.path, result);
 }
 
 static ddp_result ddp__folder_sync(const char *path) {
@@ -1711,22 +1723,23 @@ static int ddp__is_entry(const struct dirent *entry) { return strcmp(entry->d_na
 /* What is at path; anything but a checkpoint of ours, whole or begun, is DDP_ERR_INVALID: it is not to be replaced. clear: deletes it; last, by its name, the
    state, which tells that it is ours. */
 static ddp_result ddp__folder_look(const char *path, int clear, int *kind) {
-    char file[DDP__PATH_MAX], stranger[100] = "files without " DDP__STATE_FILE, start[sizeof DDP__STATE_START] = "";
+    ddp__file file;
+    char stranger[100] = "files without " DDP__STATE_FILE, start[sizeof DDP__STATE_START] = "";
     struct dirent **entry;
     ddp_result result = DDP_OK;
-    int fd, ours = 0, count = scandir(path, &entry, ddp__is_entry, alphasort);
+    int ours = 0, count = scandir(path, &entry, ddp__is_entry, alphasort);
     *kind = count < 0 ? DDP__FOLDER_MISSING : count == 0 ? DDP__FOLDER_EMPTY : DDP__FOLDER_OURS;
     if (count < 0) return errno == ENOENT ? DDP_OK : ddp__file_fail("opening", path);
-    if (count && ddp__file_open(path, DDP__STATE_FILE, O_RDONLY, file, &fd) == DDP_OK) {
-        ssize_t got = pread(fd, start, sizeof start - 1, 0);
+    if (count && ddp__file_open(path, DDP__STATE_FILE, O_RDONLY, &file) == DDP_OK) {
+        ssize_t got = pread(file.fd, start, sizeof start - 1, 0);
         ours = got >= 0 && strncmp(start, DDP__STATE_START, (size_t)got) == 0;
-        close(fd);
+        ddp__file_close(&file);
     }
     for (int i = 0; i < count; i++)
         if (!ddp__is_our_file(entry[i]->d_name)) ours = 0, snprintf(stranger, sizeof stranger, "%.90s", entry[i]->d_name);
     for (int i = 0; i < count; free(entry[i++])) {
-        snprintf(file, sizeof file, "%.*s/%s", DDP__DIR_MAX + 20, path, entry[i]->d_name);
-        if (clear && ours && result == DDP_OK && unlink(file) != 0 && errno != ENOENT) result = ddp__file_fail("deleting", file);
+        snprintf(file.path, sizeof file.path, "%.*s/%s", DDP__DIR_MAX + 20, path, entry[i]->d_name);
+        if (clear && ours && result == DDP_OK && unlink(file.path) != 0 && errno != ENOENT) result = ddp__file_fail("deleting", file.path);
     }
     free(entry);
     if (count && !ours)
@@ -2086,7 +2099,7 @@ static ddp_result ddp__save_begin(ddp__saving *s) {
 }
 
 /* Writes this rank's runs of a tensor, whose bytes start at byte `at` of the file; *crc is their remainder within the whole tensor. */
-static ddp_result ddp__save_slice(const ddp__slice *slice, int fd, uint64_t at, const char *path, uint32_t *crc) {
+static ddp_result ddp__save_slice(const ddp__slice *slice, const ddp__file *file, uint64_t at, uint32_t *crc) {
     ddp__box_runs runs = ddp__runs_of(slice);
     uint64_t element = ddp_dtype_size(slice->dtype), size = runs.length * element, to, from, done = 0, gap = 0;
     uint32_t remainder = 0, shift = DDP__CRC_ONE; /* x^(8 * gap) */
@@ -2097,8 +2110,8 @@ static ddp_result ddp__save_slice(const ddp__slice *slice, int fd, uint64_t at, 
         for (uint64_t piece, p = 0; p < size; p += piece) {
             piece = size - p < DDP__PIECE ? size - p : DDP__PIECE;
             remainder = ddp__crc_feed(remainder, data + p, (size_t)piece);
-            DDP_TRY(ddp__transfer(fd, DDP__FILE_WRITE, data + p, piece, at + to * element + p, path));
-            if (piece == DDP__PIECE) ddp__write_begin(fd, at + to * element + p, piece);
+            DDP_TRY(ddp__transfer(file, DDP__FILE_WRITE, data + p, piece, at + to * element + p));
+            if (piece == DDP__PIECE) ddp__write_begin(file->fd, at + to * element + p, piece);
         }
         done = to * element + size;
     }
@@ -2109,16 +2122,19 @@ static ddp_result ddp__save_slice(const ddp__slice *slice, int fd, uint64_t at, 
 static int ddp__save_has(const ddp__saving *s, int index) { return !s->task.left[index] && ddp__runs_of(&s->task.slices[index]).count > 0; }
 
 static ddp_result ddp__save_slices(ddp__saving *s) {
-    for (const ddp__out_file *file = s->files; file < s->files + s->file_count; file++) {
-        char path[DDP__PATH_MAX];
+    for (const ddp__out_file *out = s->files; out < s->files + s->file_count; out++) {
+        ddp__file file;
         ddp_result result = DDP_OK;
-        int fd, i = file->first;
-        while (i < file->last && !ddp__save_has(s, s->order[i])) i++;
-        if (i == file->last) continue;
-        DDP_TRY(ddp__file_open(s->tmp, file->name, O_WRONLY, path, &fd));
-        for (; i < file->last && result == DDP_OK; i++)
-            if (ddp__save_has(s, s->order[i])) result = ddp__save_slice(&s->task.slices[s->order[i]], fd, file->header_bytes + s->begin[s->order[i]], path, &s->task.crc[s->order[i]]);
-        DDP_TRY(ddp__file_end(fd, path, result));
+        int i = out->first;
+        while (i < out->last && !ddp__save_has(s, s->order[i])) i++;
+        if (i == out->last) continue;
+        DDP_TRY(ddp__file_open(s->tmp, out->name, O_WRONLY, &file));
+        for (; i < out->last && result == DDP_OK; i++) {
+            int index = s->order[i];
+            if (ddp__save_has(s, index))
+                result = ddp__save_slice(&s->task.slices[index], &file, out->header_bytes + s->begin[index], &s->task.crc[index]);
+        }
+        DDP_TRY(ddp__file_end(file.fd, file.path, result));
     }
     return DDP_OK;
 }
@@ -2318,7 +2334,8 @@ typedef struct ddp__loading {
     int file_count;
     int foreign;               /* no state.json: not written here, may lack checksums and have other float dtypes */
     char *text;                /* state.json, or the index of a foreign model */
-    uint32_t text_crc;
+    uint32_t text_crc;         /* of the state, and of the headers of all files */
+    char found[300];           /* describes it, for ranks that find different checkpoints */
     ddp_fsdp_state state;
     int copies, next, stops;   /* whether the pass copies; the next tensor to copy; the sums are done */
     sem_t room;                /* pieces that the helper may still bring into memory before they are summed up */
@@ -2327,21 +2344,14 @@ typedef struct ddp__loading {
 
 /* A whole small file; *text is NULL, and the result DDP_OK, when there is none. */
 static ddp_result ddp__text_load(ddp__loading *l, const char *name, char **text, size_t *length) {
-    char path[DDP__PATH_MAX];
-    struct stat info;
-    int fd;
-    ddp_result result = ddp__file_open(l->task.dir, name, O_RDONLY, path, &fd);
+    ddp__file file DDP__CLOSED_AT_END;
+    ddp_result result = ddp__file_open(l->task.dir, name, O_RDONLY, &file);
     *text = NULL;
-    if (result != DDP_OK) return fd == DDP__FILE_MISSING ? DDP_OK : result;
-    if (fstat(fd, &info) != 0) result = ddp__file_fail("reading", path);
-    else if ((uint64_t)info.st_size > DDP__HEADER_MAX) result = ddp_fail(DDP_ERR_CORRUPT, "%s: is larger than 100 MB", path);
-    else {
-        *length = (size_t)info.st_size;
-        *text = (char *)ddp_host_alloc(l->task.group, *length + 1);
-        result = *text ? ddp__transfer(fd, DDP__FILE_READ, *text, *length, 0, path) : DDP_ERR_NO_MEMORY;
-    }
-    close(fd);
-    return result;
+    if (result != DDP_OK) return file.fd == DDP__FILE_MISSING ? DDP_OK : result;
+    if (file.size > DDP__HEADER_MAX) return ddp_fail(DDP_ERR_CORRUPT, "%s: is larger than 100 MB", file.path);
+    *length = (size_t)file.size;
+    *text = (char *)ddp_host_alloc(l->task.group, *length + 1);
+    return *text ? ddp__transfer(&file, DDP__FILE_READ, *text, *length, 0) : DDP_ERR_NO_MEMORY;
 }
 
 /* Makes room for the files of a text: an entry has seven characters or more. */
@@ -2426,7 +2436,10 @@ static ddp_result ddp__load_state(ddp__loading *l, size_t length) {
         ddp__in_file file = l->files[f];
         char *text;
         file.kind = strncmp(file.name, ddp__kind_names[1], strlen(ddp__kind_names[1])) == 0;
-        if (strcmp(file.name + strlen(file.name) - (strlen(file.name) < 5 ? 0 : 5), ".json") != 0) { l->files[l->file_count++] = file; continue; }
+        if (!strstr(file.name, ".json")) {
+            l->files[l->file_count++] = file;
+            continue;
+        }
         ddp_result result = ddp__text_load(l, file.name, &text, &length);
         if (result == DDP_OK && (!text || ddp__crc32c(text, length) != file.want_crc))
             result = ddp_fail(DDP_ERR_CORRUPT, "%s/%s %s", l->task.dir, file.name, text ? "is damaged: its checksum is not that in " DDP__STATE_FILE : "is missing");
@@ -2467,42 +2480,33 @@ static ddp_result ddp__load_foreign(ddp__loading *l) {
     return DDP_OK;
 }
 
-/* Reads and checks the header of an open file, and maps the file. */
-static ddp_result ddp__in_file_read(ddp__loading *l, ddp__in_file *file, int fd, const char *path) {
+/* Reads and checks a file's header; the file stays mapped. */
+static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
+    ddp__file in DDP__CLOSED_AT_END;
     unsigned char size[8];
-    struct stat info;
     uint64_t length = 0;
-    if (fstat(fd, &info) != 0) return ddp__file_fail("reading", path);
-    DDP_TRY(ddp__transfer(fd, DDP__FILE_READ, size, sizeof size, 0, path));
+    ddp_result result = ddp__file_open(l->task.dir, file->name, O_RDONLY, &in);
+    if (in.fd == DDP__FILE_MISSING) return ddp_fail(DDP_ERR_CORRUPT, "%s is missing", in.path);
+    if (result != DDP_OK) return result;
+    DDP_TRY(ddp__transfer(&in, DDP__FILE_READ, size, sizeof size, 0));
     for (int i = 0; i < 8; i++) length |= (uint64_t)size[i] << 8 * i;
-    if (length > DDP__HEADER_MAX || length > (uint64_t)info.st_size - 8)
-        return ddp_fail(DDP_ERR_CORRUPT, "%s: the header claims %llu bytes, allowed are 100 MB, and the file has %llu behind its start", path,
-                        (unsigned long long)length, (unsigned long long)info.st_size - 8);
+    if (length > DDP__HEADER_MAX || length > in.size - 8)
+        return ddp_fail(DDP_ERR_CORRUPT, "%s: the header claims %llu bytes, allowed are 100 MB, and the file has %llu behind its start", in.path,
+                        (unsigned long long)length, (unsigned long long)in.size - 8);
     file->data_at = 8 + length;
     file->text = (char *)ddp_host_alloc(l->task.group, (size_t)length + 1);
     if (!file->text) return DDP_ERR_NO_MEMORY;
-    DDP_TRY(ddp__transfer(fd, DDP__FILE_READ, file->text, length, 8, path));
+    DDP_TRY(ddp__transfer(&in, DDP__FILE_READ, file->text, length, 8));
     file->crc = ~ddp__crc_feed(ddp__crc_feed(0xffffffffu, size, 8), file->text, (size_t)length);
     if (!l->foreign && file->crc != file->want_crc)
-        return ddp_fail(DDP_ERR_CORRUPT, "%s: the header, bytes [0, %llu), is damaged: its checksum is %08x, not %08x", path,
+        return ddp_fail(DDP_ERR_CORRUPT, "%s: the header, bytes [0, %llu), is damaged: its checksum is %08x, not %08x", in.path,
                         (unsigned long long)file->data_at, file->crc, file->want_crc);
-    DDP_TRY(ddp__header_read(l->task.group, path, file->text, (size_t)length, (uint64_t)info.st_size - file->data_at, &file->header));
-    void *map = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0);
-    if (map == MAP_FAILED) return ddp__file_fail("mapping", path);
+    DDP_TRY(ddp__header_read(l->task.group, in.path, file->text, (size_t)length, in.size - file->data_at, &file->header));
+    void *map = mmap(NULL, (size_t)in.size, PROT_READ, MAP_SHARED, in.fd, 0);
+    if (map == MAP_FAILED) return ddp__file_fail("mapping", in.path);
     file->map = (const unsigned char *)map;
-    file->map_bytes = (size_t)info.st_size;
+    file->map_bytes = (size_t)in.size;
     return DDP_OK;
-}
-
-static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
-    char path[DDP__PATH_MAX];
-    int fd;
-    ddp_result result = ddp__file_open(l->task.dir, file->name, O_RDONLY, path, &fd);
-    if (fd == DDP__FILE_MISSING) return ddp_fail(DDP_ERR_CORRUPT, "%s is missing", path);
-    if (result != DDP_OK) return result;
-    result = ddp__in_file_read(l, file, fd, path);
-    close(fd);
-    return result;
 }
 
 static ddp_result ddp__source_fail(const ddp__loading *l, ddp_result result, const ddp__in_file *file, const ddp__stored *r, const char *what) {
@@ -2688,17 +2692,10 @@ static ddp_result ddp__load_pass(ddp__loading *l, int copies) {
     return result == DDP_OK ? ddp_error_restore(&l->helped) : result;
 }
 
-/* What this rank has found, for the error line of ranks that find different checkpoints. */
-static void ddp__load_describe(const ddp__loading *l, char text[300]) {
-    snprintf(text, 300, "finds checkpoint %08x in %.100s (is the folder shared? did a save end just now?)", l->text_crc, l->task.dir);
-}
-
 /* All that can be wrong, before anything is written to. */
 static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_scaler *scaler) {
     ddp__task *t = &l->task;
-    ddp_scaler probe = DDP_ZERO; /* finds out whether the scaler would accept the checkpoint's numbers */
     struct stat info;
-    char text[300];
     l->sources = (ddp__source *)ddp_host_alloc(t->group, ((size_t)t->count + 1) * sizeof *l->sources);
     if (l->sources) memset(l->sources, 0, (size_t)t->count * sizeof *l->sources);
     DDP_TRY(ddp__task_begin(t, dir, "", l->sources ? DDP_OK : DDP_ERR_NO_MEMORY));
@@ -2708,11 +2705,13 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
         if (stat(t->dir, &info) != 0) t->dir[length] = '\0';
     }
     ddp_result result = ddp__load_open(l);
-    if (scaler) probe = *scaler;
-    if (result == DDP_OK && scaler && l->state.scaler.scale > 0) result = ddp_scaler_load(&probe, &l->state.scaler);
+    if (result == DDP_OK && scaler && l->state.scaler.scale > 0) {
+        ddp_scaler probe = *scaler; /* finds out whether the scaler would accept the checkpoint's numbers */
+        result = ddp_scaler_load(&probe, &l->state.scaler);
+    }
     for (int f = 0; f < l->file_count && result == DDP_OK; f++) l->text_crc = ddp__crc_feed(l->text_crc, &l->files[f].crc, sizeof l->files[f].crc);
-    ddp__load_describe(l, text);
-    DDP_TRY(ddp_agree(t->group, t->who, result, l->text_crc, text));
+    snprintf(l->found, sizeof l->found, "finds checkpoint %08x in %.100s (is the folder shared? did a save end just now?)", l->text_crc, t->dir);
+    DDP_TRY(ddp_agree(t->group, t->who, result, l->text_crc, l->found));
     DDP_TRY(ddp_agree(t->group, t->who, ddp__load_pass(l, 0), 0, ""));
     DDP_TRY(ddp__crc_combine(t->group, t->crc, t->count));
     return ddp_agree(t->group, t->who, ddp__load_compare_sums(l), 0, "");
@@ -2720,10 +2719,8 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
 
 static ddp_result ddp__load_run(ddp__loading *l, ddp_group *replicas, const char *dir, const ddp_scaler *scaler, ddp_fsdp_state *state) {
     ddp_group *const groups[2] = {l->task.group, replicas};
-    char text[300];
     ddp_result result = ddp__load_check(l, dir, scaler);
-    ddp__load_describe(l, text);
-    if (replicas) result = ddp_agree(replicas, l->task.who, result, l->text_crc, text);
+    if (replicas) result = ddp_agree(replicas, l->task.who, result, l->text_crc, l->found);
     if (result != DDP_OK) return result;
     DDP_TRY(ddp_agree_groups(groups, 2, l->task.who, ddp__load_pass(l, 1), 0, "")); /* the pass is the first write to the caller's memory */
     if (state && l->foreign) state->step = 0;
