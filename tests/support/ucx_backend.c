@@ -63,18 +63,14 @@ static void answer(void *request, ucs_status_t result, const ucp_tag_recv_info_t
 /* Sends peer its part of send, or receives from it into its part of recv. This rank's own parts are only found. */
 static void start(engine *e, const ddp_call *c, message *m, int peer, int sends, char *recv) {
     ddp_call_kind k = c->kind;
-    int single = k == DDP_CALL_SEND || k == DDP_CALL_RECV, from = sends ? e->rank : peer, to = sends ? peer : e->rank;
-    int from_root = k == DDP_CALL_BROADCAST || k == DDP_CALL_SCATTER, to_root = k == DDP_CALL_REDUCE || k == DDP_CALL_GATHER;
-    int in_blocks = sends ? k == DDP_CALL_SCATTER || k == DDP_CALL_ALL_TO_ALL || k == DDP_CALL_REDUCE_SCATTER : !single && !from_root;
-    int moves = (!from_root || from == c->root) && (!to_root || to == c->root);
-    const size_t *counts = sends ? c->send_counts : c->recv_counts, *offsets = sends ? c->send_offsets : c->recv_offsets;
-    size_t size = ddp_dtype_size(c->dtype), count = counts ? counts[peer] : c->recv_counts ? c->recv_counts[e->rank] : moves ? c->count : 0;
+    int single = k == DDP_CALL_SEND || k == DDP_CALL_RECV, from = sends ? e->rank : peer;
+    ddp_bytes part = sends ? ddp_call_sends(c, e->rank, peer) : ddp_call_receives(c, e->rank, peer);
     uint64_t which = single ? (uint64_t)c->tag : (uint64_t)c->op << 20 | (uint64_t)(c->root + 1);
     ucp_request_param_t to_answer = {plain.op_attr_mask | UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA, .cb.recv = answer, .user_data = m};
-    *m = (message){.e = e, .peer = peer, .sends = sends, .bytes = count * size};
+    *m = (message){.e = e, .peer = peer, .sends = sends, .bytes = part.size};
     m->memory = !sends ? recv : k == DDP_CALL_BROADCAST ? (char *)c->recv : (char *)(uintptr_t)c->send;
     m->tag = tag_of(from, single ? SINGLE : COLLECTIVE, which << 8 | (uint64_t)c->dtype << 4 | (single ? DDP_CALL_SEND : k));
-    if (count && (offsets || in_blocks)) m->memory += offsets ? offsets[peer] * size : (size_t)peer * m->bytes;
+    if (part.size) m->memory += !sends && ddp_call_adds(c) ? (size_t)peer * part.size : part.begin; /* what is added comes side by side */
     if (peer == e->rank) return;
     pthread_mutex_lock(&e->mutex);
     if (!e->stopped && !sends) m->requests[0] = ucp_tag_recv_nbx(e->worker, m->memory, m->bytes, m->tag, single ? which_bits : sender_bits, &to_answer);
@@ -118,7 +114,7 @@ static ddp_result p2p_poll(ddp_group *group, void *state, void *request, int *do
 
 static ddp_result run(ddp_group *group, void *state, const ddp_call *c) {
     engine *e = (engine *)state;
-    int w = e->size, ms = ddp_group_timeout_ms(group), k = c->kind, reduces = k == DDP_CALL_ALL_REDUCE || k == DDP_CALL_REDUCE || k == DDP_CALL_REDUCE_SCATTER;
+    int w = e->size, ms = ddp_group_timeout_ms(group), reduces = ddp_call_adds(c);
     double deadline = ddp_now() + ms * 1e-3;
     message *m = (message *)ddp_host_alloc(group, (size_t)w * (2 * sizeof *m + sizeof(void *) + (reduces ? c->count * ddp_dtype_size(c->dtype) : 0)));
     const void **sources = (const void **)(void *)(m + 2 * w); /* behind what comes and what goes; then what is to be reduced */
@@ -135,7 +131,7 @@ static ddp_result run(ddp_group *group, void *state, const ddp_call *c) {
         if (!done && ddp_now() > deadline) failed(e, ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing: rank %d", ms, m[i].peer));
         if (!done) tries < 1000 ? tries++, sched_yield() : usleep(50);
     }
-    if (result == DDP_OK && reduces && (k != DDP_CALL_REDUCE || e->rank == c->root))
+    if (result == DDP_OK && reduces && ddp_call_receives(c, e->rank, e->rank).size)
         ddp_reduce_tree(c->recv, sources, w, c->count, c->dtype, c->op, c->divisor);
     ddp_host_free(group, m);
     return result;
