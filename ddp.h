@@ -8661,29 +8661,18 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
     return ddp__reducer_check_memory(reducer);
 }
 
-/* host (count elements) becomes op over ranks of host. */
-static ddp_result ddp__reducer_agree(ddp_reducer *reducer, size_t count, ddp_dtype dtype, ddp_op op) {
-    if (reducer->group->world_size == 1) return DDP_OK;
-    return ddp__submit_host(reducer->group, DDP_CALL_ALL_REDUCE, reducer->host, reducer->host, count, dtype, op, 0);
-}
-
-/* Every rank's bytes (the same number each) end up in host, in rank order. */
-static ddp_result ddp__reducer_gather(ddp_reducer *reducer, const void *mine, size_t bytes) {
-    return ddp__submit_host(reducer->group, DDP_CALL_ALL_GATHER, mine, reducer->host, bytes, DDP_U8, DDP_OP_SUM, 0);
-}
-
 /* All ranks create the same reducer, or all fail. own: the result of this rank so far. After a mismatch all ranks go
    through the list together, up to the first entry that differs. */
-static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
+static ddp_result ddp__reducer_compare(ddp_group *group, const ddp_reducer *reducer, ddp_result own) {
     const char *who = "ddp_reducer_create";
-    int entries = DDP__SCHEMA_OPTIONS + reducer->desc.param_count + 1 + reducer->desc.buffer_count + 1;
+    int entries = own == DDP_OK ? DDP__SCHEMA_OPTIONS + reducer->desc.param_count + 1 + reducer->desc.buffer_count + 1 : 0;
     ddp__entry entry = {0, ""};
-    for (int i = 0; i < entries && own == DDP_OK; i++) entry = ddp__schema_entry(reducer, i, entry.hash);
-    ddp_result result = ddp_agree(reducer->group, who, own, entry.hash, "");
+    for (int i = 0; i < entries; i++) entry = ddp__schema_entry(reducer, i, entry.hash);
+    ddp_result result = ddp_agree(group, who, own, entry.hash, "");
     entry.hash = 0;
     for (int i = 0; i < entries && result == DDP_ERR_MISMATCH; i++) {
         entry = ddp__schema_entry(reducer, i, entry.hash);
-        DDP_TRY(ddp_agree(reducer->group, who, DDP_OK, entry.hash, entry.text));
+        DDP_TRY(ddp_agree(group, who, DDP_OK, entry.hash, entry.text));
     }
     return result;
 }
@@ -8705,7 +8694,7 @@ static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
         if (left->dtype == right->dtype && left->placed == right->placed && left->data + extent == right->data) left->next = keys[k].index;
     }
     for (int i = 0; i < n; i++) links[n + i] = -(links[i] = reducer->grads[i].next);
-    DDP_TRY(ddp__reducer_agree(reducer, (size_t)n * 2, DDP_I32, DDP_OP_MIN)); /* the smallest, and minus the largest */
+    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, links, links, (size_t)n * 2, DDP_I32, DDP_OP_MIN, -1)); /* the smallest, and minus the largest */
     for (int i = 0; i < n; i++) {
         if (links[i] != -links[n + i]) reducer->grads[i].next = -1;
         else if (links[i] >= 0) reducer->grads[links[i]].previous = i;
@@ -8765,22 +8754,20 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp__grad_key) : 0;
     size_t gathered = (size_t)group->world_size;
     ddp_reducer *reducer = (ddp_reducer *)ddp__group_calloc(group, sizeof *reducer + (keys > gathered ? keys : gathered));
-    ddp_result made = ddp_agree(group, "ddp_reducer_create", reducer ? DDP_OK : DDP_ERR_NO_MEMORY, 0, "");
-    if (made != DDP_OK) {
-        ddp_host_free(group, reducer);
-        return made;
+    ddp_result result = DDP_ERR_NO_MEMORY;
+    if (reducer) {
+        reducer->group = group;
+        reducer->device = group->device;
+        reducer->active = group->world_size;
+        reducer->host = reducer + 1;
+        result = out ? ddp__reducer_prepare(reducer, desc) : ddp__bad("ddp_reducer_create", NULL, "out is NULL");
     }
-    reducer->group = group;
-    reducer->device = group->device;
-    reducer->active = group->world_size;
-    reducer->host = reducer + 1;
-    ddp_result result = out ? ddp__reducer_prepare(reducer, desc) : ddp__bad("ddp_reducer_create", NULL, "out is NULL");
-    result = ddp__reducer_compare(reducer, result);
+    result = ddp__reducer_compare(group, reducer, result);
     if (result == DDP_OK) result = ddp__reducer_build(reducer);
     ddp_saved_error failure = {DDP_OK, ""};
     ddp_error_save(&failure, result);
     if (result == DDP_OK) *out = reducer;
-    else ddp__reducer_free(reducer);
+    else if (reducer) ddp__reducer_free(reducer);
     return ddp_error_restore(&failure);
 }
 
@@ -8826,7 +8813,7 @@ static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
 static ddp_result ddp__reducer_find_unused(ddp_reducer *reducer) {
     unsigned char *used = (unsigned char *)reducer->host;
     for (int i = 0; i < reducer->desc.param_count; i++) used[i] = reducer->grads[i].ready;
-    DDP_TRY(ddp__reducer_agree(reducer, (size_t)reducer->desc.param_count, DDP_U8, DDP_OP_MAX));
+    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, used, used, (size_t)reducer->desc.param_count, DDP_U8, DDP_OP_MAX, -1));
     reducer->stats.unused_count = 0;
     for (int i = 0; i < reducer->desc.param_count; i++) {
         ddp__grad *grad = &reducer->grads[i];
@@ -8843,7 +8830,7 @@ static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) 
     const ddp_group *group = reducer->group;
     int64_t *first = (int64_t *)reducer->host;
     *first = missing < 0 ? INT64_MAX : (int64_t)missing * group->world_size + group->rank;
-    DDP_TRY(ddp__reducer_agree(reducer, 1, DDP_I64, DDP_OP_MIN));
+    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, 1, DDP_I64, DDP_OP_MIN, -1));
     DDP__CHECK("ddp_reducer_wait", group, *first == INT64_MAX, "%s never became ready on rank %d in step %llu; call ddp_reducer_ready for it in "
                "every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(*first / group->world_size)).text,
                (int)(*first % group->world_size), (unsigned long long)reducer->stats.steps);
@@ -8856,7 +8843,7 @@ static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
     int *order = reducer->ready_order, *first = (int *)reducer->host;
     for (int i = n - 1; i >= 0; i--) if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused)) order[count++] = i;
     for (int k = 0; k < n; k++) first[k] = reducer->group->rank > 0 ? INT32_MAX : k < count ? order[k] : -1; /* rank 0's is the smallest */
-    DDP_TRY(ddp__reducer_agree(reducer, (size_t)n, DDP_I32, DDP_OP_MIN));
+    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, (size_t)n, DDP_I32, DDP_OP_MIN, -1));
     for (count = 0; count < n && first[count] >= 0; count++) order[count] = first[count];
     DDP_TRY(ddp__buckets_plan(reducer, count));
     reducer->stats.rebuilt = 1;
@@ -8911,7 +8898,7 @@ DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean) {
     DDP__NEED(group && mean, "group or mean is NULL");
     all.mean = *mean;
     all.negative = mean->count < 0;
-    DDP_TRY(ddp__submit_host(group, DDP_CALL_ALL_REDUCE, &all, &all, sizeof all / sizeof(int64_t), DDP_I64, DDP_OP_SUM, 0));
+    DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &all, &all, sizeof all / sizeof(int64_t), DDP_I64, DDP_OP_SUM, -1));
     DDP__CHECK("ddp_mean_reduce", group, !all.negative, "the count is negative on %lld ranks, here it is %lld; counts of tokens add up",
                (long long)all.negative, (long long)mean->count);
     *mean = all.mean;
@@ -9218,7 +9205,7 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
     DDP__REDUCER_NEED(reducer, reducer->ready_count == 0, "a step is under way; call it before backward, after ddp_reducer_wait");
     for (;;) {
         int world_size = reducer->group->world_size, count = 0;
-        DDP_TRY(ddp__reducer_gather(reducer, &mine, 1));
+        DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_GATHER, &mine, reducer->host, 1, DDP_U8, DDP_OP_SUM, -1));
         for (int r = world_size - 1; r >= 0; r--)
             if (all[r]) { join->lowest = r; count++; }
         if (join->desc.mode == DDP_JOIN_STOP && count < world_size) return DDP_OK;
@@ -9772,33 +9759,26 @@ static void ddp__loader_draw(ddp_loader *l) {
     ddp__loader_open(l, l->drawn++);
 }
 
-/* Fetches samples *at to end - 1, without the lock; *at is then the one that failed. */
-static ddp_result ddp__loader_fetch(ddp_loader *l, ddp__loader_worker *w, const ddp__loader_slot *slot, int64_t *at, int64_t end) {
-    ddp_result result = DDP_OK;
-    void *to[DDP_LOADER_FIELDS];
-    for (int f = 0; f < l->desc.field_count; f++) to[f] = slot->data + l->field_at[f] + (size_t)*at * l->sample_bytes[f];
-    for (; *at < end && !ddp__load_relaxed(&l->leave); ++*at) {
-        __atomic_store_n(&w->index, slot->indices[*at], __ATOMIC_RELAXED);
-        result = l->desc.fetch(l->desc.fetch_user, slot->indices[*at], to);
-        if (result != DDP_OK) break;
-        for (int f = 0; f < l->desc.field_count; f++) to[f] = (unsigned char *)to[f] + l->sample_bytes[f];
-    }
-    return result;
-}
-
+/* Fetches a piece of the oldest batch that has unclaimed samples. at: the sample under way; after a failure the one that failed. */
 static void ddp__loader_piece(ddp_loader *l, ddp__loader_worker *w) {
     ddp__loader_slot *slot = ddp__loader_slot_of(l, l->open);
     int64_t begin = slot->claimed, end = slot->count - begin < l->piece ? slot->count : begin + l->piece, at = begin;
     const char *line = ddp_last_error();
     ddp_result result = DDP_OK;
-    double seconds = 0;
+    void *to[DDP_LOADER_FIELDS];
     slot->claimed = end;
     w->batch = l->open;
-    DDP__UNLOCKED(&l->lock) {
-        seconds -= ddp_now();
-        result = ddp__loader_fetch(l, w, slot, &at, end);
-        seconds += ddp_now();
+    pthread_mutex_unlock(&l->lock);
+    double seconds = -ddp_now();
+    for (int f = 0; f < l->desc.field_count; f++) to[f] = slot->data + l->field_at[f] + (size_t)at * l->sample_bytes[f];
+    for (; at < end && !ddp__load_relaxed(&l->leave); at++) {
+        __atomic_store_n(&w->index, slot->indices[at], __ATOMIC_RELAXED);
+        result = l->desc.fetch(l->desc.fetch_user, slot->indices[at], to);
+        if (result != DDP_OK) break;
+        for (int f = 0; f < l->desc.field_count; f++) to[f] = (unsigned char *)to[f] + l->sample_bytes[f];
     }
+    seconds += ddp_now();
+    pthread_mutex_lock(&l->lock);
     w->batch = -1;
     l->stats.fetch_seconds += seconds;
     slot->done += end - begin;
