@@ -909,16 +909,14 @@ static void ddp__grad_scale(const ddp_device *device, void *grad, size_t count, 
     else if (factor != 1) device->scale(grad, count, dtype, factor);
 }
 
-#define DDP__STEP_NEED(condition, ...) do { if (!(condition)) return ddp__fsdp_bad("ddp_optimizer_step", NULL, __VA_ARGS__); } while (0)
-
 /* at: NULL, or where the device has grad_scale. */
 static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_scale, const float *at) {
     ddp_update common[2];
-    DDP__STEP_NEED(o, "optimizer is NULL");
-    DDP__STEP_NEED(ddp__is_amount(lr), "lr=%g; pass 0 or more", (double)lr);
-    DDP__STEP_NEED(grad_scale > 0 && ddp__is_amount((double)grad_scale), "grad_scale=%g; pass a positive number, 1 for none", (double)grad_scale);
+    DDP__FSDP_NEED(o, "optimizer is NULL");
+    DDP__FSDP_NEED(ddp__is_amount(lr), "lr=%g; pass 0 or more", (double)lr);
+    DDP__FSDP_NEED(grad_scale > 0 && ddp__is_amount((double)grad_scale), "grad_scale=%g; pass a positive number, 1 for none", (double)grad_scale);
     for (int i = 0; i < o->desc.param_count; i++)
-        DDP__STEP_NEED(!o->params[i].count || (o->desc.params[i].value.data && o->desc.params[i].grad.data), "params[%d] \"%s\" has no %s", i,
+        DDP__FSDP_NEED(!o->params[i].count || (o->desc.params[i].value.data && o->desc.params[i].grad.data), "params[%d] \"%s\" has no %s", i,
                        o->desc.params[i].name ? o->desc.params[i].name : "", o->desc.params[i].value.data ? "gradient" : "values");
     DDP_TRY(ddp__fsdp_enter(o->group));
     for (int i = 0; i < o->desc.param_count; i++) {

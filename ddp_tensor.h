@@ -2448,18 +2448,9 @@ static ddp_result ddp__tp_multiply(const ddp_tp *tp, const ddp_gemm *g) {
 
 /* Rows of a product: `rows` of `in` from row first go to out. */
 static ddp_result ddp__linear_rows(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t first, int64_t rows, void *out) {
-    ddp_gemm g = DDP_ZERO;
-    g.dtype = l->tp->desc.dtype;
-    g.m = rows;
-    g.n = p->forward ? l->out : l->in;
-    g.k = p->forward ? l->in : l->out;
-    g.a = ddp__tp_at(l->tp, p->in, first * p->in_row);
-    g.lda = p->in_row;
-    g.b = p->weight;
-    g.ldb = l->in;
-    g.trans_b = p->forward;
-    g.c = out;
-    g.ldc = p->out_row;
+    const void *in = ddp__tp_at(l->tp, p->in, first * p->in_row);
+    const int64_t n = p->forward ? l->out : l->in, k = p->forward ? l->in : l->out;
+    const ddp_gemm g = {rows, n, k, p->in_row, l->in, p->out_row, in, p->weight, out, l->tp->desc.dtype, 0, p->forward, 0};
     return ddp__tp_multiply(l->tp, &g);
 }
 
@@ -2467,22 +2458,10 @@ static ddp_result ddp__linear_rows(const ddp_tp_linear *l, const ddp__linear_pro
 static ddp_result ddp__linear_gradients(const ddp_tp_linear *l, const void *dy, const void *x, int64_t x_row, int64_t rows,
                                         const ddp__linear_grads *grads, ddp__tp_pending *pending) {
     const ddp_tp *tp = l->tp;
-    ddp_gemm g = DDP_ZERO;
+    const ddp_gemm g = {l->out, l->in, rows, l->out, x_row, l->in, dy, x, grads->weight, tp->desc.dtype, 1, 0, tp->desc.accumulate_grads};
     if (!grads->wanted) return DDP_OK;
     if (grads->bias) DDP_TRY(ddp__tp_tell(tp, tp->kernels->sum_rows(rows, l->out, dy, tp->desc.accumulate_grads, grads->bias)));
     DDP_TRY(ddp__tp_wait(l->tp, &pending->works[0]));
-    g.dtype = tp->desc.dtype;
-    g.m = l->out;
-    g.n = l->in;
-    g.k = rows;
-    g.a = dy;
-    g.lda = l->out;
-    g.trans_a = 1;
-    g.b = x;
-    g.ldb = x_row;
-    g.c = grads->weight;
-    g.ldc = l->in;
-    g.accumulate = tp->desc.accumulate_grads;
     return ddp__tp_multiply(tp, &g);
 }
 
