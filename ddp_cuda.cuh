@@ -365,8 +365,6 @@ typedef struct ddp__cuda_runtime {
     cudaError_t (*set_device)(int device);
     cudaError_t (*malloc)(void **out, size_t size_bytes);
     cudaError_t (*free)(void *memory);
-    cudaError_t (*malloc_async)(void **out, size_t size_bytes, cudaStream_t stream);
-    cudaError_t (*free_async)(void *memory, cudaStream_t stream);
     cudaError_t (*memcpy_async)(void *dst, const void *src, size_t size_bytes, cudaMemcpyKind kind, cudaStream_t stream);
     cudaError_t (*memset_async)(void *dst, int value, size_t size_bytes, cudaStream_t stream);
     cudaError_t (*synchronize)(cudaStream_t stream);
@@ -384,7 +382,6 @@ typedef struct ddp__cuda_runtime {
     cudaError_t (*event_destroy)(cudaEvent_t event);
     cudaError_t (*event_record)(cudaEvent_t event, cudaStream_t stream);
     cudaError_t (*event_query)(cudaEvent_t event);
-    cudaError_t (*event_synchronize)(cudaEvent_t event);
     cudaError_t (*host_alloc)(void **out, size_t size_bytes); /* pinned */
     cudaError_t (*host_free)(void *memory);
     /* on_host: puts run(copy) on the stream; copy is argument's bytes, aligned to 16. */
@@ -433,11 +430,11 @@ static cudaError_t ddp__cuda_event_record(cudaEvent_t event, cudaStream_t stream
 static cudaError_t ddp__cuda_host_alloc(void **out, size_t size_bytes) { return cudaHostAlloc(out, size_bytes, cudaHostAllocPortable); }
 
 static const ddp__cuda_runtime *ddp__cuda_real_runtime(void) {
-    static const ddp__cuda_runtime table = {0, cudaGetDeviceCount, ddp__cuda_identity, cudaSetDevice, cudaMalloc, cudaFree, cudaMallocAsync,
-                                            cudaFreeAsync, cudaMemcpyAsync, cudaMemsetAsync, cudaStreamSynchronize, ddp__cuda_is_device_memory,
+    static const ddp__cuda_runtime table = {0, cudaGetDeviceCount, ddp__cuda_identity, cudaSetDevice, cudaMalloc, cudaFree,
+                                            cudaMemcpyAsync, cudaMemsetAsync, cudaStreamSynchronize, ddp__cuda_is_device_memory,
                                             cudaLaunchKernel, cudaGetLastError, cudaGetDevice, ddp__cuda_stream_create, cudaStreamDestroy,
                                             ddp__cuda_stream_wait_event, cudaStreamQuery, ddp__cuda_stream_capturing, ddp__cuda_relax_capture,
-                                            ddp__cuda_event_create, cudaEventDestroy, ddp__cuda_event_record, cudaEventQuery, cudaEventSynchronize,
+                                            ddp__cuda_event_create, cudaEventDestroy, ddp__cuda_event_record, cudaEventQuery,
                                             ddp__cuda_host_alloc, cudaFreeHost, NULL};
     return &table;
 }
@@ -485,6 +482,13 @@ static void ddp__cuda_keep(ddp_result result) {
 static void ddp__cuda_keep_error(cudaError_t error, const char *function, const char *call) {
     ddp__cuda_keep(ddp__cuda_fail(error, function, call));
 }
+
+/* Holds a mutex until the end of the block. */
+struct ddp__cuda_lock {
+    pthread_mutex_t *mutex;
+    explicit ddp__cuda_lock(pthread_mutex_t *held) : mutex(held) { pthread_mutex_lock(mutex); }
+    ~ddp__cuda_lock() { pthread_mutex_unlock(mutex); }
+};
 
 //== choosing a device =============================================================================== >>impl-pick
 
@@ -636,10 +640,15 @@ static DDP__HD double ddp__cuda_mul(double a, double b) { return DDP__CUDA_EITHE
 static DDP__HD double ddp__cuda_div(double a, double b) { return DDP__CUDA_EITHER(__ddiv_rn(a, b), a / b); }
 static DDP__HD double ddp__cuda_sqrt(double a) { return DDP__CUDA_EITHER(__dsqrt_rn(a), sqrt(a)); }
 
-static DDP__HD uint32_t ddp__cuda_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
-static DDP__HD uint64_t ddp__cuda_bits(double x) { uint64_t bits; memcpy(&bits, &x, 8); return bits; }
-static DDP__HD float ddp__cuda_from_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
-static DDP__HD double ddp__cuda_from_bits(uint64_t bits) { double x; memcpy(&x, &bits, 8); return x; }
+template <class To, class From> static DDP__HD To ddp__cuda_bit_cast(From x) {
+    To y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+static DDP__HD uint32_t ddp__cuda_bits(float x) { return ddp__cuda_bit_cast<uint32_t>(x); }
+static DDP__HD uint64_t ddp__cuda_bits(double x) { return ddp__cuda_bit_cast<uint64_t>(x); }
+static DDP__HD float ddp__cuda_from_bits(uint32_t bits) { return ddp__cuda_bit_cast<float>(bits); }
+static DDP__HD double ddp__cuda_from_bits(uint64_t bits) { return ddp__cuda_bit_cast<double>(bits); }
 static DDP__HD int ddp__cuda_finite(float x) { return (ddp__cuda_bits(x) & 0x7f800000u) != 0x7f800000u; }
 static DDP__HD int ddp__cuda_finite(double x) { return (ddp__cuda_bits(x) >> 52 & 0x7ff) != 0x7ff; }
 
@@ -713,13 +722,12 @@ DDP__CUDA_TYPE(DDP_I64, int64_t, int64_t, uint64_t, 1, int64_t, int64_t)
 DDP__CUDA_TYPE(DDP_U64, uint64_t, uint64_t, uint64_t, 1, uint64_t, uint64_t)
 #undef DDP__CUDA_TYPE
 
-/* Leaves the function with call, in which D is the dtype: F32, F16 or BF16. */
-#define DDP__CUDA_BY_DTYPE(dtype, D, call)                                                           \
-    do {                                                                                             \
-        if ((dtype) == DDP_F32) { constexpr ddp_dtype D = DDP_F32; return call; }                    \
-        else if ((dtype) == DDP_F16) { constexpr ddp_dtype D = DDP_F16; return call; }               \
-        else { constexpr ddp_dtype D = DDP_BF16; return call; }                                      \
-    } while (0)
+/* f(D) with the dtype as a constant, decltype(D)::value: F32, F16 or BF16. */
+template <class F> static ddp_result ddp__cuda_by_dtype(ddp_dtype dtype, const F &f) {
+    if (dtype == DDP_F32) return f(std::integral_constant<ddp_dtype, DDP_F32>());
+    if (dtype == DDP_F16) return f(std::integral_constant<ddp_dtype, DDP_F16>());
+    return f(std::integral_constant<ddp_dtype, DDP_BF16>());
+}
 
 /* The float type in which a conversion between two types multiplies, and the roundings from it. */
 template <ddp_dtype D> static DDP__HD typename ddp__cuda_type<D>::store ddp__cuda_round(float x) {
@@ -1192,7 +1200,7 @@ template <ddp_dtype D, ddp_dtype S> static ddp_result ddp__cuda_multi_run(const 
 
 template <ddp_dtype D> static ddp_result ddp__cuda_multi_from(const ddp__cuda_multi_call *call, ddp_dtype src) {
     if (src == DDP_F64) return ddp__cuda_multi_run<D, DDP_F64>(call);
-    DDP__CUDA_BY_DTYPE(src, S, (ddp__cuda_multi_run<D, S>(call)));
+    return ddp__cuda_by_dtype(src, [&](auto S) { return ddp__cuda_multi_run<D, decltype(S)::value>(call); });
 }
 
 static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtype dst, ddp_dtype src) {
@@ -1203,7 +1211,7 @@ static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtyp
     for (int i = 0; i < call->range_count; i++)
         if (call->ranges[i].count && !call->ranges[i].data) return ddp_fail(DDP_ERR_INVALID, "%s: ranges[%d].data is NULL", call->function, i);
     if (dst == DDP_F64) return ddp__cuda_multi_from<DDP_F64>(call, src);
-    DDP__CUDA_BY_DTYPE(dst, D, ddp__cuda_multi_from<D>(call, src));
+    return ddp__cuda_by_dtype(dst, [&](auto D) { return ddp__cuda_multi_from<decltype(D)::value>(call, src); });
 }
 
 //== sums of squares by rows ========================================================================= >>impl-rows
@@ -1370,7 +1378,9 @@ template <int UNSCALE> static ddp_result ddp__cuda_squares_any(void *data, size_
                                                                cudaStream_t stream, const char *function) {
     if (!ddp_is_float(dtype)) return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s, and it takes floats", function, ddp_dtype_name(dtype));
     if (dtype == DDP_F64) return ddp__cuda_squares_run<DDP_F64, UNSCALE>(data, rows, row_count, factor, total, stream, function);
-    DDP__CUDA_BY_DTYPE(dtype, D, (ddp__cuda_squares_run<D, UNSCALE>(data, rows, row_count, factor, total, stream, function)));
+    return ddp__cuda_by_dtype(dtype, [&](auto D) {
+        return ddp__cuda_squares_run<decltype(D)::value, UNSCALE>(data, rows, row_count, factor, total, stream, function);
+    });
 }
 
 //== optimizers ================================================================================= >>impl-optimizers
@@ -2526,14 +2536,12 @@ static ddp_result ddp__nccl_status(const ddp_group *, void *state) {
 
 /* The first cause stays; text is complete before the cause is seen. */
 static void ddp__nccl_set_cause(ddp__nccl *n, ddp_result cause, const char *text, int is_peers) {
-    pthread_mutex_lock(&n->lock);
-    if (n->failure.cause == DDP_OK) {
-        snprintf(n->failure.text, sizeof n->failure.text, "%.*s", (int)sizeof n->failure.text - 1, text);
-        n->failure.from_peer = is_peers;
-        __atomic_store_n(&n->failure.cause, cause, __ATOMIC_RELEASE);
-        pthread_cond_broadcast(&n->changed);
-    }
-    pthread_mutex_unlock(&n->lock);
+    const ddp__cuda_lock lock(&n->lock);
+    if (n->failure.cause != DDP_OK) return;
+    snprintf(n->failure.text, sizeof n->failure.text, "%.*s", (int)sizeof n->failure.text - 1, text);
+    n->failure.from_peer = is_peers;
+    __atomic_store_n(&n->failure.cause, cause, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&n->changed);
 }
 
 static void ddp__nccl_poison(ddp_group *, void *state, ddp_result cause, const char *text) {
@@ -2555,23 +2563,20 @@ static void ddp__cuda_nap(int microseconds) {
 /* Between these two the communicator is the caller's. host_call: the NCCL call that blocks the host until
    every rank has made it, which must end within the timeout; NULL for stream work. */
 static ddp_result ddp__nccl_begin(ddp__nccl *n, const char *host_call) {
-    ddp_result result;
-    pthread_mutex_lock(&n->lock);
-    result = n->failure.cause;
-    n->comm.busy = result == DDP_OK;
-    n->comm.host_call = n->comm.busy ? host_call : NULL;
+    const ddp__cuda_lock lock(&n->lock);
+    DDP_TRY(ddp__nccl_status(n->group, n));
+    n->comm.busy = 1;
+    n->comm.host_call = host_call;
     n->comm.host_since = ddp_now();
-    pthread_mutex_unlock(&n->lock);
-    return result == DDP_OK ? DDP_OK : ddp__nccl_status(n->group, n);
+    return DDP_OK;
 }
 
 static void ddp__nccl_end(ddp__nccl *n) {
-    pthread_mutex_lock(&n->lock);
+    const ddp__cuda_lock lock(&n->lock);
     if (n->comm.aborted) n->comm.handle = NULL;
     n->comm.busy = 0;
     n->comm.host_call = NULL;
     pthread_cond_broadcast(&n->changed);
-    pthread_mutex_unlock(&n->lock);
 }
 
 /* The result of an NCCL call on comm. Only a non-blocking communicator of the user's is ever in progress. */
@@ -2612,26 +2617,28 @@ static ddp_result ddp__nccl_close_group(ddp__nccl *n, ddp_result before) {
     return before == DDP_OK ? ddp__nccl_settle(n, error, "ncclGroupEnd") : before;
 }
 
-static ddp_result ddp__nccl_send(ddp__nccl *n, const void *base, size_t offset, size_t count, ddp_dtype dtype, int peer) {
-    const unsigned char *from = (const unsigned char *)base + offset * ddp_dtype_size(dtype);
-    if (count == 0) return DDP_OK;
-    return ddp__nccl_settle(n, ncclSend(from, count, ddp__nccl_dtype[dtype], peer, n->comm.handle, n->lanes->stream[DDP_STREAM_COMM]), "ncclSend");
-}
+/* What this rank sends to a peer and receives from it, in elements. */
+typedef struct ddp__nccl_block { size_t send_at, send_count, recv_at, recv_count; } ddp__nccl_block;
 
-static ddp_result ddp__nccl_recv(ddp__nccl *n, void *base, size_t offset, size_t count, ddp_dtype dtype, int peer) {
-    unsigned char *to = (unsigned char *)base + offset * ddp_dtype_size(dtype);
-    if (count == 0) return DDP_OK;
-    return ddp__nccl_settle(n, ncclRecv(to, count, ddp__nccl_dtype[dtype], peer, n->comm.handle, n->lanes->stream[DDP_STREAM_COMM]), "ncclRecv");
-}
-
-/* This rank's own block, which needs no sending. */
-static ddp_result ddp__nccl_copy(ddp__nccl *n, void *to, size_t to_offset, const void *from, size_t from_offset, size_t count, ddp_dtype dtype) {
+/* Exchanges a block with every rank, in one NCCL group. block_of(j) is that of rank j; the own one is copied. */
+template <class F> static ddp_result ddp__nccl_exchange(ddp__nccl *n, ddp_dtype dtype, const void *send, void *recv, const F &block_of) {
+    cudaStream_t stream = n->lanes->stream[DDP_STREAM_COMM];
+    ncclDataType_t type = ddp__nccl_dtype[dtype];
     size_t size = ddp_dtype_size(dtype);
-    unsigned char *dst = (unsigned char *)to + to_offset * size;
-    const unsigned char *src = (const unsigned char *)from + from_offset * size;
-    cudaError_t error = cudaSuccess;
-    if (count && dst != src) error = DDP__CUDA_RUNTIME->memcpy_async(dst, src, count * size, cudaMemcpyDeviceToDevice, n->lanes->stream[DDP_STREAM_COMM]);
-    return ddp__cuda_group_fail(n->group, error, "cudaMemcpyAsync");
+    ddp_result result = ddp__nccl_open_group(n);
+    if (result != DDP_OK) return result;
+    for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
+        const ddp__nccl_block b = block_of(j);
+        const unsigned char *from = b.send_count ? (const unsigned char *)send + b.send_at * size : NULL;
+        unsigned char *to = b.recv_count ? (unsigned char *)recv + b.recv_at * size : NULL;
+        if (j != n->rank) {
+            if (from) result = ddp__nccl_settle(n, ncclSend(from, b.send_count, type, j, n->comm.handle, stream), "ncclSend");
+            if (to && result == DDP_OK) result = ddp__nccl_settle(n, ncclRecv(to, b.recv_count, type, j, n->comm.handle, stream), "ncclRecv");
+        } else if (from && to && from != to)
+            result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->memcpy_async(to, from, b.recv_count * size, cudaMemcpyDeviceToDevice, stream),
+                                          "cudaMemcpyAsync");
+    }
+    return ddp__nccl_close_group(n, result);
 }
 
 //== NCCL: reductions in tree order ================================================================== >>impl-nccl-tree
@@ -2654,34 +2661,25 @@ static size_t ddp__nccl_share(const ddp__nccl_tree *t, int rank, size_t *count) 
 
 static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     const ddp_call *call = t->call;
-    size_t mine, size = ddp_dtype_size(call->dtype), own = ddp__nccl_share(t, n->rank, &mine), theirs, at;
+    size_t mine, size = ddp_dtype_size(call->dtype), own = ddp__nccl_share(t, n->rank, &mine);
     unsigned char *scratch = (unsigned char *)n->workspace.memory;
     const void *sources[2] = {scratch, (const unsigned char *)call->send + own * size};
-    int to_all = call->kind == DDP_CALL_ALL_REDUCE, to_root = call->kind == DDP_CALL_REDUCE;
+    int to_all = call->kind == DDP_CALL_ALL_REDUCE, to_root = call->kind == DDP_CALL_REDUCE, is_root = to_root && call->root == n->rank;
     void *sum = scratch + (size_t)n->rank * t->share * size;
-    ddp_result result = DDP_OK;
-    DDP_TRY(ddp__nccl_open_group(n));
-    for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
-        if (j == n->rank) continue;
-        at = ddp__nccl_share(t, j, &theirs);
-        result = ddp__nccl_send(n, call->send, at, theirs, call->dtype, j);
-        if (result == DDP_OK) result = ddp__nccl_recv(n, scratch, (size_t)j * t->share, mine, call->dtype, j);
-    }
-    result = ddp__nccl_close_group(n, result);
-    if (to_all || (to_root && call->root == n->rank)) sum = (unsigned char *)call->recv + own * size;
+    DDP_TRY(ddp__nccl_exchange(n, call->dtype, call->send, scratch, [&](int j) {
+        size_t theirs, at = ddp__nccl_share(t, j, &theirs);
+        return ddp__nccl_block{at, j == n->rank ? 0 : theirs, (size_t)j * t->share, mine};
+    }));
+    if (to_all || is_root) sum = (unsigned char *)call->recv + own * size;
     if (call->kind == DDP_CALL_REDUCE_SCATTER) sum = (unsigned char *)call->recv + t->first * size;
     const ddp__cuda_tree_call tree = {&sum, 1, sources, n->world_size, mine, call->op, call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1,
                                       n->lanes->stream[DDP_STREAM_COMM], "the sum in tree order", t->share * size, n->rank};
-    if (result == DDP_OK && mine) result = ddp__cuda_tree_any(&tree, call->dtype);
-    if (result != DDP_OK || !(to_all || to_root)) return result;
-    DDP_TRY(ddp__nccl_open_group(n));
-    for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
-        if (j == n->rank) continue;
-        at = ddp__nccl_share(t, j, &theirs);
-        if (to_all || call->root == j) result = ddp__nccl_send(n, sum, 0, mine, call->dtype, j);
-        if (result == DDP_OK && (to_all || call->root == n->rank)) result = ddp__nccl_recv(n, call->recv, at, theirs, call->dtype, j);
-    }
-    return ddp__nccl_close_group(n, result);
+    if (mine) DDP_TRY(ddp__cuda_tree_any(&tree, call->dtype));
+    if (!to_all && !to_root) return DDP_OK;
+    return ddp__nccl_exchange(n, call->dtype, sum, call->recv, [&](int j) {
+        size_t theirs, at = ddp__nccl_share(t, j, &theirs);
+        return ddp__nccl_block{0, to_all || call->root == j ? mine : 0, at, j != n->rank && (to_all || is_root) ? theirs : 0};
+    });
 }
 
 /* Replaces the memory of the workspace. cudaFree waits for the whole device: no rank goes on before all have freed, as what it would begin may wait for one that shares the device. */
@@ -2704,8 +2702,7 @@ static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) 
     ddp_result result = DDP_OK;
     if (n->world_size > DDP__CUDA_TREE_MOST)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "reductions in tree order reach %d ranks, the group has %d: use DDP_ORDER_ANY", DDP__CUDA_TREE_MOST, n->world_size);
-    t.share = scatter ? call->count : (call->count + world - 1) / world;
-    t.share = (t.share + 15) / 16 * 16; /* shares begin at whole vectors */
+    t.share = ddp_round_up(scatter ? call->count : (call->count + world - 1) / world, 16); /* shares begin at whole vectors */
     if (t.share > most) t.share = most;
     if (n->world_size == 1)
         return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype, call->op, call->divisor, n->lanes->stream[DDP_STREAM_COMM]);
@@ -2732,30 +2729,27 @@ static int ddp__nccl_in_order(const ddp__nccl *n, const ddp_call *call) {
            ((call->op == DDP_OP_MIN || call->op == DDP_OP_MAX) && is_float);
 }
 
-/* The operation of a call. An average over another number than the ranks' multiplies first, as NCCL's own does; *made is then to be destroyed. */
-static ddp_result ddp__nccl_op_of(ddp__nccl *n, const ddp_call *call, ncclRedOp_t *op, int *made) {
-    static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclMin, ncclMax, ncclProd};
+/* The average over another number than the ranks': multiplies first, as NCCL's own average does. */
+static ddp_result ddp__nccl_average(ddp__nccl *n, const ddp_call *call, ncclRedOp_t *op) {
     union { float f32; double f64; uint16_t half; } factor;
-    *op = ops[call->op];
-    *made = 0;
-    if (call->op != DDP_OP_AVG || call->divisor == 0 || call->divisor == (uint64_t)n->world_size) return DDP_OK;
+    float f32 = 1.0f / (float)call->divisor;
     if (call->dtype == DDP_F64) factor.f64 = 1.0 / (double)call->divisor;
-    else if (call->dtype == DDP_F32) factor.f32 = 1.0f / (float)call->divisor;
-    else factor.half = call->dtype == DDP_F16 ? ddp__cuda_to_f16(1.0f / (float)call->divisor) : ddp__cuda_to_bf16(1.0f / (float)call->divisor);
-    *made = 1;
+    else if (call->dtype == DDP_F32) factor.f32 = f32;
+    else factor.half = call->dtype == DDP_F16 ? ddp__cuda_to_f16(f32) : ddp__cuda_to_bf16(f32);
     return ddp__nccl_error(
         ncclRedOpCreatePreMulSum(op, &factor, ddp__nccl_dtype[call->dtype], ncclScalarHostImmediate, n->comm.handle),
         "ncclRedOpCreatePreMulSum");
 }
 
 static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
+    static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclMin, ncclMax, ncclProd};
     cudaStream_t stream = n->lanes->stream[DDP_STREAM_COMM];
     ncclDataType_t dtype = ddp__nccl_dtype[call->dtype];
-    ncclRedOp_t op;
-    int made;
+    ncclRedOp_t op = ops[call->op];
+    int made = call->op == DDP_OP_AVG && call->divisor && call->divisor != (uint64_t)n->world_size;
     ddp_result result;
     if (ddp__nccl_in_order(n, call)) return ddp__nccl_reduce_in_order(n, call);
-    DDP_TRY(ddp__nccl_op_of(n, call, &op, &made));
+    if (made) DDP_TRY(ddp__nccl_average(n, call, &op));
     if (call->kind == DDP_CALL_ALL_REDUCE)
         result = ddp__nccl_settle(n, ncclAllReduce(call->send, call->recv, call->count, dtype, op, n->comm.handle, stream), "ncclAllReduce");
     else if (call->kind == DDP_CALL_REDUCE)
@@ -2770,18 +2764,12 @@ static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
 static ddp_result ddp__nccl_blocks(ddp__nccl *n, const ddp_call *call) {
     int gather = call->kind == DDP_CALL_GATHER, scatter = call->kind == DDP_CALL_SCATTER, root = call->root, me = n->rank;
     size_t count = call->count;
-    ddp_result result = ddp__nccl_open_group(n);
-    if (result != DDP_OK) return result;
-    for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
+    return ddp__nccl_exchange(n, call->dtype, call->send, call->recv, [&](int j) {
         size_t to = gather ? 0 : call->send_offsets ? call->send_offsets[j] : (size_t)j * count, out = call->send_counts ? call->send_counts[j] : count;
         size_t from = scatter ? 0 : call->recv_offsets ? call->recv_offsets[j] : (size_t)j * count, in = call->recv_counts ? call->recv_counts[j] : count;
         int sends = gather ? j == root : !scatter || me == root, receives = scatter ? j == root : !gather || me == root;
-        if (j == me && sends && receives) { result = ddp__nccl_copy(n, call->recv, from, call->send, to, in, call->dtype); continue; }
-        if (j == me) continue;
-        if (sends) result = ddp__nccl_send(n, call->send, to, out, call->dtype, j);
-        if (receives && result == DDP_OK) result = ddp__nccl_recv(n, call->recv, from, in, call->dtype, j);
-    }
-    return ddp__nccl_close_group(n, result);
+        return ddp__nccl_block{to, sends ? out : 0, from, receives ? in : 0};
+    });
 }
 
 static ddp_result ddp__nccl_all_gather_v(ddp__nccl *n, const ddp_call *call) {
@@ -2826,8 +2814,8 @@ static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call) {
     case DDP_CALL_ALL_GATHER:
         return ddp__nccl_settle(n, ncclAllGather(call->send, call->recv, call->count, dtype, n->comm.handle, stream), "ncclAllGather");
     case DDP_CALL_ALL_GATHER_V: return ddp__nccl_all_gather_v(n, call);
-    case DDP_CALL_SEND: return ddp__nccl_send(n, call->send, 0, call->count, call->dtype, call->root);
-    case DDP_CALL_RECV: return ddp__nccl_recv(n, call->recv, 0, call->count, call->dtype, call->root);
+    case DDP_CALL_SEND: return ddp__nccl_settle(n, ncclSend(call->send, call->count, dtype, call->root, n->comm.handle, stream), "ncclSend");
+    case DDP_CALL_RECV: return ddp__nccl_settle(n, ncclRecv(call->recv, call->count, dtype, call->root, n->comm.handle, stream), "ncclRecv");
     case DDP_CALL_ALL_REDUCE: case DDP_CALL_REDUCE: case DDP_CALL_REDUCE_SCATTER: return ddp__nccl_reduce(n, call);
     default: return ddp__nccl_blocks(n, call);
     }
@@ -2851,10 +2839,11 @@ static ddp_result ddp__nccl_op_end(ddp__nccl *n, const ddp_call *call, ddp_resul
     ddp__nccl_op *op = &n->ops.at[n->ops.current];
     int runs = result == DDP_OK && !n->capturing;
     if (runs) result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->event_record(op->event, n->lanes->stream[DDP_STREAM_COMM]), "cudaEventRecord");
-    pthread_mutex_lock(&n->lock);
-    if (!runs) n->ops.count -= n->ops.count > 0;
-    op->recorded = runs && result == DDP_OK;
-    pthread_mutex_unlock(&n->lock);
+    {
+        const ddp__cuda_lock lock(&n->lock);
+        if (!runs) n->ops.count -= n->ops.count > 0;
+        op->recorded = runs && result == DDP_OK;
+    }
     ddp__nccl_end(n);
     return ddp__nccl_failed(n, call, result);
 }
@@ -2867,18 +2856,19 @@ static ddp_result ddp__nccl_op_begin(ddp__nccl *n, const ddp_call *call) {
     ddp_result result = ddp__nccl_begin(n, NULL);
     if (result != DDP_OK) return result;
     result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_STREAM_COMM], &n->capturing), "cudaStreamIsCapturing");
-    pthread_mutex_lock(&n->lock);
-    if (!p2p) {
-        n->watchdog.own.mark[call->seq % DDP__NCCL_MARKS] = mark;
-        n->watchdog.own.issued = call->seq;
+    {
+        const ddp__cuda_lock lock(&n->lock);
+        if (!p2p) {
+            n->watchdog.own.mark[call->seq % DDP__NCCL_MARKS] = mark;
+            n->watchdog.own.issued = call->seq;
+        }
+        if (ops->count < DDP__NCCL_OPS) ops->count++;
+        ops->current = (ops->first + ops->count - 1) % DDP__NCCL_OPS;
+        ops->at[ops->current].mark = mark;
+        ops->at[ops->current].recorded = 0;
+        if (ops->count == 1) ops->since = ddp_now();
+        gone = n->watchdog.gone;
     }
-    if (ops->count < DDP__NCCL_OPS) ops->count++;
-    ops->current = (ops->first + ops->count - 1) % DDP__NCCL_OPS;
-    ops->at[ops->current].mark = mark;
-    ops->at[ops->current].recorded = 0;
-    if (ops->count == 1) ops->since = ddp_now();
-    gone = n->watchdog.gone;
-    pthread_mutex_unlock(&n->lock);
     if (result == DDP_OK && gone && (!p2p || call->root == gone - 1)) result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d has left the group", gone - 1);
     return result == DDP_OK ? DDP_OK : ddp__nccl_op_end(n, call, result);
 }
@@ -2942,10 +2932,11 @@ static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *words, dd
     char text[640], call[160], behind[300] = "";
     ddp__cuda_mark first = DDP_ZERO;
     int heard = cause == DDP_ERR_TIMEOUT;
-    pthread_mutex_lock(&n->lock);
-    if (n->ops.count) first = n->ops.at[n->ops.first].mark;
-    heard |= ddp_now() - n->ops.since > 10e-3 * DDP__NCCL_TICK_MS;
-    pthread_mutex_unlock(&n->lock);
+    {
+        const ddp__cuda_lock lock(&n->lock);
+        if (n->ops.count) first = n->ops.at[n->ops.first].mark;
+        heard |= ddp_now() - n->ops.since > 10e-3 * DDP__NCCL_TICK_MS;
+    }
     if (heard && (first.seq || ddp__cuda_is_message(&first))) ddp__nccl_behind(n, words, &first, behind, sizeof behind);
     snprintf(text, sizeof text, "%.180s; %s of group %.60s is under way on rank %d%s%.160s", what, ddp__nccl_describe(call, &first), ddp_group_name(n->group),
              n->rank, behind[0] ? "; " : "", behind);
@@ -2963,18 +2954,19 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_rank_state *words) {
     ddp__nccl_ops *ops = &n->ops;
     ncclResult_t asked = ncclSuccess, state = ncclSuccess;
     ddp_result result = DDP_OK;
-    pthread_mutex_lock(&n->lock);
-    while (ops->count && ops->at[ops->first].recorded && done) {
-        result = ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(ops->at[ops->first].event), "work on the GPU failed", "cudaEventQuery", &done);
-        if (!done) break;
-        ops->first = (ops->first + 1) % DDP__NCCL_OPS;
-        ops->count--;
-        ops->since = now;
+    {
+        const ddp__cuda_lock lock(&n->lock);
+        while (ops->count && ops->at[ops->first].recorded && done) {
+            result = ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(ops->at[ops->first].event), "work on the GPU failed", "cudaEventQuery", &done);
+            if (!done) break;
+            ops->first = (ops->first + 1) % DDP__NCCL_OPS;
+            ops->count--;
+            ops->since = now;
+        }
+        if (ops->count && now - ops->since > timeout_ms * 1e-3) snprintf(what, sizeof what, "timed out after %d ms", timeout_ms);
+        if (n->comm.host_call && now - n->comm.host_since > timeout_ms * 1e-3) host_call = n->comm.host_call;
+        if (n->comm.handle && !n->comm.busy && n->failure.cause == DDP_OK) asked = ncclCommGetAsyncError(n->comm.handle, &state);
     }
-    if (ops->count && now - ops->since > timeout_ms * 1e-3) snprintf(what, sizeof what, "timed out after %d ms", timeout_ms);
-    if (n->comm.host_call && now - n->comm.host_since > timeout_ms * 1e-3) host_call = n->comm.host_call;
-    if (n->comm.handle && !n->comm.busy && n->failure.cause == DDP_OK) asked = ncclCommGetAsyncError(n->comm.handle, &state);
-    pthread_mutex_unlock(&n->lock);
     if (asked == ncclSuccess) asked = state == ncclInProgress ? ncclSuccess : state;
     if (result == DDP_OK) result = ddp__nccl_error(asked, "ncclCommGetAsyncError");
     if (result != DDP_OK) {
@@ -3016,13 +3008,14 @@ static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_rank_state *words) {
         ddp__cuda_mark needs = DDP_ZERO;
         if (!words[r].leaving || r == n->rank) continue;
         gone = r + 1;
-        pthread_mutex_lock(&n->lock);
-        n->watchdog.gone = gone;
-        for (int i = 0; i < n->ops.count; i++) {
-            const ddp__cuda_mark *mark = &n->ops.at[(n->ops.first + i) % DDP__NCCL_OPS].mark;
-            if (!ddp__cuda_is_message(mark) && mark->seq > words[r].issued && needs.seq == 0) needs = *mark;
+        {
+            const ddp__cuda_lock lock(&n->lock);
+            n->watchdog.gone = gone;
+            for (int i = 0; i < n->ops.count; i++) {
+                const ddp__cuda_mark *mark = &n->ops.at[(n->ops.first + i) % DDP__NCCL_OPS].mark;
+                if (!ddp__cuda_is_message(mark) && mark->seq > words[r].issued && needs.seq == 0) needs = *mark;
+            }
         }
-        pthread_mutex_unlock(&n->lock);
         if (needs.seq == 0) continue;
         snprintf(text, sizeof text, "rank %d left the group, and %s needs it", r, ddp__nccl_describe(what, &needs));
         ddp__nccl_poison(n->group, n, DDP_ERR_PEER_LOST, text);
@@ -3069,20 +3062,20 @@ static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
     until.tv_nsec += milliseconds * 1000000L;
     until.tv_sec += until.tv_nsec / 1000000000L;
     until.tv_nsec %= 1000000000L;
-    pthread_mutex_lock(&n->lock);
+    const ddp__cuda_lock lock(&n->lock);
     if (!__atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE) && (n->failure.cause == DDP_OK || n->failure.cleaned || n->comm.busy))
         pthread_cond_timedwait(&n->changed, &n->lock, &until);
-    pthread_mutex_unlock(&n->lock);
 }
 
 /* Says this rank's word. */
 static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_rank_state *word, ddp__nccl_rank_state *words, ddp_work *work) {
-    pthread_mutex_lock(&n->lock);
-    n->watchdog.own.result = n->failure.cause;
-    n->watchdog.own.leaving = __atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE);
-    snprintf(n->watchdog.own.text, sizeof n->watchdog.own.text, "%.399s", n->failure.cause == DDP_OK ? "" : n->failure.text);
-    *word = n->watchdog.own;
-    pthread_mutex_unlock(&n->lock);
+    {
+        const ddp__cuda_lock lock(&n->lock);
+        n->watchdog.own.result = n->failure.cause;
+        n->watchdog.own.leaving = __atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE);
+        snprintf(n->watchdog.own.text, sizeof n->watchdog.own.text, "%.399s", n->failure.cause == DDP_OK ? "" : n->failure.text);
+        *word = n->watchdog.own;
+    }
     return ddp_all_gather(n->watchdog.group, word, words, sizeof *word, DDP_U8, work);
 }
 
@@ -3220,10 +3213,11 @@ static ddp_result ddp__nccl_init(ddp__nccl *n, const ncclUniqueId *id) {
     result = ddp__nccl_error(ncclCommInitRankConfig(&n->comm.making, n->world_size, *id, n->rank, &config),
                              "ncclCommInitRankConfig");
     if (result != DDP_OK) ddp__nccl_poison(n->group, n, result, ddp_last_error()); /* before the watchdog polls it */
-    pthread_mutex_lock(&n->lock);
-    n->comm.handle = n->comm.making;
-    n->comm.making = NULL;
-    pthread_mutex_unlock(&n->lock);
+    {
+        const ddp__cuda_lock lock(&n->lock);
+        n->comm.handle = n->comm.making;
+        n->comm.making = NULL;
+    }
     ddp__nccl_end(n);
     return ddp__nccl_own_result(n);
 }
@@ -3235,9 +3229,10 @@ static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_result result, void **state
     *state = result == DDP_OK ? n : NULL;
     if (result == DDP_OK) return DDP_OK;
     ddp_error_save(&error, result);
-    pthread_mutex_lock(&n->lock);
-    if (!n->comm.owned) n->comm.handle = NULL;
-    pthread_mutex_unlock(&n->lock);
+    {
+        const ddp__cuda_lock lock(&n->lock);
+        if (!n->comm.owned) n->comm.handle = NULL;
+    }
     if (n->watchdog.running) {
         ddp__nccl_poison(n->group, n, result, error.text);
         __atomic_store_n(&n->watchdog.stopping, 1, __ATOMIC_RELEASE);
@@ -3438,10 +3433,11 @@ static void ddp__nccl_close(ddp_group *, void *state) {
         cuda->clear_error();
         ddp__cuda_nap(50);
     }
-    pthread_mutex_lock(&n->lock);
-    __atomic_store_n(&n->watchdog.stopping, 1, __ATOMIC_RELEASE);
-    pthread_cond_broadcast(&n->changed);
-    pthread_mutex_unlock(&n->lock);
+    {
+        const ddp__cuda_lock lock(&n->lock);
+        __atomic_store_n(&n->watchdog.stopping, 1, __ATOMIC_RELEASE);
+        pthread_cond_broadcast(&n->changed);
+    }
     pthread_join(n->watchdog.thread, NULL);
     if (ddp__nccl_status(n->group, n) != DDP_OK && !n->failure.cleaned)
         ddp__nccl_abort(n); /* failed after the watchdog's last look */
@@ -3799,14 +3795,13 @@ static ddp_result ddp__cuda_staged_p2p_start(ddp_group *, void *state, const ddp
     const ddp__cuda_device_guard guard(s->device);
     ddp_result result = guard.result;
     ddp__cuda_message *m = NULL;
-    pthread_mutex_lock(&q->lock);
+    const ddp__cuda_lock lock(&q->lock);
     if (result == DDP_OK) result = ddp__cuda_message_alloc(q, s->owner, call->count * ddp_dtype_size(call->dtype), &m);
     if (result == DDP_OK) {
         m->call = *call;
         m->result = DDP_OK;
         result = ddp__cuda_message_start(q, m);
     }
-    pthread_mutex_unlock(&q->lock);
     *request = m;
     return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 1);
 }
@@ -3845,8 +3840,8 @@ static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *, void *state, void *requ
     ddp__cuda_message *m = (ddp__cuda_message *)request;
     const ddp__cuda_device_guard guard(s->device);
     ddp_result result = guard.result;
+    const ddp__cuda_lock lock(&q->lock);
     *done = 0;
-    pthread_mutex_lock(&q->lock);
     if (result == DDP_OK) {
         ddp__cuda_messages_send(q);
         result = ddp__cuda_message_poll(q, m, done);
@@ -3859,7 +3854,6 @@ static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *, void *state, void *requ
         m->next = q->free;
         q->free = m;
     }
-    pthread_mutex_unlock(&q->lock);
     return result;
 }
 
@@ -4026,7 +4020,9 @@ static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const 
     return DDP_OK;
 }
 
-static ddp_result ddp__cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc) {
+DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc) {
+    DDP_PUBLIC_CALL(ddp_cuda_group_create);
+    const ddp_cuda_desc all_defaults = DDP_ZERO;
     ddp_cuda_pick_desc pick = DDP_ZERO;
     ddp_group_desc group = DDP_ZERO;
     ddp__cuda_seed seed = DDP_ZERO;
@@ -4035,6 +4031,9 @@ static ddp_result ddp__cuda_group_create(ddp_group **out, ddp_group *control, co
     char equal[96];
     ddp_result result = DDP_OK;
     int device = -1, shared;
+    if (out) *out = NULL;
+    if (!out || !control) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_group_create: out or control is NULL; control is a group of ddp_group_create or ddp_launch");
+    if (!desc) desc = &all_defaults;
     pick.devices = desc->devices, pick.device_count = desc->device_count, pick.uuid = desc->uuid;
     pick.allow_shared = desc->allow_shared || desc->engine == DDP_CUDA_ENGINE_STAGED;
 #if !defined(DDP_NO_NCCL)
@@ -4070,14 +4069,6 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
     DDP__CUDA_DO("ddp_cuda_pick", "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(mine.device));
     *device = mine.device;
     return DDP_OK;
-}
-
-DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc) {
-    DDP_PUBLIC_CALL(ddp_cuda_group_create);
-    ddp_cuda_desc all_defaults = DDP_ZERO;
-    if (out) *out = NULL;
-    if (!out || !control) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_group_create: out or control is NULL; control is a group of ddp_group_create or ddp_launch");
-    return ddp__cuda_group_create(out, control, desc ? desc : &all_defaults);
 }
 
 DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream) {
@@ -4156,7 +4147,9 @@ DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t st
     ddp_cuda_step_desc d;
     DDP_TRY(ddp__cuda_step_check(desc, &d, function));
     if (d.count && (!d.first || !d.second)) return ddp_fail(DDP_ERR_INVALID, "%s: first or second is NULL", function);
-    DDP__CUDA_BY_DTYPE(d.grad_dtype, G, (ddp__cuda_step_run<ddp__cuda_adamw<G>, G>(&d, 2, stream, function)));
+    return ddp__cuda_by_dtype(d.grad_dtype, [&](auto G) {
+        return ddp__cuda_step_run<ddp__cuda_adamw<decltype(G)::value>, decltype(G)::value>(&d, 2, stream, function);
+    });
 }
 
 DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
@@ -4164,21 +4157,23 @@ DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stre
     ddp_cuda_step_desc d;
     DDP_TRY(ddp__cuda_step_check(desc, &d, function));
     if (d.count && d.momentum != 0 && !d.first) return ddp_fail(DDP_ERR_INVALID, "%s: momentum=%g, and first is NULL", function, (double)d.momentum);
-    DDP__CUDA_BY_DTYPE(d.grad_dtype, G, (ddp__cuda_step_run<ddp__cuda_sgd<G>, G>(&d, d.momentum != 0, stream, function)));
+    return ddp__cuda_by_dtype(d.grad_dtype, [&](auto G) {
+        return ddp__cuda_step_run<ddp__cuda_sgd<decltype(G)::value>, decltype(G)::value>(&d, d.momentum != 0, stream, function);
+    });
 }
 
 DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype, size_t count, cudaStream_t stream) {
     if (count && (!q || !scales || !src)) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: q, scales or src is NULL");
     if (!ddp_is_float(src_dtype) || src_dtype == DDP_F64)
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=%s, allowed are f32, f16 and bf16", ddp_dtype_name(src_dtype));
-    DDP__CUDA_BY_DTYPE(src_dtype, S, ddp__cuda_quantise_run<S>(q, scales, src, count, stream));
+    return ddp__cuda_by_dtype(src_dtype, [&](auto S) { return ddp__cuda_quantise_run<decltype(S)::value>(q, scales, src, count, stream); });
 }
 
 DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales, size_t count, cudaStream_t stream) {
     if (count && (!dst || !q || !scales)) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst, q or scales is NULL");
     if (!ddp_is_float(dst_dtype) || dst_dtype == DDP_F64)
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst_dtype=%s, allowed are f32, f16 and bf16", ddp_dtype_name(dst_dtype));
-    DDP__CUDA_BY_DTYPE(dst_dtype, D, ddp__cuda_dequantise_run<D>(dst, q, scales, count, stream));
+    return ddp__cuda_by_dtype(dst_dtype, [&](auto D) { return ddp__cuda_dequantise_run<decltype(D)::value>(dst, q, scales, count, stream); });
 }
 
 #ifdef __cplusplus

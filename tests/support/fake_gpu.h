@@ -563,7 +563,7 @@ static cudaError_t fake_host_free(void *memory) {
 }
 
 /* Stream-ordered memory: there when the stream gets there, gone when it gets there. */
-static cudaError_t fake_malloc_async(void **out, size_t bytes, cudaStream_t stream) {
+static inline cudaError_t fake_malloc_async(void **out, size_t bytes, cudaStream_t stream) {
     FAKE_CALL(0, "cudaMallocAsync(%zu, %s)", bytes, fake_name(stream).c_str());
     *out = NULL;
     if (call.fault) return call.error();
@@ -573,7 +573,7 @@ static cudaError_t fake_malloc_async(void **out, size_t bytes, cudaStream_t stre
     return fake_enqueue_work(stream, call.line, {{*out, bytes, 1}}, nullptr);
 }
 
-static cudaError_t fake_free_async(void *memory, cudaStream_t stream) {
+static inline cudaError_t fake_free_async(void *memory, cudaStream_t stream) {
     FAKE_CALL(0, "cudaFreeAsync(%s, %s)", fake_name(memory).c_str(), fake_name(stream).c_str());
     fake_block *block = fake_block_of(memory);
     cudaError_t error;
@@ -780,7 +780,7 @@ static cudaError_t fake_event_query(cudaEvent_t event) {
     FAKE_CALL(2, "cudaEventQuery(%s)", fake_name(event).c_str());
     return fake_event_ask(event, call, 0);
 }
-static cudaError_t fake_event_synchronize(cudaEvent_t event) {
+static inline cudaError_t fake_event_synchronize(cudaEvent_t event) {
     FAKE_CALL(0, "cudaEventSynchronize(%s)", fake_name(event).c_str());
     return fake_event_ask(event, call, 1);
 }
@@ -833,10 +833,10 @@ static cudaError_t fake_host_work(void (*run)(void *copy), const void *argument,
 
 /* In the order of struct ddp__cuda_runtime. */
 #define FAKE_GPU_RUNTIME(on_host)                                                                                                                   \
-    {on_host, fake_device_count, fake_identity, fake_set_device, fake_malloc, fake_free, fake_malloc_async, fake_free_async, fake_memcpy,           \
+    {on_host, fake_device_count, fake_identity, fake_set_device, fake_malloc, fake_free, fake_memcpy,           \
      fake_memset, fake_synchronize, fake_is_device, fake_launch, fake_clear_error, fake_get_device, fake_stream_create, fake_stream_destroy,        \
      fake_stream_wait_event, fake_stream_query, fake_stream_capturing, fake_relax_capture, fake_event_create, fake_event_destroy, fake_event_record,\
-     fake_event_query, fake_event_synchronize, fake_host_alloc, fake_host_free, fake_host_work}
+     fake_event_query, fake_host_alloc, fake_host_free, fake_host_work}
 
 /* ---- capture ---- */
 

@@ -53,8 +53,6 @@ static cudaError_t fake_malloc(void **out, size_t size_bytes) {
     return cudaSuccess;
 }
 static cudaError_t fake_free(void *memory) { free(memory); return copy_answer; }
-static cudaError_t fake_malloc_async(void **out, size_t size_bytes, cudaStream_t stream) { (void)stream; return fake_malloc(out, size_bytes); }
-static cudaError_t fake_free_async(void *memory, cudaStream_t stream) { (void)stream; free(memory); return cudaSuccess; }
 static cudaError_t fake_memcpy(void *dst, const void *src, size_t size_bytes, cudaMemcpyKind kind, cudaStream_t stream) {
     (void)kind;
     record.stream = stream;
@@ -86,8 +84,8 @@ static cudaError_t fake_host_work(void (*run)(void *copy), const void *argument,
 }
 
 /* Streams and events are not used here: they are NULL. */
-#define FAKE_CALLS fake_device_count, fake_identity, fake_set_device, fake_malloc, fake_free, fake_malloc_async, fake_free_async, fake_memcpy, fake_memset, \
-                   fake_synchronize, fake_is_device, fake_launch, fake_clear, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+#define FAKE_CALLS fake_device_count, fake_identity, fake_set_device, fake_malloc, fake_free, fake_memcpy, fake_memset, \
+                   fake_synchronize, fake_is_device, fake_launch, fake_clear, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
                    fake_host_work
 static const struct ddp__cuda_runtime *fake_runtime(void) {
     static const ddp__cuda_runtime on_host = {1, FAKE_CALLS}, recorded = {0, FAKE_CALLS};
