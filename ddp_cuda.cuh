@@ -2687,8 +2687,9 @@ static ddp_result ddp__nccl_grow(ddp__nccl *n, size_t size) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__nccl_workspace *w = &n->workspace;
     DDP_TRY(ddp__cuda_group_fail(n->group, cuda->synchronize(n->lanes->stream[DDP_STREAM_COMM]), "cudaStreamSynchronize"));
-    DDP_TRY(ddp__cuda_group_fail(n->group, cuda->free(w->memory), "cudaFree"));
-    w->memory = NULL;
+    cudaError_t error = cuda->free(w->memory);
+    w->memory = NULL; /* also after a failure: it is not freed again */
+    DDP_TRY(ddp__cuda_group_fail(n->group, error, "cudaFree"));
     DDP_TRY(ddp__cuda_group_fail(n->group, cuda->malloc(&w->memory, size), "cudaMalloc"));
     w->size_bytes = size;
     return DDP_OK;
