@@ -502,15 +502,17 @@ static void *ddp__schedule_alloc(const ddp_schedule *s, size_t count, size_t siz
 
 static void ddp__schedule_free(const ddp_schedule *s, void *memory) { if (memory) s->free_fn(memory, s->user); }
 
-/* An empty schedule whose lists are pushed rank by rank. desc, which may be NULL, has the allocator. */
-static ddp_schedule *ddp__schedule_new(const ddp_schedule_desc *desc, int rank_count) {
+/* An empty schedule whose lists are pushed rank by rank. Of desc: kind, ranks, update interval and allocator. */
+static ddp_schedule *ddp__schedule_new(const ddp_schedule_desc *desc) {
     ddp_schedule start, *s;
+    int rank_count = desc->rank_count;
     memset(&start, 0, sizeof start);
-    start.alloc_fn = desc && desc->alloc_fn ? desc->alloc_fn : ddp__schedule_malloc;
-    start.free_fn = desc && desc->alloc_fn ? desc->free_fn : ddp__schedule_mfree;
-    if (desc) start.user = desc->user;
-    start.kind = DDP_SCHEDULE_KIND_COUNT;
+    start.alloc_fn = desc->alloc_fn ? desc->alloc_fn : ddp__schedule_malloc;
+    start.free_fn = desc->alloc_fn ? desc->free_fn : ddp__schedule_mfree;
+    start.user = desc->user;
+    start.kind = desc->kind;
     start.rank_count = rank_count;
+    start.update_interval = desc->update_interval;
     s = (ddp_schedule *)ddp__schedule_alloc(&start, 1, sizeof *s);
     if (!s) return NULL;
     *s = start;
@@ -522,14 +524,8 @@ static ddp_schedule *ddp__schedule_new(const ddp_schedule_desc *desc, int rank_c
 
 /* An empty schedule with the allocator and the kind of another one. */
 static ddp_schedule *ddp__schedule_like(const ddp_schedule *from) {
-    ddp_schedule_desc desc = DDP_ZERO;
-    ddp_schedule *s;
-    desc.alloc_fn = from->alloc_fn;
-    desc.free_fn = from->free_fn;
-    desc.user = from->user;
-    s = ddp__schedule_new(&desc, from->rank_count);
-    if (s) s->kind = from->kind, s->update_interval = from->update_interval;
-    return s;
+    ddp_schedule_desc desc = {from->kind, from->rank_count, 0, 0, from->update_interval, NULL, 0, from->alloc_fn, from->free_fn, from->user};
+    return ddp__schedule_new(&desc);
 }
 
 static void ddp__schedule_push_action(ddp_schedule *s, ddp_action action) {
@@ -1636,7 +1632,7 @@ static void ddp__auto_try_steps(ddp__auto *a, double limit) {
 }
 
 static ddp_result ddp__auto_schedule(const ddp__auto *a, const ddp_schedule_desc *d, ddp_schedule **out) {
-    ddp_schedule *s = ddp__schedule_new(d, a->p);
+    ddp_schedule *s = ddp__schedule_new(d);
     if (!s) return DDP_ERR_NO_MEMORY;
     for (int rank = 0; rank < a->p; rank++) {
         int next[3] = {0, 0, 0};
@@ -1654,7 +1650,7 @@ static ddp_result ddp__auto_known(const ddp__auto *a, const ddp_schedule_desc *d
                                   ddp_schedule_kind kind, double *span, ddp_schedule **out) {
     ddp_schedule_desc like = *d;
     ddp_schedule_report report = DDP_ZERO;
-    ddp_schedule *s = ddp__schedule_new(d, a->p), *other = NULL;
+    ddp_schedule *s = ddp__schedule_new(d), *other = NULL;
     ddp_result result;
     if (!s) return DDP_ERR_NO_MEMORY;
     like.kind = kind;
@@ -1755,13 +1751,9 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
     ddp__auto_costs(&a, d->costs);
     result = ddp__auto_fastest(&a, d, limit, &best);
     ddp__schedule_free(&shape, a.ranks);
-    if (result != DDP_OK) {
-        ddp_schedule_destroy(best);
-        return result;
-    }
-    best->kind = DDP_SCHEDULE_AUTO;
-    *out = best;
-    return DDP_OK;
+    if (result == DDP_OK) *out = best;
+    else ddp_schedule_destroy(best);
+    return result;
 }
 
 //== reading CSV ============================================================================== >>impl-schedule-parse
@@ -1869,6 +1861,7 @@ static const char *ddp__csv_end(const char *csv) {
 }
 
 DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
+    ddp_schedule_desc desc = DDP_ZERO;
     ddp_schedule *s;
     ddp_result result = DDP_OK;
     const char *end;
@@ -1881,7 +1874,9 @@ DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
     if (end == csv) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: there is no text");
     for (const char *at = csv; at < end; at++) lines += *at == '\n';
     if (lines > DDP__MAX_STAGES) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: %d lines; a line is a rank, and %d are the most", lines, DDP__MAX_STAGES);
-    s = ddp__schedule_new(NULL, lines);
+    desc.kind = DDP_SCHEDULE_KIND_COUNT;
+    desc.rank_count = lines;
+    s = ddp__schedule_new(&desc);
     if (!s) return DDP_ERR_NO_MEMORY;
     c.at = csv;
     for (c.line = 1; c.line <= lines && result == DDP_OK; c.line++) {
@@ -4280,10 +4275,8 @@ DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_des
     *out = NULL;
     DDP_TRY(ddp__schedule_desc_resolve(desc, &d));
     if (d.kind == DDP_SCHEDULE_AUTO) return ddp__generate_auto(out, &d);
-    s = ddp__schedule_new(&d, d.rank_count);
+    s = ddp__schedule_new(&d);
     if (!s) return DDP_ERR_NO_MEMORY;
-    s->kind = d.kind;
-    s->update_interval = d.update_interval;
     if (d.kind == DDP_SCHEDULE_DUALPIPE_V && !(waiting = (int *)ddp__schedule_alloc(s, 8 * (size_t)d.rank_count, sizeof *waiting))) result = DDP_ERR_NO_MEMORY;
     for (int rank = 0; rank < d.rank_count && result == DDP_OK; rank++) {
         ddp__generate_rank(s, &d, rank, waiting);
