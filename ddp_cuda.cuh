@@ -37,7 +37,7 @@ EXAMPLE
 
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-error  >>impl-pick  >>impl-numbers  >>impl-elements
-    >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows  >>impl-optimizers  >>impl-quantise  >>impl-layers  >>impl-lanes
+    >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows  >>impl-optimizers  >>impl-quantise  >>impl-layers  >>impl-streams
     >>impl-device  >>impl-products  >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls  >>impl-watchdog  >>impl-nccl-group  >>impl-staged
     >>impl-group  >>impl-public
 
@@ -2046,7 +2046,7 @@ template <class T> static ddp_result ddp__cuda_loss_end(const ddp_loss *op) { /*
 }
 #endif
 
-//== streams and events of a group ===================================================================== >>impl-lanes
+//== streams and events of a group ===================================================================== >>impl-streams
 
 /* What ddp_cuda_group_create hands to the device and the backend while they open. */
 typedef struct ddp__cuda_seed {
@@ -2057,16 +2057,16 @@ typedef struct ddp__cuda_seed {
 } ddp__cuda_seed;
 
 /* What ddp_device_cuda() keeps per group. */
-typedef struct ddp__cuda_lanes {
+typedef struct ddp__cuda_streams {
     int device;
     cudaStream_t stream[2]; /* by ddp_stream_kind */
     int owns_comm;
     void *products;         /* from the first product by cuBLASLt on */
     void (*close_products)(ddp_group *group, void *products);
     ddp_saved_error failed; /* of opening. The backend, which opens next, reports it to all ranks */
-} ddp__cuda_lanes;
+} ddp__cuda_streams;
 
-static ddp__cuda_lanes *ddp__cuda_lanes_of(const ddp_group *group) { return (ddp__cuda_lanes *)ddp_group_device_state(group); }
+static ddp__cuda_streams *ddp__cuda_streams_of(const ddp_group *group) { return (ddp__cuda_streams *)ddp_group_device_state(group); }
 
 static ddp_result ddp__cuda_group_fail(const ddp_group *group, cudaError_t error, const char *call) {
     char who[96];
@@ -2078,39 +2078,39 @@ static ddp_result ddp__cuda_group_fail(const ddp_group *group, cudaError_t error
 /* A group that ddp_cuda_group_create did not make takes the thread's device and stream as they are. */
 static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, void **state) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    const ddp__cuda_lanes *from = parent ? ddp__cuda_lanes_of(parent) : NULL;
+    const ddp__cuda_streams *from = parent ? ddp__cuda_streams_of(parent) : NULL;
     const ddp__cuda_seed *seed = from ? NULL : (const ddp__cuda_seed *)ddp_group_backend_user(group);
-    ddp__cuda_lanes *lanes = (ddp__cuda_lanes *)ddp_host_alloc(group, sizeof *lanes);
+    ddp__cuda_streams *streams = (ddp__cuda_streams *)ddp_host_alloc(group, sizeof *streams);
     ddp_result result;
-    *state = lanes;
-    if (!lanes) return DDP_ERR_NO_MEMORY;
-    memset(lanes, 0, sizeof *lanes);
-    lanes->stream[DDP_STREAM_COMPUTE] = from ? from->stream[DDP_STREAM_COMPUTE] : seed ? seed->stream : ddp__cuda_mine.stream;
-    if (seed) lanes->stream[DDP_STREAM_COMM] = seed->comm_stream;
-    if (from || seed) result = ddp__cuda_fail(cuda->set_device(lanes->device = from ? from->device : seed->device), "making the group", "cudaSetDevice");
-    else result = ddp__cuda_fail(cuda->get_device(&lanes->device), "making the group", "cudaGetDevice");
-    if (result == DDP_OK && !lanes->stream[DDP_STREAM_COMM]) {
-        result = ddp__cuda_fail(cuda->stream_create(&lanes->stream[DDP_STREAM_COMM], 1), "making the group", "cudaStreamCreateWithPriority");
-        lanes->owns_comm = result == DDP_OK;
+    *state = streams;
+    if (!streams) return DDP_ERR_NO_MEMORY;
+    memset(streams, 0, sizeof *streams);
+    streams->stream[DDP_STREAM_COMPUTE] = from ? from->stream[DDP_STREAM_COMPUTE] : seed ? seed->stream : ddp__cuda_mine.stream;
+    if (seed) streams->stream[DDP_STREAM_COMM] = seed->comm_stream;
+    if (from || seed) result = ddp__cuda_fail(cuda->set_device(streams->device = from ? from->device : seed->device), "making the group", "cudaSetDevice");
+    else result = ddp__cuda_fail(cuda->get_device(&streams->device), "making the group", "cudaGetDevice");
+    if (result == DDP_OK && !streams->stream[DDP_STREAM_COMM]) {
+        result = ddp__cuda_fail(cuda->stream_create(&streams->stream[DDP_STREAM_COMM], 1), "making the group", "cudaStreamCreateWithPriority");
+        streams->owns_comm = result == DDP_OK;
     }
-    ddp_error_save(&lanes->failed, result);
+    ddp_error_save(&streams->failed, result);
     if (result == DDP_OK || from || seed) return DDP_OK;
-    ddp_host_free(group, lanes);
+    ddp_host_free(group, streams);
     *state = NULL;
     return ddp_fail_in(DDP_ERR_ENGINE, "ddp_group_create", group, "%s", ddp_last_error());
 }
 
 static void ddp__cuda_device_close(ddp_group *group, void *state) {
-    ddp__cuda_lanes *lanes = (ddp__cuda_lanes *)state;
-    if (lanes->owns_comm) DDP__CUDA_RUNTIME->stream_destroy(lanes->stream[DDP_STREAM_COMM]);
-    if (lanes->products) lanes->close_products(group, lanes->products);
-    ddp_host_free(group, lanes);
+    ddp__cuda_streams *streams = (ddp__cuda_streams *)state;
+    if (streams->owns_comm) DDP__CUDA_RUNTIME->stream_destroy(streams->stream[DDP_STREAM_COMM]);
+    if (streams->products) streams->close_products(group, streams->products);
+    ddp_host_free(group, streams);
 }
 
 static ddp_result ddp__cuda_device_use_stream(ddp_group *group, ddp_stream_kind lane) {
-    const ddp__cuda_lanes *lanes = ddp__cuda_lanes_of(group);
-    ddp__cuda_mine.stream = lanes->stream[lane];
-    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(lanes->device), "cudaSetDevice");
+    const ddp__cuda_streams *streams = ddp__cuda_streams_of(group);
+    ddp__cuda_mine.stream = streams->stream[lane];
+    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(streams->device), "cudaSetDevice");
 }
 
 static ddp_result ddp__cuda_device_check(ddp_group *) { return ddp_cuda_check(); }
@@ -2118,7 +2118,7 @@ static ddp_result ddp__cuda_device_check(ddp_group *) { return ddp_cuda_check();
 static ddp_result ddp__cuda_device_event_create(ddp_group *group, void **event) {
     cudaEvent_t made = NULL;
     *event = NULL;
-    DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(ddp__cuda_lanes_of(group)->device), "cudaSetDevice"));
+    DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(ddp__cuda_streams_of(group)->device), "cudaSetDevice"));
     DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->event_create(&made), "cudaEventCreateWithFlags"));
     *event = made;
     return DDP_OK;
@@ -2127,11 +2127,11 @@ static ddp_result ddp__cuda_device_event_create(ddp_group *group, void **event) 
 static void ddp__cuda_device_event_destroy(ddp_group *, void *event) { DDP__CUDA_RUNTIME->event_destroy((cudaEvent_t)event); }
 
 static ddp_result ddp__cuda_device_event_record(ddp_group *group, ddp_stream_kind lane, void *event) {
-    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->event_record((cudaEvent_t)event, ddp__cuda_lanes_of(group)->stream[lane]), "cudaEventRecord");
+    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->event_record((cudaEvent_t)event, ddp__cuda_streams_of(group)->stream[lane]), "cudaEventRecord");
 }
 
 static ddp_result ddp__cuda_device_event_wait(ddp_group *group, ddp_stream_kind lane, void *event) {
-    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->stream_wait_event(ddp__cuda_lanes_of(group)->stream[lane], (cudaEvent_t)event), "cudaStreamWaitEvent");
+    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->stream_wait_event(ddp__cuda_streams_of(group)->stream[lane], (cudaEvent_t)event), "cudaStreamWaitEvent");
 }
 
 /* While a graph is captured nothing runs, and asking would spoil the capture. */
@@ -2139,7 +2139,7 @@ static ddp_result ddp__cuda_device_event_test(ddp_group *group, void *event, int
     int capturing = 0;
     cudaError_t error;
     *done = 0;
-    DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->stream_capturing(ddp__cuda_lanes_of(group)->stream[DDP_STREAM_COMM], &capturing), "cudaStreamIsCapturing"));
+    DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->stream_capturing(ddp__cuda_streams_of(group)->stream[DDP_STREAM_COMM], &capturing), "cudaStreamIsCapturing"));
     if (capturing)
         return ddp_fail_in(DDP_ERR_INVALID, "ddp_test", group, "the stream is being captured into a graph, and nothing runs until that is launched");
     error = DDP__CUDA_RUNTIME->event_query((cudaEvent_t)event);
@@ -2180,7 +2180,7 @@ static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, vo
     char call[64];
     cudaError_t error;
     *out = NULL;
-    if (group && ddp__cuda_lanes_of(group)) DDP__CUDA_DO("ddp_device_cuda alloc", "cudaSetDevice", cuda->set_device(ddp__cuda_lanes_of(group)->device));
+    if (group && ddp__cuda_streams_of(group)) DDP__CUDA_DO("ddp_device_cuda alloc", "cudaSetDevice", cuda->set_device(ddp__cuda_streams_of(group)->device));
     snprintf(call, sizeof call, "cudaMalloc of %llu bytes", (unsigned long long)size_bytes);
     error = cuda->malloc(out, size_bytes ? size_bytes : 1);
     if (error != cudaSuccess) { *out = NULL; return ddp__cuda_fail(error, "ddp_device_cuda alloc", call); }
@@ -2199,10 +2199,10 @@ static void ddp__cuda_device_free(ddp_group *, void *memory) {
 }
 
 static ddp_result ddp__cuda_device_alloc_pinned(ddp_group *group, size_t size_bytes, void **out) {
-    const ddp__cuda_lanes *lanes = group ? ddp__cuda_lanes_of(group) : NULL;
+    const ddp__cuda_streams *streams = group ? ddp__cuda_streams_of(group) : NULL;
     char call[64];
     *out = NULL;
-    if (lanes) DDP__CUDA_DO("ddp_device_cuda alloc_pinned", "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(lanes->device));
+    if (streams) DDP__CUDA_DO("ddp_device_cuda alloc_pinned", "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(streams->device));
     snprintf(call, sizeof call, "cudaHostAlloc of %llu bytes", (unsigned long long)size_bytes);
     cudaError_t error = DDP__CUDA_RUNTIME->host_alloc(out, size_bytes ? size_bytes : 1);
     if (error == cudaSuccess) return DDP_OK;
@@ -2306,12 +2306,12 @@ static void ddp__cuda_products_close(ddp_group *group, void *state) {
 
 /* Makes what is missing of it. */
 static ddp_result ddp__cuda_products_open(ddp_group *group, const ddp_gemm *g, ddp__cuda_products **out) {
-    ddp__cuda_lanes *lanes = ddp__cuda_lanes_of(group);
-    ddp__cuda_products *p = (ddp__cuda_products *)(lanes->products ? lanes->products : ddp_host_alloc(group, sizeof *p));
+    ddp__cuda_streams *streams = ddp__cuda_streams_of(group);
+    ddp__cuda_products *p = (ddp__cuda_products *)(streams->products ? streams->products : ddp_host_alloc(group, sizeof *p));
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
     ddp_result result = DDP_OK;
     if (!p) return DDP_ERR_NO_MEMORY;
-    if (!lanes->products) lanes->products = memset(p, 0, sizeof *p), lanes->close_products = ddp__cuda_products_close;
+    if (!streams->products) streams->products = memset(p, 0, sizeof *p), streams->close_products = ddp__cuda_products_close;
     *out = p;
     if (!p->workspace) result = ddp__cuda_device_alloc(group, DDP__CUDA_LT_BYTES, &p->workspace);
     if (result == DDP_OK && !p->handle) status = cublasLtCreate(&p->handle);
@@ -2510,7 +2510,7 @@ typedef struct ddp__nccl_failure {
 
 typedef struct ddp__nccl {
     ddp_group *group, *control;
-    ddp__cuda_lanes *lanes;
+    ddp__cuda_streams *streams;
     int rank, world_size;
     int capturing;               /* 1 = the current call goes into a CUDA graph */
     unsigned char leave[2];      /* sent and received by ddp__nccl_all_leave */
@@ -2622,7 +2622,7 @@ typedef struct ddp__nccl_block { size_t send_at, send_count, recv_at, recv_count
 
 /* Exchanges a block with every rank, in one NCCL group. block_of(j) is that of rank j; the own one is copied. */
 template <class F> static ddp_result ddp__nccl_exchange(ddp__nccl *n, ddp_dtype dtype, const void *send, void *recv, const F &block_of) {
-    cudaStream_t stream = n->lanes->stream[DDP_STREAM_COMM];
+    cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
     ncclDataType_t type = ddp__nccl_dtype[dtype];
     size_t size = ddp_dtype_size(dtype);
     ddp_result result = ddp__nccl_open_group(n);
@@ -2673,7 +2673,7 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     if (to_all || is_root) sum = (unsigned char *)call->recv + own * size;
     if (call->kind == DDP_CALL_REDUCE_SCATTER) sum = (unsigned char *)call->recv + t->first * size;
     const ddp__cuda_tree_call tree = {&sum, 1, sources, n->world_size, mine, call->op, call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1,
-                                      n->lanes->stream[DDP_STREAM_COMM], "the sum in tree order", t->share * size, n->rank};
+                                      n->streams->stream[DDP_STREAM_COMM], "the sum in tree order", t->share * size, n->rank};
     if (mine) DDP_TRY(ddp__cuda_tree_any(&tree, call->dtype));
     if (!to_all && !to_root) return DDP_OK;
     return ddp__nccl_exchange(n, call->dtype, sum, call->recv, [&](int j) {
@@ -2686,7 +2686,7 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
 static ddp_result ddp__nccl_grow(ddp__nccl *n, size_t size) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__nccl_workspace *w = &n->workspace;
-    DDP_TRY(ddp__cuda_group_fail(n->group, cuda->synchronize(n->lanes->stream[DDP_STREAM_COMM]), "cudaStreamSynchronize"));
+    DDP_TRY(ddp__cuda_group_fail(n->group, cuda->synchronize(n->streams->stream[DDP_STREAM_COMM]), "cudaStreamSynchronize"));
     cudaError_t error = cuda->free(w->memory);
     w->memory = NULL; /* also after a failure: it is not freed again */
     DDP_TRY(ddp__cuda_group_fail(n->group, error, "cudaFree"));
@@ -2706,7 +2706,7 @@ static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) 
     t.share = ddp_round_up(scatter ? call->count : (call->count + world - 1) / world, 16); /* shares begin at whole vectors */
     if (t.share > most) t.share = most;
     if (n->world_size == 1)
-        return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype, call->op, call->divisor, n->lanes->stream[DDP_STREAM_COMM]);
+        return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype, call->op, call->divisor, n->streams->stream[DDP_STREAM_COMM]);
     bytes = world * t.share * size;
     while (room < bytes) room *= 2;
     /* A captured call has more rounds instead: nothing is allocated after the first call of a size. */
@@ -2744,7 +2744,7 @@ static ddp_result ddp__nccl_average(ddp__nccl *n, const ddp_call *call, ncclRedO
 
 static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
     static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclMin, ncclMax, ncclProd};
-    cudaStream_t stream = n->lanes->stream[DDP_STREAM_COMM];
+    cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
     ncclDataType_t dtype = ddp__nccl_dtype[call->dtype];
     ncclRedOp_t op = ops[call->op];
     int made = call->op == DDP_OP_AVG && call->divisor && call->divisor != (uint64_t)n->world_size;
@@ -2780,16 +2780,16 @@ static ddp_result ddp__nccl_all_gather_v(ddp__nccl *n, const ddp_call *call) {
         unsigned char *to = (unsigned char *)call->recv + call->recv_offsets[j] * ddp_dtype_size(call->dtype);
         if (call->recv_counts[j] == 0) continue;
         result = ddp__nccl_settle(n, ncclBroadcast(j == n->rank ? call->send : to, to, call->recv_counts[j], ddp__nccl_dtype[call->dtype], j,
-                                                            n->comm.handle, n->lanes->stream[DDP_STREAM_COMM]), "ncclBroadcast");
+                                                            n->comm.handle, n->streams->stream[DDP_STREAM_COMM]), "ncclBroadcast");
     }
     return ddp__nccl_close_group(n, result);
 }
 
-/* Every rank's communication lane has come here, and the host waits for it. A captured one only joins the lanes. */
+/* Waits on the host until every rank's communication stream is here. A captured barrier only joins the streams. */
 static ddp_result ddp__nccl_barrier(ddp__nccl *n) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     const char *what = "waiting in ddp_barrier";
-    cudaStream_t stream = n->lanes->stream[DDP_STREAM_COMM];
+    cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
     int done = 0;
     ddp_result result = ddp__nccl_settle(n, ncclAllReduce(n->workspace.cell, n->workspace.cell, 1, ncclUint8, ncclMax, n->comm.handle, stream), "ncclAllReduce");
     if (result != DDP_OK || n->capturing) return result;
@@ -2805,7 +2805,7 @@ static ddp_result ddp__nccl_barrier(ddp__nccl *n) {
 }
 
 static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call) {
-    cudaStream_t stream = n->lanes->stream[DDP_STREAM_COMM];
+    cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
     ncclDataType_t dtype = ddp__nccl_dtype[call->dtype];
     if (call->kind == DDP_CALL_BARRIER) return ddp__nccl_barrier(n);
     if (call->count == 0 && call->kind != DDP_CALL_ALL_TO_ALL_V) return DDP_OK; /* on all ranks; in all_gather_v it is the sum */
@@ -2839,7 +2839,7 @@ static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_resul
 static ddp_result ddp__nccl_op_end(ddp__nccl *n, const ddp_call *call, ddp_result result) {
     ddp__nccl_op *op = &n->ops.at[n->ops.current];
     int runs = result == DDP_OK && !n->capturing;
-    if (runs) result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->event_record(op->event, n->lanes->stream[DDP_STREAM_COMM]), "cudaEventRecord");
+    if (runs) result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->event_record(op->event, n->streams->stream[DDP_STREAM_COMM]), "cudaEventRecord");
     {
         const ddp__cuda_lock lock(&n->lock);
         if (!runs) n->ops.count -= n->ops.count > 0;
@@ -2856,7 +2856,7 @@ static ddp_result ddp__nccl_op_begin(ddp__nccl *n, const ddp_call *call) {
     int p2p = ddp__cuda_is_message(&mark), gone;
     ddp_result result = ddp__nccl_begin(n, NULL);
     if (result != DDP_OK) return result;
-    result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_STREAM_COMM], &n->capturing), "cudaStreamIsCapturing");
+    result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->stream_capturing(n->streams->stream[DDP_STREAM_COMM], &n->capturing), "cudaStreamIsCapturing");
     {
         const ddp__cuda_lock lock(&n->lock);
         if (!p2p) {
@@ -3096,7 +3096,7 @@ static void *ddp__nccl_watch(void *argument) {
     ddp_work work = DDP_ZERO;
     ddp_result result = DDP_OK;
     int talking = n->world_size > 1, under_way = 0, done = 0, left = 0;
-    DDP__CUDA_RUNTIME->set_device(n->lanes->device);
+    DDP__CUDA_RUNTIME->set_device(n->streams->device);
     DDP__CUDA_RUNTIME->relax_capture();
     for (;;) {
         if (talking && !under_way) {
@@ -3129,7 +3129,7 @@ static void *ddp__nccl_watch(void *argument) {
 
 static void ddp__nccl_delete(ddp__nccl *n) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    cuda->set_device(n->lanes->device);
+    cuda->set_device(n->streams->device);
     for (int i = 0; i < DDP__NCCL_OPS; i++) if (n->ops.at[i].event) cuda->event_destroy(n->ops.at[i].event);
     if (n->workspace.idle) cuda->event_destroy(n->workspace.idle);
     if (n->workspace.memory) cuda->free(n->workspace.memory);
@@ -3145,14 +3145,14 @@ static ddp_result ddp__nccl_resources(ddp__nccl *n) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     const char *who = "making the group";
     ddp__nccl_workspace *w = &n->workspace;
-    DDP_TRY(ddp_error_restore(&n->lanes->failed));
-    DDP__CUDA_DO(who, "cudaSetDevice", cuda->set_device(n->lanes->device));
+    DDP_TRY(ddp_error_restore(&n->streams->failed));
+    DDP__CUDA_DO(who, "cudaSetDevice", cuda->set_device(n->streams->device));
     for (int i = 0; i < DDP__NCCL_OPS; i++) DDP__CUDA_DO(who, "cudaEventCreateWithFlags", cuda->event_create(&n->ops.at[i].event));
     DDP__CUDA_DO(who, "cudaEventCreateWithFlags", cuda->event_create(&w->idle));
     w->size_bytes = DDP__NCCL_SCRATCH_FIRST + 128 * (size_t)n->world_size;
     DDP__CUDA_DO(who, "cudaMalloc", cuda->malloc(&w->memory, w->size_bytes));
     DDP__CUDA_DO(who, "cudaMalloc", cuda->malloc(&w->cell, 16));
-    return ddp__cuda_fail(cuda->memset_async(w->cell, 0, 16, n->lanes->stream[DDP_STREAM_COMM]), who, "cudaMemsetAsync");
+    return ddp__cuda_fail(cuda->memset_async(w->cell, 0, 16, n->streams->stream[DDP_STREAM_COMM]), who, "cudaMemsetAsync");
 }
 
 /* All that this rank makes alone. NULL when there is no memory even for the object. */
@@ -3163,7 +3163,7 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     *result = DDP_ERR_NO_MEMORY;
     if (!n) return NULL;
     memset((void *)n, 0, sizeof *n + words);
-    n->group = group, n->lanes = ddp__cuda_lanes_of(group), n->rank = ddp_rank(group), n->world_size = ddp_world_size(group);
+    n->group = group, n->streams = ddp__cuda_streams_of(group), n->rank = ddp_rank(group), n->world_size = ddp_world_size(group);
     pthread_mutex_init(&n->lock, NULL);
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
@@ -3192,9 +3192,9 @@ static ddp_result ddp__nccl_adopt(ddp__nccl *n, ncclComm_t comm) {
     if (error == ncclSuccess) error = ncclCommCuDevice(comm, &device);
     n->comm.handle = comm;
     if (error != ncclSuccess) return ddp__nccl_error(error, "asking desc.comm for its ranks");
-    if (count == n->world_size && rank == n->rank && device == n->lanes->device) return DDP_OK;
+    if (count == n->world_size && rank == n->rank && device == n->streams->device) return DDP_OK;
     return ddp_fail(DDP_ERR_INVALID, "desc.comm is rank %d of %d on device %d, the group is rank %d of %d on device %d: give it the communicator of this rank",
-                    rank, count, device, n->rank, n->world_size, n->lanes->device);
+                    rank, count, device, n->rank, n->world_size, n->streams->device);
 }
 
 /* Of a step that every rank takes: a rank that fails because of another one returns DDP_ERR_POISONED, so that
@@ -3331,7 +3331,7 @@ static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t si
 
 /* Frees a region. Its registrations end with a communicator that is gone. */
 static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
-    DDP__CUDA_RUNTIME->set_device(n->lanes->device);
+    DDP__CUDA_RUNTIME->set_device(n->streams->device);
     if (ddp__nccl_begin(n, NULL) != DDP_OK) ddp__nccl_await_abort(n);
 #if DDP__NCCL_VERSION >= 22700
     if (region->window && n->comm.handle)
@@ -3353,8 +3353,8 @@ static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
 static ddp_result ddp__nccl_region_alloc(ddp__nccl *n, ddp__nccl_region *region, size_t size) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     const char *who = "allocating group memory";
-    cudaStream_t stream = n->lanes->stream[DDP_STREAM_COMM];
-    DDP__CUDA_DO(who, "cudaSetDevice", cuda->set_device(n->lanes->device));
+    cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
+    DDP__CUDA_DO(who, "cudaSetDevice", cuda->set_device(n->streams->device));
 #if DDP__NCCL_VERSION >= 21900
     if (ddp__nccl_error(ncclMemAlloc(&region->memory, size), "ncclMemAlloc") != DDP_OK) {
         region->memory = NULL;
@@ -3392,7 +3392,7 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
     return DDP_OK;
 }
 
-/* Nothing on either lane may still use the memory; a failed group's lanes have ended already. Ranks go on together, as behind ddp__nccl_scratch. */
+/* Waits for both streams, which may still use the memory; those of a failed group have ended. All ranks return together, as in ddp__nccl_grow. */
 static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
     ddp__nccl *n = (ddp__nccl *)state;
     ddp__nccl_region **link = &n->regions, *region;
@@ -3400,8 +3400,8 @@ static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
     region = *link;
     if (!region)
         return ddp_fail_in(DDP_ERR_INVALID, "ddp_group_free", group, "%p did not come from ddp_group_alloc of this group", memory);
-    cudaError_t error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_STREAM_COMM]);
-    if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_STREAM_COMPUTE]);
+    cudaError_t error = DDP__CUDA_RUNTIME->synchronize(n->streams->stream[DDP_STREAM_COMM]);
+    if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->synchronize(n->streams->stream[DDP_STREAM_COMPUTE]);
     *link = region->next;
     ddp__nccl_release(n, region);
     ddp_result result = ddp__cuda_group_fail(group, error, "cudaStreamSynchronize");
@@ -3428,9 +3428,9 @@ static int ddp__nccl_all_leave(ddp__nccl *n) {
 static void ddp__nccl_close(ddp_group *, void *state) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__nccl *n = (ddp__nccl *)state;
-    cuda->set_device(n->lanes->device);
+    cuda->set_device(n->streams->device);
     while (ddp__nccl_status(n->group, n) == DDP_OK &&
-           cuda->stream_query(n->lanes->stream[DDP_STREAM_COMM]) == cudaErrorNotReady) {
+           cuda->stream_query(n->streams->stream[DDP_STREAM_COMM]) == cudaErrorNotReady) {
         cuda->clear_error();
         ddp__cuda_nap(50);
     }
@@ -3949,7 +3949,7 @@ static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {
     cudaEvent_t *events[3] = {&s->staging.ready, &s->staging.down[0], &s->staging.down[1]};
     const ddp__cuda_device_guard guard(s->device);
     DDP_TRY(guard.result);
-    DDP_TRY(ddp_error_restore(&ddp__cuda_lanes_of(s->owner)->failed));
+    DDP_TRY(ddp_error_restore(&ddp__cuda_streams_of(s->owner)->failed));
     DDP_TRY(ddp__cuda_staged_error(cuda->stream_create(&s->staging.stream, 1), "cudaStreamCreateWithPriority"));
     DDP_TRY(ddp__cuda_staged_error(cuda->stream_create(&s->messages.stream, 1), "cudaStreamCreateWithPriority"));
     for (int i = 0; i < 3; i++) DDP_TRY(ddp__cuda_staged_error(cuda->event_create(events[i]), "cudaEventCreateWithFlags"));
@@ -4075,12 +4075,12 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
 DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream) {
     if (!group || ddp_group_device(group) != ddp_device_cuda())
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_set_stream: group is %s", group ? "not one of GPUs" : "NULL");
-    ddp__cuda_lanes_of(group)->stream[DDP_STREAM_COMPUTE] = stream;
+    ddp__cuda_streams_of(group)->stream[DDP_STREAM_COMPUTE] = stream;
     return DDP_OK;
 }
 
 DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group) {
-    return group && ddp_group_device(group) == ddp_device_cuda() ? ddp__cuda_lanes_of(group)->stream[DDP_STREAM_COMM] : 0;
+    return group && ddp_group_device(group) == ddp_device_cuda() ? ddp__cuda_streams_of(group)->stream[DDP_STREAM_COMM] : 0;
 }
 
 DDPDEF const ddp_device *ddp_device_cuda(void) {
