@@ -753,6 +753,9 @@ struct ddp_backend {
 DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum);             /* to 0, as zeros are */
 DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value); /* NaN and infinities are kept */
 DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to nearest even */
+/* From the sum of all squares: *norm is its root. Returns what gradients are multiplied by: max_norm / norm if the
+   norm is finite and exceeds max_norm, otherwise 1. */
+DDPDEF float ddp_clip_factor(const ddp_exact_sum *squares, float max_norm, float *norm);
 
 /* Two queues of a device, in which work runs in order: the caller's own, and that of a group's communication. */
 typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_stream_kind;
@@ -815,6 +818,13 @@ struct ddp_device {
 };
 
 DDPDEF const ddp_device *ddp_device_cpu(void);
+
+/* Around calls of a device's functions. begin: this thread's go to the compute stream. check: the first failure of
+   this thread's so far. group NULL: the CPU. */
+DDPDEF ddp_result ddp_device_begin(ddp_group *group);
+DDPDEF ddp_result ddp_device_check(ddp_group *group);
+/* Adds the squares of a tensor's elements, row by row of its first dimension, to *sum on the device. */
+DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum, const ddp_tensor *tensor);
 DDPDEF const ddp_device *ddp_group_device(const ddp_group *group);
 
 /* DDP_OK if a header can compute on the group's device. version: the first field of the device's table for this header, or NULL without a table.
@@ -1018,6 +1028,13 @@ DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_grou
         if (ddp__tried != DDP_OK) return ddp__tried;     \
     } while (0)
 
+/* Returns DDP_ERR_INVALID from the calling function unless the condition holds; the rest is the error line, as of
+   ddp_fail_in. */
+#define DDP_CHECK(who, group, condition, ...)                                               \
+    do {                                                                                    \
+        if (!(condition)) return ddp_fail_in(DDP_ERR_INVALID, who, group, __VA_ARGS__);     \
+    } while (0)
+
 /* A result with its error line, which outlives later calls and can be sent to other ranks. Zero = DDP_OK.
    ddp_error_save stores result and this thread's error line, unless saved already has a failure.
    ddp_error_restore sets the error line and returns the result. */
@@ -1040,7 +1057,8 @@ DDPDEF ddp_dtype ddp_sum_dtype(ddp_dtype dtype);       /* sums are kept in: f32 
 DDPDEF size_t ddp_tensor_bytes(const ddp_tensor *tensor); /* 0 for a tensor without elements, or an impossible shape */
 DDPDEF ddp_tensor ddp_param_grad(const ddp_param *param); /* param->grad with its defaults resolved */
 
-/* Memory from the group's alloc_fn, 64-byte aligned; NULL with the error line set when there is none. alloc_fn is asked for DDP_MALLOC_EXTRA bytes more. */
+/* Zeroed memory from the group's alloc_fn, 64-byte aligned; group NULL: from malloc. NULL with the error line set
+   when there is none. alloc_fn is asked for DDP_MALLOC_EXTRA bytes more. */
 #define DDP_MALLOC_EXTRA (64 + sizeof(void *))
 DDPDEF void *ddp_host_alloc(ddp_group *group, size_t size_bytes);
 DDPDEF void ddp_host_free(ddp_group *group, void *memory);
@@ -1415,9 +1433,8 @@ static ddp_result ddp__forked(const ddp_group *group, const char *who) {
 #define DDP__NOT_FORKED(group, who) \
     do { if (__builtin_expect(!*(group)->in_rank, 0)) return ddp__forked(group, who); } while (0)
 
-/* Leave the function unless the condition holds; what follows it is what to tell. DDP__NEED: of the public function it stands in. */
-#define DDP__CHECK(who, group, condition, ...) do { if (!(condition)) return ddp__bad(who, group, __VA_ARGS__); } while (0)
-#define DDP__NEED(condition, ...) DDP__CHECK(__func__, NULL, condition, __VA_ARGS__)
+/* DDP_CHECK in the public function whose arguments it checks. */
+#define DDP__NEED(condition, ...) DDP_CHECK(__func__, NULL, condition, __VA_ARGS__)
 
 DDPDEF void ddp_error_save(ddp_saved_error *saved, ddp_result result) {
     if (result == DDP_OK || saved->result != DDP_OK) return;
@@ -1612,17 +1629,16 @@ static void *ddp__aligned_alloc(void *(*alloc_fn)(size_t, void *), void *user, s
 static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void *memory) { if (memory) free_fn(((void **)memory)[-1], user); }
 
 DDPDEF void *ddp_host_alloc(ddp_group *group, size_t size_bytes) {
-    void *memory = ddp__aligned_alloc(group->desc.alloc_fn, group->desc.user, size_bytes ? size_bytes : 1);
-    if (!memory) DDP__GROUP_FAIL(group, DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated", (unsigned long long)size_bytes);
+    void *(*alloc_fn)(size_t, void *) = group ? group->desc.alloc_fn : ddp__malloc_default;
+    void *memory = ddp__aligned_alloc(alloc_fn, group ? group->desc.user : NULL, size_bytes ? size_bytes : 1);
+    if (memory) memset(memory, 0, size_bytes);
+    else if (group) DDP__GROUP_FAIL(group, DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated", (unsigned long long)size_bytes);
+    else ddp_fail(DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated", (unsigned long long)size_bytes);
     return memory;
 }
 
-DDPDEF void ddp_host_free(ddp_group *group, void *memory) { ddp__aligned_free(group->desc.free_fn, group->desc.user, memory); }
-
-static void *ddp__group_calloc(ddp_group *group, size_t size_bytes) {
-    void *memory = ddp_host_alloc(group, size_bytes);
-    if (memory) memset(memory, 0, size_bytes);
-    return memory;
+DDPDEF void ddp_host_free(ddp_group *group, void *memory) {
+    ddp__aligned_free(group ? group->desc.free_fn : ddp__free_default, group ? group->desc.user : NULL, memory);
 }
 
 static const struct { const char *name; size_t size; } ddp__dtypes[] = { /* by ddp_dtype; the last is any other value */
@@ -2162,6 +2178,11 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
     return ldexp((double)(bits | (below != 0)), 32 * (top - 1) - 1074 - shift) * (negative ? -1.0 : 1.0);
 }
 
+DDPDEF float ddp_clip_factor(const ddp_exact_sum *squares, float max_norm, float *norm) {
+    *norm = (float)sqrt(ddp_exact_sum_value(squares));
+    return *norm > max_norm && *norm <= 3.402823466e38f ? max_norm / *norm : 1;
+}
+
 /* Adds the squares of 64 elements to 32 partial sums: element e and e+32 first, then to lane e. The square of an f32 is exact in f64: fused with
    the addition that follows or not, the bits are the same. That of an f64 is rounded and must not be fused: it is in memory before it is added. */
 static void ddp__squares_f32(double *DDP__RESTRICT lane, const ddp__any_f32 *x) {
@@ -2219,7 +2240,7 @@ static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t 
 //== the CPU as a device ============================================================================== >>impl-device
 
 static ddp_result ddp__cpu_alloc(ddp_group *group, size_t size_bytes, void **out) {
-    return (*out = ddp__group_calloc(group, size_bytes)) != NULL ? DDP_OK : DDP_ERR_NO_MEMORY;
+    return (*out = ddp_host_alloc(group, size_bytes)) != NULL ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
 static void ddp__cpu_copy(void *dst, const void *src, size_t size_bytes) { memcpy(dst, src, size_bytes); }
@@ -2228,6 +2249,20 @@ static void ddp__cpu_fill_zero(void *dst, size_t size_bytes) { memset(dst, 0, si
 static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype) {
     const void *sources[2] = {left, right};
     ddp__reduce_tree(&dst, 1, sources, 2, count, dtype, DDP_OP_SUM, 1, DDP__CACHED);
+}
+
+DDPDEF ddp_result ddp_device_begin(ddp_group *group) {
+    if (!group || !group->device->use_stream) return DDP_OK;
+    return group->device->use_stream(group, DDP_STREAM_COMPUTE);
+}
+
+DDPDEF ddp_result ddp_device_check(ddp_group *group) {
+    return group && group->device->check ? group->device->check(group) : DDP_OK;
+}
+
+DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum, const ddp_tensor *tensor) {
+    size_t count = (size_t)ddp_tensor_count(tensor), rows = tensor->ndim > 0 ? (size_t)tensor->shape[0] : 1;
+    if (count) device->sum_squares(sum, tensor->data, rows, count / rows, tensor->dtype);
 }
 
 DDPDEF const ddp_device *ddp_device_cpu(void) {
@@ -2568,7 +2603,7 @@ static void ddp__lost_release(ddp_group *group) {
 /* A record for the ranks of a world. */
 static ddp_result ddp__lost_create(ddp_group *group) {
     size_t w = (size_t)group->world_size;
-    ddp__lost_ranks *lost = (ddp__lost_ranks *)ddp__group_calloc(group, sizeof *lost + w);
+    ddp__lost_ranks *lost = (ddp__lost_ranks *)ddp_host_alloc(group, sizeof *lost + w);
     if (!lost) return DDP_ERR_NO_MEMORY;
     pthread_mutex_init(&lost->lock, NULL);
     lost->references = 1;
@@ -3935,7 +3970,7 @@ static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
 
 /* The backend's state of a group whose control memory lies at offset: of ranks of the parent, or all of the job. No reference to heap on failure. */
 static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, ddp__local *parent, const int *members) {
-    ddp__local *l = (ddp__local *)ddp__group_calloc(group, sizeof *l);
+    ddp__local *l = (ddp__local *)ddp_host_alloc(group, sizeof *l);
     int enough_cores = heap->job->world_size <= heap->job->cores;
     if (!l) return NULL;
     l->size = ddp__control_layout(l, 0, group->world_size);
@@ -3987,7 +4022,7 @@ static ddp_result ddp__submit_host(ddp_group *group, ddp_call_kind kind, const v
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__local *l = (ddp__local *)state;
     size_t stride = ddp_round_up(size_bytes + DDP__SKEW, DDP__PAGE), total = 0, before = (size_t)l->rank * stride;
-    ddp__region *region = (ddp__region *)ddp__group_calloc(group, sizeof *region);
+    ddp__region *region = (ddp__region *)ddp_host_alloc(group, sizeof *region);
     int fits = stride >= size_bytes && !__builtin_mul_overflow(stride, (size_t)l->world_size, &total);
     uint64_t offset = group->rank == 0 && region && fits ? ddp__heap_take(l->heap, total) : 0;
     ddp_result result = ddp_broadcast(group, &offset, 1, DDP_U64, 0, NULL);
@@ -4239,11 +4274,11 @@ static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
 
 /* Makes this thread's device functions go where the caller's own work goes. */
 static ddp_result ddp__compute(ddp_group *group) {
-    return group->device->use_stream ? ddp__device_result(group, group->device->use_stream(group, DDP_STREAM_COMPUTE)) : DDP_OK;
+    return ddp__device_result(group, ddp_device_begin(group));
 }
 
 /* What this thread's device functions have come to. */
-static ddp_result ddp__device_check(ddp_group *group) { return ddp__device_result(group, group->device->check ? group->device->check(group) : DDP_OK); }
+static ddp_result ddp__device_check(ddp_group *group) { return ddp__device_result(group, ddp_device_check(group)); }
 
 /* On a device with lanes: from here on the op follows what the compute lane holds now. */
 static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
@@ -4266,7 +4301,7 @@ static ddp_result ddp__lane_begin(ddp_group *group, ddp__op *op) {
 static ddp_result ddp__lane_end(ddp_group *group, ddp__op *op, ddp_result result) {
     if (!op->ordered) return result;
     if (result == DDP_OK) result = ddp__device_result(group, group->device->event_record(group, DDP_STREAM_COMM, op->event));
-    group->device->use_stream(group, DDP_STREAM_COMPUTE);
+    group->device->use_stream(group, DDP_STREAM_COMPUTE); /* also after a failure */
     if (op->task) op->call.seq = group->seq; /* for ddp_wait's line, should the group fail before it ends */
     return result;
 }
@@ -4401,7 +4436,7 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     ddp__op *op = NULL;
     DDP__LOCKED(&group->lock) {
         if ((op = group->free_ops) != NULL) group->free_ops = op->next;
-        else if ((op = (ddp__op *)ddp__group_calloc(group, sizeof *op)) != NULL) {
+        else if ((op = (ddp__op *)ddp_host_alloc(group, sizeof *op)) != NULL) {
             op->group = group;
             op->older = group->all_ops;
             group->all_ops = op;
@@ -4663,7 +4698,7 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
 DDPDEF ddp_result ddp_p2p_begin(ddp_group *group) {
     DDP__NEED(group, "group is NULL");
     DDP__NOT_FORKED(group, __func__);
-    DDP__CHECK(__func__, group, !group->in_batch, "a batch is open already; end it first");
+    DDP_CHECK(__func__, group, !group->in_batch, "a batch is open already; end it first");
     group->in_batch = 1;
     return DDP_OK;
 }
@@ -4683,7 +4718,7 @@ DDPDEF ddp_result ddp_p2p_end(ddp_group *group) {
     first.result = DDP_OK;
     DDP__NEED(group, "group is NULL");
     DDP__NOT_FORKED(group, __func__);
-    DDP__CHECK(__func__, group, group->in_batch, "no batch is open");
+    DDP_CHECK(__func__, group, group->in_batch, "no batch is open");
     group->in_batch = 0;
     if (group->batch && group->backend->enqueues) {
         ddp_error_save(&first, ddp_group_enqueue(group, ddp__batch_run, NULL, NULL));
@@ -4839,7 +4874,7 @@ static DDP__THREAD_LOCAL ddp__identity ddp__here;
    this machine, unless MASTER_ADDR names another one. */
 typedef struct ddp__launcher { const char *name, *rank, *size, *local_rank, *local_size, *job[4]; } ddp__launcher;
 
-#define DDP__JOIN_NEED(condition, ...) DDP__CHECK("ddp_group_create", NULL, condition, __VA_ARGS__)
+#define DDP__JOIN_NEED(condition, ...) DDP_CHECK("ddp_group_create", NULL, condition, __VA_ARGS__)
 
 static const char *ddp__env_text(const char *name) { const char *text = getenv(name); return text ? text : ""; }
 
@@ -6136,7 +6171,7 @@ static ddp_result ddp__meet(ddp__venue *v, ddp_group *group, int listener, ddp__
     v->deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
     v->notice_at = ddp_now() + DDP__NOTICE_SECONDS;
     v->grace = group->desc.timeout_ms < 9000 ? 0.5 + 0.5e-3 * group->desc.timeout_ms : 5;
-    v->peer = (ddp__peer *)ddp__group_calloc(group, (size_t)count * (sizeof *v->peer + sizeof *v->poll));
+    v->peer = (ddp__peer *)ddp_host_alloc(group, (size_t)count * (sizeof *v->peer + sizeof *v->poll));
     if (!v->peer) { if (listener >= 0) close(listener); return DDP_ERR_NO_MEMORY; }
     v->poll = (struct pollfd *)(void *)(v->peer + count);
     for (v->count = 0; v->count < count; v->count++) ddp__peer_init(&v->peer[v->count], -1);
@@ -6596,11 +6631,11 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     if (out->timeout_ms == 0) out->timeout_ms = 600000;
     if (!out->name) out->name = "world";
     if (!out->device) out->device = ddp_device_cpu();
-    DDP__CHECK(who, NULL, out->timeout_ms >= 0, "timeout_ms=%d; use a positive number, or 0 for ten minutes", out->timeout_ms);
-    DDP__CHECK(who, NULL, out->world_size == 0 || (out->world_size > 0 && out->rank >= 0 && out->rank < out->world_size),
+    DDP_CHECK(who, NULL, out->timeout_ms >= 0, "timeout_ms=%d; use a positive number, or 0 for ten minutes", out->timeout_ms);
+    DDP_CHECK(who, NULL, out->world_size == 0 || (out->world_size > 0 && out->rank >= 0 && out->rank < out->world_size),
                "rank=%d with world_size=%d; ranks are 0 to world_size - 1", out->rank, out->world_size);
-    DDP__CHECK(who, NULL, (unsigned)out->order <= DDP_ORDER_ANY, "order=%d is not a ddp_order", (int)out->order);
-    DDP__CHECK(who, NULL, !out->alloc_fn == !out->free_fn, "set both alloc_fn and free_fn, or neither");
+    DDP_CHECK(who, NULL, (unsigned)out->order <= DDP_ORDER_ANY, "order=%d is not a ddp_order", (int)out->order);
+    DDP_CHECK(who, NULL, !out->alloc_fn == !out->free_fn, "set both alloc_fn and free_fn, or neither");
     if (!out->alloc_fn) { out->alloc_fn = ddp__malloc_default; out->free_fn = ddp__free_default; }
     return DDP_OK;
 }
@@ -7085,14 +7120,14 @@ DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **ou
     if (out) *out = NULL;
     DDP__NEED(group && out, "group or out is NULL");
     const ddp_backend *backend = group->backend;
-    ddp__allocation *a = (ddp__allocation *)ddp__group_calloc(group, sizeof *a);
+    ddp__allocation *a = (ddp__allocation *)ddp_host_alloc(group, sizeof *a);
     ddp_result result = a ? DDP_OK : DDP_ERR_NO_MEMORY;
     if (!size_bytes) result = ddp__bad(__func__, group, "size_bytes is 0");
     int length = snprintf(what, sizeof what, "ddp_group_alloc size_bytes=%zu", size_bytes);
     result = ddp_agree(group, __func__, result, ddp_hash(DDP_HASH_SEED, what, (size_t)length), what);
     if (result == DDP_OK) {
         if (backend->alloc) result = backend->alloc(group, group->state, size_bytes, &a->memory);
-        else if (!(a->memory = ddp__group_calloc(group, size_bytes))) result = DDP_ERR_NO_MEMORY;
+        else if (!(a->memory = ddp_host_alloc(group, size_bytes))) result = DDP_ERR_NO_MEMORY;
         result = ddp_agree(group, __func__, result, 0, "");
         if (result != DDP_OK && a->memory && backend->free) backend->free(group, group->state, a->memory);
     }
@@ -7116,7 +7151,7 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
     ddp__allocation **link = &group->allocations, *a;
     while (*link && (*link)->memory != memory) link = &(*link)->next;
     a = *link;
-    DDP__CHECK(__func__, group, a, "%p did not come from ddp_group_alloc of this group", memory);
+    DDP_CHECK(__func__, group, a, "%p did not come from ddp_group_alloc of this group", memory);
     int length = snprintf(what, sizeof what, "ddp_group_free block=%llu", (unsigned long long)a->number);
     ddp_result result = ddp_agree(group, __func__, DDP_OK, ddp_hash(DDP_HASH_SEED, what, (size_t)length), what);
     if (result == DDP_ERR_MISMATCH) return result; /* otherwise no rank uses it any more */
@@ -7867,13 +7902,13 @@ static int ddp__mesh_find(const ddp_mesh *mesh, const char *name) {
 static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *who, const ddp_mesh_desc *desc) {
     long long ranks = 1, w = mesh->world->world_size;
     int open = -1;
-    DDP__CHECK(who, mesh->world, desc->ndim >= 1 && desc->ndim <= DDP_MAX_NDIM, "ndim=%d; use 1 to %d", desc->ndim, DDP_MAX_NDIM);
+    DDP_CHECK(who, mesh->world, desc->ndim >= 1 && desc->ndim <= DDP_MAX_NDIM, "ndim=%d; use 1 to %d", desc->ndim, DDP_MAX_NDIM);
     for (int i = 0; i < desc->ndim; i++) {
         const char *name = desc->names[i] ? desc->names[i] : "";
-        DDP__CHECK(who, mesh->world, *name && strlen(name) < DDP__MESH_NAME && !strpbrk(name, " ="),
+        DDP_CHECK(who, mesh->world, *name && strlen(name) < DDP__MESH_NAME && !strpbrk(name, " ="),
                    "names[%d] is \"%.32s\"; give each dimension a name of 1 to %d bytes without blanks or =", i, name, DDP__MESH_NAME - 1);
-        DDP__CHECK(who, mesh->world, ddp__mesh_find(mesh, name) == mesh->ndim, "two dimensions have the name \"%s\"", name);
-        DDP__CHECK(who, mesh->world, desc->shape[i] > 0 || (desc->shape[i] == 0 && open < 0),
+        DDP_CHECK(who, mesh->world, ddp__mesh_find(mesh, name) == mesh->ndim, "two dimensions have the name \"%s\"", name);
+        DDP_CHECK(who, mesh->world, desc->shape[i] > 0 || (desc->shape[i] == 0 && open < 0),
                    "shape[%d]=%d; use 1 or more, and 0 = what is left in one place at most", i, desc->shape[i]);
         if (desc->shape[i] == 0) open = i;
         else ranks = ranks > INT32_MAX ? ranks : ranks * desc->shape[i];
@@ -7886,8 +7921,8 @@ static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *who, const ddp_m
         size_t used = strlen(mesh->text);
         snprintf(mesh->text + used, sizeof mesh->text - used, "%s%s=%d", i ? " " : "", mesh->name[i], mesh->shape[i]);
     }
-    DDP__CHECK(who, mesh->world, open < 0 || ranks == w, "%s is not possible: %lld ranks do not divide the world of %lld", mesh->text, ranks, w);
-    DDP__CHECK(who, mesh->world, ranks == w, "%s makes %lld ranks, and the world has %lld", mesh->text, ranks, w);
+    DDP_CHECK(who, mesh->world, open < 0 || ranks == w, "%s is not possible: %lld ranks do not divide the world of %lld", mesh->text, ranks, w);
+    DDP_CHECK(who, mesh->world, ranks == w, "%s makes %lld ranks, and the world has %lld", mesh->text, ranks, w);
     return DDP_OK;
 }
 
@@ -7896,7 +7931,7 @@ DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_me
     int stride = 1;
     if (out) *out = NULL;
     DDP__NEED(out && world, "out or world is NULL");
-    ddp_mesh *mesh = (ddp_mesh *)ddp__group_calloc(world, sizeof *mesh);
+    ddp_mesh *mesh = (ddp_mesh *)ddp_host_alloc(world, sizeof *mesh);
     ddp_result result = mesh ? DDP_OK : DDP_ERR_NO_MEMORY;
     if (mesh) {
         mesh->world = world;
@@ -8494,7 +8529,7 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
 //== equal on all ranks ============================================================================= >>impl-schema
 
 #define DDP__SCHEMA_OPTIONS 9
-#define DDP__CREATE_NEED(condition, ...) DDP__CHECK("ddp_reducer_create", NULL, condition, __VA_ARGS__)
+#define DDP__CREATE_NEED(condition, ...) DDP_CHECK("ddp_reducer_create", NULL, condition, __VA_ARGS__)
 
 /* What must be equal on all ranks is a list of entries: options, parameters, buffers. An entry's hash continues
    that of the entry before, so the last hash covers the list. text may be cut short; the hash is not. */
@@ -8647,7 +8682,7 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
                          "buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
     }
     size_t n = (size_t)desc->param_count, each = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
-    reducer->buckets = (ddp__bucket *)ddp__group_calloc(reducer->group, n * each);
+    reducer->buckets = (ddp__bucket *)ddp_host_alloc(reducer->group, n * each);
     if (!reducer->buckets) return DDP_ERR_NO_MEMORY;
     reducer->grads = (ddp__grad *)(reducer->buckets + n); /* by falling alignment */
     reducer->walk = (int *)(reducer->grads + n);
@@ -8679,7 +8714,7 @@ static ddp_result ddp__reducer_compare(ddp_group *group, const ddp_reducer *redu
 
 //== reducer ======================================================================================== >>impl-reducer
 
-#define DDP__REDUCER_NEED(reducer, condition, ...) DDP__CHECK(__func__, (reducer)->group, condition, __VA_ARGS__)
+#define DDP__REDUCER_NEED(reducer, condition, ...) DDP_CHECK(__func__, (reducer)->group, condition, __VA_ARGS__)
 
 /* Finds neighbours in memory; a link that some rank does not have is dropped everywhere. Gaps of the arena hold zeros and may be sent,
    except to hooks and through casts, which see gradients only. */
@@ -8753,7 +8788,7 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     DDP__NEED(group, "group is NULL");
     size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp__grad_key) : 0;
     size_t gathered = (size_t)group->world_size;
-    ddp_reducer *reducer = (ddp_reducer *)ddp__group_calloc(group, sizeof *reducer + (keys > gathered ? keys : gathered));
+    ddp_reducer *reducer = (ddp_reducer *)ddp_host_alloc(group, sizeof *reducer + (keys > gathered ? keys : gathered));
     ddp_result result = DDP_ERR_NO_MEMORY;
     if (reducer) {
         reducer->group = group;
@@ -8831,7 +8866,7 @@ static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) 
     int64_t *first = (int64_t *)reducer->host;
     *first = missing < 0 ? INT64_MAX : (int64_t)missing * group->world_size + group->rank;
     DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, 1, DDP_I64, DDP_OP_MIN, -1));
-    DDP__CHECK("ddp_reducer_wait", group, *first == INT64_MAX, "%s never became ready on rank %d in step %llu; call ddp_reducer_ready for it in "
+    DDP_CHECK("ddp_reducer_wait", group, *first == INT64_MAX, "%s never became ready on rank %d in step %llu; call ddp_reducer_ready for it in "
                "every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(*first / group->world_size)).text,
                (int)(*first % group->world_size), (unsigned long long)reducer->stats.steps);
     return DDP_OK;
@@ -8899,7 +8934,7 @@ DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean) {
     all.mean = *mean;
     all.negative = mean->count < 0;
     DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &all, &all, sizeof all / sizeof(int64_t), DDP_I64, DDP_OP_SUM, -1));
-    DDP__CHECK("ddp_mean_reduce", group, !all.negative, "the count is negative on %lld ranks, here it is %lld; counts of tokens add up",
+    DDP_CHECK("ddp_mean_reduce", group, !all.negative, "the count is negative on %lld ranks, here it is %lld; counts of tokens add up",
                (long long)all.negative, (long long)mean->count);
     *mean = all.mean;
     return DDP_OK;
@@ -8937,6 +8972,7 @@ DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
 
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm) {
     ddp_exact_sum sum;
+    float unused;
     DDP__NEED(reducer, "reducer is NULL");
     DDP__REDUCER_NEED(reducer, max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
     DDP__REDUCER_NEED(reducer, !reducer->no_sync,
@@ -8949,20 +8985,15 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
                       reducer->desc.per_token ? "ddp_reducer_wait_mean" : "ddp_reducer_wait");
     DDP_TRY(ddp__compute(reducer->group));
     reducer->device->fill_zero(reducer->squares, sizeof sum);
-    for (int i = 0; i < reducer->desc.param_count; i++) {
-        const ddp__grad *grad = &reducer->grads[i];
-        const ddp_tensor *tensor = &reducer->desc.params[i].grad;
-        size_t rows = tensor->ndim > 0 ? (size_t)tensor->shape[0] : 1;
-        if (grad->first_use == i && grad->count) reducer->device->sum_squares((ddp_exact_sum *)reducer->squares, grad->data, rows, grad->count / rows, grad->dtype);
-    }
+    for (int i = 0; i < reducer->desc.param_count; i++)
+        if (reducer->grads[i].first_use == i)
+            ddp_tensor_sum_squares(reducer->device, (ddp_exact_sum *)reducer->squares, &reducer->desc.params[i].grad);
     reducer->device->copy(&sum, reducer->squares, sizeof sum); /* the only time that the host waits for a device */
     DDP_TRY(ddp__device_check(reducer->group));
-    float length = (float)sqrt(ddp_exact_sum_value(&sum));
-    if (norm) *norm = length;
-    if (!(length > max_norm) || length > 3.402823466e38f) return DDP_OK;
-    for (int i = 0; i < reducer->desc.param_count; i++) {
+    float factor = ddp_clip_factor(&sum, max_norm, norm ? norm : &unused);
+    for (int i = 0; i < reducer->desc.param_count && factor != 1; i++) {
         const ddp__grad *grad = &reducer->grads[i];
-        if (grad->count) reducer->device->scale(grad->data, grad->count, grad->dtype, max_norm / length);
+        if (grad->count) reducer->device->scale(grad->data, grad->count, grad->dtype, factor);
     }
     return ddp__device_check(reducer->group);
 }
@@ -9071,7 +9102,7 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
         DDP__NEED(ddp_tensor_count(&grad) == 0 || grad.data, "%s: grad.data is NULL; create the reducer first, or point it at memory",
                   ddp__param_label(desc->params, i).text);
     }
-    ddp_accumulator *accumulator = (ddp_accumulator *)ddp__group_calloc(group, sizeof *accumulator + (size_t)desc->param_count * (sizeof(size_t) + 1));
+    ddp_accumulator *accumulator = (ddp_accumulator *)ddp_host_alloc(group, sizeof *accumulator + (size_t)desc->param_count * (sizeof(size_t) + 1));
     if (!accumulator) return DDP_ERR_NO_MEMORY;
     accumulator->group = group;
     accumulator->desc = *desc;
@@ -9189,7 +9220,7 @@ DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_jo
     DDP__NEED(desc && desc->reducer, "desc or its reducer is NULL; create the reducer first");
     DDP__NEED(desc->reducer->group == group, "the reducer belongs to another group; pass the group it was created with");
     DDP__NEED((unsigned)desc->mode <= DDP_JOIN_STOP, "mode=%d; use DDP_JOIN_SHADOW or DDP_JOIN_STOP", (int)desc->mode);
-    *out = (ddp_join *)ddp__group_calloc(group, sizeof **out);
+    *out = (ddp_join *)ddp_host_alloc(group, sizeof **out);
     if (!*out) return DDP_ERR_NO_MEMORY;
     (*out)->desc = *desc;
     return DDP_OK;
@@ -9538,7 +9569,7 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
     s->window_count = count;
 }
 
-#define DDP__SAMPLER_NEED(who, condition, ...) DDP__CHECK("ddp_sampler_" who, NULL, condition, __VA_ARGS__)
+#define DDP__SAMPLER_NEED(who, condition, ...) DDP_CHECK("ddp_sampler_" who, NULL, condition, __VA_ARGS__)
 
 static ddp_result ddp__sampler_resolve(ddp_sampler *s) {
     ddp_sampler_desc *d = &s->desc;
@@ -9971,7 +10002,7 @@ DDPDEF void ddp_loader_destroy(ddp_loader *loader) {
     if (all_left) ddp__loader_free(l);
 }
 
-#define DDP__LOADER_NEED(condition, ...) DDP__CHECK("ddp_loader_create", NULL, condition, __VA_ARGS__)
+#define DDP__LOADER_NEED(condition, ...) DDP_CHECK("ddp_loader_create", NULL, condition, __VA_ARGS__)
 
 static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
     const struct { const char *name; int value, low, high; } ranges[] = {
@@ -10103,7 +10134,7 @@ static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_si
     return a_size && b_size && x < y + b_size && y < x + a_size;
 }
 
-#define DDP__CALL_NEED(condition, ...) DDP__CHECK(form->name, group, condition, __VA_ARGS__)
+#define DDP__CALL_NEED(condition, ...) DDP_CHECK(form->name, group, condition, __VA_ARGS__)
 
 /* Calls as the user made them: checked, completed and issued. */
 static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work) {

@@ -3374,7 +3374,6 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
     ddp_saved_error error = DDP_ZERO;
     ddp_result result = DDP_ERR_NO_MEMORY;
     if (region) {
-        memset(region, 0, sizeof *region);
         result = ddp__nccl_region_alloc(n, region, size);
     }
     result = ddp__nccl_agree(n, result, "ddp_group_alloc");
@@ -3759,7 +3758,6 @@ static ddp_result ddp__cuda_message_alloc(ddp__cuda_messages *q, ddp_group *owne
         *best = m->next;
         return DDP_OK;
     }
-    memset(m, 0, sizeof *m);
     for (m->capacity = 4096; m->capacity < size;) m->capacity *= 2;
     m->older = q->all;
     q->all = m;
@@ -3882,7 +3880,6 @@ static ddp_result ddp__cuda_staged_memory_task(ddp_group *group, void *argument)
         snprintf(text, sizeof text, "ddp_group_free of block %llu", (unsigned long long)region->number);
         *task->link = region->next;
     } else if (region) {
-        memset(region, 0, sizeof *region);
         if (result == DDP_OK) result = ddp__cuda_device_alloc(group, task->size_bytes, &region->memory);
     } else result = DDP_ERR_NO_MEMORY;
     result = ddp__cuda_staged_agree(s, result, text);
@@ -3964,7 +3961,6 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
     ddp_result result = s || color < 0 ? DDP_OK : DDP_ERR_NO_MEMORY;
     *state = NULL;
     if (s) {
-        memset(s, 0, sizeof *s);
         s->owner = group, s->device = device, s->rank = ddp_rank(group), s->world_size = ddp_world_size(group);
         pthread_mutex_init(&s->messages.lock, NULL);
         result = ddp__cuda_staged_resources(s);

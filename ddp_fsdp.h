@@ -510,16 +510,13 @@ static ddp_saved_error ddp__fsdp_error(ddp_result result) {
     return saved;
 }
 
-/* Leave the public function unless the condition holds; what follows it is what to tell. */
-#define DDP__FSDP_NEED(condition, ...) do { if (!(condition)) return ddp__fsdp_bad(__func__, NULL, __VA_ARGS__); } while (0)
+/* DDP_CHECK in the public function whose arguments it checks. */
+#define DDP__FSDP_NEED(condition, ...) DDP_CHECK(__func__, NULL, condition, __VA_ARGS__)
 
-/* Makes this thread's device functions follow the caller's own work; what they have come to. */
-#define DDP__ON_DEVICE(group, call, ...) (ddp_group_device(group)->call ? ddp_group_device(group)->call(__VA_ARGS__) : DDP_OK)
+/* ddp_device_begin, except that a process forked inside the rank gets an error: the shards there are the rank's. */
 static ddp_result ddp__fsdp_enter(ddp_group *group) {
-    if (ddp_group_is_forked(group)) return ddp_group_status(group); /* the shards there are the rank's */
-    return DDP__ON_DEVICE(group, use_stream, group, DDP_STREAM_COMPUTE);
+    return ddp_group_is_forked(group) ? ddp_group_status(group) : ddp_device_begin(group);
 }
-static ddp_result ddp__fsdp_check(ddp_group *group) { return DDP__ON_DEVICE(group, check, group); }
 
 /* data becomes op over ranks of data, which is host memory. */
 static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, ddp_dtype dtype, ddp_op op) {
@@ -634,8 +631,7 @@ static void ddp__host_update(const ddp_update *u) {
 static void ddp__host_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) { ddp_device_cpu()->scale(data, count, dtype, *factor); }
 
 static void ddp__host_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
-    *norm = (float)sqrt(ddp_exact_sum_value(sum));
-    *factor = *norm > limit && *norm <= 3.402823466e38f ? limit / *norm : 1;
+    *factor = ddp_clip_factor(sum, limit, norm);
 }
 
 /* |w| over |update| for LAMB, over |g| + weight_decay |w| for LARS. */
@@ -661,7 +657,7 @@ static const ddp_optimizer_kernels *ddp__kernels_of(const ddp_device *device) { 
 typedef struct ddp__optimizer_param {
     int first_use;  /* the entry of the same value that is stepped; its own number where there is none earlier */
     int squares;    /* the sums of squares of its value and of its gradient are numbers squares and squares + 1; -1 = it has no trust ratio */
-    size_t count, rows;
+    size_t count;
     void *state[2]; /* NULL where there is none */
 } ddp__optimizer_param;
 
@@ -686,7 +682,7 @@ struct ddp_optimizer {
 static const char *const ddp__optimizer_states[][2] = {{"exp_avg", "exp_avg_sq"}, {"momentum_buffer", NULL}, {"exp_avg", "exp_avg_sq"},
                                                        {"momentum_buffer", NULL}}; /* by kind */
 
-#define DDP__OPTIMIZER_NEED(condition, ...) do { if (!(condition)) return ddp__fsdp_bad("ddp_optimizer_create", group, __VA_ARGS__); } while (0)
+#define DDP__OPTIMIZER_NEED(condition, ...) DDP_CHECK("ddp_optimizer_create", group, condition, __VA_ARGS__)
 
 static int ddp__optimizer_is_adam(const ddp_optimizer_desc *desc) { return desc->kind == DDP_OPTIMIZER_ADAMW || desc->kind == DDP_OPTIMIZER_LAMB; }
 static int ddp__optimizer_has_trust(const ddp_optimizer_desc *desc) { return desc->kind == DDP_OPTIMIZER_LAMB || desc->kind == DDP_OPTIMIZER_LARS; }
@@ -738,7 +734,6 @@ static ddp_result ddp__optimizer_take(ddp_optimizer *o, int i) {
     DDP__OPTIMIZER_NEED(ddp_tensor_count(&grad) == count, "params[%d] \"%s\" has %lld elements, but its gradient %lld", i, name, (long long)count,
                         (long long)ddp_tensor_count(&grad));
     p->count = (size_t)count;
-    p->rows = param->value.ndim > 0 && count ? (size_t)param->value.shape[0] : 1;
     p->squares = -1;
     if (ddp__optimizer_has_trust(&o->desc) && (!o->desc.decay_matrices_only || param->value.ndim > 1)) {
         p->squares = o->square_count;
@@ -773,7 +768,6 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     o->state_count = ddp__optimizer_is_adam(&o->desc) ? 2 : o->desc.momentum != 0;
     o->params = (ddp__optimizer_param *)ddp_host_alloc(o->group, (size_t)o->desc.param_count * sizeof *o->params);
     if (!o->params) return DDP_ERR_NO_MEMORY;
-    memset(o->params, 0, (size_t)o->desc.param_count * sizeof *o->params);
     for (int i = 0; i < o->desc.param_count; i++) DDP_TRY(ddp__optimizer_take(o, i));
     size_t bytes = ddp__optimizer_place(o, NULL);
     if (bytes && !o->desc.state_alloc_fn) DDP_TRY(o->device->alloc(o->group, bytes, &o->state));
@@ -798,7 +792,6 @@ DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, co
     DDP__FSDP_NEED(group && desc, "group or desc is NULL");
     ddp_optimizer *o = (ddp_optimizer *)ddp_host_alloc(group, sizeof *o);
     if (!o) return DDP_ERR_NO_MEMORY;
-    memset(o, 0, sizeof *o);
     o->desc = *desc;
     o->group = group;
     o->device = ddp_group_device(group);
@@ -852,8 +845,10 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
         const ddp__optimizer_param *p = &o->params[i];
         const ddp_param *param = &o->desc.params[i];
         if (p->squares < 0 || !ddp__optimizer_steps(o, i)) continue;
-        o->device->sum_squares(o->squares + p->squares, param->value.data, p->rows, p->count / p->rows, param->value.dtype);
-        o->device->sum_squares(o->squares + p->squares + 1, param->grad.data, p->rows, p->count / p->rows, param->value.dtype);
+        ddp_tensor grad = param->value;
+        grad.data = param->grad.data;
+        ddp_tensor_sum_squares(o->device, o->squares + p->squares, &param->value);
+        ddp_tensor_sum_squares(o->device, o->squares + p->squares + 1, &grad);
     }
     void (*copy)(void *, const void *, size_t) = (o->device->use_stream ? o->device : o->wire)->copy; /* from the one device to the other */
     if (o->sent != o->squares) copy(o->sent, o->squares, bytes);
@@ -936,7 +931,7 @@ static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_sca
         for (int i = 0; i < o->desc.param_count; i++)
             if (ddp__optimizer_steps(o, i)) DDP_TRY(ddp__optimizer_pass(o, i, common[o->desc.params[i].value.dtype == DDP_F64], lr, last));
     }
-    return ddp__fsdp_check(o->group);
+    return ddp_device_check(o->group);
 }
 
 DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr) {
@@ -964,7 +959,7 @@ DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step) { if 
 
 //== learning rates ==================================================================================== >>impl-rates
 
-#define DDP__LR_NEED(condition, ...) do { if (!(condition)) return ddp__fsdp_bad("ddp_lr_at", NULL, __VA_ARGS__); } while (0)
+#define DDP__LR_NEED(condition, ...) DDP_CHECK("ddp_lr_at", NULL, condition, __VA_ARGS__)
 static ddp_result ddp__lr_check(const ddp_lr_desc *desc) {
     DDP__LR_NEED(desc, "desc is NULL");
     DDP__LR_NEED((unsigned)desc->kind <= DDP_LR_WSD, "kind=%d is not one of ddp_lr_kind", (int)desc->kind);
@@ -1084,7 +1079,7 @@ static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, cons
         device->copy(&sum, scratch, sizeof sum);
         double squares = ddp_exact_sum_value(&sum);
         found = !(squares - squares == 0);
-        DDP_TRY(ddp__fsdp_check(group));
+        DDP_TRY(ddp_device_check(group));
     }
     for (int i = 0; i < scaler->desc.group_count; i++) /* what one of them found reaches the members of the next one */
         DDP_TRY(ddp__host_reduce(scaler->desc.groups[i], &found, 1, DDP_I32, DDP_OP_MAX));
@@ -2695,7 +2690,6 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
     ddp__task *t = &l->task;
     struct stat info;
     l->sources = (ddp__source *)ddp_host_alloc(t->group, ((size_t)t->count + 1) * sizeof *l->sources);
-    if (l->sources) memset(l->sources, 0, (size_t)t->count * sizeof *l->sources);
     DDP_TRY(ddp__task_begin(t, dir, "", l->sources ? DDP_OK : DDP_ERR_NO_MEMORY));
     if (stat(t->dir, &info) != 0) { /* killed in the middle of ddp__save_commit */
         size_t length = strlen(t->dir);
@@ -3334,7 +3328,7 @@ static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
             else f->device->copy(out, rows, count * ddp_dtype_size(s->dtype));
         }
     }
-    return ddp__fsdp_check(group);
+    return ddp_device_check(group);
 }
 
 /* Whether full parameters have memory of their own, without slots. */
@@ -3619,14 +3613,14 @@ static unsigned char *ddp__unit_cast(const ddp_fsdp *f, ddp__unit *unit) {
 static ddp_result ddp__reduce_rest(const ddp_fsdp *f, ddp__unit *unit) {
     if (f->world_size > 1 && f->copy_count) DDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
     if (f->reduces_each) ddp__unit_carry(f, unit, unit->level[unit->depth], DDP__SUMS);
-    return ddp__fsdp_check(f->group);
+    return ddp_device_check(f->group);
 }
 
 /* Reduces one micro-batch's gradients of a unit without peer memory. */
 static ddp_result ddp__reduce_staged(const ddp_fsdp *f, ddp__unit *unit) {
     unsigned char *full = ddp__unit_cast(f, unit);
     ddp__cast_run run = DDP_ZERO;
-    if (!full) return ddp__fsdp_check(f->group);
+    if (!full) return ddp_device_check(f->group);
     int casts_first = f->world_size == 1 && unit->converts && unit->layout == DDP__GRADS;
     if (f->world_size > 1) DDP_TRY(ddp__reduce_blocks(f, unit, full));
     else if (!casts_first) DDP_TRY(ddp__reduce_copies(f, unit, full, unit->layout));
@@ -3811,7 +3805,7 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
         if (s->source != s) f->device->add(first, first, sum, s->own_count, s->master_dtype);
     }
     f->finished = 1;
-    if (!scaler) return ddp__fsdp_check(f->group);
+    if (!scaler) return ddp_device_check(f->group);
     DDP_TRY(ddp__scaler_unscale(scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu() ? NULL : f->clip.squares));
     for (int i = 0; i < 2; i++) /* these groups beside its own */
         if (f->groups[i] && ddp_world_size(f->groups[i]) > 1)
@@ -3842,11 +3836,11 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     if (clip->factor) ddp__kernels_of(f->device)->clip(clip->squares, max_norm, clip->factor, clip->norm);
     else f->device->copy(&sum, clip->squares, sizeof sum);
     DDP_TRY(ddp__event_record(f, DDP_STREAM_COMPUTE, clip->event));
-    DDP_TRY(ddp__fsdp_check(f->group)); /* until here there is no norm, and nothing to multiply by */
+    DDP_TRY(ddp_device_check(f->group)); /* until here there is no norm, and nothing to multiply by */
     clip->has_norm = 1;
     clip->factor_now = clip->factor;
     if (clip->factor) return DDP_OK;
-    ddp__host_clip(&sum, max_norm, &clip->scale, &clip->last_norm);
+    clip->scale = ddp_clip_factor(&sum, max_norm, &clip->last_norm);
     if (clip->scale == 0) ddp__clip_apply(f);
     return DDP_OK;
 }
@@ -3909,7 +3903,7 @@ static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
         DDP_TRY(ddp__unit_reshard(f, unit));
         if (f->world_size == 1 && f->keeps_full) unit->state = DDP__UNSHARDED;
     }
-    return ddp__fsdp_check(f->group);
+    return ddp_device_check(f->group);
 }
 
 static ddp_result ddp__shards_barrier(const ddp_fsdp *f) { return f->world_size > 1 && f->peer_memory ? ddp_barrier(f->group) : DDP_OK; }
@@ -3947,7 +3941,7 @@ static ddp_result ddp__offload_download(ddp_fsdp *f) {
     ddp__clip_apply(f);
     DDP_TRY(ddp__event_record(f, DDP_STREAM_COMPUTE, o->downloaded[0]));
     if (o->downloaded[0]) DDP_TRY(f->device->event_wait(f->group, DDP_STREAM_COMM, o->downloaded[0]));
-    DDP_TRY(DDP__ON_DEVICE(f->group, use_stream, f->group, DDP_STREAM_COMM));
+    if (f->device->use_stream) DDP_TRY(f->device->use_stream(f->group, DDP_STREAM_COMM));
     o->piece = 0;
     for (int i = 0; i < f->master_count; i++) {
         size_t size = ddp_dtype_size(f->sums[i].dtype), bytes = f->master_shards[i]->own_count * size, max = DDP__HOST_PIECE * size;
@@ -4084,7 +4078,7 @@ static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
         if (held && !back) slice->data = saver->copy + at;
         at += ddp_round_up(held, 64);
     }
-    return ddp__fsdp_check(f->group);
+    return ddp_device_check(f->group);
 }
 
 static ddp_result ddp__saver_write(ddp__saver *saver, ddp_group *group) {
@@ -4463,7 +4457,7 @@ static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
             if (f->offload.host) f->device->copy(f->offload.rows, from + at * size, n * size);
             to->cast(s->master + at * master_size, s->master_dtype, f->offload.host ? f->offload.rows : from, value->dtype, n);
         }
-        return ddp__fsdp_check(f->group);
+        return ddp_device_check(f->group);
     }
     int direct = to == ddp_device_cpu();
     if (!direct) DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, s->own_count * master_size, &rows));
@@ -4747,7 +4741,7 @@ DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
     if (result == DDP_OK) result = ddp__prefetch(fsdp);
     if (result != DDP_OK) return ddp__unit_failed(own, result, __func__);
     ddp__unit_point(fsdp, own, 1, own->attached);
-    return ddp__fsdp_check(fsdp->group);
+    return ddp_device_check(fsdp->group);
 }
 
 DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit) {
@@ -4826,7 +4820,7 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
     if (s->trained) DDP_TRY(ddp__reduce_finish(fsdp, s->unit)); /* only this rank asks: its slot stays with the unit */
     DDP_TRY(ddp__fsdp_enter(fsdp->group));
     ddp__clip_apply(fsdp);
-    DDP_TRY(ddp__fsdp_check(fsdp->group));
+    DDP_TRY(ddp_device_check(fsdp->group));
     rows.data = rows.data && s->trained && s->unit->reduced == fsdp->desc.micro_batch_count ? ddp__shard_sum(s, 0) : NULL;
     *grad = rows;
     return DDP_OK;

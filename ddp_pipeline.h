@@ -2775,7 +2775,6 @@ static void *ddp__pipe_host(ddp_pipeline *p, size_t count, size_t size) {
     ddp__pipe_piece *piece = bytes ? (ddp__pipe_piece *)ddp_host_alloc(p->group, bytes) : NULL;
     if (!bytes) ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %zu entries of %zu bytes", count, size);
     if (!piece) return NULL;
-    memset(piece, 0, bytes);
     piece->next = p->pieces;
     p->pieces = piece;
     return (unsigned char *)piece + 64;
@@ -2794,9 +2793,6 @@ static ddp_result ddp__pipe_device(ddp_pipeline *p, size_t size, void **out) {
     *out = p->pieces->device_memory;
     return DDP_OK;
 }
-
-/* Functions of the device go to the compute lane; calls of other groups may have left this thread elsewhere. */
-static ddp_result ddp__pipe_enter(const ddp_pipeline *p) { return p->device->use_stream ? p->device->use_stream(p->group, DDP_STREAM_COMPUTE) : DDP_OK; }
 
 /* data, which is host memory, becomes its sum over ranks. */
 static ddp_result ddp__pipe_sum_over_ranks(ddp_pipeline *p, void *data, size_t count, ddp_dtype dtype) {
@@ -3082,7 +3078,7 @@ static ddp_result ddp__pipe_tied(ddp_pipeline *p, int stage, int param, ddp_tens
     ddp__pipe_stage *s = &p->stages[stage];
     *grad = ddp_param_grad(s->desc.params[param]);
     if (s->desc.get_sharded_grad) DDP_TRY(s->desc.get_sharded_grad(stage, param, grad, s->desc.user));
-    return ddp__pipe_enter(p);
+    return ddp_device_begin(p->group);
 }
 
 /* Both gradients of a tied parameter become their sum, first use + second use: all sums first, then those of later uses go back to earlier ones. A sum of two
@@ -3609,7 +3605,7 @@ static ddp_result ddp__pipe_fail(ddp_pipeline *p, ddp_result result, const char 
 
 /* A callback or a hook has returned. before: the error line before its call; if it is the same, the result says what failed. */
 static ddp_result ddp__pipe_returned(ddp_pipeline *p, ddp_result result, const char *before, const char *what, const ddp_action *a) {
-    if (result == DDP_OK) result = ddp__pipe_enter(p);
+    if (result == DDP_OK) result = ddp_device_begin(p->group);
     if (result == DDP_OK) return DDP_OK;
     if (strcmp(before, ddp_last_error()) == 0) ddp_fail(result, "%s", ddp_result_name(result));
     return ddp__pipe_fail(p, result, what, a, " failed");
@@ -3847,7 +3843,7 @@ static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating) {
     double longest = 0, most = 0;
     ddp_saved_error failure;
     DDP_TRY(ddp__pipe_status(p));
-    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_enter(p), "", NULL, "the device"));
+    DDP_TRY(ddp__pipe_fail(p, ddp_device_begin(p->group), "", NULL, "the device"));
     p->now = m;
     p->evaluating = evaluating;
     p->has_losses = 0;
@@ -4226,22 +4222,21 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
     DDP_PUBLIC_CALL(ddp_pipeline_clip_grad_norm);
     ddp_pipeline *p = pipeline;
     ddp_exact_sum sum;
-    float length;
+    float factor, unused;
     if (!p) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: pipeline is NULL");
     if (!(max_norm > 0)) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
     if (p->no_clip)
         return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: no stage has params, or the gradients of one come with unshard; name whole ones "
                         "in ddp_pipeline_stage");
     DDP_TRY(ddp__pipe_need_step(p, "ddp_pipeline_clip_grad_norm"));
-    DDP_TRY(ddp__pipe_group_failed(p->group, ddp__pipe_enter(p)));
+    DDP_TRY(ddp__pipe_group_failed(p->group, ddp_device_begin(p->group)));
     p->device->fill_zero(p->squares, sizeof sum);
     ddp__pipe_each_gradient(p, 1, 0);
     p->device->copy(&sum, p->squares, sizeof sum);
     DDP_TRY(ddp__pipe_group_failed(p->group, ddp__pipe_sum_over_ranks(p, sum.cell, DDP_EXACT_CELLS, DDP_I64)));
-    length = (float)sqrt(ddp_exact_sum_value(&sum));
-    if (norm) *norm = length;
-    if (!(length > max_norm) || length > FLT_MAX) return DDP_OK;
-    ddp__pipe_each_gradient(p, 0, max_norm / length);
+    factor = ddp_clip_factor(&sum, max_norm, norm ? norm : &unused);
+    if (factor == 1) return DDP_OK;
+    ddp__pipe_each_gradient(p, 0, factor);
     return p->device->check ? p->device->check(p->group) : DDP_OK;
 }
 

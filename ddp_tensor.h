@@ -534,41 +534,6 @@ static int ddp__tensor_overlap(const ddp_tensor *a, const ddp_tensor *b) {
 
 static const ddp_device *ddp__tensor_device(const ddp_group *group) { return group ? ddp_group_device(group) : ddp_device_cpu(); }
 
-/* Before and behind what a device does for a call: which queue it goes to, and what failed there. */
-static ddp_result ddp__tensor_enter(ddp_group *group) {
-    const ddp_device *device = ddp__tensor_device(group);
-    return device->use_stream ? device->use_stream(group, DDP_STREAM_COMPUTE) : DDP_OK;
-}
-static ddp_result ddp__tensor_leave(ddp_group *group) {
-    const ddp_device *device = ddp__tensor_device(group);
-    return device->check ? device->check(group) : DDP_OK;
-}
-
-/* Host memory, for what a call needs while it runs. */
-static void *ddp__tensor_malloc(ddp_group *group, size_t size_bytes) {
-    void *memory = group ? ddp_host_alloc(group, size_bytes) : malloc(size_bytes ? size_bytes : 1);
-    if (!memory && !group) ddp_fail(DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated", (unsigned long long)size_bytes);
-    return memory;
-}
-static void ddp__tensor_mfree(ddp_group *group, void *memory) {
-    if (group) ddp_host_free(group, memory);
-    else free(memory);
-}
-
-/* Zeroed memory of the device. */
-static ddp_result ddp__tensor_alloc(ddp_group *group, size_t size_bytes, void **out) {
-    *out = NULL;
-    if (group) return ddp_group_device(group)->alloc(group, size_bytes, out);
-    *out = calloc(1, size_bytes ? size_bytes : 1);
-    return *out ? DDP_OK : ddp_fail(DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated", (unsigned long long)size_bytes);
-}
-
-static void ddp__tensor_release(ddp_group *group, void *memory) {
-    if (!memory) return;
-    if (group) ddp_group_device(group)->free(group, memory);
-    else free(memory);
-}
-
 static ddp_result ddp__tensor_make(const char *who, ddp_group *group, const char *name, ddp_tensor *out, ddp_dtype dtype, int ndim,
                                    const int64_t *shape) {
     ddp_tensor t = DDP_ZERO;
@@ -579,8 +544,8 @@ static ddp_result ddp__tensor_make(const char *who, ddp_group *group, const char
         memcpy(t.shape, shape, (size_t)ndim * sizeof *shape);
     }
     DDP_TRY(ddp__tensor_check(who, group, name, &t, 0));
-    DDP_TRY(ddp__tensor_enter(group));
-    DDP_TRY(ddp__tensor_alloc(group, (size_t)ddp__tensor_room(&t), &t.data));
+    DDP_TRY(ddp_device_begin(group));
+    DDP_TRY(ddp__tensor_device(group)->alloc(group, (size_t)ddp__tensor_room(&t), &t.data));
     *out = t;
     return DDP_OK;
 }
@@ -601,12 +566,12 @@ static ddp_result ddp__tensor_take(const char *who, ddp_group *group, const ddp_
     if (taken->ndim != ndim || !ddp__tensor_equal(ndim, taken->shape, shape))
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is %s, but what goes there is %s",
                                 ddp__tensor_shape(taken->ndim, taken->shape, &a), ddp__tensor_shape(ndim, shape, &b));
-    return ddp__tensor_enter(group);
+    return ddp_device_begin(group);
 }
 
 static ddp_result ddp__tensor_put(ddp_group *group, ddp_tensor *out, ddp_tensor *taken, ddp_result result) {
-    if (result == DDP_OK) result = ddp__tensor_leave(group);
-    if (result != DDP_OK && taken->data != out->data) ddp__tensor_release(group, taken->data);
+    if (result == DDP_OK) result = ddp_device_check(group);
+    if (result != DDP_OK && taken->data != out->data) ddp__tensor_device(group)->free(group, taken->data);
     if (result == DDP_OK) *out = *taken;
     return result;
 }
@@ -653,8 +618,8 @@ DDPDEF ddp_result ddp_tensor_create(ddp_group *group, ddp_tensor *out, ddp_dtype
 
 DDPDEF void ddp_tensor_free(ddp_group *group, ddp_tensor *tensor) {
     if (!tensor) return;
-    if (tensor->data) ddp__tensor_enter(group);
-    ddp__tensor_release(group, tensor->data);
+    if (tensor->data) ddp_device_begin(group);
+    ddp__tensor_device(group)->free(group, tensor->data);
     memset(tensor, 0, sizeof *tensor);
 }
 
@@ -714,9 +679,9 @@ DDPDEF ddp_result ddp_tensor_fill(ddp_group *group, ddp_tensor *tensor, double v
     unsigned char bits[8];
     DDP_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
     DDP_TRY(ddp__tensor_value(__func__, group, tensor->dtype, value, bits));
-    DDP_TRY(ddp__tensor_enter(group));
+    DDP_TRY(ddp_device_begin(group));
     ddp__tensor_fill(group, tensor, bits);
-    return ddp__tensor_leave(group);
+    return ddp_device_check(group);
 }
 
 DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_tensor *out) {
@@ -837,13 +802,13 @@ static ddp_result ddp__tensor_walk_run(ddp_group *group, ddp__tensor_walk *w, co
         out_span += (size_t)((w->dim[i].extent - 1) * w->dim[i].out_step);
         moved *= (size_t)w->dim[i].extent;
     }
-    char *host = (char *)ddp__tensor_malloc(group, in_span + out_span);
+    char *host = (char *)ddp_host_alloc(group, in_span + out_span);
     if (!host) return DDP_ERR_NO_MEMORY;
     device->copy(host, in, in_span);
     if (moved < out_span) device->copy(host + in_span, out, out_span);
     ddp__tensor_walk_all(w, device, 1, host, host + in_span);
     device->copy(out, host + in_span, out_span);
-    ddp__tensor_mfree(group, host);
+    ddp_host_free(group, host);
     return DDP_OK;
 }
 
@@ -891,10 +856,10 @@ DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, co
     DDP_TRY(ddp__tensor_inside(__func__, group, "in", in, in_offset, extent));
     DDP_TRY(ddp__tensor_inside(__func__, group, "out", out, out_offset, extent));
     if (ddp__tensor_overlap(in, out)) return DDP__TENSOR_BAD(group, "in and out overlap");
-    DDP_TRY(ddp__tensor_enter(group));
+    DDP_TRY(ddp_device_begin(group));
     DDP_TRY(ddp__tensor_box(group, ddp_dtype_size(in->dtype), in->ndim, extent, in->data, in->shape, in_offset, out->data, out->shape,
                                     out_offset));
-    return ddp__tensor_leave(group);
+    return ddp_device_check(group);
 }
 
 DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, const int *order, ddp_tensor *out) {
@@ -981,14 +946,14 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
         for (int i = 0; i < n - 2; i++) ddp__tensor_say(page, "0, ");
         ddp__tensor_say(page, ":%d, :%d]\n", high, wide);
     }
-    DDP_TRY(ddp__tensor_enter(group));
+    DDP_TRY(ddp_device_begin(group));
     for (int row = 0; row < high; row++) {
         ddp__tensor_device(group)->copy(bits, (const char *)tensor->data + (size_t)row * (size_t)columns * size, (size_t)wide * size);
         for (int i = 0; i < wide; i++) ddp__tensor_say_value(page, tensor->dtype, bits + (size_t)i * size);
         ddp__tensor_say(page, columns > wide ? " ...\n" : "\n");
     }
     if (high && rows > high) ddp__tensor_say(page, "         ...\n");
-    DDP_TRY(ddp__tensor_leave(group));
+    DDP_TRY(ddp_device_check(group));
     need = strlen(page) + 1;
     if (text && *size_bytes < need) {
         ddp_fail_in(DDP_ERR_INVALID, __func__, group, "text has room for %llu bytes, and it takes %llu", (unsigned long long)*size_bytes,
@@ -1335,17 +1300,17 @@ static ddp_result ddp__tensor_move_run(const ddp__tensor_move *m, const ddp_tens
     size_t *counts = NULL, blocks_bytes = m->pack_bytes + m->unpack_bytes;
     void *space = NULL;
     if (result == DDP_OK && m->sends && m->plan.workspace_bytes > blocks_bytes) {
-        counts = (size_t *)ddp__tensor_malloc(m->group, 2 * (size_t)m->world * sizeof *counts);
+        counts = (size_t *)ddp_host_alloc(m->group, 2 * (size_t)m->world * sizeof *counts);
         if (!counts) result = DDP_ERR_NO_MEMORY;
     }
-    if (result == DDP_OK && m->sends && blocks_bytes) result = ddp__tensor_alloc(m->group, blocks_bytes, &space);
+    if (result == DDP_OK && m->sends && blocks_bytes) result = ddp__tensor_device(m->group)->alloc(m->group, blocks_bytes, &space);
     if (m->talks) {
         result = ddp__tensor_agree(m, -1, result);
-        if (result == DDP_OK) result = ddp__tensor_enter(m->group);
+        if (result == DDP_OK) result = ddp_device_begin(m->group);
     }
     if (result == DDP_OK) result = m->sends ? ddp__tensor_move_send(m, in, out, (char *)space, counts) : ddp__tensor_move_local(m, in, out);
-    ddp__tensor_release(m->group, space);
-    if (counts) ddp__tensor_mfree(m->group, counts);
+    ddp__tensor_device(m->group)->free(m->group, space);
+    if (counts) ddp_host_free(m->group, counts);
     return result;
 }
 
@@ -1435,11 +1400,11 @@ static ddp_result ddp__tensor_root_room(ddp__tensor_move *m, int root) {
 static ddp_result ddp__tensor_root_run(ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole, ddp_tensor *part, ddp_result result) {
     void *space = NULL;
     if (result == DDP_OK) result = ddp__tensor_root_room(m, root);
-    if (result == DDP_OK && m->pack_bytes) result = ddp__tensor_alloc(m->group, m->pack_bytes, &space);
+    if (result == DDP_OK && m->pack_bytes) result = ddp__tensor_device(m->group)->alloc(m->group, m->pack_bytes, &space);
     result = ddp__tensor_agree(m, root, result);
-    if (result == DDP_OK) result = ddp__tensor_enter(m->group);
+    if (result == DDP_OK) result = ddp_device_begin(m->group);
     if (result == DDP_OK) result = ddp__tensor_root_send(m, root, gathers, whole, part, (char *)space);
-    ddp__tensor_release(m->group, space);
+    ddp__tensor_device(m->group)->free(m->group, space);
     return result;
 }
 
@@ -1511,7 +1476,7 @@ DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_
     if (in) part = *in;
     result = ddp__tensor_root_run(&m, root, 1, &t, &part, result);
     if (ddp_rank(group) == root && out) return ddp__tensor_put(group, out, &t, result);
-    return result == DDP_OK ? ddp__tensor_leave(group) : result;
+    return result == DDP_OK ? ddp_device_check(group) : result;
 }
 
 /* --- over the axes of a mesh --- */
@@ -1610,8 +1575,8 @@ static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, 
     if (m.plan.sent_bytes > *most_sent || strcmp(plan->collective, "none") == 0) plan->collective = m.plan.collective;
     if (m.plan.sent_bytes > *most_sent) *most_sent = m.plan.sent_bytes;
     if (!runs) return DDP_OK;
-    if (!next->data) result = ddp__tensor_alloc(ddp__tensor_layout_group(r->layout), (size_t)ddp__tensor_room(next), &next->data);
-    if (result == DDP_OK) result = ddp__tensor_enter(group);
+    if (!next->data) result = ddp__tensor_device(ddp__tensor_layout_group(r->layout))->alloc(ddp__tensor_layout_group(r->layout), (size_t)ddp__tensor_room(next), &next->data);
+    if (result == DDP_OK) result = ddp_device_begin(group);
     return ddp__tensor_move_run(&m, now, next, result);
 }
 
@@ -1652,10 +1617,10 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
         if (i + 1 == r.count) next = t;
         result = ddp__tensor_route_step(&r, __func__, i, &now, &next, out != NULL, &found, &most_sent, result);
         if (result != DDP_OK && next.data != t.data) {
-            ddp__tensor_release(group, next.data);
+            ddp__tensor_device(group)->free(group, next.data);
             next.data = NULL;
         }
-        if (now.data != (in ? in->data : NULL)) ddp__tensor_release(group, now.data);
+        if (now.data != (in ? in->data : NULL)) ddp__tensor_device(group)->free(group, now.data);
     }
     if (result == DDP_OK && r.count == 0 && ddp__tensor_room(in) && (!out || t.data != in->data)) {
         found.collective = "copy";
@@ -2351,7 +2316,7 @@ static ddp_result ddp__tp_set_up(ddp_tp *tp, const ddp_tp_desc *desc) {
     tp->counts = (size_t *)(void *)(tp + 1);
     if (!tp->device->layers) return DDP_OK;
     none.dtype = desc->dtype; /* a product of nothing: what the device keeps for products is made now */
-    DDP_TRY(ddp__tensor_enter(group));
+    DDP_TRY(ddp_device_begin(group));
     return tp->desc.gemm(&none, tp->desc.gemm_user);
 }
 
@@ -2768,7 +2733,7 @@ static ddp_result ddp__linear_forward(ddp_tp_linear *l, const void *weight, cons
     ddp_result result;
     p.weight = weight;
     p.forward = 1;
-    DDP_TRY(ddp__tensor_enter(tp->group));
+    DDP_TRY(ddp_device_begin(tp->group));
     if (l->desc.split == DDP_TP_COLUMN) return ddp__tp_wait_all(tp, &pending, ddp__linear_column_forward(l, &p, bias, x, rows, y, &pending));
     p.in = ddp__linear_row_input(l, x, &p.in_row);
     p.out = y;
@@ -2786,7 +2751,7 @@ static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, con
     ddp_result result;
     int64_t x_row;
     p.weight = weight;
-    DDP_TRY(ddp__tensor_enter(l->tp->group));
+    DDP_TRY(ddp_device_begin(l->tp->group));
     if (l->desc.split == DDP_TP_COLUMN) result = ddp__linear_column_backward(l, &p, x, dy, rows, dx, grads, &pending);
     else {
         x = ddp__linear_row_input(l, x, &x_row);
@@ -3000,7 +2965,7 @@ DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const vo
     DDP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
     if (rows == 0) return DDP_OK;
     DDP__TP_NEED(tp, __func__, y && (weight || embedding->count == 0), "%s is NULL", y ? "weight" : "y");
-    DDP_TRY(ddp__tensor_enter(tp->group));
+    DDP_TRY(ddp_device_begin(tp->group));
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->lookup(&op)));
     if (ddp__tp_cuts_rows(tp)) return ddp__tp_reduce_scatter(tp, tp->workspace, y, (size_t)(rows / tp->world_size * channels), NULL);
     return ddp__tp_all_reduce(tp, y, (size_t)(rows * channels), DDP_OP_SUM, NULL);
@@ -3013,12 +2978,12 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
     const ddp_lookup op = {rows, channels, tokens, embedding->first, embedding->count, ddp__tp_cuts_rows(tp) ? tp->workspace : dy, weight_grad};
     DDP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
     DDP__TP_NEED(tp, __func__, (dy || rows == 0) && (weight_grad || embedding->count == 0), "%s is NULL", dy || rows == 0 ? "weight_grad" : "dy");
-    DDP_TRY(ddp__tensor_enter(tp->group));
+    DDP_TRY(ddp_device_begin(tp->group));
     if (ddp__tp_cuts_rows(tp) && rows)
         DDP_TRY(ddp__tp_all_gather(tp, dy, tp->workspace, (size_t)(rows / tp->world_size * channels), NULL));
     if (!tp->desc.accumulate_grads && embedding->count) tp->device->fill_zero(weight_grad, (size_t)(embedding->count * channels) * tp->size);
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->lookup_backward(&op)));
-    return ddp__tensor_leave(tp->group);
+    return ddp_device_check(tp->group);
 }
 
 //== cross-entropy =============================================================================== >>impl-tp-loss
@@ -3069,7 +3034,7 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     DDP__TP_NEED(tp, __func__, logits || rows == 0 || op.columns == 0, "%s", "logits is NULL");
     if (mean) *mean = 0;
     if (rows == 0) return DDP_OK;
-    DDP_TRY(ddp__tensor_enter(tp->group));
+    DDP_TRY(ddp_device_begin(tp->group));
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->loss_max(&op)));
     DDP_TRY(ddp__tp_all_reduce(tp, op.max, (size_t)rows, DDP_OP_MAX, NULL));
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->loss_sum(&op)));
@@ -3077,7 +3042,7 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->loss_end(&op)));
     if (mean) DDP_TRY(ddp_group_status(tp->group)); /* what the host has waited for may have ended with the group */
     if (mean && counting) *mean = total / (double)counting;
-    return ddp__tp_tell(tp, ddp__tensor_leave(tp->group));
+    return ddp__tp_tell(tp, ddp_device_check(tp->group));
 }
 
 //== norms ======================================================================================= >>impl-tp-norm
@@ -3134,7 +3099,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void 
     DDP__TP_NEED(norm->tp, __func__, y || rows == 0, "%s", "y is NULL");
     DDP__TP_NEED(norm->tp, __func__, !norm->desc.rms == !!bias, "%s", norm->desc.rms ? "bias is set, but RMS norm has none" : "bias is NULL");
     const ddp_norm op = {rows, norm->desc.channels, norm->desc.rms, norm->desc.eps, x, weight, bias, stats, y};
-    DDP_TRY(ddp__tensor_enter(norm->tp->group));
+    DDP_TRY(ddp_device_begin(norm->tp->group));
     return ddp__tp_tell(norm->tp, norm->tp->kernels->norm(&op));
 }
 
@@ -3151,7 +3116,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
     DDP__TP_NEED(tp, __func__, dy || rows == 0, "%s", "dy is NULL");
     DDP__TP_NEED(tp, __func__, !!bias_grad == (weight_grad && !norm->desc.rms), "%s",
                  norm->desc.rms ? "bias_grad is set, but RMS norm has none" : "weight_grad and bias_grad: both or neither");
-    DDP_TRY(ddp__tensor_enter(tp->group));
+    DDP_TRY(ddp_device_begin(tp->group));
     if (weight_grad) tp->device->fill_zero(tp->workspace, 2 * bytes);
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->norm_backward(&op)));
     if (!weight_grad) return DDP_OK;
@@ -3161,7 +3126,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
         if (!tp->desc.accumulate_grads) tp->device->copy(grad, from, bytes);
         else tp->device->add(grad, grad, from, (size_t)n, tp->desc.dtype);
     }
-    return ddp__tp_tell(tp, ddp__tensor_leave(tp->group));
+    return ddp__tp_tell(tp, ddp_device_check(tp->group));
 }
 
 //== random numbers ============================================================================== >>impl-tp-random
@@ -3184,10 +3149,10 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
         op.columns *= rows;
         op.rows = rows > 0;
     }
-    DDP_TRY(ddp__tensor_enter(tp->group));
+    DDP_TRY(ddp_device_begin(tp->group));
     if (desc->rate > 0) return ddp__tp_tell(tp, tp->kernels->dropout(&op));
     if (x != y && rows && columns) tp->device->copy(y, x, (size_t)rows * (size_t)columns * tp->size);
-    return ddp__tensor_leave(tp->group);
+    return ddp_device_check(tp->group);
 }
 
 /* A standard normal value for one element (Box and Muller 1958): of u in (0, 1] and v in [0, 1), 53 bits each. */

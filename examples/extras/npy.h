@@ -350,18 +350,6 @@ static inline ddp_result npy__enter(ddp_group *group, const ddp_device **device)
     return (*device)->use_stream ? (*device)->use_stream(group, DDP_STREAM_COMPUTE) : DDP_OK;
 }
 
-static inline void *npy__alloc(const npy_names *names, ddp_group *group, int64_t bytes) {
-    void *memory = group ? ddp_host_alloc(group, (size_t)bytes) : malloc(bytes ? (size_t)bytes : 1);
-    if (!memory && !group)
-        ddp_fail_in(DDP_ERR_NO_MEMORY, names->function, group, "%lld bytes could not be allocated", (long long)bytes);
-    return memory;
-}
-
-static inline void npy__free(ddp_group *group, void *memory) {
-    if (group && memory) ddp_host_free(group, memory);
-    else free(memory);
-}
-
 /* Copies the values between the file and the tensor. Values of device memory pass through host memory. */
 static inline ddp_result npy__transfer(const npy_names *names, ddp_group *group, const ddp_device *device, int fd,
                                        const ddp_tensor *t, int64_t data_offset, int writes) {
@@ -372,7 +360,7 @@ static inline ddp_result npy__transfer(const npy_names *names, ddp_group *group,
         if (writes) return npy__write(names, fd, t->data, bytes);
         return npy__read(names, fd, t->data, bytes, data_offset);
     }
-    block = (char *)npy__alloc(names, group, bytes < NPY_BLOCK_BYTES ? bytes : NPY_BLOCK_BYTES);
+    block = (char *)ddp_host_alloc(group, (size_t)(bytes < NPY_BLOCK_BYTES ? bytes : NPY_BLOCK_BYTES));
     if (!block) return DDP_ERR_NO_MEMORY;
     for (; at < bytes && result == DDP_OK; at += n) {
         char *data = (char *)t->data + at;
@@ -385,7 +373,7 @@ static inline ddp_result npy__transfer(const npy_names *names, ddp_group *group,
             if (result == DDP_OK) device->copy(data, block, (size_t)n);
         }
     }
-    npy__free(group, block);
+    ddp_host_free(group, block);
     if (result == DDP_OK && device->check) result = device->check(group);
     return result;
 }
@@ -406,12 +394,12 @@ static inline ddp_result npy__read_header(const npy_names *names, ddp_group *gro
     *file_bytes = (int64_t)info.st_size;
     DDP_TRY(npy__read(names, fd, prefix, *file_bytes < NPY_PREFIX_BYTES ? *file_bytes : NPY_PREFIX_BYTES, 0));
     DDP_TRY(npy__parse_prefix(names, prefix, *file_bytes, out, &p.at));
-    p.bytes = bytes = (char *)npy__alloc(names, group, out->data_offset);
+    p.bytes = bytes = (char *)ddp_host_alloc(group, (size_t)out->data_offset);
     if (!bytes) return DDP_ERR_NO_MEMORY;
     p.end = out->data_offset;
     result = npy__read(names, fd, bytes, out->data_offset, 0);
     if (result == DDP_OK) result = npy__parse_text(&p, out);
-    npy__free(group, bytes);
+    ddp_host_free(group, bytes);
     return result;
 }
 
@@ -421,13 +409,7 @@ static inline ddp_result npy__allocate(const npy_names *names, ddp_group *group,
     size_t bytes = (size_t)npy__bytes(t);
     npy__shape_text have, need;
     int same = out->ndim == t->ndim;
-    if (!out->data && group) return device->alloc(group, bytes, &t->data);
-    if (!out->data) {
-        t->data = calloc(1, bytes ? bytes : 1);
-        return t->data ? DDP_OK
-                       : ddp_fail_in(DDP_ERR_NO_MEMORY, names->function, group, "%llu bytes could not be allocated",
-                                     (unsigned long long)bytes);
-    }
+    if (!out->data) return device->alloc(group, bytes, &t->data);
     if (out->ndim < 0 || out->ndim > DDP_MAX_NDIM)
         return ddp_fail_in(DDP_ERR_INVALID, names->function, group, "out: ndim=%d; use 0 to %d", out->ndim,
                            DDP_MAX_NDIM);
@@ -466,8 +448,7 @@ static inline ddp_result npy_load(ddp_group *group, const char *path, ddp_tensor
     if (result == DDP_OK) {
         result = npy__transfer(&names, group, device, fd, &t, header.data_offset, 0);
         if (result == DDP_OK) *out = t;
-        else if (t.data != out->data && group) device->free(group, t.data);
-        else if (t.data != out->data) free(t.data);
+        else if (t.data != out->data) device->free(group, t.data);
     }
     close(fd);
     return result;
