@@ -5165,13 +5165,13 @@ static void ddp__tell_peers(const ddp__venue *v, int result, const char *text, i
         if (v->peer[i].fd >= 0) ddp__send_news_of(v->group, v->peer[i].fd, result, text, heap_fd);
 }
 
-/* Makes *bytes hold size; what it held may go. */
+/* Makes *bytes hold size bytes. The previous content is lost. */
 static ddp_result ddp__room(ddp_group *group, unsigned char **bytes, size_t *room, size_t size) {
     if (size <= *room) return DDP_OK;
     ddp_host_free(group, *bytes);
     *bytes = (unsigned char *)ddp_host_alloc(group, size);
     *room = *bytes ? size : 0;
-    return *bytes ? DDP_OK : DDP_ERR_NO_MEMORY;
+    return *bytes ? DDP_OK : ddp_fail(DDP_ERR_NO_MEMORY, "no memory for messages of %zu bytes", size);
 }
 
 /* Text from a peer goes into error lines and logs. Bytes other than printable ASCII become \xNN, such as
@@ -6163,17 +6163,26 @@ static void ddp__venue_close(ddp__venue *v, ddp_group *group) {
     v->count = 0;
 }
 
+/* The memory that ddp__meet needs on this rank. */
+static ddp_result ddp__venue_alloc(ddp__venue *v, ddp_group *group) {
+    int count = group->rank ? 1 : group->world_size + DDP__STRANGERS + 1;
+    v->peer = (ddp__peer *)ddp_host_alloc(group, (size_t)count * (sizeof *v->peer + sizeof *v->poll));
+    v->poll = (struct pollfd *)(void *)(v->peer + count);
+    return v->peer ? DDP_OK : DDP_ERR_NO_MEMORY;
+}
+
 /* Brings the group's ranks together: when it returns DDP_OK, each is a peer of rank 0 and rank 0 is one of each. listener: rank 0 has it already, or -1.
-   heap: rank 0 makes one for all; or NULL. */
+   heap: rank 0 makes one for all; or NULL. v->peer: from ddp__venue_alloc, or NULL. */
 static ddp_result ddp__meet(ddp__venue *v, ddp_group *group, int listener, ddp__heap **heap) {
     int count = group->rank ? 1 : group->world_size + DDP__STRANGERS + 1;
     v->group = group;
     v->deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
     v->notice_at = ddp_now() + DDP__NOTICE_SECONDS;
     v->grace = group->desc.timeout_ms < 9000 ? 0.5 + 0.5e-3 * group->desc.timeout_ms : 5;
-    v->peer = (ddp__peer *)ddp_host_alloc(group, (size_t)count * (sizeof *v->peer + sizeof *v->poll));
-    if (!v->peer) { if (listener >= 0) close(listener); return DDP_ERR_NO_MEMORY; }
-    v->poll = (struct pollfd *)(void *)(v->peer + count);
+    if (!v->peer && ddp__venue_alloc(v, group) != DDP_OK) {
+        if (listener >= 0) close(listener);
+        return DDP_ERR_NO_MEMORY;
+    }
     for (v->count = 0; v->count < count; v->count++) ddp__peer_init(&v->peer[v->count], -1);
     if (group->rank) v->result = ddp__visit(v);
     else ddp__hold(v, listener, heap);
@@ -6203,24 +6212,23 @@ static ddp_result ddp__local_again(ddp_group *group, ddp_group *world) {
 }
 
 /* The group's ranks meet on this machine: it becomes one of the local backend, or of the self backend if it has one rank.
-   card, member: as in ddp__venue. */
-static ddp_result ddp__local_meet(ddp_group *group, const char *token, const ddp__card *card, const int *member, void **state) {
-    ddp__venue v = DDP_ZERO;
+   token, card, member and, if it is there, peer: of v, whose memory is freed. */
+static ddp_result ddp__local_meet(ddp_group *group, ddp__venue *v, void **state) {
     ddp__heap *heap = NULL;
-    group->backend = member && group->world_size == 1 ? &ddp__backend_self : &ddp__backend_local;
-    if (group->backend == &ddp__backend_self) return ddp__self_open(group, state);
+    group->backend = v->member && group->world_size == 1 ? &ddp__backend_self : &ddp__backend_local;
+    if (group->backend == &ddp__backend_self) {
+        ddp__venue_close(v, group);
+        return ddp__self_open(group, state);
+    }
     if (group->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", group->world_size,
                         DDP_MAX_LOCAL_RANKS);
-    snprintf(v.token, sizeof v.token, "%s", token);
-    v.local = ddp__job_address(&v.address, v.token);
-    v.card = card;
-    v.member = member;
-    DDP_TRY(ddp__meet(&v, group, -1, &heap));
-    int sent = v.peer->heap_fd >= 0;
-    if (sent) heap = ddp__heap_wrap(v.peer->heap_fd, 0);
-    v.peer->heap_fd = -1;
-    ddp__venue_close(&v, group);
+    v->local = ddp__job_address(&v->address, v->token);
+    DDP_TRY(ddp__meet(v, group, -1, &heap));
+    int sent = v->peer->heap_fd >= 0;
+    if (sent) heap = ddp__heap_wrap(v->peer->heap_fd, 0);
+    v->peer->heap_fd = -1;
+    ddp__venue_close(v, group);
     if (!heap) return DDP__RANK_FAIL(group, sent ? DDP_ERR_NO_MEMORY : DDP_ERR_SYSTEM, "ddp_group_create: %s",
                                      sent ? "the job's shared memory could not be mapped" : "rank 0 sent no shared memory");
     ddp_result result = ddp__local_join(group, heap, state);
@@ -6253,6 +6261,7 @@ typedef struct ddp__tcp {
     char *announced;             /* what each rank announces in a split: DDP__ANNOUNCED bytes at most */
     unsigned char *out;          /* a frame to send */
     size_t room;
+    unsigned char **first;       /* until the ranks have met: what becomes `bytes` of each connection */
 } ddp__tcp;
 
 static int ddp__send_all(int fd, const void *data, size_t size, double deadline) {
@@ -6313,6 +6322,7 @@ static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
 /* Sets the error line for a connection that ended. */
 static ddp_result ddp__tcp_broken(int rank, const ddp__peer *p, int error) {
     if (error == ECONNRESET) return ddp_fail(DDP_ERR_PEER_LOST, "rank %d: %s is gone", rank, p->who);
+    if (error == ENOMEM) return DDP_ERR_NO_MEMORY; /* of this rank; ddp__room has set the line */
     if (error != EPROTO)
         return ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s): the connection broke: %s", rank, p->who,
                         strerror(error));
@@ -6509,6 +6519,7 @@ static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp__tcp *t = (ddp__tcp *)state;
     ddp__tell_peers(&t->venue, DDP_OK, "", -1);
     ddp__venue_close(&t->venue, group);
+    for (int r = 0; r < t->world_size; r++) ddp_host_free(group, t->first[r]);
     ddp_host_free(group, t->out);
     pthread_mutex_destroy(&t->lock);
     ddp_host_free(group, t);
@@ -6522,14 +6533,24 @@ static void ddp__tcp_tune(int fd, int timeout_ms) {
     for (int i = 0; i < 6; i++) setsockopt(fd, options[i][0], options[i][1], &options[i][2], sizeof(int));
 }
 
+/* Of each connection: what a split of the group and ddp_agree send needs no more memory. */
+static size_t ddp__tcp_first_bytes(const ddp__tcp *t) {
+    return (size_t)(t->rank ? t->world_size : 1) * DDP__ANNOUNCED;
+}
+
 /* The ranks meet at v, and tell each other on which machine they are. */
 static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *v, int listener, const ddp__card mine) {
     ddp_call call = DDP_ZERO;
     ddp_result result = ddp__meet(v, group, listener, NULL);
     t->venue = *v;
     if (result != DDP_OK) return result;
-    for (int r = 0; r < t->venue.count; r++) ddp__tcp_tune(t->venue.peer[r].fd, ddp_group_timeout_ms(group));
     ddp__peer *p = t->venue.peer;
+    for (int r = 0; r < t->venue.count; r++) {
+        ddp__tcp_tune(p[r].fd, ddp_group_timeout_ms(group));
+        p[r].bytes = t->first[r];
+        p[r].room = ddp__tcp_first_bytes(t);
+        t->first[r] = NULL;
+    }
     if (t->rank) {
         snprintf(p->who, sizeof p->who, "%.95s", p->text);
         p->arrived = 1; /* rank 0 only answers: data outside a call is invalid */
@@ -6544,25 +6565,42 @@ static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *v, in
     return ddp_fail_in(ddp__tcp_status(group, t), "ddp_group_create", group, "%s", ddp_last_error());
 }
 
-/* Makes the state of a group whose ranks meet at the venue. Ranks that turn out to be on one machine need the network no longer. */
-static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *v, int listener, void **state) {
-    int world_size = ddp_world_size(group), here = 0, before = 0;
-    size_t w = (size_t)world_size, size = sizeof(ddp__tcp) + w * (sizeof(ddp__card) + sizeof(void *) + 1 + DDP__ANNOUNCED);
-    ddp__card mine, cards[DDP_MAX_LOCAL_RANKS];
+/* The state of a group before its ranks meet: all memory that they need until they have met. NULL without. */
+static ddp__tcp *ddp__tcp_new(ddp_group *group) {
+    size_t w = (size_t)ddp_world_size(group);
+    size_t size = sizeof(ddp__tcp) + w * (sizeof(ddp__card) + 2 * sizeof(void *) + 1 + DDP__ANNOUNCED);
     ddp__tcp *t = (ddp__tcp *)ddp_host_alloc(group, size);
-    char token[32];
+    if (!t) return NULL;
+    pthread_mutex_init(&t->lock, NULL);
+    t->card = (ddp__card *)(void *)(t + 1);
+    t->source = (const void **)(void *)(t->card + w);
+    t->first = (unsigned char **)(void *)(t->source + w);
+    t->state = (unsigned char *)(t->first + w);
+    t->announced = (char *)(t->state + w);
+    t->rank = ddp_rank(group);
+    t->world_size = ddp_world_size(group);
+    ddp_result result = ddp__venue_alloc(&t->venue, group);
+    if (result == DDP_OK) result = ddp__room(group, &t->out, &t->room, (w + 1) * DDP__ANNOUNCED);
+    for (int r = 0; r < (t->rank ? 1 : t->world_size) && result == DDP_OK; r++) {
+        size_t none = 0;
+        result = ddp__room(group, &t->first[r], &none, ddp__tcp_first_bytes(t));
+    }
+    if (result == DDP_OK) return t;
+    ddp__tcp_close(group, t);
+    return NULL;
+}
+
+/* Opens the group of t, which is from ddp__tcp_new or NULL: its ranks meet at the venue. Ranks that turn out to be
+   on one machine do not need the network after that. */
+static ddp_result ddp__tcp_open(ddp_group *group, ddp__tcp *t, ddp__venue *v, int listener, void **state) {
+    int world_size = ddp_world_size(group), here = 0, before = 0;
+    ddp__card mine, cards[DDP_MAX_LOCAL_RANKS];
     if (!t) {
         if (listener >= 0) close(listener);
         return DDP_ERR_NO_MEMORY;
     }
-    memset(t, 0, sizeof *t);
-    t->card = (ddp__card *)(void *)(t + 1);
-    t->source = (const void **)(void *)(t->card + w);
-    t->state = (unsigned char *)(t->source + w);
-    t->announced = (char *)(t->state + w);
-    t->rank = ddp_rank(group);
-    t->world_size = world_size;
-    pthread_mutex_init(&t->lock, NULL);
+    v->peer = t->venue.peer;
+    v->poll = t->venue.poll;
     ddp__card_here(mine);
     ddp_result result = ddp__tcp_meet(group, t, v, listener, mine);
     if (result != DDP_OK) {
@@ -6579,26 +6617,35 @@ static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *v, int listener, v
         *state = t;
         return DDP_OK;
     }
-    snprintf(token, sizeof token, "tcp:%016llx", (unsigned long long)t->card[0][DDP__CARD_NONCE]);
-    memcpy(cards, t->card, w * sizeof *cards);
+    ddp__venue local = DDP_ZERO;
+    snprintf(local.token, sizeof local.token, "tcp:%016llx", (unsigned long long)t->card[0][DDP__CARD_NONCE]);
+    memcpy(cards, t->card, (size_t)world_size * sizeof *cards);
+    local.card = (const ddp__card *)cards;
     ddp__tcp_close(group, t);
-    return ddp__local_meet(group, token, (const ddp__card *)cards, NULL, state);
+    return ddp__local_meet(group, &local, state);
 }
 
-/* Members on one machine meet there and use the local backend; others meet at the new group's rank 0, whose addresses travel over the parent. */
+/* Members on one machine meet there and use the local backend; others meet at the new group's rank 0, whose
+   addresses travel over the parent. Once ranks wait for each other, a rank without memory would not come: all agree
+   that each has what it needs until then. */
 static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     const ddp__tcp *t = (const ddp__tcp *)state;
-    int local = child && member_count <= DDP_MAX_LOCAL_RANKS, leads = child && members[0] == t->rank;
+    int local = child && member_count <= DDP_MAX_LOCAL_RANKS, leads = child && members[0] == t->rank, listener = -1;
     char mine[DDP__ANNOUNCED] = "", *all = t->announced;
     uint64_t size;
+    ddp__tcp *made = NULL;
     ddp__venue venue = DDP_ZERO;
+    ddp__listen_addresses everywhere = DDP_ZERO;
     for (int i = 1; i < member_count; i++)
         local &= t->card[members[i]][DDP__CARD_MACHINE] == t->card[members[0]][DDP__CARD_MACHINE];
-    ddp__listen_addresses everywhere = DDP_ZERO;
-    int listener = leads && !local ? ddp__tcp_listen(&everywhere, 0) : -1;
+    ddp_result result = member_count && !child ? DDP_ERR_NO_MEMORY : DDP_OK;
+    if (child && local) result = ddp__venue_alloc(&venue, child);
+    else if (child && !(made = ddp__tcp_new(child))) result = DDP_ERR_NO_MEMORY;
+    result = ddp_agree(parent, "ddp_group_split", result, 0, "");
+    if (result == DDP_OK && leads && !local) listener = ddp__tcp_listen(&everywhere, 0);
     if (leads) ddp__announce_text(listener, mine);
     size = strlen(mine) + 1;
-    ddp_result result = ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL); /* most have few addresses */
+    if (result == DDP_OK) result = ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL); /* most have few addresses */
     if (result == DDP_OK && (size <= strlen(mine) || size > sizeof mine))
         result = ddp_fail_in(DDP_ERR_MISMATCH, "ddp_group_split", parent, "a rank announces %llu bytes, allowed are %zu",
                              (unsigned long long)size, sizeof mine);
@@ -6609,13 +6656,19 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
     *child_state = NULL;
     if (result != DDP_OK || !child) {
         if (listener >= 0) close(listener);
+        if (made) ddp__tcp_close(child, made);
+        if (child) ddp__venue_close(&venue, child);
         return result;
     }
-    if (local) return ddp__local_meet(child, venue.token, (const ddp__card *)t->card, members, child_state);
+    if (local) {
+        venue.card = (const ddp__card *)t->card;
+        venue.member = members;
+        return ddp__local_meet(child, &venue, child_state);
+    }
     venue.ports = 1;
     venue.secured = t->venue.secured;
     memcpy(venue.key, t->venue.key, sizeof venue.key);
-    return ddp__tcp_open(child, &venue, listener, child_state);
+    return ddp__tcp_open(child, made, &venue, listener, child_state);
 }
 
 static const ddp_backend ddp__backend_tcp = {
@@ -6728,10 +6781,14 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
         ddp_group_set_local(group, id->local_rank, id->local_world_size);
         result = backend->open(group, &group->state);
     }
-    else if (!backend) result = ddp__tcp_open(group, v, -1, &group->state);
+    else if (!backend) result = ddp__tcp_open(group, ddp__tcp_new(group), v, -1, &group->state);
     else if (id->world) result = ddp__local_again(group, id->world);
     else if (id->heap) result = ddp__local_join(group, id->heap, &group->state);
-    else result = ddp__local_meet(group, id->token, NULL, NULL, &group->state);
+    else {
+        ddp__venue here = DDP_ZERO;
+        snprintf(here.token, sizeof here.token, "%s", id->token);
+        result = ddp__local_meet(group, &here, &group->state);
+    }
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);
     return result;
@@ -6955,6 +7012,8 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
         if (child) {
             snprintf(child->name, sizeof child->name, "%.20s.%d", group->name, color);
             ddp__lost_share(child, group, members);
+            /* A backend may call ddp_agree on the parent, which uses the parent's votes. */
+            members = (int *)memcpy(child->votes, members, (size_t)count * sizeof *members);
         }
     }
     if (result == DDP_OK) { /* a rank without memory still takes part, so that the others do not wait */

@@ -484,7 +484,8 @@ static const char *wrong_with(const create *c, const outcome *o, const outcome *
     if (!strstr(o->text, c->name)) return "the text names another call";
     if (o->result == DDP_ERR_MISMATCH) return NULL; /* it describes two ranks, rank 1 or another one first */
     if (!strstr(o->text, "rank 1")) return "the text does not name the rank";
-    if (!strstr(o->text, body_of(c, odd->text))) return "another cause";
+    /* One of the two failed first, and the other one's line contains the cause. */
+    if (!strstr(o->text, body_of(c, odd->text)) && !strstr(odd->text, body_of(c, o->text))) return "another cause";
     return NULL;
 }
 
