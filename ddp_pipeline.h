@@ -4000,7 +4000,9 @@ static ddp_result ddp__pipe_warm_up(ddp_pipeline *p, unsigned char *bytes) {
     for (int i = 0; i < count && result == DDP_OK; i++) result = ddp_send(p->group, &bytes[count], 1, DDP_U8, after, 0, NULL);
     if (result != DDP_OK) ddp_group_poison(p->group, result, ddp_last_error());
     ended = ddp_p2p_end(p->group);
-    return result == DDP_OK ? ended : result;
+    if (result == DDP_OK) result = ended;
+    /* A rank whose messages are done could otherwise succeed while another one has no memory for its last. */
+    return result == DDP_OK ? ddp_barrier(p->group) : result;
 }
 
 static void ddp__pipe_free(ddp_pipeline *p) {
