@@ -718,89 +718,117 @@ typedef struct ddp_call {
 /* ddp_call.flags: a blocking collective with buffers in host memory, whatever the device is. */
 #define DDP_CALL_HOST_MEMORY 1
 
-/* A way for bytes to travel. state is what open or split returned. Functions return after the fact with ddp_fail's text set.
-   Calls of one group come one at a time, except that p2p functions may run beside run, and poison beside all.
-   A backend that enqueues only puts work on the device's communication lane. Its calls, messages too, run on the caller, behind what the compute lane
-   holds, and ddp_wait makes that lane wait, not the host. What fails or takes too long later is the backend's to notice: it poisons the group. */
+/* A backend transports bytes. `state` is the value that open or split returned. A function that fails sets
+   the error line with ddp_fail.
+
+   Threads: the core makes one call of a group at a time. Exceptions: the p2p functions may run at the same
+   time as run, and poison at any time.
+
+   A backend with `enqueues` only puts work on the device's communication stream. Its calls, messages
+   included, run on the calling thread, after the work that the compute stream holds. ddp_wait makes the
+   compute stream wait, and never the host. The backend itself detects work that fails or exceeds the timeout
+   later, and poisons the group. */
 struct ddp_backend {
     const char *name;
-    ddp_result (*open)(ddp_group *group, void **state); /* collective over the world; rank and size are known to the group */
-    ddp_result (*run)(ddp_group *group, void *state, const ddp_call *call); /* carries one collective to its end on the calling thread */
-    /* A send or receive is started, then polled until done; never blocks. *request is the backend's; done == 1 or an error ends it. */
+    /* Collective over the world. The group has its rank and size already. */
+    ddp_result (*open)(ddp_group *group, void **state);
+    /* Executes one collective on the calling thread and returns when it is complete. */
+    ddp_result (*run)(ddp_group *group, void *state, const ddp_call *call);
+    /* p2p_start starts a send or receive. p2p_poll advances it until *done is 1 or an error is returned.
+       Neither blocks. The backend owns *request. */
     ddp_result (*p2p_start)(ddp_group *group, void *state, const ddp_call *call, void **request);
     ddp_result (*p2p_poll)(ddp_group *group, void *state, void *request, int *done);
-    /* Sleeps until something may have changed for p2p_poll, at most so long; 0 = a moment of a wait that should be short. NULL = the caller yields. */
+    /* Sleeps until p2p_poll may make progress, at most timeout_ms; 0 = a short moment. NULL = the core yields
+       instead. */
     void (*p2p_sleep)(ddp_group *group, void *state, int timeout_ms);
-    /* Collective over the parent: makes the state of child, whose members are ranks of the parent, ordered; child NULL = this rank is in none. */
-    ddp_result (*split)(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state);
-    /* ddp_group_alloc and ddp_group_free make all ranks agree before and after them: a rank returns its own result,
-       with nothing in *out if that is a failure. When another rank has failed, its memory goes to free. close frees
-       the rest. Both NULL: memory of each rank's own. */
-    ddp_result (*alloc)(ddp_group *group, void *state, size_t size_bytes, void **out); /* collective */
+    /* Collective over the parent. Creates the state of child. members: its ranks, as ranks of the parent, in
+       order. child NULL: this rank joins no group, or, with member_count > 0, has no memory for it. */
+    ddp_result (*split)(ddp_group *parent, void *state, ddp_group *child, const int *members,
+                        int member_count, void **child_state);
+    /* Collective. All ranks agree before and after each: a rank returns its own result, and sets *out only on
+       success. If another rank failed, the core passes the memory to free. close frees the rest. Both NULL:
+       the core allocates memory that is private to each rank. */
+    ddp_result (*alloc)(ddp_group *group, void *state, size_t size_bytes, void **out);
     ddp_result (*free)(ddp_group *group, void *state, void *memory);
-    ddp_result (*status)(const ddp_group *group, void *state);  /* DDP_OK or the first cause; the error line is the bare cause */
-    void (*poison)(ddp_group *group, void *state, ddp_result cause, const char *text); /* records the first cause and wakes everybody */
+    /* DDP_OK, or the first cause; the error line is the cause without a prefix. */
+    ddp_result (*status)(const ddp_group *group, void *state);
+    /* Records the first cause and wakes all ranks. */
+    void (*poison)(ddp_group *group, void *state, ddp_result cause, const char *text);
     void (*close)(ddp_group *group, void *state);
-    int enqueues;            /* 1 = run returns once the work is on the communication lane */
+    int enqueues;            /* 1 = run returns once the work is on the communication stream */
     ddp_order default_order; /* 0 = tree */
-    ddp_result (*p2p_batch)(ddp_group *group, void *state, int begin); /* enqueues: around the messages of a batch; end follows every begin */
-    void *(*peer)(ddp_group *group, void *state, const void *memory, int rank); /* see ddp_group_peer; NULL = no rank reads another's memory */
-    void (*signal)(ddp_group *group, void *state, uint64_t *word, uint64_t value);              /* see ddp_group_signal; where peer is, so are these */
-    ddp_result (*wait_signal)(ddp_group *group, void *state, const uint64_t *word, uint64_t target); /* may run beside run's calls of the ranks that do not wait */
-    void (*p2p_wake)(ddp_group *group, void *state); /* ends p2p_sleep of this rank's threads, or the next one of each; NULL = sleeps are short */
+    /* With enqueues: called before (begin 1) and after (begin 0) the messages of a batch. */
+    ddp_result (*p2p_batch)(ddp_group *group, void *state, int begin);
+    /* See ddp_group_peer and ddp_group_signal. All three are set, or none. wait_signal may run while the
+       ranks that do not wait are inside run. */
+    void *(*peer)(ddp_group *group, void *state, const void *memory, int rank);
+    void (*signal)(ddp_group *group, void *state, uint64_t *word, uint64_t value);
+    ddp_result (*wait_signal)(ddp_group *group, void *state, const uint64_t *word, uint64_t target);
+    /* Ends the p2p_sleep of this rank's threads, or the next one of each. NULL = sleeps are short. */
+    void (*p2p_wake)(ddp_group *group, void *state);
 };
 
-DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum);             /* to 0, as zeros are */
-DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value); /* NaN and infinities are kept */
-DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to nearest even */
-/* From the sum of all squares: *norm is its root. Returns what gradients are multiplied by: max_norm / norm if the
-   norm is finite and exceeds max_norm, otherwise 1. */
+/* A sum of doubles without rounding. clear sets it to 0, as memset does. add keeps NaN and infinities. value
+   rounds once, to nearest even. */
+DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum);
+DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value);
+DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum);
+/* Gradient clipping. squares: the sum of all squared gradients. *norm is its square root. Returns the factor
+   for the gradients: max_norm / norm if the norm is finite and exceeds max_norm, otherwise 1. */
 DDPDEF float ddp_clip_factor(const ddp_exact_sum *squares, float max_norm, float *norm);
 
-/* Two queues of a device, in which work runs in order: the caller's own, and that of a group's communication. */
+/* The two streams of a device: the caller's own, and the one for communication of a group. */
 typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_stream_kind;
 
-/* Where memory lives and what can compute on it. Pointers are this device's. The CPU's table is ddp_device_cpu().
-   The lists below give the functions in the order of the table: X(name, result, arguments). An initialiser takes them from there:
+/* A device: functions for its memory, streams and arithmetic. All pointers are to memory of this device. The
+   table of the CPU is ddp_device_cpu().
+
+   The lists below contain the functions in the order of the table, as X(name, result, arguments). A table of
+   your own:
      #define MY_FIELD(name, result, arguments) my_##name,
-     static const ddp_device mine = {"mine", 0, DDP_DEVICE_MEMORY(MY_FIELD) DDP_DEVICE_STREAMS(MY_FIELD) DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL, NULL};
+     static const ddp_device mine = {"mine", 0, DDP_DEVICE_MEMORY(MY_FIELD) DDP_DEVICE_STREAMS(MY_FIELD)
+                                     DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL, NULL};
 
-   alloc gives zeros, aligned to 64 bytes. In add, dst may equal either. sum_squares adds the sums of squares of rows rows of row_count elements to *sum, which is
-   this device's memory too: exactly row by row, 4096 elements at a time. */
-#define DDP_DEVICE_MEMORY(X)                                                                                              \
-    X(alloc, ddp_result, (ddp_group *group, size_t size_bytes, void **out))                                               \
-    X(free, void, (ddp_group *group, void *memory))                                                                       \
-    X(copy, void, (void *dst, const void *src, size_t size_bytes))                                                        \
-    X(fill_zero, void, (void *dst, size_t size_bytes))                                                                    \
-    X(cast, void, (void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count))                   \
-    X(add, void, (void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype))                         \
-    X(scale, void, (void *data, size_t count, ddp_dtype dtype, float factor))                                             \
-    X(divide, void, (void *data, size_t count, ddp_dtype dtype, uint64_t divisor))                                        \
-    X(sum_squares, void, (ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype))
+     alloc         zeroed memory, aligned to 64 bytes
+     add           dst may equal left or right
+     sum_squares   adds the squares of `rows` rows of row_count elements to *sum, which is memory of this
+                   device. The sum is exact per row, in pieces of 4096 elements */
+#define DDP_DEVICE_MEMORY(X)                                                                                 \
+    X(alloc, ddp_result, (ddp_group *group, size_t size_bytes, void **out))                                  \
+    X(free, void, (ddp_group *group, void *memory))                                                          \
+    X(copy, void, (void *dst, const void *src, size_t size_bytes))                                           \
+    X(fill_zero, void, (void *dst, size_t size_bytes))                                                       \
+    X(cast, void, (void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count))      \
+    X(add, void, (void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype))            \
+    X(scale, void, (void *data, size_t count, ddp_dtype dtype, float factor))                                \
+    X(divide, void, (void *data, size_t count, ddp_dtype dtype, uint64_t divisor))                           \
+    X(sum_squares, void,                                                                                     \
+      (ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype))
 
-/* NULL where calls are done when they return, as on the CPU. Elsewhere the functions above go to the stream that the calling thread uses, and copy is done
-   on return when either side is host memory.
-     open          makes the device's state of a group; parent: of a split, or NULL
-     use_stream    until the thread uses another one; ddp.h returns to the compute stream
-     check         the first failure of this thread's calls of the functions that return nothing, or DDP_OK
-     event_record  marks what the stream holds now, again if it was recorded before
-     event_wait    the stream, not the host, waits for the mark as it is now */
-#define DDP_DEVICE_STREAMS(X)                                                                                             \
-    X(open, ddp_result, (ddp_group *group, ddp_group *parent, void **state))                                              \
-    X(close, void, (ddp_group *group, void *state))                                                                       \
-    X(use_stream, ddp_result, (ddp_group *group, ddp_stream_kind stream))                                                 \
-    X(check, ddp_result, (ddp_group *group))                                                                              \
-    X(event_create, ddp_result, (ddp_group *group, void **event))                                                         \
-    X(event_destroy, void, (ddp_group *group, void *event))                                                               \
-    X(event_record, ddp_result, (ddp_group *group, ddp_stream_kind stream, void *event))                                  \
-    X(event_wait, ddp_result, (ddp_group *group, ddp_stream_kind stream, void *event))                                    \
+/* NULL if every function has completed when it returns, as on the CPU. Otherwise the functions above run on
+   the stream that the calling thread uses, and copy has completed on return if either side is host memory.
+     open          creates the device's state of a group; parent: of a split, or NULL
+     use_stream    selects the stream of this thread; ddp.h selects the compute stream again afterwards
+     check         the first failure of this thread's calls of the functions that return void, or DDP_OK
+     event_record  marks the end of the work that the stream holds now; a later call moves the mark
+     event_wait    makes the stream, not the host, wait for the mark */
+#define DDP_DEVICE_STREAMS(X)                                                                                \
+    X(open, ddp_result, (ddp_group *group, ddp_group *parent, void **state))                                 \
+    X(close, void, (ddp_group *group, void *state))                                                          \
+    X(use_stream, ddp_result, (ddp_group *group, ddp_stream_kind stream))                                    \
+    X(check, ddp_result, (ddp_group *group))                                                                 \
+    X(event_create, ddp_result, (ddp_group *group, void **event))                                            \
+    X(event_destroy, void, (ddp_group *group, void *event))                                                  \
+    X(event_record, ddp_result, (ddp_group *group, ddp_stream_kind stream, void *event))                     \
+    X(event_wait, ddp_result, (ddp_group *group, ddp_stream_kind stream, void *event))                       \
     X(event_test, ddp_result, (ddp_group *group, void *event, int *done))
 
-/* Host memory that copy is fastest with; NULL = any is as fast. free_pinned: on any thread, with or without the group. copy_async returns at once; the host's
-   side is memory of alloc_pinned, which the stream uses until then. */
-#define DDP_DEVICE_PINNED(X)                                                                                              \
-    X(alloc_pinned, ddp_result, (ddp_group *group, size_t size_bytes, void **out))                                        \
-    X(free_pinned, void, (void *memory))                                                                                  \
+/* Pinned host memory. NULL = copies from any host memory are as fast. free_pinned may run on any thread, also
+   after the group is gone. copy_async returns at once; its host side is memory of alloc_pinned, in use until
+   the stream has executed the copy. */
+#define DDP_DEVICE_PINNED(X)                                                                                 \
+    X(alloc_pinned, ddp_result, (ddp_group *group, size_t size_bytes, void **out))                           \
+    X(free_pinned, void, (void *memory))                                                                     \
     X(copy_async, void, (void *dst, const void *src, size_t size_bytes))
 
 #define DDP_DEVICE_FUNCTIONS(X) DDP_DEVICE_MEMORY(X) DDP_DEVICE_STREAMS(X) DDP_DEVICE_PINNED(X)
@@ -812,59 +840,73 @@ struct ddp_device {
 #define DDP_X(name, result, arguments) result (*name) arguments;
     DDP_DEVICE_FUNCTIONS(DDP_X)
 #undef DDP_X
-    /* What the siblings need, each defined there. NULL: they use functions of their own if host_memory is set, and otherwise report DDP_ERR_UNSUPPORTED. */
+    /* Kernels of the sibling headers, which define these types. NULL: the sibling uses its CPU functions if
+       host_memory is 1, and otherwise returns DDP_ERR_UNSUPPORTED. */
     const struct ddp_optimizer_kernels *optimizer; /* ddp_fsdp.h */
     const struct ddp_layer_kernels *layers;        /* ddp_tensor.h; two tables, for f32 and f64 */
 };
 
 DDPDEF const ddp_device *ddp_device_cpu(void);
 
-/* Around calls of a device's functions. begin: this thread's go to the compute stream. check: the first failure of
-   this thread's so far. group NULL: the CPU. */
+/* Called before and after functions of a device. begin selects the compute stream for this thread. check
+   returns the first failure of this thread's calls. group NULL: the CPU. */
 DDPDEF ddp_result ddp_device_begin(ddp_group *group);
 DDPDEF ddp_result ddp_device_check(ddp_group *group);
 /* Adds the squares of a tensor's elements, row by row of its first dimension, to *sum on the device. */
 DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum, const ddp_tensor *tensor);
 DDPDEF const ddp_device *ddp_group_device(const ddp_group *group);
 
-/* DDP_OK if a header can compute on the group's device. version: the first field of the device's table for this header, or NULL without a table.
-   Otherwise DDP_ERR_UNSUPPORTED, with an error line of the public call `who`. */
-DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, const int *version, const char *header);
+/* DDP_OK if a sibling header can compute on the group's device, otherwise DDP_ERR_UNSUPPORTED. version: the
+   first field of the device's kernel table for this header, NULL = no table. who: the public call, for the
+   error line. */
+DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, const int *version,
+                                    const char *header);
 
-DDPDEF void *ddp_group_device_state(const ddp_group *group); /* from open; NULL without one */
-DDPDEF int ddp_group_device_index(const ddp_group *group);   /* what ddp_launch_desc.devices gives this rank; -1 = nothing */
+DDPDEF void *ddp_group_device_state(const ddp_group *group); /* set by the device's open; NULL without one */
+DDPDEF int ddp_group_device_index(const ddp_group *group);   /* from ddp_launch_desc.devices; -1 = none */
 DDPDEF int ddp_group_timeout_ms(const ddp_group *group);
 DDPDEF ddp_order ddp_group_order(const ddp_group *group);    /* never DDP_ORDER_DEFAULT */
 
-/* Where rank's counterpart of this rank's group memory lies for this rank, who may read and write it between calls that keep the ranks in step;
-   NULL where memory is not group memory, or that rank's cannot be reached. The answer is alike for all ranks of a group. Not collective. */
+/* Address, in this process, of another rank's group memory. memory: a pointer into this rank's block; the
+   result points to the same offset in the block of `rank`. This rank may read and write there between calls
+   that synchronise the ranks. NULL if memory is not group memory, or the other rank's is not mapped here;
+   then it is NULL on all ranks. Not collective. */
 DDPDEF void *ddp_group_peer(ddp_group *group, const void *memory, int rank);
 
-/* How ranks that read each other's memory tell how far they are. word: 8 bytes, aligned, of this group's own group memory, the same ones on every rank, which only grow.
-   signal sets this rank's, after all that this thread has written. wait_signal returns once every rank's has reached target; until then it blocks, with
-   the errors of a collective, in issue order with this rank's collectives. Not collective. Where ddp_group_peer answers. */
+/* Flags between ranks that read each other's memory. word: an aligned u64 at the same offset of this group's
+   memory on every rank; its values only grow. ddp_group_signal stores value in this rank's word, after
+   everything that this thread wrote before. ddp_group_wait_signal blocks until the word of every rank has
+   reached target; it runs in issue order with this rank's collectives and returns their errors. Not
+   collective. Only where ddp_group_peer is not NULL. */
 DDPDEF void ddp_group_signal(ddp_group *group, uint64_t *word, uint64_t value);
 DDPDEF ddp_result ddp_group_wait_signal(ddp_group *group, const uint64_t *word, uint64_t target);
 DDPDEF const char *ddp_group_name(const ddp_group *group);
-DDPDEF void ddp_group_log(const ddp_group *group, const char *text); /* a notice for log_fn, after the rank and the group's name */
-DDPDEF const char *ddp_call_name(ddp_call_kind kind);        /* "ddp_all_reduce" and its like */
+/* Passes a notice to log_fn, with the rank and the group's name in front. */
+DDPDEF void ddp_group_log(const ddp_group *group, const char *text);
+DDPDEF const char *ddp_call_name(ddp_call_kind kind); /* such as "ddp_all_reduce" */
 
-/* A group of control's ranks over another backend, which may talk over control while it opens. Of desc: backend, backend_user (NULL = control), device,
-   order, name, timeout_ms; 0 = as control (order: the backend's). The rest is control's. Collective. set_local: which ranks share a machine, after a split. */
+/* Creates a group of the ranks of `control` over another backend, which may communicate over control in its
+   open. Read from desc: backend, backend_user (NULL = control), device, order, name, timeout_ms; 0 = as
+   control (order: the backend's default). Everything else is control's. Collective. */
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc);
 DDPDEF void *ddp_group_backend_user(const ddp_group *group);
+/* In open and split: sets the rank within its machine, and the number of ranks there. */
 DDPDEF void ddp_group_set_local(ddp_group *group, int local_rank, int local_world_size);
 
-/* For backends that only move bytes: what a reduction of source_count (1 to 65536) arrays of count elements comes to, in tree order. dst may be one of
-   them. AVG divides by divisor, 0 = source_count. */
-DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor);
+/* Reduces source_count (1 to 65536) arrays of count elements in tree order, for backends that only move
+   bytes. dst may be one of the sources. AVG divides by divisor, 0 = source_count. */
+DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_count, size_t count, ddp_dtype
+dtype,
+                            ddp_op op, uint64_t divisor);
 
-/* A collective over host memory, whatever the group's device is. Blocking. send == recv: in place, as in NCCL.
-   kind: DDP_CALL_ALL_REDUCE, DDP_CALL_BROADCAST, DDP_CALL_ALL_GATHER. root: -1, except for a broadcast. */
+/* A collective over host memory, whatever the group's device is. Blocking. send == recv: in place, as in
+   NCCL. kind: DDP_CALL_ALL_REDUCE, DDP_CALL_BROADCAST, DDP_CALL_ALL_GATHER. root: -1, except for a broadcast.
+   */
 DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv,
                                       size_t count, ddp_dtype dtype, ddp_op op, int root);
 
-/* For backends made of another group: issues a checked call as it is, with its divisor; the backend's own poison and status. */
+/* For a backend on top of another group: issues a checked call unchanged, poisons the group, returns its
+   cause. */
 DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work);
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text);
 DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
@@ -875,11 +917,12 @@ DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to);
    communicate return DDP_ERR_INVALID. A destroy function must leave everything as it is. */
 DDPDEF int ddp_group_is_forked(const ddp_group *group);
 
-/* --- what a backend of one's own needs; the tcp and mpi backends use nothing else of ddp.h --- */
+/* --- for backends; the tcp and mpi backends use nothing else of ddp.h --- */
 
-/* The bytes that `rank` sends to `peer` in a call, as a range of its send buffer (of recv in a broadcast), and the bytes
-   that it receives from peer, as a range of its recv buffer. A rank also sends to itself. Where ddp_call_adds, what comes
-   from all ranks is added and stored in that range. In _v calls rank is this rank. */
+/* Byte ranges of a call. ddp_call_sends: the bytes that `rank` sends to `peer`, as a range of its send buffer
+   (of recv in a broadcast). ddp_call_receives: the bytes that it receives from peer, as a range of its recv
+   buffer. A rank also sends to itself. If ddp_call_adds returns 1, the data of all ranks is reduced into that
+   range. In _v calls `rank` must be this rank. */
 typedef struct ddp_bytes {
     size_t begin, size;
 } ddp_bytes;
@@ -887,59 +930,68 @@ DDPDEF ddp_bytes ddp_call_sends(const ddp_call *call, int rank, int peer);
 DDPDEF ddp_bytes ddp_call_receives(const ddp_call *call, int rank, int peer);
 DDPDEF int ddp_call_adds(const ddp_call *call);
 
-/* How far the send buffer of rank reaches that other ranks read. Not for _v calls. */
+/* Bytes of the send buffer of `rank` that other ranks read. Not for _v calls. */
 DDPDEF size_t ddp_call_send_size(const ddp_call *call, int rank, int world_size);
 
-/* A collective in two words, for ranks to compare: its kind, dtype, op, root and caller; its count. */
+/* Comparing calls between ranks. ddp_call_pack: kind, dtype, op, root and caller in one word, the count in
+   the other. ddp_call_compare: DDP_OK, or DDP_ERR_MISMATCH with a line that describes the calls of both
+   ranks; callers may differ. ddp_call_hash: equal on ranks that make the same call with the same number, and,
+   for an all_gather_v, the same counts. */
 DDPDEF void ddp_call_pack(const ddp_call *call, uint64_t words[2]);
-/* DDP_OK, or DDP_ERR_MISMATCH, which describes the calls of both ranks. Callers may differ. */
-DDPDEF ddp_result ddp_call_compare(int rank, const uint64_t words[2], int other, const uint64_t other_words[2]);
-/* Equal on ranks that make the same call of the same number, with the same counts for an all_gather_v. */
+DDPDEF ddp_result ddp_call_compare(int rank, const uint64_t words[2], int other,
+                                   const uint64_t other_words[2]);
 DDPDEF uint64_t ddp_call_hash(const ddp_call *call, int world_size);
 
-/* This rank has waited in a call for longer than the timeout. Sets the error line, which lists the ranks that arrived and
-   those that are missing, or names the peer of a message. Marks silent ranks as ddp_group_mark_lost does. Returns
-   DDP_ERR_TIMEOUT. state: of each rank; of a message only that of its peer counts. */
-enum { DDP_RANK_SILENT, DDP_RANK_BEHIND /* it responds, but has not made this call */, DDP_RANK_ARRIVED };
+/* For a call that exceeded the timeout. Sets an error line with the ranks that arrived and those that are
+   missing, or with the peer of a message. Marks silent ranks as ddp_group_mark_lost does. Returns
+   DDP_ERR_TIMEOUT. state: one entry per rank; for a message only the peer's is read. */
+enum { DDP_RANK_SILENT, DDP_RANK_BEHIND /* responds, but has not made this call */, DDP_RANK_ARRIVED };
 DDPDEF ddp_result ddp_call_timed_out(ddp_group *group, const ddp_call *call, const unsigned char *state);
-DDPDEF double ddp_p2p_waited(const void *request); /* seconds that this thread has waited for it; 0 = it polls it only */
+/* Seconds that this thread has been blocked on a request; 0 = it only polls. */
+DDPDEF double ddp_p2p_waited(const void *request);
 
-/* The ranks of the world that count as lost, see ddp_group_mark_lost.
-     check   DDP_OK, or why a rank of this group is lost; reported once
-     get     all of them, in two words that travel with a failure
-     add     marks those of another rank's words */
+/* Lost ranks of the world, see ddp_group_mark_lost.
+     check   DDP_OK, or the cause if a rank of this group is lost; each cause is reported once
+     get     all lost ranks, packed into two words that are sent with a failure
+     add     marks the ranks in another rank's words */
 DDPDEF ddp_result ddp_group_check_lost(ddp_group *group);
 DDPDEF void ddp_group_get_lost(const ddp_group *group, uint64_t words[2]);
 DDPDEF void ddp_group_add_lost(ddp_group *group, const uint64_t words[2], ddp_result cause, const char *text);
 
-/* Ranks with the same machine id can share memory. A unique id is one that nobody can guess. */
+/* Ranks with the same machine id can share memory. A unique id is a random number that cannot be guessed. */
 DDPDEF uint64_t ddp_machine_id(void);
 DDPDEF uint64_t ddp_unique_id(void);
 
-/* A group of the local backend, of the `count` ranks of `whole` that are on this machine, in order; this rank is one of
-   them. They meet by token, which is theirs only. Collective over them. It has whole's allocator, log_fn and name. */
-DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, const char *token, const int *ranks, int count,
+/* Creates a group of the local backend from `count` ranks of `whole` on this machine. ranks: in order; this
+   rank is one of them. token: a string that only these ranks use. Collective over them. Allocator, log_fn and
+   name are whole's. */
+DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, const char *token, const int
+*ranks, int count,
                                          int timeout_ms);
-/* part's rank r is whole's rank ranks[r]: causes of failures name it so, and both share the record of lost ranks. */
+/* Rank r of `part` is rank ranks[r] of `whole`. Causes of failures name the rank of whole, and both groups
+   share the record of lost ranks. */
 DDPDEF void ddp_group_part_of(ddp_group *part, ddp_group *whole, const int *ranks);
-/* In open and split: the backend of `from`, which has the same ranks, is group's from here on. from is freed. Returns the
-   state that open or split gives. */
+/* In open and split: gives group the backend of `from`, a group of the same ranks, and frees from. Returns
+   the state for open or split to return. */
 DDPDEF void *ddp_group_take_over(ddp_group *group, ddp_group *from);
 
 #if defined(DDP_USE_MPI)
-/* ddp_group_create by "mpi://": initialises MPI where needed. Of desc, rank and world_size are checked, unless
-   world_size is 0. */
+/* ddp_group_create for init_method "mpi://". Initialises MPI if the program has not. rank and world_size of
+   desc must equal MPI's, unless world_size is 0. */
 DDPDEF ddp_result ddp_group_create_mpi(ddp_group **out, const ddp_group_desc *desc);
 #endif
 
-/* fn runs now and then while a collective of group waits for other ranks: an engine beside it may need that. */
+/* fn runs repeatedly while a collective of group waits for other ranks, for an engine that needs to be
+   polled. */
 DDPDEF void ddp_group_on_wait(ddp_group *group, void (*fn)(void *argument), void *argument);
 /* fn runs at the start of ddp_group_destroy. */
 DDPDEF void ddp_group_on_destroy(ddp_group *group, void (*fn)(ddp_group *group));
-/* In open and split: only the caller's threads may call the backend. The queue moves on inside ddp_wait and ddp_test. */
+/* In open and split: the group gets no communication thread. Its queue advances inside ddp_wait and ddp_test.
+   */
 DDPDEF void ddp_group_no_thread(ddp_group *group);
 
-/* The fastest of several methods, by how long each took lately. pick: now and then another one, to measure it. */
+/* Chooses the fastest of several methods by their recent times. pick sometimes returns another one, to
+   measure it. */
 typedef struct ddp_tuner {
     uint64_t calls, tries;
     double seconds[3]; /* of each method; 0: never tried */
