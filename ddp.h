@@ -4113,12 +4113,14 @@ static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     return DDP_OK;
 }
 
-/* Looks for lost ranks: those whose end the launcher has recorded, or every few milliseconds those that have ended. */
+/* Looks for lost ranks: those whose end the launcher has recorded. Without one, a backend that waits in place
+   of this one (ddp_group_on_wait) learns here of processes that have ended, every few milliseconds. In other
+   groups a rank that has ended is lost only to a call that needs it. */
 static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
     const ddp__job *job = l->heap->job;
     char text[DDP__TEXT_MAX];
-    uint64_t now = job->launched ? 0 : (uint64_t)(ddp_now() * 1e3);
+    uint64_t now = job->launched || !group->wait_fn ? 0 : (uint64_t)(ddp_now() * 1e3);
     int look = now >= ddp__load_relaxed(&l->status_at) + 5;
     if (look) __atomic_store_n(&l->status_at, now, __ATOMIC_RELAXED);
     for (int r = 0; r < l->world_size && !ddp__load(&l->control->poison); r++) {
