@@ -6988,16 +6988,27 @@ static ddp_result ddp__disagree(ddp_group *group, const char *who, const char *z
                        lengths[0], a, other, lengths[1], b);
 }
 
-/* The part of an error line that every rank of this group can show behind its own "rank 1/4 WHO group=NAME: ".
-   Without the name of another rank's call. The name of another group stays: it says whose ranks the cause names. */
+/* 1 if an error line begins with a rank of a group of another size. Such a line can be from a group that a
+   backend keeps inside this one: its name can be the same, and its rank numbers differ. */
+static int ddp__of_inner_group(const ddp_group *group, const char *line) {
+    int size = 0;
+    return sscanf(line, "rank %*d/%d ", &size) == 1 && size != group->world_size;
+}
+
+/* The part of an error line that every rank of this group can show behind its own "rank 1/4 WHO group=NAME:
+   ". It has no prefix of another rank's call, and no rank of a group inside this one. The name of another
+   group stays: it says whose ranks the cause names. */
 static const char *ddp__bare_cause(const ddp_group *group, const char *who, const char *line) {
     char here[48];
-    int rank, size, length = 0;
+    int length = 0, inner = ddp__of_inner_group(group, line), skipped = 0;
     snprintf(here, sizeof here, "group=%s", group->name);
-    (void)sscanf(line, "rank %d/%d %n", &rank, &size, &length);
+    (void)sscanf(line, "rank %*d/%*d %n", &length);
     line += length;
     const char *end = strstr(line, ": "), *place = strstr(line, here);
-    if (length && place && end > place && strchr(": ", place[strlen(here)])) return end + 2;
+    if (length && place && end > place && strchr(": ", place[strlen(here)])) {
+        if (inner) (void)sscanf(end + 2, "rank %*d: %n", &skipped);
+        return end + 2 + skipped;
+    }
     if (strncmp(line, who, strlen(who)) != 0) return line;
     size_t gap = strspn(line + strlen(who), ": ");
     return gap ? line + strlen(who) + gap : line;
@@ -7030,7 +7041,7 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
     if (mismatch)
         return ddp__disagree(group, who, text[0], first, text[1]);
     mine = (ddp_result)group->votes[first].result;
-    if (first == group->rank && strstr(own, who)) return ddp_fail(mine, "%s", own);
+    if (first == group->rank && strstr(own, who) && !ddp__of_inner_group(group, own)) return ddp_fail(mine, "%s", own);
     const char *cause = ddp__bare_cause(group, who, text[1]);
     int named = 0; /* a cause that an earlier agreement of this group passed on names its rank already */
     (void)sscanf(cause, "rank %*d: %n", &named);

@@ -1750,7 +1750,7 @@ static DDP__HD uint32_t ddp__cuda_philox(uint64_t key, uint64_t e) {
 }
 
 /* Element (i, j) of a matrix by itself. F has cell(i, j). */
-template <class F> struct ddp__cuda_cells_of {
+template <class F> struct ddp__cuda_layer_cells {
     enum { WIDTH = 1 };
     F f;
     int64_t columns;
@@ -1760,7 +1760,7 @@ template <class F> struct ddp__cuda_cells_of {
     }
 };
 template <class F> static ddp_result ddp__cuda_cells(const F &f, int64_t rows, int64_t columns) {
-    const ddp__cuda_cells_of<F> all = {f, columns};
+    const ddp__cuda_layer_cells<F> all = {f, columns};
     return ddp__cuda_each(all, ddp__cuda_split_of(1, (size_t)(rows * columns), 1), ddp__cuda_mine.stream, DDP__CUDA_LAYER);
 }
 

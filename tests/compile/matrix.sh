@@ -302,11 +302,11 @@ case_cuda_examples() {
     ./program 2 >out.log 2>&1 || status=$?
     [ $status -ne 9 ] || fail "a product without a group is not refused as it should be"
     if [ $status -eq 0 ]; then grep -q '^2 ranks: 1 + ... + 2 = 3, in each' out.log || fail "$(cat out.log)"
-    else grep -Eq 'rank [01]/2 ddp_cuda_pick: rank 0 on host .*(there is no device|cudaGetDeviceCount)' out.log || fail "$(cat out.log)"
+    else grep -Eq 'rank [01]/2 ddp_cuda_group_create group=world: .*on host .*(there is no device|cudaGetDeviceCount)' out.log || fail "$(cat out.log)"
     fi
     seq 1 300 >text
     if ./program --layers 1 --steps 2 text >out.log 2>&1; then grep -q '^weights hash' out.log || fail "$(cat out.log)"
-    else grep -Eq '^train_gpt_cuda: rank 0/1 ddp_cuda_pick: rank 0 on host .*(there is no device|cudaGetDeviceCount)' out.log || fail "$(cat out.log)"
+    else grep -Eq '^train_gpt_cuda: rank 0/1 ddp_cuda_group_create group=world: .*on host .*(there is no device|cudaGetDeviceCount)' out.log || fail "$(cat out.log)"
     fi
 }
 
