@@ -6988,16 +6988,19 @@ static ddp_result ddp__disagree(ddp_group *group, const char *who, const char *z
                        lengths[0], a, other, lengths[1], b);
 }
 
-/* 1 if an error line begins with a rank of a group of another size. Such a line can be from a group that a
-   backend keeps inside this one: its name can be the same, and its rank numbers differ. */
+/* 1 if an error line is from a group of this name and another size: one that a backend keeps inside this
+   group. Its rank numbers differ. */
 static int ddp__of_inner_group(const ddp_group *group, const char *line) {
-    int size = 0;
-    return sscanf(line, "rank %*d/%d ", &size) == 1 && size != group->world_size;
+    char here[48];
+    int size = group->world_size;
+    snprintf(here, sizeof here, "group=%s: ", group->name);
+    (void)sscanf(line, "rank %*d/%d ", &size);
+    return size != group->world_size && strstr(line, here);
 }
 
-/* The part of an error line that every rank of this group can show behind its own "rank 1/4 WHO group=NAME:
-   ". It has no prefix of another rank's call, and no rank of a group inside this one. The name of another
-   group stays: it says whose ranks the cause names. */
+/* The part of an error line that every rank of this group can show after its own prefix (rank, call, group).
+   It has no prefix of another rank's call, and no rank of a group inside this one. The name of another group
+   stays: it says whose ranks the cause names. */
 static const char *ddp__bare_cause(const ddp_group *group, const char *who, const char *line) {
     char here[48];
     int length = 0, inner = ddp__of_inner_group(group, line), skipped = 0;
