@@ -306,7 +306,7 @@ case_cuda_examples() {
     fi
     seq 1 300 >text
     if ./program --layers 1 --steps 2 text >out.log 2>&1; then grep -q '^weights hash' out.log || fail "$(cat out.log)"
-    else grep -Eq '^train_gpt_cuda: rank 0/1 ddp_cuda_group_create group=world: .*on host .*(there is no device|cudaGetDeviceCount)' out.log || fail "$(cat out.log)"
+    else grep -Eq '^train_gpt_cuda: rank 0/1 ddp_cuda_pick group=world: .*on host .*(there is no device|cudaGetDeviceCount)' out.log || fail "$(cat out.log)"
     fi
 }
 
