@@ -4687,10 +4687,12 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     ddp__op *op = ddp__op_new(group, call, NULL, NULL);
     if (!op) return ddp__p2p_no_memory(group, call);
     ddp_result result = ddp_group_cause(group);
-    pthread_mutex_lock(&group->lock);
-    int nested = ddp__is_runner(group);
-    pthread_mutex_unlock(&group->lock);
-    if (result == DDP_OK && work && !nested) result = ddp__thread_start(group);
+    if (result == DDP_OK && work) {
+        pthread_mutex_lock(&group->lock);
+        int nested = ddp__is_runner(group);
+        pthread_mutex_unlock(&group->lock);
+        if (!nested) result = ddp__thread_start(group);
+    }
     if (!work) ddp__p2p_blocks = group->in_batch ? DDP__STARTS_BLOCKING : DDP__BLOCKED;
     if (result == DDP_OK && !enqueues) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
     ddp__p2p_blocks = 0;

@@ -3137,13 +3137,14 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
     DDP__TP_NEED(tp, __func__, desc->rate >= 0 && desc->rate < 1, "rate=%g, allowed are 0 to below 1", desc->rate);
     DDP__TP_NEED(tp, __func__, rows >= 0 && columns >= 0, "rows=%lld, columns=%lld: neither may be negative", (long long)rows, (long long)columns);
     DDP__TP_NEED(tp, __func__, (x && y) || rows == 0 || columns == 0, "%s is NULL", x ? "y" : "x");
-    const int64_t width = desc->columns ? desc->columns : columns, first = desc->first_row * width + desc->first_column;
+    const int64_t width = desc->columns ? desc->columns : columns;
     DDP__TP_NEED(tp, __func__, desc->first_row >= 0 && desc->first_column >= 0 && columns <= width && desc->first_column <= width - columns,
                  "%lld columns from first_column=%lld, first_row=%lld do not lie in an activation of %lld columns", (long long)columns,
                  (long long)desc->first_column, (long long)desc->first_row, (long long)width);
     DDP__TP_NEED(tp, __func__, !__builtin_add_overflow(desc->first_row, rows, &end) && !__builtin_mul_overflow(end, width, &end),
                  "%lld rows from %lld of %lld columns are more elements than fit in 63 bits", (long long)rows, (long long)desc->first_row,
                  (long long)width);
+    const int64_t first = desc->first_row * width + desc->first_column; /* fits, as checked above */
     ddp_dropout op = {rows, columns, first, width, desc->key, (uint32_t)(desc->rate * 4294967296.0), 1 / (1 - desc->rate), x, y};
     if (columns == width) { /* one long row */
         op.columns *= rows;
@@ -3158,8 +3159,10 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
 /* A standard normal value for one element (Box and Muller 1958): of u in (0, 1] and v in [0, 1), 53 bits each. */
 static double ddp__tp_normal(uint64_t key, uint64_t index) {
     const double unit = 1.0 / 9007199254740992.0; /* 2^-53 */
-    uint32_t w[4];
-    ddp__tp_philox(key, DDP__TP_STREAM_NORMAL, index, 1, w);
+    uint32_t w[4] = {(uint32_t)index, (uint32_t)(index >> 32), DDP__TP_STREAM_NORMAL, 0};
+    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u)
+        ddp__tp_philox_round(&w[0], &w[1], &w[2], &w[3], k0, k1);
     double u = (double)((((uint64_t)w[0] << 32 | w[1]) >> 11) + 1) * unit, v = (double)(((uint64_t)w[2] << 32 | w[3]) >> 11) * unit;
     return sqrt(-2 * log(u)) * cos(6.283185307179586 * v);
 }
