@@ -4594,7 +4594,10 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
         if (nested) return result;
         pthread_mutex_lock(&group->lock);
         group->running = 0;
-        if (group->head) ddp__thread_call(group);
+        if (group->head) {
+            ddp__thread_call(group);
+            pthread_cond_broadcast(&group->done_cond);
+        }
         pthread_mutex_unlock(&group->lock);
         return ddp__deliver(group, result);
     }
@@ -6604,7 +6607,7 @@ static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *v, in
     for (int r = 0; r < t->venue.count; r++) {
         ddp__tcp_tune(p[r].fd, ddp_group_timeout_ms(group));
         p[r].bytes = t->first[r];
-        p[r].room = ddp__tcp_first_bytes(t);
+        p[r].room = t->first[r] ? ddp__tcp_first_bytes(t) : 0;
         t->first[r] = NULL;
     }
     if (t->rank) {
@@ -6621,8 +6624,10 @@ static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *v, in
     return ddp_fail_in(ddp__tcp_status(group, t), "ddp_group_create", group, "%s", ddp_last_error());
 }
 
-/* The state of a group before its ranks meet: all memory that they need until they have met. NULL without. */
-static ddp__tcp *ddp__tcp_new(ddp_group *group) {
+/* The state of a group before its ranks meet, with the memory that they need until they have met. NULL without
+   memory. In a split all ranks then agree on that. A world (split 0) cannot: its ranks meet without the buffers
+   that could not be allocated, and the first call fails on all of them. */
+static ddp__tcp *ddp__tcp_new(ddp_group *group, int split) {
     size_t w = (size_t)ddp_world_size(group);
     size_t size = sizeof(ddp__tcp) + w * (sizeof(ddp__card) + 2 * sizeof(void *) + 1 + DDP__ANNOUNCED);
     ddp__tcp *t = (ddp__tcp *)ddp_host_alloc(group, size);
@@ -6641,7 +6646,7 @@ static ddp__tcp *ddp__tcp_new(ddp_group *group) {
         size_t none = 0;
         result = ddp__room(group, &t->first[r], &none, ddp__tcp_first_bytes(t));
     }
-    if (result == DDP_OK) return t;
+    if (result == DDP_OK || (!split && t->venue.peer)) return t;
     ddp__tcp_close(group, t);
     return NULL;
 }
@@ -6696,7 +6701,7 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
         local &= t->card[members[i]][DDP__CARD_MACHINE] == t->card[members[0]][DDP__CARD_MACHINE];
     ddp_result result = member_count && !child ? DDP_ERR_NO_MEMORY : DDP_OK;
     if (child && local) result = ddp__venue_alloc(&venue, child);
-    else if (child && !(made = ddp__tcp_new(child))) result = DDP_ERR_NO_MEMORY;
+    else if (child && !(made = ddp__tcp_new(child, 1))) result = DDP_ERR_NO_MEMORY;
     result = ddp_agree(parent, "ddp_group_split", result, 0, "");
     if (result == DDP_OK && leads && !local) listener = ddp__tcp_listen(&everywhere, 0);
     if (leads) ddp__announce_text(listener, mine);
@@ -6837,7 +6842,7 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
         ddp_group_set_local(group, id->local_rank, id->local_world_size);
         result = backend->open(group, &group->state);
     }
-    else if (!backend) result = ddp__tcp_open(group, ddp__tcp_new(group), v, -1, &group->state);
+    else if (!backend) result = ddp__tcp_open(group, ddp__tcp_new(group, 0), v, -1, &group->state);
     else if (id->world) result = ddp__local_again(group, id->world);
     else if (id->heap) result = ddp__local_join(group, id->heap, &group->state);
     else {
@@ -7544,17 +7549,20 @@ static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *c
     return ddp__mpi_wait(group, s);
 }
 
+/* Bytes of one rank's share in a round. With fewer ranks in a round, each has more of the scratch memory. */
+static size_t ddp__mpi_room(const ddp__mpi *s) { return s->room * (size_t)s->step; }
+
 /* Chunk k of what rank r adds up, as a range of every rank's send buffer: its block of a reduce_scatter; otherwise its share
    of the buffer, in whole cache lines. */
 static ddp_bytes ddp__mpi_share(const ddp__mpi *s, const ddp_call *call, int r, size_t k) {
     ddp_bytes part = ddp_call_sends(call, 0, call->root >= 0 ? call->root : r);
-    size_t w = (size_t)(s->world_size / s->step), at = k * s->room;
+    size_t w = (size_t)(s->world_size / s->step), room = ddp__mpi_room(s), at = k * room;
     if (call->kind != DDP_CALL_REDUCE_SCATTER) {
         size_t share = ddp_round_up((part.size + w - 1) / w, 64), begin = share * (size_t)r;
         part.begin = begin < part.size ? begin : part.size;
         part.size = part.size - part.begin < share ? part.size - part.begin : share;
     }
-    part.size = part.size <= at ? 0 : part.size - at < s->room ? part.size - at : s->room;
+    part.size = part.size <= at ? 0 : part.size - at < room ? part.size - at : room;
     part.begin += at;
     return part;
 }
@@ -7564,9 +7572,10 @@ static ddp_result ddp__mpi_add(ddp__mpi *s, const ddp_call *call, size_t k, unsi
     int me = s->rank / s->step, w = s->world_size / s->step, scatters = call->kind == DDP_CALL_REDUCE_SCATTER;
     int gets = scatters || ddp_call_receives(call, s->rank, s->rank).size > 0;
     unsigned char *recv = (unsigned char *)call->recv;
+    size_t room = ddp__mpi_room(s);
     ddp_bytes mine = ddp__mpi_share(s, call, me, k);
-    void *sum = !gets ? came + (size_t)me * s->room : recv + (scatters ? k * s->room : mine.begin);
-    for (int r = 0; r < w; r++) sources[r] = came + (size_t)r * s->room;
+    void *sum = !gets ? came + (size_t)me * room : recv + (scatters ? k * room : mine.begin);
+    for (int r = 0; r < w; r++) sources[r] = came + (size_t)r * room;
     sources[me] = (const unsigned char *)call->send + mine.begin;
     ddp_reduce_tree(sum, sources, w, mine.size / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor);
     for (int i = 1; i < w && !scatters; i++) {
@@ -7586,13 +7595,14 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
     const void **sources = (const void **)(void *)s->scratch;
     unsigned char *chunks = s->scratch + (size_t)s->world_size * sizeof *sources;
     s->step = step;
+    size_t room = ddp__mpi_room(s);
     for (size_t left = 1; left; k++) {
-        unsigned char *came = chunks + (k & 1) * w * s->room, *before = chunks + (~k & 1) * w * s->room;
+        unsigned char *came = chunks + (k & 1) * w * room, *before = chunks + (~k & 1) * w * room;
         left = ddp__mpi_share(s, call, 0, k).size; /* no share is larger than the first */
         for (int i = 1; i < (int)w && left; i++) {
             int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, (int)w - i);
             ddp_bytes theirs = ddp__mpi_share(s, call, to, k), mine = ddp__mpi_share(s, call, me, k);
-            DDP_TRY(ddp__mpi_start(s, 0, came + (size_t)from * s->room, mine.size, from));
+            DDP_TRY(ddp__mpi_start(s, 0, came + (size_t)from * room, mine.size, from));
             DDP_TRY(ddp__mpi_start(s, 1, send + theirs.begin, theirs.size, to));
         }
         if (k > 0) DDP_TRY(ddp__mpi_add(s, call, k - 1, before, sources));
@@ -9241,17 +9251,18 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     ddp__accumulator_layout(accumulator, &scratch);
     while (desc->micro_batch_count >> (depth + 1)) depth++; /* floor(log2 m): no t below m has more bits set */
     depth *= accumulator->level_bytes;
+    int attaches = desc->reducer && desc->micro_batch_count > 1;
     ddp_result result = DDP_OK;
     if (depth > 0) result = group->device->alloc(group, depth + scratch, &accumulator->levels);
+    /* Buckets in flight do not know the accumulator. */
+    if (result == DDP_OK && attaches) result = ddp__reducer_drain(desc->reducer, 0);
     if (result != DDP_OK) {
+        if (accumulator->levels) group->device->free(group, accumulator->levels);
         ddp_host_free(group, accumulator);
         return result;
     }
     accumulator->scratch = (unsigned char *)accumulator->levels + depth;
-    if (desc->reducer && desc->micro_batch_count > 1) {
-        ddp__reducer_drain(desc->reducer, 0); /* buckets under way do not know it */
-        ddp__reducer_attach(desc->reducer, accumulator);
-    }
+    if (attaches) ddp__reducer_attach(desc->reducer, accumulator);
     *out = accumulator;
     return DDP_OK;
 }

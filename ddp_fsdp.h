@@ -4573,7 +4573,8 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
     if (out) *out = NULL;
     DDP__FSDP_NEED(group, "group is NULL");
     resolved.group = resolved.groups[0] = group;
-    ddp_result result = out && desc ? ddp__fsdp_desc_resolve(&resolved, desc) : ddp__fsdp_bad(__func__, group, "out or desc is NULL");
+    ddp_result result = desc ? ddp__fsdp_desc_resolve(&resolved, desc) : ddp__fsdp_bad(__func__, group, "desc is NULL");
+    if (result == DDP_OK && !out) result = ddp__fsdp_bad(__func__, group, "out is NULL");
     if (result == DDP_OK) f = ddp__fsdp_new(&resolved);
     if (result == DDP_OK) result = f ? ddp__fsdp_describe(f) : DDP_ERR_NO_MEMORY;
     for (int i = 0; i < 2; i++) /* what one group finds reaches the others through the replicas */

@@ -3995,11 +3995,16 @@ static ddp_result ddp__pipe_tie_groups(ddp_pipeline *p) {
 static ddp_result ddp__pipe_warm_up(ddp_pipeline *p, unsigned char *bytes) {
     int before = (p->rank + p->world_size - 1) % p->world_size, after = (p->rank + 1) % p->world_size, count = p->world_size > 1 ? p->works : 0;
     ddp_result result = ddp_p2p_begin(p->group), ended;
-    for (int i = 0; i < count && result == DDP_OK; i++) result = ddp_recv(p->group, &bytes[i], 1, DDP_U8, before, 0, NULL);
+    ddp_work first = DDP_ZERO; /* the handle of an asynchronous message starts the communication thread */
+    for (int i = 0; i < count && result == DDP_OK; i++)
+        result = ddp_recv(p->group, &bytes[i], 1, DDP_U8, before, 0, i || p->one_lane ? NULL : &first);
     if (result == DDP_OK && count && !p->one_lane) result = ddp_barrier(p->group); /* no message is done before all have been asked for */
     for (int i = 0; i < count && result == DDP_OK; i++) result = ddp_send(p->group, &bytes[count], 1, DDP_U8, after, 0, NULL);
     if (result != DDP_OK) ddp_group_poison(p->group, result, ddp_last_error());
     ended = ddp_p2p_end(p->group);
+    ddp_result received = ddp_wait(p->group, &first);
+    if (ended == DDP_OK) ended = received;
+    if (result == DDP_OK && ended != DDP_OK) ddp_group_poison(p->group, ended, ddp_last_error());
     if (result == DDP_OK) result = ended;
     /* A rank whose messages are done could otherwise succeed while another one has no memory for its last. */
     return result == DDP_OK ? ddp_barrier(p->group) : result;

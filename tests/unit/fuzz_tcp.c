@@ -467,7 +467,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         play_ranks();
     }
     fuzz_salt = real_rank;
-    if (ddp__tcp_open(group, ddp__tcp_new(group), &v, listener, &group->state) == DDP_OK) {
+    if (ddp__tcp_open(group, ddp__tcp_new(group, 0), &v, listener, &group->state) == DDP_OK) {
         make_calls(group);
         group->backend->close(group, group->state);
     } else {
