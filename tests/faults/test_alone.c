@@ -7,27 +7,13 @@
     1 has no memory. Once, the other ranks waited for the timeout. After ddp_reducer_create they got
     DDP_ERR_POISONED and no cause. */
 #include "../../ddp.h"
+#include "../support/fail_alloc.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
 
 #define ODD 1 /* the rank that fails */
 #define SECONDS (10.0 * DDP_TEST_SLOWDOWN)
 #define TIMEOUT_MS 60000
-
-static __thread int fail_at; /* the allocation that fails on this thread, counted down; 0 = none */
-static __thread int failed;
-static void *alloc_fn(size_t size_bytes, void *user) {
-    (void)user;
-    if (fail_at && --fail_at == 0) {
-        failed = 1;
-        return NULL;
-    }
-    return malloc(size_bytes);
-}
-static void free_fn(void *memory, void *user) {
-    (void)user;
-    free(memory);
-}
 
 /* All ranks have the same outcome: DDP_OK, or result with a text that names the odd rank. */
 static ddp_result look(ddp_group *world, const char *what, int n, ddp_result got, ddp_result wanted,
@@ -207,8 +193,8 @@ int main(int argc, char **argv) {
     int failures = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
     watchdog_start(150);
-    ranks_memory.alloc_fn = alloc_fn;
-    ranks_memory.free_fn = free_fn;
+    ranks_memory.alloc_fn = fail_alloc;
+    ranks_memory.free_fn = fail_free;
     if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0) return 2;
     for (int what = 0; what < CASES; what++) {
         plan p = {what};

@@ -13,31 +13,13 @@
 #include "../../ddp_fsdp.h"
 #include "../../ddp_pipeline.h"
 #include "../../ddp_tensor.h"
+#include "../support/fail_alloc.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
 
 #define ODD 1 /* the rank that fails */
 #define SECONDS (10.0 * DDP_TEST_SLOWDOWN)
 #define TIMEOUT_MS 60000
-
-//== allocations that fail =========================================================================
-
-static __thread int fail_at; /* the allocation of this thread that fails, counted down; 0 = none */
-static __thread int failed;
-
-static void *alloc_fn(size_t size_bytes, void *user) {
-    (void)user;
-    if (fail_at && --fail_at == 0) {
-        failed = 1;
-        return NULL;
-    }
-    return malloc(size_bytes);
-}
-
-static void free_fn(void *memory, void *user) {
-    (void)user;
-    free(memory);
-}
 
 //== the calls =====================================================================================
 
@@ -191,7 +173,7 @@ static ddp_result make_fsdp(bench *b, void **made) {
     case 25: desc.skip_initial_broadcast = 1; break;
     case 26: desc.keep_checkpoints = -1; break;
     case 27: desc.save_in_background = 1; break;
-    case 28: desc.alloc_fn = alloc_fn; break;
+    case 28: desc.alloc_fn = fail_alloc; break;
     case 29: desc.replicas = b->again[0]; break;
     case 30: desc.checkpoint_group = b->again[1]; break;
     case 31: b->units[1].param_count = 0; break;
@@ -636,8 +618,8 @@ int main(int argc, char **argv) {
     int failures = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
     watchdog_start(200);
-    ranks_memory.alloc_fn = alloc_fn;
-    ranks_memory.free_fn = free_fn;
+    ranks_memory.alloc_fn = fail_alloc;
+    ranks_memory.free_fn = fail_free;
     if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0) return 2;
     progress = (struct progress *)ranks_shared(sizeof *progress);
     if (!mkdtemp(folder)) return perror(folder), 2;
