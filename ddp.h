@@ -7876,7 +7876,6 @@ static ddp__mpi *ddp__mpi_new(ddp_group *group) {
     size_t size = sizeof(ddp__mpi) + w * (4 * sizeof(MPI_Request) + sizeof(int) + 1);
     ddp__mpi *s = (ddp__mpi *)ddp_host_alloc(group, size);
     if (!s) return NULL;
-    memset(s, 0, size);
     s->room = room < 16384 ? 16384 : room;
     s->scratch = (unsigned char *)ddp_host_alloc(group, w * (2 * s->room + sizeof(void *)));
     if (!s->scratch) {

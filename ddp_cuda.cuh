@@ -2084,7 +2084,6 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
     ddp_result result;
     *state = streams;
     if (!streams) return DDP_ERR_NO_MEMORY;
-    memset(streams, 0, sizeof *streams);
     streams->stream[DDP_STREAM_COMPUTE] = from ? from->stream[DDP_STREAM_COMPUTE] : seed ? seed->stream : ddp__cuda_mine.stream;
     if (seed) streams->stream[DDP_STREAM_COMM] = seed->comm_stream;
     if (from || seed) result = ddp__cuda_fail(cuda->set_device(streams->device = from ? from->device : seed->device), "making the group", "cudaSetDevice");
@@ -2311,7 +2310,8 @@ static ddp_result ddp__cuda_products_open(ddp_group *group, const ddp_gemm *g, d
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
     ddp_result result = DDP_OK;
     if (!p) return DDP_ERR_NO_MEMORY;
-    if (!streams->products) streams->products = memset(p, 0, sizeof *p), streams->close_products = ddp__cuda_products_close;
+    streams->products = p;
+    streams->close_products = ddp__cuda_products_close;
     *out = p;
     if (!p->workspace) result = ddp__cuda_device_alloc(group, DDP__CUDA_LT_BYTES, &p->workspace);
     if (result == DDP_OK && !p->handle) status = cublasLtCreate(&p->handle);
@@ -3162,7 +3162,6 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     pthread_condattr_t clock;
     *result = DDP_ERR_NO_MEMORY;
     if (!n) return NULL;
-    memset((void *)n, 0, sizeof *n + words);
     n->group = group, n->streams = ddp__cuda_streams_of(group), n->rank = ddp_rank(group), n->world_size = ddp_world_size(group);
     pthread_mutex_init(&n->lock, NULL);
     pthread_condattr_init(&clock);

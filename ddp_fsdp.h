@@ -2984,13 +2984,14 @@ static void ddp__memory_count(ddp_fsdp *f, const ddp__fsdp_allocation *a, int ad
     if (a->kind == DDP__MEMORY_GROUP) f->memory.group_bytes += change;
 }
 
-/* Host memory from the allocator of the desc or of the group. */
+/* Zeroed host memory from the allocator of the desc or of the group. */
 static void *ddp__fsdp_host_alloc(ddp_fsdp *f, size_t size, void **raw, size_t *overhead) {
     int own = f->desc.alloc_fn != NULL;
     *overhead = own ? 64 : DDP_MALLOC_EXTRA;
     *raw = own ? f->desc.alloc_fn(size + 64, f->desc.user) : ddp_host_alloc(f->group, size);
     if (!*raw) ddp_fail_in(DDP_ERR_NO_MEMORY, "ddp_fsdp_create", f->group, "%zu bytes could not be allocated", size);
-    return *raw && own ? (void *)(((uintptr_t)*raw + 63) / 64 * 64) : *raw;
+    if (!*raw || !own) return *raw;
+    return memset((void *)(((uintptr_t)*raw + 63) / 64 * 64), 0, size);
 }
 
 static void ddp__fsdp_host_free(ddp_fsdp *f, void *raw) {
@@ -3033,7 +3034,7 @@ static ddp_result ddp__fsdp_alloc(ddp_fsdp *f, int purpose, int kind, size_t siz
     memcpy(out, &a.memory, sizeof a.memory);
     ddp_error_save(&f->memory.error, result);
     if (result != DDP_OK) return result;
-    if (a.kind == DDP__MEMORY_HOST || a.kind == DDP__MEMORY_PINNED) memset(a.memory, 0, a.size);
+    if (a.kind == DDP__MEMORY_PINNED) memset(a.memory, 0, a.size);
     f->memory.allocations[f->memory.count++] = a;
     ddp__memory_count(f, &a, 1);
     return DDP_OK;

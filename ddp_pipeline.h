@@ -4068,7 +4068,6 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
     if (!p) ddp_error_save(&failure, DDP_ERR_NO_MEMORY);
     else if (!out || !desc) ddp_error_save(&failure, DDP__PIPE_BAD("%s is NULL", out ? "desc" : "out"));
     if (p) {
-        memset(p, 0, sizeof *p);
         p->group = group;
         p->device = ddp_group_device(group);
         p->rank = ddp_rank(group);

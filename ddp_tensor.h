@@ -2331,7 +2331,6 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
     ddp_tp *tp = (ddp_tp *)ddp_host_alloc(group, size);
     if (!tp && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
     if (tp) {
-        memset(tp, 0, size);
         tp->group = group;
     }
     if (result == DDP_OK) result = ddp__tp_set_up(tp, &d);
