@@ -488,7 +488,6 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 #include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
-#include <semaphore.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -1394,6 +1393,12 @@ static int ddp__json_skip(ddp__json *j) {
 
 static int ddp__json_end(ddp__json *j) { return !j->error && (!ddp__json_peek(j) && j->at == j->end ? 1 : ddp__json_fail(j, "something follows the end")); }
 
+/* The error of a file whose JSON starts at byte `start`. */
+static ddp_result ddp__json_result(const char *dir, const char *name, size_t start, const ddp__json *j) {
+    return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: %sdamaged at byte %zu: %s", dir, name, start ? "the header is " : "",
+                    start + (size_t)(j->at - j->begin), j->error);
+}
+
 /* Compares two records that start with a ddp__words by those. */
 static int ddp__words_compare(const void *a, const void *b) {
     const ddp__words *left = (const ddp__words *)a, *right = (const ddp__words *)b;
@@ -1476,8 +1481,18 @@ typedef struct ddp__stored {
     int has_crc;
 } ddp__stored;
 
-/* A header that has been read: records by name. Names lie in its text. */
-typedef struct ddp__header { ddp__stored *records; int count; } ddp__header;
+/* A tensor file. Its header, once read, is a list of tensors sorted by name. */
+typedef struct ddp__in_file {
+    const char *dir, *name;
+    int kind;                 /* 0 = model-*, 1 = optimizer-*; 0 for a model of another program */
+    uint32_t crc, want_crc;   /* of the header */
+    char *text;               /* the header; names of the records are parts of it */
+    uint64_t data_at;         /* bytes in front of the tensors */
+    const unsigned char *map; /* the whole file */
+    size_t map_bytes;
+    ddp__stored *records;
+    int count;
+} ddp__in_file;
 
 typedef struct ddp__pair { ddp__words key, value; } ddp__pair;
 
@@ -1487,17 +1502,25 @@ static int ddp__stored_compare_place(const void *a, const void *b) {
     return order ? order : (left->end > right->end) - (left->end < right->end);
 }
 
-static ddp__stored *ddp__stored_find(const ddp__header *header, ddp__words name) {
-    return header->count == 0 ? NULL : (ddp__stored *)bsearch(&name, header->records, (size_t)header->count, sizeof *header->records, ddp__words_compare);
+static ddp__stored *ddp__stored_find(const ddp__in_file *file, ddp__words name) {
+    if (file->count == 0) return NULL;
+    return (ddp__stored *)bsearch(&name, file->records, (size_t)file->count, sizeof *file->records, ddp__words_compare);
 }
 
-/* An error of a tensor, with its byte range in the file, whose data start at data_at. The name cannot break the line. */
-static ddp_result ddp__stored_fail(ddp_result result, const char *path, uint64_t data_at, const ddp__stored *r, const char *what) {
-    char name[100];
+/* Sets the error line for a tensor of a file: its name without control characters, its byte range in the file,
+   and the formatted text. */
+static __attribute__((format(printf, 4, 5))) ddp_result
+ddp__stored_fail(ddp_result result, const ddp__in_file *file, const ddp__stored *r, const char *format, ...) {
+    char name[100], what[500];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(what, sizeof what, format, args);
+    va_end(args);
     snprintf(name, sizeof name, "%s", r->name.at);
-    for (char *c = name; *c; c++) if ((unsigned char)*c < 32 || *c == 127) *c = '?';
-    return ddp_fail(result, "%s: tensor '%s' at bytes [%llu, %llu) of the file %s", path, name, (unsigned long long)(data_at + r->begin),
-                    (unsigned long long)(data_at + r->end), what);
+    for (char *c = name; *c; c++)
+        if ((unsigned char)*c < 32 || *c == 127) *c = '?';
+    return ddp_fail(result, "%s/%s: tensor '%s' at bytes [%llu, %llu) of the file %s", file->dir, file->name, name,
+                    (unsigned long long)(file->data_at + r->begin), (unsigned long long)(file->data_at + r->end), what);
 }
 
 /* {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, in any order. */
@@ -1541,60 +1564,61 @@ static int ddp__hex_read(ddp__words word, uint32_t *value) {
     return 1;
 }
 
-/* Tensors fill the data without overlap or hole, and are as large as dtype and shape say; then by name. "crc32c:name" in the metadata tells a checksum. */
-static ddp_result ddp__header_check(const char *path, uint64_t data_at, uint64_t data_bytes, ddp__header *header, const ddp__pair *pairs, int pair_count) {
-    ddp__stored *r = header->records;
+/* Checks that the tensors fill the data without an overlap or a hole, and that their sizes match dtype and shape.
+   Sorts them by name. "crc32c:name" in the metadata is the checksum of a tensor. */
+static ddp_result ddp__header_check(ddp__in_file *file, uint64_t data_bytes, const ddp__pair *pairs, int pair_count) {
+    ddp__stored *r = file->records;
     uint64_t at = 0;
-    qsort(r, (size_t)header->count, sizeof *r, ddp__stored_compare_place);
-    for (int i = 0; i < header->count; at = r[i++].end) {
+    qsort(r, (size_t)file->count, sizeof *r, ddp__stored_compare_place);
+    for (int i = 0; i < file->count; at = r[i++].end) {
         const char *what = r[i].end < r[i].begin || r[i].end > data_bytes ? "lies outside of the file"
                          : r[i].end - r[i].begin != r[i].count * (uint64_t)r[i].dtype->size ? "is not as large as its dtype and shape say"
                          : r[i].begin < at ? "overlaps the one before it" : r[i].begin > at ? "has a hole before it" : NULL;
-        if (what) return ddp__stored_fail(DDP_ERR_CORRUPT, path, data_at, &r[i], what);
+        if (what) return ddp__stored_fail(DDP_ERR_CORRUPT, file, &r[i], "%s", what);
     }
     if (at != data_bytes)
-        return ddp_fail(DDP_ERR_CORRUPT, "%s: the tensors end at byte %llu of the data, which has %llu", path, (unsigned long long)at, (unsigned long long)data_bytes);
-    qsort(r, (size_t)header->count, sizeof *r, ddp__words_compare);
-    for (int i = 1; i < header->count; i++)
-        if (ddp__words_compare(&r[i - 1], &r[i]) == 0) return ddp__stored_fail(DDP_ERR_CORRUPT, path, data_at, &r[i], "has a name that is there twice");
+        return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: the tensors end at byte %llu of the data, which has %llu", file->dir, file->name,
+                        (unsigned long long)at, (unsigned long long)data_bytes);
+    qsort(r, (size_t)file->count, sizeof *r, ddp__words_compare);
+    for (int i = 1; i < file->count; i++)
+        if (ddp__words_compare(&r[i - 1], &r[i]) == 0)
+            return ddp__stored_fail(DDP_ERR_CORRUPT, file, &r[i], "has a name that is there twice");
     for (int i = 0; i < pair_count; i++) {
         ddp__words name = pairs[i].key;
         if (name.length < 7 || memcmp(name.at, "crc32c:", 7) != 0) continue;
         name.at += 7;
         name.length -= 7;
-        r = ddp__stored_find(header, name);
-        if (r && !ddp__hex_read(pairs[i].value, &r->crc)) return ddp__stored_fail(DDP_ERR_CORRUPT, path, data_at, r, "has a checksum that is not 8 hexadecimal digits");
-        if (r) r->has_crc = 1;
+        r = ddp__stored_find(file, name);
+        if (!r) continue;
+        if (!ddp__hex_read(pairs[i].value, &r->crc))
+            return ddp__stored_fail(DDP_ERR_CORRUPT, file, r, "has a checksum that is not 8 hexadecimal digits");
+        r->has_crc = 1;
     }
     return DDP_OK;
 }
 
-/* Reads the header text of a file with data_bytes bytes of data. The text is changed and must outlive the records, which are the caller's to free. */
-static ddp_result ddp__header_read(ddp_group *group, const char *path, char *text, size_t length, uint64_t data_bytes, ddp__header *header) {
-    ddp__json j = ddp__json_of(text, length);
-    ddp__pair *pairs;
+/* Reads the header in file->text, of a file with data_bytes bytes of tensors. The text is changed. */
+static ddp_result ddp__header_read(ddp_group *group, ddp__in_file *file, size_t length, uint64_t data_bytes) {
+    ddp__json j = ddp__json_of(file->text, length);
     size_t colons = 1;
     int pair_count = 0, count = 0, metadata = 0;
-    memset(header, 0, sizeof *header);
-    for (size_t i = 0; i < length; i++) colons += text[i] == ':'; /* no more keys than colons, of which a tensor has four */
-    header->records = (ddp__stored *)ddp_host_alloc(group, (colons / 4 + 1) * sizeof *header->records);
-    pairs = header->records ? (ddp__pair *)ddp_host_alloc(group, colons * sizeof *pairs) : NULL;
+    file->data_at = 8 + length;
+    for (size_t i = 0; i < length; i++) colons += file->text[i] == ':'; /* no more keys than colons, of which a tensor has four */
+    file->records = (ddp__stored *)ddp_host_alloc(group, (colons / 4 + 1) * sizeof *file->records);
+    ddp__pair *pairs = file->records ? (ddp__pair *)ddp_host_alloc(group, colons * sizeof *pairs) : NULL;
     if (!pairs) return DDP_ERR_NO_MEMORY;
-    if (length == 0 || *text != '{') (void)ddp__json_fail(&j, "a header starts with {");
+    if (length == 0 || *file->text != '{') (void)ddp__json_fail(&j, "a header starts with {");
     for (ddp__words name; ddp__json_entry(&j, &count, &name);) {
-        ddp__stored *record = &header->records[header->count];
-        memset(record, 0, sizeof *record);
+        ddp__stored *record = &file->records[file->count];
         record->name = name;
-        if (!ddp__words_are(name, "__metadata__")) header->count += ddp__stored_read(&j, record);
+        if (!ddp__words_are(name, "__metadata__")) file->count += ddp__stored_read(&j, record);
         else if (metadata++) (void)ddp__json_fail(&j, "metadata is there twice");
         else for (int n = 0; ddp__json_entry(&j, &n, &pairs[pair_count].key);) pair_count += ddp__json_string(&j, &pairs[pair_count].value);
     }
     qsort(pairs, (size_t)pair_count, sizeof *pairs, ddp__words_compare);
     for (int i = 1; i < pair_count; i++)
         if (ddp__words_compare(&pairs[i - 1], &pairs[i]) == 0) (void)ddp__json_fail(&j, "metadata has a key twice");
-
-    ddp_result result = ddp__json_end(&j) ? ddp__header_check(path, 8 + length, data_bytes, header, pairs, pair_count)
-                      : ddp_fail(DDP_ERR_CORRUPT, "%s: the header is damaged at byte %zu: %s", path, 8 + (size_t)(j.at - j.begin), j.error);
+    ddp_result result = ddp__json_end(&j) ? ddp__header_check(file, data_bytes, pairs, pair_count) : ddp__json_result(file->dir, file->name, 8, &j);
     ddp_host_free(group, pairs);
     return result;
 }
@@ -1881,7 +1905,7 @@ static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__ke
             if (s->offset[d] < 0 || s->extent[d] < 0 || s->extent[d] > s->shape[d] || s->offset[d] > s->shape[d] - s->extent[d])
                 return ddp_fail(DDP_ERR_INVALID, "tensor '%.100s': %lld from %lld on is outside of dimension %d, which has %lld", s->name, (long long)s->extent[d],
                                 (long long)s->offset[d], d, (long long)s->shape[d]);
-        const ddp__key key = {ddp__words_of(s->name), s->file_kind != 0, i};
+        const ddp__key key = {ddp__words_of(s->name), s->file_kind, i};
         keys[i] = key;
     }
     qsort(keys, (size_t)count, sizeof *keys, ddp__key_compare);
@@ -1890,23 +1914,19 @@ static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__ke
     return DDP_OK;
 }
 
-/* What a save and a load begin with. */
+/* What a save and a load have in common. The tables are one allocation, the caller's to free at keys. */
 typedef struct ddp__task {
     ddp_group *group;
-    const char *who;
+    const char *who;     /* the public call */
     const ddp__slice *slices;
     int count;
     char dir[DDP__PATH_MAX];
-    ddp__key *keys;      /* the list by name; one allocation, with what follows */
+    ddp__key *keys;      /* the list by name */
     int64_t *mine, *all; /* 2 per tensor: the numbers of this rank's box, and of the boxes of all ranks */
+    void *extra;         /* per tensor, and for two more: what the caller of ddp__task_begin asked for */
     uint32_t *crc;       /* per tensor */
     unsigned char *left; /* per tensor: 1 = a lower rank writes this rank's box */
 } ddp__task;
-
-static ddp__task ddp__task_of(ddp_group *group, const char *who, const ddp__slice *slices, int count) {
-    ddp__task task = {group, who, slices, count, "", NULL, NULL, NULL, NULL, NULL};
-    return task;
-}
 
 /* What must be equal on all ranks is a list of entries: options, then tensors. The hash continues that of the
    entry before. text may be cut short; the hash is not. */
@@ -1918,7 +1938,7 @@ static ddp__task_entry ddp__task_entry_of(const ddp__task *t, const char *option
     ddp__task_entry entry;
     if (s)
         snprintf(entry.text, sizeof entry.text, "tensor %d '%.80s' %s of the %s", index - 1, name,
-                 ddp__show(ddp_dtype_name(s->dtype), s->ndim, s->shape).text, ddp__kind_names[s->file_kind != 0]);
+                 ddp__show(ddp_dtype_name(s->dtype), s->ndim, s->shape).text, ddp__kind_names[s->file_kind]);
     else
         snprintf(entry.text, sizeof entry.text, "tensors=%d%s dir=%.150s", t->count, options, length > 150 ? name + length - 150 : name);
     hash = ddp_hash(hash, name, length);
@@ -1926,13 +1946,22 @@ static ddp__task_entry ddp__task_entry_of(const ddp__task *t, const char *option
     return entry;
 }
 
-/* Collective: every rank has the same options (which text describes), dir and tensors. own: how this rank fares so far. */
-static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const char *options, ddp_result own) {
+/* Collective. Every rank has the same options (described by text), dir and tensors. extra_size: bytes per tensor of
+   t->extra, a multiple of 8. own: the result of this rank so far. */
+static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const char *options, size_t extra_size, ddp_result own) {
     ddp__task_entry entry = {0, ""};
-    size_t n = (size_t)t->count + 1;
+    size_t n = (size_t)t->count + 2;
     if (own == DDP_OK) own = ddp__folder_name(dir, t->dir);
-    t->keys = (ddp__key *)ddp_host_alloc(t->group, n * (sizeof *t->keys + 4 * sizeof *t->mine + sizeof *t->crc + 1));
-    if (!t->keys) own = DDP_ERR_NO_MEMORY;
+    t->keys = (ddp__key *)ddp_host_alloc(t->group, n * (sizeof *t->keys + 4 * sizeof *t->mine + extra_size + sizeof *t->crc + 1));
+    if (t->keys) {
+        t->mine = (int64_t *)(t->keys + n);
+        t->all = t->mine + 2 * n;
+        t->extra = t->all + 2 * n;
+        t->crc = (uint32_t *)((char *)t->extra + n * extra_size);
+        t->left = (unsigned char *)(t->crc + n);
+    } else {
+        own = DDP_ERR_NO_MEMORY;
+    }
     if (own == DDP_OK) own = ddp__slices_check(t->slices, t->count, t->keys);
     for (int i = 0; i <= t->count && own == DDP_OK; i++) entry = ddp__task_entry_of(t, options, i, entry.hash);
     ddp_result result = ddp_agree(t->group, t->who, own, entry.hash, "");
@@ -1941,14 +1970,7 @@ static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const char *opt
         entry = ddp__task_entry_of(t, options, i, entry.hash);
         DDP_TRY(ddp_agree(t->group, t->who, DDP_OK, entry.hash, entry.text));
     }
-    if (result != DDP_OK) return result;
-    t->mine = (int64_t *)(t->keys + n);
-    t->all = t->mine + 2 * n;
-    t->crc = (uint32_t *)(t->all + 2 * n);
-    t->left = (unsigned char *)(t->crc + n);
-    memset(t->crc, 0, n * sizeof *t->crc);
-    memset(t->left, 0, n);
-    return DDP_OK;
+    return result;
 }
 
 /* Collective: adds the numbers of the boxes that are written. *hole: the first tensor that they do not tile, or the count. */
@@ -1990,7 +2012,7 @@ static const struct ddp__state_field { const char *name, *kinds; size_t at; } dd
 
 #define DDP__PIECE ((uint64_t)1 << 20)     /* bytes that are summed up, and then written while they lie in a cache; or brought into memory at once */
 
-/* A file of the checkpoint that is being written: tensors [first, last) of the list `order`. */
+/* A file of the checkpoint that is being written: the tensors of its kind in [first, last) of the list. */
 typedef struct ddp__out_file {
     char name[64];
     int kind, first, last;
@@ -2003,59 +2025,58 @@ typedef struct ddp__saving {
     char tmp[DDP__PATH_MAX];
     int keep;
     size_t max_file_bytes;
-    int *order;                        /* the tensors as they lie in the files: by kind, as given */
-    uint64_t *begin;                   /* per tensor: where its bytes lie in its file's data */
-    ddp__out_file *files;              /* behind them, once they are written, the indexes */
-    int file_count, kind_count[2], index_count;
+    uint64_t *begin;      /* per tensor: its first byte in the data of its file */
+    ddp__out_file *files; /* the indexes are at the end, once they are written */
+    int file_count, kind_count[2];
     ddp__draft draft;
 } ddp__saving;
 
-/* The header of a file with its length in front, padded so that the data starts at a multiple of 8. Checksums are what crc has by now: the length is the same. */
+/* The header of a file with its length in front, padded so that the data starts at a multiple of 8. Checksums are what
+   crc has by now: the length is the same. */
 static void ddp__draft_header(ddp__saving *s, const ddp__out_file *file) {
     ddp__draft *d = &s->draft;
+    const ddp__slice *slices = s->task.slices;
     d->length = 0;
     ddp__draft_add(d, "12345678{\"__metadata__\":{\"format\":\"pt\""); /* what Python's loaders look for */
     for (int i = file->first; i < file->last; i++) {
+        if (slices[i].file_kind != file->kind) continue;
         ddp__draft_add(d, ",");
-        ddp__draft_string(d, "crc32c:", s->task.slices[s->order[i]].name);
-        ddp__draft_add(d, ":\"%08x\"", s->task.crc[s->order[i]]);
+        ddp__draft_string(d, "crc32c:", slices[i].name);
+        ddp__draft_add(d, ":\"%08x\"", s->task.crc[i]);
     }
     ddp__draft_add(d, "}");
     for (int i = file->first; i < file->last; i++) {
-        const ddp__slice *slice = &s->task.slices[s->order[i]];
-        uint64_t begin = s->begin[s->order[i]];
+        if (slices[i].file_kind != file->kind) continue;
         ddp__draft_add(d, ",");
-        ddp__draft_string(d, "", slice->name);
-        ddp__draft_add(d, ":{\"dtype\":\"%s\",\"shape\":[", ddp__file_dtype_name(slice->dtype));
-        for (int k = 0; k < slice->ndim; k++) ddp__draft_add(d, k ? ",%lld" : "%lld", (long long)slice->shape[k]);
-        ddp__draft_add(d, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)begin, (unsigned long long)(begin + ddp__slice_bytes(slice, 0)));
+        ddp__draft_string(d, "", slices[i].name);
+        ddp__draft_add(d, ":{\"dtype\":\"%s\",\"shape\":[", ddp__file_dtype_name(slices[i].dtype));
+        for (int k = 0; k < slices[i].ndim; k++) ddp__draft_add(d, k ? ",%lld" : "%lld", (long long)slices[i].shape[k]);
+        ddp__draft_add(d, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)s->begin[i],
+                       (unsigned long long)(s->begin[i] + ddp__slice_bytes(&slices[i], 0)));
     }
     ddp__draft_add(d, "}%*s", (int)(7 - d->length % 8), "");
     for (int i = 0; i < 8 && !d->failed; i++) d->at[i] = (char)((d->length - 8) >> 8 * i & 255);
 }
 
-/* Deals the tensors to files. An entry of a header takes at most so much: the name twice, digits, words. */
+/* Distributes the tensors over files. An entry of a header takes at most `entry` bytes: the name twice, digits, words. */
 static ddp_result ddp__save_plan(ddp__saving *s) {
     ddp__out_file *file = NULL;
     uint64_t used = 0, limit = s->max_file_bytes ? s->max_file_bytes : (uint64_t)4 << 30;
-    int n = 0;
-    for (int i = 0; i < 2 * s->task.count; i++)
-        if ((s->task.slices[i % s->task.count].file_kind != 0) == i / s->task.count) s->order[n++] = i % s->task.count;
-    for (int i = 0; i < n; i++) {
-        const ddp__slice *slice = &s->task.slices[s->order[i]];
-        uint64_t bytes = ddp__slice_bytes(slice, 0), entry;
-        int kind = slice->file_kind != 0;
+    for (int k = 0; k < 2 * s->task.count; k++) {
+        int i = k % s->task.count, kind = k / s->task.count;
+        const ddp__slice *slice = &s->task.slices[i];
+        if (slice->file_kind != kind) continue;
         s->draft.length = 0;
         ddp__draft_string(&s->draft, "", slice->name);
-        entry = 2 * s->draft.length + 160 + 21 * (uint64_t)slice->ndim;
+        uint64_t bytes = ddp__slice_bytes(slice, 0), entry = 2 * s->draft.length + 160 + 21 * (uint64_t)slice->ndim;
         if (!file || file->kind != kind || bytes + entry > limit || used > limit - bytes - entry) {
             file = &s->files[s->file_count++];
-            memset(file, 0, sizeof *file);
-            file->kind = kind, file->first = i;
+            file->kind = kind;
+            file->first = i;
             s->kind_count[kind]++;
             used = 64;
         }
-        s->begin[s->order[i]] = file->data_bytes;
+        s->begin[i] = file->data_bytes;
         file->data_bytes += bytes;
         file->last = i + 1;
         used += bytes + entry;
@@ -2071,11 +2092,15 @@ static ddp_result ddp__save_plan(ddp__saving *s) {
     return s->draft.failed ? DDP_ERR_NO_MEMORY : DDP_OK;
 }
 
-/* On rank 0: an empty folder beside dir, with all files, which have their size already. Before it, all that is to be replaced is looked at. */
+/* Plans the files. Rank 0 creates an empty folder beside dir, with all files in their final size. First it looks at
+   everything that is to be replaced. */
 static ddp_result ddp__save_begin(ddp__saving *s) {
     char path[DDP__PATH_MAX];
     struct stat info;
     int kind;
+    ddp__beside_name(s->task.dir, DDP__NEW, s->tmp);
+    DDP_TRY(ddp__save_plan(s));
+    if (ddp_rank(s->task.group) != 0) return DDP_OK;
     DDP_TRY(ddp__folder_look(s->task.dir, 0, &kind));
     for (int i = 0; i < s->keep && (i < 2 || kind != DDP__FOLDER_MISSING); i++) {
         ddp__beside_name(s->task.dir, i, path);
@@ -2112,22 +2137,19 @@ static ddp_result ddp__save_slice(const ddp__slice *slice, const ddp__file *file
     return DDP_OK;
 }
 
-static int ddp__save_has(const ddp__saving *s, int index) { return !s->task.left[index] && ddp__runs_of(&s->task.slices[index]).count > 0; }
-
+/* Writes this rank's boxes of all tensors. It opens only the files that have one. */
 static ddp_result ddp__save_slices(ddp__saving *s) {
     for (const ddp__out_file *out = s->files; out < s->files + s->file_count; out++) {
-        ddp__file file;
         ddp_result result = DDP_OK;
-        int i = out->first;
-        while (i < out->last && !ddp__save_has(s, s->order[i])) i++;
-        if (i == out->last) continue;
-        DDP_TRY(ddp__file_open(s->tmp, out->name, O_WRONLY, &file));
-        for (; i < out->last && result == DDP_OK; i++) {
-            int index = s->order[i];
-            if (ddp__save_has(s, index))
-                result = ddp__save_slice(&s->task.slices[index], &file, out->header_bytes + s->begin[index], &s->task.crc[index]);
+        ddp__file file;
+        file.fd = -1;
+        for (int i = out->first; i < out->last && result == DDP_OK; i++) {
+            const ddp__slice *slice = &s->task.slices[i];
+            if (slice->file_kind != out->kind || s->task.left[i] || ddp__slice_bytes(slice, 1) == 0) continue;
+            if (file.fd < 0) DDP_TRY(ddp__file_open(s->tmp, out->name, O_WRONLY, &file));
+            result = ddp__save_slice(slice, &file, out->header_bytes + s->begin[i], &s->task.crc[i]);
         }
-        DDP_TRY(ddp__file_end(file.fd, file.path, result));
+        if (file.fd >= 0) DDP_TRY(ddp__file_end(file.fd, file.path, result));
     }
     return DDP_OK;
 }
@@ -2149,7 +2171,7 @@ static void ddp__draft_state(ddp__saving *s, const ddp_fsdp_state *state) {
         ddp__draft_add(d, "%s", kind[1] ? "]" : "");
     }
     ddp__draft_add(d, ",\n \"files\": {");
-    for (int f = 0; f < s->file_count + s->index_count; f++) ddp__draft_add(d, "%s\n  \"%s\": \"%08x\"", f ? "," : "", s->files[f].name, s->files[f].crc);
+    for (int f = 0; f < s->file_count; f++) ddp__draft_add(d, "%s\n  \"%s\": \"%08x\"", f ? "," : "", s->files[f].name, s->files[f].crc);
     ddp__draft_add(d, "},\n \"crc32c\": \"");
     if (!d->failed) ddp__draft_add(d, "%08x\"}\n", ddp__crc32c(d->at, d->length));
 }
@@ -2158,14 +2180,16 @@ static void ddp__draft_index(ddp__saving *s, int kind) {
     ddp__draft *d = &s->draft;
     uint64_t total = 0;
     int entries = 0;
-    for (int f = 0; f < s->file_count; f++) if (s->files[f].kind == kind) total += s->files[f].data_bytes;
+    for (int f = 0; f < s->file_count; f++)
+        if (s->files[f].kind == kind) total += s->files[f].data_bytes;
     d->length = 0;
     ddp__draft_add(d, "{\"metadata\": {\"total_size\": %llu}, \"weight_map\": {", (unsigned long long)total);
-    for (int f = 0; f < s->file_count; f++)
-        for (int i = s->files[f].first; s->files[f].kind == kind && i < s->files[f].last; i++) {
+    for (const ddp__out_file *file = s->files; file < s->files + s->file_count; file++)
+        for (int i = file->first; i < file->last; i++) {
+            if (file->kind != kind || s->task.slices[i].file_kind != kind) continue;
             ddp__draft_add(d, entries++ ? ",\n  " : "\n  ");
-            ddp__draft_string(d, "", s->task.slices[s->order[i]].name);
-            ddp__draft_add(d, ": \"%s\"", s->files[f].name);
+            ddp__draft_string(d, "", s->task.slices[i].name);
+            ddp__draft_add(d, ": \"%s\"", file->name);
         }
     ddp__draft_add(d, "}}\n");
 }
@@ -2176,50 +2200,20 @@ static ddp_result ddp__save_draft(ddp__saving *s, const char *name, uint32_t *cr
     return ddp__file_make(s->tmp, name, s->draft.at, s->draft.length);
 }
 
-/* On rank 0, once the data of all ranks is on disk: headers, lists of tensors, and last the state, which vouches for them. */
-static ddp_result ddp__save_end(ddp__saving *s, const ddp_fsdp_state *state) {
-    uint32_t crc;
-    for (int i = 0; i < s->task.count; i++) s->task.crc[i] = ddp__crc_finish(s->task.crc[i], ddp__slice_bytes(&s->task.slices[i], 0));
-    for (int f = 0; f < s->file_count; f++) {
-        ddp__draft_header(s, &s->files[f]);
-        DDP_TRY(ddp__save_draft(s, s->files[f].name, &s->files[f].crc));
-    }
-    for (int kind = 0; kind < 2; kind++) {
-        ddp__out_file *index = &s->files[s->file_count + s->index_count];
-        if (s->kind_count[kind] == 0) continue;
-        s->index_count++;
-        snprintf(index->name, sizeof index->name, "%s.safetensors.index.json", ddp__kind_names[kind]);
-        ddp__draft_index(s, kind);
-        DDP_TRY(ddp__save_draft(s, index->name, &index->crc));
-    }
-    ddp__draft_state(s, state);
-    DDP_TRY(ddp__save_draft(s, DDP__STATE_FILE, &crc));
-    return ddp__folder_sync(s->tmp);
-}
-
-/* dir.1 becomes dir.2 and so on, up to the first gap, and previous becomes dir.1; what is too many goes, the oldest first. */
+/* dir.1 becomes dir.2 and so on, up to the first gap, and previous becomes dir.1. Those above s->keep are deleted, the
+   oldest first. */
 static ddp_result ddp__save_rotate(const ddp__saving *s, const char *previous) {
     char from[DDP__PATH_MAX], to[DDP__PATH_MAX];
-    int number = s->keep - 1, kind;
+    int number = 0, kind;
+    DDP_TRY(ddp__folder_look(previous, 0, &kind));
+    if (kind != DDP__FOLDER_OURS) return ddp__folder_delete(previous);
     do ddp__beside_name(s->task.dir, ++number, to);
     while (ddp__folder_look(to, 0, &kind) == DDP_OK && kind == DDP__FOLDER_OURS);
-    while (--number >= s->keep) {
-        ddp__beside_name(s->task.dir, number, to);
-        DDP_TRY(ddp__folder_delete(to));
-    }
-    DDP_TRY(ddp__folder_look(previous, 0, &kind));
-    if (s->keep == 1 || kind != DDP__FOLDER_OURS) return ddp__folder_delete(previous);
-    for (number = 1; number < s->keep - 1; number++) {
-        ddp__beside_name(s->task.dir, number, to);
-        DDP_TRY(ddp__folder_look(to, 0, &kind));
-        if (kind == DDP__FOLDER_MISSING) break;
-    }
-    ddp__beside_name(s->task.dir, number, to);
-    DDP_TRY(ddp__folder_delete(to));
-    for (; number > 0; number--, memcpy(to, from, sizeof to)) {
+    for (; number > 0; number--, memcpy(to, from, sizeof to)) { /* to: the name dir.number, which is free */
         if (number > 1) ddp__beside_name(s->task.dir, number - 1, from);
         else memcpy(from, previous, sizeof from);
-        if (rename(from, to) != 0) return ddp__file_fail("renaming to", to);
+        if (number >= s->keep) DDP_TRY(ddp__folder_delete(from));
+        else if (rename(from, to) != 0) return ddp__file_fail("renaming to", to);
     }
     return DDP_OK;
 }
@@ -2255,91 +2249,92 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
     return DDP_OK;
 }
 
-static ddp_result ddp__save_run(ddp__saving *s, const char *dir, const ddp_fsdp_state *state) {
-    ddp__task *t = &s->task;
-    size_t n = (size_t)t->count + 2;
-    int rank = ddp_rank(t->group);
-    char options[96];
-    ddp_result result = s->keep < 0 ? ddp_fail(DDP_ERR_INVALID, "keep_checkpoints=%d; set how many, or 0 for one", s->keep) : DDP_OK;
-    s->files = (ddp__out_file *)ddp_host_alloc(t->group, n * (sizeof *s->files + sizeof *s->begin + sizeof *s->order));
-    if (!s->files) result = DDP_ERR_NO_MEMORY;
-    s->begin = (uint64_t *)(s->files + n), s->order = (int *)(s->begin + n);
-    snprintf(options, sizeof options, " max_file_bytes=%zu keep_checkpoints=%d", s->max_file_bytes, s->keep);
-    DDP_TRY(ddp__task_begin(t, dir, options, result));
-    DDP_TRY(ddp__boxes_check(t));
-    ddp__beside_name(t->dir, DDP__NEW, s->tmp);
-    result = ddp__save_plan(s);
-    if (result == DDP_OK && rank == 0) result = ddp__save_begin(s);
-    result = ddp_agree(t->group, t->who, result, 0, "");
-    if (result == DDP_OK) result = ddp_agree(t->group, t->who, ddp__save_slices(s), 0, "");
-    if (result == DDP_OK) result = ddp__crc_combine(t->group, t->crc, t->count);
-    if (result == DDP_OK) {
-        if (rank == 0) result = ddp__save_end(s, state);
-        if (rank == 0 && result == DDP_OK) result = ddp__save_commit(s);
-        result = ddp_agree(t->group, t->who, result, 0, "");
+/* Rank 0, once the data of all ranks is on disk, writes headers, indexes, and last the state, which has their checksums.
+   Then dir becomes the new checkpoint. */
+static ddp_result ddp__save_end(ddp__saving *s, const ddp_fsdp_state *state) {
+    uint32_t crc;
+    for (int i = 0; i < s->task.count; i++) s->task.crc[i] = ddp__crc_finish(s->task.crc[i], ddp__slice_bytes(&s->task.slices[i], 0));
+    for (ddp__out_file *file = s->files; file < s->files + s->file_count; file++) {
+        ddp__draft_header(s, file);
+        DDP_TRY(ddp__save_draft(s, file->name, &file->crc));
     }
-    if (result != DDP_OK && rank == 0 && s->tmp[0]) {
-        ddp_saved_error told = ddp__fsdp_error(result);
-        (void)ddp__folder_delete(s->tmp);
-        return ddp_error_restore(&told);
+    for (int kind = 0; kind < 2; kind++) {
+        if (s->kind_count[kind] == 0) continue;
+        ddp__draft_index(s, kind);
+        ddp__out_file *index = &s->files[s->file_count++];
+        snprintf(index->name, sizeof index->name, "%s.safetensors.index.json", ddp__kind_names[kind]);
+        DDP_TRY(ddp__save_draft(s, index->name, &index->crc));
     }
-    return result;
+    ddp__draft_state(s, state);
+    DDP_TRY(ddp__save_draft(s, DDP__STATE_FILE, &crc));
+    DDP_TRY(ddp__folder_sync(s->tmp));
+    return ddp__save_commit(s);
 }
 
-/* Collective; see ddp_fsdp_save. state may be NULL, max_file_bytes and keep 0. */
+/* Collective; see ddp_fsdp_save. max_file_bytes and keep may be 0. */
 static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const ddp__slice *slices, int count, const ddp_fsdp_state *state,
                                        size_t max_file_bytes, int keep) {
-    ddp_fsdp_state none = DDP_ZERO;
-    ddp__saving saving = DDP_ZERO;
-    saving.draft.group = group;
-    saving.task = ddp__task_of(group, "ddp_fsdp_save", slices, count);
-    saving.keep = keep ? keep : 1, saving.max_file_bytes = max_file_bytes;
-    ddp_result result = ddp__save_run(&saving, dir, state ? state : &none);
-    ddp_host_free(group, saving.draft.at);
-    ddp_host_free(group, saving.files);
-    ddp_host_free(group, saving.task.keys);
+    ddp__saving saving = DDP_ZERO, *s = &saving;
+    ddp__task *t = &s->task;
+    char options[96];
+    t->group = s->draft.group = group;
+    t->who = "ddp_fsdp_save";
+    t->slices = slices;
+    t->count = count;
+    s->max_file_bytes = max_file_bytes;
+    s->keep = keep ? keep : 1;
+    ddp_result result = keep < 0 ? ddp_fail(DDP_ERR_INVALID, "keep_checkpoints=%d; set how many, or 0 for one", keep) : DDP_OK;
+    snprintf(options, sizeof options, " max_file_bytes=%zu keep_checkpoints=%d", max_file_bytes, s->keep);
+    result = ddp__task_begin(t, dir, options, sizeof *s->files + sizeof *s->begin, result);
+    if (result == DDP_OK) {
+        s->files = (ddp__out_file *)t->extra;
+        s->begin = (uint64_t *)(s->files + count + 2);
+        result = ddp__boxes_check(t);
+    }
+    if (result == DDP_OK) result = ddp_agree(group, t->who, ddp__save_begin(s), 0, "");
+    if (result == DDP_OK) result = ddp_agree(group, t->who, ddp__save_slices(s), 0, "");
+    if (result == DDP_OK) result = ddp__crc_combine(group, t->crc, count);
+    if (result == DDP_OK) result = ddp_agree(group, t->who, ddp_rank(group) == 0 ? ddp__save_end(s, state) : DDP_OK, 0, "");
+    if (result != DDP_OK && ddp_rank(group) == 0 && s->tmp[0]) {
+        ddp_saved_error told = ddp__fsdp_error(result);
+        (void)ddp__folder_delete(s->tmp);
+        (void)ddp_error_restore(&told);
+    }
+    ddp_host_free(group, s->draft.at);
+    ddp_host_free(group, t->keys);
     return result;
 }
 
 //== checkpoints: loading ========================================================================== >>impl-load
 
-#define DDP__AHEAD 32         /* pieces that a load reads ahead of those that it sums up */
 #define DDP__POPULATE_READ 22 /* MADV_POPULATE_READ, which older libc headers lack */
 
-typedef struct ddp__in_file {
-    const char *name;          /* in the text that tells the files */
-    int kind;
-    uint32_t crc, want_crc;    /* of the header */
-    char *text;                /* the header */
-    uint64_t data_at;
-    const unsigned char *map;  /* the whole file */
-    size_t map_bytes;
-    ddp__header header;
-} ddp__in_file;
-
-/* Where a tensor of the list is; file NULL = nowhere. */
-typedef struct ddp__source { const ddp__in_file *file; const ddp__stored *record; const unsigned char *data; uint64_t bytes; } ddp__source;
+/* Where a tensor of the list is stored. file NULL = in no file. */
+typedef struct ddp__source {
+    const ddp__in_file *file;
+    const ddp__stored *record;
+    const unsigned char *data;
+    uint64_t bytes;
+} ddp__source;
 
 typedef struct ddp__loading {
-    ddp__task task;            /* its crc: what the ranks' parts come to */
+    ddp__task task;            /* its crc: the checksum of all ranks' parts of each tensor */
     ddp__source *sources;      /* per tensor */
     ddp__in_file *files;
     int file_count;
-    int foreign;               /* no state.json: not written here, may lack checksums and have other float dtypes */
+    int foreign;               /* no state.json: a model of another program. It may lack checksums and have other float dtypes */
     char *text;                /* state.json, or the index of a foreign model */
     uint32_t text_crc;         /* of the state, and of the headers of all files */
     char found[300];           /* describes it, for ranks that find different checkpoints */
     ddp_fsdp_state state;
-    int copies, next, stops;   /* whether the pass copies; the next tensor to copy; the sums are done */
-    sem_t room;                /* pieces that the helper may still bring into memory before they are summed up */
-    ddp_saved_error helped;          /* what came of the helper's copies */
+    int copies, next;          /* 1 = the pass copies, 0 = it computes checksums; the next tensor to copy */
+    ddp_saved_error helped;    /* the result of the second thread */
 } ddp__loading;
 
-/* A whole small file; *text is NULL, and the result DDP_OK, when there is none. */
+/* Reads a whole small file. A missing file gives *text NULL and DDP_OK. */
 static ddp_result ddp__text_load(ddp__loading *l, const char *name, char **text, size_t *length) {
     ddp__file file DDP__CLOSED_AT_END;
     ddp_result result = ddp__file_open(l->task.dir, name, O_RDONLY, &file);
-    *text = NULL;
     if (result != DDP_OK) return file.fd == DDP__FILE_MISSING ? DDP_OK : result;
     if (file.size > DDP__HEADER_MAX) return ddp_fail(DDP_ERR_CORRUPT, "%s: is larger than 100 MB", file.path);
     *length = (size_t)file.size;
@@ -2347,26 +2342,18 @@ static ddp_result ddp__text_load(ddp__loading *l, const char *name, char **text,
     return *text ? ddp__transfer(&file, DDP__FILE_READ, *text, *length, 0) : DDP_ERR_NO_MEMORY;
 }
 
-/* Makes room for the files of a text: an entry has seven characters or more. */
-static ddp_result ddp__in_files_make(ddp__loading *l, size_t length) {
-    l->files = (ddp__in_file *)ddp_host_alloc(l->task.group, (length / 7 + 1) * sizeof *l->files);
-    return l->files ? DDP_OK : DDP_ERR_NO_MEMORY;
-}
-
-/* A file of the list, which is there once; NULL for a name that leads to another folder. */
-static ddp__in_file *ddp__in_file_add(ddp__loading *l, ddp__words name, uint32_t want_crc) {
+/* Adds a file to the list, unless it is there. Returns 0 for a name that leads to another folder. */
+static int ddp__in_file_add(ddp__loading *l, ddp__words name, uint32_t want_crc) {
     ddp__in_file *file = l->files;
-    if (name.length == 0 || name.length > 255 || name.at[0] == '.' || strlen(name.at) != name.length || strchr(name.at, '/')) return NULL;
+    if (name.length == 0 || name.length > 255 || name.at[0] == '.' || strlen(name.at) != name.length || strchr(name.at, '/')) return 0;
     while (file < l->files + l->file_count && strcmp(file->name, name.at) != 0) file++;
-    if (file < l->files + l->file_count) return file;
-    memset(file, 0, sizeof *file);
+    if (file < l->files + l->file_count) return 1;
     l->file_count++;
-    file->name = name.at, file->want_crc = want_crc;
-    return file;
-}
-
-static ddp_result ddp__json_result(const ddp__loading *l, const char *name, const ddp__json *j) {
-    return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: damaged at byte %zu: %s", l->task.dir, name, (size_t)(j->at - j->begin), j->error);
+    file->dir = l->task.dir;
+    file->name = name.at;
+    file->want_crc = want_crc;
+    file->kind = !l->foreign && strncmp(file->name, ddp__kind_names[1], strlen(ddp__kind_names[1])) == 0;
+    return 1;
 }
 
 /* The numbers of a field, one behind the other from `at` on. */
@@ -2409,8 +2396,8 @@ static int ddp__state_read(ddp__loading *l, ddp__json *j) {
     return ddp__json_end(j) && (seen == DDP__STATE_FIELDS + 2 ? 1 : ddp__json_fail(j, "something is missing"));
 }
 
-/* state.json ends with its own checksum, that of all bytes up to its digits. In its list of files are the indexes too: they are checked here, and leave it. */
-static ddp_result ddp__load_state(ddp__loading *l, size_t length) {
+/* state.json ends with the checksum of all bytes in front of its digits. */
+static ddp_result ddp__state_check(ddp__loading *l, size_t length) {
     static const char tail[] = "\"crc32c\": \"01234567\"}\n";
     size_t size = sizeof tail - 1;
     ddp__words word = {l->text, 8};
@@ -2419,30 +2406,11 @@ static ddp_result ddp__load_state(ddp__loading *l, size_t length) {
         return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE ": not a whole " DDP__STATE_FILE " of a checkpoint", l->task.dir);
     word.at += length - 11;
     l->text_crc = ddp__crc32c(l->text, length - 11);
-    if (!ddp__hex_read(word, &crc) || crc != l->text_crc)
-        return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE ": damaged, its checksum is %08x, not %.8s", l->task.dir, l->text_crc, word.at);
-    DDP_TRY(ddp__in_files_make(l, length));
-    ddp__json j = ddp__json_of(l->text, length);
-    if (!ddp__state_read(l, &j)) return ddp__json_result(l, DDP__STATE_FILE, &j);
-    int all = l->file_count;
-    for (int f = l->file_count = 0; f < all; f++) {
-        ddp__in_file file = l->files[f];
-        char *text;
-        file.kind = strncmp(file.name, ddp__kind_names[1], strlen(ddp__kind_names[1])) == 0;
-        if (!strstr(file.name, ".json")) {
-            l->files[l->file_count++] = file;
-            continue;
-        }
-        ddp_result result = ddp__text_load(l, file.name, &text, &length);
-        if (result == DDP_OK && (!text || ddp__crc32c(text, length) != file.want_crc))
-            result = ddp_fail(DDP_ERR_CORRUPT, "%s/%s %s", l->task.dir, file.name, text ? "is damaged: its checksum is not that in " DDP__STATE_FILE : "is missing");
-        ddp_host_free(l->task.group, text);
-        DDP_TRY(result);
-    }
-    return DDP_OK;
+    if (ddp__hex_read(word, &crc) && crc == l->text_crc) return DDP_OK;
+    return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE ": damaged, its checksum is %08x, not %.8s", l->task.dir, l->text_crc, word.at);
 }
 
-/* The index of a model from elsewhere tells the files; what is in them they tell themselves. */
+/* Reads the files of a model of another program from its index. The headers of the files list the tensors. */
 static int ddp__index_read(ddp__loading *l, ddp__json *j) {
     int count = 0, found = 0;
     for (ddp__words key; ddp__json_entry(j, &count, &key);) {
@@ -2453,48 +2421,64 @@ static int ddp__index_read(ddp__loading *l, ddp__json *j) {
     return ddp__json_end(j) && (found ? 1 : ddp__json_fail(j, "weight_map is missing"));
 }
 
-/* A model from elsewhere: model.safetensors, or the files that its index names. */
-static ddp_result ddp__load_foreign(ddp__loading *l) {
-    static const char index_name[] = "model.safetensors.index.json";
-    size_t length = 0;
+/* Fails if the folder has optimizer files: then it is a checkpoint without its state.json, and no foreign model. */
+static ddp_result ddp__foreign_check(const ddp__loading *l) {
     struct dirent *entry;
     DIR *folder = opendir(l->task.dir);
     int optimizer = 0;
     if (!folder) return ddp__file_fail("opening", l->task.dir);
     while ((entry = readdir(folder)) != NULL) optimizer += strncmp(entry->d_name, "optimizer", 9) == 0 && ddp__is_our_file(entry->d_name);
     closedir(folder);
-    if (optimizer) return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE " is missing", l->task.dir);
-    l->foreign = 1;
-    DDP_TRY(ddp__text_load(l, index_name, &l->text, &length));
-    DDP_TRY(ddp__in_files_make(l, length));
+    return optimizer ? ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE " is missing", l->task.dir) : DDP_OK;
+}
+
+/* Lists the files of the checkpoint: those in state.json, or in the index of a foreign model, or model.safetensors. */
+static ddp_result ddp__files_list(ddp__loading *l) {
+    const char *name = DDP__STATE_FILE;
+    size_t length = 0;
+    DDP_TRY(ddp__text_load(l, name, &l->text, &length));
+    if (l->text) {
+        DDP_TRY(ddp__state_check(l, length));
+    } else {
+        name = "model.safetensors.index.json";
+        l->foreign = 1;
+        DDP_TRY(ddp__foreign_check(l));
+        DDP_TRY(ddp__text_load(l, name, &l->text, &length));
+    }
+    l->files = (ddp__in_file *)ddp_host_alloc(l->task.group, (length / 7 + 1) * sizeof *l->files); /* an entry has seven characters or more */
+    if (!l->files) return DDP_ERR_NO_MEMORY;
     ddp__json j = ddp__json_of(l->text, length);
     if (!l->text) (void)ddp__in_file_add(l, ddp__words_of("model.safetensors"), 0);
-    else if (!ddp__index_read(l, &j)) return ddp__json_result(l, index_name, &j);
+    else if (!(l->foreign ? ddp__index_read(l, &j) : ddp__state_read(l, &j))) return ddp__json_result(l->task.dir, name, 0, &j);
     return DDP_OK;
 }
 
-/* Reads and checks a file's header; the file stays mapped. */
+/* Reads and checks a file's header. The file stays mapped. An index in the list of state.json has only its checksum
+   compared. */
 static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
     ddp__file in DDP__CLOSED_AT_END;
-    unsigned char size[8];
-    uint64_t length = 0;
+    unsigned char start[8];
+    int index = !l->foreign && strstr(file->name, ".json");
     ddp_result result = ddp__file_open(l->task.dir, file->name, O_RDONLY, &in);
     if (in.fd == DDP__FILE_MISSING) return ddp_fail(DDP_ERR_CORRUPT, "%s is missing", in.path);
     if (result != DDP_OK) return result;
-    DDP_TRY(ddp__transfer(&in, DDP__FILE_READ, size, sizeof size, 0));
-    for (int i = 0; i < 8; i++) length |= (uint64_t)size[i] << 8 * i;
-    if (length > DDP__HEADER_MAX || length > in.size - 8)
+    uint64_t at = index ? 0 : sizeof start, length = index ? in.size : 0;
+    DDP_TRY(ddp__transfer(&in, DDP__FILE_READ, start, at, 0));
+    for (uint64_t i = 0; i < at; i++) length |= (uint64_t)start[i] << 8 * i;
+    if (length > DDP__HEADER_MAX || length > in.size - at)
         return ddp_fail(DDP_ERR_CORRUPT, "%s: the header claims %llu bytes, allowed are 100 MB, and the file has %llu behind its start", in.path,
-                        (unsigned long long)length, (unsigned long long)in.size - 8);
-    file->data_at = 8 + length;
+                        (unsigned long long)length, (unsigned long long)(in.size - at));
     file->text = (char *)ddp_host_alloc(l->task.group, (size_t)length + 1);
     if (!file->text) return DDP_ERR_NO_MEMORY;
-    DDP_TRY(ddp__transfer(&in, DDP__FILE_READ, file->text, length, 8));
-    file->crc = ~ddp__crc_feed(ddp__crc_feed(0xffffffffu, size, 8), file->text, (size_t)length);
-    if (!l->foreign && file->crc != file->want_crc)
+    DDP_TRY(ddp__transfer(&in, DDP__FILE_READ, file->text, length, at));
+    file->crc = ~ddp__crc_feed(ddp__crc_feed(0xffffffffu, start, (size_t)at), file->text, (size_t)length);
+    int damaged = !l->foreign && file->crc != file->want_crc;
+    if (index && damaged) return ddp_fail(DDP_ERR_CORRUPT, "%s is damaged: its checksum is not that in " DDP__STATE_FILE, in.path);
+    if (index) return DDP_OK;
+    if (damaged)
         return ddp_fail(DDP_ERR_CORRUPT, "%s: the header, bytes [0, %llu), is damaged: its checksum is %08x, not %08x", in.path,
-                        (unsigned long long)file->data_at, file->crc, file->want_crc);
-    DDP_TRY(ddp__header_read(l->task.group, in.path, file->text, (size_t)length, in.size - file->data_at, &file->header));
+                        (unsigned long long)(at + length), file->crc, file->want_crc);
+    DDP_TRY(ddp__header_read(l->task.group, file, (size_t)length, in.size - at - length));
     void *map = mmap(NULL, (size_t)in.size, PROT_READ, MAP_SHARED, in.fd, 0);
     if (map == MAP_FAILED) return ddp__file_fail("mapping", in.path);
     file->map = (const unsigned char *)map;
@@ -2502,42 +2486,31 @@ static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
     return DDP_OK;
 }
 
-static ddp_result ddp__source_fail(const ddp__loading *l, ddp_result result, const ddp__in_file *file, const ddp__stored *r, const char *what) {
-    char path[DDP__PATH_MAX];
-    snprintf(path, sizeof path, "%.*s/%s", DDP__DIR_MAX, l->task.dir, file->name);
-    return ddp__stored_fail(result, path, file->data_at, r, what);
-}
-
+/* Finds the tensor of the list that a record of a file is for. Both must have the same shape and dtype. */
 static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, const ddp__stored *r) {
     ddp__shown has = ddp__show(r->dtype->name, r->ndim, r->shape);
     const ddp__key key = {r->name, file->kind, 0};
-    char what[500];
     ddp__key *found = (ddp__key *)bsearch(&key, l->task.keys, (size_t)l->task.count, sizeof key, ddp__key_compare);
-    if (!found) {
-        snprintf(what, sizeof what, "(%s) is none of the %d tensors that are loaded", has.text, l->task.count);
-        return ddp__source_fail(l, DDP_ERR_MISMATCH, file, r, what);
-    }
+    if (!found) return ddp__stored_fail(DDP_ERR_MISMATCH, file, r, "(%s) is none of the %d tensors that are loaded", has.text, l->task.count);
     const ddp__slice *s = &l->task.slices[found->index];
     ddp__source *source = &l->sources[found->index];
     if (r->ndim != s->ndim || memcmp(r->shape, s->shape, sizeof r->shape[0] * (size_t)s->ndim) != 0 ||
-        (r->dtype->dtype != s->dtype && !(l->foreign && ddp_is_float(r->dtype->dtype) && ddp_is_float(s->dtype)))) {
-        snprintf(what, sizeof what, "is %s, and %s is to be loaded", has.text, ddp__show(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
-        return ddp__source_fail(l, DDP_ERR_MISMATCH, file, r, what);
-    }
-    if (source->file || (!l->foreign && !r->has_crc)) return ddp__source_fail(l, DDP_ERR_CORRUPT, file, r, source->file ? "is in another file too" : "has no checksum");
-    source->file = file, source->record = r, source->data = file->map + file->data_at + r->begin;
-    source->bytes = r->end - r->begin;
+        (r->dtype->dtype != s->dtype && !(l->foreign && ddp_is_float(r->dtype->dtype) && ddp_is_float(s->dtype))))
+        return ddp__stored_fail(DDP_ERR_MISMATCH, file, r, "is %s, and %s is to be loaded", has.text,
+                                ddp__show(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
+    if (source->file) return ddp__stored_fail(DDP_ERR_CORRUPT, file, r, "is in another file too");
+    if (!l->foreign && !r->has_crc) return ddp__stored_fail(DDP_ERR_CORRUPT, file, r, "has no checksum");
+    const ddp__source stored = {file, r, file->map + file->data_at + r->begin, r->end - r->begin};
+    *source = stored;
     return DDP_OK;
 }
 
 /* Two names of one tied weight differ in the file. */
 static ddp_result ddp__tied_fail(const ddp__loading *l, int index, const char *what) {
-    const ddp__source *source = &l->sources[index];
-    char text[400];
     const char *first = l->task.slices[l->task.slices[index].tied_to - 1].name;
-    snprintf(text, sizeof text, "and tensor '%.100s' are one weight here, but %s; remove the wrong one from the "
-             "files, or do not tie them", first, what);
-    return ddp__source_fail(l, DDP_ERR_MISMATCH, source->file, source->record, text);
+    return ddp__stored_fail(DDP_ERR_MISMATCH, l->sources[index].file, l->sources[index].record,
+                            "and tensor '%.100s' are one weight here, but %s; remove the wrong one from the "
+                            "files, or do not tie them", first, what);
 }
 
 /* A tied weight has several names; files have one or more of them. The first one found is read; the others
@@ -2557,14 +2530,14 @@ static ddp_result ddp__load_ties(ddp__loading *l) {
     return DDP_OK;
 }
 
-/* Finds, opens and checks all that can be checked without the data. */
+/* Finds and opens the files, and checks everything except the data of the tensors. */
 static ddp_result ddp__load_open(ddp__loading *l) {
-    size_t length = 0;
-    DDP_TRY(ddp__text_load(l, DDP__STATE_FILE, &l->text, &length));
-    DDP_TRY(l->text ? ddp__load_state(l, length) : ddp__load_foreign(l));
-    for (int f = 0; f < l->file_count; f++) DDP_TRY(ddp__in_file_open(l, &l->files[f]));
-    for (int f = 0; f < l->file_count; f++)
-        for (int i = 0; i < l->files[f].header.count; i++) DDP_TRY(ddp__load_match(l, &l->files[f], &l->files[f].header.records[i]));
+    DDP_TRY(ddp__files_list(l));
+    for (ddp__in_file *file = l->files; file < l->files + l->file_count; file++) {
+        DDP_TRY(ddp__in_file_open(l, file));
+        for (int i = 0; i < file->count; i++) DDP_TRY(ddp__load_match(l, file, &file->records[i]));
+        l->text_crc = ddp__crc_feed(l->text_crc, &file->crc, sizeof file->crc);
+    }
     DDP_TRY(ddp__load_ties(l));
     for (int i = 0; i < l->task.count; i++) {
         const ddp__slice *s = &l->task.slices[i];
@@ -2575,11 +2548,12 @@ static ddp_result ddp__load_open(ddp__loading *l) {
     return DDP_OK;
 }
 
-/* Brings bytes [begin, end) of a tensor into memory, so that what the disk has to say is a result here and not a signal when they are touched. */
-static ddp_result ddp__load_touch(const ddp__loading *l, const ddp__source *source, uint64_t begin, uint64_t end) {
+/* Brings bytes [begin, end) of a tensor into memory. A disk that fails is a result here, and no signal when the bytes
+   are read. */
+static ddp_result ddp__load_touch(const ddp__source *source, uint64_t begin, uint64_t end) {
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = source->file->data_at + source->record->begin, low = (first + begin) / page * page;
     if (madvise((void *)(uintptr_t)(source->file->map + low), (size_t)(first + end - low), DDP__POPULATE_READ) != 0 && errno != EINVAL) /* EINVAL: Linux < 5.14 */
-        return ddp__source_fail(l, DDP_ERR_SYSTEM, source->file, source->record, "cannot be read: the disk fails, or the file has just been cut short");
+        return ddp__stored_fail(DDP_ERR_SYSTEM, source->file, source->record, "cannot be read: the disk fails, or the file has just been cut short");
     return DDP_OK;
 }
 
@@ -2588,11 +2562,11 @@ static uint64_t ddp__place_in(uint64_t place, uint64_t before, uint64_t total) {
     return place < before ? 0 : place - before < total ? place - before : total;
 }
 
-/* Sums up this rank's share. On one machine, whose ranks have one disk, that is one stretch of all tensors one behind the other: where each rank skips the
-   others' rows, reading is slower by a third. Otherwise rows [rank * ceil(rows / ranks), ...) of every tensor, which in the usual sharding is what this rank
-   copies afterwards. ahead: only brings the share into memory, so that the disk does not wait for sums; at most DDP__AHEAD pieces before these. */
-static ddp_result ddp__load_sum(ddp__loading *l, int ahead) {
-    uint64_t ranks = (uint64_t)ddp_world_size(l->task.group), rank = (uint64_t)ddp_rank(l->task.group), all = 0, before = 0;
+/* Computes checksums of half of this rank's share: thread 0 or 1. On one machine, whose ranks have one disk, a share is
+   one stretch of all tensors one behind the other: reading is a third slower where each rank skips the others' rows.
+   Otherwise it is rows [rank * ceil(rows / ranks), ...) of every tensor, which this rank usually copies afterwards. */
+static ddp_result ddp__load_sum(ddp__loading *l, int thread) {
+    uint64_t shares = 2 * (uint64_t)ddp_world_size(l->task.group), share = 2 * (uint64_t)ddp_rank(l->task.group) + (uint64_t)thread, all = 0, before = 0;
     int together = ddp_local_world_size(l->task.group) == ddp_world_size(l->task.group);
     for (int i = 0; i < l->task.count && together; i++) all += l->sources[i].bytes;
     for (int i = 0; i < l->task.count; before += together ? l->sources[i].bytes : 0, i++) {
@@ -2600,35 +2574,30 @@ static ddp_result ddp__load_sum(ddp__loading *l, int ahead) {
         int tied_to = l->task.slices[i].tied_to;
         const ddp__source *first = tied_to ? &l->sources[tied_to - 1] : NULL; /* must have the same bytes */
         uint64_t total = source->bytes, rows = l->task.slices[i].ndim && total ? (uint64_t)l->task.slices[i].shape[0] : 1;
-        uint64_t each = together ? all / ranks + 1 : (rows + ranks - 1) / ranks * (total / rows);
-        uint64_t at = ddp__place_in(each * rank, before, total), end = ddp__place_in(each * (rank + 1), before, total);
+        uint64_t each = together ? all / shares + 1 : (rows + shares - 1) / shares * (total / rows);
+        uint64_t at = ddp__place_in(each * share, before, total), end = ddp__place_in(each * (share + 1), before, total);
+        uint32_t remainder = 0;
         for (uint64_t piece; at < end; at += piece) {
             piece = end - at < DDP__PIECE ? end - at : DDP__PIECE;
-            while (ahead && sem_wait(&l->room) != 0) {}
-            if (ahead && __atomic_load_n(&l->stops, __ATOMIC_RELAXED)) return DDP_OK;
-            DDP_TRY(ddp__load_touch(l, source, at, at + piece));
-            if (ahead) continue;
-            if (first && source->file) {
-                DDP_TRY(ddp__load_touch(l, first, at, at + piece));
+            DDP_TRY(ddp__load_touch(source, at, at + piece));
+            if (first) {
+                DDP_TRY(ddp__load_touch(first, at, at + piece));
                 int same = memcmp(first->data + at, source->data + at, (size_t)piece) == 0;
                 if (!same) return ddp__tied_fail(l, i, "their bytes differ");
             }
-            l->task.crc[i] = ddp__crc_feed(l->task.crc[i], source->data + at, (size_t)piece);
-            sem_post(&l->room);
+            remainder = ddp__crc_feed(remainder, source->data + at, (size_t)piece);
         }
-        if (!ahead) l->task.crc[i] = ddp__crc_multiply(l->task.crc[i], ddp__crc_shift(total - end));
+        (void)__atomic_fetch_xor(&l->task.crc[i], ddp__crc_multiply(remainder, ddp__crc_shift(total - end)), __ATOMIC_RELAXED);
     }
     return DDP_OK;
 }
 
 static ddp_result ddp__load_compare_sums(const ddp__loading *l) {
     for (int i = 0; i < l->task.count; i++) {
-        const ddp__stored *r = l->sources[i].record;
-        uint32_t crc = r ? ddp__crc_finish(l->task.crc[i], r->end - r->begin) : 0;
-        char what[100];
-        if (!r || !r->has_crc || crc == r->crc) continue;
-        snprintf(what, sizeof what, "is damaged: its checksum is %08x, not %08x", crc, r->crc);
-        return ddp__source_fail(l, DDP_ERR_CORRUPT, l->sources[i].file, r, what);
+        const ddp__source *source = &l->sources[i];
+        uint32_t crc = ddp__crc_finish(l->task.crc[i], source->bytes);
+        if (source->file && source->record->has_crc && crc != source->record->crc)
+            return ddp__stored_fail(DDP_ERR_CORRUPT, source->file, source->record, "is damaged: its checksum is %08x, not %08x", crc, source->record->crc);
     }
     return DDP_OK;
 }
@@ -2650,7 +2619,7 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
             if (!source->file) { memset(out, 0, (size_t)(n * size)); continue; }
             if (begin + n * file_size > ready) { /* where runs are short, a piece for many */
                 ready = begin + DDP__PIECE < source->bytes ? begin + DDP__PIECE : source->bytes;
-                DDP_TRY(ddp__load_touch(l, source, begin, ready));
+                DDP_TRY(ddp__load_touch(source, begin, ready));
             }
             memcpy(dtype == s->dtype ? (void *)out : (void *)stage, source->data + begin, (size_t)(n * file_size));
             if (dtype != s->dtype) ddp_device_cpu()->cast(out, s->dtype, stage, dtype, (size_t)n);
@@ -2658,39 +2627,36 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
     return DDP_OK;
 }
 
-/* Copies tensors that the other thread has not come to. */
-static ddp_result ddp__load_copies(ddp__loading *l) {
+/* The part of a pass that a thread does. To copy, both take one tensor after the other. */
+static ddp_result ddp__load_part(ddp__loading *l, int thread) {
+    if (!l->copies) return ddp__load_sum(l, thread);
     for (int i; (i = __atomic_fetch_add(&l->next, 1, __ATOMIC_RELAXED)) < l->task.count;) DDP_TRY(ddp__load_copy(l, i));
     return DDP_OK;
 }
 
 static void *ddp__load_main(void *argument) {
     ddp__loading *l = (ddp__loading *)argument;
-    if (l->copies) l->helped = ddp__fsdp_error(ddp__load_copies(l));
-    else (void)ddp__load_sum(l, 1); /* what fails here fails for who sums up */
+    l->helped = ddp__fsdp_error(ddp__load_part(l, 1));
     return NULL;
 }
 
-/* Sums up or copies, with a helper where there is a thread to be had. */
+/* Computes checksums or copies, with two threads if the system has a second one: while one computes, the other reads. */
 static ddp_result ddp__load_pass(ddp__loading *l, int copies) {
     pthread_t helper;
     l->copies = copies;
-    sem_init(&l->room, 0, DDP__AHEAD);
     int helped = pthread_create(&helper, NULL, ddp__load_main, l) == 0;
-    ddp_result result = copies ? ddp__load_copies(l) : ddp__load_sum(l, 0);
-    __atomic_store_n(&l->stops, 1, __ATOMIC_RELAXED);
-    sem_post(&l->room);
+    ddp_result result = ddp__load_part(l, 0);
     if (helped) pthread_join(helper, NULL);
-    sem_destroy(&l->room);
+    else if (result == DDP_OK) result = ddp__load_part(l, 1);
     return result == DDP_OK ? ddp_error_restore(&l->helped) : result;
 }
 
-/* All that can be wrong, before anything is written to. */
+/* Finds everything that can be wrong, before anything is written to. */
 static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_scaler *scaler) {
     ddp__task *t = &l->task;
     struct stat info;
-    l->sources = (ddp__source *)ddp_host_alloc(t->group, ((size_t)t->count + 1) * sizeof *l->sources);
-    DDP_TRY(ddp__task_begin(t, dir, "", l->sources ? DDP_OK : DDP_ERR_NO_MEMORY));
+    DDP_TRY(ddp__task_begin(t, dir, "", sizeof *l->sources, DDP_OK));
+    l->sources = (ddp__source *)t->extra;
     if (stat(t->dir, &info) != 0) { /* killed in the middle of ddp__save_commit */
         size_t length = strlen(t->dir);
         memcpy(t->dir + length, ".old", 5);
@@ -2701,7 +2667,6 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
         ddp_scaler probe = *scaler; /* finds out whether the scaler would accept the checkpoint's numbers */
         result = ddp_scaler_load(&probe, &l->state.scaler);
     }
-    for (int f = 0; f < l->file_count && result == DDP_OK; f++) l->text_crc = ddp__crc_feed(l->text_crc, &l->files[f].crc, sizeof l->files[f].crc);
     snprintf(l->found, sizeof l->found, "finds checkpoint %08x in %.100s (is the folder shared? did a save end just now?)", l->text_crc, t->dir);
     DDP_TRY(ddp_agree(t->group, t->who, result, l->text_crc, l->found));
     DDP_TRY(ddp_agree(t->group, t->who, ddp__load_pass(l, 0), 0, ""));
@@ -2709,36 +2674,35 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
     return ddp_agree(t->group, t->who, ddp__load_compare_sums(l), 0, "");
 }
 
-static ddp_result ddp__load_run(ddp__loading *l, ddp_group *replicas, const char *dir, const ddp_scaler *scaler, ddp_fsdp_state *state) {
-    ddp_group *const groups[2] = {l->task.group, replicas};
-    ddp_result result = ddp__load_check(l, dir, scaler);
-    if (replicas) result = ddp_agree(replicas, l->task.who, result, l->text_crc, l->found);
-    if (result != DDP_OK) return result;
-    DDP_TRY(ddp_agree_groups(groups, 2, l->task.who, ddp__load_pass(l, 1), 0, "")); /* the pass is the first write to the caller's memory */
-    if (state && l->foreign) state->step = 0;
-    else if (state) *state = l->state;
-    if (l->foreign && ddp_rank(l->task.group) == 0)
-        ddp_group_log(l->task.group, "loaded a model without " DDP__STATE_FILE ": optimizer state starts at zero, at step 0");
-    return DDP_OK;
-}
-
-/* Collective. Fills this rank's boxes, which need not tile the tensors, from a checkpoint of any world size, or from a model of another program: then optimizer tensors
-   become zero and of *state, which may be NULL, only the step changes. On failure nothing has been written to, unless the disk failed between the check and the copy.
-   replicas, may be NULL: groups that load the same; all fail or none. scaler, may be NULL: is to take its state from *state. */
+/* Collective. Fills this rank's boxes from a checkpoint of any world size, or from a model of another program. The boxes
+   need not tile the tensors. A foreign model sets optimizer tensors to zero and, of *state, only the step. On failure
+   nothing has been written to, unless the disk failed between the check and the copy. replicas: groups that load the same,
+   or NULL; all fail or none. scaler: takes its state from *state later, or NULL. */
 static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, const char *dir, const ddp__slice *slices, int count, const ddp_scaler *scaler,
                                        ddp_fsdp_state *state) {
-    ddp__loading loading = DDP_ZERO;
-    loading.task = ddp__task_of(group, "ddp_fsdp_load", slices, count);
-    ddp_result result = ddp__load_run(&loading, replicas, dir, scaler, state);
-    for (ddp__in_file *file = loading.files; file < loading.files + loading.file_count; file++) {
+    ddp_group *const groups[2] = {group, replicas};
+    ddp__loading loading = DDP_ZERO, *l = &loading;
+    l->task.group = group;
+    l->task.who = "ddp_fsdp_load";
+    l->task.slices = slices;
+    l->task.count = count;
+    ddp_result result = ddp__load_check(l, dir, scaler);
+    if (replicas) result = ddp_agree(replicas, l->task.who, result, l->text_crc, l->found);
+    if (result == DDP_OK) result = ddp_agree_groups(groups, 2, l->task.who, ddp__load_pass(l, 1), 0, ""); /* the first write to the caller's memory */
+    if (result == DDP_OK && l->foreign) {
+        state->step = 0;
+        if (ddp_rank(group) == 0) ddp_group_log(group, "loaded a model without " DDP__STATE_FILE ": optimizer state starts at zero, at step 0");
+    } else if (result == DDP_OK) {
+        *state = l->state;
+    }
+    for (ddp__in_file *file = l->files; file < l->files + l->file_count; file++) {
         if (file->map) munmap((void *)(uintptr_t)file->map, file->map_bytes);
-        ddp_host_free(group, file->header.records);
+        ddp_host_free(group, file->records);
         ddp_host_free(group, file->text);
     }
-    ddp_host_free(group, loading.files);
-    ddp_host_free(group, loading.sources);
-    ddp_host_free(group, loading.text);
-    ddp_host_free(group, loading.task.keys);
+    ddp_host_free(group, l->files);
+    ddp_host_free(group, l->text);
+    ddp_host_free(group, l->task.keys);
     return result;
 }
 

@@ -27,7 +27,7 @@ static uint64_t last_number(const char *text, size_t length) {
 }
 
 /* What a header that is accepted promises to those who use it. */
-static void check_header(const ddp__header *header, uint64_t data_bytes) {
+static void check_header(const ddp__in_file *header, uint64_t data_bytes) {
     uint64_t total = 0;
     for (int i = 0; i < header->count; i++) {
         const ddp__stored *r = &header->records[i];
@@ -42,7 +42,7 @@ static void check_header(const ddp__header *header, uint64_t data_bytes) {
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     ddp__loading loading;
-    ddp__header header;
+    ddp__in_file header;
     ddp__json j;
     size_t length = size ? size - 1 : 0;
     char *text;
@@ -50,18 +50,22 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     alone->desc.free_fn = fuzz_free;
     if (size == 0) return 0;
     memset(&loading, 0, sizeof loading);
-    loading.task.group = alone;
+    memset(&header, 0, sizeof header);
+    loading.files = (ddp__in_file *)ddp_host_alloc(alone, (length / 7 + 1) * sizeof *loading.files);
+    if (!loading.files) return 0;
     text = (char *)malloc(length ? length : 1); /* of exact size */
     memcpy(text, data + 1, length);
     j = ddp__json_of(text, length);
     if (data[0] == 'h') {
         uint64_t data_bytes = last_number(text, length);
-        if (ddp__header_read(alone, "fuzz", text, length, data_bytes, &header) == DDP_OK) check_header(&header, data_bytes);
+        header.dir = header.name = "fuzz";
+        header.text = text;
+        if (ddp__header_read(alone, &header, length, data_bytes) == DDP_OK) check_header(&header, data_bytes);
         ddp_host_free(alone, header.records);
     } else if (data[0] == 's') {
-        if (ddp__in_files_make(&loading, length) != DDP_OK || (!ddp__state_read(&loading, &j) && !j.error)) abort();
+        if (!ddp__state_read(&loading, &j) && !j.error) abort();
     } else if (data[0] == 'i') {
-        if (ddp__in_files_make(&loading, length) != DDP_OK || (!ddp__index_read(&loading, &j) && !j.error)) abort();
+        if (!ddp__index_read(&loading, &j) && !j.error) abort();
     } else {
         if (!(ddp__json_skip(&j) && ddp__json_end(&j)) != (j.error != NULL)) abort();
         if (j.at > j.end) abort();
