@@ -1530,11 +1530,11 @@ static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, s
 }
 
 /* Why ddp.h makes a collective of its own, in call->tag. Ranks compare it. */
-enum { DDP__FOR_SPLIT = 1, DDP__FOR_TASK, DDP__FOR_AWAIT };
+enum { DDP__FOR_TASK = 1, DDP__FOR_AWAIT };
 
 /* The public call that an error line names: the outermost one. */
 static const char *ddp__call_title(const ddp_call *call) {
-    static const char *const names[] = {NULL, "ddp_group_split", "ddp_group_enqueue", "ddp_group_wait_signal"};
+    static const char *const names[] = {NULL, "ddp_group_enqueue", "ddp_group_wait_signal"};
     const char *name = !ddp__is_p2p(call->kind) && call->tag > 0 && call->tag <= DDP__FOR_AWAIT ? names[call->tag] : NULL;
     if (call->caller) return ddp__public_calls[call->caller];
     return name ? name : ddp_call_name(call->kind);
@@ -1585,7 +1585,7 @@ static void ddp__describe_step(char *out, size_t size, const uint64_t what[2], i
     if (caller) title = own + strlen("ddp_"); /* the part of it that this is */
     const char *begin = caller ? " (" : "", *end = caller ? ")" : "";
     if (call.kind == DDP_CALL_BARRIER && count && !tag) snprintf(out, size, "%s%s number %llu%s", begin, title, count, end);
-    else if (tag == DDP__FOR_SPLIT || call.kind == DDP_CALL_BARRIER) snprintf(out, size, "%s%s%s", begin, title, end);
+    else if (call.kind == DDP_CALL_BARRIER) snprintf(out, size, "%s%s%s", begin, title, end);
     else snprintf(out, size, "%s%s %s count=%llu%s%s%s", begin, title, ddp_dtype_name(call.dtype), count, !ddp__has_op(call.kind) ? "" : ops[op < 5 ? op : 5], root, end);
 }
 
@@ -4068,7 +4068,6 @@ static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *ch
     return *child_state ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
-static ddp_result ddp__submit_host(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int tag);
 
 /* Rank 0 takes the range. Every rank maps it and makes its own part real. */
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
@@ -4315,8 +4314,10 @@ static ddp_result ddp__device_result(ddp_group *group, ddp_result result) {
     return result;
 }
 
-/* Carries out one call on this thread, in issue order: the thread is the runner of the queue, or there is no queue. */
-static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
+/* Executes a call on this thread, in issue order: this thread is the runner of the queue, or there is no queue.
+   A ddp_task_fn; its argument is the ddp_call. */
+static ddp_result ddp__execute(ddp_group *group, void *argument) {
+    ddp_call *call = (ddp_call *)argument;
     call->caller = ddp__public_call;
     if (!ddp__is_p2p(call->kind)) call->seq = ++group->seq;
     ddp_result result = ddp__lost_check(group);
@@ -4356,7 +4357,7 @@ static ddp_result ddp__lane_end(ddp_group *group, ddp__op *op, ddp_result result
     if (!op->ordered) return result;
     if (result == DDP_OK) result = ddp__device_result(group, group->device->event_record(group, DDP_STREAM_COMM, op->event));
     group->device->use_stream(group, DDP_STREAM_COMPUTE); /* also after a failure */
-    if (op->task) op->call.seq = group->seq; /* for ddp_wait's line, should the group fail before it ends */
+    if (op->argument != &op->call) op->call.seq = group->seq; /* of a task: for the error line of ddp_wait */
     return result;
 }
 
@@ -4432,7 +4433,7 @@ static void *ddp__work_off(void *argument) {
             int caller = ddp__public_call;
             ddp__public_call = op->call.caller;
             ddp_result result = ddp__lane_begin(group, op);
-            if (result == DDP_OK) result = op->task ? op->task(group, op->argument) : ddp__execute(group, &op->call);
+            if (result == DDP_OK) result = op->task(group, op->argument);
             result = ddp__lane_end(group, op, result);
             ddp__public_call = caller;
             pthread_mutex_lock(&group->lock);
@@ -4484,7 +4485,7 @@ static void ddp__op_free(ddp_group *group, ddp__op *op) {
     }
 }
 
-/* A handle for a call, or for a task. */
+/* A handle. call: NULL for a task of the user. task: NULL for a send or receive that the backend starts. */
 static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn task, void *argument) {
     size_t w = (size_t)group->world_size;
     ddp__op *op = NULL;
@@ -4501,7 +4502,7 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     op->outcome.result = DDP_OK;
     op->ticket = __atomic_add_fetch(&group->tickets, 1, __ATOMIC_RELAXED); /* tasks send and receive on the communication thread */
     op->task = task;
-    op->argument = argument;
+    op->argument = call ? &op->call : argument;
     op->call.tag = DDP__FOR_TASK;
     if (call) op->call = *call;
     op->call.caller = ddp__public_call;
@@ -4561,26 +4562,31 @@ static ddp_result ddp__hand_out(ddp_group *group, ddp__op *op, ddp_work *work) {
     return DDP_OK;
 }
 
-/* A collective or task that this rank cannot issue: it has no memory for the handle, or no communication
-   thread. Its peers wait for it, so the group fails. */
+/* This rank has no memory for the handle of a collective or task (call NULL), or no communication thread. Its peers
+   wait for it, so the group fails. */
 static ddp_result ddp__not_issued(ddp_group *group, const ddp_call *call, ddp_result result) {
     const char *cause = strstr(ddp_last_error(), ": "); /* it follows this rank and group */
+    ddp_call task = ddp__call_of(DDP_CALL_ALL_REDUCE, NULL, NULL, 0, DDP_F32);
     char text[DDP__TEXT_MAX];
+    task.tag = DDP__FOR_TASK;
+    if (!call) call = &task;
     snprintf(text, sizeof text, "rank %d in %s: %.300s", group->rank, ddp__call_title(call),
              cause ? cause + 2 : ddp_last_error());
     ddp_fail(result, "%s", text);
     if (group->world_size > 1) group->backend->poison(group, group->state, result, text);
-    return ddp__call_failed(group, call, result);
+    return ddp__deliver(group, ddp__call_failed(group, call, result));
 }
 
-/* Issues a checked call, or a task. It runs on this thread: where it blocks and nothing is ahead; inside a task; on a
-   backend that enqueues; without peers. Otherwise it is queued. */
-static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument, ddp_work *work) {
-    DDP__NOT_FORKED(group, task ? "ddp_group_enqueue" : ddp__call_title(call));
+/* Inside a task, a call or task runs at once, and work has nothing to wait for. Otherwise it runs on this thread if it
+   blocks and the queue is empty, if the backend enqueues, or if there are no peers. All others are queued for the
+   communication thread. */
+DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
+    DDP__NEED(group && fn, "group or fn is NULL");
+    ddp_call *call = fn == ddp__execute ? (ddp_call *)argument : NULL; /* NULL: a task of the user */
+    DDP__NOT_FORKED(group, call ? ddp__call_title(call) : __func__);
     if (work) memset(work, 0, sizeof *work);
-    else if (!task && !group->queued) return ddp__deliver(group, ddp__execute(group, call)); /* there is no queue */
-    int enqueues = group->backend->enqueues && (task || ddp__is_p2p(call->kind) || !call->flags);
-    int lanes = enqueues || (task && group->device->use_stream); /* follows device work of ops before it, on the communication lane */
+    int enqueues = group->backend->enqueues && (!call || ddp__is_p2p(call->kind) || !call->flags);
+    int lanes = enqueues || (!call && group->device->use_stream); /* ordered after device work of ops before it */
     pthread_mutex_lock(&group->lock);
     int nested = ddp__is_runner(group), takes = !work && !lanes && !group->head && !group->running;
     if (takes) {
@@ -4588,10 +4594,10 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
         group->runner = pthread_self();
     }
     pthread_mutex_unlock(&group->lock);
+    if (nested) return fn(group, argument);
     ddp_result result = takes ? ddp__compute(group) : DDP_OK;
-    if (takes || (nested && !work)) { /* without a handle */
-        if (result == DDP_OK) result = task ? task(group, argument) : ddp__execute(group, call);
-        if (nested) return result;
+    if (takes) { /* without a handle */
+        if (result == DDP_OK) result = fn(group, argument);
         pthread_mutex_lock(&group->lock);
         group->running = 0;
         if (group->head) {
@@ -4601,24 +4607,16 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
         pthread_mutex_unlock(&group->lock);
         return ddp__deliver(group, result);
     }
-    int here = !work || nested || enqueues || group->world_size == 1;
-    ddp__op *op = ddp__op_new(group, call, task, argument);
-    result = !op ? DDP_ERR_NO_MEMORY : nested ? DDP_OK : ddp__op_order(group, op);
+    int here = !work || enqueues || group->world_size == 1;
+    ddp__op *op = ddp__op_new(group, call, fn, argument);
+    result = op ? ddp__op_order(group, op) : DDP_ERR_NO_MEMORY;
     if (result == DDP_OK && !here) result = ddp__thread_start(group);
     if (result != DDP_OK) {
-        ddp_call unissued = ddp__call_of(DDP_CALL_ALL_REDUCE, NULL, NULL, 0, DDP_F32);
-        unissued.tag = DDP__FOR_TASK;
-        result = ddp__not_issued(group, call ? call : &unissued, result);
         ddp__op_free(group, op);
-        return nested ? result : ddp__deliver(group, result);
+        return ddp__not_issued(group, call, result);
     }
     pthread_mutex_lock(&group->lock);
-    if (nested && group->head) { /* inside a task it is the next one */
-        op->next = group->head;
-        group->head = op;
-    } else {
-        ddp__append(&group->head, &group->tail, op);
-    }
+    ddp__append(&group->head, &group->tail, op);
     if (!here) {
         pthread_cond_signal(&group->work_cond);
         ddp__p2p_wake(group);
@@ -4628,19 +4626,17 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
     return ddp__hand_out(group, op, work);
 }
 
+/* Issues a checked call. A blocking one runs directly while the group has no queue. */
+static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_work *work) {
+    if (work || group->queued) return ddp_group_enqueue(group, ddp__execute, call, work);
+    DDP__NOT_FORKED(group, ddp__call_title(call));
+    return ddp__deliver(group, ddp__execute(group, call));
+}
+
 DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work) {
     ddp_call copy = *call;
     if (copy.op == DDP_OP_AVG && !copy.divisor) copy.divisor = (uint64_t)group->world_size;
-    return ddp__issue(group, &copy, NULL, NULL, work);
-}
-
-/* A blocking call on host memory, whatever the device. */
-static ddp_result ddp__submit_host(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int tag) {
-    ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
-    call.op = op;
-    call.tag = tag;
-    call.flags = DDP_CALL_HOST_MEMORY;
-    return ddp__issue(group, &call, NULL, NULL, NULL);
+    return ddp__issue(group, &copy, work);
 }
 
 #if !defined(DDP__CALL_BYTES) /* limit of one collective on host memory: the tcp backend takes 64 KiB. Tests make it small */
@@ -4662,21 +4658,7 @@ DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, cons
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
-    DDP__NEED(group && fn, "group or fn is NULL");
-    return ddp__issue(group, NULL, fn, argument, work);
-}
-
-/* A send or receive that this rank has no memory for. Its peer waits for it: the group fails. */
-static ddp_result ddp__p2p_no_memory(ddp_group *group, const ddp_call *call) {
-    char text[DDP__TEXT_MAX];
-    ddp__cause_begin(text, sizeof text, group->rank, call);
-    snprintf(text + strlen(text), sizeof text - strlen(text), "out of memory");
-    group->backend->poison(group, group->state, DDP_ERR_NO_MEMORY, text);
-    return ddp__deliver(group, ddp__call_failed(group, call, DDP_ERR_NO_MEMORY));
-}
-
-/* Starts a checked send or receive. Inside a batch it joins the batch; without work it is waited for here. */
+/* Starts a checked send or receive. Inside a batch it joins the batch. Without work this thread waits for it. */
 static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *work) {
     call->caller = ddp__public_call;
     DDP__NOT_FORKED(group, ddp_call_name(call->kind));
@@ -4686,10 +4668,9 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
                               group->backend->name);
     if (work) memset(work, 0, sizeof *work);
     call->seq = __atomic_add_fetch(&group->p2p_seq, 1, __ATOMIC_RELAXED);
-    if (enqueues && (work || !group->in_batch)) return ddp__issue(group, call, NULL, NULL, work);
+    if (enqueues && (work || !group->in_batch)) return ddp__issue(group, call, work);
     ddp__op *op = ddp__op_new(group, call, NULL, NULL);
-    if (!op) return ddp__p2p_no_memory(group, call);
-    ddp_result result = ddp_group_cause(group);
+    ddp_result result = op ? ddp_group_cause(group) : DDP_ERR_NO_MEMORY;
     if (result == DDP_OK && work) {
         pthread_mutex_lock(&group->lock);
         int nested = ddp__is_runner(group);
@@ -4701,7 +4682,12 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     ddp__p2p_blocks = 0;
     if (result != DDP_OK) {
         ddp__op_free(group, op);
-        if (result == DDP_ERR_NO_MEMORY) return ddp__p2p_no_memory(group, call);
+        if (result == DDP_ERR_NO_MEMORY) { /* its peer waits for it */
+            char begin[96], text[128];
+            ddp__cause_begin(begin, sizeof begin, group->rank, call);
+            snprintf(text, sizeof text, "%sout of memory", begin);
+            group->backend->poison(group, group->state, result, text);
+        }
         return ddp__deliver(group, ddp__call_failed(group, call, result));
     }
     if (!work && group->in_batch) {
@@ -7031,8 +7017,8 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
     ddp__vote vote = {mine, 0, hash};
     int first, mismatch = 0;
     snprintf(own, sizeof own, "%s", mine == DDP_OK ? "" : ddp_last_error());
-    ddp_result result = ddp__submit_host(group, DDP_CALL_ALL_GATHER, &vote, group->votes, sizeof vote, DDP_U8,
-                                         DDP_OP_SUM, 0);
+    ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, &vote, group->votes, sizeof vote, DDP_U8,
+                                            DDP_OP_SUM, -1);
     if (result != DDP_OK && mine != DDP_OK) return ddp_fail(mine, "%s", own);
     if (result != DDP_OK) /* the line names the call inside, which is not the user's */
         return DDP__RANK_FAIL(group, result, "%s group=%s: %s", who, group->name, ddp__bare_cause(group, who, ddp_last_error()));
@@ -7046,7 +7032,7 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
             snprintf(text[i], sizeof text[i], "%.*s", DDP__AGREE_TEXT, what);
         else
             memcpy(text[i], own, sizeof own);
-        DDP_TRY(ddp__issue(group, &call, NULL, NULL, NULL));
+        DDP_TRY(ddp__issue(group, &call, NULL));
     }
     if (mismatch)
         return ddp__disagree(group, who, text[0], first, text[1]);
@@ -7080,7 +7066,7 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     int32_t *table = (int32_t *)(void *)group->votes;
     int *members = (int *)(table + 2 * group->world_size), count = 0, me = 0;
     ddp_group *child = NULL;
-    ddp_result opened = DDP_OK, result = ddp__submit_host(group, DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32, DDP_OP_SUM, DDP__FOR_SPLIT);
+    ddp_result opened = DDP_OK, result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32, DDP_OP_SUM, -1);
     if (result == DDP_OK && color >= 0) {
         count = ddp__split_members(table, group->world_size, group->rank, members, &me);
         opened = ddp__group_new(&child, &group->desc, group->backend, me, count, group);
@@ -8963,7 +8949,7 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     int count = ddp__reducer_is_alone(reducer) ? 0 : reducer->stats.bucket_count - !reducer->group->backend->enqueues;
     while (reducer->next_bucket < count && reducer->buckets[reducer->next_bucket].pending == 0) {
         ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
-        DDP_TRY(ddp__issue(reducer->group, NULL, ddp__bucket_run, bucket, &bucket->work));
+        DDP_TRY(ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, &bucket->work));
         reducer->next_bucket++;
     }
     return DDP_OK;
@@ -8977,7 +8963,7 @@ static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
         if (i < reducer->next_bucket) ddp_error_save(&first, ddp_wait(reducer->group, &bucket->work));
         else if (!rest || first.result != DDP_OK) continue;
         else if (ddp__reducer_is_alone(reducer)) ddp_error_save(&first, ddp__bucket_run(reducer->group, bucket));
-        else ddp_error_save(&first, ddp__issue(reducer->group, NULL, ddp__bucket_run, bucket, NULL));
+        else ddp_error_save(&first, ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, NULL));
     }
     return ddp_error_restore(&first);
 }
@@ -10311,7 +10297,7 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
                        "send and recv overlap other than by its in-place rule");
     }
     if (call->op == DDP_OP_AVG) call->divisor = (uint64_t)group->world_size;
-    return p2p ? ddp__submit_p2p(group, call, work) : ddp__issue(group, call, NULL, NULL, work);
+    return p2p ? ddp__submit_p2p(group, call, work) : ddp__issue(group, call, work);
 }
 
 static ddp_result ddp__public(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op,
