@@ -665,14 +665,13 @@ struct ddp_optimizer {
     ddp_group *group;
     const ddp_device *device;     /* of group: values, gradients and squares are its memory */
     const ddp_optimizer_kernels *kernels; /* of device */
-    const ddp_device *wire;       /* of shard_group */
     ddp__optimizer_param *params;
     int state_count;              /* tensors of state of each parameter */
     int square_count;             /* the same on all ranks of shard_group, whichever rows they have */
     int64_t step;
     void *state;                  /* one allocation */
     ddp_exact_sum *squares;       /* on the device */
-    ddp_exact_sum *sent;          /* those that travel: on the device of shard_group; squares where that is the same one */
+    ddp_exact_sum *sent;          /* host memory in which they are reduced; NULL if shard_group has the same device */
     ddp_result (*piece_fn)(void *user, int param, size_t from, size_t count, int stepped); /* NULL, or called before and after elements from to from + count of a
                                      parameter are stepped; its user is desc.state_user */
     double *rates;                /* on the device: lr times the trust ratio of each pair of squares */
@@ -763,7 +762,6 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     DDP_TRY(ddp__optimizer_resolve(group, &o->desc));
     DDP__OPTIMIZER_NEED(d->params && d->param_count > 0, "param_count=%d or params is NULL; pass the array of parameters to update", d->param_count);
     DDP__OPTIMIZER_NEED(!d->state_alloc_fn == !d->state_free_fn, "set both state_alloc_fn and state_free_fn, or neither");
-    o->wire = o->desc.shard_group ? ddp_group_device(o->desc.shard_group) : o->device;
     o->state_count = ddp__optimizer_is_adam(&o->desc) ? 2 : o->desc.momentum != 0;
     o->params = (ddp__optimizer_param *)ddp_host_alloc(o->group, (size_t)o->desc.param_count * sizeof *o->params);
     if (!o->params) return DDP_ERR_NO_MEMORY;
@@ -776,13 +774,11 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     if (!o->square_count) return DDP_OK;
     bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
     DDP_TRY(o->device->alloc(o->group, bytes + (size_t)o->square_count / 2 * sizeof *o->rates, &memory));
-    o->squares = o->sent = (ddp_exact_sum *)memory;
+    o->squares = (ddp_exact_sum *)memory;
     o->rates = (double *)(void *)(o->squares + o->square_count);
-    if (o->wire == o->device) return DDP_OK;
-    o->sent = NULL;
-    DDP_TRY(o->wire->alloc(o->desc.shard_group, bytes, &memory));
-    o->sent = (ddp_exact_sum *)memory;
-    return DDP_OK;
+    if (!d->shard_group || ddp_group_device(d->shard_group) == o->device) return DDP_OK;
+    o->sent = (ddp_exact_sum *)ddp_host_alloc(group, bytes);
+    return o->sent ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
 DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, const ddp_optimizer_desc *desc) {
@@ -804,35 +800,16 @@ DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, co
 DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer) {
     ddp_optimizer *o = optimizer;
     if (!o) return;
-    if (o->sent && o->sent != o->squares) o->wire->free(o->desc.shard_group, o->sent);
     if (o->squares) o->device->free(o->group, o->squares);
     if (o->state && !o->desc.state_alloc_fn) o->device->free(o->group, o->state);
     else if (o->state) o->desc.state_free_fn(o->state, o->desc.state_user);
+    ddp_host_free(o->group, o->sent);
     ddp_host_free(o->group, o->params);
     ddp_host_free(o->group, o);
 }
 
-/* What the step is for all tensors of one dtype: in double where that is exact, rounded to dtype as often as arithmetic in dtype would. */
+/* Factors are computed in double where that is exact, and rounded to dtype as often as arithmetic in dtype would. */
 static double ddp__in_dtype(ddp_dtype dtype, double x) { return dtype == DDP_F32 ? (double)(float)x : x; }
-
-static ddp_update ddp__optimizer_factors(const ddp_optimizer *o, ddp_dtype dtype, float lr) {
-    const ddp_optimizer_desc *d = &o->desc;
-    int adam = ddp__optimizer_is_adam(d), lamb = d->kind == DDP_OPTIMIZER_LAMB;
-    ddp_update u = DDP_ZERO;
-    u.kind = lamb ? DDP_UPDATE_LAMB : adam ? DDP_UPDATE_ADAMW : DDP_UPDATE_SGD;
-    u.dtype = dtype;
-    u.scale = 1;
-    u.beta1 = adam ? d->beta1 : d->momentum;
-    u.beta2 = d->beta2;
-    u.one_minus_beta1 = ddp__in_dtype(dtype, 1.0 - (double)(adam ? d->beta1 : d->dampening));
-    u.one_minus_beta2 = ddp__in_dtype(dtype, 1.0 - u.beta2);
-    u.rate = adam ? ddp__in_dtype(dtype, (lamb ? 1.0 : lr) / (1.0 - pow(u.beta1, (double)o->step))) : lr;
-    u.inv_sqrt_bias_correction2 = ddp__in_dtype(dtype, 1.0 / sqrt(1.0 - pow(u.beta2, (double)o->step)));
-    u.eps = d->eps;
-    u.first = o->step == 1;
-    u.nesterov = d->nesterov && d->kind == DDP_OPTIMIZER_SGD;
-    return u;
-}
 
 static int ddp__optimizer_steps(const ddp_optimizer *o, int i) { return o->params[i].first_use == i && o->params[i].count > 0; }
 
@@ -849,28 +826,45 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
         ddp_tensor_sum_squares(o->device, o->squares + p->squares, &param->value);
         ddp_tensor_sum_squares(o->device, o->squares + p->squares + 1, &grad);
     }
-    void (*copy)(void *, const void *, size_t) = (o->device->use_stream ? o->device : o->wire)->copy; /* from the one device to the other */
-    if (o->sent != o->squares) copy(o->sent, o->squares, bytes);
-    if (o->desc.shard_group) {
-        DDP_TRY(ddp_all_reduce(o->desc.shard_group, o->sent, o->sent, bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM, NULL));
-        DDP_TRY(ddp__fsdp_enter(o->desc.shard_group));
+    if (o->sent) {
+        o->device->copy(o->sent, o->squares, bytes);
+        DDP_TRY(ddp__host_reduce(o->desc.shard_group, o->sent, bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM));
+        o->device->copy(o->squares, o->sent, bytes);
+    } else if (o->desc.shard_group) {
+        DDP_TRY(ddp_all_reduce(o->desc.shard_group, o->squares, o->squares, bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM, NULL));
     }
-    if (o->sent != o->squares) copy(o->squares, o->sent, bytes);
     DDP_TRY(ddp__fsdp_enter(o->group));
     o->kernels->trust(o->squares, (size_t)o->square_count / 2, (double)lr, (double)o->desc.trust_coefficient,
                       o->desc.kind == DDP_OPTIMIZER_LARS ? (double)o->desc.weight_decay : -1, o->rates);
     return DDP_OK;
 }
 
-/* A pass over parameter i; *u is what all have in common. LAMB has two: moments and update, then a step of plain SGD along the update. In LARS the rate is
-   part of what the momentum adds up, as in the paper. */
-static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, ddp_update u, float lr, int last) {
-    const ddp_param *param = &o->desc.params[i];
+/* A pass over parameter i. LAMB has two: moments and update, then a step of plain SGD along the update. In LARS the rate is
+   part of what the momentum adds up, as in the paper. at: NULL, or where the device has grad_scale. */
+static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, int last, float lr, float grad_scale, const float *at) {
+    const ddp_optimizer_desc *d = &o->desc;
+    const ddp_param *param = &d->params[i];
     const ddp__optimizer_param *p = &o->params[i];
-    int lamb = o->desc.kind == DDP_OPTIMIZER_LAMB;
-    size_t piece = o->piece_fn ? DDP__HOST_PIECE : p->count, size = ddp_dtype_size(u.dtype);
-    if (!o->desc.decay_matrices_only || param->value.ndim > 1) u.decay = (double)o->desc.weight_decay;
-    u.decay_factor = ddp__in_dtype(u.dtype, 1.0 - ddp__in_dtype(u.dtype, (double)lr * u.decay));
+    const ddp_dtype dtype = param->value.dtype;
+    int adam = ddp__optimizer_is_adam(d), lamb = d->kind == DDP_OPTIMIZER_LAMB;
+    size_t piece = o->piece_fn ? DDP__HOST_PIECE : p->count, size = ddp_dtype_size(dtype);
+    ddp_update u = DDP_ZERO;
+    u.kind = lamb ? DDP_UPDATE_LAMB : adam ? DDP_UPDATE_ADAMW : DDP_UPDATE_SGD;
+    u.dtype = dtype;
+    u.scale = 1;
+    u.grad_scale = grad_scale;
+    u.grad_scale_at = at;
+    u.beta1 = adam ? d->beta1 : d->momentum;
+    u.beta2 = d->beta2;
+    u.one_minus_beta1 = ddp__in_dtype(dtype, 1.0 - (double)(adam ? d->beta1 : d->dampening));
+    u.one_minus_beta2 = ddp__in_dtype(dtype, 1.0 - u.beta2);
+    u.rate = adam ? ddp__in_dtype(dtype, (lamb ? 1.0 : lr) / (1.0 - pow(u.beta1, (double)o->step))) : lr;
+    u.inv_sqrt_bias_correction2 = ddp__in_dtype(dtype, 1.0 / sqrt(1.0 - pow(u.beta2, (double)o->step)));
+    u.eps = d->eps;
+    u.first = o->step == 1;
+    u.nesterov = d->nesterov && d->kind == DDP_OPTIMIZER_SGD;
+    if (!d->decay_matrices_only || param->value.ndim > 1) u.decay = (double)d->weight_decay;
+    u.decay_factor = ddp__in_dtype(dtype, 1.0 - ddp__in_dtype(dtype, (double)lr * u.decay));
     u.state0 = p->state[0];
     u.state1 = p->state[1];
     if (lamb && last) {
@@ -878,7 +872,7 @@ static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, ddp_update 
         u.decay = 0;
         u.state0 = NULL;
     }
-    if (last && ddp__optimizer_has_trust(&o->desc)) {
+    if (last && ddp__optimizer_has_trust(d)) {
         u.scale = lr;
         u.rate = 1;
         if (p->squares >= 0) u.scale_at = o->rates + p->squares / 2;
@@ -890,9 +884,9 @@ static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, ddp_update 
         part.grad = (char *)param->grad.data + from * size;
         if (u.state0) part.state0 = (char *)u.state0 + from * size;
         if (u.state1) part.state1 = (char *)u.state1 + from * size;
-        if (o->piece_fn && !(lamb && last)) DDP_TRY(o->piece_fn(o->desc.state_user, i, from, part.count, 0));
+        if (o->piece_fn && !(lamb && last)) DDP_TRY(o->piece_fn(d->state_user, i, from, part.count, 0));
         o->kernels->update(&part);
-        if (o->piece_fn && last) DDP_TRY(o->piece_fn(o->desc.state_user, i, from, part.count, 1));
+        if (o->piece_fn && last) DDP_TRY(o->piece_fn(d->state_user, i, from, part.count, 1));
     }
     return DDP_OK;
 }
@@ -905,7 +899,6 @@ static void ddp__grad_scale(const ddp_device *device, void *grad, size_t count, 
 
 /* at: NULL, or where the device has grad_scale. */
 static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_scale, const float *at) {
-    ddp_update common[2];
     DDP__FSDP_NEED(o, "optimizer is NULL");
     DDP__FSDP_NEED(ddp__is_amount(lr), "lr=%g; pass 0 or more", (double)lr);
     DDP__FSDP_NEED(grad_scale > 0 && ddp__is_amount((double)grad_scale), "grad_scale=%g; pass a positive number, 1 for none", (double)grad_scale);
@@ -920,15 +913,11 @@ static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_sca
     for (int i = 0; i < o->desc.param_count && o->desc.kind == DDP_OPTIMIZER_LARS; i++)
         if (ddp__optimizer_steps(o, i)) ddp__grad_scale(o->device, o->desc.params[i].grad.data, o->params[i].count, o->desc.params[i].value.dtype, grad_scale, at);
     o->step++;
-    common[0] = ddp__optimizer_factors(o, DDP_F32, lr);
-    common[1] = ddp__optimizer_factors(o, DDP_F64, lr);
     for (int last = o->desc.kind != DDP_OPTIMIZER_LAMB; last < 2; last++) {
         int scaled = o->desc.kind == DDP_OPTIMIZER_LARS || (last && o->desc.kind == DDP_OPTIMIZER_LAMB);
-        common[0].grad_scale = common[1].grad_scale = scaled ? 1 : grad_scale;
-        common[0].grad_scale_at = common[1].grad_scale_at = scaled ? NULL : at;
         if (last && o->square_count) DDP_TRY(ddp__optimizer_norms(o, lr));
         for (int i = 0; i < o->desc.param_count; i++)
-            if (ddp__optimizer_steps(o, i)) DDP_TRY(ddp__optimizer_pass(o, i, common[o->desc.params[i].value.dtype == DDP_F64], lr, last));
+            if (ddp__optimizer_steps(o, i)) DDP_TRY(ddp__optimizer_pass(o, i, last, lr, scaled ? 1 : grad_scale, scaled ? NULL : at));
     }
     return ddp_device_check(o->group);
 }
@@ -1010,13 +999,11 @@ DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *des
     if (d.growth_factor == 0) d.growth_factor = 2;
     if (d.backoff_factor == 0) d.backoff_factor = 0.5f;
     if (d.growth_interval == 0) d.growth_interval = 2000;
-    const struct { int right; const char *text; double value; } checks[] = {
-        {d.init_scale > 0 && ddp__is_amount(d.init_scale), "init_scale=%g; pass a positive number", (double)d.init_scale},
-        {d.growth_factor > 1 && ddp__is_amount(d.growth_factor), "growth_factor=%g; pass a number above 1", (double)d.growth_factor},
-        {d.backoff_factor > 0 && d.backoff_factor < 1, "backoff_factor=%g; pass a number between 0 and 1", (double)d.backoff_factor},
-        {d.growth_interval >= 1, "growth_interval=%.0f; pass 1 or more", (double)d.growth_interval},
-        {d.group_count >= 0 && d.group_count <= 4, "group_count=%.0f; pass 0 to 4", (double)d.group_count}};
-    for (size_t i = 0; i < sizeof checks / sizeof checks[0]; i++) DDP__FSDP_NEED(checks[i].right, checks[i].text, checks[i].value);
+    DDP__FSDP_NEED(d.init_scale > 0 && ddp__is_amount(d.init_scale), "init_scale=%g; pass a positive number", (double)d.init_scale);
+    DDP__FSDP_NEED(d.growth_factor > 1 && ddp__is_amount(d.growth_factor), "growth_factor=%g; pass a number above 1", (double)d.growth_factor);
+    DDP__FSDP_NEED(d.backoff_factor > 0 && d.backoff_factor < 1, "backoff_factor=%g; pass a number between 0 and 1", (double)d.backoff_factor);
+    DDP__FSDP_NEED(d.growth_interval >= 1, "growth_interval=%d; pass 1 or more", d.growth_interval);
+    DDP__FSDP_NEED(d.group_count >= 0 && d.group_count <= 4, "group_count=%d; pass 0 to 4", d.group_count);
     for (int i = 0; i < d.group_count; i++) DDP__FSDP_NEED(d.groups[i], "groups[%d] is NULL", i);
     scaler->desc = d, scaler->scale = d.init_scale;
     return DDP_OK;
@@ -4449,8 +4436,9 @@ static ddp_result ddp__fsdp_fill(ddp_fsdp *f) {
 static size_t ddp__optimizer_tables(const ddp_optimizer *o, int of_device) {
     size_t sums = (size_t)o->square_count * sizeof(ddp_exact_sum), here = sums + (size_t)o->square_count / 2 * sizeof *o->rates;
     int on_host = o->device == ddp_device_cpu();
-    if (of_device) return (on_host ? 0 : here) + (o->sent != o->squares ? sums : 0);
+    if (of_device) return on_host ? 0 : here;
     size_t bytes = sizeof *o + (size_t)o->desc.param_count * sizeof *o->params + 2 * DDP_MALLOC_EXTRA;
+    if (o->sent) bytes += sums + DDP_MALLOC_EXTRA;
     return o->square_count && on_host ? bytes + here + DDP_MALLOC_EXTRA : bytes;
 }
 
