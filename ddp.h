@@ -145,10 +145,21 @@ typedef struct ddp_tensor {
     int64_t shape[DDP_MAX_NDIM];
 } ddp_tensor;
 
+/* The f32 sum of a 16-bit gradient over micro-batches, on its way to the reduction over ranks. Set by the
+   library; zero at first. A ddp_accumulator or ddp_pipeline sets data and is_set. A ddp_reducer or ddp_fsdp
+   sets reader and drain, and reduces data instead of the rounded gradient. */
+typedef struct ddp_grad_sum {
+    void *data;                  /* as many floats as the gradient has elements; NULL = no such sums */
+    int is_set;                  /* 1 = data holds this step's sum; cleared when the reduction takes it */
+    void *reader;                /* the reducer or fsdp that takes sums; NULL = none */
+    void (*drain)(void *reader); /* waits until no call of the reader reads data */
+} ddp_grad_sum;
+
 /* A trained parameter and its gradient. Entries with the same value.data are uses of one tied parameter, each with a gradient of its own. */
 typedef struct ddp_param {
     const char *name;
     ddp_tensor value, grad; /* grad: dtype and shape 0 = as value; data NULL = placed by the reducer */
+    ddp_grad_sum sum;
 } ddp_param;
 
 /* A sum of doubles without rounding: digits of 32 bits in 64-bit cells, lowest first. Two of them add as DDP_I64 SUM of their cells, so an all-reduce of
@@ -278,7 +289,7 @@ typedef struct ddp_reducer_stats {
 } ddp_reducer_stats;
 
 typedef struct ddp_accumulator_desc {
-    ddp_param *params;      /* required; the same array as the reducer's, after ddp_reducer_create */
+    ddp_param *params;      /* required; the same array as the reducer's, after ddp_reducer_create; outlives the accumulator */
     int param_count;
     int micro_batch_count;  /* required; per rank and step, at least 1 */
     /* NULL = none. Otherwise ddp_accumulator_ready calls ddp_reducer_ready once a sum over micro-batches is
@@ -1108,6 +1119,8 @@ DDPDEF int ddp_is_float(ddp_dtype dtype);              /* f32, f64, f16 or bf16 
 DDPDEF ddp_dtype ddp_sum_dtype(ddp_dtype dtype);       /* sums are kept in: f32 for f16 and bf16, otherwise dtype */
 DDPDEF size_t ddp_tensor_bytes(const ddp_tensor *tensor); /* 0 for a tensor without elements, or an impossible shape */
 DDPDEF ddp_tensor ddp_param_grad(const ddp_param *param); /* param->grad with its defaults resolved */
+/* Before `data` is freed. If it is sum->data: waits until its reader has read it, and sets sum->data to NULL. */
+DDPDEF void ddp_grad_sum_release(ddp_grad_sum *sum, const void *data);
 
 /* Zeroed memory from the group's alloc_fn, 64-byte aligned; group NULL: from malloc. NULL with the error line set
    when there is none. alloc_fn is asked for DDP_MALLOC_EXTRA bytes more. */
@@ -1718,6 +1731,12 @@ DDPDEF ddp_tensor ddp_param_grad(const ddp_param *param) {
     grad.data = param->grad.data;
     grad.dtype = param->grad.dtype != DDP_DTYPE_DEFAULT ? param->grad.dtype : param->value.dtype;
     return grad;
+}
+
+DDPDEF void ddp_grad_sum_release(ddp_grad_sum *sum, const void *data) {
+    if (sum->data != data) return;
+    if (sum->reader) sum->drain(sum->reader);
+    sum->data = NULL;
 }
 
 DDPDEF double ddp_now(void) {
@@ -8407,7 +8426,6 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
 
 typedef struct ddp__grad {
     unsigned char *data;
-    unsigned char *sum;     /* the accumulator leaves the f32 sum of a 16-bit gradient here; NULL = in data */
     size_t count, size_bytes;
     size_t range;           /* elements of the range that begins here; 0 = none does */
     ddp_dtype dtype;
@@ -8417,7 +8435,7 @@ typedef struct ddp__grad {
     unsigned char in_place; /* how its range is reduced */
     unsigned char placed;   /* in the reducer's arena, 64-byte aligned; zeros up to the next one */
     unsigned char ready;    /* announced in this step */
-    unsigned char summed;   /* this step's gradient is in sum */
+    unsigned char summed;   /* this step's gradient is the parameter's f32 sum */
     unsigned char expected; /* waited for: 0 when static_graph has seen that this rank does not use it */
     unsigned char unused;   /* no rank used it in the last step */
 } ddp__grad;
@@ -8428,6 +8446,7 @@ typedef struct ddp__bucket {
     int pending;            /* parameters still to be announced in this step */
     ddp_dtype dtype, wire;  /* gradients; what is sent: of f32 sums decided when it is issued */
     size_t flat_count;      /* elements packed; 0 = everything in place */
+    size_t wide_count;      /* the same when f32 sums are reduced */
     uint64_t divisor;
     ddp_work work;
 } ddp__bucket;
@@ -8439,7 +8458,6 @@ struct ddp_reducer {
     int active;                /* ranks that the average is over: world_size, or fewer inside a join */
     int shadow;                /* 1 = this step stands in for a rank without a batch */
     int no_sync;
-    ddp_accumulator *accumulator; /* gives f32 sums of 16-bit gradients; NULL = none */
     ddp__bucket *buckets;      /* this and the next three: one block, an entry per parameter */
     ddp__grad *grads;
     int *walk;
@@ -8464,14 +8482,31 @@ static ddp_dtype ddp__wire_dtype(const ddp_reducer *reducer, ddp_dtype dtype) {
     return comm != DDP_DTYPE_DEFAULT && ddp_dtype_size(comm) < ddp_dtype_size(dtype) ? comm : dtype;
 }
 
-/* Whether an accumulator's sums of these gradients are taken in f32. */
+/* Whether the reducer takes f32 sums of these gradients. */
 static int ddp__takes_f32_sums(const ddp_reducer *reducer, ddp_dtype dtype) {
     return ddp__is_half(dtype) && reducer->desc.comm_dtype == DDP_DTYPE_DEFAULT;
 }
 
+/* Whether an f32 sum is reduced where it is stored. Sums have no ranges: small ones are packed. */
+static int ddp__sum_in_place(const ddp_reducer *reducer, const ddp__grad *grad) {
+    int large = grad->count * sizeof(float) >= DDP__RANGE_IN_PLACE;
+    return ddp__reducer_is_alone(reducer) || (large && !reducer->desc.hook);
+}
+
+/* Whether a bucket is reduced as f32 sums: all its parameters have one. This is so on every rank. */
+static int ddp__bucket_is_wide(const ddp__bucket *bucket) {
+    const ddp_reducer *reducer = bucket->reducer;
+    if (!ddp__takes_f32_sums(reducer, bucket->dtype)) return 0;
+    for (int k = bucket->first; k <= bucket->last; k++) {
+        int param = reducer->walk[k];
+        if (reducer->grads[param].count && !reducer->desc.params[param].sum.data) return 0;
+    }
+    return 1;
+}
+
 /* Appends the bucket of all that walk[first .. last] holds, with its ranges; returns the bytes it needs in the flat buffer. */
 static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
-    ddp__bucket made = {reducer, reducer->stats.bucket_count, first, last, 0, dtype, ddp__wire_dtype(reducer, dtype), 0, 0, DDP_ZERO};
+    ddp__bucket made = {reducer, reducer->stats.bucket_count, first, last, 0, dtype, ddp__wire_dtype(reducer, dtype), 0, 0, 0, DDP_ZERO};
     ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count++];
     ddp__grad *grads = reducer->grads;
     size_t size = ddp_dtype_size(dtype);
@@ -8492,8 +8527,10 @@ static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first,
         int large = !reducer->desc.hook && grad->range * size >= DDP__RANGE_IN_PLACE;
         grad->in_place = bucket->wire == dtype && (ranges == 1 || large || ddp__reducer_is_alone(reducer));
         if (!grad->in_place) bucket->flat_count += grad->range;
+        if (ddp__takes_f32_sums(reducer, dtype) && !ddp__sum_in_place(reducer, grad)) bucket->wide_count += grad->count;
     }
-    return bucket->flat_count * ddp_dtype_size(ddp__takes_f32_sums(reducer, dtype) ? DDP_F32 : bucket->wire);
+    size_t flat_bytes = bucket->flat_count * ddp_dtype_size(bucket->wire), wide_bytes = bucket->wide_count * sizeof(float);
+    return flat_bytes > wide_bytes ? flat_bytes : wide_bytes;
 }
 
 static void ddp__buckets_reset(ddp_reducer *reducer) {
@@ -8579,29 +8616,25 @@ static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
     }
 }
 
-/* The same for a bucket in f32. Ranges that are reduced in place are where the accumulator keeps them, laid
-   out as the gradients are, element by element. Gradients that did not come through the accumulator are cast.
-   */
+/* The same for f32 sums. Gradients that are not summed are cast. */
 static void ddp__bucket_copy_wide(ddp__bucket *bucket, int pack) {
     ddp_reducer *reducer = bucket->reducer;
     const ddp_device *device = reducer->device;
-    const ddp__grad *head = NULL; /* the first of the range */
-    unsigned char *flat = (unsigned char *)reducer->flat, *range = flat;
+    unsigned char *flat = (unsigned char *)reducer->flat;
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
+        void *sum = reducer->desc.params[reducer->walk[k]].sum.data, *wide = sum;
+        size_t bytes = grad->count * sizeof(float);
         if (!grad->count) continue;
-        if (grad->range) {
-            head = grad;
-            range = flat;
-            if (!grad->in_place) flat += grad->range * sizeof(float);
+        if (!ddp__sum_in_place(reducer, grad)) {
+            wide = flat;
+            flat += bytes;
         }
-        size_t at = (size_t)(grad->data - head->data) / ddp_dtype_size(bucket->dtype) * sizeof(float);
-        unsigned char *wide = head->in_place ? grad->sum : range + at;
-        if (pack && grad->summed && wide == grad->sum) continue;
+        if (pack && grad->summed && wide == sum) continue;
         if (!pack) device->cast(grad->data, bucket->dtype, wide, DDP_F32, grad->count);
-        else if (grad->summed) device->copy(wide, grad->sum, grad->count * sizeof(float));
+        else if (grad->summed) device->copy(wide, sum, bytes);
         else device->cast(wide, DDP_F32, grad->data, bucket->dtype, grad->count);
-        reducer->copied += grad->count * sizeof(float);
+        reducer->copied += bytes;
     }
 }
 
@@ -8610,10 +8643,11 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     ddp__bucket *bucket = (ddp__bucket *)argument;
     ddp_reducer *reducer = bucket->reducer;
     double begin = ddp_now();
-    int alone = ddp__reducer_is_alone(reducer), wide = reducer->accumulator && ddp__takes_f32_sums(reducer, bucket->dtype);
+    int alone = ddp__reducer_is_alone(reducer), wide = ddp__bucket_is_wide(bucket);
+    size_t flat_count = wide ? bucket->wide_count : bucket->flat_count;
     bucket->wire = wide ? DDP_F32 : ddp__wire_dtype(reducer, bucket->dtype);
     bucket->divisor = reducer->desc.per_token ? 1 : (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
-    if (bucket->flat_count && !reducer->flat) /* everybody's: group memory is there for all ranks or for none */
+    if (flat_count && !reducer->flat) /* everybody's: group memory is there for all ranks or for none */
         return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s", "reducer: no room was found for the packed gradients of the rebuilt "
                               "buckets; free group memory and make a new reducer");
     for (int k = bucket->first; k <= bucket->last; k++) {
@@ -8623,12 +8657,16 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     if (alone && !wide && bucket->divisor == 1) return ddp__device_check(group);
     if (wide) ddp__bucket_copy_wide(bucket, 1);
     else ddp__bucket_copy(bucket, 1);
-    for (int k = bucket->first - 1; k <= bucket->last; k++) { /* the packed gradients, then each range in place */
-        const ddp__grad *grad = k < bucket->first ? NULL : &reducer->grads[reducer->walk[k]];
+    for (int k = bucket->first - 1; k <= bucket->last; k++) { /* the packed gradients, then each range or sum in place */
+        int param = k < bucket->first ? -1 : reducer->walk[k];
+        const ddp__grad *grad = param < 0 ? NULL : &reducer->grads[param];
         void *data = reducer->flat;
-        size_t count = bucket->flat_count;
-        if (grad) {
-            data = wide ? grad->sum : grad->data;
+        size_t count = flat_count;
+        if (grad && wide) {
+            data = reducer->desc.params[param].sum.data;
+            count = ddp__sum_in_place(reducer, grad) ? grad->count : 0;
+        } else if (grad) {
+            data = grad->data;
             count = grad->in_place ? grad->range : 0;
         }
         if (count == 0) continue;
@@ -8873,6 +8911,22 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
     return DDP_OK;
 }
 
+/* Ends what is under way and, with rest, carries out what is not. The first failure is the one that is told. */
+static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
+    ddp_saved_error first = {DDP_OK, ""};
+    for (int i = 0; i < reducer->stats.bucket_count; i++) {
+        ddp__bucket *bucket = &reducer->buckets[i];
+        if (i < reducer->next_bucket) ddp_error_save(&first, ddp_wait(reducer->group, &bucket->work));
+        else if (!rest || first.result != DDP_OK) continue;
+        else if (ddp__reducer_is_alone(reducer)) ddp_error_save(&first, ddp__bucket_run(reducer->group, bucket));
+        else ddp_error_save(&first, ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, NULL));
+    }
+    return ddp_error_restore(&first);
+}
+
+/* Waits for the buckets that are issued: nothing reads f32 sums afterwards. */
+static void ddp__reducer_drain_issued(void *reducer) { ddp__reducer_drain((ddp_reducer *)reducer, 0); }
+
 /* Once every rank has been given the same. Gradients that were NULL are placed side by side, each dtype in the order of the buckets. */
 static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
     int n = reducer->desc.param_count;
@@ -8893,6 +8947,10 @@ static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
         ddp_param *param = &reducer->desc.params[i];
         param->grad = ddp_param_grad(param);
         param->grad.data = reducer->grads[i].data;
+        param->sum.is_set = 0;
+        if (!ddp__takes_f32_sums(reducer, reducer->grads[i].dtype)) continue;
+        param->sum.reader = reducer;
+        param->sum.drain = ddp__reducer_drain_issued;
     }
     return DDP_OK;
 }
@@ -8935,13 +8993,17 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     DDP__NEED(reducer, "reducer is NULL");
     DDP__REDUCER_NEED(reducer, param_index >= 0 && param_index < reducer->desc.param_count, "param_index=%d, there are %d parameters, numbered from 0",
                       param_index, reducer->desc.param_count);
-    if (reducer->no_sync) return DDP_OK;
     ddp__grad *grad = &reducer->grads[param_index];
+    ddp_grad_sum *sum = &reducer->desc.params[param_index].sum;
+    int summed = sum->is_set && sum->data && sum->reader == reducer;
+    sum->is_set = 0;
+    if (reducer->no_sync) return DDP_OK;
     DDP__REDUCER_NEED(reducer, !grad->ready, "%s is ready twice in step %llu; call it once per step, and ddp_reducer_wait before the next",
                       ddp__param_label(reducer->desc.params, param_index).text, (unsigned long long)reducer->stats.steps);
     DDP__REDUCER_NEED(reducer, grad->expected, "%s was not used in the first step, and static_graph promises the same for every step; leave "
                       "static_graph 0 and set find_unused", ddp__param_label(reducer->desc.params, param_index).text);
     grad->ready = 1;
+    grad->summed = (unsigned char)summed;
     reducer->averaged = 0;
     reducer->ready_order[reducer->ready_count++] = param_index;
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
@@ -8953,19 +9015,6 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
         reducer->next_bucket++;
     }
     return DDP_OK;
-}
-
-/* Ends what is under way and, with rest, carries out what is not. The first failure is the one that is told. */
-static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
-    ddp_saved_error first = {DDP_OK, ""};
-    for (int i = 0; i < reducer->stats.bucket_count; i++) {
-        ddp__bucket *bucket = &reducer->buckets[i];
-        if (i < reducer->next_bucket) ddp_error_save(&first, ddp_wait(reducer->group, &bucket->work));
-        else if (!rest || first.result != DDP_OK) continue;
-        else if (ddp__reducer_is_alone(reducer)) ddp_error_save(&first, ddp__bucket_run(reducer->group, bucket));
-        else ddp_error_save(&first, ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, NULL));
-    }
-    return ddp_error_restore(&first);
 }
 
 /* Which parameters nobody used; with static_graph the first step also tells what to wait for. */
@@ -9132,14 +9181,15 @@ DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_
     return DDP_OK;
 }
 
-static void ddp__reducer_attach(ddp_reducer *reducer, ddp_accumulator *accumulator);
-
 DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
     DDP_PUBLIC_CALL(ddp_reducer_destroy);
     if (!reducer || ddp_group_is_forked(reducer->group)) return;
     ddp__reducer_drain(reducer, 0);
-    ddp__reducer_attach(reducer, NULL);
-    for (int i = 0; i < reducer->desc.param_count; i++) if (reducer->grads[i].placed) reducer->desc.params[i].grad.data = NULL;
+    for (int i = 0; i < reducer->desc.param_count; i++) {
+        ddp_param *param = &reducer->desc.params[i];
+        if (param->sum.reader == reducer) param->sum.reader = NULL;
+        if (reducer->grads[i].placed) param->grad.data = NULL;
+    }
     ddp__reducer_free(reducer);
 }
 
@@ -9157,8 +9207,7 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
    m.
 
    16-bit gradients are added in f32: levels hold f32, each gradient is cast to `scratch` when it arrives, and
-   the step's sum stays in level[0]. There the reducer takes it; without one it is rounded to the gradient.
-   Gradients that the reducer reduces as one range are one range of the level too. */
+   the step's sum stays in level[0]. There the reducer takes it; without one it is rounded to the gradient. */
 struct ddp_accumulator {
     ddp_group *group;
     ddp_accumulator_desc desc;
@@ -9166,45 +9215,26 @@ struct ddp_accumulator {
     size_t *first;             /* per parameter, byte offset in each level */
     void *levels, *scratch;    /* one allocation */
     size_t level_bytes;
-    int attached;              /* 1 = the reducer takes its f32 sums */
     int micro_batch;           /* t */
 };
 
-/* From now on the reducer takes f32 sums of 16-bit gradients from this accumulator; NULL: from none. */
-static void ddp__reducer_attach(ddp_reducer *reducer, ddp_accumulator *accumulator) {
-    if (reducer->accumulator) reducer->accumulator->attached = 0;
-    if (reducer->accumulator && !accumulator) reducer->accumulator->desc.reducer = NULL;
-    reducer->accumulator = accumulator;
-    for (int i = 0; i < reducer->desc.param_count; i++) {
-        int takes = accumulator && ddp__takes_f32_sums(reducer, reducer->grads[i].dtype);
-        reducer->grads[i].sum = takes ? (unsigned char *)accumulator->levels + accumulator->first[i] : NULL;
-    }
-    if (accumulator) accumulator->attached = 1;
-}
-
-/* Places the sums in a level. *scratch: bytes that adding 16-bit gradients needs in addition to the levels.
-   */
+/* Places the sums in a level. *scratch: bytes that adding 16-bit gradients needs in addition to the levels. */
 static void ddp__accumulator_layout(ddp_accumulator *accumulator, size_t *scratch) {
     const ddp_accumulator_desc *desc = &accumulator->desc;
-    const ddp__grad *grads = desc->reducer ? desc->reducer->grads : NULL;
     *scratch = 0;
     for (int i = 0; i < desc->param_count; i++) {
         ddp_tensor tensor = ddp_param_grad(&desc->params[i]);
-        size_t size = ddp_dtype_size(tensor.dtype), wide = ddp_dtype_size(ddp_sum_dtype(tensor.dtype));
-        size_t end = accumulator->level_bytes;
-        int ranged = grads && wide > size;
-        if (ranged && grads[i].previous >= 0) continue; /* placed with the first of its range */
-        for (int k = i; k >= 0; k = ranged ? grads[k].next : -1) {
-            ddp_tensor member = ddp_param_grad(&desc->params[k]);
-            size_t count = (size_t)ddp_tensor_count(&member);
-            size_t block = accumulator->group->device->use_stream ? count : DDP__ACCUMULATE_BLOCK;
-            size_t distance = k == i ? 0 : (size_t)(grads[k].data - grads[i].data) / size * wide;
-            accumulator->first[k] = accumulator->level_bytes + distance;
-            end = accumulator->first[k] + count * wide;
-            if (wide > size && block * wide > *scratch) *scratch = block * wide;
-        }
-        accumulator->level_bytes = ddp_round_up(end, DDP__ALIGN);
+        size_t count = (size_t)ddp_tensor_count(&tensor), wide = ddp_dtype_size(ddp_sum_dtype(tensor.dtype));
+        size_t block = accumulator->group->device->use_stream ? count : DDP__ACCUMULATE_BLOCK;
+        accumulator->first[i] = accumulator->level_bytes;
+        accumulator->level_bytes += ddp_round_up(count * wide, DDP__ALIGN);
+        if (ddp__is_half(tensor.dtype) && block * wide > *scratch) *scratch = block * wide;
     }
+}
+
+/* Where the sum of a step is when it is final. */
+static unsigned char *ddp__accumulator_sum(const ddp_accumulator *accumulator, int param_index) {
+    return (unsigned char *)accumulator->levels + accumulator->first[param_index];
 }
 
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc) {
@@ -9236,18 +9266,19 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     ddp__accumulator_layout(accumulator, &scratch);
     while (desc->micro_batch_count >> (depth + 1)) depth++; /* floor(log2 m): no t below m has more bits set */
     depth *= accumulator->level_bytes;
-    int attaches = desc->reducer && desc->micro_batch_count > 1;
+    int hands_over = desc->reducer && desc->micro_batch_count > 1;
     ddp_result result = DDP_OK;
     if (depth > 0) result = group->device->alloc(group, depth + scratch, &accumulator->levels);
-    /* Buckets in flight do not know the accumulator. */
-    if (result == DDP_OK && attaches) result = ddp__reducer_drain(desc->reducer, 0);
+    /* Buckets in flight have decided how they reduce. */
+    if (result == DDP_OK && hands_over) result = ddp__reducer_drain(desc->reducer, 0);
     if (result != DDP_OK) {
         if (accumulator->levels) group->device->free(group, accumulator->levels);
         ddp_host_free(group, accumulator);
         return result;
     }
     accumulator->scratch = (unsigned char *)accumulator->levels + depth;
-    if (attaches) ddp__reducer_attach(desc->reducer, accumulator);
+    for (int i = 0; i < desc->param_count && hands_over; i++)
+        if (desc->params[i].sum.reader) desc->params[i].sum.data = ddp__accumulator_sum(accumulator, i);
     *out = accumulator;
     return DDP_OK;
 }
@@ -9263,7 +9294,7 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
     ddp_dtype wide = ddp_sum_dtype(tensor.dtype);
     size_t size = ddp_dtype_size(tensor.dtype), wide_size = ddp_dtype_size(wide);
     size_t count = (size_t)ddp_tensor_count(&tensor);
-    unsigned char *levels = (unsigned char *)accumulator->levels + accumulator->first[param_index]; /* level k at levels + k * level_bytes */
+    unsigned char *levels = ddp__accumulator_sum(accumulator, param_index); /* level k at levels + k * level_bytes */
     size_t block = device->use_stream ? count : DDP__ACCUMULATE_BLOCK; /* caches count, or launches */
     if (last && depth == 0) return DDP_OK; /* a step of one micro-batch has no levels */
     DDP_TRY(ddp__compute(accumulator->group));
@@ -9300,10 +9331,11 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
         desc->reducer->averaged = 0;
     }
     accumulator->announced[param_index] = 1;
-    int handed_over = last && accumulator->attached && !desc->reducer->no_sync;
-    handed_over = handed_over && desc->reducer->grads[param_index].sum;
+    ddp_grad_sum *sum = &desc->params[param_index].sum;
+    int handed_over = last && accumulator->levels && sum->data == ddp__accumulator_sum(accumulator, param_index);
+    handed_over = handed_over && sum->reader == desc->reducer && !desc->reducer->no_sync;
     DDP_TRY(ddp__accumulate(accumulator, param_index, last, handed_over));
-    if (handed_over) desc->reducer->grads[param_index].summed = 1;
+    if (handed_over) sum->is_set = 1;
     return last && desc->reducer ? ddp_reducer_ready(desc->reducer, param_index) : DDP_OK;
 }
 
@@ -9321,10 +9353,8 @@ DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) 
 DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
     DDP_PUBLIC_CALL(ddp_accumulator_destroy);
     if (!accumulator) return;
-    if (accumulator->attached) { /* buckets under way may still read its sums */
-        ddp__reducer_drain(accumulator->desc.reducer, 0);
-        ddp__reducer_attach(accumulator->desc.reducer, NULL);
-    }
+    for (int i = 0; i < accumulator->desc.param_count && accumulator->levels; i++)
+        ddp_grad_sum_release(&accumulator->desc.params[i].sum, ddp__accumulator_sum(accumulator, i));
     accumulator->group->device->free(accumulator->group, accumulator->levels);
     ddp_host_free(accumulator->group, accumulator);
 }

@@ -67,6 +67,7 @@ CONCEPTS
                of 4 P / W each with SHARD_GRAD and FULL_SHARD; of 4 P each with the others. These then keep no
                other sums of 16-bit gradients, and stage the largest unit's gradients in f32. Ranks that do
                not read each other's memory stage one unit more: its gathered values and its f32 gradients.
+               f32 sums from a ddp_pipeline need the largest unit's gradients in f32.
     Traffic    bytes that each rank sends, times (W - 1) / W. A gather sends 4 P, 16-bit 2 P: once per step;
                FULL_SHARD twice per micro-batch, once with no_reshard_after_forward. A reduction of gradients sends
                4 P, also of 16-bit ones, which are added in f32: once per step; SHARD_GRAD and FULL_SHARD once
@@ -78,7 +79,7 @@ CONCEPTS
                the others add over micro-batches first. In both ways the sum is the tree over the micro-batches of the step, where rank
                r's micro-batch k is number kW + r in the first way (W a power of two), and a block of 2^k per rank is given in the second.
                So W ranks under any strategy end with the bits of one. 16-bit gradients are added in f32
-               everywhere. Outside this promise: reduce_dtype, sequential accumulation (sequential_accumulation),
+               everywhere, also over the replicas of a ddp_pipeline. Outside this promise: reduce_dtype, sequential accumulation (sequential_accumulation),
                quantize_gather.
 
 ERRORS
@@ -2750,6 +2751,7 @@ typedef struct ddp__shard { /* this rank's rows of one parameter of a unit. A ti
     ddp__grad_part part[DDP__LAYOUTS];
     unsigned char *value, *master;  /* this rank's rows: as they are sent (quantize_gather: 8 bits); as they are updated */
     int trained, is_slice;          /* not frozen; of a larger tensor */
+    int summed;                     /* 1 = the gradients being reduced are the parameter's f32 sum, from a ddp_pipeline */
     int has_master;                 /* master values are stored beside what is sent */
     int shares_full;                /* the source's full values are this one's too */
     int in_place;                   /* the sum of its gradients is stored in the full gradients */
@@ -3553,7 +3555,10 @@ static unsigned char *ddp__unit_cast(const ddp_fsdp *f, ddp__unit *unit) {
     if (unit->layout == DDP__CASTED) {
         for (const ddp__shard *s = unit->shards; s < unit->end; s++) {
             const ddp__grad_part *p = &s->part[DDP__GRADS];
-            if (s->trained) f->device->cast(f->reduce.cast + s->part[DDP__CASTED].at, s->reduce_dtype, full + p->at, p->dtype, p->count);
+            unsigned char *cast = f->reduce.cast + s->part[DDP__CASTED].at;
+            if (!s->trained) continue;
+            if (s->summed) f->device->copy(cast, s->entry->param.sum.data, p->count * sizeof(float));
+            else f->device->cast(cast, s->reduce_dtype, full + p->at, p->dtype, p->count);
         }
         full = f->reduce.cast;
     }
@@ -3671,6 +3676,32 @@ static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__unit *unit) {
 static ddp_result ddp__reduce_wait_all(ddp_fsdp *f) {
     for (ddp__unit *unit = f->units; unit < f->units_end; unit++) DDP_TRY(ddp__reduce_wait(f, unit));
     return DDP_OK;
+}
+
+/* ddp_grad_sum.drain */
+static void ddp__reduce_drain(void *fsdp) { ddp__reduce_wait_all((ddp_fsdp *)fsdp); }
+
+/* Whether a pipeline hands over f32 sums of these gradients. */
+static int ddp__takes_sum(const ddp__shard *s) {
+    return s->trained && s->reduce_dtype == DDP_F32 && ddp_sum_dtype(s->part[DDP__GRADS].dtype) != s->part[DDP__GRADS].dtype;
+}
+
+/* Takes the f32 sums that a pipeline has handed over, if there are any: from now on the unit's gradients are f32, in
+   `cast`. Collective when the first unit gets sums. */
+static ddp_result ddp__sums_take(ddp_fsdp *f, ddp__unit *unit) {
+    int count = 0;
+    for (ddp__shard *s = unit->shards; s < unit->end; s++) {
+        ddp_grad_sum *sum = &s->entry->param.sum;
+        s->summed = sum->is_set && sum->reader == f && ddp__takes_sum(s);
+        sum->is_set = 0;
+        count += s->summed;
+    }
+    if (count == 0) return DDP_OK;
+    unit->layout = DDP__CASTED;
+    if (f->reduce.cast) return DDP_OK;
+    for (const ddp__shard *s = f->shards; s < f->shards_end; s++)
+        if (ddp__takes_sum(s)) ddp__size_at_least(&f->reduce.cast_bytes, s->unit->grad_bytes[DDP__CASTED]);
+    return ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->reduce.cast_bytes, &f->reduce.cast);
 }
 
 /* Issues the reduction of one micro-batch's gradients with peer memory. */
@@ -4490,6 +4521,13 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
         p->grad = p->value;
         p->grad.dtype = s->part[DDP__GRADS].dtype;
     }
+    for (ddp__shard *s = f->shards; s < f->shards_end; s++) {
+        ddp_grad_sum *sum = &s->entry->param.sum;
+        sum->is_set = 0;
+        if (!ddp__takes_sum(s)) continue;
+        sum->reader = f;
+        sum->drain = ddp__reduce_drain;
+    }
     for (const ddp__unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_point(f, unit, f->keeps_full, !f->reduces_each);
     ddp__fsdp_begin(f);
     return DDP_OK;
@@ -4511,7 +4549,11 @@ static void ddp__fsdp_delete(ddp_fsdp *f, int created) {
         if (event) f->device->event_destroy(f->group, event);
     }
     ddp_optimizer_destroy(f->optimizer);
-    for (const ddp__shard *s = f->shards; s < f->shards_end && created; s++) s->entry->param.value.data = s->entry->param.grad.data = NULL;
+    for (const ddp__shard *s = f->shards; s < f->shards_end && created; s++) {
+        ddp_param *param = &s->entry->param;
+        param->value.data = param->grad.data = NULL;
+        if (param->sum.reader == f) param->sum.reader = NULL;
+    }
     while (f->memory.count) ddp__fsdp_free(f, f->memory.allocations[f->memory.count - 1].memory);
     if (f->memory.file >= 0) close(f->memory.file);
     if (f->reduce.event) f->device->event_destroy(f->group, f->reduce.event);
@@ -4723,6 +4765,8 @@ DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit) {
     if (!own->trained) return DDP_OK;
     DDP_TRY(ddp__fsdp_enter(fsdp->group));
     DDP_TRY(ddp__reduce_wait(fsdp, own));
+    ddp_result result = ddp__sums_take(fsdp, own);
+    if (result != DDP_OK) return ddp__unit_failed(own, result, __func__);
     own->reduced++;
     own->attached = 0;
     if (fsdp->reduces_each) {
@@ -4732,8 +4776,8 @@ DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit) {
         own->grads = NULL;
         ddp__unit_point(fsdp, own, 1, 0);
     }
-    ddp_result result = fsdp->reduce.progress ? ddp__fsdp_failed(fsdp, ddp__reduce_issue(fsdp, own))
-                                              : ddp_group_enqueue(fsdp->group, ddp__reduce_task, own, &own->reduce_work);
+    result = fsdp->reduce.progress ? ddp__fsdp_failed(fsdp, ddp__reduce_issue(fsdp, own))
+                                   : ddp_group_enqueue(fsdp->group, ddp__reduce_task, own, &own->reduce_work);
     return result == DDP_OK ? DDP_OK : ddp__unit_failed(own, result, __func__);
 }
 

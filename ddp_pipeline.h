@@ -243,12 +243,12 @@ typedef struct ddp_pipeline_stage {
     int recompute;                /* 1 = saved memory is not kept from F to I or B: F runs again (Chen et al. 2016). Inputs are kept */
     /* NULL = there are none, or the callbacks add gradients themselves. Otherwise W or B writes (not adds)
        one micro-batch's gradients to param->grad.data; the runner adds them pairwise by index and leaves the
-       sum there. 16-bit gradients are added and divided in f32 and rounded once. Replicas add the rounded
-       sums; grad.dtype = DDP_F32 gives the same bits on any number of replicas. Each entry is &param or
-       &fsdp_param.param. Its pointers are read for each action, as ddp_fsdp_unshard moves them. NULL
-       grad.data at create: the runner's memory, set there; with unshard: what that sets, until reduce_grad
-       (of grad.dtype; 0 = value's). PipeDream and 2BW: hooks see the newest values; while a callback takes
-       older ones, value.data is a copy */
+       sum there. 16-bit gradients are added and divided in f32 and rounded once. A ddp_reducer or ddp_fsdp
+       reduces their f32 sums, so that any number of replicas gives the same bits. Each entry is &param or
+       &fsdp_param.param, and outlives the pipeline. Its pointers are read for each action, as
+       ddp_fsdp_unshard moves them. NULL grad.data at create: the runner's memory, set there; with unshard:
+       what that sets, until reduce_grad (of grad.dtype; 0 = value's). PipeDream and 2BW: hooks see the newest
+       values; while a callback takes older ones, value.data is a copy */
     ddp_param *const *params;
     int param_count;
     int zero_gradients;           /* 1 = gradient memory is cleared before each W or B */
@@ -3046,7 +3046,8 @@ static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, d
 }
 
 /* The sum over the micro-batches of an update is final: in grad.data, or, of 16-bit gradients and unless `sum` is -1,
-   in that buffer. It is divided where the runner divides. A 16-bit gradient is rounded once. */
+   in that buffer. It is divided where the runner divides. A 16-bit gradient is rounded once. A reducer or fsdp reads
+   the f32 sum from the buffer, which stays unchanged until the next update. */
 static void ddp__pipe_end_sum(const ddp_pipeline *p, const ddp__pipe_stage *s, int sum) {
     int before = s->desc.grad_division == DDP_DIVIDE_BEFORE_REDUCE;
     int without_reduce = s->desc.grad_division == DDP_DIVIDE_DEFAULT && !s->desc.reduce_grad;
@@ -3056,7 +3057,10 @@ static void ddp__pipe_end_sum(const ddp_pipeline *p, const ddp__pipe_stage *s, i
         int wide = sum >= 0 && g->sum_dtype != g->dtype;
         void *grad = s->desc.params[i]->grad.data, *data = wide ? s->sums.memory + (size_t)sum * s->sums.bytes + g->at : grad;
         if (g->bytes && divides) p->device->divide(data, g->count, g->sum_dtype, (uint64_t)p->interval);
-        if (g->bytes && wide) p->device->cast(grad, g->dtype, data, DDP_F32, g->count);
+        if (!g->bytes || !wide) continue;
+        p->device->cast(grad, g->dtype, data, DDP_F32, g->count);
+        if (s->desc.reduce_grad) s->desc.params[i]->sum.data = data;
+        s->desc.params[i]->sum.is_set = s->desc.reduce_grad != NULL;
     }
 }
 
@@ -3429,6 +3433,10 @@ static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
         s->placed[i] = 1;
     }
     if (sum_bytes) DDP_TRY(ddp__pipe_device(p, sum_bytes, (void **)&s->sums.memory));
+    for (int i = 0; i < s->desc.param_count && sum_bytes && s->desc.reduce_grad; i++) { /* a reducer decides by it before the first sum */
+        const ddp__pipe_gradient *g = &s->sums.gradients[i];
+        if (g->bytes && g->sum_dtype != g->dtype) s->desc.params[i]->sum.data = s->sums.memory + g->at;
+    }
     if (version_bytes) DDP_TRY(ddp__pipe_device(p, version_bytes, (void **)&s->versions.memory));
     p->now->stats.accumulation_bytes += sum_bytes;
     p->now->stats.version_bytes += version_bytes;
@@ -4010,10 +4018,19 @@ static ddp_result ddp__pipe_warm_up(ddp_pipeline *p, unsigned char *bytes) {
     return result == DDP_OK ? ddp_barrier(p->group) : result;
 }
 
+/* No parameter points to memory of the stage afterwards, and no reduction reads it. */
+static void ddp__pipe_detach(const ddp__pipe_stage *s) {
+    uintptr_t first = (uintptr_t)s->sums.memory, end = first + (size_t)s->sums.count * s->sums.bytes;
+    for (int i = 0; i < s->desc.param_count && s->placed; i++) {
+        ddp_param *param = s->desc.params[i];
+        uintptr_t sum = (uintptr_t)param->sum.data;
+        if (s->sums.memory && sum >= first && sum < end) ddp_grad_sum_release(&param->sum, param->sum.data);
+        if (s->placed[i]) param->grad.data = NULL;
+    }
+}
+
 static void ddp__pipe_free(ddp_pipeline *p) {
-    for (int stage = 0; stage < p->stage_count && p->stages; stage++)
-        for (int i = 0; i < p->stages[stage].desc.param_count && p->stages[stage].placed; i++)
-            if (p->stages[stage].placed[i]) p->stages[stage].desc.params[i]->grad.data = NULL;
+    for (int stage = 0; stage < p->stage_count && p->stages; stage++) ddp__pipe_detach(&p->stages[stage]);
     for (int i = 0; i < p->desc.tie_count && p->tie_groups; i++) {
         int k = 0;
         while (p->tie_groups[k] != p->tie_groups[i]) k++;

@@ -4,8 +4,9 @@
     The reference adds the f32 values of all micro-batches' 16-bit gradients as the tree over their global
     index and divides once. ddp_fsdp must leave exactly these f32 averages in its shards, and after a step
     every rank must gather the same values as one rank. ddp_reducer with a ddp_accumulator, and ddp_pipeline,
-    keep gradients in 16 bits: they must leave the averages rounded once. One sum that is rounded to 16 bits
-    before the end changes about half of the elements. */
+    keep gradients in 16 bits: they must leave the averages rounded once. Replicas of a pipeline, whose gradients
+    a reducer or fsdp reduces, must end the same way. One sum that is rounded to 16 bits before the end changes
+    about half of the elements. */
 #define DDP_PIPELINE_IMPLEMENTATION
 #include "../../ddp_fsdp.h"
 #include "../../ddp_pipeline.h"
@@ -26,7 +27,8 @@ typedef struct plan {
     ddp_dtype dtype;
     ddp_fsdp_strategy strategy;
     int micro_batches; /* per rank */
-    int replicas;      /* fsdp: 2 = the ranks are two copies of half as many */
+    int replicas;      /* fsdp, pipeline: 2 = the ranks are two copies of half as many */
+    adder_kind over;   /* pipeline: what reduces the gradients of replicas */
     int packed;        /* fsdp: ranks do not see each other's memory */
     int scattered;     /* reducer: gradients are the caller's, apart from each other */
     int hook;          /* reducer: buckets go through a hook */
@@ -198,8 +200,9 @@ static ddp_result by_fsdp(ddp_group *group, const plan *p) {
 
 //== ddp_reducer and ddp_accumulator ==========================================================
 
+/* *user: milliseconds that it takes */
 static ddp_result average_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
-    (void)user;
+    if (user) usleep(1000 * *(const useconds_t *)user);
     ddp_result result = ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype,
                                        DDP_OP_SUM, NULL);
     if (result == DDP_OK) ddp_group_device(group)->divide(bucket->data, bucket->count, bucket->dtype,
@@ -213,7 +216,10 @@ static ddp_result by_reducer(ddp_group *group, const plan *p) {
     ddp_accumulator_desc sums = DDP_ZERO;
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
+    ddp_reducer_stats stats;
     uint16_t *memory[2 * PARAMS];
+    useconds_t hook_ms = 0;
+    size_t bytes = 0;
     int rank = ddp_rank(group);
     memset(params, 0, sizeof params);
     for (int k = 0; k < PARAMS; k++) {
@@ -222,13 +228,15 @@ static ddp_result by_reducer(ddp_group *group, const plan *p) {
         params[k].name = shapes[k].name;
         tensor_of(&params[k].value, k, memory[k], p->dtype);
         if (p->scattered) tensor_of(&params[k].grad, k, memory[PARAMS + k], p->dtype);
+        bytes += (size_t)elements(k) * (p->micro_batches > 1 ? 4 : 2); /* one gradient is exact in 16 bits */
     }
     desc.params = sums.params = params;
     desc.param_count = sums.param_count = PARAMS;
     desc.micro_batch_count = sums.micro_batch_count = p->micro_batches;
     desc.first_bucket_bytes = 64;
-    desc.bucket_cap_bytes = 20000;
+    desc.bucket_cap_bytes = 10000; /* three buckets */
     if (p->hook) desc.hook = average_hook;
+    desc.hook_user = &hook_ms;
     RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
     sums.reducer = reducer;
     RANKS_OK(group, ddp_accumulator_create(&accumulator, group, &sums));
@@ -246,14 +254,20 @@ static ddp_result by_reducer(ddp_group *group, const plan *p) {
             RANKS_CHECK(group, wrong == 0, "reducer, step %d, %s: %d of %d gradients have other bits", step,
                         shapes[k].name, wrong, elements(k));
         }
+        RANKS_OK(group, ddp_reducer_get_stats(reducer, &stats));
+        RANKS_CHECK(group, !p->scattered || ddp_world_size(group) == 1 || stats.bytes_reduced == bytes,
+                    "reducer: %zu bytes reduced, not %zu", stats.bytes_reduced, bytes);
     }
+    hook_ms = 20; /* the second bucket has not read the sums when rank 0 destroys the accumulator */
     for (int b = 0; b < p->micro_batches; b++) { /* ends in the middle of the last micro-batch */
         int last = b + 1 == p->micro_batches;
-        for (int k = PARAMS - 1; k >= (last ? 2 : 0); k--) RANKS_OK(group, ddp_accumulator_ready(accumulator, k));
+        for (int k = PARAMS - 1; k >= (last ? 1 : 0); k--) RANKS_OK(group, ddp_accumulator_ready(accumulator, k));
         if (!last) RANKS_OK(group, ddp_accumulator_next(accumulator, NULL));
     }
+    if (p->scattered && p->hook && rank > 0) usleep(60000);
     if (p->scattered) ddp_accumulator_destroy(accumulator);
     ddp_reducer_destroy(reducer);
+    RANKS_OK(group, ddp_barrier(group));
     if (!p->scattered) ddp_accumulator_destroy(accumulator);
     for (int k = 0; k < 2 * PARAMS; k++) free(memory[k]);
     return DDP_OK;
@@ -261,7 +275,14 @@ static ddp_result by_reducer(ddp_group *group, const plan *p) {
 
 //== ddp_pipeline =============================================================================
 
-typedef struct stages { const plan *p; ddp_param params[PARAMS], *list[PARAMS]; } stages;
+typedef struct stages {
+    const plan *p;
+    int first;                      /* global index of this pipeline's micro-batch 0 */
+    ddp_fsdp_param params[PARAMS];  /* without fsdp, their param */
+    ddp_param plain[PARAMS], *list[PARAMS];
+    ddp_reducer *reducer;
+    ddp_fsdp *fsdp;
+} stages;
 
 static ddp_result forward(const ddp_pipeline_call *call, void *user) {
     (void)user;
@@ -274,54 +295,140 @@ static ddp_result backward(const ddp_pipeline_call *call, void *user) {
     stages *s = (stages *)user;
     for (int i = 0; i < call->input_count; i++)
         if (call->input_grads[i].data) memset(call->input_grads[i].data, 0, sizeof(float));
-    for (int k = 0; k < PARAMS; k++) write_gradient(s->params[k].grad.data, s->p->dtype, k, call->microbatch);
+    for (int k = 0; k < PARAMS; k++) write_gradient(s->list[k]->grad.data, s->p->dtype, k, s->first + call->microbatch);
     return DDP_OK;
 }
 
-/* Every stage has all parameters: each must end with the average over the micro-batches of the one pipeline.
-   */
+static ddp_result reducer_ready(int stage, void *user) {
+    stages *s = (stages *)user;
+    (void)stage;
+    for (int k = PARAMS - 1; k >= 0; k--) {
+        ddp_result result = ddp_reducer_ready(s->reducer, k);
+        if (result != DDP_OK) return result;
+    }
+    return DDP_OK;
+}
+static ddp_result reducer_wait(int stage, void *user) { (void)stage; return ddp_reducer_wait(((stages *)user)->reducer); }
+static ddp_result fsdp_unshard(int stage, void *user) { (void)stage; return ddp_fsdp_unshard(((stages *)user)->fsdp, 0); }
+static ddp_result fsdp_reshard(int stage, void *user) { (void)stage; return ddp_fsdp_reshard(((stages *)user)->fsdp, 0); }
+static ddp_result fsdp_reduce(int stage, void *user) { (void)stage; return ddp_fsdp_reduce_grads(((stages *)user)->fsdp, 0); }
+
+/* The stage's parameters, and how its replicas add gradients. */
+static ddp_result stage_open(ddp_group *group, ddp_group *copies, stages *s, ddp_pipeline_stage *stage) {
+    const plan *p = s->p;
+    for (int k = 0; k < PARAMS; k++) {
+        ddp_param *param = p->over == BY_FSDP ? &s->params[k].param : &s->plain[k];
+        ddp_dtype dtype = p->over == BY_FSDP ? DDP_F32 : p->dtype;
+        param->name = shapes[k].name;
+        tensor_of(&param->value, k, calloc((size_t)elements(k), ddp_dtype_size(dtype)), dtype);
+        s->list[k] = param;
+    }
+    stage->forward = forward;
+    stage->backward = backward;
+    stage->user = s;
+    stage->params = s->list;
+    stage->param_count = PARAMS;
+    if (p->over == BY_REDUCER) {
+        ddp_reducer_desc desc = DDP_ZERO;
+        desc.params = s->plain;
+        desc.param_count = PARAMS;
+        desc.micro_batch_count = p->micro_batches * ddp_world_size(group) / p->replicas;
+        desc.first_bucket_bytes = 64;
+        desc.bucket_cap_bytes = 20000;
+        if (p->hook) desc.hook = average_hook;
+        RANKS_OK(group, ddp_reducer_create(&s->reducer, copies, &desc));
+        stage->reduce_grad = reducer_ready;
+        stage->wait_grad = reducer_wait;
+    } else if (p->over == BY_FSDP) {
+        ddp_fsdp_unit_desc unit = {"all", s->params, PARAMS};
+        ddp_fsdp_desc desc = DDP_ZERO;
+        void *values[PARAMS];
+        for (int k = 0; k < PARAMS; k++) values[k] = s->list[k]->value.data;
+        desc.units = &unit;
+        desc.unit_count = 1;
+        desc.strategy = p->strategy;
+        desc.param_dtype = p->dtype;
+        RANKS_OK(group, ddp_fsdp_create(&s->fsdp, copies, &desc));
+        for (int k = 0; k < PARAMS; k++) free(values[k]);
+        stage->unshard = fsdp_unshard;
+        stage->reshard = fsdp_reshard;
+        stage->reduce_grad = fsdp_reduce;
+        stage->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
+    }
+    return DDP_OK;
+}
+
+static ddp_result check_unit(ddp_group *group, stages *s) {
+    float norm;
+    RANKS_OK(group, ddp_fsdp_clip_grad_norm(s->fsdp, 3.0e38f, &norm));
+    for (int k = 0; k < PARAMS; k++) {
+        ddp_tensor grad;
+        int64_t first;
+        int wrong = 0;
+        RANKS_OK(group, ddp_fsdp_get_shard(s->fsdp, 0, k, NULL, &grad, &first));
+        for (int64_t i = 0; grad.data && i < ddp_tensor_count(&grad); i++)
+            wrong += memcmp((const float *)grad.data + i, &average[k][first * shapes[k].columns + i], sizeof(float)) != 0;
+        RANKS_CHECK(group, wrong == 0, "strategy %d, %s: %d of %lld gradients have other bits", (int)s->p->strategy,
+                    shapes[k].name, wrong, (long long)ddp_tensor_count(&grad));
+    }
+    return ddp_fsdp_step(s->fsdp, 0.01f);
+}
+
+/* Every stage has all parameters: each must end with the average over the micro-batches of all pipelines. */
 static ddp_result by_pipeline(ddp_group *group, const plan *p) {
-    int world = ddp_world_size(group), rank = ddp_rank(group), total = p->micro_batches * world;
+    int world = ddp_world_size(group), depth = world / p->replicas, rank = ddp_rank(group);
+    int each = p->micro_batches * depth; /* per rank, times the ranks of a pipeline */
     ddp_schedule_desc order = DDP_ZERO;
     ddp_schedule *schedule;
     ddp_pipeline_desc desc = DDP_ZERO;
     ddp_pipeline_stage stage[4];
     ddp_pipeline *pipeline;
+    ddp_group *own = group, *copies = NULL, *below = NULL;
     stages s;
-    uint16_t *memory[PARAMS];
     memset(&s, 0, sizeof s);
     memset(stage, 0, sizeof stage);
     s.p = p;
-    for (int k = 0; k < PARAMS; k++) {
-        memory[k] = (uint16_t *)calloc((size_t)elements(k), 2);
-        s.params[k].name = shapes[k].name;
-        tensor_of(&s.params[k].value, k, memory[k], p->dtype);
-        s.list[k] = &s.params[k];
+    s.first = rank / depth * each;
+    if (p->replicas > 1) {
+        RANKS_OK(group, ddp_group_split(group, rank / depth, rank, &own));
+        RANKS_OK(group, ddp_group_split(group, rank % depth, rank, &copies));
     }
-    order.rank_count = world;
-    order.microbatch_count = total;
+    if (p->packed) {
+        below = copies;
+        RANKS_OK(group, relay_over(&copies, below));
+    }
+    RANKS_OK(group, stage_open(group, copies, &s, &stage[ddp_rank(own)]));
+    order.rank_count = depth;
+    order.microbatch_count = each;
     RANKS_OK(group, ddp_schedule_create(&schedule, &order));
-    stage[rank].forward = forward;
-    stage[rank].backward = backward;
-    stage[rank].user = &s;
-    stage[rank].params = s.list;
-    stage[rank].param_count = PARAMS;
     desc.schedule = schedule;
     desc.stages = stage;
-    desc.stage_count = world;
+    desc.stage_count = depth;
     desc.boundary.dtype = DDP_F32;
-    RANKS_OK(group, ddp_pipeline_create(&pipeline, group, &desc));
-    for (int step = 0; step < 2; step++) {
+    RANKS_OK(group, ddp_pipeline_create(&pipeline, own, &desc));
+    for (int step = 0; step < 3; step++) {
         RANKS_OK(group, ddp_pipeline_step(pipeline));
-        for (int k = 0; k < PARAMS; k++) {
-            int wrong = wrong_halves(s.params[k].grad.data, p->dtype, k);
+        for (int k = 0; k < PARAMS && !s.fsdp; k++) {
+            int wrong = wrong_halves(s.list[k]->grad.data, p->dtype, k);
             RANKS_CHECK(group, wrong == 0, "pipeline, %s: %d of %d gradients have other bits", shapes[k].name,
                         wrong, elements(k));
         }
+        if (s.fsdp) RANKS_OK(group, check_unit(group, &s));
     }
+    if (p->scattered) ddp_reducer_destroy(s.reducer); /* before or after the pipeline, whose memory it reads */
     ddp_pipeline_destroy(pipeline);
+    if (!p->scattered) ddp_reducer_destroy(s.reducer);
+    for (int k = 0; k < PARAMS; k++) {
+        RANKS_CHECK(group, !s.list[k]->sum.data, "%s: the pipeline's sum is left", shapes[k].name);
+        RANKS_CHECK(group, !s.list[k]->sum.reader || s.fsdp, "%s: the reducer is left", shapes[k].name);
+        if (!s.fsdp) free(s.list[k]->value.data);
+    }
+    ddp_fsdp_destroy(s.fsdp);
     ddp_schedule_destroy(schedule);
-    for (int k = 0; k < PARAMS; k++) free(memory[k]);
+    RANKS_OK(group, ddp_barrier(group));
+    if (below) ddp_group_destroy(copies);
+    if (p->replicas > 1) ddp_group_destroy(own);
+    ddp_group_destroy(below ? below : copies);
     return DDP_OK;
 }
 
@@ -342,9 +449,9 @@ static void run(ranks_mode mode, int world, plan p, int total) {
     runs++;
     if (ranks_run(mode, world, 20000 * DDP_TEST_SLOWDOWN, train, &p) == DDP_OK) return;
     fprintf(stderr,
-            "FAIL %s %s on %d %s: strategy %d, %d micro-batches each, replicas=%d packed=%d scattered=%d hook=%d: %s\n",
+            "FAIL %s %s on %d %s: strategy %d, %d micro-batches each, replicas=%d over %s packed=%d scattered=%d hook=%d: %s\n",
             names[p.adder], ddp_dtype_name(p.dtype), world, ranks_mode_name(mode), (int)p.strategy,
-            p.micro_batches, p.replicas, p.packed, p.scattered, p.hook, ddp_last_error());
+            p.micro_batches, p.replicas, names[p.over], p.packed, p.scattered, p.hook, ddp_last_error());
     failures++;
 }
 
@@ -352,6 +459,7 @@ static void run_all(ranks_mode mode, ddp_dtype dtype, int total) {
     plan p;
     memset(&p, 0, sizeof p);
     p.dtype = dtype;
+    p.replicas = 1;
     for (int k = 0; k < PARAMS; k++)
         for (int i = 0; i < elements(k); i++) average[k][i] = tree(dtype, k, i, 0, total) / (float)total;
     for (int world = 1; world <= 4; world *= 2) {
@@ -369,8 +477,20 @@ static void run_all(ranks_mode mode, ddp_dtype dtype, int total) {
             for (p.hook = 0; p.hook < 2; p.hook++)
                 if (!p.hook || (world > 1 && total > world)) run(mode, world, p, total);
         p.scattered = p.hook = 0;
-        p.adder = BY_PIPELINE;
+        p.adder = p.over = BY_PIPELINE;
         run(mode, world, p, total);
+        p.replicas = 2;
+        p.over = BY_REDUCER;
+        for (p.scattered = 0; p.scattered < 2 && world > 1 && total == MICRO_MOST; p.scattered++)
+            for (p.hook = 0; p.hook < 2; p.hook++) run(mode, world, p, total);
+        p.scattered = p.hook = 0;
+        p.over = BY_FSDP;
+        for (int s = DDP_FSDP_FULL_SHARD; s <= DDP_FSDP_NO_SHARD && world > 1 && total == MICRO_MOST; s++) {
+            p.strategy = (ddp_fsdp_strategy)s;
+            for (p.packed = 0; p.packed < 2; p.packed++) run(mode, world, p, total);
+        }
+        p.packed = 0;
+        p.replicas = 1;
     }
 }
 
