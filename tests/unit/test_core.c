@@ -73,6 +73,28 @@ static void *fresh_thread(void *out) {
     return NULL;
 }
 
+/* Of the gradient a user gives dtype, shape and memory, each or none. */
+static void test_param_grad(void **state) {
+    (void)state;
+    float value[6], grad[6];
+    ddp_param param = DDP_ZERO;
+    ddp_tensor got;
+    param.value.data = value;
+    param.value.dtype = DDP_BF16;
+    param.value.ndim = 1;
+    param.value.shape[0] = 6;
+    got = ddp_param_grad(&param);
+    assert_null(got.data);
+    assert_int_equal(got.dtype, DDP_BF16);
+    assert_int_equal(ddp_tensor_count(&got), 6);
+    param.grad.data = grad;
+    param.grad.dtype = DDP_F32;
+    got = ddp_param_grad(&param);
+    assert_ptr_equal(got.data, grad);
+    assert_int_equal(got.dtype, DDP_F32);
+    assert_int_equal(ddp_tensor_count(&got), 6);
+}
+
 static void test_last_error_is_per_thread(void **state) {
     pthread_t thread;
     int was_empty = 0;
@@ -478,6 +500,7 @@ int main(void) {
         cmocka_unit_test(test_result_names),
         cmocka_unit_test(test_dtypes),
         cmocka_unit_test(test_tensor_count),
+        cmocka_unit_test(test_param_grad),
         cmocka_unit_test(test_last_error_is_per_thread),
         cmocka_unit_test(test_clock),
         cmocka_unit_test(test_world_of_one),
