@@ -4800,19 +4800,6 @@ DDPDEF ddp_result ddp_p2p_end(ddp_group *group) {
 
 /* SHA-256 (FIPS 180-4) and HMAC (RFC 2104). The TCP rendezvous uses them to prove desc.secret. */
 
-typedef struct ddp__sha256 {
-    uint32_t state[8];
-    uint64_t size_bytes;      /* of the message up to here */
-    unsigned char block[64];  /* its last size_bytes % 64 bytes */
-} ddp__sha256;
-
-static void ddp__sha256_begin(ddp__sha256 *hash) {
-    static const uint32_t start[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
-                                      0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
-    memset(hash, 0, sizeof *hash);
-    memcpy(hash->state, start, sizeof start);
-}
-
 static uint32_t ddp__rotate_right(uint32_t word, int bits) { return word >> bits | word << (32 - bits); }
 
 static void ddp__sha256_block(uint32_t state[8], const unsigned char block[64]) {
@@ -4852,49 +4839,34 @@ static void ddp__sha256_block(uint32_t state[8], const unsigned char block[64]) 
     for (int i = 0; i < 8; i++) state[i] += s[i];
 }
 
-static void ddp__sha256_add(ddp__sha256 *hash, const void *data, size_t size_bytes) {
-    const unsigned char *in = (const unsigned char *)data;
-    for (size_t i = 0; i < size_bytes; i++) {
-        hash->block[hash->size_bytes++ % 64] = in[i];
-        if (hash->size_bytes % 64 == 0) ddp__sha256_block(hash->state, hash->block);
+/* The hash of a message in two parts. It is padded to whole blocks: 0x80, zeros, and its length in bits as 8 bytes. */
+static void ddp__sha256(const void *first, size_t first_bytes, const void *second, size_t second_bytes,
+                        unsigned char out[32]) {
+    uint32_t state[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
+                         0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
+    const size_t size = first_bytes + second_bytes, padded = (size + 9 + 63) / 64 * 64;
+    unsigned char block[64];
+    for (size_t at = 0; at < padded; at++) {
+        unsigned char byte = 0;
+        if (at < first_bytes) byte = ((const unsigned char *)first)[at];
+        else if (at < size) byte = ((const unsigned char *)second)[at - first_bytes];
+        else if (at == size) byte = 0x80;
+        else if (at >= padded - 8) byte = (unsigned char)((uint64_t)size * 8 >> 8 * (padded - 1 - at));
+        block[at % 64] = byte;
+        if (at % 64 == 63) ddp__sha256_block(state, block);
     }
+    for (int i = 0; i < 32; i++) out[i] = (unsigned char)(state[i / 4] >> (24 - 8 * (i % 4)));
 }
 
-static void ddp__sha256_end(ddp__sha256 *hash, unsigned char out[32]) {
-    static const unsigned char one = 0x80, zero = 0;
-    uint64_t bits = hash->size_bytes * 8;
-    ddp__sha256_add(hash, &one, 1);
-    while (hash->size_bytes % 64 != 56) ddp__sha256_add(hash, &zero, 1);
-    for (int shift = 56; shift >= 0; shift -= 8) {
-        unsigned char byte = (unsigned char)(bits >> shift & 255);
-        ddp__sha256_add(hash, &byte, 1);
-    }
-    for (int i = 0; i < 32; i++) out[i] = (unsigned char)(hash->state[i / 4] >> (24 - 8 * (i % 4)) & 255);
-}
-
-/* HMAC of a message that is given in two parts. */
-static void ddp__hmac_sha256(const void *key, size_t key_bytes, const void *first, size_t first_bytes,
-                             const void *second, size_t second_bytes, unsigned char out[32]) {
+static void ddp__hmac_sha256(const void *key, size_t key_bytes, const void *message, size_t message_bytes,
+                             unsigned char out[32]) {
     unsigned char pad[64] = {0};
-    ddp__sha256 hash;
-    if (key_bytes > sizeof pad) {
-        ddp__sha256_begin(&hash);
-        ddp__sha256_add(&hash, key, key_bytes);
-        ddp__sha256_end(&hash, pad);
-    } else if (key_bytes) {
-        memcpy(pad, key, key_bytes);
-    }
+    if (key_bytes > sizeof pad) ddp__sha256(key, key_bytes, NULL, 0, pad);
+    else memcpy(pad, key, key_bytes);
     for (int i = 0; i < 64; i++) pad[i] ^= 0x36;
-    ddp__sha256_begin(&hash);
-    ddp__sha256_add(&hash, pad, sizeof pad);
-    ddp__sha256_add(&hash, first, first_bytes);
-    ddp__sha256_add(&hash, second, second_bytes);
-    ddp__sha256_end(&hash, out);
+    ddp__sha256(pad, sizeof pad, message, message_bytes, out);
     for (int i = 0; i < 64; i++) pad[i] ^= 0x36 ^ 0x5c;
-    ddp__sha256_begin(&hash);
-    ddp__sha256_add(&hash, pad, sizeof pad);
-    ddp__sha256_add(&hash, out, 32);
-    ddp__sha256_end(&hash, out);
+    ddp__sha256(pad, sizeof pad, out, 32, out);
 }
 
 /* Takes the same time wherever the two differ. */
@@ -4925,8 +4897,7 @@ typedef struct ddp__identity {
     int rank, world_size, local_rank, local_world_size;
     int device_plus_1;   /* that ddp_launch_desc.devices gives it; 0 = none */
     ddp__heap *heap;     /* of the ddp_launch that this thread is a rank of; NULL = none */
-    int found;           /* a launcher has said who this rank is */
-    const char *size_variable; /* found: where it has said how many ranks there are */
+    const char *size_variable; /* in which a launcher has set the world size; NULL = no launcher has set this rank */
     char token[416];     /* equal on all ranks of a job, and on no other job of this user */
     ddp_group *world;    /* of that ddp_launch, once it is there */
 } ddp__identity;
@@ -4967,7 +4938,6 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
                    id->local_world_size, from->size, id->world_size);
     int n = snprintf(id->token, sizeof id->token, "%s", from->name);
     for (int i = 0; i < 4 && from->job[i]; i++) n += snprintf(id->token + n, sizeof id->token - (size_t)n, ":%.100s", ddp__env_text(from->job[i]));
-    id->found = 1;
     id->size_variable = from->size;
     return DDP_OK;
 }
@@ -4983,7 +4953,7 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     enum { LAUNCHERS = sizeof launchers / sizeof launchers[0], PMI = 2, SLURM = 3 };
     memset(id, 0, sizeof *id);
     id->world_size = id->local_world_size = 1;
-    for (int i = 0; i < LAUNCHERS && !id->found; i++) {
+    for (int i = 0; i < LAUNCHERS && !id->size_variable; i++) {
         if (i == SLURM && !*ddp__env_text("SLURM_STEP_ID")) break; /* a batch script itself has SLURM_PROCID=0 and is no rank */
         if (!*ddp__env_text(launchers[i].rank) && !*ddp__env_text(launchers[i].size)) continue;
         DDP_TRY(ddp__identity_from(id, &launchers[i]));
@@ -4998,7 +4968,7 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
    may be old. */
 static ddp_result ddp__check_world_size(const char *who, const ddp__identity *launched, int wanted) {
     int found = launched->world_size;
-    if (wanted == 0 || wanted == found || !launched->found) return DDP_OK;
+    if (wanted == 0 || wanted == found || !launched->size_variable) return DDP_OK;
     return ddp_fail(DDP_ERR_INVALID,
                     "%s: desc.world_size=%d contradicts %s=%d in the environment; set desc.world_size to 0 "
                     "to join that world, or unset the variables of the launcher",
@@ -5008,11 +4978,12 @@ static ddp_result ddp__check_world_size(const char *who, const ddp__identity *la
 /* From a resolved desc and the environment, which is read here and in ddp__venue_from_env. scheme: of
    init_method. */
 static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, int scheme) {
-    memset(id, 0, sizeof *id);
+    const ddp__identity none = DDP_ZERO;
+    *id = none;
     if (desc->world_size > 0) {
         if (scheme == DDP__BY_ENV && !ddp__here.heap && ddp__identity_resolve(id) == DDP_OK)
             DDP_TRY(ddp__check_world_size("ddp_group_create", id, desc->world_size));
-        memset(id, 0, sizeof *id);
+        *id = none;
         id->rank = desc->rank;
         id->world_size = desc->world_size;
         snprintf(id->token, sizeof id->token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
@@ -5033,13 +5004,11 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
 enum { DDP__CARD_MACHINE, DDP__CARD_NONCE, DDP__CARD_PID, DDP__CARD_START_TIME, DDP__CARD_WORDS };
 typedef uint64_t ddp__card[DDP__CARD_WORDS];
 
-/* That of this process. */
+/* The card of this process. */
 static void ddp__card_here(ddp__card card) {
-    int pid = (int)getpid();
-    card[DDP__CARD_MACHINE] = ddp_machine_id();
-    card[DDP__CARD_NONCE] = ddp_unique_id();
-    card[DDP__CARD_PID] = (uint64_t)pid;
-    card[DDP__CARD_START_TIME] = ddp__process_start_time(pid);
+    const int pid = (int)getpid();
+    const ddp__card here = {ddp_machine_id(), ddp_unique_id(), (uint64_t)pid, ddp__process_start_time(pid)};
+    memcpy(card, here, sizeof here);
 }
 
 enum { DDP__ANNOUNCED = 1024 }; /* a text with 60 addresses or so, see ddp__announce_text */
@@ -5105,13 +5074,18 @@ typedef struct ddp__letter { ddp__frame frame; char text[DDP__TEXT_MAX]; } ddp__
 
 #define DDP__TCP_PAYLOAD 65536 /* what a rank may send in one call */
 
+/* Memory that grows with the messages in it. */
+typedef struct ddp__buffer {
+    unsigned char *bytes;
+    size_t room;
+} ddp__buffer;
+
 /* A connection. */
 typedef struct ddp__peer {
     int fd;                      /* -1 = none, or it has left */
     int arrived;                 /* its hello has come; of a call, its data is whole: */
-    ddp__frame data, in;         /* in: what is coming, of which we have */
-    size_t got, room;            /* room: of bytes */
-    unsigned char *bytes;
+    ddp__frame data, in;         /* in: the frame that is arriving; `got` bytes of it are here */
+    size_t got;
     char text[DDP__TEXT_MAX];    /* of any frame except DATA */
     char hello[DDP__TEXT_MAX];   /* rank 0: what an unauthenticated peer claims to be */
     int challenged;              /* rank 0: it must prove the secret: */
@@ -5153,26 +5127,22 @@ static ddp__ucred ddp__peer_of(int fd) {
     return peer;
 }
 
-/* A fresh connection, and who is at the other end, for messages. */
+/* A new connection; -1 = none. Error lines name the process at its other end. */
 static void ddp__peer_init(ddp__peer *p, int fd) {
-    struct sockaddr_storage address;
+    struct sockaddr_storage address = DDP_ZERO; /* stays zero without a peer */
+    const struct in6_addr *ipv6 = &((struct sockaddr_in6 *)(void *)&address)->sin6_addr;
     socklen_t length = sizeof address;
     char host[72] = "an unknown address", port[8] = "?";
-    int known = getpeername(fd, (struct sockaddr *)&address, &length) == 0;
     memset(p, 0, sizeof *p);
     p->fd = fd;
     p->heap_fd = -1;
     p->since = ddp_now();
-    if (known && address.ss_family == AF_UNIX) { snprintf(p->who, sizeof p->who, "pid %d", (int)ddp__peer_of(fd).pid); return; }
-    if (known && address.ss_family == AF_INET)
-        memcpy(p->network, &((struct sockaddr_in *)(void *)&address)->sin_addr, 4);
-    if (known && address.ss_family == AF_INET6)
-        memcpy(p->network, &((struct sockaddr_in6 *)(void *)&address)->sin6_addr, 16);
-    if (known && address.ss_family == AF_INET6 &&
-        !IN6_IS_ADDR_V4MAPPED(&((struct sockaddr_in6 *)(void *)&address)->sin6_addr))
-        memset(p->network + 8, 0, 8);
-    if (known) getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
+    getpeername(fd, (struct sockaddr *)&address, &length);
+    if (address.ss_family == AF_INET) memcpy(p->network, &((struct sockaddr_in *)(void *)&address)->sin_addr, 4);
+    if (address.ss_family == AF_INET6) memcpy(p->network, ipv6, IN6_IS_ADDR_V4MAPPED(ipv6) ? 16 : 8);
+    getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
     snprintf(p->who, sizeof p->who, "%s port %s", host, port);
+    if (address.ss_family == AF_UNIX) snprintf(p->who, sizeof p->who, "pid %d", (int)ddp__peer_of(fd).pid);
 }
 
 static void ddp__peer_close(ddp__peer *p) {
@@ -5203,39 +5173,30 @@ static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int 
     return n;
 }
 
-/* A socket's buffer has room for a letter, unless the peer is stuck: it is sent at once or not at all.
-   heap_fd: sent along; -1 = none. group: its record of lost ranks is sent along; NULL = none. */
-static void ddp__send_news_of(const ddp_group *group, int fd, int result, const char *text, int heap_fd) {
-    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_NEWS, (int32_t)result, sizeof letter.text, {0, 0}}, ""};
-    if (group) ddp_group_get_lost(group, letter.frame.call);
+/* Sends a frame with a text, at once or not at all: the buffer of a socket has room for it, unless the peer is
+   stuck. words: NULL = zeros. heap_fd: sent along; -1 = none. */
+static void ddp__send_text(int fd, uint32_t kind, int result, const uint64_t words[2], const char *text, int heap_fd) {
+    ddp__letter letter = {{DDP__MAGIC, kind, (int32_t)result, sizeof letter.text, {0, 0}}, ""};
+    if (words) memcpy(letter.frame.call, words, sizeof letter.frame.call);
     snprintf(letter.text, sizeof letter.text, "%s", text);
     ddp__pass(fd, 0, &letter, sizeof letter, &heap_fd);
 }
 
-static void ddp__send_news(int fd, int result, const char *text, int heap_fd) {
-    ddp__send_news_of(NULL, fd, result, text, heap_fd);
-}
-
-/* A hello, challenge or proof. nonce: NULL = none. */
-static ddp__letter ddp__letter_of(uint32_t kind, const uint64_t nonce[2], const char *text) {
-    ddp__letter letter = {{DDP__MAGIC, kind, 0, sizeof letter.text, {0, 0}}, ""};
-    if (nonce) memcpy(letter.frame.call, nonce, sizeof letter.frame.call);
-    snprintf(letter.text, sizeof letter.text, "%s", text);
-    return letter;
-}
-
+/* Sends the outcome to every connected peer, with the ranks that are lost. */
 static void ddp__tell_peers(const ddp__venue *v, int result, const char *text, int heap_fd) {
+    uint64_t lost[2];
+    ddp_group_get_lost(v->group, lost);
     for (int i = 0; i < v->count; i++)
-        if (v->peer[i].fd >= 0) ddp__send_news_of(v->group, v->peer[i].fd, result, text, heap_fd);
+        if (v->peer[i].fd >= 0) ddp__send_text(v->peer[i].fd, DDP__FRAME_NEWS, result, lost, text, heap_fd);
 }
 
-/* Makes *bytes hold size bytes. The previous content is lost. */
-static ddp_result ddp__room(ddp_group *group, unsigned char **bytes, size_t *room, size_t size) {
-    if (size <= *room) return DDP_OK;
-    ddp_host_free(group, *bytes);
-    *bytes = (unsigned char *)ddp_host_alloc(group, size);
-    *room = *bytes ? size : 0;
-    return *bytes ? DDP_OK : ddp_fail(DDP_ERR_NO_MEMORY, "no memory for messages of %zu bytes", size);
+/* Makes a buffer hold size bytes. The previous content is lost. */
+static ddp_result ddp__room(ddp_group *group, ddp__buffer *buffer, size_t size) {
+    if (size <= buffer->room) return DDP_OK;
+    ddp_host_free(group, buffer->bytes);
+    buffer->bytes = (unsigned char *)ddp_host_alloc(group, size);
+    buffer->room = buffer->bytes ? size : 0;
+    return buffer->bytes ? DDP_OK : ddp_fail(DDP_ERR_NO_MEMORY, "no memory for messages of %zu bytes", size);
 }
 
 /* Text from a peer goes into error lines and logs. Bytes other than printable ASCII become \xNN, such as
@@ -5277,33 +5238,28 @@ static int ddp__frame_is_valid(const ddp_group *group, const ddp__peer *p, unsig
     return frame->size <= (frame->result ? 0 : max);
 }
 
-/* Reads from a connection. 1: a frame is complete, and the next call begins another. 0: more is to come. -1:
-   the connection has ended; errno is EPROTO for an invalid frame. group and allowed: as in
-   ddp__frame_is_valid. */
-static int ddp__peer_read(ddp_group *group, ddp__peer *p, unsigned allowed) {
-    size_t head = sizeof p->in;
+/* Reads from a connection. 0: a frame is complete, and the next call begins another. EAGAIN: more is to come.
+   Any other errno: the connection has ended, ECONNRESET by the peer; EPROTO for an invalid frame. data: for DATA
+   frames. group and allowed: as in ddp__frame_is_valid. */
+static int ddp__peer_read(ddp_group *group, ddp__peer *p, ddp__buffer *data, unsigned allowed) {
+    const size_t magic = sizeof p->in.magic, head = sizeof p->in;
     for (;;) {
-        int data = p->in.kind == DDP__FRAME_DATA;
-        int invalid = p->got == sizeof p->in.magic && p->in.magic != DDP__MAGIC;
-        if (p->got == head && !ddp__frame_is_valid(group, p, allowed)) invalid = 1;
-        if (invalid) {
-            errno = EPROTO;
-            return -1;
-        }
-        if (p->got == head && data && ddp__room(group, &p->bytes, &p->room, p->in.size) != DDP_OK) {
-            errno = ENOMEM;
-            return -1;
-        }
-        size_t end = p->got < sizeof p->in.magic ? sizeof p->in.magic : p->got < head ? head : head + p->in.size;
+        int is_data = p->in.kind == DDP__FRAME_DATA;
+        if (p->got == magic && p->in.magic != DDP__MAGIC) return EPROTO;
+        if (p->got == head && !ddp__frame_is_valid(group, p, allowed)) return EPROTO;
+        if (p->got == head && is_data && ddp__room(group, data, p->in.size) != DDP_OK) return ENOMEM;
+        size_t end = p->got < magic ? magic : head;
+        if (p->got >= head) end += p->in.size;
         if (p->got == end) {
             p->got = 0;
-            if (!data) ddp__escape_text(p->text);
-            return 1;
+            if (!is_data) ddp__escape_text(p->text);
+            return 0;
         }
-        void *to = p->got < head ? (unsigned char *)&p->in + p->got : (data ? p->bytes : (unsigned char *)p->text) + (p->got - head);
+        unsigned char *to = (unsigned char *)&p->in + p->got;
+        if (p->got >= head) to = (is_data ? data->bytes : (unsigned char *)p->text) + (p->got - head);
         ssize_t n = ddp__pass(p->fd, 1, to, end - p->got, &p->heap_fd);
-        if (n < 0 && errno != EINTR) return errno == EAGAIN ? 0 : -1;
-        if (n == 0) { errno = ECONNRESET; return -1; }
+        if (n == 0) return ECONNRESET;
+        if (n < 0 && errno != EINTR) return errno;
         if (n > 0) p->got += (size_t)n;
     }
 }
@@ -5365,11 +5321,12 @@ static void ddp__hello_text(char out[DDP__TEXT_MAX], const ddp__venue *v, unsign
 static void ddp__proof_text(char out[65], const unsigned char key[32], char role,
                             const uint64_t rank_nonce[2], const uint64_t rank0_nonce[2],
                             const char hello[DDP__TEXT_MAX]) {
-    unsigned char head[64] = "ddp.h rendezvous 1", mac[32];
-    head[31] = (unsigned char)role;
-    memcpy(head + 32, rank_nonce, 16);
-    memcpy(head + 48, rank0_nonce, 16);
-    ddp__hmac_sha256(key, 32, head, sizeof head, hello, DDP__TEXT_MAX, mac);
+    unsigned char message[64 + DDP__TEXT_MAX] = "ddp.h rendezvous 1", mac[32];
+    message[31] = (unsigned char)role;
+    memcpy(message + 32, rank_nonce, 16);
+    memcpy(message + 48, rank0_nonce, 16);
+    memcpy(message + 64, hello, DDP__TEXT_MAX);
+    ddp__hmac_sha256(key, 32, message, sizeof message, mac);
     for (int i = 0; i < 32; i++) snprintf(out + 2 * i, 3, "%02x", mac[i]);
 }
 
@@ -5379,7 +5336,7 @@ static int ddp__proof_is_right(const char text[DDP__TEXT_MAX], const char expect
 
 /* The frames of a machine with the other byte order begin like this. */
 static int ddp__is_other_byte_order(const ddp__peer *p) {
-    return p->in.magic == __builtin_bswap64(DDP__MAGIC);
+    return p->got == sizeof p->in.magic && p->in.magic == __builtin_bswap64(DDP__MAGIC);
 }
 
 enum { DDP__MAX_NOTICES = 256 }; /* about closed connections: a flood must not fill the disk with log lines */
@@ -5389,7 +5346,7 @@ enum { DDP__MAX_NOTICES = 256 }; /* about closed connections: a flood must not f
 static void ddp__turn_away(ddp__venue *v, ddp__peer *p, const char *why, int tell) {
     char text[440]; /* ddp_group_log puts the rank and the group's name before it */
     snprintf(text, sizeof text, "hung up on %s: %.320s", p->who, why);
-    if (tell) ddp__send_news(p->fd, tell, why, -1);
+    if (tell) ddp__send_text(p->fd, DDP__FRAME_NEWS, tell, NULL, why, -1);
     if (tell < 0) snprintf(v->refused, sizeof v->refused, "%.199s", why);
     if (v->notices == DDP__MAX_NOTICES)
         snprintf(text, sizeof text, "more connections were closed than are reported here");
@@ -5408,26 +5365,26 @@ static int ddp__is_there(ddp__peer *p) {
 
 static int ddp__pid_in(const char *who) { int pid = 0; return sscanf(who, "pid %d", &pid) == 1 ? pid : 0; }
 
-/* A hello from its version on. */
+/* The fields of a hello. */
 typedef struct ddp__hello {
+    unsigned long long token;
     unsigned version;
     int world_size, order, rank, patience_ms, secured;
     const char *who;
 } ddp__hello;
 
-/* 0 = the hello does not have all fields. text: without the token. */
+/* 0 = the hello does not have all fields. */
 static int ddp__hello_parse(ddp__hello *h, const char *text) {
-    int who = 0;
+    int rest = 0, who = 0;
     memset(h, 0, sizeof *h);
-    if (sscanf(text, "%u", &h->version) != 1) return 0;
+    if (sscanf(text, "%16llx %u %n", &h->token, &h->version, &rest) != 2) return 0;
     if (h->version != DDP__HELLO_VERSION) return 1; /* its other fields may be others */
-    sscanf(text, "%u %d %d %d %d %d %n", &h->version, &h->world_size, &h->order, &h->rank, &h->patience_ms,
-           &h->secured, &who);
-    h->who = text + who;
+    sscanf(text + rest, "%d %d %d %d %d %n", &h->world_size, &h->order, &h->rank, &h->patience_ms, &h->secured, &who);
+    h->who = text + rest + who;
     return who > 0 && strncmp(h->who, "pid ", 4) == 0;
 }
 
-/* Compares what a hello claims before its peer is authenticated. */
+/* What can be checked before a peer is authenticated, and its proof. */
 static ddp_result ddp__hello_check(const ddp__venue *v, const ddp__peer *p, const ddp__hello *h) {
     unsigned release = h->version % 1000000;
     if (h->version != DDP__HELLO_VERSION)
@@ -5446,6 +5403,8 @@ static ddp_result ddp__hello_check(const ddp__venue *v, const ddp__peer *p, cons
                         "rank %d (%.71s) has a secret and rank 0 has none; give every rank the same "
                         "DDP_SECRET, DDP_SECRET_FILE or desc.secret",
                         h->rank, h->who);
+    if (p->challenged && !ddp__proof_is_right(p->text, p->proof))
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) has another secret than rank 0", h->rank, h->who);
     return DDP_OK;
 }
 
@@ -5474,22 +5433,19 @@ static ddp_result ddp__hello_admit(ddp__venue *v, ddp__peer *p, const ddp__hello
     snprintf(place->who, sizeof place->who, "%.71s", h->who);
     p->fd = p->heap_fd = -1;
     if (patience < v->deadline) v->deadline = patience;
-    ddp__send_news(place->fd, DDP__ADMITTED, place->answer, -1);
+    ddp__send_text(place->fd, DDP__FRAME_NEWS, DDP__ADMITTED, NULL, place->answer, -1);
     return DDP_OK;
 }
 
 /* Sends a challenge. The next frame must be the proof that answers it. */
 static ddp_result ddp__challenge(const ddp__venue *v, ddp__peer *p) {
     uint64_t nonce[2];
-    ddp__letter letter;
-    int no_fd = -1;
     if (!ddp__random_bytes(nonce, sizeof nonce))
         return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
     ddp__proof_text(p->proof, v->key, 'r', p->in.call, nonce, p->hello);
     ddp__proof_text(p->answer, v->key, '0', p->in.call, nonce, p->hello);
-    letter = ddp__letter_of(DDP__FRAME_CHALLENGE, nonce, "");
     p->challenged = 1;
-    ddp__pass(p->fd, 0, &letter, sizeof letter, &no_fd); /* if it fails, the connection ends */
+    ddp__send_text(p->fd, DDP__FRAME_CHALLENGE, 0, nonce, "", -1); /* if it fails, the connection ends */
     return DDP_OK;
 }
 
@@ -5498,40 +5454,32 @@ static ddp_result ddp__challenge(const ddp__venue *v, ddp__peer *p) {
    by the secret or as a process of this user. Otherwise it is refused, and the ranks go on waiting for the
    right one. */
 static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
-    int whole = ddp__peer_read(NULL, p, p->challenged ? DDP__ALLOW_PROOF : DDP__ALLOW_HELLO), n = 0;
-    unsigned long long token = 0;
-    ddp_result result = DDP_OK;
+    int error = ddp__peer_read(NULL, p, NULL, p->challenged ? DDP__ALLOW_PROOF : DDP__ALLOW_HELLO);
+    const char *why = NULL;
     ddp__hello hello;
-    if (whole == 0 && ddp_now() - p->since > DDP__STRANGER_SECONDS) ddp__turn_away(v, p, "it did not say who it is", 0);
-    if (whole == 0) return;
-    if (whole < 0) {
-        const char *why = errno != EPROTO ? "it left without saying who it is" : "it is no rank of ddp";
-        if (errno == EPROTO && p->got == sizeof p->in.magic && ddp__is_other_byte_order(p))
-            why = "it has another byte order; all machines must have the same";
+    if (error == EAGAIN && ddp_now() - p->since <= DDP__STRANGER_SECONDS) return;
+    if (!error && !p->challenged) memcpy(p->hello, p->text, sizeof p->hello);
+    if (error == EAGAIN) why = "it did not say who it is";
+    else if (error == EPROTO && ddp__is_other_byte_order(p)) why = "it has another byte order; all machines must have the same";
+    else if (error && error != EPROTO) why = "it left without saying who it is";
+    else if (error || !ddp__hello_parse(&hello, p->hello)) why = "it is no rank of ddp";
+    if (why) {
         ddp__turn_away(v, p, why, 0);
         return;
     }
-    if (!p->challenged) memcpy(p->hello, p->text, sizeof p->hello);
-    if (sscanf(p->hello, "%16llx %n", &token, &n) != 1 || !ddp__hello_parse(&hello, p->hello + n)) {
-        ddp__turn_away(v, p, "it is no rank of ddp", 0);
-        return;
-    }
-    if (token != ddp__hash_text(v->token)) {
+    if (hello.token != ddp__hash_text(v->token)) {
         ddp__turn_away(v, p, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
         return;
     }
-    if (p->challenged && !ddp__proof_is_right(p->text, p->proof))
-        result = ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) has another secret than rank 0", hello.rank,
-                          hello.who);
-    if (result == DDP_OK && !p->challenged) result = ddp__hello_check(v, p, &hello);
+    ddp_result result = ddp__hello_check(v, p, &hello);
     if (result == DDP_OK && v->secured && !p->challenged) {
         result = ddp__challenge(v, p);
         if (result == DDP_OK) return;
     }
-    int proven = v->local || (p->challenged && result == DDP_OK);
+    int authenticated = v->local || (p->challenged && result == DDP_OK);
     if (result == DDP_OK) result = ddp__hello_admit(v, p, &hello);
     if (result == DDP_OK) return;
-    if (proven) v->result = result;
+    if (authenticated) v->result = result;
     else ddp__turn_away(v, p, ddp_last_error(), (int)result);
 }
 
@@ -5646,19 +5594,19 @@ static int ddp__still_waits(ddp__venue *v) {
     return 0;
 }
 
-/* Rank 0's next frame, by then. 0, or an errno; ECONNRESET when rank 0 has left, EPROTO when this is not rank
-   0 of any job: an echo of our hello, or a socket that has met itself. */
+/* Waits for rank 0's next frame. 0, ETIMEDOUT, or the errno of ddp__peer_read; EPROTO also for a process that is
+   rank 0 of no job: an echo of this rank's hello, or a socket that is connected to itself. */
 static int ddp__await_news(ddp__peer *p, double until, unsigned allowed) {
-    int whole;
-    while ((whole = ddp__peer_read(NULL, p, allowed)) == 0)
+    int error;
+    while ((error = ddp__peer_read(NULL, p, NULL, allowed)) == EAGAIN)
         if (!ddp__fd_ready(p->fd, POLLIN, until)) return ETIMEDOUT;
-    return whole < 0 ? errno : 0;
+    return error;
 }
 
 /* Why a peer is no rank 0, in words. */
 static const char *ddp__no_rank0_text(const ddp__peer *p, int error) {
     if (error == ETIMEDOUT) return "the process that listens there does not answer";
-    if (error == EPROTO && p->got == sizeof p->in.magic && ddp__is_other_byte_order(p))
+    if (error == EPROTO && ddp__is_other_byte_order(p))
         return "the process that listens there has another byte order";
     return error == EPROTO ? "the process that listens there is no rank of ddp" : strerror(error);
 }
@@ -5666,44 +5614,36 @@ static const char *ddp__no_rank0_text(const ddp__peer *p, int error) {
 /* Sends a hello on a new connection, proves the secret if there is one, and waits for the outcome.
    DDP_ERR_INVALID: this is not our rank 0; try again, or elsewhere. */
 static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
-    double until = v->deadline + v->grace,
-           answer_by = ddp_now() + DDP__STRANGER_SECONDS; /* rank 0 knows our deadline */
+    double until = v->deadline + v->grace; /* rank 0 knows the deadline of this rank */
+    double answer_by = ddp_now() + DDP__STRANGER_SECONDS;
     char hello[DDP__TEXT_MAX] = "", proof[65], answer[65] = "";
     uint64_t nonce[2] = {0, 0};
-    unsigned allowed = DDP__ALLOW_NEWS;
-    ddp__letter letter;
-    int error;
     if (until < answer_by) answer_by = until;
     if (v->secured && !ddp__random_bytes(nonce, sizeof nonce))
         return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
     ddp__hello_text(hello, v, DDP__HELLO_VERSION);
-    letter = ddp__letter_of(DDP__FRAME_HELLO, nonce, hello);
-    (void)!send(p->fd, &letter, sizeof letter, MSG_NOSIGNAL); /* if it fails, what comes says why */
-    if (v->secured) allowed |= DDP__ALLOW_CHALLENGE;
-    error = ddp__await_news(p, answer_by, allowed);
+    ddp__send_text(p->fd, DDP__FRAME_HELLO, 0, nonce, hello, -1); /* if it fails, the next read reports why */
+    int error = ddp__await_news(p, answer_by, v->secured ? DDP__ALLOW_NEWS | DDP__ALLOW_CHALLENGE : DDP__ALLOW_NEWS);
     if (!error && p->in.kind == DDP__FRAME_CHALLENGE) {
         ddp__proof_text(proof, v->key, 'r', nonce, p->in.call, hello);
         ddp__proof_text(answer, v->key, '0', nonce, p->in.call, hello);
-        letter = ddp__letter_of(DDP__FRAME_PROOF, NULL, proof);
-        (void)!sendto(p->fd, &letter, sizeof letter, MSG_NOSIGNAL, NULL, 0);
+        ddp__send_text(p->fd, DDP__FRAME_PROOF, 0, NULL, proof, -1);
         error = ddp__await_news(p, answer_by, DDP__ALLOW_NEWS);
     }
+    if (!error && p->in.result == 0) error = EPROTO;
     if (error) return ddp_fail(DDP_ERR_INVALID, "%s", ddp__no_rank0_text(p, error));
     if (p->in.result == DDP__OTHER_JOB)
         return ddp_fail(DDP_ERR_INVALID, "rank 0 of another job listens there");
-    if (p->in.result == 0) return ddp_fail(DDP_ERR_INVALID, "%s", ddp__no_rank0_text(p, EPROTO));
     if (p->in.result < 0) return ddp_fail((ddp_result)p->in.result, "%.400s", p->text);
-    if (v->secured && (!*answer || !ddp__proof_is_right(p->text, answer))) {
-        p->in.result = 0;
-        return ddp_fail(DDP_ERR_INVALID,
-                        "the process that listens there did not prove that it has the secret");
-    }
-    error = ddp__await_news(p, v->notice_at < until ? v->notice_at : until, DDP__ALLOW_NEWS);
-    if (error == ETIMEDOUT && ddp_now() < until) {
-        snprintf(hello, sizeof hello, "still waiting for other ranks to reach rank 0 (%s)", p->who);
-        if (ddp__notice_is_due(v)) ddp_group_log(v->group, hello);
-        error = ddp__await_news(p, until, DDP__ALLOW_NEWS);
-    }
+    if (v->secured && (!*answer || !ddp__proof_is_right(p->text, answer)))
+        return ddp_fail(DDP_ERR_INVALID, "the process that listens there did not prove that it has the secret");
+    do {
+        error = ddp__await_news(p, v->notice_at < until ? v->notice_at : until, DDP__ALLOW_NEWS);
+        if (error == ETIMEDOUT && ddp__notice_is_due(v)) {
+            snprintf(hello, sizeof hello, "still waiting for other ranks to reach rank 0 (%s)", p->who);
+            ddp_group_log(v->group, hello);
+        }
+    } while (error == ETIMEDOUT && ddp_now() < until);
     if (error == ETIMEDOUT) {
         ddp_fail(DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->who);
         ddp_group_mark_lost(v->group, 0, DDP_ERR_TIMEOUT, ddp_last_error());
@@ -5742,11 +5682,10 @@ static ddp_result ddp__name_taken(const ddp__venue *v, ddp__ucred holder) {
 
 /* Returns who listens at the socket name of this job. pid 0: nobody does. */
 static ddp__ucred ddp__name_holder(const ddp__venue *v) {
-    ddp__ucred holder = DDP_ZERO;
     int fd = ddp__socket(AF_UNIX);
-    if (fd >= 0 && connect(fd, (const struct sockaddr *)&v->address, v->local) == 0)
-        holder = ddp__peer_of(fd);
-    if (fd >= 0) close(fd);
+    connect(fd, (const struct sockaddr *)&v->address, v->local); /* without a connection pid stays 0 */
+    ddp__ucred holder = ddp__peer_of(fd);
+    close(fd);
     return holder;
 }
 
@@ -5819,31 +5758,21 @@ static int ddp__rendezvous_trusted(const char *path, const struct stat *file) {
     return 0;
 }
 
-/* Opens the rendezvous file without waiting for anybody: a FIFO in its place does not block. On failure *fd
-   is -1. DDP_ERR_INVALID: it does not exist yet. DDP_ERR_SYSTEM: something else is in its place. */
-static ddp_result ddp__rendezvous_open(const char *path, int *fd) {
-    struct stat file;
-    *fd = open(path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-    int error = errno, found = (*fd >= 0 ? fstat(*fd, &file) : lstat(path, &file)) == 0;
-    if (found && !ddp__rendezvous_trusted(path, &file)) {
-        if (*fd >= 0) close(*fd);
-        *fd = -1;
-        return DDP_ERR_SYSTEM;
-    }
-    if (*fd >= 0) return DDP_OK;
-    if (error == ENOENT || error == ESTALE)
-        return ddp_fail(DDP_ERR_INVALID, "%.200s: there is no such file yet", path);
-    return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be read: %s", path, strerror(error));
-}
-
-/* Reads where rank 0 listens. DDP_ERR_INVALID: rank 0 has not written that yet. The file of an earlier job
-   names a place where nobody listens. */
+/* Reads where rank 0 listens, without waiting for anybody: a FIFO in place of the file does not block.
+   DDP_ERR_INVALID: rank 0 has not written it yet. The file of an earlier job names a place where nobody listens.
+   DDP_ERR_SYSTEM: something else is in its place. token_size: as in ddp__venue_hear. */
 static ddp_result ddp__venue_read(ddp__venue *v, size_t token_size) {
     char text[DDP__ANNOUNCED];
-    int fd;
-    DDP_TRY(ddp__rendezvous_open(v->path, &fd));
-    ssize_t n = read(fd, text, sizeof text - 1);
-    close(fd);
+    struct stat file;
+    int fd = open(v->path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY), error = errno;
+    int found = (fd >= 0 ? fstat(fd, &file) : lstat(v->path, &file)) == 0;
+    int trusted = !found || ddp__rendezvous_trusted(v->path, &file);
+    ssize_t n = fd >= 0 && trusted ? read(fd, text, sizeof text - 1) : 0;
+    if (fd >= 0) close(fd);
+    if (!trusted) return DDP_ERR_SYSTEM;
+    if (fd < 0 && (error == ENOENT || error == ESTALE))
+        return ddp_fail(DDP_ERR_INVALID, "%.200s: there is no such file yet", v->path);
+    if (fd < 0) return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be read: %s", v->path, strerror(error));
     text[n > 0 ? n : 0] = 0;
     if (ddp__venue_hear(v, token_size, text)) return DDP_OK;
     return ddp_fail(DDP_ERR_INVALID, "%.200s: rank 0 has not written its address yet", v->path);
@@ -5857,8 +5786,7 @@ static ddp_result ddp__visit(ddp__venue *v) {
         ddp_result result = DDP_ERR_INVALID;
         v->peer->in.result = 0;
         if (v->local) result = ddp__ask(v, (struct sockaddr *)&v->address, v->local);
-        else if (!v->path) result = ddp__ask_hosts(v);
-        else if ((result = ddp__venue_read(v, token_size)) == DDP_OK) result = ddp__ask_hosts(v);
+        else if (!v->path || (result = ddp__venue_read(v, token_size)) == DDP_OK) result = ddp__ask_hosts(v);
         if (result != DDP_ERR_INVALID) return result;
         if (ddp_now() - checked > 0.02) {
             checked = ddp_now();
@@ -5904,24 +5832,6 @@ static int ddp__is_loopback(const char *host) {
     return is_loopback;
 }
 
-/* 1 if an address belongs to an interface of this machine. */
-static int ddp__is_own_address(const struct sockaddr *at) {
-    struct ifaddrs *list = NULL;
-    int found = 0;
-    if (getifaddrs(&list) != 0) return 0;
-    for (const struct ifaddrs *a = list; a && !found; a = a->ifa_next) {
-        if (!a->ifa_addr || a->ifa_addr->sa_family != at->sa_family) continue;
-        if (at->sa_family == AF_INET)
-            found = ((const struct sockaddr_in *)(const void *)a->ifa_addr)->sin_addr.s_addr ==
-                    ((const struct sockaddr_in *)(const void *)at)->sin_addr.s_addr;
-        else if (at->sa_family == AF_INET6)
-            found = memcmp(&((const struct sockaddr_in6 *)(const void *)a->ifa_addr)->sin6_addr,
-                           &((const struct sockaddr_in6 *)(const void *)at)->sin6_addr, 16) == 0;
-    }
-    freeifaddrs(list);
-    return found;
-}
-
 /* The content of DDP_SECRET_FILE without the newline at its end. Only this user may be able to read the file.
    */
 static ddp_result ddp__secret_read(const char *path, char *out, size_t room, size_t *size) {
@@ -5959,7 +5869,7 @@ static ddp_result ddp__venue_secure(ddp__venue *v, const char *secret, const cha
     if (secret) size = strlen(secret);
     else if (*path) DDP_TRY(ddp__secret_read(path, content, sizeof content, &size));
     if (!size) return DDP_OK;
-    ddp__hmac_sha256(secret ? secret : content, size, purpose, sizeof purpose, NULL, 0, v->key);
+    ddp__hmac_sha256(secret ? secret : content, size, purpose, sizeof purpose, v->key);
     v->secured = 1;
     explicit_bzero(content, sizeof content);
     return DDP_OK;
@@ -5998,7 +5908,7 @@ static ddp_result ddp__venue_from_url(ddp__venue *v, const ddp__identity *id, co
     const char *host = strstr(desc->init_method, "://") + 3, *colon = strrchr(host, ':');
     int length = colon ? (int)(colon - host) : 0, file = desc->init_method[0] == 'f';
     char *end = NULL;
-    snprintf(v->token, sizeof v->token, "%.20s:%.30s:%.299s", file ? "file" : host + length, desc->name, id->found ? id->token : "");
+    snprintf(v->token, sizeof v->token, "%.20s:%.30s:%.299s", file ? "file" : host + length, desc->name, id->size_variable ? id->token : "");
     if (file) v->path = host;
     DDP__JOIN_NEED(!file || host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"", desc->init_method);
     if (file) return DDP_OK;
@@ -6023,52 +5933,26 @@ static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
     return -1;
 }
 
-/* The addresses at which rank 0 listens. */
-typedef struct ddp__listen_addresses {
-    struct sockaddr_storage at[8];
-    socklen_t length[8];
-    int count;                   /* 0 = all interfaces */
-} ddp__listen_addresses;
-
-/* Those of host that are this machine's. Loopback ones only where host is a loopback address itself. */
-static ddp__listen_addresses ddp__listen_addresses_of(const char *host) {
-    ddp__listen_addresses out = DDP_ZERO;
-    struct addrinfo hints = DDP_ZERO, *list;
-    int loopback = ddp__is_loopback(host);
+/* A socket that listens at the first free one of `ports` ports, at the first address of host that is this
+   machine's; "": at all interfaces. Loopback addresses count only where host is one itself. -1 with errno, which
+   is EADDRNOTAVAIL if host has no such address. */
+static int ddp__tcp_listen(const char *host, int port, int ports) {
+    struct addrinfo hints = DDP_ZERO, *list = NULL;
+    int fd = -1, error = EADDRNOTAVAIL, loopback = ddp__is_loopback(host);
     hints.ai_socktype = SOCK_STREAM;
-    if (!*host || getaddrinfo(host, NULL, &hints, &list) != 0) return out;
-    for (const struct addrinfo *a = list; a && out.count < 8; a = a->ai_next) {
-        if (a->ai_addrlen > sizeof out.at[0]) continue;
-        if (!loopback && (ddp__is_loopback_address(a->ai_addr) || !ddp__is_own_address(a->ai_addr))) continue;
-        memcpy(&out.at[out.count], a->ai_addr, a->ai_addrlen);
-        out.length[out.count++] = a->ai_addrlen;
+    if (!*host) {
+        fd = ddp__tcp_listen("::", port, ports); /* it serves IPv4 too, where there is IPv6 */
+        return fd >= 0 ? fd : ddp__tcp_listen("0.0.0.0", port, ports);
     }
-    freeaddrinfo(list);
-    return out;
-}
-
-/* A socket that listens at the first usable address; -1 with errno. */
-static int ddp__tcp_listen(const ddp__listen_addresses *addresses, int port) {
-    int fd = -1, error = EADDRNOTAVAIL;
-    ddp__listen_addresses all = DDP_ZERO;
-    if (!addresses->count) {
-        struct sockaddr_in6 ipv6 = DDP_ZERO; /* it serves IPv4 too, where there is IPv6 */
-        struct sockaddr_in ipv4 = DDP_ZERO;
-        ipv6.sin6_family = AF_INET6;
-        ipv4.sin_family = AF_INET;
-        memcpy(&all.at[0], &ipv6, all.length[0] = sizeof ipv6);
-        memcpy(&all.at[1], &ipv4, all.length[1] = sizeof ipv4);
-        all.count = 2;
-        addresses = &all;
-    }
-    for (int i = 0; i < addresses->count && fd < 0; i++) {
-        struct sockaddr_storage at = addresses->at[i];
-        uint16_t number = htons((uint16_t)port);
-        memcpy((unsigned char *)&at + offsetof(struct sockaddr_in, sin_port), &number,
-               sizeof number); /* as in IPv6 */
-        fd = ddp__listen_at((const struct sockaddr *)&at, addresses->length[i]);
-        if (fd < 0 && error != EADDRINUSE) error = errno;
-    }
+    if (getaddrinfo(host, NULL, &hints, &list) != 0) list = NULL;
+    for (int i = 0; i < ports && fd < 0; i++)
+        for (struct addrinfo *a = list; a && fd < 0; a = a->ai_next) {
+            if (!loopback && ddp__is_loopback_address(a->ai_addr)) continue;
+            ((struct sockaddr_in *)(void *)a->ai_addr)->sin_port = htons((uint16_t)(port + i)); /* as in IPv6 */
+            fd = ddp__listen_at(a->ai_addr, a->ai_addrlen);
+            if (fd < 0 && error != EADDRINUSE) error = errno;
+        }
+    if (list) freeaddrinfo(list);
     errno = error;
     return fd;
 }
@@ -6101,26 +5985,29 @@ static void ddp__port_holder(int port, char *out, size_t size) {
     globfree(&files);
 }
 
-/* Rank 0's listener, unless it has one. A port that is in use may be free in a moment: a visitor tried it, or an earlier job leaves. */
-static ddp_result ddp__venue_open(const ddp__venue *v, int *listener) {
+/* Rank 0's listener, unless it has one. A port that is in use may be free in a moment: another rank has tried to
+   connect to it, or an earlier job is ending. */
+static ddp_result ddp__venue_open(const ddp__venue *v) {
+    int *listener = &v->peer[v->count - 1].fd;
     double give_up = ddp_now() + 1.0;
+    const char *host = v->hosts;
     char text[400], holder[160];
-    ddp__listen_addresses addresses;
     if (*listener < 0 && v->local) *listener = ddp__listen_at((const struct sockaddr *)&v->address, v->local);
     if (*listener >= 0) return DDP_OK;
     if (v->local && errno == EADDRINUSE) return ddp__name_taken(v, ddp__name_holder(v));
     if (v->local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(errno));
-    addresses = ddp__listen_addresses_of(v->hosts);
-    snprintf(text, sizeof text,
-             "\"%.200s\" resolves to no address of this machine that others can reach; rank 0 listens on "
-             "all interfaces",
-             v->hosts);
-    if (*v->hosts && !addresses.count) ddp_group_log(v->group, text);
     do {
-        for (int i = 0; i < v->ports; i++) {
-            *listener = ddp__tcp_listen(&addresses, v->port + i);
-            if (*listener >= 0) return DDP_OK;
+        *listener = ddp__tcp_listen(host, v->port, v->ports);
+        if (*listener < 0 && errno == EADDRNOTAVAIL && *host) {
+            snprintf(text, sizeof text,
+                     "\"%.200s\" resolves to no address of this machine that others can reach; rank 0 listens on "
+                     "all interfaces",
+                     host);
+            ddp_group_log(v->group, text);
+            host = "";
+            *listener = ddp__tcp_listen(host, v->port, v->ports);
         }
+        if (*listener >= 0) return DDP_OK;
     } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
     if (errno != EADDRINUSE) return ddp_fail(DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", v->port, strerror(errno));
     ddp__port_holder(v->port, holder, sizeof holder);
@@ -6168,44 +6055,36 @@ static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
     snprintf(out + n, DDP__ANNOUNCED - n, "\n");
 }
 
-/* Creates the rendezvous file for this user only. The file that an earlier job of this user left is replaced;
-   nothing else is. */
-static int ddp__rendezvous_create(const char *path) {
-    struct stat file;
-    int fd = -1;
-    for (int tries = 0; tries < 3 && fd < 0; tries++) {
-        if (lstat(path, &file) == 0) {
-            if (!ddp__rendezvous_trusted(path, &file)) return -1;
-            unlink(path);
-        }
-        fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0600);
-        if (fd < 0 && errno != EEXIST) break;
-    }
-    if (fd < 0)
-        ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be created: %s", path, strerror(errno));
-    return fd;
-}
-
+/* Creates the rendezvous file, for this user only, and writes where this rank listens. The file that an earlier
+   job of this user left is replaced; nothing else is. */
 static ddp_result ddp__venue_write(ddp__venue *v, int listener) {
     char text[DDP__ANNOUNCED];
+    struct stat file;
+    int fd = -1;
     ddp__announce_text(listener, text);
     ddp__venue_hear(v, strlen(v->token), text);
-    int fd = ddp__rendezvous_create(v->path);
-    if (fd < 0) return DDP_ERR_SYSTEM;
-    int ok = write(fd, text, strlen(text)) == (ssize_t)strlen(text);
-    if (close(fd) != 0) ok = 0;
-    return ok ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", v->path, strerror(errno));
+    for (int tries = 0; tries < 3 && fd < 0; tries++) {
+        if (lstat(v->path, &file) == 0) {
+            if (!ddp__rendezvous_trusted(v->path, &file)) return DDP_ERR_SYSTEM;
+            unlink(v->path);
+        }
+        fd = open(v->path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0600);
+        if (fd < 0 && errno != EEXIST) break;
+    }
+    if (fd < 0) return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be created: %s", v->path, strerror(errno));
+    int whole = write(fd, text, strlen(text)) == (ssize_t)strlen(text);
+    if (close(fd) == 0 && whole) return DDP_OK;
+    return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", v->path, strerror(errno));
 }
 
 /* Rank 0 waits for all ranks, or a reason not to, and tells everybody how the meeting went. */
-static void ddp__hold(ddp__venue *v, int listener, ddp__heap **heap) {
+static void ddp__hold(ddp__venue *v, ddp__heap **heap) {
     int w = v->group->world_size;
-    ddp__peer *me = v->peer, *door = me + v->count - 1;
+    ddp__peer *me = v->peer;
     ddp__hello_text(me->text, v, DDP__HELLO_VERSION);
     snprintf(me->who, sizeof me->who, "%.71s", strstr(me->text, "pid"));
-    door->fd = listener;
-    v->result = ddp__venue_open(v, &door->fd);
-    if (v->result == DDP_OK && v->path) v->result = ddp__venue_write(v, door->fd);
+    v->result = ddp__venue_open(v);
+    if (v->result == DDP_OK && v->path) v->result = ddp__venue_write(v, v->peer[v->count - 1].fd);
     if (v->result == DDP_OK) {
         for (ddp__admit(v); ddp__still_waits(v); ddp__admit(v)) ddp__venue_poll(v);
         if (v->path) unlink(v->path);
@@ -6217,41 +6096,36 @@ static void ddp__hold(ddp__venue *v, int listener, ddp__heap **heap) {
     for (int r = 0; r < w; r++) me[r].arrived = 0;
 }
 
-static void ddp__venue_close(ddp__venue *v, ddp_group *group) {
-    for (int i = 0; i < v->count; i++) {
-        ddp__peer_close(&v->peer[i]);
-        ddp_host_free(group, v->peer[i].bytes);
-    }
-    ddp_host_free(group, v->peer);
+static void ddp__venue_close(ddp__venue *v) {
+    for (; v->count; v->count--) ddp__peer_close(&v->peer[v->count - 1]);
+    ddp_host_free(v->group, v->peer);
     v->peer = NULL;
-    v->count = 0;
 }
 
-/* The memory that ddp__meet needs on this rank. */
+/* The memory that ddp__meet needs on this rank. Nothing is connected yet. */
 static ddp_result ddp__venue_alloc(ddp__venue *v, ddp_group *group) {
     int count = group->rank ? 1 : group->world_size + DDP__STRANGERS + 1;
+    v->group = group;
     v->peer = (ddp__peer *)ddp_host_alloc(group, (size_t)count * (sizeof *v->peer + sizeof *v->poll));
+    if (!v->peer) return DDP_ERR_NO_MEMORY;
     v->poll = (struct pollfd *)(void *)(v->peer + count);
-    return v->peer ? DDP_OK : DDP_ERR_NO_MEMORY;
+    for (; v->count < count; v->count++) ddp__peer_init(&v->peer[v->count], -1);
+    return DDP_OK;
 }
 
-/* Brings the group's ranks together: when it returns DDP_OK, each is a peer of rank 0 and rank 0 is one of each. listener: rank 0 has it already, or -1.
-   heap: rank 0 makes one for all; or NULL. v->peer: from ddp__venue_alloc, or NULL. */
-static ddp_result ddp__meet(ddp__venue *v, ddp_group *group, int listener, ddp__heap **heap) {
-    int count = group->rank ? 1 : group->world_size + DDP__STRANGERS + 1;
-    v->group = group;
-    v->deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
-    v->notice_at = ddp_now() + DDP__NOTICE_SECONDS;
-    v->grace = group->desc.timeout_ms < 9000 ? 0.5 + 0.5e-3 * group->desc.timeout_ms : 5;
-    if (!v->peer && ddp__venue_alloc(v, group) != DDP_OK) {
-        if (listener >= 0) close(listener);
-        return DDP_ERR_NO_MEMORY;
-    }
-    for (v->count = 0; v->count < count; v->count++) ddp__peer_init(&v->peer[v->count], -1);
+/* Brings the ranks of v->group together: when it returns DDP_OK, each is a peer of rank 0, and rank 0 is the only
+   peer of each. Otherwise the memory of v is free. v: from ddp__venue_alloc. On rank 0 the listener may be open
+   already. heap: rank 0 creates one for all; NULL = none. */
+static ddp_result ddp__meet(ddp__venue *v, ddp__heap **heap) {
+    ddp_group *group = v->group;
+    double now = ddp_now(), timeout = group->desc.timeout_ms * 1e-3;
+    v->deadline = now + timeout;
+    v->notice_at = now + DDP__NOTICE_SECONDS;
+    v->grace = timeout < 9 ? 0.5 + 0.5 * timeout : 5;
     if (group->rank) v->result = ddp__visit(v);
-    else ddp__hold(v, listener, heap);
+    else ddp__hold(v, heap);
     if (v->result == DDP_OK) return DDP_OK;
-    ddp__venue_close(v, group);
+    ddp__venue_close(v);
     return DDP__RANK_FAIL(group, v->result, "ddp_group_create: %s", ddp_last_error());
 }
 
@@ -6275,24 +6149,25 @@ static ddp_result ddp__local_again(ddp_group *group, ddp_group *world) {
     return ddp__local_split(world, world->state, group, all, world->world_size, group ? &group->state : &none);
 }
 
-/* The group's ranks meet on this machine: it becomes one of the local backend, or of the self backend if it has one rank.
-   token, card, member and, if it is there, peer: of v, whose memory is freed. */
+/* The group's ranks meet on this machine: it becomes one of the local backend, or of the self backend if it has one
+   rank. v: its token, card and member are set. It may have memory from ddp__venue_alloc; all of it is freed. */
 static ddp_result ddp__local_meet(ddp_group *group, ddp__venue *v, void **state) {
     ddp__heap *heap = NULL;
     group->backend = v->member && group->world_size == 1 ? &ddp__backend_self : &ddp__backend_local;
     if (group->backend == &ddp__backend_self) {
-        ddp__venue_close(v, group);
+        ddp__venue_close(v);
         return ddp__self_open(group, state);
     }
     if (group->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", group->world_size,
                         DDP_MAX_LOCAL_RANKS);
+    if (!v->peer) DDP_TRY(ddp__venue_alloc(v, group));
     v->local = ddp__job_address(&v->address, v->token);
-    DDP_TRY(ddp__meet(v, group, -1, &heap));
+    DDP_TRY(ddp__meet(v, &heap));
     int sent = v->peer->heap_fd >= 0;
     if (sent) heap = ddp__heap_wrap(v->peer->heap_fd, 0);
     v->peer->heap_fd = -1;
-    ddp__venue_close(v, group);
+    ddp__venue_close(v);
     if (!heap) return DDP__RANK_FAIL(group, sent ? DDP_ERR_NO_MEMORY : DDP_ERR_SYSTEM, "ddp_group_create: %s",
                                      sent ? "the job's shared memory could not be mapped" : "rank 0 sent no shared memory");
     ddp_result result = ddp__local_join(group, heap, state);
@@ -6323,9 +6198,8 @@ typedef struct ddp__tcp {
     const void **source;         /* where each rank's data lies, to be added */
     unsigned char *state;        /* DDP_RANK_... of each rank */
     char *announced;             /* what each rank announces in a split: DDP__ANNOUNCED bytes at most */
-    unsigned char *out;          /* a frame to send */
-    size_t room;
-    unsigned char **first;       /* until the ranks have met: what becomes `bytes` of each connection */
+    ddp__buffer *data;           /* that has arrived on each connection; on rank 0 also its own */
+    ddp__buffer out;             /* a frame to send */
 } ddp__tcp;
 
 static int ddp__send_all(int fd, const void *data, size_t size, double deadline) {
@@ -6344,9 +6218,6 @@ static void ddp__tcp_tell(ddp__tcp *t) {
     ddp__tell_peers(&t->venue, t->cause.result, t->cause.text, -1);
     t->told = 1;
 }
-
-/* With the lock held: this rank has found a failure, which its error line describes. */
-static void ddp__tcp_fail(ddp__tcp *t, ddp_result cause) { ddp_error_save(&t->cause, cause); }
 
 /* With the lock held: the time is up. Rank 0 marks the ranks that have not arrived, unless the group has failed
    already. Other ranks only wait for rank 0. */
@@ -6380,7 +6251,7 @@ static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
     } else {
         ddp_fail(cause, "%s", p->text);
     }
-    ddp__tcp_fail(t, cause);
+    ddp_error_save(&t->cause, cause);
 }
 
 /* Sets the error line for a connection that ended. */
@@ -6398,13 +6269,13 @@ static ddp_result ddp__tcp_broken(int rank, const ddp__peer *p, int error) {
 
 /* With the lock held: takes what has come. Returns how many peers' data has not. */
 static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
-    int missing = 0, whole = 0;
+    int missing = 0, error = 0;
     for (int r = 0; r < t->venue.count; r++) {
         ddp__peer *p = &t->venue.peer[r];
         /* An honest peer sends at most its data, a failure and its leave before this rank looks again. */
         for (int frames = 0; frames < 3 && p->fd >= 0; frames++) {
-            whole = ddp__peer_read(group, p, DDP__ALLOW_NEWS | DDP__ALLOW_DATA);
-            if (whole <= 0) break;
+            error = ddp__peer_read(group, p, &t->data[r], DDP__ALLOW_NEWS | DDP__ALLOW_DATA);
+            if (error) break;
             if (p->in.kind == DDP__FRAME_NEWS) {
                 ddp__tcp_hear(group, t, p);
             } else {
@@ -6412,11 +6283,11 @@ static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
                 p->data = p->in;
             }
         }
-        if (p->fd >= 0 && whole < 0) {
-            ddp_result broken = ddp__tcp_broken(r, p, errno);
+        if (p->fd >= 0 && error && error != EAGAIN) {
+            ddp_result broken = ddp__tcp_broken(r, p, error);
             if (broken == DDP_ERR_PEER_LOST && t->cause.result == DDP_OK)
                 ddp_group_mark_lost(group, r, broken, ddp_last_error());
-            ddp__tcp_fail(t, broken);
+            ddp_error_save(&t->cause, broken);
             ddp__peer_close(p);
         }
         missing += !p->arrived;
@@ -6431,11 +6302,11 @@ static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline)
         int missing = ddp__tcp_pump(group, t);
         for (int r = 0; r < t->venue.count; r++)
             if (!t->venue.peer[r].arrived && t->venue.peer[r].fd < 0)
-                ddp__tcp_fail(t, ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) has destroyed this group", r, t->venue.peer[r].who));
-        ddp__tcp_fail(t, ddp_group_check_lost(group));
+                ddp_error_save(&t->cause, ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) has destroyed this group", r, t->venue.peer[r].who));
+        ddp_error_save(&t->cause, ddp_group_check_lost(group));
         double now = ddp_now();
         int overdue = missing && now > deadline;
-        if (overdue) ddp__tcp_fail(t, ddp__tcp_missing(group, t));
+        if (overdue) ddp_error_save(&t->cause, ddp__tcp_missing(group, t));
         int failed = t->cause.result != DDP_OK && (missing || t->rank == 0);
         ddp__tcp_tell(t);
         if (failed && overdue && t->rank && t->cause.result == DDP_ERR_TIMEOUT && !t->heard) {
@@ -6493,15 +6364,15 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp_call *c
     for (int r = 0; r < t->world_size; r++) {
         ddp__frame expected = ddp__tcp_frame_of(call, r, t->world_size);
         DDP_TRY(ddp__tcp_check(t, r, &peer[r], &expected));
-        t->source[r] = peer[r].bytes;
+        t->source[r] = t->data[r].bytes;
         peer[r].arrived = 0;
     }
     if (adds && !frame.result) /* into the place of rank 0's data */
-        ddp_reduce_tree(peer->bytes, t->source, t->world_size, frame.size / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor);
-    DDP_TRY(ddp__room(group, &t->out, &t->room, at + frame.size));
-    memcpy(t->out, &frame, sizeof frame);
+        ddp_reduce_tree(t->data->bytes, t->source, t->world_size, frame.size / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor);
+    DDP_TRY(ddp__room(group, &t->out, at + frame.size));
+    memcpy(t->out.bytes, &frame, sizeof frame);
     for (int r = 0; r < parts && frame.size; at += peer[r++].data.size)
-        if (peer[r].data.size) memcpy(t->out + at, peer[r].bytes, peer[r].data.size);
+        if (peer[r].data.size) memcpy(t->out.bytes + at, t->data[r].bytes, peer[r].data.size);
     return DDP_OK;
 }
 
@@ -6514,27 +6385,28 @@ static void ddp__tcp_take(const ddp__tcp *t, const ddp_call *call, const unsigne
     }
 }
 
-/* Carries out a call. DDP_ERR_UNSUPPORTED leaves the group as it was. */
+/* Executes a call. DDP_ERR_UNSUPPORTED leaves the group as it was. */
 static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp_call *call) {
     double deadline = ddp_now() + ddp_group_timeout_ms(group) * 1e-3;
     ddp__frame frame = ddp__tcp_frame_of(call, t->rank, t->world_size);
     ddp__peer *p = t->venue.peer;
     int hub = t->rank == 0;
+    ddp__buffer *own = hub ? t->data : &t->out; /* rank 0 keeps its data with that of the others */
     size_t head = hub ? 0 : sizeof frame;
-    DDP_TRY(ddp__room(group, hub ? &p->bytes : &t->out, hub ? &p->room : &t->room, head + frame.size));
-    memcpy(hub ? (unsigned char *)&p->data : t->out, &frame, sizeof frame);
-    if (frame.size) memcpy(hub ? p->bytes : t->out + head, call->kind == DDP_CALL_BROADCAST ? call->recv : call->send, frame.size);
+    DDP_TRY(ddp__room(group, own, head + frame.size));
+    memcpy(hub ? (unsigned char *)&p->data : own->bytes, &frame, sizeof frame);
+    if (frame.size) memcpy(own->bytes + head, call->kind == DDP_CALL_BROADCAST ? call->recv : call->send, frame.size);
     p->arrived = hub;
-    if (!hub && p->fd >= 0) ddp__send_all(p->fd, t->out, head + frame.size, deadline); /* if it fails, what comes or does not come says why */
+    if (!hub && p->fd >= 0) ddp__send_all(p->fd, own->bytes, head + frame.size, deadline); /* if it fails, what comes or does not come says why */
     DDP_TRY(ddp__tcp_await(group, t, deadline));
     if (hub) DDP_TRY(ddp__tcp_join(group, t, call));
     frame = ddp__tcp_answer_of(call, t->world_size);
     if (!hub) DDP_TRY(ddp__tcp_check(t, 0, p, &frame));
     for (int r = 1; r < t->venue.count; r++)
-        if (!ddp__send_all(p[r].fd, t->out, sizeof frame + frame.size, deadline)) shutdown(p[r].fd, SHUT_RDWR); /* it is missed soon */
+        if (!ddp__send_all(p[r].fd, t->out.bytes, sizeof frame + frame.size, deadline)) shutdown(p[r].fd, SHUT_RDWR); /* it is missed soon */
     if (frame.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank, and no calls with counts; for more build with "
                                       "DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
-    ddp__tcp_take(t, call, hub ? t->out + sizeof frame : p->bytes);
+    ddp__tcp_take(t, call, hub ? t->out.bytes + sizeof frame : t->data->bytes);
     return DDP_OK;
 }
 
@@ -6582,9 +6454,9 @@ static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *ca
 static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp__tcp *t = (ddp__tcp *)state;
     ddp__tell_peers(&t->venue, DDP_OK, "", -1);
-    ddp__venue_close(&t->venue, group);
-    for (int r = 0; r < t->world_size; r++) ddp_host_free(group, t->first[r]);
-    ddp_host_free(group, t->out);
+    ddp__venue_close(&t->venue);
+    for (int r = 0; r < t->world_size; r++) ddp_host_free(group, t->data[r].bytes);
+    ddp_host_free(group, t->out.bytes);
     pthread_mutex_destroy(&t->lock);
     ddp_host_free(group, t);
 }
@@ -6597,84 +6469,63 @@ static void ddp__tcp_tune(int fd, int timeout_ms) {
     for (int i = 0; i < 6; i++) setsockopt(fd, options[i][0], options[i][1], &options[i][2], sizeof(int));
 }
 
-/* Of each connection: what a split of the group and ddp_agree send needs no more memory. */
-static size_t ddp__tcp_first_bytes(const ddp__tcp *t) {
-    return (size_t)(t->rank ? t->world_size : 1) * DDP__ANNOUNCED;
-}
-
-/* The ranks meet at v, and tell each other on which machine they are. */
-static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *v, int listener, const ddp__card mine) {
-    ddp_call call = DDP_ZERO;
-    ddp_result result = ddp__meet(v, group, listener, NULL);
-    t->venue = *v;
-    if (result != DDP_OK) return result;
-    ddp__peer *p = t->venue.peer;
-    for (int r = 0; r < t->venue.count; r++) {
-        ddp__tcp_tune(p[r].fd, ddp_group_timeout_ms(group));
-        p[r].bytes = t->first[r];
-        p[r].room = t->first[r] ? ddp__tcp_first_bytes(t) : 0;
-        t->first[r] = NULL;
-    }
-    if (t->rank) {
-        snprintf(p->who, sizeof p->who, "%.95s", p->text);
-        p->arrived = 1; /* rank 0 only answers: data outside a call is invalid */
-    }
-    call.kind = DDP_CALL_ALL_GATHER;
-    call.dtype = DDP_U64;
-    call.root = -1;
-    call.count = DDP__CARD_WORDS;
-    call.send = mine;
-    call.recv = t->card;
-    if (ddp__tcp_run(group, t, &call) == DDP_OK) return DDP_OK;
-    return ddp_fail_in(ddp__tcp_status(group, t), "ddp_group_create", group, "%s", ddp_last_error());
-}
-
-/* The state of a group before its ranks meet, with the memory that they need until they have met. NULL without
-   memory. In a split all ranks then agree on that. A world (split 0) cannot: its ranks meet without the buffers
-   that could not be allocated, and the first call fails on all of them. */
-static ddp__tcp *ddp__tcp_new(ddp_group *group, int split) {
+/* The state of a group before its ranks meet, with a copy of venue and the memory that they need until they have
+   met. A split of the group and ddp_agree need no more memory later. NULL without memory. In a split all ranks
+   then agree on that. A world (split 0) cannot: its ranks meet without the buffers that could not be allocated, and
+   the first call fails on all of them. */
+static ddp__tcp *ddp__tcp_new(ddp_group *group, const ddp__venue *venue, int split) {
     size_t w = (size_t)ddp_world_size(group);
-    size_t size = sizeof(ddp__tcp) + w * (sizeof(ddp__card) + 2 * sizeof(void *) + 1 + DDP__ANNOUNCED);
+    size_t size = sizeof(ddp__tcp) + w * (sizeof(ddp__card) + sizeof(void *) + sizeof(ddp__buffer) + 1 + DDP__ANNOUNCED);
     ddp__tcp *t = (ddp__tcp *)ddp_host_alloc(group, size);
     if (!t) return NULL;
     pthread_mutex_init(&t->lock, NULL);
     t->card = (ddp__card *)(void *)(t + 1);
     t->source = (const void **)(void *)(t->card + w);
-    t->first = (unsigned char **)(void *)(t->source + w);
-    t->state = (unsigned char *)(t->first + w);
+    t->data = (ddp__buffer *)(void *)(t->source + w);
+    t->state = (unsigned char *)(t->data + w);
     t->announced = (char *)(t->state + w);
     t->rank = ddp_rank(group);
     t->world_size = ddp_world_size(group);
+    t->venue = *venue;
     ddp_result result = ddp__venue_alloc(&t->venue, group);
-    if (result == DDP_OK) result = ddp__room(group, &t->out, &t->room, (w + 1) * DDP__ANNOUNCED);
-    for (int r = 0; r < (t->rank ? 1 : t->world_size) && result == DDP_OK; r++) {
-        size_t none = 0;
-        result = ddp__room(group, &t->first[r], &none, ddp__tcp_first_bytes(t));
-    }
+    if (result == DDP_OK) result = ddp__room(group, &t->out, (w + 1) * DDP__ANNOUNCED);
+    for (int r = 0; r < t->venue.count && r < t->world_size && result == DDP_OK; r++)
+        result = ddp__room(group, &t->data[r], (t->rank ? w : 1) * DDP__ANNOUNCED);
     if (result == DDP_OK || (!split && t->venue.peer)) return t;
     ddp__tcp_close(group, t);
     return NULL;
 }
 
-/* Opens the group of t, which is from ddp__tcp_new or NULL: its ranks meet at the venue. Ranks that turn out to be
-   on one machine do not need the network after that. */
-static ddp_result ddp__tcp_open(ddp_group *group, ddp__tcp *t, ddp__venue *v, int listener, void **state) {
-    int world_size = ddp_world_size(group), here = 0, before = 0;
-    ddp__card mine, cards[DDP_MAX_LOCAL_RANKS];
-    if (!t) {
-        if (listener >= 0) close(listener);
-        return DDP_ERR_NO_MEMORY;
-    }
-    v->peer = t->venue.peer;
-    v->poll = t->venue.poll;
+/* The ranks meet, and each sends the others the number of its machine. */
+static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t) {
+    ddp__card mine;
+    const ddp_call call = {DDP_CALL_ALL_GATHER, DDP_U64, DDP_OP_SUM, -1, 0, 0, mine, t->card, DDP__CARD_WORDS, NULL, NULL, NULL, NULL, 0, 0, DDP_IN_NO_CALL};
+    ddp__peer *p = t->venue.peer;
     ddp__card_here(mine);
-    ddp_result result = ddp__tcp_meet(group, t, v, listener, mine);
+    DDP_TRY(ddp__meet(&t->venue, NULL));
+    for (int r = 0; r < t->venue.count; r++) ddp__tcp_tune(p[r].fd, ddp_group_timeout_ms(group));
+    if (t->rank) {
+        snprintf(p->who, sizeof p->who, "%.95s", p->text);
+        p->arrived = 1; /* rank 0 only answers: data outside a call is invalid */
+    }
+    if (ddp__tcp_run(group, t, &call) == DDP_OK) return DDP_OK;
+    return ddp_fail_in(ddp__tcp_status(group, t), "ddp_group_create", group, "%s", ddp_last_error());
+}
+
+/* Opens the group of t, which is from ddp__tcp_new or NULL: its ranks meet. Ranks that turn out to be on one
+   machine do not need the network after that. */
+static ddp_result ddp__tcp_open(ddp_group *group, ddp__tcp *t, void **state) {
+    int world_size = ddp_world_size(group), here = 0, before = 0;
+    const uint64_t machine = ddp_machine_id(); /* rank 0 sends this rank's own card, too: it may be wrong */
+    ddp__card cards[DDP_MAX_LOCAL_RANKS];
+    if (!t) return DDP_ERR_NO_MEMORY;
+    ddp_result result = ddp__tcp_meet(group, t);
     if (result != DDP_OK) {
         ddp__tcp_close(group, t);
         return result;
     }
     for (int r = 0; r < world_size; r++) {
-        if (t->card[r][DDP__CARD_MACHINE] != mine[DDP__CARD_MACHINE]) continue;
+        if (t->card[r][DDP__CARD_MACHINE] != machine) continue;
         before += r < t->rank;
         here++;
     }
@@ -6691,50 +6542,59 @@ static ddp_result ddp__tcp_open(ddp_group *group, ddp__tcp *t, ddp__venue *v, in
     return ddp__local_meet(group, &local, state);
 }
 
+/* The leader of each new group, `leader` of the parent, sends all ranks of the parent its addresses and, unless local is 1, the
+   port at which it listens. venue: of this rank's new group; NULL = it joins none. */
+static ddp_result ddp__tcp_announce(ddp_group *parent, const ddp__tcp *t, ddp__venue *venue, int leader, int local) {
+    char mine[DDP__ANNOUNCED] = "", *theirs;
+    if (venue && leader == t->rank) {
+        int *listener = &venue->peer[venue->count - 1].fd;
+        if (!local) *listener = ddp__tcp_listen("", 0, 1);
+        ddp__announce_text(*listener, mine);
+    }
+    uint64_t size = strlen(mine) + 1;
+    DDP_TRY(ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL)); /* most have few addresses */
+    if (size <= strlen(mine) || size > sizeof mine)
+        return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_group_split", parent, "a rank announces %llu bytes, allowed are %zu",
+                           (unsigned long long)size, sizeof mine);
+    DDP_TRY(ddp_all_gather(parent, mine, t->announced, size, DDP_U8, NULL));
+    if (!venue) return DDP_OK;
+    theirs = t->announced + size * (uint64_t)leader;
+    theirs[size - 1] = 0;
+    if (ddp__venue_hear(venue, 0, theirs) && (local || venue->port)) return DDP_OK;
+    return ddp_fail_in(DDP_ERR_SYSTEM, "ddp_group_split", parent, "rank %d could not listen at any port", leader);
+}
+
 /* Members on one machine meet there and use the local backend; others meet at the new group's rank 0, whose
    addresses travel over the parent. Once ranks wait for each other, a rank without memory would not come: all agree
    that each has what it needs until then. */
 static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     const ddp__tcp *t = (const ddp__tcp *)state;
-    int local = child && member_count <= DDP_MAX_LOCAL_RANKS, leads = child && members[0] == t->rank, listener = -1;
-    char mine[DDP__ANNOUNCED] = "", *all = t->announced;
-    uint64_t size;
+    int local = member_count <= DDP_MAX_LOCAL_RANKS;
     ddp__tcp *made = NULL;
-    ddp__venue venue = DDP_ZERO;
-    ddp__listen_addresses everywhere = DDP_ZERO;
+    ddp__venue here = DDP_ZERO, *venue = child ? &here : NULL;
+    ddp_result result = member_count && !child ? DDP_ERR_NO_MEMORY : DDP_OK;
+    *child_state = NULL;
     for (int i = 1; i < member_count; i++)
         local &= t->card[members[i]][DDP__CARD_MACHINE] == t->card[members[0]][DDP__CARD_MACHINE];
-    ddp_result result = member_count && !child ? DDP_ERR_NO_MEMORY : DDP_OK;
-    if (child && local) result = ddp__venue_alloc(&venue, child);
-    else if (child && !(made = ddp__tcp_new(child, 1))) result = DDP_ERR_NO_MEMORY;
+    if (child && local) {
+        here.card = (const ddp__card *)t->card;
+        here.member = members;
+        result = ddp__venue_alloc(&here, child);
+    } else if (child) {
+        here.ports = 1;
+        here.secured = t->venue.secured;
+        memcpy(here.key, t->venue.key, sizeof here.key);
+        made = ddp__tcp_new(child, &here, 1);
+        if (made) venue = &made->venue;
+        else result = DDP_ERR_NO_MEMORY;
+    }
     result = ddp_agree(parent, "ddp_group_split", result, 0, "");
-    if (result == DDP_OK && leads && !local) listener = ddp__tcp_listen(&everywhere, 0);
-    if (leads) ddp__announce_text(listener, mine);
-    size = strlen(mine) + 1;
-    if (result == DDP_OK) result = ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL); /* most have few addresses */
-    if (result == DDP_OK && (size <= strlen(mine) || size > sizeof mine))
-        result = ddp_fail_in(DDP_ERR_MISMATCH, "ddp_group_split", parent, "a rank announces %llu bytes, allowed are %zu",
-                             (unsigned long long)size, sizeof mine);
-    if (result == DDP_OK) result = ddp_all_gather(parent, mine, all, size, DDP_U8, NULL);
-    for (int r = 0; r < t->world_size && result == DDP_OK; r++) all[size * (uint64_t)r + size - 1] = 0;
-    if (result == DDP_OK && child && (!ddp__venue_hear(&venue, 0, all + size * (uint64_t)members[0]) || (!local && !venue.port)))
-        result = ddp_fail_in(DDP_ERR_SYSTEM, "ddp_group_split", parent, "rank %d could not listen at any port", members[0]);
-    *child_state = NULL;
-    if (result != DDP_OK || !child) {
-        if (listener >= 0) close(listener);
-        if (made) ddp__tcp_close(child, made);
-        if (child) ddp__venue_close(&venue, child);
-        return result;
-    }
-    if (local) {
-        venue.card = (const ddp__card *)t->card;
-        venue.member = members;
-        return ddp__local_meet(child, &venue, child_state);
-    }
-    venue.ports = 1;
-    venue.secured = t->venue.secured;
-    memcpy(venue.key, t->venue.key, sizeof venue.key);
-    return ddp__tcp_open(child, made, &venue, listener, child_state);
+    if (result == DDP_OK) result = ddp__tcp_announce(parent, t, venue, child ? members[0] : -1, local);
+    if (result == DDP_OK && made) return ddp__tcp_open(child, made, child_state);
+    if (result == DDP_OK && child) return ddp__local_meet(child, &here, child_state);
+    if (made) ddp__tcp_close(child, made);
+    ddp__venue_close(&here);
+    return result;
 }
 
 static const ddp_backend ddp__backend_tcp = {
@@ -6847,7 +6707,7 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
         ddp_group_set_local(group, id->local_rank, id->local_world_size);
         result = backend->open(group, &group->state);
     }
-    else if (!backend) result = ddp__tcp_open(group, ddp__tcp_new(group, 0), v, -1, &group->state);
+    else if (!backend) result = ddp__tcp_open(group, ddp__tcp_new(group, v, 0), &group->state);
     else if (id->world) result = ddp__local_again(group, id->world);
     else if (id->heap) result = ddp__local_join(group, id->heap, &group->state);
     else {
@@ -6911,7 +6771,7 @@ static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const
     int url = scheme >= DDP__BY_TCP, mpi = scheme == DDP__BY_MPI, alone = scheme == DDP__BY_SELF;
     ddp__venue v = DDP_ZERO;
     DDP__JOIN_NEED(!alone || id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d", id->world_size);
-    DDP__JOIN_NEED(!url || desc->world_size > 0 || id->found, "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
+    DDP__JOIN_NEED(!url || desc->world_size > 0 || id->size_variable, "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
                    desc->init_method);
     if (!alone && desc->backend) return ddp__world_new(out, desc, desc->backend, id, NULL);
     if (!mpi && id->heap) return ddp__world_new(out, desc, &ddp__backend_local, id, NULL);
@@ -6921,7 +6781,7 @@ static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const
     if (mpi) {
         ddp_group_desc d = *desc;
         d.rank = id->rank;
-        d.world_size = id->found || desc->world_size > 0 ? id->world_size : 0;
+        d.world_size = id->size_variable || desc->world_size > 0 ? id->world_size : 0;
         return ddp_group_create_mpi(out, &d);
     }
 #endif
@@ -8228,7 +8088,7 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     const ddp_launch_desc *desc = &launch->desc;
     const int w = desc->world_size, device = desc->devices ? desc->devices[rank] + 1 : 0;
     const ddp__identity outside = ddp__here,
-                        here = {rank, w, rank, w, device, launch->heap, 0, NULL, "", NULL};
+                        here = {rank, w, rank, w, device, launch->heap, NULL, "", NULL};
     ddp_group *world = NULL, *plugged = NULL; /* world: what peers and the launcher know this rank by */
     ddp__error_text[0] = 0;
     ddp__take_cores(launch, rank);
@@ -8399,7 +8259,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     DDP_TRY(ddp__group_desc_resolve(__func__, &d->group, &d->group));
     DDP_TRY(ddp__identity_of(&id, &d->group, DDP__BY_ENV));
     DDP_TRY(ddp__check_world_size(__func__, &id, wanted));
-    if (id.heap || id.found || d->world_size == 1) return ddp__launch_join(&launch);
+    if (id.heap || id.size_variable || d->world_size == 1) return ddp__launch_join(&launch);
     DDP__NEED(!d->devices || d->device_count >= d->world_size, "%d devices for %d ranks; list one for each rank", d->device_count, d->world_size);
     for (int attempt = 0; attempt <= d->max_restarts; attempt++) {
         result = ddp__launch_once(&launch);

@@ -40,18 +40,21 @@ static int old_madvise(void *address, size_t size, int advice) {
 #define madvise(address, size, advice) old_madvise(address, size, advice)
 #define syscall(...) (refused(__VA_ARGS__) ? -1L : syscall(__VA_ARGS__))
 
-/* Of a rank's hello, which is the only thing that ddp.h sends by this name. */
-static ssize_t hello_send(int fd, const void *data, size_t size, int flags) {
+/* Of a rank's hello: a frame of that kind, with its text in the same piece. */
+static ssize_t hello_send(int fd, const struct msghdr *message, int flags) {
     ssize_t sent;
     int unread = 1;
+    uint32_t kind = 0;
+    if (message->msg_iov->iov_len > INNER_TEXT) memcpy(&kind, (const char *)message->msg_iov->iov_base + sizeof(uint64_t), sizeof kind);
+    if (kind != INNER_HELLO) return sendmsg(fd, message, flags);
     if (inner.before_hello) inner.before_hello();
-    sent = send(fd, data, size, flags);
+    sent = sendmsg(fd, message, flags);
     if (!inner.hello_is_read) return sent;
     while (ioctl(fd, SIOCOUTQ, &unread) == 0 && unread > 0) usleep(500);
     inner.hello_is_read();
     return sent;
 }
-#define send(fd, data, size, flags) hello_send(fd, data, size, flags)
+#define sendmsg(fd, message, flags) hello_send(fd, message, flags)
 
 static int limited_fallocate(int fd, off_t offset, off_t size) {
     return inner.no_room ? ENOSPC : posix_fallocate(fd, offset, size);
@@ -77,7 +80,7 @@ static int watched_listen(int fd, int backlog) {
 #define DDP__HOST_PIECE ((size_t)64) /* many pieces with little data */
 #define DDP_IMPLEMENTATION
 #include "../../ddp_fsdp.h"
-#undef send
+#undef sendmsg
 #undef listen
 #undef madvise
 #undef syscall
@@ -112,15 +115,14 @@ static ddp_result job_socket(char *name, size_t size) {
     ddp__identity id;
     struct sockaddr_un address;
     ddp_result result = ddp__identity_resolve(&id);
-    if (result != DDP_OK || !id.found) return DDP_ERR_INVALID;
+    if (result != DDP_OK || !id.size_variable) return DDP_ERR_INVALID;
     ddp__job_address(&address, id.token);
     snprintf(name, size, "%s", address.sun_path + 1);
     return DDP_OK;
 }
 
 static int tcp_listen(const char *host, int port) {
-    ddp__listen_addresses addresses = ddp__listen_addresses_of(host);
-    return ddp__tcp_listen(&addresses, port);
+    return ddp__tcp_listen(host, port, 1);
 }
 
 static const char *backend_name(const ddp_group *group) { return group->backend->name; }

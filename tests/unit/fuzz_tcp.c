@@ -222,7 +222,7 @@ static void send_frame(played *p, uint32_t kind, int result, const uint64_t call
     if (change == 6) { peer_close(p); return; }
     if (change == 7) return; /* silence */
     if (change == 8) {       /* before it, a frame of another kind */
-        ddp__letter other = ddp__letter_of(next_byte() % 7, NULL, "a text\x1b[2J\n");
+        ddp__letter other = {{DDP__MAGIC, next_byte() % 7, 0, sizeof other.text, {0, 0}}, "a text\x1b[2J\n"};
         other.frame.result = (int32_t)next_number();
         put(p, &other, sizeof other);
     }
@@ -435,8 +435,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     ddp_group_desc desc = DDP_ZERO, resolved;
     ddp__venue v = DDP_ZERO;
     ddp_group *group;
+    ddp__tcp *t;
     unsigned mode;
-    int listener = -1;
     script = data;
     script_left = size;
     mode = next_byte();
@@ -459,15 +459,17 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     v.port = 1;
     v.secured = secured;
     memcpy(v.key, secret_key, sizeof v.key);
+    t = ddp__tcp_new(group, &v, 0);
+    if (!t) abort();
     if (real_rank == 0) {
         struct sockaddr name = {AF_UNIX, ""};
-        listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        int listener = t->venue.peer[t->venue.count - 1].fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
         if (bind(listener, &name, sizeof name.sa_family) != 0 || listen(listener, 1) != 0)
             abort(); /* nobody comes there */
         play_ranks();
     }
     fuzz_salt = real_rank;
-    if (ddp__tcp_open(group, ddp__tcp_new(group, 0), &v, listener, &group->state) == DDP_OK) {
+    if (ddp__tcp_open(group, t, &group->state) == DDP_OK) {
         make_calls(group);
         group->backend->close(group, group->state);
     } else {
