@@ -1289,7 +1289,7 @@ typedef struct ddp__post {
 typedef struct ddp__sleeper {
     DDP__OWN_LINE uint32_t word; /* futex */
     uint32_t sleeping;           /* threads */
-    int32_t waits_for;           /* rank, or -1 for any event */
+    int32_t waits_for;           /* rank */
 } ddp__sleeper;
 
 enum { DDP__FILLED /* rounds whose slot a rank has filled */, DDP__PASSED /* in which it is done with everybody's */ };
@@ -1375,7 +1375,6 @@ typedef struct ddp__lost_ranks {
     pthread_mutex_t lock;
     int references, world_size;
     uint32_t mark_count;
-    int cause_count;
     ddp_saved_error cause[DDP__LOST_CAUSES]; /* ranks that are found later share the last one */
     unsigned char *cause_of;     /* of each rank: index of its cause + 1, or 0; after this struct */
 } ddp__lost_ranks;
@@ -2366,26 +2365,21 @@ DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, con
 enum { DDP__HEAP_MEMFD, DDP__HEAP_SHM, DDP__HEAP_TMP, DDP__HEAP_HERE, DDP__HEAP_SMALL_SHM, DDP__HEAP_PLACES };
 static const char *const ddp__heap_folders[DDP__HEAP_PLACES] = {"", "/dev/shm", "/tmp", ".", "/dev/shm"};
 
-/* Opens the file, which has lost its name already; -1 with errno. */
+#ifdef SYS_memfd_create
+#define DDP__MEMFD_CREATE SYS_memfd_create
+#else
+#define DDP__MEMFD_CREATE (-1) /* fails with ENOSYS */
+#endif
+
+/* Opens the file and removes its name. Returns -1 with errno. */
 static int ddp__heap_file(int place) {
     struct statvfs disk;
     char path[64];
-    if (place == DDP__HEAP_MEMFD) {
-#ifdef SYS_memfd_create
-        return (int)syscall(SYS_memfd_create, "ddp", 1u /* MFD_CLOEXEC */);
-#else
-        errno = ENOSYS;
-        return -1;
-#endif
-    }
-    if (place == DDP__HEAP_SHM) {
-        if (statvfs(ddp__heap_folders[place], &disk) != 0) return -1;
-        if ((uint64_t)disk.f_bavail * disk.f_frsize < UINT64_C(1) << 30) {
-            errno = ENOSPC;
-            return -1;
-        }
-    }
-    snprintf(path, sizeof path, "%s/ddp-XXXXXX", ddp__heap_folders[place]);
+    const char *folder = ddp__heap_folders[place];
+    if (place == DDP__HEAP_MEMFD) return (int)syscall(DDP__MEMFD_CREATE, "ddp", 1u /* MFD_CLOEXEC */);
+    if (place == DDP__HEAP_SHM && (statvfs(folder, &disk) != 0 || (uint64_t)disk.f_bavail * disk.f_frsize < UINT64_C(1) << 30))
+        return -1; /* DDP__HEAP_SMALL_SHM tries it again, and reports its errno */
+    snprintf(path, sizeof path, "%s/ddp-XXXXXX", folder);
     int fd = mkstemp(path);
     if (fd < 0) return -1;
     unlink(path);
@@ -2393,22 +2387,19 @@ static int ddp__heap_file(int place) {
     return fd;
 }
 
-/* 1 if the system limits the memory that all processes may commit. Touching a page of a memfd above that
-   limit is a SIGBUS. */
-static int ddp__commit_is_limited(void) {
-    char mode = 0;
-    int fd = open("/proc/sys/vm/overcommit_memory", O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return 0;
-    if (read(fd, &mode, 1) != 1) mode = 0;
-    close(fd);
-    return mode == '2';
-}
-
-/* Returns 1 where touching a page that has no room is a SIGBUS: pages are then reserved before that.
+/* Returns 1 where touching a page that has no room is a SIGBUS: pages are then reserved before that. It is one
+   in a folder, and in a memfd when the system limits the memory that all processes may commit.
    Elsewhere a memfd stays sparse. A group of 64 ranks has 752 MiB of control memory and touches 5 to 100 MiB;
    reserving all takes a second. Reserving does not help against the memory limit of a cgroup: its OOM killer
    ends a process that reserves pages, too. */
-static int ddp__heap_reserves(int place) { return place != DDP__HEAP_MEMFD || ddp__commit_is_limited(); }
+static int ddp__heap_reserves(int place) {
+    char mode = 0;
+    if (place != DDP__HEAP_MEMFD) return 1;
+    int fd = open("/proc/sys/vm/overcommit_memory", O_RDONLY | O_CLOEXEC);
+    int known = fd >= 0 && read(fd, &mode, 1) == 1;
+    if (fd >= 0) close(fd);
+    return known && mode == '2';
+}
 
 /* The place of a heap, for error lines. */
 static const char *ddp__heap_where(const char *folder) {
@@ -2594,23 +2585,18 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
 
 #define DDP__START_UNKNOWN UINT64_MAX
 
-/* Returns 1 when /proc numbers processes as this process does. In a PID namespace that kept the /proc of the
-   outer one, /proc/PID is another process. */
-static int ddp__proc_is_ours(void) {
-    char self[16];
+/* Returns the start time (field 22) of a process, 0 when it has ended, also as a zombie (state Z or X, field
+   3), or DDP__START_UNKNOWN. It is unknown in a PID namespace that kept the /proc of the outer one: there,
+   /proc/PID is another process. */
+static uint64_t ddp__process_start_time(int pid) {
+    char self[16], path[32], line[512];
+    int fields = 2;
     ssize_t n = readlink("/proc/self", self, sizeof self - 1);
     self[n > 0 ? n : 0] = 0;
-    return atoi(self) == (int)getpid();
-}
-
-/* Returns the start time (field 22) of a process, 0 when it has ended, also as a zombie (state Z or X, field
-   3), or DDP__START_UNKNOWN. */
-static uint64_t ddp__process_start_time(int pid) {
-    char path[32], line[512];
     snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    int fd = ddp__proc_is_ours() ? open(path, O_RDONLY | O_CLOEXEC) : -1, fields = 2;
+    int fd = atoi(self) == (int)getpid() ? open(path, O_RDONLY | O_CLOEXEC) : -1;
     if (fd < 0) return DDP__START_UNKNOWN;
-    ssize_t n = read(fd, line, sizeof line - 1);
+    n = read(fd, line, sizeof line - 1);
     close(fd);
     line[n > 0 ? n : 0] = 0;
     char *p = strrchr(line, ')'); /* the name may hold anything */
@@ -2695,28 +2681,21 @@ static void ddp__lost_share(ddp_group *group, ddp_group *from, const int *member
         group->world_rank[r] = from->world_rank[members ? members[r] : r];
 }
 
-/* Index of a cause in the record, + 1. With its lock held. */
-static unsigned char ddp__lost_cause(ddp__lost_ranks *lost, ddp_result result, const char *text) {
-    int i = 0;
-    while (i < lost->cause_count && strcmp(lost->cause[i].text, text) != 0) i++;
-    if (i < lost->cause_count) return (unsigned char)(i + 1);
-    if (i == DDP__LOST_CAUSES) return DDP__LOST_CAUSES;
-    lost->cause[i].result = result;
-    memcpy(lost->cause[i].text, text, strlen(text) + 1);
-    return (unsigned char)++lost->cause_count;
-}
-
 /* Marks a rank of the world, except this one. */
 static void ddp__lost_mark(ddp_group *group, int world_rank, ddp_result result, const char *cause) {
     ddp__lost_ranks *lost = group->lost;
     char text[DDP__TEXT_MAX];
+    int i = 0; /* index of the cause; when all are in use, ranks share the last one */
     if (!lost || world_rank >= lost->world_size || world_rank == group->world_rank[group->rank]) return;
     if (strncmp(cause, DDP__CAUSE, strlen(DDP__CAUSE)) == 0 && strstr(cause + strlen(DDP__CAUSE), ": "))
         cause = strstr(cause + strlen(DDP__CAUSE), ": ") + 2; /* only what happened: the line names the group */
     snprintf(text, sizeof text, "group=%s: %.400s", group->name, cause);
     pthread_mutex_lock(&lost->lock);
+    while (i < DDP__LOST_CAUSES - 1 && lost->cause[i].result && strcmp(lost->cause[i].text, text) != 0) i++;
     if (!lost->cause_of[world_rank]) {
-        ddp__store(&lost->cause_of[world_rank], ddp__lost_cause(lost, result, text));
+        if (!lost->cause[i].result) memcpy(lost->cause[i].text, text, sizeof text);
+        if (!lost->cause[i].result) lost->cause[i].result = result;
+        ddp__store(&lost->cause_of[world_rank], (unsigned char)(i + 1));
         ddp__store(&lost->mark_count, lost->mark_count + 1);
     }
     pthread_mutex_unlock(&lost->lock);
@@ -2848,9 +2827,7 @@ static unsigned char *ddp__slot_of(const ddp__local *l, int rank, uint64_t round
 }
 
 static void ddp__futex_wait(uint32_t *word, uint32_t value, int timeout_us) {
-    struct timespec t;
-    t.tv_sec = timeout_us / 1000000;
-    t.tv_nsec = (long)(timeout_us % 1000000) * 1000;
+    struct timespec t = {timeout_us / 1000000, (long)(timeout_us % 1000000) * 1000};
     syscall(SYS_futex, word, 0 /* FUTEX_WAIT */, value, &t, NULL, 0);
 }
 
@@ -2879,8 +2856,8 @@ static void ddp__wake_one(ddp__sleeper *sleeper) { if (ddp__load_relaxed(&sleepe
 
 static void ddp__wake_waiters(ddp__local *l) {
     for (int r = 0; r < l->world_size; r++) {
-        int32_t waits_for = ddp__load_relaxed(&l->line[r].collective.waits_for);
-        if (r != l->rank && (waits_for == l->rank || waits_for < 0)) ddp__wake_one(&l->line[r].collective);
+        ddp__sleeper *sleeper = &l->line[r].collective;
+        if (r != l->rank && ddp__load_relaxed(&sleeper->waits_for) == l->rank) ddp__wake_one(sleeper);
     }
 }
 
@@ -2920,6 +2897,8 @@ static int ddp__job_pid(const ddp__job *job, int job_rank) {
     return ddp__load(&job->rank[job_rank].state) == DDP__RANK_ABSENT ? 0 : job->rank[job_rank].pid;
 }
 
+static int ddp__pid_of(const ddp__local *l, int rank) { return ddp__job_pid(l->heap->job, l->member[rank]); }
+
 /* Why rank will not answer: the result, with the reason in text, or DDP_OK. */
 static ddp_result ddp__member_lost(ddp__local *l, int rank, char *text, size_t size) {
     ddp__job_rank *r = &l->heap->job->rank[l->member[rank]];
@@ -2934,22 +2913,20 @@ static ddp_result ddp__member_lost(ddp__local *l, int rank, char *text, size_t s
     return DDP_ERR_TIMEOUT;
 }
 
-/* Publishes that this rank waits for `peer` (a rank of the job, -1 = no longer) in a call. Peers read it for
-   the texts of timeouts and to find the rank that holds up all others. A torn read only garbles a text. */
+/* Publishes that this rank waits for rank `peer` in a call. Peers read it for the texts of timeouts and to find
+   the rank that holds up all others. A torn read only garbles a text. */
 static void ddp__publish_wait(const ddp_group *group, ddp__local *l, const uint64_t what[2], uint64_t seq,
                               int peer) {
-    uint64_t word[DDP__WAIT_WORDS] = {peer < 0 ? 0 : what[0] + 1, what[1], seq};
+    uint64_t word[DDP__WAIT_WORDS] = {what[0] + 1, what[1], seq};
     uint64_t *wait = l->heap->job->rank[l->member[l->rank]].wait;
     memcpy(word + DDP__WAIT_NAME, group->name, sizeof group->name);
     word[DDP__WAIT_TIME] = (uint64_t)(ddp_now() * 1e9);
-    word[DDP__WAIT_PEER] = (uint64_t)(peer + 1);
+    word[DDP__WAIT_PEER] = (uint64_t)(l->member[peer] + 1);
     for (int i = 0; i < DDP__WAIT_WORDS; i++) __atomic_store_n(&wait[i], word[i], __ATOMIC_RELAXED);
 }
 
-static void ddp__publish_no_wait(const ddp_group *group, ddp__local *l) {
-    static const uint64_t nothing[2] = {0, 0};
-    if (ddp__load_relaxed(&l->heap->job->rank[l->member[l->rank]].wait[0]))
-        ddp__publish_wait(group, l, nothing, 0, -1);
+static void ddp__publish_no_wait(ddp__local *l) {
+    __atomic_store_n(&l->heap->job->rank[l->member[l->rank]].wait[0], UINT64_C(0), __ATOMIC_RELAXED);
 }
 
 /* The wait that a rank of the job published; 0 if it is none, or an old one: a waiting rank publishes every
@@ -2975,31 +2952,24 @@ static int ddp__blamed(const ddp__local *l, int job_rank, int timeout_ms) {
 }
 
 /* This rank's timeout passed while it waited for rank. Every other group that contains the rank to blame
-   fails as well, at once instead of after a timeout of its own. */
-static void ddp__mark_unresponsive(const ddp_group *group, ddp__local *l, int rank) {
-    int blamed = ddp__blamed(l, l->member[rank], group->desc.timeout_ms);
-    uint32_t responsive = DDP__RESPONSIVE;
-    ddp__job_rank *r;
-    if (blamed < 0 || blamed == l->member[l->rank]) return;
-    r = &l->heap->job->rank[blamed];
-    if (!__atomic_compare_exchange_n(&r->unresponsive, &responsive, DDP__UNRESPONSIVE_SOON, 0,
-                                     __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
-        return;
-    r->unresponsive_ms = group->desc.timeout_ms;
-    memcpy(r->unresponsive_in, group->name, sizeof r->unresponsive_in);
-    ddp__store(&r->unresponsive, (uint32_t)DDP__UNRESPONSIVE);
-}
-
-/* The same for the groups of this process on other backends. */
-static void ddp__mark_everywhere(ddp_group *group, ddp__local *l, int rank) {
+   fails as well, at once instead of after a timeout of its own: local groups by the job's record, groups of
+   this process on other backends by ddp_group_mark_lost. */
+static void ddp__mark_unresponsive(ddp_group *group, ddp__local *l, int rank) {
     char text[64];
     int blamed = ddp__blamed(l, l->member[rank], group->desc.timeout_ms);
+    uint32_t responsive = DDP__RESPONSIVE;
     if (blamed < 0 || blamed == l->member[l->rank]) return;
-    ddp__mark_unresponsive(group, l, rank);
+    ddp__job_rank *r = &l->heap->job->rank[blamed];
+    if (__atomic_compare_exchange_n(&r->unresponsive, &responsive, DDP__UNRESPONSIVE_SOON, 0,
+                                    __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+        r->unresponsive_ms = group->desc.timeout_ms;
+        memcpy(r->unresponsive_in, group->name, sizeof r->unresponsive_in);
+        ddp__store(&r->unresponsive, (uint32_t)DDP__UNRESPONSIVE);
+    }
     snprintf(text, sizeof text, "no response within %d ms (pid %d)", group->desc.timeout_ms,
              ddp__job_pid(l->heap->job, blamed));
-    for (int r = 0; r < l->world_size; r++)
-        if (l->member[r] == blamed) ddp_group_mark_lost(group, r, DDP_ERR_TIMEOUT, text);
+    for (int p = 0; p < l->world_size; p++)
+        if (l->member[p] == blamed) ddp_group_mark_lost(group, p, DDP_ERR_TIMEOUT, text);
 }
 
 /* For the text of a timeout that lacks rank: its world rank and pid, or the call in which it waits and the
@@ -3008,7 +2978,7 @@ static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int r
     const ddp__job *job = l->heap->job;
     uint64_t word[DDP__WAIT_WORDS];
     int member = l->member[rank], blamed = ddp__blamed(l, member, group->desc.timeout_ms), at;
-    char call[72], name[32];
+    char call[72];
     if (!ddp__wait_of(l, member, group->desc.timeout_ms, word)) {
         int pid = ddp__job_pid(job, member);
         if (pid && l->parent)
@@ -3019,9 +2989,8 @@ static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int r
     }
     word[0]--;
     ddp__describe(call, sizeof call, word);
-    memcpy(name, word + DDP__WAIT_NAME, sizeof name);
     at = snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", l->number[rank], call,
-                  name, (unsigned long long)word[2]);
+                  (const char *)(word + DDP__WAIT_NAME), (unsigned long long)word[2]);
     if (blamed >= 0 && blamed != member && at < (int)size)
         snprintf(out + at, size - (size_t)at, " for world rank %d (pid %d)", blamed, ddp__job_pid(job, blamed));
 }
@@ -3049,7 +3018,7 @@ static void ddp__timed_out(ddp_group *group, ddp__local *l, const uint64_t *word
         ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, l->number[r]);
         if (arrived) continue;
         if (!waiting[0]) ddp__waiting_text(group, l, r, waiting, sizeof waiting);
-        ddp__mark_everywhere(group, l, r);
+        ddp__mark_unresponsive(group, l, r);
     }
     snprintf(out, size, DDP__MISSING_TEXT "%s", group->desc.timeout_ms, here[0] ? here : "none", missing,
              waiting);
@@ -3107,8 +3076,7 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
         double now = ddp_now();
         if (now - checked > 0.004 + 0.0008 * l->world_size) { /* a look at a process costs about 10 us */
             checked = now;
-            ddp__publish_wait(group, l, ddp__post_of(l, l->rank, group->seq)->what, group->seq,
-                              l->member[peer]);
+            ddp__publish_wait(group, l, ddp__post_of(l, l->rank, group->seq)->what, group->seq, peer);
             ddp__look_for_lost(l, words, stride, target);
             ddp__look_for_strays(group, l, words, stride, target);
         }
@@ -3120,7 +3088,7 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
             if (ddp__word_of(words, stride, peer) < target) ddp__local_poison(NULL, l, DDP_ERR_TIMEOUT, text);
         }
     }
-    ddp__publish_no_wait(group, l);
+    ddp__publish_no_wait(l);
     return DDP_OK;
 }
 
@@ -3195,19 +3163,16 @@ static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t si
 
 /* Copies out of another process's memory; 0 where the system refuses it or that memory is not there. */
 static int ddp__vm_read(int pid, void *dst, uint64_t address, size_t size_bytes) {
-    struct iovec here, there;
-    for (size_t done = 0; done < size_bytes; done += here.iov_len) {
-        here.iov_base = (unsigned char *)dst + done;
-        there.iov_base = (unsigned char *)(uintptr_t)address + done;
-        here.iov_len = there.iov_len = size_bytes - done;
+    for (size_t done = 0; done < size_bytes;) {
+        struct iovec here = {(unsigned char *)dst + done, size_bytes - done};
+        struct iovec there = {(unsigned char *)(uintptr_t)address + done, size_bytes - done};
         long n = syscall(SYS_process_vm_readv, (long)pid, &here, 1ul, &there, 1ul, 0ul);
         if (n <= 0) return 0;
-        here.iov_len = (size_t)n;
+        done += (size_t)n;
     }
     return 1;
 }
 
-static int ddp__pid_of(const ddp__local *l, int rank) { return l->heap->job->rank[l->member[rank]].pid; }
 
 /* 1 when this rank can read the process of rank r, 0 when that has not come yet, -1 when the system refuses or shows another process. */
 static int ddp__can_read(ddp__local *l, int r) {
@@ -3264,8 +3229,7 @@ static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *ca
         const ddp__post *post = ddp__post_of(l, peer, call->seq);
         DDP_TRY(ddp__await(group, l, peer, &l->posts[call->seq & 1].seq, 2 * sizeof(ddp__post), call->seq));
         if (ddp__compared(post->what[0] ^ signature) == 0 && post->what[1] == call->count) continue;
-        ddp_result result = peer < l->rank ? ddp__mismatch(peer, post->what, l->rank, mine->what) : ddp__mismatch(l->rank, mine->what, peer, post->what);
-        ddp__local_poison(NULL, l, result, ddp_last_error());
+        ddp__local_poison(NULL, l, ddp_call_compare(peer, post->what, l->rank, mine->what), ddp_last_error());
         return DDP_ERR_POISONED;
     }
     return DDP_OK;
@@ -3278,10 +3242,7 @@ static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size
     if (ddp__vm_read(ddp__pid_of(l, peer), dst, address ^ DDP__PRIVATE, size)) return 1;
     int error = errno; /* how it ended may take a moment to be known */
     for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500))
-        if (ddp__member_lost(l, peer, text, sizeof text) == DDP_ERR_PEER_LOST) {
-            ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
-            return 0;
-        }
+        if (ddp__member_lost(l, peer, text, sizeof text) == DDP_ERR_PEER_LOST) ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
     if (error == ESRCH) DDP__POISON(l, DDP_ERR_PEER_LOST, "rank %d: pid %d is gone", l->number[peer], ddp__pid_of(l, peer));
     else DDP__POISON(l, DDP_ERR_SYSTEM, "rank %d could not read the buffer of rank %d: %s", l->number[l->rank], l->number[peer], strerror(error));
     return 0;
@@ -3621,9 +3582,9 @@ static ddp_tuner *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t g
     return &l->route[kind][power];
 }
 
-/* More than a small message, or one whose counts differ: announces it, and chooses its way together with the other ranks. *filled: rounds that
-   are in the own slots already. *route: what learns how long a proposed way takes, or NULL. */
-static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m, size_t *filled, int *way, ddp_tuner **route) {
+/* A call of more than a small message, or a _v call. Announces it, chooses its way together with the other ranks, and executes
+   it. A way that rank 0 proposed is timed. */
+static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, ddp__move *m) {
     const ddp_call *call = m->call;
     int push = call->kind == DDP_CALL_ALL_GATHER && m->block >= DDP__LARGE_BYTES;
     size_t span = 0; /* how far the send buffer reaches that peers read */
@@ -3638,9 +3599,9 @@ static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m,
     if (push) recv = ddp__address(l, m->recv, m->block * (size_t)l->world_size);
     if (call->recv_counts) ddp__counts_tell(l, m);
     ddp_tuner *proposed = call->send_counts || m->shared ? NULL : ddp__route_propose(l, m, span);
-    *filled = !proposed && !call->recv_counts && (send | recv) & DDP__PRIVATE; /* surely staged: the first round travels with the announcement */
+    int filled = !proposed && !call->recv_counts && (send | recv) & DDP__PRIVATE; /* staged for certain: the first round travels with the announcement */
     ddp__move_cut(l, m);
-    if (*filled) {
+    if (filled) {
         DDP_TRY(ddp__await_passed(group, l, l->round + 1 - DDP__SLOTS));
         ddp__move_fill(l, m, ddp__slot_of(l, l->rank, l->round + 1), 0, 0);
         ddp__store(&l->line[l->rank].count[DDP__FILLED].rounds, l->round + 1);
@@ -3653,12 +3614,14 @@ static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m,
         recvs |= ddp__post_of(l, r, call->seq)->recv;
         readable &= ddp__proposal_of(l, r, call)->readable;
     }
-    *way = DDP__WAY_CACHED;
-    if (push && !(recvs & DDP__PRIVATE)) *way = DDP__WAY_PUSH;
-    else if (!((m->shared ? sends | recvs : sends) & DDP__PRIVATE)) *way = DDP__WAY_TAKE;
-    else if ((*route = proposed) != NULL) *way = ddp__proposal_of(l, 0, call)->way;
-    if (*way == DDP__WAY_READ && !readable) *way = DDP__WAY_CACHED;
-    return DDP_OK;
+    if (push && !(recvs & DDP__PRIVATE)) return ddp__move_direct(group, l, m, DDP__WAY_PUSH);
+    if (!((m->shared ? sends | recvs : sends) & DDP__PRIVATE)) return ddp__move_direct(group, l, m, DDP__WAY_TAKE);
+    if (!proposed) return ddp__move_rounds(group, l, m, (size_t)filled, 0);
+    int way = ddp__proposal_of(l, 0, call)->way;
+    double start = ddp_now();
+    ddp_result result = way == DDP__WAY_READ && readable ? ddp__move_direct(group, l, m, way) : ddp__move_rounds(group, l, m, 0, way == DDP__WAY_PAST);
+    ddp_tuner_learn(proposed, way, ddp_now() - start);
+    return result;
 }
 
 static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *call) {
@@ -3670,15 +3633,8 @@ static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *
     if (call->kind == DDP_CALL_BARRIER) {
         result = ddp__enter(group, l, call, 0, 0);
     } else if (!small || call->recv_counts) {
-        ddp__move large = m;
-        ddp_tuner *route = NULL;
-        size_t filled = 0;
-        int way = DDP__WAY_CACHED;
-        result = ddp__move_begin(group, l, &large, &filled, &way, &route);
-        double start = route ? ddp_now() : 0;
-        if (result == DDP_OK && way >= DDP__WAY_READ) result = ddp__move_direct(group, l, &large, way);
-        else if (result == DDP_OK) result = ddp__move_rounds(group, l, &large, filled, way == DDP__WAY_PAST);
-        if (route) ddp_tuner_learn(route, ddp__proposal_of(l, 0, call)->way, ddp_now() - start);
+        ddp__move large = m; /* so that m stays in registers */
+        result = ddp__move_large(group, l, &large);
     } else if (m.shape != DDP__ADDS) {
         result = ddp__move_small(group, l, &m);
     } else {
@@ -3912,15 +3868,12 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__requ
 /* This thread waits for request: publishes that, and poisons the group when the time is over. */
 static void ddp__request_waits(ddp_group *group, ddp__local *l, ddp__request *r) {
     const uint64_t what[2] = {ddp__p2p_signature(&r->call), r->call.count};
-    char text[DDP__TEXT_MAX], waiting[176] = "";
-    size_t at;
-    ddp__publish_wait(group, l, what, r->call.seq, l->member[r->call.root]);
+    char text[DDP__TEXT_MAX];
+    ddp__publish_wait(group, l, what, r->call.seq, r->call.root);
     if (ddp_now() - ddp__waited_since <= group->desc.timeout_ms * 1e-3) return;
     ddp__p2p_timeout_text(group, &r->call, l->number[r->call.root], text, sizeof text);
-    ddp__waiting_text(group, l, r->call.root, waiting, sizeof waiting);
-    at = strlen(text);
-    snprintf(text + at, sizeof text - at, "%s", waiting);
-    ddp__mark_everywhere(group, l, r->call.root);
+    ddp__waiting_text(group, l, r->call.root, text + strlen(text), sizeof text - strlen(text));
+    ddp__mark_unresponsive(group, l, r->call.root);
     ddp__local_poison(group, l, DDP_ERR_TIMEOUT, text);
 }
 
@@ -3977,7 +3930,7 @@ static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *reque
         *done = r->done;
         failed = !r->done && ddp__load(&l->control->poison);
         if (!r->done && !failed) continue;
-        if (ddp__waited_request == request) ddp__publish_no_wait(group, l);
+        if (ddp__waited_request == request) ddp__publish_no_wait(l);
         while (*link != r) link = &(*link)->next;
         *link = r->next;
         r->next = l->free_requests;
@@ -4207,21 +4160,21 @@ static const ddp_backend ddp__backend_local = {
 
 //== the self backend: one rank ========================================================================= >>impl-self
 
-typedef struct ddp__self { ddp_result cause; char text[DDP__TEXT_MAX]; } ddp__self;
+/* The state is the cause of its failure, a ddp_saved_error. */
 
-static ddp_result ddp__self_open(ddp_group *group, void **state) { return ddp__cpu_alloc(group, sizeof(ddp__self), state); }
+static ddp_result ddp__self_open(ddp_group *group, void **state) {
+    return ddp__cpu_alloc(group, sizeof(ddp_saved_error), state);
+}
 
 static ddp_result ddp__self_run(ddp_group *group, void *state, const ddp_call *call) {
-    size_t element = ddp_dtype_size(call->dtype), count = call->recv_counts ? call->recv_counts[0] : call->count;
-    size_t from = call->send_offsets ? call->send_offsets[0] : 0, to = call->recv_offsets ? call->recv_offsets[0] : 0;
+    ddp__move m = ddp__move_of(call);
+    ddp_bytes from = ddp__gives(0, &m, 0), to = ddp__takes(0, &m, 0);
     (void)group;
-    if (((ddp__self *)state)->cause != DDP_OK) return DDP_ERR_POISONED;
-    if (call->kind == DDP_CALL_BARRIER || call->kind == DDP_CALL_BROADCAST) return DDP_OK;
-    if (call->send_counts && count != call->send_counts[0])
+    if (((ddp_saved_error *)state)->result != DDP_OK) return DDP_ERR_POISONED;
+    if (from.size != to.size)
         return ddp_fail(DDP_ERR_MISMATCH, "ddp_all_to_all_v: send_counts[0] and recv_counts[0] differ");
-    if (count && (const unsigned char *)call->send + from * element != (unsigned char *)call->recv + to * element)
-        memmove((unsigned char *)call->recv + to * element, (const unsigned char *)call->send + from * element, count * element);
-    if (call->op == DDP_OP_AVG && ddp__has_op(call->kind) && call->divisor > 1) ddp__divide(call->recv, count, call->dtype, call->divisor);
+    if (to.size && m.send + from.begin != m.recv + to.begin) memmove(m.recv + to.begin, m.send + from.begin, to.size);
+    if (m.shape & DDP__ADDS && call->op == DDP_OP_AVG && call->divisor > 1) ddp__divide(call->recv, call->count, call->dtype, call->divisor);
     return DDP_OK;
 }
 
@@ -4232,24 +4185,23 @@ static ddp_result ddp__self_split(ddp_group *parent, void *state, ddp_group *chi
 }
 
 static ddp_result ddp__self_status(const ddp_group *group, void *state) {
-    ddp__self *self = (ddp__self *)state;
     (void)group;
-    return self->cause == DDP_OK ? DDP_OK : ddp_fail(self->cause, "%s", self->text);
+    return ddp_error_restore((const ddp_saved_error *)state);
 }
 
-static void ddp__self_abort(ddp_group *group, void *state, ddp_result cause, const char *text) {
-    ddp__self *self = (ddp__self *)state;
+static void ddp__self_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    ddp_saved_error *first = (ddp_saved_error *)state;
     (void)group;
-    if (self->cause != DDP_OK) return;
-    snprintf(self->text, sizeof self->text, "%s", text);
-    self->cause = cause;
+    if (first->result != DDP_OK) return;
+    snprintf(first->text, sizeof first->text, "%s", text);
+    first->result = cause;
 }
 
 static void ddp__self_close(ddp_group *group, void *state) { ddp_host_free(group, state); }
 
 static const ddp_backend ddp__backend_self = {
     "self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split, NULL, NULL, ddp__self_status,
-    ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
+    ddp__self_poison, ddp__self_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
 
 //== calls, for backends ================================================================================= >>impl-calls
 
