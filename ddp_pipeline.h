@@ -467,7 +467,7 @@ struct ddp_schedule {
     int rank_count, stage_count, microbatch_count, update_interval;
     ddp_action *actions;       /* rank after rank; a place in here is an action's index */
     int count, capacity;
-    int *first;                /* rank r has actions[first[r]] to actions[first[r + 1] - 1] */
+    int *first;                /* rank r has actions[first[r]] to actions[first[r + 1] - 1]; after the struct */
     int filled;                /* lists that are complete, while it is made */
     int *stage_rank;           /* -1: on none */
     ddp_result failed;         /* while it is made */
@@ -502,24 +502,22 @@ static void *ddp__schedule_alloc(const ddp_schedule *s, size_t count, size_t siz
 
 static void ddp__schedule_free(const ddp_schedule *s, void *memory) { if (memory) s->free_fn(memory, s->user); }
 
-/* An empty schedule whose lists are pushed rank by rank. Of desc: kind, ranks, update interval and allocator. */
+/* An empty schedule. Its lists are filled rank by rank. Reads the kind, the number of ranks, the update interval
+   and the allocator of desc. */
 static ddp_schedule *ddp__schedule_new(const ddp_schedule_desc *desc) {
-    ddp_schedule start, *s;
-    int rank_count = desc->rank_count;
-    memset(&start, 0, sizeof start);
+    ddp_schedule start = DDP_ZERO, *s;
+    start.kind = desc->kind;
+    start.rank_count = desc->rank_count;
+    start.update_interval = desc->update_interval;
     start.alloc_fn = desc->alloc_fn ? desc->alloc_fn : ddp__schedule_malloc;
     start.free_fn = desc->alloc_fn ? desc->free_fn : ddp__schedule_mfree;
     start.user = desc->user;
-    start.kind = desc->kind;
-    start.rank_count = rank_count;
-    start.update_interval = desc->update_interval;
-    s = (ddp_schedule *)ddp__schedule_alloc(&start, 1, sizeof *s);
+    s = (ddp_schedule *)ddp__schedule_alloc(&start, 1, sizeof *s + ((size_t)desc->rank_count + 1) * sizeof *s->first);
     if (!s) return NULL;
     *s = start;
-    s->first = (int *)ddp__schedule_alloc(s, (size_t)rank_count + 1, sizeof *s->first);
-    if (s->first) { s->first[0] = 0; return s; }
-    s->free_fn(s, s->user);
-    return NULL;
+    s->first = (int *)(s + 1);
+    s->first[0] = 0;
+    return s;
 }
 
 /* An empty schedule with the allocator and the kind of another one. */
@@ -552,19 +550,17 @@ static void ddp__schedule_push(ddp_schedule *s, ddp_action_kind kind, int stage,
 
 static void ddp__schedule_end_rank(ddp_schedule *s) { s->first[++s->filled] = s->count; }
 
-/* Hands the schedule out once its lists are complete: how many stages and micro-batches there are follows from them. */
-static ddp_result ddp__schedule_finish(ddp_schedule **out, ddp_schedule *s, ddp_result result) {
-    if (s && result == DDP_OK) result = s->failed;
-    if (!s) return DDP_ERR_NO_MEMORY;
+/* Hands out a schedule whose lists are complete, or frees it and returns why it failed. The lists determine the
+   number of stages and of micro-batches. */
+static ddp_result ddp__schedule_finish(ddp_schedule **out, ddp_schedule *s) {
+    ddp_result result = s->failed;
     for (int i = 0; i < s->count; i++) {
         if (s->actions[i].stage >= s->stage_count) s->stage_count = s->actions[i].stage + 1;
         if (s->actions[i].microbatch >= s->microbatch_count) s->microbatch_count = s->actions[i].microbatch + 1;
     }
     if (!s->update_interval) s->update_interval = s->microbatch_count;
-    if (result == DDP_OK) {
-        s->stage_rank = (int *)ddp__schedule_alloc(s, (size_t)s->stage_count, sizeof *s->stage_rank);
-        if (!s->stage_rank) result = DDP_ERR_NO_MEMORY;
-    }
+    if (result == DDP_OK) s->stage_rank = (int *)ddp__schedule_alloc(s, (size_t)s->stage_count, sizeof *s->stage_rank);
+    if (result == DDP_OK && !s->stage_rank) result = DDP_ERR_NO_MEMORY;
     if (result != DDP_OK) {
         ddp_schedule_destroy(s);
         return result;
@@ -580,14 +576,13 @@ static ddp_result ddp__schedule_finish(ddp_schedule **out, ddp_schedule *s, ddp_
 DDPDEF void ddp_schedule_destroy(ddp_schedule *schedule) {
     if (!schedule) return;
     ddp__schedule_free(schedule, schedule->actions);
-    ddp__schedule_free(schedule, schedule->first);
     ddp__schedule_free(schedule, schedule->stage_rank);
     schedule->free_fn(schedule, schedule->user);
 }
 
 static int ddp__action_computes(ddp_action_kind kind) { return kind >= DDP_ACTION_FORWARD && kind <= DDP_ACTION_BACKWARD; }
+static int ddp__action_communicates(ddp_action_kind kind) { return kind >= DDP_ACTION_SEND_F && kind <= DDP_ACTION_RECV_B; }
 static int ddp__action_sends(ddp_action_kind kind) { return kind == DDP_ACTION_SEND_F || kind == DDP_ACTION_SEND_B; }
-static int ddp__action_receives(ddp_action_kind kind) { return kind == DDP_ACTION_RECV_F || kind == DDP_ACTION_RECV_B; }
 static int ddp__action_ends(ddp_action_kind kind) { return kind == DDP_ACTION_WEIGHT_GRAD || kind == DDP_ACTION_BACKWARD; }
 static int ddp__action_is_sharding(ddp_action_kind kind) { return kind >= DDP_ACTION_UNSHARD && kind <= DDP_ACTION_REDUCE_GRAD; }
 
@@ -596,7 +591,6 @@ typedef struct ddp__action_text { char text[64]; } ddp__action_text;
 /* As in a CSV cell: "2I5", "0UNSHARD". */
 static ddp__action_text ddp__action_label(const ddp_action *a) {
     ddp__action_text label;
-    label.text[0] = 0;
     if (a->kind == DDP_ACTION_IDLE) snprintf(label.text, sizeof label.text, "(idle)");
     else if (ddp__action_is_sharding(a->kind)) snprintf(label.text, sizeof label.text, "%d%s", a->stage, ddp__action_names[a->kind]);
     else snprintf(label.text, sizeof label.text, "%d%s%d", a->stage, ddp__action_names[a->kind], a->microbatch);
@@ -637,23 +631,21 @@ static void ddp__push_in_rounds(ddp_schedule *s, ddp_action_kind kind, int rank,
     ddp__schedule_push(s, kind, chunk * s->rank_count + rank, microbatch);
 }
 
-/* All kinds of the 1F1B family: `warmup` forwards fill the pipeline, then one forward and one backward
-   alternate, then the remaining backwards follow. With split, the weight gradient of a backward comes `lag`
-   backwards later. */
-static void ddp__generate_1f1b(ddp_schedule *s, int rank, int m, int v, int64_t warmup, int split, int lag) {
-    int round = m / ddp__rounds(s->rank_count, m), total = m * v, done = 0;
+/* All kinds of the 1F1B family. The first forwards fill the pipeline: those before the last chunk's first one,
+   and `lates` for each later rank. Then one forward and one backward alternate, and the remaining backwards
+   follow. lags > 0: the weight gradient of a backward comes lags * rank backwards later. */
+static void ddp__generate_1f1b(ddp_schedule *s, const ddp_schedule_desc *d, int rank, int lates, int lags) {
+    int p = d->rank_count, m = d->microbatch_count, v = d->chunk_count, round = m / ddp__rounds(p, m);
+    int total = m * v, lag = lags * rank;
+    int64_t warmup = (int64_t)(v - 1) * round + (int64_t)lates * (p - 1 - rank);
     int fill = warmup < total ? (int)warmup : total;
-    for (int k = 0; k < fill + total; k++) {
+    for (int k = 0; k < fill + total + lag; k++) {
         int b = k - fill, w = b - lag;
         if (k < total) ddp__push_in_rounds(s, DDP_ACTION_FORWARD, rank, k, v, round);
-        if (b < 0) continue;
-        ddp__push_in_rounds(s, split ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_BACKWARD, rank, b, v, round);
-        if (!split || w < 0) continue;
-        ddp__push_in_rounds(s, DDP_ACTION_WEIGHT_GRAD, rank, w, v, round);
-        done = w + 1;
+        if (b >= 0 && b < total)
+            ddp__push_in_rounds(s, lags ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_BACKWARD, rank, b, v, round);
+        if (lags && w >= 0 && w < total) ddp__push_in_rounds(s, DDP_ACTION_WEIGHT_GRAD, rank, w, v, round);
     }
-    for (int w = done; split && w < total; w++)
-        ddp__push_in_rounds(s, DDP_ACTION_WEIGHT_GRAD, rank, w, v, round);
 }
 
 /* All of a block of micro-batches forward, chunk by chunk, then all back. Blocks of m: GPipe and looped BFS; of 1: naive. */
@@ -672,8 +664,7 @@ typedef struct ddp__vee {
     ddp_schedule *s;
     int stage[2], m;
     int next[2][DDP_ACTION_KIND_COUNT];
-    int *waiting; /* DualPipeV: stages whose weight gradients are due, in order */
-    int put, taken;
+    int searched, due; /* DualPipeV: the W of all I before actions[searched] are in the list; number of I without a W */
 } ddp__vee;
 
 /* Micro-batches beyond m are counted and left out. */
@@ -690,7 +681,7 @@ static void ddp__vee_push_split(ddp__vee *v, int way) {
 /* ZB-V for at least 2p-1 micro-batches; of fewer, those beyond m are left out. */
 static void ddp__generate_zb_v(ddp_schedule *s, int rank, int m) {
     int p = s->rank_count, n = m > 2 * p - 1 ? m : 2 * p - 1;
-    ddp__vee v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, NULL, 0, 0};
+    ddp__vee v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, 0, 0};
     int *down = v.next[0], *up = v.next[1];
     for (int k = 0; k < 2 * (p - rank) - 1; k++) ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
     for (int k = 0; k < rank; k++) {
@@ -716,16 +707,21 @@ static void ddp__generate_zb_v(ddp_schedule *s, int rank, int m) {
     while (down[DDP_ACTION_WEIGHT_GRAD] < n) ddp__vee_push(&v, DDP_ACTION_WEIGHT_GRAD, 0);
 }
 
-/* B and full backwards count on as one sequence of micro-batches per stage. */
+/* I and B of a stage count the same sequence of micro-batches. */
 static void ddp__vee_backward(ddp__vee *v, int way, int split) {
     int i = v->next[way][DDP_ACTION_BACKWARD]++;
     ddp__schedule_push(v->s, split ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_BACKWARD, v->stage[way], i);
-    if (split) v->waiting[2 * v->put] = v->stage[way], v->waiting[2 * v->put++ + 1] = i;
+    v->due += split;
 }
 
+/* The W of the first I of this list that has none. */
 static void ddp__vee_weight(ddp__vee *v) {
-    ddp__schedule_push(v->s, DDP_ACTION_WEIGHT_GRAD, v->waiting[2 * v->taken], v->waiting[2 * v->taken + 1]);
-    v->taken++;
+    const ddp_action *actions = v->s->actions;
+    v->due--;
+    if (v->s->failed != DDP_OK) return;
+    while (actions[v->searched].kind != DDP_ACTION_INPUT_GRAD) v->searched++;
+    ddp__schedule_push(v->s, DDP_ACTION_WEIGHT_GRAD, actions[v->searched].stage, actions[v->searched].microbatch);
+    v->searched++;
 }
 
 /* A forward one way together with a backward the other way. */
@@ -735,10 +731,10 @@ static void ddp__vee_overlap(ddp__vee *v, int way) {
     ddp__vee_backward(v, !way, 0);
 }
 
-/* DualPipeV as DeepSeek's published code does it. waiting: room for 2p pairs. */
-static void ddp__generate_dualpipe_v(ddp_schedule *s, int rank, int m, int *waiting) {
+/* DualPipeV, in the order of DeepSeek's published code. */
+static void ddp__generate_dualpipe_v(ddp_schedule *s, int rank, int m) {
     int p = s->rank_count, split = 0;
-    ddp__vee v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, waiting, 0, 0};
+    ddp__vee v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, s->count, 0};
     for (int k = 0; k < 2 * (p - rank - 1); k++) ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
     for (int k = 0; k < rank + 1; k++) {
         ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
@@ -770,7 +766,7 @@ static void ddp__generate_dualpipe_v(ddp_schedule *s, int rank, int m, int *wait
         ddp__vee_weight(&v);
         ddp__vee_backward(&v, 0, 1);
     }
-    while (v.taken < v.put) ddp__vee_weight(&v);
+    while (v.due > 0) ddp__vee_weight(&v);
 }
 
 /* m is to be a multiple of step and at least least. */
@@ -849,21 +845,32 @@ static ddp_result ddp__schedule_desc_resolve(const ddp_schedule_desc *desc, ddp_
     return ddp__schedule_check_interval(d);
 }
 
-static void ddp__generate_rank(ddp_schedule *s, const ddp_schedule_desc *d, int r, int *waiting) {
-    int p = d->rank_count, m = d->microbatch_count, v = d->chunk_count, late = p - 1 - r;
-    int64_t chunks = (int64_t)(v - 1) * (m / ddp__rounds(p, m)); /* forwards before the last chunk's first */
+static void ddp__generate_rank(ddp_schedule *s, const ddp_schedule_desc *d, int rank) {
+    int m = d->microbatch_count;
     switch (d->kind) {
-    case DDP_SCHEDULE_NAIVE: ddp__generate_blocks(s, r, m, v, 1); break;
-    case DDP_SCHEDULE_GPIPE: case DDP_SCHEDULE_LOOPED_BFS: ddp__generate_blocks(s, r, m, v, m); break;
-    case DDP_SCHEDULE_1F1B: case DDP_SCHEDULE_PIPEDREAM: case DDP_SCHEDULE_PIPEDREAM_2BW: ddp__generate_1f1b(s, r, m, 1, late, 0, 0); break;
-    case DDP_SCHEDULE_INTERLEAVED_1F1B: ddp__generate_1f1b(s, r, m, v, chunks + 2 * late, 0, 0); break;
-    case DDP_SCHEDULE_ZB_H1: ddp__generate_1f1b(s, r, m, 1, late, 1, r); break;
-    case DDP_SCHEDULE_ZB_H2: ddp__generate_1f1b(s, r, m, 1, 2 * (int64_t)late, 1, 2 * r); break;
-    case DDP_SCHEDULE_INTERLEAVED_ZB_1P: ddp__generate_1f1b(s, r, m, v, chunks + late, 1, r); break;
-    case DDP_SCHEDULE_ZB_V: ddp__generate_zb_v(s, r, m); break;
-    case DDP_SCHEDULE_DUALPIPE_V: ddp__generate_dualpipe_v(s, r, m, waiting); break;
+    case DDP_SCHEDULE_NAIVE: ddp__generate_blocks(s, rank, m, d->chunk_count, 1); break;
+    case DDP_SCHEDULE_GPIPE: case DDP_SCHEDULE_LOOPED_BFS: ddp__generate_blocks(s, rank, m, d->chunk_count, m); break;
+    case DDP_SCHEDULE_1F1B: case DDP_SCHEDULE_PIPEDREAM: case DDP_SCHEDULE_PIPEDREAM_2BW:
+        ddp__generate_1f1b(s, d, rank, 1, 0);
+        break;
+    case DDP_SCHEDULE_INTERLEAVED_1F1B: ddp__generate_1f1b(s, d, rank, 2, 0); break;
+    case DDP_SCHEDULE_ZB_H1: case DDP_SCHEDULE_INTERLEAVED_ZB_1P: ddp__generate_1f1b(s, d, rank, 1, 1); break;
+    case DDP_SCHEDULE_ZB_H2: ddp__generate_1f1b(s, d, rank, 2, 2); break;
+    case DDP_SCHEDULE_ZB_V: ddp__generate_zb_v(s, rank, m); break;
+    case DDP_SCHEDULE_DUALPIPE_V: ddp__generate_dualpipe_v(s, rank, m); break;
     case DDP_SCHEDULE_AUTO: case DDP_SCHEDULE_KIND_COUNT: break;
     }
+}
+
+/* Creates a schedule of any kind except AUTO. */
+static ddp_result ddp__schedule_generate(ddp_schedule **out, const ddp_schedule_desc *d) {
+    ddp_schedule *s = ddp__schedule_new(d);
+    if (!s) return DDP_ERR_NO_MEMORY;
+    for (int rank = 0; rank < d->rank_count; rank++) {
+        ddp__generate_rank(s, d, rank);
+        ddp__schedule_end_rank(s);
+    }
+    return ddp__schedule_finish(out, s);
 }
 
 //== who needs what from whom ================================================================= >>impl-schedule-play
@@ -877,17 +884,17 @@ static void ddp__generate_rank(ddp_schedule *s, const ddp_schedule_desc *d, int 
        SEND              the RECV of the message before it to the same rank: one fits in between */
 typedef struct ddp__play {
     const ddp_schedule *s;
-    int cells;
-    int *memory;             /* all tables but times */
-    int *forward, *gradient, *weight, *send[2], *recv[2]; /* gradient: of the inputs, I or B; [1]: SEND_B and RECV_B */
+    const ddp_stage_cost *costs; /* NULL = F, I and W take 1 */
+    int *memory;             /* of everything but times */
+    int *table[DDP_ACTION_KIND_COUNT]; /* of each kind that computes or communicates; B is in those of I and W */
     int *ahead;              /* of each action: a SEND's RECV to wait for, or -1 */
     int *waiter;             /* of each action: the rank that waits for it, or -1 */
     int *position;           /* of each rank: index of its next action */
     int *stack;              /* ranks that may go on */
     unsigned char *done;     /* of each action */
     int has_comm, has_sharding, has_reduce;
-    ddp_action_time *times;  /* NULL unless wanted */
     int apart;               /* times of two that overlap without a cost of their own: 1 = one after the other, 0 = both take the sum */
+    ddp_action_time *times;  /* NULL unless wanted */
 } ddp__play;
 
 static __attribute__((format(printf, 3, 4))) ddp_result ddp__schedule_wrong(const ddp_schedule *s, int index, const char *format, ...) {
@@ -905,32 +912,37 @@ static int ddp__message_peer(const ddp_action *a) { return a->stage + (a->kind =
 
 static int ddp__play_cell(const ddp__play *play, int stage, int microbatch) { return stage * play->s->microbatch_count + microbatch; }
 
+/* The cell of an action that computes or communicates: of a message, that of the stage that sends. */
+static int ddp__action_cell(const ddp__play *play, const ddp_action *a) {
+    int received = ddp__action_communicates(a->kind) && !ddp__action_sends(a->kind);
+    return ddp__play_cell(play, received ? ddp__message_peer(a) : a->stage, a->microbatch);
+}
+
 static void ddp__play_close(ddp__play *play) {
     ddp__schedule_free(play->s, play->memory);
-    ddp__schedule_free(play->s, play->done);
     ddp__schedule_free(play->s, play->times);
-    play->memory = NULL, play->done = NULL, play->times = NULL;
+    play->memory = NULL;
+    play->times = NULL;
 }
 
 static ddp_result ddp__play_alloc(ddp__play *play) {
     const ddp_schedule *s = play->s;
     size_t cells = (size_t)s->stage_count * (size_t)s->microbatch_count, actions = (size_t)s->count, ranks = (size_t)s->rank_count;
-    int **const tables[] = {&play->forward, &play->gradient, &play->weight, &play->send[0], &play->recv[0], &play->send[1], &play->recv[1],
-                            &play->ahead, &play->waiter, &play->position, &play->stack};
-    const size_t sizes[] = {cells, cells, cells, cells, cells, cells, cells, actions, actions, ranks, ranks};
-    size_t total = 7 * cells + 2 * actions + 2 * ranks;
-    int *next;
-    play->memory = (int *)ddp__schedule_alloc(s, total, sizeof(int));
-    play->done = (unsigned char *)ddp__schedule_alloc(s, actions, 1);
-    if (!play->memory || !play->done) return DDP_ERR_NO_MEMORY;
-    for (size_t i = 0; i < total; i++) play->memory[i] = -1;
-    memset(play->done, 0, actions);
-    play->cells = (int)cells;
-    next = play->memory;
-    for (int k = 0; k < 11; k++) {
-        *tables[k] = next;
-        next += sizes[k];
+    size_t numbers = 7 * cells + 2 * actions + 2 * ranks;
+    int *next = (int *)ddp__schedule_alloc(s, 1, numbers * sizeof *next + actions);
+    if (!next) return DDP_ERR_NO_MEMORY;
+    for (size_t i = 0; i < numbers; i++) next[i] = -1;
+    play->memory = next;
+    for (int kind = 0; kind < DDP_ACTION_KIND_COUNT; kind++) {
+        if (!ddp__action_computes((ddp_action_kind)kind) && !ddp__action_communicates((ddp_action_kind)kind)) continue;
+        play->table[kind] = kind == DDP_ACTION_BACKWARD ? play->table[DDP_ACTION_INPUT_GRAD] : next;
+        if (kind != DDP_ACTION_BACKWARD) next += cells;
     }
+    play->ahead = next;
+    play->waiter = play->ahead + actions;
+    play->position = play->waiter + actions;
+    play->stack = play->position + ranks;
+    play->done = (unsigned char *)(play->stack + ranks);
     return DDP_OK;
 }
 
@@ -952,34 +964,28 @@ static ddp_result ddp__check_stages(const ddp_schedule *s) {
     return DDP_OK;
 }
 
-/* Where an action is entered, and what must not be there yet. A full backward stands in for both gradients. */
+/* Enters an action in its table, which must have no other one of that stage and micro-batch. B is both I and W. */
 static ddp_result ddp__play_enter(ddp__play *play, int index) {
     const ddp_schedule *s = play->s;
     const ddp_action *a = &s->actions[index];
-    int cell = a->microbatch < 0 ? -1 : ddp__play_cell(play, a->stage, a->microbatch), *slot = NULL, way = a->kind == DDP_ACTION_SEND_B || a->kind == DDP_ACTION_RECV_B;
-    int sends = ddp__action_sends(a->kind), peer = ddp__message_peer(a), there;
-    switch (a->kind) {
-    case DDP_ACTION_FORWARD: slot = &play->forward[cell]; break;
-    case DDP_ACTION_INPUT_GRAD: case DDP_ACTION_BACKWARD: slot = &play->gradient[cell]; break;
-    case DDP_ACTION_WEIGHT_GRAD: slot = &play->weight[cell]; break;
-    case DDP_ACTION_SEND_F: case DDP_ACTION_SEND_B: case DDP_ACTION_RECV_F: case DDP_ACTION_RECV_B:
+    int sends = ddp__action_sends(a->kind), peer = ddp__message_peer(a), cell, there;
+    play->has_sharding |= a->kind == DDP_ACTION_UNSHARD || a->kind == DDP_ACTION_RESHARD;
+    play->has_reduce |= a->kind == DDP_ACTION_REDUCE_GRAD;
+    if (ddp__action_communicates(a->kind)) {
         play->has_comm = 1;
         if (peer < 0 || peer == s->stage_count)
             return ddp__schedule_wrong(s, index, "stage %d has no stage to %s", a->stage, sends ? "send to" : "receive from");
         if (s->stage_rank[a->stage] == s->stage_rank[peer])
             return ddp__schedule_wrong(s, index, "stage %d is on this rank too, nothing is %s it", peer, sends ? "sent to" : "received from");
-        slot = sends ? &play->send[way][cell] : &play->recv[way][ddp__play_cell(play, peer, a->microbatch)];
-        break;
-    case DDP_ACTION_UNSHARD: case DDP_ACTION_RESHARD: play->has_sharding = 1; return DDP_OK;
-    case DDP_ACTION_REDUCE_GRAD: play->has_reduce = 1; return DDP_OK;
-    case DDP_ACTION_IDLE: case DDP_ACTION_KIND_COUNT: return DDP_OK;
-    }
-    there = *slot >= 0 ? *slot : a->kind == DDP_ACTION_BACKWARD ? play->weight[cell] : -1;
+    } else if (!ddp__action_computes(a->kind)) return DDP_OK;
+    cell = ddp__action_cell(play, a);
+    there = play->table[a->kind][cell];
+    if (there < 0 && a->kind == DDP_ACTION_BACKWARD) there = play->table[DDP_ACTION_WEIGHT_GRAD][cell];
     if (there >= 0)
         return ddp__schedule_wrong(s, index, "%s of that stage and micro-batch is at position %d already", ddp__action_label(&s->actions[there]).text,
                                    ddp__action_position(s, there));
-    *slot = index;
-    if (a->kind == DDP_ACTION_BACKWARD) play->weight[cell] = index;
+    play->table[a->kind][cell] = index;
+    if (a->kind == DDP_ACTION_BACKWARD) play->table[DDP_ACTION_WEIGHT_GRAD][cell] = index;
     return DDP_OK;
 }
 
@@ -1016,7 +1022,8 @@ static ddp_result ddp__check_present(const ddp__play *play, int there, ddp_actio
 /* One micro-batch of one stage: once forward, once back, in this order; what another rank sends comes before it is used. */
 static ddp_result ddp__check_cell(const ddp__play *play, int stage, int i) {
     const ddp_schedule *s = play->s;
-    int cell = ddp__play_cell(play, stage, i), f = play->forward[cell], g = play->gradient[cell], w = play->weight[cell];
+    int cell = ddp__play_cell(play, stage, i), f = play->table[DDP_ACTION_FORWARD][cell];
+    int g = play->table[DDP_ACTION_INPUT_GRAD][cell], w = play->table[DDP_ACTION_WEIGHT_GRAD][cell];
     DDP_TRY(ddp__check_present(play, f, DDP_ACTION_FORWARD, stage, i, g >= 0 ? g : w, "forward"));
     if (w < 0) DDP_TRY(ddp__check_present(play, g, DDP_ACTION_BACKWARD, stage, i, f, "backward"));
     DDP_TRY(ddp__check_present(play, g, DDP_ACTION_INPUT_GRAD, stage, i, w, "input gradient"));
@@ -1024,11 +1031,12 @@ static ddp_result ddp__check_cell(const ddp__play *play, int stage, int i) {
     DDP_TRY(ddp__check_after(play, g, f, "forward"));
     if (w != g) DDP_TRY(ddp__check_after(play, w, g, "input gradient"));
     for (int way = 0; way < 2 && play->has_comm; way++) {
-        int to = way ? stage - 1 : stage + 1, made = way ? g : f, send = play->send[way][cell], recv = play->recv[way][cell], used;
+        ddp_action_kind sending = way ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, receiving = way ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F;
+        int to = way ? stage - 1 : stage + 1, made = way ? g : f, send = play->table[sending][cell], recv = play->table[receiving][cell], used;
         if (to < 0 || to == s->stage_count || s->stage_rank[to] == s->stage_rank[stage]) continue;
-        used = (way ? play->gradient : play->forward)[ddp__play_cell(play, to, i)];
-        DDP_TRY(ddp__check_present(play, send, way ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, stage, i, made, "message"));
-        if (used >= 0) DDP_TRY(ddp__check_present(play, recv, way ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F, to, i, used, "message"));
+        used = play->table[way ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_FORWARD][ddp__play_cell(play, to, i)];
+        DDP_TRY(ddp__check_present(play, send, sending, stage, i, made, "message"));
+        if (used >= 0) DDP_TRY(ddp__check_present(play, recv, receiving, to, i, used, "message"));
         DDP_TRY(ddp__check_after(play, send, made, "tensor"));
         if (used >= 0) DDP_TRY(ddp__check_after(play, used, recv, "message"));
     }
@@ -1038,9 +1046,8 @@ static ddp_result ddp__check_cell(const ddp__play *play, int stage, int i) {
 /* Index of the other action of a message. */
 static int ddp__message_partner(const ddp__play *play, int index) {
     const ddp_action *a = &play->s->actions[index];
-    int way = a->kind == DDP_ACTION_SEND_B || a->kind == DDP_ACTION_RECV_B;
-    if (ddp__action_sends(a->kind)) return play->recv[way][ddp__play_cell(play, a->stage, a->microbatch)];
-    return play->send[way][ddp__play_cell(play, ddp__message_peer(a), a->microbatch)];
+    int partner = ddp__action_sends(a->kind) ? (int)a->kind + 1 : (int)a->kind - 1;
+    return play->table[partner][ddp__action_cell(play, a)];
 }
 
 /* Between two ranks messages arrive in the order in which they are sent: the message before each SEND and the one before its RECV are the same. last: room for a
@@ -1050,11 +1057,11 @@ static ddp_result ddp__check_messages(ddp__play *play, int *last) {
     for (int sends = 1; sends >= 0; sends--) /* first what each SEND follows, then that each RECV follows its partner */
         for (int rank = 0; rank < s->rank_count; rank++) {
             for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
-                if (ddp__action_sends(s->actions[i].kind) || ddp__action_receives(s->actions[i].kind)) last[s->stage_rank[ddp__message_peer(&s->actions[i])]] = -1;
+                if (ddp__action_communicates(s->actions[i].kind)) last[s->stage_rank[ddp__message_peer(&s->actions[i])]] = -1;
             for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
                 const ddp_action *a = &s->actions[i];
                 int peer, partner, before;
-                if (!(sends ? ddp__action_sends(a->kind) : ddp__action_receives(a->kind))) continue;
+                if (!ddp__action_communicates(a->kind) || ddp__action_sends(a->kind) != sends) continue;
                 peer = s->stage_rank[ddp__message_peer(a)];
                 partner = ddp__message_partner(play, i);
                 if (sends) play->ahead[i] = last[peer] < 0 ? -1 : ddp__message_partner(play, last[peer]);
@@ -1120,68 +1127,80 @@ static ddp_result ddp__check_lists(ddp__play *play) {
     return play->has_sharding || play->has_reduce ? ddp__check_sharding(play, play->waiter) : DDP_OK; /* at least two actions per stage */
 }
 
-/* Where the tensor of a forward, or the gradients of a backward, come from: an index, or -1 at the pipeline's ends and for everything else. */
+/* Index of the action that makes the tensor of a forward, or the gradients of a backward. -1 at the pipeline's ends
+   and for other actions. */
 static int ddp__play_source(const ddp__play *play, int index) {
     const ddp_action *a = &play->s->actions[index];
-    if (a->kind == DDP_ACTION_FORWARD && a->stage > 0) return play->forward[ddp__play_cell(play, a->stage - 1, a->microbatch)];
+    if (a->kind == DDP_ACTION_FORWARD && a->stage > 0)
+        return play->table[DDP_ACTION_FORWARD][ddp__play_cell(play, a->stage - 1, a->microbatch)];
     if ((a->kind == DDP_ACTION_INPUT_GRAD || a->kind == DDP_ACTION_BACKWARD) && a->stage + 1 < play->s->stage_count)
-        return play->gradient[ddp__play_cell(play, a->stage + 1, a->microbatch)];
+        return play->table[DDP_ACTION_INPUT_GRAD][ddp__play_cell(play, a->stage + 1, a->microbatch)];
     return -1;
 }
 
-/* What the action has to wait for still. strict: messages take place too; otherwise only computation waits, for what it needs. */
-static int ddp__play_blocker(const ddp__play *play, int index, int strict) {
-    const ddp_schedule *s = play->s;
-    ddp_action_kind kind = s->actions[index].kind;
-    int blocker = -1;
-    if (ddp__action_computes(kind)) {
-        blocker = ddp__play_source(play, index);
-        if (strict && play->has_comm && blocker >= 0 && s->stage_rank[s->actions[blocker].stage] != s->stage_rank[s->actions[index].stage]) blocker = -1;
-    } else if (strict && ddp__action_sends(kind)) blocker = play->ahead[index];
-    else if (strict && ddp__action_receives(kind)) blocker = ddp__message_partner(play, index);
+/* Index of the action that this one still has to wait for, or -1. Where the source of a computation is on another
+   rank and there are messages, its RECV comes earlier in the list: the source is done. */
+static int ddp__play_blocker(const ddp__play *play, int index) {
+    ddp_action_kind kind = play->s->actions[index].kind;
+    int blocker;
+    if (ddp__action_sends(kind)) blocker = play->ahead[index];
+    else if (ddp__action_communicates(kind)) blocker = ddp__message_partner(play, index);
+    else blocker = ddp__play_source(play, index);
     return blocker >= 0 && !play->done[blocker] ? blocker : -1;
 }
 
-static double ddp__cost_of(const ddp_stage_cost *costs, const ddp_action *a) {
-    switch (a->kind) {
-    case DDP_ACTION_FORWARD: return costs ? costs[a->stage].forward : 1;
-    case DDP_ACTION_INPUT_GRAD: return costs ? costs[a->stage].input_grad : 1;
-    case DDP_ACTION_WEIGHT_GRAD: return costs ? costs[a->stage].weight_grad : 1;
-    case DDP_ACTION_BACKWARD: return costs ? costs[a->stage].input_grad + costs[a->stage].weight_grad : 2;
-    default: return 0;
-    }
+/* What a stage costs, with the defaults filled in. */
+static ddp_stage_cost ddp__stage_cost(const ddp_stage_cost *costs, int stage) {
+    static const ddp_stage_cost unit = {1, 1, 1, 0, 0, 1, 0.5};
+    ddp_stage_cost cost = costs ? costs[stage] : unit;
+    if (!(cost.activation > 0)) cost.activation = 1;
+    if (!(cost.weight_activation > 0)) cost.weight_activation = cost.activation / 2;
+    return cost;
 }
 
-/* When the action's tensors are there, after `at` at the earliest. */
-static double ddp__play_arrival(const ddp__play *play, const ddp_stage_cost *costs, int index, double at) {
-    int source = ddp__play_source(play, index);
+/* The time that an action takes. */
+static double ddp__action_cost(const ddp_stage_cost *costs, const ddp_action *a) {
+    ddp_stage_cost cost;
+    if (!ddp__action_computes(a->kind)) return 0;
+    cost = ddp__stage_cost(costs, a->stage);
+    if (a->kind == DDP_ACTION_FORWARD) return cost.forward;
+    if (a->kind == DDP_ACTION_INPUT_GRAD) return cost.input_grad;
+    return a->kind == DDP_ACTION_WEIGHT_GRAD ? cost.weight_grad : cost.input_grad + cost.weight_grad;
+}
+
+/* The time from which on the action's tensors are there, `at` or later. */
+static double ddp__play_arrival(const ddp__play *play, int index, double at) {
+    const ddp_schedule *s = play->s;
+    int source = ddp__play_source(play, index), from;
     double arrival;
     if (source < 0) return at;
     arrival = play->times[source].end;
-    if (costs && play->s->stage_rank[play->s->actions[source].stage] != play->s->stage_rank[play->s->actions[index].stage])
-        arrival += costs[play->s->actions[source].stage].transfer;
+    from = s->actions[source].stage;
+    if (play->costs && s->stage_rank[from] != s->stage_rank[s->actions[index].stage]) arrival += play->costs[from].transfer;
     return arrival > at ? arrival : at;
 }
 
-/* The earliest times of an action, or of two that overlap, on a rank that is free then. */
-static void ddp__play_time(ddp__play *play, const ddp_stage_cost *costs, int index, double free_at) {
+/* The earliest times of an action, or of two that overlap, on a rank that is free from free_at on. */
+static void ddp__play_time(ddp__play *play, int index, double free_at) {
     const ddp_action *a = &play->s->actions[index], *f = a->kind == DDP_ACTION_FORWARD ? a : a + 1;
     ddp_action_time *t = &play->times[index];
-    double given = a->overlaps && costs ? costs[f->stage].overlapped : 0;
+    double given = a->overlaps && play->costs ? play->costs[f->stage].overlapped : 0;
     if (!a->overlaps || (play->apart && !(given > 0))) {
         for (int k = 0; k <= a->overlaps; k++) {
-            t[k].begin = ddp__play_arrival(play, costs, index + k, free_at);
-            free_at = t[k].end = t[k].begin + ddp__cost_of(costs, &a[k]);
+            t[k].begin = ddp__play_arrival(play, index + k, free_at);
+            free_at = t[k].end = t[k].begin + ddp__action_cost(play->costs, &a[k]);
         }
         return;
     }
-    t[0].begin = t[1].begin = ddp__play_arrival(play, costs, index + 1, ddp__play_arrival(play, costs, index, free_at));
-    t[0].end = t[1].end = t[0].begin + (given > 0 ? given : ddp__cost_of(costs, a) + ddp__cost_of(costs, a + 1));
+    t[0].begin = t[1].begin = ddp__play_arrival(play, index + 1, ddp__play_arrival(play, index, free_at));
+    t[0].end = t[1].end =
+        t[0].begin + (given > 0 ? given : ddp__action_cost(play->costs, a) + ddp__action_cost(play->costs, a + 1));
 }
 
-/* Runs every list as far as it goes: each rank until it has to wait, then whoever waited for what it did. Times, if wanted, are the earliest ones; they do not
-   depend on the order in which ranks are taken. Returns the number of ranks that are stuck. */
-static int ddp__play_run(ddp__play *play, const ddp_stage_cost *costs, int strict) {
+/* Runs every list as far as it goes: each rank until it has to wait, then the ranks that waited for it. Times, if
+   wanted, are the earliest ones. They do not depend on the order in which ranks are taken. Returns the number of
+   ranks that are stuck. */
+static int ddp__play_run(ddp__play *play) {
     const ddp_schedule *s = play->s;
     int depth = 0, stuck = 0;
     memset(play->done, 0, (size_t)s->count);
@@ -1193,10 +1212,10 @@ static int ddp__play_run(ddp__play *play, const ddp_stage_cost *costs, int stric
     while (depth > 0) {
         int rank = play->stack[--depth];
         while (play->position[rank] < s->first[rank + 1]) {
-            int i = play->position[rank], n = 1 + s->actions[i].overlaps, blocker = ddp__play_blocker(play, i, strict);
-            if (blocker < 0 && n == 2) blocker = ddp__play_blocker(play, i + 1, strict);
+            int i = play->position[rank], n = 1 + s->actions[i].overlaps, blocker = ddp__play_blocker(play, i);
+            if (blocker < 0 && n == 2) blocker = ddp__play_blocker(play, i + 1);
             if (blocker >= 0) { play->waiter[blocker] = rank; break; }
-            if (play->times) ddp__play_time(play, costs, i, i > s->first[rank] ? play->times[i - 1].end : 0);
+            if (play->times) ddp__play_time(play, i, i > s->first[rank] ? play->times[i - 1].end : 0);
             for (int k = i; k < i + n; k++) {
                 play->done[k] = 1;
                 if (play->waiter[k] >= 0) play->stack[depth++] = play->waiter[k];
@@ -1208,53 +1227,32 @@ static int ddp__play_run(ddp__play *play, const ddp_stage_cost *costs, int stric
     return stuck;
 }
 
-/* What a rank that is stuck waits for: its next action, or the one that overlaps with it. */
-static int ddp__play_stuck_at(const ddp__play *play, int rank, int strict) {
-    int blocker = ddp__play_blocker(play, play->position[rank], strict);
-    return blocker >= 0 ? blocker : ddp__play_blocker(play, play->position[rank] + 1, strict);
+/* The action that a stuck rank waits for: it blocks the rank's next action, or the one that overlaps with that. */
+static int ddp__play_stuck_at(const ddp__play *play, int rank) {
+    int blocker = ddp__play_blocker(play, play->position[rank]);
+    return blocker >= 0 ? blocker : ddp__play_blocker(play, play->position[rank] + 1);
 }
 
 /* Follows the ranks that wait for each other, from a rank that is stuck until the circle closes. The error describes it. */
-static ddp_result ddp__play_circle(const ddp__play *play, int strict) {
+static ddp_result ddp__play_circle(const ddp__play *play) {
     const ddp_schedule *s = play->s;
     int rank = 0, blocker, other, length = 1;
     while (play->position[rank] == s->first[rank + 1]) rank++;
-    for (int k = 0; k < s->rank_count; k++) rank = ddp__action_rank(s, ddp__play_stuck_at(play, rank, strict)); /* that many steps end inside the circle */
-    blocker = ddp__play_stuck_at(play, rank, strict);
+    for (int k = 0; k < s->rank_count; k++) rank = ddp__action_rank(s, ddp__play_stuck_at(play, rank)); /* that many steps end inside the circle */
+    blocker = ddp__play_stuck_at(play, rank);
     other = ddp__action_rank(s, blocker);
-    for (int next = other; next != rank; length++) next = ddp__action_rank(s, ddp__play_stuck_at(play, next, strict));
+    for (int next = other; next != rank; length++) next = ddp__action_rank(s, ddp__play_stuck_at(play, next));
     return ddp__schedule_wrong(s, play->position[rank], "it waits for %s at position %d of rank %d, which cannot get past %s at position %d: a circle of %d rank%s%s",
                                ddp__action_label(&s->actions[blocker]).text, ddp__action_position(s, blocker), other,
                                ddp__action_label(&s->actions[play->position[other]]).text, ddp__action_position(s, play->position[other]), length,
                                length == 1 ? "" : "s", play->has_comm ? ", with room for one message between two ranks" : "");
 }
 
-/* A graph that is proven to run to its end; play_close frees it. who: of the public function. */
-static ddp_result ddp__play_checked(ddp__play *play, const ddp_schedule *s, const char *who) {
-    ddp_result result;
-    memset(play, 0, sizeof *play);
-    if (!s) return ddp_fail(DDP_ERR_INVALID, "%s: schedule is NULL", who);
-    play->s = s;
-    result = ddp__check_lists(play);
-    if (result == DDP_OK && ddp__play_run(play, NULL, 1)) result = ddp__play_circle(play, 1);
-    if (result != DDP_OK) ddp__play_close(play);
-    return result;
-}
-
-DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule) {
-    ddp__play play;
-    ddp_result result = ddp__play_checked(&play, schedule, "ddp_schedule_check");
-    if (result == DDP_OK) ddp__play_close(&play);
-    return result;
-}
-
-//== simulation =========================================================================== >>impl-schedule-simulate
-
-static ddp_result ddp__costs_check(const ddp_schedule *s, const ddp_stage_cost *costs, const char *who) {
-    for (int stage = 0; costs && stage < s->stage_count; stage++) {
+static ddp_result ddp__costs_check(int stage_count, const ddp_stage_cost *costs, const char *who) {
+    static const char *const names[] = {"forward", "input_grad", "weight_grad", "transfer", "overlapped", "activation", "weight_activation"};
+    for (int stage = 0; costs && stage < stage_count; stage++) {
         const ddp_stage_cost *c = &costs[stage];
         const double values[] = {c->forward, c->input_grad, c->weight_grad, c->transfer, c->overlapped, c->activation, c->weight_activation};
-        static const char *const names[] = {"forward", "input_grad", "weight_grad", "transfer", "overlapped", "activation", "weight_activation"};
         for (int k = 0; k < 7; k++)
             if (!(values[k] >= 0 && values[k] <= DBL_MAX))
                 return ddp_fail(DDP_ERR_INVALID, "%s: costs[%d].%s=%g; it is a finite number that is not negative", who, stage, names[k], values[k]);
@@ -1262,11 +1260,38 @@ static ddp_result ddp__costs_check(const ddp_schedule *s, const ddp_stage_cost *
     return DDP_OK;
 }
 
-static double ddp__cost_activation(const ddp_stage_cost *costs, int stage) { return costs && costs[stage].activation > 0 ? costs[stage].activation : 1; }
+/* PAIRED: two actions that overlap begin and end together, unless the costs say otherwise. An order of messages is
+   made from such times. APART: they run one after the other. */
+enum { DDP__UNTIMED, DDP__TIMED_APART, DDP__TIMED_PAIRED };
 
-static double ddp__cost_weight_activation(const ddp_stage_cost *costs, int stage) {
-    return costs && costs[stage].weight_activation > 0 ? costs[stage].weight_activation : ddp__cost_activation(costs, stage) / 2;
+/* The graph of a schedule that can run to its end, with times unless `timing` is DDP__UNTIMED. who: the public
+   function, for errors. The caller frees it with ddp__play_close. */
+static ddp_result ddp__play_open(ddp__play *play, const ddp_schedule *s, const ddp_stage_cost *costs, int timing, const char *who) {
+    ddp_result result;
+    memset(play, 0, sizeof *play);
+    if (!s) return ddp_fail(DDP_ERR_INVALID, "%s: schedule is NULL", who);
+    play->s = s;
+    play->costs = costs;
+    play->apart = timing == DDP__TIMED_APART;
+    result = ddp__check_lists(play);
+    if (result == DDP_OK && timing != DDP__UNTIMED) {
+        play->times = (ddp_action_time *)ddp__schedule_alloc(s, (size_t)s->count, sizeof *play->times);
+        if (!play->times) result = DDP_ERR_NO_MEMORY;
+    }
+    if (result == DDP_OK && ddp__play_run(play)) result = ddp__play_circle(play);
+    if (result == DDP_OK) result = ddp__costs_check(s->stage_count, costs, who);
+    if (result != DDP_OK) ddp__play_close(play);
+    return result;
 }
+
+DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule) {
+    ddp__play play;
+    DDP_TRY(ddp__play_open(&play, schedule, NULL, DDP__UNTIMED, "ddp_schedule_check"));
+    ddp__play_close(&play);
+    return DDP_OK;
+}
+
+//== simulation =========================================================================== >>impl-schedule-simulate
 
 /* What is in flight along a rank's list, and when it ran. */
 static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const ddp_stage_cost *costs, const ddp_action_time *times) {
@@ -1276,20 +1301,23 @@ static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const d
     memset(&r, 0, sizeof r);
     for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
         const ddp_action *a = &s->actions[i];
-        double saved, left;
-        int split = 0;
+        ddp_stage_cost cost;
         if (!ddp__action_computes(a->kind)) continue;
         if (!begun || times[i].begin < r.begin) r.begin = times[i].begin;
         if (!begun || times[i].end > r.end) r.end = times[i].end;
         begun = 1;
         if (i == s->first[rank] || !a[-1].overlaps || times[i].begin >= times[i - 1].end) r.busy += times[i].end - times[i].begin;
-        saved = ddp__cost_activation(costs, a->stage), left = ddp__cost_weight_activation(costs, a->stage);
-        split = a->kind == DDP_ACTION_INPUT_GRAD || a->kind == DDP_ACTION_WEIGHT_GRAD;
-        if (a->kind == DDP_ACTION_FORWARD) in_flight++, memory += saved;
+        cost = ddp__stage_cost(costs, a->stage);
+        if (a->kind == DDP_ACTION_FORWARD) {
+            in_flight++;
+            memory += cost.activation;
+        }
         if (in_flight > r.peak_in_flight) r.peak_in_flight = in_flight;
         if (memory > r.peak_memory) r.peak_memory = memory;
         if (ddp__action_ends(a->kind)) in_flight--;
-        if (a->kind != DDP_ACTION_FORWARD) memory -= !split ? saved : a->kind == DDP_ACTION_INPUT_GRAD ? saved - left : left;
+        if (a->kind == DDP_ACTION_INPUT_GRAD) memory -= cost.activation - cost.weight_activation;
+        if (a->kind == DDP_ACTION_WEIGHT_GRAD) memory -= cost.weight_activation;
+        if (a->kind == DDP_ACTION_BACKWARD) memory -= cost.activation;
         if (memory > r.peak_memory) r.peak_memory = memory;
     }
     r.weight_versions = s->kind == DDP_SCHEDULE_PIPEDREAM ? r.peak_in_flight : s->kind == DDP_SCHEDULE_PIPEDREAM_2BW ? 2 : 1;
@@ -1316,22 +1344,10 @@ static void ddp__report(const ddp_schedule *s, const ddp_stage_cost *costs, cons
     report->bubble_rate = report->span > work ? (report->span - work) / report->span : 0; /* who never waits may have worked an ulp more */
 }
 
-/* A checked graph whose times are those of the costs. apart: see ddp__play; an order of messages is made from times in which what overlaps begins and ends as one. */
-static ddp_result ddp__play_timed(ddp__play *play, const ddp_schedule *s, const ddp_stage_cost *costs, int apart, const char *who) {
-    ddp_result result;
-    DDP_TRY(ddp__play_checked(play, s, who));
-    result = ddp__costs_check(s, costs, who);
-    if (result == DDP_OK && !(play->times = (ddp_action_time *)ddp__schedule_alloc(s, (size_t)s->count, sizeof *play->times))) result = DDP_ERR_NO_MEMORY;
-    play->apart = apart;
-    if (result == DDP_OK) ddp__play_run(play, costs, 0); /* waits for less than what has just been proven to run */
-    else ddp__play_close(play);
-    return result;
-}
-
 DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_stage_cost *costs, ddp_schedule_report *report) {
     ddp__play play;
     if (!report) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_simulate: report is NULL");
-    DDP_TRY(ddp__play_timed(&play, schedule, costs, 1, "ddp_schedule_simulate"));
+    DDP_TRY(ddp__play_open(&play, schedule, costs, DDP__TIMED_APART, "ddp_schedule_simulate"));
     ddp__report(schedule, costs, play.times, report);
     ddp__play_close(&play);
     return DDP_OK;
@@ -1631,9 +1647,8 @@ static void ddp__auto_try_steps(ddp__auto *a, double limit) {
     }
 }
 
-static ddp_result ddp__auto_schedule(const ddp__auto *a, const ddp_schedule_desc *d, ddp_schedule **out) {
-    ddp_schedule *s = ddp__schedule_new(d);
-    if (!s) return DDP_ERR_NO_MEMORY;
+/* Writes the best list of each rank. */
+static void ddp__auto_lists(const ddp__auto *a, ddp_schedule *s) {
     for (int rank = 0; rank < a->p; rank++) {
         int next[3] = {0, 0, 0};
         for (int i = 0; i < 3 * a->m; i++) {
@@ -1642,67 +1657,46 @@ static ddp_result ddp__auto_schedule(const ddp__auto *a, const ddp_schedule_desc
         }
         ddp__schedule_end_rank(s);
     }
-    return ddp__schedule_finish(out, s, DDP_OK);
 }
 
-/* The schedule of a known kind, if it fits into the limit and is faster than *span; otherwise *out stays. */
-static ddp_result ddp__auto_known(const ddp__auto *a, const ddp_schedule_desc *d, double limit,
-                                  ddp_schedule_kind kind, double *span, ddp_schedule **out) {
-    ddp_schedule_desc like = *d;
+/* The schedule of a known kind takes the place of *best if it fits into the limit and is faster than *span. */
+static ddp_result ddp__auto_known(const ddp_schedule_desc *d, double limit, ddp_schedule_kind kind, double *span,
+                                  ddp_schedule **best) {
+    ddp_schedule_desc known = *d;
     ddp_schedule_report report = DDP_ZERO;
-    ddp_schedule *s = ddp__schedule_new(d), *other = NULL;
+    ddp_schedule *s = NULL;
     ddp_result result;
-    if (!s) return DDP_ERR_NO_MEMORY;
-    like.kind = kind;
-    for (int rank = 0; rank < a->p; rank++) {
-        ddp__generate_rank(s, &like, rank, NULL);
-        ddp__schedule_end_rank(s);
-    }
-    result = ddp__schedule_finish(&other, s, DDP_OK);
-    if (result == DDP_OK) result = ddp_schedule_simulate(other, d->costs, &report);
+    known.kind = kind;
+    DDP_TRY(ddp__schedule_generate(&s, &known));
+    s->kind = d->kind;
+    result = ddp_schedule_simulate(s, d->costs, &report);
     if (result == DDP_OK && report.peak_memory <= limit * (1 + 1e-9) && report.span < *span * (1 - 1e-12)) {
-        ddp_schedule *slower = *out;
-        *out = other, *span = report.span;
-        other = slower;
+        ddp_schedule *slower = *best;
+        *best = s;
+        *span = report.span;
+        s = slower;
     }
-    ddp_schedule_destroy(other);
+    ddp_schedule_destroy(s);
     return result;
 }
 
-/* The fastest list that the rules make, or the known kind that is faster. */
-static ddp_result ddp__auto_fastest(ddp__auto *a, const ddp_schedule_desc *d, double limit,
-                                    ddp_schedule **out) {
-    double span = HUGE_VAL;
-    ddp_result result = DDP_OK;
-    a->best_span = HUGE_VAL;
-    ddp__auto_try_steps(a, limit);
-    if (a->best_span < HUGE_VAL) {
-        result = ddp__auto_schedule(a, d, out);
-        span = a->best_span;
-    }
-    if (result == DDP_OK) result = ddp__auto_known(a, d, limit, DDP_SCHEDULE_ZB_H1, &span, out);
-    if (result == DDP_OK) result = ddp__auto_known(a, d, limit, DDP_SCHEDULE_ZB_H2, &span, out);
-    if (result == DDP_OK && !*out)
-        return DDP__SCHEDULE_BAD(
-            "costs: the time of %d micro-batches is not a finite number; give smaller costs", a->m);
-    return result;
-}
-
-/* The costs of each rank, and how long the first micro-batch takes to come back to it. */
+/* The costs of each rank, and the time that the first micro-batch takes to come back to it. */
 static void ddp__auto_costs(ddp__auto *a, const ddp_stage_cost *costs) {
     double at = 0;
     for (int rank = 0; rank < a->p; rank++) {
         ddp__auto_rank *r = &a->ranks[rank];
-        r->cost[0] = costs ? costs[rank].forward : 1;
-        r->cost[1] = costs ? costs[rank].input_grad : 1;
-        r->cost[2] = costs ? costs[rank].weight_grad : 1;
-        r->transfer = costs ? costs[rank].transfer : 0;
-        r->saved = ddp__cost_activation(costs, rank);
-        r->left = ddp__cost_weight_activation(costs, rank);
+        ddp_stage_cost cost = ddp__stage_cost(costs, rank);
+        r->cost[0] = cost.forward;
+        r->cost[1] = cost.input_grad;
+        r->cost[2] = cost.weight_grad;
+        r->transfer = cost.transfer;
+        r->saved = cost.activation;
+        r->left = cost.weight_activation;
         r->keep = r->left > r->saved ? r->left : r->saved;
         r->work = a->m * (r->cost[0] + r->cost[1] + r->cost[2]);
         r->first_forward = at;
         at += r->cost[0] + r->transfer;
+        if (r->keep > a->largest) a->largest = r->keep;
     }
     ddp__auto_first_gradients(a, 1);
     for (int rank = 0; rank < a->p; rank++) {
@@ -1711,46 +1705,51 @@ static void ddp__auto_costs(ddp__auto *a, const ddp_stage_cost *costs) {
     }
 }
 
+/* The fastest list that the rules make, or a known kind that is faster. */
 static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc *d) {
+    static const ddp_schedule_kind known[] = {DDP_SCHEDULE_ZB_H1, DDP_SCHEDULE_ZB_H2};
     size_t p = (size_t)d->rank_count, cells = p * (size_t)d->microbatch_count, leaves = 1, bytes;
-    ddp_schedule shape, *best = NULL;
-    ddp__auto a;
-    double limit;
-    ddp_result result;
-    memset(&a, 0, sizeof a);
-    memset(&shape, 0, sizeof shape);
-    shape.stage_count = d->rank_count;
-    DDP_TRY(ddp__costs_check(&shape, d->costs, "ddp_schedule_create"));
-    for (int rank = 0; rank < d->rank_count; rank++) {
-        double saved = ddp__cost_activation(d->costs, rank), left = ddp__cost_weight_activation(d->costs, rank);
-        a.largest = saved > a.largest ? saved : a.largest;
-        a.largest = left > a.largest ? left : a.largest;
-    }
-    a.p = d->rank_count;
-    a.m = d->microbatch_count;
-    limit = d->memory_limit > 0 ? d->memory_limit : a.largest * a.p;
-    if (limit < a.largest)
-        return DDP__SCHEDULE_BAD(
-            "memory_limit=%g, but one micro-batch takes %g; the smallest that works is %g", limit, a.largest,
-            a.largest);
-    shape.alloc_fn = d->alloc_fn ? d->alloc_fn : ddp__schedule_malloc;
-    shape.free_fn = d->alloc_fn ? d->free_fn : ddp__schedule_mfree;
-    shape.user = d->user;
+    ddp_schedule *s, *best = NULL;
+    ddp__auto a = DDP_ZERO;
+    double limit, span;
+    ddp_result result = DDP_OK;
+    DDP_TRY(ddp__costs_check(d->rank_count, d->costs, "ddp_schedule_create"));
+    s = ddp__schedule_new(d);
+    if (!s) return DDP_ERR_NO_MEMORY;
     while (leaves < p) leaves *= 2;
-    a.leaves = (int)leaves;
     bytes = p * sizeof *a.ranks + 2 * cells * sizeof *a.end[0] + leaves * (sizeof(double) + 2 * sizeof(int)) +
             6 * cells;
-    a.ranks = (ddp__auto_rank *)ddp__schedule_alloc(&shape, 1, bytes);
-    if (!a.ranks) return DDP_ERR_NO_MEMORY;
+    a.ranks = (ddp__auto_rank *)ddp__schedule_alloc(s, 1, bytes);
+    if (!a.ranks) {
+        ddp_schedule_destroy(s);
+        return DDP_ERR_NO_MEMORY;
+    }
     a.end[0] = (ddp__auto_end *)(a.ranks + p);
     a.end[1] = a.end[0] + cells;
     a.decides_at = (double *)(a.end[1] + cells);
     a.tree = (int *)(a.decides_at + leaves);
     a.order = (unsigned char *)(a.tree + 2 * leaves);
     a.best = a.order + 3 * cells;
+    a.best_span = HUGE_VAL;
+    a.p = d->rank_count;
+    a.m = d->microbatch_count;
+    a.leaves = (int)leaves;
     ddp__auto_costs(&a, d->costs);
-    result = ddp__auto_fastest(&a, d, limit, &best);
-    ddp__schedule_free(&shape, a.ranks);
+    limit = d->memory_limit > 0 ? d->memory_limit : a.largest * a.p;
+    if (limit < a.largest)
+        result = DDP__SCHEDULE_BAD(
+            "memory_limit=%g, but one micro-batch takes %g; the smallest that works is %g", limit, a.largest,
+            a.largest);
+    else ddp__auto_try_steps(&a, limit);
+    span = a.best_span;
+    if (span < HUGE_VAL) ddp__auto_lists(&a, s);
+    ddp__schedule_free(s, a.ranks);
+    if (span < HUGE_VAL) result = ddp__schedule_finish(&best, s);
+    else ddp_schedule_destroy(s);
+    for (int k = 0; k < 2 && result == DDP_OK; k++) result = ddp__auto_known(d, limit, known[k], &span, &best);
+    if (result == DDP_OK && !best)
+        result = DDP__SCHEDULE_BAD(
+            "costs: the time of %d micro-batches is not a finite number; give smaller costs", d->microbatch_count);
     if (result == DDP_OK) *out = best;
     else ddp_schedule_destroy(best);
     return result;
@@ -1826,7 +1825,7 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     }
     if (begin == c->end) {
         ddp__schedule_push(s, DDP_ACTION_IDLE, -1, -1);
-        return DDP_OK;
+        return s->failed;
     }
     pair = *begin == '(';
     c->at += pair;
@@ -1842,7 +1841,7 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     ddp__csv_skip(c);
     if (c->at != c->end) return ddp__csv_wrong(c, begin, "something follows the action; cells end with a comma");
     for (int k = 0; k <= pair; k++) ddp__schedule_push_action(s, action[k]);
-    return DDP_OK;
+    return s->failed;
 }
 
 /* The end of the text without trailing lines that are blank or hold one empty quoted cell. */
@@ -1863,7 +1862,6 @@ static const char *ddp__csv_end(const char *csv) {
 DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
     ddp_schedule_desc desc = DDP_ZERO;
     ddp_schedule *s;
-    ddp_result result = DDP_OK;
     const char *end;
     ddp__csv c;
     int lines = 1;
@@ -1879,46 +1877,49 @@ DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
     s = ddp__schedule_new(&desc);
     if (!s) return DDP_ERR_NO_MEMORY;
     c.at = csv;
-    for (c.line = 1; c.line <= lines && result == DDP_OK; c.line++) {
+    for (c.line = 1; c.line <= lines && s->failed == DDP_OK; c.line++) {
         const char *stop = (const char *)memchr(c.at, '\n', (size_t)(end - c.at));
         if (!stop) stop = end;
         c.end = stop;
         ddp__csv_skip(&c);
-        for (c.cell = 1; (c.cell > 1 || c.at < stop) && result == DDP_OK; c.cell++) {
+        for (c.cell = 1; (c.cell > 1 || c.at < stop) && s->failed == DDP_OK; c.cell++) {
             const char *comma = (const char *)memchr(c.at, ',', (size_t)(stop - c.at));
             c.end = comma ? comma : stop;
-            result = ddp__csv_cell(s, &c);
+            s->failed = ddp__csv_cell(s, &c);
             if (!comma) break;
             c.at = comma + 1;
         }
         ddp__schedule_end_rank(s);
         c.at = stop + 1;
     }
-    return ddp__schedule_finish(out, s, result);
+    return ddp__schedule_finish(out, s);
 }
 
 //== lowering ================================================================================= >>impl-schedule-lower
 
-/* I and W of one micro-batch that stand next to each other become B. */
-static void ddp__lower_merge(ddp_schedule *to, const ddp_schedule *s) {
-    for (int rank = 0; rank < s->rank_count; rank++) {
-        for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
-            ddp_action a = s->actions[i];
-            const ddp_action *next = i + 1 < s->first[rank + 1] ? &s->actions[i + 1] : NULL;
-            if (a.kind == DDP_ACTION_IDLE) continue;
-            if (a.kind == DDP_ACTION_INPUT_GRAD && !a.overlaps && next && next->kind == DDP_ACTION_WEIGHT_GRAD && !next->overlaps && next->stage == a.stage &&
-                next->microbatch == a.microbatch && !(i > s->first[rank] && s->actions[i - 1].overlaps))
-                a.kind = DDP_ACTION_BACKWARD, i++;
-            ddp__schedule_push_action(to, a);
-        }
-        ddp__schedule_end_rank(to);
-    }
+/* Whether actions i and i + 1 of a list that ends before `end` are I and W of one micro-batch. */
+static int ddp__lower_merges(const ddp_schedule *s, int i, int end) {
+    const ddp_action *a = &s->actions[i];
+    if (a->kind != DDP_ACTION_INPUT_GRAD || i + 1 == end) return 0;
+    return a[1].kind == DDP_ACTION_WEIGHT_GRAD && !a[1].overlaps && a[1].stage == a->stage && a[1].microbatch == a->microbatch;
 }
 
-/* UNSHARD and RESHARD around what each stage does, REDUCE_GRAD after the last W or B of each update. state: 3 entries per stage. */
-static void ddp__lower_hooks(ddp_schedule *to, const ddp_schedule *s, unsigned parts, int *state) {
-    int *first = state, *last = first + s->stage_count, *added = last + s->stage_count;
-    for (int stage = 0; stage < s->stage_count; stage++) first[stage] = last[stage] = -1, added[stage] = 0;
+/* Lists with all parts except COMM. */
+static ddp_result ddp__lower_lists(ddp_schedule **out, const ddp_schedule *s, unsigned parts) {
+    ddp_schedule *to = ddp__schedule_like(s);
+    int *first, *last, *added; /* of each stage: its first and last action, and the W and B of its update so far */
+    if (!to) return DDP_ERR_NO_MEMORY;
+    first = (int *)ddp__schedule_alloc(s, 3 * (size_t)s->stage_count, sizeof *first);
+    if (!first) {
+        ddp_schedule_destroy(to);
+        return DDP_ERR_NO_MEMORY;
+    }
+    last = first + s->stage_count;
+    added = last + s->stage_count;
+    for (int stage = 0; stage < s->stage_count; stage++) {
+        first[stage] = -1;
+        added[stage] = 0;
+    }
     for (int i = 0; i < s->count; i++) {
         int stage = s->actions[i].stage;
         if (stage < 0 || !(ddp__action_computes(s->actions[i].kind) || s->actions[i].kind == DDP_ACTION_REDUCE_GRAD)) continue;
@@ -1927,18 +1928,25 @@ static void ddp__lower_hooks(ddp_schedule *to, const ddp_schedule *s, unsigned p
     }
     for (int rank = 0; rank < s->rank_count; rank++) {
         for (int i = s->first[rank], n; i < s->first[rank + 1]; i += n) {
-            n = 1 + s->actions[i].overlaps;
-            for (int k = i; k < i + n && parts & DDP_LOWER_SHARD; k++)
-                if (s->actions[k].stage >= 0 && first[s->actions[k].stage] == k) ddp__schedule_push(to, DDP_ACTION_UNSHARD, s->actions[k].stage, -1);
-            for (int k = i; k < i + n; k++) ddp__schedule_push_action(to, s->actions[k]);
-            for (int k = i; k < i + n; k++) {
-                int stage = s->actions[k].stage;
-                if (ddp__action_ends(s->actions[k].kind) && ++added[stage] % s->update_interval == 0 && parts & DDP_LOWER_REDUCE) ddp__schedule_push(to, DDP_ACTION_REDUCE_GRAD, stage, -1);
-                if (stage >= 0 && last[stage] == k && parts & DDP_LOWER_SHARD) ddp__schedule_push(to, DDP_ACTION_RESHARD, stage, -1);
+            const ddp_action *a = &s->actions[i];
+            int merges = parts & DDP_LOWER_MERGE && ddp__lower_merges(s, i, s->first[rank + 1]);
+            n = a->overlaps || merges ? 2 : 1;
+            for (int k = 0; k < n && parts & DDP_LOWER_SHARD; k++)
+                if (a[k].stage >= 0 && first[a[k].stage] == i + k) ddp__schedule_push(to, DDP_ACTION_UNSHARD, a[k].stage, -1);
+            if (merges) ddp__schedule_push(to, DDP_ACTION_BACKWARD, a->stage, a->microbatch);
+            for (int k = 0; k < n && !merges; k++)
+                if (a[k].kind != DDP_ACTION_IDLE || !(parts & DDP_LOWER_MERGE)) ddp__schedule_push_action(to, a[k]);
+            for (int k = 0; k < n; k++) {
+                int stage = a[k].stage;
+                if (ddp__action_ends(a[k].kind) && ++added[stage] % s->update_interval == 0 && parts & DDP_LOWER_REDUCE)
+                    ddp__schedule_push(to, DDP_ACTION_REDUCE_GRAD, stage, -1);
+                if (stage >= 0 && last[stage] == i + k && parts & DDP_LOWER_SHARD) ddp__schedule_push(to, DDP_ACTION_RESHARD, stage, -1);
             }
         }
         ddp__schedule_end_rank(to);
     }
+    ddp__schedule_free(s, first);
+    return ddp__schedule_finish(out, to);
 }
 
 /* A message at the moment its tensor is there. */
@@ -1990,19 +1998,16 @@ static void ddp__lower_messages_of_ranks(const ddp_schedule *s, const ddp__due_m
     }
 }
 
-/* All lists are put in one order of time. Each message enters it as a pair, SEND here and RECV there, when
+/* The lists with SEND and RECV. All lists are put in one order of time. Each message enters it as a pair, SEND here and RECV there, when
    its tensor is ready with unit costs: what runs after another action in any list does so in this order too,
    and so nothing can wait in a circle, even if each SEND waited for its RECV. */
-static ddp_result ddp__lower_comm(ddp_schedule *to, ddp__play *play) {
+static ddp_result ddp__lower_comm(ddp_schedule *to, const ddp__play *play) {
     const ddp_schedule *s = play->s;
-    size_t most = 2 * (size_t)play->cells, places = 2 * most + (size_t)s->rank_count + 1;
-    ddp__due_message *messages = (ddp__due_message *)ddp__schedule_alloc(s, most, sizeof *messages);
-    int *first = messages ? (int *)ddp__schedule_alloc(s, places, sizeof *first) : NULL, *list;
-    int count;
-    if (!first) {
-        ddp__schedule_free(s, messages);
-        return DDP_ERR_NO_MEMORY;
-    }
+    size_t most = 2 * (size_t)s->stage_count * (size_t)s->microbatch_count, places = 2 * most + (size_t)s->rank_count + 1;
+    ddp__due_message *messages = (ddp__due_message *)ddp__schedule_alloc(s, 1, most * sizeof *messages + places * sizeof(int));
+    int *first, *list, count;
+    if (!messages) return DDP_ERR_NO_MEMORY;
+    first = (int *)(messages + most);
     list = first + s->rank_count + 1;
     count = ddp__lower_messages(play, messages);
     ddp__lower_messages_of_ranks(s, messages, count, first, list);
@@ -2022,58 +2027,43 @@ static ddp_result ddp__lower_comm(ddp_schedule *to, ddp__play *play) {
         ddp__lower_until(to, play, rank, i, DBL_MAX);
         ddp__schedule_end_rank(to);
     }
-    ddp__schedule_free(s, first);
     ddp__schedule_free(s, messages);
-    return DDP_OK;
-}
-
-/* One part; *s is replaced by what it becomes, unless it is the caller's own. */
-static ddp_result ddp__lower_part(const ddp_schedule **s, const ddp_schedule *callers, unsigned part) {
-    ddp_schedule *to = NULL, *made = ddp__schedule_like(*s);
-    ddp_result result = DDP_OK;
-    ddp__play play;
-    if (!made) return DDP_ERR_NO_MEMORY;
-    if (part == DDP_LOWER_MERGE) ddp__lower_merge(made, *s);
-    else if (part == DDP_LOWER_COMM) {
-        result = ddp__play_timed(&play, *s, NULL, 0, "ddp_schedule_lower");
-        if (result == DDP_OK) result = ddp__lower_comm(made, &play);
-        ddp__play_close(&play);
-    } else {
-        int *state = (int *)ddp__schedule_alloc(*s, 3 * (size_t)(*s)->stage_count, sizeof *state);
-        if (state) ddp__lower_hooks(made, *s, part, state);
-        else result = DDP_ERR_NO_MEMORY;
-        ddp__schedule_free(*s, state);
-    }
-    DDP_TRY(ddp__schedule_finish(&to, made, result));
-    if (*s != callers) ddp_schedule_destroy((ddp_schedule *)*s);
-    *s = to;
-    return DDP_OK;
+    return to->failed;
 }
 
 DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *schedule, unsigned parts) {
-    const ddp_schedule *s = schedule;
+    static const char who[] = "ddp_schedule_lower";
     const char *there = NULL;
     unsigned all = DDP_LOWER_MERGE | DDP_LOWER_SHARD | DDP_LOWER_REDUCE | DDP_LOWER_COMM;
-    ddp_result result = DDP_OK;
+    ddp_schedule *lists = NULL, *to;
     ddp__play play;
     if (out) *out = NULL;
-    if (!out) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_lower: out is NULL");
-    if (parts & ~all) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_lower: parts=%#x; they are DDP_LOWER_... or 0 for all", parts);
+    if (!out) return ddp_fail(DDP_ERR_INVALID, "%s: out is NULL", who);
+    if (parts & ~all) return ddp_fail(DDP_ERR_INVALID, "%s: parts=%#x; they are DDP_LOWER_... or 0 for all", who, parts);
     if (!parts) parts = all;
-    DDP_TRY(ddp__play_checked(&play, schedule, "ddp_schedule_lower"));
+    DDP_TRY(ddp__play_open(&play, schedule, NULL, DDP__UNTIMED, who));
     ddp__play_close(&play); /* flags stay */
     if (parts & DDP_LOWER_REDUCE && play.has_reduce) there = "REDUCE_GRAD";
     if (parts & DDP_LOWER_SHARD && play.has_sharding) there = "UNSHARD and RESHARD";
     if (parts & DDP_LOWER_COMM && play.has_comm) there = "SEND and RECV";
-    if (there) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_lower: the schedule has %s already; leave that part out", there);
+    if (there) return ddp_fail(DDP_ERR_INVALID, "%s: the schedule has %s already; leave that part out", who, there);
     if (parts & DDP_LOWER_MERGE && play.has_comm)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_lower: the schedule has SEND and RECV already; merging comes before them");
-    if (parts & DDP_LOWER_MERGE) result = ddp__lower_part(&s, schedule, DDP_LOWER_MERGE);
-    if (result == DDP_OK && parts & (DDP_LOWER_SHARD | DDP_LOWER_REDUCE)) result = ddp__lower_part(&s, schedule, parts & (DDP_LOWER_SHARD | DDP_LOWER_REDUCE));
-    if (result == DDP_OK && parts & DDP_LOWER_COMM) result = ddp__lower_part(&s, schedule, DDP_LOWER_COMM);
-    if (result == DDP_OK) *out = (ddp_schedule *)s;
-    else if (s != schedule) ddp_schedule_destroy((ddp_schedule *)s);
-    return result;
+        return ddp_fail(DDP_ERR_INVALID, "%s: the schedule has SEND and RECV already; merging comes before them", who);
+    if (parts & ~(unsigned)DDP_LOWER_COMM) DDP_TRY(ddp__lower_lists(&lists, schedule, parts));
+    if (!(parts & DDP_LOWER_COMM)) {
+        *out = lists;
+        return DDP_OK;
+    }
+    to = ddp__schedule_like(schedule);
+    if (!to) {
+        ddp_schedule_destroy(lists);
+        return DDP_ERR_NO_MEMORY;
+    }
+    to->failed = ddp__play_open(&play, lists ? lists : schedule, NULL, DDP__TIMED_PAIRED, who);
+    if (to->failed == DDP_OK) to->failed = ddp__lower_comm(to, &play);
+    ddp__play_close(&play);
+    ddp_schedule_destroy(lists);
+    return ddp__schedule_finish(out, to);
 }
 
 //== pictures ================================================================================= >>impl-schedule-draw
@@ -2102,53 +2092,49 @@ static ddp__action_text ddp__decimal(double value, int decimals) {
     return text;
 }
 
-/* What all pictures need: when things are, and how long the shortest computation is, or a quarter of the mean where one is shorter still. */
+/* The unit of a time axis, in the unit of the times. */
+typedef struct ddp__time_unit { double size; const char *name, *axis; } ddp__time_unit;
+
+/* Measured times are in seconds; their axis has the unit that gives numbers from 1 to 1,000. The unit of costs is
+   the caller's and has no name. Without costs, F, I and W take 1. */
+static const ddp__time_unit *ddp__picture_unit(double span, int has_costs, int has_times) {
+    static const ddp__time_unit units[] = {{1, " s", "time in seconds"}, {1e-3, " ms", "time in milliseconds"}, {1e-6, " us", "time in microseconds"},
+                                           {1, "", "time, in the unit of the costs"}, {1, "", "time; F, I and W take 1 each"}};
+    if (!has_times) return &units[has_costs ? 3 : 4];
+    if (span >= 1 || span <= 0) return &units[0];
+    return &units[span >= 1e-3 ? 1 : 2];
+}
+
+/* What all pictures need. shortest: of a computation, or a quarter of the mean where that is longer. */
 typedef struct ddp__picture {
     const ddp_schedule *s;
+    ddp__play play;
     const ddp_action_time *times;
     ddp_schedule_report report;
     double begin, shortest;
-    double unit;              /* of the time axis, in the unit of times */
-    const char *unit_name;    /* "" where the caller's costs have no known unit */
-    const char *axis;         /* the label of the axis */
+    const ddp__time_unit *unit;
     struct ddp__svg_row *merged; /* SVG: room for a row of merged actions; NULL = each action has its box */
 } ddp__picture;
-
-/* Measured times are in seconds; their axis has the unit that gives numbers from 1 to 1,000. The unit of
-   costs is the caller's. Without costs, F, I and W take 1. */
-static void ddp__picture_unit(ddp__picture *picture, int has_costs, int has_times) {
-    double span = picture->report.makespan;
-    picture->unit = 1;
-    picture->unit_name = "";
-    picture->axis = has_costs ? "time, in the unit of the costs" : "time; F, I and W take 1 each";
-    if (!has_times) return;
-    picture->axis = "time in seconds";
-    picture->unit_name = " s";
-    if (span >= 1 || span <= 0) return;
-    picture->unit = span >= 1e-3 ? 1e-3 : 1e-6;
-    picture->unit_name = span >= 1e-3 ? " ms" : " us";
-    picture->axis = span >= 1e-3 ? "time in milliseconds" : "time in microseconds";
-}
 
 static void ddp__picture_measure(ddp__picture *picture, const ddp_stage_cost *costs) {
     const ddp_schedule *s = picture->s;
     int any = 0;
     double sum = 0;
-    picture->begin = picture->shortest = 0;
     for (int i = 0; i < s->count; i++) {
         double length = picture->times[i].end - picture->times[i].begin;
         if (!ddp__action_computes(s->actions[i].kind)) continue;
         if (!any || picture->times[i].begin < picture->begin) picture->begin = picture->times[i].begin;
         if (length > 0 && (picture->shortest <= 0 || length < picture->shortest)) picture->shortest = length;
-        sum += length, any++;
+        sum += length;
+        any++;
     }
     if (any && picture->shortest < sum / any / 4) picture->shortest = sum / any / 4;
-    memset(&picture->report, 0, sizeof picture->report);
     ddp__report(s, costs, picture->times, &picture->report);
     if (picture->shortest <= 0) picture->shortest = 1;
 }
 
-static void ddp__draw_csv(const ddp_schedule *s, ddp__sheet *sheet) {
+static void ddp__draw_csv(const ddp__picture *picture, ddp__sheet *sheet) {
+    const ddp_schedule *s = picture->s;
     for (int rank = 0; rank < s->rank_count; rank++) {
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
             const ddp_action *a = &s->actions[i];
@@ -2170,10 +2156,6 @@ static ddp__action_text ddp__cell_label(const ddp_schedule *s, const ddp_action 
     size_t used = strlen(label.text);
     if (a->overlaps) snprintf(label.text + used, sizeof label.text - used, "+%.20s", ddp__action_label(a + 1).text);
     return label;
-}
-
-static void ddp__draw_dashes(ddp__sheet *sheet, int count) {
-    for (int i = 0; i < count; i++) ddp__sheet_put(sheet, "-");
 }
 
 /* A column is the shortest action. An action starts in the column of its time, or the next one that is free. */
@@ -2201,7 +2183,7 @@ static void ddp__draw_text(const ddp__picture *picture, ddp__sheet *sheet) {
             for (; column < from; column++, space = width - 1) ddp__sheet_put(sheet, "%*s.", space, "");
             if (to <= column) to = column + 1;
             ddp__sheet_put(sheet, "%*s%s", space, "", label.text);
-            if (to > column + 1) ddp__draw_dashes(sheet, (to - column) * width - 1 - length);
+            for (int k = (to - column) * width - 1 - length; k > 0 && to > column + 1; k--) ddp__sheet_put(sheet, "-");
             space = to > column + 1 ? 1 : width - length;
             column = to;
         }
@@ -2248,19 +2230,21 @@ static void ddp__draw_frame(ddp__sheet *sheet, double x, double y, double width,
 
 /* The meaning of the colours and frames that the picture has. */
 static void ddp__draw_legend(const ddp__picture *picture, ddp__sheet *sheet, double x, double y) {
-    const ddp_schedule *s = picture->s;
     static const char text[] = "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">%s</text>\n";
+    const ddp_schedule *s = picture->s;
+    unsigned kinds = 0; /* 1 << kind of each action */
     int pairs = 0;
+    for (int i = 0; i < s->count; i++) {
+        kinds |= 1u << s->actions[i].kind;
+        pairs |= s->actions[i].overlaps && !picture->merged;
+    }
     for (int kind = DDP_ACTION_FORWARD; kind <= DDP_ACTION_BACKWARD; kind++) {
         ddp_action sample = {(ddp_action_kind)kind, 0, 0, 0};
-        int used = 0;
-        for (int i = 0; i < s->count && !used; i++) used = (int)s->actions[i].kind == kind;
-        if (!used) continue;
+        if (!(kinds >> kind & 1)) continue;
         ddp__draw_box(sheet, s, &sample, x, y, 22, 18);
         ddp__sheet_put(sheet, text, (int)x + 28, (int)y + 13, ddp__action_words[kind]);
         x += 48 + 8 * (double)strlen(ddp__action_words[kind]);
     }
-    for (int i = 0; i < s->count && !pairs && !picture->merged; i++) pairs = s->actions[i].overlaps;
     if (pairs) {
         ddp__draw_frame(sheet, x, y, 22, 18, "a pair that overlaps");
         ddp__sheet_put(sheet, text, (int)x + 28, (int)y + 13, "overlapped pair");
@@ -2270,9 +2254,9 @@ static void ddp__draw_legend(const ddp__picture *picture, ddp__sheet *sheet, dou
         ddp__sheet_put(sheet, text, (int)x, (int)y + 13, "darker: every second chunk");
 }
 
-/* Whether the action runs beside the one before it. */
-static int ddp__picture_second(const ddp__picture *picture, int rank, int i) {
-    return i > picture->s->first[rank] && picture->s->actions[i - 1].overlaps && picture->times[i].begin < picture->times[i - 1].end;
+/* Whether actions i and i + 1 run at the same time. Pairs do, unless their times are one after the other. */
+static int ddp__picture_pair(const ddp__picture *picture, int i) {
+    return i >= 0 && picture->s->actions[i].overlaps && picture->times[i + 1].begin < picture->times[i].end;
 }
 
 /* 1, 2 or 5 times a power of ten: the distance of two marks of an axis, about 80 px or more. */
@@ -2288,38 +2272,36 @@ static double ddp__axis_step(double span, double pixels) {
 /* Lines through the rows, with their times below. scale: pixels per unit of time. */
 static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, double left, double top,
                            double bottom, double scale) {
-    double span = picture->report.makespan / picture->unit, pixels = scale * picture->report.makespan;
+    double span = picture->report.makespan / picture->unit->size, pixels = scale * picture->report.makespan;
     double step = ddp__axis_step(span, pixels);
     const char *merged = "";
     int decimals = 0;
     if (picture->merged) merged = ". Actions are merged: a pixel covers several and has the colour of one";
     for (double smaller = step; smaller < 0.999 && decimals < 9; smaller *= 10) decimals++;
     for (int i = 0; i * step <= span * (1 + 1e-9) && i <= 100; i++) {
-        ddp__action_text x = ddp__decimal(left + i * step * picture->unit * scale, 2), number;
+        ddp__action_text x = ddp__decimal(left + i * step * picture->unit->size * scale, 2), number;
         number = ddp__decimal(i * step, decimals);
         if (!decimals) *strchr(number.text, '.') = 0;
         ddp__sheet_put(sheet, "<path d=\"M%s %dV%d\" stroke=\"#c0c0c0\"/>\n<text x=\"%s\" y=\"%d\" font-size=\"11\">%s</text>\n",
                        x.text, (int)top, (int)bottom + 4, x.text, (int)bottom + 16, number.text);
     }
     ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"11\" text-anchor=\"start\">%s%s</text>\n",
-                   (int)left, (int)bottom + 31, picture->axis, merged);
+                   (int)left, (int)bottom + 31, picture->unit->axis, merged);
 }
 
 /* One action of a rank, and the frame of the pair that ends with it. y: the top of the rank's row. */
-static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int rank, int i, double left,
-                             double y, double row, double scale) {
+static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int i, double left, double y, double row,
+                             double scale) {
     const ddp_schedule *s = picture->s;
     const ddp_action *a = &s->actions[i];
-    int second = ddp__picture_second(picture, rank, i), last = i + 1 == s->first[rank + 1];
-    int half = second || (!last && ddp__picture_second(picture, rank, i + 1));
+    int second = ddp__picture_pair(picture, i - 1), half = second || ddp__picture_pair(picture, i);
     double x = left + scale * (picture->times[i].begin - picture->begin);
     double length = scale * (picture->times[i].end - picture->times[i].begin);
     double gap = length > 4 ? 1 : length / 4;
-    double top = second ? y + row / 2 : y;
     if (!ddp__action_computes(a->kind)) return;
     length -= gap;
-    ddp__draw_box(sheet, s, a, x, top, length > 0.2 ? length : 0.2, half ? row / 2 - 0.5 : row);
-    if (i > s->first[rank] && a[-1].overlaps) {
+    ddp__draw_box(sheet, s, a, x, second ? y + row / 2 : y, length > 0.2 ? length : 0.2, half ? row / 2 - 0.5 : row);
+    if (i > 0 && a[-1].overlaps) {
         double begin = left + scale * (picture->times[i - 1].begin - picture->begin), end = x + length;
         double first_end = left + scale * (picture->times[i - 1].end - picture->begin) - gap;
         ddp__action_text first = ddp__action_label(a - 1);
@@ -2357,8 +2339,7 @@ static void ddp__svg_row_time(const ddp__picture *picture, ddp__svg_row *row, in
     memset(row, 0, sizeof *row);
     for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
         const ddp_action *a = &s->actions[i];
-        int next = i + 1 < s->first[rank + 1] && ddp__picture_second(picture, rank, i + 1);
-        double share = next || ddp__picture_second(picture, rank, i) ? 0.5 : 1;
+        double share = ddp__picture_pair(picture, i - 1) || ddp__picture_pair(picture, i) ? 0.5 : 1;
         double begin = scale * (picture->times[i].begin - picture->begin);
         double end = scale * (picture->times[i].end - picture->begin);
         int fill = 2 * (int)a->kind + a->stage / s->rank_count % 2;
@@ -2415,7 +2396,6 @@ static void ddp__svg_row_draw(const ddp__picture *picture, ddp__sheet *sheet, in
 static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
     const ddp_schedule *s = picture->s;
     const double left = DDP__SVG_LEFT, right = DDP__SVG_RIGHT, top = 34, row = DDP__SVG_ROW, gap = 4;
-    const double most = DDP__SVG_COLUMNS;
     double scale = 22 / picture->shortest, span = picture->report.makespan, width = 860; /* the legend fits */
     double bottom = top + s->rank_count * (row + gap);
     int height = (int)bottom + 72;
@@ -2424,8 +2404,8 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
              "%s: %d ranks, %d stages, %d micro-batches; bubble rate %s, %d in flight, makespan %s%s",
              ddp__picture_title(s), s->rank_count, s->stage_count, s->microbatch_count,
              ddp__decimal(picture->report.bubble_rate, 4).text, picture->report.peak_in_flight,
-             ddp__decimal(span / picture->unit, 3).text, picture->unit_name);
-    if (scale * span > most) scale = most / span;
+             ddp__decimal(span / picture->unit->size, 3).text, picture->unit->name);
+    if (scale * span > DDP__SVG_COLUMNS) scale = DDP__SVG_COLUMNS / span;
     if (left + 8.5 * (double)strlen(title) + right > width)
         width = left + 8.5 * (double)strlen(title) + right;
     if (left + scale * span + right > width) width = left + scale * span + right;
@@ -2447,7 +2427,7 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
     for (int rank = 0; rank < s->rank_count; rank++) {
         double y = top + rank * (row + gap);
         if (picture->merged) ddp__svg_row_draw(picture, sheet, rank, scale, (int)y);
-        else for (int i = s->first[rank]; i < s->first[rank + 1]; i++) ddp__draw_action(picture, sheet, rank, i, left, y, row, scale);
+        else for (int i = s->first[rank]; i < s->first[rank + 1]; i++) ddp__draw_action(picture, sheet, i, left, y, row, scale);
     }
     if (picture->merged) ddp__sheet_put(sheet, "</g>\n");
     ddp__draw_legend(picture, sheet, left, bottom + 44);
@@ -2471,7 +2451,7 @@ static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
         ddp__draw_trace_row(sheet, rank, rank, 0);
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
             const ddp_action *a = &s->actions[i];
-            int second = ddp__picture_second(picture, rank, i); /* on a row of its own: events of a row nest */
+            int second = ddp__picture_pair(picture, i - 1); /* on a row of its own: events of a row nest */
             if (!ddp__action_computes(a->kind)) continue;
             if (second && !named++) ddp__draw_trace_row(sheet, s->rank_count + rank, rank, 1);
             ddp__sheet_put(sheet, ",\n{\"name\":\"%s\",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%s,\"dur\":%s,\"args\":{\"stage\":%d,\"microbatch\":%d}}",
@@ -2483,50 +2463,46 @@ static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
     ddp__sheet_put(sheet, "\n]}\n");
 }
 
+/* Computes or takes the times, and measures them. The caller frees play and merged, after a failure too. */
+static ddp_result ddp__picture_open(ddp__picture *picture, ddp_schedule_format format, const ddp_stage_cost *costs,
+                                    const ddp_action_time *times, const char *who) {
+    const ddp_schedule *s = picture->s;
+    DDP_TRY(ddp__play_open(&picture->play, s, costs, DDP__TIMED_APART, who));
+    for (int i = 0; i < s->count && times; i++)
+        if (!(times[i].begin >= -DBL_MAX && times[i].end >= times[i].begin && times[i].end <= DBL_MAX))
+            return ddp_fail(DDP_ERR_INVALID, "%s: times[%d] is from %g to %g; end is not before begin", who, i, times[i].begin, times[i].end);
+    if (format == DDP_SCHEDULE_SVG && ddp__svg_merges(s)) {
+        picture->merged = (ddp__svg_row *)ddp__schedule_alloc(s, 1, sizeof *picture->merged);
+        if (!picture->merged) return DDP_ERR_NO_MEMORY;
+    }
+    picture->times = times ? times : picture->play.times;
+    ddp__picture_measure(picture, costs);
+    picture->unit = ddp__picture_unit(picture->report.makespan, costs != NULL, times != NULL);
+    return DDP_OK;
+}
+
 DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_format format, const ddp_stage_cost *costs, const ddp_action_time *times,
                                     char *out, size_t *size_bytes) {
+    static void (*const draw[])(const ddp__picture *, ddp__sheet *) = {ddp__draw_csv, ddp__draw_text, ddp__draw_svg, ddp__draw_trace};
     static const char who[] = "ddp_schedule_draw";
     ddp__picture picture;
     ddp__sheet sheet;
-    ddp__play play;
     ddp_result result = DDP_OK;
-    memset(&play, 0, sizeof play);
-    memset(&picture, 0, sizeof picture);
     if (!schedule || !size_bytes) return ddp_fail(DDP_ERR_INVALID, "%s: schedule or size_bytes is NULL", who);
     if ((int)format < 0 || format > DDP_SCHEDULE_TRACE) return ddp_fail(DDP_ERR_INVALID, "%s: format=%d, there are 0 to %d", who, (int)format, DDP_SCHEDULE_TRACE);
-    if (format != DDP_SCHEDULE_CSV) {
-        result = ddp__play_timed(&play, schedule, costs, 1, who);
-        for (int i = 0; i < schedule->count && times && result == DDP_OK; i++)
-            if (!(times[i].begin >= -DBL_MAX && times[i].end >= times[i].begin && times[i].end <= DBL_MAX))
-                result = ddp_fail(DDP_ERR_INVALID, "%s: times[%d] is from %g to %g; end is not before begin", who, i, times[i].begin, times[i].end);
-        if (result != DDP_OK) {
-            ddp__play_close(&play);
-            return result;
-        }
-        picture.s = schedule;
-        if (format == DDP_SCHEDULE_SVG && ddp__svg_merges(schedule)) {
-            picture.merged = (ddp__svg_row *)ddp__schedule_alloc(schedule, 1, sizeof *picture.merged);
-            if (!picture.merged) {
-                ddp__play_close(&play);
-                return DDP_ERR_NO_MEMORY;
-            }
-        }
-        picture.times = times ? times : play.times;
-        ddp__picture_measure(&picture, costs);
-        ddp__picture_unit(&picture, costs != NULL, times != NULL);
-    }
-    for (int pass = 0; pass < 2; pass++) { /* the first one counts */
-        sheet.out = out, sheet.room = pass ? *size_bytes : 0, sheet.used = 0;
-        if (format == DDP_SCHEDULE_CSV) ddp__draw_csv(schedule, &sheet);
-        else if (format == DDP_SCHEDULE_TEXT) ddp__draw_text(&picture, &sheet);
-        else if (format == DDP_SCHEDULE_SVG) ddp__draw_svg(&picture, &sheet);
-        else ddp__draw_trace(&picture, &sheet);
+    memset(&picture, 0, sizeof picture);
+    picture.s = schedule;
+    if (format != DDP_SCHEDULE_CSV) result = ddp__picture_open(&picture, format, costs, times, who);
+    for (int pass = 0; pass < 2 && result == DDP_OK; pass++) { /* the first one counts */
+        sheet.out = out;
+        sheet.room = pass ? *size_bytes : 0;
+        sheet.used = 0;
+        draw[format](&picture, &sheet);
         if (!out || sheet.used + 1 > *size_bytes) break;
     }
-    if (play.s) {
-        ddp__schedule_free(schedule, picture.merged);
-        ddp__play_close(&play);
-    }
+    ddp__schedule_free(schedule, picture.merged);
+    ddp__play_close(&picture.play);
+    if (result != DDP_OK) return result;
     if (out && sheet.used + 1 > *size_bytes) result = ddp_fail(DDP_ERR_INVALID, "%s: room for %zu bytes, the text takes %zu", who, *size_bytes, sheet.used + 1);
     *size_bytes = sheet.used + 1;
     return result;
@@ -2582,18 +2558,6 @@ static double ddp__median(double *values, int count) {
     return count % 2 ? values[count / 2] : (values[count / 2 - 1] + values[count / 2]) / 2;
 }
 
-/* One round of a layer: what F, I and W took. */
-static ddp_result ddp__profile_round(const ddp_profile_desc *d, int layer, double *took) {
-    for (int k = 0; k < 3; k++) {
-        double begin = ddp_now();
-        ddp_result result = d->run(layer, (ddp_action_kind)(DDP_ACTION_FORWARD + k), d->user);
-        took[k] = ddp_now() - begin;
-        if (result != DDP_OK)
-            return ddp_fail(result, "ddp_pipeline_profile: %s of layer %d failed: %s", ddp__action_words[DDP_ACTION_FORWARD + k], layer, ddp_result_name(result));
-    }
-    return DDP_OK;
-}
-
 DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_cost *cost) {
     ddp_result result = DDP_OK;
     int rounds, warmup;
@@ -2607,10 +2571,13 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
     took = (double *)malloc(3 * (size_t)rounds * sizeof *took);
     if (!took) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_profile: %d rounds", rounds);
     for (int layer = 0; layer < desc->layer_count && result == DDP_OK; layer++) {
-        for (int round = -warmup; round < rounds && result == DDP_OK; round++) {
-            double one[3];
-            result = ddp__profile_round(desc, layer, one);
-            for (int k = 0; k < 3 && round >= 0; k++) took[k * rounds + round] = one[k];
+        for (int n = -3 * warmup; n < 3 * rounds && result == DDP_OK; n++) { /* F, I and W of each round */
+            int k = (n + 3 * warmup) % 3;
+            double begin = ddp_now();
+            result = desc->run(layer, (ddp_action_kind)(DDP_ACTION_FORWARD + k), desc->user);
+            if (n >= 0) took[k * rounds + n / 3] = ddp_now() - begin;
+            if (result != DDP_OK)
+                ddp_fail(result, "ddp_pipeline_profile: %s of layer %d failed: %s", ddp__action_words[DDP_ACTION_FORWARD + k], layer, ddp_result_name(result));
         }
         if (result != DDP_OK) break;
         cost[layer].forward = ddp__median(took, rounds);
@@ -3326,7 +3293,7 @@ static ddp_result ddp__pipe_order(ddp_pipeline *p) {
     for (int peer = 0; peer < p->world_size && !p->one_lane; peer++)
         if (peer != p->rank) DDP_TRY(ddp__pipe_stream_open(p, &p->streams[peer], peer, peer, NULL));
     if (!p->one_lane) return DDP_OK;
-    DDP_TRY(ddp__play_timed(&play, p->schedule, NULL, 0, "ddp_pipeline_create"));
+    DDP_TRY(ddp__play_open(&play, p->schedule, NULL, DDP__TIMED_PAIRED, "ddp_pipeline_create"));
     result = ddp__pipe_stream_open(p, &p->streams[0], 0, p->world_size - 1, play.times);
     ddp__play_close(&play);
     return result;
@@ -3347,7 +3314,6 @@ static void ddp__pipe_count_receives(ddp_pipeline *p, const ddp__pipe_pool *pool
         ddp__pipe_count_slot(&p->links[message->link].way[message->way], 1);
     }
 }
-
 
 /* What an action takes and gives back, in the order of ddp__pipe_action. */
 static void ddp__pipe_count_action(ddp_pipeline *p, const ddp_action *a) {
@@ -4285,23 +4251,11 @@ DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *ki
 }
 
 DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_desc *desc) {
-    ddp_schedule_desc d = DDP_ZERO;
-    ddp_schedule *s = NULL;
-    int *waiting = NULL;
-    ddp_result result = DDP_OK;
+    ddp_schedule_desc d;
     if (!out) return DDP__SCHEDULE_BAD("out is NULL");
     *out = NULL;
     DDP_TRY(ddp__schedule_desc_resolve(desc, &d));
-    if (d.kind == DDP_SCHEDULE_AUTO) return ddp__generate_auto(out, &d);
-    s = ddp__schedule_new(&d);
-    if (!s) return DDP_ERR_NO_MEMORY;
-    if (d.kind == DDP_SCHEDULE_DUALPIPE_V && !(waiting = (int *)ddp__schedule_alloc(s, 8 * (size_t)d.rank_count, sizeof *waiting))) result = DDP_ERR_NO_MEMORY;
-    for (int rank = 0; rank < d.rank_count && result == DDP_OK; rank++) {
-        ddp__generate_rank(s, &d, rank, waiting);
-        ddp__schedule_end_rank(s);
-    }
-    ddp__schedule_free(s, waiting);
-    return ddp__schedule_finish(out, s, result);
+    return d.kind == DDP_SCHEDULE_AUTO ? ddp__generate_auto(out, &d) : ddp__schedule_generate(out, &d);
 }
 
 DDPDEF int ddp_schedule_rank_count(const ddp_schedule *schedule) { return schedule ? schedule->rank_count : 0; }
