@@ -1262,10 +1262,10 @@ static int ddp__utf8_length(const char *at, const char *end) {
     return length;
 }
 
-static int ddp__json_hex4(ddp__json *j, uint32_t *value) {
+static int ddp__json_hex(ddp__json *j, int count, uint32_t *value) {
     static const char digits[] = "0123456789abcdef0123456789ABCDEF";
     *value = 0;
-    for (int i = 0; i < 4; i++, j->at++) {
+    for (int i = 0; i < count; i++, j->at++) {
         const char *digit = j->at < j->end && *j->at ? strchr(digits, *j->at) : NULL;
         if (!digit) return ddp__json_fail(j, "four hexadecimal digits are missing");
         *value = *value << 4 | ((uint32_t)(digit - digits) & 15);
@@ -1273,24 +1273,26 @@ static int ddp__json_hex4(ddp__json *j, uint32_t *value) {
     return 1;
 }
 
-/* What follows a backslash, as UTF-8 at *out. It is never longer than what stood for it. */
+/* Writes the character of an escape as UTF-8 to *out. It is never longer than the escape, whose backslash has been read. */
 static int ddp__json_escape(ddp__json *j, char **out) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     const char *known = j->at < j->end && *j->at ? strchr(from, *j->at) : NULL;
     uint32_t code, second = 0;
-    if (known) { j->at++; *(*out)++ = to[known - from]; return 1; }
+    if (known) {
+        j->at++;
+        *(*out)++ = to[known - from];
+        return 1;
+    }
     if (j->at == j->end || *j->at++ != 'u') return ddp__json_fail(j, "an escape that JSON does not have");
-    if (!ddp__json_hex4(j, &code)) return 0;
-    if ((code & 0xf800) == 0xd800) { /* one of two: the first has ten bits, and the second */
-        int paired = code < 0xdc00 && j->end - j->at > 2 && *j->at++ == '\\' && *j->at++ == 'u' && ddp__json_hex4(j, &second);
+    if (!ddp__json_hex(j, 4, &code)) return 0;
+    if ((code & 0xf800) == 0xd800) { /* a surrogate pair: each has ten bits of the character */
+        int paired = code < 0xdc00 && j->end - j->at > 2 && *j->at++ == '\\' && *j->at++ == 'u' && ddp__json_hex(j, 4, &second);
         if (!paired || (second & 0xfc00) != 0xdc00) return ddp__json_fail(j, "half of a surrogate pair");
         code = 0x10000 + ((code & 0x3ff) << 10) + (second & 0x3ff);
     }
-    if (code < 0x80) { *(*out)++ = (char)code; return 1; }
-    if (code >= 0x10000) *(*out)++ = (char)(0xf0 | code >> 18);
-    if (code >= 0x800) *(*out)++ = (char)(code >= 0x10000 ? 0x80 | (code >> 12 & 63) : 0xe0 | code >> 12);
-    *(*out)++ = (char)(code >= 0x800 ? 0x80 | (code >> 6 & 63) : 0xc0 | code >> 6);
-    *(*out)++ = (char)(0x80 | (code & 63));
+    unsigned more = (code >= 0x80) + (code >= 0x800) + (code >= 0x10000); /* bytes after the first, of six bits each */
+    *(*out)++ = (char)(more ? (0xff00u >> (more + 1)) | code >> 6 * more : code);
+    while (more-- > 0) *(*out)++ = (char)(0x80 | (code >> 6 * more & 63));
     return 1;
 }
 
@@ -1397,7 +1399,7 @@ static int ddp__words_compare(const void *a, const void *b) {
 static ddp__words ddp__words_of(const char *text) { ddp__words words = {text, strlen(text)}; return words; }
 static int ddp__words_are(ddp__words words, const char *text) { return words.length == strlen(text) && memcmp(words.at, text, words.length) == 0; }
 
-/* A text that grows; failed once there was no memory. */
+/* A text that grows. failed: there was no memory. */
 typedef struct ddp__draft {
     ddp_group *group;
     char *at;
@@ -1405,38 +1407,36 @@ typedef struct ddp__draft {
     int failed;
 } ddp__draft;
 
-static char *ddp__draft_room(ddp__draft *d, size_t more) {
-    if (!d->failed && d->room - d->length < more) {
-        size_t room = (d->room + more) * 2 + 4096;
-        char *grown = (char *)ddp_host_alloc(d->group, room);
-        if (grown && d->length) memcpy(grown, d->at, d->length);
-        ddp_host_free(d->group, d->at);
-        d->failed = !grown, d->at = grown, d->room = room;
-    }
-    return d->failed ? NULL : d->at + d->length;
-}
-
+/* Appends formatted text. A second try follows where the first one shows that the text needs more room. */
 static __attribute__((format(printf, 2, 3))) void ddp__draft_add(ddp__draft *d, const char *format, ...) {
-    char *at = ddp__draft_room(d, 512); /* longer than any format makes */
-    va_list args;
-    if (!at) return;
-    va_start(args, format);
-    d->length += (size_t)vsnprintf(at, 512, format, args);
-    va_end(args);
+    for (int grown = 0; grown < 2 && !d->failed; grown++) {
+        va_list args;
+        va_start(args, format);
+        size_t more = (size_t)vsnprintf(d->room ? d->at + d->length : NULL, d->room - d->length, format, args);
+        va_end(args);
+        if (more < d->room - d->length) {
+            d->length += more;
+            return;
+        }
+        d->room = (d->length + more) * 2 + 4096;
+        char *larger = (char *)ddp_host_alloc(d->group, d->room);
+        if (larger && d->length) memcpy(larger, d->at, d->length);
+        ddp_host_free(d->group, d->at);
+        d->at = larger;
+        d->failed = !larger;
+    }
 }
 
-/* With quotes and escapes; start is plain and stands in front. */
+/* Appends a JSON string: `start`, which is plain, and text with escapes. */
 static void ddp__draft_string(ddp__draft *d, const char *start, const char *text) {
+    static const char special[] = "\"\\\1\2\3\4\5\6\7\10\11\12\13\14\15\16\17\20\21\22\23\24\25\26\27\30\31\32\33\34\35\36\37";
     ddp__draft_add(d, "\"%s", start);
-    char *at = ddp__draft_room(d, 6 * strlen(text) + 2);
-    for (; at && *text; text++) {
-        if (*text == '"' || *text == '\\') *at++ = '\\';
-        if ((unsigned char)*text < 32) at += snprintf(at, 7, "\\u%04x", *text);
-        else *at++ = *text;
+    for (size_t plain; *text; text += plain ? plain : 1) {
+        plain = strcspn(text, special);
+        if (plain) ddp__draft_add(d, "%.*s", (int)plain, text);
+        else ddp__draft_add(d, (unsigned char)*text < 32 ? "\\u%04x" : "\\%c", *text);
     }
-    if (!at) return;
-    *at++ = '"';
-    d->length = (size_t)(at - d->at);
+    ddp__draft_add(d, "\"");
 }
 
 //== tensor files ================================================================================ >>impl-safetensors
@@ -1543,13 +1543,10 @@ static int ddp__stored_read(ddp__json *j, ddp__stored *r) {
     return seen == 7 ? 1 : ddp__json_fail(j, wrong);
 }
 
-/* Eight hexadecimal digits. */
+/* A word of eight hexadecimal digits. */
 static int ddp__hex_read(ddp__words word, uint32_t *value) {
     ddp__json digits = ddp__json_of((char *)(uintptr_t)word.at, word.length);
-    uint32_t low;
-    if (word.length != 8 || !ddp__json_hex4(&digits, value) || !ddp__json_hex4(&digits, &low)) return 0;
-    *value = *value << 16 | low;
-    return 1;
+    return word.length == 8 && ddp__json_hex(&digits, 8, value);
 }
 
 /* Checks that the tensors fill the data without an overlap or a hole, and that their sizes match dtype and shape.
@@ -1916,6 +1913,11 @@ typedef struct ddp__task {
     unsigned char *left; /* per tensor: 1 = a lower rank writes this rank's box */
 } ddp__task;
 
+static ddp__task ddp__task_of(ddp_group *group, const char *who, const ddp__slice *slices, int count) {
+    ddp__task task = {group, who, slices, count, "", NULL, NULL, NULL, NULL, NULL, NULL};
+    return task;
+}
+
 /* What must be equal on all ranks is a list of entries: options, then tensors. The hash continues that of the
    entry before. text may be cut short; the hash is not. */
 typedef struct ddp__task_entry { uint64_t hash; char text[400]; } ddp__task_entry;
@@ -1961,32 +1963,26 @@ static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const char *opt
     return result;
 }
 
-/* Collective: adds the numbers of the boxes that are written. *hole: the first tensor that they do not tile, or the count. */
-static ddp_result ddp__boxes_add(ddp__task *t, int *hole) {
-    int i = 0;
-    for (int k = 0; k < 2 * t->count; k++) t->all[k] = t->left[k / 2] ? 0 : t->mine[k];
-    DDP_TRY(ddp__host_reduce(t->group, t->all, 2 * (size_t)t->count, DDP_I64, DDP_OP_SUM));
-    while (i < 2 * t->count && (uint64_t)t->all[i] % DDP__PRIME == ddp__box_number(&t->slices[i / 2], 1, i % 2)) i++;
-    *hole = i / 2;
-    return DDP_OK;
-}
-
-/* Collective: the boxes of all ranks tile each tensor, once the lowest of ranks with the same box keeps it, where they may repeat. */
+/* Collective. Checks that the boxes of all ranks tile each tensor: their numbers add up to the tensor's. If they do
+   not, a second round counts a box that several ranks hold once, where it may repeat: the lowest of these ranks writes
+   it. */
 static ddp_result ddp__boxes_check(ddp__task *t) {
-    size_t numbers = 2 * (size_t)t->count;
-    int hole, rank = ddp_rank(t->group);
-    for (int i = 0; i < 2 * t->count; i++) t->mine[i] = (int64_t)ddp__box_number(&t->slices[i / 2], 0, i % 2);
-    DDP_TRY(ddp__boxes_add(t, &hole));
-    if (hole == t->count) return DDP_OK;
-    for (int r = 0; r < ddp_world_size(t->group) - 1; r++) {
-        memcpy(t->all, t->mine, numbers * sizeof *t->all);
-        DDP_TRY(ddp__host_broadcast(t->group, t->all, numbers, DDP_I64, r));
-        for (int i = 0; i < t->count && rank > r; i++)
-            t->left[i] |= t->slices[i].may_repeat && t->mine[2 * i] && memcmp(&t->mine[2 * i], &t->all[2 * i], 2 * sizeof *t->mine) == 0;
+    int numbers = 2 * t->count, k = 0;
+    for (int i = 0; i < numbers; i++) t->mine[i] = (int64_t)ddp__box_number(&t->slices[i / 2], 0, i % 2);
+    for (int round = 0; round < 2; round++) {
+        for (int r = 0; round && r < ddp_world_size(t->group) - 1; r++) {
+            memcpy(t->all, t->mine, (size_t)numbers * sizeof *t->all);
+            DDP_TRY(ddp__host_broadcast(t->group, t->all, (size_t)numbers, DDP_I64, r));
+            for (int i = 0; i < t->count && ddp_rank(t->group) > r; i++)
+                t->left[i] |= t->slices[i].may_repeat && t->mine[2 * i] && memcmp(&t->mine[2 * i], &t->all[2 * i], 2 * sizeof *t->mine) == 0;
+        }
+        for (int i = 0; i < numbers; i++) t->all[i] = t->left[i / 2] ? 0 : t->mine[i];
+        DDP_TRY(ddp__host_reduce(t->group, t->all, (size_t)numbers, DDP_I64, DDP_OP_SUM));
+        for (k = 0; k < numbers && (uint64_t)t->all[k] % DDP__PRIME == ddp__box_number(&t->slices[k / 2], 1, k % 2);) k++;
+        if (k == numbers) return DDP_OK;
     }
-    DDP_TRY(ddp__boxes_add(t, &hole));
-    return hole == t->count ? DDP_OK : ddp_fail_in(DDP_ERR_MISMATCH, t->who, t->group, "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps",
-                                                   t->slices[hole].name);
+    return ddp_fail_in(DDP_ERR_MISMATCH, t->who, t->group, "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps",
+                       t->slices[k / 2].name);
 }
 
 /* The fields of ddp_fsdp_state as state.json has them, each a number or a list of them, which lie one behind the other: i64, u64, i32 (4). Of doubles the bits,
@@ -2265,10 +2261,8 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
     ddp__saving saving = DDP_ZERO, *s = &saving;
     ddp__task *t = &s->task;
     char options[96];
-    t->group = s->draft.group = group;
-    t->who = "ddp_fsdp_save";
-    t->slices = slices;
-    t->count = count;
+    *t = ddp__task_of(group, "ddp_fsdp_save", slices, count);
+    s->draft.group = group;
     s->max_file_bytes = max_file_bytes;
     s->keep = keep ? keep : 1;
     ddp_result result = keep < 0 ? ddp_fail(DDP_ERR_INVALID, "keep_checkpoints=%d; set how many, or 0 for one", keep) : DDP_OK;
@@ -2670,10 +2664,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
                                        ddp_fsdp_state *state) {
     ddp_group *const groups[2] = {group, replicas};
     ddp__loading loading = DDP_ZERO, *l = &loading;
-    l->task.group = group;
-    l->task.who = "ddp_fsdp_load";
-    l->task.slices = slices;
-    l->task.count = count;
+    l->task = ddp__task_of(group, "ddp_fsdp_load", slices, count);
     ddp_result result = ddp__load_check(l, dir, scaler);
     if (replicas) result = ddp_agree(replicas, l->task.who, result, l->text_crc, l->found);
     if (result == DDP_OK) result = ddp_agree_groups(groups, 2, l->task.who, ddp__load_pass(l, 1), 0, ""); /* the first write to the caller's memory */
