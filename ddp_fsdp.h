@@ -1173,7 +1173,7 @@ static int ddp__crc_hardware(void) { return (getauxval(AT_HWCAP) >> 7 & 1) != 0;
 #define DDP__CRC_WORD(remainder, word) __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(remainder) : "r"(word))
 #endif
 
-static uint64_t ddp__crc_load(const unsigned char *data) { uint64_t word; memcpy(&word, data, sizeof word); return word; }
+typedef uint64_t __attribute__((may_alias, aligned(1))) ddp__crc_word; /* at any address */
 
 /* An instruction takes three cycles and one can start in each: three lanes at once, of 16 KiB, then of 1 KiB. */
 static uint32_t ddp__crc_lanes(uint32_t remainder, const unsigned char *data, size_t size) {
@@ -1184,14 +1184,14 @@ static uint32_t ddp__crc_lanes(uint32_t remainder, const unsigned char *data, si
         for (; size >= 3 * lane; size -= 3 * lane, data += 3 * lane) {
             uint64_t first = last, second = 0, third = 0;
             for (size_t i = 0; i < lane; i += 8) {
-                DDP__CRC_WORD(first, ddp__crc_load(data + i));
-                DDP__CRC_WORD(second, ddp__crc_load(data + lane + i));
-                DDP__CRC_WORD(third, ddp__crc_load(data + 2 * lane + i));
+                DDP__CRC_WORD(first, *(const ddp__crc_word *)(data + i));
+                DDP__CRC_WORD(second, *(const ddp__crc_word *)(data + lane + i));
+                DDP__CRC_WORD(third, *(const ddp__crc_word *)(data + 2 * lane + i));
             }
             last = ddp__crc_multiply(shift, ddp__crc_multiply(shift, (uint32_t)first) ^ (uint32_t)second) ^ (uint32_t)third;
         }
     }
-    for (; size >= 8; size -= 8, data += 8) DDP__CRC_WORD(last, ddp__crc_load(data));
+    for (; size >= 8; size -= 8, data += 8) DDP__CRC_WORD(last, *(const ddp__crc_word *)data);
     return ddp__crc_portable((uint32_t)last, data, size);
 }
 #else
@@ -1569,10 +1569,8 @@ static ddp_result ddp__header_check(ddp__in_file *file, uint64_t data_bytes, con
         if (ddp__words_compare(&r[i - 1], &r[i]) == 0)
             return ddp__stored_fail(DDP_ERR_CORRUPT, file, &r[i], "has a name that is there twice");
     for (int i = 0; i < pair_count; i++) {
-        ddp__words name = pairs[i].key;
-        if (name.length < 7 || memcmp(name.at, "crc32c:", 7) != 0) continue;
-        name.at += 7;
-        name.length -= 7;
+        if (pairs[i].key.length < 7 || memcmp(pairs[i].key.at, "crc32c:", 7) != 0) continue;
+        const ddp__words name = {pairs[i].key.at + 7, pairs[i].key.length - 7};
         r = ddp__stored_find(file, name);
         if (!r) continue;
         if (!ddp__hex_read(pairs[i].value, &r->crc))
@@ -1718,27 +1716,29 @@ static int ddp__is_our_file(const char *name) {
     return strcmp(name, DDP__STATE_FILE) == 0;
 }
 
-enum { DDP__FOLDER_MISSING, DDP__FOLDER_EMPTY, DDP__FOLDER_OURS };
-
 static int ddp__is_entry(const struct dirent *entry) { return strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0; }
 
-/* What is at path; anything but a checkpoint of ours, whole or begun, is DDP_ERR_INVALID: it is not to be replaced. clear: deletes it; last, by its name, the
-   state, which tells that it is ours. */
-static ddp_result ddp__folder_look(const char *path, int clear, int *kind) {
+/* Looks at a folder. *found: 1 = it holds a checkpoint of ours, whole or begun; 0 = it is empty or missing. Anything
+   else is DDP_ERR_INVALID: it must not be replaced. clear: deletes the folder. state.json, the last file by name, goes
+   last, since it shows that the folder is ours. */
+static ddp_result ddp__folder_look(const char *path, int clear, int *found) {
     ddp__file file;
     char stranger[100] = "files without " DDP__STATE_FILE, start[sizeof DDP__STATE_START] = "";
     struct dirent **entry;
     ddp_result result = DDP_OK;
     int ours = 0, count = scandir(path, &entry, ddp__is_entry, alphasort);
-    *kind = count < 0 ? DDP__FOLDER_MISSING : count == 0 ? DDP__FOLDER_EMPTY : DDP__FOLDER_OURS;
+    *found = count > 0;
     if (count < 0) return errno == ENOENT ? DDP_OK : ddp__file_fail("opening", path);
     if (count && ddp__file_open(path, DDP__STATE_FILE, O_RDONLY, &file) == DDP_OK) {
         ssize_t got = pread(file.fd, start, sizeof start - 1, 0);
         ours = got >= 0 && strncmp(start, DDP__STATE_START, (size_t)got) == 0;
         ddp__file_close(&file);
     }
-    for (int i = 0; i < count; i++)
-        if (!ddp__is_our_file(entry[i]->d_name)) ours = 0, snprintf(stranger, sizeof stranger, "%.90s", entry[i]->d_name);
+    for (int i = 0; i < count; i++) {
+        if (ddp__is_our_file(entry[i]->d_name)) continue;
+        ours = 0;
+        snprintf(stranger, sizeof stranger, "%.90s", entry[i]->d_name);
+    }
     for (int i = 0; i < count; free(entry[i++])) {
         snprintf(file.path, sizeof file.path, "%.*s/%s", DDP__DIR_MAX + 20, path, entry[i]->d_name);
         if (clear && ours && result == DDP_OK && unlink(file.path) != 0 && errno != ENOENT) result = ddp__file_fail("deleting", file.path);
@@ -1750,7 +1750,10 @@ static ddp_result ddp__folder_look(const char *path, int clear, int *kind) {
     return result != DDP_OK || !clear || rmdir(path) == 0 ? result : ddp__file_fail("deleting", path);
 }
 
-static ddp_result ddp__folder_delete(const char *path) { int kind; return ddp__folder_look(path, 1, &kind); }
+static ddp_result ddp__folder_delete(const char *path) {
+    int found;
+    return ddp__folder_look(path, 1, &found);
+}
 
 /* dir without slashes at its end; where it exists, without links. */
 static ddp_result ddp__folder_name(const char *dir, char out[DDP__PATH_MAX]) {
@@ -2081,14 +2084,14 @@ static ddp_result ddp__save_plan(ddp__saving *s) {
 static ddp_result ddp__save_begin(ddp__saving *s) {
     char path[DDP__PATH_MAX];
     struct stat info;
-    int kind;
+    int found;
     ddp__beside_name(s->task.dir, DDP__NEW, s->tmp);
     DDP_TRY(ddp__save_plan(s));
     if (ddp_rank(s->task.group) != 0) return DDP_OK;
-    DDP_TRY(ddp__folder_look(s->task.dir, 0, &kind));
-    for (int i = 0; i < s->keep && (i < 2 || kind != DDP__FOLDER_MISSING); i++) {
+    DDP_TRY(ddp__folder_look(s->task.dir, 0, &found));
+    for (int i = 0; i < s->keep && (i < 2 || found); i++) {
         ddp__beside_name(s->task.dir, i, path);
-        DDP_TRY(ddp__folder_look(path, 0, &kind));
+        DDP_TRY(ddp__folder_look(path, 0, &found));
     }
     ddp__parent_name(s->task.dir, path);
     if (stat(path, &info) != 0) return ddp__file_fail("the folder that dir is to be in,", path);
@@ -2188,11 +2191,11 @@ static ddp_result ddp__save_draft(ddp__saving *s, const char *name, uint32_t *cr
    oldest first. */
 static ddp_result ddp__save_rotate(const ddp__saving *s, const char *previous) {
     char from[DDP__PATH_MAX], to[DDP__PATH_MAX];
-    int number = 0, kind;
-    DDP_TRY(ddp__folder_look(previous, 0, &kind));
-    if (kind != DDP__FOLDER_OURS) return ddp__folder_delete(previous);
+    int number = 0, found;
+    DDP_TRY(ddp__folder_look(previous, 0, &found));
+    if (!found) return ddp__folder_delete(previous);
     do ddp__beside_name(s->task.dir, ++number, to);
-    while (ddp__folder_look(to, 0, &kind) == DDP_OK && kind == DDP__FOLDER_OURS);
+    while (ddp__folder_look(to, 0, &found) == DDP_OK && found);
     for (; number > 0; number--, memcpy(to, from, sizeof to)) { /* to: the name dir.number, which is free */
         if (number > 1) ddp__beside_name(s->task.dir, number - 1, from);
         else memcpy(from, previous, sizeof from);
@@ -2328,8 +2331,8 @@ static ddp_result ddp__text_load(ddp__loading *l, const char *name, char **text,
 static int ddp__in_file_add(ddp__loading *l, ddp__words name, uint32_t want_crc) {
     ddp__in_file *file = l->files;
     if (name.length == 0 || name.length > 255 || name.at[0] == '.' || strlen(name.at) != name.length || strchr(name.at, '/')) return 0;
-    while (file < l->files + l->file_count && strcmp(file->name, name.at) != 0) file++;
-    if (file < l->files + l->file_count) return 1;
+    for (; file < l->files + l->file_count; file++)
+        if (strcmp(file->name, name.at) == 0) return 1;
     l->file_count++;
     file->dir = l->task.dir;
     file->name = name.at;
@@ -2545,18 +2548,17 @@ static uint64_t ddp__place_in(uint64_t place, uint64_t before, uint64_t total) {
 }
 
 /* Computes checksums of half of this rank's share: thread 0 or 1. On one machine, whose ranks have one disk, a share is
-   one stretch of all tensors one behind the other: reading is a third slower where each rank skips the others' rows.
-   Otherwise it is rows [rank * ceil(rows / ranks), ...) of every tensor, which this rank usually copies afterwards. */
+   one stretch of all tensors one behind the other: reading is a third slower where each rank skips the others' bytes.
+   Otherwise it is a part of every tensor: about the rows that this rank copies afterwards. */
 static ddp_result ddp__load_sum(ddp__loading *l, int thread) {
     uint64_t shares = 2 * (uint64_t)ddp_world_size(l->task.group), share = 2 * (uint64_t)ddp_rank(l->task.group) + (uint64_t)thread, all = 0, before = 0;
     int together = ddp_local_world_size(l->task.group) == ddp_world_size(l->task.group);
-    for (int i = 0; i < l->task.count && together; i++) all += l->sources[i].bytes;
+    for (int i = 0; i < l->task.count; i++) all += l->sources[i].bytes;
     for (int i = 0; i < l->task.count; before += together ? l->sources[i].bytes : 0, i++) {
         const ddp__source *source = &l->sources[i];
         int tied_to = l->task.slices[i].tied_to;
         const ddp__source *first = tied_to ? &l->sources[tied_to - 1] : NULL; /* must have the same bytes */
-        uint64_t total = source->bytes, rows = l->task.slices[i].ndim && total ? (uint64_t)l->task.slices[i].shape[0] : 1;
-        uint64_t each = together ? all / shares + 1 : (rows + shares - 1) / shares * (total / rows);
+        uint64_t total = source->bytes, each = (together ? all : total) / shares + 1;
         uint64_t at = ddp__place_in(each * share, before, total), end = ddp__place_in(each * (share + 1), before, total);
         uint32_t remainder = 0;
         for (uint64_t piece; at < end; at += piece) {
