@@ -659,114 +659,66 @@ static void ddp__generate_blocks(ddp_schedule *s, int rank, int m, int v, int bl
     }
 }
 
-/* The next micro-batch of each kind of action on a V's two stages, stage[0] = r on the way down and stage[1] = 2p-1-r on the way up. */
+/* A rank of a V has two stages: stage[0] = r on the way down, stage[1] = 2p-1-r on the way up. */
 typedef struct ddp__vee {
     ddp_schedule *s;
     int stage[2], m;
-    int next[2][DDP_ACTION_KIND_COUNT];
-    int searched, due; /* DualPipeV: the W of all I before actions[searched] are in the list; number of I without a W */
+    int next[2][DDP_ACTION_KIND_COUNT]; /* the next micro-batch of each kind of action; I and B have one count */
+    int searched;                       /* every I before actions[searched] has its W */
 } ddp__vee;
 
-/* Micro-batches beyond m are counted and left out. */
-static void ddp__vee_push(ddp__vee *v, ddp_action_kind kind, int way) {
-    int i = v->next[way][kind]++;
-    if (i < v->m) ddp__schedule_push(v->s, kind, v->stage[way], i);
-}
-
-static void ddp__vee_push_split(ddp__vee *v, int way) {
-    ddp__vee_push(v, DDP_ACTION_INPUT_GRAD, way);
-    ddp__vee_push(v, DDP_ACTION_WEIGHT_GRAD, way);
+/* Appends the actions of a phase, that many times: f i w b are F I W B of the stage on the way down, and F I W B
+   those of the stage on the way up; d is the W of the first I that has none; + makes the action before it overlap
+   with the next one. Micro-batches beyond m are counted and left out. */
+static void ddp__vee_phase(ddp__vee *v, int times, const char *phase) {
+    static const char letters[] = "fiwbFIWB";
+    ddp_schedule *s = v->s;
+    for (int k = 0, length = (int)strlen(phase); k < times * length && s->failed == DDP_OK; k++) {
+        char c = phase[k % length];
+        if (c == '+') s->actions[s->count - 1].overlaps = 1;
+        else if (c == 'd') {
+            while (s->actions[v->searched].kind != DDP_ACTION_INPUT_GRAD) v->searched++;
+            ddp__schedule_push(s, DDP_ACTION_WEIGHT_GRAD, s->actions[v->searched].stage, s->actions[v->searched].microbatch);
+            v->searched++;
+        } else {
+            int letter = (int)(strchr(letters, c) - letters), way = letter / 4;
+            ddp_action_kind kind = (ddp_action_kind)(DDP_ACTION_FORWARD + letter % 4);
+            int i = v->next[way][kind == DDP_ACTION_BACKWARD ? DDP_ACTION_INPUT_GRAD : kind]++;
+            if (i < v->m) ddp__schedule_push(s, kind, v->stage[way], i);
+        }
+    }
 }
 
 /* ZB-V for at least 2p-1 micro-batches; of fewer, those beyond m are left out. */
 static void ddp__generate_zb_v(ddp_schedule *s, int rank, int m) {
     int p = s->rank_count, n = m > 2 * p - 1 ? m : 2 * p - 1;
-    ddp__vee v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, 0, 0};
-    int *down = v.next[0], *up = v.next[1];
-    for (int k = 0; k < 2 * (p - rank) - 1; k++) ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
-    for (int k = 0; k < rank; k++) {
-        ddp__vee_push(&v, DDP_ACTION_FORWARD, 1);
-        ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
-    }
-    for (int k = 0; k < p - rank; k++) {
-        ddp__vee_push(&v, DDP_ACTION_FORWARD, 1);
-        ddp__vee_push_split(&v, 1);
-    }
-    while (up[DDP_ACTION_FORWARD] < n) {
-        if (down[DDP_ACTION_FORWARD] < n) ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
-        ddp__vee_push_split(&v, 0);
-        ddp__vee_push(&v, DDP_ACTION_FORWARD, 1);
-        ddp__vee_push_split(&v, 1);
-    }
-    for (int k = 0; k < rank; k++) {
-        ddp__vee_push(&v, DDP_ACTION_INPUT_GRAD, 0);
-        ddp__vee_push(&v, DDP_ACTION_INPUT_GRAD, 1);
-    }
-    for (int k = 0; k < p - rank; k++) ddp__vee_push_split(&v, 0);
-    while (up[DDP_ACTION_WEIGHT_GRAD] < n) ddp__vee_push(&v, DDP_ACTION_WEIGHT_GRAD, 1);
-    while (down[DDP_ACTION_WEIGHT_GRAD] < n) ddp__vee_push(&v, DDP_ACTION_WEIGHT_GRAD, 0);
+    ddp__vee v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, s->count};
+    ddp__vee_phase(&v, 2 * (p - rank) - 1, "f");
+    ddp__vee_phase(&v, rank, "Ff");
+    ddp__vee_phase(&v, p - rank, "FIW");
+    ddp__vee_phase(&v, n - p, "fiwFIW");
+    ddp__vee_phase(&v, rank, "iI");
+    ddp__vee_phase(&v, p - rank, "iw");
+    ddp__vee_phase(&v, rank, "W");
+    ddp__vee_phase(&v, rank, "w");
 }
 
-/* I and B of a stage count the same sequence of micro-batches. */
-static void ddp__vee_backward(ddp__vee *v, int way, int split) {
-    int i = v->next[way][DDP_ACTION_BACKWARD]++;
-    ddp__schedule_push(v->s, split ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_BACKWARD, v->stage[way], i);
-    v->due += split;
-}
-
-/* The W of the first I of this list that has none. */
-static void ddp__vee_weight(ddp__vee *v) {
-    const ddp_action *actions = v->s->actions;
-    v->due--;
-    if (v->s->failed != DDP_OK) return;
-    while (actions[v->searched].kind != DDP_ACTION_INPUT_GRAD) v->searched++;
-    ddp__schedule_push(v->s, DDP_ACTION_WEIGHT_GRAD, actions[v->searched].stage, actions[v->searched].microbatch);
-    v->searched++;
-}
-
-/* A forward one way together with a backward the other way. */
-static void ddp__vee_overlap(ddp__vee *v, int way) {
-    ddp__vee_push(v, DDP_ACTION_FORWARD, way);
-    if (v->s->failed == DDP_OK) v->s->actions[v->s->count - 1].overlaps = 1;
-    ddp__vee_backward(v, !way, 0);
-}
-
-/* DualPipeV, in the order of DeepSeek's published code. */
+/* DualPipeV, in the order of DeepSeek's published code. At the tip of the V, the first forward and backward do not
+   overlap: its two stages do not wait for each other. */
 static void ddp__generate_dualpipe_v(ddp_schedule *s, int rank, int m) {
-    int p = s->rank_count, split = 0;
-    ddp__vee v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, s->count, 0};
-    for (int k = 0; k < 2 * (p - rank - 1); k++) ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
-    for (int k = 0; k < rank + 1; k++) {
-        ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
-        ddp__vee_push(&v, DDP_ACTION_FORWARD, 1);
-    }
-    for (int k = 0; k < p - rank - 1; k++) {
-        ddp__vee_backward(&v, 1, 1);
-        ddp__vee_weight(&v);
-        ddp__vee_push(&v, DDP_ACTION_FORWARD, 1);
-    }
-    for (int k = 0; k < m - 2 * p + rank + 1; k++) {
-        if (k == 0 && rank == p - 1) { /* the tip of the V: its two stages do not wait for each other */
-            ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
-            ddp__vee_backward(&v, 1, 0);
-        } else ddp__vee_overlap(&v, 0);
-        ddp__vee_overlap(&v, 1);
-    }
-    for (int k = 0; k < p - rank - 1; k++) {
-        ddp__vee_backward(&v, 1, 0);
-        ddp__vee_overlap(&v, 1);
-    }
-    for (int k = 0; k < rank + 1; k++) {
-        if (k == (rank + 1) / 2 && rank % 2 == 1) split = 1;
-        ddp__vee_backward(&v, 1, split);
-        if (k == (rank + 1) / 2 && rank % 2 == 0) split = 1;
-        ddp__vee_backward(&v, 0, split);
-    }
-    for (int k = 0; k < p - rank - 1; k++) {
-        ddp__vee_weight(&v);
-        ddp__vee_backward(&v, 0, 1);
-    }
-    while (v.due > 0) ddp__vee_weight(&v);
+    int p = s->rank_count, late = p - 1 - rank, tip = late == 0;
+    ddp__vee v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, s->count};
+    ddp__vee_phase(&v, 2 * late, "f");
+    ddp__vee_phase(&v, rank + 1, "fF");
+    ddp__vee_phase(&v, late, "IdF");
+    ddp__vee_phase(&v, tip, "fBF+b");
+    ddp__vee_phase(&v, m - 2 * p + rank + 1 - tip, "f+BF+b");
+    ddp__vee_phase(&v, late, "BF+b");
+    ddp__vee_phase(&v, (rank + 1) / 2, "Bb");
+    ddp__vee_phase(&v, rank % 2 == 0, "Bi");
+    ddp__vee_phase(&v, (rank + 1) / 2, "Ii");
+    ddp__vee_phase(&v, late, "di");
+    ddp__vee_phase(&v, rank + 1, "d");
 }
 
 /* m is to be a multiple of step and at least least. */
@@ -1785,18 +1737,18 @@ static int ddp__csv_number(ddp__csv *c, int most) {
 /* One action, such as 2F0 or 0UNSHARD, up to where it ends. begin: of what an error shows. */
 static ddp_result ddp__csv_action(ddp__csv *c, const char *begin, ddp_action *action) {
     size_t length = 0;
-    int named = 0;
+    int kind = DDP_ACTION_FORWARD;
     memset(action, 0, sizeof *action);
     action->stage = ddp__csv_number(c, DDP__MAX_STAGES - 1);
     action->microbatch = -1;
     if (action->stage < 0) return ddp__csv_wrong(c, begin, "an action starts with its stage, 0 to 65535, such as 2F0");
     while (c->at + length < c->end && ((c->at[length] >= 'A' && c->at[length] <= 'Z') || c->at[length] == '_')) length++;
-    for (int kind = DDP_ACTION_FORWARD; kind < DDP_ACTION_KIND_COUNT && !named; kind++)
-        if (strlen(ddp__action_names[kind]) == length && memcmp(ddp__action_names[kind], c->at, length) == 0) action->kind = (ddp_action_kind)kind, named = 1;
-    if (!named)
+    while (kind < DDP_ACTION_KIND_COUNT && (strlen(ddp__action_names[kind]) != length || memcmp(ddp__action_names[kind], c->at, length) != 0)) kind++;
+    if (kind == DDP_ACTION_KIND_COUNT)
         return ddp__csv_wrong(c, begin, length == 2 && memcmp(c->at, "BW", 2) == 0 ? "BW is an older spelling: F, I, W and B = I and W in one are the actions" :
                               "there is no such action; there are F I W B UNSHARD RESHARD REDUCE_GRAD SEND_F RECV_F SEND_B RECV_B");
     c->at += length;
+    action->kind = (ddp_action_kind)kind;
     if (ddp__action_is_sharding(action->kind)) {
         if (c->at < c->end && *c->at >= '0' && *c->at <= '9') return ddp__csv_wrong(c, begin, "this action takes no micro-batch");
         return DDP_OK;
@@ -1904,18 +1856,13 @@ static int ddp__lower_merges(const ddp_schedule *s, int i, int end) {
     return a[1].kind == DDP_ACTION_WEIGHT_GRAD && !a[1].overlaps && a[1].stage == a->stage && a[1].microbatch == a->microbatch;
 }
 
-/* Lists with all parts except COMM. */
-static ddp_result ddp__lower_lists(ddp_schedule **out, const ddp_schedule *s, unsigned parts) {
+/* Lists with all parts except COMM. Its tables are those of actions, of which each stage has two or more. */
+static ddp_result ddp__lower_lists(ddp_schedule **out, const ddp__play *play, unsigned parts) {
+    const ddp_schedule *s = play->s;
     ddp_schedule *to = ddp__schedule_like(s);
-    int *first, *last, *added; /* of each stage: its first and last action, and the W and B of its update so far */
+    int *first = play->ahead, *last = first + s->stage_count; /* of each stage: its first and its last action */
+    int *added = play->waiter;                                /* of each stage: the W and B in its list so far */
     if (!to) return DDP_ERR_NO_MEMORY;
-    first = (int *)ddp__schedule_alloc(s, 3 * (size_t)s->stage_count, sizeof *first);
-    if (!first) {
-        ddp_schedule_destroy(to);
-        return DDP_ERR_NO_MEMORY;
-    }
-    last = first + s->stage_count;
-    added = last + s->stage_count;
     for (int stage = 0; stage < s->stage_count; stage++) {
         first[stage] = -1;
         added[stage] = 0;
@@ -1945,12 +1892,11 @@ static ddp_result ddp__lower_lists(ddp_schedule **out, const ddp_schedule *s, un
         }
         ddp__schedule_end_rank(to);
     }
-    ddp__schedule_free(s, first);
     return ddp__schedule_finish(out, to);
 }
 
-/* A message at the moment its tensor is there. */
-typedef struct ddp__due_message { double at; int source, to; } ddp__due_message; /* source: index of F, I or B; to: the rank that receives */
+/* A SEND or RECV, at the moment when its tensor is there. source: index of the F, I or B that makes the tensor. */
+typedef struct ddp__due_message { double at; int source; ddp_action action; } ddp__due_message;
 
 static int ddp__message_compare(const void *left, const void *right) {
     const ddp__due_message *l = (const ddp__due_message *)left, *r = (const ddp__due_message *)right;
@@ -1958,6 +1904,7 @@ static int ddp__message_compare(const void *left, const void *right) {
     return l->source < r->source ? -1 : l->source > r->source;
 }
 
+/* Appends a rank's actions from i on that begin before `at`. Returns the next one. */
 static int ddp__lower_until(ddp_schedule *to, const ddp__play *play, int rank, int i, double at) {
     const ddp_schedule *s = play->s;
     while (i < s->first[rank + 1] && (play->times[i].begin < at || (i > s->first[rank] && s->actions[i - 1].overlaps)))
@@ -1965,64 +1912,43 @@ static int ddp__lower_until(ddp_schedule *to, const ddp__play *play, int rank, i
     return i;
 }
 
-/* Fills messages with every tensor that goes to another rank, in order of time. Returns their number. */
-static int ddp__lower_messages(const ddp__play *play, ddp__due_message *messages) {
+/* Fills messages with those of a rank, in order of time. Returns their number. */
+static int ddp__lower_messages(const ddp__play *play, int rank, ddp__due_message *messages) {
     const ddp_schedule *s = play->s;
     int count = 0;
-    for (int i = 0; i < s->count; i++) {
+    for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
         const ddp_action *a = &s->actions[i];
-        int back = a->kind == DDP_ACTION_INPUT_GRAD || a->kind == DDP_ACTION_BACKWARD;
-        int peer = back ? a->stage - 1 : a->stage + 1;
-        if ((!back && a->kind != DDP_ACTION_FORWARD) || peer < 0 || peer == s->stage_count) continue;
-        if (s->stage_rank[peer] == s->stage_rank[a->stage]) continue;
-        ddp__due_message due = {play->times[i].end, i, s->stage_rank[peer]};
-        messages[count++] = due;
+        int source = ddp__play_source(play, i), back = a->kind != DDP_ACTION_FORWARD, to = back ? a->stage - 1 : a->stage + 1;
+        if (!ddp__action_computes(a->kind) || a->kind == DDP_ACTION_WEIGHT_GRAD) continue;
+        if (source >= 0 && s->stage_rank[s->actions[source].stage] != rank) {
+            ddp__due_message due = {play->times[source].end, source, {back ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F, a->stage, a->microbatch, 0}};
+            messages[count++] = due;
+        }
+        if (to >= 0 && to < s->stage_count && s->stage_rank[to] != rank) {
+            ddp__due_message due = {play->times[i].end, i, {back ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, a->stage, a->microbatch, 0}};
+            messages[count++] = due;
+        }
     }
     qsort(messages, (size_t)count, sizeof *messages, ddp__message_compare);
     return count;
 }
 
-/* Sorts the messages by rank: those that rank r sends or receives are list[first[r]] and on, in order of
-   time, up to first[r + 1]. list has two entries per message, first has rank_count + 1. */
-static void ddp__lower_messages_of_ranks(const ddp_schedule *s, const ddp__due_message *messages, int count,
-                                         int *first, int *list) {
-    for (int rank = 0; rank <= s->rank_count; rank++) first[rank] = 0;
-    for (int k = 0; k < count; k++) {
-        first[s->stage_rank[s->actions[messages[k].source].stage]]++;
-        first[messages[k].to]++;
-    }
-    for (int rank = 1; rank <= s->rank_count; rank++) first[rank] += first[rank - 1];
-    for (int k = count - 1; k >= 0; k--) { /* first[r] moves from the end of its part to the start */
-        list[--first[s->stage_rank[s->actions[messages[k].source].stage]]] = k;
-        list[--first[messages[k].to]] = k;
-    }
-}
-
-/* The lists with SEND and RECV. All lists are put in one order of time. Each message enters it as a pair, SEND here and RECV there, when
-   its tensor is ready with unit costs: what runs after another action in any list does so in this order too,
-   and so nothing can wait in a circle, even if each SEND waited for its RECV. */
+/* The lists with SEND and RECV. All ranks follow one order of time, that of unit costs: a message enters it as a
+   pair, SEND here and RECV there, when its tensor is ready. Everything that an action waits for is earlier in this
+   order. So nothing waits in a circle, even if each SEND waited for its RECV. */
 static ddp_result ddp__lower_comm(ddp_schedule *to, const ddp__play *play) {
     const ddp_schedule *s = play->s;
-    size_t most = 2 * (size_t)s->stage_count * (size_t)s->microbatch_count, places = 2 * most + (size_t)s->rank_count + 1;
-    ddp__due_message *messages = (ddp__due_message *)ddp__schedule_alloc(s, 1, most * sizeof *messages + places * sizeof(int));
-    int *first, *list, count;
+    ddp__due_message *messages;
+    int longest = 0;
+    for (int rank = 0; rank < s->rank_count; rank++)
+        if (s->first[rank + 1] - s->first[rank] > longest) longest = s->first[rank + 1] - s->first[rank];
+    messages = (ddp__due_message *)ddp__schedule_alloc(s, 2 * (size_t)longest, sizeof *messages);
     if (!messages) return DDP_ERR_NO_MEMORY;
-    first = (int *)(messages + most);
-    list = first + s->rank_count + 1;
-    count = ddp__lower_messages(play, messages);
-    ddp__lower_messages_of_ranks(s, messages, count, first, list);
     for (int rank = 0; rank < s->rank_count; rank++) {
-        int i = s->first[rank];
-        for (int n = first[rank]; n < first[rank + 1]; n++) {
-            const ddp__due_message *message = &messages[list[n]];
-            const ddp_action *a = &s->actions[message->source];
-            int back = a->kind != DDP_ACTION_FORWARD;
-            i = ddp__lower_until(to, play, rank, i, message->at);
-            if (s->stage_rank[a->stage] == rank)
-                ddp__schedule_push(to, back ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, a->stage, a->microbatch);
-            else
-                ddp__schedule_push(to, back ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F,
-                                   a->stage + (back ? -1 : 1), a->microbatch);
+        int count = ddp__lower_messages(play, rank, messages), i = s->first[rank];
+        for (int n = 0; n < count; n++) {
+            i = ddp__lower_until(to, play, rank, i, messages[n].at);
+            ddp__schedule_push_action(to, messages[n].action);
         }
         ddp__lower_until(to, play, rank, i, DBL_MAX);
         ddp__schedule_end_rank(to);
@@ -2036,23 +1962,24 @@ DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *sch
     const char *there = NULL;
     unsigned all = DDP_LOWER_MERGE | DDP_LOWER_SHARD | DDP_LOWER_REDUCE | DDP_LOWER_COMM;
     ddp_schedule *lists = NULL, *to;
+    ddp_result result = DDP_OK;
     ddp__play play;
     if (out) *out = NULL;
     if (!out) return ddp_fail(DDP_ERR_INVALID, "%s: out is NULL", who);
     if (parts & ~all) return ddp_fail(DDP_ERR_INVALID, "%s: parts=%#x; they are DDP_LOWER_... or 0 for all", who, parts);
     if (!parts) parts = all;
     DDP_TRY(ddp__play_open(&play, schedule, NULL, DDP__UNTIMED, who));
-    ddp__play_close(&play); /* flags stay */
     if (parts & DDP_LOWER_REDUCE && play.has_reduce) there = "REDUCE_GRAD";
     if (parts & DDP_LOWER_SHARD && play.has_sharding) there = "UNSHARD and RESHARD";
     if (parts & DDP_LOWER_COMM && play.has_comm) there = "SEND and RECV";
-    if (there) return ddp_fail(DDP_ERR_INVALID, "%s: the schedule has %s already; leave that part out", who, there);
-    if (parts & DDP_LOWER_MERGE && play.has_comm)
-        return ddp_fail(DDP_ERR_INVALID, "%s: the schedule has SEND and RECV already; merging comes before them", who);
-    if (parts & ~(unsigned)DDP_LOWER_COMM) DDP_TRY(ddp__lower_lists(&lists, schedule, parts));
-    if (!(parts & DDP_LOWER_COMM)) {
+    if (there) result = ddp_fail(DDP_ERR_INVALID, "%s: the schedule has %s already; leave that part out", who, there);
+    else if (parts & DDP_LOWER_MERGE && play.has_comm)
+        result = ddp_fail(DDP_ERR_INVALID, "%s: the schedule has SEND and RECV already; merging comes before them", who);
+    else if (parts != DDP_LOWER_COMM) result = ddp__lower_lists(&lists, &play, parts);
+    ddp__play_close(&play);
+    if (result != DDP_OK || !(parts & DDP_LOWER_COMM)) {
         *out = lists;
-        return DDP_OK;
+        return result;
     }
     to = ddp__schedule_like(schedule);
     if (!to) {
