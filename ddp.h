@@ -1,13 +1,14 @@
 /*  ddp.h - parallel training primitives for C, C++ and CUDA programs, in one header.
 
-    Ranks, collectives, a gradient reducer, micro-batch accumulation, data samplers and a data loader for one machine; other machines and GPUs
-    come in through backends and devices with the same calls.
+    Contains: launching ranks, collectives and messages between them, a gradient reducer, accumulation over
+    micro-batches, data samplers and a data loader. It works on one machine by itself. Backends (MPI, NCCL)
+    and devices (GPUs) extend the same calls to several machines and to device memory.
 
 USAGE
-    #define DDP_IMPLEMENTATION             in exactly one source file of the program, before including this header
+    #define DDP_IMPLEMENTATION       in exactly one source file of the program, before including this header
     #include "ddp.h"
-    Compile that file with -std=gnu11 or -std=c++17, or later ones, and link with -lpthread -lm.
-    Every other file includes ddp.h plainly, also with -std=c11.
+    Compile that file with -std=gnu11 or -std=c++17, or later, and link with -lpthread -lm.
+    Every other file only includes ddp.h, also with -std=c11.
 
 EXAMPLE
     #define DDP_IMPLEMENTATION
@@ -31,48 +32,57 @@ EXAMPLE
     }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>sampler  >>loader  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce
-    >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local  >>impl-p2p
-    >>impl-local-group  >>impl-self  >>impl-calls  >>impl-queue  >>impl-hmac  >>impl-rendezvous  >>impl-meeting
-    >>impl-tcp  >>impl-group  >>impl-mpi  >>impl-mesh  >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator
-    >>impl-join  >>impl-sampler  >>impl-loader  >>impl-public
+    >>config  >>types  >>descs  >>api  >>sampler  >>loader  >>spi  >>impl-structs  >>impl-error
+    >>impl-memory  >>impl-reduce  >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact
+    >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local  >>impl-p2p
+    >>impl-local-group  >>impl-self  >>impl-calls  >>impl-queue  >>impl-hmac  >>impl-rendezvous
+    >>impl-meeting  >>impl-tcp  >>impl-group  >>impl-mpi  >>impl-mesh  >>impl-launch  >>impl-buckets
+    >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler  >>impl-loader
+    >>impl-public
 
 CONCEPTS
-    Rank       one worker of a group: a process, a thread, an MPI rank. A group has world_size of them, numbered from 0.
-    Group      everything hangs off a ddp_group *: no globals, and a process may hold many. One thread at a time issues calls on a group.
-    Collective a call that every rank of the group makes, in the same order, with the same arguments where its comment says so. Each call
-               carries a fingerprint that is compared on arrival.
-    Work       with work == NULL a call blocks. Otherwise it returns at once, a communication thread of this rank carries it out in the
-               order issued, and ddp_wait ends it. Buffers belong to the call until then.
-    Tree order SUM and AVG add in a fixed binary tree over rank index: a range of n ranks splits at the largest power of two below n.
-               W=4: (r0+r1)+(r2+r3). The bits depend on nothing else: not on timing, sizes, buckets or backend.
-    Group memory   memory from ddp_group_alloc can be read and written by every rank of this machine: collectives on it copy nothing.
-               Any other memory works too, through chunks that stay in cache.
-    Security   shared memory is protected by the user id: only processes of the same user can join. A rendezvous
-               over TCP is protected by ddp_group_desc.secret. Data between machines is neither encrypted nor
-               signed: use a network that others can neither read nor change.
+    Rank       One worker of a group: a process, a thread or an MPI rank. Ranks of a group are numbered from 0
+               to world_size - 1.
+    Group      Holds all state of its ranks' communication; the library has no globals. A process may have
+               many groups. Only one thread at a time may issue calls on a group.
+    Collective A call that every rank of the group makes, in the same order and with the arguments that its
+               comment requires to be equal. The library compares a hash of the arguments on arrival.
+    Work       A call with work == NULL blocks. With a ddp_work it returns at once: a communication thread of
+               this rank executes such calls in the order issued, and ddp_wait waits for one. The call owns
+               its buffers until then.
+    Tree order SUM and AVG add in a fixed binary tree over rank index. A range of n ranks splits at the
+               largest power of two below n: with 4 ranks, (r0+r1)+(r2+r3). The bits of the result depend only on this
+               tree, never on timing, sizes, buckets or the backend.
+    Memory     Every rank of this machine can read and write memory from ddp_group_alloc. Collectives on it
+               need no copy. Other memory is copied through small chunks that stay in cache.
+    Security   Shared memory is protected by the user id: only processes of the same user can join. A
+               rendezvous over TCP is protected by ddp_group_desc.secret. Data between machines is neither
+               encrypted nor signed: use a network that others can neither read nor change.
 
 ERRORS
-    Every fallible call returns ddp_result; 0 is DDP_OK and errors are negative. ddp_last_error() is one line for this thread, such as
+    Every call that can fail returns ddp_result: DDP_OK is 0, errors are negative. ddp_last_error() returns
+    the last failure of the calling thread as one line, such as
       rank 3/8 ddp_all_reduce group=world seq=412 f32 count=1048576: rank 5 (pid 4242) was killed by signal 9
-    It names the public call that the user made, also where the library makes other calls inside. Other calls
-    and other ranks report where a failure began:
+    The line names the public call that the user made, also when the library made other calls inside it. A
+    failure that began in another call or on another rank is reported with its origin:
       rank 2/4 ddp_barrier group=world seq=7: cause: rank 1 in ddp_recv tag=4: timed out after 500 ms: ...
-    A failure inside a collective poisons its group: the first cause is recorded once, each rank's pending or next call returns its code,
-    and later calls return DDP_ERR_POISONED with the same cause. DDP_ERR_INVALID found before a call is issued changes nothing. Nothing
-    waits longer than timeout_ms.
+    A failure inside a collective poisons the group. The first cause is kept; the pending or next call of each
+    rank returns its code, and later calls return DDP_ERR_POISONED with the same cause. DDP_ERR_INVALID that
+    is found before a call is issued changes nothing. No call waits longer than timeout_ms for a peer.
 
 CONFIG MACROS (define before including)
-    DDP_IMPLEMENTATION      also compile the bodies, here
+    DDP_IMPLEMENTATION      also compile the function bodies, in this file
     DDP_STATIC              make every function static: a private copy for one source file
-    DDP_USE_MPI             also the MPI backend, for large data between machines: build with mpicc, or CMake's MPI::MPI_C
+    DDP_USE_MPI             also compile the MPI backend, for large data between machines. Build with mpicc,
+                            or with CMake's MPI::MPI_C
     DDP_ALLOW_FAST_MATH     allow -ffast-math and -Ofast in the file with the bodies, giving up the promise
                             that results have the same bits everywhere. Other files may use them without it.
                             Do not link with them: gcc before 13 then makes the whole program round
                             subnormal numbers to zero
 
 NOT DONE HERE
-    Large data between machines: engines carry it (Open MPI, NCCL); TCP is for bootstrap and control. No matrix products, no autograd, no file formats.
+    Large data between machines: Open MPI and NCCL transfer it; TCP is only for rendezvous and control. No
+    matrix products, no autograd, no file formats.
 */
 #ifndef DDP_H
 #define DDP_H
@@ -82,7 +92,7 @@ NOT DONE HERE
 #define DDP_VERSION_PATCH 0
 #define DDP_VERSION (DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH)
 
-//== config ============================================================================================== >>config
+//== config ======================================================================================= >>config
 #include <stddef.h>
 #include <stdint.h>
 #if defined(DDP_USE_MPI)
@@ -102,9 +112,9 @@ extern "C" {
 #define DDP_ZERO {0}
 #endif
 
-//== types ================================================================================================ >>types
+//== types ========================================================================================= >>types
 
-/* One list gives the enum, its names and its sentences. */
+/* One list defines the enum, the names and the descriptions. */
 #define DDP_RESULTS(X)                                                                        \
     X(DDP_OK, 0, "success")                                                                   \
     X(DDP_ERR_INVALID, -1, "an argument is wrong")                                            \
@@ -129,15 +139,20 @@ typedef enum ddp_dtype {
     DDP_F32, DDP_F64, DDP_F16, DDP_BF16, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64
 } ddp_dtype;
 
-/* Sums of integers wrap; AVG divides the wrapped sum, truncating. MIN and MAX of floats give NaN when any input is NaN. */
+/* Integer sums wrap around; AVG divides the wrapped sum and truncates. MIN and MAX of floats return NaN when
+   an input is NaN. */
 typedef enum ddp_op { DDP_OP_SUM, DDP_OP_AVG, DDP_OP_MIN, DDP_OP_MAX, DDP_OP_PROD } ddp_op;
 
-typedef enum ddp_order { DDP_ORDER_DEFAULT = 0 /* tree on CPU backends, any on NCCL */, DDP_ORDER_TREE, DDP_ORDER_ANY } ddp_order;
+typedef enum ddp_order {
+    DDP_ORDER_DEFAULT = 0, /* TREE on CPU backends, ANY on NCCL */
+    DDP_ORDER_TREE,
+    DDP_ORDER_ANY
+} ddp_order;
 
 #define DDP_MAX_NDIM 8
 #define DDP_MAX_LOCAL_RANKS 64 /* ranks of one group on one machine */
 
-/* A view of memory: row-major, contiguous. It owns nothing. ndim 0 is one element. */
+/* A view of memory: row-major and contiguous. It owns nothing. ndim 0 is one element. */
 typedef struct ddp_tensor {
     void *data;
     ddp_dtype dtype;
@@ -145,29 +160,30 @@ typedef struct ddp_tensor {
     int64_t shape[DDP_MAX_NDIM];
 } ddp_tensor;
 
-/* The f32 sum of a 16-bit gradient over micro-batches, on its way to the reduction over ranks. Set by the
-   library; zero at first. A ddp_accumulator or ddp_pipeline sets data and is_set. A ddp_reducer or ddp_fsdp
-   sets reader and drain, and reduces data instead of the rounded gradient. */
+/* Passes the f32 sum of a 16-bit gradient over micro-batches to the reduction over ranks. Only the library
+   writes it; initialize it to zero. A ddp_accumulator or ddp_pipeline sets data and is_set. A ddp_reducer or
+   ddp_fsdp sets reader and drain, and reduces data instead of the rounded gradient. */
 typedef struct ddp_grad_sum {
-    void *data;                  /* as many floats as the gradient has elements; NULL = no such sums */
+    void *data;                  /* as many floats as the gradient has elements; NULL = no such sum */
     int is_set;                  /* 1 = data holds this step's sum; cleared when the reduction takes it */
     void *reader;                /* the reducer or fsdp that takes sums; NULL = none */
     void (*drain)(void *reader); /* waits until no call of the reader reads data */
 } ddp_grad_sum;
 
-/* A trained parameter and its gradient. Entries with the same value.data are uses of one tied parameter, each with a gradient of its own. */
+/* A trained parameter and its gradient. Entries with the same value.data are uses of one tied parameter. Each
+   use has its own gradient. */
 typedef struct ddp_param {
     const char *name;
-    ddp_tensor value, grad; /* grad: dtype and shape 0 = as value; data NULL = placed by the reducer */
+    ddp_tensor value, grad; /* grad: dtype and shape 0 = those of value; data NULL = the reducer allocates */
     ddp_grad_sum sum;
 } ddp_param;
 
-/* A sum of doubles without rounding: digits of 32 bits in 64-bit cells, lowest first. Two of them add as DDP_I64 SUM of their cells, so an all-reduce of
-   the whole struct is exact in any order (Kulisch's long accumulator). */
+/* An exact sum of doubles: digits of 32 bits in 64-bit cells, lowest first (Kulisch's long accumulator).
+   Two sums add as DDP_I64 SUM of their cells, so an all-reduce of the whole struct is exact in any order. */
 #define DDP_EXACT_CELLS 72
 typedef struct ddp_exact_sum { int64_t cell[DDP_EXACT_CELLS]; } ddp_exact_sum;
 
-/* A mean over samples or tokens, however they are spread over ranks and micro-batches. Starts from zeros. */
+/* A mean over samples or tokens, for any distribution over ranks and micro-batches. Initialize it to zero. */
 typedef struct ddp_mean { ddp_exact_sum sum; int64_t count; } ddp_mean;
 
 typedef struct ddp_group ddp_group;
@@ -178,99 +194,114 @@ typedef struct ddp_accumulator ddp_accumulator;
 typedef struct ddp_join ddp_join;
 typedef struct ddp_mesh ddp_mesh;
 
-/* Handle of an asynchronous call; zero-initialised or from a finished wait it stands for nothing. It may be copied, but waited for once. */
+/* Handle of an asynchronous call. It is empty when zero-initialized and after its wait. It may be copied, but
+   only one copy may be waited for, once. */
 typedef struct ddp_work { void *op; uint64_t ticket; } ddp_work;
 
-//== descs ================================================================================================ >>descs
+//== descs ========================================================================================= >>descs
 
 typedef struct ddp_group_desc {
-    const char *init_method; /* NULL = "env://": rank variables of torchrun, mpirun, srun; none set = one rank. "self://": one rank.
+    const char *init_method; /* NULL = "env://": rank variables of torchrun, mpirun or srun; none set = one
+                                rank. "self://": one rank.
                                 "tcp://host:port": rank 0 listens there.
-                                "file:///path": on a disk that all share. Rank 0 creates the file, with its
-                                address, for its own user; a link, FIFO or another user's file is an error.
-                                "mpi://", with DDP_USE_MPI: the ranks of MPI_COMM_WORLD */
+                                "file:///path": on a disk that all ranks share. Rank 0 creates the file, with
+                                its address, for its own user; a link, FIFO or another user's file is an
+                                error. "mpi://", with DDP_USE_MPI: the ranks of MPI_COMM_WORLD */
     int rank, world_size;    /* world_size 0 = from the rank variables; otherwise this rank's number and the
                                 number of ranks. With "env://" it must equal that of the rank variables, if
                                 these are set */
-    int timeout_ms;          /* 0 = 600000; the longest any call waits for a peer. A rank that exceeds it, or
-                                is lost, fails every group that contains it, also on other backends */
+    int timeout_ms;          /* 0 = 600000; the longest time that a call waits for a peer. A rank that exceeds
+                                it, or is lost, fails every group that contains it, also on other backends */
     ddp_order order;         /* 0 = tree on CPU backends */
-    const char *name;        /* NULL = "world"; appears in errors; at most 31 bytes are kept */
-    const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine, mpi or tcp for more */
+    const char *name;        /* NULL = "world"; appears in errors; the first 31 bytes are kept */
+    const ddp_backend *backend; /* NULL = chosen by the library: self for one rank, local for one machine, mpi
+                                   or tcp for several machines */
     const ddp_device *device; /* NULL = the CPU */
-    void *backend_user;      /* theirs while they open, >>spi */
-    void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither; any thread may call them */
+    void *backend_user;      /* passed to backend->open and device->open, >>spi */
+    void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither; called on any
+                                                         thread */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
     void *user;
-    /* NULL = silent; notices: a fallback taken, ranks that have been missing for 5 s */
+    /* NULL = silent. Receives notices: a fallback was taken, ranks have been missing for 5 s */
     void (*log_fn)(const char *text, void *user);
-    const char *secret; /* For a rendezvous over TCP: ranks prove to each other that they have the same text. Use
-                           16 random bytes or more, such as from `openssl rand -hex 32`. NULL = DDP_SECRET, or else
-                           the content of the file DDP_SECRET_FILE (mode 0600), or else none: then any process that
-                           reaches the port can join. Read during ddp_group_create only. Shared memory does not
-                           need it: it admits only processes of the same user. */
+    const char *secret; /* For a rendezvous over TCP: ranks prove to each other that they have the same text.
+                           Use 16 random bytes or more, such as from `openssl rand -hex 32`. NULL =
+                           DDP_SECRET, or else the content of the file DDP_SECRET_FILE (mode 0600), or else
+                           none: then any process that reaches the port can join. Read only during
+                           ddp_group_create. Shared memory does not need it: it admits only processes of the
+                           same user. */
 } ddp_group_desc;
 
 typedef enum ddp_launch_mode { DDP_LAUNCH_PROCESSES = 0, DDP_LAUNCH_THREADS } ddp_launch_mode;
 
 typedef struct ddp_launch_desc {
-    int world_size;       /* 0 = one rank per core this process may use, or the ranks of a launcher. Another
-                             number than the launcher's is an error */
+    int world_size;       /* 0 = one rank per core that this process may use, or the ranks of a launcher.
+                             Another number than the launcher's is an error */
     ddp_launch_mode mode; /* 0 = processes */
-    int max_restarts;     /* 0 = none; after a failure all ranks start again, at most so often (processes) */
-    const int *devices;   /* device index per rank, for GPU backends; NULL = by local rank */
+    int max_restarts;     /* 0 = none; after a failure all ranks start again, at most this many times
+                             (processes) */
+    const int *devices;   /* device index of each rank, for GPU backends; NULL = by local rank */
     int device_count;
-    int no_affinity;      /* 1 = leave cores, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and the thread pools of
-                             libraries as they are */
-    ddp_group_desc group; /* timeout_ms, order, name, backend, allocators, ... of the world; init_method, rank and world_size are not read */
+    int no_affinity;      /* 1 = do not change CPU affinity, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS or the
+                             thread pools of libraries */
+    ddp_group_desc group; /* of the world: timeout_ms, order, name, backend, allocators ...; init_method, rank
+                             and world_size are not read */
 } ddp_launch_desc;
 
-/* A grid of ranks, row-major: the last dimension runs fastest. shape {2, 2, 2}, names {"pp", "dp", "tp"}:
+/* A grid of ranks, row-major: the last dimension varies fastest. shape {2, 2, 2}, names {"pp", "dp", "tp"}:
 
                    tp 0  1                  tp 0  1
        pp 0   dp 0    0  1      pp 1   dp 0    4  5        rank 6 is in tp {6, 7}, dp {4, 6} and pp {2, 6}
               dp 1    2  3             dp 1    6  7 */
 typedef struct ddp_mesh_desc {
     int ndim;                        /* required; 1 to DDP_MAX_NDIM */
-    int shape[DDP_MAX_NDIM];         /* ranks along each dimension; one entry may be 0 = what is left */
+    int shape[DDP_MAX_NDIM];         /* ranks along each dimension; one entry may be 0 = inferred from the
+                                        rest */
     const char *names[DDP_MAX_NDIM]; /* required, all different; at most 15 bytes */
 } ddp_mesh_desc;
 
-/* What a bucket hook works on: count elements, contiguous, holding this rank's gradients (sums over its micro-batches). The hook leaves
-   what every rank shall have; it divides by divisor itself. */
+/* The argument of a bucket hook: count contiguous elements with this rank's gradients, summed over its
+   micro-batches. On return, data holds the reduced gradients, the same on every rank. The hook divides by
+   divisor itself. */
 typedef struct ddp_bucket {
     void *data;
     size_t count;
-    ddp_dtype dtype; /* as sent: f32 for an accumulator's sums of 16-bit gradients */
+    ddp_dtype dtype; /* as sent: f32 for sums of 16-bit gradients over micro-batches */
     int index, bucket_count;
-    uint64_t divisor, step; /* step: 0 in the first */
-    const int *params; int param_count; /* whose gradients they are: places in the desc's params, in the order in which they lie in data */
+    uint64_t divisor, step; /* step: 0 in the first step */
+    const int *params;      /* indices of the parameters in the desc's params, in the order of their gradients
+                               in data */
+    int param_count;
 } ddp_bucket;
 
-/* Runs in place of the reducer's all-reduce, in issue order, on the thread that carries out the group's calls: it may make blocking
-   calls on the group and nothing else may wait inside it. */
+/* Replaces the reducer's all-reduce. Runs in issue order on the thread that executes the group's calls. It
+   may make blocking calls on the group; it must not wait for anything else. */
 typedef ddp_result (*ddp_bucket_hook)(ddp_group *group, ddp_bucket *bucket, void *user);
 
 typedef struct ddp_reducer_desc {
-    ddp_param *params;         /* required; in definition order; grad.data == NULL is filled in by create */
+    ddp_param *params;         /* required; in definition order; create fills in grad.data where it is NULL */
     int param_count;
     size_t bucket_cap_bytes;   /* 0 = 25 MiB */
-    size_t first_bucket_bytes; /* 0 = 1 MiB; the bucket that is ready first */
-    int micro_batch_count;     /* 0 = 1; gradients are sums over so many per rank: the average divides once, by world_size * micro_batch_count */
-    int find_unused;           /* 1 = parameters that no rank used are found and reported; unused here means zeros */
-    int static_graph;          /* 1 = the same parameters are used in every step: what the first step did not use is not waited for */
-    /* 0 = the gradient's: 16-bit gradients are added in f32 and rounded once. Sums of them over
-       micro-batches, from a ddp_accumulator, travel in f32. DDP_F16 or DDP_BF16: every gradient and every
+    size_t first_bucket_bytes; /* 0 = 1 MiB; size of the bucket that is ready first */
+    int micro_batch_count;     /* 0 = 1; micro-batches that each rank accumulates before a step. The average
+                                  divides once, by world_size * micro_batch_count */
+    int find_unused;           /* 1 = parameters that no rank used are found and reported; a parameter that
+                                  this rank did not use counts as zeros */
+    int static_graph;          /* 1 = every step uses the same parameters: the reducer does not wait for those
+                                  that the first step did not use */
+    /* 0 = the gradient's: 16-bit gradients are added in f32 and rounded once. Their sums over micro-batches,
+       from a ddp_accumulator or ddp_pipeline, are sent as f32. DDP_F16 or DDP_BF16: every gradient and every
        such sum is rounded to 16 bits before it is sent. This halves the bytes, and is outside the promise of
        equal bits */
     ddp_dtype comm_dtype;
     ddp_bucket_hook hook;      /* NULL = all-reduce */
     void *hook_user;
-    int skip_initial_broadcast; /* 1 = values and buffers are equal on all ranks already */
-    const ddp_tensor *buffers; /* tensors that are not trained, broadcast from rank 0 at create */
+    int skip_initial_broadcast; /* 1 = values and buffers are already equal on all ranks */
+    const ddp_tensor *buffers; /* tensors that are not trained; create broadcasts them from rank 0 */
     int buffer_count;
-    int per_token;             /* 1 = gradients are of a loss summed over tokens (or samples): ddp_reducer_wait gives sums, ddp_reducer_wait_mean the mean.
-                                  They are larger than averages: think of it with DDP_F16 */
+    int per_token;             /* 1 = gradients are those of a loss summed over tokens (or samples):
+                                  ddp_reducer_wait gives sums, ddp_reducer_wait_mean the mean. Sums are larger
+                                  than averages and may overflow DDP_F16 */
 } ddp_reducer_desc;
 
 typedef struct ddp_reducer_stats {
@@ -280,16 +311,18 @@ typedef struct ddp_reducer_stats {
     uint64_t steps;
     size_t gradient_bytes;  /* of all parameters */
     size_t bytes_reduced;   /* in the last step, as sent: in comm_dtype; f32 for sums of 16-bit gradients */
-    size_t bytes_copied;    /* in the last step, packed into and out of a flat bucket */
+    size_t bytes_copied;    /* in the last step, packed into flat buckets and back */
     size_t largest_bucket_bytes;
-    double comm_seconds;    /* last step: carrying out the buckets; 0, as is overlap, on a backend that enqueues: no host waits for it */
-    double wait_seconds;    /* last step: inside ddp_reducer_wait, what compute did not hide */
+    double comm_seconds;    /* last step: time to reduce the buckets. 0, like overlap, on a backend that
+                               enqueues on a device: the host does not wait there */
+    double wait_seconds;    /* last step: time inside ddp_reducer_wait, not hidden by compute */
     double total_comm_seconds, total_wait_seconds;
-    double overlap;         /* last step: share of comm_seconds that compute hid, 0 to 1; one rank hides nothing: 0 */
+    double overlap;         /* last step: share of comm_seconds that compute hid, 0 to 1; 0 with one rank */
 } ddp_reducer_stats;
 
 typedef struct ddp_accumulator_desc {
-    ddp_param *params;      /* required; the same array as the reducer's, after ddp_reducer_create; outlives the accumulator */
+    ddp_param *params;      /* required; the reducer's array, after ddp_reducer_create; outlives the
+                               accumulator */
     int param_count;
     int micro_batch_count;  /* required; per rank and step, at least 1 */
     /* NULL = none. Otherwise ddp_accumulator_ready calls ddp_reducer_ready once a sum over micro-batches is
@@ -298,245 +331,304 @@ typedef struct ddp_accumulator_desc {
     ddp_reducer *reducer;
 } ddp_accumulator_desc;
 
-/* Ranks without a batch answer with zeros until the last rank is done, or everybody stops as soon as one rank has none. */
+/* SHADOW: a rank without a batch contributes zeros until the last rank has finished. STOP: all ranks stop as
+   soon as one rank has no batch. */
 typedef enum ddp_join_mode { DDP_JOIN_SHADOW = 0, DDP_JOIN_STOP } ddp_join_mode;
 
 typedef struct ddp_join_desc {
     ddp_reducer *reducer;  /* required */
     ddp_join_mode mode;    /* 0 = shadow */
-    ddp_result (*step_fn)(void *user); /* shadow: the optimizer step, so that a rank without batches keeps equal values; */
-    void *user;                        /* NULL = values are broadcast at the end from the lowest rank that was active last */
+    ddp_result (*step_fn)(void *user); /* shadow: the optimizer step, which keeps values equal on a rank
+                                          without batches. NULL = at the end, values are broadcast from the
+                                          lowest rank that was active last */
+    void *user;
 } ddp_join_desc;
 
-//== api ==================================================================================================== >>api
+//== api ============================================================================================= >>api
 
 /* --- results, dtypes, tensors --- */
 
-DDPDEF const char *ddp_result_name(ddp_result result); /* "DDP_ERR_TIMEOUT" and its like; static text */
-/* The last failure of this thread as one line, or "" if there was none. Valid until the thread's next failure. */
+DDPDEF const char *ddp_result_name(ddp_result result); /* such as "DDP_ERR_TIMEOUT"; static text */
+/* The last failure of this thread as one line, or "". Valid until the thread's next failure. */
 DDPDEF const char *ddp_last_error(void);
 
-DDPDEF size_t ddp_dtype_size(ddp_dtype dtype);      /* bytes of one element; 0 for DDP_DTYPE_DEFAULT and unknown values */
-DDPDEF const char *ddp_dtype_name(ddp_dtype dtype); /* "f32" and its like; static text */
-/* Elements of a tensor; 1 when ndim is 0, -1 when ndim or a shape entry is negative or the product overflows. */
+/* Bytes of one element; 0 for DDP_DTYPE_DEFAULT and unknown values. */
+DDPDEF size_t ddp_dtype_size(ddp_dtype dtype);
+DDPDEF const char *ddp_dtype_name(ddp_dtype dtype); /* such as "f32"; static text */
+/* Number of elements; 1 when ndim is 0. -1 when ndim or an entry of shape is negative, or the product
+   overflows. */
 DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor);
 
 /* --- ranks --- */
 
 typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
 
-/* Runs fn on desc->world_size ranks and returns when all have ended: DDP_OK, or the first failure, with its
-   ddp_last_error. Inside torchrun, mpirun, srun or another ddp_launch it joins that world and starts nothing.
-   A desc->world_size that is not 0 must then equal the number in the launcher's variables.
-   The world belongs to the launch: fn does not destroy it, nor let an exception out.
+/* Runs fn on desc->world_size ranks. Returns when all have ended: DDP_OK, or the first failure with its
+   ddp_last_error. Inside torchrun, mpirun, srun or another ddp_launch, it joins that world and starts no
+   rank. A desc->world_size other than 0 must then equal the number in the launcher's variables.
    Call it before starting threads, CUDA or MPI.
+   Ownership: ddp_launch creates and destroys the world; fn must not destroy it. No exception may leave fn.
    Cores: each rank gets its share. ddp_launch sets its affinity, and OMP_NUM_THREADS and OPENBLAS_NUM_THREADS
    unless the user has set them. OpenMP, OpenBLAS, MKL and BLIS have read such variables before the fork.
    Their number of threads is therefore lowered to the share as well, unless one of their variables is set.
    A statically linked OpenMP needs a program that refers to omp_set_num_threads and omp_get_max_threads.
-   Processes: stdio is flushed, then ranks are forked; each leaves by _exit, after a flush. SIGINT and SIGTERM
-   sent to the caller reach all ranks, which die with it. After a failure the others get timeout_ms to return,
-   then are killed. No child, zombie or file stays.
-   Threads: one per rank; a rank that returns while others still need it counts as lost.
-   One rank: fn runs on the caller.
-   Errors: what fn returned; DDP_ERR_PEER_LOST when a rank died (with its signal or exit status);
+   Processes: stdio is flushed, then ranks are forked; each rank flushes and ends with _exit. SIGINT and
+   SIGTERM sent to the caller reach all ranks, and ranks end when the caller dies. After a failure the other
+   ranks get timeout_ms to return, then they are killed. No child, zombie or file remains.
+   Threads: one per rank. A rank that returns while others still need it counts as lost.
+   One rank: fn runs on the calling thread.
+   Errors: the result of fn; DDP_ERR_PEER_LOST when a rank died (with its signal or exit status);
    DDP_ERR_INVALID (also a world_size that contradicts a launcher); DDP_ERR_SYSTEM. */
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user);
 
-/* Joins a world made by somebody else's launcher, or makes a world of one. Collective over that world, blocks until all ranks are there or timeout_ms
-   has passed. desc may be NULL. *out is NULL on failure. Inside a ddp_launch: a split of its world, all ranks once more, with that one's timeout; as
-   of any split, what fails there fails the world.
-   Ranks of one machine find each other through an abstract socket keyed by user and job, and share one anonymous memory file.
-   Ranks of several machines meet at rank 0, over TCP: where MASTER_ADDR and MASTER_PORT (or DDP_MASTER_PORT, if set) say, on the first node of a
-   SLURM step, or where init_method says. Those that turn out to share one machine go on as above; otherwise the group is for bootstrap and control:
-   collectives of up to 64 KiB per rank, through rank 0, none with counts; no messages; group memory is each rank's own; a split whose ranks are on
-   one machine uses shared memory. For private networks: who knows the address and job can join.
-   With DDP_USE_MPI, and started by mpirun or asked for by "mpi://", ranks of several machines have everything that ranks of one have; those of one
-   machine use shared memory. MPI is initialised unless the program has done so, and then finalised at exit, not while a group is open or has failed.
-   In tree order the bits are those of one machine; DDP_ORDER_ANY leaves all_reduce and reduce to MPI; when one of these fails, or a broadcast, MPI
-   may write to its buffer later.
-   Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks, or the address where nobody answers),
-   DDP_ERR_MISMATCH (two ranks with one number, other world size, other version, another job's rank 0), DDP_ERR_SYSTEM (the port is in use: names by
-   whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (nothing says where rank 0 is), DDP_ERR_ENGINE. */
+/* Joins the world that a launcher has started, or creates a world of one rank. desc may be NULL; *out is NULL
+   on failure. Collective over that world. Blocks until all ranks have joined, at most timeout_ms. Inside a
+   ddp_launch it splits the launched world into a group of all its ranks, with the timeout of that world. As
+   with any split, a failure of this group also fails the world.
+   One machine: ranks find each other through an abstract socket, keyed by user and job, and share one
+   anonymous memory file.
+   Several machines: ranks connect to rank 0 over TCP. Its address comes from MASTER_ADDR and MASTER_PORT (or
+   DDP_MASTER_PORT, if set), from the first node of a SLURM step, or from init_method. If all ranks turn out
+   to be on one machine, they continue as above. Otherwise the group is for rendezvous and control:
+   collectives of up to 64 KiB per rank, through rank 0; no collectives with counts; no messages; group memory
+   is private to each rank. A split with all ranks on one machine uses shared memory. Use it on private
+   networks, or set desc->secret: without it, any process with the address and job can join.
+   MPI: with DDP_USE_MPI, and started by mpirun or requested by "mpi://", ranks of several machines can use
+   all calls. Ranks of one machine use shared memory. MPI is initialized unless the program has done so, and
+   then finalized at exit, except while a group is open or has failed. In tree order the bits equal those of
+   one machine. With DDP_ORDER_ANY, MPI executes all_reduce and reduce; if one of these or a broadcast fails,
+   MPI may write to its buffer later.
+   Errors: DDP_ERR_INVALID (variables or desc contradict each other); DDP_ERR_TIMEOUT (names the missing
+   ranks, or the address where no process answers); DDP_ERR_MISMATCH (two ranks with one number, another world
+   size or version, rank 0 of another job); DDP_ERR_SYSTEM (the port is in use: names the process that holds
+   it); DDP_ERR_PEER_LOST; DDP_ERR_UNSUPPORTED (the address of rank 0 is unknown); DDP_ERR_ENGINE. */
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
 
 #if defined(DDP_USE_MPI)
-/* A group of the ranks of the program's own communicator, which is copied and stays the caller's. Collective over it. desc may be
-   NULL; its init_method, rank and world_size are not read. MPI must be initialised, at any thread level, and finalised after the
-   group has been destroyed. Below MPI_THREAD_MULTIPLE a group that MPI carries has no communication thread: asynchronous work
-   moves on inside ddp_wait and ddp_test, which then waits. */
+/* Creates a group of the ranks of the program's own communicator. desc may be NULL; its init_method, rank and
+   world_size are not read. Collective over comm. Ownership: comm is duplicated and stays the caller's. MPI
+   must be initialized, at any thread level, and may be finalized after the group has been destroyed. Below
+   MPI_THREAD_MULTIPLE, a group that runs over MPI has no communication thread: asynchronous calls make
+   progress only inside ddp_wait and ddp_test, and ddp_test then blocks. */
 DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc);
 #endif
 
-/* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank; "world.2" is its name in errors. Collective. A negative
-   color gives *out == NULL and DDP_OK. The new group inherits timeouts, order and allocators, and recognises group memory of its ancestors. */
+/* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank. Collective,
+   blocks. A negative color gives *out == NULL and DDP_OK. The new group inherits timeout, order and
+   allocators, and accepts group memory of its ancestors. Errors name it after its parent: "world.2". */
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out);
 
-/* Lays the ranks of world out as a grid and makes this rank's group along each dimension: the ranks that differ from it there alone,
-   in that order. Collective, the same desc. Errors: DDP_ERR_INVALID (names, or not world_size ranks); DDP_ERR_MISMATCH everywhere. */
+/* Arranges the ranks of world as a grid, and creates this rank's group along each dimension: the ranks that
+   differ from it only in that position, in that order. Collective, with the same desc on every rank. Errors:
+   DDP_ERR_INVALID (names; shape does not multiply to world_size); DDP_ERR_MISMATCH on every rank. */
 DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_mesh_desc *desc);
 
-/* The mesh's own: ddp_rank of it is this rank's place along the dimension. NULL, with ddp_last_error set, for an unknown name. */
+/* The group along a dimension; its ddp_rank is this rank's position there. The mesh owns it. NULL, with
+   ddp_last_error set, for an unknown name. */
 DDPDEF ddp_group *ddp_mesh_group(ddp_mesh *mesh, const char *name);
-DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh); /* and its groups; not collective; NULL is ignored */
-/* DDP_OK while the group works; otherwise the code of its first failure, with the cause in ddp_last_error. Not collective, never blocks. */
+DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh); /* destroys its groups too; not collective; NULL is ignored */
+/* DDP_OK while the group works; otherwise the code of its first failure, with the cause in ddp_last_error.
+   Not collective, never blocks. */
 DDPDEF ddp_result ddp_group_status(const ddp_group *group);
-/* Poisons the group: every pending and later call on every rank fails and names this rank. Not collective, never blocks. */
+/* Poisons the group: every pending and later call on every rank fails, and the error names this rank. Not
+   collective, never blocks. */
 DDPDEF ddp_result ddp_group_abort(ddp_group *group);
 
-/* Ends this rank's part, frees its group memory and handles. Not collective; a peer that still needs this rank gets DDP_ERR_PEER_LOST.
-   Destroy what was made on it before it: splits, reducers and all else. NULL is ignored. */
+/* Leaves the group and frees this rank's group memory and handles. Not collective; a peer that still needs
+   this rank gets DDP_ERR_PEER_LOST. First destroy all that was created on it: splits, reducers and so on.
+   NULL is ignored. */
 DDPDEF void ddp_group_destroy(ddp_group *group);
 
 DDPDEF int ddp_rank(const ddp_group *group);             /* this rank, from 0 */
-DDPDEF int ddp_world_size(const ddp_group *group);       /* how many there are */
-DDPDEF int ddp_local_rank(const ddp_group *group);       /* among the ranks of this machine */
-DDPDEF int ddp_local_world_size(const ddp_group *group); /* ranks of this machine */
+DDPDEF int ddp_world_size(const ddp_group *group);       /* number of ranks */
+DDPDEF int ddp_local_rank(const ddp_group *group);       /* this rank among those of this machine, from 0 */
+DDPDEF int ddp_local_world_size(const ddp_group *group); /* number of ranks on this machine */
 
 /* --- collectives ---
-   All: collective over the group; work == NULL blocks, otherwise ddp_wait ends it. count is elements and may be 0. Buffers need the
-   alignment of their dtype only. They are read and written until the call, or its wait, returns. send and recv are equal (in place) or
-   do not overlap. W is the world size. Errors: DDP_ERR_INVALID before anything is sent; DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT,
-   DDP_ERR_PEER_LOST, DDP_ERR_POISONED on every rank. */
+   All are collective over the group. work == NULL blocks; otherwise ddp_wait completes the call. count is the
+   number of elements and may be 0. Buffers need only the alignment of their dtype. The call reads and writes
+   them until it, or its wait, returns. send and recv are equal (in place) or do not overlap. W is the world
+   size.
+   Errors: DDP_ERR_INVALID before data is sent; DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT, DDP_ERR_PEER_LOST,
+   DDP_ERR_POISONED on every rank. */
 
 /* recv[i] on every rank = op over ranks of send[i]; count elements each. In place: send == recv. */
-DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work);
-/* As all_reduce, but only root gets recv (others may pass NULL). In place on root: send == recv. */
-DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work);
+DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count,
+                                 ddp_dtype dtype, ddp_op op, ddp_work *work);
+/* Like all_reduce, but only root receives (others may pass recv NULL). In place on root: send == recv. */
+DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype,
+                             ddp_op op, int root, ddp_work *work);
 /* buf on every rank = buf of root. */
-DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work);
-/* recv (W * send_count) = send (send_count) of every rank, in rank order. In place: send == recv + rank * send_count. */
-DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work);
-/* recv (recv_count) = op over ranks of block `rank` of send (W * recv_count). In place: recv == send + rank * recv_count. */
-DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work);
+DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root,
+                                ddp_work *work);
+/* recv (W * send_count) = send (send_count) of every rank, in rank order.
+   In place: send == recv + rank * send_count. */
+DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count,
+                                 ddp_dtype dtype, ddp_work *work);
+/* recv (recv_count) = op over ranks of block `rank` of send (W * recv_count).
+   In place: recv == send + rank * recv_count. */
+DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count,
+                                     ddp_dtype dtype, ddp_op op, ddp_work *work);
 /* Block j of send goes to block `rank` of rank j's recv; both hold W * count_per_peer. Not in place. */
-DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work);
-/* recv (W * send_count, root only) = send of every rank, in rank order. In place on root: send == recv + root * send_count. */
-DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work);
-/* recv (recv_count) = block `rank` of root's send (W * recv_count, root only). In place on root: recv == send + root * recv_count. */
-DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work);
+DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer,
+                                 ddp_dtype dtype, ddp_work *work);
+/* recv (W * send_count, root only) = send of every rank, in rank order.
+   In place on root: send == recv + root * send_count. */
+DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count,
+                             ddp_dtype dtype, int root, ddp_work *work);
+/* recv (recv_count) = block `rank` of root's send (W * recv_count, root only).
+   In place on root: recv == send + root * recv_count. */
+DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count,
+                              ddp_dtype dtype, int root, ddp_work *work);
 
-/* Rank r sends recv_counts[r] elements (send_count on r itself), which land at recv + recv_offsets[r] on every rank. The W counts are equal
-   on all ranks; offsets NULL = packed. The arrays are copied. In place: send == recv + recv_offsets[rank]. */
-DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv, const size_t *recv_counts,
+/* Rank r sends recv_counts[r] elements, and they are stored at recv + recv_offsets[r] on every rank.
+   send_count is this rank's entry of recv_counts. The W counts are equal on all ranks; offsets NULL = packed.
+   The arrays are copied. In place: send == recv + recv_offsets[rank]. */
+DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv,
+                                   const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype,
+                                   ddp_work *work);
+
+/* send_counts[j] elements at send + send_offsets[j] go to rank j. Its recv_counts[rank] is the same number.
+   Offsets NULL = packed. The arrays are copied. Not in place. Errors: DDP_ERR_MISMATCH names a pair of ranks
+   with different counts. */
+DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts,
+                                   const size_t *send_offsets, void *recv, const size_t *recv_counts,
                                    const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work);
-
-/* send_counts[j] elements at send + send_offsets[j] go to rank j, which has the same number in its recv_counts[rank]. Offsets NULL = packed.
-   The arrays are copied. Not in place. Counts that disagree are DDP_ERR_MISMATCH naming the pair. */
-DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts, const size_t *send_offsets, void *recv,
-                                   const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work);
 
 DDPDEF ddp_result ddp_barrier(ddp_group *group); /* returns when every rank has entered */
 
 /* --- point to point ---
-   Matched by (peer, tag) in the order issued, independent of collectives. peer is another rank, tag >= 0. Blocking, errors and buffers as above. A small
-   blocking send may return before the receive is posted; do not count on it. A receive of another count or dtype is DDP_ERR_MISMATCH on both sides.
-   Up to 16 messages from one rank to another are under way at once; later ones wait for these, whatever their tags. */
-DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work);
-DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work);
+   Matched by (peer, tag) in the order issued, independent of collectives. peer is another rank; tag >= 0.
+   Blocking, buffers and errors as above. A small blocking send may return before the receive is posted; do
+   not rely on it. A receive with another count or dtype is DDP_ERR_MISMATCH on both sides. Up to 16 messages
+   from one rank to another are in flight at once; later ones wait for these, whatever their tags. */
+DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer,
+                           int tag, ddp_work *work);
+DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag,
+                           ddp_work *work);
 
-/* Between begin and end, sends and receives with work == NULL do not block; end waits for all of them, so their order does not
-   matter. Not collective. Batches do not nest. */
+/* Between begin and end, sends and receives with work == NULL do not block. end waits for all of them, so
+   their order does not matter. Not collective. These pairs do not nest. */
 DDPDEF ddp_result ddp_p2p_begin(ddp_group *group);
 DDPDEF ddp_result ddp_p2p_end(ddp_group *group);
 
-/* Blocks until the work is done and returns its result; *work stands for nothing afterwards. Waiting for nothing is DDP_OK. */
+/* Blocks until the call is done, returns its result and empties *work. An empty handle returns DDP_OK. */
 DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work);
-/* *done = 1 when ddp_wait would not block. Never blocks; the work still needs its ddp_wait. */
+/* *done = 1 when ddp_wait would not block. Never blocks. The handle still needs its ddp_wait. */
 DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done);
 
-/* size_bytes of zeroed memory per rank, 64-byte aligned, that peers of this machine read and write in place. Collective, the same
-   size on every rank. A pointer inside it is what makes a collective copy-free. Errors also: DDP_ERR_NO_MEMORY on every rank. */
+/* Allocates size_bytes of zeroed memory per rank, 64-byte aligned, which the ranks of this machine read and
+   write in place. Collectives on pointers into it need no copy. Collective, with the same size on every rank.
+   Errors as of collectives, and DDP_ERR_NO_MEMORY on every rank. */
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out);
 
-/* Gives back a pointer from ddp_group_alloc. Collective, in the same order on every rank. NULL on all ranks is ignored. */
+/* Frees memory from ddp_group_alloc. Collective, in the same order on every rank. NULL on all ranks is
+   ignored. */
 DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory);
 
 /* --- gradients --- */
 
-/* Makes every rank's gradients the average over ranks, bucket by bucket while backward runs. Buckets hold one dtype, in reverse
-   definition order; after the first step they follow the order in which gradients became ready on rank 0 (PyTorch DDP, Li et al.
-   2020). Gradients that lie next to each other are reduced where they lie; NULL ones are placed side by side in group memory and
-   desc->params is filled in. Collective; broadcasts values and buffers from rank 0. The params array stays with the caller and
-   must outlive the reducer. Errors: DDP_ERR_MISMATCH on every rank names the first parameter whose count, shape, dtype or order differs. */
+/* Creates a reducer. It averages every rank's gradients, bucket by bucket while backward runs. A bucket holds
+   gradients of one dtype in reverse definition order. After the first step, buckets follow the order in which
+   gradients became ready on rank 0. Adjacent gradients are reduced in place. A NULL grad.data in desc->params
+   is replaced by group memory, with gradients side by side. Collective, blocks; broadcasts values and buffers
+   from rank 0. Ownership: the params array stays with the caller and must outlive the reducer. Errors:
+   DDP_ERR_MISMATCH on every rank names the first parameter whose count, shape, dtype or order differs.
+   Source: PyTorch DDP, Li et al. 2020. */
 DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const ddp_reducer_desc *desc);
 
-/* This parameter's gradient is final: its bucket may start. Not blocking. Twice in one step is DDP_ERR_INVALID naming it. */
+/* Marks this parameter's gradient as final; its bucket may start. Does not block. Calling it twice in a step
+   returns DDP_ERR_INVALID. The error names the parameter. */
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index);
 
-/* Blocks until every gradient is the average over ranks, divided once. Gradients of a tied parameter are then added into that of
-   its first use. Collective. A parameter that never became ready is an error that names it, on every rank (find_unused: zeros). */
+/* Blocks until every gradient is the average over ranks, divided once. Then adds the gradients of a tied
+   parameter into that of its first use. Collective. Errors: a parameter that never became ready is named on
+   every rank, unless find_unused is set: then its gradient is zeros. */
 DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer);
 
-/* Adds the sum of so many entries, such as a micro-batch's losses and tokens. */
+/* Adds the sum of count entries, such as the losses and the number of tokens of a micro-batch. */
 DDPDEF void ddp_mean_add(ddp_mean *mean, double sum, int64_t count);
-/* *mean on every rank becomes that of all ranks, exactly. Collective, blocking. A negative count on any rank is DDP_ERR_INVALID on all ranks of this group,
-   and *mean is left. Over the axes of a mesh: one after the other; who is told so then calls ddp_group_abort on its groups along the axes that are left,
-   since the ranks there have not been told and would wait for it. */
+/* Replaces *mean by the exact total over ranks. Collective, blocks. Errors: a negative count on any rank is
+   DDP_ERR_INVALID on all ranks, and *mean is unchanged. To reduce over a mesh, call it once per axis. After
+   an error, call ddp_group_abort on the groups of the remaining axes: their ranks are still waiting. */
 DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean);
-DDPDEF double ddp_mean_value(const ddp_mean *mean); /* the exact sum, rounded, by count; 0 where that is 0 */
+DDPDEF double ddp_mean_value(const ddp_mean *mean); /* the rounded sum divided by count; 0 when count is 0 */
 
-/* With per_token, instead of ddp_reducer_wait: *loss becomes the mean over all tokens of all ranks and micro-batches, and so does every gradient: its sum over
-   ranks, uses of tied ones included, is divided once, by the tokens of all. *loss: what this rank has added up in this step. Collective, blocking; however
-   tokens are spread, the bits are the same. A step without any token leaves gradients as they add up. */
+/* With per_token, replaces ddp_reducer_wait. In: *loss is this rank's sum in this step. Out: *loss is the
+   mean over all tokens of all ranks and micro-batches. So is every gradient: its sum over ranks, including
+   all uses of a tied parameter, is divided once by the number of all tokens. Collective, blocks. The bits do
+   not depend on how tokens are distributed. A step without tokens leaves gradients as sums. */
 DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss);
 
-/* on = 1: ready and wait do nothing, so that gradients accumulate locally. Not collective, but the same on every rank; between steps alone. */
+/* on = 1: ready and wait do nothing, so that gradients accumulate on this rank. Not collective, but the same
+   on every rank; only between steps. */
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on);
 
 /* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm (may be NULL) is the
-   norm before. Call it after ddp_reducer_wait; every rank computes the same, nothing is sent. Squares add per
-   row (dim 0) in a fixed order and rows add exactly, so sharding cannot change the result. A tied parameter
-   counts once, as the sum. A norm that is not finite scales nothing. Errors: DDP_ERR_INVALID when max_norm is
-   not positive, no step has been waited for since the last ready, or no_sync is on. */
+   norm before scaling. Call it after ddp_reducer_wait. Not collective: every rank computes the same from
+   equal gradients. Squares add per row (dim 0) in a fixed order and rows add exactly, so sharding cannot
+   change the result. A tied parameter counts once, as the sum. A norm that is not finite scales nothing.
+   Errors: DDP_ERR_INVALID when max_norm is not positive, when ddp_reducer_wait has not followed the last
+   ready, or when no_sync is on. */
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm);
 
-DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index); /* find_unused: 1 when no rank used the parameter in the last step, else 0 */
-DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_stats *stats); /* not collective */
-DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer); /* and the gradient memory it placed; collective; NULL is ignored */
+/* find_unused: 1 when no rank used the parameter in the last step, else 0. */
+DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index);
+/* Not collective. */
+DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_stats *stats);
+/* Frees the reducer and the gradient memory that it allocated. Collective. NULL is ignored. */
+DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer);
 
-/* Adds micro-batch gradients pairwise, like a binary counter: the sum over m micro-batches is the tree that reductions use, so
-   that one rank with m micro-batches and several ranks with m in total give the same bits (blocks of 2^k per rank). Each
-   micro-batch's backward overwrites params[i].grad. 16-bit gradients are added in f32. After the last
-   micro-batch the sum is in params[i].grad, rounded once. A reducer with comm_dtype 0 takes the f32 sum
-   instead; it leaves the average in params[i].grad, rounded once. Create allocates floor(log2 m) buffers of
-   the gradients' size, in f32 for 16-bit gradients. Not collective. */
-DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc);
+/* Creates an accumulator, which adds micro-batch gradients pairwise, like a binary counter. The sum over m
+   micro-batches is the tree that reductions use. One rank with m micro-batches and several ranks with m in
+   total therefore give the same bits (blocks of 2^k per rank). The backward of each micro-batch overwrites
+   params[i].grad. After the last one, params[i].grad holds the sum. 16-bit gradients are added in f32 and
+   rounded once. A reducer with comm_dtype 0 takes their f32 sum instead; it leaves the average in
+   params[i].grad, rounded once. Allocates floor(log2 m) buffers of the gradients' size, in f32 for 16-bit
+   gradients. Not collective. */
+DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group,
+                                         const ddp_accumulator_desc *desc);
 
-/* This micro-batch's gradient of one parameter is final in params[param_index].grad. In the last micro-batch
-   the sum becomes final, and ddp_reducer_ready is called for it. Errors: DDP_ERR_INVALID for a second call in
-   a micro-batch, and while ddp_reducer_wait has not ended the step before. */
+/* Marks this micro-batch's gradient in params[param_index].grad as final, and adds it. In the last
+   micro-batch the sum becomes final, and ddp_reducer_ready is called for it. Errors: DDP_ERR_INVALID for a
+   second call in a micro-batch, and while ddp_reducer_wait has not ended the step before. */
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index);
 
-/* Ends a micro-batch. A parameter that was not announced is DDP_ERR_INVALID naming it. *last (may be NULL) = 1 after the step's last one. */
+/* Ends a micro-batch. *last (may be NULL) = 1 after the last one of the step. Errors: DDP_ERR_INVALID names a
+   parameter that ddp_accumulator_ready was not called for. */
 DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last);
-/* Between steps, before or after the reducer; waits for buckets under way. Not collective. NULL is ignored. */
+/* Waits for buckets in flight and frees the accumulator. Call it between steps, before or after
+   ddp_reducer_destroy. Not collective. NULL is ignored. */
 DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator);
 
-/* Ranks with uneven inputs. Each rank calls ddp_join_step before every step with whether it has a batch. Not collective. Copies the desc. */
+/* Supports ranks with different numbers of batches. Each rank calls ddp_join_step before every step and
+   states whether it has a batch. Not collective. Copies the desc. */
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc);
 
-/* Collective. *active = ranks that take part in this step, 0 when training is over; gradients are then divided by active ranks. On
-   a rank without a batch, shadow mode runs zero steps inside and returns when all ranks are out. With per_token they end in
-   ddp_reducer_wait_mean, as must those of the others. */
+/* *active = number of ranks that take part in this step; 0 when training is over. Gradients are divided by
+   active ranks. On a rank without a batch, shadow mode runs steps of zeros inside and returns when all ranks
+   have finished. With per_token these steps end in ddp_reducer_wait_mean, as must those of the other ranks.
+   Collective, blocks. */
 DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active);
 DDPDEF void ddp_join_destroy(ddp_join *join); /* before its reducer; not collective; NULL is ignored */
 
-//== samplers ============================================================================================ >>sampler
+//== samplers ==================================================================================== >>sampler
 
 typedef enum ddp_shuffle {
-    DDP_SHUFFLE_TORCH = 0,        /* index for index what PyTorch 2.6 and newer gives for the same seed and epoch */
+    DDP_SHUFFLE_TORCH = 0,        /* the same indices as PyTorch 2.6 and newer for the same seed and epoch */
     DDP_SHUFFLE_TORCH_LEGACY,     /* PyTorch before 2.6: differs only from 214748364 samples on */
-    DDP_SHUFFLE_HASHED            /* a keyed bijection: no memory, any position in constant time, up to 2^63 - 1 samples */
+    DDP_SHUFFLE_HASHED            /* a keyed bijection: needs no memory; any position in constant time; up to
+                                     2^63 - 1 samples */
 } ddp_shuffle;
 
-/* A place inside an epoch. Plain numbers without padding bytes: may be written to a file as it is. */
+/* A position in an epoch. Plain numbers without padding bytes: it may be written to a file as it is. */
 typedef struct ddp_sampler_state {
     uint64_t seed, epoch;
     int64_t dataset_size;
-    int64_t position;             /* of the epoch's order, entries [0, position) are used up ... */
-    int64_t block_offset;         /* ... and, where this is not 0, so many of each rank's block of the next global batch */
-    int64_t num_replicas;         /* of the sampler that saved; with global_batch it tells the blocks */
+    int64_t position;             /* entries [0, position) of the epoch's order are used ... */
+    int64_t block_offset;         /* ... and, if not 0, that many of each rank's block of the next global
+                                     batch */
+    int64_t num_replicas;         /* of the sampler that saved; with global_batch it defines the blocks */
     int64_t global_batch;
     int32_t shuffle, no_shuffle;
 } ddp_sampler_state;
@@ -545,110 +637,132 @@ typedef struct ddp_sampler_desc {
     int64_t dataset_size;         /* N, required, at least 1 */
     int num_replicas;             /* W; 0 = 1 */
     int rank;                     /* 0 to num_replicas - 1 */
-    uint64_t seed;                /* the same on every rank; the TORCH orders use the low 32 bits of seed + epoch */
+    uint64_t seed;                /* the same on every rank; the TORCH orders use the low 32 bits of seed +
+                                     epoch */
     int no_shuffle;               /* 1 = the order is 0, 1, 2 ... */
-    int drop_last;                /* 1 = leave out the tail that does not fill a round (W samples, or a global batch) */
-    int no_pad;                   /* 1 = leave the last round short: every sample exactly once, ranks' lengths may differ */
+    int drop_last;                /* 1 = leave out the tail that does not fill a round (W samples, or a global
+                                     batch) */
+    int no_pad;                   /* 1 = keep the last round short: every sample exactly once; ranks' lengths
+                                     may differ */
     ddp_shuffle shuffle;
-    int64_t global_batch;         /* 0 = rank r takes entries r, r+W, r+2W ... as PyTorch; otherwise a multiple of W: rank r takes
-                                     the r-th contiguous block, global_batch/W long, of each global batch */
-    int64_t window;               /* TORCH orders: samples worked out at once, about 16 bytes each; 0 = 4000000; the rank's share at most */
+    int64_t global_batch;         /* 0 = rank r takes entries r, r+W, r+2W ... like PyTorch. Otherwise a
+                                     multiple of W: rank r takes the r-th contiguous block, global_batch/W
+                                     long, of each global batch */
+    int64_t window;               /* TORCH orders: samples computed at once, about 16 bytes each; 0 = 4000000;
+                                     at most the rank's share */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
     void *user;
 } ddp_sampler_desc;
 
-/* The caller's own; made by ddp_sampler_init. The fields are private. One thread at a time. May be moved, not copied. */
+/* The caller owns it; ddp_sampler_init fills it in. Its fields are private. One thread at a time may use it.
+   It may be moved, but not copied. */
 typedef struct ddp_sampler {
-    ddp_sampler_desc desc;        /* with every default resolved */
+    ddp_sampler_desc desc;        /* defaults resolved */
     uint64_t epoch;
-    uint64_t round, block;        /* a round of the dealing gives each rank a block: one sample, without global_batch */
-    uint64_t origin;              /* entries of the order before this one were used up before a load */
-    uint64_t gap_count, gap_used, gap_block; /* a load inside a global batch: gap_count blocks, the first gap_used entries of each are used up */
-    uint64_t left;                /* entries of the order that are dealt, padding not counted */
-    uint64_t total;               /* entries dealt to all ranks together, with padding */
-    int64_t first, length;        /* samples of this rank in the dealing, and how many of them came before a load */
-    int64_t cursor;               /* index in the dealing of the sample that ddp_sampler_next gives next */
-    int ended;                    /* ddp_sampler_next has given -1 */
+    uint64_t round, block;        /* a round gives each rank a block: one sample, without global_batch */
+    uint64_t origin;              /* entries of the order before this one were used before a load */
+    /* A load inside a global batch: gap_count blocks; the first gap_used entries of each are used. */
+    uint64_t gap_count, gap_used, gap_block;
+    uint64_t left;                /* entries of the order to distribute, without padding */
+    uint64_t total;               /* entries of all ranks together, with padding */
+    int64_t first, length;        /* length: samples of this rank; first: those before a load */
+    int64_t cursor;               /* index of the sample that ddp_sampler_next returns next */
+    int ended;                    /* ddp_sampler_next has returned -1 */
     int half_bits[2], round_count;/* HASHED: the Feistel network */
     uint64_t round_keys[32];
     uint64_t ahead[32];           /* HASHED: the window's samples */
     void *memory;                 /* TORCH: one allocation, table and mt */
     uint64_t *table;              /* window_count samples; during a pass a hash table of them */
     int64_t window_first, window_count;
-    uint32_t *mt;                 /* the generator's 624 words that give draws 624 * mt_block and on */
+    uint32_t *mt;                 /* the generator's 624 words for draws 624 * mt_block and on */
     int64_t mt_block;             /* -1 = not seeded for this epoch */
 } ddp_sampler;
 
-/* Samplers: which samples of a dataset this rank takes in an epoch, and in what order. Local: no rank talks to another; each rank makes
-   its own sampler with the same desc but for rank.
+/* A sampler decides which samples of a dataset this rank takes in an epoch, and in what order. Ranks do not
+   communicate: each rank makes its own sampler with the same desc except for rank.
 
    W = num_replicas, N = dataset_size, U = global_batch, or W without one.
-       default      entries N, N+1 ... up to the next multiple of U repeat the order from its start; they are padding
+       default      entries N, N+1 ... up to the next multiple of U repeat the order from its start (padding)
        drop_last    the N mod U last entries are left out
        no_pad       neither: the last round is short (with drop_last: as drop_last)
-   Without global_batch the default and drop_last give what PyTorch's DistributedSampler gives, index for index:
-       N=10 W=4 seed 0    order 4 1 7 5 3 9 0 8 6 2 | 4 1     rank 0: 4 3 6    rank 1: 1 9 2    rank 2: 7 0 4    rank 3: 5 8 1
-   With global_batch the padded length does not depend on W, so the global batches of an epoch are the same on any W:
-       N=10 W=2 global_batch 4    order [4 1 7 5] [3 9 0 8] [6 2 | 4 1]        rank 0: 4 1  3 9  6 2        rank 1: 7 5  0 8  4 1
+   Without global_batch, default and drop_last give the same indices as PyTorch's DistributedSampler:
+       N=10 W=4 seed 0      order 4 1 7 5 3 9 0 8 6 2 | 4 1
+                            rank 0: 4 3 6    rank 1: 1 9 2    rank 2: 7 0 4    rank 3: 5 8 1
+   With global_batch the padded length does not depend on W, so the global batches of an epoch are the same on
+   any W:
+       N=10 W=2 global_batch 4      order [4 1 7 5] [3 9 0 8] [6 2 | 4 1]
+                                    rank 0: 4 1  3 9  6 2        rank 1: 7 5  0 8  4 1
 
-   DDP_SHUFFLE_TORCH holds no list of N entries: a window of an order comes from one backward pass over the random draws
-   that made it. The first window is small, so that an epoch starts at once; later ones grow up to desc.window. */
+   DDP_SHUFFLE_TORCH keeps no list of N entries. It computes a window of the order by one backward pass over
+   the random draws. The first window is small, so that an epoch starts at once; later ones grow up to
+   desc.window. */
 
-/* Prepares *sampler at the start of epoch 0. Copies the desc. Allocates only here, and for the TORCH orders alone. DDP_ERR_INVALID
-   names the field; *sampler is then empty: length 0, and ddp_sampler_free does nothing. */
+/* Initializes *sampler at the start of epoch 0. Copies the desc. Only this call allocates, and only for the
+   TORCH orders. Errors: DDP_ERR_INVALID names the field; *sampler is then empty: its length is 0, and
+   ddp_sampler_free does nothing. */
 DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc *desc);
 
-/* Goes to the start of an epoch. Call it before each one, with the same number on every rank: otherwise each epoch repeats one
-   order. Not after ddp_sampler_load, which sets the epoch itself. */
+/* Moves to the start of an epoch. Call it before each epoch, with the same number on every rank; otherwise
+   all epochs have the same order. Do not call it after ddp_sampler_load, which sets the epoch. */
 DDPDEF void ddp_sampler_set_epoch(ddp_sampler *sampler, uint64_t epoch);
 
-/* Samples of this rank in the epoch, padding included; after a load, those from the loaded place to the end. */
+/* Number of samples of this rank in the epoch, padding included. After a load: from the loaded position to
+   the end. */
 DDPDEF int64_t ddp_sampler_length(const ddp_sampler *sampler);
 
-/* The next sample, 0 to N-1, or -1 at the end of the epoch. *is_padding (may be NULL) is 1 for an entry that repeats a sample only
-   to make the ranks even: leave it out of an evaluation. */
+/* The next sample, 0 to N-1; -1 at the end of the epoch. *is_padding (may be NULL) is 1 for an entry that
+   repeats a sample only to give all ranks the same length. Leave such entries out of an evaluation. */
 DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding);
 
-/* Makes position, 0 to ddp_sampler_length, the next one. HASHED and no_shuffle: constant time. TORCH: the next ddp_sampler_next
-   makes one pass over the draws up to there, unless the position lies in the present window. */
+/* Sets the next position, 0 to ddp_sampler_length. HASHED and no_shuffle: constant time. TORCH: the next
+   ddp_sampler_next makes one pass over the draws up to there, unless the position is in the current
+   window. */
 DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position);
 
-/* Writes where this rank stands. Ranks that save after the same number of samples, or after their -1, write the same state; keep any
-   one. DDP_ERR_INVALID: the epoch was loaded inside a global batch onto another W or global_batch, and that is not done. */
+/* Stores the current position. Ranks that save after the same number of samples, or after their -1, store the
+   same state; keep any one. Errors: DDP_ERR_INVALID after a load inside a global batch with another W or
+   global_batch, until the rest of that batch is used. */
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state);
 
-/* Continues at a saved place, on any W and rank: the entries of the order that were not used up are dealt to the ranks by the rules
-   above, as an order of their own (padding still repeats the epoch's start). With the W and global_batch of the save, each rank gets
-   exactly what it would have got. No sample comes twice or is lost; drop_last leaves out the tail of the present W. Errors change
-   nothing: DDP_ERR_INVALID names a dataset_size, seed, shuffle or no_shuffle that is not the sampler's; DDP_ERR_CORRUPT. */
+/* Continues at a saved position, on any W and rank. The unused entries of the order are distributed to the
+   ranks by the rules above, as an order of their own (padding still repeats the start of the epoch). With the
+   W and global_batch of the save, each rank gets exactly the samples that it would have had. No sample is
+   repeated or lost; drop_last leaves out the tail for the current W. Errors change nothing: DDP_ERR_INVALID
+   names a dataset_size, seed, shuffle or no_shuffle that differs from the sampler's; DDP_ERR_CORRUPT. */
 DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state *state);
 
-DDPDEF void ddp_sampler_free(ddp_sampler *sampler); /* and empties it; NULL is ignored */
+DDPDEF void ddp_sampler_free(ddp_sampler *sampler); /* also empties it; NULL is ignored */
 
-//== loader ================================================================================================ >>loader
+//== loader ======================================================================================= >>loader
 
 #define DDP_LOADER_FIELDS 8
 
-/* Writes sample `index`: its field f to fields[f]. Runs on worker threads, on several at once for different samples; may come again for the same one.
-   A failure sets its line by ddp_fail. */
+/* Writes sample `index`: its field f to fields[f]. Runs on worker threads, for different samples at the same
+   time. It may run again for the same sample. On failure it calls ddp_fail with a description. */
 typedef ddp_result (*ddp_fetch_fn)(void *user, int64_t index, void *const *fields);
 typedef struct ddp_loader ddp_loader;
 
 typedef struct ddp_loader_desc {
-    ddp_sampler_desc sampler;     /* required: which samples, in what order; the loader has a sampler of its own */
-    int64_t batch_size;           /* required: samples of this rank per batch; with a global_batch, 0 = global_batch / num_replicas */
-    const ddp_tensor *fields;     /* required: dtype and shape of each field of ONE sample, up to DDP_MAX_NDIM - 1 dimensions; data is not read */
+    ddp_sampler_desc sampler;     /* required: which samples, in what order; the loader makes its own
+                                     sampler */
+    int64_t batch_size;           /* required: samples of this rank per batch; with a global_batch, 0 =
+                                     global_batch / num_replicas */
+    const ddp_tensor *fields;     /* required: dtype and shape of each field of ONE sample, up to DDP_MAX_NDIM
+                                     - 1 dimensions; data is not read */
     int field_count;              /* required; 1 to DDP_LOADER_FIELDS */
     ddp_fetch_fn fetch;           /* required */
     void *fetch_user;
-    int worker_count;             /* threads, 64 at most; 0 = 1; -1 = none: ddp_loader_next fetches */
-    int prefetch;                 /* batches made ready ahead; 0 = 2 per worker */
+    int worker_count;             /* threads, at most 64; 0 = 1; -1 = none: ddp_loader_next fetches */
+    int prefetch;                 /* batches prepared ahead; 0 = 2 per worker */
     int extra_valid_batches;      /* older batches that stay valid after the newest: for copies to a device in
                                      flight; 0 = 1 */
-    ddp_group *group;             /* NULL = batches lie in memory of alloc_fn; otherwise in host memory from which its device copies best (pinned) */
-    int timeout_ms;               /* 0 = 600000; the longest that ddp_loader_next waits for its workers */
-    void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = the group's, or malloc; set both or neither; any thread may call them */
+    ddp_group *group;             /* NULL = batches are stored in memory of alloc_fn. Otherwise in host memory
+                                     that is best for copies to the group's device (pinned) */
+    int timeout_ms;               /* 0 = 600000; the longest time that ddp_loader_next waits for its
+                                     workers */
+    void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = the group's, or malloc; set both or neither;
+                                                         called on any thread */
     void (*free_fn)(void *memory, void *user);
     void *user;
 } ddp_loader_desc;
@@ -656,50 +770,57 @@ typedef struct ddp_loader_desc {
 typedef struct ddp_batch {
     int64_t count;                /* samples; fewer in the last batch of an epoch; 0 = the epoch is over */
     ddp_tensor fields[DDP_LOADER_FIELDS]; /* shape {count, then a sample's} */
-    const int64_t *indices;       /* which samples */
-    const uint8_t *is_padding;    /* 1 = a repetition that only makes the ranks even */
+    const int64_t *indices;       /* of the samples in the dataset */
+    const uint8_t *is_padding;    /* 1 = a repetition that only gives all ranks the same length */
 } ddp_batch;
 
 typedef struct ddp_loader_stats {
-    uint64_t batches, samples;    /* given out */
+    uint64_t batches, samples;    /* returned by ddp_loader_next */
     double wait_seconds;          /* inside ddp_loader_next, for batches that were not ready */
-    double fetch_seconds;         /* inside fetch, of all workers together */
+    double fetch_seconds;         /* inside fetch, summed over workers */
 } ddp_loader_stats;
 
-/* Loader: worker threads fetch what the sampler says into a ring of batches, ahead of the consumer, who gets them in the sampler's order however many
-   workers there are. These share the batches' pieces. Threads share their memory too; nothing is allocated after create.
+/* A loader has worker threads that fetch the sampler's samples into a ring of batches, ahead of the consumer.
+   The consumer gets batches in the sampler's order for any number of workers. Workers share the samples of a
+   batch. Threads also share their memory; nothing is allocated after create.
        batch   4  5 | 6 | 7  8  9  10     extra_valid_batches 2, prefetch 4: 4 and 5 may still be copied,
                                           6 is the newest, 7 is ready, 8 is being fetched;
-               held  new   prefetch       ddp_loader_next gives 7, and lets a worker write 11 where 4 was
-   One thread at a time consumes. Not collective: each rank has a loader, made inside it, with the same desc but for sampler.rank. */
+               held  new   prefetch       ddp_loader_next returns 7, and lets a worker overwrite 4 with 11
+   One thread at a time may consume. Not collective: each rank creates its own loader, with the same desc
+   except for sampler.rank. */
 
-/* A loader at the start of epoch 0; it fetches from the first call on that says where: next, set_epoch, seek or load. Copies the desc and its fields.
-   The group outlives it. DDP_ERR_INVALID names the field; DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM: a thread could not be started. */
+/* Creates a loader at the start of epoch 0. Fetching begins with the first next, set_epoch, seek or load.
+   Copies the desc and its fields. The group must outlive the loader. Errors: DDP_ERR_INVALID names the field;
+   DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM when a thread cannot be started. */
 DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *desc);
 
-/* Goes to the start of an epoch, at any time, without waiting. Call it before each one, as with a sampler, but not after ddp_loader_load. */
+/* Moves to the start of an epoch. Allowed at any time; does not wait. Call it before each epoch, as for a
+   sampler, but not after ddp_loader_load. */
 DDPDEF ddp_result ddp_loader_set_epoch(ddp_loader *loader, uint64_t epoch);
-DDPDEF int64_t ddp_loader_length(const ddp_loader *loader); /* batches that ddp_loader_next still gives in this epoch */
+/* Number of batches that ddp_loader_next still returns in this epoch. */
+DDPDEF int64_t ddp_loader_length(const ddp_loader *loader);
 
-/* Waits for the next batch, which is valid until `extra_valid_batches` + 1 more have been given. At the end of
-   the epoch count is 0. Errors: what a fetch returned, at
-   its batch's place, as "sample 123: its line", for the first of the batch that failed; DDP_ERR_TIMEOUT names a sample whose fetch blocks. The next call
-   fetches the batch again, or waits again: nothing is lost. */
+/* Waits for the next batch. It stays valid until `extra_valid_batches` + 1 more have been returned. At the
+   end of the epoch count is 0. Errors: the result of the first fetch of the batch that failed, as "sample
+   123: " and its text; DDP_ERR_TIMEOUT names a sample whose fetch blocks. The next call fetches the batch
+   again, or waits again: nothing is lost. */
 DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out);
 
-/* Makes batch the next one, 0 to as many as there are, counted from the start of the epoch or the loaded place. Does not wait. */
+/* Sets the next batch, 0 to the number of batches, counted from the start of the epoch or the loaded
+   position. Does not wait. */
 DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch);
 
-/* Where the consumer stands, whatever was fetched ahead; as ddp_sampler_save and _load. Ranks that save after the same number of whole batches, or after
-   their count 0, write the same state, which continues on any W. */
+/* Store and restore the consumer's position, independent of what was fetched ahead; like ddp_sampler_save and
+   _load. Ranks that save after the same number of whole batches, or after their count 0, store the same
+   state. It can be loaded on any W. */
 DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *state);
 DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state);
 DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats); /* since create */
 
-/* Ends the workers and frees everything. In a process forked from the one that made the loader it does
-   nothing, and the calls that need the workers return DDP_ERR_INVALID. A fetch that blocks for timeout_ms (a
-   second, if ddp_loader_next has waited that long already) keeps its thread and what it writes to; the last
-   such thread frees them when it returns. NULL is ignored. */
+/* Ends the workers and frees everything. A process that was forked after ddp_loader_create must not use the
+   loader: there destroy does nothing, and calls that need the workers return DDP_ERR_INVALID. A fetch that
+   blocks for timeout_ms (one second, if ddp_loader_next has already waited that long) keeps its thread and the memory that it
+   writes to. The last such thread frees them when it returns. NULL is ignored. */
 DDPDEF void ddp_loader_destroy(ddp_loader *loader);
 
 //== plugging in ============================================================================================ >>spi
