@@ -3469,8 +3469,7 @@ static ddp_result ddp__pipe_send(ddp_pipeline *p, ddp__pipe_pool *pool, int micr
 /* Waits for all that is under way. With returns, after the last step: for what was lent in place as well, which others read until the end of theirs; in
    between it comes back by itself, as a step ends with a call that every rank makes. */
 static ddp_result ddp__pipe_drain(ddp_pipeline *p, int returns) {
-    ddp_saved_error first;
-    first.result = DDP_OK;
+    ddp_saved_error first = DDP_ZERO;
     for (int i = 0; i < 2 * p->link_count; i++) {
         ddp__pipe_pool *pool = &p->links[i / 2].way[i % 2];
         ddp__pipe_notes *notes = &pool->notes;
@@ -3735,7 +3734,7 @@ static ddp_result ddp__pipe_run_list(ddp_pipeline *p) {
     for (int position = 0; position < p->list_count; position++) DDP_TRY(ddp__pipe_action(p, position));
     DDP_TRY(ddp__pipe_fail(p, ddp__pipe_drain(p, 0), "", NULL, "sends"));
     if (!p->evaluating) DDP_TRY(ddp__pipe_update(p));
-    if (p->device->check) DDP_TRY(ddp__pipe_fail(p, p->device->check(p->group), "", NULL, "the device"));
+    DDP_TRY(ddp__pipe_fail(p, ddp_device_check(p->group), "", NULL, "the device"));
     return ddp__pipe_fail(p, ddp__pipe_share(p), "", NULL, "the end of the step");
 }
 
@@ -3818,17 +3817,18 @@ static ddp_result ddp__pipe_group_failed(const ddp_group *group, ddp_result resu
 typedef struct ddp__pipe_largest { uint64_t shared, works, unclipped, params; } ddp__pipe_largest;
 
 /* All that a rank can find out by itself, and all memory whose size does not depend on other ranks. */
-static ddp_result ddp__pipe_describe(ddp_pipeline *p, char *what, size_t what_size, ddp__pipe_largest *largest) {
-    const ddp_pipeline_tie *ties = p->desc.ties;
-    ddp_pipeline_tie *copy;
+static ddp_result ddp__pipe_describe(ddp_pipeline *p, const ddp_pipeline_desc *desc, char *what, size_t what_size, ddp__pipe_largest *largest) {
+    ddp_pipeline_tie *ties;
     size_t shared = 0;
+    if (!desc) return DDP__PIPE_BAD("desc is NULL");
+    p->desc = *desc;
     DDP_TRY(ddp__pipe_check_desc(p));
     DDP_TRY(ddp__pipe_edges(p));
     DDP_TRY(ddp__pipe_links(p));
     for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s)) DDP_TRY(ddp__pipe_stage_open(p, s));
-    DDP__PIPE_NEW(p, copy, ddp_pipeline_tie, p->desc.tie_count);
-    for (int i = 0; i < p->desc.tie_count; i++) copy[i] = ties[i];
-    p->desc.ties = copy;
+    DDP__PIPE_NEW(p, ties, ddp_pipeline_tie, p->desc.tie_count);
+    for (int i = 0; i < p->desc.tie_count; i++) ties[i] = desc->ties[i];
+    p->desc.ties = ties;
     DDP_TRY(ddp__pipe_layout(p, &shared));
     ddp__pipe_describe_plan(p, what, what_size);
     largest->shared = shared;
@@ -3964,7 +3964,7 @@ static ddp_result ddp__pipe_connect(ddp_pipeline *p, size_t shared, unsigned cha
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc) {
     DDP_PUBLIC_CALL(ddp_pipeline_create);
     ddp__pipe_largest largest = {0, 0, 0, 0};
-    ddp_saved_error failure;
+    ddp_saved_error failure = DDP_ZERO;
     ddp_result result;
     ddp_pipeline *p;
     char what[300] = "";
@@ -3973,11 +3973,9 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
     if (out) *out = NULL;
     if (!group) return DDP__PIPE_BAD("group is NULL");
     DDP_TRY(ddp__pipe_group_failed(group, ddp__pipe_ask_in_place(group, &in_place)));
-    failure.result = DDP_OK;
     p = (ddp_pipeline *)ddp_host_alloc(group, sizeof *p);
     if (!p) ddp_error_save(&failure, DDP_ERR_NO_MEMORY);
-    else if (!out || !desc) ddp_error_save(&failure, DDP__PIPE_BAD("%s is NULL", out ? "desc" : "out"));
-    if (p) {
+    else {
         p->group = group;
         p->device = ddp_group_device(group);
         p->rank = ddp_rank(group);
@@ -3985,10 +3983,7 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
         p->in_place = in_place;
         p->one_lane = p->device->use_stream && p->world_size > 1;
         p->now = &p->measures[0];
-    }
-    if (failure.result == DDP_OK) {
-        p->desc = *desc;
-        ddp_error_save(&failure, ddp__pipe_describe(p, what, sizeof what, &largest));
+        ddp_error_save(&failure, out ? ddp__pipe_describe(p, desc, what, sizeof what, &largest) : DDP__PIPE_BAD("out is NULL"));
     }
     ddp_error_save(&failure, ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &largest, &largest, 4, DDP_U64, DDP_OP_MAX, -1));
     if (failure.result == DDP_OK) {
@@ -3999,8 +3994,6 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
     result = ddp_agree(group, "ddp_pipeline_create", ddp_error_restore(&failure), ddp_hash(DDP_HASH_SEED, what, strlen(what)), what);
     if (result == DDP_OK) result = ddp__pipe_group_failed(group, ddp__pipe_connect(p, (size_t)largest.shared, (unsigned char *)bytes));
     if (result == DDP_OK) {
-        p->desc.edges = NULL;
-        p->desc.stages = NULL;
         *out = p;
         return DDP_OK;
     }
@@ -4127,10 +4120,9 @@ static void ddp__pipe_each_gradient(const ddp_pipeline *p, int squares, float fa
     for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s))
         for (int i = 0; i < s->desc.param_count; i++) {
             ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
-            size_t count = s->sums.gradients[i].count, rows = grad.ndim > 0 ? (size_t)grad.shape[0] : 1;
-            if (!count) continue;
-            if (!squares) p->device->scale(grad.data, count, grad.dtype, factor);
-            else if (!ddp__pipe_is_second_use(p, s->number, i)) p->device->sum_squares(p->squares, grad.data, rows, count / rows, grad.dtype);
+            size_t count = s->sums.gradients[i].count;
+            if (!squares && count) p->device->scale(grad.data, count, grad.dtype, factor);
+            if (squares && !ddp__pipe_is_second_use(p, s->number, i)) ddp_tensor_sum_squares(p->device, p->squares, &grad);
         }
 }
 
@@ -4153,7 +4145,7 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
     factor = ddp_clip_factor(&sum, max_norm, norm ? norm : &unused);
     if (factor == 1) return DDP_OK;
     ddp__pipe_each_gradient(p, 0, factor);
-    return p->device->check ? p->device->check(p->group) : DDP_OK;
+    return ddp_device_check(p->group);
 }
 
 //== public ========================================================================================= >>impl-public
