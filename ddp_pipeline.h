@@ -2607,7 +2607,8 @@ typedef struct ddp__pipe_versions {
 typedef struct ddp__pipe_stage {
     ddp_pipeline_stage desc;
     int number;                /* -1: on another rank; the rest is then empty */
-    int *links[2], link_count[2]; /* of inputs and outputs */
+    ddp__pipe_link **links[2]; /* of inputs and outputs */
+    int link_count[2];
     ddp__pipe_pool saved;
     unsigned kinds;            /* 1 << kind of each action of the stage */
     int first, last, last_forward; /* positions in this rank's list */
@@ -2616,6 +2617,22 @@ typedef struct ddp__pipe_stage {
     ddp__pipe_versions versions;
 } ddp__pipe_stage;
 
+/* The messages of this rank: tensors on their way from stage to stage. */
+typedef struct ddp__pipe_messages {
+    ddp_group *group;
+    ddp__pipe_link *links;
+    int link_count;
+    int microbatch_count;
+    ddp__pipe_stream *streams;    /* of each rank; with one_lane, only the first one has messages */
+    int stream_count;             /* ranks */
+    int one_lane;                 /* 1 = messages, both ways, run in the order issued */
+    int in_place;                 /* 1 = ranks read each other's shared memory */
+    int works;                    /* messages that may be under way at once; after create, the largest of any rank */
+    void *shared;                 /* group memory: tensors that this rank sends */
+    int no_gradients;             /* 1 = this run is an evaluation: nothing comes back */
+    ddp_pipeline_stats *stats;    /* of this run */
+} ddp__pipe_messages;
+
 /* Measures of a step or an evaluation. All numbers from losses on are one array, exchanged at its end. */
 typedef struct ddp__pipe_measures {
     double *losses, *starts, *spans, *computes; /* of micro-batches; of ranks */
@@ -2623,6 +2640,16 @@ typedef struct ddp__pipe_measures {
     ddp_action_time *times;                     /* of all actions; those of this rank are written */
     ddp_pipeline_stats stats;
 } ddp__pipe_measures;
+
+/* The step or the evaluation that runs now, or ran last. */
+typedef struct ddp__pipe_run_state {
+    ddp__pipe_measures measures[2], *now; /* of the last step, of the last evaluation; now: of this one */
+    size_t share_count;           /* numbers exchanged */
+    int evaluating;
+    int has_gradients, has_losses; /* 1 = of a step, of a step or evaluation, that ended well */
+    int failure_told;             /* 1 = a call has returned the code of the group's failure */
+    double start;
+} ddp__pipe_run_state;
 
 typedef struct ddp__pipe_piece { struct ddp__pipe_piece *next; void *device_memory; } ddp__pipe_piece;
 
@@ -2634,29 +2661,16 @@ struct ddp_pipeline {
     int rank, world_size, stage_count, microbatch_count, interval;
     const ddp_action *list;       /* of this rank */
     int list_count;
-    ddp__pipe_piece *pieces;      /* all memory but shared */
+    ddp__pipe_piece *pieces;      /* all memory except shared memory */
     ddp__pipe_stage *stages;
     ddp_tensor *tensors[4];       /* inputs, outputs, output_grads, input_grads of a call */
     unsigned char *wide;          /* one parameter's 16-bit gradient in f32 */
     size_t wide_bytes;
     ddp_exact_sum *squares;       /* on the device */
-    int no_clip;                  /* no stage of any rank has params, or one has gradients that come with unshard */
-    /* messages */
-    ddp__pipe_link *links;
-    int link_count;
-    ddp__pipe_stream *streams;    /* of each rank; one_lane: the first is all there is */
-    int one_lane;                 /* messages, both ways, run in the order issued */
-    int in_place;                 /* ranks read each other's shared memory */
-    int works;                    /* messages that may be under way at once; after create, of any rank */
-    void *shared;                 /* group memory: what is sent is here */
+    int no_clip;                  /* 1 = no stage of any rank has params, or one has gradients that come with unshard */
     ddp_group **tie_groups;       /* of each tie: the two ranks whose stages share it. NULL: one rank, or others; ties of the same two have the same */
-    /* the run */
-    ddp__pipe_measures measures[2], *now; /* of the last step, of the last evaluation; now: of this one */
-    size_t share_count;           /* numbers exchanged */
-    int evaluating;
-    int has_gradients, has_losses; /* 1 = of a step, of a step or evaluation, that ended well */
-    int failure_told;             /* 1 = a call has returned the code of the group's failure */
-    double start;
+    ddp__pipe_messages messages;
+    ddp__pipe_run_state run;
 };
 
 #define DDP__PIPE_BAD(...) ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_create: " __VA_ARGS__)
@@ -2702,8 +2716,8 @@ static ddp__pipe_stage *ddp__pipe_next(const ddp_pipeline *p, const ddp__pipe_st
 
 /* The slots of a stage's input (side 0) or output (side 1) number k, of values (way 0) or gradients (way 1). NULL
    after the last. */
-static ddp__pipe_pool *ddp__pipe_at(const ddp_pipeline *p, const ddp__pipe_stage *s, int side, int way, int k) {
-    return k < s->link_count[side] ? &p->links[s->links[side][k]].way[way] : NULL;
+static ddp__pipe_pool *ddp__pipe_at(const ddp__pipe_stage *s, int side, int way, int k) {
+    return k < s->link_count[side] ? &s->links[side][k]->way[way] : NULL;
 }
 
 static int ddp__pipe_is_last(const ddp_pipeline *p, const ddp__pipe_stage *s) { return s->number + 1 == p->stage_count; }
@@ -2826,10 +2840,10 @@ static ddp_result ddp__pipe_edges(ddp_pipeline *p) {
     int count = d->edges ? d->edge_count : p->stage_count - 1 + (d->output.dtype != DDP_DTYPE_DEFAULT), to_loss = 0;
     if (d->edge_count < 0 || d->edge_count > (1 << 20) || (d->edge_count && !d->edges))
         return DDP__PIPE_BAD("edge_count=%d, edges=%p; list all edges, at most %d, or set neither", d->edge_count, (const void *)d->edges, 1 << 20);
-    DDP__PIPE_NEW(p, p->links, ddp__pipe_link, count);
-    p->link_count = count;
+    DDP__PIPE_NEW(p, p->messages.links, ddp__pipe_link, count);
+    p->messages.link_count = count;
     for (int i = 0; i < count; i++) {
-        ddp_pipeline_edge *e = &p->links[i].edge;
+        ddp_pipeline_edge *e = &p->messages.links[i].edge;
         e->from = i;
         e->to = i + 1;
         e->tensor = i + 1 < p->stage_count ? d->boundary : d->output;
@@ -2841,7 +2855,7 @@ static ddp_result ddp__pipe_edges(ddp_pipeline *p) {
     }
     for (int stage = 0; stage + 1 < p->stage_count; stage++) {
         int found = 0;
-        for (int i = 0; i < count; i++) found |= p->links[i].edge.from == stage && p->links[i].edge.to == stage + 1 && !p->links[i].edge.no_grad;
+        for (int i = 0; i < count; i++) found |= p->messages.links[i].edge.from == stage && p->messages.links[i].edge.to == stage + 1 && !p->messages.links[i].edge.no_grad;
         if (!found) return DDP__PIPE_BAD("edges: none with a gradient goes from stage %d to stage %d", stage, stage + 1);
     }
     if (to_loss && !d->loss) return DDP__PIPE_BAD("the last stage gives to the loss, and loss is NULL; set it, or let the last forward set *call->loss");
@@ -2855,7 +2869,7 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     DDP_TRY(ddp_schedule_check(d->schedule));
     p->schedule = d->schedule;
     p->stage_count = d->schedule->stage_count;
-    p->microbatch_count = d->schedule->microbatch_count;
+    p->microbatch_count = p->messages.microbatch_count = d->schedule->microbatch_count;
     p->interval = d->schedule->update_interval;
     if (d->schedule->rank_count != p->world_size)
         return DDP__PIPE_BAD("the schedule is for %d ranks, the group has %d", d->schedule->rank_count, p->world_size);
@@ -3018,9 +3032,9 @@ static int ddp__pipe_version_needed(const ddp_pipeline *p, const ddp__pipe_versi
 /* The version that an action of a micro-batch takes. PipeDream: that of its forward, which is the newest one then. 2BW: the one before what its update starts
    from, so that all micro-batches of an update take the same one. */
 static uint64_t ddp__pipe_version(const ddp_pipeline *p, ddp__pipe_versions *v, const ddp_action *a) {
-    if (p->evaluating) return v->newest;
+    if (p->run.evaluating) return v->newest;
     if (p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW) {
-        uint64_t group = p->measures[0].stats.steps * (uint64_t)(p->microbatch_count / p->interval) + (uint64_t)(a->microbatch / p->interval);
+        uint64_t group = p->run.measures[0].stats.steps * (uint64_t)(p->microbatch_count / p->interval) + (uint64_t)(a->microbatch / p->interval);
         return group ? group - 1 : 0;
     }
     if (p->interval == p->microbatch_count) return v->newest;
@@ -3097,14 +3111,14 @@ static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp_pipeline_edge *l
     const ddp_schedule *s = p->schedule;
     int slots = ddp__pipe_in_flight(s, link->from), rank = s->stage_rank[link->to], split = 0, heard = 0, more = 0;
     for (int i = s->first[rank]; i < s->first[rank + 1]; i++) split |= s->actions[i].stage == link->to && s->actions[i].kind == DDP_ACTION_WEIGHT_GRAD;
-    for (int i = 0; i < p->link_count && p->in_place && !way; i++) {
-        const ddp_pipeline_edge *e = &p->links[i].edge;
+    for (int i = 0; i < p->messages.link_count && p->messages.in_place && !way; i++) {
+        const ddp_pipeline_edge *e = &p->messages.links[i].edge;
         int from = s->stage_rank[e->from], to = e->to < p->stage_count ? s->stage_rank[e->to] : -1, back = from == p->rank && to == rank && !e->no_grad;
         heard |= back && e->from >= link->from && e->to <= link->to;
         more |= back || (from == rank && to == p->rank);
     }
     if (more && !heard) return p->microbatch_count;
-    if (p->in_place && !way && split) slots += ddp__pipe_in_flight(s, link->to);
+    if (p->messages.in_place && !way && split) slots += ddp__pipe_in_flight(s, link->to);
     return ddp__pipe_min(slots, p->microbatch_count);
 }
 
@@ -3122,11 +3136,11 @@ static ddp_result ddp__pipe_pool_open(ddp_pipeline *p, ddp__pipe_pool *pool, int
 /* What each edge means on this rank. The loss is on the rank of the last stage. */
 static ddp_result ddp__pipe_links(ddp_pipeline *p) {
     const int *rank_of = p->schedule->stage_rank;
-    for (int i = 0; i < 2 * p->link_count; i++) {
-        const ddp_pipeline_edge *e = &p->links[i / 2].edge;
+    for (int i = 0; i < 2 * p->messages.link_count; i++) {
+        const ddp_pipeline_edge *e = &p->messages.links[i / 2].edge;
         int way = i % 2, from = rank_of[e->from], to = e->to < p->stage_count ? rank_of[e->to] : from;
         int maker = way ? to : from, user = way ? from : to, kind = maker == p->rank ? DDP__PIPE_OUT : DDP__PIPE_IN;
-        ddp__pipe_pool *pool = &p->links[i / 2].way[way];
+        ddp__pipe_pool *pool = &p->messages.links[i / 2].way[way];
         pool->tensor = e->tensor;
         pool->tensor.data = NULL;
         if (way) pool->tensor.dtype = e->grad_dtype;
@@ -3145,9 +3159,10 @@ static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, ddp__pipe_stage *s) {
     ddp__pipe_sums *sums = &s->sums;
     ddp__pipe_versions *versions = &s->versions;
     for (int side = 0; side < 2; side++) {
-        DDP__PIPE_NEW(p, s->links[side], int, p->link_count);
-        for (int i = 0; i < p->link_count; i++)
-            if ((side ? p->links[i].edge.from : p->links[i].edge.to) == s->number) s->links[side][s->link_count[side]++] = i;
+        DDP__PIPE_NEW(p, s->links[side], ddp__pipe_link *, p->messages.link_count);
+        for (int i = 0; i < p->messages.link_count; i++)
+            if ((side ? p->messages.links[i].edge.from : p->messages.links[i].edge.to) == s->number)
+                s->links[side][s->link_count[side]++] = &p->messages.links[i];
     }
     if (s->desc.saved_bytes) DDP_TRY(ddp__pipe_pool_open(p, &s->saved, DDP__PIPE_HERE, s->desc.saved_bytes));
     sums->room = p->interval / 2 + 2;
@@ -3191,8 +3206,8 @@ static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, ddp__pipe_stream *strea
             const ddp_action *a = &s->actions[i];
             int way = a->kind != DDP_ACTION_FORWARD;
             if (!ddp__action_computes(a->kind) || a->kind == DDP_ACTION_WEIGHT_GRAD) continue;
-            for (int k = 0; k < p->link_count; k++) {
-                const ddp__pipe_link *link = &p->links[k];
+            for (int k = 0; k < p->messages.link_count; k++) {
+                const ddp__pipe_link *link = &p->messages.links[k];
                 ddp__pipe_message message = {k, way, a->microbatch, i, times ? times[i].end : 0};
                 int kind = link->way[way].kind;
                 if ((way ? link->edge.to : link->edge.from) != a->stage || !(kind == DDP__PIPE_IN || (times && kind == DDP__PIPE_OUT))) continue;
@@ -3204,7 +3219,7 @@ static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, ddp__pipe_stream *strea
     if (times) qsort(stream->messages, (size_t)stream->count, sizeof *stream->messages, ddp__pipe_message_compare);
     for (int i = 0; i < stream->count; i++) {
         const ddp__pipe_message *message = &stream->messages[i];
-        p->links[message->link].way[message->way].order[message->microbatch] = i;
+        p->messages.links[message->link].way[message->way].order[message->microbatch] = i;
     }
     return DDP_OK;
 }
@@ -3216,12 +3231,12 @@ static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, ddp__pipe_stream *strea
 static ddp_result ddp__pipe_order(ddp_pipeline *p) {
     ddp__play play;
     ddp_result result;
-    DDP__PIPE_NEW(p, p->streams, ddp__pipe_stream, p->world_size);
-    for (int peer = 0; peer < p->world_size && !p->one_lane; peer++)
-        if (peer != p->rank) DDP_TRY(ddp__pipe_stream_open(p, &p->streams[peer], peer, peer, NULL));
-    if (!p->one_lane) return DDP_OK;
+    DDP__PIPE_NEW(p, p->messages.streams, ddp__pipe_stream, p->world_size);
+    for (int peer = 0; peer < p->world_size && !p->messages.one_lane; peer++)
+        if (peer != p->rank) DDP_TRY(ddp__pipe_stream_open(p, &p->messages.streams[peer], peer, peer, NULL));
+    if (!p->messages.one_lane) return DDP_OK;
     DDP_TRY(ddp__play_open(&play, p->schedule, NULL, DDP__TIMED_PAIRED, "ddp_pipeline_create"));
-    result = ddp__pipe_stream_open(p, &p->streams[0], 0, p->world_size - 1, play.times);
+    result = ddp__pipe_stream_open(p, &p->messages.streams[0], 0, p->world_size - 1, play.times);
     ddp__play_close(&play);
     return result;
 }
@@ -3234,11 +3249,11 @@ static void ddp__pipe_count_slot(ddp__pipe_pool *pool, int change) {
 }
 
 /* The receives of a stream that are posted by the time its message of a micro-batch is used, or sent. */
-static void ddp__pipe_count_receives(ddp_pipeline *p, const ddp__pipe_pool *pool, int microbatch) {
-    ddp__pipe_stream *stream = &p->streams[p->one_lane ? 0 : pool->peer];
+static void ddp__pipe_count_receives(ddp__pipe_messages *m, const ddp__pipe_pool *pool, int microbatch) {
+    ddp__pipe_stream *stream = &m->streams[m->one_lane ? 0 : pool->peer];
     for (; stream->next <= pool->order[microbatch]; stream->next++) {
         const ddp__pipe_message *message = &stream->messages[stream->next];
-        ddp__pipe_count_slot(&p->links[message->link].way[message->way], 1);
+        ddp__pipe_count_slot(&m->links[message->link].way[message->way], 1);
     }
 }
 
@@ -3251,17 +3266,17 @@ static void ddp__pipe_count_action(ddp_pipeline *p, const ddp_action *a) {
     int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD, ends = ddp__action_ends(a->kind);
     int update = a->kind == DDP_ACTION_REDUCE_GRAD, loss = !way && ddp__pipe_is_last(p, s);
     if (ddp__action_computes(a->kind)) {
-        for (int k = 0; (pool = ddp__pipe_at(p, s, way, way, k)) != NULL; k++)
-            if (pool->kind == DDP__PIPE_IN) ddp__pipe_count_receives(p, pool, i);
-        for (int k = 0; makes && (pool = ddp__pipe_at(p, s, !way, way, k)) != NULL; k++) ddp__pipe_count_slot(pool, 1);
-        for (int k = 0; loss && (pool = ddp__pipe_at(p, s, 1, 1, k)) != NULL; k++) ddp__pipe_count_slot(pool, 1);
+        for (int k = 0; (pool = ddp__pipe_at(s, way, way, k)) != NULL; k++)
+            if (pool->kind == DDP__PIPE_IN) ddp__pipe_count_receives(&p->messages, pool, i);
+        for (int k = 0; makes && (pool = ddp__pipe_at(s, !way, way, k)) != NULL; k++) ddp__pipe_count_slot(pool, 1);
+        for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++) ddp__pipe_count_slot(pool, 1);
         if (!way || (s->desc.recompute && makes)) ddp__pipe_count_slot(&s->saved, 1);
         ddp__pipe_version(p, versions, a);
-        for (int k = 0; ends && (pool = ddp__pipe_at(p, s, 0, 0, k)) != NULL; k++) ddp__pipe_count_slot(pool, -1);
-        for (int k = 0; ends && (pool = ddp__pipe_at(p, s, 1, 1, k)) != NULL; k++) ddp__pipe_count_slot(pool, -1);
-        for (int k = 0; makes && (pool = ddp__pipe_at(p, s, !way, way, k)) != NULL; k++)
-            if (p->one_lane && pool->kind == DDP__PIPE_OUT) ddp__pipe_count_receives(p, pool, i);
-        for (int k = 0; loss && (pool = ddp__pipe_at(p, s, 1, 0, k)) != NULL; k++) ddp__pipe_count_slot(pool, -1);
+        for (int k = 0; ends && (pool = ddp__pipe_at(s, 0, 0, k)) != NULL; k++) ddp__pipe_count_slot(pool, -1);
+        for (int k = 0; ends && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++) ddp__pipe_count_slot(pool, -1);
+        for (int k = 0; makes && (pool = ddp__pipe_at(s, !way, way, k)) != NULL; k++)
+            if (p->messages.one_lane && pool->kind == DDP__PIPE_OUT) ddp__pipe_count_receives(&p->messages, pool, i);
+        for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 0, k)) != NULL; k++) ddp__pipe_count_slot(pool, -1);
         if (ends || (!way && s->desc.recompute)) ddp__pipe_count_slot(&s->saved, -1);
     }
     if (ends) {
@@ -3284,14 +3299,14 @@ static void ddp__pipe_count(ddp_pipeline *p) {
 
 /* The slots of a pool; *shared: bytes of group memory. */
 static ddp_result ddp__pipe_pool_memory(ddp_pipeline *p, ddp__pipe_pool *pool, size_t *shared) {
-    int returns, noted = p->in_place && pool->kind != DDP__PIPE_HERE;
+    int returns, noted = p->messages.in_place && pool->kind != DDP__PIPE_HERE;
     size_t bytes;
     if (!pool->kind) return DDP_OK;
     if (pool->kind == DDP__PIPE_IN) pool->count = ddp__pipe_min(pool->count + p->desc.prefetch, p->microbatch_count);
     returns = pool->kind == DDP__PIPE_IN ? p->microbatch_count : pool->count;
     if (pool->stride > (SIZE_MAX / 2 - *shared) / ((size_t)pool->count + 1))
         return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %d micro-batches at a time of %zu bytes each", pool->count, pool->stride);
-    if (pool->kind != DDP__PIPE_HERE) p->works += pool->count + (noted ? returns : 0);
+    if (pool->kind != DDP__PIPE_HERE) p->messages.works += pool->count + (noted ? returns : 0);
     DDP__PIPE_NEW(p, pool->works, ddp_work, pool->count);
     DDP__PIPE_NEW(p, pool->free_slots, int, pool->count);
     pool->free_count = pool->count;
@@ -3303,7 +3318,7 @@ static ddp_result ddp__pipe_pool_memory(ddp_pipeline *p, ddp__pipe_pool *pool, s
         if (pool->kind == DDP__PIPE_IN) return DDP_OK;
     }
     bytes = pool->stride * (size_t)pool->count;
-    p->now->stats.activation_bytes += bytes;
+    p->run.now->stats.activation_bytes += bytes;
     if (pool->kind != DDP__PIPE_OUT) return ddp__pipe_device(p, bytes, (void **)&pool->memory);
     pool->offset = *shared;
     *shared += bytes;
@@ -3331,12 +3346,12 @@ static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
         if (g->bytes && g->sum_dtype != g->dtype) s->desc.params[i]->sum.data = s->sums.memory + g->at;
     }
     if (version_bytes) DDP_TRY(ddp__pipe_device(p, version_bytes, (void **)&s->versions.memory));
-    p->now->stats.accumulation_bytes += sum_bytes;
-    p->now->stats.version_bytes += version_bytes;
+    p->run.now->stats.accumulation_bytes += sum_bytes;
+    p->run.now->stats.version_bytes += version_bytes;
     for (int i = 0; i < s->link_count[1] && s->desc.recompute; i++) {
-        ddp__pipe_link *link = &p->links[s->links[1][i]];
+        ddp__pipe_link *link = s->links[1][i];
         DDP_TRY(ddp__pipe_device(p, link->way[0].stride, (void **)&link->scratch));
-        p->now->stats.activation_bytes += link->way[0].stride;
+        p->run.now->stats.activation_bytes += link->way[0].stride;
     }
     return DDP_OK;
 }
@@ -3345,22 +3360,22 @@ static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
 static ddp_result ddp__pipe_layout(ddp_pipeline *p, size_t *shared) {
     DDP_TRY(ddp__pipe_order(p));
     ddp__pipe_count(p);
-    for (int i = 0; i < 4; i++) DDP__PIPE_NEW(p, p->tensors[i], ddp_tensor, p->link_count);
-    p->share_count = (size_t)p->microbatch_count + 3 * (size_t)p->world_size + 4 * (size_t)p->stage_count;
+    for (int i = 0; i < 4; i++) DDP__PIPE_NEW(p, p->tensors[i], ddp_tensor, p->messages.link_count);
+    p->run.share_count = (size_t)p->microbatch_count + 3 * (size_t)p->world_size + 4 * (size_t)p->stage_count;
     for (int k = 0; k < 2; k++) {
-        ddp__pipe_measures *m = &p->measures[k];
-        DDP__PIPE_NEW(p, m->losses, double, p->share_count);
+        ddp__pipe_measures *m = &p->run.measures[k];
+        DDP__PIPE_NEW(p, m->losses, double, p->run.share_count);
         m->starts = m->losses + p->microbatch_count;
         m->spans = m->starts + p->world_size;
         m->computes = m->spans + p->world_size;
         m->seconds = m->computes + p->world_size;
         DDP__PIPE_NEW(p, m->times, ddp_action_time, p->schedule->count);
     }
-    p->now = &p->measures[0];
-    for (int i = 0; i < 2 * p->link_count; i++) DDP_TRY(ddp__pipe_pool_memory(p, &p->links[i / 2].way[i % 2], shared));
+    p->run.now = &p->run.measures[0];
+    for (int i = 0; i < 2 * p->messages.link_count; i++) DDP_TRY(ddp__pipe_pool_memory(p, &p->messages.links[i / 2].way[i % 2], shared));
     for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s)) DDP_TRY(ddp__pipe_stage_memory(p, s));
     if (p->wide_bytes) DDP_TRY(ddp__pipe_device(p, p->wide_bytes, (void **)&p->wide));
-    p->now->stats.accumulation_bytes += p->wide_bytes;
+    p->run.now->stats.accumulation_bytes += p->wide_bytes;
     DDP__PIPE_NEW(p, p->tie_groups, ddp_group *, p->desc.tie_count);
     return ddp__pipe_device(p, sizeof *p->squares, (void **)&p->squares);
 }
@@ -3371,20 +3386,20 @@ static void ddp__pipe_take(ddp__pipe_pool *pool, int microbatch) {
     if (pool->kind) pool->slot[microbatch] = pool->free_slots[--pool->free_count];
 }
 
-static int ddp__pipe_tag_back(const ddp_pipeline *p, const ddp__pipe_pool *pool) { return 2 * p->link_count + pool->tag; }
+static int ddp__pipe_tag_back(const ddp__pipe_messages *m, const ddp__pipe_pool *pool) { return 2 * m->link_count + pool->tag; }
 
 /* This rank does not read the tensor any more. A note goes back to the rank that made it. No action waits until the
    note is there: at most, it waits for one of an earlier step. */
-static ddp_result ddp__pipe_give(const ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+static ddp_result ddp__pipe_give(const ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     ddp__pipe_notes *notes = &pool->notes;
     int slot;
     if (!pool->kind) return DDP_OK;
     slot = pool->free_slots[pool->free_count++] = pool->slot[microbatch];
     pool->slot[microbatch] = -1;
-    if (pool->kind != DDP__PIPE_IN || !p->in_place) return DDP_OK;
-    DDP_TRY(ddp_wait(p->group, &notes->returns[microbatch]));
+    if (pool->kind != DDP__PIPE_IN || !m->in_place) return DDP_OK;
+    DDP_TRY(ddp_wait(m->group, &notes->returns[microbatch]));
     notes->returned[microbatch] = notes->offsets[slot];
-    return ddp_send(p->group, &notes->returned[microbatch], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(p, pool), &notes->returns[microbatch]);
+    return ddp_send(m->group, &notes->returned[microbatch], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(m, pool), &notes->returns[microbatch]);
 }
 
 static void *ddp__pipe_data(const ddp__pipe_pool *pool, int microbatch) {
@@ -3394,89 +3409,89 @@ static void *ddp__pipe_data(const ddp__pipe_pool *pool, int microbatch) {
 }
 
 /* The message of a micro-batch's slot: the tensor there, or the note. */
-static ddp_result ddp__pipe_message_of(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+static ddp_result ddp__pipe_message_of(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     int slot = pool->slot[microbatch];
-    void *data = p->in_place ? (void *)&pool->notes.offsets[slot] : (void *)(pool->memory + (size_t)slot * pool->stride);
-    size_t count = p->in_place ? 1 : (size_t)ddp_tensor_count(&pool->tensor);
-    ddp_dtype dtype = p->in_place ? DDP_U64 : pool->tensor.dtype;
-    if (pool->kind == DDP__PIPE_OUT) return ddp_send(p->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
-    return ddp_recv(p->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
+    void *data = m->in_place ? (void *)&pool->notes.offsets[slot] : (void *)(pool->memory + (size_t)slot * pool->stride);
+    size_t count = m->in_place ? 1 : (size_t)ddp_tensor_count(&pool->tensor);
+    ddp_dtype dtype = m->in_place ? DDP_U64 : pool->tensor.dtype;
+    if (pool->kind == DDP__PIPE_OUT) return ddp_send(m->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
+    return ddp_recv(m->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
 }
 
 /* The slot that comes back next is free; waits for it. */
-static ddp_result ddp__pipe_take_back(ddp_pipeline *p, ddp__pipe_pool *pool) {
+static ddp_result ddp__pipe_take_back(ddp__pipe_messages *m, ddp__pipe_pool *pool) {
     int place = (int)(pool->notes.back++ % (uint64_t)pool->count);
-    DDP_TRY(ddp_wait(p->group, &pool->notes.returns[place]));
+    DDP_TRY(ddp_wait(m->group, &pool->notes.returns[place]));
     pool->free_slots[pool->free_count++] = (int)((pool->notes.returned[place] - pool->offset) / pool->stride);
     return DDP_OK;
 }
 
 /* Posts receives in the order of the stream while there are slots, up to the next send in it. An evaluation has no gradients. */
-static ddp_result ddp__pipe_post(ddp_pipeline *p, ddp__pipe_stream *stream) {
+static ddp_result ddp__pipe_post(ddp__pipe_messages *m, ddp__pipe_stream *stream) {
     for (; stream->next < stream->count; stream->next++) {
         const ddp__pipe_message *message = &stream->messages[stream->next];
-        ddp__pipe_pool *pool = &p->links[message->link].way[message->way];
-        if (p->evaluating && message->way) continue;
+        ddp__pipe_pool *pool = &m->links[message->link].way[message->way];
+        if (m->no_gradients && message->way) continue;
         if (pool->kind == DDP__PIPE_OUT || !pool->free_count) break;
         ddp__pipe_take(pool, message->microbatch);
-        DDP_TRY(ddp__pipe_message_of(p, pool, message->microbatch));
+        DDP_TRY(ddp__pipe_message_of(m, pool, message->microbatch));
     }
     return DDP_OK;
 }
 
-static ddp_result ddp__pipe_post_all(ddp_pipeline *p) {
-    for (int peer = 0; peer < p->world_size; peer++) DDP_TRY(ddp__pipe_post(p, &p->streams[peer]));
+static ddp_result ddp__pipe_post_all(ddp__pipe_messages *m) {
+    for (int peer = 0; peer < m->stream_count; peer++) DDP_TRY(ddp__pipe_post(m, &m->streams[peer]));
     return DDP_OK;
 }
 
 /* Until the tensor is there. */
-static ddp_result ddp__pipe_await(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+static ddp_result ddp__pipe_await(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     double begin = ddp_now();
     ddp_result result;
     if (pool->kind != DDP__PIPE_IN) return DDP_OK;
-    if (pool->slot[microbatch] < 0) DDP_TRY(ddp__pipe_post_all(p));
+    if (pool->slot[microbatch] < 0) DDP_TRY(ddp__pipe_post_all(m));
     if (pool->slot[microbatch] < 0) return ddp_fail(DDP_ERR_INVALID, "no slot for what rank %d sends", pool->peer);
-    result = ddp_wait(p->group, &pool->works[pool->slot[microbatch]]);
-    p->now->stats.wait_seconds += ddp_now() - begin;
+    result = ddp_wait(m->group, &pool->works[pool->slot[microbatch]]);
+    m->stats->wait_seconds += ddp_now() - begin;
     return result;
 }
 
 /* A slot to write to. The send that was last in an OUT slot is done long since: a micro-batch after it has come back. In place there is a slot that has come
    back; only evaluations, whose F have nothing to wait for, run ahead of those who read. */
-static ddp_result ddp__pipe_open_slot(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
-    if (pool->kind == DDP__PIPE_OUT && p->in_place && !pool->free_count) DDP_TRY(ddp__pipe_take_back(p, pool));
-    if (pool->kind == DDP__PIPE_HERE || p->in_place) ddp__pipe_take(pool, microbatch);
+static ddp_result ddp__pipe_open_slot(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
+    if (pool->kind == DDP__PIPE_OUT && m->in_place && !pool->free_count) DDP_TRY(ddp__pipe_take_back(m, pool));
+    if (pool->kind == DDP__PIPE_HERE || m->in_place) ddp__pipe_take(pool, microbatch);
     else if (pool->kind == DDP__PIPE_OUT) pool->slot[microbatch] = (int)(pool->sent % (uint64_t)pool->count);
-    return pool->kind == DDP__PIPE_OUT ? ddp_wait(p->group, &pool->works[pool->slot[microbatch]]) : DDP_OK;
+    return pool->kind == DDP__PIPE_OUT ? ddp_wait(m->group, &pool->works[pool->slot[microbatch]]) : DDP_OK;
 }
 
-static ddp_result ddp__pipe_send(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
-    if (pool->kind == DDP__PIPE_HERE) p->now->stats.bytes_handed_over += pool->bytes;
+static ddp_result ddp__pipe_send(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
+    if (pool->kind == DDP__PIPE_HERE) m->stats->bytes_handed_over += pool->bytes;
     if (pool->kind != DDP__PIPE_OUT) return DDP_OK;
-    if (p->one_lane) { /* what comes before it */
-        DDP_TRY(ddp__pipe_post(p, &p->streams[0]));
-        if (p->streams[0].next++ != pool->order[microbatch]) return ddp_fail(DDP_ERR_INVALID, "no slot for what comes before the message to rank %d", pool->peer);
+    if (m->one_lane) { /* what comes before it */
+        DDP_TRY(ddp__pipe_post(m, &m->streams[0]));
+        if (m->streams[0].next++ != pool->order[microbatch]) return ddp_fail(DDP_ERR_INVALID, "no slot for what comes before the message to rank %d", pool->peer);
     }
-    p->now->stats.bytes_sent += pool->bytes;
-    if (p->in_place) { /* its way back is ready before it goes */
+    m->stats->bytes_sent += pool->bytes;
+    if (m->in_place) { /* its way back is ready before it goes */
         uint64_t place = pool->sent % (uint64_t)pool->count;
-        DDP_TRY(ddp_recv(p->group, &pool->notes.returned[place], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(p, pool), &pool->notes.returns[place]));
+        DDP_TRY(ddp_recv(m->group, &pool->notes.returned[place], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(m, pool), &pool->notes.returns[place]));
     }
     pool->sent++;
-    return ddp__pipe_message_of(p, pool, microbatch);
+    return ddp__pipe_message_of(m, pool, microbatch);
 }
 
 /* Waits for all that is under way. With returns, after the last step: for what was lent in place as well, which others read until the end of theirs; in
    between it comes back by itself, as a step ends with a call that every rank makes. */
-static ddp_result ddp__pipe_drain(ddp_pipeline *p, int returns) {
+static ddp_result ddp__pipe_drain(ddp__pipe_messages *m, int returns) {
     ddp_saved_error first = DDP_ZERO;
-    for (int i = 0; i < 2 * p->link_count; i++) {
-        ddp__pipe_pool *pool = &p->links[i / 2].way[i % 2];
+    for (int i = 0; i < 2 * m->link_count; i++) {
+        ddp__pipe_pool *pool = &m->links[i / 2].way[i % 2];
         ddp__pipe_notes *notes = &pool->notes;
-        for (int k = 0; k < pool->count; k++) ddp_error_save(&first, ddp_wait(p->group, &pool->works[k]));
-        if (!returns || !p->in_place) continue;
-        for (int k = 0; k < p->microbatch_count && pool->kind == DDP__PIPE_IN; k++) ddp_error_save(&first, ddp_wait(p->group, &notes->returns[k]));
-        while (notes->back < pool->sent) ddp_error_save(&first, ddp__pipe_take_back(p, pool));
+        for (int k = 0; k < pool->count; k++) ddp_error_save(&first, ddp_wait(m->group, &pool->works[k]));
+        if (!returns || !m->in_place) continue;
+        for (int k = 0; k < m->microbatch_count && pool->kind == DDP__PIPE_IN; k++) ddp_error_save(&first, ddp_wait(m->group, &notes->returns[k]));
+        while (notes->back < pool->sent) ddp_error_save(&first, ddp__pipe_take_back(m, pool));
     }
     return ddp_error_restore(&first);
 }
@@ -3519,7 +3534,7 @@ static ddp_result ddp__pipe_hook(ddp_pipeline *p, const ddp__pipe_stage *s, ddp_
     snprintf(what, sizeof what, "%s of %s", name, ddp__pipe_stage_label(p, s->number).text);
     snprintf(before, sizeof before, "%s", ddp_last_error());
     result = ddp__pipe_returned(p, hook(s->number, s->desc.user), before, what, NULL);
-    p->now->stats.update_seconds += ddp_now() - begin;
+    p->run.now->stats.update_seconds += ddp_now() - begin;
     return result;
 }
 
@@ -3538,7 +3553,7 @@ static ddp_result ddp__pipe_callback(ddp_pipeline *p, ddp_pipeline_fn fn, const 
 static const ddp_tensor *ddp__pipe_tensors(const ddp_pipeline *p, const ddp__pipe_stage *s, int side, int way, int microbatch) {
     ddp_tensor *out = p->tensors[2 * way + side];
     ddp__pipe_pool *pool;
-    for (int k = 0; (pool = ddp__pipe_at(p, s, side, way, k)) != NULL; k++) {
+    for (int k = 0; (pool = ddp__pipe_at(s, side, way, k)) != NULL; k++) {
         out[k] = pool->tensor;
         out[k].data = ddp__pipe_data(pool, microbatch);
     }
@@ -3553,7 +3568,7 @@ static ddp_result ddp__pipe_recompute(ddp_pipeline *p, const ddp__pipe_stage *s,
     again.recomputing = 1;
     again.output_grads = again.input_grads = NULL;
     again.outputs = ddp__pipe_tensors(p, s, 1, 0, a->microbatch);
-    for (int i = 0; i < s->link_count[1]; i++) p->tensors[1][i].data = p->links[s->links[1][i]].scratch;
+    for (int i = 0; i < s->link_count[1]; i++) p->tensors[1][i].data = s->links[1][i]->scratch;
     if (ddp__pipe_is_last(p, s)) again.loss = &loss;
     return ddp__pipe_callback(p, s->desc.forward, &again, s->desc.user, a, "the callback of ");
 }
@@ -3562,17 +3577,17 @@ static ddp_result ddp__pipe_recompute(ddp_pipeline *p, const ddp__pipe_stage *s,
 static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, uint64_t version) {
     static const char what[] = "the callback of ";
     int i = a->microbatch, kind = (int)a->kind, last = ddp__pipe_is_last(p, s);
-    ddp_pipeline_call call = {a->kind, a->stage, i, p->evaluating, 0, s->link_count[0], s->link_count[1],
+    ddp_pipeline_call call = {a->kind, a->stage, i, p->run.evaluating, 0, s->link_count[0], s->link_count[1],
                               ddp__pipe_tensors(p, s, 0, 0, i), NULL, NULL, NULL, ddp__pipe_data(&s->saved, i), NULL, (int)version};
     if (kind == DDP_ACTION_FORWARD) {
         call.outputs = ddp__pipe_tensors(p, s, 1, 0, i);
-        call.loss = last ? &p->now->losses[i] : NULL;
+        call.loss = last ? &p->run.now->losses[i] : NULL;
         DDP_TRY(ddp__pipe_callback(p, s->desc.forward, &call, s->desc.user, a, what));
         if (!last || !p->desc.loss) return DDP_OK;
         call.inputs = NULL;
         call.input_count = 0;
         call.saved = NULL;
-        call.output_grads = p->evaluating ? NULL : ddp__pipe_tensors(p, s, 1, 1, i);
+        call.output_grads = p->run.evaluating ? NULL : ddp__pipe_tensors(p, s, 1, 1, i);
         return ddp__pipe_callback(p, p->desc.loss, &call, p->desc.loss_user, a, "the loss after ");
     }
     call.output_grads = ddp__pipe_tensors(p, s, 1, 1, i);
@@ -3606,16 +3621,16 @@ static ddp_result ddp__pipe_reduce(ddp_pipeline *p, ddp__pipe_stage *s) {
 /* What an action needs is there and has a place to go. */
 static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
     int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
-    int loss = !way && ddp__pipe_is_last(p, s) && !p->evaluating;
+    int loss = !way && ddp__pipe_is_last(p, s) && !p->run.evaluating;
     ddp__pipe_pool *pool;
-    for (int k = 0; (pool = ddp__pipe_at(p, s, way, way, k)) != NULL; k++) {
+    for (int k = 0; (pool = ddp__pipe_at(s, way, way, k)) != NULL; k++) {
         char how[48];
         snprintf(how, sizeof how, " waited for rank %d", pool->peer);
-        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_await(p, pool, i), "", a, how));
+        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_await(&p->messages, pool, i), "", a, how));
     }
-    for (int k = 0; makes && (pool = ddp__pipe_at(p, s, !way, way, k)) != NULL; k++)
-        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_open_slot(p, pool, i), "", a, " waited for memory that was sent"));
-    for (int k = 0; loss && (pool = ddp__pipe_at(p, s, 1, 1, k)) != NULL; k++) ddp__pipe_take(pool, i);
+    for (int k = 0; makes && (pool = ddp__pipe_at(s, !way, way, k)) != NULL; k++)
+        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_open_slot(&p->messages, pool, i), "", a, " waited for memory that was sent"));
+    for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++) ddp__pipe_take(pool, i);
     if (!way || (s->desc.recompute && makes)) ddp__pipe_take(&s->saved, i);
     return DDP_OK;
 }
@@ -3627,19 +3642,19 @@ static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const dd
     int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD, ends = ddp__action_ends(a->kind);
     int loss = !way && ddp__pipe_is_last(p, s);
     ddp__pipe_pool *pool;
-    for (int k = 0; (ends || p->evaluating) && (pool = ddp__pipe_at(p, s, 0, 0, k)) != NULL; k++)
-        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_give(p, pool, i), "", a, back));
-    for (int k = 0; ends && (pool = ddp__pipe_at(p, s, 1, 1, k)) != NULL; k++) DDP_TRY(ddp__pipe_fail(p, ddp__pipe_give(p, pool, i), "", a, back));
-    for (int k = 0; makes && (pool = ddp__pipe_at(p, s, !way, way, k)) != NULL; k++)
-        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_send(p, pool, i), "", a, " could not send"));
-    for (int k = 0; loss && (pool = ddp__pipe_at(p, s, 1, 0, k)) != NULL; k++) ddp__pipe_give(p, pool, i);
-    if (ends || (!way && (p->evaluating || s->desc.recompute))) ddp__pipe_give(p, &s->saved, i);
+    for (int k = 0; (ends || p->run.evaluating) && (pool = ddp__pipe_at(s, 0, 0, k)) != NULL; k++)
+        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_give(&p->messages, pool, i), "", a, back));
+    for (int k = 0; ends && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++) DDP_TRY(ddp__pipe_fail(p, ddp__pipe_give(&p->messages, pool, i), "", a, back));
+    for (int k = 0; makes && (pool = ddp__pipe_at(s, !way, way, k)) != NULL; k++)
+        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_send(&p->messages, pool, i), "", a, " could not send"));
+    for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 0, k)) != NULL; k++) ddp__pipe_give(&p->messages, pool, i);
+    if (ends || (!way && (p->run.evaluating || s->desc.recompute))) ddp__pipe_give(&p->messages, &s->saved, i);
     if (ends) {
         ddp__pipe_accumulate(p, s, i);
         s->versions.taken[i] = 0;
         if (s->sums.added == 0 && !ddp__pipe_has(s, DDP_ACTION_REDUCE_GRAD)) DDP_TRY(ddp__pipe_reduce(p, s));
     }
-    return ddp__pipe_fail(p, ddp__pipe_post_all(p), "", a, " could not post receives");
+    return ddp__pipe_fail(p, ddp__pipe_post_all(&p->messages), "", a, " could not post receives");
 }
 
 /* Waits for the compute lane, where times are asked for; returns how long. */
@@ -3655,24 +3670,24 @@ static double ddp__pipe_settle(const ddp_pipeline *p) {
 static ddp_result ddp__pipe_compute(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, ddp_action_time *time) {
     uint64_t version = ddp__pipe_version(p, &s->versions, a);
     ddp_result result;
-    p->now->stats.wait_seconds += ddp__pipe_settle(p);
-    time->begin = ddp_now() - p->start;
+    p->run.now->stats.wait_seconds += ddp__pipe_settle(p);
+    time->begin = ddp_now() - p->run.start;
     ddp__pipe_swap_values(s, version, 0);
     result = ddp__pipe_call_stage(p, s, a, version);
     ddp__pipe_swap_values(s, version, 1);
     ddp__pipe_settle(p);
-    time->end = ddp_now() - p->start;
-    p->now->stats.compute_seconds += time->end - time->begin;
-    p->now->seconds[4 * a->stage + (int)a->kind - DDP_ACTION_FORWARD] += time->end - time->begin;
+    time->end = ddp_now() - p->run.start;
+    p->run.now->stats.compute_seconds += time->end - time->begin;
+    p->run.now->seconds[4 * a->stage + (int)a->kind - DDP_ACTION_FORWARD] += time->end - time->begin;
     return result;
 }
 
 static ddp_result ddp__pipe_action(ddp_pipeline *p, int position) {
     const ddp_action *a = &p->list[position];
-    ddp_action_time *time = &p->now->times[p->schedule->first[p->rank] + position];
+    ddp_action_time *time = &p->run.now->times[p->schedule->first[p->rank] + position];
     ddp__pipe_stage *s;
-    time->begin = time->end = ddp_now() - p->start;
-    if (a->stage < 0 || (p->evaluating && a->kind != DDP_ACTION_FORWARD && a->kind != DDP_ACTION_UNSHARD && a->kind != DDP_ACTION_RESHARD)) return DDP_OK;
+    time->begin = time->end = ddp_now() - p->run.start;
+    if (a->stage < 0 || (p->run.evaluating && a->kind != DDP_ACTION_FORWARD && a->kind != DDP_ACTION_UNSHARD && a->kind != DDP_ACTION_RESHARD)) return DDP_OK;
     s = &p->stages[a->stage];
     if (a->kind == DDP_ACTION_UNSHARD) return ddp__pipe_hook(p, s, s->desc.unshard, "unshard");
     if (a->kind == DDP_ACTION_RESHARD) return ddp__pipe_hook(p, s, s->desc.reshard, "reshard");
@@ -3682,7 +3697,7 @@ static ddp_result ddp__pipe_action(ddp_pipeline *p, int position) {
     DDP_TRY(ddp__pipe_prepare(p, s, a));
     DDP_TRY(ddp__pipe_compute(p, s, a, time));
     DDP_TRY(ddp__pipe_finish(p, s, a));
-    if (ddp__pipe_has(s, DDP_ACTION_RESHARD) || position != (p->evaluating ? s->last_forward : s->last)) return DDP_OK;
+    if (ddp__pipe_has(s, DDP_ACTION_RESHARD) || position != (p->run.evaluating ? s->last_forward : s->last)) return DDP_OK;
     return ddp__pipe_hook(p, s, s->desc.reshard, "reshard");
 }
 
@@ -3693,7 +3708,7 @@ static ddp_result ddp__pipe_update(ddp_pipeline *p) {
         if (!s->versions.room) DDP_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad"));
     begin = ddp_now();
     DDP_TRY(ddp__pipe_fail(p, ddp__pipe_add_ties(p), "", NULL, "tied parameters"));
-    p->now->stats.update_seconds += ddp_now() - begin;
+    p->run.now->stats.update_seconds += ddp_now() - begin;
     for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s)) {
         if (s->versions.room) continue;
         DDP_TRY(ddp__pipe_hook(p, s, s->desc.update, "update"));
@@ -3704,7 +3719,7 @@ static ddp_result ddp__pipe_update(ddp_pipeline *p) {
 
 /* Every rank learns the losses, and how long the others took. Each entry comes from one rank: a sum with zeros is exact. */
 static ddp_result ddp__pipe_share(ddp_pipeline *p) {
-    ddp__pipe_measures *m = p->now;
+    ddp__pipe_measures *m = p->run.now;
     double first = -1, last = 0;
     for (int i = 0; i < p->list_count; i++) {
         const ddp_action_time *time = &m->times[p->schedule->first[p->rank] + i];
@@ -3712,51 +3727,52 @@ static ddp_result ddp__pipe_share(ddp_pipeline *p) {
         if (first < 0) first = time->begin;
         last = time->end;
     }
-    m->starts[p->rank] = p->start;
+    m->starts[p->rank] = p->run.start;
     m->spans[p->rank] = first < 0 ? 0 : last - first; /* nothing to do: no span */
     m->computes[p->rank] = m->stats.compute_seconds;
-    return ddp__pipe_sum_over_ranks(p, m->losses, p->share_count, DDP_F64);
+    return ddp__pipe_sum_over_ranks(p, m->losses, p->run.share_count, DDP_F64);
 }
 
 /* DDP_OK while the group works. As with collectives, the first call after its failure returns the code of
    that, later ones DDP_ERR_POISONED. */
 static ddp_result ddp__pipe_status(ddp_pipeline *p) {
     ddp_result result = ddp__pipe_fail(p, ddp_group_status(p->group), "the group failed earlier", NULL, "");
-    if (result != DDP_OK && p->failure_told) return ddp_fail(DDP_ERR_POISONED, "%s", ddp_last_error());
-    p->failure_told |= result != DDP_OK;
+    if (result != DDP_OK && p->run.failure_told) return ddp_fail(DDP_ERR_POISONED, "%s", ddp_last_error());
+    p->run.failure_told |= result != DDP_OK;
     return result;
 }
 
 /* Goes through this rank's list, and ends the update. */
 static ddp_result ddp__pipe_run_list(ddp_pipeline *p) {
-    for (int peer = 0; peer < p->world_size; peer++) p->streams[peer].next = 0;
-    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_post_all(p), "", NULL, "receives could not be posted"));
+    for (int peer = 0; peer < p->world_size; peer++) p->messages.streams[peer].next = 0;
+    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_post_all(&p->messages), "", NULL, "receives could not be posted"));
     for (int position = 0; position < p->list_count; position++) DDP_TRY(ddp__pipe_action(p, position));
-    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_drain(p, 0), "", NULL, "sends"));
-    if (!p->evaluating) DDP_TRY(ddp__pipe_update(p));
+    DDP_TRY(ddp__pipe_fail(p, ddp__pipe_drain(&p->messages, 0), "", NULL, "sends"));
+    if (!p->run.evaluating) DDP_TRY(ddp__pipe_update(p));
     DDP_TRY(ddp__pipe_fail(p, ddp_device_check(p->group), "", NULL, "the device"));
     return ddp__pipe_fail(p, ddp__pipe_share(p), "", NULL, "the end of the step");
 }
 
 static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating) {
-    ddp__pipe_measures *m = &p->measures[evaluating];
+    ddp__pipe_measures *m = &p->run.measures[evaluating];
     double longest = 0, most = 0;
     ddp_saved_error failure;
     DDP_TRY(ddp__pipe_status(p));
     DDP_TRY(ddp__pipe_fail(p, ddp_device_begin(p->group), "", NULL, "the device"));
-    p->now = m;
-    p->evaluating = evaluating;
-    p->has_losses = 0;
-    if (!evaluating) p->has_gradients = 0;
-    p->start = ddp_now();
+    p->run.now = m;
+    p->run.evaluating = p->messages.no_gradients = evaluating;
+    p->messages.stats = &m->stats;
+    p->run.has_losses = 0;
+    if (!evaluating) p->run.has_gradients = 0;
+    p->run.start = ddp_now();
     m->stats.compute_seconds = m->stats.wait_seconds = m->stats.update_seconds = 0;
     m->stats.bytes_sent = m->stats.bytes_handed_over = 0;
-    memset(m->losses, 0, p->share_count * sizeof *m->losses);
+    memset(m->losses, 0, p->run.share_count * sizeof *m->losses);
     failure.result = DDP_OK;
     ddp_error_save(&failure, ddp__pipe_run_list(p));
     if (failure.result != DDP_OK) {
-        ddp__pipe_drain(p, 1);
-        p->failure_told = 1;
+        ddp__pipe_drain(&p->messages, 1);
+        p->run.failure_told = 1;
         return ddp_error_restore(&failure);
     }
     for (int rank = 0; rank < p->world_size; rank++) {
@@ -3764,10 +3780,10 @@ static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating) {
         if (m->computes[rank] > most) most = m->computes[rank];
     }
     m->stats.bubble_rate = longest > most ? (longest - most) / longest : 0;
-    m->stats.step_seconds = ddp_now() - p->start;
+    m->stats.step_seconds = ddp_now() - p->run.start;
     m->stats.steps++;
-    p->has_losses = 1;
-    p->has_gradients |= !evaluating;
+    p->run.has_losses = 1;
+    p->run.has_gradients |= !evaluating;
     return DDP_OK;
 }
 
@@ -3781,7 +3797,7 @@ DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline) {
     DDP_PUBLIC_CALL(ddp_pipeline_evaluate);
     if (!pipeline) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_evaluate: pipeline is NULL");
     DDP_TRY(ddp__pipe_run(pipeline, 1));
-    memcpy(pipeline->measures[0].losses, pipeline->measures[1].losses, (size_t)pipeline->microbatch_count * sizeof(double));
+    memcpy(pipeline->run.measures[0].losses, pipeline->run.measures[1].losses, (size_t)pipeline->microbatch_count * sizeof(double));
     return DDP_OK;
 }
 
@@ -3795,15 +3811,15 @@ static void ddp__pipe_describe_plan(const ddp_pipeline *p, char *out, size_t siz
     uint64_t ties = ddp_hash(DDP_HASH_SEED, p->desc.ties, (size_t)p->desc.tie_count * sizeof *p->desc.ties);
     schedule = ddp_hash(schedule, s->first, ((size_t)s->rank_count + 1) * sizeof *s->first);
     schedule = ddp_hash(schedule, &s->update_interval, sizeof s->update_interval) ^ (uint64_t)s->kind;
-    for (int i = 0; i < p->link_count; i++) {
-        const ddp_pipeline_edge *e = &p->links[i].edge;
+    for (int i = 0; i < p->messages.link_count; i++) {
+        const ddp_pipeline_edge *e = &p->messages.links[i].edge;
         int fields[6] = {e->from, e->to, (int)e->tensor.dtype, e->tensor.ndim, (int)e->grad_dtype, e->no_grad};
         edges = ddp_hash(edges, fields, sizeof fields);
         edges = ddp_hash(edges, e->tensor.shape, (size_t)e->tensor.ndim * sizeof *e->tensor.shape);
     }
     snprintf(out, size, "schedule=%s:%d_stages:%d_microbatches:%016llx edges=%d:%016llx ties=%d:%016llx",
              ddp_schedule_kind_name(s->kind), p->stage_count, ddp_schedule_microbatch_count(s),
-             (unsigned long long)schedule, p->link_count, (unsigned long long)edges, p->desc.tie_count,
+             (unsigned long long)schedule, p->messages.link_count, (unsigned long long)edges, p->desc.tie_count,
              (unsigned long long)ties);
 }
 
@@ -3832,7 +3848,7 @@ static ddp_result ddp__pipe_describe(ddp_pipeline *p, const ddp_pipeline_desc *d
     DDP_TRY(ddp__pipe_layout(p, &shared));
     ddp__pipe_describe_plan(p, what, what_size);
     largest->shared = shared;
-    largest->works = (uint64_t)p->works;
+    largest->works = (uint64_t)p->messages.works;
     for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s))
         for (int i = 0; i < s->desc.param_count; i++) {
             largest->params = 1;
@@ -3894,12 +3910,12 @@ static ddp_result ddp__pipe_tie_groups(ddp_pipeline *p) {
 /* As many messages at once as a step may have, around the ring of ranks: what the group keeps for each of them is allocated now and not in some later step.
    They are a batch: on a device with lanes, the host must not wait for one of them. bytes: works + 1 of the device. */
 static ddp_result ddp__pipe_warm_up(ddp_pipeline *p, unsigned char *bytes) {
-    int before = (p->rank + p->world_size - 1) % p->world_size, after = (p->rank + 1) % p->world_size, count = p->world_size > 1 ? p->works : 0;
+    int before = (p->rank + p->world_size - 1) % p->world_size, after = (p->rank + 1) % p->world_size, count = p->world_size > 1 ? p->messages.works : 0;
     ddp_result result = ddp_p2p_begin(p->group), ended;
     ddp_work first = DDP_ZERO; /* the handle of an asynchronous message starts the communication thread */
     for (int i = 0; i < count && result == DDP_OK; i++)
-        result = ddp_recv(p->group, &bytes[i], 1, DDP_U8, before, 0, i || p->one_lane ? NULL : &first);
-    if (result == DDP_OK && count && !p->one_lane) result = ddp_barrier(p->group); /* no message is done before all have been asked for */
+        result = ddp_recv(p->group, &bytes[i], 1, DDP_U8, before, 0, i || p->messages.one_lane ? NULL : &first);
+    if (result == DDP_OK && count && !p->messages.one_lane) result = ddp_barrier(p->group); /* no message is done before all have been asked for */
     for (int i = 0; i < count && result == DDP_OK; i++) result = ddp_send(p->group, &bytes[count], 1, DDP_U8, after, 0, NULL);
     if (result != DDP_OK) ddp_group_poison(p->group, result, ddp_last_error());
     ended = ddp_p2p_end(p->group);
@@ -3929,7 +3945,7 @@ static void ddp__pipe_free(ddp_pipeline *p) {
         while (p->tie_groups[k] != p->tie_groups[i]) k++;
         if (k == i) ddp_group_destroy(p->tie_groups[i]);
     }
-    if (p->shared) ddp_group_free(p->group, p->shared);
+    if (p->messages.shared) ddp_group_free(p->group, p->messages.shared);
     while (p->pieces) {
         ddp__pipe_piece *piece = p->pieces;
         p->pieces = piece->next;
@@ -3952,11 +3968,11 @@ static ddp_result ddp__pipe_ask_in_place(ddp_group *group, int *in_place) {
 /* What ranks do together once all have agreed. */
 static ddp_result ddp__pipe_connect(ddp_pipeline *p, size_t shared, unsigned char *bytes) {
     DDP_TRY(ddp__pipe_tie_groups(p));
-    if (shared) DDP_TRY(ddp_group_alloc(p->group, shared, &p->shared));
-    for (int i = 0; i < 2 * p->link_count; i++) {
-        ddp__pipe_pool *pool = &p->links[i / 2].way[i % 2];
-        if (pool->kind == DDP__PIPE_OUT) pool->memory = (unsigned char *)p->shared + pool->offset;
-        if (pool->kind == DDP__PIPE_IN && p->in_place) pool->memory = (unsigned char *)ddp_group_peer(p->group, p->shared, pool->peer);
+    if (shared) DDP_TRY(ddp_group_alloc(p->group, shared, &p->messages.shared));
+    for (int i = 0; i < 2 * p->messages.link_count; i++) {
+        ddp__pipe_pool *pool = &p->messages.links[i / 2].way[i % 2];
+        if (pool->kind == DDP__PIPE_OUT) pool->memory = (unsigned char *)p->messages.shared + pool->offset;
+        if (pool->kind == DDP__PIPE_IN && p->messages.in_place) pool->memory = (unsigned char *)ddp_group_peer(p->group, p->messages.shared, pool->peer);
     }
     return ddp__pipe_warm_up(p, bytes);
 }
@@ -3980,14 +3996,16 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
         p->device = ddp_group_device(group);
         p->rank = ddp_rank(group);
         p->world_size = ddp_world_size(group);
-        p->in_place = in_place;
-        p->one_lane = p->device->use_stream && p->world_size > 1;
-        p->now = &p->measures[0];
+        p->messages.group = group;
+        p->messages.stream_count = p->world_size;
+        p->messages.in_place = in_place;
+        p->messages.one_lane = p->device->use_stream && p->world_size > 1;
+        p->run.now = &p->run.measures[0];
         ddp_error_save(&failure, out ? ddp__pipe_describe(p, desc, what, sizeof what, &largest) : DDP__PIPE_BAD("out is NULL"));
     }
     ddp_error_save(&failure, ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &largest, &largest, 4, DDP_U64, DDP_OP_MAX, -1));
     if (failure.result == DDP_OK) {
-        p->works = (int)largest.works;
+        p->messages.works = (int)largest.works;
         p->no_clip = largest.unclipped || !largest.params;
         ddp_error_save(&failure, ddp__pipe_device(p, (size_t)largest.works + 1, &bytes));
     }
@@ -4006,7 +4024,7 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
 DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline) {
     DDP_PUBLIC_CALL(ddp_pipeline_destroy);
     if (!pipeline || ddp_group_is_forked(pipeline->group)) return;
-    ddp__pipe_drain(pipeline, 1);
+    ddp__pipe_drain(&pipeline->messages, 1);
     ddp__pipe_free(pipeline);
 }
 
@@ -4021,9 +4039,9 @@ static double ddp__pipe_tree(const double *values, int count) {
 }
 
 DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *mean, double *each) {
-    const double *losses = pipeline ? pipeline->measures[0].losses : NULL;
+    const double *losses = pipeline ? pipeline->run.measures[0].losses : NULL;
     if (!pipeline || !mean) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_loss: pipeline or mean is NULL");
-    if (!pipeline->has_losses)
+    if (!pipeline->run.has_losses)
         return ddp_fail(DDP_ERR_INVALID,
                         "ddp_pipeline_get_loss: there are no losses; call it after a ddp_pipeline_step or "
                         "ddp_pipeline_evaluate that returned DDP_OK");
@@ -4034,7 +4052,7 @@ DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *me
 
 /* What `who` reads is that of a step. A failure of the group says more than a missing step. */
 static ddp_result ddp__pipe_need_step(ddp_pipeline *p, const char *who) {
-    if (p->has_gradients) return DDP_OK;
+    if (p->run.has_gradients) return DDP_OK;
     DDP_TRY(ddp__pipe_status(p));
     return ddp_fail(DDP_ERR_INVALID,
                     "%s: there has been no step; call it after a ddp_pipeline_step that returned DDP_OK",
@@ -4044,7 +4062,7 @@ static ddp_result ddp__pipe_need_step(ddp_pipeline *p, const char *who) {
 /* Means over micro-batches; half of a B counts as I, half as W. */
 static void ddp__pipe_costs(const ddp_pipeline *p, ddp_stage_cost *costs) {
     for (int stage = 0; stage < p->stage_count; stage++) {
-        const double *seconds = p->measures[0].seconds + 4 * stage, m = p->microbatch_count;
+        const double *seconds = p->run.measures[0].seconds + 4 * stage, m = p->microbatch_count;
         memset(&costs[stage], 0, sizeof costs[stage]);
         costs[stage].forward = seconds[0] / m;
         costs[stage].input_grad = (seconds[1] + seconds[3] / 2) / m;
@@ -4076,10 +4094,10 @@ DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost 
     ddp_pipeline *p = pipeline;
     if (!p) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_times: pipeline is NULL");
     DDP_TRY(ddp__pipe_need_step(p, "ddp_pipeline_get_times"));
-    const ddp__pipe_measures *m = &p->measures[0];
+    const ddp__pipe_measures *m = &p->run.measures[0];
     const int one_clock = ddp_local_world_size(p->group) == p->world_size;
     size_t count = (size_t)p->schedule->count;
-    ddp_action_time *all = p->measures[1].times; /* evaluations need nothing of it later */
+    ddp_action_time *all = p->run.measures[1].times; /* evaluations need nothing of it later */
     double shift = 0; /* other machines have other clocks: each from its own start */
     memset(all, 0, count * sizeof *all);
     for (int rank = 0; rank < p->world_size && one_clock; rank++)
@@ -4090,7 +4108,7 @@ DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost 
     }
     DDP_TRY(ddp__pipe_group_failed(p->group, ddp__pipe_sum_over_ranks(p, all, 2 * count, DDP_F64)));
     if (costs) ddp__pipe_costs(p, costs);
-    if (costs && one_clock) ddp__pipe_transfers(p, all, p->measures[1].losses, costs);
+    if (costs && one_clock) ddp__pipe_transfers(p, all, p->run.measures[1].losses, costs);
     if (times) memcpy(times, all, count * sizeof *times);
     return DDP_OK;
 }
@@ -4102,7 +4120,7 @@ DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipel
     if (!pipeline || !stats) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_stats: pipeline or stats is NULL");
     costs = (ddp_stage_cost *)ddp_host_alloc(pipeline->group, (size_t)pipeline->stage_count * sizeof *costs);
     if (!costs) return DDP_ERR_NO_MEMORY;
-    *stats = pipeline->measures[0].stats;
+    *stats = pipeline->run.measures[0].stats;
     ddp__pipe_costs(pipeline, costs);
     result = ddp_schedule_simulate(pipeline->schedule, costs, &report);
     ddp_host_free(pipeline->group, costs);

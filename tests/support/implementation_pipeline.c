@@ -3,4 +3,4 @@
 #include "../../ddp_pipeline.h"
 #include "inner.h"
 
-double inner_span(const ddp_pipeline *pipeline, int rank) { return pipeline->measures[0].spans[rank]; }
+double inner_span(const ddp_pipeline *pipeline, int rank) { return pipeline->run.measures[0].spans[rank]; }
