@@ -518,16 +518,6 @@ static ddp_result ddp__fsdp_enter(ddp_group *group) {
     return ddp_group_is_forked(group) ? ddp_group_status(group) : ddp_device_begin(group);
 }
 
-/* data becomes op over ranks of data, which is host memory. */
-static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, ddp_dtype dtype, ddp_op op) {
-    return ddp_host_collective(group, DDP_CALL_ALL_REDUCE, data, data, count, dtype, op, -1);
-}
-
-/* data, which is host memory, becomes that of root. */
-static ddp_result ddp__host_broadcast(ddp_group *group, void *data, size_t count, ddp_dtype dtype, int root) {
-    return ddp_host_collective(group, DDP_CALL_BROADCAST, data, data, count, dtype, DDP_OP_SUM, root);
-}
-
 //== optimizers ==================================================================================== >>impl-optimizer
 #if defined(__AVX__) && !defined(__CUDACC__)
 #include <immintrin.h>
@@ -1069,7 +1059,7 @@ static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, cons
         DDP_TRY(ddp_device_check(group));
     }
     for (int i = 0; i < scaler->desc.group_count; i++) /* what one of them found reaches the members of the next one */
-        DDP_TRY(ddp__host_reduce(scaler->desc.groups[i], &found, 1, DDP_I32, DDP_OP_MAX));
+        DDP_TRY(ddp_host_collective(scaler->desc.groups[i], DDP_CALL_ALL_REDUCE, &found, &found, 1, DDP_I32, DDP_OP_MAX, -1));
     scaler->found_inf = found, scaler->unscaled = 1;
     return DDP_OK;
 }
@@ -1214,7 +1204,7 @@ static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
     for (int first = 0; first < count; first += 32) {
         int n = count - first < 32 ? count - first : 32;
         for (int b = 0; b < n * 32; b++) bits[b] = (unsigned char)(crc[first + b / 32] >> b % 32 & 1);
-        DDP_TRY(ddp__host_reduce(group, bits, (size_t)n * 32, DDP_U8, DDP_OP_SUM));
+        DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, bits, bits, (size_t)n * 32, DDP_U8, DDP_OP_SUM, -1));
         memset(crc + first, 0, (size_t)n * sizeof *crc);
         for (int b = 0; b < n * 32; b++) crc[first + b / 32] |= (uint32_t)(bits[b] & 1) << b % 32;
     }
@@ -1975,12 +1965,13 @@ static ddp_result ddp__boxes_check(ddp__task *t) {
     for (int round = 0; round < 2; round++) {
         for (int r = 0; round && r < ddp_world_size(t->group) - 1; r++) {
             memcpy(t->all, t->mine, (size_t)numbers * sizeof *t->all);
-            DDP_TRY(ddp__host_broadcast(t->group, t->all, (size_t)numbers, DDP_I64, r));
+            DDP_TRY(ddp_host_collective(t->group, DDP_CALL_BROADCAST, t->all, t->all, (size_t)numbers, DDP_I64,
+                                        DDP_OP_SUM, r));
             for (int i = 0; i < t->count && ddp_rank(t->group) > r; i++)
                 t->left[i] |= t->slices[i].may_repeat && t->mine[2 * i] && memcmp(&t->mine[2 * i], &t->all[2 * i], 2 * sizeof *t->mine) == 0;
         }
         for (int i = 0; i < numbers; i++) t->all[i] = t->left[i / 2] ? 0 : t->mine[i];
-        DDP_TRY(ddp__host_reduce(t->group, t->all, (size_t)numbers, DDP_I64, DDP_OP_SUM));
+        DDP_TRY(ddp_host_collective(t->group, DDP_CALL_ALL_REDUCE, t->all, t->all, (size_t)numbers, DDP_I64, DDP_OP_SUM, -1));
         for (k = 0; k < numbers && (uint64_t)t->all[k] % DDP__PRIME == ddp__box_number(&t->slices[k / 2], 1, k % 2);) k++;
         if (k == numbers) return DDP_OK;
     }
@@ -2709,7 +2700,6 @@ enum {
     DDP__PURPOSES
 };
 enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE, DDP__MEMORY_PINNED };
-enum { DDP__RESHARDED, DDP__UNSHARDING, DDP__UNSHARDED }; /* a unit's full parameters: none, on their way, there */
 /* Gradients of a unit in memory: full, as backward writes them; full, in the dtype that is added over ranks; sums of
    this rank's rows. */
 enum { DDP__GRADS, DDP__CASTED, DDP__SUMS, DDP__LAYOUTS };
@@ -2765,7 +2755,7 @@ typedef struct ddp__unit {
     ddp__slot *full_slot, *grad_slot, *reducing_slot;
     unsigned char *level[DDP__LEVELS]; /* sums over 2^k micro-batches: of own rows, or of full gradients */
     int depth;                     /* levels in use */
-    int state, in_use;             /* DDP__RESHARDED ...; between unshard and reshard */
+    int unsharded, in_use;         /* full parameters are there, or on their way; between unshard and reshard */
     int attached;                  /* it has gradient memory for a backward */
     int reduced;                   /* micro-batches of this step whose gradients were handed in */
     ddp_work unshard_work, reduce_work;
@@ -2831,8 +2821,7 @@ typedef struct ddp__offload {      /* OFFLOAD_HOST on a device with memory of it
 } ddp__offload;
 
 typedef struct ddp__saver {        /* a save in progress: the slices and a copy of what they point to */
-    ddp_group *files;              /* the group that writes and reads files */
-    ddp_group *replicas;           /* that wait for its result, or NULL */
+    ddp_group *files[2];           /* the group that writes and reads files; replicas that wait for its result, or NULL */
     ddp_group *own;                /* save_in_background: a split of files for the thread */
     ddp__slice *slices;
     int count;
@@ -2840,12 +2829,11 @@ typedef struct ddp__saver {        /* a save in progress: the slices and a copy 
     size_t name_room;
     unsigned char *copy;
     size_t copy_bytes;
-    ddp_fsdp_state state;
+    ddp_fsdp_state state;          /* without desc.state: kept from a load to the next save */
     char dir[DDP__PATH_MAX];       /* cut off where it is too long for a checkpoint */
     pthread_t thread;
     int pending, has_thread;
     ddp_saved_error outcome;
-    const ddp_fsdp_desc *desc;
 } ddp__saver;
 
 struct ddp_fsdp {
@@ -2868,7 +2856,6 @@ struct ddp_fsdp {
     uint64_t call_hash;            /* of this step's unshards and reductions, in order */
     int finished, no_grad;         /* finished: this step's sums are divided */
     int64_t step;
-    ddp_fsdp_state state;
     ddp_optimizer *optimizer;
     ddp_param *masters;            /* what the optimizer updates */
     ddp_tensor *sums;              /* their gradients, on the device */
@@ -3260,21 +3247,18 @@ static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
         if (!s->shares_full) f->device->copy(f->send + s->block_at, s->source->value, bytes);
     }
     if (!f->peer_memory) DDP_TRY(ddp_all_gather(group, f->send, f->recv, unit->block_bytes, DDP_U8, NULL));
-    for (ddp__shard *s = unit->shards; s < unit->end; s++) {
-        const ddp__unit *owner = s->source->unit;
+    for (ddp__shard *s = unit->shards; s < unit->end; s++)
         for (int r = 0; r < f->world_size && !s->shares_full; r++) {
             size_t first = ddp__first_row(s, r), count = (ddp__first_row(s, r + 1) - first) * s->row_elements;
-            size_t place = ddp__rows_bytes(s, first, s->dtype);
-            unsigned char *out = unit->full + s->full_at + place;
+            unsigned char *out = unit->full + s->full_at + ddp__rows_bytes(s, first, s->dtype);
             const unsigned char *rows = s->source->value;
             if (!count || (r == f->rank && f->keeps_full)) continue;
             if (!f->peer_memory) rows = f->recv + (size_t)r * unit->block_bytes + s->block_at;
-            else if (r != f->rank && f->keeps_full) rows = (unsigned char *)ddp_group_peer(group, owner->full, r) + s->full_at + place;
-            else if (r != f->rank) rows = (unsigned char *)ddp_group_peer(group, owner->shard, r) + s->source->shard_at;
+            else if (f->keeps_full) rows = (unsigned char *)ddp_group_peer(group, out, r);
+            else if (r != f->rank) rows = (unsigned char *)ddp_group_peer(group, rows, r);
             if (f->desc.quantize_gather) ddp__dequantize(s, out, rows, count);
             else f->device->copy(out, rows, count * ddp_dtype_size(s->dtype));
         }
-    }
     return ddp_device_check(group);
 }
 
@@ -3308,22 +3292,22 @@ static void ddp__slot_release(ddp__slot **slot, unsigned char **pointer) {
     if (pointer) *pointer = NULL;
 }
 
-/* The unit has no full parameters, because of result or as wished. */
+/* Frees the full parameters of the unit. Returns result, which may be the reason. */
 static ddp_result ddp__full_release(ddp__unit *unit, ddp_result result) {
-    unit->state = DDP__RESHARDED;
+    unit->unsharded = 0;
     ddp__slot_release(&unit->full_slot, &unit->full);
     return result;
 }
 
-/* Waits for a unit that was prefetched. */
-static ddp_result ddp__unshard_wait(ddp_fsdp *f, ddp__unit *unit) {
-    if (unit->state != DDP__UNSHARDING) return DDP_OK;
+/* Waits for the unit's prefetch, if it has one. */
+static ddp_result ddp__unshard_wait(const ddp_fsdp *f, ddp__unit *unit) {
     ddp_result result = ddp_wait(f->group, &unit->unshard_work);
-    unit->state = DDP__UNSHARDED;
     return result == DDP_OK ? DDP_OK : ddp__full_release(unit, result);
 }
 
-static ddp_result ddp__unit_reshard(ddp_fsdp *f, ddp__unit *unit) { return ddp__full_release(unit, ddp__unshard_wait(f, unit)); }
+static ddp_result ddp__unit_reshard(const ddp_fsdp *f, ddp__unit *unit) {
+    return ddp__full_release(unit, ddp__unshard_wait(f, unit));
+}
 
 /* Whether the recorded order needs the unit within the next `reach` unshards. The very next one always counts. */
 static int ddp__is_next(const ddp_fsdp *f, int unit, int reach) {
@@ -3357,19 +3341,19 @@ static ddp_result ddp__prefetch(ddp_fsdp *f) {
     ddp__unshard *u = &f->unshard;
     size_t bytes = 0; /* of full parameters; what an unshard takes: a slot, where units share them */
     for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
-        if (unit->state != DDP__RESHARDED && !unit->in_use && !ddp__has_own_full(f) && !ddp__is_next(f, unit->index, f->desc.prefetch))
+        if (unit->unsharded && !unit->in_use && !ddp__has_own_full(f) && !ddp__is_next(f, unit->index, f->desc.prefetch))
             DDP_TRY(ddp__unit_reshard(f, unit));
-        if (unit->state != DDP__RESHARDED) bytes += ddp__has_own_full(f) ? unit->full_bytes : u->slot_bytes;
+        if (unit->unsharded) bytes += ddp__has_own_full(f) ? unit->full_bytes : u->slot_bytes;
     }
     for (int i = u->position; u->follows && !f->no_grad && i < u->position + f->desc.prefetch && i < u->order_count; i++) {
         ddp__unit *unit = &f->units[u->order[i]];
-        if (unit->state != DDP__RESHARDED || f->full_in_shard) continue;
+        if (unit->unsharded || f->full_in_shard) continue;
         bytes += ddp__has_own_full(f) ? unit->full_bytes : u->slot_bytes;
         if (f->desc.max_gathered_bytes && !f->keeps_full && bytes > f->desc.max_gathered_bytes) break;
         DDP_TRY(ddp__full_acquire(f, unit));
         ddp_result result = ddp_group_enqueue(f->group, ddp__unshard_task, unit, &unit->unshard_work);
         if (result != DDP_OK) return ddp__full_release(unit, result);
-        unit->state = DDP__UNSHARDING;
+        unit->unsharded = 1;
     }
     return DDP_OK;
 }
@@ -3378,11 +3362,11 @@ static ddp_result ddp__prefetch(ddp_fsdp *f) {
 static ddp_result ddp__make_room(ddp_fsdp *f, const ddp__unit *unit) {
     int in_use = f->unshard.in_use + !unit->in_use, held = 1;
     int room = ddp__slots_wanted(f, in_use > f->unshard.max_in_use ? in_use : f->unshard.max_in_use);
-    if (ddp__has_own_full(f) || unit->state != DDP__RESHARDED) return DDP_OK;
-    for (const ddp__unit *other = f->units; other < f->units_end; other++) held += other->state != DDP__RESHARDED;
+    if (ddp__has_own_full(f) || unit->unsharded) return DDP_OK;
+    for (const ddp__unit *other = f->units; other < f->units_end; other++) held += other->unsharded;
     for (int wanted = 0; wanted < 2; wanted++) /* first those that the order does not need soon */
         for (ddp__unit *other = f->units; other < f->units_end && held > room; other++) {
-            if (other->state == DDP__RESHARDED || other->in_use || ddp__is_next(f, other->index, f->desc.prefetch + 1) > wanted) continue;
+            if (!other->unsharded || other->in_use || ddp__is_next(f, other->index, f->desc.prefetch + 1) > wanted) continue;
             DDP_TRY(ddp__unit_reshard(f, other));
             held--;
         }
@@ -3785,7 +3769,8 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     DDP_TRY(ddp__scaler_unscale(scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu() ? NULL : f->clip.squares));
     for (int i = 0; i < 2; i++) /* these groups beside its own */
         if (f->groups[i] && ddp_world_size(f->groups[i]) > 1)
-            DDP_TRY(ddp__host_reduce(f->groups[i], &scaler->found_inf, 1, DDP_I32, DDP_OP_MAX));
+            DDP_TRY(ddp_host_collective(f->groups[i], DDP_CALL_ALL_REDUCE, &scaler->found_inf, &scaler->found_inf, 1,
+                                        DDP_I32, DDP_OP_MAX, -1));
     return DDP_OK;
 }
 
@@ -3804,10 +3789,7 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     ddp_exact_sum sum;
     ddp__clip_apply(f);
     f->device->fill_zero(clip->squares, sizeof sum);
-    for (int i = 0; i < f->master_count; i++) {
-        const ddp__shard *s = f->master_shards[i];
-        if (s->own_count) f->device->sum_squares(clip->squares, ddp__shard_sum(s, 0), s->own_rows, s->row_elements, s->master_dtype);
-    }
+    for (int i = 0; i < f->master_count; i++) ddp_tensor_sum_squares(f->device, clip->squares, &f->sums[i]);
     if (f->world_size > 1) DDP_TRY(ddp_all_reduce(f->group, clip->squares, clip->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
     if (clip->factor) ddp__kernels_of(f->device)->clip(clip->squares, max_norm, clip->factor, clip->norm);
     else f->device->copy(&sum, clip->squares, sizeof sum);
@@ -3877,7 +3859,7 @@ static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
     for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
         if (!uploaded) DDP_TRY(ddp__unit_publish(f, unit));
         DDP_TRY(ddp__unit_reshard(f, unit));
-        if (f->world_size == 1 && f->keeps_full) unit->state = DDP__UNSHARDED;
+        if (f->world_size == 1 && f->keeps_full) unit->unsharded = 1;
     }
     return ddp_device_check(f->group);
 }
@@ -3898,7 +3880,11 @@ static void ddp__unit_point(const ddp_fsdp *f, const ddp__unit *unit, int values
 /* Starts a step without gradients. */
 static void ddp__fsdp_begin(ddp_fsdp *f) {
     ddp__unshard *u = &f->unshard;
-    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) unit->reduced = unit->depth = 0;
+    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
+        unit->reduced = unit->depth = 0;
+        ddp__grads_detach(unit);
+        ddp__unit_point(f, unit, f->keeps_full || unit->in_use, !f->reduces_each);
+    }
     if (f->finished) u->order_count = u->position;
     else if (!u->follows) u->order_count = 0; /* the order of a step that starts again, or of a load, does not count */
     u->position = f->finished = 0;
@@ -3949,11 +3935,7 @@ static ddp_result ddp__fsdp_update(ddp_fsdp *f, float lr) {
     }
     DDP_TRY(ddp__fsdp_publish(f, f->offload.host != NULL));
     DDP_TRY(ddp__shards_barrier(f));
-    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
-        unit->in_use = 0;
-        ddp__grads_detach(unit);
-        ddp__unit_point(f, unit, f->keeps_full, !f->reduces_each);
-    }
+    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) unit->in_use = 0;
     f->unshard.in_use = 0;
     ddp__fsdp_begin(f);
     return ddp__prefetch(f);
@@ -3983,13 +3965,12 @@ enum { DDP__LIST_SHARE, DDP__LIST_ALL, DDP__LIST_NOTHING }; /* of own rows: what
 static ddp_result ddp__saver_create(ddp_fsdp *f) {
     ddp__saver *saver = &f->saver;
     int capacity = f->shard_count * (1 + DDP__STATES_MAX);
-    saver->desc = &f->desc;
-    saver->files = f->desc.checkpoint_group ? f->desc.checkpoint_group : f->group;
-    saver->replicas = f->desc.checkpoint_group ? NULL : f->desc.replicas;
+    saver->files[0] = f->desc.checkpoint_group ? f->desc.checkpoint_group : f->group;
+    saver->files[1] = f->desc.checkpoint_group ? NULL : f->desc.replicas;
     for (const ddp__shard *s = f->shards; s < f->shards_end; s++) ddp__size_at_least(&saver->name_room, strlen(s->name) + DDP__STATE_ROOM);
     (void)ddp__table_alloc(f, capacity, sizeof *saver->slices, &saver->slices);
     (void)ddp__table_alloc(f, capacity, saver->name_room, &saver->names);
-    return f->desc.save_in_background ? ddp_group_split(saver->files, 0, ddp_rank(saver->files), &saver->own) : DDP_OK;
+    return f->desc.save_in_background ? ddp_group_split(saver->files[0], 0, ddp_rank(saver->files[0]), &saver->own) : DDP_OK;
 }
 
 /* One tensor of the checkpoint: this rank's rows of it. Where each rank has every row, the ranks of the group take a
@@ -4057,30 +4038,23 @@ static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
     return ddp_device_check(f->group);
 }
 
-static ddp_result ddp__saver_write(ddp__saver *saver, ddp_group *group) {
-    return ddp__checkpoint_save(group, saver->dir, saver->slices, saver->count, &saver->state, saver->desc->max_file_bytes, saver->desc->keep_checkpoints);
-}
-
+/* Writes the checkpoint, on a thread of its own or on the caller's. */
 static void *ddp__saver_main(void *argument) {
-    ddp__saver *saver = (ddp__saver *)argument;
-    saver->outcome = ddp__fsdp_error(ddp__saver_write(saver, saver->own));
+    const ddp_fsdp *f = (ddp_fsdp *)argument;
+    ddp__saver *saver = &((ddp_fsdp *)argument)->saver;
+    saver->outcome = ddp__fsdp_error(ddp__checkpoint_save(saver->own ? saver->own : saver->files[0], saver->dir, saver->slices, saver->count,
+                                                          &saver->state, f->desc.max_file_bytes, f->desc.keep_checkpoints));
     return NULL;
-}
-
-/* Replicas wait for the rank that writes, and return its result. */
-static ddp_result ddp__saver_share(const ddp__saver *saver, ddp_result result) {
-    return saver->replicas ? ddp_agree(saver->replicas, "ddp_fsdp_save", result, 0, "") : result;
 }
 
 /* Lists the tensors. Copies them where they are not written or read in place. Then all ranks go on, or none. */
 static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, const char *dir, int list, int copy) {
-    ddp_group *const groups[2] = {f->saver.files, f->saver.replicas};
     ddp_result result = dir && dir[0] ? ddp__fsdp_enter(f->group) : ddp__fsdp_bad(who, f->group, "dir is NULL or empty; name a folder");
     ddp__saver_list(f, list);
     if (result == DDP_OK && copy) result = ddp__saver_copy(f, 0);
-    f->saver.state = f->desc.state ? *f->desc.state : f->state;
+    if (f->desc.state) f->saver.state = *f->desc.state;
     if (f->desc.scaler) ddp_scaler_save(f->desc.scaler, &f->saver.state.scaler); /* a load keeps it where the checkpoint has none */
-    return ddp_agree_groups(groups, 2, who, result, 0, "");
+    return ddp_agree_groups(f->saver.files, 2, who, result, 0, "");
 }
 
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
@@ -4090,7 +4064,8 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
     if (!saver->pending) return DDP_OK;
     if (saver->has_thread) pthread_join(saver->thread, NULL);
     saver->pending = saver->has_thread = 0;
-    return ddp__saver_share(saver, ddp_error_restore(&saver->outcome));
+    ddp_result result = ddp_error_restore(&saver->outcome);
+    return saver->files[1] ? ddp_agree(saver->files[1], "ddp_fsdp_save", result, 0, "") : result;
 }
 
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
@@ -4103,12 +4078,11 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     snprintf(saver->dir, sizeof saver->dir, "%s", dir ? dir : "");
     DDP_TRY(ddp__saver_prepare(fsdp, __func__, dir, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE, copies));
     saver->state.step = fsdp->step;
-    if (!fsdp->desc.save_in_background) return ddp__saver_share(saver, writes ? ddp__saver_write(saver, saver->files) : DDP_OK);
     saver->outcome.result = DDP_OK;
     saver->pending = 1;
-    saver->has_thread = writes && pthread_create(&saver->thread, NULL, ddp__saver_main, saver) == 0;
-    if (writes && !saver->has_thread) ddp__saver_main(saver); /* the system has no thread for it: written now */
-    return DDP_OK;
+    saver->has_thread = writes && fsdp->desc.save_in_background && pthread_create(&saver->thread, NULL, ddp__saver_main, fsdp) == 0;
+    if (writes && !saver->has_thread) ddp__saver_main(fsdp); /* also where the system has no thread for it */
+    return fsdp->desc.save_in_background ? DDP_OK : ddp_fsdp_save_wait(fsdp);
 }
 
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
@@ -4119,11 +4093,11 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     ddp__saver *saver = &fsdp->saver;
     int copies = fsdp->device != ddp_device_cpu();
     DDP_TRY(ddp__saver_prepare(fsdp, __func__, dir, DDP__LIST_ALL, copies));
-    DDP_TRY(ddp__checkpoint_load(saver->files, saver->replicas, dir, saver->slices, saver->count, fsdp->desc.scaler, &saver->state));
+    DDP_TRY(ddp__checkpoint_load(saver->files[0], saver->files[1], dir, saver->slices, saver->count, fsdp->desc.scaler, &saver->state));
     ddp__saver_list(fsdp, DDP__LIST_ALL); /* of the device's memory again */
     if (copies) DDP_TRY(ddp__saver_copy(fsdp, 1));
     if (fsdp->desc.scaler && saver->state.scaler.scale > 0) DDP_TRY(ddp_scaler_load(fsdp->desc.scaler, &saver->state.scaler));
-    *(fsdp->desc.state ? fsdp->desc.state : &fsdp->state) = saver->state;
+    if (fsdp->desc.state) *fsdp->desc.state = saver->state;
     fsdp->step = saver->state.step;
     ddp_optimizer_set_step(fsdp->optimizer, fsdp->step);
     DDP_TRY(ddp__fsdp_publish(fsdp, 0));
@@ -4521,7 +4495,6 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
         sum->reader = f;
         sum->drain = ddp__reduce_drain;
     }
-    for (const ddp__unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_point(f, unit, f->keeps_full, !f->reduces_each);
     ddp__fsdp_begin(f);
     return DDP_OK;
 }
@@ -4716,11 +4689,11 @@ DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
     for (ddp__shard *s = fsdp->keeps_full ? own->shards : own->end; s <= own->end && result == DDP_OK; s++) {
         ddp__unit *needed = s < own->end ? s->source->unit : own; /* full values that it shares, then its own */
         result = ddp__unshard_wait(fsdp, needed);
-        if (needed->state == DDP__UNSHARDED || result != DDP_OK) continue;
+        if (needed->unsharded || result != DDP_OK) continue;
         result = ddp__full_acquire(fsdp, needed);
         if (result == DDP_OK && fsdp->peer_memory && !fsdp->full_in_shard) result = ddp__unshard_task(fsdp->group, needed);
         else if (result == DDP_OK && !fsdp->peer_memory) result = ddp_group_enqueue(fsdp->group, ddp__unshard_task, needed, NULL);
-        needed->state = DDP__UNSHARDED;
+        needed->unsharded = 1;
         if (result != DDP_OK) ddp__full_release(needed, result);
     }
     if (result != DDP_OK) return ddp__unit_failed(own, result, __func__);
@@ -4784,10 +4757,6 @@ DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp) {
     DDP_PUBLIC_CALL(ddp_fsdp_zero_grad);
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP_TRY(ddp__reduce_wait_all(fsdp));
-    for (ddp__unit *unit = fsdp->units; unit < fsdp->units_end; unit++) {
-        ddp__grads_detach(unit);
-        ddp__unit_point(fsdp, unit, fsdp->keeps_full || unit->in_use, !fsdp->reduces_each);
-    }
     fsdp->call_hash = 0; /* ranks whose calls differed start again too */
     DDP_TRY(ddp__calls_agree(fsdp, __func__, DDP_OK));
     if (fsdp->finished && fsdp->desc.scaler) fsdp->desc.scaler->unscaled = fsdp->desc.scaler->found_inf = 0;
