@@ -819,7 +819,8 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
     }
     if (o->sent) {
         o->device->copy(o->sent, o->squares, bytes);
-        DDP_TRY(ddp__host_reduce(o->desc.shard_group, o->sent, bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM));
+        DDP_TRY(ddp_host_collective(o->desc.shard_group, DDP_CALL_ALL_REDUCE, o->sent, o->sent, bytes / sizeof(int64_t), DDP_I64,
+                                    DDP_OP_SUM, -1));
         o->device->copy(o->squares, o->sent, bytes);
     } else if (o->desc.shard_group) {
         DDP_TRY(ddp_all_reduce(o->desc.shard_group, o->squares, o->squares, bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM, NULL));
@@ -2763,8 +2764,8 @@ typedef struct ddp__unit {
 } ddp__unit;
 
 typedef struct ddp__fsdp_allocation {
-    void *memory, *raw;
-    size_t size, overhead;         /* overhead: bookkeeping of the allocator */
+    void *memory;
+    size_t size;
     int purpose, kind;
 } ddp__fsdp_allocation;
 
@@ -2843,9 +2844,8 @@ struct ddp_fsdp {
     int world_size, rank;          /* of those that parameters are split over: 1 and 0 under NO_SHARD */
     ddp_group *copies[2];          /* groups whose ranks hold the same rows */
     int copy_count;
-    int keeps_full;                /* not FULL_SHARD */
+    int keeps_full;                /* full parameters stay: not FULL_SHARD, or one rank on a device */
     int reduces_each;              /* FULL_SHARD, SHARD_GRAD: gradients are reduced after every micro-batch */
-    int full_in_shard;             /* FULL_SHARD of one rank on a device: the shard is the full parameter */
     int peer_memory;
     ddp__unit *units, *units_end;
     ddp__shard *shards, *shards_end;
@@ -2867,7 +2867,6 @@ struct ddp_fsdp {
     ddp__clip clip;
     ddp__offload offload;
     ddp__saver saver;
-    void *own_raw;
 };
 
 static void ddp__size_at_least(size_t *size, size_t needed) { if (*size < needed) *size = needed; }
@@ -2911,25 +2910,27 @@ static void ddp__fsdp_count(ddp_fsdp *f, int purpose, size_t size, int add) {
 
 static void ddp__memory_count(ddp_fsdp *f, const ddp__fsdp_allocation *a, int add) {
     size_t change = add ? a->size : 0 - a->size;
-    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, a->overhead, add);
+    if (a->kind == DDP__MEMORY_HOST) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, DDP_MALLOC_EXTRA, add);
     if (a->kind != DDP__MEMORY_FILE) ddp__fsdp_count(f, a->purpose, a->size, add);
     if (a->kind == DDP__MEMORY_FILE) f->memory.file_bytes += change;
     if (a->kind == DDP__MEMORY_GROUP) f->memory.group_bytes += change;
 }
 
-/* Zeroed host memory from the allocator of the desc or of the group. */
-static void *ddp__fsdp_host_alloc(ddp_fsdp *f, size_t size, void **raw, size_t *overhead) {
+/* Zeroed host memory from the allocator of the desc or of the group, which is asked for DDP_MALLOC_EXTRA bytes more.
+   The allocator's own pointer is stored in front of the memory. */
+static void *ddp__fsdp_host_alloc(ddp_fsdp *f, size_t size) {
     int own = f->desc.alloc_fn != NULL;
-    *overhead = own ? 64 : DDP_MALLOC_EXTRA;
-    *raw = own ? f->desc.alloc_fn(size + 64, f->desc.user) : ddp_host_alloc(f->group, size);
-    if (!*raw) ddp_fail_in(DDP_ERR_NO_MEMORY, "ddp_fsdp_create", f->group, "%zu bytes could not be allocated", size);
-    if (!*raw || !own) return *raw;
-    return memset((void *)(((uintptr_t)*raw + 63) / 64 * 64), 0, size);
+    void *raw = own ? f->desc.alloc_fn(size + DDP_MALLOC_EXTRA, f->desc.user) : ddp_host_alloc(f->group, size);
+    if (!raw) ddp_fail_in(DDP_ERR_NO_MEMORY, "ddp_fsdp_create", f->group, "%zu bytes could not be allocated", size);
+    if (!raw || !own) return raw;
+    void **memory = (void **)(((uintptr_t)raw + DDP_MALLOC_EXTRA) / 64 * 64);
+    memory[-1] = raw;
+    return memset((void *)memory, 0, size);
 }
 
-static void ddp__fsdp_host_free(ddp_fsdp *f, void *raw) {
-    if (f->desc.alloc_fn) f->desc.free_fn(raw, f->desc.user);
-    else ddp_host_free(f->group, raw);
+static void ddp__fsdp_host_free(ddp_fsdp *f, void *memory) {
+    if (f->desc.alloc_fn) f->desc.free_fn(((void **)memory)[-1], f->desc.user);
+    else ddp_host_free(f->group, memory);
 }
 
 /* Maps the next pages of the offload file. */
@@ -2953,7 +2954,7 @@ static ddp_result ddp__fsdp_map(ddp_fsdp *f, size_t size, void **out) {
 
 /* Zeroed memory, counted under its purpose until ddp__fsdp_free; NULL on failure. Group memory: collective. */
 static ddp_result ddp__fsdp_alloc(ddp_fsdp *f, int purpose, int kind, size_t size, void *out) {
-    ddp__fsdp_allocation a = {NULL, NULL, size ? size : 64, 0, purpose, kind};
+    ddp__fsdp_allocation a = {NULL, size ? size : 64, purpose, kind};
     ddp_result result = DDP_OK;
     if (a.kind == DDP__MEMORY_GROUP && ddp_world_size(f->group) == 1) a.kind = DDP__MEMORY_DEVICE;
     if (a.kind == DDP__MEMORY_DEVICE && f->device == ddp_device_cpu()) a.kind = DDP__MEMORY_HOST;
@@ -2962,7 +2963,7 @@ static ddp_result ddp__fsdp_alloc(ddp_fsdp *f, int purpose, int kind, size_t siz
     else if (a.kind == DDP__MEMORY_DEVICE) result = f->device->alloc(f->group, a.size, &a.memory);
     else if (a.kind == DDP__MEMORY_PINNED) result = f->device->alloc_pinned(f->group, a.size, &a.memory);
     else if (a.kind == DDP__MEMORY_FILE) result = ddp__fsdp_map(f, a.size, &a.memory);
-    else if (!(a.memory = ddp__fsdp_host_alloc(f, a.size, &a.raw, &a.overhead))) result = DDP_ERR_NO_MEMORY;
+    else if (!(a.memory = ddp__fsdp_host_alloc(f, a.size))) result = DDP_ERR_NO_MEMORY;
     if (result != DDP_OK) a.memory = NULL;
     memcpy(out, &a.memory, sizeof a.memory);
     ddp_error_save(&f->memory.error, result);
@@ -2986,7 +2987,7 @@ static void ddp__fsdp_free(ddp_fsdp *f, void *memory) {
     else if (a.kind == DDP__MEMORY_DEVICE) f->device->free(f->group, memory);
     else if (a.kind == DDP__MEMORY_FILE) munmap(memory, a.size);
     else if (a.kind == DDP__MEMORY_PINNED) f->device->free_pinned(memory);
-    else ddp__fsdp_host_free(f, a.raw);
+    else ddp__fsdp_host_free(f, memory);
 }
 
 /* A table in host memory. */
@@ -3263,7 +3264,7 @@ static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
 }
 
 /* Whether full parameters have memory of their own, without slots. */
-static int ddp__has_own_full(const ddp_fsdp *f) { return f->keeps_full || f->full_in_shard || f->desc.no_reshard_after_forward; }
+static int ddp__has_own_full(const ddp_fsdp *f) { return f->keeps_full || f->desc.no_reshard_after_forward; }
 
 static ddp__slot *ddp__slot_take(ddp__slot *slot, unsigned char **pointer) {
     slot->busy = 1;
@@ -3271,15 +3272,11 @@ static ddp__slot *ddp__slot_take(ddp__slot *slot, unsigned char **pointer) {
     return slot;
 }
 
-/* Memory for the full parameters of a unit. Allocates while the first step finds out how much is needed. */
-static ddp_result ddp__full_acquire(ddp_fsdp *f, ddp__unit *unit) {
+/* Makes slots for the full parameters of `count` units. */
+static ddp_result ddp__slots_grow(ddp_fsdp *f, int count) {
     ddp__unshard *u = &f->unshard;
-    int i = 0;
-    if (ddp__has_own_full(f)) return DDP_OK;
-    while (i < u->slot_count && u->slots[i].busy) i++;
-    if (i == u->slot_count) DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, u->slot_bytes, &u->slots[i].memory));
-    if (i == u->slot_count) u->slot_count++;
-    unit->full_slot = ddp__slot_take(&u->slots[i], &unit->full);
+    for (; u->slot_count < count; u->slot_count++)
+        DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, u->slot_bytes, &u->slots[u->slot_count].memory));
     return DDP_OK;
 }
 
@@ -3297,6 +3294,22 @@ static ddp_result ddp__full_release(ddp__unit *unit, ddp_result result) {
     unit->unsharded = 0;
     ddp__slot_release(&unit->full_slot, &unit->full);
     return result;
+}
+
+/* Starts to fill the full parameters of a unit. With work NULL they are complete on return. Allocates a slot while the
+   first step finds out how many are needed. */
+static ddp_result ddp__unshard_start(ddp_fsdp *f, ddp__unit *unit, ddp_work *work) {
+    const ddp__unshard *u = &f->unshard;
+    if (!ddp__has_own_full(f)) {
+        int i = 0;
+        while (i < u->slot_count && u->slots[i].busy) i++;
+        DDP_TRY(ddp__slots_grow(f, i + 1));
+        unit->full_slot = ddp__slot_take(&u->slots[i], &unit->full);
+    }
+    unit->unsharded = 1;
+    ddp_result result = f->peer_memory && !work ? ddp__unshard_task(f->group, unit)
+                                                : ddp_group_enqueue(f->group, ddp__unshard_task, unit, work);
+    return result == DDP_OK ? DDP_OK : ddp__full_release(unit, result);
 }
 
 /* Waits for the unit's prefetch, if it has one. */
@@ -3330,8 +3343,7 @@ static int ddp__slots_wanted(const ddp_fsdp *f, int in_use) {
 static ddp_result ddp__slots_complete(ddp_fsdp *f) {
     ddp__unshard *u = &f->unshard;
     if (u->slots_ready || ddp__has_own_full(f) || u->position == 0) return DDP_OK;
-    for (; u->slot_count < ddp__slots_wanted(f, u->max_in_use); u->slot_count++)
-        DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, u->slot_bytes, &u->slots[u->slot_count].memory));
+    DDP_TRY(ddp__slots_grow(f, ddp__slots_wanted(f, u->max_in_use)));
     u->slots_ready = 1;
     return DDP_OK;
 }
@@ -3347,13 +3359,10 @@ static ddp_result ddp__prefetch(ddp_fsdp *f) {
     }
     for (int i = u->position; u->follows && !f->no_grad && i < u->position + f->desc.prefetch && i < u->order_count; i++) {
         ddp__unit *unit = &f->units[u->order[i]];
-        if (unit->unsharded || f->full_in_shard) continue;
+        if (unit->unsharded) continue;
         bytes += ddp__has_own_full(f) ? unit->full_bytes : u->slot_bytes;
         if (f->desc.max_gathered_bytes && !f->keeps_full && bytes > f->desc.max_gathered_bytes) break;
-        DDP_TRY(ddp__full_acquire(f, unit));
-        ddp_result result = ddp_group_enqueue(f->group, ddp__unshard_task, unit, &unit->unshard_work);
-        if (result != DDP_OK) return ddp__full_release(unit, result);
-        unit->unsharded = 1;
+        DDP_TRY(ddp__unshard_start(f, unit, &unit->unshard_work));
     }
     return DDP_OK;
 }
@@ -3810,9 +3819,11 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
     DDP__FSDP_NEED(!fsdp->divisor, "this step's tokens are known already; call it once");
     DDP_TRY(ddp__reduce_wait_all(fsdp)); /* which may use replicas */
     ddp_mean all = *loss;
-    ddp_result result = ddp_mean_reduce(fsdp->group, &all);
-    if (result == DDP_ERR_INVALID) all.count = -1; /* replicas receive it too */
-    if (fsdp->desc.replicas && (result == DDP_OK || result == DDP_ERR_INVALID)) result = ddp_mean_reduce(fsdp->desc.replicas, &all);
+    ddp_result result = DDP_OK;
+    for (int i = 0; i < 2 && (result == DDP_OK || result == DDP_ERR_INVALID); i++) {
+        if (fsdp->groups[i]) result = ddp_mean_reduce(fsdp->groups[i], &all);
+        if (result == DDP_ERR_INVALID) all.count = -1; /* replicas receive it too */
+    }
     if (result == DDP_ERR_INVALID)
         return ddp__fsdp_bad(__func__, fsdp->group, "a rank's count is negative, here it is %lld; counts of tokens add up", (long long)loss->count);
     DDP_TRY(result);
@@ -3867,11 +3878,10 @@ static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
 static ddp_result ddp__shards_barrier(const ddp_fsdp *f) { return f->world_size > 1 && f->peer_memory ? ddp_barrier(f->group) : DDP_OK; }
 
 /* Points value.data and grad.data of the unit's parameters to full tensors, or to NULL. */
-static void ddp__unit_point(const ddp_fsdp *f, const ddp__unit *unit, int values, int grads) {
+static void ddp__unit_point(const ddp__unit *unit, int values, int grads) {
     for (const ddp__shard *s = unit->shards; s < unit->end; s++) {
         const ddp__shard *from = s->shares_full ? s->source : s;
         unsigned char *full = from->unit->full ? from->unit->full + from->full_at : NULL;
-        if (f->full_in_shard) full = s->source->value;
         s->entry->param.value.data = values ? full : NULL;
         s->entry->param.grad.data = grads && s->trained && unit->grads ? unit->grads + s->part[DDP__GRADS].at : NULL;
     }
@@ -3883,7 +3893,7 @@ static void ddp__fsdp_begin(ddp_fsdp *f) {
     for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
         unit->reduced = unit->depth = 0;
         ddp__grads_detach(unit);
-        ddp__unit_point(f, unit, f->keeps_full || unit->in_use, !f->reduces_each);
+        ddp__unit_point(unit, f->desc.strategy != DDP_FSDP_FULL_SHARD || unit->in_use, !f->reduces_each);
     }
     if (f->finished) u->order_count = u->position;
     else if (!u->follows) u->order_count = 0; /* the order of a step that starts again, or of a load, does not count */
@@ -4156,8 +4166,7 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
     if (f->world_size == 1 && ddp_world_size(group) > 1) f->copies[f->copy_count++] = group;
     if (d->replicas && ddp_world_size(d->replicas) > 1) f->copies[f->copy_count++] = d->replicas;
     f->divisor = d->per_token ? 0 : (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group) * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
-    f->keeps_full = d->strategy != DDP_FSDP_FULL_SHARD;
-    f->full_in_shard = !f->keeps_full && f->world_size == 1 && f->device != ddp_device_cpu();
+    f->keeps_full = d->strategy != DDP_FSDP_FULL_SHARD || (f->world_size == 1 && f->device != ddp_device_cpu());
     f->reduces_each = d->strategy == DDP_FSDP_FULL_SHARD || d->strategy == DDP_FSDP_SHARD_GRAD;
     return DDP_OK;
 }
@@ -4172,13 +4181,13 @@ static int ddp__fsdp_levels(const ddp_fsdp *f) {
 
 /* The object, with the list of its allocations behind it. */
 static ddp_fsdp *ddp__fsdp_new(ddp_fsdp *resolved) {
-    size_t overhead, allocations = (size_t)resolved->unit_count * (size_t)(ddp__fsdp_levels(resolved) + 9) + 32;
+    size_t allocations = (size_t)resolved->unit_count * (size_t)(ddp__fsdp_levels(resolved) + 9) + 32;
     size_t own = ddp_round_up(sizeof *resolved, 64), size = own + allocations * sizeof(ddp__fsdp_allocation);
-    ddp_fsdp *f = (ddp_fsdp *)ddp__fsdp_host_alloc(resolved, size, &resolved->own_raw, &overhead);
+    ddp_fsdp *f = (ddp_fsdp *)ddp__fsdp_host_alloc(resolved, size);
     if (!f) return NULL;
     *f = *resolved;
     f->memory.allocations = (ddp__fsdp_allocation *)(void *)((unsigned char *)f + own);
-    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, size + overhead, 1);
+    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, size + DDP_MALLOC_EXTRA, 1);
     return f;
 }
 
@@ -4271,9 +4280,9 @@ static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_res
 static void ddp__unit_alloc(ddp_fsdp *f, ddp__unit *unit) {
     int levels = ddp__fsdp_levels(f), shared = f->world_size > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
     int adds_copies = f->world_size == 1 && f->copy_count && unit->converts && unit->layout == DDP__GRADS;
-    if (unit->full_bytes && ddp__has_own_full(f) && !f->full_in_shard)
+    if (ddp__has_own_full(f))
         (void)ddp__fsdp_alloc(f, f->keeps_full ? DDP__OF_SHARDS : DDP__OF_GATHERED, f->keeps_full ? shared : DDP__MEMORY_DEVICE, unit->full_bytes, &unit->full);
-    if (!f->keeps_full && unit->shard_bytes)
+    if (!f->keeps_full)
         (void)ddp__fsdp_alloc(f, f->desc.quantize_gather ? DDP__OF_COMMUNICATION : DDP__OF_SHARDS, shared, unit->shard_bytes, &unit->shard);
     if (!f->reduces_each && unit->trained) (void)ddp__fsdp_alloc(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes[DDP__GRADS], &unit->grads);
     if (unit->master_bytes) (void)ddp__fsdp_alloc(f, DDP__OF_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes, &unit->master);
@@ -4312,7 +4321,7 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
     for (const ddp__unit *unit = f->units; unit < f->units_end; unit++) {
         size_t reduce_bytes = 0;
         for (int d = 0; d <= DDP_U64; d++) reduce_bytes += ddp_round_up(unit->reduce_count[d] * ddp_dtype_size((ddp_dtype)d), 64);
-        ddp__size_at_least(&f->unshard.slot_bytes, f->full_in_shard ? 0 : unit->full_bytes);
+        ddp__size_at_least(&f->unshard.slot_bytes, unit->full_bytes);
         ddp__size_at_least(&reduce->slot_bytes, unit->grad_bytes[DDP__GRADS]);
         if (unit->layout == DDP__CASTED) ddp__size_at_least(&reduce->cast_bytes, unit->grad_bytes[DDP__CASTED]);
         for (const ddp__shard *s = unit->shards; s < unit->end && world > 1 && f->peer_memory; s++)
@@ -4501,7 +4510,6 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
 
 static void ddp__fsdp_delete(ddp_fsdp *f, int created) {
     ddp__offload *o = &f->offload;
-    ddp_fsdp last;
     if (f->saver.has_thread) pthread_join(f->saver.thread, NULL);
     ddp_group_destroy(f->saver.own);
     for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
@@ -4524,8 +4532,8 @@ static void ddp__fsdp_delete(ddp_fsdp *f, int created) {
     if (f->memory.file >= 0) close(f->memory.file);
     if (f->reduce.event) f->device->event_destroy(f->group, f->reduce.event);
     ddp_group_destroy(o->host);
-    last = *f; /* for the call that frees it */
-    ddp__fsdp_host_free(&last, last.own_raw);
+    ddp_fsdp last = *f; /* for the call that frees it */
+    ddp__fsdp_host_free(&last, f);
 }
 
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc) {
@@ -4580,7 +4588,7 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
         if (!s->in_place && levels == 0) bytes[DDP__OF_GRADIENTS] += master;
     }
     if (!ddp__has_own_full(f)) bytes[DDP__OF_GATHERED] += (double)ddp__slots_wanted(f, 1) * (double)f->unshard.slot_bytes;
-    else if (!f->keeps_full && !f->full_in_shard) bytes[DDP__OF_GATHERED] += all_full;
+    else if (!f->keeps_full) bytes[DDP__OF_GATHERED] += all_full;
     if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += (double)window * (double)f->reduce.slot_bytes;
     bytes[DDP__OF_GRADIENTS] += (double)f->offload.sums_bytes;
     bytes[DDP__OF_COMMUNICATION] += (double)(f->reduce.cast_bytes + f->reduce.tile_bytes + f->offload.rows_bytes + f->send_bytes + f->recv_bytes);
@@ -4678,31 +4686,30 @@ static void ddp__call_hash(ddp_fsdp *f, int what, int unit) {
     f->call_hash = ddp_hash(f->call_hash, &call, sizeof call);
 }
 
+/* Full parameters of a unit, including those that it shares with other units, and memory for its gradients. */
+static ddp_result ddp__unit_unshard(ddp_fsdp *f, ddp__unit *unit) {
+    if (!f->no_grad) DDP_TRY(ddp__order_record(f, unit->index));
+    DDP_TRY(ddp__make_room(f, unit));
+    for (ddp__shard *s = f->keeps_full ? unit->shards : unit->end; s <= unit->end; s++) {
+        ddp__unit *needed = s < unit->end ? s->source->unit : unit;
+        DDP_TRY(ddp__unshard_wait(f, needed));
+        if (!needed->unsharded) DDP_TRY(ddp__unshard_start(f, needed, NULL));
+    }
+    if (!unit->in_use && ++f->unshard.in_use > f->unshard.max_in_use) f->unshard.max_in_use = f->unshard.in_use;
+    unit->in_use = 1;
+    DDP_TRY(ddp__grads_attach(f, unit));
+    return ddp__prefetch(f);
+}
+
 DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
     DDP_PUBLIC_CALL(ddp_fsdp_unshard);
     DDP__UNIT_NEED(fsdp, unit);
     ddp__unit *own = &fsdp->units[unit];
     DDP_TRY(ddp__fsdp_enter(fsdp->group));
     ddp__call_hash(fsdp, 0, unit);
-    ddp_result result = fsdp->no_grad ? DDP_OK : ddp__order_record(fsdp, unit);
-    if (result == DDP_OK) result = ddp__make_room(fsdp, own);
-    for (ddp__shard *s = fsdp->keeps_full ? own->shards : own->end; s <= own->end && result == DDP_OK; s++) {
-        ddp__unit *needed = s < own->end ? s->source->unit : own; /* full values that it shares, then its own */
-        result = ddp__unshard_wait(fsdp, needed);
-        if (needed->unsharded || result != DDP_OK) continue;
-        result = ddp__full_acquire(fsdp, needed);
-        if (result == DDP_OK && fsdp->peer_memory && !fsdp->full_in_shard) result = ddp__unshard_task(fsdp->group, needed);
-        else if (result == DDP_OK && !fsdp->peer_memory) result = ddp_group_enqueue(fsdp->group, ddp__unshard_task, needed, NULL);
-        needed->unsharded = 1;
-        if (result != DDP_OK) ddp__full_release(needed, result);
-    }
+    ddp_result result = ddp__unit_unshard(fsdp, own);
     if (result != DDP_OK) return ddp__unit_failed(own, result, __func__);
-    if (!own->in_use && ++fsdp->unshard.in_use > fsdp->unshard.max_in_use) fsdp->unshard.max_in_use = fsdp->unshard.in_use;
-    own->in_use = 1;
-    result = ddp__grads_attach(fsdp, own);
-    if (result == DDP_OK) result = ddp__prefetch(fsdp);
-    if (result != DDP_OK) return ddp__unit_failed(own, result, __func__);
-    ddp__unit_point(fsdp, own, 1, own->attached);
+    ddp__unit_point(own, 1, own->attached);
     return ddp_device_check(fsdp->group);
 }
 
@@ -4714,7 +4721,7 @@ DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit) {
     own->in_use = 0;
     fsdp->unshard.in_use--;
     if (own->attached) ddp__grads_detach(own);
-    ddp__unit_point(fsdp, own, fsdp->keeps_full, !fsdp->reduces_each);
+    ddp__unit_point(own, fsdp->desc.strategy != DDP_FSDP_FULL_SHARD, !fsdp->reduces_each);
     if (fsdp->keeps_full || ddp__is_next(fsdp, unit, fsdp->desc.prefetch)) return DDP_OK;
     if (fsdp->desc.no_reshard_after_forward && !fsdp->no_grad && own->trained && own->reduced < fsdp->desc.micro_batch_count) return DDP_OK;
     return ddp__unit_reshard(fsdp, own);
@@ -4740,9 +4747,9 @@ DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit) {
         own->reducing_slot->reducing = own;
         own->grad_slot = NULL;
         own->grads = NULL;
-        ddp__unit_point(fsdp, own, 1, 0);
+        ddp__unit_point(own, 1, 0);
     }
-    result = fsdp->reduce.progress ? ddp__fsdp_failed(fsdp, ddp__reduce_issue(fsdp, own))
+    result = fsdp->reduce.progress ? ddp__reduce_issue(fsdp, own)
                                    : ddp_group_enqueue(fsdp->group, ddp__reduce_task, own, &own->reduce_work);
     return result == DDP_OK ? DDP_OK : ddp__unit_failed(own, result, __func__);
 }
