@@ -4123,8 +4123,9 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
      3. values     first values and optimizer are there
    A failure of one rank is therefore an error of every rank, and the groups stay usable. */
 
+#define DDP__CREATE_BAD(group, ...) ddp__fsdp_bad("ddp_fsdp_create", group, __VA_ARGS__)
+
 static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc) {
-    const char *who = "ddp_fsdp_create";
     ddp_group *group = f->group;
     ddp_fsdp_desc *d = &f->desc;
     *d = *desc;
@@ -4145,10 +4146,10 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
         {d->prefetch < -1, "prefetch=%d; pass how many units, 0 for one or -1 for none", d->prefetch},
         {d->keep_checkpoints < 0, "keep_checkpoints=%d is negative", d->keep_checkpoints}};
     for (size_t i = 0; i < sizeof checks / sizeof checks[0]; i++)
-        if (checks[i].wrong) return ddp__fsdp_bad(who, group, checks[i].text, checks[i].value);
+        if (checks[i].wrong) return DDP__CREATE_BAD(group, checks[i].text, checks[i].value);
     for (int u = 0; u < d->unit_count; u++) {
         const ddp_fsdp_unit_desc *unit = &d->units[u];
-        if (!unit->params || unit->param_count < 1) return ddp__fsdp_bad(who, group, "unit %d (%s) has no parameters", u, unit->name ? unit->name : "no name");
+        if (!unit->params || unit->param_count < 1) return DDP__CREATE_BAD(group, "unit %d (%s) has no parameters", u, unit->name ? unit->name : "no name");
         f->shard_count += unit->param_count;
     }
     if (!d->micro_batch_count) d->micro_batch_count = 1;
@@ -4256,8 +4257,6 @@ static uint64_t ddp__fsdp_entry(const ddp_fsdp *f, int i, char *text) {
 /* All ranks of a group create the same, or all fail. own: this rank's result so far. After a mismatch they go through
    the entries together, up to the first one that differs. */
 static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_result own) {
-    const ddp_saved_error mine = ddp__fsdp_error(own);
-    const char *who = "ddp_fsdp_create";
     char text[DDP__ENTRY_TEXT] = "";
     uint64_t all = DDP_HASH_SEED, hash = 0;
     int entries = DDP__FSDP_OPTIONS + f->shard_count;
@@ -4265,10 +4264,10 @@ static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_res
         hash = ddp__fsdp_entry(f, i, text);
         all = ddp_hash(all, &hash, sizeof hash);
     }
-    ddp_result result = ddp_agree(group, who, ddp_error_restore(&mine), all, "");
-    for (int i = 0; i < entries && result == DDP_ERR_MISMATCH; i++) {
+    ddp_result result = ddp_agree(group, "ddp_fsdp_create", own, all, "");
+    for (int i = 0; i < entries && result == DDP_ERR_MISMATCH; i++) { /* or what a rank has brought along: ends with the first entry */
         if (own == DDP_OK) hash = ddp__fsdp_entry(f, i, text);
-        ddp_result entry = ddp_agree(group, who, ddp_error_restore(&mine), hash, text);
+        ddp_result entry = ddp_agree(group, "ddp_fsdp_create", own == DDP_OK ? DDP_OK : result, hash, text);
         if (entry == DDP_OK) continue;
         for (int g = 1; g < 3 && i < 2 && group == f->group; g++) /* a rank lacks this group: none waits there for it */
             if (f->groups[g]) ddp_group_poison(f->groups[g], entry, ddp_last_error());
@@ -4480,16 +4479,15 @@ static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
 
 /* Agreements 2 and 3. */
 static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
-    const char *who = "ddp_fsdp_create";
     ddp_saved_error *error = &f->memory.error;
     ddp_error_save(error, ddp__fsdp_enter(f->group));
     ddp__fsdp_alloc_all(f);
-    DDP_TRY(ddp_agree_groups(f->groups, 3, who, ddp_error_restore(error), 0, ""));
+    DDP_TRY(ddp_agree_groups(f->groups, 3, "ddp_fsdp_create", ddp_error_restore(error), 0, ""));
     for (ddp__unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_place(f, unit);
     ddp_error_save(error, ddp__fsdp_fill(f));
     if (error->result == DDP_OK) ddp_error_save(error, ddp__fsdp_create_optimizer(f));
     if (error->result == DDP_OK) ddp_error_save(error, ddp__fsdp_publish(f, 0));
-    DDP_TRY(ddp_agree_groups(f->groups, 3, who, ddp_error_restore(error), 0, ""));
+    DDP_TRY(ddp_agree_groups(f->groups, 3, "ddp_fsdp_create", ddp_error_restore(error), 0, ""));
     DDP_TRY(ddp__shards_barrier(f));
     for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
         ddp_param *p = &s->entry->param;
@@ -4653,12 +4651,11 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
         size_t bytes = 0;
         if (by_name && ddp__wrap_first(params, i, desc) != i) continue; /* it is in the unit of an earlier one */
         for (int k = i; k < param_count && (by_name || bytes < max_bytes); k++) {
-            int64_t elements = ddp_tensor_count(&params[k].value);
             if (by_name && ddp__wrap_first(params, k, desc) != i) continue;
             memset(&first[count], 0, sizeof *first);
             first[count].param = params[k];
             first[count++].index = k;
-            bytes += (size_t)(elements > 0 ? elements : 0) * ddp_dtype_size(params[k].value.dtype);
+            bytes += ddp_tensor_bytes(&params[k].value);
             if (!by_name) next = k + 1;
         }
         if (units < cap) {
