@@ -1095,10 +1095,9 @@ static int ddp__tensor_in_blocks(const int64_t *shape, int dim) { return ddp__te
 
 /* Elements of rank's block of a tensor cut along dim. */
 static int64_t ddp__tensor_block(int ndim, const int64_t *shape, int dim, int rank, int world) {
-    int64_t begin, length, rest = 1;
-    length = ddp__tensor_cut(shape[dim], rank, world, &begin);
-    for (int i = 0; i < ndim; i++) if (i != dim) rest *= shape[i];
-    return rest * length;
+    int64_t count = ddp__tensor_cut(shape[dim], rank, world, NULL);
+    for (int i = 0; i < ndim; i++) if (i != dim) count *= shape[i];
+    return count;
 }
 
 /* Between a tensor and the row of its blocks. Only the last one that is not empty may be shorter than those before it: blocks that are filled up
@@ -1116,12 +1115,18 @@ static ddp_result ddp__tensor_blocks(const ddp__tensor_move *m, int packs, const
     return DDP_OK;
 }
 
-/* Both sides of a shape that is not what the placement says. */
-static ddp_result ddp__tensor_move_fits(const ddp__tensor_move *m, const char *name, const int64_t *shape, ddp_placement placement) {
-    ddp__tensor_text a, b, c;
+/* This rank's part of the global tensor. */
+static ddp_tensor_box ddp__tensor_part(const ddp__tensor_move *m, ddp_placement placement) {
     ddp_tensor_box box;
     ddp__tensor_box_whole(&box, m->ndim, m->global);
     ddp__tensor_box_cut(&box, placement, m->rank, m->world);
+    return box;
+}
+
+/* An error with both shapes, unless `shape` is what the placement says. */
+static ddp_result ddp__tensor_move_fits(const ddp__tensor_move *m, const char *name, const int64_t *shape, ddp_placement placement) {
+    ddp__tensor_text a, b, c;
+    const ddp_tensor_box box = ddp__tensor_part(m, placement);
     if (ddp__tensor_equal(m->ndim, box.shape, shape)) return DDP_OK;
     return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group, "%s is %s, but %s of %s on rank %d of %d is %s", name,
                             ddp__tensor_shape(m->ndim, shape, &a), ddp_placement_name(placement), ddp__tensor_shape(m->ndim, m->global, &b), m->rank,
@@ -1176,11 +1181,12 @@ static void ddp__tensor_move_start(ddp__tensor_move *m, const char *who, ddp_gro
     m->talks = m->world > 1 && from != to && from != DDP_REPLICATE && to != DDP_PARTIAL;
 }
 
-static void ddp__tensor_move_global(ddp__tensor_move *m, ddp_dtype dtype, int ndim, const int64_t *shape) {
-    m->dtype = dtype;
-    m->size = ddp_dtype_size(dtype);
-    m->ndim = ndim;
-    memcpy(m->global, shape, (size_t)ndim * sizeof *shape);
+/* The global tensor has t's dtype and ndim. */
+static void ddp__tensor_move_global(ddp__tensor_move *m, const ddp_tensor *t, const int64_t *shape) {
+    m->dtype = t->dtype;
+    m->size = ddp_dtype_size(t->dtype);
+    m->ndim = t->ndim;
+    memcpy(m->global, shape, (size_t)t->ndim * sizeof *shape);
 }
 
 /* global NULL: follows from in and out. */
@@ -1198,7 +1204,7 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
     DDP_TRY(ddp__tensor_alike(who, group, in, &t));
     DDP_TRY(ddp__tensor_placement_check(who, group, from, in->ndim, in->shape));
     DDP_TRY(ddp__tensor_placement_check(who, group, to, in->ndim, in->shape));
-    ddp__tensor_move_global(m, in->dtype, in->ndim, global ? global : in->shape);
+    ddp__tensor_move_global(m, in, global ? global : in->shape);
     memcpy(m->in_shape, in->shape, sizeof m->in_shape);
     memcpy(m->out_shape, t.shape, sizeof m->out_shape);
     if (a >= 0 && from != to && !global) m->global[a] = t.shape[a];
@@ -1228,15 +1234,13 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
 static ddp_result ddp__tensor_move_local(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out) {
     const ddp_device *device = ddp__tensor_device(m->group);
     size_t out_bytes = (size_t)ddp__tensor_room(out);
-    ddp_tensor_box box;
     if (m->from == m->to || m->world == 1 || (m->from == DDP_REPLICATE && m->to == DDP_PARTIAL && m->rank == 0)) {
         if (out_bytes && in->data != out->data) device->copy(out->data, in->data, out_bytes);
         return DDP_OK;
     }
     if (m->to == DDP_PARTIAL && out_bytes) device->fill_zero(out->data, out_bytes);
     if (m->from == DDP_REPLICATE && m->to == DDP_PARTIAL) return DDP_OK;
-    ddp__tensor_box_whole(&box, m->ndim, m->global);
-    ddp__tensor_box_cut(&box, m->from == DDP_REPLICATE ? m->to : m->from, m->rank, m->world);
+    const ddp_tensor_box box = ddp__tensor_part(m, m->from == DDP_REPLICATE ? m->to : m->from);
     return ddp__tensor_box(m->group, m->size, m->ndim, box.shape, in->data, in->shape, m->from == DDP_REPLICATE ? box.offset : NULL, out->data,
                            out->shape, m->from == DDP_REPLICATE ? NULL : box.offset);
 }
@@ -1335,15 +1339,12 @@ DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in
 
 DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to, ddp_tensor *out) {
     ddp__tensor_move m;
-    ddp_tensor_box box;
     ddp_tensor t;
     DDP_TRY(ddp__tensor_check(__func__, group, "whole", whole, 1));
     DDP_TRY(ddp__tensor_placement_check(__func__, group, to, whole->ndim, whole->shape));
     ddp__tensor_move_start(&m, __func__, group, DDP_REPLICATE, to);
-    ddp__tensor_move_global(&m, whole->dtype, whole->ndim, whole->shape);
-    ddp__tensor_box_whole(&box, m.ndim, m.global);
-    ddp__tensor_box_cut(&box, to, m.rank, m.world);
-    DDP_TRY(ddp__tensor_take(__func__, group, out, whole->dtype, 0, m.ndim, box.shape, &t));
+    ddp__tensor_move_global(&m, whole, whole->shape);
+    DDP_TRY(ddp__tensor_take(__func__, group, out, whole->dtype, 0, m.ndim, ddp__tensor_part(&m, to).shape, &t));
     if (ddp__tensor_overlap(whole, &t)) return DDP__TENSOR_BAD(group, "whole and out overlap");
     return ddp__tensor_put(group, out, &t, ddp__tensor_move_local(&m, whole, &t));
 }
@@ -1410,35 +1411,24 @@ static ddp_result ddp__tensor_root_run(ddp__tensor_move *m, int root, int gather
 
 DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root, ddp_placement to, ddp_tensor *out) {
     DDP_PUBLIC_CALL(ddp_tensor_distribute);
-    int64_t described[2 + DDP_MAX_NDIM]; /* dtype, ndim, shape: those of root */
     ddp_result result = DDP_OK;
     char what[32];
     ddp__tensor_move m;
-    ddp_tensor_box box;
-    ddp_tensor t = DDP_ZERO, source = DDP_ZERO;
+    ddp_tensor t = DDP_ZERO, source = DDP_ZERO; /* source: root's whole tensor; dtype, ndim and shape on every rank */
     if (!group) return DDP__TENSOR_BAD(NULL, "group is NULL");
     if (root < 0 || root >= ddp_world_size(group)) return DDP__TENSOR_BAD(group, "root=%d; ranks are 0 to %d", root, ddp_world_size(group) - 1);
-    memset(described, 0, sizeof described);
-    if (ddp_rank(group) == root) result = ddp__tensor_check(__func__, group, "whole", whole, 1);
-    if (ddp_rank(group) == root && result == DDP_OK) {
+    ddp__tensor_move_start(&m, __func__, group, DDP_REPLICATE, to);
+    if (m.rank == root) result = ddp__tensor_check(__func__, group, "whole", whole, 1);
+    if (m.rank == root && result == DDP_OK) {
         result = ddp__tensor_placement_check(__func__, group, to, whole->ndim, whole->shape);
         source = *whole;
-        described[0] = source.dtype;
-        described[1] = source.ndim;
-        memcpy(described + 2, source.shape, sizeof source.shape);
     }
     snprintf(what, sizeof what, "root=%d", root);
     DDP_TRY(ddp_agree(group, __func__, result, (uint64_t)root, what));
-    DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, described, described, 2 + DDP_MAX_NDIM, DDP_I64, DDP_OP_SUM,
-                                root));
-    ddp__tensor_move_start(&m, __func__, group, DDP_REPLICATE, to);
-    ddp__tensor_move_global(&m, (ddp_dtype)described[0], (int)described[1], described + 2);
+    DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, &source, &source, sizeof source, DDP_U8, DDP_OP_SUM, root));
+    ddp__tensor_move_global(&m, &source, source.shape);
     result = ddp__tensor_placement_check(__func__, group, to, m.ndim, m.global);
-    if (result == DDP_OK) {
-        ddp__tensor_box_whole(&box, m.ndim, m.global);
-        ddp__tensor_box_cut(&box, to, m.rank, m.world);
-        result = ddp__tensor_take(__func__, group, out, m.dtype, 0, m.ndim, box.shape, &t);
-    }
+    if (result == DDP_OK) result = ddp__tensor_take(__func__, group, out, m.dtype, 0, m.ndim, ddp__tensor_part(&m, to).shape, &t);
     if (result == DDP_OK && m.rank == root && ddp__tensor_overlap(&source, &t) && (to > 0 || source.data != t.data))
         result = DDP__TENSOR_BAD(group, "whole and out overlap");
     result = ddp__tensor_root_run(&m, root, 0, &source, &t, result);
@@ -1456,7 +1446,7 @@ static ddp_result ddp__tensor_gather_check(ddp__tensor_move *m, const char *who,
     if (in->ndim) memcpy(t.shape, global_shape, (size_t)in->ndim * sizeof *global_shape);
     DDP_TRY(ddp__tensor_check(who, group, "the global tensor", &t, 0));
     DDP_TRY(ddp__tensor_placement_check(who, group, from, t.ndim, t.shape));
-    ddp__tensor_move_global(m, t.dtype, t.ndim, t.shape);
+    ddp__tensor_move_global(m, &t, t.shape);
     DDP_TRY(ddp__tensor_move_fits(m, "in", in->shape, from));
     if (m->rank != root) return DDP_OK;
     DDP_TRY(ddp__tensor_take(who, group, out, m->dtype, 0, m->ndim, m->global, whole));
@@ -1555,27 +1545,25 @@ static ddp_result ddp__tensor_layouts_check(const char *who, const ddp_tensor_la
 static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, int step, const ddp_tensor *now, ddp_tensor *next, int runs,
                                          ddp_tensor_plan *plan, size_t *most_sent, ddp_result result) {
     int axis = r->step[step].axis;
-    ddp_group *group = r->layout->axes[axis];
+    ddp_group *group = r->layout->axes[axis], *first = r->layout->axes[0];
     ddp__tensor_move m;
     ddp_tensor_box around, box;
     size_t bytes;
     ddp__tensor_layout_cut(r->layout, r->now, axis, &around);
     r->now[axis] = r->step[step].to;
     ddp__tensor_layout_cut(r->layout, r->now, -1, &box);
-    ddp__tensor_move_start(&m, who, group, r->step[step].from, r->step[step].to);
-    if (result != DDP_OK) return ddp__tensor_move_run(&m, NULL, NULL, result);
-    next->dtype = now->dtype;
-    next->ndim = now->ndim;
     memcpy(next->shape, box.shape, sizeof next->shape);
-    result = ddp__tensor_move_make(&m, who, group, now, m.from, m.to, next, around.shape, runs);
-    if (result != DDP_OK) return runs ? ddp__tensor_move_run(&m, NULL, NULL, result) : result;
-    bytes = m.plan.workspace_bytes + (step ? (size_t)ddp__tensor_room(now) : 0) + (step + 1 < r->count ? (size_t)ddp__tensor_room(next) : 0);
-    plan->sent_bytes += m.plan.sent_bytes;
-    if (bytes > plan->workspace_bytes) plan->workspace_bytes = bytes;
-    if (m.plan.sent_bytes > *most_sent || strcmp(plan->collective, "none") == 0) plan->collective = m.plan.collective;
-    if (m.plan.sent_bytes > *most_sent) *most_sent = m.plan.sent_bytes;
-    if (!runs) return DDP_OK;
-    if (!next->data) result = ddp__tensor_device(ddp__tensor_layout_group(r->layout))->alloc(ddp__tensor_layout_group(r->layout), (size_t)ddp__tensor_room(next), &next->data);
+    ddp__tensor_move_start(&m, who, group, r->step[step].from, r->step[step].to);
+    if (result == DDP_OK) result = ddp__tensor_move_make(&m, who, group, now, m.from, m.to, next, around.shape, runs);
+    if (result == DDP_OK) {
+        bytes = m.plan.workspace_bytes + (step ? (size_t)ddp__tensor_room(now) : 0) + (step + 1 < r->count ? (size_t)ddp__tensor_room(next) : 0);
+        plan->sent_bytes += m.plan.sent_bytes;
+        if (bytes > plan->workspace_bytes) plan->workspace_bytes = bytes;
+        if (m.plan.sent_bytes > *most_sent || strcmp(plan->collective, "none") == 0) plan->collective = m.plan.collective;
+        if (m.plan.sent_bytes > *most_sent) *most_sent = m.plan.sent_bytes;
+    }
+    if (!runs) return result;
+    if (result == DDP_OK && !next->data) result = ddp__tensor_device(first)->alloc(first, (size_t)ddp__tensor_room(next), &next->data);
     if (result == DDP_OK) result = ddp_device_begin(group);
     return ddp__tensor_move_run(&m, now, next, result);
 }
@@ -1613,8 +1601,8 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
     if (result == DDP_OK) now = *in;
     else memset(&now, 0, sizeof now);
     for (int i = 0; i < r.count; i++, now = next) {
-        memset(&next, 0, sizeof next);
-        if (i + 1 == r.count) next = t;
+        next = now;
+        next.data = i + 1 == r.count ? t.data : NULL;
         result = ddp__tensor_route_step(&r, __func__, i, &now, &next, out != NULL, &found, &most_sent, result);
         if (result != DDP_OK && next.data != t.data) {
             ddp__tensor_device(group)->free(group, next.data);
@@ -2479,36 +2467,25 @@ static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_produ
     return DDP_OK;
 }
 
-/* The product, summed over the ranks; rows of it go back to the ranks: own (own_rows, out_row). pieces: room for all of it. Pending on return. */
-static ddp_result ddp__linear_scattered(const ddp_tp_linear *l, const ddp__linear_product *p, void *own, int64_t own_rows, void *pieces,
-                                        ddp__tp_pending *pending) {
+/* The product of all rows, summed over the ranks, chunk by chunk. Each rank receives all rows of p->out; or its own,
+   where activations are cut by rows. Then pieces has memory for all rows: of each chunk, those of rank 0, rank 1, ...
+   Pending on return. */
+static ddp_result ddp__linear_reduced(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t rows, void *pieces,
+                                      ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
-    int chunks = tp->desc.chunk_count;
+    int chunks = tp->world_size == 1 ? 1 : tp->desc.chunk_count, shares = ddp__tp_cuts_rows(tp) ? tp->world_size : 1;
     for (int i = 0; i < chunks; i++) {
-        int64_t first, rows = ddp__tensor_cut(own_rows, i, chunks, &first), at = first * tp->world_size;
-        ddp_work *work = NULL;
-        if (!rows) break;
-        for (int64_t r = 0; r < tp->world_size; r++)
-            DDP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_at(tp, pieces, (at + r * rows) * p->out_row)));
-        if (chunks > 1) DDP_TRY(ddp__tp_next_work(tp, pending, &work));
-        DDP_TRY(ddp__tp_reduce_scatter(tp, ddp__tp_at(tp, pieces, at * p->out_row), ddp__tp_at(tp, own, first * p->out_row),
-                                           (size_t)(rows * p->out_row), work));
-    }
-    return DDP_OK;
-}
-
-/* The product, summed over the ranks where it lies: out (rows, out_row) is whole on each of them. Pending on return. */
-static ddp_result ddp__linear_summed(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t rows, ddp__tp_pending *pending) {
-    ddp_tp *tp = l->tp;
-    int chunks = tp->world_size == 1 ? 1 : tp->desc.chunk_count;
-    for (int i = 0; i < chunks; i++) {
-        int64_t first, count = ddp__tensor_cut(rows, i, chunks, &first);
-        ddp_work *work = NULL;
+        int64_t first, count = ddp__tensor_cut(rows / shares, i, chunks, &first);
+        size_t elements = (size_t)(count * p->out_row);
         void *out = ddp__tp_at(tp, p->out, first * p->out_row);
+        void *sums = shares == 1 ? out : ddp__tp_at(tp, pieces, first * shares * p->out_row);
+        ddp_work *work = NULL;
         if (!count) break;
-        DDP_TRY(ddp__linear_rows(l, p, first, count, out));
+        for (int64_t r = 0; r < shares; r++)
+            DDP_TRY(ddp__linear_rows(l, p, r * (rows / shares) + first, count, ddp__tp_at(tp, sums, r * count * p->out_row)));
         if (chunks > 1) DDP_TRY(ddp__tp_next_work(tp, pending, &work));
-        DDP_TRY(ddp__tp_all_reduce(tp, out, (size_t)(count * p->out_row), DDP_OP_SUM, work));
+        if (shares > 1) DDP_TRY(ddp__tp_reduce_scatter(tp, sums, out, elements, work));
+        else DDP_TRY(ddp__tp_all_reduce(tp, out, elements, DDP_OP_SUM, work));
     }
     return DDP_OK;
 }
@@ -2519,10 +2496,8 @@ static ddp_result ddp__linear_column_forward(const ddp_tp_linear *l, ddp__linear
                                              ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     int gathers = l->desc.gather_output && tp->world_size > 1;
-    p->in = x;
-    p->in_row = l->desc.in_features;
-    p->out = gathers ? ddp__tp_at(tp, tp->workspace, tp->rank * rows * l->widest) : y;
-    p->out_row = gathers ? l->widest : l->out;
+    if (gathers) p->out = ddp__tp_at(tp, tp->workspace, tp->rank * rows * l->widest);
+    if (gathers) p->out_row = l->widest;
     if (ddp__tp_cuts_rows(tp)) DDP_TRY(ddp__linear_gathered(l, p, x, rows / tp->world_size, tp->workspace, pending));
     else DDP_TRY(ddp__linear_rows(l, p, 0, rows, p->out));
     DDP_TRY(ddp__linear_add_bias(l, p->out, p->out_row, bias, rows));
@@ -2534,46 +2509,45 @@ static ddp_result ddp__linear_column_forward(const ddp_tp_linear *l, ddp__linear
 static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, const void *dy, int64_t rows, void *dx,
                                               const ddp__linear_grads *grads, ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
-    int cuts = ddp__tp_cuts_rows(tp);
-    int64_t in = l->desc.in_features, own_rows = ddp__tp_own_rows(tp, rows);
-    unsigned char *after = tp->workspace + ddp_round_up((size_t)(rows * in) * tp->size, 64);
+    unsigned char *after = tp->workspace + ddp_round_up((size_t)(rows * l->in) * tp->size, 64);
     if (l->desc.gather_output && tp->world_size > 1) {
         DDP_TRY(ddp__linear_columns(l, dy, tp->workspace, rows, 1));
-        dy = tp->workspace;
+        p->in = tp->workspace;
     }
-    if (cuts && (grads->wanted || !ddp__linear_features(l, tp->world_size - 1))) { /* a rank without features may bring NULL in either case */
+    if (ddp__tp_cuts_rows(tp) && (grads->wanted || !ddp__linear_features(l, tp->world_size - 1))) { /* a rank without features may bring NULL in either case */
         ddp_work *work = tp->desc.chunk_count > 1 ? &pending->works[0] : NULL;
-        DDP_TRY(ddp__tp_all_gather(tp, x, tp->workspace, (size_t)(own_rows * in), work));
+        DDP_TRY(ddp__tp_all_gather(tp, x, tp->workspace, (size_t)(rows / tp->world_size * l->in), work));
         x = tp->workspace;
     }
-    p->in = dy;
-    p->in_row = l->out;
-    p->out = dx;
-    p->out_row = in;
-    if (dx && cuts) DDP_TRY(ddp__linear_scattered(l, p, dx, own_rows, after, pending));
-    else if (dx) DDP_TRY(ddp__linear_summed(l, p, rows, pending));
-    return ddp__linear_gradients(l, dy, x, in, rows, grads, pending);
+    if (dx) DDP_TRY(ddp__linear_reduced(l, p, rows, after, pending));
+    return ddp__linear_gradients(l, p->in, x, l->in, rows, grads, pending);
 }
 
 /* --- row: y (M, N) = x W' summed over the ranks, each of which has columns of x and W, + b --- */
 
-static ddp_result ddp__linear_row_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, int64_t x_row, const void *dy, int64_t rows,
-                                           void *dx, const ddp__linear_grads *grads, ddp__tp_pending *pending) {
+/* What a row linear multiplies: with scatter_input, this rank's columns of x. */
+static const void *ddp__linear_row_input(const ddp_tp_linear *l, const void *x, int64_t *x_row) {
+    int64_t first = 0;
+    *x_row = l->desc.scatter_input ? l->desc.in_features : l->in;
+    if (l->desc.scatter_input) (void)ddp__linear_share(l, 0, l->tp->rank, &first, NULL);
+    return ddp__tp_at(l->tp, x, first);
+}
+
+static ddp_result ddp__linear_row_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, const void *dy, int64_t rows, void *dx,
+                                           const ddp__linear_grads *grads, ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
+    int64_t x_row;
     int spreads = l->desc.scatter_input && tp->world_size > 1 && dx;
-    p->in = dy;
-    p->in_row = l->out;
-    p->out = spreads ? ddp__tp_at(tp, tp->workspace, tp->rank * rows * l->widest) : dx;
-    p->out_row = spreads ? l->widest : l->in;
-    if (ddp__tp_cuts_rows(tp)) {
-        DDP_TRY(ddp__linear_gathered(l, p, dy, rows / tp->world_size, tp->workspace, pending));
-        dy = tp->workspace;
-    } else if (dx) DDP_TRY(ddp__linear_rows(l, p, 0, rows, p->out));
+    if (spreads) p->out = ddp__tp_at(tp, tp->workspace, tp->rank * rows * l->widest);
+    if (spreads) p->out_row = l->widest;
+    if (ddp__tp_cuts_rows(tp)) DDP_TRY(ddp__linear_gathered(l, p, dy, rows / tp->world_size, tp->workspace, pending));
+    else if (dx) DDP_TRY(ddp__linear_rows(l, p, 0, rows, p->out));
     if (spreads) {
         DDP_TRY(ddp__tp_all_gather(tp, p->out, tp->workspace, (size_t)(rows * l->widest), NULL));
         DDP_TRY(ddp__linear_columns(l, tp->workspace, dx, rows, 0));
     }
-    return ddp__linear_gradients(l, dy, x, x_row, rows, grads, pending);
+    x = ddp__linear_row_input(l, x, &x_row);
+    return ddp__linear_gradients(l, p->in, x, x_row, rows, grads, pending);
 }
 
 /* --- creation --- */
@@ -2705,14 +2679,6 @@ DDPDEF ddp_result ddp_tp_linear_bias_box(const ddp_tp_linear *linear, int part, 
     return ddp__linear_box(linear, "ddp_tp_linear_bias_box", part, 1, box);
 }
 
-/* What a row linear multiplies: with scatter_input, this rank's columns of x. */
-static const void *ddp__linear_row_input(const ddp_tp_linear *l, const void *x, int64_t *x_row) {
-    int64_t first = 0;
-    *x_row = l->desc.scatter_input ? l->desc.in_features : l->in;
-    if (l->desc.scatter_input) (void)ddp__linear_share(l, 0, l->tp->rank, &first, NULL);
-    return ddp__tp_at(l->tp, x, first);
-}
-
 /* Pointers may be NULL where there is nothing to point at. */
 static ddp_result ddp__linear_check(const ddp_tp_linear *l, const char *call, const void *weight, const void *x, int64_t rows, const char *y_name,
                                     const void *y) {
@@ -2727,36 +2693,23 @@ static ddp_result ddp__linear_check(const ddp_tp_linear *l, const char *call, co
 
 static ddp_result ddp__linear_forward(ddp_tp_linear *l, const void *weight, const void *bias, const void *x, int64_t rows, void *y) {
     ddp_tp *tp = l->tp;
-    ddp__linear_product p = DDP_ZERO;
+    ddp__linear_product p = {weight, x, y, l->in, l->out, 1};
     ddp__tp_pending pending = DDP_ZERO;
-    ddp_result result;
-    p.weight = weight;
-    p.forward = 1;
     DDP_TRY(ddp_device_begin(tp->group));
     if (l->desc.split == DDP_TP_COLUMN) return ddp__tp_wait_all(tp, &pending, ddp__linear_column_forward(l, &p, bias, x, rows, y, &pending));
     p.in = ddp__linear_row_input(l, x, &p.in_row);
-    p.out = y;
-    p.out_row = l->out;
-    if (ddp__tp_cuts_rows(tp)) result = ddp__linear_scattered(l, &p, y, rows / tp->world_size, tp->workspace, &pending);
-    else result = ddp__linear_summed(l, &p, rows, &pending);
-    DDP_TRY(ddp__tp_wait_all(tp, &pending, result));
+    DDP_TRY(ddp__tp_wait_all(tp, &pending, ddp__linear_reduced(l, &p, rows, tp->workspace, &pending)));
     return ddp__linear_add_bias(l, y, l->out, bias, ddp__tp_own_rows(tp, rows));
 }
 
 static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, const void *x, const void *dy, int64_t rows, void *dx,
                                        const ddp__linear_grads *grads) {
-    ddp__linear_product p = DDP_ZERO;
+    ddp__linear_product p = {weight, dy, dx, l->out, l->in, 0};
     ddp__tp_pending pending = DDP_ZERO;
-    ddp_result result;
-    int64_t x_row;
-    p.weight = weight;
     DDP_TRY(ddp_device_begin(l->tp->group));
-    if (l->desc.split == DDP_TP_COLUMN) result = ddp__linear_column_backward(l, &p, x, dy, rows, dx, grads, &pending);
-    else {
-        x = ddp__linear_row_input(l, x, &x_row);
-        result = ddp__linear_row_backward(l, &p, x, x_row, dy, rows, dx, grads, &pending);
-    }
-    return ddp__tp_wait_all(l->tp, &pending, result);
+    return ddp__tp_wait_all(l->tp, &pending, l->desc.split == DDP_TP_COLUMN
+                                                 ? ddp__linear_column_backward(l, &p, x, dy, rows, dx, grads, &pending)
+                                                 : ddp__linear_row_backward(l, &p, x, dy, rows, dx, grads, &pending));
 }
 
 DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias, const void *x, int64_t rows, void *y) {
