@@ -2936,7 +2936,6 @@ static void ddp__fsdp_host_free(ddp_fsdp *f, void *memory) {
 /* Maps the next pages of the offload file. */
 static ddp_result ddp__fsdp_map(ddp_fsdp *f, size_t size, void **out) {
     ddp__memory *m = &f->memory;
-    off_t page = (off_t)sysconf(_SC_PAGESIZE);
     struct rlimit limit;
     void *memory = MAP_FAILED;
     int error = EFBIG; /* beyond the limit a write is a signal, as is one to a page for which a full disk has no room */
@@ -2947,7 +2946,7 @@ static ddp_result ddp__fsdp_map(ddp_fsdp *f, size_t size, void **out) {
     if (memory == MAP_FAILED)
         return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp offload_dir=%s: %zu bytes of file could not be had: %s", f->desc.offload_dir, size,
                         strerror(error ? error : errno));
-    m->file_size += ((off_t)size + page - 1) / page * page;
+    m->file_size += (off_t)ddp_round_up(size, (size_t)sysconf(_SC_PAGESIZE));
     *out = memory;
     return DDP_OK;
 }
@@ -3757,7 +3756,7 @@ static void ddp__grads_detach(ddp__unit *unit) {
    does, then unscales. */
 static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     ddp_scaler *scaler = f->desc.scaler;
-    if (f->finished) return DDP_OK;
+    if (f->finished) return ddp__fsdp_enter(f->group);
     for (const ddp__unit *unit = f->units; unit < f->units_end; unit++)
         if (unit->trained && unit->reduced != f->desc.micro_batch_count)
             return ddp__fsdp_bad(who, f->group, "unit %s was reduced %d times in this step, micro_batch_count is %d; call ddp_fsdp_reduce_grads for every unit in every micro-batch",
@@ -3838,7 +3837,6 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
     DDP__FSDP_NEED(max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
     fsdp->clip.has_norm = 0;
     ddp_result result = ddp__fsdp_finish(fsdp, __func__);
-    if (result == DDP_OK) result = ddp__fsdp_enter(fsdp->group);
     if (result == DDP_OK) result = ddp__fsdp_clip(fsdp, max_norm);
     if (result != DDP_OK) return ddp__fsdp_failed(fsdp, result);
     return norm ? ddp_fsdp_get_norm(fsdp, norm) : DDP_OK;
@@ -4417,11 +4415,10 @@ static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
         }
         return ddp_device_check(f->group);
     }
-    int direct = to == ddp_device_cpu();
-    if (!direct) DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, s->own_count * master_size, &rows));
+    if (!to->host_memory) DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, s->own_count * master_size, &rows));
     ddp_result result = f->desc.init_fn(s->entry, (int64_t)s->first_row, (int64_t)s->own_rows, rows, f->desc.init_user);
-    if (!direct) f->device->copy(s->master, rows, s->own_count * master_size);
-    if (!direct) ddp__fsdp_free(f, rows);
+    if (rows != s->master) f->device->copy(s->master, rows, s->own_count * master_size);
+    if (rows != s->master) ddp__fsdp_free(f, rows);
     return result;
 }
 
@@ -4566,19 +4563,18 @@ DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
 static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     ddp_fsdp_bytes out = DDP_ZERO;
     double world = f->world_size, levels = ddp__fsdp_levels(f), states = f->optimizer ? f->optimizer->state_count : 0;
-    double bytes[DDP__PURPOSES] = {0}, all_full = 0;
+    double bytes[DDP__PURPOSES] = {0};
     int window = 1 + f->desc.prefetch < f->unit_count ? 1 + f->desc.prefetch : f->unit_count;
-    int in_file = f->desc.offload == DDP_FSDP_OFFLOAD_FILE;
     for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
         double count = (double)s->rows * (double)s->row_elements, full = count * (double)ddp_dtype_size(s->dtype);
         double master = count / world * (double)ddp_dtype_size(s->master_dtype);
         if (s->source == s) {
             if (f->desc.quantize_gather) bytes[DDP__OF_COMMUNICATION] += count / world * (1 + 4.0 / (double)DDP__QUANT_BLOCK);
             else bytes[DDP__OF_SHARDS] += f->keeps_full ? full : full / world;
-            if (s->has_master && !in_file) bytes[DDP__OF_SHARDS] += master;
-            if (s->trained && !in_file) bytes[DDP__OF_OPTIMIZER] += states * master;
+            if (s->has_master && f->memory.file < 0) bytes[DDP__OF_SHARDS] += master;
+            if (s->trained && f->memory.file < 0) bytes[DDP__OF_OPTIMIZER] += states * master;
         }
-        if (!s->shares_full) all_full += full;
+        if (!s->shares_full && !f->keeps_full && ddp__has_own_full(f)) bytes[DDP__OF_GATHERED] += full;
         if (s->trained && f->reduces_each) bytes[DDP__OF_GRADIENTS] += levels * master;
         if (!s->trained || f->reduces_each) continue;
         bytes[DDP__OF_GRADIENTS] += count * (double)ddp_dtype_size(s->part[DDP__GRADS].dtype);
@@ -4586,7 +4582,6 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
         if (!s->in_place && levels == 0) bytes[DDP__OF_GRADIENTS] += master;
     }
     if (!ddp__has_own_full(f)) bytes[DDP__OF_GATHERED] += (double)ddp__slots_wanted(f, 1) * (double)f->unshard.slot_bytes;
-    else if (!f->keeps_full) bytes[DDP__OF_GATHERED] += all_full;
     if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += (double)window * (double)f->reduce.slot_bytes;
     bytes[DDP__OF_GRADIENTS] += (double)f->offload.sums_bytes;
     bytes[DDP__OF_COMMUNICATION] += (double)(f->reduce.cast_bytes + f->reduce.tile_bytes + f->offload.rows_bytes + f->send_bytes + f->recv_bytes);

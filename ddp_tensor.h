@@ -1289,13 +1289,12 @@ static ddp_result ddp__tensor_move_send(const ddp__tensor_move *m, const ddp_ten
 static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_result mine) {
     int64_t values[5 + DDP_MAX_NDIM] = {root, m->from, m->to, (int64_t)m->dtype, m->ndim};
     ddp__tensor_text shape;
-    char what[300], from[40] = "", root_text[24] = "";
+    const char *to = ddp_placement_name(m->to), *dtype = ddp_dtype_name(m->dtype);
+    char what[300];
     memcpy(values + 5, m->global, sizeof m->global);
     ddp__tensor_shape(m->ndim, m->global, &shape);
-    if (root < 0) snprintf(from, sizeof from, "%s to ", ddp_placement_name(m->from));
-    else snprintf(root_text, sizeof root_text, " root=%d", root);
-    snprintf(what, sizeof what, "%s%s of %s %s%s", from, ddp_placement_name(m->to), ddp_dtype_name(m->dtype), shape.text,
-             root_text);
+    if (root < 0) snprintf(what, sizeof what, "%s to %s of %s %s", ddp_placement_name(m->from), to, dtype, shape.text);
+    else snprintf(what, sizeof what, "%s of %s %s root=%d", to, dtype, shape.text, root);
     return ddp_agree(m->group, m->who, mine, ddp_hash(DDP_HASH_SEED, values, sizeof values), what);
 }
 
@@ -1548,7 +1547,6 @@ static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, 
     ddp_group *group = r->layout->axes[axis], *first = r->layout->axes[0];
     ddp__tensor_move m;
     ddp_tensor_box around, box;
-    size_t bytes;
     ddp__tensor_layout_cut(r->layout, r->now, axis, &around);
     r->now[axis] = r->step[step].to;
     ddp__tensor_layout_cut(r->layout, r->now, -1, &box);
@@ -1556,7 +1554,7 @@ static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, 
     ddp__tensor_move_start(&m, who, group, r->step[step].from, r->step[step].to);
     if (result == DDP_OK) result = ddp__tensor_move_make(&m, who, group, now, m.from, m.to, next, around.shape, runs);
     if (result == DDP_OK) {
-        bytes = m.plan.workspace_bytes + (step ? (size_t)ddp__tensor_room(now) : 0) + (step + 1 < r->count ? (size_t)ddp__tensor_room(next) : 0);
+        size_t bytes = m.plan.workspace_bytes + (step ? (size_t)ddp__tensor_room(now) : 0) + (step + 1 < r->count ? (size_t)ddp__tensor_room(next) : 0);
         plan->sent_bytes += m.plan.sent_bytes;
         if (bytes > plan->workspace_bytes) plan->workspace_bytes = bytes;
         if (m.plan.sent_bytes > *most_sent || strcmp(plan->collective, "none") == 0) plan->collective = m.plan.collective;
@@ -1591,7 +1589,7 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
     DDP_PUBLIC_CALL(ddp_tensor_redistribute_mesh);
     ddp_tensor_plan found = {"none", 0, 0};
     ddp__tensor_route r;
-    ddp_tensor now, next, t = DDP_ZERO;
+    ddp_tensor now = DDP_ZERO, next, t = DDP_ZERO;
     size_t most_sent = 0;
     DDP_TRY(ddp__tensor_layouts_check(__func__, from, to));
     ddp_group *group = ddp__tensor_layout_group(from);
@@ -1599,7 +1597,6 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
     if (result != DDP_OK && !out) return result;
     ddp__tensor_route_find(&r, from, to);
     if (result == DDP_OK) now = *in;
-    else memset(&now, 0, sizeof now);
     for (int i = 0; i < r.count; i++, now = next) {
         next = now;
         next.data = i + 1 == r.count ? t.data : NULL;
@@ -1884,26 +1881,22 @@ static void ddp__tp_philox(uint64_t key, uint32_t stream, uint64_t counter, int 
     } while (0)
 
 #define DDP__TP_ROW_FNS(type, suffix)                                                                               \
+    /* y += x, n elements */                                                                                        \
+    static inline void ddp__tp_add_##suffix(int64_t n, const type *x, type *y) {                                    \
+        for (int64_t j = 0; j < n; j++) y[j] += x[j];                                                               \
+    }                                                                                                               \
     static ddp_result ddp__tp_copy_rows_##suffix(int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y, int64_t y_step) { \
         for (int64_t i = 0; i < rows && columns; i++)                                                               \
             memcpy((type *)y + i * y_step, (const type *)x + i * x_step, (size_t)columns * sizeof(type));           \
         return DDP_OK;                                                                                              \
     }                                                                                                               \
     static ddp_result ddp__tp_add_bias_##suffix(int64_t rows, int64_t columns, const void *bias, void *y, int64_t y_step) { \
-        const type *b = (const type *)bias;                                                                         \
-        for (int64_t i = 0; i < rows; i++) {                                                                        \
-            type *row = (type *)y + i * y_step;                                                                     \
-            for (int64_t j = 0; j < columns; j++) row[j] += b[j];                                                   \
-        }                                                                                                           \
+        for (int64_t i = 0; i < rows; i++) ddp__tp_add_##suffix(columns, (const type *)bias, (type *)y + i * y_step); \
         return DDP_OK;                                                                                              \
     }                                                                                                               \
     static ddp_result ddp__tp_sum_rows_##suffix(int64_t rows, int64_t columns, const void *x, int accumulate, void *out) { \
-        type *sum = (type *)out;                                                                                    \
-        if (!accumulate && columns) memset(sum, 0, (size_t)columns * sizeof *sum);                                  \
-        for (int64_t i = 0; i < rows; i++) {                                                                        \
-            const type *row = (const type *)x + i * columns;                                                        \
-            for (int64_t j = 0; j < columns; j++) sum[j] += row[j];                                                 \
-        }                                                                                                           \
+        if (!accumulate && columns) memset(out, 0, (size_t)columns * sizeof(type));                                 \
+        for (int64_t i = 0; i < rows; i++) ddp__tp_add_##suffix(columns, (const type *)x + i * columns, (type *)out); \
         return DDP_OK;                                                                                              \
     }                                                                                                               \
     /* Tokens that other ranks have are rows of 0. Backward goes row by row: the bits do not depend on how the table is cut. */ \
@@ -1923,7 +1916,7 @@ static void ddp__tp_philox(uint64_t key, uint32_t stream, uint64_t counter, int 
         for (int64_t i = 0; i < op->rows; i++, dy += n) {                                                           \
             int64_t at = op->index[i] - op->first;                                                                  \
             if (at < 0 || at >= op->count) continue;                                                                \
-            for (int64_t j = 0; j < n; j++) ((type *)op->out)[at * n + j] += dy[j];                                 \
+            ddp__tp_add_##suffix(n, dy, (type *)op->out + at * n);                                                  \
         }                                                                                                           \
         return DDP_OK;                                                                                              \
     }                                                                                                               \
@@ -2682,11 +2675,9 @@ DDPDEF ddp_result ddp_tp_linear_bias_box(const ddp_tp_linear *linear, int part, 
 /* Pointers may be NULL where there is nothing to point at. */
 static ddp_result ddp__linear_check(const ddp_tp_linear *l, const char *call, const void *weight, const void *x, int64_t rows, const char *y_name,
                                     const void *y) {
-    int64_t x_row;
     DDP_TRY(ddp__tp_check_rows(l->tp, call, rows));
-    (void)ddp__linear_row_input(l, x, &x_row);
     DDP__TP_NEED(l->tp, call, weight || !l->in || !l->out, "%s", "weight is NULL");
-    DDP__TP_NEED(l->tp, call, x || !rows || !x_row, "%s", "x is NULL");
+    DDP__TP_NEED(l->tp, call, x || !rows || (!l->in && !l->desc.scatter_input), "%s", "x is NULL");
     DDP__TP_NEED(l->tp, call, y || !rows || (!l->out && !l->desc.gather_output), "%s is NULL", y_name);
     return DDP_OK;
 }
