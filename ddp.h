@@ -1066,10 +1066,12 @@ DDPDEF int ddp_call_adds(const ddp_call *call);
 DDPDEF size_t ddp_call_send_size(const ddp_call *call, int rank, int world_size);
 
 /* Comparing calls between ranks. ddp_call_pack: kind, dtype, op, root and caller in one word, the count in
-   the other. ddp_call_compare: DDP_OK, or DDP_ERR_MISMATCH with a line that describes the calls of both
+   the other. ddp_call_describe: such as "ddp_all_reduce f32 count=10 sum", or the caller's name.
+   ddp_call_compare: DDP_OK, or DDP_ERR_MISMATCH with a line that describes the calls of both
    ranks; callers may differ. ddp_call_hash: equal on ranks that make the same call with the same number, and,
    for an all_gather_v, the same counts. */
 DDPDEF void ddp_call_pack(const ddp_call *call, uint64_t words[2]);
+DDPDEF void ddp_call_describe(char *out, size_t size, const uint64_t words[2]);
 DDPDEF ddp_result ddp_call_compare(int rank, const uint64_t words[2], int other,
                                    const uint64_t other_words[2]);
 DDPDEF uint64_t ddp_call_hash(const ddp_call *call, int world_size);
@@ -1721,8 +1723,6 @@ static void ddp__describe_step(char *out, size_t size, const uint64_t what[2], i
     else if (call.kind == DDP_CALL_BARRIER) snprintf(out, size, "%s%s%s", begin, title, end);
     else snprintf(out, size, "%s%s %s count=%llu%s%s%s", begin, title, ddp_dtype_name(call.dtype), count, !ddp__has_op(call.kind) ? "" : ops[op < 5 ? op : 5], root, end);
 }
-
-static void ddp__describe(char *out, size_t size, const uint64_t what[2]) { ddp__describe_step(out, size, what, 0); }
 
 /* what: of two ranks, the lower one first. Two different steps of the same public call are named as well. */
 static ddp_result ddp__mismatch(int low, const uint64_t low_what[2], int high, const uint64_t high_what[2]) {
@@ -3109,7 +3109,7 @@ static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int r
         return;
     }
     word[0]--;
-    ddp__describe(call, sizeof call, word);
+    ddp_call_describe(call, sizeof call, word);
     at = snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", l->number[rank], call,
                   (const char *)(word + DDP__WAIT_NAME), (unsigned long long)word[2]);
     if (blamed >= 0 && blamed != member && at < (int)size)
@@ -3177,7 +3177,7 @@ static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const ui
     for (int r = 0; r < l->world_size && l->awaits_word; r++) {
         const ddp__post *post = ddp__post_of(l, r, group->seq + 1);
         if (r == l->rank || ddp__load(&post->seq) != group->seq + 1 || ddp__word_of(words, stride, r) >= target) continue;
-        ddp__describe(call, sizeof call, post->what);
+        ddp_call_describe(call, sizeof call, post->what);
         DDP__POISON(l, DDP_ERR_MISMATCH, "rank %d is in %s, before which rank %d waits for it; make the same calls on every rank", l->number[r], call,
                     l->number[l->rank]);
     }
@@ -4347,9 +4347,11 @@ DDPDEF size_t ddp_call_send_size(const ddp_call *call, int rank, int world_size)
 }
 
 DDPDEF void ddp_call_pack(const ddp_call *call, uint64_t words[2]) {
-    words[0] = ddp__signature(call);
+    words[0] = ddp__is_p2p(call->kind) ? ddp__p2p_signature(call) : ddp__signature(call);
     words[1] = call->count;
 }
+
+DDPDEF void ddp_call_describe(char *out, size_t size, const uint64_t words[2]) { ddp__describe_step(out, size, words, 0); }
 
 DDPDEF ddp_result ddp_call_compare(int rank, const uint64_t words[2], int other, const uint64_t other_words[2]) {
     if (ddp__same_call(words, other_words)) return DDP_OK;

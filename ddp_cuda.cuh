@@ -722,12 +722,15 @@ DDP__CUDA_TYPE(DDP_I64, int64_t, int64_t, uint64_t, 1, int64_t, int64_t)
 DDP__CUDA_TYPE(DDP_U64, uint64_t, uint64_t, uint64_t, 1, uint64_t, uint64_t)
 #undef DDP__CUDA_TYPE
 
-/* f(D) with the dtype as a constant, decltype(D)::value: F32, F16 or BF16. */
-template <class F> static ddp_result ddp__cuda_by_dtype(ddp_dtype dtype, const F &f) {
-    if (dtype == DDP_F32) return f(std::integral_constant<ddp_dtype, DDP_F32>());
-    if (dtype == DDP_F16) return f(std::integral_constant<ddp_dtype, DDP_F16>());
-    return f(std::integral_constant<ddp_dtype, DDP_BF16>());
+/* f(C) with the value as a constant, decltype(C)::value. value: one of the list; others count as the last one. */
+template <auto FIRST, auto... MORE, class T, class F> static ddp_result ddp__cuda_by(T value, const F &f) {
+    if constexpr (sizeof...(MORE) > 0) {
+        if (value != FIRST) return ddp__cuda_by<MORE...>(value, f);
+    }
+    return f(std::integral_constant<T, FIRST>());
 }
+#define DDP__CUDA_FLOATS_32 DDP_F32, DDP_F16, DDP_BF16 /* those that compute in f32 */
+#define DDP__CUDA_FLOATS DDP_F64, DDP__CUDA_FLOATS_32
 
 /* The float type in which a conversion between two types multiplies, and the roundings from it. */
 template <ddp_dtype D> static DDP__HD typename ddp__cuda_type<D>::store ddp__cuda_round(float x) {
@@ -900,7 +903,9 @@ template <class F> struct ddp__cuda_each_work {
     __forceinline__ void host() const { for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) ddp__cuda_walk(f, split, t, DDP__CUDA_HOST_THREADS); }
 };
 
-template <class F> static ddp_result ddp__cuda_each(const F &f, ddp__cuda_split split, cudaStream_t stream, const char *function) {
+/* mask: of ddp__cuda_heads over all arrays. */
+template <class F> static ddp_result ddp__cuda_each(const F &f, uint32_t mask, size_t count, cudaStream_t stream, const char *function) {
+    const ddp__cuda_split split = ddp__cuda_split_of(mask, count, F::WIDTH);
     size_t rest = split.count - split.vectors * F::WIDTH, most = split.vectors > rest ? split.vectors : rest;
     const ddp__cuda_each_work<F> work = {f, split};
     return ddp__cuda_launch(work, (most + DDP__CUDA_THREADS - 1) / DDP__CUDA_THREADS, stream, function);
@@ -1000,11 +1005,11 @@ template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
     typedef typename type::math math;
     typedef typename type::wrap wrap;
     enum { WIDTH = LEVELS > 5 ? 1 : 16 / sizeof(store) };
-    const void *src[DDP_MAX_LOCAL_RANKS];
-    void *dst[DDP_MAX_LOCAL_RANKS];
     int src_count, dst_count, own;
     size_t stride_bytes;
     ddp__cuda_divisor divisor;
+    const void *src[DDP_MAX_LOCAL_RANKS];
+    void *dst[DDP_MAX_LOCAL_RANKS];
 
     template <int N> DDP__HD void join(math *out, const math *a, const math *b) const {
         DDP__UNROLL
@@ -1083,43 +1088,28 @@ typedef struct ddp__cuda_tree_call {
 } ddp__cuda_tree_call;
 
 template <ddp_dtype D, ddp_op OP, int LEVELS> static ddp_result ddp__cuda_tree_launch(const ddp__cuda_tree_call *call) {
-    ddp__cuda_tree<D, OP, LEVELS> f = {};
-    enum { WIDTH = ddp__cuda_tree<D, OP, LEVELS>::WIDTH, SIZE = sizeof(typename ddp__cuda_type<D>::store) };
-    uint32_t mask = (1u << WIDTH) - 1;
-    f.stride_bytes = call->stride_bytes, f.own = call->own;
-    for (int k = 0; k < (call->stride_bytes ? 2 : call->src_count); k++) { f.src[k] = call->src[k]; mask = ddp__cuda_heads(mask, call->src[k], SIZE, WIDTH); }
-    for (int k = 0; k < call->dst_count; k++) { f.dst[k] = call->dst[k]; mask = ddp__cuda_heads(mask, call->dst[k], SIZE, WIDTH); }
-    f.src_count = call->src_count, f.dst_count = call->dst_count;
-    f.divisor = ddp__cuda_divisor_of(call->divisor);
-    return ddp__cuda_each(f, ddp__cuda_split_of(mask, call->count, WIDTH), call->stream, call->function);
-}
-
-template <ddp_dtype D, ddp_op OP> static ddp_result ddp__cuda_tree_run(const ddp__cuda_tree_call *call) {
-    return call->src_count > DDP_MAX_LOCAL_RANKS ? ddp__cuda_tree_launch<D, OP, 11>(call) : ddp__cuda_tree_launch<D, OP, 5>(call);
-}
-
-template <ddp_dtype D> static ddp_result ddp__cuda_tree_op(const ddp__cuda_tree_call *call) {
-    switch (call->op) {
-    case DDP_OP_MIN: return ddp__cuda_tree_run<D, DDP_OP_MIN>(call);
-    case DDP_OP_MAX: return ddp__cuda_tree_run<D, DDP_OP_MAX>(call);
-    case DDP_OP_PROD: return ddp__cuda_tree_run<D, DDP_OP_PROD>(call);
-    default: return ddp__cuda_tree_run<D, DDP_OP_SUM>(call);
+    ddp__cuda_tree<D, OP, LEVELS> f = {call->src_count, call->dst_count, call->own, call->stride_bytes, ddp__cuda_divisor_of(call->divisor), {}, {}};
+    const int size = (int)sizeof(typename ddp__cuda_type<D>::store), width = f.WIDTH;
+    uint32_t mask = (1u << width) - 1;
+    for (int k = 0; k < (call->stride_bytes ? 2 : call->src_count); k++) {
+        f.src[k] = call->src[k];
+        mask = ddp__cuda_heads(mask, call->src[k], size, width);
     }
+    for (int k = 0; k < call->dst_count; k++) {
+        f.dst[k] = call->dst[k];
+        mask = ddp__cuda_heads(mask, call->dst[k], size, width);
+    }
+    return ddp__cuda_each(f, mask, call->count, call->stream, call->function);
 }
 
 static ddp_result ddp__cuda_tree_any(const ddp__cuda_tree_call *call, ddp_dtype dtype) {
-    switch (dtype) {
-    case DDP_F32: return ddp__cuda_tree_op<DDP_F32>(call);
-    case DDP_F64: return ddp__cuda_tree_op<DDP_F64>(call);
-    case DDP_F16: return ddp__cuda_tree_op<DDP_F16>(call);
-    case DDP_BF16: return ddp__cuda_tree_op<DDP_BF16>(call);
-    case DDP_I8: return ddp__cuda_tree_op<DDP_I8>(call);
-    case DDP_U8: return ddp__cuda_tree_op<DDP_U8>(call);
-    case DDP_I32: return ddp__cuda_tree_op<DDP_I32>(call);
-    case DDP_I64: return ddp__cuda_tree_op<DDP_I64>(call);
-    case DDP_U64: return ddp__cuda_tree_op<DDP_U64>(call);
-    default: return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%d is none of ddp_dtype", call->function, (int)dtype);
-    }
+    if (ddp_dtype_size(dtype) == 0) return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%d is none of ddp_dtype", call->function, (int)dtype);
+    return ddp__cuda_by<DDP__CUDA_FLOATS, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64>(dtype, [&](auto D) {
+        return ddp__cuda_by<DDP_OP_MIN, DDP_OP_MAX, DDP_OP_PROD, DDP_OP_SUM>(call->op, [&](auto OP) {
+            if (call->src_count > DDP_MAX_LOCAL_RANKS) return ddp__cuda_tree_launch<decltype(D)::value, decltype(OP)::value, 11>(call);
+            return ddp__cuda_tree_launch<decltype(D)::value, decltype(OP)::value, 5>(call);
+        });
+    });
 }
 
 //== many tensors ==================================================================================== >>impl-multi
@@ -1146,11 +1136,11 @@ template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_convert {
 /* Up to 64 tensors; tensor r has the chunks first[r] to first[r + 1] - 1. D and S are the dtypes of what is written and read. */
 template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_multi {
     typedef ddp__cuda_convert<D, S, M> convert;
-    void *data[DDP__CUDA_RANGES];
-    size_t offset[DDP__CUDA_RANGES], count[DDP__CUDA_RANGES], first[DDP__CUDA_RANGES + 1];
     void *flat;
     int range_count, pack; /* 1 = into flat */
     float factor;
+    ddp_cuda_range range[DDP__CUDA_RANGES];
+    size_t first[DDP__CUDA_RANGES + 1];
 
     DDP__HD void chunk(size_t number, size_t thread, size_t threads) const {
         typedef typename ddp__cuda_type<D>::store out_type;
@@ -1161,10 +1151,11 @@ template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_multi {
             if (first[middle] <= number) low = middle;
             else high = middle;
         }
-        size_t at = (number - first[low]) * DDP__CUDA_CHUNK, n = count[low] - at < DDP__CUDA_CHUNK ? count[low] - at : DDP__CUDA_CHUNK;
+        const ddp_cuda_range &r = range[low];
+        size_t at = (number - first[low]) * DDP__CUDA_CHUNK, n = r.count - at < DDP__CUDA_CHUNK ? r.count - at : DDP__CUDA_CHUNK;
         convert f;
-        f.dst = (out_type *)(pack ? flat : data[low]) + (pack ? offset[low] : 0) + at;
-        f.src = (const in_type *)(pack ? data[low] : flat) + (pack ? 0 : offset[low]) + at;
+        f.dst = (out_type *)(pack ? flat : r.data) + (pack ? r.offset : 0) + at;
+        f.src = (const in_type *)(pack ? r.data : flat) + (pack ? 0 : r.offset) + at;
         f.factor = factor;
         uint32_t mask = ddp__cuda_heads((1u << convert::WIDTH) - 1, f.dst, sizeof(out_type), convert::WIDTH);
         mask = ddp__cuda_heads(mask, f.src, sizeof(in_type), convert::WIDTH);
@@ -1185,22 +1176,16 @@ template <ddp_dtype D, ddp_dtype S> static ddp_result ddp__cuda_multi_run(const 
     typedef typename ddp__cuda_type<D>::math dst_math;
     typedef typename ddp__cuda_type<S>::math src_math;
     typedef decltype(dst_math() + src_math()) M;
-    ddp__cuda_multi<D, S, M> f = {};
-    f.flat = call->flat, f.pack = call->pack, f.factor = call->factor;
+    ddp__cuda_multi<D, S, M> f = {call->flat, 0, call->pack, call->factor, {}, {0}};
     for (int done = 0; done < call->range_count; done += f.range_count) {
         f.range_count = call->range_count - done < DDP__CUDA_RANGES ? call->range_count - done : DDP__CUDA_RANGES;
         for (int i = 0; i < f.range_count; i++) {
-            f.data[i] = call->ranges[done + i].data, f.offset[i] = call->ranges[done + i].offset, f.count[i] = call->ranges[done + i].count;
-            f.first[i + 1] = f.first[i] + f.count[i] / DDP__CUDA_CHUNK + (f.count[i] % DDP__CUDA_CHUNK != 0);
+            f.range[i] = call->ranges[done + i];
+            f.first[i + 1] = f.first[i] + f.range[i].count / DDP__CUDA_CHUNK + (f.range[i].count % DDP__CUDA_CHUNK != 0);
         }
         DDP_TRY(ddp__cuda_chunks(f, f.first[f.range_count], call->stream, call->function));
     }
     return DDP_OK;
-}
-
-template <ddp_dtype D> static ddp_result ddp__cuda_multi_from(const ddp__cuda_multi_call *call, ddp_dtype src) {
-    if (src == DDP_F64) return ddp__cuda_multi_run<D, DDP_F64>(call);
-    return ddp__cuda_by_dtype(src, [&](auto S) { return ddp__cuda_multi_run<D, decltype(S)::value>(call); });
 }
 
 static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtype dst, ddp_dtype src) {
@@ -1210,8 +1195,9 @@ static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtyp
         return ddp_fail(DDP_ERR_INVALID, "%s: range_count=%d, and flat or ranges is NULL or the count negative", call->function, call->range_count);
     for (int i = 0; i < call->range_count; i++)
         if (call->ranges[i].count && !call->ranges[i].data) return ddp_fail(DDP_ERR_INVALID, "%s: ranges[%d].data is NULL", call->function, i);
-    if (dst == DDP_F64) return ddp__cuda_multi_from<DDP_F64>(call, src);
-    return ddp__cuda_by_dtype(dst, [&](auto D) { return ddp__cuda_multi_from<decltype(D)::value>(call, src); });
+    return ddp__cuda_by<DDP__CUDA_FLOATS>(dst, [&](auto D) {
+        return ddp__cuda_by<DDP__CUDA_FLOATS>(src, [&](auto S) { return ddp__cuda_multi_run<decltype(D)::value, decltype(S)::value>(call); });
+    });
 }
 
 //== sums of squares by rows ========================================================================= >>impl-rows
@@ -1316,12 +1302,9 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
 
 template <ddp_dtype D, int UNSCALE> static ddp_result ddp__cuda_squares_run(void *data, size_t rows, size_t row_count, float factor, void *total,
                                                                             cudaStream_t stream, const char *function) {
-    ddp__cuda_squares<D, UNSCALE> f = {};
-    f.data = data, f.row_count = row_count;
-    f.pieces = row_count / DDP__CUDA_PIECE + (row_count % DDP__CUDA_PIECE != 0);
-    f.factor = (typename ddp__cuda_type<D>::math)factor;
-    f.total = (int64_t *)total;
-    return row_count ? ddp__cuda_rows(f, rows * f.pieces, stream, function) : DDP_OK;
+    const size_t pieces = row_count / DDP__CUDA_PIECE + (row_count % DDP__CUDA_PIECE != 0);
+    const ddp__cuda_squares<D, UNSCALE> f = {data, row_count, pieces, (typename ddp__cuda_type<D>::math)factor, (int64_t *)total};
+    return row_count ? ddp__cuda_rows(f, rows * pieces, stream, function) : DDP_OK;
 }
 
 /* ddp_exact_sum_value, where nothing negative was added: one way up the cells, whose carries are then not negative, with the highest digit that is not 0, the two
@@ -1351,6 +1334,188 @@ static DDP__HD double ddp__cuda_exact_value(const ddp_exact_sum *sum) {
     return ldexp((double)(bits | ((low | rest) != 0)), 32 * (top - 1) - 1074 - shift);
 }
 
+template <int UNSCALE> static ddp_result ddp__cuda_squares_any(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor, void *total,
+                                                               cudaStream_t stream, const char *function) {
+    if (!ddp_is_float(dtype)) return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s, and it takes floats", function, ddp_dtype_name(dtype));
+    return ddp__cuda_by<DDP__CUDA_FLOATS>(dtype, [&](auto D) {
+        return ddp__cuda_squares_run<decltype(D)::value, UNSCALE>(data, rows, row_count, factor, total, stream, function);
+    });
+}
+
+//== optimizers ================================================================================= >>impl-optimizers
+
+/* The copy of the parameters that the next forward pass reads. */
+typedef struct ddp__cuda_copy {
+    void *data; /* NULL = none */
+    ddp_dtype dtype;
+    int stochastic;
+    uint64_t key, first_index;
+} ddp__cuda_copy;
+
+template <int N> static DDP__HD void ddp__cuda_copy_out(const ddp__cuda_copy &copy, const float *w, size_t at) {
+    uint16_t half[N];
+    if (copy.dtype == DDP_F32) { ddp__cuda_put<N>(w, copy.data, at); return; }
+    DDP__UNROLL
+    for (int i = 0; i < N; i++)
+        half[i] = copy.dtype == DDP_F16 ? ddp__cuda_to_f16(w[i]) : !copy.stochastic ? ddp__cuda_to_bf16(w[i]) :
+                  ddp__cuda_to_bf16_random(w[i], copy.key, copy.first_index + at + (size_t)i);
+    ddp__cuda_put<N>(half, copy.data, at);
+}
+
+/* One step of AdamW, LAMB (ADAM 1) or SGD (ADAM 0), of a struct ddp_update or a ddp_cuda_step_desc. G is the dtype of
+   the gradient; parameters and arithmetic are f32, or f64 if G is. The fields are those of struct ddp_update. */
+template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
+    typedef typename ddp__cuda_type<G>::math T;
+    enum { WIDTH = 16 / sizeof(T) };
+    T *value;
+    void *grad;
+    T *state0, *state1; /* SGD: state0 is NULL without momentum */
+    T rate, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, scale, grad_scale, decay_factor, inv_sqrt_bias_correction2;
+    int first, nesterov;
+    const float *grad_scale_at;
+    const double *scale_at;
+    int lamb;            /* 1 = grad becomes the update; value stays */
+    const int64_t *skip; /* NULL, or: nothing is written if it is not 0 */
+    ddp__cuda_copy copy; /* f32 */
+
+    /* b + factor a */
+    static DDP__HD T add(T b, T factor, T a) { return ddp__cuda_add(b, ddp__cuda_mul(factor, a)); }
+    template <int N> DDP__HD void adam(T *w, T *g, size_t at) const {
+        T m[N], v[N];
+        ddp__cuda_get<N>(m, state0, at);
+        ddp__cuda_get<N>(v, state1, at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) {
+            T d;
+            m[i] = add(ddp__cuda_mul(beta1, m[i]), one_minus_beta1, g[i]);
+            v[i] = add(ddp__cuda_mul(beta2, v[i]), one_minus_beta2, ddp__cuda_mul(g[i], g[i]));
+            d = ddp__cuda_div(ddp__cuda_mul(rate, m[i]), add(eps, inv_sqrt_bias_correction2, ddp__cuda_sqrt(v[i])));
+            g[i] = decay != 0 ? add(d, decay, w[i]) : d;
+            w[i] = ddp__cuda_add(ddp__cuda_mul(decay_factor, w[i]), -d);
+        }
+        ddp__cuda_put<N>(m, state0, at);
+        ddp__cuda_put<N>(v, state1, at);
+    }
+    template <int N> DDP__HD void sgd(T *w, const T *g, size_t at) const {
+        T m[N] = {}, factor = scale;
+        double stored;
+        if (scale_at) {
+            ddp__cuda_get<1>(&stored, scale_at, 0);
+            factor = (T)stored;
+        }
+        if (state0 && !first) ddp__cuda_get<N>(m, state0, at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) {
+            T d = ddp__cuda_mul(factor, decay != 0 ? add(g[i], decay, w[i]) : g[i]);
+            m[i] = first ? d : add(ddp__cuda_mul(beta1, m[i]), one_minus_beta1, d);
+            if (state0) d = nesterov ? add(d, beta1, m[i]) : m[i];
+            w[i] = ddp__cuda_add(w[i], -ddp__cuda_mul(rate, d));
+        }
+        if (state0) ddp__cuda_put<N>(m, state0, at);
+    }
+    template <int N> DDP__HD void run(size_t at) const {
+        typename ddp__cuda_type<G>::store in[N];
+        T w[N], g[N], factor = grad_scale;
+        float stored;
+        if (skip && *skip) return;
+        if (grad_scale_at) {
+            ddp__cuda_get<1>(&stored, grad_scale_at, 0);
+            factor = (T)stored;
+        }
+        ddp__cuda_get<N>(in, grad, at);
+        ddp__cuda_get<N>(w, value, at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) g[i] = ddp__cuda_mul(factor, ddp__cuda_type<G>::load(in[i]));
+        if (ADAM) adam<N>(w, g, at);
+        else sgd<N>(w, g, at);
+        if (lamb) ddp__cuda_put<N>(g, grad, at);
+        else ddp__cuda_put<N>(w, value, at);
+        if constexpr (G != DDP_F64)
+            if (copy.data) ddp__cuda_copy_out<N>(copy, w, at);
+    }
+};
+
+template <class F> static ddp_result ddp__cuda_update_launch(const F &f, int grad_size, size_t count, cudaStream_t stream, const char *function) {
+    const void *arrays[5] = {f.value, f.state0, f.state1, f.grad, f.copy.data};
+    const int size = (int)sizeof *f.value, sizes[5] = {size, size, size, grad_size, (int)ddp_dtype_size(f.copy.dtype)};
+    uint32_t mask = (1u << F::WIDTH) - 1;
+    for (int i = 0; i < 5; i++) if (arrays[i]) mask = ddp__cuda_heads(mask, arrays[i], sizes[i], F::WIDTH);
+    return ddp__cuda_each(f, mask, count, stream, function);
+}
+
+/* Checks desc and copies it to out with its defaults resolved. */
+static ddp_result ddp__cuda_step_check(const ddp_cuda_step_desc *desc, ddp_cuda_step_desc *out, int adam, const char *function) {
+    if (!desc) return ddp_fail(DDP_ERR_INVALID, "%s: desc is NULL", function);
+    *out = *desc;
+    if (!out->grad_dtype) out->grad_dtype = DDP_F32;
+    if (!out->copy_dtype) out->copy_dtype = DDP_BF16;
+    if (out->beta1 == 0) out->beta1 = 0.9f;
+    if (out->beta2 == 0) out->beta2 = 0.999f;
+    if (out->eps == 0) out->eps = 1e-8f;
+    if (out->grad_factor == 0) out->grad_factor = 1.0f;
+    if (out->step < 1) return ddp_fail(DDP_ERR_INVALID, "%s: step=%lld, and steps count from 1", function, (long long)out->step);
+    if (out->count && (!out->master || !out->grad)) return ddp_fail(DDP_ERR_INVALID, "%s: master or grad is NULL", function);
+    if (out->grad_dtype == DDP_F64 || !ddp_is_float(out->grad_dtype))
+        return ddp_fail(DDP_ERR_INVALID, "%s: grad_dtype=%s, allowed are f32, f16 and bf16", function, ddp_dtype_name(out->grad_dtype));
+    if (out->copy_dtype == DDP_F64 || !ddp_is_float(out->copy_dtype))
+        return ddp_fail(DDP_ERR_INVALID, "%s: copy_dtype=%s, allowed are bf16, f16 and f32", function, ddp_dtype_name(out->copy_dtype));
+    if (out->stochastic && out->copy_dtype != DDP_BF16)
+        return ddp_fail(DDP_ERR_INVALID, "%s: stochastic rounding is for a bf16 copy, not %s", function, ddp_dtype_name(out->copy_dtype));
+    if (adam && out->count && (!out->first || !out->second)) return ddp_fail(DDP_ERR_INVALID, "%s: first or second is NULL", function);
+    if (!adam && out->count && out->momentum != 0 && !out->first)
+        return ddp_fail(DDP_ERR_INVALID, "%s: momentum=%g, and first is NULL", function, (double)out->momentum);
+    return DDP_OK;
+}
+
+/* d: without defaults. */
+template <ddp_dtype G, int ADAM> static ddp__cuda_update<G, ADAM> ddp__cuda_step_of(const ddp_cuda_step_desc *d) {
+    const double step = (double)d->step, lr = (double)d->lr;
+    const uint64_t key = ddp__cuda_mix(ddp__cuda_mix(d->seed + UINT64_C(0x9e3779b97f4a7c15)) + (uint64_t)d->step);
+    const ddp__cuda_copy copy = {d->copy, d->copy_dtype, d->stochastic, key, d->first_index};
+    const float decay_factor = 1.0f - (float)(lr * d->weight_decay); /* the host compiler cannot fuse these two */
+    const float inv_sqrt_bias_correction2 = (float)(1.0 / sqrt(1.0 - pow((double)d->beta2, step)));
+    if (ADAM)
+        return {d->master, (void *)d->grad, d->first, d->second, (float)(lr / (1.0 - pow((double)d->beta1, step))), d->beta1,
+                1.0f - d->beta1, d->beta2, 1.0f - d->beta2, d->eps, 0, 1, d->grad_factor, decay_factor,
+                inv_sqrt_bias_correction2, 0, 0, NULL, NULL, 0, d->skip, copy};
+    return {d->master, (void *)d->grad, d->momentum != 0 ? d->first : NULL, NULL, d->lr, d->momentum, 1.0f - d->dampening, 0, 0, 0,
+            d->weight_decay, 1, d->grad_factor, 0, 0, d->step == 1, d->nesterov, NULL, NULL, 0, d->skip, copy};
+}
+
+template <int ADAM> static ddp_result ddp__cuda_step(const ddp_cuda_step_desc *desc, cudaStream_t stream, const char *function) {
+    ddp_cuda_step_desc d;
+    DDP_TRY(ddp__cuda_step_check(desc, &d, ADAM, function));
+    return ddp__cuda_by<DDP__CUDA_FLOATS_32>(d.grad_dtype, [&](auto G) {
+        return ddp__cuda_update_launch(ddp__cuda_step_of<decltype(G)::value, ADAM>(&d), (int)ddp_dtype_size(d.grad_dtype), d.count, stream, function);
+    });
+}
+
+#if defined(DDP_FSDP_KERNELS_H)
+template <ddp_dtype D, int ADAM> static ddp_result ddp__cuda_update_run(const ddp_update *u) {
+    typedef typename ddp__cuda_type<D>::math T;
+    const ddp__cuda_update<D, ADAM> f = {
+        (T *)u->value, u->grad, (T *)u->state0, (T *)u->state1, (T)u->rate, (T)u->beta1, (T)u->one_minus_beta1, (T)u->beta2,
+        (T)u->one_minus_beta2, (T)u->eps, (T)u->decay, (T)u->scale, (T)(u->grad_scale ? u->grad_scale : 1), (T)u->decay_factor,
+        (T)u->inv_sqrt_bias_correction2, u->first, u->nesterov, u->grad_scale_at, u->scale_at, u->kind == DDP_UPDATE_LAMB, NULL, {}};
+    return ddp__cuda_update_launch(f, (int)sizeof(T), u->count, ddp__cuda_mine.stream, "ddp_device_cuda update");
+}
+
+template <ddp_dtype D> struct ddp__cuda_scale {
+    typedef typename ddp__cuda_type<D>::math T;
+    enum { WIDTH = 16 / sizeof(T) };
+    void *data;
+    const float *factor;
+    template <int N> DDP__HD void run(size_t at) const {
+        T x[N];
+        float by;
+        ddp__cuda_get<1>(&by, factor, 0);
+        ddp__cuda_get<N>(x, data, at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) x[i] = ddp__cuda_mul((T)by, x[i]);
+        ddp__cuda_put<N>(x, data, at);
+    }
+};
+
 /* clip and trust of ddp_optimizer_kernels; one thread makes a number. */
 struct ddp__cuda_clip {
     enum { WIDTH = 1 };
@@ -1374,255 +1539,29 @@ struct ddp__cuda_trust {
     }
 };
 
-template <int UNSCALE> static ddp_result ddp__cuda_squares_any(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor, void *total,
-                                                               cudaStream_t stream, const char *function) {
-    if (!ddp_is_float(dtype)) return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s, and it takes floats", function, ddp_dtype_name(dtype));
-    if (dtype == DDP_F64) return ddp__cuda_squares_run<DDP_F64, UNSCALE>(data, rows, row_count, factor, total, stream, function);
-    return ddp__cuda_by_dtype(dtype, [&](auto D) {
-        return ddp__cuda_squares_run<decltype(D)::value, UNSCALE>(data, rows, row_count, factor, total, stream, function);
-    });
-}
-
-//== optimizers ================================================================================= >>impl-optimizers
-
-/* The copy of the parameters that the next forward reads. */
-typedef struct ddp__cuda_copy {
-    void *data;
-    ddp_dtype dtype;
-    int stochastic;
-    uint64_t key, first_index;
-} ddp__cuda_copy;
-
-template <int N> static DDP__HD void ddp__cuda_copy_out(const ddp__cuda_copy &copy, const float *w, size_t at) {
-    uint16_t half[N];
-    if (!copy.data) return;
-    if (copy.dtype == DDP_F32) { ddp__cuda_put<N>(w, copy.data, at); return; }
-    DDP__UNROLL
-    for (int i = 0; i < N; i++)
-        half[i] = copy.dtype == DDP_F16 ? ddp__cuda_to_f16(w[i]) : !copy.stochastic ? ddp__cuda_to_bf16(w[i]) :
-                  ddp__cuda_to_bf16_random(w[i], copy.key, copy.first_index + at + (size_t)i);
-    ddp__cuda_put<N>(half, copy.data, at);
-}
-
-/* G is the dtype of the gradient. The two share their fields, so that one function fills them in. */
-template <ddp_dtype G> struct ddp__cuda_step {
-    enum { WIDTH = 4 };
-    float *master, *first, *second;
-    const void *grad;
-    const int64_t *skip;
-    ddp__cuda_copy copy;
-    float factor, lr, decay;
-    float beta1, beta2, rest1, rest2, rate, root, eps, keep; /* AdamW */
-    float momentum, undamped;                                /* SGD; undamped is 1 in step 1 */
-    int nesterov, has_momentum, is_first;
-
-    template <int N> DDP__HD void load(float *g, float *w, size_t at) const {
-        typename ddp__cuda_type<G>::store in[N];
-        ddp__cuda_get<N>(in, grad, at);
-        ddp__cuda_get<N>(w, master, at);
-        DDP__UNROLL
-        for (int i = 0; i < N; i++) g[i] = ddp__cuda_mul(ddp__cuda_type<G>::load(in[i]), factor);
-    }
-};
-
-template <ddp_dtype G> struct ddp__cuda_adamw : ddp__cuda_step<G> {
-    template <int N> DDP__HD void run(size_t at) const {
-        float g[N], w[N], m[N], v[N];
-        if (this->skip && *this->skip) return;
-        this->template load<N>(g, w, at);
-        ddp__cuda_get<N>(m, this->first, at);
-        ddp__cuda_get<N>(v, this->second, at);
-        DDP__UNROLL
-        for (int i = 0; i < N; i++) {
-            float divisor;
-            m[i] = ddp__cuda_add(ddp__cuda_mul(this->beta1, m[i]), ddp__cuda_mul(this->rest1, g[i]));
-            v[i] = ddp__cuda_add(ddp__cuda_mul(this->beta2, v[i]), ddp__cuda_mul(this->rest2, ddp__cuda_mul(g[i], g[i])));
-            divisor = ddp__cuda_add(ddp__cuda_mul(ddp__cuda_sqrt(v[i]), this->root), this->eps);
-            w[i] = ddp__cuda_add(ddp__cuda_mul(w[i], this->keep), -ddp__cuda_div(ddp__cuda_mul(this->rate, m[i]), divisor));
-        }
-        ddp__cuda_put<N>(m, this->first, at);
-        ddp__cuda_put<N>(v, this->second, at);
-        ddp__cuda_put<N>(w, this->master, at);
-        ddp__cuda_copy_out<N>(this->copy, w, at);
-    }
-};
-
-template <ddp_dtype G> struct ddp__cuda_sgd : ddp__cuda_step<G> {
-    template <int N> DDP__HD void run(size_t at) const {
-        float g[N], w[N], b[N] = {};
-        if (this->skip && *this->skip) return;
-        this->template load<N>(g, w, at);
-        if (this->has_momentum && !this->is_first) ddp__cuda_get<N>(b, this->first, at);
-        DDP__UNROLL
-        for (int i = 0; i < N; i++) {
-            if (this->decay != 0) g[i] = ddp__cuda_add(g[i], ddp__cuda_mul(this->decay, w[i]));
-            if (this->has_momentum) {
-                b[i] = this->is_first ? g[i] : ddp__cuda_add(ddp__cuda_mul(this->momentum, b[i]), ddp__cuda_mul(this->undamped, g[i]));
-                g[i] = this->nesterov ? ddp__cuda_add(g[i], ddp__cuda_mul(this->momentum, b[i])) : b[i];
-            }
-            w[i] = ddp__cuda_add(w[i], -ddp__cuda_mul(this->lr, g[i]));
-        }
-        if (this->has_momentum) ddp__cuda_put<N>(b, this->first, at);
-        ddp__cuda_put<N>(w, this->master, at);
-        ddp__cuda_copy_out<N>(this->copy, w, at);
-    }
-};
-
-/* What both take; the defaults of desc resolved. */
-static ddp_result ddp__cuda_step_check(const ddp_cuda_step_desc *desc, ddp_cuda_step_desc *out, const char *function) {
-    if (!desc) return ddp_fail(DDP_ERR_INVALID, "%s: desc is NULL", function);
-    *out = *desc;
-    if (!out->grad_dtype) out->grad_dtype = DDP_F32;
-    if (!out->copy_dtype) out->copy_dtype = DDP_BF16;
-    if (out->beta1 == 0) out->beta1 = 0.9f;
-    if (out->beta2 == 0) out->beta2 = 0.999f;
-    if (out->eps == 0) out->eps = 1e-8f;
-    if (out->grad_factor == 0) out->grad_factor = 1.0f;
-    if (out->step < 1) return ddp_fail(DDP_ERR_INVALID, "%s: step=%lld, and steps count from 1", function, (long long)out->step);
-    if (out->count && (!out->master || !out->grad)) return ddp_fail(DDP_ERR_INVALID, "%s: master or grad is NULL", function);
-    if (out->grad_dtype == DDP_F64 || !ddp_is_float(out->grad_dtype))
-        return ddp_fail(DDP_ERR_INVALID, "%s: grad_dtype=%s, allowed are f32, f16 and bf16", function, ddp_dtype_name(out->grad_dtype));
-    if (out->copy_dtype == DDP_F64 || !ddp_is_float(out->copy_dtype))
-        return ddp_fail(DDP_ERR_INVALID, "%s: copy_dtype=%s, allowed are bf16, f16 and f32", function, ddp_dtype_name(out->copy_dtype));
-    if (out->stochastic && out->copy_dtype != DDP_BF16)
-        return ddp_fail(DDP_ERR_INVALID, "%s: stochastic rounding is for a bf16 copy, not %s", function, ddp_dtype_name(out->copy_dtype));
-    return DDP_OK;
-}
-
-template <ddp_dtype G> static void ddp__cuda_step_fill(ddp__cuda_step<G> *f, const ddp_cuda_step_desc *d) {
-    double step = (double)d->step;
-    f->master = d->master, f->first = d->first, f->second = d->second, f->grad = d->grad, f->skip = d->skip;
-    f->copy.data = d->copy, f->copy.dtype = d->copy_dtype, f->copy.stochastic = d->stochastic, f->copy.first_index = d->first_index;
-    f->copy.key = ddp__cuda_mix(ddp__cuda_mix(d->seed + UINT64_C(0x9e3779b97f4a7c15)) + (uint64_t)d->step);
-    f->factor = d->grad_factor, f->lr = d->lr, f->decay = d->weight_decay, f->eps = d->eps;
-    f->beta1 = d->beta1, f->beta2 = d->beta2, f->rest1 = 1.0f - d->beta1, f->rest2 = 1.0f - d->beta2;
-    f->rate = (float)((double)d->lr / (1.0 - pow((double)d->beta1, step)));
-    f->root = (float)(1.0 / sqrt(1.0 - pow((double)d->beta2, step)));
-    f->keep = 1.0f - (float)((double)d->lr * d->weight_decay); /* not fused by a host compiler */
-    f->momentum = d->momentum, f->undamped = 1.0f - d->dampening, f->nesterov = d->nesterov;
-    f->has_momentum = d->momentum != 0, f->is_first = d->step == 1;
-}
-
-template <class F, ddp_dtype G> static ddp_result ddp__cuda_step_run(const ddp_cuda_step_desc *d, int arrays, cudaStream_t stream, const char *function) {
-    F f = {};
-    uint32_t mask = ddp__cuda_heads(15, d->master, 4, 4);
-    ddp__cuda_step_fill<G>(&f, d);
-    mask = ddp__cuda_heads(mask, d->grad, (int)sizeof(typename ddp__cuda_type<G>::store), 4);
-    if (arrays > 0) mask = ddp__cuda_heads(mask, d->first, 4, 4);
-    if (arrays > 1) mask = ddp__cuda_heads(mask, d->second, 4, 4);
-    if (d->copy) mask = ddp__cuda_heads(mask, d->copy, d->copy_dtype == DDP_F32 ? 4 : 2, 4);
-    return ddp__cuda_each(f, ddp__cuda_split_of(mask, d->count, 4), stream, function);
-}
-
-#if defined(DDP_FSDP_KERNELS_H)
-/* What struct ddp_update says, in T, f32 or f64; ADAM is ADAMW and LAMB. Not the two above: those take 16-bit gradients and write copies. */
-template <class T, int ADAM> struct ddp__cuda_update {
-    enum { WIDTH = 16 / sizeof(T) };
-    T *value, *grad, *state0, *state1;
-    T rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale, grad_scale;
-    int lamb, first, nesterov;
-    const float *grad_scale_at; const double *scale_at;
-
-    /* b + factor a */
-    static DDP__HD T add(T b, T factor, T a) { return ddp__cuda_add(b, ddp__cuda_mul(factor, a)); }
-    template <int N> DDP__HD void adam(T *w, T *g, size_t at) const {
-        T m[N], v[N];
-        ddp__cuda_get<N>(m, state0, at);
-        ddp__cuda_get<N>(v, state1, at);
-        DDP__UNROLL
-        for (int i = 0; i < N; i++) {
-            T d;
-            m[i] = add(ddp__cuda_mul(beta1, m[i]), rest1, g[i]);
-            v[i] = add(ddp__cuda_mul(beta2, v[i]), rest2, ddp__cuda_mul(g[i], g[i]));
-            d = ddp__cuda_div(ddp__cuda_mul(rate, m[i]), add(eps, root, ddp__cuda_sqrt(v[i])));
-            g[i] = decay != 0 ? add(d, decay, w[i]) : d;
-            w[i] = ddp__cuda_add(ddp__cuda_mul(keep, w[i]), -d);
-        }
-        ddp__cuda_put<N>(m, state0, at);
-        ddp__cuda_put<N>(v, state1, at);
-        if (lamb) ddp__cuda_put<N>(g, grad, at);
-        else ddp__cuda_put<N>(w, value, at);
-    }
-    template <int N> DDP__HD void sgd(T *w, T *g, size_t at) const {
-        T m[N] = {}, factor = scale;
-        double there;
-        if (scale_at) ddp__cuda_get<1>(&there, scale_at, 0), factor = (T)there;
-        if (state0 && !first) ddp__cuda_get<N>(m, state0, at);
-        DDP__UNROLL
-        for (int i = 0; i < N; i++) {
-            T d = ddp__cuda_mul(factor, decay != 0 ? add(g[i], decay, w[i]) : g[i]);
-            m[i] = first ? d : add(ddp__cuda_mul(beta1, m[i]), rest1, d);
-            if (state0) d = nesterov ? add(d, beta1, m[i]) : m[i];
-            w[i] = ddp__cuda_add(w[i], -ddp__cuda_mul(rate, d));
-        }
-        if (state0) ddp__cuda_put<N>(m, state0, at);
-        ddp__cuda_put<N>(w, value, at);
-    }
-    template <int N> DDP__HD void run(size_t at) const {
-        T w[N], g[N], factor = grad_scale;
-        float there;
-        if (grad_scale_at) ddp__cuda_get<1>(&there, grad_scale_at, 0), factor = (T)there;
-        ddp__cuda_get<N>(g, grad, at);
-        DDP__UNROLL
-        for (int i = 0; i < N; i++) g[i] = ddp__cuda_mul(factor, g[i]);
-        ddp__cuda_get<N>(w, value, at);
-        if (ADAM) adam<N>(w, g, at);
-        else sgd<N>(w, g, at);
-    }
-};
-
-template <class T, int ADAM> static ddp_result ddp__cuda_update_run(const ddp_update *u, cudaStream_t stream) {
-    ddp__cuda_update<T, ADAM> f = {(T *)u->value, (T *)u->grad, (T *)u->state0, (T *)u->state1, (T)u->rate, (T)u->beta1, (T)u->one_minus_beta1, (T)u->beta2,
-                                   (T)u->one_minus_beta2, (T)u->inv_sqrt_bias_correction2, (T)u->eps, (T)u->decay_factor, (T)u->decay, (T)u->scale, (T)(u->grad_scale ? u->grad_scale : 1),
-                                   u->kind == DDP_UPDATE_LAMB, u->first, u->nesterov, u->grad_scale_at, u->scale_at};
-    const void *arrays[4] = {u->value, u->grad, u->state0, u->state1};
-    uint32_t mask = (1u << f.WIDTH) - 1;
-    for (int i = 0; i < (ADAM ? 4 : u->state0 ? 3 : 2); i++) mask = ddp__cuda_heads(mask, arrays[i], (int)sizeof(T), f.WIDTH);
-    return ddp__cuda_each(f, ddp__cuda_split_of(mask, u->count, f.WIDTH), stream, "ddp_device_cuda update");
-}
-
-template <class T> struct ddp__cuda_scale {
-    enum { WIDTH = 16 / sizeof(T) };
-    T *data;
-    const float *factor;
-    template <int N> DDP__HD void run(size_t at) const {
-        T x[N];
-        float by;
-        ddp__cuda_get<1>(&by, factor, 0);
-        ddp__cuda_get<N>(x, data, at);
-        DDP__UNROLL
-        for (int i = 0; i < N; i++) x[i] = ddp__cuda_mul((T)by, x[i]);
-        ddp__cuda_put<N>(x, data, at);
-    }
-};
-
-template <class T> static ddp_result ddp__cuda_scale_run(void *data, size_t count, const float *factor) {
-    const ddp__cuda_scale<T> f = {(T *)data, factor};
-    uint32_t mask = ddp__cuda_heads((1u << f.WIDTH) - 1, data, (int)sizeof(T), f.WIDTH);
-    return ddp__cuda_each(f, ddp__cuda_split_of(mask, count, f.WIDTH), ddp__cuda_mine.stream, "ddp_device_cuda scale");
-}
-
 static void ddp__cuda_optimizer_update(const ddp_update *u) {
-    cudaStream_t stream = ddp__cuda_mine.stream;
-    int adam = u->kind != DDP_UPDATE_SGD;
-    ddp_result result;
-    if (u->dtype == DDP_F32) result = adam ? ddp__cuda_update_run<float, 1>(u, stream) : ddp__cuda_update_run<float, 0>(u, stream);
-    else result = adam ? ddp__cuda_update_run<double, 1>(u, stream) : ddp__cuda_update_run<double, 0>(u, stream);
-    ddp__cuda_keep(result);
+    ddp__cuda_keep(ddp__cuda_by<DDP_F32, DDP_F64>(u->dtype, [&](auto D) {
+        if (u->kind == DDP_UPDATE_SGD) return ddp__cuda_update_run<decltype(D)::value, 0>(u);
+        return ddp__cuda_update_run<decltype(D)::value, 1>(u);
+    }));
 }
 
 static void ddp__cuda_optimizer_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
-    ddp__cuda_keep(dtype == DDP_F32 ? ddp__cuda_scale_run<float>(data, count, factor) : ddp__cuda_scale_run<double>(data, count, factor));
+    ddp__cuda_keep(ddp__cuda_by<DDP_F32, DDP_F64>(dtype, [&](auto D) {
+        const ddp__cuda_scale<decltype(D)::value> f = {data, factor};
+        uint32_t mask = ddp__cuda_heads((1u << f.WIDTH) - 1, data, (int)ddp_dtype_size(dtype), f.WIDTH);
+        return ddp__cuda_each(f, mask, count, ddp__cuda_mine.stream, "ddp_device_cuda scale");
+    }));
 }
 
 static void ddp__cuda_optimizer_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
     const ddp__cuda_clip f = {sum, limit, factor, norm};
-    ddp__cuda_keep(ddp__cuda_each(f, ddp__cuda_split_of(1, 1, 1), ddp__cuda_mine.stream, "ddp_device_cuda clip"));
+    ddp__cuda_keep(ddp__cuda_each(f, 1, 1, ddp__cuda_mine.stream, "ddp_device_cuda clip"));
 }
 
 static void ddp__cuda_optimizer_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out) {
     const ddp__cuda_trust f = {sums, lr, c, decay, out};
-    ddp__cuda_keep(ddp__cuda_each(f, ddp__cuda_split_of(1, count, 1), ddp__cuda_mine.stream, "ddp_device_cuda trust"));
+    ddp__cuda_keep(ddp__cuda_each(f, 1, count, ddp__cuda_mine.stream, "ddp_device_cuda trust"));
 }
 
 #define DDP_X(name, arguments) ddp__cuda_optimizer_##name,
@@ -1707,17 +1646,14 @@ template <ddp_dtype D> struct ddp__cuda_dequantise {
 };
 
 template <ddp_dtype S> static ddp_result ddp__cuda_quantise_run(int8_t *q, float *scales, const void *src, size_t count, cudaStream_t stream) {
-    ddp__cuda_quantise<S> f = {};
-    f.src = src, f.q = q, f.scales = scales, f.count = count;
-    f.src_aligned = (uintptr_t)src % 16 == 0, f.q_aligned = (uintptr_t)q % 8 == 0;
+    const ddp__cuda_quantise<S> f = {src, q, scales, count, (uintptr_t)src % 16 == 0, (uintptr_t)q % 8 == 0};
     return ddp__cuda_rows(f, count / DDP_CUDA_QUANT_BLOCK + (count % DDP_CUDA_QUANT_BLOCK != 0), stream, "ddp_cuda_quantise8");
 }
 
 template <ddp_dtype D> static ddp_result ddp__cuda_dequantise_run(void *dst, const int8_t *q, const float *scales, size_t count, cudaStream_t stream) {
-    ddp__cuda_dequantise<D> f = {};
+    const ddp__cuda_dequantise<D> f = {dst, q, scales};
     uint32_t mask = ddp__cuda_heads(1, dst, (int)sizeof(typename ddp__cuda_type<D>::store), 4);
-    f.dst = dst, f.q = q, f.scales = scales;
-    return ddp__cuda_each(f, ddp__cuda_split_of(ddp__cuda_heads(mask, q, 1, 4), count, 4), stream, "ddp_cuda_dequantise8");
+    return ddp__cuda_each(f, ddp__cuda_heads(mask, q, 1, 4), count, stream, "ddp_cuda_dequantise8");
 }
 
 //== layers ========================================================================================= >>impl-layers
@@ -1759,9 +1695,9 @@ template <class F> struct ddp__cuda_layer_cells {
         f.cell(i, (int64_t)at - i * columns);
     }
 };
-template <class F> static ddp_result ddp__cuda_cells(const F &f, int64_t rows, int64_t columns) {
-    const ddp__cuda_layer_cells<F> all = {f, columns};
-    return ddp__cuda_each(all, ddp__cuda_split_of(1, (size_t)(rows * columns), 1), ddp__cuda_mine.stream, DDP__CUDA_LAYER);
+template <class F, class... Fields> static ddp_result ddp__cuda_cells(int64_t rows, int64_t columns, Fields... fields_of_f) {
+    const ddp__cuda_layer_cells<F> all = {{fields_of_f...}, columns};
+    return ddp__cuda_each(all, 1, (size_t)(rows * columns), ddp__cuda_mine.stream, DDP__CUDA_LAYER);
 }
 
 /* For want of cuBLASLt. */
@@ -1775,9 +1711,8 @@ template <class T> struct ddp__cuda_product {
     }
 };
 static ddp_result ddp__cuda_plain_gemm(const ddp_gemm *g) {
-    const ddp__cuda_product<float> f32 = {*g};
-    const ddp__cuda_product<double> f64 = {*g};
-    return g->dtype == DDP_F32 ? ddp__cuda_cells(f32, g->m, g->n) : ddp__cuda_cells(f64, g->m, g->n);
+    if (g->dtype == DDP_F32) return ddp__cuda_cells<ddp__cuda_product<float> >(g->m, g->n, *g);
+    return ddp__cuda_cells<ddp__cuda_product<double> >(g->m, g->n, *g);
 }
 
 template <class T> struct ddp__cuda_copied {
@@ -1788,8 +1723,7 @@ template <class T> struct ddp__cuda_copied {
     DDP__HD void cell(int64_t i, int64_t j) const { ddp__cuda_set<T>(y, i * y_step + j, ddp__cuda_at<T>(x, i * x_step + j)); }
 };
 template <class T> static ddp_result ddp__cuda_copy_rows(int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y, int64_t y_step) {
-    const ddp__cuda_copied<T> f = {x, x_step, y, y_step};
-    return ddp__cuda_cells(f, rows, columns);
+    return ddp__cuda_cells<ddp__cuda_copied<T> >(rows, columns, x, x_step, y, y_step);
 }
 
 template <class T> struct ddp__cuda_biased {
@@ -1799,8 +1733,7 @@ template <class T> struct ddp__cuda_biased {
     DDP__HD void cell(int64_t i, int64_t j) const { ddp__cuda_set<T>(y, i * y_step + j, ddp__cuda_at<T>(y, i * y_step + j) + ddp__cuda_at<T>(bias, j)); }
 };
 template <class T> static ddp_result ddp__cuda_add_bias(int64_t rows, int64_t columns, const void *bias, void *y, int64_t y_step) {
-    const ddp__cuda_biased<T> f = {bias, y, y_step};
-    return ddp__cuda_cells(f, rows, columns);
+    return ddp__cuda_cells<ddp__cuda_biased<T> >(rows, columns, bias, y, y_step);
 }
 
 /* dy NULL: forward. Behind a row of gates lies that of ups. */
@@ -1829,8 +1762,7 @@ template <class T> struct ddp__cuda_activated {
 };
 template <class T> static ddp_result ddp__cuda_activate_backward(ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, const void *dy,
                                                                  void *dx) {
-    const ddp__cuda_activated<T> f = {form, columns, x, dy, dx};
-    return ddp__cuda_cells(f, rows, columns);
+    return ddp__cuda_cells<ddp__cuda_activated<T> >(rows, columns, form, columns, x, dy, dx);
 }
 template <class T> static ddp_result ddp__cuda_activate(ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, void *y) {
     return ddp__cuda_activate_backward<T>(form, rows, columns, x, NULL, y);
@@ -1845,8 +1777,7 @@ template <class T> struct ddp__cuda_dropped {
     }
 };
 template <class T> static ddp_result ddp__cuda_dropout(const ddp_dropout *op) {
-    const ddp__cuda_dropped<T> f = {*op};
-    return ddp__cuda_cells(f, op->rows, op->columns);
+    return ddp__cuda_cells<ddp__cuda_dropped<T> >(op->rows, op->columns, *op);
 }
 
 /* The rows of a step whose index[] is host memory: as many at a time as fit into a kernel's arguments, so that nobody waits for a copy. */
@@ -2146,51 +2077,32 @@ static ddp_result ddp__cuda_device_event_test(ddp_group *group, void *event, int
     return *done ? ddp__cuda_group_fail(group, error, "cudaEventQuery") : DDP_OK;
 }
 
-/* A call as ranks compare it; seq 0 = none. */
-typedef struct ddp__cuda_mark {
-    uint64_t seq, count;
-    int32_t kind, dtype, op, root;
-    int32_t caller, reserved; /* a ddp_public_call, for texts: not compared */
-} ddp__cuda_mark;
-
-static ddp__cuda_mark ddp__cuda_mark_of(const ddp_call *call) {
-    return {call->seq, call->count, call->kind, call->dtype, call->op, call->root, call->caller, 0};
-}
-static int ddp__cuda_is_message(const ddp__cuda_mark *mark) { return mark->kind == DDP_CALL_SEND || mark->kind == DDP_CALL_RECV; }
-
-/* "ddp_all_reduce f32 count=1000 sum" */
-static void ddp__cuda_describe(char *out, size_t size, const ddp__cuda_mark *mark) {
-    static const char *const ops[] = {" sum", " avg", " min", " max", " prod"};
-    int kind = mark->kind, reduces = kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER;
-    const char *caller = ddp_public_call_of(mark->caller);
-    int at = snprintf(out, size, "%s", caller ? caller : ddp_call_name((ddp_call_kind)kind));
-    if (kind == DDP_CALL_BARRIER || caller) return;
-    at += snprintf(out + at, size - (size_t)at, " %s", ddp_dtype_name((ddp_dtype)mark->dtype));
-    if (kind != DDP_CALL_ALL_TO_ALL_V) at += snprintf(out + at, size - (size_t)at, " count=%llu", (unsigned long long)mark->count);
-    if (reduces && (unsigned)mark->op < 5) at += snprintf(out + at, size - (size_t)at, "%s", ops[mark->op]);
-    if (mark->root >= 0) snprintf(out + at, size - (size_t)at, " %s=%d", ddp__cuda_is_message(mark) ? "peer" : "root", mark->root);
-}
-
 //== the GPU as a device ============================================================================= >>impl-device
+
+/* Memory from cudaMalloc or cudaHostAlloc, `call`, on the device of group; NULL = the current device. */
+static ddp_result ddp__cuda_memory(cudaError_t (*alloc)(void **out, size_t size_bytes), ddp_group *group, size_t size_bytes, void **out,
+                                   const char *function, const char *call) {
+    const ddp__cuda_streams *streams = group ? ddp__cuda_streams_of(group) : NULL;
+    char text[64];
+    *out = NULL;
+    if (streams) DDP__CUDA_DO(function, "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(streams->device));
+    snprintf(text, sizeof text, "%s of %llu bytes", call, (unsigned long long)size_bytes);
+    cudaError_t error = alloc(out, size_bytes ? size_bytes : 1);
+    if (error != cudaSuccess) *out = NULL;
+    return ddp__cuda_fail(error, function, text);
+}
 
 static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, void **out) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    const char *function = "ddp_device_cuda alloc";
     cudaStream_t stream = ddp__cuda_mine.stream;
-    char call[64];
-    cudaError_t error;
-    *out = NULL;
-    if (group && ddp__cuda_streams_of(group)) DDP__CUDA_DO("ddp_device_cuda alloc", "cudaSetDevice", cuda->set_device(ddp__cuda_streams_of(group)->device));
-    snprintf(call, sizeof call, "cudaMalloc of %llu bytes", (unsigned long long)size_bytes);
-    error = cuda->malloc(out, size_bytes ? size_bytes : 1);
-    if (error != cudaSuccess) { *out = NULL; return ddp__cuda_fail(error, "ddp_device_cuda alloc", call); }
-    snprintf(call, sizeof call, "cudaMemsetAsync");
-    error = cuda->memset_async(*out, 0, size_bytes ? size_bytes : 1, stream);
-    if (error == cudaSuccess) { snprintf(call, sizeof call, "cudaStreamSynchronize"); error = cuda->synchronize(stream); }
-    if (error == cudaSuccess) return DDP_OK;
-    ddp__cuda_fail(error, "ddp_device_cuda alloc", call);
+    DDP_TRY(ddp__cuda_memory(cuda->malloc, group, size_bytes, out, function, "cudaMalloc"));
+    ddp_result result = ddp__cuda_fail(cuda->memset_async(*out, 0, size_bytes ? size_bytes : 1, stream), function, "cudaMemsetAsync");
+    if (result == DDP_OK) result = ddp__cuda_fail(cuda->synchronize(stream), function, "cudaStreamSynchronize");
+    if (result == DDP_OK) return DDP_OK;
     cuda->free(*out);
     *out = NULL;
-    return DDP_ERR_ENGINE;
+    return result;
 }
 
 static void ddp__cuda_device_free(ddp_group *, void *memory) {
@@ -2198,15 +2110,7 @@ static void ddp__cuda_device_free(ddp_group *, void *memory) {
 }
 
 static ddp_result ddp__cuda_device_alloc_pinned(ddp_group *group, size_t size_bytes, void **out) {
-    const ddp__cuda_streams *streams = group ? ddp__cuda_streams_of(group) : NULL;
-    char call[64];
-    *out = NULL;
-    if (streams) DDP__CUDA_DO("ddp_device_cuda alloc_pinned", "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(streams->device));
-    snprintf(call, sizeof call, "cudaHostAlloc of %llu bytes", (unsigned long long)size_bytes);
-    cudaError_t error = DDP__CUDA_RUNTIME->host_alloc(out, size_bytes ? size_bytes : 1);
-    if (error == cudaSuccess) return DDP_OK;
-    *out = NULL;
-    return ddp__cuda_fail(error, "ddp_device_cuda alloc_pinned", call);
+    return ddp__cuda_memory(DDP__CUDA_RUNTIME->host_alloc, group, size_bytes, out, "ddp_device_cuda alloc_pinned", "cudaHostAlloc");
 }
 
 static void ddp__cuda_device_free_pinned(void *memory) {
@@ -2216,18 +2120,15 @@ static void ddp__cuda_device_free_pinned(void *memory) {
 /* Waits where the CPU could otherwise read or reuse its side too early. */
 static void ddp__cuda_device_copy(void *dst, const void *src, size_t size_bytes) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    const char *function = "ddp_device_cuda copy";
     cudaStream_t stream = ddp__cuda_mine.stream;
     int dst_there = 0, src_there = 0;
-    cudaError_t error;
     if (size_bytes == 0) return;
-    error = cuda->is_device_memory(dst, &dst_there);
-    if (error == cudaSuccess) error = cuda->is_device_memory(src, &src_there);
-    ddp__cuda_keep_error(error, "ddp_device_cuda copy", "cudaPointerGetAttributes");
-    if (error != cudaSuccess) return;
-    error = cuda->memcpy_async(dst, src, size_bytes, cudaMemcpyDefault, stream);
-    ddp__cuda_keep_error(error, "ddp_device_cuda copy", "cudaMemcpyAsync");
-    if (error == cudaSuccess && !(dst_there && src_there))
-        ddp__cuda_keep_error(cuda->synchronize(stream), "ddp_device_cuda copy", "cudaStreamSynchronize");
+    ddp_result result = ddp__cuda_fail(cuda->is_device_memory(dst, &dst_there), function, "cudaPointerGetAttributes");
+    if (result == DDP_OK) result = ddp__cuda_fail(cuda->is_device_memory(src, &src_there), function, "cudaPointerGetAttributes");
+    if (result == DDP_OK) result = ddp__cuda_fail(cuda->memcpy_async(dst, src, size_bytes, cudaMemcpyDefault, stream), function, "cudaMemcpyAsync");
+    if (result == DDP_OK && !(dst_there && src_there)) result = ddp__cuda_fail(cuda->synchronize(stream), function, "cudaStreamSynchronize");
+    ddp__cuda_keep(result);
 }
 
 static void ddp__cuda_device_copy_async(void *dst, const void *src, size_t size_bytes) {
@@ -2363,7 +2264,8 @@ static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_products *p,
     while (((uintptr_t)g->a | (uintptr_t)g->b | (uintptr_t)g->c) % (uintptr_t)key[7]) key[7] /= 2; /* what all three are aligned to */
     while (way < DDP__CUDA_LT_WAYS && memcmp(p->ways[way].key, key, sizeof key) != 0) way++;
     if (s == CUBLAS_STATUS_SUCCESS && way == DDP__CUDA_LT_WAYS) {
-        way = p->next, p->next = (way + 1) % DDP__CUDA_LT_WAYS;
+        way = p->next;
+        p->next = (way + 1) % DDP__CUDA_LT_WAYS;
         s = ddp__cuda_lt_ask(p, &d, (uint32_t)key[7], &p->ways[way].algo);
         if (s == CUBLAS_STATUS_SUCCESS) memcpy(p->ways[way].key, key, sizeof key);
     }
@@ -2443,16 +2345,23 @@ static const ddp_layer_kernels ddp__cuda_layers[2] = {{DDP_VERSION, ddp__cuda_la
 #define DDP__NCCL_PATIENCE_MS 2000 /* how long a group that is destroyed waits for the others to do so, too */
 #endif
 
-/* What watchdogs tell each other, over and over. */
+/* A call, for other ranks and for error lines. */
+typedef struct ddp__nccl_mark {
+    uint64_t seq;            /* 0 = a batch of messages, or no call */
+    uint64_t words[2];       /* of ddp_call_pack */
+    int32_t is_message, pad;
+} ddp__nccl_mark;
+
+/* The state that each watchdog sends to the others in every round. */
 typedef struct ddp__nccl_rank_state {
-    int32_t result;  /* of the group on this rank, for the reason in text */
-    int32_t leaving; /* 1 = the group is being destroyed here: my last word */
-    ddp__cuda_mark mark[DDP__NCCL_MARKS]; /* collective number seq stands at seq mod DDP__NCCL_MARKS */
+    int32_t result;  /* of the group on this rank; text is its cause */
+    int32_t leaving; /* 1 = this rank destroys the group and sends nothing after this */
+    ddp__nccl_mark mark[DDP__NCCL_MARKS]; /* collective number seq is stored at seq mod DDP__NCCL_MARKS */
     uint64_t issued; /* collectives */
     char text[400];
 } ddp__nccl_rank_state;
 
-typedef struct ddp__nccl_op { ddp__cuda_mark mark; cudaEvent_t event; int recorded; } ddp__nccl_op;
+typedef struct ddp__nccl_op { ddp__nccl_mark mark; cudaEvent_t event; int recorded; } ddp__nccl_op;
 
 typedef struct ddp__nccl_region {
     struct ddp__nccl_region *next;
@@ -2592,17 +2501,6 @@ static ddp_result ddp__nccl_settle(ddp__nccl *n, ncclResult_t error, const char 
     return error == ncclInProgress ? DDP_OK : ddp__nccl_error(error, call);
 }
 
-/* A call over control of a group that is there: when the group fails meanwhile, its watchdog ends the call, and the group's cause is the reason. */
-static ddp_result ddp__nccl_over_control(ddp__nccl *n, ddp_result result, const char *who) {
-    ddp_result status;
-    if (result == DDP_OK || (status = ddp__nccl_status(n->group, n)) == DDP_OK) return result;
-    return ddp_fail_in(status, who, n->group, "%s", ddp_last_error());
-}
-
-static ddp_result ddp__nccl_agree(ddp__nccl *n, ddp_result mine, const char *who) {
-    return ddp__nccl_over_control(n, ddp_agree(n->control, who, mine, 0, ""), who);
-}
-
 /* Sends and receives that belong together. */
 static ddp_result ddp__nccl_open_group(ddp__nccl *n) {
     ddp_result result = ddp__nccl_error(ncclGroupStart(), "ncclGroupStart");
@@ -2617,25 +2515,23 @@ static ddp_result ddp__nccl_close_group(ddp__nccl *n, ddp_result before) {
     return before == DDP_OK ? ddp__nccl_settle(n, error, "ncclGroupEnd") : before;
 }
 
-/* What this rank sends to a peer and receives from it, in elements. */
-typedef struct ddp__nccl_block { size_t send_at, send_count, recv_at, recv_count; } ddp__nccl_block;
+/* The bytes that this rank sends to a peer and receives from it. */
+typedef struct ddp__nccl_block { ddp_bytes send, recv; } ddp__nccl_block;
 
 /* Exchanges a block with every rank, in one NCCL group. block_of(j) is that of rank j; the own one is copied. */
-template <class F> static ddp_result ddp__nccl_exchange(ddp__nccl *n, ddp_dtype dtype, const void *send, void *recv, const F &block_of) {
+template <class F> static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void *send, void *recv, const F &block_of) {
     cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
-    ncclDataType_t type = ddp__nccl_dtype[dtype];
-    size_t size = ddp_dtype_size(dtype);
     ddp_result result = ddp__nccl_open_group(n);
     if (result != DDP_OK) return result;
     for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
         const ddp__nccl_block b = block_of(j);
-        const unsigned char *from = b.send_count ? (const unsigned char *)send + b.send_at * size : NULL;
-        unsigned char *to = b.recv_count ? (unsigned char *)recv + b.recv_at * size : NULL;
+        const unsigned char *from = b.send.size ? (const unsigned char *)send + b.send.begin : NULL;
+        unsigned char *to = b.recv.size ? (unsigned char *)recv + b.recv.begin : NULL;
         if (j != n->rank) {
-            if (from) result = ddp__nccl_settle(n, ncclSend(from, b.send_count, type, j, n->comm.handle, stream), "ncclSend");
-            if (to && result == DDP_OK) result = ddp__nccl_settle(n, ncclRecv(to, b.recv_count, type, j, n->comm.handle, stream), "ncclRecv");
+            if (from) result = ddp__nccl_settle(n, ncclSend(from, b.send.size, ncclUint8, j, n->comm.handle, stream), "ncclSend");
+            if (to && result == DDP_OK) result = ddp__nccl_settle(n, ncclRecv(to, b.recv.size, ncclUint8, j, n->comm.handle, stream), "ncclRecv");
         } else if (from && to && from != to)
-            result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->memcpy_async(to, from, b.recv_count * size, cudaMemcpyDeviceToDevice, stream),
+            result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->memcpy_async(to, from, b.recv.size, cudaMemcpyDeviceToDevice, stream),
                                           "cudaMemcpyAsync");
     }
     return ddp__nccl_close_group(n, result);
@@ -2643,42 +2539,47 @@ template <class F> static ddp_result ddp__nccl_exchange(ddp__nccl *n, ddp_dtype 
 
 //== NCCL: reductions in tree order ================================================================== >>impl-nccl-tree
 
-/* All-to-all, a tree per share, all-gather: as many bytes on the wire as a ring. Rank j owns a share of every round:
-       all_reduce, reduce    share j of count / W elements, or of what the scratch holds at a time
-       reduce_scatter        its own block, as much of it as the scratch holds at a time */
+/* An all-to-all, a tree sum per share, an all-gather: as many bytes on the wire as a ring. In every round rank j owns
+       all_reduce, reduce    share j of count / W elements, at most what the workspace holds
+       reduce_scatter        a part of its own block, at most what the workspace holds
+   All sizes here are bytes. */
 typedef struct ddp__nccl_tree {
     const ddp_call *call;
-    size_t first, count, share; /* the round's elements and what a share has of them, except the last ones */
+    size_t block;               /* call->count elements */
+    size_t first, count, share; /* of the round: its range of a block, and the size of a share except the last ones */
 } ddp__nccl_tree;
 
-static size_t ddp__nccl_share(const ddp__nccl_tree *t, int rank, size_t *count) {
+/* The share of a rank, as a range of the send buffer. */
+static ddp_bytes ddp__nccl_share(const ddp__nccl_tree *t, int rank) {
     size_t begin = t->share * (size_t)rank;
-    if (t->call->kind == DDP_CALL_REDUCE_SCATTER) { *count = t->count; return (size_t)rank * t->call->count + t->first; }
+    if (t->call->kind == DDP_CALL_REDUCE_SCATTER) return {(size_t)rank * t->block + t->first, t->count};
     if (begin > t->count) begin = t->count;
-    *count = t->count - begin < t->share ? t->count - begin : t->share;
-    return t->first + begin;
+    return {t->first + begin, t->count - begin < t->share ? t->count - begin : t->share};
 }
 
 static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     const ddp_call *call = t->call;
-    size_t mine, size = ddp_dtype_size(call->dtype), own = ddp__nccl_share(t, n->rank, &mine);
+    const ddp_bytes own = ddp__nccl_share(t, n->rank);
     unsigned char *scratch = (unsigned char *)n->workspace.memory;
-    const void *sources[2] = {scratch, (const unsigned char *)call->send + own * size};
-    int to_all = call->kind == DDP_CALL_ALL_REDUCE, to_root = call->kind == DDP_CALL_REDUCE, is_root = to_root && call->root == n->rank;
-    void *sum = scratch + (size_t)n->rank * t->share * size;
-    DDP_TRY(ddp__nccl_exchange(n, call->dtype, call->send, scratch, [&](int j) {
-        size_t theirs, at = ddp__nccl_share(t, j, &theirs);
-        return ddp__nccl_block{at, j == n->rank ? 0 : theirs, (size_t)j * t->share, mine};
+    const void *sources[2] = {scratch, (const unsigned char *)call->send + own.begin};
+    const auto receives = [call](int rank) { return call->kind == DDP_CALL_ALL_REDUCE || rank == call->root; };
+    void *sum = scratch + (size_t)n->rank * t->share;
+    DDP_TRY(ddp__nccl_exchange(n, call->send, scratch, [&](int j) {
+        ddp_bytes theirs = ddp__nccl_share(t, j);
+        if (j == n->rank) theirs.size = 0;
+        return ddp__nccl_block{theirs, {(size_t)j * t->share, own.size}};
     }));
-    if (to_all || is_root) sum = (unsigned char *)call->recv + own * size;
-    if (call->kind == DDP_CALL_REDUCE_SCATTER) sum = (unsigned char *)call->recv + t->first * size;
-    const ddp__cuda_tree_call tree = {&sum, 1, sources, n->world_size, mine, call->op, call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1,
-                                      n->streams->stream[DDP_STREAM_COMM], "the sum in tree order", t->share * size, n->rank};
-    if (mine) DDP_TRY(ddp__cuda_tree_any(&tree, call->dtype));
-    if (!to_all && !to_root) return DDP_OK;
-    return ddp__nccl_exchange(n, call->dtype, sum, call->recv, [&](int j) {
-        size_t theirs, at = ddp__nccl_share(t, j, &theirs);
-        return ddp__nccl_block{0, to_all || call->root == j ? mine : 0, at, j != n->rank && (to_all || is_root) ? theirs : 0};
+    if (receives(n->rank)) sum = (unsigned char *)call->recv + own.begin;
+    if (call->kind == DDP_CALL_REDUCE_SCATTER) sum = (unsigned char *)call->recv + t->first;
+    const ddp__cuda_tree_call tree = {&sum, 1, sources, n->world_size, own.size / ddp_dtype_size(call->dtype), call->op,
+                                      call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1,
+                                      n->streams->stream[DDP_STREAM_COMM], "the sum in tree order", t->share, n->rank};
+    if (own.size) DDP_TRY(ddp__cuda_tree_any(&tree, call->dtype));
+    if (call->kind == DDP_CALL_REDUCE_SCATTER) return DDP_OK;
+    return ddp__nccl_exchange(n, sum, call->recv, [&](int j) {
+        ddp_bytes theirs = ddp__nccl_share(t, j);
+        if (j == n->rank || !receives(n->rank)) theirs.size = 0;
+        return ddp__nccl_block{{0, receives(j) ? own.size : 0}, theirs};
     });
 }
 
@@ -2696,29 +2597,28 @@ static ddp_result ddp__nccl_grow(ddp__nccl *n, size_t size) {
 }
 
 static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) {
-    size_t world = (size_t)n->world_size, size = ddp_dtype_size(call->dtype), most = DDP__NCCL_SCRATCH / size / world / 16 * 16;
+    size_t world = (size_t)n->world_size, size = ddp_dtype_size(call->dtype), vector = 16 * size; /* shares begin at whole vectors */
     int scatter = call->kind == DDP_CALL_REDUCE_SCATTER;
-    ddp__nccl_tree t = {call, 0, 0, 0};
-    size_t bytes, room = DDP__NCCL_SCRATCH_FIRST;
-    ddp_result result = DDP_OK;
+    ddp__nccl_tree t = {call, call->count * size, 0, 0, 0};
+    size_t most = DDP__NCCL_SCRATCH / world / vector * vector, room = DDP__NCCL_SCRATCH_FIRST;
     if (n->world_size > DDP__CUDA_TREE_MOST)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "reductions in tree order reach %d ranks, the group has %d: use DDP_ORDER_ANY", DDP__CUDA_TREE_MOST, n->world_size);
-    t.share = ddp_round_up(scatter ? call->count : (call->count + world - 1) / world, 16); /* shares begin at whole vectors */
-    if (t.share > most) t.share = most;
     if (n->world_size == 1)
         return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype, call->op, call->divisor, n->streams->stream[DDP_STREAM_COMM]);
-    bytes = world * t.share * size;
-    while (room < bytes) room *= 2;
-    /* A captured call has more rounds instead: nothing is allocated after the first call of a size. */
-    if (bytes > n->workspace.size_bytes && !n->capturing) result = ddp__nccl_agree(n, ddp__nccl_grow(n, room), "making room for a sum in tree order");
-    most = n->workspace.size_bytes / size / world / 16 * 16;
+    t.share = ddp_round_up(scatter ? t.block : (call->count + world - 1) / world * size, vector);
     if (t.share > most) t.share = most;
-    for (; t.first < call->count && result == DDP_OK; t.first += t.count) {
+    while (room < world * t.share) room *= 2;
+    /* A captured call has more rounds instead: nothing is allocated after the first call of a size. */
+    if (world * t.share > n->workspace.size_bytes && !n->capturing)
+        DDP_TRY(ddp_agree(n->control, "making room for a sum in tree order", ddp__nccl_grow(n, room), 0, ""));
+    most = n->workspace.size_bytes / world / vector * vector;
+    if (t.share > most) t.share = most;
+    for (; t.first < t.block; t.first += t.count) {
         size_t round = scatter ? t.share : t.share * world;
-        t.count = call->count - t.first < round ? call->count - t.first : round;
-        result = ddp__nccl_tree_round(n, &t);
+        t.count = t.block - t.first < round ? t.block - t.first : round;
+        DDP_TRY(ddp__nccl_tree_round(n, &t));
     }
-    return result;
+    return DDP_OK;
 }
 
 //== NCCL: calls ==================================================================================== >>impl-nccl-calls
@@ -2759,18 +2659,6 @@ static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
         result = ddp__nccl_settle(n, ncclReduceScatter(call->send, call->recv, call->count, dtype, op, n->comm.handle, stream), "ncclReduceScatter");
     if (made && ddp__nccl_status(n->group, n) == DDP_OK) ncclRedOpDestroy(op, n->comm.handle);
     return result;
-}
-
-/* Blocks between all ranks or to and from a root, each way in one group. */
-static ddp_result ddp__nccl_blocks(ddp__nccl *n, const ddp_call *call) {
-    int gather = call->kind == DDP_CALL_GATHER, scatter = call->kind == DDP_CALL_SCATTER, root = call->root, me = n->rank;
-    size_t count = call->count;
-    return ddp__nccl_exchange(n, call->dtype, call->send, call->recv, [&](int j) {
-        size_t to = gather ? 0 : call->send_offsets ? call->send_offsets[j] : (size_t)j * count, out = call->send_counts ? call->send_counts[j] : count;
-        size_t from = scatter ? 0 : call->recv_offsets ? call->recv_offsets[j] : (size_t)j * count, in = call->recv_counts ? call->recv_counts[j] : count;
-        int sends = gather ? j == root : !scatter || me == root, receives = scatter ? j == root : !gather || me == root;
-        return ddp__nccl_block{to, sends ? out : 0, from, receives ? in : 0};
-    });
 }
 
 static ddp_result ddp__nccl_all_gather_v(ddp__nccl *n, const ddp_call *call) {
@@ -2818,7 +2706,10 @@ static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call) {
     case DDP_CALL_SEND: return ddp__nccl_settle(n, ncclSend(call->send, call->count, dtype, call->root, n->comm.handle, stream), "ncclSend");
     case DDP_CALL_RECV: return ddp__nccl_settle(n, ncclRecv(call->recv, call->count, dtype, call->root, n->comm.handle, stream), "ncclRecv");
     case DDP_CALL_ALL_REDUCE: case DDP_CALL_REDUCE: case DDP_CALL_REDUCE_SCATTER: return ddp__nccl_reduce(n, call);
-    default: return ddp__nccl_blocks(n, call);
+    default: /* all_to_all, all_to_all_v, gather, scatter */
+        return ddp__nccl_exchange(n, call->send, call->recv, [&](int j) {
+            return ddp__nccl_block{ddp_call_sends(call, n->rank, j), ddp_call_receives(call, n->rank, j)};
+        });
     }
 }
 
@@ -2851,11 +2742,12 @@ static ddp_result ddp__nccl_op_end(ddp__nccl *n, const ddp_call *call, ddp_resul
 
 /* From here to ddp__nccl_op_end the communicator is the caller's, and the watchdog sees the operation. */
 static ddp_result ddp__nccl_op_begin(ddp__nccl *n, const ddp_call *call) {
-    ddp__cuda_mark mark = ddp__cuda_mark_of(call);
     ddp__nccl_ops *ops = &n->ops;
-    int p2p = ddp__cuda_is_message(&mark), gone;
+    int p2p = call->kind == DDP_CALL_SEND || call->kind == DDP_CALL_RECV, gone;
+    ddp__nccl_mark mark = {call->seq, {0, 0}, p2p, 0};
     ddp_result result = ddp__nccl_begin(n, NULL);
     if (result != DDP_OK) return result;
+    ddp_call_pack(call, mark.words);
     result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->stream_capturing(n->streams->stream[DDP_STREAM_COMM], &n->capturing), "cudaStreamIsCapturing");
     {
         const ddp__cuda_lock lock(&n->lock);
@@ -2890,7 +2782,8 @@ static ddp_result ddp__nccl_batch(ddp_group *, void *state, int begin) {
     ddp__nccl *n = (ddp__nccl *)state;
     ddp_call call = DDP_ZERO;
     ddp_result result;
-    call.kind = DDP_CALL_SEND, call.dtype = DDP_U8, call.root = -1;
+    call.kind = DDP_CALL_SEND;
+    call.root = -1;
     if (begin) {
         DDP_TRY(ddp__nccl_op_begin(n, &call));
         result = ddp__nccl_open_group(n);
@@ -2903,20 +2796,20 @@ static ddp_result ddp__nccl_batch(ddp_group *, void *state, int begin) {
 //== NCCL: the watchdog ============================================================================== >>impl-watchdog
 
 /* "seq=412 ddp_all_reduce f32 count=1000 sum" */
-static const char *ddp__nccl_describe(char out[160], const ddp__cuda_mark *mark) {
-    int at = mark->seq ? snprintf(out, 160, "seq=%llu ", (unsigned long long)mark->seq) : 0;
-    if (mark->seq) ddp__cuda_describe(out + at, 160 - (size_t)at, mark);
-    else snprintf(out, 160, mark->kind == DDP_CALL_SEND ? "a batch of messages" : "nothing");
+static const char *ddp__nccl_describe(char out[160], const ddp__nccl_mark *mark) {
+    if (!mark->seq) return mark->is_message ? "a batch of messages" : "nothing";
+    int at = snprintf(out, 160, "seq=%llu ", (unsigned long long)mark->seq);
+    ddp_call_describe(out + at, 160 - (size_t)at, mark->words);
     return out;
 }
 
 /* Which ranks have not come to a call, and where they are; NULL words = nothing was heard. */
-static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_rank_state *words, const ddp__cuda_mark *mark, char *out, size_t size) {
+static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_rank_state *words, const ddp__nccl_mark *mark, char *out, size_t size) {
     size_t at = 0;
     int others = 0;
     char last[160];
     snprintf(out, size, "%s", n->world_size > 1 ? "every rank has issued it" : "it runs on this rank alone");
-    for (int r = 0; r < n->world_size && !ddp__cuda_is_message(mark); r++) {
+    for (int r = 0; r < n->world_size && !mark->is_message; r++) {
         if (r == n->rank || words[r].issued >= mark->seq) continue;
         if (others++ >= 3) continue;
         at += (size_t)snprintf(out + at, size - at, "%srank %d, %s %s", others > 1 ? "; " : "behind is ", r, words[r].leaving ? "which left after" : "whose last was",
@@ -2924,21 +2817,21 @@ static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_rank_state *wor
         if (at > size) at = size;
     }
     if (others > 3 && at < size) snprintf(out + at, size - at, " and %d more", others - 3);
-    if (ddp__cuda_is_message(mark)) snprintf(out, size, "the peer has not issued its part, or issued it in another order");
+    if (mark->is_message) snprintf(out, size, "the peer has not issued its part, or issued it in another order");
 }
 
 /* The group fails with "WHAT; seq=3 ddp_all_reduce f32 count=1000 sum of group dp is under way on rank 0; behind is rank 1, whose last was ...". A call that
    has just come may be known to the others by now: until their next words nobody is behind. */
 static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *words, ddp_result cause, const char *what) {
     char text[640], call[160], behind[300] = "";
-    ddp__cuda_mark first = DDP_ZERO;
+    ddp__nccl_mark first = DDP_ZERO;
     int heard = cause == DDP_ERR_TIMEOUT;
     {
         const ddp__cuda_lock lock(&n->lock);
         if (n->ops.count) first = n->ops.at[n->ops.first].mark;
         heard |= ddp_now() - n->ops.since > 10e-3 * DDP__NCCL_TICK_MS;
     }
-    if (heard && (first.seq || ddp__cuda_is_message(&first))) ddp__nccl_behind(n, words, &first, behind, sizeof behind);
+    if (heard && (first.seq || first.is_message)) ddp__nccl_behind(n, words, &first, behind, sizeof behind);
     snprintf(text, sizeof text, "%.180s; %s of group %.60s is under way on rank %d%s%.160s", what, ddp__nccl_describe(call, &first), ddp_group_name(n->group),
              n->rank, behind[0] ? "; " : "", behind);
     ddp__nccl_poison(n->group, n, cause, text);
@@ -2971,8 +2864,7 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_rank_state *words) {
     if (asked == ncclSuccess) asked = state == ncclInProgress ? ncclSuccess : state;
     if (result == DDP_OK) result = ddp__nccl_error(asked, "ncclCommGetAsyncError");
     if (result != DDP_OK) {
-        snprintf(what, sizeof what, "%.199s", ddp_last_error());
-        ddp__nccl_report(n, words, DDP_ERR_ENGINE, what);
+        ddp__nccl_report(n, words, DDP_ERR_ENGINE, ddp_last_error());
     } else if (host_call) {
         snprintf(what, sizeof what,
                  "%s is not done after %d ms: check that the ranks' hosts reach each other; NCCL_DEBUG=INFO "
@@ -2983,38 +2875,31 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_rank_state *words) {
     }
 }
 
-/* The same call number with another call behind it. */
-static void ddp__nccl_compare(ddp__nccl *n, const ddp__nccl_rank_state *words) {
-    char text[DDP__CUDA_TEXT], left[160], right[160];
-    for (int r = 1; r < n->world_size; r++)
-        for (int i = 0; i < DDP__NCCL_MARKS; i++) {
-            const ddp__cuda_mark *a = &words[0].mark[i], *b = &words[r].mark[i];
-            if (a->seq == 0 || a->seq != b->seq) continue;
-            if (a->count == b->count && a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root) continue;
-            snprintf(text, sizeof text, "rank 0 calls %s, rank %d calls %s", ddp__nccl_describe(left, a), r, ddp__nccl_describe(right, b));
-            ddp__nccl_poison(n->group, n, DDP_ERR_MISMATCH, text);
-            return;
-        }
-}
-
-/* What the others have said. 1 = no more is to be heard. */
+/* Reads the states of all ranks. Fails the group if another rank has failed, if two ranks have made different calls with the same
+   number, or if a rank that leaves is needed by a call in flight. Returns 1 if a rank leaves: it sends nothing more. */
 static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_rank_state *words) {
     int gone = 0;
     char text[DDP__CUDA_TEXT], what[160];
-    for (int r = 0; r < n->world_size; r++)
+    for (int r = 0; r < n->world_size; r++) {
         if (words[r].result != DDP_OK && r != n->rank)
             ddp__nccl_set_cause(n, (ddp_result)words[r].result, words[r].text, 1);
-    ddp__nccl_compare(n, words);
+    }
+    for (int r = 1; r < n->world_size; r++)
+        for (int i = 0; i < DDP__NCCL_MARKS; i++) {
+            const ddp__nccl_mark *first = &words[0].mark[i], *mark = &words[r].mark[i];
+            if (mark->seq && mark->seq == first->seq && ddp_call_compare(0, first->words, r, mark->words) != DDP_OK)
+                ddp__nccl_poison(n->group, n, DDP_ERR_MISMATCH, ddp_last_error());
+        }
     for (int r = 0; r < n->world_size; r++) {
-        ddp__cuda_mark needs = DDP_ZERO;
+        ddp__nccl_mark needs = DDP_ZERO;
         if (!words[r].leaving || r == n->rank) continue;
         gone = r + 1;
         {
             const ddp__cuda_lock lock(&n->lock);
             n->watchdog.gone = gone;
             for (int i = 0; i < n->ops.count; i++) {
-                const ddp__cuda_mark *mark = &n->ops.at[(n->ops.first + i) % DDP__NCCL_OPS].mark;
-                if (!ddp__cuda_is_message(mark) && mark->seq > words[r].issued && needs.seq == 0) needs = *mark;
+                const ddp__nccl_mark *mark = &n->ops.at[(n->ops.first + i) % DDP__NCCL_OPS].mark;
+                if (!mark->is_message && mark->seq > words[r].issued && needs.seq == 0) needs = *mark;
             }
         }
         if (needs.seq == 0) continue;
@@ -3047,7 +2932,7 @@ static void ddp__nccl_abort(ddp__nccl *n) {
     n->ops.count = 0;
     pthread_mutex_unlock(&n->lock);
     if (comm) ncclCommAbort(comm);
-    ddp_group_poison(n->control, n->failure.cause, n->failure.text); /* a caller of any rank may wait there */
+    if (n->control) ddp_group_poison(n->control, n->failure.cause, n->failure.text); /* a caller of any rank may wait there */
     if (is_gone) __atomic_store_n(&n->failure.cleaned, 1, __ATOMIC_RELEASE);
 }
 
@@ -3080,14 +2965,6 @@ static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_rank_state *word, ddp__n
     return ddp_all_gather(n->watchdog.group, word, words, sizeof *word, DDP_U8, work);
 }
 
-/* The watchdogs could not talk, as their last error says: that is the cause, with the call that this rank waits for. */
-static void ddp__nccl_unheard(ddp__nccl *n, ddp_result result, const ddp__nccl_rank_state *words) {
-    const char *cause = strstr(ddp_last_error(), ": "); /* behind what their call was */
-    char what[200];
-    snprintf(what, sizeof what, "%.199s", cause ? cause + 2 : ddp_last_error());
-    ddp__nccl_report(n, words, result, what);
-}
-
 /* words: 1 to say, then what was heard, then what is being heard. A word said is heard by all in the same round, so a rank that leaves says so
    and nobody speaks after that. */
 static void *ddp__nccl_watch(void *argument) {
@@ -3114,8 +2991,9 @@ static void *ddp__nccl_watch(void *argument) {
                 talking &= !left;
             }
         }
-        if (talking && result != DDP_OK) {
-            ddp__nccl_unheard(n, result, heard);
+        if (talking && result != DDP_OK) { /* the cause is what follows the name of the watchdogs' own call */
+            const char *cause = strstr(ddp_last_error(), ": ");
+            ddp__nccl_report(n, heard, result, cause ? cause + 2 : ddp_last_error());
             talking = under_way = 0;
         }
         if (__atomic_load_n(&n->failure.cause, __ATOMIC_ACQUIRE) == DDP_OK) ddp__nccl_look(n, heard);
@@ -3127,9 +3005,140 @@ static void *ddp__nccl_watch(void *argument) {
 
 //== NCCL: groups and group memory ================================================================== >>impl-nccl-group
 
-static void ddp__nccl_delete(ddp__nccl *n) {
+/* Registers the region with NCCL where it can: transfers then need no copy through NCCL's own buffers.
+   A refusal is no failure. */
+static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t size_bytes) {
+#if DDP__NCCL_VERSION >= 22700
+    ncclResult_t error =
+        ncclCommWindowRegister(n->comm.handle, region->memory, size_bytes, &region->window, NCCL_WIN_COLL_SYMMETRIC);
+    if (ddp__nccl_settle(n, error, "ncclCommWindowRegister") != DDP_OK) region->window = NULL;
+    if (region->window || ddp__nccl_status(n->group, n) != DDP_OK) return;
+#endif
+#if DDP__NCCL_VERSION >= 21900
+    if (ncclCommRegister(n->comm.handle, region->memory, size_bytes, &region->handle) != ncclSuccess) region->handle = NULL;
+#else
+    (void)n;
+    (void)region;
+    (void)size_bytes;
+#endif
+}
+
+/* Frees a region. Its registrations end with a communicator that is gone. */
+static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
+    DDP__CUDA_RUNTIME->set_device(n->streams->device);
+    if (ddp__nccl_begin(n, NULL) != DDP_OK) ddp__nccl_await_abort(n);
+#if DDP__NCCL_VERSION >= 22700
+    if (region->window && n->comm.handle)
+        ddp__nccl_settle(n, ncclCommWindowDeregister(n->comm.handle, region->window),
+                         "ncclCommWindowDeregister");
+#endif
+#if DDP__NCCL_VERSION >= 21900
+    if (region->handle && n->comm.handle) ncclCommDeregister(n->comm.handle, region->handle);
+#endif
+    ddp__nccl_end(n);
+#if DDP__NCCL_VERSION >= 21900
+    if (region->memory) ncclMemFree(region->memory);
+#else
+    if (region->memory) DDP__CUDA_RUNTIME->free(region->memory);
+#endif
+    ddp_host_free(n->group, region);
+}
+
+static ddp_result ddp__nccl_region_alloc(ddp__nccl *n, ddp__nccl_region *region, size_t size) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    const char *who = "allocating group memory";
+    cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
+    DDP__CUDA_DO(who, "cudaSetDevice", cuda->set_device(n->streams->device));
+#if DDP__NCCL_VERSION >= 21900
+    if (ddp__nccl_error(ncclMemAlloc(&region->memory, size), "ncclMemAlloc") != DDP_OK) {
+        region->memory = NULL;
+        return ddp_fail(DDP_ERR_NO_MEMORY, "%s", ddp_last_error());
+    }
+#else
+    DDP__CUDA_DO(who, "cudaMalloc", cuda->malloc(&region->memory, size));
+#endif
+    DDP__CUDA_DO(who, "cudaMemsetAsync", cuda->memset_async(region->memory, 0, size, stream));
+    return ddp__cuda_fail(cuda->synchronize(stream), who, "cudaStreamSynchronize");
+}
+
+static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+    ddp__nccl *n = (ddp__nccl *)state;
+    ddp__nccl_region *region = (ddp__nccl_region *)ddp_host_alloc(group, sizeof *region);
+    size_t size = ddp_round_up(size_bytes, 4096); /* whole pages, as windows want them */
+    ddp_saved_error error = DDP_ZERO;
+    ddp_result result = region ? ddp__nccl_region_alloc(n, region, size) : DDP_ERR_NO_MEMORY;
+    result = ddp_agree(group, "ddp_group_alloc", result, 0, "");
+    if (result == DDP_OK) result = ddp__nccl_begin(n, "ncclCommWindowRegister");
+    if (result != DDP_OK) {
+        ddp_error_save(&error, result);
+        if (region) ddp__nccl_release(n, region);
+        return ddp_error_restore(&error);
+    }
+    ddp__nccl_register(n, region, size);
+    ddp__nccl_end(n);
+    region->next = n->regions;
+    n->regions = region;
+    *out = region->memory;
+    return DDP_OK;
+}
+
+/* Waits for both streams, which may still use the memory; those of a failed group have ended. All ranks return together, as in ddp__nccl_grow. */
+static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
+    ddp__nccl *n = (ddp__nccl *)state;
+    ddp__nccl_region **link = &n->regions, *region;
+    while ((*link)->memory != memory) link = &(*link)->next;
+    region = *link;
+    cudaError_t error = DDP__CUDA_RUNTIME->synchronize(n->streams->stream[DDP_STREAM_COMM]);
+    if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->synchronize(n->streams->stream[DDP_STREAM_COMPUTE]);
+    *link = region->next;
+    ddp__nccl_release(n, region);
+    return ddp_agree(group, "ddp_group_free", ddp__cuda_group_fail(group, error, "cudaStreamSynchronize"), 0, "");
+}
+
+/* 1 = every rank has finished its calls and destroys the group too, within DDP__NCCL_PATIENCE_MS. */
+static int ddp__nccl_all_leave(ddp__nccl *n) {
+    double deadline = ddp_now() + DDP__NCCL_PATIENCE_MS * 1e-3;
+    ddp_work work = DDP_ZERO;
+    int done = 0;
+    if (ddp__nccl_status(n->group, n) != DDP_OK) return 0;
+    if (n->world_size == 1) return 1;
+    if (ddp_all_reduce(n->control, &n->leave[0], &n->leave[1], 1, DDP_U8, DDP_OP_MAX, &work) != DDP_OK)
+        return 0;
+    while (ddp_test(n->control, &work, &done) == DDP_OK && !done && ddp_now() < deadline) ddp__cuda_nap(50);
+    return done && ddp_wait(n->control, &work) == DDP_OK;
+}
+
+/* Waits for this rank's calls, which the watchdog can still end, then for the other ranks, then frees. A
+   healthy communicator is aborted, too: ncclCommDestroy waits for the ranks of this machine without a
+   timeout, and nothing is in flight that an abort could lose. A rank that destroys the group much earlier
+   than its peers aborts before it frees the memory they may still reach. */
+static void ddp__nccl_close(ddp_group *, void *state) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    ddp__nccl *n = (ddp__nccl *)state;
     cuda->set_device(n->streams->device);
+    while (ddp__nccl_status(n->group, n) == DDP_OK &&
+           cuda->stream_query(n->streams->stream[DDP_STREAM_COMM]) == cudaErrorNotReady) {
+        cuda->clear_error();
+        ddp__cuda_nap(50);
+    }
+    {
+        const ddp__cuda_lock lock(&n->lock);
+        __atomic_store_n(&n->watchdog.stopping, 1, __ATOMIC_RELEASE);
+        pthread_cond_broadcast(&n->changed);
+    }
+    if (n->watchdog.running) pthread_join(n->watchdog.thread, NULL);
+    if (ddp__nccl_status(n->group, n) != DDP_OK && !n->failure.cleaned)
+        ddp__nccl_abort(n); /* failed after the watchdog's last look */
+    if (!ddp__nccl_all_leave(n) && n->comm.owned && n->comm.handle) {
+        ncclCommAbort(n->comm.handle);
+        n->comm.handle = NULL;
+    }
+    while (n->regions) {
+        ddp__nccl_region *region = n->regions;
+        n->regions = region->next;
+        ddp__nccl_release(n, region);
+    }
+    if (n->comm.handle && n->comm.owned) ncclCommAbort(n->comm.handle);
     for (int i = 0; i < DDP__NCCL_OPS; i++) if (n->ops.at[i].event) cuda->event_destroy(n->ops.at[i].event);
     if (n->workspace.idle) cuda->event_destroy(n->workspace.idle);
     if (n->workspace.memory) cuda->free(n->workspace.memory);
@@ -3162,7 +3171,10 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     pthread_condattr_t clock;
     *result = DDP_ERR_NO_MEMORY;
     if (!n) return NULL;
-    n->group = group, n->streams = ddp__cuda_streams_of(group), n->rank = ddp_rank(group), n->world_size = ddp_world_size(group);
+    n->group = group;
+    n->streams = ddp__cuda_streams_of(group);
+    n->rank = ddp_rank(group);
+    n->world_size = ddp_world_size(group);
     pthread_mutex_init(&n->lock, NULL);
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
@@ -3226,20 +3238,17 @@ static ddp_result ddp__nccl_init(ddp__nccl *n, const ncclUniqueId *id) {
    everything, except a communicator of the user's. */
 static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_result result, void **state) {
     ddp_saved_error error = DDP_ZERO;
-    *state = result == DDP_OK ? n : NULL;
-    if (result == DDP_OK) return DDP_OK;
+    if (result == DDP_OK) {
+        *state = n;
+        return DDP_OK;
+    }
     ddp_error_save(&error, result);
     {
         const ddp__cuda_lock lock(&n->lock);
         if (!n->comm.owned) n->comm.handle = NULL;
     }
-    if (n->watchdog.running) {
-        ddp__nccl_poison(n->group, n, result, error.text);
-        __atomic_store_n(&n->watchdog.stopping, 1, __ATOMIC_RELEASE);
-        pthread_join(n->watchdog.thread, NULL);
-    }
-    if (n->comm.handle) ncclCommAbort(n->comm.handle);
-    ddp__nccl_delete(n);
+    ddp__nccl_poison(n->group, n, result, error.text);
+    ddp__nccl_close(n->group, n);
     return ddp_error_restore(&error);
 }
 
@@ -3287,7 +3296,7 @@ static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclCom
 }
 
 /* child NULL with members: this rank has no room for it, and takes part to tell the others. */
-static ddp_result ddp__nccl_split(ddp_group *, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+static ddp_result ddp__nccl_split(ddp_group *group, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     ddp__nccl *p = (ddp__nccl *)state, *n = NULL;
     int color = member_count > 0 ? members[0] : -1, key = child ? ddp_rank(child) : 0;
     const char *who = "ddp_group_split";
@@ -3297,160 +3306,17 @@ static ddp_result ddp__nccl_split(ddp_group *, void *state, ddp_group *child, co
     *child_state = NULL;
     if (child) n = ddp__nccl_new(child, &result);
     else if (member_count > 0) result = DDP_ERR_NO_MEMORY;
-    result = ddp__nccl_agree(p, result, who);
-    if (result == DDP_OK) result = ddp__nccl_agree(p, ddp__nccl_split_comm(p, color, key, &made), who);
-    if (result == DDP_OK) result = ddp__nccl_over_control(p, ddp_group_split(p->control, color, key, &control), who);
-    if (!n) return result == DDP_OK ? ddp__nccl_agree(p, result, who) : result;
+    result = ddp_agree(group, who, result, 0, "");
+    if (result == DDP_OK) result = ddp_agree(group, who, ddp__nccl_split_comm(p, color, key, &made), 0, "");
+    if (result == DDP_OK) result = ddp_group_split(p->control, color, key, &control);
+    if (!n) return result == DDP_OK ? ddp_agree(group, who, result, 0, "") : result;
     n->comm.handle = made;
     n->comm.owned = 1;
     n->control = control;
     if (control) ddp_group_set_local(child, ddp_local_rank(control), ddp_local_world_size(control));
     if (result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watchdog.group);
-    if (result == DDP_OK) result = ddp__nccl_agree(p, ddp__nccl_start(n), who);
+    if (result == DDP_OK) result = ddp_agree(group, who, ddp__nccl_start(n), 0, "");
     return ddp__nccl_finish(n, result, child_state);
-}
-
-/* Registers the region with NCCL where it can: transfers then need no copy through NCCL's own buffers.
-   A refusal is no failure. */
-static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t size_bytes) {
-#if DDP__NCCL_VERSION >= 22700
-    ncclResult_t error =
-        ncclCommWindowRegister(n->comm.handle, region->memory, size_bytes, &region->window, NCCL_WIN_COLL_SYMMETRIC);
-    if (ddp__nccl_settle(n, error, "ncclCommWindowRegister") != DDP_OK) region->window = NULL;
-    if (region->window || ddp__nccl_status(n->group, n) != DDP_OK) return;
-#endif
-#if DDP__NCCL_VERSION >= 21900
-    if (ncclCommRegister(n->comm.handle, region->memory, size_bytes, &region->handle) != ncclSuccess) region->handle = NULL;
-#else
-    (void)n;
-    (void)region;
-    (void)size_bytes;
-#endif
-}
-
-/* Frees a region. Its registrations end with a communicator that is gone. */
-static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
-    DDP__CUDA_RUNTIME->set_device(n->streams->device);
-    if (ddp__nccl_begin(n, NULL) != DDP_OK) ddp__nccl_await_abort(n);
-#if DDP__NCCL_VERSION >= 22700
-    if (region->window && n->comm.handle)
-        ddp__nccl_settle(n, ncclCommWindowDeregister(n->comm.handle, region->window),
-                         "ncclCommWindowDeregister");
-#endif
-#if DDP__NCCL_VERSION >= 21900
-    if (region->handle && n->comm.handle) ncclCommDeregister(n->comm.handle, region->handle);
-#endif
-    ddp__nccl_end(n);
-#if DDP__NCCL_VERSION >= 21900
-    if (region->memory) ncclMemFree(region->memory);
-#else
-    if (region->memory) DDP__CUDA_RUNTIME->free(region->memory);
-#endif
-    ddp_host_free(n->group, region);
-}
-
-static ddp_result ddp__nccl_region_alloc(ddp__nccl *n, ddp__nccl_region *region, size_t size) {
-    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    const char *who = "allocating group memory";
-    cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
-    DDP__CUDA_DO(who, "cudaSetDevice", cuda->set_device(n->streams->device));
-#if DDP__NCCL_VERSION >= 21900
-    if (ddp__nccl_error(ncclMemAlloc(&region->memory, size), "ncclMemAlloc") != DDP_OK) {
-        region->memory = NULL;
-        return ddp_fail(DDP_ERR_NO_MEMORY, "%s", ddp_last_error());
-    }
-#else
-    DDP__CUDA_DO(who, "cudaMalloc", cuda->malloc(&region->memory, size));
-#endif
-    DDP__CUDA_DO(who, "cudaMemsetAsync", cuda->memset_async(region->memory, 0, size, stream));
-    return ddp__cuda_fail(cuda->synchronize(stream), who, "cudaStreamSynchronize");
-}
-
-static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
-    ddp__nccl *n = (ddp__nccl *)state;
-    ddp__nccl_region *region = (ddp__nccl_region *)ddp_host_alloc(group, sizeof *region);
-    size_t size = ddp_round_up(size_bytes, 4096); /* whole pages, as windows want them */
-    ddp_saved_error error = DDP_ZERO;
-    ddp_result result = DDP_ERR_NO_MEMORY;
-    if (region) {
-        result = ddp__nccl_region_alloc(n, region, size);
-    }
-    result = ddp__nccl_agree(n, result, "ddp_group_alloc");
-    if (result == DDP_OK) result = ddp__nccl_begin(n, "ncclCommWindowRegister");
-    if (result != DDP_OK) {
-        ddp_error_save(&error, result);
-        if (region) ddp__nccl_release(n, region);
-        return ddp_error_restore(&error);
-    }
-    ddp__nccl_register(n, region, size);
-    ddp__nccl_end(n);
-    region->next = n->regions;
-    n->regions = region;
-    *out = region->memory;
-    return DDP_OK;
-}
-
-/* Waits for both streams, which may still use the memory; those of a failed group have ended. All ranks return together, as in ddp__nccl_grow. */
-static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
-    ddp__nccl *n = (ddp__nccl *)state;
-    ddp__nccl_region **link = &n->regions, *region;
-    while (*link && (*link)->memory != memory) link = &(*link)->next;
-    region = *link;
-    if (!region)
-        return ddp_fail_in(DDP_ERR_INVALID, "ddp_group_free", group, "%p did not come from ddp_group_alloc of this group", memory);
-    cudaError_t error = DDP__CUDA_RUNTIME->synchronize(n->streams->stream[DDP_STREAM_COMM]);
-    if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->synchronize(n->streams->stream[DDP_STREAM_COMPUTE]);
-    *link = region->next;
-    ddp__nccl_release(n, region);
-    ddp_result result = ddp__cuda_group_fail(group, error, "cudaStreamSynchronize");
-    return ddp__nccl_status(group, n) == DDP_OK ? ddp__nccl_agree(n, result, "ddp_group_free") : result;
-}
-
-/* 1 = every rank has finished its calls and destroys the group too, within DDP__NCCL_PATIENCE_MS. */
-static int ddp__nccl_all_leave(ddp__nccl *n) {
-    double deadline = ddp_now() + DDP__NCCL_PATIENCE_MS * 1e-3;
-    ddp_work work = DDP_ZERO;
-    int done = 0;
-    if (ddp__nccl_status(n->group, n) != DDP_OK) return 0;
-    if (n->world_size == 1) return 1;
-    if (ddp_all_reduce(n->control, &n->leave[0], &n->leave[1], 1, DDP_U8, DDP_OP_MAX, &work) != DDP_OK)
-        return 0;
-    while (ddp_test(n->control, &work, &done) == DDP_OK && !done && ddp_now() < deadline) ddp__cuda_nap(50);
-    return done && ddp_wait(n->control, &work) == DDP_OK;
-}
-
-/* Waits for this rank's calls, which the watchdog can still end, then for the other ranks, then frees. A
-   healthy communicator is aborted, too: ncclCommDestroy waits for the ranks of this machine without a
-   timeout, and nothing is in flight that an abort could lose. A rank that destroys the group much earlier
-   than its peers aborts before it frees the memory they may still reach. */
-static void ddp__nccl_close(ddp_group *, void *state) {
-    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    ddp__nccl *n = (ddp__nccl *)state;
-    cuda->set_device(n->streams->device);
-    while (ddp__nccl_status(n->group, n) == DDP_OK &&
-           cuda->stream_query(n->streams->stream[DDP_STREAM_COMM]) == cudaErrorNotReady) {
-        cuda->clear_error();
-        ddp__cuda_nap(50);
-    }
-    {
-        const ddp__cuda_lock lock(&n->lock);
-        __atomic_store_n(&n->watchdog.stopping, 1, __ATOMIC_RELEASE);
-        pthread_cond_broadcast(&n->changed);
-    }
-    pthread_join(n->watchdog.thread, NULL);
-    if (ddp__nccl_status(n->group, n) != DDP_OK && !n->failure.cleaned)
-        ddp__nccl_abort(n); /* failed after the watchdog's last look */
-    if (!ddp__nccl_all_leave(n) && n->comm.owned && n->comm.handle) {
-        ncclCommAbort(n->comm.handle);
-        n->comm.handle = NULL;
-    }
-    while (n->regions) {
-        ddp__nccl_region *region = n->regions;
-        n->regions = region->next;
-        ddp__nccl_release(n, region);
-    }
-    if (n->comm.handle && n->comm.owned) ncclCommAbort(n->comm.handle);
-    ddp__nccl_delete(n);
 }
 
 static const ddp_backend *ddp__cuda_nccl_backend(void) {
@@ -3476,23 +3342,22 @@ static const ddp_backend *ddp__cuda_nccl_backend(void) {
 /* Memory of ddp_group_alloc. */
 typedef struct ddp__cuda_region {
     void *memory;
-    uint64_t number; /* of the allocation, the same on all ranks */
     struct ddp__cuda_region *next;
 } ddp__cuda_region;
 
-/* A send or receive. Its memory and event stay with it when it is done, for the next one that fits. */
+/* A send or receive. It keeps its memory and event when it is complete; a later message that fits reuses it. */
 typedef struct ddp__cuda_message {
-    struct ddp__cuda_message *next;  /* in the list of free ones, or of sends on their way to the host */
-    struct ddp__cuda_message *older; /* of all */
+    struct ddp__cuda_message *next;  /* in the list of sends on their way to the host */
+    struct ddp__cuda_message *older; /* in the list of all messages */
     void *memory;                    /* pinned */
     size_t capacity;
     cudaEvent_t event;
-    int stage;                       /* DOWN, WIRE, UP in turn */
+    int stage;                       /* DOWN, WIRE, UP, FREE in turn */
     ddp_call call;
     ddp_work work;
-    ddp_result result;               /* of what happened while another one was polled */
+    ddp_result result;               /* of its send, which another message's poll may start */
 } ddp__cuda_message;
-enum { DDP__CUDA_DOWN, DDP__CUDA_WIRE, DDP__CUDA_UP };
+enum { DDP__CUDA_DOWN, DDP__CUDA_WIRE, DDP__CUDA_UP, DDP__CUDA_FREE };
 
 /* Sends and receives run beside collectives: over their own CPU group, on their own stream. */
 typedef struct ddp__cuda_messages {
@@ -3500,14 +3365,15 @@ typedef struct ddp__cuda_messages {
     cudaStream_t stream;
     pthread_mutex_t lock;     /* of what follows */
     ddp__cuda_message *down;  /* sends on their way to the host, in issue order */
-    ddp__cuda_message *free;
-    ddp__cuda_message *all;   /* a message of a failed call is only here */
+    ddp__cuda_message *all;
 } ddp__cuda_messages;
+
+enum { DDP__CUDA_READY = 2 };
 
 /* Collectives: the host's side of two rounds, and the stream that copies to it and from it. */
 typedef struct ddp__cuda_staging {
     cudaStream_t stream;
-    cudaEvent_t ready, down[2];
+    cudaEvent_t events[3];    /* of rounds k & 1, and DDP__CUDA_READY: the caller's stream, later the last copy */
     void *memory;             /* in 0, in 1, out 0, out 1; pinned, from the first call on */
 } ddp__cuda_staging;
 
@@ -3517,7 +3383,6 @@ typedef struct ddp__cuda_staged {
     ddp__cuda_staging staging;
     ddp__cuda_messages messages;
     ddp__cuda_region *regions;
-    uint64_t region_count;
 } ddp__cuda_staged;
 
 #define DDP__CUDA_STAGED "staging through the host"
@@ -3584,19 +3449,10 @@ static ddp_result ddp__cuda_staged_agree(ddp__cuda_staged *s, ddp_result mine, c
 
 /* --- rounds --- */
 
-/* One side of a call: count blocks of payload, block j of counts[j] elements (NULL = each) at offsets[j] (NULL = j * each). */
-typedef struct ddp__cuda_side {
-    unsigned char *data;
-    int count;
-    size_t each;
-    const size_t *counts, *offsets;
-} ddp__cuda_side;
-
 typedef struct ddp__cuda_rounds {
     const ddp_call *call;
-    ddp__cuda_side in, out;
-    size_t element, most, step; /* elements of the largest block anywhere, and of a block in a round */
-    int one;                    /* what goes in comes out in the same place: one block a rank */
+    size_t most, step; /* elements of the largest block of any rank, and of a block in a round */
+    int in_place;      /* 1 = the CPU group's call has one block, in place */
 } ddp__cuda_rounds;
 
 /* Elements of a block of count elements that round k moves. */
@@ -3605,44 +3461,35 @@ static size_t ddp__cuda_part(const ddp__cuda_rounds *p, size_t count, size_t k) 
     return at >= count ? 0 : count - at < p->step ? count - at : p->step;
 }
 
-static void ddp__cuda_plan(const ddp__cuda_staged *s, const ddp_call *call, ddp__cuda_rounds *p) {
-    int w = s->world_size, is_root = call->root == s->rank, kind = call->kind;
-    int all_in = kind == DDP_CALL_REDUCE_SCATTER || kind == DDP_CALL_ALL_TO_ALL || kind == DDP_CALL_ALL_TO_ALL_V;
-    int all_out = kind == DDP_CALL_ALL_GATHER || kind == DDP_CALL_ALL_TO_ALL || kind == DDP_CALL_ALL_GATHER_V || kind == DDP_CALL_ALL_TO_ALL_V;
-    memset(p, 0, sizeof *p);
-    p->call = call;
-    p->element = ddp_dtype_size(call->dtype);
-    p->one = kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_BROADCAST;
-    p->step = DDP__CUDA_STAGE / p->element / (p->one ? 1 : (size_t)w);
-    p->most = p->in.each = p->out.each = call->count;
-    p->in.data = (unsigned char *)(kind == DDP_CALL_BROADCAST ? call->recv : (void *)call->send);
-    p->out.data = (unsigned char *)call->recv;
-    p->in.count = all_in ? w : kind == DDP_CALL_SCATTER ? (is_root ? w : 0) : kind == DDP_CALL_BROADCAST ? is_root : 1;
-    p->out.count = all_out ? w : kind == DDP_CALL_GATHER ? (is_root ? w : 0) : kind == DDP_CALL_REDUCE ? is_root : kind == DDP_CALL_BROADCAST ? !is_root : 1;
-    if (kind == DDP_CALL_BARRIER) p->in.count = p->out.count = 0, p->most = 0;
-    if (call->recv_counts) { p->out.counts = call->recv_counts; p->out.offsets = call->recv_offsets; }
-    if (call->send_counts) { p->in.counts = call->send_counts; p->in.offsets = call->send_offsets; }
-    else if (call->recv_counts) p->in.each = call->recv_counts[s->rank];
-}
-
-/* Round k of one side, down to the stage or up from it. Blocks lie there as the CPU group's call wants them: side by side, or step apart in _v calls. */
-static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staging *s, const ddp__cuda_rounds *p, const ddp__cuda_side *side, unsigned char *stage, size_t k, int up) {
-    size_t uniform = ddp__cuda_part(p, side->each, k), element = p->element;
-    int blocks = side->count;
-    if (!side->counts && uniform == side->each) { uniform *= (size_t)blocks; blocks = blocks != 0; } /* they touch on both sides */
-    for (int j = 0; j < blocks; j++) {
-        size_t n = side->counts ? ddp__cuda_part(p, side->counts[j], k) : uniform;
-        unsigned char *there = side->data + ((side->offsets ? side->offsets[j] : (size_t)j * side->each) + k * p->step) * element;
-        unsigned char *here = stage + (size_t)j * (side->counts ? p->step : uniform) * element;
-        cudaError_t error = n ? DDP__CUDA_RUNTIME->memcpy_async(up ? there : here, up ? here : there, n * element, cudaMemcpyDefault, s->stream) : cudaSuccess;
-        if (error != cudaSuccess) return error;
+/* Copies round k of what this rank sends to the stage (up 0), or of what it receives from there (up 1). On the
+   stage, blocks are adjacent; in _v calls they are a step apart. A block that goes to all peers is copied once. If
+   all blocks fit into one round, they are adjacent on both sides, and one copy moves them. */
+static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cuda_rounds *p, unsigned char *stage, size_t k, int up) {
+    const ddp_call *call = p->call;
+    const size_t *counts = up ? call->recv_counts : call->send_counts;
+    size_t element = ddp_dtype_size(call->dtype), at = 0, last = SIZE_MAX;
+    unsigned char *data = (unsigned char *)(up || call->kind == DDP_CALL_BROADCAST ? call->recv : (void *)call->send);
+    int adjacent = !call->recv_counts && p->most <= p->step;
+    cudaError_t error = cudaSuccess;
+    for (int j = 0; j < s->world_size && error == cudaSuccess; j++) {
+        ddp_bytes block = up ? ddp_call_receives(call, s->rank, j) : ddp_call_sends(call, s->rank, j);
+        size_t n = ddp__cuda_part(p, block.size / element, k) * element;
+        unsigned char *there = data + block.begin + k * p->step * element;
+        unsigned char *here = stage + (counts ? (size_t)j * p->step * element : at);
+        if (n == 0 || (!counts && block.begin == last)) continue;
+        last = block.begin;
+        at += n;
+        if (!adjacent) error = DDP__CUDA_RUNTIME->memcpy_async(up ? there : here, up ? here : there, n, cudaMemcpyDefault, s->staging.stream);
     }
-    return cudaSuccess;
+    if (adjacent && at) error = DDP__CUDA_RUNTIME->memcpy_async(up ? data : stage, up ? stage : data, at, cudaMemcpyDefault, s->staging.stream);
+    return error;
 }
 
-static ddp_result ddp__cuda_round_down(const ddp__cuda_staging *s, const ddp__cuda_rounds *p, size_t k) {
-    DDP_TRY(ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, &p->in, (unsigned char *)s->memory + (k & 1) * DDP__CUDA_STAGE, k, 0), "cudaMemcpyAsync"));
-    return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(s->down[k & 1], s->stream), "cudaEventRecord");
+static ddp_result ddp__cuda_round_down(const ddp__cuda_staged *s, const ddp__cuda_rounds *p, size_t k) {
+    const ddp__cuda_staging *staging = &s->staging;
+    unsigned char *in = (unsigned char *)staging->memory + (k & 1) * DDP__CUDA_STAGE;
+    DDP_TRY(ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, in, k, 0), "cudaMemcpyAsync"));
+    return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(staging->events[k & 1], staging->stream), "cudaEventRecord");
 }
 
 /* The CPU group's part of round k. */
@@ -3669,15 +3516,16 @@ static ddp_result ddp__cuda_round_call(ddp__cuda_staged *s, const ddp__cuda_roun
 
 static ddp_result ddp__cuda_rounds_run(ddp__cuda_staged *s, const ddp__cuda_rounds *p) {
     size_t rounds = p->most / p->step + (p->most % p->step != 0);
-    ddp_result result = rounds ? ddp__cuda_round_down(&s->staging, p, 0) : DDP_OK;
-    for (size_t k = 0; k < rounds && result == DDP_OK; k++) {
-        unsigned char *in = (unsigned char *)s->staging.memory + (k & 1) * DDP__CUDA_STAGE, *out = p->one ? in : in + 2 * DDP__CUDA_STAGE;
-        if (k + 1 < rounds) result = ddp__cuda_round_down(&s->staging, p, k + 1);
-        if (result == DDP_OK) result = ddp__cuda_staged_await(s, s->staging.down[k & 1], "the work before this call");
-        if (result == DDP_OK) result = ddp__cuda_round_call(s, p, k, in, out);
-        if (result == DDP_OK) result = ddp__cuda_staged_error(ddp__cuda_stage_copy(&s->staging, p, &p->out, out, k, 1), "cudaMemcpyAsync");
+    int has_result = p->call->kind != DDP_CALL_BROADCAST || p->call->root != s->rank;
+    if (rounds) DDP_TRY(ddp__cuda_round_down(s, p, 0));
+    for (size_t k = 0; k < rounds; k++) {
+        unsigned char *in = (unsigned char *)s->staging.memory + (k & 1) * DDP__CUDA_STAGE, *out = p->in_place ? in : in + 2 * DDP__CUDA_STAGE;
+        if (k + 1 < rounds) DDP_TRY(ddp__cuda_round_down(s, p, k + 1));
+        DDP_TRY(ddp__cuda_staged_await(s, s->staging.events[k & 1], "the work before this call"));
+        DDP_TRY(ddp__cuda_round_call(s, p, k, in, out));
+        if (has_result) DDP_TRY(ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, out, k, 1), "cudaMemcpyAsync"));
     }
-    return result;
+    return DDP_OK;
 }
 
 /* The counts of all ranks, which say how many rounds there are; who disagrees is named, the same on every rank. */
@@ -3717,8 +3565,8 @@ static ddp_result ddp__cuda_staged_fence(cudaStream_t stream, cudaEvent_t event)
 static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call *call) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     ddp__cuda_staging *staging = &s->staging;
-    const ddp__cuda_mark mark = ddp__cuda_mark_of(call);
-    ddp__cuda_rounds p;
+    ddp__cuda_rounds p = {call, 0, 0, 0};
+    uint64_t words[2];
     char text[200];
     int agreed;
     ddp_result result, idle;
@@ -3730,16 +3578,19 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
     result = guard.result;
     if (result == DDP_OK && !staging->memory)
         result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->host_alloc(&staging->memory, 4 * DDP__CUDA_STAGE), "cudaHostAlloc");
-    ddp__cuda_plan(s, call, &p);
-    ddp__cuda_describe(text, sizeof text, &mark);
-    if (result == DDP_OK) result = ddp__cuda_staged_fence(staging->stream, staging->ready);
+    p.in_place = call->kind == DDP_CALL_ALL_REDUCE || call->kind == DDP_CALL_REDUCE || call->kind == DDP_CALL_BROADCAST;
+    p.step = DDP__CUDA_STAGE / ddp_dtype_size(call->dtype) / (p.in_place ? 1 : (size_t)s->world_size);
+    p.most = call->kind == DDP_CALL_BARRIER ? 0 : call->count;
+    if (result == DDP_OK) result = ddp__cuda_staged_fence(staging->stream, staging->events[DDP__CUDA_READY]);
+    ddp_call_pack(call, words);
+    ddp_call_describe(text, sizeof text, words);
     result = ddp__cuda_staged_agree(s, result, text);
     if (result == DDP_OK && call->recv_counts) result = ddp__cuda_staged_counts(s, &p);
     agreed = result == DDP_OK;
     if (agreed) result = ddp__cuda_rounds_run(s, &p);
     if (result != DDP_OK) result = ddp__cuda_staged_failed(s, result, agreed);
-    idle = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(staging->ready, staging->stream), "cudaEventRecord");
-    if (idle == DDP_OK) idle = ddp__cuda_staged_await(s, staging->ready, "copying the result");
+    idle = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(staging->events[DDP__CUDA_READY], staging->stream), "cudaEventRecord");
+    if (idle == DDP_OK) idle = ddp__cuda_staged_await(s, staging->events[DDP__CUDA_READY], "copying the result");
     return result == DDP_OK && idle != DDP_OK ? ddp__cuda_staged_failed(s, idle, 1) : result;
 }
 
@@ -3748,15 +3599,14 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
 /* A free message with room for size bytes, or a new one. With the lock held. */
 static ddp_result ddp__cuda_message_alloc(ddp__cuda_messages *q, ddp_group *owner, size_t size, ddp__cuda_message **out) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    ddp__cuda_message **best = NULL, *m;
-    for (ddp__cuda_message **link = &q->free; *link; link = &(*link)->next)
-        if ((*link)->capacity >= size && (!best || (*link)->capacity < (*best)->capacity)) best = link;
-    *out = m = best ? *best : (ddp__cuda_message *)ddp_host_alloc(owner, sizeof *m);
+    ddp__cuda_message *best = NULL;
+    for (ddp__cuda_message *m = q->all; m; m = m->older)
+        if (m->stage == DDP__CUDA_FREE && m->capacity >= size && (!best || m->capacity < best->capacity)) best = m;
+    *out = best;
+    if (best) return DDP_OK;
+    ddp__cuda_message *m = (ddp__cuda_message *)ddp_host_alloc(owner, sizeof *m);
     if (!m) return DDP_ERR_NO_MEMORY;
-    if (best) {
-        *best = m->next;
-        return DDP_OK;
-    }
+    *out = m;
     for (m->capacity = 4096; m->capacity < size;) m->capacity *= 2;
     m->older = q->all;
     q->all = m;
@@ -3847,68 +3697,41 @@ static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *, void *state, void *requ
     if (result == DDP_OK && !*done && ddp__cuda_staged_status(NULL, s) != DDP_OK) result = DDP_ERR_POISONED;
     if (result != DDP_OK) {
         result = ddp__cuda_staged_failed(s, result, 1);
-        if (m->work.op) { ddp_wait(q->group, &m->work); ddp__cuda_staged_status(NULL, s); } /* the group has failed: it does not block */
-    } else if (*done) {
-        m->next = q->free;
-        q->free = m;
-    }
+        if (m->work.op) ddp_wait(q->group, &m->work); /* the group has failed: it does not block */
+        ddp__cuda_staged_status(NULL, s);
+    } else if (*done) m->stage = DDP__CUDA_FREE;
     return result;
 }
 
 /* --- memory, making and closing --- */
 
-typedef struct ddp__cuda_staged_task {
-    ddp__cuda_staged *s;
-    size_t size_bytes;
-    ddp__cuda_region **link; /* ddp_group_free: where the region hangs. NULL = ddp_group_alloc */
-    void *memory;            /* ddp_group_alloc: the new memory */
-} ddp__cuda_staged_task;
-
-/* ddp_group_alloc and ddp_group_free run in issue order with the collectives, because they use the same CPU group. */
-static ddp_result ddp__cuda_staged_memory_task(ddp_group *group, void *argument) {
-    ddp__cuda_staged_task *task = (ddp__cuda_staged_task *)argument;
-    ddp__cuda_staged *s = task->s;
-    ddp__cuda_region *region = task->link ? *task->link : (ddp__cuda_region *)ddp_host_alloc(group, sizeof *region);
-    const char *who = task->link ? "ddp_group_free" : "ddp_group_alloc";
-    char text[64];
-    cudaError_t error = cudaSuccess;
-    const ddp__cuda_device_guard guard(s->device);
-    ddp_result result = guard.result;
-    snprintf(text, sizeof text, "ddp_group_alloc size_bytes=%llu", (unsigned long long)task->size_bytes);
-    if (task->link) {
-        snprintf(text, sizeof text, "ddp_group_free of block %llu", (unsigned long long)region->number);
-        *task->link = region->next;
-    } else if (region) {
-        if (result == DDP_OK) result = ddp__cuda_device_alloc(group, task->size_bytes, &region->memory);
-    } else result = DDP_ERR_NO_MEMORY;
-    result = ddp__cuda_staged_agree(s, result, text);
-    if (result == DDP_OK && !task->link) {
-        task->memory = region->memory;
-        region->number = ++s->region_count;
-        region->next = s->regions;
-        s->regions = region;
-        return DDP_OK;
-    }
-    if (region && region->memory) error = DDP__CUDA_RUNTIME->free(region->memory);
-    if (result == DDP_OK) ddp__cuda_keep_error(error, who, "cudaFree");
-    ddp_host_free(group, region);
-    if (result != DDP_OK && (task->link || result != DDP_ERR_NO_MEMORY)) result = ddp__cuda_staged_failed(s, result, 0);
-    return result == DDP_OK ? DDP_OK : ddp_fail_in(result, who, group, "%s", ddp_last_error());
-}
-
+/* The core's agreement before each of these two also waits for this rank's earlier collectives. */
 static ddp_result ddp__cuda_staged_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
-    ddp__cuda_staged_task task = {(ddp__cuda_staged *)state, size_bytes, NULL, NULL};
-    ddp_result result = ddp_group_enqueue(group, ddp__cuda_staged_memory_task, &task, NULL);
-    *out = task.memory;
-    return result;
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    ddp__cuda_region *region = (ddp__cuda_region *)ddp_host_alloc(group, sizeof *region);
+    const ddp__cuda_device_guard guard(s->device);
+    ddp_result result = region ? guard.result : DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK) result = ddp__cuda_device_alloc(group, size_bytes, &region->memory);
+    if (result != DDP_OK) {
+        ddp_host_free(group, region);
+        return result;
+    }
+    region->next = s->regions;
+    s->regions = region;
+    *out = region->memory;
+    return DDP_OK;
 }
 
 static ddp_result ddp__cuda_staged_free(ddp_group *group, void *state, void *memory) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
-    ddp__cuda_staged_task task = {s, 0, &s->regions, NULL};
-    while (*task.link && (*task.link)->memory != memory) task.link = &(*task.link)->next;
-    if (*task.link) return ddp_group_enqueue(group, ddp__cuda_staged_memory_task, &task, NULL);
-    return ddp_fail_in(DDP_ERR_INVALID, "ddp_group_free", group, "%p did not come from ddp_group_alloc of this group", memory);
+    ddp__cuda_region **link = &s->regions, *region;
+    const ddp__cuda_device_guard guard(s->device);
+    while ((*link)->memory != memory) link = &(*link)->next;
+    region = *link;
+    *link = region->next;
+    ddp__cuda_device_free(group, memory);
+    ddp_host_free(group, region);
+    return DDP_OK;
 }
 
 static void ddp__cuda_staged_close(ddp_group *group, void *state) {
@@ -3916,7 +3739,6 @@ static void ddp__cuda_staged_close(ddp_group *group, void *state) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     ddp__cuda_messages *q = &s->messages;
     ddp__cuda_staging *staging = &s->staging;
-    cudaEvent_t events[3] = {staging->ready, staging->down[0], staging->down[1]};
     const ddp__cuda_device_guard guard(s->device);
     ddp_group_destroy(q->group);
     ddp_group_destroy(s->control);
@@ -3933,7 +3755,7 @@ static void ddp__cuda_staged_close(ddp_group *group, void *state) {
         ddp_host_free(group, region);
     }
     if (staging->memory) cuda->host_free(staging->memory);
-    for (int i = 0; i < 3; i++) if (events[i]) cuda->event_destroy(events[i]);
+    for (int i = 0; i < 3; i++) if (staging->events[i]) cuda->event_destroy(staging->events[i]);
     if (staging->stream) cuda->stream_destroy(staging->stream);
     if (q->stream) cuda->stream_destroy(q->stream);
     pthread_mutex_destroy(&q->lock);
@@ -3942,13 +3764,12 @@ static void ddp__cuda_staged_close(ddp_group *group, void *state) {
 
 static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    cudaEvent_t *events[3] = {&s->staging.ready, &s->staging.down[0], &s->staging.down[1]};
     const ddp__cuda_device_guard guard(s->device);
     DDP_TRY(guard.result);
     DDP_TRY(ddp_error_restore(&ddp__cuda_streams_of(s->owner)->failed));
     DDP_TRY(ddp__cuda_staged_error(cuda->stream_create(&s->staging.stream, 1), "cudaStreamCreateWithPriority"));
     DDP_TRY(ddp__cuda_staged_error(cuda->stream_create(&s->messages.stream, 1), "cudaStreamCreateWithPriority"));
-    for (int i = 0; i < 3; i++) DDP_TRY(ddp__cuda_staged_error(cuda->event_create(events[i]), "cudaEventCreateWithFlags"));
+    for (int i = 0; i < 3; i++) DDP_TRY(ddp__cuda_staged_error(cuda->event_create(&s->staging.events[i]), "cudaEventCreateWithFlags"));
     return DDP_OK;
 }
 
@@ -3960,7 +3781,10 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
     ddp_result result = s || color < 0 ? DDP_OK : DDP_ERR_NO_MEMORY;
     *state = NULL;
     if (s) {
-        s->owner = group, s->device = device, s->rank = ddp_rank(group), s->world_size = ddp_world_size(group);
+        s->owner = group;
+        s->device = device;
+        s->rank = ddp_rank(group);
+        s->world_size = ddp_world_size(group);
         pthread_mutex_init(&s->messages.lock, NULL);
         result = ddp__cuda_staged_resources(s);
     }
@@ -4019,9 +3843,7 @@ static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const 
 DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc) {
     DDP_PUBLIC_CALL(ddp_cuda_group_create);
     const ddp_cuda_desc all_defaults = DDP_ZERO;
-    ddp_cuda_pick_desc pick = DDP_ZERO;
     ddp_group_desc group = DDP_ZERO;
-    ddp__cuda_seed seed = DDP_ZERO;
     ddp__cuda_slot slot;
     const char *notice;
     char equal[96];
@@ -4030,8 +3852,7 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
     if (out) *out = NULL;
     if (!out || !control) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_group_create: out or control is NULL; control is a group of ddp_group_create or ddp_launch");
     if (!desc) desc = &all_defaults;
-    pick.devices = desc->devices, pick.device_count = desc->device_count, pick.uuid = desc->uuid;
-    pick.allow_shared = desc->allow_shared || desc->engine == DDP_CUDA_ENGINE_STAGED;
+    const ddp_cuda_pick_desc pick = {desc->devices, desc->device_count, desc->uuid, desc->allow_shared || desc->engine == DDP_CUDA_ENGINE_STAGED};
 #if !defined(DDP_NO_NCCL)
     if (desc->comm && ncclCommCuDevice(desc->comm, &device) != ncclSuccess) device = -1;
 #endif
@@ -4041,8 +3862,12 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
     snprintf(equal, sizeof equal, "engine=%d order=%d comm=%s", (int)desc->engine, (int)desc->order, desc->comm ? "given" : "NULL");
     DDP_TRY(ddp__cuda_pick(control, &pick, device, result, equal, &slot, &shared));
     DDP_TRY(ddp__cuda_engine(desc, shared, &group.backend, &notice));
-    seed.control = control, seed.device = slot.device, seed.stream = desc->stream, seed.comm_stream = desc->comm_stream, seed.comm = desc->comm;
-    group.device = ddp_device_cuda(), group.order = desc->order, group.name = desc->name, group.timeout_ms = desc->timeout_ms, group.backend_user = &seed;
+    ddp__cuda_seed seed = {control, slot.device, desc->stream, desc->comm_stream, desc->comm};
+    group.backend_user = &seed;
+    group.device = ddp_device_cuda();
+    group.order = desc->order;
+    group.name = desc->name;
+    group.timeout_ms = desc->timeout_ms;
     result = ddp_group_create_on(out, control, &group);
     if (result == DDP_OK && notice) ddp_group_log(*out, notice);
     return result;
@@ -4138,38 +3963,21 @@ DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, dd
     return ddp__cuda_squares_any<1>(data, rows, row_count, dtype, factor, norm, stream, "ddp_cuda_unscale");
 }
 
-DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
-    const char *function = "ddp_cuda_adamw";
-    ddp_cuda_step_desc d;
-    DDP_TRY(ddp__cuda_step_check(desc, &d, function));
-    if (d.count && (!d.first || !d.second)) return ddp_fail(DDP_ERR_INVALID, "%s: first or second is NULL", function);
-    return ddp__cuda_by_dtype(d.grad_dtype, [&](auto G) {
-        return ddp__cuda_step_run<ddp__cuda_adamw<decltype(G)::value>, decltype(G)::value>(&d, 2, stream, function);
-    });
-}
-
-DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
-    const char *function = "ddp_cuda_sgd";
-    ddp_cuda_step_desc d;
-    DDP_TRY(ddp__cuda_step_check(desc, &d, function));
-    if (d.count && d.momentum != 0 && !d.first) return ddp_fail(DDP_ERR_INVALID, "%s: momentum=%g, and first is NULL", function, (double)d.momentum);
-    return ddp__cuda_by_dtype(d.grad_dtype, [&](auto G) {
-        return ddp__cuda_step_run<ddp__cuda_sgd<decltype(G)::value>, decltype(G)::value>(&d, d.momentum != 0, stream, function);
-    });
-}
+DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t stream) { return ddp__cuda_step<1>(desc, stream, "ddp_cuda_adamw"); }
+DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream) { return ddp__cuda_step<0>(desc, stream, "ddp_cuda_sgd"); }
 
 DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype, size_t count, cudaStream_t stream) {
     if (count && (!q || !scales || !src)) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: q, scales or src is NULL");
     if (!ddp_is_float(src_dtype) || src_dtype == DDP_F64)
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=%s, allowed are f32, f16 and bf16", ddp_dtype_name(src_dtype));
-    return ddp__cuda_by_dtype(src_dtype, [&](auto S) { return ddp__cuda_quantise_run<decltype(S)::value>(q, scales, src, count, stream); });
+    return ddp__cuda_by<DDP__CUDA_FLOATS_32>(src_dtype, [&](auto S) { return ddp__cuda_quantise_run<decltype(S)::value>(q, scales, src, count, stream); });
 }
 
 DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales, size_t count, cudaStream_t stream) {
     if (count && (!dst || !q || !scales)) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst, q or scales is NULL");
     if (!ddp_is_float(dst_dtype) || dst_dtype == DDP_F64)
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst_dtype=%s, allowed are f32, f16 and bf16", ddp_dtype_name(dst_dtype));
-    return ddp__cuda_by_dtype(dst_dtype, [&](auto D) { return ddp__cuda_dequantise_run<decltype(D)::value>(dst, q, scales, count, stream); });
+    return ddp__cuda_by<DDP__CUDA_FLOATS_32>(dst_dtype, [&](auto D) { return ddp__cuda_dequantise_run<decltype(D)::value>(dst, q, scales, count, stream); });
 }
 
 #ifdef __cplusplus

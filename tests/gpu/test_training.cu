@@ -78,8 +78,7 @@ struct outer {
 
 /* The same element code on a stream, or here. */
 template <class F> static ddp_result apply(trainer *t, const F &f, size_t count) {
-    ddp__cuda_split split = {0, count, count};
-    if (t->d) return ddp__cuda_each(f, split, t->d->stream, "test");
+    if (t->d) return ddp__cuda_each(f, 0, count, t->d->stream, "test");
     for (size_t i = 0; i < count; i++) f.template run<1>(i);
     return DDP_OK;
 }
@@ -106,11 +105,10 @@ static ddp_result gradients(trainer *t, ddp_group *world, int step, int micro) {
 }
 
 /* AdamW for one dtype of gradients. The dtype is a parameter of the template, since nvcc rejects
-   ddp__cuda_adamw<DDP_F32> in a plain function. */
+   ddp__cuda_update<DDP_F32, 1> in a plain function. */
 template <ddp_dtype GRAD> static ddp_result adamw(trainer *t, ddp_group *world, int step) {
     for (int i = 0; i < PARAMS; i++) {
         ddp_cuda_step_desc desc = DDP_ZERO, d;
-        ddp__cuda_adamw<GRAD> f = {};
         desc.master = t->value[i];
         desc.grad = t->grad[i];
         desc.first = t->first[i];
@@ -123,9 +121,8 @@ template <ddp_dtype GRAD> static ddp_result adamw(trainer *t, ddp_group *world, 
             RANKS_OK(world, ddp_cuda_adamw(&desc, t->d->stream));
             continue;
         }
-        RANKS_OK(world, ddp__cuda_step_check(&desc, &d, "test"));
-        ddp__cuda_step_fill<GRAD>(&f, &d);
-        RANKS_OK(world, apply(t, f, lengths[i]));
+        RANKS_OK(world, ddp__cuda_step_check(&desc, &d, 1, "test"));
+        RANKS_OK(world, apply(t, ddp__cuda_step_of<GRAD, 1>(&d), lengths[i]));
     }
     return DDP_OK;
 }

@@ -358,6 +358,32 @@ static void check_halves(void) {
     check_that(wrong == 0, "%zu f32 become other halves than in ddp.h", wrong);
 }
 
+/* Counts the visits of elements and chunks. */
+struct visits {
+    enum { WIDTH = 4 };
+    unsigned char *count;
+    template <int N> DDP__HD void run(size_t at) const { for (int i = 0; i < N; i++) count[at + (size_t)i]++; }
+    DDP__HD void chunk(size_t number, size_t thread, size_t) const { count[number] = (unsigned char)(count[number] + (thread == 0)); }
+};
+
+/* A grid's threads one after another, in the code that a device runs: each element belongs to exactly one. */
+static void check_shares(void) {
+    enum { COUNT = 1003 };
+    unsigned char elements[COUNT] = {0}, chunks[COUNT] = {0};
+    size_t wrong = 0;
+    const ddp__cuda_each_work<visits> each = {{elements}, ddp__cuda_split_of(1u << 3, COUNT, 4)};
+    const ddp__cuda_chunks_work<visits> lists = {{chunks}, COUNT};
+    gridDim.x = 3;
+    blockDim.x = 5;
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++)
+        for (threadIdx.x = 0; threadIdx.x < blockDim.x; threadIdx.x++) {
+            each.device();
+            lists.device();
+        }
+    for (int i = 0; i < COUNT; i++) wrong += elements[i] != 1 || chunks[i] != 1;
+    check_that(wrong == 0, "%zu of %d elements and chunks are not visited exactly once", wrong, (int)COUNT);
+}
+
 /* After all kernels have run. */
 static void check_groups(void) {
     check_that(misaligned == 0 && grouped > 1000000, "%zu of %zu groups are misaligned", misaligned, grouped);
@@ -372,6 +398,7 @@ int main(void) {
     failed += table_line("pick, several ranks", check_pick_ranks);
     failed += table_line("errors and streams", check_errors);
     failed += table_line("16-bit floats", check_halves);
+    failed += table_line("shares of threads", check_shares);
     failed += kernel_checks();
     failed += table_line("alignment of groups", check_groups);
     return failed != 0;
