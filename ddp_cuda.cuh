@@ -426,7 +426,6 @@ static cudaError_t ddp__cuda_relax_capture(void) {
 }
 
 static cudaError_t ddp__cuda_event_create(cudaEvent_t *out) { return cudaEventCreateWithFlags(out, cudaEventDisableTiming); }
-static cudaError_t ddp__cuda_event_record(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecord(event, stream); }
 static cudaError_t ddp__cuda_host_alloc(void **out, size_t size_bytes) { return cudaHostAlloc(out, size_bytes, cudaHostAllocPortable); }
 
 static const ddp__cuda_runtime *ddp__cuda_real_runtime(void) {
@@ -434,7 +433,7 @@ static const ddp__cuda_runtime *ddp__cuda_real_runtime(void) {
                                             cudaMemcpyAsync, cudaMemsetAsync, cudaStreamSynchronize, ddp__cuda_is_device_memory,
                                             cudaLaunchKernel, cudaGetLastError, cudaGetDevice, ddp__cuda_stream_create, cudaStreamDestroy,
                                             ddp__cuda_stream_wait_event, cudaStreamQuery, ddp__cuda_stream_capturing, ddp__cuda_relax_capture,
-                                            ddp__cuda_event_create, cudaEventDestroy, ddp__cuda_event_record, cudaEventQuery,
+                                            ddp__cuda_event_create, cudaEventDestroy, cudaEventRecord, cudaEventQuery,
                                             ddp__cuda_host_alloc, cudaFreeHost, NULL};
     return &table;
 }
@@ -446,8 +445,7 @@ static const ddp__cuda_runtime *ddp__cuda_real_runtime(void) {
 /* Of the functions of the device table, which have no group: per thread, like the error line. */
 typedef struct ddp__cuda_thread {
     cudaStream_t stream;
-    ddp_result first; /* failure that ddp_cuda_check has not reported yet */
-    char text[DDP__CUDA_TEXT];
+    ddp_saved_error first; /* failure that ddp_cuda_check has not reported yet */
 } ddp__cuda_thread;
 
 static thread_local ddp__cuda_thread ddp__cuda_mine;
@@ -472,12 +470,7 @@ static ddp_result ddp__cuda_query(cudaError_t error, const char *function, const
 }
 
 /* For functions that return nothing. */
-static void ddp__cuda_keep(ddp_result result) {
-    ddp__cuda_thread *mine = &ddp__cuda_mine;
-    if (result == DDP_OK || mine->first != DDP_OK) return;
-    mine->first = result;
-    snprintf(mine->text, sizeof mine->text, "%s", ddp_last_error());
-}
+static void ddp__cuda_keep(ddp_result result) { ddp_error_save(&ddp__cuda_mine.first, result); }
 
 static void ddp__cuda_keep_error(cudaError_t error, const char *function, const char *call) {
     ddp__cuda_keep(ddp__cuda_fail(error, function, call));
@@ -1114,20 +1107,23 @@ static ddp_result ddp__cuda_tree_any(const ddp__cuda_tree_call *call, ddp_dtype 
 
 //== many tensors ==================================================================================== >>impl-multi
 
-/* dst = src * factor, rounded once. */
+/* dst = src * factor, rounded once. dst may be src. */
 template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_convert {
     enum { WIDTH = D == S && sizeof(typename ddp__cuda_type<D>::store) == 2 ? 8 : 4 };
     void *dst;
     const void *src;
     float factor;
+    const float *factor_at; /* not NULL: the factor is stored there */
     template <int N> DDP__HD void run(size_t at) const {
         typename ddp__cuda_type<S>::store in[N];
         typename ddp__cuda_type<D>::store out[N];
+        float by = factor;
+        if (factor_at) ddp__cuda_get<1>(&by, factor_at, 0);
         ddp__cuda_get<N>(in, src, at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) {
             M x = (M)ddp__cuda_type<S>::load(in[i]);
-            out[i] = ddp__cuda_round<D>(factor == 1.0f ? x : ddp__cuda_mul(x, (M)factor));
+            out[i] = ddp__cuda_round<D>(by == 1.0f ? x : ddp__cuda_mul(x, (M)by));
         }
         ddp__cuda_put<N>(out, dst, at);
     }
@@ -1153,10 +1149,8 @@ template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_multi {
         }
         const ddp_cuda_range &r = range[low];
         size_t at = (number - first[low]) * DDP__CUDA_CHUNK, n = r.count - at < DDP__CUDA_CHUNK ? r.count - at : DDP__CUDA_CHUNK;
-        convert f;
-        f.dst = (out_type *)(pack ? flat : r.data) + (pack ? r.offset : 0) + at;
-        f.src = (const in_type *)(pack ? r.data : flat) + (pack ? 0 : r.offset) + at;
-        f.factor = factor;
+        const convert f = {(out_type *)(pack ? flat : r.data) + (pack ? r.offset : 0) + at,
+                           (const in_type *)(pack ? r.data : flat) + (pack ? 0 : r.offset) + at, factor, NULL};
         uint32_t mask = ddp__cuda_heads((1u << convert::WIDTH) - 1, f.dst, sizeof(out_type), convert::WIDTH);
         mask = ddp__cuda_heads(mask, f.src, sizeof(in_type), convert::WIDTH);
         ddp__cuda_walk(f, ddp__cuda_split_of(mask, n, convert::WIDTH), thread, threads);
@@ -1310,7 +1304,8 @@ template <ddp_dtype D, int UNSCALE> static ddp_result ddp__cuda_squares_run(void
 /* ddp_exact_sum_value, where nothing negative was added: one way up the cells, whose carries are then not negative, with the highest digit that is not 0, the two
    before it, and whether anything lies below them. */
 static DDP__HD double ddp__cuda_exact_value(const ddp_exact_sum *sum) {
-    uint64_t carry = 0, digits[2] = {0, 0}, under = 0, bits = 0, low = 0, rest = 0; /* digits: the two before this one */
+    uint64_t digits[2] = {0, 0}; /* the two before this one */
+    uint64_t carry = 0, under = 0, bits = 0, low = 0, rest = 0;
     int top = 1, shift = 0;
     int64_t cells[DDP_EXACT_CELLS];
     ddp__cuda_get<DDP_EXACT_CELLS>(cells, sum, 0);
@@ -1397,7 +1392,8 @@ template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
         ddp__cuda_put<N>(v, state1, at);
     }
     template <int N> DDP__HD void sgd(T *w, const T *g, size_t at) const {
-        T m[N] = {}, factor = scale;
+        T m[N] = {};
+        T factor = scale;
         double stored;
         if (scale_at) {
             ddp__cuda_get<1>(&stored, scale_at, 0);
@@ -1500,22 +1496,6 @@ template <ddp_dtype D, int ADAM> static ddp_result ddp__cuda_update_run(const dd
     return ddp__cuda_update_launch(f, (int)sizeof(T), u->count, ddp__cuda_mine.stream, "ddp_device_cuda update");
 }
 
-template <ddp_dtype D> struct ddp__cuda_scale {
-    typedef typename ddp__cuda_type<D>::math T;
-    enum { WIDTH = 16 / sizeof(T) };
-    void *data;
-    const float *factor;
-    template <int N> DDP__HD void run(size_t at) const {
-        T x[N];
-        float by;
-        ddp__cuda_get<1>(&by, factor, 0);
-        ddp__cuda_get<N>(x, data, at);
-        DDP__UNROLL
-        for (int i = 0; i < N; i++) x[i] = ddp__cuda_mul((T)by, x[i]);
-        ddp__cuda_put<N>(x, data, at);
-    }
-};
-
 /* clip and trust of ddp_optimizer_kernels; one thread makes a number. */
 struct ddp__cuda_clip {
     enum { WIDTH = 1 };
@@ -1548,7 +1528,7 @@ static void ddp__cuda_optimizer_update(const ddp_update *u) {
 
 static void ddp__cuda_optimizer_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
     ddp__cuda_keep(ddp__cuda_by<DDP_F32, DDP_F64>(dtype, [&](auto D) {
-        const ddp__cuda_scale<decltype(D)::value> f = {data, factor};
+        const ddp__cuda_convert<decltype(D)::value, decltype(D)::value, typename ddp__cuda_type<decltype(D)::value>::math> f = {data, data, 1, factor};
         uint32_t mask = ddp__cuda_heads((1u << f.WIDTH) - 1, data, (int)ddp_dtype_size(dtype), f.WIDTH);
         return ddp__cuda_each(f, mask, count, ddp__cuda_mine.stream, "ddp_device_cuda scale");
     }));
@@ -1997,6 +1977,26 @@ typedef struct ddp__cuda_streams {
     ddp_saved_error failed; /* of opening. The backend, which opens next, reports it to all ranks */
 } ddp__cuda_streams;
 
+/* Memory of ddp_group_alloc, in a list of its group. */
+typedef struct ddp__cuda_region {
+    struct ddp__cuda_region *next;
+    void *memory;
+#if !defined(DDP_NO_NCCL)
+    void *handle;        /* of ncclCommRegister; NULL = none */
+#if DDP__NCCL_VERSION >= 22700
+    ncclWindow_t window; /* NULL = none. NCCL writes to this address: it must live as long as the region */
+#endif
+#endif
+} ddp__cuda_region;
+
+/* Removes the region of memory from the list that begins at *link. */
+static ddp__cuda_region *ddp__cuda_region_remove(ddp__cuda_region **link, const void *memory) {
+    while ((*link)->memory != memory) link = &(*link)->next;
+    ddp__cuda_region *region = *link;
+    *link = region->next;
+    return region;
+}
+
 static ddp__cuda_streams *ddp__cuda_streams_of(const ddp_group *group) { return (ddp__cuda_streams *)ddp_group_device_state(group); }
 
 static ddp_result ddp__cuda_group_fail(const ddp_group *group, cudaError_t error, const char *call) {
@@ -2191,7 +2191,8 @@ typedef struct ddp__cuda_products {
 } ddp__cuda_products;
 typedef struct ddp__cuda_lt_call { cublasLtMatmulDescOpaque_t product; cublasLtMatrixLayoutOpaque_t a, b, c; } ddp__cuda_lt_call;
 
-static ddp_result ddp__cuda_lt_fail(ddp_group *group, const ddp_gemm *g, cublasStatus_t status, const char *call) {
+static ddp_result ddp__cuda_lt_result(ddp_group *group, const ddp_gemm *g, cublasStatus_t status, const char *call) {
+    if (status == CUBLAS_STATUS_SUCCESS) return DDP_OK;
     return ddp_fail(status == CUBLAS_STATUS_ALLOC_FAILED ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE, "rank %d/%d group=%s ddp_cuda_gemm %s m=%lld n=%lld k=%lld: "
                     "%s: %s (%s)", ddp_rank(group), ddp_world_size(group), ddp_group_name(group), ddp_dtype_name(g->dtype), (long long)g->m, (long long)g->n,
                     (long long)g->k, call, cublasLtGetStatusString(status), cublasLtGetStatusName(status));
@@ -2208,17 +2209,15 @@ static void ddp__cuda_products_close(ddp_group *group, void *state) {
 static ddp_result ddp__cuda_products_open(ddp_group *group, const ddp_gemm *g, ddp__cuda_products **out) {
     ddp__cuda_streams *streams = ddp__cuda_streams_of(group);
     ddp__cuda_products *p = (ddp__cuda_products *)(streams->products ? streams->products : ddp_host_alloc(group, sizeof *p));
-    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-    ddp_result result = DDP_OK;
     if (!p) return DDP_ERR_NO_MEMORY;
     streams->products = p;
     streams->close_products = ddp__cuda_products_close;
     *out = p;
-    if (!p->workspace) result = ddp__cuda_device_alloc(group, DDP__CUDA_LT_BYTES, &p->workspace);
-    if (result == DDP_OK && !p->handle) status = cublasLtCreate(&p->handle);
-    if (status == CUBLAS_STATUS_SUCCESS) return result;
-    p->handle = NULL;
-    return ddp__cuda_lt_fail(group, g, status, "cublasLtCreate");
+    if (!p->workspace) DDP_TRY(ddp__cuda_device_alloc(group, DDP__CUDA_LT_BYTES, &p->workspace));
+    if (p->handle) return DDP_OK;
+    cublasStatus_t status = cublasLtCreate(&p->handle);
+    if (status != CUBLAS_STATUS_SUCCESS) p->handle = NULL;
+    return ddp__cuda_lt_result(group, g, status, "cublasLtCreate");
 }
 
 /* Row-major c = op(a) op(b) is, read by columns, c' = op(b)' op(a)': cuBLASLt's A is b and its B is a, each transposed if it was. */
@@ -2269,10 +2268,10 @@ static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_products *p,
         s = ddp__cuda_lt_ask(p, &d, (uint32_t)key[7], &p->ways[way].algo);
         if (s == CUBLAS_STATUS_SUCCESS) memcpy(p->ways[way].key, key, sizeof key);
     }
-    if (s != CUBLAS_STATUS_SUCCESS) return ddp__cuda_lt_fail(group, g, s, "cublasLtMatmulAlgoGetHeuristic");
+    DDP_TRY(ddp__cuda_lt_result(group, g, s, "cublasLtMatmulAlgoGetHeuristic"));
     s = cublasLtMatmul(p->handle, &d.product, one, g->b, &d.a, g->a, &d.b, more, g->c, &d.c, g->c, &d.c, &p->ways[way].algo, p->workspace, DDP__CUDA_LT_BYTES,
                        stream);
-    return s == CUBLAS_STATUS_SUCCESS ? DDP_OK : ddp__cuda_lt_fail(group, g, s, "cublasLtMatmul");
+    return ddp__cuda_lt_result(group, g, s, "cublasLtMatmul");
 }
 
 static ddp_result ddp__cuda_gemm(const ddp_gemm *g, ddp_group *group, int tf32) {
@@ -2363,15 +2362,6 @@ typedef struct ddp__nccl_rank_state {
 
 typedef struct ddp__nccl_op { ddp__nccl_mark mark; cudaEvent_t event; int recorded; } ddp__nccl_op;
 
-typedef struct ddp__nccl_region {
-    struct ddp__nccl_region *next;
-    void *memory;
-    void *handle;        /* of ncclCommRegister; NULL = none */
-#if DDP__NCCL_VERSION >= 22700
-    ncclWindow_t window; /* NULL = none. NCCL stores through this address: it lives as long as the region */
-#endif
-} ddp__nccl_region;
-
 /* The communicator, and the thread that may call NCCL with it. */
 typedef struct ddp__nccl_comm {
     ncclComm_t handle;           /* NULL once aborted */
@@ -2389,7 +2379,6 @@ typedef struct ddp__nccl_workspace {
     void *memory;                /* what a reduction in tree order receives */
     size_t size_bytes;
     void *cell;                  /* what a barrier reduces */
-    cudaEvent_t idle;            /* the end of a barrier */
 } ddp__nccl_workspace;
 
 /* Operations in flight: `count` of them from number `first` on, in issue order. */
@@ -2424,7 +2413,7 @@ typedef struct ddp__nccl {
     int capturing;               /* 1 = the current call goes into a CUDA graph */
     unsigned char leave[2];      /* sent and received by ddp__nccl_all_leave */
     ddp__nccl_workspace workspace;
-    ddp__nccl_region *regions;   /* memory of ddp_group_alloc */
+    ddp__cuda_region *regions;   /* memory of ddp_group_alloc */
     pthread_mutex_t lock;        /* of what follows */
     pthread_cond_t changed;
     ddp__nccl_comm comm;
@@ -2678,13 +2667,14 @@ static ddp_result ddp__nccl_barrier(ddp__nccl *n) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     const char *what = "waiting in ddp_barrier";
     cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
+    cudaEvent_t event = n->ops.at[n->ops.current].event; /* the watchdog looks at it only after ddp__nccl_op_end */
     int done = 0;
     ddp_result result = ddp__nccl_settle(n, ncclAllReduce(n->workspace.cell, n->workspace.cell, 1, ncclUint8, ncclMax, n->comm.handle, stream), "ncclAllReduce");
     if (result != DDP_OK || n->capturing) return result;
-    result = ddp__cuda_fail(cuda->event_record(n->workspace.idle, stream), what, "cudaEventRecord");
+    result = ddp__cuda_fail(cuda->event_record(event, stream), what, "cudaEventRecord");
     ddp__nccl_end(n);
     for (int tries = 0; result == DDP_OK; tries++) {
-        result = ddp__cuda_query(cuda->event_query(n->workspace.idle), what, "cudaEventQuery", &done);
+        result = ddp__cuda_query(cuda->event_query(event), what, "cudaEventQuery", &done);
         if (done) return ddp__nccl_begin(n, NULL);
         if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
         tries < 100 ? (void)sched_yield() : ddp__cuda_nap(50);
@@ -3007,7 +2997,7 @@ static void *ddp__nccl_watch(void *argument) {
 
 /* Registers the region with NCCL where it can: transfers then need no copy through NCCL's own buffers.
    A refusal is no failure. */
-static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t size_bytes) {
+static void ddp__nccl_register(ddp__nccl *n, ddp__cuda_region *region, size_t size_bytes) {
 #if DDP__NCCL_VERSION >= 22700
     ncclResult_t error =
         ncclCommWindowRegister(n->comm.handle, region->memory, size_bytes, &region->window, NCCL_WIN_COLL_SYMMETRIC);
@@ -3024,7 +3014,7 @@ static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t si
 }
 
 /* Frees a region. Its registrations end with a communicator that is gone. */
-static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
+static void ddp__nccl_release(ddp__nccl *n, ddp__cuda_region *region) {
     DDP__CUDA_RUNTIME->set_device(n->streams->device);
     if (ddp__nccl_begin(n, NULL) != DDP_OK) ddp__nccl_await_abort(n);
 #if DDP__NCCL_VERSION >= 22700
@@ -3044,7 +3034,7 @@ static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
     ddp_host_free(n->group, region);
 }
 
-static ddp_result ddp__nccl_region_alloc(ddp__nccl *n, ddp__nccl_region *region, size_t size) {
+static ddp_result ddp__nccl_region_alloc(ddp__nccl *n, ddp__cuda_region *region, size_t size) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     const char *who = "allocating group memory";
     cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
@@ -3063,7 +3053,7 @@ static ddp_result ddp__nccl_region_alloc(ddp__nccl *n, ddp__nccl_region *region,
 
 static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__nccl *n = (ddp__nccl *)state;
-    ddp__nccl_region *region = (ddp__nccl_region *)ddp_host_alloc(group, sizeof *region);
+    ddp__cuda_region *region = (ddp__cuda_region *)ddp_host_alloc(group, sizeof *region);
     size_t size = ddp_round_up(size_bytes, 4096); /* whole pages, as windows want them */
     ddp_saved_error error = DDP_ZERO;
     ddp_result result = region ? ddp__nccl_region_alloc(n, region, size) : DDP_ERR_NO_MEMORY;
@@ -3085,13 +3075,9 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
 /* Waits for both streams, which may still use the memory; those of a failed group have ended. All ranks return together, as in ddp__nccl_grow. */
 static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
     ddp__nccl *n = (ddp__nccl *)state;
-    ddp__nccl_region **link = &n->regions, *region;
-    while ((*link)->memory != memory) link = &(*link)->next;
-    region = *link;
     cudaError_t error = DDP__CUDA_RUNTIME->synchronize(n->streams->stream[DDP_STREAM_COMM]);
     if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->synchronize(n->streams->stream[DDP_STREAM_COMPUTE]);
-    *link = region->next;
-    ddp__nccl_release(n, region);
+    ddp__nccl_release(n, ddp__cuda_region_remove(&n->regions, memory));
     return ddp_agree(group, "ddp_group_free", ddp__cuda_group_fail(group, error, "cudaStreamSynchronize"), 0, "");
 }
 
@@ -3134,13 +3120,12 @@ static void ddp__nccl_close(ddp_group *, void *state) {
         n->comm.handle = NULL;
     }
     while (n->regions) {
-        ddp__nccl_region *region = n->regions;
+        ddp__cuda_region *region = n->regions;
         n->regions = region->next;
         ddp__nccl_release(n, region);
     }
     if (n->comm.handle && n->comm.owned) ncclCommAbort(n->comm.handle);
     for (int i = 0; i < DDP__NCCL_OPS; i++) if (n->ops.at[i].event) cuda->event_destroy(n->ops.at[i].event);
-    if (n->workspace.idle) cuda->event_destroy(n->workspace.idle);
     if (n->workspace.memory) cuda->free(n->workspace.memory);
     if (n->workspace.cell) cuda->free(n->workspace.cell);
     ddp_group_destroy(n->watchdog.group);
@@ -3157,7 +3142,6 @@ static ddp_result ddp__nccl_resources(ddp__nccl *n) {
     DDP_TRY(ddp_error_restore(&n->streams->failed));
     DDP__CUDA_DO(who, "cudaSetDevice", cuda->set_device(n->streams->device));
     for (int i = 0; i < DDP__NCCL_OPS; i++) DDP__CUDA_DO(who, "cudaEventCreateWithFlags", cuda->event_create(&n->ops.at[i].event));
-    DDP__CUDA_DO(who, "cudaEventCreateWithFlags", cuda->event_create(&w->idle));
     w->size_bytes = DDP__NCCL_SCRATCH_FIRST + 128 * (size_t)n->world_size;
     DDP__CUDA_DO(who, "cudaMalloc", cuda->malloc(&w->memory, w->size_bytes));
     DDP__CUDA_DO(who, "cudaMalloc", cuda->malloc(&w->cell, 16));
@@ -3259,8 +3243,6 @@ static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     ncclUniqueId id = DDP_ZERO;
     ddp_result result;
     ddp__nccl *n;
-    *state = NULL;
-    if (!seed) return ddp_fail(DDP_ERR_INVALID, "the NCCL backend is opened by ddp_cuda_group_create");
     n = ddp__nccl_new(group, &result);
     if (result == DDP_OK && seed->comm) result = ddp__nccl_adopt(n, (ncclComm_t)seed->comm);
     else if (result == DDP_OK && n->rank == 0)
@@ -3303,7 +3285,6 @@ static ddp_result ddp__nccl_split(ddp_group *group, void *state, ddp_group *chil
     ncclComm_t made = NULL;
     ddp_group *control = NULL;
     ddp_result result = DDP_OK;
-    *child_state = NULL;
     if (child) n = ddp__nccl_new(child, &result);
     else if (member_count > 0) result = DDP_ERR_NO_MEMORY;
     result = ddp_agree(group, who, result, 0, "");
@@ -3338,12 +3319,6 @@ static const ddp_backend *ddp__cuda_nccl_backend(void) {
 #if !defined(DDP__CUDA_STAGE)
 #define DDP__CUDA_STAGE ((size_t)1 << 21) /* bytes of a round on one side; there are two rounds of two sides */
 #endif
-
-/* Memory of ddp_group_alloc. */
-typedef struct ddp__cuda_region {
-    void *memory;
-    struct ddp__cuda_region *next;
-} ddp__cuda_region;
 
 /* A send or receive. It keeps its memory and event when it is complete; a later message that fits reuses it. */
 typedef struct ddp__cuda_message {
@@ -3724,13 +3699,9 @@ static ddp_result ddp__cuda_staged_alloc(ddp_group *group, void *state, size_t s
 
 static ddp_result ddp__cuda_staged_free(ddp_group *group, void *state, void *memory) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
-    ddp__cuda_region **link = &s->regions, *region;
     const ddp__cuda_device_guard guard(s->device);
-    while ((*link)->memory != memory) link = &(*link)->next;
-    region = *link;
-    *link = region->next;
+    ddp_host_free(group, ddp__cuda_region_remove(&s->regions, memory));
     ddp__cuda_device_free(group, memory);
-    ddp_host_free(group, region);
     return DDP_OK;
 }
 
@@ -3779,7 +3750,6 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
     ddp_group *split[2] = {NULL, NULL};
     ddp_saved_error error = DDP_ZERO;
     ddp_result result = s || color < 0 ? DDP_OK : DDP_ERR_NO_MEMORY;
-    *state = NULL;
     if (s) {
         s->owner = group;
         s->device = device;
@@ -3793,9 +3763,10 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
     if (!s) return result;
     s->control = split[0];
     s->messages.group = split[1];
-    *state = s;
-    if (result == DDP_OK) return DDP_OK;
-    *state = NULL;
+    if (result == DDP_OK) {
+        *state = s;
+        return DDP_OK;
+    }
     ddp_error_save(&error, result);
     ddp__cuda_staged_close(group, s);
     return ddp_error_restore(&error);
@@ -3922,9 +3893,9 @@ DDPDEF ddp_result ddp_cuda_gemm_tf32(const ddp_gemm *gemm, void *user) { return 
 #endif
 
 DDPDEF ddp_result ddp_cuda_check(void) {
-    ddp_result first = ddp__cuda_mine.first;
-    ddp__cuda_mine.first = DDP_OK;
-    return first == DDP_OK ? DDP_OK : ddp_fail(first, "%s", ddp__cuda_mine.text);
+    ddp_result first = ddp_error_restore(&ddp__cuda_mine.first);
+    ddp__cuda_mine.first.result = DDP_OK;
+    return first;
 }
 
 DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,

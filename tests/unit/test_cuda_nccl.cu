@@ -1046,56 +1046,56 @@ static ddp_result sequences(rank_state *s) {
              "ncclCommInitRankConfig(2, 0, blocking) = c1\n"));
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL));
     RANKS_OK(s->cpu, calls_are(s, "the first ddp_all_reduce",
-             "cudaEventCreateWithFlags(no timing) = e34\n"
-             "cudaEventRecord(e34, s1)\n"
-             "cudaStreamWaitEvent(s2, e34)\n"
+             "cudaEventCreateWithFlags(no timing) = e33\n"
+             "cudaEventRecord(e33, s1)\n"
+             "cudaStreamWaitEvent(s2, e33)\n"
              "ncclAllReduce(m1, m2, 600 f32, sum, c1, s2)\n"
              "cudaEventRecord(e1, s2)\n"
-             "cudaEventRecord(e34, s2)\n"
-             "cudaStreamWaitEvent(s1, e34)\n"));
+             "cudaEventRecord(e33, s2)\n"
+             "cudaStreamWaitEvent(s1, e33)\n"));
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL));
     RANKS_OK(s->cpu, calls_are(s, "ddp_all_reduce",
-             "cudaEventRecord(e34, s1)\n"
-             "cudaStreamWaitEvent(s2, e34)\n"
+             "cudaEventRecord(e33, s1)\n"
+             "cudaStreamWaitEvent(s2, e33)\n"
              "ncclAllReduce(m1, m2, 600 f32, sum, c1, s2)\n"
              "cudaEventRecord(e2, s2)\n"
-             "cudaEventRecord(e34, s2)\n"
-             "cudaStreamWaitEvent(s1, e34)\n"));
+             "cudaEventRecord(e33, s2)\n"
+             "cudaStreamWaitEvent(s1, e33)\n"));
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->in, N, DDP_F32, DDP_OP_SUM, &work[0]));
     RANKS_OK(s->cpu, ddp_broadcast(s->group, s->out, N, DDP_F32, 1, &work[1]));
     RANKS_OK(s->cpu, calls_are(s, "two asynchronous calls",
-             "cudaEventRecord(e34, s1)\n"
-             "cudaStreamWaitEvent(s2, e34)\n"
+             "cudaEventRecord(e33, s1)\n"
+             "cudaStreamWaitEvent(s2, e33)\n"
              "ncclAllReduce(m1, m1, 600 f32, sum, c1, s2)\n"
              "cudaEventRecord(e3, s2)\n"
-             "cudaEventRecord(e34, s2)\n"
-             "cudaEventCreateWithFlags(no timing) = e35\n"
-             "cudaEventRecord(e35, s1)\n"
-             "cudaStreamWaitEvent(s2, e35)\n"
+             "cudaEventRecord(e33, s2)\n"
+             "cudaEventCreateWithFlags(no timing) = e34\n"
+             "cudaEventRecord(e34, s1)\n"
+             "cudaStreamWaitEvent(s2, e34)\n"
              "ncclBroadcast(m2, m2, 600 f32, 1, c1, s2)\n"
              "cudaEventRecord(e4, s2)\n"
-             "cudaEventRecord(e35, s2)\n"));
+             "cudaEventRecord(e34, s2)\n"));
     RANKS_OK(s->cpu, ddp_wait(s->group, &work[0]));
     RANKS_OK(s->cpu, ddp_wait(s->group, &work[1]));
     RANKS_OK(s->cpu, calls_are(s, "their waits",
-             "cudaStreamWaitEvent(s1, e34)\n"
-             "cudaStreamWaitEvent(s1, e35)\n"));
+             "cudaStreamWaitEvent(s1, e33)\n"
+             "cudaStreamWaitEvent(s1, e34)\n"));
     RANKS_OK(s->cpu, ddp_all_to_all(s->group, s->in, s->out, N / 2, DDP_F32, NULL));
     RANKS_OK(s->cpu, calls_are(s, "ddp_all_to_all",
-             "cudaEventRecord(e35, s1)\n"
-             "cudaStreamWaitEvent(s2, e35)\n"
+             "cudaEventRecord(e34, s1)\n"
+             "cudaStreamWaitEvent(s2, e34)\n"
              "ncclGroupStart()\n"
              "cudaMemcpyAsync(m2, m1, 1200, DeviceToDevice, s2)\n"
              "ncclSend(m1+1200, 1200 u8, 1, c1, s2)\n"
              "ncclRecv(m2+1200, 1200 u8, 1, c1, s2)\n"
              "ncclGroupEnd()\n"
              "cudaEventRecord(e5, s2)\n"
-             "cudaEventRecord(e35, s2)\n"
-             "cudaStreamWaitEvent(s1, e35)\n"));
+             "cudaEventRecord(e34, s2)\n"
+             "cudaStreamWaitEvent(s1, e34)\n"));
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_MAX, NULL)); /* makes the scratch */
     RANKS_OK(s->cpu, calls_are(s, "the first reduction in tree order",
-             "cudaEventRecord(e35, s1)\n"
-             "cudaStreamWaitEvent(s2, e35)\n"
+             "cudaEventRecord(e34, s1)\n"
+             "cudaStreamWaitEvent(s2, e34)\n"
              "ncclGroupStart()\n"
              "ncclSend(m1+1216, 1184 u8, 1, c1, s2)\n"
              "ncclRecv(m5+1216, 1216 u8, 1, c1, s2)\n"
@@ -1106,12 +1106,12 @@ static ddp_result sequences(rank_state *s) {
              "ncclRecv(m2+1216, 1184 u8, 1, c1, s2)\n"
              "ncclGroupEnd()\n"
              "cudaEventRecord(e6, s2)\n"
-             "cudaEventRecord(e35, s2)\n"
-             "cudaStreamWaitEvent(s1, e35)\n"));
+             "cudaEventRecord(e34, s2)\n"
+             "cudaStreamWaitEvent(s1, e34)\n"));
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_MAX, NULL));
     RANKS_OK(s->cpu, calls_are(s, "a reduction in tree order",
-             "cudaEventRecord(e35, s1)\n"
-             "cudaStreamWaitEvent(s2, e35)\n"
+             "cudaEventRecord(e34, s1)\n"
+             "cudaStreamWaitEvent(s2, e34)\n"
              "ncclGroupStart()\n"
              "ncclSend(m1+1216, 1184 u8, 1, c1, s2)\n"
              "ncclRecv(m5+1216, 1216 u8, 1, c1, s2)\n"
@@ -1122,23 +1122,23 @@ static ddp_result sequences(rank_state *s) {
              "ncclRecv(m2+1216, 1184 u8, 1, c1, s2)\n"
              "ncclGroupEnd()\n"
              "cudaEventRecord(e7, s2)\n"
-             "cudaEventRecord(e35, s2)\n"
-             "cudaStreamWaitEvent(s1, e35)\n"));
+             "cudaEventRecord(e34, s2)\n"
+             "cudaStreamWaitEvent(s1, e34)\n"));
     RANKS_OK(s->cpu, ddp_p2p_begin(s->group));
     RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, 1 - s->rank, 0, NULL));
     RANKS_OK(s->cpu, ddp_recv(s->group, s->out, N, DDP_F32, 1 - s->rank, 0, NULL));
     RANKS_OK(s->cpu, ddp_p2p_end(s->group));
     RANKS_OK(s->cpu, calls_are(s, "a batch",
-             "cudaEventCreateWithFlags(no timing) = e36\n"
-             "cudaEventRecord(e36, s1)\n"
-             "cudaStreamWaitEvent(s2, e36)\n"
+             "cudaEventCreateWithFlags(no timing) = e35\n"
+             "cudaEventRecord(e35, s1)\n"
+             "cudaStreamWaitEvent(s2, e35)\n"
              "ncclGroupStart()\n"
              "ncclSend(m1, 600 f32, 1, c1, s2)\n"
              "ncclRecv(m2, 600 f32, 1, c1, s2)\n"
              "ncclGroupEnd()\n"
              "cudaEventRecord(e8, s2)\n"
-             "cudaEventRecord(e36, s2)\n"
-             "cudaStreamWaitEvent(s1, e36)\n"));
+             "cudaEventRecord(e35, s2)\n"
+             "cudaStreamWaitEvent(s1, e35)\n"));
     RANKS_OK(s->cpu, ddp_group_alloc(s->group, 4096, &memory));
     RANKS_OK(s->cpu, calls_are(s, "ddp_group_alloc",
              GROUP_ALLOC "(4096) = m7\n"
