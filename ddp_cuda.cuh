@@ -445,7 +445,8 @@ static const ddp__cuda_runtime *ddp__cuda_real_runtime(void) {
 /* Of the functions of the device table, which have no group: per thread, like the error line. */
 typedef struct ddp__cuda_thread {
     cudaStream_t stream;
-    ddp_saved_error first; /* failure that ddp_cuda_check has not reported yet */
+    const struct ddp__cuda_seed *seed; /* NULL, or the thread is in ddp_cuda_group_create */
+    ddp_saved_error first;             /* failure that ddp_cuda_check has not reported yet */
 } ddp__cuda_thread;
 
 static thread_local ddp__cuda_thread ddp__cuda_mine;
@@ -1959,7 +1960,7 @@ template <class T> static ddp_result ddp__cuda_loss_end(const ddp_loss *op) { /*
 
 //== streams and events of a group ===================================================================== >>impl-streams
 
-/* What ddp_cuda_group_create hands to the device and the backend while they open. */
+/* What ddp_cuda_group_create passes to the open functions of the device and the backend. */
 typedef struct ddp__cuda_seed {
     ddp_group *control;
     int device;
@@ -2010,7 +2011,7 @@ static ddp_result ddp__cuda_group_fail(const ddp_group *group, cudaError_t error
 static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, void **state) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     const ddp__cuda_streams *from = parent ? ddp__cuda_streams_of(parent) : NULL;
-    const ddp__cuda_seed *seed = from ? NULL : (const ddp__cuda_seed *)ddp_group_backend_user(group);
+    const ddp__cuda_seed *seed = from ? NULL : ddp__cuda_mine.seed;
     ddp__cuda_streams *streams = (ddp__cuda_streams *)ddp_host_alloc(group, sizeof *streams);
     ddp_result result;
     *state = streams;
@@ -3238,12 +3239,11 @@ static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_result result, void **state
 
 /* Ranks agree before each step that needs all of them. */
 static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
-    const ddp__cuda_seed *seed = (const ddp__cuda_seed *)ddp_group_backend_user(group);
+    const ddp__cuda_seed *seed = ddp__cuda_mine.seed;
     const char *who = "ddp_cuda_group_create";
     ncclUniqueId id = DDP_ZERO;
     ddp_result result;
-    ddp__nccl *n;
-    n = ddp__nccl_new(group, &result);
+    ddp__nccl *n = ddp__nccl_new(group, &result);
     if (result == DDP_OK && seed->comm) result = ddp__nccl_adopt(n, (ncclComm_t)seed->comm);
     else if (result == DDP_OK && n->rank == 0)
         result = ddp__nccl_error(ncclGetUniqueId(&id), "ncclGetUniqueId");
@@ -3773,7 +3773,7 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
 }
 
 static ddp_result ddp__cuda_staged_open(ddp_group *group, void **state) {
-    const ddp__cuda_seed *seed = (const ddp__cuda_seed *)ddp_group_backend_user(group);
+    const ddp__cuda_seed *seed = ddp__cuda_mine.seed;
     return ddp__cuda_staged_make(group, seed->control, 0, seed->device, state);
 }
 
@@ -3833,13 +3833,14 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
     snprintf(equal, sizeof equal, "engine=%d order=%d comm=%s", (int)desc->engine, (int)desc->order, desc->comm ? "given" : "NULL");
     DDP_TRY(ddp__cuda_pick(control, &pick, device, result, equal, &slot, &shared));
     DDP_TRY(ddp__cuda_engine(desc, shared, &group.backend, &notice));
-    ddp__cuda_seed seed = {control, slot.device, desc->stream, desc->comm_stream, desc->comm};
-    group.backend_user = &seed;
+    const ddp__cuda_seed seed = {control, slot.device, desc->stream, desc->comm_stream, desc->comm};
     group.device = ddp_device_cuda();
     group.order = desc->order;
     group.name = desc->name;
     group.timeout_ms = desc->timeout_ms;
+    ddp__cuda_mine.seed = &seed;
     result = ddp_group_create_on(out, control, &group);
+    ddp__cuda_mine.seed = NULL;
     if (result == DDP_OK && notice) ddp_group_log(*out, notice);
     return result;
 }

@@ -1038,7 +1038,7 @@ static ddp_result sequences(rank_state *s) {
     void *memory = NULL;
     RANKS_OK(s->cpu, calls_are(s, "ddp_cuda_group_create",
              "cudaStreamCreateWithPriority(non-blocking, high) = s2\n"
-             "33 x cudaEventCreateWithFlags\n"
+             "32 x cudaEventCreateWithFlags\n"
              "cudaMalloc(65792) = m5\n"
              "cudaMalloc(16) = m6\n"
              "cudaMemsetAsync(m6, 0, 16, s2)\n"
@@ -1154,7 +1154,7 @@ static ddp_result sequences(rank_state *s) {
     RANKS_OK(s->cpu, ddp_group_split(s->group, 0, -s->rank, &half));
     RANKS_OK(s->cpu, calls_are(s, "ddp_group_split",
              "cudaStreamCreateWithPriority(non-blocking, high) = s3\n"
-             "33 x cudaEventCreateWithFlags\n"
+             "32 x cudaEventCreateWithFlags\n"
              "cudaMalloc(65792) = m8\n"
              "cudaMalloc(16) = m9\n"
              "cudaMemsetAsync(m9, 0, 16, s3)\n"
@@ -1162,7 +1162,7 @@ static ddp_result sequences(rank_state *s) {
     ddp_group_destroy(half);
     RANKS_OK(s->cpu, calls_are(s, "ddp_group_destroy of a split",
              "ncclCommAbort(c2)\n"
-             "33 x cudaEventDestroy\n"
+             "32 x cudaEventDestroy\n"
              "cudaFree(m8)\n"
              "cudaFree(m9)\n"
              "cudaStreamDestroy(s3)\n"));
@@ -1170,7 +1170,7 @@ static ddp_result sequences(rank_state *s) {
     s->group = NULL;
     return calls_are(s, "ddp_group_destroy",
              "ncclCommAbort(c1)\n"
-             "33 x cudaEventDestroy\n"
+             "32 x cudaEventDestroy\n"
              "cudaFree(m5)\n"
              "cudaFree(m6)\n"
              "3 x cudaEventDestroy\n"
