@@ -1,12 +1,13 @@
-/*  ddp_fsdp.h - sharded training: parameters, gradients and optimizer state split over ranks, with checkpoints that outlive the world size.
+/*  ddp_fsdp.h - sharded training: parameters, gradients and optimizer state split over ranks.
 
-    ZeRO-1, ZeRO-2, ZeRO-3 (FSDP) and plain data parallelism through the same calls, each also in a hybrid form; optimizers, learning-rate
-    schedules and a loss scaler on plain or sharded tensors; checkpoints in plain safetensors files.
+    Contains: ZeRO-1, ZeRO-2, ZeRO-3 (FSDP) and plain data parallelism through the same calls, each also in a
+    hybrid form (HSDP); optimizers, learning-rate schedules and a loss scaler for plain or sharded tensors;
+    checkpoints in safetensors files, which can be loaded on any number of ranks.
 
 USAGE
-    #define DDP_IMPLEMENTATION             in exactly one source file of the program: the bodies of ddp.h and of this header
+    #define DDP_IMPLEMENTATION       in exactly one source file: the bodies of ddp.h and of this header
     #include "ddp_fsdp.h"
-    Or DDP_FSDP_IMPLEMENTATION for the bodies of this header alone. Link with -lpthread -lm.
+    Or DDP_FSDP_IMPLEMENTATION for only the bodies of this header. Link with -lpthread -lm.
 
 EXAMPLE
     #define DDP_IMPLEMENTATION
@@ -16,18 +17,19 @@ EXAMPLE
     static ddp_result train(ddp_group *world, void *user) {           // runs once per rank
         float start[8] = {0};
         ddp_fsdp_param p = DDP_ZERO;
-        ddp_fsdp_unit_desc unit = {"layer", &p, 1};                   // what is gathered at once
-        ddp_fsdp_desc desc = DDP_ZERO;                                // zero means default: ZeRO-3, AdamW, f32
+        ddp_fsdp_unit_desc unit = {"layer", &p, 1};               // parameters that are unsharded together
+        ddp_fsdp_desc desc = DDP_ZERO;                            // zero means default: ZeRO-3, AdamW, f32
         ddp_fsdp *fsdp;
-        p.param.name = "w", p.param.value.data = start, p.param.value.dtype = DDP_F32, p.param.value.ndim = 1, p.param.value.shape[0] = 8;
+        ddp_tensor value = {start, DDP_F32, 1, {8}};
+        p.param.name = "w", p.param.value = value;
         desc.units = &unit, desc.unit_count = 1;
         if (ddp_fsdp_create(&fsdp, world, &desc) != DDP_OK) return DDP_ERR_INVALID;
         for (int step = 0; step < 400; step++) {
-            ddp_fsdp_unshard(fsdp, 0);                            // value.data and grad.data point to whole tensors now
+            ddp_fsdp_unshard(fsdp, 0);                            // value.data, grad.data: full tensors
             float *w = (float *)p.param.value.data, *g = (float *)p.param.grad.data;
             for (int i = 0; i < 8; i++) g[i] = w[i] - (float)i;
             if (step == 399 && ddp_rank(world) == 0) printf("w[7] = %g\n", w[7]);
-            ddp_fsdp_reduce_grads(fsdp, 0);                            // adds g over ranks, each keeps its rows of the sum
+            ddp_fsdp_reduce_grads(fsdp, 0);                       // adds g over ranks, keeps own rows
             if (ddp_fsdp_step(fsdp, 0.05f) != DDP_OK) break;
         }
         ddp_fsdp_destroy(fsdp);
@@ -36,22 +38,25 @@ EXAMPLE
     int main(void) { ddp_launch_desc all = DDP_ZERO; return ddp_launch(&all, train, NULL) != DDP_OK; }
 
 CONTENTS      (search for the tags)
-    >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-error  >>impl-optimizer  >>impl-rates  >>impl-scaler  >>impl-crc  >>impl-json
-    >>impl-safetensors  >>impl-files  >>impl-boxes  >>impl-save  >>impl-load  >>impl-sharding  >>impl-layout  >>impl-unshard
+    >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-error  >>impl-optimizer
+    >>impl-rates  >>impl-scaler  >>impl-crc  >>impl-json  >>impl-safetensors  >>impl-files
+    >>impl-boxes  >>impl-save  >>impl-load  >>impl-sharding  >>impl-layout  >>impl-unshard
     >>impl-shard-reduce  >>impl-step  >>impl-saver  >>impl-create  >>impl-wrap  >>impl-public
 
 CONCEPTS
-    Shard      each parameter of d rows (its first dimension) is cut into W pieces of c = ceil(d / W) rows: rank r keeps rows [rc, (r+1)c),
-               the last ranks fewer, or none. Rows are never split.
-    Unit       the parameters that are gathered, released and reduced together, such as a transformer block. Parameters that belong to no
-               block form a root unit, which stays gathered longer. A unit inside another one is a unit of its own.
-    Gather     brings the whole parameters of a unit to every rank: param.value.data points to them until the release.
-    Reduce     adds the whole gradients of a unit over ranks and leaves each rank its rows of the sum.
+    Shard      A parameter of d rows (its first dimension) is cut into W pieces of c = ceil(d / W) rows. Rank
+               r keeps rows [rc, (r+1)c); the last ranks have fewer rows or none. Rows are never split.
+    Unit       Parameters that are unsharded, resharded and reduced together, such as a transformer block.
+               Parameters outside all blocks form a root unit, which stays unsharded longer. A unit inside
+               another one is a separate unit.
+    Unshard    Brings the full parameters of a unit to every rank. Until reshard, param.value.data points to
+               them.
+    Reduce     Adds the full gradients of a unit over ranks. Each rank keeps its rows of the sum.
 
-                   rank 0   rank 1      gather      rank 0 and 1     backward    rank 0    rank 1      reduce    rank 0    rank 1
-        weight    |rows 0-1|rows 2-3|  ------->    |rows 0 1 2 3|  --------->   |grad 0-3||grad 0-3|  ------->  |sum 0-1| |sum 2-3|
+               rank 0   rank 1    unshard   ranks 0, 1    backward  rank 0    rank 1    reduce  rank 0   rank 1
+       weight |rows 0-1|rows 2-3| ------> |rows 0 1 2 3| -------> |grad 0-3||grad 0-3| -----> |sum 0-1||sum 2-3|
 
-    Strategy   what is split, and what each rank keeps whole. Bytes per rank for P parameters, W ranks and
+    Strategy   What is split, and what each rank keeps in full. Bytes per rank for P parameters, W ranks and
                AdamW, without bookkeeping. 16-bit: param_dtype is BF16 or F16; master values, sums of
                gradients and moments are f32. U: parameters of the largest unit times 1 + prefetch (2 by
                default); all units share its buffers.
@@ -63,50 +68,58 @@ CONCEPTS
                    SHARD_GRAD    ZeRO-2: gradients too         4 P + 12 P / W + 4 U   2 P + 16 P / W + 2 U
                    FULL_SHARD    ZeRO-3: values too                  16 P / W + 8 U         18 P / W + 4 U
 
-               U holds gradients, under FULL_SHARD values too. Several micro-batches m add floor(log2 m) sums:
+               U holds gradients, and values under FULL_SHARD. Several micro-batches m add floor(log2 m) sums:
                of 4 P / W each with SHARD_GRAD and FULL_SHARD; of 4 P each with the others. These then keep no
                other sums of 16-bit gradients, and stage the largest unit's gradients in f32. Ranks that do
                not read each other's memory stage one unit more: its gathered values and its f32 gradients.
                f32 sums from a ddp_pipeline need the largest unit's gradients in f32.
-    Traffic    bytes that each rank sends, times (W - 1) / W. A gather sends 4 P, 16-bit 2 P: once per step;
-               FULL_SHARD twice per micro-batch, once with no_reshard_after_forward. A reduction of gradients sends
-               4 P, also of 16-bit ones, which are added in f32: once per step; SHARD_GRAD and FULL_SHARD once
-               per micro-batch. NO_SHARD has no gather, and its all-reduce sends 8 P. Ranks that read each
-               other's memory read 16-bit gradients as they are: 2 P, sums over micro-batches 4 P.
-    Hybrid     split inside one group, replicated across another (HSDP): the ranks that hold the same shard form `replicas`.
-    Master     the f32 values that the optimizer updates. With param_dtype = DDP_BF16 what is gathered is a 16-bit copy of them.
-    Micro-batch  SHARD_GRAD and FULL_SHARD add over ranks after every micro-batch, then over micro-batches, pairwise like a binary counter;
-               the others add over micro-batches first. In both ways the sum is the tree over the micro-batches of the step, where rank
-               r's micro-batch k is number kW + r in the first way (W a power of two), and a block of 2^k per rank is given in the second.
-               So W ranks under any strategy end with the bits of one. 16-bit gradients are added in f32
-               everywhere, also over the replicas of a ddp_pipeline. Outside this promise: reduce_dtype, sequential accumulation (sequential_accumulation),
+    Traffic    Bytes that each rank sends, times (W - 1) / W. An unshard sends 4 P, 16-bit 2 P: once per step;
+               FULL_SHARD twice per micro-batch, or once with no_reshard_after_forward. A reduction of
+               gradients sends 4 P, also of 16-bit ones, which are added in f32: once per step; SHARD_GRAD and
+               FULL_SHARD once per micro-batch. NO_SHARD has no unshard, and its all-reduce sends 8 P. Ranks
+               that read each other's memory read 16-bit gradients as they are: 2 P, sums over micro-batches 4
+               P.
+    Hybrid     Split inside one group and replicated across another (HSDP). The ranks that hold the same shard
+               form the group `replicas`.
+    Master     The f32 values that the optimizer updates. With param_dtype = DDP_BF16, an unshard sends a
+               16-bit copy of them.
+    Micro-batches   SHARD_GRAD and FULL_SHARD add over ranks after every micro-batch, then over micro-batches,
+               pairwise like a binary counter. The others add over micro-batches first. Both sums are the tree
+               over the micro-batches of the step. The first way numbers rank r's micro-batch k as kW + r (W a
+               power of two); the second gives each rank a block of 2^k. So W ranks under any strategy end
+               with the bits of one rank. 16-bit gradients are added in f32 everywhere, also over the replicas
+               of a ddp_pipeline. Outside this promise: reduce_dtype, sequential_accumulation,
                quantize_gather.
 
 ERRORS
-    As in ddp.h: ddp_result and ddp_last_error(). A mistake in a desc names the unit and the parameter. What fails while ranks
-    communicate poisons the group, on every rank.
+    As in ddp.h: ddp_result and ddp_last_error(). An error in a desc names the unit and the parameter. A
+    failure of communication poisons the group, on every rank.
 
 CONFIG MACROS (define before including)
-    DDP_FSDP_IMPLEMENTATION   also compile the bodies of this header, here. DDP_IMPLEMENTATION does so too
+    DDP_FSDP_IMPLEMENTATION   also compile the bodies of this header, here. DDP_IMPLEMENTATION implies it
 
 NOT DONE HERE
-    No autograd: the caller runs forward and backward, unit by unit. No model parts: tensor parallelism is the caller's, global_shape tells checkpoints of it.
+    No autograd: the caller runs forward and backward, unit by unit. No model parts: the caller does tensor
+    parallelism, and describes it to checkpoints by global_shape.
 */
 #ifndef DDP_FSDP_KERNELS_H
 #define DDP_FSDP_KERNELS_H
 
-//== config ============================================================================================== >>config
+//== config =================================================================================== >>config
 #include "ddp.h"
 
-//== kernels ============================================================================================ >>kernels
+//== kernels ================================================================================= >>kernels
 
-/* One step of an optimizer over count elements of dtype f32 or f64. w, g, m, v are elements of value, grad, state0 and state1. g is first multiplied by grad_scale.
-   Every product, sum, root and quotient is rounded to dtype: nothing is fused. The factors are numbers of dtype.
+/* One step of an optimizer over count elements of dtype f32 or f64. w, g, m and v are elements of value,
+   grad, state0 and state1. g is first multiplied by grad_scale. Every product, sum, root and quotient is
+   rounded to dtype: no fused multiply-add. The factors are rounded to dtype beforehand.
      ADAMW   m = beta1 m + one_minus_beta1 g;  v = beta2 v + one_minus_beta2 (g g);
              w = w decay_factor - (rate m) / (sqrt(v) inv_sqrt_bias_correction2 + eps)
-     LAMB    m and v as above;  g = (rate m) / (sqrt(v) inv_sqrt_bias_correction2 + eps) + decay w, the last term only if decay is not 0
-     SGD     d = scale (g + decay w), the last term only if decay is not 0;
-             with state0: m = first ? d : beta1 m + one_minus_beta1 d, then d = nesterov ? d + beta1 m : m;  w = w - rate d */
+     LAMB    m and v as above;
+             g = (rate m) / (sqrt(v) inv_sqrt_bias_correction2 + eps) + decay w, without decay w if decay is 0
+     SGD     d = scale (g + decay w), without decay w if decay is 0;
+             with state0: m = first ? d : beta1 m + one_minus_beta1 d, then d = nesterov ? d + beta1 m : m;
+             w = w - rate d */
 typedef enum ddp_update_kind { DDP_UPDATE_ADAMW, DDP_UPDATE_LAMB, DDP_UPDATE_SGD } ddp_update_kind;
 typedef struct ddp_update {
     ddp_update_kind kind;
@@ -118,15 +131,20 @@ typedef struct ddp_update {
     double decay_factor;              /* 1 - rate * weight decay */
     double inv_sqrt_bias_correction2; /* 1 / sqrt(1 - beta2^step) */
     int first, nesterov;
-    const float *grad_scale_at; const double *scale_at; /* not NULL: the factor is stored there, in the device's memory, and is read when the work runs */
+    const float *grad_scale_at;       /* these two, if not NULL: where the factor is stored in the device's
+                                         memory; */
+    const double *scale_at;           /* it is read when the work runs */
 } ddp_update;
 
-/* The functions of ddp_device.optimizer. All pointers are the device's memory. Work goes to the stream that the calling thread uses and returns at once; ddp_device.check
-   reports failures. n(k) is the root of sum number k.
+/* The functions of ddp_device.optimizer. All pointers are in the device's memory. Work goes to the stream
+   that the calling thread uses, and the call returns at once. ddp_device.check reports failures. n(k) is the
+   root of sum k.
      update    one step
-     scale     data, f32 or f64, is multiplied by *factor
-     clip      *norm = n(0), as f32; it may be pinned memory. *factor = limit / *norm if that norm is finite and above limit, otherwise 1
-     trust     out[i] = lr times c n(2i) / (n(2i+1) + decay n(2i)), or lr if either n is 0. decay -1: without the second term */
+     scale     multiplies data, f32 or f64, by *factor
+     clip      *norm = n(0) as f32; it may be pinned memory. *factor = limit / *norm if that norm is finite
+               and above limit, otherwise 1
+     trust     out[i] = lr times c n(2i) / (n(2i+1) + decay n(2i)), or lr if either n is 0. decay -1: without
+               the second term */
 #define DDP_OPTIMIZER_KERNELS(X)                                                                        \
     X(update, (const ddp_update *update))                                                               \
     X(scale, (void *data, size_t count, ddp_dtype dtype, const float *factor))                          \
@@ -142,7 +160,7 @@ typedef struct ddp_optimizer_kernels {
 
 #endif /* DDP_FSDP_KERNELS_H */
 
-#if !defined(DDP__KERNELS_ONLY) /* ddp_cuda.cuh takes the kernels alone */
+#if !defined(DDP__KERNELS_ONLY) /* ddp_cuda.cuh includes only the part above */
 #ifndef DDP_FSDP_H
 #define DDP_FSDP_H
 
@@ -150,65 +168,83 @@ typedef struct ddp_optimizer_kernels {
 extern "C" {
 #endif
 
-//== types ================================================================================================ >>types
+//== types ===================================================================================== >>types
 
 typedef struct ddp_fsdp ddp_fsdp;
 typedef struct ddp_optimizer ddp_optimizer;
 
 typedef enum ddp_fsdp_strategy {
-    DDP_FSDP_FULL_SHARD = 0, /* ZeRO-3: values, gradients and optimizer state are split (Rajbhandari et al. 2020; FSDP, Zhao et al. 2023) */
-    DDP_FSDP_SHARD_GRAD,     /* ZeRO-2: values stay whole between steps */
-    DDP_FSDP_SHARD_OPTIM,    /* ZeRO-1: gradients stay whole too, until the step's last micro-batch */
-    DDP_FSDP_NO_SHARD        /* everything whole on every rank */
+    /* ZeRO-3: values, gradients and optimizer state are split (Rajbhandari et al. 2020; FSDP, Zhao et al.
+       2023) */
+    DDP_FSDP_FULL_SHARD = 0,
+    DDP_FSDP_SHARD_GRAD,     /* ZeRO-2: full values stay between steps */
+    DDP_FSDP_SHARD_OPTIM,    /* ZeRO-1: full gradients also stay, until the step's last micro-batch */
+    DDP_FSDP_NO_SHARD        /* everything in full on every rank */
 } ddp_fsdp_strategy;
 
 typedef enum ddp_fsdp_offload {
     DDP_FSDP_OFFLOAD_NONE = 0,
-    DDP_FSDP_OFFLOAD_HOST,   /* optimizer state and master copy lie in host memory, and the host steps, piece by piece while others travel; for devices
-                                that have their own. Its memory is pinned, with room for this rank's gradients. Over several ranks LAMB and LARS wait
-                                for norms in between */
-    DDP_FSDP_OFFLOAD_FILE    /* they lie in a file in offload_dir, mapped: a model larger than memory still steps */
+    /* For devices with their own memory. Optimizer state and master values are stored in pinned host memory,
+       with space for this rank's gradients. The host steps piece by piece while other pieces are transferred.
+       Over several ranks, LAMB and LARS wait for norms between pieces */
+    DDP_FSDP_OFFLOAD_HOST,
+    /* They are stored in a mapped file in offload_dir: a model larger than memory can step */
+    DDP_FSDP_OFFLOAD_FILE
 } ddp_fsdp_offload;
 
 typedef enum ddp_optimizer_kind {
-    DDP_OPTIMIZER_ADAMW = 0, /* Loshchilov and Hutter 2019; eps is added after the bias correction, as PyTorch does */
+    DDP_OPTIMIZER_ADAMW = 0, /* Loshchilov and Hutter 2019; eps is added after the bias correction, as in
+                                PyTorch */
     DDP_OPTIMIZER_SGD,       /* with momentum, dampening and nesterov as PyTorch defines them */
-    DDP_OPTIMIZER_LAMB,      /* You et al. 2020: AdamW's update with its bias correction, scaled per tensor by |w| / |update|, as NVIDIA's Apex with use_nvlamb */
-    DDP_OPTIMIZER_LARS       /* You et al. 2017: momentum of lr (g + weight_decay w), scaled per tensor by |w| / (|g| + weight_decay |w|); no length: by 1 */
+    /* You et al. 2020: AdamW's update with its bias correction, scaled per tensor by |w| / |update|, as
+       NVIDIA's Apex with use_nvlamb */
+    DDP_OPTIMIZER_LAMB,
+    /* You et al. 2017: momentum of lr (g + weight_decay w), scaled per tensor by
+       |w| / (|g| + weight_decay |w|), or by 1 if a norm is 0 */
+    DDP_OPTIMIZER_LARS
 } ddp_optimizer_kind;
 
 typedef enum ddp_lr_kind {
     DDP_LR_CONSTANT = 0, DDP_LR_COSINE, DDP_LR_LINEAR, DDP_LR_POLYNOMIAL,
-    DDP_LR_WSD               /* warm-up, stable, decay: constant until the last decay_steps, then linear (Hu et al. 2024) */
+    /* Warm-up, stable, decay: constant until the last decay_steps, then linear (Hu et al. 2024) */
+    DDP_LR_WSD
 } ddp_lr_kind;
 
-//== descs ================================================================================================ >>descs
+//== descs ===================================================================================== >>descs
 
-/* A parameter of a unit. param.value: dtype (floats) and shape are required; data holds the first values, on every rank the whole tensor, and is used in
-   ddp_fsdp_create alone, which puts rank 0's values there unless skip_initial_broadcast; NULL with init_fn. From then on
-   value.data and grad.data are set by gather and release. ndim 0 counts as one row. */
+/* A parameter of a unit. Required: dtype (a float) and shape of param.value. data holds the first values, the
+   full tensor on every rank; or NULL, with init_fn. Only ddp_fsdp_create reads it, and takes the values of
+   rank 0 unless skip_initial_broadcast is set. From then on, unshard and reshard set value.data and
+   grad.data. ndim 0 counts as one row. */
 typedef struct ddp_fsdp_param {
     ddp_param param;
-    int64_t global_shape[DDP_MAX_NDIM];  /* all zero = param.value's: this is a slice of a tensor of that shape, which is what a checkpoint holds, ... */
-    int64_t global_offset[DDP_MAX_NDIM]; /* ... starting there. Ranks may hold the same slice (all of it, where it is not split): the lowest one's is saved */
-    const char *tied_to; /* name of the earlier parameter whose value this one shares; needed when they are in different units, or without data */
+    /* All zero = param.value's shape. Otherwise this parameter is a slice of a tensor of this shape, starting
+       at global_offset, and a checkpoint holds the whole tensor. Ranks may hold the same slice (all of it, if
+       it is not split); the lowest rank saves it. */
+    int64_t global_shape[DDP_MAX_NDIM];
+    int64_t global_offset[DDP_MAX_NDIM];
+    const char *tied_to; /* name of the earlier parameter that this one shares its value with; required when
+                            they are in different units, or without data */
     int frozen;          /* 1 = not trained: no gradient, no optimizer state */
-    int index;           /* set by ddp_fsdp_wrap: the parameter's place in its list ... */
-    char unit[48];       /* ... and, in the first of a unit, the unit's name */
+    int index;           /* set by ddp_fsdp_wrap: the parameter's index in its list */
+    char unit[48];       /* set by ddp_fsdp_wrap: in the first parameter of a unit, the unit's name */
 } ddp_fsdp_param;
 
 typedef struct ddp_fsdp_unit_desc {
-    const char *name;        /* appears in errors; NULL = "unit 3" and its like */
-    ddp_fsdp_param *params;  /* required; the caller's, must outlive the ddp_fsdp */
+    const char *name;        /* appears in errors; NULL = "unit 3" or similar */
+    ddp_fsdp_param *params;  /* required; owned by the caller, outlives the ddp_fsdp */
     int param_count;         /* at least 1 */
 } ddp_fsdp_unit_desc;
 
 typedef struct ddp_fsdp_wrap_desc {
-    const char *const *prefixes; /* one unit for each different match. "*" stands for one part of a name: "h.*" makes units "h.0", "h.1", ... from
-                                    "h.0.fc.weight" and its like. The longest match wins, so units nest. What matches nothing is in the unit "root" */
+    /* One unit for each different match. "*" matches one part of a name: "h.*" makes units "h.0", "h.1",
+       ... from "h.0.fc.weight" and so on. The longest match wins, so units can be nested. A parameter without
+       a match is in the unit "root" */
+    const char *const *prefixes;
     int prefix_count;
-    size_t min_unit_bytes;       /* without prefixes: parameters in their order, a unit is full once it has so many bytes; 0 = 25 MiB */
-    ddp_fsdp_param *storage;     /* required; param_count entries, where the units' params will lie */
+    size_t min_unit_bytes;   /* without prefixes: takes parameters in order and ends a unit at this size; 0 =
+                                25 MiB */
+    ddp_fsdp_param *storage; /* required; param_count entries, which the units' params will point to */
 } ddp_fsdp_wrap_desc;
 
 typedef struct ddp_optimizer_desc {
@@ -218,12 +254,16 @@ typedef struct ddp_optimizer_desc {
     int nesterov;                /* SGD */
     float trust_coefficient;     /* LARS: 0 = 0.001. LAMB: 0 = 1 */
     float weight_decay;          /* 0 = none. ADAMW, LAMB decoupled; SGD, LARS added to the gradient */
-    int decay_matrices_only;     /* 1 = tensors of fewer than two dimensions (biases, norms) are not decayed, nor scaled by a trust ratio */
-    ddp_param *params;           /* ddp_optimizer_create alone, as is all that follows: values and gradients, f32 or f64. Entries with the same value.data
-                                    are uses of one parameter: their gradients are added into the first before the step */
+    int decay_matrices_only;     /* 1 = tensors of fewer than two dimensions (biases, norms) get neither
+                                    weight decay nor a trust ratio */
+    /* From here on only for ddp_optimizer_create. Values and gradients are f32 or f64. Entries with the same
+       value.data are uses of one parameter: their gradients are added into the first before the step */
+    ddp_param *params;
     int param_count;
-    ddp_group *shard_group;      /* NULL = tensors are whole; otherwise each is this rank's rows, and LAMB and LARS take norms over this group */
-    void *(*state_alloc_fn)(size_t size_bytes, void *user); /* NULL = the device's memory of the group. Called once, gives zeros; set both or neither */
+    ddp_group *shard_group;      /* NULL = tensors are complete. Otherwise each is this rank's rows, and LAMB
+                                    and LARS compute norms over this group */
+    /* NULL = the device's memory of the group. Called once; returns zeroed memory; set both or neither */
+    void *(*state_alloc_fn)(size_t size_bytes, void *user);
     void (*state_free_fn)(void *memory, void *user);
     void *state_user;
 } ddp_optimizer_desc;
@@ -232,10 +272,11 @@ typedef struct ddp_lr_desc {
     ddp_lr_kind kind;
     double max_lr;           /* required; the highest rate */
     double min_lr;           /* the rate at the end; 0 = 0 */
-    int64_t batch, base_batch; /* 0 = none; otherwise max_lr and min_lr are right for base_batch samples a step and grow with batch: the linear-scaling rule of
-                                  large batches (Goyal et al. 2017) */
-    int64_t warmup_steps;    /* linear from 0: step s of them has max_lr * s / warmup_steps */
-    int64_t total_steps;     /* required but for DDP_LR_CONSTANT */
+    int64_t batch, base_batch; /* 0 = none. Otherwise max_lr and min_lr are meant for base_batch samples per
+                                  step, and are multiplied by batch / base_batch: linear scaling (Goyal et al.
+                                  2017) */
+    int64_t warmup_steps;    /* linear from 0: warm-up step s has max_lr * s / warmup_steps */
+    int64_t total_steps;     /* required except for DDP_LR_CONSTANT */
     int64_t decay_steps;     /* WSD: 0 = a tenth of total_steps */
     float power;             /* POLYNOMIAL: 0 = 1 */
 } ddp_lr_desc;
@@ -245,235 +286,302 @@ typedef struct ddp_scaler_desc {
     float growth_factor;     /* 0 = 2 */
     float backoff_factor;    /* 0 = 0.5 */
     int growth_interval;     /* 0 = 2000 */
-    ddp_group *groups[4];    /* every group that splits or replicates the gradients; ddp_fsdp asks its own beside them */
+    ddp_group *groups[4];    /* every group that splits or replicates the gradients; ddp_fsdp adds its own
+                                groups */
     int group_count;
 } ddp_scaler_desc;
 
 /* Plain numbers without padding bytes: may be written to a file as it is. */
 typedef struct ddp_scaler_state { double scale; int64_t growth_tracker; } ddp_scaler_state;
 
-/* Loss scaling for f16 gradients, as PyTorch's GradScaler: the caller's own, made by ddp_scaler_init. The fields are private. */
+/* Loss scaling for f16 gradients, as PyTorch's GradScaler. The caller owns it; ddp_scaler_init fills it in.
+   Its fields are private. */
 typedef struct ddp_scaler {
-    ddp_scaler_desc desc;    /* with every default resolved */
+    ddp_scaler_desc desc;    /* defaults resolved */
     float scale;
     int growth_tracker;
     int unscaled;            /* since the last update */
     int found_inf;           /* on some rank of some group */
 } ddp_scaler;
 
-/* What a checkpoint keeps beside tensors: the caller's own numbers. Those of rank 0 are written, all ranks get them back. Without padding bytes. */
+/* Numbers that a checkpoint stores in addition to tensors. The caller owns it. Those of rank 0 are saved; a load
+   gives them to all ranks. Without padding bytes. */
 typedef struct ddp_fsdp_state {
     int64_t step;            /* set by ddp_fsdp_step: optimizer steps taken */
     ddp_sampler_state sampler;
-    ddp_scaler_state scaler; /* in what ddp_fsdp_save writes: desc.scaler's, where there is one */
+    ddp_scaler_state scaler; /* ddp_fsdp_save stores that of desc.scaler here, if one is set */
     uint64_t rng[4];
     double user[8];
 } ddp_fsdp_state;
 
 typedef struct ddp_fsdp_desc {
-    ddp_fsdp_unit_desc *units;     /* required; copied, their params are not */
+    ddp_fsdp_unit_desc *units;     /* required; copied, but their params are not */
     int unit_count;
     ddp_fsdp_strategy strategy;    /* 0 = FULL_SHARD */
-    ddp_group *replicas;           /* hybrid: the ranks that hold the same shard. While ddp_fsdp lives, only it issues calls there between the first
-                                      ddp_fsdp_reduce_grads of a step and the end of ddp_fsdp_step. NULL = none */
-    ddp_dtype param_dtype;         /* what is gathered: 0 = as the parameter. DDP_BF16, DDP_F16: the master copy is f32 */
+    /* Hybrid: the group of ranks that hold the same shard; NULL = none. Between the first
+       ddp_fsdp_reduce_grads of a step and the end of ddp_fsdp_step, only the ddp_fsdp may issue calls on
+       it */
+    ddp_group *replicas;
+    ddp_dtype param_dtype;         /* dtype of full parameters: 0 = the parameter's. DDP_BF16, DDP_F16: master
+                                      values are f32 */
     /* The dtype in which gradients are added over ranks. 0 = f32, f64 for f64 parameters. Backward writes
        gradients in param.grad.dtype (0 = param_dtype); they are cast on the way. DDP_BF16 or DDP_F16 halves
        the bytes of each reduce-scatter: every gradient is rounded before it is sent, and every sum over ranks
        once more. Any value except 0 is outside the promise of equal bits, unless it is the default's dtype */
     ddp_dtype reduce_dtype;
-    int micro_batch_count;         /* 0 = 1; per rank and step: ddp_fsdp_reduce_grads comes so often for each unit */
-    int per_token;                 /* 1 = gradients are of a loss summed over tokens; see ddp_fsdp_mean */
-    int sequential_accumulation;        /* 1 = micro-batches are added one after the other, in one buffer: outside the promise of equal bits */
-    int prefetch;                  /* 0 = 1; units gathered ahead, in the order that the first step had; -1 = none. FULL_SHARD: whatever is gathered takes as much
-                                      memory as the largest unit, so that units of like size waste least: an embedding of 8 blocks' size costs 8 for each block ahead */
-    size_t max_gathered_bytes;     /* 0 = no limit; no unit is gathered ahead beyond it */
-    int no_reshard_after_forward;        /* FULL_SHARD: 1 = a unit whose gradients have not been reduced yet stays gathered through its release */
-    int overwrite_gradients;       /* 1 = every backward writes all gradients of a unit; otherwise every gather, a forward's too, clears their memory */
-    int quantize_gather;           /* FULL_SHARD: 1 = parameters travel in 8 bits, in blocks of 256 with a scale (ZeRO++ qwZ, Wang et al. 2023). A value is off by
-                                      at most 1/254 of the largest magnitude in its block, by the same amount
-                                      on every rank; master values stay exact. CPU memory only. Outside the
-                                      promise of equal bits: blocks begin where shards do */
+    int micro_batch_count;         /* 0 = 1; per rank and step: the number of ddp_fsdp_reduce_grads calls for
+                                      each unit */
+    int per_token;                 /* 1 = gradients are those of a loss summed over tokens; see
+                                      ddp_fsdp_mean */
+    int sequential_accumulation;   /* 1 = micro-batches are added one after the other, in one buffer: outside
+                                      the promise of equal bits */
+    /* 0 = 1; units unsharded ahead, in the order of the first step; -1 = none. FULL_SHARD: each takes as much
+       memory as the largest unit, so units of similar size waste least. An embedding of 8 blocks' size costs
+       8 blocks for each unit ahead */
+    int prefetch;
+    size_t max_gathered_bytes;     /* 0 = no limit; no unit is unsharded ahead beyond it */
+    int no_reshard_after_forward;  /* FULL_SHARD: 1 = reshard keeps a unit until its gradients have been
+                                      reduced */
+    int overwrite_gradients;       /* 1 = every backward writes all gradients of a unit. Otherwise every
+                                      unshard, also that of a forward, clears their memory */
+    /* FULL_SHARD: 1 = parameters are sent in 8 bits, in blocks of 256 with a scale (ZeRO++ qwZ, Wang et al.
+       2023). A value is off by at most 1/254 of the largest magnitude in its block, by the same amount on
+       every rank; master values stay exact. CPU memory only. Outside the promise of equal bits: blocks begin
+       where shards do */
+    int quantize_gather;
     ddp_fsdp_offload offload;
-    const char *offload_dir;       /* OFFLOAD_FILE: NULL = "."; the file has no name, nothing stays behind */
+    const char *offload_dir;       /* OFFLOAD_FILE: NULL = "."; the file has no name, and nothing remains of
+                                      it */
     ddp_optimizer_desc optimizer;  /* zero = AdamW; its params, shard_group and allocators are not read */
-    ddp_scaler *scaler;            /* NULL = none; outlives the ddp_fsdp. clip_grad_norm and step then unscale, and a step with an infinity changes no value: the host
-                                      waits in every step until it knows. BF16 needs none */
-    /* Fills rows [first_row, first_row + row_count) of a parameter, in its dtype (param.value.dtype, or f32 where that is a 16-bit one): only this rank's rows */
-    ddp_result (*init_fn)(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user);
+    /* NULL = none; outlives the ddp_fsdp. clip_grad_norm and step then unscale. A step with an infinity
+       changes no value; the host waits for this decision in every step. BF16 needs no scaler */
+    ddp_scaler *scaler;
+    /* Fills rows [first_row, first_row + row_count) of a parameter, only this rank's rows. dtype:
+       param.value.dtype, or f32 if that has 16 bits */
+    ddp_result (*init_fn)(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                          void *user);
     void *init_user;
-    int skip_initial_broadcast;    /* 1 = first values are equal on all ranks already; otherwise rank 0's are taken (of the replicas' rank 0) */
-    ddp_fsdp_state *state;         /* NULL = none: what was loaded is saved again; otherwise saved with the checkpoint and filled in by ddp_fsdp_load */
-    size_t max_file_bytes;         /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has a file of its own */
-    int keep_checkpoints;          /* 0 = 1; older ones are dir.1, dir.2, ...; a save deletes those that are more */
-    ddp_group *checkpoint_group;   /* NULL = group; with slices of larger tensors (global_shape) all ranks that hold a part of them. Create, save and load are then
-                                      collective over it: what fails in one group fails in all, but for memory that create lacks */
-    int save_in_background;        /* 1 = ddp_fsdp_save returns once a copy is made, a thread writes it (MPI: MPI_THREAD_MULTIPLE); see ddp_fsdp_save_wait */
-    void *(*alloc_fn)(size_t size_bytes, void *user); /* host memory; NULL = the group's; set both or neither. While they run, save and load
-                                      take what they need from the group's, the thread too */
+    int skip_initial_broadcast;    /* 1 = first values are already equal on all ranks. Otherwise those of rank
+                                      0 are taken (of rank 0 of the replicas) */
+    ddp_fsdp_state *state;         /* saved with the checkpoint and filled in by ddp_fsdp_load. NULL = what
+                                      was loaded is saved again */
+    size_t max_file_bytes;         /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has its own file */
+    int keep_checkpoints;          /* 0 = 1; older ones are dir.1, dir.2, ...; a save deletes those beyond
+                                      this number */
+    /* NULL = group. With slices of larger tensors (global_shape): all ranks that hold a part of them. Create,
+       save and load are then collective over it, and a failure in one group fails all, except for memory that
+       create lacks */
+    ddp_group *checkpoint_group;
+    int save_in_background;        /* 1 = ddp_fsdp_save returns after making a copy, and a thread writes it
+                                      (MPI: MPI_THREAD_MULTIPLE); see ddp_fsdp_save_wait */
+    /* Host memory; NULL = the group's; set both or neither. Save and load, and their thread, use the group's
+       for memory that they free at their end */
+    void *(*alloc_fn)(size_t size_bytes, void *user);
     void (*free_fn)(void *memory, void *user);
     void *user;
 } ddp_fsdp_desc;
 
-/* Bytes by purpose, as asked for from the group's allocator and from group memory. */
+/* Bytes by purpose, as requested from the group's allocator and as group memory. */
 typedef struct ddp_fsdp_bytes {
-    size_t shards;        /* values that stay between steps: master copies, 16-bit shards, whole values where the strategy keeps them */
-    size_t gathered;      /* whole values that gather brings and release frees */
-    size_t gradients;     /* whole gradients, their shards, and what pairwise accumulation keeps */
+    size_t shards;        /* values that stay between steps: master values, 16-bit shards, full values of
+                             strategies that keep them */
+    size_t gathered;      /* full values between unshard and reshard */
+    size_t gradients;     /* full gradients, their shards, and sums of pairwise accumulation */
     size_t optimizer;     /* moments */
-    size_t communication; /* staging where ranks cannot read each other's memory, 8-bit copies, a checkpoint's copy */
+    size_t communication; /* staging where ranks cannot read each other's memory, 8-bit copies, a checkpoint's
+                             copy */
     size_t bookkeeping;   /* tables */
     size_t total;
 } ddp_fsdp_bytes;
 
 typedef struct ddp_fsdp_memory {
     ddp_fsdp_bytes now;
-    ddp_fsdp_bytes peak;      /* each purpose at its own highest; total: the highest sum */
-    ddp_fsdp_bytes predicted; /* from the formulas: what the peak should be, without bookkeeping */
-    size_t group_bytes;       /* of now.total: group memory, which no allocator sees */
+    ddp_fsdp_bytes peak;      /* the maximum of each purpose; total: the maximum of the sum */
+    ddp_fsdp_bytes predicted; /* the expected peak by the formulas above, without bookkeeping */
+    size_t group_bytes;       /* part of now.total: group memory, which does not come from an allocator */
     size_t file_bytes;        /* in the offload file; not part of any total */
 } ddp_fsdp_memory;
 
-//== api ==================================================================================================== >>api
+//== api ========================================================================================= >>api
 
 /* --- sharded training --- */
 
-/* Splits the units' parameters over the group. Collective; the same desc on every rank, but for data and callbacks. The shards are this object's.
-   No rank ever holds more than one parameter's rows beside its shards when init_fn makes the values. Parameters with the same value.data are uses of one: one
-   shard, a gradient for each use, added after the reduction.
-   Errors: DDP_ERR_INVALID names unit and parameter (a dtype that is not a float, the same memory in two units without tied_to, no values and no init_fn);
-   DDP_ERR_MISMATCH on every rank when ranks describe different units; DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM (offload_dir). *out is NULL on failure. */
+/* Splits the units' parameters over the group. With init_fn, a rank never holds more than its shards and the
+   rows of one parameter. Parameters with the same value.data are uses of one parameter: one shard, and a
+   gradient for each use; these are added after the reduction. Collective, with the same desc on every rank
+   except for data and callbacks; blocks. Ownership: the shards belong to the ddp_fsdp. Errors, and *out is
+   NULL: DDP_ERR_INVALID names unit and parameter (dtype is not a float; the same memory in two units without
+   tied_to; neither values nor init_fn); DDP_ERR_MISMATCH on every rank when ranks describe different units;
+   DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM (offload_dir). */
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc);
 
-/* Whole parameters of the unit are there: value.data and grad.data of its params point to them, in param_dtype and the gradient's dtype, until release. Gradients are
-   zero, unless overwrite_gradients. Collective where something has to be sent; a unit that is there is not sent again. The next units of the recorded order are on
-   their way when it returns. Call it before forward and again before backward, or a recomputation. */
+/* Makes the full parameters of the unit available. Until reshard, value.data and grad.data of its params
+   point to them, in param_dtype and in the gradient's dtype. Gradients are zero, unless overwrite_gradients
+   is set. Call it before forward and again before backward or a recomputation. Collective where data must be
+   sent; a unit that is already available is not sent again. Blocks; on return, the next units of the recorded
+   order are in flight. */
 DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit);
 
-/* This rank is done with the unit's parameters for now; FULL_SHARD frees them, value.data is NULL then. Gradients that have not been given to
-   ddp_fsdp_reduce_grads are dropped. Never blocks. */
+/* Ends this rank's use of the unit's full parameters. FULL_SHARD frees them, and value.data is then NULL.
+   Gradients that were not passed to ddp_fsdp_reduce_grads are dropped. Not collective, never blocks. */
 DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit);
 
-/* Whole gradients of the unit are final for this micro-batch: adding them over ranks starts. Collective; grad.data is this object's from here on. Does
-   not block, with one exception: SHARD_OPTIM with several micro-batches of 16-bit gradients waits until all
-   ranks have read the previous unit's sums. Call it with the unit gathered. More often than micro_batch_count
-   in one step is DDP_ERR_INVALID. */
+/* Marks the unit's full gradients as final for this micro-batch, and starts to add them over ranks. Call it
+   while the unit is unsharded. Collective. Does not block, with one exception: SHARD_OPTIM with several
+   micro-batches of 16-bit gradients waits until all ranks have read the previous unit's sums. Ownership:
+   grad.data belongs to the ddp_fsdp from here on. Errors: DDP_ERR_INVALID when called more than
+   micro_batch_count times in a step. */
 DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit);
 
-/* on = 1: forward alone. Gathers bring no gradients and releases free, whatever no_reshard_after_forward says; the order of gathers is not recorded. */
+/* on = 1: only forward passes follow. Unshard provides no gradients, reshard frees regardless of
+   no_reshard_after_forward, and the order of unshards is not recorded. */
 DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on);
 
-/* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm is the norm before. Collective; after the last unit's last
-   reduce, before the step, which it waits for. Squares add per row in a fixed order and rows add exactly, so that the bits are those of any other sharding, and each
-   element counts once. A norm that is not finite scales nothing. DDP_ERR_INVALID names a unit that has not been reduced. With norm NULL a device decides itself,
-   with the same bits, and the host does not wait for it. */
+/* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm is the norm before
+   scaling. Call it after the last unit's last reduce_grads and before the step. Collective; waits for the
+   reductions. Squares add per row in a fixed order and rows add exactly: the bits do not depend on the
+   sharding, and each element counts once. A norm that is not finite scales nothing. norm NULL: a device
+   decides without the host waiting for it, with the same bits. Errors: DDP_ERR_INVALID names a unit that has
+   not been reduced. */
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm);
 
-/* The norm of the last ddp_fsdp_clip_grad_norm, until the next one. Waits until the device has come there, not for what was put behind it: asked for once the
-   next step's work is on its way, it costs nothing. Not collective. DDP_ERR_INVALID before the first; a failure of the group ends the wait. */
+/* *norm = the norm of the last ddp_fsdp_clip_grad_norm. Blocks until the device has computed it, but not for
+   work that was enqueued later: called after the next step's work is enqueued, it does not delay the device.
+   Not collective.
+   Errors: DDP_ERR_INVALID before the first clip; a failure of the group ends the wait. */
 DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm);
 
-/* With per_token, in every step between its last reduce and clip_grad_norm or step, which then divide by the tokens of all ranks, replicas and micro-batches.
-   *loss: what this rank has added up, becomes the mean over all of them. Collective. As ddp_reducer_wait_mean. */
+/* With per_token: call it in every step after the last reduce_grads and before clip_grad_norm or step. These
+   then divide by the number of tokens of all ranks, replicas and micro-batches. In: *loss is this rank's sum.
+   Out: the mean over all of them. Collective, blocks. Like ddp_reducer_wait_mean. */
 DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss);
 
-/* Waits for the reductions, divides the sums once by ranks and micro-batches, and updates this rank's shards. Collective. From the second step on no call keeps the
-   host waiting for a device, but for a norm that is asked for, a scaler, OFFLOAD_HOST and staged groups; hosts of ranks meet here. Units that are
-   gathered are released: their values are out of date. DDP_ERR_INVALID names a unit that has not been reduced micro_batch_count times; DDP_ERR_MISMATCH
-   when ranks gathered or reduced in different orders. */
+/* Waits for the reductions, divides the sums once by ranks and micro-batches, and updates this rank's shards.
+   Units that are unsharded are resharded: their values are outdated. Collective; the hosts of all ranks wait
+   for each other. After the first step the host never waits for the device, except for: a requested norm; a
+   scaler; OFFLOAD_HOST; staged groups. Errors: DDP_ERR_INVALID names a unit that has not been reduced
+   micro_batch_count times; DDP_ERR_MISMATCH when ranks unsharded or reduced in different orders. */
 DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr);
 
-/* Forgets the gradients of the step so far, on all ranks: to start a step anew. Collective. */
+/* Drops the gradients of the current step on all ranks, to start the step again. Collective. */
 DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp);
 
-/* This rank's rows of a parameter: its master values and, between the last reduce and the step, their gradients (sums, not divided yet). Any of the three may be
-   NULL. data is NULL where there are no rows. Not collective; waits for this rank's reductions when grad is asked for. */
-DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad, int64_t *first_row);
+/* Returns views of this rank's rows of a parameter: its master values and, between the last reduce_grads and
+   the step, their gradients (sums, not yet divided). Each of the three may be NULL. data is NULL if this rank
+   has no rows. Not collective; waits for this rank's reductions when grad is requested. */
+DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad,
+                                     int64_t *first_row);
 
-/* This rank's rows of optimizer state number `which` of a parameter, where the master values lie; a tied one has its source's. name (may be NULL), data and
-   errors: as ddp_optimizer_get_state and ddp_fsdp_get_shard; DDP_ERR_INVALID for a frozen parameter too. */
-DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int which, const char **name, ddp_tensor *state);
+/* Returns a view of this rank's rows of optimizer state number `which` of a parameter, stored where the
+   master values are. A tied parameter has the state of its source. name (may be NULL), data and errors: as
+   ddp_optimizer_get_state and ddp_fsdp_get_shard; DDP_ERR_INVALID also for a frozen parameter. */
+DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int which, const char **name,
+                                     ddp_tensor *state);
 
-/* Steps taken, which the bias correction counts: to set once init_fn has filled in values, and the caller get_state's state, of an earlier run. Values that are
-   written to get_shard's rows are not gathered before the next step. Not collective, but the same on every rank. DDP_ERR_INVALID when it is negative. */
+/* Sets the number of steps taken, which the bias correction uses. For resuming an earlier run: init_fn has
+   provided the values, and the caller has written the state of get_state. Values written to the rows of
+   get_shard are unsharded only after the next step. Not collective, but the same on every rank. Errors:
+   DDP_ERR_INVALID when negative. */
 DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step);
 
-/* Writes a checkpoint to the folder dir: model-00001-of-0000N.safetensors with whole tensors in master precision under their names, model.safetensors.index.json,
-   optimizer-*.safetensors with the moments, state.json. Collective. Written beside, synced and renamed: dir always is a whole checkpoint, old or new.
-   Errors, on every rank, and what was there is untouched: DDP_ERR_SYSTEM; DDP_ERR_INVALID (other files in dir, a name that is none); DDP_ERR_MISMATCH (ranks give other
-   dirs, slices leave a hole); DDP_ERR_NO_MEMORY. */
+/* Writes a checkpoint to the folder dir: model-00001-of-0000N.safetensors with complete tensors in master
+   precision under their names, model.safetensors.index.json, optimizer-*.safetensors with the moments,
+   state.json. Written to a second folder, synced and renamed, so that dir is always a complete checkpoint,
+   old or new. Collective, blocks (see save_in_background). Errors, on every rank, which leave dir unchanged:
+   DDP_ERR_SYSTEM; DDP_ERR_INVALID (other files in dir, an invalid name); DDP_ERR_MISMATCH (ranks pass
+   different dirs, slices do not cover a tensor); DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir);
 
-/* save_in_background: blocks until the last save is on disk, and returns its result, once. Collective. Otherwise DDP_OK at once. Save and load begin with it: what
-   failed in the background is their result then, and they do nothing else. */
+/* With save_in_background: blocks until the last save is on disk, and returns its result, once. Otherwise
+   returns DDP_OK at once. Collective. Save and load first do the same: if the background save failed, they
+   return its result and do nothing else. */
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
 
-/* Reads this rank's part of a checkpoint that was written on any world size, strategy, wrapping and param_dtype; or a model of another program, in safetensors: moments
-   become zero then, steps start again from 0. A tied weight may have the name of any of its uses; several
-   names must have equal bytes. Files must be regular files: symbolic links are not followed. Collective,
-   between steps. Errors on every rank, with
-   the model as it was: DDP_ERR_CORRUPT (truncated, overlapping, checksum) and DDP_ERR_MISMATCH (missing, extra, other dtype or shape) name file, tensor and
-   byte range; DDP_ERR_SYSTEM. AdamW and LAMB take each other's moments, SGD and LARS too; of other kinds they are missing or extra. */
+/* Reads this rank's part of a checkpoint that was written with any world size, strategy, wrapping and
+   param_dtype. Also reads a model of another program in safetensors: moments become zero, and steps start
+   again from 0. A tied weight may have the name of any of its uses; several names must have equal bytes.
+   Files must be regular files: symbolic links are not followed. Collective, between steps; blocks. Errors, on
+   every rank, which leave the model unchanged: DDP_ERR_CORRUPT (truncated, overlapping, checksum) and
+   DDP_ERR_MISMATCH (missing, extra, other dtype or shape) name file, tensor and byte range; DDP_ERR_SYSTEM.
+   AdamW and LAMB accept each other's moments, as do SGD and LARS; those of other kinds are missing or
+   extra. */
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
 
-DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory); /* bytes of this rank; not collective */
+/* Bytes of this rank. Not collective. */
+DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory);
 
-/* Waits for what is under way, as long as the group's timeout for a peer or a device that does not get there, and frees everything. Collective. NULL is ignored. */
+/* Waits for pending calls and device work, at most the group's timeout, and frees everything. Collective.
+   NULL is ignored. */
 DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp);
 
-/* Groups parameters into units, in the order of each unit's first parameter. Returns the number of units, out[0] to out[cap - 1] are filled in; a negative
-   ddp_result on failure: DDP_ERR_INVALID (more than cap units: says how many; a prefix that matches nothing; two parameters of one name). Not collective. */
-DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsdp_wrap_desc *desc, ddp_fsdp_unit_desc *out, int cap);
+/* Groups parameters into units, in the order of each unit's first parameter, and fills in out[0] to out[cap -
+   1]. Returns the number of units, or a negative ddp_result. Not collective. Errors: DDP_ERR_INVALID (more
+   than cap units, with their number; a prefix without a match; two parameters with one name). */
+DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsdp_wrap_desc *desc,
+                         ddp_fsdp_unit_desc *out, int cap);
 
 /* --- optimizers --- */
 
-/* An optimizer over tensors of the caller's: whole, or this rank's rows. group says where memory lives and comes from. Not collective. The params array and its
-   tensors must outlive it; grad.data may change between steps. DDP_ERR_INVALID names the parameter (a dtype that is not f32 or f64, no gradient) or the field. */
+/* Creates an optimizer for the caller's tensors: complete ones, or this rank's rows. group provides the
+   memory and its device. Not collective. Ownership: the params array and its tensors must outlive the
+   optimizer; grad.data may change between steps. Errors: DDP_ERR_INVALID names the parameter (dtype is not
+   f32 or f64, no gradient) or the field. */
 DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, const ddp_optimizer_desc *desc);
 
-/* One update of every value from its gradient. Collective over shard_group where the kind takes norms, otherwise not. Elements are computed alike wherever they lie in a
-   shard, so the bits do not depend on the sharding. Gradients of tied entries end up added in the first; LAMB leaves its update in place of the gradient. */
+/* Updates every value once from its gradient. Gradients of tied entries are added into the first; LAMB
+   overwrites the gradient with its update. Collective over shard_group where the kind needs norms, otherwise
+   not. The result for an element does not depend on its place in a shard, so the bits do not depend on the
+   sharding. */
 DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr);
 
-/* The same with gradients times grad_scale, rounded as if they had been multiplied before, in the one pass over memory: to unscale and to clip. LARS, which
-   takes the gradients' norms first, leaves them multiplied. DDP_ERR_INVALID when grad_scale is not positive and finite. */
+/* The same with gradients times grad_scale, with the bits of a multiplication beforehand but without another
+   pass over memory: to unscale and to clip. LARS, which needs the gradients' norms first, leaves them
+   multiplied. Errors: DDP_ERR_INVALID when grad_scale is not positive and finite. */
 DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, float grad_scale);
 
-/* State number `which` of a parameter, as a tensor of the value's shape, and its name in checkpoints ("exp_avg", "exp_avg_sq", "momentum_buffer").
-   DDP_ERR_INVALID when there is none. */
-DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, int which, const char **name, ddp_tensor *state);
+/* Returns a view of state number `which` of a parameter, with the value's shape, and its name in checkpoints
+   ("exp_avg", "exp_avg_sq", "momentum_buffer"). Errors: DDP_ERR_INVALID when `which` is out of range. */
+DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, int which, const char **name,
+                                          ddp_tensor *state);
 
-/* Steps taken, which the bias correction counts; to set after a load, a negative number as 0. */
+/* The number of steps taken, which the bias correction uses. Set it after a load; a negative number counts as
+   0. */
 DDPDEF int64_t ddp_optimizer_get_step(const ddp_optimizer *optimizer);
 DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step);
 
 DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer); /* not collective; NULL is ignored */
 
 /* The learning rate of step `step`, counted from 1. After total_steps it stays at min_lr. A pure function.
-   An invalid desc: 0; the error line names the field. */
+   Errors: 0 for an invalid desc; ddp_last_error names the field. */
 DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step);
 
 /* --- loss scaling --- */
 
-/* The caller's own: nothing to free. Not collective; the same desc on every rank, whose groups outlive it. DDP_ERR_INVALID names the field. */
+/* Initializes the caller's scaler; nothing has to be freed. Not collective, but with the same desc on every
+   rank. The groups must outlive the scaler. Errors: DDP_ERR_INVALID names the field. */
 DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *desc);
 
-/* What the loss is multiplied by before backward. */
+/* The factor for the loss before backward. */
 DDPDEF float ddp_scaler_scale(const ddp_scaler *scaler);
 
-/* Multiplies gradients by the inverse scale and finds out whether any of them, on any rank of the groups, is
-   not finite. Collective. group: whose memory it is. Once per update: a second call before ddp_scaler_update,
-   and one before ddp_scaler_init, is DDP_ERR_INVALID. */
-DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients, int gradient_count);
+/* Multiplies gradients by the inverse scale, and determines whether any gradient on any rank of the groups is
+   not finite. group: owner of their memory. Collective, blocks. Errors: DDP_ERR_INVALID for a second call
+   before ddp_scaler_update, or a call before ddp_scaler_init. */
+DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients,
+                                     int gradient_count);
 
-/* 1 when the gradients of this update are not finite somewhere: leave the step out. */
+/* 1 when some gradient of this update is not finite: skip the step. */
 DDPDEF int ddp_scaler_found_inf(const ddp_scaler *scaler);
 
-/* Ends a step: the scale backs off after an infinity, and grows after growth_interval steps without one. Not collective. DDP_ERR_INVALID before an unscale. */
+/* Ends a step: the scale shrinks after an infinity, and grows after growth_interval steps without one. Not
+   collective.
+   Errors: DDP_ERR_INVALID before an unscale. */
 DDPDEF ddp_result ddp_scaler_update(ddp_scaler *scaler);
 
-DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state);       /* neither is collective */
-DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *state); /* DDP_ERR_CORRUPT when the state is not one of ddp_scaler_save */
+/* Store and restore the scale. Not collective. Errors of load: DDP_ERR_CORRUPT when ddp_scaler_save cannot
+   have stored the state. */
+DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state);
+DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *state);
 
 #ifdef __cplusplus
 }
