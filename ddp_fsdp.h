@@ -763,7 +763,6 @@ struct ddp_optimizer {
     ddp_optimizer_desc desc;      /* with every default resolved */
     ddp_group *group;
     const ddp_device *device;     /* of group: values, gradients and squares are its memory */
-    const ddp_optimizer_kernels *kernels; /* of device */
     ddp__optimizer_param *params;
     int state_count;              /* tensors of state of each parameter */
     int square_count;             /* the same on all ranks of shard_group, whichever rows they have */
@@ -889,7 +888,6 @@ DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, co
     o->desc = *desc;
     o->group = group;
     o->device = ddp_group_device(group);
-    o->kernels = ddp__kernels_of(o->device);
     ddp_result result = ddp__optimizer_build(o);
     if (result == DDP_OK) *out = o;
     else ddp_optimizer_destroy(o);
@@ -934,7 +932,7 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
         DDP_TRY(ddp_all_reduce(o->desc.shard_group, o->squares, o->squares, bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM, NULL));
     }
     DDP_TRY(ddp__fsdp_enter(o->group));
-    o->kernels->trust(o->squares, (size_t)o->square_count / 2, (double)lr, (double)o->desc.trust_coefficient,
+    ddp__kernels_of(o->device)->trust(o->squares, (size_t)o->square_count / 2, (double)lr, (double)o->desc.trust_coefficient,
                       o->desc.kind == DDP_OPTIMIZER_LARS ? (double)o->desc.weight_decay : -1, o->rates);
     return DDP_OK;
 }
@@ -985,7 +983,7 @@ static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, int last, f
         if (u.state0) part.state0 = (char *)u.state0 + from * size;
         if (u.state1) part.state1 = (char *)u.state1 + from * size;
         if (o->piece_fn && !(lamb && last)) DDP_TRY(o->piece_fn(d->state_user, i, from, part.count, 0));
-        o->kernels->update(&part);
+        ddp__kernels_of(o->device)->update(&part);
         if (o->piece_fn && last) DDP_TRY(o->piece_fn(d->state_user, i, from, part.count, 1));
     }
     return DDP_OK;
@@ -1105,7 +1103,8 @@ DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *des
     DDP__FSDP_NEED(d.growth_interval >= 1, "growth_interval=%d; pass 1 or more", d.growth_interval);
     DDP__FSDP_NEED(d.group_count >= 0 && d.group_count <= 4, "group_count=%d; pass 0 to 4", d.group_count);
     for (int i = 0; i < d.group_count; i++) DDP__FSDP_NEED(d.groups[i], "groups[%d] is NULL", i);
-    scaler->desc = d, scaler->scale = d.init_scale;
+    scaler->desc = d;
+    scaler->scale = d.init_scale;
     return DDP_OK;
 }
 
@@ -1169,7 +1168,8 @@ static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, cons
     }
     for (int i = 0; i < scaler->desc.group_count; i++) /* what one of them found reaches the members of the next one */
         DDP_TRY(ddp_host_collective(scaler->desc.groups[i], DDP_CALL_ALL_REDUCE, &found, &found, 1, DDP_I32, DDP_OP_MAX, -1));
-    scaler->found_inf = found, scaler->unscaled = 1;
+    scaler->found_inf = found;
+    scaler->unscaled = 1;
     return DDP_OK;
 }
 
@@ -1212,7 +1212,8 @@ DDPDEF ddp_result ddp_scaler_update(ddp_scaler *scaler) {
 }
 
 DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state) {
-    state->scale = (double)scaler->scale, state->growth_tracker = scaler->growth_tracker;
+    state->scale = (double)scaler->scale;
+    state->growth_tracker = scaler->growth_tracker;
 }
 
 DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *state) {
@@ -1630,16 +1631,18 @@ static int ddp__stored_read(ddp__json *j, ddp__stored *r) {
             if (!r->dtype) return ddp__json_fail(j, "a dtype that is not known");
             continue;
         }
-        while (ddp__json_more(j, "[]", &count)) {
-            if (!ddp__json_number(j, 'u', &value)) return 0;
-            if (which == 2) { *(count == 1 ? &r->begin : &r->end) = value; continue; }
+        while (ddp__json_more(j, "[]", &count) && ddp__json_number(j, 'u', &value)) {
+            if (which == 2) {
+                *(count == 1 ? &r->begin : &r->end) = value;
+                continue;
+            }
             if (value > most || (value && r->count > most / value)) return ddp__json_fail(j, "a shape is too large");
             r->count *= value;
             if (r->ndim++ < DDP_MAX_NDIM) r->shape[r->ndim - 1] = (int64_t)value;
         }
         if (which == 2 && count != 2) return ddp__json_fail(j, "data_offsets are two numbers");
     }
-    return seen == 7 ? 1 : ddp__json_fail(j, wrong);
+    return seen == 7 && !j->error ? 1 : ddp__json_fail(j, wrong);
 }
 
 /* A word of eight hexadecimal digits. */
@@ -1920,7 +1923,8 @@ typedef struct ddp__box_runs {
 
 static ddp__box_runs ddp__runs_of(const ddp__slice *s) {
     ddp__box_runs runs = DDP_ZERO;
-    runs.slice = s, runs.length = runs.count = 1;
+    runs.slice = s;
+    runs.length = runs.count = 1;
     for (runs.outer = s->ndim; runs.outer > 0;) {
         int d = --runs.outer;
         runs.length *= (uint64_t)s->extent[d];
