@@ -1199,6 +1199,15 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
 DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const char *who, ddp_result mine,
                                    uint64_t hash, const char *what);
 
+/* The same for a list that must be equal on all ranks. describe writes entry `index` as text and returns its hash.
+   After a mismatch the ranks compare the entries one after the other. The error line describes the first one that
+   differs, and *differs, which may be NULL, is its number. An early entry contains the count. `mine` other than
+   DDP_OK: the list is not read. */
+#define DDP_AGREE_TEXT 300 /* bytes of a description */
+typedef uint64_t (*ddp_describe_fn)(const void *list, int index, char *text);
+DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *who, ddp_result mine, const void *list, int count,
+                                 ddp_describe_fn describe, int *differs);
+
 /* Sets this thread's error line and returns result. */
 DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
@@ -1353,7 +1362,6 @@ extern "C" {
     for (pthread_mutex_t *name = (before(lock), lock); name; name = (after(name), (pthread_mutex_t *)NULL))
 
 #define DDP__TEXT_MAX 512    /* an error line */
-#define DDP__AGREE_TEXT 300  /* a description in ddp_agree */
 #define DDP__LINE 128        /* two cache lines: neighbours are prefetched in pairs */
 #define DDP__OWN_LINE __attribute__((aligned(DDP__LINE))) /* on a member: nothing before it shares its line */
 #define DDP__ALIGN 64
@@ -6923,7 +6931,7 @@ static const char *ddp__difference(const char *a, const char *b, int *length) {
     for (size_t i = 0; a[i] && a[i] == b[i]; i++) if (a[i] == ' ') word = i + 1;
     end = word + strcspn(a + word, " ");
     int has_name = memchr(a + word, '=', end - word) && memchr(b + word, '=', strcspn(b + word, " "));
-    *length = has_name ? (int)(end - word) : DDP__AGREE_TEXT;
+    *length = has_name ? (int)(end - word) : DDP_AGREE_TEXT;
     return has_name ? a + word : a;
 }
 
@@ -6983,7 +6991,7 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
         call.root = i ? first : 0;
         call.flags = DDP_CALL_HOST_MEMORY;
         if (mismatch)
-            snprintf(text[i], sizeof text[i], "%.*s", DDP__AGREE_TEXT, what);
+            snprintf(text[i], sizeof text[i], "%.*s", DDP_AGREE_TEXT, what);
         else
             memcpy(text[i], own, sizeof own);
         DDP_TRY(ddp__issue(group, &call, NULL));
@@ -7008,6 +7016,23 @@ DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const ch
         agreed = 1;
     }
     return agreed ? mine : ddp_agree(groups[0], who, mine, hash, what);
+}
+
+DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *who, ddp_result mine, const void *list, int count,
+                                 ddp_describe_fn describe, int *differs) {
+    char text[DDP_AGREE_TEXT] = "";
+    uint64_t all = DDP_HASH_SEED;
+    for (int i = 0; i < count && mine == DDP_OK; i++) {
+        uint64_t hash = describe(list, i, text);
+        all = ddp_hash(all, &hash, sizeof hash);
+    }
+    ddp_result result = ddp_agree(group, who, mine, all, "");
+    for (int i = 0; i < count && result == DDP_ERR_MISMATCH; i++) { /* a mismatch in `mine` of a rank ends this with entry 0 */
+        uint64_t hash = mine == DDP_OK ? describe(list, i, text) : 0;
+        if (differs) *differs = i;
+        DDP_TRY(ddp_agree(group, who, mine == DDP_OK ? DDP_OK : result, hash, text));
+    }
+    return result;
 }
 
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out) {
@@ -8628,13 +8653,6 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
 #define DDP__SCHEMA_OPTIONS 9
 #define DDP__CREATE_NEED(condition, ...) DDP_CHECK("ddp_reducer_create", NULL, condition, __VA_ARGS__)
 
-/* What must be equal on all ranks is a list of entries: options, parameters, buffers. An entry's hash continues
-   that of the entry before, so the last hash covers the list. text may be cut short; the hash is not. */
-typedef struct ddp__entry {
-    uint64_t hash;
-    char text[DDP__AGREE_TEXT];
-} ddp__entry;
-
 typedef struct ddp__grad_key { uintptr_t address; int index; } ddp__grad_key;
 
 typedef struct ddp__label { char text[128]; } ddp__label; /* "parameter 3 'wte'" */
@@ -8655,8 +8673,10 @@ static uint64_t ddp__shape_text(uint64_t hash, const ddp_tensor *tensor, char *t
     return ddp_hash(hash, tensor->shape, (size_t)tensor->ndim * sizeof tensor->shape[0]);
 }
 
-/* Entry `index` of the list; hash is that of the entry before. After the last parameter, and the last buffer, comes one that says so. */
-static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint64_t hash) {
+/* Describes an entry of the list that must be equal on all ranks: options, parameters, buffers. The last parameter and
+   the last buffer are followed by an entry that says so. */
+static uint64_t ddp__schema_entry(const void *list, int index, char *text) {
+    const ddp_reducer *reducer = (const ddp_reducer *)list;
     const ddp_reducer_desc *d = &reducer->desc;
     const struct { const char *name; long long value; } options[DDP__SCHEMA_OPTIONS] = {
         {"bucket_cap_bytes", (long long)d->bucket_cap_bytes}, {"first_bucket_bytes", (long long)d->first_bucket_bytes},
@@ -8665,16 +8685,15 @@ static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint6
         {"per_token", !!d->per_token}};
     int param = index - DDP__SCHEMA_OPTIONS, buffer = param - d->param_count - 1;
     const char *kind = buffer < 0 ? "parameter" : "buffer";
-    ddp__entry entry;
-    memset(&entry, 0, sizeof entry);
+    uint64_t hash = DDP_HASH_SEED;
     if (param < 0) {
-        snprintf(entry.text, sizeof entry.text, "%s=%lld", options[index].name, options[index].value);
+        snprintf(text, DDP_AGREE_TEXT, "%s=%lld", options[index].name, options[index].value);
     } else if (param == d->param_count || buffer >= d->buffer_count) {
-        snprintf(entry.text, sizeof entry.text, "no %s %d", kind, buffer < 0 ? param : buffer);
+        snprintf(text, DDP_AGREE_TEXT, "no %s %d", kind, buffer < 0 ? param : buffer);
     } else if (buffer >= 0) {
         char shape[96];
         hash = ddp__shape_text(hash, &d->buffers[buffer], shape, sizeof shape);
-        snprintf(entry.text, sizeof entry.text, "buffer %d %s", buffer, shape);
+        snprintf(text, DDP_AGREE_TEXT, "buffer %d %s", buffer, shape);
     } else {
         const ddp__grad *own = &reducer->grads[param];
         const char *name = d->params[param].name ? d->params[param].name : "";
@@ -8684,11 +8703,10 @@ static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint6
         hash = ddp__shape_text(hash, &grad, gradient, sizeof gradient);
         hash = ddp_hash(hash, name, strlen(name));
         if (own->first_use != param) snprintf(tied, sizeof tied, " tied to parameter %d", own->first_use);
-        snprintf(entry.text, sizeof entry.text, "parameter %d '%.40s' %.60s%s, gradient %.60s %s", param, name, value, tied,
+        snprintf(text, DDP_AGREE_TEXT, "parameter %d '%.40s' %.60s%s, gradient %.60s %s", param, name, value, tied,
                  gradient, own->placed ? "NULL" : "given");
     }
-    entry.hash = ddp_hash(hash, entry.text, strlen(entry.text) + 1);
-    return entry;
+    return ddp_hash(hash, text, strlen(text) + 1);
 }
 
 /* Checks one parameter and takes it over into grads. */
@@ -8791,22 +8809,6 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
     DDP_TRY(reducer->device->alloc(reducer->group, sizeof(ddp_exact_sum), &reducer->squares));
     for (int i = 0; i < desc->param_count; i++) DDP_TRY(ddp__reducer_take_param(reducer, i));
     return ddp__reducer_check_memory(reducer);
-}
-
-/* All ranks create the same reducer, or all fail. own: the result of this rank so far. After a mismatch all ranks go
-   through the list together, up to the first entry that differs. */
-static ddp_result ddp__reducer_compare(ddp_group *group, const ddp_reducer *reducer, ddp_result own) {
-    const char *who = "ddp_reducer_create";
-    int entries = own == DDP_OK ? DDP__SCHEMA_OPTIONS + reducer->desc.param_count + 1 + reducer->desc.buffer_count + 1 : 0;
-    ddp__entry entry = {0, ""};
-    for (int i = 0; i < entries; i++) entry = ddp__schema_entry(reducer, i, entry.hash);
-    ddp_result result = ddp_agree(group, who, own, entry.hash, "");
-    entry.hash = 0;
-    for (int i = 0; i < entries && result == DDP_ERR_MISMATCH; i++) {
-        entry = ddp__schema_entry(reducer, i, entry.hash);
-        DDP_TRY(ddp_agree(group, who, DDP_OK, entry.hash, entry.text));
-    }
-    return result;
 }
 
 //== reducer ======================================================================================== >>impl-reducer
@@ -8914,7 +8916,8 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
         reducer->host = reducer + 1;
         result = out ? ddp__reducer_prepare(reducer, desc) : ddp__bad("ddp_reducer_create", NULL, "out is NULL");
     }
-    result = ddp__reducer_compare(group, reducer, result);
+    int entries = reducer ? DDP__SCHEMA_OPTIONS + reducer->desc.param_count + 1 + reducer->desc.buffer_count + 1 : 0;
+    result = ddp_agree_list(group, "ddp_reducer_create", result, reducer, entries, ddp__schema_entry, NULL);
     if (result == DDP_OK) result = ddp__reducer_build(reducer);
     ddp_saved_error failure = {DDP_OK, ""};
     ddp_error_save(&failure, result);

@@ -2012,6 +2012,7 @@ typedef struct ddp__task {
     const ddp__slice *slices;
     int count;
     char dir[DDP__PATH_MAX];
+    const char *options; /* text that must be equal on all ranks */
     ddp__key *keys;      /* the list by name */
     int64_t *mine, *all; /* 2 per tensor: the numbers of this rank's box, and of the boxes of all ranks */
     void *extra;         /* per tensor, and for two more: what the caller of ddp__task_begin asked for */
@@ -2020,33 +2021,32 @@ typedef struct ddp__task {
 } ddp__task;
 
 static ddp__task ddp__task_of(ddp_group *group, const char *who, const ddp__slice *slices, int count) {
-    ddp__task task = {group, who, slices, count, "", NULL, NULL, NULL, NULL, NULL, NULL};
+    ddp__task task = {group, who, slices, count, "", "", NULL, NULL, NULL, NULL, NULL, NULL};
     return task;
 }
 
-/* What must be equal on all ranks is a list of entries: options, then tensors. The hash continues that of the
-   entry before. text may be cut short; the hash is not. */
-typedef struct ddp__task_entry { uint64_t hash; char text[400]; } ddp__task_entry;
-static ddp__task_entry ddp__task_entry_of(const ddp__task *t, const char *options, int index, uint64_t hash) {
+/* Describes an entry of what must be equal on all ranks: options and dir, then tensors. The hash covers what is
+   too long for the text. */
+static uint64_t ddp__task_entry(const void *list, int index, char *text) {
+    const ddp__task *t = (const ddp__task *)list;
     const ddp__slice *s = index ? &t->slices[index - 1] : NULL;
     const char *name = s ? s->name : t->dir;
     size_t length = strlen(name);
-    ddp__task_entry entry;
     if (s)
-        snprintf(entry.text, sizeof entry.text, "tensor %d '%.80s' %s of the %s", index - 1, name,
+        snprintf(text, DDP_AGREE_TEXT, "tensor %d '%.80s' %.100s of the %s", index - 1, name,
                  ddp__show(ddp_dtype_name(s->dtype), s->ndim, s->shape).text, ddp__kind_names[s->file_kind]);
     else
-        snprintf(entry.text, sizeof entry.text, "tensors=%d%s dir=%.150s", t->count, options, length > 150 ? name + length - 150 : name);
-    hash = ddp_hash(hash, name, length);
-    entry.hash = ddp_hash(hash, entry.text, strlen(entry.text) + 1);
-    return entry;
+        snprintf(text, DDP_AGREE_TEXT, "tensors=%d%s dir=%.150s", t->count, t->options, length > 150 ? name + length - 150 : name);
+    uint64_t hash = ddp_hash(DDP_HASH_SEED, name, length);
+    if (s) hash = ddp_hash(hash, s->shape, (size_t)s->ndim * sizeof s->shape[0]);
+    return ddp_hash(hash, text, strlen(text) + 1);
 }
 
 /* Collective. Every rank has the same options (described by text), dir and tensors. extra_size: bytes per tensor of
    t->extra, a multiple of 8. own: the result of this rank so far. */
 static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const char *options, size_t extra_size, ddp_result own) {
-    ddp__task_entry entry = {0, ""};
     size_t n = (size_t)t->count + 2;
+    t->options = options;
     if (own == DDP_OK) own = ddp__folder_name(dir, t->dir);
     t->keys = (ddp__key *)ddp_host_alloc(t->group, n * (sizeof *t->keys + 4 * sizeof *t->mine + extra_size + sizeof *t->crc + 1));
     if (t->keys) {
@@ -2059,14 +2059,7 @@ static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const char *opt
         own = DDP_ERR_NO_MEMORY;
     }
     if (own == DDP_OK) own = ddp__slices_check(t->slices, t->count, t->keys);
-    for (int i = 0; i <= t->count && own == DDP_OK; i++) entry = ddp__task_entry_of(t, options, i, entry.hash);
-    ddp_result result = ddp_agree(t->group, t->who, own, entry.hash, "");
-    entry.hash = 0;
-    for (int i = 0; i <= t->count && result == DDP_ERR_MISMATCH; i++) { /* to the first entry that differs */
-        entry = ddp__task_entry_of(t, options, i, entry.hash);
-        DDP_TRY(ddp_agree(t->group, t->who, DDP_OK, entry.hash, entry.text));
-    }
-    return result;
+    return ddp_agree_list(t->group, t->who, own, t, t->count + 1, ddp__task_entry, NULL);
 }
 
 /* Collective. Checks that the boxes of all ranks tile each tensor: their numbers add up to the tensor's. If they do
@@ -4328,10 +4321,11 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
     return ddp__optimizer_resolve(f->group, &optimizer); /* its numbers, before any rank waits */
 }
 
-enum { DDP__FSDP_OPTIONS = 31, DDP__ENTRY_TEXT = 300 };
+enum { DDP__FSDP_OPTIONS = 31 };
 
 /* The hash of entry i of what must be equal on all ranks, and its description: options, then parameters. */
-static uint64_t ddp__fsdp_entry(const ddp_fsdp *f, int i, char *text) {
+static uint64_t ddp__fsdp_entry(const void *list, int i, char *text) {
+    const ddp_fsdp *f = (const ddp_fsdp *)list;
     const ddp_fsdp_desc *d = &f->desc;
 #define DDP__OPTION(field) {#field, (double)d->field}
     const struct { const char *name; double value; } options[DDP__FSDP_OPTIONS] = {
@@ -4346,7 +4340,7 @@ static uint64_t ddp__fsdp_entry(const ddp_fsdp *f, int i, char *text) {
         DDP__OPTION(optimizer.weight_decay)};
 #undef DDP__OPTION
     if (i < DDP__FSDP_OPTIONS) {
-        snprintf(text, DDP__ENTRY_TEXT, "%s=%.9g", options[i].name, options[i].value);
+        snprintf(text, DDP_AGREE_TEXT, "%s=%.9g", options[i].name, options[i].value);
         return ddp_hash(DDP_HASH_SEED, &options[i].value, sizeof options[i].value);
     }
     const ddp__shard *s = &f->shards[i - DDP__FSDP_OPTIONS];
@@ -4356,33 +4350,20 @@ static uint64_t ddp__fsdp_entry(const ddp_fsdp *f, int i, char *text) {
     size_t shape_bytes = (size_t)value->ndim * sizeof value->shape[0];
     ddp__shown shape = ddp__show(ddp_dtype_name(value->dtype), value->ndim, value->shape), part = ddp__show("", value->ndim, s->entry->global_offset);
     ddp__shown global = ddp__show("", value->ndim, s->entry->global_shape);
-    snprintf(text, DDP__ENTRY_TEXT, "unit %.40s, parameter '%.60s' %.40s, gradient %s%s%s%s", s->unit->name, s->name, shape.text, grad,
+    snprintf(text, DDP_AGREE_TEXT, "unit %.40s, parameter '%.60s' %.40s, gradient %s%s%s%s", s->unit->name, s->name, shape.text, grad,
              s->trained ? "" : " frozen", s->source != s ? " tied" : "", value->data ? "" : " without values");
-    if (s->is_slice) snprintf(text + strlen(text), DDP__ENTRY_TEXT - strlen(text), " at%.40s of%.40s", part.text, global.text);
+    if (s->is_slice) snprintf(text + strlen(text), DDP_AGREE_TEXT - strlen(text), " at%.40s of%.40s", part.text, global.text);
     uint64_t hash = ddp_hash(ddp_hash(DDP_HASH_SEED, s->name, strlen(s->name)), numbers, sizeof numbers);
     hash = ddp_hash(ddp_hash(hash, value->shape, shape_bytes), s->entry->global_shape, shape_bytes);
     return ddp_hash(hash, s->entry->global_offset, shape_bytes);
 }
 
-/* All ranks of a group create the same, or all fail. own: this rank's result so far. After a mismatch they go through
-   the entries together, up to the first one that differs. */
+/* All ranks of a group create the same, or all fail. own: this rank's result so far. */
 static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_result own) {
-    char text[DDP__ENTRY_TEXT] = "";
-    uint64_t all = DDP_HASH_SEED, hash = 0;
-    int entries = DDP__FSDP_OPTIONS + f->shard_count;
-    for (int i = 0; i < entries && own == DDP_OK; i++) {
-        hash = ddp__fsdp_entry(f, i, text);
-        all = ddp_hash(all, &hash, sizeof hash);
-    }
-    ddp_result result = ddp_agree(group, "ddp_fsdp_create", own, all, "");
-    for (int i = 0; i < entries && result == DDP_ERR_MISMATCH; i++) { /* or what a rank has brought along: ends with the first entry */
-        if (own == DDP_OK) hash = ddp__fsdp_entry(f, i, text);
-        ddp_result entry = ddp_agree(group, "ddp_fsdp_create", own == DDP_OK ? DDP_OK : result, hash, text);
-        if (entry == DDP_OK) continue;
-        for (int g = 1; g < 3 && i < 2 && group == f->group; g++) /* a rank lacks this group: none waits there for it */
-            if (f->groups[g]) ddp_group_poison(f->groups[g], entry, ddp_last_error());
-        return entry;
-    }
+    int differs = 2;
+    ddp_result result = ddp_agree_list(group, "ddp_fsdp_create", own, f, DDP__FSDP_OPTIONS + f->shard_count, ddp__fsdp_entry, &differs);
+    for (int g = 1; g < 3 && differs < 2 && group == f->group; g++) /* a rank lacks this group: none waits there for it */
+        if (f->groups[g]) ddp_group_poison(f->groups[g], result, ddp_last_error());
     return result;
 }
 
