@@ -799,19 +799,15 @@ static ddp_result ddp__schedule_desc_resolve(const ddp_schedule_desc *desc, ddp_
 
 static void ddp__generate_rank(ddp_schedule *s, const ddp_schedule_desc *d, int rank) {
     int m = d->microbatch_count;
-    switch (d->kind) {
-    case DDP_SCHEDULE_NAIVE: ddp__generate_blocks(s, rank, m, d->chunk_count, 1); break;
-    case DDP_SCHEDULE_GPIPE: case DDP_SCHEDULE_LOOPED_BFS: ddp__generate_blocks(s, rank, m, d->chunk_count, m); break;
-    case DDP_SCHEDULE_1F1B: case DDP_SCHEDULE_PIPEDREAM: case DDP_SCHEDULE_PIPEDREAM_2BW:
-        ddp__generate_1f1b(s, d, rank, 1, 0);
-        break;
-    case DDP_SCHEDULE_INTERLEAVED_1F1B: ddp__generate_1f1b(s, d, rank, 2, 0); break;
-    case DDP_SCHEDULE_ZB_H1: case DDP_SCHEDULE_INTERLEAVED_ZB_1P: ddp__generate_1f1b(s, d, rank, 1, 1); break;
-    case DDP_SCHEDULE_ZB_H2: ddp__generate_1f1b(s, d, rank, 2, 2); break;
-    case DDP_SCHEDULE_ZB_V: ddp__generate_zb_v(s, rank, m); break;
-    case DDP_SCHEDULE_DUALPIPE_V: ddp__generate_dualpipe_v(s, rank, m); break;
-    case DDP_SCHEDULE_AUTO: case DDP_SCHEDULE_KIND_COUNT: break;
-    }
+    ddp_schedule_kind kind = d->kind;
+    if (kind == DDP_SCHEDULE_NAIVE) ddp__generate_blocks(s, rank, m, d->chunk_count, 1);
+    else if (kind == DDP_SCHEDULE_GPIPE || kind == DDP_SCHEDULE_LOOPED_BFS) ddp__generate_blocks(s, rank, m, d->chunk_count, m);
+    else if (kind == DDP_SCHEDULE_INTERLEAVED_1F1B) ddp__generate_1f1b(s, d, rank, 2, 0);
+    else if (kind == DDP_SCHEDULE_ZB_H1 || kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P) ddp__generate_1f1b(s, d, rank, 1, 1);
+    else if (kind == DDP_SCHEDULE_ZB_H2) ddp__generate_1f1b(s, d, rank, 2, 2);
+    else if (kind == DDP_SCHEDULE_ZB_V) ddp__generate_zb_v(s, rank, m);
+    else if (kind == DDP_SCHEDULE_DUALPIPE_V) ddp__generate_dualpipe_v(s, rank, m);
+    else ddp__generate_1f1b(s, d, rank, 1, 0); /* 1F1B, PipeDream and PipeDream-2BW */
 }
 
 /* Creates a schedule of any kind except AUTO. */
@@ -1796,49 +1792,45 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     return s->failed;
 }
 
-/* The end of the text without trailing lines that are blank or hold one empty quoted cell. */
-static const char *ddp__csv_end(const char *csv) {
-    const char *end = csv + strlen(csv);
-    for (;;) {
-        const char *line;
-        int quotes = 0;
-        /* an idle cell at the end of the last line has its comma */
-        while (end > csv && (ddp__csv_is_blank(end[-1]) || end[-1] == '\n')) end--;
-        for (line = end; line > csv && (ddp__csv_is_blank(line[-1]) || line[-1] == '"'); line--)
-            quotes += line[-1] == '"';
-        if (quotes != 2 || (line > csv && line[-1] != '\n')) return end;
-        end = line;
+/* The number of lines up to the last one with text. A blank line has none, nor has one with an empty quoted cell. */
+static int ddp__csv_lines(const char *csv) {
+    int last = 0;
+    for (int line = 1; *csv; line++) {
+        int quotes = 0, others = 0;
+        for (; *csv && *csv != '\n'; csv++) {
+            quotes += *csv == '"';
+            others += *csv != '"' && !ddp__csv_is_blank(*csv);
+        }
+        if (others || (quotes && quotes != 2)) last = line;
+        csv += *csv == '\n';
     }
+    return last;
 }
 
 DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
     ddp_schedule_desc desc = DDP_ZERO;
     ddp_schedule *s;
-    const char *end;
     ddp__csv c;
-    int lines = 1;
     if (out) *out = NULL;
     if (!out || !csv) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: out or csv is NULL");
     if (strncmp(csv, "\xef\xbb\xbf", 3) == 0) csv += 3; /* the byte-order mark of UTF-8 */
-    end = ddp__csv_end(csv);
-    if (end == csv) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: there is no text");
-    for (const char *at = csv; at < end; at++) lines += *at == '\n';
-    if (lines > DDP__MAX_STAGES) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: %d lines; a line is a rank, and %d are the most", lines, DDP__MAX_STAGES);
     desc.kind = DDP_SCHEDULE_KIND_COUNT;
-    desc.rank_count = lines;
+    desc.rank_count = ddp__csv_lines(csv);
+    if (desc.rank_count == 0) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: there is no text");
+    if (desc.rank_count > DDP__MAX_STAGES)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: %d lines; a line is a rank, and %d are the most", desc.rank_count, DDP__MAX_STAGES);
     s = ddp__schedule_new(&desc);
     if (!s) return DDP_ERR_NO_MEMORY;
     c.at = csv;
-    for (c.line = 1; c.line <= lines && s->failed == DDP_OK; c.line++) {
-        const char *stop = (const char *)memchr(c.at, '\n', (size_t)(end - c.at));
-        if (!stop) stop = end;
+    for (c.line = 1; c.line <= desc.rank_count; c.line++) {
+        const char *stop = c.at + strcspn(c.at, "\n");
         c.end = stop;
         ddp__csv_skip(&c);
         for (c.cell = 1; (c.cell > 1 || c.at < stop) && s->failed == DDP_OK; c.cell++) {
-            const char *comma = (const char *)memchr(c.at, ',', (size_t)(stop - c.at));
-            c.end = comma ? comma : stop;
+            const char *comma = c.at + strcspn(c.at, ",\n");
+            c.end = comma;
             s->failed = ddp__csv_cell(s, &c);
-            if (!comma) break;
+            if (*comma != ',') break;
             c.at = comma + 1;
         }
         ddp__schedule_end_rank(s);
@@ -2540,7 +2532,7 @@ typedef struct ddp__pipe_notes {
 typedef struct ddp__pipe_pool {
     int kind, peer, tag;
     ddp_tensor tensor;
-    size_t bytes, stride;
+    size_t stride;           /* from slot to slot */
     int count, used;         /* slots; those in use while ddp__pipe_count counts */
     int free_count, *free_slots; /* HERE, IN, and OUT in place */
     int *slot;               /* of each micro-batch; -1: none */
@@ -2575,6 +2567,7 @@ typedef struct ddp__pipe_stream {
 typedef struct ddp__pipe_gradient {
     size_t at, count, bytes;
     ddp_dtype dtype, sum_dtype;
+    int placed; /* 1 = param->grad is memory of the runner */
 } ddp__pipe_gradient;
 
 /* The sum of gradients of micro-batches [index << level, (index + 1) << level) of an update. */
@@ -2612,26 +2605,9 @@ typedef struct ddp__pipe_stage {
     ddp__pipe_pool saved;
     unsigned kinds;            /* 1 << kind of each action of the stage */
     int first, last, last_forward; /* positions in this rank's list */
-    unsigned char *placed;     /* of each parameter: 1 = its gradient memory is the runner's */
     ddp__pipe_sums sums;
     ddp__pipe_versions versions;
 } ddp__pipe_stage;
-
-/* The messages of this rank: tensors on their way from stage to stage. */
-typedef struct ddp__pipe_messages {
-    ddp_group *group;
-    ddp__pipe_link *links;
-    int link_count;
-    int microbatch_count;
-    ddp__pipe_stream *streams;    /* of each rank; with one_lane, only the first one has messages */
-    int stream_count;             /* ranks */
-    int one_lane;                 /* 1 = messages, both ways, run in the order issued */
-    int in_place;                 /* 1 = ranks read each other's shared memory */
-    int works;                    /* messages that may be under way at once; after create, the largest of any rank */
-    void *shared;                 /* group memory: tensors that this rank sends */
-    int no_gradients;             /* 1 = this run is an evaluation: nothing comes back */
-    ddp_pipeline_stats *stats;    /* of this run */
-} ddp__pipe_messages;
 
 /* Measures of a step or an evaluation. All numbers from losses on are one array, exchanged at its end. */
 typedef struct ddp__pipe_measures {
@@ -2650,6 +2626,21 @@ typedef struct ddp__pipe_run_state {
     int failure_told;             /* 1 = a call has returned the code of the group's failure */
     double start;
 } ddp__pipe_run_state;
+
+/* The messages of this rank: tensors on their way from stage to stage. */
+typedef struct ddp__pipe_messages {
+    ddp_group *group;
+    ddp__pipe_link *links;
+    int link_count;
+    int microbatch_count;
+    ddp__pipe_stream *streams;    /* of each rank; with one_lane, only the first one has messages */
+    int stream_count;             /* ranks */
+    int one_lane;                 /* 1 = messages, both ways, run in the order issued */
+    int in_place;                 /* 1 = ranks read each other's shared memory */
+    int works;                    /* messages that may be under way at once; after create, the largest of any rank */
+    void *shared;                 /* group memory: tensors that this rank sends */
+    ddp__pipe_run_state *run;
+} ddp__pipe_messages;
 
 typedef struct ddp__pipe_piece { struct ddp__pipe_piece *next; void *device_memory; } ddp__pipe_piece;
 
@@ -3125,7 +3116,6 @@ static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp_pipeline_edge *l
 /* A pool of tensors of that size, whose slots are not counted yet. */
 static ddp_result ddp__pipe_pool_open(ddp_pipeline *p, ddp__pipe_pool *pool, int kind, size_t bytes) {
     pool->kind = kind;
-    pool->bytes = bytes;
     pool->stride = ddp_round_up(bytes, 64);
     DDP__PIPE_NEW(p, pool->slot, int, p->microbatch_count);
     for (int i = 0; i < p->microbatch_count; i++) pool->slot[i] = -1;
@@ -3172,7 +3162,6 @@ static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, ddp__pipe_stage *s) {
     if (p->interval < p->microbatch_count || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW) versions->room = ddp__pipe_in_flight(p->schedule, s->number) + 1;
     DDP__PIPE_NEW(p, versions->table, ddp__pipe_stash, versions->room);
     DDP__PIPE_NEW(p, versions->values, void *, s->desc.param_count);
-    DDP__PIPE_NEW(p, s->placed, unsigned char, s->desc.param_count);
     DDP__PIPE_NEW(p, sums->gradients, ddp__pipe_gradient, s->desc.param_count);
     for (int i = 0; i < s->desc.param_count; i++) {
         ddp__pipe_gradient *g = &sums->gradients[i];
@@ -3331,14 +3320,14 @@ static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
     size_t sum_bytes = (size_t)s->sums.count * s->sums.bytes, version_bytes = (size_t)s->versions.count * s->versions.bytes, unused = 0;
     DDP_TRY(ddp__pipe_pool_memory(p, &s->saved, &unused));
     for (int i = 0; i < s->desc.param_count; i++) {
-        const ddp__pipe_gradient *g = &s->sums.gradients[i];
+        ddp__pipe_gradient *g = &s->sums.gradients[i];
         ddp_param *param = s->desc.params[i];
         ddp_tensor grad = ddp_param_grad(param);
         if (s->sums.count && g->sum_dtype != g->dtype && 2 * g->bytes > p->wide_bytes) p->wide_bytes = 2 * g->bytes;
         if (param->grad.data || s->desc.unshard) continue;
         DDP_TRY(ddp__pipe_device(p, g->bytes, &grad.data));
         param->grad = grad;
-        s->placed[i] = 1;
+        g->placed = 1;
     }
     if (sum_bytes) DDP_TRY(ddp__pipe_device(p, sum_bytes, (void **)&s->sums.memory));
     for (int i = 0; i < s->desc.param_count && sum_bytes && s->desc.reduce_grad; i++) { /* a reducer decides by it before the first sum */
@@ -3431,7 +3420,7 @@ static ddp_result ddp__pipe_post(ddp__pipe_messages *m, ddp__pipe_stream *stream
     for (; stream->next < stream->count; stream->next++) {
         const ddp__pipe_message *message = &stream->messages[stream->next];
         ddp__pipe_pool *pool = &m->links[message->link].way[message->way];
-        if (m->no_gradients && message->way) continue;
+        if (m->run->evaluating && message->way) continue;
         if (pool->kind == DDP__PIPE_OUT || !pool->free_count) break;
         ddp__pipe_take(pool, message->microbatch);
         DDP_TRY(ddp__pipe_message_of(m, pool, message->microbatch));
@@ -3452,7 +3441,7 @@ static ddp_result ddp__pipe_await(ddp__pipe_messages *m, ddp__pipe_pool *pool, i
     if (pool->slot[microbatch] < 0) DDP_TRY(ddp__pipe_post_all(m));
     if (pool->slot[microbatch] < 0) return ddp_fail(DDP_ERR_INVALID, "no slot for what rank %d sends", pool->peer);
     result = ddp_wait(m->group, &pool->works[pool->slot[microbatch]]);
-    m->stats->wait_seconds += ddp_now() - begin;
+    m->run->now->stats.wait_seconds += ddp_now() - begin;
     return result;
 }
 
@@ -3466,13 +3455,13 @@ static ddp_result ddp__pipe_open_slot(ddp__pipe_messages *m, ddp__pipe_pool *poo
 }
 
 static ddp_result ddp__pipe_send(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
-    if (pool->kind == DDP__PIPE_HERE) m->stats->bytes_handed_over += pool->bytes;
+    if (pool->kind == DDP__PIPE_HERE) m->run->now->stats.bytes_handed_over += ddp_tensor_bytes(&pool->tensor);
     if (pool->kind != DDP__PIPE_OUT) return DDP_OK;
     if (m->one_lane) { /* what comes before it */
         DDP_TRY(ddp__pipe_post(m, &m->streams[0]));
         if (m->streams[0].next++ != pool->order[microbatch]) return ddp_fail(DDP_ERR_INVALID, "no slot for what comes before the message to rank %d", pool->peer);
     }
-    m->stats->bytes_sent += pool->bytes;
+    m->run->now->stats.bytes_sent += ddp_tensor_bytes(&pool->tensor);
     if (m->in_place) { /* its way back is ready before it goes */
         uint64_t place = pool->sent % (uint64_t)pool->count;
         DDP_TRY(ddp_recv(m->group, &pool->notes.returned[place], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(m, pool), &pool->notes.returns[place]));
@@ -3760,8 +3749,7 @@ static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating) {
     DDP_TRY(ddp__pipe_status(p));
     DDP_TRY(ddp__pipe_fail(p, ddp_device_begin(p->group), "", NULL, "the device"));
     p->run.now = m;
-    p->run.evaluating = p->messages.no_gradients = evaluating;
-    p->messages.stats = &m->stats;
+    p->run.evaluating = evaluating;
     p->run.has_losses = 0;
     if (!evaluating) p->run.has_gradients = 0;
     p->run.start = ddp_now();
@@ -3930,11 +3918,11 @@ static ddp_result ddp__pipe_warm_up(ddp_pipeline *p, unsigned char *bytes) {
 /* No parameter points to memory of the stage afterwards, and no reduction reads it. */
 static void ddp__pipe_detach(const ddp__pipe_stage *s) {
     uintptr_t first = (uintptr_t)s->sums.memory, end = first + (size_t)s->sums.count * s->sums.bytes;
-    for (int i = 0; i < s->desc.param_count && s->placed; i++) {
+    for (int i = 0; i < s->desc.param_count && s->sums.gradients; i++) {
         ddp_param *param = s->desc.params[i];
         uintptr_t sum = (uintptr_t)param->sum.data;
         if (s->sums.memory && sum >= first && sum < end) ddp_grad_sum_release(&param->sum, param->sum.data);
-        if (s->placed[i]) param->grad.data = NULL;
+        if (s->sums.gradients[i].placed) param->grad.data = NULL;
     }
 }
 
@@ -3997,6 +3985,7 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
         p->rank = ddp_rank(group);
         p->world_size = ddp_world_size(group);
         p->messages.group = group;
+        p->messages.run = &p->run;
         p->messages.stream_count = p->world_size;
         p->messages.in_place = in_place;
         p->messages.one_lane = p->device->use_stream && p->world_size > 1;
