@@ -1704,40 +1704,44 @@ static uint64_t ddp__p2p_signature(const ddp_call *call) {
            (uint64_t)(uint32_t)call->caller << DDP__CALLER_SHIFT;
 }
 
+/* The call of a signature and its count; an unknown call becomes a barrier. Returns 0 if the signature is not one of
+   this version: other processes write it. */
+static int ddp__call_unpack(ddp_call *call, const uint64_t what[2]) {
+    const unsigned kind = what[0] & 255, caller = (unsigned)(what[0] >> DDP__CALLER_SHIFT);
+    const int known = kind <= DDP_CALL_RECV && caller < DDP_PUBLIC_CALL_COUNT;
+    *call = ddp__call_of(known ? (ddp_call_kind)kind : DDP_CALL_BARRIER, NULL, NULL, (size_t)what[1], (ddp_dtype)(what[0] >> 8 & 255));
+    call->tag = (int)(what[0] >> 24 & 127);
+    call->root = (int)(what[0] >> 32 & 0xffffff) - 1;
+    call->caller = known ? (int)caller : DDP_IN_NO_CALL;
+    return known;
+}
+
 /* In words: "ddp_all_reduce f32 count=10 sum", "ddp_recv f32 count=10 peer=1", "ddp_reducer_create".
    inside: also the collective that this public call makes, "ddp_reducer_create (all_gather u8 count=560)". */
-static void ddp__describe_step(char *out, size_t size, const uint64_t what[2], int inside) {
+static void ddp__describe(char *out, size_t size, const uint64_t what[2], int inside) {
     static const char *const ops[] = {" sum", " avg", " min", " max", " prod", " unknown op"};
-    unsigned kind = what[0] & 255, op = what[0] >> 16 & 255;
-    ddp_call call = ddp__call_of(kind > DDP_CALL_RECV ? DDP_CALL_BARRIER : (ddp_call_kind)kind, NULL, NULL, 0, (ddp_dtype)(what[0] >> 8 & 255));
-    int tag = call.tag = (int)(what[0] >> 24 & 127), named = (int)(what[0] >> 32 & 0xffffff) - 1;
-    int caller = call.caller = (int)(what[0] >> DDP__CALLER_SHIFT);
-    unsigned long long count = (unsigned long long)what[1];
-    char root[32] = "";
-    if (kind > DDP_CALL_RECV || caller >= DDP_PUBLIC_CALL_COUNT) {
-        snprintf(out, size, "an unknown call");
-        return;
-    }
-    if (named >= 0) snprintf(root, sizeof root, " %s=%d", ddp__is_p2p(call.kind) ? "peer" : "root", named);
-    const char *title = ddp__call_title(&call), *own = ddp_call_name(call.kind);
-    int at = 0;
-    if (caller) at = snprintf(out, size, "%s", title);
-    if (caller && (!inside || at >= (int)size)) return;
-    out += at;
-    size -= (size_t)at;
-    if (caller) title = own + strlen("ddp_"); /* the part of it that this is */
-    const char *begin = caller ? " (" : "", *end = caller ? ")" : "";
-    if (call.kind == DDP_CALL_BARRIER && count && !tag) snprintf(out, size, "%s%s number %llu%s", begin, title, count, end);
-    else if (call.kind == DDP_CALL_BARRIER) snprintf(out, size, "%s%s%s", begin, title, end);
-    else snprintf(out, size, "%s%s %s count=%llu%s%s%s", begin, title, ddp_dtype_name(call.dtype), count, !ddp__has_op(call.kind) ? "" : ops[op < 5 ? op : 5], root, end);
+    const unsigned op = what[0] >> 16 & 255;
+    char root[32] = "", step[128];
+    ddp_call call;
+    const int known = ddp__call_unpack(&call, what);
+    const unsigned long long count = call.count;
+    const char *title = ddp__call_title(&call), *name = call.caller ? ddp_call_name(call.kind) + strlen("ddp_") : title;
+    if (call.root >= 0) snprintf(root, sizeof root, " %s=%d", ddp__is_p2p(call.kind) ? "peer" : "root", call.root);
+    if (call.kind == DDP_CALL_BARRIER && count && !call.tag) snprintf(step, sizeof step, "%s number %llu", name, count);
+    else if (call.kind == DDP_CALL_BARRIER) snprintf(step, sizeof step, "%s", name);
+    else snprintf(step, sizeof step, "%s %s count=%llu%s%s", name, ddp_dtype_name(call.dtype), count, !ddp__has_op(call.kind) ? "" : ops[op < 5 ? op : 5], root);
+    if (!known) snprintf(out, size, "an unknown call");
+    else if (!call.caller) snprintf(out, size, "%s", step);
+    else if (!inside) snprintf(out, size, "%s", title);
+    else snprintf(out, size, "%s (%s)", title, step);
 }
 
 /* what: of two ranks, the lower one first. Two different steps of the same public call are named as well. */
 static ddp_result ddp__mismatch(int low, const uint64_t low_what[2], int high, const uint64_t high_what[2]) {
     char text[2][160];
     int inside = low_what[0] >> DDP__CALLER_SHIFT == high_what[0] >> DDP__CALLER_SHIFT;
-    ddp__describe_step(text[0], sizeof text[0], low_what, inside);
-    ddp__describe_step(text[1], sizeof text[1], high_what, inside);
+    ddp__describe(text[0], sizeof text[0], low_what, inside);
+    ddp__describe(text[1], sizeof text[1], high_what, inside);
     return ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d %s, rank %d %s", low, text[0], high, text[1]);
 }
 
@@ -1750,13 +1754,11 @@ static void ddp__cause_begin(char *out, size_t size, int rank, const ddp_call *c
     else snprintf(out, size, DDP__CAUSE "rank %d in %s seq=%llu: ", rank, title, (unsigned long long)call->seq);
 }
 
-/* The same in front of text, of a collective by its two words. */
+/* Puts the same before a text, for the collective of a signature and its count. */
 static void ddp__cause_of_collective(char *text, size_t size, int rank, const uint64_t what[2], uint64_t seq) {
     char begin[96], bare[DDP__TEXT_MAX];
-    unsigned kind = what[0] & 255, caller = (unsigned)(what[0] >> DDP__CALLER_SHIFT);
-    ddp_call call = ddp__call_of(kind > DDP_CALL_BARRIER ? DDP_CALL_BARRIER : (ddp_call_kind)kind, NULL, NULL, 0, DDP_U8);
-    call.tag = (int)(what[0] >> 24 & 127);
-    call.caller = caller < DDP_PUBLIC_CALL_COUNT ? (int)caller : DDP_IN_NO_CALL;
+    ddp_call call;
+    ddp__call_unpack(&call, what);
     call.seq = seq;
     ddp__cause_begin(begin, sizeof begin, rank, &call);
     snprintf(bare, sizeof bare, "%s", text);
@@ -4359,7 +4361,7 @@ DDPDEF void ddp_call_pack(const ddp_call *call, uint64_t words[2]) {
     words[1] = call->count;
 }
 
-DDPDEF void ddp_call_describe(char *out, size_t size, const uint64_t words[2]) { ddp__describe_step(out, size, words, 0); }
+DDPDEF void ddp_call_describe(char *out, size_t size, const uint64_t words[2]) { ddp__describe(out, size, words, 0); }
 
 DDPDEF ddp_result ddp_call_compare(int rank, const uint64_t words[2], int other, const uint64_t other_words[2]) {
     if (ddp__same_call(words, other_words)) return DDP_OK;
@@ -5061,12 +5063,11 @@ static ddp_result ddp__check_world_size(const char *who, const ddp__identity *la
 /* From a resolved desc and the environment, which is read here and in ddp__venue_from_env. scheme: of
    init_method. */
 static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, int scheme) {
-    const ddp__identity none = DDP_ZERO;
-    *id = none;
+    ddp__identity launched;
+    memset(id, 0, sizeof *id);
     if (desc->world_size > 0) {
-        if (scheme == DDP__BY_ENV && !ddp__here.heap && ddp__identity_resolve(id) == DDP_OK)
-            DDP_TRY(ddp__check_world_size("ddp_group_create", id, desc->world_size));
-        *id = none;
+        if (scheme == DDP__BY_ENV && !ddp__here.heap && ddp__identity_resolve(&launched) == DDP_OK)
+            DDP_TRY(ddp__check_world_size("ddp_group_create", &launched, desc->world_size));
         id->rank = desc->rank;
         id->world_size = desc->world_size;
         snprintf(id->token, sizeof id->token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
@@ -5171,8 +5172,7 @@ typedef struct ddp__peer {
     size_t got;
     char text[DDP__TEXT_MAX];    /* of any frame except DATA */
     char hello[DDP__TEXT_MAX];   /* rank 0: what an unauthenticated peer claims to be */
-    int challenged;              /* rank 0: it must prove the secret: */
-    char proof[65], answer[65];  /* rank 0: the text that it must send, and rank 0's own proof */
+    char proof[65], answer[65];  /* rank 0: the text that it must send, "" until it is challenged; and rank 0's own proof */
     unsigned char network[16];   /* its IPv4 address, or the first half of its IPv6 address */
     int heap_fd;                 /* that has come along, or -1 */
     double since;
@@ -5370,10 +5370,9 @@ static void ddp__venue_poll(ddp__venue *v) {
 static void ddp__hello_text(char out[DDP__TEXT_MAX], const ddp__venue *v, unsigned version) {
     double patience = v->deadline - ddp_now();
     int patience_ms = patience > 0 ? (int)(patience * 1e3) : 0;
-    unsigned long long token = (unsigned long long)ddp__hash_text(v->token);
     char host[64] = "";
     if (!v->local) gethostname(host, sizeof host - 1);
-    snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d %d %d pid %d%s%.50s", token, version,
+    snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d %d %d pid %d%s%.50s", (unsigned long long)ddp__hash_text(v->token), version,
              v->group->world_size, (int)v->group->desc.order, v->group->rank,
              patience_ms, v->secured, (int)getpid(), *host ? " on " : "", host);
     ddp__escape_text(out);
@@ -5486,7 +5485,7 @@ static ddp_result ddp__hello_check(const ddp__venue *v, const ddp__peer *p, cons
                         "rank %d (%.71s) has a secret and rank 0 has none; give every rank the same "
                         "DDP_SECRET, DDP_SECRET_FILE or desc.secret",
                         h->rank, h->who);
-    if (p->challenged && !ddp__proof_is_right(p->text, p->proof))
+    if (*p->proof && !ddp__proof_is_right(p->text, p->proof))
         return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) has another secret than rank 0", h->rank, h->who);
     return DDP_OK;
 }
@@ -5527,7 +5526,6 @@ static ddp_result ddp__challenge(const ddp__venue *v, ddp__peer *p) {
         return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
     ddp__proof_text(p->proof, v->key, 'r', p->in.call, nonce, p->hello);
     ddp__proof_text(p->answer, v->key, '0', p->in.call, nonce, p->hello);
-    p->challenged = 1;
     ddp__send_text(p->fd, DDP__FRAME_CHALLENGE, 0, nonce, "", -1); /* if it fails, the connection ends */
     return DDP_OK;
 }
@@ -5537,29 +5535,27 @@ static ddp_result ddp__challenge(const ddp__venue *v, ddp__peer *p) {
    by the secret or as a process of this user. Otherwise it is refused, and the ranks go on waiting for the
    right one. */
 static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
-    int error = ddp__peer_read(NULL, p, NULL, p->challenged ? DDP__ALLOW_PROOF : DDP__ALLOW_HELLO);
+    int error = ddp__peer_read(NULL, p, NULL, *p->proof ? DDP__ALLOW_PROOF : DDP__ALLOW_HELLO);
     const char *why = NULL;
     ddp__hello hello;
     if (error == EAGAIN && ddp_now() - p->since <= DDP__STRANGER_SECONDS) return;
-    if (!error && !p->challenged) memcpy(p->hello, p->text, sizeof p->hello);
+    if (!error && !*p->proof) memcpy(p->hello, p->text, sizeof p->hello);
+    int is_rank = !error && ddp__hello_parse(&hello, p->hello);
     if (error == EAGAIN) why = "it did not say who it is";
     else if (error == EPROTO && ddp__is_other_byte_order(p)) why = "it has another byte order; all machines must have the same";
     else if (error && error != EPROTO) why = "it left without saying who it is";
-    else if (error || !ddp__hello_parse(&hello, p->hello)) why = "it is no rank of ddp";
+    else if (!is_rank) why = "it is no rank of ddp";
+    else if (hello.token != ddp__hash_text(v->token)) why = "it is a rank of another job, by its job token";
     if (why) {
-        ddp__turn_away(v, p, why, 0);
-        return;
-    }
-    if (hello.token != ddp__hash_text(v->token)) {
-        ddp__turn_away(v, p, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
+        ddp__turn_away(v, p, why, is_rank ? DDP__OTHER_JOB : 0);
         return;
     }
     ddp_result result = ddp__hello_check(v, p, &hello);
-    if (result == DDP_OK && v->secured && !p->challenged) {
+    if (result == DDP_OK && v->secured && !*p->proof) {
         result = ddp__challenge(v, p);
         if (result == DDP_OK) return;
     }
-    int authenticated = v->local || (p->challenged && result == DDP_OK);
+    int authenticated = v->local || (*p->proof && result == DDP_OK);
     if (result == DDP_OK) result = ddp__hello_admit(v, p, &hello);
     if (result == DDP_OK) return;
     if (authenticated) v->result = result;
@@ -5609,28 +5605,29 @@ static void ddp__admit(ddp__venue *v) {
     else if (full && !v->result) v->result = ddp_fail(DDP_ERR_SYSTEM, "rank 0 may not open a socket for each of %d ranks; raise its `ulimit -n`", w);
 }
 
-/* Returns 1 when a wait has become long and log_fn has not been told lately. */
-static int ddp__notice_is_due(ddp__venue *v) {
-    if (ddp_now() < v->notice_at) return 0;
+/* Reports through log_fn why this rank waits, once the wait has become long, and then every minute. */
+__attribute__((format(printf, 2, 3)))
+static void ddp__notice(ddp__venue *v, const char *format, ...) {
+    char text[440];
+    va_list args;
+    if (ddp_now() < v->notice_at) return;
     v->notice_at += DDP__NOTICE_AGAIN;
-    return 1;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    ddp_group_log(v->group, text);
 }
 
 /* Rank 0 reports the ranks that it waits for, and the address where it listens. */
 static void ddp__notice_missing(ddp__venue *v, const char *missing) {
-    struct sockaddr_storage at;
+    struct sockaddr_storage at = DDP_ZERO;
     socklen_t length = sizeof at;
-    char host[80] = "?", port[8] = "?", where[200], text[440];
-    if (!ddp__notice_is_due(v)) return;
-    if (getsockname(v->peer[v->count - 1].fd, (struct sockaddr *)&at, &length) == 0)
-        getnameinfo((struct sockaddr *)&at, length, host, sizeof host, port, sizeof port,
-                    NI_NUMERICHOST | NI_NUMERICSERV);
+    char host[80] = "?", port[8] = "?", where[200];
+    getsockname(v->peer[v->count - 1].fd, (struct sockaddr *)&at, &length);
+    getnameinfo((struct sockaddr *)&at, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
     if (v->local) snprintf(where, sizeof where, "socket @%s of this machine", v->address.sun_path + 1);
-    else
-        snprintf(where, sizeof where, "%s port %s%s%.80s", host, port, v->path ? ", as written in " : "",
-                 v->path ? v->path : "");
-    snprintf(text, sizeof text, "still waiting for rank %.180s; this rank listens at %s", missing, where);
-    ddp_group_log(v->group, text);
+    else snprintf(where, sizeof where, "%s port %s%s%.80s", host, port, v->path ? ", as written in " : "", v->path ? v->path : "");
+    ddp__notice(v, "still waiting for rank %.180s; this rank listens at %s", missing, where);
 }
 
 /* DDP_ERR_PEER_LOST if a process that has met this one over TCP has ended: it will not reach the local
@@ -5658,9 +5655,8 @@ static int ddp__still_waits(ddp__venue *v) {
         if (v->peer[r].arrived) departed = r;
         else to_come = 1;
     }
+    if (v->result == DDP_OK && (to_come || departed)) v->result = ddp__check_processes(v);
     if (v->result != DDP_OK || (!to_come && !departed)) return 0;
-    v->result = ddp__check_processes(v);
-    if (v->result != DDP_OK) return 0;
     if (to_come && ddp_now() <= v->deadline) {
         ddp__notice_missing(v, list);
         return 1;
@@ -5722,10 +5718,7 @@ static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
         return ddp_fail(DDP_ERR_INVALID, "the process that listens there did not prove that it has the secret");
     do {
         error = ddp__await_news(p, v->notice_at < until ? v->notice_at : until, DDP__ALLOW_NEWS);
-        if (error == ETIMEDOUT && ddp__notice_is_due(v)) {
-            snprintf(hello, sizeof hello, "still waiting for other ranks to reach rank 0 (%s)", p->who);
-            ddp_group_log(v->group, hello);
-        }
+        if (error == ETIMEDOUT) ddp__notice(v, "still waiting for other ranks to reach rank 0 (%s)", p->who);
     } while (error == ETIMEDOUT && ddp_now() < until);
     if (error == ETIMEDOUT) {
         ddp_fail(DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->who);
@@ -5877,13 +5870,8 @@ static ddp_result ddp__visit(ddp__venue *v) {
         }
         if (v->peer->in.result == DDP__OTHER_JOB && v->ports == 1 && !v->path)
             return ddp_fail(DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
-        if (ddp__notice_is_due(v)) {
-            char text[440];
-            snprintf(text, sizeof text, "still waiting for rank 0%s%s: %.280s",
-                     v->local ? " at socket @" : "", v->local ? v->address.sun_path + 1 : "",
-                     ddp_last_error());
-            ddp_group_log(v->group, text);
-        }
+        ddp__notice(v, "still waiting for rank 0%s%s: %.280s", v->local ? " at socket @" : "",
+                    v->local ? v->address.sun_path + 1 : "", ddp_last_error());
         if (ddp_now() > v->deadline)
             return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s", v->group->desc.timeout_ms, ddp_last_error());
     }
@@ -5906,10 +5894,9 @@ static int ddp__is_loopback_address(const struct sockaddr *at) {
    host's own name to 127.0.1.1, and other machines use another address for it. */
 static int ddp__is_loopback(const char *host) {
     struct addrinfo hints = DDP_ZERO, *list;
-    int is_loopback;
-    if (strcmp(host, "localhost") == 0) return 1;
+    int is_loopback = strcmp(host, "localhost") == 0;
     hints.ai_flags = AI_NUMERICHOST;
-    if (!*host || getaddrinfo(host, NULL, &hints, &list) != 0) return 0;
+    if (is_loopback || !*host || getaddrinfo(host, NULL, &hints, &list) != 0) return is_loopback;
     is_loopback = ddp__is_loopback_address(list->ai_addr);
     freeaddrinfo(list);
     return is_loopback;
@@ -5922,10 +5909,9 @@ static ddp_result ddp__secret_read(const char *path, char *out, size_t room, siz
     const char *why = NULL;
     struct stat s;
     ssize_t n = 0;
-    DDP__JOIN_NEED(fd >= 0 || error != ELOOP,
-                   "DDP_SECRET_FILE=%.200s is a symbolic link; give the path of the file itself", path);
-    DDP__JOIN_NEED(fd >= 0, "DDP_SECRET_FILE=%.200s cannot be opened: %s", path, strerror(error));
-    if (fstat(fd, &s) != 0 || !S_ISREG(s.st_mode)) why = "is not a regular file";
+    DDP__JOIN_NEED(fd >= 0 || error == ELOOP, "DDP_SECRET_FILE=%.200s cannot be opened: %s", path, strerror(error));
+    if (fd < 0) why = "is a symbolic link; give the path of the file itself";
+    else if (fstat(fd, &s) != 0 || !S_ISREG(s.st_mode)) why = "is not a regular file";
     else if (s.st_uid != geteuid()) why = "belongs to another user; copy it to a file of this user";
     else if (s.st_mode & 077) why = "is accessible to other users; run chmod 600 on it";
     else if ((n = read(fd, out, room)) < 0) why = "cannot be read";
@@ -6003,40 +5989,38 @@ static ddp_result ddp__venue_from_url(ddp__venue *v, const ddp__identity *id, co
     return DDP_OK;
 }
 
-/* A socket that listens at an address; -1 with errno. */
+/* A socket that listens at an address, or -errno. */
 static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
     int fd = ddp__socket(at->sa_family), on = 1, off = 0;
-    if (fd < 0) return -1;
+    if (fd < 0) return -errno;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
     if (bind(fd, at, length) == 0 && listen(fd, 1024) == 0) return fd;
     int error = errno;
     close(fd);
-    errno = error;
-    return -1;
+    return -error;
 }
 
 /* A socket that listens at the first free one of `ports` ports, at the first address of host that is this
-   machine's; "": at all interfaces. Loopback addresses count only where host is one itself. -1 with errno, which
-   is EADDRNOTAVAIL if host has no such address. */
+   machine's; "": at all interfaces. Loopback addresses count only where host is one itself. Otherwise -errno,
+   which is -EADDRNOTAVAIL if host has no such address. */
 static int ddp__tcp_listen(const char *host, int port, int ports) {
     struct addrinfo hints = DDP_ZERO, *list = NULL;
-    int fd = -1, error = EADDRNOTAVAIL, loopback = ddp__is_loopback(host);
+    int fd = -EADDRNOTAVAIL, loopback = ddp__is_loopback(host);
     hints.ai_socktype = SOCK_STREAM;
     if (!*host) {
         fd = ddp__tcp_listen("::", port, ports); /* it serves IPv4 too, where there is IPv6 */
         return fd >= 0 ? fd : ddp__tcp_listen("0.0.0.0", port, ports);
     }
-    if (getaddrinfo(host, NULL, &hints, &list) != 0) list = NULL;
+    if (getaddrinfo(host, NULL, &hints, &list) != 0) return fd;
     for (int i = 0; i < ports && fd < 0; i++)
         for (struct addrinfo *a = list; a && fd < 0; a = a->ai_next) {
             if (!loopback && ddp__is_loopback_address(a->ai_addr)) continue;
             ((struct sockaddr_in *)(void *)a->ai_addr)->sin_port = htons((uint16_t)(port + i)); /* as in IPv6 */
-            fd = ddp__listen_at(a->ai_addr, a->ai_addrlen);
-            if (fd < 0 && error != EADDRINUSE) error = errno;
+            int tried = ddp__listen_at(a->ai_addr, a->ai_addrlen);
+            if (tried >= 0 || fd != -EADDRINUSE) fd = tried;
         }
-    if (list) freeaddrinfo(list);
-    errno = error;
+    freeaddrinfo(list);
     return fd;
 }
 
@@ -6071,28 +6055,31 @@ static void ddp__port_holder(int port, char *out, size_t size) {
 /* Rank 0's listener, unless it has one. A port that is in use may be free in a moment: another rank has tried to
    connect to it, or an earlier job is ending. */
 static ddp_result ddp__venue_open(const ddp__venue *v) {
-    int *listener = &v->peer[v->count - 1].fd;
+    int fd = v->peer[v->count - 1].fd;
     double give_up = ddp_now() + 1.0;
     const char *host = v->hosts;
     char text[400], holder[160];
-    if (*listener < 0 && v->local) *listener = ddp__listen_at((const struct sockaddr *)&v->address, v->local);
-    if (*listener >= 0) return DDP_OK;
-    if (v->local && errno == EADDRINUSE) return ddp__name_taken(v, ddp__name_holder(v));
-    if (v->local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(errno));
-    do {
-        *listener = ddp__tcp_listen(host, v->port, v->ports);
-        if (*listener < 0 && errno == EADDRNOTAVAIL && *host) {
+    if (fd < 0 && v->local) fd = ddp__listen_at((const struct sockaddr *)&v->address, v->local);
+    while (fd < 0 && !v->local) {
+        fd = ddp__tcp_listen(host, v->port, v->ports);
+        if (fd == -EADDRNOTAVAIL && *host) {
             snprintf(text, sizeof text,
                      "\"%.200s\" resolves to no address of this machine that others can reach; rank 0 listens on "
                      "all interfaces",
                      host);
             ddp_group_log(v->group, text);
             host = "";
-            *listener = ddp__tcp_listen(host, v->port, v->ports);
+        } else if (fd != -EADDRINUSE || ddp_now() > give_up) {
+            break;
+        } else {
+            usleep(50000);
         }
-        if (*listener >= 0) return DDP_OK;
-    } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
-    if (errno != EADDRINUSE) return ddp_fail(DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", v->port, strerror(errno));
+    }
+    v->peer[v->count - 1].fd = fd;
+    if (fd >= 0) return DDP_OK;
+    if (v->local && fd == -EADDRINUSE) return ddp__name_taken(v, ddp__name_holder(v));
+    if (v->local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(-fd));
+    if (fd != -EADDRINUSE) return ddp_fail(DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", v->port, strerror(-fd));
     ddp__port_holder(v->port, holder, sizeof holder);
     return ddp_fail(DDP_ERR_SYSTEM, "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method", v->port, holder);
 }
@@ -6272,7 +6259,6 @@ static ddp_result ddp__local_meet(ddp_group *group, ddp__venue *v, void **state)
 
 typedef struct ddp__tcp {
     ddp_saved_error cause;       /* the first */
-    int rank, world_size;
     ddp__venue venue;            /* the peers of rank 0: all ranks, with itself; of others: rank 0 */
     pthread_mutex_t lock;        /* of all that is not the running call's alone */
     const ddp_call *call;        /* that uses the connections, or NULL */
@@ -6307,9 +6293,9 @@ static void ddp__tcp_tell(ddp__tcp *t) {
 static ddp_result ddp__tcp_missing(ddp_group *group, const ddp__tcp *t) {
     const ddp__peer *peer = t->venue.peer;
     int missing = t->cause.result == DDP_OK ? DDP_RANK_SILENT : DDP_RANK_BEHIND;
-    if (t->rank)
+    if (ddp_rank(group))
         return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 (%s) does not answer", ddp_group_timeout_ms(group), peer->who);
-    for (int r = 0; r < t->world_size; r++) t->state[r] = (unsigned char)(peer[r].arrived ? (int)DDP_RANK_ARRIVED : missing);
+    for (int r = 0; r < ddp_world_size(group); r++) t->state[r] = (unsigned char)(peer[r].arrived ? (int)DDP_RANK_ARRIVED : missing);
     return ddp_call_timed_out(group, t->call, t->state);
 }
 
@@ -6323,17 +6309,14 @@ static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
     }
     ddp_group_add_lost(group, p->in.call, cause, p->text);
     ddp_result lost = ddp_group_check_lost(group);
-    if (t->rank) {
+    int hub = ddp_rank(group) == 0;
+    if (!hub) {
         t->cause.result = DDP_OK;
         t->told = t->heard = 1;
-        ddp_fail(cause, "%s", p->text);
-    } else if (lost != DDP_OK) {
-        cause = lost;
-    } else if (t->call && cause == DDP_ERR_TIMEOUT) {
-        ddp__tcp_missing(group, t);
-    } else {
-        ddp_fail(cause, "%s", p->text);
     }
+    if (hub && lost != DDP_OK) cause = lost; /* the error line describes it */
+    else if (hub && t->call && cause == DDP_ERR_TIMEOUT) ddp__tcp_missing(group, t);
+    else ddp_fail(cause, "%s", p->text);
     ddp_error_save(&t->cause, cause);
 }
 
@@ -6390,9 +6373,9 @@ static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline)
         double now = ddp_now();
         int overdue = missing && now > deadline;
         if (overdue) ddp_error_save(&t->cause, ddp__tcp_missing(group, t));
-        int failed = t->cause.result != DDP_OK && (missing || t->rank == 0);
+        int failed = t->cause.result != DDP_OK && (missing || ddp_rank(group) == 0);
         ddp__tcp_tell(t);
-        if (failed && overdue && t->rank && t->cause.result == DDP_ERR_TIMEOUT && !t->heard) {
+        if (failed && overdue && ddp_rank(group) && t->cause.result == DDP_ERR_TIMEOUT && !t->heard) {
             failed = now >= deadline + t->venue.grace;
             if (failed) ddp_group_mark_lost(group, 0, DDP_ERR_TIMEOUT, t->cause.text);
         }
@@ -6428,30 +6411,30 @@ static ddp__frame ddp__tcp_answer_of(const ddp_call *call, int world_size) {
 
 /* Compares the head of a peer's frame with the one that this rank's call implies. No byte of the data is used
    before. */
-static ddp_result ddp__tcp_check(const ddp__tcp *t, int rank, const ddp__peer *p, const ddp__frame *expected) {
+static ddp_result ddp__tcp_check(const ddp_group *group, const ddp_call *call, int rank, const ddp__peer *p, const ddp__frame *expected) {
     const ddp__frame *frame = &p->data;
-    DDP_TRY(ddp_call_compare(t->rank, expected->call, rank, frame->call));
+    DDP_TRY(ddp_call_compare(ddp_rank(group), expected->call, rank, frame->call));
     if (frame->size == expected->size && frame->result == expected->result) return DDP_OK;
     return ddp_fail(DDP_ERR_MISMATCH,
                     "rank %d (%s) sent a frame of %llu bytes for %s, which needs %llu; build all ranks "
                     "with the same header",
-                    rank, p->who, (unsigned long long)frame->size, ddp_call_name(t->call->kind), (unsigned long long)expected->size);
+                    rank, p->who, (unsigned long long)frame->size, ddp_call_name(call->kind), (unsigned long long)expected->size);
 }
 
 /* Rank 0, when all have come and unless they mean different calls: puts together what everybody gets. */
 static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp_call *call) {
     ddp__peer *peer = t->venue.peer;
-    ddp__frame frame = ddp__tcp_answer_of(call, t->world_size);
+    ddp__frame frame = ddp__tcp_answer_of(call, ddp_world_size(group));
     size_t at = sizeof frame;
-    int adds = ddp_call_adds(call), parts = adds ? 1 : t->world_size;
-    for (int r = 0; r < t->world_size; r++) {
-        ddp__frame expected = ddp__tcp_frame_of(call, r, t->world_size);
-        DDP_TRY(ddp__tcp_check(t, r, &peer[r], &expected));
+    int adds = ddp_call_adds(call), parts = adds ? 1 : ddp_world_size(group);
+    for (int r = 0; r < ddp_world_size(group); r++) {
+        ddp__frame expected = ddp__tcp_frame_of(call, r, ddp_world_size(group));
+        DDP_TRY(ddp__tcp_check(group, call, r, &peer[r], &expected));
         t->source[r] = t->data[r].bytes;
         peer[r].arrived = 0;
     }
     if (adds && !frame.result) /* into the place of rank 0's data */
-        ddp_reduce_tree(t->data->bytes, t->source, t->world_size, frame.size / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor);
+        ddp_reduce_tree(t->data->bytes, t->source, ddp_world_size(group), frame.size / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor);
     DDP_TRY(ddp__room(group, &t->out, at + frame.size));
     memcpy(t->out.bytes, &frame, sizeof frame);
     for (int r = 0; r < parts && frame.size; at += peer[r++].data.size)
@@ -6460,20 +6443,20 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp_call *c
 }
 
 /* Takes what is this rank's from the data of all, or their sum. */
-static void ddp__tcp_take(const ddp__tcp *t, const ddp_call *call, const unsigned char *answer) {
-    for (int r = 0; r < (ddp_call_adds(call) ? 1 : t->world_size); r++) {
-        ddp_bytes from = ddp_call_sends(call, r, t->rank), to = ddp_call_receives(call, t->rank, r);
+static void ddp__tcp_take(const ddp_group *group, const ddp_call *call, const unsigned char *answer) {
+    for (int r = 0; r < (ddp_call_adds(call) ? 1 : ddp_world_size(group)); r++) {
+        ddp_bytes from = ddp_call_sends(call, r, ddp_rank(group)), to = ddp_call_receives(call, ddp_rank(group), r);
         if (to.size) memcpy((unsigned char *)call->recv + to.begin, answer + from.begin, to.size);
-        answer += ddp_call_send_size(call, r, t->world_size);
+        answer += ddp_call_send_size(call, r, ddp_world_size(group));
     }
 }
 
 /* Executes a call. DDP_ERR_UNSUPPORTED leaves the group as it was. */
 static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp_call *call) {
     double deadline = ddp_now() + ddp_group_timeout_ms(group) * 1e-3;
-    ddp__frame frame = ddp__tcp_frame_of(call, t->rank, t->world_size);
+    ddp__frame frame = ddp__tcp_frame_of(call, ddp_rank(group), ddp_world_size(group));
     ddp__peer *p = t->venue.peer;
-    int hub = t->rank == 0;
+    int hub = ddp_rank(group) == 0;
     ddp__buffer *own = hub ? t->data : &t->out; /* rank 0 keeps its data with that of the others */
     size_t head = hub ? 0 : sizeof frame;
     DDP_TRY(ddp__room(group, own, head + frame.size));
@@ -6483,13 +6466,13 @@ static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp_cal
     if (!hub && p->fd >= 0) ddp__send_all(p->fd, own->bytes, head + frame.size, deadline); /* if it fails, what comes or does not come says why */
     DDP_TRY(ddp__tcp_await(group, t, deadline));
     if (hub) DDP_TRY(ddp__tcp_join(group, t, call));
-    frame = ddp__tcp_answer_of(call, t->world_size);
-    if (!hub) DDP_TRY(ddp__tcp_check(t, 0, p, &frame));
+    frame = ddp__tcp_answer_of(call, ddp_world_size(group));
+    if (!hub) DDP_TRY(ddp__tcp_check(group, call, 0, p, &frame));
     for (int r = 1; r < t->venue.count; r++)
         if (!ddp__send_all(p[r].fd, t->out.bytes, sizeof frame + frame.size, deadline)) shutdown(p[r].fd, SHUT_RDWR); /* it is missed soon */
     if (frame.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank, and no calls with counts; for more build with "
                                       "DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
-    ddp__tcp_take(t, call, hub ? t->out.bytes + sizeof frame : t->data->bytes);
+    ddp__tcp_take(group, call, hub ? t->out.bytes + sizeof frame : t->data->bytes);
     return DDP_OK;
 }
 
@@ -6538,7 +6521,7 @@ static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp__tcp *t = (ddp__tcp *)state;
     ddp__tell_peers(&t->venue, DDP_OK, "", -1);
     ddp__venue_close(&t->venue);
-    for (int r = 0; r < t->world_size; r++) ddp_host_free(group, t->data[r].bytes);
+    for (int r = 0; r < ddp_world_size(group); r++) ddp_host_free(group, t->data[r].bytes);
     ddp_host_free(group, t->out.bytes);
     pthread_mutex_destroy(&t->lock);
     ddp_host_free(group, t);
@@ -6567,13 +6550,11 @@ static ddp__tcp *ddp__tcp_new(ddp_group *group, const ddp__venue *venue, int spl
     t->data = (ddp__buffer *)(void *)(t->source + w);
     t->state = (unsigned char *)(t->data + w);
     t->announced = (char *)(t->state + w);
-    t->rank = ddp_rank(group);
-    t->world_size = ddp_world_size(group);
     t->venue = *venue;
     ddp_result result = ddp__venue_alloc(&t->venue, group);
     if (result == DDP_OK) result = ddp__room(group, &t->out, (w + 1) * DDP__ANNOUNCED);
-    for (int r = 0; r < t->venue.count && r < t->world_size && result == DDP_OK; r++)
-        result = ddp__room(group, &t->data[r], (t->rank ? w : 1) * DDP__ANNOUNCED);
+    for (int r = 0; r < t->venue.count && r < ddp_world_size(group) && result == DDP_OK; r++)
+        result = ddp__room(group, &t->data[r], (ddp_rank(group) ? w : 1) * DDP__ANNOUNCED);
     if (result == DDP_OK || (!split && t->venue.peer)) return t;
     ddp__tcp_close(group, t);
     return NULL;
@@ -6587,7 +6568,7 @@ static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t) {
     ddp__card_here(mine);
     DDP_TRY(ddp__meet(&t->venue, NULL));
     for (int r = 0; r < t->venue.count; r++) ddp__tcp_tune(p[r].fd, ddp_group_timeout_ms(group));
-    if (t->rank) {
+    if (ddp_rank(group)) {
         snprintf(p->who, sizeof p->who, "%.95s", p->text);
         p->arrived = 1; /* rank 0 only answers: data outside a call is invalid */
     }
@@ -6609,7 +6590,7 @@ static ddp_result ddp__tcp_open(ddp_group *group, ddp__tcp *t, void **state) {
     }
     for (int r = 0; r < world_size; r++) {
         if (t->card[r][DDP__CARD_MACHINE] != machine) continue;
-        before += r < t->rank;
+        before += r < ddp_rank(group);
         here++;
     }
     ddp_group_set_local(group, before, here);
@@ -6629,7 +6610,7 @@ static ddp_result ddp__tcp_open(ddp_group *group, ddp__tcp *t, void **state) {
    port at which it listens. venue: of this rank's new group; NULL = it joins none. */
 static ddp_result ddp__tcp_announce(ddp_group *parent, const ddp__tcp *t, ddp__venue *venue, int leader, int local) {
     char mine[DDP__ANNOUNCED] = "", *theirs;
-    if (venue && leader == t->rank) {
+    if (venue && leader == ddp_rank(parent)) {
         int *listener = &venue->peer[venue->count - 1].fd;
         if (!local) *listener = ddp__tcp_listen("", 0, 1);
         ddp__announce_text(*listener, mine);

@@ -122,7 +122,9 @@ static ddp_result job_socket(char *name, size_t size) {
 }
 
 static int tcp_listen(const char *host, int port) {
-    return ddp__tcp_listen(host, port, 1);
+    int fd = ddp__tcp_listen(host, port, 1);
+    errno = fd < 0 ? -fd : 0;
+    return fd;
 }
 
 static const char *backend_name(const ddp_group *group) { return group->backend->name; }
