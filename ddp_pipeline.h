@@ -1,22 +1,23 @@
-/*  ddp_pipeline.h - pipeline parallelism: schedules as data, checked before they run, and a runner that loses nothing to them.
+/*  ddp_pipeline.h - pipeline parallelism: schedules as data that are checked before they run, and a runner.
 
-    A model is cut into stages that lie on different ranks; micro-batches flow through them, forward and back. Who computes what next is a list of
-    actions per rank: generated, read from a file or made to measure, proven free of deadlocks, simulated, drawn, and then run.
+    A model is cut into stages on different ranks. Micro-batches pass through them, forward and backward. A
+    schedule is a list of actions per rank. It can be generated, read from a file or built from measured
+    costs; then it is proven free of deadlocks, simulated, drawn and run.
 
 USAGE
-    #define DDP_IMPLEMENTATION             in exactly one source file of the program: the bodies of ddp.h and of this header
+    #define DDP_IMPLEMENTATION       in exactly one source file: the bodies of ddp.h and of this header
     #include "ddp_pipeline.h"
-    Or DDP_PIPELINE_IMPLEMENTATION for the bodies of this header alone. Link with -lpthread -lm.
+    Or DDP_PIPELINE_IMPLEMENTATION for only the bodies of this header. Link with -lpthread -lm.
 
 EXAMPLE
     #define DDP_IMPLEMENTATION
     #include "ddp_pipeline.h"
     #include <stdio.h>
 
-    int main(void) {                                                  // what would 4 ranks lose with 8 micro-batches?
+    int main(void) {                                 // what would 4 ranks lose with 8 micro-batches?
         static char picture[4096];
-        ddp_schedule_kind kinds[] = {DDP_SCHEDULE_GPIPE, DDP_SCHEDULE_1F1B, DDP_SCHEDULE_ZB_H1, DDP_SCHEDULE_ZB_H2};
-        for (int k = 0; k < 4; k++) {
+        ddp_schedule_kind kinds[] = {DDP_SCHEDULE_GPIPE, DDP_SCHEDULE_1F1B, DDP_SCHEDULE_ZB_H1,
+        DDP_SCHEDULE_ZB_H2}; for (int k = 0; k < 4; k++) {
             ddp_schedule_desc desc = DDP_ZERO;
             ddp_schedule_report report = DDP_ZERO;
             ddp_schedule *schedule;
@@ -26,81 +27,107 @@ EXAMPLE
             if (ddp_schedule_check(schedule) != DDP_OK) return puts(ddp_last_error()), 1;
             if (ddp_schedule_simulate(schedule, NULL, &report) != DDP_OK) return 1;
             if (ddp_schedule_write(schedule, DDP_SCHEDULE_TEXT, picture, &size_bytes) != DDP_OK) return 1;
-            printf("%s: bubble %.3f, %d micro-batches in flight\n%s\n", ddp_schedule_kind_name(kinds[k]), report.bubble_rate, report.peak_in_flight, picture);
+            printf("%s: bubble %.3f, %d micro-batches in flight\n%s\n", ddp_schedule_kind_name(kinds[k]),
+                   report.bubble_rate, report.peak_in_flight, picture);
             ddp_schedule_destroy(schedule);
         }
         return 0;
     }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-schedule-lists  >>impl-schedule-kinds  >>impl-schedule-play  >>impl-schedule-simulate
-    >>impl-schedule-auto  >>impl-schedule-parse  >>impl-schedule-lower  >>impl-schedule-draw  >>impl-schedule-balance  >>impl-pipeline-structs
-    >>impl-pipeline-check  >>impl-pipeline-gradients  >>impl-pipeline-versions  >>impl-pipeline-layout  >>impl-pipeline-messages  >>impl-pipeline-step
-    >>impl-pipeline-create  >>impl-pipeline-report  >>impl-public
+    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-schedule-lists  >>impl-schedule-kinds
+    >>impl-schedule-play  >>impl-schedule-simulate  >>impl-schedule-auto  >>impl-schedule-parse
+    >>impl-schedule-lower  >>impl-schedule-draw  >>impl-schedule-balance  >>impl-pipeline-structs
+    >>impl-pipeline-check  >>impl-pipeline-gradients  >>impl-pipeline-versions
+    >>impl-pipeline-layout  >>impl-pipeline-messages  >>impl-pipeline-step  >>impl-pipeline-create
+    >>impl-pipeline-report  >>impl-public
 
 CONCEPTS
-    Stage      a contiguous part of the model, numbered from 0. With v chunks per rank there are p*v of them: "loop" puts stage s on rank s mod p,
-               "V" puts stages r and 2p-1-r on rank r.
-    Action     F forward; I gradient of the stage's inputs; W gradient of its weights; B = I and W in one; of one stage and one micro-batch.
-               1F1B, p=3, m=4, a column per unit of time (B takes two), what stands between F and B of a micro-batch is in flight:
+    Stage      A contiguous part of the model, numbered from 0. With v chunks per rank, p ranks have p*v
+               stages. "loop" puts stage s on rank s mod p; "V" puts stages r and 2p-1-r on rank r.
+    Action     Work on one stage and one micro-batch. F: forward. I: gradient of the stage's inputs. W:
+               gradient of its weights. B: I and W together. 1F1B with p=3 and m=4, one column per unit of
+               time (B takes two); a micro-batch is in flight between its F and B:
 
                    rank 0   F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
                    rank 1   .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3 .  .
                    rank 2   .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .  .  .
 
-    Bubble     time in which a rank could compute and does not. Splitting B fills it: I goes on to the rank that waits for it, W waits for a hole.
-    Lowering   what a list of computations needs beside them: SEND and RECV, UNSHARD and RESHARD, REDUCE_GRAD.
-    Edge       a tensor that goes from one stage to a later one, once per micro-batch, and whose gradient comes back.
-    In flight  a micro-batch whose F of a stage has begun and whose W or B has not ended: the stage keeps its inputs and saved memory.
-    Version    PipeDream and PipeDream-2BW update weights while micro-batches are in flight: a backward takes the weights of its forward.
-    Update     gradients are added over update_interval micro-batches (all of the step, but for those two kinds), pairwise by index like a binary
-               counter, whatever the order of the actions; then over replicas; then over the uses of a tied parameter; then weights change.
+    Bubble     Time in which a rank is idle between actions. Splitting B fills it: I sends its result to the
+               rank that waits for it, and W runs later, in a bubble.
+    Lowering   Adds the actions that a list of computations needs: SEND and RECV, UNSHARD and RESHARD,
+               REDUCE_GRAD.
+    Edge       A tensor that one stage sends to a later one, once per micro-batch. Its gradient comes back.
+    In flight  A micro-batch between the start of its F on a stage and the end of its W or B there. The stage
+               keeps its inputs and saved memory.
+    Version    PipeDream and PipeDream-2BW update weights while micro-batches are in flight: a backward uses
+               the weights of its forward.
+    Update     Gradients are added over update_interval micro-batches: all of the step, except for those two
+               kinds. They are added pairwise by index like a binary counter, for any order of the actions;
+               then over replicas; then over the uses of a tied parameter. Then weights change.
 
 ERRORS
-    As in ddp.h: ddp_result and ddp_last_error(). A wrong schedule is answered with rank, position, action and why:
+    As in ddp.h: ddp_result and ddp_last_error(). The error of an invalid schedule names rank, position,
+    action and cause:
       ddp_schedule_check: rank 2 position 14 2I5: its forward 2F5 comes later on this rank, at position 17
-    What fails in a step poisons the group, so that the step ends on every rank, and names stage, action and micro-batch:
-      rank 1/4 ddp_pipeline_step group=pp: the callback of 1B3 (stage 1, backward of micro-batch 3) failed: loss is not finite
+    A failure in a step poisons the group, so that the step ends on every rank. The error names stage, action
+    and micro-batch:
+      rank 1/4 ddp_pipeline_step group=pp: the callback of 1B3 (stage 1, backward of micro-batch 3) failed:
+      loss is not finite
 
 CONFIG MACROS (define before including)
-    DDP_PIPELINE_IMPLEMENTATION   also compile the bodies of this header, here. DDP_IMPLEMENTATION does so too
+    DDP_PIPELINE_IMPLEMENTATION   also compile the bodies of this header, here. DDP_IMPLEMENTATION implies it
 
 NOT DONE HERE
-    No autograd: the caller's callbacks compute. No sharding of a stage over ranks: hooks call ddp_fsdp.h, the reducer or tensor parallelism.
-    No tied parameters with PipeDream and PipeDream-2BW, and no recomputation with them. No norm over all stages of sharded gradients.
+    No autograd: the caller's callbacks compute. A stage is not sharded over ranks here: hooks call
+    ddp_fsdp.h, the reducer or tensor parallelism. PipeDream and PipeDream-2BW support neither tied parameters
+    nor recomputation. Norms over all stages need unsharded gradients.
 */
 #ifndef DDP_PIPELINE_H
 #define DDP_PIPELINE_H
 
-//== config ============================================================================================== >>config
+//== config =================================================================================== >>config
 #include "ddp.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-//== types ================================================================================================ >>types
+//== types ===================================================================================== >>types
 
 typedef struct ddp_schedule ddp_schedule;
 typedef struct ddp_pipeline ddp_pipeline;
 
-/* One list gives the enum and the names. p ranks, m micro-batches, v chunks per rank; the bubble is that of equal stages, S = F + I + W of one.
-   What a definition does not allow is DDP_ERR_INVALID that names the nearest m (or v) that it does. */
-#define DDP_SCHEDULE_KINDS(X)                                                                                                             \
-    X(DDP_SCHEDULE_1F1B, "1F1B")                 /* v=1. Bubble (p-1)S; min(m, p-r) in flight (PipeDream-Flush, Narayanan et al. 2021) */ \
-    X(DDP_SCHEDULE_NAIVE, "naive")               /* any v. One micro-batch at a time */                                                   \
-    X(DDP_SCHEDULE_GPIPE, "GPipe")               /* v=1. Bubble (p-1)S; m in flight (Huang et al. 2019) */                                \
-    /* Any v; max(1, m/p) rounds of one size. (p-1)S/v where m is a multiple of p (Megatron-LM, 2021) */ \
-    X(DDP_SCHEDULE_INTERLEAVED_1F1B, "interleaved-1F1B") \
-    X(DDP_SCHEDULE_LOOPED_BFS, "looped-BFS")     /* any v. (p-1)S/v; mv in flight (Lamy-Poirier 2022) */                                  \
-    X(DDP_SCHEDULE_ZB_H1, "ZB-H1")               /* v=1. (p-1)(F+I-W); p in flight (Zero Bubble, Qi et al. 2024) */                       \
-    X(DDP_SCHEDULE_ZB_H2, "ZB-H2")               /* v=1. (p-1)(F+I-2W); 2p-1 in flight */                                                 \
-    X(DDP_SCHEDULE_INTERLEAVED_ZB_1P, "interleaved-ZB-1P") /* any v, m a multiple of p. (p-1)(F+I-W)/v; vp in flight */                   \
-    X(DDP_SCHEDULE_ZB_V, "ZB-V")                 /* V, v=2. None at equal costs; 2p in flight (Qi et al. 2024) */                         \
-    X(DDP_SCHEDULE_DUALPIPE_V, "DualPipeV")      /* V, v=2, m >= 2p. F and B of different micro-batches overlap (DeepSeek 2025) */        \
-    X(DDP_SCHEDULE_PIPEDREAM, "PipeDream")       /* v=1. An update every update_interval; p-r versions of weights (Harlap et al. 2018) */ \
-    X(DDP_SCHEDULE_PIPEDREAM_2BW, "PipeDream-2BW") /* v=1, update_interval >= p. Two versions (Narayanan et al. 2021) */                  \
-    X(DDP_SCHEDULE_AUTO, "AUTO")                 /* v=1. Built from costs under memory_limit, as Zero Bubble's ZB-1p and ZB-2p */
+/* One list defines the enum and the names. p ranks, m micro-batches, v chunks per rank. The bubble is that of
+   equal stages, with S = F + I + W of one stage. For an m (or v) that a kind does not support,
+   DDP_ERR_INVALID names the nearest one that it does. */
+#define DDP_SCHEDULE_KINDS(X)                                                                           \
+    /* v=1. Bubble (p-1)S; min(m, p-r) in flight (PipeDream-Flush, Narayanan et al. 2021) */            \
+    X(DDP_SCHEDULE_1F1B, "1F1B")                                                                        \
+    /* Any v. One micro-batch at a time */                                                              \
+    X(DDP_SCHEDULE_NAIVE, "naive")                                                                      \
+    /* v=1. Bubble (p-1)S; m in flight (Huang et al. 2019) */                                           \
+    X(DDP_SCHEDULE_GPIPE, "GPipe")                                                                      \
+    /* Any v; max(1, m/p) rounds of one size. (p-1)S/v if m is a multiple of p (Megatron-LM, 2021) */   \
+    X(DDP_SCHEDULE_INTERLEAVED_1F1B, "interleaved-1F1B")                                                \
+    /* Any v. (p-1)S/v; mv in flight (Lamy-Poirier 2022) */                                             \
+    X(DDP_SCHEDULE_LOOPED_BFS, "looped-BFS")                                                            \
+    /* v=1. (p-1)(F+I-W); p in flight (Zero Bubble, Qi et al. 2024) */                                  \
+    X(DDP_SCHEDULE_ZB_H1, "ZB-H1")                                                                      \
+    /* v=1. (p-1)(F+I-2W); 2p-1 in flight */                                                            \
+    X(DDP_SCHEDULE_ZB_H2, "ZB-H2")                                                                      \
+    /* Any v, m a multiple of p. (p-1)(F+I-W)/v; vp in flight */                                        \
+    X(DDP_SCHEDULE_INTERLEAVED_ZB_1P, "interleaved-ZB-1P")                                              \
+    /* V, v=2. None at equal costs; 2p in flight (Qi et al. 2024) */                                    \
+    X(DDP_SCHEDULE_ZB_V, "ZB-V")                                                                        \
+    /* V, v=2, m >= 2p. F and B of different micro-batches overlap (DeepSeek 2025) */                   \
+    X(DDP_SCHEDULE_DUALPIPE_V, "DualPipeV")                                                             \
+    /* v=1. An update every update_interval; p-r versions of weights (Harlap et al. 2018) */            \
+    X(DDP_SCHEDULE_PIPEDREAM, "PipeDream")                                                              \
+    /* v=1, update_interval >= p. Two versions (Narayanan et al. 2021) */                               \
+    X(DDP_SCHEDULE_PIPEDREAM_2BW, "PipeDream-2BW")                                                      \
+    /* v=1. Built from costs under memory_limit, as Zero Bubble's ZB-1p and ZB-2p */                    \
+    X(DDP_SCHEDULE_AUTO, "AUTO")
 
 typedef enum ddp_schedule_kind {
 #define DDP_X(kind, name) kind,
@@ -109,13 +136,23 @@ typedef enum ddp_schedule_kind {
     DDP_SCHEDULE_KIND_COUNT
 } ddp_schedule_kind;
 
-/* What a rank does next, and how the CSV grammar spells it after the stage's number. */
-#define DDP_ACTIONS(X)                                                                                                                    \
-    X(DDP_ACTION_IDLE, "")                  /* an empty cell */                                                                           \
-    X(DDP_ACTION_FORWARD, "F") X(DDP_ACTION_INPUT_GRAD, "I") X(DDP_ACTION_WEIGHT_GRAD, "W") X(DDP_ACTION_BACKWARD, "B")                   \
-    X(DDP_ACTION_UNSHARD, "UNSHARD") X(DDP_ACTION_RESHARD, "RESHARD") X(DDP_ACTION_REDUCE_GRAD, "REDUCE_GRAD") /* no micro-batch */       \
-    X(DDP_ACTION_SEND_F, "SEND_F") X(DDP_ACTION_RECV_F, "RECV_F") /* the stage is the one that sends, or receives: 0SEND_F2, 1RECV_F2 */  \
-    X(DDP_ACTION_SEND_B, "SEND_B") X(DDP_ACTION_RECV_B, "RECV_B") /* gradients of its inputs to where they came from */
+/* Kinds of actions, with their text in a CSV file after the stage's number. */
+#define DDP_ACTIONS(X)                                                                                  \
+    X(DDP_ACTION_IDLE, "") /* an empty cell */                                                          \
+    X(DDP_ACTION_FORWARD, "F")                                                                          \
+    X(DDP_ACTION_INPUT_GRAD, "I")                                                                       \
+    X(DDP_ACTION_WEIGHT_GRAD, "W")                                                                      \
+    X(DDP_ACTION_BACKWARD, "B")                                                                         \
+    /* Without a micro-batch */                                                                         \
+    X(DDP_ACTION_UNSHARD, "UNSHARD")                                                                    \
+    X(DDP_ACTION_RESHARD, "RESHARD")                                                                    \
+    X(DDP_ACTION_REDUCE_GRAD, "REDUCE_GRAD")                                                            \
+    /* The stage is the one that sends or receives: 0SEND_F2, 1RECV_F2 */                               \
+    X(DDP_ACTION_SEND_F, "SEND_F")                                                                      \
+    X(DDP_ACTION_RECV_F, "RECV_F")                                                                      \
+    /* Gradients of the stage's inputs, to the stages that sent these */                                \
+    X(DDP_ACTION_SEND_B, "SEND_B")                                                                      \
+    X(DDP_ACTION_RECV_B, "RECV_B")
 
 typedef enum ddp_action_kind {
 #define DDP_X(kind, name) kind,
@@ -124,12 +161,13 @@ typedef enum ddp_action_kind {
     DDP_ACTION_KIND_COUNT
 } ddp_action_kind;
 
-/* An entry of a rank's list. (0F7;7B3)OVERLAP_F_B is two of them, in that order. */
+/* An entry of a rank's list. The CSV cell (0F7;7B3)OVERLAP_F_B is two entries, in that order. */
 typedef struct ddp_action {
     ddp_action_kind kind;
     int stage;      /* -1: idle */
     int microbatch; /* -1: none */
-    int overlaps;   /* 1 = runs together with the next entry of the list, its partner: an F, with an I, W or B after it (or the other way round) */
+    int overlaps;   /* 1 = runs together with the next entry of the list: one is an F, the other an I, W or
+                       B */
 } ddp_action;
 
 typedef enum ddp_schedule_format {
@@ -141,15 +179,18 @@ typedef enum ddp_schedule_format {
     DDP_SCHEDULE_TRACE    /* Chrome and Perfetto JSON, in microseconds when times are seconds */
 } ddp_schedule_format;
 
-enum { DDP_LOWER_MERGE = 1, DDP_LOWER_SHARD = 2, DDP_LOWER_REDUCE = 4, DDP_LOWER_COMM = 8 }; /* parts of ddp_schedule_lower */
+/* Parts of ddp_schedule_lower. */
+enum { DDP_LOWER_MERGE = 1, DDP_LOWER_SHARD = 2, DDP_LOWER_REDUCE = 4, DDP_LOWER_COMM = 8 };
 
-//== descs ================================================================================================ >>descs
+//== descs ===================================================================================== >>descs
 
-/* What an action of a stage takes, in any unit of time, and what a micro-batch in flight keeps. */
+/* Durations of a stage's actions, in any unit of time, and the memory of a micro-batch in flight. */
 typedef struct ddp_stage_cost {
     double forward, input_grad, weight_grad; /* B takes input_grad + weight_grad */
-    double transfer;          /* from this stage's end of F, or of I or B, to when its neighbour on another rank can begin */
-    double overlapped;        /* F of this stage together with a B of another one; 0 = they run one after the other */
+    double transfer;          /* from the end of this stage's F, I or B until its neighbour on another rank
+                                 can begin */
+    double overlapped;        /* F of this stage together with a B of another one; 0 = they run one after the
+                                 other */
     double activation;        /* memory from F to the end of I or B; 0 = 1 */
     double weight_activation; /* memory from I to the end of W; 0 = half of activation */
 } ddp_stage_cost;
@@ -159,8 +200,9 @@ typedef struct ddp_schedule_desc {
     int rank_count;              /* required; p */
     int microbatch_count;        /* required; m, of the whole list */
     int chunk_count;             /* v; 0 = 1, for the V kinds 2 */
-    int update_interval;         /* PIPEDREAM, PIPEDREAM_2BW: weights change after so many micro-batches, a divisor of m; 0 = 1, for 2BW m */
-    const ddp_stage_cost *costs; /* AUTO: of each stage; NULL = F = I = W = 1. Not kept */
+    int update_interval;         /* PIPEDREAM, PIPEDREAM_2BW: micro-batches per update, a divisor of m; 0 = 1,
+                                    for 2BW m */
+    const ddp_stage_cost *costs; /* AUTO: of each stage; NULL = F = I = W = 1. Read only by create */
     double memory_limit;         /* AUTO: per rank, in units of activation; 0 = p times the largest, ZB-1p;
                                     twice that: ZB-2p. A larger limit never gives a slower schedule */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
@@ -173,272 +215,329 @@ typedef struct ddp_rank_report {
     double busy;            /* computing */
     int peak_in_flight;     /* stages times micro-batches between the start of F and the end of W or B */
     double peak_memory;     /* in units of activation */
-    int weight_versions;    /* 1; PipeDream: as many as are in flight; PipeDream-2BW: 2 */
+    int weight_versions;    /* 1; PipeDream: the number of micro-batches in flight; PipeDream-2BW: 2 */
 } ddp_rank_report;
 
 typedef struct ddp_schedule_report {
-    ddp_rank_report *ranks; /* set by the caller: room for rank_count entries, which are filled in; NULL = not wanted */
+    ddp_rank_report *ranks; /* set by the caller: space for rank_count entries, which are filled in; NULL =
+                               none */
     double makespan;        /* from the first action of any rank to the last end */
     double span;            /* the longest of a rank: from its first F to its last W or B */
-    double bubble_rate;     /* (span - work) / span, work: the most that a rank computes; Zero Bubble's measure */
+    double bubble_rate;     /* (span - work) / span; work: the most that a rank computes (Zero Bubble's
+                               measure) */
     int peak_in_flight;     /* these three: the largest of any rank */
     double peak_memory;
     int weight_versions;
 } ddp_schedule_report;
 
-/* When an action ran, or would; seconds, or the unit of the costs. */
+/* Begin and end of an action, in seconds or in the unit of the costs. */
 typedef struct ddp_action_time { double begin, end; } ddp_action_time;
 
-/* A tensor that stage from gives to stage to > from for each micro-batch; to == stage count: to the loss. More than one between the same two
-   stages, and edges that skip stages, are fine. data is not used. */
+/* A tensor that stage `from` sends to a later stage `to` for each micro-batch. to == stage count: to the
+   loss. Several edges between the same two stages, and edges that skip stages, are allowed. data is not
+   used. */
 typedef struct ddp_pipeline_edge {
     int from, to;
     ddp_tensor tensor;    /* dtype and shape of one micro-batch */
-    ddp_dtype grad_dtype; /* of what comes back; 0 = the tensor's */
-    int no_grad;          /* 1 = nothing comes back (integers, masks); always so for integer dtypes */
+    ddp_dtype grad_dtype; /* of the gradient that comes back; 0 = the tensor's */
+    int no_grad;          /* 1 = no gradient comes back (integers, masks); implied by integer dtypes */
 } ddp_pipeline_edge;
 
-/* What a callback of a stage is given. Arrays follow the order of the desc's edges: inputs are those that end here, outputs those that begin here. Memory
-   is the group's device's, 64-byte aligned, and the runner's own; pointers are valid during the call alone. Inputs and output_grads lie where they were
-   made, on one machine in the memory of the rank that made them: nobody writes there until the last call that is given them has returned. */
+/* The argument of a stage's callbacks. Arrays follow the order of the desc's edges: inputs end at this stage,
+   outputs begin here. Memory is that of the group's device, 64-byte aligned, and belongs to the runner.
+   Pointers are valid only during the call. Inputs and output_grads stay where they were made: on one machine,
+   in the memory of the rank that made them. They do not change until the last call that receives them has
+   returned. */
 typedef struct ddp_pipeline_call {
-    ddp_action_kind kind;            /* FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD; FORWARD for the loss too */
+    ddp_action_kind kind;            /* FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD; FORWARD for the loss
+                                        too */
     int stage, microbatch;
-    int evaluating;                  /* 1 = ddp_pipeline_evaluate: no backward follows, saved memory is scratch */
-    int recomputing;                 /* 1 = F once more, just before I or B: same inputs, fills saved; outputs are scratch */
+    int evaluating;                  /* 1 = ddp_pipeline_evaluate: no backward follows, saved memory is
+                                        scratch */
+    int recomputing;                 /* 1 = F again, just before I or B: same inputs, fills saved; outputs are
+                                        scratch */
     int input_count, output_count;
-    const ddp_tensor *inputs;        /* F I W B: to be read alone; the same bytes from F to W */
-    const ddp_tensor *outputs;       /* F: to be written, all of it. Loss: what the last stage wrote. Otherwise NULL */
-    const ddp_tensor *output_grads;  /* I W B: what came back, the same in I and W; data NULL: no gradient. Loss: to be written, all; NULL when evaluating */
-    const ddp_tensor *input_grads;   /* I B: to be written, all of it; data is NULL for an edge without gradient. F W: NULL */
-    void *saved;                     /* saved_bytes of this micro-batch, 64-byte aligned: F fills it, I W B read it; I may leave there what W needs */
-    double *loss;                    /* F of the last stage, and the loss callback: set it to the micro-batch's loss, not scaled; otherwise NULL */
-    int version;                     /* of the weights that this action takes: how many updates, counted from create, they have seen. PipeDream: those
-                                        before the micro-batch's F in its rank's list. 2BW: what makes update u takes version u-2, or 0. Evaluating: all */
+    const ddp_tensor *inputs;        /* F I W B: read-only; the same bytes from F to W */
+    const ddp_tensor *outputs;       /* F: write all of it. Loss: what the last stage wrote. Otherwise NULL */
+    const ddp_tensor *output_grads;  /* I W B: gradients of the outputs, the same in I and W; data NULL: no
+                                        gradient. Loss: write all of it; NULL when evaluating */
+    const ddp_tensor *input_grads;   /* I B: write all of it; data is NULL for an edge without gradient. F W:
+                                        NULL */
+    void *saved;                     /* saved_bytes of this micro-batch, 64-byte aligned. F fills it, I W B
+                                        read it; I may store data for W there */
+    double *loss;                    /* F of the last stage, and the loss callback: set it to the
+                                        micro-batch's loss, not scaled; otherwise NULL */
+    /* Version of the weights that this action uses: the number of updates since create. PipeDream: those
+       before the micro-batch's F in its rank's list. 2BW: actions that contribute to update u use version
+       u-2, or 0. Evaluating: all updates */
+    int version;
 } ddp_pipeline_call;
 
-/* A result other than DDP_OK ends the step on all ranks; the text of ddp_fail, if set, goes into the error. */
+/* A result other than DDP_OK ends the step on all ranks. The error contains the text of ddp_fail, if set. */
 typedef ddp_result (*ddp_pipeline_fn)(const ddp_pipeline_call *call, void *user);
 typedef ddp_result (*ddp_stage_hook)(int stage, void *user);
 typedef ddp_result (*ddp_get_sharded_grad)(int stage, int param, ddp_tensor *grad, void *user);
 
 /* Where the sum of a stage's gradients over the micro-batches of an update is divided by update_interval. */
 typedef enum ddp_grad_division {
-    DDP_DIVIDE_DEFAULT = 0,   /* by the runner after the last addition; not by the runner if the stage has a reduce_grad:
-                                 the reduction then divides by ranks and micro-batches
+    DDP_DIVIDE_DEFAULT = 0,   /* by the runner after the last addition; not by the runner if the stage has a
+                                 reduce_grad: the reduction then divides by ranks and micro-batches
                                  (ddp_reducer_desc.micro_batch_count = update_interval) */
-    DDP_DIVIDE_BEFORE_REDUCE, /* by the runner, before reduce_grad, which divides by ranks only */
+    DDP_DIVIDE_BEFORE_REDUCE, /* by the runner, before reduce_grad, which divides only by ranks */
     DDP_DIVIDE_NONE           /* nowhere: gradients stay sums */
 } ddp_grad_division;
 
-/* One stage. Only the entries of this rank's stages are read. Callbacks run on the thread of ddp_pipeline_step, one at a time, in the order of the
-   schedule; on a device with lanes they put their work on the compute lane. They may call collectives of groups other than the pipeline's. */
+/* One stage. Only the entries of this rank's stages are read. Callbacks run one at a time on the thread of
+   ddp_pipeline_step, in the order of the schedule. On a device with streams they enqueue their work on the
+   compute stream. They may call collectives of groups other than the pipeline's. */
 typedef struct ddp_pipeline_stage {
-    const char *name;             /* appears in errors; NULL = "stage 3" and its like */
+    const char *name;             /* appears in errors; NULL = "stage 3" or similar */
     ddp_pipeline_fn forward;      /* required */
     ddp_pipeline_fn backward;     /* B; NULL = input_grad, then weight_grad */
-    ddp_pipeline_fn input_grad, weight_grad; /* required where the schedule has I, and W */
+    ddp_pipeline_fn input_grad, weight_grad; /* required if the schedule has I, and W */
     void *user;
     size_t saved_bytes;           /* per micro-batch in flight; 0 = none */
-    int recompute;                /* 1 = saved memory is not kept from F to I or B: F runs again (Chen et al. 2016). Inputs are kept */
-    /* NULL = there are none, or the callbacks add gradients themselves. Otherwise W or B writes (not adds)
-       one micro-batch's gradients to param->grad.data; the runner adds them pairwise by index and leaves the
-       sum there. 16-bit gradients are added and divided in f32 and rounded once. A ddp_reducer or ddp_fsdp
-       reduces their f32 sums, so that any number of replicas gives the same bits. Each entry is &param or
-       &fsdp_param.param, and outlives the pipeline. Its pointers are read for each action, as
-       ddp_fsdp_unshard moves them. NULL grad.data at create: the runner's memory, set there; with unshard:
-       what that sets, until reduce_grad (of grad.dtype; 0 = value's). PipeDream and 2BW: hooks see the newest
-       values; while a callback takes older ones, value.data is a copy */
+    int recompute;                /* 1 = saved memory is freed after F, and F runs again before I or B (Chen
+                                     et al. 2016). Inputs are kept */
+    /* NULL = no parameters, or the callbacks accumulate gradients themselves. Otherwise W or B writes (not
+       adds) the gradients of one micro-batch to param->grad.data. The runner adds them pairwise by index and
+       leaves the sum there. 16-bit gradients are added and divided in f32 and rounded once. A ddp_reducer or
+       ddp_fsdp reduces their f32 sums, so that any number of replicas gives the same bits. Each entry is
+       &param or &fsdp_param.param, and outlives the pipeline. Its pointers are read for each action, as
+       ddp_fsdp_unshard moves them. NULL grad.data at create: the runner allocates gradients of grad.dtype (0
+       = value's) and sets grad.data; with unshard, that hook sets it, until reduce_grad. PipeDream and 2BW:
+       hooks see the newest values; while a callback uses older ones, value.data is a copy */
     ddp_param *const *params;
     int param_count;
     int zero_gradients;           /* 1 = gradient memory is cleared before each W or B */
-    /* Data parallelism. All may be NULL; each returns before its next call for this stage, and replicas call them in the same order. */
-    ddp_stage_hook unshard;       /* before the stage's first action of a step, or where the list has UNSHARD: ddp_fsdp_unshard */
+    /* Data parallelism. Each hook may be NULL. It returns before the next call for this stage. Replicas call
+       the hooks in the same order. */
+    ddp_stage_hook unshard;       /* before the stage's first action of a step, or at UNSHARD:
+                                     ddp_fsdp_unshard */
     ddp_stage_hook reshard;       /* after its last one, or at RESHARD: ddp_fsdp_reshard */
-    ddp_stage_hook reduce_grad;   /* after its last W or B of an update, or at REDUCE_GRAD; sums are in grad.data: ddp_reducer_ready, ddp_fsdp_reduce_grads */
-    ddp_stage_hook wait_grad;     /* at the end of the update, for local stages in ascending order: ddp_reducer_wait */
-    ddp_stage_hook update;        /* gradients are final: a step on the newest values. NULL = the caller steps later; not with PipeDream and 2BW, where it
-                                     gathers anew if there is unshard, since actions of the step follow, up to reshard */
-    ddp_grad_division grad_division; /* DDP_DIVIDE_BEFORE_REDUCE where reduce_grad is of ddp_fsdp with micro_batch_count 1 */
-    ddp_get_sharded_grad get_sharded_grad;    /* NULL = grad.data; required for ties of gradients that come with unshard: ddp_fsdp_get_shard */
+    ddp_stage_hook reduce_grad;   /* after its last W or B of an update, or at REDUCE_GRAD; sums are in
+                                     grad.data: ddp_reducer_ready, ddp_fsdp_reduce_grads */
+    ddp_stage_hook wait_grad;     /* at the end of the update, for local stages in ascending order:
+                                     ddp_reducer_wait */
+    /* Gradients are final: a step on the newest values. NULL = the caller steps later; required with
+       PipeDream and 2BW. There, if unshard is set, it must unshard again, since more actions of the step
+       follow until reshard */
+    ddp_stage_hook update;
+    ddp_grad_division grad_division; /* DDP_DIVIDE_BEFORE_REDUCE if reduce_grad is of a ddp_fsdp with
+                                        micro_batch_count 1 */
+    ddp_get_sharded_grad get_sharded_grad; /* NULL = grad.data; required for ties of parameters with unshard:
+                                              ddp_fsdp_get_shard */
 } ddp_pipeline_stage;
 
-/* One parameter used by two stages, such as the embedding and the last projection: equal shapes, dtypes of gradients, and first values. */
+/* One parameter used by two stages, such as the embedding and the last projection. Shapes, gradient dtypes
+   and first values are equal. */
 typedef struct ddp_pipeline_tie {
     int first_stage, first_param;   /* first_param: index in that stage's params */
-    int second_stage, second_param; /* a later stage, on the same rank or another one; or a later parameter of the same stage */
+    int second_stage, second_param; /* a later stage, on the same rank or another one; or a later parameter of
+                                       the same stage */
 } ddp_pipeline_tie;
 
 typedef struct ddp_pipeline_desc {
-    const ddp_schedule *schedule;     /* required; outlives the pipeline. With or without SEND and RECV; rank_count is the group's world_size */
+    const ddp_schedule *schedule;     /* required; outlives the pipeline. With or without SEND and RECV; its
+                                         rank_count is the group's world_size */
     const ddp_pipeline_stage *stages; /* required; one entry per stage of the schedule, on each rank */
     int stage_count;                  /* required; entries of stages: ddp_schedule_stage_count(schedule) */
-    ddp_tensor boundary;              /* what each stage gives to the next one, dtype and shape of one micro-batch; read when edges is NULL */
-    ddp_tensor output;                /* what the last stage gives to the loss; read when edges is NULL; dtype 0 = nothing */
-    const ddp_pipeline_edge *edges;   /* NULL = boundary and output; otherwise all of them, the same on every rank; copied */
+    ddp_tensor boundary;              /* output of each stage for the next one: dtype and shape of one
+                                         micro-batch; read when edges is NULL */
+    ddp_tensor output;                /* output of the last stage for the loss; read when edges is NULL; dtype
+                                         0 = none */
+    const ddp_pipeline_edge *edges;   /* NULL = boundary and output; otherwise all edges, the same on every
+                                         rank; copied */
     int edge_count;
-    ddp_pipeline_fn loss;             /* NULL = the last stage's F sets *call->loss and its backward needs no output_grads; otherwise runs right after that F */
+    ddp_pipeline_fn loss;             /* runs right after the last stage's F. NULL = that F sets *call->loss,
+                                         and its backward needs no output_grads */
     void *loss_user;
     const ddp_pipeline_tie *ties;     /* the same on every rank; copied */
     int tie_count;
-    int prefetch;                     /* 0 = 2; receives per edge and direction that are posted ahead of the action that needs them */
-    int timed;                        /* 1 = on a device with lanes the host waits for each action: times and stats are the device's. 0 = of putting it there */
+    int prefetch;                     /* 0 = 2; receives per edge and direction that are posted ahead of the
+                                         action that needs them */
+    int timed;                        /* 1 = on a device with streams the host waits for each action: times
+                                         and stats are those of the device. 0 = those of enqueueing */
 } ddp_pipeline_desc;
 
 typedef struct ddp_pipeline_stats {
     uint64_t steps;
-    double step_seconds;     /* of the last step, this rank; as all that follows */
+    double step_seconds;     /* this and all that follows: of the last step, on this rank */
     double compute_seconds;  /* in callbacks of F, I, W, B and the loss */
-    double wait_seconds;     /* of an action whose inputs had not come */
+    double wait_seconds;     /* waiting for the inputs of actions */
     double update_seconds;   /* hooks, ties, division */
     double bubble_rate;      /* measured: (longest span - most compute) / longest span, over all ranks */
     double predicted_bubble_rate; /* ddp_schedule_simulate with the measured costs */
-    size_t bytes_sent;          /* to other ranks; those of this machine read it where it was made */
-    size_t bytes_handed_over;   /* between stages of this rank, and to the loss: read where they were made */
-    size_t activation_bytes;    /* what this object holds: outputs, saved memory, gradients that travel; of other machines' ranks inputs as well */
-    size_t accumulation_bytes, version_bytes; /* partial sums of gradients; stashed weights */
+    size_t bytes_sent;          /* to other ranks; those of this machine read in place */
+    size_t bytes_handed_over;   /* between stages of this rank, and to the loss: read in place */
+    size_t activation_bytes;    /* allocated: outputs, saved memory, gradients to send; from other machines
+                                   also inputs */
+    size_t accumulation_bytes, version_bytes; /* partial sums of gradients; copies of older weights */
 } ddp_pipeline_stats;
 
-typedef ddp_result (*ddp_layer_fn)(int layer, ddp_action_kind kind, void *user); /* for ddp_pipeline_profile: runs FORWARD, INPUT_GRAD or WEIGHT_GRAD to its end */
+/* For ddp_pipeline_profile: runs FORWARD, INPUT_GRAD or WEIGHT_GRAD of a layer to its end. */
+typedef ddp_result (*ddp_layer_fn)(int layer, ddp_action_kind kind, void *user);
 typedef struct ddp_profile_desc {
     int layer_count;     /* required */
     ddp_layer_fn run;    /* required; for each layer and round: F, I, W in this order */
     void *user;
-    int rounds, warmup_rounds; /* 0 = 5, whose median counts, and 1; warmup_rounds -1 = none */
+    int rounds, warmup_rounds; /* 0 = 5, whose median is used, and 1; warmup_rounds -1 = none */
 } ddp_profile_desc;
 
-//== api ==================================================================================================== >>api
+//== api ========================================================================================= >>api
 
 /* --- schedules --- */
 
-/* Makes the lists of a kind: F, I, W and B only; see ddp_schedule_lower. Not collective: the same desc gives the same schedule on every rank. *out is
-   NULL on failure. Errors: DDP_ERR_INVALID names the field and the nearest value that works; DDP_ERR_NO_MEMORY. */
+/* Creates the lists of a kind, with F, I, W and B only; see ddp_schedule_lower. Not collective: the same desc
+   gives the same schedule on every rank. Errors, and *out is NULL: DDP_ERR_INVALID names the field and the
+   nearest valid value; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_desc *desc);
 
-/* Reads a CSV file's text: any number of ranks (lines), stages and micro-batches. Blanks around cells and lines without text at the end are ignored.
-   So is a byte-order mark of UTF-8 at the start. A cell may stand in double quotes, as spreadsheets write it.
-   It is synchronous: one update at the end. Its lists need not make sense: ddp_schedule_check tells. Errors: DDP_ERR_INVALID names line, cell and
-   what is wrong; DDP_ERR_NO_MEMORY. */
+/* Parses the text of a CSV file with any number of ranks (lines), stages and micro-batches. Ignores blanks
+   around cells, empty lines at the end and a UTF-8 byte-order mark. A cell may be in double quotes, as
+   spreadsheets write it. The schedule has one update, at its end. It may be invalid: ddp_schedule_check
+   reports that. Not collective. Errors: DDP_ERR_INVALID names line, cell and cause; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv);
 
-/* Writes a schedule with unit costs, as ddp_schedule_draw does. */
-DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_format format, char *out, size_t *size_bytes);
+/* Like ddp_schedule_draw with unit costs. */
+DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_format format, char *out,
+                                     size_t *size_bytes);
 
-/* Draws it as it runs with these costs (an entry for each stage; NULL = F = I = W = 1), or as it ran: times has
-   an entry for each action, rank after rank, NULL = none. The time axis of an SVG is in s, ms or us with times,
-   and otherwise in the unit of the costs. *size_bytes: room at out; set to what the text takes with the 0 at its
-   end. out NULL: only that. Errors: DDP_ERR_INVALID (too little room: nothing is written; a picture of a
-   schedule that cannot run to its end). */
-DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_format format, const ddp_stage_cost *costs, const ddp_action_time *times,
-                                    char *out, size_t *size_bytes);
+/* Draws the schedule with these costs (an entry for each stage; NULL = F = I = W = 1), or as it ran: times
+   has an entry for each action, rank after rank; NULL = none. The time axis of an SVG is in s, ms or us with
+   times, otherwise in the unit of the costs. *size_bytes: in, the space at out; out, the length of the text
+   with the 0 at its end. out NULL: only that. Errors: DDP_ERR_INVALID (not enough space: nothing is written;
+   a picture of a schedule that cannot run to its end). */
+DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_format format,
+                                    const ddp_stage_cost *costs, const ddp_action_time *times, char *out,
+                                    size_t *size_bytes);
 
 DDPDEF void ddp_schedule_destroy(ddp_schedule *schedule); /* NULL is ignored */
 
-/* Makes the lists that a runner without foresight would need; parts: DDP_LOWER_... or 0 = all, in this order. MERGE: I and W of one micro-batch next
-   to each other become B, empty cells go. SHARD: UNSHARD before a stage's first action and RESHARD after its last. REDUCE: REDUCE_GRAD after a
-   stage's last W or B. COMM: SEND after what makes a tensor, RECV in the order of the sends of its peer, so that each SEND could meet its RECV
-   without any buffer. A part that is there already is DDP_ERR_INVALID, as is a schedule that ddp_schedule_check refuses. */
+/* Creates the lists that a runner without lookahead needs. parts: DDP_LOWER_... or 0 = all, in this order.
+   MERGE: I and W of one micro-batch next to each other become B; empty cells are removed. SHARD: UNSHARD
+   before a stage's first action and RESHARD after its last. REDUCE: REDUCE_GRAD after a stage's last W or B.
+   COMM: SEND after the action that makes a tensor; RECV in the order of the peer's sends, so that each SEND
+   can meet its RECV without buffering. Errors: DDP_ERR_INVALID for a part that the schedule already has, or a
+   schedule that ddp_schedule_check rejects. */
 DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *schedule, unsigned parts);
 
-/* Proves that every micro-batch passes every stage once in each direction, each stage on one rank; that I and B follow F, W follows I, and each waits
-   only for what can come; that SENDs and RECVs, if there are any, are complete and match in order; and that nothing waits in a circle when one
-   message fits between two ranks. UNSHARD, RESHARD and REDUCE_GRAD, if there are any, are where they belong. DDP_ERR_INVALID: the line says rank,
-   position (from 0) and action that is wrong, and why. */
+/* Proves the following. Every micro-batch passes every stage once in each direction; each stage is on one
+   rank. I and B follow F, W follows I, and each waits only for tensors that will arrive. SENDs and RECVs, if
+   present, are complete and match in order. No cycle of waits exists when one message fits between two ranks.
+   UNSHARD, RESHARD and REDUCE_GRAD, if present, are at valid positions. Errors: DDP_ERR_INVALID names rank,
+   position (from 0), action and cause. */
 DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule);
 
-/* What the schedule takes when every action starts as soon as it can in its rank's order; costs as in ddp_schedule_draw. SEND and RECV take no time,
-   cost->transfer passes between the ranks. Linear in the number of actions. DDP_ERR_INVALID for a schedule that cannot run to its end, or a negative
-   cost. */
-DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_stage_cost *costs, ddp_schedule_report *report);
+/* Simulates the schedule: every action starts as soon as it can, in its rank's order; costs as in
+   ddp_schedule_draw. SEND and RECV take no time; between ranks cost->transfer passes. Linear in the number of
+   actions. Errors: DDP_ERR_INVALID for a schedule that cannot run to its end, or a negative cost. */
+DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_stage_cost *costs,
+                                        ddp_schedule_report *report);
 
-DDPDEF int ddp_schedule_rank_count(const ddp_schedule *schedule); /* of NULL these are 0 */
+DDPDEF int ddp_schedule_rank_count(const ddp_schedule *schedule); /* this and the next three: 0 for NULL */
 DDPDEF int ddp_schedule_stage_count(const ddp_schedule *schedule);
 DDPDEF int ddp_schedule_microbatch_count(const ddp_schedule *schedule);
-DDPDEF int ddp_schedule_update_interval(const ddp_schedule *schedule); /* micro-batches per update; microbatch_count where there is one update */
-DDPDEF ddp_schedule_kind ddp_schedule_get_kind(const ddp_schedule *schedule); /* of a parsed one: DDP_SCHEDULE_KIND_COUNT */
-DDPDEF int ddp_schedule_stage_rank(const ddp_schedule *schedule, int stage); /* -1: on none */
+/* Micro-batches per update; microbatch_count if there is one update. */
+DDPDEF int ddp_schedule_update_interval(const ddp_schedule *schedule);
+/* DDP_SCHEDULE_KIND_COUNT for a parsed schedule. */
+DDPDEF ddp_schedule_kind ddp_schedule_get_kind(const ddp_schedule *schedule);
+DDPDEF int ddp_schedule_stage_rank(const ddp_schedule *schedule, int stage); /* -1: on no rank */
 
-/* The list of a rank; the schedule's own. *count (may be NULL) is its length. NULL, with ddp_last_error set, for a rank that there is not. */
+/* The list of a rank, owned by the schedule. *count (may be NULL) is its length. NULL, with ddp_last_error
+   set, for an invalid rank. */
 DDPDEF const ddp_action *ddp_schedule_actions(const ddp_schedule *schedule, int rank, int *count);
 
-/* "1F1B" and its like; static text. */
+/* Such as "1F1B"; static text. */
 DDPDEF const char *ddp_schedule_kind_name(ddp_schedule_kind kind);
 
-/* The kind of that name, upper or lower case, '_' for '-'. DDP_ERR_INVALID lists the names. */
+/* Finds a kind by name, in upper or lower case, with '_' or '-'. Errors: DDP_ERR_INVALID lists the names. */
 DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *kind);
 
 /* --- balancing --- */
 
-/* Cuts layers into contiguous stages, none empty, so that the largest sum of costs is as small as possible. first_layer: stage_count entries, stage s
-   begins there. Sums are taken from left to right. DDP_ERR_INVALID: fewer layers than stages, or a cost that is negative or not finite. */
-DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count, int *first_layer);
+/* Cuts layers into contiguous stages, none empty, such that the largest sum of costs is minimal. first_layer:
+   stage_count entries; stage s begins with layer first_layer[s]. Costs are added from left to right. Errors:
+   DDP_ERR_INVALID for fewer layers than stages, or a cost that is negative or not finite. */
+DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count,
+                                         int *first_layer);
 
-/* Measures each layer by running it: forward, input_grad and weight_grad of cost[0] to cost[layer_count - 1], in seconds; the rest of an entry stays.
-   Not collective. Errors: what run returns; DDP_ERR_INVALID names the field. */
+/* Measures each layer by running it, and sets forward, input_grad and weight_grad of cost[0] to
+   cost[layer_count - 1], in seconds; other fields are unchanged. Not collective. Errors: the result of run;
+   DDP_ERR_INVALID names the field. */
 DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_cost *cost);
 
 /* --- runner ---
 
-   With data parallelism ranks are a mesh of shape {stages' ranks, replicas}, names {"pp", "dp"}. Replica r feeds its callbacks micro-batches r m to r m + m - 1
-   of the step's; with m a power of two, weights end with the bits of one process. Groups of "pp" and "dp" run calls of their own:
+   With data parallelism, ranks are a mesh of shape {pipeline ranks, replicas}, names {"pp", "dp"}. The
+   callbacks of replica r work on micro-batches r m to r m + m - 1 of the step. With m a power of two, weights
+   end with the bits of one process. The reducer or fsdp of a stage is created on "dp":
 
-       ddp_result reduce(int stage, void *user) {                            // a ddp_reducer for each stage, on "dp"; micro_batch_count = m
-           for (int i = model->param_count[stage] - 1; i >= 0; i--) TRY(ddp_reducer_ready(model->reducer[stage], i));
-           return DDP_OK;
+       ddp_result reduce(int stage, void *user) {       // a ddp_reducer for each stage; micro_batch_count = m
+           for (int i = model->param_count[stage] - 1; i >= 0; i--)
+           TRY(ddp_reducer_ready(model->reducer[stage], i)); return DDP_OK;
        }
        ddp_result wait(int stage, void *user) { return ddp_reducer_wait(model->reducer[stage]); }
-       ddp_result update(int stage, void *user) { return ddp_optimizer_step(model->optimizer[stage], model->lr); }
-       stage->reduce_grad = reduce, stage->wait_grad = wait, stage->update = update;
+       ddp_result update(int stage, void *user) { return ddp_optimizer_step(model->optimizer[stage],
+       model->lr); } stage->reduce_grad = reduce, stage->wait_grad = wait, stage->update = update;
 
-       ddp_result gather(int stage, void *user) { return ddp_fsdp_unshard(model->fsdp[stage], 0); }     // or a ddp_fsdp of one unit
-       ddp_result release(int stage, void *user) { return ddp_fsdp_reshard(model->fsdp[stage], 0); }
+       // or a ddp_fsdp of one unit for each stage
+       ddp_result unshard(int stage, void *user) { return ddp_fsdp_unshard(model->fsdp[stage], 0); }
+       ddp_result reshard(int stage, void *user) { return ddp_fsdp_reshard(model->fsdp[stage], 0); }
        ddp_result reduce(int stage, void *user) { return ddp_fsdp_reduce_grads(model->fsdp[stage], 0); }
        ddp_result update(int stage, void *user) { return ddp_fsdp_step(model->fsdp[stage], model->lr); }
-       stage->unshard = gather, stage->reshard = release, stage->reduce_grad = reduce, stage->update = update;
-       stage->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
+       stage->unshard = unshard, stage->reshard = reshard, stage->reduce_grad = reduce, stage->update =
+       update; stage->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
 
-   Tied gradients that come with unshard are added where get_sharded_grad says, called when every wait_grad has returned: this rank's part, which is the same part
-   of both uses on the ranks of one pipeline. ddp_fsdp_get_shard gives it, an average if wait_grad is ddp_fsdp_clip_grad_norm(fsdp, FLT_MAX, NULL). */
+   Tied gradients of stages with unshard are added where get_sharded_grad points. It is called after every
+   wait_grad has returned, and returns this rank's part: the same part of both uses on the ranks of one
+   pipeline. ddp_fsdp_get_shard returns that part, as an average if wait_grad is ddp_fsdp_clip_grad_norm(fsdp,
+   FLT_MAX, NULL). */
 
-/* Checks the schedule, lays out all memory that steps will need, and connects the ranks: rank r of the group runs list r. Collective. While the
-   pipeline lives, the group is its own. Errors, *out is NULL: DDP_ERR_INVALID names stage or edge (a callback that is missing, a shape; an edge to an
-   earlier stage; none with a gradient from a stage to the next one; a loss without an edge), on every rank; what ddp_schedule_check finds;
-   DDP_ERR_MISMATCH on every rank when schedules, edges or ties differ, or the two uses of a tied parameter do; DDP_ERR_NO_MEMORY.
-   On a device with lanes all messages of a rank run on the communication lane, one after the other, in the order of ddp_schedule_lower. */
+/* Checks the schedule, allocates all memory that steps need, and connects the ranks: rank r of the group runs
+   list r. On a device with streams, all messages of a rank run on the communication stream, one after the
+   other, in the order of ddp_schedule_lower. Collective, blocks. Ownership: while the pipeline lives, only it
+   may issue calls on the group. Errors, on every rank, and *out is NULL: DDP_ERR_INVALID names stage or edge
+   (a missing callback, a shape, an edge to an earlier stage, no edge with a gradient from a stage to the
+   next, a loss without an edge); the errors of ddp_schedule_check; DDP_ERR_MISMATCH when schedules, edges or
+   ties differ, or the two uses of a tied parameter do; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc);
 
-/* Runs the schedule once: all micro-batches, both ways, with the updates that fall into it. Collective, blocks. Afterwards gradients of the last
-   update are final in grad.data, the same bits as one process gets that adds the micro-batches pairwise: on a device with lanes, for what the compute
-   lane does next. After the first step it allocates nothing.
-   Errors, on every rank: the result of the callback that failed, DDP_ERR_PEER_LOST, DDP_ERR_TIMEOUT; the line names stage, action and micro-batch. */
+/* Runs the schedule once: all micro-batches, forward and backward, with their updates. Afterwards the
+   gradients of the last update are final in grad.data, with the bits of one process that adds the
+   micro-batches pairwise. On a device with streams they are final for later work of the compute stream. After
+   the first step it allocates nothing. Collective, blocks. Errors, on every rank: the result of the callback
+   that failed, DDP_ERR_PEER_LOST, DDP_ERR_TIMEOUT. The error names stage, action and micro-batch. */
 DDPDEF ddp_result ddp_pipeline_step(ddp_pipeline *pipeline);
 
-/* Forward alone, in the schedule's order of F, with the newest weights. Times and stats of the last step
-   stay. Collective, blocks. */
+/* Runs only the forward actions, in the schedule's order, with the newest weights. Times and stats of the
+   last step are kept. Collective, blocks. */
 DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline);
 
-/* Losses of the last step or evaluation, on every rank: *mean is the pairwise sum over micro-batches divided
-   once, each (may be NULL) has microbatch_count entries. Not collective. DDP_ERR_INVALID before the first of
-   either. */
+/* Losses of the last step or evaluation, on every rank. *mean is the pairwise sum over micro-batches divided
+   once; each (may be NULL) has microbatch_count entries. Not collective. Errors: DDP_ERR_INVALID before the
+   first step or evaluation. */
 DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *mean, double *each);
 
-/* What the last step's actions took: costs (stage-count entries, in seconds, means over micro-batches) for
-   AUTO, the simulator and ddp_pipeline_partition; times (an entry for each action of all ranks, rank after
-   rank, since the step's start) for ddp_schedule_draw. Either may be NULL. Collective; every rank gets all.
-   DDP_ERR_INVALID before the first step. */
-DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost *costs, ddp_action_time *times);
+/* Durations of the last step's actions. costs: stage-count entries, in seconds, means over micro-batches, for
+   AUTO, the simulator and ddp_pipeline_partition. times: an entry for each action of all ranks, rank after
+   rank, since the step's start, for ddp_schedule_draw. Either may be NULL. Collective; every rank gets all.
+   Errors: DDP_ERR_INVALID before the first step. */
+DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost *costs,
+                                         ddp_action_time *times);
 
-DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipeline_stats *stats); /* not collective */
+/* Not collective. */
+DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipeline_stats *stats);
 
-/* Scales all gradients by max_norm / norm when the global norm over all stages exceeds max_norm; after
-   ddp_pipeline_step, for whole (unsharded) gradients of the params that stages name. A tied parameter counts
-   once, as the sum. *norm (may be NULL) is the norm before. Squares add per row in a fixed order and rows
-   exactly, so that the cut into stages cannot change the result. Collective. A norm that is not finite scales
-   nothing. DDP_ERR_INVALID: no stage names any, gradients of one come with unshard, or there has been no
-   step. */
+/* Scales all gradients by max_norm / norm when the global norm over all stages exceeds max_norm. *norm (may
+   be NULL) is the norm before scaling. Call it after ddp_pipeline_step, for full (unsharded) gradients of the
+   stages' params. A tied parameter counts once, as the sum. Squares add per row in a fixed order and rows add
+   exactly, so the cut into stages cannot change the result. A norm that is not finite scales nothing.
+   Collective, blocks. Errors: DDP_ERR_INVALID when no stage has params, when unshard sets a stage's
+   gradients, or before the first step. */
 DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_norm, float *norm);
 
-/* Frees everything, gradient memory that it placed too. Collective. NULL is ignored. */
+/* Frees everything, including gradient memory that the runner allocated. Collective. NULL is ignored. */
 DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline);
 
 #ifdef __cplusplus
