@@ -3329,26 +3329,13 @@ static void ddp__cast_next(const ddp_device *d, ddp__cast_run *run, unsigned cha
     run->count += count;
 }
 
-/* Makes this rank's rows of a unit what peers read, once the master values have changed. */
-static ddp_result ddp__unit_publish(ddp_fsdp *f, ddp__unit *unit) {
-    ddp__cast_run run = DDP_ZERO;
-    for (ddp__shard *s = unit->shards; s < unit->end; s++) {
-        if (s->source != s) continue;
-        if (f->desc.quantize_gather) ddp__quantize(s);
-        else if (f->offload.host) DDP_TRY(ddp__offload_upload(f, s, 0, s->own_count));
-        else if (s->value != s->master) ddp__cast_next(f->device, &run, s->value, s->dtype, s->master, s->master_dtype, s->own_count);
-    }
-    ddp__cast_next(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
-    return DDP_OK;
-}
-
 /* Fills the full parameters of a unit, on this thread or as a task. Each rank's rows come from the rank's memory, or
    from its block of an all-gather. */
 static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
     ddp__unit *unit = (ddp__unit *)argument;
     const ddp_fsdp *f = unit->fsdp;
     for (ddp__shard *s = unit->shards; s < unit->end && !f->peer_memory; s++) {
-        size_t bytes = f->desc.quantize_gather ? ddp__shard_bytes(f, s) : s->own_count * ddp_dtype_size(s->dtype);
+        size_t bytes = f->desc.quantize_gather ? ddp__shard_bytes(f, s) : ddp__rows_bytes(s, s->own_rows, s->dtype);
         if (!s->shares_full) f->device->copy(f->send + s->block_at, s->source->value, bytes);
     }
     if (!f->peer_memory) DDP_TRY(ddp_all_gather(group, f->send, f->recv, unit->block_bytes, DDP_U8, NULL));
@@ -3967,11 +3954,19 @@ static ddp_result ddp__calls_agree(ddp_fsdp *f, const char *who, ddp_result own)
                        (int)strcspn(differ, ";"), differ);
 }
 
-/* Master values have changed: makes own rows what peers read after ddp__shards_barrier. uploaded: the device has them. */
+/* The master values have changed. Makes this rank's rows what peers read after ddp__shards_barrier, and reshards all
+   units. uploaded: the device has the values already. */
 static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
+    ddp__cast_run run = DDP_ZERO;
     DDP_TRY(ddp__fsdp_enter(f->group));
+    for (ddp__shard *s = f->shards; s < f->shards_end && !uploaded; s++) {
+        if (s->source != s) continue;
+        if (f->desc.quantize_gather) ddp__quantize(s);
+        else if (f->offload.host) DDP_TRY(ddp__offload_upload(f, s, 0, s->own_count));
+        else if (s->value != s->master) ddp__cast_next(f->device, &run, s->value, s->dtype, s->master, s->master_dtype, s->own_count);
+    }
+    ddp__cast_next(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
     for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
-        if (!uploaded) DDP_TRY(ddp__unit_publish(f, unit));
         DDP_TRY(ddp__unit_reshard(f, unit));
         if (f->world_size == 1 && f->keeps_full) unit->unsharded = 1;
     }
@@ -4283,21 +4278,18 @@ static int ddp__fsdp_levels(const ddp_fsdp *f) {
     return f->reduces_each ? levels + 1 : levels;
 }
 
-/* The object, with the list of its allocations behind it. */
-static ddp_fsdp *ddp__fsdp_new(ddp_fsdp *resolved) {
+/* Makes the object, with the list of its allocations behind it, and describes units and shards: everything that a rank
+   can find wrong without the others. */
+static ddp_result ddp__fsdp_describe(ddp_fsdp *resolved, ddp_fsdp **out) {
+    ddp_optimizer_desc optimizer = resolved->desc.optimizer;
     size_t allocations = (size_t)resolved->unit_count * (size_t)(ddp__fsdp_levels(resolved) + 9) + 32;
     size_t own = ddp_round_up(sizeof *resolved, 64), size = own + allocations * sizeof(ddp__fsdp_allocation);
     ddp_fsdp *f = (ddp_fsdp *)ddp__fsdp_host_alloc(resolved, size);
-    if (!f) return NULL;
+    if (!f) return DDP_ERR_NO_MEMORY;
     *f = *resolved;
+    *out = f;
     f->memory.allocations = (ddp__fsdp_allocation *)(void *)((unsigned char *)f + own);
     ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, size + DDP_MALLOC_EXTRA, 1);
-    return f;
-}
-
-/* Units and shards, described and laid out: everything that a rank can find wrong without the others. */
-static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
-    ddp_optimizer_desc optimizer = f->desc.optimizer;
     DDP_TRY(ddp__table_alloc(f, f->unit_count, sizeof *f->units, &f->units));
     DDP_TRY(ddp__table_alloc(f, f->shard_count, sizeof *f->shards, &f->shards));
     f->units_end = f->units + f->unit_count;
@@ -4482,15 +4474,6 @@ static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
     ddp_error_save(error, ddp__saver_create(f));
 }
 
-/* Where the shards of a unit are stored. */
-static void ddp__unit_place(ddp_fsdp *f, ddp__unit *unit) {
-    for (ddp__shard *s = unit->shards; s < unit->end; s++) {
-        if (s->source != s) continue;
-        s->value = f->keeps_full ? unit->full + s->full_at + ddp__rows_bytes(s, s->first_row, s->dtype) : unit->shard + s->shard_at;
-        s->master = s->has_master ? unit->master + s->master_at : s->value;
-    }
-}
-
 /* The first values of this rank's rows. Where the master values are the host's, those of the device pass through rows. */
 static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
     const ddp_tensor *value = &s->entry->param.value;
@@ -4513,19 +4496,6 @@ static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
     if (rows != s->master) f->device->copy(s->master, rows, s->own_count * master_size);
     if (rows != s->master) ddp__fsdp_free(f, rows);
     return result;
-}
-
-/* First values: those of rank 0, unless the desc says otherwise. A failure of one rank is in f->memory.error. */
-static ddp_result ddp__fsdp_fill(ddp_fsdp *f) {
-    for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
-        const ddp_tensor *value = &s->entry->param.value;
-        size_t count = s->rows * s->row_elements;
-        if (s->source != s) continue;
-        for (int i = 1; i >= 0 && value->data && !f->desc.skip_initial_broadcast; i--)
-            if (f->groups[i]) DDP_TRY(ddp_broadcast(f->groups[i], value->data, count, value->dtype, 0, NULL));
-        if (f->memory.error.result == DDP_OK) ddp_error_save(&f->memory.error, ddp__shard_fill(f, s));
-    }
-    return DDP_OK;
 }
 
 /* What an optimizer allocates beside its state: from its group's allocator, or of devices' memory. */
@@ -4573,8 +4543,15 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
     ddp_error_save(error, ddp__fsdp_enter(f->group));
     ddp__fsdp_alloc_all(f);
     DDP_TRY(ddp_agree_groups(f->groups, 3, "ddp_fsdp_create", ddp_error_restore(error), 0, ""));
-    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_place(f, unit);
-    ddp_error_save(error, ddp__fsdp_fill(f));
+    for (ddp__shard *s = f->shards; s < f->shards_end; s++) {
+        const ddp_tensor *value = &s->entry->param.value;
+        if (s->source != s) continue;
+        s->value = f->keeps_full ? s->unit->full + s->full_at + ddp__rows_bytes(s, s->first_row, s->dtype) : s->unit->shard + s->shard_at;
+        s->master = s->has_master ? s->unit->master + s->master_at : s->value;
+        for (int i = 1; i >= 0 && value->data && !f->desc.skip_initial_broadcast; i--) /* rank 0's values */
+            if (f->groups[i]) ddp_error_save(error, ddp_broadcast(f->groups[i], value->data, s->rows * s->row_elements, value->dtype, 0, NULL));
+        if (error->result == DDP_OK) ddp_error_save(error, ddp__shard_fill(f, s));
+    }
     if (error->result == DDP_OK) ddp_error_save(error, ddp__fsdp_create_optimizer(f));
     if (error->result == DDP_OK) ddp_error_save(error, ddp__fsdp_publish(f, 0));
     DDP_TRY(ddp_agree_groups(f->groups, 3, "ddp_fsdp_create", ddp_error_restore(error), 0, ""));
@@ -4584,13 +4561,10 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
         p->value.dtype = s->dtype;
         p->grad = p->value;
         p->grad.dtype = s->part[DDP__GRADS].dtype;
-    }
-    for (ddp__shard *s = f->shards; s < f->shards_end; s++) {
-        ddp_grad_sum *sum = &s->entry->param.sum;
-        sum->is_set = 0;
+        p->sum.is_set = 0;
         if (!ddp__takes_sum(s)) continue;
-        sum->reader = f;
-        sum->drain = ddp__reduce_drain;
+        p->sum.reader = f;
+        p->sum.drain = ddp__reduce_drain;
     }
     ddp__fsdp_begin(f);
     return DDP_OK;
@@ -4632,8 +4606,7 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
     resolved.group = resolved.groups[0] = group;
     ddp_result result = desc ? ddp__fsdp_desc_resolve(&resolved, desc) : ddp__fsdp_bad(__func__, group, "desc is NULL");
     if (result == DDP_OK && !out) result = ddp__fsdp_bad(__func__, group, "out is NULL");
-    if (result == DDP_OK) f = ddp__fsdp_new(&resolved);
-    if (result == DDP_OK) result = f ? ddp__fsdp_describe(f) : DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK) result = ddp__fsdp_describe(&resolved, &f);
     for (int i = 0; i < 2; i++) /* what one group finds reaches the others through the replicas */
         if (i == 0 || resolved.groups[i]) result = ddp__fsdp_compare(f ? f : &resolved, resolved.groups[i], result);
     if (resolved.groups[2]) result = ddp_agree(resolved.groups[2], __func__, result, 0, "");
