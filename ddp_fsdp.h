@@ -2800,7 +2800,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
 
    A ddp_fsdp consists of parts, each with a struct: memory, unshard, reduce, clip, offload, saver. */
 
-/* As the fields of ddp_fsdp_bytes, whose last is the total. */
+/* The fields of ddp_fsdp_bytes, in order. DDP__PURPOSES is the total. */
 enum {
     DDP__OF_SHARDS, DDP__OF_GATHERED, DDP__OF_GRADIENTS, DDP__OF_OPTIMIZER, DDP__OF_COMMUNICATION, DDP__OF_BOOKKEEPING,
     DDP__PURPOSES
@@ -2814,7 +2814,7 @@ enum { DDP__LEVELS = 32 }; /* of the binary counter of micro-batches */
 typedef struct ddp__slot { /* memory for the full parameters, or the full gradients, of one unit at a time */
     unsigned char *memory;
     int busy;
-    struct ddp__unit *reducing; /* gradients: the unit whose reduction still reads them */
+    struct ddp__unit *reducing; /* gradients: the unit with a reduction that still reads them */
     uint64_t issued;            /* gradients: number of the last reduction from here, which peers read */
     uint64_t used;              /* gradients: grows from use to use */
 } ddp__slot;
@@ -2826,7 +2826,7 @@ typedef struct ddp__grad_part { /* the gradients of one shard in one layout */
 
 typedef struct ddp__shard { /* this rank's rows of one parameter of a unit. A tied parameter has one per use */
     ddp_fsdp_param *entry;
-    struct ddp__shard *source; /* the use whose memory this one shares, or itself */
+    struct ddp__shard *source; /* the use with which this one shares memory, or itself */
     struct ddp__unit *unit;
     const char *name;
     ddp_dtype dtype, master_dtype;  /* of the full parameter; of master values and sums of gradients */
@@ -2841,7 +2841,7 @@ typedef struct ddp__shard { /* this rank's rows of one parameter of a unit. A ti
     unsigned char *value, *master;  /* this rank's rows: as they are sent (quantize_gather: 8 bits); as they are updated */
     int trained, is_slice;          /* not frozen; of a larger tensor */
     int summed;                     /* 1 = the gradients being reduced are the parameter's f32 sum, from a ddp_pipeline */
-    int has_master;                 /* master values are stored beside what is sent */
+    int has_master;                 /* master values have memory of their own, next to the values that are sent */
     int shares_full;                /* the source's full values are this one's too */
     int in_place;                   /* the sum of its gradients is stored in the full gradients */
     int master_index;               /* of a trained source in masters */
@@ -2861,9 +2861,9 @@ typedef struct ddp__unit {
     ddp__slot *full_slot, *grad_slot, *reducing_slot;
     unsigned char *level[DDP__LEVELS]; /* sums over 2^k micro-batches: of own rows, or of full gradients */
     int depth;                     /* levels in use */
-    int unsharded, in_use;         /* full parameters are there, or on their way; between unshard and reshard */
+    int unsharded, in_use;         /* full parameters are complete or in flight; between unshard and reshard */
     int attached;                  /* it has gradient memory for a backward */
-    int reduced;                   /* micro-batches of this step whose gradients were handed in */
+    int reduced;                   /* reductions of this step, one per micro-batch */
     ddp_work unshard_work, reduce_work;
     uint64_t issued;               /* number of its last reduction, where peers read it */
 } ddp__unit;
@@ -2875,35 +2875,35 @@ typedef struct ddp__fsdp_allocation {
 } ddp__fsdp_allocation;
 
 typedef struct ddp__memory {       /* all memory of a ddp_fsdp except the struct itself */
-    ddp__fsdp_allocation *allocations;  /* in the order of allocation, which is the same on every rank for group memory */
+    ddp__fsdp_allocation *allocations;  /* in order. Group memory has the same order on every rank */
     int count;
     ddp_fsdp_bytes now, peak;
     size_t group_bytes, file_bytes;
     int file;                      /* OFFLOAD_FILE; -1 = none */
     off_t file_size;
-    ddp_saved_error error;         /* the first failure; create goes on, so that no rank misses a collective call */
+    ddp_saved_error error;         /* the first failure. create continues: no rank may miss a collective call */
 } ddp__memory;
 
 typedef struct ddp__unshard {      /* full parameters: their memory, and the order in which units need them */
     ddp__slot *slots;              /* unit_count of them */
     int slot_count, slots_ready;   /* slots_ready: those for prefetch are there too */
     size_t slot_bytes;
-    int *order, order_capacity;    /* units in the order of unshards: of the last step, over which this one writes its own */
+    int *order, order_capacity;    /* units in the order of unshards. This step overwrites the last step's */
     int order_count, position;     /* of the last step; of this step */
-    int follows;                   /* this step has had the last one's order so far */
+    int follows;                   /* this step has had the last step's order until now */
     int in_use, max_in_use;        /* units between unshard and reshard */
 } ddp__unshard;
 
-typedef struct ddp__reduce {       /* gradients on their way to sums, see impl-shard-reduce */
+typedef struct ddp__reduce {       /* gradients become sums, see impl-shard-reduce */
     ddp__slot *slots;
     int slot_count;
     size_t slot_bytes;
     uint64_t slot_uses;
     unsigned char *cast, *tile;    /* staging: full gradients in reduce_dtype; DDP__TILE elements of each rank */
     size_t cast_bytes, tile_bytes;
-    uint64_t **progress;           /* peer memory: every rank's words by which ranks keep in step. NULL = blocks */
+    uint64_t **progress;           /* peer memory: every rank's progress words. NULL = blocks */
     ddp__unit **issued_units;      /* by number, modulo ddp__reduce_window */
-    uint64_t issued, done;         /* numbers of the last reduction that was handed in, and carried out */
+    uint64_t issued, done;         /* numbers of the last reduction that was issued, and executed */
     uint64_t cast_issued;          /* number of the last one through cast */
     void *event;                   /* orders streams of replicas */
 } ddp__reduce;
@@ -2911,15 +2911,15 @@ typedef struct ddp__reduce {       /* gradients on their way to sums, see impl-s
 typedef struct ddp__clip {         /* the factor that clipping leaves to the step */
     ddp_exact_sum *squares;        /* the device's memory */
     float scale;                   /* 1 = none, or the device decides: */
-    float *factor, *factor_now;    /* the device's memory for it; and the same, or NULL while there is nothing to multiply */
-    float *norm, last_norm;        /* of the last clipping: memory that the device writes until `event`; the host's own */
+    float *factor, *factor_now;    /* the device's memory for it; the same, or NULL if there is nothing to multiply */
+    float *norm, last_norm;        /* of the last clipping: written by the device until `event`; by the host */
     int has_norm;
     void *event;
 } ddp__clip;
 
 typedef struct ddp__offload {      /* OFFLOAD_HOST on a device with memory of its own */
     ddp_group *host;               /* a world of one rank on the CPU, where the optimizer works */
-    unsigned char *sums, *rows;    /* pinned: gradients of own rows; two pieces of values on their way to the device */
+    unsigned char *sums, *rows;    /* pinned: gradients of own rows; two pieces of values in flight to the device */
     size_t sums_bytes, rows_bytes;
     void **downloaded, *uploaded[2]; /* events of the pieces of gradients and of values */
     int piece_count, piece;        /* of gradients; the next one that is stepped */
@@ -2927,7 +2927,7 @@ typedef struct ddp__offload {      /* OFFLOAD_HOST on a device with memory of it
 } ddp__offload;
 
 typedef struct ddp__saver {        /* a save in progress: the slices and a copy of what they point to */
-    ddp_group *files[2];           /* the group that writes and reads files; replicas that wait for its result, or NULL */
+    ddp_group *files[2];           /* the group that writes and reads files; replicas that wait for it, or NULL */
     ddp_group *own;                /* save_in_background: a split of files for the thread */
     ddp__slice *slices;
     int count;
@@ -2947,7 +2947,7 @@ struct ddp_fsdp {
     ddp_group *group, *groups[3];  /* groups: group, replicas, checkpoint_group */
     const ddp_device *device;
     int world_size, rank;          /* of those that parameters are split over: 1 and 0 under NO_SHARD */
-    ddp_group *copies[2];          /* groups whose ranks hold the same rows */
+    ddp_group *copies[2];          /* groups of ranks that hold the same rows */
     int copy_count;
     int keeps_full;                /* full parameters stay: not FULL_SHARD, or one rank on a device */
     int reduces_each;              /* FULL_SHARD, SHARD_GRAD: gradients are reduced after every micro-batch */
@@ -2976,7 +2976,7 @@ struct ddp_fsdp {
 
 static void ddp__size_at_least(size_t *size, size_t needed) { if (*size < needed) *size = needed; }
 
-/* What fails in the group or its replicas fails in both: their ranks wait for each other. */
+/* A failure of the group or of its replicas becomes a failure of both: their ranks wait for each other. */
 static ddp_result ddp__fsdp_failed(const ddp_fsdp *f, ddp_result result) {
     if (result == DDP_OK || !f->desc.replicas) return result;
     const ddp_saved_error error = ddp__fsdp_error(result);
@@ -3021,8 +3021,8 @@ static void ddp__memory_count(ddp_fsdp *f, const ddp__fsdp_allocation *a, int ad
     if (a->kind == DDP__MEMORY_GROUP) f->memory.group_bytes += change;
 }
 
-/* Zeroed host memory from the allocator of the desc or of the group, which is asked for DDP_MALLOC_EXTRA bytes more.
-   The allocator's own pointer is stored in front of the memory. */
+/* Zeroed host memory from the allocator of the desc, or else of the group. The allocator receives DDP_MALLOC_EXTRA
+   bytes more; its own pointer is stored in front of the memory. */
 static void *ddp__fsdp_host_alloc(ddp_fsdp *f, size_t size) {
     int own = f->desc.alloc_fn != NULL;
     void *raw = own ? f->desc.alloc_fn(size + DDP_MALLOC_EXTRA, f->desc.user) : ddp_host_alloc(f->group, size);
@@ -3122,7 +3122,7 @@ static size_t ddp__first_row(const ddp__shard *s, int rank) {
 #define DDP__SHARD_BAD(s, text, ...) \
     ddp__fsdp_bad("ddp_fsdp_create", (s)->unit->fsdp->group, "unit %s, parameter %.200s: " text, (s)->unit->name, (s)->name, __VA_ARGS__)
 
-/* Finds the earlier use whose memory this one shares. */
+/* Finds the earlier use with which this one shares memory. */
 static ddp_result ddp__shard_find_source(ddp_fsdp *f, ddp__shard *s) {
     const ddp_tensor *value = &s->entry->param.value;
     const char *tied_to = s->entry->tied_to;
@@ -3206,9 +3206,9 @@ static size_t ddp__shard_bytes(const ddp_fsdp *f, const ddp__shard *s) {
     return f->desc.quantize_gather ? count + ddp__quant_scales(s) * sizeof(float) : count * ddp_dtype_size(s->dtype);
 }
 
-/* Where the shards of a unit have their places in its memory of each kind. Full gradients are cast before anything is
-   added where micro-batches are added first, and where copies are added in another dtype than the master's. Everywhere
-   else the cast is a part of the addition, or of the copy that is sent. */
+/* Lays out the shards of a unit in its memory of each kind. Full gradients are cast before any addition in two cases:
+   micro-batches are added first, or copies are added in another dtype than the master's. In all other cases the cast is
+   a part of the addition, or of the copy that is sent. */
 static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
     int adds_micro_batches = !f->reduces_each && f->desc.micro_batch_count > 1;
     for (ddp__shard *s = unit->shards; s < unit->end; s++) unit->converts |= s->trained && s->reduce_dtype != s->part[DDP__GRADS].dtype;
@@ -3240,8 +3240,8 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
 
 //== sharding: unshard =================================================================================== >>impl-unshard
 
-/* Turns the shards of a unit into full parameters, for ddp_fsdp_unshard at once and for prefetch behind compute. Owns
-   the slots of full parameters.
+/* Turns the shards of a unit into full parameters: at once in ddp_fsdp_unshard, overlapped with compute in a prefetch.
+   Owns the slots of full parameters.
 
        unshard a    unshard b    reshard a        the first step records the order a, b, c
        |            |            |                later ones prefetch along it:
@@ -3276,12 +3276,13 @@ static void ddp__dequantize(const ddp__shard *s, unsigned char *out, const unsig
     }
 }
 
-/* Records an event on a stream. The host waits until the stream has reached it. event NULL: the device's calls are
-   done when they return. A failure of the group ends the wait. So does the time `until`, if it is not 0: then the group
-   does not matter, since the memory that the event stands for is about to be freed. */
+/* Records an event on a stream. event NULL: the device's calls are complete when they return. */
 static ddp_result ddp__event_record(const ddp_fsdp *f, ddp_stream_kind stream, void *event) {
     return event ? f->device->event_record(f->group, stream, event) : DDP_OK;
 }
+
+/* The host waits until the stream has reached the event. until 0: a failure of the group ends the wait. Otherwise the
+   time `until` ends it, and the group may have failed: its memory is about to be freed. */
 static ddp_result ddp__event_wait(const ddp_fsdp *f, void *event, double until) {
     const struct timespec nap = {0, 20000};
     for (int done = !event; !done;) {
@@ -3312,7 +3313,7 @@ static ddp_result ddp__offload_upload(ddp_fsdp *f, const ddp__shard *s, size_t f
     return DDP_OK;
 }
 
-/* Joins casts whose memory is adjacent on both sides: few launches for many tensors. count 0 ends the last one. */
+/* Joins casts that are adjacent in memory on both sides: few launches for many tensors. count 0 ends the last one. */
 typedef struct ddp__cast_run {
     unsigned char *dst;
     const unsigned char *src;
@@ -3421,7 +3422,7 @@ static int ddp__is_next(const ddp_fsdp *f, int unit, int reach) {
     return 0;
 }
 
-/* How many units have full parameters at a time, when in_use of them are in use. */
+/* The number of units with full parameters at a time, if in_use of them are in use. */
 static int ddp__slots_wanted(const ddp_fsdp *f, int in_use) {
     size_t max = f->desc.max_gathered_bytes && f->unshard.slot_bytes ? f->desc.max_gathered_bytes / f->unshard.slot_bytes : SIZE_MAX;
     int wanted = in_use + f->desc.prefetch;
@@ -3867,7 +3868,7 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     f->finished = 1;
     if (!scaler) return ddp_device_check(f->group);
     DDP_TRY(ddp__scaler_unscale(scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu() ? NULL : f->clip.squares));
-    for (int i = 0; i < 2; i++) /* these groups beside its own */
+    for (int i = 0; i < 2; i++) /* these groups in addition to the scaler's own */
         if (f->groups[i] && ddp_world_size(f->groups[i]) > 1)
             DDP_TRY(ddp_host_collective(f->groups[i], DDP_CALL_ALL_REDUCE, &scaler->found_inf, &scaler->found_inf, 1,
                                         DDP_I32, DDP_OP_MAX, -1));
@@ -3894,7 +3895,7 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     if (clip->factor) ddp__kernels_of(f->device)->clip(clip->squares, max_norm, clip->factor, clip->norm);
     else f->device->copy(&sum, clip->squares, sizeof sum);
     DDP_TRY(ddp__event_record(f, DDP_STREAM_COMPUTE, clip->event));
-    DDP_TRY(ddp_device_check(f->group)); /* until here there is no norm, and nothing to multiply by */
+    DDP_TRY(ddp_device_check(f->group)); /* a failure leaves neither norm nor factor */
     clip->has_norm = 1;
     clip->factor_now = clip->factor;
     if (clip->factor) return DDP_OK;
@@ -4081,8 +4082,8 @@ static ddp_result ddp__saver_create(ddp_fsdp *f) {
     return f->desc.save_in_background ? ddp_group_split(saver->files[0], 0, ddp_rank(saver->files[0]), &saver->own) : DDP_OK;
 }
 
-/* One tensor of the checkpoint: this rank's rows of it. Where each rank has every row, the ranks of the group take a
-   share each. tensor: rows of s. */
+/* Adds one tensor of the checkpoint: this rank's rows. If each rank has all rows, it adds an equal share of them.
+   tensor: rows of s. */
 static void ddp__saver_add(ddp_fsdp *f, const ddp__shard *s, const char *state, const ddp_tensor *tensor, int list) {
     ddp__saver *saver = &f->saver;
     ddp__slice *slice = &saver->slices[saver->count];
@@ -4217,7 +4218,7 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
 
 /* A create goes through three agreements of all ranks, replicas and the checkpoint group included:
      1. descs      valid on each rank, and equal where they must be
-     2. memory     a rank without memory goes on through the collective allocations, and fails here with all others
+     2. memory     a rank without memory still takes part in the collective allocations, and fails here with all others
      3. values     first values and optimizer are there
    A failure of one rank is therefore an error of every rank, and the groups stay usable. */
 
@@ -4278,8 +4279,8 @@ static int ddp__fsdp_levels(const ddp_fsdp *f) {
     return f->reduces_each ? levels + 1 : levels;
 }
 
-/* Makes the object, with the list of its allocations behind it, and describes units and shards: everything that a rank
-   can find wrong without the others. */
+/* Makes the object, followed by the list of its allocations. Describes units and shards, and finds every error that
+   one rank can find alone. */
 static ddp_result ddp__fsdp_describe(ddp_fsdp *resolved, ddp_fsdp **out) {
     ddp_optimizer_desc optimizer = resolved->desc.optimizer;
     size_t allocations = (size_t)resolved->unit_count * (size_t)(ddp__fsdp_levels(resolved) + 9) + 32;
@@ -4350,7 +4351,7 @@ static uint64_t ddp__fsdp_entry(const void *list, int i, char *text) {
     return ddp_hash(hash, s->entry->global_offset, shape_bytes);
 }
 
-/* All ranks of a group create the same, or all fail. own: this rank's result so far. */
+/* All ranks of a group create the same object, or all fail. own: the result of this rank until now. */
 static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_result own) {
     int differs = 2;
     ddp_result result = ddp_agree_list(group, "ddp_fsdp_create", own, f, DDP__FSDP_OPTIONS + f->shard_count, ddp__fsdp_entry, &differs);
@@ -4421,7 +4422,7 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
     if (f->recv_bytes) (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->recv_bytes, &f->recv);
 }
 
-/* What clipping needs. Where the device can decide itself, so does it. */
+/* Memory for clipping. A device with pinned memory and streams computes the factor itself. */
 static ddp_result ddp__clip_create(ddp_fsdp *f) {
     ddp__clip *clip = &f->clip;
     int decides = f->device->alloc_pinned && f->device->use_stream;
@@ -4443,7 +4444,7 @@ static ddp_result ddp__offload_open(ddp_fsdp *f) {
                     strerror(errno));
 }
 
-/* All memory. The first failure is in f->memory.error: what is collective goes on. */
+/* Allocates all memory. The first failure is in f->memory.error; collective allocations continue after it. */
 static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
     ddp_saved_error *error = &f->memory.error;
     ddp__reduce *reduce = &f->reduce;
@@ -4474,7 +4475,7 @@ static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
     ddp_error_save(error, ddp__saver_create(f));
 }
 
-/* The first values of this rank's rows. Where the master values are the host's, those of the device pass through rows. */
+/* The first values of this rank's rows. Master values in host memory receive the device's through offload.rows. */
 static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
     const ddp_tensor *value = &s->entry->param.value;
     const ddp_device *to = f->offload.host ? ddp_device_cpu() : f->device;
@@ -4498,7 +4499,7 @@ static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
     return result;
 }
 
-/* What an optimizer allocates beside its state: from its group's allocator, or of devices' memory. */
+/* Bytes that an optimizer allocates in addition to its state: of its device, or from its group's allocator. */
 static size_t ddp__optimizer_tables(const ddp_optimizer *o, int of_device) {
     size_t sums = (size_t)o->square_count * sizeof(ddp_exact_sum), here = sums + (size_t)o->square_count / 2 * sizeof *o->rates;
     int on_host = o->device == ddp_device_cpu();
@@ -4822,7 +4823,7 @@ DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp) {
     DDP_PUBLIC_CALL(ddp_fsdp_zero_grad);
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP_TRY(ddp__reduce_wait_all(fsdp));
-    fsdp->call_hash = 0; /* ranks whose calls differed start again too */
+    fsdp->call_hash = 0; /* so that ranks with different calls can start again */
     DDP_TRY(ddp__calls_agree(fsdp, __func__, DDP_OK));
     if (fsdp->finished && fsdp->desc.scaler) fsdp->desc.scaler->unscaled = fsdp->desc.scaler->found_inf = 0;
     ddp__fsdp_begin(fsdp);
@@ -4842,7 +4843,7 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
     if (value) *value = rows;
     if (first_row) *first_row = (int64_t)s->first_row;
     if (!grad) return DDP_OK;
-    if (s->trained) DDP_TRY(ddp__reduce_finish(fsdp, s->unit)); /* only this rank asks: its slot stays with the unit */
+    if (s->trained) DDP_TRY(ddp__reduce_finish(fsdp, s->unit)); /* not collective: the slot stays with the unit */
     DDP_TRY(ddp__fsdp_enter(fsdp->group));
     ddp__clip_apply(fsdp);
     DDP_TRY(ddp_device_check(fsdp->group));
