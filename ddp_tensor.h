@@ -2432,22 +2432,23 @@ static ddp_result ddp__linear_columns(const ddp_tp_linear *l, const void *from, 
 
 /* --- rows that travel: own = M/t of them, or all M, in chunk_count pieces --- */
 
-/* The product where `in` lies on the ranks by rows: own (own_rows, in_row) of this one. They are gathered at whole, in their order. out NULL: that
-   alone. */
-static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_product *p, const void *own, int64_t own_rows, void *whole,
+/* The product where each rank has its own rows of `in`: p->in is (own_rows, in_row). All ranks' rows are gathered at
+   `whole`, in rank order, and p->in points there afterwards. p->out NULL: gathers only. */
+static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_product *p, int64_t own_rows, void *whole,
                                        ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     int chunks = tp->desc.chunk_count;
+    const void *own = p->in;
     ddp_work *work = NULL, *next = NULL;
     int64_t first, rows = ddp__tensor_cut(own_rows, 0, chunks, &first), after, after_rows;
-    p->in = whole;
     if (chunks == 1) {
+        p->in = whole;
         DDP_TRY(ddp__tp_all_gather(tp, own, whole, (size_t)(own_rows * p->in_row), NULL));
         return p->out ? ddp__linear_rows(l, p, 0, own_rows * tp->world_size, p->out) : DDP_OK;
     }
     if (rows) DDP_TRY(ddp__tp_gather_rows(tp, own, own_rows, first, rows, p->in_row, whole, pending, &work));
-    p->in = own; /* this rank's rows need not travel */
-    if (p->out) DDP_TRY(ddp__linear_rows(l, p, 0, own_rows, ddp__tp_at(tp, p->out, tp->rank * own_rows * p->out_row)));
+    if (p->out) DDP_TRY(ddp__linear_rows(l, p, 0, own_rows, /* this rank's rows need not travel */
+                                         ddp__tp_at(tp, p->out, tp->rank * own_rows * p->out_row)));
     p->in = whole;
     for (int i = 0; rows; i++, work = next, first = after, rows = after_rows) {
         after_rows = i + 1 < chunks ? ddp__tensor_cut(own_rows, i + 1, chunks, &after) : 0;
@@ -2483,28 +2484,30 @@ static ddp_result ddp__linear_reduced(const ddp_tp_linear *l, const ddp__linear_
     return DDP_OK;
 }
 
-/* --- column: y (M, out) = x W' + b --- */
-
-static ddp_result ddp__linear_column_forward(const ddp_tp_linear *l, ddp__linear_product *p, const void *bias, const void *x, int64_t rows, void *y,
-                                             ddp__tp_pending *pending) {
+/* The product of all rows, of this rank's features. bias: NULL, or added. With whole, p->out has the features of all
+   ranks instead: each rank's product travels through its slot of the workspace. */
+static ddp_result ddp__linear_own_features(const ddp_tp_linear *l, ddp__linear_product *p, const void *bias, int64_t rows, int whole,
+                                          ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
-    int gathers = l->desc.gather_output && tp->world_size > 1;
-    if (gathers) p->out = ddp__tp_at(tp, tp->workspace, tp->rank * rows * l->widest);
-    if (gathers) p->out_row = l->widest;
-    if (ddp__tp_cuts_rows(tp)) DDP_TRY(ddp__linear_gathered(l, p, x, rows / tp->world_size, tp->workspace, pending));
-    else DDP_TRY(ddp__linear_rows(l, p, 0, rows, p->out));
+    void *out = p->out;
+    if (whole) p->out = ddp__tp_at(tp, tp->workspace, tp->rank * rows * l->widest);
+    if (whole) p->out_row = l->widest;
+    if (ddp__tp_cuts_rows(tp)) DDP_TRY(ddp__linear_gathered(l, p, rows / tp->world_size, tp->workspace, pending));
+    else if (p->out) DDP_TRY(ddp__linear_rows(l, p, 0, rows, p->out));
     DDP_TRY(ddp__linear_add_bias(l, p->out, p->out_row, bias, rows));
-    if (!gathers) return DDP_OK;
+    if (!whole) return DDP_OK;
     DDP_TRY(ddp__tp_all_gather(tp, p->out, tp->workspace, (size_t)(rows * l->widest), NULL));
-    return ddp__linear_columns(l, tp->workspace, y, rows, 0);
+    return ddp__linear_columns(l, tp->workspace, out, rows, 0);
 }
 
-static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, const void *dy, int64_t rows, void *dx,
+/* --- column: y (M, out) = x W' + b --- */
+
+static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, int64_t rows,
                                               const ddp__linear_grads *grads, ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     unsigned char *after = tp->workspace + ddp_round_up((size_t)(rows * l->in) * tp->size, 64);
     if (l->desc.gather_output && tp->world_size > 1) {
-        DDP_TRY(ddp__linear_columns(l, dy, tp->workspace, rows, 1));
+        DDP_TRY(ddp__linear_columns(l, p->in, tp->workspace, rows, 1));
         p->in = tp->workspace;
     }
     if (ddp__tp_cuts_rows(tp) && (grads->wanted || !ddp__linear_features(l, tp->world_size - 1))) { /* a rank without features may bring NULL in either case */
@@ -2512,7 +2515,7 @@ static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linea
         DDP_TRY(ddp__tp_all_gather(tp, x, tp->workspace, (size_t)(rows / tp->world_size * l->in), work));
         x = tp->workspace;
     }
-    if (dx) DDP_TRY(ddp__linear_reduced(l, p, rows, after, pending));
+    if (p->out) DDP_TRY(ddp__linear_reduced(l, p, rows, after, pending));
     return ddp__linear_gradients(l, p->in, x, l->in, rows, grads, pending);
 }
 
@@ -2526,19 +2529,11 @@ static const void *ddp__linear_row_input(const ddp_tp_linear *l, const void *x, 
     return ddp__tp_at(l->tp, x, first);
 }
 
-static ddp_result ddp__linear_row_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, const void *dy, int64_t rows, void *dx,
+static ddp_result ddp__linear_row_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, int64_t rows,
                                            const ddp__linear_grads *grads, ddp__tp_pending *pending) {
-    ddp_tp *tp = l->tp;
     int64_t x_row;
-    int spreads = l->desc.scatter_input && tp->world_size > 1 && dx;
-    if (spreads) p->out = ddp__tp_at(tp, tp->workspace, tp->rank * rows * l->widest);
-    if (spreads) p->out_row = l->widest;
-    if (ddp__tp_cuts_rows(tp)) DDP_TRY(ddp__linear_gathered(l, p, dy, rows / tp->world_size, tp->workspace, pending));
-    else if (dx) DDP_TRY(ddp__linear_rows(l, p, 0, rows, p->out));
-    if (spreads) {
-        DDP_TRY(ddp__tp_all_gather(tp, p->out, tp->workspace, (size_t)(rows * l->widest), NULL));
-        DDP_TRY(ddp__linear_columns(l, tp->workspace, dx, rows, 0));
-    }
+    int whole = l->desc.scatter_input && l->tp->world_size > 1 && p->out;
+    DDP_TRY(ddp__linear_own_features(l, p, NULL, rows, whole, pending));
     x = ddp__linear_row_input(l, x, &x_row);
     return ddp__linear_gradients(l, p->in, x, x_row, rows, grads, pending);
 }
@@ -2687,7 +2682,8 @@ static ddp_result ddp__linear_forward(ddp_tp_linear *l, const void *weight, cons
     ddp__linear_product p = {weight, x, y, l->in, l->out, 1};
     ddp__tp_pending pending = DDP_ZERO;
     DDP_TRY(ddp_device_begin(tp->group));
-    if (l->desc.split == DDP_TP_COLUMN) return ddp__tp_wait_all(tp, &pending, ddp__linear_column_forward(l, &p, bias, x, rows, y, &pending));
+    if (l->desc.split == DDP_TP_COLUMN)
+        return ddp__tp_wait_all(tp, &pending, ddp__linear_own_features(l, &p, bias, rows, l->desc.gather_output && tp->world_size > 1, &pending));
     p.in = ddp__linear_row_input(l, x, &p.in_row);
     DDP_TRY(ddp__tp_wait_all(tp, &pending, ddp__linear_reduced(l, &p, rows, tp->workspace, &pending)));
     return ddp__linear_add_bias(l, y, l->out, bias, ddp__tp_own_rows(tp, rows));
@@ -2699,8 +2695,8 @@ static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, con
     ddp__tp_pending pending = DDP_ZERO;
     DDP_TRY(ddp_device_begin(l->tp->group));
     return ddp__tp_wait_all(l->tp, &pending, l->desc.split == DDP_TP_COLUMN
-                                                 ? ddp__linear_column_backward(l, &p, x, dy, rows, dx, grads, &pending)
-                                                 : ddp__linear_row_backward(l, &p, x, dy, rows, dx, grads, &pending));
+                                                 ? ddp__linear_column_backward(l, &p, x, rows, grads, &pending)
+                                                 : ddp__linear_row_backward(l, &p, x, rows, grads, &pending));
 }
 
 DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias, const void *x, int64_t rows, void *y) {
