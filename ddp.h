@@ -4972,26 +4972,26 @@ static int ddp__random_bytes(void *out, size_t size_bytes) {
     return 1;
 }
 
-//== who am I, and who else is there =============================================================== >>impl-rendezvous
+//== rank discovery: identity and the rendezvous =================================================== >>impl-rendezvous
 
-/* What init_method begins with. A host or a path follows the last two. */
+/* The beginning of init_method. A host or a path follows the last two. */
 enum { DDP__BY_SELF, DDP__BY_ENV, DDP__BY_MPI, DDP__BY_TCP, DDP__BY_FILE, DDP__SCHEMES };
 
-/* What init_method, the desc and the environment say about this rank and its world, before ranks meet. */
+/* This rank and its world as init_method, the desc and the environment define them, before ranks meet. */
 typedef struct ddp__identity {
     int rank, world_size, local_rank, local_world_size;
-    int device_plus_1;   /* that ddp_launch_desc.devices gives it; 0 = none */
+    int device_plus_1;   /* its device, from ddp_launch_desc.devices; 0 = none */
     ddp__heap *heap;     /* of the ddp_launch that this thread is a rank of; NULL = none */
     const char *size_variable; /* in which a launcher has set the world size; NULL = no launcher has set this rank */
     char token[416];     /* equal on all ranks of a job, and on no other job of this user */
-    ddp_group *world;    /* of that ddp_launch, once it is there */
+    ddp_group *world;    /* of that ddp_launch, once it exists */
 } ddp__identity;
 
 /* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
 static DDP__THREAD_LOCAL ddp__identity ddp__here;
 
-/* How a launcher tells its ranks who they are, and the variables that together name a job. The local ones may be absent: then the world is on
-   this machine, unless MASTER_ADDR names another one. */
+/* The variables in which a launcher sets rank and world size, and those that together name a job. The local ones
+   may be missing: then the world is on this machine, unless MASTER_ADDR names another one. */
 typedef struct ddp__launcher { const char *name, *rank, *size, *local_rank, *local_size, *job[4]; } ddp__launcher;
 
 #define DDP__JOIN_NEED(condition, ...) DDP_CHECK("ddp_group_create", NULL, condition, __VA_ARGS__)
@@ -5027,7 +5027,8 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
     return DDP_OK;
 }
 
-/* First match wins: torchrun, Open MPI, Hydra (MPICH), SLURM under srun. A world of one rank when there is none. */
+/* Takes the first launcher of torchrun, Open MPI, Hydra (MPICH) and SLURM under srun. Without one the world has one
+   rank. */
 static ddp_result ddp__identity_resolve(ddp__identity *id) {
     static const ddp__launcher launchers[] = {
         {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
@@ -5097,34 +5098,36 @@ static void ddp__card_here(ddp__card card) {
 
 enum { DDP__ANNOUNCED = 1024 }; /* a text with 60 addresses or so, see ddp__announce_text */
 
-/* Ranks that were not forked from one ddp_launch meet at a socket: an abstract one on one machine, TCP beyond. Rank 0 reads each visitor's hello. It admits
-   ranks of this job, tells others what is wrong, hangs up on strangers, and when all are there, or it is clear that they will not be, sends everybody the
-   outcome: on one machine with the heap's descriptor. */
+/* Ranks that were not forked from one ddp_launch meet at a socket: an abstract socket on one machine, otherwise TCP.
+   Rank 0 reads a hello from each connection. It admits the ranks of this job, sends other ranks the reason for the
+   refusal, and closes the connections of other processes. When all ranks are connected, or one of them is lost or
+   late, it sends all of them the outcome: on one machine with the descriptor of the heap. */
 typedef struct ddp__venue {
     ddp_group *group;
     char token[416];     /* as in ddp__identity */
-    struct sockaddr_un address; /* of this machine, when */
-    socklen_t local;     /* its length, is not 0. Otherwise: */
-    char hosts[DDP__ANNOUNCED]; /* names or addresses with blanks between, asked in turn */
-    int numeric;         /* 1 = they are addresses from an announcement: nothing is looked up */
-    int port, ports;     /* rank 0 takes the first free one of `ports` from port on; the others ask each */
-    const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
-    struct ddp__peer *peer; /* of rank 0: the ranks, DDP__STRANGERS of whoever has not said who it is, and the listener. Of others: rank 0 */
+    struct sockaddr_un address; /* of the abstract socket */
+    socklen_t local;     /* length of address; 0 = the ranks meet over TCP: */
+    char hosts[DDP__ANNOUNCED]; /* names or addresses of rank 0, tried in order, with blanks between */
+    int numeric;         /* 1 = they are addresses from an announcement: no name is resolved */
+    int port, ports;     /* rank 0 takes the first free one of `ports` ports; other ranks try each */
+    const char *path;    /* file://: rank 0 writes hosts and port there; NULL = no file */
+    /* On rank 0: the ranks, DDP__STRANGERS unauthenticated peers, and the listener. On other ranks: rank 0. */
+    struct ddp__peer *peer;
     struct pollfd *poll;
     int count;           /* of peers */
     int secured;         /* 1 = peers must prove that they have the key */
     unsigned char key[32]; /* from desc.secret */
     char refused[200];   /* rank 0: the last peer that was refused, and why */
     int notices;         /* rank 0: how many connections were closed with a notice */
-    double deadline;     /* of rank 0 the earliest of all: whoever gives up first, all learn from rank 0 who is missing */
-    double notice_at;    /* when log_fn is told that this rank still waits */
-    double grace;        /* how much longer the others wait for its word, which says more than silence: its process may stand still for a while */
+    double deadline;     /* on rank 0 the earliest of all ranks: it sends all of them the missing ranks */
+    double notice_at;    /* when log_fn reports that this rank still waits */
+    double grace;        /* other ranks wait that much longer for rank 0, whose error line names the missing ranks */
     const ddp__card *card; /* of ranks that have met over TCP before; NULL = they have not */
-    const int *member;   /* which card is a rank's; NULL = that of its number */
-    ddp_result result;   /* of rank 0: why, when it is not DDP_OK, is this thread's error line */
+    const int *member;   /* index of each rank's card; NULL = its rank */
+    ddp_result result;   /* of the meeting; the error line describes a failure */
 } ddp__venue;
 
-/* All that travels is a frame and what follows it: DATA, or a text. */
+/* Ranks send frames. DATA is followed by bytes, any other kind by a text. */
 enum {
     DDP__FRAME_HELLO = 1,
     DDP__FRAME_NEWS,
@@ -5144,7 +5147,7 @@ enum {
 /* In each hello. Increase the protocol number when frames or their order change. */
 enum { DDP__PROTOCOL = 2, DDP__HELLO_VERSION = DDP__PROTOCOL * 1000000 + DDP_VERSION };
 
-enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* results of rank 0's news: the outcome is still to come; ask elsewhere */
+enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* results of rank 0's news: the outcome follows later; try elsewhere */
 #define DDP__MAGIC UINT64_C(0x3170616568706464) /* "ddpheap1" */
 typedef struct ddp__frame {
     uint64_t magic;
@@ -5156,7 +5159,7 @@ typedef struct ddp__frame {
 } ddp__frame;
 typedef struct ddp__letter { ddp__frame frame; char text[DDP__TEXT_MAX]; } ddp__letter; /* all except DATA */
 
-#define DDP__TCP_PAYLOAD 65536 /* what a rank may send in one call */
+#define DDP__TCP_PAYLOAD 65536 /* bytes that a rank can send in one call */
 
 /* Memory that grows with the messages in it. */
 typedef struct ddp__buffer {
@@ -5167,14 +5170,14 @@ typedef struct ddp__buffer {
 /* A connection. */
 typedef struct ddp__peer {
     int fd;                      /* -1 = none, or it has left */
-    int arrived;                 /* its hello has come; of a call, its data is whole: */
+    int arrived;                 /* its hello, or in a call all of its data, is here: */
     ddp__frame data, in;         /* in: the frame that is arriving; `got` bytes of it are here */
     size_t got;
     char text[DDP__TEXT_MAX];    /* of any frame except DATA */
     char hello[DDP__TEXT_MAX];   /* rank 0: what an unauthenticated peer claims to be */
     char proof[65], answer[65];  /* rank 0: the text that it must send, "" until it is challenged; and rank 0's own proof */
     unsigned char network[16];   /* its IPv4 address, or the first half of its IPv6 address */
-    int heap_fd;                 /* that has come along, or -1 */
+    int heap_fd;                 /* descriptor of the heap that came with a frame, or -1 */
     double since;
     char who[96];
 } ddp__peer;
@@ -5193,7 +5196,7 @@ static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token
 /* connect waits for a full backlog unless the socket is non-blocking. */
 static int ddp__socket(int family) { return socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
 
-/* Waits until a socket can be read, or written; 0 = not by the deadline. */
+/* Waits until a socket can be read or written. 0 = the deadline has passed. */
 static int ddp__fd_ready(int fd, short events, double deadline) {
     struct pollfd wait = {fd, events, 0};
     for (double left = 1; left > 0;) {
@@ -5234,7 +5237,7 @@ static void ddp__peer_close(ddp__peer *p) {
     p->fd = p->heap_fd = -1;
 }
 
-/* Sends or receives bytes and, where *fd is not -1, a descriptor beside them. Returns what sendmsg or recvmsg do. */
+/* Sends or receives bytes and, if *fd is not -1, a descriptor with them. Returns the result of sendmsg or recvmsg. */
 static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int *fd) {
     uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8] = {0};
     struct cmsghdr *header = (struct cmsghdr *)(void *)control;
@@ -5243,7 +5246,8 @@ static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int 
     message.msg_iov = &data;
     message.msg_iovlen = 1;
     message.msg_control = control;
-    message.msg_controllen = receive || *fd >= 0 ? CMSG_LEN(sizeof(int)) : 0; /* CMSG_SPACE has padding, which would hold a second descriptor */
+    /* CMSG_SPACE has padding, which would hold a second descriptor */
+    message.msg_controllen = receive || *fd >= 0 ? CMSG_LEN(sizeof(int)) : 0;
     header->cmsg_len = CMSG_LEN(sizeof(int));
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
@@ -5347,7 +5351,7 @@ static int ddp__peer_read(ddp_group *group, ddp__peer *p, ddp__buffer *data, uns
     }
 }
 
-/* Sleeps a moment, or until something comes. */
+/* Sleeps for 20 ms, or until a peer sends. */
 static void ddp__venue_poll(ddp__venue *v) {
     nfds_t open = 0; /* poll refuses more places than files may be open */
     for (int i = 0; i < v->count; i++) {
@@ -5362,8 +5366,8 @@ static void ddp__venue_poll(ddp__venue *v) {
 #define DDP__NOTICE_SECONDS 5.0   /* a wait for peers that is longer is reported through log_fn */
 #endif
 #define DDP__NOTICE_AGAIN 60.0    /* seconds until the next report */
-#define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
-#define DDP__STRANGER_SECONDS 5.0 /* and for how long */
+#define DDP__STRANGERS 128        /* unauthenticated peers at a time */
+#define DDP__STRANGER_SECONDS 5.0 /* the longest wait for their hello or proof */
 
 /* "token version world_size order rank patience_ms secured process", and process is "pid 77 on hostb";
    on one machine it has no host. Patience: how long this rank still waits. secured: 1 = it has a secret. */
@@ -5423,8 +5427,8 @@ static int ddp__is_other_byte_order(const ddp__peer *p) {
 
 enum { DDP__MAX_NOTICES = 256 }; /* about closed connections: a flood must not fill the disk with log lines */
 
-/* Closes the connection of an unauthenticated peer and reports it. tell: not 0 = the peer gets this result
-   and why. */
+/* Closes the connection of an unauthenticated peer and reports it. tell: not 0 = sends the peer this result and the
+   reason. */
 static void ddp__turn_away(ddp__venue *v, ddp__peer *p, const char *why, int tell) {
     char text[440]; /* ddp_group_log puts the rank and the group's name before it */
     snprintf(text, sizeof text, "hung up on %s: %.320s", p->who, why);
@@ -5437,10 +5441,10 @@ static void ddp__turn_away(ddp__venue *v, ddp__peer *p, const char *why, int tel
     ddp__peer_close(p);
 }
 
-/* Visitors may go away again, such as a rank that its launcher starts anew. */
+/* 1 while a connection is open. A rank may end before all have met, such as one that its launcher restarts. */
 static int ddp__is_there(ddp__peer *p) {
     char byte;
-    ssize_t n = p->fd < 0 ? -1 : recv(p->fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK); /* it has nothing to say */
+    ssize_t n = p->fd < 0 ? -1 : recv(p->fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK); /* it must not send now */
     if (p->fd >= 0 && (n >= 0 || (errno != EAGAIN && errno != EINTR))) ddp__peer_close(p);
     return p->fd >= 0;
 }
@@ -5466,7 +5470,7 @@ static int ddp__hello_parse(ddp__hello *h, const char *text) {
     return who > 0 && strncmp(h->who, "pid ", 4) == 0;
 }
 
-/* What can be checked before a peer is authenticated, and its proof. */
+/* Checks all that can be checked before a peer is authenticated, and its proof. */
 static ddp_result ddp__hello_check(const ddp__venue *v, const ddp__peer *p, const ddp__hello *h) {
     unsigned release = h->version % 1000000;
     if (h->version != DDP__HELLO_VERSION)
@@ -5532,8 +5536,7 @@ static ddp_result ddp__challenge(const ddp__venue *v, ddp__peer *p) {
 
 /* Reads from an unauthenticated peer: its hello, then its proof if ranks have a secret. The peer is admitted,
    waited for or closed. A peer of this job that contradicts rank 0 ends the job only if it is authenticated,
-   by the secret or as a process of this user. Otherwise it is refused, and the ranks go on waiting for the
-   right one. */
+   by the secret or as a process of this user. Otherwise it is refused, and the ranks continue to wait. */
 static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
     int error = ddp__peer_read(NULL, p, NULL, *p->proof ? DDP__ALLOW_PROOF : DDP__ALLOW_HELLO);
     const char *why = NULL;
@@ -5645,7 +5648,8 @@ static ddp_result ddp__check_processes(const ddp__venue *v) {
     return DDP_OK;
 }
 
-/* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
+/* 1 while rank 0 waits for ranks. 0: all are here, or the meeting has failed: the deadline has passed, a process has
+   ended, or every missing rank has been here and left. */
 static int ddp__still_waits(ddp__venue *v) {
     int to_come = 0, departed = 0;
     char list[300] = "";
@@ -5803,7 +5807,8 @@ static ddp_result ddp__ask_hosts(ddp__venue *v) {
     return result;
 }
 
-/* What rank 0 has announced; 0 if it is not whole. token_size: what all ranks know of the token. */
+/* Reads an announcement of rank 0. 0 = it is incomplete. token_size: length of the token without the announced
+   number. */
 static int ddp__venue_hear(ddp__venue *v, size_t token_size, const char *text) {
     char number[17];
     int n = 0;
@@ -5854,7 +5859,7 @@ static ddp_result ddp__venue_read(ddp__venue *v, size_t token_size) {
     return ddp_fail(DDP_ERR_INVALID, "%.200s: rank 0 has not written its address yet", v->path);
 }
 
-/* Finds rank 0, which may not be up yet, and is let in once all ranks are there. */
+/* Connects to rank 0, which may start later. Returns when all ranks have met. */
 static ddp_result ddp__visit(ddp__venue *v) {
     size_t token_size = strlen(v->token);
     double checked = ddp_now();
@@ -5879,8 +5884,8 @@ static ddp_result ddp__visit(ddp__venue *v) {
 
 //== rank discovery: addresses and the meeting ======================================================= >>impl-meeting
 
-/* Where rank 0 listens, the secret, and how all ranks meet: by ddp__meet over a socket, by ddp__local_meet for shared memory as well. The local and the
-   tcp backend begin here. */
+/* The address of rank 0, the secret, and the meeting of all ranks: ddp__meet over a socket, ddp__local_meet for shared
+   memory as well. The local and the tcp backend call them. */
 
 static int ddp__is_loopback_address(const struct sockaddr *at) {
     const struct in6_addr *ipv6 = &((const struct sockaddr_in6 *)(const void *)at)->sin6_addr;
@@ -5955,7 +5960,8 @@ static void ddp__first_host(char *out, size_t size, const char *list) {
     out[n] = 0;
 }
 
-/* From MASTER_ADDR and MASTER_PORT, or what SLURM says. A torchrun agent serves MASTER_PORT itself: then it is one of the next 16. */
+/* The address of rank 0 from MASTER_ADDR and MASTER_PORT, or from SLURM. A torchrun agent listens at MASTER_PORT itself:
+   then rank 0 takes one of the next 16. */
 static ddp_result ddp__venue_from_env(ddp__venue *v, const ddp__identity *id) {
     const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST");
     int port, own, slurm = strncmp(v->token, "slurm", 5) == 0, agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
@@ -6024,7 +6030,7 @@ static int ddp__tcp_listen(const char *host, int port, int ports) {
     return fd;
 }
 
-/* Who listens at a port of this machine, as far as this user may see: "pid 77 (/usr/bin/python3)". */
+/* The process that listens at a port of this machine, if this user can see it: "pid 77 (/usr/bin/python3)". */
 static void ddp__port_holder(int port, char *out, size_t size) {
     unsigned long inode, wanted = 0;
     unsigned at, state;
@@ -6108,7 +6114,8 @@ DDPDEF uint64_t ddp_unique_id(void) {
     return ddp_hash(DDP_HASH_SEED, seed, sizeof seed);
 }
 
-/* "number port address address ...": how others reach a listener here, on whatever network. The number belongs to the token. */
+/* "number port address address ...": the port of a listener and all addresses of this machine. The number becomes a
+   part of the token. */
 static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
     struct sockaddr_storage at;
     socklen_t length = sizeof at;
@@ -6147,7 +6154,7 @@ static ddp_result ddp__venue_write(ddp__venue *v, int listener) {
     return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", v->path, strerror(errno));
 }
 
-/* Rank 0 waits for all ranks, or a reason not to, and tells everybody how the meeting went. */
+/* Rank 0 waits for all ranks or for a failure, and sends the outcome to all of them. */
 static void ddp__hold(ddp__venue *v, ddp__heap **heap) {
     int w = v->group->world_size;
     ddp__peer *me = v->peer;
@@ -6160,7 +6167,8 @@ static void ddp__hold(ddp__venue *v, ddp__heap **heap) {
         if (v->path) unlink(v->path);
     }
     if (heap && v->result == DDP_OK) v->result = ddp__heap_create(heap, w, 0, 0);
-    for (int r = 0; r < w && heap && *heap; r++) ddp__rank_enter(*heap, r, ddp__pid_in(me[r].who)); /* one that dies from here on is missed */
+    /* from here on a rank that ends is lost */
+    for (int r = 0; r < w && heap && *heap; r++) ddp__rank_enter(*heap, r, ddp__pid_in(me[r].who));
     while (v->result == DDP_OK && v->count > w) ddp__peer_close(&v->peer[--v->count]);
     ddp__tell_peers(v, v->result, v->result == DDP_OK ? me->who : ddp_last_error(), heap && *heap ? (*heap)->fd : -1);
     for (int r = 0; r < w; r++) me[r].arrived = 0;
@@ -6211,7 +6219,7 @@ static ddp_result ddp__local_join(ddp_group *group, ddp__heap *heap, void **stat
     return DDP_OK;
 }
 
-/* All ranks of the world once more. group == NULL: this rank only helps. */
+/* Another group of all ranks of the world. group NULL: this rank has no memory for it and only takes part. */
 static ddp_result ddp__local_again(ddp_group *group, ddp_group *world) {
     int all[DDP_MAX_LOCAL_RANKS];
     void *none;
@@ -6254,20 +6262,21 @@ static ddp_result ddp__local_meet(ddp_group *group, ddp__venue *v, void **state)
 /* Written like a backend of a user's own: it calls >>spi, and shares connections, frames and the meeting of ranks with
    >>impl-rendezvous and >>impl-meeting. It uses nothing else of this file.
 
-   Every rank keeps its connection to rank 0. In a collective each sends rank 0 a frame, its fingerprint and data; when all mean the same, rank 0 sends each
-   the same frame back: the sum, or what all sent, of which each takes its part. Whoever fails tells rank 0, and rank 0 tells everybody. */
+   Every rank keeps its connection to rank 0. In a collective it sends rank 0 a frame with the packed call and its data.
+   If all calls are the same, rank 0 answers every rank with the same frame: the sum, or the data of all ranks, from
+   which each rank copies its part. A rank that fails reports this to rank 0, and rank 0 reports it to all ranks. */
 
 typedef struct ddp__tcp {
     ddp_saved_error cause;       /* the first */
     ddp__venue venue;            /* the peers of rank 0: all ranks, with itself; of others: rank 0 */
-    pthread_mutex_t lock;        /* of all that is not the running call's alone */
-    const ddp_call *call;        /* that uses the connections, or NULL */
-    int told, heard;             /* told: the others know of the failure. heard: from rank 0 */
+    pthread_mutex_t lock;        /* of everything that the running call does not own */
+    const ddp_call *call;        /* the running call, which uses the connections, or NULL */
+    int told, heard;             /* the failure was sent to the other ranks; received from rank 0 */
     ddp__card *card;             /* of each rank */
-    const void **source;         /* where each rank's data lies, to be added */
+    const void **source;         /* of each rank: its data, for ddp_reduce_tree */
     unsigned char *state;        /* DDP_RANK_... of each rank */
     char *announced;             /* what each rank announces in a split: DDP__ANNOUNCED bytes at most */
-    ddp__buffer *data;           /* that has arrived on each connection; on rank 0 also its own */
+    ddp__buffer *data;           /* received on each connection; on rank 0 also its own */
     ddp__buffer out;             /* a frame to send */
 } ddp__tcp;
 
@@ -6281,7 +6290,7 @@ static int ddp__send_all(int fd, const void *data, size_t size, double deadline)
     return 1;
 }
 
-/* With the lock held, by whoever may use the connections. */
+/* With the lock held: sends the failure to the other ranks, once. Only the user of the connections calls it. */
 static void ddp__tcp_tell(ddp__tcp *t) {
     if (t->cause.result == DDP_OK || t->told) return;
     ddp__tell_peers(&t->venue, t->cause.result, t->cause.text, -1);
@@ -6299,8 +6308,8 @@ static ddp_result ddp__tcp_missing(ddp_group *group, const ddp__tcp *t) {
     return ddp_call_timed_out(group, t->call, t->state);
 }
 
-/* With the lock held: somebody has failed, or leaves. What rank 0 says is the group's cause, also if this rank has found another meanwhile; what others say,
-   unless rank 0 knows better for whom they have waited. */
+/* With the lock held: a peer has failed, or leaves. A cause from rank 0 replaces the one that this rank has found. Rank 0
+   replaces the timeout of another rank by its own list of missing ranks. */
 static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
     ddp_result cause = (ddp_result)p->in.result;
     if (cause == DDP_OK) {
@@ -6333,7 +6342,7 @@ static ddp_result ddp__tcp_broken(int rank, const ddp__peer *p, int error) {
                     rank, p->who, p->in.kind, (int)p->in.result, (unsigned long long)p->in.size);
 }
 
-/* With the lock held: takes what has come. Returns how many peers' data has not. */
+/* With the lock held: reads what has arrived. Returns the number of peers whose data is missing. */
 static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
     int missing = 0, error = 0;
     for (int r = 0; r < t->venue.count; r++) {
@@ -6361,7 +6370,8 @@ static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
     return missing;
 }
 
-/* Waits for the data of all peers. A rank whose time is up says so, and waits for rank 0 to say who is to blame. */
+/* Waits for the data of all peers. A rank that exceeds the timeout reports this to rank 0, and waits for rank 0 to
+   name the missing ranks. */
 static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline) {
     for (;;) {
         pthread_mutex_lock(&t->lock);
@@ -6421,7 +6431,7 @@ static ddp_result ddp__tcp_check(const ddp_group *group, const ddp_call *call, i
                     rank, p->who, (unsigned long long)frame->size, ddp_call_name(call->kind), (unsigned long long)expected->size);
 }
 
-/* Rank 0, when all have come and unless they mean different calls: puts together what everybody gets. */
+/* On rank 0, when the data of all ranks is here: compares the calls and builds the answer. */
 static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp_call *call) {
     ddp__peer *peer = t->venue.peer;
     ddp__frame frame = ddp__tcp_answer_of(call, ddp_world_size(group));
@@ -6442,7 +6452,7 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp_call *c
     return DDP_OK;
 }
 
-/* Takes what is this rank's from the data of all, or their sum. */
+/* Copies the part of this rank from the answer. */
 static void ddp__tcp_take(const ddp_group *group, const ddp_call *call, const unsigned char *answer) {
     for (int r = 0; r < (ddp_call_adds(call) ? 1 : ddp_world_size(group)); r++) {
         ddp_bytes from = ddp_call_sends(call, r, ddp_rank(group)), to = ddp_call_receives(call, ddp_rank(group), r);
@@ -6463,7 +6473,8 @@ static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp_cal
     memcpy(hub ? (unsigned char *)&p->data : own->bytes, &frame, sizeof frame);
     if (frame.size) memcpy(own->bytes + head, call->kind == DDP_CALL_BROADCAST ? call->recv : call->send, frame.size);
     p->arrived = hub;
-    if (!hub && p->fd >= 0) ddp__send_all(p->fd, own->bytes, head + frame.size, deadline); /* if it fails, what comes or does not come says why */
+    /* if this fails, the wait reports why */
+    if (!hub && p->fd >= 0) ddp__send_all(p->fd, own->bytes, head + frame.size, deadline);
     DDP_TRY(ddp__tcp_await(group, t, deadline));
     if (hub) DDP_TRY(ddp__tcp_join(group, t, call));
     frame = ddp__tcp_answer_of(call, ddp_world_size(group));
@@ -6488,7 +6499,7 @@ static void ddp__tcp_poison(ddp_group *group, void *state, ddp_result cause, con
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Takes and tells the news, unless a call does. call: begins here, or NULL. ends: a call ends here. */
+/* Receives and forwards failures, unless a call does. call: begins here, or NULL. ends: a call ends here. */
 static ddp_result ddp__tcp_look(ddp_group *group, ddp__tcp *t, const ddp_call *call, int ends) {
     pthread_mutex_lock(&t->lock);
     if (ends) t->call = NULL;
@@ -6527,7 +6538,8 @@ static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp_host_free(group, t);
 }
 
-/* Small frames go at once, and a peer whose machine or network is gone is noticed within the timeout, also while nothing is sent. */
+/* Sends small frames at once, and detects within the timeout that the machine or network of a peer is gone, also while
+   nothing is sent. */
 static void ddp__tcp_tune(int fd, int timeout_ms) {
     int seconds = timeout_ms / 8000 > 0 ? timeout_ms / 8000 : 1;
     int options[][3] = {{IPPROTO_TCP, TCP_NODELAY, 1}, {SOL_SOCKET, SO_KEEPALIVE, 1}, {IPPROTO_TCP, TCP_KEEPIDLE, seconds},
