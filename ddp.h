@@ -1250,6 +1250,11 @@ DDPDEF size_t ddp_round_up(size_t n, size_t multiple);
 DDPDEF int ddp_is_float(ddp_dtype dtype);              /* f32, f64, f16 or bf16 */
 DDPDEF ddp_dtype ddp_sum_dtype(ddp_dtype dtype);       /* sums are kept in: f32 for f16 and bf16, otherwise dtype */
 DDPDEF size_t ddp_tensor_bytes(const ddp_tensor *tensor); /* 0 for a tensor without elements, or an impossible shape */
+/* A dtype and a shape as text: "f32 [2,3]". The text ends with ",...]" if ndim is more than DDP_MAX_NDIM. */
+typedef struct ddp_shape_text {
+    char text[200];
+} ddp_shape_text;
+DDPDEF ddp_shape_text ddp_describe_shape(const char *dtype, int ndim, const int64_t *shape);
 DDPDEF ddp_tensor ddp_param_grad(const ddp_param *param); /* param->grad with its defaults resolved */
 /* Before `data` is freed. If it is sum->data: waits until its reader has read it, and sets sum->data to NULL. */
 DDPDEF void ddp_grad_sum_release(ddp_grad_sum *sum, const void *data);
@@ -1854,6 +1859,15 @@ DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor) {
 DDPDEF size_t ddp_tensor_bytes(const ddp_tensor *tensor) {
     int64_t count = ddp_tensor_count(tensor);
     return count > 0 ? (size_t)count * ddp_dtype_size(tensor->dtype) : 0;
+}
+
+DDPDEF ddp_shape_text ddp_describe_shape(const char *dtype, int ndim, const int64_t *shape) {
+    ddp_shape_text out;
+    size_t length = (size_t)snprintf(out.text, sizeof out.text, "%s [", dtype);
+    for (int d = 0; d < ndim && d < DDP_MAX_NDIM; d++)
+        length += (size_t)snprintf(out.text + length, sizeof out.text - length, d ? ",%lld" : "%lld", (long long)shape[d]);
+    snprintf(out.text + length, sizeof out.text - length, "%s]", ndim > DDP_MAX_NDIM ? ",..." : "");
+    return out;
 }
 
 DDPDEF ddp_tensor ddp_param_grad(const ddp_param *param) {
@@ -8657,12 +8671,7 @@ static ddp__label ddp__param_label(const ddp_param *params, int index) {
     return label;
 }
 
-/* A tensor's dtype and shape in words; returns hash with the shape joined to it. */
-static uint64_t ddp__shape_text(uint64_t hash, const ddp_tensor *tensor, char *text, size_t size) {
-    size_t length = (size_t)snprintf(text, size, "%s [", ddp_dtype_name(tensor->dtype));
-    for (int d = 0; d < tensor->ndim && length < size; d++)
-        length += (size_t)snprintf(text + length, size - length, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
-    if (length < size) snprintf(text + length, size - length, "]");
+static uint64_t ddp__shape_hash(uint64_t hash, const ddp_tensor *tensor) {
     return ddp_hash(hash, tensor->shape, (size_t)tensor->ndim * sizeof tensor->shape[0]);
 }
 
@@ -8684,20 +8693,21 @@ static uint64_t ddp__schema_entry(const void *list, int index, char *text) {
     } else if (param == d->param_count || buffer >= d->buffer_count) {
         snprintf(text, DDP_AGREE_TEXT, "no %s %d", kind, buffer < 0 ? param : buffer);
     } else if (buffer >= 0) {
-        char shape[96];
-        hash = ddp__shape_text(hash, &d->buffers[buffer], shape, sizeof shape);
-        snprintf(text, DDP_AGREE_TEXT, "buffer %d %s", buffer, shape);
+        const ddp_tensor *tensor = &d->buffers[buffer];
+        hash = ddp__shape_hash(hash, tensor);
+        snprintf(text, DDP_AGREE_TEXT, "buffer %d %.96s", buffer,
+                 ddp_describe_shape(ddp_dtype_name(tensor->dtype), tensor->ndim, tensor->shape).text);
     } else {
         const ddp__grad *own = &reducer->grads[param];
         const char *name = d->params[param].name ? d->params[param].name : "";
-        char value[96], gradient[96], tied[48] = "";
-        ddp_tensor grad = ddp_param_grad(&d->params[param]);
-        hash = ddp__shape_text(hash, &d->params[param].value, value, sizeof value);
-        hash = ddp__shape_text(hash, &grad, gradient, sizeof gradient);
+        char tied[48] = "";
+        const ddp_tensor *value = &d->params[param].value, grad = ddp_param_grad(&d->params[param]);
+        hash = ddp__shape_hash(ddp__shape_hash(hash, value), &grad);
         hash = ddp_hash(hash, name, strlen(name));
         if (own->first_use != param) snprintf(tied, sizeof tied, " tied to parameter %d", own->first_use);
-        snprintf(text, DDP_AGREE_TEXT, "parameter %d '%.40s' %.60s%s, gradient %.60s %s", param, name, value, tied,
-                 gradient, own->placed ? "NULL" : "given");
+        snprintf(text, DDP_AGREE_TEXT, "parameter %d '%.40s' %.60s%s, gradient %.60s %s", param, name,
+                 ddp_describe_shape(ddp_dtype_name(value->dtype), value->ndim, value->shape).text, tied,
+                 ddp_describe_shape(ddp_dtype_name(grad.dtype), grad.ndim, grad.shape).text, own->placed ? "NULL" : "given");
     }
     return ddp_hash(hash, text, strlen(text) + 1);
 }

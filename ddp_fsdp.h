@@ -1895,17 +1895,6 @@ typedef struct ddp__slice {
     int may_repeat; /* where other ranks hold the same box, the lowest of them writes it */
 } ddp__slice;
 
-/* "F32 [2,3]" */
-typedef struct ddp__shown { char text[200]; } ddp__shown;
-static ddp__shown ddp__show(const char *dtype, int ndim, const int64_t *shape) {
-    ddp__shown shown;
-    size_t length = (size_t)snprintf(shown.text, sizeof shown.text, "%s [", dtype);
-    for (int d = 0; d < ndim && d < DDP_MAX_NDIM; d++)
-        length += (size_t)snprintf(shown.text + length, sizeof shown.text - length, d ? ",%lld" : "%lld", (long long)shape[d]);
-    snprintf(shown.text + length, sizeof shown.text - length, "%s]", ndim > DDP_MAX_NDIM ? ",..." : "");
-    return shown;
-}
-
 /* Bytes of the tensor, or of what this rank holds of it. */
 static uint64_t ddp__slice_bytes(const ddp__slice *s, int held) {
     uint64_t bytes = held && !s->data ? 0 : ddp_dtype_size(s->dtype);
@@ -2034,7 +2023,7 @@ static uint64_t ddp__task_entry(const void *list, int index, char *text) {
     size_t length = strlen(name);
     if (s)
         snprintf(text, DDP_AGREE_TEXT, "tensor %d '%.80s' %.100s of the %s", index - 1, name,
-                 ddp__show(ddp_dtype_name(s->dtype), s->ndim, s->shape).text, ddp__kind_names[s->file_kind]);
+                 ddp_describe_shape(ddp_dtype_name(s->dtype), s->ndim, s->shape).text, ddp__kind_names[s->file_kind]);
     else
         snprintf(text, DDP_AGREE_TEXT, "tensors=%d%s dir=%.150s", t->count, t->options, length > 150 ? name + length - 150 : name);
     uint64_t hash = ddp_hash(DDP_HASH_SEED, name, length);
@@ -2570,7 +2559,7 @@ static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
 
 /* Finds the tensor of the list that a record of a file is for. Both must have the same shape and dtype. */
 static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, const ddp__stored *r) {
-    ddp__shown has = ddp__show(r->dtype->name, r->ndim, r->shape);
+    ddp_shape_text has = ddp_describe_shape(r->dtype->name, r->ndim, r->shape);
     const ddp__key key = {r->name, file->kind, 0};
     ddp__key *found = (ddp__key *)bsearch(&key, l->task.keys, (size_t)l->task.count, sizeof key, ddp__key_compare);
     if (!found) return ddp__stored_fail(DDP_ERR_MISMATCH, file, r, "(%s) is none of the %d tensors that are loaded", has.text, l->task.count);
@@ -2579,7 +2568,7 @@ static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, con
     if (r->ndim != s->ndim || memcmp(r->shape, s->shape, sizeof r->shape[0] * (size_t)s->ndim) != 0 ||
         (r->dtype->dtype != s->dtype && !(l->foreign && ddp_is_float(r->dtype->dtype) && ddp_is_float(s->dtype))))
         return ddp__stored_fail(DDP_ERR_MISMATCH, file, r, "is %s, and %s is to be loaded", has.text,
-                                ddp__show(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
+                                ddp_describe_shape(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
     if (source->file) return ddp__stored_fail(DDP_ERR_CORRUPT, file, r, "is in another file too");
     if (!l->foreign && !r->has_crc) return ddp__stored_fail(DDP_ERR_CORRUPT, file, r, "has no checksum");
     const ddp__source stored = {file, r, file->map + file->data_at + r->begin, r->end - r->begin};
@@ -2625,7 +2614,7 @@ static ddp_result ddp__load_open(ddp__loading *l) {
         const ddp__slice *s = &l->task.slices[i];
         if (!l->sources[i].file && !s->tied_to && !(l->foreign && s->file_kind != 0))
             return ddp_fail(DDP_ERR_MISMATCH, "%s: tensor '%.100s' (%s) is in none of the files", l->task.dir, s->name,
-                            ddp__show(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
+                            ddp_describe_shape(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
     }
     return DDP_OK;
 }
@@ -4341,8 +4330,8 @@ static uint64_t ddp__fsdp_entry(const void *list, int i, char *text) {
     const char *grad = ddp_dtype_name(s->part[DDP__GRADS].dtype);
     const int64_t numbers[] = {s->unit->index, value->dtype, value->ndim, s->part[DDP__GRADS].dtype, s->source - f->shards, s->trained, value->data != NULL};
     size_t shape_bytes = (size_t)value->ndim * sizeof value->shape[0];
-    ddp__shown shape = ddp__show(ddp_dtype_name(value->dtype), value->ndim, value->shape), part = ddp__show("", value->ndim, s->entry->global_offset);
-    ddp__shown global = ddp__show("", value->ndim, s->entry->global_shape);
+    ddp_shape_text shape = ddp_describe_shape(ddp_dtype_name(value->dtype), value->ndim, value->shape), part = ddp_describe_shape("", value->ndim, s->entry->global_offset);
+    ddp_shape_text global = ddp_describe_shape("", value->ndim, s->entry->global_shape);
     snprintf(text, DDP_AGREE_TEXT, "unit %.40s, parameter '%.60s' %.40s, gradient %s%s%s%s", s->unit->name, s->name, shape.text, grad,
              s->trained ? "" : " frozen", s->source != s ? " tied" : "", value->data ? "" : " without values");
     if (s->is_slice) snprintf(text + strlen(text), DDP_AGREE_TEXT - strlen(text), " at%.40s of%.40s", part.text, global.text);

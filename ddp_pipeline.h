@@ -3947,19 +3947,11 @@ static ddp_result ddp__pipe_describe(ddp_pipeline *p, const ddp_pipeline_desc *d
 /* An end of a tie: the gradient's dtype, the value's ndim and shape. */
 enum { DDP__PIPE_END = 2 + DDP_MAX_NDIM };
 
-/* "f32 [65,32]" */
-static void ddp__pipe_end_text(const int64_t *end, char *out, size_t size) {
-    int used = snprintf(out, size, "%s [", ddp_dtype_name((ddp_dtype)end[0]));
-    for (int k = 0; k < (int)end[1]; k++) used += snprintf(out + used, size - (size_t)used, "%s%lld", k ? "," : "", (long long)end[2 + k]);
-    snprintf(out + used, size - (size_t)used, "]");
-}
-
 /* Both ends of a tie are equal. Each end is known on one rank: a sum with zeros tells all. */
 static ddp_result ddp__pipe_agree_tie(ddp_pipeline *p, int i) {
     const ddp_pipeline_tie *t = &p->desc.ties[i];
     int stage[2] = {t->first_stage, t->second_stage}, param[2] = {t->first_param, t->second_param}, rank[2];
     int64_t end[2][DDP__PIPE_END];
-    char first[224], second[224];
     memset(end, 0, sizeof end);
     for (int k = 0; k < 2; k++) {
         const ddp_tensor *value = p->stages[stage[k]].number < 0 ? NULL : &p->stages[stage[k]].desc.params[param[k]]->value;
@@ -3971,11 +3963,12 @@ static ddp_result ddp__pipe_agree_tie(ddp_pipeline *p, int i) {
     }
     DDP_TRY(ddp__pipe_sum_over_ranks(p, end, 2 * DDP__PIPE_END, DDP_I64));
     if (memcmp(end[0], end[1], sizeof end[0]) == 0) return DDP_OK;
-    ddp__pipe_end_text(end[0], first, sizeof first);
-    ddp__pipe_end_text(end[1], second, sizeof second);
+    const ddp_shape_text first = ddp_describe_shape(ddp_dtype_name((ddp_dtype)end[0][0]), (int)end[0][1], &end[0][2]);
+    const ddp_shape_text second = ddp_describe_shape(ddp_dtype_name((ddp_dtype)end[1][0]), (int)end[1][1], &end[1][2]);
     return ddp_fail(rank[0] == rank[1] ? DDP_ERR_INVALID : DDP_ERR_MISMATCH,
                     "ddp_pipeline_create: ties[%d]: params[%d] of stage %d on rank %d is %s, params[%d] of stage %d on rank %d is %s; "
-                    "both uses have one shape, and gradients of one dtype", i, param[0], stage[0], rank[0], first, param[1], stage[1], rank[1], second);
+                    "both uses have one shape, and gradients of one dtype", i, param[0], stage[0], rank[0], first.text, param[1], stage[1], rank[1],
+                    second.text);
 }
 
 /* The two ranks of each tie as a group. Collective. */
