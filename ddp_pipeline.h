@@ -932,8 +932,8 @@ static ddp_result ddp__schedule_generate(ddp_schedule **out, const ddp_schedule_
 typedef struct ddp__play {
     const ddp_schedule *s;
     const ddp_stage_cost *costs; /* NULL = F, I and W take 1 */
-    int *memory;             /* of everything but times */
-    int *table[DDP_ACTION_KIND_COUNT]; /* of each kind that computes or communicates; B is in those of I and W */
+    int *table[DDP_ACTION_KIND_COUNT]; /* of each kind that computes or communicates; B is in those of I and W. The one of
+                                F starts the memory of everything except times */
     int *ahead;              /* of each action: a SEND's RECV to wait for, or -1 */
     int *waiter;             /* of each action: the rank that waits for it, or -1 */
     int *position;           /* of each rank: index of its next action */
@@ -966,9 +966,9 @@ static int ddp__action_cell(const ddp__play *play, const ddp_action *a) {
 }
 
 static void ddp__play_close(ddp__play *play) {
-    ddp__schedule_free(play->s, play->memory);
+    ddp__schedule_free(play->s, play->table[DDP_ACTION_FORWARD]);
     ddp__schedule_free(play->s, play->times);
-    play->memory = NULL;
+    play->table[DDP_ACTION_FORWARD] = NULL;
     play->times = NULL;
 }
 
@@ -979,7 +979,6 @@ static ddp_result ddp__play_alloc(ddp__play *play) {
     int *next = (int *)ddp__schedule_alloc(s, 1, numbers * sizeof *next + actions);
     if (!next) return DDP_ERR_NO_MEMORY;
     for (size_t i = 0; i < numbers; i++) next[i] = -1;
-    play->memory = next;
     for (int kind = 0; kind < DDP_ACTION_KIND_COUNT; kind++) {
         if (!ddp__action_computes((ddp_action_kind)kind) && !ddp__action_communicates((ddp_action_kind)kind)) continue;
         play->table[kind] = kind == DDP_ACTION_BACKWARD ? play->table[DDP_ACTION_INPUT_GRAD] : next;
@@ -1367,7 +1366,8 @@ static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const d
         if (a->kind == DDP_ACTION_BACKWARD) memory -= cost.activation;
         if (memory > r.peak_memory) r.peak_memory = memory;
     }
-    r.weight_versions = s->kind == DDP_SCHEDULE_PIPEDREAM ? r.peak_in_flight : s->kind == DDP_SCHEDULE_PIPEDREAM_2BW ? 2 : 1;
+    r.weight_versions = s->kind == DDP_SCHEDULE_PIPEDREAM_2BW ? 2 : 1;
+    if (s->kind == DDP_SCHEDULE_PIPEDREAM) r.weight_versions = r.peak_in_flight;
     return r;
 }
 
@@ -2027,32 +2027,36 @@ static int ddp__lower_messages(const ddp__play *play, int rank, ddp__due_message
 /* The lists with SEND and RECV. All ranks follow one order of time, that of unit costs: a message enters it as a
    pair, SEND here and RECV there, when its tensor is ready. Everything that an action waits for is earlier in this
    order. So nothing waits in a circle, even if each SEND waited for its RECV. */
-static ddp_result ddp__lower_comm(ddp_schedule *to, const ddp__play *play) {
-    const ddp_schedule *s = play->s;
+static ddp_result ddp__lower_comm(ddp_schedule **out, const ddp_schedule *s) {
+    ddp_schedule *to = ddp__schedule_like(s);
     ddp__due_message *messages;
+    ddp__play play;
     int longest = 0;
+    if (!to) return DDP_ERR_NO_MEMORY;
     for (int rank = 0; rank < s->rank_count; rank++)
         if (s->first[rank + 1] - s->first[rank] > longest) longest = s->first[rank + 1] - s->first[rank];
-    messages = (ddp__due_message *)ddp__schedule_alloc(s, 2 * (size_t)longest, sizeof *messages);
-    if (!messages) return DDP_ERR_NO_MEMORY;
-    for (int rank = 0; rank < s->rank_count; rank++) {
-        int count = ddp__lower_messages(play, rank, messages), i = s->first[rank];
+    to->failed = ddp__play_open(&play, s, NULL, DDP__TIMED_PAIRED, "ddp_schedule_lower");
+    messages = to->failed == DDP_OK ? (ddp__due_message *)ddp__schedule_alloc(s, 2 * (size_t)longest, sizeof *messages) : NULL;
+    if (to->failed == DDP_OK && !messages) to->failed = DDP_ERR_NO_MEMORY;
+    for (int rank = 0; rank < s->rank_count && to->failed == DDP_OK; rank++) {
+        int count = ddp__lower_messages(&play, rank, messages), i = s->first[rank];
         for (int n = 0; n < count; n++) {
-            i = ddp__lower_until(to, play, rank, i, messages[n].at);
+            i = ddp__lower_until(to, &play, rank, i, messages[n].at);
             ddp__schedule_push_action(to, messages[n].action);
         }
-        ddp__lower_until(to, play, rank, i, DBL_MAX);
+        ddp__lower_until(to, &play, rank, i, DBL_MAX);
         ddp__schedule_end_rank(to);
     }
     ddp__schedule_free(s, messages);
-    return to->failed;
+    ddp__play_close(&play);
+    return ddp__schedule_finish(out, to);
 }
 
 DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *schedule, unsigned parts) {
     static const char who[] = "ddp_schedule_lower";
     const char *there = NULL;
     unsigned all = DDP_LOWER_MERGE | DDP_LOWER_SHARD | DDP_LOWER_REDUCE | DDP_LOWER_COMM;
-    ddp_schedule *lists = NULL, *to;
+    ddp_schedule *lists = NULL;
     ddp_result result = DDP_OK;
     ddp__play play;
     if (out) *out = NULL;
@@ -2068,20 +2072,14 @@ DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *sch
         result = ddp_fail(DDP_ERR_INVALID, "%s: the schedule has SEND and RECV already; merging comes before them", who);
     else if (parts != DDP_LOWER_COMM) result = ddp__lower_lists(&lists, &play, parts);
     ddp__play_close(&play);
-    if (result != DDP_OK || !(parts & DDP_LOWER_COMM)) {
+    if (result != DDP_OK) return result;
+    if (!(parts & DDP_LOWER_COMM)) {
         *out = lists;
-        return result;
+        return DDP_OK;
     }
-    to = ddp__schedule_like(schedule);
-    if (!to) {
-        ddp_schedule_destroy(lists);
-        return DDP_ERR_NO_MEMORY;
-    }
-    to->failed = ddp__play_open(&play, lists ? lists : schedule, NULL, DDP__TIMED_PAIRED, who);
-    if (to->failed == DDP_OK) to->failed = ddp__lower_comm(to, &play);
-    ddp__play_close(&play);
+    result = ddp__lower_comm(out, lists ? lists : schedule);
     ddp_schedule_destroy(lists);
-    return ddp__schedule_finish(out, to);
+    return result;
 }
 
 //== pictures ================================================================================= >>impl-schedule-draw
