@@ -649,8 +649,8 @@ static void ddp__schedule_push(ddp_schedule *s, ddp_action_kind kind, int stage,
 
 static void ddp__schedule_end_rank(ddp_schedule *s) { s->first[++s->filled] = s->count; }
 
-/* Hands out a schedule whose lists are complete, or frees it and returns why it failed. The lists determine the
-   number of stages and of micro-batches. */
+/* Returns a schedule with complete lists, or frees it after a failure. The lists determine the number of stages and
+   of micro-batches. */
 static ddp_result ddp__schedule_finish(ddp_schedule **out, ddp_schedule *s) {
     ddp_result result = s->failed;
     for (int i = 0; i < s->count; i++) {
@@ -920,15 +920,16 @@ static ddp_result ddp__schedule_generate(ddp_schedule **out, const ddp_schedule_
     return ddp__schedule_finish(out, s);
 }
 
-//== who needs what from whom ================================================================= >>impl-schedule-play
+//== dependencies between actions ============================================================= >>impl-schedule-play
 
-/* A schedule as a graph. The tables have the index of an action by cell, stage * m + micro-batch; -1: there is none. A send or receive is found by the stage
-   that sends. Every action waits for at most one other outside of its list, and at most one waits for it:
+/* A schedule as a graph. A table contains the index of the action of each cell, stage * m + micro-batch; -1 = the
+   action is missing. The cell of a SEND or RECV is that of the stage that sends. Every action waits for at most one
+   action of another list, and at most one waits for it:
 
        F of stage s      F of stage s-1, or its RECV_F, which comes earlier in the list
        I, B of stage s   I or B of stage s+1, or its RECV_B
        RECV              its SEND
-       SEND              the RECV of the message before it to the same rank: one fits in between */
+       SEND              the RECV of the message before it to the same rank: one message is in flight */
 typedef struct ddp__play {
     const ddp_schedule *s;
     const ddp_stage_cost *costs; /* NULL = F, I and W take 1 */
@@ -992,7 +993,7 @@ static ddp_result ddp__play_alloc(ddp__play *play) {
     return DDP_OK;
 }
 
-/* Each stage is on some rank, and there are enough actions for tables of all cells to be worth their memory. */
+/* Each stage is on some rank. The schedule has enough actions to justify the memory of tables of all cells. */
 static ddp_result ddp__check_stages(const ddp_schedule *s) {
     int highest = 0;
     if (s->stage_count == 0 || s->microbatch_count == 0) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: there is no computation in any list");
@@ -1055,7 +1056,8 @@ static ddp_result ddp__check_after(const ddp__play *play, int index, int needs, 
                                ddp__action_position(play->s, needs));
 }
 
-/* That the cell has the action; beside: another one of the cell, whose place tells where it is missed. */
+/* Checks that a cell has an action: `there` is its index, -1 = it is missing. beside: another action of the cell,
+   for the position in the error; -1 = none. */
 static ddp_result ddp__check_present(const ddp__play *play, int there, ddp_action_kind kind, int stage, int microbatch, int beside, const char *what) {
     const ddp_schedule *s = play->s;
     int rank = s->stage_rank[stage];
@@ -1065,7 +1067,8 @@ static ddp_result ddp__check_present(const ddp__play *play, int there, ddp_actio
                     ddp__action_label_of(kind, stage, microbatch).text);
 }
 
-/* One micro-batch of one stage: once forward, once back, in this order; what another rank sends comes before it is used. */
+/* One micro-batch of one stage runs once forward and then once backward. A tensor is made before its SEND, and its
+   RECV comes before the action that uses it. */
 static ddp_result ddp__check_cell(const ddp__play *play, int stage, int i) {
     const ddp_schedule *s = play->s;
     int cell = ddp__play_cell(play, stage, i), f = play->table[DDP_ACTION_FORWARD][cell];
@@ -1096,8 +1099,8 @@ static int ddp__message_partner(const ddp__play *play, int index) {
     return play->table[partner][ddp__action_cell(play, a)];
 }
 
-/* Between two ranks messages arrive in the order in which they are sent: the message before each SEND and the one before its RECV are the same. last: room for a
-   message per rank. */
+/* Between two ranks, messages arrive in the order in which they are sent: the message before a SEND and the message
+   before its RECV are the same. last: room for one index per rank. */
 static ddp_result ddp__check_messages(ddp__play *play, int *last) {
     const ddp_schedule *s = play->s;
     for (int sends = 1; sends >= 0; sends--) /* first what each SEND follows, then that each RECV follows its partner */
@@ -1123,7 +1126,8 @@ static ddp_result ddp__check_messages(ddp__play *play, int *last) {
     return DDP_OK;
 }
 
-/* UNSHARD and RESHARD around a stage's actions, REDUCE_GRAD after each update's last W or B. state: 2 entries per stage. */
+/* UNSHARD and RESHARD surround a stage's actions. REDUCE_GRAD follows the last W or B of each update. state: room
+   for 2 entries per stage. */
 static ddp_result ddp__check_sharding(const ddp__play *play, int *state) {
     const ddp_schedule *s = play->s;
     int *whole = state, *added = state + s->stage_count;
@@ -1155,7 +1159,7 @@ static ddp_result ddp__check_sharding(const ddp__play *play, int *state) {
     return DDP_OK;
 }
 
-/* Checks everything that follows from each list and those of the ranks it exchanges messages with. */
+/* Checks each list by itself, and against the lists of the ranks that it exchanges messages with. */
 static ddp_result ddp__check_lists(ddp__play *play) {
     const ddp_schedule *s = play->s;
     DDP_TRY(ddp__check_stages(s));
@@ -1195,7 +1199,7 @@ static int ddp__play_blocker(const ddp__play *play, int index) {
     return blocker >= 0 && !play->done[blocker] ? blocker : -1;
 }
 
-/* What a stage costs, with the defaults filled in. */
+/* The costs of a stage, with the defaults filled in. */
 static ddp_stage_cost ddp__stage_cost(const ddp_stage_cost *costs, int stage) {
     static const ddp_stage_cost unit = {1, 1, 1, 0, 0, 1, 0.5};
     ddp_stage_cost cost = costs ? costs[stage] : unit;
@@ -1279,7 +1283,7 @@ static int ddp__play_stuck_at(const ddp__play *play, int rank) {
     return blocker >= 0 ? blocker : ddp__play_blocker(play, play->position[rank] + 1);
 }
 
-/* Follows the ranks that wait for each other, from a rank that is stuck until the circle closes. The error describes it. */
+/* Follows the ranks that wait for each other, from a stuck rank until the circle closes. The error describes it. */
 static ddp_result ddp__play_circle(const ddp__play *play) {
     const ddp_schedule *s = play->s;
     int rank = 0, blocker, other, length = 1;
@@ -1339,7 +1343,7 @@ DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule) {
 
 //== simulation =========================================================================== >>impl-schedule-simulate
 
-/* What is in flight along a rank's list, and when it ran. */
+/* Measures one rank: the micro-batches and the memory in flight along its list, and the times of its actions. */
 static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const ddp_stage_cost *costs, const ddp_action_time *times) {
     ddp_rank_report r;
     double memory = 0;
@@ -1853,7 +1857,7 @@ static ddp_result ddp__csv_action(ddp__csv *c, const char *begin, ddp_action *ac
     return DDP_OK;
 }
 
-/* What is between two commas. */
+/* Reads a cell: the text between two commas. */
 static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     static const char close[] = ")OVERLAP_F_B";
     const char *begin;
@@ -2084,7 +2088,7 @@ DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *sch
 
 //== pictures ================================================================================= >>impl-schedule-draw
 
-/* Text that may be longer than its room: what does not fit is counted alone. */
+/* Text that may be longer than its room. The rest is only counted. */
 typedef struct ddp__sheet { char *out; size_t room, used; } ddp__sheet;
 
 static __attribute__((format(printf, 2, 3))) void ddp__sheet_put(ddp__sheet *sheet, const char *format, ...) {
@@ -2165,7 +2169,7 @@ static void ddp__draw_csv(const ddp__picture *picture, ddp__sheet *sheet) {
     }
 }
 
-/* Where a stage is the rank's only one, its number is left out. */
+/* As ddp__action_label, without the number of the stage where each rank has only one. */
 static ddp__action_text ddp__cell_label(const ddp_schedule *s, const ddp_action *a) {
     ddp__action_text label = ddp__action_label(a);
     if (s->stage_count == s->rank_count) snprintf(label.text, sizeof label.text, "%s%d", ddp__action_names[a->kind], a->microbatch);
@@ -2530,7 +2534,8 @@ DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_
 
 //== balancing ============================================================================= >>impl-schedule-balance
 
-/* Fills stages from the left as far as `most` allows, with a layer left over for each later stage: a stage that takes less leaves no later one better off. */
+/* Fills stages from the left as far as `most` allows, and leaves one layer for each later stage. A stage that takes
+   fewer layers helps no later stage. */
 static int ddp__partition_fill(const double *cost, int layers, int stages, double most, int *first) {
     int next = 0;
     for (int stage = 0; stage < stages; stage++) {
@@ -2542,7 +2547,7 @@ static int ddp__partition_fill(const double *cost, int layers, int stages, doubl
     return next == layers;
 }
 
-/* Finds the smallest bound that works by bisection over the bits of doubles: those that are not negative are in order. */
+/* Finds the smallest bound that works by bisection over the bits of doubles, which are ordered for values >= 0. */
 DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count, int *first_layer) {
     uint64_t low = 0, high;
     double bound = HUGE_VAL;
@@ -2922,7 +2927,7 @@ static ddp_result ddp__pipe_check_edge(const ddp_pipeline *p, int index, const d
     return DDP_OK;
 }
 
-/* Links from the edges of the desc, or from those that boundary and output stand for. */
+/* Makes the links from the edges of the desc, or from boundary and output. */
 static ddp_result ddp__pipe_edges(ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
     int count = d->edges ? d->edge_count : p->stage_count - 1 + (d->output.dtype != DDP_DTYPE_DEFAULT), to_loss = 0;
