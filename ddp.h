@@ -672,8 +672,7 @@ typedef struct ddp_sampler {
     int half_bits[2], round_count;/* HASHED: the Feistel network */
     uint64_t round_keys[32];
     uint64_t ahead[32];           /* HASHED: the window's samples */
-    void *memory;                 /* TORCH: one allocation, table and mt */
-    uint64_t *table;              /* window_count samples; during a pass a hash table of them */
+    uint64_t *table;              /* TORCH: window_count samples; during a pass a hash table of them. One allocation with mt */
     int64_t window_first, window_count;
     uint32_t *mt;                 /* the generator's 624 words for draws 624 * mt_block and on */
     int64_t mt_block;             /* -1 = not seeded for this epoch */
@@ -6715,7 +6714,6 @@ static void ddp__allocation_free(ddp_group *group, ddp__allocation *a) {
 }
 
 static void ddp__group_delete(ddp_group *group) {
-    ddp_group_desc desc = group->desc;
     while (group->allocations) {
         ddp__allocation *a = group->allocations;
         group->allocations = a->next;
@@ -6734,22 +6732,17 @@ static void ddp__group_delete(ddp_group *group) {
     pthread_mutex_destroy(&group->lock);
     munmap((void *)(uintptr_t)group->in_rank, DDP__PAGE);
     ddp__lost_release(group);
-    ddp__aligned_free(desc.free_fn, desc.user, group);
+    ddp_host_free(group, group);
 }
 
-/* A handle without its backend's state yet. desc is resolved. */
-static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size, ddp_group *parent) {
-    size_t w = (size_t)world_size, size = ddp_round_up(sizeof(ddp_group), 16);
-    size_t votes = w * (sizeof(ddp__vote) + sizeof(int)); /* and world ranks */
-    ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size + votes);
-    ddp_result result;
-    *out = NULL;
-    if (!group)
-        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated",
-                        size + votes);
-    memset(group, 0, size + votes);
-    group->votes = (ddp__vote *)((unsigned char *)group + size);
-    group->world_rank = (int *)(void *)(group->votes + w);
+/* A group without the state of its backend. desc is resolved. parent: of a split, or NULL. Sets *out only on
+   success. */
+static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, int rank,
+                                 int world_size, ddp_group *parent) {
+    size_t w = (size_t)world_size, size = sizeof(ddp_group) + w * (sizeof(ddp__vote) + sizeof(int));
+    ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
+    if (!group) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", size);
+    memset(group, 0, size);
     int *in_rank = (int *)mmap(NULL, DDP__PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (in_rank == MAP_FAILED) {
         ddp__aligned_free(desc->free_fn, desc->user, group);
@@ -6758,14 +6751,14 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     madvise(in_rank, DDP__PAGE, 18 /* MADV_WIPEONFORK; Linux before 4.14 does without */);
     *in_rank = 1;
     group->in_rank = in_rank;
+    group->votes = (ddp__vote *)(void *)(group + 1);
+    group->world_rank = (int *)(void *)(group->votes + w);
     group->desc = *desc;
     snprintf(group->name, sizeof group->name, "%s", desc->name);
     group->desc.name = group->name;
-    group->desc.secret = NULL; /* the backend has a key that is made of it */
-    group->rank = rank;
-    group->world_size = world_size;
-    group->local_rank = rank;
-    group->local_world_size = world_size;
+    group->desc.secret = NULL; /* the backend has a key that is derived from it */
+    group->rank = group->local_rank = rank;
+    group->world_size = group->local_world_size = world_size;
     group->backend = backend;
     group->device = desc->device;
     group->device_index = ddp__here.device_plus_1 - 1;
@@ -6774,9 +6767,8 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     pthread_mutex_init(&group->lock, NULL);
     pthread_cond_init(&group->work_cond, NULL);
     pthread_cond_init(&group->done_cond, NULL);
-    result = ddp__lost_create(group);
-    if (result == DDP_OK && group->device->open)
-        result = group->device->open(group, parent, &group->device_state);
+    ddp_result result = ddp__lost_create(group);
+    if (result == DDP_OK && group->device->open) result = group->device->open(group, parent, &group->device_state);
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);
     return result;
@@ -6784,7 +6776,7 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
 
 /* A group with its backend's state. backend NULL: over tcp, where the ranks meet at v. The local one: on id->heap, or its ranks meet by id->token. */
 static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, const ddp__identity *id, ddp__venue *v) {
-    ddp_group *group;
+    ddp_group *group = NULL;
     ddp_result result = ddp__group_new(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank, id->world_size, NULL);
     if (result != DDP_OK && id->world && backend == &ddp__backend_local) { /* the others do not wait for this one */
         ddp_saved_error first = {DDP_OK, ""};
@@ -6994,14 +6986,10 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
     first = ddp__first_dissent(group, &mismatch);
     if (first < 0) return DDP_OK;
     for (int i = !mismatch; i < 2; i++) { /* the text of rank 0, for a mismatch, and of the first to dissent */
-        ddp_call call = ddp__call_of(DDP_CALL_BROADCAST, text[i], text[i], sizeof text[i], DDP_U8);
-        call.root = i ? first : 0;
-        call.flags = DDP_CALL_HOST_MEMORY;
-        if (mismatch)
-            snprintf(text[i], sizeof text[i], "%.*s", DDP_AGREE_TEXT, what);
-        else
-            memcpy(text[i], own, sizeof own);
-        DDP_TRY(ddp__issue(group, &call, NULL));
+        if (mismatch) snprintf(text[i], sizeof text[i], "%.*s", DDP_AGREE_TEXT, what);
+        else memcpy(text[i], own, sizeof own);
+        DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, text[i], text[i], sizeof text[i], DDP_U8, DDP_OP_SUM,
+                                    i ? first : 0));
     }
     if (mismatch)
         return ddp__disagree(group, who, text[0], first, text[1]);
@@ -7052,7 +7040,8 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     int32_t *table = (int32_t *)(void *)group->votes;
     int *members = (int *)(table + 2 * group->world_size), count = 0, me = 0;
     ddp_group *child = NULL;
-    ddp_result opened = DDP_OK, result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32, DDP_OP_SUM, -1);
+    ddp_result opened = DDP_OK;
+    ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32, DDP_OP_SUM, -1);
     if (result == DDP_OK && color >= 0) {
         count = ddp__split_members(table, group->world_size, group->rank, members, &me);
         opened = ddp__group_new(&child, &group->desc, group->backend, me, count, group);
@@ -7072,16 +7061,12 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     }
     if (result == DDP_OK) {
         *out = child;
-        return DDP_OK;
-    }
-    if (child) {
+    } else if (child) {
         ddp_saved_error first = {DDP_OK, ""};
         ddp_error_save(&first, result);
-        if (child->state)
-            ddp_group_destroy(child);
-        else
-            ddp__group_delete(child);
-        return ddp_error_restore(&first);
+        if (child->state) ddp_group_destroy(child);
+        else ddp__group_delete(child);
+        ddp_error_restore(&first);
     }
     return result;
 }
@@ -7154,9 +7139,7 @@ static ddp_result ddp__await_task(ddp_group *group, void *argument) {
 }
 
 DDPDEF ddp_result ddp_group_wait_signal(ddp_group *group, const uint64_t *word, uint64_t target) {
-    ddp__goal goal;
-    goal.word = word;
-    goal.target = target;
+    ddp__goal goal = {word, target};
     return group->world_size > 1 ? ddp_group_enqueue(group, ddp__await_task, &goal, NULL) : DDP_OK;
 }
 
@@ -7326,6 +7309,7 @@ typedef struct ddp__mpi {
     MPI_Request *requests;    /* of the call under way: four for each rank are enough */
     int request_count, messages; /* messages: that is what they are, not a collective of MPI */
     size_t room;              /* bytes of a rank's chunk in scratch, which has two for each rank and a pointer to each */
+    size_t chunk;             /* room, or a multiple of it where fewer ranks take part */
     unsigned char *scratch;
     float *wide;              /* a chunk of 16-bit floats, converted */
     int method;               /* of this all_reduce: by machine or flat, as rank 0 has proposed along with its fingerprint */
@@ -7378,8 +7362,11 @@ static void ddp__mpi_call_off(ddp_group *group, void *state, ddp_result cause, c
     else ddp_group_poison(s->local, cause, text);
 }
 
-/* This rank has failed, or found a failure, which its error line describes. */
-static void ddp__mpi_fail(ddp__mpi *s, ddp_result cause) { ddp__mpi_poison(s, cause, ddp_last_error()); }
+/* Poisons with this thread's error line as the cause. Returns DDP_ERR_POISONED. */
+static ddp_result ddp__mpi_fail(ddp__mpi *s, ddp_result cause) {
+    ddp__mpi_poison(s, cause, ddp_last_error());
+    return DDP_ERR_POISONED;
+}
 
 /* Takes in the notices that have come. MPI, too, moves on: what it has sent may need that to get there. */
 static void ddp__mpi_listen(void *state) {
@@ -7426,20 +7413,20 @@ static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s, const ddp_call *call
     ddp__mpi_fail(s, ddp_call_timed_out(group, call, s->here));
 }
 
-/* What a wait looks after now and then. */
+/* Runs regularly during a wait. Returns DDP_OK while the wait may continue. */
 static ddp_result ddp__mpi_look(ddp_group *group, ddp__mpi *s, double start) {
     int timeout_ms = ddp_group_timeout_ms(group), overdue = ddp_now() - start > timeout_ms * 1e-3;
-    if (!s->local) return !overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", timeout_ms); /* it is being opened */
+    if (!s->local) /* the group is being opened */
+        return !overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", timeout_ms);
     ddp__mpi_listen(s);
     if (s->left_after < s->call.seq)
         ddp__mpi_fail(s, ddp_fail(DDP_ERR_PEER_LOST, "rank %d has destroyed this group", s->left));
     ddp_result cause = ddp_group_check_lost(group);
     if (cause != DDP_OK) ddp__mpi_fail(s, cause);
-    if (overdue && ddp_group_cause(s->local) == DDP_OK) ddp__mpi_overdue(group, s, &s->call, 0, s->world_size - 1, s->step);
+    if (overdue && ddp_group_cause(s->local) == DDP_OK)
+        ddp__mpi_overdue(group, s, &s->call, 0, s->world_size - 1, s->step);
     cause = ddp_group_cause(s->local);
-    if (cause == DDP_OK) return DDP_OK;
-    ddp__mpi_fail(s, cause);
-    return DDP_ERR_POISONED;
+    return cause == DDP_OK ? DDP_OK : ddp__mpi_fail(s, cause);
 }
 
 /* --- what MPI carries of a call --- */
@@ -7468,28 +7455,26 @@ static ddp_result ddp__mpi_wait(ddp_group *group, ddp__mpi *s) {
         DDP_TRY(ddp__mpi_wait(group, s));                                                 \
     } while (0)
 
-/* What MPI counts as one: head bytes, and size_bytes at some distance from them. */
-static ddp_result ddp__mpi_type(size_t head, MPI_Aint at, size_t size_bytes, MPI_Datatype *type) {
-    enum { ROW = 65536 }; /* lengths are int */
-    int lengths[3] = {(int)head, (int)(size_bytes / ROW), (int)(size_bytes % ROW)};
-    MPI_Aint places[3] = {0, at, at + (MPI_Aint)(size_bytes / ROW * ROW)};
-    MPI_Datatype types[3] = {MPI_BYTE, MPI_BYTE, MPI_BYTE};
-    DDP__MPI(MPI_Type_contiguous, ROW, MPI_BYTE, &types[1]);
-    DDP__MPI(MPI_Type_create_struct, 3, lengths, places, types, type);
-    MPI_Type_free(&types[1]);
-    DDP__MPI(MPI_Type_commit, type);
-    return DDP_OK;
-}
-
-/* Starts to send, or to receive, head bytes of memory and size_bytes at some distance from it. */
-static ddp_result ddp__mpi_post(ddp__mpi *s, int sends, const void *memory, size_t head, MPI_Aint at, size_t size_bytes, int peer, int tag,
-                                MPI_Request *request) {
+/* Starts to send or receive one message of two parts: `head` bytes at memory, and size_bytes at memory + at.
+   The length of a part of an MPI type is an int, so that a large part consists of rows and a rest. */
+static ddp_result ddp__mpi_post(ddp__mpi *s, int sends, const void *memory, size_t head, MPI_Aint at,
+                                size_t size_bytes, int peer, int tag, MPI_Request *request) {
+    enum { ROW = 65536 };
     int made = head || size_bytes > DDP__MPI_PIECE_BYTES, count = made ? 1 : (int)size_bytes;
     MPI_Datatype type = MPI_BYTE;
-    if (made) DDP_TRY(ddp__mpi_type(head, at, size_bytes, &type));
     void *into = (void *)(uintptr_t)memory;
-    int error = sends ? MPI_Isend(memory, count, type, peer, tag, s->comm, request) : MPI_Irecv(into, count, type, peer, tag, s->comm, request);
-    if (made) MPI_Type_free(&type); /* lives until it is no longer used */
+    if (made) {
+        int lengths[3] = {(int)head, (int)(size_bytes / ROW), (int)(size_bytes % ROW)};
+        MPI_Aint places[3] = {0, at, at + (MPI_Aint)(size_bytes / ROW * ROW)};
+        MPI_Datatype types[3] = {MPI_BYTE, MPI_BYTE, MPI_BYTE};
+        DDP__MPI(MPI_Type_contiguous, ROW, MPI_BYTE, &types[1]);
+        DDP__MPI(MPI_Type_create_struct, 3, lengths, places, types, &type);
+        MPI_Type_free(&types[1]);
+        DDP__MPI(MPI_Type_commit, &type);
+    }
+    int error = sends ? MPI_Isend(memory, count, type, peer, tag, s->comm, request)
+                      : MPI_Irecv(into, count, type, peer, tag, s->comm, request);
+    if (made) MPI_Type_free(&type); /* MPI keeps it until the message is complete */
     return ddp__mpi_result(error, sends ? "MPI_Isend" : "MPI_Irecv");
 }
 
@@ -7521,63 +7506,57 @@ static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *c
     return ddp__mpi_wait(group, s);
 }
 
-/* Bytes of one rank's share in a round. With fewer ranks in a round, each has more of the scratch memory. */
-static size_t ddp__mpi_room(const ddp__mpi *s) { return s->room * (size_t)s->step; }
-
-/* Chunk k of what rank r adds up, as a range of every rank's send buffer: its block of a reduce_scatter; otherwise its share
-   of the buffer, in whole cache lines. */
+/* Chunk k of the data that rank r reduces, as a range of every rank's send buffer: of its block in a
+   reduce_scatter, otherwise of its share of the buffer, in whole cache lines. */
 static ddp_bytes ddp__mpi_share(const ddp__mpi *s, const ddp_call *call, int r, size_t k) {
     ddp_bytes part = ddp_call_sends(call, 0, call->root >= 0 ? call->root : r);
-    size_t w = (size_t)(s->world_size / s->step), room = ddp__mpi_room(s), at = k * room;
+    size_t w = (size_t)(s->world_size / s->step), at = k * s->chunk;
     if (call->kind != DDP_CALL_REDUCE_SCATTER) {
         size_t share = ddp_round_up((part.size + w - 1) / w, 64), begin = share * (size_t)r;
         part.begin = begin < part.size ? begin : part.size;
         part.size = part.size - part.begin < share ? part.size - part.begin : share;
     }
-    part.size = part.size <= at ? 0 : part.size - at < room ? part.size - at : room;
+    part.size = part.size <= at ? 0 : part.size - at < s->chunk ? part.size - at : s->chunk;
     part.begin += at;
     return part;
 }
 
-/* Adds up chunk k, which has come, and starts to hand on shares of the sum. */
-static ddp_result ddp__mpi_add(ddp__mpi *s, const ddp_call *call, size_t k, unsigned char *came, const void **sources) {
-    int me = s->rank / s->step, w = s->world_size / s->step, scatters = call->kind == DDP_CALL_REDUCE_SCATTER;
-    int gets = scatters || ddp_call_receives(call, s->rank, s->rank).size > 0;
-    unsigned char *recv = (unsigned char *)call->recv;
-    size_t room = ddp__mpi_room(s);
-    ddp_bytes mine = ddp__mpi_share(s, call, me, k);
-    void *sum = !gets ? came + (size_t)me * room : recv + (scatters ? k * room : mine.begin);
-    for (int r = 0; r < w; r++) sources[r] = came + (size_t)r * room;
-    sources[me] = (const unsigned char *)call->send + mine.begin;
-    ddp_reduce_tree(sum, sources, w, mine.size / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor);
-    for (int i = 1; i < w && !scatters; i++) {
-        int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
-        ddp_bytes theirs = ddp__mpi_share(s, call, from, k);
-        if (gets) DDP_TRY(ddp__mpi_start(s, 0, recv + theirs.begin, theirs.size, from));
-        if (ddp_call_receives(call, to, to).size) DDP_TRY(ddp__mpi_start(s, 1, sum, mine.size, to));
-    }
-    return DDP_OK;
-}
-
-/* The flat way, of all ranks or of those whose rank `step` divides. While a chunk is added up, the next one is on its way. */
+/* The flat method, among all ranks or among those whose rank `step` divides:
+       for each chunk k    every rank receives its share of chunk k from each rank;
+                           meanwhile it adds up its share of chunk k - 1, and sends the sum to the others */
 static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *call, int step) {
-    size_t w = (size_t)(s->world_size / step), k = 0;
-    int me = s->rank / step;
+    int me = s->rank / step, w = s->world_size / step, scatters = call->kind == DDP_CALL_REDUCE_SCATTER;
+    int gets = scatters || ddp_call_receives(call, s->rank, s->rank).size > 0;
+    size_t chunk = s->room * (size_t)step, element = ddp_dtype_size(call->dtype), left = 1;
     const unsigned char *send = (const unsigned char *)call->send;
+    unsigned char *recv = (unsigned char *)call->recv;
     const void **sources = (const void **)(void *)s->scratch;
     unsigned char *chunks = s->scratch + (size_t)s->world_size * sizeof *sources;
     s->step = step;
-    size_t room = ddp__mpi_room(s);
-    for (size_t left = 1; left; k++) {
-        unsigned char *came = chunks + (k & 1) * w * room, *before = chunks + (~k & 1) * w * room;
+    s->chunk = chunk; /* fewer ranks: more memory for each */
+    for (size_t k = 0; left; k++) {
+        unsigned char *came = chunks + (k & 1) * (size_t)w * chunk, *before = chunks + (~k & 1) * (size_t)w * chunk;
+        ddp_bytes mine = ddp__mpi_share(s, call, me, k);
         left = ddp__mpi_share(s, call, 0, k).size; /* no share is larger than the first */
-        for (int i = 1; i < (int)w && left; i++) {
-            int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, (int)w - i);
-            ddp_bytes theirs = ddp__mpi_share(s, call, to, k), mine = ddp__mpi_share(s, call, me, k);
-            DDP_TRY(ddp__mpi_start(s, 0, came + (size_t)from * room, mine.size, from));
+        for (int i = 1; i < w && left; i++) {
+            int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
+            ddp_bytes theirs = ddp__mpi_share(s, call, to, k);
+            DDP_TRY(ddp__mpi_start(s, 0, came + (size_t)from * chunk, mine.size, from));
             DDP_TRY(ddp__mpi_start(s, 1, send + theirs.begin, theirs.size, to));
         }
-        if (k > 0) DDP_TRY(ddp__mpi_add(s, call, k - 1, before, sources));
+        if (k > 0) {
+            mine = ddp__mpi_share(s, call, me, k - 1);
+            void *sum = !gets ? before + (size_t)me * chunk : recv + (scatters ? (k - 1) * chunk : mine.begin);
+            for (int r = 0; r < w; r++) sources[r] = before + (size_t)r * chunk;
+            sources[me] = send + mine.begin;
+            ddp_reduce_tree(sum, sources, w, mine.size / element, call->dtype, call->op, call->divisor);
+            for (int i = 1; i < w && !scatters; i++) {
+                int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
+                ddp_bytes theirs = ddp__mpi_share(s, call, from, k - 1);
+                if (gets) DDP_TRY(ddp__mpi_start(s, 0, recv + theirs.begin, theirs.size, from));
+                if (ddp_call_receives(call, to, to).size) DDP_TRY(ddp__mpi_start(s, 1, sum, mine.size, to));
+            }
+        }
         DDP_TRY(ddp__mpi_wait(group, s));
     }
     return DDP_OK;
@@ -7608,16 +7587,15 @@ static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_c
     return DDP_OK;
 }
 
-/* MPI's name of what it may add in any order: not MIN and MAX of floats, which keep NaN here, nor 16-bit floats, nor bytes, since Open MPI's vector
-   code lets their sums stop at the ends of the range, where ours wrap. A reduce_scatter is one exchange either way. MPI_DATATYPE_NULL otherwise. */
+/* The MPI type for a sum that MPI computes, otherwise MPI_DATATYPE_NULL. Never for MIN and MAX of floats, since
+   NaN must win; 16-bit floats; bytes, since sums of Open MPI's vector code saturate. A reduce_scatter is one
+   exchange with either method. */
 static MPI_Datatype ddp__mpi_adds(const ddp_group *group, const ddp_call *call) {
-    int floats = call->op != DDP_OP_MIN && call->op != DDP_OP_MAX;
-    if (ddp_group_order(group) != DDP_ORDER_ANY || (call->kind != DDP_CALL_ALL_REDUCE && call->kind != DDP_CALL_REDUCE)) return MPI_DATATYPE_NULL;
-    if (call->dtype == DDP_I32) return MPI_INT32_T;
-    if (call->dtype == DDP_I64) return MPI_INT64_T;
-    if (call->dtype == DDP_U64) return MPI_UINT64_T;
-    if (floats && call->dtype == DDP_F32) return MPI_FLOAT;
-    return floats && call->dtype == DDP_F64 ? MPI_DOUBLE : MPI_DATATYPE_NULL;
+    static const MPI_Datatype none = MPI_DATATYPE_NULL, types[] = { /* by ddp_dtype */
+        none, MPI_FLOAT, MPI_DOUBLE, none, none, none, none, MPI_INT32_T, MPI_INT64_T, MPI_UINT64_T};
+    int keeps_nan = ddp_is_float(call->dtype) && (call->op == DDP_OP_MIN || call->op == DDP_OP_MAX);
+    int reduces = call->kind == DDP_CALL_ALL_REDUCE || call->kind == DDP_CALL_REDUCE;
+    return ddp_group_order(group) == DDP_ORDER_ANY && reduces && !keeps_nan ? types[call->dtype] : none;
 }
 
 /* What MPI carries as it is: a broadcast, and sums in any order. */
@@ -7646,39 +7624,38 @@ static ddp_tuner *ddp__mpi_tuner(ddp__mpi *s, const ddp_call *call) {
     return &s->tuner[size];
 }
 
-/* Every rank has made this call, and the same one, when this returns DDP_OK. */
+/* On DDP_OK every rank has made the same call. In an all_to_all_v each rank also compares the counts of its peers
+   with its own. */
 static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     uint64_t *mine = s->word, *hash = s->word + 3, *most = s->word + 6, *all = (uint64_t *)(void *)s->scratch;
     int proposes = s->rank == 0 && s->block > 1 && call->kind == DDP_CALL_ALL_REDUCE, other = 1;
     ddp_call_pack(call, mine);
     mine[2] = hash[0] = ddp_call_hash(call, s->world_size);
-    hash[1] = ~hash[0]; /* the most of this is the least of that */
+    hash[1] = ~hash[0]; /* its maximum is the minimum of hash[0] */
     hash[2] = proposes ? (uint64_t)ddp_tuner_pick(ddp__mpi_tuner(s, call), DDP__MPI_METHODS) : 0;
     DDP__MPI_RUN(group, s, MPI_Iallreduce, hash, most, 3, MPI_UINT64_T, MPI_MAX);
     s->method = s->block > 1 ? (int)most[2] : DDP__MPI_FLAT;
-    if (most[0] == hash[0] && most[1] == hash[1]) return DDP_OK;
-    DDP__MPI_RUN(group, s, MPI_Iallgather, mine, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
-    while (other < s->world_size - 1 && all[2] == all[3 * other + 2]) other++;
-    DDP_TRY(ddp_call_compare(0, all, other, all + 3 * other));
-    return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts of rank 0 and of rank %d", other);
-}
-
-/* The counts of an all_to_all_v: each two ranks must mean the same. */
-static ddp_result ddp__mpi_counts_agree(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    size_t w = (size_t)s->world_size, r = 0, *given = (size_t *)(void *)s->scratch, *mine = given + w;
-    memcpy(mine, call->send_counts, w * sizeof *mine); /* theirs may go, should this fail */
-    DDP__MPI_RUN(group, s, MPI_Ialltoall, mine, sizeof *given, MPI_BYTE, given, sizeof *given, MPI_BYTE);
+    if (most[0] != hash[0] || most[1] != hash[1]) {
+        DDP__MPI_RUN(group, s, MPI_Iallgather, mine, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
+        while (other < s->world_size - 1 && all[2] == all[3 * other + 2]) other++;
+        DDP_TRY(ddp_call_compare(0, all, other, all + 3 * other));
+        return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts of rank 0 and of rank %d", other);
+    }
+    if (!call->send_counts) return DDP_OK;
+    size_t w = (size_t)s->world_size, r = 0, *given = (size_t *)(void *)s->scratch, *counts = given + w;
+    memcpy(counts, call->send_counts, w * sizeof *counts); /* after a failure MPI may still read them */
+    DDP__MPI_RUN(group, s, MPI_Ialltoall, counts, sizeof *given, MPI_BYTE, given, sizeof *given, MPI_BYTE);
     while (r < w && given[r] == call->recv_counts[r]) r++;
     if (r == w) return DDP_OK;
-    return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", (int)r, (unsigned long long)given[r],
-                    s->rank, (unsigned long long)call->recv_counts[r]);
+    return ddp_fail(DDP_ERR_MISMATCH,
+                    "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", (int)r,
+                    (unsigned long long)given[r], s->rank, (unsigned long long)call->recv_counts[r]);
 }
 
 static ddp_result ddp__mpi_carry(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     MPI_Datatype type = ddp__mpi_adds(group, call);
     DDP_TRY(ddp_group_cause(s->local));
     DDP_TRY(ddp__mpi_enter(group, s, call));
-    if (call->send_counts) DDP_TRY(ddp__mpi_counts_agree(group, s, call));
     if (call->kind == DDP_CALL_BARRIER || (call->count == 0 && !call->recv_counts)) return DDP_OK;
     if (call->kind == DDP_CALL_BROADCAST || type != MPI_DATATYPE_NULL) return ddp__mpi_whole(group, s, call, type);
     if (!ddp_call_adds(call)) return ddp__mpi_move(group, s, call);
@@ -7697,7 +7674,7 @@ static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *ca
     s->request_count = 0;
     ddp_result result = ddp__mpi_carry(group, s, call);
     if (result == DDP_OK) return DDP_OK;
-    ddp__mpi_fail(s, result); /* the others count on this rank */
+    ddp__mpi_fail(s, result); /* the other ranks wait for this one */
     for (int i = 0; i < s->request_count && s->messages; i++)
         if (s->requests[i] != MPI_REQUEST_NULL) MPI_Cancel(&s->requests[i]); /* buffers are their owner's again */
     return DDP_ERR_POISONED;
@@ -7726,24 +7703,24 @@ static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request
     const ddp_call *call = &m->call;
     int error = MPI_Test(&m->request, done, MPI_STATUS_IGNORE), kind = error;
     if (error == MPI_SUCCESS && !*done) {
-        if (ddp_p2p_waited(request) > ddp_group_timeout_ms(group) * 1e-3) ddp__mpi_overdue(group, s, call, call->root, call->root, 1);
+        if (ddp_p2p_waited(request) > ddp_group_timeout_ms(group) * 1e-3)
+            ddp__mpi_overdue(group, s, call, call->root, call->root, 1);
         if (ddp__mpi_look(group, s, ddp_now()) == DDP_OK) return DDP_OK;
         MPI_Cancel(&m->request);
         return DDP_ERR_POISONED;
     }
-    if (error != MPI_SUCCESS) MPI_Error_class(error, &kind);
-    int same = m->dtype == (uint64_t)call->dtype && m->count == call->count, cut = kind == MPI_ERR_TRUNCATE;
+    int same = m->dtype == (uint64_t)call->dtype && m->count == call->count;
     if (error == MPI_SUCCESS && same) {
         ddp_host_free(group, m);
         return DDP_OK;
     }
-    ddp_result result = ddp__mpi_result(error, "MPI_Test");
-    if (error == MPI_SUCCESS || cut)
-        result = ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d ddp_send %s count=%llu%s, rank %d ddp_recv %s count=%llu (tag %d)",
-                          call->root, ddp_dtype_name((ddp_dtype)m->dtype), (unsigned long long)m->count + (unsigned)same,
-                          same ? " or more" : "" /* it was cut off */, s->rank, ddp_dtype_name(call->dtype), (unsigned long long)call->count, call->tag);
-    ddp__mpi_fail(s, result);
-    return DDP_ERR_POISONED;
+    MPI_Error_class(error, &kind);
+    if (kind != MPI_SUCCESS && kind != MPI_ERR_TRUNCATE) return ddp__mpi_fail(s, ddp__mpi_result(error, "MPI_Test"));
+    return ddp__mpi_fail(s, ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d ddp_send %s count=%llu%s, "
+                                     "rank %d ddp_recv %s count=%llu (tag %d)",
+                                     call->root, ddp_dtype_name((ddp_dtype)m->dtype),
+                                     (unsigned long long)m->count + (unsigned)same, same ? " or more" : "" /* truncated */,
+                                     s->rank, ddp_dtype_name(call->dtype), (unsigned long long)call->count, call->tag));
 }
 
 /* --- groups --- */
@@ -7759,7 +7736,7 @@ static ddp_result ddp__mpi_free(ddp_group *group, void *state, void *memory) {
     return ddp_group_free(((ddp__mpi *)state)->local, memory);
 }
 
-/* Late notices may be under way: the communicator and the state stay until MPI ends. */
+/* The communicator and the state stay until MPI ends: notices may still arrive. */
 static void ddp__mpi_close(ddp_group *group, void *state) {
     ddp__mpi *s = (ddp__mpi *)state;
     ddp_result cause = ddp_group_cause(s->local);
@@ -7794,27 +7771,13 @@ static int ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[3], int *ranks) {
     return count;
 }
 
-/* The same on all ranks: DDP_OK if the ranks of every machine have met. */
-static ddp_result ddp__mpi_all_met(ddp_group *group, ddp__mpi *s, ddp_result own) {
-    ddp_saved_error first = {DDP_OK, ""};
-    ddp_error_save(&first, own);
-    ddp_result cause = s->local ? ddp_group_cause(s->local) : DDP_OK;
-    if (cause != DDP_OK) {
-        ddp__mpi_fail(s, cause); /* other machines wait for this one */
-        return own == DDP_OK ? cause : ddp_error_restore(&first);
-    }
-    s->word[0] = own == DDP_OK;
-    DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, s->word, 1, MPI_UINT64_T, MPI_MIN);
-    if (own != DDP_OK) return ddp_error_restore(&first);
-    return s->word[0] ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "the ranks of another machine could not share memory; see their error");
-}
-
-/* The ranks of this machine meet, unless they are in `local` already. */
+/* Joins the ranks of this machine, unless they are in `local` already. The result is DDP_OK on all ranks if the
+   ranks of every machine have met. */
 static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine, ddp_group *local) {
     uint64_t (*ids)[3] = (uint64_t (*)[3])(void *)s->scratch;
     int ranks[DDP_MAX_LOCAL_RANKS], count, timeout_ms = ddp_group_timeout_ms(group);
     char token[64];
-    ddp_result met = DDP_OK;
+    ddp_saved_error met = {DDP_OK, ""};
     DDP__MPI(MPI_Comm_idup, comm, &s->comm, &s->requests[s->request_count++]);
     DDP_TRY(ddp__mpi_wait(group, s));
     MPI_Comm_set_errhandler(s->comm, MPI_ERRORS_RETURN);
@@ -7824,16 +7787,19 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     s->word[2] = (uint64_t)ddp_group_order(group);
     DDP__MPI_RUN(group, s, MPI_Iallgather, s->word, 3, MPI_UINT64_T, ids, 3, MPI_UINT64_T);
     for (int r = 1; r < s->world_size; r++)
-        if (ids[r][2] != ids[0][2]) return ddp_fail(DDP_ERR_MISMATCH, "rank %d has another desc.order than rank 0; give every rank the same", r);
+        if (ids[r][2] != ids[0][2])
+            return ddp_fail(DDP_ERR_MISMATCH, "rank %d has another desc.order than rank 0; give every rank the same", r);
     count = ddp__mpi_machines(s, ids, ranks);
     snprintf(token, sizeof token, "mpi:%llx:%d", (unsigned long long)ids[ranks[0]][1], ranks[0]);
-    if (s->machine_count > 1 && timeout_ms < 1 << 30) timeout_ms += 3000; /* a rank that waits for MPI knows better who is missing */
-    if (!local) met = ddp_group_create_local(&s->local, group, token, ranks, count, timeout_ms);
-    DDP_TRY(ddp__mpi_all_met(group, s, met));
+    if (s->machine_count > 1 && timeout_ms < 1 << 30) timeout_ms += 3000; /* a rank that waits for MPI names the missing one */
+    if (!local) ddp_error_save(&met, ddp_group_create_local(&s->local, group, token, ranks, count, timeout_ms));
+    if (s->local) DDP_TRY(ddp_group_cause(s->local));
+    s->word[0] = met.result == DDP_OK;
+    DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, s->word, 1, MPI_UINT64_T, MPI_MIN);
+    DDP_TRY(ddp_error_restore(&met));
+    if (!s->word[0]) return ddp_fail(DDP_ERR_SYSTEM, "the ranks of another machine could not share memory; see their error");
     ddp_group_part_of(s->local, group, ranks);
-    int here = 0;
-    while (ranks[here] != s->rank) here++;
-    ddp_group_set_local(group, here, count);
+    ddp_group_set_local(group, ddp_rank(s->local), count);
     return DDP_OK;
 }
 
@@ -7864,15 +7830,11 @@ static ddp__mpi *ddp__mpi_new(ddp_group *group) {
     return s;
 }
 
-/* s: from ddp__mpi_new, or NULL. machine: a number of this rank's. local: its ranks, whose handle is the new
-   group's from here on; NULL: they meet here. */
+/* local: the ranks of this machine, whose handle belongs to the new group from here on; NULL: they meet here.
+   machine: the same number on the ranks of a machine. */
 static ddp_result ddp__mpi_open_on(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine,
                                    ddp_group *local, void **state) {
     int level;
-    if (!s) {
-        ddp_group_destroy(local);
-        return DDP_ERR_NO_MEMORY;
-    }
     ddp_result result = ddp__mpi_join(group, s, comm, machine, local);
     if (result != DDP_OK) {
         ddp__mpi_fail(s, ddp_fail_in(result, "ddp_group_create", group, "%s", ddp_last_error()));
@@ -7896,30 +7858,31 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, ddp__mpi *s, MPI_Comm comm,
 
 /* backend_user: the communicator. */
 static ddp_result ddp__mpi_open(ddp_group *group, void **state) {
-    return ddp__mpi_open_on(group, ddp__mpi_new(group), *(MPI_Comm *)ddp_group_backend_user(group), ddp_machine_id(), NULL, state);
+    ddp__mpi *s = ddp__mpi_new(group);
+    if (!s) return DDP_ERR_NO_MEMORY;
+    return ddp__mpi_open_on(group, s, *(MPI_Comm *)ddp_group_backend_user(group), ddp_machine_id(), NULL, state);
 }
 
-static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *child, const int *members,
+                                 int member_count, void **child_state) {
     ddp__mpi *s = (ddp__mpi *)state;
     ddp_group *part = NULL;
     MPI_Comm comm = MPI_COMM_NULL;
     int color = child ? members[0] : -1, key = child ? ddp_rank(child) : 0;
     ddp_result result = ddp_group_split(s->local, color, key, &part);
-    *child_state = NULL;
     ddp__mpi *made = child && result == DDP_OK ? ddp__mpi_new(child) : NULL;
-    if (result == DDP_OK && member_count && !made)
-        result = DDP_ERR_NO_MEMORY; /* the error line is that of the allocation */
+    if (result == DDP_OK && member_count && !made) result = DDP_ERR_NO_MEMORY; /* the allocation's error line */
     result = ddp_agree(parent, "ddp_group_split", result, 0, "");
     if (result == DDP_OK) /* MPI_Comm_split cannot be taken back: all ranks call it, or none */
         result = ddp__mpi_result(MPI_Comm_split(s->comm, child ? color : MPI_UNDEFINED, key, &comm), "MPI_Comm_split");
     if (result != DDP_OK) {
-        if (made) ddp__mpi_delete(child, made);
+        ddp__mpi_delete(child, made);
         ddp_group_destroy(part);
     }
     if (result != DDP_OK || !child) return result;
-    result = ddp__mpi_open_on(child, made, comm, (uint64_t)s->machine_of[s->rank], part, child_state);
-    if (result == DDP_OK) MPI_Comm_free(&comm);
-    return result;
+    DDP_TRY(ddp__mpi_open_on(child, made, comm, (uint64_t)s->machine_of[s->rank], part, child_state));
+    MPI_Comm_free(&comm);
+    return DDP_OK;
 }
 
 static const ddp_backend ddp__backend_mpi = {
@@ -7937,17 +7900,28 @@ static void ddp__mpi_world_ends(ddp_group *group) {
     if (ddp_group_cause(group) == DDP_OK) __atomic_fetch_sub(&ddp__mpi_worlds, 1u, __ATOMIC_SEQ_CST);
 }
 
-/* The ranks of comm. desc: rank and world_size are those that a launcher or the caller expects; 0 = none. */
-static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm) {
+/* A group of the ranks of comm. desc: rank and world_size are those that a launcher or the caller expects; 0 = none.
+   starts: 1 = initialises MPI if the program has not. */
+static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm, int starts) {
     ddp_group_desc d = *desc;
-    int between = 0;
+    int running = 0, over = 0, between = 0, level;
+    MPI_Initialized(&running);
+    MPI_Finalized(&over);
+    DDP_CHECK(who, NULL, !over, "MPI has been finalised and cannot start again; call MPI_Finalize after the last group");
+    DDP_CHECK(who, NULL, running || starts, "MPI is not initialised; call MPI_Init first");
+    if (!running) {
+        DDP__MPI(MPI_Init_thread, NULL, NULL, MPI_THREAD_MULTIPLE, &level);
+        MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+        atexit(ddp__mpi_end);
+    }
     DDP__MPI(MPI_Comm_test_inter, comm, &between);
-    if (between) return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "comm joins two groups of processes; merge it first (MPI_Intercomm_merge)");
+    DDP_CHECK(who, NULL, !between, "comm joins two groups of processes; merge it first (MPI_Intercomm_merge)");
     DDP__MPI(MPI_Comm_rank, comm, &d.rank);
     DDP__MPI(MPI_Comm_size, comm, &d.world_size);
-    if (desc->world_size > 0 && (desc->rank != d.rank || desc->world_size != d.world_size))
-        return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d "
-                           "of %d; start with the mpirun of the MPI that the program was built with", desc->rank, desc->world_size, d.rank, d.world_size);
+    DDP_CHECK(who, NULL, desc->world_size <= 0 || (desc->rank == d.rank && desc->world_size == d.world_size),
+              "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d of %d; start with the "
+              "mpirun of the MPI that the program was built with",
+              desc->rank, desc->world_size, d.rank, d.world_size);
     d.init_method = "mpi://";
     d.backend = &ddp__backend_mpi;
     d.backend_user = &comm;
@@ -7957,38 +7931,19 @@ static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_gro
     return DDP_OK;
 }
 
-/* Whether MPI runs; DDP_ERR_INVALID once it has been finalised. */
-static ddp_result ddp__mpi_running(const char *who, int *running) {
-    int over = 0;
-    MPI_Initialized(running);
-    MPI_Finalized(&over);
-    if (!over) return DDP_OK;
-    return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "MPI has been finalised and cannot start again; call MPI_Finalize after the last group");
-}
-
 DDPDEF ddp_result ddp_group_create_mpi(ddp_group **out, const ddp_group_desc *desc) {
-    int running = 0, level;
-    DDP_TRY(ddp__mpi_running("ddp_group_create", &running));
-    if (!running) {
-        DDP__MPI(MPI_Init_thread, NULL, NULL, MPI_THREAD_MULTIPLE, &level);
-        MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-        atexit(ddp__mpi_end);
-    }
-    return ddp__mpi_world("ddp_group_create", out, desc, MPI_COMM_WORLD);
+    return ddp__mpi_world("ddp_group_create", out, desc, MPI_COMM_WORLD, 1);
 }
 
 DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc) {
     DDP_PUBLIC_CALL(ddp_group_from_mpi);
     ddp_group_desc d = DDP_ZERO;
-    int running = 0;
     if (out) *out = NULL;
-    if (!out) return ddp_fail_in(DDP_ERR_INVALID, __func__, NULL, "out is NULL");
-    if (comm == MPI_COMM_NULL) return ddp_fail_in(DDP_ERR_INVALID, __func__, NULL, "comm is MPI_COMM_NULL");
-    DDP_TRY(ddp__mpi_running(__func__, &running));
-    if (!running) return ddp_fail_in(DDP_ERR_INVALID, __func__, NULL, "MPI is not initialised; call MPI_Init first");
+    DDP__NEED(out, "out is NULL");
+    DDP__NEED(comm != MPI_COMM_NULL, "comm is MPI_COMM_NULL");
     if (desc) d = *desc;
     d.world_size = 0;
-    return ddp__mpi_world(__func__, out, &d, comm);
+    return ddp__mpi_world(__func__, out, &d, comm, 0);
 }
 #endif /* DDP_USE_MPI */
 
@@ -8110,6 +8065,7 @@ typedef struct ddp__launch {
     ddp__cpus cpus;              /* the caller's */
     int pool_threads[DDP__POOLS]; /* of each pool before the launch lowered it; 0 = not lowered */
     int limits_omp;              /* 1 = rank threads lower their own number of OpenMP threads */
+    int share;                   /* threads of a pool per rank, so that all ranks together have one per core */
 } ddp__launch;
 
 /* A failure of a rank, told in this thread's error line. The first to fail is the one that ddp_launch reports. */
@@ -8141,12 +8097,6 @@ static void ddp__take_cores(const ddp__launch *launch, int rank) {
 
 static const char *const ddp__thread_variables[2] = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"};
 
-/* Threads per rank, so that all ranks together have one per core. */
-static int ddp__thread_share(const ddp__launch *launch) {
-    int share = (int)launch->heap->job->cores / launch->desc.world_size;
-    return share < 1 ? 1 : share;
-}
-
 static int ddp__pool_is_users(const struct ddp__thread_pool *pool) {
     for (int i = 0; i < 3 && pool->variables[i]; i++) if (*ddp__env_text(pool->variables[i])) return 1;
     return 0;
@@ -8155,36 +8105,21 @@ static int ddp__pool_is_users(const struct ddp__thread_pool *pool) {
 /* Lowers the pools to the share of a rank, before ranks are forked: OpenBLAS, asked in a rank, would start
    its whole pool there. A smaller number stays. */
 static void ddp__limit_pools(ddp__launch *launch) {
-    int share = ddp__thread_share(launch);
-    memset(launch->pool_threads, 0, sizeof launch->pool_threads);
-    launch->limits_omp = !launch->desc.no_affinity && !ddp__pool_is_users(&ddp__thread_pools[DDP__POOL_OMP]);
-    for (int i = 0; i < DDP__POOLS && !launch->desc.no_affinity; i++) {
+    int limits = !launch->desc.no_affinity;
+    launch->limits_omp = limits && !ddp__pool_is_users(&ddp__thread_pools[DDP__POOL_OMP]);
+    for (int i = 0; i < DDP__POOLS; i++) {
         const struct ddp__thread_pool *pool = &ddp__thread_pools[i];
-        int threads = pool->set && pool->get && !ddp__pool_is_users(pool) ? pool->get() : 0;
-        if (threads <= share) continue;
-        launch->pool_threads[i] = threads;
-        pool->set(share);
+        int threads = limits && pool->set && pool->get && !ddp__pool_is_users(pool) ? pool->get() : 0;
+        launch->pool_threads[i] = threads > launch->share ? threads : 0;
+        if (launch->pool_threads[i]) pool->set(launch->share);
     }
-}
-
-/* OpenMP last: the pool of an OpenBLAS that uses it sets both. */
-static void ddp__restore_pools(const ddp__launch *launch) {
-    for (int i = DDP__POOLS - 1; i >= 0; i--)
-        if (launch->pool_threads[i]) ddp__thread_pools[i].set(launch->pool_threads[i]);
-}
-
-/* OpenMP has a number for each thread of the program; a new one begins with the number of the whole
-   process. */
-static void ddp__limit_thread(const ddp__launch *launch) {
-    int share = ddp__thread_share(launch);
-    if (launch->limits_omp && ddp__omp_set && ddp__omp_get && ddp__omp_get() > share) ddp__omp_set(share);
 }
 
 /* Sets the variables for libraries and programs that are loaded later; returns which were set here. */
 static int ddp__set_thread_variables(const ddp__launch *launch) {
     int set = 0;
     char text[16];
-    snprintf(text, sizeof text, "%d", ddp__thread_share(launch));
+    snprintf(text, sizeof text, "%d", launch->share);
     for (int i = 0; i < 2 && !launch->desc.no_affinity; i++)
         if (!getenv(ddp__thread_variables[i]) && setenv(ddp__thread_variables[i], text, 0) == 0) set |= 1 << i;
     return set;
@@ -8290,11 +8225,13 @@ static void ddp__launch_processes(ddp__launch *launch) {
 
 /* --- ranks as threads --- */
 
+/* OpenMP has a number for each thread of the program. A new thread begins with the number of the whole process. */
 static void *ddp__launched_thread_main(void *argument) {
     ddp__launched_thread *t = (ddp__launched_thread *)argument;
+    ddp__launch *launch = t->launch;
     prctl(PR_SET_NAME, "ddp-rank");
-    ddp__limit_thread(t->launch);
-    ddp__rank_run(t->launch, t->rank);
+    if (launch->limits_omp && ddp__omp_set && ddp__omp_get && ddp__omp_get() > launch->share) ddp__omp_set(launch->share);
+    ddp__rank_run(launch, t->rank);
     return NULL;
 }
 
@@ -8317,13 +8254,15 @@ static void ddp__launch_threads(ddp__launch *launch) {
 
 /* One attempt: a heap of its own, all ranks, and the first failure. */
 static ddp_result ddp__launch_once(ddp__launch *launch) {
-    int threads = launch->desc.mode == DDP_LAUNCH_THREADS;
-    DDP_TRY(ddp__heap_create(&launch->heap, launch->desc.world_size, threads, 1));
+    int threads = launch->desc.mode == DDP_LAUNCH_THREADS, w = launch->desc.world_size;
+    DDP_TRY(ddp__heap_create(&launch->heap, w, threads, 1));
+    const ddp__job *job = launch->heap->job;
+    launch->share = (int)job->cores > w ? (int)job->cores / w : 1;
     ddp__limit_pools(launch);
     if (threads) ddp__launch_threads(launch);
     else ddp__launch_processes(launch);
-    ddp__restore_pools(launch);
-    const ddp__job *job = launch->heap->job;
+    for (int i = DDP__POOLS - 1; i >= 0; i--) /* OpenMP last: the pool of an OpenBLAS that uses it sets both */
+        if (launch->pool_threads[i]) ddp__thread_pools[i].set(launch->pool_threads[i]);
     uint32_t failed = ddp__load(&job->failed_rank_plus_1);
     ddp_result result = failed ? ddp_fail((ddp_result)job->rank[failed - 1].result, "%s", job->rank[failed - 1].text) : DDP_OK;
     ddp__heap_release(launch->heap);
@@ -9461,8 +9400,8 @@ typedef struct ddp__tokens {
     uint64_t *filter;                 /* bit location >> filter_shift is set if a token lies there, or did */
     uint32_t *head;                   /* by chain: the first slot */
     uint64_t chains, none;            /* none: the slot that ends a chain, slot_bits ones */
-    int slot_bits, filter_shift, inside_out;
-    int64_t first, slot;              /* the window starts with this sample of the dealing, and this one of its slots is met next */
+    int slot_bits, filter_shift;
+    int64_t slot;                     /* of the window, which is met next */
 } ddp__tokens;
 
 static int64_t ddp__tokens_chains(int64_t count) { return count + count / 4 + 2; }
@@ -9572,7 +9511,7 @@ static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const 
     int stays[DDP__MT_WORDS], stay_count = 0;
     unsigned char is_mine[DDP__MT_WORDS] = {0};
     uint64_t at;
-    for (int64_t slot = t->slot; slot >= 0 && (at = ddp__sampler_position(s, t->first + slot)) >= base; slot--) {
+    for (int64_t slot = t->slot; slot >= 0 && (at = ddp__sampler_position(s, s->window_first + slot)) >= base; slot--) {
         is_mine[at - base] = 1;
         *ddp__tokens_word(t, target[at - base]) |= ddp__tokens_bit(t, target[at - base]);
     }
@@ -9605,49 +9544,32 @@ static void ddp__sampler_undo_inside_out(ddp__tokens *t, const uint64_t *target,
     }
 }
 
-/* Takes the samples of slots 0 to t->slot back through the draws, block by block; base is a block's first draw, top its last one. The inside-out rule
-   takes all N draws, of 64 bits: two words each, high half first. */
-static void ddp__sampler_pass(ddp_sampler *s, ddp__tokens *t) {
-    int inside_out = t->inside_out, draws = inside_out ? DDP__MT_WORDS / 2 : DDP__MT_WORDS;
-    int64_t n = s->desc.dataset_size, last = inside_out ? n - 1 : (int64_t)ddp__sampler_position(s, t->first + t->slot);
-    int top = (int)(last % draws);
-    uint32_t x[DDP__MT_WORDS];
-    uint64_t target[DDP__MT_WORDS];
-    ddp__sampler_mt_goto(s, last / draws);
-    memcpy(x, s->mt, sizeof x);
-    for (; inside_out && t->slot >= 0; t->slot--) ddp__tokens_put(t, ddp__sampler_position(s, t->first + t->slot), (uint64_t)t->slot);
-    for (int64_t base = last - top; base >= 0; base -= draws, top = draws - 1) {
-        for (int i = 0; i <= top; i++) {
-            uint64_t j = (uint64_t)(base + i), room = (uint64_t)n - j;
-            uint32_t draw = ddp__mt_temper(x[inside_out ? 2 * i : i]);
-            if (inside_out) target[i] = ((uint64_t)draw << 32 | ddp__mt_temper(x[2 * i + 1])) % (j + 1);
-            else target[i] = j + (room <= UINT32_MAX ? draw % (uint32_t)room : draw);
-            __builtin_prefetch(ddp__tokens_word(t, target[i]));
-        }
-        if (inside_out) ddp__sampler_undo_inside_out(t, target, (uint64_t)base, top);
-        else ddp__sampler_undo_swaps(s, t, target, (uint64_t)base, top);
-        if (base) ddp__mt_backward(x);
-    }
-}
-
 /* A token is a location up to N and a slot of the window, in 64 bits. */
 static int ddp__sampler_slot_bits(const ddp_sampler *s) { return s->desc.dataset_size >> 32 ? 63 - ddp__bit_length((uint64_t)s->desc.dataset_size) : 31; }
 
-/* Makes the window that starts with sample `first` of the dealing. It does not run over the start of padding, nor over a repetition
-   of the order, so its positions ascend. Each window is three times as long as all before it: few passes, and a quick first sample. */
+/* Computes the window that starts with sample `first` of the dealing. The window ends where padding or a repetition
+   of the order starts, so that its positions ascend. Each window is three times as long as all before it together:
+   few passes, and a quick first sample.
+
+   The pass takes the samples of the window back through the draws, block by block: base is the first draw of a
+   block, top the last one. The inside-out rule needs all N draws, of 64 bits: two words each, high half first. */
 static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
     uint64_t entry = ddp__sampler_deal(s, first), n = (uint64_t)s->desc.dataset_size, end = s->left;
-    int64_t replicas = s->desc.num_replicas, count = s->desc.window, filter_words;
+    uint64_t target[DDP__MT_WORDS];
+    uint32_t x[DDP__MT_WORDS];
+    int64_t replicas = s->desc.num_replicas, count = s->desc.window, last = (int64_t)n - 1;
     int64_t want = DDP__SAMPLER_FIRST_SPAN / replicas + (int64_t)(ddp__sampler_place(s, entry) / (uint64_t)replicas) * 3;
-    ddp__tokens t;
+    int inside_out = s->desc.shuffle == DDP_SHUFFLE_TORCH && s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
+    int draws = inside_out ? DDP__MT_WORDS / 2 : DDP__MT_WORDS;
     if (entry >= s->left) end = s->left + ((entry - s->left) / n + 1) * n;
     if (end > s->total) end = s->total;
-    t.inside_out = s->desc.shuffle == DDP_SHUFFLE_TORCH && s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
-    if (count > want && !t.inside_out) count = want > 0 ? want : 1;
+    if (count > want && !inside_out) count = want > 0 ? want : 1;
     if (count > ddp__sampler_share(s, end) - first) count = ddp__sampler_share(s, end) - first;
-    filter_words = ddp__tokens_filter_words(count);
 
-    t.first = first;
+    ddp__tokens t;
+    uint64_t filter_words = (uint64_t)ddp__tokens_filter_words(count);
+    s->window_first = first;
+    s->window_count = count;
     t.slot = count - 1;
     t.slot_bits = ddp__sampler_slot_bits(s);
     t.none = (UINT64_C(1) << t.slot_bits) - 1;
@@ -9656,49 +9578,65 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
     t.filter = t.node + count;
     t.head = (uint32_t *)(void *)(t.filter + filter_words);
     t.filter_shift = 0;
-    while (n >> t.filter_shift >= (uint64_t)filter_words * 64) t.filter_shift++;
+    while (n >> t.filter_shift >= filter_words * 64) t.filter_shift++;
     memset(t.filter, 0, (size_t)filter_words * sizeof *t.filter);
     for (uint64_t chain = 0; chain < t.chains; chain++) t.head[chain] = (uint32_t)t.none;
-    ddp__sampler_pass(s, &t);
+
+    if (!inside_out) last = (int64_t)ddp__sampler_position(s, first + t.slot);
+    ddp__sampler_mt_goto(s, last / draws);
+    memcpy(x, s->mt, sizeof x);
+    for (; inside_out && t.slot >= 0; t.slot--)
+        ddp__tokens_put(&t, ddp__sampler_position(s, first + t.slot), (uint64_t)t.slot);
+    int top = (int)(last % draws);
+    for (int64_t base = last - top; base >= 0; base -= draws, top = draws - 1) {
+        for (int i = 0; i <= top; i++) {
+            uint64_t j = (uint64_t)(base + i), room = n - j;
+            uint32_t draw = ddp__mt_temper(x[inside_out ? 2 * i : i]);
+            if (inside_out) target[i] = ((uint64_t)draw << 32 | ddp__mt_temper(x[2 * i + 1])) % (j + 1);
+            else target[i] = j + (room <= UINT32_MAX ? draw % (uint32_t)room : draw);
+            __builtin_prefetch(ddp__tokens_word(&t, target[i]));
+        }
+        if (inside_out) ddp__sampler_undo_inside_out(&t, target, (uint64_t)base, top);
+        else ddp__sampler_undo_swaps(s, &t, target, (uint64_t)base, top);
+        if (base) ddp__mt_backward(x);
+    }
     for (int64_t slot = 0; slot < count; slot++) s->table[slot] >>= t.slot_bits;
-    s->window_first = first;
-    s->window_count = count;
 }
 
-#define DDP__SAMPLER_NEED(who, condition, ...) DDP_CHECK("ddp_sampler_" who, NULL, condition, __VA_ARGS__)
+#define DDP__SAMPLER_NEED(condition, ...) DDP_CHECK("ddp_sampler_init", NULL, condition, __VA_ARGS__)
 
-static ddp_result ddp__sampler_resolve(ddp_sampler *s) {
+/* Checks the desc, resolves its defaults, and allocates the window of the TORCH orders. */
+static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     ddp_sampler_desc *d = &s->desc;
     long long n = (long long)d->dataset_size, batch = (long long)d->global_batch, window = (long long)d->window;
     int replicas = d->num_replicas = d->num_replicas ? d->num_replicas : 1;
-    DDP__SAMPLER_NEED("init", n >= 1, "dataset_size=%lld; set it to the number of samples, at least 1", n);
-    DDP__SAMPLER_NEED("init", replicas > 0, "num_replicas=%d is negative", replicas);
-    DDP__SAMPLER_NEED("init", d->rank >= 0 && d->rank < replicas, "rank=%d, allowed are 0 to %d with num_replicas=%d", d->rank, replicas - 1, replicas);
-    DDP__SAMPLER_NEED("init", (unsigned)d->shuffle <= DDP_SHUFFLE_HASHED, "shuffle=%d is none of the ddp_shuffle values", (int)d->shuffle);
-    DDP__SAMPLER_NEED("init", batch >= 0, "global_batch=%lld is negative", batch);
-    DDP__SAMPLER_NEED("init", batch % replicas == 0, "global_batch=%lld is not divisible by num_replicas=%d", batch, replicas);
+    DDP__SAMPLER_NEED(n >= 1, "dataset_size=%lld; set it to the number of samples, at least 1", n);
+    DDP__SAMPLER_NEED(replicas > 0, "num_replicas=%d is negative", replicas);
+    DDP__SAMPLER_NEED(d->rank >= 0 && d->rank < replicas, "rank=%d, allowed are 0 to %d with num_replicas=%d", d->rank, replicas - 1, replicas);
+    DDP__SAMPLER_NEED((unsigned)d->shuffle <= DDP_SHUFFLE_HASHED, "shuffle=%d is none of the ddp_shuffle values", (int)d->shuffle);
+    DDP__SAMPLER_NEED(batch >= 0, "global_batch=%lld is negative", batch);
+    DDP__SAMPLER_NEED(batch % replicas == 0, "global_batch=%lld is not divisible by num_replicas=%d", batch, replicas);
     if (!batch) batch = replicas;
-    DDP__SAMPLER_NEED("init", n <= INT64_MAX - (d->global_batch ? batch : batch - 1),
+    DDP__SAMPLER_NEED(n <= INT64_MAX - (d->global_batch ? batch : batch - 1),
                       "dataset_size=%lld is too large to pad to whole rounds of %lld", n, batch);
-    DDP__SAMPLER_NEED("init", window >= 0, "window=%lld is negative", window);
-    DDP__SAMPLER_NEED("init", !d->alloc_fn == !d->free_fn, "set both alloc_fn and free_fn, or neither");
+    DDP__SAMPLER_NEED(window >= 0, "window=%lld is negative", window);
+    DDP__SAMPLER_NEED(!d->alloc_fn == !d->free_fn, "set both alloc_fn and free_fn, or neither");
     if (!d->alloc_fn) { d->alloc_fn = ddp__malloc_default; d->free_fn = ddp__free_default; }
     s->round = (uint64_t)batch;
     s->block = s->round / (uint64_t)replicas;
-    return DDP_OK;
-}
+    ddp_sampler_set_epoch(s, 0);
+    if (d->no_shuffle || d->shuffle == DDP_SHUFFLE_HASHED) return DDP_OK;
 
-static ddp_result ddp__sampler_alloc(ddp_sampler *s) {
-    int64_t window_max = (INT64_C(1) << ddp__sampler_slot_bits(s)) - 1, *window = &s->desc.window;
-    if (*window == 0) *window = window_max < DDP__SAMPLER_WINDOW ? window_max : DDP__SAMPLER_WINDOW;
-    if (*window > s->length) *window = s->length > 0 ? s->length : 1;
-    DDP__SAMPLER_NEED("init", *window > 0 && *window <= window_max, "window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; "
-                      "use a smaller window or DDP_SHUFFLE_HASHED", (long long)*window, (long long)s->desc.dataset_size);
-    size_t table_words = (size_t)(*window + ddp__tokens_filter_words(*window) + (ddp__tokens_chains(*window) + 1) / 2);
+    long long window_max = (INT64_C(1) << ddp__sampler_slot_bits(s)) - 1;
+    if (window == 0) window = window_max < DDP__SAMPLER_WINDOW ? window_max : DDP__SAMPLER_WINDOW;
+    if (window > s->length) window = s->length > 0 ? (long long)s->length : 1;
+    DDP__SAMPLER_NEED(window > 0 && window <= window_max, "window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; "
+                      "use a smaller window or DDP_SHUFFLE_HASHED", window, n);
+    d->window = window;
+    size_t table_words = (size_t)(window + ddp__tokens_filter_words(window) + (ddp__tokens_chains(window) + 1) / 2);
     size_t size_bytes = table_words * sizeof *s->table + DDP__MT_WORDS * sizeof *s->mt;
-    s->memory = s->desc.alloc_fn(size_bytes, s->desc.user);
-    if (!s->memory) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_sampler_init: %zu bytes for a window of %lld samples", size_bytes, (long long)*window);
-    s->table = (uint64_t *)s->memory;
+    s->table = (uint64_t *)d->alloc_fn(size_bytes, d->user);
+    if (!s->table) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_sampler_init: %zu bytes for a window of %lld samples", size_bytes, window);
     s->mt = (uint32_t *)(void *)(s->table + table_words);
     return DDP_OK;
 }
@@ -9708,9 +9646,7 @@ DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc 
     memset(sampler, 0, sizeof *sampler);
     DDP__NEED(desc, "desc is NULL");
     sampler->desc = *desc;
-    ddp_result result = ddp__sampler_resolve(sampler);
-    if (result == DDP_OK) ddp_sampler_set_epoch(sampler, 0);
-    if (result == DDP_OK && !desc->no_shuffle && desc->shuffle != DDP_SHUFFLE_HASHED) result = ddp__sampler_alloc(sampler);
+    ddp_result result = ddp__sampler_setup(sampler);
     if (result != DDP_OK) memset(sampler, 0, sizeof *sampler);
     return result;
 }
@@ -9793,7 +9729,7 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
 
 DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
     if (!sampler) return;
-    if (sampler->memory) sampler->desc.free_fn(sampler->memory, sampler->desc.user);
+    if (sampler->table) sampler->desc.free_fn(sampler->table, sampler->desc.user);
     memset(sampler, 0, sizeof *sampler);
 }
 
@@ -9801,10 +9737,12 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
 
 /* Batches are numbered over all epochs; one lies in slot number % slot_count.
        [given - 1 - extra_valid_batches, given)  with the consumer      [given, drawn)  its samples are known      [drawn, given + prefetch)  may be drawn
-   A worker fetches a piece of the oldest batch that has unclaimed samples, or else draws the next batch from the sampler. To go elsewhere raises
-   restart: workers leave their pieces, and once none is busy, what was fetched ahead is forgotten. */
+   A worker fetches a piece of the oldest batch that has unclaimed samples. Otherwise it draws the next batch from
+   the sampler. A seek sets DDP__LOADER_RESTARTS: workers leave their pieces, and the last one to leave discards the
+   batches that were fetched ahead. */
 
 enum { DDP__LOADER_PIECE = 64 /* samples per turn at the lock, at most */, DDP__LOADER_WORKERS = 64, DDP__LOADER_DEPTH = 1 << 16 };
+enum { DDP__LOADER_RUNS, DDP__LOADER_RESTARTS, DDP__LOADER_STOPS };
 
 typedef struct ddp__loader_slot {
     unsigned char *data;         /* its fields, at field_at */
@@ -9841,22 +9779,25 @@ struct ddp_loader {
     pthread_mutex_t lock;        /* of all that follows */
     pthread_cond_t work, ready;
     int64_t given, drawn, open;  /* open: no older batch has unclaimed samples */
-    int drawing, busy, idle, restart, stopping, left, orphaned, gave_up;
-    uint32_t leave;              /* restart or stopping, for those inside a piece */
+    int drawing, busy;           /* a worker draws; workers that draw or fetch */
+    int references;              /* of the owner and each worker; the last one frees the loader */
+    int gave_up;                 /* the last ddp_loader_next exceeded the timeout */
+    uint32_t phase;              /* DDP__LOADER_RUNS ...; a worker inside a piece reads it without the lock */
     ddp_loader_stats stats;
 };
 
 static ddp__loader_slot *ddp__loader_slot_of(const ddp_loader *l, int64_t batch) { return &l->slot[batch % l->slot_count]; }
 static int ddp__loader_is_ready(const ddp_loader *l) { /* the next batch is over, well or not */
-    return !l->restart && l->given < l->drawn && ddp__loader_slot_of(l, l->given)->done == ddp__loader_slot_of(l, l->given)->count;
+    const ddp__loader_slot *slot = ddp__loader_slot_of(l, l->given);
+    return l->phase != DDP__LOADER_RESTARTS && l->given < l->drawn && slot->done == slot->count;
 }
 
-static void ddp__loader_settle(ddp_loader *l) { /* after something has ended */
-    if (l->restart && l->busy == 0) {
+/* Runs after a worker has finished something: completes a restart, and wakes the consumer if its batch is ready. */
+static void ddp__loader_settle(ddp_loader *l) {
+    if (l->phase == DDP__LOADER_RESTARTS && l->busy == 0) {
         l->sampler = l->place;
         l->drawn = l->open = l->given;
-        l->restart = 0;
-        ddp__store(&l->leave, (uint32_t)l->stopping);
+        ddp__store(&l->phase, (uint32_t)DDP__LOADER_RUNS);
         pthread_cond_broadcast(&l->work);
     }
     if (ddp__loader_is_ready(l)) pthread_cond_signal(&l->ready);
@@ -9867,7 +9808,7 @@ static void ddp__loader_open(ddp_loader *l, int64_t batch) { /* its samples are 
     slot->claimed = slot->done = slot->told = 0;
     slot->failed_at = slot->count;
     if (l->open > batch) l->open = batch;
-    if (l->idle) slot->count > l->piece ? pthread_cond_broadcast(&l->work) : pthread_cond_signal(&l->work);
+    slot->count > l->piece ? pthread_cond_broadcast(&l->work) : pthread_cond_signal(&l->work);
 }
 
 static void ddp__loader_draw(ddp_loader *l) {
@@ -9898,7 +9839,7 @@ static void ddp__loader_piece(ddp_loader *l, ddp__loader_worker *w) {
     pthread_mutex_unlock(&l->lock);
     double seconds = -ddp_now();
     for (int f = 0; f < l->desc.field_count; f++) to[f] = slot->data + l->field_at[f] + (size_t)at * l->sample_bytes[f];
-    for (; at < end && !ddp__load_relaxed(&l->leave); at++) {
+    for (; at < end && ddp__load_relaxed(&l->phase) == DDP__LOADER_RUNS; at++) {
         __atomic_store_n(&w->index, slot->indices[at], __ATOMIC_RELAXED);
         result = l->desc.fetch(l->desc.fetch_user, slot->indices[at], to);
         if (result != DDP_OK) break;
@@ -9920,7 +9861,7 @@ static void ddp__loader_piece(ddp_loader *l, ddp__loader_worker *w) {
 
 /* A worker's turn, with the lock, which it gives up meanwhile; 0 when there is nothing to do. */
 static int ddp__loader_turn(ddp_loader *l, ddp__loader_worker *w) {
-    if (l->restart) return 0;
+    if (l->phase == DDP__LOADER_RESTARTS) return 0;
     while (l->open < l->drawn && ddp__loader_slot_of(l, l->open)->claimed == ddp__loader_slot_of(l, l->open)->count) l->open++;
     int draws = l->open == l->drawn;
     if (draws && (l->drawing || l->drawn >= l->given + l->desc.prefetch || l->sampler.cursor >= l->sampler.length)) return 0;
@@ -9933,14 +9874,13 @@ static int ddp__loader_turn(ddp_loader *l, ddp__loader_worker *w) {
 }
 
 static void ddp__loader_free(ddp_loader *l) {
-    ddp_loader_desc d = l->desc;
     ddp_sampler_free(&l->sampler);
     if (l->free_pinned) l->free_pinned(l->buffers);
-    else ddp__aligned_free(d.free_fn, d.user, l->buffers);
+    else ddp__aligned_free(l->desc.free_fn, l->desc.user, l->buffers);
     pthread_cond_destroy(&l->work);
     pthread_cond_destroy(&l->ready);
     pthread_mutex_destroy(&l->lock);
-    ddp__aligned_free(d.free_fn, d.user, l);
+    ddp__aligned_free(l->desc.free_fn, l->desc.user, l);
 }
 
 static void *ddp__loader_main(void *argument) {
@@ -9948,15 +9888,12 @@ static void *ddp__loader_main(void *argument) {
     ddp_loader *l = w->loader;
     int is_last = 0;
     DDP__LOCKED(&l->lock) {
-        while (!l->stopping) {
-            ddp__error_text[0] = 0; /* or a fetch that sets no line would show this one */
-            if (ddp__loader_turn(l, w)) continue;
-            l->idle++;
-            pthread_cond_wait(&l->work, &l->lock);
-            l->idle--;
+        while (l->phase != DDP__LOADER_STOPS) {
+            ddp__error_text[0] = 0; /* for a fetch that fails without an error line */
+            if (!ddp__loader_turn(l, w)) pthread_cond_wait(&l->work, &l->lock);
         }
         w->has_left = 1;
-        is_last = ++l->left == l->threads && l->orphaned;
+        is_last = --l->references == 0;
         pthread_cond_signal(&l->ready);
     }
     if (is_last) ddp__loader_free(l);
@@ -10005,23 +9942,26 @@ static ddp_result ddp__loader_next(ddp_loader *l, ddp_batch *out) {
     l->place.cursor += slot->count;
     l->stats.batches++;
     l->stats.samples += (uint64_t)slot->count;
-    if (l->idle && 2 * (l->drawn - l->given) <= l->desc.prefetch) pthread_cond_signal(&l->work); /* not for each batch that is small */
+    if (2 * (l->drawn - l->given) <= l->desc.prefetch) pthread_cond_signal(&l->work); /* not for every small batch */
     return DDP_OK;
 }
 
-/* 1 in a process forked from the one that made the loader: it lacks the workers, and one of them may have held
-   the lock at the fork. */
+/* 1 in a process forked from the one that created the loader: the workers are missing, and one of them may have
+   held the lock at the fork. */
 static int ddp__loader_is_forked(const ddp_loader *l) { return l->threads && l->pid != getpid(); }
-#define DDP__LOADER_NOT_FORKED(loader)                                                                      \
-    DDP__NEED(!ddp__loader_is_forked(loader),                                                               \
-              "process %d was forked from process %d, which has the loader's workers; create a loader in "  \
-              "the forked process",                                                                         \
-              (int)getpid(), (int)(loader)->pid)
+
+static ddp_result ddp__loader_check(const ddp_loader *l, const char *who) {
+    DDP_CHECK(who, NULL, l, "loader is NULL");
+    DDP_CHECK(who, NULL, !ddp__loader_is_forked(l),
+              "process %d was forked from process %d, which has the loader's workers; create a loader in the forked "
+              "process", (int)getpid(), (int)l->pid);
+    return DDP_OK;
+}
 
 DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out) {
     ddp_result result = DDP_OK;
     DDP__NEED(loader && out, "loader or out is NULL");
-    DDP__LOADER_NOT_FORKED(loader);
+    DDP_TRY(ddp__loader_check(loader, __func__));
     memset(out, 0, sizeof *out);
     DDP__LOCKED(&loader->lock) result = ddp__loader_next(loader, out);
     return result;
@@ -10030,16 +9970,14 @@ DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out) {
 static ddp_result ddp__loader_go(ddp_loader *l, const ddp_sampler *place) {
     DDP__LOCKED(&l->lock) {
         l->place = *place;
-        l->restart = 1;
-        ddp__store(&l->leave, 1u);
+        ddp__store(&l->phase, (uint32_t)DDP__LOADER_RESTARTS);
         ddp__loader_settle(l);
     }
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_loader_set_epoch(ddp_loader *loader, uint64_t epoch) {
-    DDP__NEED(loader, "loader is NULL");
-    DDP__LOADER_NOT_FORKED(loader);
+    DDP_TRY(ddp__loader_check(loader, __func__));
     ddp_sampler place = loader->place;
     ddp_sampler_set_epoch(&place, epoch);
     return ddp__loader_go(loader, &place);
@@ -10052,8 +9990,7 @@ DDPDEF int64_t ddp_loader_length(const ddp_loader *loader) {
 }
 
 DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch) {
-    DDP__NEED(loader, "loader is NULL");
-    DDP__LOADER_NOT_FORKED(loader);
+    DDP_TRY(ddp__loader_check(loader, __func__));
     ddp_sampler place = loader->place;
     int64_t samples = ddp_sampler_length(&place), batches = ddp__loader_batches(loader, samples);
     DDP__NEED(batch >= 0 && batch <= batches, "batch=%lld, allowed are 0 to %lld", (long long)batch, (long long)batches);
@@ -10067,8 +10004,7 @@ DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *s
 }
 
 DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state) {
-    DDP__NEED(loader, "loader is NULL");
-    DDP__LOADER_NOT_FORKED(loader);
+    DDP_TRY(ddp__loader_check(loader, __func__));
     ddp_sampler place = loader->place;
     DDP_TRY(ddp_sampler_load(&place, state));
     return ddp__loader_go(loader, &place);
@@ -10076,26 +10012,25 @@ DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *s
 
 DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats) {
     DDP__NEED(loader && stats, "loader or stats is NULL");
-    DDP__LOADER_NOT_FORKED(loader);
+    DDP_TRY(ddp__loader_check(loader, __func__));
     DDP__LOCKED((pthread_mutex_t *)&loader->lock) *stats = loader->stats;
     return DDP_OK;
 }
 
 DDPDEF void ddp_loader_destroy(ddp_loader *loader) {
     ddp_loader *l = loader;
-    if (!l || ddp__loader_is_forked(l)) return; /* in a forked process all of it is the other process's */
-    int all_left = 0;
+    int is_last = 0;
+    if (!l || ddp__loader_is_forked(l)) return; /* in a forked process the loader is the other process's */
     DDP__LOCKED(&l->lock) {
         double until = ddp_now() + 1e-3 * (l->gave_up && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms);
-        l->stopping = 1;
-        ddp__store(&l->leave, 1u);
+        ddp__store(&l->phase, (uint32_t)DDP__LOADER_STOPS);
         pthread_cond_broadcast(&l->work);
-        while (l->left < l->threads && ddp__loader_sleep(l, until)) {}
-        for (int i = 0; i < l->threads; i++) l->worker[i].has_left ? pthread_join(l->worker[i].thread, NULL) : pthread_detach(l->worker[i].thread);
-        all_left = l->left == l->threads;
-        l->orphaned = !all_left; /* from here on it is the last worker's */
+        while (l->references > 1 && ddp__loader_sleep(l, until)) {}
+        for (int i = 0; i < l->threads; i++)
+            l->worker[i].has_left ? pthread_join(l->worker[i].thread, NULL) : pthread_detach(l->worker[i].thread);
+        is_last = --l->references == 0; /* otherwise the last worker frees it */
     }
-    if (all_left) ddp__loader_free(l);
+    if (is_last) ddp__loader_free(l);
 }
 
 #define DDP__LOADER_NEED(condition, ...) DDP_CHECK("ddp_loader_create", NULL, condition, __VA_ARGS__)
@@ -10112,7 +10047,8 @@ static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
         DDP__LOADER_NEED(ranges[i].value >= ranges[i].low && ranges[i].value <= ranges[i].high, "%s=%d, allowed are %d to %d", ranges[i].name,
                          ranges[i].value, ranges[i].low, ranges[i].high);
     DDP__LOADER_NEED(!d->alloc_fn == !d->free_fn, "set both alloc_fn and free_fn, or neither");
-    d->worker_count = d->worker_count == -1 ? 0 : d->worker_count ? d->worker_count : 1;
+    if (!d->worker_count) d->worker_count = 1;
+    else if (d->worker_count == -1) d->worker_count = 0;
     if (!d->prefetch || !d->worker_count) d->prefetch = d->worker_count ? 2 * d->worker_count : 1;
     if (!d->extra_valid_batches) d->extra_valid_batches = 1;
     if (!d->timeout_ms) d->timeout_ms = 600000;
@@ -10172,7 +10108,7 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
     l->slot_count = (int64_t)slots;
     l->piece = d.worker_count > 1 ? (d.batch_size - 1) / d.worker_count + 1 : d.batch_size;
     if (l->piece > DDP__LOADER_PIECE) l->piece = DDP__LOADER_PIECE;
-    l->restart = 1; /* nobody fetches before it is known where */
+    l->phase = DDP__LOADER_RESTARTS; /* workers wait for the first next, set_epoch, seek or load */
     l->pid = getpid();
     pthread_mutex_init(&l->lock, NULL);
     pthread_condattr_init(&clock);
@@ -10192,6 +10128,7 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
         if (error) result = ddp_fail(DDP_ERR_SYSTEM, "ddp_loader_create: worker %d could not be started: %s", l->threads, strerror(error));
         else l->threads++;
     }
+    l->references = 1 + l->threads;
     if (result == DDP_OK) *out = l;
     else ddp_loader_destroy(l);
     return result;
@@ -10201,28 +10138,28 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
 
 /* The rest of the public functions stand beside what they are made of; here are the calls that move data: describe, check, submit. */
 
-/* Where a buffer ends, and where in it this rank's block begins, which in-place calls share; in elements. */
-typedef struct ddp__extent { size_t end, own, sum; /* sum: of its counts */ } ddp__extent;
 
-static inline ddp__extent ddp__extent_of(const ddp_group *group, const ddp_call *call, int no_buffer, int on_root, int each) {
-    int shape = ddp__forms[call->kind].shape, none = shape & no_buffer || (shape & on_root && call->root != group->rank);
-    size_t count = none ? 0 : call->count;
-    ddp__extent extent = {count * (size_t)(shape & each ? group->world_size : 1), shape & each ? count * (size_t)group->rank : 0, 0};
-    return extent;
+/* Elements of the buffer of a call without counts; 0 = this rank needs no buffer. blocks: the flag of a buffer with
+   one block per rank. */
+static inline size_t ddp__buffer_size(const ddp_group *group, const ddp_call *call, int no_buffer, int on_root, int blocks) {
+    int shape = ddp__forms[call->kind].shape;
+    if (shape & no_buffer || (shape & on_root && call->root != group->rank)) return 0;
+    return call->count * (size_t)(shape & blocks ? group->world_size : 1);
 }
 
-/* The same of a buffer with counts, whose offsets are packed where none are given; 0 when it does not fit in memory. */
-static inline int ddp__extent_of_counts(const ddp_group *group, size_t most, const size_t *counts, const size_t **offsets, size_t *packed,
-                                        ddp__extent *extent) {
-    extent->end = extent->sum = 0;
-    for (int r = 0; r < group->world_size; extent->sum += counts[r++]) {
-        packed[r] = *offsets ? (*offsets)[r] : extent->sum;
-        if (counts[r] > most || packed[r] > most || extent->sum > most) return 0;
-        if (r == group->rank) extent->own = packed[r];
-        if (counts[r] && packed[r] + counts[r] > extent->end) extent->end = packed[r] + counts[r];
+/* The same for a buffer with counts; SIZE_MAX if it does not fit in memory. Without *offsets the blocks are packed:
+   their offsets are written to packed. *sum: of all counts. */
+static inline size_t ddp__buffer_size_v(const ddp_group *group, size_t most, const size_t *counts, const size_t **offsets,
+                                        size_t *packed, size_t *sum) {
+    size_t end = 0;
+    *sum = 0;
+    for (int r = 0; r < group->world_size; *sum += counts[r++]) {
+        packed[r] = *offsets ? (*offsets)[r] : *sum;
+        if (counts[r] > most || packed[r] > most || *sum > most) return SIZE_MAX;
+        if (counts[r] && packed[r] + counts[r] > end) end = packed[r] + counts[r];
     }
     *offsets = packed;
-    return extent->end <= most;
+    return end;
 }
 
 static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_size) {
@@ -10246,25 +10183,27 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
     size_t most = SIZE_MAX / 2 / element;
     DDP__CALL_NEED(call->count <= most / blocks, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count,
                    blocks, ddp_dtype_name(call->dtype));
-    ddp__extent send = ddp__extent_of(group, call, DDP__NO_SEND, DDP__FROM_ROOT, DDP__SPLITS);
-    ddp__extent recv = ddp__extent_of(group, call, DDP__NO_RECV, DDP__TO_ROOT, DDP__JOINS);
+    size_t send_size = ddp__buffer_size(group, call, DDP__NO_SEND, DDP__FROM_ROOT, DDP__SPLITS);
+    size_t recv_size = ddp__buffer_size(group, call, DDP__NO_RECV, DDP__TO_ROOT, DDP__JOINS);
     if (form->shape & DDP__COUNTED) {
-        size_t *packed = (size_t *)__builtin_alloca(2 * blocks * sizeof *packed);
+        size_t *packed = (size_t *)__builtin_alloca(2 * blocks * sizeof *packed), sum;
         DDP__CALL_NEED(call->send_counts || !(form->shape & DDP__SPLITS), "send_counts is NULL");
         DDP__CALL_NEED(call->recv_counts, "recv_counts is NULL");
-        DDP__CALL_NEED((!call->send_counts || ddp__extent_of_counts(group, most, call->send_counts, &call->send_offsets, packed, &send)) &&
-                       ddp__extent_of_counts(group, most, call->recv_counts, &call->recv_offsets, packed + blocks, &recv), "the counts do not fit in memory");
-        DDP__CALL_NEED(call->send_counts || call->count == call->recv_counts[group->rank], "send_count=%zu but recv_counts[%d]=%zu", call->count,
-                       group->rank, call->recv_counts[group->rank]);
-        call->count = call->send_counts ? 0 : recv.sum;
+        if (call->send_counts) send_size = ddp__buffer_size_v(group, most, call->send_counts, &call->send_offsets, packed, &sum);
+        recv_size = ddp__buffer_size_v(group, most, call->recv_counts, &call->recv_offsets, packed + blocks, &sum);
+        DDP__CALL_NEED(send_size <= most && recv_size <= most, "the counts do not fit in memory");
+        DDP__CALL_NEED(call->send_counts || call->count == call->recv_counts[group->rank],
+                       "send_count=%zu but recv_counts[%d]=%zu", call->count, group->rank, call->recv_counts[group->rank]);
+        call->count = call->send_counts ? 0 : sum;
     }
     DDP__CALL_NEED(!p2p || call->root != group->rank, "peer is this rank itself; copy the buffer");
     DDP__CALL_NEED(!p2p || call->tag >= 0, "tag is negative; use 0 or more");
-    DDP__CALL_NEED(call->send || !send.end, "%s is NULL", p2p ? "buf" : "send");
-    DDP__CALL_NEED(call->recv || !recv.end, "%s is NULL", p2p ? "buf" : "recv");
-    if (ddp__overlap(call->send, send.end * element, call->recv, recv.end * element)) {
+    DDP__CALL_NEED(call->send || !send_size, "%s is NULL", p2p ? "buf" : "send");
+    DDP__CALL_NEED(call->recv || !recv_size, "%s is NULL", p2p ? "buf" : "recv");
+    if (ddp__overlap(call->send, send_size * element, call->recv, recv_size * element)) {
         DDP__CALL_NEED(call->kind != DDP_CALL_ALL_TO_ALL && call->kind != DDP_CALL_ALL_TO_ALL_V, "send and recv overlap; this call is not done in place");
-        DDP__CALL_NEED((const unsigned char *)call->send + send.own * element == (unsigned char *)call->recv + recv.own * element,
+        DDP__CALL_NEED((const unsigned char *)call->send + ddp_call_sends(call, group->rank, group->rank).begin ==
+                           (unsigned char *)call->recv + ddp_call_receives(call, group->rank, group->rank).begin,
                        "send and recv overlap other than by its in-place rule");
     }
     if (call->op == DDP_OP_AVG) call->divisor = (uint64_t)group->world_size;
