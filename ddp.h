@@ -672,7 +672,8 @@ typedef struct ddp_sampler {
     int half_bits[2], round_count;/* HASHED: the Feistel network */
     uint64_t round_keys[32];
     uint64_t ahead[32];           /* HASHED: the window's samples */
-    uint64_t *table;              /* TORCH: window_count samples; during a pass a hash table of them. One allocation with mt */
+    uint64_t *table;              /* TORCH: window_count samples; during a pass a hash table of them. One
+                                     allocation with mt */
     int64_t window_first, window_count;
     uint32_t *mt;                 /* the generator's 624 words for draws 624 * mt_block and on */
     int64_t mt_block;             /* -1 = not seeded for this epoch */
@@ -1097,7 +1098,7 @@ DDPDEF uint64_t ddp_unique_id(void);
 
 /* Creates a group of the local backend from `count` ranks of `whole` on this machine. ranks: in order; this
    rank is one of them. token: a string that only these ranks use. Collective over them. Allocator, log_fn and
-   name are whole's. */
+   name are whole's. Call ddp_group_part_of afterwards. */
 DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, const char *token, const int
 *ranks, int count,
                                          int timeout_ms);
@@ -6737,11 +6738,13 @@ static void ddp__group_delete(ddp_group *group) {
 
 /* A group without the state of its backend. desc is resolved. parent: of a split, or NULL. Sets *out only on
    success. */
-static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, int rank,
+static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend,
+                                 int rank,
                                  int world_size, ddp_group *parent) {
     size_t w = (size_t)world_size, size = sizeof(ddp_group) + w * (sizeof(ddp__vote) + sizeof(int));
     ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
-    if (!group) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", size);
+    if (!group) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated",
+                                size);
     memset(group, 0, size);
     int *in_rank = (int *)mmap(NULL, DDP__PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (in_rank == MAP_FAILED) {
@@ -6768,34 +6771,37 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     pthread_cond_init(&group->work_cond, NULL);
     pthread_cond_init(&group->done_cond, NULL);
     ddp_result result = ddp__lost_create(group);
-    if (result == DDP_OK && group->device->open) result = group->device->open(group, parent, &group->device_state);
+    if (result == DDP_OK && group->device->open)
+        result = group->device->open(group, parent, &group->device_state);
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);
     return result;
 }
 
-/* A group with its backend's state. backend NULL: over tcp, where the ranks meet at v. The local one: on id->heap, or its ranks meet by id->token. */
-static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, const ddp__identity *id, ddp__venue *v) {
+/* A group with its backend's state. backend: NULL = tcp, whose ranks meet at v. Local ranks use the world or
+   the heap of id, or meet by v->token. */
+static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend,
+                                 const ddp__identity *id, ddp__venue *v) {
     ddp_group *group = NULL;
     ddp_result result = ddp__group_new(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank, id->world_size, NULL);
-    if (result != DDP_OK && id->world && backend == &ddp__backend_local) { /* the others do not wait for this one */
+    /* so that the others do not wait for this rank */
+    if (result != DDP_OK && id->world && backend == &ddp__backend_local) {
         ddp_saved_error first = {DDP_OK, ""};
         ddp_error_save(&first, result);
         ddp__local_again(NULL, id->world);
         return ddp_error_restore(&first);
     }
     if (result != DDP_OK) return result;
-    if (backend && backend->open) {
+    if (!backend) {
+        result = ddp__tcp_open(group, ddp__tcp_new(group, v, 0), &group->state);
+    } else if (backend != &ddp__backend_local) {
         ddp_group_set_local(group, id->local_rank, id->local_world_size);
-        result = backend->open(group, &group->state);
-    }
-    else if (!backend) result = ddp__tcp_open(group, ddp__tcp_new(group, v, 0), &group->state);
-    else if (id->world) result = ddp__local_again(group, id->world);
-    else if (id->heap) result = ddp__local_join(group, id->heap, &group->state);
-    else {
-        ddp__venue here = DDP_ZERO;
-        snprintf(here.token, sizeof here.token, "%s", id->token);
-        result = ddp__local_meet(group, &here, &group->state);
+        if (backend->open) result = backend->open(group, &group->state);
+    } else if (id->world) {
+        result = ddp__local_again(group, id->world);
+    } else {
+        result = id->heap ? ddp__local_join(group, id->heap, &group->state)
+                          : ddp__local_meet(group, v, &group->state);
     }
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);
@@ -6806,15 +6812,14 @@ DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, cons
                                          int timeout_ms) {
     ddp_group_desc desc = whole->desc;
     ddp__identity here = DDP_ZERO;
+    ddp__venue v = DDP_ZERO;
     here.world_size = count;
     while (ranks[here.rank] != whole->rank) here.rank++;
-    snprintf(here.token, sizeof here.token, "%s", token);
+    snprintf(v.token, sizeof v.token, "%s", token);
     desc.order = DDP_ORDER_TREE;
     desc.device = ddp_device_cpu();
     desc.timeout_ms = timeout_ms;
-    DDP_TRY(ddp__world_new(out, &desc, &ddp__backend_local, &here, NULL));
-    ddp_group_part_of(*out, whole, ranks);
-    return DDP_OK;
+    return ddp__world_new(out, &desc, &ddp__backend_local, &here, &v);
 }
 
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc) {
@@ -6847,11 +6852,12 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
 
 static const char *const ddp__schemes[DDP__SCHEMES] = {"self://", "env://", "mpi://", "tcp://", "file://"};
 
-/* How ranks meet and what they get. */
+/* Chooses the backend, and how its ranks find each other. */
 static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id, int scheme) {
     const char *host = ddp__env_text("MASTER_ADDR");
     int url = scheme >= DDP__BY_TCP, mpi = scheme == DDP__BY_MPI, alone = scheme == DDP__BY_SELF;
     ddp__venue v = DDP_ZERO;
+    snprintf(v.token, sizeof v.token, "%s", id->token);
     DDP__JOIN_NEED(!alone || id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d", id->world_size);
     DDP__JOIN_NEED(!url || desc->world_size > 0 || id->size_variable, "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
                    desc->init_method);
@@ -6868,15 +6874,15 @@ static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const
     }
 #endif
     if (mpi) return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"mpi://\" needs a backend that this build does not have");
-    /* nothing says how many ranks are here, and MASTER_ADDR names a machine: this one or another */
+    /* MASTER_ADDR names a machine, this one or another, and the number of ranks on this machine is unknown */
     int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host) && !*ddp__env_text("LOCAL_WORLD_SIZE") &&
                     (desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0);
-    if (!url && id->local_world_size == id->world_size && !elsewhere) return ddp__world_new(out, desc, &ddp__backend_local, id, NULL);
-    snprintf(v.token, sizeof v.token, "%s", id->token);
+    if (!url && id->local_world_size == id->world_size && !elsewhere)
+        return ddp__world_new(out, desc, &ddp__backend_local, id, &v);
     v.ports = 1;
     DDP_TRY(url ? ddp__venue_from_url(&v, id, desc) : ddp__venue_from_env(&v, id));
-    DDP_TRY(
-        ddp__venue_secure(&v, desc->secret, ddp__env_text("DDP_SECRET"), ddp__env_text("DDP_SECRET_FILE")));
+    DDP_TRY(ddp__venue_secure(&v, desc->secret, ddp__env_text("DDP_SECRET"),
+                              ddp__env_text("DDP_SECRET_FILE")));
     return ddp__world_new(out, desc, NULL, id, &v);
 }
 
@@ -6909,7 +6915,7 @@ static int ddp__split_members(const int32_t *table, int world_size, int rank, in
     return count;
 }
 
-/* The first rank that failed, or whose hash differs from rank 0's; -1 = none. Ranks that failed because of
+/* The first rank that failed, or with another hash than rank 0; -1 = none. Ranks that failed because of
    another one come last. */
 static int ddp__first_dissent(const ddp_group *group, int *mismatch) {
     int poisoned = -1, different = -1;
@@ -6942,28 +6948,21 @@ static ddp_result ddp__disagree(ddp_group *group, const char *who, const char *z
                        lengths[0], a, other, lengths[1], b);
 }
 
-/* 1 if an error line is from a group of this name and another size: one that a backend keeps inside this
-   group. Its rank numbers differ. */
-static int ddp__of_inner_group(const ddp_group *group, const char *line) {
-    char here[48];
-    int size = group->world_size;
-    snprintf(here, sizeof here, "group=%s: ", group->name);
-    (void)sscanf(line, "rank %*d/%d ", &size);
-    return size != group->world_size && strstr(line, here);
-}
-
 /* The part of an error line that every rank of this group can show after its own prefix (rank, call, group).
-   It has no prefix of another rank's call, and no rank of a group inside this one. The name of another group
-   stays: it says whose ranks the cause names. */
-static const char *ddp__bare_cause(const ddp_group *group, const char *who, const char *line) {
+   Cuts off the prefix of another rank's call. The name of another group stays: the cause names ranks of that
+   group. *inner: 1 = the line is from a group of this name and another size, which a backend keeps inside
+   this group. Its rank numbers differ: they are cut off as well. */
+static const char *ddp__bare_cause(const ddp_group *group, const char *who, const char *line, int *inner) {
     char here[48];
-    int length = 0, inner = ddp__of_inner_group(group, line), skipped = 0;
+    int length = 0, size = group->world_size, skipped = 0;
     snprintf(here, sizeof here, "group=%s", group->name);
-    (void)sscanf(line, "rank %*d/%*d %n", &length);
+    (void)sscanf(line, "rank %*d/%d %n", &size, &length);
     line += length;
     const char *end = strstr(line, ": "), *place = strstr(line, here);
-    if (length && place && end > place && strchr(": ", place[strlen(here)])) {
-        if (inner) (void)sscanf(end + 2, "rank %*d: %n", &skipped);
+    const char *after = place ? place + strlen(here) : "";
+    *inner = size != group->world_size && *after == ':';
+    if (length && place && end > place && strchr(": ", *after)) {
+        if (*inner) (void)sscanf(end + 2, "rank %*d: %n", &skipped);
         return end + 2 + skipped;
     }
     if (strncmp(line, who, strlen(who)) != 0) return line;
@@ -6976,30 +6975,29 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
     who = ddp_public_call_name(who);
     char own[DDP__TEXT_MAX], text[2][DDP__TEXT_MAX];
     ddp__vote vote = {mine, 0, hash};
-    int first, mismatch = 0;
+    int first, mismatch = 0, inner = 0, named = 0;
     snprintf(own, sizeof own, "%s", mine == DDP_OK ? "" : ddp_last_error());
     ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, &vote, group->votes, sizeof vote, DDP_U8,
                                             DDP_OP_SUM, -1);
     if (result != DDP_OK && mine != DDP_OK) return ddp_fail(mine, "%s", own);
     if (result != DDP_OK) /* the line names the call inside, which is not the user's */
-        return DDP__RANK_FAIL(group, result, "%s group=%s: %s", who, group->name, ddp__bare_cause(group, who, ddp_last_error()));
+        return ddp_fail_in(result, who, group, "%s", ddp__bare_cause(group, who, ddp_last_error(), &inner));
     first = ddp__first_dissent(group, &mismatch);
     if (first < 0) return DDP_OK;
     for (int i = !mismatch; i < 2; i++) { /* the text of rank 0, for a mismatch, and of the first to dissent */
         if (mismatch) snprintf(text[i], sizeof text[i], "%.*s", DDP_AGREE_TEXT, what);
         else memcpy(text[i], own, sizeof own);
-        DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, text[i], text[i], sizeof text[i], DDP_U8, DDP_OP_SUM,
+        DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, text[i], text[i], sizeof text[i], DDP_U8,
+                                    DDP_OP_SUM,
                                     i ? first : 0));
     }
-    if (mismatch)
-        return ddp__disagree(group, who, text[0], first, text[1]);
+    if (mismatch) return ddp__disagree(group, who, text[0], first, text[1]);
     mine = (ddp_result)group->votes[first].result;
-    if (first == group->rank && strstr(own, who) && !ddp__of_inner_group(group, own)) return ddp_fail(mine, "%s", own);
-    const char *cause = ddp__bare_cause(group, who, text[1]);
-    int named = 0; /* a cause that an earlier agreement of this group passed on names its rank already */
-    (void)sscanf(cause, "rank %*d: %n", &named);
-    if (named) return DDP__RANK_FAIL(group, mine, "%s group=%s: %s", who, group->name, cause);
-    return DDP__RANK_FAIL(group, mine, "%s group=%s: rank %d: %s", who, group->name, first, cause);
+    const char *cause = ddp__bare_cause(group, who, text[1], &inner);
+    if (first == group->rank && strstr(own, who) && !inner) return ddp_fail(mine, "%s", own);
+    (void)sscanf(cause, "rank %*d: %n", &named); /* an earlier agreement of this group has named the rank */
+    if (named) return ddp_fail_in(mine, who, group, "%s", cause);
+    return ddp_fail_in(mine, who, group, "rank %d: %s", first, cause);
 }
 
 DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const char *who, ddp_result mine,
@@ -7041,7 +7039,8 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     int *members = (int *)(table + 2 * group->world_size), count = 0, me = 0;
     ddp_group *child = NULL;
     ddp_result opened = DDP_OK;
-    ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32, DDP_OP_SUM, -1);
+    ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32, DDP_OP_SUM,
+                                            -1);
     if (result == DDP_OK && color >= 0) {
         count = ddp__split_members(table, group->world_size, group->rank, members, &me);
         opened = ddp__group_new(&child, &group->desc, group->backend, me, count, group);
@@ -7255,28 +7254,33 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
 
 //== the MPI backend: several machines ================================================================ >>impl-mpi
 
-/* Written like a backend of a user's own: it calls >>spi and uses nothing else of this file. ddp_group_create reaches it
-   by ddp_group_create_mpi.
+/* Like a user's own backend, this one calls only >>spi. ddp_group_create reaches it through
+   ddp_group_create_mpi.
 
-   The ranks of one machine also form a group of the local backend. It is all that a group on one machine needs, and takes its place. Elsewhere it notices
-   the dead, keeps the cause of a failure and holds group memory. Data travels by
+   The ranks of one machine also form a group of the local backend. If the whole group is on one machine, it
+   becomes that local group. Otherwise the local group detects dead processes, records the cause of a failure,
+   and owns the group memory. Data has three methods:
 
-     any order   all_reduce and reduce of types that MPI has go to MPI as they are
-     machines    all_reduce where every machine holds 2^k ranks in a row, their sum is a subtree, and it lately was faster than the flat way
-                     ranks 0 1 2 3 | 4 5 6 7     reduce to 0 and to 4; 0 and 4 by the flat way; broadcast from 0 and from 4
-     flat        chunk by chunk: each rank gets its share of every rank's chunk, adds it up in tree order and sends the sum to all
+     any order   all_reduce and reduce of the types that MPI has: MPI computes them
+     by machine  all_reduce, if every machine holds 2^k consecutive ranks: their sum is a subtree. ddp_tuner
+                 chooses between this method and the flat one
+                     ranks 0 1 2 3 | 4 5 6 7     reduce to 0 and 4; flat; broadcast from 0 and 4
+     flat        chunk by chunk: each rank receives its share of every rank's chunk, adds the shares in
+                 tree order and sends the sum to all
 
-   Every wait is MPI_Test on what has been started; those of a split alone block, right after all ranks have agreed to it. After a failure MPI may still own
-   the buffers of calls that were under way: nothing that it was given is freed, and it is not finalised. Messages are cancelled. */
+   Every wait polls MPI_Test, except for MPI_Comm_split, which blocks right after all ranks have agreed to it.
+   After a failure MPI may still use the buffers of pending calls: they are not freed, and MPI is not
+   finalised. Messages are cancelled. */
 
 #if defined(DDP_USE_MPI)
 #if !defined(DDP__MPI_PIECE_BYTES) /* tests make them small */
-#define DDP__MPI_PIECE_BYTES ((size_t)1 << 30) /* of one call of MPI, whose counts are int */
-#define DDP__MPI_CHUNK_BYTES ((size_t)2 << 20) /* of a rank's data that is reduced at a time; at least 16 KiB for each rank */
+#define DDP__MPI_PIECE_BYTES ((size_t)1 << 30) /* of one MPI call: its counts are int */
+#define DDP__MPI_CHUNK_BYTES ((size_t)2 << 20) /* of a rank's data, reduced at a time; 16 KiB or more */
 #endif
-enum { DDP__MPI_DATA, DDP__MPI_NOTICE, DDP__MPI_TAGS }; /* tags; those of messages begin behind them */
+enum { DDP__MPI_DATA, DDP__MPI_NOTICE, DDP__MPI_TAGS /* the first tag of messages */ };
 
-/* A failure; who has come to call seq?; the sender has; the sender destroys its handle after call seq. */
+/* FAILED: the first cause. WHO: asks for a HERE, which contains the sender's present call. LEFT: the sender
+   destroys its handle after call seq. */
 enum { DDP__NOTICE_FAILED, DDP__NOTICE_WHO, DDP__NOTICE_HERE, DDP__NOTICE_LEFT, DDP__NOTICES };
 typedef struct ddp__mpi_notice {
     int32_t kind, code;
@@ -7284,7 +7288,7 @@ typedef struct ddp__mpi_notice {
     char text[512];
 } ddp__mpi_notice;
 
-/* A message: what was sent, up to its call, and the user's buffer travel as one. */
+/* A message. dtype, count and the user's buffer travel together: a receive overwrites all three. */
 typedef struct ddp__mpi_message {
     uint64_t dtype, count;
     ddp_call call;
@@ -7294,29 +7298,31 @@ typedef struct ddp__mpi_message {
 typedef struct ddp__mpi {
     MPI_Comm comm;
     ddp_group *local;         /* the ranks of this machine */
-    int rank, world_size, machine_count;
+    int rank, world_size;
     int one_thread;           /* 1 = only the main thread may call MPI, or one thread at a time */
     int block;                /* ranks of each machine, where they are 2^k in a row; otherwise 1 */
     int step;                 /* ranks that it divides take part in what MPI does, each as rank / step */
     int *machine_of;          /* each rank's, by its first rank */
     unsigned char *here;      /* each rank's answer to the notice of ddp__mpi_overdue */
     ddp__mpi_notice notice[DDP__NOTICES]; /* of each kind, as sent: they stay while MPI may read them */
-    ddp_call call;            /* the collective under way */
-    uint32_t told;            /* the other ranks know of the failure */
+    ddp_call call;            /* the collective in flight */
+    uint32_t told;            /* 1 = the failure has been sent to the other ranks, or came from one of them */
     int left;                 /* the first rank that has left, */
     uint64_t left_after;      /* and after which call */
-    uint64_t word[9];         /* what MPI carries for ddp.h itself: after a failure it may still write there */
-    MPI_Request *requests;    /* of the call under way: four for each rank are enough */
-    int request_count, messages; /* messages: that is what they are, not a collective of MPI */
-    size_t room;              /* bytes of a rank's chunk in scratch, which has two for each rank and a pointer to each */
+    uint64_t word[9];         /* buffers of this file's own MPI calls: after a failure MPI may still write
+                                 there */
+    MPI_Request *requests;    /* of the call in flight, at most four per rank */
+    int request_count;
+    int messages;             /* 1 = the requests are messages, not a collective of MPI */
+    size_t room;              /* bytes of a rank's chunk in scratch: two chunks and one pointer per rank */
     size_t chunk;             /* room, or a multiple of it where fewer ranks take part */
     unsigned char *scratch;
     float *wide;              /* a chunk of 16-bit floats, converted */
-    int method;               /* of this all_reduce: by machine or flat, as rank 0 has proposed along with its fingerprint */
+    int method;               /* of this all_reduce: rank 0 proposes it along with its fingerprint */
     ddp_tuner tuner[16];      /* by size */
 } ddp__mpi;
 enum { DDP__MPI_BY_MACHINE, DDP__MPI_FLAT, DDP__MPI_METHODS };
-static uint32_t ddp__mpi_worlds; /* that are open, or have failed: MPI is not finalised meanwhile */
+static uint32_t ddp__mpi_worlds; /* open or failed ones: until they are closed, MPI is not finalised */
 
 static ddp_result ddp__mpi_result(int error, const char *call) {
     char text[MPI_MAX_ERROR_STRING] = "";
@@ -7326,7 +7332,7 @@ static ddp_result ddp__mpi_result(int error, const char *call) {
     return ddp_fail(DDP_ERR_ENGINE, "%s: %.300s", call, text);
 }
 
-/* Leaves the function with MPI's own text where its function fails. */
+/* Calls an MPI function. If it fails, returns from the calling function with MPI's text as the error line. */
 #define DDP__MPI(function, ...) DDP_TRY(ddp__mpi_result(function(__VA_ARGS__), #function))
 
 /* --- failures --- */
@@ -7340,10 +7346,10 @@ static void ddp__mpi_tell(ddp__mpi *s, int to, int kind) {
         MPI_Request_free(&request);
 }
 
-/* The first cause is the machine's. The other ranks are told once, also when the local backend has recorded it. */
+/* Records the cause in the local group, and sends the group's first cause to the other ranks, once. */
 static void ddp__mpi_poison(ddp__mpi *s, ddp_result cause, const char *text) {
     ddp__mpi_notice *notice = &s->notice[DDP__NOTICE_FAILED];
-    if (!s->local) return; /* it is being opened */
+    if (!s->local) return; /* the group is being opened */
     ddp_group_poison(s->local, cause, text);
     if (__atomic_exchange_n(&s->told, 1u, __ATOMIC_SEQ_CST)) return;
     notice->code = (int32_t)ddp_group_cause(s->local);
@@ -7352,7 +7358,8 @@ static void ddp__mpi_poison(ddp__mpi *s, ddp_result cause, const char *text) {
     for (int r = 0; r < s->world_size; r++) ddp__mpi_tell(s, r, DDP__NOTICE_FAILED);
 }
 
-/* From any thread. Where it may not talk to MPI, the next call, or the end, on the thread that may tells the other ranks. */
+/* Runs on any thread. If this thread must not call MPI, the failure reaches the other ranks with the next
+   call of the main thread. */
 static void ddp__mpi_call_off(ddp_group *group, void *state, ddp_result cause, const char *text) {
     ddp__mpi *s = (ddp__mpi *)state;
     int may = 1;
@@ -7368,7 +7375,7 @@ static ddp_result ddp__mpi_fail(ddp__mpi *s, ddp_result cause) {
     return DDP_ERR_POISONED;
 }
 
-/* Takes in the notices that have come. MPI, too, moves on: what it has sent may need that to get there. */
+/* Receives pending notices. This also lets MPI progress messages that it has accepted. */
 static void ddp__mpi_listen(void *state) {
     ddp__mpi *s = (ddp__mpi *)state;
     ddp__mpi_notice notice;
@@ -7392,7 +7399,7 @@ static void ddp__mpi_listen(void *state) {
     }
 }
 
-/* For those who only ask. Below MPI_THREAD_MULTIPLE it may not be their thread that talks to MPI. */
+/* Runs on any thread. Below MPI_THREAD_MULTIPLE it does not call MPI. */
 static ddp_result ddp__mpi_status(const ddp_group *group, void *state) {
     ddp__mpi *s = (ddp__mpi *)state;
     (void)group;
@@ -7400,8 +7407,8 @@ static ddp_result ddp__mpi_status(const ddp_group *group, void *state) {
     return ddp_group_cause(s->local);
 }
 
-/* This rank's time is up in a call. It asks ranks first, first + step, ... up to last, of which those that wait for MPI as
-   well answer within half a second, and blames the silent ones. */
+/* A call of this rank has exceeded the timeout. It sends a WHO to ranks first, first + step, ... up to last.
+   Ranks that wait for MPI answer within half a second; the others are silent, and get the blame. */
 static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s, const ddp_call *call, int first, int last, int step) {
     memset(s->here, DDP_RANK_ARRIVED, (size_t)s->world_size);
     for (int r = first; r <= last; r += step) {
@@ -7457,12 +7464,11 @@ static ddp_result ddp__mpi_wait(ddp_group *group, ddp__mpi *s) {
 
 /* Starts to send or receive one message of two parts: `head` bytes at memory, and size_bytes at memory + at.
    The length of a part of an MPI type is an int, so that a large part consists of rows and a rest. */
-static ddp_result ddp__mpi_post(ddp__mpi *s, int sends, const void *memory, size_t head, MPI_Aint at,
+static ddp_result ddp__mpi_post(ddp__mpi *s, int sends, void *memory, size_t head, MPI_Aint at,
                                 size_t size_bytes, int peer, int tag, MPI_Request *request) {
     enum { ROW = 65536 };
     int made = head || size_bytes > DDP__MPI_PIECE_BYTES, count = made ? 1 : (int)size_bytes;
     MPI_Datatype type = MPI_BYTE;
-    void *into = (void *)(uintptr_t)memory;
     if (made) {
         int lengths[3] = {(int)head, (int)(size_bytes / ROW), (int)(size_bytes % ROW)};
         MPI_Aint places[3] = {0, at, at + (MPI_Aint)(size_bytes / ROW * ROW)};
@@ -7473,7 +7479,7 @@ static ddp_result ddp__mpi_post(ddp__mpi *s, int sends, const void *memory, size
         DDP__MPI(MPI_Type_commit, &type);
     }
     int error = sends ? MPI_Isend(memory, count, type, peer, tag, s->comm, request)
-                      : MPI_Irecv(into, count, type, peer, tag, s->comm, request);
+                      : MPI_Irecv(memory, count, type, peer, tag, s->comm, request);
     if (made) MPI_Type_free(&type); /* MPI keeps it until the message is complete */
     return ddp__mpi_result(error, sends ? "MPI_Isend" : "MPI_Irecv");
 }
@@ -7481,7 +7487,9 @@ static ddp_result ddp__mpi_post(ddp__mpi *s, int sends, const void *memory, size
 /* A piece of a call. peer: counted in steps. */
 static ddp_result ddp__mpi_start(ddp__mpi *s, int sends, const void *memory, size_t size_bytes, int peer) {
     if (!size_bytes) return DDP_OK;
-    DDP_TRY(ddp__mpi_post(s, sends, memory, 0, 0, size_bytes, peer * s->step, DDP__MPI_DATA, &s->requests[s->request_count]));
+    DDP_TRY(ddp__mpi_post(s, sends, (void *)(uintptr_t)memory, 0, 0, size_bytes, peer * s->step,
+                          DDP__MPI_DATA,
+                          &s->requests[s->request_count]));
     s->request_count++;
     s->messages = 1;
     return DDP_OK;
@@ -7527,7 +7535,7 @@ static ddp_bytes ddp__mpi_share(const ddp__mpi *s, const ddp_call *call, int r, 
 static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *call, int step) {
     int me = s->rank / step, w = s->world_size / step, scatters = call->kind == DDP_CALL_REDUCE_SCATTER;
     int gets = scatters || ddp_call_receives(call, s->rank, s->rank).size > 0;
-    size_t chunk = s->room * (size_t)step, element = ddp_dtype_size(call->dtype), left = 1;
+    size_t chunk = s->room * (size_t)step, half = (size_t)w * chunk, left = 1;
     const unsigned char *send = (const unsigned char *)call->send;
     unsigned char *recv = (unsigned char *)call->recv;
     const void **sources = (const void **)(void *)s->scratch;
@@ -7535,7 +7543,7 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
     s->step = step;
     s->chunk = chunk; /* fewer ranks: more memory for each */
     for (size_t k = 0; left; k++) {
-        unsigned char *came = chunks + (k & 1) * (size_t)w * chunk, *before = chunks + (~k & 1) * (size_t)w * chunk;
+        unsigned char *came = chunks + (k & 1) * half, *before = chunks + (~k & 1) * half;
         ddp_bytes mine = ddp__mpi_share(s, call, me, k);
         left = ddp__mpi_share(s, call, 0, k).size; /* no share is larger than the first */
         for (int i = 1; i < w && left; i++) {
@@ -7546,10 +7554,12 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
         }
         if (k > 0) {
             mine = ddp__mpi_share(s, call, me, k - 1);
-            void *sum = !gets ? before + (size_t)me * chunk : recv + (scatters ? (k - 1) * chunk : mine.begin);
+            void *sum = before + (size_t)me * chunk;
+            if (gets) sum = recv + (scatters ? (k - 1) * chunk : mine.begin);
             for (int r = 0; r < w; r++) sources[r] = before + (size_t)r * chunk;
             sources[me] = send + mine.begin;
-            ddp_reduce_tree(sum, sources, w, mine.size / element, call->dtype, call->op, call->divisor);
+            ddp_reduce_tree(sum, sources, w, mine.size / ddp_dtype_size(call->dtype), call->dtype, call->op,
+                            call->divisor);
             for (int i = 1; i < w && !scatters; i++) {
                 int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
                 ddp_bytes theirs = ddp__mpi_share(s, call, from, k - 1);
@@ -7587,9 +7597,9 @@ static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_c
     return DDP_OK;
 }
 
-/* The MPI type for a sum that MPI computes, otherwise MPI_DATATYPE_NULL. Never for MIN and MAX of floats, since
-   NaN must win; 16-bit floats; bytes, since sums of Open MPI's vector code saturate. A reduce_scatter is one
-   exchange with either method. */
+/* The MPI type for a sum that MPI computes, otherwise MPI_DATATYPE_NULL. Never for MIN and MAX of floats,
+   since NaN must win; 16-bit floats; bytes, since sums of Open MPI's vector code saturate. A reduce_scatter
+   is one exchange with either method. */
 static MPI_Datatype ddp__mpi_adds(const ddp_group *group, const ddp_call *call) {
     static const MPI_Datatype none = MPI_DATATYPE_NULL, types[] = { /* by ddp_dtype */
         none, MPI_FLOAT, MPI_DOUBLE, none, none, none, none, MPI_INT32_T, MPI_INT64_T, MPI_UINT64_T};
@@ -7598,7 +7608,7 @@ static MPI_Datatype ddp__mpi_adds(const ddp_group *group, const ddp_call *call) 
     return ddp_group_order(group) == DDP_ORDER_ANY && reduces && !keeps_nan ? types[call->dtype] : none;
 }
 
-/* What MPI carries as it is: a broadcast, and sums in any order. */
+/* MPI computes the call: a broadcast, or a sum in any order. */
 static ddp_result ddp__mpi_whole(ddp_group *group, ddp__mpi *s, const ddp_call *call, MPI_Datatype type) {
     static const MPI_Op ops[] = {MPI_SUM, MPI_SUM, MPI_MIN, MPI_MAX, MPI_PROD};
     MPI_Op op = ops[call->op];
@@ -7624,8 +7634,8 @@ static ddp_tuner *ddp__mpi_tuner(ddp__mpi *s, const ddp_call *call) {
     return &s->tuner[size];
 }
 
-/* On DDP_OK every rank has made the same call. In an all_to_all_v each rank also compares the counts of its peers
-   with its own. */
+/* On DDP_OK every rank has made the same call. In an all_to_all_v each rank also compares the counts of its
+   peers with its own. */
 static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     uint64_t *mine = s->word, *hash = s->word + 3, *most = s->word + 6, *all = (uint64_t *)(void *)s->scratch;
     int proposes = s->rank == 0 && s->block > 1 && call->kind == DDP_CALL_ALL_REDUCE, other = 1;
@@ -7686,7 +7696,7 @@ static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_ca
     ddp__mpi *s = (ddp__mpi *)state;
     ddp__mpi_message *m = (ddp__mpi_message *)(*out = ddp_host_alloc(group, sizeof *m));
     const void *data = call->send ? call->send : call->recv;
-    int tag = (int)(DDP__MPI_TAGS + (unsigned)call->tag); /* MPI says when it is too large */
+    int tag = (int)(DDP__MPI_TAGS + (unsigned)call->tag); /* MPI checks its range */
     if (!m) return DDP_ERR_NO_MEMORY;
     m->call = *call;
     m->dtype = (uint64_t)call->dtype;
@@ -7715,12 +7725,13 @@ static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request
         return DDP_OK;
     }
     MPI_Error_class(error, &kind);
-    if (kind != MPI_SUCCESS && kind != MPI_ERR_TRUNCATE) return ddp__mpi_fail(s, ddp__mpi_result(error, "MPI_Test"));
-    return ddp__mpi_fail(s, ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d ddp_send %s count=%llu%s, "
-                                     "rank %d ddp_recv %s count=%llu (tag %d)",
-                                     call->root, ddp_dtype_name((ddp_dtype)m->dtype),
-                                     (unsigned long long)m->count + (unsigned)same, same ? " or more" : "" /* truncated */,
-                                     s->rank, ddp_dtype_name(call->dtype), (unsigned long long)call->count, call->tag));
+    if (kind != MPI_SUCCESS && kind != MPI_ERR_TRUNCATE)
+        return ddp__mpi_fail(s, ddp__mpi_result(error, "MPI_Test"));
+    ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d ddp_send %s count=%llu%s, rank %d ddp_recv "
+             "%s count=%llu (tag %d)", call->root, ddp_dtype_name((ddp_dtype)m->dtype),
+             (unsigned long long)m->count + (unsigned)same, same ? " or more" : "" /* truncated */, s->rank,
+             ddp_dtype_name(call->dtype), (unsigned long long)call->count, call->tag);
+    return ddp__mpi_fail(s, DDP_ERR_MISMATCH);
 }
 
 /* --- groups --- */
@@ -7748,10 +7759,10 @@ static void ddp__mpi_close(ddp_group *group, void *state) {
     ddp_host_free(group, s->wide);
 }
 
-/* Finds out who shares a machine, as many as the local backend serves; ids: each rank's machine, and a number that no other job has. ranks: those of this
-   machine. Returns how many. */
+/* Finds out which ranks share a machine, in groups of at most DDP_MAX_LOCAL_RANKS. ids: the machine of each
+   rank, and a number of this job. Fills `ranks` with those of this machine, and returns how many. */
 static int ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[3], int *ranks) {
-    int count = 0;
+    int count = 0, machines = 0;
     for (int r = 0; r < s->world_size; r++) {
         int before = 0, last = r;
         for (int q = 0; q < r; q++)
@@ -7760,9 +7771,9 @@ static int ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[3], int *ranks) {
                 last = q;
             }
         s->machine_of[r] = before % DDP_MAX_LOCAL_RANKS ? s->machine_of[last] : r;
-        s->machine_count += s->machine_of[r] == r;
+        machines += s->machine_of[r] == r;
     }
-    int block = s->world_size / s->machine_count;
+    int block = s->world_size / machines;
     s->block = block & (block - 1) ? 1 : block;
     for (int r = 0; r < s->world_size; r++) {
         if (s->machine_of[r] != r / block * block) s->block = 1;
@@ -7771,8 +7782,8 @@ static int ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[3], int *ranks) {
     return count;
 }
 
-/* Joins the ranks of this machine, unless they are in `local` already. The result is DDP_OK on all ranks if the
-   ranks of every machine have met. */
+/* Joins the ranks of this machine, unless they are in `local` already. The result is DDP_OK on all ranks if
+   the ranks of every machine have met. */
 static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine, ddp_group *local) {
     uint64_t (*ids)[3] = (uint64_t (*)[3])(void *)s->scratch;
     int ranks[DDP_MAX_LOCAL_RANKS], count, timeout_ms = ddp_group_timeout_ms(group);
@@ -7788,17 +7799,23 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     DDP__MPI_RUN(group, s, MPI_Iallgather, s->word, 3, MPI_UINT64_T, ids, 3, MPI_UINT64_T);
     for (int r = 1; r < s->world_size; r++)
         if (ids[r][2] != ids[0][2])
-            return ddp_fail(DDP_ERR_MISMATCH, "rank %d has another desc.order than rank 0; give every rank the same", r);
+            return ddp_fail(DDP_ERR_MISMATCH,
+                            "rank %d has another desc.order than rank 0; give every rank the same", r);
     count = ddp__mpi_machines(s, ids, ranks);
     snprintf(token, sizeof token, "mpi:%llx:%d", (unsigned long long)ids[ranks[0]][1], ranks[0]);
-    if (s->machine_count > 1 && timeout_ms < 1 << 30) timeout_ms += 3000; /* a rank that waits for MPI names the missing one */
-    if (!local) ddp_error_save(&met, ddp_group_create_local(&s->local, group, token, ranks, count, timeout_ms));
-    if (s->local) DDP_TRY(ddp_group_cause(s->local));
+    /* a rank that waits for MPI names the missing one */
+    if (count < s->world_size && timeout_ms < 1 << 30) timeout_ms += 3000;
+    if (!local) ddp_error_save(&met, ddp_group_create_local(&s->local, group, token, ranks, count,
+                                                            timeout_ms));
+    if (s->local) {
+        ddp_group_part_of(s->local, group, ranks);
+        DDP_TRY(ddp_group_cause(s->local));
+    }
     s->word[0] = met.result == DDP_OK;
     DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, s->word, 1, MPI_UINT64_T, MPI_MIN);
     DDP_TRY(ddp_error_restore(&met));
-    if (!s->word[0]) return ddp_fail(DDP_ERR_SYSTEM, "the ranks of another machine could not share memory; see their error");
-    ddp_group_part_of(s->local, group, ranks);
+    if (!s->word[0]) return ddp_fail(DDP_ERR_SYSTEM,
+                                     "the ranks of another machine could not share memory; see their error");
     ddp_group_set_local(group, ddp_rank(s->local), count);
     return DDP_OK;
 }
@@ -7808,11 +7825,11 @@ static void ddp__mpi_delete(ddp_group *group, ddp__mpi *s) {
     ddp_host_free(group, s);
 }
 
-/* All that this rank allocates for a group over MPI. NULL, with the error line set, if it is out of memory. */
+/* Everything that this rank allocates for a group over MPI. NULL, with the error line set, without memory. */
 static ddp__mpi *ddp__mpi_new(ddp_group *group) {
     size_t w = (size_t)ddp_world_size(group), room = DDP__MPI_CHUNK_BYTES / w / 64 * 64;
-    size_t size = sizeof(ddp__mpi) + w * (4 * sizeof(MPI_Request) + sizeof(int) + 1);
-    ddp__mpi *s = (ddp__mpi *)ddp_host_alloc(group, size);
+    ddp__mpi *s = (ddp__mpi *)ddp_host_alloc(group,
+                                             sizeof *s + w * (4 * sizeof(MPI_Request) + sizeof(int) + 1));
     if (!s) return NULL;
     s->room = room < 16384 ? 16384 : room;
     s->scratch = (unsigned char *)ddp_host_alloc(group, w * (2 * s->room + sizeof(void *)));
@@ -7830,7 +7847,7 @@ static ddp__mpi *ddp__mpi_new(ddp_group *group) {
     return s;
 }
 
-/* local: the ranks of this machine, whose handle belongs to the new group from here on; NULL: they meet here.
+/* local: a group of the ranks of this machine, which the new group owns from here on; NULL = creates one.
    machine: the same number on the ranks of a machine. */
 static ddp_result ddp__mpi_open_on(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine,
                                    ddp_group *local, void **state) {
@@ -7842,7 +7859,7 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, ddp__mpi *s, MPI_Comm comm,
         else ddp_group_destroy(local);
         return result;
     }
-    if (s->machine_count == 1) { /* the group becomes the local one */
+    if (ddp_world_size(s->local) == s->world_size) { /* one machine: the group becomes the local one */
         *state = ddp_group_take_over(group, s->local);
         MPI_Comm_free(&s->comm);
         ddp__mpi_delete(group, s);
@@ -7860,7 +7877,8 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, ddp__mpi *s, MPI_Comm comm,
 static ddp_result ddp__mpi_open(ddp_group *group, void **state) {
     ddp__mpi *s = ddp__mpi_new(group);
     if (!s) return DDP_ERR_NO_MEMORY;
-    return ddp__mpi_open_on(group, s, *(MPI_Comm *)ddp_group_backend_user(group), ddp_machine_id(), NULL, state);
+    return ddp__mpi_open_on(group, s, *(MPI_Comm *)ddp_group_backend_user(group), ddp_machine_id(), NULL,
+                            state);
 }
 
 static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *child, const int *members,
@@ -7871,9 +7889,10 @@ static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *chil
     int color = child ? members[0] : -1, key = child ? ddp_rank(child) : 0;
     ddp_result result = ddp_group_split(s->local, color, key, &part);
     ddp__mpi *made = child && result == DDP_OK ? ddp__mpi_new(child) : NULL;
-    if (result == DDP_OK && member_count && !made) result = DDP_ERR_NO_MEMORY; /* the allocation's error line */
+    /* the allocation's error line */
+    if (result == DDP_OK && member_count && !made) result = DDP_ERR_NO_MEMORY;
     result = ddp_agree(parent, "ddp_group_split", result, 0, "");
-    if (result == DDP_OK) /* MPI_Comm_split cannot be taken back: all ranks call it, or none */
+    if (result == DDP_OK) /* MPI_Comm_split blocks: all ranks call it, or none */
         result = ddp__mpi_result(MPI_Comm_split(s->comm, child ? color : MPI_UNDEFINED, key, &comm), "MPI_Comm_split");
     if (result != DDP_OK) {
         ddp__mpi_delete(child, made);
@@ -7889,7 +7908,7 @@ static const ddp_backend ddp__backend_mpi = {
     "mpi", ddp__mpi_open, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split, ddp__mpi_alloc, ddp__mpi_free,
     ddp__mpi_status, ddp__mpi_call_off, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
 
-/* At exit, where the first group had to initialise MPI: there may be groups until then. */
+/* Runs at exit, if the first group initialised MPI. */
 static void ddp__mpi_end(void) {
     int over = 0;
     MPI_Finalized(&over);
@@ -7900,14 +7919,16 @@ static void ddp__mpi_world_ends(ddp_group *group) {
     if (ddp_group_cause(group) == DDP_OK) __atomic_fetch_sub(&ddp__mpi_worlds, 1u, __ATOMIC_SEQ_CST);
 }
 
-/* A group of the ranks of comm. desc: rank and world_size are those that a launcher or the caller expects; 0 = none.
-   starts: 1 = initialises MPI if the program has not. */
-static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm, int starts) {
+/* A group of the ranks of comm. desc: rank and world_size are those that a launcher or the caller expects; 0
+   = none. starts: 1 = initialises MPI if the program has not. */
+static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm,
+                                 int starts) {
     ddp_group_desc d = *desc;
     int running = 0, over = 0, between = 0, level;
     MPI_Initialized(&running);
     MPI_Finalized(&over);
-    DDP_CHECK(who, NULL, !over, "MPI has been finalised and cannot start again; call MPI_Finalize after the last group");
+    DDP_CHECK(who, NULL, !over,
+              "MPI has been finalised and cannot start again; call MPI_Finalize after the last group");
     DDP_CHECK(who, NULL, running || starts, "MPI is not initialised; call MPI_Init first");
     if (!running) {
         DDP__MPI(MPI_Init_thread, NULL, NULL, MPI_THREAD_MULTIPLE, &level);
@@ -7915,12 +7936,13 @@ static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_gro
         atexit(ddp__mpi_end);
     }
     DDP__MPI(MPI_Comm_test_inter, comm, &between);
-    DDP_CHECK(who, NULL, !between, "comm joins two groups of processes; merge it first (MPI_Intercomm_merge)");
+    DDP_CHECK(who, NULL, !between,
+              "comm joins two groups of processes; merge it first (MPI_Intercomm_merge)");
     DDP__MPI(MPI_Comm_rank, comm, &d.rank);
     DDP__MPI(MPI_Comm_size, comm, &d.world_size);
     DDP_CHECK(who, NULL, desc->world_size <= 0 || (desc->rank == d.rank && desc->world_size == d.world_size),
-              "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d of %d; start with the "
-              "mpirun of the MPI that the program was built with",
+              "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d of %d; start with "
+              "the mpirun of the MPI that the program was built with",
               desc->rank, desc->world_size, d.rank, d.world_size);
     d.init_method = "mpi://";
     d.backend = &ddp__backend_mpi;
@@ -8065,10 +8087,10 @@ typedef struct ddp__launch {
     ddp__cpus cpus;              /* the caller's */
     int pool_threads[DDP__POOLS]; /* of each pool before the launch lowered it; 0 = not lowered */
     int limits_omp;              /* 1 = rank threads lower their own number of OpenMP threads */
-    int share;                   /* threads of a pool per rank, so that all ranks together have one per core */
+    int share;                   /* threads of a pool per rank: all ranks together have one per core */
 } ddp__launch;
 
-/* A failure of a rank, told in this thread's error line. The first to fail is the one that ddp_launch reports. */
+/* Records the failure of a rank, and sets this thread's error line. ddp_launch reports the first failure. */
 #define DDP__LAUNCH_FAIL(launch, rank, result, text, ...) \
     ddp__note_failure(launch, rank, ddp_fail(result, "ddp_launch: rank %d/%d " text, rank, (launch)->desc.world_size, __VA_ARGS__))
 
@@ -8082,7 +8104,7 @@ static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result re
 
 typedef struct ddp__launched_thread { ddp__launch *launch; int rank, started; pthread_t thread; } ddp__launched_thread;
 
-/* Cores are dealt out in contiguous shares; when ranks outnumber cores the scheduler deals. */
+/* Binds a rank to its contiguous share of the cores. With more ranks than cores the scheduler decides. */
 static void ddp__take_cores(const ddp__launch *launch, int rank) {
     ddp__cpus mine = DDP_ZERO;
     int cores = (int)launch->heap->job->cores, w = launch->desc.world_size, first = rank * cores / w, last = (rank + 1) * cores / w, seen = 0;
@@ -8225,12 +8247,14 @@ static void ddp__launch_processes(ddp__launch *launch) {
 
 /* --- ranks as threads --- */
 
-/* OpenMP has a number for each thread of the program. A new thread begins with the number of the whole process. */
+/* OpenMP has a number for each thread of the program. A new thread begins with the number of the whole
+   process. */
 static void *ddp__launched_thread_main(void *argument) {
     ddp__launched_thread *t = (ddp__launched_thread *)argument;
     ddp__launch *launch = t->launch;
     prctl(PR_SET_NAME, "ddp-rank");
-    if (launch->limits_omp && ddp__omp_set && ddp__omp_get && ddp__omp_get() > launch->share) ddp__omp_set(launch->share);
+    if (launch->limits_omp && ddp__omp_set && ddp__omp_get && ddp__omp_get() > launch->share)
+        ddp__omp_set(launch->share);
     ddp__rank_run(launch, t->rank);
     return NULL;
 }
@@ -8261,7 +8285,8 @@ static ddp_result ddp__launch_once(ddp__launch *launch) {
     ddp__limit_pools(launch);
     if (threads) ddp__launch_threads(launch);
     else ddp__launch_processes(launch);
-    for (int i = DDP__POOLS - 1; i >= 0; i--) /* OpenMP last: the pool of an OpenBLAS that uses it sets both */
+    /* OpenMP last: the pool of an OpenBLAS that uses it sets both */
+    for (int i = DDP__POOLS - 1; i >= 0; i--)
         if (launch->pool_threads[i]) ddp__thread_pools[i].set(launch->pool_threads[i]);
     uint32_t failed = ddp__load(&job->failed_rank_plus_1);
     ddp_result result = failed ? ddp_fail((ddp_result)job->rank[failed - 1].result, "%s", job->rank[failed - 1].text) : DDP_OK;
@@ -8269,7 +8294,7 @@ static ddp_result ddp__launch_once(ddp__launch *launch) {
     return result;
 }
 
-/* Joins the world that somebody else started. */
+/* Joins a world that a launcher, or a ddp_launch around this one, has started. */
 static ddp_result ddp__launch_join(const ddp__launch *launch) {
     const ddp_launch_desc *desc = &launch->desc;
     ddp_group *world;
@@ -9382,7 +9407,7 @@ static uint32_t ddp__mt_temper(uint32_t y) {
     return y ^ y >> 18;
 }
 
-/* Brings sampler->mt to a block of the epoch's draws. Windows follow each other, so this mostly moves on from the last. */
+/* Computes a block of the epoch's draws in sampler->mt, mostly from a block before it. */
 static void ddp__sampler_mt_goto(ddp_sampler *s, int64_t block) {
     if (s->mt_block < 0 || s->mt_block > block) {
         s->mt[0] = (uint32_t)(s->desc.seed + s->epoch);
@@ -9393,11 +9418,11 @@ static void ddp__sampler_mt_goto(ddp_sampler *s, int64_t block) {
     for (; s->mt_block < block; s->mt_block++) ddp__mt_forward(s->mt);
 }
 
-/* -- The samples of a window on their way back through the shuffle: where does each lie now? A hash table of chains. -- */
+/* -- Where each sample of a window is, while the shuffle is undone: a hash table of chains -- */
 
 typedef struct ddp__tokens {
     uint64_t *node;                   /* by slot of the window: location << slot_bits | next slot in the chain; without a chain, the sample itself */
-    uint64_t *filter;                 /* bit location >> filter_shift is set if a token lies there, or did */
+    uint64_t *filter;                 /* bit location >> filter_shift is set if a token is or was there */
     uint32_t *head;                   /* by chain: the first slot */
     uint64_t chains, none;            /* none: the slot that ends a chain, slot_bits ones */
     int slot_bits, filter_shift;
@@ -9411,7 +9436,8 @@ static inline uint32_t *ddp__tokens_chain(const ddp__tokens *t, uint64_t locatio
     return &t->head[((location * UINT64_C(0x9e3779b97f4a7c15) >> 32) * t->chains) >> 32];
 }
 
-/* The filter's bit is 0 where no token lies. Nearly all draws end here, in 2 bytes per token instead of 13. */
+/* A location without a token mostly has a 0 in the filter. Nearly all draws end here: it has 2 bytes per
+   token, the table 13. */
 static inline uint64_t *ddp__tokens_word(const ddp__tokens *t, uint64_t location) { return &t->filter[location >> t->filter_shift >> 6]; }
 static inline uint64_t ddp__tokens_bit(const ddp__tokens *t, uint64_t location) { return UINT64_C(1) << (location >> t->filter_shift & 63); }
 
@@ -9422,7 +9448,7 @@ static inline void ddp__tokens_put(ddp__tokens *t, uint64_t location, uint64_t s
     *ddp__tokens_word(t, location) |= ddp__tokens_bit(t, location);
 }
 
-/* Takes the token at a location out of the table; none when there is no token. */
+/* Removes the token at a location from the table, and returns its slot; t->none without a token. */
 static inline uint64_t ddp__tokens_take(ddp__tokens *t, uint64_t location) {
     uint32_t *head = ddp__tokens_chain(t, location);
     uint64_t slot = *ddp__tokens_word(t, location) & ddp__tokens_bit(t, location) ? *head : t->none, before = t->none;
@@ -9435,13 +9461,13 @@ static inline uint64_t ddp__tokens_take(ddp__tokens *t, uint64_t location) {
 
 /* -- Dealing: which positions of the order are this rank's -- */
 
-/* How many of the first `entries` lie in [from, from + length) of their round. */
+/* The number of the first `entries` that are in [from, from + length) of their round. */
 static uint64_t ddp__sampler_count(uint64_t entries, uint64_t round, uint64_t from, uint64_t length) {
     uint64_t rest = entries % round > from ? entries % round - from : 0;
     return entries / round * length + (rest < length ? rest : length);
 }
 
-/* Of the first `entries` dealt, how many are this rank's. */
+/* The number of the first `entries` dealt that this rank gets. */
 static int64_t ddp__sampler_share(const ddp_sampler *s, uint64_t entries) {
     return (int64_t)ddp__sampler_count(entries, s->round, (uint64_t)s->desc.rank * s->block, s->block);
 }
@@ -9463,7 +9489,8 @@ static uint64_t ddp__sampler_place(const ddp_sampler *s, uint64_t entry) {
 
 static uint64_t ddp__sampler_position(const ddp_sampler *s, int64_t index) { return ddp__sampler_place(s, ddp__sampler_deal(s, index)); }
 
-/* Starts a dealing at position origin of an epoch. rest_of: NULL, or where a load found a global batch begun. */
+/* Starts a dealing at position origin of an epoch. rest_of: the state of a load inside a global batch, or
+   NULL. */
 static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin, const ddp_sampler_state *rest_of) {
     uint64_t rest = (uint64_t)s->desc.dataset_size - origin, gap;
     s->epoch = epoch;
@@ -9482,8 +9509,8 @@ static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin, 
     if (s->desc.shuffle == DDP_SHUFFLE_HASHED) ddp__sampler_hash_setup(s);
 }
 
-/* HASHED: the window that starts with sample `first` of the dealing; a short one, unless it follows the last. What falls outside [0, N) goes round again
-   together. */
+/* HASHED: computes the window that starts with sample `first` of the dealing. It is short, unless it follows
+   the previous one. Results outside [0, N) are hashed again, together. */
 static void ddp__sampler_fill_hashed(ddp_sampler *s, int64_t first) {
     int64_t most = s->window_count && first == s->window_first + s->window_count ? DDP__SAMPLER_AHEAD : 4;
     int count = (int)(s->length - first < most ? s->length - first : most), slot[DDP__SAMPLER_AHEAD];
@@ -9503,15 +9530,17 @@ static void ddp__sampler_fill_hashed(ddp_sampler *s, int64_t first) {
 }
 
 /* -- TORCH: windows of randperm --
-   Draw j of randperm swaps entry j with its target, j + z. Undone from the last position of the window down, a window's sample is first met at draw
-   j = its position, lying at j + z; from then on it is at j whenever a draw's target is where it lies. Draws above the window do not matter, so an
-   epoch's first window takes few of them. A block of draws is first sifted, so that the loads of filter and table overlap: a draw stays if it is
-   one of the window's, or its target is in the filter or inside the block. */
+   Draw j of randperm swaps entry j with its target, j + z. The swaps are undone from the last position of the
+   window down. Draw j = the position of a sample moves it from j to its target; a later draw with that target
+   moves it to the draw's own position. Draws above the window do not matter, so that the first window of an
+   epoch needs few of them. Each block of draws is filtered first, so that loads of the filter and the table
+   overlap: a draw stays if it belongs to the window, or its target is in the filter or inside the block. */
 static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const uint64_t *target, uint64_t base, int top) {
     int stays[DDP__MT_WORDS], stay_count = 0;
     unsigned char is_mine[DDP__MT_WORDS] = {0};
-    uint64_t at;
-    for (int64_t slot = t->slot; slot >= 0 && (at = ddp__sampler_position(s, s->window_first + slot)) >= base; slot--) {
+    for (int64_t slot = t->slot; slot >= 0; slot--) {
+        uint64_t at = ddp__sampler_position(s, s->window_first + slot);
+        if (at < base) break;
         is_mine[at - base] = 1;
         *ddp__tokens_word(t, target[at - base]) |= ddp__tokens_bit(t, target[at - base]);
     }
@@ -9534,8 +9563,9 @@ static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const 
     }
 }
 
-/* Draw j of the inside-out rule moves the entry at its target to j and puts sample j at the target. Undone from the last draw of all down: what lies
-   at the target is sample j; else what lies at j came from there. */
+/* Draw j of the inside-out rule moves the entry at its target to j, and puts sample j at the target. The
+   draws are undone from the last one down: the entry at the target is sample j, and the entry at j came from
+   the target. */
 static void ddp__sampler_undo_inside_out(ddp__tokens *t, const uint64_t *target, uint64_t base, int top) {
     for (int i = top; i >= 0; i--) {
         uint64_t j = base + (uint64_t)i, there = ddp__tokens_take(t, target[i]), here = ddp__tokens_take(t, j);
@@ -9547,19 +9577,21 @@ static void ddp__sampler_undo_inside_out(ddp__tokens *t, const uint64_t *target,
 /* A token is a location up to N and a slot of the window, in 64 bits. */
 static int ddp__sampler_slot_bits(const ddp_sampler *s) { return s->desc.dataset_size >> 32 ? 63 - ddp__bit_length((uint64_t)s->desc.dataset_size) : 31; }
 
-/* Computes the window that starts with sample `first` of the dealing. The window ends where padding or a repetition
-   of the order starts, so that its positions ascend. Each window is three times as long as all before it together:
-   few passes, and a quick first sample.
+/* Computes the window that starts with sample `first` of the dealing. The window ends where padding or a
+   repetition of the order starts, so that its positions ascend. Each window is three times as long as all
+   before it together: few passes, and a quick first sample.
 
-   The pass takes the samples of the window back through the draws, block by block: base is the first draw of a
-   block, top the last one. The inside-out rule needs all N draws, of 64 bits: two words each, high half first. */
+   The pass takes the samples of the window back through the draws, block by block: base is the first draw of
+   a block, top the last one. The inside-out rule needs all N draws, of 64 bits: two words each, high half
+   first. */
 static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
     uint64_t entry = ddp__sampler_deal(s, first), n = (uint64_t)s->desc.dataset_size, end = s->left;
     uint64_t target[DDP__MT_WORDS];
     uint32_t x[DDP__MT_WORDS];
     int64_t replicas = s->desc.num_replicas, count = s->desc.window, last = (int64_t)n - 1;
     int64_t want = DDP__SAMPLER_FIRST_SPAN / replicas + (int64_t)(ddp__sampler_place(s, entry) / (uint64_t)replicas) * 3;
-    int inside_out = s->desc.shuffle == DDP_SHUFFLE_TORCH && s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
+    int inside_out = s->desc.shuffle == DDP_SHUFFLE_TORCH &&
+        s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
     int draws = inside_out ? DDP__MT_WORDS / 2 : DDP__MT_WORDS;
     if (entry >= s->left) end = s->left + ((entry - s->left) / n + 1) * n;
     if (end > s->total) end = s->total;
@@ -9612,10 +9644,13 @@ static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     int replicas = d->num_replicas = d->num_replicas ? d->num_replicas : 1;
     DDP__SAMPLER_NEED(n >= 1, "dataset_size=%lld; set it to the number of samples, at least 1", n);
     DDP__SAMPLER_NEED(replicas > 0, "num_replicas=%d is negative", replicas);
-    DDP__SAMPLER_NEED(d->rank >= 0 && d->rank < replicas, "rank=%d, allowed are 0 to %d with num_replicas=%d", d->rank, replicas - 1, replicas);
-    DDP__SAMPLER_NEED((unsigned)d->shuffle <= DDP_SHUFFLE_HASHED, "shuffle=%d is none of the ddp_shuffle values", (int)d->shuffle);
+    DDP__SAMPLER_NEED(d->rank >= 0 && d->rank < replicas, "rank=%d, allowed are 0 to %d with num_replicas=%d",
+                      d->rank, replicas - 1, replicas);
+    DDP__SAMPLER_NEED((unsigned)d->shuffle <= DDP_SHUFFLE_HASHED,
+                      "shuffle=%d is none of the ddp_shuffle values", (int)d->shuffle);
     DDP__SAMPLER_NEED(batch >= 0, "global_batch=%lld is negative", batch);
-    DDP__SAMPLER_NEED(batch % replicas == 0, "global_batch=%lld is not divisible by num_replicas=%d", batch, replicas);
+    DDP__SAMPLER_NEED(batch % replicas == 0, "global_batch=%lld is not divisible by num_replicas=%d", batch,
+                      replicas);
     if (!batch) batch = replicas;
     DDP__SAMPLER_NEED(n <= INT64_MAX - (d->global_batch ? batch : batch - 1),
                       "dataset_size=%lld is too large to pad to whole rounds of %lld", n, batch);
@@ -9630,13 +9665,17 @@ static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     long long window_max = (INT64_C(1) << ddp__sampler_slot_bits(s)) - 1;
     if (window == 0) window = window_max < DDP__SAMPLER_WINDOW ? window_max : DDP__SAMPLER_WINDOW;
     if (window > s->length) window = s->length > 0 ? (long long)s->length : 1;
-    DDP__SAMPLER_NEED(window > 0 && window <= window_max, "window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; "
+    DDP__SAMPLER_NEED(window > 0 && window <= window_max,
+                      "window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; "
                       "use a smaller window or DDP_SHUFFLE_HASHED", window, n);
     d->window = window;
-    size_t table_words = (size_t)(window + ddp__tokens_filter_words(window) + (ddp__tokens_chains(window) + 1) / 2);
+    int64_t head_words = (ddp__tokens_chains(window) + 1) / 2;
+    size_t table_words = (size_t)(window + ddp__tokens_filter_words(window) + head_words);
     size_t size_bytes = table_words * sizeof *s->table + DDP__MT_WORDS * sizeof *s->mt;
     s->table = (uint64_t *)d->alloc_fn(size_bytes, d->user);
-    if (!s->table) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_sampler_init: %zu bytes for a window of %lld samples", size_bytes, window);
+    if (!s->table)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_sampler_init: %zu bytes for a window of %lld samples",
+                        size_bytes, window);
     s->mt = (uint32_t *)(void *)(s->table + table_words);
     return DDP_OK;
 }
@@ -9679,8 +9718,7 @@ DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state) {
-    const ddp_sampler *s = sampler;
+DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *s, ddp_sampler_state *state) {
     DDP__NEED(s && state && s->desc.dataset_size > 0, "sampler or state is NULL, or the sampler was not initialised");
     uint64_t in_block = s->ended ? 0 : (uint64_t)s->cursor % s->block;
     uint64_t used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * (uint64_t)s->desc.num_replicas;   /* entries used up by all ranks together */
@@ -9735,11 +9773,11 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
 
 //== loader ========================================================================================== >>impl-loader
 
-/* Batches are numbered over all epochs; one lies in slot number % slot_count.
+/* Batches are numbered over all epochs. Batch b uses slot b % slot_count.
        [given - 1 - extra_valid_batches, given)  with the consumer      [given, drawn)  its samples are known      [drawn, given + prefetch)  may be drawn
-   A worker fetches a piece of the oldest batch that has unclaimed samples. Otherwise it draws the next batch from
-   the sampler. A seek sets DDP__LOADER_RESTARTS: workers leave their pieces, and the last one to leave discards the
-   batches that were fetched ahead. */
+   A worker fetches a piece of the oldest batch that has unclaimed samples. Otherwise it draws the next batch
+   from the sampler. A seek sets DDP__LOADER_RESTARTS: workers leave their pieces, and the last one to leave
+   discards the batches that were fetched ahead. */
 
 enum { DDP__LOADER_PIECE = 64 /* samples per turn at the lock, at most */, DDP__LOADER_WORKERS = 64, DDP__LOADER_DEPTH = 1 << 16 };
 enum { DDP__LOADER_RUNS, DDP__LOADER_RESTARTS, DDP__LOADER_STOPS };
@@ -9748,9 +9786,9 @@ typedef struct ddp__loader_slot {
     unsigned char *data;         /* its fields, at field_at */
     int64_t *indices;
     uint8_t *is_padding;
-    int64_t count, claimed, done; /* samples: of the batch, that workers have taken, that they are done with */
-    int64_t failed_at;           /* the first that failed; count = none */
-    int told;                    /* the consumer has had the failure */
+    int64_t count, claimed, done; /* samples: of the batch, claimed by workers, fetched or failed */
+    int64_t failed_at;           /* the first sample that failed; count = none */
+    int told;                    /* 1 = ddp_loader_next has returned the failure */
     ddp_saved_error outcome;
 } ddp__loader_slot;
 
@@ -9758,8 +9796,8 @@ typedef struct ddp__loader_worker {
     ddp_loader *loader;
     pthread_t thread;
     int has_left;
-    int64_t batch;               /* whose piece it has; -1 = none */
-    int64_t index;               /* the sample in its hands */
+    int64_t batch;               /* of the piece that it fetches; -1 = none */
+    int64_t index;               /* the sample that it fetches */
     char apart[DDP__LINE];
 } ddp__loader_worker;
 
@@ -9787,12 +9825,14 @@ struct ddp_loader {
 };
 
 static ddp__loader_slot *ddp__loader_slot_of(const ddp_loader *l, int64_t batch) { return &l->slot[batch % l->slot_count]; }
-static int ddp__loader_is_ready(const ddp_loader *l) { /* the next batch is over, well or not */
+/* 1 if the next batch is complete or has failed. */
+static int ddp__loader_is_ready(const ddp_loader *l) {
     const ddp__loader_slot *slot = ddp__loader_slot_of(l, l->given);
     return l->phase != DDP__LOADER_RESTARTS && l->given < l->drawn && slot->done == slot->count;
 }
 
-/* Runs after a worker has finished something: completes a restart, and wakes the consumer if its batch is ready. */
+/* Runs after a worker has finished something: completes a restart, and wakes the consumer if its batch is
+   ready. */
 static void ddp__loader_settle(ddp_loader *l) {
     if (l->phase == DDP__LOADER_RESTARTS && l->busy == 0) {
         l->sampler = l->place;
@@ -9803,7 +9843,8 @@ static void ddp__loader_settle(ddp_loader *l) {
     if (ddp__loader_is_ready(l)) pthread_cond_signal(&l->ready);
 }
 
-static void ddp__loader_open(ddp_loader *l, int64_t batch) { /* its samples are to be fetched */
+/* Lets workers fetch the samples of a batch. */
+static void ddp__loader_open(ddp_loader *l, int64_t batch) {
     ddp__loader_slot *slot = ddp__loader_slot_of(l, batch);
     slot->claimed = slot->done = slot->told = 0;
     slot->failed_at = slot->count;
@@ -9827,7 +9868,8 @@ static void ddp__loader_draw(ddp_loader *l) {
     ddp__loader_open(l, l->drawn++);
 }
 
-/* Fetches a piece of the oldest batch that has unclaimed samples. at: the sample under way; after a failure the one that failed. */
+/* Fetches a piece of the oldest batch that has unclaimed samples. at: the present sample; after a failure,
+   the one that failed. */
 static void ddp__loader_piece(ddp_loader *l, ddp__loader_worker *w) {
     ddp__loader_slot *slot = ddp__loader_slot_of(l, l->open);
     int64_t begin = slot->claimed, end = slot->count - begin < l->piece ? slot->count : begin + l->piece, at = begin;
@@ -9859,7 +9901,8 @@ static void ddp__loader_piece(ddp_loader *l, ddp__loader_worker *w) {
     snprintf(slot->outcome.text, sizeof slot->outcome.text, "sample %lld: %.450s", (long long)slot->indices[at], line[0] ? line : ddp_result_name(result));
 }
 
-/* A worker's turn, with the lock, which it gives up meanwhile; 0 when there is nothing to do. */
+/* Draws a batch or fetches a piece. Called with the lock, and releases it meanwhile. Returns 0 without work
+   to do. */
 static int ddp__loader_turn(ddp_loader *l, ddp__loader_worker *w) {
     if (l->phase == DDP__LOADER_RESTARTS) return 0;
     while (l->open < l->drawn && ddp__loader_slot_of(l, l->open)->claimed == ddp__loader_slot_of(l, l->open)->count) l->open++;
@@ -9900,7 +9943,8 @@ static void *ddp__loader_main(void *argument) {
     return NULL;
 }
 
-static int ddp__loader_sleep(ddp_loader *l, double until) { /* 0 when it is too late; spurious */
+/* Waits for `ready`, sometimes in vain. Returns 0 after `until`. */
+static int ddp__loader_sleep(ddp_loader *l, double until) {
     struct timespec t;
     t.tv_sec = (time_t)until;
     t.tv_nsec = (long)((until - (double)t.tv_sec) * 1e9);
@@ -9908,7 +9952,7 @@ static int ddp__loader_sleep(ddp_loader *l, double until) { /* 0 when it is too 
 }
 
 static ddp_result ddp__loader_await(ddp_loader *l) {
-    const ddp__loader_worker *stuck = NULL; /* who has a piece of the oldest batch */
+    const ddp__loader_worker *stuck = NULL; /* the worker with a piece of the oldest batch */
     double start = ddp_now(), until = start + 1e-3 * l->desc.timeout_ms;
     if (!l->threads) while (!ddp__loader_is_ready(l)) ddp__loader_turn(l, l->worker);
     while (!ddp__loader_is_ready(l) && ddp__loader_sleep(l, until)) {}
@@ -9942,19 +9986,20 @@ static ddp_result ddp__loader_next(ddp_loader *l, ddp_batch *out) {
     l->place.cursor += slot->count;
     l->stats.batches++;
     l->stats.samples += (uint64_t)slot->count;
-    if (2 * (l->drawn - l->given) <= l->desc.prefetch) pthread_cond_signal(&l->work); /* not for every small batch */
+    /* not for every small batch */
+    if (2 * (l->drawn - l->given) <= l->desc.prefetch) pthread_cond_signal(&l->work);
     return DDP_OK;
 }
 
-/* 1 in a process forked from the one that created the loader: the workers are missing, and one of them may have
-   held the lock at the fork. */
+/* 1 in a process forked from the one that created the loader: the workers are missing, and one of them may
+   have held the lock at the fork. */
 static int ddp__loader_is_forked(const ddp_loader *l) { return l->threads && l->pid != getpid(); }
 
 static ddp_result ddp__loader_check(const ddp_loader *l, const char *who) {
     DDP_CHECK(who, NULL, l, "loader is NULL");
     DDP_CHECK(who, NULL, !ddp__loader_is_forked(l),
-              "process %d was forked from process %d, which has the loader's workers; create a loader in the forked "
-              "process", (int)getpid(), (int)l->pid);
+              "process %d was forked from process %d, which has the loader's workers; create a loader in the "
+              "forked process", (int)getpid(), (int)l->pid);
     return DDP_OK;
 }
 
@@ -10017,8 +10062,7 @@ DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stat
     return DDP_OK;
 }
 
-DDPDEF void ddp_loader_destroy(ddp_loader *loader) {
-    ddp_loader *l = loader;
+DDPDEF void ddp_loader_destroy(ddp_loader *l) {
     int is_last = 0;
     if (!l || ddp__loader_is_forked(l)) return; /* in a forked process the loader is the other process's */
     DDP__LOCKED(&l->lock) {
@@ -10027,7 +10071,8 @@ DDPDEF void ddp_loader_destroy(ddp_loader *loader) {
         pthread_cond_broadcast(&l->work);
         while (l->references > 1 && ddp__loader_sleep(l, until)) {}
         for (int i = 0; i < l->threads; i++)
-            l->worker[i].has_left ? pthread_join(l->worker[i].thread, NULL) : pthread_detach(l->worker[i].thread);
+            l->worker[i].has_left ? pthread_join(l->worker[i].thread, NULL)
+                : pthread_detach(l->worker[i].thread);
         is_last = --l->references == 0; /* otherwise the last worker frees it */
     }
     if (is_last) ddp__loader_free(l);
@@ -10036,29 +10081,32 @@ DDPDEF void ddp_loader_destroy(ddp_loader *loader) {
 #define DDP__LOADER_NEED(condition, ...) DDP_CHECK("ddp_loader_create", NULL, condition, __VA_ARGS__)
 
 static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
-    const struct { const char *name; int value, low, high; } ranges[] = {
-        {"field_count", d->field_count, 1, DDP_LOADER_FIELDS}, {"worker_count", d->worker_count, -1, DDP__LOADER_WORKERS},
-        {"prefetch", d->prefetch, 0, DDP__LOADER_DEPTH}, {"extra_valid_batches", d->extra_valid_batches, 0, DDP__LOADER_DEPTH}, {"timeout_ms", d->timeout_ms, 0, INT32_MAX}};
+    const struct { const char *name; int *value, low, high, default_value; } ranges[] = {
+        {"field_count", &d->field_count, 1, DDP_LOADER_FIELDS, 0},
+        {"worker_count", &d->worker_count, -1, DDP__LOADER_WORKERS, 1},
+        {"prefetch", &d->prefetch, 0, DDP__LOADER_DEPTH, 0},
+        {"extra_valid_batches", &d->extra_valid_batches, 0, DDP__LOADER_DEPTH, 1},
+        {"timeout_ms", &d->timeout_ms, 0, INT32_MAX, 600000}};
     if (d->batch_size == 0) d->batch_size = d->sampler.global_batch / (d->sampler.num_replicas > 0 ? d->sampler.num_replicas : 1);
     DDP__LOADER_NEED(d->sampler.dataset_size >= 1, "sampler.dataset_size=%lld; an empty data set has nothing to load", (long long)d->sampler.dataset_size);
     DDP__LOADER_NEED(d->batch_size >= 1, "batch_size=%lld; set it to the samples of this rank per batch", (long long)d->batch_size);
     DDP__LOADER_NEED(d->fetch && d->fields, "%s", d->fetch ? "fields is NULL; say what a sample holds" : "fetch is NULL; set it to what writes a sample");
-    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
-        DDP__LOADER_NEED(ranges[i].value >= ranges[i].low && ranges[i].value <= ranges[i].high, "%s=%d, allowed are %d to %d", ranges[i].name,
-                         ranges[i].value, ranges[i].low, ranges[i].high);
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
+        int *value = ranges[i].value, low = ranges[i].low, high = ranges[i].high;
+        DDP__LOADER_NEED(*value >= low && *value <= high, "%s=%d, allowed are %d to %d", ranges[i].name,
+                         *value, low, high);
+        if (*value == 0) *value = ranges[i].default_value;
+    }
     DDP__LOADER_NEED(!d->alloc_fn == !d->free_fn, "set both alloc_fn and free_fn, or neither");
-    if (!d->worker_count) d->worker_count = 1;
-    else if (d->worker_count == -1) d->worker_count = 0;
+    if (d->worker_count == -1) d->worker_count = 0;
     if (!d->prefetch || !d->worker_count) d->prefetch = d->worker_count ? 2 * d->worker_count : 1;
-    if (!d->extra_valid_batches) d->extra_valid_batches = 1;
-    if (!d->timeout_ms) d->timeout_ms = 600000;
     if (!d->alloc_fn && d->group) { d->alloc_fn = d->group->desc.alloc_fn; d->free_fn = d->group->desc.free_fn; d->user = d->group->desc.user; }
     if (!d->alloc_fn) { d->alloc_fn = ddp__malloc_default; d->free_fn = ddp__free_default; }
     if (!d->sampler.alloc_fn && !d->sampler.free_fn) { d->sampler.alloc_fn = d->alloc_fn; d->sampler.free_fn = d->free_fn; d->sampler.user = d->user; }
     return DDP_OK;
 }
 
-/* Lays out a slot: the fields, then the lists; and gives each slot its memory. */
+/* Allocates the slots. Each holds the fields, then the lists. */
 static ddp_result ddp__loader_memory(ddp_loader *l) {
     const ddp_loader_desc *d = &l->desc;
     const ddp_device *device = d->group ? ddp_group_device(d->group) : ddp_device_cpu();
@@ -10136,20 +10184,22 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
 
 //== public collectives =================================================================================== >>impl-public
 
-/* The rest of the public functions stand beside what they are made of; here are the calls that move data: describe, check, submit. */
+/* The public calls that move data: each describes a call, checks and issues it. */
 
 
-/* Elements of the buffer of a call without counts; 0 = this rank needs no buffer. blocks: the flag of a buffer with
-   one block per rank. */
-static inline size_t ddp__buffer_size(const ddp_group *group, const ddp_call *call, int no_buffer, int on_root, int blocks) {
+/* Elements of the buffer of a call without counts; 0 = this rank needs no buffer. blocks: the flag of a
+   buffer with one block per rank. */
+static inline size_t ddp__buffer_size(const ddp_group *group, const ddp_call *call, int no_buffer,
+                                      int on_root, int blocks) {
     int shape = ddp__forms[call->kind].shape;
     if (shape & no_buffer || (shape & on_root && call->root != group->rank)) return 0;
     return call->count * (size_t)(shape & blocks ? group->world_size : 1);
 }
 
-/* The same for a buffer with counts; SIZE_MAX if it does not fit in memory. Without *offsets the blocks are packed:
-   their offsets are written to packed. *sum: of all counts. */
-static inline size_t ddp__buffer_size_v(const ddp_group *group, size_t most, const size_t *counts, const size_t **offsets,
+/* The same for a buffer with counts; SIZE_MAX if it does not fit in memory. Without *offsets the blocks are
+   packed: their offsets are written to packed. *sum: of all counts. */
+static inline size_t ddp__buffer_size_v(const ddp_group *group, size_t most, const size_t *counts,
+                                        const size_t **offsets,
                                         size_t *packed, size_t *sum) {
     size_t end = 0;
     *sum = 0;
@@ -10189,11 +10239,14 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
         size_t *packed = (size_t *)__builtin_alloca(2 * blocks * sizeof *packed), sum;
         DDP__CALL_NEED(call->send_counts || !(form->shape & DDP__SPLITS), "send_counts is NULL");
         DDP__CALL_NEED(call->recv_counts, "recv_counts is NULL");
-        if (call->send_counts) send_size = ddp__buffer_size_v(group, most, call->send_counts, &call->send_offsets, packed, &sum);
-        recv_size = ddp__buffer_size_v(group, most, call->recv_counts, &call->recv_offsets, packed + blocks, &sum);
+        if (call->send_counts) send_size = ddp__buffer_size_v(group, most, call->send_counts,
+                                                              &call->send_offsets, packed, &sum);
+        recv_size = ddp__buffer_size_v(group, most, call->recv_counts, &call->recv_offsets, packed + blocks,
+                                       &sum);
         DDP__CALL_NEED(send_size <= most && recv_size <= most, "the counts do not fit in memory");
         DDP__CALL_NEED(call->send_counts || call->count == call->recv_counts[group->rank],
-                       "send_count=%zu but recv_counts[%d]=%zu", call->count, group->rank, call->recv_counts[group->rank]);
+                       "send_count=%zu but recv_counts[%d]=%zu", call->count, group->rank,
+                           call->recv_counts[group->rank]);
         call->count = call->send_counts ? 0 : sum;
     }
     DDP__CALL_NEED(!p2p || call->root != group->rank, "peer is this rank itself; copy the buffer");
@@ -10202,8 +10255,9 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
     DDP__CALL_NEED(call->recv || !recv_size, "%s is NULL", p2p ? "buf" : "recv");
     if (ddp__overlap(call->send, send_size * element, call->recv, recv_size * element)) {
         DDP__CALL_NEED(call->kind != DDP_CALL_ALL_TO_ALL && call->kind != DDP_CALL_ALL_TO_ALL_V, "send and recv overlap; this call is not done in place");
-        DDP__CALL_NEED((const unsigned char *)call->send + ddp_call_sends(call, group->rank, group->rank).begin ==
-                           (unsigned char *)call->recv + ddp_call_receives(call, group->rank, group->rank).begin,
+        ddp_bytes out = ddp_call_sends(call, group->rank, group->rank);
+        ddp_bytes in = ddp_call_receives(call, group->rank, group->rank);
+        DDP__CALL_NEED((uintptr_t)call->send + out.begin == (uintptr_t)call->recv + in.begin,
                        "send and recv overlap other than by its in-place rule");
     }
     if (call->op == DDP_OP_AVG) call->divisor = (uint64_t)group->world_size;
