@@ -1,13 +1,14 @@
-/*  ddp_tensor.h - tensors that know how they lie across ranks, and tensor-parallel and sequence-parallel layers on them.
+/*  ddp_tensor.h - distributed tensors, and tensor-parallel and sequence-parallel layers on them.
 
-    A tensor is whole on every rank, cut along a dimension, or a sum that has yet to be made; one call takes it from any of these to any other by
-    the cheapest collective. On that stand the layers of a transformer whose weights are cut over the ranks of a group: forward and backward, explicit
-    buffers, no autograd.
+    A global tensor is replicated on every rank, sharded along a dimension, or a sum that has not been
+    computed yet. One call converts any of these placements into any other with the cheapest collective. The
+    layers of a transformer, with weights sharded over the ranks of a group, build on it: forward and
+    backward, explicit buffers, no autograd.
 
 USAGE
-    #define DDP_IMPLEMENTATION             in exactly one source file of the program: the bodies of ddp.h and of this header
+    #define DDP_IMPLEMENTATION       in exactly one source file: the bodies of ddp.h and of this header
     #include "ddp_tensor.h"
-    Or DDP_TENSOR_IMPLEMENTATION for the bodies of this header alone. Link with -lpthread -lm.
+    Or DDP_TENSOR_IMPLEMENTATION for only the bodies of this header. Link with -lpthread -lm.
 
 EXAMPLE
     #define DDP_IMPLEMENTATION
@@ -15,15 +16,17 @@ EXAMPLE
     #include <stdio.h>
 
     static ddp_result rank(ddp_group *group, void *user) {            // columns of a 4 x 6 matrix become rows
-        ddp_tensor columns = DDP_ZERO, rows = DDP_ZERO, whole = DDP_ZERO;
+        ddp_tensor columns = DDP_ZERO, rows = DDP_ZERO, full = DDP_ZERO;
         int64_t shape[2] = {4, 6};
         char text[512];
-        size_t room = sizeof text;
-        if (ddp_tensor_create(group, &whole, DDP_F32, 2, shape) || ddp_tensor_fill(group, &whole, 1)) return DDP_ERR_NO_MEMORY;
-        if (ddp_tensor_shard(group, &whole, DDP_SHARD(1), &columns) || ddp_tensor_shard(group, &whole, DDP_SHARD(0), &rows)) return DDP_ERR_INVALID;
+        size_t size = sizeof text;
+        if (ddp_tensor_create(group, &full, DDP_F32, 2, shape) || ddp_tensor_fill(group, &full, 1)) return
+        DDP_ERR_NO_MEMORY; if (ddp_tensor_shard(group, &full, DDP_SHARD(1), &columns)) return DDP_ERR_INVALID;
+        if (ddp_tensor_shard(group, &full, DDP_SHARD(0), &rows)) return DDP_ERR_INVALID;
         ddp_result result = ddp_tensor_redistribute(group, &columns, DDP_SHARD(1), DDP_SHARD(0), &rows);
-        if (!result && ddp_rank(group) == 0 && !ddp_tensor_print(group, &rows, DDP_SHARD(0), text, &room)) puts(text);
-        ddp_tensor_free(group, &whole), ddp_tensor_free(group, &columns), ddp_tensor_free(group, &rows);
+        if (!result) result = ddp_tensor_print(group, &rows, DDP_SHARD(0), text, &size);
+        if (!result && ddp_rank(group) == 0) puts(text);
+        ddp_tensor_free(group, &full), ddp_tensor_free(group, &columns), ddp_tensor_free(group, &rows);
         return (void)user, result;
     }
     int main(void) {
@@ -34,48 +37,62 @@ EXAMPLE
     }
 
 CONTENTS      (search for the tags)
-    >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-tensor-memory  >>impl-tensor-boxes  >>impl-tensor-text
-    >>impl-tensor-layout  >>impl-tensor-plan  >>impl-tp-gemm  >>impl-tp-kernels  >>impl-tp-context  >>impl-tp-linear  >>impl-tp-mlp  >>impl-tp-embedding  >>impl-tp-loss
-    >>impl-tp-norm  >>impl-tp-random  >>impl-public
+    >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-tensor-memory
+    >>impl-tensor-boxes  >>impl-tensor-text  >>impl-tensor-layout  >>impl-tensor-plan
+    >>impl-tp-gemm  >>impl-tp-kernels  >>impl-tp-context  >>impl-tp-linear  >>impl-tp-mlp
+    >>impl-tp-embedding  >>impl-tp-loss  >>impl-tp-norm  >>impl-tp-random  >>impl-public
 
 CONCEPTS
-    Placement  how one global tensor lies over the W ranks of a group. REPLICATE: whole on every rank. SHARD(d): dimension d, of n entries, is cut
-               into pieces of c = ceil(n / W): rank r has entries [rc, (r+1)c), fewer at the end, or none. PARTIAL: every rank has a summand of its
+    Placement  The distribution of one global tensor over the W ranks of a group. REPLICATE: every rank has
+    all of it.
+               SHARD(d): dimension d, of n entries, is cut into pieces of c = ceil(n / W). Rank r has entries
+               [rc, (r+1)c); the last ranks have fewer or none. PARTIAL: every rank has a summand of the full
                shape; the tensor is their sum.
                n = 5, W = 3:    rank 0  [0 1]    rank 1  [2 3]    rank 2  [4]
-    Layout     a placement along each axis of a mesh. Axes cut one after the other: SHARD(0) along both of 2 x 2 gives rank (i, j) piece j of piece i.
-    Box        a rectangular part of a global tensor: an offset and a shape. What a rank has is one box of it, which is what a checkpoint stores
-               (ddp_fsdp_param's global_shape and global_offset are the global shape and this offset).
-    Tensor parallelism (Shoeybi et al. 2019): a column linear has rows of W cut (columns of its transpose), so y comes out cut; a row linear takes a
-    cut input, and its products add up over the ranks. Between the two nothing is sent:
+    Layout     A placement along each axis of a mesh. Axes cut one after the other: SHARD(0) along both axes of
+               2 x 2 gives rank (i, j) piece j of piece i.
+    Box        A rectangular part of a global tensor: an offset and a shape. Each rank has one box of it. A
+               checkpoint stores boxes (ddp_fsdp_param: global_shape is the global shape, global_offset is
+               this offset).
+    Tensor parallelism (Shoeybi et al. 2019)   A column-parallel linear shards the rows of W (columns of its
+               transpose), so y is sharded. A row-parallel linear takes a sharded input, and its products are
+               added over the ranks. Between the two, nothing is sent:
 
-                   x (M, K) --column--> y (M, N/t) --activation--> --row--> z (M, K), one all-reduce; and one in backward, of dx
+                   x (M, K) --column--> y (M, N/t) --activation--> --row--> z (M, K), one all-reduce; and one
+                   in backward, of dx
 
-    Sequence parallelism (Korthikanti et al. 2022): outside these pairs the M rows (tokens) are cut over the ranks too. The all-reduce becomes a
-    reduce-scatter of rows behind the row linear and an all-gather of rows before the column linear, of as many bytes together.
-    Overlap    chunk_count pieces of the gather, or the scatter, travel while the product of another piece is computed.
+    Sequence parallelism (Korthikanti et al. 2022)   Outside these pairs, the M rows (tokens) are sharded
+               too. The all-reduce becomes a reduce-scatter of rows after the row-parallel linear and an
+               all-gather of rows before the column-parallel linear. Together they send the same number of
+               bytes.
+    Overlap    The gather or scatter is sent in chunk_count pieces, while the product of another piece is
+               computed.
 
 ERRORS
-    As in ddp.h: ddp_result and ddp_last_error(). Shapes that do not fit are told with both sides:
-      rank 1/2 ddp_tensor_redistribute group=world: out is (3, 4), but SHARD(0) of (5, 4) on rank 1 of 2 is (2, 4)
+    As in ddp.h: ddp_result and ddp_last_error(). An error about shapes names both:
+      rank 1/2 ddp_tensor_redistribute group=world: out is (3, 4), but SHARD(0) of (5, 4) on rank 1 of 2 is
+      (2, 4)
 
 CONFIG MACROS (define before including)
-    DDP_TENSOR_IMPLEMENTATION   also compile the bodies of this header, here. DDP_IMPLEMENTATION does so too
-    DDP_USE_CBLAS               products by cblas_sgemm and cblas_dgemm: include path and -lopenblas (or another CBLAS) are the program's
+    DDP_TENSOR_IMPLEMENTATION   also compile the bodies of this header, here. DDP_IMPLEMENTATION implies it
+    DDP_USE_CBLAS               products by cblas_sgemm and cblas_dgemm; the program provides the include path
+                                and links -lopenblas (or another CBLAS)
 
 NOT DONE HERE
-    No autograd, no attention (heads are local: any attention works), no strides. 16-bit tensors, but no 16-bit layers.
+    No autograd, no attention (heads are local: any attention works), no strides. 16-bit tensors, but no
+    16-bit layers.
 */
 #ifndef DDP_TENSOR_KERNELS_H
 #define DDP_TENSOR_KERNELS_H
 
-//== config ============================================================================================== >>config
+//== config =================================================================================== >>config
 #include "ddp.h"
 
-//== kernels ============================================================================================ >>kernels
+//== kernels ================================================================================= >>kernels
 
-/* c (m, n) = op(a) op(b), or added to it. Row-major; lda, ldb, ldc elements from row to row. op(a) is (m, k): a is (m, k), or (k, m) with trans_a;
-   op(b) is (k, n): b is (k, n), or (n, k) with trans_b. m, n and k may be 0. */
+/* c (m, n) = op(a) op(b), or c += with accumulate. Row-major; lda, ldb, ldc are elements from row to row.
+   op(a) is (m, k): a is (m, k), or (k, m) with trans_a. op(b) is (k, n): b is (k, n), or (n, k) with trans_b.
+   m, n and k may be 0. */
 typedef struct ddp_gemm {
     int64_t m, n, k, lda, ldb, ldc;
     const void *a, *b;
@@ -86,18 +103,20 @@ typedef struct ddp_gemm {
 typedef ddp_result (*ddp_gemm_fn)(const ddp_gemm *gemm, void *user);
 
 typedef enum ddp_tp_activation {
-    DDP_TP_GELU = 0,          /* tanh form, as GPT-2: x s(1.5957691216057307 (x + 0.044715 x^3)), s(x) = 1 / (1 + exp(-x)) */
+    /* tanh form, as GPT-2: x s(1.5957691216057307 (x + 0.044715 x^3)), s(x) = 1 / (1 + exp(-x)) */
+    DDP_TP_GELU = 0,
     DDP_TP_RELU,              /* max(x, 0) */
-    DDP_TP_SILU_GATED         /* SwiGLU: g s(g) u of a first linear of 2 hidden: [g | u] */
+    DDP_TP_SILU_GATED         /* SwiGLU: g s(g) u of a first linear with 2 hidden features: [g | u] */
 } ddp_tp_activation;
 
 /* The arguments of the kernels below. Matrices are (rows, columns) without gaps. */
 typedef struct ddp_lookup {
     int64_t rows, columns;
     const int32_t *index;  /* one per row; host memory, read before the call returns */
-    int64_t first, count;  /* rows of the whole table that are here */
+    int64_t first, count;  /* rows of the full table that this rank has */
     const void *in;        /* lookup: the table. lookup_backward: a gradient per index */
-    void *out;             /* lookup: row index[i] - first of the table, or zeros. lookup_backward: gradients of the table; that row += row i, in order */
+    void *out;             /* lookup: row index[i] - first of the table, or zeros. lookup_backward: gradients
+                              of the table; that row += row i, in order */
 } ddp_lookup;
 
 typedef struct ddp_norm {
@@ -113,15 +132,21 @@ typedef struct ddp_norm_backward { /* with h = (x - mean) stats[1] and g = dy we
     int64_t rows, columns;
     int rms;
     const void *x, *weight, *stats, *dy;
-    void *dx;                      /* NULL = not wanted; may be dy: stats[1] (g - mean(g) - h mean(g h)), with rms without mean(g) */
-    void *sums;                    /* NULL = not wanted; 2 rows: += the sums over rows of dy h and, unless rms, of dy */
+    void *dx;                      /* NULL = skip; may be dy: stats[1] (g - mean(g) - h mean(g h)), with rms
+                                      without mean(g) */
+    void *sums;                    /* NULL = skip; 2 rows: += the sums over rows of dy h and, unless rms, of
+                                      dy */
 } ddp_norm_backward;
 
-/* Cross-entropy of logits of which this rank has the words `first` to first + count - 1, and padding. Rows with targets[i] == ignore are not read, and have results of 0.
-     loss_max   max[i] = the greatest logit, not below minus infinity
-     loss_sum   dlogits (NULL, may be logits) = exp(logits - max), sums[0][i] = logits[target] - max, or 0 where another rank has it; sums[1][i] = the sum of dlogits
-     loss_end   all = max + log(sums[1]);  losses[i] (NULL) = log(sums[1]) - sums[0] + z_loss all^2;  *total (NULL), host memory, is the sum of losses;
-                dlogits = dlogits scale (1 + 2 z_loss all) / sums[1], less scale at the target; 0 in the padding. max may be overwritten */
+/* Cross-entropy of logits, of which this rank has the words `first` to first + count - 1, and padding. Rows
+   with targets[i] == ignore are not read and have results of 0.
+     loss_max   max[i] = the greatest logit, at least minus infinity
+     loss_sum   dlogits (NULL, may be logits) = exp(logits - max); sums[0][i] = logits[target] - max, or 0 if another
+                rank has the target; sums[1][i] = the sum of dlogits
+     loss_end   all = max + log(sums[1]);  losses[i] (NULL) = log(sums[1]) - sums[0] + z_loss all^2;
+                *total (NULL), host memory, is the sum of losses;
+                dlogits = dlogits scale (1 + 2 z_loss all) / sums[1], less scale at the target; 0 in the
+                padding. max may be overwritten */
 typedef struct ddp_loss {
     int64_t rows, columns;
     const int32_t *targets; /* host memory, read before the call returns */
@@ -131,7 +156,8 @@ typedef struct ddp_loss {
     void *max, *sums, *dlogits, *losses;
 } ddp_loss;
 
-/* y (may be x) = u < threshold ? 0 : x scale. u is word e % 4 of Philox 4x32-10 with counter e / 4; e = first + row * step + column. */
+/* y (may be x) = u < threshold ? 0 : x scale. u is word e % 4 of Philox 4x32-10 with counter e / 4, where
+   e = first + row * step + column. */
 typedef struct ddp_dropout {
     int64_t rows, columns, first, step;
     uint64_t key;
@@ -141,21 +167,23 @@ typedef struct ddp_dropout {
     void *y;
 } ddp_dropout;
 
-/* The functions of ddp_device.layers: an array of two tables, for f32 and for f64. Work goes to the stream that the calling thread uses. The order of each sum depends
-   only on shapes. step: elements from row to row. dy, dx: gradients of y and x. */
-#define DDP_LAYER_KERNELS(X)                                                                                                  \
-    X(copy_rows, (int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y, int64_t y_step))                     \
-    X(add_bias, (int64_t rows, int64_t columns, const void *bias, void *y, int64_t y_step)) /* y += bias, row by row */       \
-    X(sum_rows, (int64_t rows, int64_t columns, const void *x, int accumulate, void *out)) /* out = the sum of x's rows */    \
-    X(activate, (ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, void *y))                              \
-    X(activate_backward, (ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, const void *dy, void *dx))    \
-    X(lookup, (const ddp_lookup *op))                                                                                         \
-    X(lookup_backward, (const ddp_lookup *op))                                                                                \
-    X(norm, (const ddp_norm *op))                                                                                             \
-    X(norm_backward, (const ddp_norm_backward *op))                                                                           \
-    X(loss_max, (const ddp_loss *op))                                                                                         \
-    X(loss_sum, (const ddp_loss *op))                                                                                         \
-    X(loss_end, (const ddp_loss *op))                                                                                         \
+/* The functions of ddp_device.layers: an array of two tables, for f32 and for f64. Work goes to the stream
+   that the calling thread uses. The order of each sum depends only on shapes. step: elements from row to row.
+   dy, dx: gradients of y and x. add_bias: y += bias in each row. sum_rows: out = the sum of x's rows. */
+#define DDP_LAYER_KERNELS(X)                                                                                 \
+    X(copy_rows, (int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y, int64_t y_step))    \
+    X(add_bias, (int64_t rows, int64_t columns, const void *bias, void *y, int64_t y_step))                  \
+    X(sum_rows, (int64_t rows, int64_t columns, const void *x, int accumulate, void *out))                   \
+    X(activate, (ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, void *y))             \
+    X(activate_backward,                                                                                     \
+      (ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, const void *dy, void *dx))      \
+    X(lookup, (const ddp_lookup *op))                                                                        \
+    X(lookup_backward, (const ddp_lookup *op))                                                               \
+    X(norm, (const ddp_norm *op))                                                                            \
+    X(norm_backward, (const ddp_norm_backward *op))                                                          \
+    X(loss_max, (const ddp_loss *op))                                                                        \
+    X(loss_sum, (const ddp_loss *op))                                                                        \
+    X(loss_end, (const ddp_loss *op))                                                                        \
     X(dropout, (const ddp_dropout *op))
 
 typedef struct ddp_layer_kernels {
@@ -168,7 +196,7 @@ typedef struct ddp_layer_kernels {
 
 #endif /* DDP_TENSOR_KERNELS_H */
 
-#if !defined(DDP__KERNELS_ONLY) /* ddp_cuda.cuh takes the kernels alone */
+#if !defined(DDP__KERNELS_ONLY) /* ddp_cuda.cuh includes only the part above */
 #ifndef DDP_TENSOR_H
 #define DDP_TENSOR_H
 
@@ -176,61 +204,69 @@ typedef struct ddp_layer_kernels {
 extern "C" {
 #endif
 
-//== types ================================================================================================ >>types
+//== types ===================================================================================== >>types
 
-/* How a tensor lies over the ranks of a group. Zero is REPLICATE. Constants, so that they may stand in initialisers. */
+/* The distribution of a tensor over the ranks of a group. Zero is REPLICATE. Constants, for use in
+   initializers. */
 typedef int32_t ddp_placement;
 #define DDP_REPLICATE ((ddp_placement)0)
 #define DDP_PARTIAL ((ddp_placement)-1)
 #define DDP_SHARD(dim) ((ddp_placement)(1 + (dim))) /* dim from 0 */
 
-/* A rectangular part of a global tensor. */
+/* A rectangular part of a global tensor: [offset, offset + shape) of global_shape. */
 typedef struct ddp_tensor_box {
     int ndim;
-    int64_t global_shape[DDP_MAX_NDIM], offset[DDP_MAX_NDIM], shape[DDP_MAX_NDIM]; /* [offset, offset + shape) of global_shape */
+    int64_t global_shape[DDP_MAX_NDIM], offset[DDP_MAX_NDIM], shape[DDP_MAX_NDIM];
 } ddp_tensor_box;
 
-/* What a redistribution does on this rank. */
+/* The work of a redistribution on this rank. */
 typedef struct ddp_tensor_plan {
-    const char *collective;    /* "ddp_all_gather_v" and its like, "copy" (no rank sends), or "none"; static text */
-    size_t sent_bytes;         /* to other ranks, as a ring sends them: all-reduce 2(W-1)/W of the tensor, all-gather and reduce-scatter (W-1)/W */
-    size_t workspace_bytes;    /* taken from the group's allocator while it runs */
+    const char *collective;    /* such as "ddp_all_gather_v"; "copy" (no rank sends) or "none"; static text */
+    size_t sent_bytes;         /* to other ranks, as by a ring: all-reduce 2(W-1)/W of the tensor, all-gather
+                                  and reduce-scatter (W-1)/W */
+    size_t workspace_bytes;    /* allocated from the group's allocator during the call */
 } ddp_tensor_plan;
 
-typedef struct ddp_tp ddp_tp;                     /* what the layers of a model share on a tensor group: products, workspace, counters */
+typedef struct ddp_tp ddp_tp;                     /* shared by the layers of a model on one group: products,
+                                                     workspace, counters */
 typedef struct ddp_tp_linear ddp_tp_linear;
 typedef struct ddp_tp_mlp ddp_tp_mlp;
 typedef struct ddp_tp_embedding ddp_tp_embedding;
 typedef struct ddp_tp_layer_norm ddp_tp_layer_norm;
 
-//== descs ================================================================================================ >>descs
+//== descs ===================================================================================== >>descs
 
 /* A global tensor over the axes of a mesh, or over one group. */
 typedef struct ddp_tensor_layout {
     int ndim;                                 /* of the global tensor; 0 is one element */
     int64_t shape[DDP_MAX_NDIM];              /* global */
-    int axis_count;                           /* 0 = the tensor is this rank's alone */
+    int axis_count;                           /* 0 = only this rank has the tensor */
     ddp_group *axes[DDP_MAX_NDIM];            /* the mesh's groups, outermost first; the same on every rank */
     ddp_placement placement[DDP_MAX_NDIM];    /* along each axis; 0 = replicate */
 } ddp_tensor_layout;
 
 typedef struct ddp_tp_desc {
     ddp_dtype dtype;          /* 0 = DDP_F32; or DDP_F64: of activations, weights and gradients */
-    int64_t max_rows;         /* required; M, rows (tokens of all sequences) of a whole activation, at most */
-    int sequence_parallel;    /* 1 = activations between the pairs are cut by rows; M is then a multiple of the ranks */
-    int chunk_count;          /* 0 = 1, no overlap; otherwise rows travel in so many pieces while others are multiplied, with the same bits if
-                                 gemm's do not depend on how many rows it is given; at most 64. Not over the tcp backend */
+    int64_t max_rows;         /* required; the largest M: rows (tokens of all sequences) of a full
+                                 activation */
+    int sequence_parallel;    /* 1 = activations between the pairs are sharded by rows; M is then a multiple
+                                 of the ranks */
+    int chunk_count;          /* 0 = 1, no overlap. Otherwise rows are sent in this many pieces, at most 64,
+                                 while others are multiplied. The bits are the same if those of gemm do not
+                                 depend on the number of rows. Not over the tcp backend */
     int accumulate_grads;     /* 1 = backward adds to gradients of weights; 0 = it overwrites them */
-    ddp_gemm_fn gemm;         /* see ddp_gemm; NULL = CBLAS with DDP_USE_CBLAS, otherwise a built-in kernel for one core. On a device with memory
-                                 of its own: its own product, for GPUs see ddp_cuda_gemm */
+    ddp_gemm_fn gemm;         /* see ddp_gemm; NULL = CBLAS with DDP_USE_CBLAS, otherwise a built-in kernel
+                                 for one core; on a device with its own memory, the device's product (for GPUs
+                                 see ddp_cuda_gemm) */
     void *gemm_user;
 } ddp_tp_desc;
 
-/* Which counts of a context have moved since it was made, or since ddp_tp_reset_stats. */
+/* Counts of a context since its creation or since ddp_tp_reset_stats. */
 typedef struct ddp_tp_stats {
     uint64_t collectives;
-    uint64_t elements_sent;   /* by this rank, as a ring sends them */
-    double comm_seconds;      /* this thread's, blocked in collectives: what compute did not hide. Next to nothing where a device has queues */
+    uint64_t elements_sent;   /* by this rank, as by a ring */
+    double comm_seconds;      /* this thread's time in collectives, not hidden by compute. Almost 0 on a
+                                 device with streams */
     size_t workspace_bytes;
 } ddp_tp_stats;
 
@@ -238,35 +274,40 @@ typedef enum ddp_tp_split { DDP_TP_COLUMN = 0, DDP_TP_ROW } ddp_tp_split;
 
 /* y = x W' + b, W (out_features, in_features) as in PyTorch. */
 typedef struct ddp_tp_linear_desc {
-    ddp_tp_split split;       /* COLUMN: out_features are cut, ROW: in_features; by the rule of SHARD */
-    int64_t in_features, out_features; /* required; global. With heads, out_features 0 = (heads + 2 kv_heads) head_size */
-    int no_bias;              /* ROW: the bias is whole on every rank, added once behind the sum */
-    int gather_output;        /* COLUMN: y is whole on every rank. Not with sequence_parallel */
-    int scatter_input;        /* ROW: x is whole on every rank, which takes its columns itself. Not with sequence_parallel */
-    int heads, kv_heads;      /* COLUMN: fused query, key, value: W's rows are all queries' heads, then all keys', then all values'; each is cut by
-                                 heads, so y's columns are this rank's [queries | keys | values]. kv_heads 0 = heads; fewer: grouped-query attention.
-                                 Both are multiples of the ranks */
+    ddp_tp_split split;       /* COLUMN shards out_features, ROW in_features, by the rule of SHARD */
+    int64_t in_features, out_features; /* required; global. With heads, out_features 0 = (heads + 2 kv_heads)
+                                          head_size */
+    int no_bias;              /* ROW: every rank has the full bias, which is added once after the sum */
+    int gather_output;        /* COLUMN: every rank gets the full y. Not with sequence_parallel */
+    int scatter_input;        /* ROW: every rank passes the full x, and uses its own columns. Not with
+                                 sequence_parallel */
+    /* COLUMN: fused query, key, value. W's rows are the heads of all queries, then of all keys, then of all
+       values. Each is sharded by heads, so y's columns are this rank's [queries | keys | values]. kv_heads 0
+       = heads; fewer: grouped-query attention. Both are multiples of the ranks */
+    int heads, kv_heads;
     int64_t head_size;        /* with heads: 0 = in_features / heads */
 } ddp_tp_linear_desc;
 
 typedef struct ddp_tp_mlp_desc {
-    int64_t channels, hidden; /* required; hidden is cut */
+    int64_t channels, hidden; /* required; hidden is sharded */
     ddp_tp_activation activation;
     int no_bias;
 } ddp_tp_mlp_desc;
 
 typedef struct ddp_tp_embedding_desc {
     int64_t vocab, channels;  /* required */
-    int64_t padded_vocab;     /* 0 = vocab; rows of the table, which are cut; those from vocab on are never looked up. Do not let it depend on the
-                                 ranks: checkpoints have this many */
+    int64_t padded_vocab;     /* 0 = vocab; rows of the table, which are sharded; those from vocab on are not
+                                 used. It must not depend on the number of ranks: checkpoints have this many
+                                 rows */
 } ddp_tp_embedding_desc;
 
 typedef struct ddp_tp_loss_desc {
     int64_t vocab;            /* required */
     int64_t padded_vocab;     /* 0 = vocab; logits from vocab on count as minus infinity */
     int32_t ignore_index;     /* 0 = -100: rows with this target do not count */
-    double z_loss;            /* adds z_loss * (log sum exp)^2 to each row's loss (PaLM, Chowdhery et al. 2022); 0 = none */
-    double scale;             /* of the gradient; 0 = 1 / rows that count, so that it is that of the mean */
+    double z_loss;            /* adds z_loss * (log sum exp)^2 to each row's loss (PaLM, Chowdhery et al.
+                                 2022); 0 = none */
+    double scale;             /* of the gradient; 0 = 1 / rows that count: the gradient of the mean */
 } ddp_tp_loss_desc;
 
 typedef struct ddp_tp_layer_norm_desc {
@@ -275,172 +316,222 @@ typedef struct ddp_tp_layer_norm_desc {
     int rms;                  /* 1 = RMS norm: no mean, no bias (Zhang and Sennrich 2019) */
 } ddp_tp_layer_norm_desc;
 
-/* Which elements of a global activation a buffer holds, for dropout: element (i, j) of the buffer is (first_row + i, first_column + j) of one with so
-   many columns. */
+/* The position of a buffer in a global activation, for dropout: element (i, j) of the buffer is element
+   (first_row + i, first_column + j) of an activation with `columns` columns. */
 typedef struct ddp_tp_dropout_desc {
     double rate;              /* probability of zero, 0 to below 1 */
-    uint64_t key;             /* of this step and this layer: the same on all ranks that share the activation */
+    uint64_t key;             /* of this step and this layer: the same on all ranks that share the
+                                 activation */
     int64_t first_row, first_column, columns; /* columns 0 = the buffer's */
 } ddp_tp_dropout_desc;
 
-//== api ==================================================================================================== >>api
+//== api ========================================================================================= >>api
 
 /* --- tensors ---
-   Row-major and contiguous, in memory of the group's device; group NULL = the CPU, malloc. Views own nothing and live as long as what they look at.
-   Not collective, and blocking, where nothing else is said. out's fields are set only on success. Errors: DDP_ERR_INVALID names shapes;
+   Row-major and contiguous, in memory of the group's device; group NULL = the CPU, with malloc. Views own
+   nothing and are valid as long as the tensor that they refer to. Not collective, and blocking, unless stated
+   otherwise. The fields of out are set only on success. Errors: DDP_ERR_INVALID names shapes;
    DDP_ERR_NO_MEMORY. */
 
-/* Zeroed memory for shape[0] * ... * shape[ndim - 1] elements from the group's allocator. Entries may be 0. A shape whose bytes overflow is
-   DDP_ERR_INVALID. */
-DDPDEF ddp_result ddp_tensor_create(ddp_group *group, ddp_tensor *out, ddp_dtype dtype, int ndim, const int64_t *shape);
-/* Frees what ddp_tensor_create or a call below has made, and empties it. NULL and empty ones are ignored. */
+/* Allocates zeroed memory for shape[0] * ... * shape[ndim - 1] elements from the group's allocator. Entries
+   may be 0. Errors: DDP_ERR_INVALID when the number of bytes overflows. */
+DDPDEF ddp_result ddp_tensor_create(ddp_group *group, ddp_tensor *out, ddp_dtype dtype, int ndim,
+                                    const int64_t *shape);
+/* Frees memory that ddp_tensor_create or a call below has allocated, and empties the tensor. NULL and empty
+   tensors are ignored. */
 DDPDEF void ddp_tensor_free(ddp_group *group, ddp_tensor *tensor);
 
-/* The same elements under another shape; one entry may be -1: what is left. */
+/* A view of the same elements with another shape; one entry may be -1 = inferred from the rest. */
 DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t *shape, ddp_tensor *out);
-/* Entries [begin, end) of a dimension as a view. All dimensions before it must be 1, otherwise they do not lie together: see ddp_tensor_copy_box. */
-DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin, int64_t end, ddp_tensor *out);
+/* A view of entries [begin, end) of a dimension. All dimensions before it must be 1; otherwise the entries
+   are not contiguous: see ddp_tensor_copy_box. */
+DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin, int64_t end,
+                                   ddp_tensor *out);
 
-/* What follows writes to out's memory, whose shape must fit; out->data NULL: out is made as by ddp_tensor_create. out->dtype 0 = in's. */
+/* The following calls write to the memory of out, which must have the right shape. If out->data is NULL, they
+   allocate out like ddp_tensor_create. out->dtype 0 = in's. */
 
-/* Equal shapes; converts where dtypes differ. Floats to each other, rounding to nearest even; integers only to the same dtype. */
+/* Copies between equal shapes, and converts dtypes: any float to any float, rounding to nearest even;
+   integers only to the same dtype. */
 DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_tensor *out);
-/* The box of extent[] entries from in_offset[] goes to out_offset[]; offsets NULL = 0. The same ndim and dtype; no overlap. out is not made. */
-DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, const int64_t *in_offset, ddp_tensor *out, const int64_t *out_offset,
-                                      const int64_t *extent);
+/* Copies the box of extent[] entries from in_offset[] to out_offset[]; offsets NULL = 0. The same ndim and
+   dtype; no overlap. out must be allocated. */
+DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, const int64_t *in_offset,
+                                      ddp_tensor *out, const int64_t *out_offset, const int64_t *extent);
 /* Dimension i of out is dimension order[i] of in. */
-DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, const int *order, ddp_tensor *out);
-/* Every element becomes value. One that an integer dtype does not hold exactly is DDP_ERR_INVALID. */
+DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, const int *order,
+                                       ddp_tensor *out);
+/* Sets every element to value. Errors: DDP_ERR_INVALID when an integer dtype cannot represent it exactly. */
 DDPDEF ddp_result ddp_tensor_fill(ddp_group *group, ddp_tensor *tensor, double value);
 
-/* A summary of a few lines: rank, dtype, shape, placement, and the corner of at most 4 x 8 values of its last two dimensions. *size_bytes: room at
-   text; set to what it takes with the 0 at its end. text NULL: only that. */
-DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, ddp_placement placement, char *text, size_t *size_bytes);
+/* Writes a summary of a few lines: rank, dtype, shape, placement, and the corner of at most 4 x 8 values of
+   the last two dimensions. *size_bytes: in, the space at text; out, the length with the 0 at its end. text
+   NULL: only that. */
+DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, ddp_placement placement,
+                                   char *text, size_t *size_bytes);
 
 /* --- placements --- */
 
-/* "REPLICATE", "SHARD(1)" and its like; text of this thread, valid until its fourth next call. */
+/* Such as "REPLICATE" or "SHARD(1)"; text of this thread, overwritten by its fourth next call. */
 DDPDEF const char *ddp_placement_name(ddp_placement placement);
-/* The box of rank's part of a tensor of that global shape. PARTIAL and REPLICATE: all of it. */
-DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, const int64_t *global_shape, int rank, int world_size, ddp_tensor_box *box);
+/* The box of rank's part of a tensor with this global shape. PARTIAL and REPLICATE: all of it. */
+DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, const int64_t *global_shape,
+                                          int rank, int world_size, ddp_tensor_box *box);
 
-/* This rank's part of a tensor that every rank has whole. Sends nothing. PARTIAL: rank 0 keeps the values, others get zeros. */
-DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to, ddp_tensor *out);
-/* The same from root alone, whole is read there only: its shape and dtype travel along. PARTIAL: root keeps the values. Collective, blocking. What is
-   wrong on one rank before anything is sent, memory that runs out included, is an error on all, and DDP_ERR_MISMATCH where roots, placements or global
-   shapes differ; a root that is no rank is that rank's alone. */
-DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root, ddp_placement to, ddp_tensor *out);
+/* Extracts this rank's part of a tensor that every rank has in full. Sends nothing. PARTIAL: rank 0 keeps the
+   values, the other ranks get zeros. */
+DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to,
+                                   ddp_tensor *out);
+/* Distributes a tensor from root, with its shape and dtype; only root reads whole. PARTIAL: root keeps the
+   values. Collective, blocks. Errors on one rank before data is sent, also out of memory, are returned on all
+   ranks. DDP_ERR_MISMATCH when roots, placements or global shapes differ. An invalid root is an error only on
+   the rank that passed it. */
+DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root,
+                                        ddp_placement to, ddp_tensor *out);
 
-/* The inverse: the whole tensor on root; out is made or written there alone. global_shape: as long as in's. Collective, blocking. Errors as above. */
-DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_placement from, const int64_t *global_shape, int root,
-                                    ddp_tensor *out);
+/* The inverse: the full tensor on root. out is allocated or written only there. global_shape has in->ndim
+   entries. Collective, blocks. Errors as above. */
+DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_placement from,
+                                    const int64_t *global_shape, int root, ddp_tensor *out);
 
-/* Takes a tensor from one placement to another. in and out are this rank's parts; out's shape is required (together they tell the global shape), its
-   dtype is in's. Collective, blocking, the same placements and global shape on every rank. in is only read; in == out memory where the plan says
-   "none" or an all-reduce.
+/* Converts a tensor from one placement to another. in and out are this rank's parts. The shape of out is
+   required: the two shapes define the global shape. Its dtype is in's. Sums are in the group's order.
        REPLICATE -> SHARD, PARTIAL   copy             SHARD(a) -> SHARD(b)   all-to-all
        SHARD -> REPLICATE            all-gather       SHARD -> PARTIAL       copy into zeros
-       PARTIAL -> REPLICATE          all-reduce       PARTIAL -> SHARD       reduce-scatter; uneven: of parts filled up with zeros
-   Sums are in the group's order. Errors: DDP_ERR_INVALID prints both sides, DDP_ERR_NO_MEMORY; where something may be sent, what is wrong on one rank is
-   an error on all before it is, and DDP_ERR_MISMATCH where placements, dtypes or global shapes differ. Those of collectives. */
-DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in, ddp_placement from, ddp_placement to, ddp_tensor *out);
-/* What that would do, without doing it. Not collective; data need not be set. */
-DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tensor *in, ddp_placement from, ddp_placement to, const ddp_tensor *out,
+       PARTIAL -> REPLICATE          all-reduce       PARTIAL -> SHARD       reduce-scatter; uneven: zero-padded
+   Collective, with the same placements and global shape on every rank; blocks. In place (equal memory) where
+   the plan is "none" or an all-reduce; otherwise in is only read. Errors: DDP_ERR_INVALID prints both sides;
+   DDP_ERR_NO_MEMORY. If data may be sent, an error on one rank before that is returned on all ranks, and
+   DDP_ERR_MISMATCH when placements, dtypes or global shapes differ. Errors of collectives. */
+DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in, ddp_placement from,
+                                          ddp_placement to, ddp_tensor *out);
+/* Returns the plan of that call without executing it. Not collective; data need not be set. */
+DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tensor *in, ddp_placement from,
+                                               ddp_placement to, const ddp_tensor *out,
                                                ddp_tensor_plan *plan);
 
 /* The box of this rank under a layout. */
 DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_tensor_box *box);
-/* From one layout to another of the same global shape and axes, axis by axis. Where inner axes cut what an outer one has to change, they are gathered
-   first. Collective over all axes, blocking. PARTIAL along several axes is summed one after the other, innermost first. in is this rank's part; out
-   is written, or made by axes[0]. *plan (may be NULL): sent_bytes is the sum over the steps, workspace_bytes with tensors between steps, at most;
-   collective names the step that sends most. out NULL: plan alone, in's data need not be set. Errors as above, along each axis; but a layout that is not one, or
-   two that do not fit each other, tell of no axes to send along: DDP_ERR_INVALID on this rank alone, which then calls ddp_group_abort on the axes,
-   since the others would wait for it. */
-DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to, ddp_tensor *out,
-                                      ddp_tensor_plan *plan);
+/* Converts a tensor from one layout to another with the same global shape and axes, axis by axis. If inner
+   axes shard the dimension that an outer axis changes, they are gathered first. PARTIAL along several axes is
+   summed one axis after the other, innermost first. in is this rank's part; out is written, or allocated by
+   axes[0]. *plan (may be NULL): sent_bytes is the sum over the steps; workspace_bytes is the maximum, with
+   tensors between steps; collective names the step that sends most. out NULL: only the plan; in's data need
+   not be set. Collective over all axes, blocks. Errors as above, along each axis. An invalid layout, or two
+   that do not match, define no axes to report it on: DDP_ERR_INVALID only on this rank. Then call
+   ddp_group_abort on the axes: the other ranks are still waiting. */
+DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_tensor_layout *from,
+                                               const ddp_tensor_layout *to, ddp_tensor *out,
+                                               ddp_tensor_plan *plan);
 
 /* --- layers ---
-   M rows, t ranks, K and N features. Buffers are the caller's, contiguous, of the context's dtype, in memory of the group's device, and read or
-   written until the call returns; on a device with queues, until what the call has put there is done. Tokens and targets are host memory, read before
-   the call returns. Weights and gradients are passed with every call, so that ddp_fsdp.h or a reducer may own them. In sequence parallelism
-   activations outside the column-row pairs have M/t rows, SHARD(0). A gradient of inputs (dx) may be NULL, on every rank alike: not wanted.
-   Collective over the tensor group, blocking as its collectives are, the same rows on every rank. Errors: DDP_ERR_INVALID before anything is sent;
-   those of collectives. */
+   M rows, t ranks, K and N features. In sequence parallelism, activations outside the column-row pairs have
+   M/t rows, SHARD(0). Weights and gradients are passed with every call, so that ddp_fsdp.h or a reducer may
+   own them. A gradient of inputs (dx) may be NULL, on all ranks or none: it is then not computed.
+   Collective over the tensor group, with the same rows on every rank; blocking as its collectives are.
+   Buffers belong to the caller. They are contiguous, of the context's dtype, in memory of the group's device.
+   They are in use until the call returns; on a device with streams, until the enqueued work is done. Tokens
+   and targets are host memory, read before the call returns.
+   Errors: DDP_ERR_INVALID before data is sent; those of collectives. */
 
-/* Collective, as is the creation of layers, which may grow the shared workspace (group memory) and is not done while a layer is at work. After that no
-   call allocates. */
+/* Creates a context. Creating it or a layer may grow the shared workspace (group memory), and must not happen
+   while a layer runs. Other calls allocate nothing. Creation is collective, and blocks. */
 DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_desc *desc);
 DDPDEF void ddp_tp_destroy(ddp_tp *tp); /* after its layers; collective; NULL is ignored */
 DDPDEF ddp_result ddp_tp_get_stats(const ddp_tp *tp, ddp_tp_stats *stats);
 DDPDEF void ddp_tp_reset_stats(ddp_tp *tp);
 
-/* The product that layers use in host memory where desc.gemm is NULL; alone it needs no group. user is not read. Each element of c is one chain of
-   additions in the order of k, so that its bits do not depend on what is computed beside it. */
+/* The product that layers use in host memory when desc.gemm is NULL; can also be called without a group. user
+   is not read. Each element of c is one chain of additions in the order of k, so its bits do not depend on
+   the other elements. */
 DDPDEF ddp_result ddp_gemm_builtin(const ddp_gemm *gemm, void *user);
 
-/* As all layers: tp outlives it, desc is copied, *out is NULL on failure. DDP_ERR_INVALID and DDP_ERR_MISMATCH name the field; DDP_ERR_NO_MEMORY. */
+/* For all layers: tp must outlive the layer, desc is copied, *out is NULL on failure. Errors: DDP_ERR_INVALID
+   and DDP_ERR_MISMATCH name the field; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const ddp_tp_linear_desc *desc);
-DDPDEF void ddp_tp_linear_destroy(ddp_tp_linear *linear); /* as of all layers: not collective; NULL is ignored */
-/* Which box of the global weight (out_features, in_features) this rank's weight is. Fused query, key, value has three parts, 0 to 2, one below the
-   other in the rank's weight; otherwise part is 0. bias likewise, of (out_features). */
+DDPDEF void ddp_tp_linear_destroy(ddp_tp_linear *linear); /* for all layers: not collective; NULL is
+                                                             ignored */
+/* The box of this rank's weight in the global weight (out_features, in_features). Fused query, key, value has
+   three parts, 0 to 2, one below the other in the rank's weight; otherwise part is 0. */
 DDPDEF ddp_result ddp_tp_linear_weight_box(const ddp_tp_linear *linear, int part, ddp_tensor_box *box);
+/* The same for the bias (out_features). */
 DDPDEF ddp_result ddp_tp_linear_bias_box(const ddp_tp_linear *linear, int part, ddp_tensor_box *box);
 DDPDEF int64_t ddp_tp_linear_in_features(const ddp_tp_linear *linear);  /* columns of this rank's weight */
-DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear); /* rows of it */
+DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear); /* rows of this rank's weight */
 
-/* COLUMN: x (M, K) whole, or (M/t, K) in sequence parallelism -> y (M, N/t), or (M, N) with gather_output.
+/* COLUMN: x (M, K) full, or (M/t, K) in sequence parallelism -> y (M, N/t), or (M, N) with gather_output.
    ROW:    x (M, K/t), or (M, K) with scatter_input -> y (M, N), or (M/t, N) in sequence parallelism.
-   rows is M. bias NULL with no_bias. */
-DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias, const void *x, int64_t rows, void *y);
-/* dy as y, dx as x, weight_grad and bias_grad as weight and bias. In sequence parallelism a column linear gathers x again, in chunks beside the
-   product that gives dx. weight_grad and bias_grad NULL, on every rank that has features alike: gradients of weights are not wanted. */
-DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x, const void *dy, int64_t rows, void *dx,
-                                         void *weight_grad, void *bias_grad);
+   rows is M. bias is NULL with no_bias. */
+DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias,
+                                        const void *x, int64_t rows, void *y);
+/* dy has the shape of y, dx of x, weight_grad and bias_grad of weight and bias. In sequence parallelism, a
+   column linear gathers x again, in chunks during the product for dx. weight_grad and bias_grad NULL, on
+   every rank that has features or none: not computed. */
+DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x,
+                                         const void *dy, int64_t rows, void *dx, void *weight_grad,
+                                         void *bias_grad);
 
-/* A column linear (hidden, channels), the activation, a row linear (channels, hidden). weights and grads: weight and bias of the first, then of the
-   second; biases NULL with no_bias. SILU_GATED: the first has 2 hidden rows, all gates, then all ups, each cut. saved: ddp_tp_mlp_saved_count
-   elements that forward leaves for backward. */
+/* A column linear (hidden, channels), the activation, and a row linear (channels, hidden). weights and grads:
+   weight and bias of the first, then of the second; biases are NULL with no_bias. SILU_GATED: the first has 2
+   hidden rows, all gates, then all ups, each sharded. saved: ddp_tp_mlp_saved_count elements that forward
+   writes and backward reads. */
 DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_mlp_desc *desc);
 DDPDEF void ddp_tp_mlp_destroy(ddp_tp_mlp *mlp);
 DDPDEF size_t ddp_tp_mlp_saved_count(const ddp_tp_mlp *mlp, int64_t rows);
-DDPDEF ddp_tp_linear *ddp_tp_mlp_linear(ddp_tp_mlp *mlp, int which); /* 0 the column, 1 the row; the mlp's own, for their boxes */
-DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x, int64_t rows, void *saved, void *y);
-DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x, const void *saved, const void *dy, int64_t rows,
-                                      void *dx, void *const grads[4]);
+/* The column linear (0) or the row linear (1), for their boxes; owned by the mlp. */
+DDPDEF ddp_tp_linear *ddp_tp_mlp_linear(ddp_tp_mlp *mlp, int which);
+DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x,
+                                     int64_t rows, void *saved, void *y);
+DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x,
+                                      const void *saved, const void *dy, int64_t rows, void *dx,
+                                      void *const grads[4]);
 
-/* weight: this rank's rows of (padded_vocab, channels). tokens: M of them, the same on every rank; one outside 0 to vocab - 1 is DDP_ERR_INVALID
-   naming its place, on every rank. y (M, channels), or (M/t, channels) in sequence parallelism. */
-DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp, const ddp_tp_embedding_desc *desc);
+/* weight: this rank's rows of (padded_vocab, channels). tokens: M of them, the same on every rank. y (M,
+   channels), or (M/t, channels) in sequence parallelism. Errors: DDP_ERR_INVALID on every rank names the
+   position of a token outside 0 to vocab - 1. */
+DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp,
+                                          const ddp_tp_embedding_desc *desc);
 DDPDEF void ddp_tp_embedding_destroy(ddp_tp_embedding *embedding);
 DDPDEF ddp_result ddp_tp_embedding_box(const ddp_tp_embedding *embedding, ddp_tensor_box *box);
-DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const void *weight, const int32_t *tokens, int64_t rows, void *y);
-DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const int32_t *tokens, const void *dy, int64_t rows, void *weight_grad);
+DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const void *weight,
+                                           const int32_t *tokens, int64_t rows, void *y);
+DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const int32_t *tokens,
+                                            const void *dy, int64_t rows, void *weight_grad);
 
-/* Cross-entropy of logits cut along the vocabulary, (M, this rank's share of padded_vocab): two collectives, an all-reduce MAX and one fused SUM
-   (Megatron-LM). losses (M), may be NULL: each row's, 0 where it does not count. *mean (may be NULL): over the rows that count; 0 where none does.
-   dlogits as logits, may be the same memory; NULL = not wanted. Nothing else is saved. All ranks get the same bits. A NaN is its row's loss. mean is
-   host memory, and the one thing for which the host waits for a device. targets and desc are the same on every rank; a target outside 0 to vocab - 1
-   that is not ignore_index is DDP_ERR_INVALID naming its row. */
-DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc, const void *logits, const int32_t *targets, int64_t rows,
-                                       void *losses, double *mean, void *dlogits);
+/* Cross-entropy of logits that are sharded along the vocabulary, (M, this rank's share of padded_vocab).
+   losses (M, may be NULL): the loss of each row, 0 for rows that do not count. *mean (may be NULL): over the
+   rows that count, or 0. dlogits has the shape of logits and may be the same memory; NULL = not computed.
+   Nothing else is saved. All ranks get the same bits. A NaN is the loss of its row. Two collectives: an
+   all-reduce MAX and one fused SUM. targets and desc are the same on every rank. mean is host memory; only
+   for it the host waits for a device. Errors: DDP_ERR_INVALID names the row of a target outside 0 to vocab -
+   1 that is not ignore_index. Source: Megatron-LM. */
+DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc, const void *logits,
+                                       const int32_t *targets, int64_t rows, void *losses, double *mean,
+                                       void *dlogits);
 
-/* Over the last dimension of x (rows, channels); rows is this rank's, M/t in sequence parallelism. stats: 2 rows elements for backward. bias NULL
-   with rms. In sequence parallelism the gradients of weight and bias are summed over the group by one all-reduce: then collective. They may be NULL,
-   on every rank: not wanted. dx may be dy. */
-DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp, const ddp_tp_layer_norm_desc *desc);
+/* Normalizes the last dimension of x (rows, channels); rows is this rank's, M/t in sequence parallelism.
+   stats: 2 rows elements for backward. bias is NULL with rms. In sequence parallelism, the gradients of
+   weight and bias are summed over the group by one all-reduce, and the call is collective. They may be NULL,
+   on all ranks or none: not computed. In place: dx may be dy. */
+DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp,
+                                           const ddp_tp_layer_norm_desc *desc);
 DDPDEF void ddp_tp_layer_norm_destroy(ddp_tp_layer_norm *norm);
-DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void *weight, const void *bias, const void *x, int64_t rows, void *stats,
-                                            void *y);
-DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void *weight, const void *x, const void *stats, const void *dy,
-                                             int64_t rows, void *dx, void *weight_grad, void *bias_grad);
+DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void *weight, const void *bias,
+                                            const void *x, int64_t rows, void *stats, void *y);
+DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void *weight, const void *x,
+                                             const void *stats, const void *dy, int64_t rows, void *dx,
+                                             void *weight_grad, void *bias_grad);
 
-/* y = x / (1 - rate) or 0, by a random number of each element's place in the global activation: ranks that hold the same element agree on it, however
-   it is cut. Backward is the same call on dy. In place: y == x. Not collective. */
-DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, const void *x, int64_t rows, int64_t columns, void *y);
+/* y = x / (1 - rate) or 0, decided by a random number for each element's position in the global activation:
+   ranks that hold the same element agree, for any sharding. Backward is the same call on dy. In place: y ==
+   x. Not collective. */
+DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, const void *x, int64_t rows,
+                                 int64_t columns, void *y);
 
-/* Normal values of a global tensor, element by element from its place in it: any cut of it has the bits of the whole. out: box->shape, of dtype f32
-   or f64. Not collective. */
-DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dtype, uint64_t key, double mean, double deviation, void *out);
+/* Fills out with normal values of a global tensor. Each value depends only on the element's global position:
+   any sharding has the bits of the full tensor. out: box->shape, of dtype f32 or f64. Not collective. */
+DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dtype, uint64_t key,
+                                         double mean, double deviation, void *out);
 
 #ifdef __cplusplus
 }
