@@ -1156,23 +1156,24 @@ DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_ten
 
 //== from one placement to another =============================================================== >>impl-tensor-plan
 
-/* One step: what is called, and what has to be packed for it. Parts travel as blocks, one behind the other in rank order. A tensor cut along
-   dimension d is such a row of blocks already where all dimensions before d are 1:
+/* One step: the collective, and the blocks that it needs. Parts travel as blocks, in rank order. A tensor that is cut
+   along dimension d is stored as such a row of blocks if all dimensions before d are 1:
 
-       cut along 0:  [r0 r0 | r1 r1]  lies as blocks     cut along 1:  [r0 r1]
-                                                                       [r0 r1]  does not: packed on the way out, or unpacked on the way in */
+       cut along 0:  [r0 r0 | r1 r1]  is a row of blocks     cut along 1:  [r0 r1]
+                                                                           [r0 r1]  is not: packed before the call, or
+                                                                                    unpacked after it */
 typedef struct ddp__tensor_move {
     const char *who;
     ddp_group *group;
     int rank, world, ndim;
-    int talks, sends;                /* talks: by the placements alone ranks may send; sends 0: no rank does, as nothing is there */
+    int talks, sends;                /* talks: the placements may need messages. sends 0: nothing to send */
     ddp_placement from, to;
     ddp_dtype dtype;
     size_t size;                     /* of an element */
     int64_t global[DDP_MAX_NDIM], in_shape[DDP_MAX_NDIM], out_shape[DDP_MAX_NDIM];
     ddp_call_kind call;
-    int64_t padded;                  /* reduce-scatter: entries of every block along the cut; fewer are filled up with zeros */
-    size_t pack_bytes, unpack_bytes; /* room for blocks; 0 = they lie so in `in`, or `out` */
+    int64_t padded;                  /* reduce-scatter: entries of each block along the cut, padded with zeros */
+    size_t pack_bytes, unpack_bytes; /* memory for blocks; 0 = `in`, or `out`, is a row of blocks */
     ddp_tensor_plan plan;
 } ddp__tensor_move;
 
@@ -1191,8 +1192,8 @@ static int64_t ddp__tensor_block(int ndim, const int64_t *shape, int dim, int ra
     return count;
 }
 
-/* Between a tensor and the row of its blocks. Only the last one that is not empty may be shorter than those before it: blocks that are filled up
-   to equal length begin at the same places. */
+/* Copies a tensor to the row of its blocks, or back. All blocks have the same length, except the last one that is not
+   empty: so padded blocks begin at the same places. */
 static ddp_result ddp__tensor_blocks(const ddp__tensor_move *m, int packs, const int64_t *shape, int dim, void *tensor, void *blocks) {
     int64_t offset[DDP_MAX_NDIM] = {0}, extent[DDP_MAX_NDIM];
     char *block = (char *)blocks;
@@ -1214,7 +1215,7 @@ static ddp_tensor_box ddp__tensor_part(const ddp__tensor_move *m, ddp_placement 
     return box;
 }
 
-/* An error with both shapes, unless `shape` is what the placement says. */
+/* An error with both shapes, unless `shape` is the part that the placement gives this rank. */
 static ddp_result ddp__tensor_move_fits(const ddp__tensor_move *m, const char *name, const int64_t *shape, ddp_placement placement) {
     ddp__tensor_text a, b, c;
     const ddp_tensor_box box = ddp__tensor_part(m, placement);
@@ -1224,8 +1225,8 @@ static ddp_result ddp__tensor_move_fits(const ddp__tensor_move *m, const char *n
                             m->world, ddp__tensor_shape(m->ndim, box.shape, &c));
 }
 
-/* The cheapest way between two different placements over several ranks. A ring sends, of what is gathered, all but the next rank's part; of what is
-   reduced, all but its own. */
+/* The cheapest collective between two different placements over several ranks. Bytes are those of a ring: of a gathered
+   tensor, everything except the next rank's part; of a reduced one, everything except this rank's part. */
 static ddp_result ddp__tensor_move_choose(ddp__tensor_move *m) {
     int a = ddp__tensor_cut_dim(m->from), b = ddp__tensor_cut_dim(m->to), next = (m->rank + 1) % m->world;
     int64_t total = ddp__tensor_product(m->ndim, m->global), mine = ddp__tensor_product(m->ndim, m->in_shape), sent, blocks;
@@ -1280,7 +1281,7 @@ static void ddp__tensor_move_global(ddp__tensor_move *m, const ddp_tensor *t, co
     memcpy(m->global, shape, (size_t)t->ndim * sizeof *shape);
 }
 
-/* global NULL: follows from in and out. */
+/* Checks the arguments of a move and chooses its collective. global NULL: the global shape follows from in and out. */
 static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                         ddp_placement to, const ddp_tensor *out, const int64_t *global, int with_data) {
     ddp_tensor whole, t;
@@ -1321,7 +1322,7 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
     return DDP_OK;
 }
 
-/* Where nothing is sent. */
+/* A move without messages. */
 static ddp_result ddp__tensor_move_local(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out) {
     const ddp_device *device = ddp__tensor_device(m->group);
     size_t out_bytes = (size_t)ddp__tensor_room(out);
@@ -1336,12 +1337,12 @@ static ddp_result ddp__tensor_move_local(const ddp__tensor_move *m, const ddp_te
                            out->shape, m->from == DDP_REPLICATE ? NULL : box.offset);
 }
 
-/* Elements of the W blocks that this rank sends, or gets. */
+/* Elements of each of the W blocks that this rank sends, or receives. */
 static void ddp__tensor_counts(const ddp__tensor_move *m, const int64_t *shape, int dim, size_t *counts) {
     for (int r = 0; r < m->world; r++) counts[r] = (size_t)ddp__tensor_block(m->ndim, shape, dim, r, m->world);
 }
 
-/* send and recv hold blocks; counts: room for twice the ranks. */
+/* send and recv are rows of blocks. counts: memory for two numbers per rank. */
 static ddp_result ddp__tensor_move_call(const ddp__tensor_move *m, const void *send, void *recv, size_t *counts) {
     int a = ddp__tensor_cut_dim(m->from), b = ddp__tensor_cut_dim(m->to);
     size_t count = (size_t)ddp__tensor_product(m->ndim, m->in_shape);
@@ -1389,7 +1390,8 @@ static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_res
     return ddp_agree(m->group, m->who, mine, ddp_hash(DDP_HASH_SEED, values, sizeof values), what);
 }
 
-/* result: how it went so far on this rank. Where the placements may send, all hear of it before anything is sent, and of memory that one has not. */
+/* result: of this rank until now. If the placements may need messages, all ranks agree before the first one, also on
+   memory. */
 static ddp_result ddp__tensor_move_run(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out, ddp_result result) {
     size_t *counts = NULL, blocks_bytes = m->pack_bytes + m->unpack_bytes;
     void *space = NULL;
@@ -1441,7 +1443,7 @@ DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, dd
 
 /* --- from one rank, and to one --- */
 
-/* Between root's whole tensor and blocks of equal size, the shorter parts filled up. space: pack_bytes of it. */
+/* Copies between root's full tensor and blocks of equal size; shorter parts are padded. space: pack_bytes of it. */
 static ddp_result ddp__tensor_root_blocks(const ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole, ddp_tensor *part, char *space) {
     const ddp_device *device = ddp__tensor_device(m->group);
     int dim = ddp__tensor_cut_dim(m->to), packed = m->rank == root && m->pack_bytes;
@@ -1473,7 +1475,7 @@ static ddp_result ddp__tensor_root_send(const ddp__tensor_move *m, int root, int
     return m->to == DDP_REPLICATE && !gathers && m->world > 1 ? ddp_broadcast(m->group, part->data, count, m->dtype, root, NULL) : DDP_OK;
 }
 
-/* Which blocks, of what room; elements that do not fit in memory are found here. */
+/* The size of the blocks. An error if they do not fit in memory. */
 static ddp_result ddp__tensor_root_room(ddp__tensor_move *m, int root) {
     int dim = ddp__tensor_cut_dim(m->to);
     int64_t bytes, length;
@@ -1487,7 +1489,7 @@ static ddp_result ddp__tensor_root_room(ddp__tensor_move *m, int root) {
     return DDP_OK;
 }
 
-/* result: how it went so far on this rank, of which all hear before anything is sent. */
+/* result: of this rank until now. All ranks agree before the first message. */
 static ddp_result ddp__tensor_root_run(ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole, ddp_tensor *part, ddp_result result) {
     void *space = NULL;
     if (result == DDP_OK) result = ddp__tensor_root_room(m, root);
@@ -1525,7 +1527,7 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
     return out ? ddp__tensor_put(group, out, &t, result) : result;
 }
 
-/* What is wrong on this rank, if anything; *whole: root's. */
+/* The first error of this rank, or DDP_OK. *whole: root's tensor. */
 static ddp_result ddp__tensor_gather_check(ddp__tensor_move *m, const char *who, ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                            const int64_t *global_shape, int root, const ddp_tensor *out, ddp_tensor *whole) {
     ddp_tensor t;
@@ -1574,7 +1576,7 @@ static void ddp__tensor_route_add(ddp__tensor_route *r, int axis, ddp_placement 
     r->step[r->count++].to = r->now[axis] = to;
 }
 
-/* Axes inside of this one that cut a dimension which its change is about are gathered first, innermost first: they have pieces of its piece. */
+/* Inner axes that cut the dimension of this change are gathered first, innermost first: they cut this axis' piece. */
 static void ddp__tensor_route_change(ddp__tensor_route *r, int axis, ddp_placement to) {
     ddp_placement from = r->now[axis];
     for (int i = r->layout->axis_count - 1; i > axis; i--)
@@ -1582,15 +1584,16 @@ static void ddp__tensor_route_change(ddp__tensor_route *r, int axis, ddp_placeme
     ddp__tensor_route_add(r, axis, to);
 }
 
-/* Whether a cut that this axis makes now would have to be gathered for an axis outside of it. */
+/* Whether an outer axis would have to gather a cut that this axis makes now. */
 static int ddp__tensor_route_early(const ddp__tensor_route *r, int axis, ddp_placement to) {
     for (int i = 0; i < axis; i++)
         if (r->now[i] != r->to[i] && (r->now[i] == to || r->to[i] == to)) return 1;
     return 0;
 }
 
-/* Cuts that cost nothing come first: what follows is smaller. Then sums, innermost first. Then the rest, outermost first: an axis that was gathered
-   is cut again in its turn. At most 48 steps for 8 axes: each gather undoes a cut, and an axis is cut three times at most. */
+/* Cuts without messages come first: they make later steps smaller. Then sums, innermost first. Then the rest, outermost
+   first: an axis that was gathered is cut again in its turn. At most 48 steps for 8 axes: each gather undoes a cut, and
+   an axis is cut at most three times. */
 static void ddp__tensor_route_find(ddp__tensor_route *r, const ddp_tensor_layout *from, const ddp_tensor_layout *to) {
     int n = from->axis_count;
     memset(r, 0, sizeof *r);
@@ -1630,8 +1633,8 @@ static ddp_result ddp__tensor_layouts_check(const char *who, const ddp_tensor_la
     return DDP_OK;
 }
 
-/* One step from `now` to `next`, whose shape is set here. runs 0: only what it would do. result: how it went so far on this rank, of which those that
-   it would send to have to hear. */
+/* One step from `now` to `next`; sets the shape of next. runs 0: only plans. result: of this rank until now, which the
+   ranks of this axis agree on. */
 static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, int step, const ddp_tensor *now, ddp_tensor *next, int runs,
                                          ddp_tensor_plan *plan, size_t *most_sent, ddp_result result) {
     int axis = r->step[step].axis;
@@ -1657,7 +1660,7 @@ static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, 
     return ddp__tensor_move_run(&m, now, next, result);
 }
 
-/* What is wrong on this rank, if anything; *t: where the result goes. */
+/* The first error of this rank, or DDP_OK. *t: memory for the result. */
 static ddp_result ddp__tensor_relayout_check(const char *who, const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to,
                                              const ddp_tensor *out, ddp_tensor *t) {
     ddp_group *group = ddp__tensor_layout_group(from);
@@ -1908,8 +1911,8 @@ static ddp_result ddp__gemm_cblas(const ddp_gemm *g, void *user) {
 //== kernels on the CPU ======================================================================== >>impl-tp-kernels
 /* ddp_layer_kernels for host memory: one table for f32, one for f64. */
 
-#define DDP__TP_LANES 16 /* a reduction in so many parts vectorises */
-#define DDP__TP_BLOCK 64 /* so do loops of so many; shorter ones are unrolled first */
+#define DDP__TP_LANES 16 /* a reduction in this many parts vectorises */
+#define DDP__TP_BLOCK 64 /* loops of this many do too; shorter ones are unrolled first */
 
 /* exp(x) within 2e-7, for x from -87 to 88 and clamped beyond: x = n ln 2 + r, |r| <= ln(2)/2, and a Taylor polynomial. Without branches, so that
    loops of it become vectors. NaN stays NaN. */
@@ -2442,10 +2445,10 @@ DDPDEF void ddp_tp_reset_stats(ddp_tp *tp) {
 struct ddp_tp_linear {
     ddp_tp *tp;
     ddp_tp_linear_desc desc;              /* with every default resolved */
-    int part_count;                       /* what is cut by itself: 1; 3 of fused query, key, value; 2 of gate and up */
+    int part_count;                       /* parts that are cut separately: 1; 3 of fused query, key, value; 2 of gate and up */
     int64_t part[DDP__LINEAR_PARTS];      /* features in each, over all ranks */
     int64_t in, out;                      /* columns and rows of this rank's weight */
-    int64_t widest;                       /* the most of the cut features that a rank has */
+    int64_t widest;                       /* the largest number of cut features of a rank */
 };
 
 /* out (M, n) = in (M, k) by the weight, any of whose rows can be had alone: W transposed in forward, W for the gradient of inputs. */
@@ -2456,10 +2459,11 @@ typedef struct ddp__linear_product {
     int forward;
 } ddp__linear_product;
 
-/* Where gradients of weights go. wanted: on every rank alike; one whose weight is empty, and its memory NULL, need not know. */
+/* Memory for the gradients of weights. wanted: the same on every rank. A rank with an empty weight may pass NULL. */
 typedef struct ddp__linear_grads { int wanted; void *weight, *bias; } ddp__linear_grads;
 
-/* A rank's share of a part of the cut features: how many, the first of them among all of the layer's, and where they begin among the rank's own. */
+/* Returns the number of features of a part that a rank has. *global: the first of them among all features of the layer.
+   *local: the first among this rank's. */
 static int64_t ddp__linear_share(const ddp_tp_linear *l, int part, int rank, int64_t *global, int64_t *local) {
     int64_t base = 0, before = 0, first, count;
     for (int p = 0; p < part; p++) {
@@ -2482,7 +2486,7 @@ static ddp_result ddp__tp_multiply(const ddp_tp *tp, const ddp_gemm *g) {
     return g->m && g->n && g->k ? tp->desc.gemm(g, tp->desc.gemm_user) : tp->kernels->gemm(g, tp->group);
 }
 
-/* Rows of a product: `rows` of `in` from row first go to out. */
+/* Multiplies `rows` rows of `in`, from row `first` on, into out. */
 static ddp_result ddp__linear_rows(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t first, int64_t rows, void *out) {
     const void *in = ddp__tp_at(l->tp, p->in, first * p->in_row);
     const int64_t n = p->forward ? l->out : l->in, k = p->forward ? l->in : l->out;
@@ -2490,7 +2494,8 @@ static ddp_result ddp__linear_rows(const ddp_tp_linear *l, const ddp__linear_pro
     return ddp__tp_multiply(l->tp, &g);
 }
 
-/* bias_grad = the sum of dy's rows, and weight_grad (out, in) = dy' x over all rows; or added to them. dy and x are complete once pending's early one is. */
+/* bias_grad = the sum of dy's rows, and weight_grad (out, in) = dy' x over all rows; or added to them. dy and x are
+   complete once pending's works[0] is. */
 static ddp_result ddp__linear_gradients(const ddp_tp_linear *l, const void *dy, const void *x, int64_t x_row, int64_t rows,
                                         const ddp__linear_grads *grads, ddp__tp_pending *pending) {
     const ddp_tp *tp = l->tp;
@@ -2505,8 +2510,8 @@ static ddp_result ddp__linear_add_bias(const ddp_tp_linear *l, void *y, int64_t 
     return bias ? ddp__tp_tell(l->tp, l->tp->kernels->add_bias(rows, l->out, bias, y, y_row)) : DDP_OK;
 }
 
-/* From one slot per rank, (rows, widest), of which the first so many columns are that rank's, to (rows, all features). take: the other way, for this
-   rank alone, and without a gap between rows. */
+/* Copies from one slot per rank, (rows, widest), with that rank's features in its first columns, to (rows, all features).
+   take: the other direction, for this rank only, without gaps between rows. */
 static ddp_result ddp__linear_columns(const ddp_tp_linear *l, const void *from, void *to, int64_t rows, int take) {
     const ddp_tp *tp = l->tp;
     int64_t total = 0, mine = ddp__linear_features(l, tp->rank), global, local;
@@ -2521,7 +2526,7 @@ static ddp_result ddp__linear_columns(const ddp_tp_linear *l, const void *from, 
     return DDP_OK;
 }
 
-/* --- rows that travel: own = M/t of them, or all M, in chunk_count pieces --- */
+/* --- rows that are sent: own = M/t of them, or all M, in chunk_count pieces --- */
 
 /* The product where each rank has its own rows of `in`: p->in is (own_rows, in_row). All ranks' rows are gathered at
    `whole`, in rank order, and p->in points there afterwards. p->out NULL: gathers only. */
@@ -2612,7 +2617,7 @@ static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linea
 
 /* --- row: y (M, N) = x W' summed over the ranks, each of which has columns of x and W, + b --- */
 
-/* What a row linear multiplies: with scatter_input, this rank's columns of x. */
+/* The input of a row linear. With scatter_input, this rank's columns of x. */
 static const void *ddp__linear_row_input(const ddp_tp_linear *l, const void *x, int64_t *x_row) {
     int64_t first = 0;
     *x_row = l->desc.scatter_input ? l->desc.in_features : l->in;
@@ -2637,7 +2642,7 @@ static int64_t ddp__linear_nearest(int64_t n, int64_t ranks) {
     return below && n - below < below + ranks - n ? below : below + ranks;
 }
 
-/* Of the fused query, key and value: heads, kv_heads and head_size are resolved, and l's parts set. */
+/* Fused query, key and value: resolves heads, kv_heads and head_size, and sets l's parts. */
 static ddp_result ddp__linear_resolve_heads(ddp_tp_linear *l, const char *call) {
     ddp_tp *tp = l->tp;
     ddp_tp_linear_desc *d = &l->desc;
@@ -2689,7 +2694,7 @@ static ddp_result ddp__linear_resolve(ddp_tp_linear *l, const char *call) {
     return DDP_OK;
 }
 
-/* What l->tp, desc and parts (of gate and up) make of it; *bytes: of workspace. Not collective. */
+/* Resolves l from its tp, desc and parts (of gate and up). *bytes: of workspace. Not collective. */
 static ddp_result ddp__linear_make(ddp_tp_linear *l, const char *call, size_t *bytes) {
     ddp_tp *tp = l->tp;
     const ddp_tp_linear_desc *d = &l->desc;
@@ -2758,7 +2763,7 @@ DDPDEF ddp_result ddp_tp_linear_bias_box(const ddp_tp_linear *linear, int part, 
     return ddp__linear_box(linear, "ddp_tp_linear_bias_box", part, 1, box);
 }
 
-/* Pointers may be NULL where there is nothing to point at. */
+/* A pointer may be NULL if it has no elements to point to. */
 static ddp_result ddp__linear_check(const ddp_tp_linear *l, const char *call, const void *weight, const void *x, int64_t rows, const char *y_name,
                                     const void *y) {
     DDP_TRY(ddp__tp_check_rows(l->tp, call, rows));
