@@ -1487,8 +1487,7 @@ typedef struct ddp__op {
     struct ddp__op *older;       /* of all handles of the group */
     void *event;                 /* the device's, where it has lanes */
     ddp_saved_error outcome;
-    size_t *arrays;              /* 4 times world_size: copies of the counts and offsets of _v calls */
-} ddp__op;
+} ddp__op; /* behind it: 4 times world_size numbers, copies of the counts and offsets of a _v call */
 
 /* What ddp_agree exchanges. ddp_group_split uses the same memory for the colors and keys of all ranks and for
    the members. */
@@ -1555,10 +1554,9 @@ static DDP__THREAD_LOCAL char ddp__error_text[DDP__TEXT_MAX];
 static DDP__THREAD_LOCAL int ddp__public_call; /* the outermost public call of this thread */
 static DDP__THREAD_LOCAL const ddp_group *ddp__sweeping;  /* whose messages this thread polls one by one, having moved all on; not those of a group inside */
 static DDP__THREAD_LOCAL const ddp_group *ddp__thread_of; /* whose communication thread this is; NULL = none's */
-static DDP__THREAD_LOCAL const void *ddp__waited_request; /* a request that ddp__p2p_wait polls */
-static DDP__THREAD_LOCAL int ddp__p2p_blocks;             /* DDP__STARTS_BLOCKING or DDP__BLOCKED, see >>impl-p2p */
-enum { DDP__STARTS_BLOCKING = 1, DDP__BLOCKED };
+static DDP__THREAD_LOCAL const void *ddp__waited_request; /* the request that this thread waits for, or NULL */
 static DDP__THREAD_LOCAL double ddp__waited_since;        /* when that wait began */
+#define DDP__CALL_BLOCKS 2 /* a flag of a send or receive without ddp_work: a thread waits for it, now or at the end of its batch */
 
 DDPDEF const char *ddp_last_error(void) { return ddp__error_text; }
 
@@ -2718,9 +2716,10 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
         if (here == DDP_OK) return DDP_OK;
         if (result == DDP_ERR_SYSTEM) result = here; /* a lack of room is the better reason */
         if (here == result) snprintf(reasons, sizeof reasons, "%s", ddp_last_error());
-        if (place != DDP__HEAP_MEMFD || here != DDP_ERR_NO_MEMORY) continue;
-        remedy = "raise vm.overcommit_ratio, or end other programs";
-        break; /* a limit of this process, or of all */
+        if (place == DDP__HEAP_MEMFD && here == DDP_ERR_NO_MEMORY) { /* a limit of this process, or of all */
+            remedy = "raise vm.overcommit_ratio, or end other programs";
+            break;
+        }
     }
     if (!strstr(reasons, "no room in")) return ddp_fail(result, "%s", reasons);
     return ddp_fail(result, "%.300s; %s", reasons, remedy);
@@ -2729,6 +2728,11 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
 //== life and death of ranks ============================================================================ >>impl-life
 
 #define DDP__START_UNKNOWN UINT64_MAX
+#ifdef SYS_pidfd_open
+#define DDP__PIDFD_OPEN SYS_pidfd_open
+#else
+#define DDP__PIDFD_OPEN (-1) /* fails with ENOSYS */
+#endif
 
 /* Returns the start time (field 22) of a process, 0 when it has ended, also as a zombie (state Z or X, field
    3), or DDP__START_UNKNOWN. It is unknown in a PID namespace that kept the /proc of the outer one: there,
@@ -2751,19 +2755,16 @@ static uint64_t ddp__process_start_time(int pid) {
 }
 
 /* Returns 1 when a process has ended, also as a zombie. start_time: of the process when it joined, or
-   DDP__START_UNKNOWN. */
+   DDP__START_UNKNOWN. Where /proc does not help, and before Linux 5.3, a zombie counts as alive. */
 static int ddp__process_gone(int pid, uint64_t start_time) {
     if (kill(pid, 0) != 0 && errno == ESRCH) return 1;
     uint64_t start = ddp__process_start_time(pid);
     if (start == 0) return 1;
     if (start != DDP__START_UNKNOWN) return start_time != DDP__START_UNKNOWN && start != start_time;
-    int gone = 0;
-#ifdef SYS_pidfd_open /* Linux 5.3. Without it, a zombie counts as alive */
-    struct pollfd ended = {(int)syscall(SYS_pidfd_open, pid, 0), POLLIN, 0};
+    struct pollfd ended = {(int)syscall(DDP__PIDFD_OPEN, pid, 0), POLLIN, 0};
     if (ended.fd < 0) return errno == ESRCH;
-    gone = poll(&ended, 1, 0) > 0;
+    int gone = poll(&ended, 1, 0) > 0;
     close(ended.fd);
-#endif
     return gone;
 }
 
@@ -2886,13 +2887,10 @@ DDPDEF void ddp_group_get_lost(const ddp_group *group, uint64_t out[2]) {
     int count = 0;
     for (int r = 0; lost && ddp__load(&lost->mark_count) && r < lost->world_size && r < UINT16_MAX; r++) {
         if (!ddp__load(&lost->cause_of[r])) continue;
-        if (count && range[count - 1][0] + range[count - 1][1] == r) {
-            range[count - 1][1]++;
-            continue;
-        }
-        if (count == DDP__LOST_RANGES) break;
-        range[count][0] = (uint16_t)r;
-        range[count++][1] = 1;
+        int extends = count && range[count - 1][0] + range[count - 1][1] == r;
+        if (!extends && count == DDP__LOST_RANGES) break;
+        if (!extends) range[count++][0] = (uint16_t)r;
+        range[count - 1][1]++;
     }
     memcpy(out, range, sizeof range);
 }
@@ -3024,15 +3022,6 @@ static void ddp__local_poison(ddp_group *group, void *state, ddp_result code, co
         ddp__wake(&l->line[r].collective);
         ddp__wake(&l->line[r].p2p);
     }
-}
-
-/* DDP_OK, or the recorded cause with its text copied out. */
-static ddp_result ddp__local_cause(const ddp__local *l, char *text, size_t size) {
-    uint32_t state = ddp__load(&l->control->poison);
-    if (state == 0) return DDP_OK;
-    for (double start = ddp_now(); state == 1 && ddp_now() - start < 5.0; state = ddp__load(&l->control->poison)) sched_yield(); /* being written */
-    snprintf(text, size, "%s", state == 2 ? l->control->poison_text : "a rank died while reporting a failure");
-    return state == 2 ? (ddp_result)l->control->poison_code : DDP_ERR_PEER_LOST;
 }
 
 #define DDP__POISON(l, code, ...) ddp__local_poison(NULL, l, ddp_fail(code, __VA_ARGS__), ddp_last_error())
@@ -3212,7 +3201,7 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
     char text[DDP__TEXT_MAX];
     double start = ddp_now(), checked = start;
     for (int tries = 0, slice_us = 500; ddp__word_of(words, stride, peer) < target; tries++) {
-        if (ddp__local_cause(l, text, sizeof text) != DDP_OK) return DDP_ERR_POISONED;
+        if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
         ddp__local_progress(group, l, NULL, 1);
         if (group->wait_fn) group->wait_fn(group->wait_argument);
         if (tries < l->yields) { sched_yield(); continue; }
@@ -3432,13 +3421,16 @@ typedef struct ddp__move {
     size_t largest;       /* piece, over all ranks and peers */
     size_t rounds, room;  /* and room for a piece in each */
     size_t chunk, first_share; /* shared: what a slot holds; of a rank in the first chunk, which may be shorter */
+    int way;              /* DDP__WAY_* */
+    size_t filled;        /* rounds that are in the own slots already */
+    ddp_tuner *route;     /* it learns how long the proposed way takes; or NULL */
 } ddp__move;
 
 DDP__FORCED_INLINE ddp__move ddp__move_of(const ddp_call *call) {
     int shape = ddp__forms[call->kind].shape;
     const void *send = call->kind == DDP_CALL_BROADCAST ? call->recv : call->send;
     size_t element = ddp_dtype_size(call->dtype), block = call->count * element;
-    ddp__move m = {call, shape, !(shape & DDP__SPLITS), 0, (const unsigned char *)send, (unsigned char *)call->recv, element, block, block, 0, block, 0, 0};
+    ddp__move m = {call, shape, !(shape & DDP__SPLITS), 0, (const unsigned char *)send, (unsigned char *)call->recv, element, block, block, 0, block, 0, 0, DDP__WAY_CACHED, 0, NULL};
     return m;
 }
 
@@ -3509,8 +3501,8 @@ DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, 
     if (past) ddp__stream_end();
 }
 
-/* What ddp__reduce_tree adds in round k, and where to: in[r] of all ranks into outs, which are the own piece and, where that is
-   shared, out[r] of those who receive it. Returns how many outs there are; *count: elements. */
+/* What ddp__reduce_tree adds in round k: in[r] of all ranks. outs: where it stores the sum, which is this rank's own
+   piece and, in a shared call, out[r] of the ranks that receive it. Returns their number; *count: elements. */
 DDP__FORCED_INLINE int ddp__move_outs(const ddp__local *l, const ddp__move *m, void **in, void *const *out, size_t k, void **outs,
                                       size_t *count) {
     const ddp_call *call = m->call;
@@ -3525,7 +3517,7 @@ DDP__FORCED_INLINE int ddp__move_outs(const ddp__local *l, const ddp__move *m, v
     return out_count;
 }
 
-/* Takes what lies at in[p], in payloads or slots. */
+/* Adds or copies the pieces in[p], which are in payloads or slots. */
 DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, void **in, size_t k, int how) {
     int adds = m->shape & DDP__ADDS, hand_back = l->amd && how != DDP__PAST && !m->shared && (!m->common || l->world_size == 2);
     if (adds) {
@@ -3593,13 +3585,13 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
 /* Takes straight from the givers' buffers, and writes what is shared straight into those of who receives it. READ: what is private is read in one copy;
    to be added, piece by piece into the own slot, which stays in cache. PUSH, a large all-gather: each rank writes its block past the caches into
    everybody's buffer; reading lines that are new in another core's cache is what costs time there, and nobody does. */
-static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m, int way) {
-    int adds = m->shape & DDP__ADDS, read = way == DDP__WAY_READ;
+static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m) {
+    int adds = m->shape & DDP__ADDS, read = m->way == DDP__WAY_READ;
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
     void *in[DDP_MAX_LOCAL_RANKS], *out[DDP_MAX_LOCAL_RANKS], *outs[DDP_MAX_LOCAL_RANKS];
     m->first_share = ddp__share(m->block, l->world_size);
     if (adds && read) DDP_TRY(ddp__await_passed(group, l, l->round)); /* peers are done with the slot */
-    else { m->rounds = way != DDP__WAY_PUSH; m->room = m->largest; }
+    else { m->rounds = m->way != DDP__WAY_PUSH; m->room = m->largest; }
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     ddp__move_own(l->rank, m);
     for (size_t k = 0; k < m->rounds; k++) {
@@ -3619,7 +3611,7 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
         if (count) ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, count, m->call->dtype, m->call->op, m->call->divisor,
                                     ddp__how(l, m->shared ? m->first_share : m->largest));
     }
-    if (way == DDP__WAY_PUSH) {
+    if (m->way == DDP__WAY_PUSH) {
         DDP__FOR_PEERS(l, p) ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + (size_t)l->rank * m->block, m->send, m->block);
         ddp__stream_end();
     }
@@ -3659,19 +3651,20 @@ static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__m
     return DDP_OK;
 }
 
-/* Round by round through slots. The first `filled` of them have been filled already. */
-static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, int past) {
+/* Round by round through slots. */
+static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m) {
     uint64_t first = l->round + 1;
+    int past = m->way == DDP__WAY_PAST;
     void *in[DDP_MAX_LOCAL_RANKS];
     l->round += m->rounds;
-    for (size_t k = filled; k <= m->rounds + (size_t)m->shared; k++) { /* fills round k, takes k - 1, drains k - 2 */
+    for (size_t k = m->filled; k <= m->rounds + (size_t)m->shared; k++) { /* fills round k, takes k - 1, drains k - 2 */
         if (ddp__rounds_fuse(l, m, k)) { DDP_TRY(ddp__round_fused(group, l, m, first, k)); continue; }
         if (k < m->rounds) {
             DDP_TRY(ddp__await_passed(group, l, first + k - DDP__SLOTS)); /* nobody is inside the slot any more */
             ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k, past);
             ddp__tick(l, DDP__FILLED, first + k);
         }
-        if (k == filled) ddp__move_own(l->rank, m);
+        if (k == m->filled) ddp__move_own(l->rank, m);
         if (k > 0 && k <= m->rounds) {
             DDP__FOR_PEERS(l, p) {
                 int takes = m->shared || ddp__piece(m, ddp__takes(l->rank, m, p), k - 1, p).size;
@@ -3727,9 +3720,8 @@ static ddp_tuner *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t g
     return &l->route[kind][power];
 }
 
-/* A call of more than a small message, or a _v call. Announces it, chooses its way together with the other ranks, and executes
-   it. A way that rank 0 proposed is timed. */
-static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, ddp__move *m) {
+/* A call of more than a small message, or a _v call: announces it, and chooses its way together with the other ranks. */
+static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m) {
     const ddp_call *call = m->call;
     int push = call->kind == DDP_CALL_ALL_GATHER && m->block >= DDP__LARGE_BYTES;
     size_t span = 0; /* how far the send buffer reaches that peers read */
@@ -3744,9 +3736,9 @@ static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, ddp__move *m)
     if (push) recv = ddp__address(l, m->recv, m->block * (size_t)l->world_size);
     if (call->recv_counts) ddp__counts_tell(l, m);
     ddp_tuner *proposed = call->send_counts || m->shared ? NULL : ddp__route_propose(l, m, span);
-    int filled = !proposed && !call->recv_counts && (send | recv) & DDP__PRIVATE; /* staged for certain: the first round travels with the announcement */
+    m->filled = !proposed && !call->recv_counts && (send | recv) & DDP__PRIVATE; /* staged for certain: the first round travels with the announcement */
     ddp__move_cut(l, m);
-    if (filled) {
+    if (m->filled) {
         DDP_TRY(ddp__await_passed(group, l, l->round + 1 - DDP__SLOTS));
         ddp__move_fill(l, m, ddp__slot_of(l, l->rank, l->round + 1), 0, 0);
         ddp__store(&l->line[l->rank].count[DDP__FILLED].rounds, l->round + 1);
@@ -3759,14 +3751,11 @@ static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, ddp__move *m)
         recvs |= ddp__post_of(l, r, call->seq)->recv;
         readable &= ddp__proposal_of(l, r, call)->readable;
     }
-    if (push && !(recvs & DDP__PRIVATE)) return ddp__move_direct(group, l, m, DDP__WAY_PUSH);
-    if (!((m->shared ? sends | recvs : sends) & DDP__PRIVATE)) return ddp__move_direct(group, l, m, DDP__WAY_TAKE);
-    if (!proposed) return ddp__move_rounds(group, l, m, (size_t)filled, 0);
-    int way = ddp__proposal_of(l, 0, call)->way;
-    double start = ddp_now();
-    ddp_result result = way == DDP__WAY_READ && readable ? ddp__move_direct(group, l, m, way) : ddp__move_rounds(group, l, m, 0, way == DDP__WAY_PAST);
-    ddp_tuner_learn(proposed, way, ddp_now() - start);
-    return result;
+    if (push && !(recvs & DDP__PRIVATE)) m->way = DDP__WAY_PUSH;
+    else if (!((m->shared ? sends | recvs : sends) & DDP__PRIVATE)) m->way = DDP__WAY_TAKE;
+    else if ((m->route = proposed) != NULL) m->way = ddp__proposal_of(l, 0, call)->way;
+    if (m->way == DDP__WAY_READ && !readable) m->way = DDP__WAY_CACHED;
+    return DDP_OK;
 }
 
 static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *call) {
@@ -3779,7 +3768,11 @@ static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *
         result = ddp__enter(group, l, call, 0, 0);
     } else if (!small || call->recv_counts) {
         ddp__move large = m; /* so that m stays in registers */
-        result = ddp__move_large(group, l, &large);
+        result = ddp__move_begin(group, l, &large);
+        double start = large.route ? ddp_now() : 0;
+        if (result == DDP_OK && large.way >= DDP__WAY_READ) result = ddp__move_direct(group, l, &large);
+        else if (result == DDP_OK) result = ddp__move_rounds(group, l, &large);
+        if (large.route) ddp_tuner_learn(large.route, ddp__proposal_of(l, 0, call)->way, ddp_now() - start);
     } else if (m.shape != DDP__ADDS) {
         result = ddp__move_small(group, l, &m);
     } else {
@@ -3804,12 +3797,12 @@ static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *
 
 enum { DDP__MESSAGES = 16, DDP__INLINE = 2048, DDP__STAGE = 65536, DDP__STAGES = 2 };
 enum { DDP__FREE = 0, DDP__POSTED, DDP__CLAIMED, DDP__TAKEN };
-enum { DDP__HOW_INLINE = 0, DDP__HOW_IN_PLACE, DDP__HOW_STAGED };
 enum { DDP__STAGE_WAITS = 1, DDP__STAGE_MOVED = 2 };
 
 typedef struct ddp__message {
     DDP__OWN_LINE uint32_t state; /* FREE -> POSTED by the sender, -> CLAIMED or TAKEN by the receiver, -> FREE by the sender (inline: receiver) */
-    int32_t tag, how;
+    int32_t tag;
+    int32_t staged;   /* 1 = through the chunks of the channel; written by the receiver */
     uint32_t dtype;
     int32_t attended; /* 1 = the sender blocks until the message is received; written by the sender */
     uint64_t count, order, address;
@@ -3829,7 +3822,7 @@ struct ddp__request {
     size_t size, moved;
     ddp__channel *channel;
     ddp__message *message; /* NULL until posted or matched */
-    int done, blocking;    /* blocking: the call that made it has no ddp_work */
+    int done;
     ddp__request *next;
 };
 
@@ -3848,10 +3841,6 @@ static void ddp__fetch_next_message(ddp__channel *back, size_t size) {
     for (size_t i = 0; next && i < size; i += 64) ddp__prefetch_write(next->data + i);
 }
 
-/* Whether a thread blocks until r ends, now or at the end of its batch. own: the request that this thread polls, or NULL. */
-static int ddp__attends(const ddp__request *r, const ddp__request *own) {
-    return r->blocking || (r == own && ddp__p2p_blocks == DDP__BLOCKED);
-}
 
 /* Puts a send into a free message, if there is one. */
 static void ddp__send_post(ddp__local *l, ddp__request *r) {
@@ -3862,10 +3851,10 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
     m->count = r->call.count;
     m->order = l->send_order[r->call.root]++;
     r->done = r->size <= DDP__INLINE;
-    m->how = r->done ? DDP__HOW_INLINE : DDP__HOW_IN_PLACE;
+    m->staged = 0;
     if (!r->done) m->address = ddp__address(l, r->call.send, r->size);
     else if (r->size) memcpy(m->data, r->call.send, r->size);
-    m->attended = r->blocking;
+    m->attended = r->call.flags & DDP__CALL_BLOCKS;
     r->message = m;
     ddp__store(&m->state, (uint32_t)DDP__POSTED);
     ddp__ring(l, r->call.root);
@@ -3874,7 +3863,6 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
 /* Fills, or drains, what chunks it can of a message that is staged. */
 static void ddp__stage_step(ddp__local *l, ddp__request *r) {
     ddp__channel *c = r->channel;
-    size_t before = r->moved;
     int send = r->call.kind == DDP_CALL_SEND;
     uint64_t *chunks = send ? &c->filled : &c->drained; /* ours; the peer's counter says how far it may go */
     while (r->moved < r->size && *chunks < (send ? ddp__load(&c->drained) + DDP__STAGES : ddp__load(&c->filled))) {
@@ -3883,11 +3871,11 @@ static void ddp__stage_step(ddp__local *l, ddp__request *r) {
         if (send) memcpy(stage, (const unsigned char *)r->call.send + r->moved, n);
         else memcpy((unsigned char *)r->call.recv + r->moved, stage, n);
         r->moved += n;
+        l->staging |= DDP__STAGE_MOVED;
         ddp__store(chunks, *chunks + 1);
         ddp__ring(l, r->call.root);
     }
     if (r->moved < r->size) l->staging |= DDP__STAGE_WAITS;
-    if (r->moved > before) l->staging |= DDP__STAGE_MOVED;
 }
 
 /* The sender's side of a message that is out: feeds a staged one, and takes the slot back at the end. */
@@ -3896,7 +3884,7 @@ static void ddp__send_progress(ddp__local *l, ddp__request *r, int attended) {
     if (attended && !r->message->attended) ddp__store(&r->message->attended, 1);
     r->done = state == DDP__TAKEN;
     if (r->done) ddp__store(&r->message->state, (uint32_t)DDP__FREE);
-    else if (state == DDP__CLAIMED && ddp__load(&r->message->how) == DDP__HOW_STAGED) ddp__stage_step(l, r);
+    else if (state == DDP__CLAIMED && ddp__load(&r->message->staged)) ddp__stage_step(l, r);
 }
 
 /* One past the newest message that a peer has posted to us. A sender posts in order, so everything older is visible as well. */
@@ -3936,31 +3924,27 @@ static int ddp__recv_in_place(ddp__local *l, ddp__request *r) {
     return !ddp__load(&l->control->poison);
 }
 
-/* Whether to copy private memory through the stage: the sender blocks too, and ranks do not share cores. */
-static int ddp__prefers_stage(const ddp__local *l, const ddp__request *r) {
-    int private_memory = (r->message->address & DDP__PRIVATE) != 0;
-    return private_memory && !r->channel->active && l->spins > l->yields && ddp__load(&r->message->attended);
-}
-
-/* The receiver's side of a claimed message. attended: a thread of this rank blocks until the message is here. */
+/* The receiver's side of a claimed message. attended: a thread of this rank blocks until the message is here. If the sender
+   blocks too, and ranks do not share cores, private memory is copied through the stage. */
 static void ddp__recv_progress(ddp__local *l, ddp__request *r, int attended) {
     ddp__message *m = r->message;
-    int how = m->how;
-    if (how == DDP__HOW_INLINE) {
+    int is_inline = r->size <= DDP__INLINE, active = (int)r->channel->active;
+    int stages = attended && m->address & DDP__PRIVATE && !active && l->spins > l->yields && ddp__load(&m->attended);
+    if (is_inline) {
         if (r->size) memcpy(r->call.recv, m->data, r->size);
         r->done = 1;
-    } else if (how == DDP__HOW_STAGED) {
+    } else if (m->staged) {
         ddp__stage_step(l, r);
         r->done = r->moved == r->size;
         r->channel->active = !r->done;
-    } else if ((attended && ddp__prefers_stage(l, r)) || !(r->done = ddp__recv_in_place(l, r))) {
-        if (r->channel->active) return; /* stages one message at a time */
+    } else if (stages || !(r->done = ddp__recv_in_place(l, r))) {
+        if (active) return; /* stages one message at a time */
         r->channel->active = 1;
-        ddp__store(&m->how, (int32_t)DDP__HOW_STAGED);
+        ddp__store(&m->staged, 1);
     }
-    if (r->done) ddp__store(&m->state, (uint32_t)(how == DDP__HOW_INLINE ? DDP__FREE : DDP__TAKEN)); /* inline: the sender's from here on */
+    if (r->done) ddp__store(&m->state, (uint32_t)(is_inline ? DDP__FREE : DDP__TAKEN)); /* inline: the sender's from here on */
     ddp__ring(l, r->call.root);
-    if (how == DDP__HOW_INLINE) ddp__fetch_next_message(&l->channels[l->rank * l->world_size + r->call.root], r->size);
+    if (is_inline) ddp__fetch_next_message(&l->channels[l->rank * l->world_size + r->call.root], r->size);
 }
 
 static void ddp__local_p2p_wake(ddp_group *group, void *state) {
@@ -3980,7 +3964,7 @@ static void ddp__requests_step(ddp__local *l, const ddp__request *own) {
     for (ddp__request *r = l->requests; r; r = r->next) {
         int peer = r->call.root;
         uint64_t bit = UINT64_C(1) << peer;
-        int attended = ddp__attends(r, own);
+        int attended = r->call.flags & DDP__CALL_BLOCKS || r == ddp__waited_request; /* a thread blocks until r ends */
         if (r->done) continue;
         if (r->call.kind == DDP_CALL_SEND) {
             if (r->message) ddp__send_progress(l, r, attended);
@@ -4004,7 +3988,7 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__requ
         ddp__requests_step(l, own);
         tries = l->staging & DDP__STAGE_MOVED ? 0 : tries + 1;
         /* a chunk takes microseconds: sleeping between two costs more */
-    } while (ddp__p2p_blocks == DDP__BLOCKED && (l->staging & DDP__STAGE_WAITS) && tries < l->spins);
+    } while (ddp__waited_request && (l->staging & DDP__STAGE_WAITS) && tries < l->spins);
     pthread_mutex_unlock(&l->p2p_lock);
     if (ddp__load_relaxed(&l->refused) == 1 && __atomic_exchange_n(&l->refused, 2, __ATOMIC_RELAXED) == 1)
         ddp_group_log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
@@ -4029,15 +4013,9 @@ static void ddp__requests_look_for_lost(ddp__local *l) {
     for (ddp__request *r = l->requests; r; r = r->next) {
         if (r->done || (alive >> r->call.root & 1)) continue;
         ddp_result lost = ddp__member_lost(l, r->call.root, text, sizeof text);
-        if (lost == DDP_OK) {
-            alive |= UINT64_C(1) << r->call.root;
-            continue;
-        }
-        ddp__requests_step(l, NULL); /* it may have sent before it left */
-        if (!r->done) {
-            ddp__local_poison(NULL, l, lost, text);
-            return;
-        }
+        if (lost != DDP_OK) ddp__requests_step(l, NULL); /* it may have sent before it left */
+        if (lost == DDP_OK) alive |= UINT64_C(1) << r->call.root;
+        else if (!r->done) ddp__local_poison(NULL, l, lost, text);
     }
 }
 
@@ -4051,7 +4029,7 @@ static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_
         memset(r, 0, sizeof *r);
         r->call = *call;
         r->size = call->count * ddp_dtype_size(call->dtype);
-        r->blocking = ddp__p2p_blocks != 0;
+
         r->channel = &l->channels[from * l->world_size + to];
         while (*end) end = &(*end)->next;
         *end = r;
@@ -4122,18 +4100,17 @@ static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
     ddp__local layout;
     size_t size = ddp__control_layout(&layout, 0, world_size);
     uint64_t offset = ddp__heap_take(heap, size);
-    if (!offset) {
-        ddp_fail(
-            DDP_ERR_NO_MEMORY,
-            "shared memory: no room for a group of %d ranks; the file size limit (ulimit -f) is %llu bytes",
-            world_size, (unsigned long long)heap->job->limit);
-        return 0;
+    int error = offset && heap->job->reserves ? ddp__reserve(heap->fd, offset, size) : 0;
+    if (offset && !error) return offset;
+    if (offset) {
+        ddp__heap_give_back(heap, offset, size);
+        ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room in %s for the %zu bytes of a group of %d ranks: %s",
+                 ddp__heap_where(heap->job->folder), size, world_size, strerror(error));
+    } else {
+        ddp_fail(DDP_ERR_NO_MEMORY,
+                 "shared memory: no room for a group of %d ranks; the file size limit (ulimit -f) is %llu bytes",
+                 world_size, (unsigned long long)heap->job->limit);
     }
-    int error = heap->job->reserves ? ddp__reserve(heap->fd, offset, size) : 0;
-    if (!error) return offset;
-    ddp__heap_give_back(heap, offset, size);
-    ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room in %s for the %zu bytes of a group of %d ranks: %s",
-             ddp__heap_where(heap->job->folder), size, world_size, strerror(error));
     return 0;
 }
 
@@ -4240,16 +4217,17 @@ static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     int look = now >= ddp__load_relaxed(&l->status_at) + 5;
     if (look) __atomic_store_n(&l->status_at, now, __ATOMIC_RELAXED);
     for (int r = 0; r < l->world_size && !ddp__load(&l->control->poison); r++) {
-        int may_be = job->launched ? ddp__load(&job->rank[l->member[r]].state) == DDP__RANK_LOST : look;
-        if (r == l->rank || !may_be) continue;
+        if (r == l->rank || !(look || (job->launched && ddp__load(&job->rank[l->member[r]].state) == DDP__RANK_LOST))) continue;
         ddp_result lost = ddp__member_lost(l, r, text, sizeof text);
-        int excused = job->launched ? lost != DDP_ERR_PEER_LOST : (int)ddp__load(&l->line[r].left); /* it has ended since */
-        if (lost == DDP_OK || excused) continue;
+        if (lost == DDP_OK || (look && ddp__load(&l->line[r].left))) continue; /* left: a call that needs the rank finds out */
         if (look) ddp_group_mark_lost((ddp_group *)(uintptr_t)group, r, lost, text);
         ddp__local_poison(NULL, l, lost, text);
     }
-    ddp_result result = ddp__local_cause(l, text, sizeof text);
-    return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
+    uint32_t poison = ddp__load(&l->control->poison);
+    if (poison == 0) return DDP_OK;
+    for (double start = ddp_now(); poison == 1 && ddp_now() - start < 5.0; poison = ddp__load(&l->control->poison)) sched_yield();
+    if (poison == 1) return ddp_fail(DDP_ERR_PEER_LOST, "a rank died while reporting a failure");
+    return ddp_fail((ddp_result)l->control->poison_code, "%s", l->control->poison_text);
 }
 
 static void ddp__local_close(ddp_group *group, void *state) {
@@ -4342,11 +4320,10 @@ static void ddp__self_poison(ddp_group *group, void *state, ddp_result cause, co
     first->result = cause;
 }
 
-static void ddp__self_close(ddp_group *group, void *state) { ddp_host_free(group, state); }
 
 static const ddp_backend ddp__backend_self = {
     "self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split, NULL, NULL, ddp__self_status,
-    ddp__self_poison, ddp__self_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
+    ddp__self_poison, ddp_host_free, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
 
 //== calls, for backends ================================================================================= >>impl-calls
 
@@ -4609,7 +4586,7 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     ddp__op *op = NULL;
     DDP__LOCKED(&group->lock) {
         if ((op = group->free_ops) != NULL) group->free_ops = op->next;
-        else if ((op = (ddp__op *)ddp_host_alloc(group, sizeof *op)) != NULL) {
+        else if ((op = (ddp__op *)ddp_host_alloc(group, sizeof *op + 4 * w * sizeof(size_t))) != NULL) {
             op->group = group;
             op->older = group->all_ops;
             group->all_ops = op;
@@ -4624,11 +4601,12 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     op->call.tag = DDP__FOR_TASK;
     if (call) op->call = *call;
     op->call.caller = ddp__public_call;
-    if (!op->call.recv_counts) return op; /* otherwise: the caller's arrays may go before the call ends */
+    if (!op->call.recv_counts) return op;
+    /* The caller may free the arrays of a _v call before it ends. */
     const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets, &op->call.recv_counts, &op->call.recv_offsets};
-    if (!op->arrays) op->arrays = (size_t *)ddp_host_alloc(group, 4 * w * sizeof *op->arrays);
-    if (!op->arrays) { ddp__op_free(group, op); return NULL; }
-    for (size_t i = 0; i < 4; i++) if (*list[i]) *list[i] = (const size_t *)memcpy(op->arrays + i * w, *list[i], w * sizeof *op->arrays);
+    size_t *copy = (size_t *)(void *)(op + 1);
+    for (int i = 0; i < 4; i++, copy += w)
+        if (*list[i]) *list[i] = (const size_t *)memcpy(copy, *list[i], w * sizeof *copy);
     return op;
 }
 
@@ -4637,16 +4615,14 @@ static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
     double start = ddp_now(), now = start, moment = group->backend->p2p_sleep ? 100e-6 : 1e-3;
     int sleeps = 0;
     ddp__waited_since = start;
-    ddp__p2p_blocks = DDP__BLOCKED;
+    ddp__waited_request = op->request;
     for (ddp__p2p_step(group, op); !op->done; now = ddp_now()) {
         int overdue = now - start > group->desc.timeout_ms * 1e-3;
         sleeps = now - start > moment;
         group->watched += sleeps;
         DDP__UNLOCKED(&group->lock) ddp__p2p_rest(group, sleeps ? DDP__P2P_SLICE_MS : 0);
         group->watched -= sleeps;
-        ddp__waited_request = sleeps ? op->request : NULL;
         ddp__p2p_step(group, op); /* the local backend notices itself that the time is over, and knows why */
-        ddp__waited_request = NULL;
         if (overdue && !op->done) DDP__UNLOCKED(&group->lock) {
                 char text[DDP__TEXT_MAX];
                 ddp__p2p_timeout_text(group, &op->call, op->call.root, text, sizeof text);
@@ -4654,7 +4630,7 @@ static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
             }
         if (sleeps && !op->done) ddp__p2p_step_all(group);
     }
-    ddp__p2p_blocks = 0;
+    ddp__waited_request = NULL;
     if (sleeps && group->p2p) pthread_cond_signal(&group->work_cond); /* the communication thread goes on */
 }
 
@@ -4785,6 +4761,7 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
         return DDP__RANK_FAIL(group, DDP_ERR_UNSUPPORTED, "%s group=%s: the %s backend sends no messages", ddp_call_name(call->kind), group->name,
                               group->backend->name);
     if (work) memset(work, 0, sizeof *work);
+    else call->flags = DDP__CALL_BLOCKS;
     call->seq = __atomic_add_fetch(&group->p2p_seq, 1, __ATOMIC_RELAXED);
     if (enqueues && (work || !group->in_batch)) return ddp__issue(group, call, work);
     ddp__op *op = ddp__op_new(group, call, NULL, NULL);
@@ -4795,9 +4772,7 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
         pthread_mutex_unlock(&group->lock);
         if (!nested) result = ddp__thread_start(group);
     }
-    if (!work) ddp__p2p_blocks = group->in_batch ? DDP__STARTS_BLOCKING : DDP__BLOCKED;
     if (result == DDP_OK && !enqueues) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
-    ddp__p2p_blocks = 0;
     if (result != DDP_OK) {
         ddp__op_free(group, op);
         if (result == DDP_ERR_NO_MEMORY) { /* its peer waits for it */
@@ -6724,7 +6699,6 @@ static void ddp__group_delete(ddp_group *group) {
         ddp__op *op = group->all_ops;
         if (op->event) group->device->event_destroy(group, op->event);
         group->all_ops = op->older;
-        ddp_host_free(group, op->arrays);
         ddp_host_free(group, op);
     }
     if (group->device_state) group->device->close(group, group->device_state);
