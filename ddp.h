@@ -2496,15 +2496,16 @@ DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, con
 
 //== shared memory ====================================================================================== >>impl-heap
 
-/* The heap is one anonymous file, far larger than memory but sparse. Who needs shared memory takes the next range of offsets (an atomic addition: ranks
-   never negotiate) and maps it. Nothing has a name, so nothing stays behind. */
+/* The heap is one anonymous file, far larger than memory but sparse. A rank allocates shared memory by an atomic
+   addition to the next unused offset, without negotiation, and maps that range. The file has no name, so nothing
+   remains after a crash. */
 
 #define DDP__HUGE ((size_t)2 << 20)
 #define DDP__PAGE ((size_t)sysconf(_SC_PAGESIZE)) /* 64 KiB on some arm64 systems; mappings, and what is given back, are whole ones */
 
-/* Where the file can be, in the order in which the places are tried. A memfd is limited by the memory of the
-   machine only. The folders are for old kernels and strict sandboxes. A /dev/shm with less than 1 GiB comes
-   last: containers have 64 MB there. */
+/* Places for the file, in the order in which they are tried. Only the memory of the machine limits a memfd. The
+   folders are for old kernels and strict sandboxes. A /dev/shm with less than 1 GiB comes last: containers have
+   64 MB there. */
 enum { DDP__HEAP_MEMFD, DDP__HEAP_SHM, DDP__HEAP_TMP, DDP__HEAP_HERE, DDP__HEAP_SMALL_SHM, DDP__HEAP_PLACES };
 static const char *const ddp__heap_folders[DDP__HEAP_PLACES] = {"", "/dev/shm", "/tmp", ".", "/dev/shm"};
 
@@ -2599,7 +2600,7 @@ static void ddp__heap_unmap(ddp__heap *heap, void *memory) {
 
 static void ddp__heap_release(ddp__heap *heap) {
     if (__atomic_sub_fetch(&heap->references, 1, __ATOMIC_ACQ_REL) > 0) return;
-    ddp__heap_unmap(heap, heap->job); /* the last: whoever maps holds a reference */
+    ddp__heap_unmap(heap, heap->job); /* the last mapping: every other one holds a reference to the heap */
     close(heap->fd);
     pthread_mutex_destroy(&heap->lock);
     free(heap);
@@ -2619,8 +2620,8 @@ static void ddp__heap_give_back(ddp__heap *heap, uint64_t offset, size_t size) {
     syscall(SYS_fallocate, heap->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (long)offset, (long)size);
 }
 
-/* Huge pages for those stretches that begin in [begin, end) of a mapping, where the system lets one ask for them (Linux 6.1): by itself it gives shared memory
-   none, unless it is set up to. An all_reduce of 25 MiB takes 2% less, and the pages come faster. */
+/* Requests huge pages for [begin, end) of a mapping, since Linux 6.1. Without a request the default configuration
+   uses none for shared memory. An all_reduce of 25 MiB takes 2% less, and pages are allocated faster. */
 static void ddp__ask_huge(unsigned char *mapping, size_t begin, size_t end) {
     for (size_t at = ddp_round_up(begin, DDP__HUGE); at < end; at += DDP__HUGE) {
         if (madvise(mapping + at, 4096, 23 /* MADV_POPULATE_WRITE */) != 0) return; /* at least one page is there */
@@ -2664,8 +2665,8 @@ static int ddp__usable_cores(ddp__cpus *cpus) {
 
 static uint64_t ddp__control_create(ddp__heap *heap, int world_size);
 
-/* A new job of world_size ranks, in a file at one place. Nothing stays behind on failure, which has set the
-   error line. */
+/* Creates a job of world_size ranks, in a file at one place. On failure it frees everything and sets the error
+   line. */
 static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size, int threads, int launched) {
     struct rlimit limit;
     uint64_t size = UINT64_C(1) << 42;
@@ -2705,7 +2706,7 @@ static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size
     return DDP_OK;
 }
 
-/* A new job of world_size ranks, at the first place that has room for it. */
+/* Creates a job of world_size ranks, at the first place that has room for it. */
 static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads, int launched) {
     ddp_result result = DDP_ERR_SYSTEM;
     char reasons[DDP__TEXT_MAX] = "";
@@ -2755,7 +2756,7 @@ static uint64_t ddp__process_start_time(int pid) {
 }
 
 /* Returns 1 when a process has ended, also as a zombie. start_time: of the process when it joined, or
-   DDP__START_UNKNOWN. Where /proc does not help, and before Linux 5.3, a zombie counts as alive. */
+   DDP__START_UNKNOWN. Before Linux 5.3, if /proc does not help, a zombie counts as alive. */
 static int ddp__process_gone(int pid, uint64_t start_time) {
     if (kill(pid, 0) != 0 && errno == ESRCH) return 1;
     uint64_t start = ddp__process_start_time(pid);
@@ -2910,8 +2911,8 @@ DDPDEF void ddp_group_add_lost(ddp_group *group, const uint64_t in[2], ddp_resul
 
      ddp__control | rank lines [W] | posts [W][2] | payloads [W][2] | slots [W][DDP__SLOTS] | channels [W][W] (p2p)
 
-   Posts and payloads alternate by the parity of seq: a rank that announces call n+2 has seen everybody's announcement of n+1, which
-   they made after reading those of n. Rounds number the uses of the slots and never restart. */
+   Posts and payloads alternate by the parity of seq: a rank that announces call n+2 has seen the announcements of
+   n+1 of all ranks, which they made after reading those of n. Rounds number the uses of the slots and never restart. */
 
 typedef struct ddp__channel ddp__channel;
 typedef struct ddp__request ddp__request;
@@ -2945,15 +2946,16 @@ typedef struct ddp__local {
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
     uint64_t probe_word;             /* of this rank and no other process */
     int can_read[DDP_MAX_LOCAL_RANKS]; /* process_vm_readv: 1 = this peer's process has been read, -1 = refused, 0 = not known yet */
-    int refused;                     /* 1 = it was, 2 = and log_fn was told */
+    int refused;                     /* 1 = it was refused, 2 = it was, and log_fn has been called */
     int amd;                         /* as in ddp__job */
     int staging;                     /* DDP__STAGE_* flags of the last ddp__requests_step; under p2p_lock */
     double looked_for_lost;          /* when; for sends and receives, under p2p_lock */
     uint64_t status_at;              /* time of the last look for lost ranks in ddp__local_status, in ms */
 } ddp__local;
 
-/* Payloads and slots begin in the middle of a page. Large private buffers begin at its start or a little behind: at the same place, loads wait for
-   stores to the other page that they have nothing to do with (4 KiB aliasing), which cost 10% to 25% from 64 KiB to 1 MiB. */
+/* Payloads and slots begin in the middle of a page. Large private buffers begin at the start of a page or shortly
+   after it. At equal offsets in a page, loads wait for unrelated stores to the other page (4 KiB aliasing), which
+   cost 10% to 25% from 64 KiB to 1 MiB. */
 #define DDP__OFF_PAGE 2048
 #define DDP__PAYLOAD_STRIDE (2 * DDP__PAYLOAD + 4096 + DDP__LINE)
 #define DDP__SLOT_STRIDE (DDP__SLOTS * (size_t)DDP__CHUNK + DDP__SKEW)
@@ -3008,7 +3010,7 @@ static void ddp__wake_waiters(ddp__local *l) {
    lasts at most one slice (2 ms), and the fence would cost every call the drain of its store buffer. */
 static inline void ddp__announce(ddp__local *l) { if (__builtin_expect(ddp__load_relaxed(&l->control->sleepers) != 0, 0)) ddp__wake_waiters(l); }
 
-/* Records the first cause of the group's failure and wakes everybody. */
+/* Records the first cause of the group's failure and wakes all ranks. */
 static void ddp__local_poison(ddp_group *group, void *state, ddp_result code, const char *text) {
     ddp__local *l = (ddp__local *)state;
     ddp__control *c = l->control;
@@ -3137,7 +3139,7 @@ static void ddp__list_rank(char *list, size_t room, int rank) {
 
 #define DDP__MISSING_TEXT "timed out after %d ms: arrived: rank %s; missing: rank %s"
 
-/* What is waited for: a word of each rank, stride bytes apart, to reach a target. */
+/* A wait is for one word of each rank, stride bytes apart, to reach a target. Returns the word of a rank. */
 static inline uint64_t ddp__word_of(const uint64_t *words, size_t stride, int rank) {
     return ddp__load((const uint64_t *)(const void *)((const unsigned char *)words + (size_t)rank * stride));
 }
@@ -3184,7 +3186,8 @@ static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stri
     }
 }
 
-/* While words of ddp_group_signal are waited for: who has gone on to the next collective without reaching target never will. */
+/* For waits on words of ddp_group_signal: a rank that has made its next collective without reaching target never
+   reaches it. */
 static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride, uint64_t target) {
     char call[72];
     for (int r = 0; r < l->world_size && l->awaits_word; r++) {
@@ -3196,7 +3199,8 @@ static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const ui
     }
 }
 
-/* Waits until the word of `peer` reaches target: yields, then sleeps, and looks after failures, the time, and pending sends and receives. */
+/* Waits until the word of `peer` reaches target: yields, then sleeps. Meanwhile it checks for failures and the
+   timeout, and advances pending sends and receives. */
 static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
     char text[DDP__TEXT_MAX];
     double start = ddp_now(), checked = start;
@@ -3235,7 +3239,7 @@ static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, c
     return ddp__await_slow(group, l, peer, words, stride, target);
 }
 
-/* Waits until a peer has filled, or passed, a round; those before the first one have always been. */
+/* Waits until a peer has filled, or passed, a round. Rounds before the first one count as complete. */
 static inline ddp_result ddp__await_count(ddp_group *group, ddp__local *l, int what, int peer, uint64_t round) {
     if ((int64_t)(l->seen[what][peer] - round) >= 0) return DDP_OK;
     DDP_TRY(ddp__await(group, l, peer, &l->line[0].count[what].rounds, sizeof(ddp__rank_line), round));
@@ -3252,13 +3256,15 @@ static void ddp__tick(ddp__local *l, int what, uint64_t round) { ddp__store(&l->
 
 //== the local backend: collectives =================================================================== >>impl-local
 
-/* Three ways for data to travel, chosen alike on all ranks from what everybody announced:
+/* Data moves by one of three methods. All ranks choose the same one, from the announcements of all ranks:
 
-   small    the data lies in the sender's payload when its announcement arrives; everybody reads all of it. One wait.
-   direct   every rank's buffer is group memory (or ranks are threads): rank r reduces part r from all buffers and writes it into all. Two waits.
-   staged   private memory, chunk by chunk through slots: fill the own slot, reduce part r of all slots, writing the sum back into the slots
-            that were read (whoever wrote a line last decides what the next write costs), drain the own slot. Chunk k+1 is filled
-            before chunk k is waited for. Large moves and reduce-scatters may go past the caches, see ddp__route_propose.
+   small    The data is in the sender's payload when its announcement arrives. Every rank reads all payloads. One wait.
+   direct   The buffers of all ranks are group memory, or ranks are threads. Rank r reduces part r of all buffers
+            and stores the sum in all of them. Two waits.
+   staged   Private memory moves through slots, chunk by chunk. A rank fills its slot, reduces part r of all slots,
+            stores the sum in the slots that it read, and drains its own slot. (The last writer of a line determines
+            the cost of the next write.) Chunk k+1 is filled before the wait for chunk k. Large moves and
+            reduce-scatters may bypass the caches, see ddp__route_propose.
 
    Draw of a staged all-reduce with W=2, one round:
        rank 0   send [a0|a1] --a1--> slot0 [  |a1]            recv [a0+b0| <- slot0 ]
@@ -3270,7 +3276,8 @@ static void ddp__tick(ddp__local *l, int what, uint64_t round) { ddp__store(&l->
 #endif
 #define DDP__ROUTE_BYTES (DDP__LARGE_BYTES / 4) /* from here on the ways of private data are worth comparing */
 
-/* The group memory, of this group or an ancestor, in which a heap offset or (here) an address of this process lies; NULL: in none. */
+/* The group memory of this group or an ancestor that contains a heap offset or, with here, an address of this
+   process. NULL = none. */
 static const ddp__region *ddp__region_of(const ddp__local *l, uint64_t place, int here) {
     const ddp__region *found = NULL;
     DDP__LOCKED(&l->heap->lock)
@@ -3286,7 +3293,8 @@ static unsigned char *ddp__resolve(const ddp__local *l, uint64_t address) {
     return region ? region->base + (address - 1 - region->offset) : NULL;
 }
 
-/* How peers find [pointer, pointer + size): by heap offset + 1, by pointer among threads, otherwise by a pointer that is marked private; 0 = no buffer. */
+/* The address of [pointer, pointer + size) for peers: the pointer if ranks are threads, the heap offset + 1 of group
+   memory, otherwise the pointer marked as private. 0 = no buffer. */
 #define DDP__PRIVATE (UINT64_C(1) << 63)
 static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t size) {
     if (!pointer || l->heap->threads) return (uint64_t)(uintptr_t)pointer;
@@ -3324,7 +3332,8 @@ static int ddp__can_read_peers(ddp__local *l) {
     return 1;
 }
 
-/* Whether peers that can read this process can read a buffer of it: memory of devices, pinned or secret, is refused to them, by the page. */
+/* Returns 1 if peers that can read this process can read the buffer. The system refuses pages of devices, and pinned
+   or secret memory. */
 static int ddp__can_be_read(const void *buffer, size_t size) {
     uint64_t first = (uint64_t)(uintptr_t)buffer;
     char byte;
@@ -3332,8 +3341,8 @@ static int ddp__can_be_read(const void *buffer, size_t size) {
     return !buffer || !size || (ddp__vm_read(pid, &byte, first, 1) && ddp__vm_read(pid, &byte, first + size - 1, 1));
 }
 
-/* Ranks that are threads reach into each other's buffers. Nobody begins once the group has failed, and a failed call returns when
-   the others are out: no buffer is touched that its owner has back. */
+/* Ranks that are threads access each other's buffers. No rank begins to after the group has failed. A failed call
+   returns when its peers have ended their accesses, because the caller then owns the buffers again. */
 static int ddp__reach_begin(ddp__local *l) {
     if (!l->heap->threads) return 1;
     ddp__fetch_add(&l->line[l->rank].reaching, 1u);
@@ -3349,7 +3358,7 @@ static void ddp__reach_await(const ddp__local *l) {
         while (r != l->rank && __atomic_load_n(&l->line[r].reaching, __ATOMIC_SEQ_CST)) sched_yield();
 }
 
-/* Announces the call and waits until everybody has announced the same. */
+/* Announces the call and waits until all ranks have announced the same. */
 static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *call, uint64_t send, uint64_t recv) {
     ddp__post *mine = ddp__post_of(l, l->rank, call->seq);
     uint64_t signature = ddp__signature(call);
@@ -3382,10 +3391,11 @@ static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size
     return 0;
 }
 
-/* How ddp__reduce_tree goes about a share of group memory. What a peer has just written is worth several runs at any size, not on AMD: 1 MiB takes 16% less. */
+/* The method of ddp__reduce_tree for a share of group memory. Data that a peer has just written is read in several
+   runs at any size, except on AMD: 1 MiB takes 16% less. */
 static int ddp__how(const ddp__local *l, size_t size) { return size >= DDP__LARGE_BYTES / 4 ? DDP__PAST : l->amd ? DDP__CACHED : DDP__LARGE; }
 
-/* Where rank r's small data lies: in its announcement when it is tiny. */
+/* The data of a rank in a small call: in its payload, or in its announcement if it fits there. */
 static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_call *call, size_t size) {
     return size <= sizeof l->posts->data ? ddp__post_of(l, rank, call->seq)->data : ddp__payload_of(l, rank, call->seq);
 }
@@ -3436,9 +3446,10 @@ DDP__FORCED_INLINE ddp__move ddp__move_of(const ddp_call *call) {
 
 static int ddp__receives(const ddp_call *call, int rank) { return call->kind == DDP_CALL_ALL_REDUCE || rank == call->root; }
 
-/* Cuts a call into rounds through slots. What is shared: on AMD medium sizes overlap, and chunks of 256 to 768 KiB are alike. Elsewhere what two rounds touch
-   had better stay in the second-level cache, and chunks that fit the first one are slow to read from another core: 96 and 256 KiB take 10% more than 128,
-   and 256 KiB of data in chunks of 64 take 30% more. */
+/* Cuts a call into rounds through slots. Chunks of shared calls: on AMD, medium sizes overlap, and chunks of 256 to
+   768 KiB are equally fast. On other CPUs the data of two rounds should fit the second-level cache, and chunks that
+   fit the first-level cache are slow to read from another core: chunks of 96 and 256 KiB take 10% more than 128, and
+   256 KiB of data in chunks of 64 KiB take 30% more. */
 static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
     if (m->shared) {
         size_t line = (size_t)l->world_size * DDP__ALIGN, most = DDP__CHUNK / line * line; /* shares in whole cache lines fill no more than a slot */
@@ -3453,7 +3464,8 @@ static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
     }
 }
 
-/* What a rank gives to a peer, as it lies in send, or takes from it, as it goes into recv; from and to itself, too. */
+/* The bytes that a rank gives to a peer, as a range of send, or takes from it, as a range of recv. The peer may be
+   the rank itself. */
 DDP__FORCED_INLINE ddp_bytes ddp__passes(int rank, const ddp__move *m, int peer, int gives) {
     const ddp_call *call = m->call;
     int from = gives ? rank : peer, to = gives ? peer : rank, each = gives ? !m->common : m->shape & DDP__JOINS;
@@ -3467,7 +3479,8 @@ DDP__FORCED_INLINE ddp_bytes ddp__passes(int rank, const ddp__move *m, int peer,
 #define ddp__gives(rank, m, to) ddp__passes(rank, m, to, 1)
 #define ddp__takes(rank, m, from) ddp__passes(rank, m, from, 0)
 
-/* What of a part, or of a rank's share, moves in round k. Shared chunks go backwards: what a buffer's owner wrote last is in its cache. 10% at 64 MiB. */
+/* The piece of a part, or of a rank's share, that moves in round k. Shared chunks move in reverse order, because the
+   end of a buffer, which its owner wrote last, is in its cache: 64 MiB take 10% less. */
 DDP__FORCED_INLINE ddp_bytes ddp__piece(const ddp__move *m, ddp_bytes part, size_t k, int rank) {
     size_t at = k * m->room;
     if (m->shared) {
@@ -3480,17 +3493,17 @@ DDP__FORCED_INLINE ddp_bytes ddp__piece(const ddp__move *m, ddp_bytes part, size
     return part;
 }
 
-/* What a rank gives to itself; sums take it as a source. */
+/* Copies the piece that a rank gives to itself. Sums read it as one of their sources instead. */
 DDP__FORCED_INLINE void ddp__move_own(int rank, const ddp__move *m) {
     if (m->shape & DDP__ADDS) return;
     ddp_bytes give = ddp__gives(rank, m, rank), take = ddp__takes(rank, m, rank);
     if (give.size && take.size && m->recv + take.begin != m->send + give.begin) memcpy(m->recv + take.begin, m->send + give.begin, take.size);
 }
 
-/* Where in a payload or slot lies what goes to rank `to`. */
+/* The offset, in a payload or slot, of the data for rank `to`. */
 DDP__FORCED_INLINE size_t ddp__move_at(const ddp__move *m, int to) { return m->common ? 0 : (size_t)to * m->room; }
 
-/* Round k into the own payload, or a slot. */
+/* Copies round k into this rank's payload or slot. */
 DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t k, int past) {
     for (int p = 0; p < l->world_size; p++) {
         ddp_bytes give;
@@ -3540,8 +3553,8 @@ DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, c
     void *in[DDP_MAX_LOCAL_RANKS];
     ddp__move_fill(l, m, ddp__small_of(l, l->rank, m->call, size), 0, 0);
     DDP_TRY(ddp__enter(group, l, m->call, 0, 0));
-    /* Nobody reads the payload of the call before any more, which the next call writes. Its lines are fetched for writing now, while this rank waits for
-       its peers' data: 1 KiB takes a third less. */
+    /* The next call writes the payload of the previous one, which no rank reads any more. Its lines are fetched for
+       writing now, while this rank waits for its peers' data: 1 KiB takes a third less. */
     unsigned char *next = ddp__payload_of(l, l->rank, m->call->seq + 1);
     for (size_t i = 0; i < size && size > sizeof l->posts->data; i += 64) ddp__prefetch_write(next + i);
     ddp__move_own(l->rank, m);
@@ -3566,7 +3579,8 @@ static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
     }
 }
 
-/* After everybody's announcement: who disagrees is named, and otherwise the rounds are known. */
+/* Compares the counts that all ranks have announced and computes the number of rounds. A failure names the ranks that
+   disagree. */
 static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
     for (int from = 0; from < l->world_size; from++)
         for (int to = 0; to < l->world_size; to++) {
@@ -3582,9 +3596,11 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
     return 1;
 }
 
-/* Takes straight from the givers' buffers, and writes what is shared straight into those of who receives it. READ: what is private is read in one copy;
-   to be added, piece by piece into the own slot, which stays in cache. PUSH, a large all-gather: each rank writes its block past the caches into
-   everybody's buffer; reading lines that are new in another core's cache is what costs time there, and nobody does. */
+/* Reads the buffers of the senders, and writes shared results into the buffers of the receivers.
+     READ   Private memory is read in one copy. Sources of a sum are read piece by piece into this rank's slot, which
+            stays in cache.
+     PUSH   A large all-gather. Each rank writes its block into the buffers of all ranks, bypassing the caches. So no
+            rank reads lines that are new in another core's cache, which is slow. */
 static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m) {
     int adds = m->shape & DDP__ADDS, read = m->way == DDP__WAY_READ;
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
@@ -3619,7 +3635,7 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED; /* a peer that gave up may have changed its buffer meanwhile */
     ddp__tick(l, DDP__PASSED, ++l->round);
-    return ddp__await_passed(group, l, l->round); /* nobody leaves before all are done with its buffers */
+    return ddp__await_passed(group, l, l->round); /* a rank returns when all ranks have finished with its buffers */
 }
 
 /* Two ranks fill round k, add round k - 1 and drain round k - 2 in one loop: reading memory and reading what the other core wrote overlap. With stores of
@@ -3660,7 +3676,7 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
     for (size_t k = m->filled; k <= m->rounds + (size_t)m->shared; k++) { /* fills round k, takes k - 1, drains k - 2 */
         if (ddp__rounds_fuse(l, m, k)) { DDP_TRY(ddp__round_fused(group, l, m, first, k)); continue; }
         if (k < m->rounds) {
-            DDP_TRY(ddp__await_passed(group, l, first + k - DDP__SLOTS)); /* nobody is inside the slot any more */
+            DDP_TRY(ddp__await_passed(group, l, first + k - DDP__SLOTS)); /* no rank uses the slot any more */
             ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k, past);
             ddp__tick(l, DDP__FILLED, first + k);
         }
@@ -3676,7 +3692,7 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
         }
         if (k < 2 || !m->shared) continue;
         DDP_TRY(ddp__await_passed(group, l, first + k - 2));
-        for (int p = 0; p < l->world_size && ddp__receives(m->call, l->rank); p++) { /* what the others have added, out of the own slot */
+        for (int p = 0; p < l->world_size && ddp__receives(m->call, l->rank); p++) { /* the sums of the peers, from this rank's slot */
             ddp_bytes part = ddp__piece(m, ddp__gives(l->rank, m, p), k - 2, p);
             if (p != l->rank) ddp__copy_across(m->recv + part.begin, ddp__slot_of(l, l->rank, first + k - 2) + ddp__move_at(m, p), part.size);
         }
@@ -3684,16 +3700,18 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
     return DDP_OK;
 }
 
-/* Large private data goes through slots that stay in cache, or slots past the caches where reading lines that are new in another core's cache is slower
-   than memory (far cores of AMD), or in one copy by process_vm_readv where that is allowed (it wins on Intel). Virtual cores wander: rank 0 proposes in
-   its announcement what was fastest lately, now and then another way, and each rank says whether its buffer can be read. */
+/* Large private data moves in one of three ways: through slots that stay in cache; through slots that bypass the caches,
+   where lines that are new in another core's cache are slower to read than memory (far cores of AMD); or in one copy by
+   process_vm_readv, where that is allowed (the fastest on Intel). The best way changes, because virtual cores migrate. So
+   rank 0 proposes the way that was fastest recently, or from time to time another one. Every rank announces whether its
+   buffer can be read. */
 typedef struct ddp__proposal { uint8_t way, readable; } ddp__proposal;
 
 static ddp__proposal *ddp__proposal_of(const ddp__local *l, int rank, const ddp_call *call) {
     return (ddp__proposal *)(void *)ddp__post_of(l, rank, call->seq)->data;
 }
 
-/* The fastest way, or now and then another one. */
+/* Returns the fastest method, or from time to time another one. */
 DDPDEF int ddp_tuner_pick(ddp_tuner *route, int ways) {
     int best = 0;
     for (int way = 1; way < ways; way++)
@@ -3702,13 +3720,14 @@ DDPDEF int ddp_tuner_pick(ddp_tuner *route, int ways) {
     return best;
 }
 
-/* A faster time counts at once, a slower one little by little: it may be somebody else's fault. */
+/* A faster time counts at once, a slower one gradually: another process may have caused it. */
 DDPDEF void ddp_tuner_learn(ddp_tuner *route, int way, double seconds) {
     double *known = &route->seconds[way];
     *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
 }
 
-/* NULL where the ways are not worth comparing. given: bytes of send that peers read. */
+/* Proposes a way in this rank's announcement. Returns NULL for sizes at which all ways are equally fast. given: bytes of
+   send that peers read. */
 static ddp_tuner *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t given) {
     int kind = m->shape & DDP__ADDS ? DDP__ROUTE_SCATTER : m->shape & DDP__FROM_ROOT ? DDP__ROUTE_ONE_GIVER : DDP__ROUTE_MOVE, power = 0;
     size_t size = m->largest * (kind == DDP__ROUTE_SCATTER ? (size_t)l->world_size : 1);
@@ -3720,11 +3739,11 @@ static ddp_tuner *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t g
     return &l->route[kind][power];
 }
 
-/* A call of more than a small message, or a _v call: announces it, and chooses its way together with the other ranks. */
+/* Announces a call of more than a small message, or a _v call. All ranks choose the same way for it. */
 static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m) {
     const ddp_call *call = m->call;
     int push = call->kind == DDP_CALL_ALL_GATHER && m->block >= DDP__LARGE_BYTES;
-    size_t span = 0; /* how far the send buffer reaches that peers read */
+    size_t span = 0; /* bytes from the start of send to the end of what peers read */
     for (int p = 0; p < l->world_size; p++) {
         ddp_bytes give = ddp__gives(l->rank, m, p);
         if (give.size && give.begin + give.size > span) span = give.begin + give.size;
@@ -3822,19 +3841,20 @@ struct ddp__request {
     size_t size, moved;
     ddp__channel *channel;
     ddp__message *message; /* NULL until posted or matched */
-    int done;
+    int done, published;   /* published: that this rank waits for it */
     ddp__request *next;
 };
 
 static void ddp__ring(ddp__local *l, int peer) { __atomic_thread_fence(__ATOMIC_SEQ_CST); ddp__wake_one(&l->line[peer].p2p); }
 
-/* The message that goes out next, or NULL when all are under way. */
+/* Returns a free message of a channel, or NULL when all are in use. */
 static ddp__message *ddp__free_message(ddp__channel *c) {
     for (int i = 0; i < DDP__MESSAGES; i++) if (ddp__load(&c->message[i].state) == DDP__FREE) return &c->message[i];
     return NULL;
 }
 
-/* Who has received often answers alike: the lines of the answer are fetched for writing. 1 KiB there and back takes a third less. */
+/* A receiver often answers with a message of the same size. Its lines are fetched for writing: 1 KiB in both
+   directions takes a third less. */
 static void ddp__fetch_next_message(ddp__channel *back, size_t size) {
     ddp__message *next = ddp__free_message(back);
     if (next) ddp__prefetch_write(next);
@@ -3842,7 +3862,7 @@ static void ddp__fetch_next_message(ddp__channel *back, size_t size) {
 }
 
 
-/* Puts a send into a free message, if there is one. */
+/* Posts a send in a free message, if there is one. */
 static void ddp__send_post(ddp__local *l, ddp__request *r) {
     ddp__message *m = ddp__free_message(r->channel);
     if (!m) return;
@@ -3860,11 +3880,11 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
     ddp__ring(l, r->call.root);
 }
 
-/* Fills, or drains, what chunks it can of a message that is staged. */
+/* Fills, or drains, as many chunks of a staged message as possible. */
 static void ddp__stage_step(ddp__local *l, ddp__request *r) {
     ddp__channel *c = r->channel;
     int send = r->call.kind == DDP_CALL_SEND;
-    uint64_t *chunks = send ? &c->filled : &c->drained; /* ours; the peer's counter says how far it may go */
+    uint64_t *chunks = send ? &c->filled : &c->drained; /* this rank's counter; the peer's counter is its limit */
     while (r->moved < r->size && *chunks < (send ? ddp__load(&c->drained) + DDP__STAGES : ddp__load(&c->filled))) {
         unsigned char *stage = c->stage[*chunks % DDP__STAGES];
         size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
@@ -3878,7 +3898,7 @@ static void ddp__stage_step(ddp__local *l, ddp__request *r) {
     if (r->moved < r->size) l->staging |= DDP__STAGE_WAITS;
 }
 
-/* The sender's side of a message that is out: feeds a staged one, and takes the slot back at the end. */
+/* The sender's side of a posted message: fills chunks of a staged one, and frees the message at the end. */
 static void ddp__send_progress(ddp__local *l, ddp__request *r, int attended) {
     uint32_t state = ddp__load(&r->message->state);
     if (attended && !r->message->attended) ddp__store(&r->message->attended, 1);
@@ -3887,7 +3907,8 @@ static void ddp__send_progress(ddp__local *l, ddp__request *r, int attended) {
     else if (state == DDP__CLAIMED && ddp__load(&r->message->staged)) ddp__stage_step(l, r);
 }
 
-/* One past the newest message that a peer has posted to us. A sender posts in order, so everything older is visible as well. */
+/* Returns one past the newest message that a peer has posted to this rank. A sender posts in order, so all older
+   messages are visible as well. */
 static uint64_t ddp__posted_end(const ddp__channel *c) {
     uint64_t end = 0;
     for (const ddp__message *m = c->message; m < c->message + DDP__MESSAGES; m++)
@@ -3895,7 +3916,8 @@ static uint64_t ddp__posted_end(const ddp__channel *c) {
     return end;
 }
 
-/* Claims the oldest message with the wanted tag. An earlier receive may not have seen those from end on, and a scan may see a later one of them alone. */
+/* Claims the oldest message with the requested tag before `end`. An earlier receive may have missed messages from end
+   on, and a scan may see a newer one of them before an older one. */
 static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
     ddp__message *first = r->channel->message, *best = NULL;
     for (ddp__message *m = first; m < first + DDP__MESSAGES; m++)
@@ -3909,7 +3931,8 @@ static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
                     ddp_dtype_name((ddp_dtype)best->dtype), (size_t)best->count, l->rank, ddp_dtype_name(r->call.dtype), r->call.count, r->call.tag);
 }
 
-/* Copies out of the sender's buffer; 0 when that is refused, or the group has failed: a sender that gave up may have changed its buffer. */
+/* Copies from the sender's buffer. Returns 0 if the system refuses that, or the group has failed: a failed sender may
+   have changed its buffer. */
 static int ddp__recv_in_place(ddp__local *l, ddp__request *r) {
     int peer = r->call.root;
     uint64_t address = r->message->address;
@@ -3954,8 +3977,8 @@ static void ddp__local_p2p_wake(ddp_group *group, void *state) {
     ddp__ring(l, l->rank);
 }
 
-/* With the lock held, moves every unfinished request on, oldest first, so that sends leave and receives match in the order issued. What ends, other than
-   own, another thread may be waiting for. */
+/* With the lock held, advances every unfinished request, oldest first, so that sends are posted and receives match in
+   issue order. Wakes threads that wait for a request other than own. */
 static void ddp__requests_step(ddp__local *l, const ddp__request *own) {
     int ended = 0;
     uint64_t blocked = 0; /* peers with an earlier send that found no free message */
@@ -3994,11 +4017,12 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__requ
         ddp_group_log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
 }
 
-/* This thread waits for request: publishes that, and poisons the group when the time is over. */
+/* This thread waits for a request: publishes the wait, and poisons the group after the timeout. */
 static void ddp__request_waits(ddp_group *group, ddp__local *l, ddp__request *r) {
     const uint64_t what[2] = {ddp__p2p_signature(&r->call), r->call.count};
     char text[DDP__TEXT_MAX];
     ddp__publish_wait(group, l, what, r->call.seq, r->call.root);
+    r->published = 1;
     if (ddp_now() - ddp__waited_since <= group->desc.timeout_ms * 1e-3) return;
     ddp__p2p_timeout_text(group, &r->call, l->number[r->call.root], text, sizeof text);
     ddp__waiting_text(group, l, r->call.root, text + strlen(text), sizeof text - strlen(text));
@@ -4053,7 +4077,7 @@ static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *reque
         *done = r->done;
         failed = !r->done && ddp__load(&l->control->poison);
         if (!r->done && !failed) continue;
-        if (ddp__waited_request == request) ddp__publish_no_wait(l);
+        if (r->published) ddp__publish_no_wait(l);
         while (*link != r) link = &(*link)->next;
         *link = r->next;
         r->next = l->free_requests;
@@ -4074,7 +4098,7 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
         return;
     }
     ddp__fetch_add(&me->sleeping, 1u);
-    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* against ddp__ring: it sees this thread asleep, or the look that follows sees what it rang for */
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* either ddp__ring sees that this thread sleeps, or the next line sees the change */
     ddp__local_progress(group, l, NULL, 0);
     if (!(__atomic_fetch_and(&l->woken, ~bit, __ATOMIC_SEQ_CST) & bit) && !ddp__load(&l->control->poison))
         ddp__futex_wait(&me->word, value, timeout_ms * 1000);
@@ -4083,7 +4107,7 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
 
 //== the local backend: groups and group memory ====================================================== >>impl-local-group
 
-/* Lays out the control memory of a group from address at on; returns where it ends. */
+/* Sets the pointers into the control memory of a group, which begins at address `at`. Returns its end. */
 static uintptr_t ddp__control_layout(ddp__local *l, uintptr_t at, int world_size) {
     size_t w = (size_t)world_size;
     l->control = (ddp__control *)at;
@@ -4095,7 +4119,7 @@ static uintptr_t ddp__control_layout(ddp__local *l, uintptr_t at, int world_size
     return ddp_round_up(at + w * w * sizeof *l->channels, DDP__PAGE);
 }
 
-/* Control memory of a new group; 0 on failure with the error line set. */
+/* Allocates control memory of a new group. Returns its offset in the heap, or 0 with the error line set. */
 static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
     ddp__local layout;
     size_t size = ddp__control_layout(&layout, 0, world_size);
@@ -4114,7 +4138,8 @@ static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
     return 0;
 }
 
-/* The backend's state of a group whose control memory lies at offset: of ranks of the parent, or all of the job. No reference to heap on failure. */
+/* Creates the backend's state of a group, with control memory at offset. members: its ranks in the parent; parent NULL:
+   all ranks of the job. On failure it holds no reference to heap. */
 static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, ddp__local *parent, const int *members) {
     ddp__local *l = (ddp__local *)ddp_host_alloc(group, sizeof *l);
     int enough_cores = heap->job->world_size <= heap->job->cores;
@@ -4132,7 +4157,7 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->offset = offset;
     l->rank = group->rank;
     l->world_size = group->world_size;
-    l->spins = enough_cores ? 4000 : 20; /* otherwise give way at once */
+    l->spins = enough_cores ? 4000 : 20; /* otherwise yield early */
     l->yields = enough_cores ? 20 : 200;
     l->parent = parent;
     for (int i = 0; i < group->world_size; i++) l->member[l->number[i] = i] = parent ? parent->member[members[i]] : i;
@@ -4144,7 +4169,8 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     return l;
 }
 
-/* members == NULL: this rank only helps. Rank 0 of each new group takes its control memory; the offsets travel by all_gather in the parent. */
+/* Rank 0 of each new group allocates its control memory. An all_gather in the parent distributes the offsets. child
+   NULL: this rank joins no group. */
 static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     ddp__local *l = (ddp__local *)state;
     uint64_t offsets[DDP_MAX_LOCAL_RANKS], mine = child && child->rank == 0 ? ddp__control_create(l->heap, member_count) : 0;
@@ -4163,7 +4189,7 @@ static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *ch
 }
 
 
-/* Rank 0 takes the range. Every rank maps it and makes its own part real. */
+/* Rank 0 allocates the range. Every rank maps it and populates its own part. */
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__local *l = (ddp__local *)state;
     size_t stride = ddp_round_up(size_bytes + DDP__SKEW, DDP__PAGE), total = 0, before = (size_t)l->rank * stride;
@@ -4206,9 +4232,9 @@ static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     return DDP_OK;
 }
 
-/* Looks for lost ranks: those whose end the launcher has recorded. Without one, a backend that waits in place
-   of this one (ddp_group_on_wait) learns here of processes that have ended, every few milliseconds. In other
-   groups a rank that has ended is lost only to a call that needs it. */
+/* Looks for lost ranks. With a launcher: ranks that it has recorded as lost. Without one, and with
+   ddp_group_on_wait: processes that have ended, every few milliseconds. In all other groups a rank that has ended
+   is lost only to a call that needs it. */
 static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
     const ddp__job *job = l->heap->job;
@@ -4327,7 +4353,7 @@ static const ddp_backend ddp__backend_self = {
 
 //== calls, for backends ================================================================================= >>impl-calls
 
-/* What ddp.h knows of a call, for backends: tcp and mpi, and those outside of this file. */
+/* Properties of a call, for backends: tcp, mpi and those of a user. */
 
 static ddp_bytes ddp__call_bytes(const ddp_call *call, int rank, int peer, int sends) {
     ddp_bytes none = {0, 0};
@@ -4384,10 +4410,12 @@ DDPDEF double ddp_p2p_waited(const void *request) { return request == ddp__waite
 
 //== carrying out calls ================================================================================== >>impl-queue
 
-/* Blocking calls run on the caller. Asynchronous ones wait in a queue; whoever holds `running` may carry out its head: the
-   communication thread, or a caller inside ddp_wait that would only watch. So issue order is kept and nothing is handed over without need. */
+/* Blocking calls run on the caller. Asynchronous calls wait in a queue. The thread that has set `running` executes the
+   head of the queue: the communication thread, or a caller inside ddp_wait. So calls run in issue order, and no call
+   moves to another thread without need. */
 
-/* Turns a failed call into this rank's error. Until a caller has been told, all that the failure meets gets its first code: what was pending fails alike. */
+/* Sets the error line of a failed call. All pending calls return the first code of the group's failure, until a caller
+   has received it. */
 static ddp_result ddp__call_failed(ddp_group *group, const ddp_call *call, ddp_result result) {
     ddp_result first = group->backend->status(group, group->state);
     if (first != DDP_OK) {
@@ -4397,13 +4425,13 @@ static ddp_result ddp__call_failed(ddp_group *group, const ddp_call *call, ddp_r
     return ddp__call_fail(group, call, result, ddp_last_error());
 }
 
-/* What goes back to the caller: calls made after it are only told that the group is poisoned. */
+/* Passes a result to the caller. Once it has received the failure, later calls return DDP_ERR_POISONED. */
 static ddp_result ddp__deliver(ddp_group *group, ddp_result result) {
     if (result != DDP_OK && ddp__load(&group->cause_seen)) ddp__store(&group->cause_delivered, 1);
     return result;
 }
 
-/* A failure of a device on one rank takes the group down, since others count on its data. */
+/* A failure of the device on one rank fails the group, because its peers need the data. */
 static ddp_result ddp__device_result(ddp_group *group, ddp_result result) {
     if (result != DDP_OK) group->backend->poison(group, group->state, result, ddp_last_error());
     return result;
@@ -4422,15 +4450,15 @@ static ddp_result ddp__execute(ddp_group *group, void *argument) {
     return group->backend->enqueues ? ddp__device_result(group, result) : result;
 }
 
-/* Makes this thread's device functions go where the caller's own work goes. */
+/* Selects the compute stream for this thread's device functions. */
 static ddp_result ddp__compute(ddp_group *group) {
     return ddp__device_result(group, ddp_device_begin(group));
 }
 
-/* What this thread's device functions have come to. */
+/* The first failure of this thread's device functions, or DDP_OK. */
 static ddp_result ddp__device_check(ddp_group *group) { return ddp__device_result(group, ddp_device_check(group)); }
 
-/* On a device with lanes: from here on the op follows what the compute lane holds now. */
+/* On a device with streams: the op runs after the work that the compute stream holds now. */
 static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
     const ddp_device *device = group->device;
     if (!device->use_stream) return DDP_OK;
@@ -4440,7 +4468,7 @@ static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
     return ddp__device_result(group, result);
 }
 
-/* Device work of an op that op_order has ordered goes to the communication lane, behind that of the compute lane. */
+/* Device work of an op that ddp__op_order has ordered runs on the communication stream, after that of the compute stream. */
 static ddp_result ddp__lane_begin(ddp_group *group, ddp__op *op) {
     if (!op->ordered) return DDP_OK;
     ddp_result result = group->device->use_stream(group, DDP_STREAM_COMM);
@@ -4457,7 +4485,7 @@ static ddp_result ddp__lane_end(ddp_group *group, ddp__op *op, ddp_result result
 }
 
 static void ddp__p2p_wake(ddp_group *group) { if (group->backend->p2p_wake) group->backend->p2p_wake(group, group->state); }
-/* With the lock held: there is something for the communication thread to do, whatever it sleeps for. */
+/* With the lock held: wakes the communication thread, in a wait for work or for messages. */
 static void ddp__thread_call(ddp_group *group) {
     pthread_cond_signal(&group->work_cond);
     ddp__p2p_wake(group);
@@ -4476,8 +4504,8 @@ static void ddp__append(ddp__op **head, ddp__op **tail, ddp__op *op) {
     *tail = op;
 }
 
-/* With the lock held, moves one send or receive on; two threads never poll the same one. op->next stays good: only the thread that polls an op
-   takes it off the list, and handles are freed under the lock. */
+/* With the lock held, advances one send or receive. Two threads never poll the same one. op->next stays valid: only the
+   thread that polls an op removes it from the list, and handles are freed under the lock. */
 static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     int done = 0;
     ddp_result result = DDP_OK;
@@ -4500,11 +4528,11 @@ static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
     else usleep(50);
 }
 
-/* With the lock held: whether this thread is inside a task of the group, or a call. */
+/* With the lock held: returns 1 if this thread is inside a task or call of the group. */
 static int ddp__is_runner(const ddp_group *group) { return group->running && pthread_equal(group->runner, pthread_self()); }
 
-/* Carries out the queue until an op is done. A thread that waits for an op calls it. It is also the main function of the
-   communication thread, whose op is done when the group is destroyed. Calls inside belong to the public call that issued the op. */
+/* Executes the queue until an op is done. A thread that waits for an op calls it. It is also the main function of the
+   communication thread, until ddp_group_destroy. Calls inside an op belong to the public call that issued it. */
 static void *ddp__work_off(void *argument) {
     ddp__op *until = (ddp__op *)argument;
     ddp_group *group = until->group;
@@ -4552,7 +4580,7 @@ static void *ddp__work_off(void *argument) {
     return NULL;
 }
 
-/* 0, or an errno. Signals are the user's threads' business. */
+/* Starts a thread that blocks all signals, so that the threads of the user receive them. Returns 0 or an errno. */
 static int ddp__start_thread(pthread_t *thread, void *(*main_fn)(void *), void *argument) {
     sigset_t all, old;
     sigfillset(&all);
@@ -4610,7 +4638,8 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     return op;
 }
 
-/* With the lock held, waits for a send or receive by moving it on, up to timeout_ms; what takes longer than a moment is slept for. */
+/* With the lock held, waits for a send or receive, up to timeout_ms. It polls for a short time, then it sleeps between
+   polls. */
 static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
     double start = ddp_now(), now = start, moment = group->backend->p2p_sleep ? 100e-6 : 1e-3;
     int sleeps = 0;
@@ -4622,7 +4651,7 @@ static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
         group->watched += sleeps;
         DDP__UNLOCKED(&group->lock) ddp__p2p_rest(group, sleeps ? DDP__P2P_SLICE_MS : 0);
         group->watched -= sleeps;
-        ddp__p2p_step(group, op); /* the local backend notices itself that the time is over, and knows why */
+        ddp__p2p_step(group, op); /* the local backend detects the timeout itself, and knows the cause */
         if (overdue && !op->done) DDP__UNLOCKED(&group->lock) {
                 char text[DDP__TEXT_MAX];
                 ddp__p2p_timeout_text(group, &op->call, op->call.root, text, sizeof text);
@@ -4634,12 +4663,12 @@ static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
     if (sleeps && group->p2p) pthread_cond_signal(&group->work_cond); /* the communication thread goes on */
 }
 
-/* Waits for an op; carries out the queue meanwhile where nobody else does. */
+/* Waits for an op. Executes the queue meanwhile, unless another thread does. */
 static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
     if (!ddp__is_p2p(op->call.kind)) ddp__work_off(op);
     else DDP__LOCKED(&group->lock) ddp__p2p_wait(group, op);
     ddp_result result = ddp_error_restore(&op->outcome);
-    if (result == DDP_OK && op->ordered) { /* the compute lane waits for what it left on the communication lane */
+    if (result == DDP_OK && op->ordered) { /* the compute stream waits for its work on the communication stream */
         result = group->backend->status(group, group->state);
         if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
         else result = ddp__device_result(group, group->device->event_wait(group, DDP_STREAM_COMPUTE, op->event));
@@ -4648,7 +4677,7 @@ static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
     return ddp__deliver(group, result);
 }
 
-/* To the caller: the result of an op without work, or the op as work. */
+/* Without work, waits for the op. With work, stores the op in it. */
 static ddp_result ddp__hand_out(ddp_group *group, ddp__op *op, ddp_work *work) {
     if (!work) return ddp__op_wait(group, op);
     work->op = op;
@@ -4795,7 +4824,7 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     return ddp__hand_out(group, op, work);
 }
 
-/* The op that work stands for, or NULL with the error line set. */
+/* Returns the op of a ddp_work, or NULL with the error line set. */
 static ddp__op *ddp__op_of(ddp_group *group, const ddp_work *work, const char *who) {
     ddp__op *op = (ddp__op *)work->op;
     DDP__LOCKED(&group->lock) if (op->ticket != work->ticket) op = NULL;
@@ -4825,7 +4854,7 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
         if (group->no_thread && !op->done && !group->running && group->head) last = ddp__is_p2p(op->call.kind) ? group->tail : op;
         *done = op->done;
     }
-    if (last) { /* nobody else moves the queue on */
+    if (last) { /* no other thread executes the queue */
         ddp__work_off(last);
         *done = op->done;
     }
