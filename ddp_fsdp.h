@@ -3377,9 +3377,9 @@ static ddp_result ddp__full_release(ddp__unit *unit, ddp_result result) {
     return result;
 }
 
-/* Starts to fill the full parameters of a unit. With work NULL they are complete on return. Allocates a slot while the
-   first step finds out how many are needed. */
-static ddp_result ddp__unshard_start(ddp_fsdp *f, ddp__unit *unit, ddp_work *work) {
+/* Gives a unit memory for its full parameters, which ddp__unshard_task fills next. Allocates a slot while the first
+   step finds out how many are needed. */
+static ddp_result ddp__unshard_begin(ddp_fsdp *f, ddp__unit *unit) {
     const ddp__unshard *u = &f->unshard;
     if (!ddp__has_own_full(f)) {
         int i = 0;
@@ -3388,9 +3388,7 @@ static ddp_result ddp__unshard_start(ddp_fsdp *f, ddp__unit *unit, ddp_work *wor
         unit->full_slot = ddp__slot_take(&u->slots[i], &unit->full);
     }
     unit->unsharded = 1;
-    ddp_result result = f->peer_memory && !work ? ddp__unshard_task(f->group, unit)
-                                                : ddp_group_enqueue(f->group, ddp__unshard_task, unit, work);
-    return result == DDP_OK ? DDP_OK : ddp__full_release(unit, result);
+    return DDP_OK;
 }
 
 /* Waits for the unit's prefetch, if it has one. */
@@ -3443,7 +3441,9 @@ static ddp_result ddp__prefetch(ddp_fsdp *f) {
         if (unit->unsharded) continue;
         bytes += ddp__has_own_full(f) ? unit->full_bytes : u->slot_bytes;
         if (f->desc.max_gathered_bytes && !f->keeps_full && bytes > f->desc.max_gathered_bytes) break;
-        DDP_TRY(ddp__unshard_start(f, unit, &unit->unshard_work));
+        DDP_TRY(ddp__unshard_begin(f, unit));
+        ddp_result result = ddp_group_enqueue(f->group, ddp__unshard_task, unit, &unit->unshard_work);
+        if (result != DDP_OK) return ddp__full_release(unit, result);
     }
     return DDP_OK;
 }
@@ -4734,20 +4734,6 @@ static void ddp__call_hash(ddp_fsdp *f, int what, int unit) {
     f->call_hash = ddp_hash(f->call_hash, &call, sizeof call);
 }
 
-/* Full parameters of a unit, including those that it shares with other units, and memory for its gradients. */
-static ddp_result ddp__unit_unshard(ddp_fsdp *f, ddp__unit *unit) {
-    if (!f->no_grad) DDP_TRY(ddp__order_record(f, unit->index));
-    DDP_TRY(ddp__make_room(f, unit));
-    for (ddp__shard *s = f->keeps_full ? unit->shards : unit->end; s <= unit->end; s++) {
-        ddp__unit *needed = s < unit->end ? s->source->unit : unit;
-        DDP_TRY(ddp__unshard_wait(f, needed));
-        if (!needed->unsharded) DDP_TRY(ddp__unshard_start(f, needed, NULL));
-    }
-    if (!unit->in_use && ++f->unshard.in_use > f->unshard.max_in_use) f->unshard.max_in_use = f->unshard.in_use;
-    unit->in_use = 1;
-    DDP_TRY(ddp__grads_attach(f, unit));
-    return ddp__prefetch(f);
-}
 
 DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
     DDP_PUBLIC_CALL(ddp_fsdp_unshard);
@@ -4755,7 +4741,24 @@ DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
     ddp__unit *own = &fsdp->units[unit];
     DDP_TRY(ddp__fsdp_enter(fsdp->group));
     ddp__call_hash(fsdp, 0, unit);
-    ddp_result result = ddp__unit_unshard(fsdp, own);
+    ddp_result result = fsdp->no_grad ? DDP_OK : ddp__order_record(fsdp, unit);
+    if (result == DDP_OK) result = ddp__make_room(fsdp, own);
+    /* Full parameters of the unit, and of units that it shares parameters with. */
+    for (ddp__shard *s = fsdp->keeps_full ? own->shards : own->end; s <= own->end && result == DDP_OK; s++) {
+        ddp__unit *needed = s < own->end ? s->source->unit : own;
+        result = ddp__unshard_wait(fsdp, needed);
+        if (result != DDP_OK || needed->unsharded) continue;
+        result = ddp__unshard_begin(fsdp, needed);
+        if (result == DDP_OK && fsdp->peer_memory) result = ddp__unshard_task(fsdp->group, needed);
+        else if (result == DDP_OK) result = ddp_group_enqueue(fsdp->group, ddp__unshard_task, needed, NULL);
+        if (result != DDP_OK) ddp__full_release(needed, result);
+    }
+    if (result == DDP_OK) {
+        if (!own->in_use && ++fsdp->unshard.in_use > fsdp->unshard.max_in_use) fsdp->unshard.max_in_use = fsdp->unshard.in_use;
+        own->in_use = 1;
+        result = ddp__grads_attach(fsdp, own);
+    }
+    if (result == DDP_OK) result = ddp__prefetch(fsdp);
     if (result != DDP_OK) return ddp__unit_failed(own, result, __func__);
     ddp__unit_point(own, 1, own->attached);
     return ddp_device_check(fsdp->group);
