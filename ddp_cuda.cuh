@@ -565,7 +565,7 @@ static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_
                     by_local_rank ? ", the number of this local rank" : "", present, remedy);
 }
 
-/* The device that this rank asks for, if it is present. */
+/* The device that this rank selects; an error if it is missing. */
 static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_rank, int given, ddp__cuda_slot *slot) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     int count = 0;
@@ -582,7 +582,7 @@ static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_ran
 
 /* Chooses the device of this rank: *mine. Collective over control; NULL = one rank.
      given    the device of the user's communicator; -1 = none
-     result   this rank's result so far
+     result   this rank's result of earlier checks
      equal    describes what must be equal on all ranks; may be empty
      *shared  1 = two ranks have the same device
    Returns the same result on all ranks. */
@@ -755,7 +755,7 @@ template <ddp_op OP, class Wrap, class T> static DDP__HD T ddp__cuda_join(T a, T
     return OP == DDP_OP_PROD ? (T)(Wrap)((Wrap)a * (Wrap)b) : (T)(Wrap)((Wrap)a + (Wrap)b);
 }
 
-/* What an average divides by, prepared on the CPU. By a power of two the exact reciprocal gives the same bits and is faster. */
+/* The divisor of an average, prepared on the CPU. For a power of two, the exact reciprocal gives the same bits and is faster. */
 typedef struct ddp__cuda_divisor {
     uint64_t n; /* 1 = no division */
     int power_of_two;
@@ -789,7 +789,7 @@ static DDP__HD uint64_t ddp__cuda_mix(uint64_t x) {
     return x ^ x >> 31;
 }
 
-/* Up with the probability that the 16 bits dropped stand for, so that the average is x. */
+/* Rounds up with the probability dropped bits / 2^16, so that the average is x. */
 static DDP__HD uint16_t ddp__cuda_to_bf16_random(float x, uint64_t key, uint64_t index) {
     uint32_t bits = ddp__cuda_bits(x), random = (uint32_t)(ddp__cuda_mix(key + index * UINT64_C(0x9e3779b97f4a7c15)) >> 48);
     return ddp__cuda_finite(x) ? (uint16_t)((bits + random) >> 16) : ddp__cuda_to_bf16(x);
@@ -847,7 +847,7 @@ template <int N, class T> static DDP__HD void ddp__cuda_put(const T *in, void *b
 /* count elements: head single ones, vectors groups of the functor's WIDTH that are aligned in every array, then single ones again. */
 typedef struct ddp__cuda_split { size_t head, vectors, count; } ddp__cuda_split;
 
-/* Bit h of a mask: with a head of h elements, groups of width elements are aligned in every array seen so far. */
+/* Bit h of a mask: with a head of h elements, groups of width elements are aligned in every array up to this one. */
 static DDP__HD uint32_t ddp__cuda_heads(uint32_t mask, const void *array, int size, int width) {
     uintptr_t align = (uintptr_t)(width * size < 16 ? width * size : 16);
     for (int h = 0; h < width; h++)
@@ -924,7 +924,7 @@ template <class F> static ddp_result ddp__cuda_chunks(const F &f, size_t chunks,
 /* Sums that one thread keeps side by side. */
 template <int N> struct ddp__cuda_sums { double at[N]; };
 
-/* What another lane of the team has; all lanes of the warp ask. */
+/* The value of another lane of the team. All lanes of the warp call it. */
 template <class T> static __device__ __forceinline__ T ddp__cuda_from_lane(T value, int lane, int team, unsigned all) {
     return __shfl_sync(all, value, lane, team);
 }
@@ -1077,7 +1077,7 @@ typedef struct ddp__cuda_tree_call {
     uint64_t divisor; /* 1 = none */
     cudaStream_t stream;
     const char *function;
-    size_t stride_bytes; /* 0, or source r is r times that behind src[0], but number own is src[1] */
+    size_t stride_bytes; /* 0, or source r starts at src[0] + r * stride_bytes, except source `own`, which is src[1] */
     int own;
 } ddp__cuda_tree_call;
 
@@ -1198,10 +1198,10 @@ static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtyp
 //== sums of squares by rows ========================================================================= >>impl-rows
 
 /* The order of ddp_device_cpu(): in a piece of a row of up to 4096 elements lane e of 32 adds the squares of elements e and e + 32 of every 64, and the
-   lanes add up in halves. A lane's additions are a chain that nobody can cut, but one thread may have several chains: those of as many lanes as fit
-   into 16 bytes, or four. So a load is 16 bytes wide, neighbours read whole lines, and a piece needs 8 threads (16-bit floats: 4), a warp has several:
+   lanes add up in halves. A lane's additions are one sequential chain, but a thread can run several chains: those of the lanes that fit into 16 bytes, or
+   four. So a load is 16 bytes wide, neighbours read whole lines, and a piece needs 8 threads (16-bit floats: 4), a warp has several:
        f32   thread 0: lanes 0 1 2 3   thread 1: lanes 4 5 6 7   ...   thread 7: lanes 28 29 30 31
-   Pieces add exactly (Kulisch's long accumulator, see >>impl-exact in ddp.h, whose cells these are), on any number of warps. */
+   Pieces add exactly (Kulisch's long accumulator, with the cells of >>impl-exact in ddp.h), on any number of warps. */
 #define DDP__CUDA_PIECE ((size_t)4096)
 enum { DDP__CUDA_EXACT_NAN = 68, DDP__CUDA_EXACT_PLUS = 69, DDP__CUDA_EXACT_BOUND = 71, DDP__CUDA_NON_FINITE = DDP_EXACT_CELLS };
 
@@ -1234,7 +1234,7 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
     math factor;
     int64_t *total; /* CELLS of them */
 
-    /* What is left of one element in its place, and its square. */
+    /* The square of one element; with UNSCALE the element is scaled in place first. */
     DDP__HD double square(store *kept, int *bad) const {
         math x = type::load(*kept);
         if (UNSCALE) {
@@ -1302,8 +1302,8 @@ template <ddp_dtype D, int UNSCALE> static ddp_result ddp__cuda_squares_run(void
     return row_count ? ddp__cuda_rows(f, rows * pieces, stream, function) : DDP_OK;
 }
 
-/* ddp_exact_sum_value, where nothing negative was added: one way up the cells, whose carries are then not negative, with the highest digit that is not 0, the two
-   before it, and whether anything lies below them. */
+/* ddp_exact_sum_value of a sum without negative terms. Its carries are not negative, so one pass over the cells, from the lowest, finds the highest
+   digit that is not 0, the two digits before it, and whether a lower one is not 0. */
 static DDP__HD double ddp__cuda_exact_value(const ddp_exact_sum *sum) {
     uint64_t digits[2] = {0, 0}; /* the two before this one */
     uint64_t carry = 0, under = 0, bits = 0, low = 0, rest = 0;
@@ -1608,7 +1608,7 @@ template <ddp_dtype S> struct ddp__cuda_quantise {
     DDP__HD void flush(const int64_t *) const {}
 };
 
-/* Four elements never straddle two blocks that way: their head is 0, or there are no groups at all. */
+/* A group of four elements is inside one block: the head is 0, or all elements are single. */
 template <ddp_dtype D> struct ddp__cuda_dequantise {
     enum { WIDTH = 4 };
     void *dst;
@@ -1717,7 +1717,7 @@ template <class T> static ddp_result ddp__cuda_add_bias(int64_t rows, int64_t co
     return ddp__cuda_cells<ddp__cuda_biased<T> >(rows, columns, bias, y, y_step);
 }
 
-/* dy NULL: forward. Behind a row of gates lies that of ups. */
+/* dy NULL: forward. A gated row has `columns` gates, then `columns` ups. */
 template <class T> struct ddp__cuda_activated {
     ddp_tp_activation form;
     int64_t columns;
@@ -1761,7 +1761,7 @@ template <class T> static ddp_result ddp__cuda_dropout(const ddp_dropout *op) {
     return ddp__cuda_cells<ddp__cuda_dropped<T> >(op->rows, op->columns, *op);
 }
 
-/* The rows of a step whose index[] is host memory: as many at a time as fit into a kernel's arguments, so that nobody waits for a copy. */
+/* The rows of a step with index[] in host memory. Each launch takes the indices that fit into a kernel's arguments, so that the host waits for no copy. */
 #define DDP__CUDA_INDICES 896
 template <class Op> struct ddp__cuda_layer_part {
     Op op;
@@ -1800,7 +1800,7 @@ template <class T> static ddp_result ddp__cuda_lookup_backward(const ddp_lookup 
     return ddp__cuda_layer_parts(op, op->index, ddp__cuda_chunks<ddp__cuda_looked_up<T, 1> >);
 }
 
-/* What steps with N sums share. */
+/* Base of steps with N sums. */
 template <int N, int THREADS, class Part> struct ddp__cuda_layer_rows : Part {
     enum { CELLS = 1, TEAM = THREADS };
     typedef ddp__cuda_sums<N> value;
@@ -1818,7 +1818,7 @@ template <class F, class Op> static ddp_result ddp__cuda_layer_teams(const Op &o
 struct ddp__cuda_column_sums {
     int64_t rows, columns;
     const void *dy, *x, *stats;
-    int accumulate, second; /* second: also the sums of dy, one row behind */
+    int accumulate, second; /* second: also the sums of dy, in the next row of out */
     void *out;
 };
 template <class T> struct ddp__cuda_layer_columns : ddp__cuda_layer_rows<2, 8, ddp__cuda_layer_op<ddp__cuda_column_sums> > {
@@ -1846,7 +1846,7 @@ template <class T> static ddp_result ddp__cuda_sum_rows(int64_t rows, int64_t co
     return ddp__cuda_layer_teams<ddp__cuda_layer_columns<T> >(op, columns);
 }
 
-/* How many, their mean, and the squares of what they are off it; two parts make one as Chan et al. (1979) say. */
+/* Three sums: the count, the mean, and the sum of squared deviations. Two parts are merged as in Chan et al. (1979). */
 template <class T> struct ddp__cuda_layer_norm : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_op<ddp_norm> > {
     DDP__HD double x(size_t row, int64_t j) const { return (double)ddp__cuda_at<T>(op.x, (int64_t)row * op.columns + j); }
     DDP__HD value partial(size_t row, int lane, int64_t *) const {
@@ -2180,10 +2180,10 @@ static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, s
 //== products by cuBLASLt ========================================================================= >>impl-products
 
 #if defined(DDP_USE_CUBLASLT)
-#define DDP__CUDA_LT_BYTES ((size_t)32 << 20) /* of workspace, as NVIDIA asks for on its largest devices */
+#define DDP__CUDA_LT_BYTES ((size_t)32 << 20) /* of workspace, as NVIDIA recommends for its largest devices */
 #define DDP__CUDA_LT_WAYS 64
 
-/* What a group keeps: the way to do each of its last products, by sizes, steps, kinds and alignment. */
+/* State of a group: the algorithm of each of its last products, by sizes, strides, dtype and alignment. */
 typedef struct ddp__cuda_products {
     cublasLtHandle_t handle;
     void *workspace;
@@ -2332,7 +2332,7 @@ static const ddp_layer_kernels ddp__cuda_layers[2] = {{DDP_VERSION, ddp__cuda_la
    launches NCCL kernels. Each group has its own stream, so the GPU may start kernels of two groups in either
    order; NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) makes it keep the order of the calls. */
 
-#define DDP__NCCL_OPS 32    /* operations under way that have an event of their own; an event behind them stands for what comes on top */
+#define DDP__NCCL_OPS 32    /* operations in flight with an event of their own; further ones share the last event */
 #define DDP__NCCL_MARKS 16  /* calls that ranks compare */
 #if !defined(DDP__NCCL_SCRATCH)
 #define DDP__NCCL_SCRATCH ((size_t)32 << 20) /* bytes of a round of a reduction in tree order */
@@ -2423,7 +2423,7 @@ typedef struct ddp__nccl {
     ddp__nccl_failure failure;
 } ddp__nccl;
 
-/* By ddp_dtype. Headers before 2.24 show ncclBfloat16, which is 9, only to who includes cuda_bf16.h before them: the program may not have. */
+/* By ddp_dtype. Headers before 2.24 declare ncclBfloat16, which is 9, only after cuda_bf16.h, which the program may not include. */
 static const ncclDataType_t ddp__nccl_dtype[] = {ncclNumTypes, ncclFloat32, ncclFloat64, ncclFloat16, (ncclDataType_t)9, ncclInt8, ncclUint8, ncclInt32,
                                                  ncclInt64, ncclUint64};
 
@@ -2498,7 +2498,7 @@ static ddp_result ddp__nccl_open_group(ddp__nccl *n) {
     return result;
 }
 
-/* Whatever came before, the group has to end. */
+/* Ends the NCCL group, also after a failure `before`. */
 static ddp_result ddp__nccl_close_group(ddp__nccl *n, ddp_result before) {
     ncclResult_t error = ncclGroupEnd();
     n->comm.in_group--;
@@ -2573,7 +2573,8 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     });
 }
 
-/* Replaces the memory of the workspace. cudaFree waits for the whole device: no rank goes on before all have freed, as what it would begin may wait for one that shares the device. */
+/* Replaces the memory of the workspace. cudaFree waits for the whole device. The caller then agrees over all ranks: work that one rank starts earlier could wait for a rank that
+   shares the device and is still inside cudaFree. */
 static ddp_result ddp__nccl_grow(ddp__nccl *n, size_t size) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__nccl_workspace *w = &n->workspace;
@@ -2704,7 +2705,7 @@ static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call) {
     }
 }
 
-/* What fails here fails on this rank alone: the others learn of it from the watchdogs. */
+/* Fails the group for a failure of this rank only. The watchdogs send it to the other ranks. */
 static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_result result) {
     char cause[DDP__CUDA_TEXT];
     ddp_saved_error error = DDP_ZERO;
@@ -2717,7 +2718,7 @@ static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_resul
     return ddp_error_restore(&error);
 }
 
-/* The end of ddp__nccl_op_begin. result: of what was issued in between. */
+/* Ends an operation that ddp__nccl_op_begin began. result: of its NCCL calls. */
 static ddp_result ddp__nccl_op_end(ddp__nccl *n, const ddp_call *call, ddp_result result) {
     ddp__nccl_op *op = &n->ops.at[n->ops.current];
     int runs = result == DDP_OK && !n->capturing;
@@ -2794,7 +2795,7 @@ static const char *ddp__nccl_describe(char out[160], const ddp__nccl_mark *mark)
     return out;
 }
 
-/* Which ranks have not come to a call, and where they are; NULL words = nothing was heard. */
+/* Describes the ranks that have not made a call, and their last calls. words: the last states of all ranks. */
 static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_rank_state *words, const ddp__nccl_mark *mark, char *out, size_t size) {
     size_t at = 0;
     int others = 0;
@@ -2944,7 +2945,7 @@ static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
         pthread_cond_timedwait(&n->changed, &n->lock, &until);
 }
 
-/* Says this rank's word. */
+/* Sends this rank's state and starts to receive those of all ranks. */
 static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_rank_state *word, ddp__nccl_rank_state *words, ddp_work *work) {
     {
         const ddp__cuda_lock lock(&n->lock);
@@ -2956,8 +2957,8 @@ static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_rank_state *word, ddp__n
     return ddp_all_gather(n->watchdog.group, word, words, sizeof *word, DDP_U8, work);
 }
 
-/* words: 1 to say, then what was heard, then what is being heard. A word said is heard by all in the same round, so a rank that leaves says so
-   and nobody speaks after that. */
+/* words: this rank's state to send, then the last states of all ranks, then the states that are being received. All ranks receive a state in the same
+   round. So after the state of a rank that leaves, no rank sends another one. */
 static void *ddp__nccl_watch(void *argument) {
     ddp__nccl *n = (ddp__nccl *)argument;
     ddp__nccl_rank_state *words = (ddp__nccl_rank_state *)(n + 1), *heard = words + 1, *hearing = heard + n->world_size;
@@ -2990,7 +2991,7 @@ static void *ddp__nccl_watch(void *argument) {
         if (__atomic_load_n(&n->failure.cause, __ATOMIC_ACQUIRE) == DDP_OK) ddp__nccl_look(n, heard);
         if (__atomic_load_n(&n->failure.cause, __ATOMIC_ACQUIRE) != DDP_OK && !n->failure.cleaned) ddp__nccl_abort(n);
         if (!talking && !under_way && __atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE)) return NULL;
-        ddp__nccl_rest(n, DDP__NCCL_TICK_MS * (1 + n->world_size / 64)); /* everybody hears all words, which are almost 1 KiB each */
+        ddp__nccl_rest(n, DDP__NCCL_TICK_MS * (1 + n->world_size / 64)); /* every rank receives W states of almost 1 KiB */
     }
 }
 
@@ -3149,7 +3150,7 @@ static ddp_result ddp__nccl_resources(ddp__nccl *n) {
     return ddp__cuda_fail(cuda->memset_async(w->cell, 0, 16, n->streams->stream[DDP_STREAM_COMM]), who, "cudaMemsetAsync");
 }
 
-/* All that this rank makes alone. NULL when there is no memory even for the object. */
+/* Creates the part of the state that needs no other rank. NULL without memory for the object. */
 static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     size_t words = sizeof(ddp__nccl_rank_state) * (2 * (size_t)ddp_world_size(group) + 1);
     ddp__nccl *n = (ddp__nccl *)ddp_host_alloc(group, sizeof *n + words);
@@ -3277,7 +3278,7 @@ static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclCom
     return ddp__nccl_own_result(p);
 }
 
-/* child NULL with members: this rank has no room for it, and takes part to tell the others. */
+/* child NULL with members: this rank has no memory for it, and only takes part in the agreement. */
 static ddp_result ddp__nccl_split(ddp_group *group, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     ddp__nccl *p = (ddp__nccl *)state, *n = NULL;
     int color = member_count > 0 ? members[0] : -1, key = child ? ddp_rank(child) : 0;
@@ -3310,11 +3311,11 @@ static const ddp_backend *ddp__cuda_nccl_backend(void) {
 
 //== host-staged groups ============================================================================== >>impl-staged
 
-/* Several ranks on one GPU, for development: payloads go through pinned memory and the collectives of a CPU group, whose bits and failures these
-   are. A call is cut into rounds; while the CPU group works on one, the next is on its way:
+/* Several ranks on one GPU, for development: payloads go through pinned memory and the collectives of a CPU group, and have its bits and failures.
+   A call is cut into rounds. While the CPU group executes one round, the next one is copied:
        copy stream    down 0   down 1            up 0   down 2   up 1   ...
        CPU group                       round 0          round 1         ...
-   A call ends when its results lie in place, so every stream sees them. Pointers to host memory work too. */
+   A call ends after its results are copied, so every stream sees them. Pointers to host memory work too. */
 
 #if !defined(DDP__CUDA_STAGE)
 #define DDP__CUDA_STAGE ((size_t)1 << 21) /* bytes of a round on one side; there are two rounds of two sides */
@@ -3322,7 +3323,7 @@ static const ddp_backend *ddp__cuda_nccl_backend(void) {
 
 /* A send or receive. It keeps its memory and event when it is complete; a later message that fits reuses it. */
 typedef struct ddp__cuda_message {
-    struct ddp__cuda_message *next;  /* in the list of sends on their way to the host */
+    struct ddp__cuda_message *next;  /* in the list of sends that are copied to the host */
     struct ddp__cuda_message *older; /* in the list of all messages */
     void *memory;                    /* pinned */
     size_t capacity;
@@ -3334,12 +3335,12 @@ typedef struct ddp__cuda_message {
 } ddp__cuda_message;
 enum { DDP__CUDA_DOWN, DDP__CUDA_WIRE, DDP__CUDA_UP, DDP__CUDA_FREE };
 
-/* Sends and receives run beside collectives: over their own CPU group, on their own stream. */
+/* Sends and receives run at the same time as collectives, over a CPU group and on a stream of their own. */
 typedef struct ddp__cuda_messages {
     ddp_group *group;         /* a split of the user's CPU group */
     cudaStream_t stream;
     pthread_mutex_t lock;     /* of what follows */
-    ddp__cuda_message *down;  /* sends on their way to the host, in issue order */
+    ddp__cuda_message *down;  /* sends that are copied to the host, in issue order */
     ddp__cuda_message *all;
 } ddp__cuda_messages;
 
@@ -3387,7 +3388,7 @@ static void ddp__cuda_staged_poison(ddp_group *, void *state, ddp_result cause, 
     ddp_group_poison(s->messages.group, cause, text);
 }
 
-/* A failure is everybody's, in both groups; the first cause stays the cause. alone: only this rank knows of it. */
+/* Fails both groups on all ranks. The first cause stays the cause. alone: only this rank has failed. */
 static ddp_result ddp__cuda_staged_failed(ddp__cuda_staged *s, ddp_result result, int alone) {
     char text[DDP__CUDA_TEXT], number[20] = "";
     ddp_result first;
@@ -3418,7 +3419,7 @@ static ddp_result ddp__cuda_staged_await(ddp__cuda_staged *s, cudaEvent_t event,
 /* ddp_agree on a call that `text` describes. The error line is the bare cause, the same on every rank. */
 static ddp_result ddp__cuda_staged_agree(ddp__cuda_staged *s, ddp_result mine, const char *text) {
     ddp_result result = ddp_agree(s->control, "a staged group", mine, ddp_hash(DDP_HASH_SEED, text, strlen(text)), text);
-    const char *cause = result == DDP_OK ? NULL : strstr(ddp_last_error(), ": "); /* behind "rank 0/2 ddp_barrier group=world.0" */
+    const char *cause = result == DDP_OK ? NULL : strstr(ddp_last_error(), ": "); /* after "rank 0/2 ddp_barrier group=world.0" */
     return cause ? ddp_fail(result, "%s", cause + 2) : result;
 }
 
@@ -3503,7 +3504,7 @@ static ddp_result ddp__cuda_rounds_run(ddp__cuda_staged *s, const ddp__cuda_roun
     return DDP_OK;
 }
 
-/* The counts of all ranks, which say how many rounds there are; who disagrees is named, the same on every rank. */
+/* Exchanges the counts of all ranks, which determine the number of rounds. Two ranks that disagree are named in the same error line on every rank. */
 static ddp_result ddp__cuda_staged_counts(ddp__cuda_staged *s, ddp__cuda_rounds *p) {
     const ddp_call *call = p->call;
     size_t w = (size_t)s->world_size;
@@ -3744,7 +3745,7 @@ static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {
     return DDP_OK;
 }
 
-/* Makes the state of group, whose ranks are those of control with one color; a negative color only helps. group is still without state. */
+/* Creates the state of group, of the ranks of control with one color. A rank with a negative color only takes part in the split. */
 static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, int color, int device, void **state) {
     ddp__cuda_staged *s = color < 0 ? NULL : (ddp__cuda_staged *)ddp_host_alloc(group, sizeof *s);
     ddp_group *split[2] = {NULL, NULL};
