@@ -515,8 +515,8 @@ static void ddp__cuda_present(char *out, size_t size, int count, int with_uuid) 
 
 /* Does the user's text begin the UUID? Upper case and a missing GPU- are fine. */
 static int ddp__cuda_uuid_begins(const char *uuid, const char *wanted) {
-    if (strncmp(wanted, "GPU-", 4) != 0 && strncmp(wanted, "MIG-", 4) != 0) uuid += 4;
-    else { uuid += 4; wanted += 4; }
+    uuid += 4;
+    if (strncmp(wanted, "GPU-", 4) == 0 || strncmp(wanted, "MIG-", 4) == 0) wanted += 4;
     while (*wanted && tolower((unsigned char)*wanted) == *uuid) { wanted++; uuid++; }
     return !*wanted;
 }
@@ -726,13 +726,11 @@ template <auto FIRST, auto... MORE, class T, class F> static ddp_result ddp__cud
 #define DDP__CUDA_FLOATS_32 DDP_F32, DDP_F16, DDP_BF16 /* those that compute in f32 */
 #define DDP__CUDA_FLOATS DDP_F64, DDP__CUDA_FLOATS_32
 
-/* The float type in which a conversion between two types multiplies, and the roundings from it. */
-template <ddp_dtype D> static DDP__HD typename ddp__cuda_type<D>::store ddp__cuda_round(float x) {
-    return ddp__cuda_type<D>::save((typename ddp__cuda_type<D>::math)x);
-}
-template <ddp_dtype D> static DDP__HD typename ddp__cuda_type<D>::store ddp__cuda_round(double x) {
+/* Rounds x, the product of a conversion in f32 or f64, once. */
+template <ddp_dtype D, class M> static DDP__HD typename ddp__cuda_type<D>::store ddp__cuda_round(M x) {
     typedef typename ddp__cuda_type<D>::math math;
-    return ddp__cuda_type<D>::save(D == DDP_F16 || D == DDP_BF16 ? (math)ddp__cuda_round_odd(x) : (math)x);
+    if constexpr (sizeof(M) == 8 && (D == DDP_F16 || D == DDP_BF16)) return ddp__cuda_type<D>::save(ddp__cuda_round_odd(x));
+    else return ddp__cuda_type<D>::save((math)x);
 }
 
 /* One inner node of the tree. MIN and MAX of floats as IEEE 754-2019: NaN if either is, -0 below +0. */
@@ -1015,22 +1013,16 @@ template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
         DDP__UNROLL
         for (int i = 0; i < N; i++) out[i] = type::load(in[i]);
     }
-    /* 1 to 4 sources from base on. */
+    /* n sources (1 to 4) from base on: (0 + 1) + (2 + 3). */
     template <int N> DDP__HD void leaf(math *out, int base, int n, size_t at) const {
-        math a[N], b[N];
+        math a[N], b[N], c[N];
         load<N>(out, base, at);
-        if (n == 4) {
-            math c[N];
-            load<N>(a, base + 1, at);
-            load<N>(b, base + 2, at);
-            load<N>(c, base + 3, at);
-            join<N>(out, out, a);
-            join<N>(b, b, c);
-            join<N>(out, out, b);
-            return;
-        }
-        if (n > 1) { load<N>(a, base + 1, at); join<N>(out, out, a); }
-        if (n > 2) { load<N>(b, base + 2, at); join<N>(out, out, b); }
+        if (n > 1) load<N>(a, base + 1, at);
+        if (n > 2) load<N>(b, base + 2, at);
+        if (n > 3) load<N>(c, base + 3, at);
+        if (n > 1) join<N>(out, out, a);
+        if (n > 3) join<N>(b, b, c);
+        if (n > 2) join<N>(out, out, b);
     }
     template <int N> DDP__HD void run(size_t at) const {
         math level[LEVELS][N] = {}, value[N] = {};
@@ -2454,9 +2446,10 @@ static ddp_result ddp__nccl_error(ncclResult_t error, const char *call) {
     return ddp_fail(DDP_ERR_ENGINE, "%s: %s%s%s", call, ncclGetErrorString(error), more ? ": " : "", more ? last : "");
 }
 
-static void ddp__cuda_nap(int microseconds) {
-    struct timespec t = {0, microseconds * 1000L};
-    nanosleep(&t, NULL);
+/* Between two polls of the host. */
+static void ddp__nccl_pause(int tries) {
+    if (tries < 100) sched_yield();
+    else usleep(50);
 }
 
 /* Between these two the communicator is the caller's. host_call: the NCCL call that blocks the host until
@@ -2486,7 +2479,7 @@ static ddp_result ddp__nccl_settle(ddp__nccl *n, ncclResult_t error, const char 
         error = ncclCommGetAsyncError(n->comm.handle, &now);
         if (error != ncclSuccess) return ddp__nccl_error(error, "ncclCommGetAsyncError");
         error = now;
-        if (error == ncclInProgress) tries < 100 ? (void)sched_yield() : ddp__cuda_nap(50);
+        if (error == ncclInProgress) ddp__nccl_pause(tries);
     }
     return error == ncclInProgress ? DDP_OK : ddp__nccl_error(error, call);
 }
@@ -2679,7 +2672,7 @@ static ddp_result ddp__nccl_barrier(ddp__nccl *n) {
         result = ddp__cuda_query(cuda->event_query(event), what, "cudaEventQuery", &done);
         if (done) return ddp__nccl_begin(n, NULL);
         if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
-        tries < 100 ? (void)sched_yield() : ddp__cuda_nap(50);
+        ddp__nccl_pause(tries);
     }
     return result;
 }
@@ -2912,7 +2905,7 @@ static void ddp__nccl_abort(ddp__nccl *n) {
     pthread_mutex_lock(&n->lock);
     while (n->comm.busy && ddp_now() < patience) {
         pthread_mutex_unlock(&n->lock);
-        ddp__cuda_nap(200);
+        usleep(200);
         pthread_mutex_lock(&n->lock);
     }
     comm = n->comm.handle;
@@ -2930,7 +2923,7 @@ static void ddp__nccl_abort(ddp__nccl *n) {
 
 /* Of a group that has failed: until its communicator is no more, which is the watchdog's to do. */
 static void ddp__nccl_await_abort(ddp__nccl *n) {
-    while (!__atomic_load_n(&n->failure.cleaned, __ATOMIC_ACQUIRE)) ddp__cuda_nap(200);
+    while (!__atomic_load_n(&n->failure.cleaned, __ATOMIC_ACQUIRE)) usleep(200);
 }
 
 /* Until the next look, or until something happens. */
@@ -3092,7 +3085,7 @@ static int ddp__nccl_all_leave(ddp__nccl *n) {
     if (n->world_size == 1) return 1;
     if (ddp_all_reduce(n->control, &n->leave[0], &n->leave[1], 1, DDP_U8, DDP_OP_MAX, &work) != DDP_OK)
         return 0;
-    while (ddp_test(n->control, &work, &done) == DDP_OK && !done && ddp_now() < deadline) ddp__cuda_nap(50);
+    while (ddp_test(n->control, &work, &done) == DDP_OK && !done && ddp_now() < deadline) usleep(50);
     return done && ddp_wait(n->control, &work) == DDP_OK;
 }
 
@@ -3107,7 +3100,7 @@ static void ddp__nccl_close(ddp_group *, void *state) {
     while (ddp__nccl_status(n->group, n) == DDP_OK &&
            cuda->stream_query(n->streams->stream[DDP_STREAM_COMM]) == cudaErrorNotReady) {
         cuda->clear_error();
-        ddp__cuda_nap(50);
+        usleep(50);
     }
     {
         const ddp__cuda_lock lock(&n->lock);
@@ -3121,11 +3114,7 @@ static void ddp__nccl_close(ddp_group *, void *state) {
         ncclCommAbort(n->comm.handle);
         n->comm.handle = NULL;
     }
-    while (n->regions) {
-        ddp__cuda_region *region = n->regions;
-        n->regions = region->next;
-        ddp__nccl_release(n, region);
-    }
+    while (n->regions) ddp__nccl_release(n, ddp__cuda_region_remove(&n->regions, n->regions->memory));
     if (n->comm.handle && n->comm.owned) ncclCommAbort(n->comm.handle);
     for (int i = 0; i < DDP__NCCL_OPS; i++) if (n->ops.at[i].event) cuda->event_destroy(n->ops.at[i].event);
     if (n->workspace.memory) cuda->free(n->workspace.memory);
@@ -3201,22 +3190,27 @@ static ddp_result ddp__nccl_own_result(ddp__nccl *n) {
     return result != DDP_OK && n->failure.from_peer ? DDP_ERR_POISONED : result;
 }
 
-/* Blocks until every rank has called it, or the watchdog aborts. The watchdogs exchange a rank's failure. */
-static ddp_result ddp__nccl_init(ddp__nccl *n, const ncclUniqueId *id) {
+/* Makes the NCCL call that creates a communicator. It blocks until every rank has made it, or the watchdog
+   aborts. A failure fails the group, and the watchdogs send it to the other ranks. */
+template <class F> static ddp_result ddp__nccl_connect(ddp__nccl *n, const char *name, const F &call) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    ddp_result result;
-    DDP_TRY(ddp__nccl_begin(n, "ncclCommInitRankConfig"));
     config.blocking = 1;
-    n->comm.owned = 1;
-    result = ddp__nccl_error(ncclCommInitRankConfig(&n->comm.making, n->world_size, *id, n->rank, &config),
-                             "ncclCommInitRankConfig");
+    DDP_TRY(ddp__nccl_begin(n, name));
+    ddp_result result = ddp__nccl_settle(n, call(&config), name);
     if (result != DDP_OK) ddp__nccl_poison(n->group, n, result, ddp_last_error()); /* before the watchdog polls it */
-    {
+    ddp__nccl_end(n);
+    return result;
+}
+
+static ddp_result ddp__nccl_init(ddp__nccl *n, const ncclUniqueId *id) {
+    n->comm.owned = 1;
+    ddp__nccl_connect(n, "ncclCommInitRankConfig", [&](ncclConfig_t *config) {
+        ncclResult_t error = ncclCommInitRankConfig(&n->comm.making, n->world_size, *id, n->rank, config);
         const ddp__cuda_lock lock(&n->lock);
         n->comm.handle = n->comm.making;
         n->comm.making = NULL;
-    }
-    ddp__nccl_end(n);
+        return error;
+    });
     return ddp__nccl_own_result(n);
 }
 
@@ -3262,15 +3256,9 @@ static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
 /* The child's communicator; *made is NULL in ranks that are in none. The parent of a split that fails is gone
    before *made can be: a parent of the user's that is non-blocking has a thread that writes *made. */
 static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclComm_t *made) {
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    ncclResult_t error;
-    ddp_result result = ddp__nccl_begin(p, "ncclCommSplit");
-    if (result != DDP_OK) return result;
-    config.blocking = 1;
-    error = ncclCommSplit(p->comm.handle, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, made, &config);
-    result = ddp__nccl_settle(p, error, "ncclCommSplit");
-    if (result != DDP_OK) ddp__nccl_poison(p->group, p, result, ddp_last_error()); /* before the watchdog polls it */
-    ddp__nccl_end(p);
+    ddp_result result = ddp__nccl_connect(p, "ncclCommSplit", [&](ncclConfig_t *config) {
+        return ncclCommSplit(p->comm.handle, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, made, config);
+    });
     if (result == DDP_OK) return DDP_OK;
     ddp__nccl_await_abort(p);
     if (*made) ncclCommAbort(*made);
@@ -3416,13 +3404,6 @@ static ddp_result ddp__cuda_staged_await(ddp__cuda_staged *s, cudaEvent_t event,
     }
 }
 
-/* ddp_agree on a call that `text` describes. The error line is the bare cause, the same on every rank. */
-static ddp_result ddp__cuda_staged_agree(ddp__cuda_staged *s, ddp_result mine, const char *text) {
-    ddp_result result = ddp_agree(s->control, "a staged group", mine, ddp_hash(DDP_HASH_SEED, text, strlen(text)), text);
-    const char *cause = result == DDP_OK ? NULL : strstr(ddp_last_error(), ": "); /* after "rank 0/2 ddp_barrier group=world.0" */
-    return cause ? ddp_fail(result, "%s", cause + 2) : result;
-}
-
 /* --- rounds --- */
 
 typedef struct ddp__cuda_rounds {
@@ -3560,7 +3541,9 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
     if (result == DDP_OK) result = ddp__cuda_staged_fence(staging->stream, staging->events[DDP__CUDA_READY]);
     ddp_call_pack(call, words);
     ddp_call_describe(text, sizeof text, words);
-    result = ddp__cuda_staged_agree(s, result, text);
+    result = ddp_agree(s->control, "a staged group", result, ddp_hash(DDP_HASH_SEED, text, strlen(text)), text);
+    const char *cause = result == DDP_OK ? NULL : strstr(ddp_last_error(), ": "); /* after "rank 0/2 ddp_barrier group=world.0" */
+    if (cause) ddp_fail(result, "%s", cause + 2);
     if (result == DDP_OK && call->recv_counts) result = ddp__cuda_staged_counts(s, &p);
     agreed = result == DDP_OK;
     if (agreed) result = ddp__cuda_rounds_run(s, &p);
@@ -3721,10 +3704,9 @@ static void ddp__cuda_staged_close(ddp_group *group, void *state) {
         if (m->memory) cuda->host_free(m->memory);
         ddp_host_free(group, m);
     }
-    for (ddp__cuda_region *region = s->regions; region; region = s->regions) {
-        s->regions = region->next;
-        cuda->free(region->memory);
-        ddp_host_free(group, region);
+    while (s->regions) {
+        cuda->free(s->regions->memory);
+        ddp_host_free(group, ddp__cuda_region_remove(&s->regions, s->regions->memory));
     }
     if (staging->memory) cuda->host_free(staging->memory);
     for (int i = 0; i < 3; i++) if (staging->events[i]) cuda->event_destroy(staging->events[i]);
