@@ -1,27 +1,29 @@
-/*  ddp_cuda.cuh - GPUs for ddp.h: groups over device memory through NCCL, device memory as a ddp_device, and the kernels of a training step.
+/*  ddp_cuda.cuh - GPUs for ddp.h: groups over NCCL, device memory as a ddp_device, kernels of a training
+   step.
 
-    Collectives, messages, the reducer and everything else of ddp.h with device pointers, ordered by events instead of blocking the host; kernels that give
-    the bits that the CPU gives.
+    All calls of ddp.h work with device pointers: collectives, messages, the reducer. Events order them, and
+    the host does not block. Kernels give the same bits as the CPU.
 
 USAGE
-    #define DDP_CUDA_IMPLEMENTATION        in exactly one .cu file of the program, before including this header
+    #define DDP_CUDA_IMPLEMENTATION    in exactly one .cu file of the program, before including this header
     #include "ddp_cuda.cuh"
-    DDP_IMPLEMENTATION there instantiates ddp.h too. Other files, C ones also, include it plainly and need CUDA's include directory.
-    Link with -lnccl -lpthread -lm.
+    DDP_IMPLEMENTATION there also compiles the bodies of ddp.h. Other files, also in C, only include it, and
+    need CUDA's include directory. Link with -lnccl -lpthread -lm.
 
 EXAMPLE
     #define DDP_IMPLEMENTATION
     #include "ddp_cuda.cuh"
     #include <stdio.h>
 
-    static ddp_result train(ddp_group *world, void *user) {      // runs once per rank, each on the GPU of its local rank
+    static ddp_result train(ddp_group *world, void *user) {      // per rank, on the GPU of its local rank
         ddp_group *gpus;
         void *gradient;
         ddp_result result = ddp_cuda_group_create(&gpus, world, (const ddp_cuda_desc *)user);
         if (result != DDP_OK) return result;
-        result = ddp_group_alloc(gpus, 4000, &gradient);         // zeros; any device memory will do
-        if (result == DDP_OK) result = ddp_all_reduce(gpus, gradient, gradient, 1000, DDP_F32, DDP_OP_AVG, NULL);
-        if (result == DDP_OK && cudaStreamSynchronize(0) != cudaSuccess) result = ddp_fail(DDP_ERR_ENGINE, "cudaStreamSynchronize failed");
+        result = ddp_group_alloc(gpus, 4000, &gradient);         // zeros; any other device memory works too
+        if (result == DDP_OK) result = ddp_all_reduce(gpus, gradient, gradient, 1000, DDP_F32, DDP_OP_AVG,
+        NULL); if (result == DDP_OK && cudaStreamSynchronize(0) != cudaSuccess)
+            result = ddp_fail(DDP_ERR_ENGINE, "cudaStreamSynchronize failed");
         ddp_group_destroy(gpus);
         return result;
     }
@@ -36,55 +38,66 @@ EXAMPLE
     }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-error  >>impl-pick  >>impl-numbers  >>impl-elements
-    >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows  >>impl-optimizers  >>impl-quantise  >>impl-layers  >>impl-streams
-    >>impl-device  >>impl-products  >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls  >>impl-watchdog  >>impl-nccl-group  >>impl-staged
-    >>impl-group  >>impl-public
+    >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-error  >>impl-pick
+    >>impl-numbers  >>impl-elements  >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows
+    >>impl-optimizers  >>impl-quantise  >>impl-layers  >>impl-streams  >>impl-device
+    >>impl-products  >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls  >>impl-watchdog
+    >>impl-nccl-group  >>impl-staged  >>impl-group  >>impl-public
 
 CONCEPTS
-    Group      ddp_cuda_group_create makes one of the ranks of a CPU group, its control group. Calls on it put work on a communication stream of
-               its own, behind what the user's stream holds; ddp_wait makes the user's stream wait, not the host.
-    Watchdog   a thread per group that asks CUDA and NCCL how they are, and the watchdogs of the other ranks, over the control group, where
-               theirs have come. What goes wrong anywhere ends the communication everywhere, with one cause.
-    Stream     every kernel below is put on the stream that it is given and returns at once. The functions of ddp_device_cuda()
-               take no stream: they use the one that ddp_cuda_use_stream has set for the calling thread.
-    Element    what a kernel does to an element is code that compiles for the CPU as well, where tests compare it with ddp.h. A
-               kernel only shares elements out among threads, 16 bytes at a time where all its pointers allow it.
-    Order      ddp_cuda_reduce_tree adds in the order of DDP_ORDER_TREE, and sums of squares in that of ddp_device_cpu(): the same
-               bits for the same inputs. NaNs are NaNs on both, with payloads of their own.
-    Sizes      counts are 64 bits, may be 0, and pointers may have any alignment; aligned to 16 bytes is fastest.
+    Group      ddp_cuda_group_create creates one from the ranks of a CPU group, its control group. Calls on it
+               enqueue work on the group's own communication stream, after the work of the user's stream.
+               ddp_wait makes the user's stream wait, not the host.
+    Watchdog   One thread per group. It queries CUDA and NCCL for errors, and exchanges progress with the
+               watchdogs of the other ranks over the control group. A failure on one rank ends the communication on all,
+               with one cause.
+    Stream     Every kernel below is enqueued on the stream that it is given, and the call returns at once.
+               The functions of ddp_device_cuda() take no stream: they use the one that ddp_cuda_use_stream has
+               set for the calling thread.
+    Element    The code for one element also compiles for the CPU, where tests compare it with ddp.h. A kernel
+               only distributes elements over threads, 16 bytes at a time where all its pointers allow it.
+    Order      ddp_cuda_reduce_tree adds in the order of DDP_ORDER_TREE, and sums of squares in that of
+               ddp_device_cpu(): the same bits for the same inputs. NaNs are NaNs on both, but their payloads
+               differ.
+    Sizes      Counts have 64 bits and may be 0. Pointers may have any alignment; 16 bytes is fastest.
 
 ERRORS
-    As in ddp.h: ddp_result and ddp_last_error(). What CUDA reports becomes DDP_ERR_ENGINE (no memory: DDP_ERR_NO_MEMORY) and a line
-    with the failing call and CUDA's own text, such as
-      ddp_cuda_adamw: cudaLaunchKernel: no kernel image is available for execution on the device (cudaErrorNoKernelImageForDevice)
-      rank 0/2 ddp_all_reduce group=world seq=3 f32 count=1000: timed out after 60000 ms: seq=3 ddp_all_reduce f32 count=1000 sum of
-      group world is under way on rank 0; behind is rank 1, whose last was seq=2 ddp_broadcast f32 count=10 root=0
-    A failure inside a kernel shows up, as always with CUDA, at a later call. The functions of ddp_device that return nothing keep
-    their thread's first failure for ddp_cuda_check.
+    As in ddp.h: ddp_result and ddp_last_error(). An error of CUDA becomes DDP_ERR_ENGINE (out of memory:
+    DDP_ERR_NO_MEMORY). The line names the call that failed, with CUDA's own text:
+      ddp_cuda_adamw: cudaLaunchKernel: no kernel image is available for execution on the device
+      (cudaErrorNoKernelImageForDevice)
+    A timeout names the ranks that are behind, and their last calls:
+      rank 0/2 ddp_all_reduce group=world seq=3 f32 count=1000: timed out after 60000 ms: seq=3 ddp_all_reduce
+      f32 count=1000 sum of group world is under way on rank 0; behind is rank 1, whose last was seq=2
+      ddp_broadcast f32 count=10 root=0
+    A failure inside a kernel is reported by a later call, as always with CUDA. The functions of ddp_device
+    that return nothing store their thread's first failure for ddp_cuda_check.
 
 CONFIG MACROS (define before including)
     DDP_CUDA_IMPLEMENTATION  also compile the bodies of this header, here (nvcc)
     DDP_IMPLEMENTATION       also compile the bodies of this header and of ddp.h, here
     DDP_STATIC               make every function static: a private copy for one source file
-    DDP_NO_NCCL              build without NCCL, of which 2.18 to 2.30 are known
-    DDP_USE_CUBLASLT         products of ddp_tensor.h's layers by cuBLASLt: link with -lcublasLt; otherwise by a plain kernel, which is slow
-    Compile the implementation without --use_fast_math and -ftz=true: they flush subnormal numbers, which the CPU keeps, and nvcc
-    defines nothing by which this header could refuse them.
+    DDP_NO_NCCL              build without NCCL. Supported versions of NCCL: 2.18 to 2.30
+    DDP_USE_CUBLASLT         products of ddp_tensor.h's layers by cuBLASLt: link with -lcublasLt. Otherwise they use
+                             a plain kernel, which is slow
+    Compile the implementation without --use_fast_math and -ftz=true. They flush subnormal numbers to zero,
+    which the CPU keeps, and nvcc defines no macro by which this header could reject them.
 
 NOT DONE HERE
-    Ranks that share a device go through host memory, for development: slow. Do not give ddp_device_cuda() to a group of the local backend, which
-    reads memory with the CPU. Messages of all_to_all_v whose counts disagree are found by the timeout alone on NCCL.
-    Nothing in this header has run on a GPU, or with NCCL or cuBLASLt. It compiles and links for sm_80, sm_90 and PTX. Tested on the CPU: device
-    selection, element code and dispatch; and groups on a fake machine (tests/support/fake_gpu.h and its like) that runs streams in many
-    orders, finds races, and makes every call fail once. tests/gpu/run.sh is the check that waits for a device. No speed has been measured.
+    Ranks that share a device communicate through host memory, for development: slow. Do not give
+    ddp_device_cuda() to a group of the local backend, which reads memory with the CPU. On NCCL, messages of
+    all_to_all_v with different counts are only detected by the timeout.
+    Nothing in this header has run on a GPU, or with NCCL or cuBLASLt. It compiles and links for sm_80, sm_90
+    and PTX. Tests on the CPU cover device selection, element code and dispatch. Groups are tested on a fake
+    machine (tests/support/fake_gpu.h and others) that runs streams in many orders, finds races, and makes
+    every call fail once. tests/gpu/run.sh is ready for a device. No speed has been measured.
 */
 #ifndef DDP_CUDA_CUH
 #define DDP_CUDA_CUH
 
 #include "ddp.h"
 
-//== config ============================================================================================== >>config
+//== config ======================================================================================= >>config
 #include <cuda_runtime_api.h>
 
 #define DDP_CUDA_QUANT_BLOCK 256 /* elements that share a scale in ddp_cuda_quantise8 */
@@ -93,50 +106,57 @@ NOT DONE HERE
 extern "C" {
 #endif
 
-//== types ================================================================================================ >>types
+//== types ========================================================================================= >>types
 
-/* One tensor of a list, and where it lies in the flat buffer. */
+/* One tensor of a list, and its position in the flat buffer. */
 typedef struct ddp_cuda_range {
     void *data;    /* on the device */
     size_t count;
     size_t offset; /* elements from the start of the flat buffer */
 } ddp_cuda_range;
 
-/* What ddp_cuda_unscale leaves, in device memory, zeroed by the caller. All cells are int64: adding those of several ranks, as
-   DDP_I64 SUM over sizeof(ddp_cuda_norm) / 8 elements, gives the norm of everything, exactly and in any order. */
+/* The result of ddp_cuda_unscale, in device memory that the caller has zeroed. All cells are int64. Those of
+   several ranks add as DDP_I64 SUM over sizeof(ddp_cuda_norm) / 8 elements, exactly and in any order. */
 typedef struct ddp_cuda_norm {
     ddp_exact_sum squares; /* of the values as stored; ddp_exact_sum_value of a host copy is the sum */
-    int64_t non_finite;    /* how many values are NaN or infinite */
+    int64_t non_finite;    /* number of values that are NaN or infinite */
 } ddp_cuda_norm;
 
-//== descs ================================================================================================ >>descs
+//== descs ========================================================================================= >>descs
 
 typedef struct ddp_cuda_pick_desc {
     const int *devices;  /* local rank r uses devices[r]. NULL = device r, or the only one the rank sees */
     int device_count;    /* entries of devices */
-    const char *uuid;    /* NULL = by number; "GPU-8f6d0c1e-..." or the beginning of one, as nvidia-smi -L prints it */
-    int allow_shared;    /* 1 = ranks may share a device: by local rank, numbers wrap around, and doubles are no error */
+    const char *uuid;    /* NULL = by number; "GPU-8f6d0c1e-..." or the beginning of one, as nvidia-smi -L
+                            prints it */
+    int allow_shared;    /* 1 = ranks may share a device: local ranks wrap around, and duplicates are
+                            allowed */
 } ddp_cuda_pick_desc;
 
 typedef enum ddp_cuda_engine {
-    DDP_CUDA_ENGINE_DEFAULT = 0, /* NCCL; staged, with a notice to log_fn, where ranks share a device or NCCL is not built in */
-    DDP_CUDA_ENGINE_NCCL,        /* with allow_shared, ranks may share a device from NCCL 2.30 on, if NCCL_MULTI_RANK_GPU_ENABLE=1 */
+    DDP_CUDA_ENGINE_DEFAULT = 0, /* NCCL. Staged, with a notice to log_fn, if ranks share a device or NCCL is
+                                    not built in */
+    DDP_CUDA_ENGINE_NCCL,        /* with allow_shared, ranks may share a device with NCCL 2.30 or newer and
+                                    NCCL_MULTI_RANK_GPU_ENABLE=1 */
     DDP_CUDA_ENGINE_STAGED       /* through host memory and the control group: slow, for development */
 } ddp_cuda_engine;
 
 typedef struct ddp_cuda_desc {
-    const int *devices;       /* as in ddp_cuda_pick_desc; NULL = what ddp_launch_desc.devices says, otherwise by local rank */
+    const int *devices;       /* as in ddp_cuda_pick_desc; NULL = those of ddp_launch_desc.devices, otherwise
+                                 by local rank */
     int device_count;
     const char *uuid;
     int allow_shared;         /* implied by DDP_CUDA_ENGINE_STAGED */
-    ddp_cuda_engine engine;   /* 0 = see there; equal on all ranks */
+    ddp_cuda_engine engine;   /* equal on all ranks */
     ddp_order order;          /* 0 = any with NCCL, tree when staged; equal on all ranks */
     const char *name;         /* NULL = control's */
     int timeout_ms;           /* 0 = control's */
-    cudaStream_t stream;      /* 0 = CUDA's default stream; what calls follow and ddp_wait holds up, see ddp_cuda_set_stream */
-    cudaStream_t comm_stream; /* 0 = one of the group's own, of high priority, on which communication runs */
-    struct ncclComm *comm;    /* NULL = made here; an ncclComm_t of the user's, with control's ranks. It is not destroyed by the group, but aborted if
-                                 the group fails (ddp_group_status): then it is gone */
+    cudaStream_t stream;      /* the user's stream: calls follow its work, and ddp_wait makes it wait; see
+                                 ddp_cuda_set_stream. 0 = CUDA's default stream */
+    cudaStream_t comm_stream; /* the stream for communication; 0 = the group creates one of high priority */
+    struct ncclComm *comm;    /* NULL = created by the group. Otherwise the user's ncclComm_t with control's
+                                 ranks. The group does not destroy it, but aborts it if the group fails
+                                 (ddp_group_status); then it is invalid */
 } ddp_cuda_desc;
 
 /* One step of AdamW or SGD on a shard. All pointers are device memory. */
@@ -144,7 +164,8 @@ typedef struct ddp_cuda_step_desc {
     float *master;        /* required; the parameters in f32, updated in place */
     const void *grad;     /* required */
     ddp_dtype grad_dtype; /* 0 = F32; F16, BF16 */
-    float *first;         /* AdamW: required, first moment. SGD: the momentum buffer, required when momentum is not 0 */
+    float *first;         /* AdamW: required, first moment. SGD: the momentum buffer, required when momentum
+                             is not 0 */
     float *second;        /* AdamW: required, second moment */
     void *copy;           /* NULL = none; the updated parameters in copy_dtype, written in the same pass */
     ddp_dtype copy_dtype; /* 0 = BF16; F16, F32 */
@@ -155,14 +176,17 @@ typedef struct ddp_cuda_step_desc {
     float eps;            /* AdamW; 0 = 1e-8 */
     float momentum, dampening; /* SGD */
     int nesterov;         /* SGD; 1 = on */
-    float grad_factor;    /* 0 = 1; gradients are multiplied by it first: clipping, or 1 / loss scale */
-    const int64_t *skip;  /* NULL = never; on the device: nothing is written when it is not 0, such as &norm->non_finite */
-    int stochastic;       /* 1 = a BF16 copy is rounded up or down at random, with the right average */
-    uint64_t seed;        /* stochastic: the bits drawn depend on seed, step and first_index + i alone, not on how parameters are sharded */
-    uint64_t first_index; /* stochastic: number of element 0 among all parameters */
+    float grad_factor;    /* 0 = 1; multiplies gradients first: clipping, or 1 / loss scale */
+    const int64_t *skip;  /* NULL = never; on the device: if not 0, nothing is written. Such as
+                             &norm->non_finite */
+    int stochastic;       /* 1 = a BF16 copy is rounded up or down at random, with the exact value as
+                             average */
+    uint64_t seed;        /* stochastic: random bits depend only on seed, step and first_index + i, not on the
+                             sharding */
+    uint64_t first_index; /* stochastic: index of element 0 among all parameters */
 } ddp_cuda_step_desc;
 
-//== api ================================================================================================== >>api
+//== api ============================================================================================= >>api
 
 /* Chooses the device of this rank, makes it current for the calling thread and stores its number.
    The default is the local rank's number, or device 0 where the rank sees only one GPU (CUDA_VISIBLE_DEVICES
@@ -175,9 +199,9 @@ typedef struct ddp_cuda_step_desc {
      DDP_ERR_ENGINE   CUDA does not work */
 DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int *device);
 
-/* Makes a group over device memory of the ranks of control, any CPU group. All calls of ddp.h work on it, with
-   device pointers. Free it with ddp_group_destroy, before control. The device is chosen as by ddp_cuda_pick and
-   becomes current. Collective over control; blocks at most timeout_ms.
+/* Makes a group over device memory of the ranks of control, any CPU group. All calls of ddp.h work on it,
+   with device pointers. Free it with ddp_group_destroy, before control. The device is chosen as by
+   ddp_cuda_pick and becomes current. Collective over control; blocks at most timeout_ms.
 
      calls      return once the work is on the communication stream, after the work that the group's stream
                 holds, also with work == NULL. The group's stream, not the host, waits for a call that is
@@ -206,25 +230,29 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
    DDP_ERR_ENGINE with NCCL's text. */
 DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc);
 
-/* The stream that the next calls on the group follow and hold up. Not collective; may change from call to call. */
+/* Sets the user's stream for the next calls on the group. Not collective; may change from call to call. */
 DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream);
 
-/* The stream on which the group's communication runs: a bucket hook puts its kernels there. 0 for a group that is not one of GPUs. */
+/* The stream of the group's communication: a bucket hook enqueues its kernels there. 0 for a group without
+   GPUs. */
 DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group);
 
-/* Memory of the current device as ddp.h's layers see it. See >>spi for what its functions promise beyond struct ddp_device. */
+/* The current CUDA device as a ddp_device. >>spi lists what its functions promise in addition to struct
+   ddp_device. */
 DDPDEF const ddp_device *ddp_device_cuda(void);
 
-/* Sets the stream on which this thread's calls of ddp_device_cuda() run, and returns the one before. It starts as 0, CUDA's default
-   stream, which other streams wait for unless made non-blocking. */
+/* Sets the stream for this thread's calls of ddp_device_cuda(), and returns the previous one. Initially 0:
+   CUDA's default stream, which other streams wait for unless they are non-blocking. */
 DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream);
 
 /* The first failure of this thread's calls of ddp_device_cuda() since the last ddp_cuda_check, or DDP_OK. */
 DDPDEF ddp_result ddp_cuda_check(void);
 
-/* Products of device memory by cuBLASLt, on this thread's stream as above; only with DDP_USE_CUBLASLT. ddp_tensor.h's layers use the first on a group of
-   GPUs where ddp_tp_desc.gemm is NULL; for the other, which may round factors to TF32, set it, and gemm_user to the group. user is that group, which
-   keeps a handle and 32 MiB from the first call on. The same call gives the same bits. DDP_ERR_ENGINE names cuBLASLt's status. */
+/* Products of device memory by cuBLASLt, on this thread's stream as above; only with DDP_USE_CUBLASLT. user
+   is the group, which keeps a handle and 32 MiB from the first call on. ddp_tensor.h's layers use
+   ddp_cuda_gemm on a group of GPUs when ddp_tp_desc.gemm is NULL. ddp_cuda_gemm_tf32 may round factors to
+   TF32: set ddp_tp_desc.gemm to it and gemm_user to the group. The same call gives the same bits. Errors:
+   DDP_ERR_ENGINE names cuBLASLt's status. */
 #if defined(DDP_USE_CUBLASLT)
 struct ddp_gemm; /* of ddp_tensor.h */
 DDPDEF ddp_result ddp_cuda_gemm(const struct ddp_gemm *gemm, void *user);
@@ -232,51 +260,62 @@ DDPDEF ddp_result ddp_cuda_gemm_tf32(const struct ddp_gemm *gemm, void *user);
 #endif
 
 /* --- kernels ---
-   All pointers to payloads are device memory, lists of pointers and ranges are host memory and read before the call returns.
-   Nothing blocks, payloads belong to the stream until it has passed. DDP_ERR_INVALID, before anything is launched, names the
-   argument. A count of 0 does nothing. */
+   All pointers to data are device memory. Lists of pointers and ranges are host memory, read before the call
+   returns. No call blocks. Data is in use until the stream has executed the call. A count of 0 does nothing.
+   Errors: DDP_ERR_INVALID, before a launch, names the argument. */
 
-/* Reduces src_count (1 to 64) arrays of count elements in tree order and writes the result to dst_count (1 to 64) arrays. A
-   destination may be one of the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts as 1). 16-bit floats
-   add in f32 and round once, integers wrap. The bits are those of the CPU backends. */
-DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
-                                       ddp_op op, uint64_t divisor, cudaStream_t stream);
+/* Reduces src_count (1 to 64) arrays of count elements in tree order and writes the result to dst_count (1 to
+   64) arrays. A destination may be one of the sources; otherwise they do not overlap. AVG divides the sum by
+   divisor (0 counts as 1). 16-bit floats add in f32 and round once, integers wrap. The bits are those of the
+   CPU backends. */
+DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const void *const *src,
+                                       int src_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor,
+                                       cudaStream_t stream);
 
-/* Many tensors into one flat buffer, and back, in one launch per 64 of them: every element is multiplied by factor and rounded once
-   to nearest even. Float dtypes. Computes in f64 when either dtype is F64, otherwise in f32. Tensors and buffer do not overlap. */
-DDPDEF ddp_result ddp_cuda_flatten(void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges, int range_count, ddp_dtype dtype,
-                                   float factor, cudaStream_t stream);
-DDPDEF ddp_result ddp_cuda_unflatten(const void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges, int range_count, ddp_dtype dtype,
-                                     float factor, cudaStream_t stream);
+/* Copies many tensors into one flat buffer, and back, with one launch per 64 tensors. Every element is
+   multiplied by factor and rounded once to nearest even. Float dtypes. Computes in f64 when either dtype is
+   F64, otherwise in f32. Tensors and buffer do not overlap. */
+DDPDEF ddp_result ddp_cuda_flatten(void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges,
+                                   int range_count, ddp_dtype dtype, float factor, cudaStream_t stream);
+DDPDEF ddp_result ddp_cuda_unflatten(const void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges,
+                                     int range_count, ddp_dtype dtype, float factor, cudaStream_t stream);
 
-/* In one pass over rows rows of row_count elements: multiplies by factor in place, counts what is not finite before or after, and adds
-   the sums of squares of the rows exactly to *norm (device memory; several calls add up). Shard whole rows, and the sum does not depend
-   on the sharding: the bits are those of ddp_device_cpu()'s scale followed by sum_squares. Float dtypes. */
-DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor, ddp_cuda_norm *norm,
-                                   cudaStream_t stream);
+/* In one pass over `rows` rows of row_count elements: multiplies by factor in place, counts elements that are
+   not finite before or after, and adds the sums of squares of the rows exactly to *norm (device memory;
+   several calls add up). If rows are not split, the sum does not depend on the sharding: its bits are those
+   of ddp_device_cpu()'s scale followed by sum_squares. Float dtypes. */
+DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor,
+                                   ddp_cuda_norm *norm, cudaStream_t stream);
 
 /* AdamW (Loshchilov and Hutter 2019), every operation rounded in f32:
-     g = factor grad;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  w = w (1 - lr wd) - lr/(1-b1^t) m / (sqrt(v) / sqrt(1-b2^t) + eps) */
+     g = factor grad;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;
+     w = w (1 - lr wd) - lr/(1-b1^t) m / (sqrt(v) / sqrt(1-b2^t) + eps) */
 DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t stream);
 
-/* SGD as in PyTorch: g = factor grad + wd w;  b = g in step 1, then momentum b + (1 - dampening) g;  w = w - lr (nesterov ? g + momentum b : b) */
+/* SGD as in PyTorch:
+     g = factor grad + wd w;  b = g in step 1, then momentum b + (1 - dampening) g;
+     w = w - lr (nesterov ? g + momentum b : b) */
 DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream);
 
-/* Signed bytes with one f32 scale per DDP_CUDA_QUANT_BLOCK elements, scales[ceil(count / 256)], and back. scale = A / 127 with A the
-   largest magnitude of the block, q = x / scale rounded to nearest even. F32, F16, BF16.
-   Before dst_dtype rounds it, the result is off by at most A / 253.9 per element. A block with A below 2^-100 becomes zeros, one with
-   a NaN or an infinity becomes NaNs. quantise8 of equal data has equal bits; its sources and destinations do not overlap. */
-DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype, size_t count, cudaStream_t stream);
-DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales, size_t count, cudaStream_t stream);
+/* Converts to signed bytes with one f32 scale per DDP_CUDA_QUANT_BLOCK elements, scales[ceil(count / 256)],
+   and back. scale = A / 127, where A is the largest magnitude of the block; q = x / scale, rounded to nearest
+   even. F32, F16, BF16. Before rounding to dst_dtype, the result is off by at most A / 253.9 per element. A
+   block with A below 2^-100 becomes zeros; one with a NaN or an infinity becomes NaNs. Equal data gives equal
+   bits. Sources and destinations do not overlap. */
+DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype,
+                                     size_t count, cudaStream_t stream);
+DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales,
+                                       size_t count, cudaStream_t stream);
 
-//== plugging in ============================================================================================ >>spi
+//== plugging in ===================================================================================== >>spi
 
-/* What ddp_device_cuda() promises beyond struct ddp_device:
-     alloc        blocks until the zeros are there: any stream may use the memory at once.
-     copy         between device pointers it is in stream order. When either side is host memory, it is complete on return.
-     the others   are in stream order and return at once; add, divide and cast take any alignment.
-   The functions act on the current device of the calling thread. Calls on a group whose device this is make the group's device and its
-   compute stream the thread's. */
+/* ddp_device_cuda() promises in addition to struct ddp_device:
+     alloc        blocks until the memory is zeroed: any stream may use it at once.
+     copy         between device pointers, it is in stream order. If either side is host memory, it is complete
+                  on return.
+     the others   are in stream order and return at once; add, divide and cast accept any alignment.
+   The functions act on the current device of the calling thread. Calls on a group with this device set the
+   thread's current device and stream to the group's device and compute stream. */
 
 #ifdef __cplusplus
 }
