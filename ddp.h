@@ -7964,8 +7964,8 @@ DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_g
     DDP_PUBLIC_CALL(ddp_group_from_mpi);
     ddp_group_desc d = DDP_ZERO;
     if (out) *out = NULL;
-    DDP__NEED(out, "out is NULL");
-    DDP__NEED(comm != MPI_COMM_NULL, "comm is MPI_COMM_NULL");
+    DDP_CHECK(__func__, NULL, out, "out is NULL");
+    DDP_CHECK(__func__, NULL, comm != MPI_COMM_NULL, "comm is MPI_COMM_NULL");
     if (desc) d = *desc;
     d.world_size = 0;
     return ddp__mpi_world(__func__, out, &d, comm, 0);
