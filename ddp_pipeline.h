@@ -594,12 +594,15 @@ static void ddp__schedule_mfree(void *memory, void *user) { (void)user; free(mem
 
 /* count elements of size_bytes each; NULL with the error line set. */
 static void *ddp__schedule_alloc(const ddp_schedule *s, size_t count, size_t size_bytes) {
-    void *memory = count > SIZE_MAX / size_bytes ? NULL : s->alloc_fn(count ? count * size_bytes : 1, s->user);
+    void *memory = count > SIZE_MAX / size_bytes ? NULL
+                                                 : s->alloc_fn(count ? count * size_bytes : 1, s->user);
     if (!memory) ddp_fail(DDP_ERR_NO_MEMORY, "ddp_schedule: %zu entries of %zu bytes", count, size_bytes);
     return memory;
 }
 
-static void ddp__schedule_free(const ddp_schedule *s, void *memory) { if (memory) s->free_fn(memory, s->user); }
+static void ddp__schedule_free(const ddp_schedule *s, void *memory) {
+    if (memory) s->free_fn(memory, s->user);
+}
 
 /* An empty schedule. Its lists are filled rank by rank. Reads the kind, the number of ranks, the update interval
    and the allocator of desc. */
@@ -611,7 +614,8 @@ static ddp_schedule *ddp__schedule_new(const ddp_schedule_desc *desc) {
     start.alloc_fn = desc->alloc_fn ? desc->alloc_fn : ddp__schedule_malloc;
     start.free_fn = desc->alloc_fn ? desc->free_fn : ddp__schedule_mfree;
     start.user = desc->user;
-    s = (ddp_schedule *)ddp__schedule_alloc(&start, 1, sizeof *s + ((size_t)desc->rank_count + 1) * sizeof *s->first);
+    s = (ddp_schedule *)ddp__schedule_alloc(&start, 1,
+                                            sizeof *s + ((size_t)desc->rank_count + 1) * sizeof *s->first);
     if (!s) return NULL;
     *s = start;
     s->first = (int *)(s + 1);
@@ -621,7 +625,8 @@ static ddp_schedule *ddp__schedule_new(const ddp_schedule_desc *desc) {
 
 /* An empty schedule with the allocator and the kind of another one. */
 static ddp_schedule *ddp__schedule_like(const ddp_schedule *from) {
-    ddp_schedule_desc desc = {from->kind, from->rank_count, 0, 0, from->update_interval, NULL, 0, from->alloc_fn, from->free_fn, from->user};
+    ddp_schedule_desc desc = {from->kind,     from->rank_count, 0,         0, from->update_interval, NULL, 0,
+                              from->alloc_fn, from->free_fn,    from->user};
     return ddp__schedule_new(&desc);
 }
 
@@ -629,9 +634,14 @@ static void ddp__schedule_push_action(ddp_schedule *s, ddp_action action) {
     if (s->failed != DDP_OK) return;
     if (s->count == s->capacity) {
         int capacity = s->capacity ? 2 * s->capacity : 64;
-        ddp_action *grown = s->count >= DDP__MAX_ACTIONS ? NULL : (ddp_action *)ddp__schedule_alloc(s, (size_t)capacity, sizeof *grown);
+        ddp_action *grown = s->count >= DDP__MAX_ACTIONS
+                                ? NULL
+                                : (ddp_action *)ddp__schedule_alloc(s, (size_t)capacity, sizeof *grown);
         if (!grown) {
-            s->failed = s->count < DDP__MAX_ACTIONS ? DDP_ERR_NO_MEMORY : ddp_fail(DDP_ERR_INVALID, "ddp_schedule: more than %d actions", DDP__MAX_ACTIONS);
+            s->failed = s->count < DDP__MAX_ACTIONS
+                            ? DDP_ERR_NO_MEMORY
+                            : ddp_fail(DDP_ERR_INVALID, "ddp_schedule: more than %d actions",
+                                       DDP__MAX_ACTIONS);
             return;
         }
         if (s->count) memcpy(grown, s->actions, (size_t)s->count * sizeof *grown);
@@ -655,10 +665,12 @@ static ddp_result ddp__schedule_finish(ddp_schedule **out, ddp_schedule *s) {
     ddp_result result = s->failed;
     for (int i = 0; i < s->count; i++) {
         if (s->actions[i].stage >= s->stage_count) s->stage_count = s->actions[i].stage + 1;
-        if (s->actions[i].microbatch >= s->microbatch_count) s->microbatch_count = s->actions[i].microbatch + 1;
+        if (s->actions[i].microbatch >= s->microbatch_count)
+            s->microbatch_count = s->actions[i].microbatch + 1;
     }
     if (!s->update_interval) s->update_interval = s->microbatch_count;
-    if (result == DDP_OK) s->stage_rank = (int *)ddp__schedule_alloc(s, (size_t)s->stage_count, sizeof *s->stage_rank);
+    if (result == DDP_OK)
+        s->stage_rank = (int *)ddp__schedule_alloc(s, (size_t)s->stage_count, sizeof *s->stage_rank);
     if (result == DDP_OK && !s->stage_rank) result = DDP_ERR_NO_MEMORY;
     if (result != DDP_OK) {
         ddp_schedule_destroy(s);
@@ -679,11 +691,21 @@ DDPDEF void ddp_schedule_destroy(ddp_schedule *schedule) {
     schedule->free_fn(schedule, schedule->user);
 }
 
-static int ddp__action_computes(ddp_action_kind kind) { return kind >= DDP_ACTION_FORWARD && kind <= DDP_ACTION_BACKWARD; }
-static int ddp__action_communicates(ddp_action_kind kind) { return kind >= DDP_ACTION_SEND_F && kind <= DDP_ACTION_RECV_B; }
-static int ddp__action_sends(ddp_action_kind kind) { return kind == DDP_ACTION_SEND_F || kind == DDP_ACTION_SEND_B; }
-static int ddp__action_ends(ddp_action_kind kind) { return kind == DDP_ACTION_WEIGHT_GRAD || kind == DDP_ACTION_BACKWARD; }
-static int ddp__action_is_sharding(ddp_action_kind kind) { return kind >= DDP_ACTION_UNSHARD && kind <= DDP_ACTION_REDUCE_GRAD; }
+static int ddp__action_computes(ddp_action_kind kind) {
+    return kind >= DDP_ACTION_FORWARD && kind <= DDP_ACTION_BACKWARD;
+}
+static int ddp__action_communicates(ddp_action_kind kind) {
+    return kind >= DDP_ACTION_SEND_F && kind <= DDP_ACTION_RECV_B;
+}
+static int ddp__action_sends(ddp_action_kind kind) {
+    return kind == DDP_ACTION_SEND_F || kind == DDP_ACTION_SEND_B;
+}
+static int ddp__action_ends(ddp_action_kind kind) {
+    return kind == DDP_ACTION_WEIGHT_GRAD || kind == DDP_ACTION_BACKWARD;
+}
+static int ddp__action_is_sharding(ddp_action_kind kind) {
+    return kind >= DDP_ACTION_UNSHARD && kind <= DDP_ACTION_REDUCE_GRAD;
+}
 
 typedef struct ddp__action_text { char text[64]; } ddp__action_text;
 
@@ -691,8 +713,11 @@ typedef struct ddp__action_text { char text[64]; } ddp__action_text;
 static ddp__action_text ddp__action_label(const ddp_action *a) {
     ddp__action_text label;
     if (a->kind == DDP_ACTION_IDLE) snprintf(label.text, sizeof label.text, "(idle)");
-    else if (ddp__action_is_sharding(a->kind)) snprintf(label.text, sizeof label.text, "%d%s", a->stage, ddp__action_names[a->kind]);
-    else snprintf(label.text, sizeof label.text, "%d%s%d", a->stage, ddp__action_names[a->kind], a->microbatch);
+    else if (ddp__action_is_sharding(a->kind))
+        snprintf(label.text, sizeof label.text, "%d%s", a->stage, ddp__action_names[a->kind]);
+    else
+        snprintf(label.text, sizeof label.text, "%d%s%d", a->stage, ddp__action_names[a->kind],
+                 a->microbatch);
     return label;
 }
 
@@ -712,7 +737,9 @@ static int ddp__action_rank(const ddp_schedule *s, int index) {
     return low;
 }
 
-static int ddp__action_position(const ddp_schedule *s, int index) { return index - s->first[ddp__action_rank(s, index)]; }
+static int ddp__action_position(const ddp_schedule *s, int index) {
+    return index - s->first[ddp__action_rank(s, index)];
+}
 
 //== kinds of schedules ======================================================================= >>impl-schedule-kinds
 
@@ -752,9 +779,11 @@ static void ddp__generate_blocks(ddp_schedule *s, int rank, int m, int v, int bl
     int p = s->rank_count;
     for (int start = 0; start < m; start += block) {
         for (int chunk = 0; chunk < v; chunk++)
-            for (int i = start; i < start + block; i++) ddp__schedule_push(s, DDP_ACTION_FORWARD, chunk * p + rank, i);
+            for (int i = start; i < start + block; i++)
+                ddp__schedule_push(s, DDP_ACTION_FORWARD, chunk * p + rank, i);
         for (int chunk = v - 1; chunk >= 0; chunk--)
-            for (int i = start; i < start + block; i++) ddp__schedule_push(s, DDP_ACTION_BACKWARD, chunk * p + rank, i);
+            for (int i = start; i < start + block; i++)
+                ddp__schedule_push(s, DDP_ACTION_BACKWARD, chunk * p + rank, i);
     }
 }
 
@@ -777,7 +806,8 @@ static void ddp__vee_phase(ddp__vee *v, int times, const char *phase) {
         if (c == '+') s->actions[s->count - 1].overlaps = 1;
         else if (c == 'd') {
             while (s->actions[v->searched].kind != DDP_ACTION_INPUT_GRAD) v->searched++;
-            ddp__schedule_push(s, DDP_ACTION_WEIGHT_GRAD, s->actions[v->searched].stage, s->actions[v->searched].microbatch);
+            ddp__schedule_push(s, DDP_ACTION_WEIGHT_GRAD, s->actions[v->searched].stage,
+                               s->actions[v->searched].microbatch);
             v->searched++;
         } else {
             int letter = (int)(strchr(letters, c) - letters), way = letter / 4;
@@ -822,14 +852,17 @@ static void ddp__generate_dualpipe_v(ddp_schedule *s, int rank, int m) {
 
 /* m is to be a multiple of step and at least least. */
 static ddp_result ddp__schedule_check_multiple(const ddp_schedule_desc *d, int step, int least) {
-    int m = d->microbatch_count, down = m / step * step, nearest = m - down < step - (m - down) ? down : down + step;
+    int m = d->microbatch_count, down = m / step * step,
+        nearest = m - down < step - (m - down) ? down : down + step;
     if (m % step == 0 && m >= least) return DDP_OK;
     if (nearest < least) nearest = (least + step - 1) / step * step;
     if (step > 1)
-        return DDP__SCHEDULE_BAD("microbatch_count=%d, %s on %d ranks takes multiples of %d; the nearest that works is %d", m, ddp_schedule_kind_name(d->kind),
-                                 d->rank_count, step, nearest);
-    return DDP__SCHEDULE_BAD("microbatch_count=%d, %s on %d ranks takes at least %d; the nearest that works is %d", m, ddp_schedule_kind_name(d->kind),
-                             d->rank_count, least, nearest);
+        return DDP__SCHEDULE_BAD(
+            "microbatch_count=%d, %s on %d ranks takes multiples of %d; the nearest that works is %d", m,
+            ddp_schedule_kind_name(d->kind), d->rank_count, step, nearest);
+    return DDP__SCHEDULE_BAD(
+        "microbatch_count=%d, %s on %d ranks takes at least %d; the nearest that works is %d", m,
+        ddp_schedule_kind_name(d->kind), d->rank_count, least, nearest);
 }
 
 /* Rounds of interleaved-1F1B have one size. The error names the nearest m that works; of two, a
@@ -852,8 +885,9 @@ static ddp_result ddp__schedule_check_interval(ddp_schedule_desc *d) {
     int m = d->microbatch_count, two = d->kind == DDP_SCHEDULE_PIPEDREAM_2BW, least = two ? d->rank_count : 1;
     if (d->kind != DDP_SCHEDULE_PIPEDREAM && !two) {
         if (d->update_interval && d->update_interval != m)
-            return DDP__SCHEDULE_BAD("update_interval=%d, %s updates once, after all %d micro-batches; leave it 0", d->update_interval,
-                                     ddp_schedule_kind_name(d->kind), m);
+            return DDP__SCHEDULE_BAD(
+                "update_interval=%d, %s updates once, after all %d micro-batches; leave it 0",
+                d->update_interval, ddp_schedule_kind_name(d->kind), m);
         d->update_interval = m;
         return DDP_OK;
     }
@@ -864,8 +898,9 @@ static ddp_result ddp__schedule_check_interval(ddp_schedule_desc *d) {
         for (int side = -1; side <= 1; side += 2) {
             int64_t near = (int64_t)d->update_interval + side * (int64_t)distance;
             if (near >= least && near <= m && m % near == 0)
-                return DDP__SCHEDULE_BAD("update_interval=%d, %s takes a divisor of microbatch_count=%d of at least %d; the nearest that works is %d",
-                                         d->update_interval, ddp_schedule_kind_name(d->kind), m, least, (int)near);
+                return DDP__SCHEDULE_BAD(
+                    "update_interval=%d, %s takes a divisor of microbatch_count=%d of at least %d; the nearest that works is %d",
+                    d->update_interval, ddp_schedule_kind_name(d->kind), m, least, (int)near);
         }
 }
 
@@ -874,22 +909,29 @@ static ddp_result ddp__schedule_desc_resolve(const ddp_schedule_desc *desc, ddp_
     if (!desc) return DDP__SCHEDULE_BAD("desc is NULL");
     *d = *desc;
     p = d->rank_count, m = d->microbatch_count;
-    if ((int)d->kind < 0 || d->kind >= DDP_SCHEDULE_KIND_COUNT) return DDP__SCHEDULE_BAD("kind=%d, there are 0 to %d", (int)d->kind, DDP_SCHEDULE_KIND_COUNT - 1);
+    if ((int)d->kind < 0 || d->kind >= DDP_SCHEDULE_KIND_COUNT)
+        return DDP__SCHEDULE_BAD("kind=%d, there are 0 to %d", (int)d->kind, DDP_SCHEDULE_KIND_COUNT - 1);
     if (!d->alloc_fn != !d->free_fn) return DDP__SCHEDULE_BAD("set both alloc_fn and free_fn, or neither");
     vee = d->kind == DDP_SCHEDULE_ZB_V || d->kind == DDP_SCHEDULE_DUALPIPE_V;
-    any = d->kind == DDP_SCHEDULE_NAIVE || d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B || d->kind == DDP_SCHEDULE_LOOPED_BFS ||
-          d->kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P;
-    if (p < 1 || p > DDP__MAX_STAGES) return DDP__SCHEDULE_BAD("rank_count=%d, allowed are 1 to %d", p, DDP__MAX_STAGES);
-    if (m < 1 || m > DDP__MAX_MICROBATCHES) return DDP__SCHEDULE_BAD("microbatch_count=%d, allowed are 1 to %d", m, DDP__MAX_MICROBATCHES);
+    any = d->kind == DDP_SCHEDULE_NAIVE || d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B
+          || d->kind == DDP_SCHEDULE_LOOPED_BFS || d->kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P;
+    if (p < 1 || p > DDP__MAX_STAGES)
+        return DDP__SCHEDULE_BAD("rank_count=%d, allowed are 1 to %d", p, DDP__MAX_STAGES);
+    if (m < 1 || m > DDP__MAX_MICROBATCHES)
+        return DDP__SCHEDULE_BAD("microbatch_count=%d, allowed are 1 to %d", m, DDP__MAX_MICROBATCHES);
     if (d->chunk_count == 0) d->chunk_count = vee ? 2 : 1;
     if (d->chunk_count < 0 || d->chunk_count > DDP__MAX_STAGES / p)
-        return DDP__SCHEDULE_BAD("chunk_count=%d, allowed are 1 to %d: at most %d stages", d->chunk_count, DDP__MAX_STAGES / p, DDP__MAX_STAGES);
+        return DDP__SCHEDULE_BAD("chunk_count=%d, allowed are 1 to %d: at most %d stages", d->chunk_count,
+                                 DDP__MAX_STAGES / p, DDP__MAX_STAGES);
     if (!any && d->chunk_count != 1 + vee)
-        return DDP__SCHEDULE_BAD("chunk_count=%d, %s has %d; interleaved-1F1B, looped-BFS, interleaved-ZB-1P and naive take any", d->chunk_count,
-                                 ddp_schedule_kind_name(d->kind), 1 + vee);
+        return DDP__SCHEDULE_BAD(
+            "chunk_count=%d, %s has %d; interleaved-1F1B, looped-BFS, interleaved-ZB-1P and naive take any",
+            d->chunk_count, ddp_schedule_kind_name(d->kind), 1 + vee);
     if ((int64_t)p * m * d->chunk_count > DDP__MAX_ACTIONS / 3)
-        return DDP__SCHEDULE_BAD("%d ranks times %d micro-batches times %d chunks are more than %d actions", p, m, d->chunk_count, DDP__MAX_ACTIONS);
-    if (d->memory_limit < 0 || d->memory_limit != d->memory_limit) return DDP__SCHEDULE_BAD("memory_limit=%g; it is not negative, 0 = that of 1F1B", d->memory_limit);
+        return DDP__SCHEDULE_BAD("%d ranks times %d micro-batches times %d chunks are more than %d actions",
+                                 p, m, d->chunk_count, DDP__MAX_ACTIONS);
+    if (d->memory_limit < 0 || d->memory_limit != d->memory_limit)
+        return DDP__SCHEDULE_BAD("memory_limit=%g; it is not negative, 0 = that of 1F1B", d->memory_limit);
     if (d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B) DDP_TRY(ddp__schedule_check_rounds(d));
     if (d->kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P) DDP_TRY(ddp__schedule_check_multiple(d, p, p));
     if (d->kind == DDP_SCHEDULE_DUALPIPE_V && m < 2 * p) return ddp__schedule_check_multiple(d, 1, 2 * p);
@@ -900,9 +942,11 @@ static void ddp__generate_rank(ddp_schedule *s, const ddp_schedule_desc *d, int 
     int m = d->microbatch_count;
     ddp_schedule_kind kind = d->kind;
     if (kind == DDP_SCHEDULE_NAIVE) ddp__generate_blocks(s, rank, m, d->chunk_count, 1);
-    else if (kind == DDP_SCHEDULE_GPIPE || kind == DDP_SCHEDULE_LOOPED_BFS) ddp__generate_blocks(s, rank, m, d->chunk_count, m);
+    else if (kind == DDP_SCHEDULE_GPIPE || kind == DDP_SCHEDULE_LOOPED_BFS)
+        ddp__generate_blocks(s, rank, m, d->chunk_count, m);
     else if (kind == DDP_SCHEDULE_INTERLEAVED_1F1B) ddp__generate_1f1b(s, d, rank, 2, 0);
-    else if (kind == DDP_SCHEDULE_ZB_H1 || kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P) ddp__generate_1f1b(s, d, rank, 1, 1);
+    else if (kind == DDP_SCHEDULE_ZB_H1 || kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P)
+        ddp__generate_1f1b(s, d, rank, 1, 1);
     else if (kind == DDP_SCHEDULE_ZB_H2) ddp__generate_1f1b(s, d, rank, 2, 2);
     else if (kind == DDP_SCHEDULE_ZB_V) ddp__generate_zb_v(s, rank, m);
     else if (kind == DDP_SCHEDULE_DUALPIPE_V) ddp__generate_dualpipe_v(s, rank, m);
@@ -945,20 +989,26 @@ typedef struct ddp__play {
     ddp_action_time *times;  /* NULL unless wanted */
 } ddp__play;
 
-static __attribute__((format(printf, 3, 4))) ddp_result ddp__schedule_wrong(const ddp_schedule *s, int index, const char *format, ...) {
+static __attribute__((format(printf, 3, 4))) ddp_result ddp__schedule_wrong(const ddp_schedule *s, int index,
+                                                                            const char *format, ...) {
     char text[400];
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: rank %d position %d %s: %s", ddp__action_rank(s, index), ddp__action_position(s, index),
+    return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: rank %d position %d %s: %s",
+                    ddp__action_rank(s, index), ddp__action_position(s, index),
                     ddp__action_label(&s->actions[index]).text, text);
 }
 
 /* The other stage of a message. */
-static int ddp__message_peer(const ddp_action *a) { return a->stage + (a->kind == DDP_ACTION_SEND_F || a->kind == DDP_ACTION_RECV_B ? 1 : -1); }
+static int ddp__message_peer(const ddp_action *a) {
+    return a->stage + (a->kind == DDP_ACTION_SEND_F || a->kind == DDP_ACTION_RECV_B ? 1 : -1);
+}
 
-static int ddp__play_cell(const ddp__play *play, int stage, int microbatch) { return stage * play->s->microbatch_count + microbatch; }
+static int ddp__play_cell(const ddp__play *play, int stage, int microbatch) {
+    return stage * play->s->microbatch_count + microbatch;
+}
 
 /* The cell of an action that computes or communicates: of a message, that of the stage that sends. */
 static int ddp__action_cell(const ddp__play *play, const ddp_action *a) {
@@ -975,13 +1025,15 @@ static void ddp__play_close(ddp__play *play) {
 
 static ddp_result ddp__play_alloc(ddp__play *play) {
     const ddp_schedule *s = play->s;
-    size_t cells = (size_t)s->stage_count * (size_t)s->microbatch_count, actions = (size_t)s->count, ranks = (size_t)s->rank_count;
+    size_t cells = (size_t)s->stage_count * (size_t)s->microbatch_count, actions = (size_t)s->count,
+           ranks = (size_t)s->rank_count;
     size_t numbers = 7 * cells + 2 * actions + 2 * ranks;
     int *next = (int *)ddp__schedule_alloc(s, 1, numbers * sizeof *next + actions);
     if (!next) return DDP_ERR_NO_MEMORY;
     for (size_t i = 0; i < numbers; i++) next[i] = -1;
     for (int kind = 0; kind < DDP_ACTION_KIND_COUNT; kind++) {
-        if (!ddp__action_computes((ddp_action_kind)kind) && !ddp__action_communicates((ddp_action_kind)kind)) continue;
+        if (!ddp__action_computes((ddp_action_kind)kind) && !ddp__action_communicates((ddp_action_kind)kind))
+            continue;
         play->table[kind] = kind == DDP_ACTION_BACKWARD ? play->table[DDP_ACTION_INPUT_GRAD] : next;
         if (kind != DDP_ACTION_BACKWARD) next += cells;
     }
@@ -996,17 +1048,21 @@ static ddp_result ddp__play_alloc(ddp__play *play) {
 /* Each stage is on some rank. The schedule has enough actions to justify the memory of tables of all cells. */
 static ddp_result ddp__check_stages(const ddp_schedule *s) {
     int highest = 0;
-    if (s->stage_count == 0 || s->microbatch_count == 0) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: there is no computation in any list");
+    if (s->stage_count == 0 || s->microbatch_count == 0)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: there is no computation in any list");
     for (int i = 0; i < s->count; i++)
         if (s->actions[i].stage > s->actions[highest].stage) highest = i;
     for (int stage = 0; stage < s->stage_count; stage++)
-        if (s->stage_rank[stage] < 0) return ddp__schedule_wrong(s, highest, "there are %d stages, but stage %d is on no rank", s->stage_count, stage);
+        if (s->stage_rank[stage] < 0)
+            return ddp__schedule_wrong(s, highest, "there are %d stages, but stage %d is on no rank",
+                                       s->stage_count, stage);
     if ((int64_t)s->stage_count * s->microbatch_count > s->count) {
         highest = 0;
         for (int i = 0; i < s->count; i++)
             if (s->actions[i].microbatch > s->actions[highest].microbatch) highest = i;
-        return ddp__schedule_wrong(s, highest, "%d stages times %d micro-batches need more than the %d actions that there are", s->stage_count,
-                                   s->microbatch_count, s->count);
+        return ddp__schedule_wrong(
+            s, highest, "%d stages times %d micro-batches need more than the %d actions that there are",
+            s->stage_count, s->microbatch_count, s->count);
     }
     return DDP_OK;
 }
@@ -1021,15 +1077,18 @@ static ddp_result ddp__play_enter(ddp__play *play, int index) {
     if (ddp__action_communicates(a->kind)) {
         play->has_comm = 1;
         if (peer < 0 || peer == s->stage_count)
-            return ddp__schedule_wrong(s, index, "stage %d has no stage to %s", a->stage, sends ? "send to" : "receive from");
+            return ddp__schedule_wrong(s, index, "stage %d has no stage to %s", a->stage,
+                                       sends ? "send to" : "receive from");
         if (s->stage_rank[a->stage] == s->stage_rank[peer])
-            return ddp__schedule_wrong(s, index, "stage %d is on this rank too, nothing is %s it", peer, sends ? "sent to" : "received from");
+            return ddp__schedule_wrong(s, index, "stage %d is on this rank too, nothing is %s it", peer,
+                                       sends ? "sent to" : "received from");
     } else if (!ddp__action_computes(a->kind)) return DDP_OK;
     cell = ddp__action_cell(play, a);
     there = play->table[a->kind][cell];
     if (there < 0 && a->kind == DDP_ACTION_BACKWARD) there = play->table[DDP_ACTION_WEIGHT_GRAD][cell];
     if (there >= 0)
-        return ddp__schedule_wrong(s, index, "%s of that stage and micro-batch is at position %d already", ddp__action_label(&s->actions[there]).text,
+        return ddp__schedule_wrong(s, index, "%s of that stage and micro-batch is at position %d already",
+                                   ddp__action_label(&s->actions[there]).text,
                                    ddp__action_position(s, there));
     play->table[a->kind][cell] = index;
     if (a->kind == DDP_ACTION_BACKWARD) play->table[DDP_ACTION_WEIGHT_GRAD][cell] = index;
@@ -1041,29 +1100,38 @@ static ddp_result ddp__check_overlap(const ddp_schedule *s, int index) {
     const ddp_action *a = &s->actions[index];
     int rank = ddp__action_rank(s, index);
     if (!a->overlaps) return DDP_OK;
-    if (index + 1 == s->first[rank + 1]) return ddp__schedule_wrong(s, index, "nothing follows that it could overlap with");
+    if (index + 1 == s->first[rank + 1])
+        return ddp__schedule_wrong(s, index, "nothing follows that it could overlap with");
     if (a[1].overlaps) return ddp__schedule_wrong(s, index, "more than two actions overlap");
-    if (!ddp__action_computes(a[0].kind) || !ddp__action_computes(a[1].kind) || (a[0].kind == DDP_ACTION_FORWARD) == (a[1].kind == DDP_ACTION_FORWARD))
-        return ddp__schedule_wrong(s, index, "it overlaps with %s; a forward and a backward can", ddp__action_label(&a[1]).text);
+    if (!ddp__action_computes(a[0].kind) || !ddp__action_computes(a[1].kind)
+        || (a[0].kind == DDP_ACTION_FORWARD) == (a[1].kind == DDP_ACTION_FORWARD))
+        return ddp__schedule_wrong(s, index, "it overlaps with %s; a forward and a backward can",
+                                   ddp__action_label(&a[1]).text);
     if (a[0].stage == a[1].stage && a[0].microbatch == a[1].microbatch)
-        return ddp__schedule_wrong(s, index, "it overlaps with %s, one of which needs the other", ddp__action_label(&a[1]).text);
+        return ddp__schedule_wrong(s, index, "it overlaps with %s, one of which needs the other",
+                                   ddp__action_label(&a[1]).text);
     return DDP_OK;
 }
 
 static ddp_result ddp__check_after(const ddp__play *play, int index, int needs, const char *what) {
     if (needs < index) return DDP_OK;
-    return ddp__schedule_wrong(play->s, index, "its %s %s comes later on this rank, at position %d", what, ddp__action_label(&play->s->actions[needs]).text,
+    return ddp__schedule_wrong(play->s, index, "its %s %s comes later on this rank, at position %d", what,
+                               ddp__action_label(&play->s->actions[needs]).text,
                                ddp__action_position(play->s, needs));
 }
 
 /* Checks that a cell has an action: `there` is its index, -1 = it is missing. beside: another action of the cell,
    for the position in the error; -1 = none. */
-static ddp_result ddp__check_present(const ddp__play *play, int there, ddp_action_kind kind, int stage, int microbatch, int beside, const char *what) {
+static ddp_result ddp__check_present(const ddp__play *play, int there, ddp_action_kind kind, int stage,
+                                     int microbatch, int beside, const char *what) {
     const ddp_schedule *s = play->s;
     int rank = s->stage_rank[stage];
     if (there >= 0) return DDP_OK;
-    if (beside >= 0) return ddp__schedule_wrong(s, beside, "its %s %s is missing on this rank", what, ddp__action_label_of(kind, stage, microbatch).text);
-    return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: rank %d position %d: the list ends without %s", rank, s->first[rank + 1] - s->first[rank],
+    if (beside >= 0)
+        return ddp__schedule_wrong(s, beside, "its %s %s is missing on this rank", what,
+                                   ddp__action_label_of(kind, stage, microbatch).text);
+    return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: rank %d position %d: the list ends without %s",
+                    rank, s->first[rank + 1] - s->first[rank],
                     ddp__action_label_of(kind, stage, microbatch).text);
 }
 
@@ -1080,8 +1148,10 @@ static ddp_result ddp__check_cell(const ddp__play *play, int stage, int i) {
     DDP_TRY(ddp__check_after(play, g, f, "forward"));
     if (w != g) DDP_TRY(ddp__check_after(play, w, g, "input gradient"));
     for (int way = 0; way < 2 && play->has_comm; way++) {
-        ddp_action_kind sending = way ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, receiving = way ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F;
-        int to = way ? stage - 1 : stage + 1, made = way ? g : f, send = play->table[sending][cell], recv = play->table[receiving][cell], used;
+        ddp_action_kind sending = way ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F,
+                        receiving = way ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F;
+        int to = way ? stage - 1 : stage + 1, made = way ? g : f, send = play->table[sending][cell],
+            recv = play->table[receiving][cell], used;
         if (to < 0 || to == s->stage_count || s->stage_rank[to] == s->stage_rank[stage]) continue;
         used = play->table[way ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_FORWARD][ddp__play_cell(play, to, i)];
         DDP_TRY(ddp__check_present(play, send, sending, stage, i, made, "message"));
@@ -1106,7 +1176,8 @@ static ddp_result ddp__check_messages(ddp__play *play, int *last) {
     for (int sends = 1; sends >= 0; sends--) /* first what each SEND follows, then that each RECV follows its partner */
         for (int rank = 0; rank < s->rank_count; rank++) {
             for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
-                if (ddp__action_communicates(s->actions[i].kind)) last[s->stage_rank[ddp__message_peer(&s->actions[i])]] = -1;
+                if (ddp__action_communicates(s->actions[i].kind))
+                    last[s->stage_rank[ddp__message_peer(&s->actions[i])]] = -1;
             for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
                 const ddp_action *a = &s->actions[i];
                 int peer, partner, before;
@@ -1116,9 +1187,15 @@ static ddp_result ddp__check_messages(ddp__play *play, int *last) {
                 if (sends) play->ahead[i] = last[peer] < 0 ? -1 : ddp__message_partner(play, last[peer]);
                 else if (play->ahead[partner] != last[peer]) {
                     before = play->ahead[partner];
-                    if (before < 0) return ddp__schedule_wrong(s, i, "rank %d sends this message before any other, here another one is received first", peer);
-                    return ddp__schedule_wrong(s, i, "messages from rank %d come in the order sent: %s is to be received just before", peer,
-                                               ddp__action_label(&s->actions[before]).text);
+                    if (before < 0)
+                        return ddp__schedule_wrong(
+                            s, i,
+                            "rank %d sends this message before any other, here another one is received first",
+                            peer);
+                    return ddp__schedule_wrong(
+                        s, i,
+                        "messages from rank %d come in the order sent: %s is to be received just before",
+                        peer, ddp__action_label(&s->actions[before]).text);
                 }
                 last[peer] = i;
             }
@@ -1136,24 +1213,30 @@ static ddp_result ddp__check_sharding(const ddp__play *play, int *state) {
         const ddp_action *a = &s->actions[i];
         if (a->kind == DDP_ACTION_UNSHARD || a->kind == DDP_ACTION_RESHARD) {
             if (whole[a->stage] == (a->kind == DDP_ACTION_UNSHARD))
-                return ddp__schedule_wrong(s, i, "stage %d is %s already", a->stage, whole[a->stage] ? "unsharded" : "sharded");
+                return ddp__schedule_wrong(s, i, "stage %d is %s already", a->stage,
+                                           whole[a->stage] ? "unsharded" : "sharded");
             whole[a->stage] = !whole[a->stage];
         } else if (ddp__action_computes(a->kind) && play->has_sharding && !whole[a->stage])
             return ddp__schedule_wrong(s, i, "stage %d is sharded here; UNSHARD goes before it", a->stage);
         if (!play->has_reduce) continue;
         if (ddp__action_ends(a->kind)) {
-            if (added[a->stage] == s->update_interval) return ddp__schedule_wrong(s, i, "%dREDUCE_GRAD goes before it: the update is complete", a->stage);
+            if (added[a->stage] == s->update_interval)
+                return ddp__schedule_wrong(s, i, "%dREDUCE_GRAD goes before it: the update is complete",
+                                           a->stage);
             added[a->stage]++;
         } else if (a->kind == DDP_ACTION_REDUCE_GRAD) {
             if (added[a->stage] != s->update_interval)
-                return ddp__schedule_wrong(s, i, "after %d of the %d weight gradients of stage %d", added[a->stage], s->update_interval, a->stage);
+                return ddp__schedule_wrong(s, i, "after %d of the %d weight gradients of stage %d",
+                                           added[a->stage], s->update_interval, a->stage);
             added[a->stage] = 0;
         }
     }
     for (int stage = 0; stage < s->stage_count; stage++) {
         int rank = s->stage_rank[stage];
         if ((play->has_reduce && added[stage]) || (play->has_sharding && whole[stage]))
-            return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: rank %d position %d: the list ends without %d%s", rank, s->first[rank + 1] - s->first[rank], stage,
+            return ddp_fail(DDP_ERR_INVALID,
+                            "ddp_schedule_check: rank %d position %d: the list ends without %d%s", rank,
+                            s->first[rank + 1] - s->first[rank], stage,
                             play->has_reduce && added[stage] ? "REDUCE_GRAD" : "RESHARD");
     }
     return DDP_OK;
@@ -1167,7 +1250,9 @@ static ddp_result ddp__check_lists(ddp__play *play) {
     for (int rank = 0; rank < s->rank_count; rank++)
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
             int stage = s->actions[i].stage;
-            if (stage >= 0 && s->stage_rank[stage] != rank) return ddp__schedule_wrong(s, i, "stage %d is on rank %d already", stage, s->stage_rank[stage]);
+            if (stage >= 0 && s->stage_rank[stage] != rank)
+                return ddp__schedule_wrong(s, i, "stage %d is on rank %d already", stage,
+                                           s->stage_rank[stage]);
             DDP_TRY(ddp__check_overlap(s, i));
             DDP_TRY(ddp__play_enter(play, i));
         }
@@ -1183,7 +1268,8 @@ static int ddp__play_source(const ddp__play *play, int index) {
     const ddp_action *a = &play->s->actions[index];
     if (a->kind == DDP_ACTION_FORWARD && a->stage > 0)
         return play->table[DDP_ACTION_FORWARD][ddp__play_cell(play, a->stage - 1, a->microbatch)];
-    if ((a->kind == DDP_ACTION_INPUT_GRAD || a->kind == DDP_ACTION_BACKWARD) && a->stage + 1 < play->s->stage_count)
+    if ((a->kind == DDP_ACTION_INPUT_GRAD || a->kind == DDP_ACTION_BACKWARD)
+        && a->stage + 1 < play->s->stage_count)
         return play->table[DDP_ACTION_INPUT_GRAD][ddp__play_cell(play, a->stage + 1, a->microbatch)];
     return -1;
 }
@@ -1226,7 +1312,8 @@ static double ddp__play_arrival(const ddp__play *play, int index, double at) {
     if (source < 0) return at;
     arrival = play->times[source].end;
     from = s->actions[source].stage;
-    if (play->costs && s->stage_rank[from] != s->stage_rank[s->actions[index].stage]) arrival += play->costs[from].transfer;
+    if (play->costs && s->stage_rank[from] != s->stage_rank[s->actions[index].stage])
+        arrival += play->costs[from].transfer;
     return arrival > at ? arrival : at;
 }
 
@@ -1244,7 +1331,8 @@ static void ddp__play_time(ddp__play *play, int index, double free_at) {
     }
     t[0].begin = t[1].begin = ddp__play_arrival(play, index + 1, ddp__play_arrival(play, index, free_at));
     t[0].end = t[1].end =
-        t[0].begin + (given > 0 ? given : ddp__action_cost(play->costs, a) + ddp__action_cost(play->costs, a + 1));
+        t[0].begin
+        + (given > 0 ? given : ddp__action_cost(play->costs, a) + ddp__action_cost(play->costs, a + 1));
 }
 
 /* Runs every list as far as it goes: each rank until it has to wait, then the ranks that waited for it. Times, if
@@ -1262,7 +1350,8 @@ static int ddp__play_run(ddp__play *play) {
     while (depth > 0) {
         int rank = play->stack[--depth];
         while (play->position[rank] < s->first[rank + 1]) {
-            int i = play->position[rank], n = 1 + s->actions[i].overlaps, blocker = ddp__play_blocker(play, i);
+            int i = play->position[rank], n = 1 + s->actions[i].overlaps,
+                blocker = ddp__play_blocker(play, i);
             if (blocker < 0 && n == 2) blocker = ddp__play_blocker(play, i + 1);
             if (blocker >= 0) { play->waiter[blocker] = rank; break; }
             if (play->times) ddp__play_time(play, i, i > s->first[rank] ? play->times[i - 1].end : 0);
@@ -1292,20 +1381,27 @@ static ddp_result ddp__play_circle(const ddp__play *play) {
     blocker = ddp__play_stuck_at(play, rank);
     other = ddp__action_rank(s, blocker);
     for (int next = other; next != rank; length++) next = ddp__action_rank(s, ddp__play_stuck_at(play, next));
-    return ddp__schedule_wrong(s, play->position[rank], "it waits for %s at position %d of rank %d, which cannot get past %s at position %d: a circle of %d rank%s%s",
-                               ddp__action_label(&s->actions[blocker]).text, ddp__action_position(s, blocker), other,
-                               ddp__action_label(&s->actions[play->position[other]]).text, ddp__action_position(s, play->position[other]), length,
-                               length == 1 ? "" : "s", play->has_comm ? ", with room for one message between two ranks" : "");
+    return ddp__schedule_wrong(
+        s, play->position[rank],
+        "it waits for %s at position %d of rank %d, which cannot get past %s at position %d: a circle of %d rank%s%s",
+        ddp__action_label(&s->actions[blocker]).text, ddp__action_position(s, blocker), other,
+        ddp__action_label(&s->actions[play->position[other]]).text,
+        ddp__action_position(s, play->position[other]), length, length == 1 ? "" : "s",
+        play->has_comm ? ", with room for one message between two ranks" : "");
 }
 
 static ddp_result ddp__costs_check(int stage_count, const ddp_stage_cost *costs, const char *who) {
-    static const char *const names[] = {"forward", "input_grad", "weight_grad", "transfer", "overlapped", "activation", "weight_activation"};
+    static const char *const names[] = {"forward",    "input_grad", "weight_grad",      "transfer",
+                                        "overlapped", "activation", "weight_activation"};
     for (int stage = 0; costs && stage < stage_count; stage++) {
         const ddp_stage_cost *c = &costs[stage];
-        const double values[] = {c->forward, c->input_grad, c->weight_grad, c->transfer, c->overlapped, c->activation, c->weight_activation};
+        const double values[] = {c->forward,    c->input_grad, c->weight_grad,      c->transfer,
+                                 c->overlapped, c->activation, c->weight_activation};
         for (int k = 0; k < 7; k++)
             if (!(values[k] >= 0 && values[k] <= DBL_MAX))
-                return ddp_fail(DDP_ERR_INVALID, "%s: costs[%d].%s=%g; it is a finite number that is not negative", who, stage, names[k], values[k]);
+                return ddp_fail(DDP_ERR_INVALID,
+                                "%s: costs[%d].%s=%g; it is a finite number that is not negative", who, stage,
+                                names[k], values[k]);
     }
     return DDP_OK;
 }
@@ -1316,7 +1412,8 @@ enum { DDP__UNTIMED, DDP__TIMED_APART, DDP__TIMED_PAIRED };
 
 /* The graph of a schedule that can run to its end, with times unless `timing` is DDP__UNTIMED. who: the public
    function, for errors. The caller frees it with ddp__play_close. */
-static ddp_result ddp__play_open(ddp__play *play, const ddp_schedule *s, const ddp_stage_cost *costs, int timing, const char *who) {
+static ddp_result ddp__play_open(ddp__play *play, const ddp_schedule *s, const ddp_stage_cost *costs,
+                                 int timing, const char *who) {
     ddp_result result;
     memset(play, 0, sizeof *play);
     if (!s) return ddp_fail(DDP_ERR_INVALID, "%s: schedule is NULL", who);
@@ -1344,7 +1441,8 @@ DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule) {
 //== simulation =========================================================================== >>impl-schedule-simulate
 
 /* Measures one rank: the micro-batches and the memory in flight along its list, and the times of its actions. */
-static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const ddp_stage_cost *costs, const ddp_action_time *times) {
+static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const ddp_stage_cost *costs,
+                                        const ddp_action_time *times) {
     ddp_rank_report r;
     double memory = 0;
     int in_flight = 0, begun = 0;
@@ -1356,7 +1454,8 @@ static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const d
         if (!begun || times[i].begin < r.begin) r.begin = times[i].begin;
         if (!begun || times[i].end > r.end) r.end = times[i].end;
         begun = 1;
-        if (i == s->first[rank] || !a[-1].overlaps || times[i].begin >= times[i - 1].end) r.busy += times[i].end - times[i].begin;
+        if (i == s->first[rank] || !a[-1].overlaps || times[i].begin >= times[i - 1].end)
+            r.busy += times[i].end - times[i].begin;
         cost = ddp__stage_cost(costs, a->stage);
         if (a->kind == DDP_ACTION_FORWARD) {
             in_flight++;
@@ -1375,7 +1474,8 @@ static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const d
     return r;
 }
 
-static void ddp__report(const ddp_schedule *s, const ddp_stage_cost *costs, const ddp_action_time *times, ddp_schedule_report *report) {
+static void ddp__report(const ddp_schedule *s, const ddp_stage_cost *costs, const ddp_action_time *times,
+                        ddp_schedule_report *report) {
     ddp_rank_report *ranks = report->ranks;
     double first = 0, last = 0, work = 0;
     memset(report, 0, sizeof *report);
@@ -1395,7 +1495,8 @@ static void ddp__report(const ddp_schedule *s, const ddp_stage_cost *costs, cons
     report->bubble_rate = report->span > work ? (report->span - work) / report->span : 0; /* who never waits may have worked an ulp more */
 }
 
-DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_stage_cost *costs, ddp_schedule_report *report) {
+DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_stage_cost *costs,
+                                        ddp_schedule_report *report) {
     ddp__play play;
     if (!report) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_simulate: report is NULL");
     DDP_TRY(ddp__play_open(&play, schedule, costs, DDP__TIMED_APART, "ddp_schedule_simulate"));
@@ -1541,7 +1642,8 @@ static int ddp__auto_waits_longest(const ddp__auto *a, int rank, double waited) 
 static int ddp__auto_decide(ddp__auto *a, int rank) {
     const ddp__auto_rules *rules = &a->rules;
     ddp__auto_rank *r = &a->ranks[rank];
-    double now = r->free_at, forward = ddp__auto_ready(a, 0, rank), gradient = ddp__auto_ready(a, 1, rank), soon;
+    double now = r->free_at, forward = ddp__auto_ready(a, 0, rank), gradient = ddp__auto_ready(a, 1, rank),
+           soon;
     if (!rules->fill && r->next[1] == 0 && r->next[0] > 0 && forward < DBL_MAX && gradient > forward &&
         forward + r->cost[0] > r->first_gradient * (1 + 1e-12)) {
         if (gradient < DBL_MAX) forward = DBL_MAX;
@@ -1711,8 +1813,8 @@ static void ddp__auto_lists(const ddp__auto *a, ddp_schedule *s) {
 }
 
 /* The schedule of a known kind takes the place of *best if it fits into the limit and is faster than *span. */
-static ddp_result ddp__auto_known(const ddp_schedule_desc *d, double limit, ddp_schedule_kind kind, double *span,
-                                  ddp_schedule **best) {
+static ddp_result ddp__auto_known(const ddp_schedule_desc *d, double limit, ddp_schedule_kind kind,
+                                  double *span, ddp_schedule **best) {
     ddp_schedule_desc known = *d;
     ddp_schedule_report report = DDP_ZERO;
     ddp_schedule *s = NULL;
@@ -1797,10 +1899,12 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
     ddp__schedule_free(s, a.ranks);
     if (span < HUGE_VAL) result = ddp__schedule_finish(&best, s);
     else ddp_schedule_destroy(s);
-    for (int k = 0; k < 2 && result == DDP_OK; k++) result = ddp__auto_known(d, limit, known[k], &span, &best);
+    for (int k = 0; k < 2 && result == DDP_OK; k++)
+        result = ddp__auto_known(d, limit, known[k], &span, &best);
     if (result == DDP_OK && !best)
         result = DDP__SCHEDULE_BAD(
-            "costs: the time of %d micro-batches is not a finite number; give smaller costs", d->microbatch_count);
+            "costs: the time of %d micro-batches is not a finite number; give smaller costs",
+            d->microbatch_count);
     if (result == DDP_OK) *out = best;
     else ddp_schedule_destroy(best);
     return result;
@@ -1814,9 +1918,11 @@ typedef struct ddp__csv { const char *at, *end; int line, cell; } ddp__csv;
 static ddp_result ddp__csv_wrong(const ddp__csv *c, const char *begin, const char *why) {
     int length = c->end - begin > 40 ? 40 : (int)(c->end - begin);
     char shown[41];
-    for (int i = 0; i < length; i++) shown[i] = (unsigned char)begin[i] < 32 || (unsigned char)begin[i] > 126 ? '?' : begin[i];
+    for (int i = 0; i < length; i++)
+        shown[i] = (unsigned char)begin[i] < 32 || (unsigned char)begin[i] > 126 ? '?' : begin[i];
     shown[length] = 0;
-    return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: line %d cell %d \"%s\": %s", c->line, c->cell, shown, why);
+    return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: line %d cell %d \"%s\": %s", c->line, c->cell,
+                    shown, why);
 }
 
 static int ddp__csv_is_blank(char c) { return c == ' ' || c == '\t' || c == '\r'; }
@@ -1840,20 +1946,32 @@ static ddp_result ddp__csv_action(ddp__csv *c, const char *begin, ddp_action *ac
     memset(action, 0, sizeof *action);
     action->stage = ddp__csv_number(c, DDP__MAX_STAGES - 1);
     action->microbatch = -1;
-    if (action->stage < 0) return ddp__csv_wrong(c, begin, "an action starts with its stage, 0 to 65535, such as 2F0");
-    while (c->at + length < c->end && ((c->at[length] >= 'A' && c->at[length] <= 'Z') || c->at[length] == '_')) length++;
-    while (kind < DDP_ACTION_KIND_COUNT && (strlen(ddp__action_names[kind]) != length || memcmp(ddp__action_names[kind], c->at, length) != 0)) kind++;
+    if (action->stage < 0)
+        return ddp__csv_wrong(c, begin, "an action starts with its stage, 0 to 65535, such as 2F0");
+    while (c->at + length < c->end
+           && ((c->at[length] >= 'A' && c->at[length] <= 'Z') || c->at[length] == '_'))
+        length++;
+    while (
+        kind < DDP_ACTION_KIND_COUNT
+        && (strlen(ddp__action_names[kind]) != length || memcmp(ddp__action_names[kind], c->at, length) != 0))
+        kind++;
     if (kind == DDP_ACTION_KIND_COUNT)
-        return ddp__csv_wrong(c, begin, length == 2 && memcmp(c->at, "BW", 2) == 0 ? "BW is an older spelling: F, I, W and B = I and W in one are the actions" :
-                              "there is no such action; there are F I W B UNSHARD RESHARD REDUCE_GRAD SEND_F RECV_F SEND_B RECV_B");
+        return ddp__csv_wrong(
+            c, begin,
+            length == 2 && memcmp(c->at, "BW", 2) == 0
+                ? "BW is an older spelling: F, I, W and B = I and W in one are the actions"
+                : "there is no such action; there are F I W B UNSHARD RESHARD REDUCE_GRAD SEND_F RECV_F SEND_B RECV_B");
     c->at += length;
     action->kind = (ddp_action_kind)kind;
     if (ddp__action_is_sharding(action->kind)) {
-        if (c->at < c->end && *c->at >= '0' && *c->at <= '9') return ddp__csv_wrong(c, begin, "this action takes no micro-batch");
+        if (c->at < c->end && *c->at >= '0' && *c->at <= '9')
+            return ddp__csv_wrong(c, begin, "this action takes no micro-batch");
         return DDP_OK;
     }
     action->microbatch = ddp__csv_number(c, DDP__MAX_MICROBATCHES - 1);
-    if (action->microbatch < 0) return ddp__csv_wrong(c, begin, "after the action stands its micro-batch, 0 to 16777215, such as 2F0");
+    if (action->microbatch < 0)
+        return ddp__csv_wrong(c, begin,
+                              "after the action stands its micro-batch, 0 to 16777215, such as 2F0");
     return DDP_OK;
 }
 
@@ -1882,7 +2000,8 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     c->at += pair;
     DDP_TRY(ddp__csv_action(c, begin, &action[0]));
     if (pair) {
-        if (c->at == c->end || *c->at++ != ';') return ddp__csv_wrong(c, begin, "a pair reads (0F7;7B3)OVERLAP_F_B");
+        if (c->at == c->end || *c->at++ != ';')
+            return ddp__csv_wrong(c, begin, "a pair reads (0F7;7B3)OVERLAP_F_B");
         DDP_TRY(ddp__csv_action(c, begin, &action[1]));
         if ((size_t)(c->end - c->at) < sizeof close - 1 || memcmp(c->at, close, sizeof close - 1) != 0)
             return ddp__csv_wrong(c, begin, "a pair reads (0F7;7B3)OVERLAP_F_B");
@@ -1890,7 +2009,8 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
         action[0].overlaps = 1;
     }
     ddp__csv_skip(c);
-    if (c->at != c->end) return ddp__csv_wrong(c, begin, "something follows the action; cells end with a comma");
+    if (c->at != c->end)
+        return ddp__csv_wrong(c, begin, "something follows the action; cells end with a comma");
     for (int k = 0; k <= pair; k++) ddp__schedule_push_action(s, action[k]);
     return s->failed;
 }
@@ -1921,7 +2041,9 @@ DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
     desc.rank_count = ddp__csv_lines(csv);
     if (desc.rank_count == 0) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: there is no text");
     if (desc.rank_count > DDP__MAX_STAGES)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: %d lines; a line is a rank, and %d are the most", desc.rank_count, DDP__MAX_STAGES);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "ddp_schedule_parse: %d lines; a line is a rank, and %d are the most",
+                        desc.rank_count, DDP__MAX_STAGES);
     s = ddp__schedule_new(&desc);
     if (!s) return DDP_ERR_NO_MEMORY;
     c.at = csv;
@@ -1948,7 +2070,8 @@ DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
 static int ddp__lower_merges(const ddp_schedule *s, int i, int end) {
     const ddp_action *a = &s->actions[i];
     if (a->kind != DDP_ACTION_INPUT_GRAD || i + 1 == end) return 0;
-    return a[1].kind == DDP_ACTION_WEIGHT_GRAD && !a[1].overlaps && a[1].stage == a->stage && a[1].microbatch == a->microbatch;
+    return a[1].kind == DDP_ACTION_WEIGHT_GRAD && !a[1].overlaps && a[1].stage == a->stage
+           && a[1].microbatch == a->microbatch;
 }
 
 /* Lists with all parts except COMM. Its tables are those of actions, of which each stage has two or more. */
@@ -1964,7 +2087,9 @@ static ddp_result ddp__lower_lists(ddp_schedule **out, const ddp__play *play, un
     }
     for (int i = 0; i < s->count; i++) {
         int stage = s->actions[i].stage;
-        if (stage < 0 || !(ddp__action_computes(s->actions[i].kind) || s->actions[i].kind == DDP_ACTION_REDUCE_GRAD)) continue;
+        if (stage < 0
+            || !(ddp__action_computes(s->actions[i].kind) || s->actions[i].kind == DDP_ACTION_REDUCE_GRAD))
+            continue;
         if (first[stage] < 0) first[stage] = i;
         last[stage] = i;
     }
@@ -1974,15 +2099,19 @@ static ddp_result ddp__lower_lists(ddp_schedule **out, const ddp__play *play, un
             int merges = parts & DDP_LOWER_MERGE && ddp__lower_merges(s, i, s->first[rank + 1]);
             n = a->overlaps || merges ? 2 : 1;
             for (int k = 0; k < n && parts & DDP_LOWER_SHARD; k++)
-                if (a[k].stage >= 0 && first[a[k].stage] == i + k) ddp__schedule_push(to, DDP_ACTION_UNSHARD, a[k].stage, -1);
+                if (a[k].stage >= 0 && first[a[k].stage] == i + k)
+                    ddp__schedule_push(to, DDP_ACTION_UNSHARD, a[k].stage, -1);
             if (merges) ddp__schedule_push(to, DDP_ACTION_BACKWARD, a->stage, a->microbatch);
             for (int k = 0; k < n && !merges; k++)
-                if (a[k].kind != DDP_ACTION_IDLE || !(parts & DDP_LOWER_MERGE)) ddp__schedule_push_action(to, a[k]);
+                if (a[k].kind != DDP_ACTION_IDLE || !(parts & DDP_LOWER_MERGE))
+                    ddp__schedule_push_action(to, a[k]);
             for (int k = 0; k < n; k++) {
                 int stage = a[k].stage;
-                if (ddp__action_ends(a[k].kind) && ++added[stage] % s->update_interval == 0 && parts & DDP_LOWER_REDUCE)
+                if (ddp__action_ends(a[k].kind) && ++added[stage] % s->update_interval == 0
+                    && parts & DDP_LOWER_REDUCE)
                     ddp__schedule_push(to, DDP_ACTION_REDUCE_GRAD, stage, -1);
-                if (stage >= 0 && last[stage] == i + k && parts & DDP_LOWER_SHARD) ddp__schedule_push(to, DDP_ACTION_RESHARD, stage, -1);
+                if (stage >= 0 && last[stage] == i + k && parts & DDP_LOWER_SHARD)
+                    ddp__schedule_push(to, DDP_ACTION_RESHARD, stage, -1);
             }
         }
         ddp__schedule_end_rank(to);
@@ -2002,7 +2131,8 @@ static int ddp__message_compare(const void *left, const void *right) {
 /* Appends a rank's actions from i on that begin before `at`. Returns the next one. */
 static int ddp__lower_until(ddp_schedule *to, const ddp__play *play, int rank, int i, double at) {
     const ddp_schedule *s = play->s;
-    while (i < s->first[rank + 1] && (play->times[i].begin < at || (i > s->first[rank] && s->actions[i - 1].overlaps)))
+    while (i < s->first[rank + 1]
+           && (play->times[i].begin < at || (i > s->first[rank] && s->actions[i - 1].overlaps)))
         ddp__schedule_push_action(to, s->actions[i++]);
     return i;
 }
@@ -2013,14 +2143,21 @@ static int ddp__lower_messages(const ddp__play *play, int rank, ddp__due_message
     int count = 0;
     for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
         const ddp_action *a = &s->actions[i];
-        int source = ddp__play_source(play, i), back = a->kind != DDP_ACTION_FORWARD, to = back ? a->stage - 1 : a->stage + 1;
+        int source = ddp__play_source(play, i), back = a->kind != DDP_ACTION_FORWARD,
+            to = back ? a->stage - 1 : a->stage + 1;
         if (!ddp__action_computes(a->kind) || a->kind == DDP_ACTION_WEIGHT_GRAD) continue;
         if (source >= 0 && s->stage_rank[s->actions[source].stage] != rank) {
-            ddp__due_message due = {play->times[source].end, source, {back ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F, a->stage, a->microbatch, 0}};
+            ddp__due_message due = {
+                play->times[source].end,
+                source,
+                {back ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F, a->stage, a->microbatch, 0}};
             messages[count++] = due;
         }
         if (to >= 0 && to < s->stage_count && s->stage_rank[to] != rank) {
-            ddp__due_message due = {play->times[i].end, i, {back ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, a->stage, a->microbatch, 0}};
+            ddp__due_message due = {
+                play->times[i].end,
+                i,
+                {back ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, a->stage, a->microbatch, 0}};
             messages[count++] = due;
         }
     }
@@ -2040,7 +2177,9 @@ static ddp_result ddp__lower_comm(ddp_schedule **out, const ddp_schedule *s) {
     for (int rank = 0; rank < s->rank_count; rank++)
         if (s->first[rank + 1] - s->first[rank] > longest) longest = s->first[rank + 1] - s->first[rank];
     to->failed = ddp__play_open(&play, s, NULL, DDP__TIMED_PAIRED, "ddp_schedule_lower");
-    messages = to->failed == DDP_OK ? (ddp__due_message *)ddp__schedule_alloc(s, 2 * (size_t)longest, sizeof *messages) : NULL;
+    messages = to->failed == DDP_OK
+                   ? (ddp__due_message *)ddp__schedule_alloc(s, 2 * (size_t)longest, sizeof *messages)
+                   : NULL;
     if (to->failed == DDP_OK && !messages) to->failed = DDP_ERR_NO_MEMORY;
     for (int rank = 0; rank < s->rank_count && to->failed == DDP_OK; rank++) {
         int count = ddp__lower_messages(&play, rank, messages), i = s->first[rank];
@@ -2065,15 +2204,19 @@ DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *sch
     ddp__play play;
     if (out) *out = NULL;
     if (!out) return ddp_fail(DDP_ERR_INVALID, "%s: out is NULL", who);
-    if (parts & ~all) return ddp_fail(DDP_ERR_INVALID, "%s: parts=%#x; they are DDP_LOWER_... or 0 for all", who, parts);
+    if (parts & ~all)
+        return ddp_fail(DDP_ERR_INVALID, "%s: parts=%#x; they are DDP_LOWER_... or 0 for all", who, parts);
     if (!parts) parts = all;
     DDP_TRY(ddp__play_open(&play, schedule, NULL, DDP__UNTIMED, who));
     if (parts & DDP_LOWER_REDUCE && play.has_reduce) there = "REDUCE_GRAD";
     if (parts & DDP_LOWER_SHARD && play.has_sharding) there = "UNSHARD and RESHARD";
     if (parts & DDP_LOWER_COMM && play.has_comm) there = "SEND and RECV";
-    if (there) result = ddp_fail(DDP_ERR_INVALID, "%s: the schedule has %s already; leave that part out", who, there);
+    if (there)
+        result = ddp_fail(DDP_ERR_INVALID, "%s: the schedule has %s already; leave that part out", who,
+                          there);
     else if (parts & DDP_LOWER_MERGE && play.has_comm)
-        result = ddp_fail(DDP_ERR_INVALID, "%s: the schedule has SEND and RECV already; merging comes before them", who);
+        result = ddp_fail(DDP_ERR_INVALID,
+                          "%s: the schedule has SEND and RECV already; merging comes before them", who);
     else if (parts != DDP_LOWER_COMM) result = ddp__lower_lists(&lists, &play, parts);
     ddp__play_close(&play);
     if (result != DDP_OK) return result;
@@ -2118,8 +2261,11 @@ typedef struct ddp__time_unit { double size; const char *name, *axis; } ddp__tim
 /* Measured times are in seconds; their axis has the unit that gives numbers from 1 to 1,000. The unit of costs is
    the caller's and has no name. Without costs, F, I and W take 1. */
 static const ddp__time_unit *ddp__picture_unit(double span, int has_costs, int has_times) {
-    static const ddp__time_unit units[] = {{1, " s", "time in seconds"}, {1e-3, " ms", "time in milliseconds"}, {1e-6, " us", "time in microseconds"},
-                                           {1, "", "time, in the unit of the costs"}, {1, "", "time; F, I and W take 1 each"}};
+    static const ddp__time_unit units[] = {{1, " s", "time in seconds"},
+                                           {1e-3, " ms", "time in milliseconds"},
+                                           {1e-6, " us", "time in microseconds"},
+                                           {1, "", "time, in the unit of the costs"},
+                                           {1, "", "time; F, I and W take 1 each"}};
     if (!has_times) return &units[has_costs ? 3 : 4];
     if (span >= 1 || span <= 0) return &units[0];
     return &units[span >= 1e-3 ? 1 : 2];
@@ -2161,7 +2307,8 @@ static void ddp__draw_csv(const ddp__picture *picture, ddp__sheet *sheet) {
             const char *comma = i > s->first[rank] ? "," : "";
             if (a->kind == DDP_ACTION_IDLE) ddp__sheet_put(sheet, "%s", comma);
             else if (a->overlaps && i + 1 < s->first[rank + 1]) {
-                ddp__sheet_put(sheet, "%s(%s;%s)OVERLAP_F_B", comma, ddp__action_label(a).text, ddp__action_label(a + 1).text);
+                ddp__sheet_put(sheet, "%s(%s;%s)OVERLAP_F_B", comma, ddp__action_label(a).text,
+                               ddp__action_label(a + 1).text);
                 i++;
             } else ddp__sheet_put(sheet, "%s%s", comma, ddp__action_label(a).text);
         }
@@ -2172,16 +2319,19 @@ static void ddp__draw_csv(const ddp__picture *picture, ddp__sheet *sheet) {
 /* As ddp__action_label, without the number of the stage where each rank has only one. */
 static ddp__action_text ddp__cell_label(const ddp_schedule *s, const ddp_action *a) {
     ddp__action_text label = ddp__action_label(a);
-    if (s->stage_count == s->rank_count) snprintf(label.text, sizeof label.text, "%s%d", ddp__action_names[a->kind], a->microbatch);
+    if (s->stage_count == s->rank_count)
+        snprintf(label.text, sizeof label.text, "%s%d", ddp__action_names[a->kind], a->microbatch);
     size_t used = strlen(label.text);
-    if (a->overlaps) snprintf(label.text + used, sizeof label.text - used, "+%.20s", ddp__action_label(a + 1).text);
+    if (a->overlaps)
+        snprintf(label.text + used, sizeof label.text - used, "+%.20s", ddp__action_label(a + 1).text);
     return label;
 }
 
 /* A column is the shortest action. An action starts in the column of its time, or the next one that is free. */
 static void ddp__draw_text(const ddp__picture *picture, ddp__sheet *sheet) {
     const ddp_schedule *s = picture->s;
-    double unit = picture->shortest > picture->report.makespan / 4096 ? picture->shortest : picture->report.makespan / 4096;
+    double unit = picture->shortest > picture->report.makespan / 4096 ? picture->shortest
+                                                                      : picture->report.makespan / 4096;
     int width = 0;
     for (int i = 0; i < s->count; i++)
         if (ddp__action_computes(s->actions[i].kind) && (i == 0 || !s->actions[i - 1].overlaps)) {
@@ -2203,17 +2353,20 @@ static void ddp__draw_text(const ddp__picture *picture, ddp__sheet *sheet) {
             for (; column < from; column++, space = width - 1) ddp__sheet_put(sheet, "%*s.", space, "");
             if (to <= column) to = column + 1;
             ddp__sheet_put(sheet, "%*s%s", space, "", label.text);
-            for (int k = (to - column) * width - 1 - length; k > 0 && to > column + 1; k--) ddp__sheet_put(sheet, "-");
+            for (int k = (to - column) * width - 1 - length; k > 0 && to > column + 1; k--)
+                ddp__sheet_put(sheet, "-");
             space = to > column + 1 ? 1 : width - length;
             column = to;
         }
         ddp__sheet_put(sheet, "\n");
     }
-    ddp__sheet_put(sheet, "makespan %s, bubble %s, %d in flight\n", ddp__decimal(picture->report.makespan, 3).text,
+    ddp__sheet_put(sheet, "makespan %s, bubble %s, %d in flight\n",
+                   ddp__decimal(picture->report.makespan, 3).text,
                    ddp__decimal(picture->report.bubble_rate, 4).text, picture->report.peak_in_flight);
 }
 
-static const char *const ddp__action_words[] = {"idle", "forward", "input gradient", "weight gradient", "backward"};
+static const char *const ddp__action_words[] = {"idle", "forward", "input gradient", "weight gradient",
+                                                "backward"};
 
 static const char *ddp__picture_title(const ddp_schedule *s) {
     return s->kind == DDP_SCHEDULE_KIND_COUNT ? "schedule" : ddp_schedule_kind_name(s->kind);
@@ -2228,24 +2381,30 @@ static const char *const ddp__fill[5][2] = {{"", ""},
 enum { DDP__FILLS = 10 };
 
 /* One box. */
-static void ddp__draw_box(ddp__sheet *sheet, const ddp_schedule *s, const ddp_action *a, double x, double y, double width, double height) {
+static void ddp__draw_box(ddp__sheet *sheet, const ddp_schedule *s, const ddp_action *a, double x, double y,
+                          double width, double height) {
     ddp__action_text number;
     double size = height < 18 ? 8 : 11;
     snprintf(number.text, sizeof number.text, "%d", a->microbatch);
-    ddp__sheet_put(sheet, "<rect x=\"%s\" y=\"%s\" width=\"%s\" height=\"%s\" fill=\"%s\"><title>%s</title></rect>\n", ddp__decimal(x, 2).text,
-                   ddp__decimal(y, 2).text, ddp__decimal(width, 2).text, ddp__decimal(height, 2).text,
-                   ddp__fill[a->kind][a->stage / s->rank_count % 2], ddp__action_label(a).text);
+    ddp__sheet_put(
+        sheet, "<rect x=\"%s\" y=\"%s\" width=\"%s\" height=\"%s\" fill=\"%s\"><title>%s</title></rect>\n",
+        ddp__decimal(x, 2).text, ddp__decimal(y, 2).text, ddp__decimal(width, 2).text,
+        ddp__decimal(height, 2).text, ddp__fill[a->kind][a->stage / s->rank_count % 2],
+        ddp__action_label(a).text);
     if (width >= 0.65 * size * (double)strlen(number.text) + 1)
-        ddp__sheet_put(sheet, "<text x=\"%s\" y=\"%s\" font-size=\"%d\">%s</text>\n", ddp__decimal(x + width / 2, 2).text,
+        ddp__sheet_put(sheet, "<text x=\"%s\" y=\"%s\" font-size=\"%d\">%s</text>\n",
+                       ddp__decimal(x + width / 2, 2).text,
                        ddp__decimal(y + height / 2 + 0.36 * size, 2).text, (int)size, number.text);
 }
 
 /* The frame around two actions that overlap. */
 static void ddp__draw_frame(ddp__sheet *sheet, double x, double y, double width, double height,
                             const char *title) {
-    ddp__sheet_put(sheet, "<rect x=\"%s\" y=\"%s\" width=\"%s\" height=\"%s\" fill=\"none\" stroke=\"#202020\" "
-                   "stroke-width=\"1.5\"><title>%s</title></rect>\n", ddp__decimal(x, 2).text, ddp__decimal(y, 2).text,
-                   ddp__decimal(width, 2).text, ddp__decimal(height, 2).text, title);
+    ddp__sheet_put(sheet,
+                   "<rect x=\"%s\" y=\"%s\" width=\"%s\" height=\"%s\" fill=\"none\" stroke=\"#202020\" "
+                   "stroke-width=\"1.5\"><title>%s</title></rect>\n",
+                   ddp__decimal(x, 2).text, ddp__decimal(y, 2).text, ddp__decimal(width, 2).text,
+                   ddp__decimal(height, 2).text, title);
 }
 
 /* The meaning of the colours and frames that the picture has. */
@@ -2302,16 +2461,18 @@ static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, doubl
         ddp__action_text x = ddp__decimal(left + i * step * picture->unit->size * scale, 2), number;
         number = ddp__decimal(i * step, decimals);
         if (!decimals) *strchr(number.text, '.') = 0;
-        ddp__sheet_put(sheet, "<path d=\"M%s %dV%d\" stroke=\"#c0c0c0\"/>\n<text x=\"%s\" y=\"%d\" font-size=\"11\">%s</text>\n",
-                       x.text, (int)top, (int)bottom + 4, x.text, (int)bottom + 16, number.text);
+        ddp__sheet_put(
+            sheet,
+            "<path d=\"M%s %dV%d\" stroke=\"#c0c0c0\"/>\n<text x=\"%s\" y=\"%d\" font-size=\"11\">%s</text>\n",
+            x.text, (int)top, (int)bottom + 4, x.text, (int)bottom + 16, number.text);
     }
     ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"11\" text-anchor=\"start\">%s%s</text>\n",
                    (int)left, (int)bottom + 31, picture->unit->axis, merged);
 }
 
 /* One action of a rank, and the frame of the pair that ends with it. y: the top of the rank's row. */
-static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int i, double left, double y, double row,
-                             double scale) {
+static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int i, double left, double y,
+                             double row, double scale) {
     const ddp_schedule *s = picture->s;
     const ddp_action *a = &s->actions[i];
     int second = ddp__picture_pair(picture, i - 1), half = second || ddp__picture_pair(picture, i);
@@ -2320,7 +2481,8 @@ static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int
     double gap = length > 4 ? 1 : length / 4;
     if (!ddp__action_computes(a->kind)) return;
     length -= gap;
-    ddp__draw_box(sheet, s, a, x, second ? y + row / 2 : y, length > 0.2 ? length : 0.2, half ? row / 2 - 0.5 : row);
+    ddp__draw_box(sheet, s, a, x, second ? y + row / 2 : y, length > 0.2 ? length : 0.2,
+                  half ? row / 2 - 0.5 : row);
     if (i > 0 && a[-1].overlaps) {
         double begin = left + scale * (picture->times[i - 1].begin - picture->begin), end = x + length;
         double first_end = left + scale * (picture->times[i - 1].end - picture->begin) - gap;
@@ -2404,8 +2566,8 @@ static void ddp__svg_row_draw(const ddp__picture *picture, ddp__sheet *sheet, in
             if (row->fill[x] != k) continue;
             while (end < DDP__SVG_COLUMNS && row->fill[end] == k) end++;
             if (at < 0)
-                ddp__sheet_put(sheet, "<path stroke=\"%s\" d=\"M%d %dh%d", ddp__fill[k / 2][k % 2], DDP__SVG_LEFT + x,
-                               y + DDP__SVG_ROW / 2, end - x);
+                ddp__sheet_put(sheet, "<path stroke=\"%s\" d=\"M%d %dh%d", ddp__fill[k / 2][k % 2],
+                               DDP__SVG_LEFT + x, y + DDP__SVG_ROW / 2, end - x);
             else ddp__sheet_put(sheet, "m%d 0h%d", x - at, end - x);
             at = end;
         }
@@ -2429,25 +2591,29 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
     if (left + 8.5 * (double)strlen(title) + right > width)
         width = left + 8.5 * (double)strlen(title) + right;
     if (left + scale * span + right > width) width = left + scale * span + right;
-    ddp__sheet_put(sheet,
-                   "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" "
-                   "font-family=\"sans-serif\" text-anchor=\"middle\">\n"
-                   "<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n"
-                   "<text x=\"%d\" y=\"20\" font-size=\"14\" text-anchor=\"start\">%s</text>\n",
-                   (int)(width + 0.5), height, (int)(width + 0.5), height, (int)left, title);
+    ddp__sheet_put(
+        sheet,
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" "
+        "font-family=\"sans-serif\" text-anchor=\"middle\">\n"
+        "<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n"
+        "<text x=\"%d\" y=\"20\" font-size=\"14\" text-anchor=\"start\">%s</text>\n",
+        (int)(width + 0.5), height, (int)(width + 0.5), height, (int)left, title);
     for (int rank = 0; rank < s->rank_count; rank++) {
         int y = (int)(top + rank * (row + gap));
         ddp__sheet_put(sheet,
                        "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"end\">rank %d</text>\n"
                        "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#f0f0f0\"/>\n",
-                       (int)left - 8, y + 17, rank, (int)left, y, ddp__decimal(scale * span, 2).text, (int)row);
+                       (int)left - 8, y + 17, rank, (int)left, y, ddp__decimal(scale * span, 2).text,
+                       (int)row);
     }
     ddp__draw_axis(picture, sheet, left, top, bottom, scale);
     if (picture->merged) ddp__sheet_put(sheet, "<g fill=\"none\" stroke-width=\"%d\">\n", DDP__SVG_ROW);
     for (int rank = 0; rank < s->rank_count; rank++) {
         double y = top + rank * (row + gap);
         if (picture->merged) ddp__svg_row_draw(picture, sheet, rank, scale, (int)y);
-        else for (int i = s->first[rank]; i < s->first[rank + 1]; i++) ddp__draw_action(picture, sheet, i, left, y, row, scale);
+        else
+            for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
+                ddp__draw_action(picture, sheet, i, left, y, row, scale);
     }
     if (picture->merged) ddp__sheet_put(sheet, "</g>\n");
     ddp__draw_legend(picture, sheet, left, bottom + 44);
@@ -2456,16 +2622,20 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
 
 /* A row of the trace, in the order of ranks. */
 static void ddp__draw_trace_row(ddp__sheet *sheet, int tid, int rank, int second) {
-    ddp__sheet_put(sheet, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"name\":\"rank %d%s\"}}"
-                   ",\n{\"name\":\"thread_sort_index\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"sort_index\":%d}}", tid, rank,
-                   second ? ", overlapped" : "", tid, 2 * rank + second);
+    ddp__sheet_put(
+        sheet,
+        ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"name\":\"rank %d%s\"}}"
+        ",\n{\"name\":\"thread_sort_index\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"sort_index\":%d}}",
+        tid, rank, second ? ", overlapped" : "", tid, 2 * rank + second);
 }
 
 static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
     const ddp_schedule *s = picture->s;
-    ddp__sheet_put(sheet, "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"schedule\":\"%s\",\"bubble_rate\":\"%s\"},\"traceEvents\":[\n"
-                   "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{\"name\":\"%s\"}}", ddp__picture_title(s),
-                   ddp__decimal(picture->report.bubble_rate, 4).text, ddp__picture_title(s));
+    ddp__sheet_put(
+        sheet,
+        "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"schedule\":\"%s\",\"bubble_rate\":\"%s\"},\"traceEvents\":[\n"
+        "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{\"name\":\"%s\"}}",
+        ddp__picture_title(s), ddp__decimal(picture->report.bubble_rate, 4).text, ddp__picture_title(s));
     for (int rank = 0; rank < s->rank_count; rank++) {
         int named = 0;
         ddp__draw_trace_row(sheet, rank, rank, 0);
@@ -2474,23 +2644,28 @@ static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
             int second = ddp__picture_pair(picture, i - 1); /* on a row of its own: events of a row nest */
             if (!ddp__action_computes(a->kind)) continue;
             if (second && !named++) ddp__draw_trace_row(sheet, s->rank_count + rank, rank, 1);
-            ddp__sheet_put(sheet, ",\n{\"name\":\"%s\",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%s,\"dur\":%s,\"args\":{\"stage\":%d,\"microbatch\":%d}}",
-                           ddp__action_label(a).text, ddp__action_words[a->kind], second ? s->rank_count + rank : rank,
-                           ddp__decimal((picture->times[i].begin - picture->begin) * 1e6, 3).text,
-                           ddp__decimal((picture->times[i].end - picture->times[i].begin) * 1e6, 3).text, a->stage, a->microbatch);
+            ddp__sheet_put(
+                sheet,
+                ",\n{\"name\":\"%s\",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%s,\"dur\":%s,\"args\":{\"stage\":%d,\"microbatch\":%d}}",
+                ddp__action_label(a).text, ddp__action_words[a->kind], second ? s->rank_count + rank : rank,
+                ddp__decimal((picture->times[i].begin - picture->begin) * 1e6, 3).text,
+                ddp__decimal((picture->times[i].end - picture->times[i].begin) * 1e6, 3).text, a->stage,
+                a->microbatch);
         }
     }
     ddp__sheet_put(sheet, "\n]}\n");
 }
 
 /* Computes or takes the times, and measures them. The caller frees play and merged, after a failure too. */
-static ddp_result ddp__picture_open(ddp__picture *picture, ddp_schedule_format format, const ddp_stage_cost *costs,
-                                    const ddp_action_time *times, const char *who) {
+static ddp_result ddp__picture_open(ddp__picture *picture, ddp_schedule_format format,
+                                    const ddp_stage_cost *costs, const ddp_action_time *times,
+                                    const char *who) {
     const ddp_schedule *s = picture->s;
     DDP_TRY(ddp__play_open(&picture->play, s, costs, DDP__TIMED_APART, who));
     for (int i = 0; i < s->count && times; i++)
         if (!(times[i].begin >= -DBL_MAX && times[i].end >= times[i].begin && times[i].end <= DBL_MAX))
-            return ddp_fail(DDP_ERR_INVALID, "%s: times[%d] is from %g to %g; end is not before begin", who, i, times[i].begin, times[i].end);
+            return ddp_fail(DDP_ERR_INVALID, "%s: times[%d] is from %g to %g; end is not before begin", who,
+                            i, times[i].begin, times[i].end);
     if (format == DDP_SCHEDULE_SVG && ddp__svg_merges(s)) {
         picture->merged = (ddp__svg_row *)ddp__schedule_alloc(s, 1, sizeof *picture->merged);
         if (!picture->merged) return DDP_ERR_NO_MEMORY;
@@ -2501,15 +2676,19 @@ static ddp_result ddp__picture_open(ddp__picture *picture, ddp_schedule_format f
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_format format, const ddp_stage_cost *costs, const ddp_action_time *times,
-                                    char *out, size_t *size_bytes) {
-    static void (*const draw[])(const ddp__picture *, ddp__sheet *) = {ddp__draw_csv, ddp__draw_text, ddp__draw_svg, ddp__draw_trace};
+DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_format format,
+                                    const ddp_stage_cost *costs, const ddp_action_time *times, char *out,
+                                    size_t *size_bytes) {
+    static void (*const draw[])(const ddp__picture *, ddp__sheet *) = {ddp__draw_csv, ddp__draw_text,
+                                                                       ddp__draw_svg, ddp__draw_trace};
     static const char who[] = "ddp_schedule_draw";
     ddp__picture picture;
     ddp__sheet sheet;
     ddp_result result = DDP_OK;
     if (!schedule || !size_bytes) return ddp_fail(DDP_ERR_INVALID, "%s: schedule or size_bytes is NULL", who);
-    if ((int)format < 0 || format > DDP_SCHEDULE_TRACE) return ddp_fail(DDP_ERR_INVALID, "%s: format=%d, there are 0 to %d", who, (int)format, DDP_SCHEDULE_TRACE);
+    if ((int)format < 0 || format > DDP_SCHEDULE_TRACE)
+        return ddp_fail(DDP_ERR_INVALID, "%s: format=%d, there are 0 to %d", who, (int)format,
+                        DDP_SCHEDULE_TRACE);
     memset(&picture, 0, sizeof picture);
     picture.s = schedule;
     if (format != DDP_SCHEDULE_CSV) result = ddp__picture_open(&picture, format, costs, times, who);
@@ -2523,12 +2702,15 @@ DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_f
     ddp__schedule_free(schedule, picture.merged);
     ddp__play_close(&picture.play);
     if (result != DDP_OK) return result;
-    if (out && sheet.used + 1 > *size_bytes) result = ddp_fail(DDP_ERR_INVALID, "%s: room for %zu bytes, the text takes %zu", who, *size_bytes, sheet.used + 1);
+    if (out && sheet.used + 1 > *size_bytes)
+        result = ddp_fail(DDP_ERR_INVALID, "%s: room for %zu bytes, the text takes %zu", who, *size_bytes,
+                          sheet.used + 1);
     *size_bytes = sheet.used + 1;
     return result;
 }
 
-DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_format format, char *out, size_t *size_bytes) {
+DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_format format, char *out,
+                                     size_t *size_bytes) {
     return ddp_schedule_draw(schedule, format, NULL, NULL, out, size_bytes);
 }
 
@@ -2548,15 +2730,21 @@ static int ddp__partition_fill(const double *cost, int layers, int stages, doubl
 }
 
 /* Finds the smallest bound that works by bisection over the bits of doubles, which are ordered for values >= 0. */
-DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count, int *first_layer) {
+DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count,
+                                         int *first_layer) {
     uint64_t low = 0, high;
     double bound = HUGE_VAL;
-    if (!cost || !first_layer) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition: cost or first_layer is NULL");
+    if (!cost || !first_layer)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition: cost or first_layer is NULL");
     if (stage_count < 1 || layer_count < stage_count)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition: %d layers for %d stages; each stage has at least one", layer_count, stage_count);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "ddp_pipeline_partition: %d layers for %d stages; each stage has at least one",
+                        layer_count, stage_count);
     for (int i = 0; i < layer_count; i++)
         if (!(cost[i] >= 0 && cost[i] <= DBL_MAX))
-            return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition: cost[%d]=%g; it is a finite number that is not negative", i, cost[i]);
+            return ddp_fail(DDP_ERR_INVALID,
+                            "ddp_pipeline_partition: cost[%d]=%g; it is a finite number that is not negative",
+                            i, cost[i]);
     memcpy(&high, &bound, sizeof high);
     while (low < high) { /* an infinite bound works, and so has every later value of high */
         uint64_t middle = low + (high - low) / 2;
@@ -2583,10 +2771,13 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
     ddp_result result = DDP_OK;
     int rounds, warmup;
     double *took;
-    if (!desc || !cost || !desc->run) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_profile: desc, its run or cost is NULL");
+    if (!desc || !cost || !desc->run)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_profile: desc, its run or cost is NULL");
     if (desc->layer_count < 1 || desc->rounds < 0 || desc->rounds > 100000 || desc->warmup_rounds < -1)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_profile: layer_count=%d, rounds=%d, warmup_rounds=%d; at least one layer, 0 to 100000 rounds", desc->layer_count,
-                        desc->rounds, desc->warmup_rounds);
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "ddp_pipeline_profile: layer_count=%d, rounds=%d, warmup_rounds=%d; at least one layer, 0 to 100000 rounds",
+            desc->layer_count, desc->rounds, desc->warmup_rounds);
     rounds = desc->rounds ? desc->rounds : 5;
     warmup = desc->warmup_rounds < 0 ? 0 : desc->warmup_rounds ? desc->warmup_rounds : 1;
     took = (double *)malloc(3 * (size_t)rounds * sizeof *took);
@@ -2598,7 +2789,8 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
             result = desc->run(layer, (ddp_action_kind)(DDP_ACTION_FORWARD + k), desc->user);
             if (n >= 0) took[k * rounds + n / 3] = ddp_now() - begin;
             if (result != DDP_OK)
-                ddp_fail(result, "ddp_pipeline_profile: %s of layer %d failed: %s", ddp__action_words[DDP_ACTION_FORWARD + k], layer, ddp_result_name(result));
+                ddp_fail(result, "ddp_pipeline_profile: %s of layer %d failed: %s",
+                         ddp__action_words[DDP_ACTION_FORWARD + k], layer, ddp_result_name(result));
         }
         if (result != DDP_OK) break;
         cost[layer].forward = ddp__median(took, rounds);
@@ -2813,7 +3005,9 @@ static ddp__pipe_pool *ddp__pipe_at(const ddp__pipe_stage *s, int side, int way,
     return k < s->link_count[side] ? &s->links[side][k]->way[way] : NULL;
 }
 
-static int ddp__pipe_is_last(const ddp_pipeline *p, const ddp__pipe_stage *s) { return s->number + 1 == p->stage_count; }
+static int ddp__pipe_is_last(const ddp_pipeline *p, const ddp__pipe_stage *s) {
+    return s->number + 1 == p->stage_count;
+}
 static int ddp__pipe_has(const ddp__pipe_stage *s, ddp_action_kind kind) { return s->kinds >> kind & 1; }
 
 //== runner: bad input ============================================================================= >>impl-pipeline-check
@@ -2839,18 +3033,24 @@ static ddp_result ddp__pipe_check_param(const ddp_pipeline *p, int stage, int in
     if (!param) return DDP__PIPE_BAD("%s: params[%d] is NULL", label, index);
     grad = ddp_param_grad(param);
     count = ddp_tensor_count(&param->value);
-    if (count < 0 || (uint64_t)count > SIZE_MAX >> 16 || !ddp_dtype_size(param->value.dtype) || !ddp_dtype_size(grad.dtype) || ddp_tensor_count(&grad) != count)
-        return DDP__PIPE_BAD("%s: parameter %d (%.60s) has no dtype, or an impossible shape; fill in its value", label, index,
-                             param->name ? param->name : "no name");
+    if (count < 0 || (uint64_t)count > SIZE_MAX >> 16 || !ddp_dtype_size(param->value.dtype)
+        || !ddp_dtype_size(grad.dtype) || ddp_tensor_count(&grad) != count)
+        return DDP__PIPE_BAD(
+            "%s: parameter %d (%.60s) has no dtype, or an impossible shape; fill in its value", label, index,
+            param->name ? param->name : "no name");
     for (int i = 0; i <= stage; i++) /* a gradient is one use's own until ties are added */
         for (int k = 0; k < (i < stage ? p->stages[i].desc.param_count : index); k++)
             if (p->stages[i].desc.params[k] == param)
-                return DDP__PIPE_BAD("%s: params[%d] is params[%d] of stage %d too; give each use its own ddp_param, and tie them", label, index, k, i);
+                return DDP__PIPE_BAD(
+                    "%s: params[%d] is params[%d] of stage %d too; give each use its own ddp_param, and tie them",
+                    label, index, k, i);
     return DDP_OK;
 }
 
 /* Its gradient is in memory from unshard to reduce_grad only. */
-static int ddp__pipe_comes_and_goes(const ddp_pipeline_stage *s, int param) { return s->unshard && !s->params[param]->grad.data; }
+static int ddp__pipe_comes_and_goes(const ddp_pipeline_stage *s, int param) {
+    return s->unshard && !s->params[param]->grad.data;
+}
 
 /* A stage of this rank, and its place in the list. */
 static ddp_result ddp__pipe_check_stage(ddp_pipeline *p, int number) {
@@ -2872,15 +3072,25 @@ static ddp_result ddp__pipe_check_stage(ddp_pipeline *p, int number) {
     }
     if (!s->forward) return DDP__PIPE_BAD("%s: forward is NULL", label.text);
     if ((unsigned)s->grad_division > DDP_DIVIDE_NONE)
-        return DDP__PIPE_BAD("%s: grad_division=%d is not a ddp_grad_division", label.text, (int)s->grad_division);
-    if (ddp__pipe_has(stage, DDP_ACTION_INPUT_GRAD) && !s->input_grad) return DDP__PIPE_BAD("%s: input_grad is NULL, and the schedule has I", label.text);
-    if (ddp__pipe_has(stage, DDP_ACTION_WEIGHT_GRAD) && !s->weight_grad) return DDP__PIPE_BAD("%s: weight_grad is NULL, and the schedule has W", label.text);
+        return DDP__PIPE_BAD("%s: grad_division=%d is not a ddp_grad_division", label.text,
+                             (int)s->grad_division);
+    if (ddp__pipe_has(stage, DDP_ACTION_INPUT_GRAD) && !s->input_grad)
+        return DDP__PIPE_BAD("%s: input_grad is NULL, and the schedule has I", label.text);
+    if (ddp__pipe_has(stage, DDP_ACTION_WEIGHT_GRAD) && !s->weight_grad)
+        return DDP__PIPE_BAD("%s: weight_grad is NULL, and the schedule has W", label.text);
     if (ddp__pipe_has(stage, DDP_ACTION_BACKWARD) && !s->backward && !(s->input_grad && s->weight_grad))
-        return DDP__PIPE_BAD("%s: backward is NULL, and the schedule has B; set it, or input_grad and weight_grad", label.text);
+        return DDP__PIPE_BAD(
+            "%s: backward is NULL, and the schedule has B; set it, or input_grad and weight_grad",
+            label.text);
     if (s->param_count < 0 || (s->param_count && !s->params))
-        return DDP__PIPE_BAD("%s: param_count=%d, params=%p; name all of them, or set neither", label.text, s->param_count, (const void *)s->params);
-    if (ddp__pipe_is_asynchronous(p) && !s->update) return DDP__PIPE_BAD("%s: update is NULL; %s changes weights inside of a step", label.text, ddp_schedule_kind_name(p->schedule->kind));
-    if (ddp__pipe_is_asynchronous(p) && s->recompute) return DDP__PIPE_BAD("%s: recompute=1 does not go with %s", label.text, ddp_schedule_kind_name(p->schedule->kind));
+        return DDP__PIPE_BAD("%s: param_count=%d, params=%p; name all of them, or set neither", label.text,
+                             s->param_count, (const void *)s->params);
+    if (ddp__pipe_is_asynchronous(p) && !s->update)
+        return DDP__PIPE_BAD("%s: update is NULL; %s changes weights inside of a step", label.text,
+                             ddp_schedule_kind_name(p->schedule->kind));
+    if (ddp__pipe_is_asynchronous(p) && s->recompute)
+        return DDP__PIPE_BAD("%s: recompute=1 does not go with %s", label.text,
+                             ddp_schedule_kind_name(p->schedule->kind));
     for (int i = 0; i < s->param_count; i++) DDP_TRY(ddp__pipe_check_param(p, number, i, label.text));
     return DDP_OK;
 }
@@ -2888,30 +3098,41 @@ static ddp_result ddp__pipe_check_stage(ddp_pipeline *p, int number) {
 static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
     if (d->tie_count < 0 || (d->tie_count && !d->ties))
-        return DDP__PIPE_BAD("tie_count=%d, ties=%p; set both, or neither", d->tie_count, (const void *)d->ties);
+        return DDP__PIPE_BAD("tie_count=%d, ties=%p; set both, or neither", d->tie_count,
+                             (const void *)d->ties);
     if (d->tie_count && ddp__pipe_is_asynchronous(p))
-        return DDP__PIPE_BAD("ties do not go with %s, whose stages update at different times", ddp_schedule_kind_name(p->schedule->kind));
+        return DDP__PIPE_BAD("ties do not go with %s, whose stages update at different times",
+                             ddp_schedule_kind_name(p->schedule->kind));
     for (int i = 0; i < d->tie_count; i++) {
         const ddp_pipeline_tie *t = &d->ties[i];
-        int later = t->second_stage > t->first_stage || (t->second_stage == t->first_stage && t->second_param > t->first_param);
+        int later = t->second_stage > t->first_stage
+                    || (t->second_stage == t->first_stage && t->second_param > t->first_param);
         if (t->first_stage < 0 || !later || t->second_stage >= p->stage_count)
-            return DDP__PIPE_BAD("ties[%d]: stages %d and %d; the second use is a later one, and there are %d stages", i, t->first_stage, t->second_stage,
-                                 p->stage_count);
+            return DDP__PIPE_BAD(
+                "ties[%d]: stages %d and %d; the second use is a later one, and there are %d stages", i,
+                t->first_stage, t->second_stage, p->stage_count);
         for (int end = 0; end < 2; end++) {
-            int stage = end ? t->second_stage : t->first_stage, index = end ? t->second_param : t->first_param;
+            int stage = end ? t->second_stage : t->first_stage,
+                index = end ? t->second_param : t->first_param;
             const ddp_pipeline_stage *s = &p->stages[stage].desc;
             if (p->stages[stage].number < 0) continue;
             if (index < 0 || index >= s->param_count)
-                return DDP__PIPE_BAD("ties[%d]: %s has no params[%d]", i, ddp__pipe_stage_label(p, stage).text, index);
+                return DDP__PIPE_BAD("ties[%d]: %s has no params[%d]", i,
+                                     ddp__pipe_stage_label(p, stage).text, index);
             if (ddp__pipe_comes_and_goes(s, index) && !s->get_sharded_grad)
-                return DDP__PIPE_BAD("ties[%d]: the gradient of params[%d] of %s comes with unshard; set get_sharded_grad, which says where its sum is", i, index,
-                                     ddp__pipe_stage_label(p, stage).text);
+                return DDP__PIPE_BAD(
+                    "ties[%d]: the gradient of params[%d] of %s comes with unshard; set get_sharded_grad, which says where its sum is",
+                    i, index, ddp__pipe_stage_label(p, stage).text);
         }
         for (int k = 0; k < d->tie_count; k++)
-            if (k != i && t->second_stage == d->ties[k].second_stage && t->second_param == d->ties[k].second_param)
-                return DDP__PIPE_BAD("ties[%d] and ties[%d] have the same second parameter", i < k ? i : k, i < k ? k : i);
+            if (k != i && t->second_stage == d->ties[k].second_stage
+                && t->second_param == d->ties[k].second_param)
+                return DDP__PIPE_BAD("ties[%d] and ties[%d] have the same second parameter", i < k ? i : k,
+                                     i < k ? k : i);
             else if (t->second_stage == d->ties[k].first_stage && t->second_param == d->ties[k].first_param)
-                return DDP__PIPE_BAD("ties[%d]: its second parameter is the first one of ties[%d]; tie all uses to the first of them", i, k);
+                return DDP__PIPE_BAD(
+                    "ties[%d]: its second parameter is the first one of ties[%d]; tie all uses to the first of them",
+                    i, k);
     }
     return DDP_OK;
 }
@@ -2919,20 +3140,27 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
 static ddp_result ddp__pipe_check_edge(const ddp_pipeline *p, int index, const ddp_pipeline_edge *e) {
     int64_t count = ddp_tensor_count(&e->tensor);
     if (e->from < 0 || e->from >= p->stage_count || e->to <= e->from || e->to > p->stage_count)
-        return DDP__PIPE_BAD("edge %d goes from stage %d to %d; it goes to a later stage, or to %d, the loss", index, e->from, e->to, p->stage_count);
+        return DDP__PIPE_BAD("edge %d goes from stage %d to %d; it goes to a later stage, or to %d, the loss",
+                             index, e->from, e->to, p->stage_count);
     if (e->to == p->stage_count && e->from != p->stage_count - 1)
-        return DDP__PIPE_BAD("edge %d goes from stage %d to the loss; only the last stage, %d, gives to it", index, e->from, p->stage_count - 1);
-    if (!ddp_dtype_size(e->tensor.dtype) || count < 1 || !ddp_dtype_size(e->grad_dtype) || (uint64_t)count > SIZE_MAX / 64)
-        return DDP__PIPE_BAD("edge %d (stage %d to %d) has no dtype or an impossible shape; fill in its tensor", index, e->from, e->to);
+        return DDP__PIPE_BAD("edge %d goes from stage %d to the loss; only the last stage, %d, gives to it",
+                             index, e->from, p->stage_count - 1);
+    if (!ddp_dtype_size(e->tensor.dtype) || count < 1 || !ddp_dtype_size(e->grad_dtype)
+        || (uint64_t)count > SIZE_MAX / 64)
+        return DDP__PIPE_BAD(
+            "edge %d (stage %d to %d) has no dtype or an impossible shape; fill in its tensor", index,
+            e->from, e->to);
     return DDP_OK;
 }
 
 /* Makes the links from the edges of the desc, or from boundary and output. */
 static ddp_result ddp__pipe_edges(ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
-    int count = d->edges ? d->edge_count : p->stage_count - 1 + (d->output.dtype != DDP_DTYPE_DEFAULT), to_loss = 0;
+    int count = d->edges ? d->edge_count : p->stage_count - 1 + (d->output.dtype != DDP_DTYPE_DEFAULT),
+        to_loss = 0;
     if (d->edge_count < 0 || d->edge_count > (1 << 20) || (d->edge_count && !d->edges))
-        return DDP__PIPE_BAD("edge_count=%d, edges=%p; list all edges, at most %d, or set neither", d->edge_count, (const void *)d->edges, 1 << 20);
+        return DDP__PIPE_BAD("edge_count=%d, edges=%p; list all edges, at most %d, or set neither",
+                             d->edge_count, (const void *)d->edges, 1 << 20);
     DDP__PIPE_NEW(p, p->messages.links, ddp__pipe_link, count);
     p->messages.link_count = count;
     for (int i = 0; i < count; i++) {
@@ -2948,11 +3176,19 @@ static ddp_result ddp__pipe_edges(ddp_pipeline *p) {
     }
     for (int stage = 0; stage + 1 < p->stage_count; stage++) {
         int found = 0;
-        for (int i = 0; i < count; i++) found |= p->messages.links[i].edge.from == stage && p->messages.links[i].edge.to == stage + 1 && !p->messages.links[i].edge.no_grad;
-        if (!found) return DDP__PIPE_BAD("edges: none with a gradient goes from stage %d to stage %d", stage, stage + 1);
+        for (int i = 0; i < count; i++)
+            found |= p->messages.links[i].edge.from == stage && p->messages.links[i].edge.to == stage + 1
+                     && !p->messages.links[i].edge.no_grad;
+        if (!found)
+            return DDP__PIPE_BAD("edges: none with a gradient goes from stage %d to stage %d", stage,
+                                 stage + 1);
     }
-    if (to_loss && !d->loss) return DDP__PIPE_BAD("the last stage gives to the loss, and loss is NULL; set it, or let the last forward set *call->loss");
-    if (d->loss && !to_loss) return DDP__PIPE_BAD("loss is set, and no edge goes to it; set output, or an edge to stage %d", p->stage_count);
+    if (to_loss && !d->loss)
+        return DDP__PIPE_BAD(
+            "the last stage gives to the loss, and loss is NULL; set it, or let the last forward set *call->loss");
+    if (d->loss && !to_loss)
+        return DDP__PIPE_BAD("loss is set, and no edge goes to it; set output, or an edge to stage %d",
+                             p->stage_count);
     return DDP_OK;
 }
 
@@ -2965,13 +3201,15 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     p->microbatch_count = p->messages.microbatch_count = d->schedule->microbatch_count;
     p->interval = d->schedule->update_interval;
     if (d->schedule->rank_count != p->world_size)
-        return DDP__PIPE_BAD("the schedule is for %d ranks, the group has %d", d->schedule->rank_count, p->world_size);
+        return DDP__PIPE_BAD("the schedule is for %d ranks, the group has %d", d->schedule->rank_count,
+                             p->world_size);
     if (d->stage_count != p->stage_count)
         return DDP__PIPE_BAD(
             "stage_count=%d, but the schedule has %d stages; give stages one entry per stage "
             "of the schedule, and set stage_count to ddp_schedule_stage_count(schedule)",
             d->stage_count, p->stage_count);
-    if (d->prefetch < 0 || d->prefetch > 1024) return DDP__PIPE_BAD("prefetch=%d; 0 = 2, at most 1024", d->prefetch);
+    if (d->prefetch < 0 || d->prefetch > 1024)
+        return DDP__PIPE_BAD("prefetch=%d; 0 = 2, at most 1024", d->prefetch);
     if (!d->prefetch) p->desc.prefetch = 2;
     p->list = ddp_schedule_actions(d->schedule, p->rank, &p->list_count);
     DDP__PIPE_NEW(p, p->stages, ddp__pipe_stage, p->stage_count);
@@ -2989,7 +3227,8 @@ typedef struct ddp__pipe_step { int buffer, side; } ddp__pipe_step;
 enum { DDP__PIPE_STEPS = 25 }; /* at most 1 << 24 micro-batches */
 
 static int ddp__pipe_find_sum(const ddp__pipe_sums *sums, int level, int index) {
-    for (int k = 0; k < sums->room; k++) if (sums->table[k].level == level && (level < 0 || sums->table[k].index == index)) return k;
+    for (int k = 0; k < sums->room; k++)
+        if (sums->table[k].level == level && (level < 0 || sums->table[k].index == index)) return k;
     return -1;
 }
 
@@ -3026,11 +3265,13 @@ static int ddp__pipe_join(ddp__pipe_sums *sums, int interval, int microbatch, dd
 /* Carries out a step for all gradients of a stage. The sum stays in grad.data. The sum of 16-bit gradients is f32:
    it stays in buffer `newest`. With newest -1, grad.data is the first of this sum, which then takes the place of
    the step's buffer. */
-static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, ddp__pipe_step step, int newest) {
+static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, ddp__pipe_step step,
+                              int newest) {
     for (int i = 0; i < s->desc.param_count; i++) {
         const ddp__pipe_gradient *g = &s->sums.gradients[i];
         void *grad = s->desc.params[i]->grad.data;
-        unsigned char *kept = s->sums.memory + (size_t)step.buffer * s->sums.bytes + g->at, *out = (unsigned char *)grad, *right = out;
+        unsigned char *kept = s->sums.memory + (size_t)step.buffer * s->sums.bytes + g->at,
+                      *out = (unsigned char *)grad, *right = out;
         if (!g->bytes) continue;
         if (g->sum_dtype != g->dtype && newest >= 0) {
             out = right = s->sums.memory + (size_t)newest * s->sums.bytes + g->at;
@@ -3056,7 +3297,8 @@ static void ddp__pipe_end_sum(const ddp_pipeline *p, const ddp__pipe_stage *s, i
     for (int i = 0; i < s->desc.param_count; i++) {
         const ddp__pipe_gradient *g = &s->sums.gradients[i];
         int wide = sum >= 0 && g->sum_dtype != g->dtype;
-        void *grad = s->desc.params[i]->grad.data, *data = wide ? s->sums.memory + (size_t)sum * s->sums.bytes + g->at : grad;
+        void *grad = s->desc.params[i]->grad.data,
+             *data = wide ? s->sums.memory + (size_t)sum * s->sums.bytes + g->at : grad;
         if (g->bytes && divides) p->device->divide(data, g->count, g->sum_dtype, (uint64_t)p->interval);
         if (!g->bytes || !wide) continue;
         p->device->cast(grad, g->dtype, data, DDP_F32, g->count);
@@ -3075,7 +3317,8 @@ static void ddp__pipe_accumulate(const ddp_pipeline *p, ddp__pipe_stage *s, int 
 
 static void ddp__pipe_clear(const ddp_pipeline *p, const ddp__pipe_stage *s) {
     for (int i = 0; i < s->desc.param_count && s->desc.zero_gradients; i++)
-        if (s->sums.gradients[i].bytes) p->device->fill_zero(s->desc.params[i]->grad.data, s->sums.gradients[i].bytes);
+        if (s->sums.gradients[i].bytes)
+            p->device->fill_zero(s->desc.params[i]->grad.data, s->sums.gradients[i].bytes);
 }
 
 /* The gradient of one end of a tie, of a stage of this rank. */
@@ -3092,23 +3335,30 @@ static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
     for (int i = 0; i < 2 * p->desc.tie_count; i++) {
         int number = i % p->desc.tie_count, back = i >= p->desc.tie_count, more = 0;
         const ddp_pipeline_tie *t = &p->desc.ties[number];
-        int rank[2] = {p->schedule->stage_rank[t->first_stage], p->schedule->stage_rank[t->second_stage]}, mine = rank[0] != p->rank;
+        int rank[2] = {p->schedule->stage_rank[t->first_stage], p->schedule->stage_rank[t->second_stage]},
+            mine = rank[0] != p->rank;
         ddp_group *two = p->tie_groups[number];
         ddp_tensor grad[2], *own = &grad[mine];
         size_t count[2];
-        for (int k = number + 1; k < p->desc.tie_count; k++) more |= p->desc.ties[k].first_stage == t->first_stage && p->desc.ties[k].first_param == t->first_param;
+        for (int k = number + 1; k < p->desc.tie_count; k++)
+            more |= p->desc.ties[k].first_stage == t->first_stage
+                    && p->desc.ties[k].first_param == t->first_param;
         if (rank[mine] != p->rank || (two && back && !more)) continue;
         memset(grad, 0, sizeof grad);
         if (rank[0] == p->rank) DDP_TRY(ddp__pipe_tied(p, t->first_stage, t->first_param, &grad[0]));
         if (rank[1] == p->rank) DDP_TRY(ddp__pipe_tied(p, t->second_stage, t->second_param, &grad[1]));
         for (int k = 0; k < 2; k++) count[k] = grad[k].data ? (size_t)ddp_tensor_count(&grad[k]) : 0;
         if (two) {
-            if (back) DDP_TRY(ddp_broadcast(two, own->data, count[mine], own->dtype, rank[0] > rank[1], NULL));
-            else DDP_TRY(ddp_all_reduce(two, own->data, own->data, count[mine], own->dtype, DDP_OP_SUM, NULL));
+            if (back)
+                DDP_TRY(ddp_broadcast(two, own->data, count[mine], own->dtype, rank[0] > rank[1], NULL));
+            else
+                DDP_TRY(ddp_all_reduce(two, own->data, own->data, count[mine], own->dtype, DDP_OP_SUM, NULL));
         } else if (count[0] != count[1] || grad[0].dtype != grad[1].dtype) {
-            return ddp_fail(DDP_ERR_INVALID, "ties[%d]: get_sharded_grad gives %zu elements of %s and %zu of %s", number, count[0], ddp_dtype_name(grad[0].dtype), count[1],
-                            ddp_dtype_name(grad[1].dtype));
-        } else if (back) p->device->copy(grad[1].data, grad[0].data, count[1] * ddp_dtype_size(grad[1].dtype));
+            return ddp_fail(DDP_ERR_INVALID,
+                            "ties[%d]: get_sharded_grad gives %zu elements of %s and %zu of %s", number,
+                            count[0], ddp_dtype_name(grad[0].dtype), count[1], ddp_dtype_name(grad[1].dtype));
+        } else if (back)
+            p->device->copy(grad[1].data, grad[0].data, count[1] * ddp_dtype_size(grad[1].dtype));
         else p->device->add(grad[0].data, grad[0].data, grad[1].data, count[0], grad[0].dtype);
     }
     return DDP_OK;
@@ -3127,7 +3377,8 @@ static int ddp__pipe_version_needed(const ddp_pipeline *p, const ddp__pipe_versi
 static uint64_t ddp__pipe_version(const ddp_pipeline *p, ddp__pipe_versions *v, const ddp_action *a) {
     if (p->run.evaluating) return v->newest;
     if (p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW) {
-        uint64_t group = p->run.measures[0].stats.steps * (uint64_t)(p->microbatch_count / p->interval) + (uint64_t)(a->microbatch / p->interval);
+        uint64_t group = p->run.measures[0].stats.steps * (uint64_t)(p->microbatch_count / p->interval)
+                         + (uint64_t)(a->microbatch / p->interval);
         return group ? group - 1 : 0;
     }
     if (p->interval == p->microbatch_count) return v->newest;
@@ -3140,7 +3391,8 @@ static uint64_t ddp__pipe_version(const ddp_pipeline *p, ddp__pipe_versions *v, 
 static int ddp__pipe_keep_version(const ddp_pipeline *p, ddp__pipe_versions *v) {
     int twice = p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW, k = 0;
     for (int i = 0; i < v->room; i++)
-        if (v->table[i].used && (twice || !ddp__pipe_version_needed(p, v, v->table[i].version))) v->table[i].used = 0;
+        if (v->table[i].used && (twice || !ddp__pipe_version_needed(p, v, v->table[i].version)))
+            v->table[i].used = 0;
     if (!twice && !ddp__pipe_version_needed(p, v, v->newest)) return -1;
     while (v->table[k].used) k++;
     v->table[k].used = 1;
@@ -3202,11 +3454,14 @@ static int ddp__pipe_in_flight(const ddp_schedule *s, int stage) {
    them. Where it is by others alone that the maker hears of `to`, and there are such messages, it waits for nothing: each micro-batch has a slot. */
 static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp_pipeline_edge *link, int way) {
     const ddp_schedule *s = p->schedule;
-    int slots = ddp__pipe_in_flight(s, link->from), rank = s->stage_rank[link->to], split = 0, heard = 0, more = 0;
-    for (int i = s->first[rank]; i < s->first[rank + 1]; i++) split |= s->actions[i].stage == link->to && s->actions[i].kind == DDP_ACTION_WEIGHT_GRAD;
+    int slots = ddp__pipe_in_flight(s, link->from), rank = s->stage_rank[link->to], split = 0, heard = 0,
+        more = 0;
+    for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
+        split |= s->actions[i].stage == link->to && s->actions[i].kind == DDP_ACTION_WEIGHT_GRAD;
     for (int i = 0; i < p->messages.link_count && p->messages.in_place && !way; i++) {
         const ddp_pipeline_edge *e = &p->messages.links[i].edge;
-        int from = s->stage_rank[e->from], to = e->to < p->stage_count ? s->stage_rank[e->to] : -1, back = from == p->rank && to == rank && !e->no_grad;
+        int from = s->stage_rank[e->from], to = e->to < p->stage_count ? s->stage_rank[e->to] : -1,
+            back = from == p->rank && to == rank && !e->no_grad;
         heard |= back && e->from >= link->from && e->to <= link->to;
         more |= back || (from == rank && to == p->rank);
     }
@@ -3231,7 +3486,8 @@ static ddp_result ddp__pipe_links(ddp_pipeline *p) {
     for (int i = 0; i < 2 * p->messages.link_count; i++) {
         const ddp_pipeline_edge *e = &p->messages.links[i / 2].edge;
         int way = i % 2, from = rank_of[e->from], to = e->to < p->stage_count ? rank_of[e->to] : from;
-        int maker = way ? to : from, user = way ? from : to, kind = maker == p->rank ? DDP__PIPE_OUT : DDP__PIPE_IN;
+        int maker = way ? to : from, user = way ? from : to,
+            kind = maker == p->rank ? DDP__PIPE_OUT : DDP__PIPE_IN;
         ddp__pipe_pool *pool = &p->messages.links[i / 2].way[way];
         pool->tensor = e->tensor;
         pool->tensor.data = NULL;
@@ -3261,7 +3517,8 @@ static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, ddp__pipe_stage *s) {
     DDP__PIPE_NEW(p, sums->table, ddp__pipe_sum, sums->room);
     for (int i = 0; i < sums->room; i++) sums->table[i].level = DDP__PIPE_FREE;
     DDP__PIPE_NEW(p, versions->taken, uint64_t, p->microbatch_count);
-    if (p->interval < p->microbatch_count || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW) versions->room = ddp__pipe_in_flight(p->schedule, s->number) + 1;
+    if (p->interval < p->microbatch_count || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW)
+        versions->room = ddp__pipe_in_flight(p->schedule, s->number) + 1;
     DDP__PIPE_NEW(p, versions->table, ddp__pipe_stash, versions->room);
     DDP__PIPE_NEW(p, versions->values, void *, s->desc.param_count);
     DDP__PIPE_NEW(p, sums->gradients, ddp__pipe_gradient, s->desc.param_count);
@@ -3288,7 +3545,8 @@ static int ddp__pipe_message_compare(const void *left, const void *right) {
 
 /* What ranks `peer` to last send to this one, in the order of their lists: for each F its outputs, for each I or B the gradients of its inputs. With times:
    what this rank sends as well, all of it in the order of the times. */
-static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, ddp__pipe_stream *stream, int peer, int last, const ddp_action_time *times) {
+static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, ddp__pipe_stream *stream, int peer, int last,
+                                        const ddp_action_time *times) {
     const ddp_schedule *s = p->schedule;
     for (int pass = 0; pass < 2; pass++) { /* the first one counts */
         if (pass) DDP__PIPE_NEW(p, stream->messages, ddp__pipe_message, stream->count);
@@ -3301,13 +3559,16 @@ static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, ddp__pipe_stream *strea
                 const ddp__pipe_link *link = &p->messages.links[k];
                 ddp__pipe_message message = {k, way, a->microbatch, i, times ? times[i].end : 0};
                 int kind = link->way[way].kind;
-                if ((way ? link->edge.to : link->edge.from) != a->stage || !(kind == DDP__PIPE_IN || (times && kind == DDP__PIPE_OUT))) continue;
+                if ((way ? link->edge.to : link->edge.from) != a->stage
+                    || !(kind == DDP__PIPE_IN || (times && kind == DDP__PIPE_OUT)))
+                    continue;
                 if (pass) stream->messages[stream->count] = message;
                 stream->count++;
             }
         }
     }
-    if (times) qsort(stream->messages, (size_t)stream->count, sizeof *stream->messages, ddp__pipe_message_compare);
+    if (times)
+        qsort(stream->messages, (size_t)stream->count, sizeof *stream->messages, ddp__pipe_message_compare);
     for (int i = 0; i < stream->count; i++) {
         const ddp__pipe_message *message = &stream->messages[i];
         p->messages.links[message->link].way[message->way].order[message->microbatch] = i;
@@ -3354,20 +3615,26 @@ static void ddp__pipe_count_action(ddp_pipeline *p, const ddp_action *a) {
     ddp__pipe_versions *versions = &s->versions;
     ddp__pipe_step steps[DDP__PIPE_STEPS];
     ddp__pipe_pool *pool;
-    int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD, ends = ddp__action_ends(a->kind);
+    int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD,
+        ends = ddp__action_ends(a->kind);
     int update = a->kind == DDP_ACTION_REDUCE_GRAD, loss = !way && ddp__pipe_is_last(p, s);
     if (ddp__action_computes(a->kind)) {
         for (int k = 0; (pool = ddp__pipe_at(s, way, way, k)) != NULL; k++)
             if (pool->kind == DDP__PIPE_IN) ddp__pipe_count_receives(&p->messages, pool, i);
-        for (int k = 0; makes && (pool = ddp__pipe_at(s, !way, way, k)) != NULL; k++) ddp__pipe_count_slot(pool, 1);
+        for (int k = 0; makes && (pool = ddp__pipe_at(s, !way, way, k)) != NULL; k++)
+            ddp__pipe_count_slot(pool, 1);
         for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++) ddp__pipe_count_slot(pool, 1);
         if (!way || (s->desc.recompute && makes)) ddp__pipe_count_slot(&s->saved, 1);
         ddp__pipe_version(p, versions, a);
-        for (int k = 0; ends && (pool = ddp__pipe_at(s, 0, 0, k)) != NULL; k++) ddp__pipe_count_slot(pool, -1);
-        for (int k = 0; ends && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++) ddp__pipe_count_slot(pool, -1);
+        for (int k = 0; ends && (pool = ddp__pipe_at(s, 0, 0, k)) != NULL; k++)
+            ddp__pipe_count_slot(pool, -1);
+        for (int k = 0; ends && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++)
+            ddp__pipe_count_slot(pool, -1);
         for (int k = 0; makes && (pool = ddp__pipe_at(s, !way, way, k)) != NULL; k++)
-            if (p->messages.one_lane && pool->kind == DDP__PIPE_OUT) ddp__pipe_count_receives(&p->messages, pool, i);
-        for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 0, k)) != NULL; k++) ddp__pipe_count_slot(pool, -1);
+            if (p->messages.one_lane && pool->kind == DDP__PIPE_OUT)
+                ddp__pipe_count_receives(&p->messages, pool, i);
+        for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 0, k)) != NULL; k++)
+            ddp__pipe_count_slot(pool, -1);
         if (ends || (!way && s->desc.recompute)) ddp__pipe_count_slot(&s->saved, -1);
     }
     if (ends) {
@@ -3393,10 +3660,13 @@ static ddp_result ddp__pipe_pool_memory(ddp_pipeline *p, ddp__pipe_pool *pool, s
     int returns, noted = p->messages.in_place && pool->kind != DDP__PIPE_HERE;
     size_t bytes;
     if (!pool->kind) return DDP_OK;
-    if (pool->kind == DDP__PIPE_IN) pool->count = ddp__pipe_min(pool->count + p->desc.prefetch, p->microbatch_count);
+    if (pool->kind == DDP__PIPE_IN)
+        pool->count = ddp__pipe_min(pool->count + p->desc.prefetch, p->microbatch_count);
     returns = pool->kind == DDP__PIPE_IN ? p->microbatch_count : pool->count;
     if (pool->stride > (SIZE_MAX / 2 - *shared) / ((size_t)pool->count + 1))
-        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %d micro-batches at a time of %zu bytes each", pool->count, pool->stride);
+        return ddp_fail(DDP_ERR_NO_MEMORY,
+                        "ddp_pipeline_create: %d micro-batches at a time of %zu bytes each", pool->count,
+                        pool->stride);
     if (pool->kind != DDP__PIPE_HERE) p->messages.works += pool->count + (noted ? returns : 0);
     DDP__PIPE_NEW(p, pool->works, ddp_work, pool->count);
     DDP__PIPE_NEW(p, pool->free_slots, int, pool->count);
@@ -3413,19 +3683,22 @@ static ddp_result ddp__pipe_pool_memory(ddp_pipeline *p, ddp__pipe_pool *pool, s
     if (pool->kind != DDP__PIPE_OUT) return ddp__pipe_device(p, bytes, (void **)&pool->memory);
     pool->offset = *shared;
     *shared += bytes;
-    for (int i = 0; i < pool->count && noted; i++) pool->notes.offsets[i] = pool->offset + (size_t)i * pool->stride;
+    for (int i = 0; i < pool->count && noted; i++)
+        pool->notes.offsets[i] = pool->offset + (size_t)i * pool->stride;
     return DDP_OK;
 }
 
 /* Gradients, their partial sums, and weights that are kept. */
 static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
-    size_t sum_bytes = (size_t)s->sums.count * s->sums.bytes, version_bytes = (size_t)s->versions.count * s->versions.bytes, unused = 0;
+    size_t sum_bytes = (size_t)s->sums.count * s->sums.bytes,
+           version_bytes = (size_t)s->versions.count * s->versions.bytes, unused = 0;
     DDP_TRY(ddp__pipe_pool_memory(p, &s->saved, &unused));
     for (int i = 0; i < s->desc.param_count; i++) {
         ddp__pipe_gradient *g = &s->sums.gradients[i];
         ddp_param *param = s->desc.params[i];
         ddp_tensor grad = ddp_param_grad(param);
-        if (s->sums.count && g->sum_dtype != g->dtype && 2 * g->bytes > p->wide_bytes) p->wide_bytes = 2 * g->bytes;
+        if (s->sums.count && g->sum_dtype != g->dtype && 2 * g->bytes > p->wide_bytes)
+            p->wide_bytes = 2 * g->bytes;
         if (param->grad.data || s->desc.unshard) continue;
         DDP_TRY(ddp__pipe_device(p, g->bytes, &grad.data));
         param->grad = grad;
@@ -3463,8 +3736,10 @@ static ddp_result ddp__pipe_layout(ddp_pipeline *p, size_t *shared) {
         DDP__PIPE_NEW(p, m->times, ddp_action_time, p->schedule->count);
     }
     p->run.now = &p->run.measures[0];
-    for (int i = 0; i < 2 * p->messages.link_count; i++) DDP_TRY(ddp__pipe_pool_memory(p, &p->messages.links[i / 2].way[i % 2], shared));
-    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s)) DDP_TRY(ddp__pipe_stage_memory(p, s));
+    for (int i = 0; i < 2 * p->messages.link_count; i++)
+        DDP_TRY(ddp__pipe_pool_memory(p, &p->messages.links[i / 2].way[i % 2], shared));
+    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s))
+        DDP_TRY(ddp__pipe_stage_memory(p, s));
     if (p->wide_bytes) DDP_TRY(ddp__pipe_device(p, p->wide_bytes, (void **)&p->wide));
     p->run.now->stats.accumulation_bytes += p->wide_bytes;
     DDP__PIPE_NEW(p, p->tie_groups, ddp_group *, p->desc.tie_count);
@@ -3477,7 +3752,9 @@ static void ddp__pipe_take(ddp__pipe_pool *pool, int microbatch) {
     if (pool->kind) pool->slot[microbatch] = pool->free_slots[--pool->free_count];
 }
 
-static int ddp__pipe_tag_back(const ddp__pipe_messages *m, const ddp__pipe_pool *pool) { return 2 * m->link_count + pool->tag; }
+static int ddp__pipe_tag_back(const ddp__pipe_messages *m, const ddp__pipe_pool *pool) {
+    return 2 * m->link_count + pool->tag;
+}
 
 /* This rank does not read the tensor any more. A note goes back to the rank that made it. No action waits until the
    note is there: at most, it waits for one of an earlier step. */
@@ -3490,22 +3767,27 @@ static ddp_result ddp__pipe_give(const ddp__pipe_messages *m, ddp__pipe_pool *po
     if (pool->kind != DDP__PIPE_IN || !m->in_place) return DDP_OK;
     DDP_TRY(ddp_wait(m->group, &notes->returns[microbatch]));
     notes->returned[microbatch] = notes->offsets[slot];
-    return ddp_send(m->group, &notes->returned[microbatch], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(m, pool), &notes->returns[microbatch]);
+    return ddp_send(m->group, &notes->returned[microbatch], 1, DDP_U64, pool->peer,
+                    ddp__pipe_tag_back(m, pool), &notes->returns[microbatch]);
 }
 
 static void *ddp__pipe_data(const ddp__pipe_pool *pool, int microbatch) {
     int slot = pool->kind ? pool->slot[microbatch] : -1;
     if (slot < 0) return NULL;
-    return pool->memory + (pool->kind == DDP__PIPE_IN && pool->notes.offsets ? (size_t)pool->notes.offsets[slot] : (size_t)slot * pool->stride);
+    return pool->memory
+           + (pool->kind == DDP__PIPE_IN && pool->notes.offsets ? (size_t)pool->notes.offsets[slot]
+                                                                : (size_t)slot * pool->stride);
 }
 
 /* The message of a micro-batch's slot: the tensor there, or the note. */
 static ddp_result ddp__pipe_message_of(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     int slot = pool->slot[microbatch];
-    void *data = m->in_place ? (void *)&pool->notes.offsets[slot] : (void *)(pool->memory + (size_t)slot * pool->stride);
+    void *data = m->in_place ? (void *)&pool->notes.offsets[slot]
+                             : (void *)(pool->memory + (size_t)slot * pool->stride);
     size_t count = m->in_place ? 1 : (size_t)ddp_tensor_count(&pool->tensor);
     ddp_dtype dtype = m->in_place ? DDP_U64 : pool->tensor.dtype;
-    if (pool->kind == DDP__PIPE_OUT) return ddp_send(m->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
+    if (pool->kind == DDP__PIPE_OUT)
+        return ddp_send(m->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
     return ddp_recv(m->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
 }
 
@@ -3541,7 +3823,8 @@ static ddp_result ddp__pipe_await(ddp__pipe_messages *m, ddp__pipe_pool *pool, i
     ddp_result result;
     if (pool->kind != DDP__PIPE_IN) return DDP_OK;
     if (pool->slot[microbatch] < 0) DDP_TRY(ddp__pipe_post_all(m));
-    if (pool->slot[microbatch] < 0) return ddp_fail(DDP_ERR_INVALID, "no slot for what rank %d sends", pool->peer);
+    if (pool->slot[microbatch] < 0)
+        return ddp_fail(DDP_ERR_INVALID, "no slot for what rank %d sends", pool->peer);
     result = ddp_wait(m->group, &pool->works[pool->slot[microbatch]]);
     m->run->now->stats.wait_seconds += ddp_now() - begin;
     return result;
@@ -3550,7 +3833,8 @@ static ddp_result ddp__pipe_await(ddp__pipe_messages *m, ddp__pipe_pool *pool, i
 /* A slot to write to. The send that was last in an OUT slot is done long since: a micro-batch after it has come back. In place there is a slot that has come
    back; only evaluations, whose F have nothing to wait for, run ahead of those who read. */
 static ddp_result ddp__pipe_open_slot(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
-    if (pool->kind == DDP__PIPE_OUT && m->in_place && !pool->free_count) DDP_TRY(ddp__pipe_take_back(m, pool));
+    if (pool->kind == DDP__PIPE_OUT && m->in_place && !pool->free_count)
+        DDP_TRY(ddp__pipe_take_back(m, pool));
     if (pool->kind == DDP__PIPE_HERE || m->in_place) ddp__pipe_take(pool, microbatch);
     else if (pool->kind == DDP__PIPE_OUT) pool->slot[microbatch] = (int)(pool->sent % (uint64_t)pool->count);
     return pool->kind == DDP__PIPE_OUT ? ddp_wait(m->group, &pool->works[pool->slot[microbatch]]) : DDP_OK;
@@ -3561,12 +3845,15 @@ static ddp_result ddp__pipe_send(ddp__pipe_messages *m, ddp__pipe_pool *pool, in
     if (pool->kind != DDP__PIPE_OUT) return DDP_OK;
     if (m->one_lane) { /* what comes before it */
         DDP_TRY(ddp__pipe_post(m, &m->streams[0]));
-        if (m->streams[0].next++ != pool->order[microbatch]) return ddp_fail(DDP_ERR_INVALID, "no slot for what comes before the message to rank %d", pool->peer);
+        if (m->streams[0].next++ != pool->order[microbatch])
+            return ddp_fail(DDP_ERR_INVALID, "no slot for what comes before the message to rank %d",
+                            pool->peer);
     }
     m->run->now->stats.bytes_sent += ddp_tensor_bytes(&pool->tensor);
     if (m->in_place) { /* its way back is ready before it goes */
         uint64_t place = pool->sent % (uint64_t)pool->count;
-        DDP_TRY(ddp_recv(m->group, &pool->notes.returned[place], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(m, pool), &pool->notes.returns[place]));
+        DDP_TRY(ddp_recv(m->group, &pool->notes.returned[place], 1, DDP_U64, pool->peer,
+                         ddp__pipe_tag_back(m, pool), &pool->notes.returns[place]));
     }
     pool->sent++;
     return ddp__pipe_message_of(m, pool, microbatch);
@@ -3581,7 +3868,8 @@ static ddp_result ddp__pipe_drain(ddp__pipe_messages *m, int returns) {
         ddp__pipe_notes *notes = &pool->notes;
         for (int k = 0; k < pool->count; k++) ddp_error_save(&first, ddp_wait(m->group, &pool->works[k]));
         if (!returns || !m->in_place) continue;
-        for (int k = 0; k < m->microbatch_count && pool->kind == DDP__PIPE_IN; k++) ddp_error_save(&first, ddp_wait(m->group, &notes->returns[k]));
+        for (int k = 0; k < m->microbatch_count && pool->kind == DDP__PIPE_IN; k++)
+            ddp_error_save(&first, ddp_wait(m->group, &notes->returns[k]));
         while (notes->back < pool->sent) ddp_error_save(&first, ddp__pipe_take_back(m, pool));
     }
     return ddp_error_restore(&first);
@@ -3591,17 +3879,19 @@ static ddp_result ddp__pipe_drain(ddp__pipe_messages *m, int returns) {
 
 /* Something of this rank failed, or what it waited for did; the error line says what. The group is poisoned, if it is not yet, so that the step ends
    everywhere. what: "the callback of ". */
-static ddp_result ddp__pipe_fail(ddp_pipeline *p, ddp_result result, const char *what, const ddp_action *a, const char *how) {
+static ddp_result ddp__pipe_fail(ddp_pipeline *p, ddp_result result, const char *what, const ddp_action *a,
+                                 const char *how) {
     const char *who = ddp_public_call_name("ddp_pipeline_step"), *inner;
     char words[160] = "", text[512], line[512];
     if (result == DDP_OK) return DDP_OK;
     snprintf(line, sizeof line, "%s", ddp_last_error());
     if (a) /* "1B3 (stage 1, backward of micro-batch 3)" */
-        snprintf(words, sizeof words, "%s (%s, %s of micro-batch %d)", ddp__action_label(a).text, ddp__pipe_stage_label(p, a->stage).text,
-                 ddp__action_words[a->kind], a->microbatch);
+        snprintf(words, sizeof words, "%s (%s, %s of micro-batch %d)", ddp__action_label(a).text,
+                 ddp__pipe_stage_label(p, a->stage).text, ddp__action_words[a->kind], a->microbatch);
     if (ddp_group_cause(p->group) == DDP_OK) {
         inner = strstr(line, "cause: "); /* a line has one of them */
-        snprintf(text, sizeof text, "cause: rank %d in %s: %s%s%s: %.250s", p->rank, who, what, words, how, inner ? inner + strlen("cause: ") : line);
+        snprintf(text, sizeof text, "cause: rank %d in %s: %s%s%s: %.250s", p->rank, who, what, words, how,
+                 inner ? inner + strlen("cause: ") : line);
         ddp_group_poison(p->group, result, text);
     } else snprintf(line, sizeof line, "%s", ddp_last_error()); /* the first cause, without the call that met it */
     for (int i = 0; i < p->desc.tie_count; i++) /* nobody waits there for this rank */
@@ -3610,14 +3900,16 @@ static ddp_result ddp__pipe_fail(ddp_pipeline *p, ddp_result result, const char 
 }
 
 /* A callback or a hook has returned. before: the error line before its call; if it is the same, the result says what failed. */
-static ddp_result ddp__pipe_returned(ddp_pipeline *p, ddp_result result, const char *before, const char *what, const ddp_action *a) {
+static ddp_result ddp__pipe_returned(ddp_pipeline *p, ddp_result result, const char *before, const char *what,
+                                     const ddp_action *a) {
     if (result == DDP_OK) result = ddp_device_begin(p->group);
     if (result == DDP_OK) return DDP_OK;
     if (strcmp(before, ddp_last_error()) == 0) ddp_fail(result, "%s", ddp_result_name(result));
     return ddp__pipe_fail(p, result, what, a, " failed");
 }
 
-static ddp_result ddp__pipe_hook(ddp_pipeline *p, const ddp__pipe_stage *s, ddp_stage_hook hook, const char *name) {
+static ddp_result ddp__pipe_hook(ddp_pipeline *p, const ddp__pipe_stage *s, ddp_stage_hook hook,
+                                 const char *name) {
     char what[96], before[512];
     double begin = ddp_now();
     ddp_result result;
@@ -3629,7 +3921,8 @@ static ddp_result ddp__pipe_hook(ddp_pipeline *p, const ddp__pipe_stage *s, ddp_
     return result;
 }
 
-static ddp_result ddp__pipe_callback(ddp_pipeline *p, ddp_pipeline_fn fn, const ddp_pipeline_call *call, void *user, const ddp_action *a, const char *what) {
+static ddp_result ddp__pipe_callback(ddp_pipeline *p, ddp_pipeline_fn fn, const ddp_pipeline_call *call,
+                                     void *user, const ddp_action *a, const char *what) {
     ddp_result result;
     char before[512];
     snprintf(before, sizeof before, "%s", ddp_last_error());
@@ -3641,7 +3934,8 @@ static ddp_result ddp__pipe_callback(ddp_pipeline *p, ddp_pipeline_fn fn, const 
 }
 
 /* The tensors of a call, in p->tensors[2 * way + side]. */
-static const ddp_tensor *ddp__pipe_tensors(const ddp_pipeline *p, const ddp__pipe_stage *s, int side, int way, int microbatch) {
+static const ddp_tensor *ddp__pipe_tensors(const ddp_pipeline *p, const ddp__pipe_stage *s, int side, int way,
+                                           int microbatch) {
     ddp_tensor *out = p->tensors[2 * way + side];
     ddp__pipe_pool *pool;
     for (int k = 0; (pool = ddp__pipe_at(s, side, way, k)) != NULL; k++) {
@@ -3652,7 +3946,8 @@ static const ddp_tensor *ddp__pipe_tensors(const ddp_pipeline *p, const ddp__pip
 }
 
 /* The forward once more, into memory that nobody reads. */
-static ddp_result ddp__pipe_recompute(ddp_pipeline *p, const ddp__pipe_stage *s, const ddp_pipeline_call *call, const ddp_action *a) {
+static ddp_result ddp__pipe_recompute(ddp_pipeline *p, const ddp__pipe_stage *s,
+                                      const ddp_pipeline_call *call, const ddp_action *a) {
     ddp_pipeline_call again = *call;
     double loss = 0;
     again.kind = DDP_ACTION_FORWARD;
@@ -3665,11 +3960,24 @@ static ddp_result ddp__pipe_recompute(ddp_pipeline *p, const ddp__pipe_stage *s,
 }
 
 /* The callbacks of an action whose tensors are all there. */
-static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, uint64_t version) {
+static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a,
+                                       uint64_t version) {
     static const char what[] = "the callback of ";
     int i = a->microbatch, kind = (int)a->kind, last = ddp__pipe_is_last(p, s);
-    ddp_pipeline_call call = {a->kind, a->stage, i, p->run.evaluating, 0, s->link_count[0], s->link_count[1],
-                              ddp__pipe_tensors(p, s, 0, 0, i), NULL, NULL, NULL, ddp__pipe_data(&s->saved, i), NULL, (int)version};
+    ddp_pipeline_call call = {a->kind,
+                              a->stage,
+                              i,
+                              p->run.evaluating,
+                              0,
+                              s->link_count[0],
+                              s->link_count[1],
+                              ddp__pipe_tensors(p, s, 0, 0, i),
+                              NULL,
+                              NULL,
+                              NULL,
+                              ddp__pipe_data(&s->saved, i),
+                              NULL,
+                              (int)version};
     if (kind == DDP_ACTION_FORWARD) {
         call.outputs = ddp__pipe_tensors(p, s, 1, 0, i);
         call.loss = last ? &p->run.now->losses[i] : NULL;
@@ -3686,7 +3994,8 @@ static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, cons
     if (kind != DDP_ACTION_WEIGHT_GRAD) {
         call.input_grads = ddp__pipe_tensors(p, s, 0, 1, i);
         if (s->desc.recompute) DDP_TRY(ddp__pipe_recompute(p, s, &call, a));
-        if (kind == DDP_ACTION_BACKWARD && s->desc.backward) return ddp__pipe_callback(p, s->desc.backward, &call, s->desc.user, a, what);
+        if (kind == DDP_ACTION_BACKWARD && s->desc.backward)
+            return ddp__pipe_callback(p, s->desc.backward, &call, s->desc.user, a, what);
         call.kind = DDP_ACTION_INPUT_GRAD;
         DDP_TRY(ddp__pipe_callback(p, s->desc.input_grad, &call, s->desc.user, a, what));
     }
@@ -3720,7 +4029,8 @@ static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const d
         DDP_TRY(ddp__pipe_fail(p, ddp__pipe_await(&p->messages, pool, i), "", a, how));
     }
     for (int k = 0; makes && (pool = ddp__pipe_at(s, !way, way, k)) != NULL; k++)
-        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_open_slot(&p->messages, pool, i), "", a, " waited for memory that was sent"));
+        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_open_slot(&p->messages, pool, i), "", a,
+                               " waited for memory that was sent"));
     for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++) ddp__pipe_take(pool, i);
     if (!way || (s->desc.recompute && makes)) ddp__pipe_take(&s->saved, i);
     return DDP_OK;
@@ -3730,16 +4040,20 @@ static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const d
    goes on its way. */
 static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
     static const char back[] = " could not give back what it read";
-    int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD, ends = ddp__action_ends(a->kind);
+    int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD,
+        ends = ddp__action_ends(a->kind);
     int loss = !way && ddp__pipe_is_last(p, s);
     ddp__pipe_pool *pool;
     for (int k = 0; (ends || p->run.evaluating) && (pool = ddp__pipe_at(s, 0, 0, k)) != NULL; k++)
         DDP_TRY(ddp__pipe_fail(p, ddp__pipe_give(&p->messages, pool, i), "", a, back));
-    for (int k = 0; ends && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++) DDP_TRY(ddp__pipe_fail(p, ddp__pipe_give(&p->messages, pool, i), "", a, back));
+    for (int k = 0; ends && (pool = ddp__pipe_at(s, 1, 1, k)) != NULL; k++)
+        DDP_TRY(ddp__pipe_fail(p, ddp__pipe_give(&p->messages, pool, i), "", a, back));
     for (int k = 0; makes && (pool = ddp__pipe_at(s, !way, way, k)) != NULL; k++)
         DDP_TRY(ddp__pipe_fail(p, ddp__pipe_send(&p->messages, pool, i), "", a, " could not send"));
-    for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 0, k)) != NULL; k++) ddp__pipe_give(&p->messages, pool, i);
-    if (ends || (!way && (p->run.evaluating || s->desc.recompute))) ddp__pipe_give(&p->messages, &s->saved, i);
+    for (int k = 0; loss && (pool = ddp__pipe_at(s, 1, 0, k)) != NULL; k++)
+        ddp__pipe_give(&p->messages, pool, i);
+    if (ends || (!way && (p->run.evaluating || s->desc.recompute)))
+        ddp__pipe_give(&p->messages, &s->saved, i);
     if (ends) {
         ddp__pipe_accumulate(p, s, i);
         s->versions.taken[i] = 0;
@@ -3758,7 +4072,8 @@ static double ddp__pipe_settle(const ddp_pipeline *p) {
 }
 
 /* The callbacks of an action, timed. */
-static ddp_result ddp__pipe_compute(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, ddp_action_time *time) {
+static ddp_result ddp__pipe_compute(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a,
+                                    ddp_action_time *time) {
     uint64_t version = ddp__pipe_version(p, &s->versions, a);
     ddp_result result;
     p->run.now->stats.wait_seconds += ddp__pipe_settle(p);
@@ -3778,17 +4093,22 @@ static ddp_result ddp__pipe_action(ddp_pipeline *p, int position) {
     ddp_action_time *time = &p->run.now->times[p->schedule->first[p->rank] + position];
     ddp__pipe_stage *s;
     time->begin = time->end = ddp_now() - p->run.start;
-    if (a->stage < 0 || (p->run.evaluating && a->kind != DDP_ACTION_FORWARD && a->kind != DDP_ACTION_UNSHARD && a->kind != DDP_ACTION_RESHARD)) return DDP_OK;
+    if (a->stage < 0
+        || (p->run.evaluating && a->kind != DDP_ACTION_FORWARD && a->kind != DDP_ACTION_UNSHARD
+            && a->kind != DDP_ACTION_RESHARD))
+        return DDP_OK;
     s = &p->stages[a->stage];
     if (a->kind == DDP_ACTION_UNSHARD) return ddp__pipe_hook(p, s, s->desc.unshard, "unshard");
     if (a->kind == DDP_ACTION_RESHARD) return ddp__pipe_hook(p, s, s->desc.reshard, "reshard");
     if (a->kind == DDP_ACTION_REDUCE_GRAD) return ddp__pipe_reduce(p, s);
     if (!ddp__action_computes(a->kind)) return DDP_OK; /* messages follow from what computes */
-    if (!ddp__pipe_has(s, DDP_ACTION_UNSHARD) && position == s->first) DDP_TRY(ddp__pipe_hook(p, s, s->desc.unshard, "unshard"));
+    if (!ddp__pipe_has(s, DDP_ACTION_UNSHARD) && position == s->first)
+        DDP_TRY(ddp__pipe_hook(p, s, s->desc.unshard, "unshard"));
     DDP_TRY(ddp__pipe_prepare(p, s, a));
     DDP_TRY(ddp__pipe_compute(p, s, a, time));
     DDP_TRY(ddp__pipe_finish(p, s, a));
-    if (ddp__pipe_has(s, DDP_ACTION_RESHARD) || position != (p->run.evaluating ? s->last_forward : s->last)) return DDP_OK;
+    if (ddp__pipe_has(s, DDP_ACTION_RESHARD) || position != (p->run.evaluating ? s->last_forward : s->last))
+        return DDP_OK;
     return ddp__pipe_hook(p, s, s->desc.reshard, "reshard");
 }
 
@@ -3887,7 +4207,8 @@ DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline) {
     DDP_PUBLIC_CALL(ddp_pipeline_evaluate);
     if (!pipeline) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_evaluate: pipeline is NULL");
     DDP_TRY(ddp__pipe_run(pipeline, 1));
-    memcpy(pipeline->run.measures[0].losses, pipeline->run.measures[1].losses, (size_t)pipeline->microbatch_count * sizeof(double));
+    memcpy(pipeline->run.measures[0].losses, pipeline->run.measures[1].losses,
+           (size_t)pipeline->microbatch_count * sizeof(double));
     return DDP_OK;
 }
 
@@ -3903,14 +4224,15 @@ static void ddp__pipe_describe_plan(const ddp_pipeline *p, char *out, size_t siz
     schedule = ddp_hash(schedule, &s->update_interval, sizeof s->update_interval) ^ (uint64_t)s->kind;
     for (int i = 0; i < p->messages.link_count; i++) {
         const ddp_pipeline_edge *e = &p->messages.links[i].edge;
-        int fields[6] = {e->from, e->to, (int)e->tensor.dtype, e->tensor.ndim, (int)e->grad_dtype, e->no_grad};
+        int fields[6] = {e->from,   e->to, (int)e->tensor.dtype, e->tensor.ndim, (int)e->grad_dtype,
+                         e->no_grad};
         edges = ddp_hash(edges, fields, sizeof fields);
         edges = ddp_hash(edges, e->tensor.shape, (size_t)e->tensor.ndim * sizeof *e->tensor.shape);
     }
     snprintf(out, size, "schedule=%s:%d_stages:%d_microbatches:%016llx edges=%d:%016llx ties=%d:%016llx",
              ddp_schedule_kind_name(s->kind), p->stage_count, ddp_schedule_microbatch_count(s),
-             (unsigned long long)schedule, p->messages.link_count, (unsigned long long)edges, p->desc.tie_count,
-             (unsigned long long)ties);
+             (unsigned long long)schedule, p->messages.link_count, (unsigned long long)edges,
+             p->desc.tie_count, (unsigned long long)ties);
 }
 
 /* A call of the group failed: its first cause, if it has one, as the sentence of the public call. */
@@ -3923,7 +4245,8 @@ static ddp_result ddp__pipe_group_failed(const ddp_group *group, ddp_result resu
 typedef struct ddp__pipe_largest { uint64_t shared, works, unclipped, params; } ddp__pipe_largest;
 
 /* All that a rank can find out by itself, and all memory whose size does not depend on other ranks. */
-static ddp_result ddp__pipe_describe(ddp_pipeline *p, const ddp_pipeline_desc *desc, char *what, size_t what_size, ddp__pipe_largest *largest) {
+static ddp_result ddp__pipe_describe(ddp_pipeline *p, const ddp_pipeline_desc *desc, char *what,
+                                     size_t what_size, ddp__pipe_largest *largest) {
     ddp_pipeline_tie *ties;
     size_t shared = 0;
     if (!desc) return DDP__PIPE_BAD("desc is NULL");
@@ -3931,7 +4254,8 @@ static ddp_result ddp__pipe_describe(ddp_pipeline *p, const ddp_pipeline_desc *d
     DDP_TRY(ddp__pipe_check_desc(p));
     DDP_TRY(ddp__pipe_edges(p));
     DDP_TRY(ddp__pipe_links(p));
-    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s)) DDP_TRY(ddp__pipe_stage_open(p, s));
+    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s))
+        DDP_TRY(ddp__pipe_stage_open(p, s));
     DDP__PIPE_NEW(p, ties, ddp_pipeline_tie, p->desc.tie_count);
     for (int i = 0; i < p->desc.tie_count; i++) ties[i] = desc->ties[i];
     p->desc.ties = ties;
@@ -3957,7 +4281,9 @@ static ddp_result ddp__pipe_agree_tie(ddp_pipeline *p, int i) {
     int64_t end[2][DDP__PIPE_END];
     memset(end, 0, sizeof end);
     for (int k = 0; k < 2; k++) {
-        const ddp_tensor *value = p->stages[stage[k]].number < 0 ? NULL : &p->stages[stage[k]].desc.params[param[k]]->value;
+        const ddp_tensor *value = p->stages[stage[k]].number < 0
+                                      ? NULL
+                                      : &p->stages[stage[k]].desc.params[param[k]]->value;
         rank[k] = p->schedule->stage_rank[stage[k]];
         if (!value) continue;
         end[k][0] = (int64_t)p->stages[stage[k]].sums.gradients[param[k]].dtype;
@@ -3966,26 +4292,32 @@ static ddp_result ddp__pipe_agree_tie(ddp_pipeline *p, int i) {
     }
     DDP_TRY(ddp__pipe_sum_over_ranks(p, end, 2 * DDP__PIPE_END, DDP_I64));
     if (memcmp(end[0], end[1], sizeof end[0]) == 0) return DDP_OK;
-    const ddp_shape_text first = ddp_describe_shape(ddp_dtype_name((ddp_dtype)end[0][0]), (int)end[0][1], &end[0][2]);
-    const ddp_shape_text second = ddp_describe_shape(ddp_dtype_name((ddp_dtype)end[1][0]), (int)end[1][1], &end[1][2]);
-    return ddp_fail(rank[0] == rank[1] ? DDP_ERR_INVALID : DDP_ERR_MISMATCH,
-                    "ddp_pipeline_create: ties[%d]: params[%d] of stage %d on rank %d is %s, params[%d] of stage %d on rank %d is %s; "
-                    "both uses have one shape, and gradients of one dtype", i, param[0], stage[0], rank[0], first.text, param[1], stage[1], rank[1],
-                    second.text);
+    const ddp_shape_text first = ddp_describe_shape(ddp_dtype_name((ddp_dtype)end[0][0]), (int)end[0][1],
+                                                    &end[0][2]);
+    const ddp_shape_text second = ddp_describe_shape(ddp_dtype_name((ddp_dtype)end[1][0]), (int)end[1][1],
+                                                     &end[1][2]);
+    return ddp_fail(
+        rank[0] == rank[1] ? DDP_ERR_INVALID : DDP_ERR_MISMATCH,
+        "ddp_pipeline_create: ties[%d]: params[%d] of stage %d on rank %d is %s, params[%d] of stage %d on rank %d is %s; "
+        "both uses have one shape, and gradients of one dtype",
+        i, param[0], stage[0], rank[0], first.text, param[1], stage[1], rank[1], second.text);
 }
 
 /* The two ranks of each tie as a group. Collective. */
 static ddp_result ddp__pipe_tie_groups(ddp_pipeline *p) {
     const int *rank_of = p->schedule->stage_rank;
     for (int i = 0; i < p->desc.tie_count; i++) {
-        int first = rank_of[p->desc.ties[i].first_stage], second = rank_of[p->desc.ties[i].second_stage], same = 0;
+        int first = rank_of[p->desc.ties[i].first_stage], second = rank_of[p->desc.ties[i].second_stage],
+            same = 0;
         DDP_TRY(ddp__pipe_agree_tie(p, i));
         for (; same < i; same++) {
             int a = rank_of[p->desc.ties[same].first_stage], b = rank_of[p->desc.ties[same].second_stage];
             if ((a == first && b == second) || (a == second && b == first)) break;
         }
         if (same < i) p->tie_groups[i] = p->tie_groups[same];
-        else if (first != second) DDP_TRY(ddp_group_split(p->group, p->rank == first || p->rank == second ? 0 : -1, p->rank, &p->tie_groups[i]));
+        else if (first != second)
+            DDP_TRY(ddp_group_split(p->group, p->rank == first || p->rank == second ? 0 : -1, p->rank,
+                                    &p->tie_groups[i]));
     }
     return DDP_OK;
 }
@@ -3993,13 +4325,16 @@ static ddp_result ddp__pipe_tie_groups(ddp_pipeline *p) {
 /* As many messages at once as a step may have, around the ring of ranks: what the group keeps for each of them is allocated now and not in some later step.
    They are a batch: on a device with lanes, the host must not wait for one of them. bytes: works + 1 of the device. */
 static ddp_result ddp__pipe_warm_up(ddp_pipeline *p, unsigned char *bytes) {
-    int before = (p->rank + p->world_size - 1) % p->world_size, after = (p->rank + 1) % p->world_size, count = p->world_size > 1 ? p->messages.works : 0;
+    int before = (p->rank + p->world_size - 1) % p->world_size, after = (p->rank + 1) % p->world_size,
+        count = p->world_size > 1 ? p->messages.works : 0;
     ddp_result result = ddp_p2p_begin(p->group), ended;
     ddp_work first = DDP_ZERO; /* the handle of an asynchronous message starts the communication thread */
     for (int i = 0; i < count && result == DDP_OK; i++)
-        result = ddp_recv(p->group, &bytes[i], 1, DDP_U8, before, 0, i || p->messages.one_lane ? NULL : &first);
+        result = ddp_recv(p->group, &bytes[i], 1, DDP_U8, before, 0,
+                          i || p->messages.one_lane ? NULL : &first);
     if (result == DDP_OK && count && !p->messages.one_lane) result = ddp_barrier(p->group); /* no message is done before all have been asked for */
-    for (int i = 0; i < count && result == DDP_OK; i++) result = ddp_send(p->group, &bytes[count], 1, DDP_U8, after, 0, NULL);
+    for (int i = 0; i < count && result == DDP_OK; i++)
+        result = ddp_send(p->group, &bytes[count], 1, DDP_U8, after, 0, NULL);
     if (result != DDP_OK) ddp_group_poison(p->group, result, ddp_last_error());
     ended = ddp_p2p_end(p->group);
     ddp_result received = ddp_wait(p->group, &first);
@@ -4044,7 +4379,8 @@ static ddp_result ddp__pipe_ask_in_place(ddp_group *group, int *in_place) {
     *in_place = ddp_world_size(group) > 1;
     if (!*in_place) return DDP_OK;
     DDP_TRY(ddp_group_alloc(group, 64, &piece));
-    for (int rank = 0; rank < ddp_world_size(group); rank++) *in_place &= ddp_group_peer(group, piece, rank) != NULL;
+    for (int rank = 0; rank < ddp_world_size(group); rank++)
+        *in_place &= ddp_group_peer(group, piece, rank) != NULL;
     return ddp_group_free(group, piece);
 }
 
@@ -4055,7 +4391,8 @@ static ddp_result ddp__pipe_connect(ddp_pipeline *p, size_t shared, unsigned cha
     for (int i = 0; i < 2 * p->messages.link_count; i++) {
         ddp__pipe_pool *pool = &p->messages.links[i / 2].way[i % 2];
         if (pool->kind == DDP__PIPE_OUT) pool->memory = (unsigned char *)p->messages.shared + pool->offset;
-        if (pool->kind == DDP__PIPE_IN && p->messages.in_place) pool->memory = (unsigned char *)ddp_group_peer(p->group, p->messages.shared, pool->peer);
+        if (pool->kind == DDP__PIPE_IN && p->messages.in_place)
+            pool->memory = (unsigned char *)ddp_group_peer(p->group, p->messages.shared, pool->peer);
     }
     return ddp__pipe_warm_up(p, bytes);
 }
@@ -4085,16 +4422,21 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
         p->messages.in_place = in_place;
         p->messages.one_lane = p->device->use_stream && p->world_size > 1;
         p->run.now = &p->run.measures[0];
-        ddp_error_save(&failure, out ? ddp__pipe_describe(p, desc, what, sizeof what, &largest) : DDP__PIPE_BAD("out is NULL"));
+        ddp_error_save(&failure, out ? ddp__pipe_describe(p, desc, what, sizeof what, &largest)
+                                     : DDP__PIPE_BAD("out is NULL"));
     }
-    ddp_error_save(&failure, ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &largest, &largest, 4, DDP_U64, DDP_OP_MAX, -1));
+    ddp_error_save(&failure, ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &largest, &largest, 4, DDP_U64,
+                                                 DDP_OP_MAX, -1));
     if (failure.result == DDP_OK) {
         p->messages.works = (int)largest.works;
         p->no_clip = largest.unclipped || !largest.params;
         ddp_error_save(&failure, ddp__pipe_device(p, (size_t)largest.works + 1, &bytes));
     }
-    result = ddp_agree(group, "ddp_pipeline_create", ddp_error_restore(&failure), ddp_hash(DDP_HASH_SEED, what, strlen(what)), what);
-    if (result == DDP_OK) result = ddp__pipe_group_failed(group, ddp__pipe_connect(p, (size_t)largest.shared, (unsigned char *)bytes));
+    result = ddp_agree(group, "ddp_pipeline_create", ddp_error_restore(&failure),
+                       ddp_hash(DDP_HASH_SEED, what, strlen(what)), what);
+    if (result == DDP_OK)
+        result = ddp__pipe_group_failed(group,
+                                        ddp__pipe_connect(p, (size_t)largest.shared, (unsigned char *)bytes));
     if (result == DDP_OK) {
         *out = p;
         return DDP_OK;
@@ -4124,7 +4466,8 @@ static double ddp__pipe_tree(const double *values, int count) {
 
 DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *mean, double *each) {
     const double *losses = pipeline ? pipeline->run.measures[0].losses : NULL;
-    if (!pipeline || !mean) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_loss: pipeline or mean is NULL");
+    if (!pipeline || !mean)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_loss: pipeline or mean is NULL");
     if (!pipeline->run.has_losses)
         return ddp_fail(DDP_ERR_INVALID,
                         "ddp_pipeline_get_loss: there are no losses; call it after a ddp_pipeline_step or "
@@ -4155,7 +4498,8 @@ static void ddp__pipe_costs(const ddp_pipeline *p, ddp_stage_cost *costs) {
 }
 
 /* From the end of a stage's F to the begin of the next one's on another rank: the shortest way that any micro-batch had. */
-static void ddp__pipe_transfers(const ddp_pipeline *p, const ddp_action_time *times, double *ends, ddp_stage_cost *costs) {
+static void ddp__pipe_transfers(const ddp_pipeline *p, const ddp_action_time *times, double *ends,
+                                ddp_stage_cost *costs) {
     const ddp_schedule *s = p->schedule;
     for (int stage = 0; stage + 1 < p->stage_count; stage++) {
         double shortest = DBL_MAX;
@@ -4166,14 +4510,16 @@ static void ddp__pipe_transfers(const ddp_pipeline *p, const ddp_action_time *ti
                 const ddp_action *a = &s->actions[i];
                 if (a->stage != stage + end || a->kind != DDP_ACTION_FORWARD) continue;
                 if (!end) ends[a->microbatch] = times[i].end;
-                else if (times[i].begin - ends[a->microbatch] < shortest) shortest = times[i].begin - ends[a->microbatch];
+                else if (times[i].begin - ends[a->microbatch] < shortest)
+                    shortest = times[i].begin - ends[a->microbatch];
             }
         }
         costs[stage].transfer = shortest > 0 ? shortest : 0;
     }
 }
 
-DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost *costs, ddp_action_time *times) {
+DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost *costs,
+                                         ddp_action_time *times) {
     DDP_PUBLIC_CALL(ddp_pipeline_get_times);
     ddp_pipeline *p = pipeline;
     if (!p) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_times: pipeline is NULL");
@@ -4201,7 +4547,8 @@ DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipel
     ddp_schedule_report report = DDP_ZERO;
     ddp_stage_cost *costs;
     ddp_result result;
-    if (!pipeline || !stats) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_stats: pipeline or stats is NULL");
+    if (!pipeline || !stats)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_stats: pipeline or stats is NULL");
     costs = (ddp_stage_cost *)ddp_host_alloc(pipeline->group, (size_t)pipeline->stage_count * sizeof *costs);
     if (!costs) return DDP_ERR_NO_MEMORY;
     *stats = pipeline->run.measures[0].stats;
@@ -4213,7 +4560,8 @@ DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipel
 }
 
 static int ddp__pipe_is_second_use(const ddp_pipeline *p, int stage, int param) {
-    for (int i = 0; i < p->desc.tie_count; i++) if (p->desc.ties[i].second_stage == stage && p->desc.ties[i].second_param == param) return 1;
+    for (int i = 0; i < p->desc.tie_count; i++)
+        if (p->desc.ties[i].second_stage == stage && p->desc.ties[i].second_param == param) return 1;
     return 0;
 }
 
@@ -4224,7 +4572,8 @@ static void ddp__pipe_each_gradient(const ddp_pipeline *p, int squares, float fa
             ddp_tensor grad = ddp_param_grad(s->desc.params[i]);
             size_t count = s->sums.gradients[i].count;
             if (!squares && count) p->device->scale(grad.data, count, grad.dtype, factor);
-            if (squares && !ddp__pipe_is_second_use(p, s->number, i)) ddp_tensor_sum_squares(p->device, p->squares, &grad);
+            if (squares && !ddp__pipe_is_second_use(p, s->number, i))
+                ddp_tensor_sum_squares(p->device, p->squares, &grad);
         }
 }
 
@@ -4234,16 +4583,21 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
     ddp_exact_sum sum;
     float factor, unused;
     if (!p) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: pipeline is NULL");
-    if (!(max_norm > 0)) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
+    if (!(max_norm > 0))
+        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: max_norm=%g; pass a positive number",
+                        (double)max_norm);
     if (p->no_clip)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: no stage has params, or the gradients of one come with unshard; name whole ones "
-                        "in ddp_pipeline_stage");
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "ddp_pipeline_clip_grad_norm: no stage has params, or the gradients of one come with unshard; name whole ones "
+            "in ddp_pipeline_stage");
     DDP_TRY(ddp__pipe_need_step(p, "ddp_pipeline_clip_grad_norm"));
     DDP_TRY(ddp__pipe_group_failed(p->group, ddp_device_begin(p->group)));
     p->device->fill_zero(p->squares, sizeof sum);
     ddp__pipe_each_gradient(p, 1, 0);
     p->device->copy(&sum, p->squares, sizeof sum);
-    DDP_TRY(ddp__pipe_group_failed(p->group, ddp__pipe_sum_over_ranks(p, sum.cell, DDP_EXACT_CELLS, DDP_I64)));
+    DDP_TRY(
+        ddp__pipe_group_failed(p->group, ddp__pipe_sum_over_ranks(p, sum.cell, DDP_EXACT_CELLS, DDP_I64)));
     factor = ddp_clip_factor(&sum, max_norm, norm ? norm : &unused);
     if (factor == 1) return DDP_OK;
     ddp__pipe_each_gradient(p, 0, factor);
@@ -4253,7 +4607,8 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
 //== public ========================================================================================= >>impl-public
 
 DDPDEF const char *ddp_schedule_kind_name(ddp_schedule_kind kind) {
-    return (int)kind >= 0 && kind < DDP_SCHEDULE_KIND_COUNT ? ddp__schedule_kind_names[kind] : "unknown ddp_schedule_kind";
+    return (int)kind >= 0 && kind < DDP_SCHEDULE_KIND_COUNT ? ddp__schedule_kind_names[kind]
+                                                            : "unknown ddp_schedule_kind";
 }
 
 /* Letters of names without regard to case, '_' as '-'. */
@@ -4267,8 +4622,11 @@ DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *ki
         while (name[i] && ddp__name_letter(name[i]) == ddp__name_letter(known[i])) i++;
         if (!name[i] && !known[i]) { *kind = (ddp_schedule_kind)k; return DDP_OK; }
     }
-    return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_kind_find: no schedule is called \"%.40s\"; there are 1F1B, naive, GPipe, interleaved-1F1B, looped-BFS, ZB-H1, ZB-H2, "
-                    "interleaved-ZB-1P, ZB-V, DualPipeV, PipeDream, PipeDream-2BW, AUTO", name);
+    return ddp_fail(
+        DDP_ERR_INVALID,
+        "ddp_schedule_kind_find: no schedule is called \"%.40s\"; there are 1F1B, naive, GPipe, interleaved-1F1B, looped-BFS, ZB-H1, ZB-H2, "
+        "interleaved-ZB-1P, ZB-V, DualPipeV, PipeDream, PipeDream-2BW, AUTO",
+        name);
 }
 
 DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_desc *desc) {
@@ -4279,11 +4637,21 @@ DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_des
     return d.kind == DDP_SCHEDULE_AUTO ? ddp__generate_auto(out, &d) : ddp__schedule_generate(out, &d);
 }
 
-DDPDEF int ddp_schedule_rank_count(const ddp_schedule *schedule) { return schedule ? schedule->rank_count : 0; }
-DDPDEF int ddp_schedule_stage_count(const ddp_schedule *schedule) { return schedule ? schedule->stage_count : 0; }
-DDPDEF int ddp_schedule_microbatch_count(const ddp_schedule *schedule) { return schedule ? schedule->microbatch_count : 0; }
-DDPDEF int ddp_schedule_update_interval(const ddp_schedule *schedule) { return schedule ? schedule->update_interval : 0; }
-DDPDEF ddp_schedule_kind ddp_schedule_get_kind(const ddp_schedule *schedule) { return schedule ? schedule->kind : DDP_SCHEDULE_KIND_COUNT; }
+DDPDEF int ddp_schedule_rank_count(const ddp_schedule *schedule) {
+    return schedule ? schedule->rank_count : 0;
+}
+DDPDEF int ddp_schedule_stage_count(const ddp_schedule *schedule) {
+    return schedule ? schedule->stage_count : 0;
+}
+DDPDEF int ddp_schedule_microbatch_count(const ddp_schedule *schedule) {
+    return schedule ? schedule->microbatch_count : 0;
+}
+DDPDEF int ddp_schedule_update_interval(const ddp_schedule *schedule) {
+    return schedule ? schedule->update_interval : 0;
+}
+DDPDEF ddp_schedule_kind ddp_schedule_get_kind(const ddp_schedule *schedule) {
+    return schedule ? schedule->kind : DDP_SCHEDULE_KIND_COUNT;
+}
 
 DDPDEF int ddp_schedule_stage_rank(const ddp_schedule *schedule, int stage) {
     return schedule && stage >= 0 && stage < schedule->stage_count ? schedule->stage_rank[stage] : -1;
@@ -4293,7 +4661,8 @@ DDPDEF const ddp_action *ddp_schedule_actions(const ddp_schedule *schedule, int 
     static const ddp_action none = {DDP_ACTION_IDLE, -1, -1, 0};
     if (count) *count = 0;
     if (!schedule || rank < 0 || rank >= schedule->rank_count) {
-        ddp_fail(DDP_ERR_INVALID, "ddp_schedule_actions: rank=%d, there are %d, numbered from 0", rank, schedule ? schedule->rank_count : 0);
+        ddp_fail(DDP_ERR_INVALID, "ddp_schedule_actions: rank=%d, there are %d, numbered from 0", rank,
+                 schedule ? schedule->rank_count : 0);
         return NULL;
     }
     if (count) *count = schedule->first[rank + 1] - schedule->first[rank];
