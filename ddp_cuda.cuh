@@ -268,8 +268,8 @@ DDPDEF ddp_result ddp_cuda_gemm_tf32(const struct ddp_gemm *gemm, void *user);
    64) arrays. A destination may be one of the sources; otherwise they do not overlap. AVG divides the sum by
    divisor (0 counts as 1). 16-bit floats add in f32 and round once, integers wrap. The bits are those of the
    CPU backends. */
-DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const void *const *src,
-                                       int src_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor,
+DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count,
+                                       size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor,
                                        cudaStream_t stream);
 
 /* Copies many tensors into one flat buffer, and back, with one launch per 64 tensors. Every element is
@@ -404,11 +404,13 @@ typedef struct ddp__cuda_runtime {
     cudaError_t (*set_device)(int device);
     cudaError_t (*malloc)(void **out, size_t size_bytes);
     cudaError_t (*free)(void *memory);
-    cudaError_t (*memcpy_async)(void *dst, const void *src, size_t size_bytes, cudaMemcpyKind kind, cudaStream_t stream);
+    cudaError_t (*memcpy_async)(void *dst, const void *src, size_t size_bytes, cudaMemcpyKind kind,
+                                cudaStream_t stream);
     cudaError_t (*memset_async)(void *dst, int value, size_t size_bytes, cudaStream_t stream);
     cudaError_t (*synchronize)(cudaStream_t stream);
     cudaError_t (*is_device_memory)(const void *pointer, int *yes);
-    cudaError_t (*launch)(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared_bytes, cudaStream_t stream);
+    cudaError_t (*launch)(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared_bytes,
+                          cudaStream_t stream);
     cudaError_t (*clear_error)(void);
     cudaError_t (*get_device)(int *device);
     cudaError_t (*stream_create)(cudaStream_t *out, int high_priority); /* does not wait for the default stream */
@@ -424,7 +426,8 @@ typedef struct ddp__cuda_runtime {
     cudaError_t (*host_alloc)(void **out, size_t size_bytes); /* pinned */
     cudaError_t (*host_free)(void *memory);
     /* on_host: puts run(copy) on the stream; copy is argument's bytes, aligned to 16. */
-    cudaError_t (*host_work)(void (*run)(void *copy), const void *argument, size_t argument_bytes, cudaStream_t stream);
+    cudaError_t (*host_work)(void (*run)(void *copy), const void *argument, size_t argument_bytes,
+                             cudaStream_t stream);
 } ddp__cuda_runtime;
 
 #if !defined(DDP__CUDA_RUNTIME)
@@ -447,10 +450,14 @@ static cudaError_t ddp__cuda_is_device_memory(const void *pointer, int *yes) {
 static cudaError_t ddp__cuda_stream_create(cudaStream_t *out, int high_priority) {
     int least = 0, greatest = 0;
     cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
-    return error == cudaSuccess ? cudaStreamCreateWithPriority(out, cudaStreamNonBlocking, high_priority ? greatest : least) : error;
+    return error == cudaSuccess
+               ? cudaStreamCreateWithPriority(out, cudaStreamNonBlocking, high_priority ? greatest : least)
+               : error;
 }
 
-static cudaError_t ddp__cuda_stream_wait_event(cudaStream_t stream, cudaEvent_t event) { return cudaStreamWaitEvent(stream, event, 0); }
+static cudaError_t ddp__cuda_stream_wait_event(cudaStream_t stream, cudaEvent_t event) {
+    return cudaStreamWaitEvent(stream, event, 0);
+}
 
 static cudaError_t ddp__cuda_stream_capturing(cudaStream_t stream, int *yes) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -464,16 +471,23 @@ static cudaError_t ddp__cuda_relax_capture(void) {
     return cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
-static cudaError_t ddp__cuda_event_create(cudaEvent_t *out) { return cudaEventCreateWithFlags(out, cudaEventDisableTiming); }
-static cudaError_t ddp__cuda_host_alloc(void **out, size_t size_bytes) { return cudaHostAlloc(out, size_bytes, cudaHostAllocPortable); }
+static cudaError_t ddp__cuda_event_create(cudaEvent_t *out) {
+    return cudaEventCreateWithFlags(out, cudaEventDisableTiming);
+}
+static cudaError_t ddp__cuda_host_alloc(void **out, size_t size_bytes) {
+    return cudaHostAlloc(out, size_bytes, cudaHostAllocPortable);
+}
 
 static const ddp__cuda_runtime *ddp__cuda_real_runtime(void) {
-    static const ddp__cuda_runtime table = {0, cudaGetDeviceCount, ddp__cuda_identity, cudaSetDevice, cudaMalloc, cudaFree,
-                                            cudaMemcpyAsync, cudaMemsetAsync, cudaStreamSynchronize, ddp__cuda_is_device_memory,
-                                            cudaLaunchKernel, cudaGetLastError, cudaGetDevice, ddp__cuda_stream_create, cudaStreamDestroy,
-                                            ddp__cuda_stream_wait_event, cudaStreamQuery, ddp__cuda_stream_capturing, ddp__cuda_relax_capture,
-                                            ddp__cuda_event_create, cudaEventDestroy, cudaEventRecord, cudaEventQuery,
-                                            ddp__cuda_host_alloc, cudaFreeHost, NULL};
+    static const ddp__cuda_runtime table = {0, cudaGetDeviceCount, ddp__cuda_identity, cudaSetDevice,
+                                            cudaMalloc, cudaFree, cudaMemcpyAsync, cudaMemsetAsync,
+                                            cudaStreamSynchronize, ddp__cuda_is_device_memory,
+                                            cudaLaunchKernel, cudaGetLastError, cudaGetDevice,
+                                            ddp__cuda_stream_create, cudaStreamDestroy,
+                                            ddp__cuda_stream_wait_event, cudaStreamQuery,
+                                            ddp__cuda_stream_capturing, ddp__cuda_relax_capture,
+                                            ddp__cuda_event_create, cudaEventDestroy, cudaEventRecord,
+                                            cudaEventQuery, ddp__cuda_host_alloc, cudaFreeHost, NULL};
     return &table;
 }
 #define DDP__CUDA_RUNTIME ddp__cuda_real_runtime()
@@ -494,8 +508,8 @@ static thread_local ddp__cuda_thread ddp__cuda_mine;
 static ddp_result ddp__cuda_fail(cudaError_t error, const char *function, const char *call) {
     if (error == cudaSuccess) return DDP_OK;
     DDP__CUDA_RUNTIME->clear_error(); /* or the user's next cudaGetLastError would show what is reported here */
-    return ddp_fail(error == cudaErrorMemoryAllocation ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE, "%s: %s: %s (%s)", function, call,
-                    cudaGetErrorString(error), cudaGetErrorName(error));
+    return ddp_fail(error == cudaErrorMemoryAllocation ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE,
+                    "%s: %s: %s (%s)", function, call, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
 /* Returns from the function with the failure of a CUDA call; `called` is its name. */
@@ -535,7 +549,9 @@ typedef struct ddp__cuda_slot {
 
 static void ddp__cuda_uuid_text(char out[48], const unsigned char uuid[16]) {
     int at = snprintf(out, 48, "GPU-");
-    for (int i = 0; i < 16; i++) at += snprintf(out + at, 48 - (size_t)at, "%s%02x", i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "", uuid[i]);
+    for (int i = 0; i < 16; i++)
+        at += snprintf(out + at, 48 - (size_t)at, "%s%02x", i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "",
+                       uuid[i]);
 }
 
 /* "0 (NVIDIA H100), 1 (NVIDIA H100)", or with UUIDs; four of them, then how many more. */
@@ -547,9 +563,11 @@ static void ddp__cuda_present(char *out, size_t size, int count, int with_uuid) 
         unsigned char uuid[16] = {0};
         DDP__CUDA_RUNTIME->device_identity(i, name, uuid);
         ddp__cuda_uuid_text(uuid_text, uuid);
-        at += snprintf(out + at, size - (size_t)at, "%s%d (%.40s)", i ? ", " : "", i, with_uuid ? uuid_text : name);
+        at += snprintf(out + at, size - (size_t)at, "%s%d (%.40s)", i ? ", " : "", i,
+                       with_uuid ? uuid_text : name);
     }
-    if (count > 4 && (size_t)at < size) snprintf(out + at, size - (size_t)at, " and %d more, up to %d", count - 4, count - 1);
+    if (count > 4 && (size_t)at < size)
+        snprintf(out + at, size - (size_t)at, " and %d more, up to %d", count - 4, count - 1);
 }
 
 /* Does the user's text begin the UUID? Upper case and a missing GPU- are fine. */
@@ -565,11 +583,13 @@ static ddp_result ddp__cuda_by_uuid(const char *wanted, int count, int *device) 
     unsigned char uuid[16];
     *device = -1;
     for (int i = 0; i < count; i++) {
-        DDP__CUDA_DO("on this machine", "cudaGetDeviceProperties", DDP__CUDA_RUNTIME->device_identity(i, name, uuid));
+        DDP__CUDA_DO("on this machine", "cudaGetDeviceProperties",
+                     DDP__CUDA_RUNTIME->device_identity(i, name, uuid));
         ddp__cuda_uuid_text(text, uuid);
         if (!ddp__cuda_uuid_begins(text, wanted)) continue;
         if (*device >= 0)
-            return ddp_fail(DDP_ERR_INVALID, "uuid %.48s fits devices %d and %d: give more of it", wanted, *device, i);
+            return ddp_fail(DDP_ERR_INVALID, "uuid %.48s fits devices %d and %d: give more of it", wanted,
+                            *device, i);
         *device = i;
     }
     if (*device >= 0) return DDP_OK;
@@ -579,13 +599,16 @@ static ddp_result ddp__cuda_by_uuid(const char *wanted, int count, int *device) 
 
 /* given: the device that ddp_launch or a communicator names; -1 = none. A launcher that shows each rank one
    GPU (CUDA_VISIBLE_DEVICES) numbers it 0 on every rank; ddp__cuda_pick finds ranks that share it. */
-static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_rank, int given, int count, int *device) {
+static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_rank, int given, int count,
+                                      int *device) {
     char present[300];
     const char *remedy = "";
     int by_local_rank = !desc->devices && given < 0;
     if (desc->devices && local_rank >= desc->device_count)
-        return ddp_fail(DDP_ERR_INVALID, "this is local rank %d, and the list of devices has %d: list one for each rank of this machine",
-                        local_rank, desc->device_count);
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "this is local rank %d, and the list of devices has %d: list one for each rank of this machine",
+            local_rank, desc->device_count);
     if (desc->devices)
         *device = desc->devices[local_rank];
     else if (given >= 0)
@@ -605,18 +628,22 @@ static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_
 }
 
 /* The device that this rank selects; an error if it is missing. */
-static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_rank, int given, ddp__cuda_slot *slot) {
+static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_rank, int given,
+                                   ddp__cuda_slot *slot) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     int count = 0;
     char name[256];
     cudaError_t error;
     if (desc->devices && desc->uuid) return ddp_fail(DDP_ERR_INVALID, "set devices or uuid, not both");
-    if (!desc->devices != !desc->device_count || desc->device_count < 0) return ddp_fail(DDP_ERR_INVALID, "set both devices and device_count, or neither");
+    if (!desc->devices != !desc->device_count || desc->device_count < 0)
+        return ddp_fail(DDP_ERR_INVALID, "set both devices and device_count, or neither");
     error = cuda->device_count(&count);
     if (error == cudaErrorNoDevice) { cuda->clear_error(); count = 0; }
     else DDP_TRY(ddp__cuda_fail(error, "on this machine", "cudaGetDeviceCount"));
-    DDP_TRY(desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &slot->device) : ddp__cuda_by_number(desc, local_rank, given, count, &slot->device));
-    return ddp__cuda_fail(cuda->device_identity(slot->device, name, slot->uuid), "on this machine", "cudaGetDeviceProperties");
+    DDP_TRY(desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &slot->device)
+                       : ddp__cuda_by_number(desc, local_rank, given, count, &slot->device));
+    return ddp__cuda_fail(cuda->device_identity(slot->device, name, slot->uuid), "on this machine",
+                          "cudaGetDeviceProperties");
 }
 
 /* Chooses the device of this rank: *mine. Collective over control; NULL = one rank.
@@ -625,15 +652,16 @@ static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_ran
      equal    describes what must be equal on all ranks; may be empty
      *shared  1 = two ranks have the same device
    Returns the same result on all ranks. */
-static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int given, ddp_result result, const char *equal,
-                                 ddp__cuda_slot *mine, int *shared) {
+static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int given,
+                                 ddp_result result, const char *equal, ddp__cuda_slot *mine, int *shared) {
     const char *who = "ddp_cuda_pick";
     int world_size = control ? ddp_world_size(control) : 1;
     char uuid[48];
     ddp__cuda_slot *slots;
     *shared = 0;
     memset(mine, 0, sizeof *mine);
-    if (gethostname(mine->host, sizeof mine->host - 1) != 0) snprintf(mine->host, sizeof mine->host, "unknown");
+    if (gethostname(mine->host, sizeof mine->host - 1) != 0)
+        snprintf(mine->host, sizeof mine->host, "unknown");
     mine->allow_shared = desc->allow_shared;
     if (given < 0 && control) given = ddp_group_device_index(control);
     if (result == DDP_OK) result = ddp__cuda_choose(desc, control ? ddp_local_rank(control) : 0, given, mine);
@@ -649,8 +677,11 @@ static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *d
             *shared = 1;
             if (slots[i].allow_shared && slots[k].allow_shared) continue;
             ddp__cuda_uuid_text(uuid, slots[i].uuid);
-            result = ddp_fail_in(DDP_ERR_INVALID, who, control, "ranks %d and %d on host %s both took device %d (%s): give each rank a device of its own in "
-                                 "devices, start fewer ranks, or set allow_shared", i, k, slots[k].host, slots[k].device, uuid);
+            result = ddp_fail_in(
+                DDP_ERR_INVALID, who, control,
+                "ranks %d and %d on host %s both took device %d (%s): give each rank a device of its own in "
+                "devices, start fewer ranks, or set allow_shared",
+                i, k, slots[k].host, slots[k].device, uuid);
         }
     ddp_host_free(control, slots);
     return result;
@@ -703,8 +734,11 @@ static DDP__HD float ddp__cuda_from_f16(uint16_t half) {
     return __half2float(__ushort_as_half(half));
 #else
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = half & 0x7fff;
-    if (magnitude < 0x400) return ddp__cuda_from_bits(sign | ddp__cuda_bits((float)magnitude * (1.0f / 16777216.0f)));
-    if (magnitude >= 0x7c00) return ddp__cuda_from_bits(sign | 0x7f800000u | (magnitude & 0x3ff) << 13 | (magnitude > 0x7c00 ? 0x400000u : 0));
+    if (magnitude < 0x400)
+        return ddp__cuda_from_bits(sign | ddp__cuda_bits((float)magnitude * (1.0f / 16777216.0f)));
+    if (magnitude >= 0x7c00)
+        return ddp__cuda_from_bits(sign | 0x7f800000u | (magnitude & 0x3ff) << 13
+                                   | (magnitude > 0x7c00 ? 0x400000u : 0));
     return ddp__cuda_from_bits(sign | ((magnitude << 13) + (112u << 23)));
 #endif
 }
@@ -717,7 +751,8 @@ static DDP__HD uint16_t ddp__cuda_to_f16(float x) {
     uint32_t bits = ddp__cuda_bits(x), magnitude = bits & 0x7fffffff, half;
     if (magnitude > 0x7f800000u) half = 0x7e00 | (magnitude >> 13 & 0x3ff);
     else if (magnitude >= 143u << 23) half = 0x7c00;
-    else if (magnitude < 113u << 23) half = ddp__cuda_bits(ddp__cuda_from_bits(magnitude) + 0.5f) - 0x3f000000u;
+    else if (magnitude < 113u << 23)
+        half = ddp__cuda_bits(ddp__cuda_from_bits(magnitude) + 0.5f) - 0x3f000000u;
     else half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
     return (uint16_t)(half | (bits >> 16 & 0x8000));
 #endif
@@ -768,7 +803,8 @@ template <auto FIRST, auto... MORE, class T, class F> static ddp_result ddp__cud
 /* Rounds x, the product of a conversion in f32 or f64, once. */
 template <ddp_dtype D, class M> static DDP__HD typename ddp__cuda_type<D>::store ddp__cuda_round(M x) {
     typedef typename ddp__cuda_type<D>::math math;
-    if constexpr (sizeof(M) == 8 && (D == DDP_F16 || D == DDP_BF16)) return ddp__cuda_type<D>::save(ddp__cuda_round_odd(x));
+    if constexpr (sizeof(M) == 8 && (D == DDP_F16 || D == DDP_BF16))
+        return ddp__cuda_type<D>::save(ddp__cuda_round_odd(x));
     else return ddp__cuda_type<D>::save((math)x);
 }
 
@@ -809,8 +845,12 @@ static ddp__cuda_divisor ddp__cuda_divisor_of(uint64_t n) {
     return d;
 }
 
-static DDP__HD float ddp__cuda_divide(float x, const ddp__cuda_divisor &d) { return d.power_of_two ? ddp__cuda_mul(x, d.f32) : ddp__cuda_div(x, d.f32); }
-static DDP__HD double ddp__cuda_divide(double x, const ddp__cuda_divisor &d) { return d.power_of_two ? ddp__cuda_mul(x, d.f64) : ddp__cuda_div(x, d.f64); }
+static DDP__HD float ddp__cuda_divide(float x, const ddp__cuda_divisor &d) {
+    return d.power_of_two ? ddp__cuda_mul(x, d.f32) : ddp__cuda_div(x, d.f32);
+}
+static DDP__HD double ddp__cuda_divide(double x, const ddp__cuda_divisor &d) {
+    return d.power_of_two ? ddp__cuda_mul(x, d.f64) : ddp__cuda_div(x, d.f64);
+}
 /* Truncates towards zero; right for any divisor, also one that the signed type cannot hold. */
 template <class T> static DDP__HD T ddp__cuda_divide(T x, const ddp__cuda_divisor &d) {
     int negative = x < (T)1 && x != (T)0 && (T)-1 < (T)1;
@@ -828,7 +868,8 @@ static DDP__HD uint64_t ddp__cuda_mix(uint64_t x) {
 
 /* Rounds up with the probability dropped bits / 2^16, so that the average is x. */
 static DDP__HD uint16_t ddp__cuda_to_bf16_random(float x, uint64_t key, uint64_t index) {
-    uint32_t bits = ddp__cuda_bits(x), random = (uint32_t)(ddp__cuda_mix(key + index * UINT64_C(0x9e3779b97f4a7c15)) >> 48);
+    uint32_t bits = ddp__cuda_bits(x),
+             random = (uint32_t)(ddp__cuda_mix(key + index * UINT64_C(0x9e3779b97f4a7c15)) >> 48);
     return ddp__cuda_finite(x) ? (uint16_t)((bits + random) >> 16) : ddp__cuda_to_bf16(x);
 }
 
@@ -836,7 +877,13 @@ static DDP__HD uint16_t ddp__cuda_to_bf16_random(float x, uint64_t key, uint64_t
 
 /* N elements in registers, moved as words of up to 16 bytes. */
 template <int N, class T> union ddp__cuda_pack {
-    enum { BYTES = N * sizeof(T), SIZE = BYTES % 16 == 0 ? 16 : BYTES % 8 == 0 ? 8 : BYTES % 4 == 0 ? 4 : 1, WORDS = BYTES / SIZE };
+    enum {
+        BYTES = N * sizeof(T),
+        SIZE = BYTES % 16 == 0 ? 16
+               : BYTES % 8 == 0 ? 8
+               : BYTES % 4 == 0 ? 4 : 1,
+        WORDS = BYTES / SIZE
+    };
     typedef typename std::conditional<SIZE == 16, uint4, typename std::conditional<SIZE == 8, uint2,
             typename std::conditional<SIZE == 4, uint32_t, unsigned char>::type>::type>::type word;
     T at[N];
@@ -901,10 +948,13 @@ static DDP__HD ddp__cuda_split ddp__cuda_split_of(uint32_t mask, size_t count, i
 }
 
 /* The share of thread first of stride threads. */
-template <class F> static DDP__HD void ddp__cuda_walk(const F &f, const ddp__cuda_split &split, size_t first, size_t stride) {
+template <class F> static DDP__HD void ddp__cuda_walk(const F &f, const ddp__cuda_split &split, size_t first,
+                                                      size_t stride) {
     size_t rest = split.count - split.vectors * F::WIDTH;
-    for (size_t i = first; i < split.vectors; i += stride) f.template run<F::WIDTH>(split.head + i * F::WIDTH);
-    for (size_t i = first; i < rest; i += stride) f.template run<1>(i < split.head ? i : i + split.vectors * F::WIDTH);
+    for (size_t i = first; i < split.vectors; i += stride)
+        f.template run<F::WIDTH>(split.head + i * F::WIDTH);
+    for (size_t i = first; i < rest; i += stride)
+        f.template run<1>(i < split.head ? i : i + split.vectors * F::WIDTH);
 }
 
 //== launching ===================================================================================== >>impl-launch
@@ -912,10 +962,13 @@ template <class F> static DDP__HD void ddp__cuda_walk(const F &f, const ddp__cud
 #define DDP__CUDA_HOST_THREADS 7 /* that tests on the CPU share elements out to */
 
 /* Work is what a launch shares out: device() is a thread's part of it, host() all of it, where kernels are loops on the CPU. */
-template <class Work> static __global__ void ddp__cuda_kernel(const __grid_constant__ Work work) { work.device(); }
+template <class Work> static __global__ void ddp__cuda_kernel(const __grid_constant__ Work work) {
+    work.device();
+}
 template <class Work> static void ddp__cuda_run_work(void *copy) { ((Work *)copy)->host(); }
 
-template <class Work> static ddp_result ddp__cuda_launch(const Work &work, size_t blocks, cudaStream_t stream, const char *function) {
+template <class Work> static ddp_result ddp__cuda_launch(const Work &work, size_t blocks, cudaStream_t stream,
+                                                         const char *function) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     dim3 grid((unsigned)(blocks < DDP__CUDA_BLOCKS ? blocks : DDP__CUDA_BLOCKS)), block(DDP__CUDA_THREADS);
     void *arguments[1] = {(void *)&work};
@@ -923,19 +976,28 @@ template <class Work> static ddp_result ddp__cuda_launch(const Work &work, size_
     if (blocks == 0) return DDP_OK;
     if (cuda->on_host) error = cuda->host_work(ddp__cuda_run_work<Work>, &work, sizeof work, stream);
     else error = cuda->launch(DDP__CUDA_KERNEL(ddp__cuda_kernel<Work>), grid, block, arguments, 0, stream);
-    return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, function, cuda->on_host ? "cudaLaunchHostFunc" : "cudaLaunchKernel");
+    return error == cudaSuccess
+               ? DDP_OK
+               : ddp__cuda_fail(error, function, cuda->on_host ? "cudaLaunchHostFunc" : "cudaLaunchKernel");
 }
 
 /* Arrays of one length, element by element. F has WIDTH and run<N>(at), N elements from index at on. */
 template <class F> struct ddp__cuda_each_work {
     F f;
     ddp__cuda_split split;
-    __device__ __forceinline__ void device() const { ddp__cuda_walk(f, split, (size_t)blockIdx.x * blockDim.x + threadIdx.x, (size_t)gridDim.x * blockDim.x); }
-    __forceinline__ void host() const { for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) ddp__cuda_walk(f, split, t, DDP__CUDA_HOST_THREADS); }
+    __device__ __forceinline__ void device() const {
+        ddp__cuda_walk(f, split, (size_t)blockIdx.x * blockDim.x + threadIdx.x,
+                       (size_t)gridDim.x * blockDim.x);
+    }
+    __forceinline__ void host() const {
+        for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++)
+            ddp__cuda_walk(f, split, t, DDP__CUDA_HOST_THREADS);
+    }
 };
 
 /* mask: of ddp__cuda_heads over all arrays. */
-template <class F> static ddp_result ddp__cuda_each(const F &f, uint32_t mask, size_t count, cudaStream_t stream, const char *function) {
+template <class F> static ddp_result ddp__cuda_each(const F &f, uint32_t mask, size_t count,
+                                                    cudaStream_t stream, const char *function) {
     const ddp__cuda_split split = ddp__cuda_split_of(mask, count, F::WIDTH);
     size_t rest = split.count - split.vectors * F::WIDTH, most = split.vectors > rest ? split.vectors : rest;
     const ddp__cuda_each_work<F> work = {f, split};
@@ -946,14 +1008,17 @@ template <class F> static ddp_result ddp__cuda_each(const F &f, uint32_t mask, s
 template <class F> struct ddp__cuda_chunks_work {
     F f;
     size_t chunks;
-    __device__ __forceinline__ void device() const { for (size_t i = blockIdx.x; i < chunks; i += gridDim.x) f.chunk(i, threadIdx.x, blockDim.x); }
+    __device__ __forceinline__ void device() const {
+        for (size_t i = blockIdx.x; i < chunks; i += gridDim.x) f.chunk(i, threadIdx.x, blockDim.x);
+    }
     __forceinline__ void host() const {
         for (size_t i = 0; i < chunks; i++)
             for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) f.chunk(i, t, DDP__CUDA_HOST_THREADS);
     }
 };
 
-template <class F> static ddp_result ddp__cuda_chunks(const F &f, size_t chunks, cudaStream_t stream, const char *function) {
+template <class F> static ddp_result ddp__cuda_chunks(const F &f, size_t chunks, cudaStream_t stream,
+                                                      const char *function) {
     const ddp__cuda_chunks_work<F> work = {f, chunks};
     return ddp__cuda_launch(work, chunks, stream, function);
 }
@@ -962,10 +1027,12 @@ template <class F> static ddp_result ddp__cuda_chunks(const F &f, size_t chunks,
 template <int N> struct ddp__cuda_sums { double at[N]; };
 
 /* The value of another lane of the team. All lanes of the warp call it. */
-template <class T> static __device__ __forceinline__ T ddp__cuda_from_lane(T value, int lane, int team, unsigned all) {
+template <class T> static __device__ __forceinline__ T ddp__cuda_from_lane(T value, int lane, int team,
+                                                                           unsigned all) {
     return __shfl_sync(all, value, lane, team);
 }
-template <int N> static __device__ __forceinline__ ddp__cuda_sums<N> ddp__cuda_from_lane(ddp__cuda_sums<N> value, int lane, int team, unsigned all) {
+template <int N> static __device__ __forceinline__ ddp__cuda_sums<N> ddp__cuda_from_lane(
+    ddp__cuda_sums<N> value, int lane, int team, unsigned all) {
     DDP__UNROLL
     for (int i = 0; i < N; i++) value.at[i] = __shfl_sync(all, value.at[i], lane, team);
     return value;
@@ -986,12 +1053,14 @@ template <class F> struct ddp__cuda_rows_work {
         for (int i = threadIdx.x; i < F::CELLS; i += blockDim.x) cells[i] = 0;
         __syncthreads();
         /* A warp stays together, also where only some of its teams have a row left. */
-        for (size_t first = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / 32 * teams; first < rows; first += (size_t)gridDim.x * blockDim.x / 32 * teams) {
+        for (size_t first = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / 32 * teams; first < rows;
+             first += (size_t)gridDim.x * blockDim.x / 32 * teams) {
             size_t row = first + threadIdx.x % 32 / F::TEAM;
             typename F::value value = {};
             if (row < rows) value = f.partial(row, lane, cells);
             DDP__UNROLL
-            for (int half = F::TEAM / 2; half; half /= 2) value = F::join(value, ddp__cuda_from_lane(value, lane + half, F::TEAM, all));
+            for (int half = F::TEAM / 2; half; half /= 2)
+                value = F::join(value, ddp__cuda_from_lane(value, lane + half, F::TEAM, all));
             value = ddp__cuda_from_lane(value, 0, F::TEAM, all);
             if (row < rows) f.finish(row, value, lane, cells);
         }
@@ -1004,16 +1073,20 @@ template <class F> struct ddp__cuda_rows_work {
             typename F::value value[F::TEAM];
             for (int lane = 0; lane < F::TEAM; lane++) value[lane] = f.partial(row, lane, cells);
             for (int half = F::TEAM / 2; half; half /= 2)
-                for (int lane = 0; lane < half; lane++) value[lane] = F::join(value[lane], value[lane + half]);
+                for (int lane = 0; lane < half; lane++)
+                    value[lane] = F::join(value[lane], value[lane + half]);
             for (int lane = 0; lane < F::TEAM; lane++) f.finish(row, value[0], lane, cells);
         }
         f.flush(cells);
     }
 };
 
-template <class F> static ddp_result ddp__cuda_rows(const F &f, size_t rows, cudaStream_t stream, const char *function) {
+template <class F> static ddp_result ddp__cuda_rows(const F &f, size_t rows, cudaStream_t stream,
+                                                    const char *function) {
     const ddp__cuda_rows_work<F> work = {f, rows};
-    return ddp__cuda_launch(work, rows / (DDP__CUDA_THREADS / F::TEAM) + (rows % (DDP__CUDA_THREADS / F::TEAM) != 0), stream, function);
+    return ddp__cuda_launch(
+        work, rows / (DDP__CUDA_THREADS / F::TEAM) + (rows % (DDP__CUDA_THREADS / F::TEAM) != 0), stream,
+        function);
 }
 
 /* Block-local cells and those in device memory: integers, so the order of additions does not show. */
@@ -1048,7 +1121,11 @@ template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
     }
     template <int N> DDP__HD void load(math *out, int source, size_t at) const {
         store in[N];
-        ddp__cuda_get<N>(in, !stride_bytes ? src[source] : source == own ? src[1] : (const unsigned char *)src[0] + (size_t)source * stride_bytes, at);
+        ddp__cuda_get<N>(in,
+                         !stride_bytes   ? src[source]
+                         : source == own ? src[1]
+                                         : (const unsigned char *)src[0] + (size_t)source * stride_bytes,
+                         at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) out[i] = type::load(in[i]);
     }
@@ -1093,7 +1170,8 @@ template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
     template <int N> DDP__HD void finish(const math *value, size_t at) const {
         store out[N];
         DDP__UNROLL
-        for (int i = 0; i < N; i++) out[i] = type::save(divisor.n > 1 ? ddp__cuda_divide(value[i], divisor) : value[i]);
+        for (int i = 0; i < N; i++)
+            out[i] = type::save(divisor.n > 1 ? ddp__cuda_divide(value[i], divisor) : value[i]);
         for (int k = 0; k < dst_count; k++) ddp__cuda_put<N>(out, dst[k], at);
     }
 };
@@ -1112,8 +1190,10 @@ typedef struct ddp__cuda_tree_call {
     int own;
 } ddp__cuda_tree_call;
 
-template <ddp_dtype D, ddp_op OP, int LEVELS> static ddp_result ddp__cuda_tree_launch(const ddp__cuda_tree_call *call) {
-    ddp__cuda_tree<D, OP, LEVELS> f = {call->src_count, call->dst_count, call->own, call->stride_bytes, ddp__cuda_divisor_of(call->divisor), {}, {}};
+template <ddp_dtype D, ddp_op OP, int LEVELS> static ddp_result ddp__cuda_tree_launch(
+    const ddp__cuda_tree_call *call) {
+    ddp__cuda_tree<D, OP, LEVELS> f = {call->src_count, call->dst_count, call->own, call->stride_bytes,
+                                       ddp__cuda_divisor_of(call->divisor), {}, {}};
     const int size = (int)sizeof(typename ddp__cuda_type<D>::store), width = f.WIDTH;
     uint32_t mask = (1u << width) - 1;
     for (int k = 0; k < (call->stride_bytes ? 2 : call->src_count); k++) {
@@ -1128,10 +1208,12 @@ template <ddp_dtype D, ddp_op OP, int LEVELS> static ddp_result ddp__cuda_tree_l
 }
 
 static ddp_result ddp__cuda_tree_any(const ddp__cuda_tree_call *call, ddp_dtype dtype) {
-    if (ddp_dtype_size(dtype) == 0) return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%d is none of ddp_dtype", call->function, (int)dtype);
+    if (ddp_dtype_size(dtype) == 0)
+        return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%d is none of ddp_dtype", call->function, (int)dtype);
     return ddp__cuda_by<DDP__CUDA_FLOATS, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64>(dtype, [&](auto D) {
         return ddp__cuda_by<DDP_OP_MIN, DDP_OP_MAX, DDP_OP_PROD, DDP_OP_SUM>(call->op, [&](auto OP) {
-            if (call->src_count > DDP_MAX_LOCAL_RANKS) return ddp__cuda_tree_launch<decltype(D)::value, decltype(OP)::value, 11>(call);
+            if (call->src_count > DDP_MAX_LOCAL_RANKS)
+                return ddp__cuda_tree_launch<decltype(D)::value, decltype(OP)::value, 11>(call);
             return ddp__cuda_tree_launch<decltype(D)::value, decltype(OP)::value, 5>(call);
         });
     });
@@ -1180,9 +1262,11 @@ template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_multi {
             else high = middle;
         }
         const ddp_cuda_range &r = range[low];
-        size_t at = (number - first[low]) * DDP__CUDA_CHUNK, n = r.count - at < DDP__CUDA_CHUNK ? r.count - at : DDP__CUDA_CHUNK;
+        size_t at = (number - first[low]) * DDP__CUDA_CHUNK,
+               n = r.count - at < DDP__CUDA_CHUNK ? r.count - at : DDP__CUDA_CHUNK;
         const convert f = {(out_type *)(pack ? flat : r.data) + (pack ? r.offset : 0) + at,
-                           (const in_type *)(pack ? r.data : flat) + (pack ? 0 : r.offset) + at, factor, NULL};
+                           (const in_type *)(pack ? r.data : flat) + (pack ? 0 : r.offset) + at, factor,
+                           NULL};
         uint32_t mask = ddp__cuda_heads((1u << convert::WIDTH) - 1, f.dst, sizeof(out_type), convert::WIDTH);
         mask = ddp__cuda_heads(mask, f.src, sizeof(in_type), convert::WIDTH);
         ddp__cuda_walk(f, ddp__cuda_split_of(mask, n, convert::WIDTH), thread, threads);
@@ -1204,10 +1288,12 @@ template <ddp_dtype D, ddp_dtype S> static ddp_result ddp__cuda_multi_run(const 
     typedef decltype(dst_math() + src_math()) M;
     ddp__cuda_multi<D, S, M> f = {call->flat, 0, call->pack, call->factor, {}, {0}};
     for (int done = 0; done < call->range_count; done += f.range_count) {
-        f.range_count = call->range_count - done < DDP__CUDA_RANGES ? call->range_count - done : DDP__CUDA_RANGES;
+        f.range_count = call->range_count - done < DDP__CUDA_RANGES ? call->range_count - done
+                                                                    : DDP__CUDA_RANGES;
         for (int i = 0; i < f.range_count; i++) {
             f.range[i] = call->ranges[done + i];
-            f.first[i + 1] = f.first[i] + f.range[i].count / DDP__CUDA_CHUNK + (f.range[i].count % DDP__CUDA_CHUNK != 0);
+            f.first[i + 1] = f.first[i] + f.range[i].count / DDP__CUDA_CHUNK
+                             + (f.range[i].count % DDP__CUDA_CHUNK != 0);
         }
         DDP_TRY(ddp__cuda_chunks(f, f.first[f.range_count], call->stream, call->function));
     }
@@ -1216,13 +1302,18 @@ template <ddp_dtype D, ddp_dtype S> static ddp_result ddp__cuda_multi_run(const 
 
 static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtype dst, ddp_dtype src) {
     if (!ddp_is_float(dst) || !ddp_is_float(src))
-        return ddp_fail(DDP_ERR_INVALID, "%s: from %s to %s; only floats are converted", call->function, ddp_dtype_name(src), ddp_dtype_name(dst));
+        return ddp_fail(DDP_ERR_INVALID, "%s: from %s to %s; only floats are converted", call->function,
+                        ddp_dtype_name(src), ddp_dtype_name(dst));
     if (call->range_count < 0 || (call->range_count && (!call->ranges || !call->flat)))
-        return ddp_fail(DDP_ERR_INVALID, "%s: range_count=%d, and flat or ranges is NULL or the count negative", call->function, call->range_count);
+        return ddp_fail(DDP_ERR_INVALID,
+                        "%s: range_count=%d, and flat or ranges is NULL or the count negative",
+                        call->function, call->range_count);
     for (int i = 0; i < call->range_count; i++)
-        if (call->ranges[i].count && !call->ranges[i].data) return ddp_fail(DDP_ERR_INVALID, "%s: ranges[%d].data is NULL", call->function, i);
+        if (call->ranges[i].count && !call->ranges[i].data)
+            return ddp_fail(DDP_ERR_INVALID, "%s: ranges[%d].data is NULL", call->function, i);
     return ddp__cuda_by<DDP__CUDA_FLOATS>(dst, [&](auto D) {
-        return ddp__cuda_by<DDP__CUDA_FLOATS>(src, [&](auto S) { return ddp__cuda_multi_run<decltype(D)::value, decltype(S)::value>(call); });
+        return ddp__cuda_by<DDP__CUDA_FLOATS>(
+            src, [&](auto S) { return ddp__cuda_multi_run<decltype(D)::value, decltype(S)::value>(call); });
     });
 }
 
@@ -1234,13 +1325,21 @@ static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtyp
        f32   thread 0: lanes 0 1 2 3   thread 1: lanes 4 5 6 7   ...   thread 7: lanes 28 29 30 31
    Pieces add exactly (Kulisch's long accumulator, with the cells of >>impl-exact in ddp.h), on any number of warps. */
 #define DDP__CUDA_PIECE ((size_t)4096)
-enum { DDP__CUDA_EXACT_NAN = 68, DDP__CUDA_EXACT_PLUS = 69, DDP__CUDA_EXACT_BOUND = 71, DDP__CUDA_NON_FINITE = DDP_EXACT_CELLS };
+enum {
+    DDP__CUDA_EXACT_NAN = 68,
+    DDP__CUDA_EXACT_PLUS = 69,
+    DDP__CUDA_EXACT_BOUND = 71,
+    DDP__CUDA_NON_FINITE = DDP_EXACT_CELLS
+};
 
 /* Adds a value that is not negative. The bound is counted by the caller. */
 static DDP__HD void ddp__cuda_exact_add(int64_t *cells, double value) {
     uint64_t bits = ddp__cuda_bits(value), mantissa = bits & ((UINT64_C(1) << 52) - 1), low, high;
     int exponent = (int)(bits >> 52 & 0x7ff), shift, digit;
-    if (exponent == 0x7ff) { ddp__cuda_cell_add(cells + (mantissa ? DDP__CUDA_EXACT_NAN : DDP__CUDA_EXACT_PLUS), 1); return; }
+    if (exponent == 0x7ff) {
+        ddp__cuda_cell_add(cells + (mantissa ? DDP__CUDA_EXACT_NAN : DDP__CUDA_EXACT_PLUS), 1);
+        return;
+    }
     if (value == 0) return;
     if (exponent) mantissa |= UINT64_C(1) << 52;
     else exponent = 1;
@@ -1291,8 +1390,10 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
         if (UNSCALE && has_high) ddp__cuda_put<N>(b, data, low + 32);
     }
     DDP__HD value partial(size_t number, int lane, int64_t *cells) const {
-        size_t row = pieces == 1 ? number : number / pieces, begin = (number - row * pieces) * DDP__CUDA_PIECE, first = row * row_count + begin;
-        size_t count = row_count - begin < DDP__CUDA_PIECE ? row_count - begin : DDP__CUDA_PIECE, at = (size_t)lane * WIDTH;
+        size_t row = pieces == 1 ? number : number / pieces,
+               begin = (number - row * pieces) * DDP__CUDA_PIECE, first = row * row_count + begin;
+        size_t count = row_count - begin < DDP__CUDA_PIECE ? row_count - begin : DDP__CUDA_PIECE,
+               at = (size_t)lane * WIDTH;
         value sums = {};
         int bad = 0;
         if (((uintptr_t)data + first * sizeof(store)) % 16 == 0) {
@@ -1301,7 +1402,8 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
         }
         DDP__UNROLL
         for (int i = 0; i < WIDTH; i++)
-            for (size_t e = at + (size_t)i; e < count; e += 64) pair<1>(sums.at + i, first + e, e + 32 < count, &bad);
+            for (size_t e = at + (size_t)i; e < count; e += 64)
+                pair<1>(sums.at + i, first + e, e + 32 < count, &bad);
         if (bad) ddp__cuda_cell_add(cells + DDP__CUDA_NON_FINITE, bad);
         return sums;
     }
@@ -1326,10 +1428,13 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
     }
 };
 
-template <ddp_dtype D, int UNSCALE> static ddp_result ddp__cuda_squares_run(void *data, size_t rows, size_t row_count, float factor, void *total,
-                                                                            cudaStream_t stream, const char *function) {
+template <ddp_dtype D, int UNSCALE> static ddp_result ddp__cuda_squares_run(void *data, size_t rows,
+                                                                            size_t row_count, float factor,
+                                                                            void *total, cudaStream_t stream,
+                                                                            const char *function) {
     const size_t pieces = row_count / DDP__CUDA_PIECE + (row_count % DDP__CUDA_PIECE != 0);
-    const ddp__cuda_squares<D, UNSCALE> f = {data, row_count, pieces, (typename ddp__cuda_type<D>::math)factor, (int64_t *)total};
+    const ddp__cuda_squares<D, UNSCALE> f = {data, row_count, pieces,
+                                             (typename ddp__cuda_type<D>::math)factor, (int64_t *)total};
     return row_count ? ddp__cuda_rows(f, rows * pieces, stream, function) : DDP_OK;
 }
 
@@ -1341,7 +1446,8 @@ static DDP__HD double ddp__cuda_exact_value(const ddp_exact_sum *sum) {
     int top = 1, shift = 0;
     int64_t cells[DDP_EXACT_CELLS];
     ddp__cuda_get<DDP_EXACT_CELLS>(cells, sum, 0);
-    if (cells[DDP__CUDA_EXACT_NAN] || cells[DDP__CUDA_EXACT_PLUS]) return cells[DDP__CUDA_EXACT_NAN] ? (double)NAN : HUGE_VAL;
+    if (cells[DDP__CUDA_EXACT_NAN] || cells[DDP__CUDA_EXACT_PLUS])
+        return cells[DDP__CUDA_EXACT_NAN] ? (double)NAN : HUGE_VAL;
     DDP__UNROLL
     for (int k = 0; k < DDP__CUDA_EXACT_NAN; k++) {
         uint64_t digit = (uint64_t)cells[k] + carry;
@@ -1361,11 +1467,15 @@ static DDP__HD double ddp__cuda_exact_value(const ddp_exact_sum *sum) {
     return ldexp((double)(bits | ((low | rest) != 0)), 32 * (top - 1) - 1074 - shift);
 }
 
-template <int UNSCALE> static ddp_result ddp__cuda_squares_any(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor, void *total,
+template <int UNSCALE> static ddp_result ddp__cuda_squares_any(void *data, size_t rows, size_t row_count,
+                                                               ddp_dtype dtype, float factor, void *total,
                                                                cudaStream_t stream, const char *function) {
-    if (!ddp_is_float(dtype)) return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s, and it takes floats", function, ddp_dtype_name(dtype));
+    if (!ddp_is_float(dtype))
+        return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s, and it takes floats", function,
+                        ddp_dtype_name(dtype));
     return ddp__cuda_by<DDP__CUDA_FLOATS>(dtype, [&](auto D) {
-        return ddp__cuda_squares_run<decltype(D)::value, UNSCALE>(data, rows, row_count, factor, total, stream, function);
+        return ddp__cuda_squares_run<decltype(D)::value, UNSCALE>(data, rows, row_count, factor, total,
+                                                                  stream, function);
     });
 }
 
@@ -1379,13 +1489,16 @@ typedef struct ddp__cuda_copy {
     uint64_t key, first_index;
 } ddp__cuda_copy;
 
-template <int N> static DDP__HD void ddp__cuda_copy_out(const ddp__cuda_copy &copy, const float *w, size_t at) {
+template <int N> static DDP__HD void ddp__cuda_copy_out(const ddp__cuda_copy &copy, const float *w,
+                                                        size_t at) {
     uint16_t half[N];
     if (copy.dtype == DDP_F32) { ddp__cuda_put<N>(w, copy.data, at); return; }
     DDP__UNROLL
     for (int i = 0; i < N; i++)
-        half[i] = copy.dtype == DDP_F16 ? ddp__cuda_to_f16(w[i]) : !copy.stochastic ? ddp__cuda_to_bf16(w[i]) :
-                  ddp__cuda_to_bf16_random(w[i], copy.key, copy.first_index + at + (size_t)i);
+        half[i] = copy.dtype == DDP_F16 ? ddp__cuda_to_f16(w[i])
+                  : !copy.stochastic
+                      ? ddp__cuda_to_bf16(w[i])
+                      : ddp__cuda_to_bf16_random(w[i], copy.key, copy.first_index + at + (size_t)i);
     ddp__cuda_put<N>(half, copy.data, at);
 }
 
@@ -1397,7 +1510,8 @@ template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
     T *value;
     void *grad;
     T *state0, *state1; /* SGD: state0 is NULL without momentum */
-    T rate, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, scale, grad_scale, decay_factor, inv_sqrt_bias_correction2;
+    T rate, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, scale, grad_scale, decay_factor,
+        inv_sqrt_bias_correction2;
     int first, nesterov;
     const float *grad_scale_at;
     const double *scale_at;
@@ -1416,7 +1530,8 @@ template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
             T d;
             m[i] = add(ddp__cuda_mul(beta1, m[i]), one_minus_beta1, g[i]);
             v[i] = add(ddp__cuda_mul(beta2, v[i]), one_minus_beta2, ddp__cuda_mul(g[i], g[i]));
-            d = ddp__cuda_div(ddp__cuda_mul(rate, m[i]), add(eps, inv_sqrt_bias_correction2, ddp__cuda_sqrt(v[i])));
+            d = ddp__cuda_div(ddp__cuda_mul(rate, m[i]),
+                              add(eps, inv_sqrt_bias_correction2, ddp__cuda_sqrt(v[i])));
             g[i] = decay != 0 ? add(d, decay, w[i]) : d;
             w[i] = ddp__cuda_add(ddp__cuda_mul(decay_factor, w[i]), -d);
         }
@@ -1463,16 +1578,19 @@ template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
     }
 };
 
-template <class F> static ddp_result ddp__cuda_update_launch(const F &f, int grad_size, size_t count, cudaStream_t stream, const char *function) {
+template <class F> static ddp_result ddp__cuda_update_launch(const F &f, int grad_size, size_t count,
+                                                             cudaStream_t stream, const char *function) {
     const void *arrays[5] = {f.value, f.state0, f.state1, f.grad, f.copy.data};
-    const int size = (int)sizeof *f.value, sizes[5] = {size, size, size, grad_size, (int)ddp_dtype_size(f.copy.dtype)};
+    const int size = (int)sizeof *f.value,
+              sizes[5] = {size, size, size, grad_size, (int)ddp_dtype_size(f.copy.dtype)};
     uint32_t mask = (1u << F::WIDTH) - 1;
     for (int i = 0; i < 5; i++) if (arrays[i]) mask = ddp__cuda_heads(mask, arrays[i], sizes[i], F::WIDTH);
     return ddp__cuda_each(f, mask, count, stream, function);
 }
 
 /* Checks desc and copies it to out with its defaults resolved. */
-static ddp_result ddp__cuda_step_check(const ddp_cuda_step_desc *desc, ddp_cuda_step_desc *out, int adam, const char *function) {
+static ddp_result ddp__cuda_step_check(const ddp_cuda_step_desc *desc, ddp_cuda_step_desc *out, int adam,
+                                       const char *function) {
     if (!desc) return ddp_fail(DDP_ERR_INVALID, "%s: desc is NULL", function);
     *out = *desc;
     if (!out->grad_dtype) out->grad_dtype = DDP_F32;
@@ -1481,51 +1599,68 @@ static ddp_result ddp__cuda_step_check(const ddp_cuda_step_desc *desc, ddp_cuda_
     if (out->beta2 == 0) out->beta2 = 0.999f;
     if (out->eps == 0) out->eps = 1e-8f;
     if (out->grad_factor == 0) out->grad_factor = 1.0f;
-    if (out->step < 1) return ddp_fail(DDP_ERR_INVALID, "%s: step=%lld, and steps count from 1", function, (long long)out->step);
-    if (out->count && (!out->master || !out->grad)) return ddp_fail(DDP_ERR_INVALID, "%s: master or grad is NULL", function);
+    if (out->step < 1)
+        return ddp_fail(DDP_ERR_INVALID, "%s: step=%lld, and steps count from 1", function,
+                        (long long)out->step);
+    if (out->count && (!out->master || !out->grad))
+        return ddp_fail(DDP_ERR_INVALID, "%s: master or grad is NULL", function);
     if (out->grad_dtype == DDP_F64 || !ddp_is_float(out->grad_dtype))
-        return ddp_fail(DDP_ERR_INVALID, "%s: grad_dtype=%s, allowed are f32, f16 and bf16", function, ddp_dtype_name(out->grad_dtype));
+        return ddp_fail(DDP_ERR_INVALID, "%s: grad_dtype=%s, allowed are f32, f16 and bf16", function,
+                        ddp_dtype_name(out->grad_dtype));
     if (out->copy_dtype == DDP_F64 || !ddp_is_float(out->copy_dtype))
-        return ddp_fail(DDP_ERR_INVALID, "%s: copy_dtype=%s, allowed are bf16, f16 and f32", function, ddp_dtype_name(out->copy_dtype));
+        return ddp_fail(DDP_ERR_INVALID, "%s: copy_dtype=%s, allowed are bf16, f16 and f32", function,
+                        ddp_dtype_name(out->copy_dtype));
     if (out->stochastic && out->copy_dtype != DDP_BF16)
-        return ddp_fail(DDP_ERR_INVALID, "%s: stochastic rounding is for a bf16 copy, not %s", function, ddp_dtype_name(out->copy_dtype));
-    if (adam && out->count && (!out->first || !out->second)) return ddp_fail(DDP_ERR_INVALID, "%s: first or second is NULL", function);
+        return ddp_fail(DDP_ERR_INVALID, "%s: stochastic rounding is for a bf16 copy, not %s", function,
+                        ddp_dtype_name(out->copy_dtype));
+    if (adam && out->count && (!out->first || !out->second))
+        return ddp_fail(DDP_ERR_INVALID, "%s: first or second is NULL", function);
     if (!adam && out->count && out->momentum != 0 && !out->first)
-        return ddp_fail(DDP_ERR_INVALID, "%s: momentum=%g, and first is NULL", function, (double)out->momentum);
+        return ddp_fail(DDP_ERR_INVALID, "%s: momentum=%g, and first is NULL", function,
+                        (double)out->momentum);
     return DDP_OK;
 }
 
 /* d: without defaults. */
-template <ddp_dtype G, int ADAM> static ddp__cuda_update<G, ADAM> ddp__cuda_step_of(const ddp_cuda_step_desc *d) {
+template <ddp_dtype G, int ADAM> static ddp__cuda_update<G, ADAM> ddp__cuda_step_of(
+    const ddp_cuda_step_desc *d) {
     const double step = (double)d->step, lr = (double)d->lr;
-    const uint64_t key = ddp__cuda_mix(ddp__cuda_mix(d->seed + UINT64_C(0x9e3779b97f4a7c15)) + (uint64_t)d->step);
+    const uint64_t key =
+        ddp__cuda_mix(ddp__cuda_mix(d->seed + UINT64_C(0x9e3779b97f4a7c15)) + (uint64_t)d->step);
     const ddp__cuda_copy copy = {d->copy, d->copy_dtype, d->stochastic, key, d->first_index};
     const float decay_factor = 1.0f - (float)(lr * d->weight_decay); /* the host compiler cannot fuse these two */
     const float inv_sqrt_bias_correction2 = (float)(1.0 / sqrt(1.0 - pow((double)d->beta2, step)));
     if (ADAM)
-        return {d->master, (void *)d->grad, d->first, d->second, (float)(lr / (1.0 - pow((double)d->beta1, step))), d->beta1,
-                1.0f - d->beta1, d->beta2, 1.0f - d->beta2, d->eps, 0, 1, d->grad_factor, decay_factor,
-                inv_sqrt_bias_correction2, 0, 0, NULL, NULL, 0, d->skip, copy};
-    return {d->master, (void *)d->grad, d->momentum != 0 ? d->first : NULL, NULL, d->lr, d->momentum, 1.0f - d->dampening, 0, 0, 0,
-            d->weight_decay, 1, d->grad_factor, 0, 0, d->step == 1, d->nesterov, NULL, NULL, 0, d->skip, copy};
+        return {d->master, (void *)d->grad, d->first, d->second,
+                (float)(lr / (1.0 - pow((double)d->beta1, step))), d->beta1, 1.0f - d->beta1, d->beta2,
+                1.0f - d->beta2, d->eps, 0, 1, d->grad_factor, decay_factor, inv_sqrt_bias_correction2, 0, 0,
+                NULL, NULL, 0, d->skip, copy};
+    return {d->master, (void *)d->grad, d->momentum != 0 ? d->first : NULL, NULL, d->lr, d->momentum,
+            1.0f - d->dampening, 0, 0, 0, d->weight_decay, 1, d->grad_factor, 0, 0, d->step == 1, d->nesterov,
+            NULL, NULL, 0, d->skip, copy};
 }
 
-template <int ADAM> static ddp_result ddp__cuda_step(const ddp_cuda_step_desc *desc, cudaStream_t stream, const char *function) {
+template <int ADAM> static ddp_result ddp__cuda_step(const ddp_cuda_step_desc *desc, cudaStream_t stream,
+                                                     const char *function) {
     ddp_cuda_step_desc d;
     DDP_TRY(ddp__cuda_step_check(desc, &d, ADAM, function));
     return ddp__cuda_by<DDP__CUDA_FLOATS_32>(d.grad_dtype, [&](auto G) {
-        return ddp__cuda_update_launch(ddp__cuda_step_of<decltype(G)::value, ADAM>(&d), (int)ddp_dtype_size(d.grad_dtype), d.count, stream, function);
+        return ddp__cuda_update_launch(ddp__cuda_step_of<decltype(G)::value, ADAM>(&d),
+                                       (int)ddp_dtype_size(d.grad_dtype), d.count, stream, function);
     });
 }
 
 #if defined(DDP_FSDP_KERNELS_H)
 template <ddp_dtype D, int ADAM> static ddp_result ddp__cuda_update_run(const ddp_update *u) {
     typedef typename ddp__cuda_type<D>::math T;
-    const ddp__cuda_update<D, ADAM> f = {
-        (T *)u->value, u->grad, (T *)u->state0, (T *)u->state1, (T)u->rate, (T)u->beta1, (T)u->one_minus_beta1, (T)u->beta2,
-        (T)u->one_minus_beta2, (T)u->eps, (T)u->decay, (T)u->scale, (T)(u->grad_scale ? u->grad_scale : 1), (T)u->decay_factor,
-        (T)u->inv_sqrt_bias_correction2, u->first, u->nesterov, u->grad_scale_at, u->scale_at, u->kind == DDP_UPDATE_LAMB, NULL, {}};
-    return ddp__cuda_update_launch(f, (int)sizeof(T), u->count, ddp__cuda_mine.stream, "ddp_device_cuda update");
+    const ddp__cuda_update<D, ADAM> f = {(T *)u->value, u->grad, (T *)u->state0, (T *)u->state1, (T)u->rate,
+                                         (T)u->beta1, (T)u->one_minus_beta1, (T)u->beta2,
+                                         (T)u->one_minus_beta2, (T)u->eps, (T)u->decay, (T)u->scale,
+                                         (T)(u->grad_scale ? u->grad_scale : 1), (T)u->decay_factor,
+                                         (T)u->inv_sqrt_bias_correction2, u->first, u->nesterov,
+                                         u->grad_scale_at, u->scale_at, u->kind == DDP_UPDATE_LAMB, NULL, {}};
+    return ddp__cuda_update_launch(f, (int)sizeof(T), u->count, ddp__cuda_mine.stream,
+                                   "ddp_device_cuda update");
 }
 
 /* clip and trust of ddp_optimizer_kernels; one thread makes a number. */
@@ -1534,7 +1669,8 @@ struct ddp__cuda_clip {
     const ddp_exact_sum *sum;
     float limit, *factor, *norm;
     template <int N> DDP__HD void run(size_t) const {
-        float n = (float)ddp__cuda_sqrt(ddp__cuda_exact_value(sum)), f = n > limit && n <= 3.402823466e38f ? ddp__cuda_div(limit, n) : 1.0f;
+        float n = (float)ddp__cuda_sqrt(ddp__cuda_exact_value(sum)),
+              f = n > limit && n <= 3.402823466e38f ? ddp__cuda_div(limit, n) : 1.0f;
         ddp__cuda_put<1>(&f, factor, 0);
         ddp__cuda_put<1>(&n, norm, 0);
     }
@@ -1544,9 +1680,12 @@ struct ddp__cuda_trust {
     enum { WIDTH = 1 };
     const ddp_exact_sum *sums; double lr, c, decay, *out;
     template <int N> DDP__HD void run(size_t at) const {
-        double value = ddp__cuda_sqrt(ddp__cuda_exact_value(sums + 2 * at)), grad = ddp__cuda_sqrt(ddp__cuda_exact_value(sums + 2 * at + 1));
+        double value = ddp__cuda_sqrt(ddp__cuda_exact_value(sums + 2 * at)),
+               grad = ddp__cuda_sqrt(ddp__cuda_exact_value(sums + 2 * at + 1));
         double below = decay < 0 ? grad : ddp__cuda_add(grad, ddp__cuda_mul(decay, value));
-        double rate = value == 0 || grad == 0 ? lr : ddp__cuda_mul(lr, ddp__cuda_div(ddp__cuda_mul(c, value), below));
+        double rate = value == 0 || grad == 0
+                          ? lr
+                          : ddp__cuda_mul(lr, ddp__cuda_div(ddp__cuda_mul(c, value), below));
         ddp__cuda_put<1>(&rate, out, at);
     }
 };
@@ -1560,7 +1699,9 @@ static void ddp__cuda_optimizer_update(const ddp_update *u) {
 
 static void ddp__cuda_optimizer_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
     ddp__cuda_keep(ddp__cuda_by<DDP_F32, DDP_F64>(dtype, [&](auto D) {
-        const ddp__cuda_convert<decltype(D)::value, decltype(D)::value, typename ddp__cuda_type<decltype(D)::value>::math> f = {data, data, 1, factor};
+        const ddp__cuda_convert<decltype(D)::value, decltype(D)::value,
+                                typename ddp__cuda_type<decltype(D)::value>::math>
+            f = {data, data, 1, factor};
         uint32_t mask = ddp__cuda_heads((1u << f.WIDTH) - 1, data, (int)ddp_dtype_size(dtype), f.WIDTH);
         return ddp__cuda_each(f, mask, count, ddp__cuda_mine.stream, "ddp_device_cuda scale");
     }));
@@ -1571,7 +1712,8 @@ static void ddp__cuda_optimizer_clip(const ddp_exact_sum *sum, float limit, floa
     ddp__cuda_keep(ddp__cuda_each(f, 1, 1, ddp__cuda_mine.stream, "ddp_device_cuda clip"));
 }
 
-static void ddp__cuda_optimizer_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out) {
+static void ddp__cuda_optimizer_trust(const ddp_exact_sum *sums, size_t count, double lr, double c,
+                                      double decay, double *out) {
     const ddp__cuda_trust f = {sums, lr, c, decay, out};
     ddp__cuda_keep(ddp__cuda_each(f, 1, count, ddp__cuda_mine.stream, "ddp_device_cuda trust"));
 }
@@ -1627,9 +1769,12 @@ template <ddp_dtype S> struct ddp__cuda_quantise {
         int8_t out[EACH];
         size_t at = block * DDP_CUDA_QUANT_BLOCK + (size_t)(lane * EACH);
         int n = load(in, at), special = largest >= 0x7f800000u, zero = largest < (27u << 23); /* 2^-100 */
-        float scale = special ? ddp__cuda_from_bits(0x7fc00000u) : zero ? 0.0f : ddp__cuda_div(ddp__cuda_from_bits(largest), 127.0f);
+        float scale = special ? ddp__cuda_from_bits(0x7fc00000u)
+                      : zero  ? 0.0f
+                              : ddp__cuda_div(ddp__cuda_from_bits(largest), 127.0f);
         if (!special && !ddp__cuda_finite(ddp__cuda_mul(scale, 127.0f))) scale = ddp__cuda_from_bits(ddp__cuda_bits(scale) - 1); /* rounded up */
-        for (int i = 0; i < EACH; i++) out[i] = special || zero ? (int8_t)0 : quantise(type::load(in[i]), scale);
+        for (int i = 0; i < EACH; i++)
+            out[i] = special || zero ? (int8_t)0 : quantise(type::load(in[i]), scale);
         if (n == EACH && q_aligned) ddp__cuda_put<EACH>(out, q, at);
         else
             for (int i = 0; i < EACH; i++)
@@ -1657,12 +1802,16 @@ template <ddp_dtype D> struct ddp__cuda_dequantise {
     }
 };
 
-template <ddp_dtype S> static ddp_result ddp__cuda_quantise_run(int8_t *q, float *scales, const void *src, size_t count, cudaStream_t stream) {
+template <ddp_dtype S> static ddp_result ddp__cuda_quantise_run(int8_t *q, float *scales, const void *src,
+                                                                size_t count, cudaStream_t stream) {
     const ddp__cuda_quantise<S> f = {src, q, scales, count, (uintptr_t)src % 16 == 0, (uintptr_t)q % 8 == 0};
-    return ddp__cuda_rows(f, count / DDP_CUDA_QUANT_BLOCK + (count % DDP_CUDA_QUANT_BLOCK != 0), stream, "ddp_cuda_quantise8");
+    return ddp__cuda_rows(f, count / DDP_CUDA_QUANT_BLOCK + (count % DDP_CUDA_QUANT_BLOCK != 0), stream,
+                          "ddp_cuda_quantise8");
 }
 
-template <ddp_dtype D> static ddp_result ddp__cuda_dequantise_run(void *dst, const int8_t *q, const float *scales, size_t count, cudaStream_t stream) {
+template <ddp_dtype D> static ddp_result ddp__cuda_dequantise_run(void *dst, const int8_t *q,
+                                                                  const float *scales, size_t count,
+                                                                  cudaStream_t stream) {
     const ddp__cuda_dequantise<D> f = {dst, q, scales};
     uint32_t mask = ddp__cuda_heads(1, dst, (int)sizeof(typename ddp__cuda_type<D>::store), 4);
     return ddp__cuda_each(f, ddp__cuda_heads(mask, q, 1, 4), count, stream, "ddp_cuda_dequantise8");
@@ -1678,14 +1827,21 @@ template <ddp_dtype D> static ddp_result ddp__cuda_dequantise_run(void *dst, con
 template <class T> static DDP__HD T ddp__cuda_at(const void *base, int64_t i) { return ((const T *)base)[i]; }
 template <class T> static DDP__HD void ddp__cuda_set(void *base, int64_t i, T x) { ((T *)base)[i] = x; }
 #else
-template <class T> static DDP__HD T ddp__cuda_at(const void *base, int64_t i) { T x; ddp__cuda_get<1>(&x, base, (size_t)i); return x; }
-template <class T> static DDP__HD void ddp__cuda_set(void *base, int64_t i, T x) { ddp__cuda_put<1>(&x, base, (size_t)i); }
+template <class T> static DDP__HD T ddp__cuda_at(const void *base, int64_t i) {
+    T x;
+    ddp__cuda_get<1>(&x, base, (size_t)i);
+    return x;
+}
+template <class T> static DDP__HD void ddp__cuda_set(void *base, int64_t i, T x) {
+    ddp__cuda_put<1>(&x, base, (size_t)i);
+}
 #endif
 template <class T> static DDP__HD T ddp__cuda_sigmoid(T x) { return 1 / (1 + exp(-x)); }
 
 /* Word e % 4 of block e / 4 of Philox 4x32-10 (Salmon et al. 2011). */
 static DDP__HD uint32_t ddp__cuda_philox(uint64_t key, uint64_t e) {
-    uint32_t c0 = (uint32_t)(e / 4), c1 = (uint32_t)(e / 4 >> 32), c2 = 0, c3 = 0, k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    uint32_t c0 = (uint32_t)(e / 4), c1 = (uint32_t)(e / 4 >> 32), c2 = 0, c3 = 0, k0 = (uint32_t)key,
+             k1 = (uint32_t)(key >> 32);
     for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u) {
         uint64_t a = (uint64_t)0xd2511f53u * c0, b = (uint64_t)0xcd9e8d57u * c2;
         c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
@@ -1703,11 +1859,13 @@ template <class F> struct ddp__cuda_layer_cells {
     F f;
     int64_t columns;
     template <int N> DDP__HD void run(size_t at) const { /* 32 bits divide in a third of the time */
-        int64_t i = (at | (size_t)columns) >> 32 ? (int64_t)at / columns : (int64_t)((uint32_t)at / (uint32_t)columns);
+        int64_t i = (at | (size_t)columns) >> 32 ? (int64_t)at / columns
+                                                 : (int64_t)((uint32_t)at / (uint32_t)columns);
         f.cell(i, (int64_t)at - i * columns);
     }
 };
-template <class F, class... Fields> static ddp_result ddp__cuda_cells(int64_t rows, int64_t columns, Fields... fields_of_f) {
+template <class F, class... Fields> static ddp_result ddp__cuda_cells(int64_t rows, int64_t columns,
+                                                                      Fields... fields_of_f) {
     const ddp__cuda_layer_cells<F> all = {{fields_of_f...}, columns};
     return ddp__cuda_each(all, 1, (size_t)(rows * columns), ddp__cuda_mine.stream, DDP__CUDA_LAYER);
 }
@@ -1718,7 +1876,8 @@ template <class T> struct ddp__cuda_product {
     DDP__HD void cell(int64_t i, int64_t j) const {
         T sum = g.accumulate ? ddp__cuda_at<T>(g.c, i * g.ldc + j) : 0;
         for (int64_t k = 0; k < g.k; k++)
-            sum += ddp__cuda_at<T>(g.a, g.trans_a ? k * g.lda + i : i * g.lda + k) * ddp__cuda_at<T>(g.b, g.trans_b ? j * g.ldb + k : k * g.ldb + j);
+            sum += ddp__cuda_at<T>(g.a, g.trans_a ? k * g.lda + i : i * g.lda + k)
+                   * ddp__cuda_at<T>(g.b, g.trans_b ? j * g.ldb + k : k * g.ldb + j);
         ddp__cuda_set<T>(g.c, i * g.ldc + j, sum);
     }
 };
@@ -1732,9 +1891,12 @@ template <class T> struct ddp__cuda_copied {
     int64_t x_step;
     void *y;
     int64_t y_step;
-    DDP__HD void cell(int64_t i, int64_t j) const { ddp__cuda_set<T>(y, i * y_step + j, ddp__cuda_at<T>(x, i * x_step + j)); }
+    DDP__HD void cell(int64_t i, int64_t j) const {
+        ddp__cuda_set<T>(y, i * y_step + j, ddp__cuda_at<T>(x, i * x_step + j));
+    }
 };
-template <class T> static ddp_result ddp__cuda_copy_rows(int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y, int64_t y_step) {
+template <class T> static ddp_result ddp__cuda_copy_rows(int64_t rows, int64_t columns, const void *x,
+                                                         int64_t x_step, void *y, int64_t y_step) {
     return ddp__cuda_cells<ddp__cuda_copied<T> >(rows, columns, x, x_step, y, y_step);
 }
 
@@ -1742,9 +1904,12 @@ template <class T> struct ddp__cuda_biased {
     const void *bias;
     void *y;
     int64_t y_step;
-    DDP__HD void cell(int64_t i, int64_t j) const { ddp__cuda_set<T>(y, i * y_step + j, ddp__cuda_at<T>(y, i * y_step + j) + ddp__cuda_at<T>(bias, j)); }
+    DDP__HD void cell(int64_t i, int64_t j) const {
+        ddp__cuda_set<T>(y, i * y_step + j, ddp__cuda_at<T>(y, i * y_step + j) + ddp__cuda_at<T>(bias, j));
+    }
 };
-template <class T> static ddp_result ddp__cuda_add_bias(int64_t rows, int64_t columns, const void *bias, void *y, int64_t y_step) {
+template <class T> static ddp_result ddp__cuda_add_bias(int64_t rows, int64_t columns, const void *bias,
+                                                        void *y, int64_t y_step) {
     return ddp__cuda_cells<ddp__cuda_biased<T> >(rows, columns, bias, y, y_step);
 }
 
@@ -1772,11 +1937,13 @@ template <class T> struct ddp__cuda_activated {
         ddp__cuda_set<T>(out, from, d);
     }
 };
-template <class T> static ddp_result ddp__cuda_activate_backward(ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, const void *dy,
-                                                                 void *dx) {
+template <class T> static ddp_result ddp__cuda_activate_backward(ddp_tp_activation form, int64_t rows,
+                                                                 int64_t columns, const void *x,
+                                                                 const void *dy, void *dx) {
     return ddp__cuda_cells<ddp__cuda_activated<T> >(rows, columns, form, columns, x, dy, dx);
 }
-template <class T> static ddp_result ddp__cuda_activate(ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, void *y) {
+template <class T> static ddp_result ddp__cuda_activate(ddp_tp_activation form, int64_t rows, int64_t columns,
+                                                        const void *x, void *y) {
     return ddp__cuda_activate_backward<T>(form, rows, columns, x, NULL, y);
 }
 
@@ -1799,9 +1966,11 @@ template <class Op> struct ddp__cuda_layer_part {
     int64_t begin, count;
     int32_t index[DDP__CUDA_INDICES];
 };
-static_assert(sizeof(ddp__cuda_layer_part<ddp_loss>) + sizeof(size_t) <= 4096, "a kernel's arguments are limited to 4 KiB");
+static_assert(sizeof(ddp__cuda_layer_part<ddp_loss>) + sizeof(size_t) <= 4096,
+              "a kernel's arguments are limited to 4 KiB");
 
-template <class F, class Op> static ddp_result ddp__cuda_layer_parts(const Op *op, const int32_t *index, ddp_result (*launch)(const F &, size_t, cudaStream_t, const char *)) {
+template <class F, class Op> static ddp_result ddp__cuda_layer_parts(
+    const Op *op, const int32_t *index, ddp_result (*launch)(const F &, size_t, cudaStream_t, const char *)) {
     F f = {};
     f.op = *op;
     for (; f.begin < op->rows; f.begin += f.count) {
@@ -1815,11 +1984,13 @@ template <class F, class Op> static ddp_result ddp__cuda_layer_parts(const Op *o
 /* BACK: the first row of a token adds all rows of it, in order: the additions of the CPU. */
 template <class T, int BACK> struct ddp__cuda_looked_up : ddp__cuda_layer_part<ddp_lookup> {
     DDP__HD void chunk(size_t row, size_t thread, size_t threads) const {
-        int64_t me = (int64_t)row, n = op.columns, from = index[me] - op.first, here = from >= 0 && from < op.count;
+        int64_t me = (int64_t)row, n = op.columns, from = index[me] - op.first,
+                here = from >= 0 && from < op.count;
         for (int64_t k = 0; BACK && k < me && here; k++) here = index[k] != index[me];
         for (int64_t j = (int64_t)thread; j < n && (here || !BACK); j += (int64_t)threads) {
             T x = here ? ddp__cuda_at<T>(BACK ? op.out : op.in, from * n + j) : 0;
-            for (int64_t k = me; BACK && k < count; k++) if (index[k] == index[me]) x += ddp__cuda_at<T>(op.in, (begin + k) * n + j);
+            for (int64_t k = me; BACK && k < count; k++)
+                if (index[k] == index[me]) x += ddp__cuda_at<T>(op.in, (begin + k) * n + j);
             ddp__cuda_set<T>(op.out, (BACK ? from : begin + me) * n + j, x);
         }
     }
@@ -1835,7 +2006,10 @@ template <class T> static ddp_result ddp__cuda_lookup_backward(const ddp_lookup 
 template <int N, int THREADS, class Part> struct ddp__cuda_layer_rows : Part {
     enum { CELLS = 1, TEAM = THREADS };
     typedef ddp__cuda_sums<N> value;
-    static DDP__HD value join(value a, const value &b) { for (int i = 0; i < N; i++) a.at[i] += b.at[i]; return a; }
+    static DDP__HD value join(value a, const value &b) {
+        for (int i = 0; i < N; i++) a.at[i] += b.at[i];
+        return a;
+    }
     DDP__HD void flush(const int64_t *) const {}
 };
 template <class Op> struct ddp__cuda_layer_op { Op op; };
@@ -1852,7 +2026,8 @@ struct ddp__cuda_column_sums {
     int accumulate, second; /* second: also the sums of dy, in the next row of out */
     void *out;
 };
-template <class T> struct ddp__cuda_layer_columns : ddp__cuda_layer_rows<2, 8, ddp__cuda_layer_op<ddp__cuda_column_sums> > {
+template <class T> struct ddp__cuda_layer_columns
+    : ddp__cuda_layer_rows<2, 8, ddp__cuda_layer_op<ddp__cuda_column_sums>> {
     typedef ddp__cuda_sums<2> value;
     DDP__HD value partial(size_t column, int lane, int64_t *) const {
         const ddp__cuda_column_sums &op = this->op;
@@ -1861,7 +2036,9 @@ template <class T> struct ddp__cuda_layer_columns : ddp__cuda_layer_rows<2, 8, d
             int64_t at = i * op.columns + (int64_t)column;
             T d = ddp__cuda_at<T>(op.dy, at);
             v.at[1] += (double)d;
-            if (op.stats) d *= (ddp__cuda_at<T>(op.x, at) - ddp__cuda_at<T>(op.stats, 2 * i)) * ddp__cuda_at<T>(op.stats, 2 * i + 1);
+            if (op.stats)
+                d *= (ddp__cuda_at<T>(op.x, at) - ddp__cuda_at<T>(op.stats, 2 * i))
+                     * ddp__cuda_at<T>(op.stats, 2 * i + 1);
             v.at[0] += (double)d;
         }
         return v;
@@ -1869,17 +2046,22 @@ template <class T> struct ddp__cuda_layer_columns : ddp__cuda_layer_rows<2, 8, d
     DDP__HD void finish(size_t column, const value &v, int lane, int64_t *) const {
         const ddp__cuda_column_sums &op = this->op;
         int64_t to = (int64_t)column + lane * op.columns;
-        if (lane <= op.second) ddp__cuda_set<T>(op.out, to, (T)(v.at[lane] + (op.accumulate ? (double)ddp__cuda_at<T>(op.out, to) : 0)));
+        if (lane <= op.second)
+            ddp__cuda_set<T>(op.out, to,
+                             (T)(v.at[lane] + (op.accumulate ? (double)ddp__cuda_at<T>(op.out, to) : 0)));
     }
 };
-template <class T> static ddp_result ddp__cuda_sum_rows(int64_t rows, int64_t columns, const void *x, int accumulate, void *out) {
+template <class T> static ddp_result ddp__cuda_sum_rows(int64_t rows, int64_t columns, const void *x,
+                                                        int accumulate, void *out) {
     const ddp__cuda_column_sums op = {rows, columns, x, NULL, NULL, accumulate, 0, out};
     return ddp__cuda_layer_teams<ddp__cuda_layer_columns<T> >(op, columns);
 }
 
 /* Three sums: the count, the mean, and the sum of squared deviations. Two parts are merged as in Chan et al. (1979). */
 template <class T> struct ddp__cuda_layer_norm : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_op<ddp_norm> > {
-    DDP__HD double x(size_t row, int64_t j) const { return (double)ddp__cuda_at<T>(op.x, (int64_t)row * op.columns + j); }
+    DDP__HD double x(size_t row, int64_t j) const {
+        return (double)ddp__cuda_at<T>(op.x, (int64_t)row * op.columns + j);
+    }
     DDP__HD value partial(size_t row, int lane, int64_t *) const {
         value v = {};
         for (int64_t j = lane; j < op.columns; j += 32) {
@@ -1887,7 +2069,8 @@ template <class T> struct ddp__cuda_layer_norm : ddp__cuda_layer_rows<3, 32, ddp
             v.at[1] += op.rms ? 0 : x(row, j);
         }
         if (v.at[0] > 0) v.at[1] /= v.at[0];
-        for (int64_t j = lane; j < op.columns; j += 32) v.at[2] += (x(row, j) - v.at[1]) * (x(row, j) - v.at[1]);
+        for (int64_t j = lane; j < op.columns; j += 32)
+            v.at[2] += (x(row, j) - v.at[1]) * (x(row, j) - v.at[1]);
         return v;
     }
     static DDP__HD value join(value a, const value &b) {
@@ -1902,16 +2085,23 @@ template <class T> struct ddp__cuda_layer_norm : ddp__cuda_layer_rows<3, 32, ddp
         double scale = 1 / sqrt(v.at[2] / (double)op.columns + op.eps);
         if (lane < 2) ddp__cuda_set<T>(op.stats, 2 * (int64_t)row + lane, (T)(lane ? scale : v.at[1]));
         for (int64_t j = lane; j < op.columns; j += 32)
-            ddp__cuda_set<T>(op.y, (int64_t)row * op.columns + j, (T)((x(row, j) - v.at[1]) * scale) * ddp__cuda_at<T>(op.weight, j) +
-                             (op.bias ? ddp__cuda_at<T>(op.bias, j) : 0));
+            ddp__cuda_set<T>(op.y, (int64_t)row * op.columns + j,
+                             (T)((x(row, j) - v.at[1]) * scale) * ddp__cuda_at<T>(op.weight, j)
+                                 + (op.bias ? ddp__cuda_at<T>(op.bias, j) : 0));
     }
 };
-template <class T> static ddp_result ddp__cuda_norm(const ddp_norm *op) { return ddp__cuda_layer_teams<ddp__cuda_layer_norm<T> >(*op, op->rows); }
+template <class T> static ddp_result ddp__cuda_norm(const ddp_norm *op) {
+    return ddp__cuda_layer_teams<ddp__cuda_layer_norm<T>>(*op, op->rows);
+}
 
-template <class T> struct ddp__cuda_layer_norm_back : ddp__cuda_layer_rows<2, 32, ddp__cuda_layer_op<ddp_norm_backward> > {
-    DDP__HD T g(int64_t row, int64_t j) const { return ddp__cuda_at<T>(op.dy, row * op.columns + j) * ddp__cuda_at<T>(op.weight, j); }
+template <class T> struct ddp__cuda_layer_norm_back
+    : ddp__cuda_layer_rows<2, 32, ddp__cuda_layer_op<ddp_norm_backward>> {
+    DDP__HD T g(int64_t row, int64_t j) const {
+        return ddp__cuda_at<T>(op.dy, row * op.columns + j) * ddp__cuda_at<T>(op.weight, j);
+    }
     DDP__HD T h(int64_t row, int64_t j) const {
-        return (ddp__cuda_at<T>(op.x, row * op.columns + j) - ddp__cuda_at<T>(op.stats, 2 * row)) * ddp__cuda_at<T>(op.stats, 2 * row + 1);
+        return (ddp__cuda_at<T>(op.x, row * op.columns + j) - ddp__cuda_at<T>(op.stats, 2 * row))
+               * ddp__cuda_at<T>(op.stats, 2 * row + 1);
     }
     DDP__HD value partial(size_t row, int lane, int64_t *) const {
         value v = {};
@@ -1922,20 +2112,23 @@ template <class T> struct ddp__cuda_layer_norm_back : ddp__cuda_layer_rows<2, 32
         return v;
     }
     DDP__HD void finish(size_t row, const value &v, int lane, int64_t *) const {
-        T mean = (T)(v.at[0] / (double)op.columns), along = (T)(v.at[1] / (double)op.columns), scale = ddp__cuda_at<T>(op.stats, 2 * (int64_t)row + 1);
+        T mean = (T)(v.at[0] / (double)op.columns), along = (T)(v.at[1] / (double)op.columns),
+          scale = ddp__cuda_at<T>(op.stats, 2 * (int64_t)row + 1);
         for (int64_t j = lane, i = (int64_t)row; j < op.columns; j += 32)
             ddp__cuda_set<T>(op.dx, i * op.columns + j, scale * (g(i, j) - mean - h(i, j) * along));
     }
 };
 template <class T> static ddp_result ddp__cuda_norm_backward(const ddp_norm_backward *op) { /* sums first: dx may be dy */
-    const ddp__cuda_column_sums sums = {op->rows, op->columns, op->dy, op->x, op->stats, 1, !op->rms, op->sums};
+    const ddp__cuda_column_sums sums = {op->rows, op->columns, op->dy, op->x,
+                                        op->stats, 1, !op->rms, op->sums};
     if (op->sums) DDP_TRY(ddp__cuda_layer_teams<ddp__cuda_layer_columns<T> >(sums, op->columns));
     return op->dx ? ddp__cuda_layer_teams<ddp__cuda_layer_norm_back<T> >(*op, op->rows) : DDP_OK;
 }
 
 /* STEP 0, loss_max: the greatest. 1, loss_sum: the target's logit, which one lane of one rank finds, and the sum. 2, loss_end: one lane reads all three for
    the others, and max[i] becomes the loss, of which the total is made. */
-template <class T, int STEP> struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_part<ddp_loss> > {
+template <class T, int STEP> struct ddp__cuda_layer_loss
+    : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_part<ddp_loss>> {
     typedef ddp__cuda_sums<3> value;
     static DDP__HD value join(const value &a, const value &b) {
         return {{a.at[0] + b.at[0], a.at[1] + b.at[1], b.at[2] > a.at[2] ? b.at[2] : a.at[2]}};
@@ -1946,7 +2139,9 @@ template <class T, int STEP> struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<
         value v = {{0, 0, -(double)INFINITY}};
         T most = STEP == 1 ? ddp__cuda_at<T>(op.max, i) : 0;
         if (STEP == 2 && lane == 0)
-            for (int k = 0; k < 3; k++) v.at[k] = (double)(k == 2 ? ddp__cuda_at<T>(op.max, i) : ddp__cuda_at<T>(op.sums, k * op.rows + i));
+            for (int k = 0; k < 3; k++)
+                v.at[k] = (double)(k == 2 ? ddp__cuda_at<T>(op.max, i)
+                                          : ddp__cuda_at<T>(op.sums, k * op.rows + i));
         for (int64_t j = lane; j < op.count && this->index[row] != op.ignore && STEP != 2; j += 32) {
             T x = ddp__cuda_at<T>(op.logits, at + j) - most, e = exp(x);
             v.at[2] = (double)x > v.at[2] ? (double)x : v.at[2];
@@ -1959,12 +2154,16 @@ template <class T, int STEP> struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<
     }
     DDP__HD void finish(size_t row, const value &v, int lane, int64_t *) const {
         const ddp_loss &op = this->op;
-        int64_t i = this->begin + (int64_t)row, at = i * op.columns, target = this->index[row] - op.first, words = this->index[row] == op.ignore ? 0 : op.count;
+        int64_t i = this->begin + (int64_t)row, at = i * op.columns, target = this->index[row] - op.first,
+                words = this->index[row] == op.ignore ? 0 : op.count;
         if (STEP == 0 && lane == 0) ddp__cuda_set<T>(op.max, i, (T)v.at[2]);
         if (STEP == 1 && lane < 2) ddp__cuda_set<T>(op.sums, lane * op.rows + i, (T)v.at[lane]);
         if (STEP != 2) return;
-        double log_sum = log(v.at[1]), all = v.at[2] + log_sum, factor = op.scale * (1 + 2 * op.z_loss * all) / v.at[1];
-        T loss = this->index[row] == op.ignore ? 0 : (T)(log_sum - v.at[0] + (op.z_loss > 0 ? op.z_loss * all * all : 0));
+        double log_sum = log(v.at[1]), all = v.at[2] + log_sum,
+               factor = op.scale * (1 + 2 * op.z_loss * all) / v.at[1];
+        T loss = this->index[row] == op.ignore
+                     ? 0
+                     : (T)(log_sum - v.at[0] + (op.z_loss > 0 ? op.z_loss * all * all : 0));
         if (lane == 0) ddp__cuda_set<T>(op.max, i, loss);
         if (lane == 0 && op.losses) ddp__cuda_set<T>(op.losses, i, loss);
         for (int64_t j = lane; j < op.columns && op.dlogits; j += 32) {
@@ -1976,8 +2175,12 @@ template <class T, int STEP> struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<
 template <class T, int STEP> static ddp_result ddp__cuda_loss(const ddp_loss *op) {
     return ddp__cuda_layer_parts(op, op->targets, ddp__cuda_rows<ddp__cuda_layer_loss<T, STEP> >);
 }
-template <class T> static ddp_result ddp__cuda_loss_max(const ddp_loss *op) { return ddp__cuda_loss<T, 0>(op); }
-template <class T> static ddp_result ddp__cuda_loss_sum(const ddp_loss *op) { return ddp__cuda_loss<T, 1>(op); }
+template <class T> static ddp_result ddp__cuda_loss_max(const ddp_loss *op) {
+    return ddp__cuda_loss<T, 0>(op);
+}
+template <class T> static ddp_result ddp__cuda_loss_sum(const ddp_loss *op) {
+    return ddp__cuda_loss<T, 1>(op);
+}
 template <class T> static ddp_result ddp__cuda_loss_end(const ddp_loss *op) { /* the total makes the host wait */
     T total = 0;
     DDP_TRY((ddp__cuda_loss<T, 2>(op)));
@@ -2029,12 +2232,15 @@ static ddp__cuda_region *ddp__cuda_region_remove(ddp__cuda_region **link, const 
     return region;
 }
 
-static ddp__cuda_streams *ddp__cuda_streams_of(const ddp_group *group) { return (ddp__cuda_streams *)ddp_group_device_state(group); }
+static ddp__cuda_streams *ddp__cuda_streams_of(const ddp_group *group) {
+    return (ddp__cuda_streams *)ddp_group_device_state(group);
+}
 
 static ddp_result ddp__cuda_group_fail(const ddp_group *group, cudaError_t error, const char *call) {
     char who[96];
     if (error == cudaSuccess) return DDP_OK;
-    snprintf(who, sizeof who, "rank %d/%d group=%s", ddp_rank(group), ddp_world_size(group), ddp_group_name(group));
+    snprintf(who, sizeof who, "rank %d/%d group=%s", ddp_rank(group), ddp_world_size(group),
+             ddp_group_name(group));
     return ddp__cuda_fail(error, who, call);
 }
 
@@ -2047,12 +2253,17 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
     ddp_result result;
     *state = streams;
     if (!streams) return DDP_ERR_NO_MEMORY;
-    streams->stream[DDP_STREAM_COMPUTE] = from ? from->stream[DDP_STREAM_COMPUTE] : seed ? seed->stream : ddp__cuda_mine.stream;
+    streams->stream[DDP_STREAM_COMPUTE] = from   ? from->stream[DDP_STREAM_COMPUTE]
+                                          : seed ? seed->stream
+                                                 : ddp__cuda_mine.stream;
     if (seed) streams->stream[DDP_STREAM_COMM] = seed->comm_stream;
-    if (from || seed) result = ddp__cuda_fail(cuda->set_device(streams->device = from ? from->device : seed->device), "making the group", "cudaSetDevice");
+    if (from || seed)
+        result = ddp__cuda_fail(cuda->set_device(streams->device = from ? from->device : seed->device),
+                                "making the group", "cudaSetDevice");
     else result = ddp__cuda_fail(cuda->get_device(&streams->device), "making the group", "cudaGetDevice");
     if (result == DDP_OK && !streams->stream[DDP_STREAM_COMM]) {
-        result = ddp__cuda_fail(cuda->stream_create(&streams->stream[DDP_STREAM_COMM], 1), "making the group", "cudaStreamCreateWithPriority");
+        result = ddp__cuda_fail(cuda->stream_create(&streams->stream[DDP_STREAM_COMM], 1), "making the group",
+                                "cudaStreamCreateWithPriority");
         streams->owns_comm = result == DDP_OK;
     }
     ddp_error_save(&streams->failed, result);
@@ -2080,20 +2291,28 @@ static ddp_result ddp__cuda_device_check(ddp_group *) { return ddp_cuda_check();
 static ddp_result ddp__cuda_device_event_create(ddp_group *group, void **event) {
     cudaEvent_t made = NULL;
     *event = NULL;
-    DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(ddp__cuda_streams_of(group)->device), "cudaSetDevice"));
+    DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(ddp__cuda_streams_of(group)->device),
+                                 "cudaSetDevice"));
     DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->event_create(&made), "cudaEventCreateWithFlags"));
     *event = made;
     return DDP_OK;
 }
 
-static void ddp__cuda_device_event_destroy(ddp_group *, void *event) { DDP__CUDA_RUNTIME->event_destroy((cudaEvent_t)event); }
+static void ddp__cuda_device_event_destroy(ddp_group *, void *event) {
+    DDP__CUDA_RUNTIME->event_destroy((cudaEvent_t)event);
+}
 
 static ddp_result ddp__cuda_device_event_record(ddp_group *group, ddp_stream_kind lane, void *event) {
-    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->event_record((cudaEvent_t)event, ddp__cuda_streams_of(group)->stream[lane]), "cudaEventRecord");
+    return ddp__cuda_group_fail(
+        group, DDP__CUDA_RUNTIME->event_record((cudaEvent_t)event, ddp__cuda_streams_of(group)->stream[lane]),
+        "cudaEventRecord");
 }
 
 static ddp_result ddp__cuda_device_event_wait(ddp_group *group, ddp_stream_kind lane, void *event) {
-    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->stream_wait_event(ddp__cuda_streams_of(group)->stream[lane], (cudaEvent_t)event), "cudaStreamWaitEvent");
+    return ddp__cuda_group_fail(
+        group,
+        DDP__CUDA_RUNTIME->stream_wait_event(ddp__cuda_streams_of(group)->stream[lane], (cudaEvent_t)event),
+        "cudaStreamWaitEvent");
 }
 
 /* While a graph is captured nothing runs, and asking would spoil the capture. */
@@ -2101,9 +2320,14 @@ static ddp_result ddp__cuda_device_event_test(ddp_group *group, void *event, int
     int capturing = 0;
     cudaError_t error;
     *done = 0;
-    DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->stream_capturing(ddp__cuda_streams_of(group)->stream[DDP_STREAM_COMM], &capturing), "cudaStreamIsCapturing"));
+    DDP_TRY(ddp__cuda_group_fail(
+        group,
+        DDP__CUDA_RUNTIME->stream_capturing(ddp__cuda_streams_of(group)->stream[DDP_STREAM_COMM], &capturing),
+        "cudaStreamIsCapturing"));
     if (capturing)
-        return ddp_fail_in(DDP_ERR_INVALID, "ddp_test", group, "the stream is being captured into a graph, and nothing runs until that is launched");
+        return ddp_fail_in(
+            DDP_ERR_INVALID, "ddp_test", group,
+            "the stream is being captured into a graph, and nothing runs until that is launched");
     error = DDP__CUDA_RUNTIME->event_query((cudaEvent_t)event);
     *done = error != cudaErrorNotReady; /* ddp_wait reports a failure */
     return *done ? ddp__cuda_group_fail(group, error, "cudaEventQuery") : DDP_OK;
@@ -2112,8 +2336,8 @@ static ddp_result ddp__cuda_device_event_test(ddp_group *group, void *event, int
 //== the GPU as a device ============================================================================= >>impl-device
 
 /* Memory from cudaMalloc or cudaHostAlloc, `call`, on the device of group; NULL = the current device. */
-static ddp_result ddp__cuda_memory(cudaError_t (*alloc)(void **out, size_t size_bytes), ddp_group *group, size_t size_bytes, void **out,
-                                   const char *function, const char *call) {
+static ddp_result ddp__cuda_memory(cudaError_t (*alloc)(void **out, size_t size_bytes), ddp_group *group,
+                                   size_t size_bytes, void **out, const char *function, const char *call) {
     const ddp__cuda_streams *streams = group ? ddp__cuda_streams_of(group) : NULL;
     char text[64];
     *out = NULL;
@@ -2129,8 +2353,10 @@ static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, vo
     const char *function = "ddp_device_cuda alloc";
     cudaStream_t stream = ddp__cuda_mine.stream;
     DDP_TRY(ddp__cuda_memory(cuda->malloc, group, size_bytes, out, function, "cudaMalloc"));
-    ddp_result result = ddp__cuda_fail(cuda->memset_async(*out, 0, size_bytes ? size_bytes : 1, stream), function, "cudaMemsetAsync");
-    if (result == DDP_OK) result = ddp__cuda_fail(cuda->synchronize(stream), function, "cudaStreamSynchronize");
+    ddp_result result = ddp__cuda_fail(cuda->memset_async(*out, 0, size_bytes ? size_bytes : 1, stream),
+                                       function, "cudaMemsetAsync");
+    if (result == DDP_OK)
+        result = ddp__cuda_fail(cuda->synchronize(stream), function, "cudaStreamSynchronize");
     if (result == DDP_OK) return DDP_OK;
     cuda->free(*out);
     *out = NULL;
@@ -2142,11 +2368,14 @@ static void ddp__cuda_device_free(ddp_group *, void *memory) {
 }
 
 static ddp_result ddp__cuda_device_alloc_pinned(ddp_group *group, size_t size_bytes, void **out) {
-    return ddp__cuda_memory(DDP__CUDA_RUNTIME->host_alloc, group, size_bytes, out, "ddp_device_cuda alloc_pinned", "cudaHostAlloc");
+    return ddp__cuda_memory(DDP__CUDA_RUNTIME->host_alloc, group, size_bytes, out,
+                            "ddp_device_cuda alloc_pinned", "cudaHostAlloc");
 }
 
 static void ddp__cuda_device_free_pinned(void *memory) {
-    if (memory) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->host_free(memory), "ddp_device_cuda free_pinned", "cudaFreeHost");
+    if (memory)
+        ddp__cuda_keep_error(DDP__CUDA_RUNTIME->host_free(memory), "ddp_device_cuda free_pinned",
+                             "cudaFreeHost");
 }
 
 /* Waits where the CPU could otherwise read or reuse its side too early. */
@@ -2156,56 +2385,80 @@ static void ddp__cuda_device_copy(void *dst, const void *src, size_t size_bytes)
     cudaStream_t stream = ddp__cuda_mine.stream;
     int dst_there = 0, src_there = 0;
     if (size_bytes == 0) return;
-    ddp_result result = ddp__cuda_fail(cuda->is_device_memory(dst, &dst_there), function, "cudaPointerGetAttributes");
-    if (result == DDP_OK) result = ddp__cuda_fail(cuda->is_device_memory(src, &src_there), function, "cudaPointerGetAttributes");
-    if (result == DDP_OK) result = ddp__cuda_fail(cuda->memcpy_async(dst, src, size_bytes, cudaMemcpyDefault, stream), function, "cudaMemcpyAsync");
-    if (result == DDP_OK && !(dst_there && src_there)) result = ddp__cuda_fail(cuda->synchronize(stream), function, "cudaStreamSynchronize");
+    ddp_result result = ddp__cuda_fail(cuda->is_device_memory(dst, &dst_there), function,
+                                       "cudaPointerGetAttributes");
+    if (result == DDP_OK)
+        result = ddp__cuda_fail(cuda->is_device_memory(src, &src_there), function,
+                                "cudaPointerGetAttributes");
+    if (result == DDP_OK)
+        result = ddp__cuda_fail(cuda->memcpy_async(dst, src, size_bytes, cudaMemcpyDefault, stream), function,
+                                "cudaMemcpyAsync");
+    if (result == DDP_OK && !(dst_there && src_there))
+        result = ddp__cuda_fail(cuda->synchronize(stream), function, "cudaStreamSynchronize");
     ddp__cuda_keep(result);
 }
 
 static void ddp__cuda_device_copy_async(void *dst, const void *src, size_t size_bytes) {
-    if (size_bytes) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->memcpy_async(dst, src, size_bytes, cudaMemcpyDefault, ddp__cuda_mine.stream), "ddp_device_cuda copy_async", "cudaMemcpyAsync");
+    if (size_bytes)
+        ddp__cuda_keep_error(
+            DDP__CUDA_RUNTIME->memcpy_async(dst, src, size_bytes, cudaMemcpyDefault, ddp__cuda_mine.stream),
+            "ddp_device_cuda copy_async", "cudaMemcpyAsync");
 }
 
 static void ddp__cuda_device_fill_zero(void *dst, size_t size_bytes) {
-    if (size_bytes) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->memset_async(dst, 0, size_bytes, ddp__cuda_mine.stream), "ddp_device_cuda fill_zero", "cudaMemsetAsync");
+    if (size_bytes)
+        ddp__cuda_keep_error(DDP__CUDA_RUNTIME->memset_async(dst, 0, size_bytes, ddp__cuda_mine.stream),
+                             "ddp_device_cuda fill_zero", "cudaMemsetAsync");
 }
 
-static ddp_result ddp__cuda_convert_one(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count, float factor,
-                                        const char *function) {
+static ddp_result ddp__cuda_convert_one(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype,
+                                        size_t count, float factor, const char *function) {
     ddp_cuda_range range = {dst, count, 0};
     ddp__cuda_multi_call call = {dst, &range, 1, 0, factor, ddp__cuda_mine.stream, function};
     call.flat = (void *)src; /* read only: unflatten */
     return ddp__cuda_multi_any(&call, dst_dtype, src_dtype);
 }
 
-static void ddp__cuda_device_cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count) {
+static void ddp__cuda_device_cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype,
+                                  size_t count) {
     cudaError_t error;
     if (count == 0 || (dst == src && dst_dtype == src_dtype)) return;
-    if (dst_dtype != src_dtype) { ddp__cuda_keep(ddp__cuda_convert_one(dst, dst_dtype, src, src_dtype, count, 1.0f, "ddp_device_cuda cast")); return; }
-    error = DDP__CUDA_RUNTIME->memcpy_async(dst, src, count * ddp_dtype_size(dst_dtype), cudaMemcpyDeviceToDevice, ddp__cuda_mine.stream);
+    if (dst_dtype != src_dtype) {
+        ddp__cuda_keep(
+            ddp__cuda_convert_one(dst, dst_dtype, src, src_dtype, count, 1.0f, "ddp_device_cuda cast"));
+        return;
+    }
+    error = DDP__CUDA_RUNTIME->memcpy_async(dst, src, count * ddp_dtype_size(dst_dtype),
+                                            cudaMemcpyDeviceToDevice, ddp__cuda_mine.stream);
     ddp__cuda_keep_error(error, "ddp_device_cuda cast", "cudaMemcpyAsync");
 }
 
-static void ddp__cuda_device_add(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype) {
+static void ddp__cuda_device_add(void *dst, const void *left, const void *right, size_t count,
+                                 ddp_dtype dtype) {
     const void *sources[2] = {left, right};
-    ddp__cuda_tree_call call = {&dst, 1, sources, 2, count, DDP_OP_SUM, 1, ddp__cuda_mine.stream, "ddp_device_cuda add", 0, 0};
+    ddp__cuda_tree_call call = {&dst, 1, sources, 2, count, DDP_OP_SUM, 1, ddp__cuda_mine.stream,
+                                "ddp_device_cuda add", 0, 0};
     ddp__cuda_keep(ddp__cuda_tree_any(&call, dtype));
 }
 
 static void ddp__cuda_device_scale(void *data, size_t count, ddp_dtype dtype, float factor) {
-    if (count && ddp_is_float(dtype)) ddp__cuda_keep(ddp__cuda_convert_one(data, dtype, data, dtype, count, factor, "ddp_device_cuda scale"));
+    if (count && ddp_is_float(dtype))
+        ddp__cuda_keep(
+            ddp__cuda_convert_one(data, dtype, data, dtype, count, factor, "ddp_device_cuda scale"));
 }
 
 static void ddp__cuda_device_divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
     const void *source = data;
-    ddp__cuda_tree_call call = {&data, 1, &source, 1, count, DDP_OP_AVG, divisor, ddp__cuda_mine.stream, "ddp_device_cuda divide", 0, 0};
+    ddp__cuda_tree_call call = {&data, 1, &source, 1, count, DDP_OP_AVG, divisor, ddp__cuda_mine.stream,
+                                "ddp_device_cuda divide", 0, 0};
     if (divisor > 1) ddp__cuda_keep(ddp__cuda_tree_any(&call, dtype));
 }
 
-static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
+static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count,
+                                         ddp_dtype dtype) {
     if (rows && row_count)
-        ddp__cuda_keep(ddp__cuda_squares_any<0>((void *)data, rows, row_count, dtype, 1.0f, sum, ddp__cuda_mine.stream, "ddp_device_cuda sum_squares"));
+        ddp__cuda_keep(ddp__cuda_squares_any<0>((void *)data, rows, row_count, dtype, 1.0f, sum,
+                                                ddp__cuda_mine.stream, "ddp_device_cuda sum_squares"));
 }
 
 //== products by cuBLASLt ========================================================================= >>impl-products
@@ -2221,13 +2474,20 @@ typedef struct ddp__cuda_products {
     int next;
     struct { int64_t key[8]; cublasLtMatmulAlgo_t algo; } ways[DDP__CUDA_LT_WAYS];
 } ddp__cuda_products;
-typedef struct ddp__cuda_lt_call { cublasLtMatmulDescOpaque_t product; cublasLtMatrixLayoutOpaque_t a, b, c; } ddp__cuda_lt_call;
+typedef struct ddp__cuda_lt_call {
+    cublasLtMatmulDescOpaque_t product;
+    cublasLtMatrixLayoutOpaque_t a, b, c;
+} ddp__cuda_lt_call;
 
-static ddp_result ddp__cuda_lt_result(ddp_group *group, const ddp_gemm *g, cublasStatus_t status, const char *call) {
+static ddp_result ddp__cuda_lt_result(ddp_group *group, const ddp_gemm *g, cublasStatus_t status,
+                                      const char *call) {
     if (status == CUBLAS_STATUS_SUCCESS) return DDP_OK;
-    return ddp_fail(status == CUBLAS_STATUS_ALLOC_FAILED ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE, "rank %d/%d group=%s ddp_cuda_gemm %s m=%lld n=%lld k=%lld: "
-                    "%s: %s (%s)", ddp_rank(group), ddp_world_size(group), ddp_group_name(group), ddp_dtype_name(g->dtype), (long long)g->m, (long long)g->n,
-                    (long long)g->k, call, cublasLtGetStatusString(status), cublasLtGetStatusName(status));
+    return ddp_fail(status == CUBLAS_STATUS_ALLOC_FAILED ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE,
+                    "rank %d/%d group=%s ddp_cuda_gemm %s m=%lld n=%lld k=%lld: "
+                    "%s: %s (%s)",
+                    ddp_rank(group), ddp_world_size(group), ddp_group_name(group), ddp_dtype_name(g->dtype),
+                    (long long)g->m, (long long)g->n, (long long)g->k, call, cublasLtGetStatusString(status),
+                    cublasLtGetStatusName(status));
 }
 
 static void ddp__cuda_products_close(ddp_group *group, void *state) {
@@ -2240,7 +2500,8 @@ static void ddp__cuda_products_close(ddp_group *group, void *state) {
 /* Makes what is missing of it. */
 static ddp_result ddp__cuda_products_open(ddp_group *group, const ddp_gemm *g, ddp__cuda_products **out) {
     ddp__cuda_streams *streams = ddp__cuda_streams_of(group);
-    ddp__cuda_products *p = (ddp__cuda_products *)(streams->products ? streams->products : ddp_host_alloc(group, sizeof *p));
+    ddp__cuda_products *p = (ddp__cuda_products *)(streams->products ? streams->products
+                                                                     : ddp_host_alloc(group, sizeof *p));
     if (!p) return DDP_ERR_NO_MEMORY;
     streams->products = p;
     streams->close_products = ddp__cuda_products_close;
@@ -2255,40 +2516,66 @@ static ddp_result ddp__cuda_products_open(ddp_group *group, const ddp_gemm *g, d
 /* Row-major c = op(a) op(b) is, read by columns, c' = op(b)' op(a)': cuBLASLt's A is b and its B is a, each transposed if it was. */
 static cublasStatus_t ddp__cuda_lt_describe(const ddp_gemm *g, int tf32, ddp__cuda_lt_call *d) {
     cudaDataType_t type = g->dtype == DDP_F32 ? CUDA_R_32F : CUDA_R_64F;
-    cublasComputeType_t compute = g->dtype == DDP_F64 ? CUBLAS_COMPUTE_64F : tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    cublasComputeType_t compute = g->dtype == DDP_F64 ? CUBLAS_COMPUTE_64F
+                                  : tf32              ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                                      : CUBLAS_COMPUTE_32F;
     cublasOperation_t a = g->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, b = g->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     uint64_t m = (uint64_t)g->m, n = (uint64_t)g->n, k = (uint64_t)g->k;
     cublasStatus_t s = cublasLtMatmulDescInit(&d->product, compute, type);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSA, &a, sizeof a);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof b);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatrixLayoutInit(&d->a, type, g->trans_b ? k : n, g->trans_b ? n : k, g->ldb);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatrixLayoutInit(&d->b, type, g->trans_a ? m : k, g->trans_a ? k : m, g->lda);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSA, &a, sizeof a);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof b);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatrixLayoutInit(&d->a, type, g->trans_b ? k : n, g->trans_b ? n : k, g->ldb);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatrixLayoutInit(&d->b, type, g->trans_a ? m : k, g->trans_a ? k : m, g->lda);
     return s == CUBLAS_STATUS_SUCCESS ? cublasLtMatrixLayoutInit(&d->c, type, n, m, g->ldc) : s;
 }
 
 /* The way cuBLASLt would go first. Parts of k add up in the workspace, in order, and not in place by who comes first: the same bits in every run. */
-static cublasStatus_t ddp__cuda_lt_ask(const ddp__cuda_products *p, ddp__cuda_lt_call *d, uint32_t align, cublasLtMatmulAlgo_t *algo) {
+static cublasStatus_t ddp__cuda_lt_ask(const ddp__cuda_products *p, ddp__cuda_lt_call *d, uint32_t align,
+                                       cublasLtMatmulAlgo_t *algo) {
     cublasLtMatmulPreferenceOpaque_t want;
     cublasLtMatmulHeuristicResult_t found;
     uint64_t bytes = DDP__CUDA_LT_BYTES;
     uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
     int count = 0;
     cublasStatus_t s = cublasLtMatmulPreferenceInit(&want);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof bytes);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme, sizeof scheme);
-    for (int i = CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES; i <= CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES && s == CUBLAS_STATUS_SUCCESS; i++)
-        s = cublasLtMatmulPreferenceSetAttribute(&want, (cublasLtMatmulPreferenceAttributes_t)i, &align, sizeof align);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulAlgoGetHeuristic(p->handle, &d->product, &d->a, &d->b, &d->c, &d->c, &want, 1, &found, &count);
-    if (s != CUBLAS_STATUS_SUCCESS || count == 0) return s == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : s;
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes,
+                                                 sizeof bytes);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme,
+                                                 sizeof scheme);
+    for (int i = CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES;
+         i <= CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES && s == CUBLAS_STATUS_SUCCESS; i++)
+        s = cublasLtMatmulPreferenceSetAttribute(&want, (cublasLtMatmulPreferenceAttributes_t)i, &align,
+                                                 sizeof align);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatmulAlgoGetHeuristic(p->handle, &d->product, &d->a, &d->b, &d->c, &d->c, &want, 1,
+                                           &found, &count);
+    if (s != CUBLAS_STATUS_SUCCESS || count == 0)
+        return s == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : s;
     if (found.state == CUBLAS_STATUS_SUCCESS) *algo = found.algo; /* until then it may be an older product's */
     return found.state;
 }
 
-static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_products *p, const ddp_gemm *g, int tf32, cudaStream_t stream) {
+static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_products *p, const ddp_gemm *g, int tf32,
+                                        cudaStream_t stream) {
     const float f32[2] = {1, g->accumulate ? 1.0f : 0.0f};
     const double f64[2] = {1, g->accumulate ? 1.0 : 0.0};
-    const void *one = g->dtype == DDP_F32 ? (const void *)f32 : f64, *more = g->dtype == DDP_F32 ? (const void *)(f32 + 1) : f64 + 1;
-    int64_t key[8] = {g->m, g->n, g->k, g->lda, g->ldb, g->ldc, (int)g->dtype << 4 | !!g->trans_a << 3 | !!g->trans_b << 2 | !!g->accumulate << 1 | tf32, 256};
+    const void *one = g->dtype == DDP_F32 ? (const void *)f32 : f64,
+               *more = g->dtype == DDP_F32 ? (const void *)(f32 + 1) : f64 + 1;
+    int64_t key[8] = {g->m,
+                      g->n,
+                      g->k,
+                      g->lda,
+                      g->ldb,
+                      g->ldc,
+                      (int)g->dtype << 4 | !!g->trans_a << 3 | !!g->trans_b << 2 | !!g->accumulate << 1
+                          | tf32,
+                      256};
     ddp__cuda_lt_call d;
     int way = 0;
     cublasStatus_t s = ddp__cuda_lt_describe(g, tf32, &d);
@@ -2301,18 +2588,21 @@ static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_products *p,
         if (s == CUBLAS_STATUS_SUCCESS) memcpy(p->ways[way].key, key, sizeof key);
     }
     DDP_TRY(ddp__cuda_lt_result(group, g, s, "cublasLtMatmulAlgoGetHeuristic"));
-    s = cublasLtMatmul(p->handle, &d.product, one, g->b, &d.a, g->a, &d.b, more, g->c, &d.c, g->c, &d.c, &p->ways[way].algo, p->workspace, DDP__CUDA_LT_BYTES,
-                       stream);
+    s = cublasLtMatmul(p->handle, &d.product, one, g->b, &d.a, g->a, &d.b, more, g->c, &d.c, g->c, &d.c,
+                       &p->ways[way].algo, p->workspace, DDP__CUDA_LT_BYTES, stream);
     return ddp__cuda_lt_result(group, g, s, "cublasLtMatmul");
 }
 
 static ddp_result ddp__cuda_gemm(const ddp_gemm *g, ddp_group *group, int tf32) {
     ddp__cuda_products *products;
     if (!g || !group || ddp_group_device(group) != ddp_device_cuda())
-        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: %s", g ? "user is no group of GPUs; set gemm_user to that of the layers" : "gemm is NULL");
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: %s",
+                        g ? "user is no group of GPUs; set gemm_user to that of the layers" : "gemm is NULL");
     if (g->m < 0 || g->n < 0 || g->k < 0 || (g->dtype != DDP_F32 && g->dtype != DDP_F64))
-        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: m=%lld n=%lld k=%lld dtype=%s; sizes are not negative, dtypes f32 and f64", (long long)g->m,
-                        (long long)g->n, (long long)g->k, ddp_dtype_name(g->dtype));
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "ddp_cuda_gemm: m=%lld n=%lld k=%lld dtype=%s; sizes are not negative, dtypes f32 and f64",
+            (long long)g->m, (long long)g->n, (long long)g->k, ddp_dtype_name(g->dtype));
     DDP_TRY(ddp__cuda_products_open(group, g, &products));
     if (g->m && g->n && g->k) return ddp__cuda_lt_multiply(group, products, g, tf32, ddp__cuda_mine.stream);
     return ddp__cuda_plain_gemm(g);
@@ -2331,8 +2621,9 @@ static ddp_result ddp__cuda_layer_gemm(const ddp_gemm *g, void *group) {
 
 #define DDP__CUDA_F32(name, arguments) ddp__cuda_##name<float>,
 #define DDP__CUDA_F64(name, arguments) ddp__cuda_##name<double>,
-static const ddp_layer_kernels ddp__cuda_layers[2] = {{DDP_VERSION, ddp__cuda_layer_gemm, DDP_LAYER_KERNELS(DDP__CUDA_F32)},
-                                                      {DDP_VERSION, ddp__cuda_layer_gemm, DDP_LAYER_KERNELS(DDP__CUDA_F64)}};
+static const ddp_layer_kernels ddp__cuda_layers[2] = {
+    {DDP_VERSION, ddp__cuda_layer_gemm, DDP_LAYER_KERNELS(DDP__CUDA_F32)},
+    {DDP_VERSION, ddp__cuda_layer_gemm, DDP_LAYER_KERNELS(DDP__CUDA_F64)}};
 #define DDP__CUDA_LAYERS ddp__cuda_layers
 #else
 #define DDP__CUDA_LAYERS NULL
@@ -2455,7 +2746,8 @@ typedef struct ddp__nccl {
 } ddp__nccl;
 
 /* By ddp_dtype. Headers before 2.24 declare ncclBfloat16, which is 9, only after cuda_bf16.h, which the program may not include. */
-static const ncclDataType_t ddp__nccl_dtype[] = {ncclNumTypes, ncclFloat32, ncclFloat64, ncclFloat16, (ncclDataType_t)9, ncclInt8, ncclUint8, ncclInt32,
+static const ncclDataType_t ddp__nccl_dtype[] = {ncclNumTypes, ncclFloat32, ncclFloat64, ncclFloat16,
+                                                 (ncclDataType_t)9, ncclInt8, ncclUint8, ncclInt32,
                                                  ncclInt64, ncclUint64};
 
 static ddp_result ddp__nccl_status(const ddp_group *, void *state) {
@@ -2482,7 +2774,8 @@ static ddp_result ddp__nccl_error(ncclResult_t error, const char *call) {
     if (error == ncclSuccess) return DDP_OK;
     const char *last = ncclGetLastError(NULL); /* of the process: NCCL ignores the communicator */
     int more = last && last[0];
-    return ddp_fail(DDP_ERR_ENGINE, "%s: %s%s%s", call, ncclGetErrorString(error), more ? ": " : "", more ? last : "");
+    return ddp_fail(DDP_ERR_ENGINE, "%s: %s%s%s", call, ncclGetErrorString(error), more ? ": " : "",
+                    more ? last : "");
 }
 
 /* Between two polls of the host. */
@@ -2541,7 +2834,8 @@ static ddp_result ddp__nccl_close_group(ddp__nccl *n, ddp_result before) {
 typedef struct ddp__nccl_block { ddp_bytes send, recv; } ddp__nccl_block;
 
 /* Exchanges a block with every rank, in one NCCL group. block_of(j) is that of rank j; the own one is copied. */
-template <class F> static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void *send, void *recv, const F &block_of) {
+template <class F> static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void *send, void *recv,
+                                                        const F &block_of) {
     cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
     ddp_result result = ddp__nccl_open_group(n);
     if (result != DDP_OK) return result;
@@ -2550,11 +2844,17 @@ template <class F> static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void
         const unsigned char *from = b.send.size ? (const unsigned char *)send + b.send.begin : NULL;
         unsigned char *to = b.recv.size ? (unsigned char *)recv + b.recv.begin : NULL;
         if (j != n->rank) {
-            if (from) result = ddp__nccl_settle(n, ncclSend(from, b.send.size, ncclUint8, j, n->comm.handle, stream), "ncclSend");
-            if (to && result == DDP_OK) result = ddp__nccl_settle(n, ncclRecv(to, b.recv.size, ncclUint8, j, n->comm.handle, stream), "ncclRecv");
+            if (from)
+                result = ddp__nccl_settle(
+                    n, ncclSend(from, b.send.size, ncclUint8, j, n->comm.handle, stream), "ncclSend");
+            if (to && result == DDP_OK)
+                result = ddp__nccl_settle(n, ncclRecv(to, b.recv.size, ncclUint8, j, n->comm.handle, stream),
+                                          "ncclRecv");
         } else if (from && to && from != to)
-            result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->memcpy_async(to, from, b.recv.size, cudaMemcpyDeviceToDevice, stream),
-                                          "cudaMemcpyAsync");
+            result = ddp__cuda_group_fail(
+                n->group,
+                DDP__CUDA_RUNTIME->memcpy_async(to, from, b.recv.size, cudaMemcpyDeviceToDevice, stream),
+                "cudaMemcpyAsync");
     }
     return ddp__nccl_close_group(n, result);
 }
@@ -2584,7 +2884,9 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     const ddp_bytes own = ddp__nccl_share(t, n->rank);
     unsigned char *scratch = (unsigned char *)n->workspace.memory;
     const void *sources[2] = {scratch, (const unsigned char *)call->send + own.begin};
-    const auto receives = [call](int rank) { return call->kind == DDP_CALL_ALL_REDUCE || rank == call->root; };
+    const auto receives = [call](int rank) {
+        return call->kind == DDP_CALL_ALL_REDUCE || rank == call->root;
+    };
     void *sum = scratch + (size_t)n->rank * t->share;
     DDP_TRY(ddp__nccl_exchange(n, call->send, scratch, [&](int j) {
         ddp_bytes theirs = ddp__nccl_share(t, j);
@@ -2593,9 +2895,10 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     }));
     if (receives(n->rank)) sum = (unsigned char *)call->recv + own.begin;
     if (call->kind == DDP_CALL_REDUCE_SCATTER) sum = (unsigned char *)call->recv + t->first;
-    const ddp__cuda_tree_call tree = {&sum, 1, sources, n->world_size, own.size / ddp_dtype_size(call->dtype), call->op,
-                                      call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1,
-                                      n->streams->stream[DDP_STREAM_COMM], "the sum in tree order", t->share, n->rank};
+    const ddp__cuda_tree_call tree = {&sum, 1, sources, n->world_size, own.size / ddp_dtype_size(call->dtype),
+                                      call->op, call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1,
+                                      n->streams->stream[DDP_STREAM_COMM], "the sum in tree order", t->share,
+                                      n->rank};
     if (own.size) DDP_TRY(ddp__cuda_tree_any(&tree, call->dtype));
     if (call->kind == DDP_CALL_REDUCE_SCATTER) return DDP_OK;
     return ddp__nccl_exchange(n, sum, call->recv, [&](int j) {
@@ -2610,7 +2913,8 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
 static ddp_result ddp__nccl_grow(ddp__nccl *n, size_t size) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__nccl_workspace *w = &n->workspace;
-    DDP_TRY(ddp__cuda_group_fail(n->group, cuda->synchronize(n->streams->stream[DDP_STREAM_COMM]), "cudaStreamSynchronize"));
+    DDP_TRY(ddp__cuda_group_fail(n->group, cuda->synchronize(n->streams->stream[DDP_STREAM_COMM]),
+                                 "cudaStreamSynchronize"));
     cudaError_t error = cuda->free(w->memory);
     w->memory = NULL; /* also after a failure: it is not freed again */
     DDP_TRY(ddp__cuda_group_fail(n->group, error, "cudaFree"));
@@ -2625,9 +2929,12 @@ static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) 
     ddp__nccl_tree t = {call, call->count * size, 0, 0, 0};
     size_t most = DDP__NCCL_SCRATCH / world / vector * vector, room = DDP__NCCL_SCRATCH_FIRST;
     if (n->world_size > DDP__CUDA_TREE_MOST)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "reductions in tree order reach %d ranks, the group has %d: use DDP_ORDER_ANY", DDP__CUDA_TREE_MOST, n->world_size);
+        return ddp_fail(DDP_ERR_UNSUPPORTED,
+                        "reductions in tree order reach %d ranks, the group has %d: use DDP_ORDER_ANY",
+                        DDP__CUDA_TREE_MOST, n->world_size);
     if (n->world_size == 1)
-        return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype, call->op, call->divisor, n->streams->stream[DDP_STREAM_COMM]);
+        return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype,
+                                    call->op, call->divisor, n->streams->stream[DDP_STREAM_COMM]);
     t.share = ddp_round_up(scatter ? t.block : (call->count + world - 1) / world * size, vector);
     if (t.share > most) t.share = most;
     while (room < world * t.share) room *= 2;
@@ -2660,9 +2967,9 @@ static ddp_result ddp__nccl_average(ddp__nccl *n, const ddp_call *call, ncclRedO
     if (call->dtype == DDP_F64) factor.f64 = 1.0 / (double)call->divisor;
     else if (call->dtype == DDP_F32) factor.f32 = f32;
     else factor.half = call->dtype == DDP_F16 ? ddp__cuda_to_f16(f32) : ddp__cuda_to_bf16(f32);
-    return ddp__nccl_error(
-        ncclRedOpCreatePreMulSum(op, &factor, ddp__nccl_dtype[call->dtype], ncclScalarHostImmediate, n->comm.handle),
-        "ncclRedOpCreatePreMulSum");
+    return ddp__nccl_error(ncclRedOpCreatePreMulSum(op, &factor, ddp__nccl_dtype[call->dtype],
+                                                    ncclScalarHostImmediate, n->comm.handle),
+                           "ncclRedOpCreatePreMulSum");
 }
 
 static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
@@ -2675,11 +2982,17 @@ static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
     if (ddp__nccl_in_order(n, call)) return ddp__nccl_reduce_in_order(n, call);
     if (made) DDP_TRY(ddp__nccl_average(n, call, &op));
     if (call->kind == DDP_CALL_ALL_REDUCE)
-        result = ddp__nccl_settle(n, ncclAllReduce(call->send, call->recv, call->count, dtype, op, n->comm.handle, stream), "ncclAllReduce");
+        result = ddp__nccl_settle(
+            n, ncclAllReduce(call->send, call->recv, call->count, dtype, op, n->comm.handle, stream),
+            "ncclAllReduce");
     else if (call->kind == DDP_CALL_REDUCE)
-        result = ddp__nccl_settle(n, ncclReduce(call->send, call->recv, call->count, dtype, op, call->root, n->comm.handle, stream), "ncclReduce");
+        result = ddp__nccl_settle(
+            n, ncclReduce(call->send, call->recv, call->count, dtype, op, call->root, n->comm.handle, stream),
+            "ncclReduce");
     else
-        result = ddp__nccl_settle(n, ncclReduceScatter(call->send, call->recv, call->count, dtype, op, n->comm.handle, stream), "ncclReduceScatter");
+        result = ddp__nccl_settle(
+            n, ncclReduceScatter(call->send, call->recv, call->count, dtype, op, n->comm.handle, stream),
+            "ncclReduceScatter");
     if (made && ddp__nccl_status(n->group, n) == DDP_OK) ncclRedOpDestroy(op, n->comm.handle);
     return result;
 }
@@ -2690,8 +3003,11 @@ static ddp_result ddp__nccl_all_gather_v(ddp__nccl *n, const ddp_call *call) {
     for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
         unsigned char *to = (unsigned char *)call->recv + call->recv_offsets[j] * ddp_dtype_size(call->dtype);
         if (call->recv_counts[j] == 0) continue;
-        result = ddp__nccl_settle(n, ncclBroadcast(j == n->rank ? call->send : to, to, call->recv_counts[j], ddp__nccl_dtype[call->dtype], j,
-                                                            n->comm.handle, n->streams->stream[DDP_STREAM_COMM]), "ncclBroadcast");
+        result = ddp__nccl_settle(n,
+                                  ncclBroadcast(j == n->rank ? call->send : to, to, call->recv_counts[j],
+                                                ddp__nccl_dtype[call->dtype], j, n->comm.handle,
+                                                n->streams->stream[DDP_STREAM_COMM]),
+                                  "ncclBroadcast");
     }
     return ddp__nccl_close_group(n, result);
 }
@@ -2703,7 +3019,9 @@ static ddp_result ddp__nccl_barrier(ddp__nccl *n) {
     cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
     cudaEvent_t event = n->ops.at[n->ops.current].event; /* the watchdog looks at it only after ddp__nccl_op_end */
     int done = 0;
-    ddp_result result = ddp__nccl_settle(n, ncclAllReduce(n->workspace.cell, n->workspace.cell, 1, ncclUint8, ncclMax, n->comm.handle, stream), "ncclAllReduce");
+    ddp_result result = ddp__nccl_settle(
+        n, ncclAllReduce(n->workspace.cell, n->workspace.cell, 1, ncclUint8, ncclMax, n->comm.handle, stream),
+        "ncclAllReduce");
     if (result != DDP_OK || n->capturing) return result;
     result = ddp__cuda_fail(cuda->event_record(event, stream), what, "cudaEventRecord");
     ddp__nccl_end(n);
@@ -2723,13 +3041,23 @@ static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call) {
     if (call->count == 0 && call->kind != DDP_CALL_ALL_TO_ALL_V) return DDP_OK; /* on all ranks; in all_gather_v it is the sum */
     switch (call->kind) {
     case DDP_CALL_BROADCAST:
-        return ddp__nccl_settle(n, ncclBroadcast(call->recv, call->recv, call->count, dtype, call->root, n->comm.handle, stream), "ncclBroadcast");
+        return ddp__nccl_settle(
+            n, ncclBroadcast(call->recv, call->recv, call->count, dtype, call->root, n->comm.handle, stream),
+            "ncclBroadcast");
     case DDP_CALL_ALL_GATHER:
-        return ddp__nccl_settle(n, ncclAllGather(call->send, call->recv, call->count, dtype, n->comm.handle, stream), "ncclAllGather");
+        return ddp__nccl_settle(
+            n, ncclAllGather(call->send, call->recv, call->count, dtype, n->comm.handle, stream),
+            "ncclAllGather");
     case DDP_CALL_ALL_GATHER_V: return ddp__nccl_all_gather_v(n, call);
-    case DDP_CALL_SEND: return ddp__nccl_settle(n, ncclSend(call->send, call->count, dtype, call->root, n->comm.handle, stream), "ncclSend");
-    case DDP_CALL_RECV: return ddp__nccl_settle(n, ncclRecv(call->recv, call->count, dtype, call->root, n->comm.handle, stream), "ncclRecv");
-    case DDP_CALL_ALL_REDUCE: case DDP_CALL_REDUCE: case DDP_CALL_REDUCE_SCATTER: return ddp__nccl_reduce(n, call);
+    case DDP_CALL_SEND:
+        return ddp__nccl_settle(
+            n, ncclSend(call->send, call->count, dtype, call->root, n->comm.handle, stream), "ncclSend");
+    case DDP_CALL_RECV:
+        return ddp__nccl_settle(
+            n, ncclRecv(call->recv, call->count, dtype, call->root, n->comm.handle, stream), "ncclRecv");
+    case DDP_CALL_ALL_REDUCE:
+    case DDP_CALL_REDUCE:
+    case DDP_CALL_REDUCE_SCATTER: return ddp__nccl_reduce(n, call);
     default: /* all_to_all, all_to_all_v, gather, scatter */
         return ddp__nccl_exchange(n, call->send, call->recv, [&](int j) {
             return ddp__nccl_block{ddp_call_sends(call, n->rank, j), ddp_call_receives(call, n->rank, j)};
@@ -2744,8 +3072,8 @@ static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_resul
     if (result == DDP_OK) return DDP_OK;
     ddp_error_save(&error, result);
     if (ddp__nccl_status(n->group, n) != DDP_OK) return result;
-    snprintf(cause, sizeof cause, "rank %d in %s seq=%llu: %.380s", n->rank, ddp_public_call_name(ddp_call_name(call->kind)),
-             (unsigned long long)call->seq, error.text);
+    snprintf(cause, sizeof cause, "rank %d in %s seq=%llu: %.380s", n->rank,
+             ddp_public_call_name(ddp_call_name(call->kind)), (unsigned long long)call->seq, error.text);
     ddp__nccl_poison(n->group, n, result, n->world_size > 1 ? cause : error.text);
     return ddp_error_restore(&error);
 }
@@ -2754,7 +3082,10 @@ static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_resul
 static ddp_result ddp__nccl_op_end(ddp__nccl *n, const ddp_call *call, ddp_result result) {
     ddp__nccl_op *op = &n->ops.at[n->ops.current];
     int runs = result == DDP_OK && !n->capturing;
-    if (runs) result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->event_record(op->event, n->streams->stream[DDP_STREAM_COMM]), "cudaEventRecord");
+    if (runs)
+        result = ddp__cuda_group_fail(
+            n->group, DDP__CUDA_RUNTIME->event_record(op->event, n->streams->stream[DDP_STREAM_COMM]),
+            "cudaEventRecord");
     {
         const ddp__cuda_lock lock(&n->lock);
         if (!runs) n->ops.count -= n->ops.count > 0;
@@ -2772,7 +3103,9 @@ static ddp_result ddp__nccl_op_begin(ddp__nccl *n, const ddp_call *call) {
     ddp_result result = ddp__nccl_begin(n, NULL);
     if (result != DDP_OK) return result;
     ddp_call_pack(call, mark.words);
-    result = ddp__cuda_group_fail(n->group, DDP__CUDA_RUNTIME->stream_capturing(n->streams->stream[DDP_STREAM_COMM], &n->capturing), "cudaStreamIsCapturing");
+    result = ddp__cuda_group_fail(
+        n->group, DDP__CUDA_RUNTIME->stream_capturing(n->streams->stream[DDP_STREAM_COMM], &n->capturing),
+        "cudaStreamIsCapturing");
     {
         const ddp__cuda_lock lock(&n->lock);
         if (!p2p) {
@@ -2786,7 +3119,8 @@ static ddp_result ddp__nccl_op_begin(ddp__nccl *n, const ddp_call *call) {
         if (ops->count == 1) ops->since = ddp_now();
         gone = n->watchdog.gone;
     }
-    if (result == DDP_OK && gone && (!p2p || call->root == gone - 1)) result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d has left the group", gone - 1);
+    if (result == DDP_OK && gone && (!p2p || call->root == gone - 1))
+        result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d has left the group", gone - 1);
     return result == DDP_OK ? DDP_OK : ddp__nccl_op_end(n, call, result);
 }
 
@@ -2828,7 +3162,8 @@ static const char *ddp__nccl_describe(char out[160], const ddp__nccl_mark *mark)
 }
 
 /* Describes the ranks that have not made a call, and their last calls. words: the last states of all ranks. */
-static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_rank_state *words, const ddp__nccl_mark *mark, char *out, size_t size) {
+static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_rank_state *words,
+                             const ddp__nccl_mark *mark, char *out, size_t size) {
     size_t at = 0;
     int others = 0;
     char last[160];
@@ -2836,17 +3171,20 @@ static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_rank_state *wor
     for (int r = 0; r < n->world_size && !mark->is_message; r++) {
         if (r == n->rank || words[r].issued >= mark->seq) continue;
         if (others++ >= 3) continue;
-        at += (size_t)snprintf(out + at, size - at, "%srank %d, %s %s", others > 1 ? "; " : "behind is ", r, words[r].leaving ? "which left after" : "whose last was",
+        at += (size_t)snprintf(out + at, size - at, "%srank %d, %s %s", others > 1 ? "; " : "behind is ", r,
+                               words[r].leaving ? "which left after" : "whose last was",
                                ddp__nccl_describe(last, &words[r].mark[words[r].issued % DDP__NCCL_MARKS]));
         if (at > size) at = size;
     }
     if (others > 3 && at < size) snprintf(out + at, size - at, " and %d more", others - 3);
-    if (mark->is_message) snprintf(out, size, "the peer has not issued its part, or issued it in another order");
+    if (mark->is_message)
+        snprintf(out, size, "the peer has not issued its part, or issued it in another order");
 }
 
 /* The group fails with "WHAT; seq=3 ddp_all_reduce f32 count=1000 sum of group dp is under way on rank 0; behind is rank 1, whose last was ...". A call that
    has just come may be known to the others by now: until their next words nobody is behind. */
-static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *words, ddp_result cause, const char *what) {
+static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *words, ddp_result cause,
+                             const char *what) {
     char text[640], call[160], behind[300] = "";
     ddp__nccl_mark first = DDP_ZERO;
     int heard = cause == DDP_ERR_TIMEOUT;
@@ -2856,8 +3194,9 @@ static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *words, dd
         heard |= ddp_now() - n->ops.since > 10e-3 * DDP__NCCL_TICK_MS;
     }
     if (heard && (first.seq || first.is_message)) ddp__nccl_behind(n, words, &first, behind, sizeof behind);
-    snprintf(text, sizeof text, "%.180s; %s of group %.60s is under way on rank %d%s%.160s", what, ddp__nccl_describe(call, &first), ddp_group_name(n->group),
-             n->rank, behind[0] ? "; " : "", behind);
+    snprintf(text, sizeof text, "%.180s; %s of group %.60s is under way on rank %d%s%.160s", what,
+             ddp__nccl_describe(call, &first), ddp_group_name(n->group), n->rank, behind[0] ? "; " : "",
+             behind);
     ddp__nccl_poison(n->group, n, cause, text);
 }
 
@@ -2875,15 +3214,18 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_rank_state *words) {
     {
         const ddp__cuda_lock lock(&n->lock);
         while (ops->count && ops->at[ops->first].recorded && done) {
-            result = ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(ops->at[ops->first].event), "work on the GPU failed", "cudaEventQuery", &done);
+            result = ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(ops->at[ops->first].event),
+                                     "work on the GPU failed", "cudaEventQuery", &done);
             if (!done) break;
             ops->first = (ops->first + 1) % DDP__NCCL_OPS;
             ops->count--;
             ops->since = now;
         }
-        if (ops->count && now - ops->since > timeout_ms * 1e-3) snprintf(what, sizeof what, "timed out after %d ms", timeout_ms);
+        if (ops->count && now - ops->since > timeout_ms * 1e-3)
+            snprintf(what, sizeof what, "timed out after %d ms", timeout_ms);
         if (n->comm.host_call && now - n->comm.host_since > timeout_ms * 1e-3) host_call = n->comm.host_call;
-        if (n->comm.handle && !n->comm.busy && n->failure.cause == DDP_OK) asked = ncclCommGetAsyncError(n->comm.handle, &state);
+        if (n->comm.handle && !n->comm.busy && n->failure.cause == DDP_OK)
+            asked = ncclCommGetAsyncError(n->comm.handle, &state);
     }
     if (asked == ncclSuccess) asked = state == ncclInProgress ? ncclSuccess : state;
     if (result == DDP_OK) result = ddp__nccl_error(asked, "ncclCommGetAsyncError");
@@ -2911,7 +3253,8 @@ static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_rank_state *words) {
     for (int r = 1; r < n->world_size; r++)
         for (int i = 0; i < DDP__NCCL_MARKS; i++) {
             const ddp__nccl_mark *first = &words[0].mark[i], *mark = &words[r].mark[i];
-            if (mark->seq && mark->seq == first->seq && ddp_call_compare(0, first->words, r, mark->words) != DDP_OK)
+            if (mark->seq && mark->seq == first->seq
+                && ddp_call_compare(0, first->words, r, mark->words) != DDP_OK)
                 ddp__nccl_poison(n->group, n, DDP_ERR_MISMATCH, ddp_last_error());
         }
     for (int r = 0; r < n->world_size; r++) {
@@ -2927,7 +3270,8 @@ static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_rank_state *words) {
             }
         }
         if (needs.seq == 0) continue;
-        snprintf(text, sizeof text, "rank %d left the group, and %s needs it", r, ddp__nccl_describe(what, &needs));
+        snprintf(text, sizeof text, "rank %d left the group, and %s needs it", r,
+                 ddp__nccl_describe(what, &needs));
         ddp__nccl_poison(n->group, n, DDP_ERR_PEER_LOST, text);
     }
     return gone != 0;
@@ -2973,17 +3317,20 @@ static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
     until.tv_sec += until.tv_nsec / 1000000000L;
     until.tv_nsec %= 1000000000L;
     const ddp__cuda_lock lock(&n->lock);
-    if (!__atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE) && (n->failure.cause == DDP_OK || n->failure.cleaned || n->comm.busy))
+    if (!__atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE)
+        && (n->failure.cause == DDP_OK || n->failure.cleaned || n->comm.busy))
         pthread_cond_timedwait(&n->changed, &n->lock, &until);
 }
 
 /* Sends this rank's state and starts to receive those of all ranks. */
-static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_rank_state *word, ddp__nccl_rank_state *words, ddp_work *work) {
+static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_rank_state *word, ddp__nccl_rank_state *words,
+                                ddp_work *work) {
     {
         const ddp__cuda_lock lock(&n->lock);
         n->watchdog.own.result = n->failure.cause;
         n->watchdog.own.leaving = __atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE);
-        snprintf(n->watchdog.own.text, sizeof n->watchdog.own.text, "%.399s", n->failure.cause == DDP_OK ? "" : n->failure.text);
+        snprintf(n->watchdog.own.text, sizeof n->watchdog.own.text, "%.399s",
+                 n->failure.cause == DDP_OK ? "" : n->failure.text);
         *word = n->watchdog.own;
     }
     return ddp_all_gather(n->watchdog.group, word, words, sizeof *word, DDP_U8, work);
@@ -2993,7 +3340,8 @@ static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_rank_state *word, ddp__n
    round. So after the state of a rank that leaves, no rank sends another one. */
 static void *ddp__nccl_watch(void *argument) {
     ddp__nccl *n = (ddp__nccl *)argument;
-    ddp__nccl_rank_state *words = (ddp__nccl_rank_state *)(n + 1), *heard = words + 1, *hearing = heard + n->world_size;
+    ddp__nccl_rank_state *words = (ddp__nccl_rank_state *)(n + 1), *heard = words + 1,
+                         *hearing = heard + n->world_size;
     ddp_work work = DDP_ZERO;
     ddp_result result = DDP_OK;
     int talking = n->world_size > 1, under_way = 0, done = 0, left = 0;
@@ -3021,7 +3369,8 @@ static void *ddp__nccl_watch(void *argument) {
             talking = under_way = 0;
         }
         if (__atomic_load_n(&n->failure.cause, __ATOMIC_ACQUIRE) == DDP_OK) ddp__nccl_look(n, heard);
-        if (__atomic_load_n(&n->failure.cause, __ATOMIC_ACQUIRE) != DDP_OK && !n->failure.cleaned) ddp__nccl_abort(n);
+        if (__atomic_load_n(&n->failure.cause, __ATOMIC_ACQUIRE) != DDP_OK && !n->failure.cleaned)
+            ddp__nccl_abort(n);
         if (!talking && !under_way && __atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE)) return NULL;
         ddp__nccl_rest(n, DDP__NCCL_TICK_MS * (1 + n->world_size / 64)); /* every rank receives W states of almost 1 KiB */
     }
@@ -3033,13 +3382,14 @@ static void *ddp__nccl_watch(void *argument) {
    A refusal is no failure. */
 static void ddp__nccl_register(ddp__nccl *n, ddp__cuda_region *region, size_t size_bytes) {
 #if DDP__NCCL_VERSION >= 22700
-    ncclResult_t error =
-        ncclCommWindowRegister(n->comm.handle, region->memory, size_bytes, &region->window, NCCL_WIN_COLL_SYMMETRIC);
+    ncclResult_t error = ncclCommWindowRegister(n->comm.handle, region->memory, size_bytes, &region->window,
+                                                NCCL_WIN_COLL_SYMMETRIC);
     if (ddp__nccl_settle(n, error, "ncclCommWindowRegister") != DDP_OK) region->window = NULL;
     if (region->window || ddp__nccl_status(n->group, n) != DDP_OK) return;
 #endif
 #if DDP__NCCL_VERSION >= 21900
-    if (ncclCommRegister(n->comm.handle, region->memory, size_bytes, &region->handle) != ncclSuccess) region->handle = NULL;
+    if (ncclCommRegister(n->comm.handle, region->memory, size_bytes, &region->handle) != ncclSuccess)
+        region->handle = NULL;
 #else
     (void)n;
     (void)region;
@@ -3112,7 +3462,8 @@ static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
     cudaError_t error = DDP__CUDA_RUNTIME->synchronize(n->streams->stream[DDP_STREAM_COMM]);
     if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->synchronize(n->streams->stream[DDP_STREAM_COMPUTE]);
     ddp__nccl_release(n, ddp__cuda_region_remove(&n->regions, memory));
-    return ddp_agree(group, "ddp_group_free", ddp__cuda_group_fail(group, error, "cudaStreamSynchronize"), 0, "");
+    return ddp_agree(group, "ddp_group_free", ddp__cuda_group_fail(group, error, "cudaStreamSynchronize"), 0,
+                     "");
 }
 
 /* 1 = every rank has finished its calls and destroys the group too, within DDP__NCCL_PATIENCE_MS. */
@@ -3171,11 +3522,13 @@ static ddp_result ddp__nccl_resources(ddp__nccl *n) {
     ddp__nccl_workspace *w = &n->workspace;
     DDP_TRY(ddp_error_restore(&n->streams->failed));
     DDP__CUDA_DO(who, "cudaSetDevice", cuda->set_device(n->streams->device));
-    for (int i = 0; i < DDP__NCCL_OPS; i++) DDP__CUDA_DO(who, "cudaEventCreateWithFlags", cuda->event_create(&n->ops.at[i].event));
+    for (int i = 0; i < DDP__NCCL_OPS; i++)
+        DDP__CUDA_DO(who, "cudaEventCreateWithFlags", cuda->event_create(&n->ops.at[i].event));
     w->size_bytes = DDP__NCCL_SCRATCH_FIRST + 128 * (size_t)n->world_size;
     DDP__CUDA_DO(who, "cudaMalloc", cuda->malloc(&w->memory, w->size_bytes));
     DDP__CUDA_DO(who, "cudaMalloc", cuda->malloc(&w->cell, 16));
-    return ddp__cuda_fail(cuda->memset_async(w->cell, 0, 16, n->streams->stream[DDP_STREAM_COMM]), who, "cudaMemsetAsync");
+    return ddp__cuda_fail(cuda->memset_async(w->cell, 0, 16, n->streams->stream[DDP_STREAM_COMM]), who,
+                          "cudaMemsetAsync");
 }
 
 /* Creates the part of the state that needs no other rank. NULL without memory for the object. */
@@ -3206,7 +3559,8 @@ static ddp_result ddp__nccl_start(ddp__nccl *n) {
     error = pthread_create(&n->watchdog.thread, NULL, ddp__nccl_watch, n);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     n->watchdog.running = error == 0;
-    return !error ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "the watchdog thread could not be started: %s", strerror(error));
+    return !error ? DDP_OK
+                  : ddp_fail(DDP_ERR_SYSTEM, "the watchdog thread could not be started: %s", strerror(error));
 }
 
 /* The user's communicator has to be what the group is. */
@@ -3218,8 +3572,10 @@ static ddp_result ddp__nccl_adopt(ddp__nccl *n, ncclComm_t comm) {
     n->comm.handle = comm;
     if (error != ncclSuccess) return ddp__nccl_error(error, "asking desc.comm for its ranks");
     if (count == n->world_size && rank == n->rank && device == n->streams->device) return DDP_OK;
-    return ddp_fail(DDP_ERR_INVALID, "desc.comm is rank %d of %d on device %d, the group is rank %d of %d on device %d: give it the communicator of this rank",
-                    rank, count, device, n->rank, n->world_size, n->streams->device);
+    return ddp_fail(
+        DDP_ERR_INVALID,
+        "desc.comm is rank %d of %d on device %d, the group is rank %d of %d on device %d: give it the communicator of this rank",
+        rank, count, device, n->rank, n->world_size, n->streams->device);
 }
 
 /* Of a step that every rank takes: a rank that fails because of another one returns DDP_ERR_POISONED, so that
@@ -3282,7 +3638,8 @@ static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     else if (result == DDP_OK && n->rank == 0)
         result = ddp__nccl_error(ncclGetUniqueId(&id), "ncclGetUniqueId");
     result = ddp_agree(seed->control, who, result, 0, "");
-    if (result == DDP_OK && !seed->comm) result = ddp_broadcast(seed->control, id.internal, sizeof id.internal, DDP_U8, 0, NULL);
+    if (result == DDP_OK && !seed->comm)
+        result = ddp_broadcast(seed->control, id.internal, sizeof id.internal, DDP_U8, 0, NULL);
     if (!n) return result;
     if (result == DDP_OK) result = ddp_group_split(seed->control, 0, n->rank, &n->control);
     if (result == DDP_OK) result = ddp_group_split(n->control, 0, n->rank, &n->watchdog.group);
@@ -3306,7 +3663,8 @@ static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclCom
 }
 
 /* child NULL with members: this rank has no memory for it, and only takes part in the agreement. */
-static ddp_result ddp__nccl_split(ddp_group *group, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+static ddp_result ddp__nccl_split(ddp_group *group, void *state, ddp_group *child, const int *members,
+                                  int member_count, void **child_state) {
     ddp__nccl *p = (ddp__nccl *)state, *n = NULL;
     int color = member_count > 0 ? members[0] : -1, key = child ? ddp_rank(child) : 0;
     const char *who = "ddp_group_split";
@@ -3329,8 +3687,10 @@ static ddp_result ddp__nccl_split(ddp_group *group, void *state, ddp_group *chil
 }
 
 static const ddp_backend *ddp__cuda_nccl_backend(void) {
-    static const ddp_backend nccl = {"nccl", ddp__nccl_open, ddp__nccl_run, NULL, NULL, NULL, ddp__nccl_split, ddp__nccl_alloc, ddp__nccl_free,
-                                     ddp__nccl_status, ddp__nccl_poison, ddp__nccl_close, 1, DDP_ORDER_ANY, ddp__nccl_batch, NULL, NULL, NULL, NULL};
+    static const ddp_backend nccl = {"nccl", ddp__nccl_open, ddp__nccl_run, NULL, NULL, NULL, ddp__nccl_split,
+                                     ddp__nccl_alloc, ddp__nccl_free, ddp__nccl_status, ddp__nccl_poison,
+                                     ddp__nccl_close, 1, DDP_ORDER_ANY, ddp__nccl_batch, NULL, NULL, NULL,
+                                     NULL};
     return &nccl;
 }
 
@@ -3389,7 +3749,9 @@ typedef struct ddp__cuda_staged {
 } ddp__cuda_staged;
 
 #define DDP__CUDA_STAGED "staging through the host"
-static ddp_result ddp__cuda_staged_error(cudaError_t error, const char *call) { return ddp__cuda_fail(error, DDP__CUDA_STAGED, call); }
+static ddp_result ddp__cuda_staged_error(cudaError_t error, const char *call) {
+    return ddp__cuda_fail(error, DDP__CUDA_STAGED, call);
+}
 
 /* Makes a device current for this thread until the end of the block. Calls run on several threads, and each has its own current device. */
 struct ddp__cuda_device_guard {
@@ -3397,7 +3759,8 @@ struct ddp__cuda_device_guard {
     ddp_result result;
     __forceinline__ explicit ddp__cuda_device_guard(int number) : before(number), device(number) {
         result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->get_device(&before), "cudaGetDevice");
-        if (before != device) result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->set_device(device), "cudaSetDevice");
+        if (before != device)
+            result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->set_device(device), "cudaSetDevice");
     }
     __forceinline__ ~ddp__cuda_device_guard() { if (before != device) DDP__CUDA_RUNTIME->set_device(before); }
 };
@@ -3433,13 +3796,15 @@ static ddp_result ddp__cuda_staged_await(ddp__cuda_staged *s, cudaEvent_t event,
     double deadline = ddp_now() + timeout_ms * 1e-3;
     int done = 0;
     for (int tries = 0;; tries++) {
-        DDP_TRY(ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(event), DDP__CUDA_STAGED, "cudaEventQuery", &done));
+        DDP_TRY(ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(event), DDP__CUDA_STAGED, "cudaEventQuery",
+                                &done));
         if (done) return DDP_OK;
         if (tries < 2000) { sched_yield(); continue; }
         usleep(50);
         if (ddp__cuda_staged_status(NULL, s) != DDP_OK) return DDP_ERR_POISONED;
         if (ddp_now() <= deadline) continue;
-        return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: the GPU of rank %d has not finished %s", timeout_ms, s->rank, what);
+        return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: the GPU of rank %d has not finished %s",
+                        timeout_ms, s->rank, what);
     }
 }
 
@@ -3460,11 +3825,13 @@ static size_t ddp__cuda_part(const ddp__cuda_rounds *p, size_t count, size_t k) 
 /* Copies round k of what this rank sends to the stage (up 0), or of what it receives from there (up 1). On the
    stage, blocks are adjacent; in _v calls they are a step apart. A block that goes to all peers is copied once. If
    all blocks fit into one round, they are adjacent on both sides, and one copy moves them. */
-static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cuda_rounds *p, unsigned char *stage, size_t k, int up) {
+static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cuda_rounds *p,
+                                        unsigned char *stage, size_t k, int up) {
     const ddp_call *call = p->call;
     const size_t *counts = up ? call->recv_counts : call->send_counts;
     size_t element = ddp_dtype_size(call->dtype), at = 0, last = SIZE_MAX;
-    unsigned char *data = (unsigned char *)(up || call->kind == DDP_CALL_BROADCAST ? call->recv : (void *)call->send);
+    unsigned char *data = (unsigned char *)(up || call->kind == DDP_CALL_BROADCAST ? call->recv
+                                                                                   : (void *)call->send);
     int adjacent = !call->recv_counts && p->most <= p->step;
     cudaError_t error = cudaSuccess;
     for (int j = 0; j < s->world_size && error == cudaSuccess; j++) {
@@ -3475,9 +3842,13 @@ static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cu
         if (n == 0 || (!counts && block.begin == last)) continue;
         last = block.begin;
         at += n;
-        if (!adjacent) error = DDP__CUDA_RUNTIME->memcpy_async(up ? there : here, up ? here : there, n, cudaMemcpyDefault, s->staging.stream);
+        if (!adjacent)
+            error = DDP__CUDA_RUNTIME->memcpy_async(up ? there : here, up ? here : there, n,
+                                                    cudaMemcpyDefault, s->staging.stream);
     }
-    if (adjacent && at) error = DDP__CUDA_RUNTIME->memcpy_async(up ? data : stage, up ? stage : data, at, cudaMemcpyDefault, s->staging.stream);
+    if (adjacent && at)
+        error = DDP__CUDA_RUNTIME->memcpy_async(up ? data : stage, up ? stage : data, at, cudaMemcpyDefault,
+                                                s->staging.stream);
     return error;
 }
 
@@ -3485,11 +3856,13 @@ static ddp_result ddp__cuda_round_down(const ddp__cuda_staged *s, const ddp__cud
     const ddp__cuda_staging *staging = &s->staging;
     unsigned char *in = (unsigned char *)staging->memory + (k & 1) * DDP__CUDA_STAGE;
     DDP_TRY(ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, in, k, 0), "cudaMemcpyAsync"));
-    return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(staging->events[k & 1], staging->stream), "cudaEventRecord");
+    return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(staging->events[k & 1], staging->stream),
+                                  "cudaEventRecord");
 }
 
 /* The CPU group's part of round k. */
-static ddp_result ddp__cuda_round_call(ddp__cuda_staged *s, const ddp__cuda_rounds *p, size_t k, unsigned char *in, unsigned char *out) {
+static ddp_result ddp__cuda_round_call(ddp__cuda_staged *s, const ddp__cuda_rounds *p, size_t k,
+                                       unsigned char *in, unsigned char *out) {
     size_t send_counts[DDP_MAX_LOCAL_RANKS], recv_counts[DDP_MAX_LOCAL_RANKS], offsets[DDP_MAX_LOCAL_RANKS];
     ddp_call call = *p->call;
     call.send = call.kind == DDP_CALL_BROADCAST ? NULL : in;
@@ -3515,11 +3888,13 @@ static ddp_result ddp__cuda_rounds_run(ddp__cuda_staged *s, const ddp__cuda_roun
     int has_result = p->call->kind != DDP_CALL_BROADCAST || p->call->root != s->rank;
     if (rounds) DDP_TRY(ddp__cuda_round_down(s, p, 0));
     for (size_t k = 0; k < rounds; k++) {
-        unsigned char *in = (unsigned char *)s->staging.memory + (k & 1) * DDP__CUDA_STAGE, *out = p->in_place ? in : in + 2 * DDP__CUDA_STAGE;
+        unsigned char *in = (unsigned char *)s->staging.memory + (k & 1) * DDP__CUDA_STAGE,
+                      *out = p->in_place ? in : in + 2 * DDP__CUDA_STAGE;
         if (k + 1 < rounds) DDP_TRY(ddp__cuda_round_down(s, p, k + 1));
         DDP_TRY(ddp__cuda_staged_await(s, s->staging.events[k & 1], "the work before this call"));
         DDP_TRY(ddp__cuda_round_call(s, p, k, in, out));
-        if (has_result) DDP_TRY(ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, out, k, 1), "cudaMemcpyAsync"));
+        if (has_result)
+            DDP_TRY(ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, out, k, 1), "cudaMemcpyAsync"));
     }
     return DDP_OK;
 }
@@ -3529,20 +3904,29 @@ static ddp_result ddp__cuda_staged_counts(ddp__cuda_staged *s, ddp__cuda_rounds 
     const ddp_call *call = p->call;
     size_t w = (size_t)s->world_size;
     uint64_t *mine = (uint64_t *)s->staging.memory, *all = mine + 2 * w;
-    if (w > DDP_MAX_LOCAL_RANKS) return ddp_fail(DDP_ERR_UNSUPPORTED, "calls with counts are staged for up to %d ranks; give each a GPU", DDP_MAX_LOCAL_RANKS);
-    for (size_t j = 0; j < w; j++) { mine[j] = call->send_counts ? call->send_counts[j] : 0; mine[w + j] = call->recv_counts[j]; }
+    if (w > DDP_MAX_LOCAL_RANKS)
+        return ddp_fail(DDP_ERR_UNSUPPORTED,
+                        "calls with counts are staged for up to %d ranks; give each a GPU",
+                        DDP_MAX_LOCAL_RANKS);
+    for (size_t j = 0; j < w; j++) {
+        mine[j] = call->send_counts ? call->send_counts[j] : 0;
+        mine[w + j] = call->recv_counts[j];
+    }
     ddp_result result = ddp_all_gather(s->control, mine, all, 2 * w, DDP_U64, NULL);
     p->most = 0;
     for (size_t from = 0; from < w && result == DDP_OK; from++)
         for (size_t to = 0; to < w; to++) {
-            uint64_t given = call->send_counts ? all[2 * w * from + to] : all[w + from], wanted = all[2 * w * to + w + from];
+            uint64_t given = call->send_counts ? all[2 * w * from + to] : all[w + from],
+                     wanted = all[2 * w * to + w + from];
             if (given > p->most) p->most = (size_t)given;
             if (given == wanted) continue;
             if (call->send_counts)
-                return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", (int)from,
-                                (unsigned long long)given, (int)to, (unsigned long long)wanted);
-            return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts[%d] is %llu on rank 0 and %llu on rank %d", (int)from, (unsigned long long)given,
-                            (unsigned long long)wanted, (int)to);
+                return ddp_fail(DDP_ERR_MISMATCH,
+                                "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu",
+                                (int)from, (unsigned long long)given, (int)to, (unsigned long long)wanted);
+            return ddp_fail(DDP_ERR_MISMATCH,
+                            "counts disagree: recv_counts[%d] is %llu on rank 0 and %llu on rank %d",
+                            (int)from, (unsigned long long)given, (unsigned long long)wanted, (int)to);
         }
     return result;
 }
@@ -3553,9 +3937,13 @@ static ddp_result ddp__cuda_staged_fence(cudaStream_t stream, cudaEvent_t event)
     cudaStream_t compute = ddp__cuda_mine.stream;
     int capturing = 0;
     DDP_TRY(ddp__cuda_staged_error(cuda->stream_capturing(compute, &capturing), "cudaStreamIsCapturing"));
-    if (capturing) return ddp_fail(DDP_ERR_UNSUPPORTED, "a group staged through the host cannot be captured into a CUDA graph; end the capture first");
+    if (capturing)
+        return ddp_fail(
+            DDP_ERR_UNSUPPORTED,
+            "a group staged through the host cannot be captured into a CUDA graph; end the capture first");
     DDP_TRY(ddp__cuda_staged_error(cuda->event_record(event, compute), "cudaEventRecord"));
-    return stream ? ddp__cuda_staged_error(cuda->stream_wait_event(stream, event), "cudaStreamWaitEvent") : DDP_OK;
+    return stream ? ddp__cuda_staged_error(cuda->stream_wait_event(stream, event), "cudaStreamWaitEvent")
+                  : DDP_OK;
 }
 
 static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call *call) {
@@ -3573,33 +3961,41 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
     const ddp__cuda_device_guard guard(s->device);
     result = guard.result;
     if (result == DDP_OK && !staging->memory)
-        result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->host_alloc(&staging->memory, 4 * DDP__CUDA_STAGE), "cudaHostAlloc");
-    p.in_place = call->kind == DDP_CALL_ALL_REDUCE || call->kind == DDP_CALL_REDUCE || call->kind == DDP_CALL_BROADCAST;
+        result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->host_alloc(&staging->memory, 4 * DDP__CUDA_STAGE),
+                                        "cudaHostAlloc");
+    p.in_place = call->kind == DDP_CALL_ALL_REDUCE || call->kind == DDP_CALL_REDUCE
+                 || call->kind == DDP_CALL_BROADCAST;
     p.step = DDP__CUDA_STAGE / ddp_dtype_size(call->dtype) / (p.in_place ? 1 : (size_t)s->world_size);
     p.most = call->kind == DDP_CALL_BARRIER ? 0 : call->count;
     if (result == DDP_OK) result = ddp__cuda_staged_fence(staging->stream, staging->events[DDP__CUDA_READY]);
     ddp_call_pack(call, words);
     ddp_call_describe(text, sizeof text, words);
-    result = ddp_agree(s->control, "a staged group", result, ddp_hash(DDP_HASH_SEED, text, strlen(text)), text);
+    result = ddp_agree(s->control, "a staged group", result, ddp_hash(DDP_HASH_SEED, text, strlen(text)),
+                       text);
     const char *cause = result == DDP_OK ? NULL : strstr(ddp_last_error(), ": "); /* after "rank 0/2 ddp_barrier group=world.0" */
     if (cause) ddp_fail(result, "%s", cause + 2);
     if (result == DDP_OK && call->recv_counts) result = ddp__cuda_staged_counts(s, &p);
     agreed = result == DDP_OK;
     if (agreed) result = ddp__cuda_rounds_run(s, &p);
     if (result != DDP_OK) result = ddp__cuda_staged_failed(s, result, agreed);
-    idle = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(staging->events[DDP__CUDA_READY], staging->stream), "cudaEventRecord");
-    if (idle == DDP_OK) idle = ddp__cuda_staged_await(s, staging->events[DDP__CUDA_READY], "copying the result");
+    idle = ddp__cuda_staged_error(
+        DDP__CUDA_RUNTIME->event_record(staging->events[DDP__CUDA_READY], staging->stream),
+        "cudaEventRecord");
+    if (idle == DDP_OK)
+        idle = ddp__cuda_staged_await(s, staging->events[DDP__CUDA_READY], "copying the result");
     return result == DDP_OK && idle != DDP_OK ? ddp__cuda_staged_failed(s, idle, 1) : result;
 }
 
 /* --- sends and receives --- */
 
 /* A free message with room for size bytes, or a new one. With the lock held. */
-static ddp_result ddp__cuda_message_alloc(ddp__cuda_messages *q, ddp_group *owner, size_t size, ddp__cuda_message **out) {
+static ddp_result ddp__cuda_message_alloc(ddp__cuda_messages *q, ddp_group *owner, size_t size,
+                                          ddp__cuda_message **out) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__cuda_message *best = NULL;
     for (ddp__cuda_message *m = q->all; m; m = m->older)
-        if (m->stage == DDP__CUDA_FREE && m->capacity >= size && (!best || m->capacity < best->capacity)) best = m;
+        if (m->stage == DDP__CUDA_FREE && m->capacity >= size && (!best || m->capacity < best->capacity))
+            best = m;
     *out = best;
     if (best) return DDP_OK;
     ddp__cuda_message *m = (ddp__cuda_message *)ddp_host_alloc(owner, sizeof *m);
@@ -3612,9 +4008,13 @@ static ddp_result ddp__cuda_message_alloc(ddp__cuda_messages *q, ddp_group *owne
     return ddp__cuda_staged_error(cuda->host_alloc(&m->memory, m->capacity), "cudaHostAlloc");
 }
 
-static ddp_result ddp__cuda_message_copy(ddp__cuda_messages *q, ddp__cuda_message *m, void *dst, const void *src) {
+static ddp_result ddp__cuda_message_copy(ddp__cuda_messages *q, ddp__cuda_message *m, void *dst,
+                                         const void *src) {
     size_t size = m->call.count * ddp_dtype_size(m->call.dtype);
-    if (size) DDP_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->memcpy_async(dst, src, size, cudaMemcpyDefault, q->stream), "cudaMemcpyAsync"));
+    if (size)
+        DDP_TRY(ddp__cuda_staged_error(
+            DDP__CUDA_RUNTIME->memcpy_async(dst, src, size, cudaMemcpyDefault, q->stream),
+            "cudaMemcpyAsync"));
     return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(m->event, q->stream), "cudaEventRecord");
 }
 
@@ -3642,7 +4042,8 @@ static ddp_result ddp__cuda_staged_p2p_start(ddp_group *, void *state, const ddp
     ddp_result result = guard.result;
     ddp__cuda_message *m = NULL;
     const ddp__cuda_lock lock(&q->lock);
-    if (result == DDP_OK) result = ddp__cuda_message_alloc(q, s->owner, call->count * ddp_dtype_size(call->dtype), &m);
+    if (result == DDP_OK)
+        result = ddp__cuda_message_alloc(q, s->owner, call->count * ddp_dtype_size(call->dtype), &m);
     if (result == DDP_OK) {
         m->call = *call;
         m->result = DDP_OK;
@@ -3656,11 +4057,14 @@ static ddp_result ddp__cuda_staged_p2p_start(ddp_group *, void *state, const ddp
 static void ddp__cuda_messages_send(ddp__cuda_messages *q) {
     int done;
     for (ddp__cuda_message *m = q->down; m; m = q->down) {
-        m->result = ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(m->event), DDP__CUDA_STAGED, "cudaEventQuery", &done);
+        m->result = ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(m->event), DDP__CUDA_STAGED,
+                                    "cudaEventQuery", &done);
         if (m->result == DDP_OK && !done) return;
         q->down = m->next;
         m->stage = DDP__CUDA_WIRE;
-        if (m->result == DDP_OK) m->result = ddp_send(q->group, m->memory, m->call.count, m->call.dtype, m->call.root, m->call.tag, &m->work);
+        if (m->result == DDP_OK)
+            m->result = ddp_send(q->group, m->memory, m->call.count, m->call.dtype, m->call.root, m->call.tag,
+                                 &m->work);
     }
 }
 
@@ -3674,10 +4078,12 @@ static ddp_result ddp__cuda_message_poll(ddp__cuda_messages *q, ddp__cuda_messag
         *done = m->call.kind == DDP_CALL_SEND;
         if (*done) return DDP_OK;
         m->stage = DDP__CUDA_UP;
-        DDP_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->stream_wait_event(q->stream, m->event), "cudaStreamWaitEvent"));
+        DDP_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->stream_wait_event(q->stream, m->event),
+                                       "cudaStreamWaitEvent"));
         DDP_TRY(ddp__cuda_message_copy(q, m, m->call.recv, m->memory));
     }
-    return ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(m->event), DDP__CUDA_STAGED, "cudaEventQuery", done);
+    return ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(m->event), DDP__CUDA_STAGED, "cudaEventQuery",
+                           done);
 }
 
 static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *, void *state, void *request, int *done) {
@@ -3760,14 +4166,19 @@ static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {
     const ddp__cuda_device_guard guard(s->device);
     DDP_TRY(guard.result);
     DDP_TRY(ddp_error_restore(&ddp__cuda_streams_of(s->owner)->failed));
-    DDP_TRY(ddp__cuda_staged_error(cuda->stream_create(&s->staging.stream, 1), "cudaStreamCreateWithPriority"));
-    DDP_TRY(ddp__cuda_staged_error(cuda->stream_create(&s->messages.stream, 1), "cudaStreamCreateWithPriority"));
-    for (int i = 0; i < 3; i++) DDP_TRY(ddp__cuda_staged_error(cuda->event_create(&s->staging.events[i]), "cudaEventCreateWithFlags"));
+    DDP_TRY(
+        ddp__cuda_staged_error(cuda->stream_create(&s->staging.stream, 1), "cudaStreamCreateWithPriority"));
+    DDP_TRY(
+        ddp__cuda_staged_error(cuda->stream_create(&s->messages.stream, 1), "cudaStreamCreateWithPriority"));
+    for (int i = 0; i < 3; i++)
+        DDP_TRY(
+            ddp__cuda_staged_error(cuda->event_create(&s->staging.events[i]), "cudaEventCreateWithFlags"));
     return DDP_OK;
 }
 
 /* Creates the state of group, of the ranks of control with one color. A rank with a negative color only takes part in the split. */
-static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, int color, int device, void **state) {
+static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, int color, int device,
+                                        void **state) {
     ddp__cuda_staged *s = color < 0 ? NULL : (ddp__cuda_staged *)ddp_host_alloc(group, sizeof *s);
     ddp_group *split[2] = {NULL, NULL};
     ddp_saved_error error = DDP_ZERO;
@@ -3781,7 +4192,8 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
         result = ddp__cuda_staged_resources(s);
     }
     result = ddp_agree(control, "ddp_cuda_group_create", result, 0, "");
-    for (int i = 0; i < 2 && result == DDP_OK; i++) result = ddp_group_split(control, color, group ? ddp_rank(group) : 0, &split[i]);
+    for (int i = 0; i < 2 && result == DDP_OK; i++)
+        result = ddp_group_split(control, color, group ? ddp_rank(group) : 0, &split[i]);
     if (!s) return result;
     s->control = split[0];
     s->messages.group = split[1];
@@ -3799,35 +4211,49 @@ static ddp_result ddp__cuda_staged_open(ddp_group *group, void **state) {
     return ddp__cuda_staged_make(group, seed->control, 0, seed->device, state);
 }
 
-static ddp_result ddp__cuda_staged_split(ddp_group *, void *state, ddp_group *child, const int *members, int, void **child_state) {
+static ddp_result ddp__cuda_staged_split(ddp_group *, void *state, ddp_group *child, const int *members, int,
+                                         void **child_state) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     return ddp__cuda_staged_make(child, s->control, child ? members[0] : -1, s->device, child_state);
 }
 
 static const ddp_backend *ddp__cuda_staged_backend(void) {
-    static const ddp_backend staged = {"host-staged", ddp__cuda_staged_open, ddp__cuda_staged_run, ddp__cuda_staged_p2p_start, ddp__cuda_staged_p2p_poll, NULL,
-                                       ddp__cuda_staged_split, ddp__cuda_staged_alloc, ddp__cuda_staged_free, ddp__cuda_staged_status,
-                                       ddp__cuda_staged_poison, ddp__cuda_staged_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
+    static const ddp_backend staged = {"host-staged", ddp__cuda_staged_open, ddp__cuda_staged_run,
+                                       ddp__cuda_staged_p2p_start, ddp__cuda_staged_p2p_poll, NULL,
+                                       ddp__cuda_staged_split, ddp__cuda_staged_alloc, ddp__cuda_staged_free,
+                                       ddp__cuda_staged_status, ddp__cuda_staged_poison,
+                                       ddp__cuda_staged_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL,
+                                       NULL};
     return &staged;
 }
 
 //== groups of GPUs ================================================================================= >>impl-group
 
 /* Which way the bytes travel, the same on every rank. shared: some device has several ranks. */
-static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const ddp_backend **backend, const char **notice) {
+static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const ddp_backend **backend,
+                                   const char **notice) {
     *notice = NULL;
     *backend = ddp__cuda_staged_backend();
 #if defined(DDP_NO_NCCL)
     if (desc->engine == DDP_CUDA_ENGINE_NCCL || desc->comm)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_cuda_group_create: this build has no NCCL: compile without DDP_NO_NCCL, or choose DDP_CUDA_ENGINE_STAGED");
-    if (desc->engine == DDP_CUDA_ENGINE_DEFAULT) *notice = "this build has no NCCL: collectives go through host memory, which is slow";
+        return ddp_fail(
+            DDP_ERR_UNSUPPORTED,
+            "ddp_cuda_group_create: this build has no NCCL: compile without DDP_NO_NCCL, or choose DDP_CUDA_ENGINE_STAGED");
+    if (desc->engine == DDP_CUDA_ENGINE_DEFAULT)
+        *notice = "this build has no NCCL: collectives go through host memory, which is slow";
 #else
     if (desc->engine == DDP_CUDA_ENGINE_NCCL && shared && !DDP__NCCL_SHARES)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_cuda_group_create: ranks share a device, which NCCL %d.%d cannot do: give each rank a device of its own, "
-                        "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or choose DDP_CUDA_ENGINE_STAGED", NCCL_MAJOR, NCCL_MINOR);
-    if (desc->engine == DDP_CUDA_ENGINE_NCCL || desc->comm || (desc->engine == DDP_CUDA_ENGINE_DEFAULT && !shared)) *backend = ddp__cuda_nccl_backend();
+        return ddp_fail(
+            DDP_ERR_UNSUPPORTED,
+            "ddp_cuda_group_create: ranks share a device, which NCCL %d.%d cannot do: give each rank a device of its own, "
+            "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or choose DDP_CUDA_ENGINE_STAGED",
+            NCCL_MAJOR, NCCL_MINOR);
+    if (desc->engine == DDP_CUDA_ENGINE_NCCL || desc->comm
+        || (desc->engine == DDP_CUDA_ENGINE_DEFAULT && !shared))
+        *backend = ddp__cuda_nccl_backend();
     else if (desc->engine == DDP_CUDA_ENGINE_DEFAULT)
-        *notice = "ranks share a device: collectives go through host memory, which is slow and meant for development";
+        *notice =
+            "ranks share a device: collectives go through host memory, which is slow and meant for development";
 #endif
     (void)shared;
     return DDP_OK;
@@ -3843,16 +4269,23 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
     ddp_result result = DDP_OK;
     int device = -1, shared;
     if (out) *out = NULL;
-    if (!out || !control) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_group_create: out or control is NULL; control is a group of ddp_group_create or ddp_launch");
+    if (!out || !control)
+        return ddp_fail(
+            DDP_ERR_INVALID,
+            "ddp_cuda_group_create: out or control is NULL; control is a group of ddp_group_create or ddp_launch");
     if (!desc) desc = &all_defaults;
-    const ddp_cuda_pick_desc pick = {desc->devices, desc->device_count, desc->uuid, desc->allow_shared || desc->engine == DDP_CUDA_ENGINE_STAGED};
+    const ddp_cuda_pick_desc pick = {desc->devices, desc->device_count, desc->uuid,
+                                     desc->allow_shared || desc->engine == DDP_CUDA_ENGINE_STAGED};
 #if !defined(DDP_NO_NCCL)
     if (desc->comm && ncclCommCuDevice(desc->comm, &device) != ncclSuccess) device = -1;
 #endif
-    if ((unsigned)desc->engine > DDP_CUDA_ENGINE_STAGED || (unsigned)desc->order > DDP_ORDER_ANY || desc->timeout_ms < 0)
-        result = ddp_fail(DDP_ERR_INVALID, "engine=%d order=%d timeout_ms=%d: one of them is not a value of its kind", (int)desc->engine, (int)desc->order,
-                          desc->timeout_ms);
-    snprintf(equal, sizeof equal, "engine=%d order=%d comm=%s", (int)desc->engine, (int)desc->order, desc->comm ? "given" : "NULL");
+    if ((unsigned)desc->engine > DDP_CUDA_ENGINE_STAGED || (unsigned)desc->order > DDP_ORDER_ANY
+        || desc->timeout_ms < 0)
+        result = ddp_fail(DDP_ERR_INVALID,
+                          "engine=%d order=%d timeout_ms=%d: one of them is not a value of its kind",
+                          (int)desc->engine, (int)desc->order, desc->timeout_ms);
+    snprintf(equal, sizeof equal, "engine=%d order=%d comm=%s", (int)desc->engine, (int)desc->order,
+             desc->comm ? "given" : "NULL");
     DDP_TRY(ddp__cuda_pick(control, &pick, device, result, equal, &slot, &shared));
     DDP_TRY(ddp__cuda_engine(desc, shared, &group.backend, &notice));
     const ddp__cuda_seed seed = {control, slot.device, desc->stream, desc->comm_stream, desc->comm};
@@ -3888,18 +4321,22 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
 
 DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream) {
     if (!group || ddp_group_device(group) != ddp_device_cuda())
-        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_set_stream: group is %s", group ? "not one of GPUs" : "NULL");
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_set_stream: group is %s",
+                        group ? "not one of GPUs" : "NULL");
     ddp__cuda_streams_of(group)->stream[DDP_STREAM_COMPUTE] = stream;
     return DDP_OK;
 }
 
 DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group) {
-    return group && ddp_group_device(group) == ddp_device_cuda() ? ddp__cuda_streams_of(group)->stream[DDP_STREAM_COMM] : 0;
+    return group && ddp_group_device(group) == ddp_device_cuda()
+               ? ddp__cuda_streams_of(group)->stream[DDP_STREAM_COMM]
+               : 0;
 }
 
 DDPDEF const ddp_device *ddp_device_cuda(void) {
 #define DDP_X(name, result, arguments) ddp__cuda_device_##name,
-    static const ddp_device cuda = {"cuda", 0, DDP_DEVICE_FUNCTIONS(DDP_X) DDP__CUDA_OPTIMIZER, DDP__CUDA_LAYERS};
+    static const ddp_device cuda = {"cuda", 0, DDP_DEVICE_FUNCTIONS(DDP_X) DDP__CUDA_OPTIMIZER,
+                                    DDP__CUDA_LAYERS};
 #undef DDP_X
     return &cuda;
 }
@@ -3911,8 +4348,12 @@ DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream) {
 }
 
 #if defined(DDP_USE_CUBLASLT)
-DDPDEF ddp_result ddp_cuda_gemm(const ddp_gemm *gemm, void *user) { return ddp__cuda_gemm(gemm, (ddp_group *)user, 0); }
-DDPDEF ddp_result ddp_cuda_gemm_tf32(const ddp_gemm *gemm, void *user) { return ddp__cuda_gemm(gemm, (ddp_group *)user, 1); }
+DDPDEF ddp_result ddp_cuda_gemm(const ddp_gemm *gemm, void *user) {
+    return ddp__cuda_gemm(gemm, (ddp_group *)user, 0);
+}
+DDPDEF ddp_result ddp_cuda_gemm_tf32(const ddp_gemm *gemm, void *user) {
+    return ddp__cuda_gemm(gemm, (ddp_group *)user, 1);
+}
 #endif
 
 DDPDEF ddp_result ddp_cuda_check(void) {
@@ -3921,57 +4362,80 @@ DDPDEF ddp_result ddp_cuda_check(void) {
     return first;
 }
 
-DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
-                                       ddp_op op, uint64_t divisor, cudaStream_t stream) {
+DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count,
+                                       size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor,
+                                       cudaStream_t stream) {
     const char *function = "ddp_cuda_reduce_tree";
     ddp__cuda_tree_call call = {dst, dst_count, src, src_count, count, op, 1, stream, function, 0, 0};
-    if (!dst || !src || dst_count < 1 || dst_count > DDP_MAX_LOCAL_RANKS || src_count < 1 || src_count > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_INVALID, "%s: dst_count=%d src_count=%d, allowed are 1 to %d", function, dst_count, src_count, DDP_MAX_LOCAL_RANKS);
-    if ((unsigned)op > DDP_OP_PROD || ddp_dtype_size(dtype) == 0) return ddp_fail(DDP_ERR_INVALID, "%s: op=%d dtype=%d", function, (int)op, (int)dtype);
-    for (int k = 0; count && k < src_count; k++) if (!src[k]) return ddp_fail(DDP_ERR_INVALID, "%s: src[%d] is NULL", function, k);
-    for (int k = 0; count && k < dst_count; k++) if (!dst[k]) return ddp_fail(DDP_ERR_INVALID, "%s: dst[%d] is NULL", function, k);
+    if (!dst || !src || dst_count < 1 || dst_count > DDP_MAX_LOCAL_RANKS || src_count < 1
+        || src_count > DDP_MAX_LOCAL_RANKS)
+        return ddp_fail(DDP_ERR_INVALID, "%s: dst_count=%d src_count=%d, allowed are 1 to %d", function,
+                        dst_count, src_count, DDP_MAX_LOCAL_RANKS);
+    if ((unsigned)op > DDP_OP_PROD || ddp_dtype_size(dtype) == 0)
+        return ddp_fail(DDP_ERR_INVALID, "%s: op=%d dtype=%d", function, (int)op, (int)dtype);
+    for (int k = 0; count && k < src_count; k++)
+        if (!src[k]) return ddp_fail(DDP_ERR_INVALID, "%s: src[%d] is NULL", function, k);
+    for (int k = 0; count && k < dst_count; k++)
+        if (!dst[k]) return ddp_fail(DDP_ERR_INVALID, "%s: dst[%d] is NULL", function, k);
     if (op == DDP_OP_AVG && divisor) call.divisor = divisor;
     if (src_count > 1 || call.divisor > 1) return ddp__cuda_tree_any(&call, dtype);
     for (int k = 0; k < dst_count; k++) {
         if (count == 0 || dst[k] == src[0]) continue;
-        DDP__CUDA_DO(function, "cudaMemcpyAsync", DDP__CUDA_RUNTIME->memcpy_async(dst[k], src[0], count * ddp_dtype_size(dtype), cudaMemcpyDeviceToDevice, stream));
+        DDP__CUDA_DO(function, "cudaMemcpyAsync",
+                     DDP__CUDA_RUNTIME->memcpy_async(dst[k], src[0], count * ddp_dtype_size(dtype),
+                                                     cudaMemcpyDeviceToDevice, stream));
     }
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_cuda_flatten(void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges, int range_count, ddp_dtype dtype,
-                                   float factor, cudaStream_t stream) {
+DDPDEF ddp_result ddp_cuda_flatten(void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges,
+                                   int range_count, ddp_dtype dtype, float factor, cudaStream_t stream) {
     ddp__cuda_multi_call call = {flat, ranges, range_count, 1, factor, stream, "ddp_cuda_flatten"};
     return ddp__cuda_multi_any(&call, flat_dtype, dtype);
 }
 
-DDPDEF ddp_result ddp_cuda_unflatten(const void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges, int range_count, ddp_dtype dtype,
-                                     float factor, cudaStream_t stream) {
+DDPDEF ddp_result ddp_cuda_unflatten(const void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges,
+                                     int range_count, ddp_dtype dtype, float factor, cudaStream_t stream) {
     ddp__cuda_multi_call call = {(void *)flat, ranges, range_count, 0, factor, stream, "ddp_cuda_unflatten"};
     return ddp__cuda_multi_any(&call, dtype, flat_dtype);
 }
 
-DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor, ddp_cuda_norm *norm,
-                                   cudaStream_t stream) {
-    if (!norm || (!data && rows && row_count)) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_unscale: data or norm is NULL");
+DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor,
+                                   ddp_cuda_norm *norm, cudaStream_t stream) {
+    if (!norm || (!data && rows && row_count))
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_unscale: data or norm is NULL");
     return ddp__cuda_squares_any<1>(data, rows, row_count, dtype, factor, norm, stream, "ddp_cuda_unscale");
 }
 
-DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t stream) { return ddp__cuda_step<1>(desc, stream, "ddp_cuda_adamw"); }
-DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream) { return ddp__cuda_step<0>(desc, stream, "ddp_cuda_sgd"); }
-
-DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype, size_t count, cudaStream_t stream) {
-    if (count && (!q || !scales || !src)) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: q, scales or src is NULL");
-    if (!ddp_is_float(src_dtype) || src_dtype == DDP_F64)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=%s, allowed are f32, f16 and bf16", ddp_dtype_name(src_dtype));
-    return ddp__cuda_by<DDP__CUDA_FLOATS_32>(src_dtype, [&](auto S) { return ddp__cuda_quantise_run<decltype(S)::value>(q, scales, src, count, stream); });
+DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
+    return ddp__cuda_step<1>(desc, stream, "ddp_cuda_adamw");
+}
+DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
+    return ddp__cuda_step<0>(desc, stream, "ddp_cuda_sgd");
 }
 
-DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales, size_t count, cudaStream_t stream) {
-    if (count && (!dst || !q || !scales)) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst, q or scales is NULL");
+DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype,
+                                     size_t count, cudaStream_t stream) {
+    if (count && (!q || !scales || !src))
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: q, scales or src is NULL");
+    if (!ddp_is_float(src_dtype) || src_dtype == DDP_F64)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=%s, allowed are f32, f16 and bf16",
+                        ddp_dtype_name(src_dtype));
+    return ddp__cuda_by<DDP__CUDA_FLOATS_32>(src_dtype, [&](auto S) {
+        return ddp__cuda_quantise_run<decltype(S)::value>(q, scales, src, count, stream);
+    });
+}
+
+DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales,
+                                       size_t count, cudaStream_t stream) {
+    if (count && (!dst || !q || !scales))
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst, q or scales is NULL");
     if (!ddp_is_float(dst_dtype) || dst_dtype == DDP_F64)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst_dtype=%s, allowed are f32, f16 and bf16", ddp_dtype_name(dst_dtype));
-    return ddp__cuda_by<DDP__CUDA_FLOATS_32>(dst_dtype, [&](auto D) { return ddp__cuda_dequantise_run<decltype(D)::value>(dst, q, scales, count, stream); });
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst_dtype=%s, allowed are f32, f16 and bf16",
+                        ddp_dtype_name(dst_dtype));
+    return ddp__cuda_by<DDP__CUDA_FLOATS_32>(dst_dtype, [&](auto D) {
+        return ddp__cuda_dequantise_run<decltype(D)::value>(dst, q, scales, count, stream);
+    });
 }
 
 #ifdef __cplusplus

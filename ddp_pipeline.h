@@ -625,8 +625,8 @@ static ddp_schedule *ddp__schedule_new(const ddp_schedule_desc *desc) {
 
 /* An empty schedule with the allocator and the kind of another one. */
 static ddp_schedule *ddp__schedule_like(const ddp_schedule *from) {
-    ddp_schedule_desc desc = {from->kind,     from->rank_count, 0,         0, from->update_interval, NULL, 0,
-                              from->alloc_fn, from->free_fn,    from->user};
+    ddp_schedule_desc desc = {from->kind, from->rank_count, 0, 0, from->update_interval,
+                              NULL, 0, from->alloc_fn, from->free_fn, from->user};
     return ddp__schedule_new(&desc);
 }
 
@@ -1391,11 +1391,11 @@ static ddp_result ddp__play_circle(const ddp__play *play) {
 }
 
 static ddp_result ddp__costs_check(int stage_count, const ddp_stage_cost *costs, const char *who) {
-    static const char *const names[] = {"forward",    "input_grad", "weight_grad",      "transfer",
+    static const char *const names[] = {"forward", "input_grad", "weight_grad", "transfer",
                                         "overlapped", "activation", "weight_activation"};
     for (int stage = 0; costs && stage < stage_count; stage++) {
         const ddp_stage_cost *c = &costs[stage];
-        const double values[] = {c->forward,    c->input_grad, c->weight_grad,      c->transfer,
+        const double values[] = {c->forward, c->input_grad, c->weight_grad, c->transfer,
                                  c->overlapped, c->activation, c->weight_activation};
         for (int k = 0; k < 7; k++)
             if (!(values[k] >= 0 && values[k] <= DBL_MAX))
@@ -1951,9 +1951,9 @@ static ddp_result ddp__csv_action(ddp__csv *c, const char *begin, ddp_action *ac
     while (c->at + length < c->end
            && ((c->at[length] >= 'A' && c->at[length] <= 'Z') || c->at[length] == '_'))
         length++;
-    while (
-        kind < DDP_ACTION_KIND_COUNT
-        && (strlen(ddp__action_names[kind]) != length || memcmp(ddp__action_names[kind], c->at, length) != 0))
+    while (kind < DDP_ACTION_KIND_COUNT
+           && (strlen(ddp__action_names[kind]) != length
+               || memcmp(ddp__action_names[kind], c->at, length) != 0))
         kind++;
     if (kind == DDP_ACTION_KIND_COUNT)
         return ddp__csv_wrong(
@@ -3964,20 +3964,9 @@ static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, cons
                                        uint64_t version) {
     static const char what[] = "the callback of ";
     int i = a->microbatch, kind = (int)a->kind, last = ddp__pipe_is_last(p, s);
-    ddp_pipeline_call call = {a->kind,
-                              a->stage,
-                              i,
-                              p->run.evaluating,
-                              0,
-                              s->link_count[0],
-                              s->link_count[1],
-                              ddp__pipe_tensors(p, s, 0, 0, i),
-                              NULL,
-                              NULL,
-                              NULL,
-                              ddp__pipe_data(&s->saved, i),
-                              NULL,
-                              (int)version};
+    ddp_pipeline_call call = {a->kind, a->stage, i, p->run.evaluating, 0, s->link_count[0], s->link_count[1],
+                              ddp__pipe_tensors(p, s, 0, 0, i), NULL, NULL, NULL,
+                              ddp__pipe_data(&s->saved, i), NULL, (int)version};
     if (kind == DDP_ACTION_FORWARD) {
         call.outputs = ddp__pipe_tensors(p, s, 1, 0, i);
         call.loss = last ? &p->run.now->losses[i] : NULL;
@@ -4224,8 +4213,8 @@ static void ddp__pipe_describe_plan(const ddp_pipeline *p, char *out, size_t siz
     schedule = ddp_hash(schedule, &s->update_interval, sizeof s->update_interval) ^ (uint64_t)s->kind;
     for (int i = 0; i < p->messages.link_count; i++) {
         const ddp_pipeline_edge *e = &p->messages.links[i].edge;
-        int fields[6] = {e->from,   e->to, (int)e->tensor.dtype, e->tensor.ndim, (int)e->grad_dtype,
-                         e->no_grad};
+        int fields[6] = {e->from, e->to, (int)e->tensor.dtype,
+                         e->tensor.ndim, (int)e->grad_dtype, e->no_grad};
         edges = ddp_hash(edges, fields, sizeof fields);
         edges = ddp_hash(edges, e->tensor.shape, (size_t)e->tensor.ndim * sizeof *e->tensor.shape);
     }
