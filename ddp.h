@@ -823,28 +823,32 @@ DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stat
    writes to. The last such thread frees them when it returns. NULL is ignored. */
 DDPDEF void ddp_loader_destroy(ddp_loader *loader);
 
-//== plugging in ============================================================================================ >>spi
+//== backends and devices ============================================================================== >>spi
+/* The interface for backends, devices and sibling headers. A program that only trains does not need it. */
 
-/* What a backend is asked to do. Offsets and counts are elements; every argument has been checked. */
+/* A call that the core passes to a backend. Offsets and counts are elements. Every argument has been
+   checked. */
 typedef enum ddp_call_kind {
-    DDP_CALL_ALL_REDUCE, DDP_CALL_REDUCE, DDP_CALL_BROADCAST, DDP_CALL_ALL_GATHER, DDP_CALL_REDUCE_SCATTER, DDP_CALL_ALL_TO_ALL,
-    DDP_CALL_GATHER, DDP_CALL_SCATTER, DDP_CALL_ALL_GATHER_V, DDP_CALL_ALL_TO_ALL_V, DDP_CALL_BARRIER, DDP_CALL_SEND, DDP_CALL_RECV
+    DDP_CALL_ALL_REDUCE, DDP_CALL_REDUCE, DDP_CALL_BROADCAST, DDP_CALL_ALL_GATHER,
+    DDP_CALL_REDUCE_SCATTER, DDP_CALL_ALL_TO_ALL, DDP_CALL_GATHER, DDP_CALL_SCATTER,
+    DDP_CALL_ALL_GATHER_V, DDP_CALL_ALL_TO_ALL_V, DDP_CALL_BARRIER, DDP_CALL_SEND, DDP_CALL_RECV
 } ddp_call_kind;
 
 typedef struct ddp_call {
     ddp_call_kind kind;
     ddp_dtype dtype;
     ddp_op op;
-    int root;          /* SEND, RECV: the peer; -1 where there is none */
+    int root;          /* SEND, RECV: the peer. -1 for calls without a root */
     int tag;           /* SEND, RECV: the tag */
     int flags;         /* DDP_CALL_HOST_MEMORY */
     const void *send;
     void *recv;
     size_t count;      /* the count argument of the public call */
-    const size_t *send_counts, *send_offsets, *recv_counts, *recv_offsets; /* _v calls: W entries each, never NULL where used */
-    uint64_t divisor;  /* AVG: what the sum is divided by; 0 = world_size */
+    /* _v calls: W entries each, never NULL where the call uses them */
+    const size_t *send_counts, *send_offsets, *recv_counts, *recv_offsets;
+    uint64_t divisor;  /* AVG: divides the sum; 0 = world_size */
     uint64_t seq;      /* number of this collective in its group */
-    int caller;        /* the ddp_public_call that makes this call inside; ddp.h sets it */
+    int caller;        /* the ddp_public_call that made this call inside it; set by ddp.h */
 } ddp_call;
 
 /* ddp_call.flags: a blocking collective with buffers in host memory, whatever the device is. */
@@ -988,9 +992,9 @@ DDPDEF ddp_result ddp_device_check(ddp_group *group);
 DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum, const ddp_tensor *tensor);
 DDPDEF const ddp_device *ddp_group_device(const ddp_group *group);
 
-/* DDP_OK if a sibling header can compute on the group's device, otherwise DDP_ERR_UNSUPPORTED. version: the
-   first field of the device's kernel table for this header, NULL = no table. who: the public call, for the
-   error line. */
+/* Returns DDP_OK if a sibling header can compute on the group's device, otherwise DDP_ERR_UNSUPPORTED.
+   version: the first field of the device's kernel table for this header, NULL = no table. `who`: the public
+   call, for the error line. */
 DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, const int *version,
                                     const char *header);
 
@@ -1027,13 +1031,12 @@ DDPDEF void ddp_group_set_local(ddp_group *group, int local_rank, int local_worl
 
 /* Reduces source_count (1 to 65536) arrays of count elements in tree order, for backends that only move
    bytes. dst may be one of the sources. AVG divides by divisor, 0 = source_count. */
-DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_count, size_t count, ddp_dtype
-dtype,
-                            ddp_op op, uint64_t divisor);
+DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_count, size_t count,
+                            ddp_dtype dtype, ddp_op op, uint64_t divisor);
 
 /* A collective over host memory, whatever the group's device is. Blocking. send == recv: in place, as in
-   NCCL. kind: DDP_CALL_ALL_REDUCE, DDP_CALL_BROADCAST, DDP_CALL_ALL_GATHER. root: -1, except for a broadcast.
-   */
+   NCCL. kind: DDP_CALL_ALL_REDUCE, DDP_CALL_BROADCAST or DDP_CALL_ALL_GATHER. root: -1, except for a
+   broadcast. */
 DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv,
                                       size_t count, ddp_dtype dtype, ddp_op op, int root);
 
@@ -1099,9 +1102,8 @@ DDPDEF uint64_t ddp_unique_id(void);
 /* Creates a group of the local backend from `count` ranks of `whole` on this machine. ranks: in order; this
    rank is one of them. token: a string that only these ranks use. Collective over them. Allocator, log_fn and
    name are whole's. Call ddp_group_part_of afterwards. */
-DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, const char *token, const int
-*ranks, int count,
-                                         int timeout_ms);
+DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, const char *token,
+                                         const int *ranks, int count, int timeout_ms);
 /* Rank r of `part` is rank ranks[r] of `whole`. Causes of failures name the rank of whole, and both groups
    share the record of lost ranks. */
 DDPDEF void ddp_group_part_of(ddp_group *part, ddp_group *whole, const int *ranks);
@@ -1120,8 +1122,8 @@ DDPDEF ddp_result ddp_group_create_mpi(ddp_group **out, const ddp_group_desc *de
 DDPDEF void ddp_group_on_wait(ddp_group *group, void (*fn)(void *argument), void *argument);
 /* fn runs at the start of ddp_group_destroy. */
 DDPDEF void ddp_group_on_destroy(ddp_group *group, void (*fn)(ddp_group *group));
-/* In open and split: the group gets no communication thread. Its queue advances inside ddp_wait and ddp_test.
-   */
+/* In open and split: the group gets no communication thread. Its queue advances only inside ddp_wait and
+   ddp_test. */
 DDPDEF void ddp_group_no_thread(ddp_group *group);
 
 /* Chooses the fastest of several methods by their recent times. pick sometimes returns another one, to
@@ -1133,11 +1135,12 @@ typedef struct ddp_tuner {
 DDPDEF int ddp_tuner_pick(ddp_tuner *tuner, int methods);
 DDPDEF void ddp_tuner_learn(ddp_tuner *tuner, int method, double seconds);
 
-/* The public functions that make other public calls inside. An error line names the outermost one, on every rank:
-   peers receive its number with each collective.
+/* The public functions that make other public calls inside. An error line names the outermost one, on every
+   rank. Peers receive its number with each collective.
      DDP_PUBLIC_CALL(name)   begins such a function. This thread is in that call until the end of the block.
                              Inside another public call it changes nothing.
-     DDP_USER_CALLBACK       begins a block that runs a callback of the user. Calls inside go by their own names. */
+     DDP_USER_CALLBACK       begins a block that runs a callback of the user. An error line names the calls
+                             inside it by their own names. */
 #define DDP_PUBLIC_CALLS(X)                                                                        \
     X(ddp_group_create) X(ddp_group_from_mpi) X(ddp_group_create_on)                               \
     X(ddp_group_split) X(ddp_group_alloc) X(ddp_group_free) X(ddp_group_destroy)                   \
@@ -1152,7 +1155,8 @@ DDPDEF void ddp_tuner_learn(ddp_tuner *tuner, int method, double seconds);
     X(ddp_fsdp_destroy)                                                                            \
     X(ddp_pipeline_create) X(ddp_pipeline_step) X(ddp_pipeline_evaluate)                           \
     X(ddp_pipeline_get_times) X(ddp_pipeline_clip_grad_norm) X(ddp_pipeline_destroy)               \
-    X(ddp_tensor_redistribute) X(ddp_tensor_distribute) X(ddp_tensor_gather) X(ddp_tensor_redistribute_mesh) \
+    X(ddp_tensor_redistribute) X(ddp_tensor_distribute) X(ddp_tensor_gather)                       \
+    X(ddp_tensor_redistribute_mesh)                                                                \
     X(ddp_tp_create) X(ddp_tp_destroy) X(ddp_tp_linear_create) X(ddp_tp_linear_forward)            \
     X(ddp_tp_linear_backward) X(ddp_tp_mlp_create) X(ddp_tp_mlp_forward) X(ddp_tp_mlp_backward)    \
     X(ddp_tp_embedding_create) X(ddp_tp_embedding_forward) X(ddp_tp_cross_entropy)                 \
@@ -1165,14 +1169,16 @@ typedef enum ddp_public_call {
 #undef DDP_X
     DDP_PUBLIC_CALL_COUNT /* at most 256 */
 } ddp_public_call;
-#define DDP_PUBLIC_CALL(name) \
-    int ddp__outer_call __attribute__((unused, cleanup(ddp_public_call_end))) = ddp_public_call_begin(DDP_IN_##name)
-#define DDP_USER_CALLBACK \
-    int ddp__outer_call __attribute__((unused, cleanup(ddp_public_call_end))) = ddp_public_call_begin(DDP_IN_NO_CALL)
-DDPDEF int ddp_public_call_begin(int call);         /* returns what this thread was in */
+#define DDP_PUBLIC_CALL(name)                                               \
+    int ddp__outer_call __attribute__((unused, cleanup(ddp_public_call_end))) = \
+        ddp_public_call_begin(DDP_IN_##name)
+#define DDP_USER_CALLBACK                                                   \
+    int ddp__outer_call __attribute__((unused, cleanup(ddp_public_call_end))) = \
+        ddp_public_call_begin(DDP_IN_NO_CALL)
+DDPDEF int ddp_public_call_begin(int call);         /* returns the call that this thread was in */
 DDPDEF void ddp_public_call_end(const int *before); /* this thread is in that call again */
-DDPDEF const char *ddp_public_call_of(int call); /* "ddp_reducer_create"; NULL for DDP_IN_NO_CALL */
-/* The name of the outermost public call of this thread; `who` outside of all of them. */
+DDPDEF const char *ddp_public_call_of(int call);    /* "ddp_reducer_create"; NULL for DDP_IN_NO_CALL */
+/* Returns the name of this thread's outermost public call, or the argument outside of every such call. */
 DDPDEF const char *ddp_public_call_name(const char *who);
 
 /* Records that `rank` of this group is lost (DDP_ERR_PEER_LOST) or does not respond (DDP_ERR_TIMEOUT).
@@ -1181,40 +1187,41 @@ DDPDEF const char *ddp_public_call_name(const char *who);
 DDPDEF void ddp_group_mark_lost(ddp_group *group, int rank, ddp_result cause, const char *text);
 
 /* All ranks continue, or all fail with the same first cause.
-     mine   this rank's result so far; its error line is the text
-     hash   of what must be equal on all ranks; `what` describes it in at most 300 characters. Of two
-            descriptions "name=value name=value" the error line shows the first pair that differs
-     who    the public call, for the error line
+     mine   this rank's result before the call; its error line is the text
+     hash   of the values that must be equal on all ranks; `what` describes them in at most 300 characters.
+            Of two descriptions "name=value name=value" the error line shows the first pair that differs
+     `who`  the public call, for the error line
    Collective and blocking. It allocates nothing: it fails on all ranks or on none.
    Every rank returns the same: DDP_OK; the result of the first rank that failed, with its text;
    DDP_ERR_MISMATCH with both descriptions, if no rank failed and hashes differ; or the group's failure. */
 DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, uint64_t hash,
                             const char *what);
 
-/* The same over several groups that have this rank in common, such as the axes of a mesh, or a shard group and
-   its replicas. Each group receives the outcome of the ones before it, with its error line. So all ranks of a
-   mesh return the same result, and an error line that came from another group names that group.
-   Skips NULL and groups of one rank. groups[0] is not NULL; every rank lists as many groups in the same order.
-   After a failure of one group it still agrees over the remaining ones: their ranks do not wait. */
+/* The same over several groups that have this rank in common, such as the axes of a mesh, or a shard group
+   and its replicas. Each group receives the outcome of the ones before it, with its error line. So all ranks
+   of a mesh return the same result, and an error line that came from another group names that group.
+   Skips NULL and groups of one rank. groups[0] is not NULL. Every rank passes the same number of groups in
+   the same order. After a failure of one group it still agrees over the remaining ones, so that their ranks
+   do not wait. */
 DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const char *who, ddp_result mine,
                                    uint64_t hash, const char *what);
 
-/* The same for a list that must be equal on all ranks. describe writes entry `index` as text and returns its hash.
-   After a mismatch the ranks compare the entries one after the other. The error line describes the first one that
-   differs, and *differs, which may be NULL, is its number. An early entry contains the count. `mine` other than
-   DDP_OK: the list is not read. */
+/* The same for a list that must be equal on all ranks. describe writes entry `index` as text and returns its
+   hash. After a mismatch the ranks compare the entries one after the other. The error line describes the
+   first one that differs, and *differs, which may be NULL, is its number. An early entry contains the count.
+   `mine` other than DDP_OK: the list is not read. */
 #define DDP_AGREE_TEXT 300 /* bytes of a description */
 typedef uint64_t (*ddp_describe_fn)(const void *list, int index, char *text);
-DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *who, ddp_result mine, const void *list, int count,
-                                 ddp_describe_fn describe, int *differs);
+DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *who, ddp_result mine, const void *list,
+                                 int count, ddp_describe_fn describe, int *differs);
 
 /* Sets this thread's error line and returns result. */
 DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
-/* The same for a failure of the public call `who`: "rank 1/4 WHO group=world: ...". group may be NULL. */
-DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_group *group, const char *format, ...)
-    __attribute__((format(printf, 4, 5)));
+/* The same for a failure of a public call: "rank 1/4 ddp_agree group=world: ...". group may be NULL. */
+DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_group *group, const char *format,
+                              ...) __attribute__((format(printf, 4, 5)));
 
 /* Returns from the calling function with the result of `call`, unless that is DDP_OK. */
 #define DDP_TRY(call)                                    \
@@ -1223,8 +1230,8 @@ DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_grou
         if (ddp__tried != DDP_OK) return ddp__tried;     \
     } while (0)
 
-/* Returns DDP_ERR_INVALID from the calling function unless the condition holds; the rest is the error line, as of
-   ddp_fail_in. */
+/* Returns DDP_ERR_INVALID from the calling function unless the condition holds. The remaining arguments are
+   the error line, as in ddp_fail_in. */
 #define DDP_CHECK(who, group, condition, ...)                                               \
     do {                                                                                    \
         if (!(condition)) return ddp_fail_in(DDP_ERR_INVALID, who, group, __VA_ARGS__);     \
@@ -1247,26 +1254,30 @@ DDPDEF uint64_t ddp_hash(uint64_t hash, const void *data, size_t size_bytes);
 /* The next multiple; SIZE_MAX on overflow. */
 DDPDEF size_t ddp_round_up(size_t n, size_t multiple);
 
-DDPDEF int ddp_is_float(ddp_dtype dtype);              /* f32, f64, f16 or bf16 */
-DDPDEF ddp_dtype ddp_sum_dtype(ddp_dtype dtype);       /* sums are kept in: f32 for f16 and bf16, otherwise dtype */
-DDPDEF size_t ddp_tensor_bytes(const ddp_tensor *tensor); /* 0 for a tensor without elements, or an impossible shape */
+DDPDEF int ddp_is_float(ddp_dtype dtype);        /* f32, f64, f16 or bf16 */
+DDPDEF ddp_dtype ddp_sum_dtype(ddp_dtype dtype); /* dtype of sums: f32 for f16 and bf16, otherwise dtype */
+/* 0 for a tensor without elements or with an invalid shape. */
+DDPDEF size_t ddp_tensor_bytes(const ddp_tensor *tensor);
 /* A dtype and a shape as text: "f32 [2,3]". The text ends with ",...]" if ndim is more than DDP_MAX_NDIM. */
 typedef struct ddp_shape_text {
     char text[200];
 } ddp_shape_text;
 DDPDEF ddp_shape_text ddp_describe_shape(const char *dtype, int ndim, const int64_t *shape);
 DDPDEF ddp_tensor ddp_param_grad(const ddp_param *param); /* param->grad with its defaults resolved */
-/* Before `data` is freed. If it is sum->data: waits until its reader has read it, and sets sum->data to NULL. */
+/* Called before `data` is freed. If it is sum->data: waits until its reader has read it, and sets sum->data
+   to NULL. */
 DDPDEF void ddp_grad_sum_release(ddp_grad_sum *sum, const void *data);
 
-/* Zeroed memory from the group's alloc_fn, 64-byte aligned; group NULL: from malloc. NULL with the error line set
-   when there is none. alloc_fn is asked for DDP_MALLOC_EXTRA bytes more. */
+/* Allocates zeroed memory, 64-byte aligned, with the group's alloc_fn; group NULL: with malloc. Returns NULL
+   and sets the error line on failure. alloc_fn receives size_bytes + DDP_MALLOC_EXTRA. */
 #define DDP_MALLOC_EXTRA (64 + sizeof(void *))
 DDPDEF void *ddp_host_alloc(ddp_group *group, size_t size_bytes);
 DDPDEF void ddp_host_free(ddp_group *group, void *memory);
 
-/* Runs fn(group, argument) in issue order with the group's collectives, on its communication thread and lane: blocking calls made inside run in
-   place. How the reducer, and layers like it, put a sequence of calls behind compute. A backend that enqueues runs fn on the caller, at once. */
+/* Issues a task: fn(group, argument) runs in issue order with the group's collectives, on its communication
+   thread and communication stream. Blocking calls inside fn run in place. The reducer and similar layers
+   overlap a sequence of calls with compute this way. A backend with `enqueues` runs fn on the calling thread,
+   at once. */
 typedef ddp_result (*ddp_task_fn)(ddp_group *group, void *argument);
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work);
 
@@ -1277,8 +1288,9 @@ DDPDEF double ddp_now(void); /* a monotonic clock in seconds */
 #endif
 #endif /* DDP_H */
 
-/* Options with which no body of this header or its siblings compiles as promised. One #error; the bodies are
-   then left out, so that no other error follows. A plain include is not concerned. */
+/* Compiler options that the implementations of this header and its siblings do not support. There is one
+   #error, and the implementations are left out, so that no other error follows. A plain include is not
+   affected. */
 #if !defined(DDP__REFUSED) &&                                               \
     (defined(DDP_IMPLEMENTATION) || defined(DDP_FSDP_IMPLEMENTATION) ||     \
      defined(DDP_PIPELINE_IMPLEMENTATION) || defined(DDP_TENSOR_IMPLEMENTATION) || \
@@ -1307,7 +1319,9 @@ DDPDEF double ddp_now(void); /* a monotonic clock in seconds */
 #if defined(DDP_IMPLEMENTATION) && !defined(DDP_IMPLEMENTATION_INCLUDED)
 #define DDP_IMPLEMENTATION_INCLUDED
 
-//== structs ======================================================================================== >>impl-structs
+//== structs =================================================================================== >>impl-structs
+/* Includes and private types. First the memory that all ranks of a machine share, then the objects of one
+   rank. */
 #include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
@@ -1354,36 +1368,42 @@ extern "C" {
 #define DDP__NOEXCEPT
 #endif
 
-/* Everything that ranks share is read and written through these. */
+/* All accesses to memory that ranks share use these. */
 #define ddp__load(pointer) __atomic_load_n(pointer, __ATOMIC_ACQUIRE)
 #define ddp__load_relaxed(pointer) __atomic_load_n(pointer, __ATOMIC_RELAXED)
 #define ddp__store(pointer, value) __atomic_store_n(pointer, value, __ATOMIC_RELEASE)
 #define ddp__fetch_add(pointer, value) __atomic_fetch_add(pointer, value, __ATOMIC_SEQ_CST)
 
-/* The statement that follows, with the lock held, or without it in between. It ends at its end: no return and no break leaves it. */
+/* Execute the statement that follows with the lock held, or with it released for that time. The statement must
+   not return or jump out. A break or continue in it ends the statement only. */
 #define DDP__LOCKED(lock) DDP__BETWEEN(locked_, pthread_mutex_lock, lock, pthread_mutex_unlock)
 #define DDP__UNLOCKED(lock) DDP__BETWEEN(unlocked_, pthread_mutex_unlock, lock, pthread_mutex_lock)
 #define DDP__BETWEEN(name, before, lock, after) \
     for (pthread_mutex_t *name = (before(lock), lock); name; name = (after(name), (pthread_mutex_t *)NULL))
 
-#define DDP__TEXT_MAX 512    /* an error line */
-#define DDP__LINE 128        /* two cache lines: neighbours are prefetched in pairs */
-#define DDP__OWN_LINE __attribute__((aligned(DDP__LINE))) /* on a member: nothing before it shares its line */
+#define DDP__TEXT_MAX 512    /* bytes of an error line */
+#define DDP__LINE 128        /* two cache lines, because the CPU prefetches neighbours in pairs */
+#define DDP__OWN_LINE __attribute__((aligned(DDP__LINE))) /* this member starts a new cache line */
 #define DDP__ALIGN 64
-#define DDP__SKEW 69632      /* added between ranks' buffers: powers of two apart, they evict each other (cache way prediction) */
+/* Added between the buffers of ranks. Buffers at distances of a power of two evict each other (cache way
+   prediction). */
+#define DDP__SKEW 69632
 
-#define DDP__CHUNK (512 * 1024)  /* one slot: what is in flight per rank and round; 256 to 768 KiB measured alike, less and more slower */
-#define DDP__SLOTS 3             /* rounds alive at once: filled, reduced, drained */
-#define DDP__PAYLOAD 16384       /* a whole small message, sent along with the fingerprint */
+/* Bytes of a slot: the data in flight per rank and round. 256 to 768 KiB are equally fast, other sizes are
+   slower. */
+#define DDP__CHUNK (512 * 1024)
+#define DDP__SLOTS 3             /* rounds in flight: one is filled, one reduced, one drained */
+#define DDP__PAYLOAD 16384       /* bytes of a small message, which travels with the announcement */
 
 /* --- shared by all ranks of a job, in the heap --- */
 
 #ifndef DDP__P2P_SLICE_MS
-#define DDP__P2P_SLICE_MS 5      /* the longest sleep for messages, to look for lost ranks in between; whoever ends a message wakes who waits */
+/* The longest sleep in a wait for messages. Between sleeps the thread looks for lost ranks. A thread that
+   completes a message wakes the waiting ones. */
+#define DDP__P2P_SLICE_MS 5
 #endif
-/* What a rank waits for, published by ddp__publish_wait: signature + 1 (0: nothing), count and number of the
-   call, the group's name (4 words), the time of the last update in ns, and the rank of the job that it waits
-   for, + 1. */
+/* The wait that a rank publishes (ddp__publish_wait). Words: signature + 1 of the call, 0 = no wait; count and
+   seq of the call; name of the group (4 words); time of the last update in ns; job rank of the peer + 1. */
 enum { DDP__WAIT_NAME = 3, DDP__WAIT_TIME = 7, DDP__WAIT_PEER, DDP__WAIT_WORDS };
 enum { DDP__RESPONSIVE, DDP__UNRESPONSIVE_SOON, DDP__UNRESPONSIVE };
 enum { DDP__RANK_ABSENT = 0, DDP__RANK_ALIVE, DDP__RANK_LEFT, DDP__RANK_LOST };
@@ -1392,111 +1412,121 @@ typedef struct ddp__job_rank {
     uint32_t state;
     int32_t pid, signal_number, exit_status;
     int32_t result;              /* of its ddp_rank_fn */
-    uint64_t start_time;         /* of the process; a later one with the same pid has another. */
+    uint64_t start_time;         /* of the process; a later process with the same pid has another one */
     char text[DDP__TEXT_MAX];    /* its error line, when result is not 0 */
     uint64_t wait[DDP__WAIT_WORDS];
     uint32_t unresponsive;   /* DDP__UNRESPONSIVE: a group timed out because of it; all its groups fail */
-    int32_t unresponsive_ms; /* that timeout, and the group */
+    int32_t unresponsive_ms; /* the timeout of that group, and its name */
     char unresponsive_in[32];
 } ddp__job_rank;
 
 typedef struct ddp__job {
     uint32_t world_size;
-    uint64_t bump;               /* next unused heap offset; offsets are never used again, their pages are given back */
+    uint64_t bump;               /* next unused heap offset. Offsets are never reused; freed pages are */
     uint64_t limit;              /* size of the file */
-    char folder[16];             /* "" = a memfd; otherwise of the unlinked file */
-    uint32_t reserves;           /* 1: control memory gets its pages at once, not when it is touched */
-    uint32_t launched;           /* 1: a parent watches the ranks and records how they end */
+    char folder[16];             /* folder of the unlinked file; "" = a memfd */
+    uint32_t reserves;           /* 1 = control memory gets its pages at once, not at the first access */
+    uint32_t launched;           /* 1 = a parent process monitors the ranks and records their exit */
     uint32_t cores;
-    uint32_t amd;                /* caches as on AMD, see ddp__hand_back. Chunks depend on it: all ranks go by one answer, also one that an emulator runs */
-    uint32_t failed_rank_plus_1; /* first rank whose function failed */
-    uint64_t world;              /* where the control memory of all its ranks lies */
+    /* 1 = caches as on AMD, see ddp__hand_back. The size of chunks depends on it, so all ranks use this one
+       value, even a rank that runs in an emulator. */
+    uint32_t amd;
+    uint32_t failed_rank_plus_1; /* the first rank that returned an error */
+    uint64_t world;              /* heap offset of the world's control memory */
     ddp__job_rank rank[DDP_MAX_LOCAL_RANKS];
 } ddp__job;
 
-/* A rank's announcement of its next collective: fingerprint, where its buffers are, and up to 24 bytes of data. One cache line. */
+/* A rank's announcement of its next collective, in one cache line: the call, the addresses of its buffers, and
+   up to 24 bytes of data. */
 typedef struct ddp__post {
-    DDP__OWN_LINE uint64_t seq; /* stored last: the rest is valid once it is there */
+    DDP__OWN_LINE uint64_t seq; /* stored last: when it has the value, the other fields are valid */
     uint64_t what[2];    /* kind, dtype, op and root in one word, see ddp__signature; count */
-    uint64_t send, recv; /* as ddp__address tells */
+    uint64_t send, recv; /* addresses of ddp__address */
     unsigned char data[24];
 } ddp__post;
 
 typedef struct ddp__sleeper {
     DDP__OWN_LINE uint32_t word; /* futex */
-    uint32_t sleeping;           /* threads */
+    uint32_t sleeping;           /* number of threads */
     int32_t waits_for;           /* rank */
 } ddp__sleeper;
 
-enum { DDP__FILLED /* rounds whose slot a rank has filled */, DDP__PASSED /* in which it is done with everybody's */ };
+/* Counters of a rank. FILLED: rounds that it has written into its slot. PASSED: rounds in which it has finished
+   with the slots of all ranks. */
+enum { DDP__FILLED, DDP__PASSED };
 typedef struct ddp__count { DDP__OWN_LINE uint64_t rounds; } ddp__count;
 
 typedef struct ddp__rank_line {
     ddp__count count[2];
     ddp__sleeper collective, p2p;
-    DDP__OWN_LINE uint32_t left;   /* 1: destroyed its handle */
-    uint32_t reaching;             /* of its threads, those that are inside other ranks' buffers */
-    uint64_t probe, probe_word;    /* where in this rank's process peers may try to read, and what is there: the pid may be another process to them */
+    DDP__OWN_LINE uint32_t left;   /* 1 = the rank has destroyed its handle */
+    uint32_t reaching;             /* number of its threads that access buffers of other ranks */
+    /* An address in this rank's process, and the value there. Peers read it to test process_vm_readv: in their
+       pid namespace the pid may be another process. */
+    uint64_t probe, probe_word;
 } ddp__rank_line;
 
 typedef struct ddp__control {
-    DDP__OWN_LINE uint32_t sleepers; /* how many ranks sleep in a collective; read after every announcement */
-    DDP__OWN_LINE uint32_t poison;   /* 0 healthy, 1 being written, 2 failed */
+    DDP__OWN_LINE uint32_t sleepers; /* number of ranks that sleep in a collective; read after every post */
+    DDP__OWN_LINE uint32_t poison;   /* 0 = healthy, 1 = the failure is being written, 2 = failed */
     int32_t poison_code;
     char poison_text[DDP__TEXT_MAX];
-    uint32_t closed;                 /* handles destroyed; the last one gives the memory back */
+    uint32_t closed;                 /* handles destroyed; the last one frees the memory */
 } ddp__control;
 
 /* --- private to one rank --- */
 
-/* A result with its line, to keep while other calls fail or succeed. */
-
-/* One anonymous file holds all that a job shares. Ranks that are threads share the object, processes have one each. */
+/* The anonymous file with all shared memory of a job. Ranks that are threads share this object; processes have
+   one each. */
 typedef struct ddp__heap {
     int fd;
-    int threads;                 /* ranks are threads: any pointer is everybody's */
+    int threads;                 /* 1 = ranks are threads: a pointer is valid on all ranks */
     int references;
     pthread_mutex_t lock;
     struct ddp__region *mappings;
     ddp__job *job;
 } ddp__heap;
 
-/* A range of the heap, mapped at base. From ddp_group_alloc: rank r's part starts at base + r * stride. */
+/* A range of the heap, mapped at base. In group memory the part of rank r starts at base + r * stride. */
 typedef struct ddp__region {
     unsigned char *base;
     uint64_t offset;
     size_t stride, total;
-    unsigned char *mine;
+    unsigned char *mine;         /* this rank's part */
     const struct ddp__local *owner;
-    int references;              /* of a mapping */
+    int references;              /* to a mapping */
     struct ddp__region *next;
 } ddp__region;
 
+/* The handle of an issued call or task. After the struct: 4 * world_size numbers, the copies of the counts and
+   offsets of a _v call. */
 typedef struct ddp__op {
     ddp_call call;
-    ddp_task_fn task;            /* NULL: a call */
+    ddp_task_fn task;            /* NULL: a send or receive that the backend starts */
     void *argument;
-    void *request;               /* of a send or receive, once started */
-    int polling;                 /* a thread is inside the backend's p2p_poll */
+    void *request;               /* the backend's, of a started send or receive */
+    int polling;                 /* 1 = a thread is inside the backend's p2p_poll */
     int done;
-    int ordered;                 /* event marks, first, what was before it on the compute lane, then its end on the communication lane */
-    uint64_t ticket;
+    /* 1 = event orders this op: first it marks the preceding work of the compute stream, then the end of this
+       op on the communication stream. */
+    int ordered;
+    uint64_t ticket;             /* compared with ddp_work.ticket; 0 = free */
     struct ddp__op *next;
-    /* what follows outlives a reuse of the handle */
+    /* The following fields survive a reuse of the handle. */
     ddp_group *group;
-    struct ddp__op *older;       /* of all handles of the group */
-    void *event;                 /* the device's, where it has lanes */
+    struct ddp__op *older;       /* list of all handles of the group */
+    void *event;                 /* the device's, if it has streams */
     ddp_saved_error outcome;
-} ddp__op; /* behind it: 4 times world_size numbers, copies of the counts and offsets of a _v call */
+} ddp__op;
 
-/* What ddp_agree exchanges. ddp_group_split uses the same memory for the colors and keys of all ranks and for
-   the members. */
+/* One entry of ddp_agree's exchange. ddp_group_split uses the same memory for the colors and keys of all ranks
+   and for the members. */
 typedef struct ddp__vote {
     int32_t result, reserved;
     uint64_t hash;
 } ddp__vote;
 
-/* Memory from ddp_group_alloc. number: the same on every rank. */
+/* Memory of ddp_group_alloc. number: the same on every rank. */
 typedef struct ddp__allocation {
     void *memory;
     uint64_t number;
@@ -1510,53 +1540,63 @@ typedef struct ddp__lost_ranks {
     pthread_mutex_t lock;
     int references, world_size;
     uint32_t mark_count;
-    ddp_saved_error cause[DDP__LOST_CAUSES]; /* ranks that are found later share the last one */
-    unsigned char *cause_of;     /* of each rank: index of its cause + 1, or 0; after this struct */
+    ddp_saved_error cause[DDP__LOST_CAUSES]; /* when all are in use, later ranks share the last one */
+    unsigned char *cause_of;     /* per rank: index of its cause + 1, or 0; stored after this struct */
 } ddp__lost_ranks;
 
 struct ddp_group {
     ddp_group_desc desc;         /* defaults resolved */
-    ddp__vote *votes;            /* world_size of them, after this struct */
-    int *world_rank;             /* of each rank; after the votes */
+    ddp__vote *votes;            /* world_size entries, stored after this struct */
+    int *world_rank;             /* per rank; stored after the votes */
     ddp__lost_ranks *lost;
-    uint32_t lost_seen;          /* its mark_count when this group was last compared with it */
-    const int *in_rank;          /* 1; 0 in a process that the rank has forked: a page of its own, which fork clears */
+    uint32_t lost_seen;          /* lost->mark_count at the last ddp_group_check_lost */
+    const int *in_rank;          /* 1; 0 in a process that the rank has forked (a page that fork clears) */
     char name[32];
     int rank, world_size, local_rank, local_world_size;
     const ddp_backend *backend;
     const ddp_device *device;
-    void *state, *device_state;  /* the backend's; the device's */
+    void *state, *device_state;  /* of the backend; of the device */
     int device_index;
     ddp__allocation *allocations;
     uint64_t allocation_count;
     uint64_t seq, p2p_seq, tickets;
-    int cause_seen, cause_delivered; /* the group's failure has met a call; a caller has been told its code */
-    /* the queue, under lock. Whoever sets running may carry out the head; runner is that thread. */
+    /* 1 = a call has failed because of the group's failure; 1 = a caller has received its code. */
+    int cause_seen, cause_delivered;
+    /* The queue, protected by lock. The thread that sets running executes the head; runner is that thread. */
     pthread_mutex_t lock;
     pthread_cond_t work_cond, done_cond;
     pthread_t thread, runner;
     int thread_started, running, in_batch;
-    int watched;                 /* threads that sleep in ddp__p2p_wait; meanwhile they, not the communication thread, move messages on */
-    int no_thread;               /* 1 = there is no communication thread: the queue moves on inside ddp_wait and ddp_test */
+    int watched;                 /* threads that sleep in ddp__p2p_wait. They advance messages meanwhile, in
+                                    place of the communication thread */
+    int no_thread;               /* 1 = no communication thread: ddp_wait and ddp_test advance the queue */
     void (*wait_fn)(void *argument); /* from ddp_group_on_wait, or NULL */
     void *wait_argument;
     void (*destroy_fn)(ddp_group *group); /* from ddp_group_on_destroy, or NULL */
-    int queued;                  /* 1 = a blocking call looks for others, or at lanes, before it runs */
-    int polite;                  /* the call being carried out runs on the communication thread */
+    int queued;                  /* 1 = a blocking call goes through ddp_group_enqueue: the queue may hold others */
+    int polite;                  /* 1 = the current call runs on the communication thread */
     ddp__op *head, *tail, *free_ops, *all_ops, *batch, *batch_tail;
-    ddp__op thread_end;          /* done: the communication thread returns */
-    ddp__op *p2p;                /* asynchronous sends and receives not yet done */
+    ddp__op thread_end;          /* when done is set, the communication thread returns */
+    ddp__op *p2p;                /* pending asynchronous sends and receives */
 };
 
-//== errors ============================================================================================ >>impl-error
+//== errors ===================================================================================== >>impl-error
+/* Error lines, results and the descriptions of calls in them. A failure has a first cause, recorded once per
+   group. The error line of a call names this rank, the call and that cause. */
 
 static DDP__THREAD_LOCAL char ddp__error_text[DDP__TEXT_MAX];
 static DDP__THREAD_LOCAL int ddp__public_call; /* the outermost public call of this thread */
-static DDP__THREAD_LOCAL const ddp_group *ddp__sweeping;  /* whose messages this thread polls one by one, having moved all on; not those of a group inside */
-static DDP__THREAD_LOCAL const ddp_group *ddp__thread_of; /* whose communication thread this is; NULL = none's */
-static DDP__THREAD_LOCAL const void *ddp__waited_request; /* the request that this thread waits for, or NULL */
-static DDP__THREAD_LOCAL double ddp__waited_since;        /* when that wait began */
-#define DDP__CALL_BLOCKS 2 /* a flag of a send or receive without ddp_work: a thread waits for it, now or at the end of its batch */
+/* The group whose messages this thread polls one by one, after it has advanced all of them; otherwise NULL.
+   Polls of another group inside a poll are not affected. */
+static DDP__THREAD_LOCAL const ddp_group *ddp__sweeping;
+/* The group that this thread is the communication thread of; otherwise NULL. */
+static DDP__THREAD_LOCAL const ddp_group *ddp__thread_of;
+/* The request that this thread waits for, or NULL; and the start of that wait. */
+static DDP__THREAD_LOCAL const void *ddp__waited_request;
+static DDP__THREAD_LOCAL double ddp__waited_since;
+/* ddp_call.flags of a send or receive without ddp_work: a thread waits for it, now or at the end of its
+   batch. */
+#define DDP__CALL_BLOCKS 2
 
 DDPDEF const char *ddp_last_error(void) { return ddp__error_text; }
 
@@ -1614,14 +1654,17 @@ DDPDEF const char *ddp_public_call_name(const char *who) {
     return ddp__public_call ? ddp__public_calls[ddp__public_call] : who;
 }
 
-/* Error lines that begin with the rank: `of` is whatever has a rank and a world_size. */
-#define DDP__RANK_FAIL(of, result, text, ...) ddp_fail(result, "rank %d/%d " text, (of)->rank, (of)->world_size, __VA_ARGS__)
-#define DDP__GROUP_FAIL(group, result, text, ...) DDP__RANK_FAIL(group, result, "group=%s: " text, (group)->name, __VA_ARGS__)
+/* Error lines that begin with the rank. `of` points to any struct with a rank and a world_size. */
+#define DDP__RANK_FAIL(of, result, text, ...) \
+    ddp_fail(result, "rank %d/%d " text, (of)->rank, (of)->world_size, __VA_ARGS__)
+#define DDP__GROUP_FAIL(group, result, text, ...) \
+    DDP__RANK_FAIL(group, result, "group=%s: " text, (group)->name, __VA_ARGS__)
 
-/* An argument of the public call `who` is invalid. group may be NULL. */
+/* DDP_ERR_INVALID for an argument of a public call. group may be NULL. */
 #define ddp__bad(who, group, ...) ddp_fail_in(DDP_ERR_INVALID, who, group, __VA_ARGS__)
 
-/* A process forked inside a rank shares its memory and sockets: a call there would be taken for one of the rank. */
+/* A process that the rank has forked shares its memory and sockets. Peers could not distinguish its calls from
+   those of the rank. */
 static ddp_result ddp__forked(const ddp_group *group, const char *who) {
     return DDP__RANK_FAIL(group, DDP_ERR_INVALID,
                           "%s group=%s: process %d was forked from the rank and is not part of the group; make the "
@@ -1631,7 +1674,7 @@ static ddp_result ddp__forked(const ddp_group *group, const char *who) {
 #define DDP__NOT_FORKED(group, who) \
     do { if (__builtin_expect(!*(group)->in_rank, 0)) return ddp__forked(group, who); } while (0)
 
-/* DDP_CHECK in the public function whose arguments it checks. */
+/* DDP_CHECK for the arguments of the enclosing public function. */
 #define DDP__NEED(condition, ...) DDP_CHECK(__func__, NULL, condition, __VA_ARGS__)
 
 DDPDEF void ddp_error_save(ddp_saved_error *saved, ddp_result result) {
@@ -1653,29 +1696,50 @@ DDPDEF const char *ddp_result_name(ddp_result result) {
     return "unknown ddp_result";
 }
 
-/* A call is a table of pieces from rank to rank. Those that reduce add what they take. */
-enum { DDP__FROM_ROOT = 1, DDP__TO_ROOT = 2, DDP__SPLITS = 4 /* send holds a piece for each rank */, DDP__JOINS = 8 /* recv, one of each */,
-       DDP__ADDS = 16, DDP__NO_SEND = 32, DDP__NO_RECV = 64, DDP__COUNTED = 128 /* by arrays of counts */ };
+/* Properties of a call. A call moves pieces from rank to rank.
+     SPLITS    send contains one piece for each rank       FROM_ROOT, TO_ROOT  only the root sends, receives
+     JOINS     recv contains one piece from each rank      NO_SEND, NO_RECV    the call has no such buffer
+     ADDS      the received pieces are reduced             COUNTED             arrays of counts give the sizes */
+enum {
+    DDP__FROM_ROOT = 1,
+    DDP__TO_ROOT = 2,
+    DDP__SPLITS = 4,
+    DDP__JOINS = 8,
+    DDP__ADDS = 16,
+    DDP__NO_SEND = 32,
+    DDP__NO_RECV = 64,
+    DDP__COUNTED = 128 };
 
-static const struct ddp__form { const char *name, *root; /* what that argument is called */ int shape; } ddp__forms[] = {
-    {"ddp_all_reduce", NULL, DDP__ADDS}, {"ddp_reduce", "root", DDP__ADDS | DDP__TO_ROOT}, {"ddp_broadcast", "root", DDP__FROM_ROOT | DDP__NO_SEND},
-    {"ddp_all_gather", NULL, DDP__JOINS}, {"ddp_reduce_scatter", NULL, DDP__ADDS | DDP__SPLITS}, {"ddp_all_to_all", NULL, DDP__SPLITS | DDP__JOINS},
-    {"ddp_gather", "root", DDP__TO_ROOT | DDP__JOINS}, {"ddp_scatter", "root", DDP__FROM_ROOT | DDP__SPLITS},
-    {"ddp_all_gather_v", NULL, DDP__JOINS | DDP__COUNTED}, {"ddp_all_to_all_v", NULL, DDP__SPLITS | DDP__JOINS | DDP__COUNTED},
-    {"ddp_barrier", NULL, DDP__NO_SEND | DDP__NO_RECV}, {"ddp_send", "peer", DDP__NO_RECV}, {"ddp_recv", "peer", DDP__NO_SEND}};
+static const struct ddp__form {
+    const char *name, *root; /* names of the call and of its root argument */
+    int shape;
+} ddp__forms[] = {
+    {"ddp_all_reduce", NULL, DDP__ADDS},
+    {"ddp_reduce", "root", DDP__ADDS | DDP__TO_ROOT},
+    {"ddp_broadcast", "root", DDP__FROM_ROOT | DDP__NO_SEND},
+    {"ddp_all_gather", NULL, DDP__JOINS},
+    {"ddp_reduce_scatter", NULL, DDP__ADDS | DDP__SPLITS},
+    {"ddp_all_to_all", NULL, DDP__SPLITS | DDP__JOINS},
+    {"ddp_gather", "root", DDP__TO_ROOT | DDP__JOINS},
+    {"ddp_scatter", "root", DDP__FROM_ROOT | DDP__SPLITS},
+    {"ddp_all_gather_v", NULL, DDP__JOINS | DDP__COUNTED},
+    {"ddp_all_to_all_v", NULL, DDP__SPLITS | DDP__JOINS | DDP__COUNTED},
+    {"ddp_barrier", NULL, DDP__NO_SEND | DDP__NO_RECV},
+    {"ddp_send", "peer", DDP__NO_RECV},
+    {"ddp_recv", "peer", DDP__NO_SEND}};
 
 DDPDEF const char *ddp_call_name(ddp_call_kind kind) { return ddp__forms[kind].name; }
 
 static int ddp__has_op(ddp_call_kind kind) { return ddp__forms[kind].shape & DDP__ADDS; }
 static int ddp__is_p2p(ddp_call_kind kind) { return kind == DDP_CALL_SEND || kind == DDP_CALL_RECV; }
 
-/* A call without a root; what else it has is set by who makes it. */
+/* A call without a root. The caller of this function sets op, flags and the other fields. */
 static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype) {
     ddp_call call = {kind, dtype, DDP_OP_SUM, -1, 0, 0, send, recv, count, NULL, NULL, NULL, NULL, 0, 0, DDP_IN_NO_CALL};
     return call;
 }
 
-/* Why ddp.h makes a collective of its own, in call->tag. Ranks compare it. */
+/* call->tag of a collective that ddp.h makes for another purpose. Ranks compare it. */
 enum { DDP__FOR_TASK = 1, DDP__FOR_AWAIT };
 
 /* The public call that an error line names: the outermost one. */
@@ -1686,13 +1750,18 @@ static const char *ddp__call_title(const ddp_call *call) {
     return name ? name : ddp_call_name(call->kind);
 }
 
-/* A collective in two words: this one, and its count.
+/* A collective is described by two words: this signature, and its count.
        bits     0  kind  8  dtype  16  op  24  tag  32  root + 1  56  caller  63
-   Ranks compare all of it except the caller: one rank may start a bucket in ddp_reducer_ready, another one in ddp_reducer_wait. */
+   Ranks compare all of it except the caller: one rank may start a bucket in ddp_reducer_ready, another one in
+   ddp_reducer_wait. */
 enum { DDP__CALLER_SHIFT = 56 };
 static uint64_t ddp__signature(const ddp_call *call) {
-    return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(ddp__has_op(call->kind) ? call->op : 0) << 16 | (uint64_t)(call->tag | call->flags << 7) << 24 |
-           (uint64_t)((uint32_t)(call->root + 1) & 0xffffff) << 32 | (uint64_t)(uint32_t)call->caller << DDP__CALLER_SHIFT;
+    return (uint64_t)call->kind
+           | (uint64_t)call->dtype << 8
+           | (uint64_t)(ddp__has_op(call->kind) ? call->op : 0) << 16
+           | (uint64_t)(call->tag | call->flags << 7) << 24
+           | (uint64_t)((uint32_t)(call->root + 1) & 0xffffff) << 32
+           | (uint64_t)(uint32_t)call->caller << DDP__CALLER_SHIFT;
 }
 
 static uint64_t ddp__compared(uint64_t signature) { return signature & ((UINT64_C(1) << DDP__CALLER_SHIFT) - 1); }
@@ -1701,14 +1770,14 @@ static int ddp__same_call(const uint64_t a[2], const uint64_t b[2]) {
     return ddp__compared(a[0] ^ b[0]) == 0 && a[1] == b[1];
 }
 
-/* The same for a send or receive; its tag does not fit. */
+/* The signature of a send or receive. The tag does not fit into it. */
 static uint64_t ddp__p2p_signature(const ddp_call *call) {
     return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(uint32_t)(call->root + 1) << 32 |
            (uint64_t)(uint32_t)call->caller << DDP__CALLER_SHIFT;
 }
 
-/* The call of a signature and its count; an unknown call becomes a barrier. Returns 0 if the signature is not one of
-   this version: other processes write it. */
+/* Restores a call from its signature and count. Returns 0 if the signature is not one of this version, because
+   other processes write it. An unknown call becomes a barrier. */
 static int ddp__call_unpack(ddp_call *call, const uint64_t what[2]) {
     const unsigned kind = what[0] & 255, caller = (unsigned)(what[0] >> DDP__CALLER_SHIFT);
     const int known = kind <= DDP_CALL_RECV && caller < DDP_PUBLIC_CALL_COUNT;
@@ -1732,14 +1801,18 @@ static void ddp__describe(char *out, size_t size, const uint64_t what[2], int in
     if (call.root >= 0) snprintf(root, sizeof root, " %s=%d", ddp__is_p2p(call.kind) ? "peer" : "root", call.root);
     if (call.kind == DDP_CALL_BARRIER && count && !call.tag) snprintf(step, sizeof step, "%s number %llu", name, count);
     else if (call.kind == DDP_CALL_BARRIER) snprintf(step, sizeof step, "%s", name);
-    else snprintf(step, sizeof step, "%s %s count=%llu%s%s", name, ddp_dtype_name(call.dtype), count, !ddp__has_op(call.kind) ? "" : ops[op < 5 ? op : 5], root);
+    else snprintf(step, sizeof step, "%s %s count=%llu%s%s", name, ddp_dtype_name(call.dtype), count,
+                  !ddp__has_op(call.kind) ? ""
+                                          : ops[op < 5 ? op : 5],
+                  root);
     if (!known) snprintf(out, size, "an unknown call");
     else if (!call.caller) snprintf(out, size, "%s", step);
     else if (!inside) snprintf(out, size, "%s", title);
     else snprintf(out, size, "%s (%s)", title, step);
 }
 
-/* what: of two ranks, the lower one first. Two different steps of the same public call are named as well. */
+/* Sets the error line for the calls of two ranks, the lower rank first. Two different steps of the same public
+   call are both named. */
 static ddp_result ddp__mismatch(int low, const uint64_t low_what[2], int high, const uint64_t high_what[2]) {
     char text[2][160];
     int inside = low_what[0] >> DDP__CALLER_SHIFT == high_what[0] >> DDP__CALLER_SHIFT;
@@ -1757,7 +1830,7 @@ static void ddp__cause_begin(char *out, size_t size, int rank, const ddp_call *c
     else snprintf(out, size, DDP__CAUSE "rank %d in %s seq=%llu: ", rank, title, (unsigned long long)call->seq);
 }
 
-/* Puts the same before a text, for the collective of a signature and its count. */
+/* Inserts the same before a text, for the collective with this signature and count. */
 static void ddp__cause_of_collective(char *text, size_t size, int rank, const uint64_t what[2], uint64_t seq) {
     char begin[96], bare[DDP__TEXT_MAX];
     ddp_call call;
@@ -1768,17 +1841,18 @@ static void ddp__cause_of_collective(char *text, size_t size, int rank, const ui
     snprintf(text, size, "%s%.*s", begin, (int)(DDP__TEXT_MAX - sizeof begin), bare);
 }
 
-/* Leaves out the beginning of a cause that names the reporting call itself: this message, or this collective. */
+/* Skips the beginning of a cause if it names the call that reports it: this message, or this collective. */
 static const char *ddp__cause_here(const ddp_group *group, const ddp_call *call, const char *cause) {
     char own[96];
     int rank = group->rank;
     if (strncmp(cause, DDP__CAUSE "rank ", strlen(DDP__CAUSE "rank ")) != 0) return cause;
-    if (!ddp__is_p2p(call->kind)) rank = atoi(cause + strlen(DDP__CAUSE "rank ")); /* any rank of this collective */
+    /* the cause may come from any rank of this collective */
+    if (!ddp__is_p2p(call->kind)) rank = atoi(cause + strlen(DDP__CAUSE "rank "));
     ddp__cause_begin(own, sizeof own, rank, call);
     return strncmp(cause, own, strlen(own)) == 0 ? cause + strlen(own) : cause;
 }
 
-/* Sets the error line of a call of this rank: who, which call, then the cause. */
+/* Sets the error line of a call of this rank: the rank, the call, then the cause. */
 static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, ddp_result result, const char *cause) {
     char details[80] = "", seq[32] = "";
     if (call->seq) snprintf(seq, sizeof seq, " seq=%llu", (unsigned long long)call->seq);
@@ -1787,12 +1861,12 @@ static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, d
     cause = ddp__cause_here(group, call, cause);
     if (ddp__is_p2p(call->kind) && !call->caller)
         snprintf(details + strlen(details), sizeof details - strlen(details), " peer=%d tag=%d", call->root, call->tag);
-    int follows = call->kind == DDP_CALL_BARRIER && call->tag == DDP__FOR_AWAIT; /* the call of that number */
+    int follows = call->kind == DDP_CALL_BARRIER && call->tag == DDP__FOR_AWAIT; /* seq is of the call before it */
     return ddp_fail(result, "rank %d/%d %s group=%s%s%s%s: %s", group->rank, group->world_size,
                     ddp__call_title(call), group->name, follows ? " after" : "", seq, details, cause);
 }
 
-/* number: of the peer, in the group that the text is for. */
+/* number: the peer's rank in the group that the text is for. */
 static void ddp__p2p_timeout_text(const ddp_group *group, const ddp_call *call, int number, char *out,
                                   size_t size) {
     char begin[96];
@@ -1801,7 +1875,7 @@ static void ddp__p2p_timeout_text(const ddp_group *group, const ddp_call *call, 
              call->kind == DDP_CALL_SEND ? "receive" : "send", call->tag);
 }
 
-/* Nothing failed, but something is not as fast as it could be. */
+/* Notices of conditions that do not fail but cost speed. */
 DDPDEF void ddp_group_log(const ddp_group *group, const char *text) {
     char line[DDP__TEXT_MAX];
     if (!group->desc.log_fn) return;
@@ -1809,12 +1883,13 @@ DDPDEF void ddp_group_log(const ddp_group *group, const char *text) {
     group->desc.log_fn(line, group->desc.user);
 }
 
-//== memory, dtypes, time ============================================================================= >>impl-memory
+//== memory, dtypes, time ====================================================================== >>impl-memory
+/* Aligned allocation through the group's allocator, sizes and names of dtypes, shapes, and the clock. */
 
 static void *ddp__malloc_default(size_t size_bytes, void *user) { (void)user; return malloc(size_bytes); }
 static void ddp__free_default(void *memory, void *user) { (void)user; free(memory); }
 
-/* The allocator's pointer lies just below the aligned one. */
+/* The allocator's own pointer is stored directly before the aligned block. */
 static void *ddp__aligned_alloc(void *(*alloc_fn)(size_t, void *), void *user, size_t size_bytes) {
     size_t extra = DDP_MALLOC_EXTRA;
     void *raw = size_bytes <= SIZE_MAX - extra ? alloc_fn(size_bytes + extra, user) : NULL;
@@ -1839,10 +1914,18 @@ DDPDEF void ddp_host_free(ddp_group *group, void *memory) {
     ddp__aligned_free(group ? group->desc.free_fn : ddp__free_default, group ? group->desc.user : NULL, memory);
 }
 
-static const struct { const char *name; size_t size; } ddp__dtypes[] = { /* by ddp_dtype; the last is any other value */
-    {"default", 0}, {"f32", 4}, {"f64", 8}, {"f16", 2}, {"bf16", 2}, {"i8", 1}, {"u8", 1}, {"i32", 4}, {"i64", 8}, {"u64", 8}, {"unknown dtype", 0}};
-DDPDEF size_t ddp_dtype_size(ddp_dtype dtype) { return ddp__dtypes[(unsigned)dtype <= DDP_U64 ? dtype : DDP_U64 + 1].size; }
-DDPDEF const char *ddp_dtype_name(ddp_dtype dtype) { return ddp__dtypes[(unsigned)dtype <= DDP_U64 ? dtype : DDP_U64 + 1].name; }
+/* Indexed by ddp_dtype. The last entry is for any other value. */
+static const struct {
+    const char *name;
+    size_t size;
+} ddp__dtypes[] = {{"default", 0}, {"f32", 4}, {"f64", 8}, {"f16", 2}, {"bf16", 2}, {"i8", 1}, {"u8", 1},
+                   {"i32", 4}, {"i64", 8}, {"u64", 8}, {"unknown dtype", 0}};
+DDPDEF size_t ddp_dtype_size(ddp_dtype dtype) {
+    return ddp__dtypes[(unsigned)dtype <= DDP_U64 ? dtype : DDP_U64 + 1].size;
+}
+DDPDEF const char *ddp_dtype_name(ddp_dtype dtype) {
+    return ddp__dtypes[(unsigned)dtype <= DDP_U64 ? dtype : DDP_U64 + 1].name;
+}
 static int ddp__is_half(ddp_dtype dtype) { return dtype == DDP_F16 || dtype == DDP_BF16; }
 DDPDEF int ddp_is_float(ddp_dtype dtype) { return dtype >= DDP_F32 && dtype <= DDP_BF16; }
 DDPDEF ddp_dtype ddp_sum_dtype(ddp_dtype dtype) { return ddp__is_half(dtype) ? DDP_F32 : dtype; }
@@ -1887,20 +1970,22 @@ DDPDEF double ddp_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+//== reduction kernels ========================================================================= >>impl-reduce
 
-//== reduction kernels ============================================================================ >>impl-reduce
-
-/* Adds (multiplies, compares) arrays of several ranks element by element. The order is the fixed binary tree, so the bits depend on the number of
-   sources alone: not on vector width, block, offset, alignment or path. Nothing here multiplies and then adds: no fused multiply-add either. */
-#define DDP__BLOCK_BYTES 2048 /* of the type that adds: the working set of a block (at most ten of them) stays in the first cache */
-#define DDP__STREAM_BLOCK_BYTES 512 /* short bursts past the caches keep reads and writes in flight together */
-enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* how much is reduced, see ddp__reduce_tree */
-#define DDP__RUN_BYTES ((size_t)2048) /* of one run, then the next one's turn */
+/* Element-wise reduction of the arrays of several ranks: sum, product, minimum, maximum. The order is a fixed
+   binary tree, so the bits depend only on the number of sources. They do not depend on vector width, block,
+   offset, alignment or method. No expression multiplies and then adds, so no compiler can fuse the two. */
+/* A block in the dtype of the sum. The working set, at most ten blocks, stays in the first-level cache. */
+#define DDP__BLOCK_BYTES 2048
+#define DDP__STREAM_BLOCK_BYTES 512 /* short bursts of streaming stores keep reads and writes in flight */
+enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* size class of a reduction, see ddp__reduce_tree */
+#define DDP__RUN_BYTES ((size_t)2048) /* bytes of one run before the next run continues */
 #if !defined(DDP__RUNS_BYTES)
 #define DDP__RUNS_BYTES ((size_t)64 << 10)
 #endif
 
-/* Iterations are independent although an output may be one of the inputs: each reads its element of every input before it writes. */
+/* Iterations are independent even if an output is also an input: each one reads its element of every input
+   before it writes. */
 #if defined(__clang__)
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wpass-failed" /* a loop full of sanitizer checks may stay scalar */
@@ -1911,50 +1996,63 @@ enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* how much is reduced, see ddp
 #if defined(__clang__) || defined(__CUDACC__)
 #define DDP__UNROLLED DDP__INDEPENDENT
 #else
-#define DDP__UNROLLED _Pragma("GCC ivdep") _Pragma("GCC unroll 8") /* short statements: up to a third faster at -O2 */
+/* for short statements: up to a third faster at -O2 */
+#define DDP__UNROLLED _Pragma("GCC ivdep") _Pragma("GCC unroll 8")
 #endif
 #define DDP__ALIGNED64 __attribute__((aligned(64)))
 #define DDP__FORCED_INLINE static inline __attribute__((always_inline))
-#define DDP__MEMORY_BARRIER __asm__ __volatile__("" : : : "memory") /* for the compiler alone */
+#define DDP__MEMORY_BARRIER __asm__ __volatile__("" : : : "memory") /* affects only the compiler */
 
-/* User memory of any declared type and any alignment. */
+/* Types for user memory of any declared type and any alignment. */
 #define DDP__ANY(type, suffix) typedef type __attribute__((may_alias, aligned(1))) ddp__any_##suffix;
-DDP__ANY(float, f32) DDP__ANY(double, f64) DDP__ANY(int8_t, i8) DDP__ANY(uint8_t, u8) DDP__ANY(uint16_t, u16) DDP__ANY(int32_t, i32)
-DDP__ANY(uint32_t, u32) DDP__ANY(int64_t, i64) DDP__ANY(uint64_t, u64)
+DDP__ANY(float, f32) DDP__ANY(double, f64)
+DDP__ANY(int8_t, i8) DDP__ANY(uint8_t, u8) DDP__ANY(uint16_t, u16)
+DDP__ANY(int32_t, i32) DDP__ANY(uint32_t, u32) DDP__ANY(int64_t, i64) DDP__ANY(uint64_t, u64)
 #undef DDP__ANY
 
-/* for i in 0..count * runs: statement, DDP__LANES at a time, of each run in turn: compilers that vectorise only fixed trip counts at -O2 see those. Several
-   runs: count is a multiple of DDP__LANES. */
-#define DDP__LANES 64 /* gcc -O3 unrolls trips up to 16 before it vectorises, and forgets that they are independent */
+/* Executes statement for each i in 0 ... count * runs - 1. The loop takes DDP__LANES elements of each run in turn,
+   because some compilers vectorise only fixed trip counts at -O2. With several runs, count is a multiple of
+   DDP__LANES.
+   64, because gcc -O3 unrolls loops of up to 16 trips before it vectorises, and then no longer treats them as
+   independent. */
+#define DDP__LANES 64
 #define DDP__LOOP(how, count, runs, statement)                                                 \
     do {                                                                                       \
         size_t at_ = 0;                                                                        \
         for (; at_ + DDP__LANES <= (count); at_ += DDP__LANES)                                 \
             for (size_t from_ = at_; from_ < (count) * (runs); from_ += (count)) {             \
                 how                                                                            \
-                for (size_t lane_ = 0; lane_ < DDP__LANES; lane_++) { size_t i = from_ + lane_; statement; } \
+                for (size_t lane_ = 0; lane_ < DDP__LANES; lane_++) {                          \
+                    size_t i = from_ + lane_;                                                  \
+                    statement;                                                                 \
+                }                                                                              \
             }                                                                                  \
         DDP__INDEPENDENT                                                                       \
         for (size_t i = at_; i < (count); i++) { statement; }                                  \
     } while (0)
 #define DDP__FOR_EACH(count, statement) DDP__LOOP(DDP__INDEPENDENT, count, (size_t)1, statement)
 
-/* STEP(type, at) for f32: at(x) is the element of x, or, where the CPU stores whole cache lines at once, 16 of them, a line of each run in turn. Lines that
-   two cores write by turns come in halves otherwise: 16 KiB takes 40% less, 1 MiB 12%. A function for such CPUs is DDP__WIDE and called if ddp__wide(). */
+/* Executes STEP(type, at) for f32. at(x) is one element of x. With wide it is a cache line of 16 elements, and
+   the loop takes one line of each run in turn. Wide needs a CPU that stores whole cache lines at once; others
+   transfer a line that two cores write alternately in two halves. 16 KiB take 40% less, 1 MiB takes 12% less.
+   A function for such CPUs is marked DDP__WIDE and called only if ddp__wide(). */
 typedef float ddp__any_line __attribute__((vector_size(64), may_alias, aligned(1)));
 #define DDP__AT_LINE(x) (*(ddp__any_line *)(void *)((x) + i))
 #define DDP__AT_ONE(x) (x)[i]
-#define DDP__BY_LINE(wide, count, runs, STEP)                                                                                    \
-    do {                                                                                                                         \
-        size_t lines_ = (wide) ? (count) / 16 * 16 : 0;                                                                          \
-        for (size_t line_ = 0; line_ < lines_; line_ += 16)                                                                      \
-            for (size_t i = line_; i < (count) * (runs); i += (count)) { STEP(ddp__any_line, DDP__AT_LINE) }                     \
-        if (!(wide)) DDP__LOOP(DDP__UNROLLED, count, runs, STEP(float, DDP__AT_ONE));                                            \
-        for (size_t i = lines_; (wide) && i < (count); i++) { STEP(float, DDP__AT_ONE) }                                         \
+#define DDP__BY_LINE(wide, count, runs, STEP)                                                            \
+    do {                                                                                                 \
+        size_t lines_ = (wide) ? (count) / 16 * 16 : 0;                                                  \
+        for (size_t line_ = 0; line_ < lines_; line_ += 16)                                              \
+            for (size_t i = line_; i < (count) * (runs); i += (count)) {                                 \
+                STEP(ddp__any_line, DDP__AT_LINE)                                                        \
+            }                                                                                            \
+        if (!(wide)) DDP__LOOP(DDP__UNROLLED, count, runs, STEP(float, DDP__AT_ONE));                    \
+        for (size_t i = lines_; (wide) && i < (count); i++) { STEP(float, DDP__AT_ONE) }                 \
     } while (0)
-#if defined(__x86_64__) && !defined(DDP__NARROW) /* a test of the other way */
+#if defined(__x86_64__) && !defined(DDP__NARROW) /* defined by tests of the narrow loops */
 #define DDP__WIDE __attribute__((target("avx512f")))
-static int ddp__wide(void) { return __builtin_cpu_supports("avx512vbmi2"); } /* older ones slow down their clock for it */
+/* vbmi2: CPUs without it lower their clock for 512-bit instructions. */
+static int ddp__wide(void) { return __builtin_cpu_supports("avx512vbmi2"); }
 #else
 #define DDP__WIDE
 static int ddp__wide(void) { return 0; }
