@@ -2058,16 +2058,33 @@ static int ddp__wide(void) { return __builtin_cpu_supports("avx512vbmi2"); }
 static int ddp__wide(void) { return 0; }
 #endif
 
-//== 16-bit floats ================================================================================= >>impl-half
+//== 16-bit floats =============================================================================== >>impl-half
+/* Conversions between f16 or bf16 and f32, for sums in f32. They give the same bits with and without F16C. */
 
-DDP__FORCED_INLINE uint32_t ddp__f32_bits(float value) { uint32_t bits; memcpy(&bits, &value, sizeof bits); return bits; }
-DDP__FORCED_INLINE float ddp__f32_from_bits(uint32_t bits) { float value; memcpy(&value, &bits, sizeof value); return value; }
-DDP__FORCED_INLINE uint64_t ddp__f64_bits(double value) { uint64_t bits; memcpy(&bits, &value, sizeof bits); return bits; }
-DDP__FORCED_INLINE double ddp__f64_from_bits(uint64_t bits) { double value; memcpy(&value, &bits, sizeof value); return value; }
+DDP__FORCED_INLINE uint32_t ddp__f32_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+DDP__FORCED_INLINE float ddp__f32_from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+DDP__FORCED_INLINE uint64_t ddp__f64_bits(double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+DDP__FORCED_INLINE double ddp__f64_from_bits(uint64_t bits) {
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
 
 DDP__FORCED_INLINE float ddp__bf16_to_f32(uint16_t half) { return ddp__f32_from_bits((uint32_t)half << 16); }
 
-/* Nearest even; a NaN keeps its upper bits and becomes quiet. */
+/* Rounds to nearest even. A NaN keeps its upper bits and becomes quiet. */
 DDP__FORCED_INLINE uint16_t ddp__f32_to_bf16(float value) {
     uint32_t bits = ddp__f32_bits(value);
     uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -2075,7 +2092,8 @@ DDP__FORCED_INLINE uint16_t ddp__f32_to_bf16(float value) {
     return (uint16_t)((int32_t)(bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
 }
 
-/* Every case is computed and one selected by mask: loops vectorise. A subnormal is its integer times 2^-24, which no flush-to-zero setting touches. */
+/* Computes every case and selects one by mask, so that loops vectorise. A subnormal is its integer times 2^-24,
+   which does not depend on flush-to-zero settings. */
 DDP__FORCED_INLINE float ddp__f16_to_f32(uint16_t half) {
     int32_t magnitude = half & 0x7fff;
     int32_t is_small = -(magnitude < 0x400), is_special = -(magnitude >= 0x7c00), is_nan = -(magnitude > 0x7c00);
@@ -2085,7 +2103,7 @@ DDP__FORCED_INLINE float ddp__f16_to_f32(uint16_t half) {
     return ddp__f32_from_bits((uint32_t)bits | (uint32_t)(half & 0x8000) << 16);
 }
 
-/* Nearest even. Below 2^-14 adding 0.5, whose last place is 2^-24, does the rounding. */
+/* Rounds to nearest even. Below 2^-14 the addition of 0.5 rounds: the last place of 0.5 is 2^-24. */
 DDP__FORCED_INLINE uint16_t ddp__f32_to_f16(float value) {
     uint32_t bits = ddp__f32_bits(value);
     int32_t magnitude = (int32_t)(bits & 0x7fffffff);
@@ -2097,7 +2115,8 @@ DDP__FORCED_INLINE uint16_t ddp__f32_to_f16(float value) {
     return (uint16_t)((uint32_t)half | (bits >> 16 & 0x8000));
 }
 
-/* To odd: an inexact result gets an odd last place, so that rounding once more to fewer bits is as if done once. */
+/* Rounds to odd: an inexact result gets an odd last place. A second rounding to fewer bits then gives the same
+   result as a single one. */
 static float ddp__f64_to_f32_odd(double value) {
     float nearest = (float)value;
     if ((double)nearest == value || value != value) return nearest;
@@ -2106,7 +2125,8 @@ static float ddp__f64_to_f32_odd(double value) {
 
 #define DDP__F32_BLOCK (DDP__BLOCK_BYTES / sizeof(float))
 
-/* Converts up to a block between any float type and f32. odd: an f64 is rounded to odd, for a second rounding to 16 bits. */
+/* Converts at most a block from any float dtype to f32. odd: an f64 is rounded to odd, because a rounding to 16
+   bits follows. */
 static void ddp__load_f32(float *DDP__RESTRICT out, const void *data, ddp_dtype dtype, size_t count, int odd) {
     const ddp__any_u16 *half = (const ddp__any_u16 *)data;
     const ddp__any_f64 *wide = (const ddp__any_f64 *)data;
@@ -2134,9 +2154,11 @@ static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRI
     else DDP__FOR_EACH(count, wide[i] = (double)in[i]);
 }
 
-//== casts and division =========================================================================== >>impl-divide
+//== casts and division ======================================================================== >>impl-divide
+/* The cast, scale and divide functions of the CPU device. AVG divides with them after the last addition. */
 
-/* x / divisor * factor, rounded once: one of the two is 1. By a power of two the exact reciprocal gives the same bits, subnormals too, and is faster. */
+/* Computes x / divisor * factor, rounded once, because one of the two is 1. For a divisor that is a power of two
+   the exact reciprocal gives the same bits, also for subnormals, and is faster. */
 #define DDP__SCALE_FN(type, suffix)                                                                          \
     static void ddp__scale_##suffix(ddp__any_##suffix *x, size_t count, uint64_t divisor, type factor) {     \
         type d = (type)divisor, r = factor / d;                                                              \
@@ -2146,7 +2168,8 @@ static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRI
 DDP__SCALE_FN(float, f32) DDP__SCALE_FN(double, f64)
 #undef DDP__SCALE_FN
 
-/* Any float type to any other by way of f32, scaled there, rounded once to nearest even. dst and src do not overlap, or are equal with types of equal size. */
+/* Converts any float dtype to any other through f32, scales in f32, and rounds once to nearest even. dst and src
+   do not overlap, or are equal and have dtypes of the same size. */
 static void ddp__by_f32(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count, uint64_t divisor, float factor) {
     float DDP__ALIGNED64 block[DDP__F32_BLOCK];
     size_t dst_size = ddp_dtype_size(dst_dtype), src_size = ddp_dtype_size(src_dtype);
@@ -2165,7 +2188,7 @@ static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype
     else if (count && dst != src) memcpy(dst, src, count * ddp_dtype_size(dst_dtype));
 }
 
-/* 0 for integers, which stay as they are. */
+/* Returns 0 for integers and leaves them unchanged. */
 static int ddp__scale_floats(void *data, size_t count, ddp_dtype dtype, uint64_t divisor, float factor) {
     if (dtype == DDP_F32) ddp__scale_f32((ddp__any_f32 *)data, count, divisor, factor);
     else if (dtype == DDP_F64) ddp__scale_f64((ddp__any_f64 *)data, count, divisor, (double)factor);
@@ -2174,16 +2197,18 @@ static int ddp__scale_floats(void *data, size_t count, ddp_dtype dtype, uint64_t
     return 1;
 }
 
-static void ddp__scale(void *data, size_t count, ddp_dtype dtype, float factor) { ddp__scale_floats(data, count, dtype, 1, factor); }
+static void ddp__scale(void *data, size_t count, ddp_dtype dtype, float factor) {
+    ddp__scale_floats(data, count, dtype, 1, factor);
+}
 
-/* Truncates towards zero; right for any divisor, also one that the signed type cannot hold. */
+/* Truncates towards zero. Correct for any divisor, also one that the signed type cannot represent. */
 DDP__FORCED_INLINE int64_t ddp__divide_signed(int64_t value, uint64_t divisor) {
     uint64_t magnitude = value < 0 ? UINT64_C(0) - (uint64_t)value : (uint64_t)value;
     uint64_t quotient = (magnitude | divisor) >> 32 ? magnitude / divisor : (uint32_t)magnitude / (uint32_t)divisor;
     return (int64_t)(value < 0 ? UINT64_C(0) - quotient : quotient);
 }
 
-/* In place, as AVG does after its last addition. A divisor of 0 counts as 1. */
+/* Divides in place. A divisor of 0 counts as 1. */
 static void ddp__divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
     if (divisor <= 1 || ddp__scale_floats(data, count, dtype, divisor, 1.0f)) return;
 #define DDP__DIVIDE(type, x) (x)[i] = (type)ddp__divide_signed((int64_t)(x)[i], divisor)
@@ -2196,46 +2221,64 @@ static void ddp__divide(void *data, size_t count, ddp_dtype dtype, uint64_t divi
 #undef DDP__DIVIDE
 }
 
-//== reducing ======================================================================================= >>impl-tree
+//== tree reduction ============================================================================== >>impl-tree
+/* The reduction of W arrays in tree order. Collectives call ddp__reduce_tree; backends call ddp_reduce_tree. */
 
-/* One or two levels of the tree in one pass: out[i] = a op b, or (a op b) op (c op d) where in_count is 4. out may be any of the inputs. */
+/* Reduces one or two levels of the tree in one pass: out[i] = a op b, or (a op b) op (c op d) if in_count is 4.
+   out may be any of the inputs. */
 typedef void (*ddp__merge_fn)(void *out, const void *const *in, int in_count, size_t count);
-#define DDP__MERGE_FN(op, suffix)                                                                                                 \
-    static void ddp__merge_##op##_##suffix(void *out, const void *const *in, int in_count, size_t count) {                        \
-        ddp__any_##suffix *o = (ddp__any_##suffix *)out;                                                                          \
-        const ddp__any_##suffix *a = (const ddp__any_##suffix *)in[0], *b = (const ddp__any_##suffix *)in[1];                     \
-        const ddp__any_##suffix *c = (const ddp__any_##suffix *)in[in_count - 2], *d = (const ddp__any_##suffix *)in[in_count - 1]; \
-        if (in_count == 2) DDP__LOOP(DDP__UNROLLED, count, (size_t)1, o[i] = ddp__##op##_##suffix(a[i], b[i]));                   \
-        else DDP__LOOP(DDP__UNROLLED, count, (size_t)1,                                                                           \
-                       o[i] = ddp__##op##_##suffix(ddp__##op##_##suffix(a[i], b[i]), ddp__##op##_##suffix(c[i], d[i])));          \
+#define DDP__MERGE_FN(op, suffix)                                                                          \
+    static void ddp__merge_##op##_##suffix(void *out, const void *const *in, int in_count, size_t count) { \
+        ddp__any_##suffix *o = (ddp__any_##suffix *)out;                                                   \
+        const ddp__any_##suffix *a = (const ddp__any_##suffix *)in[0],                                     \
+                                *b = (const ddp__any_##suffix *)in[1];                                     \
+        const ddp__any_##suffix *c = (const ddp__any_##suffix *)in[in_count - 2],                          \
+                                *d = (const ddp__any_##suffix *)in[in_count - 1];                          \
+        if (in_count == 2)                                                                                 \
+            DDP__LOOP(DDP__UNROLLED, count, (size_t)1, o[i] = ddp__##op##_##suffix(a[i], b[i]));           \
+        else                                                                                               \
+            DDP__LOOP(DDP__UNROLLED, count, (size_t)1,                                                     \
+                      o[i] = ddp__##op##_##suffix(ddp__##op##_##suffix(a[i], b[i]),                        \
+                                                  ddp__##op##_##suffix(c[i], d[i])));                      \
     }
 #define DDP__MERGE(op, type, suffix, expression)                                                     \
     DDP__FORCED_INLINE type ddp__##op##_##suffix(type a, type b) { return (type)(expression); }      \
     DDP__MERGE_FN(op, suffix)
-#define DDP__SUM_PROD(type, suffix) DDP__MERGE(sum, type, suffix, a + b) DDP__MERGE(prod, type, suffix, a * b)
-#define DDP__MIN_MAX(type, suffix) DDP__MERGE(min, type, suffix, a < b ? a : b) DDP__MERGE(max, type, suffix, a > b ? a : b)
-DDP__SUM_PROD(float, f32) DDP__SUM_PROD(double, f64) DDP__SUM_PROD(uint8_t, u8) DDP__SUM_PROD(uint32_t, u32) DDP__SUM_PROD(uint64_t, u64)
-DDP__MIN_MAX(int8_t, i8) DDP__MIN_MAX(uint8_t, u8) DDP__MIN_MAX(int32_t, i32) DDP__MIN_MAX(int64_t, i64) DDP__MIN_MAX(uint64_t, u64)
+#define DDP__SUM_PROD(type, suffix)        \
+    DDP__MERGE(sum, type, suffix, a + b)   \
+    DDP__MERGE(prod, type, suffix, a * b)
+#define DDP__MIN_MAX(type, suffix)                 \
+    DDP__MERGE(min, type, suffix, a < b ? a : b)   \
+    DDP__MERGE(max, type, suffix, a > b ? a : b)
+DDP__SUM_PROD(float, f32) DDP__SUM_PROD(double, f64)
+DDP__SUM_PROD(uint8_t, u8) DDP__SUM_PROD(uint32_t, u32) DDP__SUM_PROD(uint64_t, u64)
+DDP__MIN_MAX(int8_t, i8) DDP__MIN_MAX(uint8_t, u8)
+DDP__MIN_MAX(int32_t, i32) DDP__MIN_MAX(int64_t, i64) DDP__MIN_MAX(uint64_t, u64)
 
-/* IEEE 754-2019 minimum and maximum: NaN if either is, and -0 below +0, so the result does not depend on the order. Of two equal values one and
-   other are both, and their signs are or-ed, and-ed. One selection after the other: nested ones do not vectorise. */
-#define DDP__FLOAT_LESS(op, less, join, type, suffix)                                                         \
-    DDP__FORCED_INLINE type ddp__##op##_##suffix(type a, type b) {                                            \
-        type one = a less b ? a : b, other = b less a ? b : a;                                                \
-        one = ddp__##suffix##_from_bits(ddp__##suffix##_bits(one) join ddp__##suffix##_bits(other));          \
-        one = b != b ? b : one;                                                                               \
-        return a != a ? a : one;                                                                              \
-    }                                                                                                         \
+/* Minimum and maximum of IEEE 754-2019: NaN if an operand is NaN, and -0 is less than +0. So the result does not
+   depend on the order. If a and b are equal, `one` and `other` are the two values, and their signs are combined
+   by or (min) and by and (max). The selections follow each other, because nested ones do not vectorise. */
+#define DDP__FLOAT_LESS(op, less, join, type, suffix)                                                    \
+    DDP__FORCED_INLINE type ddp__##op##_##suffix(type a, type b) {                                       \
+        type one = a less b ? a : b,                                                                     \
+             other = b less a ? b : a;                                                                   \
+        one = ddp__##suffix##_from_bits(ddp__##suffix##_bits(one) join ddp__##suffix##_bits(other));     \
+        one = b != b ? b : one;                                                                          \
+        return a != a ? a : one;                                                                         \
+    }                                                                                                    \
     DDP__MERGE_FN(op, suffix)
 DDP__FLOAT_LESS(min, <, |, float, f32) DDP__FLOAT_LESS(min, <, |, double, f64)
 DDP__FLOAT_LESS(max, >, &, float, f32) DDP__FLOAT_LESS(max, >, &, double, f64)
 
-/* Integer sums and products wrap, so signed types take the unsigned code. f16 and bf16 have been made f32. */
+/* Integer sums and products wrap, so signed dtypes use the unsigned functions. f16 and bf16 are converted to f32
+   before. */
 static ddp__merge_fn ddp__merge_for(ddp_dtype dtype, ddp_op op) {
-#define DDP__BY_OP(wrapping, ordered)                                                        \
-    {ddp__merge_sum_##wrapping, ddp__merge_sum_##wrapping /* AVG */, ddp__merge_min_##ordered, ddp__merge_max_##ordered, ddp__merge_prod_##wrapping}
+#define DDP__BY_OP(wrapping, ordered)                                       \
+    {ddp__merge_sum_##wrapping, ddp__merge_sum_##wrapping /* AVG */,        \
+     ddp__merge_min_##ordered, ddp__merge_max_##ordered, ddp__merge_prod_##wrapping}
     static const ddp__merge_fn by_dtype[][5] = {
-        DDP__BY_OP(f32, f32), DDP__BY_OP(f64, f64), DDP__BY_OP(f32, f32) /* F16 */, DDP__BY_OP(f32, f32) /* BF16 */,
+        DDP__BY_OP(f32, f32), DDP__BY_OP(f64, f64),
+        DDP__BY_OP(f32, f32) /* F16 */, DDP__BY_OP(f32, f32) /* BF16 */,
         DDP__BY_OP(u8, i8), DDP__BY_OP(u8, u8), DDP__BY_OP(u32, i32), DDP__BY_OP(u64, i64), DDP__BY_OP(u64, u64)};
     return by_dtype[dtype - DDP_F32][op];
 }
@@ -2249,12 +2292,13 @@ static int ddp__cpu_is_amd(void) {
 #endif
 }
 
-/* How many runs walk large data side by side, see ddp__reduce_tree. Two that lie a power of two apart share their places in the caches:
-   three take 5% to 10% less than two on Intel, a quarter less at 64 MiB. */
+/* The number of runs through large data, see ddp__reduce_tree. Two runs at a distance of a power of two share
+   their cache sets. On Intel three runs take 5% to 10% less time than two, at 64 MiB a quarter less. */
 static size_t ddp__runs(void) { return ddp__cpu_is_amd() ? 2 : 3; }
 
-/* memcpy between this rank's memory and lines that another core has just written. The string instructions that memcpy uses for large sizes read those
-   at half the speed of plain loads; several runs at once, see ddp__reduce_tree. */
+/* memcpy between this rank's memory and lines that another core has just written. memcpy uses string
+   instructions for large sizes, which read such lines at half the speed of plain loads. Copies several runs at
+   once, see ddp__reduce_tree. */
 static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
@@ -2267,7 +2311,8 @@ static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     memcpy(out + runs * each, in + runs * each, size_bytes - runs * each);
 }
 
-/* Stores past the caches, where this CPU can; what ddp__stream_end follows is there for others before anything written later. */
+/* Streaming stores, which bypass the caches, where the CPU has them. Other cores see the stores before
+   ddp__stream_end earlier than any store after it. */
 typedef float ddp__any_f32x4 __attribute__((vector_size(16), may_alias, aligned(1)));
 #if defined(__SSE2__)
 #define DDP__STREAM(out, value) _mm_stream_ps((float *)(void *)(out), (__m128)(value))
@@ -2277,7 +2322,8 @@ static void ddp__stream_end(void) { _mm_sfence(); }
 static void ddp__stream_end(void) {}
 #endif
 
-static void ddp__copy_stream(void *dst, const void *src, size_t size_bytes) { /* whole lines past the caches */
+/* Copies whole cache lines with streaming stores, and the two ends with memcpy. */
+static void ddp__copy_stream(void *dst, const void *src, size_t size_bytes) {
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
     size_t head = -(uintptr_t)out & 63;
@@ -2288,7 +2334,8 @@ static void ddp__copy_stream(void *dst, const void *src, size_t size_bytes) { /*
     memcpy(out, in, size_bytes);
 }
 
-typedef struct ddp__reduction { /* what ddp__reduce_tree was asked for */
+/* The arguments of one ddp__reduce_tree. */
+typedef struct ddp__reduction {
     void *const *dst;
     const void *const *src;
     int dst_count, src_count;
@@ -2296,33 +2343,49 @@ typedef struct ddp__reduction { /* what ddp__reduce_tree was asked for */
     size_t size;             /* of an element */
     uint64_t divisor;
     ddp__merge_fn merge;
-    int half, past;          /* f16 and bf16 add as f32; no output is a source, and all are written past the caches */
-    void *const *to, *const *from; /* not NULL: two arrays that are copied on the way, where two are added into two */
+    int half,                /* 1 = f16 or bf16, added in f32 */
+        past;                /* 1 = no output is a source, and all outputs are written with streaming stores */
+    /* Not NULL in ddp__round_fused: two arrays that are copied in the same loop, two sources into two
+       destinations. */
+    void *const *to, *const *from;
 } ddp__reduction;
 
-/* The gradient path, f32 SUM and AVG of W = 2 to 4 sources into D = 1 or W destinations, in one pass over memory; W and D are constants where this is
-   inlined. A SUM is scaled by 1, which changes no bit and costs nothing beside the loads. Runs of count elements, one behind the other. */
+/* The loop for gradients: f32 SUM and AVG of W = 2 to 4 sources into D = 1 or W destinations, in one pass over
+   memory. W and D are constants where it is inlined. A SUM is multiplied by 1, which changes no bit and takes no
+   time while the loop waits for loads. Walks `runs` runs of count elements, which follow each other in memory. */
 #define DDP__F32_AT(array, k) ((ddp__any_f32 *)array[k] + first)
 #define DDP__FOUR(x) (*(const ddp__any_f32x4 *)(x + i))
-#define DDP__FUSED_SUM(at) (W == 4 ? (at(a) + at(b)) + (at(c) + at(d)) : W == 3 ? (at(a) + at(b)) + at(d) : at(a) + at(b))
-DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int copies, int divide, int wide, size_t first, size_t count, size_t runs) {
-    const ddp__any_f32 *a = DDP__F32_AT(r->src, 0), *b = DDP__F32_AT(r->src, 1), *c = DDP__F32_AT(r->src, W - 2), *d = DDP__F32_AT(r->src, W - 1);
-    ddp__any_f32 *w = DDP__F32_AT(r->dst, 0), *x = DDP__F32_AT(r->dst, D > 1), *y = DDP__F32_AT(r->dst, D / 2), *z = DDP__F32_AT(r->dst, D - 1);
-    ddp__any_f32 *to0 = copies ? DDP__F32_AT(r->to, 0) : w, *to1 = copies ? DDP__F32_AT(r->to, 1) : w;
-    const ddp__any_f32 *from0 = copies ? DDP__F32_AT(r->from, 0) : w, *from1 = copies ? DDP__F32_AT(r->from, 1) : w;
+#define DDP__FUSED_SUM(at)                           \
+    (W == 4   ? (at(a) + at(b)) + (at(c) + at(d))    \
+     : W == 3 ? (at(a) + at(b)) + at(d)              \
+              : at(a) + at(b))
+DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int copies, int divide, int wide,
+                                   size_t first, size_t count, size_t runs) {
+    const ddp__any_f32 *a = DDP__F32_AT(r->src, 0), *b = DDP__F32_AT(r->src, 1),
+                       *c = DDP__F32_AT(r->src, W - 2), *d = DDP__F32_AT(r->src, W - 1);
+    ddp__any_f32 *w = DDP__F32_AT(r->dst, 0), *x = DDP__F32_AT(r->dst, D > 1),
+                 *y = DDP__F32_AT(r->dst, D / 2), *z = DDP__F32_AT(r->dst, D - 1);
+    ddp__any_f32 *to0 = copies ? DDP__F32_AT(r->to, 0) : w,
+                 *to1 = copies ? DDP__F32_AT(r->to, 1) : w;
+    const ddp__any_f32 *from0 = copies ? DDP__F32_AT(r->from, 0) : w,
+                       *from1 = copies ? DDP__F32_AT(r->from, 1) : w;
     float factor = divide ? (float)r->divisor : 1.0f / (float)r->divisor;
     if (D == 1 && r->past)
-        for (size_t i = 0; i < count; i += 4) DDP__STREAM(w + i, divide ? DDP__FUSED_SUM(DDP__FOUR) / factor : DDP__FUSED_SUM(DDP__FOUR) * factor);
+        for (size_t i = 0; i < count; i += 4)
+            DDP__STREAM(w + i, divide ? DDP__FUSED_SUM(DDP__FOUR) / factor : DDP__FUSED_SUM(DDP__FOUR) * factor);
     else
 #define DDP__FUSED_STEP(type, at)                                                                \
     type value = divide ? DDP__FUSED_SUM(at) / factor : DDP__FUSED_SUM(at) * factor;             \
     if (copies) at(to0) = at(from0);                                                             \
-    at(w) = value; if (D > 1) at(x) = value; if (D > 3) at(y) = value; if (D > 2) at(z) = value; \
+    at(w) = value;                                                                               \
+    if (D > 1) at(x) = value;                                                                    \
+    if (D > 3) at(y) = value;                                                                    \
+    if (D > 2) at(z) = value;                                                                    \
     if (copies) at(to1) = at(from1);
         DDP__BY_LINE(wide, count, runs, DDP__FUSED_STEP);
 }
 
-/* Returns 0 where there is no fused loop. */
+/* Returns 0 if no fused loop applies. */
 DDP__FORCED_INLINE int ddp__reduce_fused_as(const ddp__reduction *r, int wide, size_t first, size_t count, size_t runs) {
 #define DDP__FUSED(W, D)                                                                           \
     case 100 * W + D:                                                                              \
@@ -2330,7 +2393,9 @@ DDP__FORCED_INLINE int ddp__reduce_fused_as(const ddp__reduction *r, int wide, s
         else ddp__fused(r, W, D, 0, 0, wide, first, count, runs);                                  \
         return 1;
     if (r->dtype != DDP_F32 || r->merge != ddp__merge_sum_f32) return 0;
-    if (r->past && (r->dst_count > 1 || runs > 1 || count % 4 || (uintptr_t)DDP__F32_AT(r->dst, 0) % 16)) return 0; /* to several, blocks are faster */
+    /* for streaming stores to several destinations, blocks are faster */
+    if (r->past && (r->dst_count > 1 || runs > 1 || count % 4 || (uintptr_t)DDP__F32_AT(r->dst, 0) % 16))
+        return 0;
     if (r->to) { ddp__fused(r, 2, 2, 1, 0, wide, first, count, runs); return 1; }
     switch (100 * r->src_count + r->dst_count) {
     DDP__FUSED(2, 1) DDP__FUSED(2, 2) DDP__FUSED(3, 1) DDP__FUSED(3, 3) DDP__FUSED(4, 1) DDP__FUSED(4, 4)
@@ -2351,15 +2416,20 @@ static void ddp__merge_two(const ddp__reduction *r, void *left, const void *righ
     r->merge(left, in, 2, count);
 }
 
-/* One block of the tree: a binary counter. After t sources there is a level per set bit of t, each a subtree of that many sources, the largest in
-   level[0]; equal ones are added as they appear, and at the end all from the smallest up:   W=11: [0..7] [8 9] 10   W=28: [0..15] [16..23] [24..27]
-   Four sources at a time make a subtree. level[0] receives the result. 64 sources need five levels, 65536 all 15. */
+/* Reduces one block of the tree, like a binary counter. After t sources there is one level per set bit of t: a
+   subtree of that many sources, the largest in level[0]. Two subtrees of equal size are added as soon as both
+   exist. At the end all levels are added, the smallest first:
+       W=11: [0..7] [8 9] 10   W=28: [0..15] [16..23] [24..27]
+   Each step adds a subtree of four sources. level[0] receives the result. 64 sources need five levels, 65536
+   sources need all 15. */
 static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[15], size_t first, size_t count) {
     ddp__block room[4];
     const void *in[4];
     int depth = 0, t = 0, n;
     while ((n = r->src_count - t) > 0) {
-        n = n >= 4 ? 4 : n >= 2 ? 2 : 1;
+        n = n >= 4   ? 4
+            : n >= 2 ? 2
+                     : 1;
         for (int i = 0; i < n; i++) {
             in[i] = (const unsigned char *)r->src[t + i] + first * r->size;
             if (!r->half) continue;
@@ -2374,10 +2444,12 @@ static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[15], siz
     }
 }
 
-/* Elements first to first + count - 1. Past the caches the first block is short, so that later ones begin on a cache line. */
+/* Reduces elements first to first + count - 1. With streaming stores the first block is short, so that later
+   blocks begin on a cache line. */
 static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count) {
     ddp__block level[15];
-    size_t step = (r->past ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES) / (r->half ? sizeof(float) : r->size), n;
+    size_t step = (r->past ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES)
+                  / (r->half ? sizeof(float) : r->size), n;
     if (ddp__reduce_fused(r, first, count, 1)) return;
     for (; count; first += n, count -= n) {
         size_t at = first * r->size;
@@ -2392,19 +2464,27 @@ static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count)
     }
 }
 
-/* Reduces src_count (1 to 65536) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
-   the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts as 1), other operations ignore it.
-   DDP__LARGE: part of more than the caches hold, or new in another core's cache. It is walked in several runs at once: hardware prefetchers stop at the
-   end of a page, and while one run starts a page the others stream; 5% to 20% faster than one. DDP__PAST: moreover the outputs are not read soon, and
-   are written past the caches unless one of them is a source. */
-static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
-                             ddp_op op, uint64_t divisor, int how) {
-    ddp__reduction r = {dst, src, dst_count, src_count, dtype, ddp_dtype_size(dtype), op == DDP_OP_AVG && divisor ? divisor : 1,
-                        ddp__merge_for(dtype, op), ddp__is_half(dtype), how == DDP__PAST, NULL, NULL};
-    size_t step = DDP__RUN_BYTES / r.size, runs = !how || count * r.size < DDP__RUNS_BYTES ? 0 : ddp__runs(), each = runs ? count / runs / step * step : 0;
+/* Reduces src_count (1 to 65536) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A
+   destination may be one of the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts
+   as 1); other operations ignore it. how:
+     DDP__CACHED  The data is in this core's caches.
+     DDP__LARGE   The data does not fit the caches, or is new in another core's cache. The loop walks several runs
+                  at once: hardware prefetchers stop at the end of a page, and while one run starts a page the
+                  others stream. 5% to 20% faster than one run.
+     DDP__PAST    As DDP__LARGE, and the outputs are not read soon: streaming stores write them, unless an output
+                  is a source. */
+static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count,
+                             size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor, int how) {
+    ddp__reduction r = {dst, src, dst_count, src_count, dtype, ddp_dtype_size(dtype),
+                        op == DDP_OP_AVG && divisor ? divisor : 1, ddp__merge_for(dtype, op),
+                        ddp__is_half(dtype), how == DDP__PAST, NULL, NULL};
+    size_t step = DDP__RUN_BYTES / r.size,
+           runs = !how || count * r.size < DDP__RUNS_BYTES ? 0 : ddp__runs(),
+           each = runs ? count / runs / step * step : 0;
     for (int k = 0; r.past && k < dst_count * src_count; k++) r.past = dst[k / src_count] != src[k % src_count];
     if (src_count == 1 && r.divisor == 1) {
-        for (int k = 0; k < dst_count; k++) if (count && dst[k] != src[0]) memcpy(dst[k], src[0], count * r.size);
+        for (int k = 0; k < dst_count; k++)
+            if (count && dst[k] != src[0]) memcpy(dst[k], src[0], count * r.size);
         return;
     }
     if (!each || !ddp__reduce_fused(&r, 0, each, runs))
@@ -2422,19 +2502,20 @@ DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_co
 #pragma clang diagnostic pop
 #endif
 
-//== exact sums ===================================================================================== >>impl-exact
+//== exact sums ================================================================================= >>impl-exact
+/* Sums of doubles without rounding, for gradient norms that do not depend on the world size. */
 
 /* Kulisch's long accumulator: a fixed-point number that spans every double.
-       cell[0..67]   digits; digit k weighs 2^(32k-1074) and may be of either sign
-       cell[68..70]  how many NaN, +infinity and -infinity were added
+       cell[0..67]   digits; digit k has the weight 2^(32k-1074) and either sign
+       cell[68..70]  number of NaN, +infinity and -infinity that were added
        cell[71]      bound: no digit exceeds bound * 2^32 in magnitude
-   The bound adds up like the digits do, so cells added over ranks (fewer than 2^15 of them) are again such a number. */
+   Bounds add up as digits do. So the sum of the cells of fewer than 2^15 ranks is again such a number. */
 enum { DDP__EXACT_DIGITS = 68, DDP__EXACT_NAN = 68, DDP__EXACT_PLUS = 69, DDP__EXACT_MINUS = 70, DDP__EXACT_BOUND = 71 };
 #define DDP__EXACT_BOUND_MAX (INT64_C(1) << 16)
 #define DDP__EXACT_LANES 32
 #define DDP__EXACT_PIECE ((size_t)4096) /* elements of a row that are added in f64; a multiple of 64 */
 
-/* Carries, so that every digit but the last lies in [0, 2^32); the last one keeps the sign. */
+/* Carries: afterwards every digit except the last is in [0, 2^32), and the last digit has the sign. */
 static void ddp__exact_normalise(ddp_exact_sum *sum) {
     int64_t carry = 0;
     for (int k = 0; k < DDP__EXACT_DIGITS - 1; k++) {
@@ -2453,7 +2534,9 @@ DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value) {
     int exponent = (int)(bits >> 52 & 0x7ff);
     int64_t negative = -(int64_t)(bits >> 63); /* 0 or -1: (x ^ negative) - negative is x or -x */
     if (exponent == 0x7ff) {
-        sum->cell[mantissa ? DDP__EXACT_NAN : negative ? DDP__EXACT_MINUS : DDP__EXACT_PLUS]++;
+        sum->cell[mantissa   ? DDP__EXACT_NAN
+                  : negative ? DDP__EXACT_MINUS
+                             : DDP__EXACT_PLUS]++;
         return;
     }
     if (exponent) mantissa |= UINT64_C(1) << 52;
@@ -2468,7 +2551,7 @@ DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value) {
     if (++sum->cell[DDP__EXACT_BOUND] >= DDP__EXACT_BOUND_MAX) ddp__exact_normalise(sum);
 }
 
-/* An empty sum, and one that cancels, is +0. */
+/* The value of an empty sum, and of one that cancels, is +0. */
 DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
     ddp_exact_sum sum = *exact;
     int top = DDP__EXACT_DIGITS - 1, negative;
@@ -2479,9 +2562,11 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
     for (int k = 0; k < DDP__EXACT_DIGITS && negative; k++) sum.cell[k] = -sum.cell[k];
     if (negative) ddp__exact_normalise(&sum);
     while (top > 1 && !sum.cell[top]) top--;
-    /* The 64 bits from the highest one down, of three digits, the last of them set also if anything below is: a double has 53, so that it is rounded once, to
-       nearest even. Nothing is cut off a subnormal: it has all its bits in the two lowest digits. */
-    uint64_t bits = (uint64_t)sum.cell[top] << 32 | (uint64_t)sum.cell[top - 1], below = top > 1 ? (uint64_t)sum.cell[top - 2] : 0;
+    /* Takes the 64 bits from the highest set bit on, out of three digits. The lowest of them is also set if any
+       lower bit is. A double has 53 bits, so that the conversion rounds once, to nearest even. A subnormal loses
+       nothing: all its bits are in the two lowest digits. */
+    uint64_t bits = (uint64_t)sum.cell[top] << 32 | (uint64_t)sum.cell[top - 1],
+             below = top > 1 ? (uint64_t)sum.cell[top - 2] : 0;
     int shift = bits ? __builtin_clzll(bits) : 0;
     bits = bits << shift | below << shift >> 32;
     below = below << shift & 0xffffffff;
@@ -2494,8 +2579,9 @@ DDPDEF float ddp_clip_factor(const ddp_exact_sum *squares, float max_norm, float
     return *norm > max_norm && *norm <= 3.402823466e38f ? max_norm / *norm : 1;
 }
 
-/* Adds the squares of 64 elements to 32 partial sums: element e and e+32 first, then to lane e. The square of an f32 is exact in f64: fused with
-   the addition that follows or not, the bits are the same. That of an f64 is rounded and must not be fused: it is in memory before it is added. */
+/* Add the squares of 64 elements to 32 partial sums: lane e receives the sum of elements e and e+32. The square of
+   an f32 is exact in f64, so a fused multiply-add gives the same bits. The square of an f64 is rounded and must
+   not be fused: it is stored in memory before it is added. */
 static void ddp__squares_f32(double *DDP__RESTRICT lane, const ddp__any_f32 *x) {
     for (int e = 0; e < DDP__EXACT_LANES; e++)
         lane[e] += (double)x[e] * (double)x[e] + (double)x[e + DDP__EXACT_LANES] * (double)x[e + DDP__EXACT_LANES];
@@ -2508,9 +2594,13 @@ static void ddp__squares_f64(double *DDP__RESTRICT lane, const ddp__any_f64 *x) 
     for (int e = 0; e < DDP__EXACT_LANES; e++) lane[e] += square[e] + square[e + DDP__EXACT_LANES];
 }
 
-/* Sum of the squares of count elements in f64, in an order that count alone determines. Zeros for what misses in the last step change no bit. */
+/* Sum of the squares of count elements in f64, in an order that depends only on count. The last step is filled up
+   with zeros, which change no bit. */
 static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) {
-    union { double f64[2 * DDP__EXACT_LANES]; float f32[2 * DDP__EXACT_LANES]; } DDP__ALIGNED64 block;
+    union {
+        double f64[2 * DDP__EXACT_LANES];
+        float f32[2 * DDP__EXACT_LANES];
+    } DDP__ALIGNED64 block;
     double DDP__ALIGNED64 lane[DDP__EXACT_LANES];
     const unsigned char *at = (const unsigned char *)data;
     size_t size = ddp_dtype_size(dtype), step = 2 * DDP__EXACT_LANES;
@@ -2526,17 +2616,19 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
         else ddp__squares_f32(lane, (const ddp__any_f32 *)x);
         count -= n;
     }
-    for (int half = DDP__EXACT_LANES / 2; half; half /= 2) for (int e = 0; e < half; e++) lane[e] += lane[e + half];
+    for (int half = DDP__EXACT_LANES / 2; half; half /= 2)
+        for (int e = 0; e < half; e++) lane[e] += lane[e + half];
     return lane[0];
 }
 
-/* Adds the sum of squares of each row of row_count elements, exactly row by row, and piece by piece of longer rows, which leaves a GPU something to
-   share out: however the rows lie on ranks, merging gives the same sum. data is of a float type. */
+/* Adds the sum of squares of each row of row_count elements. Rows, and pieces of long rows, are added exactly. So
+   the sum does not depend on which rank has which row, and a GPU can compute pieces in parallel. data has a float
+   dtype. */
 static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
     const unsigned char *at = (const unsigned char *)data;
     size_t size = ddp_dtype_size(dtype);
     float DDP__ALIGNED64 block[64];
-    if (row_count == 1 && dtype != DDP_F64) /* biases and the like */
+    if (row_count == 1 && dtype != DDP_F64) /* such as biases */
         for (size_t n; rows; at += n * size, rows -= n) {
             n = rows < 64 ? rows : 64;
             ddp__load_f32(block, at, dtype, n, 0);
@@ -2548,7 +2640,8 @@ static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t 
                 ddp_exact_sum_add(sum, ddp__row_squares(at, n = left < DDP__EXACT_PIECE ? left : DDP__EXACT_PIECE, dtype));
 }
 
-//== the CPU as a device ============================================================================== >>impl-device
+//== the CPU device ============================================================================ >>impl-device
+/* The function table of the CPU, and calls of the device of a group. */
 
 static ddp_result ddp__cpu_alloc(ddp_group *group, size_t size_bytes, void **out) {
     return (*out = ddp_host_alloc(group, size_bytes)) != NULL ? DDP_OK : DDP_ERR_NO_MEMORY;
@@ -2592,18 +2685,19 @@ DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, con
                        device->name, header, header);
 }
 
-//== shared memory ====================================================================================== >>impl-heap
+//== shared memory =============================================================================== >>impl-heap
 
 /* The heap is one anonymous file, far larger than memory but sparse. A rank allocates shared memory by an atomic
    addition to the next unused offset, without negotiation, and maps that range. The file has no name, so nothing
    remains after a crash. */
 
 #define DDP__HUGE ((size_t)2 << 20)
-#define DDP__PAGE ((size_t)sysconf(_SC_PAGESIZE)) /* 64 KiB on some arm64 systems; mappings, and what is given back, are whole ones */
+/* The unit of mapped and of freed ranges. 64 KiB on some arm64 systems. */
+#define DDP__PAGE ((size_t)sysconf(_SC_PAGESIZE))
 
-/* Places for the file, in the order in which they are tried. Only the memory of the machine limits a memfd. The
-   folders are for old kernels and strict sandboxes. A /dev/shm with less than 1 GiB comes last: containers have
-   64 MB there. */
+/* Places for the file, in the order in which they are tried. Only the machine's memory limits a memfd. The folders
+   are for old kernels and strict sandboxes. A /dev/shm with less than 1 GiB is the last one: containers have 64 MB
+   there. */
 enum { DDP__HEAP_MEMFD, DDP__HEAP_SHM, DDP__HEAP_TMP, DDP__HEAP_HERE, DDP__HEAP_SMALL_SHM, DDP__HEAP_PLACES };
 static const char *const ddp__heap_folders[DDP__HEAP_PLACES] = {"", "/dev/shm", "/tmp", ".", "/dev/shm"};
 
@@ -2629,11 +2723,11 @@ static int ddp__heap_file(int place) {
     return fd;
 }
 
-/* Returns 1 where touching a page that has no room is a SIGBUS: pages are then reserved before that. It is one
-   in a folder, and in a memfd when the system limits the memory that all processes may commit.
-   Elsewhere a memfd stays sparse. A group of 64 ranks has 752 MiB of control memory and touches 5 to 100 MiB;
-   reserving all takes a second. Reserving does not help against the memory limit of a cgroup: its OOM killer
-   ends a process that reserves pages, too. */
+/* Returns 1 if the first access to a page can end in SIGBUS because the place is full. The pages are then
+   reserved before. This is so in a folder, and in a memfd if the system limits the memory that all processes
+   commit. Otherwise a memfd stays sparse: a group of 64 ranks has 752 MiB of control memory and touches 5 to
+   100 MiB, and reserving all of it takes a second. Reserving does not help against the memory limit of a cgroup,
+   whose OOM killer also ends a process that reserves pages. */
 static int ddp__heap_reserves(int place) {
     char mode = 0;
     if (place != DDP__HEAP_MEMFD) return 1;
@@ -2648,7 +2742,7 @@ static const char *ddp__heap_where(const char *folder) {
     return *folder ? folder : "the system's commit limit (vm.overcommit_memory=2)";
 }
 
-/* Gives a range of the file its pages before anybody touches them. 0, or an errno. */
+/* Allocates the pages of a range of the file before the first access. Returns 0 or an errno. */
 static int ddp__reserve(int fd, uint64_t offset, size_t size) {
     int error = EINTR;
     while (error == EINTR) error = posix_fallocate(fd, (off_t)offset, (off_t)size);
@@ -2670,10 +2764,10 @@ static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
     return start;
 }
 
-/* Maps [offset, offset + size), a range that was taken as one; threads of one process get one common mapping, counted. */
+/* Maps [offset, offset + size), a range of one ddp__heap_take. Ranks that are threads share one counted mapping. */
 static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
     ddp__region *m = NULL;
-    if (size > DDP__HUGE) size = ddp_round_up(size, DDP__HUGE); /* as ranges are taken */
+    if (size > DDP__HUGE) size = ddp_round_up(size, DDP__HUGE); /* as ddp__heap_take does */
     DDP__LOCKED(&heap->lock) {
         for (m = heap->mappings; m && m->offset != offset;) m = m->next;
         if (m) { m->references++; continue; }
@@ -2704,7 +2798,7 @@ static void ddp__heap_release(ddp__heap *heap) {
     free(heap);
 }
 
-/* Takes a range of the file; 0 when it is full. A request that does not fit takes nothing. */
+/* Allocates a range of the file and returns its offset. Returns 0, and allocates nothing, if it does not fit. */
 static uint64_t ddp__heap_take(ddp__heap *heap, size_t size) {
     uint64_t length = ddp_round_up(size, DDP__HUGE), offset = ddp__load(&heap->job->bump);
     do {
@@ -2713,29 +2807,32 @@ static uint64_t ddp__heap_take(ddp__heap *heap, size_t size) {
     return offset;
 }
 
-/* Gives pages back to the system; the offsets stay used. fallocate(2) by its number: the declaration needs _GNU_SOURCE. */
+/* Returns pages to the system. Their offsets are not reused. Calls fallocate(2) by number, because its declaration
+   needs _GNU_SOURCE. */
 static void ddp__heap_give_back(ddp__heap *heap, uint64_t offset, size_t size) {
     syscall(SYS_fallocate, heap->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (long)offset, (long)size);
 }
 
-/* Requests huge pages for [begin, end) of a mapping, since Linux 6.1. Without a request the default configuration
-   uses none for shared memory. An all_reduce of 25 MiB takes 2% less, and pages are allocated faster. */
+/* Requests huge pages for [begin, end) of a mapping, since Linux 6.1. By default Linux uses none for shared
+   memory. An all_reduce of 25 MiB takes 2% less, and pages are allocated faster. */
 static void ddp__ask_huge(unsigned char *mapping, size_t begin, size_t end) {
     for (size_t at = ddp_round_up(begin, DDP__HUGE); at < end; at += DDP__HUGE) {
-        if (madvise(mapping + at, 4096, 23 /* MADV_POPULATE_WRITE */) != 0) return; /* at least one page is there */
+        /* the range must contain at least one page */
+        if (madvise(mapping + at, 4096, 23 /* MADV_POPULATE_WRITE */) != 0) return;
         if (madvise(mapping + at, DDP__HUGE, 25 /* MADV_COLLAPSE */) != 0 && errno != EAGAIN) return;
     }
 }
 
-/* Makes pages real now, so that a lack of memory is an error here and not a SIGBUS later. */
+/* Allocates pages now, so that a lack of memory is an error here and not a SIGBUS later. */
 static int ddp__populate(ddp__heap *heap, void *memory, uint64_t offset, size_t size) {
     size_t slack = (uintptr_t)memory % DDP__PAGE;
-    if (madvise((unsigned char *)memory - slack, size + slack, 23 /* MADV_POPULATE_WRITE, Linux 5.14 */) == 0) return 1;
+    if (madvise((unsigned char *)memory - slack, size + slack, 23 /* MADV_POPULATE_WRITE, Linux 5.14 */) == 0)
+        return 1;
     if (errno != EINVAL) return 0;
     return syscall(SYS_fallocate, heap->fd, 0, (long)(offset - slack), (long)(size + slack)) == 0 || errno == EOPNOTSUPP || errno == ENOSYS;
 }
 
-/* Wraps a file descriptor; the heap owns it from here on. */
+/* Creates a heap from a file descriptor and takes ownership of it. */
 static ddp__heap *ddp__heap_wrap(int fd, int threads) {
     ddp__heap *heap = (ddp__heap *)calloc(1, sizeof *heap);
     if (!heap) { close(fd); return NULL; }
@@ -2748,7 +2845,7 @@ static ddp__heap *ddp__heap_wrap(int fd, int threads) {
     return heap;
 }
 
-/* The cores that this process may run on, as the system writes them. */
+/* The cores that this process may run on, in the format of sched_getaffinity. */
 enum { DDP__CPU_BITS = 8 * (int)sizeof(unsigned long), DDP__CPU_WORDS = 1024 / DDP__CPU_BITS };
 typedef struct ddp__cpus { unsigned long word[DDP__CPU_WORDS]; } ddp__cpus;
 
@@ -2763,7 +2860,7 @@ static int ddp__usable_cores(ddp__cpus *cpus) {
 
 static uint64_t ddp__control_create(ddp__heap *heap, int world_size);
 
-/* Creates a job of world_size ranks, in a file at one place. On failure it frees everything and sets the error
+/* Creates a job of world_size ranks in a file at one place. On failure it frees everything and sets the error
    line. */
 static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size, int threads, int launched) {
     struct rlimit limit;
@@ -2824,7 +2921,8 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     return ddp_fail(result, "%.300s; %s", reasons, remedy);
 }
 
-//== life and death of ranks ============================================================================ >>impl-life
+//== liveness of ranks =========================================================================== >>impl-life
+/* Detects ranks whose process has ended, and records the ranks of a world that are lost or do not respond. */
 
 #define DDP__START_UNKNOWN UINT64_MAX
 #ifdef SYS_pidfd_open
@@ -2867,7 +2965,7 @@ static int ddp__process_gone(int pid, uint64_t start_time) {
     return gone;
 }
 
-/* Notes that process pid is rank `rank` of the job. */
+/* Records that process pid is rank `rank` of the job. */
 static void ddp__rank_enter(ddp__heap *heap, int rank, int pid) {
     ddp__job_rank *me = &heap->job->rank[rank];
     me->pid = (int32_t)pid;
@@ -2875,7 +2973,8 @@ static void ddp__rank_enter(ddp__heap *heap, int rank, int pid) {
     ddp__store(&me->state, (uint32_t)DDP__RANK_ALIVE);
 }
 
-/* 1 when the rank can answer no more, with the reason in words, in which its number is `number`. */
+/* Returns 1 if the rank can no longer take part in calls, with the reason in text. number: its rank in that
+   text. */
 static int ddp__rank_gone(ddp__heap *heap, int rank, int number, char *text, size_t size) {
     ddp__job_rank *r = &heap->job->rank[rank];
     uint32_t state = ddp__load(&r->state);
@@ -2885,7 +2984,8 @@ static int ddp__rank_gone(ddp__heap *heap, int rank, int number, char *text, siz
         snprintf(text, size, "rank %d (pid %d) returned %s", number, r->pid, ddp_result_name((ddp_result)r->result));
     else if (state == DDP__RANK_LEFT) snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", number, r->pid);
     else {
-        if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads || r->pid == 0 /* of another pid namespace */) return 0;
+        if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads
+            || r->pid == 0 /* of another pid namespace */) return 0;
         if (!ddp__process_gone(r->pid, r->start_time)) return 0;
         snprintf(text, size, "rank %d: pid %d is gone", number, r->pid);
     }
@@ -2902,7 +3002,7 @@ static void ddp__lost_release(ddp_group *group) {
     ddp_host_free(group, lost);
 }
 
-/* A record for the ranks of a world. */
+/* Creates the record for the ranks of a world. */
 static ddp_result ddp__lost_create(ddp_group *group) {
     size_t w = (size_t)group->world_size;
     ddp__lost_ranks *lost = (ddp__lost_ranks *)ddp_host_alloc(group, sizeof *lost + w);
@@ -2933,7 +3033,7 @@ static void ddp__lost_mark(ddp_group *group, int world_rank, ddp_result result, 
     int i = 0; /* index of the cause; when all are in use, ranks share the last one */
     if (!lost || world_rank >= lost->world_size || world_rank == group->world_rank[group->rank]) return;
     if (strncmp(cause, DDP__CAUSE, strlen(DDP__CAUSE)) == 0 && strstr(cause + strlen(DDP__CAUSE), ": "))
-        cause = strstr(cause + strlen(DDP__CAUSE), ": ") + 2; /* only what happened: the line names the group */
+        cause = strstr(cause + strlen(DDP__CAUSE), ": ") + 2; /* the line already names the group */
     snprintf(text, sizeof text, "group=%s: %.400s", group->name, cause);
     pthread_mutex_lock(&lost->lock);
     while (i < DDP__LOST_CAUSES - 1 && lost->cause[i].result && strcmp(lost->cause[i].text, text) != 0) i++;
@@ -2950,7 +3050,7 @@ DDPDEF void ddp_group_mark_lost(ddp_group *group, int rank, ddp_result cause, co
     if (group->lost) ddp__lost_mark(group, group->world_rank[rank], cause, text);
 }
 
-/* DDP_OK, or why a rank of this group counts as lost, with the error line set. A mark is reported once. */
+/* Returns DDP_OK, or sets the error line if a rank of this group counts as lost. Each mark is reported once. */
 DDPDEF ddp_result ddp_group_check_lost(ddp_group *group) {
     ddp__lost_ranks *lost = group->lost;
     ddp_result result = DDP_OK;
@@ -2970,15 +3070,15 @@ DDPDEF ddp_result ddp_group_check_lost(ddp_group *group) {
     return result;
 }
 
-/* Fails the group when one of its ranks counts as lost. */
+/* Fails the group if one of its ranks counts as lost. */
 static ddp_result ddp__lost_check(ddp_group *group) {
     ddp_result result = ddp_group_check_lost(group);
     if (result != DDP_OK) group->backend->poison(group, group->state, result, ddp_last_error());
     return result;
 }
 
-/* The marked ranks, for a message to other ranks of the world: up to four ranges of world ranks, each as its
-   first rank and its length. A message has no room for further ones. */
+/* Packs the marked ranks into a message to other ranks of the world: at most four ranges of world ranks, each as
+   its first rank and its length. Further ranges do not fit and are left out. */
 enum { DDP__LOST_RANGES = 4 };
 DDPDEF void ddp_group_get_lost(const ddp_group *group, uint64_t out[2]) {
     const ddp__lost_ranks *lost = group->lost;
@@ -2994,7 +3094,7 @@ DDPDEF void ddp_group_get_lost(const ddp_group *group, uint64_t out[2]) {
     memcpy(out, range, sizeof range);
 }
 
-/* Marks the ranks that a message names. */
+/* Marks the ranks of such a message. */
 DDPDEF void ddp_group_add_lost(ddp_group *group, const uint64_t in[2], ddp_result cause, const char *text) {
     uint16_t range[DDP__LOST_RANGES][2];
     memcpy(range, in, sizeof range);
