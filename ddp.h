@@ -5097,7 +5097,7 @@ DDPDEF ddp_result ddp_p2p_end(ddp_group *group) {
     return ddp_error_restore(&first);
 }
 
-//== HMAC-SHA-256 ================================================================================== >>impl-hmac
+//== HMAC-SHA-256 ================================================================================ >>impl-hmac
 
 /* SHA-256 (FIPS 180-4) and HMAC (RFC 2104). The TCP rendezvous uses them to prove desc.secret. */
 
@@ -5140,7 +5140,8 @@ static void ddp__sha256_block(uint32_t state[8], const unsigned char block[64]) 
     for (int i = 0; i < 8; i++) state[i] += s[i];
 }
 
-/* The hash of a message in two parts. It is padded to whole blocks: 0x80, zeros, and its length in bits as 8 bytes. */
+/* Computes the hash of a message in two parts. Padding fills the last block: 0x80, zeros, and the message
+   length in bits as 8 bytes. */
 static void ddp__sha256(const void *first, size_t first_bytes, const void *second, size_t second_bytes,
                         unsigned char out[32]) {
     uint32_t state[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
@@ -5170,7 +5171,7 @@ static void ddp__hmac_sha256(const void *key, size_t key_bytes, const void *mess
     ddp__sha256(pad, sizeof pad, out, 32, out);
 }
 
-/* Takes the same time wherever the two differ. */
+/* Takes the same time wherever the two differ, so that the time reveals nothing about a proof. */
 static int ddp__equal_in_constant_time(const void *left, const void *right, size_t size_bytes) {
     const unsigned char *a = (const unsigned char *)left, *b = (const unsigned char *)right;
     volatile unsigned char different = 0;
@@ -5178,7 +5179,7 @@ static int ddp__equal_in_constant_time(const void *left, const void *right, size
     return different == 0;
 }
 
-/* Fills memory with random bytes of the system; 0 where it has none. */
+/* Fills memory with random bytes from the kernel. Returns 0 if getrandom fails. */
 static int ddp__random_bytes(void *out, size_t size_bytes) {
     for (size_t done = 0; done < size_bytes;) {
         long n = syscall(SYS_getrandom, (unsigned char *)out + done, size_bytes - done, 0ul);
@@ -5188,33 +5189,39 @@ static int ddp__random_bytes(void *out, size_t size_bytes) {
     return 1;
 }
 
-//== rank discovery: identity and the rendezvous =================================================== >>impl-rendezvous
+//== rank discovery: identity and rendezvous =============================================== >>impl-rendezvous
 
-/* The beginning of init_method. A host or a path follows the last two. */
+/* A rank first finds out its identity: rank, world size and job token, from the desc, a launcher's variables
+   or an enclosing ddp_launch. Ranks that do not share memory yet then connect to rank 0 over a socket. This
+   section implements the protocol: frames, hellos, proofs of the secret, and the side of every rank.
+   >>impl-meeting adds the addresses and rank 0's side. */
+
+/* The schemes of init_method. A host or a path follows the last two. */
 enum { DDP__BY_SELF, DDP__BY_ENV, DDP__BY_MPI, DDP__BY_TCP, DDP__BY_FILE, DDP__SCHEMES };
 
 /* This rank and its world as init_method, the desc and the environment define them, before ranks meet. */
 typedef struct ddp__identity {
     int rank, world_size, local_rank, local_world_size;
     int device_plus_1;   /* its device, from ddp_launch_desc.devices; 0 = none */
-    ddp__heap *heap;     /* of the ddp_launch that this thread is a rank of; NULL = none */
-    const char *size_variable; /* in which a launcher has set the world size; NULL = no launcher has set this rank */
-    char token[416];     /* equal on all ranks of a job, and on no other job of this user */
-    ddp_group *world;    /* of that ddp_launch, once it exists */
+    ddp__heap *heap;     /* of the ddp_launch that runs this thread as a rank; NULL = none */
+    /* The variable in which a launcher has set the world size. NULL = no launcher has started this rank. */
+    const char *size_variable;
+    char token[416];     /* the same on all ranks of a job, different for other jobs of this user */
+    ddp_group *world;    /* the world of that ddp_launch, once it exists */
 } ddp__identity;
 
 /* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
 static DDP__THREAD_LOCAL ddp__identity ddp__here;
 
-/* The variables in which a launcher sets rank and world size, and those that together name a job. The local ones
-   may be missing: then the world is on this machine, unless MASTER_ADDR names another one. */
+/* The environment variables of a launcher: rank, world size, and up to four that together identify a job. The
+   local ones may be missing: then the world is on this machine, unless MASTER_ADDR names another one. */
 typedef struct ddp__launcher { const char *name, *rank, *size, *local_rank, *local_size, *job[4]; } ddp__launcher;
 
 #define DDP__JOIN_NEED(condition, ...) DDP_CHECK("ddp_group_create", NULL, condition, __VA_ARGS__)
 
 static const char *ddp__env_text(const char *name) { const char *text = getenv(name); return text ? text : ""; }
 
-/* A whole number from the environment; fallback when it is not set. */
+/* Reads a whole number from the environment. *out is fallback if the variable is not set. */
 static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
     const char *text = ddp__env_text(name);
     char *end;
@@ -5243,8 +5250,8 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
     return DDP_OK;
 }
 
-/* Takes the first launcher of torchrun, Open MPI, Hydra (MPICH) and SLURM under srun. Without one the world has one
-   rank. */
+/* Uses the first launcher that has set its variables: torchrun, Open MPI, Hydra (MPICH), SLURM under srun.
+   Without one the world has one rank. */
 static ddp_result ddp__identity_resolve(ddp__identity *id) {
     static const ddp__launcher launchers[] = {
         {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
@@ -5256,7 +5263,8 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     memset(id, 0, sizeof *id);
     id->world_size = id->local_world_size = 1;
     for (int i = 0; i < LAUNCHERS && !id->size_variable; i++) {
-        if (i == SLURM && !*ddp__env_text("SLURM_STEP_ID")) break; /* a batch script itself has SLURM_PROCID=0 and is no rank */
+        /* A batch script itself has SLURM_PROCID=0 and is not a rank. */
+        if (i == SLURM && !*ddp__env_text("SLURM_STEP_ID")) break;
         if (!*ddp__env_text(launchers[i].rank) && !*ddp__env_text(launchers[i].size)) continue;
         DDP_TRY(ddp__identity_from(id, &launchers[i]));
         if (i == PMI && !*ddp__env_text("PMI_PORT")) snprintf(id->token, sizeof id->token, "pmi:%d", (int)getppid());
@@ -5266,8 +5274,8 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-/* Fails when the caller wants another number of ranks than a launcher has started. The launcher's variables
-   may be old. */
+/* Fails if the caller wants another world size than a launcher has set. The launcher's variables may be
+   stale. */
 static ddp_result ddp__check_world_size(const char *who, const ddp__identity *launched, int wanted) {
     int found = launched->world_size;
     if (wanted == 0 || wanted == found || !launched->size_variable) return DDP_OK;
@@ -5277,8 +5285,7 @@ static ddp_result ddp__check_world_size(const char *who, const ddp__identity *la
                     who, wanted, launched->size_variable, found);
 }
 
-/* From a resolved desc and the environment, which is read here and in ddp__venue_from_env. scheme: of
-   init_method. */
+/* Derives this rank's identity from a resolved desc and the environment. scheme: of init_method. */
 static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, int scheme) {
     ddp__identity launched;
     memset(id, 0, sizeof *id);
@@ -5301,33 +5308,33 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
     return DDP_OK;
 }
 
-/* Ranks exchange these words over TCP before they look for shared memory. */
+/* A card identifies a process. Ranks exchange cards over TCP before they look for shared memory. */
 enum { DDP__CARD_MACHINE, DDP__CARD_NONCE, DDP__CARD_PID, DDP__CARD_START_TIME, DDP__CARD_WORDS };
 typedef uint64_t ddp__card[DDP__CARD_WORDS];
 
-/* The card of this process. */
 static void ddp__card_here(ddp__card card) {
     const int pid = (int)getpid();
     const ddp__card here = {ddp_machine_id(), ddp_unique_id(), (uint64_t)pid, ddp__process_start_time(pid)};
     memcpy(card, here, sizeof here);
 }
 
-enum { DDP__ANNOUNCED = 1024 }; /* a text with 60 addresses or so, see ddp__announce_text */
+enum { DDP__ANNOUNCED = 1024 }; /* bytes of an announcement: about 60 addresses, see ddp__announce_text */
 
-/* Ranks that were not forked from one ddp_launch meet at a socket: an abstract socket on one machine, otherwise TCP.
-   Rank 0 reads a hello from each connection. It admits the ranks of this job, sends other ranks the reason for the
-   refusal, and closes the connections of other processes. When all ranks are connected, or one of them is lost or
-   late, it sends all of them the outcome: on one machine with the descriptor of the heap. */
+/* Ranks that were not started by one ddp_launch meet at a socket: an abstract socket on one machine,
+   otherwise TCP. Rank 0 reads a hello from each connection. It admits the ranks of this job, sends other
+   ranks the reason for the refusal, and closes the connections of other processes. When all ranks are
+   connected, or one of them is lost or late, it sends all of them the outcome. On one machine the descriptor
+   of the heap is sent along. */
 typedef struct ddp__venue {
     ddp_group *group;
     char token[416];     /* as in ddp__identity */
     struct sockaddr_un address; /* of the abstract socket */
-    socklen_t local;     /* length of address; 0 = the ranks meet over TCP: */
+    socklen_t local;     /* length of address; 0 = the ranks meet over TCP, with the next four fields */
     char hosts[DDP__ANNOUNCED]; /* names or addresses of rank 0, tried in order, with blanks between */
-    int numeric;         /* 1 = they are addresses from an announcement: no name is resolved */
-    int port, ports;     /* rank 0 takes the first free one of `ports` ports; other ranks try each */
+    int numeric;         /* 1 = they are addresses from an announcement, so that no name is resolved */
+    int port, ports;     /* rank 0 binds the first free one of `ports` ports; other ranks try each */
     const char *path;    /* file://: rank 0 writes hosts and port there; NULL = no file */
-    /* On rank 0: the ranks, DDP__STRANGERS unauthenticated peers, and the listener. On other ranks: rank 0. */
+    /* Rank 0: the ranks, DDP__STRANGERS unauthenticated peers, and the listener. Other ranks: rank 0. */
     struct ddp__peer *peer;
     struct pollfd *poll;
     int count;           /* of peers */
@@ -5337,13 +5344,14 @@ typedef struct ddp__venue {
     int notices;         /* rank 0: how many connections were closed with a notice */
     double deadline;     /* on rank 0 the earliest of all ranks: it sends all of them the missing ranks */
     double notice_at;    /* when log_fn reports that this rank still waits */
-    double grace;        /* other ranks wait that much longer for rank 0, whose error line names the missing ranks */
-    const ddp__card *card; /* of ranks that have met over TCP before; NULL = they have not */
+    /* Other ranks wait that much longer for rank 0, because its error line names the missing ranks. */
+    double grace;
+    const ddp__card *card; /* of ranks that have met over TCP before; NULL = none */
     const int *member;   /* index of each rank's card; NULL = its rank */
     ddp_result result;   /* of the meeting; the error line describes a failure */
 } ddp__venue;
 
-/* Ranks send frames. DATA is followed by bytes, any other kind by a text. */
+/* The kinds of frames that ranks send. DATA is followed by bytes, any other kind by a text. */
 enum {
     DDP__FRAME_HELLO = 1,
     DDP__FRAME_NEWS,
@@ -5360,10 +5368,11 @@ enum {
     DDP__ALLOW_PROOF = 1 << DDP__FRAME_PROOF
 };
 
-/* In each hello. Increase the protocol number when frames or their order change. */
+/* Sent in each hello. Increase the protocol number when frames or their order change. */
 enum { DDP__PROTOCOL = 2, DDP__HELLO_VERSION = DDP__PROTOCOL * 1000000 + DDP_VERSION };
 
-enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* results of rank 0's news: the outcome follows later; try elsewhere */
+/* Results in a NEWS frame of rank 0. ADMITTED: the outcome follows later. OTHER_JOB: try another address. */
+enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 };
 #define DDP__MAGIC UINT64_C(0x3170616568706464) /* "ddpheap1" */
 typedef struct ddp__frame {
     uint64_t magic;
@@ -5377,28 +5386,31 @@ typedef struct ddp__letter { ddp__frame frame; char text[DDP__TEXT_MAX]; } ddp__
 
 #define DDP__TCP_PAYLOAD 65536 /* bytes that a rank can send in one call */
 
-/* Memory that grows with the messages in it. */
+/* Memory that grows to the size of the largest message. */
 typedef struct ddp__buffer {
     unsigned char *bytes;
     size_t room;
 } ddp__buffer;
 
-/* A connection. */
+/* A connection to another rank, or to an unauthenticated peer. */
 typedef struct ddp__peer {
     int fd;                      /* -1 = none, or it has left */
-    int arrived;                 /* its hello, or in a call all of its data, is here: */
-    ddp__frame data, in;         /* in: the frame that is arriving; `got` bytes of it are here */
+    int arrived;                 /* 1 = its hello, or in a call all of its data, has arrived */
+    /* data: head of its data. in: the frame that is arriving; `got` bytes of it are complete. */
+    ddp__frame data, in;
     size_t got;
     char text[DDP__TEXT_MAX];    /* of any frame except DATA */
     char hello[DDP__TEXT_MAX];   /* rank 0: what an unauthenticated peer claims to be */
-    char proof[65], answer[65];  /* rank 0: the text that it must send, "" until it is challenged; and rank 0's own proof */
+    /* Rank 0: the proof that it must send, "" until it is challenged; and the proof of rank 0. */
+    char proof[65], answer[65];
     unsigned char network[16];   /* its IPv4 address, or the first half of its IPv6 address */
     int heap_fd;                 /* descriptor of the heap that came with a frame, or -1 */
     double since;
     char who[96];
 } ddp__peer;
 
-typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
+/* The layout of struct ucred, which needs _GNU_SOURCE. */
+typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred;
 
 static uint64_t ddp__hash_text(const char *text) { return ddp_hash(DDP_HASH_SEED, text, strlen(text)); }
 
@@ -5409,10 +5421,10 @@ static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(address->sun_path + 1));
 }
 
-/* connect waits for a full backlog unless the socket is non-blocking. */
+/* Creates a non-blocking socket: a blocking connect would wait while the backlog is full. */
 static int ddp__socket(int family) { return socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
 
-/* Waits until a socket can be read or written. 0 = the deadline has passed. */
+/* Waits until a socket can be read or written. Returns 0 if the deadline has passed. */
 static int ddp__fd_ready(int fd, short events, double deadline) {
     struct pollfd wait = {fd, events, 0};
     for (double left = 1; left > 0;) {
@@ -5429,7 +5441,7 @@ static ddp__ucred ddp__peer_of(int fd) {
     return peer;
 }
 
-/* A new connection; -1 = none. Error lines name the process at its other end. */
+/* Initialises a peer with a connection; fd -1 = none. Error lines name the process at its other end. */
 static void ddp__peer_init(ddp__peer *p, int fd) {
     struct sockaddr_storage address = DDP_ZERO; /* stays zero without a peer */
     const struct in6_addr *ipv6 = &((struct sockaddr_in6 *)(void *)&address)->sin6_addr;
@@ -5453,7 +5465,8 @@ static void ddp__peer_close(ddp__peer *p) {
     p->fd = p->heap_fd = -1;
 }
 
-/* Sends or receives bytes and, if *fd is not -1, a descriptor with them. Returns the result of sendmsg or recvmsg. */
+/* Sends or receives bytes, and a descriptor with them. *fd: the descriptor to send, -1 = none; a received one
+   replaces it. Returns the result of sendmsg or recvmsg. */
 static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int *fd) {
     uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8] = {0};
     struct cmsghdr *header = (struct cmsghdr *)(void *)control;
@@ -5462,7 +5475,7 @@ static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int 
     message.msg_iov = &data;
     message.msg_iovlen = 1;
     message.msg_control = control;
-    /* CMSG_SPACE has padding, which would hold a second descriptor */
+    /* Not CMSG_SPACE: its padding would hold a second descriptor. */
     message.msg_controllen = receive || *fd >= 0 ? CMSG_LEN(sizeof(int)) : 0;
     header->cmsg_len = CMSG_LEN(sizeof(int));
     header->cmsg_level = SOL_SOCKET;
@@ -5476,7 +5489,7 @@ static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int 
     return n;
 }
 
-/* Sends a frame with a text, at once or not at all: the buffer of a socket has room for it, unless the peer is
+/* Sends a frame with a text, at once or not at all: the socket buffer has room for it, unless the peer is
    stuck. words: NULL = zeros. heap_fd: sent along; -1 = none. */
 static void ddp__send_text(int fd, uint32_t kind, int result, const uint64_t words[2], const char *text, int heap_fd) {
     ddp__letter letter = {{DDP__MAGIC, kind, (int32_t)result, sizeof letter.text, {0, 0}}, ""};
@@ -5485,7 +5498,7 @@ static void ddp__send_text(int fd, uint32_t kind, int result, const uint64_t wor
     ddp__pass(fd, 0, &letter, sizeof letter, &heap_fd);
 }
 
-/* Sends the outcome to every connected peer, with the ranks that are lost. */
+/* Sends the outcome and the lost ranks to every connected peer. */
 static void ddp__tell_peers(const ddp__venue *v, int result, const char *text, int heap_fd) {
     uint64_t lost[2];
     ddp_group_get_lost(v->group, lost);
@@ -5527,7 +5540,7 @@ static int ddp__is_result(int number) {
 }
 
 /* Checks the head of a frame before any of it is used. allowed: DDP__ALLOW_... bits of the connection's
-   state. group: its data may come; NULL = this is the rendezvous. */
+   state. group: may receive data; NULL = this is the rendezvous. */
 static int ddp__frame_is_valid(const ddp_group *group, const ddp__peer *p, unsigned allowed) {
     const ddp__frame *frame = &p->in;
     size_t max =
@@ -5541,9 +5554,9 @@ static int ddp__frame_is_valid(const ddp_group *group, const ddp__peer *p, unsig
     return frame->size <= (frame->result ? 0 : max);
 }
 
-/* Reads from a connection. 0: a frame is complete, and the next call begins another. EAGAIN: more is to come.
-   Any other errno: the connection has ended, ECONNRESET by the peer; EPROTO for an invalid frame. data: for DATA
-   frames. group and allowed: as in ddp__frame_is_valid. */
+/* Reads from a connection. Returns 0 when a frame is complete; the next call begins another one. Returns
+   EAGAIN if more must arrive. Any other errno: the connection has ended; ECONNRESET = by the peer, EPROTO =
+   by an invalid frame. data: buffer for DATA frames. group, allowed: as in ddp__frame_is_valid. */
 static int ddp__peer_read(ddp_group *group, ddp__peer *p, ddp__buffer *data, unsigned allowed) {
     const size_t magic = sizeof p->in.magic, head = sizeof p->in;
     for (;;) {
@@ -5569,7 +5582,7 @@ static int ddp__peer_read(ddp_group *group, ddp__peer *p, ddp__buffer *data, uns
 
 /* Sleeps for 20 ms, or until a peer sends. */
 static void ddp__venue_poll(ddp__venue *v) {
-    nfds_t open = 0; /* poll refuses more places than files may be open */
+    nfds_t open = 0; /* poll fails for more entries than files may be open */
     for (int i = 0; i < v->count; i++) {
         v->poll[open].fd = v->peer[i].fd;
         v->poll[open].events = POLLIN;
@@ -5585,8 +5598,8 @@ static void ddp__venue_poll(ddp__venue *v) {
 #define DDP__STRANGERS 128        /* unauthenticated peers at a time */
 #define DDP__STRANGER_SECONDS 5.0 /* the longest wait for their hello or proof */
 
-/* "token version world_size order rank patience_ms secured process", and process is "pid 77 on hostb";
-   on one machine it has no host. Patience: how long this rank still waits. secured: 1 = it has a secret. */
+/* Writes "token version world_size order rank patience_ms secured process". process is "pid 77 on hostb"; on
+   one machine it has no host. patience_ms: how long this rank still waits. secured: 1 = it has a secret. */
 static void ddp__hello_text(char out[DDP__TEXT_MAX], const ddp__venue *v, unsigned version) {
     double patience = v->deadline - ddp_now();
     int patience_ms = patience > 0 ? (int)(patience * 1e3) : 0;
@@ -5643,8 +5656,8 @@ static int ddp__is_other_byte_order(const ddp__peer *p) {
 
 enum { DDP__MAX_NOTICES = 256 }; /* about closed connections: a flood must not fill the disk with log lines */
 
-/* Closes the connection of an unauthenticated peer and reports it. tell: not 0 = sends the peer this result and the
-   reason. */
+/* Closes the connection of an unauthenticated peer, and reports it through log_fn. Sends the peer the reason,
+   with the last argument as the result, unless that is 0. */
 static void ddp__turn_away(ddp__venue *v, ddp__peer *p, const char *why, int tell) {
     char text[440]; /* ddp_group_log puts the rank and the group's name before it */
     snprintf(text, sizeof text, "hung up on %s: %.320s", p->who, why);
@@ -5657,10 +5670,12 @@ static void ddp__turn_away(ddp__venue *v, ddp__peer *p, const char *why, int tel
     ddp__peer_close(p);
 }
 
-/* 1 while a connection is open. A rank may end before all have met, such as one that its launcher restarts. */
+/* Returns 1 while a connection is open. A rank may end before all have met, for example when its launcher
+   restarts it. */
 static int ddp__is_there(ddp__peer *p) {
     char byte;
-    ssize_t n = p->fd < 0 ? -1 : recv(p->fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK); /* it must not send now */
+    /* A valid peer sends nothing at this point. */
+    ssize_t n = p->fd < 0 ? -1 : recv(p->fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK);
     if (p->fd >= 0 && (n >= 0 || (errno != EAGAIN && errno != EINTR))) ddp__peer_close(p);
     return p->fd >= 0;
 }
@@ -5675,18 +5690,18 @@ typedef struct ddp__hello {
     const char *who;
 } ddp__hello;
 
-/* 0 = the hello does not have all fields. */
+/* Returns 0 if a field of the hello is missing. */
 static int ddp__hello_parse(ddp__hello *h, const char *text) {
     int rest = 0, who = 0;
     memset(h, 0, sizeof *h);
     if (sscanf(text, "%16llx %u %n", &h->token, &h->version, &rest) != 2) return 0;
-    if (h->version != DDP__HELLO_VERSION) return 1; /* its other fields may be others */
+    if (h->version != DDP__HELLO_VERSION) return 1; /* another version may have other fields */
     sscanf(text + rest, "%d %d %d %d %d %n", &h->world_size, &h->order, &h->rank, &h->patience_ms, &h->secured, &who);
     h->who = text + rest + who;
     return who > 0 && strncmp(h->who, "pid ", 4) == 0;
 }
 
-/* Checks all that can be checked before a peer is authenticated, and its proof. */
+/* Checks the version, the presence of a secret and, once sent, the proof of a peer. */
 static ddp_result ddp__hello_check(const ddp__venue *v, const ddp__peer *p, const ddp__hello *h) {
     unsigned release = h->version % 1000000;
     if (h->version != DDP__HELLO_VERSION)
@@ -5750,9 +5765,10 @@ static ddp_result ddp__challenge(const ddp__venue *v, ddp__peer *p) {
     return DDP_OK;
 }
 
-/* Reads from an unauthenticated peer: its hello, then its proof if ranks have a secret. The peer is admitted,
-   waited for or closed. A peer of this job that contradicts rank 0 ends the job only if it is authenticated,
-   by the secret or as a process of this user. Otherwise it is refused, and the ranks continue to wait. */
+/* Reads from an unauthenticated peer: its hello, then its proof if ranks have a secret. The peer is then
+   admitted, remains pending, or is closed. A peer of this job that contradicts rank 0 ends the job only if it
+   is authenticated, by the secret or as a process of this user. Otherwise it is refused, and rank 0 continues
+   to wait. */
 static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
     int error = ddp__peer_read(NULL, p, NULL, *p->proof ? DDP__ALLOW_PROOF : DDP__ALLOW_HELLO);
     const char *why = NULL;
@@ -5781,8 +5797,9 @@ static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
     else ddp__turn_away(v, p, ddp_last_error(), (int)result);
 }
 
-/* The place of the next connection: a free one, or else that of the peer that has been silent longest among
-   those of the network with most places. A flood from one network displaces itself. */
+/* Returns the entry for the next connection: a free one. If none is free, it returns an entry of the network
+   that holds most entries: the peer that has been silent longest. A flood from one network displaces
+   itself. */
 static ddp__peer *ddp__place_for_connection(ddp__peer *first, int count) {
     ddp__peer *chosen = NULL;
     int chosen_neighbours = 0;
@@ -5801,8 +5818,9 @@ static ddp__peer *ddp__place_for_connection(ddp__peer *first, int count) {
     return chosen;
 }
 
-/* Accepts connections and reads the hellos that have come. After each connection that displaces another one,
-   all are read: a flood keeps no rank out, and no hello goes unread. */
+/* Accepts connections and reads the hellos that have arrived. After a connection that displaces another one,
+   it reads all hellos before it accepts the next. A flood therefore keeps no rank out, and every hello is
+   read. */
 static void ddp__admit(ddp__venue *v) {
     int w = v->group->world_size, fd, full = 0;
     ddp__peer *stranger = v->peer + w, *end = v->peer + v->count - 1, *silent = NULL;
@@ -5824,7 +5842,7 @@ static void ddp__admit(ddp__venue *v) {
     else if (full && !v->result) v->result = ddp_fail(DDP_ERR_SYSTEM, "rank 0 may not open a socket for each of %d ranks; raise its `ulimit -n`", w);
 }
 
-/* Reports through log_fn why this rank waits, once the wait has become long, and then every minute. */
+/* Reports through log_fn why this rank waits: first after DDP__NOTICE_SECONDS, then every minute. */
 __attribute__((format(printf, 2, 3)))
 static void ddp__notice(ddp__venue *v, const char *format, ...) {
     char text[440];
@@ -5837,7 +5855,7 @@ static void ddp__notice(ddp__venue *v, const char *format, ...) {
     ddp_group_log(v->group, text);
 }
 
-/* Rank 0 reports the ranks that it waits for, and the address where it listens. */
+/* Rank 0 reports the missing ranks and the address at which it listens. */
 static void ddp__notice_missing(ddp__venue *v, const char *missing) {
     struct sockaddr_storage at = DDP_ZERO;
     socklen_t length = sizeof at;
@@ -5849,8 +5867,8 @@ static void ddp__notice_missing(ddp__venue *v, const char *missing) {
     ddp__notice(v, "still waiting for rank %.180s; this rank listens at %s", missing, where);
 }
 
-/* DDP_ERR_PEER_LOST if a process that has met this one over TCP has ended: it will not reach the local
-   rendezvous. Costs about 10 us per rank. */
+/* Returns DDP_ERR_PEER_LOST if a process that has met this one over TCP has ended, since it will not reach
+   the local rendezvous. Costs about 10 us per rank. */
 static ddp_result ddp__check_processes(const ddp__venue *v) {
     const int *member = v->member;
     for (int r = 0; v->card && r < v->group->world_size; r++) {
@@ -5864,8 +5882,9 @@ static ddp_result ddp__check_processes(const ddp__venue *v) {
     return DDP_OK;
 }
 
-/* 1 while rank 0 waits for ranks. 0: all are here, or the meeting has failed: the deadline has passed, a process has
-   ended, or every missing rank has been here and left. */
+/* Returns 1 while rank 0 must wait for ranks. Returns 0 when all have arrived, or with v->result set when the
+   rendezvous has failed: the deadline has passed, a process has ended, or every missing rank has arrived and
+   left again. */
 static int ddp__still_waits(ddp__venue *v) {
     int to_come = 0, departed = 0;
     char list[300] = "";
@@ -5893,8 +5912,9 @@ static int ddp__still_waits(ddp__venue *v) {
     return 0;
 }
 
-/* Waits for rank 0's next frame. 0, ETIMEDOUT, or the errno of ddp__peer_read; EPROTO also for a process that is
-   rank 0 of no job: an echo of this rank's hello, or a socket that is connected to itself. */
+/* Waits for the next frame of rank 0. Returns 0, ETIMEDOUT, or the errno of ddp__peer_read. EPROTO also
+   covers a process that is rank 0 of no job: an echo of this rank's hello, or a socket that is connected to
+   itself. */
 static int ddp__await_news(ddp__peer *p, double until, unsigned allowed) {
     int error;
     while ((error = ddp__peer_read(NULL, p, NULL, allowed)) == EAGAIN)
@@ -5902,7 +5922,7 @@ static int ddp__await_news(ddp__peer *p, double until, unsigned allowed) {
     return error;
 }
 
-/* Why a peer is no rank 0, in words. */
+/* Describes why a peer is not rank 0. */
 static const char *ddp__no_rank0_text(const ddp__peer *p, int error) {
     if (error == ETIMEDOUT) return "the process that listens there does not answer";
     if (error == EPROTO && ddp__is_other_byte_order(p))
@@ -5911,9 +5931,9 @@ static const char *ddp__no_rank0_text(const ddp__peer *p, int error) {
 }
 
 /* Sends a hello on a new connection, proves the secret if there is one, and waits for the outcome.
-   DDP_ERR_INVALID: this is not our rank 0; try again, or elsewhere. */
+   DDP_ERR_INVALID: the peer is not rank 0 of this job; try again, or at another address. */
 static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
-    double until = v->deadline + v->grace; /* rank 0 knows the deadline of this rank */
+    double until = v->deadline + v->grace; /* rank 0 has received this rank's deadline */
     double answer_by = ddp_now() + DDP__STRANGER_SECONDS;
     char hello[DDP__TEXT_MAX] = "", proof[65], answer[65] = "";
     uint64_t nonce[2] = {0, 0};
@@ -5954,7 +5974,7 @@ static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
 }
 
 /* Fails because another process holds the socket name of this job. Any user can compute that name and bind
-   it. pid 0: the holder is not known. */
+   it. pid 0: the holder is unknown. */
 static ddp_result ddp__name_taken(const ddp__venue *v, ddp__ucred holder) {
     const char *name = v->address.sun_path + 1;
     const char *remedy = "set desc.init_method to \"file:///path\" on all ranks";
@@ -5976,7 +5996,7 @@ static ddp_result ddp__name_taken(const ddp__venue *v, ddp__ucred holder) {
                     name, remedy);
 }
 
-/* Returns who listens at the socket name of this job. pid 0: nobody does. */
+/* Returns the process that listens at the socket name of this job. pid 0: none. */
 static ddp__ucred ddp__name_holder(const ddp__venue *v) {
     int fd = ddp__socket(AF_UNIX);
     connect(fd, (const struct sockaddr *)&v->address, v->local); /* without a connection pid stays 0 */
@@ -5985,7 +6005,7 @@ static ddp__ucred ddp__name_holder(const ddp__venue *v) {
     return holder;
 }
 
-/* One try at an address; result as of ddp__say_hello. */
+/* Tries to connect to one address. Returns what ddp__say_hello returns. */
 static ddp_result ddp__ask(ddp__venue *v, const struct sockaddr *to, socklen_t length) {
     double try_until = ddp_now() + 3.0;
     socklen_t size = sizeof(int);
@@ -6001,7 +6021,7 @@ static ddp_result ddp__ask(ddp__venue *v, const struct sockaddr *to, socklen_t l
     return result;
 }
 
-/* Asks at every address of every host. */
+/* Tries every port at every address of every host. */
 static ddp_result ddp__ask_hosts(ddp__venue *v) {
     struct addrinfo hints = DDP_ZERO, *list;
     ddp_result result = DDP_ERR_INVALID;
@@ -6023,8 +6043,8 @@ static ddp_result ddp__ask_hosts(ddp__venue *v) {
     return result;
 }
 
-/* Reads an announcement of rank 0. 0 = it is incomplete. token_size: length of the token without the announced
-   number. */
+/* Parses an announcement of rank 0. Returns 0 if it is incomplete. token_size: length of the token without
+   the announced number. */
 static int ddp__venue_hear(ddp__venue *v, size_t token_size, const char *text) {
     char number[17];
     int n = 0;
@@ -6036,7 +6056,7 @@ static int ddp__venue_hear(ddp__venue *v, size_t token_size, const char *text) {
     return 1;
 }
 
-/* Returns 1 when the rendezvous file can be trusted. Otherwise it sets the error line. */
+/* Returns 1 if the rendezvous file can be trusted. Otherwise sets the error line. */
 static int ddp__rendezvous_trusted(const char *path, const struct stat *file) {
     char why[100] = "";
     if (S_ISLNK(file->st_mode)) snprintf(why, sizeof why, "is a symbolic link");
@@ -6055,9 +6075,10 @@ static int ddp__rendezvous_trusted(const char *path, const struct stat *file) {
     return 0;
 }
 
-/* Reads where rank 0 listens, without waiting for anybody: a FIFO in place of the file does not block.
-   DDP_ERR_INVALID: rank 0 has not written it yet. The file of an earlier job names a place where nobody listens.
-   DDP_ERR_SYSTEM: something else is in its place. token_size: as in ddp__venue_hear. */
+/* Reads the address of rank 0 from the rendezvous file. Never blocks, even if the file is a FIFO. The file of
+   an earlier job holds an address without a listener.
+   DDP_ERR_INVALID: rank 0 has not written the file yet. DDP_ERR_SYSTEM: the file is unreadable or not
+   trusted. token_size: as in ddp__venue_hear. */
 static ddp_result ddp__venue_read(ddp__venue *v, size_t token_size) {
     char text[DDP__ANNOUNCED];
     struct stat file;
@@ -6075,7 +6096,7 @@ static ddp_result ddp__venue_read(ddp__venue *v, size_t token_size) {
     return ddp_fail(DDP_ERR_INVALID, "%.200s: rank 0 has not written its address yet", v->path);
 }
 
-/* Connects to rank 0, which may start later. Returns when all ranks have met. */
+/* Connects to rank 0, which may start later. Returns when all ranks have connected. */
 static ddp_result ddp__visit(ddp__venue *v) {
     size_t token_size = strlen(v->token);
     double checked = ddp_now();
@@ -6098,10 +6119,10 @@ static ddp_result ddp__visit(ddp__venue *v) {
     }
 }
 
-//== rank discovery: addresses and the meeting ======================================================= >>impl-meeting
+//== rank discovery: addresses and connecting all ranks ======================================= >>impl-meeting
 
-/* The address of rank 0, the secret, and the meeting of all ranks: ddp__meet over a socket, ddp__local_meet for shared
-   memory as well. The local and the tcp backend call them. */
+/* Finds the address of rank 0 and the key, opens rank 0's listener, and connects all ranks: ddp__meet over a
+   socket, ddp__local_meet for shared memory as well. The local and the tcp backend call these two. */
 
 static int ddp__is_loopback_address(const struct sockaddr *at) {
     const struct in6_addr *ipv6 = &((const struct sockaddr_in6 *)(const void *)at)->sin6_addr;
@@ -6111,8 +6132,8 @@ static int ddp__is_loopback_address(const struct sockaddr *at) {
     return IN6_IS_ADDR_LOOPBACK(ipv6) || (IN6_IS_ADDR_V4MAPPED(ipv6) && ipv6->s6_addr[12] == 127);
 }
 
-/* 1 for "localhost" and a loopback address. A name that resolves to loopback is not enough: Debian maps a
-   host's own name to 127.0.1.1, and other machines use another address for it. */
+/* Returns 1 for "localhost" and a loopback address. A name that resolves to loopback is not enough: Debian
+   maps a host's own name to 127.0.1.1, and other machines use another address for it. */
 static int ddp__is_loopback(const char *host) {
     struct addrinfo hints = DDP_ZERO, *list;
     int is_loopback = strcmp(host, "localhost") == 0;
@@ -6123,8 +6144,7 @@ static int ddp__is_loopback(const char *host) {
     return is_loopback;
 }
 
-/* The content of DDP_SECRET_FILE without the newline at its end. Only this user may be able to read the file.
-   */
+/* Reads DDP_SECRET_FILE without the newline at its end. Only this user may have access to the file. */
 static ddp_result ddp__secret_read(const char *path, char *out, size_t room, size_t *size) {
     int fd = open(path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK), error = errno;
     const char *why = NULL;
@@ -6147,7 +6167,7 @@ static ddp_result ddp__secret_read(const char *path, char *out, size_t room, siz
     return DDP_OK;
 }
 
-/* Makes the key of a TCP rendezvous: from desc.secret, else from variable, else from the file at path, else
+/* Derives the key of a TCP rendezvous: from desc.secret, else from variable, else from the file at path, else
    none. */
 static ddp_result ddp__venue_secure(ddp__venue *v, const char *secret, const char *variable,
                                     const char *path) {
@@ -6165,7 +6185,7 @@ static ddp_result ddp__venue_secure(ddp__venue *v, const char *secret, const cha
     return DDP_OK;
 }
 
-/* The first host of a SLURM node list: "node[003-010,12],x" begins with node003. */
+/* Copies the first host of a SLURM node list: "node[003-010,12],x" begins with node003. */
 static void ddp__first_host(char *out, size_t size, const char *list) {
     size_t n = 0;
     for (int inside = 0; *list && (inside || *list != ',') && n + 1 < size; list++) {
@@ -6176,14 +6196,15 @@ static void ddp__first_host(char *out, size_t size, const char *list) {
     out[n] = 0;
 }
 
-/* The address of rank 0 from MASTER_ADDR and MASTER_PORT, or from SLURM. A torchrun agent listens at MASTER_PORT itself:
-   then rank 0 takes one of the next 16. */
+/* Takes the address of rank 0 from MASTER_ADDR and MASTER_PORT, or from SLURM. If a torchrun agent listens at
+   MASTER_PORT itself, rank 0 uses one of the next 16 ports. */
 static ddp_result ddp__venue_from_env(ddp__venue *v, const ddp__identity *id) {
     const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST");
     int port, own, slurm = strncmp(v->token, "slurm", 5) == 0, agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
     DDP_TRY(ddp__env_int("MASTER_PORT", 0, &port));
     DDP_TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
-    v->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(v->token) % 10000) : 0; /* Linux gives out higher ones by itself */
+    /* Without a port, SLURM jobs use one below the range that Linux assigns by itself. */
+    v->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(v->token) % 10000) : 0;
     if (!own && (port ? agent : slurm)) v->ports = 16;
     snprintf(v->hosts, sizeof v->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
     if (!*v->hosts && slurm) ddp__first_host(v->hosts, sizeof v->hosts, nodes);
@@ -6194,7 +6215,7 @@ static ddp_result ddp__venue_from_env(ddp__venue *v, const ddp__identity *id) {
     return DDP_OK;
 }
 
-/* From "tcp://host:port", "tcp://[::1]:port" or "file:///path". */
+/* Takes the address of rank 0 from "tcp://host:port", "tcp://[::1]:port" or "file:///path". */
 static ddp_result ddp__venue_from_url(ddp__venue *v, const ddp__identity *id, const ddp_group_desc *desc) {
     const char *host = strstr(desc->init_method, "://") + 3, *colon = strrchr(host, ':');
     int length = colon ? (int)(colon - host) : 0, file = desc->init_method[0] == 'f';
@@ -6211,7 +6232,7 @@ static ddp_result ddp__venue_from_url(ddp__venue *v, const ddp__identity *id, co
     return DDP_OK;
 }
 
-/* A socket that listens at an address, or -errno. */
+/* Returns a socket that listens at an address, or -errno. */
 static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
     int fd = ddp__socket(at->sa_family), on = 1, off = 0;
     if (fd < 0) return -errno;
@@ -6223,22 +6244,23 @@ static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
     return -error;
 }
 
-/* A socket that listens at the first free one of `ports` ports, at the first address of host that is this
-   machine's; "": at all interfaces. Loopback addresses count only where host is one itself. Otherwise -errno,
-   which is -EADDRNOTAVAIL if host has no such address. */
+/* Returns a socket that listens at the first free one of `ports` ports, at the first address of host that
+   belongs to this machine. host "": all interfaces. Loopback addresses count only if host is one itself. On
+   failure returns -errno; -EADDRNOTAVAIL if host has no such address. */
 static int ddp__tcp_listen(const char *host, int port, int ports) {
     struct addrinfo hints = DDP_ZERO, *list = NULL;
     int fd = -EADDRNOTAVAIL, loopback = ddp__is_loopback(host);
     hints.ai_socktype = SOCK_STREAM;
     if (!*host) {
-        fd = ddp__tcp_listen("::", port, ports); /* it serves IPv4 too, where there is IPv6 */
+        fd = ddp__tcp_listen("::", port, ports); /* serves IPv4 too; fails without IPv6 */
         return fd >= 0 ? fd : ddp__tcp_listen("0.0.0.0", port, ports);
     }
     if (getaddrinfo(host, NULL, &hints, &list) != 0) return fd;
     for (int i = 0; i < ports && fd < 0; i++)
         for (struct addrinfo *a = list; a && fd < 0; a = a->ai_next) {
             if (!loopback && ddp__is_loopback_address(a->ai_addr)) continue;
-            ((struct sockaddr_in *)(void *)a->ai_addr)->sin_port = htons((uint16_t)(port + i)); /* as in IPv6 */
+            /* sin_port is at the same offset in IPv6. */
+            ((struct sockaddr_in *)(void *)a->ai_addr)->sin_port = htons((uint16_t)(port + i));
             int tried = ddp__listen_at(a->ai_addr, a->ai_addrlen);
             if (tried >= 0 || fd != -EADDRINUSE) fd = tried;
         }
@@ -6246,7 +6268,8 @@ static int ddp__tcp_listen(const char *host, int port, int ports) {
     return fd;
 }
 
-/* The process that listens at a port of this machine, if this user can see it: "pid 77 (/usr/bin/python3)". */
+/* Describes the process that listens at a port of this machine, if this user can see it: "pid 77
+   (/usr/bin/python3)". */
 static void ddp__port_holder(int port, char *out, size_t size) {
     unsigned long inode, wanted = 0;
     unsigned at, state;
@@ -6274,8 +6297,8 @@ static void ddp__port_holder(int port, char *out, size_t size) {
     globfree(&files);
 }
 
-/* Rank 0's listener, unless it has one. A port that is in use may be free in a moment: another rank has tried to
-   connect to it, or an earlier job is ending. */
+/* Opens rank 0's listener, unless it is open. Retries a port that is in use for a second: another rank may
+   have tried to connect to it, or an earlier job may be ending. */
 static ddp_result ddp__venue_open(const ddp__venue *v) {
     int fd = v->peer[v->count - 1].fd;
     double give_up = ddp_now() + 1.0;
@@ -6306,9 +6329,9 @@ static ddp_result ddp__venue_open(const ddp__venue *v) {
     return ddp_fail(DDP_ERR_SYSTEM, "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method", v->port, holder);
 }
 
-/* Ranks with one number can share memory: same boot, user, and network and process namespaces. */
+/* Ranks with the same number can share memory: same boot, user, network namespace and process namespace. */
 #if !defined(DDP__MACHINE_SALT)
-#define DDP__MACHINE_SALT 0 /* tests give ranks of one machine different numbers, as if they were on several */
+#define DDP__MACHINE_SALT 0 /* tests use different values to simulate several machines */
 #endif
 DDPDEF uint64_t ddp_machine_id(void) {
     char boot[64] = "";
@@ -6321,8 +6344,8 @@ DDPDEF uint64_t ddp_machine_id(void) {
     return ddp_hash(ddp_hash(DDP_HASH_SEED, boot, sizeof boot), number, sizeof number);
 }
 
-/* A number that no other process can guess. Without getrandom it is only one that no other process or time
-   gives. */
+/* Returns a number that no other process can guess. Without getrandom it is only different for each machine,
+   process and time. */
 DDPDEF uint64_t ddp_unique_id(void) {
     uint64_t number;
     if (ddp__random_bytes(&number, sizeof number)) return number;
@@ -6330,26 +6353,28 @@ DDPDEF uint64_t ddp_unique_id(void) {
     return ddp_hash(DDP_HASH_SEED, seed, sizeof seed);
 }
 
-/* "number port address address ...": the port of a listener and all addresses of this machine. The number becomes a
-   part of the token. */
+/* Writes "number port address address ...": the port of a listener and all addresses of this machine. The
+   number becomes a part of the token. */
 static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
     struct sockaddr_storage at;
     socklen_t length = sizeof at;
     struct ifaddrs *list = NULL;
     char host[80];
-    int port = getsockname(listener, (struct sockaddr *)&at, &length) == 0 ? ntohs(((struct sockaddr_in *)(void *)&at)->sin_port) : 0; /* as in IPv6 */
+    /* sin_port is at the same offset in IPv6. */
+    int port = getsockname(listener, (struct sockaddr *)&at, &length) == 0 ? ntohs(((struct sockaddr_in *)(void *)&at)->sin_port) : 0;
     size_t n = (size_t)snprintf(out, DDP__ANNOUNCED, "%016llx %d", (unsigned long long)ddp_unique_id(), port);
     getifaddrs(&list);
-    for (struct ifaddrs *a = list; a; a = a->ifa_next) { /* other families have no such name */
+    /* getnameinfo fails for other families. A % marks a link-local address. */
+    for (struct ifaddrs *a = list; a; a = a->ifa_next) {
         if (!a->ifa_addr || getnameinfo(a->ifa_addr, sizeof(struct sockaddr_in6), host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0) continue;
-        if (!strchr(host, '%') && n + strlen(host) + 3 < DDP__ANNOUNCED) n += (size_t)snprintf(out + n, DDP__ANNOUNCED - n, " %s", host); /* %: of one link */
+        if (!strchr(host, '%') && n + strlen(host) + 3 < DDP__ANNOUNCED) n += (size_t)snprintf(out + n, DDP__ANNOUNCED - n, " %s", host);
     }
     if (list) freeifaddrs(list);
     snprintf(out + n, DDP__ANNOUNCED - n, "\n");
 }
 
-/* Creates the rendezvous file, for this user only, and writes where this rank listens. The file that an earlier
-   job of this user left is replaced; nothing else is. */
+/* Creates the rendezvous file, for this user only, and writes this rank's addresses. It replaces a file that
+   an earlier job of this user left, and nothing else. */
 static ddp_result ddp__venue_write(ddp__venue *v, int listener) {
     char text[DDP__ANNOUNCED];
     struct stat file;
@@ -6370,7 +6395,7 @@ static ddp_result ddp__venue_write(ddp__venue *v, int listener) {
     return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", v->path, strerror(errno));
 }
 
-/* Rank 0 waits for all ranks or for a failure, and sends the outcome to all of them. */
+/* Rank 0's side: waits for all ranks or for a failure, and sends the outcome to all of them. */
 static void ddp__hold(ddp__venue *v, ddp__heap **heap) {
     int w = v->group->world_size;
     ddp__peer *me = v->peer;
@@ -6396,7 +6421,7 @@ static void ddp__venue_close(ddp__venue *v) {
     v->peer = NULL;
 }
 
-/* The memory that ddp__meet needs on this rank. Nothing is connected yet. */
+/* Allocates what ddp__meet needs on this rank. Connects nothing. */
 static ddp_result ddp__venue_alloc(ddp__venue *v, ddp_group *group) {
     int count = group->rank ? 1 : group->world_size + DDP__STRANGERS + 1;
     v->group = group;
@@ -6407,9 +6432,9 @@ static ddp_result ddp__venue_alloc(ddp__venue *v, ddp_group *group) {
     return DDP_OK;
 }
 
-/* Brings the ranks of v->group together: when it returns DDP_OK, each is a peer of rank 0, and rank 0 is the only
-   peer of each. Otherwise the memory of v is free. v: from ddp__venue_alloc. On rank 0 the listener may be open
-   already. heap: rank 0 creates one for all; NULL = none. */
+/* Connects the ranks of v->group: rank 0 to every rank, and every other rank to rank 0. On failure frees the
+   memory of v. v: from ddp__venue_alloc; on rank 0 its listener may be open already. heap: rank 0 creates one
+   for all ranks; NULL = none. */
 static ddp_result ddp__meet(ddp__venue *v, ddp__heap **heap) {
     ddp_group *group = v->group;
     double now = ddp_now(), timeout = group->desc.timeout_ms * 1e-3;
@@ -6423,7 +6448,7 @@ static ddp_result ddp__meet(ddp__venue *v, ddp__heap **heap) {
     return DDP__RANK_FAIL(group, v->result, "ddp_group_create: %s", ddp_last_error());
 }
 
-/* The rank's world. */
+/* Attaches this rank to the world of a heap. */
 static ddp_result ddp__local_join(ddp_group *group, ddp__heap *heap, void **state) {
     char text[96];
     ddp__local *l = ddp__local_attach(group, heap, heap->job->world, NULL, NULL);
@@ -6435,7 +6460,8 @@ static ddp_result ddp__local_join(ddp_group *group, ddp__heap *heap, void **stat
     return DDP_OK;
 }
 
-/* Another group of all ranks of the world. group NULL: this rank has no memory for it and only takes part. */
+/* Creates another group of all ranks of the world. group NULL: this rank has no memory for it and only
+   participates. */
 static ddp_result ddp__local_again(ddp_group *group, ddp_group *world) {
     int all[DDP_MAX_LOCAL_RANKS];
     void *none;
@@ -6443,8 +6469,9 @@ static ddp_result ddp__local_again(ddp_group *group, ddp_group *world) {
     return ddp__local_split(world, world->state, group, all, world->world_size, group ? &group->state : &none);
 }
 
-/* The group's ranks meet on this machine: it becomes one of the local backend, or of the self backend if it has one
-   rank. v: its token, card and member are set. It may have memory from ddp__venue_alloc; all of it is freed. */
+/* Connects the group's ranks on this machine. The group then uses the local backend; a split of one rank uses
+   the self backend. v: its token, card and member are set. Frees all memory of v, which may be from
+   ddp__venue_alloc. */
 static ddp_result ddp__local_meet(ddp_group *group, ddp__venue *v, void **state) {
     ddp__heap *heap = NULL;
     group->backend = v->member && group->world_size == 1 ? &ddp__backend_self : &ddp__backend_local;
@@ -6465,7 +6492,7 @@ static ddp_result ddp__local_meet(ddp_group *group, ddp__venue *v, void **state)
     if (!heap) return DDP__RANK_FAIL(group, sent ? DDP_ERR_NO_MEMORY : DDP_ERR_SYSTEM, "ddp_group_create: %s",
                                      sent ? "the job's shared memory could not be mapped" : "rank 0 sent no shared memory");
     ddp_result result = ddp__local_join(group, heap, state);
-    if (result != DDP_OK) { /* the others have met this rank and would wait for it */
+    if (result != DDP_OK) { /* other ranks have met this one and would wait for it */
         heap->job->rank[group->rank].result = (int32_t)result;
         ddp__store(&heap->job->rank[group->rank].state, (uint32_t)DDP__RANK_LEFT);
     }
@@ -6473,21 +6500,22 @@ static ddp_result ddp__local_meet(ddp_group *group, ddp__venue *v, void **state)
     return result;
 }
 
-//== the tcp backend: bootstrap and control =========================================================== >>impl-tcp
+//== the tcp backend: bootstrap and control ======================================================= >>impl-tcp
 
-/* Written like a backend of a user's own: it calls >>spi, and shares connections, frames and the meeting of ranks with
-   >>impl-rendezvous and >>impl-meeting. It uses nothing else of this file.
+/* Written like a user's own backend: it calls >>spi. It also uses connections, frames and the rendezvous of
+   >>impl-rendezvous and >>impl-meeting, and nothing else of this file.
 
-   Every rank keeps its connection to rank 0. In a collective it sends rank 0 a frame with the packed call and its data.
-   If all calls are the same, rank 0 answers every rank with the same frame: the sum, or the data of all ranks, from
-   which each rank copies its part. A rank that fails reports this to rank 0, and rank 0 reports it to all ranks. */
+   Every rank keeps its connection to rank 0. In a collective it sends rank 0 a frame with the packed call and
+   its data. If all calls are the same, rank 0 answers every rank with the same frame: the sum, or the data of
+   all ranks. Each rank copies its part from it. A rank that fails reports this to rank 0, and rank 0 reports
+   it to all ranks. */
 
 typedef struct ddp__tcp {
     ddp_saved_error cause;       /* the first */
-    ddp__venue venue;            /* the peers of rank 0: all ranks, with itself; of others: rank 0 */
-    pthread_mutex_t lock;        /* of everything that the running call does not own */
+    ddp__venue venue;            /* peers: on rank 0 all ranks, itself included; on others rank 0 */
+    pthread_mutex_t lock;        /* protects everything that the running call does not own */
     const ddp_call *call;        /* the running call, which uses the connections, or NULL */
-    int told, heard;             /* the failure was sent to the other ranks; received from rank 0 */
+    int told, heard;             /* 1 = the failure was sent to the other ranks; came from rank 0 */
     ddp__card *card;             /* of each rank */
     const void **source;         /* of each rank: its data, for ddp_reduce_tree */
     unsigned char *state;        /* DDP_RANK_... of each rank */
@@ -6506,15 +6534,16 @@ static int ddp__send_all(int fd, const void *data, size_t size, double deadline)
     return 1;
 }
 
-/* With the lock held: sends the failure to the other ranks, once. Only the user of the connections calls it. */
+/* With the lock held: sends the failure to the other ranks, once. Called only by the user of the
+   connections. */
 static void ddp__tcp_tell(ddp__tcp *t) {
     if (t->cause.result == DDP_OK || t->told) return;
     ddp__tell_peers(&t->venue, t->cause.result, t->cause.text, -1);
     t->told = 1;
 }
 
-/* With the lock held: the time is up. Rank 0 marks the ranks that have not arrived, unless the group has failed
-   already. Other ranks only wait for rank 0. */
+/* With the lock held, after a timeout: sets the error line. Rank 0 marks the ranks that have not arrived:
+   DDP_RANK_SILENT, or DDP_RANK_BEHIND if the group has failed already. Other ranks only wait for rank 0. */
 static ddp_result ddp__tcp_missing(ddp_group *group, const ddp__tcp *t) {
     const ddp__peer *peer = t->venue.peer;
     int missing = t->cause.result == DDP_OK ? DDP_RANK_SILENT : DDP_RANK_BEHIND;
@@ -6524,8 +6553,9 @@ static ddp_result ddp__tcp_missing(ddp_group *group, const ddp__tcp *t) {
     return ddp_call_timed_out(group, t->call, t->state);
 }
 
-/* With the lock held: a peer has failed, or leaves. A cause from rank 0 replaces the one that this rank has found. Rank 0
-   replaces the timeout of another rank by its own list of missing ranks. */
+/* With the lock held: handles a frame of a peer that has failed, or that leaves. A cause from rank 0 replaces
+   the one that this rank has found. Rank 0 replaces the timeout of another rank by its own list of missing
+   ranks. */
 static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
     ddp_result cause = (ddp_result)p->in.result;
     if (cause == DDP_OK) {
@@ -6558,12 +6588,13 @@ static ddp_result ddp__tcp_broken(int rank, const ddp__peer *p, int error) {
                     rank, p->who, p->in.kind, (int)p->in.result, (unsigned long long)p->in.size);
 }
 
-/* With the lock held: reads what has arrived. Returns the number of peers whose data is missing. */
+/* With the lock held: reads the frames that have arrived. Returns the number of peers that have not sent
+   their data. */
 static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
     int missing = 0, error = 0;
     for (int r = 0; r < t->venue.count; r++) {
         ddp__peer *p = &t->venue.peer[r];
-        /* An honest peer sends at most its data, a failure and its leave before this rank looks again. */
+        /* A correct peer sends at most its data, a failure and its leave before this rank reads again. */
         for (int frames = 0; frames < 3 && p->fd >= 0; frames++) {
             error = ddp__peer_read(group, p, &t->data[r], DDP__ALLOW_NEWS | DDP__ALLOW_DATA);
             if (error) break;
@@ -6586,8 +6617,8 @@ static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
     return missing;
 }
 
-/* Waits for the data of all peers. A rank that exceeds the timeout reports this to rank 0, and waits for rank 0 to
-   name the missing ranks. */
+/* Waits for the data of all peers. A rank that exceeds the timeout reports this to rank 0, then waits for
+   rank 0 to name the missing ranks. */
 static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline) {
     for (;;) {
         pthread_mutex_lock(&t->lock);
@@ -6612,7 +6643,7 @@ static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline)
     }
 }
 
-/* The head of a rank's frame for a call: every rank can compute it for every other. */
+/* Returns the head of a rank's frame for a call. Every rank can compute it for every other rank. */
 static ddp__frame ddp__tcp_frame_of(const ddp_call *call, int rank, int world_size) {
     ddp__frame frame = {DDP__MAGIC, DDP__FRAME_DATA, 0, 0, {0, 0}};
     size_t size = call->recv_counts ? SIZE_MAX : ddp_call_send_size(call, rank, world_size);
@@ -6622,8 +6653,8 @@ static ddp__frame ddp__tcp_frame_of(const ddp_call *call, int rank, int world_si
     return frame;
 }
 
-/* The head of rank 0's answer: the sum, or what all ranks sent. Too much on one rank is an empty answer for
-   all. */
+/* Returns the head of rank 0's answer: the sum, or the data of all ranks. If one rank has too much data, the
+   answer is empty for all. */
 static ddp__frame ddp__tcp_answer_of(const ddp_call *call, int world_size) {
     ddp__frame answer = ddp__tcp_frame_of(call, 0, world_size);
     for (int r = 1; r < world_size; r++) {
@@ -6635,8 +6666,8 @@ static ddp__frame ddp__tcp_answer_of(const ddp_call *call, int world_size) {
     return answer;
 }
 
-/* Compares the head of a peer's frame with the one that this rank's call implies. No byte of the data is used
-   before. */
+/* Compares the head of a peer's frame with the one that this rank's call implies, before any byte of the data
+   is used. */
 static ddp_result ddp__tcp_check(const ddp_group *group, const ddp_call *call, int rank, const ddp__peer *p, const ddp__frame *expected) {
     const ddp__frame *frame = &p->data;
     DDP_TRY(ddp_call_compare(ddp_rank(group), expected->call, rank, frame->call));
@@ -6647,7 +6678,7 @@ static ddp_result ddp__tcp_check(const ddp_group *group, const ddp_call *call, i
                     rank, p->who, (unsigned long long)frame->size, ddp_call_name(call->kind), (unsigned long long)expected->size);
 }
 
-/* On rank 0, when the data of all ranks is here: compares the calls and builds the answer. */
+/* On rank 0, when the data of all ranks has arrived: compares the calls and builds the answer. */
 static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp_call *call) {
     ddp__peer *peer = t->venue.peer;
     ddp__frame frame = ddp__tcp_answer_of(call, ddp_world_size(group));
@@ -6659,7 +6690,7 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp_call *c
         t->source[r] = t->data[r].bytes;
         peer[r].arrived = 0;
     }
-    if (adds && !frame.result) /* into the place of rank 0's data */
+    if (adds && !frame.result) /* overwrites rank 0's data */
         ddp_reduce_tree(t->data->bytes, t->source, ddp_world_size(group), frame.size / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor);
     DDP_TRY(ddp__room(group, &t->out, at + frame.size));
     memcpy(t->out.bytes, &frame, sizeof frame);
@@ -6683,7 +6714,7 @@ static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp_cal
     ddp__frame frame = ddp__tcp_frame_of(call, ddp_rank(group), ddp_world_size(group));
     ddp__peer *p = t->venue.peer;
     int hub = ddp_rank(group) == 0;
-    ddp__buffer *own = hub ? t->data : &t->out; /* rank 0 keeps its data with that of the others */
+    ddp__buffer *own = hub ? t->data : &t->out; /* rank 0 stores its data with that of the others */
     size_t head = hub ? 0 : sizeof frame;
     DDP_TRY(ddp__room(group, own, head + frame.size));
     memcpy(hub ? (unsigned char *)&p->data : own->bytes, &frame, sizeof frame);
@@ -6696,7 +6727,8 @@ static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp_cal
     frame = ddp__tcp_answer_of(call, ddp_world_size(group));
     if (!hub) DDP_TRY(ddp__tcp_check(group, call, 0, p, &frame));
     for (int r = 1; r < t->venue.count; r++)
-        if (!ddp__send_all(p[r].fd, t->out.bytes, sizeof frame + frame.size, deadline)) shutdown(p[r].fd, SHUT_RDWR); /* it is missed soon */
+        /* After a failed send the connection is shut down, and the next call reports it. */
+        if (!ddp__send_all(p[r].fd, t->out.bytes, sizeof frame + frame.size, deadline)) shutdown(p[r].fd, SHUT_RDWR);
     if (frame.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank, and no calls with counts; for more build with "
                                       "DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
     ddp__tcp_take(group, call, hub ? t->out.bytes + sizeof frame : t->data->bytes);
@@ -6711,11 +6743,12 @@ static void ddp__tcp_poison(ddp_group *group, void *state, ddp_result cause, con
         snprintf(t->cause.text, sizeof t->cause.text, "%s", text);
         t->cause.result = (int32_t)cause;
     }
-    if (!t->call) ddp__tcp_tell(t); /* otherwise the call does */
+    if (!t->call) ddp__tcp_tell(t); /* otherwise the running call does this */
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Receives and forwards failures, unless a call does. call: begins here, or NULL. ends: a call ends here. */
+/* Receives and forwards failures, unless a running call does this. call: begins here, or NULL. ends: 1 = a
+   call ends here. */
 static ddp_result ddp__tcp_look(ddp_group *group, ddp__tcp *t, const ddp_call *call, int ends) {
     pthread_mutex_lock(&t->lock);
     if (ends) t->call = NULL;
@@ -6754,8 +6787,8 @@ static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp_host_free(group, t);
 }
 
-/* Sends small frames at once, and detects within the timeout that the machine or network of a peer is gone, also while
-   nothing is sent. */
+/* Makes the kernel send small frames at once, and detect within the timeout that the machine or network of a
+   peer has failed, also while nothing is sent. */
 static void ddp__tcp_tune(int fd, int timeout_ms) {
     int seconds = timeout_ms / 8000 > 0 ? timeout_ms / 8000 : 1;
     int options[][3] = {{IPPROTO_TCP, TCP_NODELAY, 1}, {SOL_SOCKET, SO_KEEPALIVE, 1}, {IPPROTO_TCP, TCP_KEEPIDLE, seconds},
@@ -6763,10 +6796,11 @@ static void ddp__tcp_tune(int fd, int timeout_ms) {
     for (int i = 0; i < 6; i++) setsockopt(fd, options[i][0], options[i][1], &options[i][2], sizeof(int));
 }
 
-/* The state of a group before its ranks meet, with a copy of venue and the memory that they need until they have
-   met. A split of the group and ddp_agree need no more memory later. NULL without memory. In a split all ranks
-   then agree on that. A world (split 0) cannot: its ranks meet without the buffers that could not be allocated, and
-   the first call fails on all of them. */
+/* Creates the state of a group before its ranks meet: a copy of venue, and the memory that they need until
+   they have met. A later split of the group and ddp_agree need no more memory.
+   Returns NULL without memory. In a split all ranks then agree on that. The ranks of a world (split 0)
+   cannot: they meet without the buffers that could not be allocated, and the first call fails on all of
+   them. */
 static ddp__tcp *ddp__tcp_new(ddp_group *group, const ddp__venue *venue, int split) {
     size_t w = (size_t)ddp_world_size(group);
     size_t size = sizeof(ddp__tcp) + w * (sizeof(ddp__card) + sizeof(void *) + sizeof(ddp__buffer) + 1 + DDP__ANNOUNCED);
@@ -6788,7 +6822,7 @@ static ddp__tcp *ddp__tcp_new(ddp_group *group, const ddp__venue *venue, int spl
     return NULL;
 }
 
-/* The ranks meet, and each sends the others the number of its machine. */
+/* Connects the ranks. Each of them then sends its card to all others. */
 static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t) {
     ddp__card mine;
     const ddp_call call = {DDP_CALL_ALL_GATHER, DDP_U64, DDP_OP_SUM, -1, 0, 0, mine, t->card, DDP__CARD_WORDS, NULL, NULL, NULL, NULL, 0, 0, DDP_IN_NO_CALL};
@@ -6798,17 +6832,19 @@ static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t) {
     for (int r = 0; r < t->venue.count; r++) ddp__tcp_tune(p[r].fd, ddp_group_timeout_ms(group));
     if (ddp_rank(group)) {
         snprintf(p->who, sizeof p->who, "%.95s", p->text);
-        p->arrived = 1; /* rank 0 only answers: data outside a call is invalid */
+        /* Rank 0 only answers: data outside a call is invalid. */
+        p->arrived = 1;
     }
     if (ddp__tcp_run(group, t, &call) == DDP_OK) return DDP_OK;
     return ddp_fail_in(ddp__tcp_status(group, t), "ddp_group_create", group, "%s", ddp_last_error());
 }
 
-/* Opens the group of t, which is from ddp__tcp_new or NULL: its ranks meet. Ranks that turn out to be on one
-   machine do not need the network after that. */
+/* Opens the group of t: its ranks meet. If all of them are on one machine, the group switches to shared
+   memory and closes its connections. t: from ddp__tcp_new; NULL = no memory. */
 static ddp_result ddp__tcp_open(ddp_group *group, ddp__tcp *t, void **state) {
     int world_size = ddp_world_size(group), here = 0, before = 0;
-    const uint64_t machine = ddp_machine_id(); /* rank 0 sends this rank's own card, too: it may be wrong */
+    /* Not from the gathered cards: rank 0 has sent this rank's card too, and may have changed it. */
+    const uint64_t machine = ddp_machine_id();
     ddp__card cards[DDP_MAX_LOCAL_RANKS];
     if (!t) return DDP_ERR_NO_MEMORY;
     ddp_result result = ddp__tcp_meet(group, t);
@@ -6834,8 +6870,9 @@ static ddp_result ddp__tcp_open(ddp_group *group, ddp__tcp *t, void **state) {
     return ddp__local_meet(group, &local, state);
 }
 
-/* The leader of each new group, `leader` of the parent, sends all ranks of the parent its addresses and, unless local is 1, the
-   port at which it listens. venue: of this rank's new group; NULL = it joins none. */
+/* The leader of each new group sends its addresses to all ranks of the parent and, unless local is 1, the
+   port at which it listens. leader: of this rank's new group, as a rank of the parent. venue: of this rank's
+   new group; NULL = it joins none. */
 static ddp_result ddp__tcp_announce(ddp_group *parent, const ddp__tcp *t, ddp__venue *venue, int leader, int local) {
     char mine[DDP__ANNOUNCED] = "", *theirs;
     if (venue && leader == ddp_rank(parent)) {
@@ -6844,7 +6881,8 @@ static ddp_result ddp__tcp_announce(ddp_group *parent, const ddp__tcp *t, ddp__v
         ddp__announce_text(*listener, mine);
     }
     uint64_t size = strlen(mine) + 1;
-    DDP_TRY(ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL)); /* most have few addresses */
+    /* Usually small: few machines have many addresses. */
+    DDP_TRY(ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL));
     if (size <= strlen(mine) || size > sizeof mine)
         return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_group_split", parent, "a rank announces %llu bytes, allowed are %zu",
                            (unsigned long long)size, sizeof mine);
@@ -6856,9 +6894,9 @@ static ddp_result ddp__tcp_announce(ddp_group *parent, const ddp__tcp *t, ddp__v
     return ddp_fail_in(DDP_ERR_SYSTEM, "ddp_group_split", parent, "rank %d could not listen at any port", leader);
 }
 
-/* Members on one machine meet there and use the local backend; others meet at the new group's rank 0, whose
-   addresses travel over the parent. Once ranks wait for each other, a rank without memory would not come: all agree
-   that each has what it needs until then. */
+/* Members on one machine connect there and use the local backend. Others connect to the new group's rank 0;
+   its addresses are sent over the parent. First all ranks agree that each has the memory for this, because a
+   rank without memory would not connect, and others would wait for it. */
 static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     const ddp__tcp *t = (const ddp__tcp *)state;
     int local = member_count <= DDP_MAX_LOCAL_RANKS;
@@ -6893,7 +6931,11 @@ static const ddp_backend ddp__backend_tcp = {
     "tcp", NULL, ddp__tcp_run, NULL, NULL, NULL, ddp__tcp_split, NULL, NULL, ddp__tcp_status, ddp__tcp_poison,
     ddp__tcp_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
 
-//== groups ============================================================================================ >>impl-group
+//== groups ===================================================================================== >>impl-group
+
+/* Creates, splits and destroys groups. ddp_group_create chooses the backend from the desc and the
+   environment. ddp_agree makes all ranks return the same result; it compares hashes of arguments that must be
+   the same. The short functions at the end are the accessors of >>api and >>spi. */
 
 static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc *desc, ddp_group_desc *out) {
     ddp_group_desc none = DDP_ZERO;
@@ -6937,8 +6979,8 @@ static void ddp__group_delete(ddp_group *group) {
     ddp_host_free(group, group);
 }
 
-/* A group without the state of its backend. desc is resolved. parent: of a split, or NULL. Sets *out only on
-   success. */
+/* Creates a group without the state of its backend. desc is resolved. parent: of a split, or NULL. Sets *out
+   only on success. */
 static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend,
                                  int rank,
                                  int world_size, ddp_group *parent) {
@@ -6979,13 +7021,13 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     return result;
 }
 
-/* A group with its backend's state. backend: NULL = tcp, whose ranks meet at v. Local ranks use the world or
-   the heap of id, or meet by v->token. */
+/* Creates a group with the state of its backend. backend NULL: tcp, and the ranks meet at v. Ranks of the
+   local backend use the world or the heap of id, or meet by v->token. */
 static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend,
                                  const ddp__identity *id, ddp__venue *v) {
     ddp_group *group = NULL;
     ddp_result result = ddp__group_new(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank, id->world_size, NULL);
-    /* so that the others do not wait for this rank */
+    /* Participates without a group, so that other ranks do not wait for this one. */
     if (result != DDP_OK && id->world && backend == &ddp__backend_local) {
         ddp_saved_error first = {DDP_OK, ""};
         ddp_error_save(&first, result);
@@ -7053,7 +7095,7 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
 
 static const char *const ddp__schemes[DDP__SCHEMES] = {"self://", "env://", "mpi://", "tcp://", "file://"};
 
-/* Chooses the backend, and how its ranks find each other. */
+/* Chooses the backend and the rendezvous of a world, and creates it. */
 static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id, int scheme) {
     const char *host = ddp__env_text("MASTER_ADDR");
     int url = scheme >= DDP__BY_TCP, mpi = scheme == DDP__BY_MPI, alone = scheme == DDP__BY_SELF;
@@ -7075,7 +7117,7 @@ static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const
     }
 #endif
     if (mpi) return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"mpi://\" needs a backend that this build does not have");
-    /* MASTER_ADDR names a machine, this one or another, and the number of ranks on this machine is unknown */
+    /* MASTER_ADDR names a machine, and the number of ranks on this machine is unknown. */
     int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host) && !*ddp__env_text("LOCAL_WORLD_SIZE") &&
                     (desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0);
     if (!url && id->local_world_size == id->world_size && !elsewhere)
@@ -7102,7 +7144,8 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     return ddp__create(out, &d, &id, scheme);
 }
 
-/* Members of this rank's color, ordered by key, then rank. table: color and key of each rank. The rank's own place in *me. */
+/* Lists the members of this rank's color, ordered by key, then rank. Returns their number. table: color and
+   key of each rank. *me: this rank's position. */
 static int ddp__split_members(const int32_t *table, int world_size, int rank, int *members, int *me) {
     int count = 0;
     for (int r = 0; r < world_size; r++) {
@@ -7116,8 +7159,8 @@ static int ddp__split_members(const int32_t *table, int world_size, int rank, in
     return count;
 }
 
-/* The first rank that failed, or with another hash than rank 0; -1 = none. Ranks that failed because of
-   another one come last. */
+/* Returns the first rank that failed, or that has another hash than rank 0; -1 = none. Ranks that failed
+   because of another one come last. */
 static int ddp__first_dissent(const ddp_group *group, int *mismatch) {
     int poisoned = -1, different = -1;
     for (int r = group->world_size - 1; r >= 0; r--) {
@@ -7131,7 +7174,8 @@ static int ddp__first_dissent(const ddp_group *group, int *mismatch) {
     return poisoned >= 0 ? poisoned : different;
 }
 
-/* The part in which description a differs from b: the first "name=value" with another value, or all of a. */
+/* Returns the part in which description a differs from b: the first "name=value" with another value, or all
+   of a. */
 static const char *ddp__difference(const char *a, const char *b, int *length) {
     size_t word = 0, end;
     for (size_t i = 0; a[i] && a[i] == b[i]; i++) if (a[i] == ' ') word = i + 1;
@@ -7141,7 +7185,7 @@ static const char *ddp__difference(const char *a, const char *b, int *length) {
     return has_name ? a + word : a;
 }
 
-/* Rank 0 and rank `other` describe differently what must be equal. */
+/* Fails with the difference between the descriptions of rank 0 and rank `other`. */
 static ddp_result ddp__disagree(ddp_group *group, const char *who, const char *zero, int other, const char *others) {
     int lengths[2];
     const char *a = ddp__difference(zero, others, &lengths[0]), *b = ddp__difference(others, zero, &lengths[1]);
@@ -7149,10 +7193,10 @@ static ddp_result ddp__disagree(ddp_group *group, const char *who, const char *z
                        lengths[0], a, other, lengths[1], b);
 }
 
-/* The part of an error line that every rank of this group can show after its own prefix (rank, call, group).
-   Cuts off the prefix of another rank's call. The name of another group stays: the cause names ranks of that
-   group. *inner: 1 = the line is from a group of this name and another size, which a backend keeps inside
-   this group. Its rank numbers differ: they are cut off as well. */
+/* Returns the part of an error line that every rank of this group can show after its own prefix (rank, call,
+   group). Cuts off the prefix of another rank's call. The name of another group stays: the cause names ranks
+   of that group. *inner: 1 = the line is from a group of the same name and another size, which a backend
+   keeps inside this group. Its rank numbers differ and are cut off as well. */
 static const char *ddp__bare_cause(const ddp_group *group, const char *who, const char *line, int *inner) {
     char here[48];
     int length = 0, size = group->world_size, skipped = 0;
@@ -7181,11 +7225,13 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
     ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, &vote, group->votes, sizeof vote, DDP_U8,
                                             DDP_OP_SUM, -1);
     if (result != DDP_OK && mine != DDP_OK) return ddp_fail(mine, "%s", own);
-    if (result != DDP_OK) /* the line names the call inside, which is not the user's */
+    /* The line names a call that the user did not make. */
+    if (result != DDP_OK)
         return ddp_fail_in(result, who, group, "%s", ddp__bare_cause(group, who, ddp_last_error(), &inner));
     first = ddp__first_dissent(group, &mismatch);
     if (first < 0) return DDP_OK;
-    for (int i = !mismatch; i < 2; i++) { /* the text of rank 0, for a mismatch, and of the first to dissent */
+    /* Broadcasts the text of the first rank that failed or differs; for a mismatch first that of rank 0. */
+    for (int i = !mismatch; i < 2; i++) {
         if (mismatch) snprintf(text[i], sizeof text[i], "%.*s", DDP_AGREE_TEXT, what);
         else memcpy(text[i], own, sizeof own);
         DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, text[i], text[i], sizeof text[i], DDP_U8,
@@ -7196,7 +7242,8 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
     mine = (ddp_result)group->votes[first].result;
     const char *cause = ddp__bare_cause(group, who, text[1], &inner);
     if (first == group->rank && strstr(own, who) && !inner) return ddp_fail(mine, "%s", own);
-    (void)sscanf(cause, "rank %*d: %n", &named); /* an earlier agreement of this group has named the rank */
+    /* An earlier ddp_agree of this group may have named the rank already. */
+    (void)sscanf(cause, "rank %*d: %n", &named);
     if (named) return ddp_fail_in(mine, who, group, "%s", cause);
     return ddp_fail_in(mine, who, group, "rank %d: %s", first, cause);
 }
@@ -7221,7 +7268,8 @@ DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *who, ddp_result m
         all = ddp_hash(all, &hash, sizeof hash);
     }
     ddp_result result = ddp_agree(group, who, mine, all, "");
-    for (int i = 0; i < count && result == DDP_ERR_MISMATCH; i++) { /* a mismatch in `mine` of a rank ends this with entry 0 */
+    /* If `mine` of any rank is DDP_ERR_MISMATCH, the loop ends at entry 0. */
+    for (int i = 0; i < count && result == DDP_ERR_MISMATCH; i++) {
         uint64_t hash = mine == DDP_OK ? describe(list, i, text) : 0;
         if (differs) *differs = i;
         DDP_TRY(ddp_agree(group, who, mine == DDP_OK ? DDP_OK : result, hash, text));
@@ -7252,7 +7300,8 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
             members = (int *)memcpy(child->votes, members, (size_t)count * sizeof *members);
         }
     }
-    if (result == DDP_OK) { /* a rank without memory still takes part, so that the others do not wait */
+    /* A rank without memory still participates, so that other ranks do not wait for it. */
+    if (result == DDP_OK) {
         void *state = NULL;
         result = group->backend->split(group, group->state, child, members, count, &state);
         if (child) child->state = state;
@@ -7291,7 +7340,7 @@ DDPDEF int ddp_group_is_forked(const ddp_group *group) { return !*group->in_rank
 
 DDPDEF void ddp_group_destroy(ddp_group *group) {
     DDP_PUBLIC_CALL(ddp_group_destroy);
-    if (!group || ddp_group_is_forked(group)) return; /* in a forked process all of it is the rank's */
+    if (!group || ddp_group_is_forked(group)) return; /* a forked process must not touch the group */
     if (group->thread_started || group->no_thread) {
         char text[96];
         snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank, (int)getpid());
@@ -7334,7 +7383,7 @@ static ddp_result ddp__await_task(ddp_group *group, void *argument) {
     ddp_result result = group->backend->wait_signal(group, group->state, goal->word, goal->target);
     call.tag = DDP__FOR_AWAIT;
     call.flags = DDP_CALL_HOST_MEMORY;
-    call.seq = group->seq; /* the last collective before it */
+    call.seq = group->seq; /* of the last collective before it */
     return result == DDP_OK ? DDP_OK : ddp__call_failed(group, &call, result);
 }
 
@@ -7345,9 +7394,9 @@ DDPDEF ddp_result ddp_group_wait_signal(ddp_group *group, const uint64_t *word, 
 
 DDPDEF const char *ddp_group_name(const ddp_group *group) { return group->name; }
 DDPDEF void *ddp_group_backend_user(const ddp_group *group) { return group->desc.backend_user; }
-/* text: a cause, or an error line of this rank: then "rank 1/2 ddp_fsdp_load group=dp seq=3: no memory" becomes
-   "cause: rank 1 in ddp_fsdp_load: no memory". A cause that it contains stays as it is. In a process that the rank
-   has forked the call does nothing: the failure is not the rank's. */
+/* text: a cause, or an error line of this rank. An error line becomes a cause: "rank 1/2 ddp_fsdp_load
+   group=dp seq=3: no memory" becomes "cause: rank 1 in ddp_fsdp_load: no memory". A cause inside an error
+   line stays as it is. In a forked process the call does nothing, because the failure is not the rank's. */
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) {
     char line[DDP__TEXT_MAX], who[64], name[32] = "", of[48] = "";
     const char *begun = strstr(text, DDP__CAUSE), *rest = NULL;
@@ -7370,7 +7419,8 @@ DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to) {
     if (cause == DDP_OK) return;
     snprintf(text, sizeof text, "%s", ddp_last_error());
     const char *in = strncmp(text, begin, strlen(begin)) == 0 ? strstr(text, " in ddp_") : NULL;
-    if (strstr(text, " of group=")) snprintf(line, sizeof line, "%s", text); /* from a group before this one */
+    /* A group before this one may have passed the cause on already. */
+    if (strstr(text, " of group=")) snprintf(line, sizeof line, "%s", text);
     else if (in) snprintf(line, sizeof line, "%s%d of group=%s%.400s", begin, atoi(text + strlen(begin)), group->name, in);
     else snprintf(line, sizeof line, DDP__CAUSE "group=%s: %.400s", group->name, text);
     ddp_group_poison(to, cause, line);
@@ -7453,9 +7503,9 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
     return result;
 }
 
-//== the MPI backend: several machines ================================================================ >>impl-mpi
+//== the MPI backend: several machines ============================================================ >>impl-mpi
 
-/* Like a user's own backend, this one calls only >>spi. ddp_group_create reaches it through
+/* Like a user's own backend, this one calls only >>spi. ddp_group_create calls it through
    ddp_group_create_mpi.
 
    The ranks of one machine also form a group of the local backend. If the whole group is on one machine, it
@@ -7480,8 +7530,8 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
 #endif
 enum { DDP__MPI_DATA, DDP__MPI_NOTICE, DDP__MPI_TAGS /* the first tag of messages */ };
 
-/* FAILED: the first cause. WHO: asks for a HERE, which contains the sender's present call. LEFT: the sender
-   destroys its handle after call seq. */
+/* DDP__NOTICE_FAILED: the first cause. DDP__NOTICE_WHO: requests a DDP__NOTICE_HERE, which contains the
+   sender's present call. DDP__NOTICE_LEFT: the sender destroys its handle after call seq. */
 enum { DDP__NOTICE_FAILED, DDP__NOTICE_WHO, DDP__NOTICE_HERE, DDP__NOTICE_LEFT, DDP__NOTICES };
 typedef struct ddp__mpi_notice {
     int32_t kind, code;
@@ -7502,28 +7552,30 @@ typedef struct ddp__mpi {
     int rank, world_size;
     int one_thread;           /* 1 = only the main thread may call MPI, or one thread at a time */
     int block;                /* ranks of each machine, where they are 2^k in a row; otherwise 1 */
-    int step;                 /* ranks that it divides take part in what MPI does, each as rank / step */
-    int *machine_of;          /* each rank's, by its first rank */
+    int step;                 /* ranks that it divides participate in the transfer, as rank / step */
+    int *machine_of;          /* of each rank: the first rank of its machine */
     unsigned char *here;      /* each rank's answer to the notice of ddp__mpi_overdue */
-    ddp__mpi_notice notice[DDP__NOTICES]; /* of each kind, as sent: they stay while MPI may read them */
+    ddp__mpi_notice notice[DDP__NOTICES]; /* of each kind, as sent: MPI may still read them */
     ddp_call call;            /* the collective in flight */
-    uint32_t told;            /* 1 = the failure has been sent to the other ranks, or came from one of them */
+    /* 1 = the failure has been sent to the other ranks, or came from one of them. */
+    uint32_t told;
     int left;                 /* the first rank that has left, */
     uint64_t left_after;      /* and after which call */
-    uint64_t word[9];         /* buffers of this file's own MPI calls: after a failure MPI may still write
-                                 there */
+    uint64_t word[9];         /* for MPI calls of this file; after a failure MPI may still write there */
     MPI_Request *requests;    /* of the call in flight, at most four per rank */
     int request_count;
     int messages;             /* 1 = the requests are messages, not a collective of MPI */
-    size_t room;              /* bytes of a rank's chunk in scratch: two chunks and one pointer per rank */
-    size_t chunk;             /* room, or a multiple of it where fewer ranks take part */
+    /* Bytes of a rank's chunk in scratch, which holds two chunks and one pointer per rank. */
+    size_t room;
+    size_t chunk;             /* room, or a multiple of it if fewer ranks participate */
     unsigned char *scratch;
     float *wide;              /* a chunk of 16-bit floats, converted */
-    int method;               /* of this all_reduce: rank 0 proposes it along with its fingerprint */
+    int method;               /* of this all_reduce: rank 0 sends it with its fingerprint */
     ddp_tuner tuner[16];      /* by size */
 } ddp__mpi;
 enum { DDP__MPI_BY_MACHINE, DDP__MPI_FLAT, DDP__MPI_METHODS };
-static uint32_t ddp__mpi_worlds; /* open or failed ones: until they are closed, MPI is not finalised */
+/* Worlds that are open or have failed. MPI is not finalised before they are closed. */
+static uint32_t ddp__mpi_worlds;
 
 static ddp_result ddp__mpi_result(int error, const char *call) {
     char text[MPI_MAX_ERROR_STRING] = "";
@@ -7559,8 +7611,8 @@ static void ddp__mpi_poison(ddp__mpi *s, ddp_result cause, const char *text) {
     for (int r = 0; r < s->world_size; r++) ddp__mpi_tell(s, r, DDP__NOTICE_FAILED);
 }
 
-/* Runs on any thread. If this thread must not call MPI, the failure reaches the other ranks with the next
-   call of the main thread. */
+/* Poisons the group, on any thread. If this thread must not call MPI, the failure reaches the other ranks
+   with the next call of the main thread. */
 static void ddp__mpi_call_off(ddp_group *group, void *state, ddp_result cause, const char *text) {
     ddp__mpi *s = (ddp__mpi *)state;
     int may = 1;
@@ -7608,8 +7660,8 @@ static ddp_result ddp__mpi_status(const ddp_group *group, void *state) {
     return ddp_group_cause(s->local);
 }
 
-/* A call of this rank has exceeded the timeout. It sends a WHO to ranks first, first + step, ... up to last.
-   Ranks that wait for MPI answer within half a second; the others are silent, and get the blame. */
+/* Handles a timeout of a call. Sends DDP__NOTICE_WHO to the ranks first, first + step, ... up to last. Ranks
+   that wait for MPI answer within half a second. The others are silent, and the error line names them. */
 static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s, const ddp_call *call, int first, int last, int step) {
     memset(s->here, DDP_RANK_ARRIVED, (size_t)s->world_size);
     for (int r = first; r <= last; r += step) {
@@ -7617,7 +7669,7 @@ static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s, const ddp_call *call
         ddp__mpi_tell(s, r, DDP__NOTICE_WHO);
     }
     for (double end = ddp_now() + 0.5; ddp_now() < end; usleep(1000)) ddp__mpi_listen(s);
-    if (ddp_group_cause(s->local) != DDP_OK) return; /* another rank has found the cause meanwhile */
+    if (ddp_group_cause(s->local) != DDP_OK) return; /* another rank has found the cause already */
     ddp__mpi_fail(s, ddp_call_timed_out(group, call, s->here));
 }
 
@@ -7637,9 +7689,9 @@ static ddp_result ddp__mpi_look(ddp_group *group, ddp__mpi *s, double start) {
     return cause == DDP_OK ? DDP_OK : ddp__mpi_fail(s, cause);
 }
 
-/* --- what MPI carries of a call --- */
+/* --- transfers --- */
 
-/* Waits for what has been started. */
+/* Waits for all requests that have been started. */
 static ddp_result ddp__mpi_wait(ddp_group *group, ddp__mpi *s) {
     double start = 0;
     int done = 0;
@@ -7655,7 +7707,7 @@ static ddp_result ddp__mpi_wait(ddp_group *group, ddp__mpi *s) {
     return DDP_OK;
 }
 
-/* A collective of MPI, from its start to its end. */
+/* Runs a collective of MPI from its start to its end. */
 #define DDP__MPI_RUN(group, s, function, ...)                                             \
     do {                                                                                  \
         (s)->messages = 0;                                                                \
@@ -7664,7 +7716,7 @@ static ddp_result ddp__mpi_wait(ddp_group *group, ddp__mpi *s) {
     } while (0)
 
 /* Starts to send or receive one message of two parts: `head` bytes at memory, and size_bytes at memory + at.
-   The length of a part of an MPI type is an int, so that a large part consists of rows and a rest. */
+   MPI counts are int, so that a large part is described as rows and a rest. */
 static ddp_result ddp__mpi_post(ddp__mpi *s, int sends, void *memory, size_t head, MPI_Aint at,
                                 size_t size_bytes, int peer, int tag, MPI_Request *request) {
     enum { ROW = 65536 };
@@ -7681,11 +7733,11 @@ static ddp_result ddp__mpi_post(ddp__mpi *s, int sends, void *memory, size_t hea
     }
     int error = sends ? MPI_Isend(memory, count, type, peer, tag, s->comm, request)
                       : MPI_Irecv(memory, count, type, peer, tag, s->comm, request);
-    if (made) MPI_Type_free(&type); /* MPI keeps it until the message is complete */
+    if (made) MPI_Type_free(&type); /* MPI frees it when the message is complete */
     return ddp__mpi_result(error, sends ? "MPI_Isend" : "MPI_Irecv");
 }
 
-/* A piece of a call. peer: counted in steps. */
+/* Starts to send or receive a piece of a call. peer: counted in steps. */
 static ddp_result ddp__mpi_start(ddp__mpi *s, int sends, const void *memory, size_t size_bytes, int peer) {
     if (!size_bytes) return DDP_OK;
     DDP_TRY(ddp__mpi_post(s, sends, (void *)(uintptr_t)memory, 0, 0, size_bytes, peer * s->step,
@@ -7696,10 +7748,11 @@ static ddp_result ddp__mpi_start(ddp__mpi *s, int sends, const void *memory, siz
     return DDP_OK;
 }
 
-/* In turn i this rank sends to one peer and receives from another; no two send to one. */
+/* Returns the peer of turn i. In each turn a rank sends to one peer and receives from another, and no two
+   ranks send to the same one. */
 static int ddp__mpi_peer(const ddp__mpi *s, int i) { return (s->rank / s->step + i) % (s->world_size / s->step); }
 
-/* Calls that add nothing: one exchange. */
+/* Executes a call that adds nothing: one exchange. */
 static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     const unsigned char *send = (const unsigned char *)call->send;
     unsigned char *recv = (unsigned char *)call->recv;
@@ -7715,7 +7768,7 @@ static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *c
     return ddp__mpi_wait(group, s);
 }
 
-/* Chunk k of the data that rank r reduces, as a range of every rank's send buffer: of its block in a
+/* Returns chunk k of the data that rank r reduces, as a range of every rank's send buffer: of its block in a
    reduce_scatter, otherwise of its share of the buffer, in whole cache lines. */
 static ddp_bytes ddp__mpi_share(const ddp__mpi *s, const ddp_call *call, int r, size_t k) {
     ddp_bytes part = ddp_call_sends(call, 0, call->root >= 0 ? call->root : r);
@@ -7730,7 +7783,8 @@ static ddp_bytes ddp__mpi_share(const ddp__mpi *s, const ddp_call *call, int r, 
     return part;
 }
 
-/* The flat method, among all ranks or among those whose rank `step` divides:
+/* The flat method, among all ranks or among the ranks that `step` divides:
+
        for each chunk k    every rank receives its share of chunk k from each rank;
                            meanwhile it adds up its share of chunk k - 1, and sends the sum to the others */
 static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *call, int step) {
@@ -7773,7 +7827,8 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
     return DDP_OK;
 }
 
-/* All_reduce through the machines' first ranks. Partial sums of 16-bit floats are f32. */
+/* all_reduce by machine: the flat method among the first ranks of the machines. Partial sums of 16-bit floats
+   are f32. */
 static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     const ddp_device *cpu = ddp_device_cpu();
     ddp_call part = *call;
@@ -7798,9 +7853,9 @@ static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_c
     return DDP_OK;
 }
 
-/* The MPI type for a sum that MPI computes, otherwise MPI_DATATYPE_NULL. Never for MIN and MAX of floats,
-   since NaN must win; 16-bit floats; bytes, since sums of Open MPI's vector code saturate. A reduce_scatter
-   is one exchange with either method. */
+/* Returns the MPI type for a sum that MPI computes, otherwise MPI_DATATYPE_NULL. MPI never computes MIN and
+   MAX of floats, since NaN must win; sums of 16-bit floats; sums of bytes, since Open MPI's vector code
+   saturates. A reduce_scatter is one exchange with either method. */
 static MPI_Datatype ddp__mpi_adds(const ddp_group *group, const ddp_call *call) {
     static const MPI_Datatype none = MPI_DATATYPE_NULL, types[] = { /* by ddp_dtype */
         none, MPI_FLOAT, MPI_DOUBLE, none, none, none, none, MPI_INT32_T, MPI_INT64_T, MPI_UINT64_T};
@@ -7809,7 +7864,7 @@ static MPI_Datatype ddp__mpi_adds(const ddp_group *group, const ddp_call *call) 
     return ddp_group_order(group) == DDP_ORDER_ANY && reduces && !keeps_nan ? types[call->dtype] : none;
 }
 
-/* MPI computes the call: a broadcast, or a sum in any order. */
+/* Executes a call that MPI computes: a broadcast, or a sum in any order. */
 static ddp_result ddp__mpi_whole(ddp_group *group, ddp__mpi *s, const ddp_call *call, MPI_Datatype type) {
     static const MPI_Op ops[] = {MPI_SUM, MPI_SUM, MPI_MIN, MPI_MAX, MPI_PROD};
     MPI_Op op = ops[call->op];
@@ -7835,8 +7890,8 @@ static ddp_tuner *ddp__mpi_tuner(ddp__mpi *s, const ddp_call *call) {
     return &s->tuner[size];
 }
 
-/* On DDP_OK every rank has made the same call. In an all_to_all_v each rank also compares the counts of its
-   peers with its own. */
+/* Compares the calls of all ranks: on DDP_OK they are the same. In an all_to_all_v each rank also compares
+   the counts of its peers with its own. */
 static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     uint64_t *mine = s->word, *hash = s->word + 3, *most = s->word + 6, *all = (uint64_t *)(void *)s->scratch;
     int proposes = s->rank == 0 && s->block > 1 && call->kind == DDP_CALL_ALL_REDUCE, other = 1;
@@ -7887,7 +7942,8 @@ static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *ca
     if (result == DDP_OK) return DDP_OK;
     ddp__mpi_fail(s, result); /* the other ranks wait for this one */
     for (int i = 0; i < s->request_count && s->messages; i++)
-        if (s->requests[i] != MPI_REQUEST_NULL) MPI_Cancel(&s->requests[i]); /* buffers are their owner's again */
+        /* Cancelled, so that MPI no longer uses the caller's buffers. */
+        if (s->requests[i] != MPI_REQUEST_NULL) MPI_Cancel(&s->requests[i]);
     return DDP_ERR_POISONED;
 }
 
@@ -7937,7 +7993,7 @@ static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request
 
 /* --- groups --- */
 
-/* Peers of this machine read it in place. */
+/* Group memory is memory of the local group, so that peers on this machine read it in place. */
 static ddp_result ddp__mpi_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     (void)group;
     return ddp_group_alloc(((ddp__mpi *)state)->local, size_bytes, out);
@@ -7961,7 +8017,7 @@ static void ddp__mpi_close(ddp_group *group, void *state) {
 }
 
 /* Finds out which ranks share a machine, in groups of at most DDP_MAX_LOCAL_RANKS. ids: the machine of each
-   rank, and a number of this job. Fills `ranks` with those of this machine, and returns how many. */
+   rank, and a number of this job. Writes the ranks of this machine to `ranks`, and returns their number. */
 static int ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[3], int *ranks) {
     int count = 0, machines = 0;
     for (int r = 0; r < s->world_size; r++) {
@@ -7983,8 +8039,8 @@ static int ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[3], int *ranks) {
     return count;
 }
 
-/* Joins the ranks of this machine, unless they are in `local` already. The result is DDP_OK on all ranks if
-   the ranks of every machine have met. */
+/* Connects the ranks of this machine, unless `local` is their group already. The result is DDP_OK on all
+   ranks if the ranks of every machine have connected. */
 static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine, ddp_group *local) {
     uint64_t (*ids)[3] = (uint64_t (*)[3])(void *)s->scratch;
     int ranks[DDP_MAX_LOCAL_RANKS], count, timeout_ms = ddp_group_timeout_ms(group);
@@ -8004,7 +8060,7 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
                             "rank %d has another desc.order than rank 0; give every rank the same", r);
     count = ddp__mpi_machines(s, ids, ranks);
     snprintf(token, sizeof token, "mpi:%llx:%d", (unsigned long long)ids[ranks[0]][1], ranks[0]);
-    /* a rank that waits for MPI names the missing one */
+    /* 3 s more: a rank that waits in MPI times out first, and names the missing one */
     if (count < s->world_size && timeout_ms < 1 << 30) timeout_ms += 3000;
     if (!local) ddp_error_save(&met, ddp_group_create_local(&s->local, group, token, ranks, count,
                                                             timeout_ms));
@@ -8026,7 +8082,8 @@ static void ddp__mpi_delete(ddp_group *group, ddp__mpi *s) {
     ddp_host_free(group, s);
 }
 
-/* Everything that this rank allocates for a group over MPI. NULL, with the error line set, without memory. */
+/* Allocates everything that this rank needs for a group over MPI. Without memory it returns NULL and sets the
+   error line. */
 static ddp__mpi *ddp__mpi_new(ddp_group *group) {
     size_t w = (size_t)ddp_world_size(group), room = DDP__MPI_CHUNK_BYTES / w / 64 * 64;
     ddp__mpi *s = (ddp__mpi *)ddp_host_alloc(group,
@@ -8048,8 +8105,8 @@ static ddp__mpi *ddp__mpi_new(ddp_group *group) {
     return s;
 }
 
-/* local: a group of the ranks of this machine, which the new group owns from here on; NULL = creates one.
-   machine: the same number on the ranks of a machine. */
+/* Opens a group over a communicator. local: a group of the ranks of this machine, which the new group owns
+   from here on; NULL = creates one. machine: the same number on all ranks of a machine. */
 static ddp_result ddp__mpi_open_on(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine,
                                    ddp_group *local, void **state) {
     int level;
@@ -8090,10 +8147,11 @@ static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *chil
     int color = child ? members[0] : -1, key = child ? ddp_rank(child) : 0;
     ddp_result result = ddp_group_split(s->local, color, key, &part);
     ddp__mpi *made = child && result == DDP_OK ? ddp__mpi_new(child) : NULL;
-    /* the allocation's error line */
+    /* The error line is that of the allocation. */
     if (result == DDP_OK && member_count && !made) result = DDP_ERR_NO_MEMORY;
     result = ddp_agree(parent, "ddp_group_split", result, 0, "");
-    if (result == DDP_OK) /* MPI_Comm_split blocks: all ranks call it, or none */
+    /* MPI_Comm_split blocks: all ranks call it, or none. */
+    if (result == DDP_OK)
         result = ddp__mpi_result(MPI_Comm_split(s->comm, child ? color : MPI_UNDEFINED, key, &comm), "MPI_Comm_split");
     if (result != DDP_OK) {
         ddp__mpi_delete(child, made);
@@ -8120,8 +8178,8 @@ static void ddp__mpi_world_ends(ddp_group *group) {
     if (ddp_group_cause(group) == DDP_OK) __atomic_fetch_sub(&ddp__mpi_worlds, 1u, __ATOMIC_SEQ_CST);
 }
 
-/* A group of the ranks of comm. desc: rank and world_size are those that a launcher or the caller expects; 0
-   = none. starts: 1 = initialises MPI if the program has not. */
+/* Creates a group of the ranks of comm. desc: rank and world_size are those that a launcher or the caller
+   expects; 0 = none. starts: 1 = initialises MPI if the program has not. */
 static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm,
                                  int starts) {
     ddp_group_desc d = *desc;
@@ -8170,7 +8228,10 @@ DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_g
 }
 #endif /* DDP_USE_MPI */
 
-//== meshes ============================================================================================== >>impl-mesh
+//== meshes ====================================================================================== >>impl-mesh
+
+/* A mesh arranges the ranks of a world as a grid. Along each dimension every rank has a group of the ranks
+   that differ from it only in that dimension. */
 
 enum { DDP__MESH_NAME = 16 };
 struct ddp_mesh {
@@ -8186,7 +8247,7 @@ static int ddp__mesh_find(const ddp_mesh *mesh, const char *name) {
     return i;
 }
 
-/* Checks a desc and fills the mesh in, with the dimension that is left open. */
+/* Checks a desc and fills in the mesh. A dimension of 0 gets the number of ranks that is left. */
 static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *who, const ddp_mesh_desc *desc) {
     long long ranks = 1, w = mesh->world->world_size;
     int open = -1;
@@ -8251,12 +8312,16 @@ DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh) {
     if (mesh) ddp_host_free(mesh->world, mesh);
 }
 
-//== launch ============================================================================================== >>impl-launch
+//== launch ==================================================================================== >>impl-launch
+
+/* ddp_launch starts the ranks of a world as processes or threads of this machine, waits for them, and returns
+   the first failure. Inside another launch, or under a launcher, it joins that world. It also divides cores
+   and the threads of numerical libraries among the ranks. */
 
 /* Thread pools of numerical libraries. They read their variables when they are loaded, before ranks are
-   forked, so their number of threads is set by their own functions as well. The references are weak: a
-   program that lacks a library does not link it. Their names here are private ones, since the program may
-   declare the real ones otherwise. */
+   forked. Therefore their own functions set their number of threads as well. The references are weak: a
+   program does not need to link any of these libraries. The names here are private, because the program may
+   declare the real ones differently. */
 extern void ddp__omp_set(int threads) __asm__("omp_set_num_threads") __attribute__((weak));
 extern int ddp__omp_get(void) __asm__("omp_get_max_threads") __attribute__((weak));
 extern void ddp__openblas_set(int threads) __asm__("openblas_set_num_threads") __attribute__((weak));
@@ -8272,7 +8337,7 @@ enum { DDP__POOL_OMP, DDP__POOLS = 4 };
 static const struct ddp__thread_pool {
     void (*set)(int threads);
     int (*get)(void);
-    const char *variables[3];    /* with one of them the user decides */
+    const char *variables[3];    /* if one is set, the pool is the user's */
 } ddp__thread_pools[DDP__POOLS] = {
     {ddp__omp_set, ddp__omp_get, {"OMP_NUM_THREADS", NULL, NULL}},
     {ddp__openblas_set, ddp__openblas_get, {"OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"}},
@@ -8286,9 +8351,9 @@ typedef struct ddp__launch {
     void *user;
     int interrupted;             /* by SIGINT or SIGTERM */
     ddp__cpus cpus;              /* the caller's */
-    int pool_threads[DDP__POOLS]; /* of each pool before the launch lowered it; 0 = not lowered */
+    int pool_threads[DDP__POOLS]; /* of each pool before the launch; 0 = unchanged */
     int limits_omp;              /* 1 = rank threads lower their own number of OpenMP threads */
-    int share;                   /* threads of a pool per rank: all ranks together have one per core */
+    int share;                   /* threads of a pool per rank: one per core over all ranks */
 } ddp__launch;
 
 /* Records the failure of a rank, and sets this thread's error line. ddp_launch reports the first failure. */
@@ -8305,7 +8370,8 @@ static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result re
 
 typedef struct ddp__launched_thread { ddp__launch *launch; int rank, started; pthread_t thread; } ddp__launched_thread;
 
-/* Binds a rank to its contiguous share of the cores. With more ranks than cores the scheduler decides. */
+/* Binds a rank to its contiguous share of the cores. With more ranks than cores it leaves this to the
+   scheduler. */
 static void ddp__take_cores(const ddp__launch *launch, int rank) {
     ddp__cpus mine = DDP_ZERO;
     int cores = (int)launch->heap->job->cores, w = launch->desc.world_size, first = rank * cores / w, last = (rank + 1) * cores / w, seen = 0;
@@ -8325,8 +8391,8 @@ static int ddp__pool_is_users(const struct ddp__thread_pool *pool) {
     return 0;
 }
 
-/* Lowers the pools to the share of a rank, before ranks are forked: OpenBLAS, asked in a rank, would start
-   its whole pool there. A smaller number stays. */
+/* Limits each pool to the share of a rank, before ranks are forked: a query in a rank would make OpenBLAS
+   start its whole pool there. A smaller number stays. */
 static void ddp__limit_pools(ddp__launch *launch) {
     int limits = !launch->desc.no_affinity;
     launch->limits_omp = limits && !ddp__pool_is_users(&ddp__thread_pools[DDP__POOL_OMP]);
@@ -8338,7 +8404,8 @@ static void ddp__limit_pools(ddp__launch *launch) {
     }
 }
 
-/* Sets the variables for libraries and programs that are loaded later; returns which were set here. */
+/* Sets the variables for libraries and programs that are loaded later. Returns a bit for each one that it
+   set. */
 static int ddp__set_thread_variables(const ddp__launch *launch) {
     int set = 0;
     char text[16];
@@ -8348,13 +8415,15 @@ static int ddp__set_thread_variables(const ddp__launch *launch) {
     return set;
 }
 
-/* The life of one rank. An exception of fn ends it here: further up a forked rank would go on as if it were its parent. */
+/* Runs one rank from start to end. An exception of fn terminates the program here: if it propagated, a forked
+   rank would continue in the code of its parent. */
 static ddp_result ddp__rank_run(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     const ddp_launch_desc *desc = &launch->desc;
     const int w = desc->world_size, device = desc->devices ? desc->devices[rank] + 1 : 0;
     const ddp__identity outside = ddp__here,
                         here = {rank, w, rank, w, device, launch->heap, NULL, "", NULL};
-    ddp_group *world = NULL, *plugged = NULL; /* world: what peers and the launcher know this rank by */
+    /* world: the group that peers and the launcher see. plugged: with the desc's own backend. */
+    ddp_group *world = NULL, *plugged = NULL;
     ddp__error_text[0] = 0;
     ddp__take_cores(launch, rank);
     ddp__rank_enter(launch->heap, rank, (int)getpid());
@@ -8367,7 +8436,7 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     if (result != DDP_OK && !ddp_last_error()[0]) DDP__LAUNCH_FAIL(launch, rank, result, "returned %s", ddp_result_name(result));
     else if (result != DDP_OK) ddp__note_failure(launch, rank, result);
     ddp_group_destroy(plugged);
-    if (world) ddp_group_destroy(world); /* marks the rank as having left */
+    if (world) ddp_group_destroy(world); /* marks the rank as left */
     else ddp__store(&launch->heap->job->rank[rank].state, (uint32_t)DDP__RANK_LEFT);
     return result;
 }
@@ -8388,7 +8457,8 @@ static pid_t ddp__fork_rank(ddp__launch *launch, int rank, const sigset_t *mask)
     _exit(result == DDP_OK ? 0 : 1);
 }
 
-/* Records how a child ended. A rank that failed has noted that itself, unless it did not get that far. */
+/* Records how a child process ended. A rank that failed has recorded this itself, unless it ended too
+   early. */
 static void ddp__record_end(ddp__launch *launch, int rank, int status) {
     ddp__job_rank *r = &launch->heap->job->rank[rank];
     int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
@@ -8402,9 +8472,10 @@ static void ddp__record_end(ddp__launch *launch, int rank, int status) {
 
 static void ddp__signal_ranks(const pid_t *pids, int count, int number) { for (int r = 0; r < count; r++) if (pids[r] > 0) kill(pids[r], number); }
 
-/* Watches the children until the last has ended. SIGINT, SIGTERM and SIGCHLD are blocked and taken here. */
+/* Watches the children until the last one has ended. SIGINT, SIGTERM and SIGCHLD are blocked and received
+   here. */
 static void ddp__watch_ranks(ddp__launch *launch, pid_t *pids, const sigset_t *watched) {
-    double deadline = 0; /* 0 = none: nothing has gone wrong yet */
+    double deadline = 0; /* 0 = none: nothing has failed yet */
     const struct timespec slice = {0, 20000000};
     for (int alive = 1, w = launch->desc.world_size; alive;) {
         int number = sigtimedwait(watched, NULL, &slice);
@@ -8448,8 +8519,8 @@ static void ddp__launch_processes(ddp__launch *launch) {
 
 /* --- ranks as threads --- */
 
-/* OpenMP has a number for each thread of the program. A new thread begins with the number of the whole
-   process. */
+/* OpenMP has its own number of threads for each thread of the program. A new thread begins with the number of
+   the whole process. */
 static void *ddp__launched_thread_main(void *argument) {
     ddp__launched_thread *t = (ddp__launched_thread *)argument;
     ddp__launch *launch = t->launch;
@@ -8477,7 +8548,7 @@ static void ddp__launch_threads(ddp__launch *launch) {
     for (int i = 0; i < 2; i++) if (set >> i & 1) unsetenv(ddp__thread_variables[i]);
 }
 
-/* One attempt: a heap of its own, all ranks, and the first failure. */
+/* Runs one attempt, with its own heap. Returns the first failure of a rank. */
 static ddp_result ddp__launch_once(ddp__launch *launch) {
     int threads = launch->desc.mode == DDP_LAUNCH_THREADS, w = launch->desc.world_size;
     DDP_TRY(ddp__heap_create(&launch->heap, w, threads, 1));
@@ -8486,7 +8557,7 @@ static ddp_result ddp__launch_once(ddp__launch *launch) {
     ddp__limit_pools(launch);
     if (threads) ddp__launch_threads(launch);
     else ddp__launch_processes(launch);
-    /* OpenMP last: the pool of an OpenBLAS that uses it sets both */
+    /* OpenMP last: if OpenBLAS uses OpenMP, setting its pool sets both. */
     for (int i = DDP__POOLS - 1; i >= 0; i--)
         if (launch->pool_threads[i]) ddp__thread_pools[i].set(launch->pool_threads[i]);
     uint32_t failed = ddp__load(&job->failed_rank_plus_1);
@@ -8540,44 +8611,51 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     return result;
 }
 
-//== gradient buckets =============================================================================== >>impl-buckets
+//== gradient buckets ========================================================================= >>impl-buckets
 
-/* A bucket is a list of parameters whose gradients have one dtype and are reduced together. Gradients of a bucket that lie next to
-   each other on every rank form a range. A large range, or a bucket's only one, is reduced where it lies; small ones are copied
-   into the flat buffer, reduced as one, and copied back.
+/* A bucket is a list of parameters. Their gradients have the same dtype and are reduced together. Gradients
+   of a bucket that are adjacent in memory on every rank form a range. A large range, or the only one of a
+   bucket, is reduced in place. Small ranges are copied into the flat buffer, reduced with one call, and
+   copied back.
 
-       walk       p7 p6 p5 | p4 p2 | p3 p1 p0      parameters, bucket by bucket in the order of reduction
+       walk       p7 p6 p5 | p4 p2 | p3 p1 p0      parameters in the order of reduction, bucket by bucket
        memory     [p7 p6 p5]  [p2]  [p3] [p4] [p1 p0]
-       bucket 0   one range, in place;  bucket 1: p4, p2 packed;  bucket 2: p3 packed or not by its size, p1 p0 as one
+       bucket 0   one range: in place
+       bucket 1   p4 and p2: packed
+       bucket 2   p3 and the range p1 p0: each packed, or in place if it is large
 
-   Buckets and ranges are equal on all ranks, except for addresses: they follow from what create has compared, from links that hold
-   on every rank, and from an order that rank 0 sends. */
+   Buckets and ranges are the same on all ranks, except for addresses. They follow from what
+   ddp_reducer_create has compared, from links that hold on every rank, and from an order that rank 0
+   sends. */
 
-#define DDP__RANGE_IN_PLACE ((size_t)64 * 1024) /* bytes; packing costs two copies, a call of its own about a microsecond */
+/* Bytes from which a range is reduced in place. Packing costs two copies, a separate call about 1 us. */
+#define DDP__RANGE_IN_PLACE ((size_t)64 * 1024)
 #define DDP__DTYPES 10
 
 typedef struct ddp__grad {
     unsigned char *data;
     size_t count, size_bytes;
-    size_t range;           /* elements of the range that begins here; 0 = none does */
+    size_t range;           /* elements of the range that begins here; 0 = none */
     ddp_dtype dtype;
-    int first_use;          /* the first parameter with this value: itself unless tied */
+    int first_use;          /* the first parameter with this value: itself, unless tied */
     int bucket;             /* -1 = in none */
-    int next, previous;     /* parameters whose gradients follow and precede in memory, on every rank; -1 = none */
-    unsigned char in_place; /* how its range is reduced */
+    /* Parameters with the next and previous gradient in memory, on every rank; -1 = none. */
+    int next, previous;
+    unsigned char in_place; /* 1 = its range is reduced in place */
     unsigned char placed;   /* in the reducer's arena, 64-byte aligned; zeros up to the next one */
     unsigned char ready;    /* announced in this step */
     unsigned char summed;   /* this step's gradient is the parameter's f32 sum */
-    unsigned char expected; /* waited for: 0 when static_graph has seen that this rank does not use it */
+    unsigned char expected; /* waited for; 0 = static_graph has seen that this rank does not use it */
     unsigned char unused;   /* no rank used it in the last step */
 } ddp__grad;
 
 typedef struct ddp__bucket {
     ddp_reducer *reducer;
-    int index, first, last; /* its part of walk */
+    int index, first, last; /* its part of walk: first .. last */
     int pending;            /* parameters still to be announced in this step */
-    ddp_dtype dtype, wire;  /* gradients; what is sent: of f32 sums decided when it is issued */
-    size_t flat_count;      /* elements packed; 0 = everything in place */
+    /* dtype: of the gradients. wire: on the wire; decided when the bucket is reduced, since sums are f32. */
+    ddp_dtype dtype, wire;
+    size_t flat_count;      /* elements that are packed; 0 = all ranges are in place */
     size_t wide_count;      /* the same when f32 sums are reduced */
     uint64_t divisor;
     ddp_work work;
@@ -8586,46 +8664,52 @@ typedef struct ddp__bucket {
 struct ddp_reducer {
     ddp_group *group;
     const ddp_device *device;
-    ddp_reducer_desc desc;     /* defaults resolved; hook and buffers as given */
-    int active;                /* ranks that the average is over: world_size, or fewer inside a join */
+    ddp_reducer_desc desc;     /* with defaults resolved; hook and buffers as given */
+    int active;                /* ranks that the average is over: world_size, or fewer during a join */
     int shadow;                /* 1 = this step stands in for a rank without a batch */
     int no_sync;
     ddp__bucket *buckets;      /* this and the next three: one block, an entry per parameter */
     ddp__grad *grads;
     int *walk;
-    int *ready_order;          /* parameters as they were announced in this step; while buckets are planned, the order to fill them in */
+    /* Parameters in the order in which they were announced in this step. While buckets are planned: the order
+       in which to fill them. */
+    int *ready_order;
     int ready_count, next_bucket;
-    int averaged;              /* 1 = from ddp_reducer_wait to the next ready: gradients of a finished step */
-    void *arena, *flat;        /* group memory: gradients that were NULL; the bucket being reduced, if it is packed */
+    /* 1 = gradients are those of a finished step: from ddp_reducer_wait to the next ready. */
+    int averaged;
+    /* Group memory. arena: gradients that were NULL. flat: the packed gradients of the bucket being
+       reduced. */
+    void *arena, *flat;
     size_t arena_bytes, flat_bytes;
     void *host;                /* small agreements between ranks, and scratch */
     void *squares;             /* of all gradients: a ddp_exact_sum on the device */
-    double seconds;            /* these three: of this step so far, written by whoever carries a bucket out */
+    /* These three: of the present step. The thread that reduces a bucket writes them. */
+    double seconds;
     size_t sent, copied;
     ddp_reducer_stats stats;
 };
 
-/* With one rank and no hook there is only the division. */
+/* Returns 1 with one rank and no hook: gradients are only divided. */
 static int ddp__reducer_is_alone(const ddp_reducer *reducer) { return reducer->group->world_size == 1 && !reducer->desc.hook; }
 
-/* What gradients of a dtype are sent as. */
+/* Returns the dtype in which gradients of a dtype are sent. */
 static ddp_dtype ddp__wire_dtype(const ddp_reducer *reducer, ddp_dtype dtype) {
     ddp_dtype comm = reducer->group->world_size > 1 ? reducer->desc.comm_dtype : DDP_DTYPE_DEFAULT;
     return comm != DDP_DTYPE_DEFAULT && ddp_dtype_size(comm) < ddp_dtype_size(dtype) ? comm : dtype;
 }
 
-/* Whether the reducer takes f32 sums of these gradients. */
+/* Returns 1 if the reducer reads f32 sums of gradients of this dtype. */
 static int ddp__takes_f32_sums(const ddp_reducer *reducer, ddp_dtype dtype) {
     return ddp__is_half(dtype) && reducer->desc.comm_dtype == DDP_DTYPE_DEFAULT;
 }
 
-/* Whether an f32 sum is reduced where it is stored. Sums have no ranges: small ones are packed. */
+/* Returns 1 if an f32 sum is reduced in place. Sums have no ranges: small ones are packed. */
 static int ddp__sum_in_place(const ddp_reducer *reducer, const ddp__grad *grad) {
     int large = grad->count * sizeof(float) >= DDP__RANGE_IN_PLACE;
     return ddp__reducer_is_alone(reducer) || (large && !reducer->desc.hook);
 }
 
-/* Whether a bucket is reduced as f32 sums: all its parameters have one. This is so on every rank. */
+/* Returns 1 if a bucket is reduced as f32 sums: all its parameters have one. The same on every rank. */
 static int ddp__bucket_is_wide(const ddp__bucket *bucket) {
     const ddp_reducer *reducer = bucket->reducer;
     if (!ddp__takes_f32_sums(reducer, bucket->dtype)) return 0;
@@ -8636,7 +8720,8 @@ static int ddp__bucket_is_wide(const ddp__bucket *bucket) {
     return 1;
 }
 
-/* Appends the bucket of all that walk[first .. last] holds, with its ranges; returns the bytes it needs in the flat buffer. */
+/* Appends a bucket of the parameters walk[first .. last], and finds its ranges. Returns the bytes that it
+   needs in the flat buffer. */
 static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
     ddp__bucket made = {reducer, reducer->stats.bucket_count, first, last, 0, dtype, ddp__wire_dtype(reducer, dtype), 0, 0, 0, DDP_ZERO};
     ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count++];
@@ -8645,7 +8730,8 @@ static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first,
     int ranges = 0;
     *bucket = made;
     for (int k = first; k <= last; k++) grads[reducer->walk[k]].bucket = bucket->index;
-    for (int k = first, begin = first; k <= last; k++) { /* sorts this part of walk by ranges */
+    /* Sorts this part of walk, so that the parameters of a range follow each other in the order of memory. */
+    for (int k = first, begin = first; k <= last; k++) {
         int *walk = reducer->walk, next = k > first ? grads[walk[k - 1]].next : -1, goes_on = next >= 0 && grads[next].bucket == bucket->index, j = k;
         while (goes_on ? walk[j] != next : grads[walk[j]].previous >= 0 && grads[grads[walk[j]].previous].bucket == bucket->index) j++;
         ddp__grad *grad = &grads[next = walk[j]];
@@ -8677,11 +8763,13 @@ static void ddp__buckets_reset(ddp_reducer *reducer) {
     reducer->seconds = 0;
 }
 
-/* Fills buckets with the first count parameters of ready_order, each dtype on its own: add one, close once the limit is reached, so
-   that buckets overshoot (PyTorch DDP's rule). They stand in the order in which they close, in which they also get ready.
-   Collective: the largest packed one gets room. */
+/* Fills buckets with the first `count` parameters of ready_order, separately for each dtype. A parameter is
+   added to the open bucket. Then the bucket is closed if it has reached the limit, so that buckets overshoot
+   (PyTorch DDP's rule). Buckets are numbered in the order in which they close, which is also the order in
+   which they become ready. Collective: grows the flat buffer for the largest packed bucket. */
 static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
-    struct { size_t bytes, limit; int first, last; } open[DDP__DTYPES]; /* the bucket being filled; last: of the dtype */
+    /* The open bucket of each dtype. last: the last parameter of the dtype, as an index into order. */
+    struct { size_t bytes, limit; int first, last; } open[DDP__DTYPES];
     const int *order = reducer->ready_order;
     ddp__grad *grads = reducer->grads;
     size_t flat_bytes = 0;
@@ -8714,7 +8802,8 @@ static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
     return result;
 }
 
-/* Runs the hook on data. A hook that fails where others do not would leave them waiting inside theirs: it takes the group down. */
+/* Runs the hook on data. If the hook fails on some ranks only, the others wait inside theirs. A failure
+   therefore poisons the group. */
 static ddp_result ddp__bucket_hook(ddp__bucket *bucket, void *data, size_t count) {
     ddp_reducer *reducer = bucket->reducer;
     ddp_group *group = reducer->group;
@@ -8728,11 +8817,12 @@ static ddp_result ddp__bucket_hook(ddp__bucket *bucket, void *data, size_t count
     if (result == DDP_OK) return DDP_OK;
     DDP__RANK_FAIL(group, result, "%s: the hook returned %s for bucket %d of %d: %.300s", ddp_public_call_name("ddp_reducer_wait"), ddp_result_name(result),
                    bucket->index, view.bucket_count, ddp_last_error());
-    if (group->world_size > 1) ddp_group_poison(group, result, ddp_last_error()); /* the first cause stays, if there is one */
+    if (group->world_size > 1) ddp_group_poison(group, result, ddp_last_error()); /* keeps an earlier cause */
     return result;
 }
 
-/* Copies between the packed ranges and the flat buffer, casting when what is sent has another dtype. */
+/* Copies the packed ranges into the flat buffer (pack 1), or back (pack 0). Casts if the wire dtype
+   differs. */
 static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
     ddp_reducer *reducer = bucket->reducer;
     unsigned char *flat = (unsigned char *)reducer->flat;
@@ -8748,7 +8838,7 @@ static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
     }
 }
 
-/* The same for f32 sums. Gradients that are not summed are cast. */
+/* The same for a bucket of f32 sums. Gradients without a sum in this step are cast to f32. */
 static void ddp__bucket_copy_wide(ddp__bucket *bucket, int pack) {
     ddp_reducer *reducer = bucket->reducer;
     const ddp_device *device = reducer->device;
@@ -8770,7 +8860,7 @@ static void ddp__bucket_copy_wide(ddp__bucket *bucket, int pack) {
     }
 }
 
-/* One bucket from start to end; a task of the group. A gradient that was not announced counts as zeros. */
+/* Reduces one bucket; a task of the group. A gradient that was not announced counts as zeros. */
 static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     ddp__bucket *bucket = (ddp__bucket *)argument;
     ddp_reducer *reducer = bucket->reducer;
@@ -8779,7 +8869,8 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     size_t flat_count = wide ? bucket->wide_count : bucket->flat_count;
     bucket->wire = wide ? DDP_F32 : ddp__wire_dtype(reducer, bucket->dtype);
     bucket->divisor = reducer->desc.per_token ? 1 : (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
-    if (flat_count && !reducer->flat) /* everybody's: group memory is there for all ranks or for none */
+    /* The same on every rank: all ranks have the group memory, or none has. */
+    if (flat_count && !reducer->flat)
         return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s", "reducer: no room was found for the packed gradients of the rebuilt "
                               "buckets; free group memory and make a new reducer");
     for (int k = bucket->first; k <= bucket->last; k++) {
@@ -8789,7 +8880,8 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     if (alone && !wide && bucket->divisor == 1) return ddp__device_check(group);
     if (wide) ddp__bucket_copy_wide(bucket, 1);
     else ddp__bucket_copy(bucket, 1);
-    for (int k = bucket->first - 1; k <= bucket->last; k++) { /* the packed gradients, then each range or sum in place */
+    /* Reduces the packed gradients, then each range or sum that is in place. */
+    for (int k = bucket->first - 1; k <= bucket->last; k++) {
         int param = k < bucket->first ? -1 : reducer->walk[k];
         const ddp__grad *grad = param < 0 ? NULL : &reducer->grads[param];
         void *data = reducer->flat;
@@ -8820,7 +8912,11 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     return ddp__device_check(group);
 }
 
-//== equal on all ranks ============================================================================= >>impl-schema
+//== comparing reducers across ranks =========================================================== >>impl-schema
+
+/* ddp_reducer_create checks its arguments in two steps. First each rank checks and resolves its own desc, and
+   allocates. Then ddp_agree_list compares a list of entries across ranks: options, parameters, buffers. The
+   error line names the first entry that differs. */
 
 #define DDP__SCHEMA_OPTIONS 9
 #define DDP__CREATE_NEED(condition, ...) DDP_CHECK("ddp_reducer_create", NULL, condition, __VA_ARGS__)
@@ -8840,8 +8936,8 @@ static uint64_t ddp__shape_hash(uint64_t hash, const ddp_tensor *tensor) {
     return ddp_hash(hash, tensor->shape, (size_t)tensor->ndim * sizeof tensor->shape[0]);
 }
 
-/* Describes an entry of the list that must be equal on all ranks: options, parameters, buffers. The last parameter and
-   the last buffer are followed by an entry that says so. */
+/* Describes entry `index` of the list that must be the same on all ranks: options, parameters, buffers. An
+   end entry follows the last parameter and the last buffer, so that different counts are found. */
 static uint64_t ddp__schema_entry(const void *list, int index, char *text) {
     const ddp_reducer *reducer = (const ddp_reducer *)list;
     const ddp_reducer_desc *d = &reducer->desc;
@@ -8877,7 +8973,7 @@ static uint64_t ddp__schema_entry(const void *list, int index, char *text) {
     return ddp_hash(hash, text, strlen(text) + 1);
 }
 
-/* Checks one parameter and takes it over into grads. */
+/* Checks one parameter and fills in its entry of grads. */
 static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
     const ddp_tensor *value = &reducer->desc.params[index].value;
     ddp__grad *own = &reducer->grads[index];
@@ -8912,7 +9008,8 @@ static int ddp__grad_key_compare(const void *a, const void *b) {
     return left->address == right->address ? left->index - right->index : left->address < right->address ? -1 : 1;
 }
 
-/* Sorts the parameters that are not empty by the address of their value or gradient into host, leaving out NULL; returns how many. */
+/* Sorts the parameters that are not empty by the address of their value or gradient. Writes the keys to
+   reducer->host, without NULL addresses, and returns their number. */
 static int ddp__params_sort(ddp_reducer *reducer, int by_value) {
     ddp__grad_key *keys = (ddp__grad_key *)reducer->host;
     int count = 0;
@@ -8926,7 +9023,8 @@ static int ddp__params_sort(ddp_reducer *reducer, int by_value) {
     return count;
 }
 
-/* Entries with one value.data are uses of one parameter, and each points at the first of them. Gradients lie apart. */
+/* Parameters with the same value.data are uses of one tied parameter; first_use becomes the first of them.
+   Fails if gradients overlap. */
 static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
     const ddp_param *params = reducer->desc.params;
     const ddp__grad_key *keys = (const ddp__grad_key *)reducer->host;
@@ -8950,7 +9048,7 @@ static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
     return DDP_OK;
 }
 
-/* All that a rank can find wrong, or fail at, alone. */
+/* The checks and allocations that a rank makes without the others. */
 static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_desc *desc) {
     DDP__CREATE_NEED(desc, "desc is NULL");
     DDP__CREATE_NEED(desc->params && desc->param_count > 0, "param_count=%d or params is NULL; pass the array of trained parameters", desc->param_count);
@@ -8967,7 +9065,7 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
     size_t n = (size_t)desc->param_count, each = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
     reducer->buckets = (ddp__bucket *)ddp_host_alloc(reducer->group, n * each);
     if (!reducer->buckets) return DDP_ERR_NO_MEMORY;
-    reducer->grads = (ddp__grad *)(reducer->buckets + n); /* by falling alignment */
+    reducer->grads = (ddp__grad *)(reducer->buckets + n); /* in the order of decreasing alignment */
     reducer->walk = (int *)(reducer->grads + n);
     reducer->ready_order = reducer->walk + n;
     reducer->desc = *desc;
@@ -8979,12 +9077,17 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
     return ddp__reducer_check_memory(reducer);
 }
 
-//== reducer ======================================================================================== >>impl-reducer
+//== reducer ================================================================================== >>impl-reducer
+
+/* The reducer averages gradients over ranks, bucket by bucket, while backward still runs. ddp_reducer_ready
+   issues the buckets in their order, each once its gradients are ready. ddp_reducer_wait issues the rest,
+   waits for all of them, and finishes the step. */
 
 #define DDP__REDUCER_NEED(reducer, condition, ...) DDP_CHECK(__func__, (reducer)->group, condition, __VA_ARGS__)
 
-/* Finds neighbours in memory; a link that some rank does not have is dropped everywhere. Gaps of the arena hold zeros and may be sent,
-   except to hooks and through casts, which see gradients only. */
+/* Links gradients that are adjacent in memory. Collective: a link that some rank does not have is dropped on
+   all ranks. Alignment gaps of the arena hold zeros and may be sent along, but not to a hook or through a
+   cast. */
 static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
     const ddp__grad_key *keys = (const ddp__grad_key *)reducer->host;
     int32_t *links = (int32_t *)reducer->host;
@@ -8996,7 +9099,8 @@ static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
         if (left->dtype == right->dtype && left->placed == right->placed && left->data + extent == right->data) left->next = keys[k].index;
     }
     for (int i = 0; i < n; i++) links[n + i] = -(links[i] = reducer->grads[i].next);
-    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, links, links, (size_t)n * 2, DDP_I32, DDP_OP_MIN, -1)); /* the smallest, and minus the largest */
+    /* links[i] becomes the minimum over ranks, and links[n + i] minus the maximum. */
+    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, links, links, (size_t)n * 2, DDP_I32, DDP_OP_MIN, -1));
     for (int i = 0; i < n; i++) {
         if (links[i] != -links[n + i]) reducer->grads[i].next = -1;
         else if (links[i] >= 0) reducer->grads[links[i]].previous = i;
@@ -9004,7 +9108,7 @@ static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
     return DDP_OK;
 }
 
-/* The first count of the tensors that ranks share, values and then buffers, from root to everywhere; a tied value goes once. */
+/* Broadcasts the first `count` shared tensors from root: values, then buffers. A tied value is sent once. */
 static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int root) {
     int n = reducer->desc.param_count;
     for (int k = 0; k < count; k++) {
@@ -9016,7 +9120,8 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
     return DDP_OK;
 }
 
-/* Ends what is under way and, with rest, carries out what is not. The first failure is the one that is told. */
+/* Waits for the buckets in flight. rest: 1 = also reduces the buckets that are not issued yet. Returns the
+   first failure. */
 static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
     ddp_saved_error first = {DDP_OK, ""};
     for (int i = 0; i < reducer->stats.bucket_count; i++) {
@@ -9029,10 +9134,11 @@ static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
     return ddp_error_restore(&first);
 }
 
-/* Waits for the buckets that are issued: nothing reads f32 sums afterwards. */
+/* Waits for the buckets in flight, so that nothing reads f32 sums afterwards. */
 static void ddp__reducer_drain_issued(void *reducer) { ddp__reducer_drain((ddp_reducer *)reducer, 0); }
 
-/* Once every rank has been given the same. Gradients that were NULL are placed side by side, each dtype in the order of the buckets. */
+/* Builds the buckets after all ranks have agreed on the list. Collective. Gradients that were NULL are placed
+   one after the other in the arena, each dtype in the order of the first buckets. */
 static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
     int n = reducer->desc.param_count;
     size_t at = 0;
@@ -9060,7 +9166,7 @@ static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
     return DDP_OK;
 }
 
-/* Collective as far as group memory was allocated. */
+/* Collective if group memory was allocated. */
 static void ddp__reducer_free(ddp_reducer *reducer) {
     ddp_group_free(reducer->group, reducer->flat);
     ddp_group_free(reducer->group, reducer->arena);
@@ -9113,7 +9219,8 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     reducer->averaged = 0;
     reducer->ready_order[reducer->ready_count++] = param_index;
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
-    /* ddp_reducer_wait, which comes next, carries out the last bucket without a hand-over, where there would be one. */
+    /* ddp_reducer_wait comes next and executes the last bucket on its own thread. With a backend that
+       enqueues, this would save nothing, so the bucket is issued here. */
     int count = ddp__reducer_is_alone(reducer) ? 0 : reducer->stats.bucket_count - !reducer->group->backend->enqueues;
     while (reducer->next_bucket < count && reducer->buckets[reducer->next_bucket].pending == 0) {
         ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
@@ -9123,7 +9230,8 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     return DDP_OK;
 }
 
-/* Which parameters nobody used; with static_graph the first step also tells what to wait for. */
+/* Finds the parameters that no rank used. Collective. With static_graph the first step also decides which
+   parameters later steps wait for. */
 static ddp_result ddp__reducer_find_unused(ddp_reducer *reducer) {
     unsigned char *used = (unsigned char *)reducer->host;
     for (int i = 0; i < reducer->desc.param_count; i++) used[i] = reducer->grads[i].ready;
@@ -9138,8 +9246,9 @@ static ddp_result ddp__reducer_find_unused(ddp_reducer *reducer) {
     return DDP_OK;
 }
 
-/* Whether some rank lacked a parameter; missing is this rank's first, or -1. Everybody takes part, so that everybody knows; the calls of a
-   rank that lacks one went on and the group stays whole. */
+/* Fails on every rank if any rank has not announced a parameter. Collective. missing: this rank's first such
+   parameter, or -1. A rank with a missing parameter has still reduced its buckets, so that the group remains
+   usable. */
 static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) {
     const ddp_group *group = reducer->group;
     int64_t *first = (int64_t *)reducer->host;
@@ -9151,12 +9260,14 @@ static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) 
     return DDP_OK;
 }
 
-/* Once: rank 0's order of readiness becomes everybody's order of buckets. What static_graph saw nobody use is in none. */
+/* Rebuilds the buckets, once, in the order in which gradients became ready on rank 0. Parameters that no rank
+   used under static_graph are in no bucket. */
 static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
     int n = reducer->desc.param_count, count = reducer->ready_count;
     int *order = reducer->ready_order, *first = (int *)reducer->host;
     for (int i = n - 1; i >= 0; i--) if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused)) order[count++] = i;
-    for (int k = 0; k < n; k++) first[k] = reducer->group->rank > 0 ? INT32_MAX : k < count ? order[k] : -1; /* rank 0's is the smallest */
+    /* The minimum over ranks is the entry of rank 0. */
+    for (int k = 0; k < n; k++) first[k] = reducer->group->rank > 0 ? INT32_MAX : k < count ? order[k] : -1;
     DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, (size_t)n, DDP_I32, DDP_OP_MIN, -1));
     for (count = 0; count < n && first[count] >= 0; count++) order[count] = first[count];
     DDP_TRY(ddp__buckets_plan(reducer, count));
@@ -9171,17 +9282,20 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     if (reducer->no_sync) return DDP_OK;
     reducer->averaged = 0;
     ddp_reducer_stats *stats = &reducer->stats;
-    int missing = -1; /* the first parameter that is */
+    /* missing: the first parameter that was not announced in this step. */
+    int missing = -1;
     int find = reducer->desc.find_unused || (reducer->desc.static_graph && stats->steps == 0);
     for (int i = reducer->desc.param_count - 1; i >= 0 && !find && !reducer->shadow; i--)
         if (!reducer->grads[i].ready && reducer->grads[i].expected) missing = i;
     ddp_result result = ddp__compute(reducer->group);
     if (result == DDP_OK) result = ddp__reducer_drain(reducer, missing < 0 || reducer->group->world_size > 1);
     if (result == DDP_OK) result = find ? ddp__reducer_find_unused(reducer) : ddp__reducer_check_missing(reducer, missing);
-    for (int i = 0; i < reducer->desc.param_count && result == DDP_OK; i++) { /* later uses of tied parameters into the first, in definition order */
+    /* Adds the gradients of later uses of a tied parameter to that of the first use, in definition order. */
+    for (int i = 0; i < reducer->desc.param_count && result == DDP_OK; i++) {
         ddp__grad *use = &reducer->grads[i], *first = &reducer->grads[use->first_use];
         if (use == first || !use->count || use->unused) continue;
-        if (first->bucket < 0 && !first->ready) reducer->device->fill_zero(first->data, first->size_bytes); /* static_graph: itself unused */
+        /* Under static_graph the first use may itself be unused, and in no bucket. */
+        if (first->bucket < 0 && !first->ready) reducer->device->fill_zero(first->data, first->size_bytes);
         first->ready |= first->bucket < 0;
         reducer->device->add(first->data, first->data, use->data, use->count, use->dtype);
     }
@@ -9208,7 +9322,7 @@ DDPDEF void ddp_mean_add(ddp_mean *mean, double sum, int64_t count) {
 
 DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean) {
     DDP_PUBLIC_CALL(ddp_mean_reduce);
-    struct { ddp_mean mean; int64_t negative; } all; /* 64-bit words alone */
+    struct { ddp_mean mean; int64_t negative; } all; /* consists of 64-bit words only */
     DDP__NEED(group && mean, "group or mean is NULL");
     all.mean = *mean;
     all.negative = mean->count < 0;
@@ -9228,7 +9342,7 @@ DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss) {
                       "ddp_reducer_wait");
     if (reducer->no_sync) return DDP_OK;
     DDP_TRY(ddp_reducer_wait(reducer));
-    reducer->averaged = 0; /* sums still */
+    reducer->averaged = 0; /* still sums */
     DDP_TRY(ddp_mean_reduce(reducer->group, loss));
     DDP_TRY(ddp__compute(reducer->group));
     for (int i = 0; i < reducer->desc.param_count && loss->count > 1; i++) {
@@ -9267,7 +9381,8 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
     for (int i = 0; i < reducer->desc.param_count; i++)
         if (reducer->grads[i].first_use == i)
             ddp_tensor_sum_squares(reducer->device, (ddp_exact_sum *)reducer->squares, &reducer->desc.params[i].grad);
-    reducer->device->copy(&sum, reducer->squares, sizeof sum); /* the only time that the host waits for a device */
+    /* Only this copy makes the host wait for the device. */
+    reducer->device->copy(&sum, reducer->squares, sizeof sum);
     DDP_TRY(ddp__device_check(reducer->group));
     float factor = ddp_clip_factor(&sum, max_norm, norm ? norm : &unused);
     for (int i = 0; i < reducer->desc.param_count && factor != 1; i++) {
@@ -9299,32 +9414,35 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
     ddp__reducer_free(reducer);
 }
 
-//== micro-batches ============================================================================== >>impl-accumulator
+//== micro-batch accumulation ============================================================= >>impl-accumulator
 
-#define DDP__ACCUMULATE_BLOCK 4096 /* elements; a chain of additions stays in L1 */
+#define DDP__ACCUMULATE_BLOCK 4096 /* elements, so that a chain of additions stays in L1 */
 
-/* A binary counter of partial sums. After t micro-batches level buffers 0 .. popcount(t) - 1 hold sums of blocks of 2^k micro-batches, one
-   per set bit of t, the earliest and largest block first:
+/* Adds the gradients of the micro-batches of a step, and announces the sums to the reducer. The levels form a
+   binary counter of partial sums. After t micro-batches, level buffers 0 .. popcount(t) - 1 hold sums of
+   blocks of 2^k micro-batches: one block per set bit of t, the earliest and largest block first.
 
        t = 6 = 110b     level[0] = ((g0+g1)+(g2+g3))     level[1] = (g4+g5)
 
-   The gradient that arrives as number t joins the last c of them, c = trailing ones of t, or all of them when it is the step's last. Earlier
-   blocks stand on the left, so the sum over any m is the tree that splits at the largest power of two below
-   m.
+   Gradient number t is added to the last c levels, where c is the number of trailing ones of t. The last
+   gradient of a step is added to all levels. Earlier blocks are the left operands. The sum over any m
+   micro-batches is therefore the tree that splits at the largest power of two below m.
 
    16-bit gradients are added in f32: levels hold f32, each gradient is cast to `scratch` when it arrives, and
-   the step's sum stays in level[0]. There the reducer takes it; without one it is rounded to the gradient. */
+   the sum of the step stays in level[0]. A reducer reads it there. Without a reducer it is rounded to the
+   gradient. */
 struct ddp_accumulator {
     ddp_group *group;
     ddp_accumulator_desc desc;
-    unsigned char *announced;  /* per parameter, in this micro-batch */
-    size_t *first;             /* per parameter, byte offset in each level */
+    unsigned char *announced;  /* per parameter: 1 = announced in this micro-batch */
+    size_t *first;             /* per parameter: byte offset in each level */
     void *levels, *scratch;    /* one allocation */
     size_t level_bytes;
     int micro_batch;           /* t */
 };
 
-/* Places the sums in a level. *scratch: bytes that adding 16-bit gradients needs in addition to the levels. */
+/* Assigns each sum its offset in a level. *scratch: bytes needed to add 16-bit gradients, in addition to the
+   levels. */
 static void ddp__accumulator_layout(ddp_accumulator *accumulator, size_t *scratch) {
     const ddp_accumulator_desc *desc = &accumulator->desc;
     *scratch = 0;
@@ -9338,7 +9456,7 @@ static void ddp__accumulator_layout(ddp_accumulator *accumulator, size_t *scratc
     }
 }
 
-/* Where the sum of a step is when it is final. */
+/* Returns the address of a step's final sum: in level[0]. */
 static unsigned char *ddp__accumulator_sum(const ddp_accumulator *accumulator, int param_index) {
     return (unsigned char *)accumulator->levels + accumulator->first[param_index];
 }
@@ -9370,12 +9488,13 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     accumulator->announced = (unsigned char *)(accumulator->first + desc->param_count);
     size_t depth = 0, scratch;
     ddp__accumulator_layout(accumulator, &scratch);
-    while (desc->micro_batch_count >> (depth + 1)) depth++; /* floor(log2 m): no t below m has more bits set */
+    /* depth becomes floor(log2 m), since no t below m has more bits set. */
+    while (desc->micro_batch_count >> (depth + 1)) depth++;
     depth *= accumulator->level_bytes;
     int hands_over = desc->reducer && desc->micro_batch_count > 1;
     ddp_result result = DDP_OK;
     if (depth > 0) result = group->device->alloc(group, depth + scratch, &accumulator->levels);
-    /* Buckets in flight have decided how they reduce. */
+    /* Buckets in flight must end before sums change how they are reduced. */
     if (result == DDP_OK && hands_over) result = ddp__reducer_drain(desc->reducer, 0);
     if (result != DDP_OK) {
         if (accumulator->levels) group->device->free(group, accumulator->levels);
@@ -9389,19 +9508,22 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     return DDP_OK;
 }
 
-/* Lets the gradient join levels. The sum goes to where the first of those began; in the step's last
-   micro-batch back to the gradient, except an f32 sum of 16-bit gradients that the reducer takes
-   (handed_over). */
+/* Adds a gradient to the levels. The sum is stored in the lowest level that was added. In the last
+   micro-batch of a step it is stored in the gradient, except for an f32 sum that the reducer reads from the
+   level (handed_over 1). */
 static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index, int last, int handed_over) {
     const ddp_device *device = accumulator->group->device;
     unsigned t = (unsigned)accumulator->micro_batch;
-    int depth = __builtin_popcount(t), lowest = last ? 0 : depth - __builtin_ctz(~t); /* levels there are; the first one joined */
+    /* depth: levels in use. lowest: the first level that is added to the gradient. */
+    int depth = __builtin_popcount(t), lowest = last ? 0 : depth - __builtin_ctz(~t);
     ddp_tensor tensor = ddp_param_grad(&accumulator->desc.params[param_index]);
     ddp_dtype wide = ddp_sum_dtype(tensor.dtype);
     size_t size = ddp_dtype_size(tensor.dtype), wide_size = ddp_dtype_size(wide);
     size_t count = (size_t)ddp_tensor_count(&tensor);
-    unsigned char *levels = ddp__accumulator_sum(accumulator, param_index); /* level k at levels + k * level_bytes */
-    size_t block = device->use_stream ? count : DDP__ACCUMULATE_BLOCK; /* caches count, or launches */
+    /* Level k is at levels + k * level_bytes. */
+    unsigned char *levels = ddp__accumulator_sum(accumulator, param_index);
+    /* A CPU adds in blocks that fit its cache, a device with as few launches as possible. */
+    size_t block = device->use_stream ? count : DDP__ACCUMULATE_BLOCK;
     if (last && depth == 0) return DDP_OK; /* a step of one micro-batch has no levels */
     DDP_TRY(ddp__compute(accumulator->group));
     for (size_t done = 0; done < count; done += block) {
@@ -9413,7 +9535,7 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
         else if (lowest == depth) device->copy(left, grad, n * size);
         for (int k = depth - 1; k >= lowest; k--) {
             left -= accumulator->level_bytes;
-            int stays = k == lowest && (!last || wide != tensor.dtype); /* in the level */
+            int stays = k == lowest && (!last || wide != tensor.dtype); /* the sum is stored in the level */
             device->add(stays ? left : newest, left, newest, n, wide);
         }
         if (last && wide != tensor.dtype && !handed_over) device->cast(grad, tensor.dtype, left, wide, n);
@@ -9429,7 +9551,8 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
     DDP__NEED(!accumulator->announced[param_index], "%s is ready twice in micro-batch %d; call it once, then ddp_accumulator_next",
               ddp__param_label(desc->params, param_index).text, accumulator->micro_batch);
     int last = accumulator->micro_batch + 1 == desc->micro_batch_count;
-    if (desc->reducer) { /* gradients must not change while the reducer sends those of the last step */
+    /* Gradients must not change while the reducer sends those of the last step. */
+    if (desc->reducer) {
         const ddp_reducer *reducer = desc->reducer;
         DDP__NEED(last ? !reducer->grads[param_index].ready : reducer->ready_count == 0,
                   "%s: the reducer has not ended step %llu; call ddp_reducer_wait after the last micro-batch",
@@ -9465,14 +9588,15 @@ DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
     ddp_host_free(accumulator->group, accumulator);
 }
 
-//== uneven inputs ================================================================================== >>impl-join
+//== uneven inputs =============================================================================== >>impl-join
 
-/* Before each step every rank learns who has a batch. A rank without one answers the step's buckets with zeros, so that they stay the
-   same calls on every rank (Join, PyTorch's context manager for uneven inputs). */
+/* Before each step all ranks exchange whether they have a batch. A rank without one contributes zeros to the
+   buckets of the step, so that every rank makes the same calls (like Join, PyTorch's context manager for
+   uneven inputs). */
 struct ddp_join {
     ddp_join_desc desc;
-    int lowest;   /* lowest rank that was active last */
-    int stale;    /* some rank has missed optimizer steps */
+    int lowest;   /* lowest rank with a batch in the last step that any rank made */
+    int stale;    /* 1 = some rank has missed optimizer steps */
 };
 
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc) {
@@ -9501,7 +9625,8 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
         for (int r = world_size - 1; r >= 0; r--)
             if (all[r]) { join->lowest = r; count++; }
         if (join->desc.mode == DDP_JOIN_STOP && count < world_size) return DDP_OK;
-        if (count == 0) { /* values that missed steps come from a rank that took the last one */
+        /* Ranks that missed steps receive the values of a rank that made the last one. */
+        if (count == 0) {
             int stale = join->stale && !join->desc.step_fn;
             join->stale = 0;
             reducer->active = world_size;
@@ -9526,35 +9651,41 @@ DDPDEF void ddp_join_destroy(ddp_join *join) {
     ddp_host_free(join->desc.reducer->group, join);
 }
 
-//== sampler ======================================================================================== >>impl-sampler
+//== sampler ================================================================================== >>impl-sampler
 
-/* From the count of samples taken to a sample:
-       index in this rank's dealing  --deal-->  entry of what is dealt  --place-->  position in the epoch's order  --order-->  sample
-   deal strides or cuts blocks over the ranks; place leaves out what a load found used up, and wraps padding to the start of the epoch;
-   order is the identity, a Feistel network, or a window of PyTorch's randperm. */
+/* Computes the next sample from the number of samples that were drawn before it:
+
+       index in this rank's share  --deal-->  dealt entry  --place-->  position in the order  --order-->  sample
+
+   deal distributes single entries or blocks over the ranks. place skips the samples that were used before a
+   load, and wraps padding to the start of the epoch. order is the identity, a Feistel network, or a window of
+   PyTorch's randperm. */
 
 #ifndef DDP__RANDPERM_INSIDE_OUT_FROM
-#define DDP__RANDPERM_INSIDE_OUT_FROM INT64_C(214748364)   /* UINT32_MAX / 20, PyTorch's own bound; tests lower it */
+#define DDP__RANDPERM_INSIDE_OUT_FROM INT64_C(214748364)   /* UINT32_MAX / 20, as in PyTorch */
 #endif
 enum { DDP__MT_WORDS = 624, DDP__MT_SHIFT = 397, DDP__SAMPLER_AHEAD = (int)(sizeof ((ddp_sampler *)0)->ahead / 8) };
 #define DDP__SAMPLER_WINDOW INT64_C(4000000)
-#define DDP__SAMPLER_FIRST_SPAN 4096                       /* positions that the first window of an epoch reaches over */
+/* The first window of an epoch covers this many positions. */
+#define DDP__SAMPLER_FIRST_SPAN 4096
 
 static int ddp__bit_length(uint64_t x) { return x ? 64 - __builtin_clzll(x) : 0; }
 
-/* -- HASHED: a Feistel network over the smallest power of two that holds N (Black and Rogaway 2002: a result outside [0, N) is put in again
-   until it falls inside, which keeps it a bijection and takes two rounds at most on average) -- */
+/* -- HASHED: a Feistel network over the smallest power of two that holds N --
+   A result outside [0, N) is hashed again until it is inside (Black and Rogaway 2002). The mapping stays a
+   bijection, and takes two rounds at most on average. */
 
-static uint64_t ddp__sampler_mix64(uint64_t x) {       /* splitmix64's finisher (Steele et al. 2014) */
+static uint64_t ddp__sampler_mix64(uint64_t x) {       /* the finisher of splitmix64 (Steele et al. 2014) */
     x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
     x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
     return x ^ x >> 31;
 }
 
-/* Few bits give a round little to mix, so a small N takes more rounds. */
+/* A small N has few bits to mix in a round, so it takes more rounds. */
 static void ddp__sampler_hash_setup(ddp_sampler *s) {
     uint64_t key = ddp__sampler_mix64(ddp__sampler_mix64(s->desc.seed + UINT64_C(0x9e3779b97f4a7c15)) + s->epoch);
-    int bits = s->desc.dataset_size > 2 ? ddp__bit_length((uint64_t)s->desc.dataset_size - 1) : 2; /* at least one for each half */
+    /* At least one bit for each half. */
+    int bits = s->desc.dataset_size > 2 ? ddp__bit_length((uint64_t)s->desc.dataset_size - 1) : 2;
     s->half_bits[1] = bits - (s->half_bits[0] = bits / 2);
     s->round_count = bits >= 24 ? 6 : bits >= 12 ? 12 : 32;
     for (int i = 0; i < s->round_count; i++) s->round_keys[i] = ddp__sampler_mix64(key += UINT64_C(0x9e3779b97f4a7c15));
@@ -9565,7 +9696,8 @@ static inline uint64_t ddp__sampler_scramble(uint64_t half, uint64_t key) {
     return y >> 32 ^ y >> 51;
 }
 
-/* Several positions at once: a round is a chain of instructions that wait for each other, and chains overlap. */
+/* Hashes several positions at once: each round is a chain of dependent instructions, and the chains
+   overlap. */
 static void ddp__sampler_hash(const ddp_sampler *s, uint64_t *x, int count) {
     uint64_t mask0 = (UINT64_C(1) << s->half_bits[0]) - 1, mask1 = (UINT64_C(1) << s->half_bits[1]) - 1;
     uint64_t left[DDP__SAMPLER_AHEAD], right[DDP__SAMPLER_AHEAD];
@@ -9580,11 +9712,11 @@ static void ddp__sampler_hash(const ddp_sampler *s, uint64_t *x, int count) {
 /* -- Mersenne twister (MT19937, Matsumoto and Nishimura 1998), block by block and in both directions -- */
 
 static uint32_t ddp__mt_join(uint32_t upper, uint32_t lower) { return (upper & 0x80000000u) | (lower & 0x7fffffffu); }
-/* mix shifts out the low bit but leaves it in the top one, so it can be undone. */
+/* mix shifts out the low bit, but the top bit shows whether it was set, so unmix can restore it. */
 static uint32_t ddp__mt_mix(uint32_t y) { return y >> 1 ^ ((0u - (y & 1u)) & 0x9908b0dfu); }
 static uint32_t ddp__mt_unmix(uint32_t y) { return (y ^ ((0u - (y >> 31)) & 0x9908b0dfu)) << 1 | y >> 31; }
 
-/* One block on: word k + 624 is word k + 397 ^ mix(join(word k, word k + 1)). */
+/* Computes the next block: word k + 624 is word k + 397 ^ mix(join(word k, word k + 1)). */
 static void ddp__mt_forward(uint32_t *x) {
     uint32_t two[2 * DDP__MT_WORDS], *next = two + DDP__MT_WORDS;
     memcpy(two, x, DDP__MT_WORDS * sizeof *x);
@@ -9592,7 +9724,8 @@ static void ddp__mt_forward(uint32_t *x) {
     memcpy(x, next, DDP__MT_WORDS * sizeof *x);
 }
 
-/* One block back: unmixed, word k + 624 ^ word k + 397 is the join of words k and k + 1, so word k is made of two of these. */
+/* Computes the previous block. word k + 624 ^ word k + 397, unmixed, is the join of words k and k + 1. Two
+   such joins give word k. */
 static void ddp__mt_backward(uint32_t *x) {
     uint32_t two[2 * DDP__MT_WORDS], *y = two + DDP__MT_WORDS;
     memcpy(y, x, DDP__MT_WORDS * sizeof *x);
@@ -9608,7 +9741,7 @@ static uint32_t ddp__mt_temper(uint32_t y) {
     return y ^ y >> 18;
 }
 
-/* Computes a block of the epoch's draws in sampler->mt, mostly from a block before it. */
+/* Computes a block of the epoch's draws in sampler->mt, if possible from an earlier block. */
 static void ddp__sampler_mt_goto(ddp_sampler *s, int64_t block) {
     if (s->mt_block < 0 || s->mt_block > block) {
         s->mt[0] = (uint32_t)(s->desc.seed + s->epoch);
@@ -9619,15 +9752,16 @@ static void ddp__sampler_mt_goto(ddp_sampler *s, int64_t block) {
     for (; s->mt_block < block; s->mt_block++) ddp__mt_forward(s->mt);
 }
 
-/* -- Where each sample of a window is, while the shuffle is undone: a hash table of chains -- */
+/* -- Location of each sample of a window while the shuffle is undone: a hash table of chains -- */
 
 typedef struct ddp__tokens {
-    uint64_t *node;                   /* by slot of the window: location << slot_bits | next slot in the chain; without a chain, the sample itself */
-    uint64_t *filter;                 /* bit location >> filter_shift is set if a token is or was there */
+    /* By slot: location << slot_bits | next slot in the chain. Without a chain: the sample itself. */
+    uint64_t *node;
+    uint64_t *filter;                 /* bit location >> filter_shift: a token is or was there */
     uint32_t *head;                   /* by chain: the first slot */
     uint64_t chains, none;            /* none: the slot that ends a chain, slot_bits ones */
     int slot_bits, filter_shift;
-    int64_t slot;                     /* of the window, which is met next */
+    int64_t slot;                     /* slot of the window that comes next */
 } ddp__tokens;
 
 static int64_t ddp__tokens_chains(int64_t count) { return count + count / 4 + 2; }
@@ -9637,8 +9771,8 @@ static inline uint32_t *ddp__tokens_chain(const ddp__tokens *t, uint64_t locatio
     return &t->head[((location * UINT64_C(0x9e3779b97f4a7c15) >> 32) * t->chains) >> 32];
 }
 
-/* A location without a token mostly has a 0 in the filter. Nearly all draws end here: it has 2 bytes per
-   token, the table 13. */
+/* A location without a token mostly has a 0 in the filter. Nearly all draws end here: the filter has 2 bytes
+   per token, the table 13. */
 static inline uint64_t *ddp__tokens_word(const ddp__tokens *t, uint64_t location) { return &t->filter[location >> t->filter_shift >> 6]; }
 static inline uint64_t ddp__tokens_bit(const ddp__tokens *t, uint64_t location) { return UINT64_C(1) << (location >> t->filter_shift & 63); }
 
@@ -9649,7 +9783,7 @@ static inline void ddp__tokens_put(ddp__tokens *t, uint64_t location, uint64_t s
     *ddp__tokens_word(t, location) |= ddp__tokens_bit(t, location);
 }
 
-/* Removes the token at a location from the table, and returns its slot; t->none without a token. */
+/* Removes the token at a location from the table. Returns its slot; t->none without a token. */
 static inline uint64_t ddp__tokens_take(ddp__tokens *t, uint64_t location) {
     uint32_t *head = ddp__tokens_chain(t, location);
     uint64_t slot = *ddp__tokens_word(t, location) & ddp__tokens_bit(t, location) ? *head : t->none, before = t->none;
@@ -9662,25 +9796,28 @@ static inline uint64_t ddp__tokens_take(ddp__tokens *t, uint64_t location) {
 
 /* -- Dealing: which positions of the order are this rank's -- */
 
-/* The number of the first `entries` that are in [from, from + length) of their round. */
+/* Returns how many of the first `entries` are in [from, from + length) of their round. */
 static uint64_t ddp__sampler_count(uint64_t entries, uint64_t round, uint64_t from, uint64_t length) {
     uint64_t rest = entries % round > from ? entries % round - from : 0;
     return entries / round * length + (rest < length ? rest : length);
 }
 
-/* The number of the first `entries` dealt that this rank gets. */
+/* Returns how many of the first `entries` dealt belong to this rank. */
 static int64_t ddp__sampler_share(const ddp_sampler *s, uint64_t entries) {
     return (int64_t)ddp__sampler_count(entries, s->round, (uint64_t)s->desc.rank * s->block, s->block);
 }
 
 static uint64_t ddp__sampler_deal(const ddp_sampler *s, int64_t index) {
     uint64_t k = (uint64_t)index, rank = (uint64_t)s->desc.rank;
-    if (s->block == 1) return k * s->round + rank; /* spares the divisions by 1 */
+    if (s->block == 1) return k * s->round + rank; /* saves the divisions by 1 */
     return k / s->block * s->round + rank * s->block + k % s->block;
 }
 
-/* Position of a dealt entry. After a load inside a global batch what is dealt first is the rest of each of its blocks:
-       order    ... origin [#### 0 1 2 3][#### 4 5 6 7] 8 9 10 ...      gap_count 2, gap_used 4 (#), gap_block 8 */
+/* Returns the position of a dealt entry. After a load inside a global batch, the rest of each of its blocks
+   is dealt first:
+
+       order    ... origin [#### 0 1 2 3][#### 4 5 6 7] 8 9 10 ...
+                gap_count 2, gap_used 4 (#), gap_block 8 */
 static uint64_t ddp__sampler_place(const ddp_sampler *s, uint64_t entry) {
     uint64_t rest = s->gap_block - s->gap_used, in_gap = s->gap_count * rest;
     if (entry >= s->left) return (entry - s->left) % (uint64_t)s->desc.dataset_size;
@@ -9690,7 +9827,7 @@ static uint64_t ddp__sampler_place(const ddp_sampler *s, uint64_t entry) {
 
 static uint64_t ddp__sampler_position(const ddp_sampler *s, int64_t index) { return ddp__sampler_place(s, ddp__sampler_deal(s, index)); }
 
-/* Starts a dealing at position origin of an epoch. rest_of: the state of a load inside a global batch, or
+/* Starts to deal at position origin of an epoch. rest_of: the state of a load inside a global batch, or
    NULL. */
 static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin, const ddp_sampler_state *rest_of) {
     uint64_t rest = (uint64_t)s->desc.dataset_size - origin, gap;
@@ -9700,7 +9837,8 @@ static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin, 
     s->gap_count = rest_of ? (uint64_t)rest_of->num_replicas : 0;
     s->gap_used = rest_of ? (uint64_t)rest_of->block_offset : 0;
     s->gap_block = rest_of ? (uint64_t)(rest_of->global_batch / rest_of->num_replicas) : 1;
-    gap = s->gap_count * s->gap_block < rest ? s->gap_count * s->gap_block : rest;   /* the order may end inside the batch */
+    /* The epoch may end inside the batch. */
+    gap = s->gap_count * s->gap_block < rest ? s->gap_count * s->gap_block : rest;
     s->left = s->total = rest - ddp__sampler_count(gap, s->gap_block, 0, s->gap_used);
     if (s->desc.drop_last) s->total -= s->left % s->round;
     else if (!s->desc.no_pad && s->left % s->round) s->total += s->round - s->left % s->round;
@@ -9775,7 +9913,7 @@ static void ddp__sampler_undo_inside_out(ddp__tokens *t, const uint64_t *target,
     }
 }
 
-/* A token is a location up to N and a slot of the window, in 64 bits. */
+/* A token packs a location up to N and a slot of the window into 64 bits. */
 static int ddp__sampler_slot_bits(const ddp_sampler *s) { return s->desc.dataset_size >> 32 ? 63 - ddp__bit_length((uint64_t)s->desc.dataset_size) : 31; }
 
 /* Computes the window that starts with sample `first` of the dealing. The window ends where padding or a
@@ -9922,7 +10060,8 @@ DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *s, ddp_sampler_state *state) {
     DDP__NEED(s && state && s->desc.dataset_size > 0, "sampler or state is NULL, or the sampler was not initialised");
     uint64_t in_block = s->ended ? 0 : (uint64_t)s->cursor % s->block;
-    uint64_t used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * (uint64_t)s->desc.num_replicas;   /* entries used up by all ranks together */
+    /* used: entries that all ranks together have drawn. */
+    uint64_t used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * (uint64_t)s->desc.num_replicas;
     uint64_t in_gap = s->gap_count * (s->gap_block - s->gap_used);
     if (used > s->left) used = s->left;
     if (in_gap > s->left) in_gap = s->left;
@@ -9933,7 +10072,7 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *s, ddp_sampler_state *stat
     state->dataset_size = s->desc.dataset_size;
     state->shuffle = (int32_t)s->desc.shuffle;
     state->no_shuffle = s->desc.no_shuffle != 0;
-    int untouched = used < in_gap; /* since a load inside a batch: the same state again */
+    int untouched = used < in_gap; /* nothing was drawn since a load inside a batch: the same state again */
     uint64_t position = untouched ? s->origin : used == s->left ? (uint64_t)s->desc.dataset_size : ddp__sampler_place(s, used);
     state->position = (int64_t)position;
     state->block_offset = (int64_t)(untouched ? s->gap_used : in_block);
@@ -9962,7 +10101,8 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
     ddp__sampler_start(sampler, state->epoch, (uint64_t)position, other_blocks && offset ? state : NULL);
     if (other_blocks) return DDP_OK;
     sampler->first = sampler->cursor = offset;
-    if (sampler->length < sampler->first) sampler->length = sampler->first;   /* this rank's part of a short last batch is used up */
+    /* This rank has used up its part of a short last batch. */
+    if (sampler->length < sampler->first) sampler->length = sampler->first;
     return DDP_OK;
 }
 
@@ -9972,15 +10112,20 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
     memset(sampler, 0, sizeof *sampler);
 }
 
-//== loader ========================================================================================== >>impl-loader
+//== loader ==================================================================================== >>impl-loader
 
 /* Batches are numbered over all epochs. Batch b uses slot b % slot_count.
-       [given - 1 - extra_valid_batches, given)  with the consumer      [given, drawn)  its samples are known      [drawn, given + prefetch)  may be drawn
-   A worker fetches a piece of the oldest batch that has unclaimed samples. Otherwise it draws the next batch
-   from the sampler. A seek sets DDP__LOADER_RESTARTS: workers leave their pieces, and the last one to leave
-   discards the batches that were fetched ahead. */
 
-enum { DDP__LOADER_PIECE = 64 /* samples per turn at the lock, at most */, DDP__LOADER_WORKERS = 64, DDP__LOADER_DEPTH = 1 << 16 };
+       [given - 1 - extra_valid_batches, given)    with the consumer
+       [given, drawn)                              the samples are known
+       [drawn, given + prefetch)                   may be drawn
+
+   A worker fetches a piece of the oldest batch that has unclaimed samples. Otherwise it draws the next batch
+   from the sampler. A seek sets DDP__LOADER_RESTARTS: workers abandon their pieces, and the last one discards
+   the batches that were fetched ahead. */
+
+/* PIECE: the most samples that a worker fetches between two uses of the lock. */
+enum { DDP__LOADER_PIECE = 64, DDP__LOADER_WORKERS = 64, DDP__LOADER_DEPTH = 1 << 16 };
 enum { DDP__LOADER_RUNS, DDP__LOADER_RESTARTS, DDP__LOADER_STOPS };
 
 typedef struct ddp__loader_slot {
@@ -9989,7 +10134,7 @@ typedef struct ddp__loader_slot {
     uint8_t *is_padding;
     int64_t count, claimed, done; /* samples: of the batch, claimed by workers, fetched or failed */
     int64_t failed_at;           /* the first sample that failed; count = none */
-    int told;                    /* 1 = ddp_loader_next has returned the failure */
+    int told;                    /* 1 = ddp_loader_next has reported the failure */
     ddp_saved_error outcome;
 } ddp__loader_slot;
 
@@ -10003,30 +10148,30 @@ typedef struct ddp__loader_worker {
 } ddp__loader_worker;
 
 struct ddp_loader {
-    ddp_loader_desc desc;        /* with every default resolved */
+    ddp_loader_desc desc;        /* with all defaults resolved */
     ddp_tensor field[DDP_LOADER_FIELDS]; /* of a batch, without data */
     size_t sample_bytes[DDP_LOADER_FIELDS], field_at[DDP_LOADER_FIELDS];
     void *buffers;
-    void (*free_pinned)(void *memory); /* NULL: buffers are free_fn's */
-    ddp_sampler place;           /* where the consumer stands; it never gives a sample */
-    ddp_sampler sampler;         /* what is drawn from, by the thread that has set drawing */
+    void (*free_pinned)(void *memory); /* NULL: free_fn frees the buffers */
+    ddp_sampler place;           /* position of the consumer; no samples are drawn from it */
+    ddp_sampler sampler;         /* samples are drawn from it, by the thread that has set drawing */
     int64_t slot_count, piece;
     ddp__loader_slot *slot;
     ddp__loader_worker worker[DDP__LOADER_WORKERS];
     int threads;
     pid_t pid;                   /* of the process that has the threads */
-    pthread_mutex_t lock;        /* of all that follows */
+    pthread_mutex_t lock;        /* protects all that follows */
     pthread_cond_t work, ready;
-    int64_t given, drawn, open;  /* open: no older batch has unclaimed samples */
+    int64_t given, drawn, open;  /* open: the oldest batch that may have unclaimed samples */
     int drawing, busy;           /* a worker draws; workers that draw or fetch */
-    int references;              /* of the owner and each worker; the last one frees the loader */
+    int references;              /* of the owner and each worker; the last frees the loader */
     int gave_up;                 /* the last ddp_loader_next exceeded the timeout */
     uint32_t phase;              /* DDP__LOADER_RUNS ...; a worker inside a piece reads it without the lock */
     ddp_loader_stats stats;
 };
 
 static ddp__loader_slot *ddp__loader_slot_of(const ddp_loader *l, int64_t batch) { return &l->slot[batch % l->slot_count]; }
-/* 1 if the next batch is complete or has failed. */
+/* Returns 1 if the next batch is complete or has failed. */
 static int ddp__loader_is_ready(const ddp_loader *l) {
     const ddp__loader_slot *slot = ddp__loader_slot_of(l, l->given);
     return l->phase != DDP__LOADER_RESTARTS && l->given < l->drawn && slot->done == slot->count;
@@ -10094,16 +10239,17 @@ static void ddp__loader_piece(ddp_loader *l, ddp__loader_worker *w) {
     l->stats.fetch_seconds += seconds;
     slot->done += end - begin;
     if (result == DDP_OK) return;
-    slot->done += slot->count - slot->claimed; /* the rest is for another time */
+    slot->done += slot->count - slot->claimed; /* the rest is not fetched in this attempt */
     slot->claimed = slot->count;
-    if (at >= slot->failed_at) return; /* pieces are claimed in order: the first of the batch that fails is always found */
+    /* Pieces are claimed in order, so that the first failing sample of the batch is always found. */
+    if (at >= slot->failed_at) return;
     slot->failed_at = at;
     slot->outcome.result = result;
     snprintf(slot->outcome.text, sizeof slot->outcome.text, "sample %lld: %.450s", (long long)slot->indices[at], line[0] ? line : ddp_result_name(result));
 }
 
-/* Draws a batch or fetches a piece. Called with the lock, and releases it meanwhile. Returns 0 without work
-   to do. */
+/* Draws a batch or fetches a piece. Called with the lock held, and releases it meanwhile. Returns 0 if there
+   is nothing to do. */
 static int ddp__loader_turn(ddp_loader *l, ddp__loader_worker *w) {
     if (l->phase == DDP__LOADER_RESTARTS) return 0;
     while (l->open < l->drawn && ddp__loader_slot_of(l, l->open)->claimed == ddp__loader_slot_of(l, l->open)->count) l->open++;
@@ -10133,7 +10279,7 @@ static void *ddp__loader_main(void *argument) {
     int is_last = 0;
     DDP__LOCKED(&l->lock) {
         while (l->phase != DDP__LOADER_STOPS) {
-            ddp__error_text[0] = 0; /* for a fetch that fails without an error line */
+            ddp__error_text[0] = 0; /* a fetch may fail without an error line */
             if (!ddp__loader_turn(l, w)) pthread_cond_wait(&l->work, &l->lock);
         }
         w->has_left = 1;
@@ -10144,7 +10290,7 @@ static void *ddp__loader_main(void *argument) {
     return NULL;
 }
 
-/* Waits for `ready`, sometimes in vain. Returns 0 after `until`. */
+/* Waits for `ready`; may return early. Returns 0 after `until`. */
 static int ddp__loader_sleep(ddp_loader *l, double until) {
     struct timespec t;
     t.tv_sec = (time_t)until;
@@ -10187,13 +10333,13 @@ static ddp_result ddp__loader_next(ddp_loader *l, ddp_batch *out) {
     l->place.cursor += slot->count;
     l->stats.batches++;
     l->stats.samples += (uint64_t)slot->count;
-    /* not for every small batch */
+    /* Wakes a worker only when half of the batches are gone, not for every small batch. */
     if (2 * (l->drawn - l->given) <= l->desc.prefetch) pthread_cond_signal(&l->work);
     return DDP_OK;
 }
 
-/* 1 in a process forked from the one that created the loader: the workers are missing, and one of them may
-   have held the lock at the fork. */
+/* Returns 1 in a process forked from the one that created the loader: the workers are missing, and one of
+   them may have held the lock at the fork. */
 static int ddp__loader_is_forked(const ddp_loader *l) { return l->threads && l->pid != getpid(); }
 
 static ddp_result ddp__loader_check(const ddp_loader *l, const char *who) {
@@ -10307,11 +10453,12 @@ static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
     return DDP_OK;
 }
 
-/* Allocates the slots. Each holds the fields, then the lists. */
+/* Allocates the slots. Each holds the fields of a batch, then the lists of indices and padding. */
 static ddp_result ddp__loader_memory(ddp_loader *l) {
     const ddp_loader_desc *d = &l->desc;
     const ddp_device *device = d->group ? ddp_group_device(d->group) : ddp_device_cpu();
-    int64_t most = INT64_MAX / 4 / l->slot_count / DDP_LOADER_FIELDS; /* bytes of a field that cannot overflow */
+    /* most: bytes of a field, so that the sizes below cannot overflow. */
+    int64_t most = INT64_MAX / 4 / l->slot_count / DDP_LOADER_FIELDS;
     size_t batch = (size_t)d->batch_size, slots = (size_t)l->slot_count, size_bytes = 0;
     for (int f = 0; f < d->field_count; f++) {
         const ddp_tensor *t = &d->fields[f];
@@ -10383,13 +10530,12 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
     return result;
 }
 
-//== public collectives =================================================================================== >>impl-public
+//== public collectives ======================================================================== >>impl-public
 
-/* The public calls that move data: each describes a call, checks and issues it. */
+/* The public calls that transfer data. Each describes itself as a ddp_call, which is checked and issued. */
 
-
-/* Elements of the buffer of a call without counts; 0 = this rank needs no buffer. blocks: the flag of a
-   buffer with one block per rank. */
+/* Returns the elements of the buffer of a call without counts; 0 = this rank needs no buffer. no_buffer,
+   on_root, blocks: flags of the call's shape; blocks = one block per rank. */
 static inline size_t ddp__buffer_size(const ddp_group *group, const ddp_call *call, int no_buffer,
                                       int on_root, int blocks) {
     int shape = ddp__forms[call->kind].shape;
@@ -10398,7 +10544,7 @@ static inline size_t ddp__buffer_size(const ddp_group *group, const ddp_call *ca
 }
 
 /* The same for a buffer with counts; SIZE_MAX if it does not fit in memory. Without *offsets the blocks are
-   packed: their offsets are written to packed. *sum: of all counts. */
+   packed, and their offsets are written to packed. *sum: of all counts. */
 static inline size_t ddp__buffer_size_v(const ddp_group *group, size_t most, const size_t *counts,
                                         const size_t **offsets,
                                         size_t *packed, size_t *sum) {
@@ -10420,7 +10566,7 @@ static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_si
 
 #define DDP__CALL_NEED(condition, ...) DDP_CHECK(form->name, group, condition, __VA_ARGS__)
 
-/* Calls as the user made them: checked, completed and issued. */
+/* Checks, completes and issues a call as the user made it. */
 static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work) {
     const struct ddp__form *form = &ddp__forms[call->kind];
     const int p2p = ddp__is_p2p(call->kind);
@@ -10529,15 +10675,18 @@ DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const siz
 
     Copyright (c) 2026 the ddp authors
 
-    Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated documentation files (the
-    "Software"), to deal in the Software without restriction, including without limitation the rights to use, copy, modify, merge, publish,
-    distribute, sublicense, and/or sell copies of the Software, and to permit persons to whom the Software is furnished to do so, subject
-    to the following conditions:
+    Permission is hereby granted, free of charge, to any person obtaining a copy of this software and
+    associated documentation files (the "Software"), to deal in the Software without restriction, including
+    without limitation the rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+    copies of the Software, and to permit persons to whom the Software is furnished to do so, subject to the
+    following conditions:
 
-    The above copyright notice and this permission notice shall be included in all copies or substantial portions of the Software.
+    The above copyright notice and this permission notice shall be included in all copies or substantial
+    portions of the Software.
 
-    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF
-    MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR
-    ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH
-    THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT
+    LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO
+    EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER
+    IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR
+    THE USE OR OTHER DEALINGS IN THE SOFTWARE.
 */
