@@ -91,7 +91,7 @@ static ddp_result build(trainer *t) {
     if (mlp_create(&t->model, LAYERS, t->plan->widths, MICRO, 1)) return ddp_fail(DDP_ERR_NO_MEMORY, "the model does not fit in memory");
     for (int i = 0; i < PARAMS; i++) {
         const mlp_layer *l = &t->model.layer[i / 2];
-        ddp_param param = {i % 2 ? "bias" : "weight", {i % 2 ? l->bias : l->weight, DDP_F32, 1, {(int64_t)(i % 2 ? 1 : l->inputs) * l->outputs}}, DDP_ZERO};
+        ddp_param param = {i % 2 ? "bias" : "weight", {i % 2 ? l->bias : l->weight, DDP_F32, 1, {(int64_t)(i % 2 ? 1 : l->inputs) * l->outputs}}, DDP_ZERO, DDP_ZERO};
         t->params[i] = param;
         t->moments[i] = (float *)calloc(2 * (size_t)param.value.shape[0], sizeof(float));
         if (!t->moments[i]) return ddp_fail(DDP_ERR_NO_MEMORY, "the optimizer does not fit in memory");
