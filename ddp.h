@@ -5215,11 +5215,16 @@ static DDP__THREAD_LOCAL ddp__identity ddp__here;
 
 /* The environment variables of a launcher: rank, world size, and up to four that together identify a job. The
    local ones may be missing: then the world is on this machine, unless MASTER_ADDR names another one. */
-typedef struct ddp__launcher { const char *name, *rank, *size, *local_rank, *local_size, *job[4]; } ddp__launcher;
+typedef struct ddp__launcher {
+    const char *name, *rank, *size, *local_rank, *local_size, *job[4];
+} ddp__launcher;
 
 #define DDP__JOIN_NEED(condition, ...) DDP_CHECK("ddp_group_create", NULL, condition, __VA_ARGS__)
 
-static const char *ddp__env_text(const char *name) { const char *text = getenv(name); return text ? text : ""; }
+static const char *ddp__env_text(const char *name) {
+    const char *text = getenv(name);
+    return text ? text : "";
+}
 
 /* Reads a whole number from the environment. *out is fallback if the variable is not set. */
 static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
@@ -5229,23 +5234,29 @@ static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
     long value = strtol(text, &end, 10);
     *out = *text ? (int)value : fallback;
     DDP__JOIN_NEED(!*text || (!*end && !errno && value >= 0 && value <= 1 << 30),
-                   "%s=%.60s in the environment is not a whole number; unset it or start through a launcher", name, text);
+                   "%s=%.60s in the environment is not a whole number; unset it or start through a launcher",
+                   name, text);
     return DDP_OK;
 }
 
 static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *from) {
     DDP_TRY(ddp__env_int(from->rank, -1, &id->rank));
     DDP_TRY(ddp__env_int(from->size, -1, &id->world_size));
-    DDP__JOIN_NEED(id->rank >= 0 && id->world_size >= 0, "%s is set in the environment but %s is not; set both or neither",
+    DDP__JOIN_NEED(id->rank >= 0 && id->world_size >= 0,
+                   "%s is set in the environment but %s is not; set both or neither",
                    id->rank < 0 ? from->size : from->rank, id->rank < 0 ? from->rank : from->size);
     DDP_TRY(ddp__env_int(from->local_rank, id->rank, &id->local_rank));
     DDP_TRY(ddp__env_int(from->local_size, id->world_size, &id->local_world_size));
-    DDP__JOIN_NEED(id->rank < id->world_size, "%s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank, from->size, id->world_size, id->world_size - 1);
-    DDP__JOIN_NEED(id->local_world_size >= 1 && id->local_world_size <= id->world_size && id->local_rank < id->local_world_size,
-                   "%s=%d and %s=%d do not fit %s=%d", from->local_rank, id->local_rank, *from->local_size ? from->local_size : "local ranks",
-                   id->local_world_size, from->size, id->world_size);
+    DDP__JOIN_NEED(id->rank < id->world_size, "%s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank,
+                   from->size, id->world_size, id->world_size - 1);
+    DDP__JOIN_NEED(id->local_world_size >= 1 && id->local_world_size <= id->world_size &&
+                       id->local_rank < id->local_world_size,
+                   "%s=%d and %s=%d do not fit %s=%d", from->local_rank, id->local_rank,
+                   *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size,
+                   id->world_size);
     int n = snprintf(id->token, sizeof id->token, "%s", from->name);
-    for (int i = 0; i < 4 && from->job[i]; i++) n += snprintf(id->token + n, sizeof id->token - (size_t)n, ":%.100s", ddp__env_text(from->job[i]));
+    for (int i = 0; i < 4 && from->job[i]; i++)
+        n += snprintf(id->token + n, sizeof id->token - (size_t)n, ":%.100s", ddp__env_text(from->job[i]));
     id->size_variable = from->size;
     return DDP_OK;
 }
@@ -5254,11 +5265,13 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
    Without one the world has one rank. */
 static ddp_result ddp__identity_resolve(ddp__identity *id) {
     static const ddp__launcher launchers[] = {
-        {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
-        {"ompi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-         {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
+        {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+         {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
+        {"ompi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+         "OMPI_COMM_WORLD_LOCAL_SIZE", {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
         {"pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", {"PMI_PORT"}},
-        {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}}};
+        {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "",
+         {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}}};
     enum { LAUNCHERS = sizeof launchers / sizeof launchers[0], PMI = 2, SLURM = 3 };
     memset(id, 0, sizeof *id);
     id->world_size = id->local_world_size = 1;
@@ -5267,7 +5280,8 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
         if (i == SLURM && !*ddp__env_text("SLURM_STEP_ID")) break;
         if (!*ddp__env_text(launchers[i].rank) && !*ddp__env_text(launchers[i].size)) continue;
         DDP_TRY(ddp__identity_from(id, &launchers[i]));
-        if (i == PMI && !*ddp__env_text("PMI_PORT")) snprintf(id->token, sizeof id->token, "pmi:%d", (int)getppid());
+        if (i == PMI && !*ddp__env_text("PMI_PORT"))
+            snprintf(id->token, sizeof id->token, "pmi:%d", (int)getppid());
         int on_node = i == SLURM ? atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE")) : 0;
         if (on_node > 0 && on_node < id->world_size) id->local_world_size = on_node;
     }
@@ -5294,7 +5308,8 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
             DDP_TRY(ddp__check_world_size("ddp_group_create", &launched, desc->world_size));
         id->rank = desc->rank;
         id->world_size = desc->world_size;
-        snprintf(id->token, sizeof id->token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
+        snprintf(id->token, sizeof id->token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"),
+                 ddp__env_text("MASTER_PORT"), desc->name);
     } else if (scheme == DDP__BY_SELF) {
         id->world_size = 1;
     } else if (ddp__here.heap && scheme < DDP__BY_TCP) {
@@ -5417,7 +5432,8 @@ static uint64_t ddp__hash_text(const char *text) { return ddp_hash(DDP_HASH_SEED
 static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token) {
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
-    snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "ddp-%ld-%016llx", (long)geteuid(), (unsigned long long)ddp__hash_text(token));
+    snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "ddp-%ld-%016llx", (long)geteuid(),
+             (unsigned long long)ddp__hash_text(token));
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(address->sun_path + 1));
 }
 
@@ -5452,9 +5468,11 @@ static void ddp__peer_init(ddp__peer *p, int fd) {
     p->heap_fd = -1;
     p->since = ddp_now();
     getpeername(fd, (struct sockaddr *)&address, &length);
-    if (address.ss_family == AF_INET) memcpy(p->network, &((struct sockaddr_in *)(void *)&address)->sin_addr, 4);
+    if (address.ss_family == AF_INET)
+        memcpy(p->network, &((struct sockaddr_in *)(void *)&address)->sin_addr, 4);
     if (address.ss_family == AF_INET6) memcpy(p->network, ipv6, IN6_IS_ADDR_V4MAPPED(ipv6) ? 16 : 8);
-    getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
+    getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port,
+                NI_NUMERICHOST | NI_NUMERICSERV);
     snprintf(p->who, sizeof p->who, "%s port %s", host, port);
     if (address.ss_family == AF_UNIX) snprintf(p->who, sizeof p->who, "pid %d", (int)ddp__peer_of(fd).pid);
 }
@@ -5491,7 +5509,8 @@ static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int 
 
 /* Sends a frame with a text, at once or not at all: the socket buffer has room for it, unless the peer is
    stuck. words: NULL = zeros. heap_fd: sent along; -1 = none. */
-static void ddp__send_text(int fd, uint32_t kind, int result, const uint64_t words[2], const char *text, int heap_fd) {
+static void ddp__send_text(int fd, uint32_t kind, int result, const uint64_t words[2], const char *text,
+                           int heap_fd) {
     ddp__letter letter = {{DDP__MAGIC, kind, (int32_t)result, sizeof letter.text, {0, 0}}, ""};
     if (words) memcpy(letter.frame.call, words, sizeof letter.frame.call);
     snprintf(letter.text, sizeof letter.text, "%s", text);
@@ -5605,16 +5624,17 @@ static void ddp__hello_text(char out[DDP__TEXT_MAX], const ddp__venue *v, unsign
     int patience_ms = patience > 0 ? (int)(patience * 1e3) : 0;
     char host[64] = "";
     if (!v->local) gethostname(host, sizeof host - 1);
-    snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d %d %d pid %d%s%.50s", (unsigned long long)ddp__hash_text(v->token), version,
-             v->group->world_size, (int)v->group->desc.order, v->group->rank,
-             patience_ms, v->secured, (int)getpid(), *host ? " on " : "", host);
+    snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d %d %d pid %d%s%.50s",
+             (unsigned long long)ddp__hash_text(v->token), version, v->group->world_size,
+             (int)v->group->desc.order, v->group->rank, patience_ms, v->secured, (int)getpid(),
+             *host ? " on " : "", host);
     ddp__escape_text(out);
 }
 
 /* --- the proof of a secret ---
 
-   A peer is authenticated in two round trips. K is the key, H the text of the hello. Nr and N0 are random nonces
-   of 128 bits, one of each side and connection:
+   A peer is authenticated in two round trips. K is the key, H the text of the hello. Nr and N0 are random
+   nonces of 128 bits, one of each side and connection:
 
        rank r  --- HELLO      H, Nr ------------------------>  rank 0
        rank r  <-- CHALLENGE  N0 ----------------------------  rank 0
@@ -5623,13 +5643,13 @@ static void ddp__hello_text(char out[DDP__TEXT_MAX], const ddp__venue *v, unsign
 
    Rank r compares, too: a process with a wrong proof is not rank 0.
    Replay: a recorded proof is useless, since N0 and Nr are new on every connection.
-   Reflection: the proofs of the two roles differ, so no side accepts its own proof. A rank never answers a hello
-   and rank 0 never sends one.
-   Another context: H has the job token, version, world size, order and rank number. A proof is valid for nothing
-   else.
-   Order: the connecting rank proves first. Any process can connect to rank 0, but only one that holds its port or
-   is on the network path can pose as rank 0. Rank 0 sends no HMAC to a peer that has not proven the secret: an
-   unauthenticated peer gets nothing on which it could test guesses of a weak secret.
+   Reflection: the proofs of the two roles differ, so no side accepts its own proof. A rank never answers a
+   hello, and rank 0 never sends one.
+   Another context: H has the job token, version, world size, order and rank number. A proof is valid for
+   nothing else.
+   Order: the connecting rank proves first. Any process can connect to rank 0, but only one that holds its
+   port or is on the network path can pose as rank 0. Rank 0 sends no HMAC to a peer that has not proven the
+   secret: an unauthenticated peer gets nothing on which it could test guesses of a weak secret.
    The proof covers the handshake only. Frames after it can be changed on the network path. */
 
 /* The proof of one role as text. role: 'r' = rank r, '0' = rank 0. */
@@ -5696,7 +5716,8 @@ static int ddp__hello_parse(ddp__hello *h, const char *text) {
     memset(h, 0, sizeof *h);
     if (sscanf(text, "%16llx %u %n", &h->token, &h->version, &rest) != 2) return 0;
     if (h->version != DDP__HELLO_VERSION) return 1; /* another version may have other fields */
-    sscanf(text + rest, "%d %d %d %d %d %n", &h->world_size, &h->order, &h->rank, &h->patience_ms, &h->secured, &who);
+    sscanf(text + rest, "%d %d %d %d %d %n", &h->world_size, &h->order, &h->rank, &h->patience_ms,
+           &h->secured, &who);
     h->who = text + rest + who;
     return who > 0 && strncmp(h->who, "pid ", 4) == 0;
 }
@@ -5777,7 +5798,8 @@ static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
     if (!error && !*p->proof) memcpy(p->hello, p->text, sizeof p->hello);
     int is_rank = !error && ddp__hello_parse(&hello, p->hello);
     if (error == EAGAIN) why = "it did not say who it is";
-    else if (error == EPROTO && ddp__is_other_byte_order(p)) why = "it has another byte order; all machines must have the same";
+    else if (error == EPROTO && ddp__is_other_byte_order(p))
+        why = "it has another byte order; all machines must have the same";
     else if (error && error != EPROTO) why = "it left without saying who it is";
     else if (!is_rank) why = "it is no rank of ddp";
     else if (hello.token != ddp__hash_text(v->token)) why = "it is a rank of another job, by its job token";
@@ -5827,7 +5849,10 @@ static void ddp__admit(ddp__venue *v) {
     for (int accepted = 0; accepted < DDP__STRANGERS; accepted++) {
         ddp__peer *p = ddp__place_for_connection(stranger, DDP__STRANGERS);
         if (p->fd >= 0 && accepted) break;
-        if ((fd = accept(end->fd, NULL, NULL)) < 0) { full = (errno == EMFILE || errno == ENFILE) && ddp__fd_ready(end->fd, POLLIN, 0); break; }
+        if ((fd = accept(end->fd, NULL, NULL)) < 0) {
+            full = (errno == EMFILE || errno == ENFILE) && ddp__fd_ready(end->fd, POLLIN, 0);
+            break;
+        }
         if (v->local && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
         if (p->fd >= 0) ddp__turn_away(v, p, "it did not say who it is, and others are waiting", 0);
         fcntl(fd, F_SETFD, FD_CLOEXEC);
@@ -5839,7 +5864,9 @@ static void ddp__admit(ddp__venue *v) {
         if (stranger->fd >= 0) silent = stranger;
     }
     if (full && silent) ddp__turn_away(v, silent, "no more files may be open, and others are waiting", 0);
-    else if (full && !v->result) v->result = ddp_fail(DDP_ERR_SYSTEM, "rank 0 may not open a socket for each of %d ranks; raise its `ulimit -n`", w);
+    else if (full && !v->result)
+        v->result = ddp_fail(DDP_ERR_SYSTEM,
+                             "rank 0 may not open a socket for each of %d ranks; raise its `ulimit -n`", w);
 }
 
 /* Reports through log_fn why this rank waits: first after DDP__NOTICE_SECONDS, then every minute. */
@@ -5861,9 +5888,12 @@ static void ddp__notice_missing(ddp__venue *v, const char *missing) {
     socklen_t length = sizeof at;
     char host[80] = "?", port[8] = "?", where[200];
     getsockname(v->peer[v->count - 1].fd, (struct sockaddr *)&at, &length);
-    getnameinfo((struct sockaddr *)&at, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
+    getnameinfo((struct sockaddr *)&at, length, host, sizeof host, port, sizeof port,
+                NI_NUMERICHOST | NI_NUMERICSERV);
     if (v->local) snprintf(where, sizeof where, "socket @%s of this machine", v->address.sun_path + 1);
-    else snprintf(where, sizeof where, "%s port %s%s%.80s", host, port, v->path ? ", as written in " : "", v->path ? v->path : "");
+    else
+        snprintf(where, sizeof where, "%s port %s%s%.80s", host, port, v->path ? ", as written in " : "",
+                 v->path ? v->path : "");
     ddp__notice(v, "still waiting for rank %.180s; this rank listens at %s", missing, where);
 }
 
@@ -5942,7 +5972,8 @@ static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
         return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
     ddp__hello_text(hello, v, DDP__HELLO_VERSION);
     ddp__send_text(p->fd, DDP__FRAME_HELLO, 0, nonce, hello, -1); /* if it fails, the next read reports why */
-    int error = ddp__await_news(p, answer_by, v->secured ? DDP__ALLOW_NEWS | DDP__ALLOW_CHALLENGE : DDP__ALLOW_NEWS);
+    int error =
+        ddp__await_news(p, answer_by, v->secured ? DDP__ALLOW_NEWS | DDP__ALLOW_CHALLENGE : DDP__ALLOW_NEWS);
     if (!error && p->in.kind == DDP__FRAME_CHALLENGE) {
         ddp__proof_text(proof, v->key, 'r', nonce, p->in.call, hello);
         ddp__proof_text(answer, v->key, '0', nonce, p->in.call, hello);
@@ -5955,7 +5986,8 @@ static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
         return ddp_fail(DDP_ERR_INVALID, "rank 0 of another job listens there");
     if (p->in.result < 0) return ddp_fail((ddp_result)p->in.result, "%.400s", p->text);
     if (v->secured && (!*answer || !ddp__proof_is_right(p->text, answer)))
-        return ddp_fail(DDP_ERR_INVALID, "the process that listens there did not prove that it has the secret");
+        return ddp_fail(DDP_ERR_INVALID,
+                        "the process that listens there did not prove that it has the secret");
     do {
         error = ddp__await_news(p, v->notice_at < until ? v->notice_at : until, DDP__ALLOW_NEWS);
         if (error == ETIMEDOUT) ddp__notice(v, "still waiting for other ranks to reach rank 0 (%s)", p->who);
@@ -6011,7 +6043,9 @@ static ddp_result ddp__ask(ddp__venue *v, const struct sockaddr *to, socklen_t l
     socklen_t size = sizeof(int);
     int fd = ddp__socket(to->sa_family), error = fd < 0 || connect(fd, to, length) != 0 ? errno : 0;
     ddp_result result;
-    if (error == EINPROGRESS && !ddp__fd_ready(fd, POLLOUT, try_until < v->deadline ? try_until : v->deadline)) error = ETIMEDOUT;
+    if (error == EINPROGRESS &&
+        !ddp__fd_ready(fd, POLLOUT, try_until < v->deadline ? try_until : v->deadline))
+        error = ETIMEDOUT;
     else if (error == EINPROGRESS) getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
     ddp__peer_init(v->peer, fd);
     if (error) result = ddp_fail(DDP_ERR_INVALID, "%s", strerror(error));
@@ -6033,10 +6067,14 @@ static ddp_result ddp__ask_hosts(ddp__venue *v) {
         for (int port = v->port; port < v->port + v->ports && result == DDP_ERR_INVALID; port++) {
             snprintf(number, sizeof number, "%d", port);
             int error = getaddrinfo(host, number, &hints, &list);
-            if (error) { ddp_fail(result, "host \"%s\" has no address: %s", host, gai_strerror(error)); break; }
+            if (error) {
+                ddp_fail(result, "host \"%s\" has no address: %s", host, gai_strerror(error));
+                break;
+            }
             for (struct addrinfo *a = list; a && result == DDP_ERR_INVALID; a = a->ai_next) {
                 result = ddp__ask(v, a->ai_addr, a->ai_addrlen);
-                if (result == DDP_ERR_INVALID) ddp_fail(result, "%s port %d: %s", host, port, ddp_last_error());
+                if (result == DDP_ERR_INVALID)
+                    ddp_fail(result, "%s port %d: %s", host, port, ddp_last_error());
             }
             freeaddrinfo(list);
         }
@@ -6090,7 +6128,9 @@ static ddp_result ddp__venue_read(ddp__venue *v, size_t token_size) {
     if (!trusted) return DDP_ERR_SYSTEM;
     if (fd < 0 && (error == ENOENT || error == ESTALE))
         return ddp_fail(DDP_ERR_INVALID, "%.200s: there is no such file yet", v->path);
-    if (fd < 0) return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be read: %s", v->path, strerror(error));
+    if (fd < 0)
+        return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be read: %s", v->path,
+                        strerror(error));
     text[n > 0 ? n : 0] = 0;
     if (ddp__venue_hear(v, token_size, text)) return DDP_OK;
     return ddp_fail(DDP_ERR_INVALID, "%.200s: rank 0 has not written its address yet", v->path);
@@ -6115,7 +6155,8 @@ static ddp_result ddp__visit(ddp__venue *v) {
         ddp__notice(v, "still waiting for rank 0%s%s: %.280s", v->local ? " at socket @" : "",
                     v->local ? v->address.sun_path + 1 : "", ddp_last_error());
         if (ddp_now() > v->deadline)
-            return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s", v->group->desc.timeout_ms, ddp_last_error());
+            return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s",
+                            v->group->desc.timeout_ms, ddp_last_error());
     }
 }
 
@@ -6150,7 +6191,8 @@ static ddp_result ddp__secret_read(const char *path, char *out, size_t room, siz
     const char *why = NULL;
     struct stat s;
     ssize_t n = 0;
-    DDP__JOIN_NEED(fd >= 0 || error == ELOOP, "DDP_SECRET_FILE=%.200s cannot be opened: %s", path, strerror(error));
+    DDP__JOIN_NEED(fd >= 0 || error == ELOOP, "DDP_SECRET_FILE=%.200s cannot be opened: %s", path,
+                   strerror(error));
     if (fd < 0) why = "is a symbolic link; give the path of the file itself";
     else if (fstat(fd, &s) != 0 || !S_ISREG(s.st_mode)) why = "is not a regular file";
     else if (s.st_uid != geteuid()) why = "belongs to another user; copy it to a file of this user";
@@ -6199,8 +6241,10 @@ static void ddp__first_host(char *out, size_t size, const char *list) {
 /* Takes the address of rank 0 from MASTER_ADDR and MASTER_PORT, or from SLURM. If a torchrun agent listens at
    MASTER_PORT itself, rank 0 uses one of the next 16 ports. */
 static ddp_result ddp__venue_from_env(ddp__venue *v, const ddp__identity *id) {
-    const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST");
-    int port, own, slurm = strncmp(v->token, "slurm", 5) == 0, agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
+    const char *nodes =
+        ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST");
+    int port, own, slurm = strncmp(v->token, "slurm", 5) == 0,
+                   agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
     DDP_TRY(ddp__env_int("MASTER_PORT", 0, &port));
     DDP_TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
     /* Without a port, SLURM jobs use one below the range that Linux assigns by itself. */
@@ -6209,9 +6253,13 @@ static ddp_result ddp__venue_from_env(ddp__venue *v, const ddp__identity *id) {
     snprintf(v->hosts, sizeof v->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
     if (!*v->hosts && slurm) ddp__first_host(v->hosts, sizeof v->hosts, nodes);
     if (!*v->hosts || !v->port)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and MASTER_PORT to where "
-                         "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here", id->world_size, id->local_world_size);
-    DDP__JOIN_NEED(v->port + v->ports - 1 <= 65535, "MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535", v->port + v->ports - 1);
+        return ddp_fail(
+            DDP_ERR_UNSUPPORTED,
+            "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and MASTER_PORT to where "
+            "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here",
+            id->world_size, id->local_world_size);
+    DDP__JOIN_NEED(v->port + v->ports - 1 <= 65535, "MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535",
+                   v->port + v->ports - 1);
     return DDP_OK;
 }
 
@@ -6220,13 +6268,16 @@ static ddp_result ddp__venue_from_url(ddp__venue *v, const ddp__identity *id, co
     const char *host = strstr(desc->init_method, "://") + 3, *colon = strrchr(host, ':');
     int length = colon ? (int)(colon - host) : 0, file = desc->init_method[0] == 'f';
     char *end = NULL;
-    snprintf(v->token, sizeof v->token, "%.20s:%.30s:%.299s", file ? "file" : host + length, desc->name, id->size_variable ? id->token : "");
+    snprintf(v->token, sizeof v->token, "%.20s:%.30s:%.299s", file ? "file" : host + length, desc->name,
+             id->size_variable ? id->token : "");
     if (file) v->path = host;
-    DDP__JOIN_NEED(!file || host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"", desc->init_method);
+    DDP__JOIN_NEED(!file || host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"",
+                   desc->init_method);
     if (file) return DDP_OK;
     if (length > 1 && host[0] == '[' && colon[-1] == ']') { host++; length -= 2; }
     v->port = colon ? (int)strtol(colon + 1, &end, 10) : 0;
-    DDP__JOIN_NEED(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && v->port > 0 && v->port <= 65535 && !*end,
+    DDP__JOIN_NEED(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && v->port > 0 &&
+                       v->port <= 65535 && !*end,
                    "init_method \"%.60s\" is not like \"tcp://host:port\"", desc->init_method);
     snprintf(v->hosts, sizeof v->hosts, "%.*s", length, host);
     return DDP_OK;
@@ -6279,7 +6330,8 @@ static void ddp__port_holder(int port, char *out, size_t size) {
     for (int i = 0; i < 2; i++) {
         FILE *table = fopen(i ? "/proc/net/tcp" : "/proc/net/tcp6", "re");
         while (table && fgets(line, sizeof line, table))
-            if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %*s %*s %lu", &at, &state, &inode) == 3 && (int)at == port && state == 10)
+            if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %*s %*s %lu",
+                       &at, &state, &inode) == 3 && (int)at == port && state == 10)
                 wanted = inode;
         if (table) fclose(table);
     }
@@ -6308,10 +6360,11 @@ static ddp_result ddp__venue_open(const ddp__venue *v) {
     while (fd < 0 && !v->local) {
         fd = ddp__tcp_listen(host, v->port, v->ports);
         if (fd == -EADDRNOTAVAIL && *host) {
-            snprintf(text, sizeof text,
-                     "\"%.200s\" resolves to no address of this machine that others can reach; rank 0 listens on "
-                     "all interfaces",
-                     host);
+            snprintf(
+                text, sizeof text,
+                "\"%.200s\" resolves to no address of this machine that others can reach; rank 0 listens on "
+                "all interfaces",
+                host);
             ddp_group_log(v->group, text);
             host = "";
         } else if (fd != -EADDRINUSE || ddp_now() > give_up) {
@@ -6324,9 +6377,13 @@ static ddp_result ddp__venue_open(const ddp__venue *v) {
     if (fd >= 0) return DDP_OK;
     if (v->local && fd == -EADDRINUSE) return ddp__name_taken(v, ddp__name_holder(v));
     if (v->local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(-fd));
-    if (fd != -EADDRINUSE) return ddp_fail(DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", v->port, strerror(-fd));
+    if (fd != -EADDRINUSE)
+        return ddp_fail(DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", v->port, strerror(-fd));
     ddp__port_holder(v->port, holder, sizeof holder);
-    return ddp_fail(DDP_ERR_SYSTEM, "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method", v->port, holder);
+    return ddp_fail(
+        DDP_ERR_SYSTEM,
+        "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method",
+        v->port, holder);
 }
 
 /* Ranks with the same number can share memory: same boot, user, network namespace and process namespace. */
@@ -6340,7 +6397,8 @@ DDPDEF uint64_t ddp_machine_id(void) {
     struct stat s;
     if (fd < 0 || read(fd, boot, sizeof boot - 1) <= 0) gethostname(boot, sizeof boot);
     if (fd >= 0) close(fd);
-    for (int i = 0; i < 2; i++) if (stat(i ? "/proc/self/ns/pid" : "/proc/self/ns/net", &s) == 0) number[2 + i] = (uint64_t)s.st_ino;
+    for (int i = 0; i < 2; i++)
+        if (stat(i ? "/proc/self/ns/pid" : "/proc/self/ns/net", &s) == 0) number[2 + i] = (uint64_t)s.st_ino;
     return ddp_hash(ddp_hash(DDP_HASH_SEED, boot, sizeof boot), number, sizeof number);
 }
 
@@ -6361,13 +6419,18 @@ static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
     struct ifaddrs *list = NULL;
     char host[80];
     /* sin_port is at the same offset in IPv6. */
-    int port = getsockname(listener, (struct sockaddr *)&at, &length) == 0 ? ntohs(((struct sockaddr_in *)(void *)&at)->sin_port) : 0;
+    int port = getsockname(listener, (struct sockaddr *)&at, &length) == 0
+                   ? ntohs(((struct sockaddr_in *)(void *)&at)->sin_port)
+                   : 0;
     size_t n = (size_t)snprintf(out, DDP__ANNOUNCED, "%016llx %d", (unsigned long long)ddp_unique_id(), port);
     getifaddrs(&list);
     /* getnameinfo fails for other families. A % marks a link-local address. */
     for (struct ifaddrs *a = list; a; a = a->ifa_next) {
-        if (!a->ifa_addr || getnameinfo(a->ifa_addr, sizeof(struct sockaddr_in6), host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0) continue;
-        if (!strchr(host, '%') && n + strlen(host) + 3 < DDP__ANNOUNCED) n += (size_t)snprintf(out + n, DDP__ANNOUNCED - n, " %s", host);
+        if (!a->ifa_addr || getnameinfo(a->ifa_addr, sizeof(struct sockaddr_in6), host, sizeof host, NULL, 0,
+                                        NI_NUMERICHOST) != 0)
+            continue;
+        if (!strchr(host, '%') && n + strlen(host) + 3 < DDP__ANNOUNCED)
+            n += (size_t)snprintf(out + n, DDP__ANNOUNCED - n, " %s", host);
     }
     if (list) freeifaddrs(list);
     snprintf(out + n, DDP__ANNOUNCED - n, "\n");
@@ -6389,10 +6452,13 @@ static ddp_result ddp__venue_write(ddp__venue *v, int listener) {
         fd = open(v->path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0600);
         if (fd < 0 && errno != EEXIST) break;
     }
-    if (fd < 0) return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be created: %s", v->path, strerror(errno));
+    if (fd < 0)
+        return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be created: %s", v->path,
+                        strerror(errno));
     int whole = write(fd, text, strlen(text)) == (ssize_t)strlen(text);
     if (close(fd) == 0 && whole) return DDP_OK;
-    return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", v->path, strerror(errno));
+    return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", v->path,
+                    strerror(errno));
 }
 
 /* Rank 0's side: waits for all ranks or for a failure, and sends the outcome to all of them. */
@@ -6411,7 +6477,8 @@ static void ddp__hold(ddp__venue *v, ddp__heap **heap) {
     /* from here on a rank that ends is lost */
     for (int r = 0; r < w && heap && *heap; r++) ddp__rank_enter(*heap, r, ddp__pid_in(me[r].who));
     while (v->result == DDP_OK && v->count > w) ddp__peer_close(&v->peer[--v->count]);
-    ddp__tell_peers(v, v->result, v->result == DDP_OK ? me->who : ddp_last_error(), heap && *heap ? (*heap)->fd : -1);
+    ddp__tell_peers(v, v->result, v->result == DDP_OK ? me->who : ddp_last_error(),
+                    heap && *heap ? (*heap)->fd : -1);
     for (int r = 0; r < w; r++) me[r].arrived = 0;
 }
 
@@ -6455,7 +6522,8 @@ static ddp_result ddp__local_join(ddp_group *group, ddp__heap *heap, void **stat
     *state = l;
     if (!l) return DDP_ERR_NO_MEMORY;
     l->owns_rank = 1;
-    snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s", heap->job->folder);
+    snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s",
+             heap->job->folder);
     if (heap->job->folder[0]) ddp_group_log(group, text);
     return DDP_OK;
 }
@@ -6466,7 +6534,8 @@ static ddp_result ddp__local_again(ddp_group *group, ddp_group *world) {
     int all[DDP_MAX_LOCAL_RANKS];
     void *none;
     for (int r = 0; r < world->world_size; r++) all[r] = r;
-    return ddp__local_split(world, world->state, group, all, world->world_size, group ? &group->state : &none);
+    return ddp__local_split(world, world->state, group, all, world->world_size,
+                            group ? &group->state : &none);
 }
 
 /* Connects the group's ranks on this machine. The group then uses the local backend; a split of one rank uses
@@ -6480,8 +6549,9 @@ static ddp_result ddp__local_meet(ddp_group *group, ddp__venue *v, void **state)
         return ddp__self_open(group, state);
     }
     if (group->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", group->world_size,
-                        DDP_MAX_LOCAL_RANKS);
+        return ddp_fail(DDP_ERR_UNSUPPORTED,
+                        "ddp_group_create: %d ranks on one machine; shared memory serves up to %d",
+                        group->world_size, DDP_MAX_LOCAL_RANKS);
     if (!v->peer) DDP_TRY(ddp__venue_alloc(v, group));
     v->local = ddp__job_address(&v->address, v->token);
     DDP_TRY(ddp__meet(v, &heap));
@@ -6489,8 +6559,10 @@ static ddp_result ddp__local_meet(ddp_group *group, ddp__venue *v, void **state)
     if (sent) heap = ddp__heap_wrap(v->peer->heap_fd, 0);
     v->peer->heap_fd = -1;
     ddp__venue_close(v);
-    if (!heap) return DDP__RANK_FAIL(group, sent ? DDP_ERR_NO_MEMORY : DDP_ERR_SYSTEM, "ddp_group_create: %s",
-                                     sent ? "the job's shared memory could not be mapped" : "rank 0 sent no shared memory");
+    if (!heap)
+        return DDP__RANK_FAIL(group, sent ? DDP_ERR_NO_MEMORY : DDP_ERR_SYSTEM, "ddp_group_create: %s",
+                              sent ? "the job's shared memory could not be mapped"
+                                   : "rank 0 sent no shared memory");
     ddp_result result = ddp__local_join(group, heap, state);
     if (result != DDP_OK) { /* other ranks have met this one and would wait for it */
         heap->job->rank[group->rank].result = (int32_t)result;
@@ -6548,8 +6620,10 @@ static ddp_result ddp__tcp_missing(ddp_group *group, const ddp__tcp *t) {
     const ddp__peer *peer = t->venue.peer;
     int missing = t->cause.result == DDP_OK ? DDP_RANK_SILENT : DDP_RANK_BEHIND;
     if (ddp_rank(group))
-        return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 (%s) does not answer", ddp_group_timeout_ms(group), peer->who);
-    for (int r = 0; r < ddp_world_size(group); r++) t->state[r] = (unsigned char)(peer[r].arrived ? (int)DDP_RANK_ARRIVED : missing);
+        return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 (%s) does not answer",
+                        ddp_group_timeout_ms(group), peer->who);
+    for (int r = 0; r < ddp_world_size(group); r++)
+        t->state[r] = (unsigned char)(peer[r].arrived ? (int)DDP_RANK_ARRIVED : missing);
     return ddp_call_timed_out(group, t->call, t->state);
 }
 
@@ -6625,7 +6699,8 @@ static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline)
         int missing = ddp__tcp_pump(group, t);
         for (int r = 0; r < t->venue.count; r++)
             if (!t->venue.peer[r].arrived && t->venue.peer[r].fd < 0)
-                ddp_error_save(&t->cause, ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) has destroyed this group", r, t->venue.peer[r].who));
+                ddp_error_save(&t->cause, ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) has destroyed this group",
+                                                   r, t->venue.peer[r].who));
         ddp_error_save(&t->cause, ddp_group_check_lost(group));
         double now = ddp_now();
         int overdue = missing && now > deadline;
@@ -6668,14 +6743,16 @@ static ddp__frame ddp__tcp_answer_of(const ddp_call *call, int world_size) {
 
 /* Compares the head of a peer's frame with the one that this rank's call implies, before any byte of the data
    is used. */
-static ddp_result ddp__tcp_check(const ddp_group *group, const ddp_call *call, int rank, const ddp__peer *p, const ddp__frame *expected) {
+static ddp_result ddp__tcp_check(const ddp_group *group, const ddp_call *call, int rank, const ddp__peer *p,
+                                 const ddp__frame *expected) {
     const ddp__frame *frame = &p->data;
     DDP_TRY(ddp_call_compare(ddp_rank(group), expected->call, rank, frame->call));
     if (frame->size == expected->size && frame->result == expected->result) return DDP_OK;
     return ddp_fail(DDP_ERR_MISMATCH,
                     "rank %d (%s) sent a frame of %llu bytes for %s, which needs %llu; build all ranks "
                     "with the same header",
-                    rank, p->who, (unsigned long long)frame->size, ddp_call_name(call->kind), (unsigned long long)expected->size);
+                    rank, p->who, (unsigned long long)frame->size, ddp_call_name(call->kind),
+                    (unsigned long long)expected->size);
 }
 
 /* On rank 0, when the data of all ranks has arrived: compares the calls and builds the answer. */
@@ -6691,7 +6768,8 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp_call *c
         peer[r].arrived = 0;
     }
     if (adds && !frame.result) /* overwrites rank 0's data */
-        ddp_reduce_tree(t->data->bytes, t->source, ddp_world_size(group), frame.size / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor);
+        ddp_reduce_tree(t->data->bytes, t->source, ddp_world_size(group),
+                        frame.size / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor);
     DDP_TRY(ddp__room(group, &t->out, at + frame.size));
     memcpy(t->out.bytes, &frame, sizeof frame);
     for (int r = 0; r < parts && frame.size; at += peer[r++].data.size)
@@ -6702,7 +6780,8 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp_call *c
 /* Copies the part of this rank from the answer. */
 static void ddp__tcp_take(const ddp_group *group, const ddp_call *call, const unsigned char *answer) {
     for (int r = 0; r < (ddp_call_adds(call) ? 1 : ddp_world_size(group)); r++) {
-        ddp_bytes from = ddp_call_sends(call, r, ddp_rank(group)), to = ddp_call_receives(call, ddp_rank(group), r);
+        ddp_bytes from = ddp_call_sends(call, r, ddp_rank(group)),
+                  to = ddp_call_receives(call, ddp_rank(group), r);
         if (to.size) memcpy((unsigned char *)call->recv + to.begin, answer + from.begin, to.size);
         answer += ddp_call_send_size(call, r, ddp_world_size(group));
     }
@@ -6718,7 +6797,8 @@ static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp_cal
     size_t head = hub ? 0 : sizeof frame;
     DDP_TRY(ddp__room(group, own, head + frame.size));
     memcpy(hub ? (unsigned char *)&p->data : own->bytes, &frame, sizeof frame);
-    if (frame.size) memcpy(own->bytes + head, call->kind == DDP_CALL_BROADCAST ? call->recv : call->send, frame.size);
+    if (frame.size)
+        memcpy(own->bytes + head, call->kind == DDP_CALL_BROADCAST ? call->recv : call->send, frame.size);
     p->arrived = hub;
     /* if this fails, the wait reports why */
     if (!hub && p->fd >= 0) ddp__send_all(p->fd, own->bytes, head + frame.size, deadline);
@@ -6728,9 +6808,13 @@ static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp_cal
     if (!hub) DDP_TRY(ddp__tcp_check(group, call, 0, p, &frame));
     for (int r = 1; r < t->venue.count; r++)
         /* After a failed send the connection is shut down, and the next call reports it. */
-        if (!ddp__send_all(p[r].fd, t->out.bytes, sizeof frame + frame.size, deadline)) shutdown(p[r].fd, SHUT_RDWR);
-    if (frame.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank, and no calls with counts; for more build with "
-                                      "DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
+        if (!ddp__send_all(p[r].fd, t->out.bytes, sizeof frame + frame.size, deadline))
+            shutdown(p[r].fd, SHUT_RDWR);
+    if (frame.result)
+        return ddp_fail(
+            DDP_ERR_UNSUPPORTED,
+            "the tcp backend carries up to 64 KiB per rank, and no calls with counts; for more build with "
+            "DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
     ddp__tcp_take(group, call, hub ? t->out.bytes + sizeof frame : t->data->bytes);
     return DDP_OK;
 }
@@ -6768,7 +6852,8 @@ static ddp_result ddp__tcp_status(const ddp_group *group, void *state) {
 
 static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__tcp *t = (ddp__tcp *)state;
-    ddp_result result = ddp__tcp_look(group, t, call, 0) == DDP_OK ? ddp__tcp_exchange(group, t, call) : DDP_ERR_POISONED;
+    ddp_result result = ddp__tcp_look(group, t, call, 0) == DDP_OK ? ddp__tcp_exchange(group, t, call)
+                                                                   : DDP_ERR_POISONED;
     if (result != DDP_OK && result != DDP_ERR_UNSUPPORTED) {
         ddp__tcp_poison(group, t, result, ddp_last_error());
         result = DDP_ERR_POISONED;
@@ -6791,8 +6876,12 @@ static void ddp__tcp_close(ddp_group *group, void *state) {
    peer has failed, also while nothing is sent. */
 static void ddp__tcp_tune(int fd, int timeout_ms) {
     int seconds = timeout_ms / 8000 > 0 ? timeout_ms / 8000 : 1;
-    int options[][3] = {{IPPROTO_TCP, TCP_NODELAY, 1}, {SOL_SOCKET, SO_KEEPALIVE, 1}, {IPPROTO_TCP, TCP_KEEPIDLE, seconds},
-                        {IPPROTO_TCP, TCP_KEEPINTVL, seconds}, {IPPROTO_TCP, TCP_KEEPCNT, 3}, {IPPROTO_TCP, TCP_USER_TIMEOUT, timeout_ms - timeout_ms / 4}};
+    int options[][3] = {{IPPROTO_TCP, TCP_NODELAY, 1},
+                        {SOL_SOCKET, SO_KEEPALIVE, 1},
+                        {IPPROTO_TCP, TCP_KEEPIDLE, seconds},
+                        {IPPROTO_TCP, TCP_KEEPINTVL, seconds},
+                        {IPPROTO_TCP, TCP_KEEPCNT, 3},
+                        {IPPROTO_TCP, TCP_USER_TIMEOUT, timeout_ms - timeout_ms / 4}};
     for (int i = 0; i < 6; i++) setsockopt(fd, options[i][0], options[i][1], &options[i][2], sizeof(int));
 }
 
@@ -6803,7 +6892,8 @@ static void ddp__tcp_tune(int fd, int timeout_ms) {
    them. */
 static ddp__tcp *ddp__tcp_new(ddp_group *group, const ddp__venue *venue, int split) {
     size_t w = (size_t)ddp_world_size(group);
-    size_t size = sizeof(ddp__tcp) + w * (sizeof(ddp__card) + sizeof(void *) + sizeof(ddp__buffer) + 1 + DDP__ANNOUNCED);
+    size_t size = sizeof(ddp__tcp) +
+                  w * (sizeof(ddp__card) + sizeof(void *) + sizeof(ddp__buffer) + 1 + DDP__ANNOUNCED);
     ddp__tcp *t = (ddp__tcp *)ddp_host_alloc(group, size);
     if (!t) return NULL;
     pthread_mutex_init(&t->lock, NULL);
@@ -6825,7 +6915,8 @@ static ddp__tcp *ddp__tcp_new(ddp_group *group, const ddp__venue *venue, int spl
 /* Connects the ranks. Each of them then sends its card to all others. */
 static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t) {
     ddp__card mine;
-    const ddp_call call = {DDP_CALL_ALL_GATHER, DDP_U64, DDP_OP_SUM, -1, 0, 0, mine, t->card, DDP__CARD_WORDS, NULL, NULL, NULL, NULL, 0, 0, DDP_IN_NO_CALL};
+    const ddp_call call = {DDP_CALL_ALL_GATHER, DDP_U64, DDP_OP_SUM, -1, 0, 0, mine, t->card, DDP__CARD_WORDS,
+                           NULL, NULL, NULL, NULL, 0, 0, DDP_IN_NO_CALL};
     ddp__peer *p = t->venue.peer;
     ddp__card_here(mine);
     DDP_TRY(ddp__meet(&t->venue, NULL));
@@ -6873,7 +6964,8 @@ static ddp_result ddp__tcp_open(ddp_group *group, ddp__tcp *t, void **state) {
 /* The leader of each new group sends its addresses to all ranks of the parent and, unless local is 1, the
    port at which it listens. leader: of this rank's new group, as a rank of the parent. venue: of this rank's
    new group; NULL = it joins none. */
-static ddp_result ddp__tcp_announce(ddp_group *parent, const ddp__tcp *t, ddp__venue *venue, int leader, int local) {
+static ddp_result ddp__tcp_announce(ddp_group *parent, const ddp__tcp *t, ddp__venue *venue, int leader,
+                                    int local) {
     char mine[DDP__ANNOUNCED] = "", *theirs;
     if (venue && leader == ddp_rank(parent)) {
         int *listener = &venue->peer[venue->count - 1].fd;
@@ -6884,20 +6976,23 @@ static ddp_result ddp__tcp_announce(ddp_group *parent, const ddp__tcp *t, ddp__v
     /* Usually small: few machines have many addresses. */
     DDP_TRY(ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL));
     if (size <= strlen(mine) || size > sizeof mine)
-        return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_group_split", parent, "a rank announces %llu bytes, allowed are %zu",
-                           (unsigned long long)size, sizeof mine);
+        return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_group_split", parent,
+                           "a rank announces %llu bytes, allowed are %zu", (unsigned long long)size,
+                           sizeof mine);
     DDP_TRY(ddp_all_gather(parent, mine, t->announced, size, DDP_U8, NULL));
     if (!venue) return DDP_OK;
     theirs = t->announced + size * (uint64_t)leader;
     theirs[size - 1] = 0;
     if (ddp__venue_hear(venue, 0, theirs) && (local || venue->port)) return DDP_OK;
-    return ddp_fail_in(DDP_ERR_SYSTEM, "ddp_group_split", parent, "rank %d could not listen at any port", leader);
+    return ddp_fail_in(DDP_ERR_SYSTEM, "ddp_group_split", parent, "rank %d could not listen at any port",
+                       leader);
 }
 
 /* Members on one machine connect there and use the local backend. Others connect to the new group's rank 0;
    its addresses are sent over the parent. First all ranks agree that each has the memory for this, because a
    rank without memory would not connect, and others would wait for it. */
-static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members,
+                                 int member_count, void **child_state) {
     const ddp__tcp *t = (const ddp__tcp *)state;
     int local = member_count <= DDP_MAX_LOCAL_RANKS;
     ddp__tcp *made = NULL;
@@ -6944,10 +7039,13 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     if (out->timeout_ms == 0) out->timeout_ms = 600000;
     if (!out->name) out->name = "world";
     if (!out->device) out->device = ddp_device_cpu();
-    DDP_CHECK(who, NULL, out->timeout_ms >= 0, "timeout_ms=%d; use a positive number, or 0 for ten minutes", out->timeout_ms);
-    DDP_CHECK(who, NULL, out->world_size == 0 || (out->world_size > 0 && out->rank >= 0 && out->rank < out->world_size),
-               "rank=%d with world_size=%d; ranks are 0 to world_size - 1", out->rank, out->world_size);
-    DDP_CHECK(who, NULL, (unsigned)out->order <= DDP_ORDER_ANY, "order=%d is not a ddp_order", (int)out->order);
+    DDP_CHECK(who, NULL, out->timeout_ms >= 0, "timeout_ms=%d; use a positive number, or 0 for ten minutes",
+              out->timeout_ms);
+    DDP_CHECK(who, NULL,
+              out->world_size == 0 || (out->world_size > 0 && out->rank >= 0 && out->rank < out->world_size),
+              "rank=%d with world_size=%d; ranks are 0 to world_size - 1", out->rank, out->world_size);
+    DDP_CHECK(who, NULL, (unsigned)out->order <= DDP_ORDER_ANY, "order=%d is not a ddp_order",
+              (int)out->order);
     DDP_CHECK(who, NULL, !out->alloc_fn == !out->free_fn, "set both alloc_fn and free_fn, or neither");
     if (!out->alloc_fn) { out->alloc_fn = ddp__malloc_default; out->free_fn = ddp__free_default; }
     return DDP_OK;
@@ -6982,8 +7080,7 @@ static void ddp__group_delete(ddp_group *group) {
 /* Creates a group without the state of its backend. desc is resolved. parent: of a split, or NULL. Sets *out
    only on success. */
 static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend,
-                                 int rank,
-                                 int world_size, ddp_group *parent) {
+                                 int rank, int world_size, ddp_group *parent) {
     size_t w = (size_t)world_size, size = sizeof(ddp_group) + w * (sizeof(ddp__vote) + sizeof(int));
     ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
     if (!group) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated",
@@ -6992,7 +7089,8 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     int *in_rank = (int *)mmap(NULL, DDP__PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (in_rank == MAP_FAILED) {
         ddp__aligned_free(desc->free_fn, desc->user, group);
-        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: a page could not be mapped: %s", strerror(errno));
+        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: a page could not be mapped: %s",
+                        strerror(errno));
     }
     madvise(in_rank, DDP__PAGE, 18 /* MADV_WIPEONFORK; Linux before 4.14 does without */);
     *in_rank = 1;
@@ -7009,7 +7107,8 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     group->device = desc->device;
     group->device_index = ddp__here.device_plus_1 - 1;
     group->queued = backend->enqueues || desc->device->use_stream;
-    if (desc->order == DDP_ORDER_DEFAULT) group->desc.order = backend->default_order ? backend->default_order : DDP_ORDER_TREE;
+    if (desc->order == DDP_ORDER_DEFAULT)
+        group->desc.order = backend->default_order ? backend->default_order : DDP_ORDER_TREE;
     pthread_mutex_init(&group->lock, NULL);
     pthread_cond_init(&group->work_cond, NULL);
     pthread_cond_init(&group->done_cond, NULL);
@@ -7026,7 +7125,8 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
 static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend,
                                  const ddp__identity *id, ddp__venue *v) {
     ddp_group *group = NULL;
-    ddp_result result = ddp__group_new(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank, id->world_size, NULL);
+    ddp_result result =
+        ddp__group_new(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank, id->world_size, NULL);
     /* Participates without a group, so that other ranks do not wait for this one. */
     if (result != DDP_OK && id->world && backend == &ddp__backend_local) {
         ddp_saved_error first = {DDP_OK, ""};
@@ -7051,8 +7151,8 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
     return result;
 }
 
-DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, const char *token, const int *ranks, int count,
-                                         int timeout_ms) {
+DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, const char *token,
+                                         const int *ranks, int count, int timeout_ms) {
     ddp_group_desc desc = whole->desc;
     ddp__identity here = DDP_ZERO;
     ddp__venue v = DDP_ZERO;
@@ -7096,13 +7196,16 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
 static const char *const ddp__schemes[DDP__SCHEMES] = {"self://", "env://", "mpi://", "tcp://", "file://"};
 
 /* Chooses the backend and the rendezvous of a world, and creates it. */
-static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id, int scheme) {
+static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id,
+                              int scheme) {
     const char *host = ddp__env_text("MASTER_ADDR");
     int url = scheme >= DDP__BY_TCP, mpi = scheme == DDP__BY_MPI, alone = scheme == DDP__BY_SELF;
     ddp__venue v = DDP_ZERO;
     snprintf(v.token, sizeof v.token, "%s", id->token);
-    DDP__JOIN_NEED(!alone || id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d", id->world_size);
-    DDP__JOIN_NEED(!url || desc->world_size > 0 || id->size_variable, "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
+    DDP__JOIN_NEED(!alone || id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d",
+                   id->world_size);
+    DDP__JOIN_NEED(!url || desc->world_size > 0 || id->size_variable,
+                   "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
                    desc->init_method);
     if (!alone && desc->backend) return ddp__world_new(out, desc, desc->backend, id, NULL);
     if (!mpi && id->heap) return ddp__world_new(out, desc, &ddp__backend_local, id, NULL);
@@ -7116,9 +7219,13 @@ static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const
         return ddp_group_create_mpi(out, &d);
     }
 #endif
-    if (mpi) return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"mpi://\" needs a backend that this build does not have");
+    if (mpi)
+        return ddp_fail(
+            DDP_ERR_UNSUPPORTED,
+            "ddp_group_create: init_method \"mpi://\" needs a backend that this build does not have");
     /* MASTER_ADDR names a machine, and the number of ranks on this machine is unknown. */
-    int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host) && !*ddp__env_text("LOCAL_WORLD_SIZE") &&
+    int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host) &&
+                    !*ddp__env_text("LOCAL_WORLD_SIZE") &&
                     (desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0);
     if (!url && id->local_world_size == id->world_size && !elsewhere)
         return ddp__world_new(out, desc, &ddp__backend_local, id, &v);
@@ -7137,9 +7244,13 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     if (out) *out = NULL;
     DDP__NEED(out, "out is NULL");
     DDP_TRY(ddp__group_desc_resolve(__func__, desc, &d));
-    while (scheme < DDP__SCHEMES && strncmp(d.init_method, ddp__schemes[scheme], strlen(ddp__schemes[scheme])) != 0) scheme++;
-    DDP__NEED(scheme < DDP__SCHEMES && (scheme >= DDP__BY_TCP || strcmp(d.init_method, ddp__schemes[scheme]) == 0),
-              "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"", d.init_method);
+    while (scheme < DDP__SCHEMES &&
+           strncmp(d.init_method, ddp__schemes[scheme], strlen(ddp__schemes[scheme])) != 0)
+        scheme++;
+    DDP__NEED(
+        scheme < DDP__SCHEMES && (scheme >= DDP__BY_TCP || strcmp(d.init_method, ddp__schemes[scheme]) == 0),
+        "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"",
+        d.init_method);
     DDP_TRY(ddp__identity_of(&id, &d, scheme));
     return ddp__create(out, &d, &id, scheme);
 }
@@ -7151,7 +7262,8 @@ static int ddp__split_members(const int32_t *table, int world_size, int rank, in
     for (int r = 0; r < world_size; r++) {
         int at = count;
         if (table[2 * r] != table[2 * rank]) continue;
-        for (; at > 0 && table[2 * members[at - 1] + 1] > table[2 * r + 1]; at--) members[at] = members[at - 1];
+        for (; at > 0 && table[2 * members[at - 1] + 1] > table[2 * r + 1]; at--)
+            members[at] = members[at - 1];
         members[at] = r;
         count++;
     }
@@ -7186,11 +7298,14 @@ static const char *ddp__difference(const char *a, const char *b, int *length) {
 }
 
 /* Fails with the difference between the descriptions of rank 0 and rank `other`. */
-static ddp_result ddp__disagree(ddp_group *group, const char *who, const char *zero, int other, const char *others) {
+static ddp_result ddp__disagree(ddp_group *group, const char *who, const char *zero, int other,
+                                const char *others) {
     int lengths[2];
-    const char *a = ddp__difference(zero, others, &lengths[0]), *b = ddp__difference(others, zero, &lengths[1]);
-    return ddp_fail_in(DDP_ERR_MISMATCH, who, group, "ranks differ: rank 0 %.*s, rank %d %.*s; give every rank the same",
-                       lengths[0], a, other, lengths[1], b);
+    const char *a = ddp__difference(zero, others, &lengths[0]),
+               *b = ddp__difference(others, zero, &lengths[1]);
+    return ddp_fail_in(DDP_ERR_MISMATCH, who, group,
+                       "ranks differ: rank 0 %.*s, rank %d %.*s; give every rank the same", lengths[0], a,
+                       other, lengths[1], b);
 }
 
 /* Returns the part of an error line that every rank of this group can show after its own prefix (rank, call,
@@ -7222,8 +7337,8 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
     ddp__vote vote = {mine, 0, hash};
     int first, mismatch = 0, inner = 0, named = 0;
     snprintf(own, sizeof own, "%s", mine == DDP_OK ? "" : ddp_last_error());
-    ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, &vote, group->votes, sizeof vote, DDP_U8,
-                                            DDP_OP_SUM, -1);
+    ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, &vote, group->votes, sizeof vote,
+                                            DDP_U8, DDP_OP_SUM, -1);
     if (result != DDP_OK && mine != DDP_OK) return ddp_fail(mine, "%s", own);
     /* The line names a call that the user did not make. */
     if (result != DDP_OK)
@@ -7235,8 +7350,7 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
         if (mismatch) snprintf(text[i], sizeof text[i], "%.*s", DDP_AGREE_TEXT, what);
         else memcpy(text[i], own, sizeof own);
         DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, text[i], text[i], sizeof text[i], DDP_U8,
-                                    DDP_OP_SUM,
-                                    i ? first : 0));
+                                    DDP_OP_SUM, i ? first : 0));
     }
     if (mismatch) return ddp__disagree(group, who, text[0], first, text[1]);
     mine = (ddp_result)group->votes[first].result;
@@ -7259,8 +7373,8 @@ DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const ch
     return agreed ? mine : ddp_agree(groups[0], who, mine, hash, what);
 }
 
-DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *who, ddp_result mine, const void *list, int count,
-                                 ddp_describe_fn describe, int *differs) {
+DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *who, ddp_result mine, const void *list,
+                                 int count, ddp_describe_fn describe, int *differs) {
     char text[DDP_AGREE_TEXT] = "";
     uint64_t all = DDP_HASH_SEED;
     for (int i = 0; i < count && mine == DDP_OK; i++) {
@@ -7281,8 +7395,9 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     DDP_PUBLIC_CALL(ddp_group_split);
     DDP__NEED(group && out, "group or out is NULL");
     *out = NULL;
-    if (!group->backend->split) return DDP__GROUP_FAIL(group, DDP_ERR_UNSUPPORTED, "%s: the %s backend makes no groups",
-                              ddp_public_call_name("ddp_group_split"), group->backend->name);
+    if (!group->backend->split)
+        return DDP__GROUP_FAIL(group, DDP_ERR_UNSUPPORTED, "%s: the %s backend makes no groups",
+                               ddp_public_call_name("ddp_group_split"), group->backend->name);
     int32_t mine[2] = {color < 0 ? -1 : color, key};
     int32_t *table = (int32_t *)(void *)group->votes;
     int *members = (int *)(table + 2 * group->world_size), count = 0, me = 0;
@@ -7343,7 +7458,8 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
     if (!group || ddp_group_is_forked(group)) return; /* a forked process must not touch the group */
     if (group->thread_started || group->no_thread) {
         char text[96];
-        snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank, (int)getpid());
+        snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank,
+                 (int)getpid());
         pthread_mutex_lock(&group->lock);
         int pending = group->head || group->running || group->p2p;
         group->thread_end.done = 1;
@@ -7402,7 +7518,8 @@ DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *tex
     const char *begun = strstr(text, DDP__CAUSE), *rest = NULL;
     int rank, size, at = 0;
     if (ddp_group_is_forked(group)) return;
-    if (!begun && sscanf(text, "rank %d/%d %63[a-z0-9_]%n", &rank, &size, who, &at) == 3) rest = strstr(text + at, ": ");
+    if (!begun && sscanf(text, "rank %d/%d %63[a-z0-9_]%n", &rank, &size, who, &at) == 3)
+        rest = strstr(text + at, ": ");
     if (rest) {
         const char *in = strstr(text + at, " group=");
         if (in && in < rest) sscanf(in, " group=%31[^ :]", name);
@@ -7421,7 +7538,9 @@ DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to) {
     const char *in = strncmp(text, begin, strlen(begin)) == 0 ? strstr(text, " in ddp_") : NULL;
     /* A group before this one may have passed the cause on already. */
     if (strstr(text, " of group=")) snprintf(line, sizeof line, "%s", text);
-    else if (in) snprintf(line, sizeof line, "%s%d of group=%s%.400s", begin, atoi(text + strlen(begin)), group->name, in);
+    else if (in)
+        snprintf(line, sizeof line, "%s%d of group=%s%.400s", begin, atoi(text + strlen(begin)), group->name,
+                 in);
     else snprintf(line, sizeof line, DDP__CAUSE "group=%s: %.400s", group->name, text);
     ddp_group_poison(to, cause, line);
 }
@@ -7451,7 +7570,10 @@ DDPDEF void ddp_group_on_wait(ddp_group *group, void (*fn)(void *argument), void
 DDPDEF void ddp_group_on_destroy(ddp_group *group, void (*fn)(ddp_group *group)) { group->destroy_fn = fn; }
 DDPDEF void ddp_group_no_thread(ddp_group *group) { group->no_thread = 1; }
 
-DDPDEF void ddp_group_set_local(ddp_group *group, int rank, int world_size) { group->local_rank = rank; group->local_world_size = world_size; }
+DDPDEF void ddp_group_set_local(ddp_group *group, int rank, int world_size) {
+    group->local_rank = rank;
+    group->local_world_size = world_size;
+}
 
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out) {
     DDP_PUBLIC_CALL(ddp_group_alloc);
@@ -7492,7 +7614,8 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
     a = *link;
     DDP_CHECK(__func__, group, a, "%p did not come from ddp_group_alloc of this group", memory);
     int length = snprintf(what, sizeof what, "ddp_group_free block=%llu", (unsigned long long)a->number);
-    ddp_result result = ddp_agree(group, __func__, DDP_OK, ddp_hash(DDP_HASH_SEED, what, (size_t)length), what);
+    ddp_result result =
+        ddp_agree(group, __func__, DDP_OK, ddp_hash(DDP_HASH_SEED, what, (size_t)length), what);
     if (result == DDP_ERR_MISMATCH) return result; /* otherwise no rank uses it any more */
     *link = a->next;
     if (group->backend->free) {
@@ -7595,7 +7718,8 @@ static void ddp__mpi_tell(ddp__mpi *s, int to, int kind) {
     ddp__mpi_notice *notice = &s->notice[kind];
     notice->kind = kind;
     if (to == s->rank) return;
-    if (MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, to, DDP__MPI_NOTICE, s->comm, &request) == MPI_SUCCESS)
+    if (MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, to, DDP__MPI_NOTICE, s->comm, &request) ==
+        MPI_SUCCESS)
         MPI_Request_free(&request);
 }
 
@@ -7635,11 +7759,12 @@ static void ddp__mpi_listen(void *state) {
     MPI_Message message;
     MPI_Status status;
     int there = 0;
-    while (MPI_Improbe(MPI_ANY_SOURCE, DDP__MPI_NOTICE, s->comm, &there, &message, &status) == MPI_SUCCESS && there &&
-           MPI_Mrecv(&notice, (int)sizeof notice, MPI_BYTE, &message, &status) == MPI_SUCCESS) {
+    while (MPI_Improbe(MPI_ANY_SOURCE, DDP__MPI_NOTICE, s->comm, &there, &message, &status) == MPI_SUCCESS &&
+           there && MPI_Mrecv(&notice, (int)sizeof notice, MPI_BYTE, &message, &status) == MPI_SUCCESS) {
         int from = status.MPI_SOURCE, in_this_call = notice.seq >= s->call.seq;
         if (notice.kind == DDP__NOTICE_WHO) ddp__mpi_tell(s, from, DDP__NOTICE_HERE);
-        if (notice.kind == DDP__NOTICE_HERE) s->here[from] = in_this_call ? DDP_RANK_ARRIVED : DDP_RANK_BEHIND;
+        if (notice.kind == DDP__NOTICE_HERE)
+            s->here[from] = in_this_call ? DDP_RANK_ARRIVED : DDP_RANK_BEHIND;
         if (notice.kind == DDP__NOTICE_FAILED) {
             __atomic_store_n(&s->told, 1u, __ATOMIC_RELEASE);
             ddp_group_add_lost(s->local, notice.lost, (ddp_result)notice.code, notice.text);
@@ -7662,7 +7787,8 @@ static ddp_result ddp__mpi_status(const ddp_group *group, void *state) {
 
 /* Handles a timeout of a call. Sends DDP__NOTICE_WHO to the ranks first, first + step, ... up to last. Ranks
    that wait for MPI answer within half a second. The others are silent, and the error line names them. */
-static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s, const ddp_call *call, int first, int last, int step) {
+static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s, const ddp_call *call, int first, int last,
+                             int step) {
     memset(s->here, DDP_RANK_ARRIVED, (size_t)s->world_size);
     for (int r = first; r <= last; r += step) {
         if (r != s->rank) s->here[r] = DDP_RANK_SILENT;
@@ -7741,8 +7867,7 @@ static ddp_result ddp__mpi_post(ddp__mpi *s, int sends, void *memory, size_t hea
 static ddp_result ddp__mpi_start(ddp__mpi *s, int sends, const void *memory, size_t size_bytes, int peer) {
     if (!size_bytes) return DDP_OK;
     DDP_TRY(ddp__mpi_post(s, sends, (void *)(uintptr_t)memory, 0, 0, size_bytes, peer * s->step,
-                          DDP__MPI_DATA,
-                          &s->requests[s->request_count]));
+                          DDP__MPI_DATA, &s->requests[s->request_count]));
     s->request_count++;
     s->messages = 1;
     return DDP_OK;
@@ -7750,7 +7875,9 @@ static ddp_result ddp__mpi_start(ddp__mpi *s, int sends, const void *memory, siz
 
 /* Returns the peer of turn i. In each turn a rank sends to one peer and receives from another, and no two
    ranks send to the same one. */
-static int ddp__mpi_peer(const ddp__mpi *s, int i) { return (s->rank / s->step + i) % (s->world_size / s->step); }
+static int ddp__mpi_peer(const ddp__mpi *s, int i) {
+    return (s->rank / s->step + i) % (s->world_size / s->step);
+}
 
 /* Executes a call that adds nothing: one exchange. */
 static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
@@ -7764,7 +7891,8 @@ static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *c
         DDP_TRY(ddp__mpi_start(s, 1, send + out.begin, out.size, to));
     }
     ddp_bytes out = ddp_call_sends(call, me, me), in = ddp_call_receives(call, me, me);
-    if (in.size && out.size && recv + in.begin != send + out.begin) memcpy(recv + in.begin, send + out.begin, in.size);
+    if (in.size && out.size && recv + in.begin != send + out.begin)
+        memcpy(recv + in.begin, send + out.begin, in.size);
     return ddp__mpi_wait(group, s);
 }
 
@@ -7836,7 +7964,8 @@ static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_c
     part.dtype = ddp_sum_dtype(call->dtype);
     size_t element = ddp_dtype_size(call->dtype), most = DDP__MPI_CHUNK_BYTES / ddp_dtype_size(part.dtype), n;
     int leads = ddp_rank(s->local) == 0, converts = part.dtype != call->dtype;
-    if (converts && !s->wide && !(s->wide = (float *)ddp_host_alloc(group, most * sizeof(float)))) return DDP_ERR_NO_MEMORY;
+    if (converts && !s->wide && !(s->wide = (float *)ddp_host_alloc(group, most * sizeof(float))))
+        return DDP_ERR_NO_MEMORY;
     for (size_t first = 0; first < call->count; first += n) {
         const unsigned char *send = (const unsigned char *)call->send + first * element;
         unsigned char *recv = (unsigned char *)call->recv + first * element;
@@ -7869,16 +7998,21 @@ static ddp_result ddp__mpi_whole(ddp_group *group, ddp__mpi *s, const ddp_call *
     static const MPI_Op ops[] = {MPI_SUM, MPI_SUM, MPI_MIN, MPI_MAX, MPI_PROD};
     MPI_Op op = ops[call->op];
     size_t element = ddp_dtype_size(call->dtype), most = DDP__MPI_PIECE_BYTES / element, n;
-    int moves = call->kind == DDP_CALL_BROADCAST, gets = call->kind == DDP_CALL_ALL_REDUCE || s->rank == call->root;
+    int moves = call->kind == DDP_CALL_BROADCAST,
+        gets = call->kind == DDP_CALL_ALL_REDUCE || s->rank == call->root;
     for (size_t first = 0; first < call->count; first += n) {
         unsigned char *recv = (unsigned char *)call->recv + first * element;
-        const void *send = moves || (call->send == call->recv && gets) ? MPI_IN_PLACE : (const unsigned char *)call->send + first * element;
+        const void *send = moves || (call->send == call->recv && gets)
+                               ? MPI_IN_PLACE
+                               : (const unsigned char *)call->send + first * element;
         n = call->count - first < most ? call->count - first : most;
         if (moves) DDP__MPI_RUN(group, s, MPI_Ibcast, recv, (int)(n * element), MPI_BYTE, call->root);
-        else if (call->kind == DDP_CALL_ALL_REDUCE) DDP__MPI_RUN(group, s, MPI_Iallreduce, send, recv, (int)n, type, op);
+        else if (call->kind == DDP_CALL_ALL_REDUCE)
+            DDP__MPI_RUN(group, s, MPI_Iallreduce, send, recv, (int)n, type, op);
         else DDP__MPI_RUN(group, s, MPI_Ireduce, send, gets ? recv : NULL, (int)n, type, op, call->root);
     }
-    if (!moves && call->op == DDP_OP_AVG && gets) ddp_device_cpu()->divide(call->recv, call->count, call->dtype, call->divisor);
+    if (!moves && call->op == DDP_OP_AVG && gets)
+        ddp_device_cpu()->divide(call->recv, call->count, call->dtype, call->divisor);
     return DDP_OK;
 }
 
@@ -7923,11 +8057,13 @@ static ddp_result ddp__mpi_carry(ddp_group *group, ddp__mpi *s, const ddp_call *
     DDP_TRY(ddp_group_cause(s->local));
     DDP_TRY(ddp__mpi_enter(group, s, call));
     if (call->kind == DDP_CALL_BARRIER || (call->count == 0 && !call->recv_counts)) return DDP_OK;
-    if (call->kind == DDP_CALL_BROADCAST || type != MPI_DATATYPE_NULL) return ddp__mpi_whole(group, s, call, type);
+    if (call->kind == DDP_CALL_BROADCAST || type != MPI_DATATYPE_NULL)
+        return ddp__mpi_whole(group, s, call, type);
     if (!ddp_call_adds(call)) return ddp__mpi_move(group, s, call);
     if (call->kind != DDP_CALL_ALL_REDUCE) return ddp__mpi_flat(group, s, call, 1);
     double start = ddp_now();
-    DDP_TRY(s->method == DDP__MPI_FLAT ? ddp__mpi_flat(group, s, call, 1) : ddp__mpi_by_machine(group, s, call));
+    DDP_TRY(s->method == DDP__MPI_FLAT ? ddp__mpi_flat(group, s, call, 1)
+                                       : ddp__mpi_by_machine(group, s, call));
     ddp_tuner_learn(ddp__mpi_tuner(s, call), s->method, ddp_now() - start);
     return DDP_OK;
 }
@@ -7958,8 +8094,10 @@ static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_ca
     m->call = *call;
     m->dtype = (uint64_t)call->dtype;
     m->count = call->count;
-    ddp_result result = ddp__mpi_post(s, call->kind == DDP_CALL_SEND, m, 2 * sizeof(uint64_t), (MPI_Aint)((uintptr_t)data - (uintptr_t)m),
-                                      call->count * ddp_dtype_size(call->dtype), call->root, tag, &m->request);
+    ddp_result result = ddp__mpi_post(s, call->kind == DDP_CALL_SEND, m, 2 * sizeof(uint64_t),
+                                      (MPI_Aint)((uintptr_t)data - (uintptr_t)m),
+                                      call->count * ddp_dtype_size(call->dtype), call->root, tag,
+                                      &m->request);
     if (result != DDP_OK) ddp_host_free(group, m);
     return result;
 }
@@ -7984,10 +8122,12 @@ static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request
     MPI_Error_class(error, &kind);
     if (kind != MPI_SUCCESS && kind != MPI_ERR_TRUNCATE)
         return ddp__mpi_fail(s, ddp__mpi_result(error, "MPI_Test"));
-    ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d ddp_send %s count=%llu%s, rank %d ddp_recv "
-             "%s count=%llu (tag %d)", call->root, ddp_dtype_name((ddp_dtype)m->dtype),
-             (unsigned long long)m->count + (unsigned)same, same ? " or more" : "" /* truncated */, s->rank,
-             ddp_dtype_name(call->dtype), (unsigned long long)call->count, call->tag);
+    ddp_fail(DDP_ERR_MISMATCH,
+             "ranks made different calls: rank %d ddp_send %s count=%llu%s, rank %d ddp_recv "
+             "%s count=%llu (tag %d)",
+             call->root, ddp_dtype_name((ddp_dtype)m->dtype), (unsigned long long)m->count + (unsigned)same,
+             same ? " or more" : "" /* truncated */, s->rank, ddp_dtype_name(call->dtype),
+             (unsigned long long)call->count, call->tag);
     return ddp__mpi_fail(s, DDP_ERR_MISMATCH);
 }
 
@@ -8041,7 +8181,8 @@ static int ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[3], int *ranks) {
 
 /* Connects the ranks of this machine, unless `local` is their group already. The result is DDP_OK on all
    ranks if the ranks of every machine have connected. */
-static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine, ddp_group *local) {
+static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine,
+                                ddp_group *local) {
     uint64_t (*ids)[3] = (uint64_t (*)[3])(void *)s->scratch;
     int ranks[DDP_MAX_LOCAL_RANKS], count, timeout_ms = ddp_group_timeout_ms(group);
     char token[64];
@@ -8152,7 +8293,8 @@ static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *chil
     result = ddp_agree(parent, "ddp_group_split", result, 0, "");
     /* MPI_Comm_split blocks: all ranks call it, or none. */
     if (result == DDP_OK)
-        result = ddp__mpi_result(MPI_Comm_split(s->comm, child ? color : MPI_UNDEFINED, key, &comm), "MPI_Comm_split");
+        result = ddp__mpi_result(MPI_Comm_split(s->comm, child ? color : MPI_UNDEFINED, key, &comm),
+                                 "MPI_Comm_split");
     if (result != DDP_OK) {
         ddp__mpi_delete(child, made);
         ddp_group_destroy(part);
@@ -8164,8 +8306,9 @@ static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *chil
 }
 
 static const ddp_backend ddp__backend_mpi = {
-    "mpi", ddp__mpi_open, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split, ddp__mpi_alloc, ddp__mpi_free,
-    ddp__mpi_status, ddp__mpi_call_off, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
+    "mpi", ddp__mpi_open, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split,
+    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_status, ddp__mpi_call_off, ddp__mpi_close, 0, DDP_ORDER_TREE,
+    NULL, NULL, NULL, NULL, NULL};
 
 /* Runs at exit, if the first group initialised MPI. */
 static void ddp__mpi_end(void) {
@@ -8199,10 +8342,11 @@ static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_gro
               "comm joins two groups of processes; merge it first (MPI_Intercomm_merge)");
     DDP__MPI(MPI_Comm_rank, comm, &d.rank);
     DDP__MPI(MPI_Comm_size, comm, &d.world_size);
-    DDP_CHECK(who, NULL, desc->world_size <= 0 || (desc->rank == d.rank && desc->world_size == d.world_size),
-              "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d of %d; start with "
-              "the mpirun of the MPI that the program was built with",
-              desc->rank, desc->world_size, d.rank, d.world_size);
+    DDP_CHECK(
+        who, NULL, desc->world_size <= 0 || (desc->rank == d.rank && desc->world_size == d.world_size),
+        "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d of %d; start with "
+        "the mpirun of the MPI that the program was built with",
+        desc->rank, desc->world_size, d.rank, d.world_size);
     d.init_method = "mpi://";
     d.backend = &ddp__backend_mpi;
     d.backend_user = &comm;
@@ -8251,14 +8395,18 @@ static int ddp__mesh_find(const ddp_mesh *mesh, const char *name) {
 static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *who, const ddp_mesh_desc *desc) {
     long long ranks = 1, w = mesh->world->world_size;
     int open = -1;
-    DDP_CHECK(who, mesh->world, desc->ndim >= 1 && desc->ndim <= DDP_MAX_NDIM, "ndim=%d; use 1 to %d", desc->ndim, DDP_MAX_NDIM);
+    DDP_CHECK(who, mesh->world, desc->ndim >= 1 && desc->ndim <= DDP_MAX_NDIM, "ndim=%d; use 1 to %d",
+              desc->ndim, DDP_MAX_NDIM);
     for (int i = 0; i < desc->ndim; i++) {
         const char *name = desc->names[i] ? desc->names[i] : "";
         DDP_CHECK(who, mesh->world, *name && strlen(name) < DDP__MESH_NAME && !strpbrk(name, " ="),
-                   "names[%d] is \"%.32s\"; give each dimension a name of 1 to %d bytes without blanks or =", i, name, DDP__MESH_NAME - 1);
-        DDP_CHECK(who, mesh->world, ddp__mesh_find(mesh, name) == mesh->ndim, "two dimensions have the name \"%s\"", name);
+                  "names[%d] is \"%.32s\"; give each dimension a name of 1 to %d bytes without blanks or =",
+                  i, name, DDP__MESH_NAME - 1);
+        DDP_CHECK(who, mesh->world, ddp__mesh_find(mesh, name) == mesh->ndim,
+                  "two dimensions have the name \"%s\"", name);
         DDP_CHECK(who, mesh->world, desc->shape[i] > 0 || (desc->shape[i] == 0 && open < 0),
-                   "shape[%d]=%d; use 1 or more, and 0 = what is left in one place at most", i, desc->shape[i]);
+                  "shape[%d]=%d; use 1 or more, and 0 = what is left in one place at most", i,
+                  desc->shape[i]);
         if (desc->shape[i] == 0) open = i;
         else ranks = ranks > INT32_MAX ? ranks : ranks * desc->shape[i];
         mesh->shape[i] = desc->shape[i];
@@ -8268,10 +8416,13 @@ static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *who, const ddp_m
     if (open >= 0 && w % ranks == 0) ranks *= mesh->shape[open] = (int)(w / ranks);
     for (int i = 0; i < mesh->ndim; i++) {
         size_t used = strlen(mesh->text);
-        snprintf(mesh->text + used, sizeof mesh->text - used, "%s%s=%d", i ? " " : "", mesh->name[i], mesh->shape[i]);
+        snprintf(mesh->text + used, sizeof mesh->text - used, "%s%s=%d", i ? " " : "", mesh->name[i],
+                 mesh->shape[i]);
     }
-    DDP_CHECK(who, mesh->world, open < 0 || ranks == w, "%s is not possible: %lld ranks do not divide the world of %lld", mesh->text, ranks, w);
-    DDP_CHECK(who, mesh->world, ranks == w, "%s makes %lld ranks, and the world has %lld", mesh->text, ranks, w);
+    DDP_CHECK(who, mesh->world, open < 0 || ranks == w,
+              "%s is not possible: %lld ranks do not divide the world of %lld", mesh->text, ranks, w);
+    DDP_CHECK(who, mesh->world, ranks == w, "%s makes %lld ranks, and the world has %lld", mesh->text, ranks,
+              w);
     return DDP_OK;
 }
 
@@ -8291,7 +8442,9 @@ DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_me
     for (int i = mesh ? mesh->ndim - 1 : -1; i >= 0 && result == DDP_OK; stride *= mesh->shape[i--]) {
         int place = world->rank / stride % mesh->shape[i];
         result = ddp_group_split(world, world->rank - place * stride, place, &mesh->group[i]);
-        if (result == DDP_OK) snprintf(mesh->group[i]->name, sizeof mesh->group[i]->name, "%.14s.%s", world->name, mesh->name[i]);
+        if (result == DDP_OK)
+            snprintf(mesh->group[i]->name, sizeof mesh->group[i]->name, "%.14s.%s", world->name,
+                     mesh->name[i]);
     }
     if (result == DDP_OK) *out = mesh;
     else ddp_mesh_destroy(mesh);
@@ -8302,7 +8455,9 @@ DDPDEF ddp_group *ddp_mesh_group(ddp_mesh *mesh, const char *name) {
     int i = mesh && name ? ddp__mesh_find(mesh, name) : -1;
     if (i >= 0 && i < mesh->ndim) return mesh->group[i];
     if (i < 0) ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: mesh or name is NULL");
-    else ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: there is no dimension \"%.32s\"; the mesh is %s", name, mesh->text);
+    else
+        ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: there is no dimension \"%.32s\"; the mesh is %s", name,
+                 mesh->text);
     return NULL;
 }
 
@@ -8357,24 +8512,31 @@ typedef struct ddp__launch {
 } ddp__launch;
 
 /* Records the failure of a rank, and sets this thread's error line. ddp_launch reports the first failure. */
-#define DDP__LAUNCH_FAIL(launch, rank, result, text, ...) \
-    ddp__note_failure(launch, rank, ddp_fail(result, "ddp_launch: rank %d/%d " text, rank, (launch)->desc.world_size, __VA_ARGS__))
+#define DDP__LAUNCH_FAIL(launch, rank, result, text, ...)                                       \
+    ddp__note_failure(launch, rank, ddp_fail(result, "ddp_launch: rank %d/%d " text, rank,      \
+                                             (launch)->desc.world_size, __VA_ARGS__))
 
 static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result result) {
     ddp__job *job = launch->heap->job;
     uint32_t nobody = 0;
     snprintf(job->rank[rank].text, DDP__TEXT_MAX, "%s", ddp_last_error());
     job->rank[rank].result = (int32_t)result;
-    __atomic_compare_exchange_n(&job->failed_rank_plus_1, &nobody, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    __atomic_compare_exchange_n(&job->failed_rank_plus_1, &nobody, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL,
+                                __ATOMIC_ACQUIRE);
 }
 
-typedef struct ddp__launched_thread { ddp__launch *launch; int rank, started; pthread_t thread; } ddp__launched_thread;
+typedef struct ddp__launched_thread {
+    ddp__launch *launch;
+    int rank, started;
+    pthread_t thread;
+} ddp__launched_thread;
 
 /* Binds a rank to its contiguous share of the cores. With more ranks than cores it leaves this to the
    scheduler. */
 static void ddp__take_cores(const ddp__launch *launch, int rank) {
     ddp__cpus mine = DDP_ZERO;
-    int cores = (int)launch->heap->job->cores, w = launch->desc.world_size, first = rank * cores / w, last = (rank + 1) * cores / w, seen = 0;
+    int cores = (int)launch->heap->job->cores, w = launch->desc.world_size, first = rank * cores / w,
+        last = (rank + 1) * cores / w, seen = 0;
     if (launch->desc.no_affinity || w > cores) return;
     for (int cpu = 0; cpu < DDP__CPU_WORDS * DDP__CPU_BITS; cpu++) {
         unsigned long bit = launch->cpus.word[cpu / DDP__CPU_BITS] & 1ul << cpu % DDP__CPU_BITS;
@@ -8411,7 +8573,8 @@ static int ddp__set_thread_variables(const ddp__launch *launch) {
     char text[16];
     snprintf(text, sizeof text, "%d", launch->share);
     for (int i = 0; i < 2 && !launch->desc.no_affinity; i++)
-        if (!getenv(ddp__thread_variables[i]) && setenv(ddp__thread_variables[i], text, 0) == 0) set |= 1 << i;
+        if (!getenv(ddp__thread_variables[i]) && setenv(ddp__thread_variables[i], text, 0) == 0)
+            set |= 1 << i;
     return set;
 }
 
@@ -8433,7 +8596,8 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     if (result == DDP_OK && desc->group.backend) result = ddp_group_create_on(&plugged, world, &desc->group);
     if (result == DDP_OK) result = launch->fn(plugged ? plugged : world, launch->user);
     ddp__here = outside;
-    if (result != DDP_OK && !ddp_last_error()[0]) DDP__LAUNCH_FAIL(launch, rank, result, "returned %s", ddp_result_name(result));
+    if (result != DDP_OK && !ddp_last_error()[0])
+        DDP__LAUNCH_FAIL(launch, rank, result, "returned %s", ddp_result_name(result));
     else if (result != DDP_OK) ddp__note_failure(launch, rank, result);
     ddp_group_destroy(plugged);
     if (world) ddp_group_destroy(world); /* marks the rank as left */
@@ -8465,12 +8629,19 @@ static void ddp__record_end(ddp__launch *launch, int rank, int status) {
     if (ddp__load(&r->state) == DDP__RANK_LEFT && !number) return;
     r->signal_number = number;
     r->exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 0;
-    if (number) DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) was killed by signal %d", r->pid, number);
-    else DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) exited with status %d before its function returned", r->pid, r->exit_status);
+    if (number)
+        DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) was killed by signal %d", r->pid, number);
+    else
+        DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST,
+                         "(pid %d) exited with status %d before its function returned", r->pid,
+                         r->exit_status);
     ddp__store(&r->state, (uint32_t)DDP__RANK_LOST);
 }
 
-static void ddp__signal_ranks(const pid_t *pids, int count, int number) { for (int r = 0; r < count; r++) if (pids[r] > 0) kill(pids[r], number); }
+static void ddp__signal_ranks(const pid_t *pids, int count, int number) {
+    for (int r = 0; r < count; r++)
+        if (pids[r] > 0) kill(pids[r], number);
+}
 
 /* Watches the children until the last one has ended. SIGINT, SIGTERM and SIGCHLD are blocked and received
    here. */
@@ -8561,7 +8732,9 @@ static ddp_result ddp__launch_once(ddp__launch *launch) {
     for (int i = DDP__POOLS - 1; i >= 0; i--)
         if (launch->pool_threads[i]) ddp__thread_pools[i].set(launch->pool_threads[i]);
     uint32_t failed = ddp__load(&job->failed_rank_plus_1);
-    ddp_result result = failed ? ddp_fail((ddp_result)job->rank[failed - 1].result, "%s", job->rank[failed - 1].text) : DDP_OK;
+    ddp_result result =
+        failed ? ddp_fail((ddp_result)job->rank[failed - 1].result, "%s", job->rank[failed - 1].text)
+               : DDP_OK;
     ddp__heap_release(launch->heap);
     return result;
 }
@@ -8573,7 +8746,8 @@ static ddp_result ddp__launch_join(const ddp__launch *launch) {
     ddp_saved_error outcome = {DDP_OK, ""};
     int outside = ddp__here.device_plus_1;
     DDP_TRY(ddp_group_create(&world, &desc->group));
-    if (desc->devices && world->local_rank < desc->device_count) ddp__here.device_plus_1 = desc->devices[world->local_rank] + 1;
+    if (desc->devices && world->local_rank < desc->device_count)
+        ddp__here.device_plus_1 = desc->devices[world->local_rank] + 1;
     world->device_index = ddp__here.device_plus_1 - 1;
     ddp_error_save(&outcome, launch->fn(world, launch->user));
     ddp__here.device_plus_1 = outside;
@@ -8591,11 +8765,12 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     launch.fn = fn;
     launch.user = user;
     DDP__NEED(fn, "fn is NULL");
-    DDP__NEED(d->world_size >= 0 && d->world_size <= DDP_MAX_LOCAL_RANKS, "world_size=%d; use 1 to %d, or 0 for one rank per core", d->world_size,
-              DDP_MAX_LOCAL_RANKS);
+    DDP__NEED(d->world_size >= 0 && d->world_size <= DDP_MAX_LOCAL_RANKS,
+              "world_size=%d; use 1 to %d, or 0 for one rank per core", d->world_size, DDP_MAX_LOCAL_RANKS);
     DDP__NEED((unsigned)d->mode <= DDP_LAUNCH_THREADS, "mode=%d is not a ddp_launch_mode", (int)d->mode);
     DDP__NEED(d->max_restarts >= 0, "max_restarts=%d is negative", d->max_restarts);
-    DDP__NEED(d->device_count == 0 || (d->device_count > 0 && d->devices), "device_count=%d without devices", d->device_count);
+    DDP__NEED(d->device_count == 0 || (d->device_count > 0 && d->devices), "device_count=%d without devices",
+              d->device_count);
     if (d->world_size == 0) d->world_size = cores < DDP_MAX_LOCAL_RANKS ? cores : DDP_MAX_LOCAL_RANKS;
     d->group.init_method = NULL;
     d->group.rank = d->group.world_size = 0;
@@ -8603,7 +8778,8 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     DDP_TRY(ddp__identity_of(&id, &d->group, DDP__BY_ENV));
     DDP_TRY(ddp__check_world_size(__func__, &id, wanted));
     if (id.heap || id.size_variable || d->world_size == 1) return ddp__launch_join(&launch);
-    DDP__NEED(!d->devices || d->device_count >= d->world_size, "%d devices for %d ranks; list one for each rank", d->device_count, d->world_size);
+    DDP__NEED(!d->devices || d->device_count >= d->world_size,
+              "%d devices for %d ranks; list one for each rank", d->device_count, d->world_size);
     for (int attempt = 0; attempt <= d->max_restarts; attempt++) {
         result = ddp__launch_once(&launch);
         if (result == DDP_OK || launch.interrupted || d->mode == DDP_LAUNCH_THREADS) break;
@@ -8690,7 +8866,9 @@ struct ddp_reducer {
 };
 
 /* Returns 1 with one rank and no hook: gradients are only divided. */
-static int ddp__reducer_is_alone(const ddp_reducer *reducer) { return reducer->group->world_size == 1 && !reducer->desc.hook; }
+static int ddp__reducer_is_alone(const ddp_reducer *reducer) {
+    return reducer->group->world_size == 1 && !reducer->desc.hook;
+}
 
 /* Returns the dtype in which gradients of a dtype are sent. */
 static ddp_dtype ddp__wire_dtype(const ddp_reducer *reducer, ddp_dtype dtype) {
@@ -8723,7 +8901,8 @@ static int ddp__bucket_is_wide(const ddp__bucket *bucket) {
 /* Appends a bucket of the parameters walk[first .. last], and finds its ranges. Returns the bytes that it
    needs in the flat buffer. */
 static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
-    ddp__bucket made = {reducer, reducer->stats.bucket_count, first, last, 0, dtype, ddp__wire_dtype(reducer, dtype), 0, 0, 0, DDP_ZERO};
+    ddp__bucket made = {reducer, reducer->stats.bucket_count, first, last, 0, dtype,
+                        ddp__wire_dtype(reducer, dtype), 0, 0, 0, DDP_ZERO};
     ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count++];
     ddp__grad *grads = reducer->grads;
     size_t size = ddp_dtype_size(dtype);
@@ -8732,22 +8911,30 @@ static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first,
     for (int k = first; k <= last; k++) grads[reducer->walk[k]].bucket = bucket->index;
     /* Sorts this part of walk, so that the parameters of a range follow each other in the order of memory. */
     for (int k = first, begin = first; k <= last; k++) {
-        int *walk = reducer->walk, next = k > first ? grads[walk[k - 1]].next : -1, goes_on = next >= 0 && grads[next].bucket == bucket->index, j = k;
-        while (goes_on ? walk[j] != next : grads[walk[j]].previous >= 0 && grads[grads[walk[j]].previous].bucket == bucket->index) j++;
+        int *walk = reducer->walk, next = k > first ? grads[walk[k - 1]].next : -1,
+            goes_on = next >= 0 && grads[next].bucket == bucket->index, j = k;
+        while (goes_on
+                   ? walk[j] != next
+                   : grads[walk[j]].previous >= 0 && grads[grads[walk[j]].previous].bucket == bucket->index)
+            j++;
         ddp__grad *grad = &grads[next = walk[j]];
         walk[j] = walk[k], walk[k] = next;
         grad->range = 0;
         if (!goes_on) begin = k, ranges += grad->count > 0;
-        if (grad->count) grads[walk[begin]].range = (size_t)(grad->data + grad->size_bytes - grads[walk[begin]].data) / size;
+        if (grad->count)
+            grads[walk[begin]].range =
+                (size_t)(grad->data + grad->size_bytes - grads[walk[begin]].data) / size;
     }
     for (int k = first; k <= last; k++) {
         ddp__grad *grad = &grads[reducer->walk[k]];
         int large = !reducer->desc.hook && grad->range * size >= DDP__RANGE_IN_PLACE;
         grad->in_place = bucket->wire == dtype && (ranges == 1 || large || ddp__reducer_is_alone(reducer));
         if (!grad->in_place) bucket->flat_count += grad->range;
-        if (ddp__takes_f32_sums(reducer, dtype) && !ddp__sum_in_place(reducer, grad)) bucket->wide_count += grad->count;
+        if (ddp__takes_f32_sums(reducer, dtype) && !ddp__sum_in_place(reducer, grad))
+            bucket->wide_count += grad->count;
     }
-    size_t flat_bytes = bucket->flat_count * ddp_dtype_size(bucket->wire), wide_bytes = bucket->wide_count * sizeof(float);
+    size_t flat_bytes = bucket->flat_count * ddp_dtype_size(bucket->wire),
+           wide_bytes = bucket->wide_count * sizeof(float);
     return flat_bytes > wide_bytes ? flat_bytes : wide_bytes;
 }
 
@@ -8785,10 +8972,12 @@ static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
         int first = walked;
         open[d].bytes += grads[order[k]].size_bytes;
         if (open[d].bytes < open[d].limit && k < open[d].last) continue;
-        for (int j = open[d].first; j <= k; j++) if (grads[order[j]].dtype == d) reducer->walk[walked++] = order[j];
+        for (int j = open[d].first; j <= k; j++)
+            if (grads[order[j]].dtype == d) reducer->walk[walked++] = order[j];
         size_t needed = ddp__bucket_make(reducer, d, first, walked - 1);
         if (needed > flat_bytes) flat_bytes = needed;
-        if (open[d].bytes > reducer->stats.largest_bucket_bytes) reducer->stats.largest_bucket_bytes = open[d].bytes;
+        if (open[d].bytes > reducer->stats.largest_bucket_bytes)
+            reducer->stats.largest_bucket_bytes = open[d].bytes;
         open[d].first = k + 1;
         open[d].bytes = 0;
         open[d].limit = reducer->desc.bucket_cap_bytes;
@@ -8807,16 +8996,17 @@ static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
 static ddp_result ddp__bucket_hook(ddp__bucket *bucket, void *data, size_t count) {
     ddp_reducer *reducer = bucket->reducer;
     ddp_group *group = reducer->group;
-    ddp_bucket view = {data, count, bucket->wire, bucket->index, reducer->stats.bucket_count, bucket->divisor, reducer->stats.steps,
-                       reducer->walk + bucket->first, bucket->last - bucket->first + 1};
+    ddp_bucket view = {data, count, bucket->wire, bucket->index, reducer->stats.bucket_count, bucket->divisor,
+                       reducer->stats.steps, reducer->walk + bucket->first, bucket->last - bucket->first + 1};
     ddp_result result;
     {
         DDP_USER_CALLBACK;
         result = reducer->desc.hook(group, &view, reducer->desc.hook_user);
     }
     if (result == DDP_OK) return DDP_OK;
-    DDP__RANK_FAIL(group, result, "%s: the hook returned %s for bucket %d of %d: %.300s", ddp_public_call_name("ddp_reducer_wait"), ddp_result_name(result),
-                   bucket->index, view.bucket_count, ddp_last_error());
+    DDP__RANK_FAIL(group, result, "%s: the hook returned %s for bucket %d of %d: %.300s",
+                   ddp_public_call_name("ddp_reducer_wait"), ddp_result_name(result), bucket->index,
+                   view.bucket_count, ddp_last_error());
     if (group->world_size > 1) ddp_group_poison(group, result, ddp_last_error()); /* keeps an earlier cause */
     return result;
 }
@@ -8832,7 +9022,9 @@ static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
         unsigned char *from = pack ? grad->data : flat, *to = pack ? flat : grad->data;
         if (!grad->range || grad->in_place) continue;
         if (bucket->wire == bucket->dtype) reducer->device->copy(to, from, bytes);
-        else reducer->device->cast(to, pack ? bucket->wire : bucket->dtype, from, pack ? bucket->dtype : bucket->wire, grad->range);
+        else
+            reducer->device->cast(to, pack ? bucket->wire : bucket->dtype, from,
+                                  pack ? bucket->dtype : bucket->wire, grad->range);
         reducer->copied += bytes;
         flat += bytes;
     }
@@ -8868,10 +9060,12 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     int alone = ddp__reducer_is_alone(reducer), wide = ddp__bucket_is_wide(bucket);
     size_t flat_count = wide ? bucket->wide_count : bucket->flat_count;
     bucket->wire = wide ? DDP_F32 : ddp__wire_dtype(reducer, bucket->dtype);
-    bucket->divisor = reducer->desc.per_token ? 1 : (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
+    bucket->divisor =
+        reducer->desc.per_token ? 1 : (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
     /* The same on every rank: all ranks have the group memory, or none has. */
     if (flat_count && !reducer->flat)
-        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s", "reducer: no room was found for the packed gradients of the rebuilt "
+        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s",
+                              "reducer: no room was found for the packed gradients of the rebuilt "
                               "buckets; free group memory and make a new reducer");
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
@@ -8927,7 +9121,8 @@ typedef struct ddp__label { char text[128]; } ddp__label; /* "parameter 3 'wte'"
 
 static ddp__label ddp__param_label(const ddp_param *params, int index) {
     ddp__label label;
-    if (params[index].name) snprintf(label.text, sizeof label.text, "parameter %d '%.80s'", index, params[index].name);
+    if (params[index].name)
+        snprintf(label.text, sizeof label.text, "parameter %d '%.80s'", index, params[index].name);
     else snprintf(label.text, sizeof label.text, "parameter %d", index);
     return label;
 }
@@ -8942,9 +9137,14 @@ static uint64_t ddp__schema_entry(const void *list, int index, char *text) {
     const ddp_reducer *reducer = (const ddp_reducer *)list;
     const ddp_reducer_desc *d = &reducer->desc;
     const struct { const char *name; long long value; } options[DDP__SCHEMA_OPTIONS] = {
-        {"bucket_cap_bytes", (long long)d->bucket_cap_bytes}, {"first_bucket_bytes", (long long)d->first_bucket_bytes},
-        {"micro_batch_count", d->micro_batch_count}, {"find_unused", !!d->find_unused}, {"static_graph", !!d->static_graph},
-        {"comm_dtype", d->comm_dtype}, {"hook", !!d->hook}, {"skip_initial_broadcast", !!d->skip_initial_broadcast},
+        {"bucket_cap_bytes", (long long)d->bucket_cap_bytes},
+        {"first_bucket_bytes", (long long)d->first_bucket_bytes},
+        {"micro_batch_count", d->micro_batch_count},
+        {"find_unused", !!d->find_unused},
+        {"static_graph", !!d->static_graph},
+        {"comm_dtype", d->comm_dtype},
+        {"hook", !!d->hook},
+        {"skip_initial_broadcast", !!d->skip_initial_broadcast},
         {"per_token", !!d->per_token}};
     int param = index - DDP__SCHEMA_OPTIONS, buffer = param - d->param_count - 1;
     const char *kind = buffer < 0 ? "parameter" : "buffer";
@@ -8968,7 +9168,8 @@ static uint64_t ddp__schema_entry(const void *list, int index, char *text) {
         if (own->first_use != param) snprintf(tied, sizeof tied, " tied to parameter %d", own->first_use);
         snprintf(text, DDP_AGREE_TEXT, "parameter %d '%.40s' %.60s%s, gradient %.60s %s", param, name,
                  ddp_describe_shape(ddp_dtype_name(value->dtype), value->ndim, value->shape).text, tied,
-                 ddp_describe_shape(ddp_dtype_name(grad.dtype), grad.ndim, grad.shape).text, own->placed ? "NULL" : "given");
+                 ddp_describe_shape(ddp_dtype_name(grad.dtype), grad.ndim, grad.shape).text,
+                 own->placed ? "NULL" : "given");
     }
     return ddp_hash(hash, text, strlen(text) + 1);
 }
@@ -8981,15 +9182,23 @@ static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
     int64_t count = ddp_tensor_count(value), grad_count = ddp_tensor_count(&grad);
     ddp__label label = ddp__param_label(reducer->desc.params, index);
     size_t size = ddp_dtype_size(grad.dtype);
-    DDP__CREATE_NEED(ddp_dtype_size(value->dtype), "%s: value.dtype is %d; set it to a ddp_dtype", label.text, (int)value->dtype);
-    DDP__CREATE_NEED(count >= 0 && count <= INT64_MAX / 16, "%s: value.ndim=%d or its shape is impossible; ndim is 0 to %d, sizes are "
-                     "not negative", label.text, value->ndim, DDP_MAX_NDIM);
-    DDP__CREATE_NEED(count == 0 || value->data, "%s: value.data is NULL; point it at the parameter", label.text);
-    DDP__CREATE_NEED(ddp_is_float(grad.dtype), "%s: a gradient of dtype %s has no average; use f32, f64, f16 or "
-                     "bf16", label.text, ddp_dtype_name(grad.dtype));
-    DDP__CREATE_NEED(grad_count == count, "%s: the gradient has %lld elements, the value %lld; give both the same shape", label.text,
-                     (long long)grad_count, (long long)count);
-    DDP__CREATE_NEED((uintptr_t)grad.data % size == 0, "%s: grad.data=%p is not aligned to %s", label.text, grad.data, ddp_dtype_name(grad.dtype));
+    DDP__CREATE_NEED(ddp_dtype_size(value->dtype), "%s: value.dtype is %d; set it to a ddp_dtype", label.text,
+                     (int)value->dtype);
+    DDP__CREATE_NEED(count >= 0 && count <= INT64_MAX / 16,
+                     "%s: value.ndim=%d or its shape is impossible; ndim is 0 to %d, sizes are "
+                     "not negative",
+                     label.text, value->ndim, DDP_MAX_NDIM);
+    DDP__CREATE_NEED(count == 0 || value->data, "%s: value.data is NULL; point it at the parameter",
+                     label.text);
+    DDP__CREATE_NEED(ddp_is_float(grad.dtype),
+                     "%s: a gradient of dtype %s has no average; use f32, f64, f16 or "
+                     "bf16",
+                     label.text, ddp_dtype_name(grad.dtype));
+    DDP__CREATE_NEED(grad_count == count,
+                     "%s: the gradient has %lld elements, the value %lld; give both the same shape",
+                     label.text, (long long)grad_count, (long long)count);
+    DDP__CREATE_NEED((uintptr_t)grad.data % size == 0, "%s: grad.data=%p is not aligned to %s", label.text,
+                     grad.data, ddp_dtype_name(grad.dtype));
     own->data = (unsigned char *)grad.data;
     own->dtype = grad.dtype;
     own->count = (size_t)count;
@@ -9005,7 +9214,8 @@ static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
 
 static int ddp__grad_key_compare(const void *a, const void *b) {
     const ddp__grad_key *left = (const ddp__grad_key *)a, *right = (const ddp__grad_key *)b;
-    return left->address == right->address ? left->index - right->index : left->address < right->address ? -1 : 1;
+    return left->address == right->address ? left->index - right->index
+                                           : left->address < right->address ? -1 : 1;
 }
 
 /* Sorts the parameters that are not empty by the address of their value or gradient. Writes the keys to
@@ -9033,17 +9243,19 @@ static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
     for (int k = 1; k < count; k++) {
         int i = keys[k].index, first = grads[keys[k - 1].index].first_use;
         if (keys[k].address != keys[k - 1].address) continue;
-        DDP__CREATE_NEED(grads[i].count == grads[first].count && grads[i].dtype == grads[first].dtype,
-                         "%s and %s share value.data but differ in shape or gradient dtype; uses of one tied parameter have both equal",
-                         ddp__param_label(params, first).text, ddp__param_label(params, i).text);
+        DDP__CREATE_NEED(
+            grads[i].count == grads[first].count && grads[i].dtype == grads[first].dtype,
+            "%s and %s share value.data but differ in shape or gradient dtype; uses of one tied parameter have both equal",
+            ddp__param_label(params, first).text, ddp__param_label(params, i).text);
         grads[i].first_use = first;
     }
     count = ddp__params_sort(reducer, 0);
     for (int k = 1; k < count; k++) {
         int before = keys[k - 1].index;
-        DDP__CREATE_NEED(keys[k].address - keys[k - 1].address >= grads[before].size_bytes,
-                         "the gradients of %s and %s overlap; give each its own memory, also the uses of a tied parameter",
-                         ddp__param_label(params, before).text, ddp__param_label(params, keys[k].index).text);
+        DDP__CREATE_NEED(
+            keys[k].address - keys[k - 1].address >= grads[before].size_bytes,
+            "the gradients of %s and %s overlap; give each its own memory, also the uses of a tied parameter",
+            ddp__param_label(params, before).text, ddp__param_label(params, keys[k].index).text);
     }
     return DDP_OK;
 }
@@ -9051,15 +9263,20 @@ static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
 /* The checks and allocations that a rank makes without the others. */
 static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_desc *desc) {
     DDP__CREATE_NEED(desc, "desc is NULL");
-    DDP__CREATE_NEED(desc->params && desc->param_count > 0, "param_count=%d or params is NULL; pass the array of trained parameters", desc->param_count);
-    DDP__CREATE_NEED(desc->micro_batch_count >= 0, "micro_batch_count=%d; set how many a gradient sums, or 0 for one", desc->micro_batch_count);
-    DDP__CREATE_NEED(desc->comm_dtype == DDP_DTYPE_DEFAULT || ddp__is_half(desc->comm_dtype), "comm_dtype is %s; use DDP_F16, DDP_BF16 or 0",
-                     ddp_dtype_name(desc->comm_dtype));
+    DDP__CREATE_NEED(desc->params && desc->param_count > 0,
+                     "param_count=%d or params is NULL; pass the array of trained parameters",
+                     desc->param_count);
+    DDP__CREATE_NEED(desc->micro_batch_count >= 0,
+                     "micro_batch_count=%d; set how many a gradient sums, or 0 for one",
+                     desc->micro_batch_count);
+    DDP__CREATE_NEED(desc->comm_dtype == DDP_DTYPE_DEFAULT || ddp__is_half(desc->comm_dtype),
+                     "comm_dtype is %s; use DDP_F16, DDP_BF16 or 0", ddp_dtype_name(desc->comm_dtype));
     DDP__CREATE_NEED(desc->buffer_count == 0 || (desc->buffer_count > 0 && desc->buffers),
                      "buffer_count=%d or buffers is NULL; pass the array, or 0 buffers", desc->buffer_count);
     for (int i = 0; i < desc->buffer_count; i++) {
         int64_t count = ddp_tensor_count(&desc->buffers[i]);
-        DDP__CREATE_NEED(count >= 0 && ddp_dtype_size(desc->buffers[i].dtype) && (count == 0 || desc->buffers[i].data),
+        DDP__CREATE_NEED(count >= 0 && ddp_dtype_size(desc->buffers[i].dtype) &&
+                             (count == 0 || desc->buffers[i].data),
                          "buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
     }
     size_t n = (size_t)desc->param_count, each = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
@@ -9083,7 +9300,8 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
    issues the buckets in their order, each once its gradients are ready. ddp_reducer_wait issues the rest,
    waits for all of them, and finishes the step. */
 
-#define DDP__REDUCER_NEED(reducer, condition, ...) DDP_CHECK(__func__, (reducer)->group, condition, __VA_ARGS__)
+#define DDP__REDUCER_NEED(reducer, condition, ...) \
+    DDP_CHECK(__func__, (reducer)->group, condition, __VA_ARGS__)
 
 /* Links gradients that are adjacent in memory. Collective: a link that some rank does not have is dropped on
    all ranks. Alignment gaps of the arena hold zeros and may be sent along, but not to a hook or through a
@@ -9094,13 +9312,17 @@ static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
     int count = ddp__params_sort(reducer, 0), n = reducer->desc.param_count;
     for (int k = 1; k < count; k++) {
         ddp__grad *left = &reducer->grads[keys[k - 1].index], *right = &reducer->grads[keys[k].index];
-        int gaps = left->placed && !reducer->desc.hook && ddp__wire_dtype(reducer, left->dtype) == left->dtype;
+        int gaps = left->placed && !reducer->desc.hook &&
+                   ddp__wire_dtype(reducer, left->dtype) == left->dtype;
         size_t extent = gaps ? ddp_round_up(left->size_bytes, DDP__ALIGN) : left->size_bytes;
-        if (left->dtype == right->dtype && left->placed == right->placed && left->data + extent == right->data) left->next = keys[k].index;
+        if (left->dtype == right->dtype && left->placed == right->placed &&
+            left->data + extent == right->data)
+            left->next = keys[k].index;
     }
     for (int i = 0; i < n; i++) links[n + i] = -(links[i] = reducer->grads[i].next);
     /* links[i] becomes the minimum over ranks, and links[n + i] minus the maximum. */
-    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, links, links, (size_t)n * 2, DDP_I32, DDP_OP_MIN, -1));
+    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, links, links, (size_t)n * 2, DDP_I32,
+                                DDP_OP_MIN, -1));
     for (int i = 0; i < n; i++) {
         if (links[i] != -links[n + i]) reducer->grads[i].next = -1;
         else if (links[i] >= 0) reducer->grads[links[i]].previous = i;
@@ -9128,7 +9350,8 @@ static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
         ddp__bucket *bucket = &reducer->buckets[i];
         if (i < reducer->next_bucket) ddp_error_save(&first, ddp_wait(reducer->group, &bucket->work));
         else if (!rest || first.result != DDP_OK) continue;
-        else if (ddp__reducer_is_alone(reducer)) ddp_error_save(&first, ddp__bucket_run(reducer->group, bucket));
+        else if (ddp__reducer_is_alone(reducer))
+            ddp_error_save(&first, ddp__bucket_run(reducer->group, bucket));
         else ddp_error_save(&first, ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, NULL));
     }
     return ddp_error_restore(&first);
@@ -9153,7 +9376,8 @@ static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
     DDP_TRY(ddp__reducer_link(reducer));
     for (int k = 0; k < n; k++) reducer->ready_order[k] = n - 1 - k;
     DDP_TRY(ddp__buckets_plan(reducer, n));
-    if (!reducer->desc.skip_initial_broadcast) DDP_TRY(ddp__reducer_broadcast(reducer, n + reducer->desc.buffer_count, 0));
+    if (!reducer->desc.skip_initial_broadcast)
+        DDP_TRY(ddp__reducer_broadcast(reducer, n + reducer->desc.buffer_count, 0));
     for (int i = 0; i < n; i++) {
         ddp_param *param = &reducer->desc.params[i];
         param->grad = ddp_param_grad(param);
@@ -9181,16 +9405,19 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     DDP__NEED(group, "group is NULL");
     size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp__grad_key) : 0;
     size_t gathered = (size_t)group->world_size;
-    ddp_reducer *reducer = (ddp_reducer *)ddp_host_alloc(group, sizeof *reducer + (keys > gathered ? keys : gathered));
+    ddp_reducer *reducer =
+        (ddp_reducer *)ddp_host_alloc(group, sizeof *reducer + (keys > gathered ? keys : gathered));
     ddp_result result = DDP_ERR_NO_MEMORY;
     if (reducer) {
         reducer->group = group;
         reducer->device = group->device;
         reducer->active = group->world_size;
         reducer->host = reducer + 1;
-        result = out ? ddp__reducer_prepare(reducer, desc) : ddp__bad("ddp_reducer_create", NULL, "out is NULL");
+        result = out ? ddp__reducer_prepare(reducer, desc)
+                     : ddp__bad("ddp_reducer_create", NULL, "out is NULL");
     }
-    int entries = reducer ? DDP__SCHEMA_OPTIONS + reducer->desc.param_count + 1 + reducer->desc.buffer_count + 1 : 0;
+    int entries =
+        reducer ? DDP__SCHEMA_OPTIONS + reducer->desc.param_count + 1 + reducer->desc.buffer_count + 1 : 0;
     result = ddp_agree_list(group, "ddp_reducer_create", result, reducer, entries, ddp__schema_entry, NULL);
     if (result == DDP_OK) result = ddp__reducer_build(reducer);
     ddp_saved_error failure = {DDP_OK, ""};
@@ -9203,17 +9430,23 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     DDP_PUBLIC_CALL(ddp_reducer_ready);
     DDP__NEED(reducer, "reducer is NULL");
-    DDP__REDUCER_NEED(reducer, param_index >= 0 && param_index < reducer->desc.param_count, "param_index=%d, there are %d parameters, numbered from 0",
-                      param_index, reducer->desc.param_count);
+    DDP__REDUCER_NEED(reducer, param_index >= 0 && param_index < reducer->desc.param_count,
+                      "param_index=%d, there are %d parameters, numbered from 0", param_index,
+                      reducer->desc.param_count);
     ddp__grad *grad = &reducer->grads[param_index];
     ddp_grad_sum *sum = &reducer->desc.params[param_index].sum;
     int summed = sum->is_set && sum->data && sum->reader == reducer;
     sum->is_set = 0;
     if (reducer->no_sync) return DDP_OK;
-    DDP__REDUCER_NEED(reducer, !grad->ready, "%s is ready twice in step %llu; call it once per step, and ddp_reducer_wait before the next",
-                      ddp__param_label(reducer->desc.params, param_index).text, (unsigned long long)reducer->stats.steps);
-    DDP__REDUCER_NEED(reducer, grad->expected, "%s was not used in the first step, and static_graph promises the same for every step; leave "
-                      "static_graph 0 and set find_unused", ddp__param_label(reducer->desc.params, param_index).text);
+    DDP__REDUCER_NEED(
+        reducer, !grad->ready,
+        "%s is ready twice in step %llu; call it once per step, and ddp_reducer_wait before the next",
+        ddp__param_label(reducer->desc.params, param_index).text, (unsigned long long)reducer->stats.steps);
+    DDP__REDUCER_NEED(
+        reducer, grad->expected,
+        "%s was not used in the first step, and static_graph promises the same for every step; leave "
+        "static_graph 0 and set find_unused",
+        ddp__param_label(reducer->desc.params, param_index).text);
     grad->ready = 1;
     grad->summed = (unsigned char)summed;
     reducer->averaged = 0;
@@ -9221,7 +9454,8 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
     /* ddp_reducer_wait comes next and executes the last bucket on its own thread. With a backend that
        enqueues, this would save nothing, so the bucket is issued here. */
-    int count = ddp__reducer_is_alone(reducer) ? 0 : reducer->stats.bucket_count - !reducer->group->backend->enqueues;
+    int count =
+        ddp__reducer_is_alone(reducer) ? 0 : reducer->stats.bucket_count - !reducer->group->backend->enqueues;
     while (reducer->next_bucket < count && reducer->buckets[reducer->next_bucket].pending == 0) {
         ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
         DDP_TRY(ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, &bucket->work));
@@ -9235,13 +9469,15 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
 static ddp_result ddp__reducer_find_unused(ddp_reducer *reducer) {
     unsigned char *used = (unsigned char *)reducer->host;
     for (int i = 0; i < reducer->desc.param_count; i++) used[i] = reducer->grads[i].ready;
-    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, used, used, (size_t)reducer->desc.param_count, DDP_U8, DDP_OP_MAX, -1));
+    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, used, used,
+                                (size_t)reducer->desc.param_count, DDP_U8, DDP_OP_MAX, -1));
     reducer->stats.unused_count = 0;
     for (int i = 0; i < reducer->desc.param_count; i++) {
         ddp__grad *grad = &reducer->grads[i];
         grad->unused = !used[i];
         reducer->stats.unused_count += grad->unused;
-        if (reducer->desc.static_graph && reducer->stats.steps == 0) grad->expected = reducer->shadow ? used[i] : grad->ready;
+        if (reducer->desc.static_graph && reducer->stats.steps == 0)
+            grad->expected = reducer->shadow ? used[i] : grad->ready;
     }
     return DDP_OK;
 }
@@ -9253,10 +9489,13 @@ static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) 
     const ddp_group *group = reducer->group;
     int64_t *first = (int64_t *)reducer->host;
     *first = missing < 0 ? INT64_MAX : (int64_t)missing * group->world_size + group->rank;
-    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, 1, DDP_I64, DDP_OP_MIN, -1));
-    DDP_CHECK("ddp_reducer_wait", group, *first == INT64_MAX, "%s never became ready on rank %d in step %llu; call ddp_reducer_ready for it in "
-               "every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(*first / group->world_size)).text,
-               (int)(*first % group->world_size), (unsigned long long)reducer->stats.steps);
+    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, 1, DDP_I64, DDP_OP_MIN,
+                                -1));
+    DDP_CHECK("ddp_reducer_wait", group, *first == INT64_MAX,
+              "%s never became ready on rank %d in step %llu; call ddp_reducer_ready for it in "
+              "every step, or set find_unused",
+              ddp__param_label(reducer->desc.params, (int)(*first / group->world_size)).text,
+              (int)(*first % group->world_size), (unsigned long long)reducer->stats.steps);
     return DDP_OK;
 }
 
@@ -9265,10 +9504,13 @@ static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) 
 static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
     int n = reducer->desc.param_count, count = reducer->ready_count;
     int *order = reducer->ready_order, *first = (int *)reducer->host;
-    for (int i = n - 1; i >= 0; i--) if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused)) order[count++] = i;
+    for (int i = n - 1; i >= 0; i--)
+        if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused))
+            order[count++] = i;
     /* The minimum over ranks is the entry of rank 0. */
     for (int k = 0; k < n; k++) first[k] = reducer->group->rank > 0 ? INT32_MAX : k < count ? order[k] : -1;
-    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, (size_t)n, DDP_I32, DDP_OP_MIN, -1));
+    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, (size_t)n, DDP_I32,
+                                DDP_OP_MIN, -1));
     for (count = 0; count < n && first[count] >= 0; count++) order[count] = first[count];
     DDP_TRY(ddp__buckets_plan(reducer, count));
     reducer->stats.rebuilt = 1;
@@ -9289,7 +9531,8 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
         if (!reducer->grads[i].ready && reducer->grads[i].expected) missing = i;
     ddp_result result = ddp__compute(reducer->group);
     if (result == DDP_OK) result = ddp__reducer_drain(reducer, missing < 0 || reducer->group->world_size > 1);
-    if (result == DDP_OK) result = find ? ddp__reducer_find_unused(reducer) : ddp__reducer_check_missing(reducer, missing);
+    if (result == DDP_OK)
+        result = find ? ddp__reducer_find_unused(reducer) : ddp__reducer_check_missing(reducer, missing);
     /* Adds the gradients of later uses of a tied parameter to that of the first use, in definition order. */
     for (int i = 0; i < reducer->desc.param_count && result == DDP_OK; i++) {
         ddp__grad *use = &reducer->grads[i], *first = &reducer->grads[use->first_use];
@@ -9304,12 +9547,14 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     stats->bytes_copied = reducer->copied;
     stats->comm_seconds = reducer->seconds;
     stats->wait_seconds = ddp_now() - begin;
-    stats->overlap = stats->wait_seconds < stats->comm_seconds ? 1 - stats->wait_seconds / stats->comm_seconds : 0;
+    stats->overlap =
+        stats->wait_seconds < stats->comm_seconds ? 1 - stats->wait_seconds / stats->comm_seconds : 0;
     if (reducer->group->world_size == 1) stats->overlap = 0;
     stats->total_comm_seconds += stats->comm_seconds;
     stats->total_wait_seconds += stats->wait_seconds;
     stats->steps += result == DDP_OK;
-    if (result == DDP_OK && stats->steps == 1 && !reducer->desc.find_unused) result = ddp__reducer_rebuild(reducer);
+    if (result == DDP_OK && stats->steps == 1 && !reducer->desc.find_unused)
+        result = ddp__reducer_rebuild(reducer);
     ddp__buckets_reset(reducer);
     reducer->averaged = result == DDP_OK;
     return result;
@@ -9326,20 +9571,26 @@ DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean) {
     DDP__NEED(group && mean, "group or mean is NULL");
     all.mean = *mean;
     all.negative = mean->count < 0;
-    DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &all, &all, sizeof all / sizeof(int64_t), DDP_I64, DDP_OP_SUM, -1));
-    DDP_CHECK("ddp_mean_reduce", group, !all.negative, "the count is negative on %lld ranks, here it is %lld; counts of tokens add up",
-               (long long)all.negative, (long long)mean->count);
+    DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &all, &all, sizeof all / sizeof(int64_t), DDP_I64,
+                                DDP_OP_SUM, -1));
+    DDP_CHECK("ddp_mean_reduce", group, !all.negative,
+              "the count is negative on %lld ranks, here it is %lld; counts of tokens add up",
+              (long long)all.negative, (long long)mean->count);
     *mean = all.mean;
     return DDP_OK;
 }
 
-DDPDEF double ddp_mean_value(const ddp_mean *mean) { return mean->count ? ddp_exact_sum_value(&mean->sum) / (double)mean->count : 0; }
+DDPDEF double ddp_mean_value(const ddp_mean *mean) {
+    return mean->count ? ddp_exact_sum_value(&mean->sum) / (double)mean->count : 0;
+}
 
 DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss) {
     DDP_PUBLIC_CALL(ddp_reducer_wait_mean);
     DDP__NEED(reducer && loss, "reducer or loss is NULL");
-    DDP__REDUCER_NEED(reducer, reducer->desc.per_token, "per_token is 0 in the desc, so that gradients are averages over ranks; set it, or call "
-                      "ddp_reducer_wait");
+    DDP__REDUCER_NEED(
+        reducer, reducer->desc.per_token,
+        "per_token is 0 in the desc, so that gradients are averages over ranks; set it, or call "
+        "ddp_reducer_wait");
     if (reducer->no_sync) return DDP_OK;
     DDP_TRY(ddp_reducer_wait(reducer));
     reducer->averaged = 0; /* still sums */
@@ -9356,8 +9607,11 @@ DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss) {
 
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
     DDP__NEED(reducer, "reducer is NULL");
-    DDP__REDUCER_NEED(reducer, reducer->ready_count == 0, "%d parameters of this step are ready already; call it between ddp_reducer_wait and the next "
-                      "backward", reducer->ready_count);
+    DDP__REDUCER_NEED(
+        reducer, reducer->ready_count == 0,
+        "%d parameters of this step are ready already; call it between ddp_reducer_wait and the next "
+        "backward",
+        reducer->ready_count);
     reducer->no_sync = on != 0;
     if (on) reducer->averaged = 0; /* gradients will accumulate on this rank only */
     return DDP_OK;
@@ -9380,7 +9634,8 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
     reducer->device->fill_zero(reducer->squares, sizeof sum);
     for (int i = 0; i < reducer->desc.param_count; i++)
         if (reducer->grads[i].first_use == i)
-            ddp_tensor_sum_squares(reducer->device, (ddp_exact_sum *)reducer->squares, &reducer->desc.params[i].grad);
+            ddp_tensor_sum_squares(reducer->device, (ddp_exact_sum *)reducer->squares,
+                                   &reducer->desc.params[i].grad);
     /* Only this copy makes the host wait for the device. */
     reducer->device->copy(&sum, reducer->squares, sizeof sum);
     DDP_TRY(ddp__device_check(reducer->group));
@@ -9393,7 +9648,9 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
 }
 
 DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index) {
-    return reducer && param_index >= 0 && param_index < reducer->desc.param_count ? reducer->grads[param_index].unused : 0;
+    return reducer && param_index >= 0 && param_index < reducer->desc.param_count
+               ? reducer->grads[param_index].unused
+               : 0;
 }
 
 DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_stats *stats) {
@@ -9461,26 +9718,34 @@ static unsigned char *ddp__accumulator_sum(const ddp_accumulator *accumulator, i
     return (unsigned char *)accumulator->levels + accumulator->first[param_index];
 }
 
-DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc) {
+DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group,
+                                         const ddp_accumulator_desc *desc) {
     DDP_PUBLIC_CALL(ddp_accumulator_create);
     const ddp_reducer_desc *reduced = desc && desc->reducer ? &desc->reducer->desc : NULL;
     if (out) *out = NULL;
     DDP__NEED(out && group, "out or group is NULL");
     DDP__NEED(desc, "desc is NULL");
-    DDP__NEED(desc->params && desc->param_count > 0, "param_count=%d or params is NULL; pass the array of trained parameters", desc->param_count);
-    DDP__NEED(desc->micro_batch_count > 0, "micro_batch_count=%d; set how many make a step, at least 1", desc->micro_batch_count);
+    DDP__NEED(desc->params && desc->param_count > 0,
+              "param_count=%d or params is NULL; pass the array of trained parameters", desc->param_count);
+    DDP__NEED(desc->micro_batch_count > 0, "micro_batch_count=%d; set how many make a step, at least 1",
+              desc->micro_batch_count);
     DDP__NEED(!reduced || (desc->params == reduced->params && desc->param_count == reduced->param_count),
               "params are not those of the reducer; pass the same array and count to both");
-    DDP__NEED(!reduced || reduced->micro_batch_count == 1 || reduced->micro_batch_count == desc->micro_batch_count,
-              "micro_batch_count=%d, but the reducer divides for %d; give both the same", desc->micro_batch_count, reduced->micro_batch_count);
+    DDP__NEED(!reduced || reduced->micro_batch_count == 1 ||
+                  reduced->micro_batch_count == desc->micro_batch_count,
+              "micro_batch_count=%d, but the reducer divides for %d; give both the same",
+              desc->micro_batch_count, reduced->micro_batch_count);
     for (int i = 0; i < desc->param_count; i++) {
         ddp_tensor grad = ddp_param_grad(&desc->params[i]);
-        DDP__NEED(ddp_tensor_count(&grad) >= 0 && ddp_dtype_size(grad.dtype), "%s has no dtype or an impossible shape; fill in its ddp_tensor",
+        DDP__NEED(ddp_tensor_count(&grad) >= 0 && ddp_dtype_size(grad.dtype),
+                  "%s has no dtype or an impossible shape; fill in its ddp_tensor",
                   ddp__param_label(desc->params, i).text);
-        DDP__NEED(ddp_tensor_count(&grad) == 0 || grad.data, "%s: grad.data is NULL; create the reducer first, or point it at memory",
+        DDP__NEED(ddp_tensor_count(&grad) == 0 || grad.data,
+                  "%s: grad.data is NULL; create the reducer first, or point it at memory",
                   ddp__param_label(desc->params, i).text);
     }
-    ddp_accumulator *accumulator = (ddp_accumulator *)ddp_host_alloc(group, sizeof *accumulator + (size_t)desc->param_count * (sizeof(size_t) + 1));
+    ddp_accumulator *accumulator = (ddp_accumulator *)ddp_host_alloc(
+        group, sizeof *accumulator + (size_t)desc->param_count * (sizeof(size_t) + 1));
     if (!accumulator) return DDP_ERR_NO_MEMORY;
     accumulator->group = group;
     accumulator->desc = *desc;
@@ -9547,8 +9812,10 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
     DDP_PUBLIC_CALL(ddp_accumulator_ready);
     const ddp_accumulator_desc *desc = accumulator ? &accumulator->desc : NULL;
     DDP__NEED(desc, "accumulator is NULL");
-    DDP__NEED(param_index >= 0 && param_index < desc->param_count, "param_index=%d, there are %d parameters, numbered from 0", param_index, desc->param_count);
-    DDP__NEED(!accumulator->announced[param_index], "%s is ready twice in micro-batch %d; call it once, then ddp_accumulator_next",
+    DDP__NEED(param_index >= 0 && param_index < desc->param_count,
+              "param_index=%d, there are %d parameters, numbered from 0", param_index, desc->param_count);
+    DDP__NEED(!accumulator->announced[param_index],
+              "%s is ready twice in micro-batch %d; call it once, then ddp_accumulator_next",
               ddp__param_label(desc->params, param_index).text, accumulator->micro_batch);
     int last = accumulator->micro_batch + 1 == desc->micro_batch_count;
     /* Gradients must not change while the reducer sends those of the last step. */
@@ -9561,7 +9828,8 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
     }
     accumulator->announced[param_index] = 1;
     ddp_grad_sum *sum = &desc->params[param_index].sum;
-    int handed_over = last && accumulator->levels && sum->data == ddp__accumulator_sum(accumulator, param_index);
+    int handed_over = last && accumulator->levels &&
+                      sum->data == ddp__accumulator_sum(accumulator, param_index);
     handed_over = handed_over && sum->reader == desc->reducer && !desc->reducer->no_sync;
     DDP_TRY(ddp__accumulate(accumulator, param_index, last, handed_over));
     if (handed_over) sum->is_set = 1;
@@ -9571,7 +9839,8 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
 DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) {
     DDP__NEED(accumulator, "accumulator is NULL");
     for (int i = 0; i < accumulator->desc.param_count; i++)
-        DDP__NEED(accumulator->announced[i], "%s was not announced in micro-batch %d; call ddp_accumulator_ready for it first",
+        DDP__NEED(accumulator->announced[i],
+                  "%s was not announced in micro-batch %d; call ddp_accumulator_ready for it first",
                   ddp__param_label(accumulator->desc.params, i).text, accumulator->micro_batch);
     memset(accumulator->announced, 0, (size_t)accumulator->desc.param_count);
     accumulator->micro_batch = (accumulator->micro_batch + 1) % accumulator->desc.micro_batch_count;
@@ -9603,8 +9872,10 @@ DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_jo
     if (out) *out = NULL;
     DDP__NEED(out && group, "out or group is NULL");
     DDP__NEED(desc && desc->reducer, "desc or its reducer is NULL; create the reducer first");
-    DDP__NEED(desc->reducer->group == group, "the reducer belongs to another group; pass the group it was created with");
-    DDP__NEED((unsigned)desc->mode <= DDP_JOIN_STOP, "mode=%d; use DDP_JOIN_SHADOW or DDP_JOIN_STOP", (int)desc->mode);
+    DDP__NEED(desc->reducer->group == group,
+              "the reducer belongs to another group; pass the group it was created with");
+    DDP__NEED((unsigned)desc->mode <= DDP_JOIN_STOP, "mode=%d; use DDP_JOIN_SHADOW or DDP_JOIN_STOP",
+              (int)desc->mode);
     *out = (ddp_join *)ddp_host_alloc(group, sizeof **out);
     if (!*out) return DDP_ERR_NO_MEMORY;
     (*out)->desc = *desc;
@@ -9618,10 +9889,12 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
     DDP__NEED(reducer && active, "join or active is NULL");
     all = (const unsigned char *)reducer->host;
     *active = 0;
-    DDP__REDUCER_NEED(reducer, reducer->ready_count == 0, "a step is under way; call it before backward, after ddp_reducer_wait");
+    DDP__REDUCER_NEED(reducer, reducer->ready_count == 0,
+                      "a step is under way; call it before backward, after ddp_reducer_wait");
     for (;;) {
         int world_size = reducer->group->world_size, count = 0;
-        DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_GATHER, &mine, reducer->host, 1, DDP_U8, DDP_OP_SUM, -1));
+        DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_GATHER, &mine, reducer->host, 1, DDP_U8,
+                                    DDP_OP_SUM, -1));
         for (int r = world_size - 1; r >= 0; r--)
             if (all[r]) { join->lowest = r; count++; }
         if (join->desc.mode == DDP_JOIN_STOP && count < world_size) return DDP_OK;
@@ -9638,7 +9911,8 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
         if (have_batch) return DDP_OK;
         reducer->shadow = 1;
         ddp_mean nothing = DDP_ZERO;
-        ddp_result result = reducer->desc.per_token ? ddp_reducer_wait_mean(reducer, &nothing) : ddp_reducer_wait(reducer);
+        ddp_result result = reducer->desc.per_token ? ddp_reducer_wait_mean(reducer, &nothing)
+                                                    : ddp_reducer_wait(reducer);
         reducer->shadow = 0;
         if (result == DDP_OK && join->desc.step_fn) result = join->desc.step_fn(join->desc.user);
         if (result != DDP_OK) return result;
@@ -9655,7 +9929,7 @@ DDPDEF void ddp_join_destroy(ddp_join *join) {
 
 /* Computes the next sample from the number of samples that were drawn before it:
 
-       index in this rank's share  --deal-->  dealt entry  --place-->  position in the order  --order-->  sample
+       index in this rank's share --deal--> dealt entry --place--> position in the order --order--> sample
 
    deal distributes single entries or blocks over the ranks. place skips the samples that were used before a
    load, and wraps padding to the start of the epoch. order is the identity, a Feistel network, or a window of
@@ -9664,7 +9938,11 @@ DDPDEF void ddp_join_destroy(ddp_join *join) {
 #ifndef DDP__RANDPERM_INSIDE_OUT_FROM
 #define DDP__RANDPERM_INSIDE_OUT_FROM INT64_C(214748364)   /* UINT32_MAX / 20, as in PyTorch */
 #endif
-enum { DDP__MT_WORDS = 624, DDP__MT_SHIFT = 397, DDP__SAMPLER_AHEAD = (int)(sizeof ((ddp_sampler *)0)->ahead / 8) };
+enum {
+    DDP__MT_WORDS = 624,
+    DDP__MT_SHIFT = 397,
+    DDP__SAMPLER_AHEAD = (int)(sizeof ((ddp_sampler *)0)->ahead / 8)
+};
 #define DDP__SAMPLER_WINDOW INT64_C(4000000)
 /* The first window of an epoch covers this many positions. */
 #define DDP__SAMPLER_FIRST_SPAN 4096
@@ -9683,12 +9961,14 @@ static uint64_t ddp__sampler_mix64(uint64_t x) {       /* the finisher of splitm
 
 /* A small N has few bits to mix in a round, so it takes more rounds. */
 static void ddp__sampler_hash_setup(ddp_sampler *s) {
-    uint64_t key = ddp__sampler_mix64(ddp__sampler_mix64(s->desc.seed + UINT64_C(0x9e3779b97f4a7c15)) + s->epoch);
+    uint64_t key =
+        ddp__sampler_mix64(ddp__sampler_mix64(s->desc.seed + UINT64_C(0x9e3779b97f4a7c15)) + s->epoch);
     /* At least one bit for each half. */
     int bits = s->desc.dataset_size > 2 ? ddp__bit_length((uint64_t)s->desc.dataset_size - 1) : 2;
     s->half_bits[1] = bits - (s->half_bits[0] = bits / 2);
     s->round_count = bits >= 24 ? 6 : bits >= 12 ? 12 : 32;
-    for (int i = 0; i < s->round_count; i++) s->round_keys[i] = ddp__sampler_mix64(key += UINT64_C(0x9e3779b97f4a7c15));
+    for (int i = 0; i < s->round_count; i++)
+        s->round_keys[i] = ddp__sampler_mix64(key += UINT64_C(0x9e3779b97f4a7c15));
 }
 
 static inline uint64_t ddp__sampler_scramble(uint64_t half, uint64_t key) {
@@ -9704,14 +9984,17 @@ static void ddp__sampler_hash(const ddp_sampler *s, uint64_t *x, int count) {
     for (int k = 0; k < count; k++) left[k] = x[k] >> s->half_bits[1], right[k] = x[k] & mask1;
     for (int i = 0; i < s->round_count; i += 2) {
         for (int k = 0; k < count; k++) left[k] ^= ddp__sampler_scramble(right[k], s->round_keys[i]) & mask0;
-        for (int k = 0; k < count; k++) right[k] ^= ddp__sampler_scramble(left[k], s->round_keys[i + 1]) & mask1;
+        for (int k = 0; k < count; k++)
+            right[k] ^= ddp__sampler_scramble(left[k], s->round_keys[i + 1]) & mask1;
     }
     for (int k = 0; k < count; k++) x[k] = left[k] << s->half_bits[1] | right[k];
 }
 
 /* -- Mersenne twister (MT19937, Matsumoto and Nishimura 1998), block by block and in both directions -- */
 
-static uint32_t ddp__mt_join(uint32_t upper, uint32_t lower) { return (upper & 0x80000000u) | (lower & 0x7fffffffu); }
+static uint32_t ddp__mt_join(uint32_t upper, uint32_t lower) {
+    return (upper & 0x80000000u) | (lower & 0x7fffffffu);
+}
 /* mix shifts out the low bit, but the top bit shows whether it was set, so unmix can restore it. */
 static uint32_t ddp__mt_mix(uint32_t y) { return y >> 1 ^ ((0u - (y & 1u)) & 0x9908b0dfu); }
 static uint32_t ddp__mt_unmix(uint32_t y) { return (y ^ ((0u - (y >> 31)) & 0x9908b0dfu)) << 1 | y >> 31; }
@@ -9720,7 +10003,8 @@ static uint32_t ddp__mt_unmix(uint32_t y) { return (y ^ ((0u - (y >> 31)) & 0x99
 static void ddp__mt_forward(uint32_t *x) {
     uint32_t two[2 * DDP__MT_WORDS], *next = two + DDP__MT_WORDS;
     memcpy(two, x, DDP__MT_WORDS * sizeof *x);
-    for (int k = 0; k < DDP__MT_WORDS; k++) next[k] = two[k + DDP__MT_SHIFT] ^ ddp__mt_mix(ddp__mt_join(two[k], two[k + 1]));
+    for (int k = 0; k < DDP__MT_WORDS; k++)
+        next[k] = two[k + DDP__MT_SHIFT] ^ ddp__mt_mix(ddp__mt_join(two[k], two[k + 1]));
     memcpy(x, next, DDP__MT_WORDS * sizeof *x);
 }
 
@@ -9730,7 +10014,8 @@ static void ddp__mt_backward(uint32_t *x) {
     uint32_t two[2 * DDP__MT_WORDS], *y = two + DDP__MT_WORDS;
     memcpy(y, x, DDP__MT_WORDS * sizeof *x);
     for (int k = DDP__MT_WORDS - 1; k >= 0; k--)
-        two[k] = ddp__mt_join(ddp__mt_unmix(y[k] ^ two[k + DDP__MT_SHIFT]), ddp__mt_unmix(y[k - 1] ^ two[k + DDP__MT_SHIFT - 1]));
+        two[k] = ddp__mt_join(ddp__mt_unmix(y[k] ^ two[k + DDP__MT_SHIFT]),
+                              ddp__mt_unmix(y[k - 1] ^ two[k + DDP__MT_SHIFT - 1]));
     memcpy(x, two, DDP__MT_WORDS * sizeof *x);
 }
 
@@ -9745,7 +10030,8 @@ static uint32_t ddp__mt_temper(uint32_t y) {
 static void ddp__sampler_mt_goto(ddp_sampler *s, int64_t block) {
     if (s->mt_block < 0 || s->mt_block > block) {
         s->mt[0] = (uint32_t)(s->desc.seed + s->epoch);
-        for (uint32_t i = 1; i < DDP__MT_WORDS; i++) s->mt[i] = UINT32_C(1812433253) * (s->mt[i - 1] ^ s->mt[i - 1] >> 30) + i;
+        for (uint32_t i = 1; i < DDP__MT_WORDS; i++)
+            s->mt[i] = UINT32_C(1812433253) * (s->mt[i - 1] ^ s->mt[i - 1] >> 30) + i;
         ddp__mt_forward(s->mt);
         s->mt_block = 0;
     }
@@ -9773,8 +10059,12 @@ static inline uint32_t *ddp__tokens_chain(const ddp__tokens *t, uint64_t locatio
 
 /* A location without a token mostly has a 0 in the filter. Nearly all draws end here: the filter has 2 bytes
    per token, the table 13. */
-static inline uint64_t *ddp__tokens_word(const ddp__tokens *t, uint64_t location) { return &t->filter[location >> t->filter_shift >> 6]; }
-static inline uint64_t ddp__tokens_bit(const ddp__tokens *t, uint64_t location) { return UINT64_C(1) << (location >> t->filter_shift & 63); }
+static inline uint64_t *ddp__tokens_word(const ddp__tokens *t, uint64_t location) {
+    return &t->filter[location >> t->filter_shift >> 6];
+}
+static inline uint64_t ddp__tokens_bit(const ddp__tokens *t, uint64_t location) {
+    return UINT64_C(1) << (location >> t->filter_shift & 63);
+}
 
 static inline void ddp__tokens_put(ddp__tokens *t, uint64_t location, uint64_t slot) {
     uint32_t *head = ddp__tokens_chain(t, location);
@@ -9786,8 +10076,10 @@ static inline void ddp__tokens_put(ddp__tokens *t, uint64_t location, uint64_t s
 /* Removes the token at a location from the table. Returns its slot; t->none without a token. */
 static inline uint64_t ddp__tokens_take(ddp__tokens *t, uint64_t location) {
     uint32_t *head = ddp__tokens_chain(t, location);
-    uint64_t slot = *ddp__tokens_word(t, location) & ddp__tokens_bit(t, location) ? *head : t->none, before = t->none;
-    for (; slot != t->none && t->node[slot] >> t->slot_bits != location; slot = t->node[slot] & t->none) before = slot;
+    uint64_t slot = *ddp__tokens_word(t, location) & ddp__tokens_bit(t, location) ? *head : t->none,
+             before = t->none;
+    for (; slot != t->none && t->node[slot] >> t->slot_bits != location; slot = t->node[slot] & t->none)
+        before = slot;
     if (slot == t->none) return slot;
     if (before == t->none) *head = (uint32_t)(t->node[slot] & t->none);
     else t->node[before] = (t->node[before] & ~t->none) | (t->node[slot] & t->none);
@@ -9825,11 +10117,14 @@ static uint64_t ddp__sampler_place(const ddp_sampler *s, uint64_t entry) {
     return s->origin + entry / rest * s->gap_block + s->gap_used + entry % rest;
 }
 
-static uint64_t ddp__sampler_position(const ddp_sampler *s, int64_t index) { return ddp__sampler_place(s, ddp__sampler_deal(s, index)); }
+static uint64_t ddp__sampler_position(const ddp_sampler *s, int64_t index) {
+    return ddp__sampler_place(s, ddp__sampler_deal(s, index));
+}
 
 /* Starts to deal at position origin of an epoch. rest_of: the state of a load inside a global batch, or
    NULL. */
-static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin, const ddp_sampler_state *rest_of) {
+static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin,
+                               const ddp_sampler_state *rest_of) {
     uint64_t rest = (uint64_t)s->desc.dataset_size - origin, gap;
     s->epoch = epoch;
     s->origin = origin;
@@ -9874,7 +10169,8 @@ static void ddp__sampler_fill_hashed(ddp_sampler *s, int64_t first) {
    moves it to the draw's own position. Draws above the window do not matter, so that the first window of an
    epoch needs few of them. Each block of draws is filtered first, so that loads of the filter and the table
    overlap: a draw stays if it belongs to the window, or its target is in the filter or inside the block. */
-static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const uint64_t *target, uint64_t base, int top) {
+static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const uint64_t *target,
+                                    uint64_t base, int top) {
     int stays[DDP__MT_WORDS], stay_count = 0;
     unsigned char is_mine[DDP__MT_WORDS] = {0};
     for (int64_t slot = t->slot; slot >= 0; slot--) {
@@ -9885,7 +10181,8 @@ static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const 
     }
     for (int i = top; i >= 0; i--) {
         stays[stay_count] = i;
-        stay_count += (is_mine[i] | (target[i] < base + DDP__MT_WORDS) | ((*ddp__tokens_word(t, target[i]) & ddp__tokens_bit(t, target[i])) != 0)) != 0;
+        stay_count += (is_mine[i] | (target[i] < base + DDP__MT_WORDS) |
+                       ((*ddp__tokens_word(t, target[i]) & ddp__tokens_bit(t, target[i])) != 0)) != 0;
     }
     for (int c = 0; c < stay_count; c++) {
         __builtin_prefetch(ddp__tokens_chain(t, target[stays[c]]));
@@ -9907,14 +10204,17 @@ static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const 
    the target. */
 static void ddp__sampler_undo_inside_out(ddp__tokens *t, const uint64_t *target, uint64_t base, int top) {
     for (int i = top; i >= 0; i--) {
-        uint64_t j = base + (uint64_t)i, there = ddp__tokens_take(t, target[i]), here = ddp__tokens_take(t, j);
+        uint64_t j = base + (uint64_t)i, there = ddp__tokens_take(t, target[i]),
+                 here = ddp__tokens_take(t, j);
         if (there != t->none) t->node[there] = j << t->slot_bits;
         if (here != t->none) ddp__tokens_put(t, target[i], here);
     }
 }
 
 /* A token packs a location up to N and a slot of the window into 64 bits. */
-static int ddp__sampler_slot_bits(const ddp_sampler *s) { return s->desc.dataset_size >> 32 ? 63 - ddp__bit_length((uint64_t)s->desc.dataset_size) : 31; }
+static int ddp__sampler_slot_bits(const ddp_sampler *s) {
+    return s->desc.dataset_size >> 32 ? 63 - ddp__bit_length((uint64_t)s->desc.dataset_size) : 31;
+}
 
 /* Computes the window that starts with sample `first` of the dealing. The window ends where padding or a
    repetition of the order starts, so that its positions ascend. Each window is three times as long as all
@@ -9928,7 +10228,8 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
     uint64_t target[DDP__MT_WORDS];
     uint32_t x[DDP__MT_WORDS];
     int64_t replicas = s->desc.num_replicas, count = s->desc.window, last = (int64_t)n - 1;
-    int64_t want = DDP__SAMPLER_FIRST_SPAN / replicas + (int64_t)(ddp__sampler_place(s, entry) / (uint64_t)replicas) * 3;
+    int64_t want = DDP__SAMPLER_FIRST_SPAN / replicas +
+                   (int64_t)(ddp__sampler_place(s, entry) / (uint64_t)replicas) * 3;
     int inside_out = s->desc.shuffle == DDP_SHUFFLE_TORCH &&
         s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
     int draws = inside_out ? DDP__MT_WORDS / 2 : DDP__MT_WORDS;
@@ -9979,7 +10280,8 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
 /* Checks the desc, resolves its defaults, and allocates the window of the TORCH orders. */
 static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     ddp_sampler_desc *d = &s->desc;
-    long long n = (long long)d->dataset_size, batch = (long long)d->global_batch, window = (long long)d->window;
+    long long n = (long long)d->dataset_size, batch = (long long)d->global_batch,
+              window = (long long)d->window;
     int replicas = d->num_replicas = d->num_replicas ? d->num_replicas : 1;
     DDP__SAMPLER_NEED(n >= 1, "dataset_size=%lld; set it to the number of samples, at least 1", n);
     DDP__SAMPLER_NEED(replicas > 0, "num_replicas=%d is negative", replicas);
@@ -10033,7 +10335,9 @@ DDPDEF void ddp_sampler_set_epoch(ddp_sampler *sampler, uint64_t epoch) {
     if (sampler && sampler->desc.dataset_size > 0) ddp__sampler_start(sampler, epoch, 0, NULL);
 }
 
-DDPDEF int64_t ddp_sampler_length(const ddp_sampler *sampler) { return sampler ? sampler->length - sampler->first : 0; }
+DDPDEF int64_t ddp_sampler_length(const ddp_sampler *sampler) {
+    return sampler ? sampler->length - sampler->first : 0;
+}
 
 DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
     if (is_padding) *is_padding = 0;
@@ -10051,29 +10355,34 @@ DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
 DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
     long long length = (long long)ddp_sampler_length(sampler);
     DDP__NEED(sampler && sampler->desc.dataset_size > 0, "sampler is NULL or was not initialised");
-    DDP__NEED(position >= 0 && position <= length, "position=%lld, allowed are 0 to %lld on rank %d", (long long)position, length, sampler->desc.rank);
+    DDP__NEED(position >= 0 && position <= length, "position=%lld, allowed are 0 to %lld on rank %d",
+              (long long)position, length, sampler->desc.rank);
     sampler->cursor = sampler->first + position;
     sampler->ended = 0;
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *s, ddp_sampler_state *state) {
-    DDP__NEED(s && state && s->desc.dataset_size > 0, "sampler or state is NULL, or the sampler was not initialised");
+    DDP__NEED(s && state && s->desc.dataset_size > 0,
+              "sampler or state is NULL, or the sampler was not initialised");
     uint64_t in_block = s->ended ? 0 : (uint64_t)s->cursor % s->block;
     /* used: entries that all ranks together have drawn. */
     uint64_t used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * (uint64_t)s->desc.num_replicas;
     uint64_t in_gap = s->gap_count * (s->gap_block - s->gap_used);
     if (used > s->left) used = s->left;
     if (in_gap > s->left) in_gap = s->left;
-    DDP__NEED(used >= in_gap || s->cursor == 0, "the epoch was loaded inside a global batch, of which %llu samples are still out; save after them",
-              (unsigned long long)(in_gap - used));
+    DDP__NEED(
+        used >= in_gap || s->cursor == 0,
+        "the epoch was loaded inside a global batch, of which %llu samples are still out; save after them",
+        (unsigned long long)(in_gap - used));
     state->seed = s->desc.seed;
     state->epoch = s->epoch;
     state->dataset_size = s->desc.dataset_size;
     state->shuffle = (int32_t)s->desc.shuffle;
     state->no_shuffle = s->desc.no_shuffle != 0;
     int untouched = used < in_gap; /* nothing was drawn since a load inside a batch: the same state again */
-    uint64_t position = untouched ? s->origin : used == s->left ? (uint64_t)s->desc.dataset_size : ddp__sampler_place(s, used);
+    uint64_t position = untouched ? s->origin
+                        : used == s->left ? (uint64_t)s->desc.dataset_size : ddp__sampler_place(s, used);
     state->position = (int64_t)position;
     state->block_offset = (int64_t)(untouched ? s->gap_used : in_block);
     state->num_replicas = untouched ? (int64_t)s->gap_count : s->desc.num_replicas;
@@ -10083,11 +10392,14 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *s, ddp_sampler_state *stat
 
 DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state *state) {
     const ddp_sampler_desc *d = sampler ? &sampler->desc : NULL;
-    DDP__NEED(d && state && d->dataset_size > 0, "sampler or state is NULL, or the sampler was not initialised");
-    long long n = (long long)state->dataset_size, position = (long long)state->position, offset = (long long)state->block_offset;
+    DDP__NEED(d && state && d->dataset_size > 0,
+              "sampler or state is NULL, or the sampler was not initialised");
+    long long n = (long long)state->dataset_size, position = (long long)state->position,
+              offset = (long long)state->block_offset;
     long long replicas = (long long)state->num_replicas, batch = (long long)state->global_batch;
-#define DDP__SAME(name, saved, here, format, type) \
-    DDP__NEED((saved) == (here), "the state is of " name "=" format ", the sampler has " format, (type)(saved), (type)(here))
+#define DDP__SAME(name, saved, here, format, type)                                                           \
+    DDP__NEED((saved) == (here), "the state is of " name "=" format ", the sampler has " format,             \
+              (type)(saved), (type)(here))
     DDP__SAME("dataset_size", n, d->dataset_size, "%lld", long long);
     DDP__SAME("shuffle", state->shuffle, (int32_t)d->shuffle, "%d", int);
     DDP__SAME("no_shuffle", state->no_shuffle != 0, (d->no_shuffle != 0), "%d", int);
@@ -10095,8 +10407,11 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
 #undef DDP__SAME
     if (position < 0 || position > n || replicas < 1 || batch < 0 || batch % replicas || offset < 0 ||
         (offset > 0 && (offset >= batch / replicas || position == n)))
-        return ddp_fail(DDP_ERR_CORRUPT, "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is no place in an "
-                         "epoch of %lld samples", position, offset, replicas, batch, n);
+        return ddp_fail(
+            DDP_ERR_CORRUPT,
+            "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is no place in an "
+            "epoch of %lld samples",
+            position, offset, replicas, batch, n);
     int other_blocks = replicas != d->num_replicas || batch != d->global_batch;
     ddp__sampler_start(sampler, state->epoch, (uint64_t)position, other_blocks && offset ? state : NULL);
     if (other_blocks) return DDP_OK;
@@ -10170,7 +10485,9 @@ struct ddp_loader {
     ddp_loader_stats stats;
 };
 
-static ddp__loader_slot *ddp__loader_slot_of(const ddp_loader *l, int64_t batch) { return &l->slot[batch % l->slot_count]; }
+static ddp__loader_slot *ddp__loader_slot_of(const ddp_loader *l, int64_t batch) {
+    return &l->slot[batch % l->slot_count];
+}
 /* Returns 1 if the next batch is complete or has failed. */
 static int ddp__loader_is_ready(const ddp_loader *l) {
     const ddp__loader_slot *slot = ddp__loader_slot_of(l, l->given);
@@ -10218,7 +10535,8 @@ static void ddp__loader_draw(ddp_loader *l) {
    the one that failed. */
 static void ddp__loader_piece(ddp_loader *l, ddp__loader_worker *w) {
     ddp__loader_slot *slot = ddp__loader_slot_of(l, l->open);
-    int64_t begin = slot->claimed, end = slot->count - begin < l->piece ? slot->count : begin + l->piece, at = begin;
+    int64_t begin = slot->claimed, end = slot->count - begin < l->piece ? slot->count : begin + l->piece,
+            at = begin;
     const char *line = ddp_last_error();
     ddp_result result = DDP_OK;
     void *to[DDP_LOADER_FIELDS];
@@ -10226,7 +10544,8 @@ static void ddp__loader_piece(ddp_loader *l, ddp__loader_worker *w) {
     w->batch = l->open;
     pthread_mutex_unlock(&l->lock);
     double seconds = -ddp_now();
-    for (int f = 0; f < l->desc.field_count; f++) to[f] = slot->data + l->field_at[f] + (size_t)at * l->sample_bytes[f];
+    for (int f = 0; f < l->desc.field_count; f++)
+        to[f] = slot->data + l->field_at[f] + (size_t)at * l->sample_bytes[f];
     for (; at < end && ddp__load_relaxed(&l->phase) == DDP__LOADER_RUNS; at++) {
         __atomic_store_n(&w->index, slot->indices[at], __ATOMIC_RELAXED);
         result = l->desc.fetch(l->desc.fetch_user, slot->indices[at], to);
@@ -10245,16 +10564,21 @@ static void ddp__loader_piece(ddp_loader *l, ddp__loader_worker *w) {
     if (at >= slot->failed_at) return;
     slot->failed_at = at;
     slot->outcome.result = result;
-    snprintf(slot->outcome.text, sizeof slot->outcome.text, "sample %lld: %.450s", (long long)slot->indices[at], line[0] ? line : ddp_result_name(result));
+    snprintf(slot->outcome.text, sizeof slot->outcome.text, "sample %lld: %.450s",
+             (long long)slot->indices[at], line[0] ? line : ddp_result_name(result));
 }
 
 /* Draws a batch or fetches a piece. Called with the lock held, and releases it meanwhile. Returns 0 if there
    is nothing to do. */
 static int ddp__loader_turn(ddp_loader *l, ddp__loader_worker *w) {
     if (l->phase == DDP__LOADER_RESTARTS) return 0;
-    while (l->open < l->drawn && ddp__loader_slot_of(l, l->open)->claimed == ddp__loader_slot_of(l, l->open)->count) l->open++;
+    while (l->open < l->drawn &&
+           ddp__loader_slot_of(l, l->open)->claimed == ddp__loader_slot_of(l, l->open)->count)
+        l->open++;
     int draws = l->open == l->drawn;
-    if (draws && (l->drawing || l->drawn >= l->given + l->desc.prefetch || l->sampler.cursor >= l->sampler.length)) return 0;
+    if (draws &&
+        (l->drawing || l->drawn >= l->given + l->desc.prefetch || l->sampler.cursor >= l->sampler.length))
+        return 0;
     l->busy++;
     if (draws) ddp__loader_draw(l);
     else ddp__loader_piece(l, w);
@@ -10308,9 +10632,12 @@ static ddp_result ddp__loader_await(ddp_loader *l) {
     if (!l->gave_up) return DDP_OK;
     for (const ddp__loader_worker *w = l->worker; w < l->worker + l->threads; w++)
         if (w->batch >= 0 && (!stuck || w->batch < stuck->batch)) stuck = w;
-    if (!stuck) return ddp_fail(DDP_ERR_TIMEOUT, "ddp_loader_next: no batch after timeout_ms=%d, and no fetch is under way", l->desc.timeout_ms);
-    return ddp_fail(DDP_ERR_TIMEOUT, "ddp_loader_next: sample %lld: not fetched after timeout_ms=%d", (long long)ddp__load_relaxed(&stuck->index),
-                    l->desc.timeout_ms);
+    if (!stuck)
+        return ddp_fail(DDP_ERR_TIMEOUT,
+                        "ddp_loader_next: no batch after timeout_ms=%d, and no fetch is under way",
+                        l->desc.timeout_ms);
+    return ddp_fail(DDP_ERR_TIMEOUT, "ddp_loader_next: sample %lld: not fetched after timeout_ms=%d",
+                    (long long)ddp__load_relaxed(&stuck->index), l->desc.timeout_ms);
 }
 
 static ddp_result ddp__loader_next(ddp_loader *l, ddp_batch *out) {
@@ -10375,7 +10702,9 @@ DDPDEF ddp_result ddp_loader_set_epoch(ddp_loader *loader, uint64_t epoch) {
     return ddp__loader_go(loader, &place);
 }
 
-static int64_t ddp__loader_batches(const ddp_loader *l, int64_t samples) { return samples / l->desc.batch_size + (samples % l->desc.batch_size != 0); }
+static int64_t ddp__loader_batches(const ddp_loader *l, int64_t samples) {
+    return samples / l->desc.batch_size + (samples % l->desc.batch_size != 0);
+}
 
 DDPDEF int64_t ddp_loader_length(const ddp_loader *loader) {
     return loader ? ddp__loader_batches(loader, loader->place.length - loader->place.cursor) : 0;
@@ -10385,7 +10714,8 @@ DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch) {
     DDP_TRY(ddp__loader_check(loader, __func__));
     ddp_sampler place = loader->place;
     int64_t samples = ddp_sampler_length(&place), batches = ddp__loader_batches(loader, samples);
-    DDP__NEED(batch >= 0 && batch <= batches, "batch=%lld, allowed are 0 to %lld", (long long)batch, (long long)batches);
+    DDP__NEED(batch >= 0 && batch <= batches, "batch=%lld, allowed are 0 to %lld", (long long)batch,
+              (long long)batches);
     DDP_TRY(ddp_sampler_seek(&place, batch < batches ? batch * loader->desc.batch_size : samples));
     return ddp__loader_go(loader, &place);
 }
@@ -10413,7 +10743,8 @@ DDPDEF void ddp_loader_destroy(ddp_loader *l) {
     int is_last = 0;
     if (!l || ddp__loader_is_forked(l)) return; /* in a forked process the loader is the other process's */
     DDP__LOCKED(&l->lock) {
-        double until = ddp_now() + 1e-3 * (l->gave_up && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms);
+        double until = ddp_now() +
+                       1e-3 * (l->gave_up && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms);
         ddp__store(&l->phase, (uint32_t)DDP__LOADER_STOPS);
         pthread_cond_broadcast(&l->work);
         while (l->references > 1 && ddp__loader_sleep(l, until)) {}
@@ -10434,10 +10765,16 @@ static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
         {"prefetch", &d->prefetch, 0, DDP__LOADER_DEPTH, 0},
         {"extra_valid_batches", &d->extra_valid_batches, 0, DDP__LOADER_DEPTH, 1},
         {"timeout_ms", &d->timeout_ms, 0, INT32_MAX, 600000}};
-    if (d->batch_size == 0) d->batch_size = d->sampler.global_batch / (d->sampler.num_replicas > 0 ? d->sampler.num_replicas : 1);
-    DDP__LOADER_NEED(d->sampler.dataset_size >= 1, "sampler.dataset_size=%lld; an empty data set has nothing to load", (long long)d->sampler.dataset_size);
-    DDP__LOADER_NEED(d->batch_size >= 1, "batch_size=%lld; set it to the samples of this rank per batch", (long long)d->batch_size);
-    DDP__LOADER_NEED(d->fetch && d->fields, "%s", d->fetch ? "fields is NULL; say what a sample holds" : "fetch is NULL; set it to what writes a sample");
+    if (d->batch_size == 0)
+        d->batch_size = d->sampler.global_batch / (d->sampler.num_replicas > 0 ? d->sampler.num_replicas : 1);
+    DDP__LOADER_NEED(d->sampler.dataset_size >= 1,
+                     "sampler.dataset_size=%lld; an empty data set has nothing to load",
+                     (long long)d->sampler.dataset_size);
+    DDP__LOADER_NEED(d->batch_size >= 1, "batch_size=%lld; set it to the samples of this rank per batch",
+                     (long long)d->batch_size);
+    DDP__LOADER_NEED(d->fetch && d->fields, "%s",
+                     d->fetch ? "fields is NULL; say what a sample holds"
+                              : "fetch is NULL; set it to what writes a sample");
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
         int *value = ranges[i].value, low = ranges[i].low, high = ranges[i].high;
         DDP__LOADER_NEED(*value >= low && *value <= high, "%s=%d, allowed are %d to %d", ranges[i].name,
@@ -10447,9 +10784,17 @@ static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
     DDP__LOADER_NEED(!d->alloc_fn == !d->free_fn, "set both alloc_fn and free_fn, or neither");
     if (d->worker_count == -1) d->worker_count = 0;
     if (!d->prefetch || !d->worker_count) d->prefetch = d->worker_count ? 2 * d->worker_count : 1;
-    if (!d->alloc_fn && d->group) { d->alloc_fn = d->group->desc.alloc_fn; d->free_fn = d->group->desc.free_fn; d->user = d->group->desc.user; }
+    if (!d->alloc_fn && d->group) {
+        d->alloc_fn = d->group->desc.alloc_fn;
+        d->free_fn = d->group->desc.free_fn;
+        d->user = d->group->desc.user;
+    }
     if (!d->alloc_fn) { d->alloc_fn = ddp__malloc_default; d->free_fn = ddp__free_default; }
-    if (!d->sampler.alloc_fn && !d->sampler.free_fn) { d->sampler.alloc_fn = d->alloc_fn; d->sampler.free_fn = d->free_fn; d->sampler.user = d->user; }
+    if (!d->sampler.alloc_fn && !d->sampler.free_fn) {
+        d->sampler.alloc_fn = d->alloc_fn;
+        d->sampler.free_fn = d->free_fn;
+        d->sampler.user = d->user;
+    }
     return DDP_OK;
 }
 
@@ -10464,10 +10809,13 @@ static ddp_result ddp__loader_memory(ddp_loader *l) {
         const ddp_tensor *t = &d->fields[f];
         int64_t bytes = (int64_t)ddp_dtype_size(t->dtype), elements = ddp_tensor_count(t);
         DDP__LOADER_NEED(bytes, "fields[%d].dtype=%d is no ddp_dtype of elements", f, (int)t->dtype);
-        DDP__LOADER_NEED(t->ndim >= 0 && t->ndim < DDP_MAX_NDIM, "fields[%d].ndim=%d, allowed are 0 to %d", f, t->ndim, DDP_MAX_NDIM - 1);
+        DDP__LOADER_NEED(t->ndim >= 0 && t->ndim < DDP_MAX_NDIM, "fields[%d].ndim=%d, allowed are 0 to %d", f,
+                         t->ndim, DDP_MAX_NDIM - 1);
         DDP__LOADER_NEED(elements > 0, "fields[%d].shape has an entry below 1, or overflows", f);
-        DDP__LOADER_NEED(d->batch_size <= most / 16 && elements <= most / bytes / d->batch_size - DDP__ALIGN, "batch_size=%lld: %lld batches with fields[%d] "
-                         "do not fit in memory; lower batch_size, prefetch or extra_valid_batches", (long long)d->batch_size, (long long)l->slot_count, f);
+        DDP__LOADER_NEED(d->batch_size <= most / 16 && elements <= most / bytes / d->batch_size - DDP__ALIGN,
+                         "batch_size=%lld: %lld batches with fields[%d] "
+                         "do not fit in memory; lower batch_size, prefetch or extra_valid_batches",
+                         (long long)d->batch_size, (long long)l->slot_count, f);
         l->field_at[f] = size_bytes;
         l->sample_bytes[f] = (size_t)(elements * bytes);
         size_bytes += ddp_round_up(l->sample_bytes[f] * batch, DDP__ALIGN);
@@ -10479,7 +10827,10 @@ static ddp_result ddp__loader_memory(ddp_loader *l) {
     size_bytes += ddp_round_up(batch * 9, DDP__ALIGN);
     if (device->alloc_pinned) DDP_TRY(device->alloc_pinned(d->group, slots * size_bytes, &l->buffers));
     else if (!(l->buffers = ddp__aligned_alloc(d->alloc_fn, d->user, slots * size_bytes)))
-        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_loader_create: %zu batches of %zu bytes; lower batch_size, prefetch or extra_valid_batches", slots, size_bytes);
+        return ddp_fail(
+            DDP_ERR_NO_MEMORY,
+            "ddp_loader_create: %zu batches of %zu bytes; lower batch_size, prefetch or extra_valid_batches",
+            slots, size_bytes);
     l->free_pinned = device->alloc_pinned ? device->free_pinned : NULL;
     for (size_t i = 0; i < slots; i++) {
         l->slot[i].data = (unsigned char *)l->buffers + i * size_bytes;
@@ -10495,7 +10846,8 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
     DDP__NEED(out && desc, "out or desc is NULL");
     ddp_loader_desc d = *desc;
     DDP_TRY(ddp__loader_resolve(&d));
-    size_t slots = (size_t)d.prefetch + (size_t)d.extra_valid_batches + 1, size_bytes = sizeof(ddp_loader) + slots * sizeof(ddp__loader_slot);
+    size_t slots = (size_t)d.prefetch + (size_t)d.extra_valid_batches + 1,
+           size_bytes = sizeof(ddp_loader) + slots * sizeof(ddp__loader_slot);
     ddp_loader *l = (ddp_loader *)ddp__aligned_alloc(d.alloc_fn, d.user, size_bytes);
     if (!l) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_loader_create: %zu bytes", size_bytes);
     memset(l, 0, size_bytes);
@@ -10521,7 +10873,9 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
         w->loader = l;
         w->batch = -1;
         int error = ddp__start_thread(&w->thread, ddp__loader_main, w);
-        if (error) result = ddp_fail(DDP_ERR_SYSTEM, "ddp_loader_create: worker %d could not be started: %s", l->threads, strerror(error));
+        if (error)
+            result = ddp_fail(DDP_ERR_SYSTEM, "ddp_loader_create: worker %d could not be started: %s",
+                              l->threads, strerror(error));
         else l->threads++;
     }
     l->references = 1 + l->threads;
@@ -10546,8 +10900,7 @@ static inline size_t ddp__buffer_size(const ddp_group *group, const ddp_call *ca
 /* The same for a buffer with counts; SIZE_MAX if it does not fit in memory. Without *offsets the blocks are
    packed, and their offsets are written to packed. *sum: of all counts. */
 static inline size_t ddp__buffer_size_v(const ddp_group *group, size_t most, const size_t *counts,
-                                        const size_t **offsets,
-                                        size_t *packed, size_t *sum) {
+                                        const size_t **offsets, size_t *packed, size_t *sum) {
     size_t end = 0;
     *sum = 0;
     for (int r = 0; r < group->world_size; *sum += counts[r++]) {
@@ -10572,14 +10925,15 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
     const int p2p = ddp__is_p2p(call->kind);
     size_t element = ddp_dtype_size(call->dtype);
     DDP__CALL_NEED(group, "group is NULL");
-    DDP__CALL_NEED(!form->root || (call->root >= 0 && call->root < group->world_size), "%s=%d; ranks are 0 to %d", form->root, call->root,
-                   group->world_size - 1);
+    DDP__CALL_NEED(!form->root || (call->root >= 0 && call->root < group->world_size),
+                   "%s=%d; ranks are 0 to %d", form->root, call->root, group->world_size - 1);
     DDP__CALL_NEED(element, "dtype=%d is not a ddp_dtype of elements", (int)call->dtype);
-    DDP__CALL_NEED(!ddp__has_op(call->kind) || (unsigned)call->op <= DDP_OP_PROD, "op=%d is not a ddp_op", (int)call->op);
+    DDP__CALL_NEED(!ddp__has_op(call->kind) || (unsigned)call->op <= DDP_OP_PROD, "op=%d is not a ddp_op",
+                   (int)call->op);
     size_t blocks = p2p ? 1 : (size_t)group->world_size;
     size_t most = SIZE_MAX / 2 / element;
-    DDP__CALL_NEED(call->count <= most / blocks, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count,
-                   blocks, ddp_dtype_name(call->dtype));
+    DDP__CALL_NEED(call->count <= most / blocks, "count=%llu times %zu blocks of %s does not fit in memory",
+                   (unsigned long long)call->count, blocks, ddp_dtype_name(call->dtype));
     size_t send_size = ddp__buffer_size(group, call, DDP__NO_SEND, DDP__FROM_ROOT, DDP__SPLITS);
     size_t recv_size = ddp__buffer_size(group, call, DDP__NO_RECV, DDP__TO_ROOT, DDP__JOINS);
     if (form->shape & DDP__COUNTED) {
@@ -10593,7 +10947,7 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
         DDP__CALL_NEED(send_size <= most && recv_size <= most, "the counts do not fit in memory");
         DDP__CALL_NEED(call->send_counts || call->count == call->recv_counts[group->rank],
                        "send_count=%zu but recv_counts[%d]=%zu", call->count, group->rank,
-                           call->recv_counts[group->rank]);
+                       call->recv_counts[group->rank]);
         call->count = call->send_counts ? 0 : sum;
     }
     DDP__CALL_NEED(!p2p || call->root != group->rank, "peer is this rank itself; copy the buffer");
@@ -10601,7 +10955,8 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
     DDP__CALL_NEED(call->send || !send_size, "%s is NULL", p2p ? "buf" : "send");
     DDP__CALL_NEED(call->recv || !recv_size, "%s is NULL", p2p ? "buf" : "recv");
     if (ddp__overlap(call->send, send_size * element, call->recv, recv_size * element)) {
-        DDP__CALL_NEED(call->kind != DDP_CALL_ALL_TO_ALL && call->kind != DDP_CALL_ALL_TO_ALL_V, "send and recv overlap; this call is not done in place");
+        DDP__CALL_NEED(call->kind != DDP_CALL_ALL_TO_ALL && call->kind != DDP_CALL_ALL_TO_ALL_V,
+                       "send and recv overlap; this call is not done in place");
         ddp_bytes out = ddp_call_sends(call, group->rank, group->rank);
         ddp_bytes in = ddp_call_receives(call, group->rank, group->rank);
         DDP__CALL_NEED((uintptr_t)call->send + out.begin == (uintptr_t)call->recv + in.begin,
@@ -10611,8 +10966,8 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
     return p2p ? ddp__submit_p2p(group, call, work) : ddp__issue(group, call, work);
 }
 
-static ddp_result ddp__public(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op,
-                              int root, int tag, ddp_work *work) {
+static ddp_result ddp__public(ddp_group *group, ddp_call_kind kind, const void *send, void *recv,
+                              size_t count, ddp_dtype dtype, ddp_op op, int root, int tag, ddp_work *work) {
     ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
     call.op = op;
     call.root = root;
@@ -10624,39 +10979,49 @@ static ddp_result ddp__public(ddp_group *group, ddp_call_kind kind, const void *
 #define DDP__BODY(kind, send, recv, count, op, root, tag) \
     { return ddp__public(group, DDP_CALL_##kind, send, recv, count, dtype, op, root, tag, work); }
 
-DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work)
-DDP__BODY(ALL_REDUCE, send, recv, count, op, -1, 0)
-DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work)
-DDP__BODY(REDUCE, send, recv, count, op, root, 0)
-DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work)
-DDP__BODY(BROADCAST, NULL, buf, count, DDP_OP_SUM, root, 0)
-DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work)
-DDP__BODY(GATHER, send, recv, send_count, DDP_OP_SUM, root, 0)
-DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work)
-DDP__BODY(SCATTER, send, recv, recv_count, DDP_OP_SUM, root, 0)
-DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work)
-DDP__BODY(ALL_GATHER, send, recv, send_count, DDP_OP_SUM, -1, 0)
-DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work)
-DDP__BODY(REDUCE_SCATTER, send, recv, recv_count, op, -1, 0)
-DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work)
-DDP__BODY(ALL_TO_ALL, send, recv, count_per_peer, DDP_OP_SUM, -1, 0)
-DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work)
-DDP__BODY(SEND, buf, NULL, count, DDP_OP_SUM, peer, tag)
-DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work)
-DDP__BODY(RECV, NULL, buf, count, DDP_OP_SUM, peer, tag)
+DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count,
+                                 ddp_dtype dtype, ddp_op op, ddp_work *work)
+    DDP__BODY(ALL_REDUCE, send, recv, count, op, -1, 0) DDPDEF ddp_result
+    ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op,
+               int root, ddp_work *work) DDP__BODY(REDUCE, send, recv, count, op, root, 0) DDPDEF ddp_result
+    ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work)
+        DDP__BODY(BROADCAST, NULL, buf, count, DDP_OP_SUM, root, 0) DDPDEF ddp_result
+    ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root,
+               ddp_work *work)
+        DDP__BODY(GATHER, send, recv, send_count, DDP_OP_SUM, root, 0) DDPDEF ddp_result
+    ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root,
+                ddp_work *work)
+        DDP__BODY(SCATTER, send, recv, recv_count, DDP_OP_SUM, root, 0) DDPDEF ddp_result
+    ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype,
+                   ddp_work *work)
+        DDP__BODY(ALL_GATHER, send, recv, send_count, DDP_OP_SUM, -1, 0) DDPDEF ddp_result
+    ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype,
+                       ddp_op op, ddp_work *work)
+        DDP__BODY(REDUCE_SCATTER, send, recv, recv_count, op, -1, 0) DDPDEF ddp_result
+    ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype,
+                   ddp_work *work)
+        DDP__BODY(ALL_TO_ALL, send, recv, count_per_peer, DDP_OP_SUM, -1, 0) DDPDEF ddp_result
+    ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag,
+             ddp_work *work) DDP__BODY(SEND, buf, NULL, count, DDP_OP_SUM, peer, tag) DDPDEF ddp_result
+    ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work)
+        DDP__BODY(RECV, NULL, buf, count, DDP_OP_SUM, peer, tag)
 
-DDPDEF ddp_result ddp_barrier(ddp_group *group) { return ddp__public(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, 0, NULL); }
+            DDPDEF ddp_result ddp_barrier(ddp_group *group) {
+    return ddp__public(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, 0, NULL);
+}
 
-DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv, const size_t *recv_counts,
-                                   const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
+DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv,
+                                   const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype,
+                                   ddp_work *work) {
     ddp_call call = ddp__call_of(DDP_CALL_ALL_GATHER_V, send, recv, send_count, dtype);
     call.recv_counts = recv_counts;
     call.recv_offsets = recv_offsets;
     return ddp__checked(group, &call, work);
 }
 
-DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts, const size_t *send_offsets, void *recv,
-                                   const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
+DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts,
+                                   const size_t *send_offsets, void *recv, const size_t *recv_counts,
+                                   const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
     ddp_call call = ddp__call_of(DDP_CALL_ALL_TO_ALL_V, send, recv, 0, dtype);
     call.send_counts = send_counts;
     call.send_offsets = send_offsets;
