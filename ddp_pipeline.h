@@ -549,7 +549,7 @@ DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline);
 #if (defined(DDP_IMPLEMENTATION) || defined(DDP_PIPELINE_IMPLEMENTATION)) && !defined(DDP_PIPELINE_IMPLEMENTATION_INCLUDED)
 #define DDP_PIPELINE_IMPLEMENTATION_INCLUDED
 
-//== structs ======================================================================================== >>impl-structs
+//== structs ============================================================================== >>impl-structs
 #include <float.h>
 #include <math.h>
 #include <stdarg.h>
@@ -562,14 +562,16 @@ DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline);
 #define DDP__MAX_ACTIONS (1 << 28)
 
 struct ddp_schedule {
-    ddp_schedule_kind kind;    /* DDP_SCHEDULE_KIND_COUNT: was parsed */
+    ddp_schedule_kind kind;    /* DDP_SCHEDULE_KIND_COUNT: parsed from CSV */
     int rank_count, stage_count, microbatch_count, update_interval;
-    ddp_action *actions;       /* rank after rank; a place in here is an action's index */
+    ddp_action *actions;       /* the lists of all ranks, in rank order; an action's index is its place
+                                  here */
     int count, capacity;
-    int *first;                /* rank r has actions[first[r]] to actions[first[r + 1] - 1]; after the struct */
-    int filled;                /* lists that are complete, while it is made */
-    int *stage_rank;           /* -1: on none */
-    ddp_result failed;         /* while it is made */
+    int *first;                /* rank r has actions[first[r]] to actions[first[r + 1] - 1]; stored after the
+                                  struct */
+    int filled;                /* during construction: number of complete lists */
+    int *stage_rank;           /* rank of each stage; -1 = on no rank */
+    ddp_result failed;         /* during construction: the first failure */
     void *(*alloc_fn)(size_t size_bytes, void *user);
     void (*free_fn)(void *memory, void *user);
     void *user;
@@ -587,12 +589,14 @@ static const char *const ddp__schedule_kind_names[] = {
 #undef DDP_X
 };
 
-//== lists of actions ======================================================================== >>impl-schedule-lists
+//== action lists ================================================================== >>impl-schedule-lists
+/* Allocates, fills and frees schedules. The generators, the parser and lowering append actions rank by rank;
+   ddp__schedule_finish then derives the stage and micro-batch counts. */
 
 static void *ddp__schedule_malloc(size_t size_bytes, void *user) { (void)user; return malloc(size_bytes); }
 static void ddp__schedule_mfree(void *memory, void *user) { (void)user; free(memory); }
 
-/* count elements of size_bytes each; NULL with the error line set. */
+/* Allocates count elements of size_bytes each. Returns NULL with the error set if memory runs out. */
 static void *ddp__schedule_alloc(const ddp_schedule *s, size_t count, size_t size_bytes) {
     void *memory = count > SIZE_MAX / size_bytes ? NULL
                                                  : s->alloc_fn(count ? count * size_bytes : 1, s->user);
@@ -604,8 +608,7 @@ static void ddp__schedule_free(const ddp_schedule *s, void *memory) {
     if (memory) s->free_fn(memory, s->user);
 }
 
-/* An empty schedule. Its lists are filled rank by rank. Reads the kind, the number of ranks, the update interval
-   and the allocator of desc. */
+/* Creates an empty schedule. Reads the kind, rank count, update interval and allocator of desc. */
 static ddp_schedule *ddp__schedule_new(const ddp_schedule_desc *desc) {
     ddp_schedule start = DDP_ZERO, *s;
     start.kind = desc->kind;
@@ -623,7 +626,7 @@ static ddp_schedule *ddp__schedule_new(const ddp_schedule_desc *desc) {
     return s;
 }
 
-/* An empty schedule with the allocator and the kind of another one. */
+/* Creates an empty schedule with the kind, rank count, update interval and allocator of another one. */
 static ddp_schedule *ddp__schedule_like(const ddp_schedule *from) {
     ddp_schedule_desc desc = {from->kind, from->rank_count, 0, 0, from->update_interval,
                               NULL, 0, from->alloc_fn, from->free_fn, from->user};
@@ -659,8 +662,8 @@ static void ddp__schedule_push(ddp_schedule *s, ddp_action_kind kind, int stage,
 
 static void ddp__schedule_end_rank(ddp_schedule *s) { s->first[++s->filled] = s->count; }
 
-/* Returns a schedule with complete lists, or frees it after a failure. The lists determine the number of stages and
-   of micro-batches. */
+/* Stores the schedule in *out once all lists are complete, or frees it after a failure. Derives the stage and
+   micro-batch counts from the lists. */
 static ddp_result ddp__schedule_finish(ddp_schedule **out, ddp_schedule *s) {
     ddp_result result = s->failed;
     for (int i = 0; i < s->count; i++) {
@@ -709,7 +712,7 @@ static int ddp__action_is_sharding(ddp_action_kind kind) {
 
 typedef struct ddp__action_text { char text[64]; } ddp__action_text;
 
-/* As in a CSV cell: "2I5", "0UNSHARD". */
+/* Returns the action as a CSV cell writes it: "2I5", "0UNSHARD". */
 static ddp__action_text ddp__action_label(const ddp_action *a) {
     ddp__action_text label;
     if (a->kind == DDP_ACTION_IDLE) snprintf(label.text, sizeof label.text, "(idle)");
@@ -726,7 +729,7 @@ static ddp__action_text ddp__action_label_of(ddp_action_kind kind, int stage, in
     return ddp__action_label(&action);
 }
 
-/* The rank whose list holds the action of that index. */
+/* Returns the rank of the list that contains the action with this index. */
 static int ddp__action_rank(const ddp_schedule *s, int index) {
     int low = 0, high = s->rank_count - 1;
     while (low < high) {
@@ -741,25 +744,28 @@ static int ddp__action_position(const ddp_schedule *s, int index) {
     return index - s->first[ddp__action_rank(s, index)];
 }
 
-//== kinds of schedules ======================================================================= >>impl-schedule-kinds
+//== schedule kinds ================================================================ >>impl-schedule-kinds
+/* Generates the lists of every kind except AUTO, and checks ddp_schedule_desc. In this section p is the
+   number of ranks, m of micro-batches and v of chunks per rank. */
 
 #define DDP__SCHEDULE_BAD(...) ddp_fail(DDP_ERR_INVALID, "ddp_schedule_create: " __VA_ARGS__)
 
-/* Micro-batches go through the chunks in rounds, as in PyTorch's ScheduleInterleaved1F1B: one round where m <
-   p. A round has p micro-batches where m is a multiple of p, and otherwise up to 2p - 1. */
+/* Returns the number of rounds in which micro-batches pass through the chunks, as in PyTorch's
+   ScheduleInterleaved1F1B. There is one round if m < p. A round has p micro-batches if m is a multiple of p,
+   otherwise up to 2p - 1. */
 static int ddp__rounds(int p, int m) { return m / p > 1 ? m / p : 1; }
 
-/* Action number k of a rank's forwards, or of its backwards, which take the chunks the other way round: a
-   round of one chunk, then the same micro-batches of the next one. */
+/* Appends number k of a rank's forwards or backwards. The order is: one round of a chunk, then the same
+   micro-batches of the next chunk. Backwards visit the chunks in reverse order. */
 static void ddp__push_in_rounds(ddp_schedule *s, ddp_action_kind kind, int rank, int k, int v, int round) {
     int chunk = k / round % v, microbatch = k / (round * v) * round + k % round;
     if (kind != DDP_ACTION_FORWARD) chunk = v - 1 - chunk;
     ddp__schedule_push(s, kind, chunk * s->rank_count + rank, microbatch);
 }
 
-/* All kinds of the 1F1B family. The first forwards fill the pipeline: those before the last chunk's first one,
-   and `lates` for each later rank. Then one forward and one backward alternate, and the remaining backwards
-   follow. lags > 0: the weight gradient of a backward comes lags * rank backwards later. */
+/* Generates all kinds of the 1F1B family. Warmup forwards fill the pipeline: those before the last chunk's
+   first forward, and `lates` more for each later rank. Then forwards and backwards alternate, and the
+   remaining backwards follow. lags > 0: W follows its I after lags * rank further I. */
 static void ddp__generate_1f1b(ddp_schedule *s, const ddp_schedule_desc *d, int rank, int lates, int lags) {
     int p = d->rank_count, m = d->microbatch_count, v = d->chunk_count, round = m / ddp__rounds(p, m);
     int total = m * v, lag = lags * rank;
@@ -774,7 +780,8 @@ static void ddp__generate_1f1b(ddp_schedule *s, const ddp_schedule_desc *d, int 
     }
 }
 
-/* All of a block of micro-batches forward, chunk by chunk, then all back. Blocks of m: GPipe and looped BFS; of 1: naive. */
+/* Generates all forwards of a block of micro-batches, chunk by chunk, then all its backwards. Blocks of m
+   micro-batches give GPipe and looped BFS, blocks of 1 give naive. */
 static void ddp__generate_blocks(ddp_schedule *s, int rank, int m, int v, int block) {
     int p = s->rank_count;
     for (int start = 0; start < m; start += block) {
@@ -787,17 +794,19 @@ static void ddp__generate_blocks(ddp_schedule *s, int rank, int m, int v, int bl
     }
 }
 
-/* A rank of a V has two stages: stage[0] = r on the way down, stage[1] = 2p-1-r on the way up. */
+/* A rank r of a V has two stages: stage[0] = r on the way down, stage[1] = 2p-1-r on the way up. */
 typedef struct ddp__vee {
     ddp_schedule *s;
     int stage[2], m;
-    int next[2][DDP_ACTION_KIND_COUNT]; /* the next micro-batch of each kind of action; I and B have one count */
+    int next[2][DDP_ACTION_KIND_COUNT]; /* next micro-batch of each kind of action; I and B share a count */
     int searched;                       /* every I before actions[searched] has its W */
 } ddp__vee;
 
-/* Appends the actions of a phase, that many times: f i w b are F I W B of the stage on the way down, and F I W B
-   those of the stage on the way up; d is the W of the first I that has none; + makes the action before it overlap
-   with the next one. Micro-batches beyond m are counted and left out. */
+/* Appends the actions of a phase `times` times. Micro-batches beyond m are counted but not appended.
+       f i w b   F I W B of the stage on the way down
+       F I W B   F I W B of the stage on the way up
+       d         W of the earliest I without W
+       +         the action before it overlaps with the next one */
 static void ddp__vee_phase(ddp__vee *v, int times, const char *phase) {
     static const char letters[] = "fiwbFIWB";
     ddp_schedule *s = v->s;
@@ -818,7 +827,7 @@ static void ddp__vee_phase(ddp__vee *v, int times, const char *phase) {
     }
 }
 
-/* ZB-V for at least 2p-1 micro-batches; of fewer, those beyond m are left out. */
+/* Generates ZB-V for at least 2p-1 micro-batches. If m is smaller, the surplus is left out. */
 static void ddp__generate_zb_v(ddp_schedule *s, int rank, int m) {
     int p = s->rank_count, n = m > 2 * p - 1 ? m : 2 * p - 1;
     ddp__vee v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, s->count};
@@ -832,8 +841,8 @@ static void ddp__generate_zb_v(ddp_schedule *s, int rank, int m) {
     ddp__vee_phase(&v, rank, "w");
 }
 
-/* DualPipeV, in the order of DeepSeek's published code. At the tip of the V, the first forward and backward do not
-   overlap: its two stages do not wait for each other. */
+/* Generates DualPipeV, in the order of DeepSeek's published code. On the rank at the tip of the V, the first
+   forward and backward do not overlap, so that its two stages do not wait for each other. */
 static void ddp__generate_dualpipe_v(ddp_schedule *s, int rank, int m) {
     int p = s->rank_count, late = p - 1 - rank, tip = late == 0;
     ddp__vee v = {s, {rank, 2 * p - 1 - rank}, m, {{0}}, s->count};
@@ -850,7 +859,7 @@ static void ddp__generate_dualpipe_v(ddp_schedule *s, int rank, int m) {
     ddp__vee_phase(&v, rank + 1, "d");
 }
 
-/* m is to be a multiple of step and at least least. */
+/* Checks that m is a multiple of `step` and not below `least`. The error names the nearest valid m. */
 static ddp_result ddp__schedule_check_multiple(const ddp_schedule_desc *d, int step, int least) {
     int m = d->microbatch_count, down = m / step * step,
         nearest = m - down < step - (m - down) ? down : down + step;
@@ -865,8 +874,8 @@ static ddp_result ddp__schedule_check_multiple(const ddp_schedule_desc *d, int s
         ddp_schedule_kind_name(d->kind), d->rank_count, least, nearest);
 }
 
-/* Rounds of interleaved-1F1B have one size. The error names the nearest m that works; of two, a
-   multiple of p. */
+/* Checks that all rounds of interleaved-1F1B have the same size. The error names the nearest valid m; of two,
+   the one that is a multiple of p. */
 static ddp_result ddp__schedule_check_rounds(const ddp_schedule_desc *d) {
     int p = d->rank_count, m = d->microbatch_count, rounds = ddp__rounds(p, m), nearest = 0;
     if (m % rounds == 0) return DDP_OK;
@@ -964,11 +973,14 @@ static ddp_result ddp__schedule_generate(ddp_schedule **out, const ddp_schedule_
     return ddp__schedule_finish(out, s);
 }
 
-//== dependencies between actions ============================================================= >>impl-schedule-play
+//== dependencies between actions =================================================== >>impl-schedule-play
+/* Checks a schedule and computes the times of its actions. ddp__play_open builds the dependency graph, runs
+   all lists against each other and reports the deadlock if some rank cannot finish. Simulation, lowering,
+   drawing and the runner all start here. */
 
-/* A schedule as a graph. A table contains the index of the action of each cell, stage * m + micro-batch; -1 = the
-   action is missing. The cell of a SEND or RECV is that of the stage that sends. Every action waits for at most one
-   action of another list, and at most one waits for it:
+/* A schedule as a dependency graph. A table contains the index of the action of each cell, with cell = stage
+   * m + micro-batch; -1 = the action is missing. A SEND or RECV uses the cell of the sending stage. Every
+   action waits for at most one action of another list, and at most one such action waits for it:
 
        F of stage s      F of stage s-1, or its RECV_F, which comes earlier in the list
        I, B of stage s   I or B of stage s+1, or its RECV_B
@@ -977,16 +989,18 @@ static ddp_result ddp__schedule_generate(ddp_schedule **out, const ddp_schedule_
 typedef struct ddp__play {
     const ddp_schedule *s;
     const ddp_stage_cost *costs; /* NULL = F, I and W take 1 */
-    int *table[DDP_ACTION_KIND_COUNT]; /* of each kind that computes or communicates; B is in those of I and W. The one of
-                                F starts the memory of everything except times */
-    int *ahead;              /* of each action: a SEND's RECV to wait for, or -1 */
-    int *waiter;             /* of each action: the rank that waits for it, or -1 */
-    int *position;           /* of each rank: index of its next action */
-    int *stack;              /* ranks that may go on */
-    unsigned char *done;     /* of each action */
+    /* One table per kind that computes or communicates. B is entered in the tables of I and W. The table of F
+       is the start of the allocation that contains everything except times. */
+    int *table[DDP_ACTION_KIND_COUNT];
+    int *ahead;              /* per action: the RECV that a SEND waits for, or -1 */
+    int *waiter;             /* per action: the rank that waits for it, or -1 */
+    int *position;           /* per rank: index of its next action */
+    int *stack;              /* ranks that may be able to continue */
+    unsigned char *done;     /* per action */
     int has_comm, has_sharding, has_reduce;
-    int apart;               /* times of two that overlap without a cost of their own: 1 = one after the other, 0 = both take the sum */
-    ddp_action_time *times;  /* NULL unless wanted */
+    int apart;               /* an overlapping pair without `overlapped` cost: 1 = one after the other,
+                                0 = both take the sum */
+    ddp_action_time *times;  /* NULL = untimed */
 } ddp__play;
 
 static __attribute__((format(printf, 3, 4))) ddp_result ddp__schedule_wrong(const ddp_schedule *s, int index,
@@ -1001,7 +1015,7 @@ static __attribute__((format(printf, 3, 4))) ddp_result ddp__schedule_wrong(cons
                     ddp__action_label(&s->actions[index]).text, text);
 }
 
-/* The other stage of a message. */
+/* Returns the other stage of a SEND or RECV. */
 static int ddp__message_peer(const ddp_action *a) {
     return a->stage + (a->kind == DDP_ACTION_SEND_F || a->kind == DDP_ACTION_RECV_B ? 1 : -1);
 }
@@ -1010,7 +1024,8 @@ static int ddp__play_cell(const ddp__play *play, int stage, int microbatch) {
     return stage * play->s->microbatch_count + microbatch;
 }
 
-/* The cell of an action that computes or communicates: of a message, that of the stage that sends. */
+/* Returns the cell of an action that computes or communicates. A message has the cell of the sending
+   stage. */
 static int ddp__action_cell(const ddp__play *play, const ddp_action *a) {
     int received = ddp__action_communicates(a->kind) && !ddp__action_sends(a->kind);
     return ddp__play_cell(play, received ? ddp__message_peer(a) : a->stage, a->microbatch);
@@ -1045,7 +1060,8 @@ static ddp_result ddp__play_alloc(ddp__play *play) {
     return DDP_OK;
 }
 
-/* Each stage is on some rank. The schedule has enough actions to justify the memory of tables of all cells. */
+/* Checks that each stage is on a rank, and that the schedule has at least one action per cell. The second
+   check bounds the memory of the tables. */
 static ddp_result ddp__check_stages(const ddp_schedule *s) {
     int highest = 0;
     if (s->stage_count == 0 || s->microbatch_count == 0)
@@ -1067,7 +1083,7 @@ static ddp_result ddp__check_stages(const ddp_schedule *s) {
     return DDP_OK;
 }
 
-/* Enters an action in its table, which must have no other one of that stage and micro-batch. B is both I and W. */
+/* Enters an action in its table. The cell must be free. B occupies the cells of I and W. */
 static ddp_result ddp__play_enter(ddp__play *play, int index) {
     const ddp_schedule *s = play->s;
     const ddp_action *a = &s->actions[index];
@@ -1095,7 +1111,7 @@ static ddp_result ddp__play_enter(ddp__play *play, int index) {
     return DDP_OK;
 }
 
-/* Two actions that run together are a forward and a backward of two micro-batches. */
+/* Checks that an overlapping pair is a forward and a backward, and that neither needs the other. */
 static ddp_result ddp__check_overlap(const ddp_schedule *s, int index) {
     const ddp_action *a = &s->actions[index];
     int rank = ddp__action_rank(s, index);
@@ -1120,8 +1136,8 @@ static ddp_result ddp__check_after(const ddp__play *play, int index, int needs, 
                                ddp__action_position(play->s, needs));
 }
 
-/* Checks that a cell has an action: `there` is its index, -1 = it is missing. beside: another action of the cell,
-   for the position in the error; -1 = none. */
+/* Checks that a cell has an action: `there` is its index, -1 = missing. The error gives the position of
+   `beside`, another action of the same cell, unless that is -1. */
 static ddp_result ddp__check_present(const ddp__play *play, int there, ddp_action_kind kind, int stage,
                                      int microbatch, int beside, const char *what) {
     const ddp_schedule *s = play->s;
@@ -1135,8 +1151,8 @@ static ddp_result ddp__check_present(const ddp__play *play, int there, ddp_actio
                     ddp__action_label_of(kind, stage, microbatch).text);
 }
 
-/* One micro-batch of one stage runs once forward and then once backward. A tensor is made before its SEND, and its
-   RECV comes before the action that uses it. */
+/* Checks one micro-batch on one stage: one forward, then one backward. A tensor is computed before its SEND,
+   and received before the action that uses it. */
 static ddp_result ddp__check_cell(const ddp__play *play, int stage, int i) {
     const ddp_schedule *s = play->s;
     int cell = ddp__play_cell(play, stage, i), f = play->table[DDP_ACTION_FORWARD][cell];
@@ -1162,18 +1178,19 @@ static ddp_result ddp__check_cell(const ddp__play *play, int stage, int i) {
     return DDP_OK;
 }
 
-/* Index of the other action of a message. */
+/* Returns the index of the RECV of a SEND, or of the SEND of a RECV. */
 static int ddp__message_partner(const ddp__play *play, int index) {
     const ddp_action *a = &play->s->actions[index];
     int partner = ddp__action_sends(a->kind) ? (int)a->kind + 1 : (int)a->kind - 1;
     return play->table[partner][ddp__action_cell(play, a)];
 }
 
-/* Between two ranks, messages arrive in the order in which they are sent: the message before a SEND and the message
-   before its RECV are the same. last: room for one index per rank. */
+/* Checks that two ranks send and receive their messages in the same order: the message before a SEND is the
+   one before its RECV. Fills `ahead`. last: room for one index per rank. */
 static ddp_result ddp__check_messages(ddp__play *play, int *last) {
     const ddp_schedule *s = play->s;
-    for (int sends = 1; sends >= 0; sends--) /* first what each SEND follows, then that each RECV follows its partner */
+    /* The first pass records which message each SEND follows. The second one compares it for the RECVs. */
+    for (int sends = 1; sends >= 0; sends--)
         for (int rank = 0; rank < s->rank_count; rank++) {
             for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
                 if (ddp__action_communicates(s->actions[i].kind))
@@ -1203,8 +1220,8 @@ static ddp_result ddp__check_messages(ddp__play *play, int *last) {
     return DDP_OK;
 }
 
-/* UNSHARD and RESHARD surround a stage's actions. REDUCE_GRAD follows the last W or B of each update. state: room
-   for 2 entries per stage. */
+/* Checks that UNSHARD and RESHARD enclose a stage's actions, and that REDUCE_GRAD follows the last W or B of
+   each update. state: room for 2 entries per stage. */
 static ddp_result ddp__check_sharding(const ddp__play *play, int *state) {
     const ddp_schedule *s = play->s;
     int *whole = state, *added = state + s->stage_count;
@@ -1242,7 +1259,7 @@ static ddp_result ddp__check_sharding(const ddp__play *play, int *state) {
     return DDP_OK;
 }
 
-/* Checks each list by itself, and against the lists of the ranks that it exchanges messages with. */
+/* Checks each list, and the messages between lists. Allocates the tables of the graph. */
 static ddp_result ddp__check_lists(ddp__play *play) {
     const ddp_schedule *s = play->s;
     DDP_TRY(ddp__check_stages(s));
@@ -1259,11 +1276,12 @@ static ddp_result ddp__check_lists(ddp__play *play) {
     for (int stage = 0; stage < s->stage_count; stage++)
         for (int i = 0; i < s->microbatch_count; i++) DDP_TRY(ddp__check_cell(play, stage, i));
     if (play->has_comm) DDP_TRY(ddp__check_messages(play, play->position));
-    return play->has_sharding || play->has_reduce ? ddp__check_sharding(play, play->waiter) : DDP_OK; /* at least two actions per stage */
+    /* Each stage has at least two actions, so waiter has room for two entries per stage. */
+    return play->has_sharding || play->has_reduce ? ddp__check_sharding(play, play->waiter) : DDP_OK;
 }
 
-/* Index of the action that makes the tensor of a forward, or the gradients of a backward. -1 at the pipeline's ends
-   and for other actions. */
+/* Returns the index of the action that computes the inputs of a forward, or the output gradients of a
+   backward. Returns -1 at the ends of the pipeline and for other actions. */
 static int ddp__play_source(const ddp__play *play, int index) {
     const ddp_action *a = &play->s->actions[index];
     if (a->kind == DDP_ACTION_FORWARD && a->stage > 0)
@@ -1274,8 +1292,8 @@ static int ddp__play_source(const ddp__play *play, int index) {
     return -1;
 }
 
-/* Index of the action that this one still has to wait for, or -1. Where the source of a computation is on another
-   rank and there are messages, its RECV comes earlier in the list: the source is done. */
+/* Returns the index of the pending action that this one waits for, or -1. In a schedule with messages a
+   computation never waits for another rank: its RECV comes earlier in the list, so its source is done. */
 static int ddp__play_blocker(const ddp__play *play, int index) {
     ddp_action_kind kind = play->s->actions[index].kind;
     int blocker;
@@ -1285,7 +1303,7 @@ static int ddp__play_blocker(const ddp__play *play, int index) {
     return blocker >= 0 && !play->done[blocker] ? blocker : -1;
 }
 
-/* The costs of a stage, with the defaults filled in. */
+/* Returns the costs of a stage with defaults filled in. */
 static ddp_stage_cost ddp__stage_cost(const ddp_stage_cost *costs, int stage) {
     static const ddp_stage_cost unit = {1, 1, 1, 0, 0, 1, 0.5};
     ddp_stage_cost cost = costs ? costs[stage] : unit;
@@ -1294,7 +1312,7 @@ static ddp_stage_cost ddp__stage_cost(const ddp_stage_cost *costs, int stage) {
     return cost;
 }
 
-/* The time that an action takes. */
+/* Returns the duration of an action. */
 static double ddp__action_cost(const ddp_stage_cost *costs, const ddp_action *a) {
     ddp_stage_cost cost;
     if (!ddp__action_computes(a->kind)) return 0;
@@ -1304,7 +1322,7 @@ static double ddp__action_cost(const ddp_stage_cost *costs, const ddp_action *a)
     return a->kind == DDP_ACTION_WEIGHT_GRAD ? cost.weight_grad : cost.input_grad + cost.weight_grad;
 }
 
-/* The time from which on the action's tensors are there, `at` or later. */
+/* Returns the time at which the action's tensors have arrived, but not before `at`. */
 static double ddp__play_arrival(const ddp__play *play, int index, double at) {
     const ddp_schedule *s = play->s;
     int source = ddp__play_source(play, index), from;
@@ -1317,7 +1335,7 @@ static double ddp__play_arrival(const ddp__play *play, int index, double at) {
     return arrival > at ? arrival : at;
 }
 
-/* The earliest times of an action, or of two that overlap, on a rank that is free from free_at on. */
+/* Sets the earliest times of an action, or of an overlapping pair, on a rank that is idle from free_at on. */
 static void ddp__play_time(ddp__play *play, int index, double free_at) {
     const ddp_action *a = &play->s->actions[index], *f = a->kind == DDP_ACTION_FORWARD ? a : a + 1;
     ddp_action_time *t = &play->times[index];
@@ -1335,9 +1353,9 @@ static void ddp__play_time(ddp__play *play, int index, double free_at) {
         + (given > 0 ? given : ddp__action_cost(play->costs, a) + ddp__action_cost(play->costs, a + 1));
 }
 
-/* Runs every list as far as it goes: each rank until it has to wait, then the ranks that waited for it. Times, if
-   wanted, are the earliest ones. They do not depend on the order in which ranks are taken. Returns the number of
-   ranks that are stuck. */
+/* Runs every list as far as possible: a rank runs until it has to wait, then the ranks that waited for it
+   continue. Times are the earliest possible ones, and do not depend on the order in which ranks run. Returns
+   the number of ranks that cannot finish. */
 static int ddp__play_run(ddp__play *play) {
     const ddp_schedule *s = play->s;
     int depth = 0, stuck = 0;
@@ -1366,18 +1384,20 @@ static int ddp__play_run(ddp__play *play) {
     return stuck;
 }
 
-/* The action that a stuck rank waits for: it blocks the rank's next action, or the one that overlaps with that. */
+/* Returns the action that blocks a stuck rank: its next action, or the one that overlaps with that, waits. */
 static int ddp__play_stuck_at(const ddp__play *play, int rank) {
     int blocker = ddp__play_blocker(play, play->position[rank]);
     return blocker >= 0 ? blocker : ddp__play_blocker(play, play->position[rank] + 1);
 }
 
-/* Follows the ranks that wait for each other, from a stuck rank until the circle closes. The error describes it. */
+/* Finds the ranks that wait for each other in a circle, starting from a stuck rank. The error describes
+   it. */
 static ddp_result ddp__play_circle(const ddp__play *play) {
     const ddp_schedule *s = play->s;
     int rank = 0, blocker, other, length = 1;
     while (play->position[rank] == s->first[rank + 1]) rank++;
-    for (int k = 0; k < s->rank_count; k++) rank = ddp__action_rank(s, ddp__play_stuck_at(play, rank)); /* that many steps end inside the circle */
+    /* rank_count steps end inside the circle, wherever they start. */
+    for (int k = 0; k < s->rank_count; k++) rank = ddp__action_rank(s, ddp__play_stuck_at(play, rank));
     blocker = ddp__play_stuck_at(play, rank);
     other = ddp__action_rank(s, blocker);
     for (int next = other; next != rank; length++) next = ddp__action_rank(s, ddp__play_stuck_at(play, next));
@@ -1406,12 +1426,12 @@ static ddp_result ddp__costs_check(int stage_count, const ddp_stage_cost *costs,
     return DDP_OK;
 }
 
-/* PAIRED: two actions that overlap begin and end together, unless the costs say otherwise. An order of messages is
-   made from such times. APART: they run one after the other. */
+/* Times of an overlapping pair without an `overlapped` cost. APART: the two run one after the other. PAIRED:
+   they begin and end together; the order of messages is derived from these times. */
 enum { DDP__UNTIMED, DDP__TIMED_APART, DDP__TIMED_PAIRED };
 
-/* The graph of a schedule that can run to its end, with times unless `timing` is DDP__UNTIMED. who: the public
-   function, for errors. The caller frees it with ddp__play_close. */
+/* Builds the graph of a schedule and proves that every list runs to its end. Computes times unless `timing`
+   is DDP__UNTIMED. who: the public function, for errors. The caller frees the graph with ddp__play_close. */
 static ddp_result ddp__play_open(ddp__play *play, const ddp_schedule *s, const ddp_stage_cost *costs,
                                  int timing, const char *who) {
     ddp_result result;
@@ -1438,9 +1458,11 @@ DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule) {
     return DDP_OK;
 }
 
-//== simulation =========================================================================== >>impl-schedule-simulate
+//== simulation ================================================================= >>impl-schedule-simulate
+/* Computes ddp_schedule_report from the times of a schedule. Drawing and ddp_pipeline_get_stats use it
+   too. */
 
-/* Measures one rank: the micro-batches and the memory in flight along its list, and the times of its actions. */
+/* Reports one rank: its busy time, and the peak of micro-batches and of memory in flight. */
 static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const ddp_stage_cost *costs,
                                         const ddp_action_time *times) {
     ddp_rank_report r;
@@ -1492,7 +1514,8 @@ static void ddp__report(const ddp_schedule *s, const ddp_stage_cost *costs, cons
         if (r.weight_versions > report->weight_versions) report->weight_versions = r.weight_versions;
     }
     report->makespan = last - first;
-    report->bubble_rate = report->span > work ? (report->span - work) / report->span : 0; /* who never waits may have worked an ulp more */
+    /* On a rank that never waits, rounding can make work one ulp larger than span. */
+    report->bubble_rate = report->span > work ? (report->span - work) / report->span : 0;
 }
 
 DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_stage_cost *costs,
@@ -1505,25 +1528,23 @@ DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_
     return DDP_OK;
 }
 
-//== cost-based schedules ===================================================================== >>impl-schedule-auto
-/* AUTO runs a list scheduler many times, each time with other rules, and keeps the list with the shortest
-   span. Each run has two clocks. The plan's clock decides what a rank does next; its transfers may be longer
-   or shorter than the real ones. The other clock runs the same list with the real costs, as
-   ddp_schedule_simulate does. A run stops as soon as one rank has waited so much that its span is at least as
-   long as that of the best list. */
+//== cost-based schedules =========================================================== >>impl-schedule-auto
+/* AUTO runs a list scheduler many times with different rules, and keeps the schedule with the shortest span.
+   Each run has two clocks. The plan's clock decides what a rank does next; its transfers may be longer or
+   shorter than the real ones. The real clock runs the same list with the real costs, as ddp_schedule_simulate
+   does. A run stops early once the idle time of a rank makes its span at least that of the best schedule. */
 
-/* How one run of the list scheduler decides where more than one action is possible. */
+/* Rules by which one run chooses between the possible actions. */
 typedef struct ddp__auto_rules {
-    int turns; /* forward and input gradient both ready: 0 = the gradient, 1 = not the kind that was last,
-                  2 = the forward */
-    int fill;         /* 1 = before a rank's first gradient, forwards may delay it */
-    int even;         /* 1 = a rank that would have waited longest of all starts a weight gradient instead */
-    double patience;  /* a weight gradient starts when nothing else can for this share of its time */
-    double transfer;  /* the plan's transfers are the real ones times this */
+    int turns; /* F and I are both ready: 0 = run I, 1 = run the kind that did not run last, 2 = run F */
+    int fill;         /* 1 = forwards may delay a rank's first I */
+    int even;         /* 1 = the rank that would have waited longest of all starts a W instead of waiting */
+    double patience;  /* W starts if F and I are not ready for this fraction of its duration */
+    double transfer;  /* the plan's transfer times are the real ones times this */
 } ddp__auto_rules;
 
-/* Rules in the order of how much each added to those before it, over 400 random pipelines: a large pipeline
-   has time for the first ones only. After them come all combinations with the real transfers. */
+/* Rules sorted by how much each one improved on those before it, over 400 random pipelines. A large pipeline
+   only has time for the first ones. All combinations with the real transfers follow after the table. */
 static const ddp__auto_rules ddp__auto_first_rules[] = {
     {0, 0, 1, 1, 1}, {1, 0, 1, 0.25, 1}, {0, 0, 1, 1, 0.9}, {0, 1, 1, 0.75, 0.5}, {0, 1, 1, 1, 1},
     {1, 0, 1, 0.75, 0.9}, {0, 0, 0, 0.9, 0.9}, {0, 1, 1, 0.25, 0.95}, {0, 0, 1, 0.9, 1}, {1, 0, 0, 0.25, 2},
@@ -1548,42 +1569,42 @@ static ddp__auto_rules ddp__auto_rules_at(int index) {
     return index < DDP__AUTO_FIRST_RULES ? ddp__auto_first_rules[index] : rules;
 }
 
-/* A rank while its list is made; kinds of actions are counted from F: 0, 1, 2. */
+/* State of a rank during one run. Kinds of actions are numbered F = 0, I = 1, W = 2. */
 typedef struct ddp__auto_rank {
-    double cost[3], transfer;   /* F, I, W; to a neighbour */
+    double cost[3], transfer;   /* durations of F, I, W, and of a transfer to a neighbour */
     double planned_transfer;
     double saved, left, keep;   /* memory from F to I, from I to W, and the larger one */
-    double work;                /* all of its actions */
-    double first_forward;       /* when its first forward begins, with the real transfers */
-    double round_trip;          /* from there to the earliest begin of its first gradient */
-    double first_gradient;      /* the earliest begin of its first gradient, with the planned transfers */
-    double free_at, memory;     /* by the plan's clock */
-    double begin, ran_until;    /* by the real one: begin of the first action, end of the last one */
-    double waited;              /* by the plan's clock, since its first forward */
-    int next[3], last;          /* number of each kind that it has started; the last one, F or I */
-    int length;                 /* of its list */
+    double work;                /* duration of all of its actions */
+    double first_forward;       /* earliest begin of its first F, with the real transfers */
+    double round_trip;          /* from there to the earliest begin of its first I */
+    double first_gradient;      /* earliest begin of its first I, with the planned transfers */
+    double free_at, memory;     /* plan's clock: end of its last action; memory in use */
+    double begin, ran_until;    /* real clock: begin of its first action, end of its last one */
+    double waited;              /* plan's clock: idle time since its first F */
+    int next[3], last;          /* started actions of each kind; the kind that ran last, F or I */
+    int length;                 /* actions in its list */
 } ddp__auto_rank;
 
-/* When an F or an I ends. */
+/* End of an F or I, on both clocks. */
 typedef struct ddp__auto_end { double planned, real; } ddp__auto_end;
 
-/* The rank that is free first decides next, so that everything that can have an effect by then is known. A
-   tournament finds it: node n of the tree holds the winner of nodes 2n and 2n+1, its leaves are the ranks. */
+/* The rank that is idle first decides next: every event that can influence its decision is then known. A
+   tournament tree finds this rank: the leaves are ranks, node n contains the winner of nodes 2n and 2n+1. */
 typedef struct ddp__auto {
     int p, m, leaves;
     double largest;              /* memory of one micro-batch on the rank that needs most */
-    double room;                 /* of a rank, in this run */
-    double best_span;            /* of the list in best; HUGE_VAL before the first */
+    double room;                 /* memory of a rank in this run */
+    double best_span;            /* span of the schedule in best; HUGE_VAL = none yet */
     ddp__auto_rules rules;
     ddp__auto_rank *ranks;
-    ddp__auto_end *end[2];       /* of F and I: rank * m + micro-batch */
+    ddp__auto_end *end[2];       /* ends of F and I at [rank * m + micro-batch] */
     int longest;                 /* the rank that has waited longest */
-    double *decides_at;          /* of each leaf; DBL_MAX when it has nothing to decide */
+    double *decides_at;          /* per leaf: time of its next decision; DBL_MAX = none */
     int *tree;
-    unsigned char *order, *best; /* of rank r from order[3 * m * r] on; micro-batches count up */
+    unsigned char *order, *best; /* kinds of rank r from [3 * m * r] on; micro-batches count up */
 } ddp__auto;
 
-/* The earliest start of this rank's next F (0) or I (1). DBL_MAX without input or memory for it. */
+/* Returns the earliest start of this rank's next F (0) or I (1). DBL_MAX = its input or memory is missing. */
 static double ddp__auto_ready(const ddp__auto *a, int which, int rank) {
     const ddp__auto_rank *r = &a->ranks[rank], *near;
     int from = which ? rank + 1 : rank - 1, i = r->next[which];
@@ -1599,8 +1620,8 @@ static double ddp__auto_ready(const ddp__auto *a, int which, int rank) {
 
 enum { DDP__AUTO_WAITS = 3, DDP__AUTO_TOO_LATE = -1 };
 
-/* Appends an action to the rank's list. Returns the action, or DDP__AUTO_TOO_LATE when no span below that of
-   the best list can follow. */
+/* Appends an action to the rank's list. Returns its kind, or DDP__AUTO_TOO_LATE if this run can no longer
+   beat the best schedule. */
 static int ddp__auto_start(ddp__auto *a, int rank, int which, double at) {
     ddp__auto_rank *r = &a->ranks[rank];
     int i = r->next[which]++, near = -1, waits = 0;
@@ -1622,7 +1643,8 @@ static int ddp__auto_start(ddp__auto *a, int rank, int which, double at) {
         end->real = r->ran_until;
         r->last = which;
     }
-    r->memory += which == 0 ? r->keep : which == 1 ? r->left - r->keep : -r->left;
+    r->memory += which == 0 ? r->keep
+                 : which == 1 ? r->left - r->keep : -r->left;
     a->order[(size_t)rank * 3 * (size_t)a->m + (size_t)r->length++] = (unsigned char)which;
     if (waits) {
         double done = 0;
@@ -1632,13 +1654,13 @@ static int ddp__auto_start(ddp__auto *a, int rank, int which, double at) {
     return which;
 }
 
-/* Whether no other rank has waited that long. */
+/* Returns 1 if no other rank has waited this long. */
 static int ddp__auto_waits_longest(const ddp__auto *a, int rank, double waited) {
     return a->longest == rank || a->ranks[a->longest].waited < waited;
 }
 
-/* The rank is free: it starts the action that the rules choose, or waits for the next input. Returns
-   DDP__AUTO_WAITS, or as ddp__auto_start does. */
+/* An idle rank starts the action that the rules choose, or waits for its next input. Returns DDP__AUTO_WAITS,
+   or the result of ddp__auto_start. */
 static int ddp__auto_decide(ddp__auto *a, int rank) {
     const ddp__auto_rules *rules = &a->rules;
     ddp__auto_rank *r = &a->ranks[rank];
@@ -1666,25 +1688,25 @@ static int ddp__auto_decide(ddp__auto *a, int rank) {
     return ddp__auto_start(a, rank, 1, now);
 }
 
-/* When a rank decides next may have changed. */
+/* Updates the time of a rank's next decision, and the tournament tree. */
 static void ddp__auto_settle(ddp__auto *a, int rank) {
     const ddp__auto_rank *r = &a->ranks[rank];
     double at = r->length == 3 * a->m ? DBL_MAX : r->free_at;
-    if (at < DBL_MAX && r->next[2] == r->next[1]) { /* nothing to fill a gap with */
+    if (at < DBL_MAX && r->next[2] == r->next[1]) { /* no W is left to fill a gap with */
         double forward = ddp__auto_ready(a, 0, rank), gradient = ddp__auto_ready(a, 1, rank);
         at = forward < gradient ? forward : gradient;
     }
     if (at == a->decides_at[rank]) return;
     a->decides_at[rank] = at;
-    for (int node = (a->leaves + rank) / 2; node > 0; node /= 2) { /* of two at one time the later rank */
+    for (int node = (a->leaves + rank) / 2; node > 0; node /= 2) { /* at equal times the higher rank wins */
         int left = a->tree[2 * node], right = a->tree[2 * node + 1];
         int winner = a->decides_at[right] <= a->decides_at[left] ? right : left;
-        if (winner == a->tree[node] && winner != rank) break; /* further up nothing changes */
+        if (winner == a->tree[node] && winner != rank) break; /* the nodes above do not change */
         a->tree[node] = winner;
     }
 }
 
-/* The earliest begin of each rank's first gradient, when transfers take `transfer` times their real time. */
+/* Computes the earliest begin of each rank's first I, with transfers of `transfer` times their real time. */
 static void ddp__auto_first_gradients(ddp__auto *a, double transfer) {
     double at = 0;
     for (int rank = 0; rank < a->p; rank++) {
@@ -1699,7 +1721,7 @@ static void ddp__auto_first_gradients(ddp__auto *a, double transfer) {
     }
 }
 
-/* Makes the list of these rules in a->order. Returns its span, or HUGE_VAL if it is not shorter than
+/* Generates the schedule of these rules in a->order. Returns its span, or HUGE_VAL if it is not shorter than
    a->best_span. */
 static double ddp__auto_run(ddp__auto *a, int rules) {
     double span = 0;
@@ -1732,9 +1754,9 @@ static double ddp__auto_run(ddp__auto *a, int rules) {
     return span < a->best_span ? span : HUGE_VAL;
 }
 
-/* No list that fits into the room has a shorter span than this. A rank's first gradient has to come all the
-   way back, and until then memory limits the number of its forwards. Each micro-batch holds memory for at
-   least its round trip. */
+/* Returns a lower bound of the span of any schedule that fits into the room. A rank's first gradient must
+   come back through all later ranks; until then memory limits the number of its forwards. Each micro-batch
+   occupies memory for at least its round trip. */
 static double ddp__auto_bound(const ddp__auto *a) {
     double bound = 0;
     for (int rank = 0; rank < a->p; rank++) {
@@ -1750,8 +1772,7 @@ static double ddp__auto_bound(const ddp__auto *a) {
     return bound;
 }
 
-/* Runs the first `count` rules with that much memory per rank; a->best and a->best_span become those of the
-   fastest. */
+/* Runs the first `count` rules with `limit` memory per rank. Updates a->best and a->best_span. */
 static void ddp__auto_try(ddp__auto *a, double limit, int count) {
     a->room = limit * (1 + 1e-12);
     for (int i = 0; i < count; i++) {
@@ -1767,17 +1788,16 @@ static void ddp__auto_try(ddp__auto *a, double limit, int count) {
     }
 }
 
-/* Step number i of memory; step 0 is the unit, and there are per_octave steps per factor of 2. */
+/* Returns memory step i. Step 0 is the unit; there are per_octave steps per factor of 2. */
 static double ddp__auto_step(double unit, int i, int per_octave) {
     int octave = i >= 0 ? i / per_octave : -((per_octave - 1 - i) / per_octave);
     return ldexp(unit * (1 + (double)(i - octave * per_octave) / per_octave), octave);
 }
 
-/* Tries every step of memory up to the limit, from the largest down. Neither the steps nor the rules that are
-   tried with each depend on the limit: a larger limit only adds steps, and so never gives a slower list. p
-   times the largest micro-batch is a step; so are fractions and multiples of it, down to one micro-batch and
-   up to all of them. Small pipelines have more steps. More rules are tried for the main ones, among them
-   p times the largest micro-batch. */
+/* Tries every step of memory up to the limit, from the largest down. The steps, and the rules tried with
+   each, do not depend on the limit: a larger limit only adds steps, so it never gives a slower schedule. The
+   steps are fractions and multiples of p times the largest micro-batch, from one micro-batch to all of them.
+   Small pipelines have more steps. Main steps, such as p times the largest micro-batch, try more rules. */
 static void ddp__auto_try_steps(ddp__auto *a, double limit) {
     double actions = 3.0 * a->p * a->m, unit = a->largest * a->p, all = a->largest * a->m;
     int per_octave = actions > 3e5 ? 4 : 16, top = 0, many = 8, few = 1;
@@ -1790,7 +1810,8 @@ static void ddp__auto_try_steps(ddp__auto *a, double limit) {
     while (top > -32 * per_octave && ddp__auto_step(unit, top - 1, per_octave) >= all) top--;
     for (int i = top;; i--) {
         double step = ddp__auto_step(unit, i, per_octave);
-        int last = step <= a->largest || i <= -32 * per_octave; /* the second where sums are not finite */
+        int last = step <= a->largest || i <= -32 * per_octave; /* the second ends the loop for infinite
+                                                                   costs */
         int main_step = i == top || last || i % (per_octave > 4 ? per_octave / 4 : 2) == 0;
         if (step > all) step = all;
         if (last) step = a->largest;
@@ -1800,7 +1821,7 @@ static void ddp__auto_try_steps(ddp__auto *a, double limit) {
     }
 }
 
-/* Writes the best list of each rank. */
+/* Appends the best list of each rank to s. */
 static void ddp__auto_lists(const ddp__auto *a, ddp_schedule *s) {
     for (int rank = 0; rank < a->p; rank++) {
         int next[3] = {0, 0, 0};
@@ -1812,7 +1833,7 @@ static void ddp__auto_lists(const ddp__auto *a, ddp_schedule *s) {
     }
 }
 
-/* The schedule of a known kind takes the place of *best if it fits into the limit and is faster than *span. */
+/* Replaces *best by the schedule of a known kind, if that fits into the limit and has a span below *span. */
 static ddp_result ddp__auto_known(const ddp_schedule_desc *d, double limit, ddp_schedule_kind kind,
                                   double *span, ddp_schedule **best) {
     ddp_schedule_desc known = *d;
@@ -1833,7 +1854,7 @@ static ddp_result ddp__auto_known(const ddp_schedule_desc *d, double limit, ddp_
     return result;
 }
 
-/* The costs of each rank, and the time that the first micro-batch takes to come back to it. */
+/* Fills in the costs of each rank, and the round trip of its first micro-batch. */
 static void ddp__auto_costs(ddp__auto *a, const ddp_stage_cost *costs) {
     double at = 0;
     for (int rank = 0; rank < a->p; rank++) {
@@ -1858,7 +1879,7 @@ static void ddp__auto_costs(ddp__auto *a, const ddp_stage_cost *costs) {
     }
 }
 
-/* The fastest list that the rules make, or a known kind that is faster. */
+/* Creates an AUTO schedule: the fastest one of all rules and the known kinds ZB-H1 and ZB-H2. */
 static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc *d) {
     static const ddp_schedule_kind known[] = {DDP_SCHEDULE_ZB_H1, DDP_SCHEDULE_ZB_H2};
     size_t p = (size_t)d->rank_count, cells = p * (size_t)d->microbatch_count, leaves = 1, bytes;
@@ -1910,9 +1931,11 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
     return result;
 }
 
-//== reading CSV ============================================================================== >>impl-schedule-parse
+//== CSV parser ==================================================================== >>impl-schedule-parse
+/* Reads the lists of a schedule from CSV text, one line per rank. The input comes from outside: every error
+   names line, cell and text. ddp_schedule_check then judges the schedule itself. */
 
-/* A place in the text; line and cell are counted from 1. end: of the cell. */
+/* A position in the text. Lines and cells count from 1; end is the end of the cell. */
 typedef struct ddp__csv { const char *at, *end; int line, cell; } ddp__csv;
 
 static ddp_result ddp__csv_wrong(const ddp__csv *c, const char *begin, const char *why) {
@@ -1928,7 +1951,8 @@ static ddp_result ddp__csv_wrong(const ddp__csv *c, const char *begin, const cha
 static int ddp__csv_is_blank(char c) { return c == ' ' || c == '\t' || c == '\r'; }
 static void ddp__csv_skip(ddp__csv *c) { while (c->at < c->end && ddp__csv_is_blank(*c->at)) c->at++; }
 
-/* Digits, without leading zeros so that they are written as they were; -1 when there are none or too many. */
+/* Parses a number of at most `most`. Returns -1 if it is missing, too large or has leading zeros, which
+   writing could not reproduce. */
 static int ddp__csv_number(ddp__csv *c, int most) {
     const char *begin = c->at;
     int number = 0;
@@ -1939,7 +1963,7 @@ static int ddp__csv_number(ddp__csv *c, int most) {
     return c->at == begin || number > most || (*begin == '0' && c->at - begin > 1) ? -1 : number;
 }
 
-/* One action, such as 2F0 or 0UNSHARD, up to where it ends. begin: of what an error shows. */
+/* Parses one action, such as 2F0 or 0UNSHARD. begin: start of the text that an error shows. */
 static ddp_result ddp__csv_action(ddp__csv *c, const char *begin, ddp_action *action) {
     size_t length = 0;
     int kind = DDP_ACTION_FORWARD;
@@ -1975,7 +1999,7 @@ static ddp_result ddp__csv_action(ddp__csv *c, const char *begin, ddp_action *ac
     return DDP_OK;
 }
 
-/* Reads a cell: the text between two commas. */
+/* Parses a cell, the text between two commas: nothing, an action, or an overlapping pair. */
 static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     static const char close[] = ")OVERLAP_F_B";
     const char *begin;
@@ -2015,7 +2039,7 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     return s->failed;
 }
 
-/* The number of lines up to the last one with text. A blank line has none, nor has one with an empty quoted cell. */
+/* Returns the number of lines up to the last one with text. Blanks and an empty quoted cell are not text. */
 static int ddp__csv_lines(const char *csv) {
     int last = 0;
     for (int line = 1; *csv; line++) {
@@ -2036,7 +2060,7 @@ DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
     ddp__csv c;
     if (out) *out = NULL;
     if (!out || !csv) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: out or csv is NULL");
-    if (strncmp(csv, "\xef\xbb\xbf", 3) == 0) csv += 3; /* the byte-order mark of UTF-8 */
+    if (strncmp(csv, "\xef\xbb\xbf", 3) == 0) csv += 3; /* UTF-8 byte-order mark */
     desc.kind = DDP_SCHEDULE_KIND_COUNT;
     desc.rank_count = ddp__csv_lines(csv);
     if (desc.rank_count == 0) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: there is no text");
@@ -2064,9 +2088,11 @@ DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
     return ddp__schedule_finish(out, s);
 }
 
-//== lowering ================================================================================= >>impl-schedule-lower
+//== lowering ====================================================================== >>impl-schedule-lower
+/* Creates a schedule from another one, with the actions that DDP_LOWER_... name: I and W merged to B, UNSHARD
+   and RESHARD, REDUCE_GRAD, SEND and RECV. */
 
-/* Whether actions i and i + 1 of a list that ends before `end` are I and W of one micro-batch. */
+/* Returns 1 if actions i and i + 1 are I and W of one micro-batch. The list ends before `end`. */
 static int ddp__lower_merges(const ddp_schedule *s, int i, int end) {
     const ddp_action *a = &s->actions[i];
     if (a->kind != DDP_ACTION_INPUT_GRAD || i + 1 == end) return 0;
@@ -2074,12 +2100,13 @@ static int ddp__lower_merges(const ddp_schedule *s, int i, int end) {
            && a[1].microbatch == a->microbatch;
 }
 
-/* Lists with all parts except COMM. Its tables are those of actions, of which each stage has two or more. */
+/* Creates the lists with all parts except COMM. Uses the per-action tables of play as tables per stage; they
+   are large enough, since each stage has at least two actions. */
 static ddp_result ddp__lower_lists(ddp_schedule **out, const ddp__play *play, unsigned parts) {
     const ddp_schedule *s = play->s;
     ddp_schedule *to = ddp__schedule_like(s);
-    int *first = play->ahead, *last = first + s->stage_count; /* of each stage: its first and its last action */
-    int *added = play->waiter;                                /* of each stage: the W and B in its list so far */
+    int *first = play->ahead, *last = first + s->stage_count; /* per stage: its first and last action */
+    int *added = play->waiter;                                /* per stage: W and B appended until now */
     if (!to) return DDP_ERR_NO_MEMORY;
     for (int stage = 0; stage < s->stage_count; stage++) {
         first[stage] = -1;
@@ -2119,7 +2146,7 @@ static ddp_result ddp__lower_lists(ddp_schedule **out, const ddp__play *play, un
     return ddp__schedule_finish(out, to);
 }
 
-/* A SEND or RECV, at the moment when its tensor is there. source: index of the F, I or B that makes the tensor. */
+/* A SEND or RECV at the time when its tensor is ready. source: index of the F, I or B that computes it. */
 typedef struct ddp__due_message { double at; int source; ddp_action action; } ddp__due_message;
 
 static int ddp__message_compare(const void *left, const void *right) {
@@ -2128,7 +2155,7 @@ static int ddp__message_compare(const void *left, const void *right) {
     return l->source < r->source ? -1 : l->source > r->source;
 }
 
-/* Appends a rank's actions from i on that begin before `at`. Returns the next one. */
+/* Appends a rank's actions from i on that begin before `at`. Returns the index of the next one. */
 static int ddp__lower_until(ddp_schedule *to, const ddp__play *play, int rank, int i, double at) {
     const ddp_schedule *s = play->s;
     while (i < s->first[rank + 1]
@@ -2137,7 +2164,7 @@ static int ddp__lower_until(ddp_schedule *to, const ddp__play *play, int rank, i
     return i;
 }
 
-/* Fills messages with those of a rank, in order of time. Returns their number. */
+/* Fills messages with the SENDs and RECVs of a rank, sorted by time. Returns their number. */
 static int ddp__lower_messages(const ddp__play *play, int rank, ddp__due_message *messages) {
     const ddp_schedule *s = play->s;
     int count = 0;
@@ -2165,9 +2192,10 @@ static int ddp__lower_messages(const ddp__play *play, int rank, ddp__due_message
     return count;
 }
 
-/* The lists with SEND and RECV. All ranks follow one order of time, that of unit costs: a message enters it as a
-   pair, SEND here and RECV there, when its tensor is ready. Everything that an action waits for is earlier in this
-   order. So nothing waits in a circle, even if each SEND waited for its RECV. */
+/* Creates the lists with SEND and RECV. All ranks follow one order, the times with unit costs. A message
+   enters it as a pair, SEND on one rank and RECV on the other, when its tensor is ready. Everything that an
+   action waits for is earlier in this order. So the order is free of deadlocks, even if each SEND waited for
+   its RECV. */
 static ddp_result ddp__lower_comm(ddp_schedule **out, const ddp_schedule *s) {
     ddp_schedule *to = ddp__schedule_like(s);
     ddp__due_message *messages;
@@ -2229,9 +2257,11 @@ DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *sch
     return result;
 }
 
-//== pictures ================================================================================= >>impl-schedule-draw
+//== drawing ======================================================================== >>impl-schedule-draw
+/* Writes a schedule as CSV, text, SVG or trace. Each format is a function that prints to a ddp__sheet.
+   ddp_schedule_draw runs it twice: the first pass only counts bytes. */
 
-/* Text that may be longer than its room. The rest is only counted. */
+/* Output buffer. Text beyond `room` is counted in `used` but not stored. */
 typedef struct ddp__sheet { char *out; size_t room, used; } ddp__sheet;
 
 static __attribute__((format(printf, 2, 3))) void ddp__sheet_put(ddp__sheet *sheet, const char *format, ...) {
@@ -2244,7 +2274,7 @@ static __attribute__((format(printf, 2, 3))) void ddp__sheet_put(ddp__sheet *she
     if (length > 0) sheet->used += (size_t)length;
 }
 
-/* A number with some decimals whatever the locale's decimal point is. */
+/* Formats a number with a decimal point, independent of the locale. */
 static ddp__action_text ddp__decimal(double value, int decimals) {
     ddp__action_text text;
     long long scale = 1, digits;
@@ -2255,11 +2285,11 @@ static ddp__action_text ddp__decimal(double value, int decimals) {
     return text;
 }
 
-/* The unit of a time axis, in the unit of the times. */
+/* Unit of a time axis. size: in the unit of the times. */
 typedef struct ddp__time_unit { double size; const char *name, *axis; } ddp__time_unit;
 
-/* Measured times are in seconds; their axis has the unit that gives numbers from 1 to 1,000. The unit of costs is
-   the caller's and has no name. Without costs, F, I and W take 1. */
+/* Chooses the unit of the axis. Measured times are in seconds; the unit gives numbers from 1 to 1,000. The
+   unit of costs is the caller's and has no name. Without costs, F, I and W take 1. */
 static const ddp__time_unit *ddp__picture_unit(double span, int has_costs, int has_times) {
     static const ddp__time_unit units[] = {{1, " s", "time in seconds"},
                                            {1e-3, " ms", "time in milliseconds"},
@@ -2271,15 +2301,17 @@ static const ddp__time_unit *ddp__picture_unit(double span, int has_costs, int h
     return &units[span >= 1e-3 ? 1 : 2];
 }
 
-/* What all pictures need. shortest: of a computation, or a quarter of the mean where that is longer. */
+/* Input of all formats. */
 typedef struct ddp__picture {
     const ddp_schedule *s;
     ddp__play play;
     const ddp_action_time *times;
     ddp_schedule_report report;
+    /* begin: of the first computation. shortest: duration of the shortest computation, but at least a quarter
+       of the mean. */
     double begin, shortest;
     const ddp__time_unit *unit;
-    struct ddp__svg_row *merged; /* SVG: room for a row of merged actions; NULL = each action has its box */
+    struct ddp__svg_row *merged; /* SVG: buffer for a row of merged actions; NULL = one box per action */
 } ddp__picture;
 
 static void ddp__picture_measure(ddp__picture *picture, const ddp_stage_cost *costs) {
@@ -2316,7 +2348,7 @@ static void ddp__draw_csv(const ddp__picture *picture, ddp__sheet *sheet) {
     }
 }
 
-/* As ddp__action_label, without the number of the stage where each rank has only one. */
+/* As ddp__action_label, but without the stage number if each rank has one stage. */
 static ddp__action_text ddp__cell_label(const ddp_schedule *s, const ddp_action *a) {
     ddp__action_text label = ddp__action_label(a);
     if (s->stage_count == s->rank_count)
@@ -2327,7 +2359,8 @@ static ddp__action_text ddp__cell_label(const ddp_schedule *s, const ddp_action 
     return label;
 }
 
-/* A column is the shortest action. An action starts in the column of its time, or the next one that is free. */
+/* Draws one line per rank. A column is as long as the shortest action. An action starts in the column of its
+   time, or in the next free one. */
 static void ddp__draw_text(const ddp__picture *picture, ddp__sheet *sheet) {
     const ddp_schedule *s = picture->s;
     double unit = picture->shortest > picture->report.makespan / 4096 ? picture->shortest
@@ -2339,7 +2372,7 @@ static void ddp__draw_text(const ddp__picture *picture, ddp__sheet *sheet) {
             if (length + 1 > width) width = length + 1;
         }
     for (int rank = 0; rank < s->rank_count; rank++) {
-        int column = 0, space = 1; /* before what comes next in the line */
+        int column = 0, space = 1; /* space: blanks before the next text */
         ddp__sheet_put(sheet, "rank %-3d", rank);
         for (int i = s->first[rank], n; i < s->first[rank + 1]; i += n) {
             ddp__action_text label;
@@ -2372,7 +2405,8 @@ static const char *ddp__picture_title(const ddp_schedule *s) {
     return s->kind == DDP_SCHEDULE_KIND_COUNT ? "schedule" : ddp_schedule_kind_name(s->kind);
 }
 
-/* Forward blue, input gradient green, weight gradient light green, backward orange; later chunks darker. */
+/* Colours of forward (blue), input gradient (green), weight gradient (light green) and backward (orange).
+   Every second chunk is darker. */
 static const char *const ddp__fill[5][2] = {{"", ""},
                                             {"#9ec5fe", "#5b94e8"},
                                             {"#7fd1ae", "#3aa57a"},
@@ -2380,7 +2414,7 @@ static const char *const ddp__fill[5][2] = {{"", ""},
                                             {"#ffcf8f", "#f0a04b"}};
 enum { DDP__FILLS = 10 };
 
-/* One box. */
+/* Draws the box of an action, with its micro-batch if that fits. */
 static void ddp__draw_box(ddp__sheet *sheet, const ddp_schedule *s, const ddp_action *a, double x, double y,
                           double width, double height) {
     ddp__action_text number;
@@ -2397,7 +2431,7 @@ static void ddp__draw_box(ddp__sheet *sheet, const ddp_schedule *s, const ddp_ac
                        ddp__decimal(y + height / 2 + 0.36 * size, 2).text, (int)size, number.text);
 }
 
-/* The frame around two actions that overlap. */
+/* Draws the frame around an overlapping pair. */
 static void ddp__draw_frame(ddp__sheet *sheet, double x, double y, double width, double height,
                             const char *title) {
     ddp__sheet_put(sheet,
@@ -2407,7 +2441,7 @@ static void ddp__draw_frame(ddp__sheet *sheet, double x, double y, double width,
                    ddp__decimal(height, 2).text, title);
 }
 
-/* The meaning of the colours and frames that the picture has. */
+/* Draws the legend: the colours and frames that occur in the picture. */
 static void ddp__draw_legend(const ddp__picture *picture, ddp__sheet *sheet, double x, double y) {
     static const char text[] = "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">%s</text>\n";
     const ddp_schedule *s = picture->s;
@@ -2433,12 +2467,12 @@ static void ddp__draw_legend(const ddp__picture *picture, ddp__sheet *sheet, dou
         ddp__sheet_put(sheet, text, (int)x, (int)y + 13, "darker: every second chunk");
 }
 
-/* Whether actions i and i + 1 run at the same time. Pairs do, unless their times are one after the other. */
+/* Returns 1 if actions i and i + 1 are an overlapping pair, and their times overlap too. */
 static int ddp__picture_pair(const ddp__picture *picture, int i) {
     return i >= 0 && picture->s->actions[i].overlaps && picture->times[i + 1].begin < picture->times[i].end;
 }
 
-/* 1, 2 or 5 times a power of ten: the distance of two marks of an axis, about 80 px or more. */
+/* Returns the distance of two marks of the axis: 1, 2 or 5 times a power of ten, at least about 80 px. */
 static double ddp__axis_step(double span, double pixels) {
     double step = 1;
     if (!(span > 1e-300 && span <= DBL_MAX)) return 1;
@@ -2448,7 +2482,7 @@ static double ddp__axis_step(double span, double pixels) {
     return step / 2 * pixels / span >= 80 ? step / 2 : step;
 }
 
-/* Lines through the rows, with their times below. scale: pixels per unit of time. */
+/* Draws the time axis: lines through the rows, with times below. scale: pixels per unit of time. */
 static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, double left, double top,
                            double bottom, double scale) {
     double span = picture->report.makespan / picture->unit->size, pixels = scale * picture->report.makespan;
@@ -2470,7 +2504,7 @@ static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, doubl
                    (int)left, (int)bottom + 31, picture->unit->axis, merged);
 }
 
-/* One action of a rank, and the frame of the pair that ends with it. y: the top of the rank's row. */
+/* Draws an action of a rank, and the frame of the pair that ends with it. y: top of the rank's row. */
 static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int i, double left, double y,
                              double row, double scale) {
     const ddp_schedule *s = picture->s;
@@ -2481,8 +2515,8 @@ static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int
     double gap = length > 4 ? 1 : length / 4;
     if (!ddp__action_computes(a->kind)) return;
     length -= gap;
-    ddp__draw_box(sheet, s, a, x, second ? y + row / 2 : y, length > 0.2 ? length : 0.2,
-                  half ? row / 2 - 0.5 : row);
+    ddp__draw_box(sheet, s, a, x, second ? y + row / 2 : y,
+                  length > 0.2 ? length : 0.2, half ? row / 2 - 0.5 : row);
     if (i > 0 && a[-1].overlaps) {
         double begin = left + scale * (picture->times[i - 1].begin - picture->begin), end = x + length;
         double first_end = left + scale * (picture->times[i - 1].end - picture->begin) - gap;
@@ -2497,13 +2531,13 @@ static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int
 enum { DDP__SVG_WIDTH = 2000, DDP__SVG_LEFT = 64, DDP__SVG_RIGHT = 16, DDP__SVG_ROW = 26 };
 enum { DDP__SVG_COLUMNS = DDP__SVG_WIDTH - DDP__SVG_LEFT - DDP__SVG_RIGHT, DDP__SVG_ACTIONS = 20000 };
 
-/* A row of pixels, where one pixel covers several actions. */
+/* A row of pixels. One pixel can cover several actions. */
 typedef struct ddp__svg_row {
-    float time[DDP__SVG_COLUMNS][DDP__FILLS]; /* the share of a pixel that each colour has */
-    signed char fill[DDP__SVG_COLUMNS];       /* the colour of each pixel: 2 * kind + shade; 0 = idle */
+    float time[DDP__SVG_COLUMNS][DDP__FILLS]; /* share of each colour in a pixel */
+    signed char fill[DDP__SVG_COLUMNS];       /* colour of each pixel: 2 * kind + shade; 0 = idle */
 } ddp__svg_row;
 
-/* Whether a picture has more boxes than it can show, or than a file should hold. */
+/* Returns 1 if a rank has more actions than pixels, or the picture too many boxes for a file. */
 static int ddp__svg_merges(const ddp_schedule *s) {
     int count = 0;
     for (int rank = 0; rank < s->rank_count; rank++) {
@@ -2515,7 +2549,7 @@ static int ddp__svg_merges(const ddp_schedule *s) {
     return count > DDP__SVG_ACTIONS;
 }
 
-/* Fills time with the actions of a rank. Two that overlap have half a pixel's height each. */
+/* Fills row->time with the actions of a rank. Each action of an overlapping pair has half the height. */
 static void ddp__svg_row_time(const ddp__picture *picture, ddp__svg_row *row, int rank, double scale) {
     const ddp_schedule *s = picture->s;
     memset(row, 0, sizeof *row);
@@ -2534,8 +2568,8 @@ static void ddp__svg_row_time(const ddp__picture *picture, ddp__svg_row *row, in
     }
 }
 
-/* Chooses a colour for each pixel. Time that a pixel does not show is carried to the next one. Up to each
-   pixel, the number of busy pixels differs from the busy time by half a pixel at most. */
+/* Chooses the colour of each pixel. Time that a pixel does not show is carried to the next one. Up to each
+   pixel, the number of busy pixels differs from the busy time by at most half a pixel. */
 static void ddp__svg_row_fill(ddp__svg_row *row) {
     double owed[DDP__FILLS] = {0}, busy_owed = 0;
     for (int x = 0; x < DDP__SVG_COLUMNS; x++) {
@@ -2554,13 +2588,13 @@ static void ddp__svg_row_fill(ddp__svg_row *row) {
     }
 }
 
-/* A rank's row: one path for each colour, along the middle of its pixels. */
+/* Draws a rank's row of merged actions: one path per colour, along the middle of the row. */
 static void ddp__svg_row_draw(const ddp__picture *picture, ddp__sheet *sheet, int rank, double scale, int y) {
     ddp__svg_row *row = picture->merged;
     ddp__svg_row_time(picture, row, rank, scale);
     ddp__svg_row_fill(row);
     for (int k = 2; k < DDP__FILLS; k++) {
-        int at = -1; /* where the last run of this colour ends */
+        int at = -1; /* end of the last run of this colour */
         for (int x = 0, end; x < DDP__SVG_COLUMNS; x = end) {
             end = x + 1;
             if (row->fill[x] != k) continue;
@@ -2620,7 +2654,7 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
     ddp__sheet_put(sheet, "</svg>\n");
 }
 
-/* A row of the trace, in the order of ranks. */
+/* Declares a row of the trace. Rows are sorted by rank; `second` is the row of overlapped actions. */
 static void ddp__draw_trace_row(ddp__sheet *sheet, int tid, int rank, int second) {
     ddp__sheet_put(
         sheet,
@@ -2641,7 +2675,8 @@ static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
         ddp__draw_trace_row(sheet, rank, rank, 0);
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
             const ddp_action *a = &s->actions[i];
-            int second = ddp__picture_pair(picture, i - 1); /* on a row of its own: events of a row nest */
+            int second = ddp__picture_pair(picture, i - 1); /* on a row of its own: events of one row must
+                                                               nest */
             if (!ddp__action_computes(a->kind)) continue;
             if (second && !named++) ddp__draw_trace_row(sheet, s->rank_count + rank, rank, 1);
             ddp__sheet_put(
@@ -2656,7 +2691,7 @@ static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
     ddp__sheet_put(sheet, "\n]}\n");
 }
 
-/* Computes or takes the times, and measures them. The caller frees play and merged, after a failure too. */
+/* Prepares a picture: times, report and unit. The caller frees play and merged, even after a failure. */
 static ddp_result ddp__picture_open(ddp__picture *picture, ddp_schedule_format format,
                                     const ddp_stage_cost *costs, const ddp_action_time *times,
                                     const char *who) {
@@ -2692,7 +2727,7 @@ DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_f
     memset(&picture, 0, sizeof picture);
     picture.s = schedule;
     if (format != DDP_SCHEDULE_CSV) result = ddp__picture_open(&picture, format, costs, times, who);
-    for (int pass = 0; pass < 2 && result == DDP_OK; pass++) { /* the first one counts */
+    for (int pass = 0; pass < 2 && result == DDP_OK; pass++) { /* the first pass only counts bytes */
         sheet.out = out;
         sheet.room = pass ? *size_bytes : 0;
         sheet.used = 0;
@@ -2714,10 +2749,11 @@ DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_
     return ddp_schedule_draw(schedule, format, NULL, NULL, out, size_bytes);
 }
 
-//== balancing ============================================================================= >>impl-schedule-balance
+//== partitioning and profiling ================================================== >>impl-schedule-balance
+/* Divides layers into stages of equal cost, and measures the cost of layers. */
 
-/* Fills stages from the left as far as `most` allows, and leaves one layer for each later stage. A stage that takes
-   fewer layers helps no later stage. */
+/* Fills stages from the left with a cost of at most `most` each, and leaves one layer for each later stage.
+   Filling each stage as far as possible is optimal: fewer layers in a stage never help a later one. */
 static int ddp__partition_fill(const double *cost, int layers, int stages, double most, int *first) {
     int next = 0;
     for (int stage = 0; stage < stages; stage++) {
@@ -2729,7 +2765,8 @@ static int ddp__partition_fill(const double *cost, int layers, int stages, doubl
     return next == layers;
 }
 
-/* Finds the smallest bound that works by bisection over the bits of doubles, which are ordered for values >= 0. */
+/* Finds the smallest possible bound by bisection over the bit patterns of doubles, which are ordered for
+   values >= 0. */
 DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count,
                                          int *first_layer) {
     uint64_t low = 0, high;
@@ -2746,7 +2783,7 @@ DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, in
                             "ddp_pipeline_partition: cost[%d]=%g; it is a finite number that is not negative",
                             i, cost[i]);
     memcpy(&high, &bound, sizeof high);
-    while (low < high) { /* an infinite bound works, and so has every later value of high */
+    while (low < high) { /* invariant: `high` is a bound that works; it starts at infinity */
         uint64_t middle = low + (high - low) / 2;
         memcpy(&bound, &middle, sizeof bound);
         if (ddp__partition_fill(cost, layer_count, stage_count, bound, first_layer)) high = middle;
@@ -2779,7 +2816,8 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
             "ddp_pipeline_profile: layer_count=%d, rounds=%d, warmup_rounds=%d; at least one layer, 0 to 100000 rounds",
             desc->layer_count, desc->rounds, desc->warmup_rounds);
     rounds = desc->rounds ? desc->rounds : 5;
-    warmup = desc->warmup_rounds < 0 ? 0 : desc->warmup_rounds ? desc->warmup_rounds : 1;
+    warmup = desc->warmup_rounds < 0 ? 0
+             : desc->warmup_rounds ? desc->warmup_rounds : 1;
     took = (double *)malloc(3 * (size_t)rounds * sizeof *took);
     if (!took) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_profile: %d rounds", rounds);
     for (int layer = 0; layer < desc->layer_count && result == DDP_OK; layer++) {
@@ -2801,137 +2839,148 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
     return result;
 }
 
-//== runner: what it keeps ========================================================================= >>impl-pipeline-structs
-/* A pipeline consists of: the stages of this rank, each with its partial sums of gradients and its versions of
-   weights; links with the slots of their tensors; streams, which are the order of messages; and the measures of
-   the last step. ddp_pipeline_create allocates all of it, and destroy frees it. */
+//== runner: structs ============================================================= >>impl-pipeline-structs
+/* A pipeline consists of: the stages of this rank, each with partial gradient sums and weight versions; one
+   link per edge, with the slots of its tensors; streams, which define the order of messages; and the
+   measurements of the last step. ddp_pipeline_create allocates all of it, ddp_pipeline_destroy frees it. */
 
 enum { DDP__PIPE_NONE, DDP__PIPE_HERE, DDP__PIPE_OUT, DDP__PIPE_IN };
 
-/* Where ranks read each other's memory, a message is a note: the offset of the tensor in the sender's shared
-   memory. The reader sends the note back after the last action that reads the tensor. Only then is the slot free
-   for another tensor. */
+/* If ranks read each other's memory (in_place), a message is a note: the offset of the tensor in the sender's
+   shared memory. The receiver returns the note after its last action that reads the tensor. The return frees
+   the slot for another tensor:
+
+       sender                                           receiver
+       write tensor to a slot, send the note   ----->   read the tensor at this offset
+       slot is free again                      <-----   return the note after the last read */
 typedef struct ddp__pipe_notes {
-    uint64_t *offsets;     /* of each slot */
-    uint64_t *returned;    /* OUT: notes that come back, as many as slots; IN: notes that go back, of each micro-batch */
-    ddp_work *returns;     /* of each entry of returned */
-    uint64_t back;         /* OUT: notes that have come back, ever */
+    uint64_t *offsets;     /* per slot */
+    uint64_t *returned;    /* OUT: notes received back, one per slot; IN: notes to return, one per
+                              micro-batch */
+    ddp_work *returns;     /* per entry of returned */
+    uint64_t back;         /* OUT: notes received back since create */
 } ddp__pipe_notes;
 
-/* Slots for one kind of tensor on this rank, one per micro-batch that is under way.
+/* Slots for one kind of tensor on this rank, one per micro-batch in flight.
 
-       HERE   made and used on this rank: handed over in place     taken by the maker, given back by the user
-       OUT    sent: ddp__pipe_out_slots, so that no action waits   taken in turn, once the slot's send is done
-       IN     received: those in use at once, and `prefetch` more  taken when the receive is posted, given back by the user */
+              tensor            number of slots          acquired                     released
+       HERE   stays on a rank   most in use at once      before an action writes it   after its last reader
+       OUT    is sent           ddp__pipe_out_slots      before an action writes it   when its send is done;
+                                                                                      in place: note returned
+       IN     is received       most in use + prefetch   when its receive is posted   after its last reader */
 typedef struct ddp__pipe_pool {
     int kind, peer, tag;
     ddp_tensor tensor;
-    size_t stride;           /* from slot to slot */
-    int count, used;         /* slots; those in use while ddp__pipe_count counts */
-    int free_count, *free_slots; /* HERE, IN, and OUT in place */
-    int *slot;               /* of each micro-batch; -1: none */
-    unsigned char *memory;   /* in place: the shared memory of the rank that makes the tensor */
-    size_t offset;           /* OUT: in the shared memory */
-    int *order;              /* OUT, IN: of each micro-batch, its place in the stream */
-    ddp_work *works;         /* OUT, IN: of each slot */
-    uint64_t sent;           /* OUT: messages, ever */
+    size_t stride;           /* bytes from slot to slot */
+    int count, used;         /* slots; slots in use, only during ddp__pipe_count */
+    /* Free slots: HERE, IN, and OUT in place. */
+    int free_count, *free_slots;
+    int *slot;               /* per micro-batch; -1 = none */
+    unsigned char *memory;   /* in place: the shared memory of the sender */
+    size_t offset;           /* OUT: of the first slot in the shared memory */
+    int *order;              /* OUT, IN: per micro-batch, its index in the stream */
+    ddp_work *works;         /* OUT, IN: per slot */
+    uint64_t sent;           /* OUT: messages sent since create */
     ddp__pipe_notes notes;
 } ddp__pipe_pool;
 
-/* An edge; way[0] carries values, way[1] gradients back. */
+/* An edge. way[0] carries values, way[1] returns their gradients. */
 typedef struct ddp__pipe_link {
     ddp_pipeline_edge edge;
     ddp__pipe_pool way[2];
-    unsigned char *scratch;    /* outputs of a forward that runs again; or NULL */
+    unsigned char *scratch;    /* outputs of a recomputed forward; NULL = no recomputation */
 } ddp__pipe_link;
 
-/* All messages from one rank, in the order in which its list makes them: receives are posted in this order. With
-   one_lane, all messages from and to this rank, see ddp__pipe_order. */
+/* A stream is all messages from one rank, in the order of its list. Receives are posted in this order. With
+   one_lane, stream 0 contains all messages from and to this rank; see ddp__pipe_order. */
 typedef struct ddp__pipe_message {
     int link, way, microbatch;
-    int source;                /* the action that makes it, */
-    double at;                 /* and when it ends with unit costs */
+    int source;                /* index of the action that makes the tensor */
+    double at;                 /* end of that action with unit costs */
 } ddp__pipe_message;
 typedef struct ddp__pipe_stream {
     ddp__pipe_message *messages;
     int count, next;
 } ddp__pipe_stream;
 
-/* Where the gradient of a parameter is in a buffer of sums. 16-bit gradients are added in f32. */
+/* Position of a parameter's gradient in a buffer of sums. 16-bit gradients are added in f32. */
 typedef struct ddp__pipe_gradient {
     size_t at, count, bytes;
     ddp_dtype dtype, sum_dtype;
-    int placed; /* 1 = param->grad is memory of the runner */
+    int placed; /* 1 = the runner allocated param->grad */
 } ddp__pipe_gradient;
 
-/* The sum of gradients of micro-batches [index << level, (index + 1) << level) of an update. */
+/* The sum of the gradients of micro-batches [index << level, (index + 1) << level) of an update. */
 typedef struct ddp__pipe_sum { int level, index; } ddp__pipe_sum;
-enum { DDP__PIPE_FREE = -1, DDP__PIPE_NEWEST = -2 }; /* levels; NEWEST: the latest micro-batch is in this sum */
+/* Special levels: a free buffer, and the buffer with the sum that contains the latest micro-batch. */
+enum { DDP__PIPE_FREE = -1, DDP__PIPE_NEWEST = -2 };
 
-/* The partial sums of a stage's gradients. */
+/* Partial gradient sums of a stage. */
 typedef struct ddp__pipe_sums {
-    ddp__pipe_gradient *gradients; /* of each parameter */
-    size_t bytes;                  /* of a buffer: the sums of all parameters, each padded */
-    ddp__pipe_sum *table;          /* what is in each buffer; room entries */
-    int room, count;               /* count: buffers */
+    ddp__pipe_gradient *gradients; /* per parameter */
+    size_t bytes;                  /* of a buffer: sums of all parameters, each padded */
+    ddp__pipe_sum *table;          /* content of each buffer; `room` entries */
+    int room, count;               /* count: allocated buffers */
     unsigned char *memory;
-    int added;                     /* micro-batches of this update whose gradients are added */
+    int added;                     /* micro-batches of this update that are in the sums */
 } ddp__pipe_sums;
 
 typedef struct ddp__pipe_stash { uint64_t version; int used; } ddp__pipe_stash;
 
-/* The weights of a stage that micro-batches in flight still take, with PipeDream and PipeDream-2BW. */
+/* Older weights of a stage that micro-batches in flight still use, with PipeDream and PipeDream-2BW. */
 typedef struct ddp__pipe_versions {
     uint64_t newest;           /* updates since create */
-    uint64_t *taken;           /* PipeDream: of each micro-batch in flight, one more than its version; 0: not in flight */
+    uint64_t *taken;           /* PipeDream: per micro-batch in flight, its version + 1; 0 = not in flight */
     size_t bytes;              /* of a copy */
-    ddp__pipe_stash *table;    /* what is in each copy; room entries; room 0: weights change between steps only */
-    int room, count;           /* count: copies */
+    ddp__pipe_stash *table;    /* content of each copy; `room` entries */
+    int room, count;           /* room 0 = weights change only between steps; count: allocated copies */
     unsigned char *memory;
-    void **values;             /* the parameters' own pointers while a copy stands in for them */
+    void **values;             /* the parameters' own pointers while a copy replaces them */
 } ddp__pipe_versions;
 
 typedef struct ddp__pipe_stage {
     ddp_pipeline_stage desc;
-    int number;                /* -1: on another rank; the rest is then empty */
-    ddp__pipe_link **links[2]; /* of inputs and outputs */
+    int number;                /* -1 = on another rank; the other fields are then empty */
+    ddp__pipe_link **links[2]; /* [0]: of inputs, [1]: of outputs */
     int link_count[2];
     ddp__pipe_pool saved;
-    unsigned kinds;            /* 1 << kind of each action of the stage */
+    unsigned kinds;            /* 1 << kind for each action of the stage */
     int first, last, last_forward; /* positions in this rank's list */
     ddp__pipe_sums sums;
     ddp__pipe_versions versions;
 } ddp__pipe_stage;
 
-/* Measures of a step or an evaluation. All numbers from losses on are one array, exchanged at its end. */
+/* Measurements of a step or an evaluation. losses to seconds are parts of one array, which all ranks exchange
+   at the end of the step. */
 typedef struct ddp__pipe_measures {
-    double *losses, *starts, *spans, *computes; /* of micro-batches; of ranks */
-    double *seconds;                            /* of stages: F, I, W, B */
-    ddp_action_time *times;                     /* of all actions; those of this rank are written */
+    double *losses, *starts, *spans, *computes; /* losses: per micro-batch; the others: per rank */
+    double *seconds;                            /* per stage: F, I, W, B */
+    ddp_action_time *times;                     /* of all actions; only those of this rank are set */
     ddp_pipeline_stats stats;
 } ddp__pipe_measures;
 
-/* The step or the evaluation that runs now, or ran last. */
+/* State of the step or evaluation that is running, or ran last. */
 typedef struct ddp__pipe_run_state {
-    ddp__pipe_measures measures[2], *now; /* of the last step, of the last evaluation; now: of this one */
-    size_t share_count;           /* numbers exchanged */
+    ddp__pipe_measures measures[2], *now; /* of the last step and the last evaluation; now: of this one */
+    size_t share_count;           /* numbers that ranks exchange */
     int evaluating;
-    int has_gradients, has_losses; /* 1 = of a step, of a step or evaluation, that ended well */
+    /* has_gradients: 1 = the last step succeeded. has_losses: the last step or evaluation succeeded. */
+    int has_gradients, has_losses;
     int failure_told;             /* 1 = a call has returned the code of the group's failure */
     double start;
 } ddp__pipe_run_state;
 
-/* The messages of this rank: tensors on their way from stage to stage. */
+/* Messages of this rank: tensors that stages send to each other. */
 typedef struct ddp__pipe_messages {
     ddp_group *group;
     ddp__pipe_link *links;
     int link_count;
     int microbatch_count;
-    ddp__pipe_stream *streams;    /* of each rank; with one_lane, only the first one has messages */
+    ddp__pipe_stream *streams;    /* per rank; with one_lane, only the first one has messages */
     int stream_count;             /* ranks */
-    int one_lane;                 /* 1 = messages, both ways, run in the order issued */
+    int one_lane;                 /* 1 = messages of both directions run in the order issued */
     int in_place;                 /* 1 = ranks read each other's shared memory */
-    int works;                    /* messages that may be under way at once; after create, the largest of any rank */
+    int works;                    /* most messages in flight at once; after create: the largest of any rank */
     void *shared;                 /* group memory: tensors that this rank sends */
     ddp__pipe_run_state *run;
 } ddp__pipe_messages;
@@ -2948,12 +2997,15 @@ struct ddp_pipeline {
     int list_count;
     ddp__pipe_piece *pieces;      /* all memory except shared memory */
     ddp__pipe_stage *stages;
-    ddp_tensor *tensors[4];       /* inputs, outputs, output_grads, input_grads of a call */
-    unsigned char *wide;          /* one parameter's 16-bit gradient in f32 */
+    ddp_tensor *tensors[4];       /* of a call: inputs, outputs, input_grads, output_grads */
+    unsigned char *wide;          /* one parameter's 16-bit gradient, converted to f32 */
     size_t wide_bytes;
     ddp_exact_sum *squares;       /* on the device */
-    int no_clip;                  /* 1 = no stage of any rank has params, or one has gradients that come with unshard */
-    ddp_group **tie_groups;       /* of each tie: the two ranks whose stages share it. NULL: one rank, or others; ties of the same two have the same */
+    int no_clip;                  /* 1 = no stage of any rank has params, or unshard allocates some
+                                     gradients */
+    /* Per tie: group of the two ranks that share the parameter. NULL = both uses are on one rank, or this
+       rank has none of them. Ties of the same two ranks share a group. */
+    ddp_group **tie_groups;
     ddp__pipe_messages messages;
     ddp__pipe_run_state run;
 };
@@ -2962,7 +3014,7 @@ struct ddp_pipeline {
 
 static int ddp__pipe_min(int a, int b) { return a < b ? a : b; }
 
-/* Zeroed host memory until destroy. */
+/* Allocates zeroed host memory. ddp__pipe_free frees it. */
 static void *ddp__pipe_host(ddp_pipeline *p, size_t count, size_t size) {
     size_t bytes = count <= (SIZE_MAX - 64) / size ? 64 + count * size : 0;
     ddp__pipe_piece *piece = bytes ? (ddp__pipe_piece *)ddp_host_alloc(p->group, bytes) : NULL;
@@ -2973,13 +3025,14 @@ static void *ddp__pipe_host(ddp_pipeline *p, size_t count, size_t size) {
     return (unsigned char *)piece + 64;
 }
 
-#define DDP__PIPE_NEW(p, pointer, type, count)                                                                    \
-    do {                                                                                                          \
-        (pointer) = (type *)ddp__pipe_host((p), (size_t)(count), sizeof(type));                                   \
-        if (!(pointer)) return DDP_ERR_NO_MEMORY;                                                                 \
+/* Allocates zeroed host memory for `count` elements in a function that returns ddp_result. */
+#define DDP__PIPE_NEW(p, pointer, type, count)                                    \
+    do {                                                                          \
+        (pointer) = (type *)ddp__pipe_host((p), (size_t)(count), sizeof(type));   \
+        if (!(pointer)) return DDP_ERR_NO_MEMORY;                                 \
     } while (0)
 
-/* Zeroed memory of the device until destroy. */
+/* Allocates zeroed device memory. ddp__pipe_free frees it. */
 static ddp_result ddp__pipe_device(ddp_pipeline *p, size_t size, void **out) {
     if (!ddp__pipe_host(p, 0, 1)) return DDP_ERR_NO_MEMORY;
     DDP_TRY(p->device->alloc(p->group, size ? size : 64, &p->pieces->device_memory));
@@ -2987,20 +3040,20 @@ static ddp_result ddp__pipe_device(ddp_pipeline *p, size_t size, void **out) {
     return DDP_OK;
 }
 
-/* data, which is host memory, becomes its sum over ranks. */
+/* Replaces data, in host memory, by its sum over all ranks. */
 static ddp_result ddp__pipe_sum_over_ranks(ddp_pipeline *p, void *data, size_t count, ddp_dtype dtype) {
     return ddp_host_collective(p->group, DDP_CALL_ALL_REDUCE, data, data, count, dtype, DDP_OP_SUM, -1);
 }
 
-/* The stage of this rank that follows s, NULL = the first; NULL after the last. */
+/* Returns this rank's next stage after s, or its first stage if s is NULL. Returns NULL after the last one. */
 static ddp__pipe_stage *ddp__pipe_next(const ddp_pipeline *p, const ddp__pipe_stage *s) {
     int stage = s ? s->number + 1 : 0;
     while (stage < p->stage_count && p->stages[stage].number < 0) stage++;
     return stage < p->stage_count ? &p->stages[stage] : NULL;
 }
 
-/* The slots of a stage's input (side 0) or output (side 1) number k, of values (way 0) or gradients (way 1). NULL
-   after the last. */
+/* Returns the pool of a stage's input (side 0) or output (side 1) number k, for values (way 0) or gradients
+   (way 1). NULL after the last one. */
 static ddp__pipe_pool *ddp__pipe_at(const ddp__pipe_stage *s, int side, int way, int k) {
     return k < s->link_count[side] ? &s->links[side][k]->way[way] : NULL;
 }
@@ -3010,14 +3063,15 @@ static int ddp__pipe_is_last(const ddp_pipeline *p, const ddp__pipe_stage *s) {
 }
 static int ddp__pipe_has(const ddp__pipe_stage *s, ddp_action_kind kind) { return s->kinds >> kind & 1; }
 
-//== runner: bad input ============================================================================= >>impl-pipeline-check
+//== runner: argument checks ======================================================= >>impl-pipeline-check
+/* Checks ddp_pipeline_desc on this rank, and copies stages and edges. Every error names the field. */
 
-/* Whether weights change inside of a step. */
+/* Returns 1 if weights change within a step. */
 static int ddp__pipe_is_asynchronous(const ddp_pipeline *p) {
     return p->schedule->kind == DDP_SCHEDULE_PIPEDREAM || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW;
 }
 
-/* The label that errors give a stage: "stage 2" or "stage 2 (decoder)". */
+/* Returns the name of a stage in errors: "stage 2" or "stage 2 (decoder)". */
 static ddp__action_text ddp__pipe_stage_label(const ddp_pipeline *p, int stage) {
     ddp__action_text label;
     const char *name = p->stages[stage].desc.name;
@@ -3038,7 +3092,7 @@ static ddp_result ddp__pipe_check_param(const ddp_pipeline *p, int stage, int in
         return DDP__PIPE_BAD(
             "%s: parameter %d (%.60s) has no dtype, or an impossible shape; fill in its value", label, index,
             param->name ? param->name : "no name");
-    for (int i = 0; i <= stage; i++) /* a gradient is one use's own until ties are added */
+    for (int i = 0; i <= stage; i++) /* each use needs a gradient of its own until ties are added */
         for (int k = 0; k < (i < stage ? p->stages[i].desc.param_count : index); k++)
             if (p->stages[i].desc.params[k] == param)
                 return DDP__PIPE_BAD(
@@ -3047,12 +3101,12 @@ static ddp_result ddp__pipe_check_param(const ddp_pipeline *p, int stage, int in
     return DDP_OK;
 }
 
-/* Its gradient is in memory from unshard to reduce_grad only. */
+/* Returns 1 if the parameter's gradient is only in memory from unshard to reduce_grad. */
 static int ddp__pipe_comes_and_goes(const ddp_pipeline_stage *s, int param) {
     return s->unshard && !s->params[param]->grad.data;
 }
 
-/* A stage of this rank, and its place in the list. */
+/* Checks a stage of this rank, and finds its first and last action in the list. */
 static ddp_result ddp__pipe_check_stage(ddp_pipeline *p, int number) {
     ddp__pipe_stage *stage = &p->stages[number];
     const ddp_pipeline_stage *s = &stage->desc;
@@ -3153,7 +3207,7 @@ static ddp_result ddp__pipe_check_edge(const ddp_pipeline *p, int index, const d
     return DDP_OK;
 }
 
-/* Makes the links from the edges of the desc, or from boundary and output. */
+/* Creates the links from the edges of the desc, or from boundary and output. */
 static ddp_result ddp__pipe_edges(ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
     int count = d->edges ? d->edge_count : p->stage_count - 1 + (d->output.dtype != DDP_DTYPE_DEFAULT),
@@ -3219,10 +3273,12 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     return ddp__pipe_check_ties(p);
 }
 
-//== runner: gradients =========================================================================== >>impl-pipeline-gradients
+//== runner: gradients ========================================================= >>impl-pipeline-gradients
+/* Accumulates the gradients of micro-batches pairwise by index, so that the result does not depend on the
+   order in which they arrive. Adds the gradients of tied parameters. */
 
-/* One step of adding a micro-batch's gradients: they, or their sum so far, are copied to a buffer (side -1), or
-   added to it on the left (0) or on the right (1). */
+/* A step of adding the gradients of a micro-batch. side -1: copy their current sum to a buffer. side 0, 1:
+   add the buffer, with the current sum as the left (0) or the right (1) operand. */
 typedef struct ddp__pipe_step { int buffer, side; } ddp__pipe_step;
 enum { DDP__PIPE_STEPS = 25 }; /* at most 1 << 24 micro-batches */
 
@@ -3232,12 +3288,13 @@ static int ddp__pipe_find_sum(const ddp__pipe_sums *sums, int level, int index) 
     return -1;
 }
 
-/* The gradients of a micro-batch join the tree that a binary counter builds, whatever the order in which they come:
+/* Adds the gradients of a micro-batch to the tree that a binary counter builds. The tree does not depend on
+   the order in which they arrive:
 
        update of 7        ((g0+g1)+(g2+g3))+((g4+g5)+g6)
 
-   A block meets its neighbour, or waits for it in a buffer. A block without a neighbour, at the end, goes up by itself.
-   Enters this in the table, and fills in the steps. Returns their number. */
+   A block is added to its neighbour, or waits for it in a buffer. A last block without a neighbour moves up
+   one level. Updates the table and fills in the steps. Returns their number. */
 static int ddp__pipe_join(ddp__pipe_sums *sums, int interval, int microbatch, ddp__pipe_step *steps) {
     int index = microbatch % interval, count = 0;
     sums->added = (sums->added + 1) % interval;
@@ -3262,9 +3319,9 @@ static int ddp__pipe_join(ddp__pipe_sums *sums, int interval, int microbatch, dd
     return count;
 }
 
-/* Carries out a step for all gradients of a stage. The sum stays in grad.data. The sum of 16-bit gradients is f32:
-   it stays in buffer `newest`. With newest -1, grad.data is the first of this sum, which then takes the place of
-   the step's buffer. */
+/* Executes a step for all gradients of a stage. The result is stored in grad.data. A sum of 16-bit gradients
+   is f32 and is stored in buffer `newest`. newest -1: grad.data is the first term of such a sum, and the
+   result is stored in the step's buffer. */
 static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, ddp__pipe_step step,
                               int newest) {
     for (int i = 0; i < s->desc.param_count; i++) {
@@ -3287,9 +3344,9 @@ static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, d
     }
 }
 
-/* The sum over the micro-batches of an update is final: in grad.data, or, of 16-bit gradients and unless `sum` is -1,
-   in that buffer. It is divided where the runner divides. A 16-bit gradient is rounded once. A reducer or fsdp reads
-   the f32 sum from the buffer, which stays unchanged until the next update. */
+/* Ends the sum over the micro-batches of an update. The sum is in grad.data; for 16-bit gradients it is in
+   buffer `sum`, unless `sum` is -1. Divides it if the runner divides. Rounds 16-bit gradients once. A reducer
+   or fsdp reads the f32 sum from the buffer, which does not change until the next update. */
 static void ddp__pipe_end_sum(const ddp_pipeline *p, const ddp__pipe_stage *s, int sum) {
     int before = s->desc.grad_division == DDP_DIVIDE_BEFORE_REDUCE;
     int without_reduce = s->desc.grad_division == DDP_DIVIDE_DEFAULT && !s->desc.reduce_grad;
@@ -3307,7 +3364,7 @@ static void ddp__pipe_end_sum(const ddp_pipeline *p, const ddp__pipe_stage *s, i
     }
 }
 
-/* The gradients of a micro-batch are in grad.data. */
+/* Adds the gradients of a micro-batch, which are in grad.data. */
 static void ddp__pipe_accumulate(const ddp_pipeline *p, ddp__pipe_stage *s, int microbatch) {
     ddp__pipe_step steps[DDP__PIPE_STEPS];
     int count = ddp__pipe_join(&s->sums, p->interval, microbatch, steps);
@@ -3321,7 +3378,7 @@ static void ddp__pipe_clear(const ddp_pipeline *p, const ddp__pipe_stage *s) {
             p->device->fill_zero(s->desc.params[i]->grad.data, s->sums.gradients[i].bytes);
 }
 
-/* The gradient of one end of a tie, of a stage of this rank. */
+/* Returns the gradient of one use of a tied parameter. The stage is on this rank. */
 static ddp_result ddp__pipe_tied(ddp_pipeline *p, int stage, int param, ddp_tensor *grad) {
     ddp__pipe_stage *s = &p->stages[stage];
     *grad = ddp_param_grad(s->desc.params[param]);
@@ -3329,8 +3386,9 @@ static ddp_result ddp__pipe_tied(ddp_pipeline *p, int stage, int param, ddp_tens
     return ddp_device_begin(p->group);
 }
 
-/* Both gradients of a tied parameter become their sum, first use + second use: all sums first, then those of later uses go back to earlier ones. A sum of two
-   ranks has the same bits whichever comes first. */
+/* Replaces both gradients of each tied parameter by their sum, first use + second use. All sums are computed
+   first. Then the uses that still have a partial sum receive the final one. A sum over two ranks has the same
+   bits in either order. */
 static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
     for (int i = 0; i < 2 * p->desc.tie_count; i++) {
         int number = i % p->desc.tie_count, back = i >= p->desc.tie_count, more = 0;
@@ -3364,16 +3422,18 @@ static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
     return DDP_OK;
 }
 
-//== runner: versions of weights ================================================================== >>impl-pipeline-versions
+//== runner: weight versions ==================================================== >>impl-pipeline-versions
+/* PipeDream and PipeDream-2BW: copies older weights before an update, and lets callbacks use them. */
 
-/* Whether some micro-batch in flight takes that version. */
+/* Returns 1 if a micro-batch in flight uses this version. */
 static int ddp__pipe_version_needed(const ddp_pipeline *p, const ddp__pipe_versions *v, uint64_t version) {
-    for (int i = 0; i < p->microbatch_count; i++) if (v->taken[i] == version + 1) return 1;
+    for (int i = 0; i < p->microbatch_count; i++)
+        if (v->taken[i] == version + 1) return 1;
     return 0;
 }
 
-/* The version that an action of a micro-batch takes. PipeDream: that of its forward, which is the newest one then. 2BW: the one before what its update starts
-   from, so that all micro-batches of an update take the same one. */
+/* Returns the version that an action uses. PipeDream: the newest one at the micro-batch's forward. 2BW: the
+   version before the one that its update starts from, so that all micro-batches of an update use the same. */
 static uint64_t ddp__pipe_version(const ddp_pipeline *p, ddp__pipe_versions *v, const ddp_action *a) {
     if (p->run.evaluating) return v->newest;
     if (p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW) {
@@ -3386,8 +3446,8 @@ static uint64_t ddp__pipe_version(const ddp_pipeline *p, ddp__pipe_versions *v, 
     return v->taken[a->microbatch] - 1;
 }
 
-/* Before an update: copies that no micro-batch takes are free. Returns the copy that the newest values go to, or -1 if
-   no micro-batch takes them. */
+/* Called before an update. Frees the copies that no micro-batch uses. Returns the copy that receives the
+   newest values, or -1 if no micro-batch uses them. */
 static int ddp__pipe_keep_version(const ddp_pipeline *p, ddp__pipe_versions *v) {
     int twice = p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW, k = 0;
     for (int i = 0; i < v->room; i++)
@@ -3410,7 +3470,7 @@ static void ddp__pipe_copy_values(const ddp_pipeline *p, const ddp__pipe_stage *
     }
 }
 
-/* Lets older values stand in for the newest ones, and back. */
+/* Points the parameters to the values of an older version; back = 1 undoes this. */
 static void ddp__pipe_swap_values(const ddp__pipe_stage *s, uint64_t version, int back) {
     const ddp__pipe_versions *v = &s->versions;
     int k = 0;
@@ -3427,11 +3487,12 @@ static void ddp__pipe_swap_values(const ddp__pipe_stage *s, uint64_t version, in
     }
 }
 
-//== runner: laying out memory ==================================================================== >>impl-pipeline-layout
-/* Finds out how much memory a step needs, and allocates it. ddp__pipe_count goes through this rank's list once,
-   without callbacks and messages, and counts slots, partial sums and copies of weights that are in use at once. */
+//== runner: memory layout ======================================================== >>impl-pipeline-layout
+/* Computes the memory of a step and allocates it. ddp__pipe_count walks through this rank's list once,
+   without callbacks and messages. It counts the slots, partial sums and weight copies that are in use at
+   once. */
 
-/* The most micro-batches that a stage, of any rank, has in flight. */
+/* Returns the largest number of micro-batches that a stage of any rank has in flight. */
 static int ddp__pipe_in_flight(const ddp_schedule *s, int stage) {
     int rank = s->stage_rank[stage], now = 0, peak = 0;
     for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
@@ -3443,15 +3504,23 @@ static int ddp__pipe_in_flight(const ddp_schedule *s, int stage) {
     return peak;
 }
 
-/* Slots of what a link's stages make for each other on different ranks, so that their maker never waits for one that the schedule gives back.
+/* Returns the number of OUT slots of a link. It is large enough that the sender never waits for a slot which
+   the schedule has released.
 
-   Way 1, gradients: where the maker's action stands, every lent slot is of a micro-batch whose F of stage `from` has begun, and whose end there, which gives the
-   slot back, has not been heard of. At the latest action of `from` that has been heard of these are all in flight: so many are enough. Way 0: such a micro-batch
-   is in flight at `from` itself, or has ended there; then its I of stage `to` has been, and only its W, if I and W are two, is still to come: it is in flight
-   at the latest action of `to` that has been heard of. Where tensors are copied, it is the slots of the reader that wait for it.
+   Way 1, gradients: a slot in use belongs to a micro-batch that has begun its F on stage `from`. The end of
+   the micro-batch there releases the slot, and this rank has not yet learned of that end. At the latest
+   action of `from` that this rank has learned of, all such micro-batches are in flight. So the number of
+   slots is the largest number in flight on `from`.
 
-   What comes back may stand behind messages of that rank which are not asked for yet: not if a gradient came from there later, and was asked for after all of
-   them. Where it is by others alone that the maker hears of `to`, and there are such messages, it waits for nothing: each micro-batch has a slot. */
+   Way 0, values: such a micro-batch is in flight on `from`, or has ended there. In the second case its I on
+   stage `to` is done. If the schedule has separate I and W, its W on `to` is still pending. It is then in
+   flight at the latest action of `to` that this rank has learned of, so the number in flight on `to` is
+   added. This is only necessary in place. If tensors are copied, the slots of the receiver wait for that W.
+
+   A note can return after messages of that rank for which no receive is posted yet (`more`). This does not
+   happen if a gradient arrives from there later, since its receive was posted after all of them (`heard`). If
+   `more` and not `heard`, this rank learns of `to` only through other ranks. Each micro-batch then has a
+   slot, and this rank never waits. */
 static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp_pipeline_edge *link, int way) {
     const ddp_schedule *s = p->schedule;
     int slots = ddp__pipe_in_flight(s, link->from), rank = s->stage_rank[link->to], split = 0, heard = 0,
@@ -3470,7 +3539,7 @@ static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp_pipeline_edge *l
     return ddp__pipe_min(slots, p->microbatch_count);
 }
 
-/* A pool of tensors of that size, whose slots are not counted yet. */
+/* Initializes a pool of tensors with `bytes` each. ddp__pipe_count counts its slots later. */
 static ddp_result ddp__pipe_pool_open(ddp_pipeline *p, ddp__pipe_pool *pool, int kind, size_t bytes) {
     pool->kind = kind;
     pool->stride = ddp_round_up(bytes, 64);
@@ -3480,7 +3549,7 @@ static ddp_result ddp__pipe_pool_open(ddp_pipeline *p, ddp__pipe_pool *pool, int
     return DDP_OK;
 }
 
-/* What each edge means on this rank. The loss is on the rank of the last stage. */
+/* Initializes the pools of all edges on this rank. The loss is on the rank of the last stage. */
 static ddp_result ddp__pipe_links(ddp_pipeline *p) {
     const int *rank_of = p->schedule->stage_rank;
     for (int i = 0; i < 2 * p->messages.link_count; i++) {
@@ -3502,7 +3571,7 @@ static ddp_result ddp__pipe_links(ddp_pipeline *p) {
     return DDP_OK;
 }
 
-/* A stage of this rank: its links, and tables whose size does not depend on the order. */
+/* Initializes a stage of this rank: its links, and all tables of a size known before the count. */
 static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, ddp__pipe_stage *s) {
     ddp__pipe_sums *sums = &s->sums;
     ddp__pipe_versions *versions = &s->versions;
@@ -3543,12 +3612,13 @@ static int ddp__pipe_message_compare(const void *left, const void *right) {
     return l->link < r->link ? -1 : l->link > r->link;
 }
 
-/* What ranks `peer` to last send to this one, in the order of their lists: for each F its outputs, for each I or B the gradients of its inputs. With times:
-   what this rank sends as well, all of it in the order of the times. */
+/* Creates a stream with the messages that ranks `peer` to `last` send to this one: the outputs of each F, the
+   input gradients of each I or B. They are in the order of the lists. With times, the stream also contains
+   the messages that this rank sends, and all are sorted by time. */
 static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, ddp__pipe_stream *stream, int peer, int last,
                                         const ddp_action_time *times) {
     const ddp_schedule *s = p->schedule;
-    for (int pass = 0; pass < 2; pass++) { /* the first one counts */
+    for (int pass = 0; pass < 2; pass++) { /* the first pass only counts */
         if (pass) DDP__PIPE_NEW(p, stream->messages, ddp__pipe_message, stream->count);
         stream->count = 0;
         for (int i = s->first[peer]; i < s->first[last + 1]; i++) {
@@ -3576,10 +3646,12 @@ static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, ddp__pipe_stream *strea
     return DDP_OK;
 }
 
-/* The streams. Where all messages of a rank share a lane, both ways, each waits for those before it, here and at its peer. They go in the order of
-   ddp__lower_comm, that of the moments at which they are made with unit costs: whatever is first among all that is left, of computations by their begin and of
-   messages, has what it needs. A receive is issued as soon as the sends before it are, earlier than its moment: that is only computation which makes none of
-   these. */
+/* Creates the streams. With one_lane, all messages of a rank run one after the other: each waits for those
+   before it, on this rank and on its peer. They are issued in the order of ddp__lower_comm: by the time at
+   which unit costs make them. This order has no deadlock: take the first of all remaining computations, by
+   begin, and messages. Everything that it needs comes earlier. A receive is issued right after the sends
+   before it, which can be before its time. It then only precedes computations that make none of these
+   sends. */
 static ddp_result ddp__pipe_order(ddp_pipeline *p) {
     ddp__play play;
     ddp_result result;
@@ -3593,14 +3665,14 @@ static ddp_result ddp__pipe_order(ddp_pipeline *p) {
     return result;
 }
 
-/* One slot is taken (1) or given back (-1). Slots of what is sent are known already. */
+/* Counts a slot as acquired (1) or released (-1). The number of OUT slots is already known. */
 static void ddp__pipe_count_slot(ddp__pipe_pool *pool, int change) {
     if (pool->kind == DDP__PIPE_NONE || pool->kind == DDP__PIPE_OUT) return;
     pool->used += change;
     if (pool->used > pool->count) pool->count = pool->used;
 }
 
-/* The receives of a stream that are posted by the time its message of a micro-batch is used, or sent. */
+/* Counts the receives that are posted before the message of this micro-batch is used or sent. */
 static void ddp__pipe_count_receives(ddp__pipe_messages *m, const ddp__pipe_pool *pool, int microbatch) {
     ddp__pipe_stream *stream = &m->streams[m->one_lane ? 0 : pool->peer];
     for (; stream->next <= pool->order[microbatch]; stream->next++) {
@@ -3609,7 +3681,7 @@ static void ddp__pipe_count_receives(ddp__pipe_messages *m, const ddp__pipe_pool
     }
 }
 
-/* What an action takes and gives back, in the order of ddp__pipe_action. */
+/* Counts what an action acquires and releases, in the same order as ddp__pipe_action. */
 static void ddp__pipe_count_action(ddp_pipeline *p, const ddp_action *a) {
     ddp__pipe_stage *s = &p->stages[a->stage];
     ddp__pipe_versions *versions = &s->versions;
@@ -3648,14 +3720,16 @@ static void ddp__pipe_count_action(ddp_pipeline *p, const ddp_action *a) {
 }
 
 static void ddp__pipe_count(ddp_pipeline *p) {
-    for (int i = 0; i < p->list_count; i++) if (p->list[i].stage >= 0) ddp__pipe_count_action(p, &p->list[i]);
-    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s)) { /* this was not a step */
+    for (int i = 0; i < p->list_count; i++)
+        if (p->list[i].stage >= 0) ddp__pipe_count_action(p, &p->list[i]);
+    /* no step has run yet */
+    for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s)) {
         s->versions.newest = 0;
         for (int k = 0; k < s->versions.room; k++) s->versions.table[k].used = 0;
     }
 }
 
-/* The slots of a pool; *shared: bytes of group memory. */
+/* Allocates the slots of a pool. OUT slots are counted in *shared, the bytes of group memory to allocate. */
 static ddp_result ddp__pipe_pool_memory(ddp_pipeline *p, ddp__pipe_pool *pool, size_t *shared) {
     int returns, noted = p->messages.in_place && pool->kind != DDP__PIPE_HERE;
     size_t bytes;
@@ -3688,7 +3762,8 @@ static ddp_result ddp__pipe_pool_memory(ddp_pipeline *p, ddp__pipe_pool *pool, s
     return DDP_OK;
 }
 
-/* Gradients, their partial sums, and weights that are kept. */
+/* Allocates the memory of a stage: saved memory, gradients, partial sums, weight copies, recompute
+   scratch. */
 static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
     size_t sum_bytes = (size_t)s->sums.count * s->sums.bytes,
            version_bytes = (size_t)s->versions.count * s->versions.bytes, unused = 0;
@@ -3705,7 +3780,8 @@ static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
         g->placed = 1;
     }
     if (sum_bytes) DDP_TRY(ddp__pipe_device(p, sum_bytes, (void **)&s->sums.memory));
-    for (int i = 0; i < s->desc.param_count && sum_bytes && s->desc.reduce_grad; i++) { /* a reducer decides by it before the first sum */
+    /* A reducer reads sum.data before the first sum to choose how it reduces. */
+    for (int i = 0; i < s->desc.param_count && sum_bytes && s->desc.reduce_grad; i++) {
         const ddp__pipe_gradient *g = &s->sums.gradients[i];
         if (g->bytes && g->sum_dtype != g->dtype) s->desc.params[i]->sum.data = s->sums.memory + g->at;
     }
@@ -3720,7 +3796,7 @@ static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
     return DDP_OK;
 }
 
-/* Everything but the shared memory, of which *shared bytes are needed. */
+/* Allocates everything except the shared memory, and stores its size in *shared. */
 static ddp_result ddp__pipe_layout(ddp_pipeline *p, size_t *shared) {
     DDP_TRY(ddp__pipe_order(p));
     ddp__pipe_count(p);
@@ -3746,7 +3822,9 @@ static ddp_result ddp__pipe_layout(ddp_pipeline *p, size_t *shared) {
     return ddp__pipe_device(p, sizeof *p->squares, (void **)&p->squares);
 }
 
-//== runner: slots and messages ================================================================= >>impl-pipeline-messages
+//== runner: slots and messages ================================================= >>impl-pipeline-messages
+/* Sends and receives the tensors of a step. Receives are posted ahead, in stream order, while slots are free.
+   In place, only notes are sent, and they return when the receiver no longer reads the tensor. */
 
 static void ddp__pipe_take(ddp__pipe_pool *pool, int microbatch) {
     if (pool->kind) pool->slot[microbatch] = pool->free_slots[--pool->free_count];
@@ -3756,8 +3834,8 @@ static int ddp__pipe_tag_back(const ddp__pipe_messages *m, const ddp__pipe_pool 
     return 2 * m->link_count + pool->tag;
 }
 
-/* This rank does not read the tensor any more. A note goes back to the rank that made it. No action waits until the
-   note is there: at most, it waits for one of an earlier step. */
+/* Releases the slot of a tensor that this rank no longer reads. In place, returns its note to the sender.
+   This does not wait for the note to arrive; it waits at most for the note of an earlier step. */
 static ddp_result ddp__pipe_give(const ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     ddp__pipe_notes *notes = &pool->notes;
     int slot;
@@ -3779,7 +3857,7 @@ static void *ddp__pipe_data(const ddp__pipe_pool *pool, int microbatch) {
                                                                 : (size_t)slot * pool->stride);
 }
 
-/* The message of a micro-batch's slot: the tensor there, or the note. */
+/* Sends or receives the message of a micro-batch: the tensor in its slot, or the note. */
 static ddp_result ddp__pipe_message_of(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     int slot = pool->slot[microbatch];
     void *data = m->in_place ? (void *)&pool->notes.offsets[slot]
@@ -3791,7 +3869,7 @@ static ddp_result ddp__pipe_message_of(ddp__pipe_messages *m, ddp__pipe_pool *po
     return ddp_recv(m->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
 }
 
-/* The slot that comes back next is free; waits for it. */
+/* Waits for the next returned note and frees its slot. */
 static ddp_result ddp__pipe_take_back(ddp__pipe_messages *m, ddp__pipe_pool *pool) {
     int place = (int)(pool->notes.back++ % (uint64_t)pool->count);
     DDP_TRY(ddp_wait(m->group, &pool->notes.returns[place]));
@@ -3799,7 +3877,7 @@ static ddp_result ddp__pipe_take_back(ddp__pipe_messages *m, ddp__pipe_pool *poo
     return DDP_OK;
 }
 
-/* Posts receives in the order of the stream while there are slots, up to the next send in it. An evaluation has no gradients. */
+/* Posts receives in stream order while slots are free, up to the next send. An evaluation skips gradients. */
 static ddp_result ddp__pipe_post(ddp__pipe_messages *m, ddp__pipe_stream *stream) {
     for (; stream->next < stream->count; stream->next++) {
         const ddp__pipe_message *message = &stream->messages[stream->next];
@@ -3817,7 +3895,7 @@ static ddp_result ddp__pipe_post_all(ddp__pipe_messages *m) {
     return DDP_OK;
 }
 
-/* Until the tensor is there. */
+/* Waits until the tensor of a micro-batch has arrived. */
 static ddp_result ddp__pipe_await(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     double begin = ddp_now();
     ddp_result result;
@@ -3830,8 +3908,9 @@ static ddp_result ddp__pipe_await(ddp__pipe_messages *m, ddp__pipe_pool *pool, i
     return result;
 }
 
-/* A slot to write to. The send that was last in an OUT slot is done long since: a micro-batch after it has come back. In place there is a slot that has come
-   back; only evaluations, whose F have nothing to wait for, run ahead of those who read. */
+/* Acquires a slot to write to. In a step this does not block: the last send of an OUT slot is done, since a
+   later micro-batch has already returned. In place, a slot has been returned. In an evaluation a forward
+   waits for no gradient, so it can run ahead of the receivers and wait here. */
 static ddp_result ddp__pipe_open_slot(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     if (pool->kind == DDP__PIPE_OUT && m->in_place && !pool->free_count)
         DDP_TRY(ddp__pipe_take_back(m, pool));
@@ -3843,14 +3922,14 @@ static ddp_result ddp__pipe_open_slot(ddp__pipe_messages *m, ddp__pipe_pool *poo
 static ddp_result ddp__pipe_send(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     if (pool->kind == DDP__PIPE_HERE) m->run->now->stats.bytes_handed_over += ddp_tensor_bytes(&pool->tensor);
     if (pool->kind != DDP__PIPE_OUT) return DDP_OK;
-    if (m->one_lane) { /* what comes before it */
+    if (m->one_lane) { /* post all receives before this send in the stream */
         DDP_TRY(ddp__pipe_post(m, &m->streams[0]));
         if (m->streams[0].next++ != pool->order[microbatch])
             return ddp_fail(DDP_ERR_INVALID, "no slot for what comes before the message to rank %d",
                             pool->peer);
     }
     m->run->now->stats.bytes_sent += ddp_tensor_bytes(&pool->tensor);
-    if (m->in_place) { /* its way back is ready before it goes */
+    if (m->in_place) { /* post the receive of the returned note before sending the note */
         uint64_t place = pool->sent % (uint64_t)pool->count;
         DDP_TRY(ddp_recv(m->group, &pool->notes.returned[place], 1, DDP_U64, pool->peer,
                          ddp__pipe_tag_back(m, pool), &pool->notes.returns[place]));
@@ -3859,8 +3938,9 @@ static ddp_result ddp__pipe_send(ddp__pipe_messages *m, ddp__pipe_pool *pool, in
     return ddp__pipe_message_of(m, pool, microbatch);
 }
 
-/* Waits for all that is under way. With returns, after the last step: for what was lent in place as well, which others read until the end of theirs; in
-   between it comes back by itself, as a step ends with a call that every rank makes. */
+/* Waits for all messages in flight. returns = 1, used after the last step or a failure: also waits for
+   returned notes, since peers read this rank's slots until the end of their step. Between steps this is not
+   necessary: a step ends with a collective. */
 static ddp_result ddp__pipe_drain(ddp__pipe_messages *m, int returns) {
     ddp_saved_error first = DDP_ZERO;
     for (int i = 0; i < 2 * m->link_count; i++) {
@@ -3875,10 +3955,12 @@ static ddp_result ddp__pipe_drain(ddp__pipe_messages *m, int returns) {
     return ddp_error_restore(&first);
 }
 
-//== runner: a step =================================================================================== >>impl-pipeline-step
+//== runner: one step =============================================================== >>impl-pipeline-step
+/* Runs this rank's list: ddp__pipe_run -> ddp__pipe_run_list -> ddp__pipe_action for each action, which
+   prepares slots, calls the callbacks and sends the results. The end of the list completes the update. */
 
-/* Something of this rank failed, or what it waited for did; the error line says what. The group is poisoned, if it is not yet, so that the step ends
-   everywhere. what: "the callback of ". */
+/* Ends the step on all ranks after a failure on this one, or of a message that it waited for: poisons the
+   group unless that has failed already. The current error contains the reason. what: "the callback of ". */
 static ddp_result ddp__pipe_fail(ddp_pipeline *p, ddp_result result, const char *what, const ddp_action *a,
                                  const char *how) {
     const char *who = ddp_public_call_name("ddp_pipeline_step"), *inner;
@@ -3889,17 +3971,19 @@ static ddp_result ddp__pipe_fail(ddp_pipeline *p, ddp_result result, const char 
         snprintf(words, sizeof words, "%s (%s, %s of micro-batch %d)", ddp__action_label(a).text,
                  ddp__pipe_stage_label(p, a->stage).text, ddp__action_words[a->kind], a->microbatch);
     if (ddp_group_cause(p->group) == DDP_OK) {
-        inner = strstr(line, "cause: "); /* a line has one of them */
+        inner = strstr(line, "cause: "); /* a line contains it at most once */
         snprintf(text, sizeof text, "cause: rank %d in %s: %s%s%s: %.250s", p->rank, who, what, words, how,
                  inner ? inner + strlen("cause: ") : line);
         ddp_group_poison(p->group, result, text);
-    } else snprintf(line, sizeof line, "%s", ddp_last_error()); /* the first cause, without the call that met it */
-    for (int i = 0; i < p->desc.tie_count; i++) /* nobody waits there for this rank */
+    } else /* ddp_group_cause has set the first cause, without the call that met it */
+        snprintf(line, sizeof line, "%s", ddp_last_error());
+    for (int i = 0; i < p->desc.tie_count; i++) /* so that no rank waits for this one in a tie group */
         if (p->tie_groups[i]) ddp_group_pass_on(p->group, p->tie_groups[i]);
     return ddp_fail_in(result, who, p->group, "%s%s%s: %.300s", what, words, how, line);
 }
 
-/* A callback or a hook has returned. before: the error line before its call; if it is the same, the result says what failed. */
+/* Handles the result of a callback or hook. before: the error line before its call. If the callback did not
+   set another one, the error is the name of the result. */
 static ddp_result ddp__pipe_returned(ddp_pipeline *p, ddp_result result, const char *before, const char *what,
                                      const ddp_action *a) {
     if (result == DDP_OK) result = ddp_device_begin(p->group);
@@ -3933,7 +4017,7 @@ static ddp_result ddp__pipe_callback(ddp_pipeline *p, ddp_pipeline_fn fn, const 
     return ddp__pipe_returned(p, result, before, what, a);
 }
 
-/* The tensors of a call, in p->tensors[2 * way + side]. */
+/* Fills in and returns an array of tensors for a call, p->tensors[2 * way + side]. */
 static const ddp_tensor *ddp__pipe_tensors(const ddp_pipeline *p, const ddp__pipe_stage *s, int side, int way,
                                            int microbatch) {
     ddp_tensor *out = p->tensors[2 * way + side];
@@ -3945,7 +4029,7 @@ static const ddp_tensor *ddp__pipe_tensors(const ddp_pipeline *p, const ddp__pip
     return out;
 }
 
-/* The forward once more, into memory that nobody reads. */
+/* Runs the forward again. It fills the saved memory; outputs and loss are scratch. */
 static ddp_result ddp__pipe_recompute(ddp_pipeline *p, const ddp__pipe_stage *s,
                                       const ddp_pipeline_call *call, const ddp_action *a) {
     ddp_pipeline_call again = *call;
@@ -3959,7 +4043,7 @@ static ddp_result ddp__pipe_recompute(ddp_pipeline *p, const ddp__pipe_stage *s,
     return ddp__pipe_callback(p, s->desc.forward, &again, s->desc.user, a, "the callback of ");
 }
 
-/* The callbacks of an action whose tensors are all there. */
+/* Calls the callbacks of an action. All of its tensors have arrived. */
 static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a,
                                        uint64_t version) {
     static const char what[] = "the callback of ";
@@ -3994,7 +4078,8 @@ static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, cons
     return ddp__pipe_callback(p, s->desc.weight_grad, &call, s->desc.user, a, what);
 }
 
-/* At the end of an update, or at REDUCE_GRAD: replicas, and, for those that do not wait for the end of the step, the weights. */
+/* Called after the last W or B of an update, or at REDUCE_GRAD. Reduces the gradients over replicas. If
+   weights change within a step, copies the current version if needed and updates the weights. */
 static ddp_result ddp__pipe_reduce(ddp_pipeline *p, ddp__pipe_stage *s) {
     int copy;
     DDP_TRY(ddp__pipe_hook(p, s, s->desc.reduce_grad, "reduce_grad"));
@@ -4007,7 +4092,7 @@ static ddp_result ddp__pipe_reduce(ddp_pipeline *p, ddp__pipe_stage *s) {
     return DDP_OK;
 }
 
-/* What an action needs is there and has a place to go. */
+/* Waits for the inputs of an action, and acquires slots for its results. */
 static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
     int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
     int loss = !way && ddp__pipe_is_last(p, s) && !p->run.evaluating;
@@ -4025,8 +4110,8 @@ static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const d
     return DDP_OK;
 }
 
-/* The end of an action: inputs and gradients that this rank reads no more go back first, so that whoever hears of the action finds them free. Then what it made
-   goes on its way. */
+/* Finishes an action. First releases the inputs and gradients that this rank no longer reads: a peer that
+   learns of the action finds their slots free. Then sends the results. */
 static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
     static const char back[] = " could not give back what it read";
     int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD,
@@ -4051,16 +4136,17 @@ static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const dd
     return ddp__pipe_fail(p, ddp__pipe_post_all(&p->messages), "", a, " could not post receives");
 }
 
-/* Waits for the compute lane, where times are asked for; returns how long. */
+/* With desc.timed, waits for the compute stream of a device. Returns the seconds waited. */
 static double ddp__pipe_settle(const ddp_pipeline *p) {
     double begin = ddp_now();
     int64_t cell;
     if (!p->desc.timed) return 0;
-    if (p->device->use_stream) p->device->copy(&cell, p->squares, sizeof cell); /* to the host: done on return */
+    /* A copy to host memory is complete on return. */
+    if (p->device->use_stream) p->device->copy(&cell, p->squares, sizeof cell);
     return ddp_now() - begin;
 }
 
-/* The callbacks of an action, timed. */
+/* Calls the callbacks of an action with the weights of its version, and measures their time. */
 static ddp_result ddp__pipe_compute(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a,
                                     ddp_action_time *time) {
     uint64_t version = ddp__pipe_version(p, &s->versions, a);
@@ -4090,7 +4176,7 @@ static ddp_result ddp__pipe_action(ddp_pipeline *p, int position) {
     if (a->kind == DDP_ACTION_UNSHARD) return ddp__pipe_hook(p, s, s->desc.unshard, "unshard");
     if (a->kind == DDP_ACTION_RESHARD) return ddp__pipe_hook(p, s, s->desc.reshard, "reshard");
     if (a->kind == DDP_ACTION_REDUCE_GRAD) return ddp__pipe_reduce(p, s);
-    if (!ddp__action_computes(a->kind)) return DDP_OK; /* messages follow from what computes */
+    if (!ddp__action_computes(a->kind)) return DDP_OK; /* computations send and receive their messages */
     if (!ddp__pipe_has(s, DDP_ACTION_UNSHARD) && position == s->first)
         DDP_TRY(ddp__pipe_hook(p, s, s->desc.unshard, "unshard"));
     DDP_TRY(ddp__pipe_prepare(p, s, a));
@@ -4101,7 +4187,7 @@ static ddp_result ddp__pipe_action(ddp_pipeline *p, int position) {
     return ddp__pipe_hook(p, s, s->desc.reshard, "reshard");
 }
 
-/* The end of a synchronous update. */
+/* Completes the update of stages with weights that change only between steps: wait_grad, ties, update. */
 static ddp_result ddp__pipe_update(ddp_pipeline *p) {
     double begin;
     for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s))
@@ -4117,7 +4203,8 @@ static ddp_result ddp__pipe_update(ddp_pipeline *p) {
     return DDP_OK;
 }
 
-/* Every rank learns the losses, and how long the others took. Each entry comes from one rank: a sum with zeros is exact. */
+/* Exchanges losses and times, so that every rank has all of them. Each entry is set on one rank and zero on
+   the others, so the sum is exact. */
 static ddp_result ddp__pipe_share(ddp_pipeline *p) {
     ddp__pipe_measures *m = p->run.now;
     double first = -1, last = 0;
@@ -4128,13 +4215,13 @@ static ddp_result ddp__pipe_share(ddp_pipeline *p) {
         last = time->end;
     }
     m->starts[p->rank] = p->run.start;
-    m->spans[p->rank] = first < 0 ? 0 : last - first; /* nothing to do: no span */
+    m->spans[p->rank] = first < 0 ? 0 : last - first; /* 0 = this rank computes nothing */
     m->computes[p->rank] = m->stats.compute_seconds;
     return ddp__pipe_sum_over_ranks(p, m->losses, p->run.share_count, DDP_F64);
 }
 
-/* DDP_OK while the group works. As with collectives, the first call after its failure returns the code of
-   that, later ones DDP_ERR_POISONED. */
+/* Returns DDP_OK unless the group has failed. As with collectives, the first call after the failure returns
+   its code, later ones DDP_ERR_POISONED. */
 static ddp_result ddp__pipe_status(ddp_pipeline *p) {
     ddp_result result = ddp__pipe_fail(p, ddp_group_status(p->group), "the group failed earlier", NULL, "");
     if (result != DDP_OK && p->run.failure_told) return ddp_fail(DDP_ERR_POISONED, "%s", ddp_last_error());
@@ -4142,7 +4229,7 @@ static ddp_result ddp__pipe_status(ddp_pipeline *p) {
     return result;
 }
 
-/* Goes through this rank's list, and ends the update. */
+/* Runs this rank's list and completes the update. */
 static ddp_result ddp__pipe_run_list(ddp_pipeline *p) {
     for (int peer = 0; peer < p->world_size; peer++) p->messages.streams[peer].next = 0;
     DDP_TRY(ddp__pipe_fail(p, ddp__pipe_post_all(&p->messages), "", NULL, "receives could not be posted"));
@@ -4201,9 +4288,11 @@ DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline) {
     return DDP_OK;
 }
 
-//== runner: beginning and end ===================================================================== >>impl-pipeline-create
+//== runner: create and destroy =================================================== >>impl-pipeline-create
+/* ddp_pipeline_create works in two phases. Each rank first checks its desc and allocates its own memory. All
+   ranks then compare their plans with ddp_agree, and create shared memory and tie groups together. */
 
-/* Describes the fields that must be equal on all ranks. */
+/* Describes the fields that must be equal on all ranks, for ddp_agree. */
 static void ddp__pipe_describe_plan(const ddp_pipeline *p, char *out, size_t size) {
     const ddp_schedule *s = p->schedule;
     uint64_t schedule = ddp_hash(DDP_HASH_SEED, s->actions, (size_t)s->count * sizeof *s->actions);
@@ -4224,16 +4313,16 @@ static void ddp__pipe_describe_plan(const ddp_pipeline *p, char *out, size_t siz
              p->desc.tie_count, (unsigned long long)ties);
 }
 
-/* A call of the group failed: its first cause, if it has one, as the sentence of the public call. */
+/* Returns `result` of a call of the group. If the group has failed, the error gives the first cause. */
 static ddp_result ddp__pipe_group_failed(const ddp_group *group, ddp_result result) {
     if (result == DDP_OK || ddp_group_cause(group) == DDP_OK) return result;
     return ddp_fail_in(result, "ddp_pipeline_create", group, "%.400s", ddp_last_error());
 }
 
-/* Values of which create needs the largest of any rank. */
+/* Values that create exchanges: it needs the largest of any rank. */
 typedef struct ddp__pipe_largest { uint64_t shared, works, unclipped, params; } ddp__pipe_largest;
 
-/* All that a rank can find out by itself, and all memory whose size does not depend on other ranks. */
+/* Does everything that needs no other rank: checks the desc and allocates the memory of this rank. */
 static ddp_result ddp__pipe_describe(ddp_pipeline *p, const ddp_pipeline_desc *desc, char *what,
                                      size_t what_size, ddp__pipe_largest *largest) {
     ddp_pipeline_tie *ties;
@@ -4260,10 +4349,11 @@ static ddp_result ddp__pipe_describe(ddp_pipeline *p, const ddp_pipeline_desc *d
     return DDP_OK;
 }
 
-/* An end of a tie: the gradient's dtype, the value's ndim and shape. */
+/* Numbers that describe one use of a tied parameter: the gradient's dtype, the value's ndim and shape. */
 enum { DDP__PIPE_END = 2 + DDP_MAX_NDIM };
 
-/* Both ends of a tie are equal. Each end is known on one rank: a sum with zeros tells all. */
+/* Checks that both uses of a tied parameter have the same shape and gradient dtype. Collective. Each use is
+   described by one rank; the others contribute zeros to the sum. */
 static ddp_result ddp__pipe_agree_tie(ddp_pipeline *p, int i) {
     const ddp_pipeline_tie *t = &p->desc.ties[i];
     int stage[2] = {t->first_stage, t->second_stage}, param[2] = {t->first_param, t->second_param}, rank[2];
@@ -4292,7 +4382,7 @@ static ddp_result ddp__pipe_agree_tie(ddp_pipeline *p, int i) {
         i, param[0], stage[0], rank[0], first.text, param[1], stage[1], rank[1], second.text);
 }
 
-/* The two ranks of each tie as a group. Collective. */
+/* Creates a group of the two ranks of each tie. Collective. */
 static ddp_result ddp__pipe_tie_groups(ddp_pipeline *p) {
     const int *rank_of = p->schedule->stage_rank;
     for (int i = 0; i < p->desc.tie_count; i++) {
@@ -4311,8 +4401,9 @@ static ddp_result ddp__pipe_tie_groups(ddp_pipeline *p) {
     return DDP_OK;
 }
 
-/* As many messages at once as a step may have, around the ring of ranks: what the group keeps for each of them is allocated now and not in some later step.
-   They are a batch: on a device with lanes, the host must not wait for one of them. bytes: works + 1 of the device. */
+/* Sends as many messages at once as a step can have in flight, around the ring of ranks. The group allocates
+   its memory per message now, instead of in a later step. The messages are a batch, since on a device with
+   streams the host must not wait for any of them. bytes: works + 1 bytes of device memory. */
 static ddp_result ddp__pipe_warm_up(ddp_pipeline *p, unsigned char *bytes) {
     int before = (p->rank + p->world_size - 1) % p->world_size, after = (p->rank + 1) % p->world_size,
         count = p->world_size > 1 ? p->messages.works : 0;
@@ -4321,7 +4412,8 @@ static ddp_result ddp__pipe_warm_up(ddp_pipeline *p, unsigned char *bytes) {
     for (int i = 0; i < count && result == DDP_OK; i++)
         result = ddp_recv(p->group, &bytes[i], 1, DDP_U8, before, 0,
                           i || p->messages.one_lane ? NULL : &first);
-    if (result == DDP_OK && count && !p->messages.one_lane) result = ddp_barrier(p->group); /* no message is done before all have been asked for */
+    /* The barrier holds all messages back until every receive is posted. */
+    if (result == DDP_OK && count && !p->messages.one_lane) result = ddp_barrier(p->group);
     for (int i = 0; i < count && result == DDP_OK; i++)
         result = ddp_send(p->group, &bytes[count], 1, DDP_U8, after, 0, NULL);
     if (result != DDP_OK) ddp_group_poison(p->group, result, ddp_last_error());
@@ -4330,11 +4422,11 @@ static ddp_result ddp__pipe_warm_up(ddp_pipeline *p, unsigned char *bytes) {
     if (ended == DDP_OK) ended = received;
     if (result == DDP_OK && ended != DDP_OK) ddp_group_poison(p->group, ended, ddp_last_error());
     if (result == DDP_OK) result = ended;
-    /* A rank whose messages are done could otherwise succeed while another one has no memory for its last. */
+    /* Without the barrier a rank could succeed while another one has no memory for its last message. */
     return result == DDP_OK ? ddp_barrier(p->group) : result;
 }
 
-/* No parameter points to memory of the stage afterwards, and no reduction reads it. */
+/* Removes all pointers from parameters to memory of the runner, and ends reductions that read it. */
 static void ddp__pipe_detach(const ddp__pipe_stage *s) {
     uintptr_t first = (uintptr_t)s->sums.memory, end = first + (size_t)s->sums.count * s->sums.bytes;
     for (int i = 0; i < s->desc.param_count && s->sums.gradients; i++) {
@@ -4362,7 +4454,7 @@ static void ddp__pipe_free(ddp_pipeline *p) {
     ddp_host_free(p->group, p);
 }
 
-/* Whether ranks read each other's memory: asked of a piece of it. Collective. */
+/* Finds out whether ranks can read each other's memory, by allocating a piece of group memory. Collective. */
 static ddp_result ddp__pipe_ask_in_place(ddp_group *group, int *in_place) {
     void *piece;
     *in_place = ddp_world_size(group) > 1;
@@ -4373,7 +4465,7 @@ static ddp_result ddp__pipe_ask_in_place(ddp_group *group, int *in_place) {
     return ddp_group_free(group, piece);
 }
 
-/* What ranks do together once all have agreed. */
+/* The collective part of create, after all ranks have agreed: tie groups, shared memory, first messages. */
 static ddp_result ddp__pipe_connect(ddp_pipeline *p, size_t shared, unsigned char *bytes) {
     DDP_TRY(ddp__pipe_tie_groups(p));
     if (shared) DDP_TRY(ddp_group_alloc(p->group, shared, &p->messages.shared));
@@ -4443,9 +4535,11 @@ DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline) {
     ddp__pipe_free(pipeline);
 }
 
-//== runner: what a step has come to =============================================================== >>impl-pipeline-report
+//== runner: losses, times, gradient norms ======================================== >>impl-pipeline-report
+/* Public calls that read the results of the last step. */
 
-/* The tree of reductions: a range splits at the largest power of two below its length. */
+/* Adds values in the order of tree reductions: a range splits at the largest power of two below its
+   length. */
 static double ddp__pipe_tree(const double *values, int count) {
     int half = 1;
     if (count == 1) return values[0];
@@ -4466,7 +4560,8 @@ DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *me
     return DDP_OK;
 }
 
-/* What `who` reads is that of a step. A failure of the group says more than a missing step. */
+/* Returns an error unless the last step succeeded. If the group has failed, the error reports that failure.
+   who: the public function. */
 static ddp_result ddp__pipe_need_step(ddp_pipeline *p, const char *who) {
     if (p->run.has_gradients) return DDP_OK;
     DDP_TRY(ddp__pipe_status(p));
@@ -4475,7 +4570,7 @@ static ddp_result ddp__pipe_need_step(ddp_pipeline *p, const char *who) {
                     who);
 }
 
-/* Means over micro-batches; half of a B counts as I, half as W. */
+/* Computes the mean costs per micro-batch. Half of a B counts as I, half as W. */
 static void ddp__pipe_costs(const ddp_pipeline *p, ddp_stage_cost *costs) {
     for (int stage = 0; stage < p->stage_count; stage++) {
         const double *seconds = p->run.measures[0].seconds + 4 * stage, m = p->microbatch_count;
@@ -4486,7 +4581,8 @@ static void ddp__pipe_costs(const ddp_pipeline *p, ddp_stage_cost *costs) {
     }
 }
 
-/* From the end of a stage's F to the begin of the next one's on another rank: the shortest way that any micro-batch had. */
+/* Sets the transfer costs between ranks: the shortest time of any micro-batch from the end of a stage's F to
+   the begin of the next stage's F. */
 static void ddp__pipe_transfers(const ddp_pipeline *p, const ddp_action_time *times, double *ends,
                                 ddp_stage_cost *costs) {
     const ddp_schedule *s = p->schedule;
@@ -4516,8 +4612,9 @@ DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost 
     const ddp__pipe_measures *m = &p->run.measures[0];
     const int one_clock = ddp_local_world_size(p->group) == p->world_size;
     size_t count = (size_t)p->schedule->count;
-    ddp_action_time *all = p->run.measures[1].times; /* evaluations need nothing of it later */
-    double shift = 0; /* other machines have other clocks: each from its own start */
+    ddp_action_time *all = p->run.measures[1].times; /* scratch: no evaluation reads it later */
+    double shift = 0; /* machines have different clocks: without one_clock, times count from each rank's
+                         start */
     memset(all, 0, count * sizeof *all);
     for (int rank = 0; rank < p->world_size && one_clock; rank++)
         if (m->starts[p->rank] - m->starts[rank] > shift) shift = m->starts[p->rank] - m->starts[rank];
@@ -4554,7 +4651,7 @@ static int ddp__pipe_is_second_use(const ddp_pipeline *p, int stage, int param) 
     return 0;
 }
 
-/* Every gradient of this rank: its squares are added, or it is scaled. */
+/* Adds the squares of every gradient of this rank to p->squares, or scales every gradient by factor. */
 static void ddp__pipe_each_gradient(const ddp_pipeline *p, int squares, float factor) {
     for (ddp__pipe_stage *s = ddp__pipe_next(p, NULL); s; s = ddp__pipe_next(p, s))
         for (int i = 0; i < s->desc.param_count; i++) {
@@ -4593,15 +4690,18 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
     return ddp_device_check(p->group);
 }
 
-//== public ========================================================================================= >>impl-public
+//== public ================================================================================ >>impl-public
 
 DDPDEF const char *ddp_schedule_kind_name(ddp_schedule_kind kind) {
     return (int)kind >= 0 && kind < DDP_SCHEDULE_KIND_COUNT ? ddp__schedule_kind_names[kind]
                                                             : "unknown ddp_schedule_kind";
 }
 
-/* Letters of names without regard to case, '_' as '-'. */
-static int ddp__name_letter(char c) { return c == '_' ? '-' : c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c; }
+/* Maps a letter of a name for comparison: upper case to lower case, '_' to '-'. */
+static int ddp__name_letter(char c) {
+    return c == '_' ? '-'
+           : c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c;
+}
 
 DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *kind) {
     if (!name || !kind) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_kind_find: name or kind is NULL");
