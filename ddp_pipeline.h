@@ -17,7 +17,8 @@ EXAMPLE
     int main(void) {                                 // what would 4 ranks lose with 8 micro-batches?
         static char picture[4096];
         ddp_schedule_kind kinds[] = {DDP_SCHEDULE_GPIPE, DDP_SCHEDULE_1F1B, DDP_SCHEDULE_ZB_H1,
-        DDP_SCHEDULE_ZB_H2}; for (int k = 0; k < 4; k++) {
+                                     DDP_SCHEDULE_ZB_H2};
+        for (int k = 0; k < 4; k++) {
             ddp_schedule_desc desc = DDP_ZERO;
             ddp_schedule_report report = DDP_ZERO;
             ddp_schedule *schedule;
