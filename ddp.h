@@ -6248,7 +6248,9 @@ static ddp_result ddp__venue_from_env(ddp__venue *v, const ddp__identity *id) {
     DDP_TRY(ddp__env_int("MASTER_PORT", 0, &port));
     DDP_TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
     /* Without a port, SLURM jobs use one below the range that Linux assigns by itself. */
-    v->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(v->token) % 10000) : 0;
+    v->port = own ? own
+              : port ? port + agent
+              : slurm ? 20000 + (int)(ddp__hash_text(v->token) % 10000) : 0;
     if (!own && (port ? agent : slurm)) v->ports = 16;
     snprintf(v->hosts, sizeof v->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
     if (!*v->hosts && slurm) ddp__first_host(v->hosts, sizeof v->hosts, nodes);
@@ -7290,7 +7292,8 @@ static int ddp__first_dissent(const ddp_group *group, int *mismatch) {
    of a. */
 static const char *ddp__difference(const char *a, const char *b, int *length) {
     size_t word = 0, end;
-    for (size_t i = 0; a[i] && a[i] == b[i]; i++) if (a[i] == ' ') word = i + 1;
+    for (size_t i = 0; a[i] && a[i] == b[i]; i++)
+        if (a[i] == ' ') word = i + 1;
     end = word + strcspn(a + word, " ");
     int has_name = memchr(a + word, '=', end - word) && memchr(b + word, '=', strcspn(b + word, " "));
     *length = has_name ? (int)(end - word) : DDP_AGREE_TEXT;
@@ -7526,7 +7529,9 @@ DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *tex
         if (name[0] && strcmp(name, group->name) != 0) snprintf(of, sizeof of, " of group=%s", name);
         snprintf(line, sizeof line, DDP__CAUSE "rank %d%s in %s: %.360s", rank, of, who, rest + 2);
     }
-    group->backend->poison(group, group->state, cause, begun ? begun : rest ? line : text);
+    group->backend->poison(group, group->state, cause,
+                           begun ? begun
+                           : rest ? line : text);
 }
 
 DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to) {
@@ -8549,7 +8554,8 @@ static void ddp__take_cores(const ddp__launch *launch, int rank) {
 static const char *const ddp__thread_variables[2] = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"};
 
 static int ddp__pool_is_users(const struct ddp__thread_pool *pool) {
-    for (int i = 0; i < 3 && pool->variables[i]; i++) if (*ddp__env_text(pool->variables[i])) return 1;
+    for (int i = 0; i < 3 && pool->variables[i]; i++)
+        if (*ddp__env_text(pool->variables[i])) return 1;
     return 0;
 }
 
@@ -8715,8 +8721,10 @@ static void ddp__launch_threads(ddp__launch *launch) {
         DDP__LAUNCH_FAIL(launch, r, DDP_ERR_SYSTEM, "could not be started as a thread: %s", strerror(error));
         ddp__store(&launch->heap->job->rank[r].state, (uint32_t)DDP__RANK_LEFT);
     }
-    for (int r = 0; r < w; r++) if (threads[r].started) pthread_join(threads[r].thread, NULL);
-    for (int i = 0; i < 2; i++) if (set >> i & 1) unsetenv(ddp__thread_variables[i]);
+    for (int r = 0; r < w; r++)
+        if (threads[r].started) pthread_join(threads[r].thread, NULL);
+    for (int i = 0; i < 2; i++)
+        if (set >> i & 1) unsetenv(ddp__thread_variables[i]);
 }
 
 /* Runs one attempt, with its own heap. Returns the first failure of a rank. */
@@ -9508,7 +9516,9 @@ static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
         if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused))
             order[count++] = i;
     /* The minimum over ranks is the entry of rank 0. */
-    for (int k = 0; k < n; k++) first[k] = reducer->group->rank > 0 ? INT32_MAX : k < count ? order[k] : -1;
+    for (int k = 0; k < n; k++)
+        first[k] = reducer->group->rank > 0 ? INT32_MAX
+                   : k < count ? order[k] : -1;
     DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, (size_t)n, DDP_I32,
                                 DDP_OP_MIN, -1));
     for (count = 0; count < n && first[count] >= 0; count++) order[count] = first[count];
@@ -9966,7 +9976,8 @@ static void ddp__sampler_hash_setup(ddp_sampler *s) {
     /* At least one bit for each half. */
     int bits = s->desc.dataset_size > 2 ? ddp__bit_length((uint64_t)s->desc.dataset_size - 1) : 2;
     s->half_bits[1] = bits - (s->half_bits[0] = bits / 2);
-    s->round_count = bits >= 24 ? 6 : bits >= 12 ? 12 : 32;
+    s->round_count = bits >= 24 ? 6
+                     : bits >= 12 ? 12 : 32;
     for (int i = 0; i < s->round_count; i++)
         s->round_keys[i] = ddp__sampler_mix64(key += UINT64_C(0x9e3779b97f4a7c15));
 }
@@ -10625,7 +10636,8 @@ static int ddp__loader_sleep(ddp_loader *l, double until) {
 static ddp_result ddp__loader_await(ddp_loader *l) {
     const ddp__loader_worker *stuck = NULL; /* the worker with a piece of the oldest batch */
     double start = ddp_now(), until = start + 1e-3 * l->desc.timeout_ms;
-    if (!l->threads) while (!ddp__loader_is_ready(l)) ddp__loader_turn(l, l->worker);
+    if (!l->threads)
+        while (!ddp__loader_is_ready(l)) ddp__loader_turn(l, l->worker);
     while (!ddp__loader_is_ready(l) && ddp__loader_sleep(l, until)) {}
     l->gave_up = !ddp__loader_is_ready(l);
     if (l->threads) l->stats.wait_seconds += ddp_now() - start;
