@@ -6243,8 +6243,9 @@ static void ddp__first_host(char *out, size_t size, const char *list) {
 static ddp_result ddp__venue_from_env(ddp__venue *v, const ddp__identity *id) {
     const char *nodes =
         ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST");
-    int port, own, slurm = strncmp(v->token, "slurm", 5) == 0,
-                   agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
+    int slurm = strncmp(v->token, "slurm", 5) == 0;
+    int agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
+    int port, own;
     DDP_TRY(ddp__env_int("MASTER_PORT", 0, &port));
     DDP_TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
     /* Without a port, SLURM jobs use one below the range that Linux assigns by itself. */
@@ -6782,8 +6783,8 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp_call *c
 /* Copies the part of this rank from the answer. */
 static void ddp__tcp_take(const ddp_group *group, const ddp_call *call, const unsigned char *answer) {
     for (int r = 0; r < (ddp_call_adds(call) ? 1 : ddp_world_size(group)); r++) {
-        ddp_bytes from = ddp_call_sends(call, r, ddp_rank(group)),
-                  to = ddp_call_receives(call, ddp_rank(group), r);
+        ddp_bytes from = ddp_call_sends(call, r, ddp_rank(group));
+        ddp_bytes to = ddp_call_receives(call, ddp_rank(group), r);
         if (to.size) memcpy((unsigned char *)call->recv + to.begin, answer + from.begin, to.size);
         answer += ddp_call_send_size(call, r, ddp_world_size(group));
     }
@@ -7304,8 +7305,8 @@ static const char *ddp__difference(const char *a, const char *b, int *length) {
 static ddp_result ddp__disagree(ddp_group *group, const char *who, const char *zero, int other,
                                 const char *others) {
     int lengths[2];
-    const char *a = ddp__difference(zero, others, &lengths[0]),
-               *b = ddp__difference(others, zero, &lengths[1]);
+    const char *a = ddp__difference(zero, others, &lengths[0]);
+    const char *b = ddp__difference(others, zero, &lengths[1]);
     return ddp_fail_in(DDP_ERR_MISMATCH, who, group,
                        "ranks differ: rank 0 %.*s, rank %d %.*s; give every rank the same", lengths[0], a,
                        other, lengths[1], b);
@@ -8003,8 +8004,8 @@ static ddp_result ddp__mpi_whole(ddp_group *group, ddp__mpi *s, const ddp_call *
     static const MPI_Op ops[] = {MPI_SUM, MPI_SUM, MPI_MIN, MPI_MAX, MPI_PROD};
     MPI_Op op = ops[call->op];
     size_t element = ddp_dtype_size(call->dtype), most = DDP__MPI_PIECE_BYTES / element, n;
-    int moves = call->kind == DDP_CALL_BROADCAST,
-        gets = call->kind == DDP_CALL_ALL_REDUCE || s->rank == call->root;
+    int moves = call->kind == DDP_CALL_BROADCAST;
+    int gets = call->kind == DDP_CALL_ALL_REDUCE || s->rank == call->root;
     for (size_t first = 0; first < call->count; first += n) {
         unsigned char *recv = (unsigned char *)call->recv + first * element;
         const void *send = moves || (call->send == call->recv && gets)
@@ -8540,8 +8541,8 @@ typedef struct ddp__launched_thread {
    scheduler. */
 static void ddp__take_cores(const ddp__launch *launch, int rank) {
     ddp__cpus mine = DDP_ZERO;
-    int cores = (int)launch->heap->job->cores, w = launch->desc.world_size, first = rank * cores / w,
-        last = (rank + 1) * cores / w, seen = 0;
+    int cores = (int)launch->heap->job->cores, w = launch->desc.world_size;
+    int first = rank * cores / w, last = (rank + 1) * cores / w, seen = 0;
     if (launch->desc.no_affinity || w > cores) return;
     for (int cpu = 0; cpu < DDP__CPU_WORDS * DDP__CPU_BITS; cpu++) {
         unsigned long bit = launch->cpus.word[cpu / DDP__CPU_BITS] & 1ul << cpu % DDP__CPU_BITS;
@@ -8589,8 +8590,8 @@ static int ddp__set_thread_variables(const ddp__launch *launch) {
 static ddp_result ddp__rank_run(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     const ddp_launch_desc *desc = &launch->desc;
     const int w = desc->world_size, device = desc->devices ? desc->devices[rank] + 1 : 0;
-    const ddp__identity outside = ddp__here,
-                        here = {rank, w, rank, w, device, launch->heap, NULL, "", NULL};
+    const ddp__identity outside = ddp__here;
+    const ddp__identity here = {rank, w, rank, w, device, launch->heap, NULL, "", NULL};
     /* world: the group that peers and the launcher see. plugged: with the desc's own backend. */
     ddp_group *world = NULL, *plugged = NULL;
     ddp__error_text[0] = 0;
@@ -8919,16 +8920,21 @@ static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first,
     for (int k = first; k <= last; k++) grads[reducer->walk[k]].bucket = bucket->index;
     /* Sorts this part of walk, so that the parameters of a range follow each other in the order of memory. */
     for (int k = first, begin = first; k <= last; k++) {
-        int *walk = reducer->walk, next = k > first ? grads[walk[k - 1]].next : -1,
-            goes_on = next >= 0 && grads[next].bucket == bucket->index, j = k;
+        int *walk = reducer->walk, j = k;
+        int next = k > first ? grads[walk[k - 1]].next : -1;
+        int goes_on = next >= 0 && grads[next].bucket == bucket->index;
         while (goes_on
                    ? walk[j] != next
                    : grads[walk[j]].previous >= 0 && grads[grads[walk[j]].previous].bucket == bucket->index)
             j++;
         ddp__grad *grad = &grads[next = walk[j]];
-        walk[j] = walk[k], walk[k] = next;
+        walk[j] = walk[k];
+        walk[k] = next;
         grad->range = 0;
-        if (!goes_on) begin = k, ranges += grad->count > 0;
+        if (!goes_on) {
+            begin = k;
+            ranges += grad->count > 0;
+        }
         if (grad->count)
             grads[walk[begin]].range =
                 (size_t)(grad->data + grad->size_bytes - grads[walk[begin]].data) / size;
@@ -8941,8 +8947,8 @@ static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first,
         if (ddp__takes_f32_sums(reducer, dtype) && !ddp__sum_in_place(reducer, grad))
             bucket->wide_count += grad->count;
     }
-    size_t flat_bytes = bucket->flat_count * ddp_dtype_size(bucket->wire),
-           wide_bytes = bucket->wide_count * sizeof(float);
+    size_t flat_bytes = bucket->flat_count * ddp_dtype_size(bucket->wire);
+    size_t wide_bytes = bucket->wide_count * sizeof(float);
     return flat_bytes > wide_bytes ? flat_bytes : wide_bytes;
 }
 
@@ -9992,7 +9998,10 @@ static inline uint64_t ddp__sampler_scramble(uint64_t half, uint64_t key) {
 static void ddp__sampler_hash(const ddp_sampler *s, uint64_t *x, int count) {
     uint64_t mask0 = (UINT64_C(1) << s->half_bits[0]) - 1, mask1 = (UINT64_C(1) << s->half_bits[1]) - 1;
     uint64_t left[DDP__SAMPLER_AHEAD], right[DDP__SAMPLER_AHEAD];
-    for (int k = 0; k < count; k++) left[k] = x[k] >> s->half_bits[1], right[k] = x[k] & mask1;
+    for (int k = 0; k < count; k++) {
+        left[k] = x[k] >> s->half_bits[1];
+        right[k] = x[k] & mask1;
+    }
     for (int i = 0; i < s->round_count; i += 2) {
         for (int k = 0; k < count; k++) left[k] ^= ddp__sampler_scramble(right[k], s->round_keys[i]) & mask0;
         for (int k = 0; k < count; k++)
@@ -10087,8 +10096,8 @@ static inline void ddp__tokens_put(ddp__tokens *t, uint64_t location, uint64_t s
 /* Removes the token at a location from the table. Returns its slot; t->none without a token. */
 static inline uint64_t ddp__tokens_take(ddp__tokens *t, uint64_t location) {
     uint32_t *head = ddp__tokens_chain(t, location);
-    uint64_t slot = *ddp__tokens_word(t, location) & ddp__tokens_bit(t, location) ? *head : t->none,
-             before = t->none;
+    uint64_t slot = *ddp__tokens_word(t, location) & ddp__tokens_bit(t, location) ? *head : t->none;
+    uint64_t before = t->none;
     for (; slot != t->none && t->node[slot] >> t->slot_bits != location; slot = t->node[slot] & t->none)
         before = slot;
     if (slot == t->none) return slot;
@@ -10162,7 +10171,10 @@ static void ddp__sampler_fill_hashed(ddp_sampler *s, int64_t first) {
     uint64_t x[DDP__SAMPLER_AHEAD];
     s->window_first = first;
     s->window_count = count;
-    for (int k = 0; k < count; k++) x[k] = ddp__sampler_position(s, first + k), slot[k] = k;
+    for (int k = 0; k < count; k++) {
+        x[k] = ddp__sampler_position(s, first + k);
+        slot[k] = k;
+    }
     for (int outside; count; count = outside) {
         ddp__sampler_hash(s, x, count);
         outside = 0;
@@ -10215,8 +10227,8 @@ static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const 
    the target. */
 static void ddp__sampler_undo_inside_out(ddp__tokens *t, const uint64_t *target, uint64_t base, int top) {
     for (int i = top; i >= 0; i--) {
-        uint64_t j = base + (uint64_t)i, there = ddp__tokens_take(t, target[i]),
-                 here = ddp__tokens_take(t, j);
+        uint64_t j = base + (uint64_t)i;
+        uint64_t there = ddp__tokens_take(t, target[i]), here = ddp__tokens_take(t, j);
         if (there != t->none) t->node[there] = j << t->slot_bits;
         if (here != t->none) ddp__tokens_put(t, target[i], here);
     }
@@ -10291,8 +10303,8 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
 /* Checks the desc, resolves its defaults, and allocates the window of the TORCH orders. */
 static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     ddp_sampler_desc *d = &s->desc;
-    long long n = (long long)d->dataset_size, batch = (long long)d->global_batch,
-              window = (long long)d->window;
+    long long n = (long long)d->dataset_size;
+    long long batch = (long long)d->global_batch, window = (long long)d->window;
     int replicas = d->num_replicas = d->num_replicas ? d->num_replicas : 1;
     DDP__SAMPLER_NEED(n >= 1, "dataset_size=%lld; set it to the number of samples, at least 1", n);
     DDP__SAMPLER_NEED(replicas > 0, "num_replicas=%d is negative", replicas);
@@ -10405,8 +10417,8 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
     const ddp_sampler_desc *d = sampler ? &sampler->desc : NULL;
     DDP__NEED(d && state && d->dataset_size > 0,
               "sampler or state is NULL, or the sampler was not initialised");
-    long long n = (long long)state->dataset_size, position = (long long)state->position,
-              offset = (long long)state->block_offset;
+    long long n = (long long)state->dataset_size;
+    long long position = (long long)state->position, offset = (long long)state->block_offset;
     long long replicas = (long long)state->num_replicas, batch = (long long)state->global_batch;
 #define DDP__SAME(name, saved, here, format, type)                                                           \
     DDP__NEED((saved) == (here), "the state is of " name "=" format ", the sampler has " format,             \
@@ -10546,8 +10558,8 @@ static void ddp__loader_draw(ddp_loader *l) {
    the one that failed. */
 static void ddp__loader_piece(ddp_loader *l, ddp__loader_worker *w) {
     ddp__loader_slot *slot = ddp__loader_slot_of(l, l->open);
-    int64_t begin = slot->claimed, end = slot->count - begin < l->piece ? slot->count : begin + l->piece,
-            at = begin;
+    int64_t begin = slot->claimed, at = begin;
+    int64_t end = slot->count - begin < l->piece ? slot->count : begin + l->piece;
     const char *line = ddp_last_error();
     ddp_result result = DDP_OK;
     void *to[DDP_LOADER_FIELDS];
@@ -10858,8 +10870,8 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
     DDP__NEED(out && desc, "out or desc is NULL");
     ddp_loader_desc d = *desc;
     DDP_TRY(ddp__loader_resolve(&d));
-    size_t slots = (size_t)d.prefetch + (size_t)d.extra_valid_batches + 1,
-           size_bytes = sizeof(ddp_loader) + slots * sizeof(ddp__loader_slot);
+    size_t slots = (size_t)d.prefetch + (size_t)d.extra_valid_batches + 1;
+    size_t size_bytes = sizeof(ddp_loader) + slots * sizeof(ddp__loader_slot);
     ddp_loader *l = (ddp_loader *)ddp__aligned_alloc(d.alloc_fn, d.user, size_bytes);
     if (!l) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_loader_create: %zu bytes", size_bytes);
     memset(l, 0, size_bytes);
