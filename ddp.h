@@ -5193,8 +5193,8 @@ static int ddp__random_bytes(void *out, size_t size_bytes) {
 
 /* A rank first finds out its identity: rank, world size and job token, from the desc, a launcher's variables
    or an enclosing ddp_launch. Ranks that do not share memory yet then connect to rank 0 over a socket. This
-   section implements the protocol: frames, hellos, proofs of the secret, and the side of every rank.
-   >>impl-meeting adds the addresses and rank 0's side. */
+   section implements the protocol: frames, hellos, proofs of the secret, and both sides of a connection.
+   >>impl-meeting adds the addresses, rank 0's listener, and the wait for all ranks. */
 
 /* The schemes of init_method. A host or a path follows the last two. */
 enum { DDP__BY_SELF, DDP__BY_ENV, DDP__BY_MPI, DDP__BY_TCP, DDP__BY_FILE, DDP__SCHEMES };
@@ -5548,7 +5548,7 @@ static void ddp__escape_text(char text[DDP__TEXT_MAX]) {
     memcpy(text, out, sizeof out);
 }
 
-/* 1 if a number is a ddp_result of this version. */
+/* Returns 1 if a number is a ddp_result of this version. */
 static int ddp__is_result(int number) {
     switch (number) {
 #define DDP_X(name, value, text) case value: return 1;
@@ -6586,7 +6586,7 @@ static ddp_result ddp__local_meet(ddp_group *group, ddp__venue *v, void **state)
    it to all ranks. */
 
 typedef struct ddp__tcp {
-    ddp_saved_error cause;       /* the first */
+    ddp_saved_error cause;       /* the first failure */
     ddp__venue venue;            /* peers: on rank 0 all ranks, itself included; on others rank 0 */
     pthread_mutex_t lock;        /* protects everything that the running call does not own */
     const ddp_call *call;        /* the running call, which uses the connections, or NULL */
@@ -7639,7 +7639,7 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
 
    The ranks of one machine also form a group of the local backend. If the whole group is on one machine, it
    becomes that local group. Otherwise the local group detects dead processes, records the cause of a failure,
-   and owns the group memory. Data has three methods:
+   and owns the group memory. Data is transferred by one of three methods:
 
      any order   all_reduce and reduce of the types that MPI has: MPI computes them
      by machine  all_reduce, if every machine holds 2^k consecutive ranks: their sum is a subtree. ddp_tuner
@@ -7688,8 +7688,8 @@ typedef struct ddp__mpi {
     ddp_call call;            /* the collective in flight */
     /* 1 = the failure has been sent to the other ranks, or came from one of them. */
     uint32_t told;
-    int left;                 /* the first rank that has left, */
-    uint64_t left_after;      /* and after which call */
+    int left;                 /* the first rank that has left */
+    uint64_t left_after;      /* the number of its last call */
     uint64_t word[9];         /* for MPI calls of this file; after a failure MPI may still write there */
     MPI_Request *requests;    /* of the call in flight, at most four per rank */
     int request_count;
@@ -7961,8 +7961,8 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
     return DDP_OK;
 }
 
-/* all_reduce by machine: the flat method among the first ranks of the machines. Partial sums of 16-bit floats
-   are f32. */
+/* all_reduce by machine: a reduce to the first rank of each machine, the flat method among these, and a
+   broadcast on each machine. Partial sums of 16-bit floats are f32. */
 static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     const ddp_device *cpu = ddp_device_cpu();
     ddp_call part = *call;
@@ -8748,7 +8748,7 @@ static ddp_result ddp__launch_once(ddp__launch *launch) {
     return result;
 }
 
-/* Joins a world that a launcher, or a ddp_launch around this one, has started. */
+/* Runs fn as a rank of the world that a launcher, or an enclosing ddp_launch, has started. */
 static ddp_result ddp__launch_join(const ddp__launch *launch) {
     const ddp_launch_desc *desc = &launch->desc;
     ddp_group *world;
@@ -8800,8 +8800,8 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
 
 /* A bucket is a list of parameters. Their gradients have the same dtype and are reduced together. Gradients
    of a bucket that are adjacent in memory on every rank form a range. A large range, or the only one of a
-   bucket, is reduced in place. Small ranges are copied into the flat buffer, reduced with one call, and
-   copied back.
+   bucket, is reduced in place. Small ranges, and ranges that must be cast, are copied into the flat buffer,
+   reduced with one call, and copied back.
 
        walk       p7 p6 p5 | p4 p2 | p3 p1 p0      parameters in the order of reduction, bucket by bucket
        memory     [p7 p6 p5]  [p2]  [p3] [p4] [p1 p0]
@@ -8851,7 +8851,7 @@ struct ddp_reducer {
     const ddp_device *device;
     ddp_reducer_desc desc;     /* with defaults resolved; hook and buffers as given */
     int active;                /* ranks that the average is over: world_size, or fewer during a join */
-    int shadow;                /* 1 = this step stands in for a rank without a batch */
+    int shadow;                /* 1 = this rank has no batch in this step, and contributes zeros */
     int no_sync;
     ddp__bucket *buckets;      /* this and the next three: one block, an entry per parameter */
     ddp__grad *grads;
@@ -10187,11 +10187,15 @@ static void ddp__sampler_fill_hashed(ddp_sampler *s, int64_t first) {
 }
 
 /* -- TORCH: windows of randperm --
-   Draw j of randperm swaps entry j with its target, j + z. The swaps are undone from the last position of the
-   window down. Draw j = the position of a sample moves it from j to its target; a later draw with that target
-   moves it to the draw's own position. Draws above the window do not matter, so that the first window of an
-   epoch needs few of them. Each block of draws is filtered first, so that loads of the filter and the table
-   overlap: a draw stays if it belongs to the window, or its target is in the filter or inside the block. */
+
+   Draw j of randperm swaps entry j with its target, an entry at j or above. A token shows where the sample of
+   a window position was before the draws that are undone already. Draws are undone in descending order, from
+   the last position of the window. Undoing draw j moves the token at its target to j. If j is a position of
+   the window, its own token starts at the target. Draws above the window do not matter, so that the first
+   window of an epoch needs few of them.
+
+   Each block of draws is filtered first, so that loads of the filter and the table overlap. A draw stays if j
+   belongs to the window, or if its target is in the filter or inside the block. */
 static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const uint64_t *target,
                                     uint64_t base, int top) {
     int stays[DDP__MT_WORDS], stay_count = 0;
@@ -10223,8 +10227,8 @@ static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const 
 }
 
 /* Draw j of the inside-out rule moves the entry at its target to j, and puts sample j at the target. The
-   draws are undone from the last one down: the entry at the target is sample j, and the entry at j came from
-   the target. */
+   draws are undone in descending order. The entry at the target is sample j, so that its token is complete.
+   The entry at j came from the target. */
 static void ddp__sampler_undo_inside_out(ddp__tokens *t, const uint64_t *target, uint64_t base, int top) {
     for (int i = top; i >= 0; i--) {
         uint64_t j = base + (uint64_t)i;
@@ -10765,7 +10769,7 @@ DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stat
 
 DDPDEF void ddp_loader_destroy(ddp_loader *l) {
     int is_last = 0;
-    if (!l || ddp__loader_is_forked(l)) return; /* in a forked process the loader is the other process's */
+    if (!l || ddp__loader_is_forked(l)) return; /* a forked process must not touch the loader */
     DDP__LOCKED(&l->lock) {
         double until = ddp_now() +
                        1e-3 * (l->gave_up && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms);
