@@ -1375,7 +1375,7 @@ extern "C" {
 #define ddp__fetch_add(pointer, value) __atomic_fetch_add(pointer, value, __ATOMIC_SEQ_CST)
 
 /* Execute the statement that follows with the lock held, or with it released for that time. The statement must
-   not return or jump out. A break or continue in it ends the statement only. */
+   not leave with return, break or goto. A continue ends it. */
 #define DDP__LOCKED(lock) DDP__BETWEEN(locked_, pthread_mutex_lock, lock, pthread_mutex_unlock)
 #define DDP__UNLOCKED(lock) DDP__BETWEEN(unlocked_, pthread_mutex_unlock, lock, pthread_mutex_lock)
 #define DDP__BETWEEN(name, before, lock, after) \
@@ -3103,30 +3103,43 @@ DDPDEF void ddp_group_add_lost(ddp_group *group, const uint64_t in[2], ddp_resul
             ddp__lost_mark(group, range[i][0] + r, cause, text);
 }
 
-//== the local backend: who waits for whom =============================================================== >>impl-wait
+//== the local backend: waiting ================================================================== >>impl-wait
+/* The local backend connects ranks of one machine through shared memory. This part has its state, the waits on
+   counters of peers, timeouts, and the reports about the missing ranks. */
 
-/* Control memory of one group, taken from the heap by its rank 0:
+/* Control memory of one group. Rank 0 of the group allocates it from the heap:
 
-     ddp__control | rank lines [W] | posts [W][2] | payloads [W][2] | slots [W][DDP__SLOTS] | channels [W][W] (p2p)
+     ddp__control | rank lines [W] | posts [W][2] | payloads [W][2] | slots [W][DDP__SLOTS]
+                  | channels [W][W] (p2p)
 
-   Posts and payloads alternate by the parity of seq: a rank that announces call n+2 has seen the announcements of
-   n+1 of all ranks, which they made after reading those of n. Rounds number the uses of the slots and never restart. */
+   Posts and payloads alternate by the parity of seq. A rank that announces call n+2 has seen the announcements
+   of n+1 of all ranks, which made them after they had read those of n. Rounds number the uses of the slots and
+   never restart. */
 
 typedef struct ddp__channel ddp__channel;
 typedef struct ddp__request ddp__request;
 
-/* Calls of one kind and about one size, and how long they lately took by each way, see ddp_tuner_pick. */
-enum { DDP__WAY_CACHED, DDP__WAY_PAST, DDP__WAY_READ, DDP__WAYS, DDP__WAY_TAKE, DDP__WAY_PUSH }; /* the last two: no private data */
+/* Methods of a large call. The first three are for private data, and a ddp_tuner chooses among them:
+     CACHED  through slots that stay in cache        TAKE  directly from the buffers of the peers
+     PAST    through slots with streaming stores     PUSH  directly into the buffers of the peers
+     READ    by process_vm_readv */
+enum { DDP__WAY_CACHED, DDP__WAY_PAST, DDP__WAY_READ, DDP__WAYS, DDP__WAY_TAKE, DDP__WAY_PUSH };
+/* The kinds of calls with tuners of their own: calls that reduce, calls that only move data, and calls in which
+   only the root sends. */
 enum { DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE, DDP__ROUTE_ONE_GIVER, DDP__ROUTES };
 
 typedef struct ddp__local {
     ddp__heap *heap;
     int rank, world_size, owns_rank; /* owns_rank: this handle is the rank's world */
-    int spins, yields;               /* before sleeping */
-    int awaits_word;                 /* inside ddp_group_wait_signal */
-    int woken;                       /* a sleep for messages ends, or the next one: 2 = of the communication thread, 1 = of another one */
-    int member[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank of the job */
-    int number[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank in the causes of failures: that of a group of which these ranks are one machine */
+    int spins, yields;               /* number of polls before a sleep */
+    int awaits_word;                 /* 1 = inside ddp_group_wait_signal */
+    /* Bits that end a sleep for messages, or the next one: 2 = of the communication thread, 1 = of other
+       threads. */
+    int woken;
+    int member[DDP_MAX_LOCAL_RANKS]; /* rank in this group -> rank of the job */
+    /* Rank in this group -> rank in the causes of failures. They differ if this group is one machine's part of a
+       larger group, whose ranks the causes name. */
+    int number[DDP_MAX_LOCAL_RANKS];
     uint64_t offset;                 /* of the control memory in the heap */
     size_t size;
     ddp__control *control;
@@ -3134,34 +3147,38 @@ typedef struct ddp__local {
     ddp__post *posts;
     unsigned char *payloads, *slots;
     ddp__channel *channels;
-    struct ddp__local *parent;       /* regions of ancestors count as group memory here too */
+    struct ddp__local *parent;       /* its group memory, and that of its parents, is group memory here too */
     ddp__region *regions;
     uint64_t round;
     ddp_tuner route[DDP__ROUTES][16];
-    uint64_t seen[2][DDP_MAX_LOCAL_RANKS]; /* of the peers' counts, when last read */
+    uint64_t seen[2][DDP_MAX_LOCAL_RANKS]; /* the peers' counts at the last read */
     pthread_mutex_t p2p_lock;
-    ddp__request *requests, *free_requests; /* unfinished sends and receives, in the order issued; spare ones */
+    ddp__request *requests, *free_requests; /* pending sends and receives in issue order; unused ones */
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
-    uint64_t probe_word;             /* of this rank and no other process */
-    int can_read[DDP_MAX_LOCAL_RANKS]; /* process_vm_readv: 1 = this peer's process has been read, -1 = refused, 0 = not known yet */
-    int refused;                     /* 1 = it was refused, 2 = it was, and log_fn has been called */
+    uint64_t probe_word;             /* different in every process */
+    /* process_vm_readv of this peer: 1 = it works, -1 = the system refuses it, 0 = not tried yet. */
+    int can_read[DDP_MAX_LOCAL_RANKS];
+    int refused;                     /* 1 = refused for a peer, 2 = log_fn has been called, too */
     int amd;                         /* as in ddp__job */
     int staging;                     /* DDP__STAGE_* flags of the last ddp__requests_step; under p2p_lock */
-    double looked_for_lost;          /* when; for sends and receives, under p2p_lock */
-    uint64_t status_at;              /* time of the last look for lost ranks in ddp__local_status, in ms */
+    double looked_for_lost;          /* time of the last check in ddp__local_p2p_poll; under p2p_lock */
+    uint64_t status_at;              /* time of the last check in ddp__local_status, in ms */
 } ddp__local;
 
-/* Payloads and slots begin in the middle of a page. Large private buffers begin at the start of a page or shortly
-   after it. At equal offsets in a page, loads wait for unrelated stores to the other page (4 KiB aliasing), which
-   cost 10% to 25% from 64 KiB to 1 MiB. */
+/* Payloads and slots begin in the middle of a page, because large private buffers begin near the start of a page.
+   At equal offsets in a page, loads wait for unrelated stores to the other page (4 KiB aliasing). From 64 KiB to
+   1 MiB that cost 10% to 25%. */
 #define DDP__OFF_PAGE 2048
 #define DDP__PAYLOAD_STRIDE (2 * DDP__PAYLOAD + 4096 + DDP__LINE)
 #define DDP__SLOT_STRIDE (DDP__SLOTS * (size_t)DDP__CHUNK + DDP__SKEW)
 
-/* Those of the other ranks in turn, each rank beginning with the next one. */
-#define DDP__FOR_PEERS(l, p) for (int i_ = 1, p; i_ < (l)->world_size && (p = ((l)->rank + i_) % (l)->world_size, 1); i_++)
+/* A loop over the other ranks, which starts at the next higher rank. */
+#define DDP__FOR_PEERS(l, p)                                                                        \
+    for (int i_ = 1, p; i_ < (l)->world_size && (p = ((l)->rank + i_) % (l)->world_size, 1); i_++)
 
-static ddp__post *ddp__post_of(const ddp__local *l, int rank, uint64_t seq) { return &l->posts[2 * rank + (int)(seq & 1)]; }
+static ddp__post *ddp__post_of(const ddp__local *l, int rank, uint64_t seq) {
+    return &l->posts[2 * rank + (int)(seq & 1)];
+}
 static unsigned char *ddp__payload_of(const ddp__local *l, int rank, uint64_t seq) {
     return l->payloads + (size_t)rank * DDP__PAYLOAD_STRIDE + (seq & 1) * (DDP__PAYLOAD + DDP__LINE);
 }
@@ -3184,7 +3201,8 @@ static void ddp__pause(void) {
 
 static void ddp__prefetch_write(const void *line) {
 #if defined(__x86_64__)
-    __asm__ __volatile__("prefetchw %0" : : "m"(*(const unsigned char *)line)); /* the builtin reads, unless the CPU is named to the compiler */
+    /* The builtin prefetches for reading unless the compiler is given a CPU. */
+    __asm__ __volatile__("prefetchw %0" : : "m"(*(const unsigned char *)line));
 #else
     __builtin_prefetch(line, 1);
 #endif
@@ -3195,7 +3213,9 @@ static void ddp__wake(ddp__sleeper *sleeper) {
     syscall(SYS_futex, &sleeper->word, 1 /* FUTEX_WAKE */, 64, NULL, NULL, 0);
 }
 
-static void ddp__wake_one(ddp__sleeper *sleeper) { if (ddp__load_relaxed(&sleeper->sleeping)) ddp__wake(sleeper); }
+static void ddp__wake_one(ddp__sleeper *sleeper) {
+    if (ddp__load_relaxed(&sleeper->sleeping)) ddp__wake(sleeper);
+}
 
 static void ddp__wake_waiters(ddp__local *l) {
     for (int r = 0; r < l->world_size; r++) {
@@ -3204,9 +3224,12 @@ static void ddp__wake_waiters(ddp__local *l) {
     }
 }
 
-/* After each announcement. Reading the sleeper count without a full fence may miss a rank that is just falling asleep; its sleep
-   lasts at most one slice (2 ms), and the fence would cost every call the drain of its store buffer. */
-static inline void ddp__announce(ddp__local *l) { if (__builtin_expect(ddp__load_relaxed(&l->control->sleepers) != 0, 0)) ddp__wake_waiters(l); }
+/* Wakes the ranks that sleep. Called after each announcement. It reads the number of sleepers without a full
+   fence, so it may miss a rank that goes to sleep at this moment. That sleep lasts at most one slice (2 ms). A
+   fence would wait for the store buffer in every call. */
+static inline void ddp__announce(ddp__local *l) {
+    if (__builtin_expect(ddp__load_relaxed(&l->control->sleepers) != 0, 0)) ddp__wake_waiters(l);
+}
 
 /* Records the first cause of the group's failure and wakes all ranks. */
 static void ddp__local_poison(ddp_group *group, void *state, ddp_result code, const char *text) {
@@ -3233,7 +3256,7 @@ static int ddp__job_pid(const ddp__job *job, int job_rank) {
 
 static int ddp__pid_of(const ddp__local *l, int rank) { return ddp__job_pid(l->heap->job, l->member[rank]); }
 
-/* Why rank will not answer: the result, with the reason in text, or DDP_OK. */
+/* Returns DDP_OK, or a result and its reason in text if the rank cannot take part in calls. */
 static ddp_result ddp__member_lost(ddp__local *l, int rank, char *text, size_t size) {
     ddp__job_rank *r = &l->heap->job->rank[l->member[rank]];
     if (ddp__rank_gone(l->heap, l->member[rank], l->number[rank], text, size)) return DDP_ERR_PEER_LOST;
@@ -3247,8 +3270,8 @@ static ddp_result ddp__member_lost(ddp__local *l, int rank, char *text, size_t s
     return DDP_ERR_TIMEOUT;
 }
 
-/* Publishes that this rank waits for rank `peer` in a call. Peers read it for the texts of timeouts and to find
-   the rank that holds up all others. A torn read only garbles a text. */
+/* Publishes that this rank waits for rank `peer` in a call. Peers read it for timeout texts and to find the rank
+   that blocks all others. A torn read only garbles a text. */
 static void ddp__publish_wait(const ddp_group *group, ddp__local *l, const uint64_t what[2], uint64_t seq,
                               int peer) {
     uint64_t word[DDP__WAIT_WORDS] = {what[0] + 1, what[1], seq};
@@ -3263,8 +3286,8 @@ static void ddp__publish_no_wait(ddp__local *l) {
     __atomic_store_n(&l->heap->job->rank[l->member[l->rank]].wait[0], UINT64_C(0), __ATOMIC_RELAXED);
 }
 
-/* The wait that a rank of the job published; 0 if it is none, or an old one: a waiting rank publishes every
-   few milliseconds. */
+/* Reads the wait that a rank of the job has published. Returns 0 if it has none, or an old one: a waiting rank
+   publishes again every few milliseconds. */
 static int ddp__wait_of(const ddp__local *l, int job_rank, int timeout_ms, uint64_t word[DDP__WAIT_WORDS]) {
     double fresh = timeout_ms < 2000 ? timeout_ms * 0.5e-3 : 1.0;
     for (int i = 0; i < DDP__WAIT_WORDS; i++)
@@ -3272,8 +3295,8 @@ static int ddp__wait_of(const ddp__local *l, int job_rank, int timeout_ms, uint6
     return word[0] && ddp_now() - (double)word[DDP__WAIT_TIME] * 1e-9 < fresh;
 }
 
-/* The rank of the job that holds up `job_rank`: a rank that waits passes the blame on to the one that it
-   waits for. -1: none, or the group has failed, and the ranks that waited for the one to blame have left. */
+/* Finds the rank of the job that blocks `job_rank`: follows the published waits from rank to rank. Returns -1 if
+   the waits form a cycle, or if the group has failed and the waiting ranks have left already. */
 static int ddp__blamed(const ddp__local *l, int job_rank, int timeout_ms) {
     uint64_t word[DDP__WAIT_WORDS];
     int blamed = job_rank;
@@ -3282,12 +3305,12 @@ static int ddp__blamed(const ddp__local *l, int job_rank, int timeout_ms) {
             return ddp__load(&l->control->poison) ? -1 : blamed;
         blamed = (int)((word[DDP__WAIT_PEER] - 1) % DDP_MAX_LOCAL_RANKS);
     }
-    return -1; /* they wait in a circle */
+    return -1; /* the waits form a cycle */
 }
 
-/* This rank's timeout passed while it waited for rank. Every other group that contains the rank to blame
-   fails as well, at once instead of after a timeout of its own: local groups by the job's record, groups of
-   this process on other backends by ddp_group_mark_lost. */
+/* Called when this rank's timeout has passed while it waited for `rank`. Marks the rank that blocks it as
+   unresponsive. Every other group with that rank then fails at once, not after a timeout of its own: local groups
+   through the job's record, groups of this process on other backends through ddp_group_mark_lost. */
 static void ddp__mark_unresponsive(ddp_group *group, ddp__local *l, int rank) {
     char text[64];
     int blamed = ddp__blamed(l, l->member[rank], group->desc.timeout_ms);
@@ -3306,8 +3329,8 @@ static void ddp__mark_unresponsive(ddp_group *group, ddp__local *l, int rank) {
         if (l->member[p] == blamed) ddp_group_mark_lost(group, p, DDP_ERR_TIMEOUT, text);
 }
 
-/* For the text of a timeout that lacks rank: its world rank and pid, or the call in which it waits and the
-   rank that holds it up. */
+/* Describes a missing rank in the text of a timeout: its world rank and pid, or the call in which it waits and the
+   rank that blocks it. */
 static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int rank, char *out, size_t size) {
     const ddp__job *job = l->heap->job;
     uint64_t word[DDP__WAIT_WORDS];
@@ -3329,7 +3352,7 @@ static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int r
         snprintf(out + at, size - (size_t)at, " for world rank %d (pid %d)", blamed, ddp__job_pid(job, blamed));
 }
 
-/* Appends a rank to "0,1,5"; what does not fit is left out. */
+/* Appends a rank to a list such as "0,1,5". Ranks that do not fit are left out. */
 static void ddp__list_rank(char *list, size_t room, int rank) {
     size_t used = strlen(list);
     if (used + 11 < room) snprintf(list + used, room - used, "%s%d", used ? "," : "", rank);
@@ -3337,13 +3360,14 @@ static void ddp__list_rank(char *list, size_t room, int rank) {
 
 #define DDP__MISSING_TEXT "timed out after %d ms: arrived: rank %s; missing: rank %s"
 
-/* A wait is for one word of each rank, stride bytes apart, to reach a target. Returns the word of a rank. */
+/* Returns a rank's word of a wait. Each rank has one word, stride bytes apart; the wait ends when they reach a
+   target. */
 static inline uint64_t ddp__word_of(const uint64_t *words, size_t stride, int rank) {
     return ddp__load((const uint64_t *)(const void *)((const unsigned char *)words + (size_t)rank * stride));
 }
 
-/* This rank's timeout passed: the cause, with the ranks that arrived and those that did not, by the words
-   that were waited for. */
+/* Called when this rank's timeout has passed. Writes the cause, with the ranks that arrived and the missing ones
+   according to their words. */
 static void ddp__timed_out(ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride,
                            uint64_t target, char *out, size_t size) {
     char here[90] = "", missing[190] = "", waiting[176] = "";
@@ -3372,7 +3396,8 @@ static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *words, size_
     __atomic_store_n(&me->sleeping, 0u, __ATOMIC_RELAXED);
 }
 
-/* Poisons the group when a rank that has not reached target is gone; not only the one waited for, which may be long in coming. */
+/* Poisons the group if any rank that has not reached target is lost. It checks all of them, because the rank that
+   this wait is for may only be slow. */
 static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stride, uint64_t target) {
     char text[DDP__TEXT_MAX];
     for (int r = 0; r < l->world_size; r++) {
@@ -3384,8 +3409,8 @@ static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stri
     }
 }
 
-/* For waits on words of ddp_group_signal: a rank that has made its next collective without reaching target never
-   reaches it. */
+/* For waits on words of ddp_group_signal: a rank that makes its next collective before it has reached target
+   never reaches it. Poisons the group in that case. */
 static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride, uint64_t target) {
     char call[72];
     for (int r = 0; r < l->world_size && l->awaits_word; r++) {
@@ -3410,7 +3435,7 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
         ddp__sleep_for(l, peer, words, stride, target, slice_us);
         if (slice_us < 2000) slice_us *= 2;
         double now = ddp_now();
-        if (now - checked > 0.004 + 0.0008 * l->world_size) { /* a look at a process costs about 10 us */
+        if (now - checked > 0.004 + 0.0008 * l->world_size) { /* a check of a process takes about 10 us */
             checked = now;
             ddp__publish_wait(group, l, ddp__post_of(l, l->rank, group->seq)->what, group->seq, peer);
             ddp__look_for_lost(l, words, stride, target);
@@ -3429,7 +3454,7 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
 }
 
 static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
-    int spins = group->polite ? l->spins / 16 : l->spins; /* a communication thread shares its core with compute */
+    int spins = group->polite ? l->spins / 16 : l->spins; /* the communication thread competes with compute */
     for (int i = 0; i < spins; i++) {
         if (ddp__word_of(words, stride, peer) >= target) return DDP_OK;
         ddp__pause();
@@ -3437,7 +3462,7 @@ static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, c
     return ddp__await_slow(group, l, peer, words, stride, target);
 }
 
-/* Waits until a peer has filled, or passed, a round. Rounds before the first one count as complete. */
+/* Waits until a peer has filled or passed a round. Rounds before the first one count as complete. */
 static inline ddp_result ddp__await_count(ddp_group *group, ddp__local *l, int what, int peer, uint64_t round) {
     if ((int64_t)(l->seen[what][peer] - round) >= 0) return DDP_OK;
     DDP_TRY(ddp__await(group, l, peer, &l->line[0].count[what].rounds, sizeof(ddp__rank_line), round));
@@ -3450,32 +3475,38 @@ static ddp_result ddp__await_passed(ddp_group *group, ddp__local *l, uint64_t ro
     return DDP_OK;
 }
 
-static void ddp__tick(ddp__local *l, int what, uint64_t round) { ddp__store(&l->line[l->rank].count[what].rounds, round); ddp__announce(l); }
+static void ddp__tick(ddp__local *l, int what, uint64_t round) {
+    ddp__store(&l->line[l->rank].count[what].rounds, round);
+    ddp__announce(l);
+}
 
-//== the local backend: collectives =================================================================== >>impl-local
+//== the local backend: collectives ============================================================= >>impl-local
 
-/* Data moves by one of three methods. All ranks choose the same one, from the announcements of all ranks:
+/* A collective uses one of three methods. All ranks choose the same one from the announcements of all ranks:
 
-   small    The data is in the sender's payload when its announcement arrives. Every rank reads all payloads. One wait.
+   small    The sender's payload contains the data when its announcement arrives. Every rank reads all payloads.
+            One wait.
    direct   The buffers of all ranks are group memory, or ranks are threads. Rank r reduces part r of all buffers
             and stores the sum in all of them. Two waits.
-   staged   Private memory moves through slots, chunk by chunk. A rank fills its slot, reduces part r of all slots,
-            stores the sum in the slots that it read, and drains its own slot. (The last writer of a line determines
-            the cost of the next write.) Chunk k+1 is filled before the wait for chunk k. Large moves and
-            reduce-scatters may bypass the caches, see ddp__route_propose.
+   staged   Private memory moves through slots, chunk by chunk. A rank fills its slot, reduces part r of all
+            slots, stores the sum in the slots that it has read, and drains its own slot. (The last writer of a
+            line determines the cost of the next write.) Chunk k+1 is filled before the wait for chunk k. Large
+            moves and reduce-scatters may bypass the caches, see ddp__route_propose.
 
-   Draw of a staged all-reduce with W=2, one round:
+   A staged all-reduce with W=2, one round:
        rank 0   send [a0|a1] --a1--> slot0 [  |a1]            recv [a0+b0| <- slot0 ]
        rank 1   send [b0|b1] --b0--> slot1 [b0|  ]            recv [ slot1 ->|a1+b1]
-                rank 0 adds a0 + slot1.b0 into recv and slot1; rank 1 adds slot0.a1 + b1 into recv and slot0 */
+                rank 0 stores a0 + slot1.b0 in recv and slot1
+                rank 1 stores slot0.a1 + b1 in recv and slot0 */
 
 #if !defined(DDP__LARGE_BYTES)
-#define DDP__LARGE_BYTES ((size_t)4 << 20) /* of one rank's share: no cache holds it until it is read again. Tests make it small */
+/* From this size of a rank's share on, the data leaves the caches before its next use. Tests make it small. */
+#define DDP__LARGE_BYTES ((size_t)4 << 20)
 #endif
-#define DDP__ROUTE_BYTES (DDP__LARGE_BYTES / 4) /* from here on the ways of private data are worth comparing */
+#define DDP__ROUTE_BYTES (DDP__LARGE_BYTES / 4) /* from this size on, a tuner chooses the method for private data */
 
-/* The group memory of this group or an ancestor that contains a heap offset or, with here, an address of this
-   process. NULL = none. */
+/* Returns the group memory, of this group or a parent, that contains an offset of the heap or, with here, an
+   address in this process. NULL = none. */
 static const ddp__region *ddp__region_of(const ddp__local *l, uint64_t place, int here) {
     const ddp__region *found = NULL;
     DDP__LOCKED(&l->heap->lock)
@@ -3484,15 +3515,15 @@ static const ddp__region *ddp__region_of(const ddp__local *l, uint64_t place, in
     return found;
 }
 
-/* A buffer of a peer, which is not private: a pointer into this process. */
+/* Returns the pointer, in this process, to a buffer of a peer that is not private. */
 static unsigned char *ddp__resolve(const ddp__local *l, uint64_t address) {
     if (!address || l->heap->threads) return (unsigned char *)(uintptr_t)address;
     const ddp__region *region = ddp__region_of(l, address - 1, 0);
     return region ? region->base + (address - 1 - region->offset) : NULL;
 }
 
-/* The address of [pointer, pointer + size) for peers: the pointer if ranks are threads, the heap offset + 1 of group
-   memory, otherwise the pointer marked as private. 0 = no buffer. */
+/* Returns the address of [pointer, pointer + size) for peers: the pointer if ranks are threads; the heap offset
+   + 1 of group memory; otherwise the pointer, marked as private. 0 = no buffer. */
 #define DDP__PRIVATE (UINT64_C(1) << 63)
 static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t size) {
     if (!pointer || l->heap->threads) return (uint64_t)(uintptr_t)pointer;
@@ -3501,7 +3532,7 @@ static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t si
     return region && size <= region->total - inside ? region->offset + inside + 1 : DDP__PRIVATE | (uint64_t)(uintptr_t)pointer;
 }
 
-/* Copies out of another process's memory; 0 where the system refuses it or that memory is not there. */
+/* Copies from the memory of another process. Returns 0 if the system refuses that, or the address is invalid. */
 static int ddp__vm_read(int pid, void *dst, uint64_t address, size_t size_bytes) {
     for (size_t done = 0; done < size_bytes;) {
         struct iovec here = {(unsigned char *)dst + done, size_bytes - done};
@@ -3513,8 +3544,8 @@ static int ddp__vm_read(int pid, void *dst, uint64_t address, size_t size_bytes)
     return 1;
 }
 
-
-/* 1 when this rank can read the process of rank r, 0 when that has not come yet, -1 when the system refuses or shows another process. */
+/* Returns 1 if this rank can read the process of rank r, 0 if rank r has not published its probe yet, -1 if the
+   system refuses or the pid belongs to another process here. */
 static int ddp__can_read(ddp__local *l, int r) {
     uint64_t word = 0, probe = ddp__load(&l->line[r].probe);
     int can = ddp__load(&l->can_read[r]);
@@ -3530,8 +3561,8 @@ static int ddp__can_read_peers(ddp__local *l) {
     return 1;
 }
 
-/* Returns 1 if peers that can read this process can read the buffer. The system refuses pages of devices, and pinned
-   or secret memory. */
+/* Returns 1 if peers that can read this process can read the buffer. The system refuses pages of devices, and
+   pinned or secret memory. */
 static int ddp__can_be_read(const void *buffer, size_t size) {
     uint64_t first = (uint64_t)(uintptr_t)buffer;
     char byte;
@@ -3539,8 +3570,9 @@ static int ddp__can_be_read(const void *buffer, size_t size) {
     return !buffer || !size || (ddp__vm_read(pid, &byte, first, 1) && ddp__vm_read(pid, &byte, first + size - 1, 1));
 }
 
-/* Ranks that are threads access each other's buffers. No rank begins to after the group has failed. A failed call
-   returns when its peers have ended their accesses, because the caller then owns the buffers again. */
+/* Ranks that are threads access each other's buffers. After the group has failed, no rank begins such an access.
+   A failed call returns when the accesses of its peers have ended, because the caller then owns the buffers
+   again. */
 static int ddp__reach_begin(ddp__local *l) {
     if (!l->heap->threads) return 1;
     ddp__fetch_add(&l->line[l->rank].reaching, 1u);
@@ -3549,7 +3581,9 @@ static int ddp__reach_begin(ddp__local *l) {
     return 0;
 }
 
-static void ddp__reach_end(ddp__local *l) { if (l->heap->threads) ddp__fetch_add(&l->line[l->rank].reaching, (uint32_t)-1); }
+static void ddp__reach_end(ddp__local *l) {
+    if (l->heap->threads) ddp__fetch_add(&l->line[l->rank].reaching, (uint32_t)-1);
+}
 
 static void ddp__reach_await(const ddp__local *l) {
     for (int r = 0; r < l->world_size && l->heap->threads; r++)
@@ -3581,7 +3615,7 @@ static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size
     char text[DDP__TEXT_MAX];
     if (!(address & DDP__PRIVATE)) { memcpy(dst, ddp__resolve(l, address), size); return 1; }
     if (ddp__vm_read(ddp__pid_of(l, peer), dst, address ^ DDP__PRIVATE, size)) return 1;
-    int error = errno; /* how it ended may take a moment to be known */
+    int error = errno; /* the launcher may need a moment to record how the peer ended */
     for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500))
         if (ddp__member_lost(l, peer, text, sizeof text) == DDP_ERR_PEER_LOST) ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
     if (error == ESRCH) DDP__POISON(l, DDP_ERR_PEER_LOST, "rank %d: pid %d is gone", l->number[peer], ddp__pid_of(l, peer));
@@ -3589,22 +3623,28 @@ static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size
     return 0;
 }
 
-/* The method of ddp__reduce_tree for a share of group memory. Data that a peer has just written is read in several
-   runs at any size, except on AMD: 1 MiB takes 16% less. */
-static int ddp__how(const ddp__local *l, size_t size) { return size >= DDP__LARGE_BYTES / 4 ? DDP__PAST : l->amd ? DDP__CACHED : DDP__LARGE; }
+/* Returns the `how` of ddp__reduce_tree for a share of group memory. Data that a peer has just written is read in
+   several runs at any size, except on AMD: 1 MiB takes 16% less. */
+static int ddp__how(const ddp__local *l, size_t size) {
+    return size >= DDP__LARGE_BYTES / 4 ? DDP__PAST
+           : l->amd                     ? DDP__CACHED
+                                        : DDP__LARGE;
+}
 
-/* The data of a rank in a small call: in its payload, or in its announcement if it fits there. */
+/* The data of a rank in a small call: in its announcement if it fits there, otherwise in its payload. */
 static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_call *call, size_t size) {
     return size <= sizeof l->posts->data ? ddp__post_of(l, rank, call->seq)->data : ddp__payload_of(l, rank, call->seq);
 }
 
-/* Data with one reader. On AMD, a byte written into every line that it has read makes the line its own, and the sender's next write into it costs 1 to 2.5 ns
-   instead of 7 to 28: 1 KiB takes half the time, a staged all-gather between far cores a third. On Intel both cost the same, and the byte 10%. */
+/* For data with one reader, on AMD: the reader writes a byte into every line that it has read, and so owns the
+   line. The sender's next write into it then takes 1 to 2.5 ns instead of 7 to 28 ns. 1 KiB takes half the time, a
+   staged all-gather between distant cores a third. On Intel the next write takes the same time, and the byte costs
+   10%. */
 static void ddp__hand_back(unsigned char *data, size_t size) {
     for (size_t i = 0; i < size && size > sizeof ((ddp__post *)0)->data; i += 64) *(volatile unsigned char *)(data + i) = 0;
 }
 
-/* A share of size bytes per rank, in whole cache lines; the last ranks may have less or nothing. */
+/* Divides size bytes into shares of whole cache lines, one per rank. The last ranks may have less or nothing. */
 static size_t ddp__share(size_t size, int world_size) {
     return ((size + (size_t)world_size - 1) / (size_t)world_size + DDP__ALIGN - 1) / DDP__ALIGN * DDP__ALIGN;
 }
@@ -3615,23 +3655,26 @@ static ddp_bytes ddp__part_of(size_t size, size_t share, int rank) {
     return part;
 }
 
-/* --- what a call moves --- */
+/* --- the pieces of a call --- */
 
-/* One call as this rank sees it. Bytes. */
+/* One call from the view of this rank. Sizes are in bytes. */
 typedef struct ddp__move {
     const ddp_call *call;
-    int shape;
-    int common;           /* all peers take the same bytes */
-    int shared;           /* all_reduce and reduce of more than a small message: rank r adds share r of each chunk, for all who receive */
+    int shape;            /* DDP__ADDS and so on, from ddp__forms */
+    int common;           /* 1 = all peers receive the same bytes */
+    /* 1 = an all_reduce or reduce of more than a small message: rank r reduces share r of each chunk for all ranks
+       that receive the result. */
+    int shared;
     const unsigned char *send;
     unsigned char *recv;
     size_t element, block;
-    size_t largest;       /* piece, over all ranks and peers */
-    size_t rounds, room;  /* and room for a piece in each */
-    size_t chunk, first_share; /* shared: what a slot holds; of a rank in the first chunk, which may be shorter */
+    size_t largest;       /* the largest piece, over all ranks and peers */
+    size_t rounds, room;  /* number of rounds; bytes for a piece in each */
+    size_t chunk,         /* shared: bytes in a slot */
+           first_share;   /* shared: a rank's share of the first chunk, which may be shorter */
     int way;              /* DDP__WAY_* */
-    size_t filled;        /* rounds that are in the own slots already */
-    ddp_tuner *route;     /* it learns how long the proposed way takes; or NULL */
+    size_t filled;        /* number of rounds that are in this rank's slots already */
+    ddp_tuner *route;     /* learns the time of the proposed method; or NULL */
 } ddp__move;
 
 DDP__FORCED_INLINE ddp__move ddp__move_of(const ddp_call *call) {
@@ -3642,17 +3685,23 @@ DDP__FORCED_INLINE ddp__move ddp__move_of(const ddp_call *call) {
     return m;
 }
 
-static int ddp__receives(const ddp_call *call, int rank) { return call->kind == DDP_CALL_ALL_REDUCE || rank == call->root; }
+static int ddp__receives(const ddp_call *call, int rank) {
+    return call->kind == DDP_CALL_ALL_REDUCE || rank == call->root;
+}
 
-/* Cuts a call into rounds through slots. Chunks of shared calls: on AMD, medium sizes overlap, and chunks of 256 to
-   768 KiB are equally fast. On other CPUs the data of two rounds should fit the second-level cache, and chunks that
-   fit the first-level cache are slow to read from another core: chunks of 96 and 256 KiB take 10% more than 128, and
+/* Cuts a call into rounds through slots.
+   Chunks of shared calls on AMD: medium sizes overlap, and chunks of 256 to 768 KiB are equally fast.
+   On other CPUs: the data of two rounds should fit the second-level cache, but chunks that fit the first-level
+   cache are slow to read from another core. Chunks of 96 and 256 KiB take 10% more than chunks of 128 KiB, and
    256 KiB of data in chunks of 64 KiB take 30% more. */
 static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
     if (m->shared) {
-        size_t line = (size_t)l->world_size * DDP__ALIGN, most = DDP__CHUNK / line * line; /* shares in whole cache lines fill no more than a slot */
+        size_t line = (size_t)l->world_size * DDP__ALIGN,
+               most = DDP__CHUNK / line * line; /* so that shares of whole cache lines fit a slot */
         size_t some = m->block <= 4 * 65536 ? 65536 : ddp_round_up(m->block / 4, line);
-        m->chunk = !l->amd ? DDP__CHUNK / 4 : some < most ? some : most;
+        m->chunk = !l->amd      ? DDP__CHUNK / 4
+                   : some < most ? some
+                                 : most;
         m->rounds = (m->block + m->chunk - 1) / m->chunk;
         m->room = ddp__share(m->chunk, l->world_size);
         m->first_share = ddp__share(m->block - (m->rounds - 1) * m->chunk, l->world_size);
@@ -3662,36 +3711,44 @@ static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
     }
 }
 
-/* The bytes that a rank gives to a peer, as a range of send, or takes from it, as a range of recv. The peer may be
-   the rank itself. */
+/* Returns the bytes that a rank sends to a peer, as a range of send, or receives from it, as a range of recv. The
+   peer may be the rank itself. */
 DDP__FORCED_INLINE ddp_bytes ddp__passes(int rank, const ddp__move *m, int peer, int gives) {
     const ddp_call *call = m->call;
-    int from = gives ? rank : peer, to = gives ? peer : rank, each = gives ? !m->common : m->shape & DDP__JOINS;
+    int from = gives ? rank : peer,
+        to = gives ? peer : rank,
+        each = gives ? !m->common : m->shape & DDP__JOINS;
     ddp_bytes part = {each ? (size_t)peer * m->block : 0, m->block};
-    if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && to != call->root)) part.size = 0;
+    if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && to != call->root))
+        part.size = 0;
     if (!call->recv_counts) return part;
     part.begin = each ? (gives ? call->send_offsets : call->recv_offsets)[peer] * m->element : 0;
-    part.size = (!gives ? call->recv_counts[peer] : each ? call->send_counts[peer] : call->recv_counts[rank]) * m->element;
+    part.size = (!gives ? call->recv_counts[peer]
+                 : each ? call->send_counts[peer]
+                        : call->recv_counts[rank])
+                * m->element;
     return part;
 }
 #define ddp__gives(rank, m, to) ddp__passes(rank, m, to, 1)
 #define ddp__takes(rank, m, from) ddp__passes(rank, m, from, 0)
 
-/* The piece of a part, or of a rank's share, that moves in round k. Shared chunks move in reverse order, because the
-   end of a buffer, which its owner wrote last, is in its cache: 64 MiB take 10% less. */
+/* Returns the piece of a part, or of a rank's share, that moves in round k. Shared chunks move in reverse order,
+   because the owner wrote the end of a buffer last and has it in its cache: 64 MiB take 10% less. */
 DDP__FORCED_INLINE ddp_bytes ddp__piece(const ddp__move *m, ddp_bytes part, size_t k, int rank) {
     size_t at = k * m->room;
     if (m->shared) {
         at = (m->rounds - 1 - k) * m->chunk;
         part = k ? ddp__part_of(m->chunk, m->room, rank) : ddp__part_of(m->block - at, m->first_share, rank);
     } else {
-        part.size = part.size <= at ? 0 : part.size - at < m->room ? part.size - at : m->room;
+        part.size = part.size <= at                ? 0
+                    : part.size - at < m->room ? part.size - at
+                                               : m->room;
     }
     part.begin += at;
     return part;
 }
 
-/* Copies the piece that a rank gives to itself. Sums read it as one of their sources instead. */
+/* Copies the piece that a rank sends to itself. Reductions read it as one of their sources instead. */
 DDP__FORCED_INLINE void ddp__move_own(int rank, const ddp__move *m) {
     if (m->shape & DDP__ADDS) return;
     ddp_bytes give = ddp__gives(rank, m, rank), take = ddp__takes(rank, m, rank);
@@ -3712,8 +3769,9 @@ DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, 
     if (past) ddp__stream_end();
 }
 
-/* What ddp__reduce_tree adds in round k: in[r] of all ranks. outs: where it stores the sum, which is this rank's own
-   piece and, in a shared call, out[r] of the ranks that receive it. Returns their number; *count: elements. */
+/* Completes the arguments of ddp__reduce_tree for round k. in: the sources of all ranks; this function sets the
+   own one. outs: the destinations, which are this rank's piece and, in a shared call, out[r] of the receiving
+   ranks. Returns the number of destinations. *count: number of elements. */
 DDP__FORCED_INLINE int ddp__move_outs(const ddp__local *l, const ddp__move *m, void **in, void *const *out, size_t k, void **outs,
                                       size_t *count) {
     const ddp_call *call = m->call;
@@ -3724,11 +3782,13 @@ DDP__FORCED_INLINE int ddp__move_outs(const ddp__local *l, const ddp__move *m, v
     if (!m->shared || ddp__receives(call, l->rank)) outs[out_count++] = m->recv + take.begin;
     for (int r = 0; r < l->world_size && m->shared; r++)
         if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = out[r];
-    in[l->rank] = (void *)(uintptr_t)(m->send + ddp__piece(m, ddp__gives(l->rank, m, l->rank), k, l->rank).begin); /* only read */
+    /* ddp__reduce_tree only reads it */
+    in[l->rank] = (void *)(uintptr_t)(m->send
+                                      + ddp__piece(m, ddp__gives(l->rank, m, l->rank), k, l->rank).begin);
     return out_count;
 }
 
-/* Adds or copies the pieces in[p], which are in payloads or slots. */
+/* Reduces or copies the pieces in[p], which are in payloads or slots. */
 DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, void **in, size_t k, int how) {
     int adds = m->shape & DDP__ADDS, hand_back = l->amd && how != DDP__PAST && !m->shared && (!m->common || l->world_size == 2);
     if (adds) {
@@ -3751,8 +3811,8 @@ DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, c
     void *in[DDP_MAX_LOCAL_RANKS];
     ddp__move_fill(l, m, ddp__small_of(l, l->rank, m->call, size), 0, 0);
     DDP_TRY(ddp__enter(group, l, m->call, 0, 0));
-    /* The next call writes the payload of the previous one, which no rank reads any more. Its lines are fetched for
-       writing now, while this rank waits for its peers' data: 1 KiB takes a third less. */
+    /* The next call writes into the payload of the previous call, which no rank reads any more. Its lines are
+       prefetched for writing now, while this rank waits for the data of its peers: 1 KiB takes a third less. */
     unsigned char *next = ddp__payload_of(l, l->rank, m->call->seq + 1);
     for (size_t i = 0; i < size && size > sizeof l->posts->data; i += 64) ddp__prefetch_write(next + i);
     ddp__move_own(l->rank, m);
@@ -3761,9 +3821,14 @@ DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, c
     return DDP_OK;
 }
 
-/* The counts of a _v call: each rank's lie in its payload, with where its pieces begin. */
-typedef struct ddp__counts { uint64_t give[DDP_MAX_LOCAL_RANKS], take[DDP_MAX_LOCAL_RANKS], begin[DDP_MAX_LOCAL_RANKS]; } ddp__counts;
-static ddp__counts *ddp__counts_of(const ddp__local *l, int rank, const ddp_call *call) { return (ddp__counts *)(void *)ddp__payload_of(l, rank, call->seq); }
+/* The counts of a _v call, per peer: elements to send and to receive, and the offset of the piece in send. Each
+   rank stores them in its payload. */
+typedef struct ddp__counts {
+    uint64_t give[DDP_MAX_LOCAL_RANKS], take[DDP_MAX_LOCAL_RANKS], begin[DDP_MAX_LOCAL_RANKS];
+} ddp__counts;
+static ddp__counts *ddp__counts_of(const ddp__local *l, int rank, const ddp_call *call) {
+    return (ddp__counts *)(void *)ddp__payload_of(l, rank, call->seq);
+}
 
 static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
     const ddp_call *call = m->call;
@@ -3777,8 +3842,8 @@ static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
     }
 }
 
-/* Compares the counts that all ranks have announced and computes the number of rounds. A failure names the ranks that
-   disagree. */
+/* Compares the counts that all ranks have announced, and computes the number of rounds. A failure names the ranks
+   that disagree. */
 static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
     for (int from = 0; from < l->world_size; from++)
         for (int to = 0; to < l->world_size; to++) {
@@ -3795,10 +3860,11 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
 }
 
 /* Reads the buffers of the senders, and writes shared results into the buffers of the receivers.
-     READ   Private memory is read in one copy. Sources of a sum are read piece by piece into this rank's slot, which
-            stays in cache.
-     PUSH   A large all-gather. Each rank writes its block into the buffers of all ranks, bypassing the caches. So no
-            rank reads lines that are new in another core's cache, which is slow. */
+     TAKE   All buffers are group memory, or ranks are threads.
+     READ   Private memory is read in one copy. Sources of a reduction are read piece by piece into this rank's
+            slot, which stays in cache.
+     PUSH   A large all-gather. Each rank writes its block into the buffers of all ranks with streaming stores. So
+            no rank reads lines that are new in another core's cache, which is slow. */
 static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m) {
     int adds = m->shape & DDP__ADDS, read = m->way == DDP__WAY_READ;
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
@@ -3812,11 +3878,18 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
         DDP__FOR_PEERS(l, p) {
             const ddp__post *post = ddp__post_of(l, p, m->call->seq);
             ddp_bytes take = ddp__piece(m, ddp__takes(l->rank, m, p), k, l->rank);
-            size_t begin = m->call->recv_counts ? (size_t)ddp__counts_of(l, p, m->call)->begin[l->rank] * m->element : m->common ? 0 : (size_t)l->rank * m->block;
+            size_t begin = m->call->recv_counts
+                               ? (size_t)ddp__counts_of(l, p, m->call)->begin[l->rank] * m->element
+                               : m->common ? 0
+                                           : (size_t)l->rank * m->block;
             uint64_t address = post->send + (m->shared ? take.begin : begin + k * m->room);
             if (take.size == 0) continue;
-            in[p] = !adds ? m->recv + take.begin : read ? scratch + (size_t)p * m->room : ddp__resolve(l, address);
-            out[p] = m->shared && post->recv && post->recv != post->send ? ddp__resolve(l, post->recv) + take.begin : (unsigned char *)in[p];
+            in[p] = !adds  ? m->recv + take.begin
+                    : read ? scratch + (size_t)p * m->room
+                           : ddp__resolve(l, address);
+            out[p] = m->shared && post->recv && post->recv != post->send
+                         ? ddp__resolve(l, post->recv) + take.begin
+                         : (unsigned char *)in[p];
             if ((read || !adds) && !ddp__fetch(l, p, in[p], address, take.size)) return DDP_ERR_POISONED;
         }
         if (!adds) continue;
@@ -3831,13 +3904,15 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
     }
     ddp__reach_end(l);
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED; /* a peer that gave up may have changed its buffer meanwhile */
+    /* a peer whose call has failed may have changed its buffer meanwhile */
+    if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
     ddp__tick(l, DDP__PASSED, ++l->round);
-    return ddp__await_passed(group, l, l->round); /* a rank returns when all ranks have finished with its buffers */
+    return ddp__await_passed(group, l, l->round); /* until all ranks have finished with this rank's buffers */
 }
 
-/* Two ranks fill round k, add round k - 1 and drain round k - 2 in one loop: reading memory and reading what the other core wrote overlap. With stores of
-   whole lines 1 MiB takes 3% less and 4 MiB 10%; without, it pays from 16 MiB on. On AMD it has not been measured. */
+/* Returns 1 if one loop fills round k, reduces round k - 1 and drains round k - 2 (two ranks only). Reads from
+   memory and reads of lines that the other core wrote then overlap. With stores of whole lines 1 MiB takes 3% less
+   and 4 MiB take 10% less; without them it is faster from 16 MiB on. On AMD it has not been measured. */
 static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
     const ddp_call *call = m->call;
     size_t least = ddp__wide() ? DDP__LARGE_BYTES / 8 : 2 * DDP__LARGE_BYTES;
@@ -3847,12 +3922,18 @@ static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
 
 static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t first, size_t k) {
     int me = l->rank, peer = !me;
-    ddp_bytes in = ddp__piece(m, ddp__gives(l->rank, m, peer), k, peer), sum = ddp__piece(m, ddp__takes(l->rank, m, me), k - 1, me);
-    ddp_bytes out = ddp__piece(m, ddp__gives(l->rank, m, peer), k - 2, peer); /* all of one size: none is of the first chunk */
-    void *theirs = ddp__slot_of(l, peer, first + k - 1) + ddp__move_at(m, me), *mine = (void *)(uintptr_t)(m->send + sum.begin);
-    const void *add[2] = {me ? theirs : mine, me ? mine : theirs};
-    void *sums[2] = {m->recv + sum.begin, theirs}, *to[2] = {ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer), m->recv + out.begin};
-    void *from[2] = {(void *)(uintptr_t)(m->send + in.begin), ddp__slot_of(l, me, first + k - 2) + ddp__move_at(m, peer)};
+    /* all pieces have the same size, because none is in the first chunk */
+    ddp_bytes in = ddp__piece(m, ddp__gives(l->rank, m, peer), k, peer),
+              sum = ddp__piece(m, ddp__takes(l->rank, m, me), k - 1, me);
+    ddp_bytes out = ddp__piece(m, ddp__gives(l->rank, m, peer), k - 2, peer);
+    void *theirs = ddp__slot_of(l, peer, first + k - 1) + ddp__move_at(m, me),
+         *mine = (void *)(uintptr_t)(m->send + sum.begin);
+    const void *add[2] = {me ? theirs : mine,
+                          me ? mine : theirs};
+    void *sums[2] = {m->recv + sum.begin, theirs},
+         *to[2] = {ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer), m->recv + out.begin};
+    void *from[2] = {(void *)(uintptr_t)(m->send + in.begin),
+                     ddp__slot_of(l, me, first + k - 2) + ddp__move_at(m, peer)};
     uint64_t divisor = m->call->op == DDP_OP_AVG && m->call->divisor ? m->call->divisor : 1;
     const ddp__reduction r = {sums, add, 2, 2, DDP_F32, sizeof(float), divisor, ddp__merge_sum_f32, 0, 0, to, from};
     size_t count = sum.size / sizeof(float), runs = ddp__runs(), each = count / runs / DDP__LANES * DDP__LANES;
@@ -3865,13 +3946,14 @@ static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__m
     return DDP_OK;
 }
 
-/* Round by round through slots. */
+/* The staged method: moves data round by round through slots. Step k fills round k, reduces or copies round k - 1
+   and drains round k - 2. */
 static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m) {
     uint64_t first = l->round + 1;
     int past = m->way == DDP__WAY_PAST;
     void *in[DDP_MAX_LOCAL_RANKS];
     l->round += m->rounds;
-    for (size_t k = m->filled; k <= m->rounds + (size_t)m->shared; k++) { /* fills round k, takes k - 1, drains k - 2 */
+    for (size_t k = m->filled; k <= m->rounds + (size_t)m->shared; k++) {
         if (ddp__rounds_fuse(l, m, k)) { DDP_TRY(ddp__round_fused(group, l, m, first, k)); continue; }
         if (k < m->rounds) {
             DDP_TRY(ddp__await_passed(group, l, first + k - DDP__SLOTS)); /* no rank uses the slot any more */
@@ -3890,19 +3972,24 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
         }
         if (k < 2 || !m->shared) continue;
         DDP_TRY(ddp__await_passed(group, l, first + k - 2));
-        for (int p = 0; p < l->world_size && ddp__receives(m->call, l->rank); p++) { /* the sums of the peers, from this rank's slot */
+        /* the peers have stored their sums in this rank's slot */
+        for (int p = 0; p < l->world_size && ddp__receives(m->call, l->rank); p++) {
             ddp_bytes part = ddp__piece(m, ddp__gives(l->rank, m, p), k - 2, p);
-            if (p != l->rank) ddp__copy_across(m->recv + part.begin, ddp__slot_of(l, l->rank, first + k - 2) + ddp__move_at(m, p), part.size);
+            if (p != l->rank)
+                ddp__copy_across(m->recv + part.begin,
+                                 ddp__slot_of(l, l->rank, first + k - 2) + ddp__move_at(m, p), part.size);
         }
     }
     return DDP_OK;
 }
 
-/* Large private data moves in one of three ways: through slots that stay in cache; through slots that bypass the caches,
-   where lines that are new in another core's cache are slower to read than memory (far cores of AMD); or in one copy by
-   process_vm_readv, where that is allowed (the fastest on Intel). The best way changes, because virtual cores migrate. So
-   rank 0 proposes the way that was fastest recently, or from time to time another one. Every rank announces whether its
-   buffer can be read. */
+/* Large private data has three methods:
+     CACHED  through slots that stay in cache
+     PAST    through slots that bypass the caches; fast if reading lines that are new in another core's cache takes
+             longer than reading memory (distant cores of AMD)
+     READ    in one copy by process_vm_readv, if the system allows it (the fastest on Intel)
+   The best method changes over time, because virtual cores migrate. So rank 0 proposes the method that was fastest
+   recently, or from time to time another one. Every rank announces whether its buffer can be read. */
 typedef struct ddp__proposal { uint8_t way, readable; } ddp__proposal;
 
 static ddp__proposal *ddp__proposal_of(const ddp__local *l, int rank, const ddp_call *call) {
@@ -3924,10 +4011,13 @@ DDPDEF void ddp_tuner_learn(ddp_tuner *route, int way, double seconds) {
     *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
 }
 
-/* Proposes a way in this rank's announcement. Returns NULL for sizes at which all ways are equally fast. given: bytes of
-   send that peers read. */
+/* Proposes a method in this rank's announcement. Returns NULL for sizes at which all methods are equally fast.
+   given: bytes of send that peers read. */
 static ddp_tuner *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t given) {
-    int kind = m->shape & DDP__ADDS ? DDP__ROUTE_SCATTER : m->shape & DDP__FROM_ROOT ? DDP__ROUTE_ONE_GIVER : DDP__ROUTE_MOVE, power = 0;
+    int kind = m->shape & DDP__ADDS        ? DDP__ROUTE_SCATTER
+               : m->shape & DDP__FROM_ROOT ? DDP__ROUTE_ONE_GIVER
+                                           : DDP__ROUTE_MOVE,
+        power = 0;
     size_t size = m->largest * (kind == DDP__ROUTE_SCATTER ? (size_t)l->world_size : 1);
     if (size < DDP__ROUTE_BYTES) return NULL;
     while (power < 15 && size >> (power + 21)) power++;
@@ -3937,7 +4027,7 @@ static ddp_tuner *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t g
     return &l->route[kind][power];
 }
 
-/* Announces a call of more than a small message, or a _v call. All ranks choose the same way for it. */
+/* Announces a call of more than a small message, or a _v call. All ranks choose the same method for it. */
 static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m) {
     const ddp_call *call = m->call;
     int push = call->kind == DDP_CALL_ALL_GATHER && m->block >= DDP__LARGE_BYTES;
@@ -3953,7 +4043,8 @@ static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m)
     if (push) recv = ddp__address(l, m->recv, m->block * (size_t)l->world_size);
     if (call->recv_counts) ddp__counts_tell(l, m);
     ddp_tuner *proposed = call->send_counts || m->shared ? NULL : ddp__route_propose(l, m, span);
-    m->filled = !proposed && !call->recv_counts && (send | recv) & DDP__PRIVATE; /* staged for certain: the first round travels with the announcement */
+    /* the call is staged in any case, so the first round is in the slot before the announcement */
+    m->filled = !proposed && !call->recv_counts && (send | recv) & DDP__PRIVATE;
     ddp__move_cut(l, m);
     if (m->filled) {
         DDP_TRY(ddp__await_passed(group, l, l->round + 1 - DDP__SLOTS));
@@ -3978,7 +4069,8 @@ static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m)
 static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__local *l = (ddp__local *)state;
     ddp__move m = ddp__move_of(call);
-    int small = m.block <= (l->world_size == 2 ? 1024 : 512) && m.block * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD;
+    int small = m.block <= (l->world_size == 2 ? 1024 : 512)
+                && m.block * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD;
     ddp_result result;
     if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
     if (call->kind == DDP_CALL_BARRIER) {
@@ -3993,7 +4085,7 @@ static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *
     } else if (m.shape != DDP__ADDS) {
         result = ddp__move_small(group, l, &m);
     } else {
-        m.shape = DDP__ADDS; /* known to the compiler: all_reduce gets a copy of its own, which takes 8 ns less */
+        m.shape = DDP__ADDS; /* constants: the compiler makes a copy for all_reduce, which takes 8 ns less */
         m.common = 1;
         result = ddp__move_small(group, l, &m);
     }
