@@ -4093,23 +4093,25 @@ static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *
     return result;
 }
 
-//== the local backend: point to point ==================================================================== >>impl-p2p
+//== the local backend: point to point =========================================================== >>impl-p2p
 
-/* One channel per ordered pair of ranks. A send puts a message on its sender's row; the receiver claims the oldest one with the tag it
-   wants, and then, by size and memory:
+/* There is one channel per ordered pair of ranks. A send posts a message in the channel. The receiver claims the
+   oldest message with the requested tag. Size and memory decide how the data moves:
 
-     inline    the data lies in the message: the send was done at once
-     in place  the receiver copies from the sender's buffer; out of another process's private memory by process_vm_readv
-     staged    through chunks of the channel: the sender copies one in while the receiver copies another out. Used for
-               private memory when both ranks block in their calls and each has a core: two cores copy, so 25 MiB take
-               half the time. Also used when process_vm_readv is refused. */
+     inline    The message contains the data. The send is complete at once.
+     in place  The receiver copies from the sender's buffer; from private memory by process_vm_readv.
+     staged    Through chunks of the channel: the sender fills one while the receiver drains another. Used for
+               private memory when both ranks block in their calls and each has a core: two cores copy, so 25 MiB
+               take half the time. Also used when process_vm_readv is refused. */
 
 enum { DDP__MESSAGES = 16, DDP__INLINE = 2048, DDP__STAGE = 65536, DDP__STAGES = 2 };
 enum { DDP__FREE = 0, DDP__POSTED, DDP__CLAIMED, DDP__TAKEN };
 enum { DDP__STAGE_WAITS = 1, DDP__STAGE_MOVED = 2 };
 
 typedef struct ddp__message {
-    DDP__OWN_LINE uint32_t state; /* FREE -> POSTED by the sender, -> CLAIMED or TAKEN by the receiver, -> FREE by the sender (inline: receiver) */
+    /* The sender sets POSTED; the receiver CLAIMED, then TAKEN; the sender FREE. Inline: the receiver sets FREE
+       after CLAIMED. */
+    DDP__OWN_LINE uint32_t state;
     int32_t tag;
     int32_t staged;   /* 1 = through the chunks of the channel; written by the receiver */
     uint32_t dtype;
@@ -4119,8 +4121,8 @@ typedef struct ddp__message {
 } ddp__message;
 
 struct ddp__channel {
-    DDP__OWN_LINE uint32_t active; /* 1 = a message is being staged; the receiver's */
-    DDP__OWN_LINE uint64_t filled; /* chunks, ever */
+    DDP__OWN_LINE uint32_t active; /* 1 = a message is being staged; written by the receiver */
+    DDP__OWN_LINE uint64_t filled; /* number of chunks since the channel exists; so is drained */
     DDP__OWN_LINE uint64_t drained;
     ddp__message message[DDP__MESSAGES];
     unsigned char stage[DDP__STAGES][DDP__STAGE];
@@ -4131,26 +4133,29 @@ struct ddp__request {
     size_t size, moved;
     ddp__channel *channel;
     ddp__message *message; /* NULL until posted or matched */
-    int done, published;   /* published: that this rank waits for it */
+    int done, published;   /* published: ddp__publish_wait has been called for it */
     ddp__request *next;
 };
 
-static void ddp__ring(ddp__local *l, int peer) { __atomic_thread_fence(__ATOMIC_SEQ_CST); ddp__wake_one(&l->line[peer].p2p); }
+static void ddp__ring(ddp__local *l, int peer) {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    ddp__wake_one(&l->line[peer].p2p);
+}
 
 /* Returns a free message of a channel, or NULL when all are in use. */
 static ddp__message *ddp__free_message(ddp__channel *c) {
-    for (int i = 0; i < DDP__MESSAGES; i++) if (ddp__load(&c->message[i].state) == DDP__FREE) return &c->message[i];
+    for (int i = 0; i < DDP__MESSAGES; i++)
+        if (ddp__load(&c->message[i].state) == DDP__FREE) return &c->message[i];
     return NULL;
 }
 
-/* A receiver often answers with a message of the same size. Its lines are fetched for writing: 1 KiB in both
-   directions takes a third less. */
+/* A receiver often answers with a message of the same size. This prefetches the lines of that message for writing:
+   1 KiB in both directions takes a third less. */
 static void ddp__fetch_next_message(ddp__channel *back, size_t size) {
     ddp__message *next = ddp__free_message(back);
     if (next) ddp__prefetch_write(next);
     for (size_t i = 0; next && i < size; i += 64) ddp__prefetch_write(next->data + i);
 }
-
 
 /* Posts a send in a free message, if there is one. */
 static void ddp__send_post(ddp__local *l, ddp__request *r) {
@@ -4170,11 +4175,11 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
     ddp__ring(l, r->call.root);
 }
 
-/* Fills, or drains, as many chunks of a staged message as possible. */
+/* Fills or drains as many chunks of a staged message as possible. */
 static void ddp__stage_step(ddp__local *l, ddp__request *r) {
     ddp__channel *c = r->channel;
     int send = r->call.kind == DDP_CALL_SEND;
-    uint64_t *chunks = send ? &c->filled : &c->drained; /* this rank's counter; the peer's counter is its limit */
+    uint64_t *chunks = send ? &c->filled : &c->drained; /* this rank's counter, limited by the peer's counter */
     while (r->moved < r->size && *chunks < (send ? ddp__load(&c->drained) + DDP__STAGES : ddp__load(&c->filled))) {
         unsigned char *stage = c->stage[*chunks % DDP__STAGES];
         size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
@@ -4197,8 +4202,8 @@ static void ddp__send_progress(ddp__local *l, ddp__request *r, int attended) {
     else if (state == DDP__CLAIMED && ddp__load(&r->message->staged)) ddp__stage_step(l, r);
 }
 
-/* Returns one past the newest message that a peer has posted to this rank. A sender posts in order, so all older
-   messages are visible as well. */
+/* Returns the order of the newest message that a peer has posted to this rank, plus 1. A sender posts in order, so
+   all older messages are visible, too. */
 static uint64_t ddp__posted_end(const ddp__channel *c) {
     uint64_t end = 0;
     for (const ddp__message *m = c->message; m < c->message + DDP__MESSAGES; m++)
@@ -4206,12 +4211,13 @@ static uint64_t ddp__posted_end(const ddp__channel *c) {
     return end;
 }
 
-/* Claims the oldest message with the requested tag before `end`. An earlier receive may have missed messages from end
-   on, and a scan may see a newer one of them before an older one. */
+/* Claims the oldest message with the requested tag and an order less than `end`. Messages from end on may have
+   arrived after an earlier receive was matched, and a scan may see a newer one of them but not an older one. */
 static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
     ddp__message *first = r->channel->message, *best = NULL;
     for (ddp__message *m = first; m < first + DDP__MESSAGES; m++)
-        if (ddp__load(&m->state) == DDP__POSTED && m->order < end && m->tag == r->call.tag && (!best || m->order < best->order)) best = m;
+        if (ddp__load(&m->state) == DDP__POSTED && m->order < end && m->tag == r->call.tag
+            && (!best || m->order < best->order)) best = m;
     if (!best) return;
     if (best->count == r->call.count && best->dtype == (uint32_t)r->call.dtype) {
         r->message = best;
@@ -4221,8 +4227,8 @@ static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
                     ddp_dtype_name((ddp_dtype)best->dtype), (size_t)best->count, l->rank, ddp_dtype_name(r->call.dtype), r->call.count, r->call.tag);
 }
 
-/* Copies from the sender's buffer. Returns 0 if the system refuses that, or the group has failed: a failed sender may
-   have changed its buffer. */
+/* Copies from the sender's buffer. Returns 0 if the system refuses that or the group has failed, because a failed
+   sender may have changed its buffer. */
 static int ddp__recv_in_place(ddp__local *l, ddp__request *r) {
     int peer = r->call.root;
     uint64_t address = r->message->address;
@@ -4237,8 +4243,8 @@ static int ddp__recv_in_place(ddp__local *l, ddp__request *r) {
     return !ddp__load(&l->control->poison);
 }
 
-/* The receiver's side of a claimed message. attended: a thread of this rank blocks until the message is here. If the sender
-   blocks too, and ranks do not share cores, private memory is copied through the stage. */
+/* The receiver's side of a claimed message. attended: a thread of this rank blocks until the message has arrived.
+   If the sender blocks too, and ranks do not share cores, private memory is staged. */
 static void ddp__recv_progress(ddp__local *l, ddp__request *r, int attended) {
     ddp__message *m = r->message;
     int is_inline = r->size <= DDP__INLINE, active = (int)r->channel->active;
@@ -4251,11 +4257,12 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r, int attended) {
         r->done = r->moved == r->size;
         r->channel->active = !r->done;
     } else if (stages || !(r->done = ddp__recv_in_place(l, r))) {
-        if (active) return; /* stages one message at a time */
+        if (active) return; /* a channel stages one message at a time */
         r->channel->active = 1;
         ddp__store(&m->staged, 1);
     }
-    if (r->done) ddp__store(&m->state, (uint32_t)(is_inline ? DDP__FREE : DDP__TAKEN)); /* inline: the sender's from here on */
+    /* inline: from here on the message belongs to the sender */
+    if (r->done) ddp__store(&m->state, (uint32_t)(is_inline ? DDP__FREE : DDP__TAKEN));
     ddp__ring(l, r->call.root);
     if (is_inline) ddp__fetch_next_message(&l->channels[l->rank * l->world_size + r->call.root], r->size);
 }
@@ -4267,17 +4274,17 @@ static void ddp__local_p2p_wake(ddp_group *group, void *state) {
     ddp__ring(l, l->rank);
 }
 
-/* With the lock held, advances every unfinished request, oldest first, so that sends are posted and receives match in
-   issue order. Wakes threads that wait for a request other than own. */
+/* With the lock held, advances every pending request, the oldest first, so that sends are posted and receives match
+   in issue order. If a request other than `own` completes, wakes the threads that wait. */
 static void ddp__requests_step(ddp__local *l, const ddp__request *own) {
     int ended = 0;
     uint64_t blocked = 0; /* peers with an earlier send that found no free message */
-    uint64_t looked = 0, end[DDP_MAX_LOCAL_RANKS]; /* peers whose end is known */
+    uint64_t looked = 0, end[DDP_MAX_LOCAL_RANKS]; /* looked: the peers for which end is set */
     if (ddp__load(&l->control->poison)) return;
     for (ddp__request *r = l->requests; r; r = r->next) {
         int peer = r->call.root;
         uint64_t bit = UINT64_C(1) << peer;
-        int attended = r->call.flags & DDP__CALL_BLOCKS || r == ddp__waited_request; /* a thread blocks until r ends */
+        int attended = r->call.flags & DDP__CALL_BLOCKS || r == ddp__waited_request; /* a thread waits for r */
         if (r->done) continue;
         if (r->call.kind == DDP_CALL_SEND) {
             if (r->message) ddp__send_progress(l, r, attended);
@@ -4300,14 +4307,14 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__requ
         l->staging = 0;
         ddp__requests_step(l, own);
         tries = l->staging & DDP__STAGE_MOVED ? 0 : tries + 1;
-        /* a chunk takes microseconds: sleeping between two costs more */
+        /* A chunk takes microseconds, less than a sleep between two chunks. */
     } while (ddp__waited_request && (l->staging & DDP__STAGE_WAITS) && tries < l->spins);
     pthread_mutex_unlock(&l->p2p_lock);
     if (ddp__load_relaxed(&l->refused) == 1 && __atomic_exchange_n(&l->refused, 2, __ATOMIC_RELAXED) == 1)
         ddp_group_log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
 }
 
-/* This thread waits for a request: publishes the wait, and poisons the group after the timeout. */
+/* Called while this thread waits for a request. Publishes the wait, and poisons the group after the timeout. */
 static void ddp__request_waits(ddp_group *group, ddp__local *l, ddp__request *r) {
     const uint64_t what[2] = {ddp__p2p_signature(&r->call), r->call.count};
     char text[DDP__TEXT_MAX];
@@ -4320,7 +4327,7 @@ static void ddp__request_waits(ddp_group *group, ddp__local *l, ddp__request *r)
     ddp__local_poison(group, l, DDP_ERR_TIMEOUT, text);
 }
 
-/* With the lock held, poisons the group when a peer of any unfinished request is gone. */
+/* With the lock held, poisons the group if the peer of a pending request is lost. */
 static void ddp__requests_look_for_lost(ddp__local *l) {
     uint64_t alive = 0;
     char text[DDP__TEXT_MAX];
@@ -4388,14 +4395,16 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
         return;
     }
     ddp__fetch_add(&me->sleeping, 1u);
-    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* either ddp__ring sees that this thread sleeps, or the next line sees the change */
+    /* Either ddp__ring sees that this thread sleeps, or ddp__local_progress sees the peer's change. */
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
     ddp__local_progress(group, l, NULL, 0);
     if (!(__atomic_fetch_and(&l->woken, ~bit, __ATOMIC_SEQ_CST) & bit) && !ddp__load(&l->control->poison))
         ddp__futex_wait(&me->word, value, timeout_ms * 1000);
     ddp__fetch_add(&me->sleeping, (uint32_t)-1);
 }
 
-//== the local backend: groups and group memory ====================================================== >>impl-local-group
+//== the local backend: groups and group memory ============================================ >>impl-local-group
+/* Creates, splits and closes groups of the local backend, and allocates their group memory from the heap. */
 
 /* Sets the pointers into the control memory of a group, which begins at address `at`. Returns its end. */
 static uintptr_t ddp__control_layout(ddp__local *l, uintptr_t at, int world_size) {
@@ -4428,8 +4437,8 @@ static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
     return 0;
 }
 
-/* Creates the backend's state of a group, with control memory at offset. members: its ranks in the parent; parent NULL:
-   all ranks of the job. On failure it holds no reference to heap. */
+/* Creates the backend's state of a group, with control memory at offset. members: its ranks in the parent; parent
+   NULL: all ranks of the job. On failure it holds no reference to heap. */
 static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, ddp__local *parent, const int *members) {
     ddp__local *l = (ddp__local *)ddp_host_alloc(group, sizeof *l);
     int enough_cores = heap->job->world_size <= heap->job->cores;
@@ -4459,8 +4468,8 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     return l;
 }
 
-/* Rank 0 of each new group allocates its control memory. An all_gather in the parent distributes the offsets. child
-   NULL: this rank joins no group. */
+/* Rank 0 of each new group allocates its control memory. An all_gather in the parent distributes the offsets.
+   child NULL: this rank joins no group. */
 static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     ddp__local *l = (ddp__local *)state;
     uint64_t offsets[DDP_MAX_LOCAL_RANKS], mine = child && child->rank == 0 ? ddp__control_create(l->heap, member_count) : 0;
@@ -4478,7 +4487,6 @@ static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *ch
     return *child_state ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
-
 /* Rank 0 allocates the range. Every rank maps it and populates its own part. */
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__local *l = (ddp__local *)state;
@@ -4494,7 +4502,7 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
         *region = made;
         if (size_bytes >= DDP__HUGE) ddp__ask_huge(base, before, before + stride);
         if (ddp__populate(l->heap, region->mine, offset + before, size_bytes)) {
-            DDP__LOCKED(&l->heap->lock) { /* communication threads, also of splits, look regions up */
+            DDP__LOCKED(&l->heap->lock) { /* communication threads, also of splits, read the list */
                 region->next = l->regions;
                 l->regions = region;
             }
@@ -4522,9 +4530,9 @@ static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     return DDP_OK;
 }
 
-/* Looks for lost ranks. With a launcher: ranks that it has recorded as lost. Without one, and with
-   ddp_group_on_wait: processes that have ended, every few milliseconds. In all other groups a rank that has ended
-   is lost only to a call that needs it. */
+/* Checks for lost ranks, then returns the group's failure. With a launcher it finds the ranks that the launcher has
+   recorded as lost. Without a launcher, and with ddp_group_on_wait, it finds processes that have ended, every few
+   milliseconds. In all other groups a process that has ended fails only a call that needs its rank. */
 static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
     const ddp__job *job = l->heap->job;
@@ -4535,7 +4543,8 @@ static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     for (int r = 0; r < l->world_size && !ddp__load(&l->control->poison); r++) {
         if (r == l->rank || !(look || (job->launched && ddp__load(&job->rank[l->member[r]].state) == DDP__RANK_LOST))) continue;
         ddp_result lost = ddp__member_lost(l, r, text, sizeof text);
-        if (lost == DDP_OK || (look && ddp__load(&l->line[r].left))) continue; /* left: a call that needs the rank finds out */
+        /* left: only a call that needs the rank fails */
+        if (lost == DDP_OK || (look && ddp__load(&l->line[r].left))) continue;
         if (look) ddp_group_mark_lost((ddp_group *)(uintptr_t)group, r, lost, text);
         ddp__local_poison(NULL, l, lost, text);
     }
@@ -4597,9 +4606,9 @@ static const ddp_backend ddp__backend_local = {
     ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_poison, ddp__local_close, 0, DDP_ORDER_TREE, NULL,
     ddp__local_peer, ddp__local_signal, ddp__local_wait_signal, ddp__local_p2p_wake};
 
-//== the self backend: one rank ========================================================================= >>impl-self
-
-/* The state is the cause of its failure, a ddp_saved_error. */
+//== the self backend ============================================================================ >>impl-self
+/* The backend of groups of one rank. It copies from send to recv. Its state is a ddp_saved_error, the cause of the
+   group's failure. */
 
 static ddp_result ddp__self_open(ddp_group *group, void **state) {
     return ddp__cpu_alloc(group, sizeof(ddp_saved_error), state);
@@ -4636,14 +4645,12 @@ static void ddp__self_poison(ddp_group *group, void *state, ddp_result cause, co
     first->result = cause;
 }
 
-
 static const ddp_backend ddp__backend_self = {
     "self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split, NULL, NULL, ddp__self_status,
     ddp__self_poison, ddp_host_free, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
 
-//== calls, for backends ================================================================================= >>impl-calls
-
-/* Properties of a call, for backends: tcp, mpi and those of a user. */
+//== properties of calls ======================================================================== >>impl-calls
+/* For backends (tcp, mpi and those of a user): the bytes of a call, its comparison between ranks, its timeout. */
 
 static ddp_bytes ddp__call_bytes(const ddp_call *call, int rank, int peer, int sends) {
     ddp_bytes none = {0, 0};
@@ -4653,8 +4660,12 @@ static ddp_bytes ddp__call_bytes(const ddp_call *call, int rank, int peer, int s
     return ddp__passes(rank, &m, peer, sends);
 }
 
-DDPDEF ddp_bytes ddp_call_sends(const ddp_call *call, int rank, int peer) { return ddp__call_bytes(call, rank, peer, 1); }
-DDPDEF ddp_bytes ddp_call_receives(const ddp_call *call, int rank, int peer) { return ddp__call_bytes(call, rank, peer, 0); }
+DDPDEF ddp_bytes ddp_call_sends(const ddp_call *call, int rank, int peer) {
+    return ddp__call_bytes(call, rank, peer, 1);
+}
+DDPDEF ddp_bytes ddp_call_receives(const ddp_call *call, int rank, int peer) {
+    return ddp__call_bytes(call, rank, peer, 0);
+}
 DDPDEF int ddp_call_adds(const ddp_call *call) { return ddp__has_op(call->kind) != 0; }
 
 DDPDEF size_t ddp_call_send_size(const ddp_call *call, int rank, int world_size) {
@@ -4668,7 +4679,9 @@ DDPDEF void ddp_call_pack(const ddp_call *call, uint64_t words[2]) {
     words[1] = call->count;
 }
 
-DDPDEF void ddp_call_describe(char *out, size_t size, const uint64_t words[2]) { ddp__describe(out, size, words, 0); }
+DDPDEF void ddp_call_describe(char *out, size_t size, const uint64_t words[2]) {
+    ddp__describe(out, size, words, 0);
+}
 
 DDPDEF ddp_result ddp_call_compare(int rank, const uint64_t words[2], int other, const uint64_t other_words[2]) {
     if (ddp__same_call(words, other_words)) return DDP_OK;
@@ -4696,15 +4709,17 @@ DDPDEF ddp_result ddp_call_timed_out(ddp_group *group, const ddp_call *call, con
     return ddp_fail(DDP_ERR_TIMEOUT, "%s%.400s", is_message ? "" : begin, text);
 }
 
-DDPDEF double ddp_p2p_waited(const void *request) { return request == ddp__waited_request ? ddp_now() - ddp__waited_since : 0; }
+DDPDEF double ddp_p2p_waited(const void *request) {
+    return request == ddp__waited_request ? ddp_now() - ddp__waited_since : 0;
+}
 
-//== carrying out calls ================================================================================== >>impl-queue
+//== the queue of calls ========================================================================= >>impl-queue
 
-/* Blocking calls run on the caller. Asynchronous calls wait in a queue. The thread that has set `running` executes the
-   head of the queue: the communication thread, or a caller inside ddp_wait. So calls run in issue order, and no call
-   moves to another thread without need. */
+/* Blocking calls run on the calling thread. Asynchronous calls wait in a queue. The thread that has set `running`
+   executes the head of the queue: the communication thread, or a caller inside ddp_wait. So calls run in issue
+   order, and no call moves to another thread without need. */
 
-/* Sets the error line of a failed call. All pending calls return the first code of the group's failure, until a caller
+/* Sets the error line of a failed call. All pending calls return the code of the group's failure, until a caller
    has received it. */
 static ddp_result ddp__call_failed(ddp_group *group, const ddp_call *call, ddp_result result) {
     ddp_result first = group->backend->status(group, group->state);
@@ -4727,8 +4742,8 @@ static ddp_result ddp__device_result(ddp_group *group, ddp_result result) {
     return result;
 }
 
-/* Executes a call on this thread, in issue order: this thread is the runner of the queue, or there is no queue.
-   A ddp_task_fn; its argument is the ddp_call. */
+/* Executes a call on this thread, in issue order: this thread is the runner, or the group has no queue. It is a
+   ddp_task_fn whose argument is the ddp_call. */
 static ddp_result ddp__execute(ddp_group *group, void *argument) {
     ddp_call *call = (ddp_call *)argument;
     call->caller = ddp__public_call;
@@ -4746,9 +4761,11 @@ static ddp_result ddp__compute(ddp_group *group) {
 }
 
 /* The first failure of this thread's device functions, or DDP_OK. */
-static ddp_result ddp__device_check(ddp_group *group) { return ddp__device_result(group, ddp_device_check(group)); }
+static ddp_result ddp__device_check(ddp_group *group) {
+    return ddp__device_result(group, ddp_device_check(group));
+}
 
-/* On a device with streams: the op runs after the work that the compute stream holds now. */
+/* On a device with streams: the op will run after the work that the compute stream contains now. */
 static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
     const ddp_device *device = group->device;
     if (!device->use_stream) return DDP_OK;
@@ -4758,7 +4775,8 @@ static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
     return ddp__device_result(group, result);
 }
 
-/* Device work of an op that ddp__op_order has ordered runs on the communication stream, after that of the compute stream. */
+/* Selects the communication stream for the device work of an op, after the work that ddp__op_order has marked on
+   the compute stream. */
 static ddp_result ddp__lane_begin(ddp_group *group, ddp__op *op) {
     if (!op->ordered) return DDP_OK;
     ddp_result result = group->device->use_stream(group, DDP_STREAM_COMM);
@@ -4770,12 +4788,15 @@ static ddp_result ddp__lane_end(ddp_group *group, ddp__op *op, ddp_result result
     if (!op->ordered) return result;
     if (result == DDP_OK) result = ddp__device_result(group, group->device->event_record(group, DDP_STREAM_COMM, op->event));
     group->device->use_stream(group, DDP_STREAM_COMPUTE); /* also after a failure */
-    if (op->argument != &op->call) op->call.seq = group->seq; /* of a task: for the error line of ddp_wait */
+    if (op->argument != &op->call) op->call.seq = group->seq; /* a task: for the error line of ddp_wait */
     return result;
 }
 
-static void ddp__p2p_wake(ddp_group *group) { if (group->backend->p2p_wake) group->backend->p2p_wake(group, group->state); }
-/* With the lock held: wakes the communication thread, in a wait for work or for messages. */
+static void ddp__p2p_wake(ddp_group *group) {
+    if (group->backend->p2p_wake) group->backend->p2p_wake(group, group->state);
+}
+
+/* With the lock held, wakes the communication thread from a wait for work or for messages. */
 static void ddp__thread_call(ddp_group *group) {
     pthread_cond_signal(&group->work_cond);
     ddp__p2p_wake(group);
@@ -4794,8 +4815,8 @@ static void ddp__append(ddp__op **head, ddp__op **tail, ddp__op *op) {
     *tail = op;
 }
 
-/* With the lock held, advances one send or receive. Two threads never poll the same one. op->next stays valid: only the
-   thread that polls an op removes it from the list, and handles are freed under the lock. */
+/* With the lock held, advances one send or receive. Two threads never poll the same one. op->next stays valid: only
+   the thread that polls an op removes it from the list, and handles are freed under the lock. */
 static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     int done = 0;
     ddp_result result = DDP_OK;
@@ -4807,22 +4828,32 @@ static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     }
     op->polling = 0;
     if (!done && result == DDP_OK) return;
-    for (ddp__op **link = &group->p2p; *link; link = &(*link)->next) if (*link == op) { *link = op->next; break; }
+    for (ddp__op **link = &group->p2p; *link; link = &(*link)->next)
+        if (*link == op) { *link = op->next; break; }
     ddp__op_end(group, op, result);
 }
 
-static void ddp__p2p_step_all(ddp_group *group) { for (ddp__op *op = group->p2p; op; ddp__sweeping = (op = op->next) ? group : NULL) ddp__p2p_step(group, op); }
+/* With the lock held, advances all sends and receives. The local backend advances all of them in the first poll,
+   and skips that in the following ones (ddp__sweeping). */
+static void ddp__p2p_step_all(ddp_group *group) {
+    for (ddp__op *op = group->p2p; op; ddp__sweeping = (op = op->next) ? group : NULL)
+        ddp__p2p_step(group, op);
+}
+
 static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
     if (group->backend->p2p_sleep) group->backend->p2p_sleep(group, group->state, timeout_ms);
     else if (timeout_ms == 0) sched_yield();
     else usleep(50);
 }
 
-/* With the lock held: returns 1 if this thread is inside a task or call of the group. */
-static int ddp__is_runner(const ddp_group *group) { return group->running && pthread_equal(group->runner, pthread_self()); }
+/* With the lock held, returns 1 if this thread is inside a task or call of the group. */
+static int ddp__is_runner(const ddp_group *group) {
+    return group->running && pthread_equal(group->runner, pthread_self());
+}
 
-/* Executes the queue until an op is done. A thread that waits for an op calls it. It is also the main function of the
-   communication thread, until ddp_group_destroy. Calls inside an op belong to the public call that issued it. */
+/* Executes the queue until an op is done. A thread that waits for an op calls it. It is also the main function of
+   the communication thread, until ddp_group_destroy. Calls inside an op belong to the public call that issued
+   it. */
 static void *ddp__work_off(void *argument) {
     ddp__op *until = (ddp__op *)argument;
     ddp_group *group = until->group;
@@ -4870,7 +4901,8 @@ static void *ddp__work_off(void *argument) {
     return NULL;
 }
 
-/* Starts a thread that blocks all signals, so that the threads of the user receive them. Returns 0 or an errno. */
+/* Starts a thread that blocks all signals, so that the threads of the user receive them. Returns 0 or an
+   errno. */
 static int ddp__start_thread(pthread_t *thread, void *(*main_fn)(void *), void *argument) {
     sigset_t all, old;
     sigfillset(&all);
@@ -4898,7 +4930,8 @@ static void ddp__op_free(ddp_group *group, ddp__op *op) {
     }
 }
 
-/* A handle. call: NULL for a task of the user. task: NULL for a send or receive that the backend starts. */
+/* Creates a handle. call: NULL for a task of the user. task: NULL for a send or receive that the backend
+   starts. */
 static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn task, void *argument) {
     size_t w = (size_t)group->world_size;
     ddp__op *op = NULL;
@@ -4913,22 +4946,24 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     if (!op) return NULL;
     memset(op, 0, offsetof(ddp__op, group));
     op->outcome.result = DDP_OK;
-    op->ticket = __atomic_add_fetch(&group->tickets, 1, __ATOMIC_RELAXED); /* tasks send and receive on the communication thread */
+    /* atomic, because tasks on the communication thread create handles, too */
+    op->ticket = __atomic_add_fetch(&group->tickets, 1, __ATOMIC_RELAXED);
     op->task = task;
     op->argument = call ? &op->call : argument;
     op->call.tag = DDP__FOR_TASK;
     if (call) op->call = *call;
     op->call.caller = ddp__public_call;
     if (!op->call.recv_counts) return op;
-    /* The caller may free the arrays of a _v call before it ends. */
-    const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets, &op->call.recv_counts, &op->call.recv_offsets};
+    /* The caller may free the arrays of a _v call before the call ends. */
+    const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets,
+                              &op->call.recv_counts, &op->call.recv_offsets};
     size_t *copy = (size_t *)(void *)(op + 1);
     for (int i = 0; i < 4; i++, copy += w)
         if (*list[i]) *list[i] = (const size_t *)memcpy(copy, *list[i], w * sizeof *copy);
     return op;
 }
 
-/* With the lock held, waits for a send or receive, up to timeout_ms. It polls for a short time, then it sleeps between
+/* With the lock held, waits for a send or receive, up to timeout_ms. Polls for a short time, then sleeps between
    polls. */
 static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
     double start = ddp_now(), now = start, moment = group->backend->p2p_sleep ? 100e-6 : 1e-3;
@@ -4941,8 +4976,9 @@ static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
         group->watched += sleeps;
         DDP__UNLOCKED(&group->lock) ddp__p2p_rest(group, sleeps ? DDP__P2P_SLICE_MS : 0);
         group->watched -= sleeps;
-        ddp__p2p_step(group, op); /* the local backend detects the timeout itself, and knows the cause */
-        if (overdue && !op->done) DDP__UNLOCKED(&group->lock) {
+        ddp__p2p_step(group, op); /* first, because the local backend reports a timeout with its cause */
+        if (overdue && !op->done)
+            DDP__UNLOCKED(&group->lock) {
                 char text[DDP__TEXT_MAX];
                 ddp__p2p_timeout_text(group, &op->call, op->call.root, text, sizeof text);
                 group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, text);
@@ -4950,15 +4986,15 @@ static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
         if (sleeps && !op->done) ddp__p2p_step_all(group);
     }
     ddp__waited_request = NULL;
-    if (sleeps && group->p2p) pthread_cond_signal(&group->work_cond); /* the communication thread goes on */
+    if (sleeps && group->p2p) pthread_cond_signal(&group->work_cond); /* the communication thread continues */
 }
 
-/* Waits for an op. Executes the queue meanwhile, unless another thread does. */
+/* Waits for an op, and frees it. Executes the queue meanwhile, unless another thread does. */
 static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
     if (!ddp__is_p2p(op->call.kind)) ddp__work_off(op);
     else DDP__LOCKED(&group->lock) ddp__p2p_wait(group, op);
     ddp_result result = ddp_error_restore(&op->outcome);
-    if (result == DDP_OK && op->ordered) { /* the compute stream waits for its work on the communication stream */
+    if (result == DDP_OK && op->ordered) { /* the compute stream waits for the op's work */
         result = group->backend->status(group, group->state);
         if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
         else result = ddp__device_result(group, group->device->event_wait(group, DDP_STREAM_COMPUTE, op->event));
@@ -4975,10 +5011,10 @@ static ddp_result ddp__hand_out(ddp_group *group, ddp__op *op, ddp_work *work) {
     return DDP_OK;
 }
 
-/* This rank has no memory for the handle of a collective or task (call NULL), or no communication thread. Its peers
-   wait for it, so the group fails. */
+/* Called if this rank has no memory for the handle of a collective or task (call NULL), or cannot start its
+   communication thread. Its peers wait for it, so the group fails. */
 static ddp_result ddp__not_issued(ddp_group *group, const ddp_call *call, ddp_result result) {
-    const char *cause = strstr(ddp_last_error(), ": "); /* it follows this rank and group */
+    const char *cause = strstr(ddp_last_error(), ": "); /* after the names of rank and group */
     ddp_call task = ddp__call_of(DDP_CALL_ALL_REDUCE, NULL, NULL, 0, DDP_F32);
     char text[DDP__TEXT_MAX];
     task.tag = DDP__FOR_TASK;
@@ -4990,16 +5026,17 @@ static ddp_result ddp__not_issued(ddp_group *group, const ddp_call *call, ddp_re
     return ddp__deliver(group, ddp__call_failed(group, call, result));
 }
 
-/* Inside a task, a call or task runs at once, and work has nothing to wait for. Otherwise it runs on this thread if it
-   blocks and the queue is empty, if the backend enqueues, or if there are no peers. All others are queued for the
-   communication thread. */
+/* Issues a call or a task. It runs at once, and `work` is complete, if this thread is inside a task. It runs on this
+   thread if it blocks and the queue is empty, if the backend enqueues, or if the group has one rank. All others are
+   queued for the communication thread. */
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
     DDP__NEED(group && fn, "group or fn is NULL");
     ddp_call *call = fn == ddp__execute ? (ddp_call *)argument : NULL; /* NULL: a task of the user */
     DDP__NOT_FORKED(group, call ? ddp__call_title(call) : __func__);
     if (work) memset(work, 0, sizeof *work);
     int enqueues = group->backend->enqueues && (!call || ddp__is_p2p(call->kind) || !call->flags);
-    int lanes = enqueues || (!call && group->device->use_stream); /* ordered after device work of ops before it */
+    /* 1 = the device orders it after the work of the ops before it */
+    int lanes = enqueues || (!call && group->device->use_stream);
     pthread_mutex_lock(&group->lock);
     int nested = ddp__is_runner(group), takes = !work && !lanes && !group->head && !group->running;
     if (takes) {
@@ -5009,7 +5046,7 @@ DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argu
     pthread_mutex_unlock(&group->lock);
     if (nested) return fn(group, argument);
     ddp_result result = takes ? ddp__compute(group) : DDP_OK;
-    if (takes) { /* without a handle */
+    if (takes) { /* needs no handle */
         if (result == DDP_OK) result = fn(group, argument);
         pthread_mutex_lock(&group->lock);
         group->running = 0;
@@ -5039,7 +5076,7 @@ DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argu
     return ddp__hand_out(group, op, work);
 }
 
-/* Issues a checked call. A blocking one runs directly while the group has no queue. */
+/* Issues a checked call. A blocking call runs directly while the group has no queue. */
 static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_work *work) {
     if (work || group->queued) return ddp_group_enqueue(group, ddp__execute, call, work);
     DDP__NOT_FORKED(group, ddp__call_title(call));
@@ -5052,7 +5089,8 @@ DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_wor
     return ddp__issue(group, &copy, work);
 }
 
-#if !defined(DDP__CALL_BYTES) /* limit of one collective on host memory: the tcp backend takes 64 KiB. Tests make it small */
+#if !defined(DDP__CALL_BYTES)
+/* Limit of one collective on host memory, because the tcp backend accepts 64 KiB. Tests make it small. */
 #define DDP__CALL_BYTES 32768
 #endif
 
@@ -5071,7 +5109,8 @@ DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, cons
     return DDP_OK;
 }
 
-/* Starts a checked send or receive. Inside a batch it joins the batch. Without work this thread waits for it. */
+/* Starts a checked send or receive. Inside a batch it becomes part of the batch. Otherwise, without work, this
+   thread waits for it. */
 static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *work) {
     call->caller = ddp__public_call;
     DDP__NOT_FORKED(group, ddp_call_name(call->kind));
@@ -5094,7 +5133,7 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     if (result == DDP_OK && !enqueues) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
     if (result != DDP_OK) {
         ddp__op_free(group, op);
-        if (result == DDP_ERR_NO_MEMORY) { /* its peer waits for it */
+        if (result == DDP_ERR_NO_MEMORY) { /* the peer waits for this message */
             char begin[96], text[128];
             ddp__cause_begin(begin, sizeof begin, group->rank, call);
             snprintf(text, sizeof text, "%sout of memory", begin);
@@ -5160,7 +5199,7 @@ DDPDEF ddp_result ddp_p2p_begin(ddp_group *group) {
     return DDP_OK;
 }
 
-/* The messages of a batch, on a backend that enqueues. A task. */
+/* A task that runs the messages of a batch, on a backend that enqueues. */
 static ddp_result ddp__batch_run(ddp_group *group, void *argument) {
     ddp_result result = group->backend->p2p_batch(group, group->state, 1);
     (void)argument;
