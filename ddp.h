@@ -1374,8 +1374,8 @@ extern "C" {
 #define ddp__store(pointer, value) __atomic_store_n(pointer, value, __ATOMIC_RELEASE)
 #define ddp__fetch_add(pointer, value) __atomic_fetch_add(pointer, value, __ATOMIC_SEQ_CST)
 
-/* Execute the statement that follows with the lock held, or with it released for that time. The statement must
-   not leave with return, break or goto. A continue ends it. */
+/* Execute the statement that follows with the lock held, or with it released for that time. The statement
+   must not leave with return, break or goto. A continue ends it. */
 #define DDP__LOCKED(lock) DDP__BETWEEN(locked_, pthread_mutex_lock, lock, pthread_mutex_unlock)
 #define DDP__UNLOCKED(lock) DDP__BETWEEN(unlocked_, pthread_mutex_unlock, lock, pthread_mutex_lock)
 #define DDP__BETWEEN(name, before, lock, after) \
@@ -1402,8 +1402,9 @@ extern "C" {
    completes a message wakes the waiting ones. */
 #define DDP__P2P_SLICE_MS 5
 #endif
-/* The wait that a rank publishes (ddp__publish_wait). Words: signature + 1 of the call, 0 = no wait; count and
-   seq of the call; name of the group (4 words); time of the last update in ns; job rank of the peer + 1. */
+/* The wait that a rank publishes (ddp__publish_wait), in words: signature + 1 of the call, 0 = no wait; count
+   and seq of the call; name of the group (4 words); time of the last update in ns; 1 + job rank of the
+   peer. */
 enum { DDP__WAIT_NAME = 3, DDP__WAIT_TIME = 7, DDP__WAIT_PEER, DDP__WAIT_WORDS };
 enum { DDP__RESPONSIVE, DDP__UNRESPONSIVE_SOON, DDP__UNRESPONSIVE };
 enum { DDP__RANK_ABSENT = 0, DDP__RANK_ALIVE, DDP__RANK_LEFT, DDP__RANK_LOST };
@@ -1436,8 +1437,8 @@ typedef struct ddp__job {
     ddp__job_rank rank[DDP_MAX_LOCAL_RANKS];
 } ddp__job;
 
-/* A rank's announcement of its next collective, in one cache line: the call, the addresses of its buffers, and
-   up to 24 bytes of data. */
+/* A rank's announcement of its next collective, in one cache line: the call, the addresses of its buffers,
+   and up to 24 bytes of data. */
 typedef struct ddp__post {
     DDP__OWN_LINE uint64_t seq; /* stored last: when it has the value, the other fields are valid */
     uint64_t what[2];    /* kind, dtype, op and root in one word, see ddp__signature; count */
@@ -1451,8 +1452,8 @@ typedef struct ddp__sleeper {
     int32_t waits_for;           /* rank */
 } ddp__sleeper;
 
-/* Counters of a rank. FILLED: rounds that it has written into its slot. PASSED: rounds in which it has finished
-   with the slots of all ranks. */
+/* Counters of a rank. FILLED: rounds that it has written into its slot. PASSED: rounds in which it has
+   finished with the slots of all ranks. */
 enum { DDP__FILLED, DDP__PASSED };
 typedef struct ddp__count { DDP__OWN_LINE uint64_t rounds; } ddp__count;
 
@@ -1461,8 +1462,8 @@ typedef struct ddp__rank_line {
     ddp__sleeper collective, p2p;
     DDP__OWN_LINE uint32_t left;   /* 1 = the rank has destroyed its handle */
     uint32_t reaching;             /* number of its threads that access buffers of other ranks */
-    /* An address in this rank's process, and the value there. Peers read it to test process_vm_readv: in their
-       pid namespace the pid may be another process. */
+    /* An address in this rank's process, and the value there. Peers read it to test process_vm_readv: in
+       their pid namespace the pid may be another process. */
     uint64_t probe, probe_word;
 } ddp__rank_line;
 
@@ -1476,8 +1477,8 @@ typedef struct ddp__control {
 
 /* --- private to one rank --- */
 
-/* The anonymous file with all shared memory of a job. Ranks that are threads share this object; processes have
-   one each. */
+/* The anonymous file with all shared memory of a job. Ranks that are threads share this object; processes
+   have one each. */
 typedef struct ddp__heap {
     int fd;
     int threads;                 /* 1 = ranks are threads: a pointer is valid on all ranks */
@@ -1498,8 +1499,8 @@ typedef struct ddp__region {
     struct ddp__region *next;
 } ddp__region;
 
-/* The handle of an issued call or task. After the struct: 4 * world_size numbers, the copies of the counts and
-   offsets of a _v call. */
+/* The handle of an issued call or task. After the struct: 4 * world_size numbers, the copies of the counts
+   and offsets of a _v call. */
 typedef struct ddp__op {
     ddp_call call;
     ddp_task_fn task;            /* NULL: a send or receive that the backend starts */
@@ -1519,8 +1520,8 @@ typedef struct ddp__op {
     ddp_saved_error outcome;
 } ddp__op;
 
-/* One entry of ddp_agree's exchange. ddp_group_split uses the same memory for the colors and keys of all ranks
-   and for the members. */
+/* One entry of ddp_agree's exchange. ddp_group_split uses the same memory for the colors and keys of all
+   ranks and for the members. */
 typedef struct ddp__vote {
     int32_t result, reserved;
     uint64_t hash;
@@ -1573,7 +1574,7 @@ struct ddp_group {
     void (*wait_fn)(void *argument); /* from ddp_group_on_wait, or NULL */
     void *wait_argument;
     void (*destroy_fn)(ddp_group *group); /* from ddp_group_on_destroy, or NULL */
-    int queued;                  /* 1 = a blocking call goes through ddp_group_enqueue: the queue may hold others */
+    int queued;                  /* 1 = blocking calls go through ddp_group_enqueue */
     int polite;                  /* 1 = the current call runs on the communication thread */
     ddp__op *head, *tail, *free_ops, *all_ops, *batch, *batch_tail;
     ddp__op thread_end;          /* when done is set, the communication thread returns */
@@ -1610,7 +1611,8 @@ DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
     return result;
 }
 
-DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_group *group, const char *format, ...) {
+DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_group *group, const char *format,
+                              ...) {
     char text[DDP__TEXT_MAX];
     va_list args;
     who = ddp_public_call_name(who);
@@ -1663,8 +1665,8 @@ DDPDEF const char *ddp_public_call_name(const char *who) {
 /* DDP_ERR_INVALID for an argument of a public call. group may be NULL. */
 #define ddp__bad(who, group, ...) ddp_fail_in(DDP_ERR_INVALID, who, group, __VA_ARGS__)
 
-/* A process that the rank has forked shares its memory and sockets. Peers could not distinguish its calls from
-   those of the rank. */
+/* A process that the rank has forked shares its memory and sockets. Peers could not distinguish its calls
+   from those of the rank. */
 static ddp_result ddp__forked(const ddp_group *group, const char *who) {
     return DDP__RANK_FAIL(group, DDP_ERR_INVALID,
                           "%s group=%s: process %d was forked from the rank and is not part of the group; make the "
@@ -1776,8 +1778,8 @@ static uint64_t ddp__p2p_signature(const ddp_call *call) {
            (uint64_t)(uint32_t)call->caller << DDP__CALLER_SHIFT;
 }
 
-/* Restores a call from its signature and count. Returns 0 if the signature is not one of this version, because
-   other processes write it. An unknown call becomes a barrier. */
+/* Restores a call from its signature and count. Returns 0 if the signature is not one of this version,
+   because other processes write it. An unknown call becomes a barrier. */
 static int ddp__call_unpack(ddp_call *call, const uint64_t what[2]) {
     const unsigned kind = what[0] & 255, caller = (unsigned)(what[0] >> DDP__CALLER_SHIFT);
     const int known = kind <= DDP_CALL_RECV && caller < DDP_PUBLIC_CALL_COUNT;
@@ -1811,8 +1813,8 @@ static void ddp__describe(char *out, size_t size, const uint64_t what[2], int in
     else snprintf(out, size, "%s (%s)", title, step);
 }
 
-/* Sets the error line for the calls of two ranks, the lower rank first. Two different steps of the same public
-   call are both named. */
+/* Sets the error line for the calls of two ranks, the lower rank first. Two different steps of the same
+   public call are both named. */
 static ddp_result ddp__mismatch(int low, const uint64_t low_what[2], int high, const uint64_t high_what[2]) {
     char text[2][160];
     int inside = low_what[0] >> DDP__CALLER_SHIFT == high_what[0] >> DDP__CALLER_SHIFT;
@@ -1861,7 +1863,8 @@ static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, d
     cause = ddp__cause_here(group, call, cause);
     if (ddp__is_p2p(call->kind) && !call->caller)
         snprintf(details + strlen(details), sizeof details - strlen(details), " peer=%d tag=%d", call->root, call->tag);
-    int follows = call->kind == DDP_CALL_BARRIER && call->tag == DDP__FOR_AWAIT; /* seq is of the call before it */
+    /* seq is of the call before it */
+    int follows = call->kind == DDP_CALL_BARRIER && call->tag == DDP__FOR_AWAIT;
     return ddp_fail(result, "rank %d/%d %s group=%s%s%s%s: %s", group->rank, group->world_size,
                     ddp__call_title(call), group->name, follows ? " after" : "", seq, details, cause);
 }
@@ -2010,11 +2013,10 @@ DDP__ANY(int8_t, i8) DDP__ANY(uint8_t, u8) DDP__ANY(uint16_t, u16)
 DDP__ANY(int32_t, i32) DDP__ANY(uint32_t, u32) DDP__ANY(int64_t, i64) DDP__ANY(uint64_t, u64)
 #undef DDP__ANY
 
-/* Executes statement for each i in 0 ... count * runs - 1. The loop takes DDP__LANES elements of each run in turn,
-   because some compilers vectorise only fixed trip counts at -O2. With several runs, count is a multiple of
-   DDP__LANES.
-   64, because gcc -O3 unrolls loops of up to 16 trips before it vectorises, and then no longer treats them as
-   independent. */
+/* Executes statement for each i in 0 ... count * runs - 1. The loop takes DDP__LANES elements of each run in
+   turn, because some compilers vectorise only fixed trip counts at -O2. With several runs, count is a
+   multiple of DDP__LANES. It is 64, because gcc -O3 unrolls loops of up to 16 trips before it vectorises, and
+   then no longer treats their iterations as independent. */
 #define DDP__LANES 64
 #define DDP__LOOP(how, count, runs, statement)                                                 \
     do {                                                                                       \
@@ -2032,10 +2034,10 @@ DDP__ANY(int32_t, i32) DDP__ANY(uint32_t, u32) DDP__ANY(int64_t, i64) DDP__ANY(u
     } while (0)
 #define DDP__FOR_EACH(count, statement) DDP__LOOP(DDP__INDEPENDENT, count, (size_t)1, statement)
 
-/* Executes STEP(type, at) for f32. at(x) is one element of x. With wide it is a cache line of 16 elements, and
-   the loop takes one line of each run in turn. Wide needs a CPU that stores whole cache lines at once; others
-   transfer a line that two cores write alternately in two halves. 16 KiB take 40% less, 1 MiB takes 12% less.
-   A function for such CPUs is marked DDP__WIDE and called only if ddp__wide(). */
+/* Executes STEP(type, at) for f32. at(x) is one element of x. With wide it is a cache line of 16 elements,
+   and the loop takes one line of each run in turn. Wide needs a CPU that stores whole cache lines at once;
+   others transfer a line that two cores write alternately in two halves. 16 KiB take 40% less, 1 MiB takes
+   12% less. A function for such CPUs is marked DDP__WIDE and called only if ddp__wide(). */
 typedef float ddp__any_line __attribute__((vector_size(64), may_alias, aligned(1)));
 #define DDP__AT_LINE(x) (*(ddp__any_line *)(void *)((x) + i))
 #define DDP__AT_ONE(x) (x)[i]
@@ -2092,8 +2094,8 @@ DDP__FORCED_INLINE uint16_t ddp__f32_to_bf16(float value) {
     return (uint16_t)((int32_t)(bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
 }
 
-/* Computes every case and selects one by mask, so that loops vectorise. A subnormal is its integer times 2^-24,
-   which does not depend on flush-to-zero settings. */
+/* Computes every case and selects one by mask, so that loops vectorise. A subnormal is its integer times
+   2^-24, which does not depend on flush-to-zero settings. */
 DDP__FORCED_INLINE float ddp__f16_to_f32(uint16_t half) {
     int32_t magnitude = half & 0x7fff;
     int32_t is_small = -(magnitude < 0x400), is_special = -(magnitude >= 0x7c00), is_nan = -(magnitude > 0x7c00);
@@ -2115,8 +2117,8 @@ DDP__FORCED_INLINE uint16_t ddp__f32_to_f16(float value) {
     return (uint16_t)((uint32_t)half | (bits >> 16 & 0x8000));
 }
 
-/* Rounds to odd: an inexact result gets an odd last place. A second rounding to fewer bits then gives the same
-   result as a single one. */
+/* Rounds to odd: an inexact result gets an odd last place. A second rounding to fewer bits then gives the
+   same result as a single one. */
 static float ddp__f64_to_f32_odd(double value) {
     float nearest = (float)value;
     if ((double)nearest == value || value != value) return nearest;
@@ -2125,8 +2127,8 @@ static float ddp__f64_to_f32_odd(double value) {
 
 #define DDP__F32_BLOCK (DDP__BLOCK_BYTES / sizeof(float))
 
-/* Converts at most a block from any float dtype to f32. odd: an f64 is rounded to odd, because a rounding to 16
-   bits follows. */
+/* Converts at most a block from any float dtype to f32. odd: an f64 is rounded to odd, because a rounding to
+   16 bits follows. */
 static void ddp__load_f32(float *DDP__RESTRICT out, const void *data, ddp_dtype dtype, size_t count, int odd) {
     const ddp__any_u16 *half = (const ddp__any_u16 *)data;
     const ddp__any_f64 *wide = (const ddp__any_f64 *)data;
@@ -2157,8 +2159,8 @@ static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRI
 //== casts and division ======================================================================== >>impl-divide
 /* The cast, scale and divide functions of the CPU device. AVG divides with them after the last addition. */
 
-/* Computes x / divisor * factor, rounded once, because one of the two is 1. For a divisor that is a power of two
-   the exact reciprocal gives the same bits, also for subnormals, and is faster. */
+/* Computes x / divisor * factor, rounded once, because one of the two is 1. For a divisor that is a power of
+   two the exact reciprocal gives the same bits, also for subnormals, and is faster. */
 #define DDP__SCALE_FN(type, suffix)                                                                          \
     static void ddp__scale_##suffix(ddp__any_##suffix *x, size_t count, uint64_t divisor, type factor) {     \
         type d = (type)divisor, r = factor / d;                                                              \
@@ -2168,8 +2170,8 @@ static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRI
 DDP__SCALE_FN(float, f32) DDP__SCALE_FN(double, f64)
 #undef DDP__SCALE_FN
 
-/* Converts any float dtype to any other through f32, scales in f32, and rounds once to nearest even. dst and src
-   do not overlap, or are equal and have dtypes of the same size. */
+/* Converts any float dtype to any other through f32, scales in f32, and rounds once to nearest even. dst and
+   src do not overlap, or are equal and have dtypes of the same size. */
 static void ddp__by_f32(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count, uint64_t divisor, float factor) {
     float DDP__ALIGNED64 block[DDP__F32_BLOCK];
     size_t dst_size = ddp_dtype_size(dst_dtype), src_size = ddp_dtype_size(src_dtype);
@@ -2222,10 +2224,11 @@ static void ddp__divide(void *data, size_t count, ddp_dtype dtype, uint64_t divi
 }
 
 //== tree reduction ============================================================================== >>impl-tree
-/* The reduction of W arrays in tree order. Collectives call ddp__reduce_tree; backends call ddp_reduce_tree. */
+/* The reduction of W arrays in tree order. Collectives call ddp__reduce_tree; backends call
+   ddp_reduce_tree. */
 
-/* Reduces one or two levels of the tree in one pass: out[i] = a op b, or (a op b) op (c op d) if in_count is 4.
-   out may be any of the inputs. */
+/* Reduces one or two levels of the tree in one pass: out[i] = a op b, or, with in_count 4,
+   (a op b) op (c op d). out may be any of the inputs. */
 typedef void (*ddp__merge_fn)(void *out, const void *const *in, int in_count, size_t count);
 #define DDP__MERGE_FN(op, suffix)                                                                          \
     static void ddp__merge_##op##_##suffix(void *out, const void *const *in, int in_count, size_t count) { \
@@ -2255,9 +2258,10 @@ DDP__SUM_PROD(uint8_t, u8) DDP__SUM_PROD(uint32_t, u32) DDP__SUM_PROD(uint64_t, 
 DDP__MIN_MAX(int8_t, i8) DDP__MIN_MAX(uint8_t, u8)
 DDP__MIN_MAX(int32_t, i32) DDP__MIN_MAX(int64_t, i64) DDP__MIN_MAX(uint64_t, u64)
 
-/* Minimum and maximum of IEEE 754-2019: NaN if an operand is NaN, and -0 is less than +0. So the result does not
-   depend on the order. If a and b are equal, `one` and `other` are the two values, and their signs are combined
-   by or (min) and by and (max). The selections follow each other, because nested ones do not vectorise. */
+/* Minimum and maximum of IEEE 754-2019: NaN if an operand is NaN, and -0 is less than +0. So the result does
+   not depend on the order. If a and b are equal, `one` and `other` are the two values, and their signs are
+   combined by or (min) and by and (max). The selections follow each other, because nested ones do not
+   vectorise. */
 #define DDP__FLOAT_LESS(op, less, join, type, suffix)                                                    \
     DDP__FORCED_INLINE type ddp__##op##_##suffix(type a, type b) {                                       \
         type one = a less b ? a : b,                                                                     \
@@ -2270,8 +2274,8 @@ DDP__MIN_MAX(int32_t, i32) DDP__MIN_MAX(int64_t, i64) DDP__MIN_MAX(uint64_t, u64
 DDP__FLOAT_LESS(min, <, |, float, f32) DDP__FLOAT_LESS(min, <, |, double, f64)
 DDP__FLOAT_LESS(max, >, &, float, f32) DDP__FLOAT_LESS(max, >, &, double, f64)
 
-/* Integer sums and products wrap, so signed dtypes use the unsigned functions. f16 and bf16 are converted to f32
-   before. */
+/* Integer sums and products wrap, so signed dtypes use the unsigned functions. f16 and bf16 are converted to
+   f32 before. */
 static ddp__merge_fn ddp__merge_for(ddp_dtype dtype, ddp_op op) {
 #define DDP__BY_OP(wrapping, ordered)                                       \
     {ddp__merge_sum_##wrapping, ddp__merge_sum_##wrapping /* AVG */,        \
@@ -2297,8 +2301,8 @@ static int ddp__cpu_is_amd(void) {
 static size_t ddp__runs(void) { return ddp__cpu_is_amd() ? 2 : 3; }
 
 /* memcpy between this rank's memory and lines that another core has just written. memcpy uses string
-   instructions for large sizes, which read such lines at half the speed of plain loads. Copies several runs at
-   once, see ddp__reduce_tree. */
+   instructions for large sizes, which read such lines at half the speed of plain loads. Copies several runs
+   at once, see ddp__reduce_tree. */
 static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
@@ -2344,15 +2348,16 @@ typedef struct ddp__reduction {
     uint64_t divisor;
     ddp__merge_fn merge;
     int half,                /* 1 = f16 or bf16, added in f32 */
-        past;                /* 1 = no output is a source, and all outputs are written with streaming stores */
+        past;                /* 1 = streaming stores write all outputs, none of which is a source */
     /* Not NULL in ddp__round_fused: two arrays that are copied in the same loop, two sources into two
        destinations. */
     void *const *to, *const *from;
 } ddp__reduction;
 
-/* The loop for gradients: f32 SUM and AVG of W = 2 to 4 sources into D = 1 or W destinations, in one pass over
-   memory. W and D are constants where it is inlined. A SUM is multiplied by 1, which changes no bit and takes no
-   time while the loop waits for loads. Walks `runs` runs of count elements, which follow each other in memory. */
+/* The loop for gradients: f32 SUM and AVG of W = 2 to 4 sources into D = 1 or W destinations, in one pass
+   over memory. W and D are constants where it is inlined. A SUM is multiplied by 1, which changes no bit and
+   takes no time while the loop waits for loads. Walks `runs` runs of count elements, which follow each other
+   in memory. */
 #define DDP__F32_AT(array, k) ((ddp__any_f32 *)array[k] + first)
 #define DDP__FOUR(x) (*(const ddp__any_f32x4 *)(x + i))
 #define DDP__FUSED_SUM(at)                           \
@@ -2416,9 +2421,9 @@ static void ddp__merge_two(const ddp__reduction *r, void *left, const void *righ
     r->merge(left, in, 2, count);
 }
 
-/* Reduces one block of the tree, like a binary counter. After t sources there is one level per set bit of t: a
-   subtree of that many sources, the largest in level[0]. Two subtrees of equal size are added as soon as both
-   exist. At the end all levels are added, the smallest first:
+/* Reduces one block of the tree, like a binary counter. After t sources there is one level per set bit of t:
+   a subtree of that many sources, the largest in level[0]. Two subtrees of equal size are added as soon as
+   both exist. At the end all levels are added, the smallest first:
        W=11: [0..7] [8 9] 10   W=28: [0..15] [16..23] [24..27]
    Each step adds a subtree of four sources. level[0] receives the result. 64 sources need five levels, 65536
    sources need all 15. */
@@ -2464,9 +2469,9 @@ static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count)
     }
 }
 
-/* Reduces src_count (1 to 65536) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A
-   destination may be one of the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts
-   as 1); other operations ignore it. how:
+/* Reduces src_count (1 to 65536) arrays of count elements and writes the result to dst_count (1 to 64)
+   arrays. A destination may be one of the sources; otherwise they do not overlap. AVG divides the sum by
+   divisor (0 counts as 1); other operations ignore it. how:
      DDP__CACHED  The data is in this core's caches.
      DDP__LARGE   The data does not fit the caches, or is new in another core's cache. The loop walks several runs
                   at once: hardware prefetchers stop at the end of a page, and while one run starts a page the
@@ -2494,7 +2499,8 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
     if (r.past) ddp__stream_end();
 }
 
-DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor) {
+DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_count, size_t count,
+                            ddp_dtype dtype, ddp_op op, uint64_t divisor) {
     ddp__reduce_tree(&dst, 1, sources, source_count, count, dtype, op, divisor ? divisor : (uint64_t)source_count, DDP__LARGE);
 }
 
@@ -2562,9 +2568,9 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
     for (int k = 0; k < DDP__EXACT_DIGITS && negative; k++) sum.cell[k] = -sum.cell[k];
     if (negative) ddp__exact_normalise(&sum);
     while (top > 1 && !sum.cell[top]) top--;
-    /* Takes the 64 bits from the highest set bit on, out of three digits. The lowest of them is also set if any
-       lower bit is. A double has 53 bits, so that the conversion rounds once, to nearest even. A subnormal loses
-       nothing: all its bits are in the two lowest digits. */
+    /* Takes the 64 bits from the highest set bit on, out of three digits. The lowest of them is also set if
+       any lower bit is. A double has 53 bits, so that the conversion rounds once, to nearest even. A
+       subnormal loses nothing: all its bits are in the two lowest digits. */
     uint64_t bits = (uint64_t)sum.cell[top] << 32 | (uint64_t)sum.cell[top - 1],
              below = top > 1 ? (uint64_t)sum.cell[top - 2] : 0;
     int shift = bits ? __builtin_clzll(bits) : 0;
@@ -2579,9 +2585,9 @@ DDPDEF float ddp_clip_factor(const ddp_exact_sum *squares, float max_norm, float
     return *norm > max_norm && *norm <= 3.402823466e38f ? max_norm / *norm : 1;
 }
 
-/* Add the squares of 64 elements to 32 partial sums: lane e receives the sum of elements e and e+32. The square of
-   an f32 is exact in f64, so a fused multiply-add gives the same bits. The square of an f64 is rounded and must
-   not be fused: it is stored in memory before it is added. */
+/* Add the squares of 64 elements to 32 partial sums: lane e receives the sum of elements e and e+32. The
+   square of an f32 is exact in f64, so a fused multiply-add gives the same bits. The square of an f64 is
+   rounded and must not be fused: it is stored in memory before it is added. */
 static void ddp__squares_f32(double *DDP__RESTRICT lane, const ddp__any_f32 *x) {
     for (int e = 0; e < DDP__EXACT_LANES; e++)
         lane[e] += (double)x[e] * (double)x[e] + (double)x[e + DDP__EXACT_LANES] * (double)x[e + DDP__EXACT_LANES];
@@ -2594,8 +2600,8 @@ static void ddp__squares_f64(double *DDP__RESTRICT lane, const ddp__any_f64 *x) 
     for (int e = 0; e < DDP__EXACT_LANES; e++) lane[e] += square[e] + square[e + DDP__EXACT_LANES];
 }
 
-/* Sum of the squares of count elements in f64, in an order that depends only on count. The last step is filled up
-   with zeros, which change no bit. */
+/* Sum of the squares of count elements in f64, in an order that depends only on count. The last step is
+   filled up with zeros, which change no bit. */
 static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) {
     union {
         double f64[2 * DDP__EXACT_LANES];
@@ -2621,9 +2627,9 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
     return lane[0];
 }
 
-/* Adds the sum of squares of each row of row_count elements. Rows, and pieces of long rows, are added exactly. So
-   the sum does not depend on which rank has which row, and a GPU can compute pieces in parallel. data has a float
-   dtype. */
+/* Adds the sum of squares of each row of row_count elements. Rows, and pieces of long rows, are added
+   exactly. So the sum does not depend on which rank has which row, and a GPU can compute pieces in parallel.
+   data has a float dtype. */
 static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
     const unsigned char *at = (const unsigned char *)data;
     size_t size = ddp_dtype_size(dtype);
@@ -2675,7 +2681,8 @@ DDPDEF const ddp_device *ddp_device_cpu(void) {
     return &cpu;
 }
 
-DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, const int *version, const char *header) {
+DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, const int *version,
+                                    const char *header) {
     const ddp_device *device = ddp_group_device(group);
     if (version ? *version == DDP_VERSION : device->host_memory) return DDP_OK;
     if (version)
@@ -2687,17 +2694,17 @@ DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, con
 
 //== shared memory =============================================================================== >>impl-heap
 
-/* The heap is one anonymous file, far larger than memory but sparse. A rank allocates shared memory by an atomic
-   addition to the next unused offset, without negotiation, and maps that range. The file has no name, so nothing
-   remains after a crash. */
+/* The heap is one anonymous file, far larger than memory but sparse. A rank allocates shared memory by an
+   atomic addition to the next unused offset, without negotiation, and maps that range. The file has no name,
+   so nothing remains after a crash. */
 
 #define DDP__HUGE ((size_t)2 << 20)
 /* The unit of mapped and of freed ranges. 64 KiB on some arm64 systems. */
 #define DDP__PAGE ((size_t)sysconf(_SC_PAGESIZE))
 
-/* Places for the file, in the order in which they are tried. Only the machine's memory limits a memfd. The folders
-   are for old kernels and strict sandboxes. A /dev/shm with less than 1 GiB is the last one: containers have 64 MB
-   there. */
+/* Places for the file, in the order in which they are tried. Only the machine's memory limits a memfd. The
+   folders are for old kernels and strict sandboxes. A /dev/shm with less than 1 GiB is the last one:
+   containers have 64 MB there. */
 enum { DDP__HEAP_MEMFD, DDP__HEAP_SHM, DDP__HEAP_TMP, DDP__HEAP_HERE, DDP__HEAP_SMALL_SHM, DDP__HEAP_PLACES };
 static const char *const ddp__heap_folders[DDP__HEAP_PLACES] = {"", "/dev/shm", "/tmp", ".", "/dev/shm"};
 
@@ -2726,8 +2733,8 @@ static int ddp__heap_file(int place) {
 /* Returns 1 if the first access to a page can end in SIGBUS because the place is full. The pages are then
    reserved before. This is so in a folder, and in a memfd if the system limits the memory that all processes
    commit. Otherwise a memfd stays sparse: a group of 64 ranks has 752 MiB of control memory and touches 5 to
-   100 MiB, and reserving all of it takes a second. Reserving does not help against the memory limit of a cgroup,
-   whose OOM killer also ends a process that reserves pages. */
+   100 MiB, and reserving all of it takes a second. Reserving does not help against the memory limit of a
+   cgroup, whose OOM killer also ends a process that reserves pages. */
 static int ddp__heap_reserves(int place) {
     char mode = 0;
     if (place != DDP__HEAP_MEMFD) return 1;
@@ -2764,7 +2771,8 @@ static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
     return start;
 }
 
-/* Maps [offset, offset + size), a range of one ddp__heap_take. Ranks that are threads share one counted mapping. */
+/* Maps [offset, offset + size), a range of one ddp__heap_take. Ranks that are threads share one counted
+   mapping. */
 static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
     ddp__region *m = NULL;
     if (size > DDP__HUGE) size = ddp_round_up(size, DDP__HUGE); /* as ddp__heap_take does */
@@ -2798,7 +2806,8 @@ static void ddp__heap_release(ddp__heap *heap) {
     free(heap);
 }
 
-/* Allocates a range of the file and returns its offset. Returns 0, and allocates nothing, if it does not fit. */
+/* Allocates a range of the file and returns its offset. Returns 0, and allocates nothing, if it does not
+   fit. */
 static uint64_t ddp__heap_take(ddp__heap *heap, size_t size) {
     uint64_t length = ddp_round_up(size, DDP__HUGE), offset = ddp__load(&heap->job->bump);
     do {
@@ -2807,8 +2816,8 @@ static uint64_t ddp__heap_take(ddp__heap *heap, size_t size) {
     return offset;
 }
 
-/* Returns pages to the system. Their offsets are not reused. Calls fallocate(2) by number, because its declaration
-   needs _GNU_SOURCE. */
+/* Returns pages to the system. Their offsets are not reused. Calls fallocate(2) by number, because its
+   declaration needs _GNU_SOURCE. */
 static void ddp__heap_give_back(ddp__heap *heap, uint64_t offset, size_t size) {
     syscall(SYS_fallocate, heap->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (long)offset, (long)size);
 }
@@ -3050,7 +3059,8 @@ DDPDEF void ddp_group_mark_lost(ddp_group *group, int rank, ddp_result cause, co
     if (group->lost) ddp__lost_mark(group, group->world_rank[rank], cause, text);
 }
 
-/* Returns DDP_OK, or sets the error line if a rank of this group counts as lost. Each mark is reported once. */
+/* Returns DDP_OK, or sets the error line if a rank of this group counts as lost. Each mark is reported
+   once. */
 DDPDEF ddp_result ddp_group_check_lost(ddp_group *group) {
     ddp__lost_ranks *lost = group->lost;
     ddp_result result = DDP_OK;
@@ -3077,8 +3087,8 @@ static ddp_result ddp__lost_check(ddp_group *group) {
     return result;
 }
 
-/* Packs the marked ranks into a message to other ranks of the world: at most four ranges of world ranks, each as
-   its first rank and its length. Further ranges do not fit and are left out. */
+/* Packs the marked ranks into a message to other ranks of the world: at most four ranges of world ranks, each
+   as its first rank and its length. Further ranges do not fit and are left out. */
 enum { DDP__LOST_RANGES = 4 };
 DDPDEF void ddp_group_get_lost(const ddp_group *group, uint64_t out[2]) {
     const ddp__lost_ranks *lost = group->lost;
@@ -3104,17 +3114,17 @@ DDPDEF void ddp_group_add_lost(ddp_group *group, const uint64_t in[2], ddp_resul
 }
 
 //== the local backend: waiting ================================================================== >>impl-wait
-/* The local backend connects ranks of one machine through shared memory. This part has its state, the waits on
-   counters of peers, timeouts, and the reports about the missing ranks. */
+/* The local backend connects ranks of one machine through shared memory. This part has its state, the waits
+   on counters of peers, timeouts, and the reports about the missing ranks. */
 
 /* Control memory of one group. Rank 0 of the group allocates it from the heap:
 
      ddp__control | rank lines [W] | posts [W][2] | payloads [W][2] | slots [W][DDP__SLOTS]
                   | channels [W][W] (p2p)
 
-   Posts and payloads alternate by the parity of seq. A rank that announces call n+2 has seen the announcements
-   of n+1 of all ranks, which made them after they had read those of n. Rounds number the uses of the slots and
-   never restart. */
+   Posts and payloads alternate by the parity of seq. A rank that announces call n+2 has seen the
+   announcements of n+1 of all ranks, which made them after they had read those of n. Rounds number the uses
+   of the slots and never restart. */
 
 typedef struct ddp__channel ddp__channel;
 typedef struct ddp__request ddp__request;
@@ -3124,8 +3134,8 @@ typedef struct ddp__request ddp__request;
      PAST    through slots with streaming stores     PUSH  directly into the buffers of the peers
      READ    by process_vm_readv */
 enum { DDP__WAY_CACHED, DDP__WAY_PAST, DDP__WAY_READ, DDP__WAYS, DDP__WAY_TAKE, DDP__WAY_PUSH };
-/* The kinds of calls with tuners of their own: calls that reduce, calls that only move data, and calls in which
-   only the root sends. */
+/* The kinds of calls with tuners of their own: calls that reduce, calls that only move data, and calls in
+   which only the root sends. */
 enum { DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE, DDP__ROUTE_ONE_GIVER, DDP__ROUTES };
 
 typedef struct ddp__local {
@@ -3137,8 +3147,8 @@ typedef struct ddp__local {
        threads. */
     int woken;
     int member[DDP_MAX_LOCAL_RANKS]; /* rank in this group -> rank of the job */
-    /* Rank in this group -> rank in the causes of failures. They differ if this group is one machine's part of a
-       larger group, whose ranks the causes name. */
+    /* Rank in this group -> rank in the causes of failures. They differ if this group is one machine's part
+       of a larger group, whose ranks the causes name. */
     int number[DDP_MAX_LOCAL_RANKS];
     uint64_t offset;                 /* of the control memory in the heap */
     size_t size;
@@ -3165,9 +3175,9 @@ typedef struct ddp__local {
     uint64_t status_at;              /* time of the last check in ddp__local_status, in ms */
 } ddp__local;
 
-/* Payloads and slots begin in the middle of a page, because large private buffers begin near the start of a page.
-   At equal offsets in a page, loads wait for unrelated stores to the other page (4 KiB aliasing). From 64 KiB to
-   1 MiB that cost 10% to 25%. */
+/* Payloads and slots begin in the middle of a page, because large private buffers begin near the start of a
+   page. At equal offsets in a page, loads wait for unrelated stores to the other page (4 KiB aliasing). From
+   64 KiB to 1 MiB that cost 10% to 25%. */
 #define DDP__OFF_PAGE 2048
 #define DDP__PAYLOAD_STRIDE (2 * DDP__PAYLOAD + 4096 + DDP__LINE)
 #define DDP__SLOT_STRIDE (DDP__SLOTS * (size_t)DDP__CHUNK + DDP__SKEW)
@@ -3225,8 +3235,8 @@ static void ddp__wake_waiters(ddp__local *l) {
 }
 
 /* Wakes the ranks that sleep. Called after each announcement. It reads the number of sleepers without a full
-   fence, so it may miss a rank that goes to sleep at this moment. That sleep lasts at most one slice (2 ms). A
-   fence would wait for the store buffer in every call. */
+   fence, so it may miss a rank that goes to sleep at this moment. That sleep lasts at most one slice (2 ms).
+   A fence would wait for the store buffer in every call. */
 static inline void ddp__announce(ddp__local *l) {
     if (__builtin_expect(ddp__load_relaxed(&l->control->sleepers) != 0, 0)) ddp__wake_waiters(l);
 }
@@ -3270,8 +3280,8 @@ static ddp_result ddp__member_lost(ddp__local *l, int rank, char *text, size_t s
     return DDP_ERR_TIMEOUT;
 }
 
-/* Publishes that this rank waits for rank `peer` in a call. Peers read it for timeout texts and to find the rank
-   that blocks all others. A torn read only garbles a text. */
+/* Publishes that this rank waits for rank `peer` in a call. Peers read it for timeout texts and to find the
+   rank that blocks all others. A torn read only garbles a text. */
 static void ddp__publish_wait(const ddp_group *group, ddp__local *l, const uint64_t what[2], uint64_t seq,
                               int peer) {
     uint64_t word[DDP__WAIT_WORDS] = {what[0] + 1, what[1], seq};
@@ -3286,8 +3296,8 @@ static void ddp__publish_no_wait(ddp__local *l) {
     __atomic_store_n(&l->heap->job->rank[l->member[l->rank]].wait[0], UINT64_C(0), __ATOMIC_RELAXED);
 }
 
-/* Reads the wait that a rank of the job has published. Returns 0 if it has none, or an old one: a waiting rank
-   publishes again every few milliseconds. */
+/* Reads the wait that a rank of the job has published. Returns 0 if it has none, or an old one: a waiting
+   rank publishes again every few milliseconds. */
 static int ddp__wait_of(const ddp__local *l, int job_rank, int timeout_ms, uint64_t word[DDP__WAIT_WORDS]) {
     double fresh = timeout_ms < 2000 ? timeout_ms * 0.5e-3 : 1.0;
     for (int i = 0; i < DDP__WAIT_WORDS; i++)
@@ -3295,8 +3305,8 @@ static int ddp__wait_of(const ddp__local *l, int job_rank, int timeout_ms, uint6
     return word[0] && ddp_now() - (double)word[DDP__WAIT_TIME] * 1e-9 < fresh;
 }
 
-/* Finds the rank of the job that blocks `job_rank`: follows the published waits from rank to rank. Returns -1 if
-   the waits form a cycle, or if the group has failed and the waiting ranks have left already. */
+/* Finds the rank of the job that blocks `job_rank`: follows the published waits from rank to rank. Returns -1
+   if the waits form a cycle, or if the group has failed and the waiting ranks have left already. */
 static int ddp__blamed(const ddp__local *l, int job_rank, int timeout_ms) {
     uint64_t word[DDP__WAIT_WORDS];
     int blamed = job_rank;
@@ -3309,8 +3319,8 @@ static int ddp__blamed(const ddp__local *l, int job_rank, int timeout_ms) {
 }
 
 /* Called when this rank's timeout has passed while it waited for `rank`. Marks the rank that blocks it as
-   unresponsive. Every other group with that rank then fails at once, not after a timeout of its own: local groups
-   through the job's record, groups of this process on other backends through ddp_group_mark_lost. */
+   unresponsive. Every other group with that rank then fails at once, not after a timeout of its own: local
+   groups through the job's record, groups of this process on other backends through ddp_group_mark_lost. */
 static void ddp__mark_unresponsive(ddp_group *group, ddp__local *l, int rank) {
     char text[64];
     int blamed = ddp__blamed(l, l->member[rank], group->desc.timeout_ms);
@@ -3329,8 +3339,8 @@ static void ddp__mark_unresponsive(ddp_group *group, ddp__local *l, int rank) {
         if (l->member[p] == blamed) ddp_group_mark_lost(group, p, DDP_ERR_TIMEOUT, text);
 }
 
-/* Describes a missing rank in the text of a timeout: its world rank and pid, or the call in which it waits and the
-   rank that blocks it. */
+/* Describes a missing rank in the text of a timeout: its world rank and pid, or the call in which it waits
+   and the rank that blocks it. */
 static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int rank, char *out, size_t size) {
     const ddp__job *job = l->heap->job;
     uint64_t word[DDP__WAIT_WORDS];
@@ -3360,14 +3370,14 @@ static void ddp__list_rank(char *list, size_t room, int rank) {
 
 #define DDP__MISSING_TEXT "timed out after %d ms: arrived: rank %s; missing: rank %s"
 
-/* Returns a rank's word of a wait. Each rank has one word, stride bytes apart; the wait ends when they reach a
-   target. */
+/* Returns a rank's word of a wait. Each rank has one word, stride bytes apart; the wait ends when they reach
+   a target. */
 static inline uint64_t ddp__word_of(const uint64_t *words, size_t stride, int rank) {
     return ddp__load((const uint64_t *)(const void *)((const unsigned char *)words + (size_t)rank * stride));
 }
 
-/* Called when this rank's timeout has passed. Writes the cause, with the ranks that arrived and the missing ones
-   according to their words. */
+/* Called when this rank's timeout has passed. Writes the cause, with the ranks that arrived and the missing
+   ones according to their words. */
 static void ddp__timed_out(ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride,
                            uint64_t target, char *out, size_t size) {
     char here[90] = "", missing[190] = "", waiting[176] = "";
@@ -3396,8 +3406,8 @@ static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *words, size_
     __atomic_store_n(&me->sleeping, 0u, __ATOMIC_RELAXED);
 }
 
-/* Poisons the group if any rank that has not reached target is lost. It checks all of them, because the rank that
-   this wait is for may only be slow. */
+/* Poisons the group if any rank that has not reached target is lost. It checks all of them, because the rank
+   that this wait is for may only be slow. */
 static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stride, uint64_t target) {
     char text[DDP__TEXT_MAX];
     for (int r = 0; r < l->world_size; r++) {
@@ -3422,8 +3432,8 @@ static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const ui
     }
 }
 
-/* Waits until the word of `peer` reaches target: yields, then sleeps. Meanwhile it checks for failures and the
-   timeout, and advances pending sends and receives. */
+/* Waits until the word of `peer` reaches target: yields, then sleeps. Meanwhile it checks for failures and
+   the timeout, and advances pending sends and receives. */
 static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
     char text[DDP__TEXT_MAX];
     double start = ddp_now(), checked = start;
@@ -3489,9 +3499,9 @@ static void ddp__tick(ddp__local *l, int what, uint64_t round) {
    direct   The buffers of all ranks are group memory, or ranks are threads. Rank r reduces part r of all buffers
             and stores the sum in all of them. Two waits.
    staged   Private memory moves through slots, chunk by chunk. A rank fills its slot, reduces part r of all
-            slots, stores the sum in the slots that it has read, and drains its own slot. (The last writer of a
-            line determines the cost of the next write.) Chunk k+1 is filled before the wait for chunk k. Large
-            moves and reduce-scatters may bypass the caches, see ddp__route_propose.
+            slots, stores the sum in the slots that it has read, and drains its own slot. (The last writer of
+            a line determines the cost of the next write.) Chunk k+1 is filled before the wait for chunk k.
+            Large moves and reduce-scatters may bypass the caches, see ddp__route_propose.
 
    A staged all-reduce with W=2, one round:
        rank 0   send [a0|a1] --a1--> slot0 [  |a1]            recv [a0+b0| <- slot0 ]
@@ -3500,10 +3510,12 @@ static void ddp__tick(ddp__local *l, int what, uint64_t round) {
                 rank 1 stores slot0.a1 + b1 in recv and slot0 */
 
 #if !defined(DDP__LARGE_BYTES)
-/* From this size of a rank's share on, the data leaves the caches before its next use. Tests make it small. */
+/* From this size of a rank's share on, the data leaves the caches before its next use. Tests make it
+   small. */
 #define DDP__LARGE_BYTES ((size_t)4 << 20)
 #endif
-#define DDP__ROUTE_BYTES (DDP__LARGE_BYTES / 4) /* from this size on, a tuner chooses the method for private data */
+#define DDP__ROUTE_BYTES (DDP__LARGE_BYTES / 4) /* from this size on, a tuner chooses the method for private
+                                                   data */
 
 /* Returns the group memory, of this group or a parent, that contains an offset of the heap or, with here, an
    address in this process. NULL = none. */
@@ -3522,8 +3534,8 @@ static unsigned char *ddp__resolve(const ddp__local *l, uint64_t address) {
     return region ? region->base + (address - 1 - region->offset) : NULL;
 }
 
-/* Returns the address of [pointer, pointer + size) for peers: the pointer if ranks are threads; the heap offset
-   + 1 of group memory; otherwise the pointer, marked as private. 0 = no buffer. */
+/* Returns the address of [pointer, pointer + size) for peers: the pointer if ranks are threads; the heap
+   offset + 1 of group memory; otherwise the pointer, marked as private. 0 = no buffer. */
 #define DDP__PRIVATE (UINT64_C(1) << 63)
 static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t size) {
     if (!pointer || l->heap->threads) return (uint64_t)(uintptr_t)pointer;
@@ -3532,7 +3544,8 @@ static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t si
     return region && size <= region->total - inside ? region->offset + inside + 1 : DDP__PRIVATE | (uint64_t)(uintptr_t)pointer;
 }
 
-/* Copies from the memory of another process. Returns 0 if the system refuses that, or the address is invalid. */
+/* Copies from the memory of another process. Returns 0 if the system refuses that, or the address is
+   invalid. */
 static int ddp__vm_read(int pid, void *dst, uint64_t address, size_t size_bytes) {
     for (size_t done = 0; done < size_bytes;) {
         struct iovec here = {(unsigned char *)dst + done, size_bytes - done};
@@ -3544,8 +3557,8 @@ static int ddp__vm_read(int pid, void *dst, uint64_t address, size_t size_bytes)
     return 1;
 }
 
-/* Returns 1 if this rank can read the process of rank r, 0 if rank r has not published its probe yet, -1 if the
-   system refuses or the pid belongs to another process here. */
+/* Returns 1 if this rank can read the process of rank r, 0 if rank r has not published its probe yet, -1 if
+   the system refuses or the pid belongs to another process here. */
 static int ddp__can_read(ddp__local *l, int r) {
     uint64_t word = 0, probe = ddp__load(&l->line[r].probe);
     int can = ddp__load(&l->can_read[r]);
@@ -3570,9 +3583,9 @@ static int ddp__can_be_read(const void *buffer, size_t size) {
     return !buffer || !size || (ddp__vm_read(pid, &byte, first, 1) && ddp__vm_read(pid, &byte, first + size - 1, 1));
 }
 
-/* Ranks that are threads access each other's buffers. After the group has failed, no rank begins such an access.
-   A failed call returns when the accesses of its peers have ended, because the caller then owns the buffers
-   again. */
+/* Ranks that are threads access each other's buffers. After the group has failed, no rank begins such an
+   access. A failed call returns when the accesses of its peers have ended, because the caller then owns the
+   buffers again. */
 static int ddp__reach_begin(ddp__local *l) {
     if (!l->heap->threads) return 1;
     ddp__fetch_add(&l->line[l->rank].reaching, 1u);
@@ -3623,8 +3636,8 @@ static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size
     return 0;
 }
 
-/* Returns the `how` of ddp__reduce_tree for a share of group memory. Data that a peer has just written is read in
-   several runs at any size, except on AMD: 1 MiB takes 16% less. */
+/* Returns the `how` of ddp__reduce_tree for a share of group memory. Data that a peer has just written is
+   read in several runs at any size, except on AMD: 1 MiB takes 16% less. */
 static int ddp__how(const ddp__local *l, size_t size) {
     return size >= DDP__LARGE_BYTES / 4 ? DDP__PAST
            : l->amd                     ? DDP__CACHED
@@ -3636,15 +3649,16 @@ static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_cal
     return size <= sizeof l->posts->data ? ddp__post_of(l, rank, call->seq)->data : ddp__payload_of(l, rank, call->seq);
 }
 
-/* For data with one reader, on AMD: the reader writes a byte into every line that it has read, and so owns the
-   line. The sender's next write into it then takes 1 to 2.5 ns instead of 7 to 28 ns. 1 KiB takes half the time, a
-   staged all-gather between distant cores a third. On Intel the next write takes the same time, and the byte costs
-   10%. */
+/* For data with one reader, on AMD: the reader writes a byte into every line that it has read, and so owns
+   the line. The sender's next write into it then takes 1 to 2.5 ns instead of 7 to 28 ns. 1 KiB takes half
+   the time, a staged all-gather between distant cores a third. On Intel the next write takes the same time,
+   and the byte costs 10%. */
 static void ddp__hand_back(unsigned char *data, size_t size) {
     for (size_t i = 0; i < size && size > sizeof ((ddp__post *)0)->data; i += 64) *(volatile unsigned char *)(data + i) = 0;
 }
 
-/* Divides size bytes into shares of whole cache lines, one per rank. The last ranks may have less or nothing. */
+/* Divides size bytes into shares of whole cache lines, one per rank. The last ranks may have less or
+   nothing. */
 static size_t ddp__share(size_t size, int world_size) {
     return ((size + (size_t)world_size - 1) / (size_t)world_size + DDP__ALIGN - 1) / DDP__ALIGN * DDP__ALIGN;
 }
@@ -3662,8 +3676,8 @@ typedef struct ddp__move {
     const ddp_call *call;
     int shape;            /* DDP__ADDS and so on, from ddp__forms */
     int common;           /* 1 = all peers receive the same bytes */
-    /* 1 = an all_reduce or reduce of more than a small message: rank r reduces share r of each chunk for all ranks
-       that receive the result. */
+    /* 1 = an all_reduce or reduce of more than a small message: rank r reduces share r of each chunk for all
+       ranks that receive the result. */
     int shared;
     const unsigned char *send;
     unsigned char *recv;
@@ -3691,9 +3705,9 @@ static int ddp__receives(const ddp_call *call, int rank) {
 
 /* Cuts a call into rounds through slots.
    Chunks of shared calls on AMD: medium sizes overlap, and chunks of 256 to 768 KiB are equally fast.
-   On other CPUs: the data of two rounds should fit the second-level cache, but chunks that fit the first-level
-   cache are slow to read from another core. Chunks of 96 and 256 KiB take 10% more than chunks of 128 KiB, and
-   256 KiB of data in chunks of 64 KiB take 30% more. */
+   On other CPUs: the data of two rounds should fit the second-level cache, but chunks that fit the
+   first-level cache are slow to read from another core. Chunks of 96 and 256 KiB take 10% more than chunks of
+   128 KiB, and 256 KiB of data in chunks of 64 KiB take 30% more. */
 static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
     if (m->shared) {
         size_t line = (size_t)l->world_size * DDP__ALIGN,
@@ -3711,8 +3725,8 @@ static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
     }
 }
 
-/* Returns the bytes that a rank sends to a peer, as a range of send, or receives from it, as a range of recv. The
-   peer may be the rank itself. */
+/* Returns the bytes that a rank sends to a peer, as a range of send, or receives from it, as a range of recv.
+   The peer may be the rank itself. */
 DDP__FORCED_INLINE ddp_bytes ddp__passes(int rank, const ddp__move *m, int peer, int gives) {
     const ddp_call *call = m->call;
     int from = gives ? rank : peer,
@@ -3732,8 +3746,8 @@ DDP__FORCED_INLINE ddp_bytes ddp__passes(int rank, const ddp__move *m, int peer,
 #define ddp__gives(rank, m, to) ddp__passes(rank, m, to, 1)
 #define ddp__takes(rank, m, from) ddp__passes(rank, m, from, 0)
 
-/* Returns the piece of a part, or of a rank's share, that moves in round k. Shared chunks move in reverse order,
-   because the owner wrote the end of a buffer last and has it in its cache: 64 MiB take 10% less. */
+/* Returns the piece of a part, or of a rank's share, that moves in round k. Shared chunks move in reverse
+   order, because the owner wrote the end of a buffer last and has it in its cache: 64 MiB take 10% less. */
 DDP__FORCED_INLINE ddp_bytes ddp__piece(const ddp__move *m, ddp_bytes part, size_t k, int rank) {
     size_t at = k * m->room;
     if (m->shared) {
@@ -3769,9 +3783,9 @@ DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, 
     if (past) ddp__stream_end();
 }
 
-/* Completes the arguments of ddp__reduce_tree for round k. in: the sources of all ranks; this function sets the
-   own one. outs: the destinations, which are this rank's piece and, in a shared call, out[r] of the receiving
-   ranks. Returns the number of destinations. *count: number of elements. */
+/* Completes the arguments of ddp__reduce_tree for round k. in: the sources of all ranks; this function sets
+   the own one. outs: the destinations, which are this rank's piece and, in a shared call, out[r] of the
+   receiving ranks. Returns the number of destinations. *count: number of elements. */
 DDP__FORCED_INLINE int ddp__move_outs(const ddp__local *l, const ddp__move *m, void **in, void *const *out, size_t k, void **outs,
                                       size_t *count) {
     const ddp_call *call = m->call;
@@ -3812,7 +3826,8 @@ DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, c
     ddp__move_fill(l, m, ddp__small_of(l, l->rank, m->call, size), 0, 0);
     DDP_TRY(ddp__enter(group, l, m->call, 0, 0));
     /* The next call writes into the payload of the previous call, which no rank reads any more. Its lines are
-       prefetched for writing now, while this rank waits for the data of its peers: 1 KiB takes a third less. */
+       prefetched for writing now, while this rank waits for the data of its peers: 1 KiB takes a third
+       less. */
     unsigned char *next = ddp__payload_of(l, l->rank, m->call->seq + 1);
     for (size_t i = 0; i < size && size > sizeof l->posts->data; i += 64) ddp__prefetch_write(next + i);
     ddp__move_own(l->rank, m);
@@ -3821,8 +3836,8 @@ DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, c
     return DDP_OK;
 }
 
-/* The counts of a _v call, per peer: elements to send and to receive, and the offset of the piece in send. Each
-   rank stores them in its payload. */
+/* The counts of a _v call, per peer: elements to send and to receive, and the offset of the piece in send.
+   Each rank stores them in its payload. */
 typedef struct ddp__counts {
     uint64_t give[DDP_MAX_LOCAL_RANKS], take[DDP_MAX_LOCAL_RANKS], begin[DDP_MAX_LOCAL_RANKS];
 } ddp__counts;
@@ -3842,8 +3857,8 @@ static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
     }
 }
 
-/* Compares the counts that all ranks have announced, and computes the number of rounds. A failure names the ranks
-   that disagree. */
+/* Compares the counts that all ranks have announced, and computes the number of rounds. A failure names the
+   ranks that disagree. */
 static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
     for (int from = 0; from < l->world_size; from++)
         for (int to = 0; to < l->world_size; to++) {
@@ -3910,9 +3925,10 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
     return ddp__await_passed(group, l, l->round); /* until all ranks have finished with this rank's buffers */
 }
 
-/* Returns 1 if one loop fills round k, reduces round k - 1 and drains round k - 2 (two ranks only). Reads from
-   memory and reads of lines that the other core wrote then overlap. With stores of whole lines 1 MiB takes 3% less
-   and 4 MiB take 10% less; without them it is faster from 16 MiB on. On AMD it has not been measured. */
+/* Returns 1 if one loop fills round k, reduces round k - 1 and drains round k - 2 (two ranks only). Reads
+   from memory and reads of lines that the other core wrote then overlap. With stores of whole lines 1 MiB
+   takes 3% less and 4 MiB take 10% less; without them it is faster from 16 MiB on. On AMD it has not been
+   measured. */
 static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
     const ddp_call *call = m->call;
     size_t least = ddp__wide() ? DDP__LARGE_BYTES / 8 : 2 * DDP__LARGE_BYTES;
@@ -3946,8 +3962,8 @@ static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__m
     return DDP_OK;
 }
 
-/* The staged method: moves data round by round through slots. Step k fills round k, reduces or copies round k - 1
-   and drains round k - 2. */
+/* The staged method: moves data round by round through slots. Step k fills round k, reduces or copies round k
+   - 1 and drains round k - 2. */
 static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m) {
     uint64_t first = l->round + 1;
     int past = m->way == DDP__WAY_PAST;
@@ -3988,8 +4004,8 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
      PAST    through slots that bypass the caches; fast if reading lines that are new in another core's cache takes
              longer than reading memory (distant cores of AMD)
      READ    in one copy by process_vm_readv, if the system allows it (the fastest on Intel)
-   The best method changes over time, because virtual cores migrate. So rank 0 proposes the method that was fastest
-   recently, or from time to time another one. Every rank announces whether its buffer can be read. */
+   The best method changes over time, because virtual cores migrate. So rank 0 proposes the method that was
+   fastest recently, or from time to time another one. Every rank announces whether its buffer can be read. */
 typedef struct ddp__proposal { uint8_t way, readable; } ddp__proposal;
 
 static ddp__proposal *ddp__proposal_of(const ddp__local *l, int rank, const ddp_call *call) {
@@ -4011,8 +4027,8 @@ DDPDEF void ddp_tuner_learn(ddp_tuner *route, int way, double seconds) {
     *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
 }
 
-/* Proposes a method in this rank's announcement. Returns NULL for sizes at which all methods are equally fast.
-   given: bytes of send that peers read. */
+/* Proposes a method in this rank's announcement. Returns NULL for sizes at which all methods are equally
+   fast. given: bytes of send that peers read. */
 static ddp_tuner *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t given) {
     int kind = m->shape & DDP__ADDS        ? DDP__ROUTE_SCATTER
                : m->shape & DDP__FROM_ROOT ? DDP__ROUTE_ONE_GIVER
@@ -4095,22 +4111,22 @@ static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *
 
 //== the local backend: point to point =========================================================== >>impl-p2p
 
-/* There is one channel per ordered pair of ranks. A send posts a message in the channel. The receiver claims the
-   oldest message with the requested tag. Size and memory decide how the data moves:
+/* There is one channel per ordered pair of ranks. A send posts a message in the channel. The receiver claims
+   the oldest message with the requested tag. Size and memory decide how the data moves:
 
      inline    The message contains the data. The send is complete at once.
      in place  The receiver copies from the sender's buffer; from private memory by process_vm_readv.
      staged    Through chunks of the channel: the sender fills one while the receiver drains another. Used for
-               private memory when both ranks block in their calls and each has a core: two cores copy, so 25 MiB
-               take half the time. Also used when process_vm_readv is refused. */
+               private memory when both ranks block in their calls and each has a core: two cores copy, so 25
+               MiB take half the time. Also used when process_vm_readv is refused. */
 
 enum { DDP__MESSAGES = 16, DDP__INLINE = 2048, DDP__STAGE = 65536, DDP__STAGES = 2 };
 enum { DDP__FREE = 0, DDP__POSTED, DDP__CLAIMED, DDP__TAKEN };
 enum { DDP__STAGE_WAITS = 1, DDP__STAGE_MOVED = 2 };
 
 typedef struct ddp__message {
-    /* The sender sets POSTED; the receiver CLAIMED, then TAKEN; the sender FREE. Inline: the receiver sets FREE
-       after CLAIMED. */
+    /* The sender sets POSTED; the receiver CLAIMED, then TAKEN; the sender FREE. Inline: the receiver sets
+       FREE after CLAIMED. */
     DDP__OWN_LINE uint32_t state;
     int32_t tag;
     int32_t staged;   /* 1 = through the chunks of the channel; written by the receiver */
@@ -4149,8 +4165,8 @@ static ddp__message *ddp__free_message(ddp__channel *c) {
     return NULL;
 }
 
-/* A receiver often answers with a message of the same size. This prefetches the lines of that message for writing:
-   1 KiB in both directions takes a third less. */
+/* A receiver often answers with a message of the same size. This prefetches the lines of that message for
+   writing: 1 KiB in both directions takes a third less. */
 static void ddp__fetch_next_message(ddp__channel *back, size_t size) {
     ddp__message *next = ddp__free_message(back);
     if (next) ddp__prefetch_write(next);
@@ -4179,7 +4195,8 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
 static void ddp__stage_step(ddp__local *l, ddp__request *r) {
     ddp__channel *c = r->channel;
     int send = r->call.kind == DDP_CALL_SEND;
-    uint64_t *chunks = send ? &c->filled : &c->drained; /* this rank's counter, limited by the peer's counter */
+    uint64_t *chunks = send ? &c->filled : &c->drained; /* this rank's counter, limited by the peer's
+                                                           counter */
     while (r->moved < r->size && *chunks < (send ? ddp__load(&c->drained) + DDP__STAGES : ddp__load(&c->filled))) {
         unsigned char *stage = c->stage[*chunks % DDP__STAGES];
         size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
@@ -4202,8 +4219,8 @@ static void ddp__send_progress(ddp__local *l, ddp__request *r, int attended) {
     else if (state == DDP__CLAIMED && ddp__load(&r->message->staged)) ddp__stage_step(l, r);
 }
 
-/* Returns the order of the newest message that a peer has posted to this rank, plus 1. A sender posts in order, so
-   all older messages are visible, too. */
+/* Returns the order of the newest message that a peer has posted to this rank, plus 1. A sender posts in
+   order, so all older messages are visible, too. */
 static uint64_t ddp__posted_end(const ddp__channel *c) {
     uint64_t end = 0;
     for (const ddp__message *m = c->message; m < c->message + DDP__MESSAGES; m++)
@@ -4211,8 +4228,9 @@ static uint64_t ddp__posted_end(const ddp__channel *c) {
     return end;
 }
 
-/* Claims the oldest message with the requested tag and an order less than `end`. Messages from end on may have
-   arrived after an earlier receive was matched, and a scan may see a newer one of them but not an older one. */
+/* Claims the oldest message with the requested tag and an order less than `end`. Messages from end on may
+   have arrived after an earlier receive was matched, and a scan may see a newer one of them but not an older
+   one. */
 static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
     ddp__message *first = r->channel->message, *best = NULL;
     for (ddp__message *m = first; m < first + DDP__MESSAGES; m++)
@@ -4227,8 +4245,8 @@ static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
                     ddp_dtype_name((ddp_dtype)best->dtype), (size_t)best->count, l->rank, ddp_dtype_name(r->call.dtype), r->call.count, r->call.tag);
 }
 
-/* Copies from the sender's buffer. Returns 0 if the system refuses that or the group has failed, because a failed
-   sender may have changed its buffer. */
+/* Copies from the sender's buffer. Returns 0 if the system refuses that or the group has failed, because a
+   failed sender may have changed its buffer. */
 static int ddp__recv_in_place(ddp__local *l, ddp__request *r) {
     int peer = r->call.root;
     uint64_t address = r->message->address;
@@ -4243,8 +4261,8 @@ static int ddp__recv_in_place(ddp__local *l, ddp__request *r) {
     return !ddp__load(&l->control->poison);
 }
 
-/* The receiver's side of a claimed message. attended: a thread of this rank blocks until the message has arrived.
-   If the sender blocks too, and ranks do not share cores, private memory is staged. */
+/* The receiver's side of a claimed message. attended: a thread of this rank blocks until the message has
+   arrived. If the sender blocks too, and ranks do not share cores, private memory is staged. */
 static void ddp__recv_progress(ddp__local *l, ddp__request *r, int attended) {
     ddp__message *m = r->message;
     int is_inline = r->size <= DDP__INLINE, active = (int)r->channel->active;
@@ -4274,8 +4292,8 @@ static void ddp__local_p2p_wake(ddp_group *group, void *state) {
     ddp__ring(l, l->rank);
 }
 
-/* With the lock held, advances every pending request, the oldest first, so that sends are posted and receives match
-   in issue order. If a request other than `own` completes, wakes the threads that wait. */
+/* With the lock held, advances every pending request, the oldest first, so that sends are posted and receives
+   match in issue order. If a request other than `own` completes, wakes the threads that wait. */
 static void ddp__requests_step(ddp__local *l, const ddp__request *own) {
     int ended = 0;
     uint64_t blocked = 0; /* peers with an earlier send that found no free message */
@@ -4314,7 +4332,8 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__requ
         ddp_group_log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
 }
 
-/* Called while this thread waits for a request. Publishes the wait, and poisons the group after the timeout. */
+/* Called while this thread waits for a request. Publishes the wait, and poisons the group after the
+   timeout. */
 static void ddp__request_waits(ddp_group *group, ddp__local *l, ddp__request *r) {
     const uint64_t what[2] = {ddp__p2p_signature(&r->call), r->call.count};
     char text[DDP__TEXT_MAX];
@@ -4437,8 +4456,8 @@ static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
     return 0;
 }
 
-/* Creates the backend's state of a group, with control memory at offset. members: its ranks in the parent; parent
-   NULL: all ranks of the job. On failure it holds no reference to heap. */
+/* Creates the backend's state of a group, with control memory at offset. members: its ranks in the parent;
+   parent NULL: all ranks of the job. On failure it holds no reference to heap. */
 static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, ddp__local *parent, const int *members) {
     ddp__local *l = (ddp__local *)ddp_host_alloc(group, sizeof *l);
     int enough_cores = heap->job->world_size <= heap->job->cores;
@@ -4530,9 +4549,10 @@ static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     return DDP_OK;
 }
 
-/* Checks for lost ranks, then returns the group's failure. With a launcher it finds the ranks that the launcher has
-   recorded as lost. Without a launcher, and with ddp_group_on_wait, it finds processes that have ended, every few
-   milliseconds. In all other groups a process that has ended fails only a call that needs its rank. */
+/* Checks for lost ranks, then returns the group's failure. With a launcher it finds the ranks that the
+   launcher has recorded as lost. Without a launcher, and with ddp_group_on_wait, it finds processes that have
+   ended, every few milliseconds. In all other groups a process that has ended fails only a call that needs
+   its rank. */
 static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
     const ddp__job *job = l->heap->job;
@@ -4607,8 +4627,8 @@ static const ddp_backend ddp__backend_local = {
     ddp__local_peer, ddp__local_signal, ddp__local_wait_signal, ddp__local_p2p_wake};
 
 //== the self backend ============================================================================ >>impl-self
-/* The backend of groups of one rank. It copies from send to recv. Its state is a ddp_saved_error, the cause of the
-   group's failure. */
+/* The backend of groups of one rank. It copies from send to recv. Its state is a ddp_saved_error, the cause
+   of the group's failure. */
 
 static ddp_result ddp__self_open(ddp_group *group, void **state) {
     return ddp__cpu_alloc(group, sizeof(ddp_saved_error), state);
@@ -4650,7 +4670,8 @@ static const ddp_backend ddp__backend_self = {
     ddp__self_poison, ddp_host_free, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
 
 //== properties of calls ======================================================================== >>impl-calls
-/* For backends (tcp, mpi and those of a user): the bytes of a call, its comparison between ranks, its timeout. */
+/* For backends (tcp, mpi and those of a user): the bytes of a call, its comparison between ranks, its
+   timeout. */
 
 static ddp_bytes ddp__call_bytes(const ddp_call *call, int rank, int peer, int sends) {
     ddp_bytes none = {0, 0};
@@ -4683,7 +4704,8 @@ DDPDEF void ddp_call_describe(char *out, size_t size, const uint64_t words[2]) {
     ddp__describe(out, size, words, 0);
 }
 
-DDPDEF ddp_result ddp_call_compare(int rank, const uint64_t words[2], int other, const uint64_t other_words[2]) {
+DDPDEF ddp_result ddp_call_compare(int rank, const uint64_t words[2], int other,
+                                   const uint64_t other_words[2]) {
     if (ddp__same_call(words, other_words)) return DDP_OK;
     return rank < other ? ddp__mismatch(rank, words, other, other_words) : ddp__mismatch(other, other_words, rank, words);
 }
@@ -4715,12 +4737,12 @@ DDPDEF double ddp_p2p_waited(const void *request) {
 
 //== the queue of calls ========================================================================= >>impl-queue
 
-/* Blocking calls run on the calling thread. Asynchronous calls wait in a queue. The thread that has set `running`
-   executes the head of the queue: the communication thread, or a caller inside ddp_wait. So calls run in issue
-   order, and no call moves to another thread without need. */
+/* Blocking calls run on the calling thread. Asynchronous calls wait in a queue. The thread that has set
+   `running` executes the head of the queue: the communication thread, or a caller inside ddp_wait. So calls
+   run in issue order, and no call moves to another thread without need. */
 
-/* Sets the error line of a failed call. All pending calls return the code of the group's failure, until a caller
-   has received it. */
+/* Sets the error line of a failed call. All pending calls return the code of the group's failure, until a
+   caller has received it. */
 static ddp_result ddp__call_failed(ddp_group *group, const ddp_call *call, ddp_result result) {
     ddp_result first = group->backend->status(group, group->state);
     if (first != DDP_OK) {
@@ -4742,8 +4764,8 @@ static ddp_result ddp__device_result(ddp_group *group, ddp_result result) {
     return result;
 }
 
-/* Executes a call on this thread, in issue order: this thread is the runner, or the group has no queue. It is a
-   ddp_task_fn whose argument is the ddp_call. */
+/* Executes a call on this thread, in issue order: this thread is the runner, or the group has no queue. It is
+   a ddp_task_fn whose argument is the ddp_call. */
 static ddp_result ddp__execute(ddp_group *group, void *argument) {
     ddp_call *call = (ddp_call *)argument;
     call->caller = ddp__public_call;
@@ -4775,8 +4797,8 @@ static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
     return ddp__device_result(group, result);
 }
 
-/* Selects the communication stream for the device work of an op, after the work that ddp__op_order has marked on
-   the compute stream. */
+/* Selects the communication stream for the device work of an op, after the work that ddp__op_order has marked
+   on the compute stream. */
 static ddp_result ddp__lane_begin(ddp_group *group, ddp__op *op) {
     if (!op->ordered) return DDP_OK;
     ddp_result result = group->device->use_stream(group, DDP_STREAM_COMM);
@@ -4815,8 +4837,8 @@ static void ddp__append(ddp__op **head, ddp__op **tail, ddp__op *op) {
     *tail = op;
 }
 
-/* With the lock held, advances one send or receive. Two threads never poll the same one. op->next stays valid: only
-   the thread that polls an op removes it from the list, and handles are freed under the lock. */
+/* With the lock held, advances one send or receive. Two threads never poll the same one. op->next stays
+   valid: only the thread that polls an op removes it from the list, and handles are freed under the lock. */
 static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     int done = 0;
     ddp_result result = DDP_OK;
@@ -4833,8 +4855,8 @@ static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     ddp__op_end(group, op, result);
 }
 
-/* With the lock held, advances all sends and receives. The local backend advances all of them in the first poll,
-   and skips that in the following ones (ddp__sweeping). */
+/* With the lock held, advances all sends and receives. The local backend advances all of them in the first
+   poll, and skips that in the following ones (ddp__sweeping). */
 static void ddp__p2p_step_all(ddp_group *group) {
     for (ddp__op *op = group->p2p; op; ddp__sweeping = (op = op->next) ? group : NULL)
         ddp__p2p_step(group, op);
@@ -4851,9 +4873,9 @@ static int ddp__is_runner(const ddp_group *group) {
     return group->running && pthread_equal(group->runner, pthread_self());
 }
 
-/* Executes the queue until an op is done. A thread that waits for an op calls it. It is also the main function of
-   the communication thread, until ddp_group_destroy. Calls inside an op belong to the public call that issued
-   it. */
+/* Executes the queue until an op is done. A thread that waits for an op calls it. It is also the main
+   function of the communication thread, until ddp_group_destroy. Calls inside an op belong to the public call
+   that issued it. */
 static void *ddp__work_off(void *argument) {
     ddp__op *until = (ddp__op *)argument;
     ddp_group *group = until->group;
@@ -4963,8 +4985,8 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     return op;
 }
 
-/* With the lock held, waits for a send or receive, up to timeout_ms. Polls for a short time, then sleeps between
-   polls. */
+/* With the lock held, waits for a send or receive, up to timeout_ms. Polls for a short time, then sleeps
+   between polls. */
 static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
     double start = ddp_now(), now = start, moment = group->backend->p2p_sleep ? 100e-6 : 1e-3;
     int sleeps = 0;
@@ -5026,9 +5048,9 @@ static ddp_result ddp__not_issued(ddp_group *group, const ddp_call *call, ddp_re
     return ddp__deliver(group, ddp__call_failed(group, call, result));
 }
 
-/* Issues a call or a task. It runs at once, and `work` is complete, if this thread is inside a task. It runs on this
-   thread if it blocks and the queue is empty, if the backend enqueues, or if the group has one rank. All others are
-   queued for the communication thread. */
+/* Issues a call or a task. It runs at once, and `work` is complete, if this thread is inside a task. It runs
+   on this thread if it blocks and the queue is empty, if the backend enqueues, or if the group has one rank.
+   All others are queued for the communication thread. */
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
     DDP__NEED(group && fn, "group or fn is NULL");
     ddp_call *call = fn == ddp__execute ? (ddp_call *)argument : NULL; /* NULL: a task of the user */
@@ -5109,8 +5131,8 @@ DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, cons
     return DDP_OK;
 }
 
-/* Starts a checked send or receive. Inside a batch it becomes part of the batch. Otherwise, without work, this
-   thread waits for it. */
+/* Starts a checked send or receive. Inside a batch it becomes part of the batch. Otherwise, without work,
+   this thread waits for it. */
 static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *work) {
     call->caller = ddp__public_call;
     DDP__NOT_FORKED(group, ddp_call_name(call->kind));
