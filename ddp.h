@@ -1319,7 +1319,7 @@ DDPDEF double ddp_now(void); /* a monotonic clock in seconds */
 #if defined(DDP_IMPLEMENTATION) && !defined(DDP_IMPLEMENTATION_INCLUDED)
 #define DDP_IMPLEMENTATION_INCLUDED
 
-//== structs =================================================================================== >>impl-structs
+//== structs ================================================================================== >>impl-structs
 /* Includes and private types. First the memory that all ranks of a machine share, then the objects of one
    rank. */
 #include <errno.h>
@@ -1620,7 +1620,8 @@ DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_grou
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
     if (!group) return ddp_fail(result, "%s: %s", who, text);
-    return ddp_fail(result, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, who, group->name, text);
+    return ddp_fail(result, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, who, group->name,
+                    text);
 }
 
 DDPDEF uint64_t ddp_hash(uint64_t hash, const void *data, size_t size_bytes) {
@@ -1668,10 +1669,11 @@ DDPDEF const char *ddp_public_call_name(const char *who) {
 /* A process that the rank has forked shares its memory and sockets. Peers could not distinguish its calls
    from those of the rank. */
 static ddp_result ddp__forked(const ddp_group *group, const char *who) {
-    return DDP__RANK_FAIL(group, DDP_ERR_INVALID,
-                          "%s group=%s: process %d was forked from the rank and is not part of the group; make the "
-                          "call in the rank's own process",
-                          ddp_public_call_name(who), group->name, (int)getpid());
+    return DDP__RANK_FAIL(
+        group, DDP_ERR_INVALID,
+        "%s group=%s: process %d was forked from the rank and is not part of the group; make the "
+        "call in the rank's own process",
+        ddp_public_call_name(who), group->name, (int)getpid());
 }
 #define DDP__NOT_FORKED(group, who) \
     do { if (__builtin_expect(!*(group)->in_rank, 0)) return ddp__forked(group, who); } while (0)
@@ -1699,9 +1701,9 @@ DDPDEF const char *ddp_result_name(ddp_result result) {
 }
 
 /* Properties of a call. A call moves pieces from rank to rank.
-     SPLITS    send contains one piece for each rank       FROM_ROOT, TO_ROOT  only the root sends, receives
-     JOINS     recv contains one piece from each rank      NO_SEND, NO_RECV    the call has no such buffer
-     ADDS      the received pieces are reduced             COUNTED             arrays of counts give the sizes */
+     SPLITS    send contains one piece for each rank     FROM_ROOT, TO_ROOT  only the root sends, receives
+     JOINS     recv contains one piece from each rank    NO_SEND, NO_RECV    the call has no such buffer
+     ADDS      the received pieces are reduced           COUNTED             arrays of counts give the sizes */
 enum {
     DDP__FROM_ROOT = 1,
     DDP__TO_ROOT = 2,
@@ -1736,8 +1738,10 @@ static int ddp__has_op(ddp_call_kind kind) { return ddp__forms[kind].shape & DDP
 static int ddp__is_p2p(ddp_call_kind kind) { return kind == DDP_CALL_SEND || kind == DDP_CALL_RECV; }
 
 /* A call without a root. The caller of this function sets op, flags and the other fields. */
-static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype) {
-    ddp_call call = {kind, dtype, DDP_OP_SUM, -1, 0, 0, send, recv, count, NULL, NULL, NULL, NULL, 0, 0, DDP_IN_NO_CALL};
+static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, size_t count,
+                             ddp_dtype dtype) {
+    ddp_call call = {kind, dtype, DDP_OP_SUM, -1, 0, 0, send, recv, count,
+                     NULL, NULL, NULL, NULL, 0, 0, DDP_IN_NO_CALL};
     return call;
 }
 
@@ -1747,7 +1751,9 @@ enum { DDP__FOR_TASK = 1, DDP__FOR_AWAIT };
 /* The public call that an error line names: the outermost one. */
 static const char *ddp__call_title(const ddp_call *call) {
     static const char *const names[] = {NULL, "ddp_group_enqueue", "ddp_group_wait_signal"};
-    const char *name = !ddp__is_p2p(call->kind) && call->tag > 0 && call->tag <= DDP__FOR_AWAIT ? names[call->tag] : NULL;
+    const char *name = !ddp__is_p2p(call->kind) && call->tag > 0 && call->tag <= DDP__FOR_AWAIT
+                           ? names[call->tag]
+                           : NULL;
     if (call->caller) return ddp__public_calls[call->caller];
     return name ? name : ddp_call_name(call->kind);
 }
@@ -1766,7 +1772,9 @@ static uint64_t ddp__signature(const ddp_call *call) {
            | (uint64_t)(uint32_t)call->caller << DDP__CALLER_SHIFT;
 }
 
-static uint64_t ddp__compared(uint64_t signature) { return signature & ((UINT64_C(1) << DDP__CALLER_SHIFT) - 1); }
+static uint64_t ddp__compared(uint64_t signature) {
+    return signature & ((UINT64_C(1) << DDP__CALLER_SHIFT) - 1);
+}
 
 static int ddp__same_call(const uint64_t a[2], const uint64_t b[2]) {
     return ddp__compared(a[0] ^ b[0]) == 0 && a[1] == b[1];
@@ -1783,7 +1791,8 @@ static uint64_t ddp__p2p_signature(const ddp_call *call) {
 static int ddp__call_unpack(ddp_call *call, const uint64_t what[2]) {
     const unsigned kind = what[0] & 255, caller = (unsigned)(what[0] >> DDP__CALLER_SHIFT);
     const int known = kind <= DDP_CALL_RECV && caller < DDP_PUBLIC_CALL_COUNT;
-    *call = ddp__call_of(known ? (ddp_call_kind)kind : DDP_CALL_BARRIER, NULL, NULL, (size_t)what[1], (ddp_dtype)(what[0] >> 8 & 255));
+    *call = ddp__call_of(known ? (ddp_call_kind)kind : DDP_CALL_BARRIER, NULL, NULL, (size_t)what[1],
+                         (ddp_dtype)(what[0] >> 8 & 255));
     call->tag = (int)(what[0] >> 24 & 127);
     call->root = (int)(what[0] >> 32 & 0xffffff) - 1;
     call->caller = known ? (int)caller : DDP_IN_NO_CALL;
@@ -1799,9 +1808,12 @@ static void ddp__describe(char *out, size_t size, const uint64_t what[2], int in
     ddp_call call;
     const int known = ddp__call_unpack(&call, what);
     const unsigned long long count = call.count;
-    const char *title = ddp__call_title(&call), *name = call.caller ? ddp_call_name(call.kind) + strlen("ddp_") : title;
-    if (call.root >= 0) snprintf(root, sizeof root, " %s=%d", ddp__is_p2p(call.kind) ? "peer" : "root", call.root);
-    if (call.kind == DDP_CALL_BARRIER && count && !call.tag) snprintf(step, sizeof step, "%s number %llu", name, count);
+    const char *title = ddp__call_title(&call),
+               *name = call.caller ? ddp_call_name(call.kind) + strlen("ddp_") : title;
+    if (call.root >= 0)
+        snprintf(root, sizeof root, " %s=%d", ddp__is_p2p(call.kind) ? "peer" : "root", call.root);
+    if (call.kind == DDP_CALL_BARRIER && count && !call.tag)
+        snprintf(step, sizeof step, "%s number %llu", name, count);
     else if (call.kind == DDP_CALL_BARRIER) snprintf(step, sizeof step, "%s", name);
     else snprintf(step, sizeof step, "%s %s count=%llu%s%s", name, ddp_dtype_name(call.dtype), count,
                   !ddp__has_op(call.kind) ? ""
@@ -1820,7 +1832,8 @@ static ddp_result ddp__mismatch(int low, const uint64_t low_what[2], int high, c
     int inside = low_what[0] >> DDP__CALLER_SHIFT == high_what[0] >> DDP__CALLER_SHIFT;
     ddp__describe(text[0], sizeof text[0], low_what, inside);
     ddp__describe(text[1], sizeof text[1], high_what, inside);
-    return ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d %s, rank %d %s", low, text[0], high, text[1]);
+    return ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d %s, rank %d %s", low, text[0],
+                    high, text[1]);
 }
 
 /* "cause: rank 1 in ddp_send tag=4: ", or "cause: rank 1 in ddp_barrier seq=3: ". It begins a recorded cause,
@@ -1828,12 +1841,16 @@ static ddp_result ddp__mismatch(int low, const uint64_t low_what[2], int high, c
 #define DDP__CAUSE "cause: "
 static void ddp__cause_begin(char *out, size_t size, int rank, const ddp_call *call) {
     const char *title = ddp__call_title(call);
-    if (ddp__is_p2p(call->kind)) snprintf(out, size, DDP__CAUSE "rank %d in %s tag=%d: ", rank, title, call->tag);
-    else snprintf(out, size, DDP__CAUSE "rank %d in %s seq=%llu: ", rank, title, (unsigned long long)call->seq);
+    if (ddp__is_p2p(call->kind))
+        snprintf(out, size, DDP__CAUSE "rank %d in %s tag=%d: ", rank, title, call->tag);
+    else
+        snprintf(out, size, DDP__CAUSE "rank %d in %s seq=%llu: ", rank, title,
+                 (unsigned long long)call->seq);
 }
 
 /* Inserts the same before a text, for the collective with this signature and count. */
-static void ddp__cause_of_collective(char *text, size_t size, int rank, const uint64_t what[2], uint64_t seq) {
+static void ddp__cause_of_collective(char *text, size_t size, int rank, const uint64_t what[2],
+                                     uint64_t seq) {
     char begin[96], bare[DDP__TEXT_MAX];
     ddp_call call;
     ddp__call_unpack(&call, what);
@@ -1855,14 +1872,17 @@ static const char *ddp__cause_here(const ddp_group *group, const ddp_call *call,
 }
 
 /* Sets the error line of a call of this rank: the rank, the call, then the cause. */
-static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, ddp_result result, const char *cause) {
+static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, ddp_result result,
+                                 const char *cause) {
     char details[80] = "", seq[32] = "";
     if (call->seq) snprintf(seq, sizeof seq, " seq=%llu", (unsigned long long)call->seq);
     if (call->kind != DDP_CALL_BARRIER && ddp__call_title(call) == ddp_call_name(call->kind))
-        snprintf(details, sizeof details, " %s count=%llu", ddp_dtype_name(call->dtype), (unsigned long long)call->count);
+        snprintf(details, sizeof details, " %s count=%llu", ddp_dtype_name(call->dtype),
+                 (unsigned long long)call->count);
     cause = ddp__cause_here(group, call, cause);
     if (ddp__is_p2p(call->kind) && !call->caller)
-        snprintf(details + strlen(details), sizeof details - strlen(details), " peer=%d tag=%d", call->root, call->tag);
+        snprintf(details + strlen(details), sizeof details - strlen(details), " peer=%d tag=%d", call->root,
+                 call->tag);
     /* seq is of the call before it */
     int follows = call->kind == DDP_CALL_BARRIER && call->tag == DDP__FOR_AWAIT;
     return ddp_fail(result, "rank %d/%d %s group=%s%s%s%s: %s", group->rank, group->world_size,
@@ -1874,8 +1894,8 @@ static void ddp__p2p_timeout_text(const ddp_group *group, const ddp_call *call, 
                                   size_t size) {
     char begin[96];
     ddp__cause_begin(begin, sizeof begin, group->rank, call);
-    snprintf(out, size, "%stimed out after %d ms: rank %d did not %s (tag %d)", begin, group->desc.timeout_ms, number,
-             call->kind == DDP_CALL_SEND ? "receive" : "send", call->tag);
+    snprintf(out, size, "%stimed out after %d ms: rank %d did not %s (tag %d)", begin, group->desc.timeout_ms,
+             number, call->kind == DDP_CALL_SEND ? "receive" : "send", call->tag);
 }
 
 /* Notices of conditions that do not fail but cost speed. */
@@ -1902,19 +1922,24 @@ static void *ddp__aligned_alloc(void *(*alloc_fn)(size_t, void *), void *user, s
     return aligned;
 }
 
-static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void *memory) { if (memory) free_fn(((void **)memory)[-1], user); }
+static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void *memory) {
+    if (memory) free_fn(((void **)memory)[-1], user);
+}
 
 DDPDEF void *ddp_host_alloc(ddp_group *group, size_t size_bytes) {
     void *(*alloc_fn)(size_t, void *) = group ? group->desc.alloc_fn : ddp__malloc_default;
     void *memory = ddp__aligned_alloc(alloc_fn, group ? group->desc.user : NULL, size_bytes ? size_bytes : 1);
     if (memory) memset(memory, 0, size_bytes);
-    else if (group) DDP__GROUP_FAIL(group, DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated", (unsigned long long)size_bytes);
+    else if (group)
+        DDP__GROUP_FAIL(group, DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated",
+                        (unsigned long long)size_bytes);
     else ddp_fail(DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated", (unsigned long long)size_bytes);
     return memory;
 }
 
 DDPDEF void ddp_host_free(ddp_group *group, void *memory) {
-    ddp__aligned_free(group ? group->desc.free_fn : ddp__free_default, group ? group->desc.user : NULL, memory);
+    ddp__aligned_free(group ? group->desc.free_fn : ddp__free_default, group ? group->desc.user : NULL,
+                      memory);
 }
 
 /* Indexed by ddp_dtype. The last entry is for any other value. */
@@ -1936,7 +1961,8 @@ DDPDEF ddp_dtype ddp_sum_dtype(ddp_dtype dtype) { return ddp__is_half(dtype) ? D
 DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor) {
     int64_t count = 1;
     if (!tensor || tensor->ndim < 0 || tensor->ndim > DDP_MAX_NDIM) return -1;
-    for (int i = 0; i < tensor->ndim; i++) if (tensor->shape[i] < 0 || __builtin_mul_overflow(count, tensor->shape[i], &count)) return -1;
+    for (int i = 0; i < tensor->ndim; i++)
+        if (tensor->shape[i] < 0 || __builtin_mul_overflow(count, tensor->shape[i], &count)) return -1;
     return count;
 }
 
@@ -1949,7 +1975,8 @@ DDPDEF ddp_shape_text ddp_describe_shape(const char *dtype, int ndim, const int6
     ddp_shape_text out;
     size_t length = (size_t)snprintf(out.text, sizeof out.text, "%s [", dtype);
     for (int d = 0; d < ndim && d < DDP_MAX_NDIM; d++)
-        length += (size_t)snprintf(out.text + length, sizeof out.text - length, d ? ",%lld" : "%lld", (long long)shape[d]);
+        length += (size_t)snprintf(out.text + length, sizeof out.text - length, d ? ",%lld" : "%lld",
+                                   (long long)shape[d]);
     snprintf(out.text + length, sizeof out.text - length, "%s]", ndim > DDP_MAX_NDIM ? ",..." : "");
     return out;
 }
@@ -2098,7 +2125,8 @@ DDP__FORCED_INLINE uint16_t ddp__f32_to_bf16(float value) {
    2^-24, which does not depend on flush-to-zero settings. */
 DDP__FORCED_INLINE float ddp__f16_to_f32(uint16_t half) {
     int32_t magnitude = half & 0x7fff;
-    int32_t is_small = -(magnitude < 0x400), is_special = -(magnitude >= 0x7c00), is_nan = -(magnitude > 0x7c00);
+    int32_t is_small = -(magnitude < 0x400), is_special = -(magnitude >= 0x7c00),
+            is_nan = -(magnitude > 0x7c00);
     int32_t normal = (magnitude << 13) + ((112 << 23) & ~is_special) + ((224 << 23) & is_special);
     int32_t small = (int32_t)ddp__f32_bits((float)magnitude * (1.0f / 16777216.0f));
     int32_t bits = (small & is_small) | (normal & ~is_small) | (0x400000 & is_nan);
@@ -2109,7 +2137,8 @@ DDP__FORCED_INLINE float ddp__f16_to_f32(uint16_t half) {
 DDP__FORCED_INLINE uint16_t ddp__f32_to_f16(float value) {
     uint32_t bits = ddp__f32_bits(value);
     int32_t magnitude = (int32_t)(bits & 0x7fffffff);
-    int32_t is_small = -(magnitude < 113 << 23), is_special = -(magnitude >= 143 << 23), is_nan = -(magnitude > 255 << 23);
+    int32_t is_small = -(magnitude < 113 << 23), is_special = -(magnitude >= 143 << 23),
+            is_nan = -(magnitude > 255 << 23);
     int32_t normal = (magnitude - (112 << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
     int32_t small = (int32_t)(ddp__f32_bits(ddp__f32_from_bits((uint32_t)magnitude) + 0.5f) - 0x3f000000u);
     int32_t special = 0x7c00 | ((0x200 | (magnitude >> 13 & 0x3ff)) & is_nan);
@@ -2129,7 +2158,8 @@ static float ddp__f64_to_f32_odd(double value) {
 
 /* Converts at most a block from any float dtype to f32. odd: an f64 is rounded to odd, because a rounding to
    16 bits follows. */
-static void ddp__load_f32(float *DDP__RESTRICT out, const void *data, ddp_dtype dtype, size_t count, int odd) {
+static void ddp__load_f32(float *DDP__RESTRICT out, const void *data, ddp_dtype dtype, size_t count,
+                          int odd) {
     const ddp__any_u16 *half = (const ddp__any_u16 *)data;
     const ddp__any_f64 *wide = (const ddp__any_f64 *)data;
 #if defined(DDP__HAVE_F16C)
@@ -2148,7 +2178,8 @@ static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRI
     ddp__any_f64 *wide = (ddp__any_f64 *)data;
 #if defined(DDP__HAVE_F16C)
     for (; dtype == DDP_F16 && count >= 8; count -= 8, in += 8, half += 8)
-        _mm_storeu_si128((__m128i *)(void *)half, _mm256_cvtps_ph(_mm256_loadu_ps(in), _MM_FROUND_TO_NEAREST_INT));
+        _mm_storeu_si128((__m128i *)(void *)half,
+                         _mm256_cvtps_ph(_mm256_loadu_ps(in), _MM_FROUND_TO_NEAREST_INT));
 #endif
     if (dtype == DDP_F16) DDP__FOR_EACH(count, half[i] = ddp__f32_to_f16(in[i]));
     else if (dtype == DDP_BF16) DDP__FOR_EACH(count, half[i] = ddp__f32_to_bf16(in[i]));
@@ -2172,7 +2203,8 @@ DDP__SCALE_FN(float, f32) DDP__SCALE_FN(double, f64)
 
 /* Converts any float dtype to any other through f32, scales in f32, and rounds once to nearest even. dst and
    src do not overlap, or are equal and have dtypes of the same size. */
-static void ddp__by_f32(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count, uint64_t divisor, float factor) {
+static void ddp__by_f32(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count,
+                        uint64_t divisor, float factor) {
     float DDP__ALIGNED64 block[DDP__F32_BLOCK];
     size_t dst_size = ddp_dtype_size(dst_dtype), src_size = ddp_dtype_size(src_dtype);
     unsigned char *out = (unsigned char *)dst;
@@ -2206,7 +2238,8 @@ static void ddp__scale(void *data, size_t count, ddp_dtype dtype, float factor) 
 /* Truncates towards zero. Correct for any divisor, also one that the signed type cannot represent. */
 DDP__FORCED_INLINE int64_t ddp__divide_signed(int64_t value, uint64_t divisor) {
     uint64_t magnitude = value < 0 ? UINT64_C(0) - (uint64_t)value : (uint64_t)value;
-    uint64_t quotient = (magnitude | divisor) >> 32 ? magnitude / divisor : (uint32_t)magnitude / (uint32_t)divisor;
+    uint64_t quotient = (magnitude | divisor) >> 32 ? magnitude / divisor
+                                                    : (uint32_t)magnitude / (uint32_t)divisor;
     return (int64_t)(value < 0 ? UINT64_C(0) - quotient : quotient);
 }
 
@@ -2283,7 +2316,8 @@ static ddp__merge_fn ddp__merge_for(ddp_dtype dtype, ddp_op op) {
     static const ddp__merge_fn by_dtype[][5] = {
         DDP__BY_OP(f32, f32), DDP__BY_OP(f64, f64),
         DDP__BY_OP(f32, f32) /* F16 */, DDP__BY_OP(f32, f32) /* BF16 */,
-        DDP__BY_OP(u8, i8), DDP__BY_OP(u8, u8), DDP__BY_OP(u32, i32), DDP__BY_OP(u64, i64), DDP__BY_OP(u64, u64)};
+        DDP__BY_OP(u8, i8), DDP__BY_OP(u8, u8), DDP__BY_OP(u32, i32), DDP__BY_OP(u64, i64),
+        DDP__BY_OP(u64, u64)};
     return by_dtype[dtype - DDP_F32][op];
 }
 
@@ -2306,7 +2340,8 @@ static size_t ddp__runs(void) { return ddp__cpu_is_amd() ? 2 : 3; }
 static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
-    size_t runs = size_bytes < DDP__RUNS_BYTES ? 0 : ddp__runs(), each = runs ? size_bytes / runs / 64 * 64 : 0;
+    size_t runs = size_bytes < DDP__RUNS_BYTES ? 0 : ddp__runs(),
+           each = runs ? size_bytes / runs / 64 * 64 : 0;
     for (size_t at = 0; at < each; at += 64)
         for (size_t from = at; from < runs * each; from += each) {
             memcpy(out + from, in + from, 64);
@@ -2334,7 +2369,8 @@ static void ddp__copy_stream(void *dst, const void *src, size_t size_bytes) {
     if (head > size_bytes) head = size_bytes;
     memcpy(out, in, head);
     for (out += head, in += head, size_bytes -= head; size_bytes >= 64; out += 64, in += 64, size_bytes -= 64)
-        for (int i = 0; i < 64; i += 16) DDP__STREAM(out + i, *(const ddp__any_f32x4 *)(const void *)(in + i));
+        for (int i = 0; i < 64; i += 16)
+            DDP__STREAM(out + i, *(const ddp__any_f32x4 *)(const void *)(in + i));
     memcpy(out, in, size_bytes);
 }
 
@@ -2377,7 +2413,8 @@ DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int co
     float factor = divide ? (float)r->divisor : 1.0f / (float)r->divisor;
     if (D == 1 && r->past)
         for (size_t i = 0; i < count; i += 4)
-            DDP__STREAM(w + i, divide ? DDP__FUSED_SUM(DDP__FOUR) / factor : DDP__FUSED_SUM(DDP__FOUR) * factor);
+            DDP__STREAM(w + i,
+                        divide ? DDP__FUSED_SUM(DDP__FOUR) / factor : DDP__FUSED_SUM(DDP__FOUR) * factor);
     else
 #define DDP__FUSED_STEP(type, at)                                                                \
     type value = divide ? DDP__FUSED_SUM(at) / factor : DDP__FUSED_SUM(at) * factor;             \
@@ -2391,7 +2428,8 @@ DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int co
 }
 
 /* Returns 0 if no fused loop applies. */
-DDP__FORCED_INLINE int ddp__reduce_fused_as(const ddp__reduction *r, int wide, size_t first, size_t count, size_t runs) {
+DDP__FORCED_INLINE int ddp__reduce_fused_as(const ddp__reduction *r, int wide, size_t first, size_t count,
+                                            size_t runs) {
 #define DDP__FUSED(W, D)                                                                           \
     case 100 * W + D:                                                                              \
         if (r->divisor & (r->divisor - 1)) ddp__fused(r, W, D, 0, 1, wide, first, count, runs);    \
@@ -2407,11 +2445,13 @@ DDP__FORCED_INLINE int ddp__reduce_fused_as(const ddp__reduction *r, int wide, s
     default: return 0;
     }
 }
-DDP__WIDE static int ddp__reduce_fused_wide(const ddp__reduction *r, size_t first, size_t count, size_t runs) {
+DDP__WIDE static int ddp__reduce_fused_wide(const ddp__reduction *r, size_t first, size_t count,
+                                            size_t runs) {
     return ddp__reduce_fused_as(r, 1, first, count, runs);
 }
 static int ddp__reduce_fused(const ddp__reduction *r, size_t first, size_t count, size_t runs) {
-    return ddp__wide() ? ddp__reduce_fused_wide(r, first, count, runs) : ddp__reduce_fused_as(r, 0, first, count, runs);
+    return ddp__wide() ? ddp__reduce_fused_wide(r, first, count, runs)
+                       : ddp__reduce_fused_as(r, 0, first, count, runs);
 }
 
 typedef unsigned char DDP__ALIGNED64 ddp__block[DDP__BLOCK_BYTES];
@@ -2473,11 +2513,11 @@ static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count)
    arrays. A destination may be one of the sources; otherwise they do not overlap. AVG divides the sum by
    divisor (0 counts as 1); other operations ignore it. how:
      DDP__CACHED  The data is in this core's caches.
-     DDP__LARGE   The data does not fit the caches, or is new in another core's cache. The loop walks several runs
-                  at once: hardware prefetchers stop at the end of a page, and while one run starts a page the
-                  others stream. 5% to 20% faster than one run.
-     DDP__PAST    As DDP__LARGE, and the outputs are not read soon: streaming stores write them, unless an output
-                  is a source. */
+     DDP__LARGE   The data does not fit the caches, or is new in another core's cache. The loop walks several
+                  runs at once: hardware prefetchers stop at the end of a page, and while one run starts a
+                  page the others stream. 5% to 20% faster than one run.
+     DDP__PAST    As DDP__LARGE, and the outputs are not read soon: streaming stores write them, unless an
+                  output is a source. */
 static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count,
                              size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor, int how) {
     ddp__reduction r = {dst, src, dst_count, src_count, dtype, ddp_dtype_size(dtype),
@@ -2486,7 +2526,8 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
     size_t step = DDP__RUN_BYTES / r.size,
            runs = !how || count * r.size < DDP__RUNS_BYTES ? 0 : ddp__runs(),
            each = runs ? count / runs / step * step : 0;
-    for (int k = 0; r.past && k < dst_count * src_count; k++) r.past = dst[k / src_count] != src[k % src_count];
+    for (int k = 0; r.past && k < dst_count * src_count; k++)
+        r.past = dst[k / src_count] != src[k % src_count];
     if (src_count == 1 && r.divisor == 1) {
         for (int k = 0; k < dst_count; k++)
             if (count && dst[k] != src[0]) memcpy(dst[k], src[0], count * r.size);
@@ -2501,7 +2542,8 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
 
 DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_count, size_t count,
                             ddp_dtype dtype, ddp_op op, uint64_t divisor) {
-    ddp__reduce_tree(&dst, 1, sources, source_count, count, dtype, op, divisor ? divisor : (uint64_t)source_count, DDP__LARGE);
+    ddp__reduce_tree(&dst, 1, sources, source_count, count, dtype, op,
+                     divisor ? divisor : (uint64_t)source_count, DDP__LARGE);
 }
 
 #if defined(__clang__)
@@ -2516,7 +2558,8 @@ DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_co
        cell[68..70]  number of NaN, +infinity and -infinity that were added
        cell[71]      bound: no digit exceeds bound * 2^32 in magnitude
    Bounds add up as digits do. So the sum of the cells of fewer than 2^15 ranks is again such a number. */
-enum { DDP__EXACT_DIGITS = 68, DDP__EXACT_NAN = 68, DDP__EXACT_PLUS = 69, DDP__EXACT_MINUS = 70, DDP__EXACT_BOUND = 71 };
+enum { DDP__EXACT_DIGITS = 68, DDP__EXACT_NAN = 68, DDP__EXACT_PLUS = 69, DDP__EXACT_MINUS = 70,
+       DDP__EXACT_BOUND = 71 };
 #define DDP__EXACT_BOUND_MAX (INT64_C(1) << 16)
 #define DDP__EXACT_LANES 32
 #define DDP__EXACT_PIECE ((size_t)4096) /* elements of a row that are added in f64; a multiple of 64 */
@@ -2561,8 +2604,10 @@ DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value) {
 DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
     ddp_exact_sum sum = *exact;
     int top = DDP__EXACT_DIGITS - 1, negative;
-    if (sum.cell[DDP__EXACT_NAN] || (sum.cell[DDP__EXACT_PLUS] && sum.cell[DDP__EXACT_MINUS])) return (double)NAN;
-    if (sum.cell[DDP__EXACT_PLUS] || sum.cell[DDP__EXACT_MINUS]) return sum.cell[DDP__EXACT_PLUS] ? HUGE_VAL : -HUGE_VAL;
+    if (sum.cell[DDP__EXACT_NAN] || (sum.cell[DDP__EXACT_PLUS] && sum.cell[DDP__EXACT_MINUS]))
+        return (double)NAN;
+    if (sum.cell[DDP__EXACT_PLUS] || sum.cell[DDP__EXACT_MINUS])
+        return sum.cell[DDP__EXACT_PLUS] ? HUGE_VAL : -HUGE_VAL;
     ddp__exact_normalise(&sum);
     negative = sum.cell[top] < 0;
     for (int k = 0; k < DDP__EXACT_DIGITS && negative; k++) sum.cell[k] = -sum.cell[k];
@@ -2590,7 +2635,8 @@ DDPDEF float ddp_clip_factor(const ddp_exact_sum *squares, float max_norm, float
    rounded and must not be fused: it is stored in memory before it is added. */
 static void ddp__squares_f32(double *DDP__RESTRICT lane, const ddp__any_f32 *x) {
     for (int e = 0; e < DDP__EXACT_LANES; e++)
-        lane[e] += (double)x[e] * (double)x[e] + (double)x[e + DDP__EXACT_LANES] * (double)x[e + DDP__EXACT_LANES];
+        lane[e] += (double)x[e] * (double)x[e]
+                   + (double)x[e + DDP__EXACT_LANES] * (double)x[e + DDP__EXACT_LANES];
 }
 
 static void ddp__squares_f64(double *DDP__RESTRICT lane, const ddp__any_f64 *x) {
@@ -2630,7 +2676,8 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
 /* Adds the sum of squares of each row of row_count elements. Rows, and pieces of long rows, are added
    exactly. So the sum does not depend on which rank has which row, and a GPU can compute pieces in parallel.
    data has a float dtype. */
-static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
+static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count,
+                                   ddp_dtype dtype) {
     const unsigned char *at = (const unsigned char *)data;
     size_t size = ddp_dtype_size(dtype);
     float DDP__ALIGNED64 block[64];
@@ -2643,7 +2690,8 @@ static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t 
     else
         for (size_t n; rows; rows--)
             for (size_t left = row_count; left; at += n * size, left -= n)
-                ddp_exact_sum_add(sum, ddp__row_squares(at, n = left < DDP__EXACT_PIECE ? left : DDP__EXACT_PIECE, dtype));
+                ddp_exact_sum_add(
+                    sum, ddp__row_squares(at, n = left < DDP__EXACT_PIECE ? left : DDP__EXACT_PIECE, dtype));
 }
 
 //== the CPU device ============================================================================ >>impl-device
@@ -2676,8 +2724,10 @@ DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum,
 }
 
 DDPDEF const ddp_device *ddp_device_cpu(void) {
-    static const ddp_device cpu = {"cpu", 1, ddp__cpu_alloc, ddp_host_free, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast, ddp__cpu_add, ddp__scale,
-                                   ddp__divide, ddp__exact_add_squares, DDP_DEVICE_STREAMS(DDP_NULL_FIELD) DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL, NULL};
+    static const ddp_device cpu = {
+        "cpu", 1, ddp__cpu_alloc, ddp_host_free, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast, ddp__cpu_add,
+        ddp__scale, ddp__divide, ddp__exact_add_squares,
+        DDP_DEVICE_STREAMS(DDP_NULL_FIELD) DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL, NULL};
     return &cpu;
 }
 
@@ -2686,10 +2736,14 @@ DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, con
     const ddp_device *device = ddp_group_device(group);
     if (version ? *version == DDP_VERSION : device->host_memory) return DDP_OK;
     if (version)
-        return ddp_fail_in(DDP_ERR_UNSUPPORTED, who, group, "device %s has kernels for version %d of %s, which is version %d here; take all headers from one release",
-                           device->name, *version, header, DDP_VERSION);
-    return ddp_fail_in(DDP_ERR_UNSUPPORTED, who, group, "device %s has no kernels for %s; compile ddp_cuda.cuh where %s is beside it, or fill in the device's table",
-                       device->name, header, header);
+        return ddp_fail_in(
+            DDP_ERR_UNSUPPORTED, who, group,
+    "device %s has kernels for version %d of %s, which is version %d here; take all headers from one release",
+            device->name, *version, header, DDP_VERSION);
+    return ddp_fail_in(
+        DDP_ERR_UNSUPPORTED, who, group,
+        "device %s has no kernels for %s; compile ddp_cuda.cuh where %s is beside it, or fill in the device's table",
+        device->name, header, header);
 }
 
 //== shared memory =============================================================================== >>impl-heap
@@ -2720,7 +2774,8 @@ static int ddp__heap_file(int place) {
     char path[64];
     const char *folder = ddp__heap_folders[place];
     if (place == DDP__HEAP_MEMFD) return (int)syscall(DDP__MEMFD_CREATE, "ddp", 1u /* MFD_CLOEXEC */);
-    if (place == DDP__HEAP_SHM && (statvfs(folder, &disk) != 0 || (uint64_t)disk.f_bavail * disk.f_frsize < UINT64_C(1) << 30))
+    if (place == DDP__HEAP_SHM
+        && (statvfs(folder, &disk) != 0 || (uint64_t)disk.f_bavail * disk.f_frsize < UINT64_C(1) << 30))
         return -1; /* DDP__HEAP_SMALL_SHM tries it again, and reports its errno */
     snprintf(path, sizeof path, "%s/ddp-XXXXXX", folder);
     int fd = mkstemp(path);
@@ -2758,7 +2813,8 @@ static int ddp__reserve(int fd, uint64_t offset, size_t size) {
 
 /* Reserves address space aligned for huge pages, then places the file range in it. */
 static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
-    unsigned char *space = (unsigned char *)mmap(NULL, size + DDP__HUGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    unsigned char *space = (unsigned char *)mmap(NULL, size + DDP__HUGE, PROT_NONE,
+                                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     unsigned char *start = (unsigned char *)ddp_round_up((uintptr_t)space, DDP__HUGE);
     if (space == (unsigned char *)MAP_FAILED) return NULL;
     if (mmap(start, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, (off_t)offset) == MAP_FAILED) {
@@ -2812,7 +2868,8 @@ static uint64_t ddp__heap_take(ddp__heap *heap, size_t size) {
     uint64_t length = ddp_round_up(size, DDP__HUGE), offset = ddp__load(&heap->job->bump);
     do {
         if (length < size || offset > heap->job->limit || length > heap->job->limit - offset) return 0;
-    } while (!__atomic_compare_exchange_n(&heap->job->bump, &offset, offset + length, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+    } while (!__atomic_compare_exchange_n(&heap->job->bump, &offset, offset + length, 0, __ATOMIC_ACQ_REL,
+                                          __ATOMIC_ACQUIRE));
     return offset;
 }
 
@@ -2838,7 +2895,8 @@ static int ddp__populate(ddp__heap *heap, void *memory, uint64_t offset, size_t 
     if (madvise((unsigned char *)memory - slack, size + slack, 23 /* MADV_POPULATE_WRITE, Linux 5.14 */) == 0)
         return 1;
     if (errno != EINVAL) return 0;
-    return syscall(SYS_fallocate, heap->fd, 0, (long)(offset - slack), (long)(size + slack)) == 0 || errno == EOPNOTSUPP || errno == ENOSYS;
+    return syscall(SYS_fallocate, heap->fd, 0, (long)(offset - slack), (long)(size + slack)) == 0
+           || errno == EOPNOTSUPP || errno == ENOSYS;
 }
 
 /* Creates a heap from a file descriptor and takes ownership of it. */
@@ -2879,11 +2937,14 @@ static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size
     if (fd < 0)
         return ddp_fail(DDP_ERR_SYSTEM, "shared memory: no anonymous file could be made: %s",
                         strerror(error));
-    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur) size = limit.rlim_cur;
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur)
+        size = limit.rlim_cur;
     while (size >= 2 * DDP__HUGE && ftruncate(fd, (off_t)size) != 0) size /= 2;
     if (size < 2 * DDP__HUGE) {
         close(fd);
-        return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small", (unsigned long long)limit.rlim_cur);
+        return ddp_fail(DDP_ERR_NO_MEMORY,
+                        "shared memory: the file size limit (ulimit -f) of %llu bytes is too small",
+                        (unsigned long long)limit.rlim_cur);
     }
     if (reserves) error = ddp__reserve(fd, 0, ddp_round_up(sizeof(ddp__job), DDP__PAGE));
     if (error) {
@@ -2892,7 +2953,9 @@ static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size
                         ddp__heap_where(ddp__heap_folders[place]), strerror(error));
     }
     ddp__heap *heap = ddp__heap_wrap(fd, threads);
-    if (!heap) return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
+    if (!heap)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s",
+                        strerror(errno));
     snprintf(heap->job->folder, sizeof heap->job->folder, "%s", ddp__heap_folders[place]);
     heap->job->reserves = (uint32_t)reserves;
     heap->job->world_size = (uint32_t)world_size;
@@ -2987,11 +3050,15 @@ static void ddp__rank_enter(ddp__heap *heap, int rank, int pid) {
 static int ddp__rank_gone(ddp__heap *heap, int rank, int number, char *text, size_t size) {
     ddp__job_rank *r = &heap->job->rank[rank];
     uint32_t state = ddp__load(&r->state);
-    if (state == DDP__RANK_LOST && r->signal_number) snprintf(text, size, "rank %d (pid %d) was killed by signal %d", number, r->pid, r->signal_number);
-    else if (state == DDP__RANK_LOST) snprintf(text, size, "rank %d (pid %d) exited with status %d", number, r->pid, r->exit_status);
+    if (state == DDP__RANK_LOST && r->signal_number)
+        snprintf(text, size, "rank %d (pid %d) was killed by signal %d", number, r->pid, r->signal_number);
+    else if (state == DDP__RANK_LOST)
+        snprintf(text, size, "rank %d (pid %d) exited with status %d", number, r->pid, r->exit_status);
     else if (state == DDP__RANK_LEFT && r->result)
-        snprintf(text, size, "rank %d (pid %d) returned %s", number, r->pid, ddp_result_name((ddp_result)r->result));
-    else if (state == DDP__RANK_LEFT) snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", number, r->pid);
+        snprintf(text, size, "rank %d (pid %d) returned %s", number, r->pid,
+                 ddp_result_name((ddp_result)r->result));
+    else if (state == DDP__RANK_LEFT)
+        snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", number, r->pid);
     else {
         if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads
             || r->pid == 0 /* of another pid namespace */) return 0;
@@ -3359,7 +3426,8 @@ static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int r
     at = snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", l->number[rank], call,
                   (const char *)(word + DDP__WAIT_NAME), (unsigned long long)word[2]);
     if (blamed >= 0 && blamed != member && at < (int)size)
-        snprintf(out + at, size - (size_t)at, " for world rank %d (pid %d)", blamed, ddp__job_pid(job, blamed));
+        snprintf(out + at, size - (size_t)at, " for world rank %d (pid %d)", blamed,
+                 ddp__job_pid(job, blamed));
 }
 
 /* Appends a rank to a list such as "0,1,5". Ranks that do not fit are left out. */
@@ -3395,13 +3463,15 @@ static void ddp__timed_out(ddp_group *group, ddp__local *l, const uint64_t *word
 static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__request *own, int may_skip);
 
 /* Sleeps until the peer announces something, at most timeout_us. */
-static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target, int timeout_us) {
+static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target,
+                           int timeout_us) {
     ddp__sleeper *me = &l->line[l->rank].collective;
     uint32_t value = ddp__load(&me->word);
     __atomic_store_n(&me->waits_for, peer, __ATOMIC_RELAXED);
     __atomic_store_n(&me->sleeping, 1u, __ATOMIC_SEQ_CST);
     ddp__fetch_add(&l->control->sleepers, 1u);
-    if (ddp__word_of(words, stride, peer) < target && ddp__load(&l->control->poison) == 0) ddp__futex_wait(&me->word, value, timeout_us);
+    if (ddp__word_of(words, stride, peer) < target && ddp__load(&l->control->poison) == 0)
+        ddp__futex_wait(&me->word, value, timeout_us);
     ddp__fetch_add(&l->control->sleepers, (uint32_t)-1);
     __atomic_store_n(&me->sleeping, 0u, __ATOMIC_RELAXED);
 }
@@ -3421,20 +3491,25 @@ static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stri
 
 /* For waits on words of ddp_group_signal: a rank that makes its next collective before it has reached target
    never reaches it. Poisons the group in that case. */
-static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride, uint64_t target) {
+static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride,
+                                 uint64_t target) {
     char call[72];
     for (int r = 0; r < l->world_size && l->awaits_word; r++) {
         const ddp__post *post = ddp__post_of(l, r, group->seq + 1);
-        if (r == l->rank || ddp__load(&post->seq) != group->seq + 1 || ddp__word_of(words, stride, r) >= target) continue;
+        if (r == l->rank || ddp__load(&post->seq) != group->seq + 1
+            || ddp__word_of(words, stride, r) >= target)
+            continue;
         ddp_call_describe(call, sizeof call, post->what);
-        DDP__POISON(l, DDP_ERR_MISMATCH, "rank %d is in %s, before which rank %d waits for it; make the same calls on every rank", l->number[r], call,
-                    l->number[l->rank]);
+        DDP__POISON(l, DDP_ERR_MISMATCH,
+                    "rank %d is in %s, before which rank %d waits for it; make the same calls on every rank",
+                    l->number[r], call, l->number[l->rank]);
     }
 }
 
 /* Waits until the word of `peer` reaches target: yields, then sleeps. Meanwhile it checks for failures and
    the timeout, and advances pending sends and receives. */
-static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
+static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words,
+                                  size_t stride, uint64_t target) {
     char text[DDP__TEXT_MAX];
     double start = ddp_now(), checked = start;
     for (int tries = 0, slice_us = 500; ddp__word_of(words, stride, peer) < target; tries++) {
@@ -3454,8 +3529,8 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
         if (now - start > group->desc.timeout_ms * 1e-3) {
             ddp__timed_out(group, l, words, stride, target, text, sizeof text);
             if (!l->awaits_word)
-                ddp__cause_of_collective(text, sizeof text, l->number[l->rank], ddp__post_of(l, l->rank, group->seq)->what,
-                                         group->seq);
+                ddp__cause_of_collective(text, sizeof text, l->number[l->rank],
+                                         ddp__post_of(l, l->rank, group->seq)->what, group->seq);
             if (ddp__word_of(words, stride, peer) < target) ddp__local_poison(NULL, l, DDP_ERR_TIMEOUT, text);
         }
     }
@@ -3463,7 +3538,8 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
     return DDP_OK;
 }
 
-static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
+static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, const uint64_t *words,
+                                    size_t stride, uint64_t target) {
     int spins = group->polite ? l->spins / 16 : l->spins; /* the communication thread competes with compute */
     for (int i = 0; i < spins; i++) {
         if (ddp__word_of(words, stride, peer) >= target) return DDP_OK;
@@ -3473,7 +3549,8 @@ static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, c
 }
 
 /* Waits until a peer has filled or passed a round. Rounds before the first one count as complete. */
-static inline ddp_result ddp__await_count(ddp_group *group, ddp__local *l, int what, int peer, uint64_t round) {
+static inline ddp_result ddp__await_count(ddp_group *group, ddp__local *l, int what, int peer,
+                                          uint64_t round) {
     if ((int64_t)(l->seen[what][peer] - round) >= 0) return DDP_OK;
     DDP_TRY(ddp__await(group, l, peer, &l->line[0].count[what].rounds, sizeof(ddp__rank_line), round));
     l->seen[what][peer] = ddp__load(&l->line[peer].count[what].rounds);
@@ -3494,10 +3571,10 @@ static void ddp__tick(ddp__local *l, int what, uint64_t round) {
 
 /* A collective uses one of three methods. All ranks choose the same one from the announcements of all ranks:
 
-   small    The sender's payload contains the data when its announcement arrives. Every rank reads all payloads.
-            One wait.
-   direct   The buffers of all ranks are group memory, or ranks are threads. Rank r reduces part r of all buffers
-            and stores the sum in all of them. Two waits.
+   small    The sender's payload contains the data when its announcement arrives. Every rank reads all
+            payloads. One wait.
+   direct   The buffers of all ranks are group memory, or ranks are threads. Rank r reduces part r of all
+            buffers and stores the sum in all of them. Two waits.
    staged   Private memory moves through slots, chunk by chunk. A rank fills its slot, reduces part r of all
             slots, stores the sum in the slots that it has read, and drains its own slot. (The last writer of
             a line determines the cost of the next write.) Chunk k+1 is filled before the wait for chunk k.
@@ -3523,7 +3600,9 @@ static const ddp__region *ddp__region_of(const ddp__local *l, uint64_t place, in
     const ddp__region *found = NULL;
     DDP__LOCKED(&l->heap->lock)
         for (; l && !found; l = l->parent)
-            for (found = l->regions; found && place - (here ? (uintptr_t)found->base : found->offset) >= found->total;) found = found->next;
+            for (found = l->regions;
+                 found && place - (here ? (uintptr_t)found->base : found->offset) >= found->total;)
+                found = found->next;
     return found;
 }
 
@@ -3541,7 +3620,8 @@ static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t si
     if (!pointer || l->heap->threads) return (uint64_t)(uintptr_t)pointer;
     const ddp__region *region = ddp__region_of(l, (uintptr_t)pointer, 1);
     size_t inside = region ? (size_t)((const unsigned char *)pointer - region->base) : 0;
-    return region && size <= region->total - inside ? region->offset + inside + 1 : DDP__PRIVATE | (uint64_t)(uintptr_t)pointer;
+    return region && size <= region->total - inside ? region->offset + inside + 1
+                                                    : DDP__PRIVATE | (uint64_t)(uintptr_t)pointer;
 }
 
 /* Copies from the memory of another process. Returns 0 if the system refuses that, or the address is
@@ -3563,7 +3643,9 @@ static int ddp__can_read(ddp__local *l, int r) {
     uint64_t word = 0, probe = ddp__load(&l->line[r].probe);
     int can = ddp__load(&l->can_read[r]);
     if (can || !probe) return can;
-    can = ddp__vm_read(ddp__pid_of(l, r), &word, probe, sizeof word) && word == l->line[r].probe_word ? 1 : -1;
+    can = ddp__vm_read(ddp__pid_of(l, r), &word, probe, sizeof word) && word == l->line[r].probe_word
+              ? 1
+              : -1;
     if (can < 0 && !ddp__load(&l->refused)) ddp__store(&l->refused, 1);
     ddp__store(&l->can_read[r], can);
     return can;
@@ -3580,7 +3662,8 @@ static int ddp__can_be_read(const void *buffer, size_t size) {
     uint64_t first = (uint64_t)(uintptr_t)buffer;
     char byte;
     int pid = (int)getpid();
-    return !buffer || !size || (ddp__vm_read(pid, &byte, first, 1) && ddp__vm_read(pid, &byte, first + size - 1, 1));
+    return !buffer || !size
+           || (ddp__vm_read(pid, &byte, first, 1) && ddp__vm_read(pid, &byte, first + size - 1, 1));
 }
 
 /* Ranks that are threads access each other's buffers. After the group has failed, no rank begins such an
@@ -3604,7 +3687,8 @@ static void ddp__reach_await(const ddp__local *l) {
 }
 
 /* Announces the call and waits until all ranks have announced the same. */
-static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *call, uint64_t send, uint64_t recv) {
+static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *call, uint64_t send,
+                             uint64_t recv) {
     ddp__post *mine = ddp__post_of(l, l->rank, call->seq);
     uint64_t signature = ddp__signature(call);
     mine->what[0] = signature;
@@ -3630,9 +3714,13 @@ static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size
     if (ddp__vm_read(ddp__pid_of(l, peer), dst, address ^ DDP__PRIVATE, size)) return 1;
     int error = errno; /* the launcher may need a moment to record how the peer ended */
     for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500))
-        if (ddp__member_lost(l, peer, text, sizeof text) == DDP_ERR_PEER_LOST) ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
-    if (error == ESRCH) DDP__POISON(l, DDP_ERR_PEER_LOST, "rank %d: pid %d is gone", l->number[peer], ddp__pid_of(l, peer));
-    else DDP__POISON(l, DDP_ERR_SYSTEM, "rank %d could not read the buffer of rank %d: %s", l->number[l->rank], l->number[peer], strerror(error));
+        if (ddp__member_lost(l, peer, text, sizeof text) == DDP_ERR_PEER_LOST)
+            ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
+    if (error == ESRCH)
+        DDP__POISON(l, DDP_ERR_PEER_LOST, "rank %d: pid %d is gone", l->number[peer], ddp__pid_of(l, peer));
+    else
+        DDP__POISON(l, DDP_ERR_SYSTEM, "rank %d could not read the buffer of rank %d: %s", l->number[l->rank],
+                    l->number[peer], strerror(error));
     return 0;
 }
 
@@ -3646,7 +3734,8 @@ static int ddp__how(const ddp__local *l, size_t size) {
 
 /* The data of a rank in a small call: in its announcement if it fits there, otherwise in its payload. */
 static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_call *call, size_t size) {
-    return size <= sizeof l->posts->data ? ddp__post_of(l, rank, call->seq)->data : ddp__payload_of(l, rank, call->seq);
+    return size <= sizeof l->posts->data ? ddp__post_of(l, rank, call->seq)->data
+                                         : ddp__payload_of(l, rank, call->seq);
 }
 
 /* For data with one reader, on AMD: the reader writes a byte into every line that it has read, and so owns
@@ -3654,7 +3743,8 @@ static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_cal
    the time, a staged all-gather between distant cores a third. On Intel the next write takes the same time,
    and the byte costs 10%. */
 static void ddp__hand_back(unsigned char *data, size_t size) {
-    for (size_t i = 0; i < size && size > sizeof ((ddp__post *)0)->data; i += 64) *(volatile unsigned char *)(data + i) = 0;
+    for (size_t i = 0; i < size && size > sizeof((ddp__post *)0)->data; i += 64)
+        *(volatile unsigned char *)(data + i) = 0;
 }
 
 /* Divides size bytes into shares of whole cache lines, one per rank. The last ranks may have less or
@@ -3695,7 +3785,9 @@ DDP__FORCED_INLINE ddp__move ddp__move_of(const ddp_call *call) {
     int shape = ddp__forms[call->kind].shape;
     const void *send = call->kind == DDP_CALL_BROADCAST ? call->recv : call->send;
     size_t element = ddp_dtype_size(call->dtype), block = call->count * element;
-    ddp__move m = {call, shape, !(shape & DDP__SPLITS), 0, (const unsigned char *)send, (unsigned char *)call->recv, element, block, block, 0, block, 0, 0, DDP__WAY_CACHED, 0, NULL};
+    ddp__move m = {call, shape, !(shape & DDP__SPLITS), 0,
+                   (const unsigned char *)send, (unsigned char *)call->recv, element, block, block,
+                   0, block, 0, 0, DDP__WAY_CACHED, 0, NULL};
     return m;
 }
 
@@ -3766,18 +3858,23 @@ DDP__FORCED_INLINE ddp_bytes ddp__piece(const ddp__move *m, ddp_bytes part, size
 DDP__FORCED_INLINE void ddp__move_own(int rank, const ddp__move *m) {
     if (m->shape & DDP__ADDS) return;
     ddp_bytes give = ddp__gives(rank, m, rank), take = ddp__takes(rank, m, rank);
-    if (give.size && take.size && m->recv + take.begin != m->send + give.begin) memcpy(m->recv + take.begin, m->send + give.begin, take.size);
+    if (give.size && take.size && m->recv + take.begin != m->send + give.begin)
+        memcpy(m->recv + take.begin, m->send + give.begin, take.size);
 }
 
 /* The offset, in a payload or slot, of the data for rank `to`. */
-DDP__FORCED_INLINE size_t ddp__move_at(const ddp__move *m, int to) { return m->common ? 0 : (size_t)to * m->room; }
+DDP__FORCED_INLINE size_t ddp__move_at(const ddp__move *m, int to) {
+    return m->common ? 0 : (size_t)to * m->room;
+}
 
 /* Copies round k into this rank's payload or slot. */
-DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t k, int past) {
+DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t k,
+                                       int past) {
     for (int p = 0; p < l->world_size; p++) {
         ddp_bytes give;
         if (p == l->rank || !(give = ddp__piece(m, ddp__gives(l->rank, m, p), k, p)).size) continue;
-        (past ? ddp__copy_stream : ddp__copy_across)(out + ddp__move_at(m, p), m->send + give.begin, give.size);
+        (past ? ddp__copy_stream : ddp__copy_across)(out + ddp__move_at(m, p), m->send + give.begin,
+                                                     give.size);
         if (m->common) break;
     }
     if (past) ddp__stream_end();
@@ -3786,8 +3883,8 @@ DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, 
 /* Completes the arguments of ddp__reduce_tree for round k. in: the sources of all ranks; this function sets
    the own one. outs: the destinations, which are this rank's piece and, in a shared call, out[r] of the
    receiving ranks. Returns the number of destinations. *count: number of elements. */
-DDP__FORCED_INLINE int ddp__move_outs(const ddp__local *l, const ddp__move *m, void **in, void *const *out, size_t k, void **outs,
-                                      size_t *count) {
+DDP__FORCED_INLINE int ddp__move_outs(const ddp__local *l, const ddp__move *m, void **in, void *const *out,
+                                      size_t k, void **outs, size_t *count) {
     const ddp_call *call = m->call;
     ddp_bytes take = ddp__piece(m, ddp__takes(l->rank, m, l->rank), k, l->rank);
     int out_count = 0;
@@ -3803,18 +3900,23 @@ DDP__FORCED_INLINE int ddp__move_outs(const ddp__local *l, const ddp__move *m, v
 }
 
 /* Reduces or copies the pieces in[p], which are in payloads or slots. */
-DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, void **in, size_t k, int how) {
-    int adds = m->shape & DDP__ADDS, hand_back = l->amd && how != DDP__PAST && !m->shared && (!m->common || l->world_size == 2);
+DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, void **in, size_t k,
+                                       int how) {
+    int adds = m->shape & DDP__ADDS,
+        hand_back = l->amd && how != DDP__PAST && !m->shared && (!m->common || l->world_size == 2);
     if (adds) {
         size_t count;
         void *outs[DDP_MAX_LOCAL_RANKS];
         int out_count = ddp__move_outs(l, m, in, in, k, outs, &count);
-        if (count) ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, count, m->call->dtype, m->call->op, m->call->divisor, how);
+        if (count)
+            ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, count, m->call->dtype,
+                             m->call->op, m->call->divisor, how);
     }
     for (int p = 0; p < l->world_size && (!adds || hand_back); p++) {
         ddp_bytes take = ddp__piece(m, ddp__takes(l->rank, m, p), k, p);
         if (p == l->rank || !take.size) continue;
-        if (!adds) (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + take.begin, in[p], take.size);
+        if (!adds)
+            (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + take.begin, in[p], take.size);
         if (hand_back) ddp__hand_back((unsigned char *)in[p], take.size);
     }
     if (how == DDP__PAST) ddp__stream_end();
@@ -3831,7 +3933,8 @@ DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, c
     unsigned char *next = ddp__payload_of(l, l->rank, m->call->seq + 1);
     for (size_t i = 0; i < size && size > sizeof l->posts->data; i += 64) ddp__prefetch_write(next + i);
     ddp__move_own(l->rank, m);
-    for (int p = 0; p < l->world_size; p++) in[p] = ddp__small_of(l, p, m->call, size) + ddp__move_at(m, l->rank);
+    for (int p = 0; p < l->world_size; p++)
+        in[p] = ddp__small_of(l, p, m->call, size) + ddp__move_at(m, l->rank);
     ddp__move_take(l, m, in, 0, DDP__CACHED);
     return DDP_OK;
 }
@@ -3862,12 +3965,18 @@ static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
 static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
     for (int from = 0; from < l->world_size; from++)
         for (int to = 0; to < l->world_size; to++) {
-            unsigned long long given = ddp__counts_of(l, from, m->call)->give[to], wanted = ddp__counts_of(l, to, m->call)->take[from];
+            unsigned long long given = ddp__counts_of(l, from, m->call)->give[to],
+                               wanted = ddp__counts_of(l, to, m->call)->take[from];
             if (given * m->element > m->largest) m->largest = (size_t)given * m->element;
             if (given == wanted) continue;
-            if (m->common) DDP__POISON(l, DDP_ERR_MISMATCH, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from,
-                                       wanted, to);
-            else DDP__POISON(l, DDP_ERR_MISMATCH, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
+            if (m->common)
+                DDP__POISON(l, DDP_ERR_MISMATCH,
+                            "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from,
+                            given, from, wanted, to);
+            else
+                DDP__POISON(l, DDP_ERR_MISMATCH,
+                            "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu",
+                            from, given, to, wanted);
             return 0;
         }
     ddp__move_cut(l, m);
@@ -3876,10 +3985,10 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
 
 /* Reads the buffers of the senders, and writes shared results into the buffers of the receivers.
      TAKE   All buffers are group memory, or ranks are threads.
-     READ   Private memory is read in one copy. Sources of a reduction are read piece by piece into this rank's
-            slot, which stays in cache.
-     PUSH   A large all-gather. Each rank writes its block into the buffers of all ranks with streaming stores. So
-            no rank reads lines that are new in another core's cache, which is slow. */
+     READ   Private memory is read in one copy. Sources of a reduction are read piece by piece into this
+            rank's slot, which stays in cache.
+     PUSH   A large all-gather. Each rank writes its block into the buffers of all ranks with streaming
+            stores. So no rank reads lines that are new in another core's cache, which is slow. */
 static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m) {
     int adds = m->shape & DDP__ADDS, read = m->way == DDP__WAY_READ;
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
@@ -3910,11 +4019,16 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
         if (!adds) continue;
         size_t count;
         int out_count = ddp__move_outs(l, m, in, out, k, outs, &count);
-        if (count) ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, count, m->call->dtype, m->call->op, m->call->divisor,
-                                    ddp__how(l, m->shared ? m->first_share : m->largest));
+        if (count)
+            ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, count, m->call->dtype,
+                             m->call->op, m->call->divisor,
+                             ddp__how(l, m->shared ? m->first_share : m->largest));
     }
     if (m->way == DDP__WAY_PUSH) {
-        DDP__FOR_PEERS(l, p) ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + (size_t)l->rank * m->block, m->send, m->block);
+        DDP__FOR_PEERS(l, p)
+            ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv)
+                                 + (size_t)l->rank * m->block,
+                             m->send, m->block);
         ddp__stream_end();
     }
     ddp__reach_end(l);
@@ -3932,11 +4046,14 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
 static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
     const ddp_call *call = m->call;
     size_t least = ddp__wide() ? DDP__LARGE_BYTES / 8 : 2 * DDP__LARGE_BYTES;
-    return k > 2 && k < m->rounds && m->shared && l->world_size == 2 && !l->amd && m->block >= least && call->kind == DDP_CALL_ALL_REDUCE &&
-           call->dtype == DDP_F32 && (call->op == DDP_OP_SUM || (call->op == DDP_OP_AVG && (call->divisor & (call->divisor - 1)) == 0));
+    return k > 2 && k < m->rounds && m->shared && l->world_size == 2 && !l->amd && m->block >= least
+           && call->kind == DDP_CALL_ALL_REDUCE && call->dtype == DDP_F32
+           && (call->op == DDP_OP_SUM
+               || (call->op == DDP_OP_AVG && (call->divisor & (call->divisor - 1)) == 0));
 }
 
-static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t first, size_t k) {
+static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t first,
+                                   size_t k) {
     int me = l->rank, peer = !me;
     /* all pieces have the same size, because none is in the first chunk */
     ddp_bytes in = ddp__piece(m, ddp__gives(l->rank, m, peer), k, peer),
@@ -3951,8 +4068,10 @@ static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__m
     void *from[2] = {(void *)(uintptr_t)(m->send + in.begin),
                      ddp__slot_of(l, me, first + k - 2) + ddp__move_at(m, peer)};
     uint64_t divisor = m->call->op == DDP_OP_AVG && m->call->divisor ? m->call->divisor : 1;
-    const ddp__reduction r = {sums, add, 2, 2, DDP_F32, sizeof(float), divisor, ddp__merge_sum_f32, 0, 0, to, from};
-    size_t count = sum.size / sizeof(float), runs = ddp__runs(), each = count / runs / DDP__LANES * DDP__LANES;
+    const ddp__reduction r = {sums, add, 2, 2, DDP_F32, sizeof(float), divisor, ddp__merge_sum_f32,
+                              0, 0, to, from};
+    size_t count = sum.size / sizeof(float), runs = ddp__runs(),
+           each = count / runs / DDP__LANES * DDP__LANES;
     DDP_TRY(ddp__await_passed(group, l, first + k - 2));
     DDP_TRY(ddp__await_count(group, l, DDP__FILLED, peer, first + k - 1));
     ddp__reduce_fused(&r, 0, each, runs);
@@ -4001,8 +4120,8 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
 
 /* Large private data has three methods:
      CACHED  through slots that stay in cache
-     PAST    through slots that bypass the caches; fast if reading lines that are new in another core's cache takes
-             longer than reading memory (distant cores of AMD)
+     PAST    through slots that bypass the caches; fast if reading lines that are new in another core's cache
+             takes longer than reading memory (distant cores of AMD)
      READ    in one copy by process_vm_readv, if the system allows it (the fastest on Intel)
    The best method changes over time, because virtual cores migrate. So rank 0 proposes the method that was
    fastest recently, or from time to time another one. Every rank announces whether its buffer can be read. */
@@ -4017,7 +4136,8 @@ DDPDEF int ddp_tuner_pick(ddp_tuner *route, int ways) {
     int best = 0;
     for (int way = 1; way < ways; way++)
         if (route->seconds[way] < route->seconds[best]) best = way; /* 0: never tried */
-    if (++route->calls % 64 == 0 || (route->calls & (route->calls - 1)) == 0) best = (best + 1 + (int)(route->tries++ % (uint64_t)(ways - 1))) % ways;
+    if (++route->calls % 64 == 0 || (route->calls & (route->calls - 1)) == 0)
+        best = (best + 1 + (int)(route->tries++ % (uint64_t)(ways - 1))) % ways;
     return best;
 }
 
@@ -4055,7 +4175,8 @@ static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m)
     uint64_t send = ddp__address(l, span ? m->send : NULL, span), sends = send, recv = 0, recvs = 0;
     m->shared = m->common && m->shape & DDP__ADDS;
     m->common &= !m->shared;
-    if (m->shared && ddp__receives(call, l->rank)) recv = call->recv == call->send ? send : ddp__address(l, m->recv, m->block);
+    if (m->shared && ddp__receives(call, l->rank))
+        recv = call->recv == call->send ? send : ddp__address(l, m->recv, m->block);
     if (push) recv = ddp__address(l, m->recv, m->block * (size_t)l->world_size);
     if (call->recv_counts) ddp__counts_tell(l, m);
     ddp_tuner *proposed = call->send_counts || m->shared ? NULL : ddp__route_propose(l, m, span);
@@ -4195,9 +4316,10 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
 static void ddp__stage_step(ddp__local *l, ddp__request *r) {
     ddp__channel *c = r->channel;
     int send = r->call.kind == DDP_CALL_SEND;
-    uint64_t *chunks = send ? &c->filled : &c->drained; /* this rank's counter, limited by the peer's
-                                                           counter */
-    while (r->moved < r->size && *chunks < (send ? ddp__load(&c->drained) + DDP__STAGES : ddp__load(&c->filled))) {
+    /* this rank's counter; the peer's counter limits it */
+    uint64_t *chunks = send ? &c->filled : &c->drained;
+    while (r->moved < r->size
+           && *chunks < (send ? ddp__load(&c->drained) + DDP__STAGES : ddp__load(&c->filled))) {
         unsigned char *stage = c->stage[*chunks % DDP__STAGES];
         size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
         if (send) memcpy(stage, (const unsigned char *)r->call.send + r->moved, n);
@@ -4241,8 +4363,11 @@ static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
         r->message = best;
         ddp__store(&best->state, (uint32_t)DDP__CLAIMED);
     } else
-        DDP__POISON(l, DDP_ERR_MISMATCH, "ranks made different calls: rank %d ddp_send %s count=%zu, rank %d ddp_recv %s count=%zu (tag %d)", r->call.root,
-                    ddp_dtype_name((ddp_dtype)best->dtype), (size_t)best->count, l->rank, ddp_dtype_name(r->call.dtype), r->call.count, r->call.tag);
+        DDP__POISON(
+            l, DDP_ERR_MISMATCH,
+            "ranks made different calls: rank %d ddp_send %s count=%zu, rank %d ddp_recv %s count=%zu (tag %d)",
+            r->call.root, ddp_dtype_name((ddp_dtype)best->dtype), (size_t)best->count, l->rank,
+            ddp_dtype_name(r->call.dtype), r->call.count, r->call.tag);
 }
 
 /* Copies from the sender's buffer. Returns 0 if the system refuses that or the group has failed, because a
@@ -4251,7 +4376,9 @@ static int ddp__recv_in_place(ddp__local *l, ddp__request *r) {
     int peer = r->call.root;
     uint64_t address = r->message->address;
     if (address & DDP__PRIVATE) {
-        if (ddp__can_read(l, peer) <= 0 || !ddp__vm_read(ddp__pid_of(l, peer), r->call.recv, address ^ DDP__PRIVATE, r->size)) return 0;
+        if (ddp__can_read(l, peer) <= 0
+            || !ddp__vm_read(ddp__pid_of(l, peer), r->call.recv, address ^ DDP__PRIVATE, r->size))
+            return 0;
     } else {
         if (!ddp__reach_begin(l)) return 0;
         memcpy(r->call.recv, ddp__resolve(l, address), r->size);
@@ -4266,7 +4393,8 @@ static int ddp__recv_in_place(ddp__local *l, ddp__request *r) {
 static void ddp__recv_progress(ddp__local *l, ddp__request *r, int attended) {
     ddp__message *m = r->message;
     int is_inline = r->size <= DDP__INLINE, active = (int)r->channel->active;
-    int stages = attended && m->address & DDP__PRIVATE && !active && l->spins > l->yields && ddp__load(&m->attended);
+    int stages = attended && m->address & DDP__PRIVATE && !active && l->spins > l->yields
+                 && ddp__load(&m->attended);
     if (is_inline) {
         if (r->size) memcpy(r->call.recv, m->data, r->size);
         r->done = 1;
@@ -4302,7 +4430,8 @@ static void ddp__requests_step(ddp__local *l, const ddp__request *own) {
     for (ddp__request *r = l->requests; r; r = r->next) {
         int peer = r->call.root;
         uint64_t bit = UINT64_C(1) << peer;
-        int attended = r->call.flags & DDP__CALL_BLOCKS || r == ddp__waited_request; /* a thread waits for r */
+        /* 1 = a thread blocks until r completes */
+        int attended = r->call.flags & DDP__CALL_BLOCKS || r == ddp__waited_request;
         if (r->done) continue;
         if (r->call.kind == DDP_CALL_SEND) {
             if (r->message) ddp__send_progress(l, r, attended);
@@ -4329,7 +4458,9 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__requ
     } while (ddp__waited_request && (l->staging & DDP__STAGE_WAITS) && tries < l->spins);
     pthread_mutex_unlock(&l->p2p_lock);
     if (ddp__load_relaxed(&l->refused) == 1 && __atomic_exchange_n(&l->refused, 2, __ATOMIC_RELAXED) == 1)
-        ddp_group_log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
+        ddp_group_log(
+            group,
+            "process_vm_readv is refused here: large messages between private buffers are copied twice");
 }
 
 /* Called while this thread waits for a request. Publishes the wait, and poisons the group after the
@@ -4361,7 +4492,8 @@ static void ddp__requests_look_for_lost(ddp__local *l) {
 
 static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **out) {
     ddp__local *l = (ddp__local *)state;
-    int send = call->kind == DDP_CALL_SEND, from = send ? l->rank : call->root, to = send ? call->root : l->rank;
+    int send = call->kind == DDP_CALL_SEND, from = send ? l->rank : call->root,
+        to = send ? call->root : l->rank;
     ddp__request *r = NULL, **end = &l->requests;
     DDP__LOCKED(&l->p2p_lock) {
         if ((r = l->free_requests) != NULL) l->free_requests = r->next;
@@ -4422,7 +4554,7 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
     ddp__fetch_add(&me->sleeping, (uint32_t)-1);
 }
 
-//== the local backend: groups and group memory ============================================ >>impl-local-group
+//== the local backend: groups and group memory =========================================== >>impl-local-group
 /* Creates, splits and closes groups of the local backend, and allocates their group memory from the heap. */
 
 /* Sets the pointers into the control memory of a group, which begins at address `at`. Returns its end. */
@@ -4446,26 +4578,30 @@ static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
     if (offset && !error) return offset;
     if (offset) {
         ddp__heap_give_back(heap, offset, size);
-        ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room in %s for the %zu bytes of a group of %d ranks: %s",
+        ddp_fail(DDP_ERR_NO_MEMORY,
+                 "shared memory: no room in %s for the %zu bytes of a group of %d ranks: %s",
                  ddp__heap_where(heap->job->folder), size, world_size, strerror(error));
     } else {
-        ddp_fail(DDP_ERR_NO_MEMORY,
-                 "shared memory: no room for a group of %d ranks; the file size limit (ulimit -f) is %llu bytes",
-                 world_size, (unsigned long long)heap->job->limit);
+        ddp_fail(
+            DDP_ERR_NO_MEMORY,
+            "shared memory: no room for a group of %d ranks; the file size limit (ulimit -f) is %llu bytes",
+            world_size, (unsigned long long)heap->job->limit);
     }
     return 0;
 }
 
 /* Creates the backend's state of a group, with control memory at offset. members: its ranks in the parent;
    parent NULL: all ranks of the job. On failure it holds no reference to heap. */
-static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, ddp__local *parent, const int *members) {
+static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, ddp__local *parent,
+                                     const int *members) {
     ddp__local *l = (ddp__local *)ddp_host_alloc(group, sizeof *l);
     int enough_cores = heap->job->world_size <= heap->job->cores;
     if (!l) return NULL;
     l->size = ddp__control_layout(l, 0, group->world_size);
     void *memory = ddp__heap_map(heap, offset, l->size);
     if (!memory) {
-        DDP__GROUP_FAIL(group, DDP_ERR_NO_MEMORY, "%zu bytes of shared memory could not be mapped: %s", l->size, strerror(errno));
+        DDP__GROUP_FAIL(group, DDP_ERR_NO_MEMORY, "%zu bytes of shared memory could not be mapped: %s",
+                        l->size, strerror(errno));
         ddp_host_free(group, l);
         return NULL;
     }
@@ -4478,7 +4614,8 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->spins = enough_cores ? 4000 : 20; /* otherwise yield early */
     l->yields = enough_cores ? 20 : 200;
     l->parent = parent;
-    for (int i = 0; i < group->world_size; i++) l->member[l->number[i] = i] = parent ? parent->member[members[i]] : i;
+    for (int i = 0; i < group->world_size; i++)
+        l->member[l->number[i] = i] = parent ? parent->member[members[i]] : i;
     l->amd = (int)heap->job->amd;
     l->probe_word = (uint64_t)(ddp_now() * 1e9) * DDP_MAX_LOCAL_RANKS + (uint64_t)l->rank;
     l->line[l->rank].probe_word = l->probe_word;
@@ -4489,18 +4626,20 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
 
 /* Rank 0 of each new group allocates its control memory. An all_gather in the parent distributes the offsets.
    child NULL: this rank joins no group. */
-static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *child, const int *members,
+                                   int member_count, void **child_state) {
     ddp__local *l = (ddp__local *)state;
-    uint64_t offsets[DDP_MAX_LOCAL_RANKS], mine = child && child->rank == 0 ? ddp__control_create(l->heap, member_count) : 0;
+    uint64_t offsets[DDP_MAX_LOCAL_RANKS],
+        mine = child && child->rank == 0 ? ddp__control_create(l->heap, member_count) : 0;
     ddp_result result = ddp_all_gather(parent, &mine, offsets, 1, DDP_U64, NULL);
     *child_state = NULL;
     if (result != DDP_OK || !child) return result;
     if (!offsets[members[0]]) {
         const ddp__job *job = l->heap->job;
         const char *where = job->reserves ? ddp__heap_where(job->folder) : NULL;
-        return DDP__RANK_FAIL(parent, DDP_ERR_NO_MEMORY,
-                              "%s: no shared memory for the new group%s%s", ddp_public_call_name("ddp_group_split"),
-                              where ? " in " : "", where ? where : "");
+        return DDP__RANK_FAIL(parent, DDP_ERR_NO_MEMORY, "%s: no shared memory for the new group%s%s",
+                              ddp_public_call_name("ddp_group_split"), where ? " in " : "",
+                              where ? where : "");
     }
     *child_state = ddp__local_attach(child, l->heap, offsets[members[0]], l, members);
     return *child_state ? DDP_OK : DDP_ERR_NO_MEMORY;
@@ -4509,7 +4648,8 @@ static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *ch
 /* Rank 0 allocates the range. Every rank maps it and populates its own part. */
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__local *l = (ddp__local *)state;
-    size_t stride = ddp_round_up(size_bytes + DDP__SKEW, DDP__PAGE), total = 0, before = (size_t)l->rank * stride;
+    size_t stride = ddp_round_up(size_bytes + DDP__SKEW, DDP__PAGE), total = 0,
+           before = (size_t)l->rank * stride;
     ddp__region *region = (ddp__region *)ddp_host_alloc(group, sizeof *region);
     int fits = stride >= size_bytes && !__builtin_mul_overflow(stride, (size_t)l->world_size, &total);
     uint64_t offset = group->rank == 0 && region && fits ? ddp__heap_take(l->heap, total) : 0;
@@ -4533,8 +4673,8 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
     if (offset) ddp__heap_give_back(l->heap, offset + before, stride);
     ddp_host_free(group, region);
     if (result != DDP_OK) return result;
-    return ddp_fail_in(DDP_ERR_NO_MEMORY, "ddp_group_alloc", group, "%d ranks x %zu bytes of shared memory are not to be had",
-                       l->world_size, size_bytes);
+    return ddp_fail_in(DDP_ERR_NO_MEMORY, "ddp_group_alloc", group,
+                       "%d ranks x %zu bytes of shared memory are not to be had", l->world_size, size_bytes);
 }
 
 static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
@@ -4561,7 +4701,9 @@ static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     int look = now >= ddp__load_relaxed(&l->status_at) + 5;
     if (look) __atomic_store_n(&l->status_at, now, __ATOMIC_RELAXED);
     for (int r = 0; r < l->world_size && !ddp__load(&l->control->poison); r++) {
-        if (r == l->rank || !(look || (job->launched && ddp__load(&job->rank[l->member[r]].state) == DDP__RANK_LOST))) continue;
+        if (r == l->rank
+            || !(look || (job->launched && ddp__load(&job->rank[l->member[r]].state) == DDP__RANK_LOST)))
+            continue;
         ddp_result lost = ddp__member_lost(l, r, text, sizeof text);
         /* left: only a call that needs the rank fails */
         if (lost == DDP_OK || (look && ddp__load(&l->line[r].left))) continue;
@@ -4570,7 +4712,9 @@ static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     }
     uint32_t poison = ddp__load(&l->control->poison);
     if (poison == 0) return DDP_OK;
-    for (double start = ddp_now(); poison == 1 && ddp_now() - start < 5.0; poison = ddp__load(&l->control->poison)) sched_yield();
+    for (double start = ddp_now(); poison == 1 && ddp_now() - start < 5.0;
+         poison = ddp__load(&l->control->poison))
+        sched_yield();
     if (poison == 1) return ddp_fail(DDP_ERR_PEER_LOST, "a rank died while reporting a failure");
     return ddp_fail((ddp_result)l->control->poison_code, "%s", l->control->poison_text);
 }
@@ -4588,7 +4732,8 @@ static void ddp__local_close(ddp_group *group, void *state) {
     }
     for (ddp__request *r; (r = l->requests ? l->requests : l->free_requests) != NULL; ddp_host_free(group, r))
         *(l->requests ? &l->requests : &l->free_requests) = r->next;
-    if (ddp__fetch_add(&l->control->closed, 1u) + 1 == (uint32_t)l->world_size) ddp__heap_give_back(l->heap, l->offset, l->size);
+    if (ddp__fetch_add(&l->control->closed, 1u) + 1 == (uint32_t)l->world_size)
+        ddp__heap_give_back(l->heap, l->offset, l->size);
     ddp__heap_unmap(l->heap, l->control);
     pthread_mutex_destroy(&l->p2p_lock);
     ddp__heap_release(l->heap);
@@ -4611,19 +4756,24 @@ static void ddp__local_signal(ddp_group *group, void *state, uint64_t *word, uin
     ddp__announce((ddp__local *)state);
 }
 
-static ddp_result ddp__local_wait_signal(ddp_group *group, void *state, const uint64_t *word, uint64_t target) {
+static ddp_result ddp__local_wait_signal(ddp_group *group, void *state, const uint64_t *word,
+                                         uint64_t target) {
     ddp__local *l = (ddp__local *)state;
-    const uint64_t *first = (const uint64_t *)ddp__local_peer(group, state, word, 0), *second = (const uint64_t *)ddp__local_peer(group, state, word, 1);
+    const uint64_t *first = (const uint64_t *)ddp__local_peer(group, state, word, 0),
+                   *second = (const uint64_t *)ddp__local_peer(group, state, word, 1);
     ddp_result result = DDP_OK;
     l->awaits_word = 1;
-    DDP__FOR_PEERS(l, p) if (result == DDP_OK) result = ddp__await(group, l, p, first, (size_t)(second - first) * sizeof *first, target);
+    DDP__FOR_PEERS(l, p)
+        if (result == DDP_OK)
+            result = ddp__await(group, l, p, first, (size_t)(second - first) * sizeof *first, target);
     l->awaits_word = 0;
     return result;
 }
 
 static const ddp_backend ddp__backend_local = {
-    "local", NULL, ddp__local_run, ddp__local_p2p_start, ddp__local_p2p_poll, ddp__local_p2p_sleep, ddp__local_split,
-    ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_poison, ddp__local_close, 0, DDP_ORDER_TREE, NULL,
+    "local", NULL, ddp__local_run, ddp__local_p2p_start, ddp__local_p2p_poll, ddp__local_p2p_sleep,
+    ddp__local_split, ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_poison,
+    ddp__local_close, 0, DDP_ORDER_TREE, NULL,
     ddp__local_peer, ddp__local_signal, ddp__local_wait_signal, ddp__local_p2p_wake};
 
 //== the self backend ============================================================================ >>impl-self
@@ -4641,12 +4791,15 @@ static ddp_result ddp__self_run(ddp_group *group, void *state, const ddp_call *c
     if (((ddp_saved_error *)state)->result != DDP_OK) return DDP_ERR_POISONED;
     if (from.size != to.size)
         return ddp_fail(DDP_ERR_MISMATCH, "ddp_all_to_all_v: send_counts[0] and recv_counts[0] differ");
-    if (to.size && m.send + from.begin != m.recv + to.begin) memmove(m.recv + to.begin, m.send + from.begin, to.size);
-    if (m.shape & DDP__ADDS && call->op == DDP_OP_AVG && call->divisor > 1) ddp__divide(call->recv, call->count, call->dtype, call->divisor);
+    if (to.size && m.send + from.begin != m.recv + to.begin)
+        memmove(m.recv + to.begin, m.send + from.begin, to.size);
+    if (m.shape & DDP__ADDS && call->op == DDP_OP_AVG && call->divisor > 1)
+        ddp__divide(call->recv, call->count, call->dtype, call->divisor);
     return DDP_OK;
 }
 
-static ddp_result ddp__self_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+static ddp_result ddp__self_split(ddp_group *parent, void *state, ddp_group *child, const int *members,
+                                  int member_count, void **child_state) {
     (void)parent; (void)state; (void)members; (void)member_count;
     *child_state = NULL;
     return child ? ddp__self_open(child, child_state) : DDP_OK;
@@ -4677,7 +4830,8 @@ static ddp_bytes ddp__call_bytes(const ddp_call *call, int rank, int peer, int s
     ddp_bytes none = {0, 0};
     ddp__move m = ddp__move_of(call);
     int is_message = ddp__is_p2p(call->kind), is_send = call->kind == DDP_CALL_SEND;
-    if (call->kind == DDP_CALL_BARRIER || (is_message && (peer != call->root || sends != is_send))) return none;
+    if (call->kind == DDP_CALL_BARRIER || (is_message && (peer != call->root || sends != is_send)))
+        return none;
     return ddp__passes(rank, &m, peer, sends);
 }
 
@@ -4707,11 +4861,13 @@ DDPDEF void ddp_call_describe(char *out, size_t size, const uint64_t words[2]) {
 DDPDEF ddp_result ddp_call_compare(int rank, const uint64_t words[2], int other,
                                    const uint64_t other_words[2]) {
     if (ddp__same_call(words, other_words)) return DDP_OK;
-    return rank < other ? ddp__mismatch(rank, words, other, other_words) : ddp__mismatch(other, other_words, rank, words);
+    return rank < other ? ddp__mismatch(rank, words, other, other_words)
+                        : ddp__mismatch(other, other_words, rank, words);
 }
 
 DDPDEF uint64_t ddp_call_hash(const ddp_call *call, int world_size) {
-    uint64_t words[3] = {ddp__compared(ddp__signature(call)), call->count, call->seq}, hash = ddp_hash(DDP_HASH_SEED, words, sizeof words);
+    uint64_t words[3] = {ddp__compared(ddp__signature(call)), call->count, call->seq},
+             hash = ddp_hash(DDP_HASH_SEED, words, sizeof words);
     if (call->kind != DDP_CALL_ALL_GATHER_V) return hash;
     return ddp_hash(hash, call->recv_counts, (size_t)world_size * sizeof *call->recv_counts);
 }
@@ -4723,10 +4879,12 @@ DDPDEF ddp_result ddp_call_timed_out(ddp_group *group, const ddp_call *call, con
         int arrived = state[r] == DDP_RANK_ARRIVED;
         ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, r);
     }
-    snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing[0] ? missing : "none");
+    snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, here,
+             missing[0] ? missing : "none");
     if (is_message) ddp__p2p_timeout_text(group, call, call->root, text, sizeof text);
     for (int r = 0; r < group->world_size; r++)
-        if (state[r] == DDP_RANK_SILENT && (!is_message || r == call->root)) ddp_group_mark_lost(group, r, DDP_ERR_TIMEOUT, text);
+        if (state[r] == DDP_RANK_SILENT && (!is_message || r == call->root))
+            ddp_group_mark_lost(group, r, DDP_ERR_TIMEOUT, text);
     ddp__cause_begin(begin, sizeof begin, group->rank, call);
     return ddp_fail(DDP_ERR_TIMEOUT, "%s%.400s", is_message ? "" : begin, text);
 }
@@ -4808,7 +4966,8 @@ static ddp_result ddp__lane_begin(ddp_group *group, ddp__op *op) {
 
 static ddp_result ddp__lane_end(ddp_group *group, ddp__op *op, ddp_result result) {
     if (!op->ordered) return result;
-    if (result == DDP_OK) result = ddp__device_result(group, group->device->event_record(group, DDP_STREAM_COMM, op->event));
+    if (result == DDP_OK)
+        result = ddp__device_result(group, group->device->event_record(group, DDP_STREAM_COMM, op->event));
     group->device->use_stream(group, DDP_STREAM_COMPUTE); /* also after a failure */
     if (op->argument != &op->call) op->call.seq = group->seq; /* a task: for the error line of ddp_wait */
     return result;
@@ -4941,7 +5100,9 @@ static ddp_result ddp__thread_start(ddp_group *group) {
     int error = ddp__start_thread(&group->thread, ddp__work_off, &group->thread_end);
     group->thread_started = error == 0;
     group->queued |= group->thread_started;
-    return !error ? DDP_OK : DDP__GROUP_FAIL(group, DDP_ERR_SYSTEM, "the communication thread could not be started: %s", strerror(error));
+    return !error ? DDP_OK
+                  : DDP__GROUP_FAIL(group, DDP_ERR_SYSTEM,
+                                    "the communication thread could not be started: %s", strerror(error));
 }
 
 static void ddp__op_free(ddp_group *group, ddp__op *op) {
@@ -5019,7 +5180,9 @@ static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
     if (result == DDP_OK && op->ordered) { /* the compute stream waits for the op's work */
         result = group->backend->status(group, group->state);
         if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
-        else result = ddp__device_result(group, group->device->event_wait(group, DDP_STREAM_COMPUTE, op->event));
+        else
+            result = ddp__device_result(group,
+                                        group->device->event_wait(group, DDP_STREAM_COMPUTE, op->event));
     }
     ddp__op_free(group, op);
     return ddp__deliver(group, result);
@@ -5122,7 +5285,8 @@ DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, cons
     size_t piece = kind == DDP_CALL_ALL_GATHER ? count : DDP__CALL_BYTES / size;
     for (size_t at = 0; at < count; at += piece) {
         size_t n = count - at < piece ? count - at : piece;
-        ddp_call call = ddp__call_of(kind, (const char *)send + at * size, (char *)recv + at * size, n, dtype);
+        ddp_call call = ddp__call_of(kind, (const char *)send + at * size, (char *)recv + at * size, n,
+                                     dtype);
         call.op = op;
         call.root = root;
         call.flags = DDP_CALL_HOST_MEMORY;
@@ -5138,8 +5302,8 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     DDP__NOT_FORKED(group, ddp_call_name(call->kind));
     int enqueues = group->backend->enqueues;
     if (!enqueues && !group->backend->p2p_start)
-        return DDP__RANK_FAIL(group, DDP_ERR_UNSUPPORTED, "%s group=%s: the %s backend sends no messages", ddp_call_name(call->kind), group->name,
-                              group->backend->name);
+        return DDP__RANK_FAIL(group, DDP_ERR_UNSUPPORTED, "%s group=%s: the %s backend sends no messages",
+                              ddp_call_name(call->kind), group->name, group->backend->name);
     if (work) memset(work, 0, sizeof *work);
     else call->flags = DDP__CALL_BLOCKS;
     call->seq = __atomic_add_fetch(&group->p2p_seq, 1, __ATOMIC_RELAXED);
@@ -5152,7 +5316,8 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
         pthread_mutex_unlock(&group->lock);
         if (!nested) result = ddp__thread_start(group);
     }
-    if (result == DDP_OK && !enqueues) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
+    if (result == DDP_OK && !enqueues)
+        result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
     if (result != DDP_OK) {
         ddp__op_free(group, op);
         if (result == DDP_ERR_NO_MEMORY) { /* the peer waits for this message */
@@ -5202,14 +5367,17 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     if (!op) return DDP_ERR_INVALID;
     DDP__LOCKED(&group->lock) {
         if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
-        if (group->no_thread && !op->done && !group->running && group->head) last = ddp__is_p2p(op->call.kind) ? group->tail : op;
+        if (group->no_thread && !op->done && !group->running && group->head)
+            last = ddp__is_p2p(op->call.kind) ? group->tail : op;
         *done = op->done;
     }
     if (last) { /* no other thread executes the queue */
         ddp__work_off(last);
         *done = op->done;
     }
-    if (!*done || op->outcome.result != DDP_OK || !op->ordered || group->backend->status(group, group->state) != DDP_OK) return DDP_OK;
+    if (!*done || op->outcome.result != DDP_OK || !op->ordered
+        || group->backend->status(group, group->state) != DDP_OK)
+        return DDP_OK;
     return group->device->event_test(group, op->event, done);
 }
 
@@ -5225,7 +5393,8 @@ DDPDEF ddp_result ddp_p2p_begin(ddp_group *group) {
 static ddp_result ddp__batch_run(ddp_group *group, void *argument) {
     ddp_result result = group->backend->p2p_batch(group, group->state, 1);
     (void)argument;
-    for (ddp__op *op = group->batch; op && result == DDP_OK; op = op->next) result = group->backend->run(group, group->state, &op->call);
+    for (ddp__op *op = group->batch; op && result == DDP_OK; op = op->next)
+        result = group->backend->run(group, group->state, &op->call);
     ddp_result end = group->backend->p2p_batch(group, group->state, 0);
     if (result == DDP_OK) result = end;
     return result == DDP_OK ? DDP_OK : ddp__call_failed(group, &group->batch->call, result);
