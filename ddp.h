@@ -826,8 +826,7 @@ DDPDEF void ddp_loader_destroy(ddp_loader *loader);
 //== backends and devices ============================================================================== >>spi
 /* The interface for backends, devices and sibling headers. A program that only trains does not need it. */
 
-/* A call that the core passes to a backend. Offsets and counts are elements. Every argument has been
-   checked. */
+/* A call that the core passes to a backend. Counts and offsets are elements. All arguments are valid. */
 typedef enum ddp_call_kind {
     DDP_CALL_ALL_REDUCE, DDP_CALL_REDUCE, DDP_CALL_BROADCAST, DDP_CALL_ALL_GATHER,
     DDP_CALL_REDUCE_SCATTER, DDP_CALL_ALL_TO_ALL, DDP_CALL_GATHER, DDP_CALL_SCATTER,
@@ -1040,8 +1039,7 @@ DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_co
 DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv,
                                       size_t count, ddp_dtype dtype, ddp_op op, int root);
 
-/* For a backend on top of another group: issues a checked call unchanged, poisons the group, returns its
-   cause. */
+/* For a backend on top of another group: issue a checked call unchanged, poison the group, read its cause. */
 DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work);
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text);
 DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
@@ -1320,8 +1318,7 @@ DDPDEF double ddp_now(void); /* a monotonic clock in seconds */
 #define DDP_IMPLEMENTATION_INCLUDED
 
 //== structs ================================================================================== >>impl-structs
-/* Includes and private types. First the memory that all ranks of a machine share, then the objects of one
-   rank. */
+/* Includes and private types: the memory that all ranks of a machine share, then the objects of one rank. */
 #include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
@@ -1402,9 +1399,8 @@ extern "C" {
    completes a message wakes the waiting ones. */
 #define DDP__P2P_SLICE_MS 5
 #endif
-/* The wait that a rank publishes (ddp__publish_wait), in words: signature + 1 of the call, 0 = no wait; count
-   and seq of the call; name of the group (4 words); time of the last update in ns; 1 + job rank of the
-   peer. */
+/* The words of the wait that a rank publishes (ddp__publish_wait): signature + 1 of the call, 0 = no wait;
+   count and seq of the call; name of the group (4 words); time of the update in ns; job rank of the peer + 1. */
 enum { DDP__WAIT_NAME = 3, DDP__WAIT_TIME = 7, DDP__WAIT_PEER, DDP__WAIT_WORDS };
 enum { DDP__RESPONSIVE, DDP__UNRESPONSIVE_SOON, DDP__UNRESPONSIVE };
 enum { DDP__RANK_ABSENT = 0, DDP__RANK_ALIVE, DDP__RANK_LEFT, DDP__RANK_LOST };
@@ -2257,8 +2253,7 @@ static void ddp__divide(void *data, size_t count, ddp_dtype dtype, uint64_t divi
 }
 
 //== tree reduction ============================================================================== >>impl-tree
-/* The reduction of W arrays in tree order. Collectives call ddp__reduce_tree; backends call
-   ddp_reduce_tree. */
+/* Reduces arrays in tree order. Collectives call ddp__reduce_tree; backends call ddp_reduce_tree. */
 
 /* Reduces one or two levels of the tree in one pass: out[i] = a op b, or, with in_count 4,
    (a op b) op (c op d). out may be any of the inputs. */
@@ -2827,8 +2822,7 @@ static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
     return start;
 }
 
-/* Maps [offset, offset + size), a range of one ddp__heap_take. Ranks that are threads share one counted
-   mapping. */
+/* Maps [offset, offset + size), a range of one ddp__heap_take. Ranks that are threads share a mapping. */
 static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
     ddp__region *m = NULL;
     if (size > DDP__HUGE) size = ddp_round_up(size, DDP__HUGE); /* as ddp__heap_take does */
@@ -2862,8 +2856,7 @@ static void ddp__heap_release(ddp__heap *heap) {
     free(heap);
 }
 
-/* Allocates a range of the file and returns its offset. Returns 0, and allocates nothing, if it does not
-   fit. */
+/* Allocates a range of the file. Returns its offset; 0 if it does not fit, and then allocates nothing. */
 static uint64_t ddp__heap_take(ddp__heap *heap, size_t size) {
     uint64_t length = ddp_round_up(size, DDP__HUGE), offset = ddp__load(&heap->job->bump);
     do {
@@ -2927,8 +2920,7 @@ static int ddp__usable_cores(ddp__cpus *cpus) {
 
 static uint64_t ddp__control_create(ddp__heap *heap, int world_size);
 
-/* Creates a job of world_size ranks in a file at one place. On failure it frees everything and sets the error
-   line. */
+/* Creates a job of world_size ranks in a file at one place. On failure frees everything. */
 static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size, int threads, int launched) {
     struct rlimit limit;
     uint64_t size = UINT64_C(1) << 42;
@@ -3126,8 +3118,7 @@ DDPDEF void ddp_group_mark_lost(ddp_group *group, int rank, ddp_result cause, co
     if (group->lost) ddp__lost_mark(group, group->world_rank[rank], cause, text);
 }
 
-/* Returns DDP_OK, or sets the error line if a rank of this group counts as lost. Each mark is reported
-   once. */
+/* Returns DDP_OK, or sets the error line if a rank of this group is marked. Reports each mark once. */
 DDPDEF ddp_result ddp_group_check_lost(ddp_group *group) {
     ddp__lost_ranks *lost = group->lost;
     ddp_result result = DDP_OK;
@@ -3438,8 +3429,7 @@ static void ddp__list_rank(char *list, size_t room, int rank) {
 
 #define DDP__MISSING_TEXT "timed out after %d ms: arrived: rank %s; missing: rank %s"
 
-/* Returns a rank's word of a wait. Each rank has one word, stride bytes apart; the wait ends when they reach
-   a target. */
+/* Returns a rank's word of a wait. The words are stride bytes apart; a wait ends when they reach a target. */
 static inline uint64_t ddp__word_of(const uint64_t *words, size_t stride, int rank) {
     return ddp__load((const uint64_t *)(const void *)((const unsigned char *)words + (size_t)rank * stride));
 }
@@ -3587,12 +3577,11 @@ static void ddp__tick(ddp__local *l, int what, uint64_t round) {
                 rank 1 stores slot0.a1 + b1 in recv and slot0 */
 
 #if !defined(DDP__LARGE_BYTES)
-/* From this size of a rank's share on, the data leaves the caches before its next use. Tests make it
-   small. */
+/* From this size on, a rank's share leaves the caches before its next use. Tests make it small. */
 #define DDP__LARGE_BYTES ((size_t)4 << 20)
 #endif
-#define DDP__ROUTE_BYTES (DDP__LARGE_BYTES / 4) /* from this size on, a tuner chooses the method for private
-                                                   data */
+/* From this size on, a tuner chooses the method for private data. */
+#define DDP__ROUTE_BYTES (DDP__LARGE_BYTES / 4)
 
 /* Returns the group memory, of this group or a parent, that contains an offset of the heap or, with here, an
    address in this process. NULL = none. */
@@ -3624,8 +3613,7 @@ static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t si
                                                     : DDP__PRIVATE | (uint64_t)(uintptr_t)pointer;
 }
 
-/* Copies from the memory of another process. Returns 0 if the system refuses that, or the address is
-   invalid. */
+/* Copies from the memory of another process. Returns 0 if the system refuses it or the address is invalid. */
 static int ddp__vm_read(int pid, void *dst, uint64_t address, size_t size_bytes) {
     for (size_t done = 0; done < size_bytes;) {
         struct iovec here = {(unsigned char *)dst + done, size_bytes - done};
@@ -3747,8 +3735,7 @@ static void ddp__hand_back(unsigned char *data, size_t size) {
         *(volatile unsigned char *)(data + i) = 0;
 }
 
-/* Divides size bytes into shares of whole cache lines, one per rank. The last ranks may have less or
-   nothing. */
+/* A rank's share of size bytes, in whole cache lines. The last ranks may have less or nothing. */
 static size_t ddp__share(size_t size, int world_size) {
     return ((size + (size_t)world_size - 1) / (size_t)world_size + DDP__ALIGN - 1) / DDP__ALIGN * DDP__ALIGN;
 }
@@ -4463,8 +4450,7 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__requ
             "process_vm_readv is refused here: large messages between private buffers are copied twice");
 }
 
-/* Called while this thread waits for a request. Publishes the wait, and poisons the group after the
-   timeout. */
+/* Called while this thread waits for a request: publishes the wait; poisons the group after the timeout. */
 static void ddp__request_waits(ddp_group *group, ddp__local *l, ddp__request *r) {
     const uint64_t what[2] = {ddp__p2p_signature(&r->call), r->call.count};
     char text[DDP__TEXT_MAX];
@@ -5082,8 +5068,7 @@ static void *ddp__work_off(void *argument) {
     return NULL;
 }
 
-/* Starts a thread that blocks all signals, so that the threads of the user receive them. Returns 0 or an
-   errno. */
+/* Starts a thread that blocks all signals: threads of the user receive them. Returns 0 or an errno. */
 static int ddp__start_thread(pthread_t *thread, void *(*main_fn)(void *), void *argument) {
     sigset_t all, old;
     sigfillset(&all);
@@ -5113,8 +5098,7 @@ static void ddp__op_free(ddp_group *group, ddp__op *op) {
     }
 }
 
-/* Creates a handle. call: NULL for a task of the user. task: NULL for a send or receive that the backend
-   starts. */
+/* Creates a handle. call NULL: a task of the user. task NULL: a send or receive that the backend starts. */
 static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn task, void *argument) {
     size_t w = (size_t)group->world_size;
     ddp__op *op = NULL;
@@ -5146,8 +5130,7 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     return op;
 }
 
-/* With the lock held, waits for a send or receive, up to timeout_ms. Polls for a short time, then sleeps
-   between polls. */
+/* With the lock held, waits for a send or receive. Polls for a short time, then sleeps between polls. */
 static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
     double start = ddp_now(), now = start, moment = group->backend->p2p_sleep ? 100e-6 : 1e-3;
     int sleeps = 0;
