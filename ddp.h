@@ -1785,7 +1785,8 @@ static uint64_t ddp__p2p_signature(const ddp_call *call) {
 /* Restores a call from its signature and count. Returns 0 if the signature is not one of this version,
    because other processes write it. An unknown call becomes a barrier. */
 static int ddp__call_unpack(ddp_call *call, const uint64_t what[2]) {
-    const unsigned kind = what[0] & 255, caller = (unsigned)(what[0] >> DDP__CALLER_SHIFT);
+    const unsigned kind = what[0] & 255;
+    const unsigned caller = (unsigned)(what[0] >> DDP__CALLER_SHIFT);
     const int known = kind <= DDP_CALL_RECV && caller < DDP_PUBLIC_CALL_COUNT;
     *call = ddp__call_of(known ? (ddp_call_kind)kind : DDP_CALL_BARRIER, NULL, NULL, (size_t)what[1],
                          (ddp_dtype)(what[0] >> 8 & 255));
@@ -1804,8 +1805,8 @@ static void ddp__describe(char *out, size_t size, const uint64_t what[2], int in
     ddp_call call;
     const int known = ddp__call_unpack(&call, what);
     const unsigned long long count = call.count;
-    const char *title = ddp__call_title(&call),
-               *name = call.caller ? ddp_call_name(call.kind) + strlen("ddp_") : title;
+    const char *title = ddp__call_title(&call);
+    const char *name = call.caller ? ddp_call_name(call.kind) + strlen("ddp_") : title;
     if (call.root >= 0)
         snprintf(root, sizeof root, " %s=%d", ddp__is_p2p(call.kind) ? "peer" : "root", call.root);
     if (call.kind == DDP_CALL_BARRIER && count && !call.tag)
@@ -1924,7 +1925,8 @@ static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void 
 
 DDPDEF void *ddp_host_alloc(ddp_group *group, size_t size_bytes) {
     void *(*alloc_fn)(size_t, void *) = group ? group->desc.alloc_fn : ddp__malloc_default;
-    void *memory = ddp__aligned_alloc(alloc_fn, group ? group->desc.user : NULL, size_bytes ? size_bytes : 1);
+    void *memory = ddp__aligned_alloc(alloc_fn, group ? group->desc.user : NULL,
+                                      size_bytes ? size_bytes : 1);
     if (memory) memset(memory, 0, size_bytes);
     else if (group)
         DDP__GROUP_FAIL(group, DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated",
@@ -1934,8 +1936,8 @@ DDPDEF void *ddp_host_alloc(ddp_group *group, size_t size_bytes) {
 }
 
 DDPDEF void ddp_host_free(ddp_group *group, void *memory) {
-    ddp__aligned_free(group ? group->desc.free_fn : ddp__free_default, group ? group->desc.user : NULL,
-                      memory);
+    ddp__aligned_free(group ? group->desc.free_fn : ddp__free_default,
+                      group ? group->desc.user : NULL, memory);
 }
 
 /* Indexed by ddp_dtype. The last entry is for any other value. */
@@ -2121,8 +2123,9 @@ DDP__FORCED_INLINE uint16_t ddp__f32_to_bf16(float value) {
    2^-24, which does not depend on flush-to-zero settings. */
 DDP__FORCED_INLINE float ddp__f16_to_f32(uint16_t half) {
     int32_t magnitude = half & 0x7fff;
-    int32_t is_small = -(magnitude < 0x400), is_special = -(magnitude >= 0x7c00),
-            is_nan = -(magnitude > 0x7c00);
+    int32_t is_small = -(magnitude < 0x400);
+    int32_t is_special = -(magnitude >= 0x7c00);
+    int32_t is_nan = -(magnitude > 0x7c00);
     int32_t normal = (magnitude << 13) + ((112 << 23) & ~is_special) + ((224 << 23) & is_special);
     int32_t small = (int32_t)ddp__f32_bits((float)magnitude * (1.0f / 16777216.0f));
     int32_t bits = (small & is_small) | (normal & ~is_small) | (0x400000 & is_nan);
@@ -2133,8 +2136,9 @@ DDP__FORCED_INLINE float ddp__f16_to_f32(uint16_t half) {
 DDP__FORCED_INLINE uint16_t ddp__f32_to_f16(float value) {
     uint32_t bits = ddp__f32_bits(value);
     int32_t magnitude = (int32_t)(bits & 0x7fffffff);
-    int32_t is_small = -(magnitude < 113 << 23), is_special = -(magnitude >= 143 << 23),
-            is_nan = -(magnitude > 255 << 23);
+    int32_t is_small = -(magnitude < 113 << 23);
+    int32_t is_special = -(magnitude >= 143 << 23);
+    int32_t is_nan = -(magnitude > 255 << 23);
     int32_t normal = (magnitude - (112 << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
     int32_t small = (int32_t)(ddp__f32_bits(ddp__f32_from_bits((uint32_t)magnitude) + 0.5f) - 0x3f000000u);
     int32_t special = 0x7c00 | ((0x200 | (magnitude >> 13 & 0x3ff)) & is_nan);
@@ -2261,10 +2265,10 @@ typedef void (*ddp__merge_fn)(void *out, const void *const *in, int in_count, si
 #define DDP__MERGE_FN(op, suffix)                                                                          \
     static void ddp__merge_##op##_##suffix(void *out, const void *const *in, int in_count, size_t count) { \
         ddp__any_##suffix *o = (ddp__any_##suffix *)out;                                                   \
-        const ddp__any_##suffix *a = (const ddp__any_##suffix *)in[0],                                     \
-                                *b = (const ddp__any_##suffix *)in[1];                                     \
-        const ddp__any_##suffix *c = (const ddp__any_##suffix *)in[in_count - 2],                          \
-                                *d = (const ddp__any_##suffix *)in[in_count - 1];                          \
+        const ddp__any_##suffix *a = (const ddp__any_##suffix *)in[0];                                     \
+        const ddp__any_##suffix *b = (const ddp__any_##suffix *)in[1];                                     \
+        const ddp__any_##suffix *c = (const ddp__any_##suffix *)in[in_count - 2];                          \
+        const ddp__any_##suffix *d = (const ddp__any_##suffix *)in[in_count - 1];                          \
         if (in_count == 2)                                                                                 \
             DDP__LOOP(DDP__UNROLLED, count, (size_t)1, o[i] = ddp__##op##_##suffix(a[i], b[i]));           \
         else                                                                                               \
@@ -2292,8 +2296,8 @@ DDP__MIN_MAX(int32_t, i32) DDP__MIN_MAX(int64_t, i64) DDP__MIN_MAX(uint64_t, u64
    vectorise. */
 #define DDP__FLOAT_LESS(op, less, join, type, suffix)                                                    \
     DDP__FORCED_INLINE type ddp__##op##_##suffix(type a, type b) {                                       \
-        type one = a less b ? a : b,                                                                     \
-             other = b less a ? b : a;                                                                   \
+        type one = a less b ? a : b;                                                                     \
+        type other = b less a ? b : a;                                                                   \
         one = ddp__##suffix##_from_bits(ddp__##suffix##_bits(one) join ddp__##suffix##_bits(other));     \
         one = b != b ? b : one;                                                                          \
         return a != a ? a : one;                                                                         \
@@ -2335,8 +2339,8 @@ static size_t ddp__runs(void) { return ddp__cpu_is_amd() ? 2 : 3; }
 static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
-    size_t runs = size_bytes < DDP__RUNS_BYTES ? 0 : ddp__runs(),
-           each = runs ? size_bytes / runs / 64 * 64 : 0;
+    size_t runs = size_bytes < DDP__RUNS_BYTES ? 0 : ddp__runs();
+    size_t each = runs ? size_bytes / runs / 64 * 64 : 0;
     for (size_t at = 0; at < each; at += 64)
         for (size_t from = at; from < runs * each; from += each) {
             memcpy(out + from, in + from, 64);
@@ -2378,8 +2382,8 @@ typedef struct ddp__reduction {
     size_t size;             /* of an element */
     uint64_t divisor;
     ddp__merge_fn merge;
-    int half,                /* 1 = f16 or bf16, added in f32 */
-        past;                /* 1 = streaming stores write all outputs, none of which is a source */
+    int half;                /* 1 = f16 or bf16, added in f32 */
+    int past;                /* 1 = streaming stores write all outputs, none of which is a source */
     /* Not NULL in ddp__round_fused: two arrays that are copied in the same loop, two sources into two
        destinations. */
     void *const *to, *const *from;
@@ -2397,14 +2401,14 @@ typedef struct ddp__reduction {
               : at(a) + at(b))
 DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int copies, int divide, int wide,
                                    size_t first, size_t count, size_t runs) {
-    const ddp__any_f32 *a = DDP__F32_AT(r->src, 0), *b = DDP__F32_AT(r->src, 1),
-                       *c = DDP__F32_AT(r->src, W - 2), *d = DDP__F32_AT(r->src, W - 1);
-    ddp__any_f32 *w = DDP__F32_AT(r->dst, 0), *x = DDP__F32_AT(r->dst, D > 1),
-                 *y = DDP__F32_AT(r->dst, D / 2), *z = DDP__F32_AT(r->dst, D - 1);
-    ddp__any_f32 *to0 = copies ? DDP__F32_AT(r->to, 0) : w,
-                 *to1 = copies ? DDP__F32_AT(r->to, 1) : w;
-    const ddp__any_f32 *from0 = copies ? DDP__F32_AT(r->from, 0) : w,
-                       *from1 = copies ? DDP__F32_AT(r->from, 1) : w;
+    const ddp__any_f32 *a = DDP__F32_AT(r->src, 0), *b = DDP__F32_AT(r->src, 1);
+    const ddp__any_f32 *c = DDP__F32_AT(r->src, W - 2), *d = DDP__F32_AT(r->src, W - 1);
+    ddp__any_f32 *w = DDP__F32_AT(r->dst, 0), *x = DDP__F32_AT(r->dst, D > 1);
+    ddp__any_f32 *y = DDP__F32_AT(r->dst, D / 2), *z = DDP__F32_AT(r->dst, D - 1);
+    ddp__any_f32 *to0 = copies ? DDP__F32_AT(r->to, 0) : w;
+    ddp__any_f32 *to1 = copies ? DDP__F32_AT(r->to, 1) : w;
+    const ddp__any_f32 *from0 = copies ? DDP__F32_AT(r->from, 0) : w;
+    const ddp__any_f32 *from1 = copies ? DDP__F32_AT(r->from, 1) : w;
     float factor = divide ? (float)r->divisor : 1.0f / (float)r->divisor;
     if (D == 1 && r->past)
         for (size_t i = 0; i < count; i += 4)
@@ -2488,8 +2492,8 @@ static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[15], siz
    blocks begin on a cache line. */
 static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count) {
     ddp__block level[15];
-    size_t step = (r->past ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES)
-                  / (r->half ? sizeof(float) : r->size), n;
+    size_t n, step = (r->past ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES)
+                     / (r->half ? sizeof(float) : r->size);
     if (ddp__reduce_fused(r, first, count, 1)) return;
     for (; count; first += n, count -= n) {
         size_t at = first * r->size;
@@ -2518,9 +2522,9 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
     ddp__reduction r = {dst, src, dst_count, src_count, dtype, ddp_dtype_size(dtype),
                         op == DDP_OP_AVG && divisor ? divisor : 1, ddp__merge_for(dtype, op),
                         ddp__is_half(dtype), how == DDP__PAST, NULL, NULL};
-    size_t step = DDP__RUN_BYTES / r.size,
-           runs = !how || count * r.size < DDP__RUNS_BYTES ? 0 : ddp__runs(),
-           each = runs ? count / runs / step * step : 0;
+    size_t step = DDP__RUN_BYTES / r.size;
+    size_t runs = !how || count * r.size < DDP__RUNS_BYTES ? 0 : ddp__runs();
+    size_t each = runs ? count / runs / step * step : 0;
     for (int k = 0; r.past && k < dst_count * src_count; k++)
         r.past = dst[k / src_count] != src[k % src_count];
     if (src_count == 1 && r.divisor == 1) {
@@ -2574,7 +2578,9 @@ static void ddp__exact_normalise(ddp_exact_sum *sum) {
 DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum) { memset(sum, 0, sizeof *sum); }
 
 DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value) {
-    uint64_t bits = ddp__f64_bits(value), mantissa = bits & ((UINT64_C(1) << 52) - 1), low, high;
+    uint64_t bits = ddp__f64_bits(value);
+    uint64_t mantissa = bits & ((UINT64_C(1) << 52) - 1);
+    uint64_t low, high;
     int exponent = (int)(bits >> 52 & 0x7ff);
     int64_t negative = -(int64_t)(bits >> 63); /* 0 or -1: (x ^ negative) - negative is x or -x */
     if (exponent == 0x7ff) {
@@ -2611,8 +2617,8 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
     /* Takes the 64 bits from the highest set bit on, out of three digits. The lowest of them is also set if
        any lower bit is. A double has 53 bits, so that the conversion rounds once, to nearest even. A
        subnormal loses nothing: all its bits are in the two lowest digits. */
-    uint64_t bits = (uint64_t)sum.cell[top] << 32 | (uint64_t)sum.cell[top - 1],
-             below = top > 1 ? (uint64_t)sum.cell[top - 2] : 0;
+    uint64_t bits = (uint64_t)sum.cell[top] << 32 | (uint64_t)sum.cell[top - 1];
+    uint64_t below = top > 1 ? (uint64_t)sum.cell[top - 2] : 0;
     int shift = bits ? __builtin_clzll(bits) : 0;
     bits = bits << shift | below << shift >> 32;
     below = below << shift & 0xffffffff;
@@ -2714,7 +2720,8 @@ DDPDEF ddp_result ddp_device_check(ddp_group *group) {
 }
 
 DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum, const ddp_tensor *tensor) {
-    size_t count = (size_t)ddp_tensor_count(tensor), rows = tensor->ndim > 0 ? (size_t)tensor->shape[0] : 1;
+    size_t count = (size_t)ddp_tensor_count(tensor);
+    size_t rows = tensor->ndim > 0 ? (size_t)tensor->shape[0] : 1;
     if (count) device->sum_squares(sum, tensor->data, rows, count / rows, tensor->dtype);
 }
 
@@ -2925,7 +2932,9 @@ static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size
     struct rlimit limit;
     uint64_t size = UINT64_C(1) << 42;
     ddp__cpus cpus;
-    int fd = ddp__heap_file(place), error = fd < 0 ? errno : 0, reserves = ddp__heap_reserves(place);
+    int fd = ddp__heap_file(place);
+    int error = fd < 0 ? errno : 0;
+    int reserves = ddp__heap_reserves(place);
     if (fd < 0)
         return ddp_fail(DDP_ERR_SYSTEM, "shared memory: no anonymous file could be made: %s",
                         strerror(error));
@@ -3052,8 +3061,8 @@ static int ddp__rank_gone(ddp__heap *heap, int rank, int number, char *text, siz
     else if (state == DDP__RANK_LEFT)
         snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", number, r->pid);
     else {
-        if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads
-            || r->pid == 0 /* of another pid namespace */) return 0;
+        if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads) return 0;
+        if (r->pid == 0 /* of another pid namespace */) return 0;
         if (!ddp__process_gone(r->pid, r->start_time)) return 0;
         snprintf(text, size, "rank %d: pid %d is gone", number, r->pid);
     }
@@ -3402,7 +3411,8 @@ static void ddp__mark_unresponsive(ddp_group *group, ddp__local *l, int rank) {
 static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int rank, char *out, size_t size) {
     const ddp__job *job = l->heap->job;
     uint64_t word[DDP__WAIT_WORDS];
-    int member = l->member[rank], blamed = ddp__blamed(l, member, group->desc.timeout_ms), at;
+    int member = l->member[rank], at;
+    int blamed = ddp__blamed(l, member, group->desc.timeout_ms);
     char call[72];
     if (!ddp__wait_of(l, member, group->desc.timeout_ms, word)) {
         int pid = ddp__job_pid(job, member);
@@ -3441,7 +3451,8 @@ static void ddp__timed_out(ddp_group *group, ddp__local *l, const uint64_t *word
     char here[90] = "", missing[190] = "", waiting[176] = "";
     for (int r = 0; r < l->world_size; r++) {
         int arrived = r == l->rank || ddp__word_of(words, stride, r) >= target;
-        ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, l->number[r]);
+        ddp__list_rank(arrived ? here : missing,
+                       arrived ? sizeof here : sizeof missing, l->number[r]);
         if (arrived) continue;
         if (!waiting[0]) ddp__waiting_text(group, l, r, waiting, sizeof waiting);
         ddp__mark_unresponsive(group, l, r);
@@ -3761,8 +3772,8 @@ typedef struct ddp__move {
     size_t element, block;
     size_t largest;       /* the largest piece, over all ranks and peers */
     size_t rounds, room;  /* number of rounds; bytes for a piece in each */
-    size_t chunk,         /* shared: bytes in a slot */
-           first_share;   /* shared: a rank's share of the first chunk, which may be shorter */
+    size_t chunk;         /* shared: bytes in a slot */
+    size_t first_share;   /* shared: a rank's share of the first chunk, which may be shorter */
     int way;              /* DDP__WAY_* */
     size_t filled;        /* number of rounds that are in this rank's slots already */
     ddp_tuner *route;     /* learns the time of the proposed method; or NULL */
@@ -3789,8 +3800,8 @@ static int ddp__receives(const ddp_call *call, int rank) {
    128 KiB, and 256 KiB of data in chunks of 64 KiB take 30% more. */
 static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
     if (m->shared) {
-        size_t line = (size_t)l->world_size * DDP__ALIGN,
-               most = DDP__CHUNK / line * line; /* so that shares of whole cache lines fit a slot */
+        size_t line = (size_t)l->world_size * DDP__ALIGN;
+        size_t most = DDP__CHUNK / line * line; /* so that shares of whole cache lines fit a slot */
         size_t some = m->block <= 4 * 65536 ? 65536 : ddp_round_up(m->block / 4, line);
         m->chunk = !l->amd      ? DDP__CHUNK / 4
                    : some < most ? some
@@ -3808,9 +3819,9 @@ static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
    The peer may be the rank itself. */
 DDP__FORCED_INLINE ddp_bytes ddp__passes(int rank, const ddp__move *m, int peer, int gives) {
     const ddp_call *call = m->call;
-    int from = gives ? rank : peer,
-        to = gives ? peer : rank,
-        each = gives ? !m->common : m->shape & DDP__JOINS;
+    int from = gives ? rank : peer;
+    int to = gives ? peer : rank;
+    int each = gives ? !m->common : m->shape & DDP__JOINS;
     ddp_bytes part = {each ? (size_t)peer * m->block : 0, m->block};
     if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && to != call->root))
         part.size = 0;
@@ -3889,8 +3900,8 @@ DDP__FORCED_INLINE int ddp__move_outs(const ddp__local *l, const ddp__move *m, v
 /* Reduces or copies the pieces in[p], which are in payloads or slots. */
 DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, void **in, size_t k,
                                        int how) {
-    int adds = m->shape & DDP__ADDS,
-        hand_back = l->amd && how != DDP__PAST && !m->shared && (!m->common || l->world_size == 2);
+    int adds = m->shape & DDP__ADDS;
+    int hand_back = l->amd && how != DDP__PAST && !m->shared && (!m->common || l->world_size == 2);
     if (adds) {
         size_t count;
         void *outs[DDP_MAX_LOCAL_RANKS];
@@ -3952,8 +3963,8 @@ static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
 static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
     for (int from = 0; from < l->world_size; from++)
         for (int to = 0; to < l->world_size; to++) {
-            unsigned long long given = ddp__counts_of(l, from, m->call)->give[to],
-                               wanted = ddp__counts_of(l, to, m->call)->take[from];
+            unsigned long long given = ddp__counts_of(l, from, m->call)->give[to];
+            unsigned long long wanted = ddp__counts_of(l, to, m->call)->take[from];
             if (given * m->element > m->largest) m->largest = (size_t)given * m->element;
             if (given == wanted) continue;
             if (m->common)
@@ -4043,22 +4054,22 @@ static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__m
                                    size_t k) {
     int me = l->rank, peer = !me;
     /* all pieces have the same size, because none is in the first chunk */
-    ddp_bytes in = ddp__piece(m, ddp__gives(l->rank, m, peer), k, peer),
-              sum = ddp__piece(m, ddp__takes(l->rank, m, me), k - 1, me);
+    ddp_bytes in = ddp__piece(m, ddp__gives(l->rank, m, peer), k, peer);
+    ddp_bytes sum = ddp__piece(m, ddp__takes(l->rank, m, me), k - 1, me);
     ddp_bytes out = ddp__piece(m, ddp__gives(l->rank, m, peer), k - 2, peer);
-    void *theirs = ddp__slot_of(l, peer, first + k - 1) + ddp__move_at(m, me),
-         *mine = (void *)(uintptr_t)(m->send + sum.begin);
+    void *theirs = ddp__slot_of(l, peer, first + k - 1) + ddp__move_at(m, me);
+    void *mine = (void *)(uintptr_t)(m->send + sum.begin);
     const void *add[2] = {me ? theirs : mine,
                           me ? mine : theirs};
-    void *sums[2] = {m->recv + sum.begin, theirs},
-         *to[2] = {ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer), m->recv + out.begin};
+    void *sums[2] = {m->recv + sum.begin, theirs};
+    void *to[2] = {ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer), m->recv + out.begin};
     void *from[2] = {(void *)(uintptr_t)(m->send + in.begin),
                      ddp__slot_of(l, me, first + k - 2) + ddp__move_at(m, peer)};
     uint64_t divisor = m->call->op == DDP_OP_AVG && m->call->divisor ? m->call->divisor : 1;
     const ddp__reduction r = {sums, add, 2, 2, DDP_F32, sizeof(float), divisor, ddp__merge_sum_f32,
                               0, 0, to, from};
-    size_t count = sum.size / sizeof(float), runs = ddp__runs(),
-           each = count / runs / DDP__LANES * DDP__LANES;
+    size_t count = sum.size / sizeof(float), runs = ddp__runs();
+    size_t each = count / runs / DDP__LANES * DDP__LANES;
     DDP_TRY(ddp__await_passed(group, l, first + k - 2));
     DDP_TRY(ddp__await_count(group, l, DDP__FILLED, peer, first + k - 1));
     ddp__reduce_fused(&r, 0, each, runs);
@@ -4139,8 +4150,8 @@ DDPDEF void ddp_tuner_learn(ddp_tuner *route, int way, double seconds) {
 static ddp_tuner *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t given) {
     int kind = m->shape & DDP__ADDS        ? DDP__ROUTE_SCATTER
                : m->shape & DDP__FROM_ROOT ? DDP__ROUTE_ONE_GIVER
-                                           : DDP__ROUTE_MOVE,
-        power = 0;
+                                           : DDP__ROUTE_MOVE;
+    int power = 0;
     size_t size = m->largest * (kind == DDP__ROUTE_SCATTER ? (size_t)l->world_size : 1);
     if (size < DDP__ROUTE_BYTES) return NULL;
     while (power < 15 && size >> (power + 21)) power++;
@@ -4159,7 +4170,8 @@ static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m)
         ddp_bytes give = ddp__gives(l->rank, m, p);
         if (give.size && give.begin + give.size > span) span = give.begin + give.size;
     }
-    uint64_t send = ddp__address(l, span ? m->send : NULL, span), sends = send, recv = 0, recvs = 0;
+    uint64_t send = ddp__address(l, span ? m->send : NULL, span);
+    uint64_t sends = send, recv = 0, recvs = 0;
     m->shared = m->common && m->shape & DDP__ADDS;
     m->common &= !m->shared;
     if (m->shared && ddp__receives(call, l->rank))
@@ -4412,7 +4424,8 @@ static void ddp__local_p2p_wake(ddp_group *group, void *state) {
 static void ddp__requests_step(ddp__local *l, const ddp__request *own) {
     int ended = 0;
     uint64_t blocked = 0; /* peers with an earlier send that found no free message */
-    uint64_t looked = 0, end[DDP_MAX_LOCAL_RANKS]; /* looked: the peers for which end is set */
+    uint64_t end[DDP_MAX_LOCAL_RANKS];
+    uint64_t looked = 0; /* the peers for which end is set */
     if (ddp__load(&l->control->poison)) return;
     for (ddp__request *r = l->requests; r; r = r->next) {
         int peer = r->call.root;
@@ -4478,8 +4491,9 @@ static void ddp__requests_look_for_lost(ddp__local *l) {
 
 static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **out) {
     ddp__local *l = (ddp__local *)state;
-    int send = call->kind == DDP_CALL_SEND, from = send ? l->rank : call->root,
-        to = send ? call->root : l->rank;
+    int send = call->kind == DDP_CALL_SEND;
+    int from = send ? l->rank : call->root;
+    int to = send ? call->root : l->rank;
     ddp__request *r = NULL, **end = &l->requests;
     DDP__LOCKED(&l->p2p_lock) {
         if ((r = l->free_requests) != NULL) l->free_requests = r->next;
@@ -4615,8 +4629,8 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
 static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *child, const int *members,
                                    int member_count, void **child_state) {
     ddp__local *l = (ddp__local *)state;
-    uint64_t offsets[DDP_MAX_LOCAL_RANKS],
-        mine = child && child->rank == 0 ? ddp__control_create(l->heap, member_count) : 0;
+    uint64_t offsets[DDP_MAX_LOCAL_RANKS];
+    uint64_t mine = child && child->rank == 0 ? ddp__control_create(l->heap, member_count) : 0;
     ddp_result result = ddp_all_gather(parent, &mine, offsets, 1, DDP_U64, NULL);
     *child_state = NULL;
     if (result != DDP_OK || !child) return result;
@@ -4634,8 +4648,8 @@ static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *ch
 /* Rank 0 allocates the range. Every rank maps it and populates its own part. */
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__local *l = (ddp__local *)state;
-    size_t stride = ddp_round_up(size_bytes + DDP__SKEW, DDP__PAGE), total = 0,
-           before = (size_t)l->rank * stride;
+    size_t stride = ddp_round_up(size_bytes + DDP__SKEW, DDP__PAGE);
+    size_t total = 0, before = (size_t)l->rank * stride;
     ddp__region *region = (ddp__region *)ddp_host_alloc(group, sizeof *region);
     int fits = stride >= size_bytes && !__builtin_mul_overflow(stride, (size_t)l->world_size, &total);
     uint64_t offset = group->rank == 0 && region && fits ? ddp__heap_take(l->heap, total) : 0;
@@ -4745,8 +4759,8 @@ static void ddp__local_signal(ddp_group *group, void *state, uint64_t *word, uin
 static ddp_result ddp__local_wait_signal(ddp_group *group, void *state, const uint64_t *word,
                                          uint64_t target) {
     ddp__local *l = (ddp__local *)state;
-    const uint64_t *first = (const uint64_t *)ddp__local_peer(group, state, word, 0),
-                   *second = (const uint64_t *)ddp__local_peer(group, state, word, 1);
+    const uint64_t *first = (const uint64_t *)ddp__local_peer(group, state, word, 0);
+    const uint64_t *second = (const uint64_t *)ddp__local_peer(group, state, word, 1);
     ddp_result result = DDP_OK;
     l->awaits_word = 1;
     DDP__FOR_PEERS(l, p)
@@ -4852,8 +4866,8 @@ DDPDEF ddp_result ddp_call_compare(int rank, const uint64_t words[2], int other,
 }
 
 DDPDEF uint64_t ddp_call_hash(const ddp_call *call, int world_size) {
-    uint64_t words[3] = {ddp__compared(ddp__signature(call)), call->count, call->seq},
-             hash = ddp_hash(DDP_HASH_SEED, words, sizeof words);
+    uint64_t words[3] = {ddp__compared(ddp__signature(call)), call->count, call->seq};
+    uint64_t hash = ddp_hash(DDP_HASH_SEED, words, sizeof words);
     if (call->kind != DDP_CALL_ALL_GATHER_V) return hash;
     return ddp_hash(hash, call->recv_counts, (size_t)world_size * sizeof *call->recv_counts);
 }
@@ -4863,7 +4877,8 @@ DDPDEF ddp_result ddp_call_timed_out(ddp_group *group, const ddp_call *call, con
     int is_message = ddp__is_p2p(call->kind);
     for (int r = 0; r < group->world_size; r++) {
         int arrived = state[r] == DDP_RANK_ARRIVED;
-        ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, r);
+        ddp__list_rank(arrived ? here : missing,
+                       arrived ? sizeof here : sizeof missing, r);
     }
     snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, here,
              missing[0] ? missing : "none");
@@ -5132,7 +5147,8 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
 
 /* With the lock held, waits for a send or receive. Polls for a short time, then sleeps between polls. */
 static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
-    double start = ddp_now(), now = start, moment = group->backend->p2p_sleep ? 100e-6 : 1e-3;
+    double start = ddp_now(), now = start;
+    double moment = group->backend->p2p_sleep ? 100e-6 : 1e-3;
     int sleeps = 0;
     ddp__waited_since = start;
     ddp__waited_request = op->request;
@@ -5206,7 +5222,8 @@ DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argu
     /* 1 = the device orders it after the work of the ops before it */
     int lanes = enqueues || (!call && group->device->use_stream);
     pthread_mutex_lock(&group->lock);
-    int nested = ddp__is_runner(group), takes = !work && !lanes && !group->head && !group->running;
+    int nested = ddp__is_runner(group);
+    int takes = !work && !lanes && !group->head && !group->running;
     if (takes) {
         group->running = 1;
         group->runner = pthread_self();
