@@ -21,8 +21,9 @@ EXAMPLE
         ddp_result result = ddp_cuda_group_create(&gpus, world, (const ddp_cuda_desc *)user);
         if (result != DDP_OK) return result;
         result = ddp_group_alloc(gpus, 4000, &gradient);         // zeros; any other device memory works too
-        if (result == DDP_OK) result = ddp_all_reduce(gpus, gradient, gradient, 1000, DDP_F32, DDP_OP_AVG,
-        NULL); if (result == DDP_OK && cudaStreamSynchronize(0) != cudaSuccess)
+        if (result == DDP_OK)
+            result = ddp_all_reduce(gpus, gradient, gradient, 1000, DDP_F32, DDP_OP_AVG, NULL);
+        if (result == DDP_OK && cudaStreamSynchronize(0) != cudaSuccess)
             result = ddp_fail(DDP_ERR_ENGINE, "cudaStreamSynchronize failed");
         ddp_group_destroy(gpus);
         return result;
@@ -49,11 +50,11 @@ CONCEPTS
                enqueue work on the group's own communication stream, after the work of the user's stream.
                ddp_wait makes the user's stream wait, not the host.
     Watchdog   One thread per group. It queries CUDA and NCCL for errors, and exchanges progress with the
-               watchdogs of the other ranks over the control group. A failure on one rank ends the communication on all,
-               with one cause.
+               watchdogs of the other ranks over the control group. A failure on one rank ends the
+               communication on all ranks, with one cause.
     Stream     Every kernel below is enqueued on the stream that it is given, and the call returns at once.
-               The functions of ddp_device_cuda() take no stream: they use the one that ddp_cuda_use_stream has
-               set for the calling thread.
+               The functions of ddp_device_cuda() take no stream: they use the one that ddp_cuda_use_stream
+               has set for the calling thread.
     Element    The code for one element also compiles for the CPU, where tests compare it with ddp.h. A kernel
                only distributes elements over threads, 16 bytes at a time where all its pointers allow it.
     Order      ddp_cuda_reduce_tree adds in the order of DDP_ORDER_TREE, and sums of squares in that of
@@ -66,7 +67,7 @@ ERRORS
     DDP_ERR_NO_MEMORY). The line names the call that failed, with CUDA's own text:
       ddp_cuda_adamw: cudaLaunchKernel: no kernel image is available for execution on the device
       (cudaErrorNoKernelImageForDevice)
-    A timeout names the ranks that are behind, and their last calls:
+    A timeout names the missing ranks, and their last calls:
       rank 0/2 ddp_all_reduce group=world seq=3 f32 count=1000: timed out after 60000 ms: seq=3 ddp_all_reduce
       f32 count=1000 sum of group world is under way on rank 0; behind is rank 1, whose last was seq=2
       ddp_broadcast f32 count=10 root=0
@@ -78,8 +79,8 @@ CONFIG MACROS (define before including)
     DDP_IMPLEMENTATION       also compile the bodies of this header and of ddp.h, here
     DDP_STATIC               make every function static: a private copy for one source file
     DDP_NO_NCCL              build without NCCL. Supported versions of NCCL: 2.18 to 2.30
-    DDP_USE_CUBLASLT         products of ddp_tensor.h's layers by cuBLASLt: link with -lcublasLt. Otherwise they use
-                             a plain kernel, which is slow
+    DDP_USE_CUBLASLT         products of ddp_tensor.h's layers by cuBLASLt: link with -lcublasLt. Otherwise
+                             they use a plain kernel, which is slow
     Compile the implementation without --use_fast_math and -ftz=true. They flush subnormal numbers to zero,
     which the CPU keeps, and nvcc defines no macro by which this header could reject them.
 
@@ -97,7 +98,7 @@ NOT DONE HERE
 
 #include "ddp.h"
 
-//== config ======================================================================================= >>config
+//== config ===================================================================================== >>config
 #include <cuda_runtime_api.h>
 
 #define DDP_CUDA_QUANT_BLOCK 256 /* elements that share a scale in ddp_cuda_quantise8 */
@@ -106,7 +107,7 @@ NOT DONE HERE
 extern "C" {
 #endif
 
-//== types ========================================================================================= >>types
+//== types ======================================================================================= >>types
 
 /* One tensor of a list, and its position in the flat buffer. */
 typedef struct ddp_cuda_range {
@@ -122,7 +123,7 @@ typedef struct ddp_cuda_norm {
     int64_t non_finite;    /* number of values that are NaN or infinite */
 } ddp_cuda_norm;
 
-//== descs ========================================================================================= >>descs
+//== descs ======================================================================================= >>descs
 
 typedef struct ddp_cuda_pick_desc {
     const int *devices;  /* local rank r uses devices[r]. NULL = device r, or the only one the rank sees */
@@ -186,7 +187,7 @@ typedef struct ddp_cuda_step_desc {
     uint64_t first_index; /* stochastic: index of element 0 among all parameters */
 } ddp_cuda_step_desc;
 
-//== api ============================================================================================= >>api
+//== api =========================================================================================== >>api
 
 /* Chooses the device of this rank, makes it current for the calling thread and stores its number.
    The default is the local rank's number, or device 0 where the rank sees only one GPU (CUDA_VISIBLE_DEVICES
@@ -307,12 +308,12 @@ DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, 
 DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales,
                                        size_t count, cudaStream_t stream);
 
-//== plugging in ===================================================================================== >>spi
+//== device functions ============================================================================== >>spi
 
 /* ddp_device_cuda() promises in addition to struct ddp_device:
      alloc        blocks until the memory is zeroed: any stream may use it at once.
-     copy         between device pointers, it is in stream order. If either side is host memory, it is complete
-                  on return.
+     copy         between device pointers, it is in stream order. If either side is host memory, it is
+                  complete on return.
      the others   are in stream order and return at once; add, divide and cast accept any alignment.
    The functions act on the current device of the calling thread. Calls on a group with this device set the
    thread's current device and stream to the group's device and compute stream. */
@@ -322,15 +323,16 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #endif
 #endif /* DDP_CUDA_CUH */
 
-#include "ddp.h" /* once more, for its check of the options with which bodies are compiled */
-#if (defined(DDP_IMPLEMENTATION) || defined(DDP_CUDA_IMPLEMENTATION)) && !defined(DDP_CUDA_IMPLEMENTATION_INCLUDED)
+#include "ddp.h" /* again, to check the options with which bodies are compiled */
+#if (defined(DDP_IMPLEMENTATION) || defined(DDP_CUDA_IMPLEMENTATION)) \
+    && !defined(DDP_CUDA_IMPLEMENTATION_INCLUDED)
 #define DDP_CUDA_IMPLEMENTATION_INCLUDED
 
 #if !defined(__CUDACC__)
 #error "the implementation of ddp_cuda.cuh holds kernels: define DDP_CUDA_IMPLEMENTATION (or DDP_IMPLEMENTATION) in a .cu file that nvcc compiles"
 #endif
 
-//== structs ======================================================================================== >>impl-structs
+//== structs ============================================================================== >>impl-structs
 #include <ctype.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -342,10 +344,11 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #if !defined(DDP_NO_NCCL)
 #include <nccl.h>
 #if !defined(DDP__NCCL_VERSION)
-#define DDP__NCCL_VERSION NCCL_VERSION_CODE /* tests also compile what is for older ones */
+#define DDP__NCCL_VERSION NCCL_VERSION_CODE /* tests set it to compile the code for older versions */
 #endif
 #if !defined(DDP__NCCL_SHARES)
-#define DDP__NCCL_SHARES (DDP__NCCL_VERSION >= 23000) /* ranks may share a device, if NCCL_MULTI_RANK_GPU_ENABLE=1 tells NCCL so */
+/* 1 = NCCL allows ranks to share a device, with NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment. */
+#define DDP__NCCL_SHARES (DDP__NCCL_VERSION >= 23000)
 #endif
 #if DDP__NCCL_VERSION < 21800
 #error "ddp_cuda.cuh needs NCCL 2.18 or newer: update it, or define DDP_NO_NCCL"
@@ -360,7 +363,8 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #include <type_traits>
 #include <unistd.h>
 
-/* The types of the kernels that the siblings ask for, of those that are there. The rest of a sibling follows where the program includes it. */
+/* Includes the kernel types of ddp_fsdp.h and ddp_tensor.h if these headers exist. The rest of such a header
+   follows when the program includes it. */
 #define DDP__KERNELS_ONLY
 #if __has_include("ddp_fsdp.h")
 #include "ddp_fsdp.h"
@@ -377,7 +381,7 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #define DDP__HD __host__ __device__ __forceinline__
 #endif
 #if !defined(DDP__CUDA_KERNEL)
-#define DDP__CUDA_KERNEL(...) (const void *)__VA_ARGS__ /* tests on the CPU do without kernels */
+#define DDP__CUDA_KERNEL(...) (const void *)__VA_ARGS__ /* replaced in tests on the CPU */
 #endif
 #if defined(__CUDA_ARCH__)
 #define DDP__UNROLL _Pragma("unroll")
@@ -387,18 +391,20 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #define DDP__UNROLL_4
 #endif
 #if !defined(DDP__CUDA_SEEN)
-#define DDP__CUDA_SEEN(n, address, size_bytes) (void)0 /* tests see the accesses made on the CPU */
+#define DDP__CUDA_SEEN(n, address, size_bytes) (void)0 /* tests record the accesses made on the CPU */
 #endif
-#define DDP__CUDA_TEXT 512          /* an error line of ddp.h */
-#define DDP__CUDA_THREADS 256       /* of a block */
-#define DDP__CUDA_BLOCKS 4096       /* at most: some waves on any GPU, the rest is a loop in the kernel */
-#define DDP__CUDA_TREE_MOST 8191    /* sources of a reduction, 4 * 2^11 - 1 */
-#define DDP__CUDA_RANGES 64         /* of one launch: a kernel's arguments are limited to 4 KiB */
+#define DDP__CUDA_TEXT 512          /* bytes of an error line of ddp.h */
+#define DDP__CUDA_THREADS 256       /* threads per block */
+#define DDP__CUDA_BLOCKS 4096       /* largest grid: some waves on any GPU; kernels loop over the rest */
+#define DDP__CUDA_TREE_MOST 8191    /* most sources of a reduction: 4 * 2^11 - 1 */
+#define DDP__CUDA_RANGES 64         /* tensors per launch: a kernel's arguments are limited to 4 KiB */
 #define DDP__CUDA_CHUNK ((size_t)16384) /* elements of a tensor that one block copies */
 
 /* Every call of the CUDA runtime goes through this table. */
 typedef struct ddp__cuda_runtime {
-    int on_host; /* 1 = kernels are loops on the CPU, on host memory, and go through host_work: for tests without a device */
+    /* 1 = for tests without a device: kernels are loops on the CPU, over host memory, and run by
+       host_work. */
+    int on_host;
     cudaError_t (*device_count)(int *count);
     cudaError_t (*device_identity)(int device, char name[256], unsigned char uuid[16]);
     cudaError_t (*set_device)(int device);
@@ -413,19 +419,19 @@ typedef struct ddp__cuda_runtime {
                           cudaStream_t stream);
     cudaError_t (*clear_error)(void);
     cudaError_t (*get_device)(int *device);
-    cudaError_t (*stream_create)(cudaStream_t *out, int high_priority); /* does not wait for the default stream */
+    cudaError_t (*stream_create)(cudaStream_t *out, int high_priority); /* a non-blocking stream */
     cudaError_t (*stream_destroy)(cudaStream_t stream);
     cudaError_t (*stream_wait_event)(cudaStream_t stream, cudaEvent_t event);
     cudaError_t (*stream_query)(cudaStream_t stream);
     cudaError_t (*stream_capturing)(cudaStream_t stream, int *yes);
-    cudaError_t (*relax_capture)(void); /* this thread's calls disturb no capture of another thread */
-    cudaError_t (*event_create)(cudaEvent_t *out); /* takes no times */
+    cudaError_t (*relax_capture)(void); /* calls of this thread do not invalidate captures of other threads */
+    cudaError_t (*event_create)(cudaEvent_t *out); /* without timing */
     cudaError_t (*event_destroy)(cudaEvent_t event);
     cudaError_t (*event_record)(cudaEvent_t event, cudaStream_t stream);
     cudaError_t (*event_query)(cudaEvent_t event);
     cudaError_t (*host_alloc)(void **out, size_t size_bytes); /* pinned */
     cudaError_t (*host_free)(void *memory);
-    /* on_host: puts run(copy) on the stream; copy is argument's bytes, aligned to 16. */
+    /* on_host: enqueues run(copy) on the stream. copy: a copy of the argument, aligned to 16 bytes. */
     cudaError_t (*host_work)(void (*run)(void *copy), const void *argument, size_t argument_bytes,
                              cudaStream_t stream);
 } ddp__cuda_runtime;
@@ -493,29 +499,32 @@ static const ddp__cuda_runtime *ddp__cuda_real_runtime(void) {
 #define DDP__CUDA_RUNTIME ddp__cuda_real_runtime()
 #endif
 
-//== errors ========================================================================================= >>impl-error
+//== errors ================================================================================= >>impl-error
+/* Turns CUDA errors into ddp_result with a text. Functions of ddp_device that return nothing store the first
+   failure of their thread for ddp_cuda_check. */
 
-/* Of the functions of the device table, which have no group: per thread, like the error line. */
+/* State per thread, for the functions of the device table: they have no group. */
 typedef struct ddp__cuda_thread {
     cudaStream_t stream;
-    const struct ddp__cuda_seed *seed; /* NULL, or the thread is in ddp_cuda_group_create */
-    ddp_saved_error first;             /* failure that ddp_cuda_check has not reported yet */
+    const struct ddp__cuda_seed *seed; /* set while the thread is in ddp_cuda_group_create; otherwise NULL */
+    ddp_saved_error first;             /* first failure that ddp_cuda_check has not reported yet */
 } ddp__cuda_thread;
 
 static thread_local ddp__cuda_thread ddp__cuda_mine;
 
-/* The result of a CUDA call. `call` is its name, `function` what made it. */
+/* Returns the result of a CUDA call. call: its name; function: the name of its caller, for the error. */
 static ddp_result ddp__cuda_fail(cudaError_t error, const char *function, const char *call) {
     if (error == cudaSuccess) return DDP_OK;
-    DDP__CUDA_RUNTIME->clear_error(); /* or the user's next cudaGetLastError would show what is reported here */
+    DDP__CUDA_RUNTIME->clear_error(); /* otherwise the user's next cudaGetLastError would report it again */
     return ddp_fail(error == cudaErrorMemoryAllocation ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE,
                     "%s: %s: %s (%s)", function, call, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
-/* Returns from the function with the failure of a CUDA call; `called` is its name. */
+/* Returns from the enclosing function if a CUDA call fails. called: its name. */
 #define DDP__CUDA_DO(function, called, call) DDP_TRY(ddp__cuda_fail(call, function, called))
 
-/* The result of a query: *done = 1 once the work has finished. CUDA keeps "not ready" as an error until it is cleared. */
+/* Returns the result of a query; *done = 1 once the work has finished. Clears "not ready", which CUDA would
+   report as an error. */
 static ddp_result ddp__cuda_query(cudaError_t error, const char *function, const char *call, int *done) {
     *done = error == cudaSuccess;
     if (error != cudaErrorNotReady) return ddp__cuda_fail(error, function, call);
@@ -523,7 +532,7 @@ static ddp_result ddp__cuda_query(cudaError_t error, const char *function, const
     return DDP_OK;
 }
 
-/* For functions that return nothing. */
+/* Stores the first failure of a function that returns nothing. */
 static void ddp__cuda_keep(ddp_result result) { ddp_error_save(&ddp__cuda_mine.first, result); }
 
 static void ddp__cuda_keep_error(cudaError_t error, const char *function, const char *call) {
@@ -537,9 +546,11 @@ struct ddp__cuda_lock {
     ~ddp__cuda_lock() { pthread_mutex_unlock(mutex); }
 };
 
-//== choosing a device =============================================================================== >>impl-pick
+//== device selection ======================================================================== >>impl-pick
+/* Chooses the device of each rank by UUID, list or local rank. All ranks then compare their devices, so that
+   two ranks share one only with allow_shared. Used by ddp_cuda_pick and ddp_cuda_group_create. */
 
-/* The device of a rank, as ranks compare them. */
+/* The device of a rank, as ranks exchange it. */
 typedef struct ddp__cuda_slot {
     int32_t device;
     int32_t allow_shared;
@@ -554,7 +565,8 @@ static void ddp__cuda_uuid_text(char out[48], const unsigned char uuid[16]) {
                        uuid[i]);
 }
 
-/* "0 (NVIDIA H100), 1 (NVIDIA H100)", or with UUIDs; four of them, then how many more. */
+/* Lists the devices: "0 (NVIDIA H100), 1 (NVIDIA H100)", or with UUIDs. Names four, then the number of
+   others. */
 static void ddp__cuda_present(char *out, size_t size, int count, int with_uuid) {
     int at = 0;
     snprintf(out, size, "none");
@@ -570,7 +582,7 @@ static void ddp__cuda_present(char *out, size_t size, int count, int with_uuid) 
         snprintf(out + at, size - (size_t)at, " and %d more, up to %d", count - 4, count - 1);
 }
 
-/* Does the user's text begin the UUID? Upper case and a missing GPU- are fine. */
+/* Returns 1 if the UUID begins with the user's text. Accepts upper case and a missing "GPU-". */
 static int ddp__cuda_uuid_begins(const char *uuid, const char *wanted) {
     uuid += 4;
     if (strncmp(wanted, "GPU-", 4) == 0 || strncmp(wanted, "MIG-", 4) == 0) wanted += 4;
@@ -597,8 +609,9 @@ static ddp_result ddp__cuda_by_uuid(const char *wanted, int count, int *device) 
     return ddp_fail(DDP_ERR_INVALID, "there is no device with uuid %.48s; present are %s", wanted, present);
 }
 
-/* given: the device that ddp_launch or a communicator names; -1 = none. A launcher that shows each rank one
-   GPU (CUDA_VISIBLE_DEVICES) numbers it 0 on every rank; ddp__cuda_pick finds ranks that share it. */
+/* Chooses a device by list or local rank. given: the device of ddp_launch_desc or of the user's communicator;
+   -1 = none. If the launcher shows each rank only one GPU (CUDA_VISIBLE_DEVICES), it is number 0 on every
+   rank; ddp__cuda_pick detects ranks that share it. */
 static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_rank, int given, int count,
                                       int *device) {
     char present[300];
@@ -627,7 +640,7 @@ static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_
                     by_local_rank ? ", the number of this local rank" : "", present, remedy);
 }
 
-/* The device that this rank selects; an error if it is missing. */
+/* Selects the device of this rank. Returns an error if the device is missing. */
 static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_rank, int given,
                                    ddp__cuda_slot *slot) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
@@ -687,9 +700,11 @@ static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *d
     return result;
 }
 
-//== numbers ====================================================================================== >>impl-numbers
+//== arithmetic =========================================================================== >>impl-numbers
+/* Functions for one element, compiled for GPU and CPU. They give the same bits on both; only NaN payloads
+   differ. */
 
-/* Arithmetic that rounds every operation: no fused multiply-add may appear, on either side. */
+/* Arithmetic that rounds every operation. Neither compiler may fuse a multiplication with an addition. */
 #if defined(__CUDA_ARCH__)
 #define DDP__CUDA_EITHER(device, host) (device)
 #else
@@ -716,7 +731,8 @@ static DDP__HD double ddp__cuda_from_bits(uint64_t bits) { return ddp__cuda_bit_
 static DDP__HD int ddp__cuda_finite(float x) { return (ddp__cuda_bits(x) & 0x7f800000u) != 0x7f800000u; }
 static DDP__HD int ddp__cuda_finite(double x) { return (ddp__cuda_bits(x) >> 52 & 0x7ff) != 0x7ff; }
 
-/* 16-bit floats, nearest even. The GPU converts them in one instruction, and only a NaN's payload differs from the code for the CPU. */
+/* Conversions of 16-bit floats, rounding to nearest even. The GPU uses one instruction. Only NaN payloads
+   differ from the code for the CPU. */
 static DDP__HD float ddp__cuda_from_bf16(uint16_t half) { return ddp__cuda_from_bits((uint32_t)half << 16); }
 
 static DDP__HD uint16_t ddp__cuda_to_bf16(float x) {
@@ -743,7 +759,7 @@ static DDP__HD float ddp__cuda_from_f16(uint16_t half) {
 #endif
 }
 
-/* Below 2^-14 adding 0.5, whose last place is 2^-24, does the rounding. */
+/* Below 2^-14 the addition of 0.5, with a last place of 2^-24, rounds to a subnormal. */
 static DDP__HD uint16_t ddp__cuda_to_f16(float x) {
 #if defined(__CUDA_ARCH__)
     return __half_as_ushort(__float2half_rn(x));
@@ -758,7 +774,8 @@ static DDP__HD uint16_t ddp__cuda_to_f16(float x) {
 #endif
 }
 
-/* To odd: an inexact result gets an odd last place, so that rounding once more to 16 bits is as if done once. */
+/* Rounds to odd: an inexact result gets an odd last place. A second rounding to 16 bits then gives the same
+   result as a single one. */
 static DDP__HD float ddp__cuda_round_odd(double x) {
     float nearest = (float)x;
     double back = (double)nearest;
@@ -768,7 +785,7 @@ static DDP__HD float ddp__cuda_round_odd(double x) {
     return ddp__cuda_from_bits(bits | 1);
 }
 
-/* Of each dtype: how it is stored, the type that adds, and the unsigned type in which integers wrap. */
+/* Per dtype: the stored type, the type of the arithmetic, and the unsigned type in which integers wrap. */
 template <ddp_dtype D> struct ddp__cuda_type;
 #define DDP__CUDA_TYPE(dtype, kept, computed, wrapping, is_integer, to_math, to_kept)                   \
     template <> struct ddp__cuda_type<dtype> {                                                          \
@@ -790,17 +807,18 @@ DDP__CUDA_TYPE(DDP_I64, int64_t, int64_t, uint64_t, 1, int64_t, int64_t)
 DDP__CUDA_TYPE(DDP_U64, uint64_t, uint64_t, uint64_t, 1, uint64_t, uint64_t)
 #undef DDP__CUDA_TYPE
 
-/* f(C) with the value as a constant, decltype(C)::value. value: one of the list; others count as the last one. */
+/* Calls f(C) with a runtime value as a compile-time constant, decltype(C)::value. value: one of the list; any
+   other value counts as the last one. */
 template <auto FIRST, auto... MORE, class T, class F> static ddp_result ddp__cuda_by(T value, const F &f) {
     if constexpr (sizeof...(MORE) > 0) {
         if (value != FIRST) return ddp__cuda_by<MORE...>(value, f);
     }
     return f(std::integral_constant<T, FIRST>());
 }
-#define DDP__CUDA_FLOATS_32 DDP_F32, DDP_F16, DDP_BF16 /* those that compute in f32 */
+#define DDP__CUDA_FLOATS_32 DDP_F32, DDP_F16, DDP_BF16 /* dtypes with f32 arithmetic */
 #define DDP__CUDA_FLOATS DDP_F64, DDP__CUDA_FLOATS_32
 
-/* Rounds x, the product of a conversion in f32 or f64, once. */
+/* Rounds x, a value in f32 or f64, once to dtype D. */
 template <ddp_dtype D, class M> static DDP__HD typename ddp__cuda_type<D>::store ddp__cuda_round(M x) {
     typedef typename ddp__cuda_type<D>::math math;
     if constexpr (sizeof(M) == 8 && (D == DDP_F16 || D == DDP_BF16))
@@ -808,10 +826,14 @@ template <ddp_dtype D, class M> static DDP__HD typename ddp__cuda_type<D>::store
     else return ddp__cuda_type<D>::save((math)x);
 }
 
-/* One inner node of the tree. MIN and MAX of floats as IEEE 754-2019: NaN if either is, -0 below +0. */
+/* Combines two values of a reduction. MIN and MAX of floats follow IEEE 754-2019: NaN if either is NaN, and
+   -0 is below +0. */
 template <int GREATEST, class T> static DDP__HD T ddp__cuda_extreme(T a, T b) {
-    auto x = ddp__cuda_bits(a), y = ddp__cuda_bits(b), tie = a != b ? y : GREATEST ? x & y : x | y;
-    return ddp__cuda_from_bits(a != a || (GREATEST ? a > b : a < b) ? x : tie);
+    auto x = ddp__cuda_bits(a), y = ddp__cuda_bits(b),
+         tie = a != b ? y
+               : GREATEST ? x & y : x | y;
+    return ddp__cuda_from_bits(a != a || (GREATEST ? a > b : a < b)
+                                   ? x : tie);
 }
 #define DDP__CUDA_JOIN(type)                                                        \
     template <ddp_op OP, class Wrap> static DDP__HD type ddp__cuda_join(type a, type b) { \
@@ -828,11 +850,12 @@ template <ddp_op OP, class Wrap, class T> static DDP__HD T ddp__cuda_join(T a, T
     return OP == DDP_OP_PROD ? (T)(Wrap)((Wrap)a * (Wrap)b) : (T)(Wrap)((Wrap)a + (Wrap)b);
 }
 
-/* The divisor of an average, prepared on the CPU. For a power of two, the exact reciprocal gives the same bits and is faster. */
+/* The divisor of an average, prepared on the CPU. A power of two is replaced by its reciprocal, which is
+   exact: the product has the same bits and is faster. */
 typedef struct ddp__cuda_divisor {
     uint64_t n; /* 1 = no division */
     int power_of_two;
-    float f32;  /* the reciprocal of a power of two, otherwise n */
+    float f32;  /* reciprocal of a power of two, otherwise n */
     double f64;
 } ddp__cuda_divisor;
 
@@ -851,7 +874,7 @@ static DDP__HD float ddp__cuda_divide(float x, const ddp__cuda_divisor &d) {
 static DDP__HD double ddp__cuda_divide(double x, const ddp__cuda_divisor &d) {
     return d.power_of_two ? ddp__cuda_mul(x, d.f64) : ddp__cuda_div(x, d.f64);
 }
-/* Truncates towards zero; right for any divisor, also one that the signed type cannot hold. */
+/* Divides integers, truncating towards zero. The divisor may be too large for the signed type. */
 template <class T> static DDP__HD T ddp__cuda_divide(T x, const ddp__cuda_divisor &d) {
     int negative = x < (T)1 && x != (T)0 && (T)-1 < (T)1;
     uint64_t magnitude = negative ? UINT64_C(0) - (uint64_t)(int64_t)x : (uint64_t)x;
@@ -859,23 +882,26 @@ template <class T> static DDP__HD T ddp__cuda_divide(T x, const ddp__cuda_diviso
     return (T)(negative ? UINT64_C(0) - quotient : quotient);
 }
 
-/* 16 random bits of an element: the mix of SplitMix64 (Steele, Lea and Flood 2014) of a counter, under a key per step. */
+/* The mix function of SplitMix64 (Steele, Lea and Flood 2014). Applied to a counter and a key per step, it
+   gives 16 random bits per element. */
 static DDP__HD uint64_t ddp__cuda_mix(uint64_t x) {
     x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
     x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
     return x ^ x >> 31;
 }
 
-/* Rounds up with the probability dropped bits / 2^16, so that the average is x. */
+/* Stochastic rounding: rounds up with probability (dropped bits) / 2^16, so that the expected value is x. */
 static DDP__HD uint16_t ddp__cuda_to_bf16_random(float x, uint64_t key, uint64_t index) {
     uint32_t bits = ddp__cuda_bits(x),
              random = (uint32_t)(ddp__cuda_mix(key + index * UINT64_C(0x9e3779b97f4a7c15)) >> 48);
     return ddp__cuda_finite(x) ? (uint16_t)((bits + random) >> 16) : ddp__cuda_to_bf16(x);
 }
 
-//== loads, stores, sharing out =================================================================== >>impl-elements
+//== loads and stores ==================================================================== >>impl-elements
+/* Loads and stores of up to 16 bytes, and the distribution of elements over threads. Every element kernel
+   below uses them. */
 
-/* N elements in registers, moved as words of up to 16 bytes. */
+/* N elements in registers, loaded and stored as words of up to 16 bytes. */
 template <int N, class T> union ddp__cuda_pack {
     enum {
         BYTES = N * sizeof(T),
@@ -891,7 +917,8 @@ template <int N, class T> union ddp__cuda_pack {
     unsigned char bytes[BYTES];
 };
 
-/* N elements at index at. N > 1: base + at is aligned to 16 bytes, or to the N elements where they are fewer. N = 1: any address. */
+/* Loads N elements from index `at`. N > 1: the address is aligned to 16 bytes, or to the size of N elements
+   if that is smaller. N = 1: any address. */
 template <int N, class T> static DDP__HD void ddp__cuda_get(T *out, const void *base, size_t at) {
     const unsigned char *from = (const unsigned char *)base + at * sizeof(T);
 #if defined(__CUDA_ARCH__)
@@ -928,10 +955,15 @@ template <int N, class T> static DDP__HD void ddp__cuda_put(const T *in, void *b
 #endif
 }
 
-/* count elements: head single ones, vectors groups of the functor's WIDTH that are aligned in every array, then single ones again. */
+/* Division of `count` elements: `head` single elements, `vectors` groups of WIDTH elements that are aligned
+   in every array, and the remaining single elements:
+
+       head      vectors                     rest
+       . .       [. . . .] [. . . .] ...     . . .  */
 typedef struct ddp__cuda_split { size_t head, vectors, count; } ddp__cuda_split;
 
-/* Bit h of a mask: with a head of h elements, groups of width elements are aligned in every array up to this one. */
+/* Returns `mask` without the heads that do not suit `array`. Bit h = with a head of h elements, groups of
+   `width` elements are aligned in every array checked until now. */
 static DDP__HD uint32_t ddp__cuda_heads(uint32_t mask, const void *array, int size, int width) {
     uintptr_t align = (uintptr_t)(width * size < 16 ? width * size : 16);
     for (int h = 0; h < width; h++)
@@ -947,7 +979,7 @@ static DDP__HD ddp__cuda_split ddp__cuda_split_of(uint32_t mask, size_t count, i
     return split;
 }
 
-/* The share of thread first of stride threads. */
+/* Processes the share of thread `first` of `stride` threads. */
 template <class F> static DDP__HD void ddp__cuda_walk(const F &f, const ddp__cuda_split &split, size_t first,
                                                       size_t stride) {
     size_t rest = split.count - split.vectors * F::WIDTH;
@@ -957,11 +989,13 @@ template <class F> static DDP__HD void ddp__cuda_walk(const F &f, const ddp__cud
         f.template run<1>(i < split.head ? i : i + split.vectors * F::WIDTH);
 }
 
-//== launching ===================================================================================== >>impl-launch
+//== kernel launches ======================================================================= >>impl-launch
+/* One kernel for all functors. Three ways to distribute work: element by element (ddp__cuda_each), chunks of
+   tensors (ddp__cuda_chunks), and rows with a team of threads each (ddp__cuda_rows). */
 
-#define DDP__CUDA_HOST_THREADS 7 /* that tests on the CPU share elements out to */
+#define DDP__CUDA_HOST_THREADS 7 /* threads that tests on the CPU simulate */
 
-/* Work is what a launch shares out: device() is a thread's part of it, host() all of it, where kernels are loops on the CPU. */
+/* Work of a launch: device() is the share of one thread; host() is all of it, for tests on the CPU. */
 template <class Work> static __global__ void ddp__cuda_kernel(const __grid_constant__ Work work) {
     work.device();
 }
@@ -981,7 +1015,8 @@ template <class Work> static ddp_result ddp__cuda_launch(const Work &work, size_
                : ddp__cuda_fail(error, function, cuda->on_host ? "cudaLaunchHostFunc" : "cudaLaunchKernel");
 }
 
-/* Arrays of one length, element by element. F has WIDTH and run<N>(at), N elements from index at on. */
+/* Work on arrays of one length, element by element. F has WIDTH, and run<N>(at) for N elements from index
+   `at` on. */
 template <class F> struct ddp__cuda_each_work {
     F f;
     ddp__cuda_split split;
@@ -995,7 +1030,7 @@ template <class F> struct ddp__cuda_each_work {
     }
 };
 
-/* mask: of ddp__cuda_heads over all arrays. */
+/* Launches f on count elements. mask: the result of ddp__cuda_heads for all arrays. */
 template <class F> static ddp_result ddp__cuda_each(const F &f, uint32_t mask, size_t count,
                                                     cudaStream_t stream, const char *function) {
     const ddp__cuda_split split = ddp__cuda_split_of(mask, count, F::WIDTH);
@@ -1004,7 +1039,7 @@ template <class F> static ddp_result ddp__cuda_each(const F &f, uint32_t mask, s
     return ddp__cuda_launch(work, (most + DDP__CUDA_THREADS - 1) / DDP__CUDA_THREADS, stream, function);
 }
 
-/* Chunks of a list of tensors, a block at a time. F has chunk(number, thread, threads). */
+/* Work on chunks of a list of tensors, one block per chunk. F has chunk(number, thread, threads). */
 template <class F> struct ddp__cuda_chunks_work {
     F f;
     size_t chunks;
@@ -1023,10 +1058,10 @@ template <class F> static ddp_result ddp__cuda_chunks(const F &f, size_t chunks,
     return ddp__cuda_launch(work, chunks, stream, function);
 }
 
-/* Sums that one thread keeps side by side. */
+/* Independent sums in one thread. */
 template <int N> struct ddp__cuda_sums { double at[N]; };
 
-/* The value of another lane of the team. All lanes of the warp call it. */
+/* Returns the value of another lane of the team. All lanes of the warp must call it. */
 template <class T> static __device__ __forceinline__ T ddp__cuda_from_lane(T value, int lane, int team,
                                                                            unsigned all) {
     return __shfl_sync(all, value, lane, team);
@@ -1038,11 +1073,13 @@ template <int N> static __device__ __forceinline__ ddp__cuda_sums<N> ddp__cuda_f
     return value;
 }
 
-/* Rows, a team of F::TEAM threads of a warp at a time. F has a type value and
-     partial(row, lane, cells)        what a lane, 0 to TEAM - 1, finds in its part of the row
-     join(a, b)                       of lanes e and e + half, for half = TEAM / 2, ..., 2, 1; lane 0 ends up with the row's value
-     finish(row, value, lane, cells)  every lane, with that value
-     CELLS, flush(cells)              int64 sums that a block keeps in shared memory, and one thread's last word about them */
+/* Work on rows, with a team of F::TEAM threads of a warp per row. F has a type `value` and
+     partial(row, lane, cells)        returns the value of a lane, 0 to TEAM - 1, for its part of the row
+     join(a, b)                       combines lanes e and e + half, for half = TEAM / 2, ..., 2, 1; then lane
+                                      0 has the value of the row
+     finish(row, value, lane, cells)  is called by every lane with the value of the row
+     CELLS                            number of int64 sums of a block in shared memory
+     flush(cells)                     is called by one thread of the block at the end */
 template <class F> struct ddp__cuda_rows_work {
     F f;
     size_t rows;
@@ -1052,7 +1089,8 @@ template <class F> struct ddp__cuda_rows_work {
         int lane = threadIdx.x % F::TEAM;
         for (int i = threadIdx.x; i < F::CELLS; i += blockDim.x) cells[i] = 0;
         __syncthreads();
-        /* A warp stays together, also where only some of its teams have a row left. */
+        /* All lanes of a warp stay in the loop until no team of the warp has a row left: shuffles need
+           them. */
         for (size_t first = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / 32 * teams; first < rows;
              first += (size_t)gridDim.x * blockDim.x / 32 * teams) {
             size_t row = first + threadIdx.x % 32 / F::TEAM;
@@ -1089,7 +1127,7 @@ template <class F> static ddp_result ddp__cuda_rows(const F &f, size_t rows, cud
         function);
 }
 
-/* Block-local cells and those in device memory: integers, so the order of additions does not show. */
+/* Adds to a cell in shared or device memory. Integer sums do not depend on the order of additions. */
 static DDP__HD void ddp__cuda_cell_add(int64_t *cell, int64_t value) {
 #if defined(__CUDA_ARCH__)
     atomicAdd((unsigned long long *)cell, (unsigned long long)value);
@@ -1098,11 +1136,17 @@ static DDP__HD void ddp__cuda_cell_add(int64_t *cell, int64_t value) {
 #endif
 }
 
-//== reducing ======================================================================================== >>impl-tree
+//== tree reduction ========================================================================== >>impl-tree
+/* Reduces arrays in the order of DDP_ORDER_TREE, with the bits of the CPU backends. Used by
+   ddp_cuda_reduce_tree, the NCCL backend, and add and divide of the device. */
 
-/* The tree over sources. Four at a time make a subtree, and a binary counter of those adds equal ones as they appear; what is left
-   at the end folds from the smallest up:   W=11:  [0..7] [8..10]   W=28:  [0..15] [16..23] [24..27]
-   level[k] is a subtree of 4 * 2^k sources; all indices are known when compiling, so levels stay in registers: few of them leave room for 16 bytes. */
+/* The tree over sources. Four sources form a subtree. A binary counter joins subtrees of equal size as they
+   appear. At the end the remaining subtrees are joined, from the smallest up:
+
+       W=11:  [0..7] [8..10]      W=28:  [0..15] [16..23] [24..27]
+
+   level[k] is a subtree of 4 * 2^k sources. All indices are compile-time constants, so levels stay in
+   registers. With few levels there are registers for 16 bytes per thread. */
 template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
     typedef ddp__cuda_type<D> type;
     typedef typename type::store store;
@@ -1129,7 +1173,7 @@ template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
         DDP__UNROLL
         for (int i = 0; i < N; i++) out[i] = type::load(in[i]);
     }
-    /* n sources (1 to 4) from base on: (0 + 1) + (2 + 3). */
+    /* Reduces n sources (1 to 4) from `base` on: (0 + 1) + (2 + 3). */
     template <int N> DDP__HD void leaf(math *out, int base, int n, size_t at) const {
         math a[N], b[N], c[N];
         load<N>(out, base, at);
@@ -1186,7 +1230,8 @@ typedef struct ddp__cuda_tree_call {
     uint64_t divisor; /* 1 = none */
     cudaStream_t stream;
     const char *function;
-    size_t stride_bytes; /* 0, or source r starts at src[0] + r * stride_bytes, except source `own`, which is src[1] */
+    /* Not 0: source r starts at src[0] + r * stride_bytes, except source `own`, which is src[1]. */
+    size_t stride_bytes;
     int own;
 } ddp__cuda_tree_call;
 
@@ -1219,15 +1264,17 @@ static ddp_result ddp__cuda_tree_any(const ddp__cuda_tree_call *call, ddp_dtype 
     });
 }
 
-//== many tensors ==================================================================================== >>impl-multi
+//== lists of tensors ======================================================================= >>impl-multi
+/* Conversion and scaling: ddp_cuda_flatten and ddp_cuda_unflatten for lists, cast and scale of the device for
+   one tensor. */
 
-/* dst = src * factor, rounded once. dst may be src. */
+/* Computes dst = src * factor, rounded once. dst may be src. */
 template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_convert {
     enum { WIDTH = D == S && sizeof(typename ddp__cuda_type<D>::store) == 2 ? 8 : 4 };
     void *dst;
     const void *src;
     float factor;
-    const float *factor_at; /* not NULL: the factor is stored there */
+    const float *factor_at; /* device memory with the factor; NULL = use `factor` */
     template <int N> DDP__HD void run(size_t at) const {
         typename ddp__cuda_type<S>::store in[N];
         typename ddp__cuda_type<D>::store out[N];
@@ -1243,11 +1290,12 @@ template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_convert {
     }
 };
 
-/* Up to 64 tensors; tensor r has the chunks first[r] to first[r + 1] - 1. D and S are the dtypes of what is written and read. */
+/* One launch for up to 64 tensors. Tensor r has chunks first[r] to first[r + 1] - 1. D: dtype written; S:
+   dtype read. */
 template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_multi {
     typedef ddp__cuda_convert<D, S, M> convert;
     void *flat;
-    int range_count, pack; /* 1 = into flat */
+    int range_count, pack; /* pack: 1 = tensors to flat, 0 = flat to tensors */
     float factor;
     ddp_cuda_range range[DDP__CUDA_RANGES];
     size_t first[DDP__CUDA_RANGES + 1];
@@ -1264,9 +1312,10 @@ template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_multi {
         const ddp_cuda_range &r = range[low];
         size_t at = (number - first[low]) * DDP__CUDA_CHUNK,
                n = r.count - at < DDP__CUDA_CHUNK ? r.count - at : DDP__CUDA_CHUNK;
-        const convert f = {(out_type *)(pack ? flat : r.data) + (pack ? r.offset : 0) + at,
-                           (const in_type *)(pack ? r.data : flat) + (pack ? 0 : r.offset) + at, factor,
-                           NULL};
+        const convert f = {(out_type *)(pack ? flat : r.data)
+                               + (pack ? r.offset : 0) + at,
+                           (const in_type *)(pack ? r.data : flat)
+                               + (pack ? 0 : r.offset) + at, factor, NULL};
         uint32_t mask = ddp__cuda_heads((1u << convert::WIDTH) - 1, f.dst, sizeof(out_type), convert::WIDTH);
         mask = ddp__cuda_heads(mask, f.src, sizeof(in_type), convert::WIDTH);
         ddp__cuda_walk(f, ddp__cuda_split_of(mask, n, convert::WIDTH), thread, threads);
@@ -1317,13 +1366,20 @@ static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtyp
     });
 }
 
-//== sums of squares by rows ========================================================================= >>impl-rows
+//== sums of squares by rows ================================================================= >>impl-rows
+/* Adds squares with the bits of ddp_device_cpu(), for ddp_cuda_unscale and sum_squares of the device. */
 
-/* The order of ddp_device_cpu(): in a piece of a row of up to 4096 elements lane e of 32 adds the squares of elements e and e + 32 of every 64, and the
-   lanes add up in halves. A lane's additions are one sequential chain, but a thread can run several chains: those of the lanes that fit into 16 bytes, or
-   four. So a load is 16 bytes wide, neighbours read whole lines, and a piece needs 8 threads (16-bit floats: 4), a warp has several:
+/* Order of additions. A row is cut into pieces of up to 4096 elements. In a piece, lane e of 32 adds the
+   squares of elements e and e + 32 of every 64; then the lanes are added in halves.
+
+   The additions of a lane are one sequential chain. A thread runs several chains: as many lanes as fit into
+   16 bytes, or four. So a load has 16 bytes, and neighbouring threads read whole cache lines. A piece needs 8
+   threads (16-bit floats: 4), and a warp processes several pieces:
+
        f32   thread 0: lanes 0 1 2 3   thread 1: lanes 4 5 6 7   ...   thread 7: lanes 28 29 30 31
-   Pieces add exactly (Kulisch's long accumulator, with the cells of >>impl-exact in ddp.h), on any number of warps. */
+
+   The sums of pieces are added exactly, on any number of warps (Kulisch's long accumulator, with the cells of
+   >>impl-exact in ddp.h). */
 #define DDP__CUDA_PIECE ((size_t)4096)
 enum {
     DDP__CUDA_EXACT_NAN = 68,
@@ -1332,7 +1388,7 @@ enum {
     DDP__CUDA_NON_FINITE = DDP_EXACT_CELLS
 };
 
-/* Adds a value that is not negative. The bound is counted by the caller. */
+/* Adds a value >= 0 to an exact sum. The caller counts it in cell DDP__CUDA_EXACT_BOUND. */
 static DDP__HD void ddp__cuda_exact_add(int64_t *cells, double value) {
     uint64_t bits = ddp__cuda_bits(value), mantissa = bits & ((UINT64_C(1) << 52) - 1), low, high;
     int exponent = (int)(bits >> 52 & 0x7ff), shift, digit;
@@ -1352,7 +1408,7 @@ static DDP__HD void ddp__cuda_exact_add(int64_t *cells, double value) {
     if (high >> 32) ddp__cuda_cell_add(cells + digit + 2, (int64_t)(high >> 32));
 }
 
-/* UNSCALE: multiplies by factor in place and counts what is not finite; otherwise data is only read. */
+/* UNSCALE = 1: multiplies by factor in place and counts non-finite values. 0: data is only read. */
 template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
     typedef ddp__cuda_type<D> type;
     typedef typename type::store store;
@@ -1360,11 +1416,11 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
     enum { CELLS = DDP_EXACT_CELLS + 1, WIDTH = sizeof(store) == 2 ? 8 : 4, TEAM = 32 / WIDTH };
     typedef ddp__cuda_sums<WIDTH> value;
     void *data;
-    size_t row_count, pieces; /* of a row */
+    size_t row_count, pieces; /* elements and pieces of a row */
     math factor;
-    int64_t *total; /* CELLS of them */
+    int64_t *total; /* CELLS cells */
 
-    /* The square of one element; with UNSCALE the element is scaled in place first. */
+    /* Returns the square of an element. With UNSCALE, scales the element in place first. */
     DDP__HD double square(store *kept, int *bad) const {
         math x = type::load(*kept);
         if (UNSCALE) {
@@ -1375,7 +1431,7 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
         }
         return ddp__cuda_mul((double)x, (double)x);
     }
-    /* sums += squares of N elements at `low` + squares of those at `low` + 32, of which there may be none. */
+    /* Adds to sums: squares of N elements at `low` + squares of N elements at `low` + 32, if has_high. */
     template <int N> DDP__HD void pair(double *sums, size_t low, int has_high, int *bad) const {
         store a[N], b[N] = {};
         ddp__cuda_get<N>(a, data, low);
@@ -1438,10 +1494,11 @@ template <ddp_dtype D, int UNSCALE> static ddp_result ddp__cuda_squares_run(void
     return row_count ? ddp__cuda_rows(f, rows * pieces, stream, function) : DDP_OK;
 }
 
-/* ddp_exact_sum_value of a sum without negative terms. Its carries are not negative, so one pass over the cells, from the lowest, finds the highest
-   digit that is not 0, the two digits before it, and whether a lower one is not 0. */
+/* ddp_exact_sum_value for a sum without negative terms. Its carries are >= 0, so one pass over the cells,
+   from the lowest one, is enough. It finds the highest digit that is not 0, the two digits before it, and
+   whether any lower digit is not 0. */
 static DDP__HD double ddp__cuda_exact_value(const ddp_exact_sum *sum) {
-    uint64_t digits[2] = {0, 0}; /* the two before this one */
+    uint64_t digits[2] = {0, 0}; /* the two digits before the current one */
     uint64_t carry = 0, under = 0, bits = 0, low = 0, rest = 0;
     int top = 1, shift = 0;
     int64_t cells[DDP_EXACT_CELLS];
@@ -1479,9 +1536,11 @@ template <int UNSCALE> static ddp_result ddp__cuda_squares_any(void *data, size_
     });
 }
 
-//== optimizers ================================================================================= >>impl-optimizers
+//== optimizers ======================================================================== >>impl-optimizers
+/* AdamW, LAMB and SGD, one pass over all state, for ddp_cuda_adamw, ddp_cuda_sgd and the optimizer of
+   ddp_fsdp.h. Every operation is rounded, so the bits are those of the CPU. */
 
-/* The copy of the parameters that the next forward pass reads. */
+/* The copy of the parameters for the next forward pass. */
 typedef struct ddp__cuda_copy {
     void *data; /* NULL = none */
     ddp_dtype dtype;
@@ -1502,8 +1561,9 @@ template <int N> static DDP__HD void ddp__cuda_copy_out(const ddp__cuda_copy &co
     ddp__cuda_put<N>(half, copy.data, at);
 }
 
-/* One step of AdamW, LAMB (ADAM 1) or SGD (ADAM 0), of a struct ddp_update or a ddp_cuda_step_desc. G is the dtype of
-   the gradient; parameters and arithmetic are f32, or f64 if G is. The fields are those of struct ddp_update. */
+/* One step of AdamW or LAMB (ADAM 1), or SGD (ADAM 0), from a struct ddp_update or a ddp_cuda_step_desc. G:
+   dtype of the gradient. Parameters and arithmetic are f32, or f64 if G is f64. Fields as in struct
+   ddp_update. */
 template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
     typedef typename ddp__cuda_type<G>::math T;
     enum { WIDTH = 16 / sizeof(T) };
@@ -1515,11 +1575,11 @@ template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
     int first, nesterov;
     const float *grad_scale_at;
     const double *scale_at;
-    int lamb;            /* 1 = grad becomes the update; value stays */
-    const int64_t *skip; /* NULL, or: nothing is written if it is not 0 */
-    ddp__cuda_copy copy; /* f32 */
+    int lamb;            /* 1 = writes the update to grad and does not change value */
+    const int64_t *skip; /* if *skip is not 0, nothing is written; NULL = never skip */
+    ddp__cuda_copy copy; /* not for f64 */
 
-    /* b + factor a */
+    /* Returns b + factor * a. */
     static DDP__HD T add(T b, T factor, T a) { return ddp__cuda_add(b, ddp__cuda_mul(factor, a)); }
     template <int N> DDP__HD void adam(T *w, T *g, size_t at) const {
         T m[N], v[N];
@@ -1584,7 +1644,8 @@ template <class F> static ddp_result ddp__cuda_update_launch(const F &f, int gra
     const int size = (int)sizeof *f.value,
               sizes[5] = {size, size, size, grad_size, (int)ddp_dtype_size(f.copy.dtype)};
     uint32_t mask = (1u << F::WIDTH) - 1;
-    for (int i = 0; i < 5; i++) if (arrays[i]) mask = ddp__cuda_heads(mask, arrays[i], sizes[i], F::WIDTH);
+    for (int i = 0; i < 5; i++)
+        if (arrays[i]) mask = ddp__cuda_heads(mask, arrays[i], sizes[i], F::WIDTH);
     return ddp__cuda_each(f, mask, count, stream, function);
 }
 
@@ -1621,14 +1682,15 @@ static ddp_result ddp__cuda_step_check(const ddp_cuda_step_desc *desc, ddp_cuda_
     return DDP_OK;
 }
 
-/* d: without defaults. */
+/* Converts a desc with resolved defaults. */
 template <ddp_dtype G, int ADAM> static ddp__cuda_update<G, ADAM> ddp__cuda_step_of(
     const ddp_cuda_step_desc *d) {
     const double step = (double)d->step, lr = (double)d->lr;
     const uint64_t key =
         ddp__cuda_mix(ddp__cuda_mix(d->seed + UINT64_C(0x9e3779b97f4a7c15)) + (uint64_t)d->step);
     const ddp__cuda_copy copy = {d->copy, d->copy_dtype, d->stochastic, key, d->first_index};
-    const float decay_factor = 1.0f - (float)(lr * d->weight_decay); /* the host compiler cannot fuse these two */
+    /* The conversion to float keeps the host compiler from fusing the two operations. */
+    const float decay_factor = 1.0f - (float)(lr * d->weight_decay);
     const float inv_sqrt_bias_correction2 = (float)(1.0 / sqrt(1.0 - pow((double)d->beta2, step)));
     if (ADAM)
         return {d->master, (void *)d->grad, d->first, d->second,
@@ -1663,7 +1725,7 @@ template <ddp_dtype D, int ADAM> static ddp_result ddp__cuda_update_run(const dd
                                    "ddp_device_cuda update");
 }
 
-/* clip and trust of ddp_optimizer_kernels; one thread makes a number. */
+/* clip and trust of ddp_optimizer_kernels. One thread computes one number. */
 struct ddp__cuda_clip {
     enum { WIDTH = 1 };
     const ddp_exact_sum *sum;
@@ -1726,9 +1788,11 @@ static const ddp_optimizer_kernels ddp__cuda_optimizer = {DDP_VERSION, DDP_OPTIM
 #define DDP__CUDA_OPTIMIZER NULL
 #endif
 
-//== 8 bits ======================================================================================= >>impl-quantise
+//== 8-bit quantisation ================================================================== >>impl-quantise
+/* ddp_cuda_quantise8 and ddp_cuda_dequantise8. */
 
-/* A row is a block of 256 elements, eight to a lane; the last one may be short. Magnitudes compare as integers, where NaN is the largest. */
+/* A row is a block of 256 elements, eight per lane. The last block may be shorter. Magnitudes are compared as
+   integers, where NaN is the largest. */
 template <ddp_dtype S> struct ddp__cuda_quantise {
     typedef ddp__cuda_type<S> type;
     typedef typename type::store store;
@@ -1740,8 +1804,10 @@ template <ddp_dtype S> struct ddp__cuda_quantise {
     size_t count;
     int src_aligned, q_aligned; /* to 16 and 8 bytes */
 
-    DDP__HD int load(store *in, size_t at) const { /* how many there are */
-        int n = at >= count ? 0 : count - at < EACH ? (int)(count - at) : (int)EACH;
+    /* Loads up to EACH elements. Returns their number. */
+    DDP__HD int load(store *in, size_t at) const {
+        int n = at >= count ? 0
+                : count - at < EACH ? (int)(count - at) : (int)EACH;
         if (n == EACH && src_aligned) ddp__cuda_get<EACH>(in, src, at);
         else
             for (int i = 0; i < EACH; i++)
@@ -1761,7 +1827,7 @@ template <ddp_dtype S> struct ddp__cuda_quantise {
     static DDP__HD uint32_t join(uint32_t a, uint32_t b) { return a > b ? a : b; }
     static DDP__HD int8_t quantise(float x, float scale) {
         float ratio = ddp__cuda_div(x, scale);
-        /* Adding 1.5 * 2^23 leaves the integer nearest to ratio in the low bits. */
+        /* The addition of 1.5 * 2^23 leaves the integer nearest to ratio in the low bits. */
         return (int8_t)((int32_t)ddp__cuda_bits(ddp__cuda_add(ratio, 12582912.0f)) - 0x4b400000);
     }
     DDP__HD void finish(size_t block, uint32_t largest, int lane, int64_t *) const {
@@ -1772,7 +1838,9 @@ template <ddp_dtype S> struct ddp__cuda_quantise {
         float scale = special ? ddp__cuda_from_bits(0x7fc00000u)
                       : zero  ? 0.0f
                               : ddp__cuda_div(ddp__cuda_from_bits(largest), 127.0f);
-        if (!special && !ddp__cuda_finite(ddp__cuda_mul(scale, 127.0f))) scale = ddp__cuda_from_bits(ddp__cuda_bits(scale) - 1); /* rounded up */
+        /* The division has rounded up, and scale * 127 overflows: use the next smaller scale. */
+        if (!special && !ddp__cuda_finite(ddp__cuda_mul(scale, 127.0f)))
+            scale = ddp__cuda_from_bits(ddp__cuda_bits(scale) - 1);
         for (int i = 0; i < EACH; i++)
             out[i] = special || zero ? (int8_t)0 : quantise(type::load(in[i]), scale);
         if (n == EACH && q_aligned) ddp__cuda_put<EACH>(out, q, at);
@@ -1784,7 +1852,8 @@ template <ddp_dtype S> struct ddp__cuda_quantise {
     DDP__HD void flush(const int64_t *) const {}
 };
 
-/* A group of four elements is inside one block: the head is 0, or all elements are single. */
+/* Only a head of 0 is allowed, so that a group of four elements is inside one block; otherwise all elements
+   are processed one by one. */
 template <ddp_dtype D> struct ddp__cuda_dequantise {
     enum { WIDTH = 4 };
     void *dst;
@@ -1817,13 +1886,15 @@ template <ddp_dtype D> static ddp_result ddp__cuda_dequantise_run(void *dst, con
     return ddp__cuda_each(f, ddp__cuda_heads(mask, q, 1, 4), count, stream, "ddp_cuda_dequantise8");
 }
 
-//== layers ========================================================================================= >>impl-layers
+//== layers ================================================================================ >>impl-layers
 
-/* ddp_layer_kernels in T, f32 or f64. A thread has an element, a team of threads a row or a column: sums are doubles, and join in halves.
-   Unlike the optimizers above, these may be fused with sums: not the bits of the CPU, but the same ones in every run. */
+/* ddp_layer_kernels of ddp_tensor.h in T, f32 or f64. A thread computes an element; a team of threads
+   computes a row or a column, with sums in f64 that are joined in halves. Unlike in the optimizers, the
+   compiler may fuse multiplications with additions: the bits differ from the CPU's, but are the same in every
+   run. */
 #if defined(DDP_TENSOR_KERNELS_H)
 #define DDP__CUDA_LAYER "ddp_device_cuda layer"
-#if defined(__CUDA_ARCH__) /* memory of layers is aligned as its elements are */
+#if defined(__CUDA_ARCH__) /* memory of layers is aligned to its elements */
 template <class T> static DDP__HD T ddp__cuda_at(const void *base, int64_t i) { return ((const T *)base)[i]; }
 template <class T> static DDP__HD void ddp__cuda_set(void *base, int64_t i, T x) { ((T *)base)[i] = x; }
 #else
@@ -1838,7 +1909,7 @@ template <class T> static DDP__HD void ddp__cuda_set(void *base, int64_t i, T x)
 #endif
 template <class T> static DDP__HD T ddp__cuda_sigmoid(T x) { return 1 / (1 + exp(-x)); }
 
-/* Word e % 4 of block e / 4 of Philox 4x32-10 (Salmon et al. 2011). */
+/* Returns word e % 4 of block e / 4 of Philox 4x32-10 (Salmon et al. 2011). */
 static DDP__HD uint32_t ddp__cuda_philox(uint64_t key, uint64_t e) {
     uint32_t c0 = (uint32_t)(e / 4), c1 = (uint32_t)(e / 4 >> 32), c2 = 0, c3 = 0, k0 = (uint32_t)key,
              k1 = (uint32_t)(key >> 32);
@@ -1853,12 +1924,12 @@ static DDP__HD uint32_t ddp__cuda_philox(uint64_t key, uint64_t e) {
     return e & 1 ? c1 : c0;
 }
 
-/* Element (i, j) of a matrix by itself. F has cell(i, j). */
+/* Work on the elements of a matrix. F has cell(i, j). */
 template <class F> struct ddp__cuda_layer_cells {
     enum { WIDTH = 1 };
     F f;
     int64_t columns;
-    template <int N> DDP__HD void run(size_t at) const { /* 32 bits divide in a third of the time */
+    template <int N> DDP__HD void run(size_t at) const { /* a division of 32 bits takes a third of the time */
         int64_t i = (at | (size_t)columns) >> 32 ? (int64_t)at / columns
                                                  : (int64_t)((uint32_t)at / (uint32_t)columns);
         f.cell(i, (int64_t)at - i * columns);
@@ -1870,7 +1941,7 @@ template <class F, class... Fields> static ddp_result ddp__cuda_cells(int64_t ro
     return ddp__cuda_each(all, 1, (size_t)(rows * columns), ddp__cuda_mine.stream, DDP__CUDA_LAYER);
 }
 
-/* For want of cuBLASLt. */
+/* Matrix product without cuBLASLt. */
 template <class T> struct ddp__cuda_product {
     ddp_gemm g;
     DDP__HD void cell(int64_t i, int64_t j) const {
@@ -1913,7 +1984,8 @@ template <class T> static ddp_result ddp__cuda_add_bias(int64_t rows, int64_t co
     return ddp__cuda_cells<ddp__cuda_biased<T> >(rows, columns, bias, y, y_step);
 }
 
-/* dy NULL: forward. A gated row has `columns` gates, then `columns` ups. */
+/* Activation, or its backward if dy is not NULL. A gated row has `columns` gates, then `columns` up
+   values. */
 template <class T> struct ddp__cuda_activated {
     ddp_tp_activation form;
     int64_t columns;
@@ -1931,7 +2003,9 @@ template <class T> struct ddp__cuda_activated {
         }
         d = ddp__cuda_at<T>(dy, at);
         if (gated) ddp__cuda_set<T>(out, from + columns, d * value * s);
-        if (form == DDP_TP_RELU) d = value > 0 ? d : value <= 0 ? 0 : value;
+        if (form == DDP_TP_RELU)
+            d = value > 0 ? d
+                : value <= 0 ? 0 : value;
         else if (gated) d *= up * s * (1 + value * (1 - s));
         else d *= s + value * s * (1 - s) * (T)1.5957691216057307 * (1 + (T)(3 * 0.044715) * value * value);
         ddp__cuda_set<T>(out, from, d);
@@ -1959,7 +2033,8 @@ template <class T> static ddp_result ddp__cuda_dropout(const ddp_dropout *op) {
     return ddp__cuda_cells<ddp__cuda_dropped<T> >(op->rows, op->columns, *op);
 }
 
-/* The rows of a step with index[] in host memory. Each launch takes the indices that fit into a kernel's arguments, so that the host waits for no copy. */
+/* Rows with index[] in host memory. Each launch passes as many indices as fit into a kernel's arguments, so
+   that the host does not wait for a copy. */
 #define DDP__CUDA_INDICES 896
 template <class Op> struct ddp__cuda_layer_part {
     Op op;
@@ -1981,7 +2056,8 @@ template <class F, class Op> static ddp_result ddp__cuda_layer_parts(
     return DDP_OK;
 }
 
-/* BACK: the first row of a token adds all rows of it, in order: the additions of the CPU. */
+/* Embedding lookup. BACK: the first row of a token adds all rows of this token, in order. These are the
+   additions of the CPU. */
 template <class T, int BACK> struct ddp__cuda_looked_up : ddp__cuda_layer_part<ddp_lookup> {
     DDP__HD void chunk(size_t row, size_t thread, size_t threads) const {
         int64_t me = (int64_t)row, n = op.columns, from = index[me] - op.first,
@@ -2002,7 +2078,7 @@ template <class T> static ddp_result ddp__cuda_lookup_backward(const ddp_lookup 
     return ddp__cuda_layer_parts(op, op->index, ddp__cuda_chunks<ddp__cuda_looked_up<T, 1> >);
 }
 
-/* Base of steps with N sums. */
+/* Base of row kernels with N sums. */
 template <int N, int THREADS, class Part> struct ddp__cuda_layer_rows : Part {
     enum { CELLS = 1, TEAM = THREADS };
     typedef ddp__cuda_sums<N> value;
@@ -2019,11 +2095,12 @@ template <class F, class Op> static ddp_result ddp__cuda_layer_teams(const Op &o
     return ddp__cuda_rows(f, (size_t)count, ddp__cuda_mine.stream, DDP__CUDA_LAYER);
 }
 
-/* Sums over rows, a column at a time: of x; or, with stats, of norm_backward's dy h and dy. Four columns' teams read lines together. */
+/* Column sums over rows: of x; or, with stats, of dy * h and dy for norm_backward. The teams of four
+   neighbouring columns read cache lines together. */
 struct ddp__cuda_column_sums {
     int64_t rows, columns;
     const void *dy, *x, *stats;
-    int accumulate, second; /* second: also the sums of dy, in the next row of out */
+    int accumulate, second; /* second: 1 = also writes the sums of dy to the next row of out */
     void *out;
 };
 template <class T> struct ddp__cuda_layer_columns
@@ -2057,7 +2134,8 @@ template <class T> static ddp_result ddp__cuda_sum_rows(int64_t rows, int64_t co
     return ddp__cuda_layer_teams<ddp__cuda_layer_columns<T> >(op, columns);
 }
 
-/* Three sums: the count, the mean, and the sum of squared deviations. Two parts are merged as in Chan et al. (1979). */
+/* Layer norm and RMS norm. Three sums: the count, the mean, and the sum of squared deviations. Two parts are
+   merged as in Chan et al. (1979). */
 template <class T> struct ddp__cuda_layer_norm : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_op<ddp_norm> > {
     DDP__HD double x(size_t row, int64_t j) const {
         return (double)ddp__cuda_at<T>(op.x, (int64_t)row * op.columns + j);
@@ -2118,15 +2196,18 @@ template <class T> struct ddp__cuda_layer_norm_back
             ddp__cuda_set<T>(op.dx, i * op.columns + j, scale * (g(i, j) - mean - h(i, j) * along));
     }
 };
-template <class T> static ddp_result ddp__cuda_norm_backward(const ddp_norm_backward *op) { /* sums first: dx may be dy */
+/* The sums come first, since dx may be dy. */
+template <class T> static ddp_result ddp__cuda_norm_backward(const ddp_norm_backward *op) {
     const ddp__cuda_column_sums sums = {op->rows, op->columns, op->dy, op->x,
                                         op->stats, 1, !op->rms, op->sums};
     if (op->sums) DDP_TRY(ddp__cuda_layer_teams<ddp__cuda_layer_columns<T> >(sums, op->columns));
     return op->dx ? ddp__cuda_layer_teams<ddp__cuda_layer_norm_back<T> >(*op, op->rows) : DDP_OK;
 }
 
-/* STEP 0, loss_max: the greatest. 1, loss_sum: the target's logit, which one lane of one rank finds, and the sum. 2, loss_end: one lane reads all three for
-   the others, and max[i] becomes the loss, of which the total is made. */
+/* Cross-entropy in three steps, with a reduction over ranks after the first two.
+     STEP 0   loss_max   the largest logit of the row
+     STEP 1   loss_sum   the target's logit, found by one lane of one rank, and the sum of exponentials
+     STEP 2   loss_end   one lane reads all three for the others; max[i] becomes the loss */
 template <class T, int STEP> struct ddp__cuda_layer_loss
     : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_part<ddp_loss>> {
     typedef ddp__cuda_sums<3> value;
@@ -2181,7 +2262,8 @@ template <class T> static ddp_result ddp__cuda_loss_max(const ddp_loss *op) {
 template <class T> static ddp_result ddp__cuda_loss_sum(const ddp_loss *op) {
     return ddp__cuda_loss<T, 1>(op);
 }
-template <class T> static ddp_result ddp__cuda_loss_end(const ddp_loss *op) { /* the total makes the host wait */
+/* The host waits for the total. */
+template <class T> static ddp_result ddp__cuda_loss_end(const ddp_loss *op) {
     T total = 0;
     DDP_TRY((ddp__cuda_loss<T, 2>(op)));
     if (!op->total) return DDP_OK;
@@ -2192,39 +2274,41 @@ template <class T> static ddp_result ddp__cuda_loss_end(const ddp_loss *op) { /*
 }
 #endif
 
-//== streams and events of a group ===================================================================== >>impl-streams
+//== streams and events of a group ======================================================== >>impl-streams
+/* The part of ddp_device_cuda() that belongs to a group: its device, its compute and communication streams,
+   and events between them. ddp.h calls these functions around every call on the group. */
 
-/* What ddp_cuda_group_create passes to the open functions of the device and the backend. */
+/* Arguments of ddp_cuda_group_create for the open functions of the device and the backend. */
 typedef struct ddp__cuda_seed {
     ddp_group *control;
     int device;
-    cudaStream_t stream, comm_stream; /* comm_stream 0 = one of the group's own */
-    void *comm;                       /* NULL, or the user's ncclComm_t */
+    cudaStream_t stream, comm_stream; /* comm_stream 0 = the group creates one */
+    void *comm;                       /* the user's ncclComm_t, or NULL */
 } ddp__cuda_seed;
 
-/* What ddp_device_cuda() keeps per group. */
+/* State of ddp_device_cuda() per group. */
 typedef struct ddp__cuda_streams {
     int device;
     cudaStream_t stream[2]; /* by ddp_stream_kind */
     int owns_comm;
-    void *products;         /* from the first product by cuBLASLt on */
+    void *products;         /* state of cuBLASLt; NULL until the first product */
     void (*close_products)(ddp_group *group, void *products);
-    ddp_saved_error failed; /* of opening. The backend, which opens next, reports it to all ranks */
+    ddp_saved_error failed; /* failure of opening. The backend opens next and reports it to all ranks */
 } ddp__cuda_streams;
 
-/* Memory of ddp_group_alloc, in a list of its group. */
+/* Memory of ddp_group_alloc, in a list per group. */
 typedef struct ddp__cuda_region {
     struct ddp__cuda_region *next;
     void *memory;
 #if !defined(DDP_NO_NCCL)
-    void *handle;        /* of ncclCommRegister; NULL = none */
+    void *handle;        /* of ncclCommRegister; NULL = not registered */
 #if DDP__NCCL_VERSION >= 22700
-    ncclWindow_t window; /* NULL = none. NCCL writes to this address: it must live as long as the region */
+    ncclWindow_t window; /* NULL = none. NCCL writes to this address, so it must live as long as the region */
 #endif
 #endif
 } ddp__cuda_region;
 
-/* Removes the region of memory from the list that begins at *link. */
+/* Removes the region with this memory from the list that begins at *link. */
 static ddp__cuda_region *ddp__cuda_region_remove(ddp__cuda_region **link, const void *memory) {
     while ((*link)->memory != memory) link = &(*link)->next;
     ddp__cuda_region *region = *link;
@@ -2244,7 +2328,8 @@ static ddp_result ddp__cuda_group_fail(const ddp_group *group, cudaError_t error
     return ddp__cuda_fail(error, who, call);
 }
 
-/* A group that ddp_cuda_group_create did not make takes the thread's device and stream as they are. */
+/* Opens the device for a group. A split uses its parent's device and compute stream. A group that
+   ddp_cuda_group_create did not create uses the thread's current device and stream. */
 static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, void **state) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     const ddp__cuda_streams *from = parent ? ddp__cuda_streams_of(parent) : NULL;
@@ -2315,7 +2400,7 @@ static ddp_result ddp__cuda_device_event_wait(ddp_group *group, ddp_stream_kind 
         "cudaStreamWaitEvent");
 }
 
-/* While a graph is captured nothing runs, and asking would spoil the capture. */
+/* Queries an event. During a capture nothing runs, and a query would invalidate the capture. */
 static ddp_result ddp__cuda_device_event_test(ddp_group *group, void *event, int *done) {
     int capturing = 0;
     cudaError_t error;
@@ -2333,9 +2418,12 @@ static ddp_result ddp__cuda_device_event_test(ddp_group *group, void *event, int
     return *done ? ddp__cuda_group_fail(group, error, "cudaEventQuery") : DDP_OK;
 }
 
-//== the GPU as a device ============================================================================= >>impl-device
+//== device functions ====================================================================== >>impl-device
+/* The functions of ddp_device_cuda(), on the stream and current device of the calling thread. They follow
+   >>spi. */
 
-/* Memory from cudaMalloc or cudaHostAlloc, `call`, on the device of group; NULL = the current device. */
+/* Allocates memory by cudaMalloc or cudaHostAlloc, on the device of group; NULL = the current device. call:
+   name for the error. */
 static ddp_result ddp__cuda_memory(cudaError_t (*alloc)(void **out, size_t size_bytes), ddp_group *group,
                                    size_t size_bytes, void **out, const char *function, const char *call) {
     const ddp__cuda_streams *streams = group ? ddp__cuda_streams_of(group) : NULL;
@@ -2378,7 +2466,7 @@ static void ddp__cuda_device_free_pinned(void *memory) {
                              "cudaFreeHost");
 }
 
-/* Waits where the CPU could otherwise read or reuse its side too early. */
+/* Copies in stream order. If one side is host memory, waits for the copy: the CPU may use it on return. */
 static void ddp__cuda_device_copy(void *dst, const void *src, size_t size_bytes) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     const char *function = "ddp_device_cuda copy";
@@ -2415,7 +2503,7 @@ static ddp_result ddp__cuda_convert_one(void *dst, ddp_dtype dst_dtype, const vo
                                         size_t count, float factor, const char *function) {
     ddp_cuda_range range = {dst, count, 0};
     ddp__cuda_multi_call call = {dst, &range, 1, 0, factor, ddp__cuda_mine.stream, function};
-    call.flat = (void *)src; /* read only: unflatten */
+    call.flat = (void *)src; /* unflatten only reads it */
     return ddp__cuda_multi_any(&call, dst_dtype, src_dtype);
 }
 
@@ -2461,13 +2549,15 @@ static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, s
                                                 ddp__cuda_mine.stream, "ddp_device_cuda sum_squares"));
 }
 
-//== products by cuBLASLt ========================================================================= >>impl-products
+//== products by cuBLASLt ================================================================ >>impl-products
+/* Matrix products for the layers of ddp_tensor.h. A group caches the algorithm that cuBLASLt chose for each
+   of the last DDP__CUDA_LT_WAYS kinds of products. */
 
 #if defined(DDP_USE_CUBLASLT)
-#define DDP__CUDA_LT_BYTES ((size_t)32 << 20) /* of workspace, as NVIDIA recommends for its largest devices */
+#define DDP__CUDA_LT_BYTES ((size_t)32 << 20) /* workspace: NVIDIA's advice for its largest devices */
 #define DDP__CUDA_LT_WAYS 64
 
-/* State of a group: the algorithm of each of its last products, by sizes, strides, dtype and alignment. */
+/* State of a group. The key of an algorithm: sizes, strides, dtype and flags, alignment. */
 typedef struct ddp__cuda_products {
     cublasLtHandle_t handle;
     void *workspace;
@@ -2497,7 +2587,7 @@ static void ddp__cuda_products_close(ddp_group *group, void *state) {
     ddp_host_free(group, p);
 }
 
-/* Makes what is missing of it. */
+/* Creates the group's state at the first product, or the part that an earlier failure left out. */
 static ddp_result ddp__cuda_products_open(ddp_group *group, const ddp_gemm *g, ddp__cuda_products **out) {
     ddp__cuda_streams *streams = ddp__cuda_streams_of(group);
     ddp__cuda_products *p = (ddp__cuda_products *)(streams->products ? streams->products
@@ -2513,13 +2603,15 @@ static ddp_result ddp__cuda_products_open(ddp_group *group, const ddp_gemm *g, d
     return ddp__cuda_lt_result(group, g, status, "cublasLtCreate");
 }
 
-/* Row-major c = op(a) op(b) is, read by columns, c' = op(b)' op(a)': cuBLASLt's A is b and its B is a, each transposed if it was. */
+/* Describes a product to cuBLASLt, which is column-major. Row-major c = op(a) op(b) equals, read by columns,
+   c' = op(b)' op(a)'. So cuBLASLt's A is b and its B is a, with the same transpositions. */
 static cublasStatus_t ddp__cuda_lt_describe(const ddp_gemm *g, int tf32, ddp__cuda_lt_call *d) {
     cudaDataType_t type = g->dtype == DDP_F32 ? CUDA_R_32F : CUDA_R_64F;
     cublasComputeType_t compute = g->dtype == DDP_F64 ? CUBLAS_COMPUTE_64F
                                   : tf32              ? CUBLAS_COMPUTE_32F_FAST_TF32
                                                       : CUBLAS_COMPUTE_32F;
-    cublasOperation_t a = g->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, b = g->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasOperation_t a = g->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+                      b = g->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     uint64_t m = (uint64_t)g->m, n = (uint64_t)g->n, k = (uint64_t)g->k;
     cublasStatus_t s = cublasLtMatmulDescInit(&d->product, compute, type);
     if (s == CUBLAS_STATUS_SUCCESS)
@@ -2527,13 +2619,16 @@ static cublasStatus_t ddp__cuda_lt_describe(const ddp_gemm *g, int tf32, ddp__cu
     if (s == CUBLAS_STATUS_SUCCESS)
         s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof b);
     if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatrixLayoutInit(&d->a, type, g->trans_b ? k : n, g->trans_b ? n : k, g->ldb);
+        s = cublasLtMatrixLayoutInit(&d->a, type, g->trans_b ? k : n,
+                                     g->trans_b ? n : k, g->ldb);
     if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatrixLayoutInit(&d->b, type, g->trans_a ? m : k, g->trans_a ? k : m, g->lda);
+        s = cublasLtMatrixLayoutInit(&d->b, type, g->trans_a ? m : k,
+                                     g->trans_a ? k : m, g->lda);
     return s == CUBLAS_STATUS_SUCCESS ? cublasLtMatrixLayoutInit(&d->c, type, n, m, g->ldc) : s;
 }
 
-/* The way cuBLASLt would go first. Parts of k add up in the workspace, in order, and not in place by who comes first: the same bits in every run. */
+/* Queries cuBLASLt's first choice of an algorithm. Partial sums over k must be added in the workspace, in a
+   fixed order, instead of in place in order of completion: this gives the same bits in every run. */
 static cublasStatus_t ddp__cuda_lt_ask(const ddp__cuda_products *p, ddp__cuda_lt_call *d, uint32_t align,
                                        cublasLtMatmulAlgo_t *algo) {
     cublasLtMatmulPreferenceOpaque_t want;
@@ -2557,7 +2652,7 @@ static cublasStatus_t ddp__cuda_lt_ask(const ddp__cuda_products *p, ddp__cuda_lt
                                            &found, &count);
     if (s != CUBLAS_STATUS_SUCCESS || count == 0)
         return s == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : s;
-    if (found.state == CUBLAS_STATUS_SUCCESS) *algo = found.algo; /* until then it may be an older product's */
+    if (found.state == CUBLAS_STATUS_SUCCESS) *algo = found.algo; /* a failure retains the older entry */
     return found.state;
 }
 
@@ -2567,19 +2662,15 @@ static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_products *p,
     const double f64[2] = {1, g->accumulate ? 1.0 : 0.0};
     const void *one = g->dtype == DDP_F32 ? (const void *)f32 : f64,
                *more = g->dtype == DDP_F32 ? (const void *)(f32 + 1) : f64 + 1;
-    int64_t key[8] = {g->m,
-                      g->n,
-                      g->k,
-                      g->lda,
-                      g->ldb,
-                      g->ldc,
+    int64_t key[8] = {g->m, g->n, g->k, g->lda, g->ldb, g->ldc,
                       (int)g->dtype << 4 | !!g->trans_a << 3 | !!g->trans_b << 2 | !!g->accumulate << 1
                           | tf32,
                       256};
     ddp__cuda_lt_call d;
     int way = 0;
     cublasStatus_t s = ddp__cuda_lt_describe(g, tf32, &d);
-    while (((uintptr_t)g->a | (uintptr_t)g->b | (uintptr_t)g->c) % (uintptr_t)key[7]) key[7] /= 2; /* what all three are aligned to */
+    /* key[7]: the alignment that all three pointers have. */
+    while (((uintptr_t)g->a | (uintptr_t)g->b | (uintptr_t)g->c) % (uintptr_t)key[7]) key[7] /= 2;
     while (way < DDP__CUDA_LT_WAYS && memcmp(p->ways[way].key, key, sizeof key) != 0) way++;
     if (s == CUBLAS_STATUS_SUCCESS && way == DDP__CUDA_LT_WAYS) {
         way = p->next;
@@ -2629,45 +2720,46 @@ static const ddp_layer_kernels ddp__cuda_layers[2] = {
 #define DDP__CUDA_LAYERS NULL
 #endif
 
-//== the NCCL backend ==================================================================================== >>impl-nccl
+//== the NCCL backend ======================================================================== >>impl-nccl
 
 #if !defined(DDP_NO_NCCL)
 
-/* The caller puts calls on the communication stream; ddp.h orders it with the compute stream. A thread per
-   group, the watchdog, notices what fails or takes too long later. Ranks exchange small host messages over
-   two splits of the control group: control, for what a call needs before it can continue, and watch, for the
-   watchdogs, which also run while the rank's own thread is stuck.
+/* The calling thread enqueues calls on the communication stream; ddp.h orders it with the compute stream. A
+   thread per group, the watchdog, detects failures and timeouts. Ranks exchange small host messages over two
+   splits of the control group: `control`, for calls that need an answer before they continue, and
+   `watchdog.group`, for the watchdogs, which also run while the rank's own thread is stuck.
 
    Communicators are blocking (ncclConfig_t.blocking = 1), and the watchdog ends a stuck call with
    ncclCommAbort, as PyTorch's ProcessGroupNCCL does. The alternative, a non-blocking communicator, starts a
    thread for each collective (60 to 120 us of host time). In NCCL 2.18 to 2.30, every host wait of init,
    split, window registration and first connection polls the communicator's abort flag, which ncclCommAbort
-   sets first. The stuck thread leaves within microseconds; the memory goes after NCCL has stopped its proxy
-   threads.
+   sets first. The stuck thread returns within microseconds. NCCL frees the memory after it has stopped its
+   proxy threads.
 
-   No two threads are inside NCCL with one communicator, except for that abort. In particular
+   Except for that abort, only one thread at a time is inside NCCL with a communicator. In particular,
    ncclCommGetAsyncError completes and frees the job of a non-blocking communicator without a lock, so two
    threads that poll it corrupt the heap. The caller owns the communicator between ddp__nccl_begin and
    ddp__nccl_end; the watchdog polls only outside of that.
 
    Order: every call reaches NCCL on the thread that makes it, in program order, and no other thread of ddp
    launches NCCL kernels. Each group has its own stream, so the GPU may start kernels of two groups in either
-   order; NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) makes it keep the order of the calls. */
+   order. NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) makes the GPU start them in the order of the calls. */
 
-#define DDP__NCCL_OPS 32    /* operations in flight with an event of their own; further ones share the last event */
+#define DDP__NCCL_OPS 32    /* operations in flight with an event each; further ones share the last event */
 #define DDP__NCCL_MARKS 16  /* calls that ranks compare */
 #if !defined(DDP__NCCL_SCRATCH)
-#define DDP__NCCL_SCRATCH ((size_t)32 << 20) /* bytes of a round of a reduction in tree order */
+#define DDP__NCCL_SCRATCH ((size_t)32 << 20) /* largest workspace of a tree-order reduction */
 #endif
-#define DDP__NCCL_SCRATCH_FIRST ((size_t)64 << 10) /* of them that are there from the beginning, besides 16 elements of each rank */
+/* Workspace at the start, in addition to 128 bytes per rank. */
+#define DDP__NCCL_SCRATCH_FIRST ((size_t)64 << 10)
 #if !defined(DDP__NCCL_TICK_MS)
-#define DDP__NCCL_TICK_MS 20 /* between two looks of the watchdog */
+#define DDP__NCCL_TICK_MS 20 /* time between two checks of the watchdog */
 #endif
 #if !defined(DDP__NCCL_PATIENCE_MS)
-#define DDP__NCCL_PATIENCE_MS 2000 /* how long a group that is destroyed waits for the others to do so, too */
+#define DDP__NCCL_PATIENCE_MS 2000 /* longest wait of ddp_group_destroy for the other ranks */
 #endif
 
-/* A call, for other ranks and for error lines. */
+/* A call, as ranks exchange it and as errors describe it. */
 typedef struct ddp__nccl_mark {
     uint64_t seq;            /* 0 = a batch of messages, or no call */
     uint64_t words[2];       /* of ddp_call_pack */
@@ -2677,9 +2769,9 @@ typedef struct ddp__nccl_mark {
 /* The state that each watchdog sends to the others in every round. */
 typedef struct ddp__nccl_rank_state {
     int32_t result;  /* of the group on this rank; text is its cause */
-    int32_t leaving; /* 1 = this rank destroys the group and sends nothing after this */
+    int32_t leaving; /* 1 = this rank destroys the group; this is its last state */
     ddp__nccl_mark mark[DDP__NCCL_MARKS]; /* collective number seq is stored at seq mod DDP__NCCL_MARKS */
-    uint64_t issued; /* collectives */
+    uint64_t issued; /* number of collectives issued */
     char text[400];
 } ddp__nccl_rank_state;
 
@@ -2688,40 +2780,40 @@ typedef struct ddp__nccl_op { ddp__nccl_mark mark; cudaEvent_t event; int record
 /* The communicator, and the thread that may call NCCL with it. */
 typedef struct ddp__nccl_comm {
     ncclComm_t handle;           /* NULL once aborted */
-    ncclComm_t making;           /* written by ncclCommInitRankConfig before it waits for peers */
-    int owned;                   /* 0 = the user's */
-    int in_group;                /* calls of ncclGroupStart without their end */
-    int busy;                    /* the caller is inside NCCL: the watchdog makes no call but ncclCommAbort */
-    int aborted;                 /* 1 = the watchdog has aborted handle, or making */
+    ncclComm_t making;           /* set by ncclCommInitRankConfig before it waits for peers */
+    int owned;                   /* 0 = the user's communicator */
+    int in_group;                /* open calls of ncclGroupStart */
+    int busy;                    /* 1 = the caller is inside NCCL; the watchdog may only call ncclCommAbort */
+    int aborted;                 /* 1 = the watchdog has aborted handle or making */
     const char *host_call;       /* NCCL call that blocks the caller until every rank has made it; or NULL */
-    double host_since;           /* when that call began */
+    double host_since;           /* start of that call */
 } ddp__nccl_comm;
 
-/* Device memory that calls use. */
+/* Device memory for calls. */
 typedef struct ddp__nccl_workspace {
-    void *memory;                /* what a reduction in tree order receives */
+    void *memory;                /* receive buffer of a reduction in tree order */
     size_t size_bytes;
-    void *cell;                  /* what a barrier reduces */
+    void *cell;                  /* operand of a barrier's all-reduce */
 } ddp__nccl_workspace;
 
-/* Operations in flight: `count` of them from number `first` on, in issue order. */
+/* Operations in flight: `count` entries from index `first` on, in issue order. */
 typedef struct ddp__nccl_ops {
     ddp__nccl_op at[DDP__NCCL_OPS];
     int first, count;
-    int current;                 /* the one that the caller is issuing */
-    double since;                /* when the first of them became the first */
+    int current;                 /* the operation that the caller is issuing */
+    double since;                /* time since which the first operation has been the first */
 } ddp__nccl_ops;
 
-/* The thread that notices failures and timeouts, and exchanges the states of ranks. */
+/* The thread that detects failures and timeouts, and exchanges the states of ranks. */
 typedef struct ddp__nccl_watchdog {
     ddp_group *group;            /* of all watchdogs: a split of control */
     pthread_t thread;
     int running, stopping;
-    int gone;                    /* 1 + a rank that has left the group */
+    int gone;                    /* 1 + a rank that has left the group; 0 = none */
     ddp__nccl_rank_state own;
 } ddp__nccl_watchdog;
 
-/* The first failure of this group, and whether the communicator is gone because of it. */
+/* The first failure of this group, and whether the communicator has been aborted because of it. */
 typedef struct ddp__nccl_failure {
     ddp_result cause;
     int from_peer;               /* 1 = another rank reported it */
@@ -2733,11 +2825,11 @@ typedef struct ddp__nccl {
     ddp_group *group, *control;
     ddp__cuda_streams *streams;
     int rank, world_size;
-    int capturing;               /* 1 = the current call goes into a CUDA graph */
-    unsigned char leave[2];      /* sent and received by ddp__nccl_all_leave */
+    int capturing;               /* 1 = the current call is captured into a CUDA graph */
+    unsigned char leave[2];      /* send and receive buffer of ddp__nccl_all_leave */
     ddp__nccl_workspace workspace;
     ddp__cuda_region *regions;   /* memory of ddp_group_alloc */
-    pthread_mutex_t lock;        /* of what follows */
+    pthread_mutex_t lock;        /* protects the following fields */
     pthread_cond_t changed;
     ddp__nccl_comm comm;
     ddp__nccl_ops ops;
@@ -2745,7 +2837,8 @@ typedef struct ddp__nccl {
     ddp__nccl_failure failure;
 } ddp__nccl;
 
-/* By ddp_dtype. Headers before 2.24 declare ncclBfloat16, which is 9, only after cuda_bf16.h, which the program may not include. */
+/* Indexed by ddp_dtype. Headers before 2.24 declare ncclBfloat16 (9) only if cuda_bf16.h was included first,
+   which a program cannot always do. */
 static const ncclDataType_t ddp__nccl_dtype[] = {ncclNumTypes, ncclFloat32, ncclFloat64, ncclFloat16,
                                                  (ncclDataType_t)9, ncclInt8, ncclUint8, ncclInt32,
                                                  ncclInt64, ncclUint64};
@@ -2756,7 +2849,7 @@ static ddp_result ddp__nccl_status(const ddp_group *, void *state) {
     return ddp_fail(n->failure.cause, "%s", n->failure.text);
 }
 
-/* The first cause stays; text is complete before the cause is seen. */
+/* Stores the first cause. The text is complete before other threads can see the cause. */
 static void ddp__nccl_set_cause(ddp__nccl *n, ddp_result cause, const char *text, int is_peers) {
     const ddp__cuda_lock lock(&n->lock);
     if (n->failure.cause != DDP_OK) return;
@@ -2772,20 +2865,20 @@ static void ddp__nccl_poison(ddp_group *, void *state, ddp_result cause, const c
 
 static ddp_result ddp__nccl_error(ncclResult_t error, const char *call) {
     if (error == ncclSuccess) return DDP_OK;
-    const char *last = ncclGetLastError(NULL); /* of the process: NCCL ignores the communicator */
+    const char *last = ncclGetLastError(NULL); /* per process: NCCL ignores the communicator */
     int more = last && last[0];
     return ddp_fail(DDP_ERR_ENGINE, "%s: %s%s%s", call, ncclGetErrorString(error), more ? ": " : "",
                     more ? last : "");
 }
 
-/* Between two polls of the host. */
+/* Pauses between two polls of the host. */
 static void ddp__nccl_pause(int tries) {
     if (tries < 100) sched_yield();
     else usleep(50);
 }
 
-/* Between these two the communicator is the caller's. host_call: the NCCL call that blocks the host until
-   every rank has made it, which must end within the timeout; NULL for stream work. */
+/* The caller owns the communicator from ddp__nccl_begin to ddp__nccl_end. host_call: an NCCL call that blocks
+   the host until every rank has made it, and must end within the timeout; NULL for stream work. */
 static ddp_result ddp__nccl_begin(ddp__nccl *n, const char *host_call) {
     const ddp__cuda_lock lock(&n->lock);
     DDP_TRY(ddp__nccl_status(n->group, n));
@@ -2803,7 +2896,8 @@ static void ddp__nccl_end(ddp__nccl *n) {
     pthread_cond_broadcast(&n->changed);
 }
 
-/* The result of an NCCL call on comm. Only a non-blocking communicator of the user's is ever in progress. */
+/* Returns the result of an NCCL call on the communicator. ncclInProgress occurs only with a non-blocking
+   communicator of the user; this function then waits. */
 static ddp_result ddp__nccl_settle(ddp__nccl *n, ncclResult_t error, const char *call) {
     for (int tries = 0; error == ncclInProgress && !n->comm.in_group; tries++) {
         ncclResult_t now = ncclSuccess;
@@ -2816,14 +2910,14 @@ static ddp_result ddp__nccl_settle(ddp__nccl *n, ncclResult_t error, const char 
     return error == ncclInProgress ? DDP_OK : ddp__nccl_error(error, call);
 }
 
-/* Sends and receives that belong together. */
+/* Begins an NCCL group, for sends and receives that run together. */
 static ddp_result ddp__nccl_open_group(ddp__nccl *n) {
     ddp_result result = ddp__nccl_error(ncclGroupStart(), "ncclGroupStart");
     n->comm.in_group += result == DDP_OK;
     return result;
 }
 
-/* Ends the NCCL group, also after a failure `before`. */
+/* Ends the NCCL group, even after a failure `before`. */
 static ddp_result ddp__nccl_close_group(ddp__nccl *n, ddp_result before) {
     ncclResult_t error = ncclGroupEnd();
     n->comm.in_group--;
@@ -2833,7 +2927,8 @@ static ddp_result ddp__nccl_close_group(ddp__nccl *n, ddp_result before) {
 /* The bytes that this rank sends to a peer and receives from it. */
 typedef struct ddp__nccl_block { ddp_bytes send, recv; } ddp__nccl_block;
 
-/* Exchanges a block with every rank, in one NCCL group. block_of(j) is that of rank j; the own one is copied. */
+/* Exchanges a block with every rank, in one NCCL group. block_of(j): the block of rank j. The rank's own
+   block is copied. */
 template <class F> static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void *send, void *recv,
                                                         const F &block_of) {
     cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
@@ -2859,19 +2954,23 @@ template <class F> static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void
     return ddp__nccl_close_group(n, result);
 }
 
-//== NCCL: reductions in tree order ================================================================== >>impl-nccl-tree
+//== NCCL: reductions in tree order ===================================================== >>impl-nccl-tree
 
-/* An all-to-all, a tree sum per share, an all-gather: as many bytes on the wire as a ring. In every round rank j owns
-       all_reduce, reduce    share j of count / W elements, at most what the workspace holds
-       reduce_scatter        a part of its own block, at most what the workspace holds
-   All sizes here are bytes. */
+/* Reductions with the bits of the CPU backends: an all-to-all, a tree reduction per share, and an all-gather.
+   They send as many bytes as a ring. Large calls run in rounds. In every round rank j owns
+
+       all_reduce, reduce    share j of count / W elements, limited by the workspace
+       reduce_scatter        a part of its own block, limited by the workspace
+
+   All sizes in this section are bytes. */
 typedef struct ddp__nccl_tree {
     const ddp_call *call;
     size_t block;               /* call->count elements */
-    size_t first, count, share; /* of the round: its range of a block, and the size of a share except the last ones */
+    size_t first, count, share; /* of a round: its range of a block; size of a share (the last may be
+                                   smaller) */
 } ddp__nccl_tree;
 
-/* The share of a rank, as a range of the send buffer. */
+/* Returns the share of a rank, as a range of the send buffer. */
 static ddp_bytes ddp__nccl_share(const ddp__nccl_tree *t, int rank) {
     size_t begin = t->share * (size_t)rank;
     if (t->call->kind == DDP_CALL_REDUCE_SCATTER) return {(size_t)rank * t->block + t->first, t->count};
@@ -2908,15 +3007,16 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     });
 }
 
-/* Replaces the memory of the workspace. cudaFree waits for the whole device. The caller then agrees over all ranks: work that one rank starts earlier could wait for a rank that
-   shares the device and is still inside cudaFree. */
+/* Replaces the memory of the workspace. cudaFree waits for the whole device. The caller synchronizes all
+   ranks with ddp_agree afterwards. Otherwise, if two ranks share a device, work that one rank starts could
+   wait for the other rank, which is still inside cudaFree. */
 static ddp_result ddp__nccl_grow(ddp__nccl *n, size_t size) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__nccl_workspace *w = &n->workspace;
     DDP_TRY(ddp__cuda_group_fail(n->group, cuda->synchronize(n->streams->stream[DDP_STREAM_COMM]),
                                  "cudaStreamSynchronize"));
     cudaError_t error = cuda->free(w->memory);
-    w->memory = NULL; /* also after a failure: it is not freed again */
+    w->memory = NULL; /* even after a failure, so that it is not freed twice */
     DDP_TRY(ddp__cuda_group_fail(n->group, error, "cudaFree"));
     DDP_TRY(ddp__cuda_group_fail(n->group, cuda->malloc(&w->memory, size), "cudaMalloc"));
     w->size_bytes = size;
@@ -2924,7 +3024,8 @@ static ddp_result ddp__nccl_grow(ddp__nccl *n, size_t size) {
 }
 
 static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) {
-    size_t world = (size_t)n->world_size, size = ddp_dtype_size(call->dtype), vector = 16 * size; /* shares begin at whole vectors */
+    /* Shares begin at multiples of `vector`. */
+    size_t world = (size_t)n->world_size, size = ddp_dtype_size(call->dtype), vector = 16 * size;
     int scatter = call->kind == DDP_CALL_REDUCE_SCATTER;
     ddp__nccl_tree t = {call, call->count * size, 0, 0, 0};
     size_t most = DDP__NCCL_SCRATCH / world / vector * vector, room = DDP__NCCL_SCRATCH_FIRST;
@@ -2938,7 +3039,8 @@ static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) 
     t.share = ddp_round_up(scatter ? t.block : (call->count + world - 1) / world * size, vector);
     if (t.share > most) t.share = most;
     while (room < world * t.share) room *= 2;
-    /* A captured call has more rounds instead: nothing is allocated after the first call of a size. */
+    /* A captured call cannot allocate and uses more rounds instead. Otherwise only the first call of a size
+       allocates. */
     if (world * t.share > n->workspace.size_bytes && !n->capturing)
         DDP_TRY(ddp_agree(n->control, "making room for a sum in tree order", ddp__nccl_grow(n, room), 0, ""));
     most = n->workspace.size_bytes / world / vector * vector;
@@ -2951,16 +3053,20 @@ static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) 
     return DDP_OK;
 }
 
-//== NCCL: calls ==================================================================================== >>impl-nccl-calls
+//== NCCL: calls ======================================================================= >>impl-nccl-calls
+/* Turns a ddp_call into NCCL calls on the communication stream: ddp__nccl_run -> op_begin, call, op_end. Each
+   call is an operation with an event, which the watchdog observes. */
 
-/* NCCL has no smallest and largest that keep NaNs, and no average of integers that truncates: these take the way of the tree. */
+/* Returns 1 if a reduction runs in tree order. Some do with every order: NCCL's MIN and MAX do not keep NaNs,
+   and its average of integers does not truncate. */
 static int ddp__nccl_in_order(const ddp__nccl *n, const ddp_call *call) {
     int is_float = ddp_is_float(call->dtype);
     return ddp_group_order(n->group) == DDP_ORDER_TREE || (call->op == DDP_OP_AVG && !is_float) ||
            ((call->op == DDP_OP_MIN || call->op == DDP_OP_MAX) && is_float);
 }
 
-/* The average over another number than the ranks': multiplies first, as NCCL's own average does. */
+/* Creates an average with a divisor other than the number of ranks. It multiplies first, like NCCL's
+   average. */
 static ddp_result ddp__nccl_average(ddp__nccl *n, const ddp_call *call, ncclRedOp_t *op) {
     union { float f32; double f64; uint16_t half; } factor;
     float f32 = 1.0f / (float)call->divisor;
@@ -3012,12 +3118,14 @@ static ddp_result ddp__nccl_all_gather_v(ddp__nccl *n, const ddp_call *call) {
     return ddp__nccl_close_group(n, result);
 }
 
-/* Waits on the host until every rank's communication stream is here. A captured barrier only joins the streams. */
+/* Waits on the host until the communication stream of every rank has reached the barrier. A captured barrier
+   only synchronizes the streams. */
 static ddp_result ddp__nccl_barrier(ddp__nccl *n) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     const char *what = "waiting in ddp_barrier";
     cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
-    cudaEvent_t event = n->ops.at[n->ops.current].event; /* the watchdog looks at it only after ddp__nccl_op_end */
+    /* The watchdog reads this event only after ddp__nccl_op_end. */
+    cudaEvent_t event = n->ops.at[n->ops.current].event;
     int done = 0;
     ddp_result result = ddp__nccl_settle(
         n, ncclAllReduce(n->workspace.cell, n->workspace.cell, 1, ncclUint8, ncclMax, n->comm.handle, stream),
@@ -3038,7 +3146,8 @@ static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call) {
     cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
     ncclDataType_t dtype = ddp__nccl_dtype[call->dtype];
     if (call->kind == DDP_CALL_BARRIER) return ddp__nccl_barrier(n);
-    if (call->count == 0 && call->kind != DDP_CALL_ALL_TO_ALL_V) return DDP_OK; /* on all ranks; in all_gather_v it is the sum */
+    /* count is equal on all ranks; in all_gather_v it is the sum of counts. */
+    if (call->count == 0 && call->kind != DDP_CALL_ALL_TO_ALL_V) return DDP_OK;
     switch (call->kind) {
     case DDP_CALL_BROADCAST:
         return ddp__nccl_settle(
@@ -3065,7 +3174,7 @@ static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call) {
     }
 }
 
-/* Fails the group for a failure of this rank only. The watchdogs send it to the other ranks. */
+/* Fails the group because of a failure of this rank. The watchdogs send the cause to the other ranks. */
 static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_result result) {
     char cause[DDP__CUDA_TEXT];
     ddp_saved_error error = DDP_ZERO;
@@ -3078,7 +3187,8 @@ static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_resul
     return ddp_error_restore(&error);
 }
 
-/* Ends an operation that ddp__nccl_op_begin began. result: of its NCCL calls. */
+/* Ends an operation: records its event and releases the communicator. result: the result of its NCCL
+   calls. */
 static ddp_result ddp__nccl_op_end(ddp__nccl *n, const ddp_call *call, ddp_result result) {
     ddp__nccl_op *op = &n->ops.at[n->ops.current];
     int runs = result == DDP_OK && !n->capturing;
@@ -3095,7 +3205,8 @@ static ddp_result ddp__nccl_op_end(ddp__nccl *n, const ddp_call *call, ddp_resul
     return ddp__nccl_failed(n, call, result);
 }
 
-/* From here to ddp__nccl_op_end the communicator is the caller's, and the watchdog sees the operation. */
+/* Begins an operation. The caller owns the communicator until ddp__nccl_op_end, and the watchdog sees the
+   operation. */
 static ddp_result ddp__nccl_op_begin(ddp__nccl *n, const ddp_call *call) {
     ddp__nccl_ops *ops = &n->ops;
     int p2p = call->kind == DDP_CALL_SEND || call->kind == DDP_CALL_RECV, gone;
@@ -3130,12 +3241,12 @@ static ddp_result ddp__nccl_run(ddp_group *, void *state, const ddp_call *call) 
         DDP_TRY(ddp__nccl_status(n->group, n));
         return ddp__nccl_failed(n, call, ddp_group_call(n->control, call, NULL));
     }
-    if (n->comm.in_group) return ddp__nccl_call(n, call); /* ddp__nccl_batch does the rest */
+    if (n->comm.in_group) return ddp__nccl_call(n, call); /* ddp__nccl_batch begins and ends the operation */
     DDP_TRY(ddp__nccl_op_begin(n, call));
     return ddp__nccl_op_end(n, call, ddp__nccl_call(n, call));
 }
 
-/* The messages of a batch are one operation to the watchdog. */
+/* Begins or ends a batch of messages. To the watchdog it is one operation. */
 static ddp_result ddp__nccl_batch(ddp_group *, void *state, int begin) {
     ddp__nccl *n = (ddp__nccl *)state;
     ddp_call call = DDP_ZERO;
@@ -3147,13 +3258,15 @@ static ddp_result ddp__nccl_batch(ddp_group *, void *state, int begin) {
         result = ddp__nccl_open_group(n);
         return result == DDP_OK ? DDP_OK : ddp__nccl_op_end(n, &call, result);
     }
-    if (!n->comm.in_group) return DDP_OK; /* it did not begin */
+    if (!n->comm.in_group) return DDP_OK; /* the begin has failed */
     return ddp__nccl_op_end(n, &call, ddp__nccl_close_group(n, DDP_OK));
 }
 
-//== NCCL: the watchdog ============================================================================== >>impl-watchdog
+//== NCCL: the watchdog ================================================================== >>impl-watchdog
+/* One thread per group. Every DDP__NCCL_TICK_MS it exchanges states with the other ranks, retires finished
+   operations, and checks for errors and timeouts. It aborts the communicator of a failed group. */
 
-/* "seq=412 ddp_all_reduce f32 count=1000 sum" */
+/* Describes a call: "seq=412 ddp_all_reduce f32 count=1000 sum". */
 static const char *ddp__nccl_describe(char out[160], const ddp__nccl_mark *mark) {
     if (!mark->seq) return mark->is_message ? "a batch of messages" : "nothing";
     int at = snprintf(out, 160, "seq=%llu ", (unsigned long long)mark->seq);
@@ -3161,7 +3274,8 @@ static const char *ddp__nccl_describe(char out[160], const ddp__nccl_mark *mark)
     return out;
 }
 
-/* Describes the ranks that have not made a call, and their last calls. words: the last states of all ranks. */
+/* Describes the ranks that have not made a call, and their last calls. words: the last states of all
+   ranks. */
 static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_rank_state *words,
                              const ddp__nccl_mark *mark, char *out, size_t size) {
     size_t at = 0;
@@ -3181,8 +3295,9 @@ static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_rank_state *wor
         snprintf(out, size, "the peer has not issued its part, or issued it in another order");
 }
 
-/* The group fails with "WHAT; seq=3 ddp_all_reduce f32 count=1000 sum of group dp is under way on rank 0; behind is rank 1, whose last was ...". A call that
-   has just come may be known to the others by now: until their next words nobody is behind. */
+/* Fails the group with an error such as "WHAT; seq=3 ddp_all_reduce f32 count=1000 sum of group dp is ... on
+   rank 0; ...", which names the missing ranks. Right after a call, the last states of the other ranks can be
+   older than the call. In this case no rank is reported as missing. */
 static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *words, ddp_result cause,
                              const char *what) {
     char text[640], call[160], behind[300] = "";
@@ -3200,8 +3315,8 @@ static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *words, dd
     ddp__nccl_poison(n->group, n, cause, text);
 }
 
-/* Retires finished operations, and fails the group for what CUDA and NCCL report and for what exceeds the
-   timeout. The lock is held during ncclCommGetAsyncError: two threads must not be inside NCCL with one
+/* Retires finished operations. Fails the group for errors of CUDA and NCCL, and for operations that exceed
+   the timeout. Holds the lock during ncclCommGetAsyncError: two threads must not be inside NCCL with one
    communicator. */
 static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_rank_state *words) {
     int timeout_ms = ddp_group_timeout_ms(n->group), done = 1;
@@ -3241,8 +3356,9 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_rank_state *words) {
     }
 }
 
-/* Reads the states of all ranks. Fails the group if another rank has failed, if two ranks have made different calls with the same
-   number, or if a rank that leaves is needed by a call in flight. Returns 1 if a rank leaves: it sends nothing more. */
+/* Reads the states of all ranks. Fails the group if another rank has failed, if two ranks have made different
+   calls with the same number, or if a call in flight needs a rank that leaves. Returns 1 if a rank leaves,
+   since that rank sends no further state. */
 static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_rank_state *words) {
     int gone = 0;
     char text[DDP__CUDA_TEXT], what[160];
@@ -3278,9 +3394,8 @@ static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_rank_state *words) {
 }
 
 /* Ends the kernels of a failed group, and every wait for them. A caller inside NCCL has one second to return.
-   After that it is stuck there, waiting for a peer, and ncclCommAbort from this thread makes it return an
-   error.
-   If NCCL has not created its communicator yet, the watchdog calls this function again. */
+   After that it is stuck there, waiting for a peer; ncclCommAbort from this thread then makes it return an
+   error. If NCCL has not created the communicator yet, the watchdog calls this function again. */
 static void ddp__nccl_abort(ddp__nccl *n) {
     double patience = ddp_now() + 1;
     int is_gone;
@@ -3295,21 +3410,23 @@ static void ddp__nccl_abort(ddp__nccl *n) {
     if (!comm && n->comm.busy) comm = __atomic_load_n(&n->comm.making, __ATOMIC_ACQUIRE);
     if (n->comm.aborted) comm = NULL;
     if (comm) n->comm.aborted = 1;
-    if (!n->comm.busy) n->comm.handle = NULL; /* otherwise ddp__nccl_end does it: the caller still reads it */
+    if (!n->comm.busy) n->comm.handle = NULL; /* otherwise the caller still reads it; ddp__nccl_end clears
+                                                 it */
     is_gone = n->comm.aborted || !n->comm.busy;
     n->ops.count = 0;
     pthread_mutex_unlock(&n->lock);
     if (comm) ncclCommAbort(comm);
-    if (n->control) ddp_group_poison(n->control, n->failure.cause, n->failure.text); /* a caller of any rank may wait there */
+    /* A caller on any rank may wait in the control group. */
+    if (n->control) ddp_group_poison(n->control, n->failure.cause, n->failure.text);
     if (is_gone) __atomic_store_n(&n->failure.cleaned, 1, __ATOMIC_RELEASE);
 }
 
-/* Of a group that has failed: until its communicator is no more, which is the watchdog's to do. */
+/* Waits until the watchdog has aborted the communicator of a failed group. */
 static void ddp__nccl_await_abort(ddp__nccl *n) {
     while (!__atomic_load_n(&n->failure.cleaned, __ATOMIC_ACQUIRE)) usleep(200);
 }
 
-/* Until the next look, or until something happens. */
+/* Waits until the next check, or until the state of the group changes. */
 static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
@@ -3322,7 +3439,7 @@ static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
         pthread_cond_timedwait(&n->changed, &n->lock, &until);
 }
 
-/* Sends this rank's state and starts to receive those of all ranks. */
+/* Starts an all-gather of the states of all ranks, with the current state of this rank. */
 static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_rank_state *word, ddp__nccl_rank_state *words,
                                 ddp_work *work) {
     {
@@ -3336,8 +3453,9 @@ static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_rank_state *word, ddp__n
     return ddp_all_gather(n->watchdog.group, word, words, sizeof *word, DDP_U8, work);
 }
 
-/* words: this rank's state to send, then the last states of all ranks, then the states that are being received. All ranks receive a state in the same
-   round. So after the state of a rank that leaves, no rank sends another one. */
+/* The watchdog thread. Memory after n: this rank's state to send (words), the last states of all ranks
+   (heard), and the states that are being received (hearing). All ranks receive a state in the same round. So
+   after the state of a rank that leaves, no rank sends another one. */
 static void *ddp__nccl_watch(void *argument) {
     ddp__nccl *n = (ddp__nccl *)argument;
     ddp__nccl_rank_state *words = (ddp__nccl_rank_state *)(n + 1), *heard = words + 1,
@@ -3363,7 +3481,7 @@ static void *ddp__nccl_watch(void *argument) {
                 talking &= !left;
             }
         }
-        if (talking && result != DDP_OK) { /* the cause is what follows the name of the watchdogs' own call */
+        if (talking && result != DDP_OK) { /* the cause follows the name of the watchdogs' own call */
             const char *cause = strstr(ddp_last_error(), ": ");
             ddp__nccl_report(n, heard, result, cause ? cause + 2 : ddp_last_error());
             talking = under_way = 0;
@@ -3372,14 +3490,17 @@ static void *ddp__nccl_watch(void *argument) {
         if (__atomic_load_n(&n->failure.cause, __ATOMIC_ACQUIRE) != DDP_OK && !n->failure.cleaned)
             ddp__nccl_abort(n);
         if (!talking && !under_way && __atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE)) return NULL;
-        ddp__nccl_rest(n, DDP__NCCL_TICK_MS * (1 + n->world_size / 64)); /* every rank receives W states of almost 1 KiB */
+        /* Every rank receives W states of almost 1 KiB: large groups exchange them less often. */
+        ddp__nccl_rest(n, DDP__NCCL_TICK_MS * (1 + n->world_size / 64));
     }
 }
 
-//== NCCL: groups and group memory ================================================================== >>impl-nccl-group
+//== NCCL: groups and group memory ===================================================== >>impl-nccl-group
+/* Creates, splits and closes groups, and allocates group memory. Every step that needs all ranks begins with
+   ddp_agree, so that a failure of one rank is returned on all. */
 
-/* Registers the region with NCCL where it can: transfers then need no copy through NCCL's own buffers.
-   A refusal is no failure. */
+/* Registers the region with NCCL if that is possible. Transfers then need no copy through NCCL's own buffers.
+   If NCCL refuses, the region works without. */
 static void ddp__nccl_register(ddp__nccl *n, ddp__cuda_region *region, size_t size_bytes) {
 #if DDP__NCCL_VERSION >= 22700
     ncclResult_t error = ncclCommWindowRegister(n->comm.handle, region->memory, size_bytes, &region->window,
@@ -3397,7 +3518,7 @@ static void ddp__nccl_register(ddp__nccl *n, ddp__cuda_region *region, size_t si
 #endif
 }
 
-/* Frees a region. Its registrations end with a communicator that is gone. */
+/* Frees a region. If the communicator has been aborted, the registrations have ended with it. */
 static void ddp__nccl_release(ddp__nccl *n, ddp__cuda_region *region) {
     DDP__CUDA_RUNTIME->set_device(n->streams->device);
     if (ddp__nccl_begin(n, NULL) != DDP_OK) ddp__nccl_await_abort(n);
@@ -3438,7 +3559,7 @@ static ddp_result ddp__nccl_region_alloc(ddp__nccl *n, ddp__cuda_region *region,
 static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__nccl *n = (ddp__nccl *)state;
     ddp__cuda_region *region = (ddp__cuda_region *)ddp_host_alloc(group, sizeof *region);
-    size_t size = ddp_round_up(size_bytes, 4096); /* whole pages, as windows want them */
+    size_t size = ddp_round_up(size_bytes, 4096); /* windows require whole pages */
     ddp_saved_error error = DDP_ZERO;
     ddp_result result = region ? ddp__nccl_region_alloc(n, region, size) : DDP_ERR_NO_MEMORY;
     result = ddp_agree(group, "ddp_group_alloc", result, 0, "");
@@ -3456,7 +3577,8 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
     return DDP_OK;
 }
 
-/* Waits for both streams, which may still use the memory; those of a failed group have ended. All ranks return together, as in ddp__nccl_grow. */
+/* Waits for both streams, which may still use the memory, then frees it. All ranks return together, for the
+   reason given at ddp__nccl_grow. */
 static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
     ddp__nccl *n = (ddp__nccl *)state;
     cudaError_t error = DDP__CUDA_RUNTIME->synchronize(n->streams->stream[DDP_STREAM_COMM]);
@@ -3466,7 +3588,7 @@ static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
                      "");
 }
 
-/* 1 = every rank has finished its calls and destroys the group too, within DDP__NCCL_PATIENCE_MS. */
+/* Returns 1 if every rank has finished its calls and destroys the group within DDP__NCCL_PATIENCE_MS. */
 static int ddp__nccl_all_leave(ddp__nccl *n) {
     double deadline = ddp_now() + DDP__NCCL_PATIENCE_MS * 1e-3;
     ddp_work work = DDP_ZERO;
@@ -3479,10 +3601,10 @@ static int ddp__nccl_all_leave(ddp__nccl *n) {
     return done && ddp_wait(n->control, &work) == DDP_OK;
 }
 
-/* Waits for this rank's calls, which the watchdog can still end, then for the other ranks, then frees. A
-   healthy communicator is aborted, too: ncclCommDestroy waits for the ranks of this machine without a
-   timeout, and nothing is in flight that an abort could lose. A rank that destroys the group much earlier
-   than its peers aborts before it frees the memory they may still reach. */
+/* Waits for this rank's calls, which the watchdog can still end, then for the other ranks, then frees. Aborts
+   even a healthy communicator: ncclCommDestroy waits for the ranks of this machine without a timeout, and no
+   operation is in flight that an abort could lose. A rank that destroys the group much earlier than its peers
+   aborts before it frees memory that they may still access. */
 static void ddp__nccl_close(ddp_group *, void *state) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__nccl *n = (ddp__nccl *)state;
@@ -3499,14 +3621,15 @@ static void ddp__nccl_close(ddp_group *, void *state) {
     }
     if (n->watchdog.running) pthread_join(n->watchdog.thread, NULL);
     if (ddp__nccl_status(n->group, n) != DDP_OK && !n->failure.cleaned)
-        ddp__nccl_abort(n); /* failed after the watchdog's last look */
+        ddp__nccl_abort(n); /* the group failed after the watchdog's last check */
     if (!ddp__nccl_all_leave(n) && n->comm.owned && n->comm.handle) {
         ncclCommAbort(n->comm.handle);
         n->comm.handle = NULL;
     }
     while (n->regions) ddp__nccl_release(n, ddp__cuda_region_remove(&n->regions, n->regions->memory));
     if (n->comm.handle && n->comm.owned) ncclCommAbort(n->comm.handle);
-    for (int i = 0; i < DDP__NCCL_OPS; i++) if (n->ops.at[i].event) cuda->event_destroy(n->ops.at[i].event);
+    for (int i = 0; i < DDP__NCCL_OPS; i++)
+        if (n->ops.at[i].event) cuda->event_destroy(n->ops.at[i].event);
     if (n->workspace.memory) cuda->free(n->workspace.memory);
     if (n->workspace.cell) cuda->free(n->workspace.cell);
     ddp_group_destroy(n->watchdog.group);
@@ -3531,7 +3654,7 @@ static ddp_result ddp__nccl_resources(ddp__nccl *n) {
                           "cudaMemsetAsync");
 }
 
-/* Creates the part of the state that needs no other rank. NULL without memory for the object. */
+/* Creates the part of the state that needs no other rank. Returns NULL if memory for the object runs out. */
 static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     size_t words = sizeof(ddp__nccl_rank_state) * (2 * (size_t)ddp_world_size(group) + 1);
     ddp__nccl *n = (ddp__nccl *)ddp_host_alloc(group, sizeof *n + words);
@@ -3555,7 +3678,7 @@ static ddp_result ddp__nccl_start(ddp__nccl *n) {
     sigset_t all, old;
     int error;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the user's threads' business */
+    pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are handled by the user's threads */
     error = pthread_create(&n->watchdog.thread, NULL, ddp__nccl_watch, n);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     n->watchdog.running = error == 0;
@@ -3563,7 +3686,7 @@ static ddp_result ddp__nccl_start(ddp__nccl *n) {
                   : ddp_fail(DDP_ERR_SYSTEM, "the watchdog thread could not be started: %s", strerror(error));
 }
 
-/* The user's communicator has to be what the group is. */
+/* Uses the user's communicator. It must have the rank, size and device of the group. */
 static ddp_result ddp__nccl_adopt(ddp__nccl *n, ncclComm_t comm) {
     int count = 0, rank = 0, device = 0;
     ncclResult_t error = ncclCommCount(comm, &count);
@@ -3578,8 +3701,8 @@ static ddp_result ddp__nccl_adopt(ddp__nccl *n, ncclComm_t comm) {
         rank, count, device, n->rank, n->world_size, n->streams->device);
 }
 
-/* Of a step that every rank takes: a rank that fails because of another one returns DDP_ERR_POISONED, so that
-   ddp_agree chooses the first cause. */
+/* Returns the result of a step that every rank executes. A rank that fails because of another one returns
+   DDP_ERR_POISONED, so that ddp_agree chooses the first cause. */
 static ddp_result ddp__nccl_own_result(ddp__nccl *n) {
     ddp_result result = ddp__nccl_status(n->group, n);
     return result != DDP_OK && n->failure.from_peer ? DDP_ERR_POISONED : result;
@@ -3592,7 +3715,8 @@ template <class F> static ddp_result ddp__nccl_connect(ddp__nccl *n, const char 
     config.blocking = 1;
     DDP_TRY(ddp__nccl_begin(n, name));
     ddp_result result = ddp__nccl_settle(n, call(&config), name);
-    if (result != DDP_OK) ddp__nccl_poison(n->group, n, result, ddp_last_error()); /* before the watchdog polls it */
+    /* The group fails before the watchdog can poll the communicator. */
+    if (result != DDP_OK) ddp__nccl_poison(n->group, n, result, ddp_last_error());
     ddp__nccl_end(n);
     return result;
 }
@@ -3610,7 +3734,7 @@ static ddp_result ddp__nccl_init(ddp__nccl *n, const ncclUniqueId *id) {
 }
 
 /* The last step of creating a group, with a result that all ranks have agreed on. On failure it frees
-   everything, except a communicator of the user's. */
+   everything except the user's communicator. */
 static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_result result, void **state) {
     ddp_saved_error error = DDP_ZERO;
     if (result == DDP_OK) {
@@ -3627,7 +3751,7 @@ static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_result result, void **state
     return ddp_error_restore(&error);
 }
 
-/* Ranks agree before each step that needs all of them. */
+/* Opens the backend for ddp_cuda_group_create. All ranks agree before each step that needs all of them. */
 static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     const ddp__cuda_seed *seed = ddp__cuda_mine.seed;
     const char *who = "ddp_cuda_group_create";
@@ -3649,8 +3773,9 @@ static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     return ddp__nccl_finish(n, result, state);
 }
 
-/* The child's communicator; *made is NULL in ranks that are in none. The parent of a split that fails is gone
-   before *made can be: a parent of the user's that is non-blocking has a thread that writes *made. */
+/* Creates the child's communicator. *made is NULL on ranks without a child. If the split fails, waits for the
+   abort of the parent before it aborts *made: a non-blocking parent of the user has a thread that writes
+   *made. */
 static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclComm_t *made) {
     ddp_result result = ddp__nccl_connect(p, "ncclCommSplit", [&](ncclConfig_t *config) {
         return ncclCommSplit(p->comm.handle, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, made, config);
@@ -3662,11 +3787,13 @@ static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclCom
     return ddp__nccl_own_result(p);
 }
 
-/* child NULL with members: this rank has no memory for it, and only takes part in the agreement. */
+/* Splits the group. child NULL with members: this rank has no memory for the child, and only takes part in
+   the agreement. */
 static ddp_result ddp__nccl_split(ddp_group *group, void *state, ddp_group *child, const int *members,
                                   int member_count, void **child_state) {
     ddp__nccl *p = (ddp__nccl *)state, *n = NULL;
-    int color = member_count > 0 ? members[0] : -1, key = child ? ddp_rank(child) : 0;
+    int color = member_count > 0 ? members[0] : -1,
+        key = child ? ddp_rank(child) : 0;
     const char *who = "ddp_group_split";
     ncclComm_t made = NULL;
     ddp_group *control = NULL;
@@ -3696,48 +3823,54 @@ static const ddp_backend *ddp__cuda_nccl_backend(void) {
 
 #endif /* !DDP_NO_NCCL */
 
-//== host-staged groups ============================================================================== >>impl-staged
+//== host-staged groups ==================================================================== >>impl-staged
 
-/* Several ranks on one GPU, for development: payloads go through pinned memory and the collectives of a CPU group, and have its bits and failures.
-   A call is cut into rounds. While the CPU group executes one round, the next one is copied:
+/* Several ranks on one GPU, for development. Payloads go through pinned memory and the collectives of a CPU
+   group, which determine bits and failures. A call is cut into rounds. While the CPU group executes one
+   round, the next one is copied:
+
        copy stream    down 0   down 1            up 0   down 2   up 1   ...
        CPU group                       round 0          round 1         ...
-   A call ends after its results are copied, so every stream sees them. Pointers to host memory work too. */
+
+   A call returns after its results are copied, so every stream sees them. Pointers to host memory work
+   too. */
 
 #if !defined(DDP__CUDA_STAGE)
-#define DDP__CUDA_STAGE ((size_t)1 << 21) /* bytes of a round on one side; there are two rounds of two sides */
+#define DDP__CUDA_STAGE ((size_t)1 << 21) /* bytes of one buffer: two rounds, each with input and output */
 #endif
 
-/* A send or receive. It keeps its memory and event when it is complete; a later message that fits reuses it. */
+/* A send or receive. A complete message retains its memory and event; a later message that fits reuses it. */
 typedef struct ddp__cuda_message {
-    struct ddp__cuda_message *next;  /* in the list of sends that are copied to the host */
+    struct ddp__cuda_message *next;  /* in the list of sends that are being copied to the host */
     struct ddp__cuda_message *older; /* in the list of all messages */
     void *memory;                    /* pinned */
     size_t capacity;
     cudaEvent_t event;
-    int stage;                       /* DOWN, WIRE, UP, FREE in turn */
+    int stage;                       /* a send: DOWN, WIRE, FREE; a receive: WIRE, UP, FREE */
     ddp_call call;
     ddp_work work;
-    ddp_result result;               /* of its send, which another message's poll may start */
+    ddp_result result;               /* of its ddp_send, which the poll of another message may start */
 } ddp__cuda_message;
 enum { DDP__CUDA_DOWN, DDP__CUDA_WIRE, DDP__CUDA_UP, DDP__CUDA_FREE };
 
-/* Sends and receives run at the same time as collectives, over a CPU group and on a stream of their own. */
+/* Sends and receives. They have their own CPU group and stream, so they run at the same time as
+   collectives. */
 typedef struct ddp__cuda_messages {
     ddp_group *group;         /* a split of the user's CPU group */
     cudaStream_t stream;
-    pthread_mutex_t lock;     /* of what follows */
-    ddp__cuda_message *down;  /* sends that are copied to the host, in issue order */
+    pthread_mutex_t lock;     /* protects the following fields */
+    ddp__cuda_message *down;  /* sends that are being copied to the host, in issue order */
     ddp__cuda_message *all;
 } ddp__cuda_messages;
 
 enum { DDP__CUDA_READY = 2 };
 
-/* Collectives: the host's side of two rounds, and the stream that copies to it and from it. */
+/* Collectives: host buffers of two rounds, and the stream that copies to and from them. */
 typedef struct ddp__cuda_staging {
     cudaStream_t stream;
-    cudaEvent_t events[3];    /* of rounds k & 1, and DDP__CUDA_READY: the caller's stream, later the last copy */
-    void *memory;             /* in 0, in 1, out 0, out 1; pinned, from the first call on */
+    /* [k & 1]: of round k. [DDP__CUDA_READY]: first the work on the caller's stream, later the last copy. */
+    cudaEvent_t events[3];
+    void *memory;             /* in 0, in 1, out 0, out 1; pinned; NULL until the first call */
 } ddp__cuda_staging;
 
 typedef struct ddp__cuda_staged {
@@ -3753,7 +3886,8 @@ static ddp_result ddp__cuda_staged_error(cudaError_t error, const char *call) {
     return ddp__cuda_fail(error, DDP__CUDA_STAGED, call);
 }
 
-/* Makes a device current for this thread until the end of the block. Calls run on several threads, and each has its own current device. */
+/* Makes a device current for this thread until the end of the block. Calls run on several threads, and each
+   thread has its own current device. */
 struct ddp__cuda_device_guard {
     int before, device;
     ddp_result result;
@@ -3765,7 +3899,7 @@ struct ddp__cuda_device_guard {
     __forceinline__ ~ddp__cuda_device_guard() { if (before != device) DDP__CUDA_RUNTIME->set_device(before); }
 };
 
-/* The cause of either group. Its line is the bare cause. */
+/* Returns the failure of either CPU group. The error line is the cause only. */
 static ddp_result ddp__cuda_staged_status(const ddp_group *, void *state) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     ddp_result result = ddp_group_cause(s->control);
@@ -3778,7 +3912,7 @@ static void ddp__cuda_staged_poison(ddp_group *, void *state, ddp_result cause, 
     ddp_group_poison(s->messages.group, cause, text);
 }
 
-/* Fails both groups on all ranks. The first cause stays the cause. alone: only this rank has failed. */
+/* Fails both CPU groups on all ranks. An earlier cause is retained. alone: 1 = only this rank has failed. */
 static ddp_result ddp__cuda_staged_failed(ddp__cuda_staged *s, ddp_result result, int alone) {
     char text[DDP__CUDA_TEXT], number[20] = "";
     ddp_result first;
@@ -3812,19 +3946,20 @@ static ddp_result ddp__cuda_staged_await(ddp__cuda_staged *s, cudaEvent_t event,
 
 typedef struct ddp__cuda_rounds {
     const ddp_call *call;
-    size_t most, step; /* elements of the largest block of any rank, and of a block in a round */
-    int in_place;      /* 1 = the CPU group's call has one block, in place */
+    size_t most, step; /* elements of the largest block of any rank; elements of a block per round */
+    int in_place;      /* 1 = the call of the CPU group is in place, with one block */
 } ddp__cuda_rounds;
 
-/* Elements of a block of count elements that round k moves. */
+/* Returns the number of elements that round k moves of a block with `count` elements. */
 static size_t ddp__cuda_part(const ddp__cuda_rounds *p, size_t count, size_t k) {
     size_t at = k * p->step;
-    return at >= count ? 0 : count - at < p->step ? count - at : p->step;
+    return at >= count ? 0
+           : count - at < p->step ? count - at : p->step;
 }
 
-/* Copies round k of what this rank sends to the stage (up 0), or of what it receives from there (up 1). On the
-   stage, blocks are adjacent; in _v calls they are a step apart. A block that goes to all peers is copied once. If
-   all blocks fit into one round, they are adjacent on both sides, and one copy moves them. */
+/* Copies the data of round k that this rank sends to the stage (up 0), or that it receives from the stage (up
+   1). On the stage, blocks are adjacent; in _v calls they are a step apart. A block that goes to all peers is
+   copied once. If all blocks fit into one round, they are adjacent on both sides, and one copy moves them. */
 static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cuda_rounds *p,
                                         unsigned char *stage, size_t k, int up) {
     const ddp_call *call = p->call;
@@ -3843,11 +3978,13 @@ static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cu
         last = block.begin;
         at += n;
         if (!adjacent)
-            error = DDP__CUDA_RUNTIME->memcpy_async(up ? there : here, up ? here : there, n,
+            error = DDP__CUDA_RUNTIME->memcpy_async(up ? there : here,
+                                                    up ? here : there, n,
                                                     cudaMemcpyDefault, s->staging.stream);
     }
     if (adjacent && at)
-        error = DDP__CUDA_RUNTIME->memcpy_async(up ? data : stage, up ? stage : data, at, cudaMemcpyDefault,
+        error = DDP__CUDA_RUNTIME->memcpy_async(up ? data : stage,
+                                                up ? stage : data, at, cudaMemcpyDefault,
                                                 s->staging.stream);
     return error;
 }
@@ -3860,7 +3997,7 @@ static ddp_result ddp__cuda_round_down(const ddp__cuda_staged *s, const ddp__cud
                                   "cudaEventRecord");
 }
 
-/* The CPU group's part of round k. */
+/* Executes round k on the CPU group. */
 static ddp_result ddp__cuda_round_call(ddp__cuda_staged *s, const ddp__cuda_rounds *p, size_t k,
                                        unsigned char *in, unsigned char *out) {
     size_t send_counts[DDP_MAX_LOCAL_RANKS], recv_counts[DDP_MAX_LOCAL_RANKS], offsets[DDP_MAX_LOCAL_RANKS];
@@ -3899,7 +4036,8 @@ static ddp_result ddp__cuda_rounds_run(ddp__cuda_staged *s, const ddp__cuda_roun
     return DDP_OK;
 }
 
-/* Exchanges the counts of all ranks, which determine the number of rounds. Two ranks that disagree are named in the same error line on every rank. */
+/* Exchanges the counts of all ranks, which determine the number of rounds. If two ranks disagree, the error
+   names both, with the same line on every rank. */
 static ddp_result ddp__cuda_staged_counts(ddp__cuda_staged *s, ddp__cuda_rounds *p) {
     const ddp_call *call = p->call;
     size_t w = (size_t)s->world_size;
@@ -3931,7 +4069,7 @@ static ddp_result ddp__cuda_staged_counts(ddp__cuda_staged *s, ddp__cuda_rounds 
     return result;
 }
 
-/* The copies of this call follow what is on this thread's stream. */
+/* Orders the copies of this call after the work on this thread's stream. */
 static ddp_result ddp__cuda_staged_fence(cudaStream_t stream, cudaEvent_t event) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     cudaStream_t compute = ddp__cuda_mine.stream;
@@ -3972,7 +4110,8 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
     ddp_call_describe(text, sizeof text, words);
     result = ddp_agree(s->control, "a staged group", result, ddp_hash(DDP_HASH_SEED, text, strlen(text)),
                        text);
-    const char *cause = result == DDP_OK ? NULL : strstr(ddp_last_error(), ": "); /* after "rank 0/2 ddp_barrier group=world.0" */
+    /* The cause follows "rank 0/2 ddp_barrier group=world.0: ". */
+    const char *cause = result == DDP_OK ? NULL : strstr(ddp_last_error(), ": ");
     if (cause) ddp_fail(result, "%s", cause + 2);
     if (result == DDP_OK && call->recv_counts) result = ddp__cuda_staged_counts(s, &p);
     agreed = result == DDP_OK;
@@ -3988,7 +4127,7 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
 
 /* --- sends and receives --- */
 
-/* A free message with room for size bytes, or a new one. With the lock held. */
+/* Returns a free message with room for `size` bytes, or a new one. The caller holds the lock. */
 static ddp_result ddp__cuda_message_alloc(ddp__cuda_messages *q, ddp_group *owner, size_t size,
                                           ddp__cuda_message **out) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
@@ -4021,7 +4160,7 @@ static ddp_result ddp__cuda_message_copy(ddp__cuda_messages *q, ddp__cuda_messag
 static ddp_result ddp__cuda_message_start(ddp__cuda_messages *q, ddp__cuda_message *m) {
     const ddp_call *call = &m->call;
     ddp__cuda_message **link = &q->down;
-    if (call->kind == DDP_CALL_RECV) { /* its event is where the buffer may be written */
+    if (call->kind == DDP_CALL_RECV) { /* after its event the user's buffer may be written */
         DDP_TRY(ddp__cuda_staged_fence(0, m->event));
         m->stage = DDP__CUDA_WIRE;
         return ddp_recv(q->group, m->memory, call->count, call->dtype, call->root, call->tag, &m->work);
@@ -4053,7 +4192,7 @@ static ddp_result ddp__cuda_staged_p2p_start(ddp_group *, void *state, const ddp
     return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 1);
 }
 
-/* Hands what has come down to the CPU group, in the order of the sends, whichever is polled. */
+/* Starts ddp_send for every message that has been copied to the host, in issue order. */
 static void ddp__cuda_messages_send(ddp__cuda_messages *q) {
     int done;
     for (ddp__cuda_message *m = q->down; m; m = q->down) {
@@ -4101,15 +4240,15 @@ static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *, void *state, void *requ
     if (result == DDP_OK && !*done && ddp__cuda_staged_status(NULL, s) != DDP_OK) result = DDP_ERR_POISONED;
     if (result != DDP_OK) {
         result = ddp__cuda_staged_failed(s, result, 1);
-        if (m->work.op) ddp_wait(q->group, &m->work); /* the group has failed: it does not block */
+        if (m->work.op) ddp_wait(q->group, &m->work); /* does not block: the group has failed */
         ddp__cuda_staged_status(NULL, s);
     } else if (*done) m->stage = DDP__CUDA_FREE;
     return result;
 }
 
-/* --- memory, making and closing --- */
+/* --- memory, create and close --- */
 
-/* The core's agreement before each of these two also waits for this rank's earlier collectives. */
+/* ddp.h agrees before each of these two calls, which also waits for this rank's earlier collectives. */
 static ddp_result ddp__cuda_staged_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     ddp__cuda_region *region = (ddp__cuda_region *)ddp_host_alloc(group, sizeof *region);
@@ -4154,7 +4293,8 @@ static void ddp__cuda_staged_close(ddp_group *group, void *state) {
         ddp_host_free(group, ddp__cuda_region_remove(&s->regions, s->regions->memory));
     }
     if (staging->memory) cuda->host_free(staging->memory);
-    for (int i = 0; i < 3; i++) if (staging->events[i]) cuda->event_destroy(staging->events[i]);
+    for (int i = 0; i < 3; i++)
+        if (staging->events[i]) cuda->event_destroy(staging->events[i]);
     if (staging->stream) cuda->stream_destroy(staging->stream);
     if (q->stream) cuda->stream_destroy(q->stream);
     pthread_mutex_destroy(&q->lock);
@@ -4176,7 +4316,8 @@ static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {
     return DDP_OK;
 }
 
-/* Creates the state of group, of the ranks of control with one color. A rank with a negative color only takes part in the split. */
+/* Creates the state of a group from the ranks of control with the same color. A rank with a negative color
+   only takes part in the split. */
 static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, int color, int device,
                                         void **state) {
     ddp__cuda_staged *s = color < 0 ? NULL : (ddp__cuda_staged *)ddp_host_alloc(group, sizeof *s);
@@ -4227,9 +4368,10 @@ static const ddp_backend *ddp__cuda_staged_backend(void) {
     return &staged;
 }
 
-//== groups of GPUs ================================================================================= >>impl-group
+//== groups of GPUs ========================================================================= >>impl-group
+/* ddp_cuda_group_create: chooses device and backend, and creates the group on them. */
 
-/* Which way the bytes travel, the same on every rank. shared: some device has several ranks. */
+/* Chooses the backend, the same on every rank. shared: 1 = several ranks have the same device. */
 static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const ddp_backend **backend,
                                    const char **notice) {
     *notice = NULL;
@@ -4300,7 +4442,7 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
     return result;
 }
 
-//== public ======================================================================================== >>impl-public
+//== public ================================================================================ >>impl-public
 
 #ifdef __cplusplus
 extern "C" {
@@ -4446,18 +4588,24 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 
 /*
     MIT License
+
     Copyright (c) 2026 the ddp authors
 
-    Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated documentation
-    files (the "Software"), to deal in the Software without restriction, including without limitation the rights to use, copy,
-    modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to permit persons to whom the
-    Software is furnished to do so, subject to the following conditions:
+    Permission is hereby granted, free of charge, to any person obtaining a copy
+    of this software and associated documentation files (the "Software"), to deal
+    in the Software without restriction, including without limitation the rights
+    to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+    copies of the Software, and to permit persons to whom the Software is
+    furnished to do so, subject to the following conditions:
 
-    The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
-    Software.
+    The above copyright notice and this permission notice shall be included in all
+    copies or substantial portions of the Software.
 
-    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
-    WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
-    COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
-    OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
+    IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
+    FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+    AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+    LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+    OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
+    SOFTWARE.
 */
