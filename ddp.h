@@ -1400,7 +1400,8 @@ extern "C" {
 #define DDP__P2P_SLICE_MS 5
 #endif
 /* The words of the wait that a rank publishes (ddp__publish_wait): signature + 1 of the call, 0 = no wait;
-   count and seq of the call; name of the group (4 words); time of the update in ns; job rank of the peer + 1. */
+   count and seq of the call; name of the group (4 words); time of the update in ns; job rank of the peer,
+   plus 1. */
 enum { DDP__WAIT_NAME = 3, DDP__WAIT_TIME = 7, DDP__WAIT_PEER, DDP__WAIT_WORDS };
 enum { DDP__RESPONSIVE, DDP__UNRESPONSIVE_SOON, DDP__UNRESPONSIVE };
 enum { DDP__RANK_ABSENT = 0, DDP__RANK_ALIVE, DDP__RANK_LEFT, DDP__RANK_LOST };
@@ -1491,7 +1492,7 @@ typedef struct ddp__region {
     size_t stride, total;
     unsigned char *mine;         /* this rank's part */
     const struct ddp__local *owner;
-    int references;              /* to a mapping */
+    int references;              /* of a mapping: number of ddp__heap_map calls that returned it */
     struct ddp__region *next;
 } ddp__region;
 
@@ -1583,8 +1584,8 @@ struct ddp_group {
 
 static DDP__THREAD_LOCAL char ddp__error_text[DDP__TEXT_MAX];
 static DDP__THREAD_LOCAL int ddp__public_call; /* the outermost public call of this thread */
-/* The group whose messages this thread polls one by one, after it has advanced all of them; otherwise NULL.
-   Polls of another group inside a poll are not affected. */
+/* Set while this thread polls the messages of this group one by one, after it has advanced all of them;
+   otherwise NULL. Polls of another group inside a poll are not affected. */
 static DDP__THREAD_LOCAL const ddp_group *ddp__sweeping;
 /* The group that this thread is the communication thread of; otherwise NULL. */
 static DDP__THREAD_LOCAL const ddp_group *ddp__thread_of;
@@ -1697,9 +1698,9 @@ DDPDEF const char *ddp_result_name(ddp_result result) {
 }
 
 /* Properties of a call. A call moves pieces from rank to rank.
-     SPLITS    send contains one piece for each rank     FROM_ROOT, TO_ROOT  only the root sends, receives
-     JOINS     recv contains one piece from each rank    NO_SEND, NO_RECV    the call has no such buffer
-     ADDS      the received pieces are reduced           COUNTED             arrays of counts give the sizes */
+     SPLITS    send contains a piece for each rank      FROM_ROOT, TO_ROOT  only the root sends, receives
+     JOINS     recv contains a piece from each rank     NO_SEND, NO_RECV    the call has no such buffer
+     ADDS      the received pieces are reduced          COUNTED             arrays of counts give sizes */
 enum {
     DDP__FROM_ROOT = 1,
     DDP__TO_ROOT = 2,
@@ -1708,7 +1709,8 @@ enum {
     DDP__ADDS = 16,
     DDP__NO_SEND = 32,
     DDP__NO_RECV = 64,
-    DDP__COUNTED = 128 };
+    DDP__COUNTED = 128
+};
 
 static const struct ddp__form {
     const char *name, *root; /* names of the call and of its root argument */
@@ -1778,8 +1780,10 @@ static int ddp__same_call(const uint64_t a[2], const uint64_t b[2]) {
 
 /* The signature of a send or receive. The tag does not fit into it. */
 static uint64_t ddp__p2p_signature(const ddp_call *call) {
-    return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(uint32_t)(call->root + 1) << 32 |
-           (uint64_t)(uint32_t)call->caller << DDP__CALLER_SHIFT;
+    return (uint64_t)call->kind
+           | (uint64_t)call->dtype << 8
+           | (uint64_t)(uint32_t)(call->root + 1) << 32
+           | (uint64_t)(uint32_t)call->caller << DDP__CALLER_SHIFT;
 }
 
 /* Restores a call from its signature and count. Returns 0 if the signature is not one of this version,
@@ -1812,10 +1816,11 @@ static void ddp__describe(char *out, size_t size, const uint64_t what[2], int in
     if (call.kind == DDP_CALL_BARRIER && count && !call.tag)
         snprintf(step, sizeof step, "%s number %llu", name, count);
     else if (call.kind == DDP_CALL_BARRIER) snprintf(step, sizeof step, "%s", name);
-    else snprintf(step, sizeof step, "%s %s count=%llu%s%s", name, ddp_dtype_name(call.dtype), count,
-                  !ddp__has_op(call.kind) ? ""
-                                          : ops[op < 5 ? op : 5],
-                  root);
+    else
+        snprintf(step, sizeof step, "%s %s count=%llu%s%s", name, ddp_dtype_name(call.dtype), count,
+                 !ddp__has_op(call.kind) ? ""
+                                         : ops[op < 5 ? op : 5],
+                 root);
     if (!known) snprintf(out, size, "an unknown call");
     else if (!call.caller) snprintf(out, size, "%s", step);
     else if (!inside) snprintf(out, size, "%s", title);
@@ -2791,7 +2796,7 @@ static int ddp__heap_file(int place) {
    reserved before. This is so in a folder, and in a memfd if the system limits the memory that all processes
    commit. Otherwise a memfd stays sparse: a group of 64 ranks has 752 MiB of control memory and touches 5 to
    100 MiB, and reserving all of it takes a second. Reserving does not help against the memory limit of a
-   cgroup, whose OOM killer also ends a process that reserves pages. */
+   cgroup: its OOM killer also ends a process that reserves pages. */
 static int ddp__heap_reserves(int place) {
     char mode = 0;
     if (place != DDP__HEAP_MEMFD) return 1;
@@ -2995,7 +3000,7 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
 }
 
 //== liveness of ranks =========================================================================== >>impl-life
-/* Detects ranks whose process has ended, and records the ranks of a world that are lost or do not respond. */
+/* Detects processes that have ended, and records the ranks of a world that are lost or do not respond. */
 
 #define DDP__START_UNKNOWN UINT64_MAX
 #ifdef SYS_pidfd_open
@@ -3069,7 +3074,7 @@ static int ddp__rank_gone(ddp__heap *heap, int rank, int number, char *text, siz
     return 1;
 }
 
-/* --- ranks that a group of this process has found lost --- */
+/* --- the record of lost ranks in this process --- */
 
 static void ddp__lost_release(ddp_group *group) {
     ddp__lost_ranks *lost = group->lost;
@@ -3215,7 +3220,7 @@ typedef struct ddp__local {
     int woken;
     int member[DDP_MAX_LOCAL_RANKS]; /* rank in this group -> rank of the job */
     /* Rank in this group -> rank in the causes of failures. They differ if this group is one machine's part
-       of a larger group, whose ranks the causes name. */
+       of a larger group: then causes name the ranks of the larger group. */
     int number[DDP_MAX_LOCAL_RANKS];
     uint64_t offset;                 /* of the control memory in the heap */
     size_t size;
@@ -3982,7 +3987,7 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
 }
 
 /* Reads the buffers of the senders, and writes shared results into the buffers of the receivers.
-     TAKE   All buffers are group memory, or ranks are threads.
+     TAKE   The buffers that peers access are group memory, or ranks are threads.
      READ   Private memory is read in one copy. Sources of a reduction are read piece by piece into this
             rank's slot, which stays in cache.
      PUSH   A large all-gather. Each rank writes its block into the buffers of all ranks with streaming
@@ -4031,7 +4036,7 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
     }
     ddp__reach_end(l);
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    /* a peer whose call has failed may have changed its buffer meanwhile */
+    /* after a failure a peer may have changed its buffer */
     if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
     ddp__tick(l, DDP__PASSED, ++l->round);
     return ddp__await_passed(group, l, l->round); /* until all ranks have finished with this rank's buffers */
@@ -4079,8 +4084,8 @@ static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__m
     return DDP_OK;
 }
 
-/* The staged method: moves data round by round through slots. Step k fills round k, reduces or copies round k
-   - 1 and drains round k - 2. */
+/* The staged method: moves data round by round through slots. Step k fills round k, reduces or copies
+   round k - 1, and drains round k - 2. */
 static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m) {
     uint64_t first = l->round + 1;
     int past = m->way == DDP__WAY_PAST;
@@ -4165,7 +4170,7 @@ static ddp_tuner *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t g
 static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m) {
     const ddp_call *call = m->call;
     int push = call->kind == DDP_CALL_ALL_GATHER && m->block >= DDP__LARGE_BYTES;
-    size_t span = 0; /* bytes from the start of send to the end of what peers read */
+    size_t span = 0; /* bytes from the start of send to the end of the last piece that peers read */
     for (int p = 0; p < l->world_size; p++) {
         ddp_bytes give = ddp__gives(l->rank, m, p);
         if (give.size && give.begin + give.size > span) span = give.begin + give.size;
@@ -4237,8 +4242,8 @@ static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *
      inline    The message contains the data. The send is complete at once.
      in place  The receiver copies from the sender's buffer; from private memory by process_vm_readv.
      staged    Through chunks of the channel: the sender fills one while the receiver drains another. Used for
-               private memory when both ranks block in their calls and each has a core: two cores copy, so 25
-               MiB take half the time. Also used when process_vm_readv is refused. */
+               private memory when both ranks block in their calls and each has a core: two cores copy, so
+               25 MiB take half the time. Also used when process_vm_readv is refused. */
 
 enum { DDP__MESSAGES = 16, DDP__INLINE = 2048, DDP__STAGE = 65536, DDP__STAGES = 2 };
 enum { DDP__FREE = 0, DDP__POSTED, DDP__CLAIMED, DDP__TAKEN };
@@ -4364,7 +4369,7 @@ static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
     } else
         DDP__POISON(
             l, DDP_ERR_MISMATCH,
-            "ranks made different calls: rank %d ddp_send %s count=%zu, rank %d ddp_recv %s count=%zu (tag %d)",
+        "ranks made different calls: rank %d ddp_send %s count=%zu, rank %d ddp_recv %s count=%zu (tag %d)",
             r->call.root, ddp_dtype_name((ddp_dtype)best->dtype), (size_t)best->count, l->rank,
             ddp_dtype_name(r->call.dtype), r->call.count, r->call.tag);
 }
@@ -4483,7 +4488,7 @@ static void ddp__requests_look_for_lost(ddp__local *l) {
     for (ddp__request *r = l->requests; r; r = r->next) {
         if (r->done || (alive >> r->call.root & 1)) continue;
         ddp_result lost = ddp__member_lost(l, r->call.root, text, sizeof text);
-        if (lost != DDP_OK) ddp__requests_step(l, NULL); /* it may have sent before it left */
+        if (lost != DDP_OK) ddp__requests_step(l, NULL); /* the peer may have sent before it left */
         if (lost == DDP_OK) alive |= UINT64_C(1) << r->call.root;
         else if (!r->done) ddp__local_poison(NULL, l, lost, text);
     }
@@ -4501,7 +4506,6 @@ static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_
         memset(r, 0, sizeof *r);
         r->call = *call;
         r->size = call->count * ddp_dtype_size(call->dtype);
-
         r->channel = &l->channels[from * l->world_size + to];
         while (*end) end = &(*end)->next;
         *end = r;
@@ -4924,7 +4928,7 @@ static ddp_result ddp__device_result(ddp_group *group, ddp_result result) {
 }
 
 /* Executes a call on this thread, in issue order: this thread is the runner, or the group has no queue. It is
-   a ddp_task_fn whose argument is the ddp_call. */
+   a ddp_task_fn; its argument is the ddp_call. */
 static ddp_result ddp__execute(ddp_group *group, void *argument) {
     ddp_call *call = (ddp_call *)argument;
     call->caller = ddp__public_call;
