@@ -2338,9 +2338,9 @@ static int ddp__cpu_is_amd(void) {
    their cache sets. On Intel three runs take 5% to 10% less time than two, at 64 MiB a quarter less. */
 static size_t ddp__runs(void) { return ddp__cpu_is_amd() ? 2 : 3; }
 
-/* memcpy between this rank's memory and lines that another core has just written. memcpy uses string
-   instructions for large sizes, which read such lines at half the speed of plain loads. Copies several runs
-   at once, see ddp__reduce_tree. */
+/* A memcpy for lines that another core has just written. For large sizes memcpy itself uses string
+   instructions, which read such lines at half the speed of plain loads. Copies several runs at once, see
+   ddp__reduce_tree. */
 static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
@@ -2389,8 +2389,7 @@ typedef struct ddp__reduction {
     ddp__merge_fn merge;
     int half;                /* 1 = f16 or bf16, added in f32 */
     int past;                /* 1 = streaming stores write all outputs, none of which is a source */
-    /* Not NULL in ddp__round_fused: two arrays that are copied in the same loop, two sources into two
-       destinations. */
+    /* For ddp__round_fused, otherwise NULL: the same loop also copies from[0] to to[0] and from[1] to to[1]. */
     void *const *to, *const *from;
 } ddp__reduction;
 
@@ -2469,8 +2468,8 @@ static void ddp__merge_two(const ddp__reduction *r, void *left, const void *righ
    a subtree of that many sources, the largest in level[0]. Two subtrees of equal size are added as soon as
    both exist. At the end all levels are added, the smallest first:
        W=11: [0..7] [8 9] 10   W=28: [0..15] [16..23] [24..27]
-   Each step adds a subtree of four sources. level[0] receives the result. 64 sources need five levels, 65536
-   sources need all 15. */
+   Each step adds a subtree of at most four sources. level[0] receives the result. 64 sources need five
+   levels, 65536 sources need all 15. */
 static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[15], size_t first, size_t count) {
     ddp__block room[4];
     const void *in[4];
@@ -3808,7 +3807,7 @@ static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
         size_t line = (size_t)l->world_size * DDP__ALIGN;
         size_t most = DDP__CHUNK / line * line; /* so that shares of whole cache lines fit a slot */
         size_t some = m->block <= 4 * 65536 ? 65536 : ddp_round_up(m->block / 4, line);
-        m->chunk = !l->amd      ? DDP__CHUNK / 4
+        m->chunk = !l->amd       ? DDP__CHUNK / 4
                    : some < most ? some
                                  : most;
         m->rounds = (m->block + m->chunk - 1) / m->chunk;
@@ -3849,7 +3848,7 @@ DDP__FORCED_INLINE ddp_bytes ddp__piece(const ddp__move *m, ddp_bytes part, size
         at = (m->rounds - 1 - k) * m->chunk;
         part = k ? ddp__part_of(m->chunk, m->room, rank) : ddp__part_of(m->block - at, m->first_share, rank);
     } else {
-        part.size = part.size <= at                ? 0
+        part.size = part.size <= at            ? 0
                     : part.size - at < m->room ? part.size - at
                                                : m->room;
     }
@@ -3884,8 +3883,8 @@ DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, 
 }
 
 /* Completes the arguments of ddp__reduce_tree for round k. in: the sources of all ranks; this function sets
-   the own one. outs: the destinations, which are this rank's piece and, in a shared call, out[r] of the
-   receiving ranks. Returns the number of destinations. *count: number of elements. */
+   that of this rank. outs: the destinations, which are this rank's piece and, in a shared call, out[r] of the
+   other receiving ranks. Returns the number of destinations. *count: number of elements. */
 DDP__FORCED_INLINE int ddp__move_outs(const ddp__local *l, const ddp__move *m, void **in, void *const *out,
                                       size_t k, void **outs, size_t *count) {
     const ddp_call *call = m->call;
@@ -3951,6 +3950,7 @@ static ddp__counts *ddp__counts_of(const ddp__local *l, int rank, const ddp_call
     return (ddp__counts *)(void *)ddp__payload_of(l, rank, call->seq);
 }
 
+/* Stores this rank's counts in its payload, before the announcement. */
 static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
     const ddp_call *call = m->call;
     ddp__counts *mine = ddp__counts_of(l, l->rank, call);
@@ -4055,6 +4055,7 @@ static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
                || (call->op == DDP_OP_AVG && (call->divisor & (call->divisor - 1)) == 0));
 }
 
+/* Executes that loop for step k. in: the piece that it fills; sum: reduces; out: drains. */
 static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t first,
                                    size_t k) {
     int me = l->rank, peer = !me;
