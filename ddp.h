@@ -2389,7 +2389,7 @@ typedef struct ddp__reduction {
     ddp__merge_fn merge;
     int half;                /* 1 = f16 or bf16, added in f32 */
     int past;                /* 1 = streaming stores write all outputs, none of which is a source */
-    /* For ddp__round_fused, otherwise NULL: the same loop also copies from[0] to to[0] and from[1] to to[1]. */
+    /* For ddp__round_fused, otherwise NULL: the same loop also copies from[0] to to[0], from[1] to to[1]. */
     void *const *to, *const *from;
 } ddp__reduction;
 
