@@ -402,8 +402,7 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 
 /* Every call of the CUDA runtime goes through this table. */
 typedef struct ddp__cuda_runtime {
-    /* 1 = for tests without a device: kernels are loops on the CPU, over host memory, and run by
-       host_work. */
+    /* 1 = tests without a device: kernels are loops on the CPU over host memory, run by host_work. */
     int on_host;
     cudaError_t (*device_count)(int *count);
     cudaError_t (*device_identity)(int device, char name[256], unsigned char uuid[16]);
@@ -565,8 +564,7 @@ static void ddp__cuda_uuid_text(char out[48], const unsigned char uuid[16]) {
                        uuid[i]);
 }
 
-/* Lists the devices: "0 (NVIDIA H100), 1 (NVIDIA H100)", or with UUIDs. Names four, then the number of
-   others. */
+/* Lists devices: "0 (NVIDIA H100), 1 (NVIDIA H100)", or with UUIDs. After four only the number of others. */
 static void ddp__cuda_present(char *out, size_t size, int count, int with_uuid) {
     int at = 0;
     snprintf(out, size, "none");
@@ -701,8 +699,7 @@ static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *d
 }
 
 //== arithmetic =========================================================================== >>impl-numbers
-/* Functions for one element, compiled for GPU and CPU. They give the same bits on both; only NaN payloads
-   differ. */
+/* Functions for one element, compiled for GPU and CPU. The bits are the same, except NaN payloads. */
 
 /* Arithmetic that rounds every operation. Neither compiler may fuse a multiplication with an addition. */
 #if defined(__CUDA_ARCH__)
@@ -1015,8 +1012,7 @@ template <class Work> static ddp_result ddp__cuda_launch(const Work &work, size_
                : ddp__cuda_fail(error, function, cuda->on_host ? "cudaLaunchHostFunc" : "cudaLaunchKernel");
 }
 
-/* Work on arrays of one length, element by element. F has WIDTH, and run<N>(at) for N elements from index
-   `at` on. */
+/* Work on arrays of one length, by element. F has WIDTH, and run<N>(at) for N elements from index `at` on. */
 template <class F> struct ddp__cuda_each_work {
     F f;
     ddp__cuda_split split;
@@ -1089,8 +1085,7 @@ template <class F> struct ddp__cuda_rows_work {
         int lane = threadIdx.x % F::TEAM;
         for (int i = threadIdx.x; i < F::CELLS; i += blockDim.x) cells[i] = 0;
         __syncthreads();
-        /* All lanes of a warp stay in the loop until no team of the warp has a row left: shuffles need
-           them. */
+        /* All lanes of a warp stay in the loop while a team of the warp has a row: shuffles need them. */
         for (size_t first = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / 32 * teams; first < rows;
              first += (size_t)gridDim.x * blockDim.x / 32 * teams) {
             size_t row = first + threadIdx.x % 32 / F::TEAM;
@@ -1265,8 +1260,8 @@ static ddp_result ddp__cuda_tree_any(const ddp__cuda_tree_call *call, ddp_dtype 
 }
 
 //== lists of tensors ======================================================================= >>impl-multi
-/* Conversion and scaling: ddp_cuda_flatten and ddp_cuda_unflatten for lists, cast and scale of the device for
-   one tensor. */
+/* Conversion and scaling: ddp_cuda_flatten and ddp_cuda_unflatten for lists of tensors, cast and scale of the
+   device for one tensor. */
 
 /* Computes dst = src * factor, rounded once. dst may be src. */
 template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_convert {
@@ -1290,8 +1285,8 @@ template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_convert {
     }
 };
 
-/* One launch for up to 64 tensors. Tensor r has chunks first[r] to first[r + 1] - 1. D: dtype written; S:
-   dtype read. */
+/* One launch for up to 64 tensors. Tensor r has chunks first[r] to first[r + 1] - 1. Reads dtype S,
+   writes dtype D. */
 template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_multi {
     typedef ddp__cuda_convert<D, S, M> convert;
     void *flat;
@@ -1562,8 +1557,8 @@ template <int N> static DDP__HD void ddp__cuda_copy_out(const ddp__cuda_copy &co
 }
 
 /* One step of AdamW or LAMB (ADAM 1), or SGD (ADAM 0), from a struct ddp_update or a ddp_cuda_step_desc. G:
-   dtype of the gradient. Parameters and arithmetic are f32, or f64 if G is f64. Fields as in struct
-   ddp_update. */
+   dtype of the gradient. Parameters and arithmetic are f32, or f64 if G is f64. The fields are
+   those of struct ddp_update. */
 template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
     typedef typename ddp__cuda_type<G>::math T;
     enum { WIDTH = 16 / sizeof(T) };
@@ -1890,8 +1885,7 @@ template <ddp_dtype D> static ddp_result ddp__cuda_dequantise_run(void *dst, con
 
 /* ddp_layer_kernels of ddp_tensor.h in T, f32 or f64. A thread computes an element; a team of threads
    computes a row or a column, with sums in f64 that are joined in halves. Unlike in the optimizers, the
-   compiler may fuse multiplications with additions: the bits differ from the CPU's, but are the same in every
-   run. */
+   compiler may fuse multiplications with additions: bits differ from the CPU's, but not between runs. */
 #if defined(DDP_TENSOR_KERNELS_H)
 #define DDP__CUDA_LAYER "ddp_device_cuda layer"
 #if defined(__CUDA_ARCH__) /* memory of layers is aligned to its elements */
@@ -1984,8 +1978,7 @@ template <class T> static ddp_result ddp__cuda_add_bias(int64_t rows, int64_t co
     return ddp__cuda_cells<ddp__cuda_biased<T> >(rows, columns, bias, y, y_step);
 }
 
-/* Activation, or its backward if dy is not NULL. A gated row has `columns` gates, then `columns` up
-   values. */
+/* Activation, or its backward if dy is not NULL. A gated row has `columns` gates and `columns` ups. */
 template <class T> struct ddp__cuda_activated {
     ddp_tp_activation form;
     int64_t columns;
@@ -2419,8 +2412,7 @@ static ddp_result ddp__cuda_device_event_test(ddp_group *group, void *event, int
 }
 
 //== device functions ====================================================================== >>impl-device
-/* The functions of ddp_device_cuda(), on the stream and current device of the calling thread. They follow
-   >>spi. */
+/* The functions of ddp_device_cuda(), on the stream and current device of the calling thread. See >>spi. */
 
 /* Allocates memory by cudaMalloc or cudaHostAlloc, on the device of group; NULL = the current device. call:
    name for the error. */
@@ -2966,8 +2958,7 @@ template <class F> static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void
 typedef struct ddp__nccl_tree {
     const ddp_call *call;
     size_t block;               /* call->count elements */
-    size_t first, count, share; /* of a round: its range of a block; size of a share (the last may be
-                                   smaller) */
+    size_t first, count, share; /* of a round: its range of a block; size of a full share */
 } ddp__nccl_tree;
 
 /* Returns the share of a rank, as a range of the send buffer. */
@@ -3039,8 +3030,7 @@ static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) 
     t.share = ddp_round_up(scatter ? t.block : (call->count + world - 1) / world * size, vector);
     if (t.share > most) t.share = most;
     while (room < world * t.share) room *= 2;
-    /* A captured call cannot allocate and uses more rounds instead. Otherwise only the first call of a size
-       allocates. */
+    /* A captured call cannot allocate and uses more rounds. Otherwise the first call of a size allocates. */
     if (world * t.share > n->workspace.size_bytes && !n->capturing)
         DDP_TRY(ddp_agree(n->control, "making room for a sum in tree order", ddp__nccl_grow(n, room), 0, ""));
     most = n->workspace.size_bytes / world / vector * vector;
@@ -3065,8 +3055,7 @@ static int ddp__nccl_in_order(const ddp__nccl *n, const ddp_call *call) {
            ((call->op == DDP_OP_MIN || call->op == DDP_OP_MAX) && is_float);
 }
 
-/* Creates an average with a divisor other than the number of ranks. It multiplies first, like NCCL's
-   average. */
+/* Creates an average with a divisor other than world_size. It multiplies first, like NCCL's average. */
 static ddp_result ddp__nccl_average(ddp__nccl *n, const ddp_call *call, ncclRedOp_t *op) {
     union { float f32; double f64; uint16_t half; } factor;
     float f32 = 1.0f / (float)call->divisor;
@@ -3187,8 +3176,7 @@ static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_resul
     return ddp_error_restore(&error);
 }
 
-/* Ends an operation: records its event and releases the communicator. result: the result of its NCCL
-   calls. */
+/* Ends an operation: records its event and releases the communicator. result: of its NCCL calls. */
 static ddp_result ddp__nccl_op_end(ddp__nccl *n, const ddp_call *call, ddp_result result) {
     ddp__nccl_op *op = &n->ops.at[n->ops.current];
     int runs = result == DDP_OK && !n->capturing;
@@ -3205,8 +3193,7 @@ static ddp_result ddp__nccl_op_end(ddp__nccl *n, const ddp_call *call, ddp_resul
     return ddp__nccl_failed(n, call, result);
 }
 
-/* Begins an operation. The caller owns the communicator until ddp__nccl_op_end, and the watchdog sees the
-   operation. */
+/* Begins an operation, visible to the watchdog. The caller owns the communicator until ddp__nccl_op_end. */
 static ddp_result ddp__nccl_op_begin(ddp__nccl *n, const ddp_call *call) {
     ddp__nccl_ops *ops = &n->ops;
     int p2p = call->kind == DDP_CALL_SEND || call->kind == DDP_CALL_RECV, gone;
@@ -3274,8 +3261,7 @@ static const char *ddp__nccl_describe(char out[160], const ddp__nccl_mark *mark)
     return out;
 }
 
-/* Describes the ranks that have not made a call, and their last calls. words: the last states of all
-   ranks. */
+/* Describes ranks that have not made a call, and their last calls. words: last states of all ranks. */
 static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_rank_state *words,
                              const ddp__nccl_mark *mark, char *out, size_t size) {
     size_t at = 0;
@@ -3316,7 +3302,7 @@ static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *words, dd
 }
 
 /* Retires finished operations. Fails the group for errors of CUDA and NCCL, and for operations that exceed
-   the timeout. Holds the lock during ncclCommGetAsyncError: two threads must not be inside NCCL with one
+   the timeout. Holds the lock during ncclCommGetAsyncError: only one thread may be inside NCCL with a
    communicator. */
 static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_rank_state *words) {
     int timeout_ms = ddp_group_timeout_ms(n->group), done = 1;
@@ -3410,8 +3396,7 @@ static void ddp__nccl_abort(ddp__nccl *n) {
     if (!comm && n->comm.busy) comm = __atomic_load_n(&n->comm.making, __ATOMIC_ACQUIRE);
     if (n->comm.aborted) comm = NULL;
     if (comm) n->comm.aborted = 1;
-    if (!n->comm.busy) n->comm.handle = NULL; /* otherwise the caller still reads it; ddp__nccl_end clears
-                                                 it */
+    if (!n->comm.busy) n->comm.handle = NULL; /* otherwise ddp__nccl_end clears it */
     is_gone = n->comm.aborted || !n->comm.busy;
     n->ops.count = 0;
     pthread_mutex_unlock(&n->lock);
@@ -3774,8 +3759,8 @@ static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
 }
 
 /* Creates the child's communicator. *made is NULL on ranks without a child. If the split fails, waits for the
-   abort of the parent before it aborts *made: a non-blocking parent of the user has a thread that writes
-   *made. */
+   abort of the parent before it aborts *made: a user's non-blocking parent has a thread that
+   writes *made. */
 static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclComm_t *made) {
     ddp_result result = ddp__nccl_connect(p, "ncclCommSplit", [&](ncclConfig_t *config) {
         return ncclCommSplit(p->comm.handle, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, made, config);
@@ -3787,8 +3772,8 @@ static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclCom
     return ddp__nccl_own_result(p);
 }
 
-/* Splits the group. child NULL with members: this rank has no memory for the child, and only takes part in
-   the agreement. */
+/* Splits the group. child NULL with members: memory has run out on this rank, which only takes part in the
+   agreement. */
 static ddp_result ddp__nccl_split(ddp_group *group, void *state, ddp_group *child, const int *members,
                                   int member_count, void **child_state) {
     ddp__nccl *p = (ddp__nccl *)state, *n = NULL;
@@ -3832,8 +3817,7 @@ static const ddp_backend *ddp__cuda_nccl_backend(void) {
        copy stream    down 0   down 1            up 0   down 2   up 1   ...
        CPU group                       round 0          round 1         ...
 
-   A call returns after its results are copied, so every stream sees them. Pointers to host memory work
-   too. */
+   A call returns after its results are copied, so every stream sees them. Host pointers also work. */
 
 #if !defined(DDP__CUDA_STAGE)
 #define DDP__CUDA_STAGE ((size_t)1 << 21) /* bytes of one buffer: two rounds, each with input and output */
@@ -3853,8 +3837,7 @@ typedef struct ddp__cuda_message {
 } ddp__cuda_message;
 enum { DDP__CUDA_DOWN, DDP__CUDA_WIRE, DDP__CUDA_UP, DDP__CUDA_FREE };
 
-/* Sends and receives. They have their own CPU group and stream, so they run at the same time as
-   collectives. */
+/* Sends and receives. They have their own CPU group and stream, and run in parallel with collectives. */
 typedef struct ddp__cuda_messages {
     ddp_group *group;         /* a split of the user's CPU group */
     cudaStream_t stream;

@@ -565,11 +565,9 @@ DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline);
 struct ddp_schedule {
     ddp_schedule_kind kind;    /* DDP_SCHEDULE_KIND_COUNT: parsed from CSV */
     int rank_count, stage_count, microbatch_count, update_interval;
-    ddp_action *actions;       /* the lists of all ranks, in rank order; an action's index is its place
-                                  here */
+    ddp_action *actions;       /* lists of all ranks, in rank order; an action's index is its place here */
     int count, capacity;
-    int *first;                /* rank r has actions[first[r]] to actions[first[r + 1] - 1]; stored after the
-                                  struct */
+    int *first;                /* rank r has actions[first[r]] to [first[r + 1] - 1]; follows the struct */
     int filled;                /* during construction: number of complete lists */
     int *stage_rank;           /* rank of each stage; -1 = on no rank */
     ddp_result failed;         /* during construction: the first failure */
@@ -1025,8 +1023,7 @@ static int ddp__play_cell(const ddp__play *play, int stage, int microbatch) {
     return stage * play->s->microbatch_count + microbatch;
 }
 
-/* Returns the cell of an action that computes or communicates. A message has the cell of the sending
-   stage. */
+/* Returns the cell of a computation or message. A message has the cell of the sending stage. */
 static int ddp__action_cell(const ddp__play *play, const ddp_action *a) {
     int received = ddp__action_communicates(a->kind) && !ddp__action_sends(a->kind);
     return ddp__play_cell(play, received ? ddp__message_peer(a) : a->stage, a->microbatch);
@@ -1391,8 +1388,7 @@ static int ddp__play_stuck_at(const ddp__play *play, int rank) {
     return blocker >= 0 ? blocker : ddp__play_blocker(play, play->position[rank] + 1);
 }
 
-/* Finds the ranks that wait for each other in a circle, starting from a stuck rank. The error describes
-   it. */
+/* Finds ranks that wait for each other in a circle, starting from a stuck rank, for the error. */
 static ddp_result ddp__play_circle(const ddp__play *play) {
     const ddp_schedule *s = play->s;
     int rank = 0, blocker, other, length = 1;
@@ -1460,8 +1456,7 @@ DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule) {
 }
 
 //== simulation ================================================================= >>impl-schedule-simulate
-/* Computes ddp_schedule_report from the times of a schedule. Drawing and ddp_pipeline_get_stats use it
-   too. */
+/* Computes ddp_schedule_report from the times of a schedule, for simulation, drawing and statistics. */
 
 /* Reports one rank: its busy time, and the peak of micro-batches and of memory in flight. */
 static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const ddp_stage_cost *costs,
@@ -1722,8 +1717,8 @@ static void ddp__auto_first_gradients(ddp__auto *a, double transfer) {
     }
 }
 
-/* Generates the schedule of these rules in a->order. Returns its span, or HUGE_VAL if it is not shorter than
-   a->best_span. */
+/* Generates the schedule of these rules in a->order. Returns its span, or HUGE_VAL if that is
+   not below a->best_span. */
 static double ddp__auto_run(ddp__auto *a, int rules) {
     double span = 0;
     a->rules = ddp__auto_rules_at(rules);
@@ -1811,8 +1806,7 @@ static void ddp__auto_try_steps(ddp__auto *a, double limit) {
     while (top > -32 * per_octave && ddp__auto_step(unit, top - 1, per_octave) >= all) top--;
     for (int i = top;; i--) {
         double step = ddp__auto_step(unit, i, per_octave);
-        int last = step <= a->largest || i <= -32 * per_octave; /* the second ends the loop for infinite
-                                                                   costs */
+        int last = step <= a->largest || i <= -32 * per_octave; /* the second test is for infinite costs */
         int main_step = i == top || last || i % (per_octave > 4 ? per_octave / 4 : 2) == 0;
         if (step > all) step = all;
         if (last) step = a->largest;
@@ -2195,8 +2189,8 @@ static int ddp__lower_messages(const ddp__play *play, int rank, ddp__due_message
 
 /* Creates the lists with SEND and RECV. All ranks follow one order, the times with unit costs. A message
    enters it as a pair, SEND on one rank and RECV on the other, when its tensor is ready. Everything that an
-   action waits for is earlier in this order. So the order is free of deadlocks, even if each SEND waited for
-   its RECV. */
+   action waits for is earlier in this order. So there would be
+   no deadlock even if each SEND waited for its RECV. */
 static ddp_result ddp__lower_comm(ddp_schedule **out, const ddp_schedule *s) {
     ddp_schedule *to = ddp__schedule_like(s);
     ddp__due_message *messages;
@@ -2676,8 +2670,7 @@ static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
         ddp__draw_trace_row(sheet, rank, rank, 0);
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
             const ddp_action *a = &s->actions[i];
-            int second = ddp__picture_pair(picture, i - 1); /* on a row of its own: events of one row must
-                                                               nest */
+            int second = ddp__picture_pair(picture, i - 1); /* has its own row: events of a row must nest */
             if (!ddp__action_computes(a->kind)) continue;
             if (second && !named++) ddp__draw_trace_row(sheet, s->rank_count + rank, rank, 1);
             ddp__sheet_put(
@@ -2856,8 +2849,7 @@ enum { DDP__PIPE_NONE, DDP__PIPE_HERE, DDP__PIPE_OUT, DDP__PIPE_IN };
        slot is free again                      <-----   return the note after the last read */
 typedef struct ddp__pipe_notes {
     uint64_t *offsets;     /* per slot */
-    uint64_t *returned;    /* OUT: notes received back, one per slot; IN: notes to return, one per
-                              micro-batch */
+    uint64_t *returned;    /* OUT: notes received back, per slot; IN: notes to return, per micro-batch */
     ddp_work *returns;     /* per entry of returned */
     uint64_t back;         /* OUT: notes received back since create */
 } ddp__pipe_notes;
@@ -3002,8 +2994,7 @@ struct ddp_pipeline {
     unsigned char *wide;          /* one parameter's 16-bit gradient, converted to f32 */
     size_t wide_bytes;
     ddp_exact_sum *squares;       /* on the device */
-    int no_clip;                  /* 1 = no stage of any rank has params, or unshard allocates some
-                                     gradients */
+    int no_clip;                  /* 1 = no rank has params, or unshard allocates gradients */
     /* Per tie: group of the two ranks that share the parameter. NULL = both uses are on one rank, or this
        rank has none of them. Ties of the same two ranks share a group. */
     ddp_group **tie_groups;
@@ -3046,7 +3037,7 @@ static ddp_result ddp__pipe_sum_over_ranks(ddp_pipeline *p, void *data, size_t c
     return ddp_host_collective(p->group, DDP_CALL_ALL_REDUCE, data, data, count, dtype, DDP_OP_SUM, -1);
 }
 
-/* Returns this rank's next stage after s, or its first stage if s is NULL. Returns NULL after the last one. */
+/* Returns this rank's next stage after s, or the first one if s is NULL. NULL after the last one. */
 static ddp__pipe_stage *ddp__pipe_next(const ddp_pipeline *p, const ddp__pipe_stage *s) {
     int stage = s ? s->number + 1 : 0;
     while (stage < p->stage_count && p->stages[stage].number < 0) stage++;
@@ -3490,8 +3481,7 @@ static void ddp__pipe_swap_values(const ddp__pipe_stage *s, uint64_t version, in
 
 //== runner: memory layout ======================================================== >>impl-pipeline-layout
 /* Computes the memory of a step and allocates it. ddp__pipe_count walks through this rank's list once,
-   without callbacks and messages. It counts the slots, partial sums and weight copies that are in use at
-   once. */
+   without callbacks and messages. It counts slots, partial sums and weight copies in use. */
 
 /* Returns the largest number of micro-batches that a stage of any rank has in flight. */
 static int ddp__pipe_in_flight(const ddp_schedule *s, int stage) {
@@ -3651,8 +3641,7 @@ static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, ddp__pipe_stream *strea
    before it, on this rank and on its peer. They are issued in the order of ddp__lower_comm: by the time at
    which unit costs make them. This order has no deadlock: take the first of all remaining computations, by
    begin, and messages. Everything that it needs comes earlier. A receive is issued right after the sends
-   before it, which can be before its time. It then only precedes computations that make none of these
-   sends. */
+   before it, possibly before its time. It then only precedes computations that make none of these sends. */
 static ddp_result ddp__pipe_order(ddp_pipeline *p) {
     ddp__play play;
     ddp_result result;
@@ -3763,8 +3752,7 @@ static ddp_result ddp__pipe_pool_memory(ddp_pipeline *p, ddp__pipe_pool *pool, s
     return DDP_OK;
 }
 
-/* Allocates the memory of a stage: saved memory, gradients, partial sums, weight copies, recompute
-   scratch. */
+/* Allocates memory of a stage: saved memory, gradients, partial sums, weight copies, scratch outputs. */
 static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
     size_t sum_bytes = (size_t)s->sums.count * s->sums.bytes,
            version_bytes = (size_t)s->versions.count * s->versions.bytes, unused = 0;
@@ -4539,8 +4527,7 @@ DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline) {
 //== runner: losses, times, gradient norms ======================================== >>impl-pipeline-report
 /* Public calls that read the results of the last step. */
 
-/* Adds values in the order of tree reductions: a range splits at the largest power of two below its
-   length. */
+/* Adds values in tree order: a range splits at the largest power of two below its length. */
 static double ddp__pipe_tree(const double *values, int count) {
     int half = 1;
     if (count == 1) return values[0];
@@ -4614,8 +4601,7 @@ DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost 
     const int one_clock = ddp_local_world_size(p->group) == p->world_size;
     size_t count = (size_t)p->schedule->count;
     ddp_action_time *all = p->run.measures[1].times; /* scratch: no evaluation reads it later */
-    double shift = 0; /* machines have different clocks: without one_clock, times count from each rank's
-                         start */
+    double shift = 0; /* without a common clock, times count from each rank's start */
     memset(all, 0, count * sizeof *all);
     for (int rank = 0; rank < p->world_size && one_clock; rank++)
         if (m->starts[p->rank] - m->starts[rank] > shift) shift = m->starts[p->rank] - m->starts[rank];
