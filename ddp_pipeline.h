@@ -766,7 +766,10 @@ static void ddp__push_in_rounds(ddp_schedule *s, ddp_action_kind kind, int rank,
    first forward, and `lates` more for each later rank. Then forwards and backwards alternate, and the
    remaining backwards follow. lags > 0: W follows its I after lags * rank further I. */
 static void ddp__generate_1f1b(ddp_schedule *s, const ddp_schedule_desc *d, int rank, int lates, int lags) {
-    int p = d->rank_count, m = d->microbatch_count, v = d->chunk_count, round = m / ddp__rounds(p, m);
+    int p = d->rank_count;
+    int m = d->microbatch_count;
+    int v = d->chunk_count;
+    int round = m / ddp__rounds(p, m);
     int total = m * v, lag = lags * rank;
     int64_t warmup = (int64_t)(v - 1) * round + (int64_t)lates * (p - 1 - rank);
     int fill = warmup < total ? (int)warmup : total;
@@ -860,8 +863,9 @@ static void ddp__generate_dualpipe_v(ddp_schedule *s, int rank, int m) {
 
 /* Checks that m is a multiple of `step` and not below `least`. The error names the nearest valid m. */
 static ddp_result ddp__schedule_check_multiple(const ddp_schedule_desc *d, int step, int least) {
-    int m = d->microbatch_count, down = m / step * step,
-        nearest = m - down < step - (m - down) ? down : down + step;
+    int m = d->microbatch_count;
+    int down = m / step * step;
+    int nearest = m - down < step - (m - down) ? down : down + step;
     if (m % step == 0 && m >= least) return DDP_OK;
     if (nearest < least) nearest = (least + step - 1) / step * step;
     if (step > 1)
@@ -876,7 +880,10 @@ static ddp_result ddp__schedule_check_multiple(const ddp_schedule_desc *d, int s
 /* Checks that all rounds of interleaved-1F1B have the same size. The error names the nearest valid m; of two,
    the one that is a multiple of p. */
 static ddp_result ddp__schedule_check_rounds(const ddp_schedule_desc *d) {
-    int p = d->rank_count, m = d->microbatch_count, rounds = ddp__rounds(p, m), nearest = 0;
+    int p = d->rank_count;
+    int m = d->microbatch_count;
+    int rounds = ddp__rounds(p, m);
+    int nearest = 0;
     if (m % rounds == 0) return DDP_OK;
     for (int distance = 1; !nearest; distance++) { /* ends at a multiple of p; m > p, since rounds > 1 */
         int below = m - distance, above = m + distance;
@@ -890,7 +897,9 @@ static ddp_result ddp__schedule_check_rounds(const ddp_schedule_desc *d) {
 }
 
 static ddp_result ddp__schedule_check_interval(ddp_schedule_desc *d) {
-    int m = d->microbatch_count, two = d->kind == DDP_SCHEDULE_PIPEDREAM_2BW, least = two ? d->rank_count : 1;
+    int m = d->microbatch_count;
+    int two = d->kind == DDP_SCHEDULE_PIPEDREAM_2BW;
+    int least = two ? d->rank_count : 1;
     if (d->kind != DDP_SCHEDULE_PIPEDREAM && !two) {
         if (d->update_interval && d->update_interval != m)
             return DDP__SCHEDULE_BAD(
@@ -916,7 +925,8 @@ static ddp_result ddp__schedule_desc_resolve(const ddp_schedule_desc *desc, ddp_
     int vee, any, p, m;
     if (!desc) return DDP__SCHEDULE_BAD("desc is NULL");
     *d = *desc;
-    p = d->rank_count, m = d->microbatch_count;
+    p = d->rank_count;
+    m = d->microbatch_count;
     if ((int)d->kind < 0 || d->kind >= DDP_SCHEDULE_KIND_COUNT)
         return DDP__SCHEDULE_BAD("kind=%d, there are 0 to %d", (int)d->kind, DDP_SCHEDULE_KIND_COUNT - 1);
     if (!d->alloc_fn != !d->free_fn) return DDP__SCHEDULE_BAD("set both alloc_fn and free_fn, or neither");
@@ -1038,8 +1048,9 @@ static void ddp__play_close(ddp__play *play) {
 
 static ddp_result ddp__play_alloc(ddp__play *play) {
     const ddp_schedule *s = play->s;
-    size_t cells = (size_t)s->stage_count * (size_t)s->microbatch_count, actions = (size_t)s->count,
-           ranks = (size_t)s->rank_count;
+    size_t cells = (size_t)s->stage_count * (size_t)s->microbatch_count;
+    size_t actions = (size_t)s->count;
+    size_t ranks = (size_t)s->rank_count;
     size_t numbers = 7 * cells + 2 * actions + 2 * ranks;
     int *next = (int *)ddp__schedule_alloc(s, 1, numbers * sizeof *next + actions);
     if (!next) return DDP_ERR_NO_MEMORY;
@@ -1153,8 +1164,10 @@ static ddp_result ddp__check_present(const ddp__play *play, int there, ddp_actio
    and received before the action that uses it. */
 static ddp_result ddp__check_cell(const ddp__play *play, int stage, int i) {
     const ddp_schedule *s = play->s;
-    int cell = ddp__play_cell(play, stage, i), f = play->table[DDP_ACTION_FORWARD][cell];
-    int g = play->table[DDP_ACTION_INPUT_GRAD][cell], w = play->table[DDP_ACTION_WEIGHT_GRAD][cell];
+    int cell = ddp__play_cell(play, stage, i);
+    int f = play->table[DDP_ACTION_FORWARD][cell];
+    int g = play->table[DDP_ACTION_INPUT_GRAD][cell];
+    int w = play->table[DDP_ACTION_WEIGHT_GRAD][cell];
     DDP_TRY(ddp__check_present(play, f, DDP_ACTION_FORWARD, stage, i, g >= 0 ? g : w, "forward"));
     if (w < 0) DDP_TRY(ddp__check_present(play, g, DDP_ACTION_BACKWARD, stage, i, f, "backward"));
     DDP_TRY(ddp__check_present(play, g, DDP_ACTION_INPUT_GRAD, stage, i, w, "input gradient"));
@@ -1162,10 +1175,13 @@ static ddp_result ddp__check_cell(const ddp__play *play, int stage, int i) {
     DDP_TRY(ddp__check_after(play, g, f, "forward"));
     if (w != g) DDP_TRY(ddp__check_after(play, w, g, "input gradient"));
     for (int way = 0; way < 2 && play->has_comm; way++) {
-        ddp_action_kind sending = way ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F,
-                        receiving = way ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F;
-        int to = way ? stage - 1 : stage + 1, made = way ? g : f, send = play->table[sending][cell],
-            recv = play->table[receiving][cell], used;
+        ddp_action_kind sending = way ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F;
+        ddp_action_kind receiving = way ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F;
+        int to = way ? stage - 1 : stage + 1;
+        int made = way ? g : f;
+        int send = play->table[sending][cell];
+        int recv = play->table[receiving][cell];
+        int used;
         if (to < 0 || to == s->stage_count || s->stage_rank[to] == s->stage_rank[stage]) continue;
         used = play->table[way ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_FORWARD][ddp__play_cell(play, to, i)];
         DDP_TRY(ddp__check_present(play, send, sending, stage, i, made, "message"));
@@ -1335,7 +1351,8 @@ static double ddp__play_arrival(const ddp__play *play, int index, double at) {
 
 /* Sets the earliest times of an action, or of an overlapping pair, on a rank that is idle from free_at on. */
 static void ddp__play_time(ddp__play *play, int index, double free_at) {
-    const ddp_action *a = &play->s->actions[index], *f = a->kind == DDP_ACTION_FORWARD ? a : a + 1;
+    const ddp_action *a = &play->s->actions[index];
+    const ddp_action *f = a->kind == DDP_ACTION_FORWARD ? a : a + 1;
     ddp_action_time *t = &play->times[index];
     double given = a->overlaps && play->costs ? play->costs[f->stage].overlapped : 0;
     if (!a->overlaps || (play->apart && !(given > 0))) {
@@ -1366,8 +1383,9 @@ static int ddp__play_run(ddp__play *play) {
     while (depth > 0) {
         int rank = play->stack[--depth];
         while (play->position[rank] < s->first[rank + 1]) {
-            int i = play->position[rank], n = 1 + s->actions[i].overlaps,
-                blocker = ddp__play_blocker(play, i);
+            int i = play->position[rank];
+            int n = 1 + s->actions[i].overlaps;
+            int blocker = ddp__play_blocker(play, i);
             if (blocker < 0 && n == 2) blocker = ddp__play_blocker(play, i + 1);
             if (blocker >= 0) { play->waiter[blocker] = rank; break; }
             if (play->times) ddp__play_time(play, i, i > s->first[rank] ? play->times[i - 1].end : 0);
@@ -1660,8 +1678,10 @@ static int ddp__auto_waits_longest(const ddp__auto *a, int rank, double waited) 
 static int ddp__auto_decide(ddp__auto *a, int rank) {
     const ddp__auto_rules *rules = &a->rules;
     ddp__auto_rank *r = &a->ranks[rank];
-    double now = r->free_at, forward = ddp__auto_ready(a, 0, rank), gradient = ddp__auto_ready(a, 1, rank),
-           soon;
+    double now = r->free_at;
+    double forward = ddp__auto_ready(a, 0, rank);
+    double gradient = ddp__auto_ready(a, 1, rank);
+    double soon;
     if (!rules->fill && r->next[1] == 0 && r->next[0] > 0 && forward < DBL_MAX && gradient > forward &&
         forward + r->cost[0] > r->first_gradient * (1 + 1e-12)) {
         if (gradient < DBL_MAX) forward = DBL_MAX;
@@ -1689,7 +1709,8 @@ static void ddp__auto_settle(ddp__auto *a, int rank) {
     const ddp__auto_rank *r = &a->ranks[rank];
     double at = r->length == 3 * a->m ? DBL_MAX : r->free_at;
     if (at < DBL_MAX && r->next[2] == r->next[1]) { /* no W is left to fill a gap with */
-        double forward = ddp__auto_ready(a, 0, rank), gradient = ddp__auto_ready(a, 1, rank);
+        double forward = ddp__auto_ready(a, 0, rank);
+        double gradient = ddp__auto_ready(a, 1, rank);
         at = forward < gradient ? forward : gradient;
     }
     if (at == a->decides_at[rank]) return;
@@ -1795,7 +1816,9 @@ static double ddp__auto_step(double unit, int i, int per_octave) {
    steps are fractions and multiples of p times the largest micro-batch, from one micro-batch to all of them.
    Small pipelines have more steps. Main steps, such as p times the largest micro-batch, try more rules. */
 static void ddp__auto_try_steps(ddp__auto *a, double limit) {
-    double actions = 3.0 * a->p * a->m, unit = a->largest * a->p, all = a->largest * a->m;
+    double actions = 3.0 * a->p * a->m;
+    double unit = a->largest * a->p;
+    double all = a->largest * a->m;
     int per_octave = actions > 3e5 ? 4 : 16, top = 0, many = 8, few = 1;
     if (actions < 1e3) per_octave = 64;
     if (actions * many < 24e6) many = (int)(24e6 / actions);
@@ -1877,7 +1900,10 @@ static void ddp__auto_costs(ddp__auto *a, const ddp_stage_cost *costs) {
 /* Creates an AUTO schedule: the fastest one of all rules and the known kinds ZB-H1 and ZB-H2. */
 static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc *d) {
     static const ddp_schedule_kind known[] = {DDP_SCHEDULE_ZB_H1, DDP_SCHEDULE_ZB_H2};
-    size_t p = (size_t)d->rank_count, cells = p * (size_t)d->microbatch_count, leaves = 1, bytes;
+    size_t p = (size_t)d->rank_count;
+    size_t cells = p * (size_t)d->microbatch_count;
+    size_t leaves = 1;
+    size_t bytes;
     ddp_schedule *s, *best = NULL;
     ddp__auto a = DDP_ZERO;
     double limit, span;
@@ -2145,7 +2171,8 @@ static ddp_result ddp__lower_lists(ddp_schedule **out, const ddp__play *play, un
 typedef struct ddp__due_message { double at; int source; ddp_action action; } ddp__due_message;
 
 static int ddp__message_compare(const void *left, const void *right) {
-    const ddp__due_message *l = (const ddp__due_message *)left, *r = (const ddp__due_message *)right;
+    const ddp__due_message *l = (const ddp__due_message *)left;
+    const ddp__due_message *r = (const ddp__due_message *)right;
     if (l->at != r->at) return l->at < r->at ? -1 : 1;
     return l->source < r->source ? -1 : l->source > r->source;
 }
@@ -2165,8 +2192,9 @@ static int ddp__lower_messages(const ddp__play *play, int rank, ddp__due_message
     int count = 0;
     for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
         const ddp_action *a = &s->actions[i];
-        int source = ddp__play_source(play, i), back = a->kind != DDP_ACTION_FORWARD,
-            to = back ? a->stage - 1 : a->stage + 1;
+        int source = ddp__play_source(play, i);
+        int back = a->kind != DDP_ACTION_FORWARD;
+        int to = back ? a->stage - 1 : a->stage + 1;
         if (!ddp__action_computes(a->kind) || a->kind == DDP_ACTION_WEIGHT_GRAD) continue;
         if (source >= 0 && s->stage_rank[s->actions[source].stage] != rank) {
             ddp__due_message due = {
@@ -2480,7 +2508,8 @@ static double ddp__axis_step(double span, double pixels) {
 /* Draws the time axis: lines through the rows, with times below. scale: pixels per unit of time. */
 static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, double left, double top,
                            double bottom, double scale) {
-    double span = picture->report.makespan / picture->unit->size, pixels = scale * picture->report.makespan;
+    double span = picture->report.makespan / picture->unit->size;
+    double pixels = scale * picture->report.makespan;
     double step = ddp__axis_step(span, pixels);
     const char *merged = "";
     int decimals = 0;
@@ -2504,16 +2533,19 @@ static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int
                              double row, double scale) {
     const ddp_schedule *s = picture->s;
     const ddp_action *a = &s->actions[i];
-    int second = ddp__picture_pair(picture, i - 1), half = second || ddp__picture_pair(picture, i);
+    int second = ddp__picture_pair(picture, i - 1);
+    int half = second || ddp__picture_pair(picture, i);
     double x = left + scale * (picture->times[i].begin - picture->begin);
     double length = scale * (picture->times[i].end - picture->times[i].begin);
     double gap = length > 4 ? 1 : length / 4;
     if (!ddp__action_computes(a->kind)) return;
     length -= gap;
     ddp__draw_box(sheet, s, a, x, second ? y + row / 2 : y,
-                  length > 0.2 ? length : 0.2, half ? row / 2 - 0.5 : row);
+                  length > 0.2 ? length : 0.2,
+                  half ? row / 2 - 0.5 : row);
     if (i > 0 && a[-1].overlaps) {
-        double begin = left + scale * (picture->times[i - 1].begin - picture->begin), end = x + length;
+        double begin = left + scale * (picture->times[i - 1].begin - picture->begin);
+        double end = x + length;
         double first_end = left + scale * (picture->times[i - 1].end - picture->begin) - gap;
         ddp__action_text first = ddp__action_label(a - 1);
         char title[160];
@@ -2606,8 +2638,14 @@ static void ddp__svg_row_draw(const ddp__picture *picture, ddp__sheet *sheet, in
 
 static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
     const ddp_schedule *s = picture->s;
-    const double left = DDP__SVG_LEFT, right = DDP__SVG_RIGHT, top = 34, row = DDP__SVG_ROW, gap = 4;
-    double scale = 22 / picture->shortest, span = picture->report.makespan, width = 860; /* the legend fits */
+    const double left = DDP__SVG_LEFT;
+    const double right = DDP__SVG_RIGHT;
+    const double top = 34;
+    const double row = DDP__SVG_ROW;
+    const double gap = 4;
+    double scale = 22 / picture->shortest;
+    double span = picture->report.makespan;
+    double width = 860; /* the legend fits */
     double bottom = top + s->rank_count * (row + gap);
     int height = (int)bottom + 72;
     char title[256];
@@ -3158,8 +3196,8 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
                 "ties[%d]: stages %d and %d; the second use is a later one, and there are %d stages", i,
                 t->first_stage, t->second_stage, p->stage_count);
         for (int end = 0; end < 2; end++) {
-            int stage = end ? t->second_stage : t->first_stage,
-                index = end ? t->second_param : t->first_param;
+            int stage = end ? t->second_stage : t->first_stage;
+            int index = end ? t->second_param : t->first_param;
             const ddp_pipeline_stage *s = &p->stages[stage].desc;
             if (p->stages[stage].number < 0) continue;
             if (index < 0 || index >= s->param_count)
@@ -3202,8 +3240,8 @@ static ddp_result ddp__pipe_check_edge(const ddp_pipeline *p, int index, const d
 /* Creates the links from the edges of the desc, or from boundary and output. */
 static ddp_result ddp__pipe_edges(ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
-    int count = d->edges ? d->edge_count : p->stage_count - 1 + (d->output.dtype != DDP_DTYPE_DEFAULT),
-        to_loss = 0;
+    int count = d->edges ? d->edge_count : p->stage_count - 1 + (d->output.dtype != DDP_DTYPE_DEFAULT);
+    int to_loss = 0;
     if (d->edge_count < 0 || d->edge_count > (1 << 20) || (d->edge_count && !d->edges))
         return DDP__PIPE_BAD("edge_count=%d, edges=%p; list all edges, at most %d, or set neither",
                              d->edge_count, (const void *)d->edges, 1 << 20);
@@ -3319,8 +3357,9 @@ static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, d
     for (int i = 0; i < s->desc.param_count; i++) {
         const ddp__pipe_gradient *g = &s->sums.gradients[i];
         void *grad = s->desc.params[i]->grad.data;
-        unsigned char *kept = s->sums.memory + (size_t)step.buffer * s->sums.bytes + g->at,
-                      *out = (unsigned char *)grad, *right = out;
+        unsigned char *kept = s->sums.memory + (size_t)step.buffer * s->sums.bytes + g->at;
+        unsigned char *out = (unsigned char *)grad;
+        unsigned char *right = out;
         if (!g->bytes) continue;
         if (g->sum_dtype != g->dtype && newest >= 0) {
             out = right = s->sums.memory + (size_t)newest * s->sums.bytes + g->at;
@@ -3346,8 +3385,8 @@ static void ddp__pipe_end_sum(const ddp_pipeline *p, const ddp__pipe_stage *s, i
     for (int i = 0; i < s->desc.param_count; i++) {
         const ddp__pipe_gradient *g = &s->sums.gradients[i];
         int wide = sum >= 0 && g->sum_dtype != g->dtype;
-        void *grad = s->desc.params[i]->grad.data,
-             *data = wide ? s->sums.memory + (size_t)sum * s->sums.bytes + g->at : grad;
+        void *grad = s->desc.params[i]->grad.data;
+        void *data = wide ? s->sums.memory + (size_t)sum * s->sums.bytes + g->at : grad;
         if (g->bytes && divides) p->device->divide(data, g->count, g->sum_dtype, (uint64_t)p->interval);
         if (!g->bytes || !wide) continue;
         p->device->cast(grad, g->dtype, data, DDP_F32, g->count);
@@ -3383,10 +3422,12 @@ static ddp_result ddp__pipe_tied(ddp_pipeline *p, int stage, int param, ddp_tens
    bits in either order. */
 static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
     for (int i = 0; i < 2 * p->desc.tie_count; i++) {
-        int number = i % p->desc.tie_count, back = i >= p->desc.tie_count, more = 0;
+        int number = i % p->desc.tie_count;
+        int back = i >= p->desc.tie_count;
+        int more = 0;
         const ddp_pipeline_tie *t = &p->desc.ties[number];
-        int rank[2] = {p->schedule->stage_rank[t->first_stage], p->schedule->stage_rank[t->second_stage]},
-            mine = rank[0] != p->rank;
+        int rank[2] = {p->schedule->stage_rank[t->first_stage], p->schedule->stage_rank[t->second_stage]};
+        int mine = rank[0] != p->rank;
         ddp_group *two = p->tie_groups[number];
         ddp_tensor grad[2], *own = &grad[mine];
         size_t count[2];
@@ -3514,14 +3555,18 @@ static int ddp__pipe_in_flight(const ddp_schedule *s, int stage) {
    slot, and this rank never waits. */
 static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp_pipeline_edge *link, int way) {
     const ddp_schedule *s = p->schedule;
-    int slots = ddp__pipe_in_flight(s, link->from), rank = s->stage_rank[link->to], split = 0, heard = 0,
-        more = 0;
+    int slots = ddp__pipe_in_flight(s, link->from);
+    int rank = s->stage_rank[link->to];
+    int split = 0;
+    int heard = 0;
+    int more = 0;
     for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
         split |= s->actions[i].stage == link->to && s->actions[i].kind == DDP_ACTION_WEIGHT_GRAD;
     for (int i = 0; i < p->messages.link_count && p->messages.in_place && !way; i++) {
         const ddp_pipeline_edge *e = &p->messages.links[i].edge;
-        int from = s->stage_rank[e->from], to = e->to < p->stage_count ? s->stage_rank[e->to] : -1,
-            back = from == p->rank && to == rank && !e->no_grad;
+        int from = s->stage_rank[e->from];
+        int to = e->to < p->stage_count ? s->stage_rank[e->to] : -1;
+        int back = from == p->rank && to == rank && !e->no_grad;
         heard |= back && e->from >= link->from && e->to <= link->to;
         more |= back || (from == rank && to == p->rank);
     }
@@ -3545,9 +3590,12 @@ static ddp_result ddp__pipe_links(ddp_pipeline *p) {
     const int *rank_of = p->schedule->stage_rank;
     for (int i = 0; i < 2 * p->messages.link_count; i++) {
         const ddp_pipeline_edge *e = &p->messages.links[i / 2].edge;
-        int way = i % 2, from = rank_of[e->from], to = e->to < p->stage_count ? rank_of[e->to] : from;
-        int maker = way ? to : from, user = way ? from : to,
-            kind = maker == p->rank ? DDP__PIPE_OUT : DDP__PIPE_IN;
+        int way = i % 2;
+        int from = rank_of[e->from];
+        int to = e->to < p->stage_count ? rank_of[e->to] : from;
+        int maker = way ? to : from;
+        int user = way ? from : to;
+        int kind = maker == p->rank ? DDP__PIPE_OUT : DDP__PIPE_IN;
         ddp__pipe_pool *pool = &p->messages.links[i / 2].way[way];
         pool->tensor = e->tensor;
         pool->tensor.data = NULL;
@@ -3597,7 +3645,8 @@ static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, ddp__pipe_stage *s) {
 }
 
 static int ddp__pipe_message_compare(const void *left, const void *right) {
-    const ddp__pipe_message *l = (const ddp__pipe_message *)left, *r = (const ddp__pipe_message *)right;
+    const ddp__pipe_message *l = (const ddp__pipe_message *)left;
+    const ddp__pipe_message *r = (const ddp__pipe_message *)right;
     if (l->at != r->at) return l->at < r->at ? -1 : 1;
     if (l->source != r->source) return l->source < r->source ? -1 : 1;
     return l->link < r->link ? -1 : l->link > r->link;
@@ -3677,9 +3726,12 @@ static void ddp__pipe_count_action(ddp_pipeline *p, const ddp_action *a) {
     ddp__pipe_versions *versions = &s->versions;
     ddp__pipe_step steps[DDP__PIPE_STEPS];
     ddp__pipe_pool *pool;
-    int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD,
-        ends = ddp__action_ends(a->kind);
-    int update = a->kind == DDP_ACTION_REDUCE_GRAD, loss = !way && ddp__pipe_is_last(p, s);
+    int i = a->microbatch;
+    int way = a->kind != DDP_ACTION_FORWARD;
+    int makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
+    int ends = ddp__action_ends(a->kind);
+    int update = a->kind == DDP_ACTION_REDUCE_GRAD;
+    int loss = !way && ddp__pipe_is_last(p, s);
     if (ddp__action_computes(a->kind)) {
         for (int k = 0; (pool = ddp__pipe_at(s, way, way, k)) != NULL; k++)
             if (pool->kind == DDP__PIPE_IN) ddp__pipe_count_receives(&p->messages, pool, i);
@@ -3754,8 +3806,9 @@ static ddp_result ddp__pipe_pool_memory(ddp_pipeline *p, ddp__pipe_pool *pool, s
 
 /* Allocates memory of a stage: saved memory, gradients, partial sums, weight copies, scratch outputs. */
 static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
-    size_t sum_bytes = (size_t)s->sums.count * s->sums.bytes,
-           version_bytes = (size_t)s->versions.count * s->versions.bytes, unused = 0;
+    size_t sum_bytes = (size_t)s->sums.count * s->sums.bytes;
+    size_t version_bytes = (size_t)s->versions.count * s->versions.bytes;
+    size_t unused = 0;
     DDP_TRY(ddp__pipe_pool_memory(p, &s->saved, &unused));
     for (int i = 0; i < s->desc.param_count; i++) {
         ddp__pipe_gradient *g = &s->sums.gradients[i];
@@ -4083,7 +4136,9 @@ static ddp_result ddp__pipe_reduce(ddp_pipeline *p, ddp__pipe_stage *s) {
 
 /* Waits for the inputs of an action, and acquires slots for its results. */
 static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
-    int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
+    int i = a->microbatch;
+    int way = a->kind != DDP_ACTION_FORWARD;
+    int makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
     int loss = !way && ddp__pipe_is_last(p, s) && !p->run.evaluating;
     ddp__pipe_pool *pool;
     for (int k = 0; (pool = ddp__pipe_at(s, way, way, k)) != NULL; k++) {
@@ -4103,8 +4158,10 @@ static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const d
    learns of the action finds their slots free. Then sends the results. */
 static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
     static const char back[] = " could not give back what it read";
-    int i = a->microbatch, way = a->kind != DDP_ACTION_FORWARD, makes = a->kind != DDP_ACTION_WEIGHT_GRAD,
-        ends = ddp__action_ends(a->kind);
+    int i = a->microbatch;
+    int way = a->kind != DDP_ACTION_FORWARD;
+    int makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
+    int ends = ddp__action_ends(a->kind);
     int loss = !way && ddp__pipe_is_last(p, s);
     ddp__pipe_pool *pool;
     for (int k = 0; (ends || p->run.evaluating) && (pool = ddp__pipe_at(s, 0, 0, k)) != NULL; k++)
@@ -4345,7 +4402,9 @@ enum { DDP__PIPE_END = 2 + DDP_MAX_NDIM };
    described by one rank; the others contribute zeros to the sum. */
 static ddp_result ddp__pipe_agree_tie(ddp_pipeline *p, int i) {
     const ddp_pipeline_tie *t = &p->desc.ties[i];
-    int stage[2] = {t->first_stage, t->second_stage}, param[2] = {t->first_param, t->second_param}, rank[2];
+    int stage[2] = {t->first_stage, t->second_stage};
+    int param[2] = {t->first_param, t->second_param};
+    int rank[2];
     int64_t end[2][DDP__PIPE_END];
     memset(end, 0, sizeof end);
     for (int k = 0; k < 2; k++) {
@@ -4375,11 +4434,13 @@ static ddp_result ddp__pipe_agree_tie(ddp_pipeline *p, int i) {
 static ddp_result ddp__pipe_tie_groups(ddp_pipeline *p) {
     const int *rank_of = p->schedule->stage_rank;
     for (int i = 0; i < p->desc.tie_count; i++) {
-        int first = rank_of[p->desc.ties[i].first_stage], second = rank_of[p->desc.ties[i].second_stage],
-            same = 0;
+        int first = rank_of[p->desc.ties[i].first_stage];
+        int second = rank_of[p->desc.ties[i].second_stage];
+        int same = 0;
         DDP_TRY(ddp__pipe_agree_tie(p, i));
         for (; same < i; same++) {
-            int a = rank_of[p->desc.ties[same].first_stage], b = rank_of[p->desc.ties[same].second_stage];
+            int a = rank_of[p->desc.ties[same].first_stage];
+            int b = rank_of[p->desc.ties[same].second_stage];
             if ((a == first && b == second) || (a == second && b == first)) break;
         }
         if (same < i) p->tie_groups[i] = p->tie_groups[same];
@@ -4394,8 +4455,9 @@ static ddp_result ddp__pipe_tie_groups(ddp_pipeline *p) {
    its memory per message now, instead of in a later step. The messages are a batch, since on a device with
    streams the host must not wait for any of them. bytes: works + 1 bytes of device memory. */
 static ddp_result ddp__pipe_warm_up(ddp_pipeline *p, unsigned char *bytes) {
-    int before = (p->rank + p->world_size - 1) % p->world_size, after = (p->rank + 1) % p->world_size,
-        count = p->world_size > 1 ? p->messages.works : 0;
+    int before = (p->rank + p->world_size - 1) % p->world_size;
+    int after = (p->rank + 1) % p->world_size;
+    int count = p->world_size > 1 ? p->messages.works : 0;
     ddp_result result = ddp_p2p_begin(p->group), ended;
     ddp_work first = DDP_ZERO; /* the handle of an asynchronous message starts the communication thread */
     for (int i = 0; i < count && result == DDP_OK; i++)
@@ -4417,7 +4479,8 @@ static ddp_result ddp__pipe_warm_up(ddp_pipeline *p, unsigned char *bytes) {
 
 /* Removes all pointers from parameters to memory of the runner, and ends reductions that read it. */
 static void ddp__pipe_detach(const ddp__pipe_stage *s) {
-    uintptr_t first = (uintptr_t)s->sums.memory, end = first + (size_t)s->sums.count * s->sums.bytes;
+    uintptr_t first = (uintptr_t)s->sums.memory;
+    uintptr_t end = first + (size_t)s->sums.count * s->sums.bytes;
     for (int i = 0; i < s->desc.param_count && s->sums.gradients; i++) {
         ddp_param *param = s->desc.params[i];
         uintptr_t sum = (uintptr_t)param->sum.data;
@@ -4561,7 +4624,8 @@ static ddp_result ddp__pipe_need_step(ddp_pipeline *p, const char *who) {
 /* Computes the mean costs per micro-batch. Half of a B counts as I, half as W. */
 static void ddp__pipe_costs(const ddp_pipeline *p, ddp_stage_cost *costs) {
     for (int stage = 0; stage < p->stage_count; stage++) {
-        const double *seconds = p->run.measures[0].seconds + 4 * stage, m = p->microbatch_count;
+        const double *seconds = p->run.measures[0].seconds + 4 * stage;
+        const double m = p->microbatch_count;
         memset(&costs[stage], 0, sizeof costs[stage]);
         costs[stage].forward = seconds[0] / m;
         costs[stage].input_grad = (seconds[1] + seconds[3] / 2) / m;
