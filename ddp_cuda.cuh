@@ -333,6 +333,7 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #endif
 
 //== structs ============================================================================== >>impl-structs
+/* Includes, limits and the table of CUDA runtime calls. Tests replace this table by a fake machine. */
 #include <ctype.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -778,7 +779,8 @@ static DDP__HD float ddp__cuda_round_odd(double x) {
     double back = (double)nearest;
     uint32_t bits = ddp__cuda_bits(nearest);
     if (back == x || x != x) return nearest;
-    if ((back < 0 ? -back : back) > (x < 0 ? -x : x)) bits--;
+    if ((back < 0 ? -back : back)
+        > (x < 0 ? -x : x)) bits--;
     return ddp__cuda_from_bits(bits | 1);
 }
 
@@ -1442,7 +1444,8 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
     }
     DDP__HD value partial(size_t number, int lane, int64_t *cells) const {
         size_t row = pieces == 1 ? number : number / pieces,
-               begin = (number - row * pieces) * DDP__CUDA_PIECE, first = row * row_count + begin;
+               begin = (number - row * pieces) * DDP__CUDA_PIECE,
+               first = row * row_count + begin;
         size_t count = row_count - begin < DDP__CUDA_PIECE ? row_count - begin : DDP__CUDA_PIECE,
                at = (size_t)lane * WIDTH;
         value sums = {};
@@ -4426,6 +4429,7 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
 }
 
 //== public ================================================================================ >>impl-public
+/* Public calls: device and streams, then kernels. Each checks its arguments and calls a section above. */
 
 #ifdef __cplusplus
 extern "C" {

@@ -551,6 +551,7 @@ DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline);
 #define DDP_PIPELINE_IMPLEMENTATION_INCLUDED
 
 //== structs ============================================================================== >>impl-structs
+/* Includes, limits and struct ddp_schedule. A schedule is one array with the lists of all ranks. */
 #include <float.h>
 #include <math.h>
 #include <stdarg.h>
@@ -4742,6 +4743,7 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
 }
 
 //== public ================================================================================ >>impl-public
+/* Public calls that create and read schedules. The other public calls are in the sections of their topics. */
 
 DDPDEF const char *ddp_schedule_kind_name(ddp_schedule_kind kind) {
     return (int)kind >= 0 && kind < DDP_SCHEDULE_KIND_COUNT ? ddp__schedule_kind_names[kind]
