@@ -873,6 +873,7 @@ static DDP__HD float ddp__cuda_divide(float x, const ddp__cuda_divisor &d) {
 static DDP__HD double ddp__cuda_divide(double x, const ddp__cuda_divisor &d) {
     return d.power_of_two ? ddp__cuda_mul(x, d.f64) : ddp__cuda_div(x, d.f64);
 }
+
 /* Divides integers, truncating towards zero. The divisor may be too large for the signed type. */
 template <class T> static DDP__HD T ddp__cuda_divide(T x, const ddp__cuda_divisor &d) {
     int negative = x < (T)1 && x != (T)0 && (T)-1 < (T)1;
@@ -2192,6 +2193,7 @@ template <class T> struct ddp__cuda_layer_norm_back
             ddp__cuda_set<T>(op.dx, i * op.columns + j, scale * (g(i, j) - mean - h(i, j) * along));
     }
 };
+
 /* The sums come first, since dx may be dy. */
 template <class T> static ddp_result ddp__cuda_norm_backward(const ddp_norm_backward *op) {
     const ddp__cuda_column_sums sums = {op->rows, op->columns, op->dy, op->x,
@@ -2258,6 +2260,7 @@ template <class T> static ddp_result ddp__cuda_loss_max(const ddp_loss *op) {
 template <class T> static ddp_result ddp__cuda_loss_sum(const ddp_loss *op) {
     return ddp__cuda_loss<T, 1>(op);
 }
+
 /* The host waits for the total. */
 template <class T> static ddp_result ddp__cuda_loss_end(const ddp_loss *op) {
     T total = 0;
