@@ -1265,6 +1265,17 @@ DDPDEF ddp_tensor ddp_param_grad(const ddp_param *param); /* param->grad with it
 /* Called before `data` is freed. If it is sum->data: waits until its reader has read it, and sets sum->data
    to NULL. */
 DDPDEF void ddp_grad_sum_release(ddp_grad_sum *sum, const void *data);
+/* A gradient, and the byte offset of its sum in a buffer of sums. */
+typedef struct ddp_sum_place {
+    const void *grad; /* may be NULL */
+    size_t count;
+    ddp_dtype dtype;
+    size_t at;        /* set by ddp_place_sums */
+} ddp_sum_place;
+/* Sets the offsets, and returns the bytes of a buffer. Sums have ddp_sum_dtype. Sums of gradients that are adjacent
+   in memory have the same distances, in elements: a reducer then reduces them as one range. order: space for count
+   pointers. */
+DDPDEF size_t ddp_place_sums(ddp_sum_place *places, int count, ddp_sum_place **order);
 
 /* Allocates zeroed memory, 64-byte aligned, with the group's alloc_fn; group NULL: with malloc. Returns NULL
    and sets the error line on failure. alloc_fn receives size_bytes + DDP_MALLOC_EXTRA. */
@@ -1995,6 +2006,31 @@ DDPDEF void ddp_grad_sum_release(ddp_grad_sum *sum, const void *data) {
     if (sum->data != data) return;
     if (sum->reader) sum->drain(sum->reader);
     sum->data = NULL;
+    sum->is_set = 0;
+}
+
+static int ddp__sum_place_compare(const void *left, const void *right) {
+    uintptr_t l = (uintptr_t)(*(ddp_sum_place *const *)left)->grad, r = (uintptr_t)(*(ddp_sum_place *const *)right)->grad;
+    return l < r ? -1 : l > r;
+}
+
+DDPDEF size_t ddp_place_sums(ddp_sum_place *places, int count, ddp_sum_place **order) {
+    const ddp_sum_place *left = NULL;
+    size_t end = 0;
+    for (int i = 0; i < count; i++) order[i] = &places[i];
+    qsort(order, (size_t)count, sizeof *order, ddp__sum_place_compare);
+    for (int i = 0; i < count; i++) {
+        ddp_sum_place *place = order[i];
+        size_t size = ddp_dtype_size(place->dtype), sum_size = ddp_dtype_size(ddp_sum_dtype(place->dtype));
+        place->at = ddp_round_up(end, DDP__ALIGN);
+        if (left && left->dtype == place->dtype) {
+            size_t distance = (uintptr_t)place->grad - (uintptr_t)left->grad, bytes = left->count * size;
+            if (bytes && distance >= bytes && distance <= ddp_round_up(bytes, DDP__ALIGN)) place->at = left->at + distance / size * sum_size;
+        }
+        end = place->at + place->count * sum_size;
+        left = place;
+    }
+    return ddp_round_up(end, DDP__ALIGN);
 }
 
 DDPDEF double ddp_now(void) {
@@ -6625,6 +6661,25 @@ static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
     return -error;
 }
 
+/* 1 if an address belongs to an interface of this machine. bind alone does not tell: a machine may be configured
+   to bind to any address (ip_nonlocal_bind). */
+static int ddp__is_own_address(const struct sockaddr *at) {
+    struct ifaddrs *list = NULL;
+    int found = 0;
+    if (getifaddrs(&list) != 0) return 0;
+    for (const struct ifaddrs *a = list; a && !found; a = a->ifa_next) {
+        if (!a->ifa_addr || a->ifa_addr->sa_family != at->sa_family) continue;
+        if (at->sa_family == AF_INET)
+            found = ((const struct sockaddr_in *)(const void *)a->ifa_addr)->sin_addr.s_addr ==
+                    ((const struct sockaddr_in *)(const void *)at)->sin_addr.s_addr;
+        else if (at->sa_family == AF_INET6)
+            found = memcmp(&((const struct sockaddr_in6 *)(const void *)a->ifa_addr)->sin6_addr,
+                           &((const struct sockaddr_in6 *)(const void *)at)->sin6_addr, 16) == 0;
+    }
+    freeifaddrs(list);
+    return found;
+}
+
 /* Returns a socket that listens at the first free one of `ports` ports, at the first address of host that
    belongs to this machine. host "": all interfaces. Loopback addresses count only if host is one itself. On
    failure returns -errno; -EADDRNOTAVAIL if host has no such address. */
@@ -6639,7 +6694,7 @@ static int ddp__tcp_listen(const char *host, int port, int ports) {
     if (getaddrinfo(host, NULL, &hints, &list) != 0) return fd;
     for (int i = 0; i < ports && fd < 0; i++)
         for (struct addrinfo *a = list; a && fd < 0; a = a->ai_next) {
-            if (!loopback && ddp__is_loopback_address(a->ai_addr)) continue;
+            if (!loopback && (ddp__is_loopback_address(a->ai_addr) || !ddp__is_own_address(a->ai_addr))) continue;
             /* sin_port is at the same offset in IPv6. */
             ((struct sockaddr_in *)(void *)a->ai_addr)->sin_port = htons((uint16_t)(port + i));
             int tried = ddp__listen_at(a->ai_addr, a->ai_addrlen);
@@ -9168,7 +9223,6 @@ typedef struct ddp__bucket {
     /* dtype: of the gradients. wire: on the wire; decided when the bucket is reduced, since sums are f32. */
     ddp_dtype dtype, wire;
     size_t flat_count;      /* elements that are packed; 0 = all ranges are in place */
-    size_t wide_count;      /* the same when f32 sums are reduced */
     uint64_t divisor;
     ddp_work work;
 } ddp__bucket;
@@ -9180,6 +9234,7 @@ struct ddp_reducer {
     int active;                /* ranks that the average is over: world_size, or fewer during a join */
     int shadow;                /* 1 = this rank has no batch in this step, and contributes zeros */
     int no_sync;
+    ddp_accumulator *accumulators; /* those with this reducer */
     ddp__bucket *buckets;      /* this and the next three: one block, an entry per parameter */
     ddp__grad *grads;
     int *walk;
@@ -9217,19 +9272,14 @@ static int ddp__takes_f32_sums(const ddp_reducer *reducer, ddp_dtype dtype) {
     return ddp__is_half(dtype) && reducer->desc.comm_dtype == DDP_DTYPE_DEFAULT;
 }
 
-/* Returns 1 if an f32 sum is reduced in place. Sums have no ranges: small ones are packed. */
-static int ddp__sum_in_place(const ddp_reducer *reducer, const ddp__grad *grad) {
-    int large = grad->count * sizeof(float) >= DDP__RANGE_IN_PLACE;
-    return ddp__reducer_is_alone(reducer) || (large && !reducer->desc.hook);
-}
-
 /* Returns 1 if a bucket is reduced as f32 sums: all its parameters have one. The same on every rank. */
 static int ddp__bucket_is_wide(const ddp__bucket *bucket) {
     const ddp_reducer *reducer = bucket->reducer;
     if (!ddp__takes_f32_sums(reducer, bucket->dtype)) return 0;
     for (int k = bucket->first; k <= bucket->last; k++) {
         int param = reducer->walk[k];
-        if (reducer->grads[param].count && !reducer->desc.params[param].sum.data) return 0;
+        const ddp_grad_sum *sum = &reducer->desc.params[param].sum;
+        if (reducer->grads[param].count && (!sum->data || sum->reader != reducer)) return 0;
     }
     return 1;
 }
@@ -9237,8 +9287,7 @@ static int ddp__bucket_is_wide(const ddp__bucket *bucket) {
 /* Appends a bucket of the parameters walk[first .. last], and finds its ranges. Returns the bytes that it
    needs in the flat buffer. */
 static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
-    ddp__bucket made = {reducer, reducer->stats.bucket_count, first, last, 0, dtype,
-                        ddp__wire_dtype(reducer, dtype), 0, 0, 0, DDP_ZERO};
+    ddp__bucket made = {reducer, reducer->stats.bucket_count, first, last, 0, dtype, ddp__wire_dtype(reducer, dtype), 0, 0, DDP_ZERO};
     ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count++];
     ddp__grad *grads = reducer->grads;
     size_t size = ddp_dtype_size(dtype);
@@ -9271,12 +9320,8 @@ static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first,
         int large = !reducer->desc.hook && grad->range * size >= DDP__RANGE_IN_PLACE;
         grad->in_place = bucket->wire == dtype && (ranges == 1 || large || ddp__reducer_is_alone(reducer));
         if (!grad->in_place) bucket->flat_count += grad->range;
-        if (ddp__takes_f32_sums(reducer, dtype) && !ddp__sum_in_place(reducer, grad))
-            bucket->wide_count += grad->count;
     }
-    size_t flat_bytes = bucket->flat_count * ddp_dtype_size(bucket->wire);
-    size_t wide_bytes = bucket->wide_count * sizeof(float);
-    return flat_bytes > wide_bytes ? flat_bytes : wide_bytes;
+    return bucket->flat_count * ddp_dtype_size(ddp__takes_f32_sums(reducer, dtype) ? DDP_F32 : bucket->wire);
 }
 
 static void ddp__buckets_reset(ddp_reducer *reducer) {
@@ -9371,20 +9416,24 @@ static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
     }
 }
 
-/* The same for a bucket of f32 sums. Gradients without a sum in this step are cast to f32. */
+/* The same for a bucket of f32 sums. Gradients without a sum in this step are cast to f32. The sums of a range
+   have the distances of its gradients, see ddp_place_sums. */
 static void ddp__bucket_copy_wide(ddp__bucket *bucket, int pack) {
     ddp_reducer *reducer = bucket->reducer;
     const ddp_device *device = reducer->device;
-    unsigned char *flat = (unsigned char *)reducer->flat;
+    const ddp__grad *head = NULL; /* the first of the range */
+    unsigned char *flat = (unsigned char *)reducer->flat, *range = flat;
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
-        void *sum = reducer->desc.params[reducer->walk[k]].sum.data, *wide = sum;
+        unsigned char *sum = (unsigned char *)reducer->desc.params[reducer->walk[k]].sum.data, *wide = sum;
         size_t bytes = grad->count * sizeof(float);
         if (!grad->count) continue;
-        if (!ddp__sum_in_place(reducer, grad)) {
-            wide = flat;
-            flat += bytes;
+        if (grad->range) {
+            head = grad;
+            range = flat;
+            if (!grad->in_place) flat += grad->range * sizeof(float);
         }
+        if (!head->in_place) wide = range + (size_t)(grad->data - head->data) / ddp_dtype_size(bucket->dtype) * sizeof(float);
         if (pack && grad->summed && wide == sum) continue;
         if (!pack) device->cast(grad->data, bucket->dtype, wide, DDP_F32, grad->count);
         else if (grad->summed) device->copy(wide, sum, bytes);
@@ -9399,14 +9448,12 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     ddp_reducer *reducer = bucket->reducer;
     double begin = ddp_now();
     int alone = ddp__reducer_is_alone(reducer), wide = ddp__bucket_is_wide(bucket);
-    size_t flat_count = wide ? bucket->wide_count : bucket->flat_count;
     bucket->wire = wide ? DDP_F32 : ddp__wire_dtype(reducer, bucket->dtype);
     bucket->divisor =
         reducer->desc.per_token ? 1 : (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
     /* The same on every rank: all ranks have the group memory, or none has. */
-    if (flat_count && !reducer->flat)
-        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s",
-                              "reducer: no room was found for the packed gradients of the rebuilt "
+    if (bucket->flat_count && !reducer->flat)
+        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s", "reducer: no room was found for the packed gradients of the rebuilt "
                               "buckets; free group memory and make a new reducer");
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
@@ -9415,17 +9462,14 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     if (alone && !wide && bucket->divisor == 1) return ddp__device_check(group);
     if (wide) ddp__bucket_copy_wide(bucket, 1);
     else ddp__bucket_copy(bucket, 1);
-    /* Reduces the packed gradients, then each range or sum that is in place. */
+    /* Reduces the packed gradients, then each range that is in place. */
     for (int k = bucket->first - 1; k <= bucket->last; k++) {
         int param = k < bucket->first ? -1 : reducer->walk[k];
         const ddp__grad *grad = param < 0 ? NULL : &reducer->grads[param];
         void *data = reducer->flat;
-        size_t count = flat_count;
-        if (grad && wide) {
-            data = reducer->desc.params[param].sum.data;
-            count = ddp__sum_in_place(reducer, grad) ? grad->count : 0;
-        } else if (grad) {
-            data = grad->data;
+        size_t count = bucket->flat_count;
+        if (grad) {
+            data = wide ? reducer->desc.params[param].sum.data : grad->data;
             count = grad->in_place ? grad->range : 0;
         }
         if (count == 0) continue;
@@ -10002,10 +10046,13 @@ DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_
     return DDP_OK;
 }
 
+static void ddp__reducer_forget_accumulators(ddp_reducer *reducer);
+
 DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
     DDP_PUBLIC_CALL(ddp_reducer_destroy);
     if (!reducer || ddp_group_is_forked(reducer->group)) return;
     ddp__reducer_drain(reducer, 0);
+    ddp__reducer_forget_accumulators(reducer);
     for (int i = 0; i < reducer->desc.param_count; i++) {
         ddp_param *param = &reducer->desc.params[i];
         if (param->sum.reader == reducer) param->sum.reader = NULL;
@@ -10035,30 +10082,38 @@ struct ddp_accumulator {
     ddp_group *group;
     ddp_accumulator_desc desc;
     unsigned char *announced;  /* per parameter: 1 = announced in this micro-batch */
-    size_t *first;             /* per parameter: byte offset in each level */
+    ddp_accumulator *next;     /* of desc.reducer's list */
+    ddp_sum_place *places;     /* per parameter: place in each level */
     void *levels, *scratch;    /* one allocation */
     size_t level_bytes;
     int micro_batch;           /* t */
 };
 
-/* Assigns each sum its offset in a level. *scratch: bytes needed to add 16-bit gradients, in addition to the
+/* The accumulators continue without the reducer. */
+static void ddp__reducer_forget_accumulators(ddp_reducer *reducer) {
+    for (ddp_accumulator *a = reducer->accumulators; a; a = a->next) a->desc.reducer = NULL;
+}
+
+/* Assigns each sum its place in a level. *scratch: bytes needed to add 16-bit gradients, in addition to the
    levels. */
-static void ddp__accumulator_layout(ddp_accumulator *accumulator, size_t *scratch) {
+static void ddp__accumulator_layout(ddp_accumulator *accumulator, ddp_sum_place **order, size_t *scratch) {
     const ddp_accumulator_desc *desc = &accumulator->desc;
     *scratch = 0;
     for (int i = 0; i < desc->param_count; i++) {
         ddp_tensor tensor = ddp_param_grad(&desc->params[i]);
         size_t count = (size_t)ddp_tensor_count(&tensor), wide = ddp_dtype_size(ddp_sum_dtype(tensor.dtype));
         size_t block = accumulator->group->device->use_stream ? count : DDP__ACCUMULATE_BLOCK;
-        accumulator->first[i] = accumulator->level_bytes;
-        accumulator->level_bytes += ddp_round_up(count * wide, DDP__ALIGN);
+        accumulator->places[i].grad = tensor.data;
+        accumulator->places[i].count = count;
+        accumulator->places[i].dtype = tensor.dtype;
         if (ddp__is_half(tensor.dtype) && block * wide > *scratch) *scratch = block * wide;
     }
+    accumulator->level_bytes = ddp_place_sums(accumulator->places, desc->param_count, order);
 }
 
 /* Returns the address of a step's final sum: in level[0]. */
 static unsigned char *ddp__accumulator_sum(const ddp_accumulator *accumulator, int param_index) {
-    return (unsigned char *)accumulator->levels + accumulator->first[param_index];
+    return (unsigned char *)accumulator->levels + accumulator->places[param_index].at;
 }
 
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group,
@@ -10087,15 +10142,16 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
                   "%s: grad.data is NULL; create the reducer first, or point it at memory",
                   ddp__param_label(desc->params, i).text);
     }
-    ddp_accumulator *accumulator = (ddp_accumulator *)ddp_host_alloc(
-        group, sizeof *accumulator + (size_t)desc->param_count * (sizeof(size_t) + 1));
+    size_t count = (size_t)desc->param_count, entry = sizeof(ddp_sum_place) + sizeof(ddp_sum_place *) + 1;
+    ddp_accumulator *accumulator = (ddp_accumulator *)ddp_host_alloc(group, sizeof *accumulator + count * entry);
     if (!accumulator) return DDP_ERR_NO_MEMORY;
     accumulator->group = group;
     accumulator->desc = *desc;
-    accumulator->first = (size_t *)(accumulator + 1);
-    accumulator->announced = (unsigned char *)(accumulator->first + desc->param_count);
+    accumulator->places = (ddp_sum_place *)(accumulator + 1);
+    ddp_sum_place **order = (ddp_sum_place **)(accumulator->places + count);
+    accumulator->announced = (unsigned char *)(order + count);
     size_t depth = 0, scratch;
-    ddp__accumulator_layout(accumulator, &scratch);
+    ddp__accumulator_layout(accumulator, order, &scratch);
     /* depth becomes floor(log2 m), since no t below m has more bits set. */
     while (desc->micro_batch_count >> (depth + 1)) depth++;
     depth *= accumulator->level_bytes;
@@ -10112,6 +10168,10 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     accumulator->scratch = (unsigned char *)accumulator->levels + depth;
     for (int i = 0; i < desc->param_count && hands_over; i++)
         if (desc->params[i].sum.reader) desc->params[i].sum.data = ddp__accumulator_sum(accumulator, i);
+    if (desc->reducer) {
+        accumulator->next = desc->reducer->accumulators;
+        desc->reducer->accumulators = accumulator;
+    }
     *out = accumulator;
     return DDP_OK;
 }
@@ -10171,9 +10231,8 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
     }
     accumulator->announced[param_index] = 1;
     ddp_grad_sum *sum = &desc->params[param_index].sum;
-    int handed_over = last && accumulator->levels &&
-                      sum->data == ddp__accumulator_sum(accumulator, param_index);
-    handed_over = handed_over && sum->reader == desc->reducer && !desc->reducer->no_sync;
+    int handed_over = last && accumulator->levels && sum->data == ddp__accumulator_sum(accumulator, param_index);
+    handed_over = handed_over && desc->reducer && sum->reader == desc->reducer && !desc->reducer->no_sync;
     DDP_TRY(ddp__accumulate(accumulator, param_index, last, handed_over));
     if (handed_over) sum->is_set = 1;
     return last && desc->reducer ? ddp_reducer_ready(desc->reducer, param_index) : DDP_OK;
@@ -10196,6 +10255,9 @@ DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
     if (!accumulator) return;
     for (int i = 0; i < accumulator->desc.param_count && accumulator->levels; i++)
         ddp_grad_sum_release(&accumulator->desc.params[i].sum, ddp__accumulator_sum(accumulator, i));
+    ddp_accumulator **link = accumulator->desc.reducer ? &accumulator->desc.reducer->accumulators : NULL;
+    while (link && *link != accumulator) link = &(*link)->next;
+    if (link) *link = accumulator->next;
     accumulator->group->device->free(accumulator->group, accumulator->levels);
     ddp_host_free(accumulator->group, accumulator);
 }
@@ -10657,7 +10719,7 @@ static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     ddp_sampler_set_epoch(s, 0);
     if (d->no_shuffle || d->shuffle == DDP_SHUFFLE_HASHED) return DDP_OK;
 
-    long long window_max = (INT64_C(1) << ddp__sampler_slot_bits(s)) - 1;
+    long long window_max = (1LL << ddp__sampler_slot_bits(s)) - 1;
     if (window == 0) window = window_max < DDP__SAMPLER_WINDOW ? window_max : DDP__SAMPLER_WINDOW;
     if (window > s->length) window = s->length > 0 ? (long long)s->length : 1;
     DDP__SAMPLER_NEED(window > 0 && window <= window_max,

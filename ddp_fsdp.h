@@ -1390,7 +1390,7 @@ static int ddp__json_escape(ddp__json *j, char **out) {
         if (!paired || (second & 0xfc00) != 0xdc00) return ddp__json_fail(j, "half of a surrogate pair");
         code = 0x10000 + ((code & 0x3ff) << 10) + (second & 0x3ff);
     }
-    unsigned more = (code >= 0x80) + (code >= 0x800) + (code >= 0x10000); /* bytes after the first, of six bits each */
+    unsigned more = (code >= 0x80u) + (unsigned)(code >= 0x800) + (unsigned)(code >= 0x10000); /* bytes after the first, of six bits each */
     *(*out)++ = (char)(more ? (0xff00u >> (more + 1)) | code >> 6 * more : code);
     while (more-- > 0) *(*out)++ = (char)(0x80 | (code >> 6 * more & 63));
     return 1;
@@ -3759,7 +3759,7 @@ static ddp_result ddp__sums_take(ddp_fsdp *f, ddp__unit *unit) {
     int count = 0;
     for (ddp__shard *s = unit->shards; s < unit->end; s++) {
         ddp_grad_sum *sum = &s->entry->param.sum;
-        s->summed = sum->is_set && sum->reader == f && ddp__takes_sum(s);
+        s->summed = sum->is_set && sum->data && sum->reader == f && ddp__takes_sum(s);
         sum->is_set = 0;
         count += s->summed;
     }
@@ -3983,6 +3983,8 @@ static void ddp__fsdp_begin(ddp_fsdp *f) {
         ddp__grads_detach(unit);
         ddp__unit_point(unit, f->desc.strategy != DDP_FSDP_FULL_SHARD || unit->in_use, !f->reduces_each);
     }
+    for (const ddp__shard *s = f->shards; s < f->shards_end; s++)
+        if (s->entry->param.sum.reader == f) s->entry->param.sum.is_set = 0;
     if (f->finished) u->order_count = u->position;
     else if (!u->follows) u->order_count = 0; /* the order of a step that starts again, or of a load, does not count */
     u->position = f->finished = 0;

@@ -303,8 +303,9 @@ typedef struct ddp_pipeline_stage {
     /* NULL = no parameters, or the callbacks accumulate gradients themselves. Otherwise W or B writes (not
        adds) the gradients of one micro-batch to param->grad.data. The runner adds them pairwise by index and
        leaves the sum there. 16-bit gradients are added and divided in f32 and rounded once. A ddp_reducer or
-       ddp_fsdp reduces their f32 sums, so that any number of replicas gives the same bits. Each entry is
-       &param or &fsdp_param.param, and outlives the pipeline. Its pointers are read for each action, as
+       ddp_fsdp reduces their f32 sums, so that any number of replicas gives the same bits; a reduce_grad that
+       changes grad.data itself must then clear param->sum.is_set. Each entry is &param or &fsdp_param.param,
+       and outlives the pipeline. Its pointers are read for each action, as
        ddp_fsdp_unshard moves them. NULL grad.data at create: the runner allocates gradients of grad.dtype (0
        = value's) and sets grad.data; with unshard, that hook sets it, until reduce_grad. PipeDream and 2BW:
        hooks see the newest values; while a callback uses older ones, value.data is a copy */
@@ -472,23 +473,25 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
 
    With data parallelism, ranks are a mesh of shape {pipeline ranks, replicas}, names {"pp", "dp"}. The
    callbacks of replica r work on micro-batches r m to r m + m - 1 of the step. With m a power of two, weights
-   end with the bits of one process. The reducer or fsdp of a stage is created on "dp":
+   end with the bits of one process. Replicas have schedules with the same update_interval. The reducer or
+   fsdp of a stage is created on "dp":
 
        ddp_result reduce(int stage, void *user) {       // a ddp_reducer for each stage; micro_batch_count = m
            for (int i = model->param_count[stage] - 1; i >= 0; i--)
-           TRY(ddp_reducer_ready(model->reducer[stage], i)); return DDP_OK;
+               TRY(ddp_reducer_ready(model->reducer[stage], i));
+           return DDP_OK;
        }
        ddp_result wait(int stage, void *user) { return ddp_reducer_wait(model->reducer[stage]); }
-       ddp_result update(int stage, void *user) { return ddp_optimizer_step(model->optimizer[stage],
-       model->lr); } stage->reduce_grad = reduce, stage->wait_grad = wait, stage->update = update;
+       ddp_result update(int stage, void *user) { return ddp_optimizer_step(model->optimizer[stage], lr); }
+       stage->reduce_grad = reduce, stage->wait_grad = wait, stage->update = update;
 
        // or a ddp_fsdp of one unit for each stage
        ddp_result unshard(int stage, void *user) { return ddp_fsdp_unshard(model->fsdp[stage], 0); }
        ddp_result reshard(int stage, void *user) { return ddp_fsdp_reshard(model->fsdp[stage], 0); }
        ddp_result reduce(int stage, void *user) { return ddp_fsdp_reduce_grads(model->fsdp[stage], 0); }
-       ddp_result update(int stage, void *user) { return ddp_fsdp_step(model->fsdp[stage], model->lr); }
-       stage->unshard = unshard, stage->reshard = reshard, stage->reduce_grad = reduce, stage->update =
-       update; stage->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
+       ddp_result update(int stage, void *user) { return ddp_fsdp_step(model->fsdp[stage], lr); }
+       stage->unshard = unshard, stage->reshard = reshard, stage->reduce_grad = reduce, stage->update = update;
+       stage->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
 
    Tied gradients of stages with unshard are added where get_sharded_grad points. It is called after every
    wait_grad has returned, and returns this rank's part: the same part of both uses on the ranks of one
@@ -2655,7 +2658,7 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
              ddp__picture_title(s), s->rank_count, s->stage_count, s->microbatch_count,
              ddp__decimal(picture->report.bubble_rate, 4).text, picture->report.peak_in_flight,
              ddp__decimal(span / picture->unit->size, 3).text, picture->unit->name);
-    if (scale * span > DDP__SVG_COLUMNS) scale = DDP__SVG_COLUMNS / span;
+    if (scale * span > (double)DDP__SVG_COLUMNS) scale = (double)DDP__SVG_COLUMNS / span;
     if (left + 8.5 * (double)strlen(title) + right > width)
         width = left + 8.5 * (double)strlen(title) + right;
     if (left + scale * span + right > width) width = left + scale * span + right;
@@ -3638,8 +3641,6 @@ static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, ddp__pipe_stage *s) {
         g->sum_dtype = ddp_sum_dtype(g->dtype);
         g->bytes = ddp_tensor_bytes(&grad);
         g->count = g->bytes / ddp_dtype_size(g->dtype);
-        g->at = sums->bytes;
-        sums->bytes += ddp_round_up(g->count * ddp_dtype_size(g->sum_dtype), 64);
         versions->bytes += ddp_round_up(ddp_tensor_bytes(&s->desc.params[i]->value), 64);
     }
     return DDP_OK;
@@ -3805,11 +3806,26 @@ static ddp_result ddp__pipe_pool_memory(ddp_pipeline *p, ddp__pipe_pool *pool, s
     return DDP_OK;
 }
 
+/* The places of a stage's gradients in a buffer of sums. */
+static ddp_result ddp__pipe_place_sums(ddp_pipeline *p, ddp__pipe_stage *s) {
+    ddp_sum_place *places, **order;
+    DDP__PIPE_NEW(p, places, ddp_sum_place, s->desc.param_count);
+    DDP__PIPE_NEW(p, order, ddp_sum_place *, s->desc.param_count);
+    for (int i = 0; i < s->desc.param_count; i++) {
+        places[i].grad = s->desc.params[i]->grad.data;
+        places[i].count = s->sums.gradients[i].count;
+        places[i].dtype = s->sums.gradients[i].dtype;
+    }
+    s->sums.bytes = ddp_place_sums(places, s->desc.param_count, order);
+    for (int i = 0; i < s->desc.param_count; i++) s->sums.gradients[i].at = places[i].at;
+    return DDP_OK;
+}
+
 /* Allocates memory of a stage: saved memory, gradients, partial sums, weight copies, scratch outputs. */
 static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
-    size_t sum_bytes = (size_t)s->sums.count * s->sums.bytes;
+    ddp__pipe_sums *sums = &s->sums;
+    size_t sum_bytes, unused = 0;
     size_t version_bytes = (size_t)s->versions.count * s->versions.bytes;
-    size_t unused = 0;
     DDP_TRY(ddp__pipe_pool_memory(p, &s->saved, &unused));
     for (int i = 0; i < s->desc.param_count; i++) {
         ddp__pipe_gradient *g = &s->sums.gradients[i];
@@ -3822,11 +3838,13 @@ static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
         param->grad = grad;
         g->placed = 1;
     }
-    if (sum_bytes) DDP_TRY(ddp__pipe_device(p, sum_bytes, (void **)&s->sums.memory));
-    /* A reducer reads sum.data before the first sum to choose how it reduces. */
+    DDP_TRY(ddp__pipe_place_sums(p, s));
+    sum_bytes = (size_t)sums->count * sums->bytes;
+    if (sum_bytes) DDP_TRY(ddp__pipe_device(p, sum_bytes, (void **)&sums->memory));
+    /* A reducer reads these pointers before the first sum is final. */
     for (int i = 0; i < s->desc.param_count && sum_bytes && s->desc.reduce_grad; i++) {
-        const ddp__pipe_gradient *g = &s->sums.gradients[i];
-        if (g->bytes && g->sum_dtype != g->dtype) s->desc.params[i]->sum.data = s->sums.memory + g->at;
+        const ddp__pipe_gradient *g = &sums->gradients[i];
+        if (g->bytes && g->sum_dtype != g->dtype) s->desc.params[i]->sum.data = sums->memory + g->at;
     }
     if (version_bytes) DDP_TRY(ddp__pipe_device(p, version_bytes, (void **)&s->versions.memory));
     p->run.now->stats.accumulation_bytes += sum_bytes;
@@ -4297,6 +4315,10 @@ static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating) {
     p->run.evaluating = evaluating;
     p->run.has_losses = 0;
     if (!evaluating) p->run.has_gradients = 0;
+    /* A sum of the previous step that no reduction has taken does not count. */
+    for (int stage = 0; stage < p->stage_count && !evaluating; stage++)
+        for (int i = 0; i < p->stages[stage].desc.param_count && p->stages[stage].desc.reduce_grad; i++)
+            p->stages[stage].desc.params[i]->sum.is_set = 0;
     p->run.start = ddp_now();
     m->stats.compute_seconds = m->stats.wait_seconds = m->stats.update_seconds = 0;
     m->stats.bytes_sent = m->stats.bytes_handed_over = 0;

@@ -25,28 +25,35 @@ static float lr_of(int step) { return 1e-3f * (float)step / 3; }
 /* Elements [offset, offset + count): those beside it stay as they are. The same element has the same numbers in every call. */
 static int adamw_case(int offset, int count) {
     float w[4][COUNT_MAX + OFFSET_MAX + 16] = {{0}}, (*ours)[COUNT_MAX + OFFSET_MAX + 16], other[4][COUNT_MAX + OFFSET_MAX + 16];
+    ddp_param param = DDP_ZERO;
+    ddp__optimizer_param state;
     ddp_optimizer optimizer;
     memset(&optimizer, 0, sizeof optimizer);
+    memset(&state, 0, sizeof state);
     optimizer.desc.beta1 = 0.9f;
     optimizer.desc.beta2 = 0.95f;
     optimizer.desc.eps = 1e-8f;
+    optimizer.desc.weight_decay = 0.1f;
+    optimizer.desc.params = &param;
+    optimizer.desc.param_count = 1;
+    optimizer.device = ddp_device_cpu();
+    optimizer.params = &state;
+    param.value.dtype = DDP_F32;
+    state.count = (size_t)count;
+    state.squares = -1;
     for (int i = 0; i < offset + count + 16; i++) w[0][i] = number(i, 1, 0);
     memcpy(other, w, sizeof w);
     ours = w;
     for (int step = 1; step <= STEPS; step++) {
         float lr = lr_of(step);
-        ddp_update u;
         optimizer.step = step;
         for (int i = 0; i < offset + count + 16; i++) ours[1][i] = other[1][i] = number(i, 2, step);
         gpt_adamw(other[0] + offset, other[1] + offset, other[2] + offset, other[3] + offset, (size_t)count, lr, 0.9f, 0.95f, 1e-8f, 0.1f, step, 1.0f);
-        u = ddp__optimizer_factors(&optimizer, DDP_F32, lr);
-        u.decay_factor = ddp__in_dtype(DDP_F32, 1.0 - ddp__in_dtype(DDP_F32, (double)lr * (double)0.1f));
-        u.value = ours[0] + offset;
-        u.grad = ours[1] + offset;
-        u.state0 = ours[2] + offset;
-        u.state1 = ours[3] + offset;
-        u.count = (size_t)count;
-        ddp__update_f32(&u);
+        param.value.data = ours[0] + offset;
+        param.grad.data = ours[1] + offset;
+        state.state[0] = ours[2] + offset;
+        state.state[1] = ours[3] + offset;
+        ddp__optimizer_pass(&optimizer, 0, 1, lr, 1, NULL);
     }
     if (memcmp(ours, other, sizeof w) != 0) return printf("count=%d offset=%d: gpt_adamw has other bits\n", count, offset);
     if (offset == 0) check_in(w, sizeof w);
