@@ -6661,21 +6661,21 @@ static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
     return -error;
 }
 
-/* 1 if an address belongs to an interface of this machine. bind alone does not tell: a machine may be configured
-   to bind to any address (ip_nonlocal_bind). */
+/* Returns 1 for an address of an interface of this machine, and for the unspecified address (all interfaces). A
+   successful bind is no proof: ip_nonlocal_bind allows any address. */
 static int ddp__is_own_address(const struct sockaddr *at) {
+    static const unsigned char unspecified[16] = {0};
+    int is_ipv4 = at->sa_family == AF_INET;
+    size_t size = is_ipv4 ? 4 : 16;
+    /* Both kinds of address are at fixed offsets after the family. */
+    size_t offset = is_ipv4 ? offsetof(struct sockaddr_in, sin_addr) : offsetof(struct sockaddr_in6, sin6_addr);
+    const unsigned char *wanted = (const unsigned char *)at + offset;
     struct ifaddrs *list = NULL;
-    int found = 0;
-    if (getifaddrs(&list) != 0) return 0;
-    for (const struct ifaddrs *a = list; a && !found; a = a->ifa_next) {
-        if (!a->ifa_addr || a->ifa_addr->sa_family != at->sa_family) continue;
-        if (at->sa_family == AF_INET)
-            found = ((const struct sockaddr_in *)(const void *)a->ifa_addr)->sin_addr.s_addr ==
-                    ((const struct sockaddr_in *)(const void *)at)->sin_addr.s_addr;
-        else if (at->sa_family == AF_INET6)
-            found = memcmp(&((const struct sockaddr_in6 *)(const void *)a->ifa_addr)->sin6_addr,
-                           &((const struct sockaddr_in6 *)(const void *)at)->sin6_addr, 16) == 0;
-    }
+    int found = memcmp(wanted, unspecified, size) == 0;
+    if (found || getifaddrs(&list) != 0) return found;
+    for (const struct ifaddrs *a = list; a && !found; a = a->ifa_next)
+        if (a->ifa_addr && a->ifa_addr->sa_family == at->sa_family)
+            found = memcmp((const unsigned char *)a->ifa_addr + offset, wanted, size) == 0;
     freeifaddrs(list);
     return found;
 }
