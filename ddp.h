@@ -51,8 +51,8 @@ CONCEPTS
                this rank executes such calls in the order issued, and ddp_wait waits for one. The call owns
                its buffers until then.
     Tree order SUM and AVG add in a fixed binary tree over rank index. A range of n ranks splits at the
-               largest power of two below n: with 4 ranks, (r0+r1)+(r2+r3). The bits of the result depend only on this
-               tree, never on timing, sizes, buckets or the backend.
+               largest power of two below n: with 4 ranks, (r0+r1)+(r2+r3). The bits of the result depend only
+               on this tree, never on timing, sizes, buckets or the backend.
     Memory     Every rank of this machine can read and write memory from ddp_group_alloc. Collectives on it
                need no copy. Other memory is copied through small chunks that stay in cache.
     Security   Shared memory is protected by the user id: only processes of the same user can join. A
@@ -162,7 +162,7 @@ typedef struct ddp_tensor {
 
 /* Passes the f32 sum of a 16-bit gradient over micro-batches to the reduction over ranks. Only the library
    writes it; initialize it to zero. A ddp_accumulator or ddp_pipeline sets data and is_set. A ddp_reducer or
-   ddp_fsdp sets reader and drain, and reduces data instead of the rounded gradient. */
+   ddp_fsdp sets reader and drain, and reduces the sum instead of the rounded gradient. */
 typedef struct ddp_grad_sum {
     void *data;                  /* as many floats as the gradient has elements; NULL = no such sum */
     int is_set;                  /* 1 = data holds this step's sum; cleared when the reduction takes it */
@@ -327,7 +327,7 @@ typedef struct ddp_accumulator_desc {
     int micro_batch_count;  /* required; per rank and step, at least 1 */
     /* NULL = none. Otherwise ddp_accumulator_ready calls ddp_reducer_ready once a sum over micro-batches is
        final. The reducer takes f32 sums of 16-bit gradients from the accumulator that was created last. An
-       earlier one rounds its sums to 16 bits first */
+       accumulator that was created before it rounds its sums to 16 bits */
     ddp_reducer *reducer;
 } ddp_accumulator_desc;
 
@@ -340,7 +340,7 @@ typedef struct ddp_join_desc {
     ddp_join_mode mode;    /* 0 = shadow */
     ddp_result (*step_fn)(void *user); /* shadow: the optimizer step, which keeps values equal on a rank
                                           without batches. NULL = at the end, values are broadcast from the
-                                          lowest rank that was active last */
+                                          lowest rank of those active in the last step */
     void *user;
 } ddp_join_desc;
 
@@ -370,8 +370,9 @@ typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
    Ownership: ddp_launch creates and destroys the world; fn must not destroy it. No exception may leave fn.
    Cores: each rank gets its share. ddp_launch sets its affinity, and OMP_NUM_THREADS and OPENBLAS_NUM_THREADS
    unless the user has set them. OpenMP, OpenBLAS, MKL and BLIS have read such variables before the fork.
-   Their number of threads is therefore lowered to the share as well, unless one of their variables is set.
-   A statically linked OpenMP needs a program that refers to omp_set_num_threads and omp_get_max_threads.
+   ddp_launch therefore also lowers their number of threads to the share at run time, unless the user has set
+   one of their variables. With a statically linked OpenMP this works only if the program refers to
+   omp_set_num_threads and omp_get_max_threads.
    Processes: stdio is flushed, then ranks are forked; each rank flushes and ends with _exit. SIGINT and
    SIGTERM sent to the caller reach all ranks, and ranks end when the caller dies. After a failure the other
    ranks get timeout_ms to return, then they are killed. No child, zombie or file remains.
@@ -394,10 +395,10 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
    is private to each rank. A split with all ranks on one machine uses shared memory. Use it on private
    networks, or set desc->secret: without it, any process with the address and job can join.
    MPI: with DDP_USE_MPI, and started by mpirun or requested by "mpi://", ranks of several machines can use
-   all calls. Ranks of one machine use shared memory. MPI is initialized unless the program has done so, and
-   then finalized at exit, except while a group is open or has failed. In tree order the bits equal those of
-   one machine. With DDP_ORDER_ANY, MPI executes all_reduce and reduce; if one of these or a broadcast fails,
-   MPI may write to its buffer later.
+   all calls. Ranks of one machine use shared memory. If the program has not initialized MPI, the library does
+   so, and finalizes it at exit; it does not finalize it while a group is open or has failed. In tree order
+   the bits equal those of one machine. With DDP_ORDER_ANY, MPI executes all_reduce and reduce; if one of
+   these or a broadcast fails, MPI may write to its buffer later.
    Errors: DDP_ERR_INVALID (variables or desc contradict each other); DDP_ERR_TIMEOUT (names the missing
    ranks, or the address where no process answers); DDP_ERR_MISMATCH (two ranks with one number, another world
    size or version, rank 0 of another job); DDP_ERR_SYSTEM (the port is in use: names the process that holds
@@ -414,8 +415,9 @@ DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_g
 #endif
 
 /* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank. Collective,
-   blocks. A negative color gives *out == NULL and DDP_OK. The new group inherits timeout, order and
-   allocators, and accepts group memory of its ancestors. Errors name it after its parent: "world.2". */
+   blocks. A failure of the new group also fails its parent. A negative color gives *out == NULL and DDP_OK.
+   The new group inherits timeout, order and allocators, and accepts group memory of its ancestors. Errors
+   name it after its parent: "world.2". */
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out);
 
 /* Arranges the ranks of world as a grid, and creates this rank's group along each dimension: the ranks that
@@ -449,8 +451,9 @@ DDPDEF int ddp_local_world_size(const ddp_group *group); /* number of ranks on t
    number of elements and may be 0. Buffers need only the alignment of their dtype. The call reads and writes
    them until it, or its wait, returns. send and recv are equal (in place) or do not overlap. W is the world
    size.
-   Errors: DDP_ERR_INVALID before data is sent; DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT, DDP_ERR_PEER_LOST,
-   DDP_ERR_POISONED on every rank. */
+   Errors: DDP_ERR_INVALID, only on this rank, before data is sent: the group stays usable, but the other
+   ranks wait for this call until it is made correctly or the timeout. DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT,
+   DDP_ERR_PEER_LOST, DDP_ERR_POISONED on every rank. */
 
 /* recv[i] on every rank = op over ranks of send[i]; count elements each. In place: send == recv. */
 DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count,
@@ -488,9 +491,9 @@ DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t se
                                    const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype,
                                    ddp_work *work);
 
-/* send_counts[j] elements at send + send_offsets[j] go to rank j. Its recv_counts[rank] is the same number.
-   Offsets NULL = packed. The arrays are copied. Not in place. Errors: DDP_ERR_MISMATCH names a pair of ranks
-   with different counts. */
+/* This rank sends send_counts[j] elements at send + send_offsets[j] to rank j, and receives recv_counts[j]
+   elements from it. The two ranks must pass the same number for a message. Offsets NULL = packed. The arrays
+   are copied. Not in place. Errors: DDP_ERR_MISMATCH names a pair of ranks with different counts. */
 DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts,
                                    const size_t *send_offsets, void *recv, const size_t *recv_counts,
                                    const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work);
@@ -512,9 +515,11 @@ DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype 
 DDPDEF ddp_result ddp_p2p_begin(ddp_group *group);
 DDPDEF ddp_result ddp_p2p_end(ddp_group *group);
 
-/* Blocks until the call is done, returns its result and empties *work. An empty handle returns DDP_OK. */
+/* Blocks until the call is done, returns its result and empties *work. An empty handle returns DDP_OK. On a
+   group of GPUs it makes the group's stream wait instead of the host. */
 DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work);
-/* *done = 1 when ddp_wait would not block. Never blocks. The handle still needs its ddp_wait. */
+/* *done = 1 when ddp_wait would not block. Never blocks, except as ddp_group_from_mpi states. The handle
+   still needs its ddp_wait. */
 DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done);
 
 /* Allocates size_bytes of zeroed memory per rank, 64-byte aligned, which the ranks of this machine read and
@@ -560,8 +565,9 @@ DDPDEF double ddp_mean_value(const ddp_mean *mean); /* the rounded sum divided b
    not depend on how tokens are distributed. A step without tokens leaves gradients as sums. */
 DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss);
 
-/* on = 1: ready and wait do nothing, so that gradients accumulate on this rank. Not collective, but the same
-   on every rank; only between steps. */
+/* on = 1: ready and wait do nothing, so that the caller can accumulate gradients on this rank. The divisor
+   does not change: it counts micro_batch_count micro-batches. Not collective, but the same on every rank;
+   only between ddp_reducer_wait and the next ready. */
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on);
 
 /* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm (may be NULL) is the
@@ -721,8 +727,8 @@ DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding);
 DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position);
 
 /* Stores the current position. Ranks that save after the same number of samples, or after their -1, store the
-   same state; keep any one. Errors: DDP_ERR_INVALID after a load inside a global batch with another W or
-   global_batch, until the rest of that batch is used. */
+   same state; keep any one. Errors: DDP_ERR_INVALID if the state was loaded inside a global batch, with
+   another W or global_batch, and the rest of that batch has not been used yet. */
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state);
 
 /* Continues at a saved position, on any W and rank. The unused entries of the order are distributed to the
@@ -757,8 +763,9 @@ typedef struct ddp_loader_desc {
     int prefetch;                 /* batches prepared ahead; 0 = 2 per worker */
     int extra_valid_batches;      /* older batches that stay valid after the newest: for copies to a device in
                                      flight; 0 = 1 */
-    ddp_group *group;             /* NULL = batches are stored in memory of alloc_fn. Otherwise in host memory
-                                     that is best for copies to the group's device (pinned) */
+    ddp_group *group;             /* NULL = batches are stored in memory of alloc_fn. Otherwise they are
+                                     stored in the host memory from which the group's device copies fastest
+                                     (pinned) */
     int timeout_ms;               /* 0 = 600000; the longest time that ddp_loader_next waits for its
                                      workers */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = the group's, or malloc; set both or neither;
@@ -806,21 +813,21 @@ DDPDEF int64_t ddp_loader_length(const ddp_loader *loader);
    again, or waits again: nothing is lost. */
 DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out);
 
-/* Sets the next batch, 0 to the number of batches, counted from the start of the epoch or the loaded
-   position. Does not wait. */
+/* Sets the next batch, 0 to the number of batches. Batches count from the start of the epoch; after a load,
+   until the next epoch, from the loaded position. Does not wait. */
 DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch);
 
 /* Store and restore the consumer's position, independent of what was fetched ahead; like ddp_sampler_save and
-   _load. Ranks that save after the same number of whole batches, or after their count 0, store the same
-   state. It can be loaded on any W. */
+   _load. Ranks that save after the same number of whole batches, or after ddp_loader_next has returned count
+   0, store the same state. It can be loaded on any W. */
 DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *state);
 DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state);
 DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats); /* since create */
 
 /* Ends the workers and frees everything. A process that was forked after ddp_loader_create must not use the
    loader: there destroy does nothing, and calls that need the workers return DDP_ERR_INVALID. A fetch that
-   blocks for timeout_ms (one second, if ddp_loader_next has already waited that long) keeps its thread and the memory that it
-   writes to. The last such thread frees them when it returns. NULL is ignored. */
+   blocks for timeout_ms (one second, if ddp_loader_next has already waited that long) keeps its thread and
+   the memory that it writes to. The last such thread frees them when it returns. NULL is ignored. */
 DDPDEF void ddp_loader_destroy(ddp_loader *loader);
 
 //== backends and devices ============================================================================== >>spi
@@ -1272,9 +1279,9 @@ typedef struct ddp_sum_place {
     ddp_dtype dtype;
     size_t at;        /* set by ddp_place_sums */
 } ddp_sum_place;
-/* Sets the offsets, and returns the bytes of a buffer. Sums have ddp_sum_dtype. Sums of gradients that are adjacent
-   in memory have the same distances, in elements: a reducer then reduces them as one range. order: space for count
-   pointers. */
+/* Sets the offsets, and returns the bytes of a buffer. Sums have ddp_sum_dtype. Gradients that are adjacent
+   in memory get adjacent sums, with the same distances in elements: a reducer then reduces them as one range.
+   order: space for count pointers. */
 DDPDEF size_t ddp_place_sums(ddp_sum_place *places, int count, ddp_sum_place **order);
 
 /* Allocates zeroed memory, 64-byte aligned, with the group's alloc_fn; group NULL: with malloc. Returns NULL

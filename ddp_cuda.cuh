@@ -205,14 +205,14 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
    ddp_cuda_pick and becomes current. Collective over control; blocks at most timeout_ms.
 
      calls      return once the work is on the communication stream, after the work that the group's stream
-                holds, also with work == NULL. The group's stream, not the host, waits for a call that is
-                waited for or was made without work: synchronise it to read results. ddp_test queries the
-                device. ddp_barrier blocks the host.
+                holds, also with work == NULL. The group's stream, not the host, waits for the communication:
+                at once with work == NULL, otherwise in ddp_wait. Synchronize that stream before the host
+                reads results. ddp_test queries the device. ddp_barrier blocks the host.
      order      DDP_ORDER_ANY leaves sums to NCCL. DDP_ORDER_TREE gives the bits of the CPU backends, by an
                 all-to-all, a kernel and an all-gather. MIN and MAX of floats (NaNs stay) and AVG of
                 integers always use those three. Their first call of a size allocates.
-     messages   match by order, not by tag, and run one after the other. Two ranks that send to each other
-                need ddp_p2p_begin and ddp_p2p_end.
+     messages   between two ranks match in the order issued, whatever their tags, and run one after the other.
+                Two ranks that send to each other need ddp_p2p_begin and ddp_p2p_end.
      failures   of a rank, of CUDA or NCCL, mismatched calls, or timeout_ms without progress end the
                 communication on every rank. A later ddp_wait or call returns the cause. Work that is
                 already on streams ends with undefined data.
@@ -246,7 +246,8 @@ DDPDEF const ddp_device *ddp_device_cuda(void);
    CUDA's default stream, which other streams wait for unless they are non-blocking. */
 DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream);
 
-/* The first failure of this thread's calls of ddp_device_cuda() since the last ddp_cuda_check, or DDP_OK. */
+/* The first failure of this thread's calls of functions of ddp_device_cuda() since the last ddp_cuda_check,
+   or DDP_OK. */
 DDPDEF ddp_result ddp_cuda_check(void);
 
 /* Products of device memory by cuBLASLt, on this thread's stream as above; only with DDP_USE_CUBLASLT. user
@@ -300,9 +301,10 @@ DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stre
 
 /* Converts to signed bytes with one f32 scale per DDP_CUDA_QUANT_BLOCK elements, scales[ceil(count / 256)],
    and back. scale = A / 127, where A is the largest magnitude of the block; q = x / scale, rounded to nearest
-   even. F32, F16, BF16. Before rounding to dst_dtype, the result is off by at most A / 253.9 per element. A
-   block with A below 2^-100 becomes zeros; one with a NaN or an infinity becomes NaNs. Equal data gives equal
-   bits. Sources and destinations do not overlap. */
+   even. F32, F16, BF16. After both conversions, before rounding to dst_dtype, an element is off by at most A
+   / 253.9. A block with A below 2^-100 becomes zeros. A block with a NaN or an infinity gets the scale NaN,
+   and becomes NaNs when it is converted back. Equal data gives equal bits. Sources and destinations do not
+   overlap. */
 DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype,
                                      size_t count, cudaStream_t stream);
 DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales,

@@ -53,8 +53,8 @@ CONCEPTS
                them.
     Reduce     Adds the full gradients of a unit over ranks. Each rank keeps its rows of the sum.
 
-               rank 0   rank 1    unshard   ranks 0, 1    backward  rank 0    rank 1    reduce  rank 0   rank 1
-       weight |rows 0-1|rows 2-3| ------> |rows 0 1 2 3| -------> |grad 0-3||grad 0-3| -----> |sum 0-1||sum 2-3|
+               rank 0   rank 1   unshard   ranks 0, 1    backward  rank 0    rank 1   reduce  rank 0   rank 1
+       weight |rows 0-1|rows 2-3| -----> |rows 0 1 2 3| -------> |grad 0-3||grad 0-3| ----> |sum 0-1||sum 2-3|
 
     Strategy   What is split, and what each rank keeps in full. Bytes per rank for P parameters, W ranks and
                AdamW, without bookkeeping. 16-bit: param_dtype is BF16 or F16; master values, sums of
@@ -69,27 +69,28 @@ CONCEPTS
                    FULL_SHARD    ZeRO-3: values too                  16 P / W + 8 U         18 P / W + 4 U
 
                U holds gradients, and values under FULL_SHARD. Several micro-batches m add floor(log2 m) sums:
-               of 4 P / W each with SHARD_GRAD and FULL_SHARD; of 4 P each with the others. These then keep no
-               other sums of 16-bit gradients, and stage the largest unit's gradients in f32. Ranks that do
-               not read each other's memory stage one unit more: its gathered values and its f32 gradients.
-               f32 sums from a ddp_pipeline need the largest unit's gradients in f32.
+               of 4 P / W each with SHARD_GRAD and FULL_SHARD; of 4 P each with SHARD_OPTIM and NO_SHARD. With
+               m > 1 and 16-bit gradients, the last two keep no other sums, and stage the largest unit's
+               gradients in f32. Ranks that do not read each other's memory stage one unit more: its gathered
+               values and its f32 gradients. f32 sums from a ddp_pipeline need the largest unit's gradients in
+               f32.
     Traffic    Bytes that each rank sends, times (W - 1) / W. An unshard sends 4 P, 16-bit 2 P: once per step;
                FULL_SHARD twice per micro-batch, or once with no_reshard_after_forward. A reduction of
                gradients sends 4 P, also of 16-bit ones, which are added in f32: once per step; SHARD_GRAD and
                FULL_SHARD once per micro-batch. NO_SHARD has no unshard, and its all-reduce sends 8 P. Ranks
-               that read each other's memory read 16-bit gradients as they are: 2 P, sums over micro-batches 4
-               P.
+               that read each other's memory read 16-bit gradients as they are, 2 P; sums over micro-batches
+               are 4 P.
     Hybrid     Split inside one group and replicated across another (HSDP). The ranks that hold the same shard
                form the group `replicas`.
     Master     The f32 values that the optimizer updates. With param_dtype = DDP_BF16, an unshard sends a
                16-bit copy of them.
     Micro-batches   SHARD_GRAD and FULL_SHARD add over ranks after every micro-batch, then over micro-batches,
                pairwise like a binary counter. The others add over micro-batches first. Both sums are the tree
-               over the micro-batches of the step. The first way numbers rank r's micro-batch k as kW + r (W a
-               power of two); the second gives each rank a block of 2^k. So W ranks under any strategy end
-               with the bits of one rank. 16-bit gradients are added in f32 everywhere, also over the replicas
-               of a ddp_pipeline. Outside this promise: reduce_dtype, sequential_accumulation,
-               quantize_gather.
+               over the micro-batches of the step. In the first way, micro-batch i of rank r is number iW + r
+               of the step (W a power of two). In the second, each rank has a block of consecutive
+               micro-batches, whose number is a power of two. So W ranks under any strategy end with the bits
+               of one rank. 16-bit gradients are added in f32 everywhere, also over the replicas of a
+               ddp_pipeline. Outside this promise: reduce_dtype, sequential_accumulation, quantize_gather.
 
 ERRORS
     As in ddp.h: ddp_result and ddp_last_error(). An error in a desc names the unit and the parameter. A
@@ -144,7 +145,7 @@ typedef struct ddp_update {
      clip      *norm = n(0) as f32; it may be pinned memory. *factor = limit / *norm if that norm is finite
                and above limit, otherwise 1
      trust     out[i] = lr times c n(2i) / (n(2i+1) + decay n(2i)), or lr if either n is 0. decay -1: without
-               the second term */
+               decay n(2i) */
 #define DDP_OPTIMIZER_KERNELS(X)                                                                        \
     X(update, (const ddp_update *update))                                                               \
     X(scale, (void *data, size_t count, ddp_dtype dtype, const float *factor))                          \
@@ -304,8 +305,8 @@ typedef struct ddp_scaler {
     int found_inf;           /* on some rank of some group */
 } ddp_scaler;
 
-/* Numbers that a checkpoint stores in addition to tensors. The caller owns it. Those of rank 0 are saved; a load
-   gives them to all ranks. Without padding bytes. */
+/* Numbers that a checkpoint stores in addition to tensors. The caller owns it. Those of rank 0 are saved; a
+   load gives them to all ranks. Without padding bytes. */
 typedef struct ddp_fsdp_state {
     int64_t step;            /* set by ddp_fsdp_step: optimizer steps taken */
     ddp_sampler_state sampler;
@@ -363,19 +364,18 @@ typedef struct ddp_fsdp_desc {
     void *init_user;
     int skip_initial_broadcast;    /* 1 = first values are already equal on all ranks. Otherwise those of rank
                                       0 are taken (of rank 0 of the replicas) */
-    ddp_fsdp_state *state;         /* saved with the checkpoint and filled in by ddp_fsdp_load. NULL = what
-                                      was loaded is saved again */
+    ddp_fsdp_state *state;         /* saved with the checkpoint and filled in by ddp_fsdp_load. NULL = the
+                                      state that ddp_fsdp_load has read is saved again */
     size_t max_file_bytes;         /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has its own file */
     int keep_checkpoints;          /* 0 = 1; older ones are dir.1, dir.2, ...; a save deletes those beyond
                                       this number */
     /* NULL = group. With slices of larger tensors (global_shape): all ranks that hold a part of them. Create,
-       save and load are then collective over it, and a failure in one group fails all, except for memory that
-       create lacks */
+       save and load are then collective over it, and an error in one group is returned in all */
     ddp_group *checkpoint_group;
     int save_in_background;        /* 1 = ddp_fsdp_save returns after making a copy, and a thread writes it
                                       (MPI: MPI_THREAD_MULTIPLE); see ddp_fsdp_save_wait */
-    /* Host memory; NULL = the group's; set both or neither. Save and load, and their thread, use the group's
-       for memory that they free at their end */
+    /* Allocator of host memory; NULL = the group's allocator; set both or neither. Save and load always use
+       the group's allocator for their temporary memory */
     void *(*alloc_fn)(size_t size_bytes, void *user);
     void (*free_fn)(void *memory, void *user);
     void *user;
@@ -440,9 +440,9 @@ DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on);
 /* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm is the norm before
    scaling. Call it after the last unit's last reduce_grads and before the step. Collective; waits for the
    reductions. Squares add per row in a fixed order and rows add exactly: the bits do not depend on the
-   sharding, and each element counts once. A norm that is not finite scales nothing. norm NULL: a device
-   decides without the host waiting for it, with the same bits. Errors: DDP_ERR_INVALID names a unit that has
-   not been reduced. */
+   sharding, and each element counts once. A norm that is not finite scales nothing. norm NULL: the device
+   computes norm and factor, and the host does not wait; the bits are the same. Errors: DDP_ERR_INVALID names
+   a unit that has not been reduced. */
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm);
 
 /* *norm = the norm of the last ddp_fsdp_clip_grad_norm. Blocks until the device has computed it, but not for
@@ -478,22 +478,24 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
 DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int which, const char **name,
                                      ddp_tensor *state);
 
-/* Sets the number of steps taken, which the bias correction uses. For resuming an earlier run: init_fn has
-   provided the values, and the caller has written the state of get_state. Values written to the rows of
-   get_shard are unsharded only after the next step. Not collective, but the same on every rank. Errors:
-   DDP_ERR_INVALID when negative. */
+/* Sets the number of steps taken, which the bias correction uses. Use it to resume an earlier run by hand,
+   after init_fn has provided the values and the caller has written the optimizer state through
+   ddp_fsdp_get_state. Values that the caller writes through ddp_fsdp_get_shard reach the full parameters only
+   after the next ddp_fsdp_step. Not collective, but the same on every rank. Errors: DDP_ERR_INVALID when
+   negative. */
 DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step);
 
 /* Writes a checkpoint to the folder dir: model-00001-of-0000N.safetensors with complete tensors in master
    precision under their names, model.safetensors.index.json, optimizer-*.safetensors with the moments,
-   state.json. Written to a second folder, synced and renamed, so that dir is always a complete checkpoint,
-   old or new. Collective, blocks (see save_in_background). Errors, on every rank, which leave dir unchanged:
-   DDP_ERR_SYSTEM; DDP_ERR_INVALID (other files in dir, an invalid name); DDP_ERR_MISMATCH (ranks pass
-   different dirs, slices do not cover a tensor); DDP_ERR_NO_MEMORY. */
+   state.json. The files are written to a second folder, which then takes the name dir: at any time dir is a
+   complete checkpoint, old or new, or, where the file system cannot swap names, dir.old is. Collective,
+   blocks (see save_in_background). Errors, on every rank, which leave dir unchanged: DDP_ERR_SYSTEM;
+   DDP_ERR_INVALID (other files in dir, an invalid parameter name); DDP_ERR_MISMATCH (ranks pass different
+   dirs, slices do not cover a tensor); DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir);
 
 /* With save_in_background: blocks until the last save is on disk, and returns its result, once. Otherwise
-   returns DDP_OK at once. Collective. Save and load first do the same: if the background save failed, they
+   returns DDP_OK at once. Collective. Save and load begin with this wait: if the background save failed, they
    return its result and do nothing else. */
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
 
@@ -503,8 +505,8 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
    Files must be regular files: symbolic links are not followed. Collective, between steps; blocks. Errors, on
    every rank, which leave the model unchanged: DDP_ERR_CORRUPT (truncated, overlapping, checksum) and
    DDP_ERR_MISMATCH (missing, extra, other dtype or shape) name file, tensor and byte range; DDP_ERR_SYSTEM.
-   AdamW and LAMB accept each other's moments, as do SGD and LARS; those of other kinds are missing or
-   extra. */
+   AdamW and LAMB accept each other's moments, as do SGD and LARS; moments of another kind are
+   DDP_ERR_MISMATCH. */
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
 
 /* Bytes of this rank. Not collective. */
@@ -535,8 +537,8 @@ DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, co
 DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr);
 
 /* The same with gradients times grad_scale, with the bits of a multiplication beforehand but without another
-   pass over memory: to unscale and to clip. LARS, which needs the gradients' norms first, leaves them
-   multiplied. Errors: DDP_ERR_INVALID when grad_scale is not positive and finite. */
+   pass over memory: to unscale and to clip. LARS leaves the gradients multiplied, since it needs their norms
+   first. Errors: DDP_ERR_INVALID when grad_scale is not positive and finite. */
 DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, float grad_scale);
 
 /* Returns a view of state number `which` of a parameter, with the value's shape, and its name in checkpoints

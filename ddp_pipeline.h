@@ -204,8 +204,9 @@ typedef struct ddp_schedule_desc {
     int update_interval;         /* PIPEDREAM, PIPEDREAM_2BW: micro-batches per update, a divisor of m; 0 = 1,
                                     for 2BW m */
     const ddp_stage_cost *costs; /* AUTO: of each stage; NULL = F = I = W = 1. Read only by create */
-    double memory_limit;         /* AUTO: per rank, in units of activation; 0 = p times the largest, ZB-1p;
-                                    twice that: ZB-2p. A larger limit never gives a slower schedule */
+    double memory_limit;         /* AUTO: per rank, in units of activation; 0 = p times the largest activation
+                                    of a stage, ZB-1p; twice that: ZB-2p. A larger limit never gives a slower
+                                    schedule */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
     void (*free_fn)(void *memory, void *user);
     void *user;
@@ -322,8 +323,8 @@ typedef struct ddp_pipeline_stage {
     ddp_stage_hook wait_grad;     /* at the end of the update, for local stages in ascending order:
                                      ddp_reducer_wait */
     /* Gradients are final: a step on the newest values. NULL = the caller steps later; required with
-       PipeDream and 2BW. There, if unshard is set, it must unshard again, since more actions of the step
-       follow until reshard */
+       PipeDream and 2BW. There, if unshard is set, the update hook must unshard again, since more actions of
+       the step follow until reshard */
     ddp_stage_hook update;
     ddp_grad_division grad_division; /* DDP_DIVIDE_BEFORE_REDUCE if reduce_grad is of a ddp_fsdp with
                                         micro_batch_count 1 */
@@ -490,13 +491,13 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
        ddp_result reshard(int stage, void *user) { return ddp_fsdp_reshard(model->fsdp[stage], 0); }
        ddp_result reduce(int stage, void *user) { return ddp_fsdp_reduce_grads(model->fsdp[stage], 0); }
        ddp_result update(int stage, void *user) { return ddp_fsdp_step(model->fsdp[stage], lr); }
-       stage->unshard = unshard, stage->reshard = reshard, stage->reduce_grad = reduce, stage->update = update;
-       stage->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
+       stage->unshard = unshard, stage->reshard = reshard, stage->reduce_grad = reduce;
+       stage->update = update, stage->grad_division = DDP_DIVIDE_BEFORE_REDUCE;
 
-   Tied gradients of stages with unshard are added where get_sharded_grad points. It is called after every
-   wait_grad has returned, and returns this rank's part: the same part of both uses on the ranks of one
-   pipeline. ddp_fsdp_get_shard returns that part, as an average if wait_grad is ddp_fsdp_clip_grad_norm(fsdp,
-   FLT_MAX, NULL). */
+   Tied gradients of stages with unshard are added where get_sharded_grad points. It is called after all
+   wait_grad hooks have returned, and returns this rank's part of the gradient. The two ranks of a pipeline
+   that hold the two uses must have the same part. ddp_fsdp_get_shard returns it. With ddp_fsdp, let wait_grad
+   call ddp_fsdp_clip_grad_norm(fsdp, FLT_MAX, NULL), which divides the sums: the parts are then averages. */
 
 /* Checks the schedule, allocates all memory that steps need, and connects the ranks: rank r of the group runs
    list r. On a device with streams, all messages of a rank run on the communication stream, one after the
@@ -523,9 +524,10 @@ DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline);
    first step or evaluation. */
 DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *mean, double *each);
 
-/* Durations of the last step's actions. costs: stage-count entries, in seconds, means over micro-batches, for
-   AUTO, the simulator and ddp_pipeline_partition. times: an entry for each action of all ranks, rank after
-   rank, since the step's start, for ddp_schedule_draw. Either may be NULL. Collective; every rank gets all.
+/* Durations of the last step's actions. costs: one entry per stage, in seconds, means over micro-batches, for
+   AUTO and the simulator. times: one entry for each action of the schedule that the pipeline was created
+   with, rank after rank, in seconds since the step's start, for ddp_schedule_draw. Either may be NULL.
+   Collective; every rank gets all.
    Errors: DDP_ERR_INVALID before the first step. */
 DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost *costs,
                                          ddp_action_time *times);

@@ -365,8 +365,8 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
 DDPDEF ddp_result ddp_tensor_fill(ddp_group *group, ddp_tensor *tensor, double value);
 
 /* Writes a summary of a few lines: rank, dtype, shape, placement, and the corner of at most 4 x 8 values of
-   the last two dimensions. *size_bytes: in, the space at text; out, the length with the 0 at its end. text
-   NULL: only that. */
+   the last two dimensions. *size_bytes: in, the space at text; out, the length with its terminating 0. text
+   NULL: only sets *size_bytes. */
 DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, ddp_placement placement,
                                    char *text, size_t *size_bytes);
 
@@ -399,10 +399,11 @@ DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_
        REPLICATE -> SHARD, PARTIAL   copy             SHARD(a) -> SHARD(b)   all-to-all
        SHARD -> REPLICATE            all-gather       SHARD -> PARTIAL       copy into zeros
        PARTIAL -> REPLICATE          all-reduce       PARTIAL -> SHARD       reduce-scatter; uneven: zero-padded
-   Collective, with the same placements and global shape on every rank; blocks. In place (equal memory) where
-   the plan is "none" or an all-reduce; otherwise in is only read. Errors: DDP_ERR_INVALID prints both sides;
-   DDP_ERR_NO_MEMORY. If data may be sent, an error on one rank before that is returned on all ranks, and
-   DDP_ERR_MISMATCH when placements, dtypes or global shapes differ. Errors of collectives. */
+   Collective, with the same placements and global shape on every rank; blocks. In place: in->data may equal
+   out->data where the plan is "none" or an all-reduce. Otherwise the call only reads in. Errors:
+   DDP_ERR_INVALID prints both sides; DDP_ERR_NO_MEMORY. If the conversion sends data, the ranks first agree:
+   an error of one rank is returned on all, and DDP_ERR_MISMATCH when placements, dtypes or global shapes
+   differ. Errors of collectives. */
 DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                           ddp_placement to, ddp_tensor *out);
 /* Returns the plan of that call without executing it. Not collective; data need not be set. */
@@ -413,13 +414,13 @@ DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tenso
 /* The box of this rank under a layout. */
 DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_tensor_box *box);
 /* Converts a tensor from one layout to another with the same global shape and axes, axis by axis. If inner
-   axes shard the dimension that an outer axis changes, they are gathered first. PARTIAL along several axes is
-   summed one axis after the other, innermost first. in is this rank's part; out is written, or allocated by
-   axes[0]. *plan (may be NULL): sent_bytes is the sum over the steps; workspace_bytes is the maximum, with
-   tensors between steps; collective names the step that sends most. out NULL: only the plan; in's data need
-   not be set. Collective over all axes, blocks. Errors as above, along each axis. An invalid layout, or two
-   that do not match, define no axes to report it on: DDP_ERR_INVALID only on this rank. Then call
-   ddp_group_abort on the axes: the other ranks are still waiting. */
+   axes shard the dimension that an outer axis changes, the tensor is gathered along the inner axes first.
+   PARTIAL along several axes is summed one axis after the other, innermost first. in is this rank's part; out
+   is written, or allocated by axes[0]. *plan (may be NULL): sent_bytes is the sum over the steps;
+   workspace_bytes is the maximum, with tensors between steps; collective names the step that sends most. out
+   NULL: only the plan; in's data need not be set. Collective over all axes, blocks. Errors as above, along
+   each axis. For an invalid layout, or two that do not match, the axes are unknown: DDP_ERR_INVALID is
+   returned only on this rank. Then call ddp_group_abort on the axes: the other ranks are still waiting. */
 DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_tensor_layout *from,
                                                const ddp_tensor_layout *to, ddp_tensor *out,
                                                ddp_tensor_plan *plan);
@@ -428,10 +429,10 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
    M rows, t ranks, K and N features. In sequence parallelism, activations outside the column-row pairs have
    M/t rows, SHARD(0). Weights and gradients are passed with every call, so that ddp_fsdp.h or a reducer may
    own them. A gradient of inputs (dx) may be NULL, on all ranks or none: it is then not computed.
-   Collective over the tensor group, with the same rows on every rank; blocking as its collectives are.
-   Buffers belong to the caller. They are contiguous, of the context's dtype, in memory of the group's device.
-   They are in use until the call returns; on a device with streams, until the enqueued work is done. Tokens
-   and targets are host memory, read before the call returns.
+   Collective over the tensor group, with the same number of rows on every rank. Blocking like the collectives
+   of that group. Buffers belong to the caller. They are contiguous, of the context's dtype, in memory of the
+   group's device. They are in use until the call returns; on a device with streams, until the enqueued work
+   is done. Tokens and targets are host memory, read before the call returns.
    Errors: DDP_ERR_INVALID before data is sent; those of collectives. */
 
 /* Creates a context. Creating it or a layer may grow the shared workspace (group memory), and must not happen
@@ -465,16 +466,16 @@ DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear); /* rows 
 DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias,
                                         const void *x, int64_t rows, void *y);
 /* dy has the shape of y, dx of x, weight_grad and bias_grad of weight and bias. In sequence parallelism, a
-   column linear gathers x again, in chunks during the product for dx. weight_grad and bias_grad NULL, on
-   every rank that has features or none: not computed. */
+   column linear gathers x again, in chunks during the product for dx. weight_grad and bias_grad may be NULL,
+   on all ranks that have features or on none: not computed. */
 DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x,
                                          const void *dy, int64_t rows, void *dx, void *weight_grad,
                                          void *bias_grad);
 
 /* A column linear (hidden, channels), the activation, and a row linear (channels, hidden). weights and grads:
-   weight and bias of the first, then of the second; biases are NULL with no_bias. SILU_GATED: the first has 2
-   hidden rows, all gates, then all ups, each sharded. saved: ddp_tp_mlp_saved_count elements that forward
-   writes and backward reads. */
+   weight and bias of the first, then of the second; biases are NULL with no_bias. SILU_GATED: the first
+   has hidden rows for the gate, then hidden rows for the up projection; each part is sharded. saved:
+   ddp_tp_mlp_saved_count elements that forward writes and backward reads. */
 DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_mlp_desc *desc);
 DDPDEF void ddp_tp_mlp_destroy(ddp_tp_mlp *mlp);
 DDPDEF size_t ddp_tp_mlp_saved_count(const ddp_tp_mlp *mlp, int64_t rows);
@@ -510,7 +511,7 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
                                        void *dlogits);
 
 /* Normalizes the last dimension of x (rows, channels); rows is this rank's, M/t in sequence parallelism.
-   stats: 2 rows elements for backward. bias is NULL with rms. In sequence parallelism, the gradients of
+   stats: 2 * rows elements for backward. bias is NULL with rms. In sequence parallelism, the gradients of
    weight and bias are summed over the group by one all-reduce, and the call is collective. They may be NULL,
    on all ranks or none: not computed. In place: dx may be dy. */
 DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp,
