@@ -594,7 +594,7 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 #if (defined(DDP_IMPLEMENTATION) || defined(DDP_FSDP_IMPLEMENTATION)) && !defined(DDP_FSDP_IMPLEMENTATION_INCLUDED)
 #define DDP_FSDP_IMPLEMENTATION_INCLUDED
 
-//== structs ======================================================================================== >>impl-structs
+//== structs ================================================================================== >>impl-structs
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -609,7 +609,7 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 #include <time.h>
 #include <unistd.h>
 
-//== errors ============================================================================================ >>impl-error
+//== errors ===================================================================================== >>impl-error
 
 #define ddp__fsdp_bad(who, group, ...) ddp_fail_in(DDP_ERR_INVALID, who, group, __VA_ARGS__) /* an argument is wrong */
 
@@ -628,7 +628,7 @@ static ddp_result ddp__fsdp_enter(ddp_group *group) {
     return ddp_group_is_forked(group) ? ddp_group_status(group) : ddp_device_begin(group);
 }
 
-//== optimizers ==================================================================================== >>impl-optimizer
+//== optimizers ============================================================================= >>impl-optimizer
 #if defined(__AVX__) && !defined(__CUDACC__)
 #include <immintrin.h>
 #define DDP__UPDATE_BYTES 32 /* of a vector; wider ones gain nothing */
@@ -728,16 +728,20 @@ static void ddp__host_update(const ddp_update *u) {
     else ddp__update_f64(u);
 }
 
-static void ddp__host_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) { ddp_device_cpu()->scale(data, count, dtype, *factor); }
+static void ddp__host_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
+    ddp_device_cpu()->scale(data, count, dtype, *factor);
+}
 
 static void ddp__host_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
     *factor = ddp_clip_factor(sum, limit, norm);
 }
 
 /* |w| over |update| for LAMB, over |g| + weight_decay |w| for LARS. */
-static void ddp__host_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out) {
+static void ddp__host_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay,
+                            double *out) {
     for (size_t i = 0; i < count; i++) {
-        double value = sqrt(ddp_exact_sum_value(sums + 2 * i)), grad = sqrt(ddp_exact_sum_value(sums + 2 * i + 1)), decayed = decay * value;
+        double value = sqrt(ddp_exact_sum_value(sums + 2 * i)),
+            grad = sqrt(ddp_exact_sum_value(sums + 2 * i + 1)), decayed = decay * value;
         DDP__ROUNDED(decayed);
         out[i] = lr;
         if (value != 0 && grad != 0) out[i] *= c * value / (decay < 0 ? grad : grad + decayed);
@@ -747,7 +751,9 @@ static void ddp__host_trust(const ddp_exact_sum *sums, size_t count, double lr, 
 #define DDP_X(name, arguments) ddp__host_##name,
 static const ddp_optimizer_kernels ddp__host_kernels = {DDP_VERSION, DDP_OPTIMIZER_KERNELS(DDP_X)};
 #undef DDP_X
-static const ddp_optimizer_kernels *ddp__kernels_of(const ddp_device *device) { return device->optimizer ? device->optimizer : &ddp__host_kernels; }
+static const ddp_optimizer_kernels *ddp__kernels_of(const ddp_device *device) {
+    return device->optimizer ? device->optimizer : &ddp__host_kernels;
+}
 
 #if !defined(DDP__HOST_PIECE)
 #define DDP__HOST_PIECE ((size_t)1 << 20) /* elements that travel at once between a device and an optimizer on the host */
@@ -755,8 +761,10 @@ static const ddp_optimizer_kernels *ddp__kernels_of(const ddp_device *device) { 
 
 /* A parameter, or a later use of one. */
 typedef struct ddp__optimizer_param {
-    int first_use;  /* the entry of the same value that is stepped; its own number where there is none earlier */
-    int squares;    /* the sums of squares of its value and of its gradient are numbers squares and squares + 1; -1 = it has no trust ratio */
+    /* the entry of the same value that is stepped; its own number where there is none earlier */
+    int first_use;
+    /* the sums of squares of its value and of its gradient are numbers squares and squares + 1; -1 = it has no trust ratio */
+    int squares;
     size_t count;
     void *state[2]; /* NULL where there is none */
 } ddp__optimizer_param;
@@ -771,19 +779,25 @@ struct ddp_optimizer {
     int64_t step;
     void *state;                  /* one allocation */
     ddp_exact_sum *squares;       /* on the device */
-    ddp_exact_sum *sent;          /* host memory in which they are reduced; NULL if shard_group has the same device */
+    /* host memory in which they are reduced; NULL if shard_group has the same device */
+    ddp_exact_sum *sent;
     ddp_result (*piece_fn)(void *user, int param, size_t from, size_t count, int stepped); /* NULL, or called before and after elements from to from + count of a
                                      parameter are stepped; its user is desc.state_user */
     double *rates;                /* on the device: lr times the trust ratio of each pair of squares */
 };
 
-static const char *const ddp__optimizer_states[][2] = {{"exp_avg", "exp_avg_sq"}, {"momentum_buffer", NULL}, {"exp_avg", "exp_avg_sq"},
-                                                       {"momentum_buffer", NULL}}; /* by kind */
+static const char *const ddp__optimizer_states[][2] = {{"exp_avg", "exp_avg_sq"}, {"momentum_buffer", NULL},
+                                                       {"exp_avg", "exp_avg_sq"}, {"momentum_buffer",
+                                                                                   NULL}}; /* by kind */
 
 #define DDP__OPTIMIZER_NEED(condition, ...) DDP_CHECK("ddp_optimizer_create", group, condition, __VA_ARGS__)
 
-static int ddp__optimizer_is_adam(const ddp_optimizer_desc *desc) { return desc->kind == DDP_OPTIMIZER_ADAMW || desc->kind == DDP_OPTIMIZER_LAMB; }
-static int ddp__optimizer_has_trust(const ddp_optimizer_desc *desc) { return desc->kind == DDP_OPTIMIZER_LAMB || desc->kind == DDP_OPTIMIZER_LARS; }
+static int ddp__optimizer_is_adam(const ddp_optimizer_desc *desc) {
+    return desc->kind == DDP_OPTIMIZER_ADAMW || desc->kind == DDP_OPTIMIZER_LAMB;
+}
+static int ddp__optimizer_has_trust(const ddp_optimizer_desc *desc) {
+    return desc->kind == DDP_OPTIMIZER_LAMB || desc->kind == DDP_OPTIMIZER_LARS;
+}
 
 /* 0 to 3.4e38: neither a NaN nor an infinity. */
 static int ddp__is_amount(double x) { return x >= 0 && x <= 3.4028234663852886e38; }
@@ -792,25 +806,33 @@ static int ddp__is_amount(double x) { return x >= 0 && x <= 3.4028234663852886e3
 static ddp_result ddp__optimizer_resolve(ddp_group *group, ddp_optimizer_desc *d) {
     int lars = d->kind == DDP_OPTIMIZER_LARS;
     const ddp_optimizer_kernels *kernels = ddp_group_device(group)->optimizer;
-    DDP_TRY(ddp_check_kernels(group, "ddp_optimizer_create", kernels ? &kernels->version : NULL, "ddp_fsdp.h"));
-    DDP__OPTIMIZER_NEED((unsigned)d->kind <= DDP_OPTIMIZER_LARS, "kind=%d is not one of ddp_optimizer_kind", (int)d->kind);
+    DDP_TRY(ddp_check_kernels(group, "ddp_optimizer_create", kernels ? &kernels->version : NULL,
+                              "ddp_fsdp.h"));
+    DDP__OPTIMIZER_NEED((unsigned)d->kind <= DDP_OPTIMIZER_LARS, "kind=%d is not one of ddp_optimizer_kind",
+                        (int)d->kind);
     d->beta1 = d->beta1 == 0 ? 0.9f : d->beta1 == -1 ? 0 : d->beta1;
     d->beta2 = d->beta2 == 0 ? 0.999f : d->beta2 == -1 ? 0 : d->beta2;
     if (d->eps == 0) d->eps = d->kind == DDP_OPTIMIZER_LAMB ? 1e-6f : 1e-8f;
     d->momentum = d->momentum == -1 ? 0 : lars && d->momentum == 0 ? 0.9f : d->momentum;
     if (d->trust_coefficient == 0) d->trust_coefficient = lars ? 0.001f : 1.0f;
     if (ddp__optimizer_is_adam(d)) {
-        DDP__OPTIMIZER_NEED(d->beta1 >= 0 && d->beta1 < 1, "beta1=%g; pass a number from 0 (as -1) to below 1", (double)d->beta1);
-        DDP__OPTIMIZER_NEED(d->beta2 >= 0 && d->beta2 < 1, "beta2=%g; pass a number from 0 (as -1) to below 1", (double)d->beta2);
+        DDP__OPTIMIZER_NEED(d->beta1 >= 0 && d->beta1 < 1,
+                            "beta1=%g; pass a number from 0 (as -1) to below 1", (double)d->beta1);
+        DDP__OPTIMIZER_NEED(d->beta2 >= 0 && d->beta2 < 1,
+                            "beta2=%g; pass a number from 0 (as -1) to below 1", (double)d->beta2);
         DDP__OPTIMIZER_NEED(ddp__is_amount(d->eps), "eps=%g; pass a positive number", (double)d->eps);
     } else {
         DDP__OPTIMIZER_NEED(ddp__is_amount(d->momentum), "momentum=%g; pass 0 or more", (double)d->momentum);
-        DDP__OPTIMIZER_NEED(ddp__is_amount(d->dampening), "dampening=%g; pass 0 or more", (double)d->dampening);
-        DDP__OPTIMIZER_NEED(!d->nesterov || lars || (d->momentum > 0 && d->dampening == 0), "nesterov with momentum=%g and dampening=%g; it needs momentum and no dampening",
+        DDP__OPTIMIZER_NEED(ddp__is_amount(d->dampening), "dampening=%g; pass 0 or more",
+                            (double)d->dampening);
+        DDP__OPTIMIZER_NEED(!d->nesterov || lars || (d->momentum > 0 && d->dampening == 0),
+                            "nesterov with momentum=%g and dampening=%g; it needs momentum and no dampening",
                             (double)d->momentum, (double)d->dampening);
     }
-    DDP__OPTIMIZER_NEED(!ddp__optimizer_has_trust(d) || ddp__is_amount(d->trust_coefficient), "trust_coefficient=%g; pass a positive number", (double)d->trust_coefficient);
-    DDP__OPTIMIZER_NEED(ddp__is_amount(d->weight_decay), "weight_decay=%g; pass 0 or more", (double)d->weight_decay);
+    DDP__OPTIMIZER_NEED(!ddp__optimizer_has_trust(d) || ddp__is_amount(d->trust_coefficient),
+                        "trust_coefficient=%g; pass a positive number", (double)d->trust_coefficient);
+    DDP__OPTIMIZER_NEED(ddp__is_amount(d->weight_decay), "weight_decay=%g; pass 0 or more",
+                        (double)d->weight_decay);
     return DDP_OK;
 }
 
@@ -822,15 +844,20 @@ static ddp_result ddp__optimizer_take(ddp_optimizer *o, int i) {
     const char *name = param->name ? param->name : "";
     int64_t count = ddp_tensor_count(&param->value);
     ddp_tensor grad = ddp_param_grad(param);
-    DDP__OPTIMIZER_NEED(param->value.dtype == DDP_F32 || param->value.dtype == DDP_F64, "params[%d] \"%s\" is %s; only f32 and f64 are updated", i, name,
+    DDP__OPTIMIZER_NEED(param->value.dtype == DDP_F32 || param->value.dtype == DDP_F64,
+                        "params[%d] \"%s\" is %s; only f32 and f64 are updated", i, name,
                         ddp_dtype_name(param->value.dtype));
-    DDP__OPTIMIZER_NEED(count >= 0, "params[%d] \"%s\": value.ndim=%d or its shape is wrong", i, name, param->value.ndim);
+    DDP__OPTIMIZER_NEED(count >= 0, "params[%d] \"%s\": value.ndim=%d or its shape is wrong", i, name,
+                        param->value.ndim);
     DDP__OPTIMIZER_NEED(!count || param->value.data, "params[%d] \"%s\": value.data is NULL", i, name);
-    DDP__OPTIMIZER_NEED(!count || param->grad.data, "params[%d] \"%s\" has no gradient: grad.data is NULL", i, name);
-    DDP__OPTIMIZER_NEED(grad.dtype == param->value.dtype, "params[%d] \"%s\" is %s, but its gradient %s; they have to be alike", i, name,
+    DDP__OPTIMIZER_NEED(!count || param->grad.data, "params[%d] \"%s\" has no gradient: grad.data is NULL", i,
+                        name);
+    DDP__OPTIMIZER_NEED(grad.dtype == param->value.dtype,
+                        "params[%d] \"%s\" is %s, but its gradient %s; they have to be alike", i, name,
                         ddp_dtype_name(param->value.dtype), ddp_dtype_name(grad.dtype));
-    DDP__OPTIMIZER_NEED(ddp_tensor_count(&grad) == count, "params[%d] \"%s\" has %lld elements, but its gradient %lld", i, name, (long long)count,
-                        (long long)ddp_tensor_count(&grad));
+    DDP__OPTIMIZER_NEED(ddp_tensor_count(&grad) == count,
+                        "params[%d] \"%s\" has %lld elements, but its gradient %lld", i, name,
+                        (long long)count, (long long)ddp_tensor_count(&grad));
     p->count = (size_t)count;
     p->squares = -1;
     if (ddp__optimizer_has_trust(&o->desc) && (!o->desc.decay_matrices_only || param->value.ndim > 1)) {
@@ -839,8 +866,10 @@ static ddp_result ddp__optimizer_take(ddp_optimizer *o, int i) {
     }
     for (p->first_use = 0; p->first_use < i; p->first_use++)
         if (count && o->desc.params[p->first_use].value.data == param->value.data) break;
-    DDP__OPTIMIZER_NEED(o->params[p->first_use].count == p->count && o->desc.params[p->first_use].value.dtype == param->value.dtype,
-                        "params[%d] \"%s\" shares its values with params[%d], but has another shape or dtype", i, name, p->first_use);
+    DDP__OPTIMIZER_NEED(o->params[p->first_use].count == p->count &&
+                        o->desc.params[p->first_use].value.dtype == param->value.dtype,
+                        "params[%d] \"%s\" shares its values with params[%d], but has another shape or dtype",
+                        i, name, p->first_use);
     return DDP_OK;
 }
 
@@ -860,16 +889,23 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     ddp_group *group = o->group;
     void *memory;
     DDP_TRY(ddp__optimizer_resolve(group, &o->desc));
-    DDP__OPTIMIZER_NEED(d->params && d->param_count > 0, "param_count=%d or params is NULL; pass the array of parameters to update", d->param_count);
-    DDP__OPTIMIZER_NEED(!d->state_alloc_fn == !d->state_free_fn, "set both state_alloc_fn and state_free_fn, or neither");
+    DDP__OPTIMIZER_NEED(d->params && d->param_count > 0,
+                        "param_count=%d or params is NULL; pass the array of parameters to update",
+                        d->param_count);
+    DDP__OPTIMIZER_NEED(!d->state_alloc_fn == !d->state_free_fn,
+                        "set both state_alloc_fn and state_free_fn, or neither");
     o->state_count = ddp__optimizer_is_adam(&o->desc) ? 2 : o->desc.momentum != 0;
-    o->params = (ddp__optimizer_param *)ddp_host_alloc(o->group, (size_t)o->desc.param_count * sizeof *o->params);
+    o->params = (ddp__optimizer_param *)ddp_host_alloc(o->group,
+                                                       (size_t)o->desc.param_count * sizeof *o->params);
     if (!o->params) return DDP_ERR_NO_MEMORY;
     for (int i = 0; i < o->desc.param_count; i++) DDP_TRY(ddp__optimizer_take(o, i));
     size_t bytes = ddp__optimizer_place(o, NULL);
     if (bytes && !o->desc.state_alloc_fn) DDP_TRY(o->device->alloc(o->group, bytes, &o->state));
     else if (bytes) o->state = o->desc.state_alloc_fn(bytes, o->desc.state_user);
-    if (bytes && !o->state) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_optimizer_create: state_alloc_fn gave no memory for %llu bytes", (unsigned long long)bytes);
+    if (bytes && !o->state)
+        return ddp_fail(DDP_ERR_NO_MEMORY,
+                        "ddp_optimizer_create: state_alloc_fn gave no memory for %llu bytes",
+                        (unsigned long long)bytes);
     ddp__optimizer_place(o, (unsigned char *)o->state);
     if (!o->square_count) return DDP_OK;
     bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
@@ -881,7 +917,8 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     return o->sent ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
-DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, const ddp_optimizer_desc *desc) {
+DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group,
+                                       const ddp_optimizer_desc *desc) {
     DDP__FSDP_NEED(out, "out is NULL");
     *out = NULL;
     DDP__FSDP_NEED(group && desc, "group or desc is NULL");
@@ -910,7 +947,9 @@ DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer) {
 /* Factors are computed in double where that is exact, and rounded to dtype as often as arithmetic in dtype would. */
 static double ddp__in_dtype(ddp_dtype dtype, double x) { return dtype == DDP_F32 ? (double)(float)x : x; }
 
-static int ddp__optimizer_steps(const ddp_optimizer *o, int i) { return o->params[i].first_use == i && o->params[i].count > 0; }
+static int ddp__optimizer_steps(const ddp_optimizer *o, int i) {
+    return o->params[i].first_use == i && o->params[i].count > 0;
+}
 
 /* Sums of squares of all values and gradients (LAMB: updates) that have a trust ratio, over all ranks: rows add exactly. Then rates. */
 static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
@@ -927,21 +966,24 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
     }
     if (o->sent) {
         o->device->copy(o->sent, o->squares, bytes);
-        DDP_TRY(ddp_host_collective(o->desc.shard_group, DDP_CALL_ALL_REDUCE, o->sent, o->sent, bytes / sizeof(int64_t), DDP_I64,
-                                    DDP_OP_SUM, -1));
+        DDP_TRY(ddp_host_collective(o->desc.shard_group, DDP_CALL_ALL_REDUCE, o->sent, o->sent,
+                                    bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM, -1));
         o->device->copy(o->squares, o->sent, bytes);
     } else if (o->desc.shard_group) {
-        DDP_TRY(ddp_all_reduce(o->desc.shard_group, o->squares, o->squares, bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM, NULL));
+        DDP_TRY(ddp_all_reduce(o->desc.shard_group, o->squares, o->squares, bytes / sizeof(int64_t), DDP_I64,
+                               DDP_OP_SUM, NULL));
     }
     DDP_TRY(ddp__fsdp_enter(o->group));
-    ddp__kernels_of(o->device)->trust(o->squares, (size_t)o->square_count / 2, (double)lr, (double)o->desc.trust_coefficient,
+    ddp__kernels_of(o->device)->trust(o->squares, (size_t)o->square_count / 2, (double)lr,
+                                      (double)o->desc.trust_coefficient,
                       o->desc.kind == DDP_OPTIMIZER_LARS ? (double)o->desc.weight_decay : -1, o->rates);
     return DDP_OK;
 }
 
 /* A pass over parameter i. LAMB has two: moments and update, then a step of plain SGD along the update. In LARS the rate is
    part of what the momentum adds up, as in the paper. at: NULL, or where the device has grad_scale. */
-static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, int last, float lr, float grad_scale, const float *at) {
+static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, int last, float lr, float grad_scale,
+                                      const float *at) {
     const ddp_optimizer_desc *d = &o->desc;
     const ddp_param *param = &d->params[i];
     const ddp__optimizer_param *p = &o->params[i];
@@ -992,7 +1034,8 @@ static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, int last, f
 }
 
 /* Gradients times factor, or times what lies at `at` on the device. */
-static void ddp__grad_scale(const ddp_device *device, void *grad, size_t count, ddp_dtype dtype, float factor, const float *at) {
+static void ddp__grad_scale(const ddp_device *device, void *grad, size_t count, ddp_dtype dtype, float factor,
+                            const float *at) {
     if (at) ddp__kernels_of(device)->scale(grad, count, dtype, at);
     else if (factor != 1) device->scale(grad, count, dtype, factor);
 }
@@ -1001,23 +1044,30 @@ static void ddp__grad_scale(const ddp_device *device, void *grad, size_t count, 
 static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_scale, const float *at) {
     DDP__FSDP_NEED(o, "optimizer is NULL");
     DDP__FSDP_NEED(ddp__is_amount(lr), "lr=%g; pass 0 or more", (double)lr);
-    DDP__FSDP_NEED(grad_scale > 0 && ddp__is_amount((double)grad_scale), "grad_scale=%g; pass a positive number, 1 for none", (double)grad_scale);
+    DDP__FSDP_NEED(grad_scale > 0 && ddp__is_amount((double)grad_scale),
+                   "grad_scale=%g; pass a positive number, 1 for none", (double)grad_scale);
     for (int i = 0; i < o->desc.param_count; i++)
-        DDP__FSDP_NEED(!o->params[i].count || (o->desc.params[i].value.data && o->desc.params[i].grad.data), "params[%d] \"%s\" has no %s", i,
-                       o->desc.params[i].name ? o->desc.params[i].name : "", o->desc.params[i].value.data ? "gradient" : "values");
+        DDP__FSDP_NEED(!o->params[i].count || (o->desc.params[i].value.data && o->desc.params[i].grad.data),
+                       "params[%d] \"%s\" has no %s", i, o->desc.params[i].name ? o->desc.params[i].name : "",
+                       o->desc.params[i].value.data ? "gradient" : "values");
     DDP_TRY(ddp__fsdp_enter(o->group));
     for (int i = 0; i < o->desc.param_count; i++) {
         void *first = o->desc.params[o->params[i].first_use].grad.data;
-        if (o->params[i].first_use != i) o->device->add(first, first, o->desc.params[i].grad.data, o->params[i].count, o->desc.params[i].value.dtype);
+        if (o->params[i].first_use != i)
+            o->device->add(first, first, o->desc.params[i].grad.data, o->params[i].count,
+                           o->desc.params[i].value.dtype);
     }
     for (int i = 0; i < o->desc.param_count && o->desc.kind == DDP_OPTIMIZER_LARS; i++)
-        if (ddp__optimizer_steps(o, i)) ddp__grad_scale(o->device, o->desc.params[i].grad.data, o->params[i].count, o->desc.params[i].value.dtype, grad_scale, at);
+        if (ddp__optimizer_steps(o, i))
+            ddp__grad_scale(o->device, o->desc.params[i].grad.data, o->params[i].count,
+                            o->desc.params[i].value.dtype, grad_scale, at);
     o->step++;
     for (int last = o->desc.kind != DDP_OPTIMIZER_LAMB; last < 2; last++) {
         int scaled = o->desc.kind == DDP_OPTIMIZER_LARS || (last && o->desc.kind == DDP_OPTIMIZER_LAMB);
         if (last && o->square_count) DDP_TRY(ddp__optimizer_norms(o, lr));
         for (int i = 0; i < o->desc.param_count; i++)
-            if (ddp__optimizer_steps(o, i)) DDP_TRY(ddp__optimizer_pass(o, i, last, lr, scaled ? 1 : grad_scale, scaled ? NULL : at));
+            if (ddp__optimizer_steps(o, i))
+                DDP_TRY(ddp__optimizer_pass(o, i, last, lr, scaled ? 1 : grad_scale, scaled ? NULL : at));
     }
     return ddp_device_check(o->group);
 }
@@ -1031,62 +1081,81 @@ DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, 
     return ddp__optimizer_step(optimizer, lr, grad_scale, NULL);
 }
 
-DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, int which, const char **name, ddp_tensor *state) {
+DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, int which, const char **name,
+                                          ddp_tensor *state) {
     const ddp_optimizer *o = optimizer;
     DDP__FSDP_NEED(o && state, "optimizer or state is NULL");
-    DDP__FSDP_NEED(param >= 0 && param < o->desc.param_count, "param=%d, there are %d parameters, numbered from 0", param, o->desc.param_count);
-    DDP__FSDP_NEED(which >= 0 && which < o->state_count, "which=%d, there are %d states of a parameter, numbered from 0", which, o->state_count);
+    DDP__FSDP_NEED(param >= 0 && param < o->desc.param_count,
+                   "param=%d, there are %d parameters, numbered from 0", param, o->desc.param_count);
+    DDP__FSDP_NEED(which >= 0 && which < o->state_count,
+                   "which=%d, there are %d states of a parameter, numbered from 0", which, o->state_count);
     *state = o->desc.params[param].value;
     state->data = o->params[o->params[param].first_use].state[which];
     if (name) *name = ddp__optimizer_states[o->desc.kind][which];
     return DDP_OK;
 }
 
-DDPDEF int64_t ddp_optimizer_get_step(const ddp_optimizer *optimizer) { return optimizer ? optimizer->step : 0; }
-DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step) { if (optimizer) optimizer->step = step > 0 ? step : 0; }
+DDPDEF int64_t ddp_optimizer_get_step(const ddp_optimizer *optimizer) {
+    return optimizer ? optimizer->step : 0;
+}
+DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step) {
+    if (optimizer) optimizer->step = step > 0 ? step : 0;
+}
 
-//== learning rates ==================================================================================== >>impl-rates
+//== learning rates ============================================================================= >>impl-rates
 
 #define DDP__LR_NEED(condition, ...) DDP_CHECK("ddp_lr_at", NULL, condition, __VA_ARGS__)
 static ddp_result ddp__lr_check(const ddp_lr_desc *desc) {
     DDP__LR_NEED(desc, "desc is NULL");
     DDP__LR_NEED((unsigned)desc->kind <= DDP_LR_WSD, "kind=%d is not one of ddp_lr_kind", (int)desc->kind);
-    DDP__LR_NEED(desc->max_lr > 0 && ddp__is_amount(desc->max_lr), "max_lr=%g; pass a positive number", desc->max_lr);
-    DDP__LR_NEED(desc->min_lr >= 0 && desc->min_lr <= desc->max_lr, "min_lr=%g; pass 0 to max_lr=%g", desc->min_lr, desc->max_lr);
-    DDP__LR_NEED(desc->batch >= 0 && desc->base_batch >= 0 && !desc->batch == !desc->base_batch, "batch=%lld and base_batch=%lld; give both, or neither",
-                 (long long)desc->batch, (long long)desc->base_batch);
+    DDP__LR_NEED(desc->max_lr > 0 && ddp__is_amount(desc->max_lr), "max_lr=%g; pass a positive number",
+                 desc->max_lr);
+    DDP__LR_NEED(desc->min_lr >= 0 && desc->min_lr <= desc->max_lr, "min_lr=%g; pass 0 to max_lr=%g",
+                 desc->min_lr, desc->max_lr);
+    DDP__LR_NEED(desc->batch >= 0 && desc->base_batch >= 0 && !desc->batch == !desc->base_batch,
+                 "batch=%lld and base_batch=%lld; give both, or neither", (long long)desc->batch,
+                 (long long)desc->base_batch);
     DDP__LR_NEED(desc->warmup_steps >= 0, "warmup_steps=%lld; pass 0 or more", (long long)desc->warmup_steps);
     if (desc->kind == DDP_LR_CONSTANT) return DDP_OK;
-    DDP__LR_NEED(desc->total_steps >= 1, "total_steps=%lld; pass how many steps there are", (long long)desc->total_steps);
+    DDP__LR_NEED(desc->total_steps >= 1, "total_steps=%lld; pass how many steps there are",
+                 (long long)desc->total_steps);
     int64_t after = desc->total_steps - desc->warmup_steps;
-    DDP__LR_NEED(after >= 0, "warmup_steps=%lld is more than total_steps=%lld", (long long)desc->warmup_steps, (long long)desc->total_steps);
+    DDP__LR_NEED(after >= 0, "warmup_steps=%lld is more than total_steps=%lld", (long long)desc->warmup_steps,
+                 (long long)desc->total_steps);
     DDP__LR_NEED(desc->kind != DDP_LR_WSD || (desc->decay_steps >= 0 && desc->decay_steps <= after),
-                 "decay_steps=%lld; pass 0 to %lld, the steps after the warm-up", (long long)desc->decay_steps, (long long)after);
-    DDP__LR_NEED(desc->kind != DDP_LR_POLYNOMIAL || ddp__is_amount((double)desc->power), "power=%g; pass a positive number", (double)desc->power);
+                 "decay_steps=%lld; pass 0 to %lld, the steps after the warm-up",
+                 (long long)desc->decay_steps, (long long)after);
+    DDP__LR_NEED(desc->kind != DDP_LR_POLYNOMIAL || ddp__is_amount((double)desc->power),
+                 "power=%g; pass a positive number", (double)desc->power);
     return DDP_OK;
 }
 
 DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
     if (ddp__lr_check(desc) != DDP_OK) return 0;
     int64_t warm = desc->warmup_steps, total = desc->total_steps, decay = total - warm;
-    double grown = desc->batch ? (double)desc->batch / (double)desc->base_batch : 1, peak = desc->max_lr * grown, low = desc->min_lr * grown;
+    double grown = desc->batch ? (double)desc->batch / (double)desc->base_batch : 1,
+        peak = desc->max_lr * grown, low = desc->min_lr * grown;
     if (step < 0) step = 0;
     if (step <= warm && warm) return (float)(peak * (double)step / (double)warm);
     if (desc->kind == DDP_LR_CONSTANT) return (float)peak;
     if (step > total) return (float)low;
     if (desc->kind == DDP_LR_COSINE) {
         double share = low / peak;
-        return (float)(peak * (0.5 * (1 + share) + 0.5 * (1 - share) * cos(3.14159265358979323846 * (double)(step - warm) / (double)(total - warm))));
+        return (float)(peak * (0.5 * (1 + share) + 0.5 * (1 - share)
+                               * cos(3.14159265358979323846 * (double)(step - warm)
+                                     / (double)(total - warm))));
     }
-    if (desc->kind == DDP_LR_WSD && (desc->decay_steps || total / 10 < decay)) decay = desc->decay_steps ? desc->decay_steps : total < 10 ? 1 : total / 10;
+    if (desc->kind == DDP_LR_WSD && (desc->decay_steps || total / 10 < decay))
+        decay = desc->decay_steps ? desc->decay_steps : total < 10 ? 1 : total / 10;
     if (step <= total - decay) return (float)peak;
-    double power = desc->kind == DDP_LR_POLYNOMIAL && desc->power != 0 ? (double)desc->power : 1, left = (double)(total - step) / (double)decay;
+    double power = desc->kind == DDP_LR_POLYNOMIAL && desc->power != 0 ? (double)desc->power : 1,
+        left = (double)(total - step) / (double)decay;
     left = (peak - low) * (power == 1 ? left : pow(left, power));
     DDP__ROUNDED(left);
     return (float)(low + left);
 }
 
-//== loss scaling ===================================================================================== >>impl-scaler
+//== loss scaling ============================================================================== >>impl-scaler
 
 #define DDP__SCALER_BLOCK ((size_t)4096) /* elements that are tested while they are in the cache */
 
@@ -1099,9 +1168,12 @@ DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *des
     if (d.growth_factor == 0) d.growth_factor = 2;
     if (d.backoff_factor == 0) d.backoff_factor = 0.5f;
     if (d.growth_interval == 0) d.growth_interval = 2000;
-    DDP__FSDP_NEED(d.init_scale > 0 && ddp__is_amount(d.init_scale), "init_scale=%g; pass a positive number", (double)d.init_scale);
-    DDP__FSDP_NEED(d.growth_factor > 1 && ddp__is_amount(d.growth_factor), "growth_factor=%g; pass a number above 1", (double)d.growth_factor);
-    DDP__FSDP_NEED(d.backoff_factor > 0 && d.backoff_factor < 1, "backoff_factor=%g; pass a number between 0 and 1", (double)d.backoff_factor);
+    DDP__FSDP_NEED(d.init_scale > 0 && ddp__is_amount(d.init_scale), "init_scale=%g; pass a positive number",
+                   (double)d.init_scale);
+    DDP__FSDP_NEED(d.growth_factor > 1 && ddp__is_amount(d.growth_factor),
+                   "growth_factor=%g; pass a number above 1", (double)d.growth_factor);
+    DDP__FSDP_NEED(d.backoff_factor > 0 && d.backoff_factor < 1,
+                   "backoff_factor=%g; pass a number between 0 and 1", (double)d.backoff_factor);
     DDP__FSDP_NEED(d.growth_interval >= 1, "growth_interval=%d; pass 1 or more", d.growth_interval);
     DDP__FSDP_NEED(d.group_count >= 0 && d.group_count <= 4, "group_count=%d; pass 0 to 4", d.group_count);
     for (int i = 0; i < d.group_count; i++) DDP__FSDP_NEED(d.groups[i], "groups[%d] is NULL", i);
@@ -1149,7 +1221,8 @@ static int ddp__unscale_host(const ddp_tensor *tensor, size_t count, float facto
 }
 
 /* scratch: the device's memory for an exact sum, NULL on the CPU. On a device the sum of squares tells: finite if all elements are (f64: below 1e154). */
-static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients, int gradient_count, void *scratch) {
+static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients,
+                                      int gradient_count, void *scratch) {
     const ddp_device *device = ddp_group_device(group);
     float inverse = (float)(1.0 / (double)scaler->scale);
     ddp_exact_sum sum;
@@ -1168,26 +1241,34 @@ static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, cons
         found = !(squares - squares == 0);
         DDP_TRY(ddp_device_check(group));
     }
-    for (int i = 0; i < scaler->desc.group_count; i++) /* what one of them found reaches the members of the next one */
-        DDP_TRY(ddp_host_collective(scaler->desc.groups[i], DDP_CALL_ALL_REDUCE, &found, &found, 1, DDP_I32, DDP_OP_MAX, -1));
+    /* what one of them found reaches the members of the next one */
+    for (int i = 0; i < scaler->desc.group_count; i++)
+        DDP_TRY(ddp_host_collective(scaler->desc.groups[i], DDP_CALL_ALL_REDUCE, &found, &found, 1, DDP_I32,
+                                    DDP_OP_MAX, -1));
     scaler->found_inf = found;
     scaler->unscaled = 1;
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients, int gradient_count) {
+DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients,
+                                     int gradient_count) {
     DDP_PUBLIC_CALL(ddp_scaler_unscale);
     void *scratch = NULL;
     DDP__FSDP_NEED(scaler && group, "scaler or group is NULL");
-    DDP__FSDP_NEED(gradient_count >= 0 && (gradients || !gradient_count), "gradient_count=%d, and gradients is NULL or the count negative", gradient_count);
+    DDP__FSDP_NEED(gradient_count >= 0 && (gradients || !gradient_count),
+                   "gradient_count=%d, and gradients is NULL or the count negative", gradient_count);
     DDP__FSDP_NEED(scaler->scale > 0,
                    "the scale is 0: ddp_scaler_init has not been called, or no step of many was finite");
-    DDP__FSDP_NEED(!scaler->unscaled, "gradients have been unscaled since the last ddp_scaler_update; once per update");
+    DDP__FSDP_NEED(!scaler->unscaled,
+                   "gradients have been unscaled since the last ddp_scaler_update; once per update");
     for (int i = 0; i < gradient_count; i++) {
         ddp_dtype dtype = gradients[i].dtype;
-        DDP__FSDP_NEED(dtype >= DDP_F32 && dtype <= DDP_BF16, "gradients[%d] is %s; only floats have a scale", i, ddp_dtype_name(dtype));
-        DDP__FSDP_NEED(ddp_tensor_count(&gradients[i]) >= 0, "gradients[%d]: ndim=%d or its shape is wrong", i, gradients[i].ndim);
-        DDP__FSDP_NEED(gradients[i].data || !ddp_tensor_count(&gradients[i]), "gradients[%d].data is NULL", i);
+        DDP__FSDP_NEED(dtype >= DDP_F32 && dtype <= DDP_BF16, "gradients[%d] is %s; only floats have a scale",
+                       i, ddp_dtype_name(dtype));
+        DDP__FSDP_NEED(ddp_tensor_count(&gradients[i]) >= 0, "gradients[%d]: ndim=%d or its shape is wrong",
+                       i, gradients[i].ndim);
+        DDP__FSDP_NEED(gradients[i].data || !ddp_tensor_count(&gradients[i]), "gradients[%d].data is NULL",
+                       i);
     }
     const ddp_device *device = ddp_group_device(group);
     DDP_TRY(ddp__fsdp_enter(group));
@@ -1221,8 +1302,11 @@ DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state) {
 DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *state) {
     DDP__FSDP_NEED(scaler && state, "scaler or state is NULL");
     DDP__FSDP_NEED(scaler->desc.growth_interval > 0, "the scaler has no desc; call ddp_scaler_init first");
-    if (!ddp__is_amount(state->scale) || (double)(float)state->scale != state->scale || state->growth_tracker < 0 || state->growth_tracker > INT32_MAX - 1)
-        return ddp_fail(DDP_ERR_CORRUPT, "ddp_scaler_load: scale=%g growth_tracker=%lld is nothing that ddp_scaler_save writes", state->scale,
+    if (!ddp__is_amount(state->scale) || (double)(float)state->scale != state->scale ||
+        state->growth_tracker < 0 || state->growth_tracker > INT32_MAX
+        - 1) return ddp_fail(DDP_ERR_CORRUPT,
+                             "ddp_scaler_load: scale=%g growth_tracker=%lld is nothing that ddp_scaler_save writes",
+                             state->scale,
                         (long long)state->growth_tracker);
     scaler->scale = (float)state->scale;
     scaler->growth_tracker = (int)state->growth_tracker;
@@ -1230,7 +1314,7 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
     return DDP_OK;
 }
 
-//== checksums =========================================================================================== >>impl-crc
+//== checksums ==================================================================================== >>impl-crc
 #if defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
@@ -1239,7 +1323,9 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
    they are linear: the remainder of a tensor is the xor of those of its runs, each times x^(8 * bytes behind the run), whoever computed them, in any order. */
 #define DDP__CRC_ONE 0x80000000u
 
-static uint32_t ddp__crc_step(uint32_t remainder) { return (remainder >> 1) ^ (0x82f63b78u & (0u - (remainder & 1u))); }
+static uint32_t ddp__crc_step(uint32_t remainder) {
+    return (remainder >> 1) ^ (0x82f63b78u & (0u - (remainder & 1u)));
+}
 
 static uint32_t ddp__crc_multiply(uint32_t a, uint32_t b) {
     uint32_t product = 0;
@@ -1290,7 +1376,8 @@ static uint32_t ddp__crc_lanes(uint32_t remainder, const unsigned char *data, si
                 DDP__CRC_WORD(second, *(const ddp__crc_word *)(data + lane + i));
                 DDP__CRC_WORD(third, *(const ddp__crc_word *)(data + 2 * lane + i));
             }
-            last = ddp__crc_multiply(shift, ddp__crc_multiply(shift, (uint32_t)first) ^ (uint32_t)second) ^ (uint32_t)third;
+            last = ddp__crc_multiply(shift, ddp__crc_multiply(shift, (uint32_t)first) ^ (uint32_t)second)
+                ^ (uint32_t)third;
         }
     }
     for (; size >= 8; size -= 8, data += 8) DDP__CRC_WORD(last, *(const ddp__crc_word *)data);
@@ -1303,11 +1390,14 @@ static int ddp__crc_hardware(void) { return 0; }
 
 /* The remainder once size more bytes have followed; 0 before the first one. */
 static uint32_t ddp__crc_feed(uint32_t remainder, const void *data, size_t size) {
-    return (ddp__crc_hardware() ? ddp__crc_lanes : ddp__crc_portable)(remainder, (const unsigned char *)data, size);
+    return (ddp__crc_hardware() ? ddp__crc_lanes : ddp__crc_portable)(remainder, (const unsigned char *)data,
+                                                                      size);
 }
 
 /* The CRC-32C of size_bytes bytes with that remainder. */
-static uint32_t ddp__crc_finish(uint32_t remainder, uint64_t size_bytes) { return ~(remainder ^ ddp__crc_multiply(ddp__crc_shift(size_bytes), 0xffffffffu)); }
+static uint32_t ddp__crc_finish(uint32_t remainder, uint64_t size_bytes) {
+    return ~(remainder ^ ddp__crc_multiply(ddp__crc_shift(size_bytes), 0xffffffffu));
+}
 static uint32_t ddp__crc32c(const void *data, size_t size) { return ~ddp__crc_feed(0xffffffffu, data, size); }
 
 /* Collective: crc becomes the xor over ranks. A byte for each bit: the lowest bit of a sum of bits is their xor. */
@@ -1316,14 +1406,15 @@ static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
     for (int first = 0; first < count; first += 32) {
         int n = count - first < 32 ? count - first : 32;
         for (int b = 0; b < n * 32; b++) bits[b] = (unsigned char)(crc[first + b / 32] >> b % 32 & 1);
-        DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, bits, bits, (size_t)n * 32, DDP_U8, DDP_OP_SUM, -1));
+        DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, bits, bits, (size_t)n * 32, DDP_U8,
+                                    DDP_OP_SUM, -1));
         memset(crc + first, 0, (size_t)n * sizeof *crc);
         for (int b = 0; b < n * 32; b++) crc[first + b / 32] |= (uint32_t)(bits[b] & 1) << b % 32;
     }
     return DDP_OK;
 }
 
-//== JSON =============================================================================================== >>impl-json
+//== JSON ======================================================================================== >>impl-json
 
 /* A string of a text: zero-terminated, where it has no zeros of its own. */
 typedef struct ddp__words { const char *at; size_t length; } ddp__words;
@@ -1332,7 +1423,10 @@ typedef struct ddp__words { const char *at; size_t length; } ddp__words;
    at then tell what and where. */
 typedef struct ddp__json { char *begin, *at, *end; const char *error; int depth; } ddp__json;
 
-static ddp__json ddp__json_of(char *text, size_t length) { ddp__json json = {text, text, text + length, NULL, 0}; return json; }
+static ddp__json ddp__json_of(char *text, size_t length) {
+    ddp__json json = {text, text, text + length, NULL, 0};
+    return json;
+}
 
 static int ddp__json_fail(ddp__json *j, const char *what) {
     if (!j->error) j->error = what;
@@ -1351,16 +1445,20 @@ static int ddp__json_take(ddp__json *j, char c) {
     return 1;
 }
 
-static int ddp__json_need(ddp__json *j, char c, const char *what) { return ddp__json_take(j, c) ? 1 : ddp__json_fail(j, what); }
+static int ddp__json_need(ddp__json *j, char c, const char *what) {
+    return ddp__json_take(j, c) ? 1 : ddp__json_fail(j, what);
+}
 
 /* Bytes of the UTF-8 character at the start of [at, end), 0 when there is none: too long a form, a surrogate, beyond U+10FFFF, cut off. */
 static int ddp__utf8_length(const char *at, const char *end) {
     const unsigned char *c = (const unsigned char *)at;
-    int length = c[0] < 0x80 ? 1 : c[0] >= 0xc2 && c[0] <= 0xdf ? 2 : (c[0] & 0xf0) == 0xe0 ? 3 : c[0] >= 0xf0 && c[0] <= 0xf4 ? 4 : 0;
+    int length = c[0] < 0x80 ? 1 : c[0] >= 0xc2 &&
+        c[0] <= 0xdf ? 2 : (c[0] & 0xf0) == 0xe0 ? 3 : c[0] >= 0xf0 && c[0] <= 0xf4 ? 4 : 0;
     if (length == 0 || end - at < length) return 0;
     for (int i = 1; i < length; i++)
         if ((c[i] & 0xc0) != 0x80) return 0;
-    if ((c[0] == 0xe0 && c[1] < 0xa0) || (c[0] == 0xed && c[1] > 0x9f) || (c[0] == 0xf0 && c[1] < 0x90) || (c[0] == 0xf4 && c[1] > 0x8f)) return 0;
+    if ((c[0] == 0xe0 && c[1] < 0xa0) || (c[0] == 0xed && c[1] > 0x9f) || (c[0] == 0xf0 && c[1] < 0x90) ||
+        (c[0] == 0xf4 && c[1] > 0x8f)) return 0;
     return length;
 }
 
@@ -1388,11 +1486,13 @@ static int ddp__json_escape(ddp__json *j, char **out) {
     if (j->at == j->end || *j->at++ != 'u') return ddp__json_fail(j, "an escape that JSON does not have");
     if (!ddp__json_hex(j, 4, &code)) return 0;
     if ((code & 0xf800) == 0xd800) { /* a surrogate pair: each has ten bits of the character */
-        int paired = code < 0xdc00 && j->end - j->at > 2 && *j->at++ == '\\' && *j->at++ == 'u' && ddp__json_hex(j, 4, &second);
+        int paired = code < 0xdc00 && j->end - j->at > 2 && *j->at++ == '\\' && *j->at++ == 'u' &&
+            ddp__json_hex(j, 4, &second);
         if (!paired || (second & 0xfc00) != 0xdc00) return ddp__json_fail(j, "half of a surrogate pair");
         code = 0x10000 + ((code & 0x3ff) << 10) + (second & 0x3ff);
     }
-    unsigned more = (code >= 0x80u) + (unsigned)(code >= 0x800) + (unsigned)(code >= 0x10000); /* bytes after the first, of six bits each */
+    /* bytes after the first, of six bits each */
+    unsigned more = (code >= 0x80u) + (unsigned)(code >= 0x800) + (unsigned)(code >= 0x10000);
     *(*out)++ = (char)(more ? (0xff00u >> (more + 1)) | code >> 6 * more : code);
     while (more-- > 0) *(*out)++ = (char)(0x80 | (code >> 6 * more & 63));
     return 1;
@@ -1441,7 +1541,9 @@ static int ddp__json_number(ddp__json *j, char kind, uint64_t *value) {
     }
     if (negative) *value = UINT64_C(0) - *value;
     if (kind == 'u' && negative) return ddp__json_fail(j, "a number is negative");
-    if (kind != 'n') return j->at < j->end && (*j->at == '.' || *j->at == 'e' || *j->at == 'E') ? ddp__json_fail(j, "a number is not whole") : 1;
+    if (kind != 'n')
+        return j->at < j->end && (*j->at == '.' || *j->at == 'e' || *j->at == 'E')
+               ? ddp__json_fail(j, "a number is not whole") : 1;
     if (j->at < j->end && *j->at == '.') {
         j->at++;
         if (!ddp__json_digits(j)) return 0;
@@ -1454,14 +1556,17 @@ static int ddp__json_number(ddp__json *j, char kind, uint64_t *value) {
 
 /* Is there another entry before the bracket closes? It is opened where *count, which counts them, is 0. */
 static int ddp__json_more(ddp__json *j, const char *brackets, int *count) {
-    if (*count == 0 && !ddp__json_need(j, brackets[0], *brackets == '{' ? "an object is missing" : "a list is missing")) return 0;
+    if (*count == 0 && !ddp__json_need(j, brackets[0], *brackets == '{' ? "an object is missing"
+                                       : "a list is missing"))
+        return 0;
     if (j->error || ddp__json_take(j, brackets[1])) return 0;
     return (*count)++ == 0 || ddp__json_need(j, ',', "a comma or a closing bracket is missing");
 }
 
 /* An entry of an object; its value is next. */
 static int ddp__json_entry(ddp__json *j, int *count, ddp__words *name) {
-    return ddp__json_more(j, "{}", count) && ddp__json_string(j, name) && ddp__json_need(j, ':', "a colon is missing");
+    return ddp__json_more(j, "{}", count) && ddp__json_string(j, name) &&
+           ddp__json_need(j, ':', "a colon is missing");
 }
 
 /* Passes over one value of any kind. */
@@ -1473,22 +1578,30 @@ static int ddp__json_skip(ddp__json *j) {
     char c = ddp__json_peek(j);
     if (c == '{' || c == '[') {
         if (j->depth++ == 64) return ddp__json_fail(j, "brackets are nested too deeply");
-        while (c == '{' ? ddp__json_entry(j, &count, &string) : ddp__json_more(j, "[]", &count)) (void)ddp__json_skip(j);
+        while (c == '{' ? ddp__json_entry(j, &count, &string) : ddp__json_more(j, "[]", &count))
+            (void)ddp__json_skip(j);
         j->depth--;
         return j->error == NULL;
     }
     if (c == '"') return ddp__json_string(j, &string);
     for (size_t i = 0, n; i < 3; i++)
-        if (n = strlen(words[i]), (size_t)(j->end - j->at) >= n && memcmp(j->at, words[i], n) == 0) { j->at += n; return 1; }
-    return c == '-' || (c >= '0' && c <= '9') ? ddp__json_number(j, 'n', &value) : ddp__json_fail(j, "a value is missing");
+        if (n = strlen(words[i]), (size_t)(j->end - j->at) >= n && memcmp(j->at, words[i], n) == 0) {
+            j->at += n;
+            return 1;
+        }
+    return c == '-' || (c >= '0' && c <= '9') ? ddp__json_number(j, 'n', &value)
+           : ddp__json_fail(j, "a value is missing");
 }
 
-static int ddp__json_end(ddp__json *j) { return !j->error && (!ddp__json_peek(j) && j->at == j->end ? 1 : ddp__json_fail(j, "something follows the end")); }
+static int ddp__json_end(ddp__json *j) {
+    return !j->error && (!ddp__json_peek(j) && j->at == j->end ? 1
+                         : ddp__json_fail(j, "something follows the end"));
+}
 
 /* The error of a file whose JSON starts at byte `start`. */
 static ddp_result ddp__json_result(const char *dir, const char *name, size_t start, const ddp__json *j) {
-    return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: %sdamaged at byte %zu: %s", dir, name, start ? "the header is " : "",
-                    start + (size_t)(j->at - j->begin), j->error);
+    return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: %sdamaged at byte %zu: %s", dir, name, start ? "the header is "
+                    : "", start + (size_t)(j->at - j->begin), j->error);
 }
 
 /* Compares two records that start with a ddp__words by those. */
@@ -1499,7 +1612,9 @@ static int ddp__words_compare(const void *a, const void *b) {
 }
 
 static ddp__words ddp__words_of(const char *text) { ddp__words words = {text, strlen(text)}; return words; }
-static int ddp__words_are(ddp__words words, const char *text) { return words.length == strlen(text) && memcmp(words.at, text, words.length) == 0; }
+static int ddp__words_are(ddp__words words, const char *text) {
+    return words.length == strlen(text) && memcmp(words.at, text, words.length) == 0;
+}
 
 /* A text that grows. failed: there was no memory. */
 typedef struct ddp__draft {
@@ -1514,7 +1629,8 @@ static __attribute__((format(printf, 2, 3))) void ddp__draft_add(ddp__draft *d, 
     for (int grown = 0; grown < 2 && !d->failed; grown++) {
         va_list args;
         va_start(args, format);
-        size_t more = (size_t)vsnprintf(d->room ? d->at + d->length : NULL, d->room - d->length, format, args);
+        size_t more = (size_t)vsnprintf(d->room ? d->at + d->length : NULL, d->room - d->length, format,
+                                        args);
         va_end(args);
         if (more < d->room - d->length) {
             d->length += more;
@@ -1531,7 +1647,8 @@ static __attribute__((format(printf, 2, 3))) void ddp__draft_add(ddp__draft *d, 
 
 /* Appends a JSON string: `start`, which is plain, and text with escapes. */
 static void ddp__draft_string(ddp__draft *d, const char *start, const char *text) {
-    static const char special[] = "\"\\\1\2\3\4\5\6\7\10\11\12\13\14\15\16\17\20\21\22\23\24\25\26\27\30\31\32\33\34\35\36\37";
+    static const char special[] =
+        "\"\\\1\2\3\4\5\6\7\10\11\12\13\14\15\16\17\20\21\22\23\24\25\26\27\30\31\32\33\34\35\36\37";
     ddp__draft_add(d, "\"%s", start);
     for (size_t plain; *text; text += plain ? plain : 1) {
         plain = strcspn(text, special);
@@ -1541,15 +1658,17 @@ static void ddp__draft_string(ddp__draft *d, const char *start, const char *text
     ddp__draft_add(d, "\"");
 }
 
-//== tensor files ================================================================================ >>impl-safetensors
+//== tensor files ========================================================================= >>impl-safetensors
 
 #define DDP__HEADER_MAX ((uint64_t)100 << 20) /* bytes of JSON that the format allows */
 
 /* The dtypes of the format; those without a ddp_dtype are known by size alone. */
 static const struct ddp__file_dtype { const char *name; ddp_dtype dtype; int size; } ddp__file_dtypes[] = {
-    {"F32", DDP_F32, 4}, {"F64", DDP_F64, 8}, {"F16", DDP_F16, 2}, {"BF16", DDP_BF16, 2}, {"I8", DDP_I8, 1}, {"U8", DDP_U8, 1}, {"I32", DDP_I32, 4},
-    {"I64", DDP_I64, 8}, {"U64", DDP_U64, 8}, {"I16", DDP_DTYPE_DEFAULT, 2}, {"BOOL", DDP_DTYPE_DEFAULT, 1}, {"U16", DDP_DTYPE_DEFAULT, 2},
-    {"U32", DDP_DTYPE_DEFAULT, 4}, {"F8_E4M3", DDP_DTYPE_DEFAULT, 1}, {"F8_E5M2", DDP_DTYPE_DEFAULT, 1}, {"C64", DDP_DTYPE_DEFAULT, 8}};
+    {"F32", DDP_F32, 4}, {"F64", DDP_F64, 8}, {"F16", DDP_F16, 2}, {"BF16", DDP_BF16, 2}, {"I8", DDP_I8, 1},
+        {"U8", DDP_U8, 1}, {"I32", DDP_I32, 4},
+    {"I64", DDP_I64, 8}, {"U64", DDP_U64, 8}, {"I16", DDP_DTYPE_DEFAULT, 2}, {"BOOL", DDP_DTYPE_DEFAULT, 1},
+    {"U16", DDP_DTYPE_DEFAULT, 2}, {"U32", DDP_DTYPE_DEFAULT, 4}, {"F8_E4M3", DDP_DTYPE_DEFAULT, 1},
+    {"F8_E5M2", DDP_DTYPE_DEFAULT, 1}, {"C64", DDP_DTYPE_DEFAULT, 8}};
 #define DDP__FILE_DTYPES ((int)(sizeof ddp__file_dtypes / sizeof ddp__file_dtypes[0]))
 
 /* The name of a ddp_dtype, or NULL. */
@@ -1594,7 +1713,8 @@ static int ddp__stored_compare_place(const void *a, const void *b) {
 
 static ddp__stored *ddp__stored_find(const ddp__in_file *file, ddp__words name) {
     if (file->count == 0) return NULL;
-    return (ddp__stored *)bsearch(&name, file->records, (size_t)file->count, sizeof *file->records, ddp__words_compare);
+    return (ddp__stored *)bsearch(&name, file->records, (size_t)file->count, sizeof *file->records,
+                                  ddp__words_compare);
 }
 
 /* Sets the error line for a tensor of a file: its name without control characters, its byte range in the file,
@@ -1609,8 +1729,9 @@ ddp__stored_fail(ddp_result result, const ddp__in_file *file, const ddp__stored 
     snprintf(name, sizeof name, "%s", r->name.at);
     for (char *c = name; *c; c++)
         if ((unsigned char)*c < 32 || *c == 127) *c = '?';
-    return ddp_fail(result, "%s/%s: tensor '%s' at bytes [%llu, %llu) of the file %s", file->dir, file->name, name,
-                    (unsigned long long)(file->data_at + r->begin), (unsigned long long)(file->data_at + r->end), what);
+    return ddp_fail(result, "%s/%s: tensor '%s' at bytes [%llu, %llu) of the file %s", file->dir, file->name,
+                    name, (unsigned long long)(file->data_at + r->begin),
+                    (unsigned long long)(file->data_at + r->end), what);
 }
 
 /* {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, in any order. */
@@ -1629,7 +1750,8 @@ static int ddp__stored_read(ddp__json *j, ddp__stored *r) {
         seen |= 1 << which;
         if (which == 0) {
             if (!ddp__json_string(j, &word)) return 0;
-            for (int i = 0; i < DDP__FILE_DTYPES; i++) if (ddp__words_are(word, ddp__file_dtypes[i].name)) r->dtype = &ddp__file_dtypes[i];
+            for (int i = 0; i < DDP__FILE_DTYPES; i++)
+                if (ddp__words_are(word, ddp__file_dtypes[i].name)) r->dtype = &ddp__file_dtypes[i];
             if (!r->dtype) return ddp__json_fail(j, "a dtype that is not known");
             continue;
         }
@@ -1638,7 +1760,8 @@ static int ddp__stored_read(ddp__json *j, ddp__stored *r) {
                 *(count == 1 ? &r->begin : &r->end) = value;
                 continue;
             }
-            if (value > most || (value && r->count > most / value)) return ddp__json_fail(j, "a shape is too large");
+            if (value > most || (value && r->count > most / value))
+                return ddp__json_fail(j, "a shape is too large");
             r->count *= value;
             if (r->ndim++ < DDP_MAX_NDIM) r->shape[r->ndim - 1] = (int64_t)value;
         }
@@ -1655,19 +1778,21 @@ static int ddp__hex_read(ddp__words word, uint32_t *value) {
 
 /* Checks that the tensors fill the data without an overlap or a hole, and that their sizes match dtype and shape.
    Sorts them by name. "crc32c:name" in the metadata is the checksum of a tensor. */
-static ddp_result ddp__header_check(ddp__in_file *file, uint64_t data_bytes, const ddp__pair *pairs, int pair_count) {
+static ddp_result ddp__header_check(ddp__in_file *file, uint64_t data_bytes, const ddp__pair *pairs,
+                                    int pair_count) {
     ddp__stored *r = file->records;
     uint64_t at = 0;
     qsort(r, (size_t)file->count, sizeof *r, ddp__stored_compare_place);
     for (int i = 0; i < file->count; at = r[i++].end) {
         const char *what = r[i].end < r[i].begin || r[i].end > data_bytes ? "lies outside of the file"
-                         : r[i].end - r[i].begin != r[i].count * (uint64_t)r[i].dtype->size ? "is not as large as its dtype and shape say"
-                         : r[i].begin < at ? "overlaps the one before it" : r[i].begin > at ? "has a hole before it" : NULL;
+                         : r[i].end - r[i].begin != r[i].count * (uint64_t)r[i].dtype->size
+                         ? "is not as large as its dtype and shape say" : r[i].begin < at
+                         ? "overlaps the one before it" : r[i].begin > at ? "has a hole before it" : NULL;
         if (what) return ddp__stored_fail(DDP_ERR_CORRUPT, file, &r[i], "%s", what);
     }
     if (at != data_bytes)
-        return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: the tensors end at byte %llu of the data, which has %llu", file->dir, file->name,
-                        (unsigned long long)at, (unsigned long long)data_bytes);
+        return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: the tensors end at byte %llu of the data, which has %llu",
+                        file->dir, file->name, (unsigned long long)at, (unsigned long long)data_bytes);
     qsort(r, (size_t)file->count, sizeof *r, ddp__words_compare);
     for (int i = 1; i < file->count; i++)
         if (ddp__words_compare(&r[i - 1], &r[i]) == 0)
@@ -1678,7 +1803,8 @@ static ddp_result ddp__header_check(ddp__in_file *file, uint64_t data_bytes, con
         r = ddp__stored_find(file, name);
         if (!r) continue;
         if (!ddp__hex_read(pairs[i].value, &r->crc))
-            return ddp__stored_fail(DDP_ERR_CORRUPT, file, r, "has a checksum that is not 8 hexadecimal digits");
+            return ddp__stored_fail(DDP_ERR_CORRUPT, file, r,
+                                    "has a checksum that is not 8 hexadecimal digits");
         r->has_crc = 1;
     }
     return DDP_OK;
@@ -1690,7 +1816,8 @@ static ddp_result ddp__header_read(ddp_group *group, ddp__in_file *file, size_t 
     size_t colons = 1;
     int pair_count = 0, count = 0, metadata = 0;
     file->data_at = 8 + length;
-    for (size_t i = 0; i < length; i++) colons += file->text[i] == ':'; /* no more keys than colons, of which a tensor has four */
+    /* no more keys than colons, of which a tensor has four */
+    for (size_t i = 0; i < length; i++) colons += file->text[i] == ':';
     file->records = (ddp__stored *)ddp_host_alloc(group, (colons / 4 + 1) * sizeof *file->records);
     ddp__pair *pairs = file->records ? (ddp__pair *)ddp_host_alloc(group, colons * sizeof *pairs) : NULL;
     if (!pairs) return DDP_ERR_NO_MEMORY;
@@ -1700,17 +1827,20 @@ static ddp_result ddp__header_read(ddp_group *group, ddp__in_file *file, size_t 
         record->name = name;
         if (!ddp__words_are(name, "__metadata__")) file->count += ddp__stored_read(&j, record);
         else if (metadata++) (void)ddp__json_fail(&j, "metadata is there twice");
-        else for (int n = 0; ddp__json_entry(&j, &n, &pairs[pair_count].key);) pair_count += ddp__json_string(&j, &pairs[pair_count].value);
+        else for (int n = 0; ddp__json_entry(&j, &n, &pairs[pair_count].key);)
+            pair_count += ddp__json_string(&j, &pairs[pair_count].value);
     }
     qsort(pairs, (size_t)pair_count, sizeof *pairs, ddp__words_compare);
     for (int i = 1; i < pair_count; i++)
-        if (ddp__words_compare(&pairs[i - 1], &pairs[i]) == 0) (void)ddp__json_fail(&j, "metadata has a key twice");
-    ddp_result result = ddp__json_end(&j) ? ddp__header_check(file, data_bytes, pairs, pair_count) : ddp__json_result(file->dir, file->name, 8, &j);
+        if (ddp__words_compare(&pairs[i - 1], &pairs[i]) == 0)
+            (void)ddp__json_fail(&j, "metadata has a key twice");
+    ddp_result result = ddp__json_end(&j) ? ddp__header_check(file, data_bytes, pairs, pair_count)
+        : ddp__json_result(file->dir, file->name, 8, &j);
     ddp_host_free(group, pairs);
     return result;
 }
 
-//== checkpoints: files and folders =============================================================== >>impl-files
+//== checkpoints: files and folders ============================================================= >>impl-files
 #include <dirent.h>
 #include <sys/syscall.h>
 
@@ -1745,12 +1875,14 @@ static ddp_result ddp__file_open(const char *dir, const char *name, int flags, d
     snprintf(file->path, sizeof file->path, "%.*s/%s", DDP__DIR_MAX + 10, dir, name);
     file->fd = open(file->path, flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
     int missing = file->fd < 0 && errno == ENOENT;
-    ddp_result result = file->fd < 0 || fstat(file->fd, &info) != 0 ? ddp__file_fail("opening", file->path) : DDP_OK;
+    ddp_result result = file->fd < 0 || fstat(file->fd, &info) != 0 ? ddp__file_fail("opening", file->path)
+        : DDP_OK;
     if ((result == DDP_OK || lstat(file->path, &info) == 0) && !S_ISREG(info.st_mode)) {
         if (S_ISLNK(info.st_mode)) kind = "a symbolic link";
         if (S_ISFIFO(info.st_mode)) kind = "a FIFO";
         if (S_ISDIR(info.st_mode)) kind = "a folder";
-        result = ddp_fail(DDP_ERR_SYSTEM, "%s is %s, not a regular file; put the file itself there", file->path, kind);
+        result = ddp_fail(DDP_ERR_SYSTEM, "%s is %s, not a regular file; put the file itself there",
+                          file->path, kind);
     }
     if (result != DDP_OK) {
         ddp__file_close(file);
@@ -1770,15 +1902,18 @@ static ddp_result ddp__file_end(int fd, const char *path, ddp_result result) {
 
 /* Reads or writes size bytes of a file, from byte `at` on. */
 enum { DDP__FILE_READ, DDP__FILE_WRITE };
-static ddp_result ddp__transfer(const ddp__file *file, int way, const void *data, uint64_t size, uint64_t at) {
+static ddp_result ddp__transfer(const ddp__file *file, int way, const void *data, uint64_t size,
+                                uint64_t at) {
     char *memory = (char *)(uintptr_t)data;
     for (ssize_t n; size; memory += n, at += (uint64_t)n, size -= (uint64_t)n) {
-        n = way == DDP__FILE_WRITE ? pwrite(file->fd, memory, (size_t)size, (off_t)at) : pread(file->fd, memory, (size_t)size, (off_t)at);
+        n = way == DDP__FILE_WRITE ? pwrite(file->fd, memory, (size_t)size, (off_t)at)
+            : pread(file->fd, memory, (size_t)size, (off_t)at);
         if (n == 0 && way == DDP__FILE_READ)
-            return ddp_fail(DDP_ERR_CORRUPT, "%s: the file ends at byte %llu, %llu more belong to it", file->path, (unsigned long long)at,
-                            (unsigned long long)size);
+            return ddp_fail(DDP_ERR_CORRUPT, "%s: the file ends at byte %llu, %llu more belong to it",
+                            file->path, (unsigned long long)at, (unsigned long long)size);
         if (n == 0) errno = ENOSPC;
-        if (n == 0 || (n < 0 && errno != EINTR)) return ddp__file_fail(way == DDP__FILE_WRITE ? "writing" : "reading", file->path);
+        if (n == 0 || (n < 0 && errno != EINTR))
+            return ddp__file_fail(way == DDP__FILE_WRITE ? "writing" : "reading", file->path);
         if (n < 0) n = 0;
     }
     return DDP_OK;
@@ -1797,9 +1932,12 @@ static ddp_result ddp__file_make(const char *dir, const char *name, const void *
     ddp__file file;
     DDP_TRY(ddp__file_open(dir, name, O_CREAT | O_WRONLY, &file));
     errno = 0;
-    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur) errno = EFBIG; /* writing would raise a signal */
+    /* writing would raise a signal */
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur)
+        errno = EFBIG;
     else if (!data && syscall(SYS_fallocate, file.fd, 0, (off_t)0, (off_t)size) == 0) errno = 0;
-    if (!data && (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL)) errno = ftruncate(file.fd, (off_t)size) == 0 ? 0 : errno;
+    if (!data && (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL))
+        errno = ftruncate(file.fd, (off_t)size) == 0 ? 0 : errno;
     ddp_result result = errno ? ddp__file_fail("making room in", file.path) : DDP_OK;
     if (data && result == DDP_OK) result = ddp__transfer(&file, DDP__FILE_WRITE, data, size, 0);
     return ddp__file_end(file.fd, file.path, result);
@@ -1815,12 +1953,15 @@ static int ddp__is_our_file(const char *name) {
     for (int kind = 0; kind < 2; kind++) {
         size_t length = strlen(ddp__kind_names[kind]);
         if (!dot || strncmp(name, ddp__kind_names[kind], length) != 0) continue;
-        if (strcmp(name + length, ".safetensors.index.json") == 0 || (name[length] == '-' && strcmp(dot, ".safetensors") == 0)) return 1;
+        if (strcmp(name + length, ".safetensors.index.json") == 0 ||
+            (name[length] == '-' && strcmp(dot, ".safetensors") == 0)) return 1;
     }
     return strcmp(name, DDP__STATE_FILE) == 0;
 }
 
-static int ddp__is_entry(const struct dirent *entry) { return strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0; }
+static int ddp__is_entry(const struct dirent *entry) {
+    return strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
+}
 
 /* Looks at a folder. *found: 1 = it holds a checkpoint of ours, whole or begun; 0 = it is empty or missing. Anything
    else is DDP_ERR_INVALID: it must not be replaced. clear: deletes the folder. state.json, the last file by name, goes
@@ -1845,11 +1986,13 @@ static ddp_result ddp__folder_look(const char *path, int clear, int *found) {
     }
     for (int i = 0; i < count; free(entry[i++])) {
         snprintf(file.path, sizeof file.path, "%.*s/%s", DDP__DIR_MAX + 20, path, entry[i]->d_name);
-        if (clear && ours && result == DDP_OK && unlink(file.path) != 0 && errno != ENOENT) result = ddp__file_fail("deleting", file.path);
+        if (clear && ours && result == DDP_OK && unlink(file.path) != 0 && errno != ENOENT)
+            result = ddp__file_fail("deleting", file.path);
     }
     free(entry);
     if (count && !ours)
-        return ddp_fail(DDP_ERR_INVALID, "%s holds '%s', which is not part of a checkpoint of ours: saving replaces the whole folder, so choose another or move it away",
+        return ddp_fail(DDP_ERR_INVALID,
+                        "%s holds '%s', which is not part of a checkpoint of ours: saving replaces the whole folder, so choose another or move it away",
                         path, stranger);
     return result != DDP_OK || !clear || rmdir(path) == 0 ? result : ddp__file_fail("deleting", path);
 }
@@ -1863,12 +2006,17 @@ static ddp_result ddp__folder_delete(const char *path) {
 static ddp_result ddp__folder_name(const char *dir, char out[DDP__PATH_MAX]) {
     size_t length = dir ? strlen(dir) : 0;
     char *real = length ? realpath(dir, NULL) : NULL;
-    if (length && !real && readlink(dir, out, 1) >= 0) return ddp_fail(DDP_ERR_INVALID, "dir=%.200s is a link to nothing; make the folder that it names", dir);
+    if (length && !real && readlink(dir, out, 1) >= 0)
+        return ddp_fail(DDP_ERR_INVALID, "dir=%.200s is a link to nothing; make the folder that it names",
+                        dir);
     while (length > 1 && dir[length - 1] == '/') length--;
     if (real) length = strlen(real);
-    if (length && length <= DDP__DIR_MAX) snprintf(out, DDP__PATH_MAX, "%.*s", (int)length, real ? real : dir);
+    if (length && length <= DDP__DIR_MAX)
+        snprintf(out, DDP__PATH_MAX, "%.*s", (int)length, real ? real : dir);
     free(real);
-    return length && length <= DDP__DIR_MAX ? DDP_OK : ddp_fail(DDP_ERR_INVALID, "dir is NULL, empty or longer than %d bytes; name a folder", DDP__DIR_MAX);
+    return length && length <= DDP__DIR_MAX ? DDP_OK
+           : ddp_fail(DDP_ERR_INVALID, "dir is NULL, empty or longer than %d bytes; name a folder",
+                      DDP__DIR_MAX);
 }
 
 static void ddp__parent_name(const char *path, char out[DDP__PATH_MAX]) {
@@ -1882,7 +2030,7 @@ static void ddp__beside_name(const char *dir, int which, char out[DDP__PATH_MAX]
     else snprintf(out, DDP__PATH_MAX, "%.*s.%s", DDP__DIR_MAX, dir, which == DDP__OLD ? "old" : "tmp");
 }
 
-//== checkpoints: boxes =========================================================================== >>impl-boxes
+//== checkpoints: boxes ========================================================================= >>impl-boxes
 
 /* The box of a tensor that this rank holds: offset and extent in the global tensor, row-major and contiguous at data, in host memory. data NULL or an empty
    extent: nothing. Every rank has the same list of tensors, each with its own boxes, which together tile each tensor. */
@@ -1931,7 +2079,8 @@ static int ddp__runs_next(ddp__box_runs *runs, uint64_t *at, uint64_t *from) {
     const ddp__slice *s = runs->slice;
     if (runs->number == runs->count) return 0;
     *at = 0;
-    for (int d = 0; d < s->ndim; d++) *at = *at * (uint64_t)s->shape[d] + (uint64_t)(s->offset[d] + runs->index[d]);
+    for (int d = 0; d < s->ndim; d++)
+        *at = *at * (uint64_t)s->shape[d] + (uint64_t)(s->offset[d] + runs->index[d]);
     *from = runs->number++ * runs->length;
     for (int d = runs->outer - 1; d >= 0 && ++runs->index[d] == s->extent[d]; d--) runs->index[d] = 0;
     return 1;
@@ -1950,8 +2099,10 @@ static uint64_t ddp__power(uint64_t x, uint64_t exponent) {
 static uint64_t ddp__box_number(const ddp__slice *s, int whole, int point) {
     uint64_t number = whole || s->data;
     for (int d = 0; d < s->ndim; d++) {
-        uint64_t x = (UINT64_C(0x9e3779b97f4a7c15) * (uint64_t)(point * DDP_MAX_NDIM + d + 1) >> 24) % (DDP__PRIME - 3) + 2;
-        uint64_t from = whole ? 0 : (uint64_t)s->offset[d], to = whole ? (uint64_t)s->shape[d] : from + (uint64_t)s->extent[d];
+        uint64_t x = (UINT64_C(0x9e3779b97f4a7c15) * (uint64_t)(point * DDP_MAX_NDIM + d + 1) >> 24)
+            % (DDP__PRIME - 3) + 2;
+        uint64_t from = whole ? 0 : (uint64_t)s->offset[d], to = whole ? (uint64_t)s->shape[d]
+            : from + (uint64_t)s->extent[d];
         number = number * ((ddp__power(x, to) + DDP__PRIME - ddp__power(x, from)) % DDP__PRIME) % DDP__PRIME;
     }
     return number;
@@ -1967,7 +2118,8 @@ static int ddp__key_compare(const void *a, const void *b) {
 /* Can a tensor in a file have this name, of at most so many bytes? */
 static int ddp__is_tensor_name(const char *name, size_t most) {
     size_t length = strlen(name), at = 0;
-    for (int bytes = 1; at < length && bytes; at += (size_t)bytes) bytes = ddp__utf8_length(name + at, name + length);
+    for (int bytes = 1; at < length && bytes; at += (size_t)bytes)
+        bytes = ddp__utf8_length(name + at, name + length);
     return length > 0 && length <= most && at == length && strcmp(name, "__metadata__") != 0;
 }
 
@@ -1977,22 +2129,28 @@ static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__ke
         const ddp__slice *s = &slices[i];
         ddp_tensor tensor = DDP_ZERO;
         if (!s->name || !ddp__is_tensor_name(s->name, 10000))
-            return ddp_fail(DDP_ERR_INVALID, "tensor %d has no name, or one that a file cannot have (UTF-8, at most 10000 bytes)", i);
+            return ddp_fail(DDP_ERR_INVALID,
+                            "tensor %d has no name, or one that a file cannot have (UTF-8, at most 10000 bytes)",
+                            i);
         tensor.ndim = s->ndim;
         memcpy(tensor.shape, s->shape, sizeof tensor.shape);
         int64_t elements = ddp_tensor_count(&tensor);
         if (elements < 0 || elements > INT64_MAX / 16 || !ddp__file_dtype_name(s->dtype))
             return ddp_fail(DDP_ERR_INVALID, "tensor '%.100s' has an impossible shape or dtype", s->name);
         for (int d = 0; d < s->ndim; d++)
-            if (s->offset[d] < 0 || s->extent[d] < 0 || s->extent[d] > s->shape[d] || s->offset[d] > s->shape[d] - s->extent[d])
-                return ddp_fail(DDP_ERR_INVALID, "tensor '%.100s': %lld from %lld on is outside of dimension %d, which has %lld", s->name, (long long)s->extent[d],
+            if (s->offset[d] < 0 || s->extent[d] < 0 || s->extent[d] > s->shape[d] ||
+                s->offset[d] > s->shape[d] - s->extent[d]) return ddp_fail(DDP_ERR_INVALID,
+                                                                           "tensor '%.100s': %lld from %lld on is outside of dimension %d, which has %lld",
+                                                                           s->name, (long long)s->extent[d],
                                 (long long)s->offset[d], d, (long long)s->shape[d]);
         const ddp__key key = {ddp__words_of(s->name), s->file_kind, i};
         keys[i] = key;
     }
     qsort(keys, (size_t)count, sizeof *keys, ddp__key_compare);
     for (int i = 1; i < count; i++)
-        if (ddp__key_compare(&keys[i - 1], &keys[i]) == 0) return ddp_fail(DDP_ERR_INVALID, "two tensors have the name '%.100s'", slices[keys[i].index].name);
+        if (ddp__key_compare(&keys[i - 1], &keys[i]) == 0)
+            return ddp_fail(DDP_ERR_INVALID, "two tensors have the name '%.100s'",
+                            slices[keys[i].index].name);
     return DDP_OK;
 }
 
@@ -2025,9 +2183,11 @@ static uint64_t ddp__task_entry(const void *list, int index, char *text) {
     size_t length = strlen(name);
     if (s)
         snprintf(text, DDP_AGREE_TEXT, "tensor %d '%.80s' %.100s of the %s", index - 1, name,
-                 ddp_describe_shape(ddp_dtype_name(s->dtype), s->ndim, s->shape).text, ddp__kind_names[s->file_kind]);
+                 ddp_describe_shape(ddp_dtype_name(s->dtype), s->ndim, s->shape).text,
+                 ddp__kind_names[s->file_kind]);
     else
-        snprintf(text, DDP_AGREE_TEXT, "tensors=%d%s dir=%.150s", t->count, t->options, length > 150 ? name + length - 150 : name);
+        snprintf(text, DDP_AGREE_TEXT, "tensors=%d%s dir=%.150s", t->count, t->options, length > 150
+                 ? name + length - 150 : name);
     uint64_t hash = ddp_hash(DDP_HASH_SEED, name, length);
     if (s) hash = ddp_hash(hash, s->shape, (size_t)s->ndim * sizeof s->shape[0]);
     return ddp_hash(hash, text, strlen(text) + 1);
@@ -2035,11 +2195,14 @@ static uint64_t ddp__task_entry(const void *list, int index, char *text) {
 
 /* Collective. Every rank has the same options (described by text), dir and tensors. extra_size: bytes per tensor of
    t->extra, a multiple of 8. own: the result of this rank so far. */
-static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const char *options, size_t extra_size, ddp_result own) {
+static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const char *options, size_t extra_size,
+                                  ddp_result own) {
     size_t n = (size_t)t->count + 2;
     t->options = options;
     if (own == DDP_OK) own = ddp__folder_name(dir, t->dir);
-    t->keys = (ddp__key *)ddp_host_alloc(t->group, n * (sizeof *t->keys + 4 * sizeof *t->mine + extra_size + sizeof *t->crc + 1));
+    t->keys = (ddp__key *)ddp_host_alloc(t->group, n
+                                         * (sizeof *t->keys + 4 * sizeof *t->mine + extra_size
+                                            + sizeof *t->crc + 1));
     if (t->keys) {
         t->mine = (int64_t *)(t->keys + n);
         t->all = t->mine + 2 * n;
@@ -2062,28 +2225,35 @@ static ddp_result ddp__boxes_check(ddp__task *t) {
     for (int round = 0; round < 2; round++) {
         for (int r = 0; round && r < ddp_world_size(t->group) - 1; r++) {
             memcpy(t->all, t->mine, (size_t)numbers * sizeof *t->all);
-            DDP_TRY(ddp_host_collective(t->group, DDP_CALL_BROADCAST, t->all, t->all, (size_t)numbers, DDP_I64,
-                                        DDP_OP_SUM, r));
+            DDP_TRY(ddp_host_collective(t->group, DDP_CALL_BROADCAST, t->all, t->all, (size_t)numbers,
+                                        DDP_I64, DDP_OP_SUM, r));
             for (int i = 0; i < t->count && ddp_rank(t->group) > r; i++)
-                t->left[i] |= t->slices[i].may_repeat && t->mine[2 * i] && memcmp(&t->mine[2 * i], &t->all[2 * i], 2 * sizeof *t->mine) == 0;
+                t->left[i] |= t->slices[i].may_repeat && t->mine[2 * i] &&
+                    memcmp(&t->mine[2 * i], &t->all[2 * i], 2 * sizeof *t->mine) == 0;
         }
         for (int i = 0; i < numbers; i++) t->all[i] = t->left[i / 2] ? 0 : t->mine[i];
-        DDP_TRY(ddp_host_collective(t->group, DDP_CALL_ALL_REDUCE, t->all, t->all, (size_t)numbers, DDP_I64, DDP_OP_SUM, -1));
-        for (k = 0; k < numbers && (uint64_t)t->all[k] % DDP__PRIME == ddp__box_number(&t->slices[k / 2], 1, k % 2);) k++;
+        DDP_TRY(ddp_host_collective(t->group, DDP_CALL_ALL_REDUCE, t->all, t->all, (size_t)numbers, DDP_I64,
+                                    DDP_OP_SUM, -1));
+        for (k = 0; k < numbers && (uint64_t)t->all[k] % DDP__PRIME
+             == ddp__box_number(&t->slices[k / 2], 1, k % 2);)
+            k++;
         if (k == numbers) return DDP_OK;
     }
-    return ddp_fail_in(DDP_ERR_MISMATCH, t->who, t->group, "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps",
+    return ddp_fail_in(DDP_ERR_MISMATCH, t->who, t->group,
+                       "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps",
                        t->slices[k / 2].name);
 }
 
 /* The fields of ddp_fsdp_state as state.json has them, each a number or a list of them, which lie one behind the other: i64, u64, i32 (4). Of doubles the bits,
    as u64: exact, whatever they are and in any locale. */
 static const struct ddp__state_field { const char *name, *kinds; size_t at; } ddp__state_fields[] = {
-    {"step", "i", offsetof(ddp_fsdp_state, step)}, {"sampler", "uuiiiii44", offsetof(ddp_fsdp_state, sampler)}, {"scaler", "ui", offsetof(ddp_fsdp_state, scaler)},
+    {"step", "i", offsetof(ddp_fsdp_state, step)}, {"sampler", "uuiiiii44",
+                                                    offsetof(ddp_fsdp_state, sampler)}, {"scaler", "ui",
+                                                            offsetof(ddp_fsdp_state, scaler)},
     {"rng", "uuuu", offsetof(ddp_fsdp_state, rng)}, {"user", "uuuuuuuu", offsetof(ddp_fsdp_state, user)}};
 #define DDP__STATE_FIELDS ((int)(sizeof ddp__state_fields / sizeof ddp__state_fields[0]))
 
-//== checkpoints: saving =========================================================================== >>impl-save
+//== checkpoints: saving ========================================================================= >>impl-save
 
 #define DDP__PIECE ((uint64_t)1 << 20)     /* bytes that are summed up, and then written while they lie in a cache; or brought into memory at once */
 
@@ -2125,7 +2295,8 @@ static void ddp__draft_header(ddp__saving *s, const ddp__out_file *file) {
         ddp__draft_add(d, ",");
         ddp__draft_string(d, "", slices[i].name);
         ddp__draft_add(d, ":{\"dtype\":\"%s\",\"shape\":[", ddp__file_dtype_name(slices[i].dtype));
-        for (int k = 0; k < slices[i].ndim; k++) ddp__draft_add(d, k ? ",%lld" : "%lld", (long long)slices[i].shape[k]);
+        for (int k = 0; k < slices[i].ndim; k++)
+            ddp__draft_add(d, k ? ",%lld" : "%lld", (long long)slices[i].shape[k]);
         ddp__draft_add(d, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)s->begin[i],
                        (unsigned long long)(s->begin[i] + ddp__slice_bytes(&slices[i], 0)));
     }
@@ -2143,7 +2314,8 @@ static ddp_result ddp__save_plan(ddp__saving *s) {
         if (slice->file_kind != kind) continue;
         s->draft.length = 0;
         ddp__draft_string(&s->draft, "", slice->name);
-        uint64_t bytes = ddp__slice_bytes(slice, 0), entry = 2 * s->draft.length + 160 + 21 * (uint64_t)slice->ndim;
+        uint64_t bytes = ddp__slice_bytes(slice, 0), entry = 2 * s->draft.length + 160 + 21
+            * (uint64_t)slice->ndim;
         if (!file || file->kind != kind || bytes + entry > limit || used > limit - bytes - entry) {
             file = &s->files[s->file_count++];
             file->kind = kind;
@@ -2158,11 +2330,13 @@ static ddp_result ddp__save_plan(ddp__saving *s) {
     }
     for (int f = 0; f < s->file_count; f++) {
         file = &s->files[f];
-        snprintf(file->name, sizeof file->name, "%s-%05d-of-%05d.safetensors", ddp__kind_names[file->kind], f + 1 - (file->kind ? s->kind_count[0] : 0),
-                 s->kind_count[file->kind]);
+        snprintf(file->name, sizeof file->name, "%s-%05d-of-%05d.safetensors", ddp__kind_names[file->kind],
+                 f + 1 - (file->kind ? s->kind_count[0] : 0), s->kind_count[file->kind]);
         ddp__draft_header(s, file);
         file->header_bytes = s->draft.length;
-        if (s->draft.length > DDP__HEADER_MAX) return ddp_fail(DDP_ERR_INVALID, "so many tensors in one file need a header of more than 100 MB; lower max_file_bytes");
+        if (s->draft.length > DDP__HEADER_MAX)
+            return ddp_fail(DDP_ERR_INVALID,
+                            "so many tensors in one file need a header of more than 100 MB; lower max_file_bytes");
     }
     return s->draft.failed ? DDP_ERR_NO_MEMORY : DDP_OK;
 }
@@ -2186,15 +2360,20 @@ static ddp_result ddp__save_begin(ddp__saving *s) {
     DDP_TRY(ddp__folder_sync(path)); /* what cannot be done now cannot be done after the swap either */
     DDP_TRY(ddp__folder_delete(s->tmp));
     if (mkdir(s->tmp, 0777) != 0) return ddp__file_fail("creating", s->tmp);
-    DDP_TRY(ddp__file_make(s->tmp, DDP__STATE_FILE, DDP__STATE_START, sizeof DDP__STATE_START - 1)); /* ours, but not whole yet */
-    for (int f = 0; f < s->file_count; f++) DDP_TRY(ddp__file_make(s->tmp, s->files[f].name, NULL, s->files[f].header_bytes + s->files[f].data_bytes));
+    /* ours, but not whole yet */
+    DDP_TRY(ddp__file_make(s->tmp, DDP__STATE_FILE, DDP__STATE_START, sizeof DDP__STATE_START - 1));
+    for (int f = 0; f < s->file_count; f++)
+        DDP_TRY(ddp__file_make(s->tmp, s->files[f].name, NULL,
+                               s->files[f].header_bytes + s->files[f].data_bytes));
     return DDP_OK;
 }
 
 /* Writes this rank's runs of a tensor, whose bytes start at byte `at` of the file; *crc is their remainder within the whole tensor. */
-static ddp_result ddp__save_slice(const ddp__slice *slice, const ddp__file *file, uint64_t at, uint32_t *crc) {
+static ddp_result ddp__save_slice(const ddp__slice *slice, const ddp__file *file, uint64_t at,
+                                  uint32_t *crc) {
     ddp__box_runs runs = ddp__runs_of(slice);
-    uint64_t element = ddp_dtype_size(slice->dtype), size = runs.length * element, to, from, done = 0, gap = 0;
+    uint64_t element = ddp_dtype_size(slice->dtype), size = runs.length * element, to, from, done = 0,
+        gap = 0;
     uint32_t remainder = 0, shift = DDP__CRC_ONE; /* x^(8 * gap) */
     while (ddp__runs_next(&runs, &to, &from)) {
         const char *data = (const char *)slice->data + from * element;
@@ -2232,7 +2411,8 @@ static ddp_result ddp__save_slices(ddp__saving *s) {
 static void ddp__draft_state(ddp__saving *s, const ddp_fsdp_state *state) {
     ddp__draft *d = &s->draft;
     d->length = 0;
-    ddp__draft_add(d, DDP__STATE_START ", \"version\": 1,\n \"world_size\": %d", ddp_world_size(s->task.group));
+    ddp__draft_add(d, DDP__STATE_START ", \"version\": 1,\n \"world_size\": %d",
+                   ddp_world_size(s->task.group));
     for (int f = 0; f < DDP__STATE_FIELDS; f++) {
         const char *at = (const char *)state + ddp__state_fields[f].at, *kind = ddp__state_fields[f].kinds;
         ddp__draft_add(d, ",\n \"%s\": %s", ddp__state_fields[f].name, kind[1] ? "[" : "");
@@ -2241,12 +2421,15 @@ static void ddp__draft_state(ddp__saving *s, const ddp_fsdp_state *state) {
             memcpy(&bits, at, kind[i] == '4' ? 4 : 8);
             if (i) ddp__draft_add(d, ", ");
             if (kind[i] == 'u') ddp__draft_add(d, "%llu", (unsigned long long)bits);
-            else ddp__draft_add(d, "%lld", kind[i] == '4' ? (long long)(int32_t)(uint32_t)bits : (long long)(int64_t)bits);
+            else
+                ddp__draft_add(d, "%lld", kind[i] == '4' ? (long long)(int32_t)(uint32_t)bits
+                               : (long long)(int64_t)bits);
         }
         ddp__draft_add(d, "%s", kind[1] ? "]" : "");
     }
     ddp__draft_add(d, ",\n \"files\": {");
-    for (int f = 0; f < s->file_count; f++) ddp__draft_add(d, "%s\n  \"%s\": \"%08x\"", f ? "," : "", s->files[f].name, s->files[f].crc);
+    for (int f = 0; f < s->file_count; f++)
+        ddp__draft_add(d, "%s\n  \"%s\": \"%08x\"", f ? "," : "", s->files[f].name, s->files[f].crc);
     ddp__draft_add(d, "},\n \"crc32c\": \"");
     if (!d->failed) ddp__draft_add(d, "%08x\"}\n", ddp__crc32c(d->at, d->length));
 }
@@ -2302,11 +2485,13 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
     ddp__parent_name(s->task.dir, parent);
     memcpy(previous, s->tmp, sizeof previous);
 #if defined(SYS_renameat2)
-    swapped = there && syscall(SYS_renameat2, AT_FDCWD, s->tmp, AT_FDCWD, s->task.dir, 2 /* RENAME_EXCHANGE */) == 0;
+    swapped = there && syscall(SYS_renameat2, AT_FDCWD, s->tmp, AT_FDCWD, s->task.dir,
+                               2 /* RENAME_EXCHANGE */) == 0;
 #endif
     if (!swapped) {
         ddp__beside_name(s->task.dir, DDP__OLD, previous);
-        if (there) DDP_TRY(ddp__folder_delete(previous)); /* of a save that was killed after its second rename */
+        /* of a save that was killed after its second rename */
+        if (there) DDP_TRY(ddp__folder_delete(previous));
         if (there && rename(s->task.dir, previous) != 0) return ddp__file_fail("renaming", s->task.dir);
         if (rename(s->tmp, s->task.dir) != 0) {
             ddp_result result = ddp__file_fail("renaming", s->tmp);
@@ -2315,10 +2500,13 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
     }
     s->tmp[0] = '\0'; /* what is there now is not to be deleted, should saving fail */
     if (ddp__folder_sync(parent) != DDP_OK)
-        return ddp_fail(DDP_ERR_SYSTEM, "the new checkpoint is in its place, the old one beside it, but a crash of the machine may undo that: %.400s",
+        return ddp_fail(DDP_ERR_SYSTEM,
+                        "the new checkpoint is in its place, the old one beside it, but a crash of the machine may undo that: %.400s",
                         ddp_last_error());
     if (ddp__save_rotate(s, previous) != DDP_OK) {
-        snprintf(text, sizeof text, "the checkpoint is saved, but the one before it could not be put away: %.350s", ddp_last_error());
+        snprintf(text, sizeof text,
+                 "the checkpoint is saved, but the one before it could not be put away: %.350s",
+                 ddp_last_error());
         ddp_group_log(s->task.group, text);
     }
     return DDP_OK;
@@ -2328,7 +2516,8 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
    Then dir becomes the new checkpoint. */
 static ddp_result ddp__save_end(ddp__saving *s, const ddp_fsdp_state *state) {
     uint32_t crc;
-    for (int i = 0; i < s->task.count; i++) s->task.crc[i] = ddp__crc_finish(s->task.crc[i], ddp__slice_bytes(&s->task.slices[i], 0));
+    for (int i = 0; i < s->task.count; i++)
+        s->task.crc[i] = ddp__crc_finish(s->task.crc[i], ddp__slice_bytes(&s->task.slices[i], 0));
     for (ddp__out_file *file = s->files; file < s->files + s->file_count; file++) {
         ddp__draft_header(s, file);
         DDP_TRY(ddp__save_draft(s, file->name, &file->crc));
@@ -2347,8 +2536,8 @@ static ddp_result ddp__save_end(ddp__saving *s, const ddp_fsdp_state *state) {
 }
 
 /* Collective; see ddp_fsdp_save. max_file_bytes and keep may be 0. */
-static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const ddp__slice *slices, int count, const ddp_fsdp_state *state,
-                                       size_t max_file_bytes, int keep) {
+static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const ddp__slice *slices, int count,
+                                       const ddp_fsdp_state *state, size_t max_file_bytes, int keep) {
     ddp__saving saving = DDP_ZERO, *s = &saving;
     ddp__task *t = &s->task;
     char options[96];
@@ -2356,7 +2545,8 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
     s->draft.group = group;
     s->max_file_bytes = max_file_bytes;
     s->keep = keep ? keep : 1;
-    ddp_result result = keep < 0 ? ddp_fail(DDP_ERR_INVALID, "keep_checkpoints=%d; set how many, or 0 for one", keep) : DDP_OK;
+    ddp_result result = keep < 0 ? ddp_fail(DDP_ERR_INVALID,
+                                            "keep_checkpoints=%d; set how many, or 0 for one", keep) : DDP_OK;
     snprintf(options, sizeof options, " max_file_bytes=%zu keep_checkpoints=%d", max_file_bytes, s->keep);
     result = ddp__task_begin(t, dir, options, sizeof *s->files + sizeof *s->begin, result);
     if (result == DDP_OK) {
@@ -2367,7 +2557,8 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
     if (result == DDP_OK) result = ddp_agree(group, t->who, ddp__save_begin(s), 0, "");
     if (result == DDP_OK) result = ddp_agree(group, t->who, ddp__save_slices(s), 0, "");
     if (result == DDP_OK) result = ddp__crc_combine(group, t->crc, count);
-    if (result == DDP_OK) result = ddp_agree(group, t->who, ddp_rank(group) == 0 ? ddp__save_end(s, state) : DDP_OK, 0, "");
+    if (result == DDP_OK)
+        result = ddp_agree(group, t->who, ddp_rank(group) == 0 ? ddp__save_end(s, state) : DDP_OK, 0, "");
     if (result != DDP_OK && ddp_rank(group) == 0 && s->tmp[0]) {
         ddp_saved_error told = ddp__fsdp_error(result);
         (void)ddp__folder_delete(s->tmp);
@@ -2378,7 +2569,7 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
     return result;
 }
 
-//== checkpoints: loading ========================================================================== >>impl-load
+//== checkpoints: loading ======================================================================== >>impl-load
 
 #define DDP__POPULATE_READ 22 /* MADV_POPULATE_READ, which older libc headers lack */
 
@@ -2395,7 +2586,8 @@ typedef struct ddp__loading {
     ddp__source *sources;      /* per tensor */
     ddp__in_file *files;
     int file_count;
-    int foreign;               /* no state.json: a model of another program. It may lack checksums and have other float dtypes */
+    /* no state.json: a model of another program. It may lack checksums and have other float dtypes */
+    int foreign;
     char *text;                /* state.json, or the index of a foreign model */
     uint32_t text_crc;         /* of the state, and of the headers of all files */
     char found[300];           /* describes it, for ranks that find different checkpoints */
@@ -2418,7 +2610,8 @@ static ddp_result ddp__text_load(ddp__loading *l, const char *name, char **text,
 /* Adds a file to the list, unless it is there. Returns 0 for a name that leads to another folder. */
 static int ddp__in_file_add(ddp__loading *l, ddp__words name, uint32_t want_crc) {
     ddp__in_file *file = l->files;
-    if (name.length == 0 || name.length > 255 || name.at[0] == '.' || strlen(name.at) != name.length || strchr(name.at, '/')) return 0;
+    if (name.length == 0 || name.length > 255 || name.at[0] == '.' || strlen(name.at) != name.length ||
+        strchr(name.at, '/')) return 0;
     for (; file < l->files + l->file_count; file++)
         if (strcmp(file->name, name.at) == 0) return 1;
     l->file_count++;
@@ -2439,7 +2632,8 @@ static int ddp__state_numbers(ddp__json *j, const char *kinds, char *at) {
         if (kinds[n] == '4' && narrow != (int64_t)bits) return ddp__json_fail(j, "a number is too large");
         memcpy(at, kinds[n] == '4' ? (const void *)&narrow : (const void *)&bits, kinds[n] == '4' ? 4 : 8);
     }
-    return !kinds[n] && (!list || ddp__json_take(j, ']')) ? 1 : ddp__json_fail(j, "a list has another length");
+    return !kinds[n] && (!list || ddp__json_take(j, ']')) ? 1
+           : ddp__json_fail(j, "a list has another length");
 }
 
 /* The files of an object: its names, and their checksums; or, in the index of a model from elsewhere, its values. */
@@ -2449,7 +2643,8 @@ static int ddp__files_read(ddp__loading *l, ddp__json *j, int sums) {
     for (int count = 0; ddp__json_entry(j, &count, &name);) {
         if (!ddp__json_string(j, &value)) return 0;
         if ((sums && !ddp__hex_read(value, &crc)) || !ddp__in_file_add(l, sums ? name : value, crc))
-            return ddp__json_fail(j, sums ? "not a file and its checksum" : "not the name of a file in the folder");
+            return ddp__json_fail(j, sums ? "not a file and its checksum"
+                                  : "not the name of a file in the folder");
     }
     return j->error == NULL;
 }
@@ -2460,13 +2655,16 @@ static int ddp__state_read(ddp__loading *l, ddp__json *j) {
     for (ddp__words key; ddp__json_entry(j, &count, &key);) {
         int f = 0;
         while (f < DDP__STATE_FIELDS && !ddp__words_are(key, ddp__state_fields[f].name)) f++;
-        if (f < DDP__STATE_FIELDS) seen += ddp__state_numbers(j, ddp__state_fields[f].kinds, (char *)&l->state + ddp__state_fields[f].at);
+        if (f < DDP__STATE_FIELDS)
+            seen += ddp__state_numbers(j, ddp__state_fields[f].kinds,
+                                       (char *)&l->state + ddp__state_fields[f].at);
         else if (ddp__words_are(key, "version")) seen += ddp__json_number(j, 'u', &version);
         else if (ddp__words_are(key, "files")) seen += ddp__files_read(l, j, 1);
         else (void)ddp__json_skip(j);
         if (seen && version != 1) return ddp__json_fail(j, "of a version that this one cannot read");
     }
-    return ddp__json_end(j) && (seen == DDP__STATE_FIELDS + 2 ? 1 : ddp__json_fail(j, "something is missing"));
+    return ddp__json_end(j) && (seen == DDP__STATE_FIELDS + 2 ? 1
+                                : ddp__json_fail(j, "something is missing"));
 }
 
 /* state.json ends with the checksum of all bytes in front of its digits. */
@@ -2475,12 +2673,16 @@ static ddp_result ddp__state_check(ddp__loading *l, size_t length) {
     size_t size = sizeof tail - 1;
     ddp__words word = {l->text, 8};
     uint32_t crc;
-    if (length < size || memcmp(l->text, DDP__STATE_START, sizeof DDP__STATE_START - 1) != 0 || memcmp(l->text + length - size, tail, size - 11) != 0)
-        return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE ": not a whole " DDP__STATE_FILE " of a checkpoint", l->task.dir);
+    if (length < size || memcmp(l->text, DDP__STATE_START, sizeof DDP__STATE_START - 1) != 0 ||
+        memcmp(l->text + length - size, tail, size - 11)
+        != 0) return ddp_fail(DDP_ERR_CORRUPT,
+                              "%s/" DDP__STATE_FILE ": not a whole " DDP__STATE_FILE " of a checkpoint",
+                              l->task.dir);
     word.at += length - 11;
     l->text_crc = ddp__crc32c(l->text, length - 11);
     if (ddp__hex_read(word, &crc) && crc == l->text_crc) return DDP_OK;
-    return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE ": damaged, its checksum is %08x, not %.8s", l->task.dir, l->text_crc, word.at);
+    return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE ": damaged, its checksum is %08x, not %.8s",
+                    l->task.dir, l->text_crc, word.at);
 }
 
 /* Reads the files of a model of another program from its index. The headers of the files list the tensors. */
@@ -2500,7 +2702,8 @@ static ddp_result ddp__foreign_check(const ddp__loading *l) {
     DIR *folder = opendir(l->task.dir);
     int optimizer = 0;
     if (!folder) return ddp__file_fail("opening", l->task.dir);
-    while ((entry = readdir(folder)) != NULL) optimizer += strncmp(entry->d_name, "optimizer", 9) == 0 && ddp__is_our_file(entry->d_name);
+    while ((entry = readdir(folder)) != NULL)
+        optimizer += strncmp(entry->d_name, "optimizer", 9) == 0 && ddp__is_our_file(entry->d_name);
     closedir(folder);
     return optimizer ? ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE " is missing", l->task.dir) : DDP_OK;
 }
@@ -2518,11 +2721,13 @@ static ddp_result ddp__files_list(ddp__loading *l) {
         DDP_TRY(ddp__foreign_check(l));
         DDP_TRY(ddp__text_load(l, name, &l->text, &length));
     }
-    l->files = (ddp__in_file *)ddp_host_alloc(l->task.group, (length / 7 + 1) * sizeof *l->files); /* an entry has seven characters or more */
+    /* an entry has seven characters or more */
+    l->files = (ddp__in_file *)ddp_host_alloc(l->task.group, (length / 7 + 1) * sizeof *l->files);
     if (!l->files) return DDP_ERR_NO_MEMORY;
     ddp__json j = ddp__json_of(l->text, length);
     if (!l->text) (void)ddp__in_file_add(l, ddp__words_of("model.safetensors"), 0);
-    else if (!(l->foreign ? ddp__index_read(l, &j) : ddp__state_read(l, &j))) return ddp__json_result(l->task.dir, name, 0, &j);
+    else if (!(l->foreign ? ddp__index_read(l, &j) : ddp__state_read(l, &j)))
+        return ddp__json_result(l->task.dir, name, 0, &j);
     return DDP_OK;
 }
 
@@ -2539,18 +2744,22 @@ static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
     DDP_TRY(ddp__transfer(&in, DDP__FILE_READ, start, at, 0));
     for (uint64_t i = 0; i < at; i++) length |= (uint64_t)start[i] << 8 * i;
     if (length > DDP__HEADER_MAX || length > in.size - at)
-        return ddp_fail(DDP_ERR_CORRUPT, "%s: the header claims %llu bytes, allowed are 100 MB, and the file has %llu behind its start", in.path,
-                        (unsigned long long)length, (unsigned long long)(in.size - at));
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "%s: the header claims %llu bytes, allowed are 100 MB, and the file has %llu behind its start",
+                        in.path, (unsigned long long)length, (unsigned long long)(in.size - at));
     file->text = (char *)ddp_host_alloc(l->task.group, (size_t)length + 1);
     if (!file->text) return DDP_ERR_NO_MEMORY;
     DDP_TRY(ddp__transfer(&in, DDP__FILE_READ, file->text, length, at));
     file->crc = ~ddp__crc_feed(ddp__crc_feed(0xffffffffu, start, (size_t)at), file->text, (size_t)length);
     int damaged = !l->foreign && file->crc != file->want_crc;
-    if (index && damaged) return ddp_fail(DDP_ERR_CORRUPT, "%s is damaged: its checksum is not that in " DDP__STATE_FILE, in.path);
+    if (index && damaged)
+        return ddp_fail(DDP_ERR_CORRUPT, "%s is damaged: its checksum is not that in " DDP__STATE_FILE,
+                        in.path);
     if (index) return DDP_OK;
     if (damaged)
-        return ddp_fail(DDP_ERR_CORRUPT, "%s: the header, bytes [0, %llu), is damaged: its checksum is %08x, not %08x", in.path,
-                        (unsigned long long)(at + length), file->crc, file->want_crc);
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "%s: the header, bytes [0, %llu), is damaged: its checksum is %08x, not %08x",
+                        in.path, (unsigned long long)(at + length), file->crc, file->want_crc);
     DDP_TRY(ddp__header_read(l->task.group, file, (size_t)length, in.size - at - length));
     void *map = mmap(NULL, (size_t)in.size, PROT_READ, MAP_SHARED, in.fd, 0);
     if (map == MAP_FAILED) return ddp__file_fail("mapping", in.path);
@@ -2563,12 +2772,16 @@ static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
 static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, const ddp__stored *r) {
     ddp_shape_text has = ddp_describe_shape(r->dtype->name, r->ndim, r->shape);
     const ddp__key key = {r->name, file->kind, 0};
-    ddp__key *found = (ddp__key *)bsearch(&key, l->task.keys, (size_t)l->task.count, sizeof key, ddp__key_compare);
-    if (!found) return ddp__stored_fail(DDP_ERR_MISMATCH, file, r, "(%s) is none of the %d tensors that are loaded", has.text, l->task.count);
+    ddp__key *found = (ddp__key *)bsearch(&key, l->task.keys, (size_t)l->task.count, sizeof key,
+                                          ddp__key_compare);
+    if (!found)
+        return ddp__stored_fail(DDP_ERR_MISMATCH, file, r, "(%s) is none of the %d tensors that are loaded",
+                                has.text, l->task.count);
     const ddp__slice *s = &l->task.slices[found->index];
     ddp__source *source = &l->sources[found->index];
     if (r->ndim != s->ndim || memcmp(r->shape, s->shape, sizeof r->shape[0] * (size_t)s->ndim) != 0 ||
-        (r->dtype->dtype != s->dtype && !(l->foreign && ddp_is_float(r->dtype->dtype) && ddp_is_float(s->dtype))))
+        (r->dtype->dtype != s->dtype && !(l->foreign && ddp_is_float(r->dtype->dtype) &&
+                                          ddp_is_float(s->dtype))))
         return ddp__stored_fail(DDP_ERR_MISMATCH, file, r, "is %s, and %s is to be loaded", has.text,
                                 ddp_describe_shape(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
     if (source->file) return ddp__stored_fail(DDP_ERR_CORRUPT, file, r, "is in another file too");
@@ -2615,8 +2828,9 @@ static ddp_result ddp__load_open(ddp__loading *l) {
     for (int i = 0; i < l->task.count; i++) {
         const ddp__slice *s = &l->task.slices[i];
         if (!l->sources[i].file && !s->tied_to && !(l->foreign && s->file_kind != 0))
-            return ddp_fail(DDP_ERR_MISMATCH, "%s: tensor '%.100s' (%s) is in none of the files", l->task.dir, s->name,
-                            ddp_describe_shape(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
+            return ddp_fail(DDP_ERR_MISMATCH, "%s: tensor '%.100s' (%s) is in none of the files", l->task.dir,
+                            s->name, ddp_describe_shape(ddp__file_dtype_name(s->dtype), s->ndim,
+                                                        s->shape).text);
     }
     return DDP_OK;
 }
@@ -2624,9 +2838,12 @@ static ddp_result ddp__load_open(ddp__loading *l) {
 /* Brings bytes [begin, end) of a tensor into memory. A disk that fails is a result here, and no signal when the bytes
    are read. */
 static ddp_result ddp__load_touch(const ddp__source *source, uint64_t begin, uint64_t end) {
-    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = source->file->data_at + source->record->begin, low = (first + begin) / page * page;
-    if (madvise((void *)(uintptr_t)(source->file->map + low), (size_t)(first + end - low), DDP__POPULATE_READ) != 0 && errno != EINVAL) /* EINVAL: Linux < 5.14 */
-        return ddp__stored_fail(DDP_ERR_SYSTEM, source->file, source->record, "cannot be read: the disk fails, or the file has just been cut short");
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = source->file->data_at + source->record->begin,
+        low = (first + begin) / page * page;
+    /* EINVAL: Linux < 5.14 */
+    if (madvise((void *)(uintptr_t)(source->file->map + low), (size_t)(first + end - low), DDP__POPULATE_READ)
+        != 0 && errno != EINVAL) return ddp__stored_fail(DDP_ERR_SYSTEM, source->file, source->record,
+                                                         "cannot be read: the disk fails, or the file has just been cut short");
     return DDP_OK;
 }
 
@@ -2639,7 +2856,8 @@ static uint64_t ddp__place_in(uint64_t place, uint64_t before, uint64_t total) {
    one stretch of all tensors one behind the other: reading is a third slower where each rank skips the others' bytes.
    Otherwise it is a part of every tensor: about the rows that this rank copies afterwards. */
 static ddp_result ddp__load_sum(ddp__loading *l, int thread) {
-    uint64_t shares = 2 * (uint64_t)ddp_world_size(l->task.group), share = 2 * (uint64_t)ddp_rank(l->task.group) + (uint64_t)thread, all = 0, before = 0;
+    uint64_t shares = 2 * (uint64_t)ddp_world_size(l->task.group),
+        share = 2 * (uint64_t)ddp_rank(l->task.group) + (uint64_t)thread, all = 0, before = 0;
     int together = ddp_local_world_size(l->task.group) == ddp_world_size(l->task.group);
     for (int i = 0; i < l->task.count; i++) all += l->sources[i].bytes;
     for (int i = 0; i < l->task.count; before += together ? l->sources[i].bytes : 0, i++) {
@@ -2647,7 +2865,8 @@ static ddp_result ddp__load_sum(ddp__loading *l, int thread) {
         int tied_to = l->task.slices[i].tied_to;
         const ddp__source *first = tied_to ? &l->sources[tied_to - 1] : NULL; /* must have the same bytes */
         uint64_t total = source->bytes, each = (together ? all : total) / shares + 1;
-        uint64_t at = ddp__place_in(each * share, before, total), end = ddp__place_in(each * (share + 1), before, total);
+        uint64_t at = ddp__place_in(each * share, before, total),
+            end = ddp__place_in(each * (share + 1), before, total);
         uint32_t remainder = 0;
         for (uint64_t piece; at < end; at += piece) {
             piece = end - at < DDP__PIECE ? end - at : DDP__PIECE;
@@ -2659,7 +2878,8 @@ static ddp_result ddp__load_sum(ddp__loading *l, int thread) {
             }
             remainder = ddp__crc_feed(remainder, source->data + at, (size_t)piece);
         }
-        (void)__atomic_fetch_xor(&l->task.crc[i], ddp__crc_multiply(remainder, ddp__crc_shift(total - end)), __ATOMIC_RELAXED);
+        (void)__atomic_fetch_xor(&l->task.crc[i], ddp__crc_multiply(remainder, ddp__crc_shift(total - end)),
+                                 __ATOMIC_RELAXED);
     }
     return DDP_OK;
 }
@@ -2669,7 +2889,8 @@ static ddp_result ddp__load_compare_sums(const ddp__loading *l) {
         const ddp__source *source = &l->sources[i];
         uint32_t crc = ddp__crc_finish(l->task.crc[i], source->bytes);
         if (source->file && source->record->has_crc && crc != source->record->crc)
-            return ddp__stored_fail(DDP_ERR_CORRUPT, source->file, source->record, "is damaged: its checksum is %08x, not %08x", crc, source->record->crc);
+            return ddp__stored_fail(DDP_ERR_CORRUPT, source->file, source->record,
+                                    "is damaged: its checksum is %08x, not %08x", crc, source->record->crc);
     }
     return DDP_OK;
 }
@@ -2693,7 +2914,8 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
                 ready = begin + DDP__PIECE < source->bytes ? begin + DDP__PIECE : source->bytes;
                 DDP_TRY(ddp__load_touch(source, begin, ready));
             }
-            memcpy(dtype == s->dtype ? (void *)out : (void *)stage, source->data + begin, (size_t)(n * file_size));
+            memcpy(dtype == s->dtype ? (void *)out : (void *)stage, source->data + begin,
+                   (size_t)(n * file_size));
             if (dtype != s->dtype) ddp_device_cpu()->cast(out, s->dtype, stage, dtype, (size_t)n);
         }
     return DDP_OK;
@@ -2702,7 +2924,8 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
 /* The part of a pass that a thread does. To copy, both take one tensor after the other. */
 static ddp_result ddp__load_part(ddp__loading *l, int thread) {
     if (!l->copies) return ddp__load_sum(l, thread);
-    for (int i; (i = __atomic_fetch_add(&l->next, 1, __ATOMIC_RELAXED)) < l->task.count;) DDP_TRY(ddp__load_copy(l, i));
+    for (int i; (i = __atomic_fetch_add(&l->next, 1, __ATOMIC_RELAXED)) < l->task.count;)
+        DDP_TRY(ddp__load_copy(l, i));
     return DDP_OK;
 }
 
@@ -2739,7 +2962,9 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
         ddp_scaler probe = *scaler; /* finds out whether the scaler would accept the checkpoint's numbers */
         result = ddp_scaler_load(&probe, &l->state.scaler);
     }
-    snprintf(l->found, sizeof l->found, "finds checkpoint %08x in %.100s (is the folder shared? did a save end just now?)", l->text_crc, t->dir);
+    snprintf(l->found, sizeof l->found,
+             "finds checkpoint %08x in %.100s (is the folder shared? did a save end just now?)", l->text_crc,
+             t->dir);
     DDP_TRY(ddp_agree(t->group, t->who, result, l->text_crc, l->found));
     DDP_TRY(ddp_agree(t->group, t->who, ddp__load_pass(l, 0), 0, ""));
     DDP_TRY(ddp__crc_combine(t->group, t->crc, t->count));
@@ -2750,17 +2975,21 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
    need not tile the tensors. A foreign model sets optimizer tensors to zero and, of *state, only the step. On failure
    nothing has been written to, unless the disk failed between the check and the copy. replicas: groups that load the same,
    or NULL; all fail or none. scaler: takes its state from *state later, or NULL. */
-static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, const char *dir, const ddp__slice *slices, int count, const ddp_scaler *scaler,
+static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, const char *dir,
+                                       const ddp__slice *slices, int count, const ddp_scaler *scaler,
                                        ddp_fsdp_state *state) {
     ddp_group *const groups[2] = {group, replicas};
     ddp__loading loading = DDP_ZERO, *l = &loading;
     l->task = ddp__task_of(group, "ddp_fsdp_load", slices, count);
     ddp_result result = ddp__load_check(l, dir, scaler);
     if (replicas) result = ddp_agree(replicas, l->task.who, result, l->text_crc, l->found);
-    if (result == DDP_OK) result = ddp_agree_groups(groups, 2, l->task.who, ddp__load_pass(l, 1), 0, ""); /* the first write to the caller's memory */
+    /* the first write to the caller's memory */
+    if (result == DDP_OK) result = ddp_agree_groups(groups, 2, l->task.who, ddp__load_pass(l, 1), 0, "");
     if (result == DDP_OK && l->foreign) {
         state->step = 0;
-        if (ddp_rank(group) == 0) ddp_group_log(group, "loaded a model without " DDP__STATE_FILE ": optimizer state starts at zero, at step 0");
+        if (ddp_rank(group) == 0)
+            ddp_group_log(group,
+                          "loaded a model without " DDP__STATE_FILE ": optimizer state starts at zero, at step 0");
     } else if (result == DDP_OK) {
         *state = l->state;
     }
@@ -2775,7 +3004,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
     return result;
 }
 
-//== sharding: parts and memory ======================================================================= >>impl-sharding
+//== sharding: parts and memory ============================================================== >>impl-sharding
 
 /* What each rank holds of a parameter of 5 rows on 3 ranks (chunk 2):
 
@@ -2793,7 +3022,8 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
 
 /* The fields of ddp_fsdp_bytes, in order. DDP__PURPOSES is the total. */
 enum {
-    DDP__OF_SHARDS, DDP__OF_GATHERED, DDP__OF_GRADIENTS, DDP__OF_OPTIMIZER, DDP__OF_COMMUNICATION, DDP__OF_BOOKKEEPING,
+    DDP__OF_SHARDS, DDP__OF_GATHERED, DDP__OF_GRADIENTS, DDP__OF_OPTIMIZER, DDP__OF_COMMUNICATION,
+        DDP__OF_BOOKKEEPING,
     DDP__PURPOSES
 };
 enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE, DDP__MEMORY_PINNED };
@@ -2815,7 +3045,8 @@ typedef struct ddp__grad_part { /* the gradients of one shard in one layout */
     ddp_dtype dtype;
 } ddp__grad_part;
 
-typedef struct ddp__shard { /* this rank's rows of one parameter of a unit. A tied parameter has one per use */
+/* this rank's rows of one parameter of a unit. A tied parameter has one per use */
+typedef struct ddp__shard {
     ddp_fsdp_param *entry;
     struct ddp__shard *source; /* the use with which this one shares memory, or itself */
     struct ddp__unit *unit;
@@ -2823,16 +3054,20 @@ typedef struct ddp__shard { /* this rank's rows of one parameter of a unit. A ti
     ddp_dtype dtype, master_dtype;  /* of the full parameter; of master values and sums of gradients */
     ddp_dtype reduce_dtype;         /* of what is added over ranks */
     size_t rows, row_elements;      /* of the full parameter */
-    size_t chunk, first_row, own_rows; /* rows of a shard with padding; this rank's first row and number of rows */
+    /* rows of a shard with padding; this rank's first row and number of rows */
+    size_t chunk, first_row, own_rows;
     size_t own_count;               /* elements of this rank's rows */
     size_t full_at, shard_at, master_at; /* bytes from the start of the unit's memory of that kind */
     size_t block_at;                /* bytes from the start of a rank's block of an all-gather */
     size_t reduce_at;               /* elements from the start of a rank's block of a reduce-scatter */
     ddp__grad_part part[DDP__LAYOUTS];
-    unsigned char *value, *master;  /* this rank's rows: as they are sent (quantize_gather: 8 bits); as they are updated */
+    /* this rank's rows: as they are sent (quantize_gather: 8 bits); as they are updated */
+    unsigned char *value, *master;
     int trained, is_slice;          /* not frozen; of a larger tensor */
-    int summed;                     /* 1 = the gradients being reduced are the parameter's f32 sum, from a ddp_pipeline */
-    int has_master;                 /* master values have memory of their own, next to the values that are sent */
+    /* 1 = the gradients being reduced are the parameter's f32 sum, from a ddp_pipeline */
+    int summed;
+    /* master values have memory of their own, next to the values that are sent */
+    int has_master;
     int shares_full;                /* the source's full values are this one's too */
     int in_place;                   /* the sum of its gradients is stored in the full gradients */
     int master_index;               /* of a trained source in masters */
@@ -2852,7 +3087,8 @@ typedef struct ddp__unit {
     ddp__slot *full_slot, *grad_slot, *reducing_slot;
     unsigned char *level[DDP__LEVELS]; /* sums over 2^k micro-batches: of own rows, or of full gradients */
     int depth;                     /* levels in use */
-    int unsharded, in_use;         /* full parameters are complete or in flight; between unshard and reshard */
+    /* full parameters are complete or in flight; between unshard and reshard */
+    int unsharded, in_use;
     int attached;                  /* it has gradient memory for a backward */
     int reduced;                   /* reductions of this step, one per micro-batch */
     ddp_work unshard_work, reduce_work;
@@ -2872,7 +3108,8 @@ typedef struct ddp__memory {       /* all memory of a ddp_fsdp except the struct
     size_t group_bytes, file_bytes;
     int file;                      /* OFFLOAD_FILE; -1 = none */
     off_t file_size;
-    ddp_saved_error error;         /* the first failure. create continues: no rank may miss a collective call */
+    /* the first failure. create continues: no rank may miss a collective call */
+    ddp_saved_error error;
 } ddp__memory;
 
 typedef struct ddp__unshard {      /* full parameters: their memory, and the order in which units need them */
@@ -2890,7 +3127,8 @@ typedef struct ddp__reduce {       /* gradients become sums, see impl-shard-redu
     int slot_count;
     size_t slot_bytes;
     uint64_t slot_uses;
-    unsigned char *cast, *tile;    /* staging: full gradients in reduce_dtype; DDP__TILE elements of each rank */
+    /* staging: full gradients in reduce_dtype; DDP__TILE elements of each rank */
+    unsigned char *cast, *tile;
     size_t cast_bytes, tile_bytes;
     uint64_t **progress;           /* peer memory: every rank's progress words. NULL = blocks */
     ddp__unit **issued_units;      /* by number, modulo ddp__reduce_window */
@@ -2902,15 +3140,18 @@ typedef struct ddp__reduce {       /* gradients become sums, see impl-shard-redu
 typedef struct ddp__clip {         /* the factor that clipping leaves to the step */
     ddp_exact_sum *squares;        /* the device's memory */
     float scale;                   /* 1 = none, or the device decides: */
-    float *factor, *factor_now;    /* the device's memory for it; the same, or NULL if there is nothing to multiply */
-    float *norm, last_norm;        /* of the last clipping: written by the device until `event`; by the host */
+    /* the device's memory for it; the same, or NULL if there is nothing to multiply */
+    float *factor, *factor_now;
+    /* of the last clipping: written by the device until `event`; by the host */
+    float *norm, last_norm;
     int has_norm;
     void *event;
 } ddp__clip;
 
 typedef struct ddp__offload {      /* OFFLOAD_HOST on a device with memory of its own */
     ddp_group *host;               /* a world of one rank on the CPU, where the optimizer works */
-    unsigned char *sums, *rows;    /* pinned: gradients of own rows; two pieces of values in flight to the device */
+    /* pinned: gradients of own rows; two pieces of values in flight to the device */
+    unsigned char *sums, *rows;
     size_t sums_bytes, rows_bytes;
     void **downloaded, *uploaded[2]; /* events of the pieces of gradients and of values */
     int piece_count, piece;        /* of gradients; the next one that is stepped */
@@ -2918,7 +3159,8 @@ typedef struct ddp__offload {      /* OFFLOAD_HOST on a device with memory of it
 } ddp__offload;
 
 typedef struct ddp__saver {        /* a save in progress: the slices and a copy of what they point to */
-    ddp_group *files[2];           /* the group that writes and reads files; replicas that wait for it, or NULL */
+    /* the group that writes and reads files; replicas that wait for it, or NULL */
+    ddp_group *files[2];
     ddp_group *own;                /* save_in_background: a split of files for the thread */
     ddp__slice *slices;
     int count;
@@ -2948,7 +3190,8 @@ struct ddp_fsdp {
     int unit_count, shard_count;
     unsigned char *send, *recv;    /* staging of blocks */
     size_t send_bytes, recv_bytes;
-    uint64_t divisor;              /* ranks times micro-batches; per_token: the step's tokens, 0 = not known yet */
+    /* ranks times micro-batches; per_token: the step's tokens, 0 = not known yet */
+    uint64_t divisor;
     uint64_t call_hash;            /* of this step's unshards and reductions, in order */
     int finished, no_grad;         /* finished: this step's sums are divided */
     int64_t step;
@@ -3016,8 +3259,10 @@ static void ddp__memory_count(ddp_fsdp *f, const ddp__fsdp_allocation *a, int ad
    bytes more; its own pointer is stored in front of the memory. */
 static void *ddp__fsdp_host_alloc(ddp_fsdp *f, size_t size) {
     int own = f->desc.alloc_fn != NULL;
-    void *raw = own ? f->desc.alloc_fn(size + DDP_MALLOC_EXTRA, f->desc.user) : ddp_host_alloc(f->group, size);
-    if (!raw) ddp_fail_in(DDP_ERR_NO_MEMORY, "ddp_fsdp_create", f->group, "%zu bytes could not be allocated", size);
+    void *raw = own ? f->desc.alloc_fn(size + DDP_MALLOC_EXTRA, f->desc.user)
+        : ddp_host_alloc(f->group, size);
+    if (!raw)
+        ddp_fail_in(DDP_ERR_NO_MEMORY, "ddp_fsdp_create", f->group, "%zu bytes could not be allocated", size);
     if (!raw || !own) return raw;
     void **memory = (void **)(((uintptr_t)raw + DDP_MALLOC_EXTRA) / 64 * 64);
     memory[-1] = raw;
@@ -3034,14 +3279,16 @@ static ddp_result ddp__fsdp_map(ddp_fsdp *f, size_t size, void **out) {
     ddp__memory *m = &f->memory;
     struct rlimit limit;
     void *memory = MAP_FAILED;
-    int error = EFBIG; /* beyond the limit a write is a signal, as is one to a page for which a full disk has no room */
-    if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY || (rlim_t)m->file_size + (rlim_t)size <= limit.rlim_cur)
-        error = posix_fallocate(m->file, m->file_size, (off_t)size);
+    /* beyond the limit a write is a signal, as is one to a page for which a full disk has no room */
+    int error = EFBIG;
+    if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY ||
+        (rlim_t)m->file_size + (rlim_t)size <= limit.rlim_cur) error
+        = posix_fallocate(m->file, m->file_size, (off_t)size);
     if (error == EOPNOTSUPP) error = ftruncate(m->file, m->file_size + (off_t)size) == 0 ? 0 : errno;
     if (!error) memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, m->file, m->file_size);
     if (memory == MAP_FAILED)
-        return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp offload_dir=%s: %zu bytes of file could not be had: %s", f->desc.offload_dir, size,
-                        strerror(error ? error : errno));
+        return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp offload_dir=%s: %zu bytes of file could not be had: %s",
+                        f->desc.offload_dir, size, strerror(error ? error : errno));
     m->file_size += (off_t)ddp_round_up(size, (size_t)sysconf(_SC_PAGESIZE));
     *out = memory;
     return DDP_OK;
@@ -3100,9 +3347,11 @@ static void *ddp__fsdp_state_alloc(size_t size_bytes, void *user) {
 
 static void ddp__fsdp_state_free(void *memory, void *user) { ddp__fsdp_free((ddp_fsdp *)user, memory); }
 
-//== sharding: layout =================================================================================== >>impl-layout
+//== sharding: layout ========================================================================== >>impl-layout
 
-static size_t ddp__rows_bytes(const ddp__shard *s, size_t rows, ddp_dtype dtype) { return rows * s->row_elements * ddp_dtype_size(dtype); }
+static size_t ddp__rows_bytes(const ddp__shard *s, size_t rows, ddp_dtype dtype) {
+    return rows * s->row_elements * ddp_dtype_size(dtype);
+}
 
 /* The first row of a rank; the number of rows for rank = the number of ranks. */
 static size_t ddp__first_row(const ddp__shard *s, int rank) {
@@ -3111,7 +3360,8 @@ static size_t ddp__first_row(const ddp__shard *s, int rank) {
 }
 
 #define DDP__SHARD_BAD(s, text, ...) \
-    ddp__fsdp_bad("ddp_fsdp_create", (s)->unit->fsdp->group, "unit %s, parameter %.200s: " text, (s)->unit->name, (s)->name, __VA_ARGS__)
+    ddp__fsdp_bad("ddp_fsdp_create", (s)->unit->fsdp->group, "unit %s, parameter %.200s: " text,
+                  (s)->unit->name, (s)->name, __VA_ARGS__)
 
 /* Finds the earlier use with which this one shares memory. */
 static ddp_result ddp__shard_find_source(ddp_fsdp *f, ddp__shard *s) {
@@ -3119,21 +3369,31 @@ static ddp_result ddp__shard_find_source(ddp_fsdp *f, ddp__shard *s) {
     const char *tied_to = s->entry->tied_to;
     s->source = s;
     for (const ddp__shard *other = f->shards; other < s; other++)
-        if (!strcmp(other->name, s->name)) return DDP__SHARD_BAD(s, "unit %.64s has a parameter of this name too; give each its own", other->unit->name);
+        if (!strcmp(other->name, s->name))
+            return DDP__SHARD_BAD(s, "unit %.64s has a parameter of this name too; give each its own",
+                                  other->unit->name);
     for (const ddp__shard *other = f->shards; other < s; other++) {
         int same_data = value->data && other->entry->param.value.data == value->data;
         if (!same_data && !(tied_to && !strcmp(other->name, tied_to))) continue;
         if (same_data && other->unit != s->unit && !tied_to)
-            return DDP__SHARD_BAD(s, "shares its memory with %.80s of unit %.64s; put both into one unit, or set tied_to", other->name, other->unit->name);
-        if (other->rows != s->rows || other->row_elements != s->row_elements || other->master_dtype != s->master_dtype || other->dtype != s->dtype)
-            return DDP__SHARD_BAD(s, "is tied to %.80s, a parameter of another shape or dtype", other->name);
+            return DDP__SHARD_BAD(s,
+                                  "shares its memory with %.80s of unit %.64s; put both into one unit, or set tied_to",
+                                  other->name, other->unit->name);
+        if (other->rows != s->rows || other->row_elements != s->row_elements ||
+            other->master_dtype != s->master_dtype || other->dtype
+            != s->dtype) return DDP__SHARD_BAD(s, "is tied to %.80s, a parameter of another shape or dtype",
+                                               other->name);
         if (other->trained != s->trained)
-            return DDP__SHARD_BAD(s, "is tied to %.80s of unit %.64s, and one of them is frozen; freeze both, or neither", other->name, other->unit->name);
+            return DDP__SHARD_BAD(s,
+                                  "is tied to %.80s of unit %.64s, and one of them is frozen; freeze both, or neither",
+                                  other->name, other->unit->name);
         s->source = other->source;
         return DDP_OK;
     }
     if (tied_to) return DDP__SHARD_BAD(s, "tied_to=%.80s: no earlier parameter has that name", tied_to);
-    return value->data || f->desc.init_fn ? DDP_OK : DDP__SHARD_BAD(s, "has no values; set value.data, or init_fn of the %s", "desc");
+    return value->data || f->desc.init_fn ? DDP_OK : DDP__SHARD_BAD(s,
+                                                                    "has no values; set value.data, or init_fn of the %s",
+                                                                    "desc");
 }
 
 static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__shard *s) {
@@ -3145,12 +3405,15 @@ static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__shard *s) {
         global |= shape[i];
         inside &= offset[i] >= 0 && shape[i] >= value->shape[i] && offset[i] <= shape[i] - value->shape[i];
     }
-    const char *wrong = !s->entry->param.name || !s->entry->param.name[0] ? "has no name; checkpoints need one"
-                      : !ddp__is_tensor_name(s->name, 9900) ? "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one that is"
+    const char *wrong = !s->entry->param.name || !s->entry->param.name[0]
+        ? "has no name; checkpoints need one"
+                      : !ddp__is_tensor_name(s->name, 9900)
+                      ? "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one that is"
                       : count < 0 ? "its shape is not one: ndim or an entry is negative, or the product overflows"
                       : !ddp_is_float(value->dtype) ? "its dtype is not a float; keep it outside the units"
-                      : grad != DDP_DTYPE_DEFAULT && !ddp_is_float(grad) ? "the dtype of its gradient is not a float"
-                      : global && !inside ? "global_offset and its shape reach beyond global_shape" : NULL;
+                      : grad != DDP_DTYPE_DEFAULT && !ddp_is_float(grad)
+                      ? "the dtype of its gradient is not a float" : global && !inside
+                      ? "global_offset and its shape reach beyond global_shape" : NULL;
     if (wrong) return DDP__SHARD_BAD(s, "%s", wrong);
     s->trained = !s->entry->frozen;
     s->is_slice = global != 0;
@@ -3163,7 +3426,8 @@ static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__shard *s) {
     s->master_dtype = value->dtype == DDP_F64 ? DDP_F64 : DDP_F32;
     s->dtype = f->desc.param_dtype != DDP_DTYPE_DEFAULT ? f->desc.param_dtype : value->dtype;
     s->reduce_dtype = f->desc.reduce_dtype != DDP_DTYPE_DEFAULT ? f->desc.reduce_dtype : s->master_dtype;
-    s->has_master = s->dtype != s->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather;
+    s->has_master = s->dtype != s->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE ||
+        f->desc.quantize_gather;
     const ddp__grad_part parts[DDP__LAYOUTS] = {
         {0, s->rows * s->row_elements, grad != DDP_DTYPE_DEFAULT ? grad : s->dtype},
         {0, s->rows * s->row_elements, s->reduce_dtype},
@@ -3189,12 +3453,15 @@ static size_t ddp__lay(size_t *at, size_t size) { /* the next 64-byte aligned pl
 }
 
 enum { DDP__QUANT_BLOCK = 256 };
-static size_t ddp__quant_scales(const ddp__shard *s) { return (s->chunk * s->row_elements + DDP__QUANT_BLOCK - 1) / DDP__QUANT_BLOCK; }
+static size_t ddp__quant_scales(const ddp__shard *s) {
+    return (s->chunk * s->row_elements + DDP__QUANT_BLOCK - 1) / DDP__QUANT_BLOCK;
+}
 
 /* Bytes of one rank's rows as they are sent. */
 static size_t ddp__shard_bytes(const ddp_fsdp *f, const ddp__shard *s) {
     size_t count = s->chunk * s->row_elements;
-    return f->desc.quantize_gather ? count + ddp__quant_scales(s) * sizeof(float) : count * ddp_dtype_size(s->dtype);
+    return f->desc.quantize_gather ? count + ddp__quant_scales(s) * sizeof(float)
+           : count * ddp_dtype_size(s->dtype);
 }
 
 /* Lays out the shards of a unit in its memory of each kind. Full gradients are cast before any addition in two cases:
@@ -3202,14 +3469,16 @@ static size_t ddp__shard_bytes(const ddp_fsdp *f, const ddp__shard *s) {
    a part of the addition, or of the copy that is sent. */
 static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
     int adds_micro_batches = !f->reduces_each && f->desc.micro_batch_count > 1;
-    for (ddp__shard *s = unit->shards; s < unit->end; s++) unit->converts |= s->trained && s->reduce_dtype != s->part[DDP__GRADS].dtype;
+    for (ddp__shard *s = unit->shards; s < unit->end; s++)
+        unit->converts |= s->trained && s->reduce_dtype != s->part[DDP__GRADS].dtype;
     for (ddp__shard *s = unit->shards; s < unit->end; s++) {
         size_t shard_count = s->chunk * s->row_elements;
         ddp_dtype grad_dtype = s->part[DDP__GRADS].dtype;
         s->shares_full = s->source != s && (s->source->unit == unit || f->keeps_full);
         if (s->source == s) {
             s->shard_at = ddp__lay(&unit->shard_bytes, ddp__shard_bytes(f, s));
-            if (s->has_master) s->master_at = ddp__lay(&unit->master_bytes, shard_count * ddp_dtype_size(s->master_dtype));
+            if (s->has_master)
+                s->master_at = ddp__lay(&unit->master_bytes, shard_count * ddp_dtype_size(s->master_dtype));
         }
         if (!s->shares_full) {
             s->full_at = ddp__lay(&unit->full_bytes, ddp__rows_bytes(s, s->rows, s->dtype));
@@ -3217,19 +3486,23 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
         } else if (s->source->unit == unit) s->full_at = s->source->full_at;
         if (!s->trained) continue;
         unit->trained++;
-        if (s->reduce_dtype != grad_dtype && (adds_micro_batches || (f->world_size == 1 && s->reduce_dtype != s->master_dtype))) unit->layout = DDP__CASTED;
-        s->in_place = !f->reduces_each && grad_dtype == s->master_dtype && s->reduce_dtype == s->master_dtype && (f->world_size == 1 || f->copy_count == 0);
+        if (s->reduce_dtype != grad_dtype && (adds_micro_batches ||
+                                              (f->world_size == 1 && s->reduce_dtype != s->master_dtype)))
+            unit->layout = DDP__CASTED;
+        s->in_place = !f->reduces_each && grad_dtype == s->master_dtype &&
+            s->reduce_dtype == s->master_dtype && (f->world_size == 1 || f->copy_count == 0);
         if (f->world_size == 1 && unit->converts) s->in_place = 0; /* all sums of the unit are together */
         for (int layout = 0; layout < DDP__LAYOUTS - s->in_place; layout++) {
             size_t count = layout == DDP__SUMS ? shard_count : s->part[layout].count;
-            s->part[layout].at = ddp__lay(&unit->grad_bytes[layout], count * ddp_dtype_size(s->part[layout].dtype));
+            s->part[layout].at = ddp__lay(&unit->grad_bytes[layout],
+                                          count * ddp_dtype_size(s->part[layout].dtype));
         }
         s->reduce_at = unit->reduce_count[s->reduce_dtype];
         unit->reduce_count[s->reduce_dtype] += shard_count;
     }
 }
 
-//== sharding: unshard =================================================================================== >>impl-unshard
+//== sharding: unshard ======================================================================== >>impl-unshard
 
 /* Turns the shards of a unit into full parameters: at once in ddp_fsdp_unshard, overlapped with compute in a prefetch.
    Owns the slots of full parameters.
@@ -3245,12 +3518,15 @@ static void ddp__quantize(const ddp__shard *s) {
     float *scale = (float *)(void *)s->value, x[DDP__QUANT_BLOCK];
     int8_t *q = (int8_t *)(void *)(s->value + ddp__quant_scales(s) * sizeof(float));
     for (size_t from = 0; from < s->own_count; from += DDP__QUANT_BLOCK) {
-        size_t n = s->own_count - from < (size_t)DDP__QUANT_BLOCK ? s->own_count - from : (size_t)DDP__QUANT_BLOCK;
+        size_t n = s->own_count - from < (size_t)DDP__QUANT_BLOCK ? s->own_count - from
+            : (size_t)DDP__QUANT_BLOCK;
         float max = 0;
-        ddp_device_cpu()->cast(x, DDP_F32, s->master + from * ddp_dtype_size(s->master_dtype), s->master_dtype, n);
+        ddp_device_cpu()->cast(x, DDP_F32, s->master + from * ddp_dtype_size(s->master_dtype),
+                               s->master_dtype, n);
         for (size_t i = 0; i < n; i++) max = fabsf(x[i]) > max || x[i] != x[i] ? fabsf(x[i]) : max;
         scale[from / DDP__QUANT_BLOCK] = max; /* NaN and infinities spread over their block */
-        for (size_t i = 0; i < n; i++) q[from + i] = (int8_t)(max > 0 && max <= 3.402823466e38f ? lrintf(x[i] / max * 127.0f) : 0);
+        for (size_t i = 0; i < n; i++)
+            q[from + i] = (int8_t)(max > 0 && max <= 3.402823466e38f ? lrintf(x[i] / max * 127.0f) : 0);
     }
 }
 
@@ -3261,7 +3537,8 @@ static void ddp__dequantize(const ddp__shard *s, unsigned char *out, const unsig
     for (size_t from = 0; from < count; from += DDP__QUANT_BLOCK) {
         size_t n = count - from < (size_t)DDP__QUANT_BLOCK ? count - from : (size_t)DDP__QUANT_BLOCK;
         float max = scale[from / DDP__QUANT_BLOCK], step = max / 127.0f;
-        if (max < 1e-30f) for (size_t i = 0; i < n; i++) x[i] = (float)((double)max * q[from + i] / 127); /* the step has few bits there, or none */
+        /* the step has few bits there, or none */
+        if (max < 1e-30f) for (size_t i = 0; i < n; i++) x[i] = (float)((double)max * q[from + i] / 127);
         else for (size_t i = 0; i < n; i++) x[i] = step * (float)q[from + i];
         ddp_device_cpu()->cast(out + from * ddp_dtype_size(s->dtype), s->dtype, x, DDP_F32, n);
     }
@@ -3297,7 +3574,8 @@ static ddp_result ddp__offload_upload(ddp_fsdp *f, const ddp__shard *s, size_t f
         unsigned char *piece = o->rows + (size_t)o->upload * o->rows_bytes / 2;
         n = count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE;
         DDP_TRY(ddp__event_wait(f, o->uploaded[o->upload], 0));
-        ddp_device_cpu()->cast(piece, s->dtype, s->master + from * ddp_dtype_size(s->master_dtype), s->master_dtype, n);
+        ddp_device_cpu()->cast(piece, s->dtype, s->master + from * ddp_dtype_size(s->master_dtype),
+                               s->master_dtype, n);
         ddp__copy_async(f, s->value + from * size, piece, n * size);
         DDP_TRY(ddp__event_record(f, DDP_STREAM_COMPUTE, o->uploaded[o->upload]));
     }
@@ -3312,8 +3590,10 @@ typedef struct ddp__cast_run {
     size_t count;
 } ddp__cast_run;
 
-static void ddp__cast_next(const ddp_device *d, ddp__cast_run *run, unsigned char *dst, ddp_dtype to, const unsigned char *src, ddp_dtype from, size_t count) {
-    int joins = count && to == run->to && from == run->from && dst == run->dst + run->count * ddp_dtype_size(to) &&
+static void ddp__cast_next(const ddp_device *d, ddp__cast_run *run, unsigned char *dst, ddp_dtype to,
+                           const unsigned char *src, ddp_dtype from, size_t count) {
+    int joins = count && to == run->to && from == run->from &&
+        dst == run->dst + run->count * ddp_dtype_size(to) &&
                 src == run->src + run->count * ddp_dtype_size(from);
     if (run->count && !joins) d->cast(run->dst, run->to, run->src, run->from, run->count);
     const ddp__cast_run next = {dst, src, to, from, 0};
@@ -3327,7 +3607,8 @@ static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
     ddp__unit *unit = (ddp__unit *)argument;
     const ddp_fsdp *f = unit->fsdp;
     for (ddp__shard *s = unit->shards; s < unit->end && !f->peer_memory; s++) {
-        size_t bytes = f->desc.quantize_gather ? ddp__shard_bytes(f, s) : ddp__rows_bytes(s, s->own_rows, s->dtype);
+        size_t bytes = f->desc.quantize_gather ? ddp__shard_bytes(f, s)
+            : ddp__rows_bytes(s, s->own_rows, s->dtype);
         if (!s->shares_full) f->device->copy(f->send + s->block_at, s->source->value, bytes);
     }
     if (!f->peer_memory) DDP_TRY(ddp_all_gather(group, f->send, f->recv, unit->block_bytes, DDP_U8, NULL));
@@ -3359,7 +3640,8 @@ static ddp__slot *ddp__slot_take(ddp__slot *slot, unsigned char **pointer) {
 static ddp_result ddp__slots_grow(ddp_fsdp *f, int count) {
     ddp__unshard *u = &f->unshard;
     for (; u->slot_count < count; u->slot_count++)
-        DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, u->slot_bytes, &u->slots[u->slot_count].memory));
+        DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, u->slot_bytes,
+                                &u->slots[u->slot_count].memory));
     return DDP_OK;
 }
 
@@ -3413,7 +3695,8 @@ static int ddp__is_next(const ddp_fsdp *f, int unit, int reach) {
 
 /* The number of units with full parameters at a time, if in_use of them are in use. */
 static int ddp__slots_wanted(const ddp_fsdp *f, int in_use) {
-    size_t max = f->desc.max_gathered_bytes && f->unshard.slot_bytes ? f->desc.max_gathered_bytes / f->unshard.slot_bytes : SIZE_MAX;
+    size_t max = f->desc.max_gathered_bytes && f->unshard.slot_bytes
+        ? f->desc.max_gathered_bytes / f->unshard.slot_bytes : SIZE_MAX;
     int wanted = in_use + f->desc.prefetch;
     if (wanted > f->unit_count) wanted = f->unit_count;
     if ((size_t)wanted > max) wanted = (int)max;
@@ -3434,11 +3717,12 @@ static ddp_result ddp__prefetch(ddp_fsdp *f) {
     ddp__unshard *u = &f->unshard;
     size_t bytes = 0; /* of full parameters; what an unshard takes: a slot, where units share them */
     for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
-        if (unit->unsharded && !unit->in_use && !ddp__has_own_full(f) && !ddp__is_next(f, unit->index, f->desc.prefetch))
-            DDP_TRY(ddp__unit_reshard(f, unit));
+        if (unit->unsharded && !unit->in_use && !ddp__has_own_full(f) &&
+            !ddp__is_next(f, unit->index, f->desc.prefetch)) DDP_TRY(ddp__unit_reshard(f, unit));
         if (unit->unsharded) bytes += ddp__has_own_full(f) ? unit->full_bytes : u->slot_bytes;
     }
-    for (int i = u->position; u->follows && !f->no_grad && i < u->position + f->desc.prefetch && i < u->order_count; i++) {
+    for (int i = u->position; u->follows && !f->no_grad && i < u->position + f->desc.prefetch &&
+         i < u->order_count; i++) {
         ddp__unit *unit = &f->units[u->order[i]];
         if (unit->unsharded) continue;
         bytes += ddp__has_own_full(f) ? unit->full_bytes : u->slot_bytes;
@@ -3458,7 +3742,8 @@ static ddp_result ddp__make_room(ddp_fsdp *f, const ddp__unit *unit) {
     for (const ddp__unit *other = f->units; other < f->units_end; other++) held += other->unsharded;
     for (int wanted = 0; wanted < 2; wanted++) /* first those that the order does not need soon */
         for (ddp__unit *other = f->units; other < f->units_end && held > room; other++) {
-            if (!other->unsharded || other->in_use || ddp__is_next(f, other->index, f->desc.prefetch + 1) > wanted) continue;
+            if (!other->unsharded || other->in_use || ddp__is_next(f, other->index, f->desc.prefetch + 1)
+                > wanted) continue;
             DDP_TRY(ddp__unit_reshard(f, other));
             held--;
         }
@@ -3481,7 +3766,7 @@ static ddp_result ddp__order_record(ddp_fsdp *f, int unit) {
     return DDP_OK;
 }
 
-//== sharding: reduce ==================================================================================== >>impl-shard-reduce
+//== sharding: reduce ==================================================================== >>impl-shard-reduce
 
 /* Gradients of a unit become sums of this rank's rows. Sums have the master's dtype; what is added over ranks has
    reduce_dtype.
@@ -3500,12 +3785,15 @@ static ddp_result ddp__order_record(ddp_fsdp *f, int unit) {
 enum { DDP__TILE = 1024 }; /* elements of each rank */
 
 static unsigned char *ddp__shard_sum(const ddp__shard *s, int level) {
-    if (s->in_place) return s->unit->grads + s->part[DDP__GRADS].at + ddp__rows_bytes(s, s->first_row, s->part[DDP__GRADS].dtype);
+    if (s->in_place)
+        return s->unit->grads + s->part[DDP__GRADS].at
+               + ddp__rows_bytes(s, s->first_row, s->part[DDP__GRADS].dtype);
     return s->unit->level[level] + s->part[DDP__SUMS].at;
 }
 
 /* Adds memory of one layout, or copies it where left is NULL. */
-static void ddp__unit_add(const ddp_fsdp *f, const ddp__unit *unit, unsigned char *dst, const unsigned char *left, const unsigned char *right, int layout) {
+static void ddp__unit_add(const ddp_fsdp *f, const ddp__unit *unit, unsigned char *dst,
+                          const unsigned char *left, const unsigned char *right, int layout) {
     for (const ddp__shard *s = unit->shards; s < unit->end; s++) {
         const ddp__grad_part *p = &s->part[layout];
         if (!s->trained || !p->count) continue;
@@ -3515,7 +3803,8 @@ static void ddp__unit_add(const ddp_fsdp *f, const ddp__unit *unit, unsigned cha
 }
 
 /* Sums of own rows from every rank's full gradients. */
-static void ddp__reduce_from_peers(const ddp_fsdp *f, const ddp__unit *unit, const unsigned char *const *grads) {
+static void ddp__reduce_from_peers(const ddp_fsdp *f, const ddp__unit *unit,
+                                   const unsigned char *const *grads) {
     const void *sources[DDP_MAX_LOCAL_RANKS];
     for (const ddp__shard *s = unit->shards; s < unit->end; s++) {
         const ddp__grad_part *p = &s->part[unit->layout];
@@ -3523,7 +3812,8 @@ static void ddp__reduce_from_peers(const ddp_fsdp *f, const ddp__unit *unit, con
         size_t reduce_size = ddp_dtype_size(s->reduce_dtype);
         int casts = p->dtype != s->reduce_dtype || s->reduce_dtype != s->master_dtype;
         for (size_t done = 0; done < s->own_count && s->trained; done += n) {
-            unsigned char *rows = ddp__shard_sum(s, unit->depth) + done * ddp_dtype_size(s->master_dtype), *out = rows;
+            unsigned char *rows = ddp__shard_sum(s, unit->depth) + done * ddp_dtype_size(s->master_dtype),
+                *out = rows;
             n = casts && s->own_count - done > (size_t)DDP__TILE ? (size_t)DDP__TILE : s->own_count - done;
             for (int r = 0; r < f->world_size; r++) {
                 unsigned char *tile = f->reduce.tile + (size_t)r * DDP__TILE * reduce_size;
@@ -3532,7 +3822,8 @@ static void ddp__reduce_from_peers(const ddp_fsdp *f, const ddp__unit *unit, con
                 f->device->cast(tile, s->reduce_dtype, sources[r], p->dtype, n);
                 sources[r] = tile;
             }
-            if (s->reduce_dtype != s->master_dtype) out = f->reduce.tile + (size_t)f->world_size * DDP__TILE * reduce_size;
+            if (s->reduce_dtype != s->master_dtype)
+                out = f->reduce.tile + (size_t)f->world_size * DDP__TILE * reduce_size;
             ddp_reduce_tree(out, sources, f->world_size, n, s->reduce_dtype, DDP_OP_SUM, 1);
             if (out != rows) f->device->cast(rows, s->master_dtype, out, s->reduce_dtype, n);
         }
@@ -3540,7 +3831,8 @@ static void ddp__reduce_from_peers(const ddp_fsdp *f, const ddp__unit *unit, con
 }
 
 /* Packs this rank's gradients of rank r's rows. */
-static void ddp__block_pack(const ddp_fsdp *f, const ddp__shard *s, int r, unsigned char *out, const unsigned char *full) {
+static void ddp__block_pack(const ddp_fsdp *f, const ddp__shard *s, int r, unsigned char *out,
+                            const unsigned char *full) {
     const ddp__grad_part *p = &s->part[s->unit->layout];
     size_t first = ddp__first_row(s, r), count = (ddp__first_row(s, r + 1) - first) * s->row_elements;
     const unsigned char *rows = full + p->at + ddp__rows_bytes(s, first, p->dtype);
@@ -3563,7 +3855,8 @@ static ddp_result ddp__reduce_blocks(const ddp_fsdp *f, const ddp__unit *unit, c
         DDP_TRY(ddp_reduce_scatter(f->group, send, recv, n, (ddp_dtype)d, DDP_OP_SUM, NULL));
         for (const ddp__shard *s = unit->shards; s < unit->end; s++)
             if (s->trained && s->reduce_dtype == (ddp_dtype)d && s->own_count)
-                f->device->cast(ddp__shard_sum(s, unit->depth), s->master_dtype, recv + s->reduce_at * size, s->reduce_dtype, s->own_count);
+                f->device->cast(ddp__shard_sum(s, unit->depth), s->master_dtype, recv + s->reduce_at * size,
+                                s->reduce_dtype, s->own_count);
         send_at += ddp_round_up(n * size * (size_t)f->world_size, 64);
         recv_at += ddp_round_up(n * size, 64);
     }
@@ -3572,7 +3865,8 @@ static ddp_result ddp__reduce_blocks(const ddp_fsdp *f, const ddp__unit *unit, c
 
 /* Adds over one group, inside a task of f->group. On a device with streams a call of another group follows the compute
    stream: it has to wait for what is on the communication stream, and that for the call. */
-static ddp_result ddp__reduce_copy(const ddp_fsdp *f, ddp_group *copies, void *memory, size_t count, ddp_dtype dtype) {
+static ddp_result ddp__reduce_copy(const ddp_fsdp *f, ddp_group *copies, void *memory, size_t count,
+                                   ddp_dtype dtype) {
     const ddp_device *d = f->device;
     void *event = copies != f->group ? f->reduce.event : NULL;
     if (event) DDP_TRY(d->event_record(f->group, DDP_STREAM_COMM, event));
@@ -3585,7 +3879,8 @@ static ddp_result ddp__reduce_copy(const ddp_fsdp *f, ddp_group *copies, void *m
 }
 
 /* Adds memory of a unit over the ranks that have copies of it: one call for adjacent shards of one dtype. */
-static ddp_result ddp__reduce_copies(const ddp_fsdp *f, const ddp__unit *unit, unsigned char *memory, int layout) {
+static ddp_result ddp__reduce_copies(const ddp_fsdp *f, const ddp__unit *unit, unsigned char *memory,
+                                     int layout) {
     ddp_dtype dtype = DDP_DTYPE_DEFAULT;
     size_t begin = 0, end = 0;
     for (const ddp__shard *s = unit->shards; s <= unit->end; s++) {
@@ -3593,7 +3888,8 @@ static ddp_result ddp__reduce_copies(const ddp_fsdp *f, const ddp__unit *unit, u
         if (p && !s->trained) continue;
         if (!p || p->dtype != dtype) {
             for (int c = 0; c < f->copy_count && end > begin; c++)
-                DDP_TRY(ddp__reduce_copy(f, f->copies[c], memory + begin, (end - begin) / ddp_dtype_size(dtype), dtype));
+                DDP_TRY(ddp__reduce_copy(f, f->copies[c], memory + begin,
+                                         (end - begin) / ddp_dtype_size(dtype), dtype));
             begin = p ? p->at : 0;
             dtype = p ? p->dtype : dtype;
         }
@@ -3607,13 +3903,15 @@ static ddp_result ddp__reduce_copies(const ddp_fsdp *f, const ddp__unit *unit, u
    where backward has written them, and there the last sum stays. */
 static void ddp__unit_carry(const ddp_fsdp *f, ddp__unit *unit, unsigned char *newest, int layout) {
     int last = unit->reduced == f->desc.micro_batch_count, stays = last && layout != DDP__SUMS;
-    for (int n = unit->reduced - 1; unit->depth > 0 && (last || f->desc.sequential_accumulation || (n & 1)); n >>= 1) {
+    for (int n = unit->reduced - 1; unit->depth > 0 && (last || f->desc.sequential_accumulation || (n & 1));
+         n >>= 1) {
         unsigned char *left = unit->level[--unit->depth], *sum = stays ? newest : left;
         ddp__unit_add(f, unit, sum, left, newest, layout);
         newest = sum;
     }
     if (stays) return;
-    if (newest != unit->level[unit->depth]) ddp__unit_add(f, unit, unit->level[unit->depth], NULL, newest, layout);
+    if (newest != unit->level[unit->depth])
+        ddp__unit_add(f, unit, unit->level[unit->depth], NULL, newest, layout);
     unit->depth++;
 }
 
@@ -3637,7 +3935,8 @@ static unsigned char *ddp__unit_cast(const ddp_fsdp *f, ddp__unit *unit) {
 
 /* Adds copies and micro-batches of own rows, after the ranks. */
 static ddp_result ddp__reduce_rest(const ddp_fsdp *f, ddp__unit *unit) {
-    if (f->world_size > 1 && f->copy_count) DDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
+    if (f->world_size > 1 && f->copy_count)
+        DDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
     if (f->reduces_each) ddp__unit_carry(f, unit, unit->level[unit->depth], DDP__SUMS);
     return ddp_device_check(f->group);
 }
@@ -3653,7 +3952,8 @@ static ddp_result ddp__reduce_staged(const ddp_fsdp *f, ddp__unit *unit) {
     for (const ddp__shard *s = unit->shards; s < unit->end && f->world_size == 1; s++) {
         const ddp__grad_part *p = &s->part[unit->layout];
         if (s->trained && (!s->in_place || unit->layout == DDP__CASTED))
-            ddp__cast_next(f->device, &run, ddp__shard_sum(s, unit->depth), s->master_dtype, full + p->at, p->dtype, p->count);
+            ddp__cast_next(f->device, &run, ddp__shard_sum(s, unit->depth), s->master_dtype, full + p->at,
+                           p->dtype, p->count);
     }
     ddp__cast_next(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
     if (casts_first) DDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
@@ -3667,7 +3967,8 @@ static ddp_result ddp__reduce_staged(const ddp_fsdp *f, ddp__unit *unit) {
 
        rank 0   issue 1 . issue 2 do 1 . . . issue 3 do 2 3 . .      it may overwrite the gradients of 1 once all have done 1
        rank 1   . . issue 1 do 1 . . issue 2 do 2 issue 3 . do 3 */
-enum { DDP__ISSUED = 0, DDP__DONE = 8, DDP__ISSUED_UNITS = 16 }; /* words; the first two on cache lines of their own */
+/* words; the first two on cache lines of their own */
+enum { DDP__ISSUED = 0, DDP__DONE = 8, DDP__ISSUED_UNITS = 16 };
 
 /* The number of units and slots that are kept: more are never in flight. */
 static int ddp__reduce_window(const ddp_fsdp *f) { return 2 * f->unit_count + 2; }
@@ -3679,7 +3980,8 @@ static int ddp__all_reached(const ddp_fsdp *f, int word, uint64_t number) {
 }
 
 static ddp_result ddp__progress_wait(const ddp_fsdp *f, int word, uint64_t number) {
-    return ddp__all_reached(f, word, number) ? DDP_OK : ddp_group_wait_signal(f->group, f->reduce.progress[f->rank] + word, number);
+    return ddp__all_reached(f, word, number) ? DDP_OK
+           : ddp_group_wait_signal(f->group, f->reduce.progress[f->rank] + word, number);
 }
 
 /* A rank that failed may have freed its gradients while this one read them. */
@@ -3696,14 +3998,17 @@ static ddp_result ddp__reduce_next(ddp_fsdp *f) {
     ddp__unit *unit = reduce->issued_units[at];
     DDP_TRY(ddp__progress_wait(f, DDP__ISSUED, number));
     DDP_TRY(ddp__peers_alive(f)); /* a failure may have released this rank's slot */
-    for (int r = 0; r < f->world_size; r++) { /* ranks that resharded units at other times have other slots free */
+    /* ranks that resharded units at other times have other slots free */
+    for (int r = 0; r < f->world_size; r++) {
         uint64_t word = reduce->progress[r][DDP__ISSUED_UNITS + at], other = (uint32_t)word;
         if (other != (uint64_t)unit->index) {
             DDP_TRY(ddp__peers_alive(f));
-            return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_fsdp_reduce_grads", f->group, "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
+            return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_fsdp_reduce_grads", f->group,
+                               "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
                                r, other < (uint64_t)f->unit_count ? f->units[other].name : "?", unit->name);
         }
-        const unsigned char *own = unit->layout == DDP__CASTED ? reduce->cast : unit->reducing_slot ? reduce->slots[word >> 32].memory : unit->grads;
+        const unsigned char *own = unit->layout == DDP__CASTED ? reduce->cast : unit->reducing_slot
+            ? reduce->slots[word >> 32].memory : unit->grads;
         grads[r] = (const unsigned char *)ddp_group_peer(f->group, own, r);
     }
     ddp__reduce_from_peers(f, unit, grads);
@@ -3723,7 +4028,8 @@ static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
 /* Carries out the reductions that all ranks have issued. Waits for those up to number least. */
 static ddp_result ddp__reduce_issued(ddp_fsdp *f, uint64_t least) {
     ddp__reduce *reduce = &f->reduce;
-    while (reduce->progress && !f->copy_count && reduce->done < reduce->issued && (reduce->done < least || ddp__all_reached(f, DDP__ISSUED, reduce->done + 1)))
+    while (reduce->progress && !f->copy_count && reduce->done < reduce->issued &&
+           (reduce->done < least || ddp__all_reached(f, DDP__ISSUED, reduce->done + 1)))
         DDP_TRY(ddp__reduce_next(f));
     return DDP_OK;
 }
@@ -3752,7 +4058,8 @@ static void ddp__reduce_drain(void *fsdp) { ddp__reduce_wait_all((ddp_fsdp *)fsd
 
 /* Whether a pipeline hands over f32 sums of these gradients. */
 static int ddp__takes_sum(const ddp__shard *s) {
-    return s->trained && s->reduce_dtype == DDP_F32 && ddp_sum_dtype(s->part[DDP__GRADS].dtype) != s->part[DDP__GRADS].dtype;
+    return s->trained && s->reduce_dtype == DDP_F32 && ddp_sum_dtype(s->part[DDP__GRADS].dtype)
+           != s->part[DDP__GRADS].dtype;
 }
 
 /* Takes the f32 sums that a pipeline has handed over, if there are any: from now on the unit's gradients are f32, in
@@ -3770,7 +4077,8 @@ static ddp_result ddp__sums_take(ddp_fsdp *f, ddp__unit *unit) {
     if (f->reduce.cast) return DDP_OK;
     for (const ddp__shard *s = f->shards; s < f->shards_end; s++)
         if (ddp__takes_sum(s)) ddp__size_at_least(&f->reduce.cast_bytes, s->unit->grad_bytes[DDP__CASTED]);
-    return ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->reduce.cast_bytes, &f->reduce.cast);
+    return ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->reduce.cast_bytes,
+                           &f->reduce.cast);
 }
 
 /* Issues the reduction of one micro-batch's gradients with peer memory. */
@@ -3790,7 +4098,8 @@ static ddp_result ddp__reduce_issue(ddp_fsdp *f, ddp__unit *unit) {
     own[DDP__ISSUED_UNITS + unit->issued % window] = (uint64_t)unit->index | slot << 32;
     ddp_group_signal(f->group, own + DDP__ISSUED, unit->issued);
     if (!f->copy_count) return ddp__reduce_issued(f, 0);
-    return ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reduce_work); /* collectives of two groups need one order */
+    /* collectives of two groups need one order */
+    return ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reduce_work);
 }
 
 /* Memory for a unit's full gradients. Backward may run while earlier micro-batches are reduced: at most prefetch units,
@@ -3822,7 +4131,8 @@ static ddp_result ddp__grad_slot_acquire(ddp_fsdp *f, ddp__unit *unit) {
 /* Gradient memory for a backward of the unit. Under NO_SHARD and SHARD_OPTIM it is always the same. */
 static ddp_result ddp__grads_attach(ddp_fsdp *f, ddp__unit *unit) {
     DDP_TRY(ddp__reduce_issued(f, 0));
-    if (!unit->trained || unit->attached || f->no_grad || unit->reduced >= f->desc.micro_batch_count) return DDP_OK;
+    if (!unit->trained || unit->attached || f->no_grad || unit->reduced >= f->desc.micro_batch_count)
+        return DDP_OK;
     DDP_TRY(f->reduces_each ? ddp__grad_slot_acquire(f, unit) : ddp__reduce_wait(f, unit));
     unit->attached = 1;
     if (!f->desc.overwrite_gradients) f->device->fill_zero(unit->grads, unit->grad_bytes[DDP__GRADS]);
@@ -3834,7 +4144,7 @@ static void ddp__grads_detach(ddp__unit *unit) {
     ddp__slot_release(&unit->grad_slot, &unit->grads);
 }
 
-//== sharding: the step =================================================================================== >>impl-step
+//== sharding: the step ========================================================================== >>impl-step
 
 /* Finishes the reductions of a step: divides the sums once and adds the uses of tied parameters, as ddp_reducer_wait
    does, then unscales. */
@@ -3843,11 +4153,15 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     if (f->finished) return ddp__fsdp_enter(f->group);
     for (const ddp__unit *unit = f->units; unit < f->units_end; unit++)
         if (unit->trained && unit->reduced != f->desc.micro_batch_count)
-            return ddp__fsdp_bad(who, f->group, "unit %s was reduced %d times in this step, micro_batch_count is %d; call ddp_fsdp_reduce_grads for every unit in every micro-batch",
+            return ddp__fsdp_bad(who, f->group,
+                                 "unit %s was reduced %d times in this step, micro_batch_count is %d; call ddp_fsdp_reduce_grads for every unit in every micro-batch",
                                  unit->name, unit->reduced, f->desc.micro_batch_count);
-    if (!f->divisor) return ddp__fsdp_bad(who, f->group, "per_token is set, and nothing tells the tokens of this step; call ddp_fsdp_mean first");
+    if (!f->divisor)
+        return ddp__fsdp_bad(who, f->group,
+                             "per_token is set, and nothing tells the tokens of this step; call ddp_fsdp_mean first");
     if (scaler && scaler->unscaled)
-        return ddp__fsdp_bad(who, f->group, "the scaler has unscaled gradients since its last update; call ddp_scaler_update after every ddp_fsdp_step");
+        return ddp__fsdp_bad(who, f->group,
+                             "the scaler has unscaled gradients since its last update; call ddp_scaler_update after every ddp_fsdp_step");
     DDP_TRY(ddp__reduce_wait_all(f));
     DDP_TRY(ddp__fsdp_enter(f->group));
     for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
@@ -3858,18 +4172,21 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     }
     f->finished = 1;
     if (!scaler) return ddp_device_check(f->group);
-    DDP_TRY(ddp__scaler_unscale(scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu() ? NULL : f->clip.squares));
+    DDP_TRY(ddp__scaler_unscale(scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu()
+                                ? NULL : f->clip.squares));
     for (int i = 0; i < 2; i++) /* these groups in addition to the scaler's own */
         if (f->groups[i] && ddp_world_size(f->groups[i]) > 1)
-            DDP_TRY(ddp_host_collective(f->groups[i], DDP_CALL_ALL_REDUCE, &scaler->found_inf, &scaler->found_inf, 1,
-                                        DDP_I32, DDP_OP_MAX, -1));
+            DDP_TRY(ddp_host_collective(f->groups[i], DDP_CALL_ALL_REDUCE, &scaler->found_inf,
+                                        &scaler->found_inf, 1, DDP_I32, DDP_OP_MAX, -1));
     return DDP_OK;
 }
 
 /* Applies now the factor that clipping left to the step. */
 static void ddp__clip_apply(ddp_fsdp *f) {
     for (const ddp_tensor *sum = f->sums; sum < f->sums + f->master_count; sum++)
-        if (ddp_tensor_count(sum)) ddp__grad_scale(f->device, sum->data, (size_t)ddp_tensor_count(sum), sum->dtype, f->clip.scale, f->clip.factor_now);
+        if (ddp_tensor_count(sum))
+            ddp__grad_scale(f->device, sum->data, (size_t)ddp_tensor_count(sum), sum->dtype, f->clip.scale,
+                            f->clip.factor_now);
     f->clip.scale = 1;
     f->clip.factor_now = NULL;
 }
@@ -3882,7 +4199,9 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     ddp__clip_apply(f);
     f->device->fill_zero(clip->squares, sizeof sum);
     for (int i = 0; i < f->master_count; i++) ddp_tensor_sum_squares(f->device, clip->squares, &f->sums[i]);
-    if (f->world_size > 1) DDP_TRY(ddp_all_reduce(f->group, clip->squares, clip->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
+    if (f->world_size > 1)
+        DDP_TRY(ddp_all_reduce(f->group, clip->squares, clip->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM,
+                               NULL));
     if (clip->factor) ddp__kernels_of(f->device)->clip(clip->squares, max_norm, clip->factor, clip->norm);
     else f->device->copy(&sum, clip->squares, sizeof sum);
     DDP_TRY(ddp__event_record(f, DDP_STREAM_COMPUTE, clip->event));
@@ -3898,7 +4217,8 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
 DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
     DDP_PUBLIC_CALL(ddp_fsdp_mean);
     DDP__FSDP_NEED(fsdp && loss, "fsdp or loss is NULL");
-    DDP__FSDP_NEED(fsdp->desc.per_token, "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
+    DDP__FSDP_NEED(fsdp->desc.per_token,
+                   "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
     DDP__FSDP_NEED(!fsdp->divisor, "this step's tokens are known already; call it once");
     DDP_TRY(ddp__reduce_wait_all(fsdp)); /* which may use replicas */
     ddp_mean all = *loss;
@@ -3908,7 +4228,9 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
         if (result == DDP_ERR_INVALID) all.count = -1; /* replicas receive it too */
     }
     if (result == DDP_ERR_INVALID)
-        return ddp__fsdp_bad(__func__, fsdp->group, "a rank's count is negative, here it is %lld; counts of tokens add up", (long long)loss->count);
+        return ddp__fsdp_bad(__func__, fsdp->group,
+                             "a rank's count is negative, here it is %lld; counts of tokens add up",
+                             (long long)loss->count);
     DDP_TRY(result);
     fsdp->divisor = all.count ? (uint64_t)all.count : 1;
     *loss = all;
@@ -3928,7 +4250,8 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
 
 DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm) {
     DDP__FSDP_NEED(fsdp && norm, "fsdp or norm is NULL");
-    DDP__FSDP_NEED(fsdp->clip.has_norm, "no norm has been taken, or taking the last one failed; call ddp_fsdp_clip_grad_norm first");
+    DDP__FSDP_NEED(fsdp->clip.has_norm,
+                   "no norm has been taken, or taking the last one failed; call ddp_fsdp_clip_grad_norm first");
     DDP_TRY(ddp__event_wait(fsdp, fsdp->clip.event, 0));
     *norm = fsdp->clip.factor ? *fsdp->clip.norm : fsdp->clip.last_norm;
     return DDP_OK;
@@ -3936,13 +4259,15 @@ DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm) {
 
 /* All ranks, replicas too, have done the same and read no shard any more; or all fail with the first cause. */
 static ddp_result ddp__calls_agree(ddp_fsdp *f, const char *who, ddp_result own) {
-    for (ddp__unit *unit = f->units; unit < f->units_end && own == DDP_OK; unit++) own = ddp__unshard_wait(f, unit);
+    for (ddp__unit *unit = f->units; unit < f->units_end && own == DDP_OK; unit++)
+        own = ddp__unshard_wait(f, unit);
     char calls[32];
     snprintf(calls, sizeof calls, "calls=%016llx", (unsigned long long)f->call_hash);
     ddp_result result = ddp_agree_groups(f->groups, 2, who, own, f->call_hash, calls);
     const char *differ = result == DDP_ERR_MISMATCH ? strstr(ddp_last_error(), "ranks differ: ") : NULL;
     if (!differ) return result;
-    return ddp_fail_in(result, who, f->group, "ranks gathered or reduced units in different orders in this step; make the same calls on every rank (%.*s)",
+    return ddp_fail_in(result, who, f->group,
+                       "ranks gathered or reduced units in different orders in this step; make the same calls on every rank (%.*s)",
                        (int)strcspn(differ, ";"), differ);
 }
 
@@ -3955,7 +4280,8 @@ static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
         if (s->source != s) continue;
         if (f->desc.quantize_gather) ddp__quantize(s);
         else if (f->offload.host) DDP_TRY(ddp__offload_upload(f, s, 0, s->own_count));
-        else if (s->value != s->master) ddp__cast_next(f->device, &run, s->value, s->dtype, s->master, s->master_dtype, s->own_count);
+        else if (s->value != s->master)
+            ddp__cast_next(f->device, &run, s->value, s->dtype, s->master, s->master_dtype, s->own_count);
     }
     ddp__cast_next(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
     for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
@@ -3965,7 +4291,9 @@ static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
     return ddp_device_check(f->group);
 }
 
-static ddp_result ddp__shards_barrier(const ddp_fsdp *f) { return f->world_size > 1 && f->peer_memory ? ddp_barrier(f->group) : DDP_OK; }
+static ddp_result ddp__shards_barrier(const ddp_fsdp *f) {
+    return f->world_size > 1 && f->peer_memory ? ddp_barrier(f->group) : DDP_OK;
+}
 
 /* Points value.data and grad.data of the unit's parameters to full tensors, or to NULL. */
 static void ddp__unit_point(const ddp__unit *unit, int values, int grads) {
@@ -3973,7 +4301,8 @@ static void ddp__unit_point(const ddp__unit *unit, int values, int grads) {
         const ddp__shard *from = s->shares_full ? s->source : s;
         unsigned char *full = from->unit->full ? from->unit->full + from->full_at : NULL;
         s->entry->param.value.data = values ? full : NULL;
-        s->entry->param.grad.data = grads && s->trained && unit->grads ? unit->grads + s->part[DDP__GRADS].at : NULL;
+        s->entry->param.grad.data = grads && s->trained && unit->grads ? unit->grads + s->part[DDP__GRADS].at
+            : NULL;
     }
 }
 
@@ -3988,7 +4317,8 @@ static void ddp__fsdp_begin(ddp_fsdp *f) {
     for (const ddp__shard *s = f->shards; s < f->shards_end; s++)
         if (s->entry->param.sum.reader == f) s->entry->param.sum.is_set = 0;
     if (f->finished) u->order_count = u->position;
-    else if (!u->follows) u->order_count = 0; /* the order of a step that starts again, or of a load, does not count */
+    else if (!u->follows)
+        u->order_count = 0; /* the order of a step that starts again, or of a load, does not count */
     u->position = f->finished = 0;
     u->follows = 1;
     if (f->desc.per_token) f->divisor = 0;
@@ -4008,22 +4338,27 @@ static ddp_result ddp__offload_download(ddp_fsdp *f) {
     if (f->device->use_stream) DDP_TRY(f->device->use_stream(f->group, DDP_STREAM_COMM));
     o->piece = 0;
     for (int i = 0; i < f->master_count; i++) {
-        size_t size = ddp_dtype_size(f->sums[i].dtype), bytes = f->master_shards[i]->own_count * size, max = DDP__HOST_PIECE * size;
+        size_t size = ddp_dtype_size(f->sums[i].dtype), bytes = f->master_shards[i]->own_count * size,
+            max = DDP__HOST_PIECE * size;
         for (size_t at = 0; at < bytes && result == DDP_OK; at += max) {
-            ddp__copy_async(f, (char *)f->masters[i].grad.data + at, (char *)f->sums[i].data + at, bytes - at < max ? bytes - at : max);
+            ddp__copy_async(f, (char *)f->masters[i].grad.data + at, (char *)f->sums[i].data + at,
+                            bytes - at < max ? bytes - at : max);
             result = ddp__event_record(f, DDP_STREAM_COMM, o->downloaded[o->piece++]);
         }
     }
-    ddp_result back = ddp__fsdp_enter(f->group); /* in any case: this thread's own work belongs to the compute stream */
+    /* in any case: this thread's own work belongs to the compute stream */
+    ddp_result back = ddp__fsdp_enter(f->group);
     DDP_TRY(result != DDP_OK ? result : back);
     o->piece = 0;
-    return f->desc.optimizer.kind == DDP_OPTIMIZER_LARS ? ddp__event_wait(f, o->downloaded[o->piece_count - 1], 0) : DDP_OK;
+    return f->desc.optimizer.kind == DDP_OPTIMIZER_LARS
+           ? ddp__event_wait(f, o->downloaded[o->piece_count - 1], 0) : DDP_OK;
 }
 
 /* Called by the optimizer before and after it steps a piece. */
 static ddp_result ddp__offload_piece(void *user, int i, size_t from, size_t count, int stepped) {
     ddp_fsdp *f = (ddp_fsdp *)user;
-    return stepped ? ddp__offload_upload(f, f->master_shards[i], from, count) : ddp__event_wait(f, f->offload.downloaded[f->offload.piece++], 0);
+    return stepped ? ddp__offload_upload(f, f->master_shards[i], from, count)
+           : ddp__event_wait(f, f->offload.downloaded[f->offload.piece++], 0);
 }
 
 /* The step, once all ranks have agreed to it. Allocates nothing. */
@@ -4053,15 +4388,17 @@ DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
         if (agreed != DDP_OK) return ddp__fsdp_failed(fsdp, agreed); /* on every rank: nothing has changed */
         result = ddp__fsdp_update(fsdp, lr);
     }
-    return result == DDP_OK || result == DDP_ERR_INVALID || result == DDP_ERR_MISMATCH ? result : ddp__fsdp_poison(fsdp, result);
+    return result == DDP_OK || result == DDP_ERR_INVALID || result == DDP_ERR_MISMATCH ? result
+           : ddp__fsdp_poison(fsdp, result);
 }
 
-//== sharding: checkpoints ================================================================================= >>impl-saver
+//== sharding: checkpoints ====================================================================== >>impl-saver
 
 /* Lists this rank's part of a checkpoint as slices, for >>impl-save and >>impl-load. */
 
 enum { DDP__STATES_MAX = 2, DDP__STATE_ROOM = 32 }; /* states of a parameter; bytes of a state's name */
-enum { DDP__LIST_SHARE, DDP__LIST_ALL, DDP__LIST_NOTHING }; /* of own rows: what this rank is to write, all, or none */
+/* of own rows: what this rank is to write, all, or none */
+enum { DDP__LIST_SHARE, DDP__LIST_ALL, DDP__LIST_NOTHING };
 
 /* The tables of the saver. Collective where a thread saves. */
 static ddp_result ddp__saver_create(ddp_fsdp *f) {
@@ -4069,31 +4406,37 @@ static ddp_result ddp__saver_create(ddp_fsdp *f) {
     int capacity = f->shard_count * (1 + DDP__STATES_MAX);
     saver->files[0] = f->desc.checkpoint_group ? f->desc.checkpoint_group : f->group;
     saver->files[1] = f->desc.checkpoint_group ? NULL : f->desc.replicas;
-    for (const ddp__shard *s = f->shards; s < f->shards_end; s++) ddp__size_at_least(&saver->name_room, strlen(s->name) + DDP__STATE_ROOM);
+    for (const ddp__shard *s = f->shards; s < f->shards_end; s++)
+        ddp__size_at_least(&saver->name_room, strlen(s->name) + DDP__STATE_ROOM);
     (void)ddp__table_alloc(f, capacity, sizeof *saver->slices, &saver->slices);
     (void)ddp__table_alloc(f, capacity, saver->name_room, &saver->names);
-    return f->desc.save_in_background ? ddp_group_split(saver->files[0], 0, ddp_rank(saver->files[0]), &saver->own) : DDP_OK;
+    return f->desc.save_in_background ? ddp_group_split(saver->files[0], 0, ddp_rank(saver->files[0]),
+                                                        &saver->own) : DDP_OK;
 }
 
 /* Adds one tensor of the checkpoint: this rank's rows. If each rank has all rows, it adds an equal share of them.
    tensor: rows of s. */
-static void ddp__saver_add(ddp_fsdp *f, const ddp__shard *s, const char *state, const ddp_tensor *tensor, int list) {
+static void ddp__saver_add(ddp_fsdp *f, const ddp__shard *s, const char *state, const ddp_tensor *tensor,
+                           int list) {
     ddp__saver *saver = &f->saver;
     ddp__slice *slice = &saver->slices[saver->count];
     char *name = saver->names + (size_t)saver->count++ * saver->name_room;
     const ddp_tensor *value = &s->entry->param.value;
-    size_t ranks = (size_t)ddp_world_size(f->group), share = (s->rows + ranks - 1) / ranks, skip = 0, rows = s->own_rows;
+    size_t ranks = (size_t)ddp_world_size(f->group), share = (s->rows + ranks - 1) / ranks, skip = 0,
+        rows = s->own_rows;
     if (f->world_size == 1 && list == DDP__LIST_SHARE) {
         skip = ddp__place_in(share * (size_t)ddp_rank(f->group), 0, s->rows);
         rows = ddp__place_in(share, 0, s->rows - skip);
     }
     snprintf(name, saver->name_room, state ? "%s.%s" : "%s", s->name, state);
     /* only a slice may repeat: a parameter without global_shape may be one by mistake */
-    const ddp__slice made = {name, tensor->dtype, value->ndim, {0}, {0}, {0}, NULL, state != NULL, 0, s->is_slice};
+    const ddp__slice made = {name, tensor->dtype, value->ndim, {0}, {0}, {0}, NULL, state != NULL, 0,
+                             s->is_slice};
     *slice = made;
     for (int i = 0; i < value->ndim; i++) {
         slice->shape[i] = s->is_slice ? s->entry->global_shape[i] : value->shape[i];
-        slice->offset[i] = (s->is_slice ? s->entry->global_offset[i] : 0) + (i ? 0 : (int64_t)(s->first_row + skip));
+        slice->offset[i] = (s->is_slice ? s->entry->global_offset[i] : 0)
+            + (i ? 0 : (int64_t)(s->first_row + skip));
         slice->extent[i] = i ? value->shape[i] : (int64_t)rows;
     }
     if (list != DDP__LIST_NOTHING && rows && s->row_elements && tensor->data)
@@ -4123,7 +4466,8 @@ static void ddp__saver_list(ddp_fsdp *f, int list) {
 static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
     ddp__saver *saver = &f->saver;
     size_t bytes = 0, at = 0;
-    for (int i = 0; i < saver->count; i++) bytes += ddp_round_up((size_t)ddp__slice_bytes(&saver->slices[i], 1), 64);
+    for (int i = 0; i < saver->count; i++)
+        bytes += ddp_round_up((size_t)ddp__slice_bytes(&saver->slices[i], 1), 64);
     if (bytes > saver->copy_bytes) {
         ddp__fsdp_free(f, saver->copy);
         saver->copy_bytes = 0;
@@ -4144,18 +4488,22 @@ static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
 static void *ddp__saver_main(void *argument) {
     const ddp_fsdp *f = (ddp_fsdp *)argument;
     ddp__saver *saver = &((ddp_fsdp *)argument)->saver;
-    saver->outcome = ddp__fsdp_error(ddp__checkpoint_save(saver->own ? saver->own : saver->files[0], saver->dir, saver->slices, saver->count,
-                                                          &saver->state, f->desc.max_file_bytes, f->desc.keep_checkpoints));
+    saver->outcome = ddp__fsdp_error(ddp__checkpoint_save(saver->own ? saver->own : saver->files[0],
+                                                          saver->dir, saver->slices, saver->count,
+                                                          &saver->state, f->desc.max_file_bytes,
+                                                          f->desc.keep_checkpoints));
     return NULL;
 }
 
 /* Lists the tensors. Copies them where they are not written or read in place. Then all ranks go on, or none. */
 static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, const char *dir, int list, int copy) {
-    ddp_result result = dir && dir[0] ? ddp__fsdp_enter(f->group) : ddp__fsdp_bad(who, f->group, "dir is NULL or empty; name a folder");
+    ddp_result result = dir && dir[0] ? ddp__fsdp_enter(f->group)
+        : ddp__fsdp_bad(who, f->group, "dir is NULL or empty; name a folder");
     ddp__saver_list(f, list);
     if (result == DDP_OK && copy) result = ddp__saver_copy(f, 0);
     if (f->desc.state) f->saver.state = *f->desc.state;
-    if (f->desc.scaler) ddp_scaler_save(f->desc.scaler, &f->saver.state.scaler); /* a load keeps it where the checkpoint has none */
+    /* a load keeps it where the checkpoint has none */
+    if (f->desc.scaler) ddp_scaler_save(f->desc.scaler, &f->saver.state.scaler);
     return ddp_agree_groups(f->saver.files, 2, who, result, 0, "");
 }
 
@@ -4175,14 +4523,16 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     ddp__saver *saver = &fsdp->saver;
     DDP_TRY(ddp_fsdp_save_wait(fsdp));
-    int replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0, writes = !replica || fsdp->desc.checkpoint_group;
+    int replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0, writes = !replica ||
+        fsdp->desc.checkpoint_group;
     int copies = writes && (fsdp->desc.save_in_background || fsdp->device != ddp_device_cpu());
     snprintf(saver->dir, sizeof saver->dir, "%s", dir ? dir : "");
     DDP_TRY(ddp__saver_prepare(fsdp, __func__, dir, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE, copies));
     saver->state.step = fsdp->step;
     saver->outcome.result = DDP_OK;
     saver->pending = 1;
-    saver->has_thread = writes && fsdp->desc.save_in_background && pthread_create(&saver->thread, NULL, ddp__saver_main, fsdp) == 0;
+    saver->has_thread = writes && fsdp->desc.save_in_background &&
+        pthread_create(&saver->thread, NULL, ddp__saver_main, fsdp) == 0;
     if (writes && !saver->has_thread) ddp__saver_main(fsdp); /* also where the system has no thread for it */
     return fsdp->desc.save_in_background ? DDP_OK : ddp_fsdp_save_wait(fsdp);
 }
@@ -4195,10 +4545,12 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     ddp__saver *saver = &fsdp->saver;
     int copies = fsdp->device != ddp_device_cpu();
     DDP_TRY(ddp__saver_prepare(fsdp, __func__, dir, DDP__LIST_ALL, copies));
-    DDP_TRY(ddp__checkpoint_load(saver->files[0], saver->files[1], dir, saver->slices, saver->count, fsdp->desc.scaler, &saver->state));
+    DDP_TRY(ddp__checkpoint_load(saver->files[0], saver->files[1], dir, saver->slices, saver->count,
+                                 fsdp->desc.scaler, &saver->state));
     ddp__saver_list(fsdp, DDP__LIST_ALL); /* of the device's memory again */
     if (copies) DDP_TRY(ddp__saver_copy(fsdp, 1));
-    if (fsdp->desc.scaler && saver->state.scaler.scale > 0) DDP_TRY(ddp_scaler_load(fsdp->desc.scaler, &saver->state.scaler));
+    if (fsdp->desc.scaler && saver->state.scaler.scale > 0)
+        DDP_TRY(ddp_scaler_load(fsdp->desc.scaler, &saver->state.scaler));
     if (fsdp->desc.state) *fsdp->desc.state = saver->state;
     fsdp->step = saver->state.step;
     ddp_optimizer_set_step(fsdp->optimizer, fsdp->step);
@@ -4207,7 +4559,7 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     return ddp_fsdp_zero_grad(fsdp);
 }
 
-//== sharding: create and destroy ======================================================================= >>impl-create
+//== sharding: create and destroy ============================================================== >>impl-create
 
 /* A create goes through three agreements of all ranks, replicas and the checkpoint group included:
      1. descs      valid on each rank, and equal where they must be
@@ -4229,37 +4581,50 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
         {!d->units || d->unit_count < 1, "there are no units", 0},
         {(unsigned)d->strategy > DDP_FSDP_NO_SHARD, "strategy=%d is unknown", (int)d->strategy},
         {(unsigned)d->offload > DDP_FSDP_OFFLOAD_FILE, "offload=%d is unknown", (int)d->offload},
-        {d->param_dtype != DDP_DTYPE_DEFAULT && !ddp_is_float(d->param_dtype), "param_dtype is not a float", 0},
-        {d->reduce_dtype != DDP_DTYPE_DEFAULT && !ddp_is_float(d->reduce_dtype), "reduce_dtype is not a float", 0},
+        {d->param_dtype != DDP_DTYPE_DEFAULT && !ddp_is_float(d->param_dtype), "param_dtype is not a float",
+         0},
+        {d->reduce_dtype != DDP_DTYPE_DEFAULT && !ddp_is_float(d->reduce_dtype),
+         "reduce_dtype is not a float", 0},
         {d->micro_batch_count < 0, "micro_batch_count=%d is negative", d->micro_batch_count},
         {!d->alloc_fn != !d->free_fn, "set both alloc_fn and free_fn, or neither", 0},
-        {desc->replicas == group, "replicas is the group that things are split over; give the ranks that hold the same shard", 0},
-        {d->quantize_gather && d->strategy != DDP_FSDP_FULL_SHARD, "quantize_gather is for FULL_SHARD, where parameters are gathered in every step", 0},
+        {desc->replicas == group,
+         "replicas is the group that things are split over; give the ranks that hold the same shard", 0},
+        {d->quantize_gather && d->strategy != DDP_FSDP_FULL_SHARD,
+         "quantize_gather is for FULL_SHARD, where parameters are gathered in every step", 0},
         {d->prefetch < -1, "prefetch=%d; pass how many units, 0 for one or -1 for none", d->prefetch},
         {d->keep_checkpoints < 0, "keep_checkpoints=%d is negative", d->keep_checkpoints}};
     for (size_t i = 0; i < sizeof checks / sizeof checks[0]; i++)
         if (checks[i].wrong) return DDP__CREATE_BAD(group, checks[i].text, checks[i].value);
     for (int u = 0; u < d->unit_count; u++) {
         const ddp_fsdp_unit_desc *unit = &d->units[u];
-        if (!unit->params || unit->param_count < 1) return DDP__CREATE_BAD(group, "unit %d (%s) has no parameters", u, unit->name ? unit->name : "no name");
+        if (!unit->params || unit->param_count < 1)
+            return DDP__CREATE_BAD(group, "unit %d (%s) has no parameters", u, unit->name ? unit->name
+                                   : "no name");
         f->shard_count += unit->param_count;
     }
     if (!d->micro_batch_count) d->micro_batch_count = 1;
-    d->prefetch = d->prefetch < 0 ? 0 : !d->prefetch ? 1 : d->prefetch < d->unit_count ? d->prefetch : d->unit_count;
+    d->prefetch = d->prefetch < 0 ? 0 : !d->prefetch ? 1 : d->prefetch < d->unit_count ? d->prefetch
+        : d->unit_count;
     if (!d->offload_dir) d->offload_dir = ".";
     if (!d->keep_checkpoints) d->keep_checkpoints = 1;
     f->device = ddp_group_device(group);
     f->unit_count = d->unit_count;
-    if (f->device == ddp_device_cpu() && d->offload == DDP_FSDP_OFFLOAD_HOST) d->offload = DDP_FSDP_OFFLOAD_NONE; /* it is there */
+    /* it is there */
+    if (f->device == ddp_device_cpu() && d->offload == DDP_FSDP_OFFLOAD_HOST)
+        d->offload = DDP_FSDP_OFFLOAD_NONE;
     if (f->device != ddp_device_cpu() && (d->quantize_gather || d->offload == DDP_FSDP_OFFLOAD_FILE))
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_fsdp_create group=%s: %s works on CPU memory alone, this group has %s; leave it out", ddp_group_name(group),
-                        d->quantize_gather ? "quantize_gather" : "offload to a file", f->device->name);
+        return ddp_fail(DDP_ERR_UNSUPPORTED,
+                        "ddp_fsdp_create group=%s: %s works on CPU memory alone, this group has %s; leave it out",
+                        ddp_group_name(group), d->quantize_gather ? "quantize_gather" : "offload to a file",
+                        f->device->name);
     f->world_size = d->strategy == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(group);
     f->rank = f->world_size > 1 ? ddp_rank(group) : 0;
     if (f->world_size == 1 && ddp_world_size(group) > 1) f->copies[f->copy_count++] = group;
     if (d->replicas && ddp_world_size(d->replicas) > 1) f->copies[f->copy_count++] = d->replicas;
-    f->divisor = d->per_token ? 0 : (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group) * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
-    f->keeps_full = d->strategy != DDP_FSDP_FULL_SHARD || (f->world_size == 1 && f->device != ddp_device_cpu());
+    f->divisor = d->per_token ? 0 : (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group)
+        * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
+    f->keeps_full = d->strategy != DDP_FSDP_FULL_SHARD ||
+        (f->world_size == 1 && f->device != ddp_device_cpu());
     f->reduces_each = d->strategy == DDP_FSDP_FULL_SHARD || d->strategy == DDP_FSDP_SHARD_GRAD;
     return DDP_OK;
 }
@@ -4315,14 +4680,19 @@ static uint64_t ddp__fsdp_entry(const void *list, int i, char *text) {
     const ddp_fsdp_desc *d = &f->desc;
 #define DDP__OPTION(field) {#field, (double)d->field}
     const struct { const char *name; double value; } options[DDP__FSDP_OPTIONS] = {
-        {"checkpoint_group", d->checkpoint_group ? 1.0 : 0.0}, {"replicas", (double)(d->replicas ? ddp_world_size(d->replicas) : 0)},
+        {"checkpoint_group", d->checkpoint_group ? 1.0 : 0.0}, {"replicas",
+                                                                (double)(d->replicas
+                                                                         ? ddp_world_size(d->replicas) : 0)},
         DDP__OPTION(unit_count), {"param_count", (double)f->shard_count}, {"scaler", d->scaler ? 1.0 : 0.0},
-        DDP__OPTION(strategy), DDP__OPTION(param_dtype), DDP__OPTION(reduce_dtype), DDP__OPTION(micro_batch_count), DDP__OPTION(per_token),
-        DDP__OPTION(sequential_accumulation), DDP__OPTION(prefetch), DDP__OPTION(max_gathered_bytes), DDP__OPTION(no_reshard_after_forward),
-        DDP__OPTION(overwrite_gradients), DDP__OPTION(quantize_gather), DDP__OPTION(offload), DDP__OPTION(save_in_background),
-        DDP__OPTION(skip_initial_broadcast), DDP__OPTION(max_file_bytes), DDP__OPTION(keep_checkpoints), DDP__OPTION(optimizer.kind),
-        DDP__OPTION(optimizer.nesterov), DDP__OPTION(optimizer.decay_matrices_only), DDP__OPTION(optimizer.beta1), DDP__OPTION(optimizer.beta2),
-        DDP__OPTION(optimizer.eps), DDP__OPTION(optimizer.momentum), DDP__OPTION(optimizer.dampening), DDP__OPTION(optimizer.trust_coefficient),
+        DDP__OPTION(strategy), DDP__OPTION(param_dtype), DDP__OPTION(reduce_dtype),
+        DDP__OPTION(micro_batch_count), DDP__OPTION(per_token), DDP__OPTION(sequential_accumulation),
+        DDP__OPTION(prefetch), DDP__OPTION(max_gathered_bytes), DDP__OPTION(no_reshard_after_forward),
+        DDP__OPTION(overwrite_gradients), DDP__OPTION(quantize_gather), DDP__OPTION(offload),
+        DDP__OPTION(save_in_background), DDP__OPTION(skip_initial_broadcast), DDP__OPTION(max_file_bytes),
+        DDP__OPTION(keep_checkpoints), DDP__OPTION(optimizer.kind), DDP__OPTION(optimizer.nesterov),
+        DDP__OPTION(optimizer.decay_matrices_only), DDP__OPTION(optimizer.beta1),
+        DDP__OPTION(optimizer.beta2), DDP__OPTION(optimizer.eps), DDP__OPTION(optimizer.momentum),
+        DDP__OPTION(optimizer.dampening), DDP__OPTION(optimizer.trust_coefficient),
         DDP__OPTION(optimizer.weight_decay)};
 #undef DDP__OPTION
     if (i < DDP__FSDP_OPTIONS) {
@@ -4332,13 +4702,18 @@ static uint64_t ddp__fsdp_entry(const void *list, int i, char *text) {
     const ddp__shard *s = &f->shards[i - DDP__FSDP_OPTIONS];
     const ddp_tensor *value = &s->entry->param.value;
     const char *grad = ddp_dtype_name(s->part[DDP__GRADS].dtype);
-    const int64_t numbers[] = {s->unit->index, value->dtype, value->ndim, s->part[DDP__GRADS].dtype, s->source - f->shards, s->trained, value->data != NULL};
+    const int64_t numbers[] = {s->unit->index, value->dtype, value->ndim, s->part[DDP__GRADS].dtype,
+                               s->source - f->shards, s->trained, value->data != NULL};
     size_t shape_bytes = (size_t)value->ndim * sizeof value->shape[0];
-    ddp_shape_text shape = ddp_describe_shape(ddp_dtype_name(value->dtype), value->ndim, value->shape), part = ddp_describe_shape("", value->ndim, s->entry->global_offset);
+    ddp_shape_text shape = ddp_describe_shape(ddp_dtype_name(value->dtype), value->ndim, value->shape),
+        part = ddp_describe_shape("", value->ndim, s->entry->global_offset);
     ddp_shape_text global = ddp_describe_shape("", value->ndim, s->entry->global_shape);
-    snprintf(text, DDP_AGREE_TEXT, "unit %.40s, parameter '%.60s' %.40s, gradient %s%s%s%s", s->unit->name, s->name, shape.text, grad,
-             s->trained ? "" : " frozen", s->source != s ? " tied" : "", value->data ? "" : " without values");
-    if (s->is_slice) snprintf(text + strlen(text), DDP_AGREE_TEXT - strlen(text), " at%.40s of%.40s", part.text, global.text);
+    snprintf(text, DDP_AGREE_TEXT, "unit %.40s, parameter '%.60s' %.40s, gradient %s%s%s%s", s->unit->name,
+             s->name, shape.text, grad, s->trained ? "" : " frozen", s->source != s ? " tied" : "",
+             value->data ? "" : " without values");
+    if (s->is_slice)
+        snprintf(text + strlen(text), DDP_AGREE_TEXT - strlen(text), " at%.40s of%.40s", part.text,
+                 global.text);
     uint64_t hash = ddp_hash(ddp_hash(DDP_HASH_SEED, s->name, strlen(s->name)), numbers, sizeof numbers);
     hash = ddp_hash(ddp_hash(hash, value->shape, shape_bytes), s->entry->global_shape, shape_bytes);
     return ddp_hash(hash, s->entry->global_offset, shape_bytes);
@@ -4347,8 +4722,10 @@ static uint64_t ddp__fsdp_entry(const void *list, int i, char *text) {
 /* All ranks of a group create the same object, or all fail. own: the result of this rank until now. */
 static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_result own) {
     int differs = 2;
-    ddp_result result = ddp_agree_list(group, "ddp_fsdp_create", own, f, DDP__FSDP_OPTIONS + f->shard_count, ddp__fsdp_entry, &differs);
-    for (int g = 1; g < 3 && differs < 2 && group == f->group; g++) /* a rank lacks this group: none waits there for it */
+    ddp_result result = ddp_agree_list(group, "ddp_fsdp_create", own, f, DDP__FSDP_OPTIONS + f->shard_count,
+                                       ddp__fsdp_entry, &differs);
+    /* a rank lacks this group: none waits there for it */
+    for (int g = 1; g < 3 && differs < 2 && group == f->group; g++)
         if (f->groups[g]) ddp_group_poison(f->groups[g], result, ddp_last_error());
     return result;
 }
@@ -4357,15 +4734,23 @@ static void ddp__unit_alloc(ddp_fsdp *f, ddp__unit *unit) {
     int levels = ddp__fsdp_levels(f), shared = f->world_size > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
     int adds_copies = f->world_size == 1 && f->copy_count && unit->converts && unit->layout == DDP__GRADS;
     if (ddp__has_own_full(f))
-        (void)ddp__fsdp_alloc(f, f->keeps_full ? DDP__OF_SHARDS : DDP__OF_GATHERED, f->keeps_full ? shared : DDP__MEMORY_DEVICE, unit->full_bytes, &unit->full);
+        (void)ddp__fsdp_alloc(f, f->keeps_full ? DDP__OF_SHARDS : DDP__OF_GATHERED, f->keeps_full ? shared
+                              : DDP__MEMORY_DEVICE, unit->full_bytes, &unit->full);
     if (!f->keeps_full)
-        (void)ddp__fsdp_alloc(f, f->desc.quantize_gather ? DDP__OF_COMMUNICATION : DDP__OF_SHARDS, shared, unit->shard_bytes, &unit->shard);
-    if (!f->reduces_each && unit->trained) (void)ddp__fsdp_alloc(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes[DDP__GRADS], &unit->grads);
-    if (unit->master_bytes) (void)ddp__fsdp_alloc(f, DDP__OF_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes, &unit->master);
+        (void)ddp__fsdp_alloc(f, f->desc.quantize_gather ? DDP__OF_COMMUNICATION : DDP__OF_SHARDS, shared,
+                              unit->shard_bytes, &unit->shard);
+    if (!f->reduces_each && unit->trained)
+        (void)ddp__fsdp_alloc(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes[DDP__GRADS],
+                              &unit->grads);
+    if (unit->master_bytes)
+        (void)ddp__fsdp_alloc(f, DDP__OF_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes,
+                              &unit->master);
     for (int l = 0; unit->trained && (l < levels || (l == 0 && unit->grad_bytes[DDP__SUMS])); l++) {
-        size_t bytes = f->reduces_each ? unit->grad_bytes[DDP__SUMS] : l < levels ? unit->grad_bytes[DDP__CASTED] : 0;
+        size_t bytes = f->reduces_each ? unit->grad_bytes[DDP__SUMS] : l < levels
+            ? unit->grad_bytes[DDP__CASTED] : 0;
         if (l == 0) ddp__size_at_least(&bytes, unit->grad_bytes[DDP__SUMS]);
-        (void)ddp__fsdp_alloc(f, DDP__OF_GRADIENTS, adds_copies ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE, bytes, &unit->level[l]);
+        (void)ddp__fsdp_alloc(f, DDP__OF_GRADIENTS, adds_copies ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE,
+                              bytes, &unit->level[l]);
     }
 }
 
@@ -4375,7 +4760,8 @@ static ddp_result ddp__offload_create(ddp_fsdp *f) {
     ddp_group_desc alone = DDP_ZERO;
     alone.init_method = "self://";
     for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
-        size_t size = ddp_dtype_size(s->master_dtype), piece = s->own_count < DDP__HOST_PIECE ? s->own_count : DDP__HOST_PIECE;
+        size_t size = ddp_dtype_size(s->master_dtype), piece = s->own_count < DDP__HOST_PIECE ? s->own_count
+            : DDP__HOST_PIECE;
         ddp__size_at_least(&o->rows_bytes, 2 * ddp_round_up(piece * size, 64));
         if (s->source != s || !s->trained) continue;
         o->sums_bytes += ddp_round_up(s->own_count * size, 64);
@@ -4396,30 +4782,40 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
     size_t world = (size_t)f->world_size;
     for (const ddp__unit *unit = f->units; unit < f->units_end; unit++) {
         size_t reduce_bytes = 0;
-        for (int d = 0; d <= DDP_U64; d++) reduce_bytes += ddp_round_up(unit->reduce_count[d] * ddp_dtype_size((ddp_dtype)d), 64);
+        for (int d = 0; d <= DDP_U64; d++)
+            reduce_bytes += ddp_round_up(unit->reduce_count[d] * ddp_dtype_size((ddp_dtype)d), 64);
         ddp__size_at_least(&f->unshard.slot_bytes, unit->full_bytes);
         ddp__size_at_least(&reduce->slot_bytes, unit->grad_bytes[DDP__GRADS]);
-        if (unit->layout == DDP__CASTED) ddp__size_at_least(&reduce->cast_bytes, unit->grad_bytes[DDP__CASTED]);
+        if (unit->layout == DDP__CASTED)
+            ddp__size_at_least(&reduce->cast_bytes, unit->grad_bytes[DDP__CASTED]);
         for (const ddp__shard *s = unit->shards; s < unit->end && world > 1 && f->peer_memory; s++)
-            if (s->trained && (s->part[unit->layout].dtype != s->reduce_dtype || s->reduce_dtype != s->master_dtype))
-                ddp__size_at_least(&reduce->tile_bytes, (world + 1) * DDP__TILE * ddp_dtype_size(s->reduce_dtype));
+            if (s->trained && (s->part[unit->layout].dtype != s->reduce_dtype ||
+                               s->reduce_dtype != s->master_dtype))
+                ddp__size_at_least(&reduce->tile_bytes, (world + 1) * DDP__TILE
+                                   * ddp_dtype_size(s->reduce_dtype));
         if (world == 1 || f->peer_memory) continue;
         ddp__size_at_least(&f->send_bytes, unit->block_bytes);
         ddp__size_at_least(&f->send_bytes, (reduce_bytes + 64) * world);
         ddp__size_at_least(&f->recv_bytes, unit->block_bytes * world);
         ddp__size_at_least(&f->recv_bytes, reduce_bytes);
     }
-    if (reduce->cast_bytes) (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, reduce->cast_bytes, &reduce->cast);
-    if (reduce->tile_bytes) (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_DEVICE, reduce->tile_bytes, &reduce->tile);
-    if (f->send_bytes) (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send);
-    if (f->recv_bytes) (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->recv_bytes, &f->recv);
+    if (reduce->cast_bytes)
+        (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, reduce->cast_bytes, &reduce->cast);
+    if (reduce->tile_bytes)
+        (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_DEVICE, reduce->tile_bytes,
+                              &reduce->tile);
+    if (f->send_bytes)
+        (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send);
+    if (f->recv_bytes)
+        (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->recv_bytes, &f->recv);
 }
 
 /* Memory for clipping. A device with pinned memory and streams computes the factor itself. */
 static ddp_result ddp__clip_create(ddp_fsdp *f) {
     ddp__clip *clip = &f->clip;
     int decides = f->device->alloc_pinned && f->device->use_stream;
-    DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_DEVICE, sizeof *clip->squares + (decides ? 64 : 0), &clip->squares));
+    DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_DEVICE,
+                            sizeof *clip->squares + (decides ? 64 : 0), &clip->squares));
     if (!decides) return DDP_OK;
     clip->factor = (float *)(void *)(clip->squares + 1);
     DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_PINNED, 64, &clip->norm));
@@ -4433,8 +4829,8 @@ static ddp_result ddp__offload_open(ddp_fsdp *f) {
     f->memory.file = mkstemp(path);
     if (f->memory.file >= 0) unlink(path);
     if (f->memory.file >= 0 && fcntl(f->memory.file, F_SETFD, FD_CLOEXEC) == 0) return DDP_OK;
-    return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create group=%s: offload_dir=%s: no file can be made there: %s", ddp_group_name(f->group), f->desc.offload_dir,
-                    strerror(errno));
+    return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create group=%s: offload_dir=%s: no file can be made there: %s",
+                    ddp_group_name(f->group), f->desc.offload_dir, strerror(errno));
 }
 
 /* Allocates all memory. The first failure is in f->memory.error; collective allocations continue after it. */
@@ -4443,7 +4839,8 @@ static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
     ddp__reduce *reduce = &f->reduce;
     int window = ddp__reduce_window(f);
     uint64_t *own;
-    if (f->device->use_stream && f->desc.replicas) ddp_error_save(error, f->device->event_create(f->group, &reduce->event));
+    if (f->device->use_stream && f->desc.replicas)
+        ddp_error_save(error, f->device->event_create(f->group, &reduce->event));
     if (f->desc.offload == DDP_FSDP_OFFLOAD_FILE) ddp_error_save(error, ddp__offload_open(f));
     (void)ddp__table_alloc(f, f->unit_count, sizeof *f->unshard.slots, &f->unshard.slots);
     (void)ddp__table_alloc(f, window, sizeof *reduce->slots, &reduce->slots);
@@ -4454,13 +4851,16 @@ static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
     f->peer_memory = f->world_size <= DDP_MAX_LOCAL_RANKS;
     for (const ddp__unit *unit = f->units; unit < f->units_end; unit++) {
         const unsigned char *shared = f->keeps_full ? unit->full : unit->shard;
-        for (int r = 0; r < f->world_size && shared && f->peer_memory; r++) f->peer_memory = r == f->rank || ddp_group_peer(f->group, shared, r) != NULL;
+        for (int r = 0; r < f->world_size && shared && f->peer_memory; r++)
+            f->peer_memory = r == f->rank || ddp_group_peer(f->group, shared, r) != NULL;
     }
     if (f->world_size > 1 && f->peer_memory) {
         (void)ddp__table_alloc(f, window, sizeof *reduce->issued_units, &reduce->issued_units);
-        (void)ddp__fsdp_alloc(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_GROUP, (size_t)(DDP__ISSUED_UNITS + window) * sizeof *own, &own);
+        (void)ddp__fsdp_alloc(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_GROUP,
+                              (size_t)(DDP__ISSUED_UNITS + window) * sizeof *own, &own);
         (void)ddp__table_alloc(f, f->world_size, sizeof *reduce->progress, &reduce->progress);
-        for (int r = 0; r < f->world_size && own && reduce->progress; r++) reduce->progress[r] = (uint64_t *)ddp_group_peer(f->group, own, r);
+        for (int r = 0; r < f->world_size && own && reduce->progress; r++)
+            reduce->progress[r] = (uint64_t *)ddp_group_peer(f->group, own, r);
     }
     ddp__staging_alloc(f);
     if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST) ddp_error_save(error, ddp__offload_create(f));
@@ -4476,17 +4876,22 @@ static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
     unsigned char *rows = s->master;
     if (!s->own_count) return DDP_OK;
     if (value->data) {
-        const unsigned char *from = (unsigned char *)value->data + ddp__rows_bytes(s, s->first_row, value->dtype);
+        const unsigned char *from = (unsigned char *)value->data
+            + ddp__rows_bytes(s, s->first_row, value->dtype);
         size_t max = f->offload.host ? DDP__HOST_PIECE : s->own_count;
         for (size_t at = 0, n; at < s->own_count; at += n) {
             n = s->own_count - at < max ? s->own_count - at : max;
             if (f->offload.host) f->device->copy(f->offload.rows, from + at * size, n * size);
-            to->cast(s->master + at * master_size, s->master_dtype, f->offload.host ? f->offload.rows : from, value->dtype, n);
+            to->cast(s->master + at * master_size, s->master_dtype, f->offload.host ? f->offload.rows : from,
+                     value->dtype, n);
         }
         return ddp_device_check(f->group);
     }
-    if (!to->host_memory) DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, s->own_count * master_size, &rows));
-    ddp_result result = f->desc.init_fn(s->entry, (int64_t)s->first_row, (int64_t)s->own_rows, rows, f->desc.init_user);
+    if (!to->host_memory)
+        DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, s->own_count * master_size,
+                                &rows));
+    ddp_result result = f->desc.init_fn(s->entry, (int64_t)s->first_row, (int64_t)s->own_rows, rows,
+                                        f->desc.init_user);
     if (rows != s->master) f->device->copy(s->master, rows, s->own_count * master_size);
     if (rows != s->master) ddp__fsdp_free(f, rows);
     return result;
@@ -4494,7 +4899,8 @@ static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
 
 /* Bytes that an optimizer allocates in addition to its state: of its device, or from its group's allocator. */
 static size_t ddp__optimizer_tables(const ddp_optimizer *o, int of_device) {
-    size_t sums = (size_t)o->square_count * sizeof(ddp_exact_sum), here = sums + (size_t)o->square_count / 2 * sizeof *o->rates;
+    size_t sums = (size_t)o->square_count * sizeof(ddp_exact_sum),
+        here = sums + (size_t)o->square_count / 2 * sizeof *o->rates;
     int on_host = o->device == ddp_device_cpu();
     if (of_device) return on_host ? 0 : here;
     size_t bytes = sizeof *o + (size_t)o->desc.param_count * sizeof *o->params + 2 * DDP_MALLOC_EXTRA;
@@ -4513,7 +4919,9 @@ static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
         p->value = p->grad = ddp__shard_tensor(s);
         p->grad.data = ddp__shard_sum(s, 0);
         f->sums[f->master_count] = p->grad;
-        if (f->offload.host) p->grad.data = f->offload.sums + ddp__lay(&host_at, s->own_count * ddp_dtype_size(s->master_dtype));
+        if (f->offload.host)
+            p->grad.data = f->offload.sums + ddp__lay(&host_at,
+                                                      s->own_count * ddp_dtype_size(s->master_dtype));
         s->master_index = f->master_count;
         f->master_shards[f->master_count++] = s;
     }
@@ -4540,10 +4948,13 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
     for (ddp__shard *s = f->shards; s < f->shards_end; s++) {
         const ddp_tensor *value = &s->entry->param.value;
         if (s->source != s) continue;
-        s->value = f->keeps_full ? s->unit->full + s->full_at + ddp__rows_bytes(s, s->first_row, s->dtype) : s->unit->shard + s->shard_at;
+        s->value = f->keeps_full ? s->unit->full + s->full_at + ddp__rows_bytes(s, s->first_row, s->dtype)
+            : s->unit->shard + s->shard_at;
         s->master = s->has_master ? s->unit->master + s->master_at : s->value;
         for (int i = 1; i >= 0 && value->data && !f->desc.skip_initial_broadcast; i--) /* rank 0's values */
-            if (f->groups[i]) ddp_error_save(error, ddp_broadcast(f->groups[i], value->data, s->rows * s->row_elements, value->dtype, 0, NULL));
+            if (f->groups[i])
+                ddp_error_save(error, ddp_broadcast(f->groups[i], value->data, s->rows * s->row_elements,
+                                                    value->dtype, 0, NULL));
         if (error->result == DDP_OK) ddp_error_save(error, ddp__shard_fill(f, s));
     }
     if (error->result == DDP_OK) ddp_error_save(error, ddp__fsdp_create_optimizer(f));
@@ -4573,7 +4984,8 @@ static void ddp__fsdp_delete(ddp_fsdp *f, int created) {
         if (unit->fsdp) ddp__unshard_wait(f, unit);
     }
     double until = ddp_now() + ddp_group_timeout_ms(f->group) * 1e-3;
-    for (int i = 0; i < (o->downloaded ? o->piece_count : 0) + 3; i++) { /* until pinned memory is not in use any more */
+    /* until pinned memory is not in use any more */
+    for (int i = 0; i < (o->downloaded ? o->piece_count : 0) + 3; i++) {
         void *event = i < 2 ? o->uploaded[i] : i == 2 ? f->clip.event : o->downloaded[i - 3];
         ddp__event_wait(f, event, until);
         if (event) f->device->event_destroy(f->group, event);
@@ -4598,11 +5010,13 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
     if (out) *out = NULL;
     DDP__FSDP_NEED(group, "group is NULL");
     resolved.group = resolved.groups[0] = group;
-    ddp_result result = desc ? ddp__fsdp_desc_resolve(&resolved, desc) : ddp__fsdp_bad(__func__, group, "desc is NULL");
+    ddp_result result = desc ? ddp__fsdp_desc_resolve(&resolved, desc)
+        : ddp__fsdp_bad(__func__, group, "desc is NULL");
     if (result == DDP_OK && !out) result = ddp__fsdp_bad(__func__, group, "out is NULL");
     if (result == DDP_OK) result = ddp__fsdp_describe(&resolved, &f);
     for (int i = 0; i < 2; i++) /* what one group finds reaches the others through the replicas */
-        if (i == 0 || resolved.groups[i]) result = ddp__fsdp_compare(f ? f : &resolved, resolved.groups[i], result);
+        if (i == 0 || resolved.groups[i])
+            result = ddp__fsdp_compare(f ? f : &resolved, resolved.groups[i], result);
     if (resolved.groups[2]) result = ddp_agree(resolved.groups[2], __func__, result, 0, "");
     if (result == DDP_OK) result = ddp__fsdp_build(f);
     if (result == DDP_OK) *out = f;
@@ -4617,19 +5031,22 @@ DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
     if (fsdp && !ddp_group_is_forked(fsdp->group)) ddp__fsdp_delete(fsdp, 1);
 }
 
-//== sharding: memory and wrapping ======================================================================= >>impl-wrap
+//== sharding: memory and wrapping =============================================================== >>impl-wrap
 
 /* The formulas of the opening comment, element by element: P / W of what is split, no padding. */
 static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     ddp_fsdp_bytes out = DDP_ZERO;
-    double world = f->world_size, levels = ddp__fsdp_levels(f), states = f->optimizer ? f->optimizer->state_count : 0;
+    double world = f->world_size, levels = ddp__fsdp_levels(f), states = f->optimizer
+        ? f->optimizer->state_count : 0;
     double bytes[DDP__PURPOSES] = {0};
     int window = 1 + f->desc.prefetch < f->unit_count ? 1 + f->desc.prefetch : f->unit_count;
     for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
-        double count = (double)s->rows * (double)s->row_elements, full = count * (double)ddp_dtype_size(s->dtype);
+        double count = (double)s->rows * (double)s->row_elements,
+            full = count * (double)ddp_dtype_size(s->dtype);
         double master = count / world * (double)ddp_dtype_size(s->master_dtype);
         if (s->source == s) {
-            if (f->desc.quantize_gather) bytes[DDP__OF_COMMUNICATION] += count / world * (1 + 4.0 / (double)DDP__QUANT_BLOCK);
+            if (f->desc.quantize_gather)
+                bytes[DDP__OF_COMMUNICATION] += count / world * (1 + 4.0 / (double)DDP__QUANT_BLOCK);
             else bytes[DDP__OF_SHARDS] += f->keeps_full ? full : full / world;
             if (s->has_master && f->memory.file < 0) bytes[DDP__OF_SHARDS] += master;
             if (s->trained && f->memory.file < 0) bytes[DDP__OF_OPTIMIZER] += states * master;
@@ -4641,11 +5058,14 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
         bytes[DDP__OF_GRADIENTS] += levels * count * (double)ddp_dtype_size(s->reduce_dtype);
         if (!s->in_place && levels == 0) bytes[DDP__OF_GRADIENTS] += master;
     }
-    if (!ddp__has_own_full(f)) bytes[DDP__OF_GATHERED] += (double)ddp__slots_wanted(f, 1) * (double)f->unshard.slot_bytes;
+    if (!ddp__has_own_full(f))
+        bytes[DDP__OF_GATHERED] += (double)ddp__slots_wanted(f, 1) * (double)f->unshard.slot_bytes;
     if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += (double)window * (double)f->reduce.slot_bytes;
     bytes[DDP__OF_GRADIENTS] += (double)f->offload.sums_bytes;
-    bytes[DDP__OF_COMMUNICATION] += (double)(f->reduce.cast_bytes + f->reduce.tile_bytes + f->offload.rows_bytes + f->send_bytes + f->recv_bytes);
-    for (int i = 0; i < DDP__PURPOSES; i++) out.total += ((size_t *)(void *)&out)[i] = (size_t)(bytes[i] + 0.5);
+    bytes[DDP__OF_COMMUNICATION] += (double)(f->reduce.cast_bytes + f->reduce.tile_bytes
+                                             + f->offload.rows_bytes + f->send_bytes + f->recv_bytes);
+    for (int i = 0; i < DDP__PURPOSES; i++)
+        out.total += ((size_t *)(void *)&out)[i] = (size_t)(bytes[i] + 0.5);
     return out;
 }
 
@@ -4660,7 +5080,8 @@ DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *mem
 /* Bytes of the name that the prefix matches, up to the end of a part; 0 = it does not match. "*" is one part. */
 static size_t ddp__prefix_match(const char *prefix, const char *name) {
     const char *at = name;
-    for (; *prefix && (*prefix != '.' || prefix[1] || *at); prefix++) { /* the name may lack a point at the prefix's end */
+    /* the name may lack a point at the prefix's end */
+    for (; *prefix && (*prefix != '.' || prefix[1] || *at); prefix++) {
         size_t part = *prefix == '*' ? strcspn(at, ".") : *prefix == *at;
         if (!part) return 0;
         at += part;
@@ -4672,7 +5093,8 @@ static size_t ddp__prefix_match(const char *prefix, const char *name) {
 /* Bytes of a parameter's name that name its unit: the longest match. 0 = the root. */
 static size_t ddp__wrap_length(const ddp_fsdp_wrap_desc *d, const char *name) {
     size_t longest = 0;
-    for (int p = 0; p < d->prefix_count; p++) ddp__size_at_least(&longest, ddp__prefix_match(d->prefixes[p], name));
+    for (int p = 0; p < d->prefix_count; p++)
+        ddp__size_at_least(&longest, ddp__prefix_match(d->prefixes[p], name));
     return longest;
 }
 
@@ -4680,22 +5102,31 @@ static size_t ddp__wrap_length(const ddp_fsdp_wrap_desc *d, const char *name) {
 static int ddp__wrap_first(const ddp_param *params, int index, const ddp_fsdp_wrap_desc *d) {
     size_t length = ddp__wrap_length(d, params[index].name);
     for (int i = 0; i < index; i++)
-        if (ddp__wrap_length(d, params[i].name) == length && !strncmp(params[i].name, params[index].name, length)) return i;
+        if (ddp__wrap_length(d, params[i].name) == length &&
+            !strncmp(params[i].name, params[index].name, length)) return i;
     return index;
 }
 
-DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsdp_wrap_desc *desc, ddp_fsdp_unit_desc *out, int cap) {
-    DDP__FSDP_NEED(params && desc && desc->storage && (out || cap == 0), "params, desc, its storage or out is NULL");
+DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsdp_wrap_desc *desc,
+                         ddp_fsdp_unit_desc *out, int cap) {
+    DDP__FSDP_NEED(params && desc && desc->storage && (out || cap == 0),
+                   "params, desc, its storage or out is NULL");
     DDP__FSDP_NEED(param_count > 0, "param_count=%d; pass at least one parameter", param_count);
-    DDP__FSDP_NEED(desc->prefix_count >= 0 && (desc->prefixes || !desc->prefix_count), "prefix_count=%d, but prefixes is NULL", desc->prefix_count);
+    DDP__FSDP_NEED(desc->prefix_count >= 0 && (desc->prefixes || !desc->prefix_count),
+                   "prefix_count=%d, but prefixes is NULL", desc->prefix_count);
     for (int i = 0; i < param_count; i++) {
         DDP__FSDP_NEED(params[i].name && params[i].name[0], "parameter %d has no name", i);
-        for (int k = 0; k < i; k++) DDP__FSDP_NEED(strcmp(params[k].name, params[i].name), "parameter %d and parameter %d are both named %s; give each its own name", k, i, params[i].name);
+        for (int k = 0; k < i; k++)
+            DDP__FSDP_NEED(strcmp(params[k].name, params[i].name),
+                           "parameter %d and parameter %d are both named %s; give each its own name", k, i,
+                           params[i].name);
     }
     for (int p = 0; p < desc->prefix_count; p++) {
         int used = 0;
-        DDP__FSDP_NEED(desc->prefixes[p] && desc->prefixes[p][0], "prefixes[%d] is NULL or empty; what matches no prefix is in unit root", p);
-        for (int i = 0; i < param_count && !used; i++) used = ddp__prefix_match(desc->prefixes[p], params[i].name) > 0;
+        DDP__FSDP_NEED(desc->prefixes[p] && desc->prefixes[p][0],
+                       "prefixes[%d] is NULL or empty; what matches no prefix is in unit root", p);
+        for (int i = 0; i < param_count && !used; i++)
+            used = ddp__prefix_match(desc->prefixes[p], params[i].name) > 0;
         DDP__FSDP_NEED(used, "no parameter's name begins with prefix %s", desc->prefixes[p]);
     }
     size_t max_bytes = desc->min_unit_bytes ? desc->min_unit_bytes : (size_t)25 << 20;
@@ -4704,7 +5135,8 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
     for (int i = 0, next = 1; i < param_count; i = next++) {
         int count = 0;
         size_t bytes = 0;
-        if (by_name && ddp__wrap_first(params, i, desc) != i) continue; /* it is in the unit of an earlier one */
+        /* it is in the unit of an earlier one */
+        if (by_name && ddp__wrap_first(params, i, desc) != i) continue;
         for (int k = i; k < param_count && (by_name || bytes < max_bytes); k++) {
             if (by_name && ddp__wrap_first(params, k, desc) != i) continue;
             memset(&first[count], 0, sizeof *first);
@@ -4717,7 +5149,9 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
             size_t length = ddp__wrap_length(desc, params[i].name);
             const ddp_fsdp_unit_desc unit = {by_name ? first->unit : NULL, first, count};
             out[units] = unit;
-            if (by_name) snprintf(first->unit, sizeof first->unit, "%.*s", length ? (int)length : 4, length ? params[i].name : "root");
+            if (by_name)
+                snprintf(first->unit, sizeof first->unit, "%.*s", length ? (int)length : 4, length
+                         ? params[i].name : "root");
         }
         first += count;
         units++;
@@ -4726,11 +5160,12 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
     return units;
 }
 
-//== public ============================================================================================ >>impl-public
+//== public ==================================================================================== >>impl-public
 
 #define DDP__UNIT_NEED(fsdp, unit)                                      \
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");                               \
-    DDP__FSDP_NEED((unit) >= 0 && (unit) < (fsdp)->unit_count, "unit=%d, there are units 0 to %d", unit, (fsdp)->unit_count - 1)
+    DDP__FSDP_NEED((unit) >= 0 && (unit) < (fsdp)->unit_count, "unit=%d, there are units 0 to %d", unit,
+                   (fsdp)->unit_count - 1)
 
 /* Continues the hash of this step's calls: a unit's unshard (0) or reduction (1). */
 static void ddp__call_hash(ddp_fsdp *f, int what, int unit) {
@@ -4758,7 +5193,8 @@ DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
         if (result != DDP_OK) ddp__full_release(needed, result);
     }
     if (result == DDP_OK) {
-        if (!own->in_use && ++fsdp->unshard.in_use > fsdp->unshard.max_in_use) fsdp->unshard.max_in_use = fsdp->unshard.in_use;
+        if (!own->in_use && ++fsdp->unshard.in_use > fsdp->unshard.max_in_use)
+            fsdp->unshard.max_in_use = fsdp->unshard.in_use;
         own->in_use = 1;
         result = ddp__grads_attach(fsdp, own);
     }
@@ -4778,7 +5214,8 @@ DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit) {
     if (own->attached) ddp__grads_detach(own);
     ddp__unit_point(own, fsdp->desc.strategy != DDP_FSDP_FULL_SHARD, !fsdp->reduces_each);
     if (fsdp->keeps_full || ddp__is_next(fsdp, unit, fsdp->desc.prefetch)) return DDP_OK;
-    if (fsdp->desc.no_reshard_after_forward && !fsdp->no_grad && own->trained && own->reduced < fsdp->desc.micro_batch_count) return DDP_OK;
+    if (fsdp->desc.no_reshard_after_forward && !fsdp->no_grad && own->trained &&
+        own->reduced < fsdp->desc.micro_batch_count) return DDP_OK;
     return ddp__unit_reshard(fsdp, own);
 }
 
@@ -4786,9 +5223,11 @@ DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit) {
     DDP_PUBLIC_CALL(ddp_fsdp_reduce_grads);
     DDP__UNIT_NEED(fsdp, unit);
     ddp__unit *own = &fsdp->units[unit];
-    DDP__FSDP_NEED(own->reduced < fsdp->desc.micro_batch_count, "unit %s was reduced %d times in this step already, as micro_batch_count says; call ddp_fsdp_step first",
+    DDP__FSDP_NEED(own->reduced < fsdp->desc.micro_batch_count,
+                   "unit %s was reduced %d times in this step already, as micro_batch_count says; call ddp_fsdp_step first",
                    own->name, own->reduced);
-    DDP__FSDP_NEED(!own->trained || own->attached, "unit %s has no gradients; gather it before its backward", own->name);
+    DDP__FSDP_NEED(!own->trained || own->attached, "unit %s has no gradients; gather it before its backward",
+                   own->name);
     ddp__call_hash(fsdp, 1, unit);
     if (!own->trained) return DDP_OK;
     DDP_TRY(ddp__fsdp_enter(fsdp->group));
@@ -4831,7 +5270,8 @@ DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp) {
     DDP__FSDP_NEED((param) >= 0 && (param) < (fsdp)->units[unit].end - (fsdp)->units[unit].shards, "param=%d, unit %s has parameters 0 to %d", param, \
                    (fsdp)->units[unit].name, (int)((fsdp)->units[unit].end - (fsdp)->units[unit].shards) - 1)
 
-DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad, int64_t *first_row) {
+DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad,
+                                     int64_t *first_row) {
     DDP_PUBLIC_CALL(ddp_fsdp_get_shard);
     DDP__PARAM_NEED(fsdp, unit, param);
     const ddp__shard *s = &fsdp->units[unit].shards[param];
@@ -4839,21 +5279,26 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
     if (value) *value = rows;
     if (first_row) *first_row = (int64_t)s->first_row;
     if (!grad) return DDP_OK;
-    if (s->trained) DDP_TRY(ddp__reduce_finish(fsdp, s->unit)); /* not collective: the slot stays with the unit */
+    /* not collective: the slot stays with the unit */
+    if (s->trained) DDP_TRY(ddp__reduce_finish(fsdp, s->unit));
     DDP_TRY(ddp__fsdp_enter(fsdp->group));
     ddp__clip_apply(fsdp);
     DDP_TRY(ddp_device_check(fsdp->group));
-    rows.data = rows.data && s->trained && s->unit->reduced == fsdp->desc.micro_batch_count ? ddp__shard_sum(s, 0) : NULL;
+    rows.data = rows.data && s->trained && s->unit->reduced == fsdp->desc.micro_batch_count
+        ? ddp__shard_sum(s, 0) : NULL;
     *grad = rows;
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int which, const char **name, ddp_tensor *state) {
+DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int which, const char **name,
+                                     ddp_tensor *state) {
     DDP__PARAM_NEED(fsdp, unit, param);
     DDP__FSDP_NEED(state, "state is NULL");
     const ddp__shard *s = &fsdp->units[unit].shards[param];
-    DDP__FSDP_NEED(s->trained, "unit %s, parameter %.200s is frozen: it has no optimizer state", s->unit->name, s->name);
-    DDP__FSDP_NEED(which >= 0 && which < fsdp->optimizer->state_count, "which=%d, there are %d states of a parameter, numbered from 0", which,
+    DDP__FSDP_NEED(s->trained, "unit %s, parameter %.200s is frozen: it has no optimizer state",
+                   s->unit->name, s->name);
+    DDP__FSDP_NEED(which >= 0 && which < fsdp->optimizer->state_count,
+                   "which=%d, there are %d states of a parameter, numbered from 0", which,
                    fsdp->optimizer->state_count);
     return ddp_optimizer_get_state(fsdp->optimizer, s->source->master_index, which, name, state);
 }

@@ -543,7 +543,7 @@ DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dt
 #if (defined(DDP_IMPLEMENTATION) || defined(DDP_TENSOR_IMPLEMENTATION)) && !defined(DDP_TENSOR_IMPLEMENTATION_INCLUDED)
 #define DDP_TENSOR_IMPLEMENTATION_INCLUDED
 
-//== structs ======================================================================================== >>impl-structs
+//== structs ================================================================================== >>impl-structs
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -564,7 +564,7 @@ extern "C" {
 #endif
 #define DDP__TENSOR_BAD(group, ...) ddp_fail_in(DDP_ERR_INVALID, __func__, group, __VA_ARGS__)
 
-//== memory of tensors ========================================================================== >>impl-tensor-memory
+//== memory of tensors ================================================================== >>impl-tensor-memory
 
 typedef struct ddp__tensor_text { char text[DDP_MAX_NDIM * 22 + 4]; } ddp__tensor_text;
 
@@ -573,7 +573,8 @@ static const char *ddp__tensor_shape(int ndim, const int64_t *shape, ddp__tensor
     size_t used = 1;
     strcpy(out->text, "(");
     for (int i = 0; i < ndim; i++)
-        used += (size_t)snprintf(out->text + used, sizeof out->text - used, "%s%lld", i ? ", " : "", (long long)shape[i]);
+        used += (size_t)snprintf(out->text + used, sizeof out->text - used, "%s%lld", i ? ", " : "",
+                                 (long long)shape[i]);
     strcpy(out->text + used, ")");
     return out->text;
 }
@@ -586,48 +587,61 @@ static int ddp__tensor_equal(int ndim, const int64_t *a, const int64_t *b) {
 /* Bytes of a tensor; -1 when they do not fit in memory, or there is no such tensor. */
 static int64_t ddp__tensor_room(const ddp_tensor *t) {
     int64_t bytes = ddp_tensor_count(t);
-    if (bytes < 0 || __builtin_mul_overflow(bytes, (int64_t)ddp_dtype_size(t->dtype), &bytes) || bytes > PTRDIFF_MAX / 2) return -1;
+    if (bytes < 0 || __builtin_mul_overflow(bytes, (int64_t)ddp_dtype_size(t->dtype), &bytes) ||
+        bytes > PTRDIFF_MAX / 2) return -1;
     return bytes;
 }
 
 /* name: what the tensor is called in the public function `who`. */
-static ddp_result ddp__tensor_check(const char *who, const ddp_group *group, const char *name, const ddp_tensor *t, int with_data) {
+static ddp_result ddp__tensor_check(const char *who, const ddp_group *group, const char *name,
+                                    const ddp_tensor *t, int with_data) {
     ddp__tensor_text text;
     if (!t) return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s is NULL", name);
     if (!ddp_dtype_size(t->dtype))
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: dtype=%d is not a ddp_dtype of elements", name, (int)t->dtype);
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: dtype=%d is not a ddp_dtype of elements", name,
+                           (int)t->dtype);
     if (t->ndim < 0 || t->ndim > DDP_MAX_NDIM)
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: ndim=%d; use 0 to %d", name, t->ndim, DDP_MAX_NDIM);
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: ndim=%d; use 0 to %d", name, t->ndim,
+                           DDP_MAX_NDIM);
     for (int i = 0; i < t->ndim; i++)
         if (t->shape[i] < 0)
-            return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: shape[%d]=%lld is negative", name, i, (long long)t->shape[i]);
+            return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: shape[%d]=%lld is negative", name, i,
+                               (long long)t->shape[i]);
     if (ddp__tensor_room(t) < 0)
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: %s of %s does not fit in memory", name, ddp__tensor_shape(t->ndim, t->shape, &text),
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: %s of %s does not fit in memory", name,
+                           ddp__tensor_shape(t->ndim, t->shape, &text),
                                 ddp_dtype_name(t->dtype));
-    if (with_data && !t->data && ddp__tensor_room(t)) return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: data is NULL", name);
+    if (with_data && !t->data && ddp__tensor_room(t))
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: data is NULL", name);
     return DDP_OK;
 }
 
 /* Two tensors of the same dtype and dimensions, which is what `in` has. */
-static ddp_result ddp__tensor_alike(const char *who, const ddp_group *group, const ddp_tensor *in, const ddp_tensor *out) {
+static ddp_result ddp__tensor_alike(const char *who, const ddp_group *group, const ddp_tensor *in,
+                                    const ddp_tensor *out) {
     ddp__tensor_text a, b;
     if (in->dtype != out->dtype)
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s, but out is %s", ddp_dtype_name(in->dtype), ddp_dtype_name(out->dtype));
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s, but out is %s", ddp_dtype_name(in->dtype),
+                           ddp_dtype_name(out->dtype));
     if (in->ndim != out->ndim)
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s, but out is %s: not as many dimensions",
-                                ddp__tensor_shape(in->ndim, in->shape, &a), ddp__tensor_shape(out->ndim, out->shape, &b));
+                                ddp__tensor_shape(in->ndim, in->shape, &a),
+                                ddp__tensor_shape(out->ndim, out->shape, &b));
     return DDP_OK;
 }
 
 static int ddp__tensor_overlap(const ddp_tensor *a, const ddp_tensor *b) {
-    uintptr_t x = (uintptr_t)a->data, y = (uintptr_t)b->data, x_size = (uintptr_t)ddp__tensor_room(a), y_size = (uintptr_t)ddp__tensor_room(b);
+    uintptr_t x = (uintptr_t)a->data, y = (uintptr_t)b->data, x_size = (uintptr_t)ddp__tensor_room(a),
+        y_size = (uintptr_t)ddp__tensor_room(b);
     return x_size && y_size && x < y + y_size && y < x + x_size;
 }
 
-static const ddp_device *ddp__tensor_device(const ddp_group *group) { return group ? ddp_group_device(group) : ddp_device_cpu(); }
+static const ddp_device *ddp__tensor_device(const ddp_group *group) {
+    return group ? ddp_group_device(group) : ddp_device_cpu();
+}
 
-static ddp_result ddp__tensor_make(const char *who, ddp_group *group, const char *name, ddp_tensor *out, ddp_dtype dtype, int ndim,
-                                   const int64_t *shape) {
+static ddp_result ddp__tensor_make(const char *who, ddp_group *group, const char *name, ddp_tensor *out,
+                                   ddp_dtype dtype, int ndim, const int64_t *shape) {
     ddp_tensor t = DDP_ZERO;
     t.dtype = dtype;
     t.ndim = ndim;
@@ -644,20 +658,23 @@ static ddp_result ddp__tensor_make(const char *who, ddp_group *group, const char
 
 /* Where a call writes: out's memory, whose dtype and shape must fit, or new memory. dtype: what out->dtype 0 stands for, and with `casts` 0 what it
    must be. ddp__tensor_put ends what begins here. */
-static ddp_result ddp__tensor_take(const char *who, ddp_group *group, const ddp_tensor *out, ddp_dtype dtype, int casts, int ndim,
-                                   const int64_t *shape, ddp_tensor *taken) {
+static ddp_result ddp__tensor_take(const char *who, ddp_group *group, const ddp_tensor *out, ddp_dtype dtype,
+                                   int casts, int ndim, const int64_t *shape, ddp_tensor *taken) {
     ddp__tensor_text a, b;
     if (!out) return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is NULL");
     if (out->dtype && out->dtype != dtype && !casts)
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is %s, but what goes there is %s", ddp_dtype_name(out->dtype),
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is %s, but what goes there is %s",
+                           ddp_dtype_name(out->dtype),
                                 ddp_dtype_name(dtype));
-    if (!out->data) return ddp__tensor_make(who, group, "out", taken, out->dtype ? out->dtype : dtype, ndim, shape);
+    if (!out->data)
+        return ddp__tensor_make(who, group, "out", taken, out->dtype ? out->dtype : dtype, ndim, shape);
     *taken = *out;
     if (!taken->dtype) taken->dtype = dtype;
     DDP_TRY(ddp__tensor_check(who, group, "out", taken, 1));
     if (taken->ndim != ndim || !ddp__tensor_equal(ndim, taken->shape, shape))
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is %s, but what goes there is %s",
-                                ddp__tensor_shape(taken->ndim, taken->shape, &a), ddp__tensor_shape(ndim, shape, &b));
+                                ddp__tensor_shape(taken->ndim, taken->shape, &a),
+                                ddp__tensor_shape(ndim, shape, &b));
     return ddp_device_begin(group);
 }
 
@@ -669,12 +686,16 @@ static ddp_result ddp__tensor_put(ddp_group *group, ddp_tensor *out, ddp_tensor 
 }
 
 /* The bytes of one element of that value. */
-static ddp_result ddp__tensor_value(const char *who, const ddp_group *group, ddp_dtype dtype, double value, unsigned char bits[8]) {
-    static const struct { double low, below; } range[] = {{-128, 128}, {0, 256}, {-2147483648.0, 2147483648.0},
+static ddp_result ddp__tensor_value(const char *who, const ddp_group *group, ddp_dtype dtype, double value,
+                                    unsigned char bits[8]) {
+    static const struct { double low, below; } range[] = {{-128, 128}, {0, 256}, {-2147483648.0,
+                                                                                  2147483648.0},
         {-9223372036854775808.0, 9223372036854775808.0}, {0, 18446744073709551616.0}}; /* from DDP_I8 */
     int8_t i8; uint8_t u8; int32_t i32; int64_t i64; uint64_t u64;
-    if (dtype >= DDP_I8 && !(value >= range[dtype - DDP_I8].low && value < range[dtype - DDP_I8].below && trunc(value) == value))
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "value=%.17g is none that %s has", value, ddp_dtype_name(dtype));
+    if (dtype >= DDP_I8 && !(value >= range[dtype - DDP_I8].low && value < range[dtype - DDP_I8].below &&
+                             trunc(value) == value))
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "value=%.17g is none that %s has", value,
+                           ddp_dtype_name(dtype));
     switch (dtype) {
     case DDP_I8: i8 = (int8_t)value; memcpy(bits, &i8, 1); break;
     case DDP_U8: u8 = (uint8_t)value; memcpy(bits, &u8, 1); break;
@@ -703,7 +724,8 @@ static void ddp__tensor_fill(ddp_group *group, const ddp_tensor *t, const unsign
     }
 }
 
-DDPDEF ddp_result ddp_tensor_create(ddp_group *group, ddp_tensor *out, ddp_dtype dtype, int ndim, const int64_t *shape) {
+DDPDEF ddp_result ddp_tensor_create(ddp_group *group, ddp_tensor *out, ddp_dtype dtype, int ndim,
+                                    const int64_t *shape) {
     if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
     return ddp__tensor_make(__func__, group, "out", out, dtype, ndim, shape);
 }
@@ -722,7 +744,8 @@ DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t 
     int open = -1;
     if (!out) return DDP__TENSOR_BAD(NULL, "out is NULL");
     DDP_TRY(ddp__tensor_check(__func__, NULL, "in", in, 0));
-    if (ndim < 0 || ndim > DDP_MAX_NDIM) return DDP__TENSOR_BAD(NULL, "ndim=%d; use 0 to %d", ndim, DDP_MAX_NDIM);
+    if (ndim < 0 || ndim > DDP_MAX_NDIM)
+        return DDP__TENSOR_BAD(NULL, "ndim=%d; use 0 to %d", ndim, DDP_MAX_NDIM);
     if (ndim && !shape) return DDP__TENSOR_BAD(NULL, "shape is NULL");
     t.data = in->data;
     t.dtype = in->dtype;
@@ -738,13 +761,15 @@ DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t 
     known = ddp_tensor_count(&t);
     if (open >= 0 && known > 0 && count % known == 0) t.shape[open] = count / known;
     if (known < 0 || ddp_tensor_count(&t) != count || (open >= 0 && known == 0))
-        return DDP__TENSOR_BAD(NULL, "in is %s, whose %lld elements do not make %s", ddp__tensor_shape(in->ndim, in->shape, &a), (long long)count,
+        return DDP__TENSOR_BAD(NULL, "in is %s, whose %lld elements do not make %s",
+                               ddp__tensor_shape(in->ndim, in->shape, &a), (long long)count,
                                ddp__tensor_shape(ndim, shape, &b));
     *out = t;
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin, int64_t end, ddp_tensor *out) {
+DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin, int64_t end,
+                                   ddp_tensor *out) {
     ddp__tensor_text text;
     size_t step;
     ddp_tensor t;
@@ -753,10 +778,12 @@ DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin,
     ddp__tensor_shape(in->ndim, in->shape, &text);
     if (dim < 0 || dim >= in->ndim) return DDP__TENSOR_BAD(NULL, "dim=%d, but in is %s", dim, text.text);
     if (begin < 0 || end < begin || end > in->shape[dim])
-        return DDP__TENSOR_BAD(NULL, "entries [%lld, %lld) of dimension %d, but in is %s", (long long)begin, (long long)end, dim, text.text);
+        return DDP__TENSOR_BAD(NULL, "entries [%lld, %lld) of dimension %d, but in is %s", (long long)begin,
+                               (long long)end, dim, text.text);
     for (int i = 0; i < dim; i++)
         if (in->shape[i] != 1)
-            return DDP__TENSOR_BAD(NULL, "in is %s: entries of dimension %d do not lie together, as shape[%d] is not 1; use ddp_tensor_copy_box",
+            return DDP__TENSOR_BAD(NULL,
+                                   "in is %s: entries of dimension %d do not lie together, as shape[%d] is not 1; use ddp_tensor_copy_box",
                                    text.text, dim, i);
     t = *in;
     step = ddp_dtype_size(in->dtype);
@@ -781,18 +808,22 @@ DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_te
     ddp_tensor t;
     DDP_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
     if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
-    if (out->dtype && out->dtype != in->dtype && (in->dtype >= DDP_I8 || (out->dtype >= DDP_I8 && out->dtype <= DDP_U64)))
-        return DDP__TENSOR_BAD(group, "in is %s and out %s; only floats become floats of another dtype", ddp_dtype_name(in->dtype),
-                               ddp_dtype_name(out->dtype));
+    if (out->dtype && out->dtype != in->dtype && (in->dtype >= DDP_I8 ||
+                                                  (out->dtype >= DDP_I8 && out->dtype <= DDP_U64)))
+        return DDP__TENSOR_BAD(group, "in is %s and out %s; only floats become floats of another dtype",
+                               ddp_dtype_name(in->dtype), ddp_dtype_name(out->dtype));
     DDP_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 1, in->ndim, in->shape, &t));
-    if (ddp__tensor_overlap(in, &t) && (in->data != t.data || ddp_dtype_size(in->dtype) != ddp_dtype_size(t.dtype)))
+    if (ddp__tensor_overlap(in, &t) && (in->data != t.data ||
+                                        ddp_dtype_size(in->dtype) != ddp_dtype_size(t.dtype)))
         return DDP__TENSOR_BAD(group, "in and out overlap");
-    if (in->dtype != t.dtype) device->cast(t.data, t.dtype, in->data, in->dtype, (size_t)ddp_tensor_count(in));
-    else if (t.data != in->data && ddp__tensor_room(in)) device->copy(t.data, in->data, (size_t)ddp__tensor_room(in));
+    if (in->dtype != t.dtype)
+        device->cast(t.data, t.dtype, in->data, in->dtype, (size_t)ddp_tensor_count(in));
+    else if (t.data != in->data && ddp__tensor_room(in))
+        device->copy(t.data, in->data, (size_t)ddp__tensor_room(in));
     return ddp__tensor_put(group, out, &t, DDP_OK);
 }
 
-//== boxes ======================================================================================= >>impl-tensor-boxes
+//== boxes =============================================================================== >>impl-tensor-boxes
 
 /* Which bytes go where: for every index below the extents, `run` bytes at in + the sum of index * in_step go to
    out + the sum of index * out_step. Steps are bytes. */
@@ -825,19 +856,24 @@ static void ddp__tensor_walk_simplify(ddp__tensor_walk *w) {
         }
     for (int i = 0; i < w->ndim; i++)
         for (int j = 0; j < w->ndim; j++)
-            if (i != j && w->dim[i].in_step == w->dim[j].in_step * w->dim[j].extent && w->dim[i].out_step == w->dim[j].out_step * w->dim[j].extent) {
+            if (i != j && w->dim[i].in_step == w->dim[j].in_step * w->dim[j].extent &&
+                w->dim[i].out_step == w->dim[j].out_step * w->dim[j].extent) {
                 w->dim[j].extent *= w->dim[i].extent;
                 ddp__tensor_walk_drop(w, i);
                 i = j = 0;
             }
-    for (int i = 0; i + 1 < w->ndim; i++) if (w->dim[i].out_step < w->dim[w->ndim - 1].out_step) ddp__tensor_walk_swap(w, i, w->ndim - 1);
-    for (int i = 0; i + 2 < w->ndim; i++) if (w->dim[i].in_step < w->dim[w->ndim - 2].in_step) ddp__tensor_walk_swap(w, i, w->ndim - 2);
+    for (int i = 0; i + 1 < w->ndim; i++)
+        if (w->dim[i].out_step < w->dim[w->ndim - 1].out_step) ddp__tensor_walk_swap(w, i, w->ndim - 1);
+    for (int i = 0; i + 2 < w->ndim; i++)
+        if (w->dim[i].in_step < w->dim[w->ndim - 2].in_step) ddp__tensor_walk_swap(w, i, w->ndim - 2);
 }
 
 /* The last two dimensions, tile by tile where runs are short: one of the two sides jumps from line to line. */
-static inline __attribute__((always_inline)) void ddp__tensor_tiles(const ddp__tensor_walk *w, const char *in, char *out, size_t size, int64_t tile) {
+static inline __attribute__((always_inline)) void ddp__tensor_tiles(const ddp__tensor_walk *w, const char *in,
+                                                                    char *out, size_t size, int64_t tile) {
     static const ddp__tensor_dim none = {1, 0, 0};
-    const ddp__tensor_dim a = w->ndim > 1 ? w->dim[w->ndim - 2] : none; /* copies: the stores below could alias *w */
+    /* copies: the stores below could alias *w */
+    const ddp__tensor_dim a = w->ndim > 1 ? w->dim[w->ndim - 2] : none;
     const ddp__tensor_dim b = w->ndim > 0 ? w->dim[w->ndim - 1] : none;
     for (int64_t i0 = 0; i0 < a.extent; i0 += tile)
         for (int64_t j0 = 0; j0 < b.extent; j0 += tile) {
@@ -846,7 +882,8 @@ static inline __attribute__((always_inline)) void ddp__tensor_tiles(const ddp__t
             for (int64_t i = i0; i < i_end; i++) {
                 const char *from = in + i * a.in_step + j0 * b.in_step;
                 char *to = out + i * a.out_step + j0 * b.out_step;
-                for (int64_t j = 0; j < wide; j++, from += b.in_step, to += b.out_step) memcpy(to, from, size);
+                for (int64_t j = 0; j < wide; j++, from += b.in_step, to += b.out_step)
+                    memcpy(to, from, size);
             }
         }
 }
@@ -861,7 +898,8 @@ static void ddp__tensor_plane(const ddp__tensor_walk *w, const char *in, char *o
 }
 
 /* by_plane: in host memory; otherwise the device copies run by run. */
-static void ddp__tensor_walk_all(const ddp__tensor_walk *w, const ddp_device *device, int by_plane, const char *in, char *out) {
+static void ddp__tensor_walk_all(const ddp__tensor_walk *w, const ddp_device *device, int by_plane,
+                                 const char *in, char *out) {
     int64_t index[DDP_MAX_NDIM] = {0};
     int outer = by_plane ? (w->ndim > 2 ? w->ndim - 2 : 0) : w->ndim;
     for (int d = 0; d >= 0;) {
@@ -905,8 +943,9 @@ static ddp_result ddp__tensor_walk_run(ddp_group *group, ddp__tensor_walk *w, co
 }
 
 /* The box of `extent` at in_offset of one goes to out_offset of the other; offsets NULL = 0. size: bytes of an element. */
-static ddp_result ddp__tensor_box(ddp_group *group, size_t size, int ndim, const int64_t *extent, const void *in, const int64_t *in_shape,
-                                  const int64_t *in_offset, void *out, const int64_t *out_shape, const int64_t *out_offset) {
+static ddp_result ddp__tensor_box(ddp_group *group, size_t size, int ndim, const int64_t *extent,
+                                  const void *in, const int64_t *in_shape, const int64_t *in_offset,
+                                  void *out, const int64_t *out_shape, const int64_t *out_offset) {
     ddp__tensor_walk w = DDP_ZERO;
     int64_t in_step = (int64_t)size, out_step = (int64_t)size;
     const char *from = (const char *)in;
@@ -926,21 +965,23 @@ static ddp_result ddp__tensor_box(ddp_group *group, size_t size, int ndim, const
     return ddp__tensor_walk_run(group, &w, from, to);
 }
 
-static ddp_result ddp__tensor_inside(const char *who, const ddp_group *group, const char *name, const ddp_tensor *t, const int64_t *offset,
-                                     const int64_t *extent) {
+static ddp_result ddp__tensor_inside(const char *who, const ddp_group *group, const char *name,
+                                     const ddp_tensor *t, const int64_t *offset, const int64_t *extent) {
     static const int64_t zero[DDP_MAX_NDIM] = {0};
     ddp__tensor_text a, b, c;
     if (!offset) offset = zero;
     for (int i = 0; i < t->ndim; i++)
         if (extent[i] < 0 || offset[i] < 0 || offset[i] > t->shape[i] || extent[i] > t->shape[i] - offset[i])
-            return ddp_fail_in(DDP_ERR_INVALID, who, group, "the box of %s at %s is not inside of %s, which is %s",
-                                    ddp__tensor_shape(t->ndim, extent, &a), ddp__tensor_shape(t->ndim, offset, &b), name,
+            return ddp_fail_in(DDP_ERR_INVALID, who, group,
+                               "the box of %s at %s is not inside of %s, which is %s",
+                                    ddp__tensor_shape(t->ndim, extent, &a),
+                                    ddp__tensor_shape(t->ndim, offset, &b), name,
                                     ddp__tensor_shape(t->ndim, t->shape, &c));
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, const int64_t *in_offset, ddp_tensor *out, const int64_t *out_offset,
-                                      const int64_t *extent) {
+DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, const int64_t *in_offset,
+                                      ddp_tensor *out, const int64_t *out_offset, const int64_t *extent) {
     DDP_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
     DDP_TRY(ddp__tensor_check(__func__, group, "out", out, 1));
     DDP_TRY(ddp__tensor_alike(__func__, group, in, out));
@@ -949,12 +990,14 @@ DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, co
     DDP_TRY(ddp__tensor_inside(__func__, group, "out", out, out_offset, extent));
     if (ddp__tensor_overlap(in, out)) return DDP__TENSOR_BAD(group, "in and out overlap");
     DDP_TRY(ddp_device_begin(group));
-    DDP_TRY(ddp__tensor_box(group, ddp_dtype_size(in->dtype), in->ndim, extent, in->data, in->shape, in_offset, out->data, out->shape,
+    DDP_TRY(ddp__tensor_box(group, ddp_dtype_size(in->dtype), in->ndim, extent, in->data, in->shape,
+                            in_offset, out->data, out->shape,
                                     out_offset));
     return ddp_device_check(group);
 }
 
-DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, const int *order, ddp_tensor *out) {
+DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, const int *order,
+                                       ddp_tensor *out) {
     ddp__tensor_walk w = DDP_ZERO;
     ddp_tensor t;
     int64_t shape[DDP_MAX_NDIM], in_step[DDP_MAX_NDIM], step;
@@ -963,13 +1006,15 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
     if (in->ndim && !order) return DDP__TENSOR_BAD(group, "order is NULL");
     for (int i = 0; i < in->ndim; i++) {
         if (order[i] < 0 || order[i] >= in->ndim || seen >> order[i] & 1)
-            return DDP__TENSOR_BAD(group, "order[%d]=%d; each dimension from 0 to %d comes once", i, order[i], in->ndim - 1);
+            return DDP__TENSOR_BAD(group, "order[%d]=%d; each dimension from 0 to %d comes once", i, order[i],
+                                   in->ndim - 1);
         seen |= 1u << order[i];
         shape[i] = in->shape[order[i]];
     }
     DDP_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, in->ndim, shape, &t));
     if (ddp__tensor_overlap(in, &t)) return DDP__TENSOR_BAD(group, "in and out overlap");
-    if (ddp__tensor_room(in) == 0) return ddp__tensor_put(group, out, &t, DDP_OK); /* whose steps need not fit in 63 bits */
+    /* whose steps need not fit in 63 bits */
+    if (ddp__tensor_room(in) == 0) return ddp__tensor_put(group, out, &t, DDP_OK);
     w.ndim = in->ndim;
     w.run = ddp_dtype_size(in->dtype);
     step = (int64_t)w.run;
@@ -987,7 +1032,7 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
     return ddp__tensor_put(group, out, &t, ddp__tensor_walk_run(group, &w, in->data, t.data));
 }
 
-//== tensors as text ============================================================================= >>impl-tensor-text
+//== tensors as text ====================================================================== >>impl-tensor-text
 
 /* Appends to a page whose size is known to be enough. */
 static void ddp__tensor_say(char page[2048], const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -1015,7 +1060,8 @@ static void ddp__tensor_say_value(char page[2048], ddp_dtype dtype, const unsign
     }
 }
 
-DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, ddp_placement placement, char *text, size_t *size_bytes) {
+DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, ddp_placement placement,
+                                   char *text, size_t *size_bytes) {
     unsigned char bits[64];
     char page[2048] = "";
     ddp__tensor_text shape;
@@ -1028,8 +1074,10 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     int n = tensor->ndim;
     int64_t rows = n > 1 ? tensor->shape[n - 2] : 1, columns = n > 0 ? tensor->shape[n - 1] : 1;
     int high = rows < 4 ? (int)rows : 4, wide = columns < 8 ? (int)columns : 8;
-    if (group && ddp_world_size(group) > 1) ddp__tensor_say(page, "rank %d/%d ", ddp_rank(group), ddp_world_size(group));
-    ddp__tensor_say(page, "%s %s %s\n", ddp_dtype_name(tensor->dtype), ddp__tensor_shape(n, tensor->shape, &shape), ddp_placement_name(placement));
+    if (group && ddp_world_size(group) > 1)
+        ddp__tensor_say(page, "rank %d/%d ", ddp_rank(group), ddp_world_size(group));
+    ddp__tensor_say(page, "%s %s %s\n", ddp_dtype_name(tensor->dtype),
+                    ddp__tensor_shape(n, tensor->shape, &shape), ddp_placement_name(placement));
     if (ddp__tensor_room(tensor) == 0) {
         ddp__tensor_say(page, "  no elements\n");
         high = 0;
@@ -1040,7 +1088,8 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     }
     DDP_TRY(ddp_device_begin(group));
     for (int row = 0; row < high; row++) {
-        ddp__tensor_device(group)->copy(bits, (const char *)tensor->data + (size_t)row * (size_t)columns * size, (size_t)wide * size);
+        ddp__tensor_device(group)->copy(bits, (const char *)tensor->data + (size_t)row * (size_t)columns
+                                        * size, (size_t)wide * size);
         for (int i = 0; i < wide; i++) ddp__tensor_say_value(page, tensor->dtype, bits + (size_t)i * size);
         ddp__tensor_say(page, columns > wide ? " ...\n" : "\n");
     }
@@ -1048,7 +1097,8 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     DDP_TRY(ddp_device_check(group));
     need = strlen(page) + 1;
     if (text && *size_bytes < need) {
-        ddp_fail_in(DDP_ERR_INVALID, __func__, group, "text has room for %llu bytes, and it takes %llu", (unsigned long long)*size_bytes,
+        ddp_fail_in(DDP_ERR_INVALID, __func__, group, "text has room for %llu bytes, and it takes %llu",
+                    (unsigned long long)*size_bytes,
                          (unsigned long long)need);
         *size_bytes = need;
         return DDP_ERR_INVALID;
@@ -1058,7 +1108,7 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     return DDP_OK;
 }
 
-//== who has which part ========================================================================== >>impl-tensor-layout
+//== who has which part ================================================================= >>impl-tensor-layout
 
 static int ddp__tensor_cut_dim(ddp_placement placement) { return placement > 0 ? placement - 1 : -1; }
 
@@ -1085,10 +1135,12 @@ static void ddp__tensor_box_whole(ddp_tensor_box *box, int ndim, const int64_t *
     for (int i = 0; i < ndim; i++) box->shape[i] = box->global_shape[i] = shape[i];
 }
 
-static ddp_result ddp__tensor_placement_check(const char *who, const ddp_group *group, ddp_placement placement, int ndim, const int64_t *shape) {
+static ddp_result ddp__tensor_placement_check(const char *who, const ddp_group *group,
+                                              ddp_placement placement, int ndim, const int64_t *shape) {
     ddp__tensor_text text;
     if (placement >= DDP_PARTIAL && placement <= ndim) return DDP_OK;
-    return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s of a tensor that is %s", ddp_placement_name(placement),
+    return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s of a tensor that is %s",
+                       ddp_placement_name(placement),
                             ddp__tensor_shape(ndim, shape, &text));
 }
 
@@ -1098,16 +1150,20 @@ DDPDEF const char *ddp_placement_name(ddp_placement placement) {
     char *text = texts[next++ % 4];
     if (placement == DDP_REPLICATE) return "REPLICATE";
     if (placement == DDP_PARTIAL) return "PARTIAL";
-    snprintf(text, sizeof texts[0], placement > 0 ? "SHARD(%d)" : "no placement (%d)", placement > 0 ? (int)placement - 1 : (int)placement);
+    snprintf(text, sizeof texts[0], placement > 0 ? "SHARD(%d)" : "no placement (%d)", placement > 0
+             ? (int)placement - 1 : (int)placement);
     return text;
 }
 
-DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, const int64_t *global_shape, int rank, int world_size, ddp_tensor_box *box) {
+DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, const int64_t *global_shape,
+                                          int rank, int world_size, ddp_tensor_box *box) {
     ddp_tensor whole = DDP_ZERO;
     if (!box) return DDP__TENSOR_BAD(NULL, "box is NULL");
-    if (ndim < 0 || ndim > DDP_MAX_NDIM) return DDP__TENSOR_BAD(NULL, "ndim=%d; use 0 to %d", ndim, DDP_MAX_NDIM);
+    if (ndim < 0 || ndim > DDP_MAX_NDIM)
+        return DDP__TENSOR_BAD(NULL, "ndim=%d; use 0 to %d", ndim, DDP_MAX_NDIM);
     if (ndim && !global_shape) return DDP__TENSOR_BAD(NULL, "global_shape is NULL");
-    if (world_size < 1 || rank < 0 || rank >= world_size) return DDP__TENSOR_BAD(NULL, "rank=%d of world_size=%d", rank, world_size);
+    if (world_size < 1 || rank < 0 || rank >= world_size)
+        return DDP__TENSOR_BAD(NULL, "rank=%d of world_size=%d", rank, world_size);
     whole.dtype = DDP_U8;
     whole.ndim = ndim;
     for (int i = 0; i < ndim; i++) whole.shape[i] = global_shape[i];
@@ -1118,18 +1174,23 @@ DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, con
     return DDP_OK;
 }
 
-static ddp_group *ddp__tensor_layout_group(const ddp_tensor_layout *layout) { return layout->axis_count > 0 ? layout->axes[0] : NULL; }
+static ddp_group *ddp__tensor_layout_group(const ddp_tensor_layout *layout) {
+    return layout->axis_count > 0 ? layout->axes[0] : NULL;
+}
 
-static ddp_result ddp__tensor_layout_check(const char *who, const char *name, const ddp_tensor_layout *layout) {
+static ddp_result ddp__tensor_layout_check(const char *who, const char *name,
+                                           const ddp_tensor_layout *layout) {
     ddp_tensor whole = DDP_ZERO;
     if (!layout) return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "%s is NULL", name);
     if (layout->axis_count < 0 || layout->axis_count > DDP_MAX_NDIM)
-        return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "%s: axis_count=%d; use 0 to %d", name, layout->axis_count, DDP_MAX_NDIM);
+        return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "%s: axis_count=%d; use 0 to %d", name,
+                           layout->axis_count, DDP_MAX_NDIM);
     for (int i = 0; i < layout->axis_count; i++) {
         if (!layout->axes[i]) return ddp_fail_in(DDP_ERR_INVALID, who, NULL, "%s: axes[%d] is NULL", name, i);
         for (int j = 0; j < i; j++)
             if (layout->axes[i] == layout->axes[j])
-                return ddp_fail_in(DDP_ERR_INVALID, who, layout->axes[0], "%s: axes[%d] and axes[%d] are both %s", name, j, i,
+                return ddp_fail_in(DDP_ERR_INVALID, who, layout->axes[0],
+                                   "%s: axes[%d] and axes[%d] are both %s", name, j, i,
                                         ddp_group_name(layout->axes[i]));
     }
     whole.dtype = DDP_U8;
@@ -1137,15 +1198,19 @@ static ddp_result ddp__tensor_layout_check(const char *who, const char *name, co
     memcpy(whole.shape, layout->shape, sizeof whole.shape);
     DDP_TRY(ddp__tensor_check(who, ddp__tensor_layout_group(layout), name, &whole, 0));
     for (int i = 0; i < layout->axis_count; i++)
-        DDP_TRY(ddp__tensor_placement_check(who, layout->axes[0], layout->placement[i], layout->ndim, layout->shape));
+        DDP_TRY(ddp__tensor_placement_check(who, layout->axes[0], layout->placement[i], layout->ndim,
+                                            layout->shape));
     return DDP_OK;
 }
 
 /* The box of this rank with these placements in place of the layout's; without the cut of axis `but`. */
-static void ddp__tensor_layout_cut(const ddp_tensor_layout *layout, const ddp_placement *placement, int but, ddp_tensor_box *box) {
+static void ddp__tensor_layout_cut(const ddp_tensor_layout *layout, const ddp_placement *placement, int but,
+                                   ddp_tensor_box *box) {
     ddp__tensor_box_whole(box, layout->ndim, layout->shape);
     for (int i = 0; i < layout->axis_count; i++)
-        if (i != but) ddp__tensor_box_cut(box, placement[i], ddp_rank(layout->axes[i]), ddp_world_size(layout->axes[i]));
+        if (i != but)
+            ddp__tensor_box_cut(box, placement[i], ddp_rank(layout->axes[i]),
+                                ddp_world_size(layout->axes[i]));
 }
 
 DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_tensor_box *box) {
@@ -1155,7 +1220,7 @@ DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_ten
     return DDP_OK;
 }
 
-//== from one placement to another =============================================================== >>impl-tensor-plan
+//== from one placement to another ======================================================== >>impl-tensor-plan
 
 /* One step: the collective, and the blocks that it needs. Parts travel as blocks, in rank order. A tensor that is cut
    along dimension d is stored as such a row of blocks if all dimensions before d are 1:
@@ -1173,7 +1238,8 @@ typedef struct ddp__tensor_move {
     size_t size;                     /* of an element */
     int64_t global[DDP_MAX_NDIM], in_shape[DDP_MAX_NDIM], out_shape[DDP_MAX_NDIM];
     ddp_call_kind call;
-    int64_t padded;                  /* reduce-scatter: entries of each block along the cut, padded with zeros */
+    /* reduce-scatter: entries of each block along the cut, padded with zeros */
+    int64_t padded;
     size_t pack_bytes, unpack_bytes; /* memory for blocks; 0 = `in`, or `out`, is a row of blocks */
     ddp_tensor_plan plan;
 } ddp__tensor_move;
@@ -1184,7 +1250,9 @@ static int64_t ddp__tensor_product(int ndim, const int64_t *shape) {
     return count;
 }
 
-static int ddp__tensor_in_blocks(const int64_t *shape, int dim) { return ddp__tensor_product(dim, shape) == 1; }
+static int ddp__tensor_in_blocks(const int64_t *shape, int dim) {
+    return ddp__tensor_product(dim, shape) == 1;
+}
 
 /* Elements of rank's block of a tensor cut along dim. */
 static int64_t ddp__tensor_block(int ndim, const int64_t *shape, int dim, int rank, int world) {
@@ -1195,14 +1263,19 @@ static int64_t ddp__tensor_block(int ndim, const int64_t *shape, int dim, int ra
 
 /* Copies a tensor to the row of its blocks, or back. All blocks have the same length, except the last one that is not
    empty: so padded blocks begin at the same places. */
-static ddp_result ddp__tensor_blocks(const ddp__tensor_move *m, int packs, const int64_t *shape, int dim, void *tensor, void *blocks) {
+static ddp_result ddp__tensor_blocks(const ddp__tensor_move *m, int packs, const int64_t *shape, int dim,
+                                     void *tensor, void *blocks) {
     int64_t offset[DDP_MAX_NDIM] = {0}, extent[DDP_MAX_NDIM];
     char *block = (char *)blocks;
     memcpy(extent, shape, (size_t)m->ndim * sizeof *extent);
     for (int r = 0; r < m->world; r++) {
         extent[dim] = ddp__tensor_cut(shape[dim], r, m->world, &offset[dim]);
-        if (packs) DDP_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, tensor, shape, offset, block, extent, NULL));
-        else DDP_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, block, extent, NULL, tensor, shape, offset));
+        if (packs)
+            DDP_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, tensor, shape, offset, block, extent,
+                                    NULL));
+        else
+            DDP_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, block, extent, NULL, tensor, shape,
+                                    offset));
         block += (size_t)ddp__tensor_product(m->ndim, extent) * m->size;
     }
     return DDP_OK;
@@ -1217,31 +1290,38 @@ static ddp_tensor_box ddp__tensor_part(const ddp__tensor_move *m, ddp_placement 
 }
 
 /* An error with both shapes, unless `shape` is the part that the placement gives this rank. */
-static ddp_result ddp__tensor_move_fits(const ddp__tensor_move *m, const char *name, const int64_t *shape, ddp_placement placement) {
+static ddp_result ddp__tensor_move_fits(const ddp__tensor_move *m, const char *name, const int64_t *shape,
+                                        ddp_placement placement) {
     ddp__tensor_text a, b, c;
     const ddp_tensor_box box = ddp__tensor_part(m, placement);
     if (ddp__tensor_equal(m->ndim, box.shape, shape)) return DDP_OK;
-    return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group, "%s is %s, but %s of %s on rank %d of %d is %s", name,
-                            ddp__tensor_shape(m->ndim, shape, &a), ddp_placement_name(placement), ddp__tensor_shape(m->ndim, m->global, &b), m->rank,
-                            m->world, ddp__tensor_shape(m->ndim, box.shape, &c));
+    return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group, "%s is %s, but %s of %s on rank %d of %d is %s",
+                       name,
+                            ddp__tensor_shape(m->ndim, shape, &a), ddp_placement_name(placement),
+                            ddp__tensor_shape(m->ndim, m->global, &b), m->rank, m->world,
+                            ddp__tensor_shape(m->ndim, box.shape, &c));
 }
 
 /* The cheapest collective between two different placements over several ranks. Bytes are those of a ring: of a gathered
    tensor, everything except the next rank's part; of a reduced one, everything except this rank's part. */
 static ddp_result ddp__tensor_move_choose(ddp__tensor_move *m) {
     int a = ddp__tensor_cut_dim(m->from), b = ddp__tensor_cut_dim(m->to), next = (m->rank + 1) % m->world;
-    int64_t total = ddp__tensor_product(m->ndim, m->global), mine = ddp__tensor_product(m->ndim, m->in_shape), sent, blocks;
+    int64_t total = ddp__tensor_product(m->ndim, m->global), mine = ddp__tensor_product(m->ndim, m->in_shape),
+        sent, blocks;
     int even = a < 0 || m->global[a] % m->world == 0;
     m->sends = 1;
     if (m->from == DDP_PARTIAL && b < 0) {
         m->call = DDP_CALL_ALL_REDUCE;
-        sent = 2 * total - ddp__tensor_block(1, &total, 0, m->rank, m->world) - ddp__tensor_block(1, &total, 0, next, m->world);
+        sent = 2 * total - ddp__tensor_block(1, &total, 0, m->rank, m->world)
+            - ddp__tensor_block(1, &total, 0, next, m->world);
     } else if (m->from == DDP_PARTIAL) {
         m->call = DDP_CALL_REDUCE_SCATTER;
         m->padded = m->global[b] / m->world + (m->global[b] % m->world != 0);
-        if (__builtin_mul_overflow(total / m->global[b], m->padded, &sent) || __builtin_mul_overflow(sent, m->world, &blocks) ||
-            __builtin_mul_overflow(blocks, (int64_t)m->size, &blocks))
-            return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group, "%d blocks of %lld elements do not fit in memory", m->world, (long long)sent);
+        if (__builtin_mul_overflow(total / m->global[b], m->padded, &sent) ||
+            __builtin_mul_overflow(sent, m->world, &blocks) ||
+            __builtin_mul_overflow(blocks, (int64_t)m->size, &blocks)) return ddp_fail_in(DDP_ERR_INVALID,
+                    m->who, m->group, "%d blocks of %lld elements do not fit in memory", m->world,
+                    (long long)sent);
         sent *= m->world - 1;
         if (m->global[b] % m->world || !ddp__tensor_in_blocks(m->in_shape, b)) m->pack_bytes = (size_t)blocks;
     } else if (b < 0) {
@@ -1253,17 +1333,20 @@ static ddp_result ddp__tensor_move_choose(ddp__tensor_move *m) {
         m->call = even ? DDP_CALL_ALL_TO_ALL : DDP_CALL_ALL_TO_ALL_V;
         sent = mine - ddp__tensor_block(m->ndim, m->in_shape, b, m->rank, m->world);
         if (!ddp__tensor_in_blocks(m->in_shape, b)) m->pack_bytes = (size_t)mine * m->size;
-        if (!ddp__tensor_in_blocks(m->out_shape, a)) m->unpack_bytes = (size_t)ddp__tensor_product(m->ndim, m->out_shape) * m->size;
+        if (!ddp__tensor_in_blocks(m->out_shape, a))
+            m->unpack_bytes = (size_t)ddp__tensor_product(m->ndim, m->out_shape) * m->size;
     }
     m->pack_bytes = ddp_round_up(m->pack_bytes, 64);
     m->plan.collective = ddp_call_name(m->call);
     m->plan.sent_bytes = (size_t)sent * m->size;
     m->plan.workspace_bytes = m->pack_bytes + m->unpack_bytes;
-    if (m->call == DDP_CALL_ALL_GATHER_V || m->call == DDP_CALL_ALL_TO_ALL_V) m->plan.workspace_bytes += 2 * (size_t)m->world * sizeof(size_t);
+    if (m->call == DDP_CALL_ALL_GATHER_V || m->call == DDP_CALL_ALL_TO_ALL_V)
+        m->plan.workspace_bytes += 2 * (size_t)m->world * sizeof(size_t);
     return DDP_OK;
 }
 
-static void ddp__tensor_move_start(ddp__tensor_move *m, const char *who, ddp_group *group, ddp_placement from, ddp_placement to) {
+static void ddp__tensor_move_start(ddp__tensor_move *m, const char *who, ddp_group *group, ddp_placement from,
+                                   ddp_placement to) {
     memset(m, 0, sizeof *m);
     m->who = who;
     m->group = group;
@@ -1283,8 +1366,9 @@ static void ddp__tensor_move_global(ddp__tensor_move *m, const ddp_tensor *t, co
 }
 
 /* Checks the arguments of a move and chooses its collective. global NULL: the global shape follows from in and out. */
-static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, ddp_group *group, const ddp_tensor *in, ddp_placement from,
-                                        ddp_placement to, const ddp_tensor *out, const int64_t *global, int with_data) {
+static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, ddp_group *group,
+                                        const ddp_tensor *in, ddp_placement from, ddp_placement to,
+                                        const ddp_tensor *out, const int64_t *global, int with_data) {
     ddp_tensor whole, t;
     int a = ddp__tensor_cut_dim(from);
     ddp__tensor_move_start(m, who, group, from, to);
@@ -1310,15 +1394,18 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
     } else {
         ddp__tensor_text x, y;
         if (!ddp__tensor_equal(m->ndim, m->in_shape, m->out_shape))
-            return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s and out is %s, both as %s", ddp__tensor_shape(m->ndim, m->in_shape, &x),
+            return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s and out is %s, both as %s",
+                               ddp__tensor_shape(m->ndim, m->in_shape, &x),
                                     ddp__tensor_shape(m->ndim, m->out_shape, &y), ddp_placement_name(from));
     }
     m->plan.collective = (from == to || m->world == 1) && in->data && in->data == t.data ? "none" : "copy";
     if (ddp__tensor_room(&whole) == 0) m->plan.collective = "none";
     else if (m->talks) DDP_TRY(ddp__tensor_move_choose(m));
     if (with_data && t.data && ddp__tensor_overlap(in, &t) &&
-        (in->data != t.data || !(from == to || m->world == 1 || (m->sends && m->call == DDP_CALL_ALL_REDUCE))))
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap, and %s to %s is not done in place", ddp_placement_name(from),
+        (in->data != t.data || !(from == to || m->world == 1 ||
+                                 (m->sends && m->call == DDP_CALL_ALL_REDUCE))))
+        return ddp_fail_in(DDP_ERR_INVALID, who, group,
+                           "in and out overlap, and %s to %s is not done in place", ddp_placement_name(from),
                                 ddp_placement_name(to));
     return DDP_OK;
 }
@@ -1327,24 +1414,28 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
 static ddp_result ddp__tensor_move_local(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out) {
     const ddp_device *device = ddp__tensor_device(m->group);
     size_t out_bytes = (size_t)ddp__tensor_room(out);
-    if (m->from == m->to || m->world == 1 || (m->from == DDP_REPLICATE && m->to == DDP_PARTIAL && m->rank == 0)) {
+    if (m->from == m->to || m->world == 1 || (m->from == DDP_REPLICATE && m->to == DDP_PARTIAL &&
+                                              m->rank == 0)) {
         if (out_bytes && in->data != out->data) device->copy(out->data, in->data, out_bytes);
         return DDP_OK;
     }
     if (m->to == DDP_PARTIAL && out_bytes) device->fill_zero(out->data, out_bytes);
     if (m->from == DDP_REPLICATE && m->to == DDP_PARTIAL) return DDP_OK;
     const ddp_tensor_box box = ddp__tensor_part(m, m->from == DDP_REPLICATE ? m->to : m->from);
-    return ddp__tensor_box(m->group, m->size, m->ndim, box.shape, in->data, in->shape, m->from == DDP_REPLICATE ? box.offset : NULL, out->data,
-                           out->shape, m->from == DDP_REPLICATE ? NULL : box.offset);
+    return ddp__tensor_box(m->group, m->size, m->ndim, box.shape, in->data, in->shape,
+                           m->from == DDP_REPLICATE ? box.offset : NULL, out->data, out->shape,
+                           m->from == DDP_REPLICATE ? NULL : box.offset);
 }
 
 /* Elements of each of the W blocks that this rank sends, or receives. */
 static void ddp__tensor_counts(const ddp__tensor_move *m, const int64_t *shape, int dim, size_t *counts) {
-    for (int r = 0; r < m->world; r++) counts[r] = (size_t)ddp__tensor_block(m->ndim, shape, dim, r, m->world);
+    for (int r = 0; r < m->world; r++)
+        counts[r] = (size_t)ddp__tensor_block(m->ndim, shape, dim, r, m->world);
 }
 
 /* send and recv are rows of blocks. counts: memory for two numbers per rank. */
-static ddp_result ddp__tensor_move_call(const ddp__tensor_move *m, const void *send, void *recv, size_t *counts) {
+static ddp_result ddp__tensor_move_call(const ddp__tensor_move *m, const void *send, void *recv,
+                                        size_t *counts) {
     int a = ddp__tensor_cut_dim(m->from), b = ddp__tensor_cut_dim(m->to);
     size_t count = (size_t)ddp__tensor_product(m->ndim, m->in_shape);
     switch (m->call) {
@@ -1356,7 +1447,8 @@ static ddp_result ddp__tensor_move_call(const ddp__tensor_move *m, const void *s
     case DDP_CALL_ALL_GATHER_V:
         ddp__tensor_counts(m, m->global, a, counts);
         return ddp_all_gather_v(m->group, send, count, recv, counts, NULL, m->dtype, NULL);
-    case DDP_CALL_ALL_TO_ALL: return ddp_all_to_all(m->group, send, recv, count / (size_t)m->world, m->dtype, NULL);
+    case DDP_CALL_ALL_TO_ALL:
+        return ddp_all_to_all(m->group, send, recv, count / (size_t)m->world, m->dtype, NULL);
     default:
         ddp__tensor_counts(m, m->in_shape, b, counts);
         ddp__tensor_counts(m, m->out_shape, a, counts + m->world);
@@ -1364,14 +1456,16 @@ static ddp_result ddp__tensor_move_call(const ddp__tensor_move *m, const void *s
     }
 }
 
-static ddp_result ddp__tensor_move_send(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out, char *space, size_t *counts) {
+static ddp_result ddp__tensor_move_send(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out,
+                                        char *space, size_t *counts) {
     int a = ddp__tensor_cut_dim(m->from), b = ddp__tensor_cut_dim(m->to);
     size_t out_bytes = (size_t)ddp__tensor_room(out);
     const void *send = m->pack_bytes ? space : in->data;
     void *recv = m->unpack_bytes ? space + m->pack_bytes : out->data;
     if (m->pack_bytes) DDP_TRY(ddp__tensor_blocks(m, 1, m->in_shape, b, in->data, space));
     if (m->padded && m->global[b] % m->world) /* this rank's block may be longer than its part */
-        recv = space + (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[b] * m->padded * m->rank) * m->size;
+        recv = space + (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[b] * m->padded * m->rank)
+            * m->size;
     DDP_TRY(ddp__tensor_move_call(m, send, recv, counts));
     if (m->unpack_bytes) DDP_TRY(ddp__tensor_blocks(m, 0, m->out_shape, a, out->data, recv));
     else if (recv != out->data && out_bytes) ddp__tensor_device(m->group)->copy(out->data, recv, out_bytes);
@@ -1386,32 +1480,38 @@ static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_res
     char what[300];
     memcpy(values + 5, m->global, sizeof m->global);
     ddp__tensor_shape(m->ndim, m->global, &shape);
-    if (root < 0) snprintf(what, sizeof what, "%s to %s of %s %s", ddp_placement_name(m->from), to, dtype, shape.text);
+    if (root < 0)
+        snprintf(what, sizeof what, "%s to %s of %s %s", ddp_placement_name(m->from), to, dtype, shape.text);
     else snprintf(what, sizeof what, "%s of %s %s root=%d", to, dtype, shape.text, root);
     return ddp_agree(m->group, m->who, mine, ddp_hash(DDP_HASH_SEED, values, sizeof values), what);
 }
 
 /* result: of this rank until now. If the placements may need messages, all ranks agree before the first one, also on
    memory. */
-static ddp_result ddp__tensor_move_run(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out, ddp_result result) {
+static ddp_result ddp__tensor_move_run(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out,
+                                       ddp_result result) {
     size_t *counts = NULL, blocks_bytes = m->pack_bytes + m->unpack_bytes;
     void *space = NULL;
     if (result == DDP_OK && m->sends && m->plan.workspace_bytes > blocks_bytes) {
         counts = (size_t *)ddp_host_alloc(m->group, 2 * (size_t)m->world * sizeof *counts);
         if (!counts) result = DDP_ERR_NO_MEMORY;
     }
-    if (result == DDP_OK && m->sends && blocks_bytes) result = ddp__tensor_device(m->group)->alloc(m->group, blocks_bytes, &space);
+    if (result == DDP_OK && m->sends && blocks_bytes)
+        result = ddp__tensor_device(m->group)->alloc(m->group, blocks_bytes, &space);
     if (m->talks) {
         result = ddp__tensor_agree(m, -1, result);
         if (result == DDP_OK) result = ddp_device_begin(m->group);
     }
-    if (result == DDP_OK) result = m->sends ? ddp__tensor_move_send(m, in, out, (char *)space, counts) : ddp__tensor_move_local(m, in, out);
+    if (result == DDP_OK)
+        result = m->sends ? ddp__tensor_move_send(m, in, out, (char *)space, counts)
+            : ddp__tensor_move_local(m, in, out);
     ddp__tensor_device(m->group)->free(m->group, space);
     if (counts) ddp_host_free(m->group, counts);
     return result;
 }
 
-DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tensor *in, ddp_placement from, ddp_placement to, const ddp_tensor *out,
+DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tensor *in, ddp_placement from,
+                                               ddp_placement to, const ddp_tensor *out,
                                                ddp_tensor_plan *plan) {
     ddp__tensor_move m;
     if (!plan) return DDP__TENSOR_BAD(group, "plan is NULL");
@@ -1420,24 +1520,28 @@ DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tenso
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in, ddp_placement from, ddp_placement to, ddp_tensor *out) {
+DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in, ddp_placement from,
+                                          ddp_placement to, ddp_tensor *out) {
     DDP_PUBLIC_CALL(ddp_tensor_redistribute);
     ddp__tensor_move m;
     ddp_tensor t = DDP_ZERO;
     ddp_result result = ddp__tensor_move_make(&m, __func__, group, in, from, to, out, NULL, 1);
-    if (result == DDP_OK) result = ddp__tensor_take(__func__, group, out, in->dtype, 0, out->ndim, out->shape, &t);
+    if (result == DDP_OK)
+        result = ddp__tensor_take(__func__, group, out, in->dtype, 0, out->ndim, out->shape, &t);
     result = ddp__tensor_move_run(&m, in, &t, result);
     return out ? ddp__tensor_put(group, out, &t, result) : result;
 }
 
-DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to, ddp_tensor *out) {
+DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to,
+                                   ddp_tensor *out) {
     ddp__tensor_move m;
     ddp_tensor t;
     DDP_TRY(ddp__tensor_check(__func__, group, "whole", whole, 1));
     DDP_TRY(ddp__tensor_placement_check(__func__, group, to, whole->ndim, whole->shape));
     ddp__tensor_move_start(&m, __func__, group, DDP_REPLICATE, to);
     ddp__tensor_move_global(&m, whole, whole->shape);
-    DDP_TRY(ddp__tensor_take(__func__, group, out, whole->dtype, 0, m.ndim, ddp__tensor_part(&m, to).shape, &t));
+    DDP_TRY(ddp__tensor_take(__func__, group, out, whole->dtype, 0, m.ndim, ddp__tensor_part(&m, to).shape,
+                             &t));
     if (ddp__tensor_overlap(whole, &t)) return DDP__TENSOR_BAD(group, "whole and out overlap");
     return ddp__tensor_put(group, out, &t, ddp__tensor_move_local(&m, whole, &t));
 }
@@ -1445,10 +1549,12 @@ DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, dd
 /* --- from one rank, and to one --- */
 
 /* Copies between root's full tensor and blocks of equal size; shorter parts are padded. space: pack_bytes of it. */
-static ddp_result ddp__tensor_root_blocks(const ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole, ddp_tensor *part, char *space) {
+static ddp_result ddp__tensor_root_blocks(const ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole,
+                                          ddp_tensor *part, char *space) {
     const ddp_device *device = ddp__tensor_device(m->group);
     int dim = ddp__tensor_cut_dim(m->to), packed = m->rank == root && m->pack_bytes;
-    size_t each = (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * m->padded), mine = (size_t)ddp__tensor_room(part);
+    size_t each = (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * m->padded),
+        mine = (size_t)ddp__tensor_room(part);
     int is_short = mine < each * m->size;
     void *own = is_short ? space + (packed ? (size_t)m->rank * each * m->size : 0) : part->data;
     void *all = packed ? space : m->rank == root ? whole->data : NULL;
@@ -1463,7 +1569,8 @@ static ddp_result ddp__tensor_root_blocks(const ddp__tensor_move *m, int root, i
     return DDP_OK;
 }
 
-static ddp_result ddp__tensor_root_send(const ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole, ddp_tensor *part, char *space) {
+static ddp_result ddp__tensor_root_send(const ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole,
+                                        ddp_tensor *part, char *space) {
     const ddp_device *device = ddp__tensor_device(m->group);
     ddp_tensor *from = gathers ? part : whole, *to = gathers ? whole : part;
     size_t count = (size_t)ddp__tensor_product(m->ndim, m->global), bytes = count * m->size;
@@ -1473,7 +1580,8 @@ static ddp_result ddp__tensor_root_send(const ddp__tensor_move *m, int root, int
         return ddp_reduce(m->group, part->data, whole->data, count, m->dtype, DDP_OP_SUM, root, NULL);
     if (m->rank == root && from->data != to->data) device->copy(to->data, from->data, bytes);
     if (m->to == DDP_PARTIAL && m->rank != root) device->fill_zero(part->data, bytes);
-    return m->to == DDP_REPLICATE && !gathers && m->world > 1 ? ddp_broadcast(m->group, part->data, count, m->dtype, root, NULL) : DDP_OK;
+    return m->to == DDP_REPLICATE && !gathers && m->world > 1
+           ? ddp_broadcast(m->group, part->data, count, m->dtype, root, NULL) : DDP_OK;
 }
 
 /* The size of the blocks. An error if they do not fit in memory. */
@@ -1483,18 +1591,23 @@ static ddp_result ddp__tensor_root_room(ddp__tensor_move *m, int root) {
     if (dim < 0 || m->world == 1 || ddp__tensor_product(m->ndim, m->global) == 0) return DDP_OK;
     m->padded = m->global[dim] / m->world + (m->global[dim] % m->world != 0);
     length = ddp__tensor_cut(m->global[dim], m->rank, m->world, NULL);
-    if (__builtin_mul_overflow(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * (int64_t)m->size, m->padded, &bytes) ||
+    if (__builtin_mul_overflow(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * (int64_t)m->size,
+                               m->padded, &bytes) ||
         __builtin_mul_overflow(bytes, (int64_t)(m->rank == root ? m->world : 1), &bytes))
-        return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group, "%d blocks of %lld entries do not fit in memory", m->world, (long long)m->padded);
-    if (m->rank == root ? m->global[dim] % m->world || !ddp__tensor_in_blocks(m->global, dim) : length < m->padded) m->pack_bytes = (size_t)bytes;
+        return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group,
+                           "%d blocks of %lld entries do not fit in memory", m->world, (long long)m->padded);
+    if (m->rank == root ? m->global[dim] % m->world || !ddp__tensor_in_blocks(m->global, dim)
+        : length < m->padded) m->pack_bytes = (size_t)bytes;
     return DDP_OK;
 }
 
 /* result: of this rank until now. All ranks agree before the first message. */
-static ddp_result ddp__tensor_root_run(ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole, ddp_tensor *part, ddp_result result) {
+static ddp_result ddp__tensor_root_run(ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole,
+                                       ddp_tensor *part, ddp_result result) {
     void *space = NULL;
     if (result == DDP_OK) result = ddp__tensor_root_room(m, root);
-    if (result == DDP_OK && m->pack_bytes) result = ddp__tensor_device(m->group)->alloc(m->group, m->pack_bytes, &space);
+    if (result == DDP_OK && m->pack_bytes)
+        result = ddp__tensor_device(m->group)->alloc(m->group, m->pack_bytes, &space);
     result = ddp__tensor_agree(m, root, result);
     if (result == DDP_OK) result = ddp_device_begin(m->group);
     if (result == DDP_OK) result = ddp__tensor_root_send(m, root, gathers, whole, part, (char *)space);
@@ -1502,14 +1615,17 @@ static ddp_result ddp__tensor_root_run(ddp__tensor_move *m, int root, int gather
     return result;
 }
 
-DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root, ddp_placement to, ddp_tensor *out) {
+DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root, ddp_placement to,
+                                        ddp_tensor *out) {
     DDP_PUBLIC_CALL(ddp_tensor_distribute);
     ddp_result result = DDP_OK;
     char what[32];
     ddp__tensor_move m;
-    ddp_tensor t = DDP_ZERO, source = DDP_ZERO; /* source: root's whole tensor; dtype, ndim and shape on every rank */
+    /* source: root's whole tensor; dtype, ndim and shape on every rank */
+    ddp_tensor t = DDP_ZERO, source = DDP_ZERO;
     if (!group) return DDP__TENSOR_BAD(NULL, "group is NULL");
-    if (root < 0 || root >= ddp_world_size(group)) return DDP__TENSOR_BAD(group, "root=%d; ranks are 0 to %d", root, ddp_world_size(group) - 1);
+    if (root < 0 || root >= ddp_world_size(group))
+        return DDP__TENSOR_BAD(group, "root=%d; ranks are 0 to %d", root, ddp_world_size(group) - 1);
     ddp__tensor_move_start(&m, __func__, group, DDP_REPLICATE, to);
     if (m.rank == root) result = ddp__tensor_check(__func__, group, "whole", whole, 1);
     if (m.rank == root && result == DDP_OK) {
@@ -1518,19 +1634,24 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
     }
     snprintf(what, sizeof what, "root=%d", root);
     DDP_TRY(ddp_agree(group, __func__, result, (uint64_t)root, what));
-    DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, &source, &source, sizeof source, DDP_U8, DDP_OP_SUM, root));
+    DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, &source, &source, sizeof source, DDP_U8,
+                                DDP_OP_SUM, root));
     ddp__tensor_move_global(&m, &source, source.shape);
     result = ddp__tensor_placement_check(__func__, group, to, m.ndim, m.global);
-    if (result == DDP_OK) result = ddp__tensor_take(__func__, group, out, m.dtype, 0, m.ndim, ddp__tensor_part(&m, to).shape, &t);
-    if (result == DDP_OK && m.rank == root && ddp__tensor_overlap(&source, &t) && (to > 0 || source.data != t.data))
-        result = DDP__TENSOR_BAD(group, "whole and out overlap");
+    if (result == DDP_OK)
+        result = ddp__tensor_take(__func__, group, out, m.dtype, 0, m.ndim, ddp__tensor_part(&m, to).shape,
+                                  &t);
+    if (result == DDP_OK && m.rank == root && ddp__tensor_overlap(&source, &t) &&
+        (to > 0 || source.data != t.data)) result = DDP__TENSOR_BAD(group, "whole and out overlap");
     result = ddp__tensor_root_run(&m, root, 0, &source, &t, result);
     return out ? ddp__tensor_put(group, out, &t, result) : result;
 }
 
 /* The first error of this rank, or DDP_OK. *whole: root's tensor. */
-static ddp_result ddp__tensor_gather_check(ddp__tensor_move *m, const char *who, ddp_group *group, const ddp_tensor *in, ddp_placement from,
-                                           const int64_t *global_shape, int root, const ddp_tensor *out, ddp_tensor *whole) {
+static ddp_result ddp__tensor_gather_check(ddp__tensor_move *m, const char *who, ddp_group *group,
+                                           const ddp_tensor *in, ddp_placement from,
+                                           const int64_t *global_shape, int root, const ddp_tensor *out,
+                                           ddp_tensor *whole) {
     ddp_tensor t;
     ddp__tensor_move_start(m, who, group, DDP_REPLICATE, from);
     DDP_TRY(ddp__tensor_check(who, group, "in", in, 1));
@@ -1547,14 +1668,15 @@ static ddp_result ddp__tensor_gather_check(ddp__tensor_move *m, const char *who,
     return ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap");
 }
 
-DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_placement from, const int64_t *global_shape, int root,
-                                    ddp_tensor *out) {
+DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_placement from,
+                                    const int64_t *global_shape, int root, ddp_tensor *out) {
     DDP_PUBLIC_CALL(ddp_tensor_gather);
     ddp__tensor_move m;
     ddp_tensor t = DDP_ZERO, part = DDP_ZERO;
     ddp_result result;
     if (!group) return DDP__TENSOR_BAD(NULL, "group is NULL");
-    if (root < 0 || root >= ddp_world_size(group)) return DDP__TENSOR_BAD(group, "root=%d; ranks are 0 to %d", root, ddp_world_size(group) - 1);
+    if (root < 0 || root >= ddp_world_size(group))
+        return DDP__TENSOR_BAD(group, "root=%d; ranks are 0 to %d", root, ddp_world_size(group) - 1);
     result = ddp__tensor_gather_check(&m, __func__, group, in, from, global_shape, root, out, &t);
     if (in) part = *in;
     result = ddp__tensor_root_run(&m, root, 1, &t, &part, result);
@@ -1581,7 +1703,8 @@ static void ddp__tensor_route_add(ddp__tensor_route *r, int axis, ddp_placement 
 static void ddp__tensor_route_change(ddp__tensor_route *r, int axis, ddp_placement to) {
     ddp_placement from = r->now[axis];
     for (int i = r->layout->axis_count - 1; i > axis; i--)
-        if (r->now[i] > 0 && (r->now[i] == from || r->now[i] == to)) ddp__tensor_route_add(r, i, DDP_REPLICATE);
+        if (r->now[i] > 0 && (r->now[i] == from || r->now[i] == to))
+            ddp__tensor_route_add(r, i, DDP_REPLICATE);
     ddp__tensor_route_add(r, axis, to);
 }
 
@@ -1595,7 +1718,8 @@ static int ddp__tensor_route_early(const ddp__tensor_route *r, int axis, ddp_pla
 /* Cuts without messages come first: they make later steps smaller. Then sums, innermost first. Then the rest, outermost
    first: an axis that was gathered is cut again in its turn. At most 48 steps for 8 axes: each gather undoes a cut, and
    an axis is cut at most three times. */
-static void ddp__tensor_route_find(ddp__tensor_route *r, const ddp_tensor_layout *from, const ddp_tensor_layout *to) {
+static void ddp__tensor_route_find(ddp__tensor_route *r, const ddp_tensor_layout *from,
+                                   const ddp_tensor_layout *to) {
     int n = from->axis_count;
     memset(r, 0, sizeof *r);
     r->layout = from;
@@ -1607,36 +1731,44 @@ static void ddp__tensor_route_find(ddp__tensor_route *r, const ddp_tensor_layout
     for (int i = 0; i < n; i++) {
         int inside = 0;
         for (int j = i + 1; j < n; j++) inside |= r->now[j] == r->to[i];
-        if (r->now[i] == DDP_REPLICATE && r->to[i] > 0 && !inside && !ddp__tensor_route_early(r, i, r->to[i])) ddp__tensor_route_add(r, i, r->to[i]);
+        if (r->now[i] == DDP_REPLICATE && r->to[i] > 0 && !inside && !ddp__tensor_route_early(r, i, r->to[i]))
+            ddp__tensor_route_add(r, i, r->to[i]);
     }
     for (int i = n - 1; i >= 0; i--)
         if (r->now[i] == DDP_PARTIAL && r->to[i] != DDP_PARTIAL)
-            ddp__tensor_route_change(r, i, r->to[i] > 0 && ddp__tensor_route_early(r, i, r->to[i]) ? DDP_REPLICATE : r->to[i]);
+            ddp__tensor_route_change(r, i, r->to[i] > 0 && ddp__tensor_route_early(r, i, r->to[i])
+                                     ? DDP_REPLICATE : r->to[i]);
     for (int i = 0; i < n; i++) if (r->now[i] != r->to[i]) ddp__tensor_route_change(r, i, r->to[i]);
-    for (int i = 0; i < n; i++) r->now[i] = ddp_world_size(from->axes[i]) > 1 ? from->placement[i] : DDP_REPLICATE;
+    for (int i = 0; i < n; i++)
+        r->now[i] = ddp_world_size(from->axes[i]) > 1 ? from->placement[i] : DDP_REPLICATE;
 }
 
-static ddp_result ddp__tensor_layouts_check(const char *who, const ddp_tensor_layout *from, const ddp_tensor_layout *to) {
+static ddp_result ddp__tensor_layouts_check(const char *who, const ddp_tensor_layout *from,
+                                            const ddp_tensor_layout *to) {
     ddp__tensor_text a, b;
     ddp_group *group;
     DDP_TRY(ddp__tensor_layout_check(who, "from", from));
     DDP_TRY(ddp__tensor_layout_check(who, "to", to));
     group = ddp__tensor_layout_group(from);
     if (from->ndim != to->ndim || !ddp__tensor_equal(from->ndim, from->shape, to->shape))
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "from is of %s, but to is of %s", ddp__tensor_shape(from->ndim, from->shape, &a),
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "from is of %s, but to is of %s",
+                           ddp__tensor_shape(from->ndim, from->shape, &a),
                                 ddp__tensor_shape(to->ndim, to->shape, &b));
     if (from->axis_count != to->axis_count)
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "from has %d axes, but to has %d", from->axis_count, to->axis_count);
+        return ddp_fail_in(DDP_ERR_INVALID, who, group, "from has %d axes, but to has %d", from->axis_count,
+                           to->axis_count);
     for (int i = 0; i < from->axis_count; i++)
         if (from->axes[i] != to->axes[i])
-            return ddp_fail_in(DDP_ERR_INVALID, who, group, "axes[%d] is group %s in from, but %s in to", i, ddp_group_name(from->axes[i]),
+            return ddp_fail_in(DDP_ERR_INVALID, who, group, "axes[%d] is group %s in from, but %s in to", i,
+                               ddp_group_name(from->axes[i]),
                                     ddp_group_name(to->axes[i]));
     return DDP_OK;
 }
 
 /* One step from `now` to `next`; sets the shape of next. runs 0: only plans. result: of this rank until now, which the
    ranks of this axis agree on. */
-static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, int step, const ddp_tensor *now, ddp_tensor *next, int runs,
+static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, int step,
+                                         const ddp_tensor *now, ddp_tensor *next, int runs,
                                          ddp_tensor_plan *plan, size_t *most_sent, ddp_result result) {
     int axis = r->step[step].axis;
     ddp_group *group = r->layout->axes[axis], *first = r->layout->axes[0];
@@ -1647,22 +1779,27 @@ static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, 
     ddp__tensor_layout_cut(r->layout, r->now, -1, &box);
     memcpy(next->shape, box.shape, sizeof next->shape);
     ddp__tensor_move_start(&m, who, group, r->step[step].from, r->step[step].to);
-    if (result == DDP_OK) result = ddp__tensor_move_make(&m, who, group, now, m.from, m.to, next, around.shape, runs);
+    if (result == DDP_OK)
+        result = ddp__tensor_move_make(&m, who, group, now, m.from, m.to, next, around.shape, runs);
     if (result == DDP_OK) {
-        size_t bytes = m.plan.workspace_bytes + (step ? (size_t)ddp__tensor_room(now) : 0) + (step + 1 < r->count ? (size_t)ddp__tensor_room(next) : 0);
+        size_t bytes = m.plan.workspace_bytes + (step ? (size_t)ddp__tensor_room(now) : 0)
+            + (step + 1 < r->count ? (size_t)ddp__tensor_room(next) : 0);
         plan->sent_bytes += m.plan.sent_bytes;
         if (bytes > plan->workspace_bytes) plan->workspace_bytes = bytes;
-        if (m.plan.sent_bytes > *most_sent || strcmp(plan->collective, "none") == 0) plan->collective = m.plan.collective;
+        if (m.plan.sent_bytes > *most_sent || strcmp(plan->collective, "none") == 0)
+            plan->collective = m.plan.collective;
         if (m.plan.sent_bytes > *most_sent) *most_sent = m.plan.sent_bytes;
     }
     if (!runs) return result;
-    if (result == DDP_OK && !next->data) result = ddp__tensor_device(first)->alloc(first, (size_t)ddp__tensor_room(next), &next->data);
+    if (result == DDP_OK && !next->data)
+        result = ddp__tensor_device(first)->alloc(first, (size_t)ddp__tensor_room(next), &next->data);
     if (result == DDP_OK) result = ddp_device_begin(group);
     return ddp__tensor_move_run(&m, now, next, result);
 }
 
 /* The first error of this rank, or DDP_OK. *t: memory for the result. */
-static ddp_result ddp__tensor_relayout_check(const char *who, const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to,
+static ddp_result ddp__tensor_relayout_check(const char *who, const ddp_tensor *in,
+                                             const ddp_tensor_layout *from, const ddp_tensor_layout *to,
                                              const ddp_tensor *out, ddp_tensor *t) {
     ddp_group *group = ddp__tensor_layout_group(from);
     ddp__tensor_text a, b, c;
@@ -1670,16 +1807,20 @@ static ddp_result ddp__tensor_relayout_check(const char *who, const ddp_tensor *
     DDP_TRY(ddp__tensor_check(who, group, "in", in, out != NULL));
     ddp__tensor_layout_cut(from, from->placement, -1, &box);
     if (in->ndim != from->ndim || !ddp__tensor_equal(in->ndim, in->shape, box.shape))
-        return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s, but this rank's part of %s in layout `from` is %s",
-                                ddp__tensor_shape(in->ndim, in->shape, &a), ddp__tensor_shape(from->ndim, from->shape, &b),
+        return ddp_fail_in(DDP_ERR_INVALID, who, group,
+                           "in is %s, but this rank's part of %s in layout `from` is %s",
+                                ddp__tensor_shape(in->ndim, in->shape, &a),
+                                ddp__tensor_shape(from->ndim, from->shape, &b),
                                 ddp__tensor_shape(from->ndim, box.shape, &c));
     ddp__tensor_layout_cut(to, to->placement, -1, &box);
     if (!out) return DDP_OK;
     DDP_TRY(ddp__tensor_take(who, group, out, in->dtype, 0, to->ndim, box.shape, t));
-    return t->data != in->data && ddp__tensor_overlap(in, t) ? ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap") : DDP_OK;
+    return t->data != in->data && ddp__tensor_overlap(in, t)
+           ? ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap") : DDP_OK;
 }
 
-DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to, ddp_tensor *out,
+DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_tensor_layout *from,
+                                               const ddp_tensor_layout *to, ddp_tensor *out,
                                       ddp_tensor_plan *plan) {
     DDP_PUBLIC_CALL(ddp_tensor_redistribute_mesh);
     ddp_tensor_plan found = {"none", 0, 0};
@@ -1695,7 +1836,8 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
     for (int i = 0; i < r.count; i++, now = next) {
         next = now;
         next.data = i + 1 == r.count ? t.data : NULL;
-        result = ddp__tensor_route_step(&r, __func__, i, &now, &next, out != NULL, &found, &most_sent, result);
+        result = ddp__tensor_route_step(&r, __func__, i, &now, &next, out != NULL, &found, &most_sent,
+                                        result);
         if (result != DDP_OK && next.data != t.data) {
             ddp__tensor_device(group)->free(group, next.data);
             next.data = NULL;
@@ -1711,7 +1853,7 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
     return result;
 }
 
-//== products ==================================================================================== >>impl-tp-gemm
+//== products ================================================================================= >>impl-tp-gemm
 /* C = A B, after Goto and van de Geijn (2008): blocks of A and B are packed so that the innermost loop reads both with stride one and keeps a tile
    of C in registers, MR rows by two vectors. A tile begins with what C holds and is written back after KC terms, so an element of C is one chain of
    additions in the order of k, however m, n or k is cut.
@@ -1751,22 +1893,26 @@ typedef float ddp__gemm_f32 __attribute__((vector_size(DDP__GEMM_VECTOR)));
 typedef double ddp__gemm_f64 __attribute__((vector_size(DDP__GEMM_VECTOR)));
 
 /* Element (i, k), i < count, k < depth, at in[i * outer + k * step] goes to out[panel][k][i - panel * width]. The last panel is filled with zeros. */
-DDP__GEMM_INLINE void ddp__gemm_pack(const size_t size, const int64_t width, unsigned char *out, int64_t count, int64_t depth,
-                                     const unsigned char *in, int64_t outer, int64_t step) {
+DDP__GEMM_INLINE void ddp__gemm_pack(const size_t size, const int64_t width, unsigned char *out,
+                                     int64_t count, int64_t depth, const unsigned char *in, int64_t outer,
+                                     int64_t step) {
     const int64_t s = (int64_t)size;
     for (int64_t first = 0; first < count; first += width, out += width * depth * s) {
         const unsigned char *from = in + first * outer * s;
         int64_t w = count - first < width ? count - first : width, i = 0;
         if (w < width) memset(out, 0, (size_t)(width * depth * s));
         if (outer == 1 && w == width) {
-            for (int64_t k = 0; k < depth; k++) memcpy(out + k * width * s, from + k * step * s, (size_t)width * size);
+            for (int64_t k = 0; k < depth; k++)
+                memcpy(out + k * width * s, from + k * step * s, (size_t)width * size);
             continue;
         }
         for (; i + 4 <= w; i += 4)
             for (int64_t k = 0; k < depth; k++)
-                for (int64_t j = i; j < i + 4; j++) memcpy(out + (k * width + j) * s, from + (j * outer + k * step) * s, size);
+                for (int64_t j = i; j < i + 4; j++)
+                    memcpy(out + (k * width + j) * s, from + (j * outer + k * step) * s, size);
         for (; i < w; i++)
-            for (int64_t k = 0; k < depth; k++) memcpy(out + (k * width + i) * s, from + (i * outer + k * step) * s, size);
+            for (int64_t k = 0; k < depth; k++)
+                memcpy(out + (k * width + i) * s, from + (i * outer + k * step) * s, size);
     }
 }
 
@@ -1825,43 +1971,56 @@ DDP__GEMM_BLOCK(ddp__gemm_block_f64, double, ddp__gemm_tile_f64)
 #undef DDP__GEMM_BLOCK
 
 DDP__GEMM_INLINE void ddp__gemm_run(const size_t size, const ddp_gemm *g) {
-    const int64_t s = (int64_t)size, wide = DDP__GEMM_WIDE / s, kc = DDP__GEMM_KC_BYTES / s, nc = DDP__GEMM_NC_BYTES / DDP__GEMM_WIDE * wide;
+    const int64_t s = (int64_t)size, wide = DDP__GEMM_WIDE / s, kc = DDP__GEMM_KC_BYTES / s,
+        nc = DDP__GEMM_NC_BYTES / DDP__GEMM_WIDE * wide;
     const int64_t a_row = g->trans_a ? 1 : g->lda, a_step = g->trans_a ? g->lda : 1;
     const int64_t b_row = g->trans_b ? 1 : g->ldb, b_step = g->trans_b ? g->ldb : 1;
     const unsigned char *a = (const unsigned char *)g->a, *b = (const unsigned char *)g->b;
     unsigned char pack_a[DDP__GEMM_MC * DDP__GEMM_KC_BYTES] __attribute__((aligned(64)));
-    unsigned char pack_b[DDP__GEMM_NC_BYTES * (DDP__GEMM_KC_BYTES / sizeof(float))] __attribute__((aligned(64)));
+    unsigned char pack_b[DDP__GEMM_NC_BYTES * (DDP__GEMM_KC_BYTES
+                                               / sizeof(float))] __attribute__((aligned(64)));
     for (int64_t j = 0; j < g->n; j += nc) {
         int64_t columns = g->n - j < nc ? g->n - j : nc;
         for (int64_t p = 0; p < g->k; p += kc) {
             int64_t depth = g->k - p < kc ? g->k - p : kc;
-            ddp__gemm_pack(size, wide, pack_b, columns, depth, b + (p * b_row + j * b_step) * s, b_step, b_row);
+            ddp__gemm_pack(size, wide, pack_b, columns, depth, b + (p * b_row + j * b_step) * s, b_step,
+                           b_row);
             for (int64_t i = 0; i < g->m; i += DDP__GEMM_MC) {
                 int64_t rows = g->m - i < DDP__GEMM_MC ? g->m - i : DDP__GEMM_MC;
                 unsigned char *c = (unsigned char *)g->c + (i * g->ldc + j) * s;
                 int fresh = p == 0 && !g->accumulate;
-                ddp__gemm_pack(size, DDP__GEMM_MR, pack_a, rows, depth, a + (i * a_row + p * a_step) * s, a_row, a_step);
-                if (size == sizeof(float)) ddp__gemm_block_f32(rows, columns, depth, pack_a, pack_b, c, g->ldc, fresh);
+                ddp__gemm_pack(size, DDP__GEMM_MR, pack_a, rows, depth, a + (i * a_row + p * a_step) * s,
+                               a_row, a_step);
+                if (size == sizeof(float))
+                    ddp__gemm_block_f32(rows, columns, depth, pack_a, pack_b, c, g->ldc, fresh);
                 else ddp__gemm_block_f64(rows, columns, depth, pack_a, pack_b, c, g->ldc, fresh);
             }
         }
     }
 }
 
-static __attribute__((noinline)) void ddp__gemm_run_f32(const ddp_gemm *g) { ddp__gemm_run(sizeof(float), g); }
-static __attribute__((noinline)) void ddp__gemm_run_f64(const ddp_gemm *g) { ddp__gemm_run(sizeof(double), g); }
+static __attribute__((noinline)) void ddp__gemm_run_f32(const ddp_gemm *g) {
+    ddp__gemm_run(sizeof(float), g);
+}
+static __attribute__((noinline)) void ddp__gemm_run_f64(const ddp_gemm *g) {
+    ddp__gemm_run(sizeof(double), g);
+}
 
 #define DDP__GEMM_NEED(condition, ...) do { if (!(condition)) return ddp_fail(DDP_ERR_INVALID, "ddp_gemm: " __VA_ARGS__); } while (0)
 
 static ddp_result ddp__gemm_check(const ddp_gemm *g) {
     DDP__GEMM_NEED(g, "gemm is NULL");
     const int64_t a_columns = g->trans_a ? g->m : g->k, b_columns = g->trans_b ? g->k : g->n;
-    DDP__GEMM_NEED(g->m >= 0 && g->n >= 0 && g->k >= 0, "m=%lld n=%lld k=%lld must not be negative", (long long)g->m, (long long)g->n,
-                   (long long)g->k);
-    DDP__GEMM_NEED(g->dtype == DDP_F32 || g->dtype == DDP_F64, "dtype=%s (%d), allowed are f32 and f64", ddp_dtype_name(g->dtype), (int)g->dtype);
-    DDP__GEMM_NEED(g->lda >= a_columns, "lda=%lld is less than a's %lld columns", (long long)g->lda, (long long)a_columns);
-    DDP__GEMM_NEED(g->ldb >= b_columns, "ldb=%lld is less than b's %lld columns", (long long)g->ldb, (long long)b_columns);
-    DDP__GEMM_NEED(g->ldc >= g->n, "ldc=%lld is less than c's %lld columns", (long long)g->ldc, (long long)g->n);
+    DDP__GEMM_NEED(g->m >= 0 && g->n >= 0 && g->k >= 0, "m=%lld n=%lld k=%lld must not be negative",
+                   (long long)g->m, (long long)g->n, (long long)g->k);
+    DDP__GEMM_NEED(g->dtype == DDP_F32 || g->dtype == DDP_F64, "dtype=%s (%d), allowed are f32 and f64",
+                   ddp_dtype_name(g->dtype), (int)g->dtype);
+    DDP__GEMM_NEED(g->lda >= a_columns, "lda=%lld is less than a's %lld columns", (long long)g->lda,
+                   (long long)a_columns);
+    DDP__GEMM_NEED(g->ldb >= b_columns, "ldb=%lld is less than b's %lld columns", (long long)g->ldb,
+                   (long long)b_columns);
+    DDP__GEMM_NEED(g->ldc >= g->n, "ldc=%lld is less than c's %lld columns", (long long)g->ldc,
+                   (long long)g->n);
     DDP__GEMM_NEED(g->c || !g->m || !g->n, "c is NULL");
     DDP__GEMM_NEED((g->a && g->b) || !g->m || !g->n || !g->k, "%s is NULL", g->a ? "b" : "a");
     return DDP_OK;
@@ -1894,14 +2053,17 @@ static ddp_result ddp__gemm_cblas(const ddp_gemm *g, void *user) {
     const int64_t sizes[6] = {g->m, g->n, g->k, g->lda, g->ldb, g->ldc};
     CBLAS_TRANSPOSE ta = g->trans_a ? CblasTrans : CblasNoTrans, tb = g->trans_b ? CblasTrans : CblasNoTrans;
     for (int i = 0; i < 6; i++)
-        DDP__GEMM_NEED(sizes[i] <= 2147483647, "%s=%lld is more than CBLAS takes, 2147483647; set the desc's gemm to ddp_gemm_builtin", names[i],
-                       (long long)sizes[i]);
+        DDP__GEMM_NEED(sizes[i] <= 2147483647,
+                       "%s=%lld is more than CBLAS takes, 2147483647; set the desc's gemm to ddp_gemm_builtin",
+                       names[i], (long long)sizes[i]);
     if (g->dtype == DDP_F32)
-        cblas_sgemm(CblasRowMajor, ta, tb, (int)g->m, (int)g->n, (int)g->k, 1.0f, (const float *)g->a, (int)g->lda, (const float *)g->b, (int)g->ldb,
-                    g->accumulate ? 1.0f : 0.0f, (float *)g->c, (int)g->ldc);
+        cblas_sgemm(CblasRowMajor, ta, tb, (int)g->m, (int)g->n, (int)g->k, 1.0f, (const float *)g->a,
+                    (int)g->lda, (const float *)g->b, (int)g->ldb, g->accumulate ? 1.0f : 0.0f, (float *)g->c,
+                    (int)g->ldc);
     else
-        cblas_dgemm(CblasRowMajor, ta, tb, (int)g->m, (int)g->n, (int)g->k, 1.0, (const double *)g->a, (int)g->lda, (const double *)g->b, (int)g->ldb,
-                    g->accumulate ? 1.0 : 0.0, (double *)g->c, (int)g->ldc);
+        cblas_dgemm(CblasRowMajor, ta, tb, (int)g->m, (int)g->n, (int)g->k, 1.0, (const double *)g->a,
+                    (int)g->lda, (const double *)g->b, (int)g->ldb, g->accumulate ? 1.0 : 0.0, (double *)g->c,
+                    (int)g->ldc);
     return DDP_OK;
 }
 #define DDP__GEMM_DEFAULT ddp__gemm_cblas
@@ -1909,7 +2071,7 @@ static ddp_result ddp__gemm_cblas(const ddp_gemm *g, void *user) {
 #define DDP__GEMM_DEFAULT ddp_gemm_builtin
 #endif
 
-//== kernels on the CPU ======================================================================== >>impl-tp-kernels
+//== kernels on the CPU ==================================================================== >>impl-tp-kernels
 /* ddp_layer_kernels for host memory: one table for f32, one for f64. */
 
 #define DDP__TP_LANES 16 /* a reduction in this many parts vectorises */
@@ -1927,7 +2089,8 @@ static inline float ddp__tp_exp(float x) {
     n = shifted - magic;
     r = x - n * 0.693359375f; /* ln 2 in two parts, the first with few bits */
     r = r + n * 2.12194440e-4f;
-    power = 1.0f + r * (1.0f + r * (0.5f + r * (1.0f / 6 + r * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720))))));
+    power = 1.0f + r * (1.0f + r * (0.5f + r * (1.0f / 6 + r
+                                                * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720))))));
     memcpy(&bits, &shifted, sizeof bits);
     bits = (bits + 127u - 0x4B400000u) << 23;
     memcpy(&scale, &bits, sizeof scale);
@@ -1936,11 +2099,13 @@ static inline float ddp__tp_exp(float x) {
 
 static inline float ddp__tp_sigmoid_f32(float x) { return 1.0f / (1.0f + ddp__tp_exp(-x)); }
 static inline double ddp__tp_sigmoid_f64(double x) { return 1.0 / (1.0 + exp(-x)); }
-static inline float ddp__tp_loss_exp(float x) { return x < -87.0f ? 0.0f : ddp__tp_exp(x); } /* of minus infinity it is 0 */
+/* of minus infinity it is 0 */
+static inline float ddp__tp_loss_exp(float x) { return x < -87.0f ? 0.0f : ddp__tp_exp(x); }
 
 /* Philox 4x32-10 (Salmon et al. 2011): four words that depend on key, stream and counter alone. */
 enum { DDP__TP_STREAM_DROPOUT = 0, DDP__TP_STREAM_NORMAL = 1 };
-static inline void ddp__tp_philox_round(uint32_t *c0, uint32_t *c1, uint32_t *c2, uint32_t *c3, uint32_t k0, uint32_t k1) {
+static inline void ddp__tp_philox_round(uint32_t *c0, uint32_t *c1, uint32_t *c2, uint32_t *c3, uint32_t k0,
+                                        uint32_t k1) {
     uint64_t a = (uint64_t)0xd2511f53u * *c0, b = (uint64_t)0xcd9e8d57u * *c2;
     *c0 = (uint32_t)(b >> 32) ^ *c1 ^ k0;
     *c1 = (uint32_t)b;
@@ -2182,10 +2347,12 @@ DDP__TP_NORM_FNS(double, f64)
 
 #define DDP__TP_F32(name, arguments) ddp__tp_##name##_f32,
 #define DDP__TP_F64(name, arguments) ddp__tp_##name##_f64,
-static const ddp_layer_kernels ddp__host_layers[2] = {{DDP_VERSION, DDP__GEMM_DEFAULT, DDP_LAYER_KERNELS(DDP__TP_F32)},
-                                                      {DDP_VERSION, DDP__GEMM_DEFAULT, DDP_LAYER_KERNELS(DDP__TP_F64)}};
+static const ddp_layer_kernels ddp__host_layers[2] = {{DDP_VERSION, DDP__GEMM_DEFAULT,
+                                                       DDP_LAYER_KERNELS(DDP__TP_F32)},
+                                                      {DDP_VERSION, DDP__GEMM_DEFAULT,
+                                                       DDP_LAYER_KERNELS(DDP__TP_F64)}};
 
-//== what layers share =========================================================================== >>impl-tp-context
+//== what layers share ===================================================================== >>impl-tp-context
 
 #define DDP__TP_FAIL(group, result, call, ...) ddp_fail_in(result, call, group, __VA_ARGS__)
 #define DDP__TP_NEED(tp, call, condition, ...) \
@@ -2200,7 +2367,8 @@ struct ddp_tp {
     ddp_tp_desc desc;                 /* with every default resolved */
     int rank, world_size;
     size_t size;                      /* bytes of an element */
-    unsigned char *workspace;         /* group memory, as much as the neediest layer asked for; its contents outlive no call */
+    /* group memory, as much as the neediest layer asked for; its contents outlive no call */
+    unsigned char *workspace;
     size_t workspace_bytes;
     size_t *counts;                   /* 2 world_size: of a call with counts, and its offsets */
     ddp_tp_stats stats;
@@ -2212,23 +2380,30 @@ typedef struct ddp__tp_pending { ddp_work works[DDP__TP_WORKS]; int next; } ddp_
 /* rows * columns elements of that many bytes; SIZE_MAX when that overflows, or a factor is negative. */
 static size_t ddp__tp_bytes(int64_t rows, int64_t columns, size_t size) {
     uint64_t count, bytes;
-    if (rows < 0 || columns < 0 || __builtin_mul_overflow((uint64_t)rows, (uint64_t)columns, &count)) return SIZE_MAX;
-    if (__builtin_mul_overflow(count, (uint64_t)size, &bytes) || bytes > (uint64_t)PTRDIFF_MAX) return SIZE_MAX;
+    if (rows < 0 || columns < 0 || __builtin_mul_overflow((uint64_t)rows, (uint64_t)columns, &count))
+        return SIZE_MAX;
+    if (__builtin_mul_overflow(count, (uint64_t)size, &bytes) || bytes > (uint64_t)PTRDIFF_MAX)
+        return SIZE_MAX;
     return (size_t)bytes;
 }
 
 static size_t ddp__tp_sum(size_t a, size_t b) { return a > SIZE_MAX - b ? SIZE_MAX : a + b; }
 
 /* Element i of a buffer. */
-static void *ddp__tp_at(const ddp_tp *tp, const void *data, int64_t i) { return (unsigned char *)data + (size_t)i * tp->size; }
+static void *ddp__tp_at(const ddp_tp *tp, const void *data, int64_t i) {
+    return (unsigned char *)data + (size_t)i * tp->size;
+}
 
 /* The end of every create: all ranks agree, and the workspace has room for that many bytes. own: the result so far. desc: what must be equal on all ranks. */
-static ddp_result ddp__tp_reserve(ddp_group *group, ddp_tp *tp, const char *call, ddp_result own, const char *desc, size_t bytes) {
+static ddp_result ddp__tp_reserve(ddp_group *group, ddp_tp *tp, const char *call, ddp_result own,
+                                  const char *desc, size_t bytes) {
     char what[280];
     void *larger = NULL;
     uint64_t largest = bytes;
     if (own == DDP_OK && bytes > (size_t)PTRDIFF_MAX)
-        own = DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "max_rows=%lld of such features do not fit in memory", (long long)tp->desc.max_rows);
+        own = DDP__TP_FAIL(group, DDP_ERR_INVALID, call,
+                           "max_rows=%lld of such features do not fit in memory",
+                           (long long)tp->desc.max_rows);
     snprintf(what, sizeof what, "%s %s", call, desc);
     DDP_TRY(ddp_agree(group, call, own, ddp_hash(DDP_HASH_SEED, what, strlen(what)), what));
     DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &largest, &largest, 1, DDP_U64, DDP_OP_MAX, -1));
@@ -2241,8 +2416,8 @@ static ddp_result ddp__tp_reserve(ddp_group *group, ddp_tp *tp, const char *call
 }
 
 /* *out: a copy of `made`, a layer of size_bytes, if all ranks have made theirs. */
-static ddp_result ddp__tp_make(ddp_tp *tp, const char *call, ddp_result own, const char *desc, size_t bytes, const void *made, size_t size_bytes,
-                               void **out) {
+static ddp_result ddp__tp_make(ddp_tp *tp, const char *call, ddp_result own, const char *desc, size_t bytes,
+                               const void *made, size_t size_bytes, void **out) {
     void *layer = own == DDP_OK ? ddp_host_alloc(tp->group, size_bytes) : NULL;
     if (own == DDP_OK && !layer) own = DDP_ERR_NO_MEMORY;
     own = ddp__tp_reserve(tp->group, tp, call, own, desc, bytes);
@@ -2255,14 +2430,17 @@ static ddp_result ddp__tp_make(ddp_tp *tp, const char *call, ddp_result own, con
 /* Whether activations outside the pairs are cut by rows: a group of one has nothing to cut. */
 static int ddp__tp_cuts_rows(const ddp_tp *tp) { return tp->desc.sequence_parallel && tp->world_size > 1; }
 /* Rows of such an activation on this rank. */
-static int64_t ddp__tp_own_rows(const ddp_tp *tp, int64_t rows) { return ddp__tp_cuts_rows(tp) ? rows / tp->world_size : rows; }
+static int64_t ddp__tp_own_rows(const ddp_tp *tp, int64_t rows) {
+    return ddp__tp_cuts_rows(tp) ? rows / tp->world_size : rows;
+}
 
 static ddp_result ddp__tp_check_rows(const ddp_tp *tp, const char *call, int64_t rows) {
-    DDP__TP_NEED(tp, call, rows >= 0 && rows <= tp->desc.max_rows, "rows=%lld; the context allows 0 to max_rows=%lld", (long long)rows,
+    DDP__TP_NEED(tp, call, rows >= 0 && rows <= tp->desc.max_rows,
+                 "rows=%lld; the context allows 0 to max_rows=%lld", (long long)rows,
                  (long long)tp->desc.max_rows);
     DDP__TP_NEED(tp, call, !ddp__tp_cuts_rows(tp) || rows % tp->world_size == 0,
-                 "rows=%lld do not divide by %d ranks, which sequence_parallel needs; the next number is %lld", (long long)rows, tp->world_size,
-                 (long long)((rows / tp->world_size + 1) * tp->world_size));
+                 "rows=%lld do not divide by %d ranks, which sequence_parallel needs; the next number is %lld",
+                 (long long)rows, tp->world_size, (long long)((rows / tp->world_size + 1) * tp->world_size));
     return DDP_OK;
 }
 
@@ -2286,16 +2464,19 @@ static ddp_result ddp__tp_all_reduce(ddp_tp *tp, void *data, size_t count, ddp_o
 }
 
 /* recv: send_count of every rank. In place: send == recv + rank * send_count. */
-static ddp_result ddp__tp_all_gather(ddp_tp *tp, const void *send, void *recv, size_t send_count, ddp_work *work) {
+static ddp_result ddp__tp_all_gather(ddp_tp *tp, const void *send, void *recv, size_t send_count,
+                                     ddp_work *work) {
     double start = ddp_now();
     return ddp__tp_count(tp, ddp_all_gather(tp->group, send, recv, send_count, tp->desc.dtype, work), start,
                          (uint64_t)send_count * ((uint64_t)tp->world_size - 1));
 }
 
 /* recv: recv_count of the sum of send, world_size times as many. In place: recv == send + rank * recv_count. */
-static ddp_result ddp__tp_reduce_scatter(ddp_tp *tp, const void *send, void *recv, size_t recv_count, ddp_work *work) {
+static ddp_result ddp__tp_reduce_scatter(ddp_tp *tp, const void *send, void *recv, size_t recv_count,
+                                         ddp_work *work) {
     double start = ddp_now();
-    return ddp__tp_count(tp, ddp_reduce_scatter(tp->group, send, recv, recv_count, tp->desc.dtype, DDP_OP_SUM, work), start,
+    return ddp__tp_count(tp, ddp_reduce_scatter(tp->group, send, recv, recv_count, tp->desc.dtype, DDP_OP_SUM,
+                                                work), start,
                          (uint64_t)recv_count * ((uint64_t)tp->world_size - 1));
 }
 
@@ -2314,8 +2495,9 @@ static ddp_result ddp__tp_next_work(ddp_tp *tp, ddp__tp_pending *pending, ddp_wo
 }
 
 /* Rows [first, first + rows) of own_rows, of every rank, to their places in full (world_size * own_rows, width). Pending on return. */
-static ddp_result ddp__tp_gather_rows(ddp_tp *tp, const void *own, int64_t own_rows, int64_t first, int64_t rows, int64_t width, void *full,
-                                      ddp__tp_pending *pending, ddp_work **work) {
+static ddp_result ddp__tp_gather_rows(ddp_tp *tp, const void *own, int64_t own_rows, int64_t first,
+                                      int64_t rows, int64_t width, void *full, ddp__tp_pending *pending,
+                                      ddp_work **work) {
     size_t *offsets = tp->counts + tp->world_size, count = (size_t)(rows * width);
     DDP_TRY(ddp__tp_next_work(tp, pending, work));
     double start = ddp_now();
@@ -2323,7 +2505,8 @@ static ddp_result ddp__tp_gather_rows(ddp_tp *tp, const void *own, int64_t own_r
         tp->counts[r] = count;
         offsets[r] = (size_t)((r * own_rows + first) * width);
     }
-    return ddp__tp_count(tp, ddp_all_gather_v(tp->group, ddp__tp_at(tp, own, first * width), count, full, tp->counts, offsets, tp->desc.dtype, *work),
+    return ddp__tp_count(tp, ddp_all_gather_v(tp->group, ddp__tp_at(tp, own, first * width), count, full,
+                                              tp->counts, offsets, tp->desc.dtype, *work),
                          start, (uint64_t)count * ((uint64_t)tp->world_size - 1));
 }
 
@@ -2357,11 +2540,15 @@ static ddp_result ddp__tp_resolve(ddp_group *group, const ddp_tp_desc *desc, ddp
     d->accumulate_grads = d->accumulate_grads != 0;
     DDP_TRY(ddp_check_kernels(group, call, kernels ? &kernels->version : NULL, "ddp_tensor.h"));
     if (d->dtype != DDP_F32 && d->dtype != DDP_F64)
-        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "dtype=%s (%d), allowed are f32 and f64", ddp_dtype_name(d->dtype), (int)d->dtype);
+        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "dtype=%s (%d), allowed are f32 and f64",
+                            ddp_dtype_name(d->dtype), (int)d->dtype);
     if (d->max_rows < 1)
-        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "max_rows=%lld; set it to the most rows of an activation", (long long)d->max_rows);
+        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call,
+                            "max_rows=%lld; set it to the most rows of an activation",
+                            (long long)d->max_rows);
     if (d->chunk_count < 0 || d->chunk_count > DDP__TP_CHUNKS)
-        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "chunk_count=%d, allowed are 0 to %d", d->chunk_count, DDP__TP_CHUNKS);
+        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "chunk_count=%d, allowed are 0 to %d",
+                            d->chunk_count, DDP__TP_CHUNKS);
     return DDP_OK;
 }
 
@@ -2371,7 +2558,8 @@ static ddp_result ddp__tp_warm_up(ddp_tp *tp) {
     ddp_result result = DDP_OK;
     memset(tp->counts, 0, 2 * (size_t)tp->world_size * sizeof *tp->counts);
     for (int i = 0; i < DDP__TP_WORKS && result == DDP_OK; i++)
-        result = ddp_all_gather_v(tp->group, NULL, 0, tp->workspace, tp->counts, tp->counts + tp->world_size, tp->desc.dtype, &pending.works[i]);
+        result = ddp_all_gather_v(tp->group, NULL, 0, tp->workspace, tp->counts, tp->counts + tp->world_size,
+                                  tp->desc.dtype, &pending.works[i]);
     return ddp__tp_wait_all(tp, &pending, result);
 }
 
@@ -2410,10 +2598,14 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
         tp->group = group;
     }
     if (result == DDP_OK) result = ddp__tp_set_up(tp, &d);
-    snprintf(what, sizeof what, "dtype=%s max_rows=%lld sequence_parallel=%d chunk_count=%d accumulate_grads=%d",
-             ddp_dtype_name(d.dtype), (long long)d.max_rows, d.sequence_parallel, d.chunk_count, d.accumulate_grads);
-    size_t bytes = ddp__tp_bytes(3, d.max_rows, ddp_dtype_size(d.dtype)); /* of cross-entropy, which is not created */
-    result = ddp__tp_reserve(group, tp, "ddp_tp_create", result, what, bytes > 64 * DDP__TP_WORKS ? bytes : 64 * DDP__TP_WORKS);
+    snprintf(what, sizeof what,
+             "dtype=%s max_rows=%lld sequence_parallel=%d chunk_count=%d accumulate_grads=%d",
+             ddp_dtype_name(d.dtype), (long long)d.max_rows, d.sequence_parallel, d.chunk_count,
+             d.accumulate_grads);
+    /* of cross-entropy, which is not created */
+    size_t bytes = ddp__tp_bytes(3, d.max_rows, ddp_dtype_size(d.dtype));
+    result = ddp__tp_reserve(group, tp, "ddp_tp_create", result, what, bytes > 64 * DDP__TP_WORKS ? bytes
+                             : 64 * DDP__TP_WORKS);
     if (result == DDP_OK && tp->world_size > 1 && d.chunk_count > 1) result = ddp__tp_warm_up(tp);
     if (result == DDP_OK) *out = tp;
     else ddp_tp_destroy(tp);
@@ -2423,7 +2615,8 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
 DDPDEF void ddp_tp_destroy(ddp_tp *tp) {
     DDP_PUBLIC_CALL(ddp_tp_destroy);
     if (!tp) return;
-    if (tp->workspace) (void)ddp_group_free(tp->group, tp->workspace); /* after a failure it is the group's to free */
+    /* after a failure it is the group's to free */
+    if (tp->workspace) (void)ddp_group_free(tp->group, tp->workspace);
     ddp_host_free(tp->group, tp);
 }
 
@@ -2439,14 +2632,15 @@ DDPDEF void ddp_tp_reset_stats(ddp_tp *tp) {
     tp->stats.workspace_bytes = tp->workspace_bytes;
 }
 
-//== linear layers =============================================================================== >>impl-tp-linear
+//== linear layers ========================================================================== >>impl-tp-linear
 
 #define DDP__LINEAR_PARTS 3
 
 struct ddp_tp_linear {
     ddp_tp *tp;
     ddp_tp_linear_desc desc;              /* with every default resolved */
-    int part_count;                       /* parts that are cut separately: 1; 3 of fused query, key, value; 2 of gate and up */
+    /* parts that are cut separately: 1; 3 of fused query, key, value; 2 of gate and up */
+    int part_count;
     int64_t part[DDP__LINEAR_PARTS];      /* features in each, over all ranks */
     int64_t in, out;                      /* columns and rows of this rank's weight */
     int64_t widest;                       /* the largest number of cut features of a rank */
@@ -2465,7 +2659,8 @@ typedef struct ddp__linear_grads { int wanted; void *weight, *bias; } ddp__linea
 
 /* Returns the number of features of a part that a rank has. *global: the first of them among all features of the layer.
    *local: the first among this rank's. */
-static int64_t ddp__linear_share(const ddp_tp_linear *l, int part, int rank, int64_t *global, int64_t *local) {
+static int64_t ddp__linear_share(const ddp_tp_linear *l, int part, int rank, int64_t *global,
+                                 int64_t *local) {
     int64_t base = 0, before = 0, first, count;
     for (int p = 0; p < part; p++) {
         base += l->part[p];
@@ -2488,32 +2683,40 @@ static ddp_result ddp__tp_multiply(const ddp_tp *tp, const ddp_gemm *g) {
 }
 
 /* Multiplies `rows` rows of `in`, from row `first` on, into out. */
-static ddp_result ddp__linear_rows(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t first, int64_t rows, void *out) {
+static ddp_result ddp__linear_rows(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t first,
+                                   int64_t rows, void *out) {
     const void *in = ddp__tp_at(l->tp, p->in, first * p->in_row);
     const int64_t n = p->forward ? l->out : l->in, k = p->forward ? l->in : l->out;
-    const ddp_gemm g = {rows, n, k, p->in_row, l->in, p->out_row, in, p->weight, out, l->tp->desc.dtype, 0, p->forward, 0};
+    const ddp_gemm g = {rows, n, k, p->in_row, l->in, p->out_row, in, p->weight, out, l->tp->desc.dtype, 0,
+                        p->forward, 0};
     return ddp__tp_multiply(l->tp, &g);
 }
 
 /* bias_grad = the sum of dy's rows, and weight_grad (out, in) = dy' x over all rows; or added to them. dy and x are
    complete once pending's works[0] is. */
-static ddp_result ddp__linear_gradients(const ddp_tp_linear *l, const void *dy, const void *x, int64_t x_row, int64_t rows,
-                                        const ddp__linear_grads *grads, ddp__tp_pending *pending) {
+static ddp_result ddp__linear_gradients(const ddp_tp_linear *l, const void *dy, const void *x, int64_t x_row,
+                                        int64_t rows, const ddp__linear_grads *grads,
+                                        ddp__tp_pending *pending) {
     const ddp_tp *tp = l->tp;
-    const ddp_gemm g = {l->out, l->in, rows, l->out, x_row, l->in, dy, x, grads->weight, tp->desc.dtype, 1, 0, tp->desc.accumulate_grads};
+    const ddp_gemm g = {l->out, l->in, rows, l->out, x_row, l->in, dy, x, grads->weight, tp->desc.dtype, 1, 0,
+                        tp->desc.accumulate_grads};
     if (!grads->wanted) return DDP_OK;
-    if (grads->bias) DDP_TRY(ddp__tp_tell(tp, tp->kernels->sum_rows(rows, l->out, dy, tp->desc.accumulate_grads, grads->bias)));
+    if (grads->bias)
+        DDP_TRY(ddp__tp_tell(tp, tp->kernels->sum_rows(rows, l->out, dy, tp->desc.accumulate_grads,
+                                                       grads->bias)));
     DDP_TRY(ddp__tp_wait(l->tp, &pending->works[0]));
     return ddp__tp_multiply(tp, &g);
 }
 
-static ddp_result ddp__linear_add_bias(const ddp_tp_linear *l, void *y, int64_t y_row, const void *bias, int64_t rows) {
+static ddp_result ddp__linear_add_bias(const ddp_tp_linear *l, void *y, int64_t y_row, const void *bias,
+                                       int64_t rows) {
     return bias ? ddp__tp_tell(l->tp, l->tp->kernels->add_bias(rows, l->out, bias, y, y_row)) : DDP_OK;
 }
 
 /* Copies from one slot per rank, (rows, widest), with that rank's features in its first columns, to (rows, all features).
    take: the other direction, for this rank only, without gaps between rows. */
-static ddp_result ddp__linear_columns(const ddp_tp_linear *l, const void *from, void *to, int64_t rows, int take) {
+static ddp_result ddp__linear_columns(const ddp_tp_linear *l, const void *from, void *to, int64_t rows,
+                                      int take) {
     const ddp_tp *tp = l->tp;
     int64_t total = 0, mine = ddp__linear_features(l, tp->rank), global, local;
     for (int p = 0; p < l->part_count; p++) total += l->part[p];
@@ -2522,7 +2725,8 @@ static ddp_result ddp__linear_columns(const ddp_tp_linear *l, const void *from, 
             int64_t width = ddp__linear_share(l, p, r, &global, &local);
             const void *in = ddp__tp_at(tp, from, take ? global : r * rows * l->widest + local);
             void *out = ddp__tp_at(tp, to, take ? local : global);
-            DDP_TRY(ddp__tp_tell(tp, tp->kernels->copy_rows(rows, width, in, take ? total : l->widest, out, take ? mine : total)));
+            DDP_TRY(ddp__tp_tell(tp, tp->kernels->copy_rows(rows, width, in, take ? total : l->widest, out,
+                                                            take ? mine : total)));
         }
     return DDP_OK;
 }
@@ -2531,8 +2735,8 @@ static ddp_result ddp__linear_columns(const ddp_tp_linear *l, const void *from, 
 
 /* The product where each rank has its own rows of `in`: p->in is (own_rows, in_row). All ranks' rows are gathered at
    `whole`, in rank order, and p->in points there afterwards. p->out NULL: gathers only. */
-static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_product *p, int64_t own_rows, void *whole,
-                                       ddp__tp_pending *pending) {
+static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_product *p, int64_t own_rows,
+                                       void *whole, ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     int chunks = tp->desc.chunk_count;
     const void *own = p->in;
@@ -2549,11 +2753,14 @@ static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_produ
     p->in = whole;
     for (int i = 0; rows; i++, work = next, first = after, rows = after_rows) {
         after_rows = i + 1 < chunks ? ddp__tensor_cut(own_rows, i + 1, chunks, &after) : 0;
-        if (after_rows) DDP_TRY(ddp__tp_gather_rows(tp, own, own_rows, after, after_rows, p->in_row, whole, pending, &next));
+        if (after_rows)
+            DDP_TRY(ddp__tp_gather_rows(tp, own, own_rows, after, after_rows, p->in_row, whole, pending,
+                                        &next));
         DDP_TRY(ddp__tp_wait(tp, work));
         for (int64_t r = 0; r < tp->world_size && p->out; r++)
             if (r != tp->rank)
-                DDP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_at(tp, p->out, (r * own_rows + first) * p->out_row)));
+                DDP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows,
+                                         ddp__tp_at(tp, p->out, (r * own_rows + first) * p->out_row)));
     }
     return DDP_OK;
 }
@@ -2561,10 +2768,11 @@ static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_produ
 /* The product of all rows, summed over the ranks, chunk by chunk. Each rank receives all rows of p->out; or its own,
    where activations are cut by rows. Then pieces has memory for all rows: of each chunk, those of rank 0, rank 1, ...
    Pending on return. */
-static ddp_result ddp__linear_reduced(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t rows, void *pieces,
-                                      ddp__tp_pending *pending) {
+static ddp_result ddp__linear_reduced(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t rows,
+                                      void *pieces, ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
-    int chunks = tp->world_size == 1 ? 1 : tp->desc.chunk_count, shares = ddp__tp_cuts_rows(tp) ? tp->world_size : 1;
+    int chunks = tp->world_size == 1 ? 1 : tp->desc.chunk_count, shares = ddp__tp_cuts_rows(tp)
+        ? tp->world_size : 1;
     for (int i = 0; i < chunks; i++) {
         int64_t first, count = ddp__tensor_cut(rows / shares, i, chunks, &first);
         size_t elements = (size_t)(count * p->out_row);
@@ -2573,7 +2781,8 @@ static ddp_result ddp__linear_reduced(const ddp_tp_linear *l, const ddp__linear_
         ddp_work *work = NULL;
         if (!count) break;
         for (int64_t r = 0; r < shares; r++)
-            DDP_TRY(ddp__linear_rows(l, p, r * (rows / shares) + first, count, ddp__tp_at(tp, sums, r * count * p->out_row)));
+            DDP_TRY(ddp__linear_rows(l, p, r * (rows / shares) + first, count,
+                                     ddp__tp_at(tp, sums, r * count * p->out_row)));
         if (chunks > 1) DDP_TRY(ddp__tp_next_work(tp, pending, &work));
         if (shares > 1) DDP_TRY(ddp__tp_reduce_scatter(tp, sums, out, elements, work));
         else DDP_TRY(ddp__tp_all_reduce(tp, out, elements, DDP_OP_SUM, work));
@@ -2583,13 +2792,15 @@ static ddp_result ddp__linear_reduced(const ddp_tp_linear *l, const ddp__linear_
 
 /* The product of all rows, of this rank's features. bias: NULL, or added. With whole, p->out has the features of all
    ranks instead: each rank's product travels through its slot of the workspace. */
-static ddp_result ddp__linear_own_features(const ddp_tp_linear *l, ddp__linear_product *p, const void *bias, int64_t rows, int whole,
+static ddp_result ddp__linear_own_features(const ddp_tp_linear *l, ddp__linear_product *p, const void *bias,
+                                           int64_t rows, int whole,
                                           ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     void *out = p->out;
     if (whole) p->out = ddp__tp_at(tp, tp->workspace, tp->rank * rows * l->widest);
     if (whole) p->out_row = l->widest;
-    if (ddp__tp_cuts_rows(tp)) DDP_TRY(ddp__linear_gathered(l, p, rows / tp->world_size, tp->workspace, pending));
+    if (ddp__tp_cuts_rows(tp))
+        DDP_TRY(ddp__linear_gathered(l, p, rows / tp->world_size, tp->workspace, pending));
     else if (p->out) DDP_TRY(ddp__linear_rows(l, p, 0, rows, p->out));
     DDP_TRY(ddp__linear_add_bias(l, p->out, p->out_row, bias, rows));
     if (!whole) return DDP_OK;
@@ -2599,15 +2810,17 @@ static ddp_result ddp__linear_own_features(const ddp_tp_linear *l, ddp__linear_p
 
 /* --- column: y (M, out) = x W' + b --- */
 
-static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, int64_t rows,
-                                              const ddp__linear_grads *grads, ddp__tp_pending *pending) {
+static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x,
+                                              int64_t rows, const ddp__linear_grads *grads,
+                                              ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     unsigned char *after = tp->workspace + ddp_round_up((size_t)(rows * l->in) * tp->size, 64);
     if (l->desc.gather_output && tp->world_size > 1) {
         DDP_TRY(ddp__linear_columns(l, p->in, tp->workspace, rows, 1));
         p->in = tp->workspace;
     }
-    if (ddp__tp_cuts_rows(tp) && (grads->wanted || !ddp__linear_features(l, tp->world_size - 1))) { /* a rank without features may bring NULL in either case */
+    /* a rank without features may bring NULL in either case */
+    if (ddp__tp_cuts_rows(tp) && (grads->wanted || !ddp__linear_features(l, tp->world_size - 1))) {
         ddp_work *work = tp->desc.chunk_count > 1 ? &pending->works[0] : NULL;
         DDP_TRY(ddp__tp_all_gather(tp, x, tp->workspace, (size_t)(rows / tp->world_size * l->in), work));
         x = tp->workspace;
@@ -2626,8 +2839,9 @@ static const void *ddp__linear_row_input(const ddp_tp_linear *l, const void *x, 
     return ddp__tp_at(l->tp, x, first);
 }
 
-static ddp_result ddp__linear_row_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, int64_t rows,
-                                           const ddp__linear_grads *grads, ddp__tp_pending *pending) {
+static ddp_result ddp__linear_row_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x,
+                                           int64_t rows, const ddp__linear_grads *grads,
+                                           ddp__tp_pending *pending) {
     int64_t x_row;
     int whole = l->desc.scatter_input && l->tp->world_size > 1 && p->out;
     DDP_TRY(ddp__linear_own_features(l, p, NULL, rows, whole, pending));
@@ -2649,46 +2863,59 @@ static ddp_result ddp__linear_resolve_heads(ddp_tp_linear *l, const char *call) 
     ddp_tp_linear_desc *d = &l->desc;
     int64_t ranks = tp->world_size;
     if (d->kv_heads == 0) d->kv_heads = d->heads;
-    DDP__TP_NEED(tp, call, d->split == DDP_TP_COLUMN, "heads=%d are of a column linear, this one's split is row", d->heads);
-    DDP__TP_NEED(tp, call, d->heads > 0 && d->kv_heads > 0, "heads=%d kv_heads=%d must be positive", d->heads, d->kv_heads);
-    DDP__TP_NEED(tp, call, d->heads % ranks == 0, "heads=%d do not divide by %lld ranks; the nearest number that does is %lld", d->heads,
+    DDP__TP_NEED(tp, call, d->split == DDP_TP_COLUMN,
+                 "heads=%d are of a column linear, this one's split is row", d->heads);
+    DDP__TP_NEED(tp, call, d->heads > 0 && d->kv_heads > 0, "heads=%d kv_heads=%d must be positive", d->heads,
+                 d->kv_heads);
+    DDP__TP_NEED(tp, call, d->heads % ranks == 0,
+                 "heads=%d do not divide by %lld ranks; the nearest number that does is %lld", d->heads,
                  (long long)ranks, (long long)ddp__linear_nearest(d->heads, ranks));
-    DDP__TP_NEED(tp, call, d->kv_heads % ranks == 0, "kv_heads=%d do not divide by %lld ranks; the nearest number that does is %lld", d->kv_heads,
+    DDP__TP_NEED(tp, call, d->kv_heads % ranks == 0,
+                 "kv_heads=%d do not divide by %lld ranks; the nearest number that does is %lld", d->kv_heads,
                  (long long)ranks, (long long)ddp__linear_nearest(d->kv_heads, ranks));
-    DDP__TP_NEED(tp, call, d->heads % d->kv_heads == 0, "heads=%d are no multiple of kv_heads=%d; every key has the same number of queries",
+    DDP__TP_NEED(tp, call, d->heads % d->kv_heads == 0,
+                 "heads=%d are no multiple of kv_heads=%d; every key has the same number of queries",
                  d->heads, d->kv_heads);
     DDP__TP_NEED(tp, call, d->head_size != 0 || d->in_features % d->heads == 0,
-                 "in_features=%lld do not divide by heads=%d; set head_size, or take %lld features", (long long)d->in_features, d->heads,
-                 (long long)ddp__linear_nearest(d->in_features, d->heads));
+                 "in_features=%lld do not divide by heads=%d; set head_size, or take %lld features",
+                 (long long)d->in_features, d->heads, (long long)ddp__linear_nearest(d->in_features,
+                                                                                     d->heads));
     if (d->head_size == 0) d->head_size = d->in_features / d->heads;
-    DDP__TP_NEED(tp, call, d->head_size > 0 && d->head_size <= 1 << 24, "head_size=%lld, allowed are 1 to 16777216", (long long)d->head_size);
+    DDP__TP_NEED(tp, call, d->head_size > 0 && d->head_size <= 1 << 24,
+                 "head_size=%lld, allowed are 1 to 16777216", (long long)d->head_size);
     l->part_count = 3;
     l->part[0] = d->heads * d->head_size;
     l->part[1] = l->part[2] = d->kv_heads * d->head_size;
     if (d->out_features == 0) d->out_features = l->part[0] + 2 * l->part[1];
     DDP__TP_NEED(tp, call, d->out_features == l->part[0] + 2 * l->part[1],
-                 "out_features=%lld, but heads=%d and kv_heads=%d of head_size=%lld make %lld; leave it 0", (long long)d->out_features, d->heads,
-                 d->kv_heads, (long long)d->head_size, (long long)(l->part[0] + 2 * l->part[1]));
+                 "out_features=%lld, but heads=%d and kv_heads=%d of head_size=%lld make %lld; leave it 0",
+                 (long long)d->out_features, d->heads, d->kv_heads, (long long)d->head_size,
+                 (long long)(l->part[0] + 2 * l->part[1]));
     return DDP_OK;
 }
 
 static ddp_result ddp__linear_resolve(ddp_tp_linear *l, const char *call) {
     ddp_tp *tp = l->tp;
     ddp_tp_linear_desc *d = &l->desc;
-    DDP__TP_NEED(tp, call, d->split == DDP_TP_COLUMN || d->split == DDP_TP_ROW, "split=%d is neither DDP_TP_COLUMN nor DDP_TP_ROW", (int)d->split);
-    DDP__TP_NEED(tp, call, d->in_features > 0 && d->in_features <= INT64_C(1) << 48, "in_features=%lld; set it to the columns of the global weight",
-                 (long long)d->in_features);
-    DDP__TP_NEED(tp, call, d->heads != 0 || (d->kv_heads == 0 && d->head_size == 0), "kv_heads=%d head_size=%lld want heads, which is 0", d->kv_heads,
-                 (long long)d->head_size);
+    DDP__TP_NEED(tp, call, d->split == DDP_TP_COLUMN || d->split == DDP_TP_ROW,
+                 "split=%d is neither DDP_TP_COLUMN nor DDP_TP_ROW", (int)d->split);
+    DDP__TP_NEED(tp, call, d->in_features > 0 && d->in_features <= INT64_C(1) << 48,
+                 "in_features=%lld; set it to the columns of the global weight", (long long)d->in_features);
+    DDP__TP_NEED(tp, call, d->heads != 0 || (d->kv_heads == 0 && d->head_size == 0),
+                 "kv_heads=%d head_size=%lld want heads, which is 0", d->kv_heads, (long long)d->head_size);
     if (d->heads != 0) DDP_TRY(ddp__linear_resolve_heads(l, call));
-    DDP__TP_NEED(tp, call, d->out_features > 0 && d->out_features <= INT64_C(1) << 60, "out_features=%lld; set it to the rows of the global weight",
-                 (long long)d->out_features);
-    DDP__TP_NEED(tp, call, ddp__tp_bytes(d->out_features, d->in_features, 2 * tp->size) != SIZE_MAX, "a weight of %lld x %lld does not fit in memory",
-                 (long long)d->out_features, (long long)d->in_features);
-    DDP__TP_NEED(tp, call, !d->gather_output || d->split == DDP_TP_COLUMN, "gather_output=%d is for a column linear", d->gather_output);
-    DDP__TP_NEED(tp, call, !d->scatter_input || d->split == DDP_TP_ROW, "scatter_input=%d is for a row linear", d->scatter_input);
+    DDP__TP_NEED(tp, call, d->out_features > 0 && d->out_features <= INT64_C(1) << 60,
+                 "out_features=%lld; set it to the rows of the global weight", (long long)d->out_features);
+    DDP__TP_NEED(tp, call, ddp__tp_bytes(d->out_features, d->in_features, 2 * tp->size) != SIZE_MAX,
+                 "a weight of %lld x %lld does not fit in memory", (long long)d->out_features,
+                 (long long)d->in_features);
+    DDP__TP_NEED(tp, call, !d->gather_output || d->split == DDP_TP_COLUMN,
+                 "gather_output=%d is for a column linear", d->gather_output);
+    DDP__TP_NEED(tp, call, !d->scatter_input || d->split == DDP_TP_ROW,
+                 "scatter_input=%d is for a row linear", d->scatter_input);
     DDP__TP_NEED(tp, call, !tp->desc.sequence_parallel || (!d->gather_output && !d->scatter_input),
-                 "%s is not for sequence_parallel, where rows are cut", d->gather_output ? "gather_output" : "scatter_input");
+                 "%s is not for sequence_parallel, where rows are cut", d->gather_output ? "gather_output"
+                 : "scatter_input");
     if (l->part_count) return DDP_OK;
     l->part_count = 1;
     l->part[0] = d->split == DDP_TP_COLUMN ? d->out_features : d->in_features;
@@ -2706,7 +2933,8 @@ static ddp_result ddp__linear_make(ddp_tp_linear *l, const char *call, size_t *b
     l->widest = ddp__linear_features(l, 0);
     *bytes = 0;
     if (ddp__tp_cuts_rows(tp)) {
-        *bytes = ddp_round_up(ddp__tp_bytes(rows, d->split == DDP_TP_ROW ? d->out_features : d->in_features, tp->size), 64);
+        *bytes = ddp_round_up(ddp__tp_bytes(rows, d->split == DDP_TP_ROW ? d->out_features : d->in_features,
+                                            tp->size), 64);
         if (d->split == DDP_TP_COLUMN) *bytes = ddp__tp_sum(*bytes, *bytes); /* x, and the gradient of it */
     } else if (tp->world_size > 1 && (d->gather_output || d->scatter_input))
         *bytes = ddp__tp_bytes(rows, l->widest, tp->size * (size_t)tp->world_size);
@@ -2729,8 +2957,8 @@ DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const dd
     snprintf(what, sizeof what,
              "in_features=%lld out_features=%lld split=%d no_bias=%d gather_output=%d scatter_input=%d heads=%d kv_heads=%d "
              "head_size=%lld",
-             (long long)d->in_features, (long long)d->out_features, (int)d->split, d->no_bias != 0, d->gather_output != 0,
-             d->scatter_input != 0, d->heads, d->kv_heads, (long long)d->head_size);
+             (long long)d->in_features, (long long)d->out_features, (int)d->split, d->no_bias != 0,
+             d->gather_output != 0, d->scatter_input != 0, d->heads, d->kv_heads, (long long)d->head_size);
     result = ddp__tp_make(tp, __func__, result, what, bytes, &made, sizeof made, &l);
     *out = (ddp_tp_linear *)l;
     return result;
@@ -2744,9 +2972,11 @@ DDPDEF int64_t ddp_tp_linear_in_features(const ddp_tp_linear *linear) { return l
 DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear) { return linear ? linear->out : 0; }
 
 /* The box of a weight (ndim 2) or of a bias (1). */
-static ddp_result ddp__linear_box(const ddp_tp_linear *l, const char *call, int part, int ndim, ddp_tensor_box *box) {
+static ddp_result ddp__linear_box(const ddp_tp_linear *l, const char *call, int part, int ndim,
+                                  ddp_tensor_box *box) {
     if (!l || !box) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", call, l ? "box" : "linear");
-    DDP__TP_NEED(l->tp, call, part >= 0 && part < l->part_count, "part=%d; this linear has %d", part, l->part_count);
+    DDP__TP_NEED(l->tp, call, part >= 0 && part < l->part_count, "part=%d; this linear has %d", part,
+                 l->part_count);
     DDP__TP_NEED(l->tp, call, ndim == 2 || !l->desc.no_bias, "%s", "this linear has no bias");
     int cut = l->desc.split == DDP_TP_ROW;
     memset(box, 0, sizeof *box);
@@ -2765,8 +2995,8 @@ DDPDEF ddp_result ddp_tp_linear_bias_box(const ddp_tp_linear *linear, int part, 
 }
 
 /* A pointer may be NULL if it has no elements to point to. */
-static ddp_result ddp__linear_check(const ddp_tp_linear *l, const char *call, const void *weight, const void *x, int64_t rows, const char *y_name,
-                                    const void *y) {
+static ddp_result ddp__linear_check(const ddp_tp_linear *l, const char *call, const void *weight,
+                                    const void *x, int64_t rows, const char *y_name, const void *y) {
     DDP_TRY(ddp__tp_check_rows(l->tp, call, rows));
     DDP__TP_NEED(l->tp, call, weight || !l->in || !l->out, "%s", "weight is NULL");
     DDP__TP_NEED(l->tp, call, x || !rows || (!l->in && !l->desc.scatter_input), "%s", "x is NULL");
@@ -2774,55 +3004,63 @@ static ddp_result ddp__linear_check(const ddp_tp_linear *l, const char *call, co
     return DDP_OK;
 }
 
-static ddp_result ddp__linear_forward(ddp_tp_linear *l, const void *weight, const void *bias, const void *x, int64_t rows, void *y) {
+static ddp_result ddp__linear_forward(ddp_tp_linear *l, const void *weight, const void *bias, const void *x,
+                                      int64_t rows, void *y) {
     ddp_tp *tp = l->tp;
     ddp__linear_product p = {weight, x, y, l->in, l->out, 1};
     ddp__tp_pending pending = DDP_ZERO;
     DDP_TRY(ddp_device_begin(tp->group));
     if (l->desc.split == DDP_TP_COLUMN)
-        return ddp__tp_wait_all(tp, &pending, ddp__linear_own_features(l, &p, bias, rows, l->desc.gather_output && tp->world_size > 1, &pending));
+        return ddp__tp_wait_all(tp, &pending, ddp__linear_own_features(l, &p, bias, rows,
+                                                                       l->desc.gather_output &&
+                                                                       tp->world_size > 1, &pending));
     p.in = ddp__linear_row_input(l, x, &p.in_row);
     DDP_TRY(ddp__tp_wait_all(tp, &pending, ddp__linear_reduced(l, &p, rows, tp->workspace, &pending)));
     return ddp__linear_add_bias(l, y, l->out, bias, ddp__tp_own_rows(tp, rows));
 }
 
-static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, const void *x, const void *dy, int64_t rows, void *dx,
-                                       const ddp__linear_grads *grads) {
+static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, const void *x, const void *dy,
+                                       int64_t rows, void *dx, const ddp__linear_grads *grads) {
     ddp__linear_product p = {weight, dy, dx, l->out, l->in, 0};
     ddp__tp_pending pending = DDP_ZERO;
     DDP_TRY(ddp_device_begin(l->tp->group));
     return ddp__tp_wait_all(l->tp, &pending, l->desc.split == DDP_TP_COLUMN
-                                                 ? ddp__linear_column_backward(l, &p, x, rows, grads, &pending)
+                                                 ? ddp__linear_column_backward(l, &p, x, rows, grads,
+                                                                               &pending)
                                                  : ddp__linear_row_backward(l, &p, x, rows, grads, &pending));
 }
 
-DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias, const void *x, int64_t rows, void *y) {
+DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias,
+                                        const void *x, int64_t rows, void *y) {
     DDP_PUBLIC_CALL(ddp_tp_linear_forward);
     if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", __func__);
     DDP_TRY(ddp__linear_check(linear, __func__, weight, x, rows, "y", y));
-    DDP__TP_NEED(linear->tp, __func__, !bias == !!linear->desc.no_bias || !linear->out, "bias is %s, no_bias is %d", bias ? "given" : "NULL",
-                 linear->desc.no_bias);
+    DDP__TP_NEED(linear->tp, __func__, !bias == !!linear->desc.no_bias || !linear->out,
+                 "bias is %s, no_bias is %d", bias ? "given" : "NULL", linear->desc.no_bias);
     return ddp__linear_forward(linear, weight, bias, x, rows, y);
 }
 
-DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x, const void *dy, int64_t rows, void *dx,
-                                         void *weight_grad, void *bias_grad) {
+DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x,
+                                         const void *dy, int64_t rows, void *dx, void *weight_grad,
+                                         void *bias_grad) {
     DDP_PUBLIC_CALL(ddp_tp_linear_backward);
     const ddp__linear_grads grads = {weight_grad || bias_grad, weight_grad, bias_grad};
     if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", __func__);
     DDP_TRY(ddp__linear_check(linear, __func__, weight, x, rows, "dy", dy));
-    DDP__TP_NEED(linear->tp, __func__, !weight_grad || !bias_grad == !!linear->desc.no_bias || !linear->out, "bias_grad is %s, no_bias is %d",
-                 bias_grad ? "given" : "NULL", linear->desc.no_bias);
-    DDP__TP_NEED(linear->tp, __func__, weight_grad || !bias_grad || !linear->in || !linear->out, "%s", "bias_grad without weight_grad");
+    DDP__TP_NEED(linear->tp, __func__, !weight_grad || !bias_grad == !!linear->desc.no_bias || !linear->out,
+                 "bias_grad is %s, no_bias is %d", bias_grad ? "given" : "NULL", linear->desc.no_bias);
+    DDP__TP_NEED(linear->tp, __func__, weight_grad || !bias_grad || !linear->in || !linear->out, "%s",
+                 "bias_grad without weight_grad");
     return ddp__linear_backward(linear, weight, x, dy, rows, dx, &grads);
 }
 
-//== the pair of an MLP ========================================================================== >>impl-tp-mlp
+//== the pair of an MLP ======================================================================== >>impl-tp-mlp
 
 struct ddp_tp_mlp {
     ddp_tp_mlp_desc desc;
     ddp_tp_linear column, row;
-    size_t spare;              /* where in the workspace the two linears leave off: the gradient of what lies between them */
+    /* where in the workspace the two linears leave off: the gradient of what lies between them */
+    size_t spare;
 };
 
 static int ddp__mlp_gated(const ddp_tp_mlp *m) { return m->desc.activation == DDP_TP_SILU_GATED; }
@@ -2831,9 +3069,10 @@ static int ddp__mlp_gated(const ddp_tp_mlp *m) { return m->desc.activation == DD
 static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, size_t *bytes) {
     const ddp_tp_mlp_desc *d = &m->desc;
     size_t column_bytes = 0, row_bytes = 0;
-    DDP__TP_NEED(tp, call, d->channels > 0 && d->hidden > 0 && d->hidden <= INT64_C(1) << 46, "channels=%lld hidden=%lld; set both",
-                 (long long)d->channels, (long long)d->hidden);
-    DDP__TP_NEED(tp, call, d->activation == DDP_TP_GELU || d->activation == DDP_TP_RELU || d->activation == DDP_TP_SILU_GATED,
+    DDP__TP_NEED(tp, call, d->channels > 0 && d->hidden > 0 && d->hidden <= INT64_C(1) << 46,
+                 "channels=%lld hidden=%lld; set both", (long long)d->channels, (long long)d->hidden);
+    DDP__TP_NEED(tp, call, d->activation == DDP_TP_GELU || d->activation == DDP_TP_RELU ||
+                 d->activation == DDP_TP_SILU_GATED,
                  "activation=%d is none of DDP_TP_GELU, DDP_TP_RELU, DDP_TP_SILU_GATED", (int)d->activation);
     m->column.tp = m->row.tp = tp;
     m->column.desc.split = DDP_TP_COLUMN;
@@ -2849,7 +3088,8 @@ static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, siz
     DDP_TRY(ddp__linear_make(&m->column, call, &column_bytes));
     DDP_TRY(ddp__linear_make(&m->row, call, &row_bytes));
     m->spare = ddp_round_up(column_bytes > row_bytes ? column_bytes : row_bytes, 64);
-    *bytes = ddp__tp_sum(m->spare, ddp__tp_bytes(tp->desc.max_rows, m->row.widest, (ddp__mlp_gated(m) ? 3 : 1) * tp->size));
+    *bytes = ddp__tp_sum(m->spare, ddp__tp_bytes(tp->desc.max_rows, m->row.widest,
+                                                 (ddp__mlp_gated(m) ? 3 : 1) * tp->size));
     return DDP_OK;
 }
 
@@ -2864,8 +3104,9 @@ DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_m
     if (desc) made.desc = *desc;
     if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, __func__, "%s", "desc is NULL");
     else result = ddp__mlp_make(&made, tp, __func__, &bytes);
-    snprintf(what, sizeof what, "channels=%lld hidden=%lld activation=%d no_bias=%d", (long long)made.desc.channels,
-             (long long)made.desc.hidden, (int)made.desc.activation, made.desc.no_bias != 0);
+    snprintf(what, sizeof what, "channels=%lld hidden=%lld activation=%d no_bias=%d",
+             (long long)made.desc.channels, (long long)made.desc.hidden, (int)made.desc.activation,
+             made.desc.no_bias != 0);
     result = ddp__tp_make(tp, __func__, result, what, bytes, &made, sizeof made, &m);
     *out = (ddp_tp_mlp *)m;
     return result;
@@ -2883,8 +3124,9 @@ DDPDEF ddp_tp_linear *ddp_tp_mlp_linear(ddp_tp_mlp *mlp, int which) {
     return !mlp || which < 0 || which > 1 ? NULL : which ? &mlp->row : &mlp->column;
 }
 
-static ddp_result ddp__mlp_check(const ddp_tp_mlp *m, const char *call, const void *const weights[4], const void *x, const void *saved, int64_t rows,
-                                 const char *y_name, const void *y) {
+static ddp_result ddp__mlp_check(const ddp_tp_mlp *m, const char *call, const void *const weights[4],
+                                 const void *x, const void *saved, int64_t rows, const char *y_name,
+                                 const void *y) {
     const ddp_tp *tp = m->column.tp;
     DDP__TP_NEED(tp, call, weights, "%s", "weights is NULL");
     DDP_TRY(ddp__linear_check(&m->column, call, weights[0], x, rows, "saved", saved));
@@ -2892,21 +3134,25 @@ static ddp_result ddp__mlp_check(const ddp_tp_mlp *m, const char *call, const vo
 }
 
 /* saved: what the column linear gave, (rows, column.out), then what the activation made of it, (rows, row.in). */
-DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x, int64_t rows, void *saved, void *y) {
+DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x,
+                                     int64_t rows, void *saved, void *y) {
     DDP_PUBLIC_CALL(ddp_tp_mlp_forward);
     if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", __func__);
     ddp_tp *tp = mlp->column.tp;
     DDP_TRY(ddp__mlp_check(mlp, __func__, weights, x, saved, rows, "y", y));
-    DDP__TP_NEED(tp, __func__, (!weights[1] == !!mlp->desc.no_bias || !mlp->column.out) && !weights[3] == !!mlp->desc.no_bias,
-                 "biases are %s and %s, no_bias is %d", weights[1] ? "given" : "NULL", weights[3] ? "given" : "NULL", mlp->desc.no_bias);
+    DDP__TP_NEED(tp, __func__, (!weights[1] == !!mlp->desc.no_bias || !mlp->column.out) &&
+                 !weights[3] == !!mlp->desc.no_bias,
+                 "biases are %s and %s, no_bias is %d", weights[1] ? "given" : "NULL", weights[3] ? "given"
+                 : "NULL", mlp->desc.no_bias);
     void *act = ddp__tp_at(tp, saved, rows * mlp->column.out);
     DDP_TRY(ddp__linear_forward(&mlp->column, weights[0], weights[1], x, rows, saved));
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->activate(mlp->desc.activation, rows, mlp->row.in, saved, act)));
     return ddp__linear_forward(&mlp->row, weights[2], weights[3], act, rows, y);
 }
 
-DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x, const void *saved, const void *dy, int64_t rows,
-                                      void *dx, void *const grads[4]) {
+DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x,
+                                      const void *saved, const void *dy, int64_t rows, void *dx,
+                                      void *const grads[4]) {
     DDP_PUBLIC_CALL(ddp_tp_mlp_backward);
     ddp__linear_grads to[2] = {{0, NULL, NULL}, {0, NULL, NULL}};
     if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", __func__);
@@ -2915,17 +3161,20 @@ DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights
     for (int i = 0; i < 2 && grads; i++) {
         const ddp__linear_grads given = {1, grads[2 * i], grads[2 * i + 1]};
         to[i] = given;
-        DDP__TP_NEED(tp, __func__, (given.weight && !given.bias == !!mlp->desc.no_bias) || !mlp->row.in, "grads[%d] is %s, grads[%d] %s, no_bias is %d",
-                     2 * i, given.weight ? "given" : "NULL", 2 * i + 1, given.bias ? "given" : "NULL", mlp->desc.no_bias);
+        DDP__TP_NEED(tp, __func__, (given.weight && !given.bias == !!mlp->desc.no_bias) || !mlp->row.in,
+                     "grads[%d] is %s, grads[%d] %s, no_bias is %d", 2 * i, given.weight ? "given" : "NULL",
+                     2 * i + 1, given.bias ? "given" : "NULL", mlp->desc.no_bias);
     }
     void *d_act = tp->workspace + mlp->spare;
     void *d_in = ddp__mlp_gated(mlp) ? ddp__tp_at(tp, d_act, rows * mlp->row.in) : d_act;
-    DDP_TRY(ddp__linear_backward(&mlp->row, weights[2], ddp__tp_at(tp, saved, rows * mlp->column.out), dy, rows, d_act, &to[1]));
-    DDP_TRY(ddp__tp_tell(tp, tp->kernels->activate_backward(mlp->desc.activation, rows, mlp->row.in, saved, d_act, d_in)));
+    DDP_TRY(ddp__linear_backward(&mlp->row, weights[2], ddp__tp_at(tp, saved, rows * mlp->column.out), dy,
+                                 rows, d_act, &to[1]));
+    DDP_TRY(ddp__tp_tell(tp, tp->kernels->activate_backward(mlp->desc.activation, rows, mlp->row.in, saved,
+                                                            d_act, d_in)));
     return ddp__linear_backward(&mlp->column, weights[0], x, d_in, rows, dx, &to[0]);
 }
 
-//== embedding =================================================================================== >>impl-tp-embedding
+//== embedding =========================================================================== >>impl-tp-embedding
 
 struct ddp_tp_embedding {
     ddp_tp *tp;
@@ -2933,27 +3182,32 @@ struct ddp_tp_embedding {
     int64_t first, count;       /* this rank's rows of the table */
 };
 
-static ddp_result ddp__tp_embedding_resolve(ddp_tp_embedding *e, const char *call, const ddp_tp_embedding_desc *desc) {
+static ddp_result ddp__tp_embedding_resolve(ddp_tp_embedding *e, const char *call,
+                                            const ddp_tp_embedding_desc *desc) {
     const ddp_tp *tp = e->tp;
     ddp_tp_embedding_desc *d = &e->desc;
     DDP__TP_NEED(tp, call, desc, "%s", "desc is NULL");
     *d = *desc;
     if (d->padded_vocab == 0) d->padded_vocab = d->vocab;
-    DDP__TP_NEED(tp, call, d->vocab > 0 && d->channels > 0, "vocab=%lld, channels=%lld: both are required", (long long)d->vocab,
+    DDP__TP_NEED(tp, call, d->vocab > 0 && d->channels > 0, "vocab=%lld, channels=%lld: both are required",
+                 (long long)d->vocab, (long long)d->channels);
+    DDP__TP_NEED(tp, call, d->padded_vocab >= d->vocab, "padded_vocab=%lld is less than vocab=%lld",
+                 (long long)d->padded_vocab, (long long)d->vocab);
+    DDP__TP_NEED(tp, call, ddp__tp_bytes(d->padded_vocab, d->channels, tp->size) != SIZE_MAX,
+                 "%lld rows of %lld channels do not fit in memory", (long long)d->padded_vocab,
                  (long long)d->channels);
-    DDP__TP_NEED(tp, call, d->padded_vocab >= d->vocab, "padded_vocab=%lld is less than vocab=%lld", (long long)d->padded_vocab, (long long)d->vocab);
-    DDP__TP_NEED(tp, call, ddp__tp_bytes(d->padded_vocab, d->channels, tp->size) != SIZE_MAX, "%lld rows of %lld channels do not fit in memory",
-                 (long long)d->padded_vocab, (long long)d->channels);
     e->count = ddp__tensor_cut(d->padded_vocab, tp->rank, tp->world_size, &e->first);
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp, const ddp_tp_embedding_desc *desc) {
+DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp,
+                                          const ddp_tp_embedding_desc *desc) {
     DDP_PUBLIC_CALL(ddp_tp_embedding_create);
     ddp_tp_embedding made = DDP_ZERO;
     char what[160];
     void *layer;
-    if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_embedding_create: %s is NULL", out ? "tp" : "out");
+    if (!out || !tp)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_tp_embedding_create: %s is NULL", out ? "tp" : "out");
     made.tp = tp;
     ddp_result result = ddp__tp_embedding_resolve(&made, __func__, desc);
     size_t bytes = ddp__tp_cuts_rows(tp) ? ddp__tp_bytes(tp->desc.max_rows, made.desc.channels, tp->size) : 0;
@@ -2970,7 +3224,8 @@ DDPDEF void ddp_tp_embedding_destroy(ddp_tp_embedding *embedding) {
 
 DDPDEF ddp_result ddp_tp_embedding_box(const ddp_tp_embedding *embedding, ddp_tensor_box *box) {
     ddp_tensor_box b = DDP_ZERO;
-    if (!embedding || !box) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, embedding ? "box" : "embedding");
+    if (!embedding || !box)
+        return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, embedding ? "box" : "embedding");
     b.ndim = 2;
     b.global_shape[0] = embedding->desc.padded_vocab;
     b.global_shape[1] = b.shape[1] = embedding->desc.channels;
@@ -2981,72 +3236,87 @@ DDPDEF ddp_result ddp_tp_embedding_box(const ddp_tp_embedding *embedding, ddp_te
 }
 
 /* Rows and tokens are alike on every rank, and so is what is wrong with them. */
-static ddp_result ddp__tp_embedding_check(const ddp_tp_embedding *embedding, const char *call, const int32_t *tokens, int64_t rows) {
+static ddp_result ddp__tp_embedding_check(const ddp_tp_embedding *embedding, const char *call,
+                                          const int32_t *tokens, int64_t rows) {
     const ddp_tp *tp = embedding->tp;
     DDP_TRY(ddp__tp_check_rows(tp, call, rows));
     DDP__TP_NEED(tp, call, tokens || rows == 0, "%s", "tokens is NULL");
     for (int64_t i = 0; i < rows; i++)
-        DDP__TP_NEED(tp, call, tokens[i] >= 0 && tokens[i] < embedding->desc.vocab, "tokens[%lld]=%d, allowed are 0 to %lld", (long long)i,
-                     (int)tokens[i], (long long)embedding->desc.vocab - 1);
+        DDP__TP_NEED(tp, call, tokens[i] >= 0 && tokens[i] < embedding->desc.vocab,
+                     "tokens[%lld]=%d, allowed are 0 to %lld", (long long)i, (int)tokens[i],
+                     (long long)embedding->desc.vocab - 1);
     return DDP_OK;
 }
 
 /* The sum over ranks is the whole. */
-DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const void *weight, const int32_t *tokens, int64_t rows, void *y) {
+DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const void *weight,
+                                           const int32_t *tokens, int64_t rows, void *y) {
     DDP_PUBLIC_CALL(ddp_tp_embedding_forward);
     if (!embedding) return ddp_fail(DDP_ERR_INVALID, "%s: embedding is NULL", __func__);
     ddp_tp *tp = embedding->tp;
     int64_t channels = embedding->desc.channels;
-    const ddp_lookup op = {rows, channels, tokens, embedding->first, embedding->count, weight, ddp__tp_cuts_rows(tp) ? tp->workspace : y};
+    const ddp_lookup op = {rows, channels, tokens, embedding->first, embedding->count, weight,
+                           ddp__tp_cuts_rows(tp) ? tp->workspace : y};
     DDP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
     if (rows == 0) return DDP_OK;
     DDP__TP_NEED(tp, __func__, y && (weight || embedding->count == 0), "%s is NULL", y ? "weight" : "y");
     DDP_TRY(ddp_device_begin(tp->group));
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->lookup(&op)));
-    if (ddp__tp_cuts_rows(tp)) return ddp__tp_reduce_scatter(tp, tp->workspace, y, (size_t)(rows / tp->world_size * channels), NULL);
+    if (ddp__tp_cuts_rows(tp))
+        return ddp__tp_reduce_scatter(tp, tp->workspace, y, (size_t)(rows / tp->world_size * channels), NULL);
     return ddp__tp_all_reduce(tp, y, (size_t)(rows * channels), DDP_OP_SUM, NULL);
 }
 
-DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const int32_t *tokens, const void *dy, int64_t rows, void *weight_grad) {
+DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const int32_t *tokens,
+                                            const void *dy, int64_t rows, void *weight_grad) {
     if (!embedding) return ddp_fail(DDP_ERR_INVALID, "%s: embedding is NULL", __func__);
     ddp_tp *tp = embedding->tp;
     int64_t channels = embedding->desc.channels;
-    const ddp_lookup op = {rows, channels, tokens, embedding->first, embedding->count, ddp__tp_cuts_rows(tp) ? tp->workspace : dy, weight_grad};
+    const ddp_lookup op = {rows, channels, tokens, embedding->first, embedding->count, ddp__tp_cuts_rows(tp)
+                           ? tp->workspace : dy, weight_grad};
     DDP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
-    DDP__TP_NEED(tp, __func__, (dy || rows == 0) && (weight_grad || embedding->count == 0), "%s is NULL", dy || rows == 0 ? "weight_grad" : "dy");
+    DDP__TP_NEED(tp, __func__, (dy || rows == 0) &&
+                 (weight_grad || embedding->count == 0), "%s is NULL", dy || rows == 0 ? "weight_grad"
+                 : "dy");
     DDP_TRY(ddp_device_begin(tp->group));
     if (ddp__tp_cuts_rows(tp) && rows)
         DDP_TRY(ddp__tp_all_gather(tp, dy, tp->workspace, (size_t)(rows / tp->world_size * channels), NULL));
-    if (!tp->desc.accumulate_grads && embedding->count) tp->device->fill_zero(weight_grad, (size_t)(embedding->count * channels) * tp->size);
+    if (!tp->desc.accumulate_grads && embedding->count)
+        tp->device->fill_zero(weight_grad, (size_t)(embedding->count * channels) * tp->size);
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->lookup_backward(&op)));
     return ddp_device_check(tp->group);
 }
 
-//== cross-entropy =============================================================================== >>impl-tp-loss
+//== cross-entropy ============================================================================ >>impl-tp-loss
 
 /* What is wrong with the arguments is wrong on every rank. *counting: rows that count. */
-static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const ddp_tp_loss_desc *desc, const int32_t *targets, int64_t rows,
-                                     int64_t *counting) {
+static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const ddp_tp_loss_desc *desc,
+                                     const int32_t *targets, int64_t rows, int64_t *counting) {
     int64_t ignore = desc->ignore_index ? desc->ignore_index : -100;
     DDP__TP_NEED(tp, call, desc->vocab > 0, "vocab=%lld is required", (long long)desc->vocab);
-    DDP__TP_NEED(tp, call, desc->padded_vocab == 0 || desc->padded_vocab >= desc->vocab, "padded_vocab=%lld is less than vocab=%lld",
-                 (long long)desc->padded_vocab, (long long)desc->vocab);
-    DDP__TP_NEED(tp, call, desc->z_loss >= 0 && desc->z_loss < (double)INFINITY, "z_loss=%g, allowed are 0 and above", desc->z_loss);
-    DDP__TP_NEED(tp, call, desc->scale > -(double)INFINITY && desc->scale < (double)INFINITY, "scale=%g, it must be finite", desc->scale);
+    DDP__TP_NEED(tp, call, desc->padded_vocab == 0 || desc->padded_vocab >= desc->vocab,
+                 "padded_vocab=%lld is less than vocab=%lld", (long long)desc->padded_vocab,
+                 (long long)desc->vocab);
+    DDP__TP_NEED(tp, call, desc->z_loss >= 0 && desc->z_loss < (double)INFINITY,
+                 "z_loss=%g, allowed are 0 and above", desc->z_loss);
+    DDP__TP_NEED(tp, call, desc->scale > -(double)INFINITY && desc->scale < (double)INFINITY,
+                 "scale=%g, it must be finite", desc->scale);
     DDP_TRY(ddp__tp_check_rows(tp, call, rows));
     DDP__TP_NEED(tp, call, targets || rows == 0, "%s", "targets is NULL");
     *counting = 0;
     for (int64_t i = 0; i < rows; i++) {
         if (targets[i] == ignore) continue;
         ++*counting;
-        DDP__TP_NEED(tp, call, targets[i] >= 0 && targets[i] < desc->vocab, "targets[%lld]=%d, allowed are 0 to %lld, and ignore_index=%lld",
-                     (long long)i, (int)targets[i], (long long)desc->vocab - 1, (long long)ignore);
+        DDP__TP_NEED(tp, call, targets[i] >= 0 && targets[i] < desc->vocab,
+                     "targets[%lld]=%d, allowed are 0 to %lld, and ignore_index=%lld", (long long)i,
+                     (int)targets[i], (long long)desc->vocab - 1, (long long)ignore);
     }
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc, const void *logits, const int32_t *targets, int64_t rows,
-                                       void *losses, double *mean, void *dlogits) {
+DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc, const void *logits,
+                                       const int32_t *targets, int64_t rows, void *losses, double *mean,
+                                       void *dlogits) {
     DDP_PUBLIC_CALL(ddp_tp_cross_entropy);
     ddp_loss op = DDP_ZERO;
     double total = 0;
@@ -3054,8 +3324,10 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     if (!tp || !desc) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, tp ? "desc" : "tp");
     DDP_TRY(ddp__tp_loss_check(tp, __func__, desc, targets, rows, &counting));
     op.rows = rows;
-    op.columns = ddp__tensor_cut(desc->padded_vocab ? desc->padded_vocab : desc->vocab, tp->rank, tp->world_size, &op.first);
-    if (op.first < desc->vocab) op.count = desc->vocab - op.first < op.columns ? desc->vocab - op.first : op.columns;
+    op.columns = ddp__tensor_cut(desc->padded_vocab ? desc->padded_vocab : desc->vocab, tp->rank,
+                                 tp->world_size, &op.first);
+    if (op.first < desc->vocab)
+        op.count = desc->vocab - op.first < op.columns ? desc->vocab - op.first : op.columns;
     op.targets = targets;
     op.ignore = desc->ignore_index ? desc->ignore_index : -100;
     op.z_loss = desc->z_loss;
@@ -3076,40 +3348,46 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->loss_sum(&op)));
     DDP_TRY(ddp__tp_all_reduce(tp, op.sums, 2 * (size_t)rows, DDP_OP_SUM, NULL));
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->loss_end(&op)));
-    if (mean) DDP_TRY(ddp_group_status(tp->group)); /* what the host has waited for may have ended with the group */
+    /* what the host has waited for may have ended with the group */
+    if (mean) DDP_TRY(ddp_group_status(tp->group));
     if (mean && counting) *mean = total / (double)counting;
     return ddp__tp_tell(tp, ddp_device_check(tp->group));
 }
 
-//== norms ======================================================================================= >>impl-tp-norm
+//== norms ==================================================================================== >>impl-tp-norm
 
 struct ddp_tp_layer_norm {
     ddp_tp *tp;
     ddp_tp_layer_norm_desc desc; /* with eps resolved */
 };
 
-static ddp_result ddp__tp_norm_resolve(const ddp_tp *tp, const char *call, const ddp_tp_layer_norm_desc *desc, ddp_tp_layer_norm_desc *d) {
+static ddp_result ddp__tp_norm_resolve(const ddp_tp *tp, const char *call, const ddp_tp_layer_norm_desc *desc,
+                                       ddp_tp_layer_norm_desc *d) {
     DDP__TP_NEED(tp, call, desc, "%s", "desc is NULL");
     *d = *desc;
     d->rms = d->rms != 0;
-    DDP__TP_NEED(tp, call, d->channels > 0 && ddp__tp_bytes(2, d->channels, tp->size) != SIZE_MAX, "channels=%lld; set it to the elements of a row",
-                 (long long)d->channels);
-    DDP__TP_NEED(tp, call, d->eps >= 0 && d->eps < (double)INFINITY, "eps=%g, allowed are 0 and above", d->eps);
+    DDP__TP_NEED(tp, call, d->channels > 0 && ddp__tp_bytes(2, d->channels, tp->size) != SIZE_MAX,
+                 "channels=%lld; set it to the elements of a row", (long long)d->channels);
+    DDP__TP_NEED(tp, call, d->eps >= 0 && d->eps < (double)INFINITY, "eps=%g, allowed are 0 and above",
+                 d->eps);
     if (d->eps == 0) d->eps = 1e-5;
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp, const ddp_tp_layer_norm_desc *desc) {
+DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp,
+                                           const ddp_tp_layer_norm_desc *desc) {
     DDP_PUBLIC_CALL(ddp_tp_layer_norm_create);
     ddp_tp_layer_norm made = DDP_ZERO;
     const ddp_tp_layer_norm_desc *d = &made.desc;
     char what[160];
     void *layer;
-    if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_layer_norm_create: %s is NULL", out ? "tp" : "out");
+    if (!out || !tp)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_tp_layer_norm_create: %s is NULL", out ? "tp" : "out");
     made.tp = tp;
     ddp_result result = ddp__tp_norm_resolve(tp, __func__, desc, &made.desc);
     snprintf(what, sizeof what, "channels=%lld rms=%d eps=%.17g", (long long)d->channels, d->rms, d->eps);
-    result = ddp__tp_make(tp, __func__, result, what, ddp__tp_bytes(2, d->channels, tp->size), &made, sizeof made, &layer);
+    result = ddp__tp_make(tp, __func__, result, what, ddp__tp_bytes(2, d->channels, tp->size), &made,
+                          sizeof made, &layer);
     *out = (ddp_tp_layer_norm *)layer;
     return result;
 }
@@ -3118,45 +3396,54 @@ DDPDEF void ddp_tp_layer_norm_destroy(ddp_tp_layer_norm *norm) {
     if (norm) ddp_host_free(norm->tp->group, norm);
 }
 
-static ddp_result ddp__tp_norm_check(const ddp_tp_layer_norm *norm, const char *call, const void *weight, const void *x, int64_t rows,
-                                     const void *stats) {
+static ddp_result ddp__tp_norm_check(const ddp_tp_layer_norm *norm, const char *call, const void *weight,
+                                     const void *x, int64_t rows, const void *stats) {
     const ddp_tp *tp = norm->tp;
     int64_t most = ddp__tp_own_rows(tp, tp->desc.max_rows);
-    DDP__TP_NEED(tp, call, rows >= 0 && rows <= most, "rows=%lld, allowed are 0 to %lld on this rank, by max_rows", (long long)rows, (long long)most);
+    DDP__TP_NEED(tp, call, rows >= 0 && rows <= most,
+                 "rows=%lld, allowed are 0 to %lld on this rank, by max_rows", (long long)rows,
+                 (long long)most);
     DDP__TP_NEED(tp, call, weight, "%s", "weight is NULL");
     DDP__TP_NEED(tp, call, (x && stats) || rows == 0, "%s is NULL", x ? "stats" : "x");
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void *weight, const void *bias, const void *x, int64_t rows, void *stats,
-                                            void *y) {
+DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void *weight, const void *bias,
+                                            const void *x, int64_t rows, void *stats, void *y) {
     if (!norm) return ddp_fail(DDP_ERR_INVALID, "%s: norm is NULL", __func__);
     DDP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
     DDP__TP_NEED(norm->tp, __func__, y || rows == 0, "%s", "y is NULL");
-    DDP__TP_NEED(norm->tp, __func__, !norm->desc.rms == !!bias, "%s", norm->desc.rms ? "bias is set, but RMS norm has none" : "bias is NULL");
-    const ddp_norm op = {rows, norm->desc.channels, norm->desc.rms, norm->desc.eps, x, weight, bias, stats, y};
+    DDP__TP_NEED(norm->tp, __func__, !norm->desc.rms == !!bias, "%s", norm->desc.rms
+                 ? "bias is set, but RMS norm has none" : "bias is NULL");
+    const ddp_norm op = {rows, norm->desc.channels, norm->desc.rms, norm->desc.eps, x, weight, bias, stats,
+                         y};
     DDP_TRY(ddp_device_begin(norm->tp->group));
     return ddp__tp_tell(norm->tp, norm->tp->kernels->norm(&op));
 }
 
 /* In sequence parallelism every rank has other rows: what these give is summed before it goes to the caller's gradients, which may be added to. */
-DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void *weight, const void *x, const void *stats, const void *dy,
-                                             int64_t rows, void *dx, void *weight_grad, void *bias_grad) {
+DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void *weight, const void *x,
+                                             const void *stats, const void *dy, int64_t rows, void *dx,
+                                             void *weight_grad, void *bias_grad) {
     DDP_PUBLIC_CALL(ddp_tp_layer_norm_backward);
     if (!norm) return ddp_fail(DDP_ERR_INVALID, "%s: norm is NULL", __func__);
     ddp_tp *tp = norm->tp;
     int64_t n = norm->desc.channels;
     size_t bytes = (size_t)n * tp->size;
-    const ddp_norm_backward op = {rows, n, norm->desc.rms, x, weight, stats, dy, dx, weight_grad ? tp->workspace : NULL};
+    const ddp_norm_backward op = {rows, n, norm->desc.rms, x, weight, stats, dy, dx, weight_grad
+                                  ? tp->workspace : NULL};
     DDP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
     DDP__TP_NEED(tp, __func__, dy || rows == 0, "%s", "dy is NULL");
     DDP__TP_NEED(tp, __func__, !!bias_grad == (weight_grad && !norm->desc.rms), "%s",
-                 norm->desc.rms ? "bias_grad is set, but RMS norm has none" : "weight_grad and bias_grad: both or neither");
+                 norm->desc.rms ? "bias_grad is set, but RMS norm has none"
+                 : "weight_grad and bias_grad: both or neither");
     DDP_TRY(ddp_device_begin(tp->group));
     if (weight_grad) tp->device->fill_zero(tp->workspace, 2 * bytes);
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->norm_backward(&op)));
     if (!weight_grad) return DDP_OK;
-    if (ddp__tp_cuts_rows(tp)) DDP_TRY(ddp__tp_all_reduce(tp, tp->workspace, (size_t)(norm->desc.rms ? n : 2 * n), DDP_OP_SUM, NULL));
+    if (ddp__tp_cuts_rows(tp))
+        DDP_TRY(ddp__tp_all_reduce(tp, tp->workspace, (size_t)(norm->desc.rms ? n : 2 * n), DDP_OP_SUM,
+                                   NULL));
     for (int which = 0; which < (bias_grad ? 2 : 1); which++) {
         void *grad = which ? bias_grad : weight_grad, *from = tp->workspace + (size_t)which * bytes;
         if (!tp->desc.accumulate_grads) tp->device->copy(grad, from, bytes);
@@ -3165,23 +3452,30 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
     return ddp__tp_tell(tp, ddp_device_check(tp->group));
 }
 
-//== random numbers ============================================================================== >>impl-tp-random
+//== random numbers ========================================================================= >>impl-tp-random
 
-DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, const void *x, int64_t rows, int64_t columns, void *y) {
+DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, const void *x, int64_t rows,
+                                 int64_t columns, void *y) {
     int64_t end;
     if (!tp || !desc) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_dropout: %s is NULL", tp ? "desc" : "tp");
-    DDP__TP_NEED(tp, __func__, desc->rate >= 0 && desc->rate < 1, "rate=%g, allowed are 0 to below 1", desc->rate);
-    DDP__TP_NEED(tp, __func__, rows >= 0 && columns >= 0, "rows=%lld, columns=%lld: neither may be negative", (long long)rows, (long long)columns);
+    DDP__TP_NEED(tp, __func__, desc->rate >= 0 && desc->rate < 1, "rate=%g, allowed are 0 to below 1",
+                 desc->rate);
+    DDP__TP_NEED(tp, __func__, rows >= 0 && columns >= 0, "rows=%lld, columns=%lld: neither may be negative",
+                 (long long)rows, (long long)columns);
     DDP__TP_NEED(tp, __func__, (x && y) || rows == 0 || columns == 0, "%s is NULL", x ? "y" : "x");
     const int64_t width = desc->columns ? desc->columns : columns;
-    DDP__TP_NEED(tp, __func__, desc->first_row >= 0 && desc->first_column >= 0 && columns <= width && desc->first_column <= width - columns,
-                 "%lld columns from first_column=%lld, first_row=%lld do not lie in an activation of %lld columns", (long long)columns,
-                 (long long)desc->first_column, (long long)desc->first_row, (long long)width);
-    DDP__TP_NEED(tp, __func__, !__builtin_add_overflow(desc->first_row, rows, &end) && !__builtin_mul_overflow(end, width, &end),
-                 "%lld rows from %lld of %lld columns are more elements than fit in 63 bits", (long long)rows, (long long)desc->first_row,
+    DDP__TP_NEED(tp, __func__, desc->first_row >= 0 && desc->first_column >= 0 && columns <= width &&
+                 desc->first_column <= width - columns,
+                 "%lld columns from first_column=%lld, first_row=%lld do not lie in an activation of %lld columns",
+                 (long long)columns, (long long)desc->first_column, (long long)desc->first_row,
                  (long long)width);
+    DDP__TP_NEED(tp, __func__, !__builtin_add_overflow(desc->first_row, rows, &end) &&
+                 !__builtin_mul_overflow(end, width, &end),
+                 "%lld rows from %lld of %lld columns are more elements than fit in 63 bits", (long long)rows,
+                 (long long)desc->first_row, (long long)width);
     const int64_t first = desc->first_row * width + desc->first_column; /* fits, as checked above */
-    ddp_dropout op = {rows, columns, first, width, desc->key, (uint32_t)(desc->rate * 4294967296.0), 1 / (1 - desc->rate), x, y};
+    ddp_dropout op = {rows, columns, first, width, desc->key, (uint32_t)(desc->rate * 4294967296.0),
+                      1 / (1 - desc->rate), x, y};
     if (columns == width) { /* one long row */
         op.columns *= rows;
         op.rows = rows > 0;
@@ -3199,17 +3493,20 @@ static double ddp__tp_normal(uint64_t key, uint64_t index) {
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
     for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u)
         ddp__tp_philox_round(&w[0], &w[1], &w[2], &w[3], k0, k1);
-    double u = (double)((((uint64_t)w[0] << 32 | w[1]) >> 11) + 1) * unit, v = (double)(((uint64_t)w[2] << 32 | w[3]) >> 11) * unit;
+    double u = (double)((((uint64_t)w[0] << 32 | w[1]) >> 11) + 1) * unit,
+        v = (double)(((uint64_t)w[2] << 32 | w[3]) >> 11) * unit;
     return sqrt(-2 * log(u)) * cos(6.283185307179586 * v);
 }
 
 /* Rows of the last dimension, one after the other: where each begins in the global tensor. */
-static void ddp__tp_init_rows(const ddp_tensor_box *b, ddp_dtype dtype, uint64_t key, double mean, double deviation, void *out, size_t count) {
+static void ddp__tp_init_rows(const ddp_tensor_box *b, ddp_dtype dtype, uint64_t key, double mean,
+                              double deviation, void *out, size_t count) {
     int last = b->ndim - 1;
     int64_t at[DDP_MAX_NDIM] = {0}, row = b->ndim ? b->shape[last] : 1;
     for (size_t done = 0; done < count; done += (size_t)row) {
         uint64_t index = 0;
-        for (int d = 0; d < b->ndim; d++) index = index * (uint64_t)b->global_shape[d] + (uint64_t)(b->offset[d] + at[d]);
+        for (int d = 0; d < b->ndim; d++)
+            index = index * (uint64_t)b->global_shape[d] + (uint64_t)(b->offset[d] + at[d]);
         for (size_t j = 0; j < (size_t)row; j++) {
             double value = mean + deviation * ddp__tp_normal(key, index + j);
             if (dtype == DDP_F32) ((float *)out)[done + j] = (float)value;
@@ -3219,7 +3516,8 @@ static void ddp__tp_init_rows(const ddp_tensor_box *b, ddp_dtype dtype, uint64_t
     }
 }
 
-DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dtype, uint64_t key, double mean, double deviation, void *out) {
+DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dtype, uint64_t key,
+                                         double mean, double deviation, void *out) {
     const char *call = "ddp_tensor_init_normal";
     uint64_t whole = 1;
     size_t count = 1;
@@ -3227,23 +3525,28 @@ DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dt
     if (box->ndim < 0 || box->ndim > DDP_MAX_NDIM)
         return ddp_fail(DDP_ERR_INVALID, "%s: ndim=%d, allowed are 0 to %d", call, box->ndim, DDP_MAX_NDIM);
     if (dtype != DDP_F32 && dtype != DDP_F64)
-        return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s (%d), allowed are f32 and f64", call, ddp_dtype_name(dtype), (int)dtype);
+        return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s (%d), allowed are f32 and f64", call,
+                        ddp_dtype_name(dtype), (int)dtype);
     for (int d = 0; d < box->ndim; d++) {
-        long long all = (long long)box->global_shape[d], first = (long long)box->offset[d], n = (long long)box->shape[d];
+        long long all = (long long)box->global_shape[d], first = (long long)box->offset[d],
+            n = (long long)box->shape[d];
         if (all < 0 || first < 0 || n < 0 || first > all || n > all - first)
-            return ddp_fail(DDP_ERR_INVALID, "%s: dimension %d: entries [%lld, %lld + %lld) do not lie in %lld", call, d, first, first, n, all);
+            return ddp_fail(DDP_ERR_INVALID,
+                            "%s: dimension %d: entries [%lld, %lld + %lld) do not lie in %lld", call, d,
+                            first, first, n, all);
         if (__builtin_mul_overflow(whole, (uint64_t)all, &whole) || whole > (uint64_t)INT64_MAX)
             return ddp_fail(DDP_ERR_INVALID, "%s: global_shape has more elements than 63 bits count", call);
         count *= (size_t)n;
     }
     if (!(deviation >= 0) || !isfinite(deviation) || !isfinite(mean))
-        return ddp_fail(DDP_ERR_INVALID, "%s: mean=%g deviation=%g; both finite, and deviation not negative", call, mean, deviation);
+        return ddp_fail(DDP_ERR_INVALID, "%s: mean=%g deviation=%g; both finite, and deviation not negative",
+                        call, mean, deviation);
     if (!out && count) return ddp_fail(DDP_ERR_INVALID, "%s: out is NULL", call);
     ddp__tp_init_rows(box, dtype, key, mean, deviation, out, count);
     return DDP_OK;
 }
 
-//== public calls ================================================================================ >>impl-public
+//== public calls ============================================================================== >>impl-public
 
 #ifdef __cplusplus
 }
