@@ -623,7 +623,8 @@ static ddp_saved_error ddp__fsdp_error(ddp_result result) {
 /* DDP_CHECK in the public function whose arguments it checks. */
 #define DDP__FSDP_NEED(condition, ...) DDP_CHECK(__func__, NULL, condition, __VA_ARGS__)
 
-/* ddp_device_begin, except that a process forked inside the rank gets an error: the shards there are the rank's. */
+/* ddp_device_begin, except that a process forked inside the rank gets an error: the shards there are the
+   rank's. */
 static ddp_result ddp__fsdp_enter(ddp_group *group) {
     return ddp_group_is_forked(group) ? ddp_group_status(group) : ddp_device_begin(group);
 }
@@ -645,9 +646,10 @@ static ddp_result ddp__fsdp_enter(ddp_group *group) {
 #define DDP__ROOT_f64(x) for (int i = 0; i < 2; i++) x[i] = sqrt(x[i])
 #endif
 
-/* The bits of an update depend on nothing but its inputs: not on where an element lies, on the compiler, or on its options. Each operation is rounded on its
-   own, so vectors, the last short piece, and a GPU come to the same. What could break that is a product fused with the addition that follows, which
-   compilers do unasked where the CPU can: a product passes through a register whose contents they cannot follow. */
+/* The bits of an update depend on nothing but its inputs: not on where an element lies, on the compiler, or
+   on its options. Each operation is rounded on its own, so vectors, the last short piece, and a GPU come to
+   the same. What could break that is a product fused with the addition that follows, which compilers do
+   unasked where the CPU can: a product passes through a register whose contents they cannot follow. */
 #if defined(__SSE2__)
 #define DDP__ROUNDED(x) __asm__("" : "+x"(x))
 #elif defined(__aarch64__)
@@ -657,7 +659,8 @@ static ddp_result ddp__fsdp_enter(ddp_group *group) {
 #endif
 #define DDP__UPDATE_INLINE static inline __attribute__((always_inline))
 
-/* struct ddp_update has the formulas. Loads and stores take any alignment; from `at` on `left` elements are there. */
+/* struct ddp_update has the formulas. Loads and stores take any alignment; from `at` on `left` elements are
+   there. */
 #define DDP__UPDATE_FNS(real, suffix)                                                                                              \
     typedef real ddp__vector_##suffix __attribute__((vector_size(DDP__UPDATE_BYTES)));                                             \
     typedef struct ddp__factors_##suffix {                                                                                         \
@@ -756,14 +759,16 @@ static const ddp_optimizer_kernels *ddp__kernels_of(const ddp_device *device) {
 }
 
 #if !defined(DDP__HOST_PIECE)
-#define DDP__HOST_PIECE ((size_t)1 << 20) /* elements that travel at once between a device and an optimizer on the host */
+#define DDP__HOST_PIECE ((size_t)1 << 20) /* elements that travel at once between a device and an optimizer on
+                                             the host */
 #endif
 
 /* A parameter, or a later use of one. */
 typedef struct ddp__optimizer_param {
     /* the entry of the same value that is stepped; its own number where there is none earlier */
     int first_use;
-    /* the sums of squares of its value and of its gradient are numbers squares and squares + 1; -1 = it has no trust ratio */
+    /* the sums of squares of its value and of its gradient are numbers squares and squares + 1; -1 = it has
+       no trust ratio */
     int squares;
     size_t count;
     void *state[2]; /* NULL where there is none */
@@ -836,7 +841,8 @@ static ddp_result ddp__optimizer_resolve(ddp_group *group, ddp_optimizer_desc *d
     return DDP_OK;
 }
 
-/* Looks at parameter i, and finds earlier uses of its value: rows that are not there are the same memory by accident. */
+/* Looks at parameter i, and finds earlier uses of its value: rows that are not there are the same memory by
+   accident. */
 static ddp_result ddp__optimizer_take(ddp_optimizer *o, int i) {
     ddp_group *group = o->group;
     const ddp_param *param = &o->desc.params[i];
@@ -944,14 +950,16 @@ DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer) {
     ddp_host_free(o->group, o);
 }
 
-/* Factors are computed in double where that is exact, and rounded to dtype as often as arithmetic in dtype would. */
+/* Factors are computed in double where that is exact, and rounded to dtype as often as arithmetic in dtype
+   would. */
 static double ddp__in_dtype(ddp_dtype dtype, double x) { return dtype == DDP_F32 ? (double)(float)x : x; }
 
 static int ddp__optimizer_steps(const ddp_optimizer *o, int i) {
     return o->params[i].first_use == i && o->params[i].count > 0;
 }
 
-/* Sums of squares of all values and gradients (LAMB: updates) that have a trust ratio, over all ranks: rows add exactly. Then rates. */
+/* Sums of squares of all values and gradients (LAMB: updates) that have a trust ratio, over all ranks: rows
+   add exactly. Then rates. */
 static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
     size_t bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
     o->device->fill_zero(o->squares, bytes);
@@ -980,8 +988,9 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
     return DDP_OK;
 }
 
-/* A pass over parameter i. LAMB has two: moments and update, then a step of plain SGD along the update. In LARS the rate is
-   part of what the momentum adds up, as in the paper. at: NULL, or where the device has grad_scale. */
+/* A pass over parameter i. LAMB has two: moments and update, then a step of plain SGD along the update. In
+   LARS the rate is part of what the momentum adds up, as in the paper. at: NULL, or where the device has
+   grad_scale. */
 static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, int last, float lr, float grad_scale,
                                       const float *at) {
     const ddp_optimizer_desc *d = &o->desc;
@@ -1185,7 +1194,8 @@ DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *des
 DDPDEF float ddp_scaler_scale(const ddp_scaler *scaler) { return scaler ? scaler->scale : 0; }
 DDPDEF int ddp_scaler_found_inf(const ddp_scaler *scaler) { return scaler ? scaler->found_inf : 0; }
 
-/* Whether all bits of the exponent, mask, are set in one of count elements: adding its lowest bit then reaches the sign's. */
+/* Whether all bits of the exponent, mask, are set in one of count elements: adding its lowest bit then
+   reaches the sign's. */
 #define DDP__NON_FINITE_FN(word, suffix)                                                             \
     typedef word __attribute__((may_alias, aligned(1))) ddp__exponent_##suffix;                      \
     static int ddp__non_finite_##suffix(const void *data, size_t count, word mask) {                 \
@@ -1220,7 +1230,8 @@ static int ddp__unscale_host(const ddp_tensor *tensor, size_t count, float facto
     return bad;
 }
 
-/* scratch: the device's memory for an exact sum, NULL on the CPU. On a device the sum of squares tells: finite if all elements are (f64: below 1e154). */
+/* scratch: the device's memory for an exact sum, NULL on the CPU. On a device the sum of squares tells:
+   finite if all elements are (f64: below 1e154). */
 static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients,
                                       int gradient_count, void *scratch) {
     const ddp_device *device = ddp_group_device(group);
@@ -1319,8 +1330,9 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 #include <sys/auxv.h>
 #endif
 
-/* CRC-32C (Castagnoli): remainders of polynomials over GF(2), bits reversed, so bit 31 is x^0. Without the customary inversion of the first and the last value
-   they are linear: the remainder of a tensor is the xor of those of its runs, each times x^(8 * bytes behind the run), whoever computed them, in any order. */
+/* CRC-32C (Castagnoli): remainders of polynomials over GF(2), bits reversed, so bit 31 is x^0. Without the
+   customary inversion of the first and the last value they are linear: the remainder of a tensor is the xor
+   of those of its runs, each times x^(8 * bytes behind the run), whoever computed them, in any order. */
 #define DDP__CRC_ONE 0x80000000u
 
 static uint32_t ddp__crc_step(uint32_t remainder) {
@@ -1363,7 +1375,8 @@ static int ddp__crc_hardware(void) { return (getauxval(AT_HWCAP) >> 7 & 1) != 0;
 
 typedef uint64_t __attribute__((may_alias, aligned(1))) ddp__crc_word; /* at any address */
 
-/* An instruction takes three cycles and one can start in each: three lanes at once, of 16 KiB, then of 1 KiB. */
+/* An instruction takes three cycles and one can start in each: three lanes at once, of 16 KiB, then of 1
+   KiB. */
 static uint32_t ddp__crc_lanes(uint32_t remainder, const unsigned char *data, size_t size) {
     uint64_t last = remainder;
     for (int small = 0; small < 2; small++) {
@@ -1400,7 +1413,8 @@ static uint32_t ddp__crc_finish(uint32_t remainder, uint64_t size_bytes) {
 }
 static uint32_t ddp__crc32c(const void *data, size_t size) { return ~ddp__crc_feed(0xffffffffu, data, size); }
 
-/* Collective: crc becomes the xor over ranks. A byte for each bit: the lowest bit of a sum of bits is their xor. */
+/* Collective: crc becomes the xor over ranks. A byte for each bit: the lowest bit of a sum of bits is their
+   xor. */
 static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
     unsigned char bits[1024];
     for (int first = 0; first < count; first += 32) {
@@ -1419,8 +1433,8 @@ static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
 /* A string of a text: zero-terminated, where it has no zeros of its own. */
 typedef struct ddp__words { const char *at; size_t length; } ddp__words;
 
-/* Reads the text [at, end) front to back, and never beyond. Strings are decoded where they lie. Every function gives 0 once something was wrong, and error and
-   at then tell what and where. */
+/* Reads the text [at, end) front to back, and never beyond. Strings are decoded where they lie. Every
+   function gives 0 once something was wrong, and error and at then tell what and where. */
 typedef struct ddp__json { char *begin, *at, *end; const char *error; int depth; } ddp__json;
 
 static ddp__json ddp__json_of(char *text, size_t length) {
@@ -1449,7 +1463,8 @@ static int ddp__json_need(ddp__json *j, char c, const char *what) {
     return ddp__json_take(j, c) ? 1 : ddp__json_fail(j, what);
 }
 
-/* Bytes of the UTF-8 character at the start of [at, end), 0 when there is none: too long a form, a surrogate, beyond U+10FFFF, cut off. */
+/* Bytes of the UTF-8 character at the start of [at, end), 0 when there is none: too long a form, a surrogate,
+   beyond U+10FFFF, cut off. */
 static int ddp__utf8_length(const char *at, const char *end) {
     const unsigned char *c = (const unsigned char *)at;
     int length = c[0] < 0x80 ? 1 : c[0] >= 0xc2 &&
@@ -1473,7 +1488,8 @@ static int ddp__json_hex(ddp__json *j, int count, uint32_t *value) {
     return 1;
 }
 
-/* Writes the character of an escape as UTF-8 to *out. It is never longer than the escape, whose backslash has been read. */
+/* Writes the character of an escape as UTF-8 to *out. It is never longer than the escape, whose backslash has
+   been read. */
 static int ddp__json_escape(ddp__json *j, char **out) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     const char *known = j->at < j->end && *j->at ? strchr(from, *j->at) : NULL;
@@ -1717,8 +1733,8 @@ static ddp__stored *ddp__stored_find(const ddp__in_file *file, ddp__words name) 
                                   ddp__words_compare);
 }
 
-/* Sets the error line for a tensor of a file: its name without control characters, its byte range in the file,
-   and the formatted text. */
+/* Sets the error line for a tensor of a file: its name without control characters, its byte range in the
+   file, and the formatted text. */
 static __attribute__((format(printf, 4, 5))) ddp_result
 ddp__stored_fail(ddp_result result, const ddp__in_file *file, const ddp__stored *r, const char *format, ...) {
     char name[100], what[500];
@@ -1776,8 +1792,8 @@ static int ddp__hex_read(ddp__words word, uint32_t *value) {
     return word.length == 8 && ddp__json_hex(&digits, 8, value);
 }
 
-/* Checks that the tensors fill the data without an overlap or a hole, and that their sizes match dtype and shape.
-   Sorts them by name. "crc32c:name" in the metadata is the checksum of a tensor. */
+/* Checks that the tensors fill the data without an overlap or a hole, and that their sizes match dtype and
+   shape. Sorts them by name. "crc32c:name" in the metadata is the checksum of a tensor. */
 static ddp_result ddp__header_check(ddp__in_file *file, uint64_t data_bytes, const ddp__pair *pairs,
                                     int pair_count) {
     ddp__stored *r = file->records;
@@ -1865,7 +1881,8 @@ typedef struct ddp__file {
 } ddp__file;
 
 static void ddp__file_close(const ddp__file *file) { if (file->fd >= 0) close(file->fd); }
-#define DDP__CLOSED_AT_END __attribute__((cleanup(ddp__file_close))) /* a ddp__file that ddp__file_open is called for */
+#define DDP__CLOSED_AT_END __attribute__((cleanup(ddp__file_close))) /* a ddp__file that ddp__file_open is
+                                                                        called for */
 
 /* Opens a regular file of a folder, and nothing else: a FIFO would wait for its other end, and a symbolic
    link or a device lets others choose what is read or overwritten. */
@@ -1893,7 +1910,8 @@ static ddp_result ddp__file_open(const char *dir, const char *name, int flags, d
     return DDP_OK;
 }
 
-/* Ends the writing of a file or a folder: on disk, and closed. EINVAL: a file system that does not know how to sync a folder. */
+/* Ends the writing of a file or a folder: on disk, and closed. EINVAL: a file system that does not know how
+   to sync a folder. */
 static ddp_result ddp__file_end(int fd, const char *path, ddp_result result) {
     if (result == DDP_OK && fsync(fd) != 0 && errno != EINVAL) result = ddp__file_fail("syncing", path);
     if (close(fd) != 0 && result == DDP_OK) result = ddp__file_fail("closing", path);
@@ -1963,9 +1981,9 @@ static int ddp__is_entry(const struct dirent *entry) {
     return strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
 }
 
-/* Looks at a folder. *found: 1 = it holds a checkpoint of ours, whole or begun; 0 = it is empty or missing. Anything
-   else is DDP_ERR_INVALID: it must not be replaced. clear: deletes the folder. state.json, the last file by name, goes
-   last, since it shows that the folder is ours. */
+/* Looks at a folder. *found: 1 = it holds a checkpoint of ours, whole or begun; 0 = it is empty or missing.
+   Anything else is DDP_ERR_INVALID: it must not be replaced. clear: deletes the folder. state.json, the last
+   file by name, goes last, since it shows that the folder is ours. */
 static ddp_result ddp__folder_look(const char *path, int clear, int *found) {
     ddp__file file;
     char stranger[100] = "files without " DDP__STATE_FILE, start[sizeof DDP__STATE_START] = "";
@@ -2032,8 +2050,9 @@ static void ddp__beside_name(const char *dir, int which, char out[DDP__PATH_MAX]
 
 //== checkpoints: boxes ========================================================================= >>impl-boxes
 
-/* The box of a tensor that this rank holds: offset and extent in the global tensor, row-major and contiguous at data, in host memory. data NULL or an empty
-   extent: nothing. Every rank has the same list of tensors, each with its own boxes, which together tile each tensor. */
+/* The box of a tensor that this rank holds: offset and extent in the global tensor, row-major and contiguous
+   at data, in host memory. data NULL or an empty extent: nothing. Every rank has the same list of tensors,
+   each with its own boxes, which together tile each tensor. */
 typedef struct ddp__slice {
     const char *name;
     ddp_dtype dtype;
@@ -2052,7 +2071,8 @@ static uint64_t ddp__slice_bytes(const ddp__slice *s, int held) {
     return bytes;
 }
 
-/* A box as runs of elements that lie together in the tensor; they come in ascending order, and so they lie in the box. */
+/* A box as runs of elements that lie together in the tensor; they come in ascending order, and so they lie in
+   the box. */
 typedef struct ddp__box_runs {
     const ddp__slice *slice;
     int outer;                      /* dimensions that are walked; those behind them are one run */
@@ -2086,8 +2106,9 @@ static int ddp__runs_next(ddp__box_runs *runs, uint64_t *at, uint64_t *from) {
     return 1;
 }
 
-/* A number of a box, modulo the prime 2^31 - 1, such that boxes tile a tensor when theirs add up to the tensor's: the product over dimensions of
-   x^(offset + extent) - x^offset, a polynomial that holds each element of the box once. Other boxes pass with a chance of 1e-5 at a point x, and there are two. */
+/* A number of a box, modulo the prime 2^31 - 1, such that boxes tile a tensor when theirs add up to the
+   tensor's: the product over dimensions of x^(offset + extent) - x^offset, a polynomial that holds each
+   element of the box once. Other boxes pass with a chance of 1e-5 at a point x, and there are two. */
 #define DDP__PRIME UINT64_C(2147483647)
 static uint64_t ddp__power(uint64_t x, uint64_t exponent) {
     uint64_t power = 1;
@@ -2174,8 +2195,8 @@ static ddp__task ddp__task_of(ddp_group *group, const char *who, const ddp__slic
     return task;
 }
 
-/* Describes an entry of what must be equal on all ranks: options and dir, then tensors. The hash covers what is
-   too long for the text. */
+/* Describes an entry of what must be equal on all ranks: options and dir, then tensors. The hash covers what
+   is too long for the text. */
 static uint64_t ddp__task_entry(const void *list, int index, char *text) {
     const ddp__task *t = (const ddp__task *)list;
     const ddp__slice *s = index ? &t->slices[index - 1] : NULL;
@@ -2193,8 +2214,8 @@ static uint64_t ddp__task_entry(const void *list, int index, char *text) {
     return ddp_hash(hash, text, strlen(text) + 1);
 }
 
-/* Collective. Every rank has the same options (described by text), dir and tensors. extra_size: bytes per tensor of
-   t->extra, a multiple of 8. own: the result of this rank so far. */
+/* Collective. Every rank has the same options (described by text), dir and tensors. extra_size: bytes per
+   tensor of t->extra, a multiple of 8. own: the result of this rank so far. */
 static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const char *options, size_t extra_size,
                                   ddp_result own) {
     size_t n = (size_t)t->count + 2;
@@ -2216,9 +2237,9 @@ static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const char *opt
     return ddp_agree_list(t->group, t->who, own, t, t->count + 1, ddp__task_entry, NULL);
 }
 
-/* Collective. Checks that the boxes of all ranks tile each tensor: their numbers add up to the tensor's. If they do
-   not, a second round counts a box that several ranks hold once, where it may repeat: the lowest of these ranks writes
-   it. */
+/* Collective. Checks that the boxes of all ranks tile each tensor: their numbers add up to the tensor's. If
+   they do not, a second round counts a box that several ranks hold once, where it may repeat: the lowest of
+   these ranks writes it. */
 static ddp_result ddp__boxes_check(ddp__task *t) {
     int numbers = 2 * t->count, k = 0;
     for (int i = 0; i < numbers; i++) t->mine[i] = (int64_t)ddp__box_number(&t->slices[i / 2], 0, i % 2);
@@ -2244,8 +2265,8 @@ static ddp_result ddp__boxes_check(ddp__task *t) {
                        t->slices[k / 2].name);
 }
 
-/* The fields of ddp_fsdp_state as state.json has them, each a number or a list of them, which lie one behind the other: i64, u64, i32 (4). Of doubles the bits,
-   as u64: exact, whatever they are and in any locale. */
+/* The fields of ddp_fsdp_state as state.json has them, each a number or a list of them, which lie one behind
+   the other: i64, u64, i32 (4). Of doubles the bits, as u64: exact, whatever they are and in any locale. */
 static const struct ddp__state_field { const char *name, *kinds; size_t at; } ddp__state_fields[] = {
     {"step", "i", offsetof(ddp_fsdp_state, step)}, {"sampler", "uuiiiii44",
                                                     offsetof(ddp_fsdp_state, sampler)}, {"scaler", "ui",
@@ -2276,8 +2297,8 @@ typedef struct ddp__saving {
     ddp__draft draft;
 } ddp__saving;
 
-/* The header of a file with its length in front, padded so that the data starts at a multiple of 8. Checksums are what
-   crc has by now: the length is the same. */
+/* The header of a file with its length in front, padded so that the data starts at a multiple of 8. Checksums
+   are what crc has by now: the length is the same. */
 static void ddp__draft_header(ddp__saving *s, const ddp__out_file *file) {
     ddp__draft *d = &s->draft;
     const ddp__slice *slices = s->task.slices;
@@ -2304,7 +2325,8 @@ static void ddp__draft_header(ddp__saving *s, const ddp__out_file *file) {
     for (int i = 0; i < 8 && !d->failed; i++) d->at[i] = (char)((d->length - 8) >> 8 * i & 255);
 }
 
-/* Distributes the tensors over files. An entry of a header takes at most `entry` bytes: the name twice, digits, words. */
+/* Distributes the tensors over files. An entry of a header takes at most `entry` bytes: the name twice,
+   digits, words. */
 static ddp_result ddp__save_plan(ddp__saving *s) {
     ddp__out_file *file = NULL;
     uint64_t used = 0, limit = s->max_file_bytes ? s->max_file_bytes : (uint64_t)4 << 30;
@@ -2341,8 +2363,8 @@ static ddp_result ddp__save_plan(ddp__saving *s) {
     return s->draft.failed ? DDP_ERR_NO_MEMORY : DDP_OK;
 }
 
-/* Plans the files. Rank 0 creates an empty folder beside dir, with all files in their final size. First it looks at
-   everything that is to be replaced. */
+/* Plans the files. Rank 0 creates an empty folder beside dir, with all files in their final size. First it
+   looks at everything that is to be replaced. */
 static ddp_result ddp__save_begin(ddp__saving *s) {
     char path[DDP__PATH_MAX];
     struct stat info;
@@ -2368,7 +2390,8 @@ static ddp_result ddp__save_begin(ddp__saving *s) {
     return DDP_OK;
 }
 
-/* Writes this rank's runs of a tensor, whose bytes start at byte `at` of the file; *crc is their remainder within the whole tensor. */
+/* Writes this rank's runs of a tensor, whose bytes start at byte `at` of the file; *crc is their remainder
+   within the whole tensor. */
 static ddp_result ddp__save_slice(const ddp__slice *slice, const ddp__file *file, uint64_t at,
                                   uint32_t *crc) {
     ddp__box_runs runs = ddp__runs_of(slice);
@@ -2458,8 +2481,8 @@ static ddp_result ddp__save_draft(ddp__saving *s, const char *name, uint32_t *cr
     return ddp__file_make(s->tmp, name, s->draft.at, s->draft.length);
 }
 
-/* dir.1 becomes dir.2 and so on, up to the first gap, and previous becomes dir.1. Those above s->keep are deleted, the
-   oldest first. */
+/* dir.1 becomes dir.2 and so on, up to the first gap, and previous becomes dir.1. Those above s->keep are
+   deleted, the oldest first. */
 static ddp_result ddp__save_rotate(const ddp__saving *s, const char *previous) {
     char from[DDP__PATH_MAX], to[DDP__PATH_MAX];
     int number = 0, found;
@@ -2476,8 +2499,9 @@ static ddp_result ddp__save_rotate(const ddp__saving *s, const char *previous) {
     return DDP_OK;
 }
 
-/* On rank 0: swaps the names of dir and dir.tmp. Where the file system cannot, the old checkpoint is at dir.old for a moment before the new one is at dir:
-   ddp__load_run looks there. From here on the new one is what dir holds, and what becomes of the old one is no reason to fail. */
+/* On rank 0: swaps the names of dir and dir.tmp. Where the file system cannot, the old checkpoint is at
+   dir.old for a moment before the new one is at dir: ddp__load_run looks there. From here on the new one is
+   what dir holds, and what becomes of the old one is no reason to fail. */
 static ddp_result ddp__save_commit(ddp__saving *s) {
     char previous[DDP__PATH_MAX], parent[DDP__PATH_MAX], text[440];
     struct stat info;
@@ -2512,8 +2536,8 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
     return DDP_OK;
 }
 
-/* Rank 0, once the data of all ranks is on disk, writes headers, indexes, and last the state, which has their checksums.
-   Then dir becomes the new checkpoint. */
+/* Rank 0, once the data of all ranks is on disk, writes headers, indexes, and last the state, which has their
+   checksums. Then dir becomes the new checkpoint. */
 static ddp_result ddp__save_end(ddp__saving *s, const ddp_fsdp_state *state) {
     uint32_t crc;
     for (int i = 0; i < s->task.count; i++)
@@ -2636,7 +2660,8 @@ static int ddp__state_numbers(ddp__json *j, const char *kinds, char *at) {
            : ddp__json_fail(j, "a list has another length");
 }
 
-/* The files of an object: its names, and their checksums; or, in the index of a model from elsewhere, its values. */
+/* The files of an object: its names, and their checksums; or, in the index of a model from elsewhere, its
+   values. */
 static int ddp__files_read(ddp__loading *l, ddp__json *j, int sums) {
     ddp__words name, value;
     uint32_t crc = 0;
@@ -2696,7 +2721,8 @@ static int ddp__index_read(ddp__loading *l, ddp__json *j) {
     return ddp__json_end(j) && (found ? 1 : ddp__json_fail(j, "weight_map is missing"));
 }
 
-/* Fails if the folder has optimizer files: then it is a checkpoint without its state.json, and no foreign model. */
+/* Fails if the folder has optimizer files: then it is a checkpoint without its state.json, and no foreign
+   model. */
 static ddp_result ddp__foreign_check(const ddp__loading *l) {
     struct dirent *entry;
     DIR *folder = opendir(l->task.dir);
@@ -2708,7 +2734,8 @@ static ddp_result ddp__foreign_check(const ddp__loading *l) {
     return optimizer ? ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE " is missing", l->task.dir) : DDP_OK;
 }
 
-/* Lists the files of the checkpoint: those in state.json, or in the index of a foreign model, or model.safetensors. */
+/* Lists the files of the checkpoint: those in state.json, or in the index of a foreign model, or
+   model.safetensors. */
 static ddp_result ddp__files_list(ddp__loading *l) {
     const char *name = DDP__STATE_FILE;
     size_t length = 0;
@@ -2731,8 +2758,8 @@ static ddp_result ddp__files_list(ddp__loading *l) {
     return DDP_OK;
 }
 
-/* Reads and checks a file's header. The file stays mapped. An index in the list of state.json has only its checksum
-   compared. */
+/* Reads and checks a file's header. The file stays mapped. An index in the list of state.json has only its
+   checksum compared. */
 static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
     ddp__file in DDP__CLOSED_AT_END;
     unsigned char start[8];
@@ -2835,8 +2862,8 @@ static ddp_result ddp__load_open(ddp__loading *l) {
     return DDP_OK;
 }
 
-/* Brings bytes [begin, end) of a tensor into memory. A disk that fails is a result here, and no signal when the bytes
-   are read. */
+/* Brings bytes [begin, end) of a tensor into memory. A disk that fails is a result here, and no signal when
+   the bytes are read. */
 static ddp_result ddp__load_touch(const ddp__source *source, uint64_t begin, uint64_t end) {
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = source->file->data_at + source->record->begin,
         low = (first + begin) / page * page;
@@ -2852,8 +2879,9 @@ static uint64_t ddp__place_in(uint64_t place, uint64_t before, uint64_t total) {
     return place < before ? 0 : place - before < total ? place - before : total;
 }
 
-/* Computes checksums of half of this rank's share: thread 0 or 1. On one machine, whose ranks have one disk, a share is
-   one stretch of all tensors one behind the other: reading is a third slower where each rank skips the others' bytes.
+/* Computes checksums of half of this rank's share: thread 0 or 1. On one machine, whose ranks have one disk,
+   a share is one stretch of all tensors one behind the other: reading is a third slower where each rank skips
+   the others' bytes.
    Otherwise it is a part of every tensor: about the rows that this rank copies afterwards. */
 static ddp_result ddp__load_sum(ddp__loading *l, int thread) {
     uint64_t shares = 2 * (uint64_t)ddp_world_size(l->task.group),
@@ -2895,7 +2923,8 @@ static ddp_result ddp__load_compare_sums(const ddp__loading *l) {
     return DDP_OK;
 }
 
-/* Copies this rank's box, changing the dtype on the way where it is another one. A tensor that is in no file becomes zero. */
+/* Copies this rank's box, changing the dtype on the way where it is another one. A tensor that is in no file
+   becomes zero. */
 static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
     const ddp__slice *s = &l->task.slices[index];
     const ddp__source *source = &l->sources[index];
@@ -2935,7 +2964,8 @@ static void *ddp__load_main(void *argument) {
     return NULL;
 }
 
-/* Computes checksums or copies, with two threads if the system has a second one: while one computes, the other reads. */
+/* Computes checksums or copies, with two threads if the system has a second one: while one computes, the
+   other reads. */
 static ddp_result ddp__load_pass(ddp__loading *l, int copies) {
     pthread_t helper;
     l->copies = copies;
@@ -2971,10 +3001,11 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
     return ddp_agree(t->group, t->who, ddp__load_compare_sums(l), 0, "");
 }
 
-/* Collective. Fills this rank's boxes from a checkpoint of any world size, or from a model of another program. The boxes
-   need not tile the tensors. A foreign model sets optimizer tensors to zero and, of *state, only the step. On failure
-   nothing has been written to, unless the disk failed between the check and the copy. replicas: groups that load the same,
-   or NULL; all fail or none. scaler: takes its state from *state later, or NULL. */
+/* Collective. Fills this rank's boxes from a checkpoint of any world size, or from a model of another
+   program. The boxes need not tile the tensors. A foreign model sets optimizer tensors to zero and, of
+   *state, only the step. On failure nothing has been written to, unless the disk failed between the check and
+   the copy. replicas: groups that load the same, or NULL; all fail or none. scaler: takes its state from
+   *state later, or NULL. */
 static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, const char *dir,
                                        const ddp__slice *slices, int count, const ddp_scaler *scaler,
                                        ddp_fsdp_state *state) {
@@ -3014,7 +3045,8 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
                            unshard
 
    Two transports, the same on every rank:
-       peer memory  shards and gradients are group memory, and each rank copies its peers' rows from where they are
+       peer memory  shards and gradients are group memory, and each rank copies its peers' rows from where
+       they are
                     stored (ddp_group_peer)
        blocks       all-gather and reduce-scatter of blocks, one per rank, through send and recv
 
@@ -3027,8 +3059,8 @@ enum {
     DDP__PURPOSES
 };
 enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE, DDP__MEMORY_PINNED };
-/* Gradients of a unit in memory: full, as backward writes them; full, in the dtype that is added over ranks; sums of
-   this rank's rows. */
+/* Gradients of a unit in memory: full, as backward writes them; full, in the dtype that is added over ranks;
+   sums of this rank's rows. */
 enum { DDP__GRADS, DDP__CASTED, DDP__SUMS, DDP__LAYOUTS };
 enum { DDP__LEVELS = 32 }; /* of the binary counter of micro-batches */
 
@@ -3255,8 +3287,8 @@ static void ddp__memory_count(ddp_fsdp *f, const ddp__fsdp_allocation *a, int ad
     if (a->kind == DDP__MEMORY_GROUP) f->memory.group_bytes += change;
 }
 
-/* Zeroed host memory from the allocator of the desc, or else of the group. The allocator receives DDP_MALLOC_EXTRA
-   bytes more; its own pointer is stored in front of the memory. */
+/* Zeroed host memory from the allocator of the desc, or else of the group. The allocator receives
+   DDP_MALLOC_EXTRA bytes more; its own pointer is stored in front of the memory. */
 static void *ddp__fsdp_host_alloc(ddp_fsdp *f, size_t size) {
     int own = f->desc.alloc_fn != NULL;
     void *raw = own ? f->desc.alloc_fn(size + DDP_MALLOC_EXTRA, f->desc.user)
@@ -3294,7 +3326,8 @@ static ddp_result ddp__fsdp_map(ddp_fsdp *f, size_t size, void **out) {
     return DDP_OK;
 }
 
-/* Zeroed memory, counted under its purpose until ddp__fsdp_free; NULL on failure. Group memory: collective. */
+/* Zeroed memory, counted under its purpose until ddp__fsdp_free; NULL on failure. Group memory:
+   collective. */
 static ddp_result ddp__fsdp_alloc(ddp_fsdp *f, int purpose, int kind, size_t size, void *out) {
     ddp__fsdp_allocation a = {NULL, size ? size : 64, purpose, kind};
     ddp_result result = DDP_OK;
@@ -3405,15 +3438,15 @@ static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__shard *s) {
         global |= shape[i];
         inside &= offset[i] >= 0 && shape[i] >= value->shape[i] && offset[i] <= shape[i] - value->shape[i];
     }
-    const char *wrong = !s->entry->param.name || !s->entry->param.name[0]
-        ? "has no name; checkpoints need one"
-                      : !ddp__is_tensor_name(s->name, 9900)
-                      ? "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one that is"
-                      : count < 0 ? "its shape is not one: ndim or an entry is negative, or the product overflows"
-                      : !ddp_is_float(value->dtype) ? "its dtype is not a float; keep it outside the units"
-                      : grad != DDP_DTYPE_DEFAULT && !ddp_is_float(grad)
-                      ? "the dtype of its gradient is not a float" : global && !inside
-                      ? "global_offset and its shape reach beyond global_shape" : NULL;
+    const char *wrong =
+        !s->entry->param.name || !s->entry->param.name[0] ? "has no name; checkpoints need one"
+        : !ddp__is_tensor_name(s->name, 9900)
+            ? "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one that is"
+        : count < 0 ? "its shape is not one: ndim or an entry is negative, or the product overflows"
+        : !ddp_is_float(value->dtype) ? "its dtype is not a float; keep it outside the units"
+        : grad != DDP_DTYPE_DEFAULT && !ddp_is_float(grad) ? "the dtype of its gradient is not a float"
+        : global && !inside ? "global_offset and its shape reach beyond global_shape"
+                            : NULL;
     if (wrong) return DDP__SHARD_BAD(s, "%s", wrong);
     s->trained = !s->entry->frozen;
     s->is_slice = global != 0;
@@ -3464,9 +3497,9 @@ static size_t ddp__shard_bytes(const ddp_fsdp *f, const ddp__shard *s) {
            : count * ddp_dtype_size(s->dtype);
 }
 
-/* Lays out the shards of a unit in its memory of each kind. Full gradients are cast before any addition in two cases:
-   micro-batches are added first, or copies are added in another dtype than the master's. In all other cases the cast is
-   a part of the addition, or of the copy that is sent. */
+/* Lays out the shards of a unit in its memory of each kind. Full gradients are cast before any addition in
+   two cases: micro-batches are added first, or copies are added in another dtype than the master's. In all
+   other cases the cast is a part of the addition, or of the copy that is sent. */
 static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
     int adds_micro_batches = !f->reduces_each && f->desc.micro_batch_count > 1;
     for (ddp__shard *s = unit->shards; s < unit->end; s++)
@@ -3504,16 +3537,18 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
 
 //== sharding: unshard ======================================================================== >>impl-unshard
 
-/* Turns the shards of a unit into full parameters: at once in ddp_fsdp_unshard, overlapped with compute in a prefetch.
-   Owns the slots of full parameters.
+/* Turns the shards of a unit into full parameters: at once in ddp_fsdp_unshard, overlapped with compute in a
+   prefetch. Owns the slots of full parameters.
 
        unshard a    unshard b    reshard a        the first step records the order a, b, c
        |            |            |                later ones prefetch along it:
        unshard a, prefetch b .   unshard b, prefetch c .   reshard a frees its slot
 
-   No rank writes shards between the barriers of two steps, so peer memory needs no further synchronisation. */
+   No rank writes shards between the barriers of two steps, so peer memory needs no further
+   synchronisation. */
 
-/* This rank's rows in 8 bits: the largest magnitude of each block of 256, then the values in 127ths of it, rounded. */
+/* This rank's rows in 8 bits: the largest magnitude of each block of 256, then the values in 127ths of it,
+   rounded. */
 static void ddp__quantize(const ddp__shard *s) {
     float *scale = (float *)(void *)s->value, x[DDP__QUANT_BLOCK];
     int8_t *q = (int8_t *)(void *)(s->value + ddp__quant_scales(s) * sizeof(float));
@@ -3549,8 +3584,8 @@ static ddp_result ddp__event_record(const ddp_fsdp *f, ddp_stream_kind stream, v
     return event ? f->device->event_record(f->group, stream, event) : DDP_OK;
 }
 
-/* The host waits until the stream has reached the event. until 0: a failure of the group ends the wait. Otherwise the
-   time `until` ends it, and the group may have failed: its memory is about to be freed. */
+/* The host waits until the stream has reached the event. until 0: a failure of the group ends the wait.
+   Otherwise the time `until` ends it, and the group may have failed: its memory is about to be freed. */
 static ddp_result ddp__event_wait(const ddp_fsdp *f, void *event, double until) {
     const struct timespec nap = {0, 20000};
     for (int done = !event; !done;) {
@@ -3567,7 +3602,8 @@ static void ddp__copy_async(const ddp_fsdp *f, void *dst, const void *src, size_
     (f->device->copy_async ? f->device->copy_async : f->device->copy)(dst, src, size_bytes);
 }
 
-/* OFFLOAD_HOST: sends elements of the master values to the device. One piece is filled while the other one travels. */
+/* OFFLOAD_HOST: sends elements of the master values to the device. One piece is filled while the other one
+   travels. */
 static ddp_result ddp__offload_upload(ddp_fsdp *f, const ddp__shard *s, size_t from, size_t count) {
     ddp__offload *o = &f->offload;
     for (size_t n, size = ddp_dtype_size(s->dtype); count; from += n, count -= n, o->upload ^= 1) {
@@ -3582,7 +3618,8 @@ static ddp_result ddp__offload_upload(ddp_fsdp *f, const ddp__shard *s, size_t f
     return DDP_OK;
 }
 
-/* Joins casts that are adjacent in memory on both sides: few launches for many tensors. count 0 ends the last one. */
+/* Joins casts that are adjacent in memory on both sides: few launches for many tensors. count 0 ends the last
+   one. */
 typedef struct ddp__cast_run {
     unsigned char *dst;
     const unsigned char *src;
@@ -3601,8 +3638,8 @@ static void ddp__cast_next(const ddp_device *d, ddp__cast_run *run, unsigned cha
     run->count += count;
 }
 
-/* Fills the full parameters of a unit, on this thread or as a task. Each rank's rows come from the rank's memory, or
-   from its block of an all-gather. */
+/* Fills the full parameters of a unit, on this thread or as a task. Each rank's rows come from the rank's
+   memory, or from its block of an all-gather. */
 static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
     ddp__unit *unit = (ddp__unit *)argument;
     const ddp_fsdp *f = unit->fsdp;
@@ -3661,8 +3698,8 @@ static ddp_result ddp__full_release(ddp__unit *unit, ddp_result result) {
     return result;
 }
 
-/* Gives a unit memory for its full parameters, which ddp__unshard_task fills next. Allocates a slot while the first
-   step finds out how many are needed. */
+/* Gives a unit memory for its full parameters, which ddp__unshard_task fills next. Allocates a slot while the
+   first step finds out how many are needed. */
 static ddp_result ddp__unshard_begin(ddp_fsdp *f, ddp__unit *unit) {
     const ddp__unshard *u = &f->unshard;
     if (!ddp__has_own_full(f)) {
@@ -3685,7 +3722,8 @@ static ddp_result ddp__unit_reshard(const ddp_fsdp *f, ddp__unit *unit) {
     return ddp__full_release(unit, ddp__unshard_wait(f, unit));
 }
 
-/* Whether the recorded order needs the unit within the next `reach` unshards. The very next one always counts. */
+/* Whether the recorded order needs the unit within the next `reach` unshards. The very next one always
+   counts. */
 static int ddp__is_next(const ddp_fsdp *f, int unit, int reach) {
     const ddp__unshard *u = &f->unshard;
     for (int i = u->position; (i == u->position || i < u->position + reach) && i < u->order_count; i++)
@@ -3712,7 +3750,8 @@ static ddp_result ddp__slots_complete(ddp_fsdp *f) {
     return DDP_OK;
 }
 
-/* Starts the units that come next in the recorded order, and reshards those that were started and are not needed. */
+/* Starts the units that come next in the recorded order, and reshards those that were started and are not
+   needed. */
 static ddp_result ddp__prefetch(ddp_fsdp *f) {
     ddp__unshard *u = &f->unshard;
     size_t bytes = 0; /* of full parameters; what an unshard takes: a slot, where units share them */
@@ -3734,7 +3773,8 @@ static ddp_result ddp__prefetch(ddp_fsdp *f) {
     return DDP_OK;
 }
 
-/* Reshards what is not in use, where the unit would go beyond the limit, or beyond the memory of the first step. */
+/* Reshards what is not in use, where the unit would go beyond the limit, or beyond the memory of the first
+   step. */
 static ddp_result ddp__make_room(ddp_fsdp *f, const ddp__unit *unit) {
     int in_use = f->unshard.in_use + !unit->in_use, held = 1;
     int room = ddp__slots_wanted(f, in_use > f->unshard.max_in_use ? in_use : f->unshard.max_in_use);
@@ -3768,14 +3808,15 @@ static ddp_result ddp__order_record(ddp_fsdp *f, int unit) {
 
 //== sharding: reduce ==================================================================== >>impl-shard-reduce
 
-/* Gradients of a unit become sums of this rank's rows. Sums have the master's dtype; what is added over ranks has
-   reduce_dtype.
+/* Gradients of a unit become sums of this rank's rows. Sums have the master's dtype; what is added over ranks
+   has reduce_dtype.
 
        full gradients --(cast)--> added over ranks --> own rows --(cast)--> level 0 --> pairs of micro-batches
                                   peer memory, or reduce-scatter of blocks
 
-   Where each rank has every row (NO_SHARD), full gradients are all-reduced in place instead. Copies of a shard add up
-   their sums afterwards. 16-bit gradients are cast to f32 without memory for a whole unit where that is possible:
+   Where each rank has every row (NO_SHARD), full gradients are all-reduced in place instead. Copies of a
+   shard add up their sums afterwards. 16-bit gradients are cast to f32 without memory for a whole unit where
+   that is possible:
 
        peer memory     a tile of each rank's gradients at a time     cast by the rank that adds
        blocks          into the block that is sent                   twice the bytes of the gradients travel
@@ -3863,8 +3904,8 @@ static ddp_result ddp__reduce_blocks(const ddp_fsdp *f, const ddp__unit *unit, c
     return DDP_OK;
 }
 
-/* Adds over one group, inside a task of f->group. On a device with streams a call of another group follows the compute
-   stream: it has to wait for what is on the communication stream, and that for the call. */
+/* Adds over one group, inside a task of f->group. On a device with streams a call of another group follows
+   the compute stream: it has to wait for what is on the communication stream, and that for the call. */
 static ddp_result ddp__reduce_copy(const ddp_fsdp *f, ddp_group *copies, void *memory, size_t count,
                                    ddp_dtype dtype) {
     const ddp_device *d = f->device;
@@ -3898,9 +3939,9 @@ static ddp_result ddp__reduce_copies(const ddp_fsdp *f, const ddp__unit *unit, u
     return DDP_OK;
 }
 
-/* A binary counter of micro-batches: sums of equal size are added, older + newer, and after the last micro-batch all
-   that are left. newest: those of the latest micro-batch. They are in level[depth]; or, where they are full gradients,
-   where backward has written them, and there the last sum stays. */
+/* A binary counter of micro-batches: sums of equal size are added, older + newer, and after the last
+   micro-batch all that are left. newest: those of the latest micro-batch. They are in level[depth]; or, where
+   they are full gradients, where backward has written them, and there the last sum stays. */
 static void ddp__unit_carry(const ddp_fsdp *f, ddp__unit *unit, unsigned char *newest, int layout) {
     int last = unit->reduced == f->desc.micro_batch_count, stays = last && layout != DDP__SUMS;
     for (int n = unit->reduced - 1; unit->depth > 0 && (last || f->desc.sequential_accumulation || (n & 1));
@@ -3915,8 +3956,8 @@ static void ddp__unit_carry(const ddp_fsdp *f, ddp__unit *unit, unsigned char *n
     unit->depth++;
 }
 
-/* The gradients to add over ranks, in reduce_dtype where the layout says so: those of each micro-batch, or the sum of
-   all in the place of the last ones. NULL: not yet. */
+/* The gradients to add over ranks, in reduce_dtype where the layout says so: those of each micro-batch, or
+   the sum of all in the place of the last ones. NULL: not yet. */
 static unsigned char *ddp__unit_cast(const ddp_fsdp *f, ddp__unit *unit) {
     unsigned char *full = unit->reducing_slot ? unit->reducing_slot->memory : unit->grads;
     if (unit->layout == DDP__CASTED) {
@@ -3960,10 +4001,10 @@ static ddp_result ddp__reduce_staged(const ddp_fsdp *f, ddp__unit *unit) {
     return ddp__reduce_rest(f, unit);
 }
 
-/* With peer memory, ranks number the reductions of a step as they issue them, and keep in step by words of group memory:
-   how many reductions a rank has issued, and for how many it has added up its own rows (done). Behind them: which units,
-   and in which slots. A rank adds up what all have issued whenever it passes by. It waits only where it has no memory
-   for more gradients, or where the step ends:
+/* With peer memory, ranks number the reductions of a step as they issue them, and keep in step by words of
+   group memory: how many reductions a rank has issued, and for how many it has added up its own rows (done).
+   Behind them: which units, and in which slots. A rank adds up what all have issued whenever it passes by. It
+   waits only where it has no memory for more gradients, or where the step ends:
 
        rank 0   issue 1 . issue 2 do 1 . . . issue 3 do 2 3 . .      it may overwrite the gradients of 1 once all have done 1
        rank 1   . . issue 1 do 1 . . issue 2 do 2 issue 3 . do 3 */
@@ -4062,8 +4103,8 @@ static int ddp__takes_sum(const ddp__shard *s) {
            != s->part[DDP__GRADS].dtype;
 }
 
-/* Takes the f32 sums that a pipeline has handed over, if there are any: from now on the unit's gradients are f32, in
-   `cast`. Collective when the first unit gets sums. */
+/* Takes the f32 sums that a pipeline has handed over, if there are any: from now on the unit's gradients are
+   f32, in `cast`. Collective when the first unit gets sums. */
 static ddp_result ddp__sums_take(ddp_fsdp *f, ddp__unit *unit) {
     int count = 0;
     for (ddp__shard *s = unit->shards; s < unit->end; s++) {
@@ -4102,8 +4143,9 @@ static ddp_result ddp__reduce_issue(ddp_fsdp *f, ddp__unit *unit) {
     return ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reduce_work);
 }
 
-/* Memory for a unit's full gradients. Backward may run while earlier micro-batches are reduced: at most prefetch units,
-   then the oldest is waited for. The choice depends on the order of calls only, since group memory is collective. */
+/* Memory for a unit's full gradients. Backward may run while earlier micro-batches are reduced: at most
+   prefetch units, then the oldest is waited for. The choice depends on the order of calls only, since group
+   memory is collective. */
 static ddp_result ddp__grad_slot_acquire(ddp_fsdp *f, ddp__unit *unit) {
     ddp__reduce *reduce = &f->reduce;
     ddp__slot *slot = NULL, *oldest = NULL;
@@ -4146,8 +4188,8 @@ static void ddp__grads_detach(ddp__unit *unit) {
 
 //== sharding: the step ========================================================================== >>impl-step
 
-/* Finishes the reductions of a step: divides the sums once and adds the uses of tied parameters, as ddp_reducer_wait
-   does, then unscales. */
+/* Finishes the reductions of a step: divides the sums once and adds the uses of tied parameters, as
+   ddp_reducer_wait does, then unscales. */
 static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     ddp_scaler *scaler = f->desc.scaler;
     if (f->finished) return ddp__fsdp_enter(f->group);
@@ -4191,8 +4233,8 @@ static void ddp__clip_apply(ddp_fsdp *f) {
     f->clip.factor_now = NULL;
 }
 
-/* The norm, from the exact sum of squares of all gradients over the ranks that they are split over. Replicas have the
-   same. The step multiplies by the factor, in its pass over the gradients. */
+/* The norm, from the exact sum of squares of all gradients over the ranks that they are split over. Replicas
+   have the same. The step multiplies by the factor, in its pass over the gradients. */
 static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     ddp__clip *clip = &f->clip;
     ddp_exact_sum sum;
@@ -4257,7 +4299,8 @@ DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm) {
     return DDP_OK;
 }
 
-/* All ranks, replicas too, have done the same and read no shard any more; or all fail with the first cause. */
+/* All ranks, replicas too, have done the same and read no shard any more; or all fail with the first
+   cause. */
 static ddp_result ddp__calls_agree(ddp_fsdp *f, const char *who, ddp_result own) {
     for (ddp__unit *unit = f->units; unit < f->units_end && own == DDP_OK; unit++)
         own = ddp__unshard_wait(f, unit);
@@ -4271,8 +4314,8 @@ static ddp_result ddp__calls_agree(ddp_fsdp *f, const char *who, ddp_result own)
                        (int)strcspn(differ, ";"), differ);
 }
 
-/* The master values have changed. Makes this rank's rows what peers read after ddp__shards_barrier, and reshards all
-   units. uploaded: the device has the values already. */
+/* The master values have changed. Makes this rank's rows what peers read after ddp__shards_barrier, and
+   reshards all units. uploaded: the device has the values already. */
 static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
     ddp__cast_run run = DDP_ZERO;
     DDP_TRY(ddp__fsdp_enter(f->group));
@@ -4327,8 +4370,9 @@ static void ddp__fsdp_begin(ddp_fsdp *f) {
     f->call_hash = DDP_HASH_SEED;
 }
 
-/* OFFLOAD_HOST: gradients are copied on the communication stream, which is idle, piece by piece. One piece is stepped
-   while the next ones travel, and values go up on the other stream. LARS, which begins with norms, waits for all. */
+/* OFFLOAD_HOST: gradients are copied on the communication stream, which is idle, piece by piece. One piece is
+   stepped while the next ones travel, and values go up on the other stream. LARS, which begins with norms,
+   waits for all. */
 static ddp_result ddp__offload_download(ddp_fsdp *f) {
     ddp__offload *o = &f->offload;
     ddp_result result = DDP_OK;
@@ -4414,8 +4458,8 @@ static ddp_result ddp__saver_create(ddp_fsdp *f) {
                                                         &saver->own) : DDP_OK;
 }
 
-/* Adds one tensor of the checkpoint: this rank's rows. If each rank has all rows, it adds an equal share of them.
-   tensor: rows of s. */
+/* Adds one tensor of the checkpoint: this rank's rows. If each rank has all rows, it adds an equal share of
+   them. tensor: rows of s. */
 static void ddp__saver_add(ddp_fsdp *f, const ddp__shard *s, const char *state, const ddp_tensor *tensor,
                            int list) {
     ddp__saver *saver = &f->saver;
@@ -4443,8 +4487,8 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__shard *s, const char *state, 
         slice->data = (unsigned char *)tensor->data + ddp__rows_bytes(s, skip, tensor->dtype);
 }
 
-/* Lists every tensor of the checkpoint, the same on every rank. A tied parameter is saved under the name of its first
-   use; a load accepts the names of later uses too. */
+/* Lists every tensor of the checkpoint, the same on every rank. A tied parameter is saved under the name of
+   its first use; a load accepts the names of later uses too. */
 static void ddp__saver_list(ddp_fsdp *f, int list) {
     ddp__saver *saver = &f->saver;
     saver->count = 0;
@@ -4462,7 +4506,8 @@ static void ddp__saver_list(ddp_fsdp *f, int list) {
     }
 }
 
-/* Copies the slices into memory of their own, which a thread writes or the host of a device reads. back: from there. */
+/* Copies the slices into memory of their own, which a thread writes or the host of a device reads. back: from
+   there. */
 static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
     ddp__saver *saver = &f->saver;
     size_t bytes = 0, at = 0;
@@ -4495,7 +4540,8 @@ static void *ddp__saver_main(void *argument) {
     return NULL;
 }
 
-/* Lists the tensors. Copies them where they are not written or read in place. Then all ranks go on, or none. */
+/* Lists the tensors. Copies them where they are not written or read in place. Then all ranks go on, or
+   none. */
 static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, const char *dir, int list, int copy) {
     ddp_result result = dir && dir[0] ? ddp__fsdp_enter(f->group)
         : ddp__fsdp_bad(who, f->group, "dir is NULL or empty; name a folder");
@@ -4637,8 +4683,8 @@ static int ddp__fsdp_levels(const ddp_fsdp *f) {
     return f->reduces_each ? levels + 1 : levels;
 }
 
-/* Makes the object, followed by the list of its allocations. Describes units and shards, and finds every error that
-   one rank can find alone. */
+/* Makes the object, followed by the list of its allocations. Describes units and shards, and finds every
+   error that one rank can find alone. */
 static ddp_result ddp__fsdp_describe(ddp_fsdp *resolved, ddp_fsdp **out) {
     ddp_optimizer_desc optimizer = resolved->desc.optimizer;
     size_t allocations = (size_t)resolved->unit_count * (size_t)(ddp__fsdp_levels(resolved) + 9) + 32;
@@ -4868,7 +4914,8 @@ static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
     ddp_error_save(error, ddp__saver_create(f));
 }
 
-/* The first values of this rank's rows. Master values in host memory receive the device's through offload.rows. */
+/* The first values of this rank's rows. Master values in host memory receive the device's through
+   offload.rows. */
 static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
     const ddp_tensor *value = &s->entry->param.value;
     const ddp_device *to = f->offload.host ? ddp_device_cpu() : f->device;
@@ -4897,7 +4944,8 @@ static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
     return result;
 }
 
-/* Bytes that an optimizer allocates in addition to its state: of its device, or from its group's allocator. */
+/* Bytes that an optimizer allocates in addition to its state: of its device, or from its group's
+   allocator. */
 static size_t ddp__optimizer_tables(const ddp_optimizer *o, int of_device) {
     size_t sums = (size_t)o->square_count * sizeof(ddp_exact_sum),
         here = sums + (size_t)o->square_count / 2 * sizeof *o->rates;
@@ -5077,7 +5125,8 @@ DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *mem
     return DDP_OK;
 }
 
-/* Bytes of the name that the prefix matches, up to the end of a part; 0 = it does not match. "*" is one part. */
+/* Bytes of the name that the prefix matches, up to the end of a part; 0 = it does not match. "*" is one
+   part. */
 static size_t ddp__prefix_match(const char *prefix, const char *name) {
     const char *at = name;
     /* the name may lack a point at the prefix's end */

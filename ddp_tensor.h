@@ -656,8 +656,8 @@ static ddp_result ddp__tensor_make(const char *who, ddp_group *group, const char
     return DDP_OK;
 }
 
-/* Where a call writes: out's memory, whose dtype and shape must fit, or new memory. dtype: what out->dtype 0 stands for, and with `casts` 0 what it
-   must be. ddp__tensor_put ends what begins here. */
+/* Where a call writes: out's memory, whose dtype and shape must fit, or new memory. dtype: what out->dtype 0
+   stands for, and with `casts` 0 what it must be. ddp__tensor_put ends what begins here. */
 static ddp_result ddp__tensor_take(const char *who, ddp_group *group, const ddp_tensor *out, ddp_dtype dtype,
                                    int casts, int ndim, const int64_t *shape, ddp_tensor *taken) {
     ddp__tensor_text a, b;
@@ -825,8 +825,8 @@ DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_te
 
 //== boxes =============================================================================== >>impl-tensor-boxes
 
-/* Which bytes go where: for every index below the extents, `run` bytes at in + the sum of index * in_step go to
-   out + the sum of index * out_step. Steps are bytes. */
+/* Which bytes go where: for every index below the extents, `run` bytes at in + the sum of index * in_step go
+   to out + the sum of index * out_step. Steps are bytes. */
 typedef struct ddp__tensor_dim { int64_t extent, in_step, out_step; } ddp__tensor_dim;
 typedef struct ddp__tensor_walk {
     int ndim;
@@ -845,7 +845,8 @@ static void ddp__tensor_walk_swap(ddp__tensor_walk *w, int i, int j) {
     w->dim[j] = dim;
 }
 
-/* As few dimensions and as long a run as there can be. Behind all others: the one of the shortest step of in, and last that of out. */
+/* As few dimensions and as long a run as there can be. Behind all others: the one of the shortest step of in,
+   and last that of out. */
 static void ddp__tensor_walk_simplify(ddp__tensor_walk *w) {
     for (int i = 0; i < w->ndim; i++) if (w->dim[i].extent == 1) ddp__tensor_walk_drop(w, i--);
     for (int i = 0; i < w->ndim; i++)
@@ -868,7 +869,8 @@ static void ddp__tensor_walk_simplify(ddp__tensor_walk *w) {
         if (w->dim[i].in_step < w->dim[w->ndim - 2].in_step) ddp__tensor_walk_swap(w, i, w->ndim - 2);
 }
 
-/* The last two dimensions, tile by tile where runs are short: one of the two sides jumps from line to line. */
+/* The last two dimensions, tile by tile where runs are short: one of the two sides jumps from line to
+   line. */
 static inline __attribute__((always_inline)) void ddp__tensor_tiles(const ddp__tensor_walk *w, const char *in,
                                                                     char *out, size_t size, int64_t tile) {
     static const ddp__tensor_dim none = {1, 0, 0};
@@ -942,7 +944,8 @@ static ddp_result ddp__tensor_walk_run(ddp_group *group, ddp__tensor_walk *w, co
     return DDP_OK;
 }
 
-/* The box of `extent` at in_offset of one goes to out_offset of the other; offsets NULL = 0. size: bytes of an element. */
+/* The box of `extent` at in_offset of one goes to out_offset of the other; offsets NULL = 0. size: bytes of
+   an element. */
 static ddp_result ddp__tensor_box(ddp_group *group, size_t size, int ndim, const int64_t *extent,
                                   const void *in, const int64_t *in_shape, const int64_t *in_offset,
                                   void *out, const int64_t *out_shape, const int64_t *out_offset) {
@@ -1222,11 +1225,12 @@ DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_ten
 
 //== from one placement to another ======================================================== >>impl-tensor-plan
 
-/* One step: the collective, and the blocks that it needs. Parts travel as blocks, in rank order. A tensor that is cut
-   along dimension d is stored as such a row of blocks if all dimensions before d are 1:
+/* One step: the collective, and the blocks that it needs. Parts travel as blocks, in rank order. A tensor
+   that is cut along dimension d is stored as such a row of blocks if all dimensions before d are 1:
 
        cut along 0:  [r0 r0 | r1 r1]  is a row of blocks     cut along 1:  [r0 r1]
-                                                                           [r0 r1]  is not: packed before the call, or
+                                                                           [r0 r1]  is not: packed before the
+                                                                           call, or
                                                                                     unpacked after it */
 typedef struct ddp__tensor_move {
     const char *who;
@@ -1261,8 +1265,8 @@ static int64_t ddp__tensor_block(int ndim, const int64_t *shape, int dim, int ra
     return count;
 }
 
-/* Copies a tensor to the row of its blocks, or back. All blocks have the same length, except the last one that is not
-   empty: so padded blocks begin at the same places. */
+/* Copies a tensor to the row of its blocks, or back. All blocks have the same length, except the last one
+   that is not empty: so padded blocks begin at the same places. */
 static ddp_result ddp__tensor_blocks(const ddp__tensor_move *m, int packs, const int64_t *shape, int dim,
                                      void *tensor, void *blocks) {
     int64_t offset[DDP_MAX_NDIM] = {0}, extent[DDP_MAX_NDIM];
@@ -1302,8 +1306,9 @@ static ddp_result ddp__tensor_move_fits(const ddp__tensor_move *m, const char *n
                             ddp__tensor_shape(m->ndim, box.shape, &c));
 }
 
-/* The cheapest collective between two different placements over several ranks. Bytes are those of a ring: of a gathered
-   tensor, everything except the next rank's part; of a reduced one, everything except this rank's part. */
+/* The cheapest collective between two different placements over several ranks. Bytes are those of a ring: of
+   a gathered tensor, everything except the next rank's part; of a reduced one, everything except this rank's
+   part. */
 static ddp_result ddp__tensor_move_choose(ddp__tensor_move *m) {
     int a = ddp__tensor_cut_dim(m->from), b = ddp__tensor_cut_dim(m->to), next = (m->rank + 1) % m->world;
     int64_t total = ddp__tensor_product(m->ndim, m->global), mine = ddp__tensor_product(m->ndim, m->in_shape),
@@ -1365,7 +1370,8 @@ static void ddp__tensor_move_global(ddp__tensor_move *m, const ddp_tensor *t, co
     memcpy(m->global, shape, (size_t)t->ndim * sizeof *shape);
 }
 
-/* Checks the arguments of a move and chooses its collective. global NULL: the global shape follows from in and out. */
+/* Checks the arguments of a move and chooses its collective. global NULL: the global shape follows from in
+   and out. */
 static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, ddp_group *group,
                                         const ddp_tensor *in, ddp_placement from, ddp_placement to,
                                         const ddp_tensor *out, const int64_t *global, int with_data) {
@@ -1486,8 +1492,8 @@ static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_res
     return ddp_agree(m->group, m->who, mine, ddp_hash(DDP_HASH_SEED, values, sizeof values), what);
 }
 
-/* result: of this rank until now. If the placements may need messages, all ranks agree before the first one, also on
-   memory. */
+/* result: of this rank until now. If the placements may need messages, all ranks agree before the first one,
+   also on memory. */
 static ddp_result ddp__tensor_move_run(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out,
                                        ddp_result result) {
     size_t *counts = NULL, blocks_bytes = m->pack_bytes + m->unpack_bytes;
@@ -1548,7 +1554,8 @@ DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, dd
 
 /* --- from one rank, and to one --- */
 
-/* Copies between root's full tensor and blocks of equal size; shorter parts are padded. space: pack_bytes of it. */
+/* Copies between root's full tensor and blocks of equal size; shorter parts are padded. space: pack_bytes of
+   it. */
 static ddp_result ddp__tensor_root_blocks(const ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole,
                                           ddp_tensor *part, char *space) {
     const ddp_device *device = ddp__tensor_device(m->group);
@@ -1699,7 +1706,8 @@ static void ddp__tensor_route_add(ddp__tensor_route *r, int axis, ddp_placement 
     r->step[r->count++].to = r->now[axis] = to;
 }
 
-/* Inner axes that cut the dimension of this change are gathered first, innermost first: they cut this axis' piece. */
+/* Inner axes that cut the dimension of this change are gathered first, innermost first: they cut this axis'
+   piece. */
 static void ddp__tensor_route_change(ddp__tensor_route *r, int axis, ddp_placement to) {
     ddp_placement from = r->now[axis];
     for (int i = r->layout->axis_count - 1; i > axis; i--)
@@ -1715,9 +1723,9 @@ static int ddp__tensor_route_early(const ddp__tensor_route *r, int axis, ddp_pla
     return 0;
 }
 
-/* Cuts without messages come first: they make later steps smaller. Then sums, innermost first. Then the rest, outermost
-   first: an axis that was gathered is cut again in its turn. At most 48 steps for 8 axes: each gather undoes a cut, and
-   an axis is cut at most three times. */
+/* Cuts without messages come first: they make later steps smaller. Then sums, innermost first. Then the rest,
+   outermost first: an axis that was gathered is cut again in its turn. At most 48 steps for 8 axes: each
+   gather undoes a cut, and an axis is cut at most three times. */
 static void ddp__tensor_route_find(ddp__tensor_route *r, const ddp_tensor_layout *from,
                                    const ddp_tensor_layout *to) {
     int n = from->axis_count;
@@ -1765,8 +1773,8 @@ static ddp_result ddp__tensor_layouts_check(const char *who, const ddp_tensor_la
     return DDP_OK;
 }
 
-/* One step from `now` to `next`; sets the shape of next. runs 0: only plans. result: of this rank until now, which the
-   ranks of this axis agree on. */
+/* One step from `now` to `next`; sets the shape of next. runs 0: only plans. result: of this rank until now,
+   which the ranks of this axis agree on. */
 static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, int step,
                                          const ddp_tensor *now, ddp_tensor *next, int runs,
                                          ddp_tensor_plan *plan, size_t *most_sent, ddp_result result) {
@@ -1854,9 +1862,10 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
 }
 
 //== products ================================================================================= >>impl-tp-gemm
-/* C = A B, after Goto and van de Geijn (2008): blocks of A and B are packed so that the innermost loop reads both with stride one and keeps a tile
-   of C in registers, MR rows by two vectors. A tile begins with what C holds and is written back after KC terms, so an element of C is one chain of
-   additions in the order of k, however m, n or k is cut.
+/* C = A B, after Goto and van de Geijn (2008): blocks of A and B are packed so that the innermost loop reads
+   both with stride one and keeps a tile of C in registers, MR rows by two vectors. A tile begins with what C
+   holds and is written back after KC terms, so an element of C is one chain of additions in the order of k,
+   however m, n or k is cut.
 
              2 vectors    B: packed in panels of two vectors' columns
            +----+----+
@@ -1892,7 +1901,8 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
 typedef float ddp__gemm_f32 __attribute__((vector_size(DDP__GEMM_VECTOR)));
 typedef double ddp__gemm_f64 __attribute__((vector_size(DDP__GEMM_VECTOR)));
 
-/* Element (i, k), i < count, k < depth, at in[i * outer + k * step] goes to out[panel][k][i - panel * width]. The last panel is filled with zeros. */
+/* Element (i, k), i < count, k < depth, at in[i * outer + k * step] goes to out[panel][k][i - panel * width].
+   The last panel is filled with zeros. */
 DDP__GEMM_INLINE void ddp__gemm_pack(const size_t size, const int64_t width, unsigned char *out,
                                      int64_t count, int64_t depth, const unsigned char *in, int64_t outer,
                                      int64_t step) {
@@ -1916,7 +1926,8 @@ DDP__GEMM_INLINE void ddp__gemm_pack(const size_t size, const int64_t width, uns
     }
 }
 
-/* One tile: rows (a constant at each call, so that the sums stay in registers) by two vectors, over depth; m x n of it are wanted. fresh: C is 0. */
+/* One tile: rows (a constant at each call, so that the sums stay in registers) by two vectors, over depth; m
+   x n of it are wanted. fresh: C is 0. */
 #define DDP__GEMM_TILE(name, type, vec)                                                                                                            \
     DDP__GEMM_INLINE void name(const int rows, int64_t depth, const type *a, const type *b, type *c, int64_t ldc, int m, int n, int fresh) {       \
         enum { lanes = DDP__GEMM_VECTOR / sizeof(type), wide = 2 * lanes };                                                                        \
@@ -2077,8 +2088,8 @@ static ddp_result ddp__gemm_cblas(const ddp_gemm *g, void *user) {
 #define DDP__TP_LANES 16 /* a reduction in this many parts vectorises */
 #define DDP__TP_BLOCK 64 /* loops of this many do too; shorter ones are unrolled first */
 
-/* exp(x) within 2e-7, for x from -87 to 88 and clamped beyond: x = n ln 2 + r, |r| <= ln(2)/2, and a Taylor polynomial. Without branches, so that
-   loops of it become vectors. NaN stays NaN. */
+/* exp(x) within 2e-7, for x from -87 to 88 and clamped beyond: x = n ln 2 + r, |r| <= ln(2)/2, and a Taylor
+   polynomial. Without branches, so that loops of it become vectors. NaN stays NaN. */
 static inline float ddp__tp_exp(float x) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
     float shifted, n, r, power, scale;
@@ -2128,7 +2139,8 @@ static void ddp__tp_philox(uint64_t key, uint32_t stream, uint64_t counter, int 
         for (int w = 0; w < 4; w++) words[4 * k + w] = c[w][k];
 }
 
-/* total = the sum of term over k from 0 to n - 1, in double: parts that vectorise, in an order that n alone gives. */
+/* total = the sum of term over k from 0 to n - 1, in double: parts that vectorise, in an order that n alone
+   gives. */
 #define DDP__TP_SUM(total, n, term)                                                                                  \
     do {                                                                                                             \
         double part_[DDP__TP_LANES] = DDP_ZERO;                                                                      \
@@ -2238,9 +2250,10 @@ DDP__TP_ACTIVATION_FNS(float, f32)
 DDP__TP_ACTIVATION_FNS(double, f64)
 #undef DDP__TP_ACTIVATION_FNS
 
-/* Three passes over the rows, and a collective behind each of the first two: the greatest logit; exponentials, kept in dlogits, their sum, and the
-   target's logit, both less the greatest; the loss, and the gradient that the exponentials make. Rows that do not count are not read. A NaN need
-   not win in the first pass: it does in the sum. */
+/* Three passes over the rows, and a collective behind each of the first two: the greatest logit;
+   exponentials, kept in dlogits, their sum, and the target's logit, both less the greatest; the loss, and the
+   gradient that the exponentials make. Rows that do not count are not read. A NaN need not win in the first
+   pass: it does in the sum. */
 #define DDP__TP_LOSS_FNS(type, suffix, exponential)                                                                                \
     static ddp_result ddp__tp_loss_max_##suffix(const ddp_loss *op) {                                                              \
         const type *x = (const type *)op->logits;                                                                                  \
@@ -2305,8 +2318,8 @@ DDP__TP_LOSS_FNS(float, f32, ddp__tp_loss_exp)
 DDP__TP_LOSS_FNS(double, f64, exp)
 #undef DDP__TP_LOSS_FNS
 
-/* stats: a row's mean (0 in RMS norm) and 1 / deviation. With g = dy w, and x^ the normal x: dx = (g - mean(g) - x^ mean(g x^)) / deviation; RMS norm
-   has no mean(g). */
+/* stats: a row's mean (0 in RMS norm) and 1 / deviation. With g = dy w, and x^ the normal x: dx = (g -
+   mean(g) - x^ mean(g x^)) / deviation; RMS norm has no mean(g). */
 #define DDP__TP_NORM_FNS(type, suffix)                                                                                                   \
     static ddp_result ddp__tp_norm_##suffix(const ddp_norm *op) {                                                                        \
         const type *w = (const type *)op->weight, *b = (const type *)op->bias, *x = (const type *)op->x;                                 \
@@ -2394,7 +2407,8 @@ static void *ddp__tp_at(const ddp_tp *tp, const void *data, int64_t i) {
     return (unsigned char *)data + (size_t)i * tp->size;
 }
 
-/* The end of every create: all ranks agree, and the workspace has room for that many bytes. own: the result so far. desc: what must be equal on all ranks. */
+/* The end of every create: all ranks agree, and the workspace has room for that many bytes. own: the result
+   so far. desc: what must be equal on all ranks. */
 static ddp_result ddp__tp_reserve(ddp_group *group, ddp_tp *tp, const char *call, ddp_result own,
                                   const char *desc, size_t bytes) {
     char what[280];
@@ -2444,7 +2458,8 @@ static ddp_result ddp__tp_check_rows(const ddp_tp *tp, const char *call, int64_t
     return DDP_OK;
 }
 
-/* --- collectives, counted. Counts are elements; work NULL blocks. A group of one sends nothing and counts nothing. --- */
+/* --- collectives, counted. Counts are elements; work NULL blocks. A group of one sends nothing and counts
+   nothing. --- */
 
 static ddp_result ddp__tp_count(ddp_tp *tp, ddp_result result, double start, uint64_t elements) {
     tp->stats.comm_seconds += ddp_now() - start;
@@ -2471,7 +2486,8 @@ static ddp_result ddp__tp_all_gather(ddp_tp *tp, const void *send, void *recv, s
                          (uint64_t)send_count * ((uint64_t)tp->world_size - 1));
 }
 
-/* recv: recv_count of the sum of send, world_size times as many. In place: recv == send + rank * recv_count. */
+/* recv: recv_count of the sum of send, world_size times as many. In place: recv == send + rank *
+   recv_count. */
 static ddp_result ddp__tp_reduce_scatter(ddp_tp *tp, const void *send, void *recv, size_t recv_count,
                                          ddp_work *work) {
     double start = ddp_now();
@@ -2494,7 +2510,8 @@ static ddp_result ddp__tp_next_work(ddp_tp *tp, ddp__tp_pending *pending, ddp_wo
     return ddp__tp_wait(tp, *work);
 }
 
-/* Rows [first, first + rows) of own_rows, of every rank, to their places in full (world_size * own_rows, width). Pending on return. */
+/* Rows [first, first + rows) of own_rows, of every rank, to their places in full (world_size * own_rows,
+   width). Pending on return. */
 static ddp_result ddp__tp_gather_rows(ddp_tp *tp, const void *own, int64_t own_rows, int64_t first,
                                       int64_t rows, int64_t width, void *full, ddp__tp_pending *pending,
                                       ddp_work **work) {
@@ -2552,7 +2569,8 @@ static ddp_result ddp__tp_resolve(ddp_group *group, const ddp_tp_desc *desc, ddp
     return DDP_OK;
 }
 
-/* As many pending collectives as a layer ever has: what the group keeps for them is allocated now and not in some later call. */
+/* As many pending collectives as a layer ever has: what the group keeps for them is allocated now and not in
+   some later call. */
 static ddp_result ddp__tp_warm_up(ddp_tp *tp) {
     ddp__tp_pending pending = DDP_ZERO;
     ddp_result result = DDP_OK;
@@ -2646,7 +2664,8 @@ struct ddp_tp_linear {
     int64_t widest;                       /* the largest number of cut features of a rank */
 };
 
-/* out (M, n) = in (M, k) by the weight, any of whose rows can be had alone: W transposed in forward, W for the gradient of inputs. */
+/* out (M, n) = in (M, k) by the weight, any of whose rows can be had alone: W transposed in forward, W for
+   the gradient of inputs. */
 typedef struct ddp__linear_product {
     const void *weight, *in;
     void *out;
@@ -2654,11 +2673,12 @@ typedef struct ddp__linear_product {
     int forward;
 } ddp__linear_product;
 
-/* Memory for the gradients of weights. wanted: the same on every rank. A rank with an empty weight may pass NULL. */
+/* Memory for the gradients of weights. wanted: the same on every rank. A rank with an empty weight may pass
+   NULL. */
 typedef struct ddp__linear_grads { int wanted; void *weight, *bias; } ddp__linear_grads;
 
-/* Returns the number of features of a part that a rank has. *global: the first of them among all features of the layer.
-   *local: the first among this rank's. */
+/* Returns the number of features of a part that a rank has. *global: the first of them among all features of
+   the layer. *local: the first among this rank's. */
 static int64_t ddp__linear_share(const ddp_tp_linear *l, int part, int rank, int64_t *global,
                                  int64_t *local) {
     int64_t base = 0, before = 0, first, count;
@@ -2692,8 +2712,8 @@ static ddp_result ddp__linear_rows(const ddp_tp_linear *l, const ddp__linear_pro
     return ddp__tp_multiply(l->tp, &g);
 }
 
-/* bias_grad = the sum of dy's rows, and weight_grad (out, in) = dy' x over all rows; or added to them. dy and x are
-   complete once pending's works[0] is. */
+/* bias_grad = the sum of dy's rows, and weight_grad (out, in) = dy' x over all rows; or added to them. dy and
+   x are complete once pending's works[0] is. */
 static ddp_result ddp__linear_gradients(const ddp_tp_linear *l, const void *dy, const void *x, int64_t x_row,
                                         int64_t rows, const ddp__linear_grads *grads,
                                         ddp__tp_pending *pending) {
@@ -2713,8 +2733,8 @@ static ddp_result ddp__linear_add_bias(const ddp_tp_linear *l, void *y, int64_t 
     return bias ? ddp__tp_tell(l->tp, l->tp->kernels->add_bias(rows, l->out, bias, y, y_row)) : DDP_OK;
 }
 
-/* Copies from one slot per rank, (rows, widest), with that rank's features in its first columns, to (rows, all features).
-   take: the other direction, for this rank only, without gaps between rows. */
+/* Copies from one slot per rank, (rows, widest), with that rank's features in its first columns, to (rows,
+   all features). take: the other direction, for this rank only, without gaps between rows. */
 static ddp_result ddp__linear_columns(const ddp_tp_linear *l, const void *from, void *to, int64_t rows,
                                       int take) {
     const ddp_tp *tp = l->tp;
@@ -2733,8 +2753,8 @@ static ddp_result ddp__linear_columns(const ddp_tp_linear *l, const void *from, 
 
 /* --- rows that are sent: own = M/t of them, or all M, in chunk_count pieces --- */
 
-/* The product where each rank has its own rows of `in`: p->in is (own_rows, in_row). All ranks' rows are gathered at
-   `whole`, in rank order, and p->in points there afterwards. p->out NULL: gathers only. */
+/* The product where each rank has its own rows of `in`: p->in is (own_rows, in_row). All ranks' rows are
+   gathered at `whole`, in rank order, and p->in points there afterwards. p->out NULL: gathers only. */
 static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_product *p, int64_t own_rows,
                                        void *whole, ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
@@ -2765,9 +2785,9 @@ static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_produ
     return DDP_OK;
 }
 
-/* The product of all rows, summed over the ranks, chunk by chunk. Each rank receives all rows of p->out; or its own,
-   where activations are cut by rows. Then pieces has memory for all rows: of each chunk, those of rank 0, rank 1, ...
-   Pending on return. */
+/* The product of all rows, summed over the ranks, chunk by chunk. Each rank receives all rows of p->out; or
+   its own, where activations are cut by rows. Then pieces has memory for all rows: of each chunk, those of
+   rank 0, rank 1, ... Pending on return. */
 static ddp_result ddp__linear_reduced(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t rows,
                                       void *pieces, ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
@@ -2790,8 +2810,8 @@ static ddp_result ddp__linear_reduced(const ddp_tp_linear *l, const ddp__linear_
     return DDP_OK;
 }
 
-/* The product of all rows, of this rank's features. bias: NULL, or added. With whole, p->out has the features of all
-   ranks instead: each rank's product travels through its slot of the workspace. */
+/* The product of all rows, of this rank's features. bias: NULL, or added. With whole, p->out has the features
+   of all ranks instead: each rank's product travels through its slot of the workspace. */
 static ddp_result ddp__linear_own_features(const ddp_tp_linear *l, ddp__linear_product *p, const void *bias,
                                            int64_t rows, int whole,
                                           ddp__tp_pending *pending) {
@@ -3065,7 +3085,8 @@ struct ddp_tp_mlp {
 
 static int ddp__mlp_gated(const ddp_tp_mlp *m) { return m->desc.activation == DDP_TP_SILU_GATED; }
 
-/* The two linears, and where the workspace has what lies between: between = (rows, hidden), and before the activation (rows, 2 hidden) if gated. */
+/* The two linears, and where the workspace has what lies between: between = (rows, hidden), and before the
+   activation (rows, 2 hidden) if gated. */
 static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, size_t *bytes) {
     const ddp_tp_mlp_desc *d = &m->desc;
     size_t column_bytes = 0, row_bytes = 0;
@@ -3133,7 +3154,8 @@ static ddp_result ddp__mlp_check(const ddp_tp_mlp *m, const char *call, const vo
     return ddp__linear_check(&m->row, call, weights[2], saved, rows, y_name, y);
 }
 
-/* saved: what the column linear gave, (rows, column.out), then what the activation made of it, (rows, row.in). */
+/* saved: what the column linear gave, (rows, column.out), then what the activation made of it, (rows,
+   row.in). */
 DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x,
                                      int64_t rows, void *saved, void *y) {
     DDP_PUBLIC_CALL(ddp_tp_mlp_forward);
@@ -3421,7 +3443,8 @@ DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void 
     return ddp__tp_tell(norm->tp, norm->tp->kernels->norm(&op));
 }
 
-/* In sequence parallelism every rank has other rows: what these give is summed before it goes to the caller's gradients, which may be added to. */
+/* In sequence parallelism every rank has other rows: what these give is summed before it goes to the caller's
+   gradients, which may be added to. */
 DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void *weight, const void *x,
                                              const void *stats, const void *dy, int64_t rows, void *dx,
                                              void *weight_grad, void *bias_grad) {
@@ -3486,7 +3509,8 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
     return ddp_device_check(tp->group);
 }
 
-/* A standard normal value for one element (Box and Muller 1958): of u in (0, 1] and v in [0, 1), 53 bits each. */
+/* A standard normal value for one element (Box and Muller 1958): of u in (0, 1] and v in [0, 1), 53 bits
+   each. */
 static double ddp__tp_normal(uint64_t key, uint64_t index) {
     const double unit = 1.0 / 9007199254740992.0; /* 2^-53 */
     uint32_t w[4] = {(uint32_t)index, (uint32_t)(index >> 32), DDP__TP_STREAM_NORMAL, 0};
