@@ -620,7 +620,7 @@ static ddp_saved_error ddp__fsdp_error(ddp_result result) {
     return saved;
 }
 
-/* DDP_CHECK in the public function whose arguments it checks. */
+/* DDP_CHECK for use inside a public function: the error names that function. */
 #define DDP__FSDP_NEED(condition, ...) DDP_CHECK(__func__, NULL, condition, __VA_ARGS__)
 
 /* ddp_device_begin, except that a process forked inside the rank gets an error: the shards there are the
@@ -646,10 +646,10 @@ static ddp_result ddp__fsdp_enter(ddp_group *group) {
 #define DDP__ROOT_f64(x) for (int i = 0; i < 2; i++) x[i] = sqrt(x[i])
 #endif
 
-/* The bits of an update depend on nothing but its inputs: not on where an element lies, on the compiler, or
-   on its options. Each operation is rounded on its own, so vectors, the last short piece, and a GPU come to
-   the same. What could break that is a product fused with the addition that follows, which compilers do
-   unasked where the CPU can: a product passes through a register whose contents they cannot follow. */
+/* The bits of an update depend only on its inputs, not on the element's position, the compiler or its options.
+   Each operation is rounded separately. Vectors, the last short piece and a GPU therefore give the same bits.
+   Compilers may fuse a product with the addition that follows (FMA). DDP__ROUNDED prevents it: the product
+   passes through an asm operand that the compiler cannot see through. */
 #if defined(__SSE2__)
 #define DDP__ROUNDED(x) __asm__("" : "+x"(x))
 #elif defined(__aarch64__)
@@ -765,13 +765,13 @@ static const ddp_optimizer_kernels *ddp__kernels_of(const ddp_device *device) {
 
 /* A parameter, or a later use of one. */
 typedef struct ddp__optimizer_param {
-    /* the entry of the same value that is stepped; its own number where there is none earlier */
+    /* index of the first entry with the same value; only that entry is stepped. Its own index otherwise */
     int first_use;
     /* the sums of squares of its value and of its gradient are numbers squares and squares + 1; -1 = it has
        no trust ratio */
     int squares;
     size_t count;
-    void *state[2]; /* NULL where there is none */
+    void *state[2]; /* NULL = unused */
 } ddp__optimizer_param;
 
 struct ddp_optimizer {
@@ -879,7 +879,7 @@ static ddp_result ddp__optimizer_take(ddp_optimizer *o, int i) {
     return DDP_OK;
 }
 
-/* Says where each tensor of state lies; memory NULL only counts. Returns the bytes of all. */
+/* Assigns memory to each tensor of state. memory NULL: only counts. Returns the total bytes. */
 static size_t ddp__optimizer_place(ddp_optimizer *o, unsigned char *memory) {
     size_t used = 0;
     for (int i = 0; i < o->desc.param_count; i++)
@@ -1042,7 +1042,7 @@ static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, int last, f
     return DDP_OK;
 }
 
-/* Gradients times factor, or times what lies at `at` on the device. */
+/* Multiplies gradients by factor, or by *at, a float on the device, if at is not NULL. */
 static void ddp__grad_scale(const ddp_device *device, void *grad, size_t count, ddp_dtype dtype, float factor,
                             const float *at) {
     if (at) ddp__kernels_of(device)->scale(grad, count, dtype, at);
@@ -1230,7 +1230,7 @@ static int ddp__unscale_host(const ddp_tensor *tensor, size_t count, float facto
     return bad;
 }
 
-/* scratch: the device's memory for an exact sum, NULL on the CPU. On a device the sum of squares tells:
+/* scratch: the device's memory for an exact sum, NULL on the CPU. On a device the sum of squares is
    finite if all elements are (f64: below 1e154). */
 static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients,
                                       int gradient_count, void *scratch) {
@@ -1332,7 +1332,7 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 
 /* CRC-32C (Castagnoli): remainders of polynomials over GF(2), bits reversed, so bit 31 is x^0. Without the
    customary inversion of the first and the last value they are linear: the remainder of a tensor is the xor
-   of those of its runs, each times x^(8 * bytes behind the run), whoever computed them, in any order. */
+   of those of its runs, each times x^(8 * bytes after the run). Any rank can compute them, in any order. */
 #define DDP__CRC_ONE 0x80000000u
 
 static uint32_t ddp__crc_step(uint32_t remainder) {
@@ -1345,7 +1345,7 @@ static uint32_t ddp__crc_multiply(uint32_t a, uint32_t b) {
     return product;
 }
 
-/* x^(8 * size_bytes): what a remainder is multiplied by when so many zero bytes follow. */
+/* x^(8 * size_bytes): the factor of a remainder when size_bytes zero bytes follow. */
 static uint32_t ddp__crc_shift(uint64_t size_bytes) {
     uint32_t power = DDP__CRC_ONE, square = DDP__CRC_ONE >> 8;
     for (; size_bytes; size_bytes >>= 1, square = ddp__crc_multiply(square, square))
@@ -1353,7 +1353,7 @@ static uint32_t ddp__crc_shift(uint64_t size_bytes) {
     return power;
 }
 
-/* By a table, which is made anew: 2 microseconds. */
+/* Uses a table, which every call computes again: 2 microseconds. */
 static uint32_t ddp__crc_portable(uint32_t remainder, const unsigned char *data, size_t size) {
     uint32_t table[256];
     for (uint32_t i = 0; i < 256 && size; i++) {
@@ -1433,8 +1433,8 @@ static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
 /* A string of a text: zero-terminated, where it has no zeros of its own. */
 typedef struct ddp__words { const char *at; size_t length; } ddp__words;
 
-/* Reads the text [at, end) front to back, and never beyond. Strings are decoded where they lie. Every
-   function gives 0 once something was wrong, and error and at then tell what and where. */
+/* Reads the text [at, end) front to back, and never beyond. Strings are decoded in place. After
+   an error every function returns 0; `error` is the reason and `at` the position. */
 typedef struct ddp__json { char *begin, *at, *end; const char *error; int depth; } ddp__json;
 
 static ddp__json ddp__json_of(char *text, size_t length) {
@@ -1463,8 +1463,8 @@ static int ddp__json_need(ddp__json *j, char c, const char *what) {
     return ddp__json_take(j, c) ? 1 : ddp__json_fail(j, what);
 }
 
-/* Bytes of the UTF-8 character at the start of [at, end), 0 when there is none: too long a form, a surrogate,
-   beyond U+10FFFF, cut off. */
+/* Bytes of the UTF-8 character at the start of [at, end), 0 if invalid: an overlong form, a surrogate,
+   above U+10FFFF, or truncated. */
 static int ddp__utf8_length(const char *at, const char *end) {
     const unsigned char *c = (const unsigned char *)at;
     int length = c[0] < 0x80 ? 1 : c[0] >= 0xc2 &&
@@ -1488,8 +1488,8 @@ static int ddp__json_hex(ddp__json *j, int count, uint32_t *value) {
     return 1;
 }
 
-/* Writes the character of an escape as UTF-8 to *out. It is never longer than the escape, whose backslash has
-   been read. */
+/* Writes the character of an escape as UTF-8 to *out. It is never longer than the escape. The caller
+   has read the backslash. */
 static int ddp__json_escape(ddp__json *j, char **out) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     const char *known = j->at < j->end && *j->at ? strchr(from, *j->at) : NULL;
@@ -1632,7 +1632,7 @@ static int ddp__words_are(ddp__words words, const char *text) {
     return words.length == strlen(text) && memcmp(words.at, text, words.length) == 0;
 }
 
-/* A text that grows. failed: there was no memory. */
+/* A text buffer that grows. failed: out of memory. */
 typedef struct ddp__draft {
     ddp_group *group;
     char *at;
@@ -1678,7 +1678,7 @@ static void ddp__draft_string(ddp__draft *d, const char *start, const char *text
 
 #define DDP__HEADER_MAX ((uint64_t)100 << 20) /* bytes of JSON that the format allows */
 
-/* The dtypes of the format; those without a ddp_dtype are known by size alone. */
+/* The dtypes of the format; for those without a ddp_dtype only the size is known. */
 static const struct ddp__file_dtype { const char *name; ddp_dtype dtype; int size; } ddp__file_dtypes[] = {
     {"F32", DDP_F32, 4}, {"F64", DDP_F64, 8}, {"F16", DDP_F16, 2}, {"BF16", DDP_BF16, 2}, {"I8", DDP_I8, 1},
         {"U8", DDP_U8, 1}, {"I32", DDP_I32, 4},
@@ -1872,7 +1872,7 @@ static ddp_result ddp__file_fail(const char *what, const char *path) {
     return ddp_fail(DDP_ERR_SYSTEM, "%s %s: %s (errno %d)", what, path, strerror(error), error);
 }
 
-/* An open file. fd is negative where it could not be opened: DDP__FILE_MISSING where there is none. */
+/* An open file. fd is negative if it could not be opened: DDP__FILE_MISSING if it does not exist. */
 enum { DDP__FILE_MISSING = -2 };
 typedef struct ddp__file {
     int fd;
@@ -1910,8 +1910,8 @@ static ddp_result ddp__file_open(const char *dir, const char *name, int flags, d
     return DDP_OK;
 }
 
-/* Ends the writing of a file or a folder: on disk, and closed. EINVAL: a file system that does not know how
-   to sync a folder. */
+/* Ends the writing of a file or a folder: on disk, and closed. EINVAL is
+   ignored: the file system cannot sync a folder. */
 static ddp_result ddp__file_end(int fd, const char *path, ddp_result result) {
     if (result == DDP_OK && fsync(fd) != 0 && errno != EINVAL) result = ddp__file_fail("syncing", path);
     if (close(fd) != 0 && result == DDP_OK) result = ddp__file_fail("closing", path);
@@ -1937,7 +1937,7 @@ static ddp_result ddp__transfer(const ddp__file *file, int way, const void *data
     return DDP_OK;
 }
 
-/* What was written is on its way to the disk before it has to be: a sync waits less. */
+/* Starts writeback of written bytes early, so that the later sync waits less. */
 static void ddp__write_begin(int fd, uint64_t at, uint64_t size) {
 #if defined(SYS_sync_file_range)
     (void)syscall(SYS_sync_file_range, fd, (off_t)at, (off_t)size, 2 /* SYNC_FILE_RANGE_WRITE */);
@@ -2075,7 +2075,7 @@ static uint64_t ddp__slice_bytes(const ddp__slice *s, int held) {
    the box. */
 typedef struct ddp__box_runs {
     const ddp__slice *slice;
-    int outer;                      /* dimensions that are walked; those behind them are one run */
+    int outer;                      /* dimensions to iterate over; the remaining inner ones form one run */
     int64_t index[DDP_MAX_NDIM];
     uint64_t length, number, count; /* elements of a run; runs given and in all */
 } ddp__box_runs;
@@ -2136,7 +2136,7 @@ static int ddp__key_compare(const void *a, const void *b) {
     return order ? order : ddp__words_compare(a, b);
 }
 
-/* Can a tensor in a file have this name, of at most so many bytes? */
+/* 1 = a valid name of a tensor in a file, of at most `most` bytes. */
 static int ddp__is_tensor_name(const char *name, size_t most) {
     size_t length = strlen(name), at = 0;
     for (int bytes = 1; at < length && bytes; at += (size_t)bytes)
@@ -2144,7 +2144,7 @@ static int ddp__is_tensor_name(const char *name, size_t most) {
     return length > 0 && length <= most && at == length && strcmp(name, "__metadata__") != 0;
 }
 
-/* What one rank can find wrong with its list. Sorts keys. */
+/* The checks of a list that need no other rank. Sorts keys. */
 static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__key *keys) {
     for (int i = 0; i < count; i++) {
         const ddp__slice *s = &slices[i];
@@ -2175,7 +2175,7 @@ static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__ke
     return DDP_OK;
 }
 
-/* What a save and a load have in common. The tables are one allocation, the caller's to free at keys. */
+/* State that save and load share. The tables are one allocation; the caller frees it through keys. */
 typedef struct ddp__task {
     ddp_group *group;
     const char *who;     /* the public call */
@@ -2185,7 +2185,7 @@ typedef struct ddp__task {
     const char *options; /* text that must be equal on all ranks */
     ddp__key *keys;      /* the list by name */
     int64_t *mine, *all; /* 2 per tensor: the numbers of this rank's box, and of the boxes of all ranks */
-    void *extra;         /* per tensor, and for two more: what the caller of ddp__task_begin asked for */
+    void *extra;         /* per tensor, and for two more: extra_size bytes, for the caller of ddp__task_begin */
     uint32_t *crc;       /* per tensor */
     unsigned char *left; /* per tensor: 1 = a lower rank writes this rank's box */
 } ddp__task;
@@ -2265,8 +2265,8 @@ static ddp_result ddp__boxes_check(ddp__task *t) {
                        t->slices[k / 2].name);
 }
 
-/* The fields of ddp_fsdp_state as state.json has them, each a number or a list of them, which lie one behind
-   the other: i64, u64, i32 (4). Of doubles the bits, as u64: exact, whatever they are and in any locale. */
+/* The fields of ddp_fsdp_state in state.json. Each is a number or a list of numbers, adjacent in memory: i64,
+   u64, i32 (4). Doubles are stored as their bits in a u64: exact for any value and in any locale. */
 static const struct ddp__state_field { const char *name, *kinds; size_t at; } ddp__state_fields[] = {
     {"step", "i", offsetof(ddp_fsdp_state, step)}, {"sampler", "uuiiiii44",
                                                     offsetof(ddp_fsdp_state, sampler)}, {"scaler", "ui",
@@ -2363,8 +2363,8 @@ static ddp_result ddp__save_plan(ddp__saving *s) {
     return s->draft.failed ? DDP_ERR_NO_MEMORY : DDP_OK;
 }
 
-/* Plans the files. Rank 0 creates an empty folder beside dir, with all files in their final size. First it
-   looks at everything that is to be replaced. */
+/* Plans the files. Rank 0 creates the folder dir.tmp with all files in their final size. Before that it
+   checks every folder that the save will replace. */
 static ddp_result ddp__save_begin(ddp__saving *s) {
     char path[DDP__PATH_MAX];
     struct stat info;
@@ -2499,9 +2499,9 @@ static ddp_result ddp__save_rotate(const ddp__saving *s, const char *previous) {
     return DDP_OK;
 }
 
-/* On rank 0: swaps the names of dir and dir.tmp. Where the file system cannot, the old checkpoint is at
-   dir.old for a moment before the new one is at dir: ddp__load_run looks there. From here on the new one is
-   what dir holds, and what becomes of the old one is no reason to fail. */
+/* On rank 0: swaps the names of dir and dir.tmp. If the file system cannot swap, the old checkpoint is at
+   dir.old until the new one is at dir; ddp__load_run also looks there. After the swap dir is the new
+   checkpoint. An error in rotating the old one is logged, and the save still succeeds. */
 static ddp_result ddp__save_commit(ddp__saving *s) {
     char previous[DDP__PATH_MAX], parent[DDP__PATH_MAX], text[440];
     struct stat info;
@@ -2597,7 +2597,7 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
 
 #define DDP__POPULATE_READ 22 /* MADV_POPULATE_READ, which older libc headers lack */
 
-/* Where a tensor of the list is stored. file NULL = in no file. */
+/* The stored data of a tensor of the list. file NULL = in no file. */
 typedef struct ddp__source {
     const ddp__in_file *file;
     const ddp__stored *record;
@@ -2646,7 +2646,7 @@ static int ddp__in_file_add(ddp__loading *l, ddp__words name, uint32_t want_crc)
     return 1;
 }
 
-/* The numbers of a field, one behind the other from `at` on. */
+/* Reads the numbers of a field into adjacent memory at `at`. */
 static int ddp__state_numbers(ddp__json *j, const char *kinds, char *at) {
     int n = 0, list = kinds[1] != 0, count = 0;
     for (; kinds[n] && (!list || ddp__json_more(j, "[]", &count)); at += kinds[n++] == '4' ? 4 : 8) {
@@ -2874,14 +2874,14 @@ static ddp_result ddp__load_touch(const ddp__source *source, uint64_t begin, uin
     return DDP_OK;
 }
 
-/* Where a place of a sequence lies in a part of total bytes that has so many before it. */
+/* Maps a position of the whole sequence into a part of total bytes that begins at `before`; clamped to it. */
 static uint64_t ddp__place_in(uint64_t place, uint64_t before, uint64_t total) {
     return place < before ? 0 : place - before < total ? place - before : total;
 }
 
-/* Computes checksums of half of this rank's share: thread 0 or 1. On one machine, whose ranks have one disk,
-   a share is one stretch of all tensors one behind the other: reading is a third slower where each rank skips
-   the others' bytes.
+/* Computes checksums of half of this rank's share: thread 0 or 1. On one machine the ranks share a
+   disk, and a share is one contiguous range of all tensors in sequence. Reading is a third slower when each
+   rank skips the bytes of the others.
    Otherwise it is a part of every tensor: about the rows that this rank copies afterwards. */
 static ddp_result ddp__load_sum(ddp__loading *l, int thread) {
     uint64_t shares = 2 * (uint64_t)ddp_world_size(l->task.group),
@@ -3814,9 +3814,9 @@ static ddp_result ddp__order_record(ddp_fsdp *f, int unit) {
        full gradients --(cast)--> added over ranks --> own rows --(cast)--> level 0 --> pairs of micro-batches
                                   peer memory, or reduce-scatter of blocks
 
-   Where each rank has every row (NO_SHARD), full gradients are all-reduced in place instead. Copies of a
-   shard add up their sums afterwards. 16-bit gradients are cast to f32 without memory for a whole unit where
-   that is possible:
+   Where each rank has every row (NO_SHARD), full gradients are all-reduced in place instead. The replicas
+   of a shard then add their sums. 16-bit gradients are cast to f32 without memory for a whole unit where
+   possible:
 
        peer memory     a tile of each rank's gradients at a time     cast by the rank that adds
        blocks          into the block that is sent                   twice the bytes of the gradients travel
@@ -4002,9 +4002,9 @@ static ddp_result ddp__reduce_staged(const ddp_fsdp *f, ddp__unit *unit) {
 }
 
 /* With peer memory, ranks number the reductions of a step as they issue them, and keep in step by words of
-   group memory: how many reductions a rank has issued, and for how many it has added up its own rows (done).
-   Behind them: which units, and in which slots. A rank adds up what all have issued whenever it passes by. It
-   waits only where it has no memory for more gradients, or where the step ends:
+   group memory: how many reductions a rank has issued, and for how many it has added its own rows (done). After
+   these counters: their units and slots. At each call a rank adds the reductions that all ranks have issued.
+   It waits only when it has no memory for more gradients, or at the end of the step:
 
        rank 0   issue 1 . issue 2 do 1 . . . issue 3 do 2 3 . .      it may overwrite the gradients of 1 once all have done 1
        rank 1   . . issue 1 do 1 . . issue 2 do 2 issue 3 . do 3 */
@@ -4684,7 +4684,7 @@ static int ddp__fsdp_levels(const ddp_fsdp *f) {
 }
 
 /* Makes the object, followed by the list of its allocations. Describes units and shards, and finds every
-   error that one rank can find alone. */
+   error that one rank can find without the others. */
 static ddp_result ddp__fsdp_describe(ddp_fsdp *resolved, ddp_fsdp **out) {
     ddp_optimizer_desc optimizer = resolved->desc.optimizer;
     size_t allocations = (size_t)resolved->unit_count * (size_t)(ddp__fsdp_levels(resolved) + 9) + 32;

@@ -584,7 +584,7 @@ static int ddp__tensor_equal(int ndim, const int64_t *a, const int64_t *b) {
     return 1;
 }
 
-/* Bytes of a tensor; -1 when they do not fit in memory, or there is no such tensor. */
+/* Bytes of a tensor; -1 if they do not fit in memory, or the tensor is invalid. */
 static int64_t ddp__tensor_room(const ddp_tensor *t) {
     int64_t bytes = ddp_tensor_count(t);
     if (bytes < 0 || __builtin_mul_overflow(bytes, (int64_t)ddp_dtype_size(t->dtype), &bytes) ||
@@ -592,7 +592,7 @@ static int64_t ddp__tensor_room(const ddp_tensor *t) {
     return bytes;
 }
 
-/* name: what the tensor is called in the public function `who`. */
+/* name: the argument of the public function `who` that passes the tensor; for errors. */
 static ddp_result ddp__tensor_check(const char *who, const ddp_group *group, const char *name,
                                     const ddp_tensor *t, int with_data) {
     ddp__tensor_text text;
@@ -656,8 +656,8 @@ static ddp_result ddp__tensor_make(const char *who, ddp_group *group, const char
     return DDP_OK;
 }
 
-/* Where a call writes: out's memory, whose dtype and shape must fit, or new memory. dtype: what out->dtype 0
-   stands for, and with `casts` 0 what it must be. ddp__tensor_put ends what begins here. */
+/* Chooses the memory that a call writes: that of out, whose dtype and shape must match, or new memory. dtype:
+   the default for out->dtype 0; with `casts` 0, the only valid dtype. End it with ddp__tensor_put. */
 static ddp_result ddp__tensor_take(const char *who, ddp_group *group, const ddp_tensor *out, ddp_dtype dtype,
                                    int casts, int ndim, const int64_t *shape, ddp_tensor *taken) {
     ddp__tensor_text a, b;
@@ -845,8 +845,8 @@ static void ddp__tensor_walk_swap(ddp__tensor_walk *w, int i, int j) {
     w->dim[j] = dim;
 }
 
-/* As few dimensions and as long a run as there can be. Behind all others: the one of the shortest step of in,
-   and last that of out. */
+/* Merges dimensions, for the fewest dimensions and the longest run. Then orders them: second to last the one
+   with the smallest step of in, last the one with the smallest step of out. */
 static void ddp__tensor_walk_simplify(ddp__tensor_walk *w) {
     for (int i = 0; i < w->ndim; i++) if (w->dim[i].extent == 1) ddp__tensor_walk_drop(w, i--);
     for (int i = 0; i < w->ndim; i++)
@@ -1016,7 +1016,7 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
     }
     DDP_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, in->ndim, shape, &t));
     if (ddp__tensor_overlap(in, &t)) return DDP__TENSOR_BAD(group, "in and out overlap");
-    /* whose steps need not fit in 63 bits */
+    /* empty: its steps may exceed 63 bits */
     if (ddp__tensor_room(in) == 0) return ddp__tensor_put(group, out, &t, DDP_OK);
     w.ndim = in->ndim;
     w.run = ddp_dtype_size(in->dtype);
@@ -1037,7 +1037,7 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
 
 //== tensors as text ====================================================================== >>impl-tensor-text
 
-/* Appends to a page whose size is known to be enough. */
+/* Appends text to page. The callers never write more than its size. */
 static void ddp__tensor_say(char page[2048], const char *format, ...) __attribute__((format(printf, 2, 3)));
 static void ddp__tensor_say(char page[2048], const char *format, ...) {
     size_t used = strlen(page);
@@ -1111,7 +1111,7 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     return DDP_OK;
 }
 
-//== who has which part ================================================================= >>impl-tensor-layout
+//== shards of each rank ================================================================ >>impl-tensor-layout
 
 static int ddp__tensor_cut_dim(ddp_placement placement) { return placement > 0 ? placement - 1 : -1; }
 
@@ -1886,9 +1886,9 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
 #define DDP__GEMM_MR 6  /* 12 of 16 */
 #endif
 #define DDP__GEMM_WIDE (2 * DDP__GEMM_VECTOR)  /* bytes of a tile's row */
-#define DDP__GEMM_KC_BYTES 1024                /* terms of a packed block: so many bytes */
+#define DDP__GEMM_KC_BYTES 1024                /* bytes of the terms of a packed block */
 #define DDP__GEMM_MC (2 * DDP__GEMM_MR)        /* rows of A packed at a time */
-#define DDP__GEMM_NC_BYTES 896                 /* columns of B packed at a time: so many bytes */
+#define DDP__GEMM_NC_BYTES 896                 /* bytes of the columns of B packed at a time */
 #define DDP__GEMM_INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)
 #define DDP__GEMM_UNROLL _Pragma("clang loop unroll(full)")
@@ -2037,7 +2037,7 @@ static ddp_result ddp__gemm_check(const ddp_gemm *g) {
     return DDP_OK;
 }
 
-/* What is left to do where m, n or k is 0. */
+/* The result if m, n or k is 0. */
 static int ddp__gemm_empty(const ddp_gemm *g) {
     size_t size = ddp_dtype_size(g->dtype);
     if (g->m && g->n && g->k) return 0;
@@ -2113,7 +2113,7 @@ static inline double ddp__tp_sigmoid_f64(double x) { return 1.0 / (1.0 + exp(-x)
 /* of minus infinity it is 0 */
 static inline float ddp__tp_loss_exp(float x) { return x < -87.0f ? 0.0f : ddp__tp_exp(x); }
 
-/* Philox 4x32-10 (Salmon et al. 2011): four words that depend on key, stream and counter alone. */
+/* Philox 4x32-10 (Salmon et al. 2011): four words that depend only on key, stream and counter. */
 enum { DDP__TP_STREAM_DROPOUT = 0, DDP__TP_STREAM_NORMAL = 1 };
 static inline void ddp__tp_philox_round(uint32_t *c0, uint32_t *c1, uint32_t *c2, uint32_t *c3, uint32_t k0,
                                         uint32_t k1) {
@@ -2139,8 +2139,8 @@ static void ddp__tp_philox(uint64_t key, uint32_t stream, uint64_t counter, int 
         for (int w = 0; w < 4; w++) words[4 * k + w] = c[w][k];
 }
 
-/* total = the sum of term over k from 0 to n - 1, in double: parts that vectorise, in an order that n alone
-   gives. */
+/* total = the sum of term over k from 0 to n - 1, in double: partial sums that vectorise. The order
+   depends only on n. */
 #define DDP__TP_SUM(total, n, term)                                                                                  \
     do {                                                                                                             \
         double part_[DDP__TP_LANES] = DDP_ZERO;                                                                      \
@@ -2250,10 +2250,11 @@ DDP__TP_ACTIVATION_FNS(float, f32)
 DDP__TP_ACTIVATION_FNS(double, f64)
 #undef DDP__TP_ACTIVATION_FNS
 
-/* Three passes over the rows, and a collective behind each of the first two: the greatest logit;
-   exponentials, kept in dlogits, their sum, and the target's logit, both less the greatest; the loss, and the
-   gradient that the exponentials make. Rows that do not count are not read. A NaN need not win in the first
-   pass: it does in the sum. */
+/* Three passes over the rows, with a collective after each of the first two:
+     1  the maximum logit
+     2  exp(logit - maximum), stored in dlogits; their sum; the target's logit minus the maximum
+     3  the loss, and the gradient from the exponentials
+   Ignored rows are not read. Pass 1 may miss a NaN; the sum of pass 2 contains it. */
 #define DDP__TP_LOSS_FNS(type, suffix, exponential)                                                                                \
     static ddp_result ddp__tp_loss_max_##suffix(const ddp_loss *op) {                                                              \
         const type *x = (const type *)op->logits;                                                                                  \
@@ -2380,7 +2381,7 @@ struct ddp_tp {
     ddp_tp_desc desc;                 /* with every default resolved */
     int rank, world_size;
     size_t size;                      /* bytes of an element */
-    /* group memory, as much as the neediest layer asked for; its contents outlive no call */
+    /* group memory, sized for the layer that needs most; its contents are valid only during a call */
     unsigned char *workspace;
     size_t workspace_bytes;
     size_t *counts;                   /* 2 world_size: of a call with counts, and its offsets */
@@ -2768,7 +2769,7 @@ static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_produ
         return p->out ? ddp__linear_rows(l, p, 0, own_rows * tp->world_size, p->out) : DDP_OK;
     }
     if (rows) DDP_TRY(ddp__tp_gather_rows(tp, own, own_rows, first, rows, p->in_row, whole, pending, &work));
-    if (p->out) DDP_TRY(ddp__linear_rows(l, p, 0, own_rows, /* this rank's rows need not travel */
+    if (p->out) DDP_TRY(ddp__linear_rows(l, p, 0, own_rows, /* this rank's own rows are local */
                                          ddp__tp_at(tp, p->out, tp->rank * own_rows * p->out_row)));
     p->in = whole;
     for (int i = 0; rows; i++, work = next, first = after, rows = after_rows) {
@@ -3079,14 +3080,14 @@ DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weig
 struct ddp_tp_mlp {
     ddp_tp_mlp_desc desc;
     ddp_tp_linear column, row;
-    /* where in the workspace the two linears leave off: the gradient of what lies between them */
+    /* offset in the workspace after that of the two linears: the gradient of the tensor between them */
     size_t spare;
 };
 
 static int ddp__mlp_gated(const ddp_tp_mlp *m) { return m->desc.activation == DDP_TP_SILU_GATED; }
 
-/* The two linears, and where the workspace has what lies between: between = (rows, hidden), and before the
-   activation (rows, 2 hidden) if gated. */
+/* Creates the two linears and lays out the tensors between them in the workspace: `between` is (rows, hidden);
+   before the activation it is (rows, 2 hidden) if gated. */
 static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, size_t *bytes) {
     const ddp_tp_mlp_desc *d = &m->desc;
     size_t column_bytes = 0, row_bytes = 0;
@@ -3257,7 +3258,7 @@ DDPDEF ddp_result ddp_tp_embedding_box(const ddp_tp_embedding *embedding, ddp_te
     return DDP_OK;
 }
 
-/* Rows and tokens are alike on every rank, and so is what is wrong with them. */
+/* Rows and tokens are the same on every rank, and therefore an error is too. */
 static ddp_result ddp__tp_embedding_check(const ddp_tp_embedding *embedding, const char *call,
                                           const int32_t *tokens, int64_t rows) {
     const ddp_tp *tp = embedding->tp;
@@ -3311,7 +3312,7 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
 
 //== cross-entropy ============================================================================ >>impl-tp-loss
 
-/* What is wrong with the arguments is wrong on every rank. *counting: rows that count. */
+/* The arguments are the same on every rank, and therefore an error is too. *counting: rows not ignored. */
 static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const ddp_tp_loss_desc *desc,
                                      const int32_t *targets, int64_t rows, int64_t *counting) {
     int64_t ignore = desc->ignore_index ? desc->ignore_index : -100;
