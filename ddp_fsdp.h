@@ -610,8 +610,10 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 #include <unistd.h>
 
 //== errors ===================================================================================== >>impl-error
+/* Short forms for argument checks and for entering a public call. Used by all sections below. */
 
-#define ddp__fsdp_bad(who, group, ...) ddp_fail_in(DDP_ERR_INVALID, who, group, __VA_ARGS__) /* an argument is wrong */
+/* An invalid argument. */
+#define ddp__fsdp_bad(who, group, ...) ddp_fail_in(DDP_ERR_INVALID, who, group, __VA_ARGS__)
 
 /* result with the current error line. */
 static ddp_saved_error ddp__fsdp_error(ddp_result result) {
@@ -630,6 +632,9 @@ static ddp_result ddp__fsdp_enter(ddp_group *group) {
 }
 
 //== optimizers ============================================================================= >>impl-optimizer
+/* AdamW, SGD, LAMB and LARS: the CPU kernels of DDP_OPTIMIZER_KERNELS, and the public ddp_optimizer calls.
+   ddp_fsdp_step uses the same optimizer on shards. */
+
 #if defined(__AVX__) && !defined(__CUDACC__)
 #include <immintrin.h>
 #define DDP__UPDATE_BYTES 32 /* of a vector; wider ones gain nothing */
@@ -646,8 +651,8 @@ static ddp_result ddp__fsdp_enter(ddp_group *group) {
 #define DDP__ROOT_f64(x) for (int i = 0; i < 2; i++) x[i] = sqrt(x[i])
 #endif
 
-/* The bits of an update depend only on its inputs, not on the element's position, the compiler or its options.
-   Each operation is rounded separately. Vectors, the last short piece and a GPU therefore give the same bits.
+/* The bits of an update depend only on its inputs, not on the element's position, the compiler or its
+   options. Each operation is rounded separately. Vectors, the last short piece and a GPU therefore give the same bits.
    Compilers may fuse a product with the addition that follows (FMA). DDP__ROUNDED prevents it: the product
    passes through an asm operand that the compiler cannot see through. */
 #if defined(__SSE2__)
@@ -1112,6 +1117,7 @@ DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step) {
 }
 
 //== learning rates ============================================================================= >>impl-rates
+/* ddp_lr_at: the learning rate of a step, a function only of desc and step. */
 
 #define DDP__LR_NEED(condition, ...) DDP_CHECK("ddp_lr_at", NULL, condition, __VA_ARGS__)
 static ddp_result ddp__lr_check(const ddp_lr_desc *desc) {
@@ -1165,6 +1171,8 @@ DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
 }
 
 //== loss scaling ============================================================================== >>impl-scaler
+/* ddp_scaler: dynamic loss scaling for 16-bit gradients. All ranks of all groups agree whether a value is not
+   finite. */
 
 #define DDP__SCALER_BLOCK ((size_t)4096) /* elements that are tested while they are in the cache */
 
@@ -1316,7 +1324,7 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
     if (!ddp__is_amount(state->scale) || (double)(float)state->scale != state->scale ||
         state->growth_tracker < 0 || state->growth_tracker > INT32_MAX
         - 1) return ddp_fail(DDP_ERR_CORRUPT,
-                             "ddp_scaler_load: scale=%g growth_tracker=%lld is nothing that ddp_scaler_save writes",
+                       "ddp_scaler_load: scale=%g growth_tracker=%lld is nothing that ddp_scaler_save writes",
                              state->scale,
                         (long long)state->growth_tracker);
     scaler->scale = (float)state->scale;
@@ -1326,6 +1334,8 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 }
 
 //== checksums ==================================================================================== >>impl-crc
+/* CRC-32C of checkpoint files, by CPU instructions or a table. Ranks compute it in pieces and combine them. */
+
 #if defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
@@ -1429,6 +1439,8 @@ static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
 }
 
 //== JSON ======================================================================================== >>impl-json
+/* A JSON reader for file headers, indexes and state.json, and a text buffer (ddp__draft) that writes them. The
+   input is not trusted. */
 
 /* A string of a text: zero-terminated, where it has no zeros of its own. */
 typedef struct ddp__words { const char *at; size_t length; } ddp__words;
@@ -1675,6 +1687,7 @@ static void ddp__draft_string(ddp__draft *d, const char *start, const char *text
 }
 
 //== tensor files ========================================================================= >>impl-safetensors
+/* Headers of safetensors files: parsing, checking, and the names of dtypes. Used by >>impl-load. */
 
 #define DDP__HEADER_MAX ((uint64_t)100 << 20) /* bytes of JSON that the format allows */
 
@@ -1857,6 +1870,8 @@ static ddp_result ddp__header_read(ddp_group *group, ddp__in_file *file, size_t 
 }
 
 //== checkpoints: files and folders ============================================================= >>impl-files
+/* Files and folders of a checkpoint: paths, reading, writing, syncing, deleting. Used by save and load. */
+
 #include <dirent.h>
 #include <sys/syscall.h>
 
@@ -1910,8 +1925,7 @@ static ddp_result ddp__file_open(const char *dir, const char *name, int flags, d
     return DDP_OK;
 }
 
-/* Ends the writing of a file or a folder: on disk, and closed. EINVAL is
-   ignored: the file system cannot sync a folder. */
+/* Syncs and closes a written file or folder. EINVAL is ignored: the file system cannot sync a folder. */
 static ddp_result ddp__file_end(int fd, const char *path, ddp_result result) {
     if (result == DDP_OK && fsync(fd) != 0 && errno != EINVAL) result = ddp__file_fail("syncing", path);
     if (close(fd) != 0 && result == DDP_OK) result = ddp__file_fail("closing", path);
@@ -2049,6 +2063,8 @@ static void ddp__beside_name(const char *dir, int which, char out[DDP__PATH_MAX]
 }
 
 //== checkpoints: boxes ========================================================================= >>impl-boxes
+/* The part of each tensor that a rank holds, and its contiguous runs in the stored tensor. Used by save and
+   load. */
 
 /* The box of a tensor that this rank holds: offset and extent in the global tensor, row-major and contiguous
    at data, in host memory. data NULL or an empty extent: nothing. Every rank has the same list of tensors,
@@ -2151,7 +2167,7 @@ static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__ke
         ddp_tensor tensor = DDP_ZERO;
         if (!s->name || !ddp__is_tensor_name(s->name, 10000))
             return ddp_fail(DDP_ERR_INVALID,
-                            "tensor %d has no name, or one that a file cannot have (UTF-8, at most 10000 bytes)",
+                         "tensor %d has no name, or one that a file cannot have (UTF-8, at most 10000 bytes)",
                             i);
         tensor.ndim = s->ndim;
         memcpy(tensor.shape, s->shape, sizeof tensor.shape);
@@ -2161,7 +2177,7 @@ static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__ke
         for (int d = 0; d < s->ndim; d++)
             if (s->offset[d] < 0 || s->extent[d] < 0 || s->extent[d] > s->shape[d] ||
                 s->offset[d] > s->shape[d] - s->extent[d]) return ddp_fail(DDP_ERR_INVALID,
-                                                                           "tensor '%.100s': %lld from %lld on is outside of dimension %d, which has %lld",
+                              "tensor '%.100s': %lld from %lld on is outside of dimension %d, which has %lld",
                                                                            s->name, (long long)s->extent[d],
                                 (long long)s->offset[d], d, (long long)s->shape[d]);
         const ddp__key key = {ddp__words_of(s->name), s->file_kind, i};
@@ -2185,7 +2201,7 @@ typedef struct ddp__task {
     const char *options; /* text that must be equal on all ranks */
     ddp__key *keys;      /* the list by name */
     int64_t *mine, *all; /* 2 per tensor: the numbers of this rank's box, and of the boxes of all ranks */
-    void *extra;         /* per tensor, and for two more: extra_size bytes, for the caller of ddp__task_begin */
+    void *extra;         /* extra_size bytes per tensor, and for two more; see ddp__task_begin */
     uint32_t *crc;       /* per tensor */
     unsigned char *left; /* per tensor: 1 = a lower rank writes this rank's box */
 } ddp__task;
@@ -2275,6 +2291,8 @@ static const struct ddp__state_field { const char *name, *kinds; size_t at; } dd
 #define DDP__STATE_FIELDS ((int)(sizeof ddp__state_fields / sizeof ddp__state_fields[0]))
 
 //== checkpoints: saving ========================================================================= >>impl-save
+/* Writes a checkpoint: every rank writes its boxes, rank 0 writes headers, indexes and state.json, and renames
+   the folder. */
 
 #define DDP__PIECE ((uint64_t)1 << 20)     /* bytes that are summed up, and then written while they lie in a cache; or brought into memory at once */
 
@@ -2358,7 +2376,7 @@ static ddp_result ddp__save_plan(ddp__saving *s) {
         file->header_bytes = s->draft.length;
         if (s->draft.length > DDP__HEADER_MAX)
             return ddp_fail(DDP_ERR_INVALID,
-                            "so many tensors in one file need a header of more than 100 MB; lower max_file_bytes");
+                       "so many tensors in one file need a header of more than 100 MB; lower max_file_bytes");
     }
     return s->draft.failed ? DDP_ERR_NO_MEMORY : DDP_OK;
 }
@@ -2594,6 +2612,7 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
 }
 
 //== checkpoints: loading ======================================================================== >>impl-load
+/* Reads a checkpoint: every rank checks headers and a share of the checksums, then copies its boxes. */
 
 #define DDP__POPULATE_READ 22 /* MADV_POPULATE_READ, which older libc headers lack */
 
@@ -2772,7 +2791,7 @@ static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
     for (uint64_t i = 0; i < at; i++) length |= (uint64_t)start[i] << 8 * i;
     if (length > DDP__HEADER_MAX || length > in.size - at)
         return ddp_fail(DDP_ERR_CORRUPT,
-                        "%s: the header claims %llu bytes, allowed are 100 MB, and the file has %llu behind its start",
+               "%s: the header claims %llu bytes, allowed are 100 MB, and the file has %llu behind its start",
                         in.path, (unsigned long long)length, (unsigned long long)(in.size - at));
     file->text = (char *)ddp_host_alloc(l->task.group, (size_t)length + 1);
     if (!file->text) return DDP_ERR_NO_MEMORY;
@@ -2870,7 +2889,7 @@ static ddp_result ddp__load_touch(const ddp__source *source, uint64_t begin, uin
     /* EINVAL: Linux < 5.14 */
     if (madvise((void *)(uintptr_t)(source->file->map + low), (size_t)(first + end - low), DDP__POPULATE_READ)
         != 0 && errno != EINVAL) return ddp__stored_fail(DDP_ERR_SYSTEM, source->file, source->record,
-                                                         "cannot be read: the disk fails, or the file has just been cut short");
+                                       "cannot be read: the disk fails, or the file has just been cut short");
     return DDP_OK;
 }
 
@@ -3020,7 +3039,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
         state->step = 0;
         if (ddp_rank(group) == 0)
             ddp_group_log(group,
-                          "loaded a model without " DDP__STATE_FILE ": optimizer state starts at zero, at step 0");
+                     "loaded a model without " DDP__STATE_FILE ": optimizer state starts at zero, at step 0");
     } else if (result == DDP_OK) {
         *state = l->state;
     }
@@ -3381,6 +3400,7 @@ static void *ddp__fsdp_state_alloc(size_t size_bytes, void *user) {
 static void ddp__fsdp_state_free(void *memory, void *user) { ddp__fsdp_free((ddp_fsdp *)user, memory); }
 
 //== sharding: layout ========================================================================== >>impl-layout
+/* Checks and describes each parameter: its rows per rank, dtypes, ties, and its places in the buffers. */
 
 static size_t ddp__rows_bytes(const ddp__shard *s, size_t rows, ddp_dtype dtype) {
     return rows * s->row_elements * ddp_dtype_size(dtype);
@@ -3410,7 +3430,7 @@ static ddp_result ddp__shard_find_source(ddp_fsdp *f, ddp__shard *s) {
         if (!same_data && !(tied_to && !strcmp(other->name, tied_to))) continue;
         if (same_data && other->unit != s->unit && !tied_to)
             return DDP__SHARD_BAD(s,
-                                  "shares its memory with %.80s of unit %.64s; put both into one unit, or set tied_to",
+                         "shares its memory with %.80s of unit %.64s; put both into one unit, or set tied_to",
                                   other->name, other->unit->name);
         if (other->rows != s->rows || other->row_elements != s->row_elements ||
             other->master_dtype != s->master_dtype || other->dtype
@@ -3418,14 +3438,14 @@ static ddp_result ddp__shard_find_source(ddp_fsdp *f, ddp__shard *s) {
                                                other->name);
         if (other->trained != s->trained)
             return DDP__SHARD_BAD(s,
-                                  "is tied to %.80s of unit %.64s, and one of them is frozen; freeze both, or neither",
+                         "is tied to %.80s of unit %.64s, and one of them is frozen; freeze both, or neither",
                                   other->name, other->unit->name);
         s->source = other->source;
         return DDP_OK;
     }
     if (tied_to) return DDP__SHARD_BAD(s, "tied_to=%.80s: no earlier parameter has that name", tied_to);
     return value->data || f->desc.init_fn ? DDP_OK : DDP__SHARD_BAD(s,
-                                                                    "has no values; set value.data, or init_fn of the %s",
+                                                        "has no values; set value.data, or init_fn of the %s",
                                                                     "desc");
 }
 
@@ -4002,8 +4022,8 @@ static ddp_result ddp__reduce_staged(const ddp_fsdp *f, ddp__unit *unit) {
 }
 
 /* With peer memory, ranks number the reductions of a step as they issue them, and keep in step by words of
-   group memory: how many reductions a rank has issued, and for how many it has added its own rows (done). After
-   these counters: their units and slots. At each call a rank adds the reductions that all ranks have issued.
+   group memory: how many reductions a rank has issued, and for how many it has added its own rows (done).
+   After these counters: their units and slots. At each call a rank adds the reductions that all ranks have issued.
    It waits only when it has no memory for more gradients, or at the end of the step:
 
        rank 0   issue 1 . issue 2 do 1 . . . issue 3 do 2 3 . .      it may overwrite the gradients of 1 once all have done 1
@@ -4045,7 +4065,7 @@ static ddp_result ddp__reduce_next(ddp_fsdp *f) {
         if (other != (uint64_t)unit->index) {
             DDP_TRY(ddp__peers_alive(f));
             return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_fsdp_reduce_grads", f->group,
-                               "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
+                 "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
                                r, other < (uint64_t)f->unit_count ? f->units[other].name : "?", unit->name);
         }
         const unsigned char *own = unit->layout == DDP__CASTED ? reduce->cast : unit->reducing_slot
@@ -4200,7 +4220,7 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
                                  unit->name, unit->reduced, f->desc.micro_batch_count);
     if (!f->divisor)
         return ddp__fsdp_bad(who, f->group,
-                             "per_token is set, and nothing tells the tokens of this step; call ddp_fsdp_mean first");
+                     "per_token is set, and nothing tells the tokens of this step; call ddp_fsdp_mean first");
     if (scaler && scaler->unscaled)
         return ddp__fsdp_bad(who, f->group,
                              "the scaler has unscaled gradients since its last update; call ddp_scaler_update after every ddp_fsdp_step");
@@ -4260,7 +4280,7 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
     DDP_PUBLIC_CALL(ddp_fsdp_mean);
     DDP__FSDP_NEED(fsdp && loss, "fsdp or loss is NULL");
     DDP__FSDP_NEED(fsdp->desc.per_token,
-                   "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
+              "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
     DDP__FSDP_NEED(!fsdp->divisor, "this step's tokens are known already; call it once");
     DDP_TRY(ddp__reduce_wait_all(fsdp)); /* which may use replicas */
     ddp_mean all = *loss;
@@ -4293,7 +4313,7 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
 DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm) {
     DDP__FSDP_NEED(fsdp && norm, "fsdp or norm is NULL");
     DDP__FSDP_NEED(fsdp->clip.has_norm,
-                   "no norm has been taken, or taking the last one failed; call ddp_fsdp_clip_grad_norm first");
+                 "no norm has been taken, or taking the last one failed; call ddp_fsdp_clip_grad_norm first");
     DDP_TRY(ddp__event_wait(fsdp, fsdp->clip.event, 0));
     *norm = fsdp->clip.factor ? *fsdp->clip.norm : fsdp->clip.last_norm;
     return DDP_OK;
@@ -4609,7 +4629,7 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
 
 /* A create goes through three agreements of all ranks, replicas and the checkpoint group included:
      1. descs      valid on each rank, and equal where they must be
-     2. memory     a rank without memory still takes part in the collective allocations, and fails here with all others
+     2. memory     a rank without memory still takes part in the collective allocations; all ranks fail here
      3. values     first values and optimizer are there
    A failure of one rank is therefore an error of every rank, and the groups stay usable. */
 
@@ -4660,7 +4680,7 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
         d->offload = DDP_FSDP_OFFLOAD_NONE;
     if (f->device != ddp_device_cpu() && (d->quantize_gather || d->offload == DDP_FSDP_OFFLOAD_FILE))
         return ddp_fail(DDP_ERR_UNSUPPORTED,
-                        "ddp_fsdp_create group=%s: %s works on CPU memory alone, this group has %s; leave it out",
+                    "ddp_fsdp_create group=%s: %s works on CPU memory alone, this group has %s; leave it out",
                         ddp_group_name(group), d->quantize_gather ? "quantize_gather" : "offload to a file",
                         f->device->name);
     f->world_size = d->strategy == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(group);
@@ -5210,6 +5230,7 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
 }
 
 //== public ==================================================================================== >>impl-public
+/* Argument checks of the public calls; the work is in the sections above. */
 
 #define DDP__UNIT_NEED(fsdp, unit)                                      \
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");                               \

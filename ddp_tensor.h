@@ -564,7 +564,8 @@ extern "C" {
 #endif
 #define DDP__TENSOR_BAD(group, ...) ddp_fail_in(DDP_ERR_INVALID, __func__, group, __VA_ARGS__)
 
-//== memory of tensors ================================================================== >>impl-tensor-memory
+//== tensor memory ====================================================================== >>impl-tensor-memory
+/* Checks and allocates tensors: create, view, slice, cast and fill. */
 
 typedef struct ddp__tensor_text { char text[DDP_MAX_NDIM * 22 + 4]; } ddp__tensor_text;
 
@@ -824,6 +825,7 @@ DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_te
 }
 
 //== boxes =============================================================================== >>impl-tensor-boxes
+/* Copies of boxes with any steps: copy_box and transpose. */
 
 /* Which bytes go where: for every index below the extents, `run` bytes at in + the sum of index * in_step go
    to out + the sum of index * out_step. Steps are bytes. */
@@ -845,8 +847,8 @@ static void ddp__tensor_walk_swap(ddp__tensor_walk *w, int i, int j) {
     w->dim[j] = dim;
 }
 
-/* Merges dimensions, for the fewest dimensions and the longest run. Then orders them: second to last the one
-   with the smallest step of in, last the one with the smallest step of out. */
+/* Merges dimensions, for the fewest dimensions and the longest run. Then orders them: second to last the of
+   the others the one with the smallest step of in, last the one with the smallest step of out. */
 static void ddp__tensor_walk_simplify(ddp__tensor_walk *w) {
     for (int i = 0; i < w->ndim; i++) if (w->dim[i].extent == 1) ddp__tensor_walk_drop(w, i--);
     for (int i = 0; i < w->ndim; i++)
@@ -1036,6 +1038,7 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
 }
 
 //== tensors as text ====================================================================== >>impl-tensor-text
+/* ddp_tensor_print: a summary of a tensor as text. */
 
 /* Appends text to page. The callers never write more than its size. */
 static void ddp__tensor_say(char page[2048], const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -1112,6 +1115,7 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
 }
 
 //== shards of each rank ================================================================ >>impl-tensor-layout
+/* The box of a rank under a placement or a layout. */
 
 static int ddp__tensor_cut_dim(ddp_placement placement) { return placement > 0 ? placement - 1 : -1; }
 
@@ -1223,7 +1227,8 @@ DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_ten
     return DDP_OK;
 }
 
-//== from one placement to another ======================================================== >>impl-tensor-plan
+//== redistribution ======================================================================= >>impl-tensor-plan
+/* Conversion between placements, planned as steps of one collective each: redistribute, redistribute_mesh. */
 
 /* One step: the collective, and the blocks that it needs. Parts travel as blocks, in rank order. A tensor
    that is cut along dimension d is stored as such a row of blocks if all dimensions before d are 1:
@@ -1861,7 +1866,7 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
     return result;
 }
 
-//== products ================================================================================= >>impl-tp-gemm
+//== matrix products ========================================================================== >>impl-tp-gemm
 /* C = A B, after Goto and van de Geijn (2008): blocks of A and B are packed so that the innermost loop reads
    both with stride one and keeps a tile of C in registers, MR rows by two vectors. A tile begins with what C
    holds and is written back after KC terms, so an element of C is one chain of additions in the order of k,
@@ -2065,7 +2070,7 @@ static ddp_result ddp__gemm_cblas(const ddp_gemm *g, void *user) {
     CBLAS_TRANSPOSE ta = g->trans_a ? CblasTrans : CblasNoTrans, tb = g->trans_b ? CblasTrans : CblasNoTrans;
     for (int i = 0; i < 6; i++)
         DDP__GEMM_NEED(sizes[i] <= 2147483647,
-                       "%s=%lld is more than CBLAS takes, 2147483647; set the desc's gemm to ddp_gemm_builtin",
+                      "%s=%lld is more than CBLAS takes, 2147483647; set the desc's gemm to ddp_gemm_builtin",
                        names[i], (long long)sizes[i]);
     if (g->dtype == DDP_F32)
         cblas_sgemm(CblasRowMajor, ta, tb, (int)g->m, (int)g->n, (int)g->k, 1.0f, (const float *)g->a,
@@ -2082,7 +2087,7 @@ static ddp_result ddp__gemm_cblas(const ddp_gemm *g, void *user) {
 #define DDP__GEMM_DEFAULT ddp_gemm_builtin
 #endif
 
-//== kernels on the CPU ==================================================================== >>impl-tp-kernels
+//== CPU kernels =========================================================================== >>impl-tp-kernels
 /* ddp_layer_kernels for host memory: one table for f32, one for f64. */
 
 #define DDP__TP_LANES 16 /* a reduction in this many parts vectorises */
@@ -2366,7 +2371,8 @@ static const ddp_layer_kernels ddp__host_layers[2] = {{DDP_VERSION, DDP__GEMM_DE
                                                       {DDP_VERSION, DDP__GEMM_DEFAULT,
                                                        DDP_LAYER_KERNELS(DDP__TP_F64)}};
 
-//== what layers share ===================================================================== >>impl-tp-context
+//== tensor-parallel context =============================================================== >>impl-tp-context
+/* The tensor-parallel context: workspace, argument checks, and the collectives that the layers use. */
 
 #define DDP__TP_FAIL(group, result, call, ...) ddp_fail_in(result, call, group, __VA_ARGS__)
 #define DDP__TP_NEED(tp, call, condition, ...) \
@@ -2454,7 +2460,7 @@ static ddp_result ddp__tp_check_rows(const ddp_tp *tp, const char *call, int64_t
                  "rows=%lld; the context allows 0 to max_rows=%lld", (long long)rows,
                  (long long)tp->desc.max_rows);
     DDP__TP_NEED(tp, call, !ddp__tp_cuts_rows(tp) || rows % tp->world_size == 0,
-                 "rows=%lld do not divide by %d ranks, which sequence_parallel needs; the next number is %lld",
+                "rows=%lld do not divide by %d ranks, which sequence_parallel needs; the next number is %lld",
                  (long long)rows, tp->world_size, (long long)((rows / tp->world_size + 1) * tp->world_size));
     return DDP_OK;
 }
@@ -2652,6 +2658,7 @@ DDPDEF void ddp_tp_reset_stats(ddp_tp *tp) {
 }
 
 //== linear layers ========================================================================== >>impl-tp-linear
+/* Column and row linears. In sequence parallelism, collectives run in chunks next to the products. */
 
 #define DDP__LINEAR_PARTS 3
 
@@ -3075,7 +3082,8 @@ DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weig
     return ddp__linear_backward(linear, weight, x, dy, rows, dx, &grads);
 }
 
-//== the pair of an MLP ======================================================================== >>impl-tp-mlp
+//== MLP ======================================================================================= >>impl-tp-mlp
+/* A column linear, the activation, and a row linear. */
 
 struct ddp_tp_mlp {
     ddp_tp_mlp_desc desc;
@@ -3086,8 +3094,8 @@ struct ddp_tp_mlp {
 
 static int ddp__mlp_gated(const ddp_tp_mlp *m) { return m->desc.activation == DDP_TP_SILU_GATED; }
 
-/* Creates the two linears and lays out the tensors between them in the workspace: `between` is (rows, hidden);
-   before the activation it is (rows, 2 hidden) if gated. */
+/* Creates the two linears and lays out the tensors between them in the workspace: `between` is (rows,
+   hidden); before the activation it is (rows, 2 hidden) if gated. */
 static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, size_t *bytes) {
     const ddp_tp_mlp_desc *d = &m->desc;
     size_t column_bytes = 0, row_bytes = 0;
@@ -3198,6 +3206,7 @@ DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights
 }
 
 //== embedding =========================================================================== >>impl-tp-embedding
+/* An embedding whose rows (vocabulary) are split over the ranks. */
 
 struct ddp_tp_embedding {
     ddp_tp *tp;
@@ -3311,6 +3320,7 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
 }
 
 //== cross-entropy ============================================================================ >>impl-tp-loss
+/* Cross-entropy of logits whose columns (vocabulary) are split over the ranks. */
 
 /* The arguments are the same on every rank, and therefore an error is too. *counting: rows not ignored. */
 static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const ddp_tp_loss_desc *desc,
@@ -3378,6 +3388,7 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
 }
 
 //== norms ==================================================================================== >>impl-tp-norm
+/* Layer norm and RMS norm of the last dimension. */
 
 struct ddp_tp_layer_norm {
     ddp_tp *tp;
@@ -3477,6 +3488,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
 }
 
 //== random numbers ========================================================================= >>impl-tp-random
+/* Dropout and normal values. Each element depends on its global position, not on the number of ranks. */
 
 DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, const void *x, int64_t rows,
                                  int64_t columns, void *y) {
@@ -3490,7 +3502,7 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
     const int64_t width = desc->columns ? desc->columns : columns;
     DDP__TP_NEED(tp, __func__, desc->first_row >= 0 && desc->first_column >= 0 && columns <= width &&
                  desc->first_column <= width - columns,
-                 "%lld columns from first_column=%lld, first_row=%lld do not lie in an activation of %lld columns",
+            "%lld columns from first_column=%lld, first_row=%lld do not lie in an activation of %lld columns",
                  (long long)columns, (long long)desc->first_column, (long long)desc->first_row,
                  (long long)width);
     DDP__TP_NEED(tp, __func__, !__builtin_add_overflow(desc->first_row, rows, &end) &&
