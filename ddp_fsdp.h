@@ -764,8 +764,8 @@ static const ddp_optimizer_kernels *ddp__kernels_of(const ddp_device *device) {
 }
 
 #if !defined(DDP__HOST_PIECE)
-#define DDP__HOST_PIECE ((size_t)1 << 20) /* elements that travel at once between a device and an optimizer on
-                                             the host */
+/* elements per copy between a device and an optimizer on the host */
+#define DDP__HOST_PIECE ((size_t)1 << 20)
 #endif
 
 /* A parameter, or a later use of one. */
@@ -994,8 +994,8 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
 }
 
 /* A pass over parameter i. LAMB has two: moments and update, then a step of plain SGD along the update. In
-   LARS the rate is part of what the momentum adds up, as in the paper. at: NULL, or where the device has
-   grad_scale. */
+   LARS the momentum accumulates updates that include the rate, as in the paper. at: NULL, or the device
+   memory of grad_scale. */
 static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, int last, float lr, float grad_scale,
                                       const float *at) {
     const ddp_optimizer_desc *d = &o->desc;
@@ -1260,7 +1260,7 @@ static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, cons
         found = !(squares - squares == 0);
         DDP_TRY(ddp_device_check(group));
     }
-    /* what one of them found reaches the members of the next one */
+    /* the result of one group is passed on to the members of the next group */
     for (int i = 0; i < scaler->desc.group_count; i++)
         DDP_TRY(ddp_host_collective(scaler->desc.groups[i], DDP_CALL_ALL_REDUCE, &found, &found, 1, DDP_I32,
                                     DDP_OP_MAX, -1));
@@ -1899,8 +1899,8 @@ static void ddp__file_close(const ddp__file *file) { if (file->fd >= 0) close(fi
 #define DDP__CLOSED_AT_END __attribute__((cleanup(ddp__file_close))) /* a ddp__file that ddp__file_open is
                                                                         called for */
 
-/* Opens a regular file of a folder, and nothing else: a FIFO would wait for its other end, and a symbolic
-   link or a device lets others choose what is read or overwritten. */
+/* Opens a file of a folder. It must be a regular file: a FIFO could block, and through a symbolic link or a
+   device other users could choose the data that is read or overwritten. */
 static ddp_result ddp__file_open(const char *dir, const char *name, int flags, ddp__file *file) {
     const char *kind = "a device or a socket";
     struct stat info;
@@ -2080,15 +2080,15 @@ typedef struct ddp__slice {
     int may_repeat; /* where other ranks hold the same box, the lowest of them writes it */
 } ddp__slice;
 
-/* Bytes of the tensor, or of what this rank holds of it. */
+/* Bytes of the tensor; held: of the part that this rank holds. */
 static uint64_t ddp__slice_bytes(const ddp__slice *s, int held) {
     uint64_t bytes = held && !s->data ? 0 : ddp_dtype_size(s->dtype);
     for (int d = 0; d < s->ndim; d++) bytes *= (uint64_t)(held ? s->extent[d] : s->shape[d]);
     return bytes;
 }
 
-/* A box as runs of elements that lie together in the tensor; they come in ascending order, and so they lie in
-   the box. */
+/* Iterates over a box as runs of elements that are contiguous in the tensor, in ascending order. The runs are
+   stored in the same order in the box. */
 typedef struct ddp__box_runs {
     const ddp__slice *slice;
     int outer;                      /* dimensions to iterate over; the remaining inner ones form one run */
@@ -2211,8 +2211,8 @@ static ddp__task ddp__task_of(ddp_group *group, const char *who, const ddp__slic
     return task;
 }
 
-/* Describes an entry of what must be equal on all ranks: options and dir, then tensors. The hash covers what
-   is too long for the text. */
+/* Describes an entry of the list that must be equal on all ranks: options and dir, then tensors. The hash also
+   covers values that are too long for the text. */
 static uint64_t ddp__task_entry(const void *list, int index, char *text) {
     const ddp__task *t = (const ddp__task *)list;
     const ddp__slice *s = index ? &t->slices[index - 1] : NULL;
@@ -2294,7 +2294,9 @@ static const struct ddp__state_field { const char *name, *kinds; size_t at; } dd
 /* Writes a checkpoint: every rank writes its boxes, rank 0 writes headers, indexes and state.json, and renames
    the folder. */
 
-#define DDP__PIECE ((uint64_t)1 << 20)     /* bytes that are summed up, and then written while they lie in a cache; or brought into memory at once */
+/* bytes per piece: a save computes a checksum and writes the piece while it is in the cache; a load prefetches
+   one piece */
+#define DDP__PIECE ((uint64_t)1 << 20)
 
 /* A file of the checkpoint that is being written: the tensors of its kind in [first, last) of the list. */
 typedef struct ddp__out_file {
@@ -2315,13 +2317,13 @@ typedef struct ddp__saving {
     ddp__draft draft;
 } ddp__saving;
 
-/* The header of a file with its length in front, padded so that the data starts at a multiple of 8. Checksums
-   are what crc has by now: the length is the same. */
+/* The header of a file with its length in front, padded so that the data starts at a multiple of 8. It uses
+   the current values of crc, whose text has a fixed length. */
 static void ddp__draft_header(ddp__saving *s, const ddp__out_file *file) {
     ddp__draft *d = &s->draft;
     const ddp__slice *slices = s->task.slices;
     d->length = 0;
-    ddp__draft_add(d, "12345678{\"__metadata__\":{\"format\":\"pt\""); /* what Python's loaders look for */
+    ddp__draft_add(d, "12345678{\"__metadata__\":{\"format\":\"pt\""); /* Python's loaders expect it */
     for (int i = file->first; i < file->last; i++) {
         if (slices[i].file_kind != file->kind) continue;
         ddp__draft_add(d, ",");
@@ -2397,7 +2399,7 @@ static ddp_result ddp__save_begin(ddp__saving *s) {
     }
     ddp__parent_name(s->task.dir, path);
     if (stat(path, &info) != 0) return ddp__file_fail("the folder that dir is to be in,", path);
-    DDP_TRY(ddp__folder_sync(path)); /* what cannot be done now cannot be done after the swap either */
+    DDP_TRY(ddp__folder_sync(path)); /* find now an error that would also occur after the swap */
     DDP_TRY(ddp__folder_delete(s->tmp));
     if (mkdir(s->tmp, 0777) != 0) return ddp__file_fail("creating", s->tmp);
     /* ours, but not whole yet */
@@ -2540,7 +2542,7 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
             return there && rename(previous, s->task.dir) != 0 ? DDP_ERR_SYSTEM : result;
         }
     }
-    s->tmp[0] = '\0'; /* what is there now is not to be deleted, should saving fail */
+    s->tmp[0] = '\0'; /* on a later error nothing is deleted */
     if (ddp__folder_sync(parent) != DDP_OK)
         return ddp_fail(DDP_ERR_SYSTEM,
                         "the new checkpoint is in its place, the old one beside it, but a crash of the machine may undo that: %.400s",
@@ -2639,7 +2641,7 @@ typedef struct ddp__loading {
     ddp_saved_error helped;    /* the result of the second thread */
 } ddp__loading;
 
-/* Reads a whole small file. A missing file gives *text NULL and DDP_OK. */
+/* Reads a whole small file. If it is missing, *text is NULL and the result DDP_OK. */
 static ddp_result ddp__text_load(ddp__loading *l, const char *name, char **text, size_t *length) {
     ddp__file file DDP__CLOSED_AT_END;
     ddp_result result = ddp__file_open(l->task.dir, name, O_RDONLY, &file);
@@ -3828,8 +3830,8 @@ static ddp_result ddp__order_record(ddp_fsdp *f, int unit) {
 
 //== sharding: reduce ==================================================================== >>impl-shard-reduce
 
-/* Gradients of a unit become sums of this rank's rows. Sums have the master's dtype; what is added over ranks
-   has reduce_dtype.
+/* Reduces the gradients of a unit over ranks to sums of this rank's rows. Sums have the master's dtype. The
+   addition over ranks uses reduce_dtype.
 
        full gradients --(cast)--> added over ranks --> own rows --(cast)--> level 0 --> pairs of micro-batches
                                   peer memory, or reduce-scatter of blocks
@@ -4334,7 +4336,7 @@ static ddp_result ddp__calls_agree(ddp_fsdp *f, const char *who, ddp_result own)
                        (int)strcspn(differ, ";"), differ);
 }
 
-/* The master values have changed. Makes this rank's rows what peers read after ddp__shards_barrier, and
+/* Publishes changed master values: updates this rank's rows, which peers read after ddp__shards_barrier, and
    reshards all units. uploaded: the device has the values already. */
 static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
     ddp__cast_run run = DDP_ZERO;
@@ -5101,7 +5103,7 @@ DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
 
 //== sharding: memory and wrapping =============================================================== >>impl-wrap
 
-/* The formulas of the opening comment, element by element: P / W of what is split, no padding. */
+/* The formulas of the opening comment per element: P / W for split tensors, without padding. */
 static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     ddp_fsdp_bytes out = DDP_ZERO;
     double world = f->world_size, levels = ddp__fsdp_levels(f), states = f->optimizer

@@ -565,7 +565,7 @@ extern "C" {
 #define DDP__TENSOR_BAD(group, ...) ddp_fail_in(DDP_ERR_INVALID, __func__, group, __VA_ARGS__)
 
 //== tensor memory ====================================================================== >>impl-tensor-memory
-/* Checks and allocates tensors: create, view, slice, cast and fill. */
+/* Checks and allocates tensors: create, view, slice, fill and copy. */
 
 typedef struct ddp__tensor_text { char text[DDP_MAX_NDIM * 22 + 4]; } ddp__tensor_text;
 
@@ -617,7 +617,7 @@ static ddp_result ddp__tensor_check(const char *who, const ddp_group *group, con
     return DDP_OK;
 }
 
-/* Two tensors of the same dtype and dimensions, which is what `in` has. */
+/* Checks that two tensors have the same dtype and dimensions. */
 static ddp_result ddp__tensor_alike(const char *who, const ddp_group *group, const ddp_tensor *in,
                                     const ddp_tensor *out) {
     ddp__tensor_text a, b;
@@ -708,7 +708,7 @@ static ddp_result ddp__tensor_value(const char *who, const ddp_group *group, ddp
     return DDP_OK;
 }
 
-/* A block of them, and then what is there again and again, by pieces that stay in the cache. */
+/* Writes one block of values, then copies the written part repeatedly, in pieces that stay in the cache. */
 static void ddp__tensor_fill(ddp_group *group, const ddp_tensor *t, const unsigned char bits[8]) {
     const ddp_device *device = ddp__tensor_device(group);
     size_t size = ddp_dtype_size(t->dtype), bytes = (size_t)ddp__tensor_room(t), at = 0, n;
@@ -1263,7 +1263,7 @@ static int ddp__tensor_in_blocks(const int64_t *shape, int dim) {
     return ddp__tensor_product(dim, shape) == 1;
 }
 
-/* Elements of rank's block of a tensor cut along dim. */
+/* Elements of rank's block of a tensor sharded along dim. */
 static int64_t ddp__tensor_block(int ndim, const int64_t *shape, int dim, int rank, int world) {
     int64_t count = ddp__tensor_cut(shape[dim], rank, world, NULL);
     for (int i = 0; i < ndim; i++) if (i != dim) count *= shape[i];
@@ -1298,7 +1298,7 @@ static ddp_tensor_box ddp__tensor_part(const ddp__tensor_move *m, ddp_placement 
     return box;
 }
 
-/* An error with both shapes, unless `shape` is the part that the placement gives this rank. */
+/* Returns an error with both shapes, unless `shape` is that of this rank under the placement. */
 static ddp_result ddp__tensor_move_fits(const ddp__tensor_move *m, const char *name, const int64_t *shape,
                                         ddp_placement placement) {
     ddp__tensor_text a, b, c;
@@ -1876,7 +1876,7 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
            +----+----+
         MR | C tile  |    A: packed in panels of MR rows
            +----+----+
-   The packed blocks lie on the stack: no memory is taken, and any number of threads may multiply. */
+   The packed blocks are on the stack: nothing is allocated, and any number of threads may call it. */
 
 #if defined(__AVX512F__)
 #define DDP__GEMM_VECTOR 64 /* bytes */
@@ -2448,7 +2448,7 @@ static ddp_result ddp__tp_make(ddp_tp *tp, const char *call, ddp_result own, con
     return own;
 }
 
-/* Whether activations outside the pairs are cut by rows: a group of one has nothing to cut. */
+/* 1 = activations outside the pairs are sharded by rows; never for a group of one rank. */
 static int ddp__tp_cuts_rows(const ddp_tp *tp) { return tp->desc.sequence_parallel && tp->world_size > 1; }
 /* Rows of such an activation on this rank. */
 static int64_t ddp__tp_own_rows(const ddp_tp *tp, int64_t rows) {
@@ -2604,7 +2604,7 @@ static ddp_result ddp__tp_set_up(ddp_tp *tp, const ddp_tp_desc *desc) {
     tp->size = ddp_dtype_size(desc->dtype);
     tp->counts = (size_t *)(void *)(tp + 1);
     if (!tp->device->layers) return DDP_OK;
-    none.dtype = desc->dtype; /* a product of nothing: what the device keeps for products is made now */
+    none.dtype = desc->dtype; /* an empty product: the device allocates its state for products now */
     DDP_TRY(ddp_device_begin(group));
     return tp->desc.gemm(&none, tp->desc.gemm_user);
 }
