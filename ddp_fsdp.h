@@ -652,7 +652,8 @@ static ddp_result ddp__fsdp_enter(ddp_group *group) {
 #endif
 
 /* The bits of an update depend only on its inputs, not on the element's position, the compiler or its
-   options. Each operation is rounded separately. Vectors, the last short piece and a GPU therefore give the same bits.
+   options. Each operation is rounded separately. Vectors, the last short piece and a GPU therefore give the
+   same bits.
    Compilers may fuse a product with the addition that follows (FMA). DDP__ROUNDED prevents it: the product
    passes through an asm operand that the compiler cannot see through. */
 #if defined(__SSE2__)
@@ -791,8 +792,9 @@ struct ddp_optimizer {
     ddp_exact_sum *squares;       /* on the device */
     /* host memory in which they are reduced; NULL if shard_group has the same device */
     ddp_exact_sum *sent;
-    ddp_result (*piece_fn)(void *user, int param, size_t from, size_t count, int stepped); /* NULL, or called before and after elements from to from + count of a
-                                     parameter are stepped; its user is desc.state_user */
+    /* NULL, or called before and after elements [from, from + count) of a parameter are stepped; user is
+       desc.state_user */
+    ddp_result (*piece_fn)(void *user, int param, size_t from, size_t count, int stepped);
     double *rates;                /* on the device: lr times the trust ratio of each pair of squares */
 };
 
@@ -1334,7 +1336,7 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 }
 
 //== checksums ==================================================================================== >>impl-crc
-/* CRC-32C of checkpoint files, by CPU instructions or a table. Ranks compute it in pieces and combine them. */
+/* CRC-32C of checkpoint files, by CPU instructions or a table. Ranks compute pieces and combine them. */
 
 #if defined(__aarch64__)
 #include <sys/auxv.h>
@@ -1439,8 +1441,8 @@ static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
 }
 
 //== JSON ======================================================================================== >>impl-json
-/* A JSON reader for file headers, indexes and state.json, and a text buffer (ddp__draft) that writes them. The
-   input is not trusted. */
+/* A JSON reader for file headers, indexes and state.json, and a text buffer (ddp__draft) that writes them.
+   The input is not trusted. */
 
 /* A string of a text: zero-terminated, where it has no zeros of its own. */
 typedef struct ddp__words { const char *at; size_t length; } ddp__words;
@@ -2211,8 +2213,8 @@ static ddp__task ddp__task_of(ddp_group *group, const char *who, const ddp__slic
     return task;
 }
 
-/* Describes an entry of the list that must be equal on all ranks: options and dir, then tensors. The hash also
-   covers values that are too long for the text. */
+/* Describes an entry of the list that must be equal on all ranks: options and dir, then tensors. The hash
+   also covers values that are too long for the text. */
 static uint64_t ddp__task_entry(const void *list, int index, char *text) {
     const ddp__task *t = (const ddp__task *)list;
     const ddp__slice *s = index ? &t->slices[index - 1] : NULL;
@@ -2291,11 +2293,11 @@ static const struct ddp__state_field { const char *name, *kinds; size_t at; } dd
 #define DDP__STATE_FIELDS ((int)(sizeof ddp__state_fields / sizeof ddp__state_fields[0]))
 
 //== checkpoints: saving ========================================================================= >>impl-save
-/* Writes a checkpoint: every rank writes its boxes, rank 0 writes headers, indexes and state.json, and renames
-   the folder. */
+/* Writes a checkpoint: every rank writes its boxes, rank 0 writes headers, indexes and state.json, and
+   renames the folder. */
 
-/* bytes per piece: a save computes a checksum and writes the piece while it is in the cache; a load prefetches
-   one piece */
+/* bytes per piece: a save computes a checksum and writes the piece while it is in the cache; a load also
+   reads in such pieces */
 #define DDP__PIECE ((uint64_t)1 << 20)
 
 /* A file of the checkpoint that is being written: the tensors of its kind in [first, last) of the list. */
@@ -3060,7 +3062,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
 
 /* What each rank holds of a parameter of 5 rows on 3 ranks (chunk 2):
 
-       FULL_SHARD   shard  rank 0 |0 1|   rank 1 |2 3|   rank 2 |4 -|   padded to chunk rows, the same on every rank
+       FULL_SHARD   shard  rank 0 |0 1|   rank 1 |2 3|   rank 2 |4 -|   padded to chunk rows on every rank
                     full   in a slot from unshard to reshard |0 1 2 3 4|
        otherwise    full   |0 1 2 3 4| on every rank. Its own rows are the shard; the others are those of the last
                            unshard
@@ -4025,10 +4027,10 @@ static ddp_result ddp__reduce_staged(const ddp_fsdp *f, ddp__unit *unit) {
 
 /* With peer memory, ranks number the reductions of a step as they issue them, and keep in step by words of
    group memory: how many reductions a rank has issued, and for how many it has added its own rows (done).
-   After these counters: their units and slots. At each call a rank adds the reductions that all ranks have issued.
-   It waits only when it has no memory for more gradients, or at the end of the step:
+   After these counters: their units and slots. At each call a rank adds the reductions that all ranks have
+   issued. It waits only when it has no memory for more gradients, or at the end of the step:
 
-       rank 0   issue 1 . issue 2 do 1 . . . issue 3 do 2 3 . .      it may overwrite the gradients of 1 once all have done 1
+       rank 0   issue 1 . issue 2 do 1 . . . issue 3 do 2 3 . .      gradients of 1 are free once all have done 1
        rank 1   . . issue 1 do 1 . . issue 2 do 2 issue 3 . do 3 */
 /* words; the first two on cache lines of their own */
 enum { DDP__ISSUED = 0, DDP__DONE = 8, DDP__ISSUED_UNITS = 16 };
