@@ -3417,7 +3417,7 @@ static size_t ddp__first_row(const ddp__shard *s, int rank) {
 }
 
 #define DDP__SHARD_BAD(s, text, ...) \
-    ddp__fsdp_bad("ddp_fsdp_create", (s)->unit->fsdp->group, "unit %s, parameter %.200s: " text,
+    ddp__fsdp_bad("ddp_fsdp_create", (s)->unit->fsdp->group, "unit %s, parameter %.200s: " text, \
                   (s)->unit->name, (s)->name, __VA_ARGS__)
 
 /* Finds the earlier use with which this one shares memory. */
@@ -5238,7 +5238,7 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
 
 #define DDP__UNIT_NEED(fsdp, unit)                                      \
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");                               \
-    DDP__FSDP_NEED((unit) >= 0 && (unit) < (fsdp)->unit_count, "unit=%d, there are units 0 to %d", unit,
+    DDP__FSDP_NEED((unit) >= 0 && (unit) < (fsdp)->unit_count, "unit=%d, there are units 0 to %d", unit, \
                    (fsdp)->unit_count - 1)
 
 /* Continues the hash of this step's calls: a unit's unshard (0) or reduction (1). */
