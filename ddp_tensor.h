@@ -1126,7 +1126,7 @@ static int64_t ddp__tensor_cut(int64_t n, int rank, int world_size, int64_t *beg
     return each < n - first ? each : n - first;
 }
 
-/* Cuts what is left of a box. */
+/* Shards a box, which may already be sharded along other axes. */
 static void ddp__tensor_box_cut(ddp_tensor_box *box, ddp_placement placement, int rank, int world_size) {
     int dim = ddp__tensor_cut_dim(placement);
     int64_t begin, length;
@@ -2576,8 +2576,8 @@ static ddp_result ddp__tp_resolve(ddp_group *group, const ddp_tp_desc *desc, ddp
     return DDP_OK;
 }
 
-/* As many pending collectives as a layer ever has: what the group keeps for them is allocated now and not in
-   some later call. */
+/* Starts as many collectives as a layer ever has in flight, so that the group allocates their state now and
+   not in a later call. */
 static ddp_result ddp__tp_warm_up(ddp_tp *tp) {
     ddp__tp_pending pending = DDP_ZERO;
     ddp_result result = DDP_OK;
@@ -3163,8 +3163,7 @@ static ddp_result ddp__mlp_check(const ddp_tp_mlp *m, const char *call, const vo
     return ddp__linear_check(&m->row, call, weights[2], saved, rows, y_name, y);
 }
 
-/* saved: what the column linear gave, (rows, column.out), then what the activation made of it, (rows,
-   row.in). */
+/* saved: the output of the column linear, (rows, column.out), then that of the activation, (rows, row.in). */
 DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x,
                                      int64_t rows, void *saved, void *y) {
     DDP_PUBLIC_CALL(ddp_tp_mlp_forward);
@@ -3455,8 +3454,8 @@ DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void 
     return ddp__tp_tell(norm->tp, norm->tp->kernels->norm(&op));
 }
 
-/* In sequence parallelism every rank has other rows: what these give is summed before it goes to the caller's
-   gradients, which may be added to. */
+/* In sequence parallelism every rank has different rows. Their gradients are summed over ranks before they are
+   written or added to the caller's gradients. */
 DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void *weight, const void *x,
                                              const void *stats, const void *dy, int64_t rows, void *dx,
                                              void *weight_grad, void *bias_grad) {
