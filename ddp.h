@@ -355,8 +355,8 @@ DDPDEF const char *ddp_last_error(void);
 /* Bytes of one element; 0 for DDP_DTYPE_DEFAULT and unknown values. */
 DDPDEF size_t ddp_dtype_size(ddp_dtype dtype);
 DDPDEF const char *ddp_dtype_name(ddp_dtype dtype); /* such as "f32"; static text */
-/* Number of elements; 1 when ndim is 0. -1 when ndim or an entry of shape is negative, or the product
-   overflows. */
+/* Number of elements; 1 when ndim is 0. -1 when tensor is NULL, ndim is negative or above DDP_MAX_NDIM, an
+   entry of shape is negative, or the product overflows. */
 DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor);
 
 /* --- ranks --- */
@@ -384,8 +384,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
 
 /* Joins the world that a launcher has started, or creates a world of one rank. desc may be NULL; *out is NULL
    on failure. Collective over that world. Blocks until all ranks have joined, at most timeout_ms. Inside a
-   ddp_launch it splits the launched world into a group of all its ranks, with the timeout of that world. As
-   with any split, a failure of this group also fails the world.
+   ddp_launch it splits the launched world into a group of all its ranks, with the timeout of that world.
    One machine: ranks find each other through an abstract socket, keyed by user and job, and share one
    anonymous memory file.
    Several machines: ranks connect to rank 0 over TCP. Its address comes from MASTER_ADDR and MASTER_PORT (or
@@ -408,16 +407,17 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
 #if defined(DDP_USE_MPI)
 /* Creates a group of the ranks of the program's own communicator. desc may be NULL; its init_method, rank and
    world_size are not read. Collective over comm. Ownership: comm is duplicated and stays the caller's. MPI
-   must be initialized, at any thread level, and may be finalized after the group has been destroyed. Below
-   MPI_THREAD_MULTIPLE, a group that runs over MPI has no communication thread: asynchronous calls make
+   must be initialized, at any thread level, and may be finalized only after the group has been destroyed.
+   Below MPI_THREAD_MULTIPLE, a group that runs over MPI has no communication thread: asynchronous calls make
    progress only inside ddp_wait and ddp_test, and ddp_test then blocks. */
 DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc);
 #endif
 
 /* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank. Collective,
-   blocks. A failure of the new group also fails its parent. A negative color gives *out == NULL and DDP_OK.
-   The new group inherits timeout, order and allocators, and accepts group memory of its ancestors. Errors
-   name it after its parent: "world.2". */
+   blocks. A rank that is lost or exceeds the timeout in the new group also fails the parent (see timeout_ms).
+   Other failures, such as DDP_ERR_MISMATCH or ddp_group_abort, do not. A negative color gives *out == NULL
+   and DDP_OK. The new group inherits timeout, order and allocators, and accepts group memory of its
+   ancestors. Errors name it after its parent: "world.2". */
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out);
 
 /* Arranges the ranks of world as a grid, and creates this rank's group along each dimension: the ranks that
@@ -452,8 +452,9 @@ DDPDEF int ddp_local_world_size(const ddp_group *group); /* number of ranks on t
    them until it, or its wait, returns. send and recv are equal (in place) or do not overlap. W is the world
    size.
    Errors: DDP_ERR_INVALID, only on this rank, before data is sent: the group stays usable, but the other
-   ranks wait for this call until it is made correctly or the timeout. DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT,
-   DDP_ERR_PEER_LOST, DDP_ERR_POISONED on every rank. */
+   ranks wait for this call until it is made correctly or the timeout. DDP_ERR_UNSUPPORTED for calls that the
+   tcp backend does not have. DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT, DDP_ERR_PEER_LOST, DDP_ERR_POISONED,
+   DDP_ERR_NO_MEMORY, DDP_ERR_ENGINE on every rank. */
 
 /* recv[i] on every rank = op over ranks of send[i]; count elements each. In place: send == recv. */
 DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count,
@@ -1106,7 +1107,8 @@ DDPDEF uint64_t ddp_unique_id(void);
 
 /* Creates a group of the local backend from `count` ranks of `whole` on this machine. ranks: in order; this
    rank is one of them. token: a string that only these ranks use. Collective over them. Allocator, log_fn and
-   name are whole's. Call ddp_group_part_of afterwards. */
+   name are whole's. timeout_ms must be positive. The order is TREE and the device the CPU. Sets *out only on
+   success. Call ddp_group_part_of afterwards. */
 DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, const char *token,
                                          const int *ranks, int count, int timeout_ms);
 /* Rank r of `part` is rank ranks[r] of `whole`. Causes of failures name the rank of whole, and both groups
@@ -1132,7 +1134,7 @@ DDPDEF void ddp_group_on_destroy(ddp_group *group, void (*fn)(ddp_group *group))
 DDPDEF void ddp_group_no_thread(ddp_group *group);
 
 /* Chooses the fastest of several methods by their recent times. pick sometimes returns another one, to
-   measure it. */
+   measure it. methods: 2 or 3; learn takes one of them, 0 to methods - 1. */
 typedef struct ddp_tuner {
     uint64_t calls, tries;
     double seconds[3]; /* of each method; 0: never tried */

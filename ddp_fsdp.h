@@ -75,11 +75,11 @@ CONCEPTS
                values and its f32 gradients. f32 sums from a ddp_pipeline need the largest unit's gradients in
                f32.
     Traffic    Bytes that each rank sends, times (W - 1) / W. An unshard sends 4 P, 16-bit 2 P: once per step;
-               FULL_SHARD twice per micro-batch, or once with no_reshard_after_forward. A reduction of
-               gradients sends 4 P, also of 16-bit ones, which are added in f32: once per step; SHARD_GRAD and
-               FULL_SHARD once per micro-batch. NO_SHARD has no unshard, and its all-reduce sends 8 P. Ranks
-               that read each other's memory read 16-bit gradients as they are, 2 P; sums over micro-batches
-               are 4 P.
+               FULL_SHARD twice per micro-batch, or once per step with no_reshard_after_forward. A reduction
+               of gradients sends 4 P, also of 16-bit ones, which are added in f32: once per step; SHARD_GRAD
+               and FULL_SHARD once per micro-batch. NO_SHARD has no unshard, and its all-reduce sends 8 P.
+               Ranks that read each other's memory read 16-bit gradients as they are, 2 P; sums over
+               micro-batches are 4 P.
     Hybrid     Split inside one group and replicated across another (HSDP). The ranks that hold the same shard
                form the group `replicas`.
     Master     The f32 values that the optimizer updates. With param_dtype = DDP_BF16, an unshard sends a
@@ -189,7 +189,8 @@ typedef enum ddp_fsdp_offload {
        with space for this rank's gradients. The host steps piece by piece while other pieces are transferred.
        Over several ranks, LAMB and LARS wait for norms between pieces */
     DDP_FSDP_OFFLOAD_HOST,
-    /* They are stored in a mapped file in offload_dir: a model larger than memory can step */
+    /* They are stored in a mapped file in offload_dir: a model larger than memory can step. CPU memory
+       only */
     DDP_FSDP_OFFLOAD_FILE
 } ddp_fsdp_offload;
 
@@ -214,8 +215,8 @@ typedef enum ddp_lr_kind {
 //== descs ===================================================================================== >>descs
 
 /* A parameter of a unit. Required: dtype (a float) and shape of param.value. data holds the first values, the
-   full tensor on every rank; or NULL, with init_fn. Only ddp_fsdp_create reads it, and takes the values of
-   rank 0 unless skip_initial_broadcast is set. From then on, unshard and reshard set value.data and
+   full tensor on every rank; or NULL, with init_fn. Only ddp_fsdp_create uses it, and overwrites it with the
+   values of rank 0 unless skip_initial_broadcast is set. From then on, unshard and reshard set value.data and
    grad.data. ndim 0 counts as one row. */
 typedef struct ddp_fsdp_param {
     ddp_param param;
@@ -310,7 +311,8 @@ typedef struct ddp_scaler {
 typedef struct ddp_fsdp_state {
     int64_t step;            /* set by ddp_fsdp_step: optimizer steps taken */
     ddp_sampler_state sampler;
-    ddp_scaler_state scaler; /* ddp_fsdp_save stores that of desc.scaler here, if one is set */
+    ddp_scaler_state scaler; /* in the checkpoint, ddp_fsdp_save replaces it by that of desc.scaler, if one is
+                                set; this struct is not changed */
     uint64_t rng[4];
     double user[8];
 } ddp_fsdp_state;
@@ -336,13 +338,13 @@ typedef struct ddp_fsdp_desc {
                                       ddp_fsdp_mean */
     int sequential_accumulation;   /* 1 = micro-batches are added one after the other, in one buffer: outside
                                       the promise of equal bits */
-    /* 0 = 1; units unsharded ahead, in the order of the first step; -1 = none. FULL_SHARD: each takes as much
-       memory as the largest unit, so units of similar size waste least. An embedding of 8 blocks' size costs
-       8 blocks for each unit ahead */
+    /* 0 = 1; units unsharded ahead, in the order of the previous step; -1 = none. FULL_SHARD: each takes as
+       much memory as the largest unit, so units of similar size waste least. An embedding of 8 blocks' size
+       costs 8 blocks for each unit ahead */
     int prefetch;
     size_t max_gathered_bytes;     /* 0 = no limit; no unit is unsharded ahead beyond it */
-    int no_reshard_after_forward;  /* FULL_SHARD: 1 = reshard keeps a unit until its gradients have been
-                                      reduced */
+    int no_reshard_after_forward;  /* FULL_SHARD: 1 = reshard keeps a unit until its last reduce_grads of the
+                                      step */
     int overwrite_gradients;       /* 1 = every backward writes all gradients of a unit. Otherwise every
                                       unshard, also that of a forward, clears their memory */
     /* FULL_SHARD: 1 = parameters are sent in 8 bits, in blocks of 256 with a scale (ZeRO++ qwZ, Wang et al.
@@ -370,12 +372,14 @@ typedef struct ddp_fsdp_desc {
     int keep_checkpoints;          /* 0 = 1; older ones are dir.1, dir.2, ...; a save deletes those beyond
                                       this number */
     /* NULL = group. With slices of larger tensors (global_shape): all ranks that hold a part of them. Create,
-       save and load are then collective over it, and an error in one group is returned in all */
+       save and load are then collective over it, and an error in one group is returned in all, except when
+       ranks unsharded in different orders before a load */
     ddp_group *checkpoint_group;
     int save_in_background;        /* 1 = ddp_fsdp_save returns after making a copy, and a thread writes it
                                       (MPI: MPI_THREAD_MULTIPLE); see ddp_fsdp_save_wait */
-    /* Allocator of host memory; NULL = the group's allocator; set both or neither. Save and load always use
-       the group's allocator for their temporary memory */
+    /* Allocator of host memory; NULL = the group's allocator; set both or neither. Save and load use the
+       group's allocator for their temporary memory, also on the background thread; the copy that such a save
+       makes is from alloc_fn */
     void *(*alloc_fn)(size_t size_bytes, void *user);
     void (*free_fn)(void *memory, void *user);
     void *user;
@@ -410,9 +414,10 @@ typedef struct ddp_fsdp_memory {
    rows of one parameter. Parameters with the same value.data are uses of one parameter: one shard, and a
    gradient for each use; these are added after the reduction. Collective, with the same desc on every rank
    except for data and callbacks; blocks. Ownership: the shards belong to the ddp_fsdp. Errors, and *out is
-   NULL: DDP_ERR_INVALID names unit and parameter (dtype is not a float; the same memory in two units without
-   tied_to; neither values nor init_fn); DDP_ERR_MISMATCH on every rank when ranks describe different units;
-   DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM (offload_dir). */
+   NULL: DDP_ERR_INVALID names unit and parameter (a name that is missing, repeated or not UTF-8; dtype is not
+   a float; the same memory in two units without tied_to; neither values nor init_fn); DDP_ERR_MISMATCH on
+   every rank when ranks describe different units; DDP_ERR_UNSUPPORTED (quantize_gather or OFFLOAD_FILE on a
+   device); DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM (offload_dir). */
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc);
 
 /* Makes the full parameters of the unit available. Until reshard, value.data and grad.data of its params
@@ -427,9 +432,10 @@ DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit);
 DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit);
 
 /* Marks the unit's full gradients as final for this micro-batch, and starts to add them over ranks. Call it
-   while the unit is unsharded. Collective. Does not block, with one exception: SHARD_OPTIM with several
-   micro-batches of 16-bit gradients waits until all ranks have read the previous unit's sums. Ownership:
-   grad.data belongs to the ddp_fsdp from here on. Errors: DDP_ERR_INVALID when called more than
+   while the unit is unsharded. Collective. Blocks only until this unit's previous reduction is done.
+   SHARD_OPTIM with several micro-batches of 16-bit gradients, and f32 sums of a ddp_pipeline, also wait until
+   all ranks have read the previous unit's sums. The first f32 sums of a ddp_pipeline allocate group memory.
+   Ownership: grad.data belongs to the ddp_fsdp from here on. Errors: DDP_ERR_INVALID when called more than
    micro_batch_count times in a step. */
 DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit);
 
@@ -467,8 +473,9 @@ DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr);
 DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp);
 
 /* Returns views of this rank's rows of a parameter: its master values and, between the last reduce_grads and
-   the step, their gradients (sums, not yet divided). Each of the three may be NULL. data is NULL if this rank
-   has no rows. Not collective; waits for this rank's reductions when grad is requested. */
+   the step, their gradients: sums, or after ddp_fsdp_clip_grad_norm averages, clipped. Each of the three may
+   be NULL. data is NULL if this rank has no rows; that of grad also for a frozen parameter and before the
+   last reduce_grads. Not collective; waits for this rank's reductions when grad is requested. */
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad,
                                      int64_t *first_row);
 
@@ -480,18 +487,20 @@ DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int wh
 
 /* Sets the number of steps taken, which the bias correction uses. Use it to resume an earlier run by hand,
    after init_fn has provided the values and the caller has written the optimizer state through
-   ddp_fsdp_get_state. Values that the caller writes through ddp_fsdp_get_shard reach the full parameters only
-   after the next ddp_fsdp_step. Not collective, but the same on every rank. Errors: DDP_ERR_INVALID when
-   negative. */
+   ddp_fsdp_get_state. Values that the caller writes through ddp_fsdp_get_shard are in the full parameters of
+   all ranks only after the next ddp_fsdp_step; some may show them earlier. Not collective, but the same on
+   every rank. Errors: DDP_ERR_INVALID when negative. */
 DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step);
 
 /* Writes a checkpoint to the folder dir: model-00001-of-0000N.safetensors with complete tensors in master
    precision under their names, model.safetensors.index.json, optimizer-*.safetensors with the moments,
-   state.json. The files are written to a second folder, which then takes the name dir: at any time dir is a
-   complete checkpoint, old or new, or, where the file system cannot swap names, dir.old is. Collective,
-   blocks (see save_in_background). Errors, on every rank, which leave dir unchanged: DDP_ERR_SYSTEM;
-   DDP_ERR_INVALID (other files in dir, an invalid parameter name); DDP_ERR_MISMATCH (ranks pass different
-   dirs, slices do not cover a tensor); DDP_ERR_NO_MEMORY. */
+   state.json. The files are written to a second folder and synced to disk; it then takes the name dir. At any
+   time dir is a complete checkpoint, old or new, or, where the file system cannot swap names, dir.old is.
+   Collective, blocks (see save_in_background). Errors, on every rank. They leave dir unchanged, except for a
+   failure of the last sync, and its text says that the new checkpoint is in place. DDP_ERR_SYSTEM;
+   DDP_ERR_INVALID (dir is NULL, empty, too long or a dangling link; other files in dir or in an older
+   checkpoint); DDP_ERR_MISMATCH (ranks pass different dirs, slices do not cover a tensor);
+   DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir);
 
 /* With save_in_background: blocks until the last save is on disk, and returns its result, once. Otherwise
@@ -503,7 +512,8 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
    param_dtype. Also reads a model of another program in safetensors: moments become zero, and steps start
    again from 0. A tied weight may have the name of any of its uses; several names must have equal bytes.
    Files must be regular files: symbolic links are not followed. Collective, between steps; blocks. Errors, on
-   every rank, which leave the model unchanged: DDP_ERR_CORRUPT (truncated, overlapping, checksum) and
+   every rank. They leave the model unchanged, except for a disk that fails while checked data is copied
+   (DDP_ERR_SYSTEM). DDP_ERR_INVALID for dir; DDP_ERR_CORRUPT (truncated, overlapping, checksum) and
    DDP_ERR_MISMATCH (missing, extra, other dtype or shape) name file, tensor and byte range; DDP_ERR_SYSTEM.
    AdamW and LAMB accept each other's moments, as do SGD and LARS; moments of another kind are
    DDP_ERR_MISMATCH. */
@@ -512,8 +522,8 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
 /* Bytes of this rank. Not collective. */
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory);
 
-/* Waits for pending calls and device work, at most the group's timeout, and frees everything. Collective.
-   NULL is ignored. */
+/* Waits until a background save has ended, and for pending calls and device work at most the group's timeout.
+   Then frees everything. Collective. NULL is ignored. */
 DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp);
 
 /* Groups parameters into units, in the order of each unit's first parameter, and fills in out[0] to out[cap -
@@ -553,7 +563,8 @@ DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step);
 
 DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer); /* not collective; NULL is ignored */
 
-/* The learning rate of step `step`, counted from 1. After total_steps it stays at min_lr. A pure function.
+/* The learning rate of step `step`, counted from 1. After total_steps it stays at min_lr (CONSTANT: always
+   max_lr). A pure function.
    Errors: 0 for an invalid desc; ddp_last_error names the field. */
 DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step);
 

@@ -525,9 +525,10 @@ DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline);
 DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *mean, double *each);
 
 /* Durations of the last step's actions. costs: one entry per stage, in seconds, means over micro-batches, for
-   AUTO and the simulator. times: one entry for each action of the schedule that the pipeline was created
-   with, rank after rank, in seconds since the step's start, for ddp_schedule_draw. Either may be NULL.
-   Collective; every rank gets all.
+   AUTO and the simulator; transfer is the shortest that was measured, and 0 between machines. times: one
+   entry for each action of the schedule that the pipeline was created with, rank after rank, in seconds since
+   the step's start (on several machines, since each rank's own start), for ddp_schedule_draw. Either may be
+   NULL. Collective; every rank gets all.
    Errors: DDP_ERR_INVALID before the first step. */
 DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost *costs,
                                          ddp_action_time *times);

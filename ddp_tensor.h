@@ -20,8 +20,9 @@ EXAMPLE
         int64_t shape[2] = {4, 6};
         char text[512];
         size_t size = sizeof text;
-        if (ddp_tensor_create(group, &full, DDP_F32, 2, shape) || ddp_tensor_fill(group, &full, 1)) return
-        DDP_ERR_NO_MEMORY; if (ddp_tensor_shard(group, &full, DDP_SHARD(1), &columns)) return DDP_ERR_INVALID;
+        if (ddp_tensor_create(group, &full, DDP_F32, 2, shape)) return DDP_ERR_NO_MEMORY;
+        if (ddp_tensor_fill(group, &full, 1)) return DDP_ERR_INVALID;
+        if (ddp_tensor_shard(group, &full, DDP_SHARD(1), &columns)) return DDP_ERR_INVALID;
         if (ddp_tensor_shard(group, &full, DDP_SHARD(0), &rows)) return DDP_ERR_INVALID;
         ddp_result result = ddp_tensor_redistribute(group, &columns, DDP_SHARD(1), DDP_SHARD(0), &rows);
         if (!result) result = ddp_tensor_print(group, &rows, DDP_SHARD(0), text, &size);
@@ -44,13 +45,12 @@ CONTENTS      (search for the tags)
 
 CONCEPTS
     Placement  The distribution of one global tensor over the W ranks of a group. REPLICATE: every rank has
-    all of it.
-               SHARD(d): dimension d, of n entries, is cut into pieces of c = ceil(n / W). Rank r has entries
-               [rc, (r+1)c); the last ranks have fewer or none. PARTIAL: every rank has a summand of the full
+               all of it. SHARD(d): dimension d, of n entries, is cut into pieces of c = ceil(n / W). Rank r
+               has entries [rc, (r+1)c); the last ranks have fewer or none. PARTIAL: every rank has a summand of the full
                shape; the tensor is their sum.
                n = 5, W = 3:    rank 0  [0 1]    rank 1  [2 3]    rank 2  [4]
-    Layout     A placement along each axis of a mesh. Axes cut one after the other: SHARD(0) along both axes of
-               2 x 2 gives rank (i, j) piece j of piece i.
+    Layout     A placement along each axis of a mesh. Axes cut one after the other: SHARD(0) along both axes
+               of 2 x 2 gives rank (i, j) piece j of piece i.
     Box        A rectangular part of a global tensor: an offset and a shape. Each rank has one box of it. A
                checkpoint stores boxes (ddp_fsdp_param: global_shape is the global shape, global_offset is
                this offset).
@@ -58,8 +58,9 @@ CONCEPTS
                transpose), so y is sharded. A row-parallel linear takes a sharded input, and its products are
                added over the ranks. Between the two, nothing is sent:
 
-                   x (M, K) --column--> y (M, N/t) --activation--> --row--> z (M, K), one all-reduce; and one
-                   in backward, of dx
+                   x (M, K) --column--> y (M, N/t) --activation--> --row--> z (M, K)
+
+               The forward has one all-reduce, of z, and the backward one, of dx.
 
     Sequence parallelism (Korthikanti et al. 2022)   Outside these pairs, the M rows (tokens) are sharded
                too. The all-reduce becomes a reduce-scatter of rows after the row-parallel linear and an
@@ -141,10 +142,10 @@ typedef struct ddp_norm_backward { /* with h = (x - mean) stats[1] and g = dy we
 /* Cross-entropy of logits, of which this rank has the words `first` to first + count - 1, and padding. Rows
    with targets[i] == ignore are not read and have results of 0.
      loss_max   max[i] = the greatest logit, at least minus infinity
-     loss_sum   dlogits (NULL, may be logits) = exp(logits - max); sums[0][i] = logits[target] - max, or 0 if another
-                rank has the target; sums[1][i] = the sum of dlogits
-     loss_end   all = max + log(sums[1]);  losses[i] (NULL) = log(sums[1]) - sums[0] + z_loss all^2;
-                *total (NULL), host memory, is the sum of losses;
+     loss_sum   dlogits (may be NULL or logits) = exp(logits - max); sums[0][i] = logits[target] - max, or 0
+                if another rank has the target; sums[1][i] = the sum of dlogits
+     loss_end   all = max + log(sums[1]);  losses[i] (may be NULL) = log(sums[1]) - sums[0] + z_loss all^2;
+                *total (may be NULL), host memory, is the sum of losses;
                 dlogits = dlogits scale (1 + 2 z_loss all) / sums[1], less scale at the target; 0 in the
                 padding. max may be overwritten */
 typedef struct ddp_loss {
@@ -224,7 +225,7 @@ typedef struct ddp_tensor_plan {
     const char *collective;    /* such as "ddp_all_gather_v"; "copy" (no rank sends) or "none"; static text */
     size_t sent_bytes;         /* to other ranks, as by a ring: all-reduce 2(W-1)/W of the tensor, all-gather
                                   and reduce-scatter (W-1)/W */
-    size_t workspace_bytes;    /* allocated from the group's allocator during the call */
+    size_t workspace_bytes;    /* allocated on the group's device during the call */
 } ddp_tensor_plan;
 
 typedef struct ddp_tp ddp_tp;                     /* shared by the layers of a model on one group: products,
@@ -333,8 +334,8 @@ typedef struct ddp_tp_dropout_desc {
    otherwise. The fields of out are set only on success. Errors: DDP_ERR_INVALID names shapes;
    DDP_ERR_NO_MEMORY. */
 
-/* Allocates zeroed memory for shape[0] * ... * shape[ndim - 1] elements from the group's allocator. Entries
-   may be 0. Errors: DDP_ERR_INVALID when the number of bytes overflows. */
+/* Allocates zeroed memory for shape[0] * ... * shape[ndim - 1] elements on the group's device. Entries may be
+   0. Errors: DDP_ERR_INVALID when the number of bytes overflows. */
 DDPDEF ddp_result ddp_tensor_create(ddp_group *group, ddp_tensor *out, ddp_dtype dtype, int ndim,
                                     const int64_t *shape);
 /* Frees memory that ddp_tensor_create or a call below has allocated, and empties the tensor. NULL and empty
@@ -366,7 +367,8 @@ DDPDEF ddp_result ddp_tensor_fill(ddp_group *group, ddp_tensor *tensor, double v
 
 /* Writes a summary of a few lines: rank, dtype, shape, placement, and the corner of at most 4 x 8 values of
    the last two dimensions. *size_bytes: in, the space at text; out, the length with its terminating 0. text
-   NULL: only sets *size_bytes. */
+   NULL: only sets *size_bytes. Errors: DDP_ERR_INVALID when the space is too small; *size_bytes is then the
+   required length. */
 DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, ddp_placement placement,
                                    char *text, size_t *size_bytes);
 
@@ -398,7 +400,7 @@ DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_
    required: the two shapes define the global shape. Its dtype is in's. Sums are in the group's order.
        REPLICATE -> SHARD, PARTIAL   copy             SHARD(a) -> SHARD(b)   all-to-all
        SHARD -> REPLICATE            all-gather       SHARD -> PARTIAL       copy into zeros
-       PARTIAL -> REPLICATE          all-reduce       PARTIAL -> SHARD       reduce-scatter; uneven: zero-padded
+       PARTIAL -> REPLICATE          all-reduce       PARTIAL -> SHARD       reduce-scatter (zero-padded)
    Collective, with the same placements and global shape on every rank; blocks. In place: in->data may equal
    out->data where the plan is "none" or an all-reduce. Otherwise the call only reads in. Errors:
    DDP_ERR_INVALID prints both sides; DDP_ERR_NO_MEMORY. If the conversion sends data, the ranks first agree:
@@ -466,16 +468,16 @@ DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear); /* rows 
 DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias,
                                         const void *x, int64_t rows, void *y);
 /* dy has the shape of y, dx of x, weight_grad and bias_grad of weight and bias. In sequence parallelism, a
-   column linear gathers x again, in chunks during the product for dx. weight_grad and bias_grad may be NULL,
-   on all ranks that have features or on none: not computed. */
+   column linear gathers x again, in chunks during the product for dx. weight_grad and bias_grad may both be
+   NULL, on all ranks that have features or on none: not computed. */
 DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x,
                                          const void *dy, int64_t rows, void *dx, void *weight_grad,
                                          void *bias_grad);
 
 /* A column linear (hidden, channels), the activation, and a row linear (channels, hidden). weights and grads:
-   weight and bias of the first, then of the second; biases are NULL with no_bias. SILU_GATED: the first
-   has hidden rows for the gate, then hidden rows for the up projection; each part is sharded. saved:
-   ddp_tp_mlp_saved_count elements that forward writes and backward reads. */
+   weight and bias of the first, then of the second; biases are NULL with no_bias. grads NULL: not computed.
+   SILU_GATED: the first has hidden rows for the gate, then hidden rows for the up projection; each part is
+   sharded. saved: ddp_tp_mlp_saved_count elements that forward writes and backward reads. */
 DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_mlp_desc *desc);
 DDPDEF void ddp_tp_mlp_destroy(ddp_tp_mlp *mlp);
 DDPDEF size_t ddp_tp_mlp_saved_count(const ddp_tp_mlp *mlp, int64_t rows);
