@@ -372,8 +372,7 @@ typedef struct ddp_fsdp_desc {
     int keep_checkpoints;          /* 0 = 1; older ones are dir.1, dir.2, ...; a save deletes those beyond
                                       this number */
     /* NULL = group. With slices of larger tensors (global_shape): all ranks that hold a part of them. Create,
-       save and load are then collective over it, and an error in one group is returned in all, except when
-       ranks unsharded in different orders before a load */
+       save and load are then collective over it, and an error in one group is returned in all */
     ddp_group *checkpoint_group;
     int save_in_background;        /* 1 = ddp_fsdp_save returns after making a copy, and a thread writes it
                                       (MPI: MPI_THREAD_MULTIPLE); see ddp_fsdp_save_wait */
@@ -4622,7 +4621,9 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     DDP_PUBLIC_CALL(ddp_fsdp_load);
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP_TRY(ddp_fsdp_save_wait(fsdp));
-    DDP_TRY(ddp__calls_agree(fsdp, __func__, DDP_OK));
+    ddp_result agreed = ddp__calls_agree(fsdp, __func__, DDP_OK);
+    if (fsdp->desc.checkpoint_group) agreed = ddp_agree(fsdp->desc.checkpoint_group, __func__, agreed, 0, "");
+    if (agreed != DDP_OK) return agreed;
     ddp__saver *saver = &fsdp->saver;
     int copies = fsdp->device != ddp_device_cpu();
     DDP_TRY(ddp__saver_prepare(fsdp, __func__, dir, DDP__LIST_ALL, copies));
