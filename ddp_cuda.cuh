@@ -4134,7 +4134,7 @@ static ddp_result ddp__cuda_message_alloc(ddp__cuda_messages *q, ddp_group *owne
     for (m->capacity = 4096; m->capacity < size;) m->capacity *= 2;
     m->older = q->all;
     q->all = m;
-    DDP_TRY(ddp__cuda_staged_error(cuda->event_create(&m->event), "cudaEventCreate"));
+    DDP_TRY(ddp__cuda_staged_error(cuda->event_create(&m->event), "cudaEventCreateWithFlags"));
     return ddp__cuda_staged_error(cuda->host_alloc(&m->memory, m->capacity), "cudaHostAlloc");
 }
 
