@@ -1274,17 +1274,18 @@ DDPDEF ddp_tensor ddp_param_grad(const ddp_param *param); /* param->grad with it
 /* Called before `data` is freed. If it is sum->data: waits until its reader has read it, and sets sum->data
    to NULL. */
 DDPDEF void ddp_grad_sum_release(ddp_grad_sum *sum, const void *data);
-/* A gradient, and the byte offset of its sum in a buffer of sums. */
-typedef struct ddp_sum_place {
-    const void *grad; /* may be NULL */
-    size_t count;
+/* A gradient in memory, and the byte offset of its sum in a buffer of sums. */
+typedef struct ddp_grad_place {
+    uintptr_t address; /* of the gradient; may be 0 */
+    int index;         /* of the parameter */
     ddp_dtype dtype;
-    size_t at;        /* set by ddp_place_sums */
-} ddp_sum_place;
-/* Sets the offsets, and returns the bytes of a buffer. Sums have ddp_sum_dtype. Gradients that are adjacent
-   in memory get adjacent sums, with the same distances in elements: a reducer then reduces them as one range.
-   order: space for count pointers. */
-DDPDEF size_t ddp_place_sums(ddp_sum_place *places, int count, ddp_sum_place **order);
+    size_t count;
+    size_t sum_at;     /* set by ddp_place_sums */
+} ddp_grad_place;
+/* Sorts the places by address, sets the offsets, and returns the bytes of a buffer. Sums have ddp_sum_dtype.
+   Gradients that are adjacent in memory get adjacent sums, with the same distances in elements: a reducer
+   then reduces them as one range. */
+DDPDEF size_t ddp_place_sums(ddp_grad_place *places, int count);
 
 /* Allocates zeroed memory, 64-byte aligned, with the group's alloc_fn; group NULL: with malloc. Returns NULL
    and sets the error line on failure. alloc_fn receives size_bytes + DDP_MALLOC_EXTRA. */
@@ -2018,25 +2019,26 @@ DDPDEF void ddp_grad_sum_release(ddp_grad_sum *sum, const void *data) {
     sum->is_set = 0;
 }
 
-static int ddp__sum_place_compare(const void *left, const void *right) {
-    uintptr_t l = (uintptr_t)(*(ddp_sum_place *const *)left)->grad, r = (uintptr_t)(*(ddp_sum_place *const *)right)->grad;
-    return l < r ? -1 : l > r;
+static int ddp__grad_place_compare(const void *a, const void *b) {
+    const ddp_grad_place *left = (const ddp_grad_place *)a, *right = (const ddp_grad_place *)b;
+    if (left->address == right->address) return left->index - right->index;
+    return left->address < right->address ? -1 : 1;
 }
 
-DDPDEF size_t ddp_place_sums(ddp_sum_place *places, int count, ddp_sum_place **order) {
-    const ddp_sum_place *left = NULL;
+DDPDEF size_t ddp_place_sums(ddp_grad_place *places, int count) {
+    const ddp_grad_place *left = NULL; /* the last one that is not empty */
     size_t end = 0;
-    for (int i = 0; i < count; i++) order[i] = &places[i];
-    qsort(order, (size_t)count, sizeof *order, ddp__sum_place_compare);
-    for (int i = 0; i < count; i++) {
-        ddp_sum_place *place = order[i];
+    qsort(places, (size_t)count, sizeof *places, ddp__grad_place_compare);
+    for (ddp_grad_place *place = places; place < places + count; place++) {
         size_t size = ddp_dtype_size(place->dtype), sum_size = ddp_dtype_size(ddp_sum_dtype(place->dtype));
-        place->at = ddp_round_up(end, DDP__ALIGN);
+        place->sum_at = ddp_round_up(end, DDP__ALIGN);
+        if (!place->count) continue;
         if (left && left->dtype == place->dtype) {
-            size_t distance = (uintptr_t)place->grad - (uintptr_t)left->grad, bytes = left->count * size;
-            if (bytes && distance >= bytes && distance <= ddp_round_up(bytes, DDP__ALIGN)) place->at = left->at + distance / size * sum_size;
+            size_t distance = place->address - left->address, bytes = left->count * size;
+            if (distance >= bytes && distance <= ddp_round_up(bytes, DDP__ALIGN))
+                place->sum_at = left->sum_at + distance / size * sum_size;
         }
-        end = place->at + place->count * sum_size;
+        end = place->sum_at + place->count * sum_size;
         left = place;
     }
     return ddp_round_up(end, DDP__ALIGN);
@@ -9509,8 +9511,6 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
 #define DDP__SCHEMA_OPTIONS 9
 #define DDP__CREATE_NEED(condition, ...) DDP_CHECK("ddp_reducer_create", NULL, condition, __VA_ARGS__)
 
-typedef struct ddp__grad_key { uintptr_t address; int index; } ddp__grad_key;
-
 typedef struct ddp__label { char text[128]; } ddp__label; /* "parameter 3 'wte'" */
 
 static ddp__label ddp__param_label(const ddp_param *params, int index) {
@@ -9606,16 +9606,10 @@ static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
     return DDP_OK;
 }
 
-static int ddp__grad_key_compare(const void *a, const void *b) {
-    const ddp__grad_key *left = (const ddp__grad_key *)a, *right = (const ddp__grad_key *)b;
-    return left->address == right->address ? left->index - right->index
-                                           : left->address < right->address ? -1 : 1;
-}
-
-/* Sorts the parameters that are not empty by the address of their value or gradient. Writes the keys to
-   reducer->host, without NULL addresses, and returns their number. */
+/* Sorts the parameters that are not empty by the address of their value or gradient. Writes address and index
+   of each to reducer->host, without NULL addresses, and returns their number. */
 static int ddp__params_sort(ddp_reducer *reducer, int by_value) {
-    ddp__grad_key *keys = (ddp__grad_key *)reducer->host;
+    ddp_grad_place *keys = (ddp_grad_place *)reducer->host;
     int count = 0;
     for (int i = 0; i < reducer->desc.param_count; i++) {
         const void *address = by_value ? reducer->desc.params[i].value.data : reducer->grads[i].data;
@@ -9623,7 +9617,7 @@ static int ddp__params_sort(ddp_reducer *reducer, int by_value) {
         keys[count].address = (uintptr_t)address;
         keys[count++].index = i;
     }
-    qsort(keys, (size_t)count, sizeof keys[0], ddp__grad_key_compare);
+    qsort(keys, (size_t)count, sizeof keys[0], ddp__grad_place_compare);
     return count;
 }
 
@@ -9631,7 +9625,7 @@ static int ddp__params_sort(ddp_reducer *reducer, int by_value) {
    Fails if gradients overlap. */
 static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
     const ddp_param *params = reducer->desc.params;
-    const ddp__grad_key *keys = (const ddp__grad_key *)reducer->host;
+    const ddp_grad_place *keys = (const ddp_grad_place *)reducer->host;
     ddp__grad *grads = reducer->grads;
     int count = ddp__params_sort(reducer, 1);
     for (int k = 1; k < count; k++) {
@@ -9701,7 +9695,7 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
    all ranks. Alignment gaps of the arena hold zeros and may be sent along, but not to a hook or through a
    cast. */
 static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
-    const ddp__grad_key *keys = (const ddp__grad_key *)reducer->host;
+    const ddp_grad_place *keys = (const ddp_grad_place *)reducer->host;
     int32_t *links = (int32_t *)reducer->host;
     int count = ddp__params_sort(reducer, 0), n = reducer->desc.param_count;
     for (int k = 1; k < count; k++) {
@@ -9797,7 +9791,7 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     DDP_PUBLIC_CALL(ddp_reducer_create);
     if (out) *out = NULL;
     DDP__NEED(group, "group is NULL");
-    size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp__grad_key) : 0;
+    size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp_grad_place) : 0;
     size_t gathered = (size_t)group->world_size;
     ddp_reducer *reducer =
         (ddp_reducer *)ddp_host_alloc(group, sizeof *reducer + (keys > gathered ? keys : gathered));
@@ -10092,7 +10086,7 @@ struct ddp_accumulator {
     ddp_accumulator_desc desc;
     unsigned char *announced;  /* per parameter: 1 = announced in this micro-batch */
     ddp_accumulator *next;     /* of desc.reducer's list */
-    ddp_sum_place *places;     /* per parameter: place in each level */
+    size_t *first;             /* per parameter: byte offset in each level */
     void *levels, *scratch;    /* one allocation */
     size_t level_bytes;
     int micro_batch;           /* t */
@@ -10103,26 +10097,28 @@ static void ddp__reducer_forget_accumulators(ddp_reducer *reducer) {
     for (ddp_accumulator *a = reducer->accumulators; a; a = a->next) a->desc.reducer = NULL;
 }
 
-/* Assigns each sum its place in a level. *scratch: bytes needed to add 16-bit gradients, in addition to the
-   levels. */
-static void ddp__accumulator_layout(ddp_accumulator *accumulator, ddp_sum_place **order, size_t *scratch) {
+/* Assigns each sum its offset in a level. *scratch: bytes needed to add 16-bit gradients, in addition to the
+   levels. places: one entry per parameter. */
+static void ddp__accumulator_layout(ddp_accumulator *accumulator, ddp_grad_place *places, size_t *scratch) {
     const ddp_accumulator_desc *desc = &accumulator->desc;
     *scratch = 0;
     for (int i = 0; i < desc->param_count; i++) {
         ddp_tensor tensor = ddp_param_grad(&desc->params[i]);
         size_t count = (size_t)ddp_tensor_count(&tensor), wide = ddp_dtype_size(ddp_sum_dtype(tensor.dtype));
         size_t block = accumulator->group->device->use_stream ? count : DDP__ACCUMULATE_BLOCK;
-        accumulator->places[i].grad = tensor.data;
-        accumulator->places[i].count = count;
-        accumulator->places[i].dtype = tensor.dtype;
+        places[i].address = (uintptr_t)tensor.data;
+        places[i].index = i;
+        places[i].dtype = tensor.dtype;
+        places[i].count = count;
         if (ddp__is_half(tensor.dtype) && block * wide > *scratch) *scratch = block * wide;
     }
-    accumulator->level_bytes = ddp_place_sums(accumulator->places, desc->param_count, order);
+    accumulator->level_bytes = ddp_place_sums(places, desc->param_count);
+    for (int i = 0; i < desc->param_count; i++) accumulator->first[places[i].index] = places[i].sum_at;
 }
 
 /* Returns the address of a step's final sum: in level[0]. */
 static unsigned char *ddp__accumulator_sum(const ddp_accumulator *accumulator, int param_index) {
-    return (unsigned char *)accumulator->levels + accumulator->places[param_index].at;
+    return (unsigned char *)accumulator->levels + accumulator->first[param_index];
 }
 
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group,
@@ -10151,16 +10147,16 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
                   "%s: grad.data is NULL; create the reducer first, or point it at memory",
                   ddp__param_label(desc->params, i).text);
     }
-    size_t count = (size_t)desc->param_count, entry = sizeof(ddp_sum_place) + sizeof(ddp_sum_place *) + 1;
+    size_t count = (size_t)desc->param_count, entry = sizeof(ddp_grad_place) + sizeof(size_t) + 1;
     ddp_accumulator *accumulator = (ddp_accumulator *)ddp_host_alloc(group, sizeof *accumulator + count * entry);
     if (!accumulator) return DDP_ERR_NO_MEMORY;
     accumulator->group = group;
     accumulator->desc = *desc;
-    accumulator->places = (ddp_sum_place *)(accumulator + 1);
-    ddp_sum_place **order = (ddp_sum_place **)(accumulator->places + count);
-    accumulator->announced = (unsigned char *)(order + count);
+    ddp_grad_place *places = (ddp_grad_place *)(accumulator + 1);
+    accumulator->first = (size_t *)(places + count);
+    accumulator->announced = (unsigned char *)(accumulator->first + count);
     size_t depth = 0, scratch;
-    ddp__accumulator_layout(accumulator, order, &scratch);
+    ddp__accumulator_layout(accumulator, places, &scratch);
     /* depth becomes floor(log2 m), since no t below m has more bits set. */
     while (desc->micro_batch_count >> (depth + 1)) depth++;
     depth *= accumulator->level_bytes;

@@ -3811,16 +3811,17 @@ static ddp_result ddp__pipe_pool_memory(ddp_pipeline *p, ddp__pipe_pool *pool, s
 
 /* The places of a stage's gradients in a buffer of sums. */
 static ddp_result ddp__pipe_place_sums(ddp_pipeline *p, ddp__pipe_stage *s) {
-    ddp_sum_place *places, **order;
-    DDP__PIPE_NEW(p, places, ddp_sum_place, s->desc.param_count);
-    DDP__PIPE_NEW(p, order, ddp_sum_place *, s->desc.param_count);
+    ddp__pipe_gradient *gradients = s->sums.gradients;
+    ddp_grad_place *places;
+    DDP__PIPE_NEW(p, places, ddp_grad_place, s->desc.param_count);
     for (int i = 0; i < s->desc.param_count; i++) {
-        places[i].grad = s->desc.params[i]->grad.data;
-        places[i].count = s->sums.gradients[i].count;
-        places[i].dtype = s->sums.gradients[i].dtype;
+        places[i].address = (uintptr_t)s->desc.params[i]->grad.data;
+        places[i].index = i;
+        places[i].dtype = gradients[i].dtype;
+        places[i].count = gradients[i].count;
     }
-    s->sums.bytes = ddp_place_sums(places, s->desc.param_count, order);
-    for (int i = 0; i < s->desc.param_count; i++) s->sums.gradients[i].at = places[i].at;
+    s->sums.bytes = ddp_place_sums(places, s->desc.param_count);
+    for (int i = 0; i < s->desc.param_count; i++) gradients[places[i].index].at = places[i].sum_at;
     return DDP_OK;
 }
 

@@ -88,12 +88,15 @@ static int wrong_halves(const void *grad, ddp_dtype dtype, int param) {
 
 //== ddp_fsdp =================================================================================
 
-static ddp_result check_shards(ddp_group *group, ddp_fsdp *fsdp, const plan *p) {
+/* The averages are in the shards. one_unit: it has all parameters. Then a step. */
+static ddp_result check_and_step(ddp_group *group, ddp_fsdp *fsdp, const plan *p, int one_unit) {
     int next[UNITS] = {0};
+    float norm;
+    RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 3.0e38f, &norm));
     for (int k = 0; k < PARAMS; k++) {
         ddp_tensor grad;
         int64_t first;
-        int wrong = 0, unit = shapes[k].unit;
+        int wrong = 0, unit = one_unit ? 0 : shapes[k].unit;
         RANKS_OK(group, ddp_fsdp_get_shard(fsdp, unit, next[unit]++, NULL, &grad, &first));
         RANKS_CHECK(group, grad.dtype == DDP_F32, "%s: gradients are %s", shapes[k].name,
                     ddp_dtype_name(grad.dtype));
@@ -104,7 +107,7 @@ static ddp_result check_shards(ddp_group *group, ddp_fsdp *fsdp, const plan *p) 
                     (int)p->strategy, shapes[k].name,
                     wrong, (long long)ddp_tensor_count(&grad));
     }
-    return DDP_OK;
+    return ddp_fsdp_step(fsdp, 0.01f);
 }
 
 static ddp_result micro_batch_of_fsdp(ddp_group *group, ddp_fsdp *fsdp, const plan *p,
@@ -147,7 +150,6 @@ static ddp_result by_fsdp(ddp_group *group, const plan *p) {
     int rank = ddp_rank(group), world = ddp_world_size(group), inner = world / p->replicas;
     int each = p->strategy == DDP_FSDP_FULL_SHARD || p->strategy == DDP_FSDP_SHARD_GRAD;
     float *start = (float *)calloc(MOST, sizeof *start);
-    float norm;
     memset(params, 0, sizeof params);
     if (p->replicas > 1) {
         RANKS_OK(group, ddp_group_split(group, rank / inner, rank, &part));
@@ -185,9 +187,7 @@ static ddp_result by_fsdp(ddp_group *group, const plan *p) {
         for (int b = 0; b < p->micro_batches; b++)
             RANKS_OK(group, micro_batch_of_fsdp(group, fsdp, p, params,
                                                 each ? b * world + rank : rank * p->micro_batches + b));
-        RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 3.0e38f, &norm));
-        RANKS_OK(group, check_shards(group, fsdp, p));
-        RANKS_OK(group, ddp_fsdp_step(fsdp, 0.01f));
+        RANKS_OK(group, check_and_step(group, fsdp, p, 0));
     }
     RANKS_OK(group, check_values(group, fsdp, params, world == 1 && p->strategy == DDP_FSDP_FULL_SHARD));
     ddp_fsdp_destroy(fsdp);
@@ -358,22 +358,6 @@ static ddp_result stage_open(ddp_group *group, ddp_group *copies, stages *s, ddp
     return DDP_OK;
 }
 
-static ddp_result check_unit(ddp_group *group, stages *s) {
-    float norm;
-    RANKS_OK(group, ddp_fsdp_clip_grad_norm(s->fsdp, 3.0e38f, &norm));
-    for (int k = 0; k < PARAMS; k++) {
-        ddp_tensor grad;
-        int64_t first;
-        int wrong = 0;
-        RANKS_OK(group, ddp_fsdp_get_shard(s->fsdp, 0, k, NULL, &grad, &first));
-        for (int64_t i = 0; grad.data && i < ddp_tensor_count(&grad); i++)
-            wrong += memcmp((const float *)grad.data + i, &average[k][first * shapes[k].columns + i], sizeof(float)) != 0;
-        RANKS_CHECK(group, wrong == 0, "strategy %d, %s: %d of %lld gradients have other bits", (int)s->p->strategy,
-                    shapes[k].name, wrong, (long long)ddp_tensor_count(&grad));
-    }
-    return ddp_fsdp_step(s->fsdp, 0.01f);
-}
-
 /* Every stage has all parameters: each must end with the average over the micro-batches of all pipelines. */
 static ddp_result by_pipeline(ddp_group *group, const plan *p) {
     int world = ddp_world_size(group), depth = world / p->replicas, rank = ddp_rank(group);
@@ -413,7 +397,7 @@ static ddp_result by_pipeline(ddp_group *group, const plan *p) {
             RANKS_CHECK(group, wrong == 0, "pipeline, %s: %d of %d gradients have other bits", shapes[k].name,
                         wrong, elements(k));
         }
-        if (s.fsdp) RANKS_OK(group, check_unit(group, &s));
+        if (s.fsdp) RANKS_OK(group, check_and_step(group, s.fsdp, p, 1));
     }
     if (p->scattered) ddp_reducer_destroy(s.reducer); /* before or after the pipeline, whose memory it reads */
     ddp_pipeline_destroy(pipeline);

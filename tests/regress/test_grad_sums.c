@@ -1,11 +1,13 @@
-/*  test_two_lifetimes.c - reducers and accumulators on one array of parameters, destroyed in any order.
+/*  test_grad_sums.c - f32 sums of 16-bit gradients, on their way from an accumulator to a reducer.
 
     alone       A reducer is destroyed before the accumulator that hands gradients to it. The accumulator must go
                 on without it. It had kept a pointer to the reducer.
     two         Two reducers share the parameters, and the accumulator belongs to the first. The f32 sums of
                 16-bit gradients go to the reducer that was created last. The first one had reduced them too, and
                 still read them when ddp_accumulator_destroy freed them.
-    adjacent    Sums of adjacent gradients are reduced as one range: nothing is packed. */
+                Sums of adjacent gradients are reduced as one range: nothing is packed.
+    empty       A parameter without elements lies between two gradients that the reducer reduces as one range. Their
+                sums must be one range too; they were not, and the second gradient became a wrong number. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
@@ -85,12 +87,53 @@ static ddp_result two(ddp_group *group, void *user) {
     return DDP_OK;
 }
 
+static ddp_result empty(ddp_group *group, void *user) {
+    static const uint16_t number[3] = {0x3f80, 0, 0x4000}; /* 1 and 2 as bf16: the average of equal gradients */
+    static const int64_t counts[3] = {COUNT - 7, 0, COUNT}; /* 7: not a multiple of the alignment */
+    ddp_param params[3];
+    ddp_reducer_desc desc = DDP_ZERO;
+    ddp_accumulator_desc sums = DDP_ZERO;
+    ddp_reducer *reducer;
+    ddp_accumulator *accumulator;
+    uint16_t *memory = (uint16_t *)calloc(4 * COUNT, sizeof *memory);
+    (void)user;
+    memset(params, 0, sizeof params);
+    for (int i = 0; i < 3; i++) {
+        ddp_tensor value = {memory + (size_t)(i / 2) * COUNT, DDP_BF16, 1, {counts[i]}};
+        params[i].value = params[i].grad = value;
+        params[i].grad.data = memory + 2 * COUNT + (i > 0 ? COUNT - 7 : 0); /* the empty one where the last one begins */
+    }
+    desc.params = sums.params = params;
+    desc.param_count = sums.param_count = 3;
+    desc.micro_batch_count = sums.micro_batch_count = 2;
+    RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+    sums.reducer = reducer;
+    RANKS_OK(group, ddp_accumulator_create(&accumulator, group, &sums));
+    for (int b = 0; b < 2; b++) {
+        for (int i = 2; i >= 0; i--) {
+            for (int64_t e = 0; e < counts[i]; e++) ((uint16_t *)params[i].grad.data)[e] = number[i];
+            RANKS_OK(group, ddp_accumulator_ready(accumulator, i));
+        }
+        RANKS_OK(group, ddp_accumulator_next(accumulator, NULL));
+    }
+    RANKS_OK(group, ddp_reducer_wait(reducer));
+    for (int i = 0; i < 3; i++)
+        for (int64_t e = 0; e < counts[i]; e++)
+            RANKS_CHECK(group, ((uint16_t *)params[i].grad.data)[e] == number[i], "parameter %d, element %d: %#x", i,
+                        (int)e, ((uint16_t *)params[i].grad.data)[e]);
+    ddp_accumulator_destroy(accumulator);
+    ddp_reducer_destroy(reducer);
+    free(memory);
+    return DDP_OK;
+}
+
 int main(void) {
+    static const struct { const char *name; ddp_rank_fn run; } cases[] = {{"alone", alone}, {"two", two}, {"empty", empty}};
     int failed = 0;
     watchdog_start(60);
-    for (int k = 0; k < 2; k++) {
-        if (ranks_run(RANKS_THREADS, 2, 10000, k ? two : alone, NULL) == DDP_OK) continue;
-        fprintf(stderr, "FAIL: %s: %s\n", k ? "two" : "alone", ddp_last_error());
+    for (int k = 0; k < 3; k++) {
+        if (ranks_run(RANKS_THREADS, 2, 10000, cases[k].run, NULL) == DDP_OK) continue;
+        fprintf(stderr, "FAIL: %s: %s\n", cases[k].name, ddp_last_error());
         failed = 1;
     }
     if (!failed) printf("ok\n");
