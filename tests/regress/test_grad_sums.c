@@ -6,8 +6,9 @@
                 16-bit gradients go to the reducer that was created last. The first one had reduced them too, and
                 still read them when ddp_accumulator_destroy freed them.
                 Sums of adjacent gradients are reduced as one range: nothing is packed.
-    empty       A parameter without elements lies between two gradients that the reducer reduces as one range. Their
-                sums must be one range too; they were not, and the second gradient became a wrong number. */
+    empty       A parameter without elements, of another dtype, is placed between two gradients that the reducer
+                reduces as one range. Their sums must be one range too. They were not, and the second gradient
+                became a wrong number. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
@@ -99,7 +100,7 @@ static ddp_result empty(ddp_group *group, void *user) {
     (void)user;
     memset(params, 0, sizeof params);
     for (int i = 0; i < 3; i++) {
-        ddp_tensor value = {memory + (size_t)(i / 2) * COUNT, DDP_BF16, 1, {counts[i]}};
+        ddp_tensor value = {memory + (size_t)(i / 2) * COUNT, i == 1 ? DDP_F16 : DDP_BF16, 1, {counts[i]}};
         params[i].value = params[i].grad = value;
         params[i].grad.data = memory + 2 * COUNT + (i > 0 ? COUNT - 7 : 0); /* the empty one where the last one begins */
     }
