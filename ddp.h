@@ -539,7 +539,7 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory);
    gradients became ready on rank 0. Adjacent gradients are reduced in place. A NULL grad.data in desc->params
    is replaced by group memory, with gradients side by side. Collective, blocks; broadcasts values and buffers
    from rank 0. Ownership: the params array stays with the caller and must outlive the reducer. Errors:
-   DDP_ERR_MISMATCH on every rank names the first parameter whose count, shape, dtype or order differs.
+   DDP_ERR_MISMATCH on every rank names the first parameter that differs in count, shape, dtype or order.
    Source: PyTorch DDP, Li et al. 2020. */
 DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const ddp_reducer_desc *desc);
 
@@ -810,8 +810,8 @@ DDPDEF int64_t ddp_loader_length(const ddp_loader *loader);
 
 /* Waits for the next batch. It stays valid until `extra_valid_batches` + 1 more have been returned. At the
    end of the epoch count is 0. Errors: the result of the first fetch of the batch that failed, as "sample
-   123: " and its text; DDP_ERR_TIMEOUT names a sample whose fetch blocks. The next call fetches the batch
-   again, or waits again: nothing is lost. */
+   123: " and its text; DDP_ERR_TIMEOUT names the sample of a fetch that blocks. The next call fetches the
+   batch again, or waits again: nothing is lost. */
 DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out);
 
 /* Sets the next batch, 0 to the number of batches. Batches count from the start of the epoch; after a load,
@@ -2795,7 +2795,8 @@ DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, con
             device->name, *version, header, DDP_VERSION);
     return ddp_fail_in(
         DDP_ERR_UNSUPPORTED, who, group,
-        "device %s has no kernels for %s; compile ddp_cuda.cuh where %s is beside it, or fill in the device's table",
+        "device %s has no kernels for %s; compile ddp_cuda.cuh where %s is beside it, or fill in the "
+        "device's table",
         device->name, header, header);
 }
 
@@ -6632,7 +6633,8 @@ static ddp_result ddp__venue_from_env(ddp__venue *v, const ddp__identity *id) {
     if (!*v->hosts || !v->port)
         return ddp_fail(
             DDP_ERR_UNSUPPORTED,
-            "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and MASTER_PORT to where "
+            "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and "
+            "MASTER_PORT to where "
             "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here",
             id->world_size, id->local_world_size);
     DDP__JOIN_NEED(v->port + v->ports - 1 <= 65535, "MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535",
@@ -6672,14 +6674,15 @@ static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
     return -error;
 }
 
-/* Returns 1 for an address of an interface of this machine, and for the unspecified address (all interfaces). A
-   successful bind is no proof: ip_nonlocal_bind allows any address. */
+/* Returns 1 for an address of an interface of this machine, and for the unspecified address (all interfaces).
+   A successful bind is no proof: ip_nonlocal_bind allows any address. */
 static int ddp__is_own_address(const struct sockaddr *at) {
     static const unsigned char unspecified[16] = {0};
     int is_ipv4 = at->sa_family == AF_INET;
     size_t size = is_ipv4 ? 4 : 16;
     /* Both kinds of address are at fixed offsets after the family. */
-    size_t offset = is_ipv4 ? offsetof(struct sockaddr_in, sin_addr) : offsetof(struct sockaddr_in6, sin6_addr);
+    size_t offset = is_ipv4 ? offsetof(struct sockaddr_in, sin_addr)
+                            : offsetof(struct sockaddr_in6, sin6_addr);
     const unsigned char *wanted = (const unsigned char *)at + offset;
     struct ifaddrs *list = NULL;
     int found = memcmp(wanted, unspecified, size) == 0;
@@ -6705,7 +6708,8 @@ static int ddp__tcp_listen(const char *host, int port, int ports) {
     if (getaddrinfo(host, NULL, &hints, &list) != 0) return fd;
     for (int i = 0; i < ports && fd < 0; i++)
         for (struct addrinfo *a = list; a && fd < 0; a = a->ai_next) {
-            if (!loopback && (ddp__is_loopback_address(a->ai_addr) || !ddp__is_own_address(a->ai_addr))) continue;
+            if (!loopback && ddp__is_loopback_address(a->ai_addr)) continue;
+            if (!loopback && !ddp__is_own_address(a->ai_addr)) continue;
             /* sin_port is at the same offset in IPv6. */
             ((struct sockaddr_in *)(void *)a->ai_addr)->sin_port = htons((uint16_t)(port + i));
             int tried = ddp__listen_at(a->ai_addr, a->ai_addrlen);
@@ -7645,7 +7649,8 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
         scheme++;
     DDP__NEED(
         scheme < DDP__SCHEMES && (scheme >= DDP__BY_TCP || strcmp(d.init_method, ddp__schemes[scheme]) == 0),
-        "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"",
+        "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or "
+        "\"self://\"",
         d.init_method);
     DDP_TRY(ddp__identity_of(&id, &d, scheme));
     return ddp__create(out, &d, &id, scheme);
@@ -9298,7 +9303,8 @@ static int ddp__bucket_is_wide(const ddp__bucket *bucket) {
 /* Appends a bucket of the parameters walk[first .. last], and finds its ranges. Returns the bytes that it
    needs in the flat buffer. */
 static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
-    ddp__bucket made = {reducer, reducer->stats.bucket_count, first, last, 0, dtype, ddp__wire_dtype(reducer, dtype), 0, 0, DDP_ZERO};
+    ddp__bucket made = {reducer, reducer->stats.bucket_count, first, last, 0, dtype,
+                        ddp__wire_dtype(reducer, dtype), 0, 0, DDP_ZERO};
     ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count++];
     ddp__grad *grads = reducer->grads;
     size_t size = ddp_dtype_size(dtype);
@@ -9427,8 +9433,8 @@ static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
     }
 }
 
-/* The same for a bucket of f32 sums. Gradients without a sum in this step are cast to f32. The sums of a range
-   have the distances of its gradients, see ddp_place_sums. */
+/* The same for a bucket of f32 sums. Gradients without a sum in this step are cast to f32. The sums of a
+   range have the distances of its gradients, see ddp_place_sums. */
 static void ddp__bucket_copy_wide(ddp__bucket *bucket, int pack) {
     ddp_reducer *reducer = bucket->reducer;
     const ddp_device *device = reducer->device;
@@ -9444,7 +9450,8 @@ static void ddp__bucket_copy_wide(ddp__bucket *bucket, int pack) {
             range = flat;
             if (!grad->in_place) flat += grad->range * sizeof(float);
         }
-        if (!head->in_place) wide = range + (size_t)(grad->data - head->data) / ddp_dtype_size(bucket->dtype) * sizeof(float);
+        size_t at = (size_t)(grad->data - head->data) / ddp_dtype_size(bucket->dtype) * sizeof(float);
+        if (!head->in_place) wide = range + at;
         if (pack && grad->summed && wide == sum) continue;
         if (!pack) device->cast(grad->data, bucket->dtype, wide, DDP_F32, grad->count);
         else if (grad->summed) device->copy(wide, sum, bytes);
@@ -9464,7 +9471,8 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
         reducer->desc.per_token ? 1 : (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
     /* The same on every rank: all ranks have the group memory, or none has. */
     if (bucket->flat_count && !reducer->flat)
-        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s", "reducer: no room was found for the packed gradients of the rebuilt "
+        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s", "reducer: no room was found for the packed "
+                                                              "gradients of the rebuilt "
                               "buckets; free group memory and make a new reducer");
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
@@ -9633,7 +9641,8 @@ static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
         if (keys[k].address != keys[k - 1].address) continue;
         DDP__CREATE_NEED(
             grads[i].count == grads[first].count && grads[i].dtype == grads[first].dtype,
-            "%s and %s share value.data but differ in shape or gradient dtype; uses of one tied parameter have both equal",
+            "%s and %s share value.data but differ in shape or gradient dtype; uses of one tied parameter "
+            "have both equal",
             ddp__param_label(params, first).text, ddp__param_label(params, i).text);
         grads[i].first_use = first;
     }
@@ -10148,7 +10157,8 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
                   ddp__param_label(desc->params, i).text);
     }
     size_t count = (size_t)desc->param_count, entry = sizeof(ddp_grad_place) + sizeof(size_t) + 1;
-    ddp_accumulator *accumulator = (ddp_accumulator *)ddp_host_alloc(group, sizeof *accumulator + count * entry);
+    ddp_accumulator *accumulator =
+        (ddp_accumulator *)ddp_host_alloc(group, sizeof *accumulator + count * entry);
     if (!accumulator) return DDP_ERR_NO_MEMORY;
     accumulator->group = group;
     accumulator->desc = *desc;
@@ -10236,8 +10246,9 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
     }
     accumulator->announced[param_index] = 1;
     ddp_grad_sum *sum = &desc->params[param_index].sum;
-    int handed_over = last && accumulator->levels && sum->data == ddp__accumulator_sum(accumulator, param_index);
-    handed_over = handed_over && desc->reducer && sum->reader == desc->reducer && !desc->reducer->no_sync;
+    int is_ours = accumulator->levels && sum->data == ddp__accumulator_sum(accumulator, param_index);
+    int is_read = desc->reducer && sum->reader == desc->reducer && !desc->reducer->no_sync;
+    int handed_over = last && is_ours && is_read;
     DDP_TRY(ddp__accumulate(accumulator, param_index, last, handed_over));
     if (handed_over) sum->is_set = 1;
     return last && desc->reducer ? ddp_reducer_ready(desc->reducer, param_index) : DDP_OK;
@@ -10830,7 +10841,8 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
         (offset > 0 && (offset >= batch / replicas || position == n)))
         return ddp_fail(
             DDP_ERR_CORRUPT,
-            "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is no place in an "
+            "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is no "
+            "place in an "
             "epoch of %lld samples",
             position, offset, replicas, batch, n);
     int other_blocks = replicas != d->num_replicas || batch != d->global_batch;

@@ -3690,7 +3690,8 @@ static ddp_result ddp__nccl_adopt(ddp__nccl *n, ncclComm_t comm) {
     if (count == n->world_size && rank == n->rank && device == n->streams->device) return DDP_OK;
     return ddp_fail(
         DDP_ERR_INVALID,
-        "desc.comm is rank %d of %d on device %d, the group is rank %d of %d on device %d: give it the communicator of this rank",
+        "desc.comm is rank %d of %d on device %d, the group is rank %d of %d on device %d: give it the "
+        "communicator of this rank",
         rank, count, device, n->rank, n->world_size, n->streams->device);
 }
 
@@ -3903,7 +3904,8 @@ static void ddp__cuda_staged_poison(ddp_group *, void *state, ddp_result cause, 
     ddp_group_poison(s->messages.group, cause, text);
 }
 
-/* Fails both CPU groups on all ranks. An earlier cause is retained. alone: 1 = only this rank has failed. */
+/* Fails both CPU groups on all ranks. An earlier cause is retained. Parameter alone: 1 = no other rank has
+   failed. */
 static ddp_result ddp__cuda_staged_failed(ddp__cuda_staged *s, ddp_result result, int alone) {
     char text[DDP__CUDA_TEXT], number[20] = "";
     ddp_result first;
@@ -4371,14 +4373,16 @@ static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const 
     if (desc->engine == DDP_CUDA_ENGINE_NCCL || desc->comm)
         return ddp_fail(
             DDP_ERR_UNSUPPORTED,
-            "ddp_cuda_group_create: this build has no NCCL: compile without DDP_NO_NCCL, or choose DDP_CUDA_ENGINE_STAGED");
+            "ddp_cuda_group_create: this build has no NCCL: compile without DDP_NO_NCCL, or choose "
+            "DDP_CUDA_ENGINE_STAGED");
     if (desc->engine == DDP_CUDA_ENGINE_DEFAULT)
         *notice = "this build has no NCCL: collectives go through host memory, which is slow";
 #else
     if (desc->engine == DDP_CUDA_ENGINE_NCCL && shared && !DDP__NCCL_SHARES)
         return ddp_fail(
             DDP_ERR_UNSUPPORTED,
-            "ddp_cuda_group_create: ranks share a device, which NCCL %d.%d cannot do: give each rank a device of its own, "
+            "ddp_cuda_group_create: ranks share a device, which NCCL %d.%d cannot do: give each rank a "
+            "device of its own, "
             "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or choose DDP_CUDA_ENGINE_STAGED",
             NCCL_MAJOR, NCCL_MINOR);
     if (desc->engine == DDP_CUDA_ENGINE_NCCL || desc->comm
@@ -4386,7 +4390,8 @@ static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const 
         *backend = ddp__cuda_nccl_backend();
     else if (desc->engine == DDP_CUDA_ENGINE_DEFAULT)
         *notice =
-            "ranks share a device: collectives go through host memory, which is slow and meant for development";
+            "ranks share a device: collectives go through host memory, which is slow and meant for "
+            "development";
 #endif
     (void)shared;
     return DDP_OK;
@@ -4405,7 +4410,8 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
     if (!out || !control)
         return ddp_fail(
             DDP_ERR_INVALID,
-            "ddp_cuda_group_create: out or control is NULL; control is a group of ddp_group_create or ddp_launch");
+            "ddp_cuda_group_create: out or control is NULL; control is a group of ddp_group_create or "
+            "ddp_launch");
     if (!desc) desc = &all_defaults;
     const ddp_cuda_pick_desc pick = {desc->devices, desc->device_count, desc->uuid,
                                      desc->allow_shared || desc->engine == DDP_CUDA_ENGINE_STAGED};

@@ -88,7 +88,7 @@ CONCEPTS
                pairwise like a binary counter. The others add over micro-batches first. Both sums are the tree
                over the micro-batches of the step. In the first way, micro-batch i of rank r is number iW + r
                of the step (W a power of two). In the second, each rank has a block of consecutive
-               micro-batches, whose number is a power of two. So W ranks under any strategy end with the bits
+               micro-batches; their number is a power of two. So W ranks under any strategy end with the bits
                of one rank. 16-bit gradients are added in f32 everywhere, also over the replicas of a
                ddp_pipeline. Outside this promise: reduce_dtype, sequential_accumulation, quantize_gather.
 
@@ -495,10 +495,10 @@ DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step);
    precision under their names, model.safetensors.index.json, optimizer-*.safetensors with the moments,
    state.json. The files are written to a second folder and synced to disk; it then takes the name dir. At any
    time dir is a complete checkpoint, old or new, or, where the file system cannot swap names, dir.old is.
-   Collective, blocks (see save_in_background). Errors, on every rank. They leave dir unchanged, except for a
-   failure of the last sync, and its text says that the new checkpoint is in place. DDP_ERR_SYSTEM;
-   DDP_ERR_INVALID (dir is NULL, empty, too long or a dangling link; other files in dir or in an older
-   checkpoint); DDP_ERR_MISMATCH (ranks pass different dirs, slices do not cover a tensor);
+   Collective, blocks (see save_in_background). Errors, on every rank. They leave dir unchanged. One
+   exception is a failure of the last sync: the error states that the new checkpoint is in place.
+   DDP_ERR_SYSTEM; DDP_ERR_INVALID (dir is NULL, empty, too long or a dangling link; other files in dir or in
+   an older checkpoint); DDP_ERR_MISMATCH (ranks pass different dirs, slices do not cover a tensor);
    DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir);
 
@@ -759,8 +759,9 @@ static void ddp__host_clip(const ddp_exact_sum *sum, float limit, float *factor,
 static void ddp__host_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay,
                             double *out) {
     for (size_t i = 0; i < count; i++) {
-        double value = sqrt(ddp_exact_sum_value(sums + 2 * i)),
-            grad = sqrt(ddp_exact_sum_value(sums + 2 * i + 1)), decayed = decay * value;
+        double value = sqrt(ddp_exact_sum_value(sums + 2 * i));
+        double grad = sqrt(ddp_exact_sum_value(sums + 2 * i + 1));
+        double decayed = decay * value;
         DDP__ROUNDED(decayed);
         out[i] = lr;
         if (value != 0 && grad != 0) out[i] *= c * value / (decay < 0 ? grad : grad + decayed);
@@ -1160,8 +1161,8 @@ static ddp_result ddp__lr_check(const ddp_lr_desc *desc) {
 DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
     if (ddp__lr_check(desc) != DDP_OK) return 0;
     int64_t warm = desc->warmup_steps, total = desc->total_steps, decay = total - warm;
-    double grown = desc->batch ? (double)desc->batch / (double)desc->base_batch : 1,
-        peak = desc->max_lr * grown, low = desc->min_lr * grown;
+    double grown = desc->batch ? (double)desc->batch / (double)desc->base_batch : 1;
+    double peak = desc->max_lr * grown, low = desc->min_lr * grown;
     if (step < 0) step = 0;
     if (step <= warm && warm) return (float)(peak * (double)step / (double)warm);
     if (desc->kind == DDP_LR_CONSTANT) return (float)peak;
@@ -1491,8 +1492,10 @@ static int ddp__json_need(ddp__json *j, char c, const char *what) {
    above U+10FFFF, or truncated. */
 static int ddp__utf8_length(const char *at, const char *end) {
     const unsigned char *c = (const unsigned char *)at;
-    int length = c[0] < 0x80 ? 1 : c[0] >= 0xc2 &&
-        c[0] <= 0xdf ? 2 : (c[0] & 0xf0) == 0xe0 ? 3 : c[0] >= 0xf0 && c[0] <= 0xf4 ? 4 : 0;
+    int length = c[0] < 0x80 ? 1
+               : c[0] >= 0xc2 && c[0] <= 0xdf ? 2
+               : (c[0] & 0xf0) == 0xe0 ? 3
+               : c[0] >= 0xf0 && c[0] <= 0xf4 ? 4 : 0;
     if (length == 0 || end - at < length) return 0;
     for (int i = 1; i < length; i++)
         if ((c[i] & 0xc0) != 0x80) return 0;
@@ -1638,7 +1641,7 @@ static int ddp__json_end(ddp__json *j) {
                          : ddp__json_fail(j, "something follows the end"));
 }
 
-/* The error of a file whose JSON starts at byte `start`. */
+/* The error of a file with JSON from byte `start` on. */
 static ddp_result ddp__json_result(const char *dir, const char *name, size_t start, const ddp__json *j) {
     return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: %sdamaged at byte %zu: %s", dir, name, start ? "the header is "
                     : "", start + (size_t)(j->at - j->begin), j->error);
@@ -1827,8 +1830,9 @@ static ddp_result ddp__header_check(ddp__in_file *file, uint64_t data_bytes, con
     for (int i = 0; i < file->count; at = r[i++].end) {
         const char *what = r[i].end < r[i].begin || r[i].end > data_bytes ? "lies outside of the file"
                          : r[i].end - r[i].begin != r[i].count * (uint64_t)r[i].dtype->size
-                         ? "is not as large as its dtype and shape say" : r[i].begin < at
-                         ? "overlaps the one before it" : r[i].begin > at ? "has a hole before it" : NULL;
+                         ? "is not as large as its dtype and shape say"
+                         : r[i].begin < at ? "overlaps the one before it"
+                         : r[i].begin > at ? "has a hole before it" : NULL;
         if (what) return ddp__stored_fail(DDP_ERR_CORRUPT, file, &r[i], "%s", what);
     }
     if (at != data_bytes)
@@ -2036,7 +2040,8 @@ static ddp_result ddp__folder_look(const char *path, int clear, int *found) {
     free(entry);
     if (count && !ours)
         return ddp_fail(DDP_ERR_INVALID,
-                        "%s holds '%s', which is not part of a checkpoint of ours: saving replaces the whole folder, so choose another or move it away",
+                        "%s holds '%s', which is not part of a checkpoint of ours: saving replaces the "
+                        "whole folder, so choose another or move it away",
                         path, stranger);
     return result != DDP_OK || !clear || rmdir(path) == 0 ? result : ddp__file_fail("deleting", path);
 }
@@ -2243,7 +2248,7 @@ static uint64_t ddp__task_entry(const void *list, int index, char *text) {
 }
 
 /* Collective. Every rank has the same options (described by text), dir and tensors. extra_size: bytes per
-   tensor of t->extra, a multiple of 8. own: the result of this rank so far. */
+   tensor of t->extra, a multiple of 8. own: the result of this rank before the call. */
 static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const char *options, size_t extra_size,
                                   ddp_result own) {
     size_t n = (size_t)t->count + 2;
@@ -2330,7 +2335,7 @@ typedef struct ddp__saving {
 } ddp__saving;
 
 /* The header of a file with its length in front, padded so that the data starts at a multiple of 8. It uses
-   the current values of crc, whose text has a fixed length. */
+   the current values of crc; their text has a fixed length. */
 static void ddp__draft_header(ddp__saving *s, const ddp__out_file *file) {
     ddp__draft *d = &s->draft;
     const ddp__slice *slices = s->task.slices;
@@ -2422,8 +2427,8 @@ static ddp_result ddp__save_begin(ddp__saving *s) {
     return DDP_OK;
 }
 
-/* Writes this rank's runs of a tensor, whose bytes start at byte `at` of the file; *crc is their remainder
-   within the whole tensor. */
+/* Writes this rank's runs of a tensor that starts at byte `at` of the file; *crc is their remainder within
+   the whole tensor. */
 static ddp_result ddp__save_slice(const ddp__slice *slice, const ddp__file *file, uint64_t at,
                                   uint32_t *crc) {
     ddp__box_runs runs = ddp__runs_of(slice);
@@ -2557,7 +2562,8 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
     s->tmp[0] = '\0'; /* on a later error nothing is deleted */
     if (ddp__folder_sync(parent) != DDP_OK)
         return ddp_fail(DDP_ERR_SYSTEM,
-                        "the new checkpoint is in its place, the old one beside it, but a crash of the machine may undo that: %.400s",
+                        "the new checkpoint is in its place, the old one beside it, but a crash of the "
+                        "machine may undo that: %.400s",
                         ddp_last_error());
     if (ddp__save_rotate(s, previous) != DDP_OK) {
         snprintf(text, sizeof text,
@@ -2800,7 +2806,8 @@ static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
     ddp_result result = ddp__file_open(l->task.dir, file->name, O_RDONLY, &in);
     if (in.fd == DDP__FILE_MISSING) return ddp_fail(DDP_ERR_CORRUPT, "%s is missing", in.path);
     if (result != DDP_OK) return result;
-    uint64_t at = index ? 0 : sizeof start, length = index ? in.size : 0;
+    uint64_t at = index ? 0 : sizeof start;
+    uint64_t length = index ? in.size : 0;
     DDP_TRY(ddp__transfer(&in, DDP__FILE_READ, start, at, 0));
     for (uint64_t i = 0; i < at; i++) length |= (uint64_t)start[i] << 8 * i;
     if (length > DDP__HEADER_MAX || length > in.size - at)
@@ -2917,8 +2924,9 @@ static uint64_t ddp__place_in(uint64_t place, uint64_t before, uint64_t total) {
    rank skips the bytes of the others.
    Otherwise it is a part of every tensor: about the rows that this rank copies afterwards. */
 static ddp_result ddp__load_sum(ddp__loading *l, int thread) {
-    uint64_t shares = 2 * (uint64_t)ddp_world_size(l->task.group),
-        share = 2 * (uint64_t)ddp_rank(l->task.group) + (uint64_t)thread, all = 0, before = 0;
+    uint64_t shares = 2 * (uint64_t)ddp_world_size(l->task.group);
+    uint64_t share = 2 * (uint64_t)ddp_rank(l->task.group) + (uint64_t)thread;
+    uint64_t all = 0, before = 0;
     int together = ddp_local_world_size(l->task.group) == ddp_world_size(l->task.group);
     for (int i = 0; i < l->task.count; i++) all += l->sources[i].bytes;
     for (int i = 0; i < l->task.count; before += together ? l->sources[i].bytes : 0, i++) {
@@ -3035,9 +3043,9 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
 }
 
 /* Collective. Fills this rank's boxes from a checkpoint of any world size, or from a model of another
-   program. The boxes need not tile the tensors. A foreign model sets optimizer tensors to zero and, of
-   *state, only the step. On failure nothing has been written to, unless the disk failed between the check and
-   the copy. replicas: groups that load the same, or NULL; all fail or none. scaler: takes its state from
+   program. The boxes may leave parts of the tensors out. A foreign model sets optimizer tensors to zero and,
+   of *state, only the step. On failure nothing has been written to, unless the disk failed between the check
+   and the copy. replicas: groups that load the same, or NULL; all fail or none. scaler: takes its state from
    *state later, or NULL. */
 static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, const char *dir,
                                        const ddp__slice *slices, int count, const ddp_scaler *scaler,
@@ -3074,7 +3082,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
 
        FULL_SHARD   shard  rank 0 |0 1|   rank 1 |2 3|   rank 2 |4 -|   padded to chunk rows on every rank
                     full   in a slot from unshard to reshard |0 1 2 3 4|
-       otherwise    full   |0 1 2 3 4| on every rank. Its own rows are the shard; the others are those of the last
+       otherwise    full   |0 1 2 3 4| on every rank. Its own rows are the shard; the others are of the last
                            unshard
 
    Two transports, the same on every rank:
@@ -3475,7 +3483,8 @@ static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__shard *s) {
     const char *wrong =
         !s->entry->param.name || !s->entry->param.name[0] ? "has no name; checkpoints need one"
         : !ddp__is_tensor_name(s->name, 9900)
-            ? "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one that is"
+            ? "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one "
+              "that is"
         : count < 0 ? "its shape is not one: ndim or an entry is negative, or the product overflows"
         : !ddp_is_float(value->dtype) ? "its dtype is not a float; keep it outside the units"
         : grad != DDP_DTYPE_DEFAULT && !ddp_is_float(grad) ? "the dtype of its gradient is not a float"
@@ -3848,7 +3857,7 @@ static ddp_result ddp__order_record(ddp_fsdp *f, int unit) {
        full gradients --(cast)--> added over ranks --> own rows --(cast)--> level 0 --> pairs of micro-batches
                                   peer memory, or reduce-scatter of blocks
 
-   Where each rank has every row (NO_SHARD), full gradients are all-reduced in place instead. The replicas
+   If each rank has every row (NO_SHARD), full gradients are all-reduced in place instead. The replicas
    of a shard then add their sums. 16-bit gradients are cast to f32 without memory for a whole unit where
    possible:
 
@@ -3990,8 +3999,8 @@ static void ddp__unit_carry(const ddp_fsdp *f, ddp__unit *unit, unsigned char *n
     unit->depth++;
 }
 
-/* The gradients to add over ranks, in reduce_dtype where the layout says so: those of each micro-batch, or
-   the sum of all in the place of the last ones. NULL: not yet. */
+/* The gradients to add over ranks, in reduce_dtype if the layout is DDP__CASTED: those of each micro-batch,
+   or the sum of all in the place of the last ones. NULL: not yet. */
 static unsigned char *ddp__unit_cast(const ddp_fsdp *f, ddp__unit *unit) {
     unsigned char *full = unit->reducing_slot ? unit->reducing_slot->memory : unit->grads;
     if (unit->layout == DDP__CASTED) {
@@ -4040,7 +4049,7 @@ static ddp_result ddp__reduce_staged(const ddp_fsdp *f, ddp__unit *unit) {
    After these counters: their units and slots. At each call a rank adds the reductions that all ranks have
    issued. It waits only when it has no memory for more gradients, or at the end of the step:
 
-       rank 0   issue 1 . issue 2 do 1 . . . issue 3 do 2 3 . .      gradients of 1 are free once all have done 1
+       rank 0   issue 1 . issue 2 do 1 . . . issue 3 do 2 3 . .   gradients of 1 are free when all have done 1
        rank 1   . . issue 1 do 1 . . issue 2 do 2 issue 3 . do 3 */
 /* words; the first two on cache lines of their own */
 enum { DDP__ISSUED = 0, DDP__DONE = 8, DDP__ISSUED_UNITS = 16 };
@@ -4230,14 +4239,16 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     for (const ddp__unit *unit = f->units; unit < f->units_end; unit++)
         if (unit->trained && unit->reduced != f->desc.micro_batch_count)
             return ddp__fsdp_bad(who, f->group,
-                                 "unit %s was reduced %d times in this step, micro_batch_count is %d; call ddp_fsdp_reduce_grads for every unit in every micro-batch",
+                                 "unit %s was reduced %d times in this step, micro_batch_count is %d; call "
+                                 "ddp_fsdp_reduce_grads for every unit in every micro-batch",
                                  unit->name, unit->reduced, f->desc.micro_batch_count);
     if (!f->divisor)
         return ddp__fsdp_bad(who, f->group,
                      "per_token is set, and nothing tells the tokens of this step; call ddp_fsdp_mean first");
     if (scaler && scaler->unscaled)
         return ddp__fsdp_bad(who, f->group,
-                             "the scaler has unscaled gradients since its last update; call ddp_scaler_update after every ddp_fsdp_step");
+                             "the scaler has unscaled gradients since its last update; call "
+                             "ddp_scaler_update after every ddp_fsdp_step");
     DDP_TRY(ddp__reduce_wait_all(f));
     DDP_TRY(ddp__fsdp_enter(f->group));
     for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
@@ -4344,7 +4355,8 @@ static ddp_result ddp__calls_agree(ddp_fsdp *f, const char *who, ddp_result own)
     const char *differ = result == DDP_ERR_MISMATCH ? strstr(ddp_last_error(), "ranks differ: ") : NULL;
     if (!differ) return result;
     return ddp_fail_in(result, who, f->group,
-                       "ranks gathered or reduced units in different orders in this step; make the same calls on every rank (%.*s)",
+                       "ranks gathered or reduced units in different orders in this step; make the same "
+                       "calls on every rank (%.*s)",
                        (int)strcspn(differ, ";"), differ);
 }
 
@@ -4685,8 +4697,9 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
         f->shard_count += unit->param_count;
     }
     if (!d->micro_batch_count) d->micro_batch_count = 1;
-    d->prefetch = d->prefetch < 0 ? 0 : !d->prefetch ? 1 : d->prefetch < d->unit_count ? d->prefetch
-        : d->unit_count;
+    if (!d->prefetch) d->prefetch = 1;
+    if (d->prefetch < 0) d->prefetch = 0;
+    if (d->prefetch > d->unit_count) d->prefetch = d->unit_count;
     if (!d->offload_dir) d->offload_dir = ".";
     if (!d->keep_checkpoints) d->keep_checkpoints = 1;
     f->device = ddp_group_device(group);
@@ -5310,7 +5323,8 @@ DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit) {
     DDP__UNIT_NEED(fsdp, unit);
     ddp__unit *own = &fsdp->units[unit];
     DDP__FSDP_NEED(own->reduced < fsdp->desc.micro_batch_count,
-                   "unit %s was reduced %d times in this step already, as micro_batch_count says; call ddp_fsdp_step first",
+                   "unit %s was reduced %d times in this step already, as micro_batch_count says; call "
+                   "ddp_fsdp_step first",
                    own->name, own->reduced);
     DDP__FSDP_NEED(!own->trained || own->attached, "unit %s has no gradients; gather it before its backward",
                    own->name);
@@ -5404,16 +5418,18 @@ DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step) {
     MIT License
     Copyright (c) 2026 the ddp authors
 
-    Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated documentation
-    files (the "Software"), to deal in the Software without restriction, including without limitation the rights to use, copy,
-    modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to permit persons to whom the
-    Software is furnished to do so, subject to the following conditions:
+    Permission is hereby granted, free of charge, to any person obtaining a copy of this software and
+    associated documentation files (the "Software"), to deal in the Software without restriction, including
+    without limitation the rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+    copies of the Software, and to permit persons to whom the Software is furnished to do so, subject to the
+    following conditions:
 
-    The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
-    Software.
+    The above copyright notice and this permission notice shall be included in all copies or substantial
+    portions of the Software.
 
-    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
-    WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
-    COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
-    OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT
+    LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO
+    EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER
+    IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR
+    THE USE OR OTHER DEALINGS IN THE SOFTWARE.
 */

@@ -384,7 +384,7 @@ typedef struct ddp_profile_desc {
     int layer_count;     /* required */
     ddp_layer_fn run;    /* required; for each layer and round: F, I, W in this order */
     void *user;
-    int rounds, warmup_rounds; /* 0 = 5, whose median is used, and 1; warmup_rounds -1 = none */
+    int rounds, warmup_rounds; /* 0 = 5 (their median is used) and 1; warmup_rounds -1 = none */
 } ddp_profile_desc;
 
 //== api ========================================================================================= >>api
@@ -923,7 +923,8 @@ static ddp_result ddp__schedule_check_interval(ddp_schedule_desc *d) {
             int64_t near = (int64_t)d->update_interval + side * (int64_t)distance;
             if (near >= least && near <= m && m % near == 0)
                 return DDP__SCHEDULE_BAD(
-                    "update_interval=%d, %s takes a divisor of microbatch_count=%d of at least %d; the nearest that works is %d",
+                    "update_interval=%d, %s takes a divisor of microbatch_count=%d of at least %d; the "
+                    "nearest that works is %d",
                     d->update_interval, ddp_schedule_kind_name(d->kind), m, least, (int)near);
         }
 }
@@ -1425,7 +1426,8 @@ static ddp_result ddp__play_circle(const ddp__play *play) {
     for (int next = other; next != rank; length++) next = ddp__action_rank(s, ddp__play_stuck_at(play, next));
     return ddp__schedule_wrong(
         s, play->position[rank],
-        "it waits for %s at position %d of rank %d, which cannot get past %s at position %d: a circle of %d rank%s%s",
+        "it waits for %s at position %d of rank %d, which cannot get past %s at position %d: a circle of %d "
+        "rank%s%s",
         ddp__action_label(&s->actions[blocker]).text, ddp__action_position(s, blocker), other,
         ddp__action_label(&s->actions[play->position[other]]).text,
         ddp__action_position(s, play->position[other]), length, length == 1 ? "" : "s",
@@ -2012,7 +2014,8 @@ static ddp_result ddp__csv_action(ddp__csv *c, const char *begin, ddp_action *ac
             c, begin,
             length == 2 && memcmp(c->at, "BW", 2) == 0
                 ? "BW is an older spelling: F, I, W and B = I and W in one are the actions"
-                : "there is no such action; there are F I W B UNSHARD RESHARD REDUCE_GRAD SEND_F RECV_F SEND_B RECV_B");
+                : "there is no such action; there are F I W B UNSHARD RESHARD REDUCE_GRAD SEND_F RECV_F "
+                  "SEND_B RECV_B");
     c->at += length;
     action->kind = (ddp_action_kind)kind;
     if (ddp__action_is_sharding(action->kind)) {
@@ -2528,7 +2531,8 @@ static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, doubl
         if (!decimals) *strchr(number.text, '.') = 0;
         ddp__sheet_put(
             sheet,
-            "<path d=\"M%s %dV%d\" stroke=\"#c0c0c0\"/>\n<text x=\"%s\" y=\"%d\" font-size=\"11\">%s</text>\n",
+            "<path d=\"M%s %dV%d\" stroke=\"#c0c0c0\"/>\n<text x=\"%s\" y=\"%d\" "
+            "font-size=\"11\">%s</text>\n",
             x.text, (int)top, (int)bottom + 4, x.text, (int)bottom + 16, number.text);
     }
     ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"11\" text-anchor=\"start\">%s%s</text>\n",
@@ -2707,7 +2711,8 @@ static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
     const ddp_schedule *s = picture->s;
     ddp__sheet_put(
         sheet,
-        "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"schedule\":\"%s\",\"bubble_rate\":\"%s\"},\"traceEvents\":[\n"
+        "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"schedule\":\"%s\",\"bubble_rate\":\"%s\"},"
+        "\"traceEvents\":[\n"
         "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{\"name\":\"%s\"}}",
         ddp__picture_title(s), ddp__decimal(picture->report.bubble_rate, 4).text, ddp__picture_title(s));
     for (int rank = 0; rank < s->rank_count; rank++) {
@@ -2720,7 +2725,8 @@ static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
             if (second && !named++) ddp__draw_trace_row(sheet, s->rank_count + rank, rank, 1);
             ddp__sheet_put(
                 sheet,
-                ",\n{\"name\":\"%s\",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%s,\"dur\":%s,\"args\":{\"stage\":%d,\"microbatch\":%d}}",
+                ",\n{\"name\":\"%s\",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%s,\"dur\":%s,"
+                "\"args\":{\"stage\":%d,\"microbatch\":%d}}",
                 ddp__action_label(a).text, ddp__action_words[a->kind], second ? s->rank_count + rank : rank,
                 ddp__decimal((picture->times[i].begin - picture->begin) * 1e6, 3).text,
                 ddp__decimal((picture->times[i].end - picture->times[i].begin) * 1e6, 3).text, a->stage,
@@ -2852,7 +2858,8 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
     if (desc->layer_count < 1 || desc->rounds < 0 || desc->rounds > 100000 || desc->warmup_rounds < -1)
         return ddp_fail(
             DDP_ERR_INVALID,
-            "ddp_pipeline_profile: layer_count=%d, rounds=%d, warmup_rounds=%d; at least one layer, 0 to 100000 rounds",
+            "ddp_pipeline_profile: layer_count=%d, rounds=%d, warmup_rounds=%d; at least one layer, 0 to "
+            "100000 rounds",
             desc->layer_count, desc->rounds, desc->warmup_rounds);
     rounds = desc->rounds ? desc->rounds : 5;
     warmup = desc->warmup_rounds < 0 ? 0
@@ -3133,7 +3140,8 @@ static ddp_result ddp__pipe_check_param(const ddp_pipeline *p, int stage, int in
         for (int k = 0; k < (i < stage ? p->stages[i].desc.param_count : index); k++)
             if (p->stages[i].desc.params[k] == param)
                 return DDP__PIPE_BAD(
-                    "%s: params[%d] is params[%d] of stage %d too; give each use its own ddp_param, and tie them",
+                    "%s: params[%d] is params[%d] of stage %d too; give each use its own ddp_param, and tie "
+                    "them",
                     label, index, k, i);
     return DDP_OK;
 }
@@ -3212,7 +3220,8 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
                                      ddp__pipe_stage_label(p, stage).text, index);
             if (ddp__pipe_comes_and_goes(s, index) && !s->get_sharded_grad)
                 return DDP__PIPE_BAD(
-                    "ties[%d]: the gradient of params[%d] of %s comes with unshard; set get_sharded_grad, which says where its sum is",
+                    "ties[%d]: the gradient of params[%d] of %s comes with unshard; set get_sharded_grad, "
+                    "which says where its sum is",
                     i, index, ddp__pipe_stage_label(p, stage).text);
         }
         for (int k = 0; k < d->tie_count; k++)
@@ -3222,7 +3231,8 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
                                      i < k ? k : i);
             else if (t->second_stage == d->ties[k].first_stage && t->second_param == d->ties[k].first_param)
                 return DDP__PIPE_BAD(
-                    "ties[%d]: its second parameter is the first one of ties[%d]; tie all uses to the first of them",
+                    "ties[%d]: its second parameter is the first one of ties[%d]; tie all uses to the first "
+                    "of them",
                     i, k);
     }
     return DDP_OK;
@@ -3276,7 +3286,8 @@ static ddp_result ddp__pipe_edges(ddp_pipeline *p) {
     }
     if (to_loss && !d->loss)
         return DDP__PIPE_BAD(
-            "the last stage gives to the loss, and loss is NULL; set it, or let the last forward set *call->loss");
+            "the last stage gives to the loss, and loss is NULL; set it, or let the last forward set "
+            "*call->loss");
     if (d->loss && !to_loss)
         return DDP__PIPE_BAD("loss is set, and no edge goes to it; set output, or an edge to stage %d",
                              p->stage_count);
@@ -4452,7 +4463,8 @@ static ddp_result ddp__pipe_agree_tie(ddp_pipeline *p, int i) {
                                                      &end[1][2]);
     return ddp_fail(
         rank[0] == rank[1] ? DDP_ERR_INVALID : DDP_ERR_MISMATCH,
-        "ddp_pipeline_create: ties[%d]: params[%d] of stage %d on rank %d is %s, params[%d] of stage %d on rank %d is %s; "
+        "ddp_pipeline_create: ties[%d]: params[%d] of stage %d on rank %d is %s, params[%d] of stage %d on "
+        "rank %d is %s; "
         "both uses have one shape, and gradients of one dtype",
         i, param[0], stage[0], rank[0], first.text, param[1], stage[1], rank[1], second.text);
 }
@@ -4753,7 +4765,8 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
     if (p->no_clip)
         return ddp_fail(
             DDP_ERR_INVALID,
-            "ddp_pipeline_clip_grad_norm: no stage has params, or the gradients of one come with unshard; name whole ones "
+            "ddp_pipeline_clip_grad_norm: no stage has params, or the gradients of one come with unshard; "
+            "name whole ones "
             "in ddp_pipeline_stage");
     DDP_TRY(ddp__pipe_need_step(p, "ddp_pipeline_clip_grad_norm"));
     DDP_TRY(ddp__pipe_group_failed(p->group, ddp_device_begin(p->group)));
@@ -4792,7 +4805,8 @@ DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *ki
     }
     return ddp_fail(
         DDP_ERR_INVALID,
-        "ddp_schedule_kind_find: no schedule is called \"%.40s\"; there are 1F1B, naive, GPipe, interleaved-1F1B, looped-BFS, ZB-H1, ZB-H2, "
+        "ddp_schedule_kind_find: no schedule is called \"%.40s\"; there are 1F1B, naive, GPipe, "
+        "interleaved-1F1B, looped-BFS, ZB-H1, ZB-H2, "
         "interleaved-ZB-1P, ZB-V, DualPipeV, PipeDream, PipeDream-2BW, AUTO",
         name);
 }

@@ -46,8 +46,8 @@ CONTENTS      (search for the tags)
 CONCEPTS
     Placement  The distribution of one global tensor over the W ranks of a group. REPLICATE: every rank has
                all of it. SHARD(d): dimension d, of n entries, is cut into pieces of c = ceil(n / W). Rank r
-               has entries [rc, (r+1)c); the last ranks have fewer or none. PARTIAL: every rank has a summand of the full
-               shape; the tensor is their sum.
+               has entries [rc, (r+1)c); the last ranks have fewer or none. PARTIAL: every rank has a summand
+               of the full shape; the tensor is their sum.
                n = 5, W = 3:    rank 0  [0 1]    rank 1  [2 3]    rank 2  [4]
     Layout     A placement along each axis of a mesh. Axes cut one after the other: SHARD(0) along both axes
                of 2 x 2 gives rank (i, j) piece j of piece i.
@@ -786,7 +786,8 @@ DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin,
     for (int i = 0; i < dim; i++)
         if (in->shape[i] != 1)
             return DDP__TENSOR_BAD(NULL,
-                                   "in is %s: entries of dimension %d do not lie together, as shape[%d] is not 1; use ddp_tensor_copy_box",
+                                   "in is %s: entries of dimension %d do not lie together, as shape[%d] is "
+                                   "not 1; use ddp_tensor_copy_box",
                                    text.text, dim, i);
     t = *in;
     step = ddp_dtype_size(in->dtype);
@@ -2985,7 +2986,8 @@ DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const dd
     if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, __func__, "%s", "desc is NULL");
     else result = ddp__linear_make(&made, __func__, &bytes);
     snprintf(what, sizeof what,
-             "in_features=%lld out_features=%lld split=%d no_bias=%d gather_output=%d scatter_input=%d heads=%d kv_heads=%d "
+             "in_features=%lld out_features=%lld split=%d no_bias=%d gather_output=%d scatter_input=%d "
+             "heads=%d kv_heads=%d "
              "head_size=%lld",
              (long long)d->in_features, (long long)d->out_features, (int)d->split, d->no_bias != 0,
              d->gather_output != 0, d->scatter_input != 0, d->heads, d->kv_heads, (long long)d->head_size);
@@ -3456,7 +3458,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void 
     return ddp__tp_tell(norm->tp, norm->tp->kernels->norm(&op));
 }
 
-/* In sequence parallelism every rank has different rows. Their gradients are summed over ranks before they are
+/* In sequence parallelism every rank has other rows. Their gradients are summed over ranks before they are
    written or added to the caller's gradients. */
 DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void *weight, const void *x,
                                              const void *stats, const void *dy, int64_t rows, void *dx,

@@ -83,7 +83,7 @@ BROKEN = [
     ("USAGE\n    Include it.\n", "", "no USAGE"),
     ("    None.\n\nERRORS", "    None.\n" * 200 + "\nERRORS", "the opening comment has"),
     ("EXAMPLE\n", "EXAMPLE\n" + "    ;\n" * 30, "EXAMPLE has 32 lines"),
-    ("//== config", "\n" * 450 + "//== config", "after line 450"),
+    ("//== config", "\n" * 420 + "//== config", "after line 420"),
     ("return DDP__TWICE(21);", 'printf("hello"); return 42;', "`printf` in a header"),
     ("return DDP__TWICE(21);", 'puts("hello"); return 42;', "`puts` in a header"),
     ("return DDP__TWICE(21);", 'fprintf(log, "hello"); return 42;', "`fprintf` in a header"),
