@@ -47,6 +47,8 @@ missing_packages() { # one line with the packages that this machine lacks
     if [ -z "$quick" ]; then
         have_header cblas.h || list="$list libopenblas-dev" # 12 MB to fetch
         have clang++ || list="$list clang"
+        # Other versions format differently; releases without this one skip compile.format.
+        have clang-format-14 || ! grep -q '^VERSION_CODENAME=bookworm' /etc/os-release || list="$list clang-format-14"
         case $(uname -m) in
         x86_64) # arm64, compiled across and run by qemu: 70 MB to fetch, 300 MB on the disk
             have aarch64-linux-gnu-g++ || list="$list g++-aarch64-linux-gnu"
