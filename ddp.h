@@ -105,27 +105,29 @@ NOT DONE HERE
 #define DDPDEF static __attribute__((unused))
 #endif
 
+// clang-format off
 #ifdef __cplusplus
 #define DDP_ZERO {}
 extern "C" {
 #else
 #define DDP_ZERO {0}
 #endif
+// clang-format on
 
 //== types ========================================================================================= >>types
 
 /* One list defines the enum, the names and the descriptions. */
-#define DDP_RESULTS(X)                                                                        \
-    X(DDP_OK, 0, "success")                                                                   \
-    X(DDP_ERR_INVALID, -1, "an argument is wrong")                                            \
-    X(DDP_ERR_NO_MEMORY, -2, "memory could not be allocated")                                 \
-    X(DDP_ERR_SYSTEM, -3, "a system call failed")                                             \
-    X(DDP_ERR_TIMEOUT, -4, "a rank did not arrive in time")                                   \
-    X(DDP_ERR_PEER_LOST, -5, "a rank died or left")                                           \
-    X(DDP_ERR_MISMATCH, -6, "ranks made different calls")                                     \
-    X(DDP_ERR_POISONED, -7, "the group failed earlier")                                       \
-    X(DDP_ERR_UNSUPPORTED, -8, "not available in this build or on this backend")              \
-    X(DDP_ERR_CORRUPT, -9, "stored data is damaged")                                          \
+#define DDP_RESULTS(X)                                                           \
+    X(DDP_OK, 0, "success")                                                      \
+    X(DDP_ERR_INVALID, -1, "an argument is wrong")                               \
+    X(DDP_ERR_NO_MEMORY, -2, "memory could not be allocated")                    \
+    X(DDP_ERR_SYSTEM, -3, "a system call failed")                                \
+    X(DDP_ERR_TIMEOUT, -4, "a rank did not arrive in time")                      \
+    X(DDP_ERR_PEER_LOST, -5, "a rank died or left")                              \
+    X(DDP_ERR_MISMATCH, -6, "ranks made different calls")                        \
+    X(DDP_ERR_POISONED, -7, "the group failed earlier")                          \
+    X(DDP_ERR_UNSUPPORTED, -8, "not available in this build or on this backend") \
+    X(DDP_ERR_CORRUPT, -9, "stored data is damaged")                             \
     X(DDP_ERR_ENGINE, -10, "a library underneath (MPI, NCCL, CUDA) failed")
 
 typedef enum ddp_result {
@@ -136,7 +138,15 @@ typedef enum ddp_result {
 
 typedef enum ddp_dtype {
     DDP_DTYPE_DEFAULT = 0, /* in descs: the dtype of the tensor concerned */
-    DDP_F32, DDP_F64, DDP_F16, DDP_BF16, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64
+    DDP_F32,
+    DDP_F64,
+    DDP_F16,
+    DDP_BF16,
+    DDP_I8,
+    DDP_U8,
+    DDP_I32,
+    DDP_I64,
+    DDP_U64
 } ddp_dtype;
 
 /* Integer sums wrap around; AVG divides the wrapped sum and truncates. MIN and MAX of floats return NaN when
@@ -181,10 +191,15 @@ typedef struct ddp_param {
 /* An exact sum of doubles: digits of 32 bits in 64-bit cells, lowest first (Kulisch's long accumulator).
    Two sums add as DDP_I64 SUM of their cells, so an all-reduce of the whole struct is exact in any order. */
 #define DDP_EXACT_CELLS 72
-typedef struct ddp_exact_sum { int64_t cell[DDP_EXACT_CELLS]; } ddp_exact_sum;
+typedef struct ddp_exact_sum {
+    int64_t cell[DDP_EXACT_CELLS];
+} ddp_exact_sum;
 
 /* A mean over samples or tokens, for any distribution over ranks and micro-batches. Initialize it to zero. */
-typedef struct ddp_mean { ddp_exact_sum sum; int64_t count; } ddp_mean;
+typedef struct ddp_mean {
+    ddp_exact_sum sum;
+    int64_t count;
+} ddp_mean;
 
 typedef struct ddp_group ddp_group;
 typedef struct ddp_backend ddp_backend; /* this and the next: >>spi */
@@ -196,7 +211,10 @@ typedef struct ddp_mesh ddp_mesh;
 
 /* Handle of an asynchronous call. It is empty when zero-initialized and after its wait. It may be copied, but
    only one copy may be waited for, once. */
-typedef struct ddp_work { void *op; uint64_t ticket; } ddp_work;
+typedef struct ddp_work {
+    void *op;
+    uint64_t ticket;
+} ddp_work;
 
 //== descs ========================================================================================= >>descs
 
@@ -216,8 +234,8 @@ typedef struct ddp_group_desc {
     const char *name;        /* NULL = "world"; appears in errors; the first 31 bytes are kept */
     const ddp_backend *backend; /* NULL = chosen by the library: self for one rank, local for one machine, mpi
                                    or tcp for several machines */
-    const ddp_device *device; /* NULL = the CPU */
-    void *backend_user;      /* passed to backend->open and device->open, >>spi */
+    const ddp_device *device;   /* NULL = the CPU */
+    void *backend_user;         /* passed to backend->open and device->open, >>spi */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither; called on any
                                                          thread */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
@@ -279,7 +297,7 @@ typedef struct ddp_bucket {
 typedef ddp_result (*ddp_bucket_hook)(ddp_group *group, ddp_bucket *bucket, void *user);
 
 typedef struct ddp_reducer_desc {
-    ddp_param *params;         /* required; in definition order; create fills in grad.data where it is NULL */
+    ddp_param *params; /* required; in definition order; create fills in grad.data where it is NULL */
     int param_count;
     size_t bucket_cap_bytes;   /* 0 = 25 MiB */
     size_t first_bucket_bytes; /* 0 = 1 MiB; size of the bucket that is ready first */
@@ -294,37 +312,36 @@ typedef struct ddp_reducer_desc {
        such sum is rounded to 16 bits before it is sent. This halves the bytes, and is outside the promise of
        equal bits */
     ddp_dtype comm_dtype;
-    ddp_bucket_hook hook;      /* NULL = all-reduce */
+    ddp_bucket_hook hook; /* NULL = all-reduce */
     void *hook_user;
     int skip_initial_broadcast; /* 1 = values and buffers are already equal on all ranks */
-    const ddp_tensor *buffers; /* tensors that are not trained; create broadcasts them from rank 0 */
+    const ddp_tensor *buffers;  /* tensors that are not trained; create broadcasts them from rank 0 */
     int buffer_count;
-    int per_token;             /* 1 = gradients are those of a loss summed over tokens (or samples):
-                                  ddp_reducer_wait gives sums, ddp_reducer_wait_mean the mean. Sums are larger
-                                  than averages and may overflow DDP_F16 */
+    int per_token; /* 1 = gradients are those of a loss summed over tokens (or samples): ddp_reducer_wait
+                      gives sums, ddp_reducer_wait_mean the mean. Sums are larger than averages and may
+                      overflow DDP_F16 */
 } ddp_reducer_desc;
 
 typedef struct ddp_reducer_stats {
     int bucket_count;
-    int rebuilt;            /* 1 once buckets follow the ready order of rank 0 */
-    int unused_count;       /* find_unused: parameters that no rank used in the last step */
+    int rebuilt;      /* 1 once buckets follow the ready order of rank 0 */
+    int unused_count; /* find_unused: parameters that no rank used in the last step */
     uint64_t steps;
-    size_t gradient_bytes;  /* of all parameters */
-    size_t bytes_reduced;   /* in the last step, as sent: in comm_dtype; f32 for sums of 16-bit gradients */
-    size_t bytes_copied;    /* in the last step, packed into flat buckets and back */
+    size_t gradient_bytes; /* of all parameters */
+    size_t bytes_reduced;  /* in the last step, as sent: in comm_dtype; f32 for sums of 16-bit gradients */
+    size_t bytes_copied;   /* in the last step, packed into flat buckets and back */
     size_t largest_bucket_bytes;
-    double comm_seconds;    /* last step: time to reduce the buckets. 0, like overlap, on a backend that
-                               enqueues on a device: the host does not wait there */
-    double wait_seconds;    /* last step: time inside ddp_reducer_wait, not hidden by compute */
+    double comm_seconds; /* last step: time to reduce the buckets. 0, like overlap, on a backend that enqueues
+                            on a device: the host does not wait there */
+    double wait_seconds; /* last step: time inside ddp_reducer_wait, not hidden by compute */
     double total_comm_seconds, total_wait_seconds;
-    double overlap;         /* last step: share of comm_seconds that compute hid, 0 to 1; 0 with one rank */
+    double overlap; /* last step: share of comm_seconds that compute hid, 0 to 1; 0 with one rank */
 } ddp_reducer_stats;
 
 typedef struct ddp_accumulator_desc {
-    ddp_param *params;      /* required; the reducer's array, after ddp_reducer_create; outlives the
-                               accumulator */
+    ddp_param *params; /* required; the reducer's array, after ddp_reducer_create; outlives the accumulator */
     int param_count;
-    int micro_batch_count;  /* required; per rank and step, at least 1 */
+    int micro_batch_count; /* required; per rank and step, at least 1 */
     /* NULL = none. Otherwise ddp_accumulator_ready calls ddp_reducer_ready once a sum over micro-batches is
        final. The reducer takes f32 sums of 16-bit gradients from the accumulator that was created last. An
        accumulator that was created before it rounds its sums to 16 bits */
@@ -336,8 +353,8 @@ typedef struct ddp_accumulator_desc {
 typedef enum ddp_join_mode { DDP_JOIN_SHADOW = 0, DDP_JOIN_STOP } ddp_join_mode;
 
 typedef struct ddp_join_desc {
-    ddp_reducer *reducer;  /* required */
-    ddp_join_mode mode;    /* 0 = shadow */
+    ddp_reducer *reducer;              /* required */
+    ddp_join_mode mode;                /* 0 = shadow */
     ddp_result (*step_fn)(void *user); /* shadow: the optimizer step, which keeps values equal on a rank
                                           without batches. NULL = at the end, values are broadcast from the
                                           lowest rank of those active in the last step */
@@ -622,41 +639,39 @@ DDPDEF void ddp_join_destroy(ddp_join *join); /* before its reducer; not collect
 //== samplers ==================================================================================== >>sampler
 
 typedef enum ddp_shuffle {
-    DDP_SHUFFLE_TORCH = 0,        /* the same indices as PyTorch 2.6 and newer for the same seed and epoch */
-    DDP_SHUFFLE_TORCH_LEGACY,     /* PyTorch before 2.6: differs only from 214748364 samples on */
-    DDP_SHUFFLE_HASHED            /* a keyed bijection: needs no memory; any position in constant time; up to
-                                     2^63 - 1 samples */
+    DDP_SHUFFLE_TORCH = 0,    /* the same indices as PyTorch 2.6 and newer for the same seed and epoch */
+    DDP_SHUFFLE_TORCH_LEGACY, /* PyTorch before 2.6: differs only from 214748364 samples on */
+    DDP_SHUFFLE_HASHED        /* a keyed bijection: needs no memory; any position in constant time; up to 2^63
+                                 - 1 samples */
 } ddp_shuffle;
 
 /* A position in an epoch. Plain numbers without padding bytes: it may be written to a file as it is. */
 typedef struct ddp_sampler_state {
     uint64_t seed, epoch;
     int64_t dataset_size;
-    int64_t position;             /* entries [0, position) of the epoch's order are used ... */
-    int64_t block_offset;         /* ... and, if not 0, that many of each rank's block of the next global
-                                     batch */
-    int64_t num_replicas;         /* of the sampler that saved; with global_batch it defines the blocks */
+    int64_t position;     /* entries [0, position) of the epoch's order are used ... */
+    int64_t block_offset; /* ... and, if not 0, that many of each rank's block of the next global batch */
+    int64_t num_replicas; /* of the sampler that saved; with global_batch it defines the blocks */
     int64_t global_batch;
     int32_t shuffle, no_shuffle;
 } ddp_sampler_state;
 
 typedef struct ddp_sampler_desc {
-    int64_t dataset_size;         /* N, required, at least 1 */
-    int num_replicas;             /* W; 0 = 1 */
-    int rank;                     /* 0 to num_replicas - 1 */
-    uint64_t seed;                /* the same on every rank; the TORCH orders use the low 32 bits of seed +
-                                     epoch */
-    int no_shuffle;               /* 1 = the order is 0, 1, 2 ... */
-    int drop_last;                /* 1 = leave out the tail that does not fill a round (W samples, or a global
-                                     batch) */
-    int no_pad;                   /* 1 = keep the last round short: every sample exactly once; ranks' lengths
-                                     may differ */
+    int64_t dataset_size; /* N, required, at least 1 */
+    int num_replicas;     /* W; 0 = 1 */
+    int rank;             /* 0 to num_replicas - 1 */
+    uint64_t seed;        /* the same on every rank; the TORCH orders use the low 32 bits of seed + epoch */
+    int no_shuffle;       /* 1 = the order is 0, 1, 2 ... */
+    int drop_last;        /* 1 = leave out the tail that does not fill a round (W samples, or a global batch)
+                             */
+    int no_pad;           /* 1 = keep the last round short: every sample exactly once; ranks' lengths may
+                             differ */
     ddp_shuffle shuffle;
-    int64_t global_batch;         /* 0 = rank r takes entries r, r+W, r+2W ... like PyTorch. Otherwise a
-                                     multiple of W: rank r takes the r-th contiguous block, global_batch/W
-                                     long, of each global batch */
-    int64_t window;               /* TORCH orders: samples computed at once, about 16 bytes each; 0 = 4000000;
-                                     at most the rank's share */
+    int64_t global_batch; /* 0 = rank r takes entries r, r+W, r+2W ... like PyTorch. Otherwise a multiple of
+                             W: rank r takes the r-th contiguous block, global_batch/W long, of each global
+                             batch */
+    int64_t window;       /* TORCH orders: samples computed at once, about 16 bytes each; 0 = 4000000; at most
+                             the rank's share */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
     void *user;
@@ -665,25 +680,25 @@ typedef struct ddp_sampler_desc {
 /* The caller owns it; ddp_sampler_init fills it in. Its fields are private. One thread at a time may use it.
    It may be moved, but not copied. */
 typedef struct ddp_sampler {
-    ddp_sampler_desc desc;        /* defaults resolved */
+    ddp_sampler_desc desc; /* defaults resolved */
     uint64_t epoch;
-    uint64_t round, block;        /* a round gives each rank a block: one sample, without global_batch */
-    uint64_t origin;              /* entries of the order before this one were used before a load */
+    uint64_t round, block; /* a round gives each rank a block: one sample, without global_batch */
+    uint64_t origin;       /* entries of the order before this one were used before a load */
     /* A load inside a global batch: gap_count blocks; the first gap_used entries of each are used. */
     uint64_t gap_count, gap_used, gap_block;
-    uint64_t left;                /* entries of the order to distribute, without padding */
-    uint64_t total;               /* entries of all ranks together, with padding */
-    int64_t first, length;        /* length: samples of this rank; first: those before a load */
-    int64_t cursor;               /* index of the sample that ddp_sampler_next returns next */
-    int ended;                    /* ddp_sampler_next has returned -1 */
-    int half_bits[2], round_count;/* HASHED: the Feistel network */
+    uint64_t left;                 /* entries of the order to distribute, without padding */
+    uint64_t total;                /* entries of all ranks together, with padding */
+    int64_t first, length;         /* length: samples of this rank; first: those before a load */
+    int64_t cursor;                /* index of the sample that ddp_sampler_next returns next */
+    int ended;                     /* ddp_sampler_next has returned -1 */
+    int half_bits[2], round_count; /* HASHED: the Feistel network */
     uint64_t round_keys[32];
-    uint64_t ahead[32];           /* HASHED: the window's samples */
-    uint64_t *table;              /* TORCH: window_count samples; during a pass a hash table of them. One
-                                     allocation with mt */
+    uint64_t ahead[32]; /* HASHED: the window's samples */
+    uint64_t *table;    /* TORCH: window_count samples; during a pass a hash table of them. One allocation
+                           with mt */
     int64_t window_first, window_count;
-    uint32_t *mt;                 /* the generator's 624 words for draws 624 * mt_block and on */
-    int64_t mt_block;             /* -1 = not seeded for this epoch */
+    uint32_t *mt;     /* the generator's 624 words for draws 624 * mt_block and on */
+    int64_t mt_block; /* -1 = not seeded for this epoch */
 } ddp_sampler;
 
 /* A sampler decides which samples of a dataset this rank takes in an epoch, and in what order. Ranks do not
@@ -751,24 +766,21 @@ typedef ddp_result (*ddp_fetch_fn)(void *user, int64_t index, void *const *field
 typedef struct ddp_loader ddp_loader;
 
 typedef struct ddp_loader_desc {
-    ddp_sampler_desc sampler;     /* required: which samples, in what order; the loader makes its own
-                                     sampler */
-    int64_t batch_size;           /* required: samples of this rank per batch; with a global_batch, 0 =
-                                     global_batch / num_replicas */
-    const ddp_tensor *fields;     /* required: dtype and shape of each field of ONE sample, up to DDP_MAX_NDIM
-                                     - 1 dimensions; data is not read */
-    int field_count;              /* required; 1 to DDP_LOADER_FIELDS */
-    ddp_fetch_fn fetch;           /* required */
+    ddp_sampler_desc sampler; /* required: which samples, in what order; the loader makes its own sampler */
+    int64_t batch_size;       /* required: samples of this rank per batch; with a global_batch, 0 =
+                                 global_batch / num_replicas */
+    const ddp_tensor *fields; /* required: dtype and shape of each field of ONE sample, up to DDP_MAX_NDIM
+                                 - 1 dimensions; data is not read */
+    int field_count;          /* required; 1 to DDP_LOADER_FIELDS */
+    ddp_fetch_fn fetch;       /* required */
     void *fetch_user;
-    int worker_count;             /* threads, at most 64; 0 = 1; -1 = none: ddp_loader_next fetches */
-    int prefetch;                 /* batches prepared ahead; 0 = 2 per worker */
-    int extra_valid_batches;      /* older batches that stay valid after the newest: for copies to a device in
-                                     flight; 0 = 1 */
-    ddp_group *group;             /* NULL = batches are stored in memory of alloc_fn. Otherwise they are
-                                     stored in the host memory from which the group's device copies fastest
-                                     (pinned) */
-    int timeout_ms;               /* 0 = 600000; the longest time that ddp_loader_next waits for its
-                                     workers */
+    int worker_count;        /* threads, at most 64; 0 = 1; -1 = none: ddp_loader_next fetches */
+    int prefetch;            /* batches prepared ahead; 0 = 2 per worker */
+    int extra_valid_batches; /* older batches that stay valid after the newest: for copies to a device in
+                                flight; 0 = 1 */
+    ddp_group *group;        /* NULL = batches are stored in memory of alloc_fn. Otherwise they are stored in
+                                the host memory from which the group's device copies fastest (pinned) */
+    int timeout_ms;          /* 0 = 600000; the longest time that ddp_loader_next waits for its workers */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = the group's, or malloc; set both or neither;
                                                          called on any thread */
     void (*free_fn)(void *memory, void *user);
@@ -776,16 +788,16 @@ typedef struct ddp_loader_desc {
 } ddp_loader_desc;
 
 typedef struct ddp_batch {
-    int64_t count;                /* samples; fewer in the last batch of an epoch; 0 = the epoch is over */
+    int64_t count; /* samples; fewer in the last batch of an epoch; 0 = the epoch is over */
     ddp_tensor fields[DDP_LOADER_FIELDS]; /* shape {count, then a sample's} */
-    const int64_t *indices;       /* of the samples in the dataset */
-    const uint8_t *is_padding;    /* 1 = a repetition that only gives all ranks the same length */
+    const int64_t *indices;               /* of the samples in the dataset */
+    const uint8_t *is_padding;            /* 1 = a repetition that only gives all ranks the same length */
 } ddp_batch;
 
 typedef struct ddp_loader_stats {
-    uint64_t batches, samples;    /* returned by ddp_loader_next */
-    double wait_seconds;          /* inside ddp_loader_next, for batches that were not ready */
-    double fetch_seconds;         /* inside fetch, summed over workers */
+    uint64_t batches, samples; /* returned by ddp_loader_next */
+    double wait_seconds;       /* inside ddp_loader_next, for batches that were not ready */
+    double fetch_seconds;      /* inside fetch, summed over workers */
 } ddp_loader_stats;
 
 /* A loader has worker threads that fetch the sampler's samples into a ring of batches, ahead of the consumer.
@@ -836,26 +848,36 @@ DDPDEF void ddp_loader_destroy(ddp_loader *loader);
 
 /* A call that the core passes to a backend. Counts and offsets are elements. All arguments are valid. */
 typedef enum ddp_call_kind {
-    DDP_CALL_ALL_REDUCE, DDP_CALL_REDUCE, DDP_CALL_BROADCAST, DDP_CALL_ALL_GATHER,
-    DDP_CALL_REDUCE_SCATTER, DDP_CALL_ALL_TO_ALL, DDP_CALL_GATHER, DDP_CALL_SCATTER,
-    DDP_CALL_ALL_GATHER_V, DDP_CALL_ALL_TO_ALL_V, DDP_CALL_BARRIER, DDP_CALL_SEND, DDP_CALL_RECV
+    DDP_CALL_ALL_REDUCE,
+    DDP_CALL_REDUCE,
+    DDP_CALL_BROADCAST,
+    DDP_CALL_ALL_GATHER,
+    DDP_CALL_REDUCE_SCATTER,
+    DDP_CALL_ALL_TO_ALL,
+    DDP_CALL_GATHER,
+    DDP_CALL_SCATTER,
+    DDP_CALL_ALL_GATHER_V,
+    DDP_CALL_ALL_TO_ALL_V,
+    DDP_CALL_BARRIER,
+    DDP_CALL_SEND,
+    DDP_CALL_RECV
 } ddp_call_kind;
 
 typedef struct ddp_call {
     ddp_call_kind kind;
     ddp_dtype dtype;
     ddp_op op;
-    int root;          /* SEND, RECV: the peer. -1 for calls without a root */
-    int tag;           /* SEND, RECV: the tag */
-    int flags;         /* DDP_CALL_HOST_MEMORY */
+    int root;  /* SEND, RECV: the peer. -1 for calls without a root */
+    int tag;   /* SEND, RECV: the tag */
+    int flags; /* DDP_CALL_HOST_MEMORY */
     const void *send;
     void *recv;
-    size_t count;      /* the count argument of the public call */
+    size_t count; /* the count argument of the public call */
     /* _v calls: W entries each, never NULL where the call uses them */
     const size_t *send_counts, *send_offsets, *recv_counts, *recv_offsets;
-    uint64_t divisor;  /* AVG: divides the sum; 0 = world_size */
-    uint64_t seq;      /* number of this collective in its group */
-    int caller;        /* the ddp_public_call that made this call inside it; set by ddp.h */
+    uint64_t divisor; /* AVG: divides the sum; 0 = world_size */
+    uint64_t seq;     /* number of this collective in its group */
+    int caller;       /* the ddp_public_call that made this call inside it; set by ddp.h */
 } ddp_call;
 
 /* ddp_call.flags: a blocking collective with buffers in host memory, whatever the device is. */
@@ -936,6 +958,7 @@ typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_str
      add           dst may equal left or right
      sum_squares   adds the squares of `rows` rows of row_count elements to *sum, which is memory of this
                    device. The sum is exact per row, in pieces of 4096 elements */
+// clang-format off
 #define DDP_DEVICE_MEMORY(X)                                                                                 \
     X(alloc, ddp_result, (ddp_group *group, size_t size_bytes, void **out))                                  \
     X(free, void, (ddp_group *group, void *memory))                                                          \
@@ -947,6 +970,7 @@ typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_str
     X(divide, void, (void *data, size_t count, ddp_dtype dtype, uint64_t divisor))                           \
     X(sum_squares, void,                                                                                     \
       (ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype))
+// clang-format on
 
 /* NULL if every function has completed when it returns, as on the CPU. Otherwise the functions above run on
    the stream that the calling thread uses, and copy has completed on return if either side is host memory.
@@ -955,6 +979,7 @@ typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_str
      check         the first failure of this thread's calls of the functions that return void, or DDP_OK
      event_record  marks the end of the work that the stream holds now; a later call moves the mark
      event_wait    makes the stream, not the host, wait for the mark */
+// clang-format off
 #define DDP_DEVICE_STREAMS(X)                                                                                \
     X(open, ddp_result, (ddp_group *group, ddp_group *parent, void **state))                                 \
     X(close, void, (ddp_group *group, void *state))                                                          \
@@ -965,24 +990,29 @@ typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_str
     X(event_record, ddp_result, (ddp_group *group, ddp_stream_kind stream, void *event))                     \
     X(event_wait, ddp_result, (ddp_group *group, ddp_stream_kind stream, void *event))                       \
     X(event_test, ddp_result, (ddp_group *group, void *event, int *done))
+// clang-format on
 
 /* Pinned host memory. NULL = copies from any host memory are as fast. free_pinned may run on any thread, also
    after the group is gone. copy_async returns at once; its host side is memory of alloc_pinned, in use until
    the stream has executed the copy. */
+// clang-format off
 #define DDP_DEVICE_PINNED(X)                                                                                 \
     X(alloc_pinned, ddp_result, (ddp_group *group, size_t size_bytes, void **out))                           \
     X(free_pinned, void, (void *memory))                                                                     \
     X(copy_async, void, (void *dst, const void *src, size_t size_bytes))
+// clang-format on
 
 #define DDP_DEVICE_FUNCTIONS(X) DDP_DEVICE_MEMORY(X) DDP_DEVICE_STREAMS(X) DDP_DEVICE_PINNED(X)
 #define DDP_NULL_FIELD(name, result, arguments) NULL,
 
+// clang-format off
 struct ddp_device {
     const char *name;
     int host_memory; /* 1 = the CPU reads and writes this device's memory */
 #define DDP_X(name, result, arguments) result (*name) arguments;
     DDP_DEVICE_FUNCTIONS(DDP_X)
 #undef DDP_X
+    // clang-format on
     /* Kernels of the sibling headers, which define these types. NULL: the sibling uses its CPU functions if
        host_memory is 1, and otherwise returns DDP_ERR_UNSUPPORTED. */
     const struct ddp_optimizer_kernels *optimizer; /* ddp_fsdp.h */
@@ -1008,7 +1038,7 @@ DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, con
 DDPDEF void *ddp_group_device_state(const ddp_group *group); /* set by the device's open; NULL without one */
 DDPDEF int ddp_group_device_index(const ddp_group *group);   /* from ddp_launch_desc.devices; -1 = none */
 DDPDEF int ddp_group_timeout_ms(const ddp_group *group);
-DDPDEF ddp_order ddp_group_order(const ddp_group *group);    /* never DDP_ORDER_DEFAULT */
+DDPDEF ddp_order ddp_group_order(const ddp_group *group); /* never DDP_ORDER_DEFAULT */
 
 /* Address, in this process, of another rank's group memory. memory: a pointer into this rank's block; the
    result points to the same offset in the block of `rank`. This rank may read and write there between calls
@@ -1148,6 +1178,7 @@ DDPDEF void ddp_tuner_learn(ddp_tuner *tuner, int method, double seconds);
                              Inside another public call it changes nothing.
      DDP_USER_CALLBACK       begins a block that runs a callback of the user. An error line names the calls
                              inside it by their own names. */
+// clang-format off
 #define DDP_PUBLIC_CALLS(X)                                                                        \
     X(ddp_group_create) X(ddp_group_from_mpi) X(ddp_group_create_on)                               \
     X(ddp_group_split) X(ddp_group_alloc) X(ddp_group_free) X(ddp_group_destroy)                   \
@@ -1176,12 +1207,13 @@ typedef enum ddp_public_call {
 #undef DDP_X
     DDP_PUBLIC_CALL_COUNT /* at most 256 */
 } ddp_public_call;
-#define DDP_PUBLIC_CALL(name)                                               \
-    int ddp__outer_call __attribute__((unused, cleanup(ddp_public_call_end))) = \
-        ddp_public_call_begin(DDP_IN_##name)
-#define DDP_USER_CALLBACK                                                   \
-    int ddp__outer_call __attribute__((unused, cleanup(ddp_public_call_end))) = \
-        ddp_public_call_begin(DDP_IN_NO_CALL)
+// clang-format on
+#define DDP_PUBLIC_CALL(name) \
+    int ddp__outer_call       \
+        __attribute__((unused, cleanup(ddp_public_call_end))) = ddp_public_call_begin(DDP_IN_##name)
+#define DDP_USER_CALLBACK \
+    int ddp__outer_call   \
+        __attribute__((unused, cleanup(ddp_public_call_end))) = ddp_public_call_begin(DDP_IN_NO_CALL)
 DDPDEF int ddp_public_call_begin(int call);         /* returns the call that this thread was in */
 DDPDEF void ddp_public_call_end(const int *before); /* this thread is in that call again */
 DDPDEF const char *ddp_public_call_of(int call);    /* "ddp_reducer_create"; NULL for DDP_IN_NO_CALL */
@@ -1223,25 +1255,24 @@ DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *who, ddp_result m
                                  int count, ddp_describe_fn describe, int *differs);
 
 /* Sets this thread's error line and returns result. */
-DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
-    __attribute__((format(printf, 2, 3)));
+DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* The same for a failure of a public call: "rank 1/4 ddp_agree group=world: ...". group may be NULL. */
 DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_group *group, const char *format,
                               ...) __attribute__((format(printf, 4, 5)));
 
 /* Returns from the calling function with the result of `call`, unless that is DDP_OK. */
-#define DDP_TRY(call)                                    \
-    do {                                                 \
-        ddp_result ddp__tried = (call);                  \
-        if (ddp__tried != DDP_OK) return ddp__tried;     \
+#define DDP_TRY(call)                                \
+    do {                                             \
+        ddp_result ddp__tried = (call);              \
+        if (ddp__tried != DDP_OK) return ddp__tried; \
     } while (0)
 
 /* Returns DDP_ERR_INVALID from the calling function unless the condition holds. The remaining arguments are
    the error line, as in ddp_fail_in. */
-#define DDP_CHECK(who, group, condition, ...)                                               \
-    do {                                                                                    \
-        if (!(condition)) return ddp_fail_in(DDP_ERR_INVALID, who, group, __VA_ARGS__);     \
+#define DDP_CHECK(who, group, condition, ...)                                           \
+    do {                                                                                \
+        if (!(condition)) return ddp_fail_in(DDP_ERR_INVALID, who, group, __VA_ARGS__); \
     } while (0)
 
 /* A result with its error line, which outlives later calls and can be sent to other ranks. Zero = DDP_OK.
@@ -1280,7 +1311,7 @@ typedef struct ddp_grad_place {
     int index;         /* of the parameter */
     ddp_dtype dtype;
     size_t count;
-    size_t sum_at;     /* set by ddp_place_sums */
+    size_t sum_at; /* set by ddp_place_sums */
 } ddp_grad_place;
 /* Sorts the places by address, sets the offsets, and returns the bytes of a buffer. Sums have ddp_sum_dtype.
    Gradients that are adjacent in memory get adjacent sums, with the same distances in elements: a reducer
@@ -1310,10 +1341,10 @@ DDPDEF double ddp_now(void); /* a monotonic clock in seconds */
 /* Compiler options that the implementations of this header and its siblings do not support. There is one
    #error, and the implementations are left out, so that no other error follows. A plain include is not
    affected. */
-#if !defined(DDP__REFUSED) &&                                               \
-    (defined(DDP_IMPLEMENTATION) || defined(DDP_FSDP_IMPLEMENTATION) ||     \
-     defined(DDP_PIPELINE_IMPLEMENTATION) || defined(DDP_TENSOR_IMPLEMENTATION) || \
-     defined(DDP_CUDA_IMPLEMENTATION))
+#if !defined(DDP__REFUSED)                                                            \
+    && (defined(DDP_IMPLEMENTATION) || defined(DDP_FSDP_IMPLEMENTATION)               \
+        || defined(DDP_PIPELINE_IMPLEMENTATION) || defined(DDP_TENSOR_IMPLEMENTATION) \
+        || defined(DDP_CUDA_IMPLEMENTATION))
 #if defined(__GLIBC__) && !defined(__USE_MISC)
 #define DDP__STRICT_C
 #elif !defined(__GLIBC__) && defined(__STRICT_ANSI__) && !defined(_DEFAULT_SOURCE) && !defined(_GNU_SOURCE)
@@ -1399,8 +1430,8 @@ extern "C" {
 #define DDP__BETWEEN(name, before, lock, after) \
     for (pthread_mutex_t *name = (before(lock), lock); name; name = (after(name), (pthread_mutex_t *)NULL))
 
-#define DDP__TEXT_MAX 512    /* bytes of an error line */
-#define DDP__LINE 128        /* two cache lines, because the CPU prefetches neighbours in pairs */
+#define DDP__TEXT_MAX 512 /* bytes of an error line */
+#define DDP__LINE 128     /* two cache lines, because the CPU prefetches neighbours in pairs */
 #define DDP__OWN_LINE __attribute__((aligned(DDP__LINE))) /* this member starts a new cache line */
 #define DDP__ALIGN 64
 /* Added between the buffers of ranks. Buffers at distances of a power of two evict each other (cache way
@@ -1410,8 +1441,8 @@ extern "C" {
 /* Bytes of a slot: the data in flight per rank and round. 256 to 768 KiB are equally fast, other sizes are
    slower. */
 #define DDP__CHUNK (512 * 1024)
-#define DDP__SLOTS 3             /* rounds in flight: one is filled, one reduced, one drained */
-#define DDP__PAYLOAD 16384       /* bytes of a small message, which travels with the announcement */
+#define DDP__SLOTS 3       /* rounds in flight: one is filled, one reduced, one drained */
+#define DDP__PAYLOAD 16384 /* bytes of a small message, which travels with the announcement */
 
 /* --- shared by all ranks of a job, in the heap --- */
 
@@ -1430,9 +1461,9 @@ enum { DDP__RANK_ABSENT = 0, DDP__RANK_ALIVE, DDP__RANK_LEFT, DDP__RANK_LOST };
 typedef struct ddp__job_rank {
     uint32_t state;
     int32_t pid, signal_number, exit_status;
-    int32_t result;              /* of its ddp_rank_fn */
-    uint64_t start_time;         /* of the process; a later process with the same pid has another one */
-    char text[DDP__TEXT_MAX];    /* its error line, when result is not 0 */
+    int32_t result;           /* of its ddp_rank_fn */
+    uint64_t start_time;      /* of the process; a later process with the same pid has another one */
+    char text[DDP__TEXT_MAX]; /* its error line, when result is not 0 */
     uint64_t wait[DDP__WAIT_WORDS];
     uint32_t unresponsive;   /* DDP__UNRESPONSIVE: a group timed out because of it; all its groups fail */
     int32_t unresponsive_ms; /* the timeout of that group, and its name */
@@ -1441,11 +1472,11 @@ typedef struct ddp__job_rank {
 
 typedef struct ddp__job {
     uint32_t world_size;
-    uint64_t bump;               /* next unused heap offset. Offsets are never reused; freed pages are */
-    uint64_t limit;              /* size of the file */
-    char folder[16];             /* folder of the unlinked file; "" = a memfd */
-    uint32_t reserves;           /* 1 = control memory gets its pages at once, not at the first access */
-    uint32_t launched;           /* 1 = a parent process monitors the ranks and records their exit */
+    uint64_t bump;     /* next unused heap offset. Offsets are never reused; freed pages are */
+    uint64_t limit;    /* size of the file */
+    char folder[16];   /* folder of the unlinked file; "" = a memfd */
+    uint32_t reserves; /* 1 = control memory gets its pages at once, not at the first access */
+    uint32_t launched; /* 1 = a parent process monitors the ranks and records their exit */
     uint32_t cores;
     /* 1 = caches as on AMD, see ddp__hand_back. The size of chunks depends on it, so all ranks use this one
        value, even a rank that runs in an emulator. */
@@ -1459,8 +1490,8 @@ typedef struct ddp__job {
    and up to 24 bytes of data. */
 typedef struct ddp__post {
     DDP__OWN_LINE uint64_t seq; /* stored last: when it has the value, the other fields are valid */
-    uint64_t what[2];    /* kind, dtype, op and root in one word, see ddp__signature; count */
-    uint64_t send, recv; /* addresses of ddp__address */
+    uint64_t what[2];           /* kind, dtype, op and root in one word, see ddp__signature; count */
+    uint64_t send, recv;        /* addresses of ddp__address */
     unsigned char data[24];
 } ddp__post;
 
@@ -1473,13 +1504,15 @@ typedef struct ddp__sleeper {
 /* Counters of a rank. FILLED: rounds that it has written into its slot. PASSED: rounds in which it has
    finished with the slots of all ranks. */
 enum { DDP__FILLED, DDP__PASSED };
-typedef struct ddp__count { DDP__OWN_LINE uint64_t rounds; } ddp__count;
+typedef struct ddp__count {
+    DDP__OWN_LINE uint64_t rounds;
+} ddp__count;
 
 typedef struct ddp__rank_line {
     ddp__count count[2];
     ddp__sleeper collective, p2p;
-    DDP__OWN_LINE uint32_t left;   /* 1 = the rank has destroyed its handle */
-    uint32_t reaching;             /* number of its threads that access buffers of other ranks */
+    DDP__OWN_LINE uint32_t left; /* 1 = the rank has destroyed its handle */
+    uint32_t reaching;           /* number of its threads that access buffers of other ranks */
     /* An address in this rank's process, and the value there. Peers read it to test process_vm_readv: in
        their pid namespace the pid may be another process. */
     uint64_t probe, probe_word;
@@ -1490,7 +1523,7 @@ typedef struct ddp__control {
     DDP__OWN_LINE uint32_t poison;   /* 0 = healthy, 1 = the failure is being written, 2 = failed */
     int32_t poison_code;
     char poison_text[DDP__TEXT_MAX];
-    uint32_t closed;                 /* handles destroyed; the last one frees the memory */
+    uint32_t closed; /* handles destroyed; the last one frees the memory */
 } ddp__control;
 
 /* --- private to one rank --- */
@@ -1499,7 +1532,7 @@ typedef struct ddp__control {
    have one each. */
 typedef struct ddp__heap {
     int fd;
-    int threads;                 /* 1 = ranks are threads: a pointer is valid on all ranks */
+    int threads; /* 1 = ranks are threads: a pointer is valid on all ranks */
     int references;
     pthread_mutex_t lock;
     struct ddp__region *mappings;
@@ -1511,9 +1544,9 @@ typedef struct ddp__region {
     unsigned char *base;
     uint64_t offset;
     size_t stride, total;
-    unsigned char *mine;         /* this rank's part */
+    unsigned char *mine; /* this rank's part */
     const struct ddp__local *owner;
-    int references;              /* of a mapping: number of ddp__heap_map calls that returned it */
+    int references; /* of a mapping: number of ddp__heap_map calls that returned it */
     struct ddp__region *next;
 } ddp__region;
 
@@ -1521,20 +1554,20 @@ typedef struct ddp__region {
    and offsets of a _v call. */
 typedef struct ddp__op {
     ddp_call call;
-    ddp_task_fn task;            /* NULL: a send or receive that the backend starts */
+    ddp_task_fn task; /* NULL: a send or receive that the backend starts */
     void *argument;
-    void *request;               /* the backend's, of a started send or receive */
-    int polling;                 /* 1 = a thread is inside the backend's p2p_poll */
+    void *request; /* the backend's, of a started send or receive */
+    int polling;   /* 1 = a thread is inside the backend's p2p_poll */
     int done;
     /* 1 = event orders this op: first it marks the preceding work of the compute stream, then the end of this
        op on the communication stream. */
     int ordered;
-    uint64_t ticket;             /* compared with ddp_work.ticket; 0 = free */
+    uint64_t ticket; /* compared with ddp_work.ticket; 0 = free */
     struct ddp__op *next;
     /* The following fields survive a reuse of the handle. */
     ddp_group *group;
-    struct ddp__op *older;       /* list of all handles of the group */
-    void *event;                 /* the device's, if it has streams */
+    struct ddp__op *older; /* list of all handles of the group */
+    void *event;           /* the device's, if it has streams */
     ddp_saved_error outcome;
 } ddp__op;
 
@@ -1560,21 +1593,21 @@ typedef struct ddp__lost_ranks {
     int references, world_size;
     uint32_t mark_count;
     ddp_saved_error cause[DDP__LOST_CAUSES]; /* when all are in use, later ranks share the last one */
-    unsigned char *cause_of;     /* per rank: index of its cause + 1, or 0; stored after this struct */
+    unsigned char *cause_of; /* per rank: index of its cause + 1, or 0; stored after this struct */
 } ddp__lost_ranks;
 
 struct ddp_group {
-    ddp_group_desc desc;         /* defaults resolved */
-    ddp__vote *votes;            /* world_size entries, stored after this struct */
-    int *world_rank;             /* per rank; stored after the votes */
+    ddp_group_desc desc; /* defaults resolved */
+    ddp__vote *votes;    /* world_size entries, stored after this struct */
+    int *world_rank;     /* per rank; stored after the votes */
     ddp__lost_ranks *lost;
-    uint32_t lost_seen;          /* lost->mark_count at the last ddp_group_check_lost */
-    const int *in_rank;          /* 1; 0 in a process that the rank has forked (a page that fork clears) */
+    uint32_t lost_seen; /* lost->mark_count at the last ddp_group_check_lost */
+    const int *in_rank; /* 1; 0 in a process that the rank has forked (a page that fork clears) */
     char name[32];
     int rank, world_size, local_rank, local_world_size;
     const ddp_backend *backend;
     const ddp_device *device;
-    void *state, *device_state;  /* of the backend; of the device */
+    void *state, *device_state; /* of the backend; of the device */
     int device_index;
     ddp__allocation *allocations;
     uint64_t allocation_count;
@@ -1586,17 +1619,17 @@ struct ddp_group {
     pthread_cond_t work_cond, done_cond;
     pthread_t thread, runner;
     int thread_started, running, in_batch;
-    int watched;                 /* threads that sleep in ddp__p2p_wait. They advance messages meanwhile, in
-                                    place of the communication thread */
-    int no_thread;               /* 1 = no communication thread: ddp_wait and ddp_test advance the queue */
+    int watched;   /* threads that sleep in ddp__p2p_wait. They advance messages meanwhile, in place of the
+                      communication thread */
+    int no_thread; /* 1 = no communication thread: ddp_wait and ddp_test advance the queue */
     void (*wait_fn)(void *argument); /* from ddp_group_on_wait, or NULL */
     void *wait_argument;
     void (*destroy_fn)(ddp_group *group); /* from ddp_group_on_destroy, or NULL */
-    int queued;                  /* 1 = blocking calls go through ddp_group_enqueue */
-    int polite;                  /* 1 = the current call runs on the communication thread */
+    int queued;                           /* 1 = blocking calls go through ddp_group_enqueue */
+    int polite;                           /* 1 = the current call runs on the communication thread */
     ddp__op *head, *tail, *free_ops, *all_ops, *batch, *batch_tail;
-    ddp__op thread_end;          /* when done is set, the communication thread returns */
-    ddp__op *p2p;                /* pending asynchronous sends and receives */
+    ddp__op thread_end; /* when done is set, the communication thread returns */
+    ddp__op *p2p;       /* pending asynchronous sends and receives */
 };
 
 //== errors ===================================================================================== >>impl-error
@@ -1652,12 +1685,14 @@ DDPDEF size_t ddp_round_up(size_t n, size_t multiple) {
     return n > SIZE_MAX - (multiple - 1) ? SIZE_MAX : (n + multiple - 1) / multiple * multiple;
 }
 
+// clang-format off
 static const char *const ddp__public_calls[] = {
     NULL,
 #define DDP_X(name) #name,
     DDP_PUBLIC_CALLS(DDP_X)
 #undef DDP_X
 };
+// clang-format on
 
 DDPDEF int ddp_public_call_begin(int call) {
     int before = ddp__public_call;
@@ -1693,8 +1728,10 @@ static ddp_result ddp__forked(const ddp_group *group, const char *who) {
         "call in the rank's own process",
         ddp_public_call_name(who), group->name, (int)getpid());
 }
-#define DDP__NOT_FORKED(group, who) \
-    do { if (__builtin_expect(!*(group)->in_rank, 0)) return ddp__forked(group, who); } while (0)
+#define DDP__NOT_FORKED(group, who)                                                  \
+    do {                                                                             \
+        if (__builtin_expect(!*(group)->in_rank, 0)) return ddp__forked(group, who); \
+    } while (0)
 
 /* DDP_CHECK for the arguments of the enclosing public function. */
 #define DDP__NEED(condition, ...) DDP_CHECK(__func__, NULL, condition, __VA_ARGS__)
@@ -1711,9 +1748,11 @@ DDPDEF ddp_result ddp_error_restore(const ddp_saved_error *saved) {
 
 DDPDEF const char *ddp_result_name(ddp_result result) {
     switch (result) {
+// clang-format off
 #define DDP_X(name, value, text) case name: return #name;
     DDP_RESULTS(DDP_X)
 #undef DDP_X
+        // clang-format on
     }
     return "unknown ddp_result";
 }
@@ -1749,7 +1788,8 @@ static const struct ddp__form {
     {"ddp_all_to_all_v", NULL, DDP__SPLITS | DDP__JOINS | DDP__COUNTED},
     {"ddp_barrier", NULL, DDP__NO_SEND | DDP__NO_RECV},
     {"ddp_send", "peer", DDP__NO_RECV},
-    {"ddp_recv", "peer", DDP__NO_SEND}};
+    {"ddp_recv", "peer", DDP__NO_SEND},
+};
 
 DDPDEF const char *ddp_call_name(ddp_call_kind kind) { return ddp__forms[kind].name; }
 
@@ -1759,8 +1799,8 @@ static int ddp__is_p2p(ddp_call_kind kind) { return kind == DDP_CALL_SEND || kin
 /* A call without a root. The caller of this function sets op, flags and the other fields. */
 static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, size_t count,
                              ddp_dtype dtype) {
-    ddp_call call = {kind, dtype, DDP_OP_SUM, -1, 0, 0, send, recv, count,
-                     NULL, NULL, NULL, NULL, 0, 0, DDP_IN_NO_CALL};
+    ddp_call call = {kind,  dtype, DDP_OP_SUM, -1,   0,    0, send, recv,
+                     count, NULL,  NULL,       NULL, NULL, 0, 0,    DDP_IN_NO_CALL};
     return call;
 }
 
@@ -1783,8 +1823,7 @@ static const char *ddp__call_title(const ddp_call *call) {
    ddp_reducer_wait. */
 enum { DDP__CALLER_SHIFT = 56 };
 static uint64_t ddp__signature(const ddp_call *call) {
-    return (uint64_t)call->kind
-           | (uint64_t)call->dtype << 8
+    return (uint64_t)call->kind | (uint64_t)call->dtype << 8
            | (uint64_t)(ddp__has_op(call->kind) ? call->op : 0) << 16
            | (uint64_t)(call->tag | call->flags << 7) << 24
            | (uint64_t)((uint32_t)(call->root + 1) & 0xffffff) << 32
@@ -1801,9 +1840,7 @@ static int ddp__same_call(const uint64_t a[2], const uint64_t b[2]) {
 
 /* The signature of a send or receive. The tag does not fit into it. */
 static uint64_t ddp__p2p_signature(const ddp_call *call) {
-    return (uint64_t)call->kind
-           | (uint64_t)call->dtype << 8
-           | (uint64_t)(uint32_t)(call->root + 1) << 32
+    return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(uint32_t)(call->root + 1) << 32
            | (uint64_t)(uint32_t)call->caller << DDP__CALLER_SHIFT;
 }
 
@@ -1836,16 +1873,19 @@ static void ddp__describe(char *out, size_t size, const uint64_t what[2], int in
         snprintf(root, sizeof root, " %s=%d", ddp__is_p2p(call.kind) ? "peer" : "root", call.root);
     if (call.kind == DDP_CALL_BARRIER && count && !call.tag)
         snprintf(step, sizeof step, "%s number %llu", name, count);
-    else if (call.kind == DDP_CALL_BARRIER) snprintf(step, sizeof step, "%s", name);
+    else if (call.kind == DDP_CALL_BARRIER)
+        snprintf(step, sizeof step, "%s", name);
     else
         snprintf(step, sizeof step, "%s %s count=%llu%s%s", name, ddp_dtype_name(call.dtype), count,
-                 !ddp__has_op(call.kind) ? ""
-                                         : ops[op < 5 ? op : 5],
-                 root);
-    if (!known) snprintf(out, size, "an unknown call");
-    else if (!call.caller) snprintf(out, size, "%s", step);
-    else if (!inside) snprintf(out, size, "%s", title);
-    else snprintf(out, size, "%s (%s)", title, step);
+                 !ddp__has_op(call.kind) ? "" : ops[op < 5 ? op : 5], root);
+    if (!known)
+        snprintf(out, size, "an unknown call");
+    else if (!call.caller)
+        snprintf(out, size, "%s", step);
+    else if (!inside)
+        snprintf(out, size, "%s", title);
+    else
+        snprintf(out, size, "%s (%s)", title, step);
 }
 
 /* Sets the error line for the calls of two ranks, the lower rank first. Two different steps of the same
@@ -1932,8 +1972,14 @@ DDPDEF void ddp_group_log(const ddp_group *group, const char *text) {
 //== memory, dtypes, time ====================================================================== >>impl-memory
 /* Aligned allocation through the group's allocator, sizes and names of dtypes, shapes, and the clock. */
 
-static void *ddp__malloc_default(size_t size_bytes, void *user) { (void)user; return malloc(size_bytes); }
-static void ddp__free_default(void *memory, void *user) { (void)user; free(memory); }
+static void *ddp__malloc_default(size_t size_bytes, void *user) {
+    (void)user;
+    return malloc(size_bytes);
+}
+static void ddp__free_default(void *memory, void *user) {
+    (void)user;
+    free(memory);
+}
 
 /* The allocator's own pointer is stored directly before the aligned block. */
 static void *ddp__aligned_alloc(void *(*alloc_fn)(size_t, void *), void *user, size_t size_bytes) {
@@ -1951,27 +1997,30 @@ static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void 
 
 DDPDEF void *ddp_host_alloc(ddp_group *group, size_t size_bytes) {
     void *(*alloc_fn)(size_t, void *) = group ? group->desc.alloc_fn : ddp__malloc_default;
-    void *memory = ddp__aligned_alloc(alloc_fn, group ? group->desc.user : NULL,
-                                      size_bytes ? size_bytes : 1);
-    if (memory) memset(memory, 0, size_bytes);
+    void *memory = ddp__aligned_alloc(alloc_fn, group ? group->desc.user : NULL, size_bytes ? size_bytes : 1);
+    if (memory)
+        memset(memory, 0, size_bytes);
     else if (group)
         DDP__GROUP_FAIL(group, DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated",
                         (unsigned long long)size_bytes);
-    else ddp_fail(DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated", (unsigned long long)size_bytes);
+    else
+        ddp_fail(DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated", (unsigned long long)size_bytes);
     return memory;
 }
 
 DDPDEF void ddp_host_free(ddp_group *group, void *memory) {
-    ddp__aligned_free(group ? group->desc.free_fn : ddp__free_default,
-                      group ? group->desc.user : NULL, memory);
+    ddp__aligned_free(group ? group->desc.free_fn : ddp__free_default, group ? group->desc.user : NULL,
+                      memory);
 }
 
 /* Indexed by ddp_dtype. The last entry is for any other value. */
 static const struct {
     const char *name;
     size_t size;
-} ddp__dtypes[] = {{"default", 0}, {"f32", 4}, {"f64", 8}, {"f16", 2}, {"bf16", 2}, {"i8", 1}, {"u8", 1},
-                   {"i32", 4}, {"i64", 8}, {"u64", 8}, {"unknown dtype", 0}};
+} ddp__dtypes[] = {
+    {"default", 0}, {"f32", 4}, {"f64", 8}, {"f16", 2}, {"bf16", 2},          {"i8", 1},
+    {"u8", 1},      {"i32", 4}, {"i64", 8}, {"u64", 8}, {"unknown dtype", 0},
+};
 DDPDEF size_t ddp_dtype_size(ddp_dtype dtype) {
     return ddp__dtypes[(unsigned)dtype <= DDP_U64 ? dtype : DDP_U64 + 1].size;
 }
@@ -2059,7 +2108,7 @@ DDPDEF double ddp_now(void) {
 #define DDP__BLOCK_BYTES 2048
 #define DDP__STREAM_BLOCK_BYTES 512 /* short bursts of streaming stores keep reads and writes in flight */
 enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* size class of a reduction, see ddp__reduce_tree */
-#define DDP__RUN_BYTES ((size_t)2048) /* bytes of one run before the next run continues */
+#define DDP__RUN_BYTES ((size_t)2048)            /* bytes of one run before the next run continues */
 #if !defined(DDP__RUNS_BYTES)
 #define DDP__RUNS_BYTES ((size_t)64 << 10)
 #endif
@@ -2085,9 +2134,15 @@ enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* size class of a reduction, s
 
 /* Types for user memory of any declared type and any alignment. */
 #define DDP__ANY(type, suffix) typedef type __attribute__((may_alias, aligned(1))) ddp__any_##suffix;
-DDP__ANY(float, f32) DDP__ANY(double, f64)
-DDP__ANY(int8_t, i8) DDP__ANY(uint8_t, u8) DDP__ANY(uint16_t, u16)
-DDP__ANY(int32_t, i32) DDP__ANY(uint32_t, u32) DDP__ANY(int64_t, i64) DDP__ANY(uint64_t, u64)
+DDP__ANY(float, f32)
+DDP__ANY(double, f64)
+DDP__ANY(int8_t, i8)
+DDP__ANY(uint8_t, u8)
+DDP__ANY(uint16_t, u16)
+DDP__ANY(int32_t, i32)
+DDP__ANY(uint32_t, u32)
+DDP__ANY(int64_t, i64)
+DDP__ANY(uint64_t, u64)
 #undef DDP__ANY
 
 /* Executes statement for each i in 0 ... count * runs - 1. The loop takes DDP__LANES elements of each run in
@@ -2095,19 +2150,20 @@ DDP__ANY(int32_t, i32) DDP__ANY(uint32_t, u32) DDP__ANY(int64_t, i64) DDP__ANY(u
    multiple of DDP__LANES. It is 64, because gcc -O3 unrolls loops of up to 16 trips before it vectorises, and
    then no longer treats their iterations as independent. */
 #define DDP__LANES 64
-#define DDP__LOOP(how, count, runs, statement)                                                 \
-    do {                                                                                       \
-        size_t at_ = 0;                                                                        \
-        for (; at_ + DDP__LANES <= (count); at_ += DDP__LANES)                                 \
-            for (size_t from_ = at_; from_ < (count) * (runs); from_ += (count)) {             \
-                how                                                                            \
-                for (size_t lane_ = 0; lane_ < DDP__LANES; lane_++) {                          \
-                    size_t i = from_ + lane_;                                                  \
-                    statement;                                                                 \
-                }                                                                              \
-            }                                                                                  \
-        DDP__INDEPENDENT                                                                       \
-        for (size_t i = at_; i < (count); i++) { statement; }                                  \
+#define DDP__LOOP(how, count, runs, statement)                                     \
+    do {                                                                           \
+        size_t at_ = 0;                                                            \
+        for (; at_ + DDP__LANES <= (count); at_ += DDP__LANES)                     \
+            for (size_t from_ = at_; from_ < (count) * (runs); from_ += (count)) { \
+                how for (size_t lane_ = 0; lane_ < DDP__LANES; lane_++) {          \
+                    size_t i = from_ + lane_;                                      \
+                    statement;                                                     \
+                }                                                                  \
+            }                                                                      \
+        DDP__INDEPENDENT                                                           \
+        for (size_t i = at_; i < (count); i++) {                                   \
+            statement;                                                             \
+        }                                                                          \
     } while (0)
 #define DDP__FOR_EACH(count, statement) DDP__LOOP(DDP__INDEPENDENT, count, (size_t)1, statement)
 
@@ -2118,15 +2174,17 @@ DDP__ANY(int32_t, i32) DDP__ANY(uint32_t, u32) DDP__ANY(int64_t, i64) DDP__ANY(u
 typedef float ddp__any_line __attribute__((vector_size(64), may_alias, aligned(1)));
 #define DDP__AT_LINE(x) (*(ddp__any_line *)(void *)((x) + i))
 #define DDP__AT_ONE(x) (x)[i]
-#define DDP__BY_LINE(wide, count, runs, STEP)                                                            \
-    do {                                                                                                 \
-        size_t lines_ = (wide) ? (count) / 16 * 16 : 0;                                                  \
-        for (size_t line_ = 0; line_ < lines_; line_ += 16)                                              \
-            for (size_t i = line_; i < (count) * (runs); i += (count)) {                                 \
-                STEP(ddp__any_line, DDP__AT_LINE)                                                        \
-            }                                                                                            \
-        if (!(wide)) DDP__LOOP(DDP__UNROLLED, count, runs, STEP(float, DDP__AT_ONE));                    \
-        for (size_t i = lines_; (wide) && i < (count); i++) { STEP(float, DDP__AT_ONE) }                 \
+#define DDP__BY_LINE(wide, count, runs, STEP)                                         \
+    do {                                                                              \
+        size_t lines_ = (wide) ? (count) / 16 * 16 : 0;                               \
+        for (size_t line_ = 0; line_ < lines_; line_ += 16)                           \
+            for (size_t i = line_; i < (count) * (runs); i += (count)) {              \
+                STEP(ddp__any_line, DDP__AT_LINE)                                     \
+            }                                                                         \
+        if (!(wide)) DDP__LOOP(DDP__UNROLLED, count, runs, STEP(float, DDP__AT_ONE)); \
+        for (size_t i = lines_; (wide) && i < (count); i++) {                         \
+            STEP(float, DDP__AT_ONE)                                                  \
+        }                                                                             \
     } while (0)
 #if defined(__x86_64__) && !defined(DDP__NARROW) /* defined by tests of the narrow loops */
 #define DDP__WIDE __attribute__((target("avx512f")))
@@ -2218,11 +2276,16 @@ static void ddp__load_f32(float *DDP__RESTRICT out, const void *data, ddp_dtype 
     for (; dtype == DDP_F16 && count >= 8; count -= 8, half += 8, out += 8)
         _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)half)));
 #endif
-    if (dtype == DDP_F16) DDP__FOR_EACH(count, out[i] = ddp__f16_to_f32(half[i]));
-    else if (dtype == DDP_BF16) DDP__FOR_EACH(count, out[i] = ddp__bf16_to_f32(half[i]));
-    else if (dtype == DDP_F32) memcpy(out, data, count * sizeof *out);
-    else if (odd) for (size_t i = 0; i < count; i++) out[i] = ddp__f64_to_f32_odd(wide[i]);
-    else DDP__FOR_EACH(count, out[i] = (float)wide[i]);
+    if (dtype == DDP_F16)
+        DDP__FOR_EACH(count, out[i] = ddp__f16_to_f32(half[i]));
+    else if (dtype == DDP_BF16)
+        DDP__FOR_EACH(count, out[i] = ddp__bf16_to_f32(half[i]));
+    else if (dtype == DDP_F32)
+        memcpy(out, data, count * sizeof *out);
+    else if (odd)
+        for (size_t i = 0; i < count; i++) out[i] = ddp__f64_to_f32_odd(wide[i]);
+    else
+        DDP__FOR_EACH(count, out[i] = (float)wide[i]);
 }
 
 static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRICT in, size_t count) {
@@ -2233,10 +2296,14 @@ static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRI
         _mm_storeu_si128((__m128i *)(void *)half,
                          _mm256_cvtps_ph(_mm256_loadu_ps(in), _MM_FROUND_TO_NEAREST_INT));
 #endif
-    if (dtype == DDP_F16) DDP__FOR_EACH(count, half[i] = ddp__f32_to_f16(in[i]));
-    else if (dtype == DDP_BF16) DDP__FOR_EACH(count, half[i] = ddp__f32_to_bf16(in[i]));
-    else if (dtype == DDP_F32) memcpy(data, in, count * sizeof *in);
-    else DDP__FOR_EACH(count, wide[i] = (double)in[i]);
+    if (dtype == DDP_F16)
+        DDP__FOR_EACH(count, half[i] = ddp__f32_to_f16(in[i]));
+    else if (dtype == DDP_BF16)
+        DDP__FOR_EACH(count, half[i] = ddp__f32_to_bf16(in[i]));
+    else if (dtype == DDP_F32)
+        memcpy(data, in, count * sizeof *in);
+    else
+        DDP__FOR_EACH(count, wide[i] = (double)in[i]);
 }
 
 //== casts and division ======================================================================== >>impl-divide
@@ -2244,13 +2311,16 @@ static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRI
 
 /* Computes x / divisor * factor, rounded once, because one of the two is 1. For a divisor that is a power of
    two the exact reciprocal gives the same bits, also for subnormals, and is faster. */
-#define DDP__SCALE_FN(type, suffix)                                                                          \
-    static void ddp__scale_##suffix(ddp__any_##suffix *x, size_t count, uint64_t divisor, type factor) {     \
-        type d = (type)divisor, r = factor / d;                                                              \
-        if (divisor & (divisor - 1)) DDP__FOR_EACH(count, x[i] = x[i] / d);                                  \
-        else DDP__FOR_EACH(count, x[i] = x[i] * r);                                                          \
+#define DDP__SCALE_FN(type, suffix)                                                                      \
+    static void ddp__scale_##suffix(ddp__any_##suffix *x, size_t count, uint64_t divisor, type factor) { \
+        type d = (type)divisor, r = factor / d;                                                          \
+        if (divisor & (divisor - 1))                                                                     \
+            DDP__FOR_EACH(count, x[i] = x[i] / d);                                                       \
+        else                                                                                             \
+            DDP__FOR_EACH(count, x[i] = x[i] * r);                                                       \
     }
-DDP__SCALE_FN(float, f32) DDP__SCALE_FN(double, f64)
+DDP__SCALE_FN(float, f32)
+DDP__SCALE_FN(double, f64)
 #undef DDP__SCALE_FN
 
 /* Converts any float dtype to any other through f32, scales in f32, and rounds once to nearest even. dst and
@@ -2270,16 +2340,22 @@ static void ddp__by_f32(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dty
 }
 
 static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count) {
-    if (dst_dtype != src_dtype) ddp__by_f32(dst, dst_dtype, src, src_dtype, count, 1, 1.0f);
-    else if (count && dst != src) memcpy(dst, src, count * ddp_dtype_size(dst_dtype));
+    if (dst_dtype != src_dtype)
+        ddp__by_f32(dst, dst_dtype, src, src_dtype, count, 1, 1.0f);
+    else if (count && dst != src)
+        memcpy(dst, src, count * ddp_dtype_size(dst_dtype));
 }
 
 /* Returns 0 for integers and leaves them unchanged. */
 static int ddp__scale_floats(void *data, size_t count, ddp_dtype dtype, uint64_t divisor, float factor) {
-    if (dtype == DDP_F32) ddp__scale_f32((ddp__any_f32 *)data, count, divisor, factor);
-    else if (dtype == DDP_F64) ddp__scale_f64((ddp__any_f64 *)data, count, divisor, (double)factor);
-    else if (ddp__is_half(dtype)) ddp__by_f32(data, dtype, data, dtype, count, divisor, factor);
-    else return 0;
+    if (dtype == DDP_F32)
+        ddp__scale_f32((ddp__any_f32 *)data, count, divisor, factor);
+    else if (dtype == DDP_F64)
+        ddp__scale_f64((ddp__any_f64 *)data, count, divisor, (double)factor);
+    else if (ddp__is_half(dtype))
+        ddp__by_f32(data, dtype, data, dtype, count, divisor, factor);
+    else
+        return 0;
     return 1;
 }
 
@@ -2300,11 +2376,16 @@ static void ddp__divide(void *data, size_t count, ddp_dtype dtype, uint64_t divi
     if (divisor <= 1 || ddp__scale_floats(data, count, dtype, divisor, 1.0f)) return;
 #define DDP__DIVIDE(type, x) (x)[i] = (type)ddp__divide_signed((int64_t)(x)[i], divisor)
     for (size_t i = 0; i < count; i++)
-        if (dtype == DDP_I8) DDP__DIVIDE(int8_t, (int8_t *)data);
-        else if (dtype == DDP_U8) DDP__DIVIDE(uint8_t, (uint8_t *)data);
-        else if (dtype == DDP_I32) DDP__DIVIDE(int32_t, (ddp__any_i32 *)data);
-        else if (dtype == DDP_I64) DDP__DIVIDE(int64_t, (ddp__any_i64 *)data);
-        else ((ddp__any_u64 *)data)[i] /= divisor;
+        if (dtype == DDP_I8)
+            DDP__DIVIDE(int8_t, (int8_t *)data);
+        else if (dtype == DDP_U8)
+            DDP__DIVIDE(uint8_t, (uint8_t *)data);
+        else if (dtype == DDP_I32)
+            DDP__DIVIDE(int32_t, (ddp__any_i32 *)data);
+        else if (dtype == DDP_I64)
+            DDP__DIVIDE(int64_t, (ddp__any_i64 *)data);
+        else
+            ((ddp__any_u64 *)data)[i] /= divisor;
 #undef DDP__DIVIDE
 }
 
@@ -2328,47 +2409,61 @@ typedef void (*ddp__merge_fn)(void *out, const void *const *in, int in_count, si
                       o[i] = ddp__##op##_##suffix(ddp__##op##_##suffix(a[i], b[i]),                        \
                                                   ddp__##op##_##suffix(c[i], d[i])));                      \
     }
-#define DDP__MERGE(op, type, suffix, expression)                                                     \
-    DDP__FORCED_INLINE type ddp__##op##_##suffix(type a, type b) { return (type)(expression); }      \
+#define DDP__MERGE(op, type, suffix, expression)                                                \
+    DDP__FORCED_INLINE type ddp__##op##_##suffix(type a, type b) { return (type)(expression); } \
     DDP__MERGE_FN(op, suffix)
-#define DDP__SUM_PROD(type, suffix)        \
-    DDP__MERGE(sum, type, suffix, a + b)   \
-    DDP__MERGE(prod, type, suffix, a * b)
-#define DDP__MIN_MAX(type, suffix)                 \
-    DDP__MERGE(min, type, suffix, a < b ? a : b)   \
+#define DDP__SUM_PROD(type, suffix)      \
+    DDP__MERGE(sum, type, suffix, a + b) \
+    DDP__MERGE(prod, type, suffix, (a) * (b))
+#define DDP__MIN_MAX(type, suffix)               \
+    DDP__MERGE(min, type, suffix, a < b ? a : b) \
     DDP__MERGE(max, type, suffix, a > b ? a : b)
-DDP__SUM_PROD(float, f32) DDP__SUM_PROD(double, f64)
-DDP__SUM_PROD(uint8_t, u8) DDP__SUM_PROD(uint32_t, u32) DDP__SUM_PROD(uint64_t, u64)
-DDP__MIN_MAX(int8_t, i8) DDP__MIN_MAX(uint8_t, u8)
-DDP__MIN_MAX(int32_t, i32) DDP__MIN_MAX(int64_t, i64) DDP__MIN_MAX(uint64_t, u64)
+DDP__SUM_PROD(float, f32)
+DDP__SUM_PROD(double, f64)
+DDP__SUM_PROD(uint8_t, u8)
+DDP__SUM_PROD(uint32_t, u32)
+DDP__SUM_PROD(uint64_t, u64)
+DDP__MIN_MAX(int8_t, i8)
+DDP__MIN_MAX(uint8_t, u8)
+DDP__MIN_MAX(int32_t, i32)
+DDP__MIN_MAX(int64_t, i64)
+DDP__MIN_MAX(uint64_t, u64)
 
 /* Minimum and maximum of IEEE 754-2019: NaN if an operand is NaN, and -0 is less than +0. So the result does
    not depend on the order. If a and b are equal, `one` and `other` are the two values, and their signs are
    combined by or (min) and by and (max). The selections follow each other, because nested ones do not
    vectorise. */
-#define DDP__FLOAT_LESS(op, less, join, type, suffix)                                                    \
-    DDP__FORCED_INLINE type ddp__##op##_##suffix(type a, type b) {                                       \
-        type one = a less b ? a : b;                                                                     \
-        type other = b less a ? b : a;                                                                   \
-        one = ddp__##suffix##_from_bits(ddp__##suffix##_bits(one) join ddp__##suffix##_bits(other));     \
-        one = b != b ? b : one;                                                                          \
-        return a != a ? a : one;                                                                         \
-    }                                                                                                    \
+#define DDP__FLOAT_LESS(op, less, join, type, suffix)                                                \
+    DDP__FORCED_INLINE type ddp__##op##_##suffix(type a, type b) {                                   \
+        type one = a less b ? a : b;                                                                 \
+        type other = b less a ? b : a;                                                               \
+        one = ddp__##suffix##_from_bits(ddp__##suffix##_bits(one) join ddp__##suffix##_bits(other)); \
+        one = b != b ? b : one;                                                                      \
+        return a != a ? a : one;                                                                     \
+    }                                                                                                \
     DDP__MERGE_FN(op, suffix)
-DDP__FLOAT_LESS(min, <, |, float, f32) DDP__FLOAT_LESS(min, <, |, double, f64)
-DDP__FLOAT_LESS(max, >, &, float, f32) DDP__FLOAT_LESS(max, >, &, double, f64)
+DDP__FLOAT_LESS(min, <, |, float, f32)
+DDP__FLOAT_LESS(min, <, |, double, f64)
+DDP__FLOAT_LESS(max, >, &, float, f32)
+DDP__FLOAT_LESS(max, >, &, double, f64)
 
 /* Integer sums and products wrap, so signed dtypes use the unsigned functions. f16 and bf16 are converted to
    f32 before. */
 static ddp__merge_fn ddp__merge_for(ddp_dtype dtype, ddp_op op) {
-#define DDP__BY_OP(wrapping, ordered)                                       \
-    {ddp__merge_sum_##wrapping, ddp__merge_sum_##wrapping /* AVG */,        \
-     ddp__merge_min_##ordered, ddp__merge_max_##ordered, ddp__merge_prod_##wrapping}
-    static const ddp__merge_fn by_dtype[][5] = {
-        DDP__BY_OP(f32, f32), DDP__BY_OP(f64, f64),
-        DDP__BY_OP(f32, f32) /* F16 */, DDP__BY_OP(f32, f32) /* BF16 */,
-        DDP__BY_OP(u8, i8), DDP__BY_OP(u8, u8), DDP__BY_OP(u32, i32), DDP__BY_OP(u64, i64),
-        DDP__BY_OP(u64, u64)};
+#define DDP__BY_OP(wrapping, ordered)                                                             \
+    {                                                                                             \
+        ddp__merge_sum_##wrapping, ddp__merge_sum_##wrapping /* AVG */, ddp__merge_min_##ordered, \
+            ddp__merge_max_##ordered, ddp__merge_prod_##wrapping                                  \
+    }
+    static const ddp__merge_fn by_dtype[][5] = {DDP__BY_OP(f32, f32),
+                                                DDP__BY_OP(f64, f64),
+                                                DDP__BY_OP(f32, f32) /* F16 */,
+                                                DDP__BY_OP(f32, f32) /* BF16 */,
+                                                DDP__BY_OP(u8, i8),
+                                                DDP__BY_OP(u8, u8),
+                                                DDP__BY_OP(u32, i32),
+                                                DDP__BY_OP(u64, i64),
+                                                DDP__BY_OP(u64, u64)};
     return by_dtype[dtype - DDP_F32][op];
 }
 
@@ -2431,11 +2526,11 @@ typedef struct ddp__reduction {
     const void *const *src;
     int dst_count, src_count;
     ddp_dtype dtype;
-    size_t size;             /* of an element */
+    size_t size; /* of an element */
     uint64_t divisor;
     ddp__merge_fn merge;
-    int half;                /* 1 = f16 or bf16, added in f32 */
-    int past;                /* 1 = streaming stores write all outputs, none of which is a source */
+    int half; /* 1 = f16 or bf16, added in f32 */
+    int past; /* 1 = streaming stores write all outputs, none of which is a source */
     /* For ddp__round_fused, otherwise NULL: the same loop also copies from[0] to to[0], from[1] to to[1]. */
     void *const *to, *const *from;
 } ddp__reduction;
@@ -2446,10 +2541,8 @@ typedef struct ddp__reduction {
    in memory. */
 #define DDP__F32_AT(array, k) ((ddp__any_f32 *)array[k] + first)
 #define DDP__FOUR(x) (*(const ddp__any_f32x4 *)(x + i))
-#define DDP__FUSED_SUM(at)                           \
-    (W == 4   ? (at(a) + at(b)) + (at(c) + at(d))    \
-     : W == 3 ? (at(a) + at(b)) + at(d)              \
-              : at(a) + at(b))
+#define DDP__FUSED_SUM(at) \
+    (W == 4 ? (at(a) + at(b)) + (at(c) + at(d)) : W == 3 ? (at(a) + at(b)) + at(d) : at(a) + at(b))
 DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int copies, int divide, int wide,
                                    size_t first, size_t count, size_t runs) {
     const ddp__any_f32 *a = DDP__F32_AT(r->src, 0), *b = DDP__F32_AT(r->src, 1);
@@ -2466,13 +2559,13 @@ DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int co
             DDP__STREAM(w + i,
                         divide ? DDP__FUSED_SUM(DDP__FOUR) / factor : DDP__FUSED_SUM(DDP__FOUR) * factor);
     else
-#define DDP__FUSED_STEP(type, at)                                                                \
-    type value = divide ? DDP__FUSED_SUM(at) / factor : DDP__FUSED_SUM(at) * factor;             \
-    if (copies) at(to0) = at(from0);                                                             \
-    at(w) = value;                                                                               \
-    if (D > 1) at(x) = value;                                                                    \
-    if (D > 3) at(y) = value;                                                                    \
-    if (D > 2) at(z) = value;                                                                    \
+#define DDP__FUSED_STEP(type, at)                                                    \
+    type value = divide ? DDP__FUSED_SUM(at) / factor : DDP__FUSED_SUM(at) * factor; \
+    if (copies) at(to0) = at(from0);                                                 \
+    at(w) = value;                                                                   \
+    if (D > 1) at(x) = value;                                                        \
+    if (D > 3) at(y) = value;                                                        \
+    if (D > 2) at(z) = value;                                                        \
     if (copies) at(to1) = at(from1);
         DDP__BY_LINE(wide, count, runs, DDP__FUSED_STEP);
 }
@@ -2480,20 +2573,27 @@ DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int co
 /* Returns 0 if no fused loop applies. */
 DDP__FORCED_INLINE int ddp__reduce_fused_as(const ddp__reduction *r, int wide, size_t first, size_t count,
                                             size_t runs) {
-#define DDP__FUSED(W, D)                                                                           \
-    case 100 * W + D:                                                                              \
-        if (r->divisor & (r->divisor - 1)) ddp__fused(r, W, D, 0, 1, wide, first, count, runs);    \
-        else ddp__fused(r, W, D, 0, 0, wide, first, count, runs);                                  \
+#define DDP__FUSED(W, D)                                         \
+    case 100 * W + D:                                            \
+        if (r->divisor & (r->divisor - 1))                       \
+            ddp__fused(r, W, D, 0, 1, wide, first, count, runs); \
+        else                                                     \
+            ddp__fused(r, W, D, 0, 0, wide, first, count, runs); \
         return 1;
     if (r->dtype != DDP_F32 || r->merge != ddp__merge_sum_f32) return 0;
     /* for streaming stores to several destinations, blocks are faster */
     if (r->past && (r->dst_count > 1 || runs > 1 || count % 4 || (uintptr_t)DDP__F32_AT(r->dst, 0) % 16))
         return 0;
-    if (r->to) { ddp__fused(r, 2, 2, 1, 0, wide, first, count, runs); return 1; }
+    if (r->to) {
+        ddp__fused(r, 2, 2, 1, 0, wide, first, count, runs);
+        return 1;
+    }
+    // clang-format off
     switch (100 * r->src_count + r->dst_count) {
     DDP__FUSED(2, 1) DDP__FUSED(2, 2) DDP__FUSED(3, 1) DDP__FUSED(3, 3) DDP__FUSED(4, 1) DDP__FUSED(4, 4)
     default: return 0;
     }
+    // clang-format on
 }
 DDP__WIDE static int ddp__reduce_fused_wide(const ddp__reduction *r, size_t first, size_t count,
                                             size_t runs) {
@@ -2522,18 +2622,19 @@ static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[15], siz
     const void *in[4];
     int depth = 0, t = 0, n;
     while ((n = r->src_count - t) > 0) {
-        n = n >= 4   ? 4
-            : n >= 2 ? 2
-                     : 1;
+        n = n >= 4 ? 4 : n >= 2 ? 2 : 1;
         for (int i = 0; i < n; i++) {
             in[i] = (const unsigned char *)r->src[t + i] + first * r->size;
             if (!r->half) continue;
             ddp__load_f32((float *)(void *)room[i], in[i], r->dtype, count, 0);
             in[i] = room[i];
         }
-        if (n > 1) r->merge(level[depth++], in, n, count);
-        else if (depth) ddp__merge_two(r, level[depth - 1], in[0], count);
-        else memcpy(level[depth++], in[0], count * (r->half ? sizeof(float) : r->size));
+        if (n > 1)
+            r->merge(level[depth++], in, n, count);
+        else if (depth)
+            ddp__merge_two(r, level[depth - 1], in[0], count);
+        else
+            memcpy(level[depth++], in[0], count * (r->half ? sizeof(float) : r->size));
         for (t += n; depth > (t < r->src_count ? __builtin_popcount((unsigned)t) : 1); depth--)
             ddp__merge_two(r, level[depth - 2], level[depth - 1], count);
     }
@@ -2543,8 +2644,8 @@ static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[15], siz
    blocks begin on a cache line. */
 static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count) {
     ddp__block level[15];
-    size_t n, step = (r->past ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES)
-                     / (r->half ? sizeof(float) : r->size);
+    size_t n,
+        step = (r->past ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES) / (r->half ? sizeof(float) : r->size);
     if (ddp__reduce_fused(r, first, count, 1)) return;
     for (; count; first += n, count -= n) {
         size_t at = first * r->size;
@@ -2554,8 +2655,10 @@ static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count)
         ddp__divide(level[0], n, r->half ? DDP_F32 : r->dtype, r->divisor);
         if (r->half) ddp__store_f32(level[1], r->dtype, (const float *)(const void *)level[0], n);
         for (int k = 0; k < r->dst_count; k++)
-            if (r->past) ddp__copy_stream((unsigned char *)r->dst[k] + at, level[r->half], n * r->size);
-            else memcpy((unsigned char *)r->dst[k] + at, level[r->half], n * r->size);
+            if (r->past)
+                ddp__copy_stream((unsigned char *)r->dst[k] + at, level[r->half], n * r->size);
+            else
+                memcpy((unsigned char *)r->dst[k] + at, level[r->half], n * r->size);
     }
 }
 
@@ -2570,9 +2673,18 @@ static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count)
                   output is a source. */
 static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count,
                              size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor, int how) {
-    ddp__reduction r = {dst, src, dst_count, src_count, dtype, ddp_dtype_size(dtype),
-                        op == DDP_OP_AVG && divisor ? divisor : 1, ddp__merge_for(dtype, op),
-                        ddp__is_half(dtype), how == DDP__PAST, NULL, NULL};
+    ddp__reduction r = {dst,
+                        src,
+                        dst_count,
+                        src_count,
+                        dtype,
+                        ddp_dtype_size(dtype),
+                        op == DDP_OP_AVG && divisor ? divisor : 1,
+                        ddp__merge_for(dtype, op),
+                        ddp__is_half(dtype),
+                        how == DDP__PAST,
+                        NULL,
+                        NULL};
     size_t step = DDP__RUN_BYTES / r.size;
     size_t runs = !how || count * r.size < DDP__RUNS_BYTES ? 0 : ddp__runs();
     size_t each = runs ? count / runs / step * step : 0;
@@ -2608,8 +2720,13 @@ DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_co
        cell[68..70]  number of NaN, +infinity and -infinity that were added
        cell[71]      bound: no digit exceeds bound * 2^32 in magnitude
    Bounds add up as digits do. So the sum of the cells of fewer than 2^15 ranks is again such a number. */
-enum { DDP__EXACT_DIGITS = 68, DDP__EXACT_NAN = 68, DDP__EXACT_PLUS = 69, DDP__EXACT_MINUS = 70,
-       DDP__EXACT_BOUND = 71 };
+enum {
+    DDP__EXACT_DIGITS = 68,
+    DDP__EXACT_NAN = 68,
+    DDP__EXACT_PLUS = 69,
+    DDP__EXACT_MINUS = 70,
+    DDP__EXACT_BOUND = 71
+};
 #define DDP__EXACT_BOUND_MAX (INT64_C(1) << 16)
 #define DDP__EXACT_LANES 32
 #define DDP__EXACT_PIECE ((size_t)4096) /* elements of a row that are added in f64; a multiple of 64 */
@@ -2635,13 +2752,13 @@ DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value) {
     int exponent = (int)(bits >> 52 & 0x7ff);
     int64_t negative = -(int64_t)(bits >> 63); /* 0 or -1: (x ^ negative) - negative is x or -x */
     if (exponent == 0x7ff) {
-        sum->cell[mantissa   ? DDP__EXACT_NAN
-                  : negative ? DDP__EXACT_MINUS
-                             : DDP__EXACT_PLUS]++;
+        sum->cell[mantissa ? DDP__EXACT_NAN : negative ? DDP__EXACT_MINUS : DDP__EXACT_PLUS]++;
         return;
     }
-    if (exponent) mantissa |= UINT64_C(1) << 52;
-    else exponent = 1;
+    if (exponent)
+        mantissa |= UINT64_C(1) << 52;
+    else
+        exponent = 1;
     int64_t *digit = sum->cell + ((exponent - 1) >> 5);
     int shift = (exponent - 1) & 31;
     low = (mantissa & 0xffffffff) << shift;
@@ -2714,10 +2831,17 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
         size_t n = count < step ? count : step;
         const void *x = at;
         if (n < step) memset(&block, 0, sizeof block);
-        if (ddp__is_half(dtype)) { ddp__load_f32(block.f32, at, dtype, n, 0); x = &block; }
-        else if (n < step) { memcpy(&block, at, n * size); x = &block; }
-        if (dtype == DDP_F64) ddp__squares_f64(lane, (const ddp__any_f64 *)x);
-        else ddp__squares_f32(lane, (const ddp__any_f32 *)x);
+        if (ddp__is_half(dtype)) {
+            ddp__load_f32(block.f32, at, dtype, n, 0);
+            x = &block;
+        } else if (n < step) {
+            memcpy(&block, at, n * size);
+            x = &block;
+        }
+        if (dtype == DDP_F64)
+            ddp__squares_f64(lane, (const ddp__any_f64 *)x);
+        else
+            ddp__squares_f32(lane, (const ddp__any_f32 *)x);
         count -= n;
     }
     for (int half = DDP__EXACT_LANES / 2; half; half /= 2)
@@ -2778,9 +2902,20 @@ DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum,
 
 DDPDEF const ddp_device *ddp_device_cpu(void) {
     static const ddp_device cpu = {
-        "cpu", 1, ddp__cpu_alloc, ddp_host_free, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast, ddp__cpu_add,
-        ddp__scale, ddp__divide, ddp__exact_add_squares,
-        DDP_DEVICE_STREAMS(DDP_NULL_FIELD) DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL, NULL};
+        "cpu",
+        1,
+        ddp__cpu_alloc,
+        ddp_host_free,
+        ddp__cpu_copy,
+        ddp__cpu_fill_zero,
+        ddp__cast,
+        ddp__cpu_add,
+        ddp__scale,
+        ddp__divide,
+        ddp__exact_add_squares,
+        DDP_DEVICE_STREAMS(DDP_NULL_FIELD) DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL,
+        NULL,
+    };
     return &cpu;
 }
 
@@ -2789,10 +2924,10 @@ DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, con
     const ddp_device *device = ddp_group_device(group);
     if (version ? *version == DDP_VERSION : device->host_memory) return DDP_OK;
     if (version)
-        return ddp_fail_in(
-            DDP_ERR_UNSUPPORTED, who, group,
-    "device %s has kernels for version %d of %s, which is version %d here; take all headers from one release",
-            device->name, *version, header, DDP_VERSION);
+        return ddp_fail_in(DDP_ERR_UNSUPPORTED, who, group,
+                           "device %s has kernels for version %d of %s, which is version %d here; take all "
+                           "headers from one release",
+                           device->name, *version, header, DDP_VERSION);
     return ddp_fail_in(
         DDP_ERR_UNSUPPORTED, who, group,
         "device %s has no kernels for %s; compile ddp_cuda.cuh where %s is beside it, or fill in the "
@@ -2887,11 +3022,16 @@ static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
     if (size > DDP__HUGE) size = ddp_round_up(size, DDP__HUGE); /* as ddp__heap_take does */
     DDP__LOCKED(&heap->lock) {
         for (m = heap->mappings; m && m->offset != offset;) m = m->next;
-        if (m) { m->references++; continue; }
+        if (m) {
+            m->references++;
+            continue;
+        }
         unsigned char *base = (unsigned char *)ddp__map_aligned(heap->fd, offset, size);
         ddp__region fresh = {base, offset, 0, size, NULL, NULL, 1, heap->mappings};
-        if (base && (m = (ddp__region *)malloc(sizeof *m)) != NULL) *(heap->mappings = m) = fresh;
-        else if (base) munmap(base, size);
+        if (base && (m = (ddp__region *)malloc(sizeof *m)) != NULL)
+            *(heap->mappings = m) = fresh;
+        else if (base)
+            munmap(base, size);
     }
     return m ? m->base : NULL;
 }
@@ -2954,19 +3094,27 @@ static int ddp__populate(ddp__heap *heap, void *memory, uint64_t offset, size_t 
 /* Creates a heap from a file descriptor and takes ownership of it. */
 static ddp__heap *ddp__heap_wrap(int fd, int threads) {
     ddp__heap *heap = (ddp__heap *)calloc(1, sizeof *heap);
-    if (!heap) { close(fd); return NULL; }
+    if (!heap) {
+        close(fd);
+        return NULL;
+    }
     heap->fd = fd;
     heap->threads = threads;
     heap->references = 1;
     pthread_mutex_init(&heap->lock, NULL);
     heap->job = (ddp__job *)ddp__heap_map(heap, 0, ddp_round_up(sizeof(ddp__job), DDP__PAGE));
-    if (!heap->job) { ddp__heap_release(heap); return NULL; }
+    if (!heap->job) {
+        ddp__heap_release(heap);
+        return NULL;
+    }
     return heap;
 }
 
 /* The cores that this process may run on, in the format of sched_getaffinity. */
 enum { DDP__CPU_BITS = 8 * (int)sizeof(unsigned long), DDP__CPU_WORDS = 1024 / DDP__CPU_BITS };
-typedef struct ddp__cpus { unsigned long word[DDP__CPU_WORDS]; } ddp__cpus;
+typedef struct ddp__cpus {
+    unsigned long word[DDP__CPU_WORDS];
+} ddp__cpus;
 
 static int ddp__usable_cores(ddp__cpus *cpus) {
     int cores = 0;
@@ -3269,14 +3417,14 @@ typedef struct ddp__local {
     /* Rank in this group -> rank in the causes of failures. They differ if this group is one machine's part
        of a larger group: then causes name the ranks of the larger group. */
     int number[DDP_MAX_LOCAL_RANKS];
-    uint64_t offset;                 /* of the control memory in the heap */
+    uint64_t offset; /* of the control memory in the heap */
     size_t size;
     ddp__control *control;
     ddp__rank_line *line;
     ddp__post *posts;
     unsigned char *payloads, *slots;
     ddp__channel *channels;
-    struct ddp__local *parent;       /* its group memory, and that of its parents, is group memory here too */
+    struct ddp__local *parent; /* its group memory, and that of its parents, is group memory here too */
     ddp__region *regions;
     uint64_t round;
     ddp_tuner route[DDP__ROUTES][16];
@@ -3284,14 +3432,14 @@ typedef struct ddp__local {
     pthread_mutex_t p2p_lock;
     ddp__request *requests, *free_requests; /* pending sends and receives in issue order; unused ones */
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
-    uint64_t probe_word;             /* different in every process */
+    uint64_t probe_word; /* different in every process */
     /* process_vm_readv of this peer: 1 = it works, -1 = the system refuses it, 0 = not tried yet. */
     int can_read[DDP_MAX_LOCAL_RANKS];
-    int refused;                     /* 1 = refused for a peer, 2 = log_fn has been called, too */
-    int amd;                         /* as in ddp__job */
-    int staging;                     /* DDP__STAGE_* flags of the last ddp__requests_step; under p2p_lock */
-    double looked_for_lost;          /* time of the last check in ddp__local_p2p_poll; under p2p_lock */
-    uint64_t status_at;              /* time of the last check in ddp__local_status, in ms */
+    int refused;            /* 1 = refused for a peer, 2 = log_fn has been called, too */
+    int amd;                /* as in ddp__job */
+    int staging;            /* DDP__STAGE_* flags of the last ddp__requests_step; under p2p_lock */
+    double looked_for_lost; /* time of the last check in ddp__local_p2p_poll; under p2p_lock */
+    uint64_t status_at;     /* time of the last check in ddp__local_status, in ms */
 } ddp__local;
 
 /* Payloads and slots begin in the middle of a page, because large private buffers begin near the start of a
@@ -3302,7 +3450,7 @@ typedef struct ddp__local {
 #define DDP__SLOT_STRIDE (DDP__SLOTS * (size_t)DDP__CHUNK + DDP__SKEW)
 
 /* A loop over the other ranks, which starts at the next higher rank. */
-#define DDP__FOR_PEERS(l, p)                                                                        \
+#define DDP__FOR_PEERS(l, p) \
     for (int i_ = 1, p; i_ < (l)->world_size && (p = ((l)->rank + i_) % (l)->world_size, 1); i_++)
 
 static ddp__post *ddp__post_of(const ddp__local *l, int rank, uint64_t seq) {
@@ -3503,8 +3651,7 @@ static void ddp__timed_out(ddp_group *group, ddp__local *l, const uint64_t *word
     char here[90] = "", missing[190] = "", waiting[176] = "";
     for (int r = 0; r < l->world_size; r++) {
         int arrived = r == l->rank || ddp__word_of(words, stride, r) >= target;
-        ddp__list_rank(arrived ? here : missing,
-                       arrived ? sizeof here : sizeof missing, l->number[r]);
+        ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, l->number[r]);
         if (arrived) continue;
         if (!waiting[0]) ddp__waiting_text(group, l, r, waiting, sizeof waiting);
         ddp__mark_unresponsive(group, l, r);
@@ -3536,8 +3683,8 @@ static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stri
     for (int r = 0; r < l->world_size; r++) {
         if (r == l->rank || ddp__word_of(words, stride, r) >= target) continue;
         ddp_result lost = ddp__member_lost(l, r, text, sizeof text);
-        if (lost != DDP_OK &&
-            ddp__word_of(words, stride, r) < target) /* it may have got there before it left */
+        if (lost != DDP_OK
+            && ddp__word_of(words, stride, r) < target) /* it may have got there before it left */
             ddp__local_poison(NULL, l, lost, text);
     }
 }
@@ -3569,7 +3716,10 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
         if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
         ddp__local_progress(group, l, NULL, 1);
         if (group->wait_fn) group->wait_fn(group->wait_argument);
-        if (tries < l->yields) { sched_yield(); continue; }
+        if (tries < l->yields) {
+            sched_yield();
+            continue;
+        }
         ddp__sleep_for(l, peer, words, stride, target, slice_us);
         if (slice_us < 2000) slice_us *= 2;
         double now = ddp_now();
@@ -3651,10 +3801,10 @@ static void ddp__tick(ddp__local *l, int what, uint64_t round) {
 static const ddp__region *ddp__region_of(const ddp__local *l, uint64_t place, int here) {
     const ddp__region *found = NULL;
     DDP__LOCKED(&l->heap->lock)
-        for (; l && !found; l = l->parent)
-            for (found = l->regions;
-                 found && place - (here ? (uintptr_t)found->base : found->offset) >= found->total;)
-                found = found->next;
+    for (; l && !found; l = l->parent)
+        for (found = l->regions;
+             found && place - (here ? (uintptr_t)found->base : found->offset) >= found->total;)
+            found = found->next;
     return found;
 }
 
@@ -3694,9 +3844,8 @@ static int ddp__can_read(ddp__local *l, int r) {
     uint64_t word = 0, probe = ddp__load(&l->line[r].probe);
     int can = ddp__load(&l->can_read[r]);
     if (can || !probe) return can;
-    can = ddp__vm_read(ddp__pid_of(l, r), &word, probe, sizeof word) && word == l->line[r].probe_word
-              ? 1
-              : -1;
+    can = ddp__vm_read(ddp__pid_of(l, r), &word, probe, sizeof word) && word == l->line[r].probe_word ? 1
+                                                                                                      : -1;
     if (can < 0 && !ddp__load(&l->refused)) ddp__store(&l->refused, 1);
     ddp__store(&l->can_read[r], can);
     return can;
@@ -3761,7 +3910,10 @@ static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *ca
 /* Copies from a peer's buffer, group memory or private. A failed read poisons the group. */
 static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size_t size) {
     char text[DDP__TEXT_MAX];
-    if (!(address & DDP__PRIVATE)) { memcpy(dst, ddp__resolve(l, address), size); return 1; }
+    if (!(address & DDP__PRIVATE)) {
+        memcpy(dst, ddp__resolve(l, address), size);
+        return 1;
+    }
     if (ddp__vm_read(ddp__pid_of(l, peer), dst, address ^ DDP__PRIVATE, size)) return 1;
     int error = errno; /* the launcher may need a moment to record how the peer ended */
     for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500))
@@ -3778,9 +3930,7 @@ static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size
 /* Returns the `how` of ddp__reduce_tree for a share of group memory. Data that a peer has just written is
    read in several runs at any size, except on AMD: 1 MiB takes 16% less. */
 static int ddp__how(const ddp__local *l, size_t size) {
-    return size >= DDP__LARGE_BYTES / 4 ? DDP__PAST
-           : l->amd                     ? DDP__CACHED
-                                        : DDP__LARGE;
+    return size >= DDP__LARGE_BYTES / 4 ? DDP__PAST : l->amd ? DDP__CACHED : DDP__LARGE;
 }
 
 /* The data of a rank in a small call: in its announcement if it fits there, otherwise in its payload. */
@@ -3814,30 +3964,43 @@ static ddp_bytes ddp__part_of(size_t size, size_t share, int rank) {
 /* One call from the view of this rank. Sizes are in bytes. */
 typedef struct ddp__move {
     const ddp_call *call;
-    int shape;            /* DDP__ADDS and so on, from ddp__forms */
-    int common;           /* 1 = all peers receive the same bytes */
+    int shape;  /* DDP__ADDS and so on, from ddp__forms */
+    int common; /* 1 = all peers receive the same bytes */
     /* 1 = an all_reduce or reduce of more than a small message: rank r reduces share r of each chunk for all
        ranks that receive the result. */
     int shared;
     const unsigned char *send;
     unsigned char *recv;
     size_t element, block;
-    size_t largest;       /* the largest piece, over all ranks and peers */
-    size_t rounds, room;  /* number of rounds; bytes for a piece in each */
-    size_t chunk;         /* shared: bytes in a slot */
-    size_t first_share;   /* shared: a rank's share of the first chunk, which may be shorter */
-    int way;              /* DDP__WAY_* */
-    size_t filled;        /* number of rounds that are in this rank's slots already */
-    ddp_tuner *route;     /* learns the time of the proposed method; or NULL */
+    size_t largest;      /* the largest piece, over all ranks and peers */
+    size_t rounds, room; /* number of rounds; bytes for a piece in each */
+    size_t chunk;        /* shared: bytes in a slot */
+    size_t first_share;  /* shared: a rank's share of the first chunk, which may be shorter */
+    int way;             /* DDP__WAY_* */
+    size_t filled;       /* number of rounds that are in this rank's slots already */
+    ddp_tuner *route;    /* learns the time of the proposed method; or NULL */
 } ddp__move;
 
 DDP__FORCED_INLINE ddp__move ddp__move_of(const ddp_call *call) {
     int shape = ddp__forms[call->kind].shape;
     const void *send = call->kind == DDP_CALL_BROADCAST ? call->recv : call->send;
     size_t element = ddp_dtype_size(call->dtype), block = call->count * element;
-    ddp__move m = {call, shape, !(shape & DDP__SPLITS), 0,
-                   (const unsigned char *)send, (unsigned char *)call->recv, element, block, block,
-                   0, block, 0, 0, DDP__WAY_CACHED, 0, NULL};
+    ddp__move m = {call,
+                   shape,
+                   !(shape & DDP__SPLITS),
+                   0,
+                   (const unsigned char *)send,
+                   (unsigned char *)call->recv,
+                   element,
+                   block,
+                   block,
+                   0,
+                   block,
+                   0,
+                   0,
+                   DDP__WAY_CACHED,
+                   0,
+                   NULL};
     return m;
 }
 
@@ -3855,9 +4018,7 @@ static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
         size_t line = (size_t)l->world_size * DDP__ALIGN;
         size_t most = DDP__CHUNK / line * line; /* so that shares of whole cache lines fit a slot */
         size_t some = m->block <= 4 * 65536 ? 65536 : ddp_round_up(m->block / 4, line);
-        m->chunk = !l->amd       ? DDP__CHUNK / 4
-                   : some < most ? some
-                                 : most;
+        m->chunk = !l->amd ? DDP__CHUNK / 4 : some < most ? some : most;
         m->rounds = (m->block + m->chunk - 1) / m->chunk;
         m->room = ddp__share(m->chunk, l->world_size);
         m->first_share = ddp__share(m->block - (m->rounds - 1) * m->chunk, l->world_size);
@@ -3896,9 +4057,7 @@ DDP__FORCED_INLINE ddp_bytes ddp__piece(const ddp__move *m, ddp_bytes part, size
         at = (m->rounds - 1 - k) * m->chunk;
         part = k ? ddp__part_of(m->chunk, m->room, rank) : ddp__part_of(m->block - at, m->first_share, rank);
     } else {
-        part.size = part.size <= at            ? 0
-                    : part.size - at < m->room ? part.size - at
-                                               : m->room;
+        part.size = part.size <= at ? 0 : part.size - at < m->room ? part.size - at : m->room;
     }
     part.begin += at;
     return part;
@@ -4045,8 +4204,12 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
     void *in[DDP_MAX_LOCAL_RANKS], *out[DDP_MAX_LOCAL_RANKS], *outs[DDP_MAX_LOCAL_RANKS];
     m->first_share = ddp__share(m->block, l->world_size);
-    if (adds && read) DDP_TRY(ddp__await_passed(group, l, l->round)); /* peers are done with the slot */
-    else { m->rounds = m->way != DDP__WAY_PUSH; m->room = m->largest; }
+    if (adds && read)
+        DDP_TRY(ddp__await_passed(group, l, l->round)); /* peers are done with the slot */
+    else {
+        m->rounds = m->way != DDP__WAY_PUSH;
+        m->room = m->largest;
+    }
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     ddp__move_own(l->rank, m);
     for (size_t k = 0; k < m->rounds; k++) {
@@ -4055,8 +4218,8 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
             ddp_bytes take = ddp__piece(m, ddp__takes(l->rank, m, p), k, l->rank);
             size_t begin = m->call->recv_counts
                                ? (size_t)ddp__counts_of(l, p, m->call)->begin[l->rank] * m->element
-                               : m->common ? 0
-                                           : (size_t)l->rank * m->block;
+                           : m->common ? 0
+                                       : (size_t)l->rank * m->block;
             uint64_t address = post->send + (m->shared ? take.begin : begin + k * m->room);
             if (take.size == 0) continue;
             in[p] = !adds  ? m->recv + take.begin
@@ -4077,9 +4240,8 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
     }
     if (m->way == DDP__WAY_PUSH) {
         DDP__FOR_PEERS(l, p)
-            ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv)
-                                 + (size_t)l->rank * m->block,
-                             m->send, m->block);
+        ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + (size_t)l->rank * m->block,
+                         m->send, m->block);
         ddp__stream_end();
     }
     ddp__reach_end(l);
@@ -4113,15 +4275,14 @@ static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__m
     ddp_bytes out = ddp__piece(m, ddp__gives(l->rank, m, peer), k - 2, peer);
     void *theirs = ddp__slot_of(l, peer, first + k - 1) + ddp__move_at(m, me);
     void *mine = (void *)(uintptr_t)(m->send + sum.begin);
-    const void *add[2] = {me ? theirs : mine,
-                          me ? mine : theirs};
+    const void *add[2] = {me ? theirs : mine, me ? mine : theirs};
     void *sums[2] = {m->recv + sum.begin, theirs};
     void *to[2] = {ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer), m->recv + out.begin};
     void *from[2] = {(void *)(uintptr_t)(m->send + in.begin),
                      ddp__slot_of(l, me, first + k - 2) + ddp__move_at(m, peer)};
     uint64_t divisor = m->call->op == DDP_OP_AVG && m->call->divisor ? m->call->divisor : 1;
-    const ddp__reduction r = {sums, add, 2, 2, DDP_F32, sizeof(float), divisor, ddp__merge_sum_f32,
-                              0, 0, to, from};
+    const ddp__reduction r = {sums, add, 2,  2,   DDP_F32, sizeof(float), divisor, ddp__merge_sum_f32,
+                              0,    0,   to, from};
     size_t count = sum.size / sizeof(float), runs = ddp__runs();
     size_t each = count / runs / DDP__LANES * DDP__LANES;
     DDP_TRY(ddp__await_passed(group, l, first + k - 2));
@@ -4141,7 +4302,10 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
     void *in[DDP_MAX_LOCAL_RANKS];
     l->round += m->rounds;
     for (size_t k = m->filled; k <= m->rounds + (size_t)m->shared; k++) {
-        if (ddp__rounds_fuse(l, m, k)) { DDP_TRY(ddp__round_fused(group, l, m, first, k)); continue; }
+        if (ddp__rounds_fuse(l, m, k)) {
+            DDP_TRY(ddp__round_fused(group, l, m, first, k));
+            continue;
+        }
         if (k < m->rounds) {
             DDP_TRY(ddp__await_passed(group, l, first + k - DDP__SLOTS)); /* no rank uses the slot any more */
             ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k, past);
@@ -4177,7 +4341,9 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
      READ    in one copy by process_vm_readv, if the system allows it (the fastest on Intel)
    The best method changes over time, because virtual cores migrate. So rank 0 proposes the method that was
    fastest recently, or from time to time another one. Every rank announces whether its buffer can be read. */
-typedef struct ddp__proposal { uint8_t way, readable; } ddp__proposal;
+typedef struct ddp__proposal {
+    uint8_t way, readable;
+} ddp__proposal;
 
 static ddp__proposal *ddp__proposal_of(const ddp__local *l, int rank, const ddp_call *call) {
     return (ddp__proposal *)(void *)ddp__post_of(l, rank, call->seq)->data;
@@ -4249,9 +4415,12 @@ static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m)
         recvs |= ddp__post_of(l, r, call->seq)->recv;
         readable &= ddp__proposal_of(l, r, call)->readable;
     }
-    if (push && !(recvs & DDP__PRIVATE)) m->way = DDP__WAY_PUSH;
-    else if (!((m->shared ? sends | recvs : sends) & DDP__PRIVATE)) m->way = DDP__WAY_TAKE;
-    else if ((m->route = proposed) != NULL) m->way = ddp__proposal_of(l, 0, call)->way;
+    if (push && !(recvs & DDP__PRIVATE))
+        m->way = DDP__WAY_PUSH;
+    else if (!((m->shared ? sends | recvs : sends) & DDP__PRIVATE))
+        m->way = DDP__WAY_TAKE;
+    else if ((m->route = proposed) != NULL)
+        m->way = ddp__proposal_of(l, 0, call)->way;
     if (m->way == DDP__WAY_READ && !readable) m->way = DDP__WAY_CACHED;
     return DDP_OK;
 }
@@ -4269,8 +4438,10 @@ static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *
         ddp__move large = m; /* so that m stays in registers */
         result = ddp__move_begin(group, l, &large);
         double start = large.route ? ddp_now() : 0;
-        if (result == DDP_OK && large.way >= DDP__WAY_READ) result = ddp__move_direct(group, l, &large);
-        else if (result == DDP_OK) result = ddp__move_rounds(group, l, &large);
+        if (result == DDP_OK && large.way >= DDP__WAY_READ)
+            result = ddp__move_direct(group, l, &large);
+        else if (result == DDP_OK)
+            result = ddp__move_rounds(group, l, &large);
         if (large.route) ddp_tuner_learn(large.route, ddp__proposal_of(l, 0, call)->way, ddp_now() - start);
     } else if (m.shape != DDP__ADDS) {
         result = ddp__move_small(group, l, &m);
@@ -4303,7 +4474,7 @@ typedef struct ddp__message {
        FREE after CLAIMED. */
     DDP__OWN_LINE uint32_t state;
     int32_t tag;
-    int32_t staged;   /* 1 = through the chunks of the channel; written by the receiver */
+    int32_t staged; /* 1 = through the chunks of the channel; written by the receiver */
     uint32_t dtype;
     int32_t attended; /* 1 = the sender blocks until the message is received; written by the sender */
     uint64_t count, order, address;
@@ -4357,8 +4528,10 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
     m->order = l->send_order[r->call.root]++;
     r->done = r->size <= DDP__INLINE;
     m->staged = 0;
-    if (!r->done) m->address = ddp__address(l, r->call.send, r->size);
-    else if (r->size) memcpy(m->data, r->call.send, r->size);
+    if (!r->done)
+        m->address = ddp__address(l, r->call.send, r->size);
+    else if (r->size)
+        memcpy(m->data, r->call.send, r->size);
     m->attended = r->call.flags & DDP__CALL_BLOCKS;
     r->message = m;
     ddp__store(&m->state, (uint32_t)DDP__POSTED);
@@ -4375,8 +4548,10 @@ static void ddp__stage_step(ddp__local *l, ddp__request *r) {
            && *chunks < (send ? ddp__load(&c->drained) + DDP__STAGES : ddp__load(&c->filled))) {
         unsigned char *stage = c->stage[*chunks % DDP__STAGES];
         size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
-        if (send) memcpy(stage, (const unsigned char *)r->call.send + r->moved, n);
-        else memcpy((unsigned char *)r->call.recv + r->moved, stage, n);
+        if (send)
+            memcpy(stage, (const unsigned char *)r->call.send + r->moved, n);
+        else
+            memcpy((unsigned char *)r->call.recv + r->moved, stage, n);
         r->moved += n;
         l->staging |= DDP__STAGE_MOVED;
         ddp__store(chunks, *chunks + 1);
@@ -4390,8 +4565,10 @@ static void ddp__send_progress(ddp__local *l, ddp__request *r, int attended) {
     uint32_t state = ddp__load(&r->message->state);
     if (attended && !r->message->attended) ddp__store(&r->message->attended, 1);
     r->done = state == DDP__TAKEN;
-    if (r->done) ddp__store(&r->message->state, (uint32_t)DDP__FREE);
-    else if (state == DDP__CLAIMED && ddp__load(&r->message->staged)) ddp__stage_step(l, r);
+    if (r->done)
+        ddp__store(&r->message->state, (uint32_t)DDP__FREE);
+    else if (state == DDP__CLAIMED && ddp__load(&r->message->staged))
+        ddp__stage_step(l, r);
 }
 
 /* Returns the order of the newest message that a peer has posted to this rank, plus 1. A sender posts in
@@ -4410,17 +4587,18 @@ static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
     ddp__message *first = r->channel->message, *best = NULL;
     for (ddp__message *m = first; m < first + DDP__MESSAGES; m++)
         if (ddp__load(&m->state) == DDP__POSTED && m->order < end && m->tag == r->call.tag
-            && (!best || m->order < best->order)) best = m;
+            && (!best || m->order < best->order))
+            best = m;
     if (!best) return;
     if (best->count == r->call.count && best->dtype == (uint32_t)r->call.dtype) {
         r->message = best;
         ddp__store(&best->state, (uint32_t)DDP__CLAIMED);
     } else
-        DDP__POISON(
-            l, DDP_ERR_MISMATCH,
-        "ranks made different calls: rank %d ddp_send %s count=%zu, rank %d ddp_recv %s count=%zu (tag %d)",
-            r->call.root, ddp_dtype_name((ddp_dtype)best->dtype), (size_t)best->count, l->rank,
-            ddp_dtype_name(r->call.dtype), r->call.count, r->call.tag);
+        DDP__POISON(l, DDP_ERR_MISMATCH,
+                    "ranks made different calls: rank %d ddp_send %s count=%zu, rank %d ddp_recv %s "
+                    "count=%zu (tag %d)",
+                    r->call.root, ddp_dtype_name((ddp_dtype)best->dtype), (size_t)best->count, l->rank,
+                    ddp_dtype_name(r->call.dtype), r->call.count, r->call.tag);
 }
 
 /* Copies from the sender's buffer. Returns 0 if the system refuses that or the group has failed, because a
@@ -4488,11 +4666,16 @@ static void ddp__requests_step(ddp__local *l, const ddp__request *own) {
         int attended = r->call.flags & DDP__CALL_BLOCKS || r == ddp__waited_request;
         if (r->done) continue;
         if (r->call.kind == DDP_CALL_SEND) {
-            if (r->message) ddp__send_progress(l, r, attended);
-            else if (!(blocked & bit)) ddp__send_post(l, r);
+            if (r->message)
+                ddp__send_progress(l, r, attended);
+            else if (!(blocked & bit))
+                ddp__send_post(l, r);
             if (!r->message) blocked |= bit;
         } else {
-            if (!r->message && !(looked & bit)) { end[peer] = ddp__posted_end(r->channel); looked |= bit; }
+            if (!r->message && !(looked & bit)) {
+                end[peer] = ddp__posted_end(r->channel);
+                looked |= bit;
+            }
             if (!r->message) ddp__recv_match(l, r, end[peer]);
             if (r->message) ddp__recv_progress(l, r, attended);
         }
@@ -4538,8 +4721,10 @@ static void ddp__requests_look_for_lost(ddp__local *l) {
         if (r->done || (alive >> r->call.root & 1)) continue;
         ddp_result lost = ddp__member_lost(l, r->call.root, text, sizeof text);
         if (lost != DDP_OK) ddp__requests_step(l, NULL); /* the peer may have sent before it left */
-        if (lost == DDP_OK) alive |= UINT64_C(1) << r->call.root;
-        else if (!r->done) ddp__local_poison(NULL, l, lost, text);
+        if (lost == DDP_OK)
+            alive |= UINT64_C(1) << r->call.root;
+        else if (!r->done)
+            ddp__local_poison(NULL, l, lost, text);
     }
 }
 
@@ -4550,8 +4735,10 @@ static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_
     int to = send ? call->root : l->rank;
     ddp__request *r = NULL, **end = &l->requests;
     DDP__LOCKED(&l->p2p_lock) {
-        if ((r = l->free_requests) != NULL) l->free_requests = r->next;
-        else if ((r = (ddp__request *)ddp_host_alloc(group, sizeof *r)) == NULL) continue;
+        if ((r = l->free_requests) != NULL)
+            l->free_requests = r->next;
+        else if ((r = (ddp__request *)ddp_host_alloc(group, sizeof *r)) == NULL)
+            continue;
         memset(r, 0, sizeof *r);
         r->call = *call;
         r->size = call->count * ddp_dtype_size(call->dtype);
@@ -4594,8 +4781,10 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
     uint32_t value = ddp__load(&me->word);
     int bit = 1 << (ddp__thread_of == group);
     if (timeout_ms == 0) {
-        if (l->spins > l->yields && !group->polite) ddp__pause();
-        else sched_yield();
+        if (l->spins > l->yields && !group->polite)
+            ddp__pause();
+        else
+            sched_yield();
         return;
     }
     ddp__fetch_add(&me->sleeping, 1u);
@@ -4778,7 +4967,10 @@ static void ddp__local_close(ddp_group *group, void *state) {
     ddp__store(&l->line[l->rank].left, 1u);
     if (l->owns_rank) ddp__store(&l->heap->job->rank[l->rank].state, (uint32_t)DDP__RANK_LEFT);
     for (int r = 0; r < l->world_size; r++)
-        if (r != l->rank) { ddp__wake_one(&l->line[r].collective); ddp__wake_one(&l->line[r].p2p); }
+        if (r != l->rank) {
+            ddp__wake_one(&l->line[r].collective);
+            ddp__wake_one(&l->line[r].p2p);
+        }
     for (ddp__region *region; (region = l->regions) != NULL; ddp_host_free(group, region)) {
         l->regions = region->next;
         ddp__heap_unmap(l->heap, region->base);
@@ -4817,17 +5009,33 @@ static ddp_result ddp__local_wait_signal(ddp_group *group, void *state, const ui
     ddp_result result = DDP_OK;
     l->awaits_word = 1;
     DDP__FOR_PEERS(l, p)
-        if (result == DDP_OK)
-            result = ddp__await(group, l, p, first, (size_t)(second - first) * sizeof *first, target);
+    if (result == DDP_OK)
+        result = ddp__await(group, l, p, first, (size_t)(second - first) * sizeof *first, target);
     l->awaits_word = 0;
     return result;
 }
 
 static const ddp_backend ddp__backend_local = {
-    "local", NULL, ddp__local_run, ddp__local_p2p_start, ddp__local_p2p_poll, ddp__local_p2p_sleep,
-    ddp__local_split, ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_poison,
-    ddp__local_close, 0, DDP_ORDER_TREE, NULL,
-    ddp__local_peer, ddp__local_signal, ddp__local_wait_signal, ddp__local_p2p_wake};
+    "local",
+    NULL,
+    ddp__local_run,
+    ddp__local_p2p_start,
+    ddp__local_p2p_poll,
+    ddp__local_p2p_sleep,
+    ddp__local_split,
+    ddp__local_alloc,
+    ddp__local_free,
+    ddp__local_status,
+    ddp__local_poison,
+    ddp__local_close,
+    0,
+    DDP_ORDER_TREE,
+    NULL,
+    ddp__local_peer,
+    ddp__local_signal,
+    ddp__local_wait_signal,
+    ddp__local_p2p_wake,
+};
 
 //== the self backend ============================================================================ >>impl-self
 /* The backend of groups of one rank. It copies from send to recv. Its state is a ddp_saved_error, the cause
@@ -4853,7 +5061,10 @@ static ddp_result ddp__self_run(ddp_group *group, void *state, const ddp_call *c
 
 static ddp_result ddp__self_split(ddp_group *parent, void *state, ddp_group *child, const int *members,
                                   int member_count, void **child_state) {
-    (void)parent; (void)state; (void)members; (void)member_count;
+    (void)parent;
+    (void)state;
+    (void)members;
+    (void)member_count;
     *child_state = NULL;
     return child ? ddp__self_open(child, child_state) : DDP_OK;
 }
@@ -4872,8 +5083,26 @@ static void ddp__self_poison(ddp_group *group, void *state, ddp_result cause, co
 }
 
 static const ddp_backend ddp__backend_self = {
-    "self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split, NULL, NULL, ddp__self_status,
-    ddp__self_poison, ddp_host_free, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
+    "self",
+    ddp__self_open,
+    ddp__self_run,
+    NULL,
+    NULL,
+    NULL,
+    ddp__self_split,
+    NULL,
+    NULL,
+    ddp__self_status,
+    ddp__self_poison,
+    ddp_host_free,
+    0,
+    DDP_ORDER_TREE,
+    NULL,
+    NULL,
+    NULL,
+    NULL,
+    NULL,
+};
 
 //== properties of calls ======================================================================== >>impl-calls
 /* For backends (tcp, mpi and those of a user): the bytes of a call, its comparison between ranks, its
@@ -4930,8 +5159,7 @@ DDPDEF ddp_result ddp_call_timed_out(ddp_group *group, const ddp_call *call, con
     int is_message = ddp__is_p2p(call->kind);
     for (int r = 0; r < group->world_size; r++) {
         int arrived = state[r] == DDP_RANK_ARRIVED;
-        ddp__list_rank(arrived ? here : missing,
-                       arrived ? sizeof here : sizeof missing, r);
+        ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, r);
     }
     snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, here,
              missing[0] ? missing : "none");
@@ -5022,7 +5250,7 @@ static ddp_result ddp__lane_end(ddp_group *group, ddp__op *op, ddp_result result
     if (!op->ordered) return result;
     if (result == DDP_OK)
         result = ddp__device_result(group, group->device->event_record(group, DDP_STREAM_COMM, op->event));
-    group->device->use_stream(group, DDP_STREAM_COMPUTE); /* also after a failure */
+    group->device->use_stream(group, DDP_STREAM_COMPUTE);     /* also after a failure */
     if (op->argument != &op->call) op->call.seq = group->seq; /* a task: for the error line of ddp_wait */
     return result;
 }
@@ -5045,8 +5273,10 @@ static void ddp__op_end(ddp_group *group, ddp__op *op, ddp_result result) {
 }
 
 static void ddp__append(ddp__op **head, ddp__op **tail, ddp__op *op) {
-    if (*head) (*tail)->next = op;
-    else *head = op;
+    if (*head)
+        (*tail)->next = op;
+    else
+        *head = op;
     *tail = op;
 }
 
@@ -5064,7 +5294,10 @@ static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     op->polling = 0;
     if (!done && result == DDP_OK) return;
     for (ddp__op **link = &group->p2p; *link; link = &(*link)->next)
-        if (*link == op) { *link = op->next; break; }
+        if (*link == op) {
+            *link = op->next;
+            break;
+        }
     ddp__op_end(group, op, result);
 }
 
@@ -5076,9 +5309,12 @@ static void ddp__p2p_step_all(ddp_group *group) {
 }
 
 static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
-    if (group->backend->p2p_sleep) group->backend->p2p_sleep(group, group->state, timeout_ms);
-    else if (timeout_ms == 0) sched_yield();
-    else usleep(50);
+    if (group->backend->p2p_sleep)
+        group->backend->p2p_sleep(group, group->state, timeout_ms);
+    else if (timeout_ms == 0)
+        sched_yield();
+    else
+        usleep(50);
 }
 
 /* With the lock held, returns 1 if this thread is inside a task or call of the group. */
@@ -5160,10 +5396,10 @@ static ddp_result ddp__thread_start(ddp_group *group) {
 
 static void ddp__op_free(ddp_group *group, ddp__op *op) {
     if (op) DDP__LOCKED(&group->lock) {
-        op->ticket = 0;
-        op->next = group->free_ops;
-        group->free_ops = op;
-    }
+            op->ticket = 0;
+            op->next = group->free_ops;
+            group->free_ops = op;
+        }
 }
 
 /* Creates a handle. call NULL: a task of the user. task NULL: a send or receive that the backend starts. */
@@ -5171,7 +5407,8 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     size_t w = (size_t)group->world_size;
     ddp__op *op = NULL;
     DDP__LOCKED(&group->lock) {
-        if ((op = group->free_ops) != NULL) group->free_ops = op->next;
+        if ((op = group->free_ops) != NULL)
+            group->free_ops = op->next;
         else if ((op = (ddp__op *)ddp_host_alloc(group, sizeof *op + 4 * w * sizeof(size_t))) != NULL) {
             op->group = group;
             op->older = group->all_ops;
@@ -5190,8 +5427,8 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     op->call.caller = ddp__public_call;
     if (!op->call.recv_counts) return op;
     /* The caller may free the arrays of a _v call before the call ends. */
-    const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets,
-                              &op->call.recv_counts, &op->call.recv_offsets};
+    const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets, &op->call.recv_counts,
+                              &op->call.recv_offsets};
     size_t *copy = (size_t *)(void *)(op + 1);
     for (int i = 0; i < 4; i++, copy += w)
         if (*list[i]) *list[i] = (const size_t *)memcpy(copy, *list[i], w * sizeof *copy);
@@ -5212,8 +5449,7 @@ static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
         DDP__UNLOCKED(&group->lock) ddp__p2p_rest(group, sleeps ? DDP__P2P_SLICE_MS : 0);
         group->watched -= sleeps;
         ddp__p2p_step(group, op); /* first, because the local backend reports a timeout with its cause */
-        if (overdue && !op->done)
-            DDP__UNLOCKED(&group->lock) {
+        if (overdue && !op->done) DDP__UNLOCKED(&group->lock) {
                 char text[DDP__TEXT_MAX];
                 ddp__p2p_timeout_text(group, &op->call, op->call.root, text, sizeof text);
                 group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, text);
@@ -5226,12 +5462,15 @@ static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
 
 /* Waits for an op, and frees it. Executes the queue meanwhile, unless another thread does. */
 static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
-    if (!ddp__is_p2p(op->call.kind)) ddp__work_off(op);
-    else DDP__LOCKED(&group->lock) ddp__p2p_wait(group, op);
+    if (!ddp__is_p2p(op->call.kind))
+        ddp__work_off(op);
+    else
+        DDP__LOCKED(&group->lock) ddp__p2p_wait(group, op);
     ddp_result result = ddp_error_restore(&op->outcome);
     if (result == DDP_OK && op->ordered) { /* the compute stream waits for the op's work */
         result = group->backend->status(group, group->state);
-        if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
+        if (result != DDP_OK)
+            result = ddp__call_failed(group, &op->call, result);
         else
             result = ddp__device_result(group,
                                         group->device->event_wait(group, DDP_STREAM_COMPUTE, op->event));
@@ -5357,8 +5596,10 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     if (!enqueues && !group->backend->p2p_start)
         return DDP__RANK_FAIL(group, DDP_ERR_UNSUPPORTED, "%s group=%s: the %s backend sends no messages",
                               ddp_call_name(call->kind), group->name, group->backend->name);
-    if (work) memset(work, 0, sizeof *work);
-    else call->flags = DDP__CALL_BLOCKS;
+    if (work)
+        memset(work, 0, sizeof *work);
+    else
+        call->flags = DDP__CALL_BLOCKS;
     call->seq = __atomic_add_fetch(&group->p2p_seq, 1, __ATOMIC_RELAXED);
     if (enqueues && (work || !group->in_batch)) return ddp__issue(group, call, work);
     ddp__op *op = ddp__op_new(group, call, NULL, NULL);
@@ -5386,10 +5627,10 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
         return DDP_OK;
     }
     if (work) DDP__LOCKED(&group->lock) {
-        op->next = group->p2p;
-        group->p2p = op;
-        pthread_cond_signal(&group->work_cond);
-    }
+            op->next = group->p2p;
+            group->p2p = op;
+            pthread_cond_signal(&group->work_cond);
+        }
     return ddp__hand_out(group, op, work);
 }
 
@@ -5492,8 +5733,8 @@ static void ddp__sha256_block(uint32_t state[8], const unsigned char block[64]) 
         0xc67178f2u};
     uint32_t w[64], s[8];
     for (int t = 0; t < 16; t++)
-        w[t] = (uint32_t)block[4 * t] << 24 | (uint32_t)block[4 * t + 1] << 16 |
-               (uint32_t)block[4 * t + 2] << 8 | (uint32_t)block[4 * t + 3];
+        w[t] = (uint32_t)block[4 * t] << 24 | (uint32_t)block[4 * t + 1] << 16
+               | (uint32_t)block[4 * t + 2] << 8 | (uint32_t)block[4 * t + 3];
     for (int t = 16; t < 64; t++) {
         uint32_t small0 = ddp__rotate_right(w[t - 15], 7) ^ ddp__rotate_right(w[t - 15], 18) ^ w[t - 15] >> 3;
         uint32_t small1 = ddp__rotate_right(w[t - 2], 17) ^ ddp__rotate_right(w[t - 2], 19) ^ w[t - 2] >> 10;
@@ -5501,10 +5742,10 @@ static void ddp__sha256_block(uint32_t state[8], const unsigned char block[64]) 
     }
     memcpy(s, state, sizeof s);
     for (int t = 0; t < 64; t++) {
-        uint32_t big1 =
-            ddp__rotate_right(s[4], 6) ^ ddp__rotate_right(s[4], 11) ^ ddp__rotate_right(s[4], 25);
-        uint32_t big0 =
-            ddp__rotate_right(s[0], 2) ^ ddp__rotate_right(s[0], 13) ^ ddp__rotate_right(s[0], 22);
+        uint32_t big1 = ddp__rotate_right(s[4], 6) ^ ddp__rotate_right(s[4], 11)
+                        ^ ddp__rotate_right(s[4], 25);
+        uint32_t big0 = ddp__rotate_right(s[0], 2) ^ ddp__rotate_right(s[0], 13)
+                        ^ ddp__rotate_right(s[0], 22);
         uint32_t choose = (s[4] & s[5]) ^ (~s[4] & s[6]);
         uint32_t majority = (s[0] & s[1]) ^ (s[0] & s[2]) ^ (s[1] & s[2]);
         uint32_t first = s[7] + big1 + choose + constants[t] + w[t];
@@ -5525,10 +5766,14 @@ static void ddp__sha256(const void *first, size_t first_bytes, const void *secon
     unsigned char block[64];
     for (size_t at = 0; at < padded; at++) {
         unsigned char byte = 0;
-        if (at < first_bytes) byte = ((const unsigned char *)first)[at];
-        else if (at < size) byte = ((const unsigned char *)second)[at - first_bytes];
-        else if (at == size) byte = 0x80;
-        else if (at >= padded - 8) byte = (unsigned char)((uint64_t)size * 8 >> 8 * (padded - 1 - at));
+        if (at < first_bytes)
+            byte = ((const unsigned char *)first)[at];
+        else if (at < size)
+            byte = ((const unsigned char *)second)[at - first_bytes];
+        else if (at == size)
+            byte = 0x80;
+        else if (at >= padded - 8)
+            byte = (unsigned char)((uint64_t)size * 8 >> 8 * (padded - 1 - at));
         block[at % 64] = byte;
         if (at % 64 == 63) ddp__sha256_block(state, block);
     }
@@ -5538,8 +5783,10 @@ static void ddp__sha256(const void *first, size_t first_bytes, const void *secon
 static void ddp__hmac_sha256(const void *key, size_t key_bytes, const void *message, size_t message_bytes,
                              unsigned char out[32]) {
     unsigned char pad[64] = {0};
-    if (key_bytes > sizeof pad) ddp__sha256(key, key_bytes, NULL, 0, pad);
-    else memcpy(pad, key, key_bytes);
+    if (key_bytes > sizeof pad)
+        ddp__sha256(key, key_bytes, NULL, 0, pad);
+    else
+        memcpy(pad, key, key_bytes);
     for (int i = 0; i < 64; i++) pad[i] ^= 0x36;
     ddp__sha256(pad, sizeof pad, message, message_bytes, out);
     for (int i = 0; i < 64; i++) pad[i] ^= 0x36 ^ 0x5c;
@@ -5577,12 +5824,12 @@ enum { DDP__BY_SELF, DDP__BY_ENV, DDP__BY_MPI, DDP__BY_TCP, DDP__BY_FILE, DDP__S
 /* This rank and its world as init_method, the desc and the environment define them, before ranks meet. */
 typedef struct ddp__identity {
     int rank, world_size, local_rank, local_world_size;
-    int device_plus_1;   /* its device, from ddp_launch_desc.devices; 0 = none */
-    ddp__heap *heap;     /* of the ddp_launch that runs this thread as a rank; NULL = none */
+    int device_plus_1; /* its device, from ddp_launch_desc.devices; 0 = none */
+    ddp__heap *heap;   /* of the ddp_launch that runs this thread as a rank; NULL = none */
     /* The variable in which a launcher has set the world size. NULL = no launcher has started this rank. */
     const char *size_variable;
-    char token[416];     /* the same on all ranks of a job, different for other jobs of this user */
-    ddp_group *world;    /* the world of that ddp_launch, once it exists */
+    char token[416];  /* the same on all ranks of a job, different for other jobs of this user */
+    ddp_group *world; /* the world of that ddp_launch, once it exists */
 } ddp__identity;
 
 /* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
@@ -5624,8 +5871,8 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
     DDP_TRY(ddp__env_int(from->local_size, id->world_size, &id->local_world_size));
     DDP__JOIN_NEED(id->rank < id->world_size, "%s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank,
                    from->size, id->world_size, id->world_size - 1);
-    DDP__JOIN_NEED(id->local_world_size >= 1 && id->local_world_size <= id->world_size &&
-                       id->local_rank < id->local_world_size,
+    DDP__JOIN_NEED(id->local_world_size >= 1 && id->local_world_size <= id->world_size
+                       && id->local_rank < id->local_world_size,
                    "%s=%d and %s=%d do not fit %s=%d", from->local_rank, id->local_rank,
                    *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size,
                    id->world_size);
@@ -5640,13 +5887,26 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
    Without one the world has one rank. */
 static ddp_result ddp__identity_resolve(ddp__identity *id) {
     static const ddp__launcher launchers[] = {
-        {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+        {"torch",
+         "RANK",
+         "WORLD_SIZE",
+         "LOCAL_RANK",
+         "LOCAL_WORLD_SIZE",
          {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
-        {"ompi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-         "OMPI_COMM_WORLD_LOCAL_SIZE", {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
+        {"ompi",
+         "OMPI_COMM_WORLD_RANK",
+         "OMPI_COMM_WORLD_SIZE",
+         "OMPI_COMM_WORLD_LOCAL_RANK",
+         "OMPI_COMM_WORLD_LOCAL_SIZE",
+         {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
         {"pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", {"PMI_PORT"}},
-        {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "",
-         {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}}};
+        {"slurm",
+         "SLURM_PROCID",
+         "SLURM_NTASKS",
+         "SLURM_LOCALID",
+         "",
+         {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}},
+    };
     enum { LAUNCHERS = sizeof launchers / sizeof launchers[0], PMI = 2, SLURM = 3 };
     memset(id, 0, sizeof *id);
     id->world_size = id->local_world_size = 1;
@@ -5717,28 +5977,28 @@ enum { DDP__ANNOUNCED = 1024 }; /* bytes of an announcement: about 60 addresses,
    of the heap is sent along. */
 typedef struct ddp__venue {
     ddp_group *group;
-    char token[416];     /* as in ddp__identity */
+    char token[416];            /* as in ddp__identity */
     struct sockaddr_un address; /* of the abstract socket */
-    socklen_t local;     /* length of address; 0 = the ranks meet over TCP, with the next four fields */
+    socklen_t local; /* length of address; 0 = the ranks meet over TCP, with the next four fields */
     char hosts[DDP__ANNOUNCED]; /* names or addresses of rank 0, tried in order, with blanks between */
-    int numeric;         /* 1 = they are addresses from an announcement, so that no name is resolved */
-    int port, ports;     /* rank 0 binds the first free one of `ports` ports; other ranks try each */
-    const char *path;    /* file://: rank 0 writes hosts and port there; NULL = no file */
+    int numeric;                /* 1 = they are addresses from an announcement, so that no name is resolved */
+    int port, ports;            /* rank 0 binds the first free one of `ports` ports; other ranks try each */
+    const char *path;           /* file://: rank 0 writes hosts and port there; NULL = no file */
     /* Rank 0: the ranks, DDP__STRANGERS unauthenticated peers, and the listener. Other ranks: rank 0. */
     struct ddp__peer *peer;
     struct pollfd *poll;
-    int count;           /* of peers */
-    int secured;         /* 1 = peers must prove that they have the key */
+    int count;             /* of peers */
+    int secured;           /* 1 = peers must prove that they have the key */
     unsigned char key[32]; /* from desc.secret */
-    char refused[200];   /* rank 0: the last peer that was refused, and why */
-    int notices;         /* rank 0: how many connections were closed with a notice */
-    double deadline;     /* on rank 0 the earliest of all ranks: it sends all of them the missing ranks */
-    double notice_at;    /* when log_fn reports that this rank still waits */
+    char refused[200];     /* rank 0: the last peer that was refused, and why */
+    int notices;           /* rank 0: how many connections were closed with a notice */
+    double deadline;       /* on rank 0 the earliest of all ranks: it sends all of them the missing ranks */
+    double notice_at;      /* when log_fn reports that this rank still waits */
     /* Other ranks wait that much longer for rank 0, because its error line names the missing ranks. */
     double grace;
     const ddp__card *card; /* of ranks that have met over TCP before; NULL = none */
-    const int *member;   /* index of each rank's card; NULL = its rank */
-    ddp_result result;   /* of the meeting; the error line describes a failure */
+    const int *member;     /* index of each rank's card; NULL = its rank */
+    ddp_result result;     /* of the meeting; the error line describes a failure */
 } ddp__venue;
 
 /* The kinds of frames that ranks send. DATA is followed by bytes, any other kind by a text. */
@@ -5767,12 +6027,15 @@ enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 };
 typedef struct ddp__frame {
     uint64_t magic;
     uint32_t kind;
-    int32_t result;              /* NEWS: why the group failed; 0 = the sender leaves it.
-                                    DATA: 1 = more than fits, and nothing follows */
-    uint64_t size, call[2];      /* bytes that follow. DATA: signature and count. HELLO, CHALLENGE: a nonce.
-                                    NEWS: the ranks that count as lost, from ddp_group_get_lost */
+    int32_t result;         /* NEWS: why the group failed; 0 = the sender leaves it. DATA: 1 = more than fits,
+                               and nothing follows */
+    uint64_t size, call[2]; /* bytes that follow. DATA: signature and count. HELLO, CHALLENGE: a nonce. NEWS:
+                               the ranks that count as lost, from ddp_group_get_lost */
 } ddp__frame;
-typedef struct ddp__letter { ddp__frame frame; char text[DDP__TEXT_MAX]; } ddp__letter; /* all except DATA */
+typedef struct ddp__letter {
+    ddp__frame frame;
+    char text[DDP__TEXT_MAX];
+} ddp__letter; /* all except DATA */
 
 #define DDP__TCP_PAYLOAD 65536 /* bytes that a rank can send in one call */
 
@@ -5784,23 +6047,27 @@ typedef struct ddp__buffer {
 
 /* A connection to another rank, or to an unauthenticated peer. */
 typedef struct ddp__peer {
-    int fd;                      /* -1 = none, or it has left */
-    int arrived;                 /* 1 = its hello, or in a call all of its data, has arrived */
+    int fd;      /* -1 = none, or it has left */
+    int arrived; /* 1 = its hello, or in a call all of its data, has arrived */
     /* data: head of its data. in: the frame that is arriving; `got` bytes of it are complete. */
     ddp__frame data, in;
     size_t got;
-    char text[DDP__TEXT_MAX];    /* of any frame except DATA */
-    char hello[DDP__TEXT_MAX];   /* rank 0: what an unauthenticated peer claims to be */
+    char text[DDP__TEXT_MAX];  /* of any frame except DATA */
+    char hello[DDP__TEXT_MAX]; /* rank 0: what an unauthenticated peer claims to be */
     /* Rank 0: the proof that it must send, "" until it is challenged; and the proof of rank 0. */
     char proof[65], answer[65];
-    unsigned char network[16];   /* its IPv4 address, or the first half of its IPv6 address */
-    int heap_fd;                 /* descriptor of the heap that came with a frame, or -1 */
+    unsigned char network[16]; /* its IPv4 address, or the first half of its IPv6 address */
+    int heap_fd;               /* descriptor of the heap that came with a frame, or -1 */
     double since;
     char who[96];
 } ddp__peer;
 
 /* The layout of struct ucred, which needs _GNU_SOURCE. */
-typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred;
+typedef struct ddp__ucred {
+    pid_t pid;
+    uid_t uid;
+    gid_t gid;
+} ddp__ucred;
 
 static uint64_t ddp__hash_text(const char *text) { return ddp_hash(DDP_HASH_SEED, text, strlen(text)); }
 
@@ -5916,8 +6183,10 @@ static void ddp__escape_text(char text[DDP__TEXT_MAX]) {
     size_t n = 0;
     text[DDP__TEXT_MAX - 1] = 0;
     for (const char *in = text; *in && n + 5 < sizeof out; in++) {
-        if (*in >= ' ' && *in <= '~') out[n++] = *in;
-        else n += (size_t)snprintf(out + n, sizeof out - n, "\\x%02x", (unsigned char)*in);
+        if (*in >= ' ' && *in <= '~')
+            out[n++] = *in;
+        else
+            n += (size_t)snprintf(out + n, sizeof out - n, "\\x%02x", (unsigned char)*in);
     }
     memset(out + n, 0, sizeof out - n);
     memcpy(text, out, sizeof out);
@@ -5926,9 +6195,11 @@ static void ddp__escape_text(char text[DDP__TEXT_MAX]) {
 /* Returns 1 if a number is a ddp_result of this version. */
 static int ddp__is_result(int number) {
     switch (number) {
+// clang-format off
 #define DDP_X(name, value, text) case value: return 1;
     DDP_RESULTS(DDP_X)
 #undef DDP_X
+        // clang-format on
     }
     return 0;
 }
@@ -5937,8 +6208,8 @@ static int ddp__is_result(int number) {
    state. group: may receive data; NULL = this is the rendezvous. */
 static int ddp__frame_is_valid(const ddp_group *group, const ddp__peer *p, unsigned allowed) {
     const ddp__frame *frame = &p->in;
-    size_t max =
-        group ? DDP__TCP_PAYLOAD * (size_t)(group->rank ? group->world_size : 1) : 0; /* rank 0 gathers */
+    size_t max = group ? DDP__TCP_PAYLOAD * (size_t)(group->rank ? group->world_size : 1)
+                       : 0; /* rank 0 gathers */
     int is_outcome = !group && (frame->result == DDP__ADMITTED || frame->result == DDP__OTHER_JOB);
     if (frame->kind > DDP__FRAME_LAST || !(allowed >> frame->kind & 1)) return 0;
     if (frame->kind == DDP__FRAME_NEWS && !is_outcome && !ddp__is_result(frame->result)) return 0;
@@ -5986,7 +6257,7 @@ static void ddp__venue_poll(ddp__venue *v) {
 }
 
 #if !defined(DDP__NOTICE_SECONDS)
-#define DDP__NOTICE_SECONDS 5.0   /* a wait for peers that is longer is reported through log_fn */
+#define DDP__NOTICE_SECONDS 5.0 /* a wait for peers that is longer is reported through log_fn */
 #endif
 #define DDP__NOTICE_AGAIN 60.0    /* seconds until the next report */
 #define DDP__STRANGERS 128        /* unauthenticated peers at a time */
@@ -6075,7 +6346,10 @@ static int ddp__is_there(ddp__peer *p) {
     return p->fd >= 0;
 }
 
-static int ddp__pid_in(const char *who) { int pid = 0; return sscanf(who, "pid %d", &pid) == 1 ? pid : 0; }
+static int ddp__pid_in(const char *who) {
+    int pid = 0;
+    return sscanf(who, "pid %d", &pid) == 1 ? pid : 0;
+}
 
 /* The fields of a hello. */
 typedef struct ddp__hello {
@@ -6172,12 +6446,16 @@ static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
     if (error == EAGAIN && ddp_now() - p->since <= DDP__STRANGER_SECONDS) return;
     if (!error && !*p->proof) memcpy(p->hello, p->text, sizeof p->hello);
     int is_rank = !error && ddp__hello_parse(&hello, p->hello);
-    if (error == EAGAIN) why = "it did not say who it is";
+    if (error == EAGAIN)
+        why = "it did not say who it is";
     else if (error == EPROTO && ddp__is_other_byte_order(p))
         why = "it has another byte order; all machines must have the same";
-    else if (error && error != EPROTO) why = "it left without saying who it is";
-    else if (!is_rank) why = "it is no rank of ddp";
-    else if (hello.token != ddp__hash_text(v->token)) why = "it is a rank of another job, by its job token";
+    else if (error && error != EPROTO)
+        why = "it left without saying who it is";
+    else if (!is_rank)
+        why = "it is no rank of ddp";
+    else if (hello.token != ddp__hash_text(v->token))
+        why = "it is a rank of another job, by its job token";
     if (why) {
         ddp__turn_away(v, p, why, is_rank ? DDP__OTHER_JOB : 0);
         return;
@@ -6190,8 +6468,10 @@ static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
     int authenticated = v->local || (*p->proof && result == DDP_OK);
     if (result == DDP_OK) result = ddp__hello_admit(v, p, &hello);
     if (result == DDP_OK) return;
-    if (authenticated) v->result = result;
-    else ddp__turn_away(v, p, ddp_last_error(), (int)result);
+    if (authenticated)
+        v->result = result;
+    else
+        ddp__turn_away(v, p, ddp_last_error(), (int)result);
 }
 
 /* Returns the entry for the next connection: a free one. If none is free, it returns an entry of the network
@@ -6228,7 +6508,10 @@ static void ddp__admit(ddp__venue *v) {
             full = (errno == EMFILE || errno == ENFILE) && ddp__fd_ready(end->fd, POLLIN, 0);
             break;
         }
-        if (v->local && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
+        if (v->local && ddp__peer_of(fd).uid != geteuid()) {
+            close(fd);
+            continue;
+        }
         if (p->fd >= 0) ddp__turn_away(v, p, "it did not say who it is, and others are waiting", 0);
         fcntl(fd, F_SETFD, FD_CLOEXEC);
         fcntl(fd, F_SETFL, O_NONBLOCK);
@@ -6238,15 +6521,15 @@ static void ddp__admit(ddp__venue *v) {
         if (stranger->fd >= 0) ddp__read_hello(v, stranger);
         if (stranger->fd >= 0) silent = stranger;
     }
-    if (full && silent) ddp__turn_away(v, silent, "no more files may be open, and others are waiting", 0);
+    if (full && silent)
+        ddp__turn_away(v, silent, "no more files may be open, and others are waiting", 0);
     else if (full && !v->result)
         v->result = ddp_fail(DDP_ERR_SYSTEM,
                              "rank 0 may not open a socket for each of %d ranks; raise its `ulimit -n`", w);
 }
 
 /* Reports through log_fn why this rank waits: first after DDP__NOTICE_SECONDS, then every minute. */
-__attribute__((format(printf, 2, 3)))
-static void ddp__notice(ddp__venue *v, const char *format, ...) {
+__attribute__((format(printf, 2, 3))) static void ddp__notice(ddp__venue *v, const char *format, ...) {
     char text[440];
     va_list args;
     if (ddp_now() < v->notice_at) return;
@@ -6265,7 +6548,8 @@ static void ddp__notice_missing(ddp__venue *v, const char *missing) {
     getsockname(v->peer[v->count - 1].fd, (struct sockaddr *)&at, &length);
     getnameinfo((struct sockaddr *)&at, length, host, sizeof host, port, sizeof port,
                 NI_NUMERICHOST | NI_NUMERICSERV);
-    if (v->local) snprintf(where, sizeof where, "socket @%s of this machine", v->address.sun_path + 1);
+    if (v->local)
+        snprintf(where, sizeof where, "socket @%s of this machine", v->address.sun_path + 1);
     else
         snprintf(where, sizeof where, "%s port %s%s%.80s", host, port, v->path ? ", as written in " : "",
                  v->path ? v->path : "");
@@ -6296,8 +6580,10 @@ static int ddp__still_waits(ddp__venue *v) {
     for (int r = 1; r < v->group->world_size; r++) {
         if (ddp__is_there(&v->peer[r])) continue;
         ddp__list_rank(list, sizeof list, r);
-        if (v->peer[r].arrived) departed = r;
-        else to_come = 1;
+        if (v->peer[r].arrived)
+            departed = r;
+        else
+            to_come = 1;
     }
     if (v->result == DDP_OK && (to_come || departed)) v->result = ddp__check_processes(v);
     if (v->result != DDP_OK || (!to_come && !departed)) return 0;
@@ -6347,8 +6633,8 @@ static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
         return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
     ddp__hello_text(hello, v, DDP__HELLO_VERSION);
     ddp__send_text(p->fd, DDP__FRAME_HELLO, 0, nonce, hello, -1); /* if it fails, the next read reports why */
-    int error =
-        ddp__await_news(p, answer_by, v->secured ? DDP__ALLOW_NEWS | DDP__ALLOW_CHALLENGE : DDP__ALLOW_NEWS);
+    int error = ddp__await_news(p, answer_by,
+                                v->secured ? DDP__ALLOW_NEWS | DDP__ALLOW_CHALLENGE : DDP__ALLOW_NEWS);
     if (!error && p->in.kind == DDP__FRAME_CHALLENGE) {
         ddp__proof_text(proof, v->key, 'r', nonce, p->in.call, hello);
         ddp__proof_text(answer, v->key, '0', nonce, p->in.call, hello);
@@ -6418,14 +6704,18 @@ static ddp_result ddp__ask(ddp__venue *v, const struct sockaddr *to, socklen_t l
     socklen_t size = sizeof(int);
     int fd = ddp__socket(to->sa_family), error = fd < 0 || connect(fd, to, length) != 0 ? errno : 0;
     ddp_result result;
-    if (error == EINPROGRESS &&
-        !ddp__fd_ready(fd, POLLOUT, try_until < v->deadline ? try_until : v->deadline))
+    if (error == EINPROGRESS
+        && !ddp__fd_ready(fd, POLLOUT, try_until < v->deadline ? try_until : v->deadline))
         error = ETIMEDOUT;
-    else if (error == EINPROGRESS) getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    else if (error == EINPROGRESS)
+        getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
     ddp__peer_init(v->peer, fd);
-    if (error) result = ddp_fail(DDP_ERR_INVALID, "%s", strerror(error));
-    else if (v->local && ddp__peer_of(fd).uid != geteuid()) result = ddp__name_taken(v, ddp__peer_of(fd));
-    else result = ddp__say_hello(v, v->peer);
+    if (error)
+        result = ddp_fail(DDP_ERR_INVALID, "%s", strerror(error));
+    else if (v->local && ddp__peer_of(fd).uid != geteuid())
+        result = ddp__name_taken(v, ddp__peer_of(fd));
+    else
+        result = ddp__say_hello(v, v->peer);
     if (result != DDP_OK) ddp__peer_close(v->peer);
     return result;
 }
@@ -6472,8 +6762,10 @@ static int ddp__venue_hear(ddp__venue *v, size_t token_size, const char *text) {
 /* Returns 1 if the rendezvous file can be trusted. Otherwise sets the error line. */
 static int ddp__rendezvous_trusted(const char *path, const struct stat *file) {
     char why[100] = "";
-    if (S_ISLNK(file->st_mode)) snprintf(why, sizeof why, "is a symbolic link");
-    else if (!S_ISREG(file->st_mode)) snprintf(why, sizeof why, "is not a regular file");
+    if (S_ISLNK(file->st_mode))
+        snprintf(why, sizeof why, "is a symbolic link");
+    else if (!S_ISREG(file->st_mode))
+        snprintf(why, sizeof why, "is not a regular file");
     else if (file->st_uid != geteuid())
         snprintf(why, sizeof why, "belongs to uid %ld, this rank runs as uid %ld", (long)file->st_uid,
                  (long)geteuid());
@@ -6518,8 +6810,10 @@ static ddp_result ddp__visit(ddp__venue *v) {
     for (useconds_t pause = 1000;; usleep(pause), pause = v->local || pause > 100000 ? pause : 2 * pause) {
         ddp_result result = DDP_ERR_INVALID;
         v->peer->in.result = 0;
-        if (v->local) result = ddp__ask(v, (struct sockaddr *)&v->address, v->local);
-        else if (!v->path || (result = ddp__venue_read(v, token_size)) == DDP_OK) result = ddp__ask_hosts(v);
+        if (v->local)
+            result = ddp__ask(v, (struct sockaddr *)&v->address, v->local);
+        else if (!v->path || (result = ddp__venue_read(v, token_size)) == DDP_OK)
+            result = ddp__ask_hosts(v);
         if (result != DDP_ERR_INVALID) return result;
         if (ddp_now() - checked > 0.02) {
             checked = ddp_now();
@@ -6568,12 +6862,18 @@ static ddp_result ddp__secret_read(const char *path, char *out, size_t room, siz
     ssize_t n = 0;
     DDP__JOIN_NEED(fd >= 0 || error == ELOOP, "DDP_SECRET_FILE=%.200s cannot be opened: %s", path,
                    strerror(error));
-    if (fd < 0) why = "is a symbolic link; give the path of the file itself";
-    else if (fstat(fd, &s) != 0 || !S_ISREG(s.st_mode)) why = "is not a regular file";
-    else if (s.st_uid != geteuid()) why = "belongs to another user; copy it to a file of this user";
-    else if (s.st_mode & 077) why = "is accessible to other users; run chmod 600 on it";
-    else if ((n = read(fd, out, room)) < 0) why = "cannot be read";
-    else if ((size_t)n == room) why = "is too large for a secret; use 16 to 4000 bytes";
+    if (fd < 0)
+        why = "is a symbolic link; give the path of the file itself";
+    else if (fstat(fd, &s) != 0 || !S_ISREG(s.st_mode))
+        why = "is not a regular file";
+    else if (s.st_uid != geteuid())
+        why = "belongs to another user; copy it to a file of this user";
+    else if (s.st_mode & 077)
+        why = "is accessible to other users; run chmod 600 on it";
+    else if ((n = read(fd, out, room)) < 0)
+        why = "cannot be read";
+    else if ((size_t)n == room)
+        why = "is too large for a secret; use 16 to 4000 bytes";
     close(fd);
     DDP__JOIN_NEED(!why, "DDP_SECRET_FILE=%.200s %s", path, why);
     while (n > 0 && (out[n - 1] == '\n' || out[n - 1] == '\r')) n--;
@@ -6593,8 +6893,10 @@ static ddp_result ddp__venue_secure(ddp__venue *v, const char *secret, const cha
     size_t size = 0;
     DDP__JOIN_NEED(!secret || *secret, "desc.secret is empty; use NULL for DDP_SECRET or no secret");
     if (!secret && *variable) secret = variable;
-    if (secret) size = strlen(secret);
-    else if (*path) DDP_TRY(ddp__secret_read(path, content, sizeof content, &size));
+    if (secret)
+        size = strlen(secret);
+    else if (*path)
+        DDP_TRY(ddp__secret_read(path, content, sizeof content, &size));
     if (!size) return DDP_OK;
     ddp__hmac_sha256(secret ? secret : content, size, purpose, sizeof purpose, v->key);
     v->secured = 1;
@@ -6606,9 +6908,12 @@ static ddp_result ddp__venue_secure(ddp__venue *v, const char *secret, const cha
 static void ddp__first_host(char *out, size_t size, const char *list) {
     size_t n = 0;
     for (int inside = 0; *list && (inside || *list != ',') && n + 1 < size; list++) {
-        if (*list == '[' || *list == ']') inside = *list == '[';
-        else if (inside && (*list == '-' || *list == ',')) list += strcspn(list, "]") - 1;
-        else out[n++] = *list;
+        if (*list == '[' || *list == ']')
+            inside = *list == '[';
+        else if (inside && (*list == '-' || *list == ','))
+            list += strcspn(list, "]") - 1;
+        else
+            out[n++] = *list;
     }
     out[n] = 0;
 }
@@ -6616,17 +6921,15 @@ static void ddp__first_host(char *out, size_t size, const char *list) {
 /* Takes the address of rank 0 from MASTER_ADDR and MASTER_PORT, or from SLURM. If a torchrun agent listens at
    MASTER_PORT itself, rank 0 uses one of the next 16 ports. */
 static ddp_result ddp__venue_from_env(ddp__venue *v, const ddp__identity *id) {
-    const char *nodes =
-        ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST");
+    const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST"
+                                                                            : "SLURM_JOB_NODELIST");
     int slurm = strncmp(v->token, "slurm", 5) == 0;
     int agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
     int port, own;
     DDP_TRY(ddp__env_int("MASTER_PORT", 0, &port));
     DDP_TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
     /* Without a port, SLURM jobs use one below the range that Linux assigns by itself. */
-    v->port = own ? own
-              : port ? port + agent
-              : slurm ? 20000 + (int)(ddp__hash_text(v->token) % 10000) : 0;
+    v->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(v->token) % 10000) : 0;
     if (!own && (port ? agent : slurm)) v->ports = 16;
     snprintf(v->hosts, sizeof v->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
     if (!*v->hosts && slurm) ddp__first_host(v->hosts, sizeof v->hosts, nodes);
@@ -6653,10 +6956,13 @@ static ddp_result ddp__venue_from_url(ddp__venue *v, const ddp__identity *id, co
     DDP__JOIN_NEED(!file || host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"",
                    desc->init_method);
     if (file) return DDP_OK;
-    if (length > 1 && host[0] == '[' && colon[-1] == ']') { host++; length -= 2; }
+    if (length > 1 && host[0] == '[' && colon[-1] == ']') {
+        host++;
+        length -= 2;
+    }
     v->port = colon ? (int)strtol(colon + 1, &end, 10) : 0;
-    DDP__JOIN_NEED(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && v->port > 0 &&
-                       v->port <= 65535 && !*end,
+    DDP__JOIN_NEED(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && v->port > 0
+                       && v->port <= 65535 && !*end,
                    "init_method \"%.60s\" is not like \"tcp://host:port\"", desc->init_method);
     snprintf(v->hosts, sizeof v->hosts, "%.*s", length, host);
     return DDP_OK;
@@ -6730,8 +7036,9 @@ static void ddp__port_holder(int port, char *out, size_t size) {
     for (int i = 0; i < 2; i++) {
         FILE *table = fopen(i ? "/proc/net/tcp" : "/proc/net/tcp6", "re");
         while (table && fgets(line, sizeof line, table))
-            if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %*s %*s %lu",
-                       &at, &state, &inode) == 3 && (int)at == port && state == 10)
+            if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %*s %*s %lu", &at, &state, &inode)
+                    == 3
+                && (int)at == port && state == 10)
                 wanted = inode;
         if (table) fclose(table);
     }
@@ -6826,8 +7133,10 @@ static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
     getifaddrs(&list);
     /* getnameinfo fails for other families. A % marks a link-local address. */
     for (struct ifaddrs *a = list; a; a = a->ifa_next) {
-        if (!a->ifa_addr || getnameinfo(a->ifa_addr, sizeof(struct sockaddr_in6), host, sizeof host, NULL, 0,
-                                        NI_NUMERICHOST) != 0)
+        if (!a->ifa_addr
+            || getnameinfo(a->ifa_addr, sizeof(struct sockaddr_in6), host, sizeof host, NULL, 0,
+                           NI_NUMERICHOST)
+                   != 0)
             continue;
         if (!strchr(host, '%') && n + strlen(host) + 3 < DDP__ANNOUNCED)
             n += (size_t)snprintf(out + n, DDP__ANNOUNCED - n, " %s", host);
@@ -6908,8 +7217,10 @@ static ddp_result ddp__meet(ddp__venue *v, ddp__heap **heap) {
     v->deadline = now + timeout;
     v->notice_at = now + DDP__NOTICE_SECONDS;
     v->grace = timeout < 9 ? 0.5 + 0.5 * timeout : 5;
-    if (group->rank) v->result = ddp__visit(v);
-    else ddp__hold(v, heap);
+    if (group->rank)
+        v->result = ddp__visit(v);
+    else
+        ddp__hold(v, heap);
     if (v->result == DDP_OK) return DDP_OK;
     ddp__venue_close(v);
     return DDP__RANK_FAIL(group, v->result, "ddp_group_create: %s", ddp_last_error());
@@ -6983,17 +7294,17 @@ static ddp_result ddp__local_meet(ddp_group *group, ddp__venue *v, void **state)
    it to all ranks. */
 
 typedef struct ddp__tcp {
-    ddp_saved_error cause;       /* the first failure */
-    ddp__venue venue;            /* peers: on rank 0 all ranks, itself included; on others rank 0 */
-    pthread_mutex_t lock;        /* protects everything that the running call does not own */
-    const ddp_call *call;        /* the running call, which uses the connections, or NULL */
-    int told, heard;             /* 1 = the failure was sent to the other ranks; came from rank 0 */
-    ddp__card *card;             /* of each rank */
-    const void **source;         /* of each rank: its data, for ddp_reduce_tree */
-    unsigned char *state;        /* DDP_RANK_... of each rank */
-    char *announced;             /* what each rank announces in a split: DDP__ANNOUNCED bytes at most */
-    ddp__buffer *data;           /* received on each connection; on rank 0 also its own */
-    ddp__buffer out;             /* a frame to send */
+    ddp_saved_error cause; /* the first failure */
+    ddp__venue venue;      /* peers: on rank 0 all ranks, itself included; on others rank 0 */
+    pthread_mutex_t lock;  /* protects everything that the running call does not own */
+    const ddp_call *call;  /* the running call, which uses the connections, or NULL */
+    int told, heard;       /* 1 = the failure was sent to the other ranks; came from rank 0 */
+    ddp__card *card;       /* of each rank */
+    const void **source;   /* of each rank: its data, for ddp_reduce_tree */
+    unsigned char *state;  /* DDP_RANK_... of each rank */
+    char *announced;       /* what each rank announces in a split: DDP__ANNOUNCED bytes at most */
+    ddp__buffer *data;     /* received on each connection; on rank 0 also its own */
+    ddp__buffer out;       /* a frame to send */
 } ddp__tcp;
 
 static int ddp__send_all(int fd, const void *data, size_t size, double deadline) {
@@ -7043,9 +7354,12 @@ static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
         t->cause.result = DDP_OK;
         t->told = t->heard = 1;
     }
-    if (hub && lost != DDP_OK) cause = lost; /* the error line describes it */
-    else if (hub && t->call && cause == DDP_ERR_TIMEOUT) ddp__tcp_missing(group, t);
-    else ddp_fail(cause, "%s", p->text);
+    if (hub && lost != DDP_OK)
+        cause = lost; /* the error line describes it */
+    else if (hub && t->call && cause == DDP_ERR_TIMEOUT)
+        ddp__tcp_missing(group, t);
+    else
+        ddp_fail(cause, "%s", p->text);
     ddp_error_save(&t->cause, cause);
 }
 
@@ -7276,12 +7590,11 @@ static void ddp__tcp_close(ddp_group *group, void *state) {
    peer has failed, also while nothing is sent. */
 static void ddp__tcp_tune(int fd, int timeout_ms) {
     int seconds = timeout_ms / 8000 > 0 ? timeout_ms / 8000 : 1;
-    int options[][3] = {{IPPROTO_TCP, TCP_NODELAY, 1},
-                        {SOL_SOCKET, SO_KEEPALIVE, 1},
-                        {IPPROTO_TCP, TCP_KEEPIDLE, seconds},
-                        {IPPROTO_TCP, TCP_KEEPINTVL, seconds},
-                        {IPPROTO_TCP, TCP_KEEPCNT, 3},
-                        {IPPROTO_TCP, TCP_USER_TIMEOUT, timeout_ms - timeout_ms / 4}};
+    int options[][3] = {
+        {IPPROTO_TCP, TCP_NODELAY, 1},        {SOL_SOCKET, SO_KEEPALIVE, 1},
+        {IPPROTO_TCP, TCP_KEEPIDLE, seconds}, {IPPROTO_TCP, TCP_KEEPINTVL, seconds},
+        {IPPROTO_TCP, TCP_KEEPCNT, 3},        {IPPROTO_TCP, TCP_USER_TIMEOUT, timeout_ms - timeout_ms / 4},
+    };
     for (int i = 0; i < 6; i++) setsockopt(fd, options[i][0], options[i][1], &options[i][2], sizeof(int));
 }
 
@@ -7292,8 +7605,8 @@ static void ddp__tcp_tune(int fd, int timeout_ms) {
    them. */
 static ddp__tcp *ddp__tcp_new(ddp_group *group, const ddp__venue *venue, int split) {
     size_t w = (size_t)ddp_world_size(group);
-    size_t size = sizeof(ddp__tcp) +
-                  w * (sizeof(ddp__card) + sizeof(void *) + sizeof(ddp__buffer) + 1 + DDP__ANNOUNCED);
+    size_t size = sizeof(ddp__tcp)
+                  + w * (sizeof(ddp__card) + sizeof(void *) + sizeof(ddp__buffer) + 1 + DDP__ANNOUNCED);
     ddp__tcp *t = (ddp__tcp *)ddp_host_alloc(group, size);
     if (!t) return NULL;
     pthread_mutex_init(&t->lock, NULL);
@@ -7315,8 +7628,8 @@ static ddp__tcp *ddp__tcp_new(ddp_group *group, const ddp__venue *venue, int spl
 /* Connects the ranks. Each of them then sends its card to all others. */
 static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t) {
     ddp__card mine;
-    const ddp_call call = {DDP_CALL_ALL_GATHER, DDP_U64, DDP_OP_SUM, -1, 0, 0, mine, t->card, DDP__CARD_WORDS,
-                           NULL, NULL, NULL, NULL, 0, 0, DDP_IN_NO_CALL};
+    const ddp_call call = {DDP_CALL_ALL_GATHER, DDP_U64, DDP_OP_SUM, -1,   0,    0, mine, t->card,
+                           DDP__CARD_WORDS,     NULL,    NULL,       NULL, NULL, 0, 0,    DDP_IN_NO_CALL};
     ddp__peer *p = t->venue.peer;
     ddp__card_here(mine);
     DDP_TRY(ddp__meet(&t->venue, NULL));
@@ -7410,8 +7723,10 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
         here.secured = t->venue.secured;
         memcpy(here.key, t->venue.key, sizeof here.key);
         made = ddp__tcp_new(child, &here, 1);
-        if (made) venue = &made->venue;
-        else result = DDP_ERR_NO_MEMORY;
+        if (made)
+            venue = &made->venue;
+        else
+            result = DDP_ERR_NO_MEMORY;
     }
     result = ddp_agree(parent, "ddp_group_split", result, 0, "");
     if (result == DDP_OK) result = ddp__tcp_announce(parent, t, venue, child ? members[0] : -1, local);
@@ -7423,8 +7738,26 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
 }
 
 static const ddp_backend ddp__backend_tcp = {
-    "tcp", NULL, ddp__tcp_run, NULL, NULL, NULL, ddp__tcp_split, NULL, NULL, ddp__tcp_status, ddp__tcp_poison,
-    ddp__tcp_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
+    "tcp",
+    NULL,
+    ddp__tcp_run,
+    NULL,
+    NULL,
+    NULL,
+    ddp__tcp_split,
+    NULL,
+    NULL,
+    ddp__tcp_status,
+    ddp__tcp_poison,
+    ddp__tcp_close,
+    0,
+    DDP_ORDER_TREE,
+    NULL,
+    NULL,
+    NULL,
+    NULL,
+    NULL,
+};
 
 //== groups ===================================================================================== >>impl-group
 
@@ -7447,7 +7780,10 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     DDP_CHECK(who, NULL, (unsigned)out->order <= DDP_ORDER_ANY, "order=%d is not a ddp_order",
               (int)out->order);
     DDP_CHECK(who, NULL, !out->alloc_fn == !out->free_fn, "set both alloc_fn and free_fn, or neither");
-    if (!out->alloc_fn) { out->alloc_fn = ddp__malloc_default; out->free_fn = ddp__free_default; }
+    if (!out->alloc_fn) {
+        out->alloc_fn = ddp__malloc_default;
+        out->free_fn = ddp__free_default;
+    }
     return DDP_OK;
 }
 
@@ -7483,8 +7819,8 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
                                  int rank, int world_size, ddp_group *parent) {
     size_t w = (size_t)world_size, size = sizeof(ddp_group) + w * (sizeof(ddp__vote) + sizeof(int));
     ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
-    if (!group) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated",
-                                size);
+    if (!group)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", size);
     memset(group, 0, size);
     int *in_rank = (int *)mmap(NULL, DDP__PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (in_rank == MAP_FAILED) {
@@ -7515,8 +7851,10 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     ddp_result result = ddp__lost_create(group);
     if (result == DDP_OK && group->device->open)
         result = group->device->open(group, parent, &group->device_state);
-    if (result == DDP_OK) *out = group;
-    else ddp__group_delete(group);
+    if (result == DDP_OK)
+        *out = group;
+    else
+        ddp__group_delete(group);
     return result;
 }
 
@@ -7525,8 +7863,8 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
 static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend,
                                  const ddp__identity *id, ddp__venue *v) {
     ddp_group *group = NULL;
-    ddp_result result =
-        ddp__group_new(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank, id->world_size, NULL);
+    ddp_result result = ddp__group_new(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank,
+                                       id->world_size, NULL);
     /* Participates without a group, so that other ranks do not wait for this one. */
     if (result != DDP_OK && id->world && backend == &ddp__backend_local) {
         ddp_saved_error first = {DDP_OK, ""};
@@ -7546,8 +7884,10 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
         result = id->heap ? ddp__local_join(group, id->heap, &group->state)
                           : ddp__local_meet(group, v, &group->state);
     }
-    if (result == DDP_OK) *out = group;
-    else ddp__group_delete(group);
+    if (result == DDP_OK)
+        *out = group;
+    else
+        ddp__group_delete(group);
     return result;
 }
 
@@ -7624,15 +7964,15 @@ static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const
             DDP_ERR_UNSUPPORTED,
             "ddp_group_create: init_method \"mpi://\" needs a backend that this build does not have");
     /* MASTER_ADDR names a machine, and the number of ranks on this machine is unknown. */
-    int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host) &&
-                    !*ddp__env_text("LOCAL_WORLD_SIZE") &&
-                    (desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0);
+    int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host)
+                    && !*ddp__env_text("LOCAL_WORLD_SIZE")
+                    && (desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0);
     if (!url && id->local_world_size == id->world_size && !elsewhere)
         return ddp__world_new(out, desc, &ddp__backend_local, id, &v);
     v.ports = 1;
     DDP_TRY(url ? ddp__venue_from_url(&v, id, desc) : ddp__venue_from_env(&v, id));
-    DDP_TRY(ddp__venue_secure(&v, desc->secret, ddp__env_text("DDP_SECRET"),
-                              ddp__env_text("DDP_SECRET_FILE")));
+    DDP_TRY(
+        ddp__venue_secure(&v, desc->secret, ddp__env_text("DDP_SECRET"), ddp__env_text("DDP_SECRET_FILE")));
     return ddp__world_new(out, desc, NULL, id, &v);
 }
 
@@ -7644,14 +7984,14 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     if (out) *out = NULL;
     DDP__NEED(out, "out is NULL");
     DDP_TRY(ddp__group_desc_resolve(__func__, desc, &d));
-    while (scheme < DDP__SCHEMES &&
-           strncmp(d.init_method, ddp__schemes[scheme], strlen(ddp__schemes[scheme])) != 0)
+    while (scheme < DDP__SCHEMES
+           && strncmp(d.init_method, ddp__schemes[scheme], strlen(ddp__schemes[scheme])) != 0)
         scheme++;
-    DDP__NEED(
-        scheme < DDP__SCHEMES && (scheme >= DDP__BY_TCP || strcmp(d.init_method, ddp__schemes[scheme]) == 0),
-        "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or "
-        "\"self://\"",
-        d.init_method);
+    DDP__NEED(scheme < DDP__SCHEMES
+                  && (scheme >= DDP__BY_TCP || strcmp(d.init_method, ddp__schemes[scheme]) == 0),
+              "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or "
+              "\"self://\"",
+              d.init_method);
     DDP_TRY(ddp__identity_of(&id, &d, scheme));
     return ddp__create(out, &d, &id, scheme);
 }
@@ -7749,8 +8089,10 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
     if (first < 0) return DDP_OK;
     /* Broadcasts the text of the first rank that failed or differs; for a mismatch first that of rank 0. */
     for (int i = !mismatch; i < 2; i++) {
-        if (mismatch) snprintf(text[i], sizeof text[i], "%.*s", DDP_AGREE_TEXT, what);
-        else memcpy(text[i], own, sizeof own);
+        if (mismatch)
+            snprintf(text[i], sizeof text[i], "%.*s", DDP_AGREE_TEXT, what);
+        else
+            memcpy(text[i], own, sizeof own);
         DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, text[i], text[i], sizeof text[i], DDP_U8,
                                     DDP_OP_SUM, i ? first : 0));
     }
@@ -7830,8 +8172,10 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     } else if (child) {
         ddp_saved_error first = {DDP_OK, ""};
         ddp_error_save(&first, result);
-        if (child->state) ddp_group_destroy(child);
-        else ddp__group_delete(child);
+        if (child->state)
+            ddp_group_destroy(child);
+        else
+            ddp__group_delete(child);
         ddp_error_restore(&first);
     }
     return result;
@@ -7893,7 +8237,10 @@ DDPDEF void ddp_group_signal(ddp_group *group, uint64_t *word, uint64_t value) {
         group->backend->signal(group, group->state, word, value);
 }
 
-typedef struct ddp__goal { const uint64_t *word; uint64_t target; } ddp__goal;
+typedef struct ddp__goal {
+    const uint64_t *word;
+    uint64_t target;
+} ddp__goal;
 
 static ddp_result ddp__await_task(ddp_group *group, void *argument) {
     const ddp__goal *goal = (const ddp__goal *)argument;
@@ -7928,9 +8275,7 @@ DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *tex
         if (name[0] && strcmp(name, group->name) != 0) snprintf(of, sizeof of, " of group=%s", name);
         snprintf(line, sizeof line, DDP__CAUSE "rank %d%s in %s: %.360s", rank, of, who, rest + 2);
     }
-    group->backend->poison(group, group->state, cause,
-                           begun ? begun
-                           : rest ? line : text);
+    group->backend->poison(group, group->state, cause, begun ? begun : rest ? line : text);
 }
 
 DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to) {
@@ -7941,11 +8286,13 @@ DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to) {
     snprintf(text, sizeof text, "%s", ddp_last_error());
     const char *in = strncmp(text, begin, strlen(begin)) == 0 ? strstr(text, " in ddp_") : NULL;
     /* A group before this one may have passed the cause on already. */
-    if (strstr(text, " of group=")) snprintf(line, sizeof line, "%s", text);
+    if (strstr(text, " of group="))
+        snprintf(line, sizeof line, "%s", text);
     else if (in)
         snprintf(line, sizeof line, "%s%d of group=%s%.400s", begin, atoi(text + strlen(begin)), group->name,
                  in);
-    else snprintf(line, sizeof line, DDP__CAUSE "group=%s: %.400s", group->name, text);
+    else
+        snprintf(line, sizeof line, DDP__CAUSE "group=%s: %.400s", group->name, text);
     ddp_group_poison(to, cause, line);
 }
 
@@ -7991,8 +8338,10 @@ DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **ou
     int length = snprintf(what, sizeof what, "ddp_group_alloc size_bytes=%zu", size_bytes);
     result = ddp_agree(group, __func__, result, ddp_hash(DDP_HASH_SEED, what, (size_t)length), what);
     if (result == DDP_OK) {
-        if (backend->alloc) result = backend->alloc(group, group->state, size_bytes, &a->memory);
-        else if (!(a->memory = ddp_host_alloc(group, size_bytes))) result = DDP_ERR_NO_MEMORY;
+        if (backend->alloc)
+            result = backend->alloc(group, group->state, size_bytes, &a->memory);
+        else if (!(a->memory = ddp_host_alloc(group, size_bytes)))
+            result = DDP_ERR_NO_MEMORY;
         result = ddp_agree(group, __func__, result, 0, "");
         if (result != DDP_OK && a->memory && backend->free) backend->free(group, group->state, a->memory);
     }
@@ -8018,8 +8367,8 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
     a = *link;
     DDP_CHECK(__func__, group, a, "%p did not come from ddp_group_alloc of this group", memory);
     int length = snprintf(what, sizeof what, "ddp_group_free block=%llu", (unsigned long long)a->number);
-    ddp_result result =
-        ddp_agree(group, __func__, DDP_OK, ddp_hash(DDP_HASH_SEED, what, (size_t)length), what);
+    ddp_result result = ddp_agree(group, __func__, DDP_OK, ddp_hash(DDP_HASH_SEED, what, (size_t)length),
+                                  what);
     if (result == DDP_ERR_MISMATCH) return result; /* otherwise no rank uses it any more */
     *link = a->next;
     if (group->backend->free) {
@@ -8051,7 +8400,7 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
    finalised. Messages are cancelled. */
 
 #if defined(DDP_USE_MPI)
-#if !defined(DDP__MPI_PIECE_BYTES) /* tests make them small */
+#if !defined(DDP__MPI_PIECE_BYTES)             /* tests make them small */
 #define DDP__MPI_PIECE_BYTES ((size_t)1 << 30) /* of one MPI call: its counts are int */
 #define DDP__MPI_CHUNK_BYTES ((size_t)2 << 20) /* of a rank's data, reduced at a time; 16 KiB or more */
 #endif
@@ -8075,30 +8424,30 @@ typedef struct ddp__mpi_message {
 
 typedef struct ddp__mpi {
     MPI_Comm comm;
-    ddp_group *local;         /* the ranks of this machine */
+    ddp_group *local; /* the ranks of this machine */
     int rank, world_size;
-    int one_thread;           /* 1 = only the main thread may call MPI, or one thread at a time */
-    int block;                /* ranks of each machine, where they are 2^k in a row; otherwise 1 */
-    int step;                 /* ranks that it divides participate in the transfer, as rank / step */
-    int *machine_of;          /* of each rank: the first rank of its machine */
-    unsigned char *here;      /* each rank's answer to the notice of ddp__mpi_overdue */
+    int one_thread;      /* 1 = only the main thread may call MPI, or one thread at a time */
+    int block;           /* ranks of each machine, where they are 2^k in a row; otherwise 1 */
+    int step;            /* ranks that it divides participate in the transfer, as rank / step */
+    int *machine_of;     /* of each rank: the first rank of its machine */
+    unsigned char *here; /* each rank's answer to the notice of ddp__mpi_overdue */
     ddp__mpi_notice notice[DDP__NOTICES]; /* of each kind, as sent: MPI may still read them */
-    ddp_call call;            /* the collective in flight */
+    ddp_call call;                        /* the collective in flight */
     /* 1 = the failure has been sent to the other ranks, or came from one of them. */
     uint32_t told;
-    int left;                 /* the first rank that has left */
-    uint64_t left_after;      /* the number of its last call */
-    uint64_t word[9];         /* for MPI calls of this file; after a failure MPI may still write there */
-    MPI_Request *requests;    /* of the call in flight, at most four per rank */
+    int left;              /* the first rank that has left */
+    uint64_t left_after;   /* the number of its last call */
+    uint64_t word[9];      /* for MPI calls of this file; after a failure MPI may still write there */
+    MPI_Request *requests; /* of the call in flight, at most four per rank */
     int request_count;
-    int messages;             /* 1 = the requests are messages, not a collective of MPI */
+    int messages; /* 1 = the requests are messages, not a collective of MPI */
     /* Bytes of a rank's chunk in scratch, which holds two chunks and one pointer per rank. */
     size_t room;
-    size_t chunk;             /* room, or a multiple of it if fewer ranks participate */
+    size_t chunk; /* room, or a multiple of it if fewer ranks participate */
     unsigned char *scratch;
-    float *wide;              /* a chunk of 16-bit floats, converted */
-    int method;               /* of this all_reduce: rank 0 sends it with its fingerprint */
-    ddp_tuner tuner[16];      /* by size */
+    float *wide;         /* a chunk of 16-bit floats, converted */
+    int method;          /* of this all_reduce: rank 0 sends it with its fingerprint */
+    ddp_tuner tuner[16]; /* by size */
 } ddp__mpi;
 enum { DDP__MPI_BY_MACHINE, DDP__MPI_FLAT, DDP__MPI_METHODS };
 /* Worlds that are open or have failed. MPI is not finalised before they are closed. */
@@ -8122,8 +8471,8 @@ static void ddp__mpi_tell(ddp__mpi *s, int to, int kind) {
     ddp__mpi_notice *notice = &s->notice[kind];
     notice->kind = kind;
     if (to == s->rank) return;
-    if (MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, to, DDP__MPI_NOTICE, s->comm, &request) ==
-        MPI_SUCCESS)
+    if (MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, to, DDP__MPI_NOTICE, s->comm, &request)
+        == MPI_SUCCESS)
         MPI_Request_free(&request);
 }
 
@@ -8146,8 +8495,10 @@ static void ddp__mpi_call_off(ddp_group *group, void *state, ddp_result cause, c
     int may = 1;
     (void)group;
     if (s->one_thread) MPI_Is_thread_main(&may);
-    if (may) ddp__mpi_poison(s, cause, text);
-    else ddp_group_poison(s->local, cause, text);
+    if (may)
+        ddp__mpi_poison(s, cause, text);
+    else
+        ddp_group_poison(s->local, cause, text);
 }
 
 /* Poisons with this thread's error line as the cause. Returns DDP_ERR_POISONED. */
@@ -8163,8 +8514,8 @@ static void ddp__mpi_listen(void *state) {
     MPI_Message message;
     MPI_Status status;
     int there = 0;
-    while (MPI_Improbe(MPI_ANY_SOURCE, DDP__MPI_NOTICE, s->comm, &there, &message, &status) == MPI_SUCCESS &&
-           there && MPI_Mrecv(&notice, (int)sizeof notice, MPI_BYTE, &message, &status) == MPI_SUCCESS) {
+    while (MPI_Improbe(MPI_ANY_SOURCE, DDP__MPI_NOTICE, s->comm, &there, &message, &status) == MPI_SUCCESS
+           && there && MPI_Mrecv(&notice, (int)sizeof notice, MPI_BYTE, &message, &status) == MPI_SUCCESS) {
         int from = status.MPI_SOURCE, in_this_call = notice.seq >= s->call.seq;
         if (notice.kind == DDP__NOTICE_WHO) ddp__mpi_tell(s, from, DDP__NOTICE_HERE);
         if (notice.kind == DDP__NOTICE_HERE)
@@ -8390,8 +8741,10 @@ static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_c
    MAX of floats, since NaN must win; sums of 16-bit floats; sums of bytes, since Open MPI's vector code
    saturates. A reduce_scatter is one exchange with either method. */
 static MPI_Datatype ddp__mpi_adds(const ddp_group *group, const ddp_call *call) {
-    static const MPI_Datatype none = MPI_DATATYPE_NULL, types[] = { /* by ddp_dtype */
-        none, MPI_FLOAT, MPI_DOUBLE, none, none, none, none, MPI_INT32_T, MPI_INT64_T, MPI_UINT64_T};
+    static const MPI_Datatype none = MPI_DATATYPE_NULL,
+                              types[] = {/* by ddp_dtype */
+                                         none, MPI_FLOAT, MPI_DOUBLE,  none,        none,
+                                         none, none,      MPI_INT32_T, MPI_INT64_T, MPI_UINT64_T};
     int keeps_nan = ddp_is_float(call->dtype) && (call->op == DDP_OP_MIN || call->op == DDP_OP_MAX);
     int reduces = call->kind == DDP_CALL_ALL_REDUCE || call->kind == DDP_CALL_REDUCE;
     return ddp_group_order(group) == DDP_ORDER_ANY && reduces && !keeps_nan ? types[call->dtype] : none;
@@ -8410,10 +8763,12 @@ static ddp_result ddp__mpi_whole(ddp_group *group, ddp__mpi *s, const ddp_call *
                                ? MPI_IN_PLACE
                                : (const unsigned char *)call->send + first * element;
         n = call->count - first < most ? call->count - first : most;
-        if (moves) DDP__MPI_RUN(group, s, MPI_Ibcast, recv, (int)(n * element), MPI_BYTE, call->root);
+        if (moves)
+            DDP__MPI_RUN(group, s, MPI_Ibcast, recv, (int)(n * element), MPI_BYTE, call->root);
         else if (call->kind == DDP_CALL_ALL_REDUCE)
             DDP__MPI_RUN(group, s, MPI_Iallreduce, send, recv, (int)n, type, op);
-        else DDP__MPI_RUN(group, s, MPI_Ireduce, send, gets ? recv : NULL, (int)n, type, op, call->root);
+        else
+            DDP__MPI_RUN(group, s, MPI_Ireduce, send, gets ? recv : NULL, (int)n, type, op, call->root);
     }
     if (!moves && call->op == DDP_OP_AVG && gets)
         ddp_device_cpu()->divide(call->recv, call->count, call->dtype, call->divisor);
@@ -8498,10 +8853,9 @@ static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_ca
     m->call = *call;
     m->dtype = (uint64_t)call->dtype;
     m->count = call->count;
-    ddp_result result = ddp__mpi_post(s, call->kind == DDP_CALL_SEND, m, 2 * sizeof(uint64_t),
-                                      (MPI_Aint)((uintptr_t)data - (uintptr_t)m),
-                                      call->count * ddp_dtype_size(call->dtype), call->root, tag,
-                                      &m->request);
+    ddp_result result = ddp__mpi_post(
+        s, call->kind == DDP_CALL_SEND, m, 2 * sizeof(uint64_t), (MPI_Aint)((uintptr_t)data - (uintptr_t)m),
+        call->count * ddp_dtype_size(call->dtype), call->root, tag, &m->request);
     if (result != DDP_OK) ddp_host_free(group, m);
     return result;
 }
@@ -8587,7 +8941,7 @@ static int ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[3], int *ranks) {
    ranks if the ranks of every machine have connected. */
 static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine,
                                 ddp_group *local) {
-    uint64_t (*ids)[3] = (uint64_t (*)[3])(void *)s->scratch;
+    uint64_t(*ids)[3] = (uint64_t(*)[3])(void *)s->scratch;
     int ranks[DDP_MAX_LOCAL_RANKS], count, timeout_ms = ddp_group_timeout_ms(group);
     char token[64];
     ddp_saved_error met = {DDP_OK, ""};
@@ -8607,8 +8961,8 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     snprintf(token, sizeof token, "mpi:%llx:%d", (unsigned long long)ids[ranks[0]][1], ranks[0]);
     /* 3 s more: a rank that waits in MPI times out first, and names the missing one */
     if (count < s->world_size && timeout_ms < 1 << 30) timeout_ms += 3000;
-    if (!local) ddp_error_save(&met, ddp_group_create_local(&s->local, group, token, ranks, count,
-                                                            timeout_ms));
+    if (!local)
+        ddp_error_save(&met, ddp_group_create_local(&s->local, group, token, ranks, count, timeout_ms));
     if (s->local) {
         ddp_group_part_of(s->local, group, ranks);
         DDP_TRY(ddp_group_cause(s->local));
@@ -8616,8 +8970,9 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     s->word[0] = met.result == DDP_OK;
     DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, s->word, 1, MPI_UINT64_T, MPI_MIN);
     DDP_TRY(ddp_error_restore(&met));
-    if (!s->word[0]) return ddp_fail(DDP_ERR_SYSTEM,
-                                     "the ranks of another machine could not share memory; see their error");
+    if (!s->word[0])
+        return ddp_fail(DDP_ERR_SYSTEM,
+                        "the ranks of another machine could not share memory; see their error");
     ddp_group_set_local(group, ddp_rank(s->local), count);
     return DDP_OK;
 }
@@ -8658,8 +9013,10 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, ddp__mpi *s, MPI_Comm comm,
     ddp_result result = ddp__mpi_join(group, s, comm, machine, local);
     if (result != DDP_OK) {
         ddp__mpi_fail(s, ddp_fail_in(result, "ddp_group_create", group, "%s", ddp_last_error()));
-        if (s->local) ddp__mpi_close(group, s);
-        else ddp_group_destroy(local);
+        if (s->local)
+            ddp__mpi_close(group, s);
+        else
+            ddp_group_destroy(local);
         return result;
     }
     if (ddp_world_size(s->local) == s->world_size) { /* one machine: the group becomes the local one */
@@ -8710,9 +9067,26 @@ static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *chil
 }
 
 static const ddp_backend ddp__backend_mpi = {
-    "mpi", ddp__mpi_open, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split,
-    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_status, ddp__mpi_call_off, ddp__mpi_close, 0, DDP_ORDER_TREE,
-    NULL, NULL, NULL, NULL, NULL};
+    "mpi",
+    ddp__mpi_open,
+    ddp__mpi_run,
+    ddp__mpi_p2p_start,
+    ddp__mpi_p2p_poll,
+    NULL,
+    ddp__mpi_split,
+    ddp__mpi_alloc,
+    ddp__mpi_free,
+    ddp__mpi_status,
+    ddp__mpi_call_off,
+    ddp__mpi_close,
+    0,
+    DDP_ORDER_TREE,
+    NULL,
+    NULL,
+    NULL,
+    NULL,
+    NULL,
+};
 
 /* Runs at exit, if the first group initialised MPI. */
 static void ddp__mpi_end(void) {
@@ -8811,8 +9185,10 @@ static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *who, const ddp_m
         DDP_CHECK(who, mesh->world, desc->shape[i] > 0 || (desc->shape[i] == 0 && open < 0),
                   "shape[%d]=%d; use 1 or more, and 0 = what is left in one place at most", i,
                   desc->shape[i]);
-        if (desc->shape[i] == 0) open = i;
-        else ranks = ranks > INT32_MAX ? ranks : ranks * desc->shape[i];
+        if (desc->shape[i] == 0)
+            open = i;
+        else
+            ranks = ranks > INT32_MAX ? ranks : ranks * desc->shape[i];
         mesh->shape[i] = desc->shape[i];
         snprintf(mesh->name[i], sizeof mesh->name[i], "%s", name);
         mesh->ndim = i + 1;
@@ -8850,15 +9226,18 @@ DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_me
             snprintf(mesh->group[i]->name, sizeof mesh->group[i]->name, "%.14s.%s", world->name,
                      mesh->name[i]);
     }
-    if (result == DDP_OK) *out = mesh;
-    else ddp_mesh_destroy(mesh);
+    if (result == DDP_OK)
+        *out = mesh;
+    else
+        ddp_mesh_destroy(mesh);
     return result;
 }
 
 DDPDEF ddp_group *ddp_mesh_group(ddp_mesh *mesh, const char *name) {
     int i = mesh && name ? ddp__mesh_find(mesh, name) : -1;
     if (i >= 0 && i < mesh->ndim) return mesh->group[i];
-    if (i < 0) ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: mesh or name is NULL");
+    if (i < 0)
+        ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: mesh or name is NULL");
     else
         ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: there is no dimension \"%.32s\"; the mesh is %s", name,
                  mesh->text);
@@ -8889,36 +9268,40 @@ extern void ddp__mkl_set(int threads) __asm__("MKL_Set_Num_Threads") __attribute
 extern int ddp__mkl_get(void) __asm__("MKL_Get_Max_Threads") __attribute__((weak));
 extern void ddp__blis_set_wide(int64_t threads) __asm__("bli_thread_set_num_threads") __attribute__((weak));
 extern int64_t ddp__blis_get_wide(void) __asm__("bli_thread_get_num_threads") __attribute__((weak));
-static void ddp__blis_set(int threads) { if (ddp__blis_set_wide) ddp__blis_set_wide(threads); }
+static void ddp__blis_set(int threads) {
+    if (ddp__blis_set_wide) ddp__blis_set_wide(threads);
+}
 static int ddp__blis_get(void) { return ddp__blis_get_wide ? (int)ddp__blis_get_wide() : 0; }
 
 enum { DDP__POOL_OMP, DDP__POOLS = 4 };
 static const struct ddp__thread_pool {
     void (*set)(int threads);
     int (*get)(void);
-    const char *variables[3];    /* if one is set, the pool is the user's */
+    const char *variables[3]; /* if one is set, the pool is the user's */
 } ddp__thread_pools[DDP__POOLS] = {
     {ddp__omp_set, ddp__omp_get, {"OMP_NUM_THREADS", NULL, NULL}},
     {ddp__openblas_set, ddp__openblas_get, {"OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"}},
     {ddp__mkl_set, ddp__mkl_get, {"MKL_NUM_THREADS", "OMP_NUM_THREADS", NULL}},
-    {ddp__blis_set, ddp__blis_get, {"BLIS_NUM_THREADS", "OMP_NUM_THREADS", NULL}}};
+    {ddp__blis_set, ddp__blis_get, {"BLIS_NUM_THREADS", "OMP_NUM_THREADS", NULL}},
+};
 
 typedef struct ddp__launch {
-    ddp_launch_desc desc;        /* resolved */
+    ddp_launch_desc desc; /* resolved */
     ddp__heap *heap;
     ddp_rank_fn fn;
     void *user;
-    int interrupted;             /* by SIGINT or SIGTERM */
-    ddp__cpus cpus;              /* the caller's */
+    int interrupted;              /* by SIGINT or SIGTERM */
+    ddp__cpus cpus;               /* the caller's */
     int pool_threads[DDP__POOLS]; /* of each pool before the launch; 0 = unchanged */
-    int limits_omp;              /* 1 = rank threads lower their own number of OpenMP threads */
-    int share;                   /* threads of a pool per rank: one per core over all ranks */
+    int limits_omp;               /* 1 = rank threads lower their own number of OpenMP threads */
+    int share;                    /* threads of a pool per rank: one per core over all ranks */
 } ddp__launch;
 
 /* Records the failure of a rank, and sets this thread's error line. ddp_launch reports the first failure. */
-#define DDP__LAUNCH_FAIL(launch, rank, result, text, ...)                                       \
-    ddp__note_failure(launch, rank, ddp_fail(result, "ddp_launch: rank %d/%d " text, rank,      \
-                                             (launch)->desc.world_size, __VA_ARGS__))
+#define DDP__LAUNCH_FAIL(launch, rank, result, text, ...) \
+    ddp__note_failure(                                    \
+        launch, rank,                                     \
+        ddp_fail(result, "ddp_launch: rank %d/%d " text, rank, (launch)->desc.world_size, __VA_ARGS__))
 
 static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result result) {
     ddp__job *job = launch->heap->job;
@@ -9003,10 +9386,13 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     ddp__here = outside;
     if (result != DDP_OK && !ddp_last_error()[0])
         DDP__LAUNCH_FAIL(launch, rank, result, "returned %s", ddp_result_name(result));
-    else if (result != DDP_OK) ddp__note_failure(launch, rank, result);
+    else if (result != DDP_OK)
+        ddp__note_failure(launch, rank, result);
     ddp_group_destroy(plugged);
-    if (world) ddp_group_destroy(world); /* marks the rank as left */
-    else ddp__store(&launch->heap->job->rank[rank].state, (uint32_t)DDP__RANK_LEFT);
+    if (world)
+        ddp_group_destroy(world); /* marks the rank as left */
+    else
+        ddp__store(&launch->heap->job->rank[rank].state, (uint32_t)DDP__RANK_LEFT);
     return result;
 }
 
@@ -9133,15 +9519,17 @@ static ddp_result ddp__launch_once(ddp__launch *launch) {
     const ddp__job *job = launch->heap->job;
     launch->share = (int)job->cores > w ? (int)job->cores / w : 1;
     ddp__limit_pools(launch);
-    if (threads) ddp__launch_threads(launch);
-    else ddp__launch_processes(launch);
+    if (threads)
+        ddp__launch_threads(launch);
+    else
+        ddp__launch_processes(launch);
     /* OpenMP last: if OpenBLAS uses OpenMP, setting its pool sets both. */
     for (int i = DDP__POOLS - 1; i >= 0; i--)
         if (launch->pool_threads[i]) ddp__thread_pools[i].set(launch->pool_threads[i]);
     uint32_t failed = ddp__load(&job->failed_rank_plus_1);
-    ddp_result result =
-        failed ? ddp_fail((ddp_result)job->rank[failed - 1].result, "%s", job->rank[failed - 1].text)
-               : DDP_OK;
+    ddp_result result = failed ? ddp_fail((ddp_result)job->rank[failed - 1].result, "%s",
+                                          job->rank[failed - 1].text)
+                               : DDP_OK;
     ddp__heap_release(launch->heap);
     return result;
 }
@@ -9218,10 +9606,10 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
 typedef struct ddp__grad {
     unsigned char *data;
     size_t count, size_bytes;
-    size_t range;           /* elements of the range that begins here; 0 = none */
+    size_t range; /* elements of the range that begins here; 0 = none */
     ddp_dtype dtype;
-    int first_use;          /* the first parameter with this value: itself, unless tied */
-    int bucket;             /* -1 = in none */
+    int first_use; /* the first parameter with this value: itself, unless tied */
+    int bucket;    /* -1 = in none */
     /* Parameters with the next and previous gradient in memory, on every rank; -1 = none. */
     int next, previous;
     unsigned char in_place; /* 1 = its range is reduced in place */
@@ -9238,7 +9626,7 @@ typedef struct ddp__bucket {
     int pending;            /* parameters still to be announced in this step */
     /* dtype: of the gradients. wire: on the wire; decided when the bucket is reduced, since sums are f32. */
     ddp_dtype dtype, wire;
-    size_t flat_count;      /* elements that are packed; 0 = all ranges are in place */
+    size_t flat_count; /* elements that are packed; 0 = all ranges are in place */
     uint64_t divisor;
     ddp_work work;
 } ddp__bucket;
@@ -9246,12 +9634,12 @@ typedef struct ddp__bucket {
 struct ddp_reducer {
     ddp_group *group;
     const ddp_device *device;
-    ddp_reducer_desc desc;     /* with defaults resolved; hook and buffers as given */
-    int active;                /* ranks that the average is over: world_size, or fewer during a join */
-    int shadow;                /* 1 = this rank has no batch in this step, and contributes zeros */
+    ddp_reducer_desc desc; /* with defaults resolved; hook and buffers as given */
+    int active;            /* ranks that the average is over: world_size, or fewer during a join */
+    int shadow;            /* 1 = this rank has no batch in this step, and contributes zeros */
     int no_sync;
     ddp_accumulator *accumulators; /* those with this reducer */
-    ddp__bucket *buckets;      /* this and the next three: one block, an entry per parameter */
+    ddp__bucket *buckets;          /* this and the next three: one block, an entry per parameter */
     ddp__grad *grads;
     int *walk;
     /* Parameters in the order in which they were announced in this step. While buckets are planned: the order
@@ -9264,8 +9652,8 @@ struct ddp_reducer {
        reduced. */
     void *arena, *flat;
     size_t arena_bytes, flat_bytes;
-    void *host;                /* small agreements between ranks, and scratch */
-    void *squares;             /* of all gradients: a ddp_exact_sum on the device */
+    void *host;    /* small agreements between ranks, and scratch */
+    void *squares; /* of all gradients: a ddp_exact_sum on the device */
     /* These three: of the present step. The thread that reduces a bucket writes them. */
     double seconds;
     size_t sent, copied;
@@ -9303,8 +9691,8 @@ static int ddp__bucket_is_wide(const ddp__bucket *bucket) {
 /* Appends a bucket of the parameters walk[first .. last], and finds its ranges. Returns the bytes that it
    needs in the flat buffer. */
 static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
-    ddp__bucket made = {reducer, reducer->stats.bucket_count, first, last, 0, dtype,
-                        ddp__wire_dtype(reducer, dtype), 0, 0, DDP_ZERO};
+    ddp__bucket made = {reducer, reducer->stats.bucket_count,     first, last, 0,
+                        dtype,   ddp__wire_dtype(reducer, dtype), 0,     0,    DDP_ZERO};
     ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count++];
     ddp__grad *grads = reducer->grads;
     size_t size = ddp_dtype_size(dtype);
@@ -9329,8 +9717,8 @@ static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first,
             ranges += grad->count > 0;
         }
         if (grad->count)
-            grads[walk[begin]].range =
-                (size_t)(grad->data + grad->size_bytes - grads[walk[begin]].data) / size;
+            grads[walk[begin]].range = (size_t)(grad->data + grad->size_bytes - grads[walk[begin]].data)
+                                       / size;
     }
     for (int k = first; k <= last; k++) {
         ddp__grad *grad = &grads[reducer->walk[k]];
@@ -9359,7 +9747,10 @@ static void ddp__buckets_reset(ddp_reducer *reducer) {
    which they become ready. Collective: grows the flat buffer for the largest packed bucket. */
 static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
     /* The open bucket of each dtype. last: the last parameter of the dtype, as an index into order. */
-    struct { size_t bytes, limit; int first, last; } open[DDP__DTYPES];
+    struct {
+        size_t bytes, limit;
+        int first, last;
+    } open[DDP__DTYPES];
     const int *order = reducer->ready_order;
     ddp__grad *grads = reducer->grads;
     size_t flat_bytes = 0;
@@ -9399,8 +9790,15 @@ static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
 static ddp_result ddp__bucket_hook(ddp__bucket *bucket, void *data, size_t count) {
     ddp_reducer *reducer = bucket->reducer;
     ddp_group *group = reducer->group;
-    ddp_bucket view = {data, count, bucket->wire, bucket->index, reducer->stats.bucket_count, bucket->divisor,
-                       reducer->stats.steps, reducer->walk + bucket->first, bucket->last - bucket->first + 1};
+    ddp_bucket view = {data,
+                       count,
+                       bucket->wire,
+                       bucket->index,
+                       reducer->stats.bucket_count,
+                       bucket->divisor,
+                       reducer->stats.steps,
+                       reducer->walk + bucket->first,
+                       bucket->last - bucket->first + 1};
     ddp_result result;
     {
         DDP_USER_CALLBACK;
@@ -9424,7 +9822,8 @@ static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
         size_t bytes = grad->range * ddp_dtype_size(bucket->wire);
         unsigned char *from = pack ? grad->data : flat, *to = pack ? flat : grad->data;
         if (!grad->range || grad->in_place) continue;
-        if (bucket->wire == bucket->dtype) reducer->device->copy(to, from, bytes);
+        if (bucket->wire == bucket->dtype)
+            reducer->device->copy(to, from, bytes);
         else
             reducer->device->cast(to, pack ? bucket->wire : bucket->dtype, from,
                                   pack ? bucket->dtype : bucket->wire, grad->range);
@@ -9453,9 +9852,12 @@ static void ddp__bucket_copy_wide(ddp__bucket *bucket, int pack) {
         size_t at = (size_t)(grad->data - head->data) / ddp_dtype_size(bucket->dtype) * sizeof(float);
         if (!head->in_place) wide = range + at;
         if (pack && grad->summed && wide == sum) continue;
-        if (!pack) device->cast(grad->data, bucket->dtype, wide, DDP_F32, grad->count);
-        else if (grad->summed) device->copy(wide, sum, bytes);
-        else device->cast(wide, DDP_F32, grad->data, bucket->dtype, grad->count);
+        if (!pack)
+            device->cast(grad->data, bucket->dtype, wide, DDP_F32, grad->count);
+        else if (grad->summed)
+            device->copy(wide, sum, bytes);
+        else
+            device->cast(wide, DDP_F32, grad->data, bucket->dtype, grad->count);
         reducer->copied += bytes;
     }
 }
@@ -9467,20 +9869,24 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     double begin = ddp_now();
     int alone = ddp__reducer_is_alone(reducer), wide = ddp__bucket_is_wide(bucket);
     bucket->wire = wide ? DDP_F32 : ddp__wire_dtype(reducer, bucket->dtype);
-    bucket->divisor =
-        reducer->desc.per_token ? 1 : (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
+    bucket->divisor = reducer->desc.per_token
+                          ? 1
+                          : (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
     /* The same on every rank: all ranks have the group memory, or none has. */
     if (bucket->flat_count && !reducer->flat)
-        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s", "reducer: no room was found for the packed "
-                                                              "gradients of the rebuilt "
+        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s",
+                              "reducer: no room was found for the packed "
+                              "gradients of the rebuilt "
                               "buckets; free group memory and make a new reducer");
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
         if (!grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
     }
     if (alone && !wide && bucket->divisor == 1) return ddp__device_check(group);
-    if (wide) ddp__bucket_copy_wide(bucket, 1);
-    else ddp__bucket_copy(bucket, 1);
+    if (wide)
+        ddp__bucket_copy_wide(bucket, 1);
+    else
+        ddp__bucket_copy(bucket, 1);
     /* Reduces the packed gradients, then each range that is in place. */
     for (int k = bucket->first - 1; k <= bucket->last; k++) {
         int param = k < bucket->first ? -1 : reducer->walk[k];
@@ -9504,8 +9910,10 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
             DDP_TRY(ddp__execute(group, &call));
         }
     }
-    if (wide) ddp__bucket_copy_wide(bucket, 0);
-    else ddp__bucket_copy(bucket, 0);
+    if (wide)
+        ddp__bucket_copy_wide(bucket, 0);
+    else
+        ddp__bucket_copy(bucket, 0);
     if (!group->backend->enqueues) reducer->seconds += ddp_now() - begin;
     return ddp__device_check(group);
 }
@@ -9519,13 +9927,16 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
 #define DDP__SCHEMA_OPTIONS 9
 #define DDP__CREATE_NEED(condition, ...) DDP_CHECK("ddp_reducer_create", NULL, condition, __VA_ARGS__)
 
-typedef struct ddp__label { char text[128]; } ddp__label; /* "parameter 3 'wte'" */
+typedef struct ddp__label {
+    char text[128];
+} ddp__label; /* "parameter 3 'wte'" */
 
 static ddp__label ddp__param_label(const ddp_param *params, int index) {
     ddp__label label;
     if (params[index].name)
         snprintf(label.text, sizeof label.text, "parameter %d '%.80s'", index, params[index].name);
-    else snprintf(label.text, sizeof label.text, "parameter %d", index);
+    else
+        snprintf(label.text, sizeof label.text, "parameter %d", index);
     return label;
 }
 
@@ -9538,7 +9949,10 @@ static uint64_t ddp__shape_hash(uint64_t hash, const ddp_tensor *tensor) {
 static uint64_t ddp__schema_entry(const void *list, int index, char *text) {
     const ddp_reducer *reducer = (const ddp_reducer *)list;
     const ddp_reducer_desc *d = &reducer->desc;
-    const struct { const char *name; long long value; } options[DDP__SCHEMA_OPTIONS] = {
+    const struct {
+        const char *name;
+        long long value;
+    } options[DDP__SCHEMA_OPTIONS] = {
         {"bucket_cap_bytes", (long long)d->bucket_cap_bytes},
         {"first_bucket_bytes", (long long)d->first_bucket_bytes},
         {"micro_batch_count", d->micro_batch_count},
@@ -9547,7 +9961,8 @@ static uint64_t ddp__schema_entry(const void *list, int index, char *text) {
         {"comm_dtype", d->comm_dtype},
         {"hook", !!d->hook},
         {"skip_initial_broadcast", !!d->skip_initial_broadcast},
-        {"per_token", !!d->per_token}};
+        {"per_token", !!d->per_token},
+    };
     int param = index - DDP__SCHEMA_OPTIONS, buffer = param - d->param_count - 1;
     const char *kind = buffer < 0 ? "parameter" : "buffer";
     uint64_t hash = DDP_HASH_SEED;
@@ -9672,8 +10087,8 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
                      "buffer_count=%d or buffers is NULL; pass the array, or 0 buffers", desc->buffer_count);
     for (int i = 0; i < desc->buffer_count; i++) {
         int64_t count = ddp_tensor_count(&desc->buffers[i]);
-        DDP__CREATE_NEED(count >= 0 && ddp_dtype_size(desc->buffers[i].dtype) &&
-                             (count == 0 || desc->buffers[i].data),
+        DDP__CREATE_NEED(count >= 0 && ddp_dtype_size(desc->buffers[i].dtype)
+                             && (count == 0 || desc->buffers[i].data),
                          "buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
     }
     size_t n = (size_t)desc->param_count, each = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
@@ -9709,11 +10124,11 @@ static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
     int count = ddp__params_sort(reducer, 0), n = reducer->desc.param_count;
     for (int k = 1; k < count; k++) {
         ddp__grad *left = &reducer->grads[keys[k - 1].index], *right = &reducer->grads[keys[k].index];
-        int gaps = left->placed && !reducer->desc.hook &&
-                   ddp__wire_dtype(reducer, left->dtype) == left->dtype;
+        int gaps = left->placed && !reducer->desc.hook
+                   && ddp__wire_dtype(reducer, left->dtype) == left->dtype;
         size_t extent = gaps ? ddp_round_up(left->size_bytes, DDP__ALIGN) : left->size_bytes;
-        if (left->dtype == right->dtype && left->placed == right->placed &&
-            left->data + extent == right->data)
+        if (left->dtype == right->dtype && left->placed == right->placed
+            && left->data + extent == right->data)
             left->next = keys[k].index;
     }
     for (int i = 0; i < n; i++) links[n + i] = -(links[i] = reducer->grads[i].next);
@@ -9721,8 +10136,10 @@ static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
     DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, links, links, (size_t)n * 2, DDP_I32,
                                 DDP_OP_MIN, -1));
     for (int i = 0; i < n; i++) {
-        if (links[i] != -links[n + i]) reducer->grads[i].next = -1;
-        else if (links[i] >= 0) reducer->grads[links[i]].previous = i;
+        if (links[i] != -links[n + i])
+            reducer->grads[i].next = -1;
+        else if (links[i] >= 0)
+            reducer->grads[links[i]].previous = i;
     }
     return DDP_OK;
 }
@@ -9745,11 +10162,14 @@ static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
     ddp_saved_error first = {DDP_OK, ""};
     for (int i = 0; i < reducer->stats.bucket_count; i++) {
         ddp__bucket *bucket = &reducer->buckets[i];
-        if (i < reducer->next_bucket) ddp_error_save(&first, ddp_wait(reducer->group, &bucket->work));
-        else if (!rest || first.result != DDP_OK) continue;
+        if (i < reducer->next_bucket)
+            ddp_error_save(&first, ddp_wait(reducer->group, &bucket->work));
+        else if (!rest || first.result != DDP_OK)
+            continue;
         else if (ddp__reducer_is_alone(reducer))
             ddp_error_save(&first, ddp__bucket_run(reducer->group, bucket));
-        else ddp_error_save(&first, ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, NULL));
+        else
+            ddp_error_save(&first, ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, NULL));
     }
     return ddp_error_restore(&first);
 }
@@ -9802,8 +10222,8 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     DDP__NEED(group, "group is NULL");
     size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp_grad_place) : 0;
     size_t gathered = (size_t)group->world_size;
-    ddp_reducer *reducer =
-        (ddp_reducer *)ddp_host_alloc(group, sizeof *reducer + (keys > gathered ? keys : gathered));
+    ddp_reducer *reducer = (ddp_reducer *)ddp_host_alloc(group, sizeof *reducer
+                                                                    + (keys > gathered ? keys : gathered));
     ddp_result result = DDP_ERR_NO_MEMORY;
     if (reducer) {
         reducer->group = group;
@@ -9813,14 +10233,17 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
         result = out ? ddp__reducer_prepare(reducer, desc)
                      : ddp__bad("ddp_reducer_create", NULL, "out is NULL");
     }
-    int entries =
-        reducer ? DDP__SCHEMA_OPTIONS + reducer->desc.param_count + 1 + reducer->desc.buffer_count + 1 : 0;
+    int entries = reducer
+                      ? DDP__SCHEMA_OPTIONS + reducer->desc.param_count + 1 + reducer->desc.buffer_count + 1
+                      : 0;
     result = ddp_agree_list(group, "ddp_reducer_create", result, reducer, entries, ddp__schema_entry, NULL);
     if (result == DDP_OK) result = ddp__reducer_build(reducer);
     ddp_saved_error failure = {DDP_OK, ""};
     ddp_error_save(&failure, result);
-    if (result == DDP_OK) *out = reducer;
-    else if (reducer) ddp__reducer_free(reducer);
+    if (result == DDP_OK)
+        *out = reducer;
+    else if (reducer)
+        ddp__reducer_free(reducer);
     return ddp_error_restore(&failure);
 }
 
@@ -9851,8 +10274,9 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
     /* ddp_reducer_wait comes next and executes the last bucket on its own thread. With a backend that
        enqueues, this would save nothing, so the bucket is issued here. */
-    int count =
-        ddp__reducer_is_alone(reducer) ? 0 : reducer->stats.bucket_count - !reducer->group->backend->enqueues;
+    int count = ddp__reducer_is_alone(reducer)
+                    ? 0
+                    : reducer->stats.bucket_count - !reducer->group->backend->enqueues;
     while (reducer->next_bucket < count && reducer->buckets[reducer->next_bucket].pending == 0) {
         ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
         DDP_TRY(ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, &bucket->work));
@@ -9886,8 +10310,8 @@ static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) 
     const ddp_group *group = reducer->group;
     int64_t *first = (int64_t *)reducer->host;
     *first = missing < 0 ? INT64_MAX : (int64_t)missing * group->world_size + group->rank;
-    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, 1, DDP_I64, DDP_OP_MIN,
-                                -1));
+    DDP_TRY(
+        ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, 1, DDP_I64, DDP_OP_MIN, -1));
     DDP_CHECK("ddp_reducer_wait", group, *first == INT64_MAX,
               "%s never became ready on rank %d in step %llu; call ddp_reducer_ready for it in "
               "every step, or set find_unused",
@@ -9905,9 +10329,7 @@ static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
         if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused))
             order[count++] = i;
     /* The minimum over ranks is the entry of rank 0. */
-    for (int k = 0; k < n; k++)
-        first[k] = reducer->group->rank > 0 ? INT32_MAX
-                   : k < count ? order[k] : -1;
+    for (int k = 0; k < n; k++) first[k] = reducer->group->rank > 0 ? INT32_MAX : k < count ? order[k] : -1;
     DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, (size_t)n, DDP_I32,
                                 DDP_OP_MIN, -1));
     for (count = 0; count < n && first[count] >= 0; count++) order[count] = first[count];
@@ -9946,8 +10368,8 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     stats->bytes_copied = reducer->copied;
     stats->comm_seconds = reducer->seconds;
     stats->wait_seconds = ddp_now() - begin;
-    stats->overlap =
-        stats->wait_seconds < stats->comm_seconds ? 1 - stats->wait_seconds / stats->comm_seconds : 0;
+    stats->overlap = stats->wait_seconds < stats->comm_seconds ? 1 - stats->wait_seconds / stats->comm_seconds
+                                                               : 0;
     if (reducer->group->world_size == 1) stats->overlap = 0;
     stats->total_comm_seconds += stats->comm_seconds;
     stats->total_wait_seconds += stats->wait_seconds;
@@ -9966,7 +10388,10 @@ DDPDEF void ddp_mean_add(ddp_mean *mean, double sum, int64_t count) {
 
 DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean) {
     DDP_PUBLIC_CALL(ddp_mean_reduce);
-    struct { ddp_mean mean; int64_t negative; } all; /* consists of 64-bit words only */
+    struct {
+        ddp_mean mean;
+        int64_t negative;
+    } all; /* consists of 64-bit words only */
     DDP__NEED(group && mean, "group or mean is NULL");
     all.mean = *mean;
     all.negative = mean->count < 0;
@@ -10093,12 +10518,12 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
 struct ddp_accumulator {
     ddp_group *group;
     ddp_accumulator_desc desc;
-    unsigned char *announced;  /* per parameter: 1 = announced in this micro-batch */
-    ddp_accumulator *next;     /* of desc.reducer's list */
-    size_t *first;             /* per parameter: byte offset in each level */
-    void *levels, *scratch;    /* one allocation */
+    unsigned char *announced; /* per parameter: 1 = announced in this micro-batch */
+    ddp_accumulator *next;    /* of desc.reducer's list */
+    size_t *first;            /* per parameter: byte offset in each level */
+    void *levels, *scratch;   /* one allocation */
     size_t level_bytes;
-    int micro_batch;           /* t */
+    int micro_batch; /* t */
 };
 
 /* The accumulators continue without the reducer. */
@@ -10143,8 +10568,8 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
               desc->micro_batch_count);
     DDP__NEED(!reduced || (desc->params == reduced->params && desc->param_count == reduced->param_count),
               "params are not those of the reducer; pass the same array and count to both");
-    DDP__NEED(!reduced || reduced->micro_batch_count == 1 ||
-                  reduced->micro_batch_count == desc->micro_batch_count,
+    DDP__NEED(!reduced || reduced->micro_batch_count == 1
+                  || reduced->micro_batch_count == desc->micro_batch_count,
               "micro_batch_count=%d, but the reducer divides for %d; give both the same",
               desc->micro_batch_count, reduced->micro_batch_count);
     for (int i = 0; i < desc->param_count; i++) {
@@ -10157,8 +10582,8 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
                   ddp__param_label(desc->params, i).text);
     }
     size_t count = (size_t)desc->param_count, entry = sizeof(ddp_grad_place) + sizeof(size_t) + 1;
-    ddp_accumulator *accumulator =
-        (ddp_accumulator *)ddp_host_alloc(group, sizeof *accumulator + count * entry);
+    ddp_accumulator *accumulator = (ddp_accumulator *)ddp_host_alloc(group,
+                                                                     sizeof *accumulator + count * entry);
     if (!accumulator) return DDP_ERR_NO_MEMORY;
     accumulator->group = group;
     accumulator->desc = *desc;
@@ -10214,8 +10639,10 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
         unsigned char *grad = (unsigned char *)tensor.data + done * size, *newest = grad;
         unsigned char *left = levels + (size_t)depth * accumulator->level_bytes + done * wide_size;
         if (wide != tensor.dtype) newest = lowest == depth ? left : (unsigned char *)accumulator->scratch;
-        if (wide != tensor.dtype) device->cast(newest, wide, grad, tensor.dtype, n);
-        else if (lowest == depth) device->copy(left, grad, n * size);
+        if (wide != tensor.dtype)
+            device->cast(newest, wide, grad, tensor.dtype, n);
+        else if (lowest == depth)
+            device->copy(left, grad, n * size);
         for (int k = depth - 1; k >= lowest; k--) {
             left -= accumulator->level_bytes;
             int stays = k == lowest && (!last || wide != tensor.dtype); /* the sum is stored in the level */
@@ -10285,8 +10712,8 @@ DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
    uneven inputs). */
 struct ddp_join {
     ddp_join_desc desc;
-    int lowest;   /* lowest rank with a batch in the last step that any rank made */
-    int stale;    /* 1 = some rank has missed optimizer steps */
+    int lowest; /* lowest rank with a batch in the last step that any rank made */
+    int stale;  /* 1 = some rank has missed optimizer steps */
 };
 
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc) {
@@ -10317,7 +10744,10 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
         DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_GATHER, &mine, reducer->host, 1, DDP_U8,
                                     DDP_OP_SUM, -1));
         for (int r = world_size - 1; r >= 0; r--)
-            if (all[r]) { join->lowest = r; count++; }
+            if (all[r]) {
+                join->lowest = r;
+                count++;
+            }
         if (join->desc.mode == DDP_JOIN_STOP && count < world_size) return DDP_OK;
         /* Ranks that missed steps receive the values of a rank that made the last one. */
         if (count == 0) {
@@ -10357,12 +10787,12 @@ DDPDEF void ddp_join_destroy(ddp_join *join) {
    PyTorch's randperm. */
 
 #ifndef DDP__RANDPERM_INSIDE_OUT_FROM
-#define DDP__RANDPERM_INSIDE_OUT_FROM INT64_C(214748364)   /* UINT32_MAX / 20, as in PyTorch */
+#define DDP__RANDPERM_INSIDE_OUT_FROM INT64_C(214748364) /* UINT32_MAX / 20, as in PyTorch */
 #endif
 enum {
     DDP__MT_WORDS = 624,
     DDP__MT_SHIFT = 397,
-    DDP__SAMPLER_AHEAD = (int)(sizeof ((ddp_sampler *)0)->ahead / 8)
+    DDP__SAMPLER_AHEAD = (int)(sizeof((ddp_sampler *)0)->ahead / 8)
 };
 #define DDP__SAMPLER_WINDOW INT64_C(4000000)
 /* The first window of an epoch covers this many positions. */
@@ -10374,7 +10804,7 @@ static int ddp__bit_length(uint64_t x) { return x ? 64 - __builtin_clzll(x) : 0;
    A result outside [0, N) is hashed again until it is inside (Black and Rogaway 2002). The mapping stays a
    bijection, and takes two rounds at most on average. */
 
-static uint64_t ddp__sampler_mix64(uint64_t x) {       /* the finisher of splitmix64 (Steele et al. 2014) */
+static uint64_t ddp__sampler_mix64(uint64_t x) { /* the finisher of splitmix64 (Steele et al. 2014) */
     x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
     x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
     return x ^ x >> 31;
@@ -10382,13 +10812,12 @@ static uint64_t ddp__sampler_mix64(uint64_t x) {       /* the finisher of splitm
 
 /* A small N has few bits to mix in a round, so it takes more rounds. */
 static void ddp__sampler_hash_setup(ddp_sampler *s) {
-    uint64_t key =
-        ddp__sampler_mix64(ddp__sampler_mix64(s->desc.seed + UINT64_C(0x9e3779b97f4a7c15)) + s->epoch);
+    uint64_t key = ddp__sampler_mix64(ddp__sampler_mix64(s->desc.seed + UINT64_C(0x9e3779b97f4a7c15))
+                                      + s->epoch);
     /* At least one bit for each half. */
     int bits = s->desc.dataset_size > 2 ? ddp__bit_length((uint64_t)s->desc.dataset_size - 1) : 2;
     s->half_bits[1] = bits - (s->half_bits[0] = bits / 2);
-    s->round_count = bits >= 24 ? 6
-                     : bits >= 12 ? 12 : 32;
+    s->round_count = bits >= 24 ? 6 : bits >= 12 ? 12 : 32;
     for (int i = 0; i < s->round_count; i++)
         s->round_keys[i] = ddp__sampler_mix64(key += UINT64_C(0x9e3779b97f4a7c15));
 }
@@ -10468,11 +10897,11 @@ static void ddp__sampler_mt_goto(ddp_sampler *s, int64_t block) {
 typedef struct ddp__tokens {
     /* By slot: location << slot_bits | next slot in the chain. Without a chain: the sample itself. */
     uint64_t *node;
-    uint64_t *filter;                 /* bit location >> filter_shift: a token is or was there */
-    uint32_t *head;                   /* by chain: the first slot */
-    uint64_t chains, none;            /* none: the slot that ends a chain, slot_bits ones */
+    uint64_t *filter;      /* bit location >> filter_shift: a token is or was there */
+    uint32_t *head;        /* by chain: the first slot */
+    uint64_t chains, none; /* none: the slot that ends a chain, slot_bits ones */
     int slot_bits, filter_shift;
-    int64_t slot;                     /* slot of the window that comes next */
+    int64_t slot; /* slot of the window that comes next */
 } ddp__tokens;
 
 static int64_t ddp__tokens_chains(int64_t count) { return count + count / 4 + 2; }
@@ -10506,8 +10935,10 @@ static inline uint64_t ddp__tokens_take(ddp__tokens *t, uint64_t location) {
     for (; slot != t->none && t->node[slot] >> t->slot_bits != location; slot = t->node[slot] & t->none)
         before = slot;
     if (slot == t->none) return slot;
-    if (before == t->none) *head = (uint32_t)(t->node[slot] & t->none);
-    else t->node[before] = (t->node[before] & ~t->none) | (t->node[slot] & t->none);
+    if (before == t->none)
+        *head = (uint32_t)(t->node[slot] & t->none);
+    else
+        t->node[before] = (t->node[before] & ~t->none) | (t->node[slot] & t->none);
     return slot;
 }
 
@@ -10560,8 +10991,10 @@ static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin,
     /* The epoch may end inside the batch. */
     gap = s->gap_count * s->gap_block < rest ? s->gap_count * s->gap_block : rest;
     s->left = s->total = rest - ddp__sampler_count(gap, s->gap_block, 0, s->gap_used);
-    if (s->desc.drop_last) s->total -= s->left % s->round;
-    else if (!s->desc.no_pad && s->left % s->round) s->total += s->round - s->left % s->round;
+    if (s->desc.drop_last)
+        s->total -= s->left % s->round;
+    else if (!s->desc.no_pad && s->left % s->round)
+        s->total += s->round - s->left % s->round;
     s->length = ddp__sampler_share(s, s->total);
     s->first = s->cursor = s->window_count = 0;
     s->ended = 0;
@@ -10613,8 +11046,9 @@ static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const 
     }
     for (int i = top; i >= 0; i--) {
         stays[stay_count] = i;
-        stay_count += (is_mine[i] | (target[i] < base + DDP__MT_WORDS) |
-                       ((*ddp__tokens_word(t, target[i]) & ddp__tokens_bit(t, target[i])) != 0)) != 0;
+        stay_count += (is_mine[i] | (target[i] < base + DDP__MT_WORDS)
+                       | ((*ddp__tokens_word(t, target[i]) & ddp__tokens_bit(t, target[i])) != 0))
+                      != 0;
     }
     for (int c = 0; c < stay_count; c++) {
         __builtin_prefetch(ddp__tokens_chain(t, target[stays[c]]));
@@ -10660,10 +11094,10 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
     uint64_t target[DDP__MT_WORDS];
     uint32_t x[DDP__MT_WORDS];
     int64_t replicas = s->desc.num_replicas, count = s->desc.window, last = (int64_t)n - 1;
-    int64_t want = DDP__SAMPLER_FIRST_SPAN / replicas +
-                   (int64_t)(ddp__sampler_place(s, entry) / (uint64_t)replicas) * 3;
-    int inside_out = s->desc.shuffle == DDP_SHUFFLE_TORCH &&
-        s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
+    int64_t want = DDP__SAMPLER_FIRST_SPAN / replicas
+                   + (int64_t)(ddp__sampler_place(s, entry) / (uint64_t)replicas) * 3;
+    int inside_out = s->desc.shuffle == DDP_SHUFFLE_TORCH
+                     && s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
     int draws = inside_out ? DDP__MT_WORDS / 2 : DDP__MT_WORDS;
     if (entry >= s->left) end = s->left + ((entry - s->left) / n + 1) * n;
     if (end > s->total) end = s->total;
@@ -10696,12 +11130,16 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
         for (int i = 0; i <= top; i++) {
             uint64_t j = (uint64_t)(base + i), room = n - j;
             uint32_t draw = ddp__mt_temper(x[inside_out ? 2 * i : i]);
-            if (inside_out) target[i] = ((uint64_t)draw << 32 | ddp__mt_temper(x[2 * i + 1])) % (j + 1);
-            else target[i] = j + (room <= UINT32_MAX ? draw % (uint32_t)room : draw);
+            if (inside_out)
+                target[i] = ((uint64_t)draw << 32 | ddp__mt_temper(x[2 * i + 1])) % (j + 1);
+            else
+                target[i] = j + (room <= UINT32_MAX ? draw % (uint32_t)room : draw);
             __builtin_prefetch(ddp__tokens_word(&t, target[i]));
         }
-        if (inside_out) ddp__sampler_undo_inside_out(&t, target, (uint64_t)base, top);
-        else ddp__sampler_undo_swaps(s, &t, target, (uint64_t)base, top);
+        if (inside_out)
+            ddp__sampler_undo_inside_out(&t, target, (uint64_t)base, top);
+        else
+            ddp__sampler_undo_swaps(s, &t, target, (uint64_t)base, top);
         if (base) ddp__mt_backward(x);
     }
     for (int64_t slot = 0; slot < count; slot++) s->table[slot] >>= t.slot_bits;
@@ -10729,7 +11167,10 @@ static ddp_result ddp__sampler_setup(ddp_sampler *s) {
                       "dataset_size=%lld is too large to pad to whole rounds of %lld", n, batch);
     DDP__SAMPLER_NEED(window >= 0, "window=%lld is negative", window);
     DDP__SAMPLER_NEED(!d->alloc_fn == !d->free_fn, "set both alloc_fn and free_fn, or neither");
-    if (!d->alloc_fn) { d->alloc_fn = ddp__malloc_default; d->free_fn = ddp__free_default; }
+    if (!d->alloc_fn) {
+        d->alloc_fn = ddp__malloc_default;
+        d->free_fn = ddp__free_default;
+    }
     s->round = (uint64_t)batch;
     s->block = s->round / (uint64_t)replicas;
     ddp_sampler_set_epoch(s, 0);
@@ -10740,7 +11181,8 @@ static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     if (window > s->length) window = s->length > 0 ? (long long)s->length : 1;
     DDP__SAMPLER_NEED(window > 0 && window <= window_max,
                       "window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; "
-                      "use a smaller window or DDP_SHUFFLE_HASHED", window, n);
+                      "use a smaller window or DDP_SHUFFLE_HASHED",
+                      window, n);
     d->window = window;
     int64_t head_words = (ddp__tokens_chains(window) + 1) / 2;
     size_t table_words = (size_t)(window + ddp__tokens_filter_words(window) + head_words);
@@ -10774,7 +11216,10 @@ DDPDEF int64_t ddp_sampler_length(const ddp_sampler *sampler) {
 DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
     if (is_padding) *is_padding = 0;
     if (!sampler) return -1;
-    if (sampler->cursor >= sampler->length) { sampler->ended = 1; return -1; }
+    if (sampler->cursor >= sampler->length) {
+        sampler->ended = 1;
+        return -1;
+    }
     int64_t index = sampler->cursor++;
     if (is_padding) *is_padding = ddp__sampler_deal(sampler, index) >= sampler->left;
     if (sampler->desc.no_shuffle) return (int64_t)ddp__sampler_position(sampler, index);
@@ -10813,8 +11258,9 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *s, ddp_sampler_state *stat
     state->shuffle = (int32_t)s->desc.shuffle;
     state->no_shuffle = s->desc.no_shuffle != 0;
     int untouched = used < in_gap; /* nothing was drawn since a load inside a batch: the same state again */
-    uint64_t position = untouched ? s->origin
-                        : used == s->left ? (uint64_t)s->desc.dataset_size : ddp__sampler_place(s, used);
+    uint64_t position = untouched         ? s->origin
+                        : used == s->left ? (uint64_t)s->desc.dataset_size
+                                          : ddp__sampler_place(s, used);
     state->position = (int64_t)position;
     state->block_offset = (int64_t)(untouched ? s->gap_used : in_block);
     state->num_replicas = untouched ? (int64_t)s->gap_count : s->desc.num_replicas;
@@ -10829,16 +11275,16 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
     long long n = (long long)state->dataset_size;
     long long position = (long long)state->position, offset = (long long)state->block_offset;
     long long replicas = (long long)state->num_replicas, batch = (long long)state->global_batch;
-#define DDP__SAME(name, saved, here, format, type)                                                           \
-    DDP__NEED((saved) == (here), "the state is of " name "=" format ", the sampler has " format,             \
+#define DDP__SAME(name, saved, here, format, type)                                               \
+    DDP__NEED((saved) == (here), "the state is of " name "=" format ", the sampler has " format, \
               (type)(saved), (type)(here))
     DDP__SAME("dataset_size", n, d->dataset_size, "%lld", long long);
     DDP__SAME("shuffle", state->shuffle, (int32_t)d->shuffle, "%d", int);
     DDP__SAME("no_shuffle", state->no_shuffle != 0, (d->no_shuffle != 0), "%d", int);
     DDP__SAME("seed", state->seed, d->seed, "%llu", unsigned long long);
 #undef DDP__SAME
-    if (position < 0 || position > n || replicas < 1 || batch < 0 || batch % replicas || offset < 0 ||
-        (offset > 0 && (offset >= batch / replicas || position == n)))
+    if (position < 0 || position > n || replicas < 1 || batch < 0 || batch % replicas || offset < 0
+        || (offset > 0 && (offset >= batch / replicas || position == n)))
         return ddp_fail(
             DDP_ERR_CORRUPT,
             "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is no "
@@ -10877,12 +11323,12 @@ enum { DDP__LOADER_PIECE = 64, DDP__LOADER_WORKERS = 64, DDP__LOADER_DEPTH = 1 <
 enum { DDP__LOADER_RUNS, DDP__LOADER_RESTARTS, DDP__LOADER_STOPS };
 
 typedef struct ddp__loader_slot {
-    unsigned char *data;         /* its fields, at field_at */
+    unsigned char *data; /* its fields, at field_at */
     int64_t *indices;
     uint8_t *is_padding;
     int64_t count, claimed, done; /* samples: of the batch, claimed by workers, fetched or failed */
-    int64_t failed_at;           /* the first sample that failed; count = none */
-    int told;                    /* 1 = ddp_loader_next has reported the failure */
+    int64_t failed_at;            /* the first sample that failed; count = none */
+    int told;                     /* 1 = ddp_loader_next has reported the failure */
     ddp_saved_error outcome;
 } ddp__loader_slot;
 
@@ -10890,31 +11336,31 @@ typedef struct ddp__loader_worker {
     ddp_loader *loader;
     pthread_t thread;
     int has_left;
-    int64_t batch;               /* of the piece that it fetches; -1 = none */
-    int64_t index;               /* the sample that it fetches */
+    int64_t batch; /* of the piece that it fetches; -1 = none */
+    int64_t index; /* the sample that it fetches */
     char apart[DDP__LINE];
 } ddp__loader_worker;
 
 struct ddp_loader {
-    ddp_loader_desc desc;        /* with all defaults resolved */
+    ddp_loader_desc desc;                /* with all defaults resolved */
     ddp_tensor field[DDP_LOADER_FIELDS]; /* of a batch, without data */
     size_t sample_bytes[DDP_LOADER_FIELDS], field_at[DDP_LOADER_FIELDS];
     void *buffers;
     void (*free_pinned)(void *memory); /* NULL: free_fn frees the buffers */
-    ddp_sampler place;           /* position of the consumer; no samples are drawn from it */
-    ddp_sampler sampler;         /* samples are drawn from it, by the thread that has set drawing */
+    ddp_sampler place;                 /* position of the consumer; no samples are drawn from it */
+    ddp_sampler sampler;               /* samples are drawn from it, by the thread that has set drawing */
     int64_t slot_count, piece;
     ddp__loader_slot *slot;
     ddp__loader_worker worker[DDP__LOADER_WORKERS];
     int threads;
-    pid_t pid;                   /* of the process that has the threads */
-    pthread_mutex_t lock;        /* protects all that follows */
+    pid_t pid;            /* of the process that has the threads */
+    pthread_mutex_t lock; /* protects all that follows */
     pthread_cond_t work, ready;
-    int64_t given, drawn, open;  /* open: the oldest batch that may have unclaimed samples */
-    int drawing, busy;           /* a worker draws; workers that draw or fetch */
-    int references;              /* of the owner and each worker; the last frees the loader */
-    int gave_up;                 /* the last ddp_loader_next exceeded the timeout */
-    uint32_t phase;              /* DDP__LOADER_RUNS ...; a worker inside a piece reads it without the lock */
+    int64_t given, drawn, open; /* open: the oldest batch that may have unclaimed samples */
+    int drawing, busy;          /* a worker draws; workers that draw or fetch */
+    int references;             /* of the owner and each worker; the last frees the loader */
+    int gave_up;                /* the last ddp_loader_next exceeded the timeout */
+    uint32_t phase;             /* DDP__LOADER_RUNS ...; a worker inside a piece reads it without the lock */
     ddp_loader_stats stats;
 };
 
@@ -11005,16 +11451,18 @@ static void ddp__loader_piece(ddp_loader *l, ddp__loader_worker *w) {
    is nothing to do. */
 static int ddp__loader_turn(ddp_loader *l, ddp__loader_worker *w) {
     if (l->phase == DDP__LOADER_RESTARTS) return 0;
-    while (l->open < l->drawn &&
-           ddp__loader_slot_of(l, l->open)->claimed == ddp__loader_slot_of(l, l->open)->count)
+    while (l->open < l->drawn
+           && ddp__loader_slot_of(l, l->open)->claimed == ddp__loader_slot_of(l, l->open)->count)
         l->open++;
     int draws = l->open == l->drawn;
-    if (draws &&
-        (l->drawing || l->drawn >= l->given + l->desc.prefetch || l->sampler.cursor >= l->sampler.length))
+    if (draws
+        && (l->drawing || l->drawn >= l->given + l->desc.prefetch || l->sampler.cursor >= l->sampler.length))
         return 0;
     l->busy++;
-    if (draws) ddp__loader_draw(l);
-    else ddp__loader_piece(l, w);
+    if (draws)
+        ddp__loader_draw(l);
+    else
+        ddp__loader_piece(l, w);
     l->busy--;
     ddp__loader_settle(l);
     return 1;
@@ -11022,8 +11470,10 @@ static int ddp__loader_turn(ddp_loader *l, ddp__loader_worker *w) {
 
 static void ddp__loader_free(ddp_loader *l) {
     ddp_sampler_free(&l->sampler);
-    if (l->free_pinned) l->free_pinned(l->buffers);
-    else ddp__aligned_free(l->desc.free_fn, l->desc.user, l->buffers);
+    if (l->free_pinned)
+        l->free_pinned(l->buffers);
+    else
+        ddp__aligned_free(l->desc.free_fn, l->desc.user, l->buffers);
     pthread_cond_destroy(&l->work);
     pthread_cond_destroy(&l->ready);
     pthread_mutex_destroy(&l->lock);
@@ -11060,7 +11510,8 @@ static ddp_result ddp__loader_await(ddp_loader *l) {
     double start = ddp_now(), until = start + 1e-3 * l->desc.timeout_ms;
     if (!l->threads)
         while (!ddp__loader_is_ready(l)) ddp__loader_turn(l, l->worker);
-    while (!ddp__loader_is_ready(l) && ddp__loader_sleep(l, until)) {}
+    while (!ddp__loader_is_ready(l) && ddp__loader_sleep(l, until)) {
+    }
     l->gave_up = !ddp__loader_is_ready(l);
     if (l->threads) l->stats.wait_seconds += ddp_now() - start;
     if (!l->gave_up) return DDP_OK;
@@ -11077,7 +11528,10 @@ static ddp_result ddp__loader_await(ddp_loader *l) {
 static ddp_result ddp__loader_next(ddp_loader *l, ddp_batch *out) {
     ddp__loader_slot *slot = ddp__loader_slot_of(l, l->given);
     memcpy(out->fields, l->field, sizeof l->field);
-    if (l->place.cursor >= l->place.length) { l->place.ended = 1; return DDP_OK; }
+    if (l->place.cursor >= l->place.length) {
+        l->place.ended = 1;
+        return DDP_OK;
+    }
     ddp__loader_settle(l);
     if (ddp__loader_is_ready(l) && slot->told) ddp__loader_open(l, l->given);
     if (!ddp__loader_is_ready(l)) DDP_TRY(ddp__loader_await(l));
@@ -11107,7 +11561,8 @@ static ddp_result ddp__loader_check(const ddp_loader *l, const char *who) {
     DDP_CHECK(who, NULL, l, "loader is NULL");
     DDP_CHECK(who, NULL, !ddp__loader_is_forked(l),
               "process %d was forked from process %d, which has the loader's workers; create a loader in the "
-              "forked process", (int)getpid(), (int)l->pid);
+              "forked process",
+              (int)getpid(), (int)l->pid);
     return DDP_OK;
 }
 
@@ -11177,14 +11632,15 @@ DDPDEF void ddp_loader_destroy(ddp_loader *l) {
     int is_last = 0;
     if (!l || ddp__loader_is_forked(l)) return; /* a forked process must not touch the loader */
     DDP__LOCKED(&l->lock) {
-        double until = ddp_now() +
-                       1e-3 * (l->gave_up && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms);
+        double until = ddp_now()
+                       + 1e-3 * (l->gave_up && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms);
         ddp__store(&l->phase, (uint32_t)DDP__LOADER_STOPS);
         pthread_cond_broadcast(&l->work);
-        while (l->references > 1 && ddp__loader_sleep(l, until)) {}
+        while (l->references > 1 && ddp__loader_sleep(l, until)) {
+        }
         for (int i = 0; i < l->threads; i++)
             l->worker[i].has_left ? pthread_join(l->worker[i].thread, NULL)
-                : pthread_detach(l->worker[i].thread);
+                                  : pthread_detach(l->worker[i].thread);
         is_last = --l->references == 0; /* otherwise the last worker frees it */
     }
     if (is_last) ddp__loader_free(l);
@@ -11193,12 +11649,16 @@ DDPDEF void ddp_loader_destroy(ddp_loader *l) {
 #define DDP__LOADER_NEED(condition, ...) DDP_CHECK("ddp_loader_create", NULL, condition, __VA_ARGS__)
 
 static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
-    const struct { const char *name; int *value, low, high, default_value; } ranges[] = {
+    const struct {
+        const char *name;
+        int *value, low, high, default_value;
+    } ranges[] = {
         {"field_count", &d->field_count, 1, DDP_LOADER_FIELDS, 0},
         {"worker_count", &d->worker_count, -1, DDP__LOADER_WORKERS, 1},
         {"prefetch", &d->prefetch, 0, DDP__LOADER_DEPTH, 0},
         {"extra_valid_batches", &d->extra_valid_batches, 0, DDP__LOADER_DEPTH, 1},
-        {"timeout_ms", &d->timeout_ms, 0, INT32_MAX, 600000}};
+        {"timeout_ms", &d->timeout_ms, 0, INT32_MAX, 600000},
+    };
     if (d->batch_size == 0)
         d->batch_size = d->sampler.global_batch / (d->sampler.num_replicas > 0 ? d->sampler.num_replicas : 1);
     DDP__LOADER_NEED(d->sampler.dataset_size >= 1,
@@ -11223,7 +11683,10 @@ static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
         d->free_fn = d->group->desc.free_fn;
         d->user = d->group->desc.user;
     }
-    if (!d->alloc_fn) { d->alloc_fn = ddp__malloc_default; d->free_fn = ddp__free_default; }
+    if (!d->alloc_fn) {
+        d->alloc_fn = ddp__malloc_default;
+        d->free_fn = ddp__free_default;
+    }
     if (!d->sampler.alloc_fn && !d->sampler.free_fn) {
         d->sampler.alloc_fn = d->alloc_fn;
         d->sampler.free_fn = d->free_fn;
@@ -11259,7 +11722,8 @@ static ddp_result ddp__loader_memory(ddp_loader *l) {
     }
     size_t list_at = size_bytes;
     size_bytes += ddp_round_up(batch * 9, DDP__ALIGN);
-    if (device->alloc_pinned) DDP_TRY(device->alloc_pinned(d->group, slots * size_bytes, &l->buffers));
+    if (device->alloc_pinned)
+        DDP_TRY(device->alloc_pinned(d->group, slots * size_bytes, &l->buffers));
     else if (!(l->buffers = ddp__aligned_alloc(d->alloc_fn, d->user, slots * size_bytes)))
         return ddp_fail(
             DDP_ERR_NO_MEMORY,
@@ -11310,11 +11774,14 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
         if (error)
             result = ddp_fail(DDP_ERR_SYSTEM, "ddp_loader_create: worker %d could not be started: %s",
                               l->threads, strerror(error));
-        else l->threads++;
+        else
+            l->threads++;
     }
     l->references = 1 + l->threads;
-    if (result == DDP_OK) *out = l;
-    else ddp_loader_destroy(l);
+    if (result == DDP_OK)
+        *out = l;
+    else
+        ddp_loader_destroy(l);
     return result;
 }
 
@@ -11374,8 +11841,8 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
         size_t *packed = (size_t *)__builtin_alloca(2 * blocks * sizeof *packed), sum;
         DDP__CALL_NEED(call->send_counts || !(form->shape & DDP__SPLITS), "send_counts is NULL");
         DDP__CALL_NEED(call->recv_counts, "recv_counts is NULL");
-        if (call->send_counts) send_size = ddp__buffer_size_v(group, most, call->send_counts,
-                                                              &call->send_offsets, packed, &sum);
+        if (call->send_counts)
+            send_size = ddp__buffer_size_v(group, most, call->send_counts, &call->send_offsets, packed, &sum);
         recv_size = ddp__buffer_size_v(group, most, call->recv_counts, &call->recv_offsets, packed + blocks,
                                        &sum);
         DDP__CALL_NEED(send_size <= most && recv_size <= most, "the counts do not fit in memory");
