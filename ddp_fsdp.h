@@ -132,9 +132,9 @@ typedef struct ddp_update {
     double decay_factor;              /* 1 - rate * weight decay */
     double inv_sqrt_bias_correction2; /* 1 / sqrt(1 - beta2^step) */
     int first, nesterov;
-    const float *grad_scale_at;       /* these two, if not NULL: where the factor is stored in the device's
-                                         memory; */
-    const double *scale_at;           /* it is read when the work runs */
+    const float *grad_scale_at; /* these two, if not NULL: where the factor is stored in the device's memory;
+                                   */
+    const double *scale_at;     /* it is read when the work runs */
 } ddp_update;
 
 /* The functions of ddp_device.optimizer. All pointers are in the device's memory. Work goes to the stream
@@ -146,17 +146,19 @@ typedef struct ddp_update {
                and above limit, otherwise 1
      trust     out[i] = lr times c n(2i) / (n(2i+1) + decay n(2i)), or lr if either n is 0. decay -1: without
                decay n(2i) */
-#define DDP_OPTIMIZER_KERNELS(X)                                                                        \
-    X(update, (const ddp_update *update))                                                               \
-    X(scale, (void *data, size_t count, ddp_dtype dtype, const float *factor))                          \
-    X(clip, (const ddp_exact_sum *sum, float limit, float *factor, float *norm))                        \
+#define DDP_OPTIMIZER_KERNELS(X)                                                 \
+    X(update, (const ddp_update *update))                                        \
+    X(scale, (void *data, size_t count, ddp_dtype dtype, const float *factor))   \
+    X(clip, (const ddp_exact_sum *sum, float limit, float *factor, float *norm)) \
     X(trust, (const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out))
 
+// clang-format off
 typedef struct ddp_optimizer_kernels {
     int version; /* DDP_VERSION of the header that filled in the table */
 #define DDP_X(name, arguments) void (*name) arguments;
     DDP_OPTIMIZER_KERNELS(DDP_X)
 #undef DDP_X
+    // clang-format on
 } ddp_optimizer_kernels;
 
 #endif /* DDP_FSDP_KERNELS_H */
@@ -178,9 +180,9 @@ typedef enum ddp_fsdp_strategy {
     /* ZeRO-3: values, gradients and optimizer state are split (Rajbhandari et al. 2020; FSDP, Zhao et al.
        2023) */
     DDP_FSDP_FULL_SHARD = 0,
-    DDP_FSDP_SHARD_GRAD,     /* ZeRO-2: full values stay between steps */
-    DDP_FSDP_SHARD_OPTIM,    /* ZeRO-1: full gradients also stay, until the step's last micro-batch */
-    DDP_FSDP_NO_SHARD        /* everything in full on every rank */
+    DDP_FSDP_SHARD_GRAD,  /* ZeRO-2: full values stay between steps */
+    DDP_FSDP_SHARD_OPTIM, /* ZeRO-1: full gradients also stay, until the step's last micro-batch */
+    DDP_FSDP_NO_SHARD     /* everything in full on every rank */
 } ddp_fsdp_strategy;
 
 typedef enum ddp_fsdp_offload {
@@ -207,7 +209,10 @@ typedef enum ddp_optimizer_kind {
 } ddp_optimizer_kind;
 
 typedef enum ddp_lr_kind {
-    DDP_LR_CONSTANT = 0, DDP_LR_COSINE, DDP_LR_LINEAR, DDP_LR_POLYNOMIAL,
+    DDP_LR_CONSTANT = 0,
+    DDP_LR_COSINE,
+    DDP_LR_LINEAR,
+    DDP_LR_POLYNOMIAL,
     /* Warm-up, stable, decay: constant until the last decay_steps, then linear (Hu et al. 2024) */
     DDP_LR_WSD
 } ddp_lr_kind;
@@ -233,9 +238,9 @@ typedef struct ddp_fsdp_param {
 } ddp_fsdp_param;
 
 typedef struct ddp_fsdp_unit_desc {
-    const char *name;        /* appears in errors; NULL = "unit 3" or similar */
-    ddp_fsdp_param *params;  /* required; owned by the caller, outlives the ddp_fsdp */
-    int param_count;         /* at least 1 */
+    const char *name;       /* appears in errors; NULL = "unit 3" or similar */
+    ddp_fsdp_param *params; /* required; owned by the caller, outlives the ddp_fsdp */
+    int param_count;        /* at least 1 */
 } ddp_fsdp_unit_desc;
 
 typedef struct ddp_fsdp_wrap_desc {
@@ -251,19 +256,19 @@ typedef struct ddp_fsdp_wrap_desc {
 
 typedef struct ddp_optimizer_desc {
     ddp_optimizer_kind kind;
-    float beta1, beta2, eps;     /* ADAMW, LAMB: 0 = 0.9, 0.999, 1e-8 (LAMB 1e-6); a beta of -1 is 0 */
-    float momentum, dampening;   /* SGD, LARS: 0 = none (LARS 0.9; -1 = none) */
-    int nesterov;                /* SGD */
-    float trust_coefficient;     /* LARS: 0 = 0.001. LAMB: 0 = 1 */
-    float weight_decay;          /* 0 = none. ADAMW, LAMB decoupled; SGD, LARS added to the gradient */
-    int decay_matrices_only;     /* 1 = tensors of fewer than two dimensions (biases, norms) get neither
-                                    weight decay nor a trust ratio */
+    float beta1, beta2, eps;   /* ADAMW, LAMB: 0 = 0.9, 0.999, 1e-8 (LAMB 1e-6); a beta of -1 is 0 */
+    float momentum, dampening; /* SGD, LARS: 0 = none (LARS 0.9; -1 = none) */
+    int nesterov;              /* SGD */
+    float trust_coefficient;   /* LARS: 0 = 0.001. LAMB: 0 = 1 */
+    float weight_decay;        /* 0 = none. ADAMW, LAMB decoupled; SGD, LARS added to the gradient */
+    int decay_matrices_only;   /* 1 = tensors of fewer than two dimensions (biases, norms) get neither weight
+                                  decay nor a trust ratio */
     /* From here on only for ddp_optimizer_create. Values and gradients are f32 or f64. Entries with the same
        value.data are uses of one parameter: their gradients are added into the first before the step */
     ddp_param *params;
     int param_count;
-    ddp_group *shard_group;      /* NULL = tensors are complete. Otherwise each is this rank's rows, and LAMB
-                                    and LARS compute norms over this group */
+    ddp_group *shard_group; /* NULL = tensors are complete. Otherwise each is this rank's rows, and LAMB and
+                               LARS compute norms over this group */
     /* NULL = the device's memory of the group. Called once; returns zeroed memory; set both or neither */
     void *(*state_alloc_fn)(size_t size_bytes, void *user);
     void (*state_free_fn)(void *memory, void *user);
@@ -272,44 +277,47 @@ typedef struct ddp_optimizer_desc {
 
 typedef struct ddp_lr_desc {
     ddp_lr_kind kind;
-    double max_lr;           /* required; the highest rate */
-    double min_lr;           /* the rate at the end; 0 = 0 */
+    double max_lr;             /* required; the highest rate */
+    double min_lr;             /* the rate at the end; 0 = 0 */
     int64_t batch, base_batch; /* 0 = none. Otherwise max_lr and min_lr are meant for base_batch samples per
                                   step, and are multiplied by batch / base_batch: linear scaling (Goyal et al.
                                   2017) */
-    int64_t warmup_steps;    /* linear from 0: warm-up step s has max_lr * s / warmup_steps */
-    int64_t total_steps;     /* required except for DDP_LR_CONSTANT */
-    int64_t decay_steps;     /* WSD: 0 = a tenth of total_steps */
-    float power;             /* POLYNOMIAL: 0 = 1 */
+    int64_t warmup_steps;      /* linear from 0: warm-up step s has max_lr * s / warmup_steps */
+    int64_t total_steps;       /* required except for DDP_LR_CONSTANT */
+    int64_t decay_steps;       /* WSD: 0 = a tenth of total_steps */
+    float power;               /* POLYNOMIAL: 0 = 1 */
 } ddp_lr_desc;
 
 typedef struct ddp_scaler_desc {
-    float init_scale;        /* 0 = 65536 */
-    float growth_factor;     /* 0 = 2 */
-    float backoff_factor;    /* 0 = 0.5 */
-    int growth_interval;     /* 0 = 2000 */
-    ddp_group *groups[4];    /* every group that splits or replicates the gradients; ddp_fsdp adds its own
-                                groups */
+    float init_scale;     /* 0 = 65536 */
+    float growth_factor;  /* 0 = 2 */
+    float backoff_factor; /* 0 = 0.5 */
+    int growth_interval;  /* 0 = 2000 */
+    ddp_group *groups[4]; /* every group that splits or replicates the gradients; ddp_fsdp adds its own groups
+                             */
     int group_count;
 } ddp_scaler_desc;
 
 /* Plain numbers without padding bytes: may be written to a file as it is. */
-typedef struct ddp_scaler_state { double scale; int64_t growth_tracker; } ddp_scaler_state;
+typedef struct ddp_scaler_state {
+    double scale;
+    int64_t growth_tracker;
+} ddp_scaler_state;
 
 /* Loss scaling for f16 gradients, as PyTorch's GradScaler. The caller owns it; ddp_scaler_init fills it in.
    Its fields are private. */
 typedef struct ddp_scaler {
-    ddp_scaler_desc desc;    /* defaults resolved */
+    ddp_scaler_desc desc; /* defaults resolved */
     float scale;
     int growth_tracker;
-    int unscaled;            /* since the last update */
-    int found_inf;           /* on some rank of some group */
+    int unscaled;  /* since the last update */
+    int found_inf; /* on some rank of some group */
 } ddp_scaler;
 
 /* Numbers that a checkpoint stores in addition to tensors. The caller owns it. Those of rank 0 are saved; a
    load gives them to all ranks. Without padding bytes. */
 typedef struct ddp_fsdp_state {
-    int64_t step;            /* set by ddp_fsdp_step: optimizer steps taken */
+    int64_t step; /* set by ddp_fsdp_step: optimizer steps taken */
     ddp_sampler_state sampler;
     ddp_scaler_state scaler; /* in the checkpoint, ddp_fsdp_save replaces it by that of desc.scaler, if one is
                                 set; this struct is not changed */
@@ -318,44 +326,43 @@ typedef struct ddp_fsdp_state {
 } ddp_fsdp_state;
 
 typedef struct ddp_fsdp_desc {
-    ddp_fsdp_unit_desc *units;     /* required; copied, but their params are not */
+    ddp_fsdp_unit_desc *units; /* required; copied, but their params are not */
     int unit_count;
-    ddp_fsdp_strategy strategy;    /* 0 = FULL_SHARD */
+    ddp_fsdp_strategy strategy; /* 0 = FULL_SHARD */
     /* Hybrid: the group of ranks that hold the same shard; NULL = none. Between the first
        ddp_fsdp_reduce_grads of a step and the end of ddp_fsdp_step, only the ddp_fsdp may issue calls on
        it */
     ddp_group *replicas;
-    ddp_dtype param_dtype;         /* dtype of full parameters: 0 = the parameter's. DDP_BF16, DDP_F16: master
-                                      values are f32 */
+    ddp_dtype param_dtype; /* dtype of full parameters: 0 = the parameter's. DDP_BF16, DDP_F16: master values
+                              are f32 */
     /* The dtype in which gradients are added over ranks. 0 = f32, f64 for f64 parameters. Backward writes
        gradients in param.grad.dtype (0 = param_dtype); they are cast on the way. DDP_BF16 or DDP_F16 halves
        the bytes of each reduce-scatter: every gradient is rounded before it is sent, and every sum over ranks
        once more. Any value except 0 is outside the promise of equal bits, unless it is the default's dtype */
     ddp_dtype reduce_dtype;
-    int micro_batch_count;         /* 0 = 1; per rank and step: the number of ddp_fsdp_reduce_grads calls for
-                                      each unit */
-    int per_token;                 /* 1 = gradients are those of a loss summed over tokens; see
-                                      ddp_fsdp_mean */
-    int sequential_accumulation;   /* 1 = micro-batches are added one after the other, in one buffer: outside
-                                      the promise of equal bits */
+    int micro_batch_count;       /* 0 = 1; per rank and step: the number of ddp_fsdp_reduce_grads calls for
+                                    each unit */
+    int per_token;               /* 1 = gradients are those of a loss summed over tokens; see ddp_fsdp_mean */
+    int sequential_accumulation; /* 1 = micro-batches are added one after the other, in one buffer: outside
+                                    the promise of equal bits */
     /* 0 = 1; units unsharded ahead, in the order of the previous step; -1 = none. FULL_SHARD: each takes as
        much memory as the largest unit, so units of similar size waste least. An embedding of 8 blocks' size
        costs 8 blocks for each unit ahead */
     int prefetch;
-    size_t max_gathered_bytes;     /* 0 = no limit; no unit is unsharded ahead beyond it */
-    int no_reshard_after_forward;  /* FULL_SHARD: 1 = reshard keeps a unit until its last reduce_grads of the
-                                      step */
-    int overwrite_gradients;       /* 1 = every backward writes all gradients of a unit. Otherwise every
-                                      unshard, also that of a forward, clears their memory */
+    size_t max_gathered_bytes;    /* 0 = no limit; no unit is unsharded ahead beyond it */
+    int no_reshard_after_forward; /* FULL_SHARD: 1 = reshard keeps a unit until its last reduce_grads of the
+                                     step */
+    int overwrite_gradients;      /* 1 = every backward writes all gradients of a unit. Otherwise every
+                                     unshard, also that of a forward, clears their memory */
     /* FULL_SHARD: 1 = parameters are sent in 8 bits, in blocks of 256 with a scale (ZeRO++ qwZ, Wang et al.
        2023). A value is off by at most 1/254 of the largest magnitude in its block, by the same amount on
        every rank; master values stay exact. CPU memory only. Outside the promise of equal bits: blocks begin
        where shards do */
     int quantize_gather;
     ddp_fsdp_offload offload;
-    const char *offload_dir;       /* OFFLOAD_FILE: NULL = "."; the file has no name, and nothing remains of
-                                      it */
-    ddp_optimizer_desc optimizer;  /* zero = AdamW; its params, shard_group and allocators are not read */
+    const char *offload_dir;      /* OFFLOAD_FILE: NULL = "."; the file has no name, and nothing remains of it
+                                     */
+    ddp_optimizer_desc optimizer; /* zero = AdamW; its params, shard_group and allocators are not read */
     /* NULL = none; outlives the ddp_fsdp. clip_grad_norm and step then unscale. A step with an infinity
        changes no value; the host waits for this decision in every step. BF16 needs no scaler */
     ddp_scaler *scaler;
@@ -364,18 +371,18 @@ typedef struct ddp_fsdp_desc {
     ddp_result (*init_fn)(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
                           void *user);
     void *init_user;
-    int skip_initial_broadcast;    /* 1 = first values are already equal on all ranks. Otherwise those of rank
-                                      0 are taken (of rank 0 of the replicas) */
-    ddp_fsdp_state *state;         /* saved with the checkpoint and filled in by ddp_fsdp_load. NULL = the
-                                      state that ddp_fsdp_load has read is saved again */
-    size_t max_file_bytes;         /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has its own file */
-    int keep_checkpoints;          /* 0 = 1; older ones are dir.1, dir.2, ...; a save deletes those beyond
-                                      this number */
+    int skip_initial_broadcast; /* 1 = first values are already equal on all ranks. Otherwise those of rank 0
+                                   are taken (of rank 0 of the replicas) */
+    ddp_fsdp_state *state;      /* saved with the checkpoint and filled in by ddp_fsdp_load. NULL = the state
+                                   that ddp_fsdp_load has read is saved again */
+    size_t max_file_bytes;      /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has its own file */
+    int keep_checkpoints;       /* 0 = 1; older ones are dir.1, dir.2, ...; a save deletes those beyond this
+                                   number */
     /* NULL = group. With slices of larger tensors (global_shape): all ranks that hold a part of them. Create,
        save and load are then collective over it, and an error in one group is returned in all */
     ddp_group *checkpoint_group;
-    int save_in_background;        /* 1 = ddp_fsdp_save returns after making a copy, and a thread writes it
-                                      (MPI: MPI_THREAD_MULTIPLE); see ddp_fsdp_save_wait */
+    int save_in_background; /* 1 = ddp_fsdp_save returns after making a copy, and a thread writes it (MPI:
+                               MPI_THREAD_MULTIPLE); see ddp_fsdp_save_wait */
     /* Allocator of host memory; NULL = the group's allocator; set both or neither. Save and load use the
        group's allocator for their temporary memory, also on the background thread; the copy that such a save
        makes is from alloc_fn */
@@ -601,7 +608,8 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 #endif /* DDP_FSDP_H */
 
 #include "ddp.h" /* once more, for its check of the options with which bodies are compiled */
-#if (defined(DDP_IMPLEMENTATION) || defined(DDP_FSDP_IMPLEMENTATION)) && !defined(DDP_FSDP_IMPLEMENTATION_INCLUDED)
+#if (defined(DDP_IMPLEMENTATION) || defined(DDP_FSDP_IMPLEMENTATION)) \
+    && !defined(DDP_FSDP_IMPLEMENTATION_INCLUDED)
 #define DDP_FSDP_IMPLEMENTATION_INCLUDED
 
 //== structs ================================================================================== >>impl-structs
@@ -657,8 +665,10 @@ static ddp_result ddp__fsdp_enter(ddp_group *group) {
 #define DDP__ROOT_f64(x) x = (ddp__vector_f64)_mm_sqrt_pd((__m128d)x)
 #else
 #define DDP__UPDATE_BYTES 16
-#define DDP__ROOT_f32(x) for (int i = 0; i < 4; i++) x[i] = sqrtf(x[i])
-#define DDP__ROOT_f64(x) for (int i = 0; i < 2; i++) x[i] = sqrt(x[i])
+#define DDP__ROOT_f32(x) \
+    for (int i = 0; i < 4; i++) x[i] = sqrtf(x[i])
+#define DDP__ROOT_f64(x) \
+    for (int i = 0; i < 2; i++) x[i] = sqrt(x[i])
 #endif
 
 /* The bits of an update depend only on its inputs, not on the element's position, the compiler or its
@@ -677,74 +687,106 @@ static ddp_result ddp__fsdp_enter(ddp_group *group) {
 
 /* struct ddp_update has the formulas. Loads and stores take any alignment; from `at` on `left` elements are
    there. */
-#define DDP__UPDATE_FNS(real, suffix)                                                                                              \
-    typedef real ddp__vector_##suffix __attribute__((vector_size(DDP__UPDATE_BYTES)));                                             \
-    typedef struct ddp__factors_##suffix {                                                                                         \
-        real *w, *g, *m, *v, rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale, grad_scale;                          \
-        int first, nesterov, lamb;                                                                                                 \
-    } ddp__factors_##suffix;                                                                                                       \
-    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__get_##suffix(const real *memory, size_t at, size_t left) {                        \
-        ddp__vector_##suffix x = {0};                                                                                              \
-        memcpy(&x, memory + at, left * sizeof(real));                                                                              \
-        return x;                                                                                                                  \
-    }                                                                                                                              \
-    DDP__UPDATE_INLINE void ddp__put_##suffix(real *memory, size_t at, ddp__vector_##suffix x, size_t left) {                      \
-        memcpy(memory + at, &x, left * sizeof(real));                                                                              \
-    }                                                                                                                              \
-    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__times_##suffix(real factor, ddp__vector_##suffix x) {                             \
-        x = factor * x;                                                                                                            \
-        DDP__ROUNDED(x);                                                                                                           \
-        return x;                                                                                                                  \
-    }                                                                                                                              \
-    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__get_grad_##suffix(const ddp__factors_##suffix *f, size_t at, size_t left) {       \
-        return f->grad_scale != 1 ? ddp__times_##suffix(f->grad_scale, ddp__get_##suffix(f->g, at, left)) : ddp__get_##suffix(f->g, at, left); \
-    }                                                                                                                              \
-    DDP__UPDATE_INLINE void ddp__update_adam_##suffix(const ddp__factors_##suffix *f, size_t at, size_t left) {                    \
-        ddp__vector_##suffix g = ddp__get_grad_##suffix(f, at, left), w = ddp__get_##suffix(f->w, at, left), square = g * g;       \
-        DDP__ROUNDED(square);                                                                                                      \
-        ddp__vector_##suffix m = ddp__times_##suffix(f->beta1, ddp__get_##suffix(f->m, at, left)) + ddp__times_##suffix(f->rest1, g); \
-        ddp__vector_##suffix v = ddp__times_##suffix(f->beta2, ddp__get_##suffix(f->v, at, left)) + ddp__times_##suffix(f->rest2, square); \
-        ddp__vector_##suffix root = v;                                                                                             \
-        DDP__ROOT_##suffix(root);                                                                                                  \
-        ddp__vector_##suffix d = ddp__times_##suffix(f->rate, m) / (ddp__times_##suffix(f->root, root) + f->eps);                  \
-        if (!f->lamb) ddp__put_##suffix(f->w, at, ddp__times_##suffix(f->keep, w) - d, left);                                      \
-        else ddp__put_##suffix(f->g, at, f->decay != 0 ? d + ddp__times_##suffix(f->decay, w) : d, left);                          \
-        ddp__put_##suffix(f->m, at, m, left);                                                                                      \
-        ddp__put_##suffix(f->v, at, v, left);                                                                                      \
-    }                                                                                                                              \
-    DDP__UPDATE_INLINE void ddp__update_sgd_##suffix(const ddp__factors_##suffix *f, size_t at, size_t left) {                     \
-        ddp__vector_##suffix w = ddp__get_##suffix(f->w, at, left), d = ddp__get_grad_##suffix(f, at, left), m;                    \
-        if (f->decay != 0) d = d + ddp__times_##suffix(f->decay, w);                                                               \
-        d = ddp__times_##suffix(f->scale, d);                                                                                      \
-        if (f->m) {                                                                                                                \
-            m = f->first ? d : ddp__times_##suffix(f->beta1, ddp__get_##suffix(f->m, at, left)) + ddp__times_##suffix(f->rest1, d); \
-            d = f->nesterov ? d + ddp__times_##suffix(f->beta1, m) : m;                                                            \
-            ddp__put_##suffix(f->m, at, m, left);                                                                                  \
-        }                                                                                                                          \
-        ddp__put_##suffix(f->w, at, w - ddp__times_##suffix(f->rate, d), left);                                                    \
-    }                                                                                                                              \
-    static void ddp__update_##suffix(const ddp_update *u) {                                                                        \
-        const double scale = u->scale_at ? *u->scale_at : u->scale, grad_scale = u->grad_scale != 0 ? u->grad_scale : 1;           \
-        const ddp__factors_##suffix f = {(real *)u->value, (real *)u->grad, (real *)u->state0, (real *)u->state1, (real)u->rate,   \
-            (real)u->beta1, (real)u->one_minus_beta1, (real)u->beta2, (real)u->one_minus_beta2,                                    \
-            (real)u->inv_sqrt_bias_correction2, (real)u->eps, (real)u->decay_factor, (real)u->decay, (real)scale,                  \
-            (real)(u->grad_scale_at ? (double)*u->grad_scale_at : grad_scale), u->first, u->nesterov, u->kind == DDP_UPDATE_LAMB}; \
-        size_t lanes = DDP__UPDATE_BYTES / sizeof(real), whole = u->count / lanes * lanes, rest = u->count - whole;                \
-        if (u->kind == DDP_UPDATE_SGD) {                                                                                           \
-            for (size_t i = 0; i < whole; i += lanes) ddp__update_sgd_##suffix(&f, i, lanes);                                      \
-            if (rest) ddp__update_sgd_##suffix(&f, whole, rest);                                                                   \
-        } else {                                                                                                                   \
-            for (size_t i = 0; i < whole; i += lanes) ddp__update_adam_##suffix(&f, i, lanes);                                     \
-            if (rest) ddp__update_adam_##suffix(&f, whole, rest);                                                                  \
-        }                                                                                                                          \
+#define DDP__UPDATE_FNS(real, suffix)                                                                        \
+    typedef real ddp__vector_##suffix __attribute__((vector_size(DDP__UPDATE_BYTES)));                       \
+    typedef struct ddp__factors_##suffix {                                                                   \
+        real *w, *g, *m, *v, rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale, grad_scale;    \
+        int first, nesterov, lamb;                                                                           \
+    } ddp__factors_##suffix;                                                                                 \
+    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__get_##suffix(const real *memory, size_t at, size_t left) {  \
+        ddp__vector_##suffix x = {0};                                                                        \
+        memcpy(&x, memory + at, left * sizeof(real));                                                        \
+        return x;                                                                                            \
+    }                                                                                                        \
+    DDP__UPDATE_INLINE void ddp__put_##suffix(real *memory, size_t at, ddp__vector_##suffix x,               \
+                                              size_t left) {                                                 \
+        memcpy(memory + at, &x, left * sizeof(real));                                                        \
+    }                                                                                                        \
+    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__times_##suffix(real factor, ddp__vector_##suffix x) {       \
+        x = factor * x;                                                                                      \
+        DDP__ROUNDED(x);                                                                                     \
+        return x;                                                                                            \
+    }                                                                                                        \
+    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__get_grad_##suffix(const ddp__factors_##suffix *f,           \
+                                                                   size_t at, size_t left) {                 \
+        return f->grad_scale != 1 ? ddp__times_##suffix(f->grad_scale, ddp__get_##suffix(f->g, at, left))    \
+                                  : ddp__get_##suffix(f->g, at, left);                                       \
+    }                                                                                                        \
+    DDP__UPDATE_INLINE void ddp__update_adam_##suffix(const ddp__factors_##suffix *f, size_t at,             \
+                                                      size_t left) {                                         \
+        ddp__vector_##suffix g = ddp__get_grad_##suffix(f, at, left), w = ddp__get_##suffix(f->w, at, left), \
+                             square = g * g;                                                                 \
+        DDP__ROUNDED(square);                                                                                \
+        ddp__vector_##suffix m = ddp__times_##suffix(f->beta1, ddp__get_##suffix(f->m, at, left))            \
+                                 + ddp__times_##suffix(f->rest1, g);                                         \
+        ddp__vector_##suffix v = ddp__times_##suffix(f->beta2, ddp__get_##suffix(f->v, at, left))            \
+                                 + ddp__times_##suffix(f->rest2, square);                                    \
+        ddp__vector_##suffix root = v;                                                                       \
+        DDP__ROOT_##suffix(root);                                                                            \
+        ddp__vector_##suffix d = ddp__times_##suffix(f->rate, m)                                             \
+                                 / (ddp__times_##suffix(f->root, root) + f->eps);                            \
+        if (!f->lamb)                                                                                        \
+            ddp__put_##suffix(f->w, at, ddp__times_##suffix(f->keep, w) - d, left);                          \
+        else                                                                                                 \
+            ddp__put_##suffix(f->g, at, f->decay != 0 ? d + ddp__times_##suffix(f->decay, w) : d, left);     \
+        ddp__put_##suffix(f->m, at, m, left);                                                                \
+        ddp__put_##suffix(f->v, at, v, left);                                                                \
+    }                                                                                                        \
+    DDP__UPDATE_INLINE void ddp__update_sgd_##suffix(const ddp__factors_##suffix *f, size_t at,              \
+                                                     size_t left) {                                          \
+        ddp__vector_##suffix w = ddp__get_##suffix(f->w, at, left), d = ddp__get_grad_##suffix(f, at, left), \
+                             m;                                                                              \
+        if (f->decay != 0) d = d + ddp__times_##suffix(f->decay, w);                                         \
+        d = ddp__times_##suffix(f->scale, d);                                                                \
+        if (f->m) {                                                                                          \
+            m = f->first ? d                                                                                 \
+                         : ddp__times_##suffix(f->beta1, ddp__get_##suffix(f->m, at, left))                  \
+                               + ddp__times_##suffix(f->rest1, d);                                           \
+            d = f->nesterov ? d + ddp__times_##suffix(f->beta1, m) : m;                                      \
+            ddp__put_##suffix(f->m, at, m, left);                                                            \
+        }                                                                                                    \
+        ddp__put_##suffix(f->w, at, w - ddp__times_##suffix(f->rate, d), left);                              \
+    }                                                                                                        \
+    static void ddp__update_##suffix(const ddp_update *u) {                                                  \
+        const double scale = u->scale_at ? *u->scale_at : u->scale,                                          \
+                     grad_scale = u->grad_scale != 0 ? u->grad_scale : 1;                                    \
+        const ddp__factors_##suffix f = {(real *)u->value,                                                   \
+                                         (real *)u->grad,                                                    \
+                                         (real *)u->state0,                                                  \
+                                         (real *)u->state1,                                                  \
+                                         (real)u->rate,                                                      \
+                                         (real)u->beta1,                                                     \
+                                         (real)u->one_minus_beta1,                                           \
+                                         (real)u->beta2,                                                     \
+                                         (real)u->one_minus_beta2,                                           \
+                                         (real)u->inv_sqrt_bias_correction2,                                 \
+                                         (real)u->eps,                                                       \
+                                         (real)u->decay_factor,                                              \
+                                         (real)u->decay,                                                     \
+                                         (real)scale,                                                        \
+                                         (real)(u->grad_scale_at ? (double)*u->grad_scale_at : grad_scale),  \
+                                         u->first,                                                           \
+                                         u->nesterov,                                                        \
+                                         u->kind == DDP_UPDATE_LAMB};                                        \
+        size_t lanes = DDP__UPDATE_BYTES / sizeof(real), whole = u->count / lanes * lanes,                   \
+               rest = u->count - whole;                                                                      \
+        if (u->kind == DDP_UPDATE_SGD) {                                                                     \
+            for (size_t i = 0; i < whole; i += lanes) ddp__update_sgd_##suffix(&f, i, lanes);                \
+            if (rest) ddp__update_sgd_##suffix(&f, whole, rest);                                             \
+        } else {                                                                                             \
+            for (size_t i = 0; i < whole; i += lanes) ddp__update_adam_##suffix(&f, i, lanes);               \
+            if (rest) ddp__update_adam_##suffix(&f, whole, rest);                                            \
+        }                                                                                                    \
     }
 DDP__UPDATE_FNS(float, f32)
 DDP__UPDATE_FNS(double, f64)
 #undef DDP__UPDATE_FNS
 
 static void ddp__host_update(const ddp_update *u) {
-    if (u->dtype == DDP_F32) ddp__update_f32(u);
-    else ddp__update_f64(u);
+    if (u->dtype == DDP_F32)
+        ddp__update_f32(u);
+    else
+        ddp__update_f64(u);
 }
 
 static void ddp__host_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
@@ -768,9 +810,11 @@ static void ddp__host_trust(const ddp_exact_sum *sums, size_t count, double lr, 
     }
 }
 
+// clang-format off
 #define DDP_X(name, arguments) ddp__host_##name,
 static const ddp_optimizer_kernels ddp__host_kernels = {DDP_VERSION, DDP_OPTIMIZER_KERNELS(DDP_X)};
 #undef DDP_X
+// clang-format on
 static const ddp_optimizer_kernels *ddp__kernels_of(const ddp_device *device) {
     return device->optimizer ? device->optimizer : &ddp__host_kernels;
 }
@@ -792,26 +836,29 @@ typedef struct ddp__optimizer_param {
 } ddp__optimizer_param;
 
 struct ddp_optimizer {
-    ddp_optimizer_desc desc;      /* with every default resolved */
+    ddp_optimizer_desc desc; /* with every default resolved */
     ddp_group *group;
-    const ddp_device *device;     /* of group: values, gradients and squares are its memory */
+    const ddp_device *device; /* of group: values, gradients and squares are its memory */
     ddp__optimizer_param *params;
-    int state_count;              /* tensors of state of each parameter */
-    int square_count;             /* the same on all ranks of shard_group, whichever rows they have */
+    int state_count;  /* tensors of state of each parameter */
+    int square_count; /* the same on all ranks of shard_group, whichever rows they have */
     int64_t step;
-    void *state;                  /* one allocation */
-    ddp_exact_sum *squares;       /* on the device */
+    void *state;            /* one allocation */
+    ddp_exact_sum *squares; /* on the device */
     /* host memory in which they are reduced; NULL if shard_group has the same device */
     ddp_exact_sum *sent;
     /* NULL, or called before and after elements [from, from + count) of a parameter are stepped; user is
        desc.state_user */
     ddp_result (*piece_fn)(void *user, int param, size_t from, size_t count, int stepped);
-    double *rates;                /* on the device: lr times the trust ratio of each pair of squares */
+    double *rates; /* on the device: lr times the trust ratio of each pair of squares */
 };
 
-static const char *const ddp__optimizer_states[][2] = {{"exp_avg", "exp_avg_sq"}, {"momentum_buffer", NULL},
-                                                       {"exp_avg", "exp_avg_sq"}, {"momentum_buffer",
-                                                                                   NULL}}; /* by kind */
+static const char *const ddp__optimizer_states[][2] = {
+    {"exp_avg", "exp_avg_sq"},
+    {"momentum_buffer", NULL},
+    {"exp_avg", "exp_avg_sq"},
+    {"momentum_buffer", NULL},
+}; /* by kind */
 
 #define DDP__OPTIMIZER_NEED(condition, ...) DDP_CHECK("ddp_optimizer_create", group, condition, __VA_ARGS__)
 
@@ -829,8 +876,8 @@ static int ddp__is_amount(double x) { return x >= 0 && x <= 3.4028234663852886e3
 static ddp_result ddp__optimizer_resolve(ddp_group *group, ddp_optimizer_desc *d) {
     int lars = d->kind == DDP_OPTIMIZER_LARS;
     const ddp_optimizer_kernels *kernels = ddp_group_device(group)->optimizer;
-    DDP_TRY(ddp_check_kernels(group, "ddp_optimizer_create", kernels ? &kernels->version : NULL,
-                              "ddp_fsdp.h"));
+    DDP_TRY(
+        ddp_check_kernels(group, "ddp_optimizer_create", kernels ? &kernels->version : NULL, "ddp_fsdp.h"));
     DDP__OPTIMIZER_NEED((unsigned)d->kind <= DDP_OPTIMIZER_LARS, "kind=%d is not one of ddp_optimizer_kind",
                         (int)d->kind);
     d->beta1 = d->beta1 == 0 ? 0.9f : d->beta1 == -1 ? 0 : d->beta1;
@@ -890,8 +937,8 @@ static ddp_result ddp__optimizer_take(ddp_optimizer *o, int i) {
     }
     for (p->first_use = 0; p->first_use < i; p->first_use++)
         if (count && o->desc.params[p->first_use].value.data == param->value.data) break;
-    DDP__OPTIMIZER_NEED(o->params[p->first_use].count == p->count &&
-                        o->desc.params[p->first_use].value.dtype == param->value.dtype,
+    DDP__OPTIMIZER_NEED(o->params[p->first_use].count == p->count
+                            && o->desc.params[p->first_use].value.dtype == param->value.dtype,
                         "params[%d] \"%s\" shares its values with params[%d], but has another shape or dtype",
                         i, name, p->first_use);
     return DDP_OK;
@@ -924,8 +971,10 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     if (!o->params) return DDP_ERR_NO_MEMORY;
     for (int i = 0; i < o->desc.param_count; i++) DDP_TRY(ddp__optimizer_take(o, i));
     size_t bytes = ddp__optimizer_place(o, NULL);
-    if (bytes && !o->desc.state_alloc_fn) DDP_TRY(o->device->alloc(o->group, bytes, &o->state));
-    else if (bytes) o->state = o->desc.state_alloc_fn(bytes, o->desc.state_user);
+    if (bytes && !o->desc.state_alloc_fn)
+        DDP_TRY(o->device->alloc(o->group, bytes, &o->state));
+    else if (bytes)
+        o->state = o->desc.state_alloc_fn(bytes, o->desc.state_user);
     if (bytes && !o->state)
         return ddp_fail(DDP_ERR_NO_MEMORY,
                         "ddp_optimizer_create: state_alloc_fn gave no memory for %llu bytes",
@@ -952,8 +1001,10 @@ DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group,
     o->group = group;
     o->device = ddp_group_device(group);
     ddp_result result = ddp__optimizer_build(o);
-    if (result == DDP_OK) *out = o;
-    else ddp_optimizer_destroy(o);
+    if (result == DDP_OK)
+        *out = o;
+    else
+        ddp_optimizer_destroy(o);
     return result;
 }
 
@@ -961,8 +1012,10 @@ DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer) {
     ddp_optimizer *o = optimizer;
     if (!o) return;
     if (o->squares) o->device->free(o->group, o->squares);
-    if (o->state && !o->desc.state_alloc_fn) o->device->free(o->group, o->state);
-    else if (o->state) o->desc.state_free_fn(o->state, o->desc.state_user);
+    if (o->state && !o->desc.state_alloc_fn)
+        o->device->free(o->group, o->state);
+    else if (o->state)
+        o->desc.state_free_fn(o->state, o->desc.state_user);
     ddp_host_free(o->group, o->sent);
     ddp_host_free(o->group, o->params);
     ddp_host_free(o->group, o);
@@ -1000,9 +1053,9 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
                                DDP_OP_SUM, NULL));
     }
     DDP_TRY(ddp__fsdp_enter(o->group));
-    ddp__kernels_of(o->device)->trust(o->squares, (size_t)o->square_count / 2, (double)lr,
-                                      (double)o->desc.trust_coefficient,
-                      o->desc.kind == DDP_OPTIMIZER_LARS ? (double)o->desc.weight_decay : -1, o->rates);
+    ddp__kernels_of(o->device)->trust(
+        o->squares, (size_t)o->square_count / 2, (double)lr, (double)o->desc.trust_coefficient,
+        o->desc.kind == DDP_OPTIMIZER_LARS ? (double)o->desc.weight_decay : -1, o->rates);
     return DDP_OK;
 }
 
@@ -1063,8 +1116,10 @@ static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, int last, f
 /* Multiplies gradients by factor, or by *at, a float on the device, if at is not NULL. */
 static void ddp__grad_scale(const ddp_device *device, void *grad, size_t count, ddp_dtype dtype, float factor,
                             const float *at) {
-    if (at) ddp__kernels_of(device)->scale(grad, count, dtype, at);
-    else if (factor != 1) device->scale(grad, count, dtype, factor);
+    if (at)
+        ddp__kernels_of(device)->scale(grad, count, dtype, at);
+    else if (factor != 1)
+        device->scale(grad, count, dtype, factor);
 }
 
 /* at: NULL, or where the device has grad_scale. */
@@ -1169,15 +1224,17 @@ DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
     if (step > total) return (float)low;
     if (desc->kind == DDP_LR_COSINE) {
         double share = low / peak;
-        return (float)(peak * (0.5 * (1 + share) + 0.5 * (1 - share)
-                               * cos(3.14159265358979323846 * (double)(step - warm)
-                                     / (double)(total - warm))));
+        return (
+            float)(peak
+                   * (0.5 * (1 + share)
+                      + 0.5 * (1 - share)
+                            * cos(3.14159265358979323846 * (double)(step - warm) / (double)(total - warm))));
     }
     if (desc->kind == DDP_LR_WSD && (desc->decay_steps || total / 10 < decay))
         decay = desc->decay_steps ? desc->decay_steps : total < 10 ? 1 : total / 10;
     if (step <= total - decay) return (float)peak;
     double power = desc->kind == DDP_LR_POLYNOMIAL && desc->power != 0 ? (double)desc->power : 1,
-        left = (double)(total - step) / (double)decay;
+           left = (double)(total - step) / (double)decay;
     left = (peak - low) * (power == 1 ? left : pow(left, power));
     DDP__ROUNDED(left);
     return (float)(low + left);
@@ -1217,15 +1274,15 @@ DDPDEF int ddp_scaler_found_inf(const ddp_scaler *scaler) { return scaler ? scal
 
 /* Whether all bits of the exponent, mask, are set in one of count elements: adding its lowest bit then
    reaches the sign's. */
-#define DDP__NON_FINITE_FN(word, suffix)                                                             \
-    typedef word __attribute__((may_alias, aligned(1))) ddp__exponent_##suffix;                      \
-    static int ddp__non_finite_##suffix(const void *data, size_t count, word mask) {                 \
-        const ddp__exponent_##suffix *x = (const ddp__exponent_##suffix *)data;                      \
-        word lowest = (word)(mask & (~mask + 1)), seen = 0;                                          \
+#define DDP__NON_FINITE_FN(word, suffix)                                                              \
+    typedef word __attribute__((may_alias, aligned(1))) ddp__exponent_##suffix;                       \
+    static int ddp__non_finite_##suffix(const void *data, size_t count, word mask) {                  \
+        const ddp__exponent_##suffix *x = (const ddp__exponent_##suffix *)data;                       \
+        word lowest = (word)(mask & (~mask + 1)), seen = 0;                                           \
         for (; count >= 64; count -= 64, x += 64) /* a fixed number of them: compilers see vectors */ \
-            for (int i = 0; i < 64; i++) seen |= (word)((x[i] & mask) + lowest);                     \
-        for (size_t i = 0; i < count; i++) seen |= (word)((x[i] & mask) + lowest);                   \
-        return (int)(seen >> (suffix - 1) & 1);                                                      \
+            for (int i = 0; i < 64; i++) seen |= (word)((x[i] & mask) + lowest);                      \
+        for (size_t i = 0; i < count; i++) seen |= (word)((x[i] & mask) + lowest);                    \
+        return (int)(seen >> (suffix - 1) & 1);                                                       \
     }
 DDP__NON_FINITE_FN(uint16_t, 16)
 DDP__NON_FINITE_FN(uint32_t, 32)
@@ -1334,12 +1391,12 @@ DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state) {
 DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *state) {
     DDP__FSDP_NEED(scaler && state, "scaler or state is NULL");
     DDP__FSDP_NEED(scaler->desc.growth_interval > 0, "the scaler has no desc; call ddp_scaler_init first");
-    if (!ddp__is_amount(state->scale) || (double)(float)state->scale != state->scale ||
-        state->growth_tracker < 0 || state->growth_tracker > INT32_MAX
-        - 1) return ddp_fail(DDP_ERR_CORRUPT,
-                       "ddp_scaler_load: scale=%g growth_tracker=%lld is nothing that ddp_scaler_save writes",
-                             state->scale,
-                        (long long)state->growth_tracker);
+    if (!ddp__is_amount(state->scale) || (double)(float)state->scale != state->scale
+        || state->growth_tracker < 0 || state->growth_tracker > INT32_MAX - 1)
+        return ddp_fail(
+            DDP_ERR_CORRUPT,
+            "ddp_scaler_load: scale=%g growth_tracker=%lld is nothing that ddp_scaler_save writes",
+            state->scale, (long long)state->growth_tracker);
     scaler->scale = (float)state->scale;
     scaler->growth_tracker = (int)state->growth_tracker;
     scaler->unscaled = scaler->found_inf = 0;
@@ -1393,7 +1450,8 @@ static int ddp__crc_hardware(void) { return __builtin_cpu_supports("sse4.2"); }
 #define DDP__CRC_WORD(remainder, word) __asm__("crc32q %1, %0" : "+r"(remainder) : "r"(word))
 #else
 static int ddp__crc_hardware(void) { return (getauxval(AT_HWCAP) >> 7 & 1) != 0; } /* HWCAP_CRC32 */
-#define DDP__CRC_WORD(remainder, word) __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(remainder) : "r"(word))
+#define DDP__CRC_WORD(remainder, word) \
+    __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(remainder) : "r"(word))
 #endif
 
 typedef uint64_t __attribute__((may_alias, aligned(1))) ddp__crc_word; /* at any address */
@@ -1413,7 +1471,7 @@ static uint32_t ddp__crc_lanes(uint32_t remainder, const unsigned char *data, si
                 DDP__CRC_WORD(third, *(const ddp__crc_word *)(data + 2 * lane + i));
             }
             last = ddp__crc_multiply(shift, ddp__crc_multiply(shift, (uint32_t)first) ^ (uint32_t)second)
-                ^ (uint32_t)third;
+                   ^ (uint32_t)third;
         }
     }
     for (; size >= 8; size -= 8, data += 8) DDP__CRC_WORD(last, *(const ddp__crc_word *)data);
@@ -1456,11 +1514,18 @@ static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
    The input is not trusted. */
 
 /* A string of a text: zero-terminated, where it has no zeros of its own. */
-typedef struct ddp__words { const char *at; size_t length; } ddp__words;
+typedef struct ddp__words {
+    const char *at;
+    size_t length;
+} ddp__words;
 
 /* Reads the text [at, end) front to back, and never beyond. Strings are decoded in place. After
    an error every function returns 0; `error` is the reason and `at` the position. */
-typedef struct ddp__json { char *begin, *at, *end; const char *error; int depth; } ddp__json;
+typedef struct ddp__json {
+    char *begin, *at, *end;
+    const char *error;
+    int depth;
+} ddp__json;
 
 static ddp__json ddp__json_of(char *text, size_t length) {
     ddp__json json = {text, text, text + length, NULL, 0};
@@ -1492,15 +1557,17 @@ static int ddp__json_need(ddp__json *j, char c, const char *what) {
    above U+10FFFF, or truncated. */
 static int ddp__utf8_length(const char *at, const char *end) {
     const unsigned char *c = (const unsigned char *)at;
-    int length = c[0] < 0x80 ? 1
-               : c[0] >= 0xc2 && c[0] <= 0xdf ? 2
-               : (c[0] & 0xf0) == 0xe0 ? 3
-               : c[0] >= 0xf0 && c[0] <= 0xf4 ? 4 : 0;
+    int length = c[0] < 0x80                    ? 1
+                 : c[0] >= 0xc2 && c[0] <= 0xdf ? 2
+                 : (c[0] & 0xf0) == 0xe0        ? 3
+                 : c[0] >= 0xf0 && c[0] <= 0xf4 ? 4
+                                                : 0;
     if (length == 0 || end - at < length) return 0;
     for (int i = 1; i < length; i++)
         if ((c[i] & 0xc0) != 0x80) return 0;
-    if ((c[0] == 0xe0 && c[1] < 0xa0) || (c[0] == 0xed && c[1] > 0x9f) || (c[0] == 0xf0 && c[1] < 0x90) ||
-        (c[0] == 0xf4 && c[1] > 0x8f)) return 0;
+    if ((c[0] == 0xe0 && c[1] < 0xa0) || (c[0] == 0xed && c[1] > 0x9f) || (c[0] == 0xf0 && c[1] < 0x90)
+        || (c[0] == 0xf4 && c[1] > 0x8f))
+        return 0;
     return length;
 }
 
@@ -1529,8 +1596,8 @@ static int ddp__json_escape(ddp__json *j, char **out) {
     if (j->at == j->end || *j->at++ != 'u') return ddp__json_fail(j, "an escape that JSON does not have");
     if (!ddp__json_hex(j, 4, &code)) return 0;
     if ((code & 0xf800) == 0xd800) { /* a surrogate pair: each has ten bits of the character */
-        int paired = code < 0xdc00 && j->end - j->at > 2 && *j->at++ == '\\' && *j->at++ == 'u' &&
-            ddp__json_hex(j, 4, &second);
+        int paired = code < 0xdc00 && j->end - j->at > 2 && *j->at++ == '\\' && *j->at++ == 'u'
+                     && ddp__json_hex(j, 4, &second);
         if (!paired || (second & 0xfc00) != 0xdc00) return ddp__json_fail(j, "half of a surrogate pair");
         code = 0x10000 + ((code & 0x3ff) << 10) + (second & 0x3ff);
     }
@@ -1586,7 +1653,8 @@ static int ddp__json_number(ddp__json *j, char kind, uint64_t *value) {
     if (kind == 'u' && negative) return ddp__json_fail(j, "a number is negative");
     if (kind != 'n')
         return j->at < j->end && (*j->at == '.' || *j->at == 'e' || *j->at == 'E')
-               ? ddp__json_fail(j, "a number is not whole") : 1;
+                   ? ddp__json_fail(j, "a number is not whole")
+                   : 1;
     if (j->at < j->end && *j->at == '.') {
         j->at++;
         if (!ddp__json_digits(j)) return 0;
@@ -1599,8 +1667,8 @@ static int ddp__json_number(ddp__json *j, char kind, uint64_t *value) {
 
 /* Is there another entry before the bracket closes? It is opened where *count, which counts them, is 0. */
 static int ddp__json_more(ddp__json *j, const char *brackets, int *count) {
-    if (*count == 0 && !ddp__json_need(j, brackets[0], *brackets == '{' ? "an object is missing"
-                                       : "a list is missing"))
+    if (*count == 0
+        && !ddp__json_need(j, brackets[0], *brackets == '{' ? "an object is missing" : "a list is missing"))
         return 0;
     if (j->error || ddp__json_take(j, brackets[1])) return 0;
     return (*count)++ == 0 || ddp__json_need(j, ',', "a comma or a closing bracket is missing");
@@ -1608,8 +1676,8 @@ static int ddp__json_more(ddp__json *j, const char *brackets, int *count) {
 
 /* An entry of an object; its value is next. */
 static int ddp__json_entry(ddp__json *j, int *count, ddp__words *name) {
-    return ddp__json_more(j, "{}", count) && ddp__json_string(j, name) &&
-           ddp__json_need(j, ':', "a colon is missing");
+    return ddp__json_more(j, "{}", count) && ddp__json_string(j, name)
+           && ddp__json_need(j, ':', "a colon is missing");
 }
 
 /* Passes over one value of any kind. */
@@ -1627,24 +1695,26 @@ static int ddp__json_skip(ddp__json *j) {
         return j->error == NULL;
     }
     if (c == '"') return ddp__json_string(j, &string);
-    for (size_t i = 0, n; i < 3; i++)
-        if (n = strlen(words[i]), (size_t)(j->end - j->at) >= n && memcmp(j->at, words[i], n) == 0) {
+    for (size_t i = 0; i < 3; i++) {
+        size_t n = strlen(words[i]);
+        if ((size_t)(j->end - j->at) >= n && memcmp(j->at, words[i], n) == 0) {
             j->at += n;
             return 1;
         }
+    }
     return c == '-' || (c >= '0' && c <= '9') ? ddp__json_number(j, 'n', &value)
-           : ddp__json_fail(j, "a value is missing");
+                                              : ddp__json_fail(j, "a value is missing");
 }
 
 static int ddp__json_end(ddp__json *j) {
-    return !j->error && (!ddp__json_peek(j) && j->at == j->end ? 1
-                         : ddp__json_fail(j, "something follows the end"));
+    return !j->error
+           && (!ddp__json_peek(j) && j->at == j->end ? 1 : ddp__json_fail(j, "something follows the end"));
 }
 
 /* The error of a file with JSON from byte `start` on. */
 static ddp_result ddp__json_result(const char *dir, const char *name, size_t start, const ddp__json *j) {
-    return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: %sdamaged at byte %zu: %s", dir, name, start ? "the header is "
-                    : "", start + (size_t)(j->at - j->begin), j->error);
+    return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: %sdamaged at byte %zu: %s", dir, name,
+                    start ? "the header is " : "", start + (size_t)(j->at - j->begin), j->error);
 }
 
 /* Compares two records that start with a ddp__words by those. */
@@ -1654,7 +1724,10 @@ static int ddp__words_compare(const void *a, const void *b) {
     return order ? order : (left->length > right->length) - (left->length < right->length);
 }
 
-static ddp__words ddp__words_of(const char *text) { ddp__words words = {text, strlen(text)}; return words; }
+static ddp__words ddp__words_of(const char *text) {
+    ddp__words words = {text, strlen(text)};
+    return words;
+}
 static int ddp__words_are(ddp__words words, const char *text) {
     return words.length == strlen(text) && memcmp(words.at, text, words.length) == 0;
 }
@@ -1695,8 +1768,10 @@ static void ddp__draft_string(ddp__draft *d, const char *start, const char *text
     ddp__draft_add(d, "\"%s", start);
     for (size_t plain; *text; text += plain ? plain : 1) {
         plain = strcspn(text, special);
-        if (plain) ddp__draft_add(d, "%.*s", (int)plain, text);
-        else ddp__draft_add(d, (unsigned char)*text < 32 ? "\\u%04x" : "\\%c", *text);
+        if (plain)
+            ddp__draft_add(d, "%.*s", (int)plain, text);
+        else
+            ddp__draft_add(d, (unsigned char)*text < 32 ? "\\u%04x" : "\\%c", *text);
     }
     ddp__draft_add(d, "\"");
 }
@@ -1707,12 +1782,28 @@ static void ddp__draft_string(ddp__draft *d, const char *start, const char *text
 #define DDP__HEADER_MAX ((uint64_t)100 << 20) /* bytes of JSON that the format allows */
 
 /* The dtypes of the format; for those without a ddp_dtype only the size is known. */
-static const struct ddp__file_dtype { const char *name; ddp_dtype dtype; int size; } ddp__file_dtypes[] = {
-    {"F32", DDP_F32, 4}, {"F64", DDP_F64, 8}, {"F16", DDP_F16, 2}, {"BF16", DDP_BF16, 2}, {"I8", DDP_I8, 1},
-        {"U8", DDP_U8, 1}, {"I32", DDP_I32, 4},
-    {"I64", DDP_I64, 8}, {"U64", DDP_U64, 8}, {"I16", DDP_DTYPE_DEFAULT, 2}, {"BOOL", DDP_DTYPE_DEFAULT, 1},
-    {"U16", DDP_DTYPE_DEFAULT, 2}, {"U32", DDP_DTYPE_DEFAULT, 4}, {"F8_E4M3", DDP_DTYPE_DEFAULT, 1},
-    {"F8_E5M2", DDP_DTYPE_DEFAULT, 1}, {"C64", DDP_DTYPE_DEFAULT, 8}};
+static const struct ddp__file_dtype {
+    const char *name;
+    ddp_dtype dtype;
+    int size;
+} ddp__file_dtypes[] = {
+    {"F32", DDP_F32, 4},
+    {"F64", DDP_F64, 8},
+    {"F16", DDP_F16, 2},
+    {"BF16", DDP_BF16, 2},
+    {"I8", DDP_I8, 1},
+    {"U8", DDP_U8, 1},
+    {"I32", DDP_I32, 4},
+    {"I64", DDP_I64, 8},
+    {"U64", DDP_U64, 8},
+    {"I16", DDP_DTYPE_DEFAULT, 2},
+    {"BOOL", DDP_DTYPE_DEFAULT, 1},
+    {"U16", DDP_DTYPE_DEFAULT, 2},
+    {"U32", DDP_DTYPE_DEFAULT, 4},
+    {"F8_E4M3", DDP_DTYPE_DEFAULT, 1},
+    {"F8_E5M2", DDP_DTYPE_DEFAULT, 1},
+    {"C64", DDP_DTYPE_DEFAULT, 8},
+};
 #define DDP__FILE_DTYPES ((int)(sizeof ddp__file_dtypes / sizeof ddp__file_dtypes[0]))
 
 /* The name of a ddp_dtype, or NULL. */
@@ -1726,10 +1817,10 @@ static const char *ddp__file_dtype_name(ddp_dtype dtype) {
 typedef struct ddp__stored {
     ddp__words name;
     const struct ddp__file_dtype *dtype;
-    int ndim;                    /* may be more than DDP_MAX_NDIM: then shape has the first ones */
+    int ndim; /* may be more than DDP_MAX_NDIM: then shape has the first ones */
     int64_t shape[DDP_MAX_NDIM];
-    uint64_t count;              /* elements */
-    uint64_t begin, end;         /* bytes, from the end of the header */
+    uint64_t count;      /* elements */
+    uint64_t begin, end; /* bytes, from the end of the header */
     uint32_t crc;
     int has_crc;
 } ddp__stored;
@@ -1747,7 +1838,9 @@ typedef struct ddp__in_file {
     int count;
 } ddp__in_file;
 
-typedef struct ddp__pair { ddp__words key, value; } ddp__pair;
+typedef struct ddp__pair {
+    ddp__words key, value;
+} ddp__pair;
 
 static int ddp__stored_compare_place(const void *a, const void *b) {
     const ddp__stored *left = (const ddp__stored *)a, *right = (const ddp__stored *)b;
@@ -1829,10 +1922,11 @@ static ddp_result ddp__header_check(ddp__in_file *file, uint64_t data_bytes, con
     qsort(r, (size_t)file->count, sizeof *r, ddp__stored_compare_place);
     for (int i = 0; i < file->count; at = r[i++].end) {
         const char *what = r[i].end < r[i].begin || r[i].end > data_bytes ? "lies outside of the file"
-                         : r[i].end - r[i].begin != r[i].count * (uint64_t)r[i].dtype->size
-                         ? "is not as large as its dtype and shape say"
-                         : r[i].begin < at ? "overlaps the one before it"
-                         : r[i].begin > at ? "has a hole before it" : NULL;
+                           : r[i].end - r[i].begin != r[i].count * (uint64_t)r[i].dtype->size
+                               ? "is not as large as its dtype and shape say"
+                           : r[i].begin < at ? "overlaps the one before it"
+                           : r[i].begin > at ? "has a hole before it"
+                                             : NULL;
         if (what) return ddp__stored_fail(DDP_ERR_CORRUPT, file, &r[i], "%s", what);
     }
     if (at != data_bytes)
@@ -1870,17 +1964,20 @@ static ddp_result ddp__header_read(ddp_group *group, ddp__in_file *file, size_t 
     for (ddp__words name; ddp__json_entry(&j, &count, &name);) {
         ddp__stored *record = &file->records[file->count];
         record->name = name;
-        if (!ddp__words_are(name, "__metadata__")) file->count += ddp__stored_read(&j, record);
-        else if (metadata++) (void)ddp__json_fail(&j, "metadata is there twice");
-        else for (int n = 0; ddp__json_entry(&j, &n, &pairs[pair_count].key);)
-            pair_count += ddp__json_string(&j, &pairs[pair_count].value);
+        if (!ddp__words_are(name, "__metadata__"))
+            file->count += ddp__stored_read(&j, record);
+        else if (metadata++)
+            (void)ddp__json_fail(&j, "metadata is there twice");
+        else
+            for (int n = 0; ddp__json_entry(&j, &n, &pairs[pair_count].key);)
+                pair_count += ddp__json_string(&j, &pairs[pair_count].value);
     }
     qsort(pairs, (size_t)pair_count, sizeof *pairs, ddp__words_compare);
     for (int i = 1; i < pair_count; i++)
         if (ddp__words_compare(&pairs[i - 1], &pairs[i]) == 0)
             (void)ddp__json_fail(&j, "metadata has a key twice");
     ddp_result result = ddp__json_end(&j) ? ddp__header_check(file, data_bytes, pairs, pair_count)
-        : ddp__json_result(file->dir, file->name, 8, &j);
+                                          : ddp__json_result(file->dir, file->name, 8, &j);
     ddp_host_free(group, pairs);
     return result;
 }
@@ -1911,9 +2008,11 @@ typedef struct ddp__file {
     char path[DDP__PATH_MAX];
 } ddp__file;
 
-static void ddp__file_close(const ddp__file *file) { if (file->fd >= 0) close(file->fd); }
-#define DDP__CLOSED_AT_END __attribute__((cleanup(ddp__file_close))) /* a ddp__file that ddp__file_open is
-                                                                        called for */
+static void ddp__file_close(const ddp__file *file) {
+    if (file->fd >= 0) close(file->fd);
+}
+#define DDP__CLOSED_AT_END \
+    __attribute__((cleanup(ddp__file_close))) /* a ddp__file that ddp__file_open is called for */
 
 /* Opens a file of a folder. It must be a regular file: a FIFO could block, and through a symbolic link or a
    device other users could choose the data that is read or overwritten. */
@@ -1924,7 +2023,7 @@ static ddp_result ddp__file_open(const char *dir, const char *name, int flags, d
     file->fd = open(file->path, flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
     int missing = file->fd < 0 && errno == ENOENT;
     ddp_result result = file->fd < 0 || fstat(file->fd, &info) != 0 ? ddp__file_fail("opening", file->path)
-        : DDP_OK;
+                                                                    : DDP_OK;
     if ((result == DDP_OK || lstat(file->path, &info) == 0) && !S_ISREG(info.st_mode)) {
         if (S_ISLNK(info.st_mode)) kind = "a symbolic link";
         if (S_ISFIFO(info.st_mode)) kind = "a FIFO";
@@ -1955,7 +2054,7 @@ static ddp_result ddp__transfer(const ddp__file *file, int way, const void *data
     char *memory = (char *)(uintptr_t)data;
     for (ssize_t n; size; memory += n, at += (uint64_t)n, size -= (uint64_t)n) {
         n = way == DDP__FILE_WRITE ? pwrite(file->fd, memory, (size_t)size, (off_t)at)
-            : pread(file->fd, memory, (size_t)size, (off_t)at);
+                                   : pread(file->fd, memory, (size_t)size, (off_t)at);
         if (n == 0 && way == DDP__FILE_READ)
             return ddp_fail(DDP_ERR_CORRUPT, "%s: the file ends at byte %llu, %llu more belong to it",
                             file->path, (unsigned long long)at, (unsigned long long)size);
@@ -1983,7 +2082,8 @@ static ddp_result ddp__file_make(const char *dir, const char *name, const void *
     /* writing would raise a signal */
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur)
         errno = EFBIG;
-    else if (!data && syscall(SYS_fallocate, file.fd, 0, (off_t)0, (off_t)size) == 0) errno = 0;
+    else if (!data && syscall(SYS_fallocate, file.fd, 0, (off_t)0, (off_t)size) == 0)
+        errno = 0;
     if (!data && (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL))
         errno = ftruncate(file.fd, (off_t)size) == 0 ? 0 : errno;
     ddp_result result = errno ? ddp__file_fail("making room in", file.path) : DDP_OK;
@@ -2001,8 +2101,9 @@ static int ddp__is_our_file(const char *name) {
     for (int kind = 0; kind < 2; kind++) {
         size_t length = strlen(ddp__kind_names[kind]);
         if (!dot || strncmp(name, ddp__kind_names[kind], length) != 0) continue;
-        if (strcmp(name + length, ".safetensors.index.json") == 0 ||
-            (name[length] == '-' && strcmp(dot, ".safetensors") == 0)) return 1;
+        if (strcmp(name + length, ".safetensors.index.json") == 0
+            || (name[length] == '-' && strcmp(dot, ".safetensors") == 0))
+            return 1;
     }
     return strcmp(name, DDP__STATE_FILE) == 0;
 }
@@ -2063,9 +2164,10 @@ static ddp_result ddp__folder_name(const char *dir, char out[DDP__PATH_MAX]) {
     if (length && length <= DDP__DIR_MAX)
         snprintf(out, DDP__PATH_MAX, "%.*s", (int)length, real ? real : dir);
     free(real);
-    return length && length <= DDP__DIR_MAX ? DDP_OK
-           : ddp_fail(DDP_ERR_INVALID, "dir is NULL, empty or longer than %d bytes; name a folder",
-                      DDP__DIR_MAX);
+    return length && length <= DDP__DIR_MAX
+               ? DDP_OK
+               : ddp_fail(DDP_ERR_INVALID, "dir is NULL, empty or longer than %d bytes; name a folder",
+                          DDP__DIR_MAX);
 }
 
 static void ddp__parent_name(const char *path, char out[DDP__PATH_MAX]) {
@@ -2075,8 +2177,10 @@ static void ddp__parent_name(const char *path, char out[DDP__PATH_MAX]) {
 
 enum { DDP__NEW = -1, DDP__OLD }; /* or the number of an older checkpoint */
 static void ddp__beside_name(const char *dir, int which, char out[DDP__PATH_MAX]) {
-    if (which > 0) snprintf(out, DDP__PATH_MAX, "%.*s.%d", DDP__DIR_MAX, dir, which);
-    else snprintf(out, DDP__PATH_MAX, "%.*s.%s", DDP__DIR_MAX, dir, which == DDP__OLD ? "old" : "tmp");
+    if (which > 0)
+        snprintf(out, DDP__PATH_MAX, "%.*s.%d", DDP__DIR_MAX, dir, which);
+    else
+        snprintf(out, DDP__PATH_MAX, "%.*s.%s", DDP__DIR_MAX, dir, which == DDP__OLD ? "old" : "tmp");
 }
 
 //== checkpoints: boxes ========================================================================= >>impl-boxes
@@ -2092,8 +2196,8 @@ typedef struct ddp__slice {
     int ndim;
     int64_t shape[DDP_MAX_NDIM], offset[DDP_MAX_NDIM], extent[DDP_MAX_NDIM];
     void *data;
-    int file_kind; /* 0 = model-*, 1 = optimizer-* */
-    int tied_to;   /* loading: 1 + the number of an earlier tensor that files may store under this name */
+    int file_kind;  /* 0 = model-*, 1 = optimizer-* */
+    int tied_to;    /* loading: 1 + the number of an earlier tensor that files may store under this name */
     int may_repeat; /* where other ranks hold the same box, the lowest of them writes it */
 } ddp__slice;
 
@@ -2108,7 +2212,7 @@ static uint64_t ddp__slice_bytes(const ddp__slice *s, int held) {
    stored in the same order in the box. */
 typedef struct ddp__box_runs {
     const ddp__slice *slice;
-    int outer;                      /* dimensions to iterate over; the remaining inner ones form one run */
+    int outer; /* dimensions to iterate over; the remaining inner ones form one run */
     int64_t index[DDP_MAX_NDIM];
     uint64_t length, number, count; /* elements of a run; runs given and in all */
 } ddp__box_runs;
@@ -2154,15 +2258,19 @@ static uint64_t ddp__box_number(const ddp__slice *s, int whole, int point) {
     uint64_t number = whole || s->data;
     for (int d = 0; d < s->ndim; d++) {
         uint64_t x = (UINT64_C(0x9e3779b97f4a7c15) * (uint64_t)(point * DDP_MAX_NDIM + d + 1) >> 24)
-            % (DDP__PRIME - 3) + 2;
-        uint64_t from = whole ? 0 : (uint64_t)s->offset[d], to = whole ? (uint64_t)s->shape[d]
-            : from + (uint64_t)s->extent[d];
+                         % (DDP__PRIME - 3)
+                     + 2;
+        uint64_t from = whole ? 0 : (uint64_t)s->offset[d],
+                 to = whole ? (uint64_t)s->shape[d] : from + (uint64_t)s->extent[d];
         number = number * ((ddp__power(x, to) + DDP__PRIME - ddp__power(x, from)) % DDP__PRIME) % DDP__PRIME;
     }
     return number;
 }
 
-typedef struct ddp__key { ddp__words name; int kind, index; } ddp__key;
+typedef struct ddp__key {
+    ddp__words name;
+    int kind, index;
+} ddp__key;
 
 static int ddp__key_compare(const void *a, const void *b) {
     int order = ((const ddp__key *)a)->kind - ((const ddp__key *)b)->kind;
@@ -2183,20 +2291,21 @@ static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__ke
         const ddp__slice *s = &slices[i];
         ddp_tensor tensor = DDP_ZERO;
         if (!s->name || !ddp__is_tensor_name(s->name, 10000))
-            return ddp_fail(DDP_ERR_INVALID,
-                         "tensor %d has no name, or one that a file cannot have (UTF-8, at most 10000 bytes)",
-                            i);
+            return ddp_fail(
+                DDP_ERR_INVALID,
+                "tensor %d has no name, or one that a file cannot have (UTF-8, at most 10000 bytes)", i);
         tensor.ndim = s->ndim;
         memcpy(tensor.shape, s->shape, sizeof tensor.shape);
         int64_t elements = ddp_tensor_count(&tensor);
         if (elements < 0 || elements > INT64_MAX / 16 || !ddp__file_dtype_name(s->dtype))
             return ddp_fail(DDP_ERR_INVALID, "tensor '%.100s' has an impossible shape or dtype", s->name);
         for (int d = 0; d < s->ndim; d++)
-            if (s->offset[d] < 0 || s->extent[d] < 0 || s->extent[d] > s->shape[d] ||
-                s->offset[d] > s->shape[d] - s->extent[d]) return ddp_fail(DDP_ERR_INVALID,
-                              "tensor '%.100s': %lld from %lld on is outside of dimension %d, which has %lld",
-                                                                           s->name, (long long)s->extent[d],
-                                (long long)s->offset[d], d, (long long)s->shape[d]);
+            if (s->offset[d] < 0 || s->extent[d] < 0 || s->extent[d] > s->shape[d]
+                || s->offset[d] > s->shape[d] - s->extent[d])
+                return ddp_fail(
+                    DDP_ERR_INVALID,
+                    "tensor '%.100s': %lld from %lld on is outside of dimension %d, which has %lld", s->name,
+                    (long long)s->extent[d], (long long)s->offset[d], d, (long long)s->shape[d]);
         const ddp__key key = {ddp__words_of(s->name), s->file_kind, i};
         keys[i] = key;
     }
@@ -2211,7 +2320,7 @@ static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__ke
 /* State that save and load share. The tables are one allocation; the caller frees it through keys. */
 typedef struct ddp__task {
     ddp_group *group;
-    const char *who;     /* the public call */
+    const char *who; /* the public call */
     const ddp__slice *slices;
     int count;
     char dir[DDP__PATH_MAX];
@@ -2240,8 +2349,8 @@ static uint64_t ddp__task_entry(const void *list, int index, char *text) {
                  ddp_describe_shape(ddp_dtype_name(s->dtype), s->ndim, s->shape).text,
                  ddp__kind_names[s->file_kind]);
     else
-        snprintf(text, DDP_AGREE_TEXT, "tensors=%d%s dir=%.150s", t->count, t->options, length > 150
-                 ? name + length - 150 : name);
+        snprintf(text, DDP_AGREE_TEXT, "tensors=%d%s dir=%.150s", t->count, t->options,
+                 length > 150 ? name + length - 150 : name);
     uint64_t hash = ddp_hash(DDP_HASH_SEED, name, length);
     if (s) hash = ddp_hash(hash, s->shape, (size_t)s->ndim * sizeof s->shape[0]);
     return ddp_hash(hash, text, strlen(text) + 1);
@@ -2254,9 +2363,8 @@ static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const char *opt
     size_t n = (size_t)t->count + 2;
     t->options = options;
     if (own == DDP_OK) own = ddp__folder_name(dir, t->dir);
-    t->keys = (ddp__key *)ddp_host_alloc(t->group, n
-                                         * (sizeof *t->keys + 4 * sizeof *t->mine + extra_size
-                                            + sizeof *t->crc + 1));
+    t->keys = (ddp__key *)ddp_host_alloc(
+        t->group, n * (sizeof *t->keys + 4 * sizeof *t->mine + extra_size + sizeof *t->crc + 1));
     if (t->keys) {
         t->mine = (int64_t *)(t->keys + n);
         t->all = t->mine + 2 * n;
@@ -2282,14 +2390,14 @@ static ddp_result ddp__boxes_check(ddp__task *t) {
             DDP_TRY(ddp_host_collective(t->group, DDP_CALL_BROADCAST, t->all, t->all, (size_t)numbers,
                                         DDP_I64, DDP_OP_SUM, r));
             for (int i = 0; i < t->count && ddp_rank(t->group) > r; i++)
-                t->left[i] |= t->slices[i].may_repeat && t->mine[2 * i] &&
-                    memcmp(&t->mine[2 * i], &t->all[2 * i], 2 * sizeof *t->mine) == 0;
+                t->left[i] |= t->slices[i].may_repeat && t->mine[2 * i]
+                              && memcmp(&t->mine[2 * i], &t->all[2 * i], 2 * sizeof *t->mine) == 0;
         }
         for (int i = 0; i < numbers; i++) t->all[i] = t->left[i / 2] ? 0 : t->mine[i];
         DDP_TRY(ddp_host_collective(t->group, DDP_CALL_ALL_REDUCE, t->all, t->all, (size_t)numbers, DDP_I64,
                                     DDP_OP_SUM, -1));
-        for (k = 0; k < numbers && (uint64_t)t->all[k] % DDP__PRIME
-             == ddp__box_number(&t->slices[k / 2], 1, k % 2);)
+        for (k = 0;
+             k < numbers && (uint64_t)t->all[k] % DDP__PRIME == ddp__box_number(&t->slices[k / 2], 1, k % 2);)
             k++;
         if (k == numbers) return DDP_OK;
     }
@@ -2300,11 +2408,16 @@ static ddp_result ddp__boxes_check(ddp__task *t) {
 
 /* The fields of ddp_fsdp_state in state.json. Each is a number or a list of numbers, adjacent in memory: i64,
    u64, i32 (4). Doubles are stored as their bits in a u64: exact for any value and in any locale. */
-static const struct ddp__state_field { const char *name, *kinds; size_t at; } ddp__state_fields[] = {
-    {"step", "i", offsetof(ddp_fsdp_state, step)}, {"sampler", "uuiiiii44",
-                                                    offsetof(ddp_fsdp_state, sampler)}, {"scaler", "ui",
-                                                            offsetof(ddp_fsdp_state, scaler)},
-    {"rng", "uuuu", offsetof(ddp_fsdp_state, rng)}, {"user", "uuuuuuuu", offsetof(ddp_fsdp_state, user)}};
+static const struct ddp__state_field {
+    const char *name, *kinds;
+    size_t at;
+} ddp__state_fields[] = {
+    {"step", "i", offsetof(ddp_fsdp_state, step)},
+    {"sampler", "uuiiiii44", offsetof(ddp_fsdp_state, sampler)},
+    {"scaler", "ui", offsetof(ddp_fsdp_state, scaler)},
+    {"rng", "uuuu", offsetof(ddp_fsdp_state, rng)},
+    {"user", "uuuuuuuu", offsetof(ddp_fsdp_state, user)},
+};
 #define DDP__STATE_FIELDS ((int)(sizeof ddp__state_fields / sizeof ddp__state_fields[0]))
 
 //== checkpoints: saving ========================================================================= >>impl-save
@@ -2373,8 +2486,8 @@ static ddp_result ddp__save_plan(ddp__saving *s) {
         if (slice->file_kind != kind) continue;
         s->draft.length = 0;
         ddp__draft_string(&s->draft, "", slice->name);
-        uint64_t bytes = ddp__slice_bytes(slice, 0), entry = 2 * s->draft.length + 160 + 21
-            * (uint64_t)slice->ndim;
+        uint64_t bytes = ddp__slice_bytes(slice, 0),
+                 entry = 2 * s->draft.length + 160 + 21 * (uint64_t)slice->ndim;
         if (!file || file->kind != kind || bytes + entry > limit || used > limit - bytes - entry) {
             file = &s->files[s->file_count++];
             file->kind = kind;
@@ -2394,8 +2507,9 @@ static ddp_result ddp__save_plan(ddp__saving *s) {
         ddp__draft_header(s, file);
         file->header_bytes = s->draft.length;
         if (s->draft.length > DDP__HEADER_MAX)
-            return ddp_fail(DDP_ERR_INVALID,
-                       "so many tensors in one file need a header of more than 100 MB; lower max_file_bytes");
+            return ddp_fail(
+                DDP_ERR_INVALID,
+                "so many tensors in one file need a header of more than 100 MB; lower max_file_bytes");
     }
     return s->draft.failed ? DDP_ERR_NO_MEMORY : DDP_OK;
 }
@@ -2433,7 +2547,7 @@ static ddp_result ddp__save_slice(const ddp__slice *slice, const ddp__file *file
                                   uint32_t *crc) {
     ddp__box_runs runs = ddp__runs_of(slice);
     uint64_t element = ddp_dtype_size(slice->dtype), size = runs.length * element, to, from, done = 0,
-        gap = 0;
+             gap = 0;
     uint32_t remainder = 0, shift = DDP__CRC_ONE; /* x^(8 * gap) */
     while (ddp__runs_next(&runs, &to, &from)) {
         const char *data = (const char *)slice->data + from * element;
@@ -2480,10 +2594,12 @@ static void ddp__draft_state(ddp__saving *s, const ddp_fsdp_state *state) {
             uint64_t bits = 0;
             memcpy(&bits, at, kind[i] == '4' ? 4 : 8);
             if (i) ddp__draft_add(d, ", ");
-            if (kind[i] == 'u') ddp__draft_add(d, "%llu", (unsigned long long)bits);
+            if (kind[i] == 'u')
+                ddp__draft_add(d, "%llu", (unsigned long long)bits);
             else
-                ddp__draft_add(d, "%lld", kind[i] == '4' ? (long long)(int32_t)(uint32_t)bits
-                               : (long long)(int64_t)bits);
+                ddp__draft_add(d, "%lld",
+                               kind[i] == '4' ? (long long)(int32_t)(uint32_t)bits
+                                              : (long long)(int64_t)bits);
         }
         ddp__draft_add(d, "%s", kind[1] ? "]" : "");
     }
@@ -2528,10 +2644,14 @@ static ddp_result ddp__save_rotate(const ddp__saving *s, const char *previous) {
     do ddp__beside_name(s->task.dir, ++number, to);
     while (ddp__folder_look(to, 0, &found) == DDP_OK && found);
     for (; number > 0; number--, memcpy(to, from, sizeof to)) { /* to: the name dir.number, which is free */
-        if (number > 1) ddp__beside_name(s->task.dir, number - 1, from);
-        else memcpy(from, previous, sizeof from);
-        if (number >= s->keep) DDP_TRY(ddp__folder_delete(from));
-        else if (rename(from, to) != 0) return ddp__file_fail("renaming to", to);
+        if (number > 1)
+            ddp__beside_name(s->task.dir, number - 1, from);
+        else
+            memcpy(from, previous, sizeof from);
+        if (number >= s->keep)
+            DDP_TRY(ddp__folder_delete(from));
+        else if (rename(from, to) != 0)
+            return ddp__file_fail("renaming to", to);
     }
     return DDP_OK;
 }
@@ -2546,8 +2666,9 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
     ddp__parent_name(s->task.dir, parent);
     memcpy(previous, s->tmp, sizeof previous);
 #if defined(SYS_renameat2)
-    swapped = there && syscall(SYS_renameat2, AT_FDCWD, s->tmp, AT_FDCWD, s->task.dir,
-                               2 /* RENAME_EXCHANGE */) == 0;
+    swapped = there
+              && syscall(SYS_renameat2, AT_FDCWD, s->tmp, AT_FDCWD, s->task.dir, 2 /* RENAME_EXCHANGE */)
+                     == 0;
 #endif
     if (!swapped) {
         ddp__beside_name(s->task.dir, DDP__OLD, previous);
@@ -2608,7 +2729,8 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
     s->max_file_bytes = max_file_bytes;
     s->keep = keep ? keep : 1;
     ddp_result result = keep < 0 ? ddp_fail(DDP_ERR_INVALID,
-                                            "keep_checkpoints=%d; set how many, or 0 for one", keep) : DDP_OK;
+                                            "keep_checkpoints=%d; set how many, or 0 for one", keep)
+                                 : DDP_OK;
     snprintf(options, sizeof options, " max_file_bytes=%zu keep_checkpoints=%d", max_file_bytes, s->keep);
     result = ddp__task_begin(t, dir, options, sizeof *s->files + sizeof *s->begin, result);
     if (result == DDP_OK) {
@@ -2645,18 +2767,18 @@ typedef struct ddp__source {
 } ddp__source;
 
 typedef struct ddp__loading {
-    ddp__task task;            /* its crc: the checksum of all ranks' parts of each tensor */
-    ddp__source *sources;      /* per tensor */
+    ddp__task task;       /* its crc: the checksum of all ranks' parts of each tensor */
+    ddp__source *sources; /* per tensor */
     ddp__in_file *files;
     int file_count;
     /* no state.json: a model of another program. It may lack checksums and have other float dtypes */
     int foreign;
-    char *text;                /* state.json, or the index of a foreign model */
-    uint32_t text_crc;         /* of the state, and of the headers of all files */
-    char found[300];           /* describes it, for ranks that find different checkpoints */
+    char *text;        /* state.json, or the index of a foreign model */
+    uint32_t text_crc; /* of the state, and of the headers of all files */
+    char found[300];   /* describes it, for ranks that find different checkpoints */
     ddp_fsdp_state state;
-    int copies, next;          /* 1 = the pass copies, 0 = it computes checksums; the next tensor to copy */
-    ddp_saved_error helped;    /* the result of the second thread */
+    int copies, next;       /* 1 = the pass copies, 0 = it computes checksums; the next tensor to copy */
+    ddp_saved_error helped; /* the result of the second thread */
 } ddp__loading;
 
 /* Reads a whole small file. If it is missing, *text is NULL and the result DDP_OK. */
@@ -2673,8 +2795,9 @@ static ddp_result ddp__text_load(ddp__loading *l, const char *name, char **text,
 /* Adds a file to the list, unless it is there. Returns 0 for a name that leads to another folder. */
 static int ddp__in_file_add(ddp__loading *l, ddp__words name, uint32_t want_crc) {
     ddp__in_file *file = l->files;
-    if (name.length == 0 || name.length > 255 || name.at[0] == '.' || strlen(name.at) != name.length ||
-        strchr(name.at, '/')) return 0;
+    if (name.length == 0 || name.length > 255 || name.at[0] == '.' || strlen(name.at) != name.length
+        || strchr(name.at, '/'))
+        return 0;
     for (; file < l->files + l->file_count; file++)
         if (strcmp(file->name, name.at) == 0) return 1;
     l->file_count++;
@@ -2696,7 +2819,7 @@ static int ddp__state_numbers(ddp__json *j, const char *kinds, char *at) {
         memcpy(at, kinds[n] == '4' ? (const void *)&narrow : (const void *)&bits, kinds[n] == '4' ? 4 : 8);
     }
     return !kinds[n] && (!list || ddp__json_take(j, ']')) ? 1
-           : ddp__json_fail(j, "a list has another length");
+                                                          : ddp__json_fail(j, "a list has another length");
 }
 
 /* The files of an object: its names, and their checksums; or, in the index of a model from elsewhere, its
@@ -2708,7 +2831,7 @@ static int ddp__files_read(ddp__loading *l, ddp__json *j, int sums) {
         if (!ddp__json_string(j, &value)) return 0;
         if ((sums && !ddp__hex_read(value, &crc)) || !ddp__in_file_add(l, sums ? name : value, crc))
             return ddp__json_fail(j, sums ? "not a file and its checksum"
-                                  : "not the name of a file in the folder");
+                                          : "not the name of a file in the folder");
     }
     return j->error == NULL;
 }
@@ -2722,13 +2845,16 @@ static int ddp__state_read(ddp__loading *l, ddp__json *j) {
         if (f < DDP__STATE_FIELDS)
             seen += ddp__state_numbers(j, ddp__state_fields[f].kinds,
                                        (char *)&l->state + ddp__state_fields[f].at);
-        else if (ddp__words_are(key, "version")) seen += ddp__json_number(j, 'u', &version);
-        else if (ddp__words_are(key, "files")) seen += ddp__files_read(l, j, 1);
-        else (void)ddp__json_skip(j);
+        else if (ddp__words_are(key, "version"))
+            seen += ddp__json_number(j, 'u', &version);
+        else if (ddp__words_are(key, "files"))
+            seen += ddp__files_read(l, j, 1);
+        else
+            (void)ddp__json_skip(j);
         if (seen && version != 1) return ddp__json_fail(j, "of a version that this one cannot read");
     }
-    return ddp__json_end(j) && (seen == DDP__STATE_FIELDS + 2 ? 1
-                                : ddp__json_fail(j, "something is missing"));
+    return ddp__json_end(j)
+           && (seen == DDP__STATE_FIELDS + 2 ? 1 : ddp__json_fail(j, "something is missing"));
 }
 
 /* state.json ends with the checksum of all bytes in front of its digits. */
@@ -2737,11 +2863,11 @@ static ddp_result ddp__state_check(ddp__loading *l, size_t length) {
     size_t size = sizeof tail - 1;
     ddp__words word = {l->text, 8};
     uint32_t crc;
-    if (length < size || memcmp(l->text, DDP__STATE_START, sizeof DDP__STATE_START - 1) != 0 ||
-        memcmp(l->text + length - size, tail, size - 11)
-        != 0) return ddp_fail(DDP_ERR_CORRUPT,
-                              "%s/" DDP__STATE_FILE ": not a whole " DDP__STATE_FILE " of a checkpoint",
-                              l->task.dir);
+    if (length < size || memcmp(l->text, DDP__STATE_START, sizeof DDP__STATE_START - 1) != 0
+        || memcmp(l->text + length - size, tail, size - 11) != 0)
+        return ddp_fail(DDP_ERR_CORRUPT,
+                        "%s/" DDP__STATE_FILE ": not a whole " DDP__STATE_FILE " of a checkpoint",
+                        l->task.dir);
     word.at += length - 11;
     l->text_crc = ddp__crc32c(l->text, length - 11);
     if (ddp__hex_read(word, &crc) && crc == l->text_crc) return DDP_OK;
@@ -2753,9 +2879,12 @@ static ddp_result ddp__state_check(ddp__loading *l, size_t length) {
 static int ddp__index_read(ddp__loading *l, ddp__json *j) {
     int count = 0, found = 0;
     for (ddp__words key; ddp__json_entry(j, &count, &key);) {
-        if (!ddp__words_are(key, "weight_map")) (void)ddp__json_skip(j);
-        else if (found++) (void)ddp__json_fail(j, "weight_map is there twice");
-        else (void)ddp__files_read(l, j, 0);
+        if (!ddp__words_are(key, "weight_map"))
+            (void)ddp__json_skip(j);
+        else if (found++)
+            (void)ddp__json_fail(j, "weight_map is there twice");
+        else
+            (void)ddp__files_read(l, j, 0);
     }
     return ddp__json_end(j) && (found ? 1 : ddp__json_fail(j, "weight_map is missing"));
 }
@@ -2791,7 +2920,8 @@ static ddp_result ddp__files_list(ddp__loading *l) {
     l->files = (ddp__in_file *)ddp_host_alloc(l->task.group, (length / 7 + 1) * sizeof *l->files);
     if (!l->files) return DDP_ERR_NO_MEMORY;
     ddp__json j = ddp__json_of(l->text, length);
-    if (!l->text) (void)ddp__in_file_add(l, ddp__words_of("model.safetensors"), 0);
+    if (!l->text)
+        (void)ddp__in_file_add(l, ddp__words_of("model.safetensors"), 0);
     else if (!(l->foreign ? ddp__index_read(l, &j) : ddp__state_read(l, &j)))
         return ddp__json_result(l->task.dir, name, 0, &j);
     return DDP_OK;
@@ -2811,9 +2941,10 @@ static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
     DDP_TRY(ddp__transfer(&in, DDP__FILE_READ, start, at, 0));
     for (uint64_t i = 0; i < at; i++) length |= (uint64_t)start[i] << 8 * i;
     if (length > DDP__HEADER_MAX || length > in.size - at)
-        return ddp_fail(DDP_ERR_CORRUPT,
-               "%s: the header claims %llu bytes, allowed are 100 MB, and the file has %llu behind its start",
-                        in.path, (unsigned long long)length, (unsigned long long)(in.size - at));
+        return ddp_fail(
+            DDP_ERR_CORRUPT,
+            "%s: the header claims %llu bytes, allowed are 100 MB, and the file has %llu behind its start",
+            in.path, (unsigned long long)length, (unsigned long long)(in.size - at));
     file->text = (char *)ddp_host_alloc(l->task.group, (size_t)length + 1);
     if (!file->text) return DDP_ERR_NO_MEMORY;
     DDP_TRY(ddp__transfer(&in, DDP__FILE_READ, file->text, length, at));
@@ -2846,9 +2977,9 @@ static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, con
                                 has.text, l->task.count);
     const ddp__slice *s = &l->task.slices[found->index];
     ddp__source *source = &l->sources[found->index];
-    if (r->ndim != s->ndim || memcmp(r->shape, s->shape, sizeof r->shape[0] * (size_t)s->ndim) != 0 ||
-        (r->dtype->dtype != s->dtype && !(l->foreign && ddp_is_float(r->dtype->dtype) &&
-                                          ddp_is_float(s->dtype))))
+    if (r->ndim != s->ndim || memcmp(r->shape, s->shape, sizeof r->shape[0] * (size_t)s->ndim) != 0
+        || (r->dtype->dtype != s->dtype
+            && !(l->foreign && ddp_is_float(r->dtype->dtype) && ddp_is_float(s->dtype))))
         return ddp__stored_fail(DDP_ERR_MISMATCH, file, r, "is %s, and %s is to be loaded", has.text,
                                 ddp_describe_shape(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
     if (source->file) return ddp__stored_fail(DDP_ERR_CORRUPT, file, r, "is in another file too");
@@ -2863,7 +2994,8 @@ static ddp_result ddp__tied_fail(const ddp__loading *l, int index, const char *w
     const char *first = l->task.slices[l->task.slices[index].tied_to - 1].name;
     return ddp__stored_fail(DDP_ERR_MISMATCH, l->sources[index].file, l->sources[index].record,
                             "and tensor '%.100s' are one weight here, but %s; remove the wrong one from the "
-                            "files, or do not tie them", first, what);
+                            "files, or do not tie them",
+                            first, what);
 }
 
 /* A tied weight has several names; files have one or more of them. The first one found is read; the others
@@ -2896,8 +3028,8 @@ static ddp_result ddp__load_open(ddp__loading *l) {
         const ddp__slice *s = &l->task.slices[i];
         if (!l->sources[i].file && !s->tied_to && !(l->foreign && s->file_kind != 0))
             return ddp_fail(DDP_ERR_MISMATCH, "%s: tensor '%.100s' (%s) is in none of the files", l->task.dir,
-                            s->name, ddp_describe_shape(ddp__file_dtype_name(s->dtype), s->ndim,
-                                                        s->shape).text);
+                            s->name,
+                            ddp_describe_shape(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
     }
     return DDP_OK;
 }
@@ -2906,11 +3038,13 @@ static ddp_result ddp__load_open(ddp__loading *l) {
    the bytes are read. */
 static ddp_result ddp__load_touch(const ddp__source *source, uint64_t begin, uint64_t end) {
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = source->file->data_at + source->record->begin,
-        low = (first + begin) / page * page;
+             low = (first + begin) / page * page;
     /* EINVAL: Linux < 5.14 */
     if (madvise((void *)(uintptr_t)(source->file->map + low), (size_t)(first + end - low), DDP__POPULATE_READ)
-        != 0 && errno != EINVAL) return ddp__stored_fail(DDP_ERR_SYSTEM, source->file, source->record,
-                                       "cannot be read: the disk fails, or the file has just been cut short");
+            != 0
+        && errno != EINVAL)
+        return ddp__stored_fail(DDP_ERR_SYSTEM, source->file, source->record,
+                                "cannot be read: the disk fails, or the file has just been cut short");
     return DDP_OK;
 }
 
@@ -2935,7 +3069,7 @@ static ddp_result ddp__load_sum(ddp__loading *l, int thread) {
         const ddp__source *first = tied_to ? &l->sources[tied_to - 1] : NULL; /* must have the same bytes */
         uint64_t total = source->bytes, each = (together ? all : total) / shares + 1;
         uint64_t at = ddp__place_in(each * share, before, total),
-            end = ddp__place_in(each * (share + 1), before, total);
+                 end = ddp__place_in(each * (share + 1), before, total);
         uint32_t remainder = 0;
         for (uint64_t piece; at < end; at += piece) {
             piece = end - at < DDP__PIECE ? end - at : DDP__PIECE;
@@ -2979,7 +3113,10 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
             char *out = (char *)s->data + (to + done) * size;
             n = runs.length - done < most ? runs.length - done : most;
             begin = (at + done) * file_size;
-            if (!source->file) { memset(out, 0, (size_t)(n * size)); continue; }
+            if (!source->file) {
+                memset(out, 0, (size_t)(n * size));
+                continue;
+            }
             if (begin + n * file_size > ready) { /* where runs are short, a piece for many */
                 ready = begin + DDP__PIECE < source->bytes ? begin + DDP__PIECE : source->bytes;
                 DDP_TRY(ddp__load_touch(source, begin, ready));
@@ -3012,8 +3149,10 @@ static ddp_result ddp__load_pass(ddp__loading *l, int copies) {
     l->copies = copies;
     int helped = pthread_create(&helper, NULL, ddp__load_main, l) == 0;
     ddp_result result = ddp__load_part(l, 0);
-    if (helped) pthread_join(helper, NULL);
-    else if (result == DDP_OK) result = ddp__load_part(l, 1);
+    if (helped)
+        pthread_join(helper, NULL);
+    else if (result == DDP_OK)
+        result = ddp__load_part(l, 1);
     return result == DDP_OK ? ddp_error_restore(&l->helped) : result;
 }
 
@@ -3060,8 +3199,8 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
     if (result == DDP_OK && l->foreign) {
         state->step = 0;
         if (ddp_rank(group) == 0)
-            ddp_group_log(group,
-                     "loaded a model without " DDP__STATE_FILE ": optimizer state starts at zero, at step 0");
+            ddp_group_log(group, "loaded a model without " DDP__STATE_FILE
+                                 ": optimizer state starts at zero, at step 0");
     } else if (result == DDP_OK) {
         *state = l->state;
     }
@@ -3095,8 +3234,12 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
 
 /* The fields of ddp_fsdp_bytes, in order. DDP__PURPOSES is the total. */
 enum {
-    DDP__OF_SHARDS, DDP__OF_GATHERED, DDP__OF_GRADIENTS, DDP__OF_OPTIMIZER, DDP__OF_COMMUNICATION,
-        DDP__OF_BOOKKEEPING,
+    DDP__OF_SHARDS,
+    DDP__OF_GATHERED,
+    DDP__OF_GRADIENTS,
+    DDP__OF_OPTIMIZER,
+    DDP__OF_COMMUNICATION,
+    DDP__OF_BOOKKEEPING,
     DDP__PURPOSES
 };
 enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE, DDP__MEMORY_PINNED };
@@ -3124,48 +3267,48 @@ typedef struct ddp__shard {
     struct ddp__shard *source; /* the use with which this one shares memory, or itself */
     struct ddp__unit *unit;
     const char *name;
-    ddp_dtype dtype, master_dtype;  /* of the full parameter; of master values and sums of gradients */
-    ddp_dtype reduce_dtype;         /* of what is added over ranks */
-    size_t rows, row_elements;      /* of the full parameter */
+    ddp_dtype dtype, master_dtype; /* of the full parameter; of master values and sums of gradients */
+    ddp_dtype reduce_dtype;        /* of what is added over ranks */
+    size_t rows, row_elements;     /* of the full parameter */
     /* rows of a shard with padding; this rank's first row and number of rows */
     size_t chunk, first_row, own_rows;
-    size_t own_count;               /* elements of this rank's rows */
+    size_t own_count;                    /* elements of this rank's rows */
     size_t full_at, shard_at, master_at; /* bytes from the start of the unit's memory of that kind */
-    size_t block_at;                /* bytes from the start of a rank's block of an all-gather */
-    size_t reduce_at;               /* elements from the start of a rank's block of a reduce-scatter */
+    size_t block_at;                     /* bytes from the start of a rank's block of an all-gather */
+    size_t reduce_at;                    /* elements from the start of a rank's block of a reduce-scatter */
     ddp__grad_part part[DDP__LAYOUTS];
     /* this rank's rows: as they are sent (quantize_gather: 8 bits); as they are updated */
     unsigned char *value, *master;
-    int trained, is_slice;          /* not frozen; of a larger tensor */
+    int trained, is_slice; /* not frozen; of a larger tensor */
     /* 1 = the gradients being reduced are the parameter's f32 sum, from a ddp_pipeline */
     int summed;
     /* master values have memory of their own, next to the values that are sent */
     int has_master;
-    int shares_full;                /* the source's full values are this one's too */
-    int in_place;                   /* the sum of its gradients is stored in the full gradients */
-    int master_index;               /* of a trained source in masters */
-    int slice_index;                /* of a source in the slices of a checkpoint */
+    int shares_full;  /* the source's full values are this one's too */
+    int in_place;     /* the sum of its gradients is stored in the full gradients */
+    int master_index; /* of a trained source in masters */
+    int slice_index;  /* of a source in the slices of a checkpoint */
 } ddp__shard;
 
 typedef struct ddp__unit {
     ddp_fsdp *fsdp;
     char name[64];
-    int index, trained;            /* trained: number of trained parameters */
-    int layout;                    /* of its gradients when they are added over ranks */
-    int converts;                  /* 1 = some gradients are added over ranks in another dtype than theirs */
+    int index, trained; /* trained: number of trained parameters */
+    int layout;         /* of its gradients when they are added over ranks */
+    int converts;       /* 1 = some gradients are added over ranks in another dtype than theirs */
     ddp__shard *shards, *end;
     size_t full_bytes, shard_bytes, master_bytes, block_bytes, grad_bytes[DDP__LAYOUTS];
     size_t reduce_count[DDP_U64 + 1]; /* elements of a rank's block of a reduce-scatter, by dtype */
     unsigned char *full, *shard, *master, *grads;
     ddp__slot *full_slot, *grad_slot, *reducing_slot;
     unsigned char *level[DDP__LEVELS]; /* sums over 2^k micro-batches: of own rows, or of full gradients */
-    int depth;                     /* levels in use */
+    int depth;                         /* levels in use */
     /* full parameters are complete or in flight; between unshard and reshard */
     int unsharded, in_use;
-    int attached;                  /* it has gradient memory for a backward */
-    int reduced;                   /* reductions of this step, one per micro-batch */
+    int attached; /* it has gradient memory for a backward */
+    int reduced;  /* reductions of this step, one per micro-batch */
     ddp_work unshard_work, reduce_work;
-    uint64_t issued;               /* number of its last reduction, where peers read it */
+    uint64_t issued; /* number of its last reduction, where peers read it */
 } ddp__unit;
 
 typedef struct ddp__fsdp_allocation {
@@ -3174,28 +3317,28 @@ typedef struct ddp__fsdp_allocation {
     int purpose, kind;
 } ddp__fsdp_allocation;
 
-typedef struct ddp__memory {       /* all memory of a ddp_fsdp except the struct itself */
-    ddp__fsdp_allocation *allocations;  /* in order. Group memory has the same order on every rank */
+typedef struct ddp__memory {           /* all memory of a ddp_fsdp except the struct itself */
+    ddp__fsdp_allocation *allocations; /* in order. Group memory has the same order on every rank */
     int count;
     ddp_fsdp_bytes now, peak;
     size_t group_bytes, file_bytes;
-    int file;                      /* OFFLOAD_FILE; -1 = none */
+    int file; /* OFFLOAD_FILE; -1 = none */
     off_t file_size;
     /* the first failure. create continues: no rank may miss a collective call */
     ddp_saved_error error;
 } ddp__memory;
 
-typedef struct ddp__unshard {      /* full parameters: their memory, and the order in which units need them */
-    ddp__slot *slots;              /* unit_count of them */
-    int slot_count, slots_ready;   /* slots_ready: those for prefetch are there too */
+typedef struct ddp__unshard {    /* full parameters: their memory, and the order in which units need them */
+    ddp__slot *slots;            /* unit_count of them */
+    int slot_count, slots_ready; /* slots_ready: those for prefetch are there too */
     size_t slot_bytes;
-    int *order, order_capacity;    /* units in the order of unshards. This step overwrites the last step's */
-    int order_count, position;     /* of the last step; of this step */
-    int follows;                   /* this step has had the last step's order until now */
-    int in_use, max_in_use;        /* units between unshard and reshard */
+    int *order, order_capacity; /* units in the order of unshards. This step overwrites the last step's */
+    int order_count, position;  /* of the last step; of this step */
+    int follows;                /* this step has had the last step's order until now */
+    int in_use, max_in_use;     /* units between unshard and reshard */
 } ddp__unshard;
 
-typedef struct ddp__reduce {       /* gradients become sums, see impl-shard-reduce */
+typedef struct ddp__reduce { /* gradients become sums, see impl-shard-reduce */
     ddp__slot *slots;
     int slot_count;
     size_t slot_bytes;
@@ -3203,16 +3346,16 @@ typedef struct ddp__reduce {       /* gradients become sums, see impl-shard-redu
     /* staging: full gradients in reduce_dtype; DDP__TILE elements of each rank */
     unsigned char *cast, *tile;
     size_t cast_bytes, tile_bytes;
-    uint64_t **progress;           /* peer memory: every rank's progress words. NULL = blocks */
-    ddp__unit **issued_units;      /* by number, modulo ddp__reduce_window */
-    uint64_t issued, done;         /* numbers of the last reduction that was issued, and executed */
-    uint64_t cast_issued;          /* number of the last one through cast */
-    void *event;                   /* orders streams of replicas */
+    uint64_t **progress;      /* peer memory: every rank's progress words. NULL = blocks */
+    ddp__unit **issued_units; /* by number, modulo ddp__reduce_window */
+    uint64_t issued, done;    /* numbers of the last reduction that was issued, and executed */
+    uint64_t cast_issued;     /* number of the last one through cast */
+    void *event;              /* orders streams of replicas */
 } ddp__reduce;
 
-typedef struct ddp__clip {         /* the factor that clipping leaves to the step */
-    ddp_exact_sum *squares;        /* the device's memory */
-    float scale;                   /* 1 = none, or the device decides: */
+typedef struct ddp__clip {  /* the factor that clipping leaves to the step */
+    ddp_exact_sum *squares; /* the device's memory */
+    float scale;            /* 1 = none, or the device decides: */
     /* the device's memory for it; the same, or NULL if there is nothing to multiply */
     float *factor, *factor_now;
     /* of the last clipping: written by the device until `event`; by the host */
@@ -3221,56 +3364,56 @@ typedef struct ddp__clip {         /* the factor that clipping leaves to the ste
     void *event;
 } ddp__clip;
 
-typedef struct ddp__offload {      /* OFFLOAD_HOST on a device with memory of its own */
-    ddp_group *host;               /* a world of one rank on the CPU, where the optimizer works */
+typedef struct ddp__offload { /* OFFLOAD_HOST on a device with memory of its own */
+    ddp_group *host;          /* a world of one rank on the CPU, where the optimizer works */
     /* pinned: gradients of own rows; two pieces of values in flight to the device */
     unsigned char *sums, *rows;
     size_t sums_bytes, rows_bytes;
     void **downloaded, *uploaded[2]; /* events of the pieces of gradients and of values */
-    int piece_count, piece;        /* of gradients; the next one that is stepped */
-    int upload;                    /* which of the two pieces of values is filled next */
+    int piece_count, piece;          /* of gradients; the next one that is stepped */
+    int upload;                      /* which of the two pieces of values is filled next */
 } ddp__offload;
 
-typedef struct ddp__saver {        /* a save in progress: the slices and a copy of what they point to */
+typedef struct ddp__saver { /* a save in progress: the slices and a copy of what they point to */
     /* the group that writes and reads files; replicas that wait for it, or NULL */
     ddp_group *files[2];
-    ddp_group *own;                /* save_in_background: a split of files for the thread */
+    ddp_group *own; /* save_in_background: a split of files for the thread */
     ddp__slice *slices;
     int count;
-    char *names;                   /* name_room bytes per slice */
+    char *names; /* name_room bytes per slice */
     size_t name_room;
     unsigned char *copy;
     size_t copy_bytes;
-    ddp_fsdp_state state;          /* without desc.state: kept from a load to the next save */
-    char dir[DDP__PATH_MAX];       /* cut off where it is too long for a checkpoint */
+    ddp_fsdp_state state;    /* without desc.state: kept from a load to the next save */
+    char dir[DDP__PATH_MAX]; /* cut off where it is too long for a checkpoint */
     pthread_t thread;
     int pending, has_thread;
     ddp_saved_error outcome;
 } ddp__saver;
 
 struct ddp_fsdp {
-    ddp_fsdp_desc desc;            /* with defaults */
-    ddp_group *group, *groups[3];  /* groups: group, replicas, checkpoint_group */
+    ddp_fsdp_desc desc;           /* with defaults */
+    ddp_group *group, *groups[3]; /* groups: group, replicas, checkpoint_group */
     const ddp_device *device;
-    int world_size, rank;          /* of those that parameters are split over: 1 and 0 under NO_SHARD */
-    ddp_group *copies[2];          /* groups of ranks that hold the same rows */
+    int world_size, rank; /* of those that parameters are split over: 1 and 0 under NO_SHARD */
+    ddp_group *copies[2]; /* groups of ranks that hold the same rows */
     int copy_count;
-    int keeps_full;                /* full parameters stay: not FULL_SHARD, or one rank on a device */
-    int reduces_each;              /* FULL_SHARD, SHARD_GRAD: gradients are reduced after every micro-batch */
+    int keeps_full;   /* full parameters stay: not FULL_SHARD, or one rank on a device */
+    int reduces_each; /* FULL_SHARD, SHARD_GRAD: gradients are reduced after every micro-batch */
     int peer_memory;
     ddp__unit *units, *units_end;
     ddp__shard *shards, *shards_end;
     int unit_count, shard_count;
-    unsigned char *send, *recv;    /* staging of blocks */
+    unsigned char *send, *recv; /* staging of blocks */
     size_t send_bytes, recv_bytes;
     /* ranks times micro-batches; per_token: the step's tokens, 0 = not known yet */
     uint64_t divisor;
-    uint64_t call_hash;            /* of this step's unshards and reductions, in order */
-    int finished, no_grad;         /* finished: this step's sums are divided */
+    uint64_t call_hash;    /* of this step's unshards and reductions, in order */
+    int finished, no_grad; /* finished: this step's sums are divided */
     int64_t step;
     ddp_optimizer *optimizer;
-    ddp_param *masters;            /* what the optimizer updates */
-    ddp_tensor *sums;              /* their gradients, on the device */
+    ddp_param *masters; /* what the optimizer updates */
+    ddp_tensor *sums;   /* their gradients, on the device */
     ddp__shard **master_shards;
     int master_count;
     ddp__memory memory;
@@ -3281,7 +3424,9 @@ struct ddp_fsdp {
     ddp__saver saver;
 };
 
-static void ddp__size_at_least(size_t *size, size_t needed) { if (*size < needed) *size = needed; }
+static void ddp__size_at_least(size_t *size, size_t needed) {
+    if (*size < needed) *size = needed;
+}
 
 /* A failure of the group or of its replicas becomes a failure of both: their ranks wait for each other. */
 static ddp_result ddp__fsdp_failed(const ddp_fsdp *f, ddp_result result) {
@@ -3333,7 +3478,7 @@ static void ddp__memory_count(ddp_fsdp *f, const ddp__fsdp_allocation *a, int ad
 static void *ddp__fsdp_host_alloc(ddp_fsdp *f, size_t size) {
     int own = f->desc.alloc_fn != NULL;
     void *raw = own ? f->desc.alloc_fn(size + DDP_MALLOC_EXTRA, f->desc.user)
-        : ddp_host_alloc(f->group, size);
+                    : ddp_host_alloc(f->group, size);
     if (!raw)
         ddp_fail_in(DDP_ERR_NO_MEMORY, "ddp_fsdp_create", f->group, "%zu bytes could not be allocated", size);
     if (!raw || !own) return raw;
@@ -3343,8 +3488,10 @@ static void *ddp__fsdp_host_alloc(ddp_fsdp *f, size_t size) {
 }
 
 static void ddp__fsdp_host_free(ddp_fsdp *f, void *memory) {
-    if (f->desc.alloc_fn) f->desc.free_fn(((void **)memory)[-1], f->desc.user);
-    else ddp_host_free(f->group, memory);
+    if (f->desc.alloc_fn)
+        f->desc.free_fn(((void **)memory)[-1], f->desc.user);
+    else
+        ddp_host_free(f->group, memory);
 }
 
 /* Maps the next pages of the offload file. */
@@ -3354,9 +3501,9 @@ static ddp_result ddp__fsdp_map(ddp_fsdp *f, size_t size, void **out) {
     void *memory = MAP_FAILED;
     /* beyond the limit a write is a signal, as is one to a page for which a full disk has no room */
     int error = EFBIG;
-    if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY ||
-        (rlim_t)m->file_size + (rlim_t)size <= limit.rlim_cur) error
-        = posix_fallocate(m->file, m->file_size, (off_t)size);
+    if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY
+        || (rlim_t)m->file_size + (rlim_t)size <= limit.rlim_cur)
+        error = posix_fallocate(m->file, m->file_size, (off_t)size);
     if (error == EOPNOTSUPP) error = ftruncate(m->file, m->file_size + (off_t)size) == 0 ? 0 : errno;
     if (!error) memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, m->file, m->file_size);
     if (memory == MAP_FAILED)
@@ -3375,11 +3522,16 @@ static ddp_result ddp__fsdp_alloc(ddp_fsdp *f, int purpose, int kind, size_t siz
     if (a.kind == DDP__MEMORY_GROUP && ddp_world_size(f->group) == 1) a.kind = DDP__MEMORY_DEVICE;
     if (a.kind == DDP__MEMORY_DEVICE && f->device == ddp_device_cpu()) a.kind = DDP__MEMORY_HOST;
     if (a.kind == DDP__MEMORY_PINNED && !f->device->alloc_pinned) a.kind = DDP__MEMORY_HOST;
-    if (a.kind == DDP__MEMORY_GROUP) result = ddp_group_alloc(f->group, a.size, &a.memory);
-    else if (a.kind == DDP__MEMORY_DEVICE) result = f->device->alloc(f->group, a.size, &a.memory);
-    else if (a.kind == DDP__MEMORY_PINNED) result = f->device->alloc_pinned(f->group, a.size, &a.memory);
-    else if (a.kind == DDP__MEMORY_FILE) result = ddp__fsdp_map(f, a.size, &a.memory);
-    else if (!(a.memory = ddp__fsdp_host_alloc(f, a.size))) result = DDP_ERR_NO_MEMORY;
+    if (a.kind == DDP__MEMORY_GROUP)
+        result = ddp_group_alloc(f->group, a.size, &a.memory);
+    else if (a.kind == DDP__MEMORY_DEVICE)
+        result = f->device->alloc(f->group, a.size, &a.memory);
+    else if (a.kind == DDP__MEMORY_PINNED)
+        result = f->device->alloc_pinned(f->group, a.size, &a.memory);
+    else if (a.kind == DDP__MEMORY_FILE)
+        result = ddp__fsdp_map(f, a.size, &a.memory);
+    else if (!(a.memory = ddp__fsdp_host_alloc(f, a.size)))
+        result = DDP_ERR_NO_MEMORY;
     if (result != DDP_OK) a.memory = NULL;
     memcpy(out, &a.memory, sizeof a.memory);
     ddp_error_save(&f->memory.error, result);
@@ -3399,11 +3551,16 @@ static void ddp__fsdp_free(ddp_fsdp *f, void *memory) {
     const ddp__fsdp_allocation a = m->allocations[i];
     memmove(m->allocations + i, m->allocations + i + 1, (size_t)(--m->count - i) * sizeof a);
     ddp__memory_count(f, &a, 0);
-    if (a.kind == DDP__MEMORY_GROUP) ddp_group_free(f->group, memory);
-    else if (a.kind == DDP__MEMORY_DEVICE) f->device->free(f->group, memory);
-    else if (a.kind == DDP__MEMORY_FILE) munmap(memory, a.size);
-    else if (a.kind == DDP__MEMORY_PINNED) f->device->free_pinned(memory);
-    else ddp__fsdp_host_free(f, memory);
+    if (a.kind == DDP__MEMORY_GROUP)
+        ddp_group_free(f->group, memory);
+    else if (a.kind == DDP__MEMORY_DEVICE)
+        f->device->free(f->group, memory);
+    else if (a.kind == DDP__MEMORY_FILE)
+        munmap(memory, a.size);
+    else if (a.kind == DDP__MEMORY_PINNED)
+        f->device->free_pinned(memory);
+    else
+        ddp__fsdp_host_free(f, memory);
 }
 
 /* A table in host memory. */
@@ -3434,7 +3591,7 @@ static size_t ddp__first_row(const ddp__shard *s, int rank) {
     return first < s->rows ? first : s->rows;
 }
 
-#define DDP__SHARD_BAD(s, text, ...) \
+#define DDP__SHARD_BAD(s, text, ...)                                                             \
     ddp__fsdp_bad("ddp_fsdp_create", (s)->unit->fsdp->group, "unit %s, parameter %.200s: " text, \
                   (s)->unit->name, (s)->name, __VA_ARGS__)
 
@@ -3451,24 +3608,23 @@ static ddp_result ddp__shard_find_source(ddp_fsdp *f, ddp__shard *s) {
         int same_data = value->data && other->entry->param.value.data == value->data;
         if (!same_data && !(tied_to && !strcmp(other->name, tied_to))) continue;
         if (same_data && other->unit != s->unit && !tied_to)
-            return DDP__SHARD_BAD(s,
-                         "shares its memory with %.80s of unit %.64s; put both into one unit, or set tied_to",
-                                  other->name, other->unit->name);
-        if (other->rows != s->rows || other->row_elements != s->row_elements ||
-            other->master_dtype != s->master_dtype || other->dtype
-            != s->dtype) return DDP__SHARD_BAD(s, "is tied to %.80s, a parameter of another shape or dtype",
-                                               other->name);
+            return DDP__SHARD_BAD(
+                s, "shares its memory with %.80s of unit %.64s; put both into one unit, or set tied_to",
+                other->name, other->unit->name);
+        if (other->rows != s->rows || other->row_elements != s->row_elements
+            || other->master_dtype != s->master_dtype || other->dtype != s->dtype)
+            return DDP__SHARD_BAD(s, "is tied to %.80s, a parameter of another shape or dtype", other->name);
         if (other->trained != s->trained)
-            return DDP__SHARD_BAD(s,
-                         "is tied to %.80s of unit %.64s, and one of them is frozen; freeze both, or neither",
-                                  other->name, other->unit->name);
+            return DDP__SHARD_BAD(
+                s, "is tied to %.80s of unit %.64s, and one of them is frozen; freeze both, or neither",
+                other->name, other->unit->name);
         s->source = other->source;
         return DDP_OK;
     }
     if (tied_to) return DDP__SHARD_BAD(s, "tied_to=%.80s: no earlier parameter has that name", tied_to);
-    return value->data || f->desc.init_fn ? DDP_OK : DDP__SHARD_BAD(s,
-                                                        "has no values; set value.data, or init_fn of the %s",
-                                                                    "desc");
+    return value->data || f->desc.init_fn
+               ? DDP_OK
+               : DDP__SHARD_BAD(s, "has no values; set value.data, or init_fn of the %s", "desc");
 }
 
 static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__shard *s) {
@@ -3502,12 +3658,13 @@ static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__shard *s) {
     s->master_dtype = value->dtype == DDP_F64 ? DDP_F64 : DDP_F32;
     s->dtype = f->desc.param_dtype != DDP_DTYPE_DEFAULT ? f->desc.param_dtype : value->dtype;
     s->reduce_dtype = f->desc.reduce_dtype != DDP_DTYPE_DEFAULT ? f->desc.reduce_dtype : s->master_dtype;
-    s->has_master = s->dtype != s->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE ||
-        f->desc.quantize_gather;
+    s->has_master = s->dtype != s->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE
+                    || f->desc.quantize_gather;
     const ddp__grad_part parts[DDP__LAYOUTS] = {
         {0, s->rows * s->row_elements, grad != DDP_DTYPE_DEFAULT ? grad : s->dtype},
         {0, s->rows * s->row_elements, s->reduce_dtype},
-        {0, s->own_count, s->master_dtype}};
+        {0, s->own_count, s->master_dtype},
+    };
     memcpy(s->part, parts, sizeof parts);
     return ddp__shard_find_source(f, s);
 }
@@ -3537,7 +3694,7 @@ static size_t ddp__quant_scales(const ddp__shard *s) {
 static size_t ddp__shard_bytes(const ddp_fsdp *f, const ddp__shard *s) {
     size_t count = s->chunk * s->row_elements;
     return f->desc.quantize_gather ? count + ddp__quant_scales(s) * sizeof(float)
-           : count * ddp_dtype_size(s->dtype);
+                                   : count * ddp_dtype_size(s->dtype);
 }
 
 /* Lays out the shards of a unit in its memory of each kind. Full gradients are cast before any addition in
@@ -3559,14 +3716,15 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
         if (!s->shares_full) {
             s->full_at = ddp__lay(&unit->full_bytes, ddp__rows_bytes(s, s->rows, s->dtype));
             s->block_at = ddp__lay(&unit->block_bytes, ddp__shard_bytes(f, s));
-        } else if (s->source->unit == unit) s->full_at = s->source->full_at;
+        } else if (s->source->unit == unit)
+            s->full_at = s->source->full_at;
         if (!s->trained) continue;
         unit->trained++;
-        if (s->reduce_dtype != grad_dtype && (adds_micro_batches ||
-                                              (f->world_size == 1 && s->reduce_dtype != s->master_dtype)))
+        if (s->reduce_dtype != grad_dtype
+            && (adds_micro_batches || (f->world_size == 1 && s->reduce_dtype != s->master_dtype)))
             unit->layout = DDP__CASTED;
-        s->in_place = !f->reduces_each && grad_dtype == s->master_dtype &&
-            s->reduce_dtype == s->master_dtype && (f->world_size == 1 || f->copy_count == 0);
+        s->in_place = !f->reduces_each && grad_dtype == s->master_dtype && s->reduce_dtype == s->master_dtype
+                      && (f->world_size == 1 || f->copy_count == 0);
         if (f->world_size == 1 && unit->converts) s->in_place = 0; /* all sums of the unit are together */
         for (int layout = 0; layout < DDP__LAYOUTS - s->in_place; layout++) {
             size_t count = layout == DDP__SUMS ? shard_count : s->part[layout].count;
@@ -3597,7 +3755,7 @@ static void ddp__quantize(const ddp__shard *s) {
     int8_t *q = (int8_t *)(void *)(s->value + ddp__quant_scales(s) * sizeof(float));
     for (size_t from = 0; from < s->own_count; from += DDP__QUANT_BLOCK) {
         size_t n = s->own_count - from < (size_t)DDP__QUANT_BLOCK ? s->own_count - from
-            : (size_t)DDP__QUANT_BLOCK;
+                                                                  : (size_t)DDP__QUANT_BLOCK;
         float max = 0;
         ddp_device_cpu()->cast(x, DDP_F32, s->master + from * ddp_dtype_size(s->master_dtype),
                                s->master_dtype, n);
@@ -3616,8 +3774,10 @@ static void ddp__dequantize(const ddp__shard *s, unsigned char *out, const unsig
         size_t n = count - from < (size_t)DDP__QUANT_BLOCK ? count - from : (size_t)DDP__QUANT_BLOCK;
         float max = scale[from / DDP__QUANT_BLOCK], step = max / 127.0f;
         /* the step has few bits there, or none */
-        if (max < 1e-30f) for (size_t i = 0; i < n; i++) x[i] = (float)((double)max * q[from + i] / 127);
-        else for (size_t i = 0; i < n; i++) x[i] = step * (float)q[from + i];
+        if (max < 1e-30f)
+            for (size_t i = 0; i < n; i++) x[i] = (float)((double)max * q[from + i] / 127);
+        else
+            for (size_t i = 0; i < n; i++) x[i] = step * (float)q[from + i];
         ddp_device_cpu()->cast(out + from * ddp_dtype_size(s->dtype), s->dtype, x, DDP_F32, n);
     }
 }
@@ -3672,9 +3832,9 @@ typedef struct ddp__cast_run {
 
 static void ddp__cast_next(const ddp_device *d, ddp__cast_run *run, unsigned char *dst, ddp_dtype to,
                            const unsigned char *src, ddp_dtype from, size_t count) {
-    int joins = count && to == run->to && from == run->from &&
-        dst == run->dst + run->count * ddp_dtype_size(to) &&
-                src == run->src + run->count * ddp_dtype_size(from);
+    int joins = count && to == run->to && from == run->from
+                && dst == run->dst + run->count * ddp_dtype_size(to)
+                && src == run->src + run->count * ddp_dtype_size(from);
     if (run->count && !joins) d->cast(run->dst, run->to, run->src, run->from, run->count);
     const ddp__cast_run next = {dst, src, to, from, 0};
     if (!joins) *run = next;
@@ -3688,7 +3848,7 @@ static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
     const ddp_fsdp *f = unit->fsdp;
     for (ddp__shard *s = unit->shards; s < unit->end && !f->peer_memory; s++) {
         size_t bytes = f->desc.quantize_gather ? ddp__shard_bytes(f, s)
-            : ddp__rows_bytes(s, s->own_rows, s->dtype);
+                                               : ddp__rows_bytes(s, s->own_rows, s->dtype);
         if (!s->shares_full) f->device->copy(f->send + s->block_at, s->source->value, bytes);
     }
     if (!f->peer_memory) DDP_TRY(ddp_all_gather(group, f->send, f->recv, unit->block_bytes, DDP_U8, NULL));
@@ -3698,11 +3858,16 @@ static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
             unsigned char *out = unit->full + s->full_at + ddp__rows_bytes(s, first, s->dtype);
             const unsigned char *rows = s->source->value;
             if (!count || (r == f->rank && f->keeps_full)) continue;
-            if (!f->peer_memory) rows = f->recv + (size_t)r * unit->block_bytes + s->block_at;
-            else if (f->keeps_full) rows = (unsigned char *)ddp_group_peer(group, out, r);
-            else if (r != f->rank) rows = (unsigned char *)ddp_group_peer(group, rows, r);
-            if (f->desc.quantize_gather) ddp__dequantize(s, out, rows, count);
-            else f->device->copy(out, rows, count * ddp_dtype_size(s->dtype));
+            if (!f->peer_memory)
+                rows = f->recv + (size_t)r * unit->block_bytes + s->block_at;
+            else if (f->keeps_full)
+                rows = (unsigned char *)ddp_group_peer(group, out, r);
+            else if (r != f->rank)
+                rows = (unsigned char *)ddp_group_peer(group, rows, r);
+            if (f->desc.quantize_gather)
+                ddp__dequantize(s, out, rows, count);
+            else
+                f->device->copy(out, rows, count * ddp_dtype_size(s->dtype));
         }
     return ddp_device_check(group);
 }
@@ -3777,7 +3942,8 @@ static int ddp__is_next(const ddp_fsdp *f, int unit, int reach) {
 /* The number of units with full parameters at a time, if in_use of them are in use. */
 static int ddp__slots_wanted(const ddp_fsdp *f, int in_use) {
     size_t max = f->desc.max_gathered_bytes && f->unshard.slot_bytes
-        ? f->desc.max_gathered_bytes / f->unshard.slot_bytes : SIZE_MAX;
+                     ? f->desc.max_gathered_bytes / f->unshard.slot_bytes
+                     : SIZE_MAX;
     int wanted = in_use + f->desc.prefetch;
     if (wanted > f->unit_count) wanted = f->unit_count;
     if ((size_t)wanted > max) wanted = (int)max;
@@ -3799,12 +3965,13 @@ static ddp_result ddp__prefetch(ddp_fsdp *f) {
     ddp__unshard *u = &f->unshard;
     size_t bytes = 0; /* of full parameters; what an unshard takes: a slot, where units share them */
     for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
-        if (unit->unsharded && !unit->in_use && !ddp__has_own_full(f) &&
-            !ddp__is_next(f, unit->index, f->desc.prefetch)) DDP_TRY(ddp__unit_reshard(f, unit));
+        if (unit->unsharded && !unit->in_use && !ddp__has_own_full(f)
+            && !ddp__is_next(f, unit->index, f->desc.prefetch))
+            DDP_TRY(ddp__unit_reshard(f, unit));
         if (unit->unsharded) bytes += ddp__has_own_full(f) ? unit->full_bytes : u->slot_bytes;
     }
-    for (int i = u->position; u->follows && !f->no_grad && i < u->position + f->desc.prefetch &&
-         i < u->order_count; i++) {
+    for (int i = u->position;
+         u->follows && !f->no_grad && i < u->position + f->desc.prefetch && i < u->order_count; i++) {
         ddp__unit *unit = &f->units[u->order[i]];
         if (unit->unsharded) continue;
         bytes += ddp__has_own_full(f) ? unit->full_bytes : u->slot_bytes;
@@ -3825,8 +3992,9 @@ static ddp_result ddp__make_room(ddp_fsdp *f, const ddp__unit *unit) {
     for (const ddp__unit *other = f->units; other < f->units_end; other++) held += other->unsharded;
     for (int wanted = 0; wanted < 2; wanted++) /* first those that the order does not need soon */
         for (ddp__unit *other = f->units; other < f->units_end && held > room; other++) {
-            if (!other->unsharded || other->in_use || ddp__is_next(f, other->index, f->desc.prefetch + 1)
-                > wanted) continue;
+            if (!other->unsharded || other->in_use
+                || ddp__is_next(f, other->index, f->desc.prefetch + 1) > wanted)
+                continue;
             DDP_TRY(ddp__unit_reshard(f, other));
             held--;
         }
@@ -3881,8 +4049,10 @@ static void ddp__unit_add(const ddp_fsdp *f, const ddp__unit *unit, unsigned cha
     for (const ddp__shard *s = unit->shards; s < unit->end; s++) {
         const ddp__grad_part *p = &s->part[layout];
         if (!s->trained || !p->count) continue;
-        if (left) f->device->add(dst + p->at, left + p->at, right + p->at, p->count, p->dtype);
-        else f->device->copy(dst + p->at, right + p->at, p->count * ddp_dtype_size(p->dtype));
+        if (left)
+            f->device->add(dst + p->at, left + p->at, right + p->at, p->count, p->dtype);
+        else
+            f->device->copy(dst + p->at, right + p->at, p->count * ddp_dtype_size(p->dtype));
     }
 }
 
@@ -3897,7 +4067,7 @@ static void ddp__reduce_from_peers(const ddp_fsdp *f, const ddp__unit *unit,
         int casts = p->dtype != s->reduce_dtype || s->reduce_dtype != s->master_dtype;
         for (size_t done = 0; done < s->own_count && s->trained; done += n) {
             unsigned char *rows = ddp__shard_sum(s, unit->depth) + done * ddp_dtype_size(s->master_dtype),
-                *out = rows;
+                          *out = rows;
             n = casts && s->own_count - done > (size_t)DDP__TILE ? (size_t)DDP__TILE : s->own_count - done;
             for (int r = 0; r < f->world_size; r++) {
                 unsigned char *tile = f->reduce.tile + (size_t)r * DDP__TILE * reduce_size;
@@ -3921,8 +4091,10 @@ static void ddp__block_pack(const ddp_fsdp *f, const ddp__shard *s, int r, unsig
     size_t first = ddp__first_row(s, r), count = (ddp__first_row(s, r + 1) - first) * s->row_elements;
     const unsigned char *rows = full + p->at + ddp__rows_bytes(s, first, p->dtype);
     if (!count) return;
-    if (p->dtype == s->reduce_dtype) f->device->copy(out, rows, count * ddp_dtype_size(p->dtype));
-    else f->device->cast(out, s->reduce_dtype, rows, p->dtype, count);
+    if (p->dtype == s->reduce_dtype)
+        f->device->copy(out, rows, count * ddp_dtype_size(p->dtype));
+    else
+        f->device->cast(out, s->reduce_dtype, rows, p->dtype, count);
 }
 
 /* Sums of own rows by a reduce-scatter of blocks per dtype. */
@@ -4008,8 +4180,10 @@ static unsigned char *ddp__unit_cast(const ddp_fsdp *f, ddp__unit *unit) {
             const ddp__grad_part *p = &s->part[DDP__GRADS];
             unsigned char *cast = f->reduce.cast + s->part[DDP__CASTED].at;
             if (!s->trained) continue;
-            if (s->summed) f->device->copy(cast, s->entry->param.sum.data, p->count * sizeof(float));
-            else f->device->cast(cast, s->reduce_dtype, full + p->at, p->dtype, p->count);
+            if (s->summed)
+                f->device->copy(cast, s->entry->param.sum.data, p->count * sizeof(float));
+            else
+                f->device->cast(cast, s->reduce_dtype, full + p->at, p->dtype, p->count);
         }
         full = f->reduce.cast;
     }
@@ -4031,8 +4205,10 @@ static ddp_result ddp__reduce_staged(const ddp_fsdp *f, ddp__unit *unit) {
     ddp__cast_run run = DDP_ZERO;
     if (!full) return ddp_device_check(f->group);
     int casts_first = f->world_size == 1 && unit->converts && unit->layout == DDP__GRADS;
-    if (f->world_size > 1) DDP_TRY(ddp__reduce_blocks(f, unit, full));
-    else if (!casts_first) DDP_TRY(ddp__reduce_copies(f, unit, full, unit->layout));
+    if (f->world_size > 1)
+        DDP_TRY(ddp__reduce_blocks(f, unit, full));
+    else if (!casts_first)
+        DDP_TRY(ddp__reduce_copies(f, unit, full, unit->layout));
     for (const ddp__shard *s = unit->shards; s < unit->end && f->world_size == 1; s++) {
         const ddp__grad_part *p = &s->part[unit->layout];
         if (s->trained && (!s->in_place || unit->layout == DDP__CASTED))
@@ -4064,8 +4240,9 @@ static int ddp__all_reached(const ddp_fsdp *f, int word, uint64_t number) {
 }
 
 static ddp_result ddp__progress_wait(const ddp_fsdp *f, int word, uint64_t number) {
-    return ddp__all_reached(f, word, number) ? DDP_OK
-           : ddp_group_wait_signal(f->group, f->reduce.progress[f->rank] + word, number);
+    return ddp__all_reached(f, word, number)
+               ? DDP_OK
+               : ddp_group_wait_signal(f->group, f->reduce.progress[f->rank] + word, number);
 }
 
 /* A rank that failed may have freed its gradients while this one read them. */
@@ -4087,12 +4264,14 @@ static ddp_result ddp__reduce_next(ddp_fsdp *f) {
         uint64_t word = reduce->progress[r][DDP__ISSUED_UNITS + at], other = (uint32_t)word;
         if (other != (uint64_t)unit->index) {
             DDP_TRY(ddp__peers_alive(f));
-            return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_fsdp_reduce_grads", f->group,
-                 "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
-                               r, other < (uint64_t)f->unit_count ? f->units[other].name : "?", unit->name);
+            return ddp_fail_in(
+                DDP_ERR_MISMATCH, "ddp_fsdp_reduce_grads", f->group,
+                "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
+                r, other < (uint64_t)f->unit_count ? f->units[other].name : "?", unit->name);
         }
-        const unsigned char *own = unit->layout == DDP__CASTED ? reduce->cast : unit->reducing_slot
-            ? reduce->slots[word >> 32].memory : unit->grads;
+        const unsigned char *own = unit->layout == DDP__CASTED ? reduce->cast
+                                   : unit->reducing_slot       ? reduce->slots[word >> 32].memory
+                                                               : unit->grads;
         grads[r] = (const unsigned char *)ddp_group_peer(f->group, own, r);
     }
     ddp__reduce_from_peers(f, unit, grads);
@@ -4112,8 +4291,8 @@ static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
 /* Carries out the reductions that all ranks have issued. Waits for those up to number least. */
 static ddp_result ddp__reduce_issued(ddp_fsdp *f, uint64_t least) {
     ddp__reduce *reduce = &f->reduce;
-    while (reduce->progress && !f->copy_count && reduce->done < reduce->issued &&
-           (reduce->done < least || ddp__all_reached(f, DDP__ISSUED, reduce->done + 1)))
+    while (reduce->progress && !f->copy_count && reduce->done < reduce->issued
+           && (reduce->done < least || ddp__all_reached(f, DDP__ISSUED, reduce->done + 1)))
         DDP_TRY(ddp__reduce_next(f));
     return DDP_OK;
 }
@@ -4142,8 +4321,8 @@ static void ddp__reduce_drain(void *fsdp) { ddp__reduce_wait_all((ddp_fsdp *)fsd
 
 /* Whether a pipeline hands over f32 sums of these gradients. */
 static int ddp__takes_sum(const ddp__shard *s) {
-    return s->trained && s->reduce_dtype == DDP_F32 && ddp_sum_dtype(s->part[DDP__GRADS].dtype)
-           != s->part[DDP__GRADS].dtype;
+    return s->trained && s->reduce_dtype == DDP_F32
+           && ddp_sum_dtype(s->part[DDP__GRADS].dtype) != s->part[DDP__GRADS].dtype;
 }
 
 /* Takes the f32 sums that a pipeline has handed over, if there are any: from now on the unit's gradients are
@@ -4243,8 +4422,9 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
                                  "ddp_fsdp_reduce_grads for every unit in every micro-batch",
                                  unit->name, unit->reduced, f->desc.micro_batch_count);
     if (!f->divisor)
-        return ddp__fsdp_bad(who, f->group,
-                     "per_token is set, and nothing tells the tokens of this step; call ddp_fsdp_mean first");
+        return ddp__fsdp_bad(
+            who, f->group,
+            "per_token is set, and nothing tells the tokens of this step; call ddp_fsdp_mean first");
     if (scaler && scaler->unscaled)
         return ddp__fsdp_bad(who, f->group,
                              "the scaler has unscaled gradients since its last update; call "
@@ -4259,8 +4439,8 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     }
     f->finished = 1;
     if (!scaler) return ddp_device_check(f->group);
-    DDP_TRY(ddp__scaler_unscale(scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu()
-                                ? NULL : f->clip.squares));
+    DDP_TRY(ddp__scaler_unscale(scaler, f->group, f->sums, f->master_count,
+                                f->device == ddp_device_cpu() ? NULL : f->clip.squares));
     for (int i = 0; i < 2; i++) /* these groups in addition to the scaler's own */
         if (f->groups[i] && ddp_world_size(f->groups[i]) > 1)
             DDP_TRY(ddp_host_collective(f->groups[i], DDP_CALL_ALL_REDUCE, &scaler->found_inf,
@@ -4289,8 +4469,10 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     if (f->world_size > 1)
         DDP_TRY(ddp_all_reduce(f->group, clip->squares, clip->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM,
                                NULL));
-    if (clip->factor) ddp__kernels_of(f->device)->clip(clip->squares, max_norm, clip->factor, clip->norm);
-    else f->device->copy(&sum, clip->squares, sizeof sum);
+    if (clip->factor)
+        ddp__kernels_of(f->device)->clip(clip->squares, max_norm, clip->factor, clip->norm);
+    else
+        f->device->copy(&sum, clip->squares, sizeof sum);
     DDP_TRY(ddp__event_record(f, DDP_STREAM_COMPUTE, clip->event));
     DDP_TRY(ddp_device_check(f->group)); /* a failure leaves neither norm nor factor */
     clip->has_norm = 1;
@@ -4304,8 +4486,9 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
 DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
     DDP_PUBLIC_CALL(ddp_fsdp_mean);
     DDP__FSDP_NEED(fsdp && loss, "fsdp or loss is NULL");
-    DDP__FSDP_NEED(fsdp->desc.per_token,
-              "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
+    DDP__FSDP_NEED(
+        fsdp->desc.per_token,
+        "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
     DDP__FSDP_NEED(!fsdp->divisor, "this step's tokens are known already; call it once");
     DDP_TRY(ddp__reduce_wait_all(fsdp)); /* which may use replicas */
     ddp_mean all = *loss;
@@ -4337,8 +4520,9 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
 
 DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm) {
     DDP__FSDP_NEED(fsdp && norm, "fsdp or norm is NULL");
-    DDP__FSDP_NEED(fsdp->clip.has_norm,
-                 "no norm has been taken, or taking the last one failed; call ddp_fsdp_clip_grad_norm first");
+    DDP__FSDP_NEED(
+        fsdp->clip.has_norm,
+        "no norm has been taken, or taking the last one failed; call ddp_fsdp_clip_grad_norm first");
     DDP_TRY(ddp__event_wait(fsdp, fsdp->clip.event, 0));
     *norm = fsdp->clip.factor ? *fsdp->clip.norm : fsdp->clip.last_norm;
     return DDP_OK;
@@ -4367,8 +4551,10 @@ static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
     DDP_TRY(ddp__fsdp_enter(f->group));
     for (ddp__shard *s = f->shards; s < f->shards_end && !uploaded; s++) {
         if (s->source != s) continue;
-        if (f->desc.quantize_gather) ddp__quantize(s);
-        else if (f->offload.host) DDP_TRY(ddp__offload_upload(f, s, 0, s->own_count));
+        if (f->desc.quantize_gather)
+            ddp__quantize(s);
+        else if (f->offload.host)
+            DDP_TRY(ddp__offload_upload(f, s, 0, s->own_count));
         else if (s->value != s->master)
             ddp__cast_next(f->device, &run, s->value, s->dtype, s->master, s->master_dtype, s->own_count);
     }
@@ -4391,7 +4577,7 @@ static void ddp__unit_point(const ddp__unit *unit, int values, int grads) {
         unsigned char *full = from->unit->full ? from->unit->full + from->full_at : NULL;
         s->entry->param.value.data = values ? full : NULL;
         s->entry->param.grad.data = grads && s->trained && unit->grads ? unit->grads + s->part[DDP__GRADS].at
-            : NULL;
+                                                                       : NULL;
     }
 }
 
@@ -4405,7 +4591,8 @@ static void ddp__fsdp_begin(ddp_fsdp *f) {
     }
     for (const ddp__shard *s = f->shards; s < f->shards_end; s++)
         if (s->entry->param.sum.reader == f) s->entry->param.sum.is_set = 0;
-    if (f->finished) u->order_count = u->position;
+    if (f->finished)
+        u->order_count = u->position;
     else if (!u->follows)
         u->order_count = 0; /* the order of a step that starts again, or of a load, does not count */
     u->position = f->finished = 0;
@@ -4429,7 +4616,7 @@ static ddp_result ddp__offload_download(ddp_fsdp *f) {
     o->piece = 0;
     for (int i = 0; i < f->master_count; i++) {
         size_t size = ddp_dtype_size(f->sums[i].dtype), bytes = f->master_shards[i]->own_count * size,
-            max = DDP__HOST_PIECE * size;
+               max = DDP__HOST_PIECE * size;
         for (size_t at = 0; at < bytes && result == DDP_OK; at += max) {
             ddp__copy_async(f, (char *)f->masters[i].grad.data + at, (char *)f->sums[i].data + at,
                             bytes - at < max ? bytes - at : max);
@@ -4441,14 +4628,15 @@ static ddp_result ddp__offload_download(ddp_fsdp *f) {
     DDP_TRY(result != DDP_OK ? result : back);
     o->piece = 0;
     return f->desc.optimizer.kind == DDP_OPTIMIZER_LARS
-           ? ddp__event_wait(f, o->downloaded[o->piece_count - 1], 0) : DDP_OK;
+               ? ddp__event_wait(f, o->downloaded[o->piece_count - 1], 0)
+               : DDP_OK;
 }
 
 /* Called by the optimizer before and after it steps a piece. */
 static ddp_result ddp__offload_piece(void *user, int i, size_t from, size_t count, int stepped) {
     ddp_fsdp *f = (ddp_fsdp *)user;
     return stepped ? ddp__offload_upload(f, f->master_shards[i], from, count)
-           : ddp__event_wait(f, f->offload.downloaded[f->offload.piece++], 0);
+                   : ddp__event_wait(f, f->offload.downloaded[f->offload.piece++], 0);
 }
 
 /* The step, once all ranks have agreed to it. Allocates nothing. */
@@ -4478,8 +4666,9 @@ DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
         if (agreed != DDP_OK) return ddp__fsdp_failed(fsdp, agreed); /* on every rank: nothing has changed */
         result = ddp__fsdp_update(fsdp, lr);
     }
-    return result == DDP_OK || result == DDP_ERR_INVALID || result == DDP_ERR_MISMATCH ? result
-           : ddp__fsdp_poison(fsdp, result);
+    return result == DDP_OK || result == DDP_ERR_INVALID || result == DDP_ERR_MISMATCH
+               ? result
+               : ddp__fsdp_poison(fsdp, result);
 }
 
 //== sharding: checkpoints ====================================================================== >>impl-saver
@@ -4500,8 +4689,9 @@ static ddp_result ddp__saver_create(ddp_fsdp *f) {
         ddp__size_at_least(&saver->name_room, strlen(s->name) + DDP__STATE_ROOM);
     (void)ddp__table_alloc(f, capacity, sizeof *saver->slices, &saver->slices);
     (void)ddp__table_alloc(f, capacity, saver->name_room, &saver->names);
-    return f->desc.save_in_background ? ddp_group_split(saver->files[0], 0, ddp_rank(saver->files[0]),
-                                                        &saver->own) : DDP_OK;
+    return f->desc.save_in_background
+               ? ddp_group_split(saver->files[0], 0, ddp_rank(saver->files[0]), &saver->own)
+               : DDP_OK;
 }
 
 /* Adds one tensor of the checkpoint: this rank's rows. If each rank has all rows, it adds an equal share of
@@ -4513,20 +4703,20 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__shard *s, const char *state, 
     char *name = saver->names + (size_t)saver->count++ * saver->name_room;
     const ddp_tensor *value = &s->entry->param.value;
     size_t ranks = (size_t)ddp_world_size(f->group), share = (s->rows + ranks - 1) / ranks, skip = 0,
-        rows = s->own_rows;
+           rows = s->own_rows;
     if (f->world_size == 1 && list == DDP__LIST_SHARE) {
         skip = ddp__place_in(share * (size_t)ddp_rank(f->group), 0, s->rows);
         rows = ddp__place_in(share, 0, s->rows - skip);
     }
     snprintf(name, saver->name_room, state ? "%s.%s" : "%s", s->name, state);
     /* only a slice may repeat: a parameter without global_shape may be one by mistake */
-    const ddp__slice made = {name, tensor->dtype, value->ndim, {0}, {0}, {0}, NULL, state != NULL, 0,
-                             s->is_slice};
+    const ddp__slice made = {name, tensor->dtype, value->ndim,   {0}, {0},
+                             {0},  NULL,          state != NULL, 0,   s->is_slice};
     *slice = made;
     for (int i = 0; i < value->ndim; i++) {
         slice->shape[i] = s->is_slice ? s->entry->global_shape[i] : value->shape[i];
         slice->offset[i] = (s->is_slice ? s->entry->global_offset[i] : 0)
-            + (i ? 0 : (int64_t)(s->first_row + skip));
+                           + (i ? 0 : (int64_t)(s->first_row + skip));
         slice->extent[i] = i ? value->shape[i] : (int64_t)rows;
     }
     if (list != DDP__LIST_NOTHING && rows && s->row_elements && tensor->data)
@@ -4579,10 +4769,9 @@ static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
 static void *ddp__saver_main(void *argument) {
     const ddp_fsdp *f = (ddp_fsdp *)argument;
     ddp__saver *saver = &((ddp_fsdp *)argument)->saver;
-    saver->outcome = ddp__fsdp_error(ddp__checkpoint_save(saver->own ? saver->own : saver->files[0],
-                                                          saver->dir, saver->slices, saver->count,
-                                                          &saver->state, f->desc.max_file_bytes,
-                                                          f->desc.keep_checkpoints));
+    saver->outcome = ddp__fsdp_error(
+        ddp__checkpoint_save(saver->own ? saver->own : saver->files[0], saver->dir, saver->slices,
+                             saver->count, &saver->state, f->desc.max_file_bytes, f->desc.keep_checkpoints));
     return NULL;
 }
 
@@ -4590,7 +4779,7 @@ static void *ddp__saver_main(void *argument) {
    none. */
 static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, const char *dir, int list, int copy) {
     ddp_result result = dir && dir[0] ? ddp__fsdp_enter(f->group)
-        : ddp__fsdp_bad(who, f->group, "dir is NULL or empty; name a folder");
+                                      : ddp__fsdp_bad(who, f->group, "dir is NULL or empty; name a folder");
     ddp__saver_list(f, list);
     if (result == DDP_OK && copy) result = ddp__saver_copy(f, 0);
     if (f->desc.state) f->saver.state = *f->desc.state;
@@ -4615,16 +4804,16 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     ddp__saver *saver = &fsdp->saver;
     DDP_TRY(ddp_fsdp_save_wait(fsdp));
-    int replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0, writes = !replica ||
-        fsdp->desc.checkpoint_group;
+    int replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0,
+        writes = !replica || fsdp->desc.checkpoint_group;
     int copies = writes && (fsdp->desc.save_in_background || fsdp->device != ddp_device_cpu());
     snprintf(saver->dir, sizeof saver->dir, "%s", dir ? dir : "");
     DDP_TRY(ddp__saver_prepare(fsdp, __func__, dir, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE, copies));
     saver->state.step = fsdp->step;
     saver->outcome.result = DDP_OK;
     saver->pending = 1;
-    saver->has_thread = writes && fsdp->desc.save_in_background &&
-        pthread_create(&saver->thread, NULL, ddp__saver_main, fsdp) == 0;
+    saver->has_thread = writes && fsdp->desc.save_in_background
+                        && pthread_create(&saver->thread, NULL, ddp__saver_main, fsdp) == 0;
     if (writes && !saver->has_thread) ddp__saver_main(fsdp); /* also where the system has no thread for it */
     return fsdp->desc.save_in_background ? DDP_OK : ddp_fsdp_save_wait(fsdp);
 }
@@ -4671,7 +4860,11 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
     f->groups[1] = d->replicas;
     f->groups[2] = d->checkpoint_group;
     f->memory.file = -1;
-    const struct { int wrong; const char *text; int value; } checks[] = {
+    const struct {
+        int wrong;
+        const char *text;
+        int value;
+    } checks[] = {
         {!d->units || d->unit_count < 1, "there are no units", 0},
         {(unsigned)d->strategy > DDP_FSDP_NO_SHARD, "strategy=%d is unknown", (int)d->strategy},
         {(unsigned)d->offload > DDP_FSDP_OFFLOAD_FILE, "offload=%d is unknown", (int)d->offload},
@@ -4686,14 +4879,15 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
         {d->quantize_gather && d->strategy != DDP_FSDP_FULL_SHARD,
          "quantize_gather is for FULL_SHARD, where parameters are gathered in every step", 0},
         {d->prefetch < -1, "prefetch=%d; pass how many units, 0 for one or -1 for none", d->prefetch},
-        {d->keep_checkpoints < 0, "keep_checkpoints=%d is negative", d->keep_checkpoints}};
+        {d->keep_checkpoints < 0, "keep_checkpoints=%d is negative", d->keep_checkpoints},
+    };
     for (size_t i = 0; i < sizeof checks / sizeof checks[0]; i++)
         if (checks[i].wrong) return DDP__CREATE_BAD(group, checks[i].text, checks[i].value);
     for (int u = 0; u < d->unit_count; u++) {
         const ddp_fsdp_unit_desc *unit = &d->units[u];
         if (!unit->params || unit->param_count < 1)
-            return DDP__CREATE_BAD(group, "unit %d (%s) has no parameters", u, unit->name ? unit->name
-                                   : "no name");
+            return DDP__CREATE_BAD(group, "unit %d (%s) has no parameters", u,
+                                   unit->name ? unit->name : "no name");
         f->shard_count += unit->param_count;
     }
     if (!d->micro_batch_count) d->micro_batch_count = 1;
@@ -4708,18 +4902,20 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
     if (f->device == ddp_device_cpu() && d->offload == DDP_FSDP_OFFLOAD_HOST)
         d->offload = DDP_FSDP_OFFLOAD_NONE;
     if (f->device != ddp_device_cpu() && (d->quantize_gather || d->offload == DDP_FSDP_OFFLOAD_FILE))
-        return ddp_fail(DDP_ERR_UNSUPPORTED,
-                    "ddp_fsdp_create group=%s: %s works on CPU memory alone, this group has %s; leave it out",
-                        ddp_group_name(group), d->quantize_gather ? "quantize_gather" : "offload to a file",
-                        f->device->name);
+        return ddp_fail(
+            DDP_ERR_UNSUPPORTED,
+            "ddp_fsdp_create group=%s: %s works on CPU memory alone, this group has %s; leave it out",
+            ddp_group_name(group), d->quantize_gather ? "quantize_gather" : "offload to a file",
+            f->device->name);
     f->world_size = d->strategy == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(group);
     f->rank = f->world_size > 1 ? ddp_rank(group) : 0;
     if (f->world_size == 1 && ddp_world_size(group) > 1) f->copies[f->copy_count++] = group;
     if (d->replicas && ddp_world_size(d->replicas) > 1) f->copies[f->copy_count++] = d->replicas;
-    f->divisor = d->per_token ? 0 : (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group)
-        * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
-    f->keeps_full = d->strategy != DDP_FSDP_FULL_SHARD ||
-        (f->world_size == 1 && f->device != ddp_device_cpu());
+    f->divisor = d->per_token ? 0
+                              : (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group)
+                                    * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
+    f->keeps_full = d->strategy != DDP_FSDP_FULL_SHARD
+                    || (f->world_size == 1 && f->device != ddp_device_cpu());
     f->reduces_each = d->strategy == DDP_FSDP_FULL_SHARD || d->strategy == DDP_FSDP_SHARD_GRAD;
     return DDP_OK;
 }
@@ -4754,8 +4950,10 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *resolved, ddp_fsdp **out) {
         unit->index = (int)(unit - f->units);
         unit->shards = f->shards_end;
         unit->end = f->shards_end += d->param_count;
-        if (d->name) snprintf(unit->name, sizeof unit->name, "%s", d->name);
-        else snprintf(unit->name, sizeof unit->name, "unit %d", unit->index);
+        if (d->name)
+            snprintf(unit->name, sizeof unit->name, "%s", d->name);
+        else
+            snprintf(unit->name, sizeof unit->name, "unit %d", unit->index);
         for (ddp__shard *s = unit->shards; s < unit->end; s++) {
             s->entry = &d->params[s - unit->shards];
             s->unit = unit;
@@ -4773,22 +4971,42 @@ enum { DDP__FSDP_OPTIONS = 31 };
 static uint64_t ddp__fsdp_entry(const void *list, int i, char *text) {
     const ddp_fsdp *f = (const ddp_fsdp *)list;
     const ddp_fsdp_desc *d = &f->desc;
-#define DDP__OPTION(field) {#field, (double)d->field}
-    const struct { const char *name; double value; } options[DDP__FSDP_OPTIONS] = {
-        {"checkpoint_group", d->checkpoint_group ? 1.0 : 0.0}, {"replicas",
-                                                                (double)(d->replicas
-                                                                         ? ddp_world_size(d->replicas) : 0)},
-        DDP__OPTION(unit_count), {"param_count", (double)f->shard_count}, {"scaler", d->scaler ? 1.0 : 0.0},
-        DDP__OPTION(strategy), DDP__OPTION(param_dtype), DDP__OPTION(reduce_dtype),
-        DDP__OPTION(micro_batch_count), DDP__OPTION(per_token), DDP__OPTION(sequential_accumulation),
-        DDP__OPTION(prefetch), DDP__OPTION(max_gathered_bytes), DDP__OPTION(no_reshard_after_forward),
-        DDP__OPTION(overwrite_gradients), DDP__OPTION(quantize_gather), DDP__OPTION(offload),
-        DDP__OPTION(save_in_background), DDP__OPTION(skip_initial_broadcast), DDP__OPTION(max_file_bytes),
-        DDP__OPTION(keep_checkpoints), DDP__OPTION(optimizer.kind), DDP__OPTION(optimizer.nesterov),
-        DDP__OPTION(optimizer.decay_matrices_only), DDP__OPTION(optimizer.beta1),
-        DDP__OPTION(optimizer.beta2), DDP__OPTION(optimizer.eps), DDP__OPTION(optimizer.momentum),
-        DDP__OPTION(optimizer.dampening), DDP__OPTION(optimizer.trust_coefficient),
-        DDP__OPTION(optimizer.weight_decay)};
+#define DDP__OPTION(field) \
+    { #field, (double)d->field }
+    const struct {
+        const char *name;
+        double value;
+    } options[DDP__FSDP_OPTIONS] = {{"checkpoint_group", d->checkpoint_group ? 1.0 : 0.0},
+                                    {"replicas", (double)(d->replicas ? ddp_world_size(d->replicas) : 0)},
+                                    DDP__OPTION(unit_count),
+                                    {"param_count", (double)f->shard_count},
+                                    {"scaler", d->scaler ? 1.0 : 0.0},
+                                    DDP__OPTION(strategy),
+                                    DDP__OPTION(param_dtype),
+                                    DDP__OPTION(reduce_dtype),
+                                    DDP__OPTION(micro_batch_count),
+                                    DDP__OPTION(per_token),
+                                    DDP__OPTION(sequential_accumulation),
+                                    DDP__OPTION(prefetch),
+                                    DDP__OPTION(max_gathered_bytes),
+                                    DDP__OPTION(no_reshard_after_forward),
+                                    DDP__OPTION(overwrite_gradients),
+                                    DDP__OPTION(quantize_gather),
+                                    DDP__OPTION(offload),
+                                    DDP__OPTION(save_in_background),
+                                    DDP__OPTION(skip_initial_broadcast),
+                                    DDP__OPTION(max_file_bytes),
+                                    DDP__OPTION(keep_checkpoints),
+                                    DDP__OPTION(optimizer.kind),
+                                    DDP__OPTION(optimizer.nesterov),
+                                    DDP__OPTION(optimizer.decay_matrices_only),
+                                    DDP__OPTION(optimizer.beta1),
+                                    DDP__OPTION(optimizer.beta2),
+                                    DDP__OPTION(optimizer.eps),
+                                    DDP__OPTION(optimizer.momentum),
+                                    DDP__OPTION(optimizer.dampening),
+                                    DDP__OPTION(optimizer.trust_coefficient),
+                                    DDP__OPTION(optimizer.weight_decay)};
 #undef DDP__OPTION
     if (i < DDP__FSDP_OPTIONS) {
         snprintf(text, DDP_AGREE_TEXT, "%s=%.9g", options[i].name, options[i].value);
@@ -4797,11 +5015,12 @@ static uint64_t ddp__fsdp_entry(const void *list, int i, char *text) {
     const ddp__shard *s = &f->shards[i - DDP__FSDP_OPTIONS];
     const ddp_tensor *value = &s->entry->param.value;
     const char *grad = ddp_dtype_name(s->part[DDP__GRADS].dtype);
-    const int64_t numbers[] = {s->unit->index, value->dtype, value->ndim, s->part[DDP__GRADS].dtype,
-                               s->source - f->shards, s->trained, value->data != NULL};
+    const int64_t numbers[] = {
+        s->unit->index,        value->dtype, value->ndim,        s->part[DDP__GRADS].dtype,
+        s->source - f->shards, s->trained,   value->data != NULL};
     size_t shape_bytes = (size_t)value->ndim * sizeof value->shape[0];
     ddp_shape_text shape = ddp_describe_shape(ddp_dtype_name(value->dtype), value->ndim, value->shape),
-        part = ddp_describe_shape("", value->ndim, s->entry->global_offset);
+                   part = ddp_describe_shape("", value->ndim, s->entry->global_offset);
     ddp_shape_text global = ddp_describe_shape("", value->ndim, s->entry->global_shape);
     snprintf(text, DDP_AGREE_TEXT, "unit %.40s, parameter '%.60s' %.40s, gradient %s%s%s%s", s->unit->name,
              s->name, shape.text, grad, s->trained ? "" : " frozen", s->source != s ? " tied" : "",
@@ -4829,8 +5048,8 @@ static void ddp__unit_alloc(ddp_fsdp *f, ddp__unit *unit) {
     int levels = ddp__fsdp_levels(f), shared = f->world_size > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
     int adds_copies = f->world_size == 1 && f->copy_count && unit->converts && unit->layout == DDP__GRADS;
     if (ddp__has_own_full(f))
-        (void)ddp__fsdp_alloc(f, f->keeps_full ? DDP__OF_SHARDS : DDP__OF_GATHERED, f->keeps_full ? shared
-                              : DDP__MEMORY_DEVICE, unit->full_bytes, &unit->full);
+        (void)ddp__fsdp_alloc(f, f->keeps_full ? DDP__OF_SHARDS : DDP__OF_GATHERED,
+                              f->keeps_full ? shared : DDP__MEMORY_DEVICE, unit->full_bytes, &unit->full);
     if (!f->keeps_full)
         (void)ddp__fsdp_alloc(f, f->desc.quantize_gather ? DDP__OF_COMMUNICATION : DDP__OF_SHARDS, shared,
                               unit->shard_bytes, &unit->shard);
@@ -4841,8 +5060,9 @@ static void ddp__unit_alloc(ddp_fsdp *f, ddp__unit *unit) {
         (void)ddp__fsdp_alloc(f, DDP__OF_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes,
                               &unit->master);
     for (int l = 0; unit->trained && (l < levels || (l == 0 && unit->grad_bytes[DDP__SUMS])); l++) {
-        size_t bytes = f->reduces_each ? unit->grad_bytes[DDP__SUMS] : l < levels
-            ? unit->grad_bytes[DDP__CASTED] : 0;
+        size_t bytes = f->reduces_each ? unit->grad_bytes[DDP__SUMS]
+                       : l < levels    ? unit->grad_bytes[DDP__CASTED]
+                                       : 0;
         if (l == 0) ddp__size_at_least(&bytes, unit->grad_bytes[DDP__SUMS]);
         (void)ddp__fsdp_alloc(f, DDP__OF_GRADIENTS, adds_copies ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE,
                               bytes, &unit->level[l]);
@@ -4855,8 +5075,8 @@ static ddp_result ddp__offload_create(ddp_fsdp *f) {
     ddp_group_desc alone = DDP_ZERO;
     alone.init_method = "self://";
     for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
-        size_t size = ddp_dtype_size(s->master_dtype), piece = s->own_count < DDP__HOST_PIECE ? s->own_count
-            : DDP__HOST_PIECE;
+        size_t size = ddp_dtype_size(s->master_dtype),
+               piece = s->own_count < DDP__HOST_PIECE ? s->own_count : DDP__HOST_PIECE;
         ddp__size_at_least(&o->rows_bytes, 2 * ddp_round_up(piece * size, 64));
         if (s->source != s || !s->trained) continue;
         o->sums_bytes += ddp_round_up(s->own_count * size, 64);
@@ -4884,10 +5104,10 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
         if (unit->layout == DDP__CASTED)
             ddp__size_at_least(&reduce->cast_bytes, unit->grad_bytes[DDP__CASTED]);
         for (const ddp__shard *s = unit->shards; s < unit->end && world > 1 && f->peer_memory; s++)
-            if (s->trained && (s->part[unit->layout].dtype != s->reduce_dtype ||
-                               s->reduce_dtype != s->master_dtype))
-                ddp__size_at_least(&reduce->tile_bytes, (world + 1) * DDP__TILE
-                                   * ddp_dtype_size(s->reduce_dtype));
+            if (s->trained
+                && (s->part[unit->layout].dtype != s->reduce_dtype || s->reduce_dtype != s->master_dtype))
+                ddp__size_at_least(&reduce->tile_bytes,
+                                   (world + 1) * DDP__TILE * ddp_dtype_size(s->reduce_dtype));
         if (world == 1 || f->peer_memory) continue;
         ddp__size_at_least(&f->send_bytes, unit->block_bytes);
         ddp__size_at_least(&f->send_bytes, (reduce_bytes + 64) * world);
@@ -4973,7 +5193,7 @@ static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
     if (!s->own_count) return DDP_OK;
     if (value->data) {
         const unsigned char *from = (unsigned char *)value->data
-            + ddp__rows_bytes(s, s->first_row, value->dtype);
+                                    + ddp__rows_bytes(s, s->first_row, value->dtype);
         size_t max = f->offload.host ? DDP__HOST_PIECE : s->own_count;
         for (size_t at = 0, n; at < s->own_count; at += n) {
             n = s->own_count - at < max ? s->own_count - at : max;
@@ -4984,8 +5204,8 @@ static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
         return ddp_device_check(f->group);
     }
     if (!to->host_memory)
-        DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, s->own_count * master_size,
-                                &rows));
+        DDP_TRY(
+            ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, s->own_count * master_size, &rows));
     ddp_result result = f->desc.init_fn(s->entry, (int64_t)s->first_row, (int64_t)s->own_rows, rows,
                                         f->desc.init_user);
     if (rows != s->master) f->device->copy(s->master, rows, s->own_count * master_size);
@@ -4997,7 +5217,7 @@ static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
    allocator. */
 static size_t ddp__optimizer_tables(const ddp_optimizer *o, int of_device) {
     size_t sums = (size_t)o->square_count * sizeof(ddp_exact_sum),
-        here = sums + (size_t)o->square_count / 2 * sizeof *o->rates;
+           here = sums + (size_t)o->square_count / 2 * sizeof *o->rates;
     int on_host = o->device == ddp_device_cpu();
     if (of_device) return on_host ? 0 : here;
     size_t bytes = sizeof *o + (size_t)o->desc.param_count * sizeof *o->params + 2 * DDP_MALLOC_EXTRA;
@@ -5017,8 +5237,8 @@ static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
         p->grad.data = ddp__shard_sum(s, 0);
         f->sums[f->master_count] = p->grad;
         if (f->offload.host)
-            p->grad.data = f->offload.sums + ddp__lay(&host_at,
-                                                      s->own_count * ddp_dtype_size(s->master_dtype));
+            p->grad.data = f->offload.sums
+                           + ddp__lay(&host_at, s->own_count * ddp_dtype_size(s->master_dtype));
         s->master_index = f->master_count;
         f->master_shards[f->master_count++] = s;
     }
@@ -5046,7 +5266,7 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
         const ddp_tensor *value = &s->entry->param.value;
         if (s->source != s) continue;
         s->value = f->keeps_full ? s->unit->full + s->full_at + ddp__rows_bytes(s, s->first_row, s->dtype)
-            : s->unit->shard + s->shard_at;
+                                 : s->unit->shard + s->shard_at;
         s->master = s->has_master ? s->unit->master + s->master_at : s->value;
         for (int i = 1; i >= 0 && value->data && !f->desc.skip_initial_broadcast; i--) /* rank 0's values */
             if (f->groups[i])
@@ -5108,7 +5328,7 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
     DDP__FSDP_NEED(group, "group is NULL");
     resolved.group = resolved.groups[0] = group;
     ddp_result result = desc ? ddp__fsdp_desc_resolve(&resolved, desc)
-        : ddp__fsdp_bad(__func__, group, "desc is NULL");
+                             : ddp__fsdp_bad(__func__, group, "desc is NULL");
     if (result == DDP_OK && !out) result = ddp__fsdp_bad(__func__, group, "out is NULL");
     if (result == DDP_OK) result = ddp__fsdp_describe(&resolved, &f);
     for (int i = 0; i < 2; i++) /* what one group finds reaches the others through the replicas */
@@ -5133,18 +5353,19 @@ DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
 /* The formulas of the opening comment per element: P / W for split tensors, without padding. */
 static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     ddp_fsdp_bytes out = DDP_ZERO;
-    double world = f->world_size, levels = ddp__fsdp_levels(f), states = f->optimizer
-        ? f->optimizer->state_count : 0;
+    double world = f->world_size, levels = ddp__fsdp_levels(f),
+           states = f->optimizer ? f->optimizer->state_count : 0;
     double bytes[DDP__PURPOSES] = {0};
     int window = 1 + f->desc.prefetch < f->unit_count ? 1 + f->desc.prefetch : f->unit_count;
     for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
         double count = (double)s->rows * (double)s->row_elements,
-            full = count * (double)ddp_dtype_size(s->dtype);
+               full = count * (double)ddp_dtype_size(s->dtype);
         double master = count / world * (double)ddp_dtype_size(s->master_dtype);
         if (s->source == s) {
             if (f->desc.quantize_gather)
                 bytes[DDP__OF_COMMUNICATION] += count / world * (1 + 4.0 / (double)DDP__QUANT_BLOCK);
-            else bytes[DDP__OF_SHARDS] += f->keeps_full ? full : full / world;
+            else
+                bytes[DDP__OF_SHARDS] += f->keeps_full ? full : full / world;
             if (s->has_master && f->memory.file < 0) bytes[DDP__OF_SHARDS] += master;
             if (s->trained && f->memory.file < 0) bytes[DDP__OF_OPTIMIZER] += states * master;
         }
@@ -5200,8 +5421,9 @@ static size_t ddp__wrap_length(const ddp_fsdp_wrap_desc *d, const char *name) {
 static int ddp__wrap_first(const ddp_param *params, int index, const ddp_fsdp_wrap_desc *d) {
     size_t length = ddp__wrap_length(d, params[index].name);
     for (int i = 0; i < index; i++)
-        if (ddp__wrap_length(d, params[i].name) == length &&
-            !strncmp(params[i].name, params[index].name, length)) return i;
+        if (ddp__wrap_length(d, params[i].name) == length
+            && !strncmp(params[i].name, params[index].name, length))
+            return i;
     return index;
 }
 
@@ -5248,8 +5470,8 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
             const ddp_fsdp_unit_desc unit = {by_name ? first->unit : NULL, first, count};
             out[units] = unit;
             if (by_name)
-                snprintf(first->unit, sizeof first->unit, "%.*s", length ? (int)length : 4, length
-                         ? params[i].name : "root");
+                snprintf(first->unit, sizeof first->unit, "%.*s", length ? (int)length : 4,
+                         length ? params[i].name : "root");
         }
         first += count;
         units++;
@@ -5261,8 +5483,8 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
 //== public ==================================================================================== >>impl-public
 /* Argument checks of the public calls; the work is in the sections above. */
 
-#define DDP__UNIT_NEED(fsdp, unit)                                      \
-    DDP__FSDP_NEED(fsdp, "fsdp is NULL");                               \
+#define DDP__UNIT_NEED(fsdp, unit)                                                                       \
+    DDP__FSDP_NEED(fsdp, "fsdp is NULL");                                                                \
     DDP__FSDP_NEED((unit) >= 0 && (unit) < (fsdp)->unit_count, "unit=%d, there are units 0 to %d", unit, \
                    (fsdp)->unit_count - 1)
 
@@ -5271,7 +5493,6 @@ static void ddp__call_hash(ddp_fsdp *f, int what, int unit) {
     int call = 2 * unit + what;
     f->call_hash = ddp_hash(f->call_hash, &call, sizeof call);
 }
-
 
 DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
     DDP_PUBLIC_CALL(ddp_fsdp_unshard);
@@ -5287,8 +5508,10 @@ DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
         result = ddp__unshard_wait(fsdp, needed);
         if (result != DDP_OK || needed->unsharded) continue;
         result = ddp__unshard_begin(fsdp, needed);
-        if (result == DDP_OK && fsdp->peer_memory) result = ddp__unshard_task(fsdp->group, needed);
-        else if (result == DDP_OK) result = ddp_group_enqueue(fsdp->group, ddp__unshard_task, needed, NULL);
+        if (result == DDP_OK && fsdp->peer_memory)
+            result = ddp__unshard_task(fsdp->group, needed);
+        else if (result == DDP_OK)
+            result = ddp_group_enqueue(fsdp->group, ddp__unshard_task, needed, NULL);
         if (result != DDP_OK) ddp__full_release(needed, result);
     }
     if (result == DDP_OK) {
@@ -5313,8 +5536,9 @@ DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit) {
     if (own->attached) ddp__grads_detach(own);
     ddp__unit_point(own, fsdp->desc.strategy != DDP_FSDP_FULL_SHARD, !fsdp->reduces_each);
     if (fsdp->keeps_full || ddp__is_next(fsdp, unit, fsdp->desc.prefetch)) return DDP_OK;
-    if (fsdp->desc.no_reshard_after_forward && !fsdp->no_grad && own->trained &&
-        own->reduced < fsdp->desc.micro_batch_count) return DDP_OK;
+    if (fsdp->desc.no_reshard_after_forward && !fsdp->no_grad && own->trained
+        && own->reduced < fsdp->desc.micro_batch_count)
+        return DDP_OK;
     return ddp__unit_reshard(fsdp, own);
 }
 
@@ -5365,10 +5589,11 @@ DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp) {
     return DDP_OK;
 }
 
-#define DDP__PARAM_NEED(fsdp, unit, param)                              \
-    DDP__UNIT_NEED(fsdp, unit);                                         \
-    DDP__FSDP_NEED((param) >= 0 && (param) < (fsdp)->units[unit].end - (fsdp)->units[unit].shards, "param=%d, unit %s has parameters 0 to %d", param, \
-                   (fsdp)->units[unit].name, (int)((fsdp)->units[unit].end - (fsdp)->units[unit].shards) - 1)
+#define DDP__PARAM_NEED(fsdp, unit, param)                                                         \
+    DDP__UNIT_NEED(fsdp, unit);                                                                    \
+    DDP__FSDP_NEED((param) >= 0 && (param) < (fsdp)->units[unit].end - (fsdp)->units[unit].shards, \
+                   "param=%d, unit %s has parameters 0 to %d", param, (fsdp)->units[unit].name,    \
+                   (int)((fsdp)->units[unit].end - (fsdp)->units[unit].shards) - 1)
 
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad,
                                      int64_t *first_row) {
@@ -5385,7 +5610,8 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
     ddp__clip_apply(fsdp);
     DDP_TRY(ddp_device_check(fsdp->group));
     rows.data = rows.data && s->trained && s->unit->reduced == fsdp->desc.micro_batch_count
-        ? ddp__shard_sum(s, 0) : NULL;
+                    ? ddp__shard_sum(s, 0)
+                    : NULL;
     *grad = rows;
     return DDP_OK;
 }
