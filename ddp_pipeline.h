@@ -102,64 +102,64 @@ typedef struct ddp_pipeline ddp_pipeline;
 /* One list defines the enum and the names. p ranks, m micro-batches, v chunks per rank. The bubble is that of
    equal stages, with S = F + I + W of one stage. For an m (or v) that a kind does not support,
    DDP_ERR_INVALID names the nearest one that it does. */
-#define DDP_SCHEDULE_KINDS(X)                                                                           \
-    /* v=1. Bubble (p-1)S; min(m, p-r) in flight (PipeDream-Flush, Narayanan et al. 2021) */            \
-    X(DDP_SCHEDULE_1F1B, "1F1B")                                                                        \
-    /* Any v. One micro-batch at a time */                                                              \
-    X(DDP_SCHEDULE_NAIVE, "naive")                                                                      \
-    /* v=1. Bubble (p-1)S; m in flight (Huang et al. 2019) */                                           \
-    X(DDP_SCHEDULE_GPIPE, "GPipe")                                                                      \
-    /* Any v; max(1, m/p) rounds of one size. (p-1)S/v if m is a multiple of p (Megatron-LM, 2021) */   \
-    X(DDP_SCHEDULE_INTERLEAVED_1F1B, "interleaved-1F1B")                                                \
-    /* Any v. (p-1)S/v; mv in flight (Lamy-Poirier 2022) */                                             \
-    X(DDP_SCHEDULE_LOOPED_BFS, "looped-BFS")                                                            \
-    /* v=1. (p-1)(F+I-W); p in flight (Zero Bubble, Qi et al. 2024) */                                  \
-    X(DDP_SCHEDULE_ZB_H1, "ZB-H1")                                                                      \
-    /* v=1. (p-1)(F+I-2W); 2p-1 in flight */                                                            \
-    X(DDP_SCHEDULE_ZB_H2, "ZB-H2")                                                                      \
-    /* Any v, m a multiple of p. (p-1)(F+I-W)/v; vp in flight */                                        \
-    X(DDP_SCHEDULE_INTERLEAVED_ZB_1P, "interleaved-ZB-1P")                                              \
-    /* V, v=2. None at equal costs; 2p in flight (Qi et al. 2024) */                                    \
-    X(DDP_SCHEDULE_ZB_V, "ZB-V")                                                                        \
-    /* V, v=2, m >= 2p. F and B of different micro-batches overlap (DeepSeek 2025) */                   \
-    X(DDP_SCHEDULE_DUALPIPE_V, "DualPipeV")                                                             \
-    /* v=1. An update every update_interval; p-r versions of weights (Harlap et al. 2018) */            \
-    X(DDP_SCHEDULE_PIPEDREAM, "PipeDream")                                                              \
-    /* v=1, update_interval >= p. Two versions (Narayanan et al. 2021) */                               \
-    X(DDP_SCHEDULE_PIPEDREAM_2BW, "PipeDream-2BW")                                                      \
-    /* v=1. Built from costs under memory_limit, as Zero Bubble's ZB-1p and ZB-2p */                    \
+#define DDP_SCHEDULE_KINDS(X)                                                                         \
+    /* v=1. Bubble (p-1)S; min(m, p-r) in flight (PipeDream-Flush, Narayanan et al. 2021) */          \
+    X(DDP_SCHEDULE_1F1B, "1F1B")                                                                      \
+    /* Any v. One micro-batch at a time */                                                            \
+    X(DDP_SCHEDULE_NAIVE, "naive")                                                                    \
+    /* v=1. Bubble (p-1)S; m in flight (Huang et al. 2019) */                                         \
+    X(DDP_SCHEDULE_GPIPE, "GPipe")                                                                    \
+    /* Any v; max(1, m/p) rounds of one size. (p-1)S/v if m is a multiple of p (Megatron-LM, 2021) */ \
+    X(DDP_SCHEDULE_INTERLEAVED_1F1B, "interleaved-1F1B")                                              \
+    /* Any v. (p-1)S/v; mv in flight (Lamy-Poirier 2022) */                                           \
+    X(DDP_SCHEDULE_LOOPED_BFS, "looped-BFS")                                                          \
+    /* v=1. (p-1)(F+I-W); p in flight (Zero Bubble, Qi et al. 2024) */                                \
+    X(DDP_SCHEDULE_ZB_H1, "ZB-H1")                                                                    \
+    /* v=1. (p-1)(F+I-2W); 2p-1 in flight */                                                          \
+    X(DDP_SCHEDULE_ZB_H2, "ZB-H2")                                                                    \
+    /* Any v, m a multiple of p. (p-1)(F+I-W)/v; vp in flight */                                      \
+    X(DDP_SCHEDULE_INTERLEAVED_ZB_1P, "interleaved-ZB-1P")                                            \
+    /* V, v=2. None at equal costs; 2p in flight (Qi et al. 2024) */                                  \
+    X(DDP_SCHEDULE_ZB_V, "ZB-V")                                                                      \
+    /* V, v=2, m >= 2p. F and B of different micro-batches overlap (DeepSeek 2025) */                 \
+    X(DDP_SCHEDULE_DUALPIPE_V, "DualPipeV")                                                           \
+    /* v=1. An update every update_interval; p-r versions of weights (Harlap et al. 2018) */          \
+    X(DDP_SCHEDULE_PIPEDREAM, "PipeDream")                                                            \
+    /* v=1, update_interval >= p. Two versions (Narayanan et al. 2021) */                             \
+    X(DDP_SCHEDULE_PIPEDREAM_2BW, "PipeDream-2BW")                                                    \
+    /* v=1. Built from costs under memory_limit, as Zero Bubble's ZB-1p and ZB-2p */                  \
     X(DDP_SCHEDULE_AUTO, "AUTO")
 
 typedef enum ddp_schedule_kind {
 #define DDP_X(kind, name) kind,
     DDP_SCHEDULE_KINDS(DDP_X)
 #undef DDP_X
-    DDP_SCHEDULE_KIND_COUNT
+        DDP_SCHEDULE_KIND_COUNT
 } ddp_schedule_kind;
 
 /* Kinds of actions, with their text in a CSV file after the stage's number. */
-#define DDP_ACTIONS(X)                                                                                  \
-    X(DDP_ACTION_IDLE, "") /* an empty cell */                                                          \
-    X(DDP_ACTION_FORWARD, "F")                                                                          \
-    X(DDP_ACTION_INPUT_GRAD, "I")                                                                       \
-    X(DDP_ACTION_WEIGHT_GRAD, "W")                                                                      \
-    X(DDP_ACTION_BACKWARD, "B")                                                                         \
-    /* Without a micro-batch */                                                                         \
-    X(DDP_ACTION_UNSHARD, "UNSHARD")                                                                    \
-    X(DDP_ACTION_RESHARD, "RESHARD")                                                                    \
-    X(DDP_ACTION_REDUCE_GRAD, "REDUCE_GRAD")                                                            \
-    /* The stage is the one that sends or receives: 0SEND_F2, 1RECV_F2 */                               \
-    X(DDP_ACTION_SEND_F, "SEND_F")                                                                      \
-    X(DDP_ACTION_RECV_F, "RECV_F")                                                                      \
-    /* Gradients of the stage's inputs, to the stages that sent these */                                \
-    X(DDP_ACTION_SEND_B, "SEND_B")                                                                      \
+#define DDP_ACTIONS(X)                                                    \
+    X(DDP_ACTION_IDLE, "") /* an empty cell */                            \
+    X(DDP_ACTION_FORWARD, "F")                                            \
+    X(DDP_ACTION_INPUT_GRAD, "I")                                         \
+    X(DDP_ACTION_WEIGHT_GRAD, "W")                                        \
+    X(DDP_ACTION_BACKWARD, "B")                                           \
+    /* Without a micro-batch */                                           \
+    X(DDP_ACTION_UNSHARD, "UNSHARD")                                      \
+    X(DDP_ACTION_RESHARD, "RESHARD")                                      \
+    X(DDP_ACTION_REDUCE_GRAD, "REDUCE_GRAD")                              \
+    /* The stage is the one that sends or receives: 0SEND_F2, 1RECV_F2 */ \
+    X(DDP_ACTION_SEND_F, "SEND_F")                                        \
+    X(DDP_ACTION_RECV_F, "RECV_F")                                        \
+    /* Gradients of the stage's inputs, to the stages that sent these */  \
+    X(DDP_ACTION_SEND_B, "SEND_B")                                        \
     X(DDP_ACTION_RECV_B, "RECV_B")
 
 typedef enum ddp_action_kind {
 #define DDP_X(kind, name) kind,
     DDP_ACTIONS(DDP_X)
 #undef DDP_X
-    DDP_ACTION_KIND_COUNT
+        DDP_ACTION_KIND_COUNT
 } ddp_action_kind;
 
 /* An entry of a rank's list. The CSV cell (0F7;7B3)OVERLAP_F_B is two entries, in that order. */
@@ -213,11 +213,11 @@ typedef struct ddp_schedule_desc {
 } ddp_schedule_desc;
 
 typedef struct ddp_rank_report {
-    double begin, end;      /* of the rank's first and last action; span is the difference */
-    double busy;            /* computing */
-    int peak_in_flight;     /* stages times micro-batches between the start of F and the end of W or B */
-    double peak_memory;     /* in units of activation */
-    int weight_versions;    /* 1; PipeDream: the number of micro-batches in flight; PipeDream-2BW: 2 */
+    double begin, end;   /* of the rank's first and last action; span is the difference */
+    double busy;         /* computing */
+    int peak_in_flight;  /* stages times micro-batches between the start of F and the end of W or B */
+    double peak_memory;  /* in units of activation */
+    int weight_versions; /* 1; PipeDream: the number of micro-batches in flight; PipeDream-2BW: 2 */
 } ddp_rank_report;
 
 typedef struct ddp_schedule_report {
@@ -233,7 +233,9 @@ typedef struct ddp_schedule_report {
 } ddp_schedule_report;
 
 /* Begin and end of an action, in seconds or in the unit of the costs. */
-typedef struct ddp_action_time { double begin, end; } ddp_action_time;
+typedef struct ddp_action_time {
+    double begin, end;
+} ddp_action_time;
 
 /* A tensor that stage `from` sends to a later stage `to` for each micro-batch. to == stage count: to the
    loss. Several edges between the same two stages, and edges that skip stages, are allowed. data is not
@@ -251,24 +253,21 @@ typedef struct ddp_pipeline_edge {
    in the memory of the rank that made them. They do not change until the last call that receives them has
    returned. */
 typedef struct ddp_pipeline_call {
-    ddp_action_kind kind;            /* FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD; FORWARD for the loss
-                                        too */
+    ddp_action_kind kind; /* FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD; FORWARD for the loss too */
     int stage, microbatch;
-    int evaluating;                  /* 1 = ddp_pipeline_evaluate: no backward follows, saved memory is
-                                        scratch */
-    int recomputing;                 /* 1 = F again, just before I or B: same inputs, fills saved; outputs are
-                                        scratch */
+    int evaluating;  /* 1 = ddp_pipeline_evaluate: no backward follows, saved memory is scratch */
+    int recomputing; /* 1 = F again, just before I or B: same inputs, fills saved; outputs are scratch */
     int input_count, output_count;
-    const ddp_tensor *inputs;        /* F I W B: read-only; the same bytes from F to W */
-    const ddp_tensor *outputs;       /* F: write all of it. Loss: what the last stage wrote. Otherwise NULL */
-    const ddp_tensor *output_grads;  /* I W B: gradients of the outputs, the same in I and W; data NULL: no
-                                        gradient. Loss: write all of it; NULL when evaluating */
-    const ddp_tensor *input_grads;   /* I B: write all of it; data is NULL for an edge without gradient. F W:
-                                        NULL */
-    void *saved;                     /* saved_bytes of this micro-batch, 64-byte aligned. F fills it, I W B
-                                        read it; I may store data for W there */
-    double *loss;                    /* F of the last stage, and the loss callback: set it to the
-                                        micro-batch's loss, not scaled; otherwise NULL */
+    const ddp_tensor *inputs;       /* F I W B: read-only; the same bytes from F to W */
+    const ddp_tensor *outputs;      /* F: write all of it. Loss: what the last stage wrote. Otherwise NULL */
+    const ddp_tensor *output_grads; /* I W B: gradients of the outputs, the same in I and W; data NULL: no
+                                       gradient. Loss: write all of it; NULL when evaluating */
+    const ddp_tensor *input_grads;  /* I B: write all of it; data is NULL for an edge without gradient. F W:
+                                       NULL */
+    void *saved;                    /* saved_bytes of this micro-batch, 64-byte aligned. F fills it, I W B
+                                       read it; I may store data for W there */
+    double *loss;                   /* F of the last stage, and the loss callback: set it to the micro-batch's
+                                       loss, not scaled; otherwise NULL */
     /* Version of the weights that this action uses: the number of updates since create. PipeDream: those
        before the micro-batch's F in its rank's list. 2BW: actions that contribute to update u use version
        u-2, or 0. Evaluating: all updates */
@@ -293,14 +292,14 @@ typedef enum ddp_grad_division {
    ddp_pipeline_step, in the order of the schedule. On a device with streams they enqueue their work on the
    compute stream. They may call collectives of groups other than the pipeline's. */
 typedef struct ddp_pipeline_stage {
-    const char *name;             /* appears in errors; NULL = "stage 3" or similar */
-    ddp_pipeline_fn forward;      /* required */
-    ddp_pipeline_fn backward;     /* B; NULL = input_grad, then weight_grad */
+    const char *name;                        /* appears in errors; NULL = "stage 3" or similar */
+    ddp_pipeline_fn forward;                 /* required */
+    ddp_pipeline_fn backward;                /* B; NULL = input_grad, then weight_grad */
     ddp_pipeline_fn input_grad, weight_grad; /* required if the schedule has I, and W */
     void *user;
-    size_t saved_bytes;           /* per micro-batch in flight; 0 = none */
-    int recompute;                /* 1 = saved memory is freed after F, and F runs again before I or B (Chen
-                                     et al. 2016). Inputs are kept */
+    size_t saved_bytes; /* per micro-batch in flight; 0 = none */
+    int recompute;      /* 1 = saved memory is freed after F, and F runs again before I or B (Chen et al.
+                           2016). Inputs are kept */
     /* NULL = no parameters, or the callbacks accumulate gradients themselves. Otherwise W or B writes (not
        adds) the gradients of one micro-batch to param->grad.data. The runner adds them pairwise by index and
        leaves the sum there. 16-bit gradients are added and divided in f32 and rounded once. A ddp_reducer or
@@ -312,22 +311,22 @@ typedef struct ddp_pipeline_stage {
        hooks see the newest values; while a callback uses older ones, value.data is a copy */
     ddp_param *const *params;
     int param_count;
-    int zero_gradients;           /* 1 = gradient memory is cleared before each W or B */
+    int zero_gradients; /* 1 = gradient memory is cleared before each W or B */
     /* Data parallelism. Each hook may be NULL. It returns before the next call for this stage. Replicas call
        the hooks in the same order. */
-    ddp_stage_hook unshard;       /* before the stage's first action of a step, or at UNSHARD:
-                                     ddp_fsdp_unshard */
-    ddp_stage_hook reshard;       /* after its last one, or at RESHARD: ddp_fsdp_reshard */
-    ddp_stage_hook reduce_grad;   /* after its last W or B of an update, or at REDUCE_GRAD; sums are in
-                                     grad.data: ddp_reducer_ready, ddp_fsdp_reduce_grads */
-    ddp_stage_hook wait_grad;     /* at the end of the update, for local stages in ascending order:
-                                     ddp_reducer_wait */
+    ddp_stage_hook unshard;     /* before the stage's first action of a step, or at UNSHARD: ddp_fsdp_unshard
+                                   */
+    ddp_stage_hook reshard;     /* after its last one, or at RESHARD: ddp_fsdp_reshard */
+    ddp_stage_hook reduce_grad; /* after its last W or B of an update, or at REDUCE_GRAD; sums are in
+                                   grad.data: ddp_reducer_ready, ddp_fsdp_reduce_grads */
+    ddp_stage_hook wait_grad;   /* at the end of the update, for local stages in ascending order:
+                                   ddp_reducer_wait */
     /* Gradients are final: a step on the newest values. NULL = the caller steps later; required with
        PipeDream and 2BW. There, if unshard is set, the update hook must unshard again, since more actions of
        the step follow until reshard */
     ddp_stage_hook update;
-    ddp_grad_division grad_division; /* DDP_DIVIDE_BEFORE_REDUCE if reduce_grad is of a ddp_fsdp with
-                                        micro_batch_count 1 */
+    ddp_grad_division grad_division;       /* DDP_DIVIDE_BEFORE_REDUCE if reduce_grad is of a ddp_fsdp with
+                                              micro_batch_count 1 */
     ddp_get_sharded_grad get_sharded_grad; /* NULL = grad.data; required for ties of parameters with unshard:
                                               ddp_fsdp_get_shard */
 } ddp_pipeline_stage;
@@ -352,37 +351,37 @@ typedef struct ddp_pipeline_desc {
     const ddp_pipeline_edge *edges;   /* NULL = boundary and output; otherwise all edges, the same on every
                                          rank; copied */
     int edge_count;
-    ddp_pipeline_fn loss;             /* runs right after the last stage's F. NULL = that F sets *call->loss,
-                                         and its backward needs no output_grads */
+    ddp_pipeline_fn loss; /* runs right after the last stage's F. NULL = that F sets *call->loss, and its
+                             backward needs no output_grads */
     void *loss_user;
-    const ddp_pipeline_tie *ties;     /* the same on every rank; copied */
+    const ddp_pipeline_tie *ties; /* the same on every rank; copied */
     int tie_count;
-    int prefetch;                     /* 0 = 2; receives per edge and direction that are posted ahead of the
-                                         action that needs them */
-    int timed;                        /* 1 = on a device with streams the host waits for each action: times
-                                         and stats are those of the device. 0 = those of enqueueing */
+    int prefetch; /* 0 = 2; receives per edge and direction that are posted ahead of the action that needs
+                     them */
+    int timed;    /* 1 = on a device with streams the host waits for each action: times and stats are those of
+                     the device. 0 = those of enqueueing */
 } ddp_pipeline_desc;
 
 typedef struct ddp_pipeline_stats {
     uint64_t steps;
-    double step_seconds;     /* this and all that follows: of the last step, on this rank */
-    double compute_seconds;  /* in callbacks of F, I, W, B and the loss */
-    double wait_seconds;     /* waiting for the inputs of actions */
-    double update_seconds;   /* hooks, ties, division */
-    double bubble_rate;      /* measured: (longest span - most compute) / longest span, over all ranks */
+    double step_seconds;          /* this and all that follows: of the last step, on this rank */
+    double compute_seconds;       /* in callbacks of F, I, W, B and the loss */
+    double wait_seconds;          /* waiting for the inputs of actions */
+    double update_seconds;        /* hooks, ties, division */
+    double bubble_rate;           /* measured: (longest span - most compute) / longest span, over all ranks */
     double predicted_bubble_rate; /* ddp_schedule_simulate with the measured costs */
-    size_t bytes_sent;          /* to other ranks; those of this machine read in place */
-    size_t bytes_handed_over;   /* between stages of this rank, and to the loss: read in place */
-    size_t activation_bytes;    /* allocated: outputs, saved memory, gradients to send; from other machines
-                                   also inputs */
+    size_t bytes_sent;            /* to other ranks; those of this machine read in place */
+    size_t bytes_handed_over;     /* between stages of this rank, and to the loss: read in place */
+    size_t activation_bytes;      /* allocated: outputs, saved memory, gradients to send; from other machines
+                                     also inputs */
     size_t accumulation_bytes, version_bytes; /* partial sums of gradients; copies of older weights */
 } ddp_pipeline_stats;
 
 /* For ddp_pipeline_profile: runs FORWARD, INPUT_GRAD or WEIGHT_GRAD of a layer to its end. */
 typedef ddp_result (*ddp_layer_fn)(int layer, ddp_action_kind kind, void *user);
 typedef struct ddp_profile_desc {
-    int layer_count;     /* required */
-    ddp_layer_fn run;    /* required; for each layer and round: F, I, W in this order */
+    int layer_count;  /* required */
+    ddp_layer_fn run; /* required; for each layer and round: F, I, W in this order */
     void *user;
     int rounds, warmup_rounds; /* 0 = 5 (their median is used) and 1; warmup_rounds -1 = none */
 } ddp_profile_desc;
@@ -553,7 +552,8 @@ DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline);
 #endif /* DDP_PIPELINE_H */
 
 #include "ddp.h" /* once more, for its check of the options with which bodies are compiled */
-#if (defined(DDP_IMPLEMENTATION) || defined(DDP_PIPELINE_IMPLEMENTATION)) && !defined(DDP_PIPELINE_IMPLEMENTATION_INCLUDED)
+#if (defined(DDP_IMPLEMENTATION) || defined(DDP_PIPELINE_IMPLEMENTATION)) \
+    && !defined(DDP_PIPELINE_IMPLEMENTATION_INCLUDED)
 #define DDP_PIPELINE_IMPLEMENTATION_INCLUDED
 
 //== structs ============================================================================== >>impl-structs
@@ -570,37 +570,47 @@ DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline);
 #define DDP__MAX_ACTIONS (1 << 28)
 
 struct ddp_schedule {
-    ddp_schedule_kind kind;    /* DDP_SCHEDULE_KIND_COUNT: parsed from CSV */
+    ddp_schedule_kind kind; /* DDP_SCHEDULE_KIND_COUNT: parsed from CSV */
     int rank_count, stage_count, microbatch_count, update_interval;
-    ddp_action *actions;       /* lists of all ranks, in rank order; an action's index is its place here */
+    ddp_action *actions; /* lists of all ranks, in rank order; an action's index is its place here */
     int count, capacity;
-    int *first;                /* rank r has actions[first[r]] to [first[r + 1] - 1]; follows the struct */
-    int filled;                /* during construction: number of complete lists */
-    int *stage_rank;           /* rank of each stage; -1 = on no rank */
-    ddp_result failed;         /* during construction: the first failure */
+    int *first;        /* rank r has actions[first[r]] to [first[r + 1] - 1]; follows the struct */
+    int filled;        /* during construction: number of complete lists */
+    int *stage_rank;   /* rank of each stage; -1 = on no rank */
+    ddp_result failed; /* during construction: the first failure */
     void *(*alloc_fn)(size_t size_bytes, void *user);
     void (*free_fn)(void *memory, void *user);
     void *user;
 };
 
+// clang-format off
 static const char *const ddp__action_names[] = {
 #define DDP_X(kind, name) name,
     DDP_ACTIONS(DDP_X)
 #undef DDP_X
 };
+// clang-format on
 
+// clang-format off
 static const char *const ddp__schedule_kind_names[] = {
 #define DDP_X(kind, name) name,
     DDP_SCHEDULE_KINDS(DDP_X)
 #undef DDP_X
 };
+// clang-format on
 
 //== action lists ================================================================== >>impl-schedule-lists
 /* Allocates, fills and frees schedules. The generators, the parser and lowering append actions rank by rank;
    ddp__schedule_finish then derives the stage and micro-batch counts. */
 
-static void *ddp__schedule_malloc(size_t size_bytes, void *user) { (void)user; return malloc(size_bytes); }
-static void ddp__schedule_mfree(void *memory, void *user) { (void)user; free(memory); }
+static void *ddp__schedule_malloc(size_t size_bytes, void *user) {
+    (void)user;
+    return malloc(size_bytes);
+}
+static void ddp__schedule_mfree(void *memory, void *user) {
+    (void)user;
+    free(memory);
+}
 
 /* Allocates count elements of size_bytes each. Returns NULL with the error set if memory runs out. */
 static void *ddp__schedule_alloc(const ddp_schedule *s, size_t count, size_t size_bytes) {
@@ -634,8 +644,8 @@ static ddp_schedule *ddp__schedule_new(const ddp_schedule_desc *desc) {
 
 /* Creates an empty schedule with the kind, rank count, update interval and allocator of another one. */
 static ddp_schedule *ddp__schedule_like(const ddp_schedule *from) {
-    ddp_schedule_desc desc = {from->kind, from->rank_count, 0, 0, from->update_interval,
-                              NULL, 0, from->alloc_fn, from->free_fn, from->user};
+    ddp_schedule_desc desc = {from->kind,     from->rank_count, 0,         0, from->update_interval, NULL, 0,
+                              from->alloc_fn, from->free_fn,    from->user};
     return ddp__schedule_new(&desc);
 }
 
@@ -716,12 +726,15 @@ static int ddp__action_is_sharding(ddp_action_kind kind) {
     return kind >= DDP_ACTION_UNSHARD && kind <= DDP_ACTION_REDUCE_GRAD;
 }
 
-typedef struct ddp__action_text { char text[64]; } ddp__action_text;
+typedef struct ddp__action_text {
+    char text[64];
+} ddp__action_text;
 
 /* Returns the action as a CSV cell writes it: "2I5", "0UNSHARD". */
 static ddp__action_text ddp__action_label(const ddp_action *a) {
     ddp__action_text label;
-    if (a->kind == DDP_ACTION_IDLE) snprintf(label.text, sizeof label.text, "(idle)");
+    if (a->kind == DDP_ACTION_IDLE)
+        snprintf(label.text, sizeof label.text, "(idle)");
     else if (ddp__action_is_sharding(a->kind))
         snprintf(label.text, sizeof label.text, "%d%s", a->stage, ddp__action_names[a->kind]);
     else
@@ -740,8 +753,10 @@ static int ddp__action_rank(const ddp_schedule *s, int index) {
     int low = 0, high = s->rank_count - 1;
     while (low < high) {
         int middle = (low + high + 1) / 2;
-        if (s->first[middle] <= index) low = middle;
-        else high = middle - 1;
+        if (s->first[middle] <= index)
+            low = middle;
+        else
+            high = middle - 1;
     }
     return low;
 }
@@ -821,7 +836,8 @@ static void ddp__vee_phase(ddp__vee *v, int times, const char *phase) {
     ddp_schedule *s = v->s;
     for (int k = 0, length = (int)strlen(phase); k < times * length && s->failed == DDP_OK; k++) {
         char c = phase[k % length];
-        if (c == '+') s->actions[s->count - 1].overlaps = 1;
+        if (c == '+')
+            s->actions[s->count - 1].overlaps = 1;
         else if (c == 'd') {
             while (s->actions[v->searched].kind != DDP_ACTION_INPUT_GRAD) v->searched++;
             ddp__schedule_push(s, DDP_ACTION_WEIGHT_GRAD, s->actions[v->searched].stage,
@@ -967,16 +983,22 @@ static ddp_result ddp__schedule_desc_resolve(const ddp_schedule_desc *desc, ddp_
 static void ddp__generate_rank(ddp_schedule *s, const ddp_schedule_desc *d, int rank) {
     int m = d->microbatch_count;
     ddp_schedule_kind kind = d->kind;
-    if (kind == DDP_SCHEDULE_NAIVE) ddp__generate_blocks(s, rank, m, d->chunk_count, 1);
+    if (kind == DDP_SCHEDULE_NAIVE)
+        ddp__generate_blocks(s, rank, m, d->chunk_count, 1);
     else if (kind == DDP_SCHEDULE_GPIPE || kind == DDP_SCHEDULE_LOOPED_BFS)
         ddp__generate_blocks(s, rank, m, d->chunk_count, m);
-    else if (kind == DDP_SCHEDULE_INTERLEAVED_1F1B) ddp__generate_1f1b(s, d, rank, 2, 0);
+    else if (kind == DDP_SCHEDULE_INTERLEAVED_1F1B)
+        ddp__generate_1f1b(s, d, rank, 2, 0);
     else if (kind == DDP_SCHEDULE_ZB_H1 || kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P)
         ddp__generate_1f1b(s, d, rank, 1, 1);
-    else if (kind == DDP_SCHEDULE_ZB_H2) ddp__generate_1f1b(s, d, rank, 2, 2);
-    else if (kind == DDP_SCHEDULE_ZB_V) ddp__generate_zb_v(s, rank, m);
-    else if (kind == DDP_SCHEDULE_DUALPIPE_V) ddp__generate_dualpipe_v(s, rank, m);
-    else ddp__generate_1f1b(s, d, rank, 1, 0); /* 1F1B, PipeDream and PipeDream-2BW */
+    else if (kind == DDP_SCHEDULE_ZB_H2)
+        ddp__generate_1f1b(s, d, rank, 2, 2);
+    else if (kind == DDP_SCHEDULE_ZB_V)
+        ddp__generate_zb_v(s, rank, m);
+    else if (kind == DDP_SCHEDULE_DUALPIPE_V)
+        ddp__generate_dualpipe_v(s, rank, m);
+    else
+        ddp__generate_1f1b(s, d, rank, 1, 0); /* 1F1B, PipeDream and PipeDream-2BW */
 }
 
 /* Creates a schedule of any kind except AUTO. */
@@ -1009,15 +1031,15 @@ typedef struct ddp__play {
     /* One table per kind that computes or communicates. B is entered in the tables of I and W. The table of F
        is the start of the allocation that contains everything except times. */
     int *table[DDP_ACTION_KIND_COUNT];
-    int *ahead;              /* per action: the RECV that a SEND waits for, or -1 */
-    int *waiter;             /* per action: the rank that waits for it, or -1 */
-    int *position;           /* per rank: index of its next action */
-    int *stack;              /* ranks that may be able to continue */
-    unsigned char *done;     /* per action */
+    int *ahead;          /* per action: the RECV that a SEND waits for, or -1 */
+    int *waiter;         /* per action: the rank that waits for it, or -1 */
+    int *position;       /* per rank: index of its next action */
+    int *stack;          /* ranks that may be able to continue */
+    unsigned char *done; /* per action */
     int has_comm, has_sharding, has_reduce;
-    int apart;               /* an overlapping pair without `overlapped` cost: 1 = one after the other,
-                                0 = both take the sum */
-    ddp_action_time *times;  /* NULL = untimed */
+    int apart;              /* an overlapping pair without `overlapped` cost: 1 = one after the other, 0 =
+                               both take the sum */
+    ddp_action_time *times; /* NULL = untimed */
 } ddp__play;
 
 static __attribute__((format(printf, 3, 4))) ddp_result ddp__schedule_wrong(const ddp_schedule *s, int index,
@@ -1115,7 +1137,8 @@ static ddp_result ddp__play_enter(ddp__play *play, int index) {
         if (s->stage_rank[a->stage] == s->stage_rank[peer])
             return ddp__schedule_wrong(s, index, "stage %d is on this rank too, nothing is %s it", peer,
                                        sends ? "sent to" : "received from");
-    } else if (!ddp__action_computes(a->kind)) return DDP_OK;
+    } else if (!ddp__action_computes(a->kind))
+        return DDP_OK;
     cell = ddp__action_cell(play, a);
     there = play->table[a->kind][cell];
     if (there < 0 && a->kind == DDP_ACTION_BACKWARD) there = play->table[DDP_ACTION_WEIGHT_GRAD][cell];
@@ -1223,7 +1246,8 @@ static ddp_result ddp__check_messages(ddp__play *play, int *last) {
                 if (!ddp__action_communicates(a->kind) || ddp__action_sends(a->kind) != sends) continue;
                 peer = s->stage_rank[ddp__message_peer(a)];
                 partner = ddp__message_partner(play, i);
-                if (sends) play->ahead[i] = last[peer] < 0 ? -1 : ddp__message_partner(play, last[peer]);
+                if (sends)
+                    play->ahead[i] = last[peer] < 0 ? -1 : ddp__message_partner(play, last[peer]);
                 else if (play->ahead[partner] != last[peer]) {
                     before = play->ahead[partner];
                     if (before < 0)
@@ -1319,9 +1343,12 @@ static int ddp__play_source(const ddp__play *play, int index) {
 static int ddp__play_blocker(const ddp__play *play, int index) {
     ddp_action_kind kind = play->s->actions[index].kind;
     int blocker;
-    if (ddp__action_sends(kind)) blocker = play->ahead[index];
-    else if (ddp__action_communicates(kind)) blocker = ddp__message_partner(play, index);
-    else blocker = ddp__play_source(play, index);
+    if (ddp__action_sends(kind))
+        blocker = play->ahead[index];
+    else if (ddp__action_communicates(kind))
+        blocker = ddp__message_partner(play, index);
+    else
+        blocker = ddp__play_source(play, index);
     return blocker >= 0 && !play->done[blocker] ? blocker : -1;
 }
 
@@ -1371,9 +1398,10 @@ static void ddp__play_time(ddp__play *play, int index, double free_at) {
         return;
     }
     t[0].begin = t[1].begin = ddp__play_arrival(play, index + 1, ddp__play_arrival(play, index, free_at));
-    t[0].end = t[1].end =
-        t[0].begin
-        + (given > 0 ? given : ddp__action_cost(play->costs, a) + ddp__action_cost(play->costs, a + 1));
+    t[0].end = t[1].end = t[0].begin
+                          + (given > 0
+                                 ? given
+                                 : ddp__action_cost(play->costs, a) + ddp__action_cost(play->costs, a + 1));
 }
 
 /* Runs every list as far as possible: a rank runs until it has to wait, then the ranks that waited for it
@@ -1395,7 +1423,10 @@ static int ddp__play_run(ddp__play *play) {
             int n = 1 + s->actions[i].overlaps;
             int blocker = ddp__play_blocker(play, i);
             if (blocker < 0 && n == 2) blocker = ddp__play_blocker(play, i + 1);
-            if (blocker >= 0) { play->waiter[blocker] = rank; break; }
+            if (blocker >= 0) {
+                play->waiter[blocker] = rank;
+                break;
+            }
             if (play->times) ddp__play_time(play, i, i > s->first[rank] ? play->times[i - 1].end : 0);
             for (int k = i; k < i + n; k++) {
                 play->done[k] = 1;
@@ -1435,11 +1466,11 @@ static ddp_result ddp__play_circle(const ddp__play *play) {
 }
 
 static ddp_result ddp__costs_check(int stage_count, const ddp_stage_cost *costs, const char *who) {
-    static const char *const names[] = {"forward", "input_grad", "weight_grad", "transfer",
+    static const char *const names[] = {"forward",    "input_grad", "weight_grad",      "transfer",
                                         "overlapped", "activation", "weight_activation"};
     for (int stage = 0; costs && stage < stage_count; stage++) {
         const ddp_stage_cost *c = &costs[stage];
-        const double values[] = {c->forward, c->input_grad, c->weight_grad, c->transfer,
+        const double values[] = {c->forward,    c->input_grad, c->weight_grad,      c->transfer,
                                  c->overlapped, c->activation, c->weight_activation};
         for (int k = 0; k < 7; k++)
             if (!(values[k] >= 0 && values[k] <= DBL_MAX))
@@ -1560,26 +1591,27 @@ DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_
 /* Rules by which one run chooses between the possible actions. */
 typedef struct ddp__auto_rules {
     int turns; /* F and I are both ready: 0 = run I, 1 = run the kind that did not run last, 2 = run F */
-    int fill;         /* 1 = forwards may delay a rank's first I */
-    int even;         /* 1 = the rank that would have waited longest of all starts a W instead of waiting */
-    double patience;  /* W starts if F and I are not ready for this fraction of its duration */
-    double transfer;  /* the plan's transfer times are the real ones times this */
+    int fill;  /* 1 = forwards may delay a rank's first I */
+    int even;  /* 1 = the rank that would have waited longest of all starts a W instead of waiting */
+    double patience; /* W starts if F and I are not ready for this fraction of its duration */
+    double transfer; /* the plan's transfer times are the real ones times this */
 } ddp__auto_rules;
 
 /* Rules sorted by how much each one improved on those before it, over 400 random pipelines. A large pipeline
    only has time for the first ones. All combinations with the real transfers follow after the table. */
 static const ddp__auto_rules ddp__auto_first_rules[] = {
-    {0, 0, 1, 1, 1}, {1, 0, 1, 0.25, 1}, {0, 0, 1, 1, 0.9}, {0, 1, 1, 0.75, 0.5}, {0, 1, 1, 1, 1},
-    {1, 0, 1, 0.75, 0.9}, {0, 0, 0, 0.9, 0.9}, {0, 1, 1, 0.25, 0.95}, {0, 0, 1, 0.9, 1}, {1, 0, 0, 0.25, 2},
-    {1, 1, 0, 0.25, 0.5}, {1, 0, 1, 0.9, 2}, {0, 0, 0, 0.75, 1.25}, {1, 1, 1, 0.25, 1.5},
-    {1, 0, 0, 0.25, 0.9}, {0, 1, 0, 0.75, 0.9}, {0, 0, 0, 0.25, 1.5}, {1, 1, 1, 0.75, 1.25},
-    {0, 1, 0, 0.25, 1.5}, {0, 1, 1, 0.9, 0.95}, {1, 0, 1, 0.75, 1.5}, {0, 0, 1, 0.25, 1.25},
-    {1, 0, 0, 0.75, 1.5}, {0, 1, 1, 0.25, 1.1}, {1, 1, 1, 0.25, 2}, {0, 1, 1, 0.25, 0.5},
-    {0, 1, 1, 0.75, 1.1}, {0, 0, 1, 1, 0.5}, {1, 0, 0, 0.9, 1.25}, {1, 0, 1, 0.75, 0.5},
-    {0, 0, 1, 0.75, 1.5}, {1, 0, 0, 0.25, 0.95}, {1, 1, 0, 0.75, 0.9}, {1, 0, 1, 0.9, 1.1},
-    {0, 1, 0, 0.75, 2}, {1, 0, 1, 0.25, 0.5}, {1, 0, 0, 0.9, 0.5}, {0, 0, 0, 0.75, 2}, {0, 1, 0, 0.25, 0.9},
-    {1, 1, 1, 0.25, 0.95}, {0, 0, 0, 0.25, 1.1}, {0, 0, 1, 0.25, 2}, {1, 1, 0, 0.25, 1.25},
-    {0, 1, 0, 0.25, 0.95}};
+    {0, 0, 1, 1, 1},       {1, 0, 1, 0.25, 1},    {0, 0, 1, 1, 0.9},     {0, 1, 1, 0.75, 0.5},
+    {0, 1, 1, 1, 1},       {1, 0, 1, 0.75, 0.9},  {0, 0, 0, 0.9, 0.9},   {0, 1, 1, 0.25, 0.95},
+    {0, 0, 1, 0.9, 1},     {1, 0, 0, 0.25, 2},    {1, 1, 0, 0.25, 0.5},  {1, 0, 1, 0.9, 2},
+    {0, 0, 0, 0.75, 1.25}, {1, 1, 1, 0.25, 1.5},  {1, 0, 0, 0.25, 0.9},  {0, 1, 0, 0.75, 0.9},
+    {0, 0, 0, 0.25, 1.5},  {1, 1, 1, 0.75, 1.25}, {0, 1, 0, 0.25, 1.5},  {0, 1, 1, 0.9, 0.95},
+    {1, 0, 1, 0.75, 1.5},  {0, 0, 1, 0.25, 1.25}, {1, 0, 0, 0.75, 1.5},  {0, 1, 1, 0.25, 1.1},
+    {1, 1, 1, 0.25, 2},    {0, 1, 1, 0.25, 0.5},  {0, 1, 1, 0.75, 1.1},  {0, 0, 1, 1, 0.5},
+    {1, 0, 0, 0.9, 1.25},  {1, 0, 1, 0.75, 0.5},  {0, 0, 1, 0.75, 1.5},  {1, 0, 0, 0.25, 0.95},
+    {1, 1, 0, 0.75, 0.9},  {1, 0, 1, 0.9, 1.1},   {0, 1, 0, 0.75, 2},    {1, 0, 1, 0.25, 0.5},
+    {1, 0, 0, 0.9, 0.5},   {0, 0, 0, 0.75, 2},    {0, 1, 0, 0.25, 0.9},  {1, 1, 1, 0.25, 0.95},
+    {0, 0, 0, 0.25, 1.1},  {0, 0, 1, 0.25, 2},    {1, 1, 0, 0.25, 1.25}, {0, 1, 0, 0.25, 0.95},
+};
 enum {
     DDP__AUTO_FIRST_RULES = (int)(sizeof ddp__auto_first_rules / sizeof ddp__auto_first_rules[0]),
     DDP__AUTO_RULES = DDP__AUTO_FIRST_RULES + 48
@@ -1594,35 +1626,37 @@ static ddp__auto_rules ddp__auto_rules_at(int index) {
 
 /* State of a rank during one run. Kinds of actions are numbered F = 0, I = 1, W = 2. */
 typedef struct ddp__auto_rank {
-    double cost[3], transfer;   /* durations of F, I, W, and of a transfer to a neighbour */
+    double cost[3], transfer; /* durations of F, I, W, and of a transfer to a neighbour */
     double planned_transfer;
-    double saved, left, keep;   /* memory from F to I, from I to W, and the larger one */
-    double work;                /* duration of all of its actions */
-    double first_forward;       /* earliest begin of its first F, with the real transfers */
-    double round_trip;          /* from there to the earliest begin of its first I */
-    double first_gradient;      /* earliest begin of its first I, with the planned transfers */
-    double free_at, memory;     /* plan's clock: end of its last action; memory in use */
-    double begin, ran_until;    /* real clock: begin of its first action, end of its last one */
-    double waited;              /* plan's clock: idle time since its first F */
-    int next[3], last;          /* started actions of each kind; the kind that ran last, F or I */
-    int length;                 /* actions in its list */
+    double saved, left, keep; /* memory from F to I, from I to W, and the larger one */
+    double work;              /* duration of all of its actions */
+    double first_forward;     /* earliest begin of its first F, with the real transfers */
+    double round_trip;        /* from there to the earliest begin of its first I */
+    double first_gradient;    /* earliest begin of its first I, with the planned transfers */
+    double free_at, memory;   /* plan's clock: end of its last action; memory in use */
+    double begin, ran_until;  /* real clock: begin of its first action, end of its last one */
+    double waited;            /* plan's clock: idle time since its first F */
+    int next[3], last;        /* started actions of each kind; the kind that ran last, F or I */
+    int length;               /* actions in its list */
 } ddp__auto_rank;
 
 /* End of an F or I, on both clocks. */
-typedef struct ddp__auto_end { double planned, real; } ddp__auto_end;
+typedef struct ddp__auto_end {
+    double planned, real;
+} ddp__auto_end;
 
 /* The rank that is idle first decides next: every event that can influence its decision is then known. A
    tournament tree finds this rank: the leaves are ranks, node n contains the winner of nodes 2n and 2n+1. */
 typedef struct ddp__auto {
     int p, m, leaves;
-    double largest;              /* memory of one micro-batch on the rank that needs most */
-    double room;                 /* memory of a rank in this run */
-    double best_span;            /* span of the schedule in best; HUGE_VAL = none yet */
+    double largest;   /* memory of one micro-batch on the rank that needs most */
+    double room;      /* memory of a rank in this run */
+    double best_span; /* span of the schedule in best; HUGE_VAL = none yet */
     ddp__auto_rules rules;
     ddp__auto_rank *ranks;
-    ddp__auto_end *end[2];       /* ends of F and I at [rank * m + micro-batch] */
-    int longest;                 /* the rank that has waited longest */
-    double *decides_at;          /* per leaf: time of its next decision; DBL_MAX = none */
+    ddp__auto_end *end[2]; /* ends of F and I at [rank * m + micro-batch] */
+    int longest;           /* the rank that has waited longest */
+    double *decides_at;    /* per leaf: time of its next decision; DBL_MAX = none */
     int *tree;
     unsigned char *order, *best; /* kinds of rank r from [3 * m * r] on; micro-batches count up */
 } ddp__auto;
@@ -1666,8 +1700,7 @@ static int ddp__auto_start(ddp__auto *a, int rank, int which, double at) {
         end->real = r->ran_until;
         r->last = which;
     }
-    r->memory += which == 0 ? r->keep
-                 : which == 1 ? r->left - r->keep : -r->left;
+    r->memory += which == 0 ? r->keep : which == 1 ? r->left - r->keep : -r->left;
     a->order[(size_t)rank * 3 * (size_t)a->m + (size_t)r->length++] = (unsigned char)which;
     if (waits) {
         double done = 0;
@@ -1691,10 +1724,12 @@ static int ddp__auto_decide(ddp__auto *a, int rank) {
     double forward = ddp__auto_ready(a, 0, rank);
     double gradient = ddp__auto_ready(a, 1, rank);
     double soon;
-    if (!rules->fill && r->next[1] == 0 && r->next[0] > 0 && forward < DBL_MAX && gradient > forward &&
-        forward + r->cost[0] > r->first_gradient * (1 + 1e-12)) {
-        if (gradient < DBL_MAX) forward = DBL_MAX;
-        else if (r->first_gradient > now) forward = r->first_gradient;
+    if (!rules->fill && r->next[1] == 0 && r->next[0] > 0 && forward < DBL_MAX && gradient > forward
+        && forward + r->cost[0] > r->first_gradient * (1 + 1e-12)) {
+        if (gradient < DBL_MAX)
+            forward = DBL_MAX;
+        else if (r->first_gradient > now)
+            forward = r->first_gradient;
     }
     soon = forward < gradient ? forward : gradient;
     if (soon > now && r->next[2] < r->next[1]) {
@@ -1921,8 +1956,8 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
     s = ddp__schedule_new(d);
     if (!s) return DDP_ERR_NO_MEMORY;
     while (leaves < p) leaves *= 2;
-    bytes = p * sizeof *a.ranks + 2 * cells * sizeof *a.end[0] + leaves * (sizeof(double) + 2 * sizeof(int)) +
-            6 * cells;
+    bytes = p * sizeof *a.ranks + 2 * cells * sizeof *a.end[0] + leaves * (sizeof(double) + 2 * sizeof(int))
+            + 6 * cells;
     a.ranks = (ddp__auto_rank *)ddp__schedule_alloc(s, 1, bytes);
     if (!a.ranks) {
         ddp_schedule_destroy(s);
@@ -1944,20 +1979,25 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
         result = DDP__SCHEDULE_BAD(
             "memory_limit=%g, but one micro-batch takes %g; the smallest that works is %g", limit, a.largest,
             a.largest);
-    else ddp__auto_try_steps(&a, limit);
+    else
+        ddp__auto_try_steps(&a, limit);
     span = a.best_span;
     if (span < HUGE_VAL) ddp__auto_lists(&a, s);
     ddp__schedule_free(s, a.ranks);
-    if (span < HUGE_VAL) result = ddp__schedule_finish(&best, s);
-    else ddp_schedule_destroy(s);
+    if (span < HUGE_VAL)
+        result = ddp__schedule_finish(&best, s);
+    else
+        ddp_schedule_destroy(s);
     for (int k = 0; k < 2 && result == DDP_OK; k++)
         result = ddp__auto_known(d, limit, known[k], &span, &best);
     if (result == DDP_OK && !best)
         result = DDP__SCHEDULE_BAD(
             "costs: the time of %d micro-batches is not a finite number; give smaller costs",
             d->microbatch_count);
-    if (result == DDP_OK) *out = best;
-    else ddp_schedule_destroy(best);
+    if (result == DDP_OK)
+        *out = best;
+    else
+        ddp_schedule_destroy(best);
     return result;
 }
 
@@ -1966,7 +2006,10 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
    names line, cell and text. ddp_schedule_check then judges the schedule itself. */
 
 /* A position in the text. Lines and cells count from 1; end is the end of the cell. */
-typedef struct ddp__csv { const char *at, *end; int line, cell; } ddp__csv;
+typedef struct ddp__csv {
+    const char *at, *end;
+    int line, cell;
+} ddp__csv;
 
 static ddp_result ddp__csv_wrong(const ddp__csv *c, const char *begin, const char *why) {
     int length = c->end - begin > 40 ? 40 : (int)(c->end - begin);
@@ -1979,7 +2022,9 @@ static ddp_result ddp__csv_wrong(const ddp__csv *c, const char *begin, const cha
 }
 
 static int ddp__csv_is_blank(char c) { return c == ' ' || c == '\t' || c == '\r'; }
-static void ddp__csv_skip(ddp__csv *c) { while (c->at < c->end && ddp__csv_is_blank(*c->at)) c->at++; }
+static void ddp__csv_skip(ddp__csv *c) {
+    while (c->at < c->end && ddp__csv_is_blank(*c->at)) c->at++;
+}
 
 /* Parses a number of at most `most`. Returns -1 if it is missing, too large or has leading zeros, which
    writing could not reproduce. */
@@ -2005,9 +2050,9 @@ static ddp_result ddp__csv_action(ddp__csv *c, const char *begin, ddp_action *ac
     while (c->at + length < c->end
            && ((c->at[length] >= 'A' && c->at[length] <= 'Z') || c->at[length] == '_'))
         length++;
-    while (kind < DDP_ACTION_KIND_COUNT
-           && (strlen(ddp__action_names[kind]) != length
-               || memcmp(ddp__action_names[kind], c->at, length) != 0))
+    while (
+        kind < DDP_ACTION_KIND_COUNT
+        && (strlen(ddp__action_names[kind]) != length || memcmp(ddp__action_names[kind], c->at, length) != 0))
         kind++;
     if (kind == DDP_ACTION_KIND_COUNT)
         return ddp__csv_wrong(
@@ -2178,7 +2223,11 @@ static ddp_result ddp__lower_lists(ddp_schedule **out, const ddp__play *play, un
 }
 
 /* A SEND or RECV at the time when its tensor is ready. source: index of the F, I or B that computes it. */
-typedef struct ddp__due_message { double at; int source; ddp_action action; } ddp__due_message;
+typedef struct ddp__due_message {
+    double at;
+    int source;
+    ddp_action action;
+} ddp__due_message;
 
 static int ddp__message_compare(const void *left, const void *right) {
     const ddp__due_message *l = (const ddp__due_message *)left;
@@ -2210,14 +2259,16 @@ static int ddp__lower_messages(const ddp__play *play, int rank, ddp__due_message
             ddp__due_message due = {
                 play->times[source].end,
                 source,
-                {back ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F, a->stage, a->microbatch, 0}};
+                {back ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F, a->stage, a->microbatch, 0},
+            };
             messages[count++] = due;
         }
         if (to >= 0 && to < s->stage_count && s->stage_rank[to] != rank) {
             ddp__due_message due = {
                 play->times[i].end,
                 i,
-                {back ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, a->stage, a->microbatch, 0}};
+                {back ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, a->stage, a->microbatch, 0},
+            };
             messages[count++] = due;
         }
     }
@@ -2278,7 +2329,8 @@ DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *sch
     else if (parts & DDP_LOWER_MERGE && play.has_comm)
         result = ddp_fail(DDP_ERR_INVALID,
                           "%s: the schedule has SEND and RECV already; merging comes before them", who);
-    else if (parts != DDP_LOWER_COMM) result = ddp__lower_lists(&lists, &play, parts);
+    else if (parts != DDP_LOWER_COMM)
+        result = ddp__lower_lists(&lists, &play, parts);
     ddp__play_close(&play);
     if (result != DDP_OK) return result;
     if (!(parts & DDP_LOWER_COMM)) {
@@ -2295,7 +2347,10 @@ DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *sch
    ddp_schedule_draw runs it twice: the first pass only counts bytes. */
 
 /* Output buffer. Text beyond `room` is counted in `used` but not stored. */
-typedef struct ddp__sheet { char *out; size_t room, used; } ddp__sheet;
+typedef struct ddp__sheet {
+    char *out;
+    size_t room, used;
+} ddp__sheet;
 
 static __attribute__((format(printf, 2, 3))) void ddp__sheet_put(ddp__sheet *sheet, const char *format, ...) {
     size_t left = sheet->used < sheet->room ? sheet->room - sheet->used : 0;
@@ -2319,16 +2374,21 @@ static ddp__action_text ddp__decimal(double value, int decimals) {
 }
 
 /* Unit of a time axis. size: in the unit of the times. */
-typedef struct ddp__time_unit { double size; const char *name, *axis; } ddp__time_unit;
+typedef struct ddp__time_unit {
+    double size;
+    const char *name, *axis;
+} ddp__time_unit;
 
 /* Chooses the unit of the axis. Measured times are in seconds; the unit gives numbers from 1 to 1,000. The
    unit of costs is the caller's and has no name. Without costs, F, I and W take 1. */
 static const ddp__time_unit *ddp__picture_unit(double span, int has_costs, int has_times) {
-    static const ddp__time_unit units[] = {{1, " s", "time in seconds"},
-                                           {1e-3, " ms", "time in milliseconds"},
-                                           {1e-6, " us", "time in microseconds"},
-                                           {1, "", "time, in the unit of the costs"},
-                                           {1, "", "time; F, I and W take 1 each"}};
+    static const ddp__time_unit units[] = {
+        {1, " s", "time in seconds"},
+        {1e-3, " ms", "time in milliseconds"},
+        {1e-6, " us", "time in microseconds"},
+        {1, "", "time, in the unit of the costs"},
+        {1, "", "time; F, I and W take 1 each"},
+    };
     if (!has_times) return &units[has_costs ? 3 : 4];
     if (span >= 1 || span <= 0) return &units[0];
     return &units[span >= 1e-3 ? 1 : 2];
@@ -2370,12 +2430,14 @@ static void ddp__draw_csv(const ddp__picture *picture, ddp__sheet *sheet) {
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
             const ddp_action *a = &s->actions[i];
             const char *comma = i > s->first[rank] ? "," : "";
-            if (a->kind == DDP_ACTION_IDLE) ddp__sheet_put(sheet, "%s", comma);
+            if (a->kind == DDP_ACTION_IDLE)
+                ddp__sheet_put(sheet, "%s", comma);
             else if (a->overlaps && i + 1 < s->first[rank + 1]) {
                 ddp__sheet_put(sheet, "%s(%s;%s)OVERLAP_F_B", comma, ddp__action_label(a).text,
                                ddp__action_label(a + 1).text);
                 i++;
-            } else ddp__sheet_put(sheet, "%s%s", comma, ddp__action_label(a).text);
+            } else
+                ddp__sheet_put(sheet, "%s%s", comma, ddp__action_label(a).text);
         }
         ddp__sheet_put(sheet, "\n");
     }
@@ -2440,11 +2502,9 @@ static const char *ddp__picture_title(const ddp_schedule *s) {
 
 /* Colours of forward (blue), input gradient (green), weight gradient (light green) and backward (orange).
    Every second chunk is darker. */
-static const char *const ddp__fill[5][2] = {{"", ""},
-                                            {"#9ec5fe", "#5b94e8"},
-                                            {"#7fd1ae", "#3aa57a"},
-                                            {"#d3e9a8", "#a9cc62"},
-                                            {"#ffcf8f", "#f0a04b"}};
+static const char *const ddp__fill[5][2] = {
+    {"", ""}, {"#9ec5fe", "#5b94e8"}, {"#7fd1ae", "#3aa57a"}, {"#d3e9a8", "#a9cc62"}, {"#ffcf8f", "#f0a04b"},
+};
 enum { DDP__FILLS = 10 };
 
 /* Draws the box of an action, with its micro-batch if that fits. */
@@ -2529,11 +2589,10 @@ static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, doubl
         ddp__action_text x = ddp__decimal(left + i * step * picture->unit->size * scale, 2), number;
         number = ddp__decimal(i * step, decimals);
         if (!decimals) *strchr(number.text, '.') = 0;
-        ddp__sheet_put(
-            sheet,
-            "<path d=\"M%s %dV%d\" stroke=\"#c0c0c0\"/>\n<text x=\"%s\" y=\"%d\" "
-            "font-size=\"11\">%s</text>\n",
-            x.text, (int)top, (int)bottom + 4, x.text, (int)bottom + 16, number.text);
+        ddp__sheet_put(sheet,
+                       "<path d=\"M%s %dV%d\" stroke=\"#c0c0c0\"/>\n<text x=\"%s\" y=\"%d\" "
+                       "font-size=\"11\">%s</text>\n",
+                       x.text, (int)top, (int)bottom + 4, x.text, (int)bottom + 16, number.text);
     }
     ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"11\" text-anchor=\"start\">%s%s</text>\n",
                    (int)left, (int)bottom + 31, picture->unit->axis, merged);
@@ -2551,8 +2610,7 @@ static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int
     double gap = length > 4 ? 1 : length / 4;
     if (!ddp__action_computes(a->kind)) return;
     length -= gap;
-    ddp__draw_box(sheet, s, a, x, second ? y + row / 2 : y,
-                  length > 0.2 ? length : 0.2,
+    ddp__draw_box(sheet, s, a, x, second ? y + row / 2 : y, length > 0.2 ? length : 0.2,
                   half ? row / 2 - 0.5 : row);
     if (i > 0 && a[-1].overlaps) {
         double begin = left + scale * (picture->times[i - 1].begin - picture->begin);
@@ -2640,7 +2698,8 @@ static void ddp__svg_row_draw(const ddp__picture *picture, ddp__sheet *sheet, in
             if (at < 0)
                 ddp__sheet_put(sheet, "<path stroke=\"%s\" d=\"M%d %dh%d", ddp__fill[k / 2][k % 2],
                                DDP__SVG_LEFT + x, y + DDP__SVG_ROW / 2, end - x);
-            else ddp__sheet_put(sheet, "m%d 0h%d", x - at, end - x);
+            else
+                ddp__sheet_put(sheet, "m%d 0h%d", x - at, end - x);
             at = end;
         }
         if (at >= 0) ddp__sheet_put(sheet, "\"/>\n");
@@ -2688,7 +2747,8 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
     if (picture->merged) ddp__sheet_put(sheet, "<g fill=\"none\" stroke-width=\"%d\">\n", DDP__SVG_ROW);
     for (int rank = 0; rank < s->rank_count; rank++) {
         double y = top + rank * (row + gap);
-        if (picture->merged) ddp__svg_row_draw(picture, sheet, rank, scale, (int)y);
+        if (picture->merged)
+            ddp__svg_row_draw(picture, sheet, rank, scale, (int)y);
         else
             for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
                 ddp__draw_action(picture, sheet, i, left, y, row, scale);
@@ -2709,12 +2769,12 @@ static void ddp__draw_trace_row(ddp__sheet *sheet, int tid, int rank, int second
 
 static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
     const ddp_schedule *s = picture->s;
-    ddp__sheet_put(
-        sheet,
-        "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"schedule\":\"%s\",\"bubble_rate\":\"%s\"},"
-        "\"traceEvents\":[\n"
-        "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{\"name\":\"%s\"}}",
-        ddp__picture_title(s), ddp__decimal(picture->report.bubble_rate, 4).text, ddp__picture_title(s));
+    ddp__sheet_put(sheet,
+                   "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"schedule\":\"%s\",\"bubble_rate\":\"%s\"},"
+                   "\"traceEvents\":[\n"
+                   "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{\"name\":\"%s\"}}",
+                   ddp__picture_title(s), ddp__decimal(picture->report.bubble_rate, 4).text,
+                   ddp__picture_title(s));
     for (int rank = 0; rank < s->rank_count; rank++) {
         int named = 0;
         ddp__draw_trace_row(sheet, rank, rank, 0);
@@ -2831,8 +2891,10 @@ DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, in
     while (low < high) { /* invariant: `high` is a bound that works; it starts at infinity */
         uint64_t middle = low + (high - low) / 2;
         memcpy(&bound, &middle, sizeof bound);
-        if (ddp__partition_fill(cost, layer_count, stage_count, bound, first_layer)) high = middle;
-        else low = middle + 1;
+        if (ddp__partition_fill(cost, layer_count, stage_count, bound, first_layer))
+            high = middle;
+        else
+            low = middle + 1;
     }
     memcpy(&bound, &high, sizeof bound);
     ddp__partition_fill(cost, layer_count, stage_count, bound, first_layer);
@@ -2862,8 +2924,7 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
             "100000 rounds",
             desc->layer_count, desc->rounds, desc->warmup_rounds);
     rounds = desc->rounds ? desc->rounds : 5;
-    warmup = desc->warmup_rounds < 0 ? 0
-             : desc->warmup_rounds ? desc->warmup_rounds : 1;
+    warmup = desc->warmup_rounds < 0 ? 0 : desc->warmup_rounds ? desc->warmup_rounds : 1;
     took = (double *)malloc(3 * (size_t)rounds * sizeof *took);
     if (!took) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_profile: %d rounds", rounds);
     for (int layer = 0; layer < desc->layer_count && result == DDP_OK; layer++) {
@@ -2900,10 +2961,10 @@ enum { DDP__PIPE_NONE, DDP__PIPE_HERE, DDP__PIPE_OUT, DDP__PIPE_IN };
        write tensor to a slot, send the note   ----->   read the tensor at this offset
        slot is free again                      <-----   return the note after the last read */
 typedef struct ddp__pipe_notes {
-    uint64_t *offsets;     /* per slot */
-    uint64_t *returned;    /* OUT: notes received back, per slot; IN: notes to return, per micro-batch */
-    ddp_work *returns;     /* per entry of returned */
-    uint64_t back;         /* OUT: notes received back since create */
+    uint64_t *offsets;  /* per slot */
+    uint64_t *returned; /* OUT: notes received back, per slot; IN: notes to return, per micro-batch */
+    ddp_work *returns;  /* per entry of returned */
+    uint64_t back;      /* OUT: notes received back since create */
 } ddp__pipe_notes;
 
 /* Slots for one kind of tensor on this rank, one per micro-batch in flight.
@@ -2916,16 +2977,16 @@ typedef struct ddp__pipe_notes {
 typedef struct ddp__pipe_pool {
     int kind, peer, tag;
     ddp_tensor tensor;
-    size_t stride;           /* bytes from slot to slot */
-    int count, used;         /* slots; slots in use, only during ddp__pipe_count */
+    size_t stride;   /* bytes from slot to slot */
+    int count, used; /* slots; slots in use, only during ddp__pipe_count */
     /* Free slots: HERE, IN, and OUT in place. */
     int free_count, *free_slots;
-    int *slot;               /* per micro-batch; -1 = none */
-    unsigned char *memory;   /* in place: the shared memory of the sender */
-    size_t offset;           /* OUT: of the first slot in the shared memory */
-    int *order;              /* OUT, IN: per micro-batch, its index in the stream */
-    ddp_work *works;         /* OUT, IN: per slot */
-    uint64_t sent;           /* OUT: messages sent since create */
+    int *slot;             /* per micro-batch; -1 = none */
+    unsigned char *memory; /* in place: the shared memory of the sender */
+    size_t offset;         /* OUT: of the first slot in the shared memory */
+    int *order;            /* OUT, IN: per micro-batch, its index in the stream */
+    ddp_work *works;       /* OUT, IN: per slot */
+    uint64_t sent;         /* OUT: messages sent since create */
     ddp__pipe_notes notes;
 } ddp__pipe_pool;
 
@@ -2933,15 +2994,15 @@ typedef struct ddp__pipe_pool {
 typedef struct ddp__pipe_link {
     ddp_pipeline_edge edge;
     ddp__pipe_pool way[2];
-    unsigned char *scratch;    /* outputs of a recomputed forward; NULL = no recomputation */
+    unsigned char *scratch; /* outputs of a recomputed forward; NULL = no recomputation */
 } ddp__pipe_link;
 
 /* A stream is all messages from one rank, in the order of its list. Receives are posted in this order. With
    one_lane, stream 0 contains all messages from and to this rank; see ddp__pipe_order. */
 typedef struct ddp__pipe_message {
     int link, way, microbatch;
-    int source;                /* index of the action that makes the tensor */
-    double at;                 /* end of that action with unit costs */
+    int source; /* index of the action that makes the tensor */
+    double at;  /* end of that action with unit costs */
 } ddp__pipe_message;
 typedef struct ddp__pipe_stream {
     ddp__pipe_message *messages;
@@ -2956,7 +3017,9 @@ typedef struct ddp__pipe_gradient {
 } ddp__pipe_gradient;
 
 /* The sum of the gradients of micro-batches [index << level, (index + 1) << level) of an update. */
-typedef struct ddp__pipe_sum { int level, index; } ddp__pipe_sum;
+typedef struct ddp__pipe_sum {
+    int level, index;
+} ddp__pipe_sum;
 /* Special levels: a free buffer, and the buffer with the sum that contains the latest micro-batch. */
 enum { DDP__PIPE_FREE = -1, DDP__PIPE_NEWEST = -2 };
 
@@ -2967,20 +3030,23 @@ typedef struct ddp__pipe_sums {
     ddp__pipe_sum *table;          /* content of each buffer; `room` entries */
     int room, count;               /* count: allocated buffers */
     unsigned char *memory;
-    int added;                     /* micro-batches of this update that are in the sums */
+    int added; /* micro-batches of this update that are in the sums */
 } ddp__pipe_sums;
 
-typedef struct ddp__pipe_stash { uint64_t version; int used; } ddp__pipe_stash;
+typedef struct ddp__pipe_stash {
+    uint64_t version;
+    int used;
+} ddp__pipe_stash;
 
 /* Older weights of a stage that micro-batches in flight still use, with PipeDream and PipeDream-2BW. */
 typedef struct ddp__pipe_versions {
-    uint64_t newest;           /* updates since create */
-    uint64_t *taken;           /* PipeDream: per micro-batch in flight, its version + 1; 0 = not in flight */
-    size_t bytes;              /* of a copy */
-    ddp__pipe_stash *table;    /* content of each copy; `room` entries */
-    int room, count;           /* room 0 = weights change only between steps; count: allocated copies */
+    uint64_t newest;        /* updates since create */
+    uint64_t *taken;        /* PipeDream: per micro-batch in flight, its version + 1; 0 = not in flight */
+    size_t bytes;           /* of a copy */
+    ddp__pipe_stash *table; /* content of each copy; `room` entries */
+    int room, count;        /* room 0 = weights change only between steps; count: allocated copies */
     unsigned char *memory;
-    void **values;             /* the parameters' own pointers while a copy replaces them */
+    void **values; /* the parameters' own pointers while a copy replaces them */
 } ddp__pipe_versions;
 
 typedef struct ddp__pipe_stage {
@@ -2989,7 +3055,7 @@ typedef struct ddp__pipe_stage {
     ddp__pipe_link **links[2]; /* [0]: of inputs, [1]: of outputs */
     int link_count[2];
     ddp__pipe_pool saved;
-    unsigned kinds;            /* 1 << kind for each action of the stage */
+    unsigned kinds;                /* 1 << kind for each action of the stage */
     int first, last, last_forward; /* positions in this rank's list */
     ddp__pipe_sums sums;
     ddp__pipe_versions versions;
@@ -3007,11 +3073,11 @@ typedef struct ddp__pipe_measures {
 /* State of the step or evaluation that is running, or ran last. */
 typedef struct ddp__pipe_run_state {
     ddp__pipe_measures measures[2], *now; /* of the last step and the last evaluation; now: of this one */
-    size_t share_count;           /* numbers that ranks exchange */
+    size_t share_count;                   /* numbers that ranks exchange */
     int evaluating;
     /* has_gradients: 1 = the last step succeeded. has_losses: the last step or evaluation succeeded. */
     int has_gradients, has_losses;
-    int failure_told;             /* 1 = a call has returned the code of the group's failure */
+    int failure_told; /* 1 = a call has returned the code of the group's failure */
     double start;
 } ddp__pipe_run_state;
 
@@ -3021,16 +3087,19 @@ typedef struct ddp__pipe_messages {
     ddp__pipe_link *links;
     int link_count;
     int microbatch_count;
-    ddp__pipe_stream *streams;    /* per rank; with one_lane, only the first one has messages */
-    int stream_count;             /* ranks */
-    int one_lane;                 /* 1 = messages of both directions run in the order issued */
-    int in_place;                 /* 1 = ranks read each other's shared memory */
-    int works;                    /* most messages in flight at once; after create: the largest of any rank */
-    void *shared;                 /* group memory: tensors that this rank sends */
+    ddp__pipe_stream *streams; /* per rank; with one_lane, only the first one has messages */
+    int stream_count;          /* ranks */
+    int one_lane;              /* 1 = messages of both directions run in the order issued */
+    int in_place;              /* 1 = ranks read each other's shared memory */
+    int works;                 /* most messages in flight at once; after create: the largest of any rank */
+    void *shared;              /* group memory: tensors that this rank sends */
     ddp__pipe_run_state *run;
 } ddp__pipe_messages;
 
-typedef struct ddp__pipe_piece { struct ddp__pipe_piece *next; void *device_memory; } ddp__pipe_piece;
+typedef struct ddp__pipe_piece {
+    struct ddp__pipe_piece *next;
+    void *device_memory;
+} ddp__pipe_piece;
 
 struct ddp_pipeline {
     ddp_group *group;
@@ -3038,15 +3107,15 @@ struct ddp_pipeline {
     const ddp_schedule *schedule;
     ddp_pipeline_desc desc;
     int rank, world_size, stage_count, microbatch_count, interval;
-    const ddp_action *list;       /* of this rank */
+    const ddp_action *list; /* of this rank */
     int list_count;
-    ddp__pipe_piece *pieces;      /* all memory except shared memory */
+    ddp__pipe_piece *pieces; /* all memory except shared memory */
     ddp__pipe_stage *stages;
-    ddp_tensor *tensors[4];       /* of a call: inputs, outputs, input_grads, output_grads */
-    unsigned char *wide;          /* one parameter's 16-bit gradient, converted to f32 */
+    ddp_tensor *tensors[4]; /* of a call: inputs, outputs, input_grads, output_grads */
+    unsigned char *wide;    /* one parameter's 16-bit gradient, converted to f32 */
     size_t wide_bytes;
-    ddp_exact_sum *squares;       /* on the device */
-    int no_clip;                  /* 1 = no rank has params, or unshard allocates gradients */
+    ddp_exact_sum *squares; /* on the device */
+    int no_clip;            /* 1 = no rank has params, or unshard allocates gradients */
     /* Per tie: group of the two ranks that share the parameter. NULL = both uses are on one rank, or this
        rank has none of them. Ties of the same two ranks share a group. */
     ddp_group **tie_groups;
@@ -3070,10 +3139,10 @@ static void *ddp__pipe_host(ddp_pipeline *p, size_t count, size_t size) {
 }
 
 /* Allocates zeroed host memory for `count` elements in a function that returns ddp_result. */
-#define DDP__PIPE_NEW(p, pointer, type, count)                                    \
-    do {                                                                          \
-        (pointer) = (type *)ddp__pipe_host((p), (size_t)(count), sizeof(type));   \
-        if (!(pointer)) return DDP_ERR_NO_MEMORY;                                 \
+#define DDP__PIPE_NEW(p, pointer, type, count)                                  \
+    do {                                                                        \
+        (pointer) = (type *)ddp__pipe_host((p), (size_t)(count), sizeof(type)); \
+        if (!(pointer)) return DDP_ERR_NO_MEMORY;                               \
     } while (0)
 
 /* Allocates zeroed device memory. ddp__pipe_free frees it. */
@@ -3119,8 +3188,10 @@ static int ddp__pipe_is_asynchronous(const ddp_pipeline *p) {
 static ddp__action_text ddp__pipe_stage_label(const ddp_pipeline *p, int stage) {
     ddp__action_text label;
     const char *name = p->stages[stage].desc.name;
-    if (name) snprintf(label.text, sizeof label.text, "stage %d (%.32s)", stage, name);
-    else snprintf(label.text, sizeof label.text, "stage %d", stage);
+    if (name)
+        snprintf(label.text, sizeof label.text, "stage %d (%.32s)", stage, name);
+    else
+        snprintf(label.text, sizeof label.text, "stage %d", stage);
     return label;
 }
 
@@ -3327,7 +3398,9 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
 
 /* A step of adding the gradients of a micro-batch. side -1: copy their current sum to a buffer. side 0, 1:
    add the buffer, with the current sum as the left (0) or the right (1) operand. */
-typedef struct ddp__pipe_step { int buffer, side; } ddp__pipe_step;
+typedef struct ddp__pipe_step {
+    int buffer, side;
+} ddp__pipe_step;
 enum { DDP__PIPE_STEPS = 25 }; /* at most 1 << 24 micro-batches */
 
 static int ddp__pipe_find_sum(const ddp__pipe_sums *sums, int level, int index) {
@@ -3468,7 +3541,8 @@ static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
                             count[0], ddp_dtype_name(grad[0].dtype), count[1], ddp_dtype_name(grad[1].dtype));
         } else if (back)
             p->device->copy(grad[1].data, grad[0].data, count[1] * ddp_dtype_size(grad[1].dtype));
-        else p->device->add(grad[0].data, grad[0].data, grad[1].data, count[0], grad[0].dtype);
+        else
+            p->device->add(grad[0].data, grad[0].data, grad[1].data, count[0], grad[0].dtype);
     }
     return DDP_OK;
 }
@@ -3990,8 +4064,10 @@ static ddp_result ddp__pipe_await(ddp__pipe_messages *m, ddp__pipe_pool *pool, i
 static ddp_result ddp__pipe_open_slot(ddp__pipe_messages *m, ddp__pipe_pool *pool, int microbatch) {
     if (pool->kind == DDP__PIPE_OUT && m->in_place && !pool->free_count)
         DDP_TRY(ddp__pipe_take_back(m, pool));
-    if (pool->kind == DDP__PIPE_HERE || m->in_place) ddp__pipe_take(pool, microbatch);
-    else if (pool->kind == DDP__PIPE_OUT) pool->slot[microbatch] = (int)(pool->sent % (uint64_t)pool->count);
+    if (pool->kind == DDP__PIPE_HERE || m->in_place)
+        ddp__pipe_take(pool, microbatch);
+    else if (pool->kind == DDP__PIPE_OUT)
+        pool->slot[microbatch] = (int)(pool->sent % (uint64_t)pool->count);
     return pool->kind == DDP__PIPE_OUT ? ddp_wait(m->group, &pool->works[pool->slot[microbatch]]) : DDP_OK;
 }
 
@@ -4124,9 +4200,20 @@ static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, cons
                                        uint64_t version) {
     static const char what[] = "the callback of ";
     int i = a->microbatch, kind = (int)a->kind, last = ddp__pipe_is_last(p, s);
-    ddp_pipeline_call call = {a->kind, a->stage, i, p->run.evaluating, 0, s->link_count[0], s->link_count[1],
-                              ddp__pipe_tensors(p, s, 0, 0, i), NULL, NULL, NULL,
-                              ddp__pipe_data(&s->saved, i), NULL, (int)version};
+    ddp_pipeline_call call = {a->kind,
+                              a->stage,
+                              i,
+                              p->run.evaluating,
+                              0,
+                              s->link_count[0],
+                              s->link_count[1],
+                              ddp__pipe_tensors(p, s, 0, 0, i),
+                              NULL,
+                              NULL,
+                              NULL,
+                              ddp__pipe_data(&s->saved, i),
+                              NULL,
+                              (int)version};
     if (kind == DDP_ACTION_FORWARD) {
         call.outputs = ddp__pipe_tensors(p, s, 1, 0, i);
         call.loss = last ? &p->run.now->losses[i] : NULL;
@@ -4386,8 +4473,8 @@ static void ddp__pipe_describe_plan(const ddp_pipeline *p, char *out, size_t siz
     schedule = ddp_hash(schedule, &s->update_interval, sizeof s->update_interval) ^ (uint64_t)s->kind;
     for (int i = 0; i < p->messages.link_count; i++) {
         const ddp_pipeline_edge *e = &p->messages.links[i].edge;
-        int fields[6] = {e->from, e->to, (int)e->tensor.dtype,
-                         e->tensor.ndim, (int)e->grad_dtype, e->no_grad};
+        int fields[6] = {e->from,   e->to, (int)e->tensor.dtype, e->tensor.ndim, (int)e->grad_dtype,
+                         e->no_grad};
         edges = ddp_hash(edges, fields, sizeof fields);
         edges = ddp_hash(edges, e->tensor.shape, (size_t)e->tensor.ndim * sizeof *e->tensor.shape);
     }
@@ -4404,7 +4491,9 @@ static ddp_result ddp__pipe_group_failed(const ddp_group *group, ddp_result resu
 }
 
 /* Values that create exchanges: it needs the largest of any rank. */
-typedef struct ddp__pipe_largest { uint64_t shared, works, unclipped, params; } ddp__pipe_largest;
+typedef struct ddp__pipe_largest {
+    uint64_t shared, works, unclipped, params;
+} ddp__pipe_largest;
 
 /* Does everything that needs no other rank: checks the desc and allocates the memory of this rank. */
 static ddp_result ddp__pipe_describe(ddp_pipeline *p, const ddp_pipeline_desc *desc, char *what,
@@ -4482,7 +4571,8 @@ static ddp_result ddp__pipe_tie_groups(ddp_pipeline *p) {
             int b = rank_of[p->desc.ties[same].second_stage];
             if ((a == first && b == second) || (a == second && b == first)) break;
         }
-        if (same < i) p->tie_groups[i] = p->tie_groups[same];
+        if (same < i)
+            p->tie_groups[i] = p->tie_groups[same];
         else if (first != second)
             DDP_TRY(ddp_group_split(p->group, p->rank == first || p->rank == second ? 0 : -1, p->rank,
                                     &p->tie_groups[i]));
@@ -4582,7 +4672,8 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
     if (!group) return DDP__PIPE_BAD("group is NULL");
     DDP_TRY(ddp__pipe_group_failed(group, ddp__pipe_ask_in_place(group, &in_place)));
     p = (ddp_pipeline *)ddp_host_alloc(group, sizeof *p);
-    if (!p) ddp_error_save(&failure, DDP_ERR_NO_MEMORY);
+    if (!p)
+        ddp_error_save(&failure, DDP_ERR_NO_MEMORY);
     else {
         p->group = group;
         p->device = ddp_group_device(group);
@@ -4685,7 +4776,8 @@ static void ddp__pipe_transfers(const ddp_pipeline *p, const ddp_action_time *ti
             for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
                 const ddp_action *a = &s->actions[i];
                 if (a->stage != stage + end || a->kind != DDP_ACTION_FORWARD) continue;
-                if (!end) ends[a->microbatch] = times[i].end;
+                if (!end)
+                    ends[a->microbatch] = times[i].end;
                 else if (times[i].begin - ends[a->microbatch] < shortest)
                     shortest = times[i].begin - ends[a->microbatch];
             }
@@ -4790,10 +4882,7 @@ DDPDEF const char *ddp_schedule_kind_name(ddp_schedule_kind kind) {
 }
 
 /* Maps a letter of a name for comparison: upper case to lower case, '_' to '-'. */
-static int ddp__name_letter(char c) {
-    return c == '_' ? '-'
-           : c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c;
-}
+static int ddp__name_letter(char c) { return c == '_' ? '-' : c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c; }
 
 DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *kind) {
     if (!name || !kind) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_kind_find: name or kind is NULL");
@@ -4801,14 +4890,16 @@ DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *ki
         const char *known = ddp__schedule_kind_names[k];
         size_t i = 0;
         while (name[i] && ddp__name_letter(name[i]) == ddp__name_letter(known[i])) i++;
-        if (!name[i] && !known[i]) { *kind = (ddp_schedule_kind)k; return DDP_OK; }
+        if (!name[i] && !known[i]) {
+            *kind = (ddp_schedule_kind)k;
+            return DDP_OK;
+        }
     }
-    return ddp_fail(
-        DDP_ERR_INVALID,
-        "ddp_schedule_kind_find: no schedule is called \"%.40s\"; there are 1F1B, naive, GPipe, "
-        "interleaved-1F1B, looped-BFS, ZB-H1, ZB-H2, "
-        "interleaved-ZB-1P, ZB-V, DualPipeV, PipeDream, PipeDream-2BW, AUTO",
-        name);
+    return ddp_fail(DDP_ERR_INVALID,
+                    "ddp_schedule_kind_find: no schedule is called \"%.40s\"; there are 1F1B, naive, GPipe, "
+                    "interleaved-1F1B, looped-BFS, ZB-H1, ZB-H2, "
+                    "interleaved-ZB-1P, ZB-V, DualPipeV, PipeDream, PipeDream-2BW, AUTO",
+                    name);
 }
 
 DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_desc *desc) {
