@@ -106,23 +106,23 @@ typedef ddp_result (*ddp_gemm_fn)(const ddp_gemm *gemm, void *user);
 typedef enum ddp_tp_activation {
     /* tanh form, as GPT-2: x s(1.5957691216057307 (x + 0.044715 x^3)), s(x) = 1 / (1 + exp(-x)) */
     DDP_TP_GELU = 0,
-    DDP_TP_RELU,              /* max(x, 0) */
-    DDP_TP_SILU_GATED         /* SwiGLU: g s(g) u of a first linear with 2 hidden features: [g | u] */
+    DDP_TP_RELU,      /* max(x, 0) */
+    DDP_TP_SILU_GATED /* SwiGLU: g s(g) u of a first linear with 2 hidden features: [g | u] */
 } ddp_tp_activation;
 
 /* The arguments of the kernels below. Matrices are (rows, columns) without gaps. */
 typedef struct ddp_lookup {
     int64_t rows, columns;
-    const int32_t *index;  /* one per row; host memory, read before the call returns */
-    int64_t first, count;  /* rows of the full table that this rank has */
-    const void *in;        /* lookup: the table. lookup_backward: a gradient per index */
-    void *out;             /* lookup: row index[i] - first of the table, or zeros. lookup_backward: gradients
-                              of the table; that row += row i, in order */
+    const int32_t *index; /* one per row; host memory, read before the call returns */
+    int64_t first, count; /* rows of the full table that this rank has */
+    const void *in;       /* lookup: the table. lookup_backward: a gradient per index */
+    void *out;            /* lookup: row index[i] - first of the table, or zeros. lookup_backward: gradients
+                             of the table; that row += row i, in order */
 } ddp_lookup;
 
 typedef struct ddp_norm {
     int64_t rows, columns;
-    int rms;                       /* 1 = without mean */
+    int rms; /* 1 = without mean */
     double eps;
     const void *x, *weight, *bias; /* bias may be NULL */
     void *stats;                   /* (rows, 2): mean, or 0 with rms; 1 / sqrt(mean((x - mean)^2) + eps) */
@@ -133,10 +133,8 @@ typedef struct ddp_norm_backward { /* with h = (x - mean) stats[1] and g = dy we
     int64_t rows, columns;
     int rms;
     const void *x, *weight, *stats, *dy;
-    void *dx;                      /* NULL = skip; may be dy: stats[1] (g - mean(g) - h mean(g h)), with rms
-                                      without mean(g) */
-    void *sums;                    /* NULL = skip; 2 rows: += the sums over rows of dy h and, unless rms, of
-                                      dy */
+    void *dx;   /* NULL = skip; may be dy: stats[1] (g - mean(g) - h mean(g h)), with rms without mean(g) */
+    void *sums; /* NULL = skip; 2 rows: += the sums over rows of dy h and, unless rms, of dy */
 } ddp_norm_backward;
 
 /* Cross-entropy of logits, of which this rank has the words `first` to first + count - 1, and padding. Rows
@@ -171,28 +169,30 @@ typedef struct ddp_dropout {
 /* The functions of ddp_device.layers: an array of two tables, for f32 and for f64. Work goes to the stream
    that the calling thread uses. The order of each sum depends only on shapes. step: elements from row to row.
    dy, dx: gradients of y and x. add_bias: y += bias in each row. sum_rows: out = the sum of x's rows. */
-#define DDP_LAYER_KERNELS(X)                                                                                 \
-    X(copy_rows, (int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y, int64_t y_step))    \
-    X(add_bias, (int64_t rows, int64_t columns, const void *bias, void *y, int64_t y_step))                  \
-    X(sum_rows, (int64_t rows, int64_t columns, const void *x, int accumulate, void *out))                   \
-    X(activate, (ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, void *y))             \
-    X(activate_backward,                                                                                     \
-      (ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, const void *dy, void *dx))      \
-    X(lookup, (const ddp_lookup *op))                                                                        \
-    X(lookup_backward, (const ddp_lookup *op))                                                               \
-    X(norm, (const ddp_norm *op))                                                                            \
-    X(norm_backward, (const ddp_norm_backward *op))                                                          \
-    X(loss_max, (const ddp_loss *op))                                                                        \
-    X(loss_sum, (const ddp_loss *op))                                                                        \
-    X(loss_end, (const ddp_loss *op))                                                                        \
+#define DDP_LAYER_KERNELS(X)                                                                              \
+    X(copy_rows, (int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y, int64_t y_step)) \
+    X(add_bias, (int64_t rows, int64_t columns, const void *bias, void *y, int64_t y_step))               \
+    X(sum_rows, (int64_t rows, int64_t columns, const void *x, int accumulate, void *out))                \
+    X(activate, (ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, void *y))          \
+    X(activate_backward,                                                                                  \
+      (ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, const void *dy, void *dx))   \
+    X(lookup, (const ddp_lookup *op))                                                                     \
+    X(lookup_backward, (const ddp_lookup *op))                                                            \
+    X(norm, (const ddp_norm *op))                                                                         \
+    X(norm_backward, (const ddp_norm_backward *op))                                                       \
+    X(loss_max, (const ddp_loss *op))                                                                     \
+    X(loss_sum, (const ddp_loss *op))                                                                     \
+    X(loss_end, (const ddp_loss *op))                                                                     \
     X(dropout, (const ddp_dropout *op))
 
+// clang-format off
 typedef struct ddp_layer_kernels {
     int version;      /* DDP_VERSION of the header that filled in the table */
     ddp_gemm_fn gemm; /* user: the group */
 #define DDP_X(name, arguments) ddp_result (*name) arguments;
     DDP_LAYER_KERNELS(DDP_X)
 #undef DDP_X
+    // clang-format on
 } ddp_layer_kernels;
 
 #endif /* DDP_TENSOR_KERNELS_H */
@@ -222,14 +222,14 @@ typedef struct ddp_tensor_box {
 
 /* The work of a redistribution on this rank. */
 typedef struct ddp_tensor_plan {
-    const char *collective;    /* such as "ddp_all_gather_v"; "copy" (no rank sends) or "none"; static text */
-    size_t sent_bytes;         /* to other ranks, as by a ring: all-reduce 2(W-1)/W of the tensor, all-gather
-                                  and reduce-scatter (W-1)/W */
-    size_t workspace_bytes;    /* allocated on the group's device during the call */
+    const char *collective; /* such as "ddp_all_gather_v"; "copy" (no rank sends) or "none"; static text */
+    size_t sent_bytes;      /* to other ranks, as by a ring: all-reduce 2(W-1)/W of the tensor, all-gather and
+                               reduce-scatter (W-1)/W */
+    size_t workspace_bytes; /* allocated on the group's device during the call */
 } ddp_tensor_plan;
 
-typedef struct ddp_tp ddp_tp;                     /* shared by the layers of a model on one group: products,
-                                                     workspace, counters */
+typedef struct ddp_tp ddp_tp; /* shared by the layers of a model on one group: products, workspace, counters
+                                 */
 typedef struct ddp_tp_linear ddp_tp_linear;
 typedef struct ddp_tp_mlp ddp_tp_mlp;
 typedef struct ddp_tp_embedding ddp_tp_embedding;
@@ -239,35 +239,34 @@ typedef struct ddp_tp_layer_norm ddp_tp_layer_norm;
 
 /* A global tensor over the axes of a mesh, or over one group. */
 typedef struct ddp_tensor_layout {
-    int ndim;                                 /* of the global tensor; 0 is one element */
-    int64_t shape[DDP_MAX_NDIM];              /* global */
-    int axis_count;                           /* 0 = only this rank has the tensor */
-    ddp_group *axes[DDP_MAX_NDIM];            /* the mesh's groups, outermost first; the same on every rank */
-    ddp_placement placement[DDP_MAX_NDIM];    /* along each axis; 0 = replicate */
+    int ndim;                              /* of the global tensor; 0 is one element */
+    int64_t shape[DDP_MAX_NDIM];           /* global */
+    int axis_count;                        /* 0 = only this rank has the tensor */
+    ddp_group *axes[DDP_MAX_NDIM];         /* the mesh's groups, outermost first; the same on every rank */
+    ddp_placement placement[DDP_MAX_NDIM]; /* along each axis; 0 = replicate */
 } ddp_tensor_layout;
 
 typedef struct ddp_tp_desc {
-    ddp_dtype dtype;          /* 0 = DDP_F32; or DDP_F64: of activations, weights and gradients */
-    int64_t max_rows;         /* required; the largest M: rows (tokens of all sequences) of a full
-                                 activation */
-    int sequence_parallel;    /* 1 = activations between the pairs are sharded by rows; M is then a multiple
-                                 of the ranks */
-    int chunk_count;          /* 0 = 1, no overlap. Otherwise rows are sent in this many pieces, at most 64,
-                                 while others are multiplied. The bits are the same if those of gemm do not
-                                 depend on the number of rows. Not over the tcp backend */
-    int accumulate_grads;     /* 1 = backward adds to gradients of weights; 0 = it overwrites them */
-    ddp_gemm_fn gemm;         /* see ddp_gemm; NULL = CBLAS with DDP_USE_CBLAS, otherwise a built-in kernel
-                                 for one core; on a device with its own memory, the device's product (for GPUs
-                                 see ddp_cuda_gemm) */
+    ddp_dtype dtype;       /* 0 = DDP_F32; or DDP_F64: of activations, weights and gradients */
+    int64_t max_rows;      /* required; the largest M: rows (tokens of all sequences) of a full activation */
+    int sequence_parallel; /* 1 = activations between the pairs are sharded by rows; M is then a multiple of
+                              the ranks */
+    int chunk_count;       /* 0 = 1, no overlap. Otherwise rows are sent in this many pieces, at most 64,
+                              while others are multiplied. The bits are the same if those of gemm do not
+                              depend on the number of rows. Not over the tcp backend */
+    int accumulate_grads;  /* 1 = backward adds to gradients of weights; 0 = it overwrites them */
+    ddp_gemm_fn gemm;      /* see ddp_gemm; NULL = CBLAS with DDP_USE_CBLAS, otherwise a built-in kernel for
+                              one core; on a device with its own memory, the device's product (for GPUs see
+                              ddp_cuda_gemm) */
     void *gemm_user;
 } ddp_tp_desc;
 
 /* Counts of a context since its creation or since ddp_tp_reset_stats. */
 typedef struct ddp_tp_stats {
     uint64_t collectives;
-    uint64_t elements_sent;   /* by this rank, as by a ring */
-    double comm_seconds;      /* this thread's time in collectives, not hidden by compute. Almost 0 on a
-                                 device with streams */
+    uint64_t elements_sent; /* by this rank, as by a ring */
+    double comm_seconds;    /* this thread's time in collectives, not hidden by compute. Almost 0 on a device
+                               with streams */
     size_t workspace_bytes;
 } ddp_tp_stats;
 
@@ -275,18 +274,18 @@ typedef enum ddp_tp_split { DDP_TP_COLUMN = 0, DDP_TP_ROW } ddp_tp_split;
 
 /* y = x W' + b, W (out_features, in_features) as in PyTorch. */
 typedef struct ddp_tp_linear_desc {
-    ddp_tp_split split;       /* COLUMN shards out_features, ROW in_features, by the rule of SHARD */
+    ddp_tp_split split;                /* COLUMN shards out_features, ROW in_features, by the rule of SHARD */
     int64_t in_features, out_features; /* required; global. With heads, out_features 0 = (heads + 2 kv_heads)
                                           head_size */
-    int no_bias;              /* ROW: every rank has the full bias, which is added once after the sum */
-    int gather_output;        /* COLUMN: every rank gets the full y. Not with sequence_parallel */
-    int scatter_input;        /* ROW: every rank passes the full x, and uses its own columns. Not with
-                                 sequence_parallel */
+    int no_bias;       /* ROW: every rank has the full bias, which is added once after the sum */
+    int gather_output; /* COLUMN: every rank gets the full y. Not with sequence_parallel */
+    int scatter_input; /* ROW: every rank passes the full x, and uses its own columns. Not with
+                          sequence_parallel */
     /* COLUMN: fused query, key, value. W's rows are the heads of all queries, then of all keys, then of all
        values. Each is sharded by heads, so y's columns are this rank's [queries | keys | values]. kv_heads 0
        = heads; fewer: grouped-query attention. Both are multiples of the ranks */
     int heads, kv_heads;
-    int64_t head_size;        /* with heads: 0 = in_features / heads */
+    int64_t head_size; /* with heads: 0 = in_features / heads */
 } ddp_tp_linear_desc;
 
 typedef struct ddp_tp_mlp_desc {
@@ -296,33 +295,32 @@ typedef struct ddp_tp_mlp_desc {
 } ddp_tp_mlp_desc;
 
 typedef struct ddp_tp_embedding_desc {
-    int64_t vocab, channels;  /* required */
-    int64_t padded_vocab;     /* 0 = vocab; rows of the table, which are sharded; those from vocab on are not
-                                 used. It must not depend on the number of ranks: checkpoints have this many
-                                 rows */
+    int64_t vocab, channels; /* required */
+    int64_t padded_vocab;    /* 0 = vocab; rows of the table, which are sharded; those from vocab on are not
+                                used. It must not depend on the number of ranks: checkpoints have this many
+                                rows */
 } ddp_tp_embedding_desc;
 
 typedef struct ddp_tp_loss_desc {
-    int64_t vocab;            /* required */
-    int64_t padded_vocab;     /* 0 = vocab; logits from vocab on count as minus infinity */
-    int32_t ignore_index;     /* 0 = -100: rows with this target do not count */
-    double z_loss;            /* adds z_loss * (log sum exp)^2 to each row's loss (PaLM, Chowdhery et al.
-                                 2022); 0 = none */
-    double scale;             /* of the gradient; 0 = 1 / rows that count: the gradient of the mean */
+    int64_t vocab;        /* required */
+    int64_t padded_vocab; /* 0 = vocab; logits from vocab on count as minus infinity */
+    int32_t ignore_index; /* 0 = -100: rows with this target do not count */
+    double z_loss;        /* adds z_loss * (log sum exp)^2 to each row's loss (PaLM, Chowdhery et al. 2022); 0
+                             = none */
+    double scale;         /* of the gradient; 0 = 1 / rows that count: the gradient of the mean */
 } ddp_tp_loss_desc;
 
 typedef struct ddp_tp_layer_norm_desc {
-    int64_t channels;         /* required */
-    double eps;               /* 0 = 1e-5 */
-    int rms;                  /* 1 = RMS norm: no mean, no bias (Zhang and Sennrich 2019) */
+    int64_t channels; /* required */
+    double eps;       /* 0 = 1e-5 */
+    int rms;          /* 1 = RMS norm: no mean, no bias (Zhang and Sennrich 2019) */
 } ddp_tp_layer_norm_desc;
 
 /* The position of a buffer in a global activation, for dropout: element (i, j) of the buffer is element
    (first_row + i, first_column + j) of an activation with `columns` columns. */
 typedef struct ddp_tp_dropout_desc {
-    double rate;              /* probability of zero, 0 to below 1 */
-    uint64_t key;             /* of this step and this layer: the same on all ranks that share the
-                                 activation */
+    double rate;  /* probability of zero, 0 to below 1 */
+    uint64_t key; /* of this step and this layer: the same on all ranks that share the activation */
     int64_t first_row, first_column, columns; /* columns 0 = the buffer's */
 } ddp_tp_dropout_desc;
 
@@ -388,8 +386,8 @@ DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, dd
    values. Collective, blocks. Errors on one rank before data is sent, also out of memory, are returned on all
    ranks. DDP_ERR_MISMATCH when roots, placements or global shapes differ. An invalid root is an error only on
    the rank that passed it. */
-DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root,
-                                        ddp_placement to, ddp_tensor *out);
+DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root, ddp_placement to,
+                                        ddp_tensor *out);
 
 /* The inverse: the full tensor on root. out is allocated or written only there. global_shape has in->ndim
    entries. Collective, blocks. Errors as above. */
@@ -542,7 +540,8 @@ DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dt
 #endif /* DDP_TENSOR_H */
 
 #include "ddp.h" /* once more, for its check of the options with which bodies are compiled */
-#if (defined(DDP_IMPLEMENTATION) || defined(DDP_TENSOR_IMPLEMENTATION)) && !defined(DDP_TENSOR_IMPLEMENTATION_INCLUDED)
+#if (defined(DDP_IMPLEMENTATION) || defined(DDP_TENSOR_IMPLEMENTATION)) \
+    && !defined(DDP_TENSOR_IMPLEMENTATION_INCLUDED)
 #define DDP_TENSOR_IMPLEMENTATION_INCLUDED
 
 //== structs ================================================================================== >>impl-structs
@@ -569,7 +568,9 @@ extern "C" {
 //== tensor memory ====================================================================== >>impl-tensor-memory
 /* Checks and allocates tensors: create, view, slice, fill and copy. */
 
-typedef struct ddp__tensor_text { char text[DDP_MAX_NDIM * 22 + 4]; } ddp__tensor_text;
+typedef struct ddp__tensor_text {
+    char text[DDP_MAX_NDIM * 22 + 4];
+} ddp__tensor_text;
 
 /* "(4, 6)" */
 static const char *ddp__tensor_shape(int ndim, const int64_t *shape, ddp__tensor_text *out) {
@@ -583,15 +584,17 @@ static const char *ddp__tensor_shape(int ndim, const int64_t *shape, ddp__tensor
 }
 
 static int ddp__tensor_equal(int ndim, const int64_t *a, const int64_t *b) {
-    for (int i = 0; i < ndim; i++) if (a[i] != b[i]) return 0;
+    for (int i = 0; i < ndim; i++)
+        if (a[i] != b[i]) return 0;
     return 1;
 }
 
 /* Bytes of a tensor; -1 if they do not fit in memory, or the tensor is invalid. */
 static int64_t ddp__tensor_room(const ddp_tensor *t) {
     int64_t bytes = ddp_tensor_count(t);
-    if (bytes < 0 || __builtin_mul_overflow(bytes, (int64_t)ddp_dtype_size(t->dtype), &bytes) ||
-        bytes > PTRDIFF_MAX / 2) return -1;
+    if (bytes < 0 || __builtin_mul_overflow(bytes, (int64_t)ddp_dtype_size(t->dtype), &bytes)
+        || bytes > PTRDIFF_MAX / 2)
+        return -1;
     return bytes;
 }
 
@@ -612,8 +615,7 @@ static ddp_result ddp__tensor_check(const char *who, const ddp_group *group, con
                                (long long)t->shape[i]);
     if (ddp__tensor_room(t) < 0)
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: %s of %s does not fit in memory", name,
-                           ddp__tensor_shape(t->ndim, t->shape, &text),
-                                ddp_dtype_name(t->dtype));
+                           ddp__tensor_shape(t->ndim, t->shape, &text), ddp_dtype_name(t->dtype));
     if (with_data && !t->data && ddp__tensor_room(t))
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s: data is NULL", name);
     return DDP_OK;
@@ -628,14 +630,14 @@ static ddp_result ddp__tensor_alike(const char *who, const ddp_group *group, con
                            ddp_dtype_name(out->dtype));
     if (in->ndim != out->ndim)
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s, but out is %s: not as many dimensions",
-                                ddp__tensor_shape(in->ndim, in->shape, &a),
-                                ddp__tensor_shape(out->ndim, out->shape, &b));
+                           ddp__tensor_shape(in->ndim, in->shape, &a),
+                           ddp__tensor_shape(out->ndim, out->shape, &b));
     return DDP_OK;
 }
 
 static int ddp__tensor_overlap(const ddp_tensor *a, const ddp_tensor *b) {
     uintptr_t x = (uintptr_t)a->data, y = (uintptr_t)b->data, x_size = (uintptr_t)ddp__tensor_room(a),
-        y_size = (uintptr_t)ddp__tensor_room(b);
+              y_size = (uintptr_t)ddp__tensor_room(b);
     return x_size && y_size && x < y + y_size && y < x + x_size;
 }
 
@@ -667,8 +669,7 @@ static ddp_result ddp__tensor_take(const char *who, ddp_group *group, const ddp_
     if (!out) return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is NULL");
     if (out->dtype && out->dtype != dtype && !casts)
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is %s, but what goes there is %s",
-                           ddp_dtype_name(out->dtype),
-                                ddp_dtype_name(dtype));
+                           ddp_dtype_name(out->dtype), ddp_dtype_name(dtype));
     if (!out->data)
         return ddp__tensor_make(who, group, "out", taken, out->dtype ? out->dtype : dtype, ndim, shape);
     *taken = *out;
@@ -676,8 +677,8 @@ static ddp_result ddp__tensor_take(const char *who, ddp_group *group, const ddp_
     DDP_TRY(ddp__tensor_check(who, group, "out", taken, 1));
     if (taken->ndim != ndim || !ddp__tensor_equal(ndim, taken->shape, shape))
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "out is %s, but what goes there is %s",
-                                ddp__tensor_shape(taken->ndim, taken->shape, &a),
-                                ddp__tensor_shape(ndim, shape, &b));
+                           ddp__tensor_shape(taken->ndim, taken->shape, &a),
+                           ddp__tensor_shape(ndim, shape, &b));
     return ddp_device_begin(group);
 }
 
@@ -691,20 +692,46 @@ static ddp_result ddp__tensor_put(ddp_group *group, ddp_tensor *out, ddp_tensor 
 /* The bytes of one element of that value. */
 static ddp_result ddp__tensor_value(const char *who, const ddp_group *group, ddp_dtype dtype, double value,
                                     unsigned char bits[8]) {
-    static const struct { double low, below; } range[] = {{-128, 128}, {0, 256}, {-2147483648.0,
-                                                                                  2147483648.0},
-        {-9223372036854775808.0, 9223372036854775808.0}, {0, 18446744073709551616.0}}; /* from DDP_I8 */
-    int8_t i8; uint8_t u8; int32_t i32; int64_t i64; uint64_t u64;
-    if (dtype >= DDP_I8 && !(value >= range[dtype - DDP_I8].low && value < range[dtype - DDP_I8].below &&
-                             trunc(value) == value))
+    static const struct {
+        double low, below;
+    } range[] = {
+        {-128, 128},
+        {0, 256},
+        {-2147483648.0, 2147483648.0},
+        {-9223372036854775808.0, 9223372036854775808.0},
+        {0, 18446744073709551616.0},
+    }; /* from DDP_I8 */
+    int8_t i8;
+    uint8_t u8;
+    int32_t i32;
+    int64_t i64;
+    uint64_t u64;
+    if (dtype >= DDP_I8
+        && !(value >= range[dtype - DDP_I8].low && value < range[dtype - DDP_I8].below
+             && trunc(value) == value))
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "value=%.17g is none that %s has", value,
                            ddp_dtype_name(dtype));
     switch (dtype) {
-    case DDP_I8: i8 = (int8_t)value; memcpy(bits, &i8, 1); break;
-    case DDP_U8: u8 = (uint8_t)value; memcpy(bits, &u8, 1); break;
-    case DDP_I32: i32 = (int32_t)value; memcpy(bits, &i32, 4); break;
-    case DDP_I64: i64 = (int64_t)value; memcpy(bits, &i64, 8); break;
-    case DDP_U64: u64 = (uint64_t)value; memcpy(bits, &u64, 8); break;
+    case DDP_I8:
+        i8 = (int8_t)value;
+        memcpy(bits, &i8, 1);
+        break;
+    case DDP_U8:
+        u8 = (uint8_t)value;
+        memcpy(bits, &u8, 1);
+        break;
+    case DDP_I32:
+        i32 = (int32_t)value;
+        memcpy(bits, &i32, 4);
+        break;
+    case DDP_I64:
+        i64 = (int64_t)value;
+        memcpy(bits, &i64, 8);
+        break;
+    case DDP_U64:
+        u64 = (uint64_t)value;
+        memcpy(bits, &u64, 8);
+        break;
     default: ddp_device_cpu()->cast(bits, dtype, &value, DDP_F64, 1);
     }
     return DDP_OK;
@@ -717,7 +744,10 @@ static void ddp__tensor_fill(ddp_group *group, const ddp_tensor *t, const unsign
     unsigned char block[4096], *data = (unsigned char *)t->data;
     int zero = 1;
     for (size_t i = 0; i < size; i++) zero &= bits[i] == 0;
-    if (zero) { if (bytes) device->fill_zero(data, bytes); return; }
+    if (zero) {
+        if (bytes) device->fill_zero(data, bytes);
+        return;
+    }
     for (size_t i = 0; i < sizeof block; i += size) memcpy(block + i, bits, size);
     for (; at < bytes; at += n) {
         n = at ? at : sizeof block;
@@ -812,13 +842,13 @@ DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_te
     ddp_tensor t;
     DDP_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
     if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
-    if (out->dtype && out->dtype != in->dtype && (in->dtype >= DDP_I8 ||
-                                                  (out->dtype >= DDP_I8 && out->dtype <= DDP_U64)))
+    if (out->dtype && out->dtype != in->dtype
+        && (in->dtype >= DDP_I8 || (out->dtype >= DDP_I8 && out->dtype <= DDP_U64)))
         return DDP__TENSOR_BAD(group, "in is %s and out %s; only floats become floats of another dtype",
                                ddp_dtype_name(in->dtype), ddp_dtype_name(out->dtype));
     DDP_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 1, in->ndim, in->shape, &t));
-    if (ddp__tensor_overlap(in, &t) && (in->data != t.data ||
-                                        ddp_dtype_size(in->dtype) != ddp_dtype_size(t.dtype)))
+    if (ddp__tensor_overlap(in, &t)
+        && (in->data != t.data || ddp_dtype_size(in->dtype) != ddp_dtype_size(t.dtype)))
         return DDP__TENSOR_BAD(group, "in and out overlap");
     if (in->dtype != t.dtype)
         device->cast(t.data, t.dtype, in->data, in->dtype, (size_t)ddp_tensor_count(in));
@@ -832,7 +862,9 @@ DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_te
 
 /* Which bytes go where: for every index below the extents, `run` bytes at in + the sum of index * in_step go
    to out + the sum of index * out_step. Steps are bytes. */
-typedef struct ddp__tensor_dim { int64_t extent, in_step, out_step; } ddp__tensor_dim;
+typedef struct ddp__tensor_dim {
+    int64_t extent, in_step, out_step;
+} ddp__tensor_dim;
 typedef struct ddp__tensor_walk {
     int ndim;
     size_t run;
@@ -853,7 +885,8 @@ static void ddp__tensor_walk_swap(ddp__tensor_walk *w, int i, int j) {
 /* Merges dimensions, for the fewest dimensions and the longest run. Then orders them: second to last the of
    the others the one with the smallest step of in, last the one with the smallest step of out. */
 static void ddp__tensor_walk_simplify(ddp__tensor_walk *w) {
-    for (int i = 0; i < w->ndim; i++) if (w->dim[i].extent == 1) ddp__tensor_walk_drop(w, i--);
+    for (int i = 0; i < w->ndim; i++)
+        if (w->dim[i].extent == 1) ddp__tensor_walk_drop(w, i--);
     for (int i = 0; i < w->ndim; i++)
         if (w->dim[i].in_step == (int64_t)w->run && w->dim[i].out_step == (int64_t)w->run) {
             w->run *= (size_t)w->dim[i].extent;
@@ -862,8 +895,8 @@ static void ddp__tensor_walk_simplify(ddp__tensor_walk *w) {
         }
     for (int i = 0; i < w->ndim; i++)
         for (int j = 0; j < w->ndim; j++)
-            if (i != j && w->dim[i].in_step == w->dim[j].in_step * w->dim[j].extent &&
-                w->dim[i].out_step == w->dim[j].out_step * w->dim[j].extent) {
+            if (i != j && w->dim[i].in_step == w->dim[j].in_step * w->dim[j].extent
+                && w->dim[i].out_step == w->dim[j].out_step * w->dim[j].extent) {
                 w->dim[j].extent *= w->dim[i].extent;
                 ddp__tensor_walk_drop(w, i);
                 i = j = 0;
@@ -910,8 +943,10 @@ static void ddp__tensor_walk_all(const ddp__tensor_walk *w, const ddp_device *de
     int64_t index[DDP_MAX_NDIM] = {0};
     int outer = by_plane ? (w->ndim > 2 ? w->ndim - 2 : 0) : w->ndim;
     for (int d = 0; d >= 0;) {
-        if (by_plane) ddp__tensor_plane(w, in, out);
-        else device->copy(out, in, w->run);
+        if (by_plane)
+            ddp__tensor_plane(w, in, out);
+        else
+            device->copy(out, in, w->run);
         for (d = outer - 1; d >= 0; d--) {
             in += w->dim[d].in_step;
             out += w->dim[d].out_step;
@@ -927,7 +962,8 @@ static void ddp__tensor_walk_all(const ddp__tensor_walk *w, const ddp_device *de
 static ddp_result ddp__tensor_walk_run(ddp_group *group, ddp__tensor_walk *w, const void *in, void *out) {
     const ddp_device *device = ddp__tensor_device(group);
     size_t in_span, out_span, moved;
-    for (int i = 0; i < w->ndim; i++) if (w->dim[i].extent == 0) return DDP_OK;
+    for (int i = 0; i < w->ndim; i++)
+        if (w->dim[i].extent == 0) return DDP_OK;
     ddp__tensor_walk_simplify(w);
     if (device == ddp_device_cpu() || w->run >= 1024 || w->ndim == 0) {
         ddp__tensor_walk_all(w, device, device == ddp_device_cpu(), (const char *)in, (char *)out);
@@ -960,7 +996,8 @@ static ddp_result ddp__tensor_box(ddp_group *group, size_t size, int ndim, const
     char *to = (char *)out;
     w.ndim = ndim;
     w.run = size;
-    for (int i = 0; i < ndim; i++) if (extent[i] == 0) return DDP_OK; /* other entries may be of any size */
+    for (int i = 0; i < ndim; i++)
+        if (extent[i] == 0) return DDP_OK; /* other entries may be of any size */
     for (int i = ndim - 1; i >= 0; i--) {
         w.dim[i].extent = extent[i];
         w.dim[i].in_step = in_step;
@@ -982,9 +1019,8 @@ static ddp_result ddp__tensor_inside(const char *who, const ddp_group *group, co
         if (extent[i] < 0 || offset[i] < 0 || offset[i] > t->shape[i] || extent[i] > t->shape[i] - offset[i])
             return ddp_fail_in(DDP_ERR_INVALID, who, group,
                                "the box of %s at %s is not inside of %s, which is %s",
-                                    ddp__tensor_shape(t->ndim, extent, &a),
-                                    ddp__tensor_shape(t->ndim, offset, &b), name,
-                                    ddp__tensor_shape(t->ndim, t->shape, &c));
+                               ddp__tensor_shape(t->ndim, extent, &a), ddp__tensor_shape(t->ndim, offset, &b),
+                               name, ddp__tensor_shape(t->ndim, t->shape, &c));
     return DDP_OK;
 }
 
@@ -999,8 +1035,7 @@ DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, co
     if (ddp__tensor_overlap(in, out)) return DDP__TENSOR_BAD(group, "in and out overlap");
     DDP_TRY(ddp_device_begin(group));
     DDP_TRY(ddp__tensor_box(group, ddp_dtype_size(in->dtype), in->ndim, extent, in->data, in->shape,
-                            in_offset, out->data, out->shape,
-                                    out_offset));
+                            in_offset, out->data, out->shape, out_offset));
     return ddp_device_check(group);
 }
 
@@ -1060,11 +1095,23 @@ static void ddp__tensor_say_value(char page[2048], ddp_dtype dtype, const unsign
     uint64_t u64;
     double value;
     switch (dtype) {
-    case DDP_I8: memcpy(&i8, bits, 1); ddp__tensor_say(page, " %11d", i8); break;
+    case DDP_I8:
+        memcpy(&i8, bits, 1);
+        ddp__tensor_say(page, " %11d", i8);
+        break;
     case DDP_U8: ddp__tensor_say(page, " %11d", bits[0]); break;
-    case DDP_I32: memcpy(&i32, bits, 4); ddp__tensor_say(page, " %11ld", (long)i32); break;
-    case DDP_I64: memcpy(&i64, bits, 8); ddp__tensor_say(page, " %11lld", (long long)i64); break;
-    case DDP_U64: memcpy(&u64, bits, 8); ddp__tensor_say(page, " %11llu", (unsigned long long)u64); break;
+    case DDP_I32:
+        memcpy(&i32, bits, 4);
+        ddp__tensor_say(page, " %11ld", (long)i32);
+        break;
+    case DDP_I64:
+        memcpy(&i64, bits, 8);
+        ddp__tensor_say(page, " %11lld", (long long)i64);
+        break;
+    case DDP_U64:
+        memcpy(&u64, bits, 8);
+        ddp__tensor_say(page, " %11llu", (unsigned long long)u64);
+        break;
     default: ddp_device_cpu()->cast(&value, DDP_F64, bits, dtype, 1); ddp__tensor_say(page, " %11.5g", value);
     }
 }
@@ -1097,8 +1144,8 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     }
     DDP_TRY(ddp_device_begin(group));
     for (int row = 0; row < high; row++) {
-        ddp__tensor_device(group)->copy(bits, (const char *)tensor->data + (size_t)row * (size_t)columns
-                                        * size, (size_t)wide * size);
+        ddp__tensor_device(group)->copy(
+            bits, (const char *)tensor->data + (size_t)row * (size_t)columns * size, (size_t)wide * size);
         for (int i = 0; i < wide; i++) ddp__tensor_say_value(page, tensor->dtype, bits + (size_t)i * size);
         ddp__tensor_say(page, columns > wide ? " ...\n" : "\n");
     }
@@ -1107,8 +1154,7 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     need = strlen(page) + 1;
     if (text && *size_bytes < need) {
         ddp_fail_in(DDP_ERR_INVALID, __func__, group, "text has room for %llu bytes, and it takes %llu",
-                    (unsigned long long)*size_bytes,
-                         (unsigned long long)need);
+                    (unsigned long long)*size_bytes, (unsigned long long)need);
         *size_bytes = need;
         return DDP_ERR_INVALID;
     }
@@ -1150,8 +1196,7 @@ static ddp_result ddp__tensor_placement_check(const char *who, const ddp_group *
     ddp__tensor_text text;
     if (placement >= DDP_PARTIAL && placement <= ndim) return DDP_OK;
     return ddp_fail_in(DDP_ERR_INVALID, who, group, "%s of a tensor that is %s",
-                       ddp_placement_name(placement),
-                            ddp__tensor_shape(ndim, shape, &text));
+                       ddp_placement_name(placement), ddp__tensor_shape(ndim, shape, &text));
 }
 
 DDPDEF const char *ddp_placement_name(ddp_placement placement) {
@@ -1160,8 +1205,8 @@ DDPDEF const char *ddp_placement_name(ddp_placement placement) {
     char *text = texts[next++ % 4];
     if (placement == DDP_REPLICATE) return "REPLICATE";
     if (placement == DDP_PARTIAL) return "PARTIAL";
-    snprintf(text, sizeof texts[0], placement > 0 ? "SHARD(%d)" : "no placement (%d)", placement > 0
-             ? (int)placement - 1 : (int)placement);
+    snprintf(text, sizeof texts[0], placement > 0 ? "SHARD(%d)" : "no placement (%d)",
+             placement > 0 ? (int)placement - 1 : (int)placement);
     return text;
 }
 
@@ -1201,7 +1246,7 @@ static ddp_result ddp__tensor_layout_check(const char *who, const char *name,
             if (layout->axes[i] == layout->axes[j])
                 return ddp_fail_in(DDP_ERR_INVALID, who, layout->axes[0],
                                    "%s: axes[%d] and axes[%d] are both %s", name, j, i,
-                                        ddp_group_name(layout->axes[i]));
+                                   ddp_group_name(layout->axes[i]));
     }
     whole.dtype = DDP_U8;
     whole.ndim = layout->ndim;
@@ -1236,18 +1281,18 @@ DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_ten
 /* One step: the collective, and the blocks that it needs. Parts travel as blocks, in rank order. A tensor
    that is cut along dimension d is stored as such a row of blocks if all dimensions before d are 1:
 
-       cut along 0:  [r0 r0 | r1 r1]  is a row of blocks     cut along 1:  [r0 r1]
-                                                                           [r0 r1]  is not: packed before the
-                                                                           call, or
-                                                                                    unpacked after it */
+       cut along 0:  [r0 r0 | r1 r1]  is a row of blocks
+
+       cut along 1:  [r0 r1]          is not: packed before the call, or unpacked after it
+                     [r0 r1]                                                              */
 typedef struct ddp__tensor_move {
     const char *who;
     ddp_group *group;
     int rank, world, ndim;
-    int talks, sends;                /* talks: the placements may need messages. sends 0: nothing to send */
+    int talks, sends; /* talks: the placements may need messages. sends 0: nothing to send */
     ddp_placement from, to;
     ddp_dtype dtype;
-    size_t size;                     /* of an element */
+    size_t size; /* of an element */
     int64_t global[DDP_MAX_NDIM], in_shape[DDP_MAX_NDIM], out_shape[DDP_MAX_NDIM];
     ddp_call_kind call;
     /* reduce-scatter: entries of each block along the cut, padded with zeros */
@@ -1269,7 +1314,8 @@ static int ddp__tensor_in_blocks(const int64_t *shape, int dim) {
 /* Elements of rank's block of a tensor sharded along dim. */
 static int64_t ddp__tensor_block(int ndim, const int64_t *shape, int dim, int rank, int world) {
     int64_t count = ddp__tensor_cut(shape[dim], rank, world, NULL);
-    for (int i = 0; i < ndim; i++) if (i != dim) count *= shape[i];
+    for (int i = 0; i < ndim; i++)
+        if (i != dim) count *= shape[i];
     return count;
 }
 
@@ -1308,10 +1354,9 @@ static ddp_result ddp__tensor_move_fits(const ddp__tensor_move *m, const char *n
     const ddp_tensor_box box = ddp__tensor_part(m, placement);
     if (ddp__tensor_equal(m->ndim, box.shape, shape)) return DDP_OK;
     return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group, "%s is %s, but %s of %s on rank %d of %d is %s",
-                       name,
-                            ddp__tensor_shape(m->ndim, shape, &a), ddp_placement_name(placement),
-                            ddp__tensor_shape(m->ndim, m->global, &b), m->rank, m->world,
-                            ddp__tensor_shape(m->ndim, box.shape, &c));
+                       name, ddp__tensor_shape(m->ndim, shape, &a), ddp_placement_name(placement),
+                       ddp__tensor_shape(m->ndim, m->global, &b), m->rank, m->world,
+                       ddp__tensor_shape(m->ndim, box.shape, &c));
 }
 
 /* The cheapest collective between two different placements over several ranks. Bytes are those of a ring: of
@@ -1320,21 +1365,21 @@ static ddp_result ddp__tensor_move_fits(const ddp__tensor_move *m, const char *n
 static ddp_result ddp__tensor_move_choose(ddp__tensor_move *m) {
     int a = ddp__tensor_cut_dim(m->from), b = ddp__tensor_cut_dim(m->to), next = (m->rank + 1) % m->world;
     int64_t total = ddp__tensor_product(m->ndim, m->global), mine = ddp__tensor_product(m->ndim, m->in_shape),
-        sent, blocks;
+            sent, blocks;
     int even = a < 0 || m->global[a] % m->world == 0;
     m->sends = 1;
     if (m->from == DDP_PARTIAL && b < 0) {
         m->call = DDP_CALL_ALL_REDUCE;
         sent = 2 * total - ddp__tensor_block(1, &total, 0, m->rank, m->world)
-            - ddp__tensor_block(1, &total, 0, next, m->world);
+               - ddp__tensor_block(1, &total, 0, next, m->world);
     } else if (m->from == DDP_PARTIAL) {
         m->call = DDP_CALL_REDUCE_SCATTER;
         m->padded = m->global[b] / m->world + (m->global[b] % m->world != 0);
-        if (__builtin_mul_overflow(total / m->global[b], m->padded, &sent) ||
-            __builtin_mul_overflow(sent, m->world, &blocks) ||
-            __builtin_mul_overflow(blocks, (int64_t)m->size, &blocks)) return ddp_fail_in(DDP_ERR_INVALID,
-                    m->who, m->group, "%d blocks of %lld elements do not fit in memory", m->world,
-                    (long long)sent);
+        if (__builtin_mul_overflow(total / m->global[b], m->padded, &sent)
+            || __builtin_mul_overflow(sent, m->world, &blocks)
+            || __builtin_mul_overflow(blocks, (int64_t)m->size, &blocks))
+            return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group,
+                               "%d blocks of %lld elements do not fit in memory", m->world, (long long)sent);
         sent *= m->world - 1;
         if (m->global[b] % m->world || !ddp__tensor_in_blocks(m->in_shape, b)) m->pack_bytes = (size_t)blocks;
     } else if (b < 0) {
@@ -1410,17 +1455,19 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
         if (!ddp__tensor_equal(m->ndim, m->in_shape, m->out_shape))
             return ddp_fail_in(DDP_ERR_INVALID, who, group, "in is %s and out is %s, both as %s",
                                ddp__tensor_shape(m->ndim, m->in_shape, &x),
-                                    ddp__tensor_shape(m->ndim, m->out_shape, &y), ddp_placement_name(from));
+                               ddp__tensor_shape(m->ndim, m->out_shape, &y), ddp_placement_name(from));
     }
     m->plan.collective = (from == to || m->world == 1) && in->data && in->data == t.data ? "none" : "copy";
-    if (ddp__tensor_room(&whole) == 0) m->plan.collective = "none";
-    else if (m->talks) DDP_TRY(ddp__tensor_move_choose(m));
-    if (with_data && t.data && ddp__tensor_overlap(in, &t) &&
-        (in->data != t.data || !(from == to || m->world == 1 ||
-                                 (m->sends && m->call == DDP_CALL_ALL_REDUCE))))
+    if (ddp__tensor_room(&whole) == 0)
+        m->plan.collective = "none";
+    else if (m->talks)
+        DDP_TRY(ddp__tensor_move_choose(m));
+    if (with_data && t.data && ddp__tensor_overlap(in, &t)
+        && (in->data != t.data
+            || !(from == to || m->world == 1 || (m->sends && m->call == DDP_CALL_ALL_REDUCE))))
         return ddp_fail_in(DDP_ERR_INVALID, who, group,
                            "in and out overlap, and %s to %s is not done in place", ddp_placement_name(from),
-                                ddp_placement_name(to));
+                           ddp_placement_name(to));
     return DDP_OK;
 }
 
@@ -1428,8 +1475,8 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
 static ddp_result ddp__tensor_move_local(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out) {
     const ddp_device *device = ddp__tensor_device(m->group);
     size_t out_bytes = (size_t)ddp__tensor_room(out);
-    if (m->from == m->to || m->world == 1 || (m->from == DDP_REPLICATE && m->to == DDP_PARTIAL &&
-                                              m->rank == 0)) {
+    if (m->from == m->to || m->world == 1
+        || (m->from == DDP_REPLICATE && m->to == DDP_PARTIAL && m->rank == 0)) {
         if (out_bytes && in->data != out->data) device->copy(out->data, in->data, out_bytes);
         return DDP_OK;
     }
@@ -1478,11 +1525,14 @@ static ddp_result ddp__tensor_move_send(const ddp__tensor_move *m, const ddp_ten
     void *recv = m->unpack_bytes ? space + m->pack_bytes : out->data;
     if (m->pack_bytes) DDP_TRY(ddp__tensor_blocks(m, 1, m->in_shape, b, in->data, space));
     if (m->padded && m->global[b] % m->world) /* this rank's block may be longer than its part */
-        recv = space + (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[b] * m->padded * m->rank)
-            * m->size;
+        recv = space
+               + (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[b] * m->padded * m->rank)
+                     * m->size;
     DDP_TRY(ddp__tensor_move_call(m, send, recv, counts));
-    if (m->unpack_bytes) DDP_TRY(ddp__tensor_blocks(m, 0, m->out_shape, a, out->data, recv));
-    else if (recv != out->data && out_bytes) ddp__tensor_device(m->group)->copy(out->data, recv, out_bytes);
+    if (m->unpack_bytes)
+        DDP_TRY(ddp__tensor_blocks(m, 0, m->out_shape, a, out->data, recv));
+    else if (recv != out->data && out_bytes)
+        ddp__tensor_device(m->group)->copy(out->data, recv, out_bytes);
     return DDP_OK;
 }
 
@@ -1496,7 +1546,8 @@ static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_res
     ddp__tensor_shape(m->ndim, m->global, &shape);
     if (root < 0)
         snprintf(what, sizeof what, "%s to %s of %s %s", ddp_placement_name(m->from), to, dtype, shape.text);
-    else snprintf(what, sizeof what, "%s of %s %s root=%d", to, dtype, shape.text, root);
+    else
+        snprintf(what, sizeof what, "%s of %s %s root=%d", to, dtype, shape.text, root);
     return ddp_agree(m->group, m->who, mine, ddp_hash(DDP_HASH_SEED, values, sizeof values), what);
 }
 
@@ -1518,7 +1569,7 @@ static ddp_result ddp__tensor_move_run(const ddp__tensor_move *m, const ddp_tens
     }
     if (result == DDP_OK)
         result = m->sends ? ddp__tensor_move_send(m, in, out, (char *)space, counts)
-            : ddp__tensor_move_local(m, in, out);
+                          : ddp__tensor_move_local(m, in, out);
     ddp__tensor_device(m->group)->free(m->group, space);
     if (counts) ddp_host_free(m->group, counts);
     return result;
@@ -1554,8 +1605,8 @@ DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, dd
     DDP_TRY(ddp__tensor_placement_check(__func__, group, to, whole->ndim, whole->shape));
     ddp__tensor_move_start(&m, __func__, group, DDP_REPLICATE, to);
     ddp__tensor_move_global(&m, whole, whole->shape);
-    DDP_TRY(ddp__tensor_take(__func__, group, out, whole->dtype, 0, m.ndim, ddp__tensor_part(&m, to).shape,
-                             &t));
+    DDP_TRY(
+        ddp__tensor_take(__func__, group, out, whole->dtype, 0, m.ndim, ddp__tensor_part(&m, to).shape, &t));
     if (ddp__tensor_overlap(whole, &t)) return DDP__TENSOR_BAD(group, "whole and out overlap");
     return ddp__tensor_put(group, out, &t, ddp__tensor_move_local(&m, whole, &t));
 }
@@ -1569,7 +1620,7 @@ static ddp_result ddp__tensor_root_blocks(const ddp__tensor_move *m, int root, i
     const ddp_device *device = ddp__tensor_device(m->group);
     int dim = ddp__tensor_cut_dim(m->to), packed = m->rank == root && m->pack_bytes;
     size_t each = (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * m->padded),
-        mine = (size_t)ddp__tensor_room(part);
+           mine = (size_t)ddp__tensor_room(part);
     int is_short = mine < each * m->size;
     void *own = is_short ? space + (packed ? (size_t)m->rank * each * m->size : 0) : part->data;
     void *all = packed ? space : m->rank == root ? whole->data : NULL;
@@ -1596,7 +1647,8 @@ static ddp_result ddp__tensor_root_send(const ddp__tensor_move *m, int root, int
     if (m->rank == root && from->data != to->data) device->copy(to->data, from->data, bytes);
     if (m->to == DDP_PARTIAL && m->rank != root) device->fill_zero(part->data, bytes);
     return m->to == DDP_REPLICATE && !gathers && m->world > 1
-           ? ddp_broadcast(m->group, part->data, count, m->dtype, root, NULL) : DDP_OK;
+               ? ddp_broadcast(m->group, part->data, count, m->dtype, root, NULL)
+               : DDP_OK;
 }
 
 /* The size of the blocks. An error if they do not fit in memory. */
@@ -1607,12 +1659,13 @@ static ddp_result ddp__tensor_root_room(ddp__tensor_move *m, int root) {
     m->padded = m->global[dim] / m->world + (m->global[dim] % m->world != 0);
     length = ddp__tensor_cut(m->global[dim], m->rank, m->world, NULL);
     if (__builtin_mul_overflow(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * (int64_t)m->size,
-                               m->padded, &bytes) ||
-        __builtin_mul_overflow(bytes, (int64_t)(m->rank == root ? m->world : 1), &bytes))
+                               m->padded, &bytes)
+        || __builtin_mul_overflow(bytes, (int64_t)(m->rank == root ? m->world : 1), &bytes))
         return ddp_fail_in(DDP_ERR_INVALID, m->who, m->group,
                            "%d blocks of %lld entries do not fit in memory", m->world, (long long)m->padded);
     if (m->rank == root ? m->global[dim] % m->world || !ddp__tensor_in_blocks(m->global, dim)
-        : length < m->padded) m->pack_bytes = (size_t)bytes;
+                        : length < m->padded)
+        m->pack_bytes = (size_t)bytes;
     return DDP_OK;
 }
 
@@ -1656,8 +1709,9 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
     if (result == DDP_OK)
         result = ddp__tensor_take(__func__, group, out, m.dtype, 0, m.ndim, ddp__tensor_part(&m, to).shape,
                                   &t);
-    if (result == DDP_OK && m.rank == root && ddp__tensor_overlap(&source, &t) &&
-        (to > 0 || source.data != t.data)) result = DDP__TENSOR_BAD(group, "whole and out overlap");
+    if (result == DDP_OK && m.rank == root && ddp__tensor_overlap(&source, &t)
+        && (to > 0 || source.data != t.data))
+        result = DDP__TENSOR_BAD(group, "whole and out overlap");
     result = ddp__tensor_root_run(&m, root, 0, &source, &t, result);
     return out ? ddp__tensor_put(group, out, &t, result) : result;
 }
@@ -1705,7 +1759,10 @@ typedef struct ddp__tensor_route { /* changes of one axis each, in order */
     const ddp_tensor_layout *layout;
     ddp_placement now[DDP_MAX_NDIM], to[DDP_MAX_NDIM];
     int count;
-    struct { int axis; ddp_placement from, to; } step[8 * DDP_MAX_NDIM];
+    struct {
+        int axis;
+        ddp_placement from, to;
+    } step[8 * DDP_MAX_NDIM];
 } ddp__tensor_route;
 
 static void ddp__tensor_route_add(ddp__tensor_route *r, int axis, ddp_placement to) {
@@ -1752,9 +1809,10 @@ static void ddp__tensor_route_find(ddp__tensor_route *r, const ddp_tensor_layout
     }
     for (int i = n - 1; i >= 0; i--)
         if (r->now[i] == DDP_PARTIAL && r->to[i] != DDP_PARTIAL)
-            ddp__tensor_route_change(r, i, r->to[i] > 0 && ddp__tensor_route_early(r, i, r->to[i])
-                                     ? DDP_REPLICATE : r->to[i]);
-    for (int i = 0; i < n; i++) if (r->now[i] != r->to[i]) ddp__tensor_route_change(r, i, r->to[i]);
+            ddp__tensor_route_change(
+                r, i, r->to[i] > 0 && ddp__tensor_route_early(r, i, r->to[i]) ? DDP_REPLICATE : r->to[i]);
+    for (int i = 0; i < n; i++)
+        if (r->now[i] != r->to[i]) ddp__tensor_route_change(r, i, r->to[i]);
     for (int i = 0; i < n; i++)
         r->now[i] = ddp_world_size(from->axes[i]) > 1 ? from->placement[i] : DDP_REPLICATE;
 }
@@ -1769,15 +1827,14 @@ static ddp_result ddp__tensor_layouts_check(const char *who, const ddp_tensor_la
     if (from->ndim != to->ndim || !ddp__tensor_equal(from->ndim, from->shape, to->shape))
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "from is of %s, but to is of %s",
                            ddp__tensor_shape(from->ndim, from->shape, &a),
-                                ddp__tensor_shape(to->ndim, to->shape, &b));
+                           ddp__tensor_shape(to->ndim, to->shape, &b));
     if (from->axis_count != to->axis_count)
         return ddp_fail_in(DDP_ERR_INVALID, who, group, "from has %d axes, but to has %d", from->axis_count,
                            to->axis_count);
     for (int i = 0; i < from->axis_count; i++)
         if (from->axes[i] != to->axes[i])
             return ddp_fail_in(DDP_ERR_INVALID, who, group, "axes[%d] is group %s in from, but %s in to", i,
-                               ddp_group_name(from->axes[i]),
-                                    ddp_group_name(to->axes[i]));
+                               ddp_group_name(from->axes[i]), ddp_group_name(to->axes[i]));
     return DDP_OK;
 }
 
@@ -1799,7 +1856,7 @@ static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, 
         result = ddp__tensor_move_make(&m, who, group, now, m.from, m.to, next, around.shape, runs);
     if (result == DDP_OK) {
         size_t bytes = m.plan.workspace_bytes + (step ? (size_t)ddp__tensor_room(now) : 0)
-            + (step + 1 < r->count ? (size_t)ddp__tensor_room(next) : 0);
+                       + (step + 1 < r->count ? (size_t)ddp__tensor_room(next) : 0);
         plan->sent_bytes += m.plan.sent_bytes;
         if (bytes > plan->workspace_bytes) plan->workspace_bytes = bytes;
         if (m.plan.sent_bytes > *most_sent || strcmp(plan->collective, "none") == 0)
@@ -1823,21 +1880,21 @@ static ddp_result ddp__tensor_relayout_check(const char *who, const ddp_tensor *
     DDP_TRY(ddp__tensor_check(who, group, "in", in, out != NULL));
     ddp__tensor_layout_cut(from, from->placement, -1, &box);
     if (in->ndim != from->ndim || !ddp__tensor_equal(in->ndim, in->shape, box.shape))
-        return ddp_fail_in(DDP_ERR_INVALID, who, group,
-                           "in is %s, but this rank's part of %s in layout `from` is %s",
-                                ddp__tensor_shape(in->ndim, in->shape, &a),
-                                ddp__tensor_shape(from->ndim, from->shape, &b),
-                                ddp__tensor_shape(from->ndim, box.shape, &c));
+        return ddp_fail_in(
+            DDP_ERR_INVALID, who, group, "in is %s, but this rank's part of %s in layout `from` is %s",
+            ddp__tensor_shape(in->ndim, in->shape, &a), ddp__tensor_shape(from->ndim, from->shape, &b),
+            ddp__tensor_shape(from->ndim, box.shape, &c));
     ddp__tensor_layout_cut(to, to->placement, -1, &box);
     if (!out) return DDP_OK;
     DDP_TRY(ddp__tensor_take(who, group, out, in->dtype, 0, to->ndim, box.shape, t));
     return t->data != in->data && ddp__tensor_overlap(in, t)
-           ? ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap") : DDP_OK;
+               ? ddp_fail_in(DDP_ERR_INVALID, who, group, "in and out overlap")
+               : DDP_OK;
 }
 
 DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_tensor_layout *from,
                                                const ddp_tensor_layout *to, ddp_tensor *out,
-                                      ddp_tensor_plan *plan) {
+                                               ddp_tensor_plan *plan) {
     DDP_PUBLIC_CALL(ddp_tensor_redistribute_mesh);
     ddp_tensor_plan found = {"none", 0, 0};
     ddp__tensor_route r;
@@ -1891,12 +1948,12 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define DDP__GEMM_MR 12 /* 24 sums of 32 registers */
 #else
-#define DDP__GEMM_MR 6  /* 12 of 16 */
+#define DDP__GEMM_MR 6 /* 12 of 16 */
 #endif
-#define DDP__GEMM_WIDE (2 * DDP__GEMM_VECTOR)  /* bytes of a tile's row */
-#define DDP__GEMM_KC_BYTES 1024                /* bytes of the terms of a packed block */
-#define DDP__GEMM_MC (2 * DDP__GEMM_MR)        /* rows of A packed at a time */
-#define DDP__GEMM_NC_BYTES 896                 /* bytes of the columns of B packed at a time */
+#define DDP__GEMM_WIDE (2 * DDP__GEMM_VECTOR) /* bytes of a tile's row */
+#define DDP__GEMM_KC_BYTES 1024               /* bytes of the terms of a packed block */
+#define DDP__GEMM_MC (2 * DDP__GEMM_MR)       /* rows of A packed at a time */
+#define DDP__GEMM_NC_BYTES 896                /* bytes of the columns of B packed at a time */
 #define DDP__GEMM_INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)
 #define DDP__GEMM_UNROLL _Pragma("clang loop unroll(full)")
@@ -1936,54 +1993,62 @@ DDP__GEMM_INLINE void ddp__gemm_pack(const size_t size, const int64_t width, uns
 
 /* One tile: rows (a constant at each call, so that the sums stay in registers) by two vectors, over depth; m
    x n of it are wanted. fresh: C is 0. */
-#define DDP__GEMM_TILE(name, type, vec)                                                                                                            \
-    DDP__GEMM_INLINE void name(const int rows, int64_t depth, const type *a, const type *b, type *c, int64_t ldc, int m, int n, int fresh) {       \
-        enum { lanes = DDP__GEMM_VECTOR / sizeof(type), wide = 2 * lanes };                                                                        \
-        int inside = m >= rows && n >= wide, m_edge = inside ? 0 : m < rows ? m : rows;                                                            \
-        size_t edge_bytes = (size_t)(n < wide ? n : wide) * sizeof(type);                                                                          \
-        type edge[DDP__GEMM_MR * wide], *to = inside ? c : edge;                                                                                   \
-        int64_t row = inside ? ldc : (int64_t)wide;                                                                                                \
-        vec sum[DDP__GEMM_MR][2];                                                                                                                  \
-        if (!inside) memset(edge, 0, sizeof edge);                                                                                                 \
-        for (int i = 0; i < m_edge && !fresh; i++) memcpy(edge + i * wide, c + i * ldc, edge_bytes);                                               \
-        DDP__GEMM_UNROLL                                                                                                                           \
-        for (int i = 0; i < rows; i++) {                                                                                                           \
-            if (fresh) memset(sum[i], 0, sizeof sum[i]);                                                                                           \
-            else memcpy(sum[i], to + i * row, sizeof sum[i]);                                                                                      \
-        }                                                                                                                                          \
-        for (int64_t k = 0; k < depth; k++, a += DDP__GEMM_MR, b += wide) {                                                                        \
-            vec left, right;                                                                                                                       \
-            memcpy(&left, b, sizeof left);                                                                                                         \
-            memcpy(&right, b + lanes, sizeof right);                                                                                               \
-            DDP__GEMM_UNROLL                                                                                                                       \
-            for (int i = 0; i < rows; i++) {                                                                                                       \
-                sum[i][0] += a[i] * left;                                                                                                          \
-                sum[i][1] += a[i] * right;                                                                                                         \
-            }                                                                                                                                      \
-        }                                                                                                                                          \
-        DDP__GEMM_UNROLL                                                                                                                           \
-        for (int i = 0; i < rows; i++) memcpy(to + i * row, sum[i], sizeof sum[i]);                                                                \
-        for (int i = 0; i < m_edge; i++) memcpy(c + i * ldc, edge + i * wide, edge_bytes);                                                         \
+#define DDP__GEMM_TILE(name, type, vec)                                                              \
+    DDP__GEMM_INLINE void name(const int rows, int64_t depth, const type *a, const type *b, type *c, \
+                               int64_t ldc, int m, int n, int fresh) {                               \
+        enum { lanes = DDP__GEMM_VECTOR / sizeof(type), wide = 2 * lanes };                          \
+        int inside = m >= rows && n >= wide, m_edge = inside ? 0 : m < rows ? m : rows;              \
+        size_t edge_bytes = (size_t)(n < wide ? n : wide) * sizeof(type);                            \
+        type edge[DDP__GEMM_MR * wide], *to = inside ? c : edge;                                     \
+        int64_t row = inside ? ldc : (int64_t)wide;                                                  \
+        vec sum[DDP__GEMM_MR][2];                                                                    \
+        if (!inside) memset(edge, 0, sizeof edge);                                                   \
+        for (int i = 0; i < m_edge && !fresh; i++) memcpy(edge + i * wide, c + i * ldc, edge_bytes); \
+        DDP__GEMM_UNROLL                                                                             \
+        for (int i = 0; i < rows; i++) {                                                             \
+            if (fresh)                                                                               \
+                memset(sum[i], 0, sizeof sum[i]);                                                    \
+            else                                                                                     \
+                memcpy(sum[i], to + i * row, sizeof sum[i]);                                         \
+        }                                                                                            \
+        for (int64_t k = 0; k < depth; k++, a += DDP__GEMM_MR, b += wide) {                          \
+            vec left, right;                                                                         \
+            memcpy(&left, b, sizeof left);                                                           \
+            memcpy(&right, b + lanes, sizeof right);                                                 \
+            DDP__GEMM_UNROLL                                                                         \
+            for (int i = 0; i < rows; i++) {                                                         \
+                sum[i][0] += a[i] * left;                                                            \
+                sum[i][1] += a[i] * right;                                                           \
+            }                                                                                        \
+        }                                                                                            \
+        DDP__GEMM_UNROLL                                                                             \
+        for (int i = 0; i < rows; i++) memcpy(to + i * row, sum[i], sizeof sum[i]);                  \
+        for (int i = 0; i < m_edge; i++) memcpy(c + i * ldc, edge + i * wide, edge_bytes);           \
     }
 DDP__GEMM_TILE(ddp__gemm_tile_f32, float, ddp__gemm_f32)
 DDP__GEMM_TILE(ddp__gemm_tile_f64, double, ddp__gemm_f64)
 #undef DDP__GEMM_TILE
 
 /* The tiles of a packed block of A and one of B. */
-#define DDP__GEMM_BLOCK(name, type, tile)                                                                                                          \
-    static void name(int64_t m, int64_t n, int64_t depth, const void *packed_a, const void *packed_b, void *to, int64_t ldc, int fresh) {          \
-        const type *a = (const type *)packed_a, *b = (const type *)packed_b;                                                                       \
-        const int wide = DDP__GEMM_WIDE / (int)sizeof(type), third = DDP__GEMM_MR / 3;                                                             \
-        for (int64_t j = 0; j < n; j += wide, b += wide * depth) {                                                                                 \
-            const type *panel = a;                                                                                                                 \
-            for (int64_t i = 0; i < m; i += DDP__GEMM_MR, panel += DDP__GEMM_MR * depth) {                                                         \
-                int rows = m - i < DDP__GEMM_MR ? (int)(m - i) : DDP__GEMM_MR, columns = n - j < wide ? (int)(n - j) : wide;                       \
-                type *at = (type *)to + i * ldc + j;                                                                                               \
-                if (rows > 2 * third) tile(DDP__GEMM_MR, depth, panel, b, at, ldc, rows, columns, fresh);                                          \
-                else if (rows > third) tile(DDP__GEMM_MR / 3 * 2, depth, panel, b, at, ldc, rows, columns, fresh);                                 \
-                else tile(DDP__GEMM_MR / 3, depth, panel, b, at, ldc, rows, columns, fresh);                                                       \
-            }                                                                                                                                      \
-        }                                                                                                                                          \
+#define DDP__GEMM_BLOCK(name, type, tile)                                                             \
+    static void name(int64_t m, int64_t n, int64_t depth, const void *packed_a, const void *packed_b, \
+                     void *to, int64_t ldc, int fresh) {                                              \
+        const type *a = (const type *)packed_a, *b = (const type *)packed_b;                          \
+        const int wide = DDP__GEMM_WIDE / (int)sizeof(type), third = DDP__GEMM_MR / 3;                \
+        for (int64_t j = 0; j < n; j += wide, b += wide * depth) {                                    \
+            const type *panel = a;                                                                    \
+            for (int64_t i = 0; i < m; i += DDP__GEMM_MR, panel += DDP__GEMM_MR * depth) {            \
+                int rows = m - i < DDP__GEMM_MR ? (int)(m - i) : DDP__GEMM_MR,                        \
+                    columns = n - j < wide ? (int)(n - j) : wide;                                     \
+                type *at = (type *)to + i * ldc + j;                                                  \
+                if (rows > 2 * third)                                                                 \
+                    tile(DDP__GEMM_MR, depth, panel, b, at, ldc, rows, columns, fresh);               \
+                else if (rows > third)                                                                \
+                    tile(DDP__GEMM_MR / 3 * 2, depth, panel, b, at, ldc, rows, columns, fresh);       \
+                else                                                                                  \
+                    tile(DDP__GEMM_MR / 3, depth, panel, b, at, ldc, rows, columns, fresh);           \
+            }                                                                                         \
+        }                                                                                             \
     }
 DDP__GEMM_BLOCK(ddp__gemm_block_f32, float, ddp__gemm_tile_f32)
 DDP__GEMM_BLOCK(ddp__gemm_block_f64, double, ddp__gemm_tile_f64)
@@ -1991,13 +2056,13 @@ DDP__GEMM_BLOCK(ddp__gemm_block_f64, double, ddp__gemm_tile_f64)
 
 DDP__GEMM_INLINE void ddp__gemm_run(const size_t size, const ddp_gemm *g) {
     const int64_t s = (int64_t)size, wide = DDP__GEMM_WIDE / s, kc = DDP__GEMM_KC_BYTES / s,
-        nc = DDP__GEMM_NC_BYTES / DDP__GEMM_WIDE * wide;
+                  nc = DDP__GEMM_NC_BYTES / DDP__GEMM_WIDE * wide;
     const int64_t a_row = g->trans_a ? 1 : g->lda, a_step = g->trans_a ? g->lda : 1;
     const int64_t b_row = g->trans_b ? 1 : g->ldb, b_step = g->trans_b ? g->ldb : 1;
     const unsigned char *a = (const unsigned char *)g->a, *b = (const unsigned char *)g->b;
     unsigned char pack_a[DDP__GEMM_MC * DDP__GEMM_KC_BYTES] __attribute__((aligned(64)));
-    unsigned char pack_b[DDP__GEMM_NC_BYTES * (DDP__GEMM_KC_BYTES
-                                               / sizeof(float))] __attribute__((aligned(64)));
+    unsigned char pack_b[DDP__GEMM_NC_BYTES * (DDP__GEMM_KC_BYTES / sizeof(float))]
+        __attribute__((aligned(64)));
     for (int64_t j = 0; j < g->n; j += nc) {
         int64_t columns = g->n - j < nc ? g->n - j : nc;
         for (int64_t p = 0; p < g->k; p += kc) {
@@ -2012,7 +2077,8 @@ DDP__GEMM_INLINE void ddp__gemm_run(const size_t size, const ddp_gemm *g) {
                                a_row, a_step);
                 if (size == sizeof(float))
                     ddp__gemm_block_f32(rows, columns, depth, pack_a, pack_b, c, g->ldc, fresh);
-                else ddp__gemm_block_f64(rows, columns, depth, pack_a, pack_b, c, g->ldc, fresh);
+                else
+                    ddp__gemm_block_f64(rows, columns, depth, pack_a, pack_b, c, g->ldc, fresh);
             }
         }
     }
@@ -2025,7 +2091,10 @@ static __attribute__((noinline)) void ddp__gemm_run_f64(const ddp_gemm *g) {
     ddp__gemm_run(sizeof(double), g);
 }
 
-#define DDP__GEMM_NEED(condition, ...) do { if (!(condition)) return ddp_fail(DDP_ERR_INVALID, "ddp_gemm: " __VA_ARGS__); } while (0)
+#define DDP__GEMM_NEED(condition, ...)                                                \
+    do {                                                                              \
+        if (!(condition)) return ddp_fail(DDP_ERR_INVALID, "ddp_gemm: " __VA_ARGS__); \
+    } while (0)
 
 static ddp_result ddp__gemm_check(const ddp_gemm *g) {
     DDP__GEMM_NEED(g, "gemm is NULL");
@@ -2058,8 +2127,10 @@ DDPDEF ddp_result ddp_gemm_builtin(const ddp_gemm *gemm, void *user) {
     (void)user;
     DDP_TRY(ddp__gemm_check(gemm));
     if (ddp__gemm_empty(gemm)) return DDP_OK;
-    if (gemm->dtype == DDP_F32) ddp__gemm_run_f32(gemm);
-    else ddp__gemm_run_f64(gemm);
+    if (gemm->dtype == DDP_F32)
+        ddp__gemm_run_f32(gemm);
+    else
+        ddp__gemm_run_f64(gemm);
     return DDP_OK;
 }
 
@@ -2072,9 +2143,10 @@ static ddp_result ddp__gemm_cblas(const ddp_gemm *g, void *user) {
     const int64_t sizes[6] = {g->m, g->n, g->k, g->lda, g->ldb, g->ldc};
     CBLAS_TRANSPOSE ta = g->trans_a ? CblasTrans : CblasNoTrans, tb = g->trans_b ? CblasTrans : CblasNoTrans;
     for (int i = 0; i < 6; i++)
-        DDP__GEMM_NEED(sizes[i] <= 2147483647,
-                      "%s=%lld is more than CBLAS takes, 2147483647; set the desc's gemm to ddp_gemm_builtin",
-                       names[i], (long long)sizes[i]);
+        DDP__GEMM_NEED(
+            sizes[i] <= 2147483647,
+            "%s=%lld is more than CBLAS takes, 2147483647; set the desc's gemm to ddp_gemm_builtin", names[i],
+            (long long)sizes[i]);
     if (g->dtype == DDP_F32)
         cblas_sgemm(CblasRowMajor, ta, tb, (int)g->m, (int)g->n, (int)g->k, 1.0f, (const float *)g->a,
                     (int)g->lda, (const float *)g->b, (int)g->ldb, g->accumulate ? 1.0f : 0.0f, (float *)g->c,
@@ -2108,8 +2180,10 @@ static inline float ddp__tp_exp(float x) {
     n = shifted - magic;
     r = x - n * 0.693359375f; /* ln 2 in two parts, the first with few bits */
     r = r + n * 2.12194440e-4f;
-    power = 1.0f + r * (1.0f + r * (0.5f + r * (1.0f / 6 + r
-                                                * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720))))));
+    power = 1.0f
+            + r
+                  * (1.0f
+                     + r * (0.5f + r * (1.0f / 6 + r * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720))))));
     memcpy(&bits, &shifted, sizeof bits);
     bits = (bits + 127u - 0x4B400000u) << 23;
     memcpy(&scale, &bits, sizeof scale);
@@ -2149,110 +2223,127 @@ static void ddp__tp_philox(uint64_t key, uint32_t stream, uint64_t counter, int 
 
 /* total = the sum of term over k from 0 to n - 1, in double: partial sums that vectorise. The order
    depends only on n. */
-#define DDP__TP_SUM(total, n, term)                                                                                  \
-    do {                                                                                                             \
-        double part_[DDP__TP_LANES] = DDP_ZERO;                                                                      \
-        int64_t at_ = 0;                                                                                             \
-        for (; at_ + DDP__TP_LANES <= (n); at_ += DDP__TP_LANES)                                                     \
-            for (int lane_ = 0; lane_ < DDP__TP_LANES; lane_++) { int64_t k = at_ + lane_; part_[lane_] += (term); } \
-        for (int64_t k = at_; k < (n); k++) part_[0] += (term);                                                      \
-        for (int lane_ = 1; lane_ < DDP__TP_LANES; lane_++) part_[0] += part_[lane_];                                \
-        (total) = part_[0];                                                                                          \
+#define DDP__TP_SUM(total, n, term)                                                   \
+    do {                                                                              \
+        double part_[DDP__TP_LANES] = DDP_ZERO;                                       \
+        int64_t at_ = 0;                                                              \
+        for (; at_ + DDP__TP_LANES <= (n); at_ += DDP__TP_LANES)                      \
+            for (int lane_ = 0; lane_ < DDP__TP_LANES; lane_++) {                     \
+                int64_t k = at_ + lane_;                                              \
+                part_[lane_] += (term);                                               \
+            }                                                                         \
+        for (int64_t k = at_; k < (n); k++) part_[0] += (term);                       \
+        for (int lane_ = 1; lane_ < DDP__TP_LANES; lane_++) part_[0] += part_[lane_]; \
+        (total) = part_[0];                                                           \
     } while (0)
 
-#define DDP__TP_ROW_FNS(type, suffix)                                                                               \
-    /* y += x, n elements */                                                                                        \
-    static inline void ddp__tp_add_##suffix(int64_t n, const type *x, type *y) {                                    \
-        for (int64_t j = 0; j < n; j++) y[j] += x[j];                                                               \
-    }                                                                                                               \
-    static ddp_result ddp__tp_copy_rows_##suffix(int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y, int64_t y_step) { \
-        for (int64_t i = 0; i < rows && columns; i++)                                                               \
-            memcpy((type *)y + i * y_step, (const type *)x + i * x_step, (size_t)columns * sizeof(type));           \
-        return DDP_OK;                                                                                              \
-    }                                                                                                               \
-    static ddp_result ddp__tp_add_bias_##suffix(int64_t rows, int64_t columns, const void *bias, void *y, int64_t y_step) { \
-        for (int64_t i = 0; i < rows; i++) ddp__tp_add_##suffix(columns, (const type *)bias, (type *)y + i * y_step); \
-        return DDP_OK;                                                                                              \
-    }                                                                                                               \
-    static ddp_result ddp__tp_sum_rows_##suffix(int64_t rows, int64_t columns, const void *x, int accumulate, void *out) { \
-        if (!accumulate && columns) memset(out, 0, (size_t)columns * sizeof(type));                                 \
-        for (int64_t i = 0; i < rows; i++) ddp__tp_add_##suffix(columns, (const type *)x + i * columns, (type *)out); \
-        return DDP_OK;                                                                                              \
-    }                                                                                                               \
-    /* Tokens that other ranks have are rows of 0. Backward goes row by row: the bits do not depend on how the table is cut. */ \
-    static ddp_result ddp__tp_lookup_##suffix(const ddp_lookup *op) {                                               \
-        int64_t n = op->columns;                                                                                    \
-        type *y = (type *)op->out;                                                                                  \
-        for (int64_t i = 0; i < op->rows; i++, y += n) {                                                            \
-            int64_t at = op->index[i] - op->first;                                                                  \
-            if (at >= 0 && at < op->count) memcpy(y, (const type *)op->in + at * n, (size_t)n * sizeof *y);         \
-            else memset(y, 0, (size_t)n * sizeof *y);                                                               \
-        }                                                                                                           \
-        return DDP_OK;                                                                                              \
-    }                                                                                                               \
-    static ddp_result ddp__tp_lookup_backward_##suffix(const ddp_lookup *op) {                                      \
-        int64_t n = op->columns;                                                                                    \
-        const type *dy = (const type *)op->in;                                                                      \
-        for (int64_t i = 0; i < op->rows; i++, dy += n) {                                                           \
-            int64_t at = op->index[i] - op->first;                                                                  \
-            if (at < 0 || at >= op->count) continue;                                                                \
-            ddp__tp_add_##suffix(n, dy, (type *)op->out + at * n);                                                  \
-        }                                                                                                           \
-        return DDP_OK;                                                                                              \
-    }                                                                                                               \
-    static ddp_result ddp__tp_dropout_##suffix(const ddp_dropout *op) {                                             \
-        const type *x = (const type *)op->x;                                                                        \
-        type *y = (type *)op->y, factor = (type)op->scale;                                                          \
-        uint32_t words[4 * DDP__TP_BLOCK];                                                                          \
-        for (int64_t i = 0; i < op->rows; i++) {                                                                    \
-            uint64_t begin = (uint64_t)(op->first + i * op->step);                                                  \
-            for (int64_t count = op->columns, some; count > 0; count -= some, begin += (uint64_t)some, x += some, y += some) { \
-                int64_t skip = (int64_t)(begin % 4), blocks = (skip + count + 3) / 4;                               \
-                if (blocks > DDP__TP_BLOCK) blocks = DDP__TP_BLOCK;                                                 \
-                some = 4 * blocks - skip < count ? 4 * blocks - skip : count;                                       \
-                ddp__tp_philox(op->key, DDP__TP_STREAM_DROPOUT, begin / 4, (int)blocks, words);                     \
-                for (int64_t j = 0; j < some; j++) y[j] = words[skip + j] < op->threshold ? 0 : x[j] * factor;      \
-            }                                                                                                       \
-        }                                                                                                           \
-        return DDP_OK;                                                                                              \
+#define DDP__TP_ROW_FNS(type, suffix)                                                                     \
+    /* y += x, n elements */                                                                              \
+    static inline void ddp__tp_add_##suffix(int64_t n, const type *x, type *y) {                          \
+        for (int64_t j = 0; j < n; j++) y[j] += x[j];                                                     \
+    }                                                                                                     \
+    static ddp_result ddp__tp_copy_rows_##suffix(int64_t rows, int64_t columns, const void *x,            \
+                                                 int64_t x_step, void *y, int64_t y_step) {               \
+        for (int64_t i = 0; i < rows && columns; i++)                                                     \
+            memcpy((type *)y + i * y_step, (const type *)x + i * x_step, (size_t)columns * sizeof(type)); \
+        return DDP_OK;                                                                                    \
+    }                                                                                                     \
+    static ddp_result ddp__tp_add_bias_##suffix(int64_t rows, int64_t columns, const void *bias, void *y, \
+                                                int64_t y_step) {                                         \
+        for (int64_t i = 0; i < rows; i++)                                                                \
+            ddp__tp_add_##suffix(columns, (const type *)bias, (type *)y + i * y_step);                    \
+        return DDP_OK;                                                                                    \
+    }                                                                                                     \
+    static ddp_result ddp__tp_sum_rows_##suffix(int64_t rows, int64_t columns, const void *x,             \
+                                                int accumulate, void *out) {                              \
+        if (!accumulate && columns) memset(out, 0, (size_t)columns * sizeof(type));                       \
+        for (int64_t i = 0; i < rows; i++)                                                                \
+            ddp__tp_add_##suffix(columns, (const type *)x + i * columns, (type *)out);                    \
+        return DDP_OK;                                                                                    \
+    }                                                                                                     \
+    /* Tokens that other ranks have are rows of 0. */                                                     \
+    static ddp_result ddp__tp_lookup_##suffix(const ddp_lookup *op) {                                     \
+        int64_t n = op->columns;                                                                          \
+        type *y = (type *)op->out;                                                                        \
+        for (int64_t i = 0; i < op->rows; i++, y += n) {                                                  \
+            int64_t at = op->index[i] - op->first;                                                        \
+            if (at >= 0 && at < op->count)                                                                \
+                memcpy(y, (const type *)op->in + at * n, (size_t)n * sizeof *y);                          \
+            else                                                                                          \
+                memset(y, 0, (size_t)n * sizeof *y);                                                      \
+        }                                                                                                 \
+        return DDP_OK;                                                                                    \
+    }                                                                                                     \
+    /* Row by row: the bits do not depend on how the table is cut. */                                     \
+    static ddp_result ddp__tp_lookup_backward_##suffix(const ddp_lookup *op) {                            \
+        int64_t n = op->columns;                                                                          \
+        const type *dy = (const type *)op->in;                                                            \
+        for (int64_t i = 0; i < op->rows; i++, dy += n) {                                                 \
+            int64_t at = op->index[i] - op->first;                                                        \
+            if (at < 0 || at >= op->count) continue;                                                      \
+            ddp__tp_add_##suffix(n, dy, (type *)op->out + at * n);                                        \
+        }                                                                                                 \
+        return DDP_OK;                                                                                    \
+    }                                                                                                     \
+    static ddp_result ddp__tp_dropout_##suffix(const ddp_dropout *op) {                                   \
+        const type *x = (const type *)op->x;                                                              \
+        type *y = (type *)op->y, factor = (type)op->scale;                                                \
+        uint32_t words[4 * DDP__TP_BLOCK];                                                                \
+        for (int64_t i = 0; i < op->rows; i++) {                                                          \
+            uint64_t begin = (uint64_t)(op->first + i * op->step);                                        \
+            for (int64_t count = op->columns, some; count > 0;                                            \
+                 count -= some, begin += (uint64_t)some, x += some, y += some) {                          \
+                int64_t skip = (int64_t)(begin % 4), blocks = (skip + count + 3) / 4;                     \
+                if (blocks > DDP__TP_BLOCK) blocks = DDP__TP_BLOCK;                                       \
+                some = 4 * blocks - skip < count ? 4 * blocks - skip : count;                             \
+                ddp__tp_philox(op->key, DDP__TP_STREAM_DROPOUT, begin / 4, (int)blocks, words);           \
+                for (int64_t j = 0; j < some; j++)                                                        \
+                    y[j] = words[skip + j] < op->threshold ? 0 : x[j] * factor;                           \
+            }                                                                                             \
+        }                                                                                                 \
+        return DDP_OK;                                                                                    \
     }
 DDP__TP_ROW_FNS(float, f32)
 DDP__TP_ROW_FNS(double, f64)
 #undef DDP__TP_ROW_FNS
 
 /* GELU's tanh form is x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). */
-#define DDP__TP_ACTIVATION_FNS(type, suffix)                                                                                                       \
-    static ddp_result ddp__tp_activate_##suffix(ddp_tp_activation form, int64_t rows, int64_t h, const void *x_, void *y) {                        \
-        const type root = (type)1.5957691216057307, cube = (type)0.044715, *in = (const type *)x_;                                                 \
-        type *act = (type *)y;                                                                                                                     \
-        for (int64_t i = 0; i < rows * h && form == DDP_TP_GELU; i++) {                                                                            \
-            type x = in[i];                                                                                                                        \
-            act[i] = x * ddp__tp_sigmoid_##suffix(root * (x + cube * x * x * x));                                                                  \
-        }                                                                                                                                          \
-        for (int64_t i = 0; i < rows * h && form == DDP_TP_RELU; i++) act[i] = in[i] < 0 ? 0 : in[i];                                              \
-        for (int64_t i = 0; i < rows && form == DDP_TP_SILU_GATED; i++)                                                                            \
-            for (int64_t j = 0; j < h; j++) {                                                                                                      \
-                type gate = in[2 * i * h + j];                                                                                                     \
-                act[i * h + j] = gate * ddp__tp_sigmoid_##suffix(gate) * in[(2 * i + 1) * h + j];                                                  \
-            }                                                                                                                                      \
-        return DDP_OK;                                                                                                                             \
-    }                                                                                                                                              \
-    static ddp_result ddp__tp_activate_backward_##suffix(ddp_tp_activation form, int64_t rows, int64_t h, const void *x_, const void *dy,          \
-                                                         void *dx) {                                                                               \
-        const type root = (type)1.5957691216057307, cube = (type)0.044715, *in = (const type *)x_, *d = (const type *)dy;                          \
-        type *d_in = (type *)dx;                                                                                                                   \
-        for (int64_t i = 0; i < rows * h && form == DDP_TP_GELU; i++) {                                                                            \
-            type x = in[i], s = ddp__tp_sigmoid_##suffix(root * (x + cube * x * x * x));                                                           \
-            d_in[i] = d[i] * (s + x * s * (1 - s) * root * (1 + 3 * cube * x * x));                                                                \
-        }                                                                                                                                          \
-        for (int64_t i = 0; i < rows * h && form == DDP_TP_RELU; i++) d_in[i] = in[i] > 0 ? d[i] : in[i] <= 0 ? 0 : in[i];                         \
-        for (int64_t i = 0; i < rows && form == DDP_TP_SILU_GATED; i++)                                                                            \
-            for (int64_t j = 0; j < h; j++) {                                                                                                      \
-                type gate = in[2 * i * h + j], up = in[(2 * i + 1) * h + j], s = ddp__tp_sigmoid_##suffix(gate), slope = d[i * h + j];             \
-                d_in[2 * i * h + j] = slope * up * s * (1 + gate * (1 - s));                                                                       \
-                d_in[(2 * i + 1) * h + j] = slope * gate * s;                                                                                      \
-            }                                                                                                                                      \
-        return DDP_OK;                                                                                                                             \
+#define DDP__TP_ACTIVATION_FNS(type, suffix)                                                              \
+    static ddp_result ddp__tp_activate_##suffix(ddp_tp_activation form, int64_t rows, int64_t h,          \
+                                                const void *x_, void *y) {                                \
+        const type root = (type)1.5957691216057307, cube = (type)0.044715, *in = (const type *)x_;        \
+        type *act = (type *)y;                                                                            \
+        for (int64_t i = 0; i < rows * h && form == DDP_TP_GELU; i++) {                                   \
+            type x = in[i];                                                                               \
+            act[i] = x * ddp__tp_sigmoid_##suffix(root * (x + cube * x * x * x));                         \
+        }                                                                                                 \
+        for (int64_t i = 0; i < rows * h && form == DDP_TP_RELU; i++) act[i] = in[i] < 0 ? 0 : in[i];     \
+        for (int64_t i = 0; i < rows && form == DDP_TP_SILU_GATED; i++)                                   \
+            for (int64_t j = 0; j < h; j++) {                                                             \
+                type gate = in[2 * i * h + j];                                                            \
+                act[i * h + j] = gate * ddp__tp_sigmoid_##suffix(gate) * in[(2 * i + 1) * h + j];         \
+            }                                                                                             \
+        return DDP_OK;                                                                                    \
+    }                                                                                                     \
+    static ddp_result ddp__tp_activate_backward_##suffix(ddp_tp_activation form, int64_t rows, int64_t h, \
+                                                         const void *x_, const void *dy, void *dx) {      \
+        const type root = (type)1.5957691216057307, cube = (type)0.044715, *in = (const type *)x_,        \
+                   *d = (const type *)dy;                                                                 \
+        type *d_in = (type *)dx;                                                                          \
+        for (int64_t i = 0; i < rows * h && form == DDP_TP_GELU; i++) {                                   \
+            type x = in[i], s = ddp__tp_sigmoid_##suffix(root * (x + cube * x * x * x));                  \
+            d_in[i] = d[i] * (s + x * s * (1 - s) * root * (1 + 3 * cube * x * x));                       \
+        }                                                                                                 \
+        for (int64_t i = 0; i < rows * h && form == DDP_TP_RELU; i++)                                     \
+            d_in[i] = in[i] > 0 ? d[i] : in[i] <= 0 ? 0 : in[i];                                          \
+        for (int64_t i = 0; i < rows && form == DDP_TP_SILU_GATED; i++)                                   \
+            for (int64_t j = 0; j < h; j++) {                                                             \
+                type gate = in[2 * i * h + j], up = in[(2 * i + 1) * h + j],                              \
+                     s = ddp__tp_sigmoid_##suffix(gate), slope = d[i * h + j];                            \
+                d_in[2 * i * h + j] = slope * up * s * (1 + gate * (1 - s));                              \
+                d_in[(2 * i + 1) * h + j] = slope * gate * s;                                             \
+            }                                                                                             \
+        return DDP_OK;                                                                                    \
     }
 DDP__TP_ACTIVATION_FNS(float, f32)
 DDP__TP_ACTIVATION_FNS(double, f64)
@@ -2263,65 +2354,67 @@ DDP__TP_ACTIVATION_FNS(double, f64)
      2  exp(logit - maximum), stored in dlogits; their sum; the target's logit minus the maximum
      3  the loss, and the gradient from the exponentials
    Ignored rows are not read. Pass 1 may miss a NaN; the sum of pass 2 contains it. */
-#define DDP__TP_LOSS_FNS(type, suffix, exponential)                                                                                \
-    static ddp_result ddp__tp_loss_max_##suffix(const ddp_loss *op) {                                                              \
-        const type *x = (const type *)op->logits;                                                                                  \
-        for (int64_t i = 0; i < op->rows; i++) {                                                                                   \
-            int64_t j = i * op->columns, end = op->targets[i] == op->ignore ? j : j + op->count;                                   \
-            type part[DDP__TP_LANES], most = -(type)INFINITY;                                                                      \
-            for (int lane = 0; lane < DDP__TP_LANES; lane++) part[lane] = most;                                                    \
-            for (; j + DDP__TP_LANES <= end; j += DDP__TP_LANES)                                                                   \
-                for (int lane = 0; lane < DDP__TP_LANES; lane++) part[lane] = x[j + lane] > part[lane] ? x[j + lane] : part[lane]; \
-            for (; j < end; j++) most = x[j] > most ? x[j] : most;                                                                 \
-            for (int lane = 0; lane < DDP__TP_LANES; lane++) most = part[lane] > most ? part[lane] : most;                         \
-            ((type *)op->max)[i] = most;                                                                                           \
-        }                                                                                                                          \
-        return DDP_OK;                                                                                                             \
-    }                                                                                                                              \
-    static ddp_result ddp__tp_loss_sum_##suffix(const ddp_loss *op) {                                                              \
-        const type *x = (const type *)op->logits;                                                                                  \
-        type *d = (type *)op->dlogits, *target = (type *)op->sums, *sum = target + op->rows;                                       \
-        for (int64_t i = 0; i < op->rows; i++) {                                                                                   \
-            int64_t j = i * op->columns, end = j + op->count, at = op->targets[i] - op->first;                                     \
-            type most = ((const type *)op->max)[i], e[DDP__TP_BLOCK];                                                              \
-            double part[DDP__TP_BLOCK] = DDP_ZERO;                                                                                 \
-            target[i] = sum[i] = 0;                                                                                                \
-            if (op->targets[i] == op->ignore) continue;                                                                            \
-            if (at >= 0 && at < op->count) target[i] = x[j + at] - most;                                                           \
-            for (; j + DDP__TP_BLOCK <= end; j += DDP__TP_BLOCK) {                                                                 \
-                for (int k = 0; k < DDP__TP_BLOCK; k++) e[k] = exponential(x[j + k] - most);                                       \
-                for (int k = 0; k < DDP__TP_BLOCK; k++) part[k] += (double)e[k];                                                   \
-                if (d) memcpy(d + j, e, sizeof e);                                                                                 \
-            }                                                                                                                      \
-            for (; j < end; j++) {                                                                                                 \
-                part[0] += (double)(e[0] = exponential(x[j] - most));                                                              \
-                if (d) d[j] = e[0];                                                                                                \
-            }                                                                                                                      \
-            for (int k = 1; k < DDP__TP_BLOCK; k++) part[0] += part[k];                                                            \
-            sum[i] = (type)part[0];                                                                                                \
-        }                                                                                                                          \
-        return DDP_OK;                                                                                                             \
-    }                                                                                                                              \
-    static ddp_result ddp__tp_loss_end_##suffix(const ddp_loss *op) {                                                              \
-        const type *target = (const type *)op->sums, *sum = target + op->rows;                                                     \
-        type *d = (type *)op->dlogits, *losses = (type *)op->losses;                                                               \
-        double total = 0;                                                                                                          \
-        for (int64_t i = 0; i < op->rows; i++) {                                                                                   \
-            int64_t row = i * op->columns, at = op->targets[i] - op->first, valid = op->targets[i] == op->ignore ? 0 : op->count;  \
-            double value = 0, factor = 0;                                                                                          \
-            if (op->targets[i] != op->ignore) {                                                                                    \
-                double log_sum = log((double)sum[i]), all = (double)((const type *)op->max)[i] + log_sum;                          \
-                value = log_sum - (double)target[i] + (op->z_loss > 0 ? op->z_loss * all * all : 0);                               \
-                factor = op->scale * (1 + 2 * op->z_loss * all) / (double)sum[i];                                                  \
-            }                                                                                                                      \
-            total += value;                                                                                                        \
-            if (losses) losses[i] = (type)value;                                                                                   \
-            for (int64_t j = 0; d && j < valid; j++) d[row + j] *= (type)factor;                                                   \
-            for (int64_t j = valid; d && j < op->columns; j++) d[row + j] = 0;                                                     \
-            if (d && at >= 0 && at < valid) d[row + at] -= (type)op->scale;                                                        \
-        }                                                                                                                          \
-        if (op->total) *op->total = total;                                                                                         \
-        return DDP_OK;                                                                                                             \
+#define DDP__TP_LOSS_FNS(type, suffix, exponential)                                                        \
+    static ddp_result ddp__tp_loss_max_##suffix(const ddp_loss *op) {                                      \
+        const type *x = (const type *)op->logits;                                                          \
+        for (int64_t i = 0; i < op->rows; i++) {                                                           \
+            int64_t j = i * op->columns, end = op->targets[i] == op->ignore ? j : j + op->count;           \
+            type part[DDP__TP_LANES], most = -(type)INFINITY;                                              \
+            for (int lane = 0; lane < DDP__TP_LANES; lane++) part[lane] = most;                            \
+            for (; j + DDP__TP_LANES <= end; j += DDP__TP_LANES)                                           \
+                for (int lane = 0; lane < DDP__TP_LANES; lane++)                                           \
+                    part[lane] = x[j + lane] > part[lane] ? x[j + lane] : part[lane];                      \
+            for (; j < end; j++) most = x[j] > most ? x[j] : most;                                         \
+            for (int lane = 0; lane < DDP__TP_LANES; lane++) most = part[lane] > most ? part[lane] : most; \
+            ((type *)op->max)[i] = most;                                                                   \
+        }                                                                                                  \
+        return DDP_OK;                                                                                     \
+    }                                                                                                      \
+    static ddp_result ddp__tp_loss_sum_##suffix(const ddp_loss *op) {                                      \
+        const type *x = (const type *)op->logits;                                                          \
+        type *d = (type *)op->dlogits, *target = (type *)op->sums, *sum = target + op->rows;               \
+        for (int64_t i = 0; i < op->rows; i++) {                                                           \
+            int64_t j = i * op->columns, end = j + op->count, at = op->targets[i] - op->first;             \
+            type most = ((const type *)op->max)[i], e[DDP__TP_BLOCK];                                      \
+            double part[DDP__TP_BLOCK] = DDP_ZERO;                                                         \
+            target[i] = sum[i] = 0;                                                                        \
+            if (op->targets[i] == op->ignore) continue;                                                    \
+            if (at >= 0 && at < op->count) target[i] = x[j + at] - most;                                   \
+            for (; j + DDP__TP_BLOCK <= end; j += DDP__TP_BLOCK) {                                         \
+                for (int k = 0; k < DDP__TP_BLOCK; k++) e[k] = exponential(x[j + k] - most);               \
+                for (int k = 0; k < DDP__TP_BLOCK; k++) part[k] += (double)e[k];                           \
+                if (d) memcpy(d + j, e, sizeof e);                                                         \
+            }                                                                                              \
+            for (; j < end; j++) {                                                                         \
+                part[0] += (double)(e[0] = exponential(x[j] - most));                                      \
+                if (d) d[j] = e[0];                                                                        \
+            }                                                                                              \
+            for (int k = 1; k < DDP__TP_BLOCK; k++) part[0] += part[k];                                    \
+            sum[i] = (type)part[0];                                                                        \
+        }                                                                                                  \
+        return DDP_OK;                                                                                     \
+    }                                                                                                      \
+    static ddp_result ddp__tp_loss_end_##suffix(const ddp_loss *op) {                                      \
+        const type *target = (const type *)op->sums, *sum = target + op->rows;                             \
+        type *d = (type *)op->dlogits, *losses = (type *)op->losses;                                       \
+        double total = 0;                                                                                  \
+        for (int64_t i = 0; i < op->rows; i++) {                                                           \
+            int64_t row = i * op->columns, at = op->targets[i] - op->first,                                \
+                    valid = op->targets[i] == op->ignore ? 0 : op->count;                                  \
+            double value = 0, factor = 0;                                                                  \
+            if (op->targets[i] != op->ignore) {                                                            \
+                double log_sum = log((double)sum[i]), all = (double)((const type *)op->max)[i] + log_sum;  \
+                value = log_sum - (double)target[i] + (op->z_loss > 0 ? op->z_loss * all * all : 0);       \
+                factor = op->scale * (1 + 2 * op->z_loss * all) / (double)sum[i];                          \
+            }                                                                                              \
+            total += value;                                                                                \
+            if (losses) losses[i] = (type)value;                                                           \
+            for (int64_t j = 0; d && j < valid; j++) d[row + j] *= (type)factor;                           \
+            for (int64_t j = valid; d && j < op->columns; j++) d[row + j] = 0;                             \
+            if (d && at >= 0 && at < valid) d[row + at] -= (type)op->scale;                                \
+        }                                                                                                  \
+        if (op->total) *op->total = total;                                                                 \
+        return DDP_OK;                                                                                     \
     }
 DDP__TP_LOSS_FNS(float, f32, ddp__tp_loss_exp)
 DDP__TP_LOSS_FNS(double, f64, exp)
@@ -2329,39 +2422,45 @@ DDP__TP_LOSS_FNS(double, f64, exp)
 
 /* stats: a row's mean (0 in RMS norm) and 1 / deviation. With g = dy w, and x^ the normal x: dx = (g -
    mean(g) - x^ mean(g x^)) / deviation; RMS norm has no mean(g). */
-#define DDP__TP_NORM_FNS(type, suffix)                                                                                                   \
-    static ddp_result ddp__tp_norm_##suffix(const ddp_norm *op) {                                                                        \
-        const type *w = (const type *)op->weight, *b = (const type *)op->bias, *x = (const type *)op->x;                                 \
-        type *stat = (type *)op->stats, *y = (type *)op->y;                                                                              \
-        int64_t n = op->columns;                                                                                                         \
-        for (int64_t i = 0; i < op->rows; i++, x += n, y += n, stat += 2) {                                                              \
-            double mean = 0, squares, scale;                                                                                             \
-            if (!op->rms) DDP__TP_SUM(mean, n, (double)x[k]);                                                                            \
-            mean /= (double)n;                                                                                                           \
-            DDP__TP_SUM(squares, n, ((double)x[k] - mean) * ((double)x[k] - mean));                                                      \
-            scale = 1 / sqrt(squares / (double)n + op->eps);                                                                             \
-            stat[0] = (type)mean;                                                                                                        \
-            stat[1] = (type)scale;                                                                                                       \
-            for (int64_t k = 0; k < n; k++) y[k] = (type)(((double)x[k] - mean) * scale) * w[k] + (b ? b[k] : 0);                        \
-        }                                                                                                                                \
-        return DDP_OK;                                                                                                                   \
-    }                                                                                                                                    \
-    static ddp_result ddp__tp_norm_backward_##suffix(const ddp_norm_backward *op) {                                                      \
-        const type *w = (const type *)op->weight, *x = (const type *)op->x, *stat = (const type *)op->stats, *dy = (const type *)op->dy; \
-        type *dx = (type *)op->dx, *dw = (type *)op->sums, *db = dw && !op->rms ? dw + op->columns : NULL;                               \
-        int64_t n = op->columns;                                                                                                         \
-        for (int64_t i = 0; i < op->rows; i++, x += n, dy += n, stat += 2) {                                                             \
-            type mean = stat[0], scale = stat[1], mean_g = 0, mean_gx;                                                                   \
-            double sum;                                                                                                                  \
-            if (!op->rms) { DDP__TP_SUM(sum, n, (double)(dy[k] * w[k])); mean_g = (type)(sum / (double)n); }                             \
-            DDP__TP_SUM(sum, n, (double)(dy[k] * w[k]) * (double)((x[k] - mean) * scale));                                               \
-            mean_gx = (type)(sum / (double)n);                                                                                           \
-            for (int64_t k = 0; dw && k < n; k++) dw[k] += dy[k] * ((x[k] - mean) * scale);                                              \
-            for (int64_t k = 0; db && k < n; k++) db[k] += dy[k];                                                                        \
-            for (int64_t k = 0; dx && k < n; k++) dx[k] = scale * (dy[k] * w[k] - mean_g - (x[k] - mean) * scale * mean_gx);             \
-            if (dx) dx += n;                                                                                                             \
-        }                                                                                                                                \
-        return DDP_OK;                                                                                                                   \
+#define DDP__TP_NORM_FNS(type, suffix)                                                                       \
+    static ddp_result ddp__tp_norm_##suffix(const ddp_norm *op) {                                            \
+        const type *w = (const type *)op->weight, *b = (const type *)op->bias, *x = (const type *)op->x;     \
+        type *stat = (type *)op->stats, *y = (type *)op->y;                                                  \
+        int64_t n = op->columns;                                                                             \
+        for (int64_t i = 0; i < op->rows; i++, x += n, y += n, stat += 2) {                                  \
+            double mean = 0, squares, scale;                                                                 \
+            if (!op->rms) DDP__TP_SUM(mean, n, (double)x[k]);                                                \
+            mean /= (double)n;                                                                               \
+            DDP__TP_SUM(squares, n, ((double)x[k] - mean) * ((double)x[k] - mean));                          \
+            scale = 1 / sqrt(squares / (double)n + op->eps);                                                 \
+            stat[0] = (type)mean;                                                                            \
+            stat[1] = (type)scale;                                                                           \
+            for (int64_t k = 0; k < n; k++)                                                                  \
+                y[k] = (type)(((double)x[k] - mean) * scale) * w[k] + (b ? b[k] : 0);                        \
+        }                                                                                                    \
+        return DDP_OK;                                                                                       \
+    }                                                                                                        \
+    static ddp_result ddp__tp_norm_backward_##suffix(const ddp_norm_backward *op) {                          \
+        const type *w = (const type *)op->weight, *x = (const type *)op->x, *stat = (const type *)op->stats, \
+                   *dy = (const type *)op->dy;                                                               \
+        type *dx = (type *)op->dx, *dw = (type *)op->sums, *db = dw && !op->rms ? dw + op->columns : NULL;   \
+        int64_t n = op->columns;                                                                             \
+        for (int64_t i = 0; i < op->rows; i++, x += n, dy += n, stat += 2) {                                 \
+            type mean = stat[0], scale = stat[1], mean_g = 0, mean_gx;                                       \
+            double sum;                                                                                      \
+            if (!op->rms) {                                                                                  \
+                DDP__TP_SUM(sum, n, (double)(dy[k] * w[k]));                                                 \
+                mean_g = (type)(sum / (double)n);                                                            \
+            }                                                                                                \
+            DDP__TP_SUM(sum, n, (double)(dy[k] * w[k]) * (double)((x[k] - mean) * scale));                   \
+            mean_gx = (type)(sum / (double)n);                                                               \
+            for (int64_t k = 0; dw && k < n; k++) dw[k] += dy[k] * ((x[k] - mean) * scale);                  \
+            for (int64_t k = 0; db && k < n; k++) db[k] += dy[k];                                            \
+            for (int64_t k = 0; dx && k < n; k++)                                                            \
+                dx[k] = scale * (dy[k] * w[k] - mean_g - (x[k] - mean) * scale * mean_gx);                   \
+            if (dx) dx += n;                                                                                 \
+        }                                                                                                    \
+        return DDP_OK;                                                                                       \
     }
 DDP__TP_NORM_FNS(float, f32)
 DDP__TP_NORM_FNS(double, f64)
@@ -2369,17 +2468,19 @@ DDP__TP_NORM_FNS(double, f64)
 
 #define DDP__TP_F32(name, arguments) ddp__tp_##name##_f32,
 #define DDP__TP_F64(name, arguments) ddp__tp_##name##_f64,
-static const ddp_layer_kernels ddp__host_layers[2] = {{DDP_VERSION, DDP__GEMM_DEFAULT,
-                                                       DDP_LAYER_KERNELS(DDP__TP_F32)},
-                                                      {DDP_VERSION, DDP__GEMM_DEFAULT,
-                                                       DDP_LAYER_KERNELS(DDP__TP_F64)}};
+static const ddp_layer_kernels ddp__host_layers[2] = {
+    {DDP_VERSION, DDP__GEMM_DEFAULT, DDP_LAYER_KERNELS(DDP__TP_F32)},
+    {DDP_VERSION, DDP__GEMM_DEFAULT, DDP_LAYER_KERNELS(DDP__TP_F64)},
+};
 
 //== tensor-parallel context =============================================================== >>impl-tp-context
 /* The tensor-parallel context: workspace, argument checks, and the collectives that the layers use. */
 
 #define DDP__TP_FAIL(group, result, call, ...) ddp_fail_in(result, call, group, __VA_ARGS__)
-#define DDP__TP_NEED(tp, call, condition, ...) \
-    do { if (!(condition)) return DDP__TP_FAIL((tp)->group, DDP_ERR_INVALID, call, __VA_ARGS__); } while (0)
+#define DDP__TP_NEED(tp, call, condition, ...)                                                  \
+    do {                                                                                        \
+        if (!(condition)) return DDP__TP_FAIL((tp)->group, DDP_ERR_INVALID, call, __VA_ARGS__); \
+    } while (0)
 #define DDP__TP_CHUNKS 64 /* chunk_count at most */
 #define DDP__TP_WORKS 4   /* pending collectives of one layer, at most */
 
@@ -2389,16 +2490,19 @@ struct ddp_tp {
     const ddp_layer_kernels *kernels; /* of device and dtype */
     ddp_tp_desc desc;                 /* with every default resolved */
     int rank, world_size;
-    size_t size;                      /* bytes of an element */
+    size_t size; /* bytes of an element */
     /* group memory, sized for the layer that needs most; its contents are valid only during a call */
     unsigned char *workspace;
     size_t workspace_bytes;
-    size_t *counts;                   /* 2 world_size: of a call with counts, and its offsets */
+    size_t *counts; /* 2 world_size: of a call with counts, and its offsets */
     ddp_tp_stats stats;
 };
 
 /* Collectives that are pending inside a call: works[0] is one that was early, the others are used in turn. */
-typedef struct ddp__tp_pending { ddp_work works[DDP__TP_WORKS]; int next; } ddp__tp_pending;
+typedef struct ddp__tp_pending {
+    ddp_work works[DDP__TP_WORKS];
+    int next;
+} ddp__tp_pending;
 
 /* rows * columns elements of that many bytes; SIZE_MAX when that overflows, or a factor is negative. */
 static size_t ddp__tp_bytes(int64_t rows, int64_t columns, size_t size) {
@@ -2446,8 +2550,10 @@ static ddp_result ddp__tp_make(ddp_tp *tp, const char *call, ddp_result own, con
     if (own == DDP_OK && !layer) own = DDP_ERR_NO_MEMORY;
     own = ddp__tp_reserve(tp->group, tp, call, own, desc, bytes);
     *out = NULL;
-    if (own == DDP_OK) *out = memcpy(layer, made, size_bytes);
-    else ddp_host_free(tp->group, layer);
+    if (own == DDP_OK)
+        *out = memcpy(layer, made, size_bytes);
+    else
+        ddp_host_free(tp->group, layer);
     return own;
 }
 
@@ -2462,9 +2568,10 @@ static ddp_result ddp__tp_check_rows(const ddp_tp *tp, const char *call, int64_t
     DDP__TP_NEED(tp, call, rows >= 0 && rows <= tp->desc.max_rows,
                  "rows=%lld; the context allows 0 to max_rows=%lld", (long long)rows,
                  (long long)tp->desc.max_rows);
-    DDP__TP_NEED(tp, call, !ddp__tp_cuts_rows(tp) || rows % tp->world_size == 0,
-                "rows=%lld do not divide by %d ranks, which sequence_parallel needs; the next number is %lld",
-                 (long long)rows, tp->world_size, (long long)((rows / tp->world_size + 1) * tp->world_size));
+    DDP__TP_NEED(
+        tp, call, !ddp__tp_cuts_rows(tp) || rows % tp->world_size == 0,
+        "rows=%lld do not divide by %d ranks, which sequence_parallel needs; the next number is %lld",
+        (long long)rows, tp->world_size, (long long)((rows / tp->world_size + 1) * tp->world_size));
     return DDP_OK;
 }
 
@@ -2501,9 +2608,9 @@ static ddp_result ddp__tp_all_gather(ddp_tp *tp, const void *send, void *recv, s
 static ddp_result ddp__tp_reduce_scatter(ddp_tp *tp, const void *send, void *recv, size_t recv_count,
                                          ddp_work *work) {
     double start = ddp_now();
-    return ddp__tp_count(tp, ddp_reduce_scatter(tp->group, send, recv, recv_count, tp->desc.dtype, DDP_OP_SUM,
-                                                work), start,
-                         (uint64_t)recv_count * ((uint64_t)tp->world_size - 1));
+    return ddp__tp_count(
+        tp, ddp_reduce_scatter(tp->group, send, recv, recv_count, tp->desc.dtype, DDP_OP_SUM, work), start,
+        (uint64_t)recv_count * ((uint64_t)tp->world_size - 1));
 }
 
 static ddp_result ddp__tp_wait(ddp_tp *tp, ddp_work *work) {
@@ -2532,8 +2639,9 @@ static ddp_result ddp__tp_gather_rows(ddp_tp *tp, const void *own, int64_t own_r
         tp->counts[r] = count;
         offsets[r] = (size_t)((r * own_rows + first) * width);
     }
-    return ddp__tp_count(tp, ddp_all_gather_v(tp->group, ddp__tp_at(tp, own, first * width), count, full,
-                                              tp->counts, offsets, tp->desc.dtype, *work),
+    return ddp__tp_count(tp,
+                         ddp_all_gather_v(tp->group, ddp__tp_at(tp, own, first * width), count, full,
+                                          tp->counts, offsets, tp->desc.dtype, *work),
                          start, (uint64_t)count * ((uint64_t)tp->world_size - 1));
 }
 
@@ -2632,11 +2740,13 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
              d.accumulate_grads);
     /* of cross-entropy, which is not created */
     size_t bytes = ddp__tp_bytes(3, d.max_rows, ddp_dtype_size(d.dtype));
-    result = ddp__tp_reserve(group, tp, "ddp_tp_create", result, what, bytes > 64 * DDP__TP_WORKS ? bytes
-                             : 64 * DDP__TP_WORKS);
+    result = ddp__tp_reserve(group, tp, "ddp_tp_create", result, what,
+                             bytes > 64 * DDP__TP_WORKS ? bytes : 64 * DDP__TP_WORKS);
     if (result == DDP_OK && tp->world_size > 1 && d.chunk_count > 1) result = ddp__tp_warm_up(tp);
-    if (result == DDP_OK) *out = tp;
-    else ddp_tp_destroy(tp);
+    if (result == DDP_OK)
+        *out = tp;
+    else
+        ddp_tp_destroy(tp);
     return result;
 }
 
@@ -2667,12 +2777,12 @@ DDPDEF void ddp_tp_reset_stats(ddp_tp *tp) {
 
 struct ddp_tp_linear {
     ddp_tp *tp;
-    ddp_tp_linear_desc desc;              /* with every default resolved */
+    ddp_tp_linear_desc desc; /* with every default resolved */
     /* parts that are cut separately: 1; 3 of fused query, key, value; 2 of gate and up */
     int part_count;
-    int64_t part[DDP__LINEAR_PARTS];      /* features in each, over all ranks */
-    int64_t in, out;                      /* columns and rows of this rank's weight */
-    int64_t widest;                       /* the largest number of cut features of a rank */
+    int64_t part[DDP__LINEAR_PARTS]; /* features in each, over all ranks */
+    int64_t in, out;                 /* columns and rows of this rank's weight */
+    int64_t widest;                  /* the largest number of cut features of a rank */
 };
 
 /* out (M, n) = in (M, k) by the weight, any of whose rows can be had alone: W transposed in forward, W for
@@ -2686,7 +2796,10 @@ typedef struct ddp__linear_product {
 
 /* Memory for the gradients of weights. wanted: the same on every rank. A rank with an empty weight may pass
    NULL. */
-typedef struct ddp__linear_grads { int wanted; void *weight, *bias; } ddp__linear_grads;
+typedef struct ddp__linear_grads {
+    int wanted;
+    void *weight, *bias;
+} ddp__linear_grads;
 
 /* Returns the number of features of a part that a rank has. *global: the first of them among all features of
    the layer. *local: the first among this rank's. */
@@ -2718,8 +2831,8 @@ static ddp_result ddp__linear_rows(const ddp_tp_linear *l, const ddp__linear_pro
                                    int64_t rows, void *out) {
     const void *in = ddp__tp_at(l->tp, p->in, first * p->in_row);
     const int64_t n = p->forward ? l->out : l->in, k = p->forward ? l->in : l->out;
-    const ddp_gemm g = {rows, n, k, p->in_row, l->in, p->out_row, in, p->weight, out, l->tp->desc.dtype, 0,
-                        p->forward, 0};
+    const ddp_gemm g = {
+        rows, n, k, p->in_row, l->in, p->out_row, in, p->weight, out, l->tp->desc.dtype, 0, p->forward, 0};
     return ddp__tp_multiply(l->tp, &g);
 }
 
@@ -2729,12 +2842,23 @@ static ddp_result ddp__linear_gradients(const ddp_tp_linear *l, const void *dy, 
                                         int64_t rows, const ddp__linear_grads *grads,
                                         ddp__tp_pending *pending) {
     const ddp_tp *tp = l->tp;
-    const ddp_gemm g = {l->out, l->in, rows, l->out, x_row, l->in, dy, x, grads->weight, tp->desc.dtype, 1, 0,
+    const ddp_gemm g = {l->out,
+                        l->in,
+                        rows,
+                        l->out,
+                        x_row,
+                        l->in,
+                        dy,
+                        x,
+                        grads->weight,
+                        tp->desc.dtype,
+                        1,
+                        0,
                         tp->desc.accumulate_grads};
     if (!grads->wanted) return DDP_OK;
     if (grads->bias)
-        DDP_TRY(ddp__tp_tell(tp, tp->kernels->sum_rows(rows, l->out, dy, tp->desc.accumulate_grads,
-                                                       grads->bias)));
+        DDP_TRY(ddp__tp_tell(
+            tp, tp->kernels->sum_rows(rows, l->out, dy, tp->desc.accumulate_grads, grads->bias)));
     DDP_TRY(ddp__tp_wait(l->tp, &pending->works[0]));
     return ddp__tp_multiply(tp, &g);
 }
@@ -2779,14 +2903,15 @@ static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_produ
         return p->out ? ddp__linear_rows(l, p, 0, own_rows * tp->world_size, p->out) : DDP_OK;
     }
     if (rows) DDP_TRY(ddp__tp_gather_rows(tp, own, own_rows, first, rows, p->in_row, whole, pending, &work));
-    if (p->out) DDP_TRY(ddp__linear_rows(l, p, 0, own_rows, /* this rank's own rows are local */
-                                         ddp__tp_at(tp, p->out, tp->rank * own_rows * p->out_row)));
+    if (p->out)
+        DDP_TRY(ddp__linear_rows(l, p, 0, own_rows, /* this rank's own rows are local */
+                                 ddp__tp_at(tp, p->out, tp->rank * own_rows * p->out_row)));
     p->in = whole;
     for (int i = 0; rows; i++, work = next, first = after, rows = after_rows) {
         after_rows = i + 1 < chunks ? ddp__tensor_cut(own_rows, i + 1, chunks, &after) : 0;
         if (after_rows)
-            DDP_TRY(ddp__tp_gather_rows(tp, own, own_rows, after, after_rows, p->in_row, whole, pending,
-                                        &next));
+            DDP_TRY(
+                ddp__tp_gather_rows(tp, own, own_rows, after, after_rows, p->in_row, whole, pending, &next));
         DDP_TRY(ddp__tp_wait(tp, work));
         for (int64_t r = 0; r < tp->world_size && p->out; r++)
             if (r != tp->rank)
@@ -2802,8 +2927,8 @@ static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_produ
 static ddp_result ddp__linear_reduced(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t rows,
                                       void *pieces, ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
-    int chunks = tp->world_size == 1 ? 1 : tp->desc.chunk_count, shares = ddp__tp_cuts_rows(tp)
-        ? tp->world_size : 1;
+    int chunks = tp->world_size == 1 ? 1 : tp->desc.chunk_count,
+        shares = ddp__tp_cuts_rows(tp) ? tp->world_size : 1;
     for (int i = 0; i < chunks; i++) {
         int64_t first, count = ddp__tensor_cut(rows / shares, i, chunks, &first);
         size_t elements = (size_t)(count * p->out_row);
@@ -2815,8 +2940,10 @@ static ddp_result ddp__linear_reduced(const ddp_tp_linear *l, const ddp__linear_
             DDP_TRY(ddp__linear_rows(l, p, r * (rows / shares) + first, count,
                                      ddp__tp_at(tp, sums, r * count * p->out_row)));
         if (chunks > 1) DDP_TRY(ddp__tp_next_work(tp, pending, &work));
-        if (shares > 1) DDP_TRY(ddp__tp_reduce_scatter(tp, sums, out, elements, work));
-        else DDP_TRY(ddp__tp_all_reduce(tp, out, elements, DDP_OP_SUM, work));
+        if (shares > 1)
+            DDP_TRY(ddp__tp_reduce_scatter(tp, sums, out, elements, work));
+        else
+            DDP_TRY(ddp__tp_all_reduce(tp, out, elements, DDP_OP_SUM, work));
     }
     return DDP_OK;
 }
@@ -2824,15 +2951,15 @@ static ddp_result ddp__linear_reduced(const ddp_tp_linear *l, const ddp__linear_
 /* The product of all rows, of this rank's features. bias: NULL, or added. With whole, p->out has the features
    of all ranks instead: each rank's product travels through its slot of the workspace. */
 static ddp_result ddp__linear_own_features(const ddp_tp_linear *l, ddp__linear_product *p, const void *bias,
-                                           int64_t rows, int whole,
-                                          ddp__tp_pending *pending) {
+                                           int64_t rows, int whole, ddp__tp_pending *pending) {
     ddp_tp *tp = l->tp;
     void *out = p->out;
     if (whole) p->out = ddp__tp_at(tp, tp->workspace, tp->rank * rows * l->widest);
     if (whole) p->out_row = l->widest;
     if (ddp__tp_cuts_rows(tp))
         DDP_TRY(ddp__linear_gathered(l, p, rows / tp->world_size, tp->workspace, pending));
-    else if (p->out) DDP_TRY(ddp__linear_rows(l, p, 0, rows, p->out));
+    else if (p->out)
+        DDP_TRY(ddp__linear_rows(l, p, 0, rows, p->out));
     DDP_TRY(ddp__linear_add_bias(l, p->out, p->out_row, bias, rows));
     if (!whole) return DDP_OK;
     DDP_TRY(ddp__tp_all_gather(tp, p->out, tp->workspace, (size_t)(rows * l->widest), NULL));
@@ -2909,8 +3036,8 @@ static ddp_result ddp__linear_resolve_heads(ddp_tp_linear *l, const char *call) 
                  d->heads, d->kv_heads);
     DDP__TP_NEED(tp, call, d->head_size != 0 || d->in_features % d->heads == 0,
                  "in_features=%lld do not divide by heads=%d; set head_size, or take %lld features",
-                 (long long)d->in_features, d->heads, (long long)ddp__linear_nearest(d->in_features,
-                                                                                     d->heads));
+                 (long long)d->in_features, d->heads,
+                 (long long)ddp__linear_nearest(d->in_features, d->heads));
     if (d->head_size == 0) d->head_size = d->in_features / d->heads;
     DDP__TP_NEED(tp, call, d->head_size > 0 && d->head_size <= 1 << 24,
                  "head_size=%lld, allowed are 1 to 16777216", (long long)d->head_size);
@@ -2945,8 +3072,8 @@ static ddp_result ddp__linear_resolve(ddp_tp_linear *l, const char *call) {
     DDP__TP_NEED(tp, call, !d->scatter_input || d->split == DDP_TP_ROW,
                  "scatter_input=%d is for a row linear", d->scatter_input);
     DDP__TP_NEED(tp, call, !tp->desc.sequence_parallel || (!d->gather_output && !d->scatter_input),
-                 "%s is not for sequence_parallel, where rows are cut", d->gather_output ? "gather_output"
-                 : "scatter_input");
+                 "%s is not for sequence_parallel, where rows are cut",
+                 d->gather_output ? "gather_output" : "scatter_input");
     if (l->part_count) return DDP_OK;
     l->part_count = 1;
     l->part[0] = d->split == DDP_TP_COLUMN ? d->out_features : d->in_features;
@@ -2964,8 +3091,8 @@ static ddp_result ddp__linear_make(ddp_tp_linear *l, const char *call, size_t *b
     l->widest = ddp__linear_features(l, 0);
     *bytes = 0;
     if (ddp__tp_cuts_rows(tp)) {
-        *bytes = ddp_round_up(ddp__tp_bytes(rows, d->split == DDP_TP_ROW ? d->out_features : d->in_features,
-                                            tp->size), 64);
+        *bytes = ddp_round_up(
+            ddp__tp_bytes(rows, d->split == DDP_TP_ROW ? d->out_features : d->in_features, tp->size), 64);
         if (d->split == DDP_TP_COLUMN) *bytes = ddp__tp_sum(*bytes, *bytes); /* x, and the gradient of it */
     } else if (tp->world_size > 1 && (d->gather_output || d->scatter_input))
         *bytes = ddp__tp_bytes(rows, l->widest, tp->size * (size_t)tp->world_size);
@@ -2983,8 +3110,10 @@ DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const dd
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, out ? "tp" : "out");
     made.tp = tp;
     if (desc) made.desc = *desc;
-    if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, __func__, "%s", "desc is NULL");
-    else result = ddp__linear_make(&made, __func__, &bytes);
+    if (!desc)
+        result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, __func__, "%s", "desc is NULL");
+    else
+        result = ddp__linear_make(&made, __func__, &bytes);
     snprintf(what, sizeof what,
              "in_features=%lld out_features=%lld split=%d no_bias=%d gather_output=%d scatter_input=%d "
              "heads=%d kv_heads=%d "
@@ -3043,9 +3172,10 @@ static ddp_result ddp__linear_forward(ddp_tp_linear *l, const void *weight, cons
     ddp__tp_pending pending = DDP_ZERO;
     DDP_TRY(ddp_device_begin(tp->group));
     if (l->desc.split == DDP_TP_COLUMN)
-        return ddp__tp_wait_all(tp, &pending, ddp__linear_own_features(l, &p, bias, rows,
-                                                                       l->desc.gather_output &&
-                                                                       tp->world_size > 1, &pending));
+        return ddp__tp_wait_all(tp, &pending,
+                                ddp__linear_own_features(l, &p, bias, rows,
+                                                         l->desc.gather_output && tp->world_size > 1,
+                                                         &pending));
     p.in = ddp__linear_row_input(l, x, &p.in_row);
     DDP_TRY(ddp__tp_wait_all(tp, &pending, ddp__linear_reduced(l, &p, rows, tp->workspace, &pending)));
     return ddp__linear_add_bias(l, y, l->out, bias, ddp__tp_own_rows(tp, rows));
@@ -3056,10 +3186,10 @@ static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, con
     ddp__linear_product p = {weight, dy, dx, l->out, l->in, 0};
     ddp__tp_pending pending = DDP_ZERO;
     DDP_TRY(ddp_device_begin(l->tp->group));
-    return ddp__tp_wait_all(l->tp, &pending, l->desc.split == DDP_TP_COLUMN
-                                                 ? ddp__linear_column_backward(l, &p, x, rows, grads,
-                                                                               &pending)
-                                                 : ddp__linear_row_backward(l, &p, x, rows, grads, &pending));
+    return ddp__tp_wait_all(l->tp, &pending,
+                            l->desc.split == DDP_TP_COLUMN
+                                ? ddp__linear_column_backward(l, &p, x, rows, grads, &pending)
+                                : ddp__linear_row_backward(l, &p, x, rows, grads, &pending));
 }
 
 DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias,
@@ -3105,8 +3235,9 @@ static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, siz
     size_t column_bytes = 0, row_bytes = 0;
     DDP__TP_NEED(tp, call, d->channels > 0 && d->hidden > 0 && d->hidden <= INT64_C(1) << 46,
                  "channels=%lld hidden=%lld; set both", (long long)d->channels, (long long)d->hidden);
-    DDP__TP_NEED(tp, call, d->activation == DDP_TP_GELU || d->activation == DDP_TP_RELU ||
-                 d->activation == DDP_TP_SILU_GATED,
+    DDP__TP_NEED(tp, call,
+                 d->activation == DDP_TP_GELU || d->activation == DDP_TP_RELU
+                     || d->activation == DDP_TP_SILU_GATED,
                  "activation=%d is none of DDP_TP_GELU, DDP_TP_RELU, DDP_TP_SILU_GATED", (int)d->activation);
     m->column.tp = m->row.tp = tp;
     m->column.desc.split = DDP_TP_COLUMN;
@@ -3122,8 +3253,8 @@ static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, siz
     DDP_TRY(ddp__linear_make(&m->column, call, &column_bytes));
     DDP_TRY(ddp__linear_make(&m->row, call, &row_bytes));
     m->spare = ddp_round_up(column_bytes > row_bytes ? column_bytes : row_bytes, 64);
-    *bytes = ddp__tp_sum(m->spare, ddp__tp_bytes(tp->desc.max_rows, m->row.widest,
-                                                 (ddp__mlp_gated(m) ? 3 : 1) * tp->size));
+    *bytes = ddp__tp_sum(
+        m->spare, ddp__tp_bytes(tp->desc.max_rows, m->row.widest, (ddp__mlp_gated(m) ? 3 : 1) * tp->size));
     return DDP_OK;
 }
 
@@ -3136,8 +3267,10 @@ DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_m
     size_t bytes = 0;
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, out ? "tp" : "out");
     if (desc) made.desc = *desc;
-    if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, __func__, "%s", "desc is NULL");
-    else result = ddp__mlp_make(&made, tp, __func__, &bytes);
+    if (!desc)
+        result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, __func__, "%s", "desc is NULL");
+    else
+        result = ddp__mlp_make(&made, tp, __func__, &bytes);
     snprintf(what, sizeof what, "channels=%lld hidden=%lld activation=%d no_bias=%d",
              (long long)made.desc.channels, (long long)made.desc.hidden, (int)made.desc.activation,
              made.desc.no_bias != 0);
@@ -3174,10 +3307,11 @@ DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[
     if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", __func__);
     ddp_tp *tp = mlp->column.tp;
     DDP_TRY(ddp__mlp_check(mlp, __func__, weights, x, saved, rows, "y", y));
-    DDP__TP_NEED(tp, __func__, (!weights[1] == !!mlp->desc.no_bias || !mlp->column.out) &&
-                 !weights[3] == !!mlp->desc.no_bias,
-                 "biases are %s and %s, no_bias is %d", weights[1] ? "given" : "NULL", weights[3] ? "given"
-                 : "NULL", mlp->desc.no_bias);
+    DDP__TP_NEED(tp, __func__,
+                 (!weights[1] == !!mlp->desc.no_bias || !mlp->column.out)
+                     && !weights[3] == !!mlp->desc.no_bias,
+                 "biases are %s and %s, no_bias is %d", weights[1] ? "given" : "NULL",
+                 weights[3] ? "given" : "NULL", mlp->desc.no_bias);
     void *act = ddp__tp_at(tp, saved, rows * mlp->column.out);
     DDP_TRY(ddp__linear_forward(&mlp->column, weights[0], weights[1], x, rows, saved));
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->activate(mlp->desc.activation, rows, mlp->row.in, saved, act)));
@@ -3203,8 +3337,8 @@ DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights
     void *d_in = ddp__mlp_gated(mlp) ? ddp__tp_at(tp, d_act, rows * mlp->row.in) : d_act;
     DDP_TRY(ddp__linear_backward(&mlp->row, weights[2], ddp__tp_at(tp, saved, rows * mlp->column.out), dy,
                                  rows, d_act, &to[1]));
-    DDP_TRY(ddp__tp_tell(tp, tp->kernels->activate_backward(mlp->desc.activation, rows, mlp->row.in, saved,
-                                                            d_act, d_in)));
+    DDP_TRY(ddp__tp_tell(
+        tp, tp->kernels->activate_backward(mlp->desc.activation, rows, mlp->row.in, saved, d_act, d_in)));
     return ddp__linear_backward(&mlp->column, weights[0], x, d_in, rows, dx, &to[0]);
 }
 
@@ -3290,7 +3424,12 @@ DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const vo
     if (!embedding) return ddp_fail(DDP_ERR_INVALID, "%s: embedding is NULL", __func__);
     ddp_tp *tp = embedding->tp;
     int64_t channels = embedding->desc.channels;
-    const ddp_lookup op = {rows, channels, tokens, embedding->first, embedding->count, weight,
+    const ddp_lookup op = {rows,
+                           channels,
+                           tokens,
+                           embedding->first,
+                           embedding->count,
+                           weight,
                            ddp__tp_cuts_rows(tp) ? tp->workspace : y};
     DDP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
     if (rows == 0) return DDP_OK;
@@ -3307,12 +3446,16 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
     if (!embedding) return ddp_fail(DDP_ERR_INVALID, "%s: embedding is NULL", __func__);
     ddp_tp *tp = embedding->tp;
     int64_t channels = embedding->desc.channels;
-    const ddp_lookup op = {rows, channels, tokens, embedding->first, embedding->count, ddp__tp_cuts_rows(tp)
-                           ? tp->workspace : dy, weight_grad};
+    const ddp_lookup op = {rows,
+                           channels,
+                           tokens,
+                           embedding->first,
+                           embedding->count,
+                           ddp__tp_cuts_rows(tp) ? tp->workspace : dy,
+                           weight_grad};
     DDP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
-    DDP__TP_NEED(tp, __func__, (dy || rows == 0) &&
-                 (weight_grad || embedding->count == 0), "%s is NULL", dy || rows == 0 ? "weight_grad"
-                 : "dy");
+    DDP__TP_NEED(tp, __func__, (dy || rows == 0) && (weight_grad || embedding->count == 0), "%s is NULL",
+                 dy || rows == 0 ? "weight_grad" : "dy");
     DDP_TRY(ddp_device_begin(tp->group));
     if (ddp__tp_cuts_rows(tp) && rows)
         DDP_TRY(ddp__tp_all_gather(tp, dy, tp->workspace, (size_t)(rows / tp->world_size * channels), NULL));
@@ -3371,8 +3514,8 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     if (op.scale == 0 && counting) op.scale = 1 / (double)counting;
     op.total = mean ? &total : NULL;
     op.logits = logits;
-    op.max = tp->workspace;                             /* (rows) */
-    op.sums = tp->workspace + (size_t)rows * tp->size;  /* (2, rows) */
+    op.max = tp->workspace;                            /* (rows) */
+    op.sums = tp->workspace + (size_t)rows * tp->size; /* (2, rows) */
     op.dlogits = dlogits;
     op.losses = losses;
     DDP__TP_NEED(tp, __func__, logits || rows == 0 || op.columns == 0, "%s", "logits is NULL");
@@ -3450,8 +3593,8 @@ DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void 
     if (!norm) return ddp_fail(DDP_ERR_INVALID, "%s: norm is NULL", __func__);
     DDP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
     DDP__TP_NEED(norm->tp, __func__, y || rows == 0, "%s", "y is NULL");
-    DDP__TP_NEED(norm->tp, __func__, !norm->desc.rms == !!bias, "%s", norm->desc.rms
-                 ? "bias is set, but RMS norm has none" : "bias is NULL");
+    DDP__TP_NEED(norm->tp, __func__, !norm->desc.rms == !!bias, "%s",
+                 norm->desc.rms ? "bias is set, but RMS norm has none" : "bias is NULL");
     const ddp_norm op = {rows, norm->desc.channels, norm->desc.rms, norm->desc.eps, x, weight, bias, stats,
                          y};
     DDP_TRY(ddp_device_begin(norm->tp->group));
@@ -3468,24 +3611,26 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
     ddp_tp *tp = norm->tp;
     int64_t n = norm->desc.channels;
     size_t bytes = (size_t)n * tp->size;
-    const ddp_norm_backward op = {rows, n, norm->desc.rms, x, weight, stats, dy, dx, weight_grad
-                                  ? tp->workspace : NULL};
+    const ddp_norm_backward op = {
+        rows, n, norm->desc.rms, x, weight, stats, dy, dx, weight_grad ? tp->workspace : NULL};
     DDP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
     DDP__TP_NEED(tp, __func__, dy || rows == 0, "%s", "dy is NULL");
     DDP__TP_NEED(tp, __func__, !!bias_grad == (weight_grad && !norm->desc.rms), "%s",
                  norm->desc.rms ? "bias_grad is set, but RMS norm has none"
-                 : "weight_grad and bias_grad: both or neither");
+                                : "weight_grad and bias_grad: both or neither");
     DDP_TRY(ddp_device_begin(tp->group));
     if (weight_grad) tp->device->fill_zero(tp->workspace, 2 * bytes);
     DDP_TRY(ddp__tp_tell(tp, tp->kernels->norm_backward(&op)));
     if (!weight_grad) return DDP_OK;
     if (ddp__tp_cuts_rows(tp))
-        DDP_TRY(ddp__tp_all_reduce(tp, tp->workspace, (size_t)(norm->desc.rms ? n : 2 * n), DDP_OP_SUM,
-                                   NULL));
+        DDP_TRY(
+            ddp__tp_all_reduce(tp, tp->workspace, (size_t)(norm->desc.rms ? n : 2 * n), DDP_OP_SUM, NULL));
     for (int which = 0; which < (bias_grad ? 2 : 1); which++) {
         void *grad = which ? bias_grad : weight_grad, *from = tp->workspace + (size_t)which * bytes;
-        if (!tp->desc.accumulate_grads) tp->device->copy(grad, from, bytes);
-        else tp->device->add(grad, grad, from, (size_t)n, tp->desc.dtype);
+        if (!tp->desc.accumulate_grads)
+            tp->device->copy(grad, from, bytes);
+        else
+            tp->device->add(grad, grad, from, (size_t)n, tp->desc.dtype);
     }
     return ddp__tp_tell(tp, ddp_device_check(tp->group));
 }
@@ -3503,18 +3648,21 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
                  (long long)rows, (long long)columns);
     DDP__TP_NEED(tp, __func__, (x && y) || rows == 0 || columns == 0, "%s is NULL", x ? "y" : "x");
     const int64_t width = desc->columns ? desc->columns : columns;
-    DDP__TP_NEED(tp, __func__, desc->first_row >= 0 && desc->first_column >= 0 && columns <= width &&
-                 desc->first_column <= width - columns,
-            "%lld columns from first_column=%lld, first_row=%lld do not lie in an activation of %lld columns",
-                 (long long)columns, (long long)desc->first_column, (long long)desc->first_row,
-                 (long long)width);
-    DDP__TP_NEED(tp, __func__, !__builtin_add_overflow(desc->first_row, rows, &end) &&
-                 !__builtin_mul_overflow(end, width, &end),
+    DDP__TP_NEED(
+        tp, __func__,
+        desc->first_row >= 0 && desc->first_column >= 0 && columns <= width
+            && desc->first_column <= width - columns,
+        "%lld columns from first_column=%lld, first_row=%lld do not lie in an activation of %lld columns",
+        (long long)columns, (long long)desc->first_column, (long long)desc->first_row, (long long)width);
+    DDP__TP_NEED(tp, __func__,
+                 !__builtin_add_overflow(desc->first_row, rows, &end)
+                     && !__builtin_mul_overflow(end, width, &end),
                  "%lld rows from %lld of %lld columns are more elements than fit in 63 bits", (long long)rows,
                  (long long)desc->first_row, (long long)width);
     const int64_t first = desc->first_row * width + desc->first_column; /* fits, as checked above */
-    ddp_dropout op = {rows, columns, first, width, desc->key, (uint32_t)(desc->rate * 4294967296.0),
-                      1 / (1 - desc->rate), x, y};
+    ddp_dropout op = {
+        rows, columns, first, width, desc->key, (uint32_t)(desc->rate * 4294967296.0), 1 / (1 - desc->rate),
+        x,    y};
     if (columns == width) { /* one long row */
         op.columns *= rows;
         op.rows = rows > 0;
@@ -3534,7 +3682,7 @@ static double ddp__tp_normal(uint64_t key, uint64_t index) {
     for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u)
         ddp__tp_philox_round(&w[0], &w[1], &w[2], &w[3], k0, k1);
     double u = (double)((((uint64_t)w[0] << 32 | w[1]) >> 11) + 1) * unit,
-        v = (double)(((uint64_t)w[2] << 32 | w[3]) >> 11) * unit;
+           v = (double)(((uint64_t)w[2] << 32 | w[3]) >> 11) * unit;
     return sqrt(-2 * log(u)) * cos(6.283185307179586 * v);
 }
 
@@ -3549,8 +3697,10 @@ static void ddp__tp_init_rows(const ddp_tensor_box *b, ddp_dtype dtype, uint64_t
             index = index * (uint64_t)b->global_shape[d] + (uint64_t)(b->offset[d] + at[d]);
         for (size_t j = 0; j < (size_t)row; j++) {
             double value = mean + deviation * ddp__tp_normal(key, index + j);
-            if (dtype == DDP_F32) ((float *)out)[done + j] = (float)value;
-            else ((double *)out)[done + j] = value;
+            if (dtype == DDP_F32)
+                ((float *)out)[done + j] = (float)value;
+            else
+                ((double *)out)[done + j] = value;
         }
         for (int d = last - 1; d >= 0 && ++at[d] == b->shape[d]; d--) at[d] = 0;
     }
@@ -3569,7 +3719,7 @@ DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dt
                         ddp_dtype_name(dtype), (int)dtype);
     for (int d = 0; d < box->ndim; d++) {
         long long all = (long long)box->global_shape[d], first = (long long)box->offset[d],
-            n = (long long)box->shape[d];
+                  n = (long long)box->shape[d];
         if (all < 0 || first < 0 || n < 0 || first > all || n > all - first)
             return ddp_fail(DDP_ERR_INVALID,
                             "%s: dimension %d: entries [%lld, %lld + %lld) do not lie in %lld", call, d,
