@@ -111,7 +111,7 @@ extern "C" {
 
 /* One tensor of a list, and its position in the flat buffer. */
 typedef struct ddp_cuda_range {
-    void *data;    /* on the device */
+    void *data; /* on the device */
     size_t count;
     size_t offset; /* elements from the start of the flat buffer */
 } ddp_cuda_range;
@@ -126,12 +126,12 @@ typedef struct ddp_cuda_norm {
 //== descs ======================================================================================= >>descs
 
 typedef struct ddp_cuda_pick_desc {
-    const int *devices;  /* local rank r uses devices[r]. NULL = device r, or the only one the rank sees */
-    int device_count;    /* entries of devices */
-    const char *uuid;    /* NULL = by number; "GPU-8f6d0c1e-..." or the beginning of one, as nvidia-smi -L
-                            prints it */
-    int allow_shared;    /* 1 = ranks may share a device: local ranks wrap around, and duplicates are
-                            allowed */
+    const int *devices; /* local rank r uses devices[r]. NULL = device r, or the only one the rank sees */
+    int device_count;   /* entries of devices */
+    const char *uuid;   /* NULL = by number; "GPU-8f6d0c1e-..." or the beginning of one, as nvidia-smi -L
+                           prints it */
+    int allow_shared;   /* 1 = ranks may share a device: local ranks wrap around, and duplicates are allowed
+                           */
 } ddp_cuda_pick_desc;
 
 typedef enum ddp_cuda_engine {
@@ -143,8 +143,8 @@ typedef enum ddp_cuda_engine {
 } ddp_cuda_engine;
 
 typedef struct ddp_cuda_desc {
-    const int *devices;       /* as in ddp_cuda_pick_desc; NULL = those of ddp_launch_desc.devices, otherwise
-                                 by local rank */
+    const int *devices; /* as in ddp_cuda_pick_desc; NULL = those of ddp_launch_desc.devices, otherwise by
+                           local rank */
     int device_count;
     const char *uuid;
     int allow_shared;         /* implied by DDP_CUDA_ENGINE_STAGED */
@@ -171,17 +171,17 @@ typedef struct ddp_cuda_step_desc {
     void *copy;           /* NULL = none; the updated parameters in copy_dtype, written in the same pass */
     ddp_dtype copy_dtype; /* 0 = BF16; F16, F32 */
     size_t count;
-    int64_t step;         /* required; counts from 1 */
+    int64_t step; /* required; counts from 1 */
     float lr, weight_decay;
-    float beta1, beta2;   /* AdamW; 0 = 0.9 and 0.999 */
-    float eps;            /* AdamW; 0 = 1e-8 */
+    float beta1, beta2;        /* AdamW; 0 = 0.9 and 0.999 */
+    float eps;                 /* AdamW; 0 = 1e-8 */
     float momentum, dampening; /* SGD */
-    int nesterov;         /* SGD; 1 = on */
-    float grad_factor;    /* 0 = 1; multiplies gradients first: clipping, or 1 / loss scale */
-    const int64_t *skip;  /* NULL = never; on the device: if not 0, nothing is written. Such as
-                             &norm->non_finite */
-    int stochastic;       /* 1 = a BF16 copy is rounded up or down at random, with the exact value as
-                             average */
+    int nesterov;              /* SGD; 1 = on */
+    float grad_factor;         /* 0 = 1; multiplies gradients first: clipping, or 1 / loss scale */
+    const int64_t *skip;       /* NULL = never; on the device: if not 0, nothing is written. Such as
+                                  &norm->non_finite */
+    int stochastic;            /* 1 = a BF16 copy is rounded up or down at random, with the exact value as
+                                  average */
     uint64_t seed;        /* stochastic: random bits depend only on seed, step and first_index + i, not on the
                              sharding */
     uint64_t first_index; /* stochastic: index of element 0 among all parameters */
@@ -331,7 +331,7 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #define DDP_CUDA_IMPLEMENTATION_INCLUDED
 
 #if !defined(__CUDACC__)
-#error "the implementation of ddp_cuda.cuh holds kernels: define DDP_CUDA_IMPLEMENTATION (or DDP_IMPLEMENTATION) in a .cu file that nvcc compiles"
+#error "ddp_cuda.cuh: define DDP_CUDA_IMPLEMENTATION or DDP_IMPLEMENTATION in a .cu file, compiled by nvcc"
 #endif
 
 //== structs ============================================================================== >>impl-structs
@@ -396,11 +396,11 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #if !defined(DDP__CUDA_SEEN)
 #define DDP__CUDA_SEEN(n, address, size_bytes) (void)0 /* tests record the accesses made on the CPU */
 #endif
-#define DDP__CUDA_TEXT 512          /* bytes of an error line of ddp.h */
-#define DDP__CUDA_THREADS 256       /* threads per block */
-#define DDP__CUDA_BLOCKS 4096       /* largest grid: some waves on any GPU; kernels loop over the rest */
-#define DDP__CUDA_TREE_MOST 8191    /* most sources of a reduction: 4 * 2^11 - 1 */
-#define DDP__CUDA_RANGES 64         /* tensors per launch: a kernel's arguments are limited to 4 KiB */
+#define DDP__CUDA_TEXT 512              /* bytes of an error line of ddp.h */
+#define DDP__CUDA_THREADS 256           /* threads per block */
+#define DDP__CUDA_BLOCKS 4096           /* largest grid: some waves on any GPU; kernels loop over the rest */
+#define DDP__CUDA_TREE_MOST 8191        /* most sources of a reduction: 4 * 2^11 - 1 */
+#define DDP__CUDA_RANGES 64             /* tensors per launch: a kernel's arguments are limited to 4 KiB */
 #define DDP__CUDA_CHUNK ((size_t)16384) /* elements of a tensor that one block copies */
 
 /* Every call of the CUDA runtime goes through this table. */
@@ -487,15 +487,32 @@ static cudaError_t ddp__cuda_host_alloc(void **out, size_t size_bytes) {
 }
 
 static const ddp__cuda_runtime *ddp__cuda_real_runtime(void) {
-    static const ddp__cuda_runtime table = {0, cudaGetDeviceCount, ddp__cuda_identity, cudaSetDevice,
-                                            cudaMalloc, cudaFree, cudaMemcpyAsync, cudaMemsetAsync,
-                                            cudaStreamSynchronize, ddp__cuda_is_device_memory,
-                                            cudaLaunchKernel, cudaGetLastError, cudaGetDevice,
-                                            ddp__cuda_stream_create, cudaStreamDestroy,
-                                            ddp__cuda_stream_wait_event, cudaStreamQuery,
-                                            ddp__cuda_stream_capturing, ddp__cuda_relax_capture,
-                                            ddp__cuda_event_create, cudaEventDestroy, cudaEventRecord,
-                                            cudaEventQuery, ddp__cuda_host_alloc, cudaFreeHost, NULL};
+    static const ddp__cuda_runtime table = {0,
+                                            cudaGetDeviceCount,
+                                            ddp__cuda_identity,
+                                            cudaSetDevice,
+                                            cudaMalloc,
+                                            cudaFree,
+                                            cudaMemcpyAsync,
+                                            cudaMemsetAsync,
+                                            cudaStreamSynchronize,
+                                            ddp__cuda_is_device_memory,
+                                            cudaLaunchKernel,
+                                            cudaGetLastError,
+                                            cudaGetDevice,
+                                            ddp__cuda_stream_create,
+                                            cudaStreamDestroy,
+                                            ddp__cuda_stream_wait_event,
+                                            cudaStreamQuery,
+                                            ddp__cuda_stream_capturing,
+                                            ddp__cuda_relax_capture,
+                                            ddp__cuda_event_create,
+                                            cudaEventDestroy,
+                                            cudaEventRecord,
+                                            cudaEventQuery,
+                                            ddp__cuda_host_alloc,
+                                            cudaFreeHost,
+                                            NULL};
     return &table;
 }
 #define DDP__CUDA_RUNTIME ddp__cuda_real_runtime()
@@ -587,7 +604,10 @@ static void ddp__cuda_present(char *out, size_t size, int count, int with_uuid) 
 static int ddp__cuda_uuid_begins(const char *uuid, const char *wanted) {
     uuid += 4;
     if (strncmp(wanted, "GPU-", 4) == 0 || strncmp(wanted, "MIG-", 4) == 0) wanted += 4;
-    while (*wanted && tolower((unsigned char)*wanted) == *uuid) { wanted++; uuid++; }
+    while (*wanted && tolower((unsigned char)*wanted) == *uuid) {
+        wanted++;
+        uuid++;
+    }
     return !*wanted;
 }
 
@@ -652,8 +672,11 @@ static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_ran
     if (!desc->devices != !desc->device_count || desc->device_count < 0)
         return ddp_fail(DDP_ERR_INVALID, "set both devices and device_count, or neither");
     error = cuda->device_count(&count);
-    if (error == cudaErrorNoDevice) { cuda->clear_error(); count = 0; }
-    else DDP_TRY(ddp__cuda_fail(error, "on this machine", "cudaGetDeviceCount"));
+    if (error == cudaErrorNoDevice) {
+        cuda->clear_error();
+        count = 0;
+    } else
+        DDP_TRY(ddp__cuda_fail(error, "on this machine", "cudaGetDeviceCount"));
     DDP_TRY(desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &slot->device)
                        : ddp__cuda_by_number(desc, local_rank, given, count, &slot->device));
     return ddp__cuda_fail(cuda->device_identity(slot->device, name, slot->uuid), "on this machine",
@@ -765,11 +788,14 @@ static DDP__HD uint16_t ddp__cuda_to_f16(float x) {
     return __half_as_ushort(__float2half_rn(x));
 #else
     uint32_t bits = ddp__cuda_bits(x), magnitude = bits & 0x7fffffff, half;
-    if (magnitude > 0x7f800000u) half = 0x7e00 | (magnitude >> 13 & 0x3ff);
-    else if (magnitude >= 143u << 23) half = 0x7c00;
+    if (magnitude > 0x7f800000u)
+        half = 0x7e00 | (magnitude >> 13 & 0x3ff);
+    else if (magnitude >= 143u << 23)
+        half = 0x7c00;
     else if (magnitude < 113u << 23)
         half = ddp__cuda_bits(ddp__cuda_from_bits(magnitude) + 0.5f) - 0x3f000000u;
-    else half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    else
+        half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
     return (uint16_t)(half | (bits >> 16 & 0x8000));
 #endif
 }
@@ -781,21 +807,20 @@ static DDP__HD float ddp__cuda_round_odd(double x) {
     double back = (double)nearest;
     uint32_t bits = ddp__cuda_bits(nearest);
     if (back == x || x != x) return nearest;
-    if ((back < 0 ? -back : back)
-        > (x < 0 ? -x : x)) bits--;
+    if ((back < 0 ? -back : back) > (x < 0 ? -x : x)) bits--;
     return ddp__cuda_from_bits(bits | 1);
 }
 
 /* Per dtype: the stored type, the type of the arithmetic, and the unsigned type in which integers wrap. */
 template <ddp_dtype D> struct ddp__cuda_type;
-#define DDP__CUDA_TYPE(dtype, kept, computed, wrapping, is_integer, to_math, to_kept)                   \
-    template <> struct ddp__cuda_type<dtype> {                                                          \
-        typedef kept store;                                                                             \
-        typedef computed math;                                                                          \
-        typedef wrapping wrap;                                                                          \
-        enum { INTEGER = is_integer };                                                                  \
-        static DDP__HD math load(store x) { return to_math(x); }                                        \
-        static DDP__HD store save(math x) { return to_kept(x); }                                        \
+#define DDP__CUDA_TYPE(dtype, kept, computed, wrapping, is_integer, to_math, to_kept) \
+    template <> struct ddp__cuda_type<dtype> {                                        \
+        typedef kept store;                                                           \
+        typedef computed math;                                                        \
+        typedef wrapping wrap;                                                        \
+        enum { INTEGER = is_integer };                                                \
+        static DDP__HD math load(store x) { return to_math(x); }                      \
+        static DDP__HD store save(math x) { return to_kept(x); }                      \
     };
 DDP__CUDA_TYPE(DDP_F32, float, float, float, 0, float, float)
 DDP__CUDA_TYPE(DDP_F64, double, double, double, 0, double, double)
@@ -824,23 +849,21 @@ template <ddp_dtype D, class M> static DDP__HD typename ddp__cuda_type<D>::store
     typedef typename ddp__cuda_type<D>::math math;
     if constexpr (sizeof(M) == 8 && (D == DDP_F16 || D == DDP_BF16))
         return ddp__cuda_type<D>::save(ddp__cuda_round_odd(x));
-    else return ddp__cuda_type<D>::save((math)x);
+    else
+        return ddp__cuda_type<D>::save((math)x);
 }
 
 /* Combines two values of a reduction. MIN and MAX of floats follow IEEE 754-2019: NaN if either is NaN, and
    -0 is below +0. */
 template <int GREATEST, class T> static DDP__HD T ddp__cuda_extreme(T a, T b) {
-    auto x = ddp__cuda_bits(a), y = ddp__cuda_bits(b),
-         tie = a != b ? y
-               : GREATEST ? x & y : x | y;
-    return ddp__cuda_from_bits(a != a || (GREATEST ? a > b : a < b)
-                                   ? x : tie);
+    auto x = ddp__cuda_bits(a), y = ddp__cuda_bits(b), tie = a != b ? y : GREATEST ? x & y : x | y;
+    return ddp__cuda_from_bits(a != a || (GREATEST ? a > b : a < b) ? x : tie);
 }
-#define DDP__CUDA_JOIN(type)                                                        \
+#define DDP__CUDA_JOIN(type)                                                              \
     template <ddp_op OP, class Wrap> static DDP__HD type ddp__cuda_join(type a, type b) { \
-        if (OP == DDP_OP_MIN) return ddp__cuda_extreme<0>(a, b);                    \
-        if (OP == DDP_OP_MAX) return ddp__cuda_extreme<1>(a, b);                    \
-        return OP == DDP_OP_PROD ? ddp__cuda_mul(a, b) : ddp__cuda_add(a, b);       \
+        if (OP == DDP_OP_MIN) return ddp__cuda_extreme<0>(a, b);                          \
+        if (OP == DDP_OP_MAX) return ddp__cuda_extreme<1>(a, b);                          \
+        return OP == DDP_OP_PROD ? ddp__cuda_mul(a, b) : ddp__cuda_add(a, b);             \
     }
 DDP__CUDA_JOIN(float)
 DDP__CUDA_JOIN(double)
@@ -856,7 +879,7 @@ template <ddp_op OP, class Wrap, class T> static DDP__HD T ddp__cuda_join(T a, T
 typedef struct ddp__cuda_divisor {
     uint64_t n; /* 1 = no division */
     int power_of_two;
-    float f32;  /* reciprocal of a power of two, otherwise n */
+    float f32; /* reciprocal of a power of two, otherwise n */
     double f64;
 } ddp__cuda_divisor;
 
@@ -907,12 +930,16 @@ static DDP__HD uint16_t ddp__cuda_to_bf16_random(float x, uint64_t key, uint64_t
 template <int N, class T> union ddp__cuda_pack {
     enum {
         BYTES = N * sizeof(T),
-        SIZE = BYTES % 16 == 0 ? 16
+        SIZE = BYTES % 16 == 0  ? 16
                : BYTES % 8 == 0 ? 8
-               : BYTES % 4 == 0 ? 4 : 1,
+               : BYTES % 4 == 0 ? 4
+                                : 1,
         WORDS = BYTES / SIZE
     };
-    typedef typename std::conditional<SIZE == 16, uint4, typename std::conditional<SIZE == 8, uint2,
+    typedef typename std::conditional<
+        SIZE == 16, uint4,
+        typename std::conditional<
+            SIZE == 8, uint2,
             typename std::conditional<SIZE == 4, uint32_t, unsigned char>::type>::type>::type word;
     T at[N];
     word words[WORDS];
@@ -930,7 +957,7 @@ template <int N, class T> static DDP__HD void ddp__cuda_get(T *out, const void *
         for (int i = 0; i < (int)pack::BYTES; i++) in.bytes[i] = from[i];
     else
         DDP__UNROLL
-        for (int i = 0; i < (int)pack::WORDS; i++) in.words[i] = ((const typename pack::word *)from)[i];
+    for (int i = 0; i < (int)pack::WORDS; i++) in.words[i] = ((const typename pack::word *)from)[i];
     DDP__UNROLL
     for (int i = 0; i < N; i++) out[i] = in.at[i];
 #else
@@ -950,7 +977,7 @@ template <int N, class T> static DDP__HD void ddp__cuda_put(const T *in, void *b
         for (int i = 0; i < (int)pack::BYTES; i++) to[i] = out.bytes[i];
     else
         DDP__UNROLL
-        for (int i = 0; i < (int)pack::WORDS; i++) ((typename pack::word *)to)[i] = out.words[i];
+    for (int i = 0; i < (int)pack::WORDS; i++) ((typename pack::word *)to)[i] = out.words[i];
 #else
     DDP__CUDA_SEEN(N, to, N * sizeof(T));
     memcpy(to, in, N * sizeof(T));
@@ -962,7 +989,9 @@ template <int N, class T> static DDP__HD void ddp__cuda_put(const T *in, void *b
 
        head      vectors                     rest
        . .       [. . . .] [. . . .] ...     . . .  */
-typedef struct ddp__cuda_split { size_t head, vectors, count; } ddp__cuda_split;
+typedef struct ddp__cuda_split {
+    size_t head, vectors, count;
+} ddp__cuda_split;
 
 /* Returns `mask` without the heads that do not suit `array`. Bit h = with a head of h elements, groups of
    `width` elements are aligned in every array checked until now. */
@@ -975,15 +1004,16 @@ static DDP__HD uint32_t ddp__cuda_heads(uint32_t mask, const void *array, int si
 
 static DDP__HD ddp__cuda_split ddp__cuda_split_of(uint32_t mask, size_t count, int width) {
     ddp__cuda_split split = {0, 0, count};
-    for (; split.head < (size_t)width && !(mask >> split.head & 1); split.head++) {}
+    for (; split.head < (size_t)width && !(mask >> split.head & 1); split.head++) {
+    }
     if (split.head == (size_t)width || split.head > count) split.head = count;
     split.vectors = (count - split.head) / (size_t)width;
     return split;
 }
 
 /* Processes the share of thread `first` of `stride` threads. */
-template <class F> static DDP__HD void ddp__cuda_walk(const F &f, const ddp__cuda_split &split, size_t first,
-                                                      size_t stride) {
+template <class F>
+static DDP__HD void ddp__cuda_walk(const F &f, const ddp__cuda_split &split, size_t first, size_t stride) {
     size_t rest = split.count - split.vectors * F::WIDTH;
     for (size_t i = first; i < split.vectors; i += stride)
         f.template run<F::WIDTH>(split.head + i * F::WIDTH);
@@ -1003,15 +1033,18 @@ template <class Work> static __global__ void ddp__cuda_kernel(const __grid_const
 }
 template <class Work> static void ddp__cuda_run_work(void *copy) { ((Work *)copy)->host(); }
 
-template <class Work> static ddp_result ddp__cuda_launch(const Work &work, size_t blocks, cudaStream_t stream,
-                                                         const char *function) {
+template <class Work>
+static ddp_result ddp__cuda_launch(const Work &work, size_t blocks, cudaStream_t stream,
+                                   const char *function) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     dim3 grid((unsigned)(blocks < DDP__CUDA_BLOCKS ? blocks : DDP__CUDA_BLOCKS)), block(DDP__CUDA_THREADS);
     void *arguments[1] = {(void *)&work};
     cudaError_t error;
     if (blocks == 0) return DDP_OK;
-    if (cuda->on_host) error = cuda->host_work(ddp__cuda_run_work<Work>, &work, sizeof work, stream);
-    else error = cuda->launch(DDP__CUDA_KERNEL(ddp__cuda_kernel<Work>), grid, block, arguments, 0, stream);
+    if (cuda->on_host)
+        error = cuda->host_work(ddp__cuda_run_work<Work>, &work, sizeof work, stream);
+    else
+        error = cuda->launch(DDP__CUDA_KERNEL(ddp__cuda_kernel<Work>), grid, block, arguments, 0, stream);
     return error == cudaSuccess
                ? DDP_OK
                : ddp__cuda_fail(error, function, cuda->on_host ? "cudaLaunchHostFunc" : "cudaLaunchKernel");
@@ -1032,8 +1065,9 @@ template <class F> struct ddp__cuda_each_work {
 };
 
 /* Launches f on count elements. mask: the result of ddp__cuda_heads for all arrays. */
-template <class F> static ddp_result ddp__cuda_each(const F &f, uint32_t mask, size_t count,
-                                                    cudaStream_t stream, const char *function) {
+template <class F>
+static ddp_result ddp__cuda_each(const F &f, uint32_t mask, size_t count, cudaStream_t stream,
+                                 const char *function) {
     const ddp__cuda_split split = ddp__cuda_split_of(mask, count, F::WIDTH);
     size_t rest = split.count - split.vectors * F::WIDTH, most = split.vectors > rest ? split.vectors : rest;
     const ddp__cuda_each_work<F> work = {f, split};
@@ -1053,8 +1087,8 @@ template <class F> struct ddp__cuda_chunks_work {
     }
 };
 
-template <class F> static ddp_result ddp__cuda_chunks(const F &f, size_t chunks, cudaStream_t stream,
-                                                      const char *function) {
+template <class F>
+static ddp_result ddp__cuda_chunks(const F &f, size_t chunks, cudaStream_t stream, const char *function) {
     const ddp__cuda_chunks_work<F> work = {f, chunks};
     return ddp__cuda_launch(work, chunks, stream, function);
 }
@@ -1063,12 +1097,13 @@ template <class F> static ddp_result ddp__cuda_chunks(const F &f, size_t chunks,
 template <int N> struct ddp__cuda_sums { double at[N]; };
 
 /* Returns the value of another lane of the team. All lanes of the warp must call it. */
-template <class T> static __device__ __forceinline__ T ddp__cuda_from_lane(T value, int lane, int team,
-                                                                           unsigned all) {
+template <class T>
+static __device__ __forceinline__ T ddp__cuda_from_lane(T value, int lane, int team, unsigned all) {
     return __shfl_sync(all, value, lane, team);
 }
-template <int N> static __device__ __forceinline__ ddp__cuda_sums<N> ddp__cuda_from_lane(
-    ddp__cuda_sums<N> value, int lane, int team, unsigned all) {
+template <int N>
+static __device__ __forceinline__ ddp__cuda_sums<N> ddp__cuda_from_lane(ddp__cuda_sums<N> value, int lane,
+                                                                        int team, unsigned all) {
     DDP__UNROLL
     for (int i = 0; i < N; i++) value.at[i] = __shfl_sync(all, value.at[i], lane, team);
     return value;
@@ -1119,8 +1154,8 @@ template <class F> struct ddp__cuda_rows_work {
     }
 };
 
-template <class F> static ddp_result ddp__cuda_rows(const F &f, size_t rows, cudaStream_t stream,
-                                                    const char *function) {
+template <class F>
+static ddp_result ddp__cuda_rows(const F &f, size_t rows, cudaStream_t stream, const char *function) {
     const ddp__cuda_rows_work<F> work = {f, rows};
     return ddp__cuda_launch(
         work, rows / (DDP__CUDA_THREADS / F::TEAM) + (rows % (DDP__CUDA_THREADS / F::TEAM) != 0), stream,
@@ -1193,16 +1228,22 @@ template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
             DDP__UNROLL
             for (int k = 0; k < LEVELS; k++) {
                 if (!carry) continue;
-                if (g >> k & 1) join<N>(value, level[k], value);
-                else { carry = 0; copy<N>(level[k], value); }
+                if (g >> k & 1)
+                    join<N>(value, level[k], value);
+                else {
+                    carry = 0;
+                    copy<N>(level[k], value);
+                }
             }
         }
         if (rest) leaf<N>(value, 4 * groups, rest, at);
         DDP__UNROLL
         for (int k = 0; k < LEVELS; k++) {
             if (!(groups >> k & 1)) continue;
-            if (have) join<N>(value, level[k], value);
-            else copy<N>(value, level[k]);
+            if (have)
+                join<N>(value, level[k], value);
+            else
+                copy<N>(value, level[k]);
             have = 1;
         }
         finish<N>(value, at);
@@ -1235,10 +1276,17 @@ typedef struct ddp__cuda_tree_call {
     int own;
 } ddp__cuda_tree_call;
 
-template <ddp_dtype D, ddp_op OP, int LEVELS> static ddp_result ddp__cuda_tree_launch(
-    const ddp__cuda_tree_call *call) {
-    ddp__cuda_tree<D, OP, LEVELS> f = {call->src_count, call->dst_count, call->own, call->stride_bytes,
-                                       ddp__cuda_divisor_of(call->divisor), {}, {}};
+template <ddp_dtype D, ddp_op OP, int LEVELS>
+static ddp_result ddp__cuda_tree_launch(const ddp__cuda_tree_call *call) {
+    ddp__cuda_tree<D, OP, LEVELS> f = {
+        call->src_count,
+        call->dst_count,
+        call->own,
+        call->stride_bytes,
+        ddp__cuda_divisor_of(call->divisor),
+        {},
+        {},
+    };
     const int size = (int)sizeof(typename ddp__cuda_type<D>::store), width = f.WIDTH;
     uint32_t mask = (1u << width) - 1;
     for (int k = 0; k < (call->stride_bytes ? 2 : call->src_count); k++) {
@@ -1306,16 +1354,17 @@ template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_multi {
         int low = 0, high = range_count;
         while (high - low > 1) {
             int middle = (low + high) / 2;
-            if (first[middle] <= number) low = middle;
-            else high = middle;
+            if (first[middle] <= number)
+                low = middle;
+            else
+                high = middle;
         }
         const ddp_cuda_range &r = range[low];
         size_t at = (number - first[low]) * DDP__CUDA_CHUNK,
                n = r.count - at < DDP__CUDA_CHUNK ? r.count - at : DDP__CUDA_CHUNK;
-        const convert f = {(out_type *)(pack ? flat : r.data)
-                               + (pack ? r.offset : 0) + at,
-                           (const in_type *)(pack ? r.data : flat)
-                               + (pack ? 0 : r.offset) + at, factor, NULL};
+        const convert f = {(out_type *)(pack ? flat : r.data) + (pack ? r.offset : 0) + at,
+                           (const in_type *)(pack ? r.data : flat) + (pack ? 0 : r.offset) + at, factor,
+                           NULL};
         uint32_t mask = ddp__cuda_heads((1u << convert::WIDTH) - 1, f.dst, sizeof(out_type), convert::WIDTH);
         mask = ddp__cuda_heads(mask, f.src, sizeof(in_type), convert::WIDTH);
         ddp__cuda_walk(f, ddp__cuda_split_of(mask, n, convert::WIDTH), thread, threads);
@@ -1397,8 +1446,10 @@ static DDP__HD void ddp__cuda_exact_add(int64_t *cells, double value) {
         return;
     }
     if (value == 0) return;
-    if (exponent) mantissa |= UINT64_C(1) << 52;
-    else exponent = 1;
+    if (exponent)
+        mantissa |= UINT64_C(1) << 52;
+    else
+        exponent = 1;
     digit = (exponent - 1) >> 5;
     shift = (exponent - 1) & 31;
     low = (mantissa & 0xffffffff) << shift;
@@ -1447,8 +1498,7 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
     }
     DDP__HD value partial(size_t number, int lane, int64_t *cells) const {
         size_t row = pieces == 1 ? number : number / pieces,
-               begin = (number - row * pieces) * DDP__CUDA_PIECE,
-               first = row * row_count + begin;
+               begin = (number - row * pieces) * DDP__CUDA_PIECE, first = row * row_count + begin;
         size_t count = row_count - begin < DDP__CUDA_PIECE ? row_count - begin : DDP__CUDA_PIECE,
                at = (size_t)lane * WIDTH;
         value sums = {};
@@ -1485,10 +1535,9 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
     }
 };
 
-template <ddp_dtype D, int UNSCALE> static ddp_result ddp__cuda_squares_run(void *data, size_t rows,
-                                                                            size_t row_count, float factor,
-                                                                            void *total, cudaStream_t stream,
-                                                                            const char *function) {
+template <ddp_dtype D, int UNSCALE>
+static ddp_result ddp__cuda_squares_run(void *data, size_t rows, size_t row_count, float factor, void *total,
+                                        cudaStream_t stream, const char *function) {
     const size_t pieces = row_count / DDP__CUDA_PIECE + (row_count % DDP__CUDA_PIECE != 0);
     const ddp__cuda_squares<D, UNSCALE> f = {data, row_count, pieces,
                                              (typename ddp__cuda_type<D>::math)factor, (int64_t *)total};
@@ -1525,9 +1574,10 @@ static DDP__HD double ddp__cuda_exact_value(const ddp_exact_sum *sum) {
     return ldexp((double)(bits | ((low | rest) != 0)), 32 * (top - 1) - 1074 - shift);
 }
 
-template <int UNSCALE> static ddp_result ddp__cuda_squares_any(void *data, size_t rows, size_t row_count,
-                                                               ddp_dtype dtype, float factor, void *total,
-                                                               cudaStream_t stream, const char *function) {
+template <int UNSCALE>
+static ddp_result ddp__cuda_squares_any(void *data, size_t rows, size_t row_count, ddp_dtype dtype,
+                                        float factor, void *total, cudaStream_t stream,
+                                        const char *function) {
     if (!ddp_is_float(dtype))
         return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s, and it takes floats", function,
                         ddp_dtype_name(dtype));
@@ -1549,10 +1599,13 @@ typedef struct ddp__cuda_copy {
     uint64_t key, first_index;
 } ddp__cuda_copy;
 
-template <int N> static DDP__HD void ddp__cuda_copy_out(const ddp__cuda_copy &copy, const float *w,
-                                                        size_t at) {
+template <int N>
+static DDP__HD void ddp__cuda_copy_out(const ddp__cuda_copy &copy, const float *w, size_t at) {
     uint16_t half[N];
-    if (copy.dtype == DDP_F32) { ddp__cuda_put<N>(w, copy.data, at); return; }
+    if (copy.dtype == DDP_F32) {
+        ddp__cuda_put<N>(w, copy.data, at);
+        return;
+    }
     DDP__UNROLL
     for (int i = 0; i < N; i++)
         half[i] = copy.dtype == DDP_F16 ? ddp__cuda_to_f16(w[i])
@@ -1630,17 +1683,22 @@ template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
         ddp__cuda_get<N>(w, value, at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) g[i] = ddp__cuda_mul(factor, ddp__cuda_type<G>::load(in[i]));
-        if (ADAM) adam<N>(w, g, at);
-        else sgd<N>(w, g, at);
-        if (lamb) ddp__cuda_put<N>(g, grad, at);
-        else ddp__cuda_put<N>(w, value, at);
+        if (ADAM)
+            adam<N>(w, g, at);
+        else
+            sgd<N>(w, g, at);
+        if (lamb)
+            ddp__cuda_put<N>(g, grad, at);
+        else
+            ddp__cuda_put<N>(w, value, at);
         if constexpr (G != DDP_F64)
             if (copy.data) ddp__cuda_copy_out<N>(copy, w, at);
     }
 };
 
-template <class F> static ddp_result ddp__cuda_update_launch(const F &f, int grad_size, size_t count,
-                                                             cudaStream_t stream, const char *function) {
+template <class F>
+static ddp_result ddp__cuda_update_launch(const F &f, int grad_size, size_t count, cudaStream_t stream,
+                                          const char *function) {
     const void *arrays[5] = {f.value, f.state0, f.state1, f.grad, f.copy.data};
     const int size = (int)sizeof *f.value,
               sizes[5] = {size, size, size, grad_size, (int)ddp_dtype_size(f.copy.dtype)};
@@ -1684,27 +1742,64 @@ static ddp_result ddp__cuda_step_check(const ddp_cuda_step_desc *desc, ddp_cuda_
 }
 
 /* Converts a desc with resolved defaults. */
-template <ddp_dtype G, int ADAM> static ddp__cuda_update<G, ADAM> ddp__cuda_step_of(
-    const ddp_cuda_step_desc *d) {
+template <ddp_dtype G, int ADAM>
+static ddp__cuda_update<G, ADAM> ddp__cuda_step_of(const ddp_cuda_step_desc *d) {
     const double step = (double)d->step, lr = (double)d->lr;
-    const uint64_t key =
-        ddp__cuda_mix(ddp__cuda_mix(d->seed + UINT64_C(0x9e3779b97f4a7c15)) + (uint64_t)d->step);
+    const uint64_t key = ddp__cuda_mix(ddp__cuda_mix(d->seed + UINT64_C(0x9e3779b97f4a7c15))
+                                       + (uint64_t)d->step);
     const ddp__cuda_copy copy = {d->copy, d->copy_dtype, d->stochastic, key, d->first_index};
     /* The conversion to float keeps the host compiler from fusing the two operations. */
     const float decay_factor = 1.0f - (float)(lr * d->weight_decay);
     const float inv_sqrt_bias_correction2 = (float)(1.0 / sqrt(1.0 - pow((double)d->beta2, step)));
     if (ADAM)
-        return {d->master, (void *)d->grad, d->first, d->second,
-                (float)(lr / (1.0 - pow((double)d->beta1, step))), d->beta1, 1.0f - d->beta1, d->beta2,
-                1.0f - d->beta2, d->eps, 0, 1, d->grad_factor, decay_factor, inv_sqrt_bias_correction2, 0, 0,
-                NULL, NULL, 0, d->skip, copy};
-    return {d->master, (void *)d->grad, d->momentum != 0 ? d->first : NULL, NULL, d->lr, d->momentum,
-            1.0f - d->dampening, 0, 0, 0, d->weight_decay, 1, d->grad_factor, 0, 0, d->step == 1, d->nesterov,
-            NULL, NULL, 0, d->skip, copy};
+        return {d->master,
+                (void *)d->grad,
+                d->first,
+                d->second,
+                (float)(lr / (1.0 - pow((double)d->beta1, step))),
+                d->beta1,
+                1.0f - d->beta1,
+                d->beta2,
+                1.0f - d->beta2,
+                d->eps,
+                0,
+                1,
+                d->grad_factor,
+                decay_factor,
+                inv_sqrt_bias_correction2,
+                0,
+                0,
+                NULL,
+                NULL,
+                0,
+                d->skip,
+                copy};
+    return {d->master,
+            (void *)d->grad,
+            d->momentum != 0 ? d->first : NULL,
+            NULL,
+            d->lr,
+            d->momentum,
+            1.0f - d->dampening,
+            0,
+            0,
+            0,
+            d->weight_decay,
+            1,
+            d->grad_factor,
+            0,
+            0,
+            d->step == 1,
+            d->nesterov,
+            NULL,
+            NULL,
+            0,
+            d->skip,
+            copy};
 }
 
-template <int ADAM> static ddp_result ddp__cuda_step(const ddp_cuda_step_desc *desc, cudaStream_t stream,
-                                                     const char *function) {
+template <int ADAM>
+static ddp_result ddp__cuda_step(const ddp_cuda_step_desc *desc, cudaStream_t stream, const char *function) {
     ddp_cuda_step_desc d;
     DDP_TRY(ddp__cuda_step_check(desc, &d, ADAM, function));
     return ddp__cuda_by<DDP__CUDA_FLOATS_32>(d.grad_dtype, [&](auto G) {
@@ -1716,12 +1811,30 @@ template <int ADAM> static ddp_result ddp__cuda_step(const ddp_cuda_step_desc *d
 #if defined(DDP_FSDP_KERNELS_H)
 template <ddp_dtype D, int ADAM> static ddp_result ddp__cuda_update_run(const ddp_update *u) {
     typedef typename ddp__cuda_type<D>::math T;
-    const ddp__cuda_update<D, ADAM> f = {(T *)u->value, u->grad, (T *)u->state0, (T *)u->state1, (T)u->rate,
-                                         (T)u->beta1, (T)u->one_minus_beta1, (T)u->beta2,
-                                         (T)u->one_minus_beta2, (T)u->eps, (T)u->decay, (T)u->scale,
-                                         (T)(u->grad_scale ? u->grad_scale : 1), (T)u->decay_factor,
-                                         (T)u->inv_sqrt_bias_correction2, u->first, u->nesterov,
-                                         u->grad_scale_at, u->scale_at, u->kind == DDP_UPDATE_LAMB, NULL, {}};
+    const ddp__cuda_update<D, ADAM> f = {
+        (T *)u->value,
+        u->grad,
+        (T *)u->state0,
+        (T *)u->state1,
+        (T)u->rate,
+        (T)u->beta1,
+        (T)u->one_minus_beta1,
+        (T)u->beta2,
+        (T)u->one_minus_beta2,
+        (T)u->eps,
+        (T)u->decay,
+        (T)u->scale,
+        (T)(u->grad_scale ? u->grad_scale : 1),
+        (T)u->decay_factor,
+        (T)u->inv_sqrt_bias_correction2,
+        u->first,
+        u->nesterov,
+        u->grad_scale_at,
+        u->scale_at,
+        u->kind == DDP_UPDATE_LAMB,
+        NULL,
+        {},
+    };
     return ddp__cuda_update_launch(f, (int)sizeof(T), u->count, ddp__cuda_mine.stream,
                                    "ddp_device_cuda update");
 }
@@ -1741,7 +1854,8 @@ struct ddp__cuda_clip {
 
 struct ddp__cuda_trust {
     enum { WIDTH = 1 };
-    const ddp_exact_sum *sums; double lr, c, decay, *out;
+    const ddp_exact_sum *sums;
+    double lr, c, decay, *out;
     template <int N> DDP__HD void run(size_t at) const {
         double value = ddp__cuda_sqrt(ddp__cuda_exact_value(sums + 2 * at)),
                grad = ddp__cuda_sqrt(ddp__cuda_exact_value(sums + 2 * at + 1));
@@ -1781,9 +1895,11 @@ static void ddp__cuda_optimizer_trust(const ddp_exact_sum *sums, size_t count, d
     ddp__cuda_keep(ddp__cuda_each(f, 1, count, ddp__cuda_mine.stream, "ddp_device_cuda trust"));
 }
 
+// clang-format off
 #define DDP_X(name, arguments) ddp__cuda_optimizer_##name,
 static const ddp_optimizer_kernels ddp__cuda_optimizer = {DDP_VERSION, DDP_OPTIMIZER_KERNELS(DDP_X)};
 #undef DDP_X
+// clang-format on
 #define DDP__CUDA_OPTIMIZER &ddp__cuda_optimizer
 #else
 #define DDP__CUDA_OPTIMIZER NULL
@@ -1807,9 +1923,9 @@ template <ddp_dtype S> struct ddp__cuda_quantise {
 
     /* Loads up to EACH elements. Returns their number. */
     DDP__HD int load(store *in, size_t at) const {
-        int n = at >= count ? 0
-                : count - at < EACH ? (int)(count - at) : (int)EACH;
-        if (n == EACH && src_aligned) ddp__cuda_get<EACH>(in, src, at);
+        int n = at >= count ? 0 : count - at < EACH ? (int)(count - at) : (int)EACH;
+        if (n == EACH && src_aligned)
+            ddp__cuda_get<EACH>(in, src, at);
         else
             for (int i = 0; i < EACH; i++)
                 if (i < n) ddp__cuda_get<1>(in + i, src, at + (size_t)i);
@@ -1844,7 +1960,8 @@ template <ddp_dtype S> struct ddp__cuda_quantise {
             scale = ddp__cuda_from_bits(ddp__cuda_bits(scale) - 1);
         for (int i = 0; i < EACH; i++)
             out[i] = special || zero ? (int8_t)0 : quantise(type::load(in[i]), scale);
-        if (n == EACH && q_aligned) ddp__cuda_put<EACH>(out, q, at);
+        if (n == EACH && q_aligned)
+            ddp__cuda_put<EACH>(out, q, at);
         else
             for (int i = 0; i < EACH; i++)
                 if (i < n) ddp__cuda_put<1>(out + i, q, at + (size_t)i);
@@ -1872,16 +1989,17 @@ template <ddp_dtype D> struct ddp__cuda_dequantise {
     }
 };
 
-template <ddp_dtype S> static ddp_result ddp__cuda_quantise_run(int8_t *q, float *scales, const void *src,
-                                                                size_t count, cudaStream_t stream) {
+template <ddp_dtype S>
+static ddp_result ddp__cuda_quantise_run(int8_t *q, float *scales, const void *src, size_t count,
+                                         cudaStream_t stream) {
     const ddp__cuda_quantise<S> f = {src, q, scales, count, (uintptr_t)src % 16 == 0, (uintptr_t)q % 8 == 0};
     return ddp__cuda_rows(f, count / DDP_CUDA_QUANT_BLOCK + (count % DDP_CUDA_QUANT_BLOCK != 0), stream,
                           "ddp_cuda_quantise8");
 }
 
-template <ddp_dtype D> static ddp_result ddp__cuda_dequantise_run(void *dst, const int8_t *q,
-                                                                  const float *scales, size_t count,
-                                                                  cudaStream_t stream) {
+template <ddp_dtype D>
+static ddp_result ddp__cuda_dequantise_run(void *dst, const int8_t *q, const float *scales, size_t count,
+                                           cudaStream_t stream) {
     const ddp__cuda_dequantise<D> f = {dst, q, scales};
     uint32_t mask = ddp__cuda_heads(1, dst, (int)sizeof(typename ddp__cuda_type<D>::store), 4);
     return ddp__cuda_each(f, ddp__cuda_heads(mask, q, 1, 4), count, stream, "ddp_cuda_dequantise8");
@@ -1935,8 +2053,8 @@ template <class F> struct ddp__cuda_layer_cells {
         f.cell(i, (int64_t)at - i * columns);
     }
 };
-template <class F, class... Fields> static ddp_result ddp__cuda_cells(int64_t rows, int64_t columns,
-                                                                      Fields... fields_of_f) {
+template <class F, class... Fields>
+static ddp_result ddp__cuda_cells(int64_t rows, int64_t columns, Fields... fields_of_f) {
     const ddp__cuda_layer_cells<F> all = {{fields_of_f...}, columns};
     return ddp__cuda_each(all, 1, (size_t)(rows * columns), ddp__cuda_mine.stream, DDP__CUDA_LAYER);
 }
@@ -1953,8 +2071,8 @@ template <class T> struct ddp__cuda_product {
     }
 };
 static ddp_result ddp__cuda_plain_gemm(const ddp_gemm *g) {
-    if (g->dtype == DDP_F32) return ddp__cuda_cells<ddp__cuda_product<float> >(g->m, g->n, *g);
-    return ddp__cuda_cells<ddp__cuda_product<double> >(g->m, g->n, *g);
+    if (g->dtype == DDP_F32) return ddp__cuda_cells<ddp__cuda_product<float>>(g->m, g->n, *g);
+    return ddp__cuda_cells<ddp__cuda_product<double>>(g->m, g->n, *g);
 }
 
 template <class T> struct ddp__cuda_copied {
@@ -1966,9 +2084,10 @@ template <class T> struct ddp__cuda_copied {
         ddp__cuda_set<T>(y, i * y_step + j, ddp__cuda_at<T>(x, i * x_step + j));
     }
 };
-template <class T> static ddp_result ddp__cuda_copy_rows(int64_t rows, int64_t columns, const void *x,
-                                                         int64_t x_step, void *y, int64_t y_step) {
-    return ddp__cuda_cells<ddp__cuda_copied<T> >(rows, columns, x, x_step, y, y_step);
+template <class T>
+static ddp_result ddp__cuda_copy_rows(int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y,
+                                      int64_t y_step) {
+    return ddp__cuda_cells<ddp__cuda_copied<T>>(rows, columns, x, x_step, y, y_step);
 }
 
 template <class T> struct ddp__cuda_biased {
@@ -1979,9 +2098,10 @@ template <class T> struct ddp__cuda_biased {
         ddp__cuda_set<T>(y, i * y_step + j, ddp__cuda_at<T>(y, i * y_step + j) + ddp__cuda_at<T>(bias, j));
     }
 };
-template <class T> static ddp_result ddp__cuda_add_bias(int64_t rows, int64_t columns, const void *bias,
-                                                        void *y, int64_t y_step) {
-    return ddp__cuda_cells<ddp__cuda_biased<T> >(rows, columns, bias, y, y_step);
+template <class T>
+static ddp_result ddp__cuda_add_bias(int64_t rows, int64_t columns, const void *bias, void *y,
+                                     int64_t y_step) {
+    return ddp__cuda_cells<ddp__cuda_biased<T>>(rows, columns, bias, y, y_step);
 }
 
 /* Activation, or its backward if dy is not NULL. A gated row has `columns` gates and `columns` ups. */
@@ -2003,20 +2123,22 @@ template <class T> struct ddp__cuda_activated {
         d = ddp__cuda_at<T>(dy, at);
         if (gated) ddp__cuda_set<T>(out, from + columns, d * value * s);
         if (form == DDP_TP_RELU)
-            d = value > 0 ? d
-                : value <= 0 ? 0 : value;
-        else if (gated) d *= up * s * (1 + value * (1 - s));
-        else d *= s + value * s * (1 - s) * (T)1.5957691216057307 * (1 + (T)(3 * 0.044715) * value * value);
+            d = value > 0 ? d : value <= 0 ? 0 : value;
+        else if (gated)
+            d *= up * s * (1 + value * (1 - s));
+        else
+            d *= s + value * s * (1 - s) * (T)1.5957691216057307 * (1 + (T)(3 * 0.044715) * value * value);
         ddp__cuda_set<T>(out, from, d);
     }
 };
-template <class T> static ddp_result ddp__cuda_activate_backward(ddp_tp_activation form, int64_t rows,
-                                                                 int64_t columns, const void *x,
-                                                                 const void *dy, void *dx) {
-    return ddp__cuda_cells<ddp__cuda_activated<T> >(rows, columns, form, columns, x, dy, dx);
+template <class T>
+static ddp_result ddp__cuda_activate_backward(ddp_tp_activation form, int64_t rows, int64_t columns,
+                                              const void *x, const void *dy, void *dx) {
+    return ddp__cuda_cells<ddp__cuda_activated<T>>(rows, columns, form, columns, x, dy, dx);
 }
-template <class T> static ddp_result ddp__cuda_activate(ddp_tp_activation form, int64_t rows, int64_t columns,
-                                                        const void *x, void *y) {
+template <class T>
+static ddp_result ddp__cuda_activate(ddp_tp_activation form, int64_t rows, int64_t columns, const void *x,
+                                     void *y) {
     return ddp__cuda_activate_backward<T>(form, rows, columns, x, NULL, y);
 }
 
@@ -2029,7 +2151,7 @@ template <class T> struct ddp__cuda_dropped {
     }
 };
 template <class T> static ddp_result ddp__cuda_dropout(const ddp_dropout *op) {
-    return ddp__cuda_cells<ddp__cuda_dropped<T> >(op->rows, op->columns, *op);
+    return ddp__cuda_cells<ddp__cuda_dropped<T>>(op->rows, op->columns, *op);
 }
 
 /* Rows with index[] in host memory. Each launch passes as many indices as fit into a kernel's arguments, so
@@ -2043,8 +2165,9 @@ template <class Op> struct ddp__cuda_layer_part {
 static_assert(sizeof(ddp__cuda_layer_part<ddp_loss>) + sizeof(size_t) <= 4096,
               "a kernel's arguments are limited to 4 KiB");
 
-template <class F, class Op> static ddp_result ddp__cuda_layer_parts(
-    const Op *op, const int32_t *index, ddp_result (*launch)(const F &, size_t, cudaStream_t, const char *)) {
+template <class F, class Op>
+static ddp_result ddp__cuda_layer_parts(const Op *op, const int32_t *index,
+                                        ddp_result (*launch)(const F &, size_t, cudaStream_t, const char *)) {
     F f = {};
     f.op = *op;
     for (; f.begin < op->rows; f.begin += f.count) {
@@ -2071,10 +2194,10 @@ template <class T, int BACK> struct ddp__cuda_looked_up : ddp__cuda_layer_part<d
     }
 };
 template <class T> static ddp_result ddp__cuda_lookup(const ddp_lookup *op) {
-    return ddp__cuda_layer_parts(op, op->index, ddp__cuda_chunks<ddp__cuda_looked_up<T, 0> >);
+    return ddp__cuda_layer_parts(op, op->index, ddp__cuda_chunks<ddp__cuda_looked_up<T, 0>>);
 }
 template <class T> static ddp_result ddp__cuda_lookup_backward(const ddp_lookup *op) {
-    return ddp__cuda_layer_parts(op, op->index, ddp__cuda_chunks<ddp__cuda_looked_up<T, 1> >);
+    return ddp__cuda_layer_parts(op, op->index, ddp__cuda_chunks<ddp__cuda_looked_up<T, 1>>);
 }
 
 /* Base of row kernels with N sums. */
@@ -2102,8 +2225,8 @@ struct ddp__cuda_column_sums {
     int accumulate, second; /* second: 1 = also writes the sums of dy to the next row of out */
     void *out;
 };
-template <class T> struct ddp__cuda_layer_columns
-    : ddp__cuda_layer_rows<2, 8, ddp__cuda_layer_op<ddp__cuda_column_sums>> {
+template <class T>
+struct ddp__cuda_layer_columns : ddp__cuda_layer_rows<2, 8, ddp__cuda_layer_op<ddp__cuda_column_sums>> {
     typedef ddp__cuda_sums<2> value;
     DDP__HD value partial(size_t column, int lane, int64_t *) const {
         const ddp__cuda_column_sums &op = this->op;
@@ -2127,15 +2250,16 @@ template <class T> struct ddp__cuda_layer_columns
                              (T)(v.at[lane] + (op.accumulate ? (double)ddp__cuda_at<T>(op.out, to) : 0)));
     }
 };
-template <class T> static ddp_result ddp__cuda_sum_rows(int64_t rows, int64_t columns, const void *x,
-                                                        int accumulate, void *out) {
+template <class T>
+static ddp_result ddp__cuda_sum_rows(int64_t rows, int64_t columns, const void *x, int accumulate,
+                                     void *out) {
     const ddp__cuda_column_sums op = {rows, columns, x, NULL, NULL, accumulate, 0, out};
-    return ddp__cuda_layer_teams<ddp__cuda_layer_columns<T> >(op, columns);
+    return ddp__cuda_layer_teams<ddp__cuda_layer_columns<T>>(op, columns);
 }
 
 /* Layer norm and RMS norm. Three sums: the count, the mean, and the sum of squared deviations. Two parts are
    merged as in Chan et al. (1979). */
-template <class T> struct ddp__cuda_layer_norm : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_op<ddp_norm> > {
+template <class T> struct ddp__cuda_layer_norm : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_op<ddp_norm>> {
     DDP__HD double x(size_t row, int64_t j) const {
         return (double)ddp__cuda_at<T>(op.x, (int64_t)row * op.columns + j);
     }
@@ -2171,8 +2295,8 @@ template <class T> static ddp_result ddp__cuda_norm(const ddp_norm *op) {
     return ddp__cuda_layer_teams<ddp__cuda_layer_norm<T>>(*op, op->rows);
 }
 
-template <class T> struct ddp__cuda_layer_norm_back
-    : ddp__cuda_layer_rows<2, 32, ddp__cuda_layer_op<ddp_norm_backward>> {
+template <class T>
+struct ddp__cuda_layer_norm_back : ddp__cuda_layer_rows<2, 32, ddp__cuda_layer_op<ddp_norm_backward>> {
     DDP__HD T g(int64_t row, int64_t j) const {
         return ddp__cuda_at<T>(op.dy, row * op.columns + j) * ddp__cuda_at<T>(op.weight, j);
     }
@@ -2198,18 +2322,18 @@ template <class T> struct ddp__cuda_layer_norm_back
 
 /* The sums come first, since dx may be dy. */
 template <class T> static ddp_result ddp__cuda_norm_backward(const ddp_norm_backward *op) {
-    const ddp__cuda_column_sums sums = {op->rows, op->columns, op->dy, op->x,
-                                        op->stats, 1, !op->rms, op->sums};
-    if (op->sums) DDP_TRY(ddp__cuda_layer_teams<ddp__cuda_layer_columns<T> >(sums, op->columns));
-    return op->dx ? ddp__cuda_layer_teams<ddp__cuda_layer_norm_back<T> >(*op, op->rows) : DDP_OK;
+    const ddp__cuda_column_sums sums = {op->rows,  op->columns, op->dy,   op->x,
+                                        op->stats, 1,           !op->rms, op->sums};
+    if (op->sums) DDP_TRY(ddp__cuda_layer_teams<ddp__cuda_layer_columns<T>>(sums, op->columns));
+    return op->dx ? ddp__cuda_layer_teams<ddp__cuda_layer_norm_back<T>>(*op, op->rows) : DDP_OK;
 }
 
 /* Cross-entropy in three steps, with a reduction over ranks after the first two.
      STEP 0   loss_max   the largest logit of the row
      STEP 1   loss_sum   the target's logit, found by one lane of one rank, and the sum of exponentials
      STEP 2   loss_end   one lane reads all three for the others; max[i] becomes the loss */
-template <class T, int STEP> struct ddp__cuda_layer_loss
-    : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_part<ddp_loss>> {
+template <class T, int STEP>
+struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_part<ddp_loss>> {
     typedef ddp__cuda_sums<3> value;
     static DDP__HD value join(const value &a, const value &b) {
         return {{a.at[0] + b.at[0], a.at[1] + b.at[1], b.at[2] > a.at[2] ? b.at[2] : a.at[2]}};
@@ -2254,7 +2378,7 @@ template <class T, int STEP> struct ddp__cuda_layer_loss
     }
 };
 template <class T, int STEP> static ddp_result ddp__cuda_loss(const ddp_loss *op) {
-    return ddp__cuda_layer_parts(op, op->targets, ddp__cuda_rows<ddp__cuda_layer_loss<T, STEP> >);
+    return ddp__cuda_layer_parts(op, op->targets, ddp__cuda_rows<ddp__cuda_layer_loss<T, STEP>>);
 }
 template <class T> static ddp_result ddp__cuda_loss_max(const ddp_loss *op) {
     return ddp__cuda_loss<T, 0>(op);
@@ -2292,7 +2416,7 @@ typedef struct ddp__cuda_streams {
     int device;
     cudaStream_t stream[2]; /* by ddp_stream_kind */
     int owns_comm;
-    void *products;         /* state of cuBLASLt; NULL until the first product */
+    void *products; /* state of cuBLASLt; NULL until the first product */
     void (*close_products)(ddp_group *group, void *products);
     ddp_saved_error failed; /* failure of opening. The backend opens next and reports it to all ranks */
 } ddp__cuda_streams;
@@ -2302,7 +2426,7 @@ typedef struct ddp__cuda_region {
     struct ddp__cuda_region *next;
     void *memory;
 #if !defined(DDP_NO_NCCL)
-    void *handle;        /* of ncclCommRegister; NULL = not registered */
+    void *handle; /* of ncclCommRegister; NULL = not registered */
 #if DDP__NCCL_VERSION >= 22700
     ncclWindow_t window; /* NULL = none. NCCL writes to this address, so it must live as long as the region */
 #endif
@@ -2346,7 +2470,8 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
     if (from || seed)
         result = ddp__cuda_fail(cuda->set_device(streams->device = from ? from->device : seed->device),
                                 "making the group", "cudaSetDevice");
-    else result = ddp__cuda_fail(cuda->get_device(&streams->device), "making the group", "cudaGetDevice");
+    else
+        result = ddp__cuda_fail(cuda->get_device(&streams->device), "making the group", "cudaGetDevice");
     if (result == DDP_OK && !streams->stream[DDP_STREAM_COMM]) {
         result = ddp__cuda_fail(cuda->stream_create(&streams->stream[DDP_STREAM_COMM], 1), "making the group",
                                 "cudaStreamCreateWithPriority");
@@ -2524,8 +2649,8 @@ static void ddp__cuda_device_cast(void *dst, ddp_dtype dst_dtype, const void *sr
 static void ddp__cuda_device_add(void *dst, const void *left, const void *right, size_t count,
                                  ddp_dtype dtype) {
     const void *sources[2] = {left, right};
-    ddp__cuda_tree_call call = {&dst, 1, sources, 2, count, DDP_OP_SUM, 1, ddp__cuda_mine.stream,
-                                "ddp_device_cuda add", 0, 0};
+    ddp__cuda_tree_call call = {
+        &dst, 1, sources, 2, count, DDP_OP_SUM, 1, ddp__cuda_mine.stream, "ddp_device_cuda add", 0, 0};
     ddp__cuda_keep(ddp__cuda_tree_any(&call, dtype));
 }
 
@@ -2537,8 +2662,9 @@ static void ddp__cuda_device_scale(void *data, size_t count, ddp_dtype dtype, fl
 
 static void ddp__cuda_device_divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
     const void *source = data;
-    ddp__cuda_tree_call call = {&data, 1, &source, 1, count, DDP_OP_AVG, divisor, ddp__cuda_mine.stream,
-                                "ddp_device_cuda divide", 0, 0};
+    ddp__cuda_tree_call call = {
+        &data, 1, &source, 1, count, DDP_OP_AVG, divisor, ddp__cuda_mine.stream, "ddp_device_cuda divide",
+        0,     0};
     if (divisor > 1) ddp__cuda_keep(ddp__cuda_tree_any(&call, dtype));
 }
 
@@ -2562,7 +2688,10 @@ typedef struct ddp__cuda_products {
     cublasLtHandle_t handle;
     void *workspace;
     int next;
-    struct { int64_t key[8]; cublasLtMatmulAlgo_t algo; } ways[DDP__CUDA_LT_WAYS];
+    struct {
+        int64_t key[8];
+        cublasLtMatmulAlgo_t algo;
+    } ways[DDP__CUDA_LT_WAYS];
 } ddp__cuda_products;
 typedef struct ddp__cuda_lt_call {
     cublasLtMatmulDescOpaque_t product;
@@ -2610,8 +2739,7 @@ static cublasStatus_t ddp__cuda_lt_describe(const ddp_gemm *g, int tf32, ddp__cu
     cublasComputeType_t compute = g->dtype == DDP_F64 ? CUBLAS_COMPUTE_64F
                                   : tf32              ? CUBLAS_COMPUTE_32F_FAST_TF32
                                                       : CUBLAS_COMPUTE_32F;
-    cublasOperation_t a = g->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N,
-                      b = g->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasOperation_t a = g->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, b = g->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     uint64_t m = (uint64_t)g->m, n = (uint64_t)g->n, k = (uint64_t)g->k;
     cublasStatus_t s = cublasLtMatmulDescInit(&d->product, compute, type);
     if (s == CUBLAS_STATUS_SUCCESS)
@@ -2619,11 +2747,9 @@ static cublasStatus_t ddp__cuda_lt_describe(const ddp_gemm *g, int tf32, ddp__cu
     if (s == CUBLAS_STATUS_SUCCESS)
         s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof b);
     if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatrixLayoutInit(&d->a, type, g->trans_b ? k : n,
-                                     g->trans_b ? n : k, g->ldb);
+        s = cublasLtMatrixLayoutInit(&d->a, type, g->trans_b ? k : n, g->trans_b ? n : k, g->ldb);
     if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatrixLayoutInit(&d->b, type, g->trans_a ? m : k,
-                                     g->trans_a ? k : m, g->lda);
+        s = cublasLtMatrixLayoutInit(&d->b, type, g->trans_a ? m : k, g->trans_a ? k : m, g->lda);
     return s == CUBLAS_STATUS_SUCCESS ? cublasLtMatrixLayoutInit(&d->c, type, n, m, g->ldc) : s;
 }
 
@@ -2662,7 +2788,12 @@ static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_products *p,
     const double f64[2] = {1, g->accumulate ? 1.0 : 0.0};
     const void *one = g->dtype == DDP_F32 ? (const void *)f32 : f64,
                *more = g->dtype == DDP_F32 ? (const void *)(f32 + 1) : f64 + 1;
-    int64_t key[8] = {g->m, g->n, g->k, g->lda, g->ldb, g->ldc,
+    int64_t key[8] = {g->m,
+                      g->n,
+                      g->k,
+                      g->lda,
+                      g->ldb,
+                      g->ldc,
                       (int)g->dtype << 4 | !!g->trans_a << 3 | !!g->trans_b << 2 | !!g->accumulate << 1
                           | tf32,
                       256};
@@ -2714,7 +2845,8 @@ static ddp_result ddp__cuda_layer_gemm(const ddp_gemm *g, void *group) {
 #define DDP__CUDA_F64(name, arguments) ddp__cuda_##name<double>,
 static const ddp_layer_kernels ddp__cuda_layers[2] = {
     {DDP_VERSION, ddp__cuda_layer_gemm, DDP_LAYER_KERNELS(DDP__CUDA_F32)},
-    {DDP_VERSION, ddp__cuda_layer_gemm, DDP_LAYER_KERNELS(DDP__CUDA_F64)}};
+    {DDP_VERSION, ddp__cuda_layer_gemm, DDP_LAYER_KERNELS(DDP__CUDA_F64)},
+};
 #define DDP__CUDA_LAYERS ddp__cuda_layers
 #else
 #define DDP__CUDA_LAYERS NULL
@@ -2745,8 +2877,8 @@ static const ddp_layer_kernels ddp__cuda_layers[2] = {
    launches NCCL kernels. Each group has its own stream, so the GPU may start kernels of two groups in either
    order. NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) makes the GPU start them in the order of the calls. */
 
-#define DDP__NCCL_OPS 32    /* operations in flight with an event each; further ones share the last event */
-#define DDP__NCCL_MARKS 16  /* calls that ranks compare */
+#define DDP__NCCL_OPS 32   /* operations in flight with an event each; further ones share the last event */
+#define DDP__NCCL_MARKS 16 /* calls that ranks compare */
 #if !defined(DDP__NCCL_SCRATCH)
 #define DDP__NCCL_SCRATCH ((size_t)32 << 20) /* largest workspace of a tree-order reduction */
 #endif
@@ -2761,63 +2893,67 @@ static const ddp_layer_kernels ddp__cuda_layers[2] = {
 
 /* A call, as ranks exchange it and as errors describe it. */
 typedef struct ddp__nccl_mark {
-    uint64_t seq;            /* 0 = a batch of messages, or no call */
-    uint64_t words[2];       /* of ddp_call_pack */
+    uint64_t seq;      /* 0 = a batch of messages, or no call */
+    uint64_t words[2]; /* of ddp_call_pack */
     int32_t is_message, pad;
 } ddp__nccl_mark;
 
 /* The state that each watchdog sends to the others in every round. */
 typedef struct ddp__nccl_rank_state {
-    int32_t result;  /* of the group on this rank; text is its cause */
-    int32_t leaving; /* 1 = this rank destroys the group; this is its last state */
+    int32_t result;                       /* of the group on this rank; text is its cause */
+    int32_t leaving;                      /* 1 = this rank destroys the group; this is its last state */
     ddp__nccl_mark mark[DDP__NCCL_MARKS]; /* collective number seq is stored at seq mod DDP__NCCL_MARKS */
-    uint64_t issued; /* number of collectives issued */
+    uint64_t issued;                      /* number of collectives issued */
     char text[400];
 } ddp__nccl_rank_state;
 
-typedef struct ddp__nccl_op { ddp__nccl_mark mark; cudaEvent_t event; int recorded; } ddp__nccl_op;
+typedef struct ddp__nccl_op {
+    ddp__nccl_mark mark;
+    cudaEvent_t event;
+    int recorded;
+} ddp__nccl_op;
 
 /* The communicator, and the thread that may call NCCL with it. */
 typedef struct ddp__nccl_comm {
-    ncclComm_t handle;           /* NULL once aborted */
-    ncclComm_t making;           /* set by ncclCommInitRankConfig before it waits for peers */
-    int owned;                   /* 0 = the user's communicator */
-    int in_group;                /* open calls of ncclGroupStart */
-    int busy;                    /* 1 = the caller is inside NCCL; the watchdog may only call ncclCommAbort */
-    int aborted;                 /* 1 = the watchdog has aborted handle or making */
-    const char *host_call;       /* NCCL call that blocks the caller until every rank has made it; or NULL */
-    double host_since;           /* start of that call */
+    ncclComm_t handle;     /* NULL once aborted */
+    ncclComm_t making;     /* set by ncclCommInitRankConfig before it waits for peers */
+    int owned;             /* 0 = the user's communicator */
+    int in_group;          /* open calls of ncclGroupStart */
+    int busy;              /* 1 = the caller is inside NCCL; the watchdog may only call ncclCommAbort */
+    int aborted;           /* 1 = the watchdog has aborted handle or making */
+    const char *host_call; /* NCCL call that blocks the caller until every rank has made it; or NULL */
+    double host_since;     /* start of that call */
 } ddp__nccl_comm;
 
 /* Device memory for calls. */
 typedef struct ddp__nccl_workspace {
-    void *memory;                /* receive buffer of a reduction in tree order */
+    void *memory; /* receive buffer of a reduction in tree order */
     size_t size_bytes;
-    void *cell;                  /* operand of a barrier's all-reduce */
+    void *cell; /* operand of a barrier's all-reduce */
 } ddp__nccl_workspace;
 
 /* Operations in flight: `count` entries from index `first` on, in issue order. */
 typedef struct ddp__nccl_ops {
     ddp__nccl_op at[DDP__NCCL_OPS];
     int first, count;
-    int current;                 /* the operation that the caller is issuing */
-    double since;                /* time since which the first operation has been the first */
+    int current;  /* the operation that the caller is issuing */
+    double since; /* time since which the first operation has been the first */
 } ddp__nccl_ops;
 
 /* The thread that detects failures and timeouts, and exchanges the states of ranks. */
 typedef struct ddp__nccl_watchdog {
-    ddp_group *group;            /* of all watchdogs: a split of control */
+    ddp_group *group; /* of all watchdogs: a split of control */
     pthread_t thread;
     int running, stopping;
-    int gone;                    /* 1 + a rank that has left the group; 0 = none */
+    int gone; /* 1 + a rank that has left the group; 0 = none */
     ddp__nccl_rank_state own;
 } ddp__nccl_watchdog;
 
 /* The first failure of this group, and whether the communicator has been aborted because of it. */
 typedef struct ddp__nccl_failure {
     ddp_result cause;
-    int from_peer;               /* 1 = another rank reported it */
-    int cleaned;                 /* 1 = the communicator is aborted */
+    int from_peer; /* 1 = another rank reported it */
+    int cleaned;   /* 1 = the communicator is aborted */
     char text[DDP__CUDA_TEXT];
 } ddp__nccl_failure;
 
@@ -2825,11 +2961,11 @@ typedef struct ddp__nccl {
     ddp_group *group, *control;
     ddp__cuda_streams *streams;
     int rank, world_size;
-    int capturing;               /* 1 = the current call is captured into a CUDA graph */
-    unsigned char leave[2];      /* send and receive buffer of ddp__nccl_all_leave */
+    int capturing;          /* 1 = the current call is captured into a CUDA graph */
+    unsigned char leave[2]; /* send and receive buffer of ddp__nccl_all_leave */
     ddp__nccl_workspace workspace;
-    ddp__cuda_region *regions;   /* memory of ddp_group_alloc */
-    pthread_mutex_t lock;        /* protects the following fields */
+    ddp__cuda_region *regions; /* memory of ddp_group_alloc */
+    pthread_mutex_t lock;      /* protects the following fields */
     pthread_cond_t changed;
     ddp__nccl_comm comm;
     ddp__nccl_ops ops;
@@ -2839,9 +2975,9 @@ typedef struct ddp__nccl {
 
 /* Indexed by ddp_dtype. Headers before 2.24 declare ncclBfloat16 (9) only if cuda_bf16.h was included first,
    which a program cannot always do. */
-static const ncclDataType_t ddp__nccl_dtype[] = {ncclNumTypes, ncclFloat32, ncclFloat64, ncclFloat16,
-                                                 (ncclDataType_t)9, ncclInt8, ncclUint8, ncclInt32,
-                                                 ncclInt64, ncclUint64};
+static const ncclDataType_t ddp__nccl_dtype[] = {ncclNumTypes,      ncclFloat32, ncclFloat64, ncclFloat16,
+                                                 (ncclDataType_t)9, ncclInt8,    ncclUint8,   ncclInt32,
+                                                 ncclInt64,         ncclUint64};
 
 static ddp_result ddp__nccl_status(const ddp_group *, void *state) {
     ddp__nccl *n = (ddp__nccl *)state;
@@ -2873,8 +3009,10 @@ static ddp_result ddp__nccl_error(ncclResult_t error, const char *call) {
 
 /* Pauses between two polls of the host. */
 static void ddp__nccl_pause(int tries) {
-    if (tries < 100) sched_yield();
-    else usleep(50);
+    if (tries < 100)
+        sched_yield();
+    else
+        usleep(50);
 }
 
 /* The caller owns the communicator from ddp__nccl_begin to ddp__nccl_end. host_call: an NCCL call that blocks
@@ -2925,12 +3063,14 @@ static ddp_result ddp__nccl_close_group(ddp__nccl *n, ddp_result before) {
 }
 
 /* The bytes that this rank sends to a peer and receives from it. */
-typedef struct ddp__nccl_block { ddp_bytes send, recv; } ddp__nccl_block;
+typedef struct ddp__nccl_block {
+    ddp_bytes send, recv;
+} ddp__nccl_block;
 
 /* Exchanges a block with every rank, in one NCCL group. block_of(j): the block of rank j. The rank's own
    block is copied. */
-template <class F> static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void *send, void *recv,
-                                                        const F &block_of) {
+template <class F>
+static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void *send, void *recv, const F &block_of) {
     cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
     ddp_result result = ddp__nccl_open_group(n);
     if (result != DDP_OK) return result;
@@ -2993,9 +3133,16 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     }));
     if (receives(n->rank)) sum = (unsigned char *)call->recv + own.begin;
     if (call->kind == DDP_CALL_REDUCE_SCATTER) sum = (unsigned char *)call->recv + t->first;
-    const ddp__cuda_tree_call tree = {&sum, 1, sources, n->world_size, own.size / ddp_dtype_size(call->dtype),
-                                      call->op, call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1,
-                                      n->streams->stream[DDP_STREAM_COMM], "the sum in tree order", t->share,
+    const ddp__cuda_tree_call tree = {&sum,
+                                      1,
+                                      sources,
+                                      n->world_size,
+                                      own.size / ddp_dtype_size(call->dtype),
+                                      call->op,
+                                      call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1,
+                                      n->streams->stream[DDP_STREAM_COMM],
+                                      "the sum in tree order",
+                                      t->share,
                                       n->rank};
     if (own.size) DDP_TRY(ddp__cuda_tree_any(&tree, call->dtype));
     if (call->kind == DDP_CALL_REDUCE_SCATTER) return DDP_OK;
@@ -3059,17 +3206,24 @@ static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) 
    and its average of integers does not truncate. */
 static int ddp__nccl_in_order(const ddp__nccl *n, const ddp_call *call) {
     int is_float = ddp_is_float(call->dtype);
-    return ddp_group_order(n->group) == DDP_ORDER_TREE || (call->op == DDP_OP_AVG && !is_float) ||
-           ((call->op == DDP_OP_MIN || call->op == DDP_OP_MAX) && is_float);
+    return ddp_group_order(n->group) == DDP_ORDER_TREE || (call->op == DDP_OP_AVG && !is_float)
+           || ((call->op == DDP_OP_MIN || call->op == DDP_OP_MAX) && is_float);
 }
 
 /* Creates an average with a divisor other than world_size. It multiplies first, like NCCL's average. */
 static ddp_result ddp__nccl_average(ddp__nccl *n, const ddp_call *call, ncclRedOp_t *op) {
-    union { float f32; double f64; uint16_t half; } factor;
+    union {
+        float f32;
+        double f64;
+        uint16_t half;
+    } factor;
     float f32 = 1.0f / (float)call->divisor;
-    if (call->dtype == DDP_F64) factor.f64 = 1.0 / (double)call->divisor;
-    else if (call->dtype == DDP_F32) factor.f32 = f32;
-    else factor.half = call->dtype == DDP_F16 ? ddp__cuda_to_f16(f32) : ddp__cuda_to_bf16(f32);
+    if (call->dtype == DDP_F64)
+        factor.f64 = 1.0 / (double)call->divisor;
+    else if (call->dtype == DDP_F32)
+        factor.f32 = f32;
+    else
+        factor.half = call->dtype == DDP_F16 ? ddp__cuda_to_f16(f32) : ddp__cuda_to_bf16(f32);
     return ddp__nccl_error(ncclRedOpCreatePreMulSum(op, &factor, ddp__nccl_dtype[call->dtype],
                                                     ncclScalarHostImmediate, n->comm.handle),
                            "ncclRedOpCreatePreMulSum");
@@ -3343,7 +3497,8 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_rank_state *words) {
     } else if (host_call) {
         snprintf(what, sizeof what,
                  "%s is not done after %d ms: check that the ranks' hosts reach each other; NCCL_DEBUG=INFO "
-                 "shows each attempt", host_call, timeout_ms);
+                 "shows each attempt",
+                 host_call, timeout_ms);
         ddp__nccl_poison(n->group, n, DDP_ERR_TIMEOUT, what);
     } else if (what[0]) {
         ddp__nccl_report(n, words, DDP_ERR_TIMEOUT, what);
@@ -3602,8 +3757,8 @@ static void ddp__nccl_close(ddp_group *, void *state) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__nccl *n = (ddp__nccl *)state;
     cuda->set_device(n->streams->device);
-    while (ddp__nccl_status(n->group, n) == DDP_OK &&
-           cuda->stream_query(n->streams->stream[DDP_STREAM_COMM]) == cudaErrorNotReady) {
+    while (ddp__nccl_status(n->group, n) == DDP_OK
+           && cuda->stream_query(n->streams->stream[DDP_STREAM_COMM]) == cudaErrorNotReady) {
         cuda->clear_error();
         usleep(50);
     }
@@ -3752,7 +3907,8 @@ static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     ncclUniqueId id = DDP_ZERO;
     ddp_result result;
     ddp__nccl *n = ddp__nccl_new(group, &result);
-    if (result == DDP_OK && seed->comm) result = ddp__nccl_adopt(n, (ncclComm_t)seed->comm);
+    if (result == DDP_OK && seed->comm)
+        result = ddp__nccl_adopt(n, (ncclComm_t)seed->comm);
     else if (result == DDP_OK && n->rank == 0)
         result = ddp__nccl_error(ncclGetUniqueId(&id), "ncclGetUniqueId");
     result = ddp_agree(seed->control, who, result, 0, "");
@@ -3786,14 +3942,15 @@ static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclCom
 static ddp_result ddp__nccl_split(ddp_group *group, void *state, ddp_group *child, const int *members,
                                   int member_count, void **child_state) {
     ddp__nccl *p = (ddp__nccl *)state, *n = NULL;
-    int color = member_count > 0 ? members[0] : -1,
-        key = child ? ddp_rank(child) : 0;
+    int color = member_count > 0 ? members[0] : -1, key = child ? ddp_rank(child) : 0;
     const char *who = "ddp_group_split";
     ncclComm_t made = NULL;
     ddp_group *control = NULL;
     ddp_result result = DDP_OK;
-    if (child) n = ddp__nccl_new(child, &result);
-    else if (member_count > 0) result = DDP_ERR_NO_MEMORY;
+    if (child)
+        n = ddp__nccl_new(child, &result);
+    else if (member_count > 0)
+        result = DDP_ERR_NO_MEMORY;
     result = ddp_agree(group, who, result, 0, "");
     if (result == DDP_OK) result = ddp_agree(group, who, ddp__nccl_split_comm(p, color, key, &made), 0, "");
     if (result == DDP_OK) result = ddp_group_split(p->control, color, key, &control);
@@ -3808,10 +3965,27 @@ static ddp_result ddp__nccl_split(ddp_group *group, void *state, ddp_group *chil
 }
 
 static const ddp_backend *ddp__cuda_nccl_backend(void) {
-    static const ddp_backend nccl = {"nccl", ddp__nccl_open, ddp__nccl_run, NULL, NULL, NULL, ddp__nccl_split,
-                                     ddp__nccl_alloc, ddp__nccl_free, ddp__nccl_status, ddp__nccl_poison,
-                                     ddp__nccl_close, 1, DDP_ORDER_ANY, ddp__nccl_batch, NULL, NULL, NULL,
-                                     NULL};
+    static const ddp_backend nccl = {
+        "nccl",
+        ddp__nccl_open,
+        ddp__nccl_run,
+        NULL,
+        NULL,
+        NULL,
+        ddp__nccl_split,
+        ddp__nccl_alloc,
+        ddp__nccl_free,
+        ddp__nccl_status,
+        ddp__nccl_poison,
+        ddp__nccl_close,
+        1,
+        DDP_ORDER_ANY,
+        ddp__nccl_batch,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+    };
     return &nccl;
 }
 
@@ -3839,19 +4013,19 @@ typedef struct ddp__cuda_message {
     void *memory;                    /* pinned */
     size_t capacity;
     cudaEvent_t event;
-    int stage;                       /* a send: DOWN, WIRE, FREE; a receive: WIRE, UP, FREE */
+    int stage; /* a send: DOWN, WIRE, FREE; a receive: WIRE, UP, FREE */
     ddp_call call;
     ddp_work work;
-    ddp_result result;               /* of its ddp_send, which the poll of another message may start */
+    ddp_result result; /* of its ddp_send, which the poll of another message may start */
 } ddp__cuda_message;
 enum { DDP__CUDA_DOWN, DDP__CUDA_WIRE, DDP__CUDA_UP, DDP__CUDA_FREE };
 
 /* Sends and receives. They have their own CPU group and stream, and run in parallel with collectives. */
 typedef struct ddp__cuda_messages {
-    ddp_group *group;         /* a split of the user's CPU group */
+    ddp_group *group; /* a split of the user's CPU group */
     cudaStream_t stream;
-    pthread_mutex_t lock;     /* protects the following fields */
-    ddp__cuda_message *down;  /* sends that are being copied to the host, in issue order */
+    pthread_mutex_t lock;    /* protects the following fields */
+    ddp__cuda_message *down; /* sends that are being copied to the host, in issue order */
     ddp__cuda_message *all;
 } ddp__cuda_messages;
 
@@ -3862,7 +4036,7 @@ typedef struct ddp__cuda_staging {
     cudaStream_t stream;
     /* [k & 1]: of round k. [DDP__CUDA_READY]: first the work on the caller's stream, later the last copy. */
     cudaEvent_t events[3];
-    void *memory;             /* in 0, in 1, out 0, out 1; pinned; NULL until the first call */
+    void *memory; /* in 0, in 1, out 0, out 1; pinned; NULL until the first call */
 } ddp__cuda_staging;
 
 typedef struct ddp__cuda_staged {
@@ -3888,7 +4062,9 @@ struct ddp__cuda_device_guard {
         if (before != device)
             result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->set_device(device), "cudaSetDevice");
     }
-    __forceinline__ ~ddp__cuda_device_guard() { if (before != device) DDP__CUDA_RUNTIME->set_device(before); }
+    __forceinline__ ~ddp__cuda_device_guard() {
+        if (before != device) DDP__CUDA_RUNTIME->set_device(before);
+    }
 };
 
 /* Returns the failure of either CPU group. The error line is the cause only. */
@@ -3926,7 +4102,10 @@ static ddp_result ddp__cuda_staged_await(ddp__cuda_staged *s, cudaEvent_t event,
         DDP_TRY(ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(event), DDP__CUDA_STAGED, "cudaEventQuery",
                                 &done));
         if (done) return DDP_OK;
-        if (tries < 2000) { sched_yield(); continue; }
+        if (tries < 2000) {
+            sched_yield();
+            continue;
+        }
         usleep(50);
         if (ddp__cuda_staged_status(NULL, s) != DDP_OK) return DDP_ERR_POISONED;
         if (ddp_now() <= deadline) continue;
@@ -3946,8 +4125,7 @@ typedef struct ddp__cuda_rounds {
 /* Returns the number of elements that round k moves of a block with `count` elements. */
 static size_t ddp__cuda_part(const ddp__cuda_rounds *p, size_t count, size_t k) {
     size_t at = k * p->step;
-    return at >= count ? 0
-           : count - at < p->step ? count - at : p->step;
+    return at >= count ? 0 : count - at < p->step ? count - at : p->step;
 }
 
 /* Copies the data of round k that this rank sends to the stage (up 0), or that it receives from the stage (up
@@ -3971,13 +4149,11 @@ static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cu
         last = block.begin;
         at += n;
         if (!adjacent)
-            error = DDP__CUDA_RUNTIME->memcpy_async(up ? there : here,
-                                                    up ? here : there, n,
+            error = DDP__CUDA_RUNTIME->memcpy_async(up ? there : here, up ? here : there, n,
                                                     cudaMemcpyDefault, s->staging.stream);
     }
     if (adjacent && at)
-        error = DDP__CUDA_RUNTIME->memcpy_async(up ? data : stage,
-                                                up ? stage : data, at, cudaMemcpyDefault,
+        error = DDP__CUDA_RUNTIME->memcpy_async(up ? data : stage, up ? stage : data, at, cudaMemcpyDefault,
                                                 s->staging.stream);
     return error;
 }
@@ -4008,7 +4184,10 @@ static ddp_result ddp__cuda_round_call(ddp__cuda_staged *s, const ddp__cuda_roun
         }
         call.recv_counts = recv_counts;
         call.recv_offsets = offsets;
-        if (call.send_counts) { call.send_counts = send_counts; call.send_offsets = offsets; }
+        if (call.send_counts) {
+            call.send_counts = send_counts;
+            call.send_offsets = offsets;
+        }
     }
     return ddp_group_call(s->control, &call, NULL);
 }
@@ -4235,7 +4414,8 @@ static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *, void *state, void *requ
         result = ddp__cuda_staged_failed(s, result, 1);
         if (m->work.op) ddp_wait(q->group, &m->work); /* does not block: the group has failed */
         ddp__cuda_staged_status(NULL, s);
-    } else if (*done) m->stage = DDP__CUDA_FREE;
+    } else if (*done)
+        m->stage = DDP__CUDA_FREE;
     return result;
 }
 
@@ -4352,12 +4532,27 @@ static ddp_result ddp__cuda_staged_split(ddp_group *, void *state, ddp_group *ch
 }
 
 static const ddp_backend *ddp__cuda_staged_backend(void) {
-    static const ddp_backend staged = {"host-staged", ddp__cuda_staged_open, ddp__cuda_staged_run,
-                                       ddp__cuda_staged_p2p_start, ddp__cuda_staged_p2p_poll, NULL,
-                                       ddp__cuda_staged_split, ddp__cuda_staged_alloc, ddp__cuda_staged_free,
-                                       ddp__cuda_staged_status, ddp__cuda_staged_poison,
-                                       ddp__cuda_staged_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL,
-                                       NULL};
+    static const ddp_backend staged = {
+        "host-staged",
+        ddp__cuda_staged_open,
+        ddp__cuda_staged_run,
+        ddp__cuda_staged_p2p_start,
+        ddp__cuda_staged_p2p_poll,
+        NULL,
+        ddp__cuda_staged_split,
+        ddp__cuda_staged_alloc,
+        ddp__cuda_staged_free,
+        ddp__cuda_staged_status,
+        ddp__cuda_staged_poison,
+        ddp__cuda_staged_close,
+        0,
+        DDP_ORDER_TREE,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+        NULL,
+    };
     return &staged;
 }
 
@@ -4389,9 +4584,8 @@ static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const 
         || (desc->engine == DDP_CUDA_ENGINE_DEFAULT && !shared))
         *backend = ddp__cuda_nccl_backend();
     else if (desc->engine == DDP_CUDA_ENGINE_DEFAULT)
-        *notice =
-            "ranks share a device: collectives go through host memory, which is slow and meant for "
-            "development";
+        *notice = "ranks share a device: collectives go through host memory, which is slow and meant for "
+                  "development";
 #endif
     (void)shared;
     return DDP_OK;
@@ -4475,8 +4669,12 @@ DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group) {
 
 DDPDEF const ddp_device *ddp_device_cuda(void) {
 #define DDP_X(name, result, arguments) ddp__cuda_device_##name,
-    static const ddp_device cuda = {"cuda", 0, DDP_DEVICE_FUNCTIONS(DDP_X) DDP__CUDA_OPTIMIZER,
-                                    DDP__CUDA_LAYERS};
+    static const ddp_device cuda = {
+        "cuda",
+        0,
+        DDP_DEVICE_FUNCTIONS(DDP_X) DDP__CUDA_OPTIMIZER,
+        DDP__CUDA_LAYERS,
+    };
 #undef DDP_X
     return &cuda;
 }
