@@ -1423,13 +1423,6 @@ extern "C" {
 #define ddp__store(pointer, value) __atomic_store_n(pointer, value, __ATOMIC_RELEASE)
 #define ddp__fetch_add(pointer, value) __atomic_fetch_add(pointer, value, __ATOMIC_SEQ_CST)
 
-/* Execute the statement that follows with the lock held, or with it released for that time. The statement
-   must not leave with return, break or goto. A continue ends it. */
-#define DDP__LOCKED(lock) DDP__BETWEEN(locked_, pthread_mutex_lock, lock, pthread_mutex_unlock)
-#define DDP__UNLOCKED(lock) DDP__BETWEEN(unlocked_, pthread_mutex_unlock, lock, pthread_mutex_lock)
-#define DDP__BETWEEN(name, before, lock, after) \
-    for (pthread_mutex_t *name = (before(lock), lock); name; name = (after(name), (pthread_mutex_t *)NULL))
-
 #define DDP__TEXT_MAX 512 /* bytes of an error line */
 #define DDP__LINE 128     /* two cache lines, because the CPU prefetches neighbours in pairs */
 #define DDP__OWN_LINE __attribute__((aligned(DDP__LINE))) /* this member starts a new cache line */
@@ -3018,33 +3011,40 @@ static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
 
 /* Maps [offset, offset + size), a range of one ddp__heap_take. Ranks that are threads share a mapping. */
 static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
-    ddp__region *m = NULL;
     if (size > DDP__HUGE) size = ddp_round_up(size, DDP__HUGE); /* as ddp__heap_take does */
-    DDP__LOCKED(&heap->lock) {
-        for (m = heap->mappings; m && m->offset != offset;) m = m->next;
-        if (m) {
-            m->references++;
-            continue;
+    pthread_mutex_lock(&heap->lock);
+    ddp__region *m = heap->mappings;
+    while (m && m->offset != offset) m = m->next;
+    if (m) {
+        m->references++;
+    } else if ((m = (ddp__region *)calloc(1, sizeof *m)) != NULL) {
+        m->base = (unsigned char *)ddp__map_aligned(heap->fd, offset, size);
+        m->offset = offset;
+        m->total = size;
+        m->references = 1;
+        m->next = heap->mappings;
+        if (m->base) {
+            heap->mappings = m;
+        } else {
+            free(m);
+            m = NULL;
         }
-        unsigned char *base = (unsigned char *)ddp__map_aligned(heap->fd, offset, size);
-        ddp__region fresh = {base, offset, 0, size, NULL, NULL, 1, heap->mappings};
-        if (base && (m = (ddp__region *)malloc(sizeof *m)) != NULL)
-            *(heap->mappings = m) = fresh;
-        else if (base)
-            munmap(base, size);
     }
+    pthread_mutex_unlock(&heap->lock);
     return m ? m->base : NULL;
 }
 
 static void ddp__heap_unmap(ddp__heap *heap, void *memory) {
-    DDP__LOCKED(&heap->lock) {
-        ddp__region **link = &heap->mappings, *m;
-        while (*link && (*link)->base != memory) link = &(*link)->next;
-        if (!(m = *link) || --m->references) continue;
+    pthread_mutex_lock(&heap->lock);
+    ddp__region **link = &heap->mappings;
+    while (*link && (*link)->base != memory) link = &(*link)->next;
+    ddp__region *m = *link;
+    if (m && --m->references == 0) {
         *link = m->next;
         munmap(m->base, m->total);
         free(m);
     }
+    pthread_mutex_unlock(&heap->lock);
 }
 
 static void ddp__heap_release(ddp__heap *heap) {
@@ -3449,9 +3449,9 @@ typedef struct ddp__local {
 #define DDP__PAYLOAD_STRIDE (2 * DDP__PAYLOAD + 4096 + DDP__LINE)
 #define DDP__SLOT_STRIDE (DDP__SLOTS * (size_t)DDP__CHUNK + DDP__SKEW)
 
-/* A loop over the other ranks, which starts at the next higher rank. */
-#define DDP__FOR_PEERS(l, p) \
-    for (int i_ = 1, p; i_ < (l)->world_size && (p = ((l)->rank + i_) % (l)->world_size, 1); i_++)
+/* The rank `distance` steps above this one, cyclically. Loops over all peers use the distances 1 to
+   world_size - 1, so that the ranks begin with different peers. */
+static int ddp__peer_at(const ddp__local *l, int distance) { return (l->rank + distance) % l->world_size; }
 
 static ddp__post *ddp__post_of(const ddp__local *l, int rank, uint64_t seq) {
     return &l->posts[2 * rank + (int)(seq & 1)];
@@ -3761,7 +3761,8 @@ static inline ddp_result ddp__await_count(ddp_group *group, ddp__local *l, int w
 }
 
 static ddp_result ddp__await_passed(ddp_group *group, ddp__local *l, uint64_t round) {
-    DDP__FOR_PEERS(l, p) DDP_TRY(ddp__await_count(group, l, DDP__PASSED, p, round));
+    for (int i = 1; i < l->world_size; i++)
+        DDP_TRY(ddp__await_count(group, l, DDP__PASSED, ddp__peer_at(l, i), round));
     return DDP_OK;
 }
 
@@ -3800,11 +3801,13 @@ static void ddp__tick(ddp__local *l, int what, uint64_t round) {
    address in this process. NULL = none. */
 static const ddp__region *ddp__region_of(const ddp__local *l, uint64_t place, int here) {
     const ddp__region *found = NULL;
-    DDP__LOCKED(&l->heap->lock)
+    pthread_mutex_t *lock = &l->heap->lock;
+    pthread_mutex_lock(lock);
     for (; l && !found; l = l->parent)
         for (found = l->regions;
              found && place - (here ? (uintptr_t)found->base : found->offset) >= found->total;)
             found = found->next;
+    pthread_mutex_unlock(lock);
     return found;
 }
 
@@ -3852,7 +3855,8 @@ static int ddp__can_read(ddp__local *l, int r) {
 }
 
 static int ddp__can_read_peers(ddp__local *l) {
-    DDP__FOR_PEERS(l, p) if (l->heap->threads || ddp__can_read(l, p) <= 0) return 0;
+    for (int i = 1; i < l->world_size; i++)
+        if (l->heap->threads || ddp__can_read(l, ddp__peer_at(l, i)) <= 0) return 0;
     return 1;
 }
 
@@ -3897,7 +3901,8 @@ static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *ca
     mine->recv = recv;
     ddp__store(&mine->seq, call->seq);
     ddp__announce(l);
-    DDP__FOR_PEERS(l, peer) {
+    for (int i = 1; i < l->world_size; i++) {
+        int peer = ddp__peer_at(l, i);
         const ddp__post *post = ddp__post_of(l, peer, call->seq);
         DDP_TRY(ddp__await(group, l, peer, &l->posts[call->seq & 1].seq, 2 * sizeof(ddp__post), call->seq));
         if (ddp__compared(post->what[0] ^ signature) == 0 && post->what[1] == call->count) continue;
@@ -4213,7 +4218,8 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     ddp__move_own(l->rank, m);
     for (size_t k = 0; k < m->rounds; k++) {
-        DDP__FOR_PEERS(l, p) {
+        for (int i = 1; i < l->world_size; i++) {
+            int p = ddp__peer_at(l, i);
             const ddp__post *post = ddp__post_of(l, p, m->call->seq);
             ddp_bytes take = ddp__piece(m, ddp__takes(l->rank, m, p), k, l->rank);
             size_t begin = m->call->recv_counts
@@ -4239,9 +4245,10 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
                              ddp__how(l, m->shared ? m->first_share : m->largest));
     }
     if (m->way == DDP__WAY_PUSH) {
-        DDP__FOR_PEERS(l, p)
-        ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + (size_t)l->rank * m->block,
-                         m->send, m->block);
+        for (int i = 1; i < l->world_size; i++) {
+            const ddp__post *post = ddp__post_of(l, ddp__peer_at(l, i), m->call->seq);
+            ddp__copy_stream(ddp__resolve(l, post->recv) + (size_t)l->rank * m->block, m->send, m->block);
+        }
         ddp__stream_end();
     }
     ddp__reach_end(l);
@@ -4313,7 +4320,8 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
         }
         if (k == m->filled) ddp__move_own(l->rank, m);
         if (k > 0 && k <= m->rounds) {
-            DDP__FOR_PEERS(l, p) {
+            for (int i = 1; i < l->world_size; i++) {
+                int p = ddp__peer_at(l, i);
                 int takes = m->shared || ddp__piece(m, ddp__takes(l->rank, m, p), k - 1, p).size;
                 if (takes) DDP_TRY(ddp__await_count(group, l, DDP__FILLED, p, first + k - 1));
                 in[p] = ddp__slot_of(l, p, first + k - 1) + ddp__move_at(m, l->rank);
@@ -4733,12 +4741,14 @@ static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_
     int send = call->kind == DDP_CALL_SEND;
     int from = send ? l->rank : call->root;
     int to = send ? call->root : l->rank;
-    ddp__request *r = NULL, **end = &l->requests;
-    DDP__LOCKED(&l->p2p_lock) {
-        if ((r = l->free_requests) != NULL)
-            l->free_requests = r->next;
-        else if ((r = (ddp__request *)ddp_host_alloc(group, sizeof *r)) == NULL)
-            continue;
+    pthread_mutex_lock(&l->p2p_lock);
+    ddp__request *r = l->free_requests;
+    if (r)
+        l->free_requests = r->next;
+    else
+        r = (ddp__request *)ddp_host_alloc(group, sizeof *r);
+    if (r) {
+        ddp__request **end = &l->requests;
         memset(r, 0, sizeof *r);
         r->call = *call;
         r->size = call->count * ddp_dtype_size(call->dtype);
@@ -4746,31 +4756,34 @@ static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_
         while (*end) end = &(*end)->next;
         *end = r;
     }
-    if (r) ddp__local_progress(group, l, r, 1);
+    pthread_mutex_unlock(&l->p2p_lock);
     *out = r;
-    return r ? DDP_OK : DDP_ERR_NO_MEMORY;
+    if (!r) return DDP_ERR_NO_MEMORY;
+    ddp__local_progress(group, l, r, 1);
+    return DDP_OK;
 }
 
 static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
     ddp__local *l = (ddp__local *)state;
-    ddp__request *r = (ddp__request *)request, **link = &l->requests;
-    int failed = 0;
+    ddp__request *r = (ddp__request *)request;
     if (ddp__sweeping != group) ddp__local_progress(group, l, r, 1);
-    DDP__LOCKED(&l->p2p_lock) {
-        if (!r->done && ddp_now() - l->looked_for_lost > 0.004 + 0.0008 * l->world_size) {
-            l->looked_for_lost = ddp_now();
-            if (ddp__waited_request == request) ddp__request_waits(group, l, r);
-            ddp__requests_look_for_lost(l);
-        }
-        *done = r->done;
-        failed = !r->done && ddp__load(&l->control->poison);
-        if (!r->done && !failed) continue;
+    pthread_mutex_lock(&l->p2p_lock);
+    if (!r->done && ddp_now() - l->looked_for_lost > 0.004 + 0.0008 * l->world_size) {
+        l->looked_for_lost = ddp_now();
+        if (ddp__waited_request == request) ddp__request_waits(group, l, r);
+        ddp__requests_look_for_lost(l);
+    }
+    *done = r->done;
+    int failed = !r->done && ddp__load(&l->control->poison);
+    if (r->done || failed) {
+        ddp__request **link = &l->requests;
         if (r->published) ddp__publish_no_wait(l);
         while (*link != r) link = &(*link)->next;
         *link = r->next;
         r->next = l->free_requests;
         l->free_requests = r;
     }
+    pthread_mutex_unlock(&l->p2p_lock);
     if (failed) ddp__reach_await(l);
     return failed ? DDP_ERR_POISONED : DDP_OK;
 }
@@ -4903,10 +4916,10 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
         *region = made;
         if (size_bytes >= DDP__HUGE) ddp__ask_huge(base, before, before + stride);
         if (ddp__populate(l->heap, region->mine, offset + before, size_bytes)) {
-            DDP__LOCKED(&l->heap->lock) { /* communication threads, also of splits, read the list */
-                region->next = l->regions;
-                l->regions = region;
-            }
+            pthread_mutex_lock(&l->heap->lock); /* communication threads, also of splits, read the list */
+            region->next = l->regions;
+            l->regions = region;
+            pthread_mutex_unlock(&l->heap->lock);
             *out = region->mine;
             return DDP_OK;
         }
@@ -4924,7 +4937,9 @@ static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     ddp__region **link = &l->regions;
     while ((*link)->mine != memory) link = &(*link)->next;
     ddp__region *region = *link;
-    DDP__LOCKED(&l->heap->lock) *link = region->next;
+    pthread_mutex_lock(&l->heap->lock);
+    *link = region->next;
+    pthread_mutex_unlock(&l->heap->lock);
     ddp__heap_give_back(l->heap, region->offset + (size_t)l->rank * region->stride, region->stride);
     ddp__heap_unmap(l->heap, region->base);
     ddp_host_free(group, region);
@@ -5008,9 +5023,9 @@ static ddp_result ddp__local_wait_signal(ddp_group *group, void *state, const ui
     const uint64_t *second = (const uint64_t *)ddp__local_peer(group, state, word, 1);
     ddp_result result = DDP_OK;
     l->awaits_word = 1;
-    DDP__FOR_PEERS(l, p)
-    if (result == DDP_OK)
-        result = ddp__await(group, l, p, first, (size_t)(second - first) * sizeof *first, target);
+    for (int i = 1; i < l->world_size && result == DDP_OK; i++)
+        result = ddp__await(group, l, ddp__peer_at(l, i), first, (size_t)(second - first) * sizeof *first,
+                            target);
     l->awaits_word = 0;
     return result;
 }
@@ -5284,13 +5299,12 @@ static void ddp__append(ddp__op **head, ddp__op **tail, ddp__op *op) {
    valid: only the thread that polls an op removes it from the list, and handles are freed under the lock. */
 static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     int done = 0;
-    ddp_result result = DDP_OK;
     if (op->done || op->polling) return;
     op->polling = 1;
-    DDP__UNLOCKED(&group->lock) {
-        result = group->backend->p2p_poll(group, group->state, op->request, &done);
-        if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
-    }
+    pthread_mutex_unlock(&group->lock);
+    ddp_result result = group->backend->p2p_poll(group, group->state, op->request, &done);
+    if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
+    pthread_mutex_lock(&group->lock);
     op->polling = 0;
     if (!done && result == DDP_OK) return;
     for (ddp__op **link = &group->p2p; *link; link = &(*link)->next)
@@ -5395,26 +5409,27 @@ static ddp_result ddp__thread_start(ddp_group *group) {
 }
 
 static void ddp__op_free(ddp_group *group, ddp__op *op) {
-    if (op) DDP__LOCKED(&group->lock) {
-            op->ticket = 0;
-            op->next = group->free_ops;
-            group->free_ops = op;
-        }
+    if (!op) return;
+    pthread_mutex_lock(&group->lock);
+    op->ticket = 0;
+    op->next = group->free_ops;
+    group->free_ops = op;
+    pthread_mutex_unlock(&group->lock);
 }
 
 /* Creates a handle. call NULL: a task of the user. task NULL: a send or receive that the backend starts. */
 static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn task, void *argument) {
     size_t w = (size_t)group->world_size;
-    ddp__op *op = NULL;
-    DDP__LOCKED(&group->lock) {
-        if ((op = group->free_ops) != NULL)
-            group->free_ops = op->next;
-        else if ((op = (ddp__op *)ddp_host_alloc(group, sizeof *op + 4 * w * sizeof(size_t))) != NULL) {
-            op->group = group;
-            op->older = group->all_ops;
-            group->all_ops = op;
-        }
+    pthread_mutex_lock(&group->lock);
+    ddp__op *op = group->free_ops;
+    if (op) {
+        group->free_ops = op->next;
+    } else if ((op = (ddp__op *)ddp_host_alloc(group, sizeof *op + 4 * w * sizeof(size_t))) != NULL) {
+        op->group = group;
+        op->older = group->all_ops;
+        group->all_ops = op;
     }
+    pthread_mutex_unlock(&group->lock);
     if (!op) return NULL;
     memset(op, 0, offsetof(ddp__op, group));
     op->outcome.result = DDP_OK;
@@ -5435,37 +5450,43 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     return op;
 }
 
-/* With the lock held, waits for a send or receive. Polls for a short time, then sleeps between polls. */
+/* Waits for a send or receive. Polls for a short time, then sleeps between polls. */
 static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
     double start = ddp_now(), now = start;
     double moment = group->backend->p2p_sleep ? 100e-6 : 1e-3;
     int sleeps = 0;
     ddp__waited_since = start;
     ddp__waited_request = op->request;
+    pthread_mutex_lock(&group->lock);
     for (ddp__p2p_step(group, op); !op->done; now = ddp_now()) {
         int overdue = now - start > group->desc.timeout_ms * 1e-3;
         sleeps = now - start > moment;
         group->watched += sleeps;
-        DDP__UNLOCKED(&group->lock) ddp__p2p_rest(group, sleeps ? DDP__P2P_SLICE_MS : 0);
+        pthread_mutex_unlock(&group->lock);
+        ddp__p2p_rest(group, sleeps ? DDP__P2P_SLICE_MS : 0);
+        pthread_mutex_lock(&group->lock);
         group->watched -= sleeps;
         ddp__p2p_step(group, op); /* first, because the local backend reports a timeout with its cause */
-        if (overdue && !op->done) DDP__UNLOCKED(&group->lock) {
-                char text[DDP__TEXT_MAX];
-                ddp__p2p_timeout_text(group, &op->call, op->call.root, text, sizeof text);
-                group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, text);
-            }
+        if (overdue && !op->done) {
+            char text[DDP__TEXT_MAX];
+            pthread_mutex_unlock(&group->lock);
+            ddp__p2p_timeout_text(group, &op->call, op->call.root, text, sizeof text);
+            group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, text);
+            pthread_mutex_lock(&group->lock);
+        }
         if (sleeps && !op->done) ddp__p2p_step_all(group);
     }
     ddp__waited_request = NULL;
     if (sleeps && group->p2p) pthread_cond_signal(&group->work_cond); /* the communication thread continues */
+    pthread_mutex_unlock(&group->lock);
 }
 
 /* Waits for an op, and frees it. Executes the queue meanwhile, unless another thread does. */
 static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
-    if (!ddp__is_p2p(op->call.kind))
-        ddp__work_off(op);
+    if (ddp__is_p2p(op->call.kind))
+        ddp__p2p_wait(group, op);
     else
-        DDP__LOCKED(&group->lock) ddp__p2p_wait(group, op);
+        ddp__work_off(op);
     ddp_result result = ddp_error_restore(&op->outcome);
     if (result == DDP_OK && op->ordered) { /* the compute stream waits for the op's work */
         result = group->backend->status(group, group->state);
@@ -5626,20 +5647,25 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
         ddp__append(&group->batch, &group->batch_tail, op);
         return DDP_OK;
     }
-    if (work) DDP__LOCKED(&group->lock) {
-            op->next = group->p2p;
-            group->p2p = op;
-            pthread_cond_signal(&group->work_cond);
-        }
+    if (work) {
+        pthread_mutex_lock(&group->lock);
+        op->next = group->p2p;
+        group->p2p = op;
+        pthread_cond_signal(&group->work_cond);
+        pthread_mutex_unlock(&group->lock);
+    }
     return ddp__hand_out(group, op, work);
 }
 
 /* Returns the op of a ddp_work, or NULL with the error line set. */
 static ddp__op *ddp__op_of(ddp_group *group, const ddp_work *work, const char *who) {
     ddp__op *op = (ddp__op *)work->op;
-    DDP__LOCKED(&group->lock) if (op->ticket != work->ticket) op = NULL;
-    if (!op) ddp__bad(who, group, "this work has been waited for already");
-    return op;
+    pthread_mutex_lock(&group->lock);
+    int is_current = op->ticket == work->ticket;
+    pthread_mutex_unlock(&group->lock);
+    if (is_current) return op;
+    ddp__bad(who, group, "this work has been waited for already");
+    return NULL;
 }
 
 DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
@@ -5659,12 +5685,12 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     ddp__op *op = ddp__op_of(group, work, __func__);
     ddp__op *last = NULL;
     if (!op) return DDP_ERR_INVALID;
-    DDP__LOCKED(&group->lock) {
-        if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
-        if (group->no_thread && !op->done && !group->running && group->head)
-            last = ddp__is_p2p(op->call.kind) ? group->tail : op;
-        *done = op->done;
-    }
+    pthread_mutex_lock(&group->lock);
+    if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
+    if (group->no_thread && !op->done && !group->running && group->head)
+        last = ddp__is_p2p(op->call.kind) ? group->tail : op;
+    *done = op->done;
+    pthread_mutex_unlock(&group->lock);
     if (last) { /* no other thread executes the queue */
         ddp__work_off(last);
         *done = op->done;
@@ -11397,15 +11423,15 @@ static void ddp__loader_open(ddp_loader *l, int64_t batch) {
 static void ddp__loader_draw(ddp_loader *l) {
     ddp__loader_slot *slot = ddp__loader_slot_of(l, l->drawn);
     l->drawing = 1;
-    DDP__UNLOCKED(&l->lock) {
-        int64_t left = l->sampler.length - l->sampler.cursor;
-        slot->count = left < l->desc.batch_size ? left : l->desc.batch_size;
-        for (int64_t i = 0; i < slot->count; i++) {
-            int is_padding;
-            slot->indices[i] = ddp_sampler_next(&l->sampler, &is_padding);
-            slot->is_padding[i] = (uint8_t)is_padding;
-        }
+    pthread_mutex_unlock(&l->lock);
+    int64_t left = l->sampler.length - l->sampler.cursor;
+    slot->count = left < l->desc.batch_size ? left : l->desc.batch_size;
+    for (int64_t i = 0; i < slot->count; i++) {
+        int is_padding;
+        slot->indices[i] = ddp_sampler_next(&l->sampler, &is_padding);
+        slot->is_padding[i] = (uint8_t)is_padding;
     }
+    pthread_mutex_lock(&l->lock);
     l->drawing = 0;
     ddp__loader_open(l, l->drawn++);
 }
@@ -11483,16 +11509,15 @@ static void ddp__loader_free(ddp_loader *l) {
 static void *ddp__loader_main(void *argument) {
     ddp__loader_worker *w = (ddp__loader_worker *)argument;
     ddp_loader *l = w->loader;
-    int is_last = 0;
-    DDP__LOCKED(&l->lock) {
-        while (l->phase != DDP__LOADER_STOPS) {
-            ddp__error_text[0] = 0; /* a fetch may fail without an error line */
-            if (!ddp__loader_turn(l, w)) pthread_cond_wait(&l->work, &l->lock);
-        }
-        w->has_left = 1;
-        is_last = --l->references == 0;
-        pthread_cond_signal(&l->ready);
+    pthread_mutex_lock(&l->lock);
+    while (l->phase != DDP__LOADER_STOPS) {
+        ddp__error_text[0] = 0; /* a fetch may fail without an error line */
+        if (!ddp__loader_turn(l, w)) pthread_cond_wait(&l->work, &l->lock);
     }
+    w->has_left = 1;
+    int is_last = --l->references == 0;
+    pthread_cond_signal(&l->ready);
+    pthread_mutex_unlock(&l->lock);
     if (is_last) ddp__loader_free(l);
     return NULL;
 }
@@ -11567,20 +11592,21 @@ static ddp_result ddp__loader_check(const ddp_loader *l, const char *who) {
 }
 
 DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out) {
-    ddp_result result = DDP_OK;
     DDP__NEED(loader && out, "loader or out is NULL");
     DDP_TRY(ddp__loader_check(loader, __func__));
     memset(out, 0, sizeof *out);
-    DDP__LOCKED(&loader->lock) result = ddp__loader_next(loader, out);
+    pthread_mutex_lock(&loader->lock);
+    ddp_result result = ddp__loader_next(loader, out);
+    pthread_mutex_unlock(&loader->lock);
     return result;
 }
 
 static ddp_result ddp__loader_go(ddp_loader *l, const ddp_sampler *place) {
-    DDP__LOCKED(&l->lock) {
-        l->place = *place;
-        ddp__store(&l->phase, (uint32_t)DDP__LOADER_RESTARTS);
-        ddp__loader_settle(l);
-    }
+    pthread_mutex_lock(&l->lock);
+    l->place = *place;
+    ddp__store(&l->phase, (uint32_t)DDP__LOADER_RESTARTS);
+    ddp__loader_settle(l);
+    pthread_mutex_unlock(&l->lock);
     return DDP_OK;
 }
 
@@ -11624,25 +11650,25 @@ DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *s
 DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats) {
     DDP__NEED(loader && stats, "loader or stats is NULL");
     DDP_TRY(ddp__loader_check(loader, __func__));
-    DDP__LOCKED((pthread_mutex_t *)&loader->lock) *stats = loader->stats;
+    pthread_mutex_t *lock = (pthread_mutex_t *)&loader->lock;
+    pthread_mutex_lock(lock);
+    *stats = loader->stats;
+    pthread_mutex_unlock(lock);
     return DDP_OK;
 }
 
 DDPDEF void ddp_loader_destroy(ddp_loader *l) {
-    int is_last = 0;
     if (!l || ddp__loader_is_forked(l)) return; /* a forked process must not touch the loader */
-    DDP__LOCKED(&l->lock) {
-        double until = ddp_now()
-                       + 1e-3 * (l->gave_up && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms);
-        ddp__store(&l->phase, (uint32_t)DDP__LOADER_STOPS);
-        pthread_cond_broadcast(&l->work);
-        while (l->references > 1 && ddp__loader_sleep(l, until)) {
-        }
-        for (int i = 0; i < l->threads; i++)
-            l->worker[i].has_left ? pthread_join(l->worker[i].thread, NULL)
-                                  : pthread_detach(l->worker[i].thread);
-        is_last = --l->references == 0; /* otherwise the last worker frees it */
+    pthread_mutex_lock(&l->lock);
+    double until = ddp_now() + 1e-3 * (l->gave_up && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms);
+    ddp__store(&l->phase, (uint32_t)DDP__LOADER_STOPS);
+    pthread_cond_broadcast(&l->work);
+    while (l->references > 1 && ddp__loader_sleep(l, until)) {
     }
+    for (int i = 0; i < l->threads; i++)
+        l->worker[i].has_left ? pthread_join(l->worker[i].thread, NULL) : pthread_detach(l->worker[i].thread);
+    int is_last = --l->references == 0; /* otherwise the last worker frees it */
+    pthread_mutex_unlock(&l->lock);
     if (is_last) ddp__loader_free(l);
 }
 
