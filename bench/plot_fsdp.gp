@@ -1,8 +1,9 @@
-# Draws fsdp.svg from fsdp.dat in the current folder: bytes per rank by purpose, and step times beside NO_SHARD. run.sh calls it.
+# Draws fsdp.svg from fsdp.dat in the current folder: bytes per rank by purpose, and step times relative
+# to NO_SHARD. Called by run.sh.
 set terminal svg noenhanced size 1000,420 font "Helvetica,13" background "white"
 set output "fsdp.svg"
 models = system("sed -n 's/^# //p' fsdp.dat | tr ' ' '_'")
-set multiplot layout 1,words(models) title "ddp_fsdp.h, two ranks: what a rank holds at its peak" font ",15"
+set multiplot layout 1,words(models) title "ddp_fsdp.h, 2 ranks: peak memory of a rank" font ",15"
 set style data histograms
 set style histogram rowstacked
 set style fill solid 0.9 border -1
@@ -13,11 +14,13 @@ set key top right reverse Left samplen 1
 set xtics font ",9"
 do for [i=1:words(models)] {
     set title system("sed -n 's/^# //p' fsdp.dat | sed -n ".i."p")
-    set autoscale y # stats counts only what lies in the range of the plot before
+    set autoscale y # otherwise stats would use the range of the previous plot
     stats "fsdp.dat" index i-1 using ($3+$4+$5+$6+$7) nooutput
     set yrange [0:STATS_max * 1.35]
-    plot "fsdp.dat" index i-1 using 3:xtic(1) title "values" lc rgb "#0072b2", "" index i-1 using 4 title "gathered" lc rgb "#56b4e9", \
-         "" index i-1 using 5 title "gradients" lc rgb "#e69f00", "" index i-1 using 6 title "moments" lc rgb "#d55e00", \
+    plot "fsdp.dat" index i-1 using 3:xtic(1) title "shards" lc rgb "#0072b2", \
+         "" index i-1 using 4 title "unsharded" lc rgb "#56b4e9", \
+         "" index i-1 using 5 title "gradients" lc rgb "#e69f00", \
+         "" index i-1 using 6 title "optimizer state" lc rgb "#d55e00", \
          "" index i-1 using 7 title "other" lc rgb "#999999", \
          "" index i-1 using 0:($3+$4+$5+$6+$7):(sprintf("step x %.2f", $2)) with labels offset 0,0.8 notitle
 }

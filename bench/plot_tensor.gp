@@ -1,4 +1,5 @@
-# Draws tensor.svg from tensor.dat in the current folder: time of a transformer block over tensor ranks, of which waiting for collectives. run.sh calls it.
+# Draws tensor.svg from tensor.dat in the current folder: time of a transformer block over tensor ranks,
+# split into compute and waiting for collectives. Called by run.sh.
 set terminal svg noenhanced size 1000,460 font "Helvetica,13" background "white"
 set output "tensor.svg"
 set title "ddp_tensor.h: forward and backward of one transformer block" font ",15"
@@ -13,4 +14,5 @@ set grid y lc rgb "#dddddd"
 set key top right reverse Left samplen 1
 set xtics rotate by 30 right font ",11"
 set bmargin 8
-plot "tensor.dat" using 2:xtic(1) title "compute" lc rgb "#0072b2", "" using 3 title "waiting for collectives" lc rgb "#e69f00"
+plot "tensor.dat" using 2:xtic(1) title "compute" lc rgb "#0072b2", \
+     "" using 3 title "waiting for collectives" lc rgb "#e69f00"
