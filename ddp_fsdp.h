@@ -631,21 +631,21 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 /* Short forms for argument checks and for entering a public call. Used by all sections below. */
 
 /* An invalid argument. */
-#define ddp__fsdp_bad(who, group, ...) ddp_fail_in(DDP_ERR_INVALID, who, group, __VA_ARGS__)
+#define ddp__fsdp_invalid(call, group, ...) ddp_fail_in(DDP_ERR_INVALID, call, group, __VA_ARGS__)
 
 /* result with the current error line. */
-static ddp_saved_error ddp__fsdp_error(ddp_result result) {
+static ddp_saved_error ddp__saved_error_of(ddp_result result) {
     ddp_saved_error saved = DDP_ZERO;
     ddp_error_save(&saved, result);
     return saved;
 }
 
 /* DDP_CHECK for use inside a public function: the error names that function. */
-#define DDP__FSDP_NEED(condition, ...) DDP_CHECK(__func__, NULL, condition, __VA_ARGS__)
+#define DDP__FSDP_CHECK(condition, ...) DDP_CHECK(__func__, NULL, condition, __VA_ARGS__)
 
 /* ddp_device_begin, except that a process forked inside the rank gets an error: the shards there are the
    rank's. */
-static ddp_result ddp__fsdp_enter(ddp_group *group) {
+static ddp_result ddp__fsdp_device_begin(ddp_group *group) {
     return ddp_group_is_forked(group) ? ddp_group_status(group) : ddp_device_begin(group);
 }
 
@@ -815,7 +815,7 @@ static void ddp__host_trust(const ddp_exact_sum *sums, size_t count, double lr, 
 static const ddp_optimizer_kernels ddp__host_kernels = {DDP_VERSION, DDP_OPTIMIZER_KERNELS(DDP_X)};
 #undef DDP_X
 // clang-format on
-static const ddp_optimizer_kernels *ddp__kernels_of(const ddp_device *device) {
+static const ddp_optimizer_kernels *ddp__optimizer_kernels_of(const ddp_device *device) {
     return device->optimizer ? device->optimizer : &ddp__host_kernels;
 }
 
@@ -828,9 +828,8 @@ static const ddp_optimizer_kernels *ddp__kernels_of(const ddp_device *device) {
 typedef struct ddp__optimizer_param {
     /* index of the first entry with the same value; only that entry is stepped. Its own index otherwise */
     int first_use;
-    /* the sums of squares of its value and of its gradient are numbers squares and squares + 1; -1 = it has
-       no trust ratio */
-    int squares;
+    /* of the sum of squares of its value; that of its gradient is the next one. -1 = it has no trust ratio */
+    int square_index;
     size_t count;
     void *state[2]; /* NULL = unused */
 } ddp__optimizer_param;
@@ -846,21 +845,21 @@ struct ddp_optimizer {
     void *state;            /* one allocation */
     ddp_exact_sum *squares; /* on the device */
     /* host memory in which they are reduced; NULL if shard_group has the same device */
-    ddp_exact_sum *sent;
+    ddp_exact_sum *host_squares;
     /* NULL, or called before and after elements [from, from + count) of a parameter are stepped; user is
        desc.state_user */
     ddp_result (*piece_fn)(void *user, int param, size_t from, size_t count, int stepped);
-    double *rates; /* on the device: lr times the trust ratio of each pair of squares */
+    double *trust_rates; /* on the device: lr times the trust ratio of each pair of squares */
 };
 
-static const char *const ddp__optimizer_states[][2] = {
+static const char *const ddp__optimizer_state_names[][2] = {
     {"exp_avg", "exp_avg_sq"},
     {"momentum_buffer", NULL},
     {"exp_avg", "exp_avg_sq"},
     {"momentum_buffer", NULL},
 }; /* by kind */
 
-#define DDP__OPTIMIZER_NEED(condition, ...) DDP_CHECK("ddp_optimizer_create", group, condition, __VA_ARGS__)
+#define DDP__OPTIMIZER_CHECK(condition, ...) DDP_CHECK("ddp_optimizer_create", group, condition, __VA_ARGS__)
 
 static int ddp__optimizer_is_adam(const ddp_optimizer_desc *desc) {
     return desc->kind == DDP_OPTIMIZER_ADAMW || desc->kind == DDP_OPTIMIZER_LAMB;
@@ -870,7 +869,7 @@ static int ddp__optimizer_has_trust(const ddp_optimizer_desc *desc) {
 }
 
 /* 0 to 3.4e38: neither a NaN nor an infinity. */
-static int ddp__is_amount(double x) { return x >= 0 && x <= 3.4028234663852886e38; }
+static int ddp__is_finite_nonnegative(double x) { return x >= 0 && x <= 3.4028234663852886e38; }
 
 /* Defaults and ranges of what is not a parameter. Fields of other kinds are not looked at. */
 static ddp_result ddp__optimizer_resolve(ddp_group *group, ddp_optimizer_desc *d) {
@@ -878,74 +877,77 @@ static ddp_result ddp__optimizer_resolve(ddp_group *group, ddp_optimizer_desc *d
     const ddp_optimizer_kernels *kernels = ddp_group_device(group)->optimizer;
     DDP_TRY(
         ddp_check_kernels(group, "ddp_optimizer_create", kernels ? &kernels->version : NULL, "ddp_fsdp.h"));
-    DDP__OPTIMIZER_NEED((unsigned)d->kind <= DDP_OPTIMIZER_LARS, "kind=%d is not one of ddp_optimizer_kind",
-                        (int)d->kind);
+    DDP__OPTIMIZER_CHECK((unsigned)d->kind <= DDP_OPTIMIZER_LARS, "kind=%d is not one of ddp_optimizer_kind",
+                         (int)d->kind);
     d->beta1 = d->beta1 == 0 ? 0.9f : d->beta1 == -1 ? 0 : d->beta1;
     d->beta2 = d->beta2 == 0 ? 0.999f : d->beta2 == -1 ? 0 : d->beta2;
     if (d->eps == 0) d->eps = d->kind == DDP_OPTIMIZER_LAMB ? 1e-6f : 1e-8f;
     d->momentum = d->momentum == -1 ? 0 : lars && d->momentum == 0 ? 0.9f : d->momentum;
     if (d->trust_coefficient == 0) d->trust_coefficient = lars ? 0.001f : 1.0f;
     if (ddp__optimizer_is_adam(d)) {
-        DDP__OPTIMIZER_NEED(d->beta1 >= 0 && d->beta1 < 1,
-                            "beta1=%g; pass a number from 0 (as -1) to below 1", (double)d->beta1);
-        DDP__OPTIMIZER_NEED(d->beta2 >= 0 && d->beta2 < 1,
-                            "beta2=%g; pass a number from 0 (as -1) to below 1", (double)d->beta2);
-        DDP__OPTIMIZER_NEED(ddp__is_amount(d->eps), "eps=%g; pass a positive number", (double)d->eps);
+        DDP__OPTIMIZER_CHECK(d->beta1 >= 0 && d->beta1 < 1,
+                             "beta1=%g; pass a number from 0 (as -1) to below 1", (double)d->beta1);
+        DDP__OPTIMIZER_CHECK(d->beta2 >= 0 && d->beta2 < 1,
+                             "beta2=%g; pass a number from 0 (as -1) to below 1", (double)d->beta2);
+        DDP__OPTIMIZER_CHECK(ddp__is_finite_nonnegative(d->eps), "eps=%g; pass a positive number",
+                             (double)d->eps);
     } else {
-        DDP__OPTIMIZER_NEED(ddp__is_amount(d->momentum), "momentum=%g; pass 0 or more", (double)d->momentum);
-        DDP__OPTIMIZER_NEED(ddp__is_amount(d->dampening), "dampening=%g; pass 0 or more",
-                            (double)d->dampening);
-        DDP__OPTIMIZER_NEED(!d->nesterov || lars || (d->momentum > 0 && d->dampening == 0),
-                            "nesterov with momentum=%g and dampening=%g; it needs momentum and no dampening",
-                            (double)d->momentum, (double)d->dampening);
+        DDP__OPTIMIZER_CHECK(ddp__is_finite_nonnegative(d->momentum), "momentum=%g; pass 0 or more",
+                             (double)d->momentum);
+        DDP__OPTIMIZER_CHECK(ddp__is_finite_nonnegative(d->dampening), "dampening=%g; pass 0 or more",
+                             (double)d->dampening);
+        DDP__OPTIMIZER_CHECK(!d->nesterov || lars || (d->momentum > 0 && d->dampening == 0),
+                             "nesterov with momentum=%g and dampening=%g; it needs momentum and no dampening",
+                             (double)d->momentum, (double)d->dampening);
     }
-    DDP__OPTIMIZER_NEED(!ddp__optimizer_has_trust(d) || ddp__is_amount(d->trust_coefficient),
-                        "trust_coefficient=%g; pass a positive number", (double)d->trust_coefficient);
-    DDP__OPTIMIZER_NEED(ddp__is_amount(d->weight_decay), "weight_decay=%g; pass 0 or more",
-                        (double)d->weight_decay);
+    DDP__OPTIMIZER_CHECK(!ddp__optimizer_has_trust(d) || ddp__is_finite_nonnegative(d->trust_coefficient),
+                         "trust_coefficient=%g; pass a positive number", (double)d->trust_coefficient);
+    DDP__OPTIMIZER_CHECK(ddp__is_finite_nonnegative(d->weight_decay), "weight_decay=%g; pass 0 or more",
+                         (double)d->weight_decay);
     return DDP_OK;
 }
 
 /* Looks at parameter i, and finds earlier uses of its value: rows that are not there are the same memory by
    accident. */
-static ddp_result ddp__optimizer_take(ddp_optimizer *o, int i) {
+static ddp_result ddp__optimizer_add_param(ddp_optimizer *o, int i) {
     ddp_group *group = o->group;
     const ddp_param *param = &o->desc.params[i];
     ddp__optimizer_param *p = &o->params[i];
     const char *name = param->name ? param->name : "";
     int64_t count = ddp_tensor_count(&param->value);
     ddp_tensor grad = ddp_param_grad(param);
-    DDP__OPTIMIZER_NEED(param->value.dtype == DDP_F32 || param->value.dtype == DDP_F64,
-                        "params[%d] \"%s\" is %s; only f32 and f64 are updated", i, name,
-                        ddp_dtype_name(param->value.dtype));
-    DDP__OPTIMIZER_NEED(count >= 0, "params[%d] \"%s\": value.ndim=%d or its shape is wrong", i, name,
-                        param->value.ndim);
-    DDP__OPTIMIZER_NEED(!count || param->value.data, "params[%d] \"%s\": value.data is NULL", i, name);
-    DDP__OPTIMIZER_NEED(!count || param->grad.data, "params[%d] \"%s\" has no gradient: grad.data is NULL", i,
-                        name);
-    DDP__OPTIMIZER_NEED(grad.dtype == param->value.dtype,
-                        "params[%d] \"%s\" is %s, but its gradient %s; they have to be alike", i, name,
-                        ddp_dtype_name(param->value.dtype), ddp_dtype_name(grad.dtype));
-    DDP__OPTIMIZER_NEED(ddp_tensor_count(&grad) == count,
-                        "params[%d] \"%s\" has %lld elements, but its gradient %lld", i, name,
-                        (long long)count, (long long)ddp_tensor_count(&grad));
+    DDP__OPTIMIZER_CHECK(param->value.dtype == DDP_F32 || param->value.dtype == DDP_F64,
+                         "params[%d] \"%s\" is %s; only f32 and f64 are updated", i, name,
+                         ddp_dtype_name(param->value.dtype));
+    DDP__OPTIMIZER_CHECK(count >= 0, "params[%d] \"%s\": value.ndim=%d or its shape is wrong", i, name,
+                         param->value.ndim);
+    DDP__OPTIMIZER_CHECK(!count || param->value.data, "params[%d] \"%s\": value.data is NULL", i, name);
+    DDP__OPTIMIZER_CHECK(!count || param->grad.data, "params[%d] \"%s\" has no gradient: grad.data is NULL",
+                         i, name);
+    DDP__OPTIMIZER_CHECK(grad.dtype == param->value.dtype,
+                         "params[%d] \"%s\" is %s, but its gradient %s; they have to be alike", i, name,
+                         ddp_dtype_name(param->value.dtype), ddp_dtype_name(grad.dtype));
+    DDP__OPTIMIZER_CHECK(ddp_tensor_count(&grad) == count,
+                         "params[%d] \"%s\" has %lld elements, but its gradient %lld", i, name,
+                         (long long)count, (long long)ddp_tensor_count(&grad));
     p->count = (size_t)count;
-    p->squares = -1;
+    p->square_index = -1;
     if (ddp__optimizer_has_trust(&o->desc) && (!o->desc.decay_matrices_only || param->value.ndim > 1)) {
-        p->squares = o->square_count;
+        p->square_index = o->square_count;
         o->square_count += 2;
     }
     for (p->first_use = 0; p->first_use < i; p->first_use++)
         if (count && o->desc.params[p->first_use].value.data == param->value.data) break;
-    DDP__OPTIMIZER_NEED(o->params[p->first_use].count == p->count
-                            && o->desc.params[p->first_use].value.dtype == param->value.dtype,
-                        "params[%d] \"%s\" shares its values with params[%d], but has another shape or dtype",
-                        i, name, p->first_use);
+    DDP__OPTIMIZER_CHECK(
+        o->params[p->first_use].count == p->count
+            && o->desc.params[p->first_use].value.dtype == param->value.dtype,
+        "params[%d] \"%s\" shares its values with params[%d], but has another shape or dtype", i, name,
+        p->first_use);
     return DDP_OK;
 }
 
 /* Assigns memory to each tensor of state. memory NULL: only counts. Returns the total bytes. */
-static size_t ddp__optimizer_place(ddp_optimizer *o, unsigned char *memory) {
+static size_t ddp__optimizer_assign_state(ddp_optimizer *o, unsigned char *memory) {
     size_t used = 0;
     for (int i = 0; i < o->desc.param_count; i++)
         for (int k = 0; k < o->state_count && o->params[i].first_use == i; k++) {
@@ -960,17 +962,17 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     ddp_group *group = o->group;
     void *memory;
     DDP_TRY(ddp__optimizer_resolve(group, &o->desc));
-    DDP__OPTIMIZER_NEED(d->params && d->param_count > 0,
-                        "param_count=%d or params is NULL; pass the array of parameters to update",
-                        d->param_count);
-    DDP__OPTIMIZER_NEED(!d->state_alloc_fn == !d->state_free_fn,
-                        "set both state_alloc_fn and state_free_fn, or neither");
+    DDP__OPTIMIZER_CHECK(d->params && d->param_count > 0,
+                         "param_count=%d or params is NULL; pass the array of parameters to update",
+                         d->param_count);
+    DDP__OPTIMIZER_CHECK(!d->state_alloc_fn == !d->state_free_fn,
+                         "set both state_alloc_fn and state_free_fn, or neither");
     o->state_count = ddp__optimizer_is_adam(&o->desc) ? 2 : o->desc.momentum != 0;
     o->params = (ddp__optimizer_param *)ddp_host_alloc(o->group,
                                                        (size_t)o->desc.param_count * sizeof *o->params);
     if (!o->params) return DDP_ERR_NO_MEMORY;
-    for (int i = 0; i < o->desc.param_count; i++) DDP_TRY(ddp__optimizer_take(o, i));
-    size_t bytes = ddp__optimizer_place(o, NULL);
+    for (int i = 0; i < o->desc.param_count; i++) DDP_TRY(ddp__optimizer_add_param(o, i));
+    size_t bytes = ddp__optimizer_assign_state(o, NULL);
     if (bytes && !o->desc.state_alloc_fn)
         DDP_TRY(o->device->alloc(o->group, bytes, &o->state));
     else if (bytes)
@@ -979,22 +981,23 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
         return ddp_fail(DDP_ERR_NO_MEMORY,
                         "ddp_optimizer_create: state_alloc_fn gave no memory for %llu bytes",
                         (unsigned long long)bytes);
-    ddp__optimizer_place(o, (unsigned char *)o->state);
+    ddp__optimizer_assign_state(o, (unsigned char *)o->state);
     if (!o->square_count) return DDP_OK;
     bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
-    DDP_TRY(o->device->alloc(o->group, bytes + (size_t)o->square_count / 2 * sizeof *o->rates, &memory));
+    DDP_TRY(
+        o->device->alloc(o->group, bytes + (size_t)o->square_count / 2 * sizeof *o->trust_rates, &memory));
     o->squares = (ddp_exact_sum *)memory;
-    o->rates = (double *)(void *)(o->squares + o->square_count);
+    o->trust_rates = (double *)(void *)(o->squares + o->square_count);
     if (!d->shard_group || ddp_group_device(d->shard_group) == o->device) return DDP_OK;
-    o->sent = (ddp_exact_sum *)ddp_host_alloc(group, bytes);
-    return o->sent ? DDP_OK : DDP_ERR_NO_MEMORY;
+    o->host_squares = (ddp_exact_sum *)ddp_host_alloc(group, bytes);
+    return o->host_squares ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
 DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group,
                                        const ddp_optimizer_desc *desc) {
-    DDP__FSDP_NEED(out, "out is NULL");
+    DDP__FSDP_CHECK(out, "out is NULL");
     *out = NULL;
-    DDP__FSDP_NEED(group && desc, "group or desc is NULL");
+    DDP__FSDP_CHECK(group && desc, "group or desc is NULL");
     ddp_optimizer *o = (ddp_optimizer *)ddp_host_alloc(group, sizeof *o);
     if (!o) return DDP_ERR_NO_MEMORY;
     o->desc = *desc;
@@ -1016,16 +1019,18 @@ DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer) {
         o->device->free(o->group, o->state);
     else if (o->state)
         o->desc.state_free_fn(o->state, o->desc.state_user);
-    ddp_host_free(o->group, o->sent);
+    ddp_host_free(o->group, o->host_squares);
     ddp_host_free(o->group, o->params);
     ddp_host_free(o->group, o);
 }
 
 /* Factors are computed in double where that is exact, and rounded to dtype as often as arithmetic in dtype
    would. */
-static double ddp__in_dtype(ddp_dtype dtype, double x) { return dtype == DDP_F32 ? (double)(float)x : x; }
+static double ddp__round_to_dtype(ddp_dtype dtype, double x) {
+    return dtype == DDP_F32 ? (double)(float)x : x;
+}
 
-static int ddp__optimizer_steps(const ddp_optimizer *o, int i) {
+static int ddp__optimizer_is_stepped(const ddp_optimizer *o, int i) {
     return o->params[i].first_use == i && o->params[i].count > 0;
 }
 
@@ -1037,25 +1042,25 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
     for (int i = 0; i < o->desc.param_count; i++) {
         const ddp__optimizer_param *p = &o->params[i];
         const ddp_param *param = &o->desc.params[i];
-        if (p->squares < 0 || !ddp__optimizer_steps(o, i)) continue;
+        if (p->square_index < 0 || !ddp__optimizer_is_stepped(o, i)) continue;
         ddp_tensor grad = param->value;
         grad.data = param->grad.data;
-        ddp_tensor_sum_squares(o->device, o->squares + p->squares, &param->value);
-        ddp_tensor_sum_squares(o->device, o->squares + p->squares + 1, &grad);
+        ddp_tensor_sum_squares(o->device, o->squares + p->square_index, &param->value);
+        ddp_tensor_sum_squares(o->device, o->squares + p->square_index + 1, &grad);
     }
-    if (o->sent) {
-        o->device->copy(o->sent, o->squares, bytes);
-        DDP_TRY(ddp_host_collective(o->desc.shard_group, DDP_CALL_ALL_REDUCE, o->sent, o->sent,
-                                    bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM, -1));
-        o->device->copy(o->squares, o->sent, bytes);
+    if (o->host_squares) {
+        o->device->copy(o->host_squares, o->squares, bytes);
+        DDP_TRY(ddp_host_collective(o->desc.shard_group, DDP_CALL_ALL_REDUCE, o->host_squares,
+                                    o->host_squares, bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM, -1));
+        o->device->copy(o->squares, o->host_squares, bytes);
     } else if (o->desc.shard_group) {
         DDP_TRY(ddp_all_reduce(o->desc.shard_group, o->squares, o->squares, bytes / sizeof(int64_t), DDP_I64,
                                DDP_OP_SUM, NULL));
     }
-    DDP_TRY(ddp__fsdp_enter(o->group));
-    ddp__kernels_of(o->device)->trust(
+    DDP_TRY(ddp__fsdp_device_begin(o->group));
+    ddp__optimizer_kernels_of(o->device)->trust(
         o->squares, (size_t)o->square_count / 2, (double)lr, (double)o->desc.trust_coefficient,
-        o->desc.kind == DDP_OPTIMIZER_LARS ? (double)o->desc.weight_decay : -1, o->rates);
+        o->desc.kind == DDP_OPTIMIZER_LARS ? (double)o->desc.weight_decay : -1, o->trust_rates);
     return DDP_OK;
 }
 
@@ -1078,15 +1083,16 @@ static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, int last, f
     u.grad_scale_at = at;
     u.beta1 = adam ? d->beta1 : d->momentum;
     u.beta2 = d->beta2;
-    u.one_minus_beta1 = ddp__in_dtype(dtype, 1.0 - (double)(adam ? d->beta1 : d->dampening));
-    u.one_minus_beta2 = ddp__in_dtype(dtype, 1.0 - u.beta2);
-    u.rate = adam ? ddp__in_dtype(dtype, (lamb ? 1.0 : lr) / (1.0 - pow(u.beta1, (double)o->step))) : lr;
-    u.inv_sqrt_bias_correction2 = ddp__in_dtype(dtype, 1.0 / sqrt(1.0 - pow(u.beta2, (double)o->step)));
+    u.one_minus_beta1 = ddp__round_to_dtype(dtype, 1.0 - (double)(adam ? d->beta1 : d->dampening));
+    u.one_minus_beta2 = ddp__round_to_dtype(dtype, 1.0 - u.beta2);
+    u.rate = adam ? ddp__round_to_dtype(dtype, (lamb ? 1.0 : lr) / (1.0 - pow(u.beta1, (double)o->step)))
+                  : lr;
+    u.inv_sqrt_bias_correction2 = ddp__round_to_dtype(dtype, 1.0 / sqrt(1.0 - pow(u.beta2, (double)o->step)));
     u.eps = d->eps;
     u.first = o->step == 1;
     u.nesterov = d->nesterov && d->kind == DDP_OPTIMIZER_SGD;
     if (!d->decay_matrices_only || param->value.ndim > 1) u.decay = (double)d->weight_decay;
-    u.decay_factor = ddp__in_dtype(dtype, 1.0 - ddp__in_dtype(dtype, (double)lr * u.decay));
+    u.decay_factor = ddp__round_to_dtype(dtype, 1.0 - ddp__round_to_dtype(dtype, (double)lr * u.decay));
     u.state0 = p->state[0];
     u.state1 = p->state[1];
     if (lamb && last) {
@@ -1097,7 +1103,7 @@ static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, int last, f
     if (last && ddp__optimizer_has_trust(d)) {
         u.scale = lr;
         u.rate = 1;
-        if (p->squares >= 0) u.scale_at = o->rates + p->squares / 2;
+        if (p->square_index >= 0) u.scale_at = o->trust_rates + p->square_index / 2;
     }
     for (size_t from = 0; from < p->count; from += piece) {
         ddp_update part = u;
@@ -1107,32 +1113,33 @@ static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, int last, f
         if (u.state0) part.state0 = (char *)u.state0 + from * size;
         if (u.state1) part.state1 = (char *)u.state1 + from * size;
         if (o->piece_fn && !(lamb && last)) DDP_TRY(o->piece_fn(d->state_user, i, from, part.count, 0));
-        ddp__kernels_of(o->device)->update(&part);
+        ddp__optimizer_kernels_of(o->device)->update(&part);
         if (o->piece_fn && last) DDP_TRY(o->piece_fn(d->state_user, i, from, part.count, 1));
     }
     return DDP_OK;
 }
 
 /* Multiplies gradients by factor, or by *at, a float on the device, if at is not NULL. */
-static void ddp__grad_scale(const ddp_device *device, void *grad, size_t count, ddp_dtype dtype, float factor,
-                            const float *at) {
+static void ddp__scale_grads(const ddp_device *device, void *grad, size_t count, ddp_dtype dtype,
+                             float factor, const float *at) {
     if (at)
-        ddp__kernels_of(device)->scale(grad, count, dtype, at);
+        ddp__optimizer_kernels_of(device)->scale(grad, count, dtype, at);
     else if (factor != 1)
         device->scale(grad, count, dtype, factor);
 }
 
 /* at: NULL, or where the device has grad_scale. */
 static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_scale, const float *at) {
-    DDP__FSDP_NEED(o, "optimizer is NULL");
-    DDP__FSDP_NEED(ddp__is_amount(lr), "lr=%g; pass 0 or more", (double)lr);
-    DDP__FSDP_NEED(grad_scale > 0 && ddp__is_amount((double)grad_scale),
-                   "grad_scale=%g; pass a positive number, 1 for none", (double)grad_scale);
+    DDP__FSDP_CHECK(o, "optimizer is NULL");
+    DDP__FSDP_CHECK(ddp__is_finite_nonnegative(lr), "lr=%g; pass 0 or more", (double)lr);
+    DDP__FSDP_CHECK(grad_scale > 0 && ddp__is_finite_nonnegative((double)grad_scale),
+                    "grad_scale=%g; pass a positive number, 1 for none", (double)grad_scale);
     for (int i = 0; i < o->desc.param_count; i++)
-        DDP__FSDP_NEED(!o->params[i].count || (o->desc.params[i].value.data && o->desc.params[i].grad.data),
-                       "params[%d] \"%s\" has no %s", i, o->desc.params[i].name ? o->desc.params[i].name : "",
-                       o->desc.params[i].value.data ? "gradient" : "values");
-    DDP_TRY(ddp__fsdp_enter(o->group));
+        DDP__FSDP_CHECK(!o->params[i].count || (o->desc.params[i].value.data && o->desc.params[i].grad.data),
+                        "params[%d] \"%s\" has no %s", i,
+                        o->desc.params[i].name ? o->desc.params[i].name : "",
+                        o->desc.params[i].value.data ? "gradient" : "values");
+    DDP_TRY(ddp__fsdp_device_begin(o->group));
     for (int i = 0; i < o->desc.param_count; i++) {
         void *first = o->desc.params[o->params[i].first_use].grad.data;
         if (o->params[i].first_use != i)
@@ -1140,15 +1147,15 @@ static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_sca
                            o->desc.params[i].value.dtype);
     }
     for (int i = 0; i < o->desc.param_count && o->desc.kind == DDP_OPTIMIZER_LARS; i++)
-        if (ddp__optimizer_steps(o, i))
-            ddp__grad_scale(o->device, o->desc.params[i].grad.data, o->params[i].count,
-                            o->desc.params[i].value.dtype, grad_scale, at);
+        if (ddp__optimizer_is_stepped(o, i))
+            ddp__scale_grads(o->device, o->desc.params[i].grad.data, o->params[i].count,
+                             o->desc.params[i].value.dtype, grad_scale, at);
     o->step++;
     for (int last = o->desc.kind != DDP_OPTIMIZER_LAMB; last < 2; last++) {
         int scaled = o->desc.kind == DDP_OPTIMIZER_LARS || (last && o->desc.kind == DDP_OPTIMIZER_LAMB);
         if (last && o->square_count) DDP_TRY(ddp__optimizer_norms(o, lr));
         for (int i = 0; i < o->desc.param_count; i++)
-            if (ddp__optimizer_steps(o, i))
+            if (ddp__optimizer_is_stepped(o, i))
                 DDP_TRY(ddp__optimizer_pass(o, i, last, lr, scaled ? 1 : grad_scale, scaled ? NULL : at));
     }
     return ddp_device_check(o->group);
@@ -1166,14 +1173,14 @@ DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, 
 DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, int which, const char **name,
                                           ddp_tensor *state) {
     const ddp_optimizer *o = optimizer;
-    DDP__FSDP_NEED(o && state, "optimizer or state is NULL");
-    DDP__FSDP_NEED(param >= 0 && param < o->desc.param_count,
-                   "param=%d, there are %d parameters, numbered from 0", param, o->desc.param_count);
-    DDP__FSDP_NEED(which >= 0 && which < o->state_count,
-                   "which=%d, there are %d states of a parameter, numbered from 0", which, o->state_count);
+    DDP__FSDP_CHECK(o && state, "optimizer or state is NULL");
+    DDP__FSDP_CHECK(param >= 0 && param < o->desc.param_count,
+                    "param=%d, there are %d parameters, numbered from 0", param, o->desc.param_count);
+    DDP__FSDP_CHECK(which >= 0 && which < o->state_count,
+                    "which=%d, there are %d states of a parameter, numbered from 0", which, o->state_count);
     *state = o->desc.params[param].value;
     state->data = o->params[o->params[param].first_use].state[which];
-    if (name) *name = ddp__optimizer_states[o->desc.kind][which];
+    if (name) *name = ddp__optimizer_state_names[o->desc.kind][which];
     return DDP_OK;
 }
 
@@ -1187,29 +1194,30 @@ DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step) {
 //== learning rates ============================================================================= >>impl-rates
 /* ddp_lr_at: the learning rate of a step, a function only of desc and step. */
 
-#define DDP__LR_NEED(condition, ...) DDP_CHECK("ddp_lr_at", NULL, condition, __VA_ARGS__)
+#define DDP__LR_CHECK(condition, ...) DDP_CHECK("ddp_lr_at", NULL, condition, __VA_ARGS__)
 static ddp_result ddp__lr_check(const ddp_lr_desc *desc) {
-    DDP__LR_NEED(desc, "desc is NULL");
-    DDP__LR_NEED((unsigned)desc->kind <= DDP_LR_WSD, "kind=%d is not one of ddp_lr_kind", (int)desc->kind);
-    DDP__LR_NEED(desc->max_lr > 0 && ddp__is_amount(desc->max_lr), "max_lr=%g; pass a positive number",
-                 desc->max_lr);
-    DDP__LR_NEED(desc->min_lr >= 0 && desc->min_lr <= desc->max_lr, "min_lr=%g; pass 0 to max_lr=%g",
-                 desc->min_lr, desc->max_lr);
-    DDP__LR_NEED(desc->batch >= 0 && desc->base_batch >= 0 && !desc->batch == !desc->base_batch,
-                 "batch=%lld and base_batch=%lld; give both, or neither", (long long)desc->batch,
-                 (long long)desc->base_batch);
-    DDP__LR_NEED(desc->warmup_steps >= 0, "warmup_steps=%lld; pass 0 or more", (long long)desc->warmup_steps);
+    DDP__LR_CHECK(desc, "desc is NULL");
+    DDP__LR_CHECK((unsigned)desc->kind <= DDP_LR_WSD, "kind=%d is not one of ddp_lr_kind", (int)desc->kind);
+    DDP__LR_CHECK(desc->max_lr > 0 && ddp__is_finite_nonnegative(desc->max_lr),
+                  "max_lr=%g; pass a positive number", desc->max_lr);
+    DDP__LR_CHECK(desc->min_lr >= 0 && desc->min_lr <= desc->max_lr, "min_lr=%g; pass 0 to max_lr=%g",
+                  desc->min_lr, desc->max_lr);
+    DDP__LR_CHECK(desc->batch >= 0 && desc->base_batch >= 0 && !desc->batch == !desc->base_batch,
+                  "batch=%lld and base_batch=%lld; give both, or neither", (long long)desc->batch,
+                  (long long)desc->base_batch);
+    DDP__LR_CHECK(desc->warmup_steps >= 0, "warmup_steps=%lld; pass 0 or more",
+                  (long long)desc->warmup_steps);
     if (desc->kind == DDP_LR_CONSTANT) return DDP_OK;
-    DDP__LR_NEED(desc->total_steps >= 1, "total_steps=%lld; pass how many steps there are",
-                 (long long)desc->total_steps);
+    DDP__LR_CHECK(desc->total_steps >= 1, "total_steps=%lld; pass how many steps there are",
+                  (long long)desc->total_steps);
     int64_t after = desc->total_steps - desc->warmup_steps;
-    DDP__LR_NEED(after >= 0, "warmup_steps=%lld is more than total_steps=%lld", (long long)desc->warmup_steps,
-                 (long long)desc->total_steps);
-    DDP__LR_NEED(desc->kind != DDP_LR_WSD || (desc->decay_steps >= 0 && desc->decay_steps <= after),
-                 "decay_steps=%lld; pass 0 to %lld, the steps after the warm-up",
-                 (long long)desc->decay_steps, (long long)after);
-    DDP__LR_NEED(desc->kind != DDP_LR_POLYNOMIAL || ddp__is_amount((double)desc->power),
-                 "power=%g; pass a positive number", (double)desc->power);
+    DDP__LR_CHECK(after >= 0, "warmup_steps=%lld is more than total_steps=%lld",
+                  (long long)desc->warmup_steps, (long long)desc->total_steps);
+    DDP__LR_CHECK(desc->kind != DDP_LR_WSD || (desc->decay_steps >= 0 && desc->decay_steps <= after),
+                  "decay_steps=%lld; pass 0 to %lld, the steps after the warm-up",
+                  (long long)desc->decay_steps, (long long)after);
+    DDP__LR_CHECK(desc->kind != DDP_LR_POLYNOMIAL || ddp__is_finite_nonnegative((double)desc->power),
+                  "power=%g; pass a positive number", (double)desc->power);
     return DDP_OK;
 }
 
@@ -1248,22 +1256,22 @@ DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
 
 DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *desc) {
     ddp_scaler_desc d = DDP_ZERO;
-    DDP__FSDP_NEED(scaler, "scaler is NULL");
+    DDP__FSDP_CHECK(scaler, "scaler is NULL");
     memset(scaler, 0, sizeof *scaler);
     if (desc) d = *desc;
     if (d.init_scale == 0) d.init_scale = 65536;
     if (d.growth_factor == 0) d.growth_factor = 2;
     if (d.backoff_factor == 0) d.backoff_factor = 0.5f;
     if (d.growth_interval == 0) d.growth_interval = 2000;
-    DDP__FSDP_NEED(d.init_scale > 0 && ddp__is_amount(d.init_scale), "init_scale=%g; pass a positive number",
-                   (double)d.init_scale);
-    DDP__FSDP_NEED(d.growth_factor > 1 && ddp__is_amount(d.growth_factor),
-                   "growth_factor=%g; pass a number above 1", (double)d.growth_factor);
-    DDP__FSDP_NEED(d.backoff_factor > 0 && d.backoff_factor < 1,
-                   "backoff_factor=%g; pass a number between 0 and 1", (double)d.backoff_factor);
-    DDP__FSDP_NEED(d.growth_interval >= 1, "growth_interval=%d; pass 1 or more", d.growth_interval);
-    DDP__FSDP_NEED(d.group_count >= 0 && d.group_count <= 4, "group_count=%d; pass 0 to 4", d.group_count);
-    for (int i = 0; i < d.group_count; i++) DDP__FSDP_NEED(d.groups[i], "groups[%d] is NULL", i);
+    DDP__FSDP_CHECK(d.init_scale > 0 && ddp__is_finite_nonnegative(d.init_scale),
+                    "init_scale=%g; pass a positive number", (double)d.init_scale);
+    DDP__FSDP_CHECK(d.growth_factor > 1 && ddp__is_finite_nonnegative(d.growth_factor),
+                    "growth_factor=%g; pass a number above 1", (double)d.growth_factor);
+    DDP__FSDP_CHECK(d.backoff_factor > 0 && d.backoff_factor < 1,
+                    "backoff_factor=%g; pass a number between 0 and 1", (double)d.backoff_factor);
+    DDP__FSDP_CHECK(d.growth_interval >= 1, "growth_interval=%d; pass 1 or more", d.growth_interval);
+    DDP__FSDP_CHECK(d.group_count >= 0 && d.group_count <= 4, "group_count=%d; pass 0 to 4", d.group_count);
+    for (int i = 0; i < d.group_count; i++) DDP__FSDP_CHECK(d.groups[i], "groups[%d] is NULL", i);
     scaler->desc = d;
     scaler->scale = d.init_scale;
     return DDP_OK;
@@ -1343,24 +1351,24 @@ DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const
                                      int gradient_count) {
     DDP_PUBLIC_CALL(ddp_scaler_unscale);
     void *scratch = NULL;
-    DDP__FSDP_NEED(scaler && group, "scaler or group is NULL");
-    DDP__FSDP_NEED(gradient_count >= 0 && (gradients || !gradient_count),
-                   "gradient_count=%d, and gradients is NULL or the count negative", gradient_count);
-    DDP__FSDP_NEED(scaler->scale > 0,
-                   "the scale is 0: ddp_scaler_init has not been called, or no step of many was finite");
-    DDP__FSDP_NEED(!scaler->unscaled,
-                   "gradients have been unscaled since the last ddp_scaler_update; once per update");
+    DDP__FSDP_CHECK(scaler && group, "scaler or group is NULL");
+    DDP__FSDP_CHECK(gradient_count >= 0 && (gradients || !gradient_count),
+                    "gradient_count=%d, and gradients is NULL or the count negative", gradient_count);
+    DDP__FSDP_CHECK(scaler->scale > 0,
+                    "the scale is 0: ddp_scaler_init has not been called, or no step of many was finite");
+    DDP__FSDP_CHECK(!scaler->unscaled,
+                    "gradients have been unscaled since the last ddp_scaler_update; once per update");
     for (int i = 0; i < gradient_count; i++) {
         ddp_dtype dtype = gradients[i].dtype;
-        DDP__FSDP_NEED(dtype >= DDP_F32 && dtype <= DDP_BF16, "gradients[%d] is %s; only floats have a scale",
-                       i, ddp_dtype_name(dtype));
-        DDP__FSDP_NEED(ddp_tensor_count(&gradients[i]) >= 0, "gradients[%d]: ndim=%d or its shape is wrong",
-                       i, gradients[i].ndim);
-        DDP__FSDP_NEED(gradients[i].data || !ddp_tensor_count(&gradients[i]), "gradients[%d].data is NULL",
-                       i);
+        DDP__FSDP_CHECK(dtype >= DDP_F32 && dtype <= DDP_BF16,
+                        "gradients[%d] is %s; only floats have a scale", i, ddp_dtype_name(dtype));
+        DDP__FSDP_CHECK(ddp_tensor_count(&gradients[i]) >= 0, "gradients[%d]: ndim=%d or its shape is wrong",
+                        i, gradients[i].ndim);
+        DDP__FSDP_CHECK(gradients[i].data || !ddp_tensor_count(&gradients[i]), "gradients[%d].data is NULL",
+                        i);
     }
     const ddp_device *device = ddp_group_device(group);
-    DDP_TRY(ddp__fsdp_enter(group));
+    DDP_TRY(ddp__fsdp_device_begin(group));
     if (device != ddp_device_cpu()) DDP_TRY(device->alloc(group, sizeof(ddp_exact_sum), &scratch));
     ddp_result result = ddp__scaler_unscale(scaler, group, gradients, gradient_count, scratch);
     if (scratch) device->free(group, scratch);
@@ -1369,14 +1377,14 @@ DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const
 
 /* An infinity and a growth as in PyTorch's _amp_update_scale_, with factors of f32. */
 DDPDEF ddp_result ddp_scaler_update(ddp_scaler *scaler) {
-    DDP__FSDP_NEED(scaler, "scaler is NULL");
-    DDP__FSDP_NEED(scaler->unscaled, "no gradients have been unscaled since the last update");
+    DDP__FSDP_CHECK(scaler, "scaler is NULL");
+    DDP__FSDP_CHECK(scaler->unscaled, "no gradients have been unscaled since the last update");
     if (scaler->found_inf) {
         scaler->scale *= scaler->desc.backoff_factor;
         scaler->growth_tracker = 0;
     } else if (++scaler->growth_tracker >= scaler->desc.growth_interval) {
         double grown = (double)scaler->scale * (double)scaler->desc.growth_factor;
-        if (ddp__is_amount((double)(float)grown)) scaler->scale = (float)grown;
+        if (ddp__is_finite_nonnegative((double)(float)grown)) scaler->scale = (float)grown;
         scaler->growth_tracker = 0;
     }
     scaler->unscaled = scaler->found_inf = 0;
@@ -1389,9 +1397,9 @@ DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state) {
 }
 
 DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *state) {
-    DDP__FSDP_NEED(scaler && state, "scaler or state is NULL");
-    DDP__FSDP_NEED(scaler->desc.growth_interval > 0, "the scaler has no desc; call ddp_scaler_init first");
-    if (!ddp__is_amount(state->scale) || (double)(float)state->scale != state->scale
+    DDP__FSDP_CHECK(scaler && state, "scaler or state is NULL");
+    DDP__FSDP_CHECK(scaler->desc.growth_interval > 0, "the scaler has no desc; call ddp_scaler_init first");
+    if (!ddp__is_finite_nonnegative(state->scale) || (double)(float)state->scale != state->scale
         || state->growth_tracker < 0 || state->growth_tracker > INT32_MAX - 1)
         return ddp_fail(
             DDP_ERR_CORRUPT,
@@ -1483,7 +1491,7 @@ static int ddp__crc_hardware(void) { return 0; }
 #endif
 
 /* The remainder once size more bytes have followed; 0 before the first one. */
-static uint32_t ddp__crc_feed(uint32_t remainder, const void *data, size_t size) {
+static uint32_t ddp__crc_update(uint32_t remainder, const void *data, size_t size) {
     return (ddp__crc_hardware() ? ddp__crc_lanes : ddp__crc_portable)(remainder, (const unsigned char *)data,
                                                                       size);
 }
@@ -1492,7 +1500,9 @@ static uint32_t ddp__crc_feed(uint32_t remainder, const void *data, size_t size)
 static uint32_t ddp__crc_finish(uint32_t remainder, uint64_t size_bytes) {
     return ~(remainder ^ ddp__crc_multiply(ddp__crc_shift(size_bytes), 0xffffffffu));
 }
-static uint32_t ddp__crc32c(const void *data, size_t size) { return ~ddp__crc_feed(0xffffffffu, data, size); }
+static uint32_t ddp__crc32c(const void *data, size_t size) {
+    return ~ddp__crc_update(0xffffffffu, data, size);
+}
 
 /* Collective: crc becomes the xor over ranks. A byte for each bit: the lowest bit of a sum of bits is their
    xor. */
@@ -1510,14 +1520,14 @@ static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
 }
 
 //== JSON ======================================================================================== >>impl-json
-/* A JSON reader for file headers, indexes and state.json, and a text buffer (ddp__draft) that writes them.
+/* A JSON reader for file headers, indexes and state.json, and a text buffer (ddp__text) that writes them.
    The input is not trusted. */
 
 /* A string of a text: zero-terminated, where it has no zeros of its own. */
-typedef struct ddp__words {
-    const char *at;
+typedef struct ddp__string_view {
+    const char *text;
     size_t length;
-} ddp__words;
+} ddp__string_view;
 
 /* Reads the text [at, end) front to back, and never beyond. Strings are decoded in place. After
    an error every function returns 0; `error` is the reason and `at` the position. */
@@ -1527,7 +1537,7 @@ typedef struct ddp__json {
     int depth;
 } ddp__json;
 
-static ddp__json ddp__json_of(char *text, size_t length) {
+static ddp__json ddp__json_reader(char *text, size_t length) {
     ddp__json json = {text, text, text + length, NULL, 0};
     return json;
 }
@@ -1543,14 +1553,14 @@ static char ddp__json_peek(ddp__json *j) {
     return j->at < j->end ? *j->at : '\0';
 }
 
-static int ddp__json_take(ddp__json *j, char c) {
+static int ddp__json_accept(ddp__json *j, char c) {
     if (j->error || ddp__json_peek(j) != c) return 0;
     j->at++;
     return 1;
 }
 
-static int ddp__json_need(ddp__json *j, char c, const char *what) {
-    return ddp__json_take(j, c) ? 1 : ddp__json_fail(j, what);
+static int ddp__json_expect(ddp__json *j, char c, const char *what) {
+    return ddp__json_accept(j, c) ? 1 : ddp__json_fail(j, what);
 }
 
 /* Bytes of the UTF-8 character at the start of [at, end), 0 if invalid: an overlong form, a surrogate,
@@ -1608,10 +1618,10 @@ static int ddp__json_escape(ddp__json *j, char **out) {
     return 1;
 }
 
-static int ddp__json_string(ddp__json *j, ddp__words *string) {
+static int ddp__json_string(ddp__json *j, ddp__string_view *string) {
     char *out;
-    if (!ddp__json_need(j, '"', "a string is missing")) return 0;
-    for (string->at = out = j->at; j->at < j->end && *j->at != '"';) {
+    if (!ddp__json_expect(j, '"', "a string is missing")) return 0;
+    for (string->text = out = j->at; j->at < j->end && *j->at != '"';) {
         int length = (unsigned char)*j->at < 0x20 ? 0 : ddp__utf8_length(j->at, j->end);
         if (length == 0) return ddp__json_fail(j, "a control character, or a byte that is not UTF-8");
         if (*j->at == '\\') {
@@ -1626,7 +1636,7 @@ static int ddp__json_string(ddp__json *j, ddp__words *string) {
     if (j->at == j->end) return ddp__json_fail(j, "a string has no end");
     j->at++;
     *out = '\0'; /* where the quote was, or before */
-    string->length = (size_t)(out - string->at);
+    string->length = (size_t)(out - string->text);
     return 1;
 }
 
@@ -1638,7 +1648,7 @@ static int ddp__json_digits(ddp__json *j) {
 
 /* A number: kind 'u' = a u64 in *value, 'i' = the bits of an i64, 'n' = any, passed over. */
 static int ddp__json_number(ddp__json *j, char kind, uint64_t *value) {
-    int negative = ddp__json_take(j, '-');
+    int negative = ddp__json_accept(j, '-');
     const char *first = j->at; /* no white space may follow a sign */
     uint64_t most = kind == 'u' ? UINT64_MAX : (uint64_t)INT64_MAX + (uint64_t)negative;
     *value = 0;
@@ -1666,30 +1676,30 @@ static int ddp__json_number(ddp__json *j, char kind, uint64_t *value) {
 }
 
 /* Is there another entry before the bracket closes? It is opened where *count, which counts them, is 0. */
-static int ddp__json_more(ddp__json *j, const char *brackets, int *count) {
+static int ddp__json_next_item(ddp__json *j, const char *brackets, int *count) {
     if (*count == 0
-        && !ddp__json_need(j, brackets[0], *brackets == '{' ? "an object is missing" : "a list is missing"))
+        && !ddp__json_expect(j, brackets[0], *brackets == '{' ? "an object is missing" : "a list is missing"))
         return 0;
-    if (j->error || ddp__json_take(j, brackets[1])) return 0;
-    return (*count)++ == 0 || ddp__json_need(j, ',', "a comma or a closing bracket is missing");
+    if (j->error || ddp__json_accept(j, brackets[1])) return 0;
+    return (*count)++ == 0 || ddp__json_expect(j, ',', "a comma or a closing bracket is missing");
 }
 
 /* An entry of an object; its value is next. */
-static int ddp__json_entry(ddp__json *j, int *count, ddp__words *name) {
-    return ddp__json_more(j, "{}", count) && ddp__json_string(j, name)
-           && ddp__json_need(j, ':', "a colon is missing");
+static int ddp__json_next_member(ddp__json *j, int *count, ddp__string_view *name) {
+    return ddp__json_next_item(j, "{}", count) && ddp__json_string(j, name)
+           && ddp__json_expect(j, ':', "a colon is missing");
 }
 
 /* Passes over one value of any kind. */
 static int ddp__json_skip(ddp__json *j) {
     static const char *const words[] = {"true", "false", "null"};
-    ddp__words string;
+    ddp__string_view string;
     uint64_t value;
     int count = 0;
     char c = ddp__json_peek(j);
     if (c == '{' || c == '[') {
         if (j->depth++ == 64) return ddp__json_fail(j, "brackets are nested too deeply");
-        while (c == '{' ? ddp__json_entry(j, &count, &string) : ddp__json_more(j, "[]", &count))
+        while (c == '{' ? ddp__json_next_member(j, &count, &string) : ddp__json_next_item(j, "[]", &count))
             (void)ddp__json_skip(j);
         j->depth--;
         return j->error == NULL;
@@ -1712,68 +1722,68 @@ static int ddp__json_end(ddp__json *j) {
 }
 
 /* The error of a file with JSON from byte `start` on. */
-static ddp_result ddp__json_result(const char *dir, const char *name, size_t start, const ddp__json *j) {
+static ddp_result ddp__json_file_error(const char *dir, const char *name, size_t start, const ddp__json *j) {
     return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: %sdamaged at byte %zu: %s", dir, name,
                     start ? "the header is " : "", start + (size_t)(j->at - j->begin), j->error);
 }
 
-/* Compares two records that start with a ddp__words by those. */
-static int ddp__words_compare(const void *a, const void *b) {
-    const ddp__words *left = (const ddp__words *)a, *right = (const ddp__words *)b;
-    int order = memcmp(left->at, right->at, left->length < right->length ? left->length : right->length);
+/* Compares two records that start with a ddp__string_view by those. */
+static int ddp__string_compare(const void *a, const void *b) {
+    const ddp__string_view *left = (const ddp__string_view *)a, *right = (const ddp__string_view *)b;
+    int order = memcmp(left->text, right->text, left->length < right->length ? left->length : right->length);
     return order ? order : (left->length > right->length) - (left->length < right->length);
 }
 
-static ddp__words ddp__words_of(const char *text) {
-    ddp__words words = {text, strlen(text)};
+static ddp__string_view ddp__string_view_of(const char *text) {
+    ddp__string_view words = {text, strlen(text)};
     return words;
 }
-static int ddp__words_are(ddp__words words, const char *text) {
-    return words.length == strlen(text) && memcmp(words.at, text, words.length) == 0;
+static int ddp__string_equals(ddp__string_view words, const char *text) {
+    return words.length == strlen(text) && memcmp(words.text, text, words.length) == 0;
 }
 
 /* A text buffer that grows. failed: out of memory. */
-typedef struct ddp__draft {
+typedef struct ddp__text {
     ddp_group *group;
-    char *at;
-    size_t length, room;
+    char *data;
+    size_t length, capacity;
     int failed;
-} ddp__draft;
+} ddp__text;
 
 /* Appends formatted text. A second try follows where the first one shows that the text needs more room. */
-static __attribute__((format(printf, 2, 3))) void ddp__draft_add(ddp__draft *d, const char *format, ...) {
+static __attribute__((format(printf, 2, 3))) void ddp__text_append(ddp__text *d, const char *format, ...) {
     for (int grown = 0; grown < 2 && !d->failed; grown++) {
         va_list args;
         va_start(args, format);
-        size_t more = (size_t)vsnprintf(d->room ? d->at + d->length : NULL, d->room - d->length, format,
-                                        args);
+        size_t more = (size_t)vsnprintf(d->capacity ? d->data + d->length : NULL, d->capacity - d->length,
+                                        format, args);
         va_end(args);
-        if (more < d->room - d->length) {
+        if (more < d->capacity - d->length) {
             d->length += more;
             return;
         }
-        d->room = (d->length + more) * 2 + 4096;
-        char *larger = (char *)ddp_host_alloc(d->group, d->room);
-        if (larger && d->length) memcpy(larger, d->at, d->length);
-        ddp_host_free(d->group, d->at);
-        d->at = larger;
+        d->capacity = (d->length + more) * 2 + 4096;
+        char *larger = (char *)ddp_host_alloc(d->group, d->capacity);
+        if (larger && d->length) memcpy(larger, d->data, d->length);
+        ddp_host_free(d->group, d->data);
+        d->data = larger;
         d->failed = !larger;
     }
 }
 
 /* Appends a JSON string: `start`, which is plain, and text with escapes. */
-static void ddp__draft_string(ddp__draft *d, const char *start, const char *text) {
+static void ddp__text_append_json(ddp__text *d, const char *start, const char *text) {
     static const char special[] =
         "\"\\\1\2\3\4\5\6\7\10\11\12\13\14\15\16\17\20\21\22\23\24\25\26\27\30\31\32\33\34\35\36\37";
-    ddp__draft_add(d, "\"%s", start);
+    ddp__text_append(d, "\"%s", start);
     for (size_t plain; *text; text += plain ? plain : 1) {
         plain = strcspn(text, special);
         if (plain)
-            ddp__draft_add(d, "%.*s", (int)plain, text);
+            ddp__text_append(d, "%.*s", (int)plain, text);
         else
-            ddp__draft_add(d, (unsigned char)*text < 32 ? "\\u%04x" : "\\%c", *text);
+            ddp__text_append(d, (unsigned char)*text < 32 ? "\\u%04x" : "\\%c", *text);
     }
-    ddp__draft_add(d, "\"");
+    ddp__text_append(d, "\"");
 }
 
 //== tensor files ========================================================================= >>impl-safetensors
@@ -1814,8 +1824,8 @@ static const char *ddp__file_dtype_name(ddp_dtype dtype) {
 }
 
 /* A tensor as a file's header describes it. */
-typedef struct ddp__stored {
-    ddp__words name;
+typedef struct ddp__file_tensor {
+    ddp__string_view name;
     const struct ddp__file_dtype *dtype;
     int ndim; /* may be more than DDP_MAX_NDIM: then shape has the first ones */
     int64_t shape[DDP_MAX_NDIM];
@@ -1823,10 +1833,10 @@ typedef struct ddp__stored {
     uint64_t begin, end; /* bytes, from the end of the header */
     uint32_t crc;
     int has_crc;
-} ddp__stored;
+} ddp__file_tensor;
 
 /* A tensor file. Its header, once read, is a list of tensors sorted by name. */
-typedef struct ddp__in_file {
+typedef struct ddp__load_file {
     const char *dir, *name;
     int kind;                 /* 0 = model-*, 1 = optimizer-*; 0 for a model of another program */
     uint32_t crc, want_crc;   /* of the header */
@@ -1834,36 +1844,38 @@ typedef struct ddp__in_file {
     uint64_t data_at;         /* bytes in front of the tensors */
     const unsigned char *map; /* the whole file */
     size_t map_bytes;
-    ddp__stored *records;
+    ddp__file_tensor *records;
     int count;
-} ddp__in_file;
+} ddp__load_file;
 
-typedef struct ddp__pair {
-    ddp__words key, value;
-} ddp__pair;
+typedef struct ddp__metadata_entry {
+    ddp__string_view key, value;
+} ddp__metadata_entry;
 
-static int ddp__stored_compare_place(const void *a, const void *b) {
-    const ddp__stored *left = (const ddp__stored *)a, *right = (const ddp__stored *)b;
+static int ddp__file_tensor_compare_offset(const void *a, const void *b) {
+    const ddp__file_tensor *left = (const ddp__file_tensor *)a, *right = (const ddp__file_tensor *)b;
     int order = (left->begin > right->begin) - (left->begin < right->begin);
     return order ? order : (left->end > right->end) - (left->end < right->end);
 }
 
-static ddp__stored *ddp__stored_find(const ddp__in_file *file, ddp__words name) {
+static ddp__file_tensor *ddp__file_tensor_find(const ddp__load_file *file, ddp__string_view name) {
     if (file->count == 0) return NULL;
-    return (ddp__stored *)bsearch(&name, file->records, (size_t)file->count, sizeof *file->records,
-                                  ddp__words_compare);
+    return (ddp__file_tensor *)bsearch(&name, file->records, (size_t)file->count, sizeof *file->records,
+                                       ddp__string_compare);
 }
 
 /* Sets the error line for a tensor of a file: its name without control characters, its byte range in the
    file, and the formatted text. */
-static __attribute__((format(printf, 4, 5))) ddp_result
-ddp__stored_fail(ddp_result result, const ddp__in_file *file, const ddp__stored *r, const char *format, ...) {
+static __attribute__((format(printf, 4, 5))) ddp_result ddp__file_tensor_fail(ddp_result result,
+                                                                              const ddp__load_file *file,
+                                                                              const ddp__file_tensor *r,
+                                                                              const char *format, ...) {
     char name[100], what[500];
     va_list args;
     va_start(args, format);
     vsnprintf(what, sizeof what, format, args);
     va_end(args);
-    snprintf(name, sizeof name, "%s", r->name.at);
+    snprintf(name, sizeof name, "%s", r->name.text);
     for (char *c = name; *c; c++)
         if ((unsigned char)*c < 32 || *c == 127) *c = '?';
     return ddp_fail(result, "%s/%s: tensor '%s' at bytes [%llu, %llu) of the file %s", file->dir, file->name,
@@ -1872,27 +1884,27 @@ ddp__stored_fail(ddp_result result, const ddp__in_file *file, const ddp__stored 
 }
 
 /* {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, in any order. */
-static int ddp__stored_read(ddp__json *j, ddp__stored *r) {
+static int ddp__file_tensor_read(ddp__json *j, ddp__file_tensor *r) {
     static const char *const names[] = {"dtype", "shape", "data_offsets"};
     static const char wrong[] = "a tensor has dtype, shape and data_offsets, each once";
     const uint64_t most = (uint64_t)INT64_MAX / 16;
-    ddp__words word;
+    ddp__string_view word;
     uint64_t value;
     int keys = 0, seen = 0;
     r->count = 1;
-    while (ddp__json_entry(j, &keys, &word)) {
+    while (ddp__json_next_member(j, &keys, &word)) {
         int which = 0, count = 0;
-        while (which < 3 && !ddp__words_are(word, names[which])) which++;
+        while (which < 3 && !ddp__string_equals(word, names[which])) which++;
         if (which == 3 || (seen >> which & 1)) return ddp__json_fail(j, wrong);
         seen |= 1 << which;
         if (which == 0) {
             if (!ddp__json_string(j, &word)) return 0;
             for (int i = 0; i < DDP__FILE_DTYPES; i++)
-                if (ddp__words_are(word, ddp__file_dtypes[i].name)) r->dtype = &ddp__file_dtypes[i];
+                if (ddp__string_equals(word, ddp__file_dtypes[i].name)) r->dtype = &ddp__file_dtypes[i];
             if (!r->dtype) return ddp__json_fail(j, "a dtype that is not known");
             continue;
         }
-        while (ddp__json_more(j, "[]", &count) && ddp__json_number(j, 'u', &value)) {
+        while (ddp__json_next_item(j, "[]", &count) && ddp__json_number(j, 'u', &value)) {
             if (which == 2) {
                 *(count == 1 ? &r->begin : &r->end) = value;
                 continue;
@@ -1908,18 +1920,18 @@ static int ddp__stored_read(ddp__json *j, ddp__stored *r) {
 }
 
 /* A word of eight hexadecimal digits. */
-static int ddp__hex_read(ddp__words word, uint32_t *value) {
-    ddp__json digits = ddp__json_of((char *)(uintptr_t)word.at, word.length);
+static int ddp__hex_read(ddp__string_view word, uint32_t *value) {
+    ddp__json digits = ddp__json_reader((char *)(uintptr_t)word.text, word.length);
     return word.length == 8 && ddp__json_hex(&digits, 8, value);
 }
 
 /* Checks that the tensors fill the data without an overlap or a hole, and that their sizes match dtype and
    shape. Sorts them by name. "crc32c:name" in the metadata is the checksum of a tensor. */
-static ddp_result ddp__header_check(ddp__in_file *file, uint64_t data_bytes, const ddp__pair *pairs,
-                                    int pair_count) {
-    ddp__stored *r = file->records;
+static ddp_result ddp__header_check(ddp__load_file *file, uint64_t data_bytes,
+                                    const ddp__metadata_entry *pairs, int pair_count) {
+    ddp__file_tensor *r = file->records;
     uint64_t at = 0;
-    qsort(r, (size_t)file->count, sizeof *r, ddp__stored_compare_place);
+    qsort(r, (size_t)file->count, sizeof *r, ddp__file_tensor_compare_offset);
     for (int i = 0; i < file->count; at = r[i++].end) {
         const char *what = r[i].end < r[i].begin || r[i].end > data_bytes ? "lies outside of the file"
                            : r[i].end - r[i].begin != r[i].count * (uint64_t)r[i].dtype->size
@@ -1927,57 +1939,60 @@ static ddp_result ddp__header_check(ddp__in_file *file, uint64_t data_bytes, con
                            : r[i].begin < at ? "overlaps the one before it"
                            : r[i].begin > at ? "has a hole before it"
                                              : NULL;
-        if (what) return ddp__stored_fail(DDP_ERR_CORRUPT, file, &r[i], "%s", what);
+        if (what) return ddp__file_tensor_fail(DDP_ERR_CORRUPT, file, &r[i], "%s", what);
     }
     if (at != data_bytes)
         return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: the tensors end at byte %llu of the data, which has %llu",
                         file->dir, file->name, (unsigned long long)at, (unsigned long long)data_bytes);
-    qsort(r, (size_t)file->count, sizeof *r, ddp__words_compare);
+    qsort(r, (size_t)file->count, sizeof *r, ddp__string_compare);
     for (int i = 1; i < file->count; i++)
-        if (ddp__words_compare(&r[i - 1], &r[i]) == 0)
-            return ddp__stored_fail(DDP_ERR_CORRUPT, file, &r[i], "has a name that is there twice");
+        if (ddp__string_compare(&r[i - 1], &r[i]) == 0)
+            return ddp__file_tensor_fail(DDP_ERR_CORRUPT, file, &r[i], "has a name that is there twice");
     for (int i = 0; i < pair_count; i++) {
-        if (pairs[i].key.length < 7 || memcmp(pairs[i].key.at, "crc32c:", 7) != 0) continue;
-        const ddp__words name = {pairs[i].key.at + 7, pairs[i].key.length - 7};
-        r = ddp__stored_find(file, name);
+        if (pairs[i].key.length < 7 || memcmp(pairs[i].key.text, "crc32c:", 7) != 0) continue;
+        const ddp__string_view name = {pairs[i].key.text + 7, pairs[i].key.length - 7};
+        r = ddp__file_tensor_find(file, name);
         if (!r) continue;
         if (!ddp__hex_read(pairs[i].value, &r->crc))
-            return ddp__stored_fail(DDP_ERR_CORRUPT, file, r,
-                                    "has a checksum that is not 8 hexadecimal digits");
+            return ddp__file_tensor_fail(DDP_ERR_CORRUPT, file, r,
+                                         "has a checksum that is not 8 hexadecimal digits");
         r->has_crc = 1;
     }
     return DDP_OK;
 }
 
 /* Reads the header in file->text, of a file with data_bytes bytes of tensors. The text is changed. */
-static ddp_result ddp__header_read(ddp_group *group, ddp__in_file *file, size_t length, uint64_t data_bytes) {
-    ddp__json j = ddp__json_of(file->text, length);
+static ddp_result ddp__header_read(ddp_group *group, ddp__load_file *file, size_t length,
+                                   uint64_t data_bytes) {
+    ddp__json j = ddp__json_reader(file->text, length);
     size_t colons = 1;
     int pair_count = 0, count = 0, metadata = 0;
     file->data_at = 8 + length;
     /* no more keys than colons, of which a tensor has four */
     for (size_t i = 0; i < length; i++) colons += file->text[i] == ':';
-    file->records = (ddp__stored *)ddp_host_alloc(group, (colons / 4 + 1) * sizeof *file->records);
-    ddp__pair *pairs = file->records ? (ddp__pair *)ddp_host_alloc(group, colons * sizeof *pairs) : NULL;
+    file->records = (ddp__file_tensor *)ddp_host_alloc(group, (colons / 4 + 1) * sizeof *file->records);
+    ddp__metadata_entry *pairs = file->records
+                                     ? (ddp__metadata_entry *)ddp_host_alloc(group, colons * sizeof *pairs)
+                                     : NULL;
     if (!pairs) return DDP_ERR_NO_MEMORY;
     if (length == 0 || *file->text != '{') (void)ddp__json_fail(&j, "a header starts with {");
-    for (ddp__words name; ddp__json_entry(&j, &count, &name);) {
-        ddp__stored *record = &file->records[file->count];
+    for (ddp__string_view name; ddp__json_next_member(&j, &count, &name);) {
+        ddp__file_tensor *record = &file->records[file->count];
         record->name = name;
-        if (!ddp__words_are(name, "__metadata__"))
-            file->count += ddp__stored_read(&j, record);
+        if (!ddp__string_equals(name, "__metadata__"))
+            file->count += ddp__file_tensor_read(&j, record);
         else if (metadata++)
             (void)ddp__json_fail(&j, "metadata is there twice");
         else
-            for (int n = 0; ddp__json_entry(&j, &n, &pairs[pair_count].key);)
+            for (int n = 0; ddp__json_next_member(&j, &n, &pairs[pair_count].key);)
                 pair_count += ddp__json_string(&j, &pairs[pair_count].value);
     }
-    qsort(pairs, (size_t)pair_count, sizeof *pairs, ddp__words_compare);
+    qsort(pairs, (size_t)pair_count, sizeof *pairs, ddp__string_compare);
     for (int i = 1; i < pair_count; i++)
-        if (ddp__words_compare(&pairs[i - 1], &pairs[i]) == 0)
+        if (ddp__string_compare(&pairs[i - 1], &pairs[i]) == 0)
             (void)ddp__json_fail(&j, "metadata has a key twice");
     ddp_result result = ddp__json_end(&j) ? ddp__header_check(file, data_bytes, pairs, pair_count)
-                                          : ddp__json_result(file->dir, file->name, 8, &j);
+                                          : ddp__json_file_error(file->dir, file->name, 8, &j);
     ddp_host_free(group, pairs);
     return result;
 }
@@ -1993,7 +2008,7 @@ static ddp_result ddp__header_read(ddp_group *group, ddp__in_file *file, size_t 
 #define DDP__DIR_MAX 1000                  /* bytes of a folder's path, ... */
 #define DDP__PATH_MAX (DDP__DIR_MAX + 300) /* ... and of a path in it */
 
-static const char *const ddp__kind_names[2] = {"model", "optimizer"};
+static const char *const ddp__file_kind_names[2] = {"model", "optimizer"};
 
 static ddp_result ddp__file_fail(const char *what, const char *path) {
     int error = errno;
@@ -2011,7 +2026,7 @@ typedef struct ddp__file {
 static void ddp__file_close(const ddp__file *file) {
     if (file->fd >= 0) close(file->fd);
 }
-#define DDP__CLOSED_AT_END \
+#define DDP__AUTO_CLOSE \
     __attribute__((cleanup(ddp__file_close))) /* a ddp__file that ddp__file_open is called for */
 
 /* Opens a file of a folder. It must be a regular file: a FIFO could block, and through a symbolic link or a
@@ -2041,7 +2056,7 @@ static ddp_result ddp__file_open(const char *dir, const char *name, int flags, d
 }
 
 /* Syncs and closes a written file or folder. EINVAL is ignored: the file system cannot sync a folder. */
-static ddp_result ddp__file_end(int fd, const char *path, ddp_result result) {
+static ddp_result ddp__file_sync_close(int fd, const char *path, ddp_result result) {
     if (result == DDP_OK && fsync(fd) != 0 && errno != EINVAL) result = ddp__file_fail("syncing", path);
     if (close(fd) != 0 && result == DDP_OK) result = ddp__file_fail("closing", path);
     return result;
@@ -2049,8 +2064,8 @@ static ddp_result ddp__file_end(int fd, const char *path, ddp_result result) {
 
 /* Reads or writes size bytes of a file, from byte `at` on. */
 enum { DDP__FILE_READ, DDP__FILE_WRITE };
-static ddp_result ddp__transfer(const ddp__file *file, int way, const void *data, uint64_t size,
-                                uint64_t at) {
+static ddp_result ddp__file_transfer(const ddp__file *file, int way, const void *data, uint64_t size,
+                                     uint64_t at) {
     char *memory = (char *)(uintptr_t)data;
     for (ssize_t n; size; memory += n, at += (uint64_t)n, size -= (uint64_t)n) {
         n = way == DDP__FILE_WRITE ? pwrite(file->fd, memory, (size_t)size, (off_t)at)
@@ -2067,14 +2082,14 @@ static ddp_result ddp__transfer(const ddp__file *file, int way, const void *data
 }
 
 /* Starts writeback of written bytes early, so that the later sync waits less. */
-static void ddp__write_begin(int fd, uint64_t at, uint64_t size) {
+static void ddp__file_start_writeback(int fd, uint64_t at, uint64_t size) {
 #if defined(SYS_sync_file_range)
     (void)syscall(SYS_sync_file_range, fd, (off_t)at, (off_t)size, 2 /* SYNC_FILE_RANGE_WRITE */);
 #endif
 }
 
 /* Writes data to the start of a file; data NULL: reserves size bytes on the disk. */
-static ddp_result ddp__file_make(const char *dir, const char *name, const void *data, uint64_t size) {
+static ddp_result ddp__file_create(const char *dir, const char *name, const void *data, uint64_t size) {
     struct rlimit limit;
     ddp__file file;
     DDP_TRY(ddp__file_open(dir, name, O_CREAT | O_WRONLY, &file));
@@ -2087,20 +2102,20 @@ static ddp_result ddp__file_make(const char *dir, const char *name, const void *
     if (!data && (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL))
         errno = ftruncate(file.fd, (off_t)size) == 0 ? 0 : errno;
     ddp_result result = errno ? ddp__file_fail("making room in", file.path) : DDP_OK;
-    if (data && result == DDP_OK) result = ddp__transfer(&file, DDP__FILE_WRITE, data, size, 0);
-    return ddp__file_end(file.fd, file.path, result);
+    if (data && result == DDP_OK) result = ddp__file_transfer(&file, DDP__FILE_WRITE, data, size, 0);
+    return ddp__file_sync_close(file.fd, file.path, result);
 }
 
 static ddp_result ddp__folder_sync(const char *path) {
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    return fd < 0 ? ddp__file_fail("opening", path) : ddp__file_end(fd, path, DDP_OK);
+    return fd < 0 ? ddp__file_fail("opening", path) : ddp__file_sync_close(fd, path, DDP_OK);
 }
 
-static int ddp__is_our_file(const char *name) {
+static int ddp__is_checkpoint_file(const char *name) {
     const char *dot = strchr(name, '.');
     for (int kind = 0; kind < 2; kind++) {
-        size_t length = strlen(ddp__kind_names[kind]);
-        if (!dot || strncmp(name, ddp__kind_names[kind], length) != 0) continue;
+        size_t length = strlen(ddp__file_kind_names[kind]);
+        if (!dot || strncmp(name, ddp__file_kind_names[kind], length) != 0) continue;
         if (strcmp(name + length, ".safetensors.index.json") == 0
             || (name[length] == '-' && strcmp(dot, ".safetensors") == 0))
             return 1;
@@ -2108,19 +2123,19 @@ static int ddp__is_our_file(const char *name) {
     return strcmp(name, DDP__STATE_FILE) == 0;
 }
 
-static int ddp__is_entry(const struct dirent *entry) {
+static int ddp__is_folder_entry(const struct dirent *entry) {
     return strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
 }
 
 /* Looks at a folder. *found: 1 = it holds a checkpoint of ours, whole or begun; 0 = it is empty or missing.
    Anything else is DDP_ERR_INVALID: it must not be replaced. clear: deletes the folder. state.json, the last
    file by name, goes last, since it shows that the folder is ours. */
-static ddp_result ddp__folder_look(const char *path, int clear, int *found) {
+static ddp_result ddp__folder_check(const char *path, int clear, int *found) {
     ddp__file file;
     char stranger[100] = "files without " DDP__STATE_FILE, start[sizeof DDP__STATE_START] = "";
     struct dirent **entry;
     ddp_result result = DDP_OK;
-    int ours = 0, count = scandir(path, &entry, ddp__is_entry, alphasort);
+    int ours = 0, count = scandir(path, &entry, ddp__is_folder_entry, alphasort);
     *found = count > 0;
     if (count < 0) return errno == ENOENT ? DDP_OK : ddp__file_fail("opening", path);
     if (count && ddp__file_open(path, DDP__STATE_FILE, O_RDONLY, &file) == DDP_OK) {
@@ -2129,7 +2144,7 @@ static ddp_result ddp__folder_look(const char *path, int clear, int *found) {
         ddp__file_close(&file);
     }
     for (int i = 0; i < count; i++) {
-        if (ddp__is_our_file(entry[i]->d_name)) continue;
+        if (ddp__is_checkpoint_file(entry[i]->d_name)) continue;
         ours = 0;
         snprintf(stranger, sizeof stranger, "%.90s", entry[i]->d_name);
     }
@@ -2149,11 +2164,11 @@ static ddp_result ddp__folder_look(const char *path, int clear, int *found) {
 
 static ddp_result ddp__folder_delete(const char *path) {
     int found;
-    return ddp__folder_look(path, 1, &found);
+    return ddp__folder_check(path, 1, &found);
 }
 
 /* dir without slashes at its end; where it exists, without links. */
-static ddp_result ddp__folder_name(const char *dir, char out[DDP__PATH_MAX]) {
+static ddp_result ddp__folder_path(const char *dir, char out[DDP__PATH_MAX]) {
     size_t length = dir ? strlen(dir) : 0;
     char *real = length ? realpath(dir, NULL) : NULL;
     if (length && !real && readlink(dir, out, 1) >= 0)
@@ -2170,17 +2185,17 @@ static ddp_result ddp__folder_name(const char *dir, char out[DDP__PATH_MAX]) {
                           DDP__DIR_MAX);
 }
 
-static void ddp__parent_name(const char *path, char out[DDP__PATH_MAX]) {
+static void ddp__parent_path(const char *path, char out[DDP__PATH_MAX]) {
     const char *last = strrchr(path, '/');
     snprintf(out, DDP__PATH_MAX, "%.*s", !last || last == path ? 1 : (int)(last - path), last ? path : ".");
 }
 
-enum { DDP__NEW = -1, DDP__OLD }; /* or the number of an older checkpoint */
-static void ddp__beside_name(const char *dir, int which, char out[DDP__PATH_MAX]) {
+enum { DDP__SIBLING_NEW = -1, DDP__SIBLING_OLD }; /* or the number of an older checkpoint */
+static void ddp__sibling_path(const char *dir, int which, char out[DDP__PATH_MAX]) {
     if (which > 0)
         snprintf(out, DDP__PATH_MAX, "%.*s.%d", DDP__DIR_MAX, dir, which);
     else
-        snprintf(out, DDP__PATH_MAX, "%.*s.%s", DDP__DIR_MAX, dir, which == DDP__OLD ? "old" : "tmp");
+        snprintf(out, DDP__PATH_MAX, "%.*s.%s", DDP__DIR_MAX, dir, which == DDP__SIBLING_OLD ? "old" : "tmp");
 }
 
 //== checkpoints: boxes ========================================================================= >>impl-boxes
@@ -2190,7 +2205,7 @@ static void ddp__beside_name(const char *dir, int which, char out[DDP__PATH_MAX]
 /* The box of a tensor that this rank holds: offset and extent in the global tensor, row-major and contiguous
    at data, in host memory. data NULL or an empty extent: nothing. Every rank has the same list of tensors,
    each with its own boxes, which together tile each tensor. */
-typedef struct ddp__slice {
+typedef struct ddp__checkpoint_slice {
     const char *name;
     ddp_dtype dtype;
     int ndim;
@@ -2199,10 +2214,10 @@ typedef struct ddp__slice {
     int file_kind;  /* 0 = model-*, 1 = optimizer-* */
     int tied_to;    /* loading: 1 + the number of an earlier tensor that files may store under this name */
     int may_repeat; /* where other ranks hold the same box, the lowest of them writes it */
-} ddp__slice;
+} ddp__checkpoint_slice;
 
 /* Bytes of the tensor; held: of the part that this rank holds. */
-static uint64_t ddp__slice_bytes(const ddp__slice *s, int held) {
+static uint64_t ddp__slice_bytes(const ddp__checkpoint_slice *s, int held) {
     uint64_t bytes = held && !s->data ? 0 : ddp_dtype_size(s->dtype);
     for (int d = 0; d < s->ndim; d++) bytes *= (uint64_t)(held ? s->extent[d] : s->shape[d]);
     return bytes;
@@ -2211,13 +2226,13 @@ static uint64_t ddp__slice_bytes(const ddp__slice *s, int held) {
 /* Iterates over a box as runs of elements that are contiguous in the tensor, in ascending order. The runs are
    stored in the same order in the box. */
 typedef struct ddp__box_runs {
-    const ddp__slice *slice;
+    const ddp__checkpoint_slice *slice;
     int outer; /* dimensions to iterate over; the remaining inner ones form one run */
     int64_t index[DDP_MAX_NDIM];
-    uint64_t length, number, count; /* elements of a run; runs given and in all */
+    uint64_t length, done, count; /* elements of a run; runs returned so far; runs in total */
 } ddp__box_runs;
 
-static ddp__box_runs ddp__runs_of(const ddp__slice *s) {
+static ddp__box_runs ddp__runs_of(const ddp__checkpoint_slice *s) {
     ddp__box_runs runs = DDP_ZERO;
     runs.slice = s;
     runs.length = runs.count = 1;
@@ -2233,12 +2248,12 @@ static ddp__box_runs ddp__runs_of(const ddp__slice *s) {
 
 /* The next run starts at element *at of the tensor and *from of the box; 0 after the last one. */
 static int ddp__runs_next(ddp__box_runs *runs, uint64_t *at, uint64_t *from) {
-    const ddp__slice *s = runs->slice;
-    if (runs->number == runs->count) return 0;
+    const ddp__checkpoint_slice *s = runs->slice;
+    if (runs->done == runs->count) return 0;
     *at = 0;
     for (int d = 0; d < s->ndim; d++)
         *at = *at * (uint64_t)s->shape[d] + (uint64_t)(s->offset[d] + runs->index[d]);
-    *from = runs->number++ * runs->length;
+    *from = runs->done++ * runs->length;
     for (int d = runs->outer - 1; d >= 0 && ++runs->index[d] == s->extent[d]; d--) runs->index[d] = 0;
     return 1;
 }
@@ -2246,35 +2261,38 @@ static int ddp__runs_next(ddp__box_runs *runs, uint64_t *at, uint64_t *from) {
 /* A number of a box, modulo the prime 2^31 - 1, such that boxes tile a tensor when theirs add up to the
    tensor's: the product over dimensions of x^(offset + extent) - x^offset, a polynomial that holds each
    element of the box once. Other boxes pass with a chance of 1e-5 at a point x, and there are two. */
-#define DDP__PRIME UINT64_C(2147483647)
-static uint64_t ddp__power(uint64_t x, uint64_t exponent) {
+#define DDP__FINGERPRINT_PRIME UINT64_C(2147483647)
+static uint64_t ddp__power_mod_prime(uint64_t x, uint64_t exponent) {
     uint64_t power = 1;
-    for (; exponent; exponent >>= 1, x = x * x % DDP__PRIME)
-        if (exponent & 1) power = power * x % DDP__PRIME;
+    for (; exponent; exponent >>= 1, x = x * x % DDP__FINGERPRINT_PRIME)
+        if (exponent & 1) power = power * x % DDP__FINGERPRINT_PRIME;
     return power;
 }
 
-static uint64_t ddp__box_number(const ddp__slice *s, int whole, int point) {
+static uint64_t ddp__box_fingerprint(const ddp__checkpoint_slice *s, int whole, int point) {
     uint64_t number = whole || s->data;
     for (int d = 0; d < s->ndim; d++) {
         uint64_t x = (UINT64_C(0x9e3779b97f4a7c15) * (uint64_t)(point * DDP_MAX_NDIM + d + 1) >> 24)
-                         % (DDP__PRIME - 3)
+                         % (DDP__FINGERPRINT_PRIME - 3)
                      + 2;
         uint64_t from = whole ? 0 : (uint64_t)s->offset[d],
                  to = whole ? (uint64_t)s->shape[d] : from + (uint64_t)s->extent[d];
-        number = number * ((ddp__power(x, to) + DDP__PRIME - ddp__power(x, from)) % DDP__PRIME) % DDP__PRIME;
+        number = number
+                 * ((ddp__power_mod_prime(x, to) + DDP__FINGERPRINT_PRIME - ddp__power_mod_prime(x, from))
+                    % DDP__FINGERPRINT_PRIME)
+                 % DDP__FINGERPRINT_PRIME;
     }
     return number;
 }
 
-typedef struct ddp__key {
-    ddp__words name;
+typedef struct ddp__tensor_key {
+    ddp__string_view name;
     int kind, index;
-} ddp__key;
+} ddp__tensor_key;
 
-static int ddp__key_compare(const void *a, const void *b) {
-    int order = ((const ddp__key *)a)->kind - ((const ddp__key *)b)->kind;
-    return order ? order : ddp__words_compare(a, b);
+static int ddp__tensor_key_compare(const void *a, const void *b) {
+    int order = ((const ddp__tensor_key *)a)->kind - ((const ddp__tensor_key *)b)->kind;
+    return order ? order : ddp__string_compare(a, b);
 }
 
 /* 1 = a valid name of a tensor in a file, of at most `most` bytes. */
@@ -2286,9 +2304,9 @@ static int ddp__is_tensor_name(const char *name, size_t most) {
 }
 
 /* The checks of a list that need no other rank. Sorts keys. */
-static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__key *keys) {
+static ddp_result ddp__slices_check(const ddp__checkpoint_slice *slices, int count, ddp__tensor_key *keys) {
     for (int i = 0; i < count; i++) {
-        const ddp__slice *s = &slices[i];
+        const ddp__checkpoint_slice *s = &slices[i];
         ddp_tensor tensor = DDP_ZERO;
         if (!s->name || !ddp__is_tensor_name(s->name, 10000))
             return ddp_fail(
@@ -2306,48 +2324,50 @@ static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__ke
                     DDP_ERR_INVALID,
                     "tensor '%.100s': %lld from %lld on is outside of dimension %d, which has %lld", s->name,
                     (long long)s->extent[d], (long long)s->offset[d], d, (long long)s->shape[d]);
-        const ddp__key key = {ddp__words_of(s->name), s->file_kind, i};
+        const ddp__tensor_key key = {ddp__string_view_of(s->name), s->file_kind, i};
         keys[i] = key;
     }
-    qsort(keys, (size_t)count, sizeof *keys, ddp__key_compare);
+    qsort(keys, (size_t)count, sizeof *keys, ddp__tensor_key_compare);
     for (int i = 1; i < count; i++)
-        if (ddp__key_compare(&keys[i - 1], &keys[i]) == 0)
+        if (ddp__tensor_key_compare(&keys[i - 1], &keys[i]) == 0)
             return ddp_fail(DDP_ERR_INVALID, "two tensors have the name '%.100s'",
                             slices[keys[i].index].name);
     return DDP_OK;
 }
 
 /* State that save and load share. The tables are one allocation; the caller frees it through keys. */
-typedef struct ddp__task {
+typedef struct ddp__checkpoint_common {
     ddp_group *group;
-    const char *who; /* the public call */
-    const ddp__slice *slices;
+    const char *call; /* the public call */
+    const ddp__checkpoint_slice *slices;
     int count;
     char dir[DDP__PATH_MAX];
-    const char *options; /* text that must be equal on all ranks */
-    ddp__key *keys;      /* the list by name */
-    int64_t *mine, *all; /* 2 per tensor: the numbers of this rank's box, and of the boxes of all ranks */
-    void *extra;         /* extra_size bytes per tensor, and for two more; see ddp__task_begin */
-    uint32_t *crc;       /* per tensor */
-    unsigned char *left; /* per tensor: 1 = a lower rank writes this rank's box */
-} ddp__task;
+    const char *options;   /* text that must be equal on all ranks */
+    ddp__tensor_key *keys; /* the list by name */
+    int64_t *own_fingerprints,
+        *sum_fingerprints; /* 2 per tensor: the numbers of this rank's box, and of the boxes of all ranks */
+    void *extra;           /* extra_size bytes per tensor, and for two more; see ddp__checkpoint_begin */
+    uint32_t *crc;         /* per tensor */
+    unsigned char *skip_write; /* per tensor: 1 = a lower rank writes this rank's box */
+} ddp__checkpoint_common;
 
-static ddp__task ddp__task_of(ddp_group *group, const char *who, const ddp__slice *slices, int count) {
-    ddp__task task = {group, who, slices, count, "", "", NULL, NULL, NULL, NULL, NULL, NULL};
+static ddp__checkpoint_common ddp__checkpoint_common_of(ddp_group *group, const char *call,
+                                                        const ddp__checkpoint_slice *slices, int count) {
+    ddp__checkpoint_common task = {group, call, slices, count, "", "", NULL, NULL, NULL, NULL, NULL, NULL};
     return task;
 }
 
 /* Describes an entry of the list that must be equal on all ranks: options and dir, then tensors. The hash
    also covers values that are too long for the text. */
-static uint64_t ddp__task_entry(const void *list, int index, char *text) {
-    const ddp__task *t = (const ddp__task *)list;
-    const ddp__slice *s = index ? &t->slices[index - 1] : NULL;
+static uint64_t ddp__checkpoint_agree_entry(const void *list, int index, char *text) {
+    const ddp__checkpoint_common *t = (const ddp__checkpoint_common *)list;
+    const ddp__checkpoint_slice *s = index ? &t->slices[index - 1] : NULL;
     const char *name = s ? s->name : t->dir;
     size_t length = strlen(name);
     if (s)
         snprintf(text, DDP_AGREE_TEXT, "tensor %d '%.80s' %.100s of the %s", index - 1, name,
                  ddp_describe_shape(ddp_dtype_name(s->dtype), s->ndim, s->shape).text,
-                 ddp__kind_names[s->file_kind]);
+                 ddp__file_kind_names[s->file_kind]);
     else
         snprintf(text, DDP_AGREE_TEXT, "tensors=%d%s dir=%.150s", t->count, t->options,
                  length > 150 ? name + length - 150 : name);
@@ -2358,50 +2378,55 @@ static uint64_t ddp__task_entry(const void *list, int index, char *text) {
 
 /* Collective. Every rank has the same options (described by text), dir and tensors. extra_size: bytes per
    tensor of t->extra, a multiple of 8. own: the result of this rank before the call. */
-static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const char *options, size_t extra_size,
-                                  ddp_result own) {
+static ddp_result ddp__checkpoint_begin(ddp__checkpoint_common *t, const char *dir, const char *options,
+                                        size_t extra_size, ddp_result own) {
     size_t n = (size_t)t->count + 2;
     t->options = options;
-    if (own == DDP_OK) own = ddp__folder_name(dir, t->dir);
-    t->keys = (ddp__key *)ddp_host_alloc(
-        t->group, n * (sizeof *t->keys + 4 * sizeof *t->mine + extra_size + sizeof *t->crc + 1));
+    if (own == DDP_OK) own = ddp__folder_path(dir, t->dir);
+    t->keys = (ddp__tensor_key *)ddp_host_alloc(
+        t->group, n * (sizeof *t->keys + 4 * sizeof *t->own_fingerprints + extra_size + sizeof *t->crc + 1));
     if (t->keys) {
-        t->mine = (int64_t *)(t->keys + n);
-        t->all = t->mine + 2 * n;
-        t->extra = t->all + 2 * n;
+        t->own_fingerprints = (int64_t *)(t->keys + n);
+        t->sum_fingerprints = t->own_fingerprints + 2 * n;
+        t->extra = t->sum_fingerprints + 2 * n;
         t->crc = (uint32_t *)((char *)t->extra + n * extra_size);
-        t->left = (unsigned char *)(t->crc + n);
+        t->skip_write = (unsigned char *)(t->crc + n);
     } else {
         own = DDP_ERR_NO_MEMORY;
     }
     if (own == DDP_OK) own = ddp__slices_check(t->slices, t->count, t->keys);
-    return ddp_agree_list(t->group, t->who, own, t, t->count + 1, ddp__task_entry, NULL);
+    return ddp_agree_list(t->group, t->call, own, t, t->count + 1, ddp__checkpoint_agree_entry, NULL);
 }
 
 /* Collective. Checks that the boxes of all ranks tile each tensor: their numbers add up to the tensor's. If
    they do not, a second round counts a box that several ranks hold once, where it may repeat: the lowest of
    these ranks writes it. */
-static ddp_result ddp__boxes_check(ddp__task *t) {
+static ddp_result ddp__boxes_check_tiling(ddp__checkpoint_common *t) {
     int numbers = 2 * t->count, k = 0;
-    for (int i = 0; i < numbers; i++) t->mine[i] = (int64_t)ddp__box_number(&t->slices[i / 2], 0, i % 2);
+    for (int i = 0; i < numbers; i++)
+        t->own_fingerprints[i] = (int64_t)ddp__box_fingerprint(&t->slices[i / 2], 0, i % 2);
     for (int round = 0; round < 2; round++) {
         for (int r = 0; round && r < ddp_world_size(t->group) - 1; r++) {
-            memcpy(t->all, t->mine, (size_t)numbers * sizeof *t->all);
-            DDP_TRY(ddp_host_collective(t->group, DDP_CALL_BROADCAST, t->all, t->all, (size_t)numbers,
-                                        DDP_I64, DDP_OP_SUM, r));
+            memcpy(t->sum_fingerprints, t->own_fingerprints, (size_t)numbers * sizeof *t->sum_fingerprints);
+            DDP_TRY(ddp_host_collective(t->group, DDP_CALL_BROADCAST, t->sum_fingerprints,
+                                        t->sum_fingerprints, (size_t)numbers, DDP_I64, DDP_OP_SUM, r));
             for (int i = 0; i < t->count && ddp_rank(t->group) > r; i++)
-                t->left[i] |= t->slices[i].may_repeat && t->mine[2 * i]
-                              && memcmp(&t->mine[2 * i], &t->all[2 * i], 2 * sizeof *t->mine) == 0;
+                t->skip_write[i] |= t->slices[i].may_repeat && t->own_fingerprints[2 * i]
+                                    && memcmp(&t->own_fingerprints[2 * i], &t->sum_fingerprints[2 * i],
+                                              2 * sizeof *t->own_fingerprints)
+                                           == 0;
         }
-        for (int i = 0; i < numbers; i++) t->all[i] = t->left[i / 2] ? 0 : t->mine[i];
-        DDP_TRY(ddp_host_collective(t->group, DDP_CALL_ALL_REDUCE, t->all, t->all, (size_t)numbers, DDP_I64,
-                                    DDP_OP_SUM, -1));
-        for (k = 0;
-             k < numbers && (uint64_t)t->all[k] % DDP__PRIME == ddp__box_number(&t->slices[k / 2], 1, k % 2);)
+        for (int i = 0; i < numbers; i++)
+            t->sum_fingerprints[i] = t->skip_write[i / 2] ? 0 : t->own_fingerprints[i];
+        DDP_TRY(ddp_host_collective(t->group, DDP_CALL_ALL_REDUCE, t->sum_fingerprints, t->sum_fingerprints,
+                                    (size_t)numbers, DDP_I64, DDP_OP_SUM, -1));
+        for (k = 0; k < numbers
+                    && (uint64_t)t->sum_fingerprints[k] % DDP__FINGERPRINT_PRIME
+                           == ddp__box_fingerprint(&t->slices[k / 2], 1, k % 2);)
             k++;
         if (k == numbers) return DDP_OK;
     }
-    return ddp_fail_in(DDP_ERR_MISMATCH, t->who, t->group,
+    return ddp_fail_in(DDP_ERR_MISMATCH, t->call, t->group,
                        "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps",
                        t->slices[k / 2].name);
 }
@@ -2426,124 +2451,126 @@ static const struct ddp__state_field {
 
 /* bytes per piece: a save computes a checksum and writes the piece while it is in the cache; a load also
    reads in such pieces */
-#define DDP__PIECE ((uint64_t)1 << 20)
+#define DDP__FILE_PIECE ((uint64_t)1 << 20)
 
-/* A file of the checkpoint that is being written: the tensors of its kind in [first, last) of the list. */
-typedef struct ddp__out_file {
+/* A file of the checkpoint that is written. It has the tensors of its kind in [first_tensor, end_tensor)
+   of the list. */
+typedef struct ddp__save_file {
     char name[64];
-    int kind, first, last;
+    int kind, first_tensor, end_tensor;
     uint64_t header_bytes, data_bytes; /* header: with its length */
     uint32_t crc;                      /* of the header */
-} ddp__out_file;
+} ddp__save_file;
 
-typedef struct ddp__saving {
-    ddp__task task;
+typedef struct ddp__save_state {
+    ddp__checkpoint_common task;
     char tmp[DDP__PATH_MAX];
-    int keep;
+    int keep_count;
     size_t max_file_bytes;
-    uint64_t *begin;      /* per tensor: its first byte in the data of its file */
-    ddp__out_file *files; /* the indexes are at the end, once they are written */
+    uint64_t *data_offset; /* per tensor: its first byte in the data of its file */
+    ddp__save_file *files; /* the indexes are at the end, once they are written */
     int file_count, kind_count[2];
-    ddp__draft draft;
-} ddp__saving;
+    ddp__text text;
+} ddp__save_state;
 
 /* The header of a file with its length in front, padded so that the data starts at a multiple of 8. It uses
    the current values of crc; their text has a fixed length. */
-static void ddp__draft_header(ddp__saving *s, const ddp__out_file *file) {
-    ddp__draft *d = &s->draft;
-    const ddp__slice *slices = s->task.slices;
+static void ddp__save_format_header(ddp__save_state *s, const ddp__save_file *file) {
+    ddp__text *d = &s->text;
+    const ddp__checkpoint_slice *slices = s->task.slices;
     d->length = 0;
-    ddp__draft_add(d, "12345678{\"__metadata__\":{\"format\":\"pt\""); /* Python's loaders expect it */
-    for (int i = file->first; i < file->last; i++) {
+    ddp__text_append(d, "12345678{\"__metadata__\":{\"format\":\"pt\""); /* Python's loaders expect it */
+    for (int i = file->first_tensor; i < file->end_tensor; i++) {
         if (slices[i].file_kind != file->kind) continue;
-        ddp__draft_add(d, ",");
-        ddp__draft_string(d, "crc32c:", slices[i].name);
-        ddp__draft_add(d, ":\"%08x\"", s->task.crc[i]);
+        ddp__text_append(d, ",");
+        ddp__text_append_json(d, "crc32c:", slices[i].name);
+        ddp__text_append(d, ":\"%08x\"", s->task.crc[i]);
     }
-    ddp__draft_add(d, "}");
-    for (int i = file->first; i < file->last; i++) {
+    ddp__text_append(d, "}");
+    for (int i = file->first_tensor; i < file->end_tensor; i++) {
         if (slices[i].file_kind != file->kind) continue;
-        ddp__draft_add(d, ",");
-        ddp__draft_string(d, "", slices[i].name);
-        ddp__draft_add(d, ":{\"dtype\":\"%s\",\"shape\":[", ddp__file_dtype_name(slices[i].dtype));
+        ddp__text_append(d, ",");
+        ddp__text_append_json(d, "", slices[i].name);
+        ddp__text_append(d, ":{\"dtype\":\"%s\",\"shape\":[", ddp__file_dtype_name(slices[i].dtype));
         for (int k = 0; k < slices[i].ndim; k++)
-            ddp__draft_add(d, k ? ",%lld" : "%lld", (long long)slices[i].shape[k]);
-        ddp__draft_add(d, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)s->begin[i],
-                       (unsigned long long)(s->begin[i] + ddp__slice_bytes(&slices[i], 0)));
+            ddp__text_append(d, k ? ",%lld" : "%lld", (long long)slices[i].shape[k]);
+        ddp__text_append(d, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)s->data_offset[i],
+                         (unsigned long long)(s->data_offset[i] + ddp__slice_bytes(&slices[i], 0)));
     }
-    ddp__draft_add(d, "}%*s", (int)(7 - d->length % 8), "");
-    for (int i = 0; i < 8 && !d->failed; i++) d->at[i] = (char)((d->length - 8) >> 8 * i & 255);
+    ddp__text_append(d, "}%*s", (int)(7 - d->length % 8), "");
+    for (int i = 0; i < 8 && !d->failed; i++) d->data[i] = (char)((d->length - 8) >> 8 * i & 255);
 }
 
 /* Distributes the tensors over files. An entry of a header takes at most `entry` bytes: the name twice,
    digits, words. */
-static ddp_result ddp__save_plan(ddp__saving *s) {
-    ddp__out_file *file = NULL;
+static ddp_result ddp__save_plan(ddp__save_state *s) {
+    ddp__save_file *file = NULL;
     uint64_t used = 0, limit = s->max_file_bytes ? s->max_file_bytes : (uint64_t)4 << 30;
     for (int k = 0; k < 2 * s->task.count; k++) {
         int i = k % s->task.count, kind = k / s->task.count;
-        const ddp__slice *slice = &s->task.slices[i];
+        const ddp__checkpoint_slice *slice = &s->task.slices[i];
         if (slice->file_kind != kind) continue;
-        s->draft.length = 0;
-        ddp__draft_string(&s->draft, "", slice->name);
+        s->text.length = 0;
+        ddp__text_append_json(&s->text, "", slice->name);
         uint64_t bytes = ddp__slice_bytes(slice, 0),
-                 entry = 2 * s->draft.length + 160 + 21 * (uint64_t)slice->ndim;
+                 entry = 2 * s->text.length + 160 + 21 * (uint64_t)slice->ndim;
         if (!file || file->kind != kind || bytes + entry > limit || used > limit - bytes - entry) {
             file = &s->files[s->file_count++];
             file->kind = kind;
-            file->first = i;
+            file->first_tensor = i;
             s->kind_count[kind]++;
             used = 64;
         }
-        s->begin[i] = file->data_bytes;
+        s->data_offset[i] = file->data_bytes;
         file->data_bytes += bytes;
-        file->last = i + 1;
+        file->end_tensor = i + 1;
         used += bytes + entry;
     }
     for (int f = 0; f < s->file_count; f++) {
         file = &s->files[f];
-        snprintf(file->name, sizeof file->name, "%s-%05d-of-%05d.safetensors", ddp__kind_names[file->kind],
-                 f + 1 - (file->kind ? s->kind_count[0] : 0), s->kind_count[file->kind]);
-        ddp__draft_header(s, file);
-        file->header_bytes = s->draft.length;
-        if (s->draft.length > DDP__HEADER_MAX)
+        snprintf(file->name, sizeof file->name, "%s-%05d-of-%05d.safetensors",
+                 ddp__file_kind_names[file->kind], f + 1 - (file->kind ? s->kind_count[0] : 0),
+                 s->kind_count[file->kind]);
+        ddp__save_format_header(s, file);
+        file->header_bytes = s->text.length;
+        if (s->text.length > DDP__HEADER_MAX)
             return ddp_fail(
                 DDP_ERR_INVALID,
                 "so many tensors in one file need a header of more than 100 MB; lower max_file_bytes");
     }
-    return s->draft.failed ? DDP_ERR_NO_MEMORY : DDP_OK;
+    return s->text.failed ? DDP_ERR_NO_MEMORY : DDP_OK;
 }
 
 /* Plans the files. Rank 0 creates the folder dir.tmp with all files in their final size. Before that it
    checks every folder that the save will replace. */
-static ddp_result ddp__save_begin(ddp__saving *s) {
+static ddp_result ddp__save_begin(ddp__save_state *s) {
     char path[DDP__PATH_MAX];
     struct stat info;
     int found;
-    ddp__beside_name(s->task.dir, DDP__NEW, s->tmp);
+    ddp__sibling_path(s->task.dir, DDP__SIBLING_NEW, s->tmp);
     DDP_TRY(ddp__save_plan(s));
     if (ddp_rank(s->task.group) != 0) return DDP_OK;
-    DDP_TRY(ddp__folder_look(s->task.dir, 0, &found));
-    for (int i = 0; i < s->keep && (i < 2 || found); i++) {
-        ddp__beside_name(s->task.dir, i, path);
-        DDP_TRY(ddp__folder_look(path, 0, &found));
+    DDP_TRY(ddp__folder_check(s->task.dir, 0, &found));
+    for (int i = 0; i < s->keep_count && (i < 2 || found); i++) {
+        ddp__sibling_path(s->task.dir, i, path);
+        DDP_TRY(ddp__folder_check(path, 0, &found));
     }
-    ddp__parent_name(s->task.dir, path);
+    ddp__parent_path(s->task.dir, path);
     if (stat(path, &info) != 0) return ddp__file_fail("the folder that dir is to be in,", path);
     DDP_TRY(ddp__folder_sync(path)); /* find now an error that would also occur after the swap */
     DDP_TRY(ddp__folder_delete(s->tmp));
     if (mkdir(s->tmp, 0777) != 0) return ddp__file_fail("creating", s->tmp);
     /* ours, but not whole yet */
-    DDP_TRY(ddp__file_make(s->tmp, DDP__STATE_FILE, DDP__STATE_START, sizeof DDP__STATE_START - 1));
+    DDP_TRY(ddp__file_create(s->tmp, DDP__STATE_FILE, DDP__STATE_START, sizeof DDP__STATE_START - 1));
     for (int f = 0; f < s->file_count; f++)
-        DDP_TRY(ddp__file_make(s->tmp, s->files[f].name, NULL,
-                               s->files[f].header_bytes + s->files[f].data_bytes));
+        DDP_TRY(ddp__file_create(s->tmp, s->files[f].name, NULL,
+                                 s->files[f].header_bytes + s->files[f].data_bytes));
     return DDP_OK;
 }
 
 /* Writes this rank's runs of a tensor that starts at byte `at` of the file; *crc is their remainder within
    the whole tensor. */
-static ddp_result ddp__save_slice(const ddp__slice *slice, const ddp__file *file, uint64_t at,
+static ddp_result ddp__save_slice(const ddp__checkpoint_slice *slice, const ddp__file *file, uint64_t at,
                                   uint32_t *crc) {
     ddp__box_runs runs = ddp__runs_of(slice);
     uint64_t element = ddp_dtype_size(slice->dtype), size = runs.length * element, to, from, done = 0,
@@ -2554,10 +2581,10 @@ static ddp_result ddp__save_slice(const ddp__slice *slice, const ddp__file *file
         if (to * element - done != gap) shift = ddp__crc_shift(gap = to * element - done);
         if (gap) remainder = ddp__crc_multiply(remainder, shift);
         for (uint64_t piece, p = 0; p < size; p += piece) {
-            piece = size - p < DDP__PIECE ? size - p : DDP__PIECE;
-            remainder = ddp__crc_feed(remainder, data + p, (size_t)piece);
-            DDP_TRY(ddp__transfer(file, DDP__FILE_WRITE, data + p, piece, at + to * element + p));
-            if (piece == DDP__PIECE) ddp__write_begin(file->fd, at + to * element + p, piece);
+            piece = size - p < DDP__FILE_PIECE ? size - p : DDP__FILE_PIECE;
+            remainder = ddp__crc_update(remainder, data + p, (size_t)piece);
+            DDP_TRY(ddp__file_transfer(file, DDP__FILE_WRITE, data + p, piece, at + to * element + p));
+            if (piece == DDP__FILE_PIECE) ddp__file_start_writeback(file->fd, at + to * element + p, piece);
         }
         done = to * element + size;
     }
@@ -2566,89 +2593,91 @@ static ddp_result ddp__save_slice(const ddp__slice *slice, const ddp__file *file
 }
 
 /* Writes this rank's boxes of all tensors. It opens only the files that have one. */
-static ddp_result ddp__save_slices(ddp__saving *s) {
-    for (const ddp__out_file *out = s->files; out < s->files + s->file_count; out++) {
+static ddp_result ddp__save_slices(ddp__save_state *s) {
+    for (const ddp__save_file *out = s->files; out < s->files + s->file_count; out++) {
         ddp_result result = DDP_OK;
         ddp__file file;
         file.fd = -1;
-        for (int i = out->first; i < out->last && result == DDP_OK; i++) {
-            const ddp__slice *slice = &s->task.slices[i];
-            if (slice->file_kind != out->kind || s->task.left[i] || ddp__slice_bytes(slice, 1) == 0) continue;
+        for (int i = out->first_tensor; i < out->end_tensor && result == DDP_OK; i++) {
+            const ddp__checkpoint_slice *slice = &s->task.slices[i];
+            if (slice->file_kind != out->kind || s->task.skip_write[i] || ddp__slice_bytes(slice, 1) == 0)
+                continue;
             if (file.fd < 0) DDP_TRY(ddp__file_open(s->tmp, out->name, O_WRONLY, &file));
-            result = ddp__save_slice(slice, &file, out->header_bytes + s->begin[i], &s->task.crc[i]);
+            result = ddp__save_slice(slice, &file, out->header_bytes + s->data_offset[i], &s->task.crc[i]);
         }
-        if (file.fd >= 0) DDP_TRY(ddp__file_end(file.fd, file.path, result));
+        if (file.fd >= 0) DDP_TRY(ddp__file_sync_close(file.fd, file.path, result));
     }
     return DDP_OK;
 }
 
-static void ddp__draft_state(ddp__saving *s, const ddp_fsdp_state *state) {
-    ddp__draft *d = &s->draft;
+static void ddp__save_format_state(ddp__save_state *s, const ddp_fsdp_state *state) {
+    ddp__text *d = &s->text;
     d->length = 0;
-    ddp__draft_add(d, DDP__STATE_START ", \"version\": 1,\n \"world_size\": %d",
-                   ddp_world_size(s->task.group));
+    ddp__text_append(d, DDP__STATE_START ", \"version\": 1,\n \"world_size\": %d",
+                     ddp_world_size(s->task.group));
     for (int f = 0; f < DDP__STATE_FIELDS; f++) {
         const char *at = (const char *)state + ddp__state_fields[f].at, *kind = ddp__state_fields[f].kinds;
-        ddp__draft_add(d, ",\n \"%s\": %s", ddp__state_fields[f].name, kind[1] ? "[" : "");
+        ddp__text_append(d, ",\n \"%s\": %s", ddp__state_fields[f].name, kind[1] ? "[" : "");
         for (int i = 0; kind[i]; at += kind[i++] == '4' ? 4 : 8) {
             uint64_t bits = 0;
             memcpy(&bits, at, kind[i] == '4' ? 4 : 8);
-            if (i) ddp__draft_add(d, ", ");
+            if (i) ddp__text_append(d, ", ");
             if (kind[i] == 'u')
-                ddp__draft_add(d, "%llu", (unsigned long long)bits);
+                ddp__text_append(d, "%llu", (unsigned long long)bits);
             else
-                ddp__draft_add(d, "%lld",
-                               kind[i] == '4' ? (long long)(int32_t)(uint32_t)bits
-                                              : (long long)(int64_t)bits);
+                ddp__text_append(d, "%lld",
+                                 kind[i] == '4' ? (long long)(int32_t)(uint32_t)bits
+                                                : (long long)(int64_t)bits);
         }
-        ddp__draft_add(d, "%s", kind[1] ? "]" : "");
+        ddp__text_append(d, "%s", kind[1] ? "]" : "");
     }
-    ddp__draft_add(d, ",\n \"files\": {");
+    ddp__text_append(d, ",\n \"files\": {");
     for (int f = 0; f < s->file_count; f++)
-        ddp__draft_add(d, "%s\n  \"%s\": \"%08x\"", f ? "," : "", s->files[f].name, s->files[f].crc);
-    ddp__draft_add(d, "},\n \"crc32c\": \"");
-    if (!d->failed) ddp__draft_add(d, "%08x\"}\n", ddp__crc32c(d->at, d->length));
+        ddp__text_append(d, "%s\n  \"%s\": \"%08x\"", f ? "," : "", s->files[f].name, s->files[f].crc);
+    ddp__text_append(d, "},\n \"crc32c\": \"");
+    if (!d->failed) ddp__text_append(d, "%08x\"}\n", ddp__crc32c(d->data, d->length));
 }
 
-static void ddp__draft_index(ddp__saving *s, int kind) {
-    ddp__draft *d = &s->draft;
+static void ddp__save_format_index(ddp__save_state *s, int kind) {
+    ddp__text *d = &s->text;
     uint64_t total = 0;
     int entries = 0;
     for (int f = 0; f < s->file_count; f++)
         if (s->files[f].kind == kind) total += s->files[f].data_bytes;
     d->length = 0;
-    ddp__draft_add(d, "{\"metadata\": {\"total_size\": %llu}, \"weight_map\": {", (unsigned long long)total);
-    for (const ddp__out_file *file = s->files; file < s->files + s->file_count; file++)
-        for (int i = file->first; i < file->last; i++) {
+    ddp__text_append(d, "{\"metadata\": {\"total_size\": %llu}, \"weight_map\": {",
+                     (unsigned long long)total);
+    for (const ddp__save_file *file = s->files; file < s->files + s->file_count; file++)
+        for (int i = file->first_tensor; i < file->end_tensor; i++) {
             if (file->kind != kind || s->task.slices[i].file_kind != kind) continue;
-            ddp__draft_add(d, entries++ ? ",\n  " : "\n  ");
-            ddp__draft_string(d, "", s->task.slices[i].name);
-            ddp__draft_add(d, ": \"%s\"", file->name);
+            ddp__text_append(d, entries++ ? ",\n  " : "\n  ");
+            ddp__text_append_json(d, "", s->task.slices[i].name);
+            ddp__text_append(d, ": \"%s\"", file->name);
         }
-    ddp__draft_add(d, "}}\n");
+    ddp__text_append(d, "}}\n");
 }
 
-static ddp_result ddp__save_draft(ddp__saving *s, const char *name, uint32_t *crc) {
-    if (s->draft.failed) return DDP_ERR_NO_MEMORY;
-    *crc = ddp__crc32c(s->draft.at, s->draft.length);
-    return ddp__file_make(s->tmp, name, s->draft.at, s->draft.length);
+static ddp_result ddp__save_text(ddp__save_state *s, const char *name, uint32_t *crc) {
+    if (s->text.failed) return DDP_ERR_NO_MEMORY;
+    *crc = ddp__crc32c(s->text.data, s->text.length);
+    return ddp__file_create(s->tmp, name, s->text.data, s->text.length);
 }
 
-/* dir.1 becomes dir.2 and so on, up to the first gap, and previous becomes dir.1. Those above s->keep are
+/* dir.1 becomes dir.2 and so on, up to the first gap, and previous becomes dir.1. Those above keep_count are
    deleted, the oldest first. */
-static ddp_result ddp__save_rotate(const ddp__saving *s, const char *previous) {
+static ddp_result ddp__save_rotate(const ddp__save_state *s, const char *previous) {
     char from[DDP__PATH_MAX], to[DDP__PATH_MAX];
     int number = 0, found;
-    DDP_TRY(ddp__folder_look(previous, 0, &found));
+    DDP_TRY(ddp__folder_check(previous, 0, &found));
     if (!found) return ddp__folder_delete(previous);
-    do ddp__beside_name(s->task.dir, ++number, to);
-    while (ddp__folder_look(to, 0, &found) == DDP_OK && found);
+    do ddp__sibling_path(s->task.dir, ++number, to);
+    while (ddp__folder_check(to, 0, &found) == DDP_OK && found);
     for (; number > 0; number--, memcpy(to, from, sizeof to)) { /* to: the name dir.number, which is free */
         if (number > 1)
-            ddp__beside_name(s->task.dir, number - 1, from);
+            ddp__sibling_path(s->task.dir, number - 1, from);
         else
             memcpy(from, previous, sizeof from);
-        if (number >= s->keep)
+        if (number >= s->keep_count)
             DDP_TRY(ddp__folder_delete(from));
         else if (rename(from, to) != 0)
             return ddp__file_fail("renaming to", to);
@@ -2659,11 +2688,11 @@ static ddp_result ddp__save_rotate(const ddp__saving *s, const char *previous) {
 /* On rank 0: swaps the names of dir and dir.tmp. If the file system cannot swap, the old checkpoint is at
    dir.old until the new one is at dir; ddp__load_run also looks there. After the swap dir is the new
    checkpoint. An error in rotating the old one is logged, and the save still succeeds. */
-static ddp_result ddp__save_commit(ddp__saving *s) {
+static ddp_result ddp__save_commit(ddp__save_state *s) {
     char previous[DDP__PATH_MAX], parent[DDP__PATH_MAX], text[440];
     struct stat info;
     int there = lstat(s->task.dir, &info) == 0, swapped = 0;
-    ddp__parent_name(s->task.dir, parent);
+    ddp__parent_path(s->task.dir, parent);
     memcpy(previous, s->tmp, sizeof previous);
 #if defined(SYS_renameat2)
     swapped = there
@@ -2671,7 +2700,7 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
                      == 0;
 #endif
     if (!swapped) {
-        ddp__beside_name(s->task.dir, DDP__OLD, previous);
+        ddp__sibling_path(s->task.dir, DDP__SIBLING_OLD, previous);
         /* of a save that was killed after its second rename */
         if (there) DDP_TRY(ddp__folder_delete(previous));
         if (there && rename(s->task.dir, previous) != 0) return ddp__file_fail("renaming", s->task.dir);
@@ -2697,58 +2726,60 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
 
 /* Rank 0, once the data of all ranks is on disk, writes headers, indexes, and last the state, which has their
    checksums. Then dir becomes the new checkpoint. */
-static ddp_result ddp__save_end(ddp__saving *s, const ddp_fsdp_state *state) {
+static ddp_result ddp__save_end(ddp__save_state *s, const ddp_fsdp_state *state) {
     uint32_t crc;
     for (int i = 0; i < s->task.count; i++)
         s->task.crc[i] = ddp__crc_finish(s->task.crc[i], ddp__slice_bytes(&s->task.slices[i], 0));
-    for (ddp__out_file *file = s->files; file < s->files + s->file_count; file++) {
-        ddp__draft_header(s, file);
-        DDP_TRY(ddp__save_draft(s, file->name, &file->crc));
+    for (ddp__save_file *file = s->files; file < s->files + s->file_count; file++) {
+        ddp__save_format_header(s, file);
+        DDP_TRY(ddp__save_text(s, file->name, &file->crc));
     }
     for (int kind = 0; kind < 2; kind++) {
         if (s->kind_count[kind] == 0) continue;
-        ddp__draft_index(s, kind);
-        ddp__out_file *index = &s->files[s->file_count++];
-        snprintf(index->name, sizeof index->name, "%s.safetensors.index.json", ddp__kind_names[kind]);
-        DDP_TRY(ddp__save_draft(s, index->name, &index->crc));
+        ddp__save_format_index(s, kind);
+        ddp__save_file *index = &s->files[s->file_count++];
+        snprintf(index->name, sizeof index->name, "%s.safetensors.index.json", ddp__file_kind_names[kind]);
+        DDP_TRY(ddp__save_text(s, index->name, &index->crc));
     }
-    ddp__draft_state(s, state);
-    DDP_TRY(ddp__save_draft(s, DDP__STATE_FILE, &crc));
+    ddp__save_format_state(s, state);
+    DDP_TRY(ddp__save_text(s, DDP__STATE_FILE, &crc));
     DDP_TRY(ddp__folder_sync(s->tmp));
     return ddp__save_commit(s);
 }
 
 /* Collective; see ddp_fsdp_save. max_file_bytes and keep may be 0. */
-static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const ddp__slice *slices, int count,
-                                       const ddp_fsdp_state *state, size_t max_file_bytes, int keep) {
-    ddp__saving saving = DDP_ZERO, *s = &saving;
-    ddp__task *t = &s->task;
+static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const ddp__checkpoint_slice *slices,
+                                       int count, const ddp_fsdp_state *state, size_t max_file_bytes,
+                                       int keep) {
+    ddp__save_state saving = DDP_ZERO, *s = &saving;
+    ddp__checkpoint_common *t = &s->task;
     char options[96];
-    *t = ddp__task_of(group, "ddp_fsdp_save", slices, count);
-    s->draft.group = group;
+    *t = ddp__checkpoint_common_of(group, "ddp_fsdp_save", slices, count);
+    s->text.group = group;
     s->max_file_bytes = max_file_bytes;
-    s->keep = keep ? keep : 1;
+    s->keep_count = keep ? keep : 1;
     ddp_result result = keep < 0 ? ddp_fail(DDP_ERR_INVALID,
                                             "keep_checkpoints=%d; set how many, or 0 for one", keep)
                                  : DDP_OK;
-    snprintf(options, sizeof options, " max_file_bytes=%zu keep_checkpoints=%d", max_file_bytes, s->keep);
-    result = ddp__task_begin(t, dir, options, sizeof *s->files + sizeof *s->begin, result);
+    snprintf(options, sizeof options, " max_file_bytes=%zu keep_checkpoints=%d", max_file_bytes,
+             s->keep_count);
+    result = ddp__checkpoint_begin(t, dir, options, sizeof *s->files + sizeof *s->data_offset, result);
     if (result == DDP_OK) {
-        s->files = (ddp__out_file *)t->extra;
-        s->begin = (uint64_t *)(s->files + count + 2);
-        result = ddp__boxes_check(t);
+        s->files = (ddp__save_file *)t->extra;
+        s->data_offset = (uint64_t *)(s->files + count + 2);
+        result = ddp__boxes_check_tiling(t);
     }
-    if (result == DDP_OK) result = ddp_agree(group, t->who, ddp__save_begin(s), 0, "");
-    if (result == DDP_OK) result = ddp_agree(group, t->who, ddp__save_slices(s), 0, "");
+    if (result == DDP_OK) result = ddp_agree(group, t->call, ddp__save_begin(s), 0, "");
+    if (result == DDP_OK) result = ddp_agree(group, t->call, ddp__save_slices(s), 0, "");
     if (result == DDP_OK) result = ddp__crc_combine(group, t->crc, count);
     if (result == DDP_OK)
-        result = ddp_agree(group, t->who, ddp_rank(group) == 0 ? ddp__save_end(s, state) : DDP_OK, 0, "");
+        result = ddp_agree(group, t->call, ddp_rank(group) == 0 ? ddp__save_end(s, state) : DDP_OK, 0, "");
     if (result != DDP_OK && ddp_rank(group) == 0 && s->tmp[0]) {
-        ddp_saved_error told = ddp__fsdp_error(result);
+        ddp_saved_error told = ddp__saved_error_of(result);
         (void)ddp__folder_delete(s->tmp);
         (void)ddp_error_restore(&told);
     }
-    ddp_host_free(group, s->draft.at);
+    ddp_host_free(group, s->text.data);
     ddp_host_free(group, t->keys);
     return result;
 }
@@ -2759,17 +2790,17 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
 #define DDP__POPULATE_READ 22 /* MADV_POPULATE_READ, which older libc headers lack */
 
 /* The stored data of a tensor of the list. file NULL = in no file. */
-typedef struct ddp__source {
-    const ddp__in_file *file;
-    const ddp__stored *record;
+typedef struct ddp__load_source {
+    const ddp__load_file *file;
+    const ddp__file_tensor *record;
     const unsigned char *data;
     uint64_t bytes;
-} ddp__source;
+} ddp__load_source;
 
-typedef struct ddp__loading {
-    ddp__task task;       /* its crc: the checksum of all ranks' parts of each tensor */
-    ddp__source *sources; /* per tensor */
-    ddp__in_file *files;
+typedef struct ddp__load_state {
+    ddp__checkpoint_common task; /* its crc: the checksum of all ranks' parts of each tensor */
+    ddp__load_source *sources;   /* per tensor */
+    ddp__load_file *files;
     int file_count;
     /* no state.json: a model of another program. It may lack checksums and have other float dtypes */
     int foreign;
@@ -2777,78 +2808,79 @@ typedef struct ddp__loading {
     uint32_t text_crc; /* of the state, and of the headers of all files */
     char found[300];   /* describes it, for ranks that find different checkpoints */
     ddp_fsdp_state state;
-    int copies, next;       /* 1 = the pass copies, 0 = it computes checksums; the next tensor to copy */
-    ddp_saved_error helped; /* the result of the second thread */
-} ddp__loading;
+    int copying, next_copy; /* 1 = the pass copies, 0 = it computes checksums; the next tensor to copy */
+    ddp_saved_error thread_error; /* the result of the second thread */
+} ddp__load_state;
 
 /* Reads a whole small file. If it is missing, *text is NULL and the result DDP_OK. */
-static ddp_result ddp__text_load(ddp__loading *l, const char *name, char **text, size_t *length) {
-    ddp__file file DDP__CLOSED_AT_END;
+static ddp_result ddp__load_text(ddp__load_state *l, const char *name, char **text, size_t *length) {
+    ddp__file file DDP__AUTO_CLOSE;
     ddp_result result = ddp__file_open(l->task.dir, name, O_RDONLY, &file);
     if (result != DDP_OK) return file.fd == DDP__FILE_MISSING ? DDP_OK : result;
     if (file.size > DDP__HEADER_MAX) return ddp_fail(DDP_ERR_CORRUPT, "%s: is larger than 100 MB", file.path);
     *length = (size_t)file.size;
     *text = (char *)ddp_host_alloc(l->task.group, *length + 1);
-    return *text ? ddp__transfer(&file, DDP__FILE_READ, *text, *length, 0) : DDP_ERR_NO_MEMORY;
+    return *text ? ddp__file_transfer(&file, DDP__FILE_READ, *text, *length, 0) : DDP_ERR_NO_MEMORY;
 }
 
 /* Adds a file to the list, unless it is there. Returns 0 for a name that leads to another folder. */
-static int ddp__in_file_add(ddp__loading *l, ddp__words name, uint32_t want_crc) {
-    ddp__in_file *file = l->files;
-    if (name.length == 0 || name.length > 255 || name.at[0] == '.' || strlen(name.at) != name.length
-        || strchr(name.at, '/'))
+static int ddp__load_add_file(ddp__load_state *l, ddp__string_view name, uint32_t want_crc) {
+    ddp__load_file *file = l->files;
+    if (name.length == 0 || name.length > 255 || name.text[0] == '.' || strlen(name.text) != name.length
+        || strchr(name.text, '/'))
         return 0;
     for (; file < l->files + l->file_count; file++)
-        if (strcmp(file->name, name.at) == 0) return 1;
+        if (strcmp(file->name, name.text) == 0) return 1;
     l->file_count++;
     file->dir = l->task.dir;
-    file->name = name.at;
+    file->name = name.text;
     file->want_crc = want_crc;
-    file->kind = !l->foreign && strncmp(file->name, ddp__kind_names[1], strlen(ddp__kind_names[1])) == 0;
+    file->kind = !l->foreign
+                 && strncmp(file->name, ddp__file_kind_names[1], strlen(ddp__file_kind_names[1])) == 0;
     return 1;
 }
 
 /* Reads the numbers of a field into adjacent memory at `at`. */
-static int ddp__state_numbers(ddp__json *j, const char *kinds, char *at) {
+static int ddp__state_read_numbers(ddp__json *j, const char *kinds, char *at) {
     int n = 0, list = kinds[1] != 0, count = 0;
-    for (; kinds[n] && (!list || ddp__json_more(j, "[]", &count)); at += kinds[n++] == '4' ? 4 : 8) {
+    for (; kinds[n] && (!list || ddp__json_next_item(j, "[]", &count)); at += kinds[n++] == '4' ? 4 : 8) {
         uint64_t bits;
         if (!ddp__json_number(j, kinds[n] == 'u' ? 'u' : 'i', &bits)) return 0;
         int32_t narrow = (int32_t)(int64_t)bits;
         if (kinds[n] == '4' && narrow != (int64_t)bits) return ddp__json_fail(j, "a number is too large");
         memcpy(at, kinds[n] == '4' ? (const void *)&narrow : (const void *)&bits, kinds[n] == '4' ? 4 : 8);
     }
-    return !kinds[n] && (!list || ddp__json_take(j, ']')) ? 1
-                                                          : ddp__json_fail(j, "a list has another length");
+    return !kinds[n] && (!list || ddp__json_accept(j, ']')) ? 1
+                                                            : ddp__json_fail(j, "a list has another length");
 }
 
 /* The files of an object: its names, and their checksums; or, in the index of a model from elsewhere, its
    values. */
-static int ddp__files_read(ddp__loading *l, ddp__json *j, int sums) {
-    ddp__words name, value;
+static int ddp__load_read_file_names(ddp__load_state *l, ddp__json *j, int sums) {
+    ddp__string_view name, value;
     uint32_t crc = 0;
-    for (int count = 0; ddp__json_entry(j, &count, &name);) {
+    for (int count = 0; ddp__json_next_member(j, &count, &name);) {
         if (!ddp__json_string(j, &value)) return 0;
-        if ((sums && !ddp__hex_read(value, &crc)) || !ddp__in_file_add(l, sums ? name : value, crc))
+        if ((sums && !ddp__hex_read(value, &crc)) || !ddp__load_add_file(l, sums ? name : value, crc))
             return ddp__json_fail(j, sums ? "not a file and its checksum"
                                           : "not the name of a file in the folder");
     }
     return j->error == NULL;
 }
 
-static int ddp__state_read(ddp__loading *l, ddp__json *j) {
+static int ddp__state_read(ddp__load_state *l, ddp__json *j) {
     int count = 0, seen = 0;
     uint64_t version = 0;
-    for (ddp__words key; ddp__json_entry(j, &count, &key);) {
+    for (ddp__string_view key; ddp__json_next_member(j, &count, &key);) {
         int f = 0;
-        while (f < DDP__STATE_FIELDS && !ddp__words_are(key, ddp__state_fields[f].name)) f++;
+        while (f < DDP__STATE_FIELDS && !ddp__string_equals(key, ddp__state_fields[f].name)) f++;
         if (f < DDP__STATE_FIELDS)
-            seen += ddp__state_numbers(j, ddp__state_fields[f].kinds,
-                                       (char *)&l->state + ddp__state_fields[f].at);
-        else if (ddp__words_are(key, "version"))
+            seen += ddp__state_read_numbers(j, ddp__state_fields[f].kinds,
+                                            (char *)&l->state + ddp__state_fields[f].at);
+        else if (ddp__string_equals(key, "version"))
             seen += ddp__json_number(j, 'u', &version);
-        else if (ddp__words_are(key, "files"))
-            seen += ddp__files_read(l, j, 1);
+        else if (ddp__string_equals(key, "files"))
+            seen += ddp__load_read_file_names(l, j, 1);
         else
             (void)ddp__json_skip(j);
         if (seen && version != 1) return ddp__json_fail(j, "of a version that this one cannot read");
@@ -2858,79 +2890,79 @@ static int ddp__state_read(ddp__loading *l, ddp__json *j) {
 }
 
 /* state.json ends with the checksum of all bytes in front of its digits. */
-static ddp_result ddp__state_check(ddp__loading *l, size_t length) {
+static ddp_result ddp__state_check(ddp__load_state *l, size_t length) {
     static const char tail[] = "\"crc32c\": \"01234567\"}\n";
     size_t size = sizeof tail - 1;
-    ddp__words word = {l->text, 8};
+    ddp__string_view word = {l->text, 8};
     uint32_t crc;
     if (length < size || memcmp(l->text, DDP__STATE_START, sizeof DDP__STATE_START - 1) != 0
         || memcmp(l->text + length - size, tail, size - 11) != 0)
         return ddp_fail(DDP_ERR_CORRUPT,
                         "%s/" DDP__STATE_FILE ": not a whole " DDP__STATE_FILE " of a checkpoint",
                         l->task.dir);
-    word.at += length - 11;
+    word.text += length - 11;
     l->text_crc = ddp__crc32c(l->text, length - 11);
     if (ddp__hex_read(word, &crc) && crc == l->text_crc) return DDP_OK;
     return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE ": damaged, its checksum is %08x, not %.8s",
-                    l->task.dir, l->text_crc, word.at);
+                    l->task.dir, l->text_crc, word.text);
 }
 
 /* Reads the files of a model of another program from its index. The headers of the files list the tensors. */
-static int ddp__index_read(ddp__loading *l, ddp__json *j) {
+static int ddp__index_read(ddp__load_state *l, ddp__json *j) {
     int count = 0, found = 0;
-    for (ddp__words key; ddp__json_entry(j, &count, &key);) {
-        if (!ddp__words_are(key, "weight_map"))
+    for (ddp__string_view key; ddp__json_next_member(j, &count, &key);) {
+        if (!ddp__string_equals(key, "weight_map"))
             (void)ddp__json_skip(j);
         else if (found++)
             (void)ddp__json_fail(j, "weight_map is there twice");
         else
-            (void)ddp__files_read(l, j, 0);
+            (void)ddp__load_read_file_names(l, j, 0);
     }
     return ddp__json_end(j) && (found ? 1 : ddp__json_fail(j, "weight_map is missing"));
 }
 
 /* Fails if the folder has optimizer files: then it is a checkpoint without its state.json, and no foreign
    model. */
-static ddp_result ddp__foreign_check(const ddp__loading *l) {
+static ddp_result ddp__foreign_check(const ddp__load_state *l) {
     struct dirent *entry;
     DIR *folder = opendir(l->task.dir);
     int optimizer = 0;
     if (!folder) return ddp__file_fail("opening", l->task.dir);
     while ((entry = readdir(folder)) != NULL)
-        optimizer += strncmp(entry->d_name, "optimizer", 9) == 0 && ddp__is_our_file(entry->d_name);
+        optimizer += strncmp(entry->d_name, "optimizer", 9) == 0 && ddp__is_checkpoint_file(entry->d_name);
     closedir(folder);
     return optimizer ? ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE " is missing", l->task.dir) : DDP_OK;
 }
 
 /* Lists the files of the checkpoint: those in state.json, or in the index of a foreign model, or
    model.safetensors. */
-static ddp_result ddp__files_list(ddp__loading *l) {
+static ddp_result ddp__load_list_files(ddp__load_state *l) {
     const char *name = DDP__STATE_FILE;
     size_t length = 0;
-    DDP_TRY(ddp__text_load(l, name, &l->text, &length));
+    DDP_TRY(ddp__load_text(l, name, &l->text, &length));
     if (l->text) {
         DDP_TRY(ddp__state_check(l, length));
     } else {
         name = "model.safetensors.index.json";
         l->foreign = 1;
         DDP_TRY(ddp__foreign_check(l));
-        DDP_TRY(ddp__text_load(l, name, &l->text, &length));
+        DDP_TRY(ddp__load_text(l, name, &l->text, &length));
     }
     /* an entry has seven characters or more */
-    l->files = (ddp__in_file *)ddp_host_alloc(l->task.group, (length / 7 + 1) * sizeof *l->files);
+    l->files = (ddp__load_file *)ddp_host_alloc(l->task.group, (length / 7 + 1) * sizeof *l->files);
     if (!l->files) return DDP_ERR_NO_MEMORY;
-    ddp__json j = ddp__json_of(l->text, length);
+    ddp__json j = ddp__json_reader(l->text, length);
     if (!l->text)
-        (void)ddp__in_file_add(l, ddp__words_of("model.safetensors"), 0);
+        (void)ddp__load_add_file(l, ddp__string_view_of("model.safetensors"), 0);
     else if (!(l->foreign ? ddp__index_read(l, &j) : ddp__state_read(l, &j)))
-        return ddp__json_result(l->task.dir, name, 0, &j);
+        return ddp__json_file_error(l->task.dir, name, 0, &j);
     return DDP_OK;
 }
 
 /* Reads and checks a file's header. The file stays mapped. An index in the list of state.json has only its
    checksum compared. */
-static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
-    ddp__file in DDP__CLOSED_AT_END;
+static ddp_result ddp__load_open_file(ddp__load_state *l, ddp__load_file *file) {
+    ddp__file in DDP__AUTO_CLOSE;
     unsigned char start[8];
     int index = !l->foreign && strstr(file->name, ".json");
     ddp_result result = ddp__file_open(l->task.dir, file->name, O_RDONLY, &in);
@@ -2938,7 +2970,7 @@ static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
     if (result != DDP_OK) return result;
     uint64_t at = index ? 0 : sizeof start;
     uint64_t length = index ? in.size : 0;
-    DDP_TRY(ddp__transfer(&in, DDP__FILE_READ, start, at, 0));
+    DDP_TRY(ddp__file_transfer(&in, DDP__FILE_READ, start, at, 0));
     for (uint64_t i = 0; i < at; i++) length |= (uint64_t)start[i] << 8 * i;
     if (length > DDP__HEADER_MAX || length > in.size - at)
         return ddp_fail(
@@ -2947,8 +2979,8 @@ static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
             in.path, (unsigned long long)length, (unsigned long long)(in.size - at));
     file->text = (char *)ddp_host_alloc(l->task.group, (size_t)length + 1);
     if (!file->text) return DDP_ERR_NO_MEMORY;
-    DDP_TRY(ddp__transfer(&in, DDP__FILE_READ, file->text, length, at));
-    file->crc = ~ddp__crc_feed(ddp__crc_feed(0xffffffffu, start, (size_t)at), file->text, (size_t)length);
+    DDP_TRY(ddp__file_transfer(&in, DDP__FILE_READ, file->text, length, at));
+    file->crc = ~ddp__crc_update(ddp__crc_update(0xffffffffu, start, (size_t)at), file->text, (size_t)length);
     int damaged = !l->foreign && file->crc != file->want_crc;
     if (index && damaged)
         return ddp_fail(DDP_ERR_CORRUPT, "%s is damaged: its checksum is not that in " DDP__STATE_FILE,
@@ -2967,44 +2999,47 @@ static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
 }
 
 /* Finds the tensor of the list that a record of a file is for. Both must have the same shape and dtype. */
-static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, const ddp__stored *r) {
+static ddp_result ddp__load_match(ddp__load_state *l, const ddp__load_file *file, const ddp__file_tensor *r) {
     ddp_shape_text has = ddp_describe_shape(r->dtype->name, r->ndim, r->shape);
-    const ddp__key key = {r->name, file->kind, 0};
-    ddp__key *found = (ddp__key *)bsearch(&key, l->task.keys, (size_t)l->task.count, sizeof key,
-                                          ddp__key_compare);
+    const ddp__tensor_key key = {r->name, file->kind, 0};
+    ddp__tensor_key *found = (ddp__tensor_key *)bsearch(&key, l->task.keys, (size_t)l->task.count, sizeof key,
+                                                        ddp__tensor_key_compare);
     if (!found)
-        return ddp__stored_fail(DDP_ERR_MISMATCH, file, r, "(%s) is none of the %d tensors that are loaded",
-                                has.text, l->task.count);
-    const ddp__slice *s = &l->task.slices[found->index];
-    ddp__source *source = &l->sources[found->index];
+        return ddp__file_tensor_fail(DDP_ERR_MISMATCH, file, r,
+                                     "(%s) is none of the %d tensors that are loaded", has.text,
+                                     l->task.count);
+    const ddp__checkpoint_slice *s = &l->task.slices[found->index];
+    ddp__load_source *source = &l->sources[found->index];
     if (r->ndim != s->ndim || memcmp(r->shape, s->shape, sizeof r->shape[0] * (size_t)s->ndim) != 0
         || (r->dtype->dtype != s->dtype
             && !(l->foreign && ddp_is_float(r->dtype->dtype) && ddp_is_float(s->dtype))))
-        return ddp__stored_fail(DDP_ERR_MISMATCH, file, r, "is %s, and %s is to be loaded", has.text,
-                                ddp_describe_shape(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
-    if (source->file) return ddp__stored_fail(DDP_ERR_CORRUPT, file, r, "is in another file too");
-    if (!l->foreign && !r->has_crc) return ddp__stored_fail(DDP_ERR_CORRUPT, file, r, "has no checksum");
-    const ddp__source stored = {file, r, file->map + file->data_at + r->begin, r->end - r->begin};
+        return ddp__file_tensor_fail(
+            DDP_ERR_MISMATCH, file, r, "is %s, and %s is to be loaded", has.text,
+            ddp_describe_shape(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
+    if (source->file) return ddp__file_tensor_fail(DDP_ERR_CORRUPT, file, r, "is in another file too");
+    if (!l->foreign && !r->has_crc) return ddp__file_tensor_fail(DDP_ERR_CORRUPT, file, r, "has no checksum");
+    const ddp__load_source stored = {file, r, file->map + file->data_at + r->begin, r->end - r->begin};
     *source = stored;
     return DDP_OK;
 }
 
 /* Two names of one tied weight differ in the file. */
-static ddp_result ddp__tied_fail(const ddp__loading *l, int index, const char *what) {
+static ddp_result ddp__tied_fail(const ddp__load_state *l, int index, const char *what) {
     const char *first = l->task.slices[l->task.slices[index].tied_to - 1].name;
-    return ddp__stored_fail(DDP_ERR_MISMATCH, l->sources[index].file, l->sources[index].record,
-                            "and tensor '%.100s' are one weight here, but %s; remove the wrong one from the "
-                            "files, or do not tie them",
-                            first, what);
+    return ddp__file_tensor_fail(
+        DDP_ERR_MISMATCH, l->sources[index].file, l->sources[index].record,
+        "and tensor '%.100s' are one weight here, but %s; remove the wrong one from the "
+        "files, or do not tie them",
+        first, what);
 }
 
 /* A tied weight has several names; files have one or more of them. The first one found is read; the others
    must have its bytes. */
-static ddp_result ddp__load_ties(ddp__loading *l) {
+static ddp_result ddp__load_ties(ddp__load_state *l) {
     for (int i = 0; i < l->task.count; i++) {
-        ddp__source *source = &l->sources[i];
+        ddp__load_source *source = &l->sources[i];
         if (!l->task.slices[i].tied_to || !source->file) continue;
-        ddp__source *first = &l->sources[l->task.slices[i].tied_to - 1];
+        ddp__load_source *first = &l->sources[l->task.slices[i].tied_to - 1];
         if (!first->file) {
             *first = *source;
             memset(source, 0, sizeof *source);
@@ -3016,16 +3051,16 @@ static ddp_result ddp__load_ties(ddp__loading *l) {
 }
 
 /* Finds and opens the files, and checks everything except the data of the tensors. */
-static ddp_result ddp__load_open(ddp__loading *l) {
-    DDP_TRY(ddp__files_list(l));
-    for (ddp__in_file *file = l->files; file < l->files + l->file_count; file++) {
-        DDP_TRY(ddp__in_file_open(l, file));
+static ddp_result ddp__load_open_files(ddp__load_state *l) {
+    DDP_TRY(ddp__load_list_files(l));
+    for (ddp__load_file *file = l->files; file < l->files + l->file_count; file++) {
+        DDP_TRY(ddp__load_open_file(l, file));
         for (int i = 0; i < file->count; i++) DDP_TRY(ddp__load_match(l, file, &file->records[i]));
-        l->text_crc = ddp__crc_feed(l->text_crc, &file->crc, sizeof file->crc);
+        l->text_crc = ddp__crc_update(l->text_crc, &file->crc, sizeof file->crc);
     }
     DDP_TRY(ddp__load_ties(l));
     for (int i = 0; i < l->task.count; i++) {
-        const ddp__slice *s = &l->task.slices[i];
+        const ddp__checkpoint_slice *s = &l->task.slices[i];
         if (!l->sources[i].file && !s->tied_to && !(l->foreign && s->file_kind != 0))
             return ddp_fail(DDP_ERR_MISMATCH, "%s: tensor '%.100s' (%s) is in none of the files", l->task.dir,
                             s->name,
@@ -3036,20 +3071,20 @@ static ddp_result ddp__load_open(ddp__loading *l) {
 
 /* Brings bytes [begin, end) of a tensor into memory. A disk that fails is a result here, and no signal when
    the bytes are read. */
-static ddp_result ddp__load_touch(const ddp__source *source, uint64_t begin, uint64_t end) {
+static ddp_result ddp__load_pages(const ddp__load_source *source, uint64_t begin, uint64_t end) {
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = source->file->data_at + source->record->begin,
              low = (first + begin) / page * page;
     /* EINVAL: Linux < 5.14 */
     if (madvise((void *)(uintptr_t)(source->file->map + low), (size_t)(first + end - low), DDP__POPULATE_READ)
             != 0
         && errno != EINVAL)
-        return ddp__stored_fail(DDP_ERR_SYSTEM, source->file, source->record,
-                                "cannot be read: the disk fails, or the file has just been cut short");
+        return ddp__file_tensor_fail(DDP_ERR_SYSTEM, source->file, source->record,
+                                     "cannot be read: the disk fails, or the file has just been cut short");
     return DDP_OK;
 }
 
 /* Maps a position of the whole sequence into a part of total bytes that begins at `before`; clamped to it. */
-static uint64_t ddp__place_in(uint64_t place, uint64_t before, uint64_t total) {
+static uint64_t ddp__clamp_to_part(uint64_t place, uint64_t before, uint64_t total) {
     return place < before ? 0 : place - before < total ? place - before : total;
 }
 
@@ -3057,29 +3092,30 @@ static uint64_t ddp__place_in(uint64_t place, uint64_t before, uint64_t total) {
    disk, and a share is one contiguous range of all tensors in sequence. Reading is a third slower when each
    rank skips the bytes of the others.
    Otherwise it is a part of every tensor: about the rows that this rank copies afterwards. */
-static ddp_result ddp__load_sum(ddp__loading *l, int thread) {
+static ddp_result ddp__load_checksum_share(ddp__load_state *l, int thread) {
     uint64_t shares = 2 * (uint64_t)ddp_world_size(l->task.group);
     uint64_t share = 2 * (uint64_t)ddp_rank(l->task.group) + (uint64_t)thread;
     uint64_t all = 0, before = 0;
     int together = ddp_local_world_size(l->task.group) == ddp_world_size(l->task.group);
     for (int i = 0; i < l->task.count; i++) all += l->sources[i].bytes;
     for (int i = 0; i < l->task.count; before += together ? l->sources[i].bytes : 0, i++) {
-        const ddp__source *source = &l->sources[i];
+        const ddp__load_source *source = &l->sources[i];
         int tied_to = l->task.slices[i].tied_to;
-        const ddp__source *first = tied_to ? &l->sources[tied_to - 1] : NULL; /* must have the same bytes */
+        const ddp__load_source *first = tied_to ? &l->sources[tied_to - 1]
+                                                : NULL; /* must have the same bytes */
         uint64_t total = source->bytes, each = (together ? all : total) / shares + 1;
-        uint64_t at = ddp__place_in(each * share, before, total),
-                 end = ddp__place_in(each * (share + 1), before, total);
+        uint64_t at = ddp__clamp_to_part(each * share, before, total),
+                 end = ddp__clamp_to_part(each * (share + 1), before, total);
         uint32_t remainder = 0;
         for (uint64_t piece; at < end; at += piece) {
-            piece = end - at < DDP__PIECE ? end - at : DDP__PIECE;
-            DDP_TRY(ddp__load_touch(source, at, at + piece));
+            piece = end - at < DDP__FILE_PIECE ? end - at : DDP__FILE_PIECE;
+            DDP_TRY(ddp__load_pages(source, at, at + piece));
             if (first) {
-                DDP_TRY(ddp__load_touch(first, at, at + piece));
+                DDP_TRY(ddp__load_pages(first, at, at + piece));
                 int same = memcmp(first->data + at, source->data + at, (size_t)piece) == 0;
                 if (!same) return ddp__tied_fail(l, i, "their bytes differ");
             }
-            remainder = ddp__crc_feed(remainder, source->data + at, (size_t)piece);
+            remainder = ddp__crc_update(remainder, source->data + at, (size_t)piece);
         }
         (void)__atomic_fetch_xor(&l->task.crc[i], ddp__crc_multiply(remainder, ddp__crc_shift(total - end)),
                                  __ATOMIC_RELAXED);
@@ -3087,29 +3123,30 @@ static ddp_result ddp__load_sum(ddp__loading *l, int thread) {
     return DDP_OK;
 }
 
-static ddp_result ddp__load_compare_sums(const ddp__loading *l) {
+static ddp_result ddp__load_compare_checksums(const ddp__load_state *l) {
     for (int i = 0; i < l->task.count; i++) {
-        const ddp__source *source = &l->sources[i];
+        const ddp__load_source *source = &l->sources[i];
         uint32_t crc = ddp__crc_finish(l->task.crc[i], source->bytes);
         if (source->file && source->record->has_crc && crc != source->record->crc)
-            return ddp__stored_fail(DDP_ERR_CORRUPT, source->file, source->record,
-                                    "is damaged: its checksum is %08x, not %08x", crc, source->record->crc);
+            return ddp__file_tensor_fail(DDP_ERR_CORRUPT, source->file, source->record,
+                                         "is damaged: its checksum is %08x, not %08x", crc,
+                                         source->record->crc);
     }
     return DDP_OK;
 }
 
 /* Copies this rank's box, changing the dtype on the way where it is another one. A tensor that is in no file
    becomes zero. */
-static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
-    const ddp__slice *s = &l->task.slices[index];
-    const ddp__source *source = &l->sources[index];
+static ddp_result ddp__load_copy(const ddp__load_state *l, int index) {
+    const ddp__checkpoint_slice *s = &l->task.slices[index];
+    const ddp__load_source *source = &l->sources[index];
     ddp_dtype dtype = source->file ? source->record->dtype->dtype : s->dtype;
     ddp__box_runs runs = ddp__runs_of(s);
     uint64_t size = ddp_dtype_size(s->dtype), file_size = ddp_dtype_size(dtype), at, to, n, begin, ready = 0;
     double stage[512]; /* what cast reads is aligned */
     while (ddp__runs_next(&runs, &at, &to))
         for (uint64_t done = 0; done < runs.length; done += n) {
-            uint64_t most = dtype == s->dtype ? DDP__PIECE / size : sizeof stage / file_size;
+            uint64_t most = dtype == s->dtype ? DDP__FILE_PIECE / size : sizeof stage / file_size;
             char *out = (char *)s->data + (to + done) * size;
             n = runs.length - done < most ? runs.length - done : most;
             begin = (at + done) * file_size;
@@ -3118,8 +3155,8 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
                 continue;
             }
             if (begin + n * file_size > ready) { /* where runs are short, a piece for many */
-                ready = begin + DDP__PIECE < source->bytes ? begin + DDP__PIECE : source->bytes;
-                DDP_TRY(ddp__load_touch(source, begin, ready));
+                ready = begin + DDP__FILE_PIECE < source->bytes ? begin + DDP__FILE_PIECE : source->bytes;
+                DDP_TRY(ddp__load_pages(source, begin, ready));
             }
             memcpy(dtype == s->dtype ? (void *)out : (void *)stage, source->data + begin,
                    (size_t)(n * file_size));
@@ -3129,45 +3166,45 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
 }
 
 /* The part of a pass that a thread does. To copy, both take one tensor after the other. */
-static ddp_result ddp__load_part(ddp__loading *l, int thread) {
-    if (!l->copies) return ddp__load_sum(l, thread);
-    for (int i; (i = __atomic_fetch_add(&l->next, 1, __ATOMIC_RELAXED)) < l->task.count;)
+static ddp_result ddp__load_thread_work(ddp__load_state *l, int thread) {
+    if (!l->copying) return ddp__load_checksum_share(l, thread);
+    for (int i; (i = __atomic_fetch_add(&l->next_copy, 1, __ATOMIC_RELAXED)) < l->task.count;)
         DDP_TRY(ddp__load_copy(l, i));
     return DDP_OK;
 }
 
-static void *ddp__load_main(void *argument) {
-    ddp__loading *l = (ddp__loading *)argument;
-    l->helped = ddp__fsdp_error(ddp__load_part(l, 1));
+static void *ddp__load_thread_main(void *argument) {
+    ddp__load_state *l = (ddp__load_state *)argument;
+    l->thread_error = ddp__saved_error_of(ddp__load_thread_work(l, 1));
     return NULL;
 }
 
 /* Computes checksums or copies, with two threads if the system has a second one: while one computes, the
    other reads. */
-static ddp_result ddp__load_pass(ddp__loading *l, int copies) {
+static ddp_result ddp__load_pass(ddp__load_state *l, int copies) {
     pthread_t helper;
-    l->copies = copies;
-    int helped = pthread_create(&helper, NULL, ddp__load_main, l) == 0;
-    ddp_result result = ddp__load_part(l, 0);
+    l->copying = copies;
+    int helped = pthread_create(&helper, NULL, ddp__load_thread_main, l) == 0;
+    ddp_result result = ddp__load_thread_work(l, 0);
     if (helped)
         pthread_join(helper, NULL);
     else if (result == DDP_OK)
-        result = ddp__load_part(l, 1);
-    return result == DDP_OK ? ddp_error_restore(&l->helped) : result;
+        result = ddp__load_thread_work(l, 1);
+    return result == DDP_OK ? ddp_error_restore(&l->thread_error) : result;
 }
 
 /* Finds everything that can be wrong, before anything is written to. */
-static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_scaler *scaler) {
-    ddp__task *t = &l->task;
+static ddp_result ddp__load_check(ddp__load_state *l, const char *dir, const ddp_scaler *scaler) {
+    ddp__checkpoint_common *t = &l->task;
     struct stat info;
-    DDP_TRY(ddp__task_begin(t, dir, "", sizeof *l->sources, DDP_OK));
-    l->sources = (ddp__source *)t->extra;
+    DDP_TRY(ddp__checkpoint_begin(t, dir, "", sizeof *l->sources, DDP_OK));
+    l->sources = (ddp__load_source *)t->extra;
     if (stat(t->dir, &info) != 0) { /* killed in the middle of ddp__save_commit */
         size_t length = strlen(t->dir);
         memcpy(t->dir + length, ".old", 5);
         if (stat(t->dir, &info) != 0) t->dir[length] = '\0';
     }
-    ddp_result result = ddp__load_open(l);
+    ddp_result result = ddp__load_open_files(l);
     if (result == DDP_OK && scaler && l->state.scaler.scale > 0) {
         ddp_scaler probe = *scaler; /* finds out whether the scaler would accept the checkpoint's numbers */
         result = ddp_scaler_load(&probe, &l->state.scaler);
@@ -3175,10 +3212,10 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
     snprintf(l->found, sizeof l->found,
              "finds checkpoint %08x in %.100s (is the folder shared? did a save end just now?)", l->text_crc,
              t->dir);
-    DDP_TRY(ddp_agree(t->group, t->who, result, l->text_crc, l->found));
-    DDP_TRY(ddp_agree(t->group, t->who, ddp__load_pass(l, 0), 0, ""));
+    DDP_TRY(ddp_agree(t->group, t->call, result, l->text_crc, l->found));
+    DDP_TRY(ddp_agree(t->group, t->call, ddp__load_pass(l, 0), 0, ""));
     DDP_TRY(ddp__crc_combine(t->group, t->crc, t->count));
-    return ddp_agree(t->group, t->who, ddp__load_compare_sums(l), 0, "");
+    return ddp_agree(t->group, t->call, ddp__load_compare_checksums(l), 0, "");
 }
 
 /* Collective. Fills this rank's boxes from a checkpoint of any world size, or from a model of another
@@ -3187,15 +3224,15 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
    and the copy. replicas: groups that load the same, or NULL; all fail or none. scaler: takes its state from
    *state later, or NULL. */
 static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, const char *dir,
-                                       const ddp__slice *slices, int count, const ddp_scaler *scaler,
-                                       ddp_fsdp_state *state) {
+                                       const ddp__checkpoint_slice *slices, int count,
+                                       const ddp_scaler *scaler, ddp_fsdp_state *state) {
     ddp_group *const groups[2] = {group, replicas};
-    ddp__loading loading = DDP_ZERO, *l = &loading;
-    l->task = ddp__task_of(group, "ddp_fsdp_load", slices, count);
+    ddp__load_state loading = DDP_ZERO, *l = &loading;
+    l->task = ddp__checkpoint_common_of(group, "ddp_fsdp_load", slices, count);
     ddp_result result = ddp__load_check(l, dir, scaler);
-    if (replicas) result = ddp_agree(replicas, l->task.who, result, l->text_crc, l->found);
+    if (replicas) result = ddp_agree(replicas, l->task.call, result, l->text_crc, l->found);
     /* the first write to the caller's memory */
-    if (result == DDP_OK) result = ddp_agree_groups(groups, 2, l->task.who, ddp__load_pass(l, 1), 0, "");
+    if (result == DDP_OK) result = ddp_agree_groups(groups, 2, l->task.call, ddp__load_pass(l, 1), 0, "");
     if (result == DDP_OK && l->foreign) {
         state->step = 0;
         if (ddp_rank(group) == 0)
@@ -3204,7 +3241,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
     } else if (result == DDP_OK) {
         *state = l->state;
     }
-    for (ddp__in_file *file = l->files; file < l->files + l->file_count; file++) {
+    for (ddp__load_file *file = l->files; file < l->files + l->file_count; file++) {
         if (file->map) munmap((void *)(uintptr_t)file->map, file->map_bytes);
         ddp_host_free(group, file->records);
         ddp_host_free(group, file->text);
@@ -3217,9 +3254,9 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
 
 //== sharding: parts and memory ============================================================== >>impl-sharding
 
-/* What each rank holds of a parameter of 5 rows on 3 ranks (chunk 2):
+/* What each rank holds of a parameter of 5 rows on 3 ranks (rows_per_rank 2):
 
-       FULL_SHARD   shard  rank 0 |0 1|   rank 1 |2 3|   rank 2 |4 -|   padded to chunk rows on every rank
+       FULL_SHARD   shard  rank 0 |0 1|   rank 1 |2 3|   rank 2 |4 -|   padded to rows_per_rank rows
                     full   in a slot from unshard to reshard |0 1 2 3 4|
        otherwise    full   |0 1 2 3 4| on every rank. Its own rows are the shard; the others are of the last
                            unshard
@@ -3232,84 +3269,87 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
 
    A ddp_fsdp consists of parts, each with a struct: memory, unshard, reduce, clip, offload, saver. */
 
-/* The fields of ddp_fsdp_bytes, in order. DDP__PURPOSES is the total. */
+/* The fields of ddp_fsdp_bytes, in order. DDP__PURPOSE_COUNT is the total. */
 enum {
-    DDP__OF_SHARDS,
-    DDP__OF_GATHERED,
-    DDP__OF_GRADIENTS,
-    DDP__OF_OPTIMIZER,
-    DDP__OF_COMMUNICATION,
-    DDP__OF_BOOKKEEPING,
-    DDP__PURPOSES
+    DDP__FOR_SHARDS,
+    DDP__FOR_FULL_PARAMS,
+    DDP__FOR_GRADIENTS,
+    DDP__FOR_OPTIMIZER,
+    DDP__FOR_COMMUNICATION,
+    DDP__FOR_BOOKKEEPING,
+    DDP__PURPOSE_COUNT
 };
 enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE, DDP__MEMORY_PINNED };
 /* Gradients of a unit in memory: full, as backward writes them; full, in the dtype that is added over ranks;
    sums of this rank's rows. */
-enum { DDP__GRADS, DDP__CASTED, DDP__SUMS, DDP__LAYOUTS };
-enum { DDP__LEVELS = 32 }; /* of the binary counter of micro-batches */
+enum { DDP__FULL_GRADS, DDP__CAST_GRADS, DDP__SHARD_SUMS, DDP__GRAD_LAYOUTS };
+enum { DDP__PARTIAL_SUMS_MAX = 32 }; /* of the binary counter of micro-batches */
 
-typedef struct ddp__slot { /* memory for the full parameters, or the full gradients, of one unit at a time */
+typedef struct
+    ddp__fsdp_buffer { /* memory for the full parameters, or the full gradients, of one unit at a time */
     unsigned char *memory;
-    int busy;
-    struct ddp__unit *reducing; /* gradients: the unit with a reduction that still reads them */
-    uint64_t issued;            /* gradients: number of the last reduction from here, which peers read */
-    uint64_t used;              /* gradients: grows from use to use */
-} ddp__slot;
+    int in_use;
+    struct ddp__fsdp_unit *reducing_unit; /* gradients: the unit with a reduction that still reads them */
+    uint64_t last_issued; /* gradients: number of the last reduction from here, which peers read */
+    uint64_t last_use;    /* gradients: grows from use to use */
+} ddp__fsdp_buffer;
 
-typedef struct ddp__grad_part { /* the gradients of one shard in one layout */
-    size_t at, count;           /* bytes from the start of the unit's memory; elements */
+typedef struct ddp__fsdp_grad_range { /* the gradients of one shard in one layout */
+    size_t offset, count;             /* bytes from the start of the unit's memory; elements */
     ddp_dtype dtype;
-} ddp__grad_part;
+} ddp__fsdp_grad_range;
 
 /* this rank's rows of one parameter of a unit. A tied parameter has one per use */
-typedef struct ddp__shard {
-    ddp_fsdp_param *entry;
-    struct ddp__shard *source; /* the use with which this one shares memory, or itself */
-    struct ddp__unit *unit;
+typedef struct ddp__fsdp_shard {
+    ddp_fsdp_param *user_param;
+    struct ddp__fsdp_shard *source; /* the use with which this one shares memory, or itself */
+    struct ddp__fsdp_unit *unit;
     const char *name;
     ddp_dtype dtype, master_dtype; /* of the full parameter; of master values and sums of gradients */
     ddp_dtype reduce_dtype;        /* of what is added over ranks */
     size_t rows, row_elements;     /* of the full parameter */
     /* rows of a shard with padding; this rank's first row and number of rows */
-    size_t chunk, first_row, own_rows;
-    size_t own_count;                    /* elements of this rank's rows */
-    size_t full_at, shard_at, master_at; /* bytes from the start of the unit's memory of that kind */
-    size_t block_at;                     /* bytes from the start of a rank's block of an all-gather */
-    size_t reduce_at;                    /* elements from the start of a rank's block of a reduce-scatter */
-    ddp__grad_part part[DDP__LAYOUTS];
+    size_t rows_per_rank, first_row, own_rows;
+    size_t own_count; /* elements of this rank's rows */
+    size_t full_offset, shard_offset,
+        master_offset;    /* bytes from the start of the unit's memory of that kind */
+    size_t block_offset;  /* bytes from the start of a rank's block of an all-gather */
+    size_t reduce_offset; /* elements from the start of a rank's block of a reduce-scatter */
+    ddp__fsdp_grad_range range[DDP__GRAD_LAYOUTS];
     /* this rank's rows: as they are sent (quantize_gather: 8 bits); as they are updated */
     unsigned char *value, *master;
     int trained, is_slice; /* not frozen; of a larger tensor */
     /* 1 = the gradients being reduced are the parameter's f32 sum, from a ddp_pipeline */
-    int summed;
+    int uses_pipeline_sum;
     /* master values have memory of their own, next to the values that are sent */
     int has_master;
-    int shares_full;  /* the source's full values are this one's too */
-    int in_place;     /* the sum of its gradients is stored in the full gradients */
-    int master_index; /* of a trained source in masters */
-    int slice_index;  /* of a source in the slices of a checkpoint */
-} ddp__shard;
+    int shares_full_params; /* the source's full values are this one's too */
+    int in_place;           /* the sum of its gradients is stored in the full gradients */
+    int master_index;       /* of a trained source in masters */
+    int slice_index;        /* of a source in the slices of a checkpoint */
+} ddp__fsdp_shard;
 
-typedef struct ddp__unit {
+typedef struct ddp__fsdp_unit {
     ddp_fsdp *fsdp;
     char name[64];
-    int index, trained; /* trained: number of trained parameters */
-    int layout;         /* of its gradients when they are added over ranks */
-    int converts;       /* 1 = some gradients are added over ranks in another dtype than theirs */
-    ddp__shard *shards, *end;
-    size_t full_bytes, shard_bytes, master_bytes, block_bytes, grad_bytes[DDP__LAYOUTS];
+    int index, trained_count; /* number of trained parameters */
+    int layout;               /* of its gradients when they are added over ranks */
+    int casts_grads;          /* 1 = some gradients are added over ranks in another dtype than theirs */
+    ddp__fsdp_shard *shards, *end;
+    size_t full_bytes, shard_bytes, master_bytes, block_bytes, grad_bytes[DDP__GRAD_LAYOUTS];
     size_t reduce_count[DDP_U64 + 1]; /* elements of a rank's block of a reduce-scatter, by dtype */
     unsigned char *full, *shard, *master, *grads;
-    ddp__slot *full_slot, *grad_slot, *reducing_slot;
-    unsigned char *level[DDP__LEVELS]; /* sums over 2^k micro-batches: of own rows, or of full gradients */
-    int depth;                         /* levels in use */
+    ddp__fsdp_buffer *full_buffer, *grad_buffer, *reducing_buffer;
+    unsigned char *partial_sum
+        [DDP__PARTIAL_SUMS_MAX]; /* sums over 2^k micro-batches: of own rows, or of full gradients */
+    int partial_count;           /* sums in use */
     /* full parameters are complete or in flight; between unshard and reshard */
     int unsharded, in_use;
-    int attached; /* it has gradient memory for a backward */
-    int reduced;  /* reductions of this step, one per micro-batch */
+    int grads_attached; /* it has gradient memory for a backward */
+    int reduced_count;  /* reductions of this step, one per micro-batch */
     ddp_work unshard_work, reduce_work;
     uint64_t issued; /* number of its last reduction, where peers read it */
-} ddp__unit;
+} ddp__fsdp_unit;
 
 typedef struct ddp__fsdp_allocation {
     void *memory;
@@ -3317,7 +3357,7 @@ typedef struct ddp__fsdp_allocation {
     int purpose, kind;
 } ddp__fsdp_allocation;
 
-typedef struct ddp__memory {           /* all memory of a ddp_fsdp except the struct itself */
+typedef struct ddp__fsdp_allocator {   /* all memory of a ddp_fsdp except the struct itself */
     ddp__fsdp_allocation *allocations; /* in order. Group memory has the same order on every rank */
     int count;
     ddp_fsdp_bytes now, peak;
@@ -3326,83 +3366,84 @@ typedef struct ddp__memory {           /* all memory of a ddp_fsdp except the st
     off_t file_size;
     /* the first failure. create continues: no rank may miss a collective call */
     ddp_saved_error error;
-} ddp__memory;
+} ddp__fsdp_allocator;
 
-typedef struct ddp__unshard {    /* full parameters: their memory, and the order in which units need them */
-    ddp__slot *slots;            /* unit_count of them */
-    int slot_count, slots_ready; /* slots_ready: those for prefetch are there too */
-    size_t slot_bytes;
+typedef struct
+    ddp__fsdp_unshard_state {  /* full parameters: their memory, and the order in which units need them */
+    ddp__fsdp_buffer *buffers; /* unit_count of them */
+    int buffer_count, prefetch_buffers_ready; /* prefetch_buffers_ready: those for prefetch are there too */
+    size_t buffer_bytes;
     int *order, order_capacity; /* units in the order of unshards. This step overwrites the last step's */
-    int order_count, position;  /* of the last step; of this step */
-    int follows;                /* this step has had the last step's order until now */
-    int in_use, max_in_use;     /* units between unshard and reshard */
-} ddp__unshard;
+    int order_count, order_position; /* of the last step; of this step */
+    int order_matches;               /* this step has had the last step's order until now */
+    int in_use, max_in_use;          /* units between unshard and reshard */
+} ddp__fsdp_unshard_state;
 
-typedef struct ddp__reduce { /* gradients become sums, see impl-shard-reduce */
-    ddp__slot *slots;
-    int slot_count;
-    size_t slot_bytes;
-    uint64_t slot_uses;
-    /* staging: full gradients in reduce_dtype; DDP__TILE elements of each rank */
+typedef struct ddp__fsdp_reduce_state { /* gradients become sums, see impl-shard-reduce */
+    ddp__fsdp_buffer *buffers;
+    int buffer_count;
+    size_t buffer_bytes;
+    uint64_t buffer_uses;
+    /* staging: full gradients in reduce_dtype; DDP__REDUCE_TILE elements of each rank */
     unsigned char *cast, *tile;
     size_t cast_bytes, tile_bytes;
-    uint64_t **progress;      /* peer memory: every rank's progress words. NULL = blocks */
-    ddp__unit **issued_units; /* by number, modulo ddp__reduce_window */
-    uint64_t issued, done;    /* numbers of the last reduction that was issued, and executed */
-    uint64_t cast_issued;     /* number of the last one through cast */
-    void *event;              /* orders streams of replicas */
-} ddp__reduce;
+    uint64_t **progress;           /* peer memory: every rank's progress words. NULL = blocks */
+    ddp__fsdp_unit **issued_units; /* by number, modulo ddp__reduce_window */
+    uint64_t issued, done;         /* numbers of the last reduction that was issued, and executed */
+    uint64_t cast_issued;          /* number of the last one through cast */
+    void *event;                   /* orders streams of replicas */
+} ddp__fsdp_reduce_state;
 
-typedef struct ddp__clip {  /* the factor that clipping leaves to the step */
-    ddp_exact_sum *squares; /* the device's memory */
-    float scale;            /* 1 = none, or the device decides: */
+typedef struct ddp__fsdp_clip_state { /* the factor that clipping leaves to the step */
+    ddp_exact_sum *squares;           /* the device's memory */
+    float scale;                      /* 1 = none, or the device decides: */
     /* the device's memory for it; the same, or NULL if there is nothing to multiply */
     float *factor, *factor_now;
     /* of the last clipping: written by the device until `event`; by the host */
     float *norm, last_norm;
     int has_norm;
     void *event;
-} ddp__clip;
+} ddp__fsdp_clip_state;
 
-typedef struct ddp__offload { /* OFFLOAD_HOST on a device with memory of its own */
-    ddp_group *host;          /* a world of one rank on the CPU, where the optimizer works */
+typedef struct ddp__fsdp_offload_state { /* OFFLOAD_HOST on a device with memory of its own */
+    ddp_group *host_group;               /* a world of one rank on the CPU, where the optimizer works */
     /* pinned: gradients of own rows; two pieces of values in flight to the device */
     unsigned char *sums, *rows;
     size_t sums_bytes, rows_bytes;
     void **downloaded, *uploaded[2]; /* events of the pieces of gradients and of values */
     int piece_count, piece;          /* of gradients; the next one that is stepped */
     int upload;                      /* which of the two pieces of values is filled next */
-} ddp__offload;
+} ddp__fsdp_offload_state;
 
-typedef struct ddp__saver { /* a save in progress: the slices and a copy of what they point to */
+typedef struct ddp__fsdp_saver { /* a save in progress: the slices and a copy of what they point to */
     /* the group that writes and reads files; replicas that wait for it, or NULL */
-    ddp_group *files[2];
-    ddp_group *own; /* save_in_background: a split of files for the thread */
-    ddp__slice *slices;
+    ddp_group *groups[2];
+    ddp_group *thread_group; /* save_in_background: a split of files for the thread */
+    ddp__checkpoint_slice *slices;
     int count;
     char *names; /* name_room bytes per slice */
     size_t name_room;
-    unsigned char *copy;
-    size_t copy_bytes;
+    unsigned char *staged;
+    size_t staged_bytes;
     ddp_fsdp_state state;    /* without desc.state: kept from a load to the next save */
     char dir[DDP__PATH_MAX]; /* cut off where it is too long for a checkpoint */
     pthread_t thread;
     int pending, has_thread;
-    ddp_saved_error outcome;
-} ddp__saver;
+    ddp_saved_error result;
+} ddp__fsdp_saver;
 
 struct ddp_fsdp {
     ddp_fsdp_desc desc;           /* with defaults */
     ddp_group *group, *groups[3]; /* groups: group, replicas, checkpoint_group */
     const ddp_device *device;
-    int world_size, rank; /* of those that parameters are split over: 1 and 0 under NO_SHARD */
-    ddp_group *copies[2]; /* groups of ranks that hold the same rows */
-    int copy_count;
-    int keeps_full;   /* full parameters stay: not FULL_SHARD, or one rank on a device */
-    int reduces_each; /* FULL_SHARD, SHARD_GRAD: gradients are reduced after every micro-batch */
+    int world_size, rank;         /* of those that parameters are split over: 1 and 0 under NO_SHARD */
+    ddp_group *replica_groups[2]; /* groups of ranks that hold the same rows */
+    int replica_group_count;
+    int keeps_full_params;       /* full parameters stay: not FULL_SHARD, or one rank on a device */
+    int reduces_per_micro_batch; /* FULL_SHARD, SHARD_GRAD: gradients are reduced after every micro-batch */
     int peer_memory;
-    ddp__unit *units, *units_end;
-    ddp__shard *shards, *shards_end;
+    ddp__fsdp_unit *units, *units_end;
+    ddp__fsdp_shard *shards, *shards_end;
     int unit_count, shard_count;
     unsigned char *send, *recv; /* staging of blocks */
     size_t send_bytes, recv_bytes;
@@ -3414,14 +3455,14 @@ struct ddp_fsdp {
     ddp_optimizer *optimizer;
     ddp_param *masters; /* what the optimizer updates */
     ddp_tensor *sums;   /* their gradients, on the device */
-    ddp__shard **master_shards;
+    ddp__fsdp_shard **master_shards;
     int master_count;
-    ddp__memory memory;
-    ddp__unshard unshard;
-    ddp__reduce reduce;
-    ddp__clip clip;
-    ddp__offload offload;
-    ddp__saver saver;
+    ddp__fsdp_allocator allocator;
+    ddp__fsdp_unshard_state unshard;
+    ddp__fsdp_reduce_state reduce;
+    ddp__fsdp_clip_state clip;
+    ddp__fsdp_offload_state offload;
+    ddp__fsdp_saver saver;
 };
 
 static void ddp__size_at_least(size_t *size, size_t needed) {
@@ -3431,7 +3472,7 @@ static void ddp__size_at_least(size_t *size, size_t needed) {
 /* A failure of the group or of its replicas becomes a failure of both: their ranks wait for each other. */
 static ddp_result ddp__fsdp_failed(const ddp_fsdp *f, ddp_result result) {
     if (result == DDP_OK || !f->desc.replicas) return result;
-    const ddp_saved_error error = ddp__fsdp_error(result);
+    const ddp_saved_error error = ddp__saved_error_of(result);
     ddp_group_pass_on(f->group, f->desc.replicas);
     ddp_group_pass_on(f->desc.replicas, f->group);
     return ddp_error_restore(&error);
@@ -3439,38 +3480,38 @@ static ddp_result ddp__fsdp_failed(const ddp_fsdp *f, ddp_result result) {
 
 /* The group fails: peers wait for this rank. */
 static ddp_result ddp__fsdp_poison(const ddp_fsdp *f, ddp_result result) {
-    const ddp_saved_error error = ddp__fsdp_error(result);
+    const ddp_saved_error error = ddp__saved_error_of(result);
     ddp_group_poison(f->group, result, error.text);
     return ddp__fsdp_failed(f, ddp_error_restore(&error));
 }
 
 /* The same, with an error line that names the unit. */
-static ddp_result ddp__unit_failed(const ddp__unit *unit, ddp_result result, const char *who) {
+static ddp_result ddp__unit_failed(const ddp__fsdp_unit *unit, ddp_result result, const char *call) {
     const ddp_group *group = unit->fsdp->group;
-    const ddp_saved_error error = ddp__fsdp_error(result);
+    const ddp_saved_error error = ddp__saved_error_of(result);
     char begin[128];
-    who = ddp_public_call_name(who);
+    call = ddp_public_call_name(call);
     (void)ddp__fsdp_poison(unit->fsdp, result);
-    snprintf(begin, sizeof begin, "rank %d/%d %s ", ddp_rank(group), ddp_world_size(group), who);
+    snprintf(begin, sizeof begin, "rank %d/%d %s ", ddp_rank(group), ddp_world_size(group), call);
     if (strncmp(error.text, begin, strlen(begin)) == 0) /* the line names the call already */
         return ddp_fail(result, "%sunit=%s %s", begin, unit->name, error.text + strlen(begin));
-    return ddp_fail(result, "%s unit=%s: %s", who, unit->name, error.text);
+    return ddp_fail(result, "%s unit=%s: %s", call, unit->name, error.text);
 }
 
-static void ddp__fsdp_count(ddp_fsdp *f, int purpose, size_t size, int add) {
-    size_t *now = (size_t *)(void *)&f->memory.now, *peak = (size_t *)(void *)&f->memory.peak;
-    for (int i = purpose, left = 2; left-- > 0; i = DDP__PURPOSES) { /* the purpose, then the total */
+static void ddp__fsdp_count_bytes(ddp_fsdp *f, int purpose, size_t size, int add) {
+    size_t *now = (size_t *)(void *)&f->allocator.now, *peak = (size_t *)(void *)&f->allocator.peak;
+    for (int i = purpose, left = 2; left-- > 0; i = DDP__PURPOSE_COUNT) { /* the purpose, then the total */
         now[i] += add ? size : 0 - size;
         ddp__size_at_least(&peak[i], now[i]);
     }
 }
 
-static void ddp__memory_count(ddp_fsdp *f, const ddp__fsdp_allocation *a, int add) {
+static void ddp__fsdp_count_allocation(ddp_fsdp *f, const ddp__fsdp_allocation *a, int add) {
     size_t change = add ? a->size : 0 - a->size;
-    if (a->kind == DDP__MEMORY_HOST) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, DDP_MALLOC_EXTRA, add);
-    if (a->kind != DDP__MEMORY_FILE) ddp__fsdp_count(f, a->purpose, a->size, add);
-    if (a->kind == DDP__MEMORY_FILE) f->memory.file_bytes += change;
-    if (a->kind == DDP__MEMORY_GROUP) f->memory.group_bytes += change;
+    if (a->kind == DDP__MEMORY_HOST) ddp__fsdp_count_bytes(f, DDP__FOR_BOOKKEEPING, DDP_MALLOC_EXTRA, add);
+    if (a->kind != DDP__MEMORY_FILE) ddp__fsdp_count_bytes(f, a->purpose, a->size, add);
+    if (a->kind == DDP__MEMORY_FILE) f->allocator.file_bytes += change;
+    if (a->kind == DDP__MEMORY_GROUP) f->allocator.group_bytes += change;
 }
 
 /* Zeroed host memory from the allocator of the desc, or else of the group. The allocator receives
@@ -3496,7 +3537,7 @@ static void ddp__fsdp_host_free(ddp_fsdp *f, void *memory) {
 
 /* Maps the next pages of the offload file. */
 static ddp_result ddp__fsdp_map(ddp_fsdp *f, size_t size, void **out) {
-    ddp__memory *m = &f->memory;
+    ddp__fsdp_allocator *m = &f->allocator;
     struct rlimit limit;
     void *memory = MAP_FAILED;
     /* beyond the limit a write is a signal, as is one to a page for which a full disk has no room */
@@ -3534,23 +3575,23 @@ static ddp_result ddp__fsdp_alloc(ddp_fsdp *f, int purpose, int kind, size_t siz
         result = DDP_ERR_NO_MEMORY;
     if (result != DDP_OK) a.memory = NULL;
     memcpy(out, &a.memory, sizeof a.memory);
-    ddp_error_save(&f->memory.error, result);
+    ddp_error_save(&f->allocator.error, result);
     if (result != DDP_OK) return result;
     if (a.kind == DDP__MEMORY_PINNED) memset(a.memory, 0, a.size);
-    f->memory.allocations[f->memory.count++] = a;
-    ddp__memory_count(f, &a, 1);
+    f->allocator.allocations[f->allocator.count++] = a;
+    ddp__fsdp_count_allocation(f, &a, 1);
     return DDP_OK;
 }
 
 /* Frees memory of ddp__fsdp_alloc. Group memory: collective. NULL is ignored. */
 static void ddp__fsdp_free(ddp_fsdp *f, void *memory) {
-    ddp__memory *m = &f->memory;
+    ddp__fsdp_allocator *m = &f->allocator;
     int i = 0;
     while (i < m->count && m->allocations[i].memory != memory) i++;
     if (!memory || i == m->count) return;
     const ddp__fsdp_allocation a = m->allocations[i];
     memmove(m->allocations + i, m->allocations + i + 1, (size_t)(--m->count - i) * sizeof a);
-    ddp__memory_count(f, &a, 0);
+    ddp__fsdp_count_allocation(f, &a, 0);
     if (a.kind == DDP__MEMORY_GROUP)
         ddp_group_free(f->group, memory);
     else if (a.kind == DDP__MEMORY_DEVICE)
@@ -3564,15 +3605,15 @@ static void ddp__fsdp_free(ddp_fsdp *f, void *memory) {
 }
 
 /* A table in host memory. */
-static ddp_result ddp__table_alloc(ddp_fsdp *f, int count, size_t size, void *out) {
-    return ddp__fsdp_alloc(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)count * size, out);
+static ddp_result ddp__fsdp_table_alloc(ddp_fsdp *f, int count, size_t size, void *out) {
+    return ddp__fsdp_alloc(f, DDP__FOR_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)count * size, out);
 }
 
 static const int ddp__offload_kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, DDP__MEMORY_FILE};
 static void *ddp__fsdp_state_alloc(size_t size_bytes, void *user) {
     ddp_fsdp *f = (ddp_fsdp *)user;
     void *memory;
-    (void)ddp__fsdp_alloc(f, DDP__OF_OPTIMIZER, ddp__offload_kinds[f->desc.offload], size_bytes, &memory);
+    (void)ddp__fsdp_alloc(f, DDP__FOR_OPTIMIZER, ddp__offload_kinds[f->desc.offload], size_bytes, &memory);
     return memory;
 }
 
@@ -3581,63 +3622,64 @@ static void ddp__fsdp_state_free(void *memory, void *user) { ddp__fsdp_free((ddp
 //== sharding: layout ========================================================================== >>impl-layout
 /* Checks and describes each parameter: its rows per rank, dtypes, ties, and its places in the buffers. */
 
-static size_t ddp__rows_bytes(const ddp__shard *s, size_t rows, ddp_dtype dtype) {
+static size_t ddp__shard_rows_bytes(const ddp__fsdp_shard *s, size_t rows, ddp_dtype dtype) {
     return rows * s->row_elements * ddp_dtype_size(dtype);
 }
 
 /* The first row of a rank; the number of rows for rank = the number of ranks. */
-static size_t ddp__first_row(const ddp__shard *s, int rank) {
-    size_t first = s->chunk * (size_t)rank;
+static size_t ddp__shard_first_row(const ddp__fsdp_shard *s, int rank) {
+    size_t first = s->rows_per_rank * (size_t)rank;
     return first < s->rows ? first : s->rows;
 }
 
-#define DDP__SHARD_BAD(s, text, ...)                                                             \
-    ddp__fsdp_bad("ddp_fsdp_create", (s)->unit->fsdp->group, "unit %s, parameter %.200s: " text, \
-                  (s)->unit->name, (s)->name, __VA_ARGS__)
+#define DDP__SHARD_INVALID(s, text, ...)                                                             \
+    ddp__fsdp_invalid("ddp_fsdp_create", (s)->unit->fsdp->group, "unit %s, parameter %.200s: " text, \
+                      (s)->unit->name, (s)->name, __VA_ARGS__)
 
 /* Finds the earlier use with which this one shares memory. */
-static ddp_result ddp__shard_find_source(ddp_fsdp *f, ddp__shard *s) {
-    const ddp_tensor *value = &s->entry->param.value;
-    const char *tied_to = s->entry->tied_to;
+static ddp_result ddp__shard_find_source(ddp_fsdp *f, ddp__fsdp_shard *s) {
+    const ddp_tensor *value = &s->user_param->param.value;
+    const char *tied_to = s->user_param->tied_to;
     s->source = s;
-    for (const ddp__shard *other = f->shards; other < s; other++)
+    for (const ddp__fsdp_shard *other = f->shards; other < s; other++)
         if (!strcmp(other->name, s->name))
-            return DDP__SHARD_BAD(s, "unit %.64s has a parameter of this name too; give each its own",
-                                  other->unit->name);
-    for (const ddp__shard *other = f->shards; other < s; other++) {
-        int same_data = value->data && other->entry->param.value.data == value->data;
+            return DDP__SHARD_INVALID(s, "unit %.64s has a parameter of this name too; give each its own",
+                                      other->unit->name);
+    for (const ddp__fsdp_shard *other = f->shards; other < s; other++) {
+        int same_data = value->data && other->user_param->param.value.data == value->data;
         if (!same_data && !(tied_to && !strcmp(other->name, tied_to))) continue;
         if (same_data && other->unit != s->unit && !tied_to)
-            return DDP__SHARD_BAD(
+            return DDP__SHARD_INVALID(
                 s, "shares its memory with %.80s of unit %.64s; put both into one unit, or set tied_to",
                 other->name, other->unit->name);
         if (other->rows != s->rows || other->row_elements != s->row_elements
             || other->master_dtype != s->master_dtype || other->dtype != s->dtype)
-            return DDP__SHARD_BAD(s, "is tied to %.80s, a parameter of another shape or dtype", other->name);
+            return DDP__SHARD_INVALID(s, "is tied to %.80s, a parameter of another shape or dtype",
+                                      other->name);
         if (other->trained != s->trained)
-            return DDP__SHARD_BAD(
+            return DDP__SHARD_INVALID(
                 s, "is tied to %.80s of unit %.64s, and one of them is frozen; freeze both, or neither",
                 other->name, other->unit->name);
         s->source = other->source;
         return DDP_OK;
     }
-    if (tied_to) return DDP__SHARD_BAD(s, "tied_to=%.80s: no earlier parameter has that name", tied_to);
+    if (tied_to) return DDP__SHARD_INVALID(s, "tied_to=%.80s: no earlier parameter has that name", tied_to);
     return value->data || f->desc.init_fn
                ? DDP_OK
-               : DDP__SHARD_BAD(s, "has no values; set value.data, or init_fn of the %s", "desc");
+               : DDP__SHARD_INVALID(s, "has no values; set value.data, or init_fn of the %s", "desc");
 }
 
-static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__shard *s) {
-    const ddp_tensor *value = &s->entry->param.value;
-    const int64_t *shape = s->entry->global_shape, *offset = s->entry->global_offset;
-    ddp_dtype grad = s->entry->param.grad.dtype;
+static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__fsdp_shard *s) {
+    const ddp_tensor *value = &s->user_param->param.value;
+    const int64_t *shape = s->user_param->global_shape, *offset = s->user_param->global_offset;
+    ddp_dtype grad = s->user_param->param.grad.dtype;
     int64_t count = ddp_tensor_count(value), global = 0, inside = 1;
     for (int i = 0; i < value->ndim && count >= 0; i++) {
         global |= shape[i];
         inside &= offset[i] >= 0 && shape[i] >= value->shape[i] && offset[i] <= shape[i] - value->shape[i];
     }
     const char *wrong =
-        !s->entry->param.name || !s->entry->param.name[0] ? "has no name; checkpoints need one"
+        !s->user_param->param.name || !s->user_param->param.name[0] ? "has no name; checkpoints need one"
         : !ddp__is_tensor_name(s->name, 9900)
             ? "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one "
               "that is"
@@ -3646,32 +3688,32 @@ static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__shard *s) {
         : grad != DDP_DTYPE_DEFAULT && !ddp_is_float(grad) ? "the dtype of its gradient is not a float"
         : global && !inside ? "global_offset and its shape reach beyond global_shape"
                             : NULL;
-    if (wrong) return DDP__SHARD_BAD(s, "%s", wrong);
-    s->trained = !s->entry->frozen;
+    if (wrong) return DDP__SHARD_INVALID(s, "%s", wrong);
+    s->trained = !s->user_param->frozen;
     s->is_slice = global != 0;
     s->rows = value->ndim ? (size_t)value->shape[0] : 1;
     s->row_elements = s->rows ? (size_t)count / s->rows : 0;
-    s->chunk = (s->rows + (size_t)f->world_size - 1) / (size_t)f->world_size;
-    s->first_row = ddp__first_row(s, f->rank);
-    s->own_rows = ddp__first_row(s, f->rank + 1) - s->first_row;
+    s->rows_per_rank = (s->rows + (size_t)f->world_size - 1) / (size_t)f->world_size;
+    s->first_row = ddp__shard_first_row(s, f->rank);
+    s->own_rows = ddp__shard_first_row(s, f->rank + 1) - s->first_row;
     s->own_count = s->own_rows * s->row_elements;
     s->master_dtype = value->dtype == DDP_F64 ? DDP_F64 : DDP_F32;
     s->dtype = f->desc.param_dtype != DDP_DTYPE_DEFAULT ? f->desc.param_dtype : value->dtype;
     s->reduce_dtype = f->desc.reduce_dtype != DDP_DTYPE_DEFAULT ? f->desc.reduce_dtype : s->master_dtype;
     s->has_master = s->dtype != s->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE
                     || f->desc.quantize_gather;
-    const ddp__grad_part parts[DDP__LAYOUTS] = {
+    const ddp__fsdp_grad_range parts[DDP__GRAD_LAYOUTS] = {
         {0, s->rows * s->row_elements, grad != DDP_DTYPE_DEFAULT ? grad : s->dtype},
         {0, s->rows * s->row_elements, s->reduce_dtype},
         {0, s->own_count, s->master_dtype},
     };
-    memcpy(s->part, parts, sizeof parts);
+    memcpy(s->range, parts, sizeof parts);
     return ddp__shard_find_source(f, s);
 }
 
 /* This rank's rows of the master values. */
-static ddp_tensor ddp__shard_tensor(const ddp__shard *s) {
-    ddp_tensor rows = s->entry->param.value;
+static ddp_tensor ddp__shard_tensor(const ddp__fsdp_shard *s) {
+    ddp_tensor rows = s->user_param->param.value;
     rows.data = s->own_count ? s->source->master : NULL;
     rows.dtype = s->master_dtype;
     if (rows.ndim || !s->own_rows) rows.shape[0] = (int64_t)s->own_rows;
@@ -3679,20 +3721,21 @@ static ddp_tensor ddp__shard_tensor(const ddp__shard *s) {
     return rows;
 }
 
-static size_t ddp__lay(size_t *at, size_t size) { /* the next 64-byte aligned place for size bytes */
+static size_t ddp__layout_append(size_t *at,
+                                 size_t size) { /* the next 64-byte aligned place for size bytes */
     size_t place = *at;
     *at += ddp_round_up(size, 64);
     return place;
 }
 
 enum { DDP__QUANT_BLOCK = 256 };
-static size_t ddp__quant_scales(const ddp__shard *s) {
-    return (s->chunk * s->row_elements + DDP__QUANT_BLOCK - 1) / DDP__QUANT_BLOCK;
+static size_t ddp__quant_scales(const ddp__fsdp_shard *s) {
+    return (s->rows_per_rank * s->row_elements + DDP__QUANT_BLOCK - 1) / DDP__QUANT_BLOCK;
 }
 
 /* Bytes of one rank's rows as they are sent. */
-static size_t ddp__shard_bytes(const ddp_fsdp *f, const ddp__shard *s) {
-    size_t count = s->chunk * s->row_elements;
+static size_t ddp__shard_sent_bytes(const ddp_fsdp *f, const ddp__fsdp_shard *s) {
+    size_t count = s->rows_per_rank * s->row_elements;
     return f->desc.quantize_gather ? count + ddp__quant_scales(s) * sizeof(float)
                                    : count * ddp_dtype_size(s->dtype);
 }
@@ -3700,38 +3743,41 @@ static size_t ddp__shard_bytes(const ddp_fsdp *f, const ddp__shard *s) {
 /* Lays out the shards of a unit in its memory of each kind. Full gradients are cast before any addition in
    two cases: micro-batches are added first, or copies are added in another dtype than the master's. In all
    other cases the cast is a part of the addition, or of the copy that is sent. */
-static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
-    int adds_micro_batches = !f->reduces_each && f->desc.micro_batch_count > 1;
-    for (ddp__shard *s = unit->shards; s < unit->end; s++)
-        unit->converts |= s->trained && s->reduce_dtype != s->part[DDP__GRADS].dtype;
-    for (ddp__shard *s = unit->shards; s < unit->end; s++) {
-        size_t shard_count = s->chunk * s->row_elements;
-        ddp_dtype grad_dtype = s->part[DDP__GRADS].dtype;
-        s->shares_full = s->source != s && (s->source->unit == unit || f->keeps_full);
+static void ddp__unit_layout(ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    int adds_micro_batches = !f->reduces_per_micro_batch && f->desc.micro_batch_count > 1;
+    for (ddp__fsdp_shard *s = unit->shards; s < unit->end; s++)
+        unit->casts_grads |= s->trained && s->reduce_dtype != s->range[DDP__FULL_GRADS].dtype;
+    for (ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+        size_t shard_count = s->rows_per_rank * s->row_elements;
+        ddp_dtype grad_dtype = s->range[DDP__FULL_GRADS].dtype;
+        s->shares_full_params = s->source != s && (s->source->unit == unit || f->keeps_full_params);
         if (s->source == s) {
-            s->shard_at = ddp__lay(&unit->shard_bytes, ddp__shard_bytes(f, s));
+            s->shard_offset = ddp__layout_append(&unit->shard_bytes, ddp__shard_sent_bytes(f, s));
             if (s->has_master)
-                s->master_at = ddp__lay(&unit->master_bytes, shard_count * ddp_dtype_size(s->master_dtype));
+                s->master_offset = ddp__layout_append(&unit->master_bytes,
+                                                      shard_count * ddp_dtype_size(s->master_dtype));
         }
-        if (!s->shares_full) {
-            s->full_at = ddp__lay(&unit->full_bytes, ddp__rows_bytes(s, s->rows, s->dtype));
-            s->block_at = ddp__lay(&unit->block_bytes, ddp__shard_bytes(f, s));
+        if (!s->shares_full_params) {
+            s->full_offset = ddp__layout_append(&unit->full_bytes,
+                                                ddp__shard_rows_bytes(s, s->rows, s->dtype));
+            s->block_offset = ddp__layout_append(&unit->block_bytes, ddp__shard_sent_bytes(f, s));
         } else if (s->source->unit == unit)
-            s->full_at = s->source->full_at;
+            s->full_offset = s->source->full_offset;
         if (!s->trained) continue;
-        unit->trained++;
+        unit->trained_count++;
         if (s->reduce_dtype != grad_dtype
             && (adds_micro_batches || (f->world_size == 1 && s->reduce_dtype != s->master_dtype)))
-            unit->layout = DDP__CASTED;
-        s->in_place = !f->reduces_each && grad_dtype == s->master_dtype && s->reduce_dtype == s->master_dtype
-                      && (f->world_size == 1 || f->copy_count == 0);
-        if (f->world_size == 1 && unit->converts) s->in_place = 0; /* all sums of the unit are together */
-        for (int layout = 0; layout < DDP__LAYOUTS - s->in_place; layout++) {
-            size_t count = layout == DDP__SUMS ? shard_count : s->part[layout].count;
-            s->part[layout].at = ddp__lay(&unit->grad_bytes[layout],
-                                          count * ddp_dtype_size(s->part[layout].dtype));
+            unit->layout = DDP__CAST_GRADS;
+        s->in_place = !f->reduces_per_micro_batch && grad_dtype == s->master_dtype
+                      && s->reduce_dtype == s->master_dtype
+                      && (f->world_size == 1 || f->replica_group_count == 0);
+        if (f->world_size == 1 && unit->casts_grads) s->in_place = 0; /* all sums of the unit are together */
+        for (int layout = 0; layout < DDP__GRAD_LAYOUTS - s->in_place; layout++) {
+            size_t count = layout == DDP__SHARD_SUMS ? shard_count : s->range[layout].count;
+            s->range[layout].offset = ddp__layout_append(&unit->grad_bytes[layout],
+                                                         count * ddp_dtype_size(s->range[layout].dtype));
         }
-        s->reduce_at = unit->reduce_count[s->reduce_dtype];
+        s->reduce_offset = unit->reduce_count[s->reduce_dtype];
         unit->reduce_count[s->reduce_dtype] += shard_count;
     }
 }
@@ -3739,7 +3785,7 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
 //== sharding: unshard ======================================================================== >>impl-unshard
 
 /* Turns the shards of a unit into full parameters: at once in ddp_fsdp_unshard, overlapped with compute in a
-   prefetch. Owns the slots of full parameters.
+   prefetch. Owns the buffers of full parameters.
 
        unshard a    unshard b    reshard a        the first step records the order a, b, c
        |            |            |                later ones prefetch along it:
@@ -3750,7 +3796,7 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
 
 /* This rank's rows in 8 bits: the largest magnitude of each block of 256, then the values in 127ths of it,
    rounded. */
-static void ddp__quantize(const ddp__shard *s) {
+static void ddp__quantize(const ddp__fsdp_shard *s) {
     float *scale = (float *)(void *)s->value, x[DDP__QUANT_BLOCK];
     int8_t *q = (int8_t *)(void *)(s->value + ddp__quant_scales(s) * sizeof(float));
     for (size_t from = 0; from < s->own_count; from += DDP__QUANT_BLOCK) {
@@ -3766,7 +3812,8 @@ static void ddp__quantize(const ddp__shard *s) {
     }
 }
 
-static void ddp__dequantize(const ddp__shard *s, unsigned char *out, const unsigned char *in, size_t count) {
+static void ddp__dequantize(const ddp__fsdp_shard *s, unsigned char *out, const unsigned char *in,
+                            size_t count) {
     const float *scale = (const float *)(const void *)in;
     const int8_t *q = (const int8_t *)(const void *)(in + ddp__quant_scales(s) * sizeof(float));
     float x[DDP__QUANT_BLOCK];
@@ -3783,13 +3830,13 @@ static void ddp__dequantize(const ddp__shard *s, unsigned char *out, const unsig
 }
 
 /* Records an event on a stream. event NULL: the device's calls are complete when they return. */
-static ddp_result ddp__event_record(const ddp_fsdp *f, ddp_stream_kind stream, void *event) {
+static ddp_result ddp__fsdp_event_record(const ddp_fsdp *f, ddp_stream_kind stream, void *event) {
     return event ? f->device->event_record(f->group, stream, event) : DDP_OK;
 }
 
 /* The host waits until the stream has reached the event. until 0: a failure of the group ends the wait.
    Otherwise the time `until` ends it, and the group may have failed: its memory is about to be freed. */
-static ddp_result ddp__event_wait(const ddp_fsdp *f, void *event, double until) {
+static ddp_result ddp__fsdp_event_wait(const ddp_fsdp *f, void *event, double until) {
     const struct timespec nap = {0, 20000};
     for (int done = !event; !done;) {
         DDP_TRY(f->device->event_test(f->group, event, &done));
@@ -3801,42 +3848,42 @@ static ddp_result ddp__event_wait(const ddp_fsdp *f, void *event, double until) 
 }
 
 /* copy between the device and pinned memory, without waiting where the device can do that. */
-static void ddp__copy_async(const ddp_fsdp *f, void *dst, const void *src, size_t size_bytes) {
+static void ddp__fsdp_copy_async(const ddp_fsdp *f, void *dst, const void *src, size_t size_bytes) {
     (f->device->copy_async ? f->device->copy_async : f->device->copy)(dst, src, size_bytes);
 }
 
 /* OFFLOAD_HOST: sends elements of the master values to the device. One piece is filled while the other one
    travels. */
-static ddp_result ddp__offload_upload(ddp_fsdp *f, const ddp__shard *s, size_t from, size_t count) {
-    ddp__offload *o = &f->offload;
+static ddp_result ddp__offload_upload(ddp_fsdp *f, const ddp__fsdp_shard *s, size_t from, size_t count) {
+    ddp__fsdp_offload_state *o = &f->offload;
     for (size_t n, size = ddp_dtype_size(s->dtype); count; from += n, count -= n, o->upload ^= 1) {
         unsigned char *piece = o->rows + (size_t)o->upload * o->rows_bytes / 2;
         n = count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE;
-        DDP_TRY(ddp__event_wait(f, o->uploaded[o->upload], 0));
+        DDP_TRY(ddp__fsdp_event_wait(f, o->uploaded[o->upload], 0));
         ddp_device_cpu()->cast(piece, s->dtype, s->master + from * ddp_dtype_size(s->master_dtype),
                                s->master_dtype, n);
-        ddp__copy_async(f, s->value + from * size, piece, n * size);
-        DDP_TRY(ddp__event_record(f, DDP_STREAM_COMPUTE, o->uploaded[o->upload]));
+        ddp__fsdp_copy_async(f, s->value + from * size, piece, n * size);
+        DDP_TRY(ddp__fsdp_event_record(f, DDP_STREAM_COMPUTE, o->uploaded[o->upload]));
     }
     return DDP_OK;
 }
 
 /* Joins casts that are adjacent in memory on both sides: few launches for many tensors. count 0 ends the last
    one. */
-typedef struct ddp__cast_run {
+typedef struct ddp__fsdp_cast_run {
     unsigned char *dst;
     const unsigned char *src;
     ddp_dtype to, from;
     size_t count;
-} ddp__cast_run;
+} ddp__fsdp_cast_run;
 
-static void ddp__cast_next(const ddp_device *d, ddp__cast_run *run, unsigned char *dst, ddp_dtype to,
-                           const unsigned char *src, ddp_dtype from, size_t count) {
+static void ddp__cast_run_add(const ddp_device *d, ddp__fsdp_cast_run *run, unsigned char *dst, ddp_dtype to,
+                              const unsigned char *src, ddp_dtype from, size_t count) {
     int joins = count && to == run->to && from == run->from
                 && dst == run->dst + run->count * ddp_dtype_size(to)
                 && src == run->src + run->count * ddp_dtype_size(from);
     if (run->count && !joins) d->cast(run->dst, run->to, run->src, run->from, run->count);
-    const ddp__cast_run next = {dst, src, to, from, 0};
+    const ddp__fsdp_cast_run next = {dst, src, to, from, 0};
     if (!joins) *run = next;
     run->count += count;
 }
@@ -3844,23 +3891,24 @@ static void ddp__cast_next(const ddp_device *d, ddp__cast_run *run, unsigned cha
 /* Fills the full parameters of a unit, on this thread or as a task. Each rank's rows come from the rank's
    memory, or from its block of an all-gather. */
 static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
-    ddp__unit *unit = (ddp__unit *)argument;
+    ddp__fsdp_unit *unit = (ddp__fsdp_unit *)argument;
     const ddp_fsdp *f = unit->fsdp;
-    for (ddp__shard *s = unit->shards; s < unit->end && !f->peer_memory; s++) {
-        size_t bytes = f->desc.quantize_gather ? ddp__shard_bytes(f, s)
-                                               : ddp__rows_bytes(s, s->own_rows, s->dtype);
-        if (!s->shares_full) f->device->copy(f->send + s->block_at, s->source->value, bytes);
+    for (ddp__fsdp_shard *s = unit->shards; s < unit->end && !f->peer_memory; s++) {
+        size_t bytes = f->desc.quantize_gather ? ddp__shard_sent_bytes(f, s)
+                                               : ddp__shard_rows_bytes(s, s->own_rows, s->dtype);
+        if (!s->shares_full_params) f->device->copy(f->send + s->block_offset, s->source->value, bytes);
     }
     if (!f->peer_memory) DDP_TRY(ddp_all_gather(group, f->send, f->recv, unit->block_bytes, DDP_U8, NULL));
-    for (ddp__shard *s = unit->shards; s < unit->end; s++)
-        for (int r = 0; r < f->world_size && !s->shares_full; r++) {
-            size_t first = ddp__first_row(s, r), count = (ddp__first_row(s, r + 1) - first) * s->row_elements;
-            unsigned char *out = unit->full + s->full_at + ddp__rows_bytes(s, first, s->dtype);
+    for (ddp__fsdp_shard *s = unit->shards; s < unit->end; s++)
+        for (int r = 0; r < f->world_size && !s->shares_full_params; r++) {
+            size_t first = ddp__shard_first_row(s, r),
+                   count = (ddp__shard_first_row(s, r + 1) - first) * s->row_elements;
+            unsigned char *out = unit->full + s->full_offset + ddp__shard_rows_bytes(s, first, s->dtype);
             const unsigned char *rows = s->source->value;
-            if (!count || (r == f->rank && f->keeps_full)) continue;
+            if (!count || (r == f->rank && f->keeps_full_params)) continue;
             if (!f->peer_memory)
-                rows = f->recv + (size_t)r * unit->block_bytes + s->block_at;
-            else if (f->keeps_full)
+                rows = f->recv + (size_t)r * unit->block_bytes + s->block_offset;
+            else if (f->keeps_full_params)
                 rows = (unsigned char *)ddp_group_peer(group, out, r);
             else if (r != f->rank)
                 rows = (unsigned char *)ddp_group_peer(group, rows, r);
@@ -3872,77 +3920,80 @@ static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
     return ddp_device_check(group);
 }
 
-/* Whether full parameters have memory of their own, without slots. */
-static int ddp__has_own_full(const ddp_fsdp *f) { return f->keeps_full || f->desc.no_reshard_after_forward; }
+/* Whether full parameters have memory of their own, without buffers. */
+static int ddp__full_memory_is_per_unit(const ddp_fsdp *f) {
+    return f->keeps_full_params || f->desc.no_reshard_after_forward;
+}
 
-static ddp__slot *ddp__slot_take(ddp__slot *slot, unsigned char **pointer) {
-    slot->busy = 1;
+static ddp__fsdp_buffer *ddp__buffer_acquire(ddp__fsdp_buffer *slot, unsigned char **pointer) {
+    slot->in_use = 1;
     *pointer = slot->memory;
     return slot;
 }
 
-/* Makes slots for the full parameters of `count` units. */
-static ddp_result ddp__slots_grow(ddp_fsdp *f, int count) {
-    ddp__unshard *u = &f->unshard;
-    for (; u->slot_count < count; u->slot_count++)
-        DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, u->slot_bytes,
-                                &u->slots[u->slot_count].memory));
+/* Makes buffers for the full parameters of `count` units. */
+static ddp_result ddp__full_buffers_alloc(ddp_fsdp *f, int count) {
+    ddp__fsdp_unshard_state *u = &f->unshard;
+    for (; u->buffer_count < count; u->buffer_count++)
+        DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_FULL_PARAMS, DDP__MEMORY_DEVICE, u->buffer_bytes,
+                                &u->buffers[u->buffer_count].memory));
     return DDP_OK;
 }
 
 /* Frees a slot for other units. NULL is ignored. *pointer, into the slot, becomes NULL. */
-static void ddp__slot_release(ddp__slot **slot, unsigned char **pointer) {
+static void ddp__buffer_release(ddp__fsdp_buffer **slot, unsigned char **pointer) {
     if (!*slot) return;
-    (*slot)->busy = 0;
-    (*slot)->reducing = NULL;
+    (*slot)->in_use = 0;
+    (*slot)->reducing_unit = NULL;
     *slot = NULL;
     if (pointer) *pointer = NULL;
 }
 
 /* Frees the full parameters of the unit. Returns result, which may be the reason. */
-static ddp_result ddp__full_release(ddp__unit *unit, ddp_result result) {
+static ddp_result ddp__full_params_release(ddp__fsdp_unit *unit, ddp_result result) {
     unit->unsharded = 0;
-    ddp__slot_release(&unit->full_slot, &unit->full);
+    ddp__buffer_release(&unit->full_buffer, &unit->full);
     return result;
 }
 
 /* Gives a unit memory for its full parameters, which ddp__unshard_task fills next. Allocates a slot while the
    first step finds out how many are needed. */
-static ddp_result ddp__unshard_begin(ddp_fsdp *f, ddp__unit *unit) {
-    const ddp__unshard *u = &f->unshard;
-    if (!ddp__has_own_full(f)) {
+static ddp_result ddp__full_params_acquire(ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    const ddp__fsdp_unshard_state *u = &f->unshard;
+    if (!ddp__full_memory_is_per_unit(f)) {
         int i = 0;
-        while (i < u->slot_count && u->slots[i].busy) i++;
-        DDP_TRY(ddp__slots_grow(f, i + 1));
-        unit->full_slot = ddp__slot_take(&u->slots[i], &unit->full);
+        while (i < u->buffer_count && u->buffers[i].in_use) i++;
+        DDP_TRY(ddp__full_buffers_alloc(f, i + 1));
+        unit->full_buffer = ddp__buffer_acquire(&u->buffers[i], &unit->full);
     }
     unit->unsharded = 1;
     return DDP_OK;
 }
 
 /* Waits for the unit's prefetch, if it has one. */
-static ddp_result ddp__unshard_wait(const ddp_fsdp *f, ddp__unit *unit) {
+static ddp_result ddp__unshard_wait(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
     ddp_result result = ddp_wait(f->group, &unit->unshard_work);
-    return result == DDP_OK ? DDP_OK : ddp__full_release(unit, result);
+    return result == DDP_OK ? DDP_OK : ddp__full_params_release(unit, result);
 }
 
-static ddp_result ddp__unit_reshard(const ddp_fsdp *f, ddp__unit *unit) {
-    return ddp__full_release(unit, ddp__unshard_wait(f, unit));
+static ddp_result ddp__unit_reshard(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    return ddp__full_params_release(unit, ddp__unshard_wait(f, unit));
 }
 
 /* Whether the recorded order needs the unit within the next `reach` unshards. The very next one always
    counts. */
-static int ddp__is_next(const ddp_fsdp *f, int unit, int reach) {
-    const ddp__unshard *u = &f->unshard;
-    for (int i = u->position; (i == u->position || i < u->position + reach) && i < u->order_count; i++)
-        if (u->follows && u->order[i] == unit) return 1;
+static int ddp__unshard_is_soon(const ddp_fsdp *f, int unit, int reach) {
+    const ddp__fsdp_unshard_state *u = &f->unshard;
+    for (int i = u->order_position;
+         (i == u->order_position || i < u->order_position + reach) && i < u->order_count; i++)
+        if (u->order_matches && u->order[i] == unit) return 1;
     return 0;
 }
 
 /* The number of units with full parameters at a time, if in_use of them are in use. */
-static int ddp__slots_wanted(const ddp_fsdp *f, int in_use) {
-    size_t max = f->desc.max_gathered_bytes && f->unshard.slot_bytes
-                     ? f->desc.max_gathered_bytes / f->unshard.slot_bytes
+static int ddp__full_buffers_needed(const ddp_fsdp *f, int in_use) {
+    size_t max = f->desc.max_gathered_bytes && f->unshard.buffer_bytes
+                     ? f->desc.max_gathered_bytes / f->unshard.buffer_bytes
                      : SIZE_MAX;
     int wanted = in_use + f->desc.prefetch;
     if (wanted > f->unit_count) wanted = f->unit_count;
@@ -3951,49 +4002,50 @@ static int ddp__slots_wanted(const ddp_fsdp *f, int in_use) {
 }
 
 /* Slots for prefetch, once the first step has shown how many units are in use at a time. */
-static ddp_result ddp__slots_complete(ddp_fsdp *f) {
-    ddp__unshard *u = &f->unshard;
-    if (u->slots_ready || ddp__has_own_full(f) || u->position == 0) return DDP_OK;
-    DDP_TRY(ddp__slots_grow(f, ddp__slots_wanted(f, u->max_in_use)));
-    u->slots_ready = 1;
+static ddp_result ddp__full_buffers_for_prefetch(ddp_fsdp *f) {
+    ddp__fsdp_unshard_state *u = &f->unshard;
+    if (u->prefetch_buffers_ready || ddp__full_memory_is_per_unit(f) || u->order_position == 0) return DDP_OK;
+    DDP_TRY(ddp__full_buffers_alloc(f, ddp__full_buffers_needed(f, u->max_in_use)));
+    u->prefetch_buffers_ready = 1;
     return DDP_OK;
 }
 
 /* Starts the units that come next in the recorded order, and reshards those that were started and are not
    needed. */
-static ddp_result ddp__prefetch(ddp_fsdp *f) {
-    ddp__unshard *u = &f->unshard;
+static ddp_result ddp__fsdp_prefetch(ddp_fsdp *f) {
+    ddp__fsdp_unshard_state *u = &f->unshard;
     size_t bytes = 0; /* of full parameters; what an unshard takes: a slot, where units share them */
-    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
-        if (unit->unsharded && !unit->in_use && !ddp__has_own_full(f)
-            && !ddp__is_next(f, unit->index, f->desc.prefetch))
+    for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
+        if (unit->unsharded && !unit->in_use && !ddp__full_memory_is_per_unit(f)
+            && !ddp__unshard_is_soon(f, unit->index, f->desc.prefetch))
             DDP_TRY(ddp__unit_reshard(f, unit));
-        if (unit->unsharded) bytes += ddp__has_own_full(f) ? unit->full_bytes : u->slot_bytes;
+        if (unit->unsharded) bytes += ddp__full_memory_is_per_unit(f) ? unit->full_bytes : u->buffer_bytes;
     }
-    for (int i = u->position;
-         u->follows && !f->no_grad && i < u->position + f->desc.prefetch && i < u->order_count; i++) {
-        ddp__unit *unit = &f->units[u->order[i]];
+    for (int i = u->order_position;
+         u->order_matches && !f->no_grad && i < u->order_position + f->desc.prefetch && i < u->order_count;
+         i++) {
+        ddp__fsdp_unit *unit = &f->units[u->order[i]];
         if (unit->unsharded) continue;
-        bytes += ddp__has_own_full(f) ? unit->full_bytes : u->slot_bytes;
-        if (f->desc.max_gathered_bytes && !f->keeps_full && bytes > f->desc.max_gathered_bytes) break;
-        DDP_TRY(ddp__unshard_begin(f, unit));
+        bytes += ddp__full_memory_is_per_unit(f) ? unit->full_bytes : u->buffer_bytes;
+        if (f->desc.max_gathered_bytes && !f->keeps_full_params && bytes > f->desc.max_gathered_bytes) break;
+        DDP_TRY(ddp__full_params_acquire(f, unit));
         ddp_result result = ddp_group_enqueue(f->group, ddp__unshard_task, unit, &unit->unshard_work);
-        if (result != DDP_OK) return ddp__full_release(unit, result);
+        if (result != DDP_OK) return ddp__full_params_release(unit, result);
     }
     return DDP_OK;
 }
 
 /* Reshards what is not in use, where the unit would go beyond the limit, or beyond the memory of the first
    step. */
-static ddp_result ddp__make_room(ddp_fsdp *f, const ddp__unit *unit) {
+static ddp_result ddp__reshard_idle_units(ddp_fsdp *f, const ddp__fsdp_unit *unit) {
     int in_use = f->unshard.in_use + !unit->in_use, held = 1;
-    int room = ddp__slots_wanted(f, in_use > f->unshard.max_in_use ? in_use : f->unshard.max_in_use);
-    if (ddp__has_own_full(f) || unit->unsharded) return DDP_OK;
-    for (const ddp__unit *other = f->units; other < f->units_end; other++) held += other->unsharded;
+    int room = ddp__full_buffers_needed(f, in_use > f->unshard.max_in_use ? in_use : f->unshard.max_in_use);
+    if (ddp__full_memory_is_per_unit(f) || unit->unsharded) return DDP_OK;
+    for (const ddp__fsdp_unit *other = f->units; other < f->units_end; other++) held += other->unsharded;
     for (int wanted = 0; wanted < 2; wanted++) /* first those that the order does not need soon */
-        for (ddp__unit *other = f->units; other < f->units_end && held > room; other++) {
+        for (ddp__fsdp_unit *other = f->units; other < f->units_end && held > room; other++) {
             if (!other->unsharded || other->in_use
-                || ddp__is_next(f, other->index, f->desc.prefetch + 1) > wanted)
+                || ddp__unshard_is_soon(f, other->index, f->desc.prefetch + 1) > wanted)
                 continue;
             DDP_TRY(ddp__unit_reshard(f, other));
             held--;
@@ -4002,18 +4054,19 @@ static ddp_result ddp__make_room(ddp_fsdp *f, const ddp__unit *unit) {
 }
 
 /* Records an unshard in this step's order, and whether that is still the last step's. */
-static ddp_result ddp__order_record(ddp_fsdp *f, int unit) {
-    ddp__unshard *u = &f->unshard;
+static ddp_result ddp__unshard_order_record(ddp_fsdp *f, int unit) {
+    ddp__fsdp_unshard_state *u = &f->unshard;
     int *larger, capacity = u->order_capacity ? 2 * u->order_capacity : 4 * f->unit_count;
-    if (u->position == u->order_capacity) {
-        DDP_TRY(ddp__table_alloc(f, capacity, sizeof *larger, &larger));
+    if (u->order_position == u->order_capacity) {
+        DDP_TRY(ddp__fsdp_table_alloc(f, capacity, sizeof *larger, &larger));
         if (u->order) memcpy(larger, u->order, (size_t)u->order_capacity * sizeof *larger);
         ddp__fsdp_free(f, u->order);
         u->order = larger;
         u->order_capacity = capacity;
     }
-    u->follows = u->follows && u->position < u->order_count && u->order[u->position] == unit;
-    u->order[u->position++] = unit;
+    u->order_matches = u->order_matches && u->order_position < u->order_count
+                       && u->order[u->order_position] == unit;
+    u->order[u->order_position++] = unit;
     return DDP_OK;
 }
 
@@ -4034,50 +4087,52 @@ static ddp_result ddp__order_record(ddp_fsdp *f, int unit) {
        one rank, or NO_SHARD with one micro-batch                    into the sums; copies are added there
        micro-batches added first (SHARD_OPTIM, NO_SHARD)             into `cast`, which all units share */
 
-enum { DDP__TILE = 1024 }; /* elements of each rank */
+enum { DDP__REDUCE_TILE = 1024 }; /* elements of each rank */
 
-static unsigned char *ddp__shard_sum(const ddp__shard *s, int level) {
+static unsigned char *ddp__shard_sum(const ddp__fsdp_shard *s, int level) {
     if (s->in_place)
-        return s->unit->grads + s->part[DDP__GRADS].at
-               + ddp__rows_bytes(s, s->first_row, s->part[DDP__GRADS].dtype);
-    return s->unit->level[level] + s->part[DDP__SUMS].at;
+        return s->unit->grads + s->range[DDP__FULL_GRADS].offset
+               + ddp__shard_rows_bytes(s, s->first_row, s->range[DDP__FULL_GRADS].dtype);
+    return s->unit->partial_sum[level] + s->range[DDP__SHARD_SUMS].offset;
 }
 
 /* Adds memory of one layout, or copies it where left is NULL. */
-static void ddp__unit_add(const ddp_fsdp *f, const ddp__unit *unit, unsigned char *dst,
-                          const unsigned char *left, const unsigned char *right, int layout) {
-    for (const ddp__shard *s = unit->shards; s < unit->end; s++) {
-        const ddp__grad_part *p = &s->part[layout];
+static void ddp__unit_add_grads(const ddp_fsdp *f, const ddp__fsdp_unit *unit, unsigned char *dst,
+                                const unsigned char *left, const unsigned char *right, int layout) {
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+        const ddp__fsdp_grad_range *p = &s->range[layout];
         if (!s->trained || !p->count) continue;
         if (left)
-            f->device->add(dst + p->at, left + p->at, right + p->at, p->count, p->dtype);
+            f->device->add(dst + p->offset, left + p->offset, right + p->offset, p->count, p->dtype);
         else
-            f->device->copy(dst + p->at, right + p->at, p->count * ddp_dtype_size(p->dtype));
+            f->device->copy(dst + p->offset, right + p->offset, p->count * ddp_dtype_size(p->dtype));
     }
 }
 
 /* Sums of own rows from every rank's full gradients. */
-static void ddp__reduce_from_peers(const ddp_fsdp *f, const ddp__unit *unit,
+static void ddp__reduce_from_peers(const ddp_fsdp *f, const ddp__fsdp_unit *unit,
                                    const unsigned char *const *grads) {
     const void *sources[DDP_MAX_LOCAL_RANKS];
-    for (const ddp__shard *s = unit->shards; s < unit->end; s++) {
-        const ddp__grad_part *p = &s->part[unit->layout];
-        size_t at = p->at + ddp__rows_bytes(s, s->first_row, p->dtype), n;
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+        const ddp__fsdp_grad_range *p = &s->range[unit->layout];
+        size_t at = p->offset + ddp__shard_rows_bytes(s, s->first_row, p->dtype), n;
         size_t reduce_size = ddp_dtype_size(s->reduce_dtype);
         int casts = p->dtype != s->reduce_dtype || s->reduce_dtype != s->master_dtype;
         for (size_t done = 0; done < s->own_count && s->trained; done += n) {
-            unsigned char *rows = ddp__shard_sum(s, unit->depth) + done * ddp_dtype_size(s->master_dtype),
+            unsigned char *rows = ddp__shard_sum(s, unit->partial_count)
+                                  + done * ddp_dtype_size(s->master_dtype),
                           *out = rows;
-            n = casts && s->own_count - done > (size_t)DDP__TILE ? (size_t)DDP__TILE : s->own_count - done;
+            n = casts && s->own_count - done > (size_t)DDP__REDUCE_TILE ? (size_t)DDP__REDUCE_TILE
+                                                                        : s->own_count - done;
             for (int r = 0; r < f->world_size; r++) {
-                unsigned char *tile = f->reduce.tile + (size_t)r * DDP__TILE * reduce_size;
+                unsigned char *tile = f->reduce.tile + (size_t)r * DDP__REDUCE_TILE * reduce_size;
                 sources[r] = grads[r] + at + done * ddp_dtype_size(p->dtype);
                 if (p->dtype == s->reduce_dtype) continue;
                 f->device->cast(tile, s->reduce_dtype, sources[r], p->dtype, n);
                 sources[r] = tile;
             }
             if (s->reduce_dtype != s->master_dtype)
-                out = f->reduce.tile + (size_t)f->world_size * DDP__TILE * reduce_size;
+                out = f->reduce.tile + (size_t)f->world_size * DDP__REDUCE_TILE * reduce_size;
             ddp_reduce_tree(out, sources, f->world_size, n, s->reduce_dtype, DDP_OP_SUM, 1);
             if (out != rows) f->device->cast(rows, s->master_dtype, out, s->reduce_dtype, n);
         }
@@ -4085,11 +4140,12 @@ static void ddp__reduce_from_peers(const ddp_fsdp *f, const ddp__unit *unit,
 }
 
 /* Packs this rank's gradients of rank r's rows. */
-static void ddp__block_pack(const ddp_fsdp *f, const ddp__shard *s, int r, unsigned char *out,
-                            const unsigned char *full) {
-    const ddp__grad_part *p = &s->part[s->unit->layout];
-    size_t first = ddp__first_row(s, r), count = (ddp__first_row(s, r + 1) - first) * s->row_elements;
-    const unsigned char *rows = full + p->at + ddp__rows_bytes(s, first, p->dtype);
+static void ddp__reduce_pack_rows(const ddp_fsdp *f, const ddp__fsdp_shard *s, int r, unsigned char *out,
+                                  const unsigned char *full) {
+    const ddp__fsdp_grad_range *p = &s->range[s->unit->layout];
+    size_t first = ddp__shard_first_row(s, r),
+           count = (ddp__shard_first_row(s, r + 1) - first) * s->row_elements;
+    const unsigned char *rows = full + p->offset + ddp__shard_rows_bytes(s, first, p->dtype);
     if (!count) return;
     if (p->dtype == s->reduce_dtype)
         f->device->copy(out, rows, count * ddp_dtype_size(p->dtype));
@@ -4098,21 +4154,22 @@ static void ddp__block_pack(const ddp_fsdp *f, const ddp__shard *s, int r, unsig
 }
 
 /* Sums of own rows by a reduce-scatter of blocks per dtype. */
-static ddp_result ddp__reduce_blocks(const ddp_fsdp *f, const ddp__unit *unit, const unsigned char *full) {
+static ddp_result ddp__reduce_by_reduce_scatter(const ddp_fsdp *f, const ddp__fsdp_unit *unit,
+                                                const unsigned char *full) {
     size_t send_at = 0, recv_at = 0;
     for (int d = 0; d <= DDP_U64; d++) {
         size_t n = unit->reduce_count[d], size = ddp_dtype_size((ddp_dtype)d);
         unsigned char *send = f->send + send_at, *recv = f->recv + recv_at;
         if (!n) continue;
         f->device->fill_zero(send, n * size * (size_t)f->world_size);
-        for (const ddp__shard *s = unit->shards; s < unit->end; s++)
+        for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++)
             for (int r = 0; r < f->world_size && s->trained && s->reduce_dtype == (ddp_dtype)d; r++)
-                ddp__block_pack(f, s, r, send + ((size_t)r * n + s->reduce_at) * size, full);
+                ddp__reduce_pack_rows(f, s, r, send + ((size_t)r * n + s->reduce_offset) * size, full);
         DDP_TRY(ddp_reduce_scatter(f->group, send, recv, n, (ddp_dtype)d, DDP_OP_SUM, NULL));
-        for (const ddp__shard *s = unit->shards; s < unit->end; s++)
+        for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++)
             if (s->trained && s->reduce_dtype == (ddp_dtype)d && s->own_count)
-                f->device->cast(ddp__shard_sum(s, unit->depth), s->master_dtype, recv + s->reduce_at * size,
-                                s->reduce_dtype, s->own_count);
+                f->device->cast(ddp__shard_sum(s, unit->partial_count), s->master_dtype,
+                                recv + s->reduce_offset * size, s->reduce_dtype, s->own_count);
         send_at += ddp_round_up(n * size * (size_t)f->world_size, 64);
         recv_at += ddp_round_up(n * size, 64);
     }
@@ -4121,8 +4178,8 @@ static ddp_result ddp__reduce_blocks(const ddp_fsdp *f, const ddp__unit *unit, c
 
 /* Adds over one group, inside a task of f->group. On a device with streams a call of another group follows
    the compute stream: it has to wait for what is on the communication stream, and that for the call. */
-static ddp_result ddp__reduce_copy(const ddp_fsdp *f, ddp_group *copies, void *memory, size_t count,
-                                   ddp_dtype dtype) {
+static ddp_result ddp__all_reduce_in_task(const ddp_fsdp *f, ddp_group *copies, void *memory, size_t count,
+                                          ddp_dtype dtype) {
     const ddp_device *d = f->device;
     void *event = copies != f->group ? f->reduce.event : NULL;
     if (event) DDP_TRY(d->event_record(f->group, DDP_STREAM_COMM, event));
@@ -4135,21 +4192,21 @@ static ddp_result ddp__reduce_copy(const ddp_fsdp *f, ddp_group *copies, void *m
 }
 
 /* Adds memory of a unit over the ranks that have copies of it: one call for adjacent shards of one dtype. */
-static ddp_result ddp__reduce_copies(const ddp_fsdp *f, const ddp__unit *unit, unsigned char *memory,
-                                     int layout) {
+static ddp_result ddp__reduce_over_replicas(const ddp_fsdp *f, const ddp__fsdp_unit *unit,
+                                            unsigned char *memory, int layout) {
     ddp_dtype dtype = DDP_DTYPE_DEFAULT;
     size_t begin = 0, end = 0;
-    for (const ddp__shard *s = unit->shards; s <= unit->end; s++) {
-        const ddp__grad_part *p = s < unit->end ? &s->part[layout] : NULL;
+    for (const ddp__fsdp_shard *s = unit->shards; s <= unit->end; s++) {
+        const ddp__fsdp_grad_range *p = s < unit->end ? &s->range[layout] : NULL;
         if (p && !s->trained) continue;
         if (!p || p->dtype != dtype) {
-            for (int c = 0; c < f->copy_count && end > begin; c++)
-                DDP_TRY(ddp__reduce_copy(f, f->copies[c], memory + begin,
-                                         (end - begin) / ddp_dtype_size(dtype), dtype));
-            begin = p ? p->at : 0;
+            for (int c = 0; c < f->replica_group_count && end > begin; c++)
+                DDP_TRY(ddp__all_reduce_in_task(f, f->replica_groups[c], memory + begin,
+                                                (end - begin) / ddp_dtype_size(dtype), dtype));
+            begin = p ? p->offset : 0;
             dtype = p ? p->dtype : dtype;
         }
-        if (p) end = p->at + p->count * ddp_dtype_size(dtype);
+        if (p) end = p->offset + p->count * ddp_dtype_size(dtype);
     }
     return DDP_OK;
 }
@@ -4157,162 +4214,167 @@ static ddp_result ddp__reduce_copies(const ddp_fsdp *f, const ddp__unit *unit, u
 /* A binary counter of micro-batches: sums of equal size are added, older + newer, and after the last
    micro-batch all that are left. newest: those of the latest micro-batch. They are in level[depth]; or, where
    they are full gradients, where backward has written them, and there the last sum stays. */
-static void ddp__unit_carry(const ddp_fsdp *f, ddp__unit *unit, unsigned char *newest, int layout) {
-    int last = unit->reduced == f->desc.micro_batch_count, stays = last && layout != DDP__SUMS;
-    for (int n = unit->reduced - 1; unit->depth > 0 && (last || f->desc.sequential_accumulation || (n & 1));
-         n >>= 1) {
-        unsigned char *left = unit->level[--unit->depth], *sum = stays ? newest : left;
-        ddp__unit_add(f, unit, sum, left, newest, layout);
+static void ddp__accumulate_micro_batch(const ddp_fsdp *f, ddp__fsdp_unit *unit, unsigned char *newest,
+                                        int layout) {
+    int last = unit->reduced_count == f->desc.micro_batch_count, stays = last && layout != DDP__SHARD_SUMS;
+    for (int n = unit->reduced_count - 1;
+         unit->partial_count > 0 && (last || f->desc.sequential_accumulation || (n & 1)); n >>= 1) {
+        unsigned char *left = unit->partial_sum[--unit->partial_count], *sum = stays ? newest : left;
+        ddp__unit_add_grads(f, unit, sum, left, newest, layout);
         newest = sum;
     }
     if (stays) return;
-    if (newest != unit->level[unit->depth])
-        ddp__unit_add(f, unit, unit->level[unit->depth], NULL, newest, layout);
-    unit->depth++;
+    if (newest != unit->partial_sum[unit->partial_count])
+        ddp__unit_add_grads(f, unit, unit->partial_sum[unit->partial_count], NULL, newest, layout);
+    unit->partial_count++;
 }
 
-/* The gradients to add over ranks, in reduce_dtype if the layout is DDP__CASTED: those of each micro-batch,
-   or the sum of all in the place of the last ones. NULL: not yet. */
-static unsigned char *ddp__unit_cast(const ddp_fsdp *f, ddp__unit *unit) {
-    unsigned char *full = unit->reducing_slot ? unit->reducing_slot->memory : unit->grads;
-    if (unit->layout == DDP__CASTED) {
-        for (const ddp__shard *s = unit->shards; s < unit->end; s++) {
-            const ddp__grad_part *p = &s->part[DDP__GRADS];
-            unsigned char *cast = f->reduce.cast + s->part[DDP__CASTED].at;
+/* Returns the gradients to add over ranks, in reduce_dtype if the layout is DDP__CAST_GRADS: those of each
+   micro-batch, or the sum of all in the place of the last ones. NULL: not yet. */
+static unsigned char *ddp__grads_to_reduce(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    unsigned char *full = unit->reducing_buffer ? unit->reducing_buffer->memory : unit->grads;
+    if (unit->layout == DDP__CAST_GRADS) {
+        for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+            const ddp__fsdp_grad_range *p = &s->range[DDP__FULL_GRADS];
+            unsigned char *cast = f->reduce.cast + s->range[DDP__CAST_GRADS].offset;
             if (!s->trained) continue;
-            if (s->summed)
-                f->device->copy(cast, s->entry->param.sum.data, p->count * sizeof(float));
+            if (s->uses_pipeline_sum)
+                f->device->copy(cast, s->user_param->param.sum.data, p->count * sizeof(float));
             else
-                f->device->cast(cast, s->reduce_dtype, full + p->at, p->dtype, p->count);
+                f->device->cast(cast, s->reduce_dtype, full + p->offset, p->dtype, p->count);
         }
         full = f->reduce.cast;
     }
-    if (!f->reduces_each) ddp__unit_carry(f, unit, full, unit->layout);
-    return f->reduces_each || unit->reduced == f->desc.micro_batch_count ? full : NULL;
+    if (!f->reduces_per_micro_batch) ddp__accumulate_micro_batch(f, unit, full, unit->layout);
+    return f->reduces_per_micro_batch || unit->reduced_count == f->desc.micro_batch_count ? full : NULL;
 }
 
 /* Adds copies and micro-batches of own rows, after the ranks. */
-static ddp_result ddp__reduce_rest(const ddp_fsdp *f, ddp__unit *unit) {
-    if (f->world_size > 1 && f->copy_count)
-        DDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
-    if (f->reduces_each) ddp__unit_carry(f, unit, unit->level[unit->depth], DDP__SUMS);
+static ddp_result ddp__reduce_after_ranks(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    if (f->world_size > 1 && f->replica_group_count)
+        DDP_TRY(ddp__reduce_over_replicas(f, unit, unit->partial_sum[unit->partial_count], DDP__SHARD_SUMS));
+    if (f->reduces_per_micro_batch)
+        ddp__accumulate_micro_batch(f, unit, unit->partial_sum[unit->partial_count], DDP__SHARD_SUMS);
     return ddp_device_check(f->group);
 }
 
 /* Reduces one micro-batch's gradients of a unit without peer memory. */
-static ddp_result ddp__reduce_staged(const ddp_fsdp *f, ddp__unit *unit) {
-    unsigned char *full = ddp__unit_cast(f, unit);
-    ddp__cast_run run = DDP_ZERO;
+static ddp_result ddp__reduce_by_collectives(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    unsigned char *full = ddp__grads_to_reduce(f, unit);
+    ddp__fsdp_cast_run run = DDP_ZERO;
     if (!full) return ddp_device_check(f->group);
-    int casts_first = f->world_size == 1 && unit->converts && unit->layout == DDP__GRADS;
+    int casts_first = f->world_size == 1 && unit->casts_grads && unit->layout == DDP__FULL_GRADS;
     if (f->world_size > 1)
-        DDP_TRY(ddp__reduce_blocks(f, unit, full));
+        DDP_TRY(ddp__reduce_by_reduce_scatter(f, unit, full));
     else if (!casts_first)
-        DDP_TRY(ddp__reduce_copies(f, unit, full, unit->layout));
-    for (const ddp__shard *s = unit->shards; s < unit->end && f->world_size == 1; s++) {
-        const ddp__grad_part *p = &s->part[unit->layout];
-        if (s->trained && (!s->in_place || unit->layout == DDP__CASTED))
-            ddp__cast_next(f->device, &run, ddp__shard_sum(s, unit->depth), s->master_dtype, full + p->at,
-                           p->dtype, p->count);
+        DDP_TRY(ddp__reduce_over_replicas(f, unit, full, unit->layout));
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end && f->world_size == 1; s++) {
+        const ddp__fsdp_grad_range *p = &s->range[unit->layout];
+        if (s->trained && (!s->in_place || unit->layout == DDP__CAST_GRADS))
+            ddp__cast_run_add(f->device, &run, ddp__shard_sum(s, unit->partial_count), s->master_dtype,
+                              full + p->offset, p->dtype, p->count);
     }
-    ddp__cast_next(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
-    if (casts_first) DDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
-    return ddp__reduce_rest(f, unit);
+    ddp__cast_run_add(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
+    if (casts_first)
+        DDP_TRY(ddp__reduce_over_replicas(f, unit, unit->partial_sum[unit->partial_count], DDP__SHARD_SUMS));
+    return ddp__reduce_after_ranks(f, unit);
 }
 
 /* With peer memory, ranks number the reductions of a step as they issue them, and keep in step by words of
    group memory: how many reductions a rank has issued, and for how many it has added its own rows (done).
-   After these counters: their units and slots. At each call a rank adds the reductions that all ranks have
+   After these counters: their units and buffers. At each call a rank adds the reductions that all ranks have
    issued. It waits only when it has no memory for more gradients, or at the end of the step:
 
        rank 0   issue 1 . issue 2 do 1 . . . issue 3 do 2 3 . .   gradients of 1 are free when all have done 1
        rank 1   . . issue 1 do 1 . . issue 2 do 2 issue 3 . do 3 */
 /* words; the first two on cache lines of their own */
-enum { DDP__ISSUED = 0, DDP__DONE = 8, DDP__ISSUED_UNITS = 16 };
+enum { DDP__PROGRESS_ISSUED = 0, DDP__PROGRESS_DONE = 8, DDP__PROGRESS_UNITS = 16 };
 
-/* The number of units and slots that are kept: more are never in flight. */
+/* The number of units and buffers that are kept: more are never in flight. */
 static int ddp__reduce_window(const ddp_fsdp *f) { return 2 * f->unit_count + 2; }
 
-static int ddp__all_reached(const ddp_fsdp *f, int word, uint64_t number) {
+static int ddp__progress_reached(const ddp_fsdp *f, int word, uint64_t number) {
     for (int r = 0; r < f->world_size; r++)
         if (__atomic_load_n(&f->reduce.progress[r][word], __ATOMIC_ACQUIRE) < number) return 0;
     return 1;
 }
 
 static ddp_result ddp__progress_wait(const ddp_fsdp *f, int word, uint64_t number) {
-    return ddp__all_reached(f, word, number)
+    return ddp__progress_reached(f, word, number)
                ? DDP_OK
                : ddp_group_wait_signal(f->group, f->reduce.progress[f->rank] + word, number);
 }
 
 /* A rank that failed may have freed its gradients while this one read them. */
-static ddp_result ddp__peers_alive(const ddp_fsdp *f) {
+static ddp_result ddp__check_peers_alive(const ddp_fsdp *f) {
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return ddp_group_cause(f->group) == DDP_OK ? DDP_OK : ddp_barrier(f->group);
 }
 
 /* Carries out the next reduction. Waits until all ranks have issued it. */
-static ddp_result ddp__reduce_next(ddp_fsdp *f) {
-    ddp__reduce *reduce = &f->reduce;
+static ddp_result ddp__reduce_run_next(ddp_fsdp *f) {
+    ddp__fsdp_reduce_state *reduce = &f->reduce;
     uint64_t number = reduce->done + 1, at = number % (uint64_t)ddp__reduce_window(f);
     const unsigned char *grads[DDP_MAX_LOCAL_RANKS];
-    ddp__unit *unit = reduce->issued_units[at];
-    DDP_TRY(ddp__progress_wait(f, DDP__ISSUED, number));
-    DDP_TRY(ddp__peers_alive(f)); /* a failure may have released this rank's slot */
-    /* ranks that resharded units at other times have other slots free */
+    ddp__fsdp_unit *unit = reduce->issued_units[at];
+    DDP_TRY(ddp__progress_wait(f, DDP__PROGRESS_ISSUED, number));
+    DDP_TRY(ddp__check_peers_alive(f)); /* a failure may have released this rank's slot */
+    /* ranks that resharded units at other times have other buffers free */
     for (int r = 0; r < f->world_size; r++) {
-        uint64_t word = reduce->progress[r][DDP__ISSUED_UNITS + at], other = (uint32_t)word;
+        uint64_t word = reduce->progress[r][DDP__PROGRESS_UNITS + at], other = (uint32_t)word;
         if (other != (uint64_t)unit->index) {
-            DDP_TRY(ddp__peers_alive(f));
+            DDP_TRY(ddp__check_peers_alive(f));
             return ddp_fail_in(
                 DDP_ERR_MISMATCH, "ddp_fsdp_reduce_grads", f->group,
                 "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
                 r, other < (uint64_t)f->unit_count ? f->units[other].name : "?", unit->name);
         }
-        const unsigned char *own = unit->layout == DDP__CASTED ? reduce->cast
-                                   : unit->reducing_slot       ? reduce->slots[word >> 32].memory
-                                                               : unit->grads;
+        const unsigned char *own = unit->layout == DDP__CAST_GRADS ? reduce->cast
+                                   : unit->reducing_buffer         ? reduce->buffers[word >> 32].memory
+                                                                   : unit->grads;
         grads[r] = (const unsigned char *)ddp_group_peer(f->group, own, r);
     }
     ddp__reduce_from_peers(f, unit, grads);
-    DDP_TRY(ddp__peers_alive(f));
+    DDP_TRY(ddp__check_peers_alive(f));
     reduce->done = number;
-    ddp_group_signal(f->group, reduce->progress[f->rank] + DDP__DONE, number);
-    return ddp__reduce_rest(f, unit);
+    ddp_group_signal(f->group, reduce->progress[f->rank] + DDP__PROGRESS_DONE, number);
+    return ddp__reduce_after_ranks(f, unit);
 }
 
 static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
-    ddp__unit *unit = (ddp__unit *)argument;
+    ddp__fsdp_unit *unit = (ddp__fsdp_unit *)argument;
     ddp_fsdp *f = unit->fsdp;
     (void)group;
-    return ddp__fsdp_failed(f, f->reduce.progress ? ddp__reduce_next(f) : ddp__reduce_staged(f, unit));
+    return ddp__fsdp_failed(f, f->reduce.progress ? ddp__reduce_run_next(f)
+                                                  : ddp__reduce_by_collectives(f, unit));
 }
 
 /* Carries out the reductions that all ranks have issued. Waits for those up to number least. */
-static ddp_result ddp__reduce_issued(ddp_fsdp *f, uint64_t least) {
-    ddp__reduce *reduce = &f->reduce;
-    while (reduce->progress && !f->copy_count && reduce->done < reduce->issued
-           && (reduce->done < least || ddp__all_reached(f, DDP__ISSUED, reduce->done + 1)))
-        DDP_TRY(ddp__reduce_next(f));
+static ddp_result ddp__reduce_run_issued(ddp_fsdp *f, uint64_t least) {
+    ddp__fsdp_reduce_state *reduce = &f->reduce;
+    while (reduce->progress && !f->replica_group_count && reduce->done < reduce->issued
+           && (reduce->done < least || ddp__progress_reached(f, DDP__PROGRESS_ISSUED, reduce->done + 1)))
+        DDP_TRY(ddp__reduce_run_next(f));
     return DDP_OK;
 }
 
 /* Waits for a unit's reduction. Its slot stays with it. */
-static ddp_result ddp__reduce_finish(ddp_fsdp *f, ddp__unit *unit) {
-    ddp_result result = ddp__reduce_issued(f, unit->issued);
+static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    ddp_result result = ddp__reduce_run_issued(f, unit->issued);
     if (result == DDP_OK) result = ddp_wait(f->group, &unit->reduce_work);
     return result == DDP_OK ? DDP_OK : ddp__unit_failed(unit, result, "ddp_fsdp_reduce_grads");
 }
 
-static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__unit *unit) {
-    ddp_result result = ddp__reduce_finish(f, unit);
-    ddp__slot_release(&unit->reducing_slot, NULL);
+static ddp_result ddp__reduce_wait_release(ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    ddp_result result = ddp__reduce_wait(f, unit);
+    ddp__buffer_release(&unit->reducing_buffer, NULL);
     return result;
 }
 
 /* Waits for the reductions of all units. */
 static ddp_result ddp__reduce_wait_all(ddp_fsdp *f) {
-    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) DDP_TRY(ddp__reduce_wait(f, unit));
+    for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++)
+        DDP_TRY(ddp__reduce_wait_release(f, unit));
     return DDP_OK;
 }
 
@@ -4320,47 +4382,48 @@ static ddp_result ddp__reduce_wait_all(ddp_fsdp *f) {
 static void ddp__reduce_drain(void *fsdp) { ddp__reduce_wait_all((ddp_fsdp *)fsdp); }
 
 /* Whether a pipeline hands over f32 sums of these gradients. */
-static int ddp__takes_sum(const ddp__shard *s) {
+static int ddp__accepts_pipeline_sum(const ddp__fsdp_shard *s) {
     return s->trained && s->reduce_dtype == DDP_F32
-           && ddp_sum_dtype(s->part[DDP__GRADS].dtype) != s->part[DDP__GRADS].dtype;
+           && ddp_sum_dtype(s->range[DDP__FULL_GRADS].dtype) != s->range[DDP__FULL_GRADS].dtype;
 }
 
 /* Takes the f32 sums that a pipeline has handed over, if there are any: from now on the unit's gradients are
    f32, in `cast`. Collective when the first unit gets sums. */
-static ddp_result ddp__sums_take(ddp_fsdp *f, ddp__unit *unit) {
+static ddp_result ddp__accept_pipeline_sums(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     int count = 0;
-    for (ddp__shard *s = unit->shards; s < unit->end; s++) {
-        ddp_grad_sum *sum = &s->entry->param.sum;
-        s->summed = sum->is_set && sum->data && sum->reader == f && ddp__takes_sum(s);
+    for (ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+        ddp_grad_sum *sum = &s->user_param->param.sum;
+        s->uses_pipeline_sum = sum->is_set && sum->data && sum->reader == f && ddp__accepts_pipeline_sum(s);
         sum->is_set = 0;
-        count += s->summed;
+        count += s->uses_pipeline_sum;
     }
     if (count == 0) return DDP_OK;
-    unit->layout = DDP__CASTED;
+    unit->layout = DDP__CAST_GRADS;
     if (f->reduce.cast) return DDP_OK;
-    for (const ddp__shard *s = f->shards; s < f->shards_end; s++)
-        if (ddp__takes_sum(s)) ddp__size_at_least(&f->reduce.cast_bytes, s->unit->grad_bytes[DDP__CASTED]);
-    return ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->reduce.cast_bytes,
+    for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++)
+        if (ddp__accepts_pipeline_sum(s))
+            ddp__size_at_least(&f->reduce.cast_bytes, s->unit->grad_bytes[DDP__CAST_GRADS]);
+    return ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, f->reduce.cast_bytes,
                            &f->reduce.cast);
 }
 
 /* Issues the reduction of one micro-batch's gradients with peer memory. */
-static ddp_result ddp__reduce_issue(ddp_fsdp *f, ddp__unit *unit) {
-    ddp__reduce *reduce = &f->reduce;
+static ddp_result ddp__reduce_issue(ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    ddp__fsdp_reduce_state *reduce = &f->reduce;
     uint64_t window = (uint64_t)ddp__reduce_window(f), *own = reduce->progress[f->rank];
-    uint64_t slot = unit->reducing_slot ? (uint64_t)(unit->reducing_slot - reduce->slots) : 0;
-    if (unit->layout == DDP__CASTED && reduce->cast_issued) { /* all units share this memory */
-        DDP_TRY(ddp__reduce_finish(f, reduce->issued_units[reduce->cast_issued % window]));
-        DDP_TRY(ddp__progress_wait(f, DDP__DONE, reduce->cast_issued));
+    uint64_t slot = unit->reducing_buffer ? (uint64_t)(unit->reducing_buffer - reduce->buffers) : 0;
+    if (unit->layout == DDP__CAST_GRADS && reduce->cast_issued) { /* all units share this memory */
+        DDP_TRY(ddp__reduce_wait(f, reduce->issued_units[reduce->cast_issued % window]));
+        DDP_TRY(ddp__progress_wait(f, DDP__PROGRESS_DONE, reduce->cast_issued));
     }
-    if (!ddp__unit_cast(f, unit)) return DDP_OK;
+    if (!ddp__grads_to_reduce(f, unit)) return DDP_OK;
     unit->issued = ++reduce->issued;
-    if (unit->layout == DDP__CASTED) reduce->cast_issued = unit->issued;
-    if (unit->reducing_slot) unit->reducing_slot->issued = unit->issued;
+    if (unit->layout == DDP__CAST_GRADS) reduce->cast_issued = unit->issued;
+    if (unit->reducing_buffer) unit->reducing_buffer->last_issued = unit->issued;
     reduce->issued_units[unit->issued % window] = unit;
-    own[DDP__ISSUED_UNITS + unit->issued % window] = (uint64_t)unit->index | slot << 32;
-    ddp_group_signal(f->group, own + DDP__ISSUED, unit->issued);
-    if (!f->copy_count) return ddp__reduce_issued(f, 0);
+    own[DDP__PROGRESS_UNITS + unit->issued % window] = (uint64_t)unit->index | slot << 32;
+    ddp_group_signal(f->group, own + DDP__PROGRESS_ISSUED, unit->issued);
+    if (!f->replica_group_count) return ddp__reduce_run_issued(f, 0);
     /* collectives of two groups need one order */
     return ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reduce_work);
 }
@@ -4368,70 +4431,74 @@ static ddp_result ddp__reduce_issue(ddp_fsdp *f, ddp__unit *unit) {
 /* Memory for a unit's full gradients. Backward may run while earlier micro-batches are reduced: at most
    prefetch units, then the oldest is waited for. The choice depends on the order of calls only, since group
    memory is collective. */
-static ddp_result ddp__grad_slot_acquire(ddp_fsdp *f, ddp__unit *unit) {
-    ddp__reduce *reduce = &f->reduce;
-    ddp__slot *slot = NULL, *oldest = NULL;
+static ddp_result ddp__grad_buffer_acquire(ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    ddp__fsdp_reduce_state *reduce = &f->reduce;
+    ddp__fsdp_buffer *slot = NULL, *oldest = NULL;
     int in_flight = 0;
-    for (ddp__slot *s = reduce->slots; s < reduce->slots + reduce->slot_count; s++) {
-        if (!s->busy && (!slot || s->used < slot->used)) slot = s;
-        if (s->reducing && (!oldest || s->used < oldest->used)) oldest = s;
-        in_flight += s->reducing != NULL;
+    for (ddp__fsdp_buffer *s = reduce->buffers; s < reduce->buffers + reduce->buffer_count; s++) {
+        if (!s->in_use && (!slot || s->last_use < slot->last_use)) slot = s;
+        if (s->reducing_unit && (!oldest || s->last_use < oldest->last_use)) oldest = s;
+        in_flight += s->reducing_unit != NULL;
     }
     if (!slot && in_flight > f->desc.prefetch) {
-        DDP_TRY(ddp__reduce_wait(f, oldest->reducing));
+        DDP_TRY(ddp__reduce_wait_release(f, oldest->reducing_unit));
         slot = oldest;
     }
     if (!slot) {
-        slot = reduce->slots + reduce->slot_count;
-        DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, reduce->slot_bytes, &slot->memory));
-        reduce->slot_count++;
+        slot = reduce->buffers + reduce->buffer_count;
+        DDP_TRY(
+            ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_GROUP, reduce->buffer_bytes, &slot->memory));
+        reduce->buffer_count++;
     }
-    slot->used = ++reduce->slot_uses;
-    if (reduce->progress) DDP_TRY(ddp__progress_wait(f, DDP__DONE, slot->issued));
-    unit->grad_slot = ddp__slot_take(slot, &unit->grads);
+    slot->last_use = ++reduce->buffer_uses;
+    if (reduce->progress) DDP_TRY(ddp__progress_wait(f, DDP__PROGRESS_DONE, slot->last_issued));
+    unit->grad_buffer = ddp__buffer_acquire(slot, &unit->grads);
     return DDP_OK;
 }
 
 /* Gradient memory for a backward of the unit. Under NO_SHARD and SHARD_OPTIM it is always the same. */
-static ddp_result ddp__grads_attach(ddp_fsdp *f, ddp__unit *unit) {
-    DDP_TRY(ddp__reduce_issued(f, 0));
-    if (!unit->trained || unit->attached || f->no_grad || unit->reduced >= f->desc.micro_batch_count)
+static ddp_result ddp__grads_attach(ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    DDP_TRY(ddp__reduce_run_issued(f, 0));
+    if (!unit->trained_count || unit->grads_attached || f->no_grad
+        || unit->reduced_count >= f->desc.micro_batch_count)
         return DDP_OK;
-    DDP_TRY(f->reduces_each ? ddp__grad_slot_acquire(f, unit) : ddp__reduce_wait(f, unit));
-    unit->attached = 1;
-    if (!f->desc.overwrite_gradients) f->device->fill_zero(unit->grads, unit->grad_bytes[DDP__GRADS]);
+    DDP_TRY(f->reduces_per_micro_batch ? ddp__grad_buffer_acquire(f, unit)
+                                       : ddp__reduce_wait_release(f, unit));
+    unit->grads_attached = 1;
+    if (!f->desc.overwrite_gradients) f->device->fill_zero(unit->grads, unit->grad_bytes[DDP__FULL_GRADS]);
     return DDP_OK;
 }
 
-static void ddp__grads_detach(ddp__unit *unit) {
-    unit->attached = 0;
-    ddp__slot_release(&unit->grad_slot, &unit->grads);
+static void ddp__grads_detach(ddp__fsdp_unit *unit) {
+    unit->grads_attached = 0;
+    ddp__buffer_release(&unit->grad_buffer, &unit->grads);
 }
 
 //== sharding: the step ========================================================================== >>impl-step
 
 /* Finishes the reductions of a step: divides the sums once and adds the uses of tied parameters, as
    ddp_reducer_wait does, then unscales. */
-static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
+static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
     ddp_scaler *scaler = f->desc.scaler;
-    if (f->finished) return ddp__fsdp_enter(f->group);
-    for (const ddp__unit *unit = f->units; unit < f->units_end; unit++)
-        if (unit->trained && unit->reduced != f->desc.micro_batch_count)
-            return ddp__fsdp_bad(who, f->group,
-                                 "unit %s was reduced %d times in this step, micro_batch_count is %d; call "
-                                 "ddp_fsdp_reduce_grads for every unit in every micro-batch",
-                                 unit->name, unit->reduced, f->desc.micro_batch_count);
+    if (f->finished) return ddp__fsdp_device_begin(f->group);
+    for (const ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++)
+        if (unit->trained_count && unit->reduced_count != f->desc.micro_batch_count)
+            return ddp__fsdp_invalid(
+                call, f->group,
+                "unit %s was reduced %d times in this step, micro_batch_count is %d; call "
+                "ddp_fsdp_reduce_grads for every unit in every micro-batch",
+                unit->name, unit->reduced_count, f->desc.micro_batch_count);
     if (!f->divisor)
-        return ddp__fsdp_bad(
-            who, f->group,
+        return ddp__fsdp_invalid(
+            call, f->group,
             "per_token is set, and nothing tells the tokens of this step; call ddp_fsdp_mean first");
     if (scaler && scaler->unscaled)
-        return ddp__fsdp_bad(who, f->group,
-                             "the scaler has unscaled gradients since its last update; call "
-                             "ddp_scaler_update after every ddp_fsdp_step");
+        return ddp__fsdp_invalid(call, f->group,
+                                 "the scaler has unscaled gradients since its last update; call "
+                                 "ddp_scaler_update after every ddp_fsdp_step");
     DDP_TRY(ddp__reduce_wait_all(f));
-    DDP_TRY(ddp__fsdp_enter(f->group));
-    for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
+    DDP_TRY(ddp__fsdp_device_begin(f->group));
+    for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
         if (!s->trained || !s->own_count) continue;
         unsigned char *sum = ddp__shard_sum(s, 0), *first = ddp__shard_sum(s->source, 0);
         if (f->divisor > 1) f->device->divide(sum, s->own_count, s->master_dtype, f->divisor);
@@ -4452,8 +4519,8 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
 static void ddp__clip_apply(ddp_fsdp *f) {
     for (const ddp_tensor *sum = f->sums; sum < f->sums + f->master_count; sum++)
         if (ddp_tensor_count(sum))
-            ddp__grad_scale(f->device, sum->data, (size_t)ddp_tensor_count(sum), sum->dtype, f->clip.scale,
-                            f->clip.factor_now);
+            ddp__scale_grads(f->device, sum->data, (size_t)ddp_tensor_count(sum), sum->dtype, f->clip.scale,
+                             f->clip.factor_now);
     f->clip.scale = 1;
     f->clip.factor_now = NULL;
 }
@@ -4461,7 +4528,7 @@ static void ddp__clip_apply(ddp_fsdp *f) {
 /* The norm, from the exact sum of squares of all gradients over the ranks that they are split over. Replicas
    have the same. The step multiplies by the factor, in its pass over the gradients. */
 static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
-    ddp__clip *clip = &f->clip;
+    ddp__fsdp_clip_state *clip = &f->clip;
     ddp_exact_sum sum;
     ddp__clip_apply(f);
     f->device->fill_zero(clip->squares, sizeof sum);
@@ -4470,10 +4537,10 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
         DDP_TRY(ddp_all_reduce(f->group, clip->squares, clip->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM,
                                NULL));
     if (clip->factor)
-        ddp__kernels_of(f->device)->clip(clip->squares, max_norm, clip->factor, clip->norm);
+        ddp__optimizer_kernels_of(f->device)->clip(clip->squares, max_norm, clip->factor, clip->norm);
     else
         f->device->copy(&sum, clip->squares, sizeof sum);
-    DDP_TRY(ddp__event_record(f, DDP_STREAM_COMPUTE, clip->event));
+    DDP_TRY(ddp__fsdp_event_record(f, DDP_STREAM_COMPUTE, clip->event));
     DDP_TRY(ddp_device_check(f->group)); /* a failure leaves neither norm nor factor */
     clip->has_norm = 1;
     clip->factor_now = clip->factor;
@@ -4485,11 +4552,11 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
 
 DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
     DDP_PUBLIC_CALL(ddp_fsdp_mean);
-    DDP__FSDP_NEED(fsdp && loss, "fsdp or loss is NULL");
-    DDP__FSDP_NEED(
+    DDP__FSDP_CHECK(fsdp && loss, "fsdp or loss is NULL");
+    DDP__FSDP_CHECK(
         fsdp->desc.per_token,
         "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
-    DDP__FSDP_NEED(!fsdp->divisor, "this step's tokens are known already; call it once");
+    DDP__FSDP_CHECK(!fsdp->divisor, "this step's tokens are known already; call it once");
     DDP_TRY(ddp__reduce_wait_all(fsdp)); /* which may use replicas */
     ddp_mean all = *loss;
     ddp_result result = DDP_OK;
@@ -4498,9 +4565,9 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
         if (result == DDP_ERR_INVALID) all.count = -1; /* replicas receive it too */
     }
     if (result == DDP_ERR_INVALID)
-        return ddp__fsdp_bad(__func__, fsdp->group,
-                             "a rank's count is negative, here it is %lld; counts of tokens add up",
-                             (long long)loss->count);
+        return ddp__fsdp_invalid(__func__, fsdp->group,
+                                 "a rank's count is negative, here it is %lld; counts of tokens add up",
+                                 (long long)loss->count);
     DDP_TRY(result);
     fsdp->divisor = all.count ? (uint64_t)all.count : 1;
     *loss = all;
@@ -4509,8 +4576,8 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
 
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm) {
     DDP_PUBLIC_CALL(ddp_fsdp_clip_grad_norm);
-    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
-    DDP__FSDP_NEED(max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
+    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");
+    DDP__FSDP_CHECK(max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
     fsdp->clip.has_norm = 0;
     ddp_result result = ddp__fsdp_finish(fsdp, __func__);
     if (result == DDP_OK) result = ddp__fsdp_clip(fsdp, max_norm);
@@ -4519,26 +4586,26 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
 }
 
 DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm) {
-    DDP__FSDP_NEED(fsdp && norm, "fsdp or norm is NULL");
-    DDP__FSDP_NEED(
+    DDP__FSDP_CHECK(fsdp && norm, "fsdp or norm is NULL");
+    DDP__FSDP_CHECK(
         fsdp->clip.has_norm,
         "no norm has been taken, or taking the last one failed; call ddp_fsdp_clip_grad_norm first");
-    DDP_TRY(ddp__event_wait(fsdp, fsdp->clip.event, 0));
+    DDP_TRY(ddp__fsdp_event_wait(fsdp, fsdp->clip.event, 0));
     *norm = fsdp->clip.factor ? *fsdp->clip.norm : fsdp->clip.last_norm;
     return DDP_OK;
 }
 
 /* All ranks, replicas too, have done the same and read no shard any more; or all fail with the first
    cause. */
-static ddp_result ddp__calls_agree(ddp_fsdp *f, const char *who, ddp_result own) {
-    for (ddp__unit *unit = f->units; unit < f->units_end && own == DDP_OK; unit++)
+static ddp_result ddp__fsdp_agree_calls(ddp_fsdp *f, const char *call, ddp_result own) {
+    for (ddp__fsdp_unit *unit = f->units; unit < f->units_end && own == DDP_OK; unit++)
         own = ddp__unshard_wait(f, unit);
     char calls[32];
     snprintf(calls, sizeof calls, "calls=%016llx", (unsigned long long)f->call_hash);
-    ddp_result result = ddp_agree_groups(f->groups, 2, who, own, f->call_hash, calls);
+    ddp_result result = ddp_agree_groups(f->groups, 2, call, own, f->call_hash, calls);
     const char *differ = result == DDP_ERR_MISMATCH ? strstr(ddp_last_error(), "ranks differ: ") : NULL;
     if (!differ) return result;
-    return ddp_fail_in(result, who, f->group,
+    return ddp_fail_in(result, call, f->group,
                        "ranks gathered or reduced units in different orders in this step; make the same "
                        "calls on every rank (%.*s)",
                        (int)strcspn(differ, ";"), differ);
@@ -4547,21 +4614,21 @@ static ddp_result ddp__calls_agree(ddp_fsdp *f, const char *who, ddp_result own)
 /* Publishes changed master values: updates this rank's rows, which peers read after ddp__shards_barrier, and
    reshards all units. uploaded: the device has the values already. */
 static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
-    ddp__cast_run run = DDP_ZERO;
-    DDP_TRY(ddp__fsdp_enter(f->group));
-    for (ddp__shard *s = f->shards; s < f->shards_end && !uploaded; s++) {
+    ddp__fsdp_cast_run run = DDP_ZERO;
+    DDP_TRY(ddp__fsdp_device_begin(f->group));
+    for (ddp__fsdp_shard *s = f->shards; s < f->shards_end && !uploaded; s++) {
         if (s->source != s) continue;
         if (f->desc.quantize_gather)
             ddp__quantize(s);
-        else if (f->offload.host)
+        else if (f->offload.host_group)
             DDP_TRY(ddp__offload_upload(f, s, 0, s->own_count));
         else if (s->value != s->master)
-            ddp__cast_next(f->device, &run, s->value, s->dtype, s->master, s->master_dtype, s->own_count);
+            ddp__cast_run_add(f->device, &run, s->value, s->dtype, s->master, s->master_dtype, s->own_count);
     }
-    ddp__cast_next(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
-    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
+    ddp__cast_run_add(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
+    for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
         DDP_TRY(ddp__unit_reshard(f, unit));
-        if (f->world_size == 1 && f->keeps_full) unit->unsharded = 1;
+        if (f->world_size == 1 && f->keeps_full_params) unit->unsharded = 1;
     }
     return ddp_device_check(f->group);
 }
@@ -4571,32 +4638,34 @@ static ddp_result ddp__shards_barrier(const ddp_fsdp *f) {
 }
 
 /* Points value.data and grad.data of the unit's parameters to full tensors, or to NULL. */
-static void ddp__unit_point(const ddp__unit *unit, int values, int grads) {
-    for (const ddp__shard *s = unit->shards; s < unit->end; s++) {
-        const ddp__shard *from = s->shares_full ? s->source : s;
-        unsigned char *full = from->unit->full ? from->unit->full + from->full_at : NULL;
-        s->entry->param.value.data = values ? full : NULL;
-        s->entry->param.grad.data = grads && s->trained && unit->grads ? unit->grads + s->part[DDP__GRADS].at
-                                                                       : NULL;
+static void ddp__set_param_pointers(const ddp__fsdp_unit *unit, int values, int grads) {
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+        const ddp__fsdp_shard *from = s->shares_full_params ? s->source : s;
+        unsigned char *full = from->unit->full ? from->unit->full + from->full_offset : NULL;
+        s->user_param->param.value.data = values ? full : NULL;
+        s->user_param->param.grad.data = grads && s->trained && unit->grads
+                                             ? unit->grads + s->range[DDP__FULL_GRADS].offset
+                                             : NULL;
     }
 }
 
 /* Starts a step without gradients. */
 static void ddp__fsdp_begin(ddp_fsdp *f) {
-    ddp__unshard *u = &f->unshard;
-    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
-        unit->reduced = unit->depth = 0;
+    ddp__fsdp_unshard_state *u = &f->unshard;
+    for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
+        unit->reduced_count = unit->partial_count = 0;
         ddp__grads_detach(unit);
-        ddp__unit_point(unit, f->desc.strategy != DDP_FSDP_FULL_SHARD || unit->in_use, !f->reduces_each);
+        ddp__set_param_pointers(unit, f->desc.strategy != DDP_FSDP_FULL_SHARD || unit->in_use,
+                                !f->reduces_per_micro_batch);
     }
-    for (const ddp__shard *s = f->shards; s < f->shards_end; s++)
-        if (s->entry->param.sum.reader == f) s->entry->param.sum.is_set = 0;
+    for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++)
+        if (s->user_param->param.sum.reader == f) s->user_param->param.sum.is_set = 0;
     if (f->finished)
-        u->order_count = u->position;
-    else if (!u->follows)
+        u->order_count = u->order_position;
+    else if (!u->order_matches)
         u->order_count = 0; /* the order of a step that starts again, or of a load, does not count */
-    u->position = f->finished = 0;
-    u->follows = 1;
+    u->order_position = f->finished = 0;
+    u->order_matches = 1;
     if (f->desc.per_token) f->divisor = 0;
     f->clip.scale = 1;
     f->clip.factor_now = NULL;
@@ -4607,10 +4676,10 @@ static void ddp__fsdp_begin(ddp_fsdp *f) {
    stepped while the next ones travel, and values go up on the other stream. LARS, which begins with norms,
    waits for all. */
 static ddp_result ddp__offload_download(ddp_fsdp *f) {
-    ddp__offload *o = &f->offload;
+    ddp__fsdp_offload_state *o = &f->offload;
     ddp_result result = DDP_OK;
     ddp__clip_apply(f);
-    DDP_TRY(ddp__event_record(f, DDP_STREAM_COMPUTE, o->downloaded[0]));
+    DDP_TRY(ddp__fsdp_event_record(f, DDP_STREAM_COMPUTE, o->downloaded[0]));
     if (o->downloaded[0]) DDP_TRY(f->device->event_wait(f->group, DDP_STREAM_COMM, o->downloaded[0]));
     if (f->device->use_stream) DDP_TRY(f->device->use_stream(f->group, DDP_STREAM_COMM));
     o->piece = 0;
@@ -4618,17 +4687,17 @@ static ddp_result ddp__offload_download(ddp_fsdp *f) {
         size_t size = ddp_dtype_size(f->sums[i].dtype), bytes = f->master_shards[i]->own_count * size,
                max = DDP__HOST_PIECE * size;
         for (size_t at = 0; at < bytes && result == DDP_OK; at += max) {
-            ddp__copy_async(f, (char *)f->masters[i].grad.data + at, (char *)f->sums[i].data + at,
-                            bytes - at < max ? bytes - at : max);
-            result = ddp__event_record(f, DDP_STREAM_COMM, o->downloaded[o->piece++]);
+            ddp__fsdp_copy_async(f, (char *)f->masters[i].grad.data + at, (char *)f->sums[i].data + at,
+                                 bytes - at < max ? bytes - at : max);
+            result = ddp__fsdp_event_record(f, DDP_STREAM_COMM, o->downloaded[o->piece++]);
         }
     }
     /* in any case: this thread's own work belongs to the compute stream */
-    ddp_result back = ddp__fsdp_enter(f->group);
+    ddp_result back = ddp__fsdp_device_begin(f->group);
     DDP_TRY(result != DDP_OK ? result : back);
     o->piece = 0;
     return f->desc.optimizer.kind == DDP_OPTIMIZER_LARS
-               ? ddp__event_wait(f, o->downloaded[o->piece_count - 1], 0)
+               ? ddp__fsdp_event_wait(f, o->downloaded[o->piece_count - 1], 0)
                : DDP_OK;
 }
 
@@ -4636,33 +4705,34 @@ static ddp_result ddp__offload_download(ddp_fsdp *f) {
 static ddp_result ddp__offload_piece(void *user, int i, size_t from, size_t count, int stepped) {
     ddp_fsdp *f = (ddp_fsdp *)user;
     return stepped ? ddp__offload_upload(f, f->master_shards[i], from, count)
-                   : ddp__event_wait(f, f->offload.downloaded[f->offload.piece++], 0);
+                   : ddp__fsdp_event_wait(f, f->offload.downloaded[f->offload.piece++], 0);
 }
 
 /* The step, once all ranks have agreed to it. Allocates nothing. */
 static ddp_result ddp__fsdp_update(ddp_fsdp *f, float lr) {
     if (!f->desc.scaler || !f->desc.scaler->found_inf) {
-        DDP_TRY(ddp__fsdp_enter(f->group));
+        DDP_TRY(ddp__fsdp_device_begin(f->group));
         if (f->offload.piece_count) DDP_TRY(ddp__offload_download(f));
         if (f->optimizer) DDP_TRY(ddp__optimizer_step(f->optimizer, lr, f->clip.scale, f->clip.factor_now));
         f->step++;
         if (f->desc.state) f->desc.state->step = f->step;
     }
-    DDP_TRY(ddp__fsdp_publish(f, f->offload.host != NULL));
+    DDP_TRY(ddp__fsdp_publish(f, f->offload.host_group != NULL));
     DDP_TRY(ddp__shards_barrier(f));
-    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) unit->in_use = 0;
+    for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) unit->in_use = 0;
     f->unshard.in_use = 0;
     ddp__fsdp_begin(f);
-    return ddp__prefetch(f);
+    return ddp__fsdp_prefetch(f);
 }
 
 DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
     DDP_PUBLIC_CALL(ddp_fsdp_step);
-    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
-    DDP__FSDP_NEED(ddp__is_amount((double)lr), "lr=%g; pass a number that is not negative", (double)lr);
+    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");
+    DDP__FSDP_CHECK(ddp__is_finite_nonnegative((double)lr), "lr=%g; pass a number that is not negative",
+                    (double)lr);
     ddp_result result = ddp__fsdp_finish(fsdp, __func__);
     if (result == DDP_OK) {
-        ddp_result agreed = ddp__calls_agree(fsdp, __func__, ddp__slots_complete(fsdp));
+        ddp_result agreed = ddp__fsdp_agree_calls(fsdp, __func__, ddp__full_buffers_for_prefetch(fsdp));
         if (agreed != DDP_OK) return ddp__fsdp_failed(fsdp, agreed); /* on every rank: nothing has changed */
         result = ddp__fsdp_update(fsdp, lr);
     }
@@ -4681,54 +4751,54 @@ enum { DDP__LIST_SHARE, DDP__LIST_ALL, DDP__LIST_NOTHING };
 
 /* The tables of the saver. Collective where a thread saves. */
 static ddp_result ddp__saver_create(ddp_fsdp *f) {
-    ddp__saver *saver = &f->saver;
+    ddp__fsdp_saver *saver = &f->saver;
     int capacity = f->shard_count * (1 + DDP__STATES_MAX);
-    saver->files[0] = f->desc.checkpoint_group ? f->desc.checkpoint_group : f->group;
-    saver->files[1] = f->desc.checkpoint_group ? NULL : f->desc.replicas;
-    for (const ddp__shard *s = f->shards; s < f->shards_end; s++)
+    saver->groups[0] = f->desc.checkpoint_group ? f->desc.checkpoint_group : f->group;
+    saver->groups[1] = f->desc.checkpoint_group ? NULL : f->desc.replicas;
+    for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++)
         ddp__size_at_least(&saver->name_room, strlen(s->name) + DDP__STATE_ROOM);
-    (void)ddp__table_alloc(f, capacity, sizeof *saver->slices, &saver->slices);
-    (void)ddp__table_alloc(f, capacity, saver->name_room, &saver->names);
+    (void)ddp__fsdp_table_alloc(f, capacity, sizeof *saver->slices, &saver->slices);
+    (void)ddp__fsdp_table_alloc(f, capacity, saver->name_room, &saver->names);
     return f->desc.save_in_background
-               ? ddp_group_split(saver->files[0], 0, ddp_rank(saver->files[0]), &saver->own)
+               ? ddp_group_split(saver->groups[0], 0, ddp_rank(saver->groups[0]), &saver->thread_group)
                : DDP_OK;
 }
 
 /* Adds one tensor of the checkpoint: this rank's rows. If each rank has all rows, it adds an equal share of
    them. tensor: rows of s. */
-static void ddp__saver_add(ddp_fsdp *f, const ddp__shard *s, const char *state, const ddp_tensor *tensor,
+static void ddp__saver_add(ddp_fsdp *f, const ddp__fsdp_shard *s, const char *state, const ddp_tensor *tensor,
                            int list) {
-    ddp__saver *saver = &f->saver;
-    ddp__slice *slice = &saver->slices[saver->count];
+    ddp__fsdp_saver *saver = &f->saver;
+    ddp__checkpoint_slice *slice = &saver->slices[saver->count];
     char *name = saver->names + (size_t)saver->count++ * saver->name_room;
-    const ddp_tensor *value = &s->entry->param.value;
+    const ddp_tensor *value = &s->user_param->param.value;
     size_t ranks = (size_t)ddp_world_size(f->group), share = (s->rows + ranks - 1) / ranks, skip = 0,
            rows = s->own_rows;
     if (f->world_size == 1 && list == DDP__LIST_SHARE) {
-        skip = ddp__place_in(share * (size_t)ddp_rank(f->group), 0, s->rows);
-        rows = ddp__place_in(share, 0, s->rows - skip);
+        skip = ddp__clamp_to_part(share * (size_t)ddp_rank(f->group), 0, s->rows);
+        rows = ddp__clamp_to_part(share, 0, s->rows - skip);
     }
     snprintf(name, saver->name_room, state ? "%s.%s" : "%s", s->name, state);
     /* only a slice may repeat: a parameter without global_shape may be one by mistake */
-    const ddp__slice made = {name, tensor->dtype, value->ndim,   {0}, {0},
-                             {0},  NULL,          state != NULL, 0,   s->is_slice};
+    const ddp__checkpoint_slice made = {name, tensor->dtype, value->ndim,   {0}, {0},
+                                        {0},  NULL,          state != NULL, 0,   s->is_slice};
     *slice = made;
     for (int i = 0; i < value->ndim; i++) {
-        slice->shape[i] = s->is_slice ? s->entry->global_shape[i] : value->shape[i];
-        slice->offset[i] = (s->is_slice ? s->entry->global_offset[i] : 0)
+        slice->shape[i] = s->is_slice ? s->user_param->global_shape[i] : value->shape[i];
+        slice->offset[i] = (s->is_slice ? s->user_param->global_offset[i] : 0)
                            + (i ? 0 : (int64_t)(s->first_row + skip));
         slice->extent[i] = i ? value->shape[i] : (int64_t)rows;
     }
     if (list != DDP__LIST_NOTHING && rows && s->row_elements && tensor->data)
-        slice->data = (unsigned char *)tensor->data + ddp__rows_bytes(s, skip, tensor->dtype);
+        slice->data = (unsigned char *)tensor->data + ddp__shard_rows_bytes(s, skip, tensor->dtype);
 }
 
 /* Lists every tensor of the checkpoint, the same on every rank. A tied parameter is saved under the name of
    its first use; a load accepts the names of later uses too. */
 static void ddp__saver_list(ddp_fsdp *f, int list) {
-    ddp__saver *saver = &f->saver;
+    ddp__fsdp_saver *saver = &f->saver;
     saver->count = 0;
-    for (ddp__shard *s = f->shards; s < f->shards_end; s++) {
+    for (ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
         const char *name = NULL;
         ddp_tensor tensor = ddp__shard_tensor(s);
         if (s->source != s && list != DDP__LIST_ALL) continue;
@@ -4745,21 +4815,21 @@ static void ddp__saver_list(ddp_fsdp *f, int list) {
 /* Copies the slices into memory of their own, which a thread writes or the host of a device reads. back: from
    there. */
 static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
-    ddp__saver *saver = &f->saver;
+    ddp__fsdp_saver *saver = &f->saver;
     size_t bytes = 0, at = 0;
     for (int i = 0; i < saver->count; i++)
         bytes += ddp_round_up((size_t)ddp__slice_bytes(&saver->slices[i], 1), 64);
-    if (bytes > saver->copy_bytes) {
-        ddp__fsdp_free(f, saver->copy);
-        saver->copy_bytes = 0;
-        DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, bytes, &saver->copy));
-        saver->copy_bytes = bytes;
+    if (bytes > saver->staged_bytes) {
+        ddp__fsdp_free(f, saver->staged);
+        saver->staged_bytes = 0;
+        DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_HOST, bytes, &saver->staged));
+        saver->staged_bytes = bytes;
     }
-    for (ddp__slice *slice = saver->slices; slice < saver->slices + saver->count; slice++) {
+    for (ddp__checkpoint_slice *slice = saver->slices; slice < saver->slices + saver->count; slice++) {
         size_t held = (size_t)ddp__slice_bytes(slice, 1);
-        if (held && back) f->device->copy(slice->data, saver->copy + at, held);
-        if (held && !back) f->device->copy(saver->copy + at, slice->data, held);
-        if (held && !back) slice->data = saver->copy + at;
+        if (held && back) f->device->copy(slice->data, saver->staged + at, held);
+        if (held && !back) f->device->copy(saver->staged + at, slice->data, held);
+        if (held && !back) slice->data = saver->staged + at;
         at += ddp_round_up(held, 64);
     }
     return ddp_device_check(f->group);
@@ -4768,41 +4838,42 @@ static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
 /* Writes the checkpoint, on a thread of its own or on the caller's. */
 static void *ddp__saver_main(void *argument) {
     const ddp_fsdp *f = (ddp_fsdp *)argument;
-    ddp__saver *saver = &((ddp_fsdp *)argument)->saver;
-    saver->outcome = ddp__fsdp_error(
-        ddp__checkpoint_save(saver->own ? saver->own : saver->files[0], saver->dir, saver->slices,
-                             saver->count, &saver->state, f->desc.max_file_bytes, f->desc.keep_checkpoints));
+    ddp__fsdp_saver *saver = &((ddp_fsdp *)argument)->saver;
+    saver->result = ddp__saved_error_of(ddp__checkpoint_save(
+        saver->thread_group ? saver->thread_group : saver->groups[0], saver->dir, saver->slices, saver->count,
+        &saver->state, f->desc.max_file_bytes, f->desc.keep_checkpoints));
     return NULL;
 }
 
 /* Lists the tensors. Copies them where they are not written or read in place. Then all ranks go on, or
    none. */
-static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, const char *dir, int list, int copy) {
-    ddp_result result = dir && dir[0] ? ddp__fsdp_enter(f->group)
-                                      : ddp__fsdp_bad(who, f->group, "dir is NULL or empty; name a folder");
+static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *call, const char *dir, int list, int copy) {
+    ddp_result result = dir && dir[0]
+                            ? ddp__fsdp_device_begin(f->group)
+                            : ddp__fsdp_invalid(call, f->group, "dir is NULL or empty; name a folder");
     ddp__saver_list(f, list);
     if (result == DDP_OK && copy) result = ddp__saver_copy(f, 0);
     if (f->desc.state) f->saver.state = *f->desc.state;
     /* a load keeps it where the checkpoint has none */
     if (f->desc.scaler) ddp_scaler_save(f->desc.scaler, &f->saver.state.scaler);
-    return ddp_agree_groups(f->saver.files, 2, who, result, 0, "");
+    return ddp_agree_groups(f->saver.groups, 2, call, result, 0, "");
 }
 
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
     DDP_PUBLIC_CALL(ddp_fsdp_save_wait);
-    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
-    ddp__saver *saver = &fsdp->saver;
+    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");
+    ddp__fsdp_saver *saver = &fsdp->saver;
     if (!saver->pending) return DDP_OK;
     if (saver->has_thread) pthread_join(saver->thread, NULL);
     saver->pending = saver->has_thread = 0;
-    ddp_result result = ddp_error_restore(&saver->outcome);
-    return saver->files[1] ? ddp_agree(saver->files[1], "ddp_fsdp_save", result, 0, "") : result;
+    ddp_result result = ddp_error_restore(&saver->result);
+    return saver->groups[1] ? ddp_agree(saver->groups[1], "ddp_fsdp_save", result, 0, "") : result;
 }
 
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     DDP_PUBLIC_CALL(ddp_fsdp_save);
-    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
-    ddp__saver *saver = &fsdp->saver;
+    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");
+    ddp__fsdp_saver *saver = &fsdp->saver;
     DDP_TRY(ddp_fsdp_save_wait(fsdp));
     int replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0,
         writes = !replica || fsdp->desc.checkpoint_group;
@@ -4810,7 +4881,7 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     snprintf(saver->dir, sizeof saver->dir, "%s", dir ? dir : "");
     DDP_TRY(ddp__saver_prepare(fsdp, __func__, dir, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE, copies));
     saver->state.step = fsdp->step;
-    saver->outcome.result = DDP_OK;
+    saver->result.result = DDP_OK;
     saver->pending = 1;
     saver->has_thread = writes && fsdp->desc.save_in_background
                         && pthread_create(&saver->thread, NULL, ddp__saver_main, fsdp) == 0;
@@ -4820,15 +4891,15 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
 
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     DDP_PUBLIC_CALL(ddp_fsdp_load);
-    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
+    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");
     DDP_TRY(ddp_fsdp_save_wait(fsdp));
-    ddp_result agreed = ddp__calls_agree(fsdp, __func__, DDP_OK);
+    ddp_result agreed = ddp__fsdp_agree_calls(fsdp, __func__, DDP_OK);
     if (fsdp->desc.checkpoint_group) agreed = ddp_agree(fsdp->desc.checkpoint_group, __func__, agreed, 0, "");
     if (agreed != DDP_OK) return agreed;
-    ddp__saver *saver = &fsdp->saver;
+    ddp__fsdp_saver *saver = &fsdp->saver;
     int copies = fsdp->device != ddp_device_cpu();
     DDP_TRY(ddp__saver_prepare(fsdp, __func__, dir, DDP__LIST_ALL, copies));
-    DDP_TRY(ddp__checkpoint_load(saver->files[0], saver->files[1], dir, saver->slices, saver->count,
+    DDP_TRY(ddp__checkpoint_load(saver->groups[0], saver->groups[1], dir, saver->slices, saver->count,
                                  fsdp->desc.scaler, &saver->state));
     ddp__saver_list(fsdp, DDP__LIST_ALL); /* of the device's memory again */
     if (copies) DDP_TRY(ddp__saver_copy(fsdp, 1));
@@ -4850,7 +4921,7 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
      3. values     first values and optimizer are there
    A failure of one rank is therefore an error of every rank, and the groups stay usable. */
 
-#define DDP__CREATE_BAD(group, ...) ddp__fsdp_bad("ddp_fsdp_create", group, __VA_ARGS__)
+#define DDP__CREATE_INVALID(group, ...) ddp__fsdp_invalid("ddp_fsdp_create", group, __VA_ARGS__)
 
 static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc) {
     ddp_group *group = f->group;
@@ -4859,7 +4930,7 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
     if (d->replicas == group) d->replicas = NULL;
     f->groups[1] = d->replicas;
     f->groups[2] = d->checkpoint_group;
-    f->memory.file = -1;
+    f->allocator.file = -1;
     const struct {
         int wrong;
         const char *text;
@@ -4882,12 +4953,12 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
         {d->keep_checkpoints < 0, "keep_checkpoints=%d is negative", d->keep_checkpoints},
     };
     for (size_t i = 0; i < sizeof checks / sizeof checks[0]; i++)
-        if (checks[i].wrong) return DDP__CREATE_BAD(group, checks[i].text, checks[i].value);
+        if (checks[i].wrong) return DDP__CREATE_INVALID(group, checks[i].text, checks[i].value);
     for (int u = 0; u < d->unit_count; u++) {
         const ddp_fsdp_unit_desc *unit = &d->units[u];
         if (!unit->params || unit->param_count < 1)
-            return DDP__CREATE_BAD(group, "unit %d (%s) has no parameters", u,
-                                   unit->name ? unit->name : "no name");
+            return DDP__CREATE_INVALID(group, "unit %d (%s) has no parameters", u,
+                                       unit->name ? unit->name : "no name");
         f->shard_count += unit->param_count;
     }
     if (!d->micro_batch_count) d->micro_batch_count = 1;
@@ -4909,42 +4980,43 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
             f->device->name);
     f->world_size = d->strategy == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(group);
     f->rank = f->world_size > 1 ? ddp_rank(group) : 0;
-    if (f->world_size == 1 && ddp_world_size(group) > 1) f->copies[f->copy_count++] = group;
-    if (d->replicas && ddp_world_size(d->replicas) > 1) f->copies[f->copy_count++] = d->replicas;
+    if (f->world_size == 1 && ddp_world_size(group) > 1) f->replica_groups[f->replica_group_count++] = group;
+    if (d->replicas && ddp_world_size(d->replicas) > 1)
+        f->replica_groups[f->replica_group_count++] = d->replicas;
     f->divisor = d->per_token ? 0
                               : (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group)
                                     * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
-    f->keeps_full = d->strategy != DDP_FSDP_FULL_SHARD
-                    || (f->world_size == 1 && f->device != ddp_device_cpu());
-    f->reduces_each = d->strategy == DDP_FSDP_FULL_SHARD || d->strategy == DDP_FSDP_SHARD_GRAD;
+    f->keeps_full_params = d->strategy != DDP_FSDP_FULL_SHARD
+                           || (f->world_size == 1 && f->device != ddp_device_cpu());
+    f->reduces_per_micro_batch = d->strategy == DDP_FSDP_FULL_SHARD || d->strategy == DDP_FSDP_SHARD_GRAD;
     return DDP_OK;
 }
 
 /* Levels of the binary counter: sums of shards, or of full gradients besides the one that backward writes. */
-static int ddp__fsdp_levels(const ddp_fsdp *f) {
+static int ddp__fsdp_partial_sums(const ddp_fsdp *f) {
     int levels = 0;
     for (int m = f->desc.micro_batch_count; m > 1; m >>= 1) levels++;
     if (f->desc.sequential_accumulation && levels > 1) levels = 1;
-    return f->reduces_each ? levels + 1 : levels;
+    return f->reduces_per_micro_batch ? levels + 1 : levels;
 }
 
 /* Makes the object, followed by the list of its allocations. Describes units and shards, and finds every
    error that one rank can find without the others. */
 static ddp_result ddp__fsdp_describe(ddp_fsdp *resolved, ddp_fsdp **out) {
     ddp_optimizer_desc optimizer = resolved->desc.optimizer;
-    size_t allocations = (size_t)resolved->unit_count * (size_t)(ddp__fsdp_levels(resolved) + 9) + 32;
+    size_t allocations = (size_t)resolved->unit_count * (size_t)(ddp__fsdp_partial_sums(resolved) + 9) + 32;
     size_t own = ddp_round_up(sizeof *resolved, 64), size = own + allocations * sizeof(ddp__fsdp_allocation);
     ddp_fsdp *f = (ddp_fsdp *)ddp__fsdp_host_alloc(resolved, size);
     if (!f) return DDP_ERR_NO_MEMORY;
     *f = *resolved;
     *out = f;
-    f->memory.allocations = (ddp__fsdp_allocation *)(void *)((unsigned char *)f + own);
-    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, size + DDP_MALLOC_EXTRA, 1);
-    DDP_TRY(ddp__table_alloc(f, f->unit_count, sizeof *f->units, &f->units));
-    DDP_TRY(ddp__table_alloc(f, f->shard_count, sizeof *f->shards, &f->shards));
+    f->allocator.allocations = (ddp__fsdp_allocation *)(void *)((unsigned char *)f + own);
+    ddp__fsdp_count_bytes(f, DDP__FOR_BOOKKEEPING, size + DDP_MALLOC_EXTRA, 1);
+    DDP_TRY(ddp__fsdp_table_alloc(f, f->unit_count, sizeof *f->units, &f->units));
+    DDP_TRY(ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->shards, &f->shards));
     f->units_end = f->units + f->unit_count;
     f->shards_end = f->shards;
-    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
+    for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
         const ddp_fsdp_unit_desc *d = &f->desc.units[unit - f->units];
         unit->fsdp = f;
         unit->index = (int)(unit - f->units);
@@ -4954,21 +5026,21 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *resolved, ddp_fsdp **out) {
             snprintf(unit->name, sizeof unit->name, "%s", d->name);
         else
             snprintf(unit->name, sizeof unit->name, "unit %d", unit->index);
-        for (ddp__shard *s = unit->shards; s < unit->end; s++) {
-            s->entry = &d->params[s - unit->shards];
+        for (ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+            s->user_param = &d->params[s - unit->shards];
             s->unit = unit;
-            s->name = s->entry->param.name ? s->entry->param.name : "(no name)";
+            s->name = s->user_param->param.name ? s->user_param->param.name : "(no name)";
             DDP_TRY(ddp__shard_describe(f, s));
         }
     }
-    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_layout(f, unit);
+    for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_layout(f, unit);
     return ddp__optimizer_resolve(f->group, &optimizer); /* its numbers, before any rank waits */
 }
 
 enum { DDP__FSDP_OPTIONS = 31 };
 
 /* The hash of entry i of what must be equal on all ranks, and its description: options, then parameters. */
-static uint64_t ddp__fsdp_entry(const void *list, int i, char *text) {
+static uint64_t ddp__fsdp_agree_entry(const void *list, int i, char *text) {
     const ddp_fsdp *f = (const ddp_fsdp *)list;
     const ddp_fsdp_desc *d = &f->desc;
 #define DDP__OPTION(field) \
@@ -5012,16 +5084,16 @@ static uint64_t ddp__fsdp_entry(const void *list, int i, char *text) {
         snprintf(text, DDP_AGREE_TEXT, "%s=%.9g", options[i].name, options[i].value);
         return ddp_hash(DDP_HASH_SEED, &options[i].value, sizeof options[i].value);
     }
-    const ddp__shard *s = &f->shards[i - DDP__FSDP_OPTIONS];
-    const ddp_tensor *value = &s->entry->param.value;
-    const char *grad = ddp_dtype_name(s->part[DDP__GRADS].dtype);
+    const ddp__fsdp_shard *s = &f->shards[i - DDP__FSDP_OPTIONS];
+    const ddp_tensor *value = &s->user_param->param.value;
+    const char *grad = ddp_dtype_name(s->range[DDP__FULL_GRADS].dtype);
     const int64_t numbers[] = {
-        s->unit->index,        value->dtype, value->ndim,        s->part[DDP__GRADS].dtype,
+        s->unit->index,        value->dtype, value->ndim,        s->range[DDP__FULL_GRADS].dtype,
         s->source - f->shards, s->trained,   value->data != NULL};
     size_t shape_bytes = (size_t)value->ndim * sizeof value->shape[0];
     ddp_shape_text shape = ddp_describe_shape(ddp_dtype_name(value->dtype), value->ndim, value->shape),
-                   part = ddp_describe_shape("", value->ndim, s->entry->global_offset);
-    ddp_shape_text global = ddp_describe_shape("", value->ndim, s->entry->global_shape);
+                   part = ddp_describe_shape("", value->ndim, s->user_param->global_offset);
+    ddp_shape_text global = ddp_describe_shape("", value->ndim, s->user_param->global_shape);
     snprintf(text, DDP_AGREE_TEXT, "unit %.40s, parameter '%.60s' %.40s, gradient %s%s%s%s", s->unit->name,
              s->name, shape.text, grad, s->trained ? "" : " frozen", s->source != s ? " tied" : "",
              value->data ? "" : " without values");
@@ -5029,52 +5101,56 @@ static uint64_t ddp__fsdp_entry(const void *list, int i, char *text) {
         snprintf(text + strlen(text), DDP_AGREE_TEXT - strlen(text), " at%.40s of%.40s", part.text,
                  global.text);
     uint64_t hash = ddp_hash(ddp_hash(DDP_HASH_SEED, s->name, strlen(s->name)), numbers, sizeof numbers);
-    hash = ddp_hash(ddp_hash(hash, value->shape, shape_bytes), s->entry->global_shape, shape_bytes);
-    return ddp_hash(hash, s->entry->global_offset, shape_bytes);
+    hash = ddp_hash(ddp_hash(hash, value->shape, shape_bytes), s->user_param->global_shape, shape_bytes);
+    return ddp_hash(hash, s->user_param->global_offset, shape_bytes);
 }
 
 /* All ranks of a group create the same object, or all fail. own: the result of this rank until now. */
 static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_result own) {
     int differs = 2;
     ddp_result result = ddp_agree_list(group, "ddp_fsdp_create", own, f, DDP__FSDP_OPTIONS + f->shard_count,
-                                       ddp__fsdp_entry, &differs);
+                                       ddp__fsdp_agree_entry, &differs);
     /* a rank lacks this group: none waits there for it */
     for (int g = 1; g < 3 && differs < 2 && group == f->group; g++)
         if (f->groups[g]) ddp_group_poison(f->groups[g], result, ddp_last_error());
     return result;
 }
 
-static void ddp__unit_alloc(ddp_fsdp *f, ddp__unit *unit) {
-    int levels = ddp__fsdp_levels(f), shared = f->world_size > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
-    int adds_copies = f->world_size == 1 && f->copy_count && unit->converts && unit->layout == DDP__GRADS;
-    if (ddp__has_own_full(f))
-        (void)ddp__fsdp_alloc(f, f->keeps_full ? DDP__OF_SHARDS : DDP__OF_GATHERED,
-                              f->keeps_full ? shared : DDP__MEMORY_DEVICE, unit->full_bytes, &unit->full);
-    if (!f->keeps_full)
-        (void)ddp__fsdp_alloc(f, f->desc.quantize_gather ? DDP__OF_COMMUNICATION : DDP__OF_SHARDS, shared,
+static void ddp__unit_alloc(ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    int levels = ddp__fsdp_partial_sums(f),
+        shared = f->world_size > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
+    int adds_copies = f->world_size == 1 && f->replica_group_count && unit->casts_grads
+                      && unit->layout == DDP__FULL_GRADS;
+    if (ddp__full_memory_is_per_unit(f))
+        (void)ddp__fsdp_alloc(f, f->keeps_full_params ? DDP__FOR_SHARDS : DDP__FOR_FULL_PARAMS,
+                              f->keeps_full_params ? shared : DDP__MEMORY_DEVICE, unit->full_bytes,
+                              &unit->full);
+    if (!f->keeps_full_params)
+        (void)ddp__fsdp_alloc(f, f->desc.quantize_gather ? DDP__FOR_COMMUNICATION : DDP__FOR_SHARDS, shared,
                               unit->shard_bytes, &unit->shard);
-    if (!f->reduces_each && unit->trained)
-        (void)ddp__fsdp_alloc(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes[DDP__GRADS],
+    if (!f->reduces_per_micro_batch && unit->trained_count)
+        (void)ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes[DDP__FULL_GRADS],
                               &unit->grads);
     if (unit->master_bytes)
-        (void)ddp__fsdp_alloc(f, DDP__OF_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes,
+        (void)ddp__fsdp_alloc(f, DDP__FOR_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes,
                               &unit->master);
-    for (int l = 0; unit->trained && (l < levels || (l == 0 && unit->grad_bytes[DDP__SUMS])); l++) {
-        size_t bytes = f->reduces_each ? unit->grad_bytes[DDP__SUMS]
-                       : l < levels    ? unit->grad_bytes[DDP__CASTED]
-                                       : 0;
-        if (l == 0) ddp__size_at_least(&bytes, unit->grad_bytes[DDP__SUMS]);
-        (void)ddp__fsdp_alloc(f, DDP__OF_GRADIENTS, adds_copies ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE,
-                              bytes, &unit->level[l]);
+    for (int l = 0; unit->trained_count && (l < levels || (l == 0 && unit->grad_bytes[DDP__SHARD_SUMS]));
+         l++) {
+        size_t bytes = f->reduces_per_micro_batch ? unit->grad_bytes[DDP__SHARD_SUMS]
+                       : l < levels               ? unit->grad_bytes[DDP__CAST_GRADS]
+                                                  : 0;
+        if (l == 0) ddp__size_at_least(&bytes, unit->grad_bytes[DDP__SHARD_SUMS]);
+        (void)ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, adds_copies ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE,
+                              bytes, &unit->partial_sum[l]);
     }
 }
 
 /* OFFLOAD_HOST: the world where the optimizer works, and what travels between it and the device. */
 static ddp_result ddp__offload_create(ddp_fsdp *f) {
-    ddp__offload *o = &f->offload;
+    ddp__fsdp_offload_state *o = &f->offload;
     ddp_group_desc alone = DDP_ZERO;
     alone.init_method = "self://";
-    for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
+    for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
         size_t size = ddp_dtype_size(s->master_dtype),
                piece = s->own_count < DDP__HOST_PIECE ? s->own_count : DDP__HOST_PIECE;
         ddp__size_at_least(&o->rows_bytes, 2 * ddp_round_up(piece * size, 64));
@@ -5082,10 +5158,10 @@ static ddp_result ddp__offload_create(ddp_fsdp *f) {
         o->sums_bytes += ddp_round_up(s->own_count * size, 64);
         o->piece_count += (int)((s->own_count + DDP__HOST_PIECE - 1) / DDP__HOST_PIECE);
     }
-    DDP_TRY(ddp_group_create(&o->host, &alone));
-    DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_PINNED, o->rows_bytes, &o->rows));
-    DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_GRADIENTS, DDP__MEMORY_PINNED, o->sums_bytes, &o->sums));
-    DDP_TRY(ddp__table_alloc(f, o->piece_count, sizeof *o->downloaded, &o->downloaded));
+    DDP_TRY(ddp_group_create(&o->host_group, &alone));
+    DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_PINNED, o->rows_bytes, &o->rows));
+    DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_PINNED, o->sums_bytes, &o->sums));
+    DDP_TRY(ddp__fsdp_table_alloc(f, o->piece_count, sizeof *o->downloaded, &o->downloaded));
     for (int i = 0; i < o->piece_count + 2 && f->device->use_stream; i++)
         DDP_TRY(f->device->event_create(f->group, i < 2 ? &o->uploaded[i] : &o->downloaded[i - 2]));
     return DDP_OK;
@@ -5093,21 +5169,21 @@ static ddp_result ddp__offload_create(ddp_fsdp *f) {
 
 /* Memory that all units share, as much as the largest one needs. */
 static void ddp__staging_alloc(ddp_fsdp *f) {
-    ddp__reduce *reduce = &f->reduce;
+    ddp__fsdp_reduce_state *reduce = &f->reduce;
     size_t world = (size_t)f->world_size;
-    for (const ddp__unit *unit = f->units; unit < f->units_end; unit++) {
+    for (const ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
         size_t reduce_bytes = 0;
         for (int d = 0; d <= DDP_U64; d++)
             reduce_bytes += ddp_round_up(unit->reduce_count[d] * ddp_dtype_size((ddp_dtype)d), 64);
-        ddp__size_at_least(&f->unshard.slot_bytes, unit->full_bytes);
-        ddp__size_at_least(&reduce->slot_bytes, unit->grad_bytes[DDP__GRADS]);
-        if (unit->layout == DDP__CASTED)
-            ddp__size_at_least(&reduce->cast_bytes, unit->grad_bytes[DDP__CASTED]);
-        for (const ddp__shard *s = unit->shards; s < unit->end && world > 1 && f->peer_memory; s++)
+        ddp__size_at_least(&f->unshard.buffer_bytes, unit->full_bytes);
+        ddp__size_at_least(&reduce->buffer_bytes, unit->grad_bytes[DDP__FULL_GRADS]);
+        if (unit->layout == DDP__CAST_GRADS)
+            ddp__size_at_least(&reduce->cast_bytes, unit->grad_bytes[DDP__CAST_GRADS]);
+        for (const ddp__fsdp_shard *s = unit->shards; s < unit->end && world > 1 && f->peer_memory; s++)
             if (s->trained
-                && (s->part[unit->layout].dtype != s->reduce_dtype || s->reduce_dtype != s->master_dtype))
+                && (s->range[unit->layout].dtype != s->reduce_dtype || s->reduce_dtype != s->master_dtype))
                 ddp__size_at_least(&reduce->tile_bytes,
-                                   (world + 1) * DDP__TILE * ddp_dtype_size(s->reduce_dtype));
+                                   (world + 1) * DDP__REDUCE_TILE * ddp_dtype_size(s->reduce_dtype));
         if (world == 1 || f->peer_memory) continue;
         ddp__size_at_least(&f->send_bytes, unit->block_bytes);
         ddp__size_at_least(&f->send_bytes, (reduce_bytes + 64) * world);
@@ -5115,25 +5191,26 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
         ddp__size_at_least(&f->recv_bytes, reduce_bytes);
     }
     if (reduce->cast_bytes)
-        (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, reduce->cast_bytes, &reduce->cast);
+        (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, reduce->cast_bytes,
+                              &reduce->cast);
     if (reduce->tile_bytes)
-        (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_DEVICE, reduce->tile_bytes,
+        (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_DEVICE, reduce->tile_bytes,
                               &reduce->tile);
     if (f->send_bytes)
-        (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send);
+        (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send);
     if (f->recv_bytes)
-        (void)ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->recv_bytes, &f->recv);
+        (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, f->recv_bytes, &f->recv);
 }
 
 /* Memory for clipping. A device with pinned memory and streams computes the factor itself. */
 static ddp_result ddp__clip_create(ddp_fsdp *f) {
-    ddp__clip *clip = &f->clip;
+    ddp__fsdp_clip_state *clip = &f->clip;
     int decides = f->device->alloc_pinned && f->device->use_stream;
-    DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_DEVICE,
+    DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_BOOKKEEPING, DDP__MEMORY_DEVICE,
                             sizeof *clip->squares + (decides ? 64 : 0), &clip->squares));
     if (!decides) return DDP_OK;
     clip->factor = (float *)(void *)(clip->squares + 1);
-    DDP_TRY(ddp__fsdp_alloc(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_PINNED, 64, &clip->norm));
+    DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_BOOKKEEPING, DDP__MEMORY_PINNED, 64, &clip->norm));
     return f->device->event_create(f->group, &clip->event);
 }
 
@@ -5141,39 +5218,40 @@ static ddp_result ddp__clip_create(ddp_fsdp *f) {
 static ddp_result ddp__offload_open(ddp_fsdp *f) {
     char path[4096];
     snprintf(path, sizeof path, "%s/ddp-offload-XXXXXX", f->desc.offload_dir);
-    f->memory.file = mkstemp(path);
-    if (f->memory.file >= 0) unlink(path);
-    if (f->memory.file >= 0 && fcntl(f->memory.file, F_SETFD, FD_CLOEXEC) == 0) return DDP_OK;
+    f->allocator.file = mkstemp(path);
+    if (f->allocator.file >= 0) unlink(path);
+    if (f->allocator.file >= 0 && fcntl(f->allocator.file, F_SETFD, FD_CLOEXEC) == 0) return DDP_OK;
     return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create group=%s: offload_dir=%s: no file can be made there: %s",
                     ddp_group_name(f->group), f->desc.offload_dir, strerror(errno));
 }
 
-/* Allocates all memory. The first failure is in f->memory.error; collective allocations continue after it. */
+/* Allocates all memory. The first failure is in f->allocator.error. Collective allocations continue after
+   it. */
 static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
-    ddp_saved_error *error = &f->memory.error;
-    ddp__reduce *reduce = &f->reduce;
+    ddp_saved_error *error = &f->allocator.error;
+    ddp__fsdp_reduce_state *reduce = &f->reduce;
     int window = ddp__reduce_window(f);
     uint64_t *own;
     if (f->device->use_stream && f->desc.replicas)
         ddp_error_save(error, f->device->event_create(f->group, &reduce->event));
     if (f->desc.offload == DDP_FSDP_OFFLOAD_FILE) ddp_error_save(error, ddp__offload_open(f));
-    (void)ddp__table_alloc(f, f->unit_count, sizeof *f->unshard.slots, &f->unshard.slots);
-    (void)ddp__table_alloc(f, window, sizeof *reduce->slots, &reduce->slots);
-    (void)ddp__table_alloc(f, f->shard_count, sizeof *f->masters, &f->masters);
-    (void)ddp__table_alloc(f, f->shard_count, sizeof *f->master_shards, &f->master_shards);
-    (void)ddp__table_alloc(f, f->shard_count, sizeof *f->sums, &f->sums);
-    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_alloc(f, unit);
+    (void)ddp__fsdp_table_alloc(f, f->unit_count, sizeof *f->unshard.buffers, &f->unshard.buffers);
+    (void)ddp__fsdp_table_alloc(f, window, sizeof *reduce->buffers, &reduce->buffers);
+    (void)ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->masters, &f->masters);
+    (void)ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->master_shards, &f->master_shards);
+    (void)ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->sums, &f->sums);
+    for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_alloc(f, unit);
     f->peer_memory = f->world_size <= DDP_MAX_LOCAL_RANKS;
-    for (const ddp__unit *unit = f->units; unit < f->units_end; unit++) {
-        const unsigned char *shared = f->keeps_full ? unit->full : unit->shard;
+    for (const ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
+        const unsigned char *shared = f->keeps_full_params ? unit->full : unit->shard;
         for (int r = 0; r < f->world_size && shared && f->peer_memory; r++)
             f->peer_memory = r == f->rank || ddp_group_peer(f->group, shared, r) != NULL;
     }
     if (f->world_size > 1 && f->peer_memory) {
-        (void)ddp__table_alloc(f, window, sizeof *reduce->issued_units, &reduce->issued_units);
-        (void)ddp__fsdp_alloc(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_GROUP,
-                              (size_t)(DDP__ISSUED_UNITS + window) * sizeof *own, &own);
-        (void)ddp__table_alloc(f, f->world_size, sizeof *reduce->progress, &reduce->progress);
+        (void)ddp__fsdp_table_alloc(f, window, sizeof *reduce->issued_units, &reduce->issued_units);
+        (void)ddp__fsdp_alloc(f, DDP__FOR_BOOKKEEPING, DDP__MEMORY_GROUP,
+                              (size_t)(DDP__PROGRESS_UNITS + window) * sizeof *own, &own);
+        (void)ddp__fsdp_table_alloc(f, f->world_size, sizeof *reduce->progress, &reduce->progress);
         for (int r = 0; r < f->world_size && own && reduce->progress; r++)
             reduce->progress[r] = (uint64_t *)ddp_group_peer(f->group, own, r);
     }
@@ -5185,28 +5263,28 @@ static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
 
 /* The first values of this rank's rows. Master values in host memory receive the device's through
    offload.rows. */
-static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
-    const ddp_tensor *value = &s->entry->param.value;
-    const ddp_device *to = f->offload.host ? ddp_device_cpu() : f->device;
+static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__fsdp_shard *s) {
+    const ddp_tensor *value = &s->user_param->param.value;
+    const ddp_device *to = f->offload.host_group ? ddp_device_cpu() : f->device;
     size_t size = ddp_dtype_size(value->dtype), master_size = ddp_dtype_size(s->master_dtype);
     unsigned char *rows = s->master;
     if (!s->own_count) return DDP_OK;
     if (value->data) {
         const unsigned char *from = (unsigned char *)value->data
-                                    + ddp__rows_bytes(s, s->first_row, value->dtype);
-        size_t max = f->offload.host ? DDP__HOST_PIECE : s->own_count;
+                                    + ddp__shard_rows_bytes(s, s->first_row, value->dtype);
+        size_t max = f->offload.host_group ? DDP__HOST_PIECE : s->own_count;
         for (size_t at = 0, n; at < s->own_count; at += n) {
             n = s->own_count - at < max ? s->own_count - at : max;
-            if (f->offload.host) f->device->copy(f->offload.rows, from + at * size, n * size);
-            to->cast(s->master + at * master_size, s->master_dtype, f->offload.host ? f->offload.rows : from,
-                     value->dtype, n);
+            if (f->offload.host_group) f->device->copy(f->offload.rows, from + at * size, n * size);
+            to->cast(s->master + at * master_size, s->master_dtype,
+                     f->offload.host_group ? f->offload.rows : from, value->dtype, n);
         }
         return ddp_device_check(f->group);
     }
     if (!to->host_memory)
         DDP_TRY(
-            ddp__fsdp_alloc(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, s->own_count * master_size, &rows));
-    ddp_result result = f->desc.init_fn(s->entry, (int64_t)s->first_row, (int64_t)s->own_rows, rows,
+            ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_HOST, s->own_count * master_size, &rows));
+    ddp_result result = f->desc.init_fn(s->user_param, (int64_t)s->first_row, (int64_t)s->own_rows, rows,
                                         f->desc.init_user);
     if (rows != s->master) f->device->copy(s->master, rows, s->own_count * master_size);
     if (rows != s->master) ddp__fsdp_free(f, rows);
@@ -5217,11 +5295,11 @@ static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__shard *s) {
    allocator. */
 static size_t ddp__optimizer_tables(const ddp_optimizer *o, int of_device) {
     size_t sums = (size_t)o->square_count * sizeof(ddp_exact_sum),
-           here = sums + (size_t)o->square_count / 2 * sizeof *o->rates;
+           here = sums + (size_t)o->square_count / 2 * sizeof *o->trust_rates;
     int on_host = o->device == ddp_device_cpu();
     if (of_device) return on_host ? 0 : here;
     size_t bytes = sizeof *o + (size_t)o->desc.param_count * sizeof *o->params + 2 * DDP_MALLOC_EXTRA;
-    if (o->sent) bytes += sums + DDP_MALLOC_EXTRA;
+    if (o->host_squares) bytes += sums + DDP_MALLOC_EXTRA;
     return o->square_count && on_host ? bytes + here + DDP_MALLOC_EXTRA : bytes;
 }
 
@@ -5229,16 +5307,16 @@ static size_t ddp__optimizer_tables(const ddp_optimizer *o, int of_device) {
 static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
     ddp_optimizer_desc d = f->desc.optimizer;
     size_t host_at = 0;
-    for (ddp__shard *s = f->shards; s < f->shards_end; s++) {
+    for (ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
         ddp_param *p = &f->masters[f->master_count];
         if (s->source != s || !s->trained) continue;
         p->name = s->name;
         p->value = p->grad = ddp__shard_tensor(s);
         p->grad.data = ddp__shard_sum(s, 0);
         f->sums[f->master_count] = p->grad;
-        if (f->offload.host)
+        if (f->offload.host_group)
             p->grad.data = f->offload.sums
-                           + ddp__lay(&host_at, s->own_count * ddp_dtype_size(s->master_dtype));
+                           + ddp__layout_append(&host_at, s->own_count * ddp_dtype_size(s->master_dtype));
         s->master_index = f->master_count;
         f->master_shards[f->master_count++] = s;
     }
@@ -5249,25 +5327,28 @@ static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
     d.state_alloc_fn = ddp__fsdp_state_alloc;
     d.state_free_fn = ddp__fsdp_state_free;
     d.state_user = f;
-    DDP_TRY(ddp_optimizer_create(&f->optimizer, f->offload.host ? f->offload.host : f->group, &d));
-    if (f->offload.host) f->optimizer->piece_fn = ddp__offload_piece;
-    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 1), 1);
-    if (!f->desc.alloc_fn) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 0), 1);
+    DDP_TRY(
+        ddp_optimizer_create(&f->optimizer, f->offload.host_group ? f->offload.host_group : f->group, &d));
+    if (f->offload.host_group) f->optimizer->piece_fn = ddp__offload_piece;
+    ddp__fsdp_count_bytes(f, DDP__FOR_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 1), 1);
+    if (!f->desc.alloc_fn)
+        ddp__fsdp_count_bytes(f, DDP__FOR_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 0), 1);
     return DDP_OK;
 }
 
 /* Agreements 2 and 3. */
 static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
-    ddp_saved_error *error = &f->memory.error;
-    ddp_error_save(error, ddp__fsdp_enter(f->group));
+    ddp_saved_error *error = &f->allocator.error;
+    ddp_error_save(error, ddp__fsdp_device_begin(f->group));
     ddp__fsdp_alloc_all(f);
     DDP_TRY(ddp_agree_groups(f->groups, 3, "ddp_fsdp_create", ddp_error_restore(error), 0, ""));
-    for (ddp__shard *s = f->shards; s < f->shards_end; s++) {
-        const ddp_tensor *value = &s->entry->param.value;
+    for (ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
+        const ddp_tensor *value = &s->user_param->param.value;
         if (s->source != s) continue;
-        s->value = f->keeps_full ? s->unit->full + s->full_at + ddp__rows_bytes(s, s->first_row, s->dtype)
-                                 : s->unit->shard + s->shard_at;
-        s->master = s->has_master ? s->unit->master + s->master_at : s->value;
+        s->value = f->keeps_full_params
+                       ? s->unit->full + s->full_offset + ddp__shard_rows_bytes(s, s->first_row, s->dtype)
+                       : s->unit->shard + s->shard_offset;
+        s->master = s->has_master ? s->unit->master + s->master_offset : s->value;
         for (int i = 1; i >= 0 && value->data && !f->desc.skip_initial_broadcast; i--) /* rank 0's values */
             if (f->groups[i])
                 ddp_error_save(error, ddp_broadcast(f->groups[i], value->data, s->rows * s->row_elements,
@@ -5278,13 +5359,13 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
     if (error->result == DDP_OK) ddp_error_save(error, ddp__fsdp_publish(f, 0));
     DDP_TRY(ddp_agree_groups(f->groups, 3, "ddp_fsdp_create", ddp_error_restore(error), 0, ""));
     DDP_TRY(ddp__shards_barrier(f));
-    for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
-        ddp_param *p = &s->entry->param;
+    for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
+        ddp_param *p = &s->user_param->param;
         p->value.dtype = s->dtype;
         p->grad = p->value;
-        p->grad.dtype = s->part[DDP__GRADS].dtype;
+        p->grad.dtype = s->range[DDP__FULL_GRADS].dtype;
         p->sum.is_set = 0;
-        if (!ddp__takes_sum(s)) continue;
+        if (!ddp__accepts_pipeline_sum(s)) continue;
         p->sum.reader = f;
         p->sum.drain = ddp__reduce_drain;
     }
@@ -5293,30 +5374,30 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
 }
 
 static void ddp__fsdp_delete(ddp_fsdp *f, int created) {
-    ddp__offload *o = &f->offload;
+    ddp__fsdp_offload_state *o = &f->offload;
     if (f->saver.has_thread) pthread_join(f->saver.thread, NULL);
-    ddp_group_destroy(f->saver.own);
-    for (ddp__unit *unit = f->units; unit < f->units_end; unit++) {
-        if (unit->fsdp) ddp__reduce_wait(f, unit);
+    ddp_group_destroy(f->saver.thread_group);
+    for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
+        if (unit->fsdp) ddp__reduce_wait_release(f, unit);
         if (unit->fsdp) ddp__unshard_wait(f, unit);
     }
     double until = ddp_now() + ddp_group_timeout_ms(f->group) * 1e-3;
     /* until pinned memory is not in use any more */
     for (int i = 0; i < (o->downloaded ? o->piece_count : 0) + 3; i++) {
         void *event = i < 2 ? o->uploaded[i] : i == 2 ? f->clip.event : o->downloaded[i - 3];
-        ddp__event_wait(f, event, until);
+        ddp__fsdp_event_wait(f, event, until);
         if (event) f->device->event_destroy(f->group, event);
     }
     ddp_optimizer_destroy(f->optimizer);
-    for (const ddp__shard *s = f->shards; s < f->shards_end && created; s++) {
-        ddp_param *param = &s->entry->param;
+    for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end && created; s++) {
+        ddp_param *param = &s->user_param->param;
         param->value.data = param->grad.data = NULL;
         if (param->sum.reader == f) param->sum.reader = NULL;
     }
-    while (f->memory.count) ddp__fsdp_free(f, f->memory.allocations[f->memory.count - 1].memory);
-    if (f->memory.file >= 0) close(f->memory.file);
+    while (f->allocator.count) ddp__fsdp_free(f, f->allocator.allocations[f->allocator.count - 1].memory);
+    if (f->allocator.file >= 0) close(f->allocator.file);
     if (f->reduce.event) f->device->event_destroy(f->group, f->reduce.event);
-    ddp_group_destroy(o->host);
+    ddp_group_destroy(o->host_group);
     ddp_fsdp last = *f; /* for the call that frees it */
     ddp__fsdp_host_free(&last, f);
 }
@@ -5325,11 +5406,11 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
     DDP_PUBLIC_CALL(ddp_fsdp_create);
     ddp_fsdp resolved = DDP_ZERO, *f = NULL;
     if (out) *out = NULL;
-    DDP__FSDP_NEED(group, "group is NULL");
+    DDP__FSDP_CHECK(group, "group is NULL");
     resolved.group = resolved.groups[0] = group;
     ddp_result result = desc ? ddp__fsdp_desc_resolve(&resolved, desc)
-                             : ddp__fsdp_bad(__func__, group, "desc is NULL");
-    if (result == DDP_OK && !out) result = ddp__fsdp_bad(__func__, group, "out is NULL");
+                             : ddp__fsdp_invalid(__func__, group, "desc is NULL");
+    if (result == DDP_OK && !out) result = ddp__fsdp_invalid(__func__, group, "out is NULL");
     if (result == DDP_OK) result = ddp__fsdp_describe(&resolved, &f);
     for (int i = 0; i < 2; i++) /* what one group finds reaches the others through the replicas */
         if (i == 0 || resolved.groups[i])
@@ -5338,7 +5419,7 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
     if (result == DDP_OK) result = ddp__fsdp_build(f);
     if (result == DDP_OK) *out = f;
     if (result == DDP_OK || !f) return result;
-    const ddp_saved_error error = ddp__fsdp_error(result);
+    const ddp_saved_error error = ddp__saved_error_of(result);
     ddp__fsdp_delete(f, 0);
     return ddp_error_restore(&error);
 }
@@ -5353,43 +5434,46 @@ DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
 /* The formulas of the opening comment per element: P / W for split tensors, without padding. */
 static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     ddp_fsdp_bytes out = DDP_ZERO;
-    double world = f->world_size, levels = ddp__fsdp_levels(f),
+    double world = f->world_size, levels = ddp__fsdp_partial_sums(f),
            states = f->optimizer ? f->optimizer->state_count : 0;
-    double bytes[DDP__PURPOSES] = {0};
+    double bytes[DDP__PURPOSE_COUNT] = {0};
     int window = 1 + f->desc.prefetch < f->unit_count ? 1 + f->desc.prefetch : f->unit_count;
-    for (const ddp__shard *s = f->shards; s < f->shards_end; s++) {
+    for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
         double count = (double)s->rows * (double)s->row_elements,
                full = count * (double)ddp_dtype_size(s->dtype);
         double master = count / world * (double)ddp_dtype_size(s->master_dtype);
         if (s->source == s) {
             if (f->desc.quantize_gather)
-                bytes[DDP__OF_COMMUNICATION] += count / world * (1 + 4.0 / (double)DDP__QUANT_BLOCK);
+                bytes[DDP__FOR_COMMUNICATION] += count / world * (1 + 4.0 / (double)DDP__QUANT_BLOCK);
             else
-                bytes[DDP__OF_SHARDS] += f->keeps_full ? full : full / world;
-            if (s->has_master && f->memory.file < 0) bytes[DDP__OF_SHARDS] += master;
-            if (s->trained && f->memory.file < 0) bytes[DDP__OF_OPTIMIZER] += states * master;
+                bytes[DDP__FOR_SHARDS] += f->keeps_full_params ? full : full / world;
+            if (s->has_master && f->allocator.file < 0) bytes[DDP__FOR_SHARDS] += master;
+            if (s->trained && f->allocator.file < 0) bytes[DDP__FOR_OPTIMIZER] += states * master;
         }
-        if (!s->shares_full && !f->keeps_full && ddp__has_own_full(f)) bytes[DDP__OF_GATHERED] += full;
-        if (s->trained && f->reduces_each) bytes[DDP__OF_GRADIENTS] += levels * master;
-        if (!s->trained || f->reduces_each) continue;
-        bytes[DDP__OF_GRADIENTS] += count * (double)ddp_dtype_size(s->part[DDP__GRADS].dtype);
-        bytes[DDP__OF_GRADIENTS] += levels * count * (double)ddp_dtype_size(s->reduce_dtype);
-        if (!s->in_place && levels == 0) bytes[DDP__OF_GRADIENTS] += master;
+        if (!s->shares_full_params && !f->keeps_full_params && ddp__full_memory_is_per_unit(f))
+            bytes[DDP__FOR_FULL_PARAMS] += full;
+        if (s->trained && f->reduces_per_micro_batch) bytes[DDP__FOR_GRADIENTS] += levels * master;
+        if (!s->trained || f->reduces_per_micro_batch) continue;
+        bytes[DDP__FOR_GRADIENTS] += count * (double)ddp_dtype_size(s->range[DDP__FULL_GRADS].dtype);
+        bytes[DDP__FOR_GRADIENTS] += levels * count * (double)ddp_dtype_size(s->reduce_dtype);
+        if (!s->in_place && levels == 0) bytes[DDP__FOR_GRADIENTS] += master;
     }
-    if (!ddp__has_own_full(f))
-        bytes[DDP__OF_GATHERED] += (double)ddp__slots_wanted(f, 1) * (double)f->unshard.slot_bytes;
-    if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += (double)window * (double)f->reduce.slot_bytes;
-    bytes[DDP__OF_GRADIENTS] += (double)f->offload.sums_bytes;
-    bytes[DDP__OF_COMMUNICATION] += (double)(f->reduce.cast_bytes + f->reduce.tile_bytes
-                                             + f->offload.rows_bytes + f->send_bytes + f->recv_bytes);
-    for (int i = 0; i < DDP__PURPOSES; i++)
+    if (!ddp__full_memory_is_per_unit(f))
+        bytes[DDP__FOR_FULL_PARAMS] += (double)ddp__full_buffers_needed(f, 1)
+                                       * (double)f->unshard.buffer_bytes;
+    if (f->reduces_per_micro_batch)
+        bytes[DDP__FOR_GRADIENTS] += (double)window * (double)f->reduce.buffer_bytes;
+    bytes[DDP__FOR_GRADIENTS] += (double)f->offload.sums_bytes;
+    bytes[DDP__FOR_COMMUNICATION] += (double)(f->reduce.cast_bytes + f->reduce.tile_bytes
+                                              + f->offload.rows_bytes + f->send_bytes + f->recv_bytes);
+    for (int i = 0; i < DDP__PURPOSE_COUNT; i++)
         out.total += ((size_t *)(void *)&out)[i] = (size_t)(bytes[i] + 0.5);
     return out;
 }
 
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory) {
-    DDP__FSDP_NEED(fsdp && memory, "fsdp or memory is NULL");
-    const ddp__memory *m = &fsdp->memory;
+    DDP__FSDP_CHECK(fsdp && memory, "fsdp or memory is NULL");
+    const ddp__fsdp_allocator *m = &fsdp->allocator;
     const ddp_fsdp_memory out = {m->now, m->peak, ddp__fsdp_predict(fsdp), m->group_bytes, m->file_bytes};
     *memory = out;
     return DDP_OK;
@@ -5429,25 +5513,25 @@ static int ddp__wrap_first(const ddp_param *params, int index, const ddp_fsdp_wr
 
 DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsdp_wrap_desc *desc,
                          ddp_fsdp_unit_desc *out, int cap) {
-    DDP__FSDP_NEED(params && desc && desc->storage && (out || cap == 0),
-                   "params, desc, its storage or out is NULL");
-    DDP__FSDP_NEED(param_count > 0, "param_count=%d; pass at least one parameter", param_count);
-    DDP__FSDP_NEED(desc->prefix_count >= 0 && (desc->prefixes || !desc->prefix_count),
-                   "prefix_count=%d, but prefixes is NULL", desc->prefix_count);
+    DDP__FSDP_CHECK(params && desc && desc->storage && (out || cap == 0),
+                    "params, desc, its storage or out is NULL");
+    DDP__FSDP_CHECK(param_count > 0, "param_count=%d; pass at least one parameter", param_count);
+    DDP__FSDP_CHECK(desc->prefix_count >= 0 && (desc->prefixes || !desc->prefix_count),
+                    "prefix_count=%d, but prefixes is NULL", desc->prefix_count);
     for (int i = 0; i < param_count; i++) {
-        DDP__FSDP_NEED(params[i].name && params[i].name[0], "parameter %d has no name", i);
+        DDP__FSDP_CHECK(params[i].name && params[i].name[0], "parameter %d has no name", i);
         for (int k = 0; k < i; k++)
-            DDP__FSDP_NEED(strcmp(params[k].name, params[i].name),
-                           "parameter %d and parameter %d are both named %s; give each its own name", k, i,
-                           params[i].name);
+            DDP__FSDP_CHECK(strcmp(params[k].name, params[i].name),
+                            "parameter %d and parameter %d are both named %s; give each its own name", k, i,
+                            params[i].name);
     }
     for (int p = 0; p < desc->prefix_count; p++) {
         int used = 0;
-        DDP__FSDP_NEED(desc->prefixes[p] && desc->prefixes[p][0],
-                       "prefixes[%d] is NULL or empty; what matches no prefix is in unit root", p);
+        DDP__FSDP_CHECK(desc->prefixes[p] && desc->prefixes[p][0],
+                        "prefixes[%d] is NULL or empty; what matches no prefix is in unit root", p);
         for (int i = 0; i < param_count && !used; i++)
             used = ddp__prefix_match(desc->prefixes[p], params[i].name) > 0;
-        DDP__FSDP_NEED(used, "no parameter's name begins with prefix %s", desc->prefixes[p]);
+        DDP__FSDP_CHECK(used, "no parameter's name begins with prefix %s", desc->prefixes[p]);
     }
     size_t max_bytes = desc->min_unit_bytes ? desc->min_unit_bytes : (size_t)25 << 20;
     int units = 0, by_name = desc->prefix_count;
@@ -5476,43 +5560,44 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
         first += count;
         units++;
     }
-    DDP__FSDP_NEED(units <= cap, "there are %d units, out has room for %d", units, cap);
+    DDP__FSDP_CHECK(units <= cap, "there are %d units, out has room for %d", units, cap);
     return units;
 }
 
 //== public ==================================================================================== >>impl-public
 /* Argument checks of the public calls; the work is in the sections above. */
 
-#define DDP__UNIT_NEED(fsdp, unit)                                                                       \
-    DDP__FSDP_NEED(fsdp, "fsdp is NULL");                                                                \
-    DDP__FSDP_NEED((unit) >= 0 && (unit) < (fsdp)->unit_count, "unit=%d, there are units 0 to %d", unit, \
-                   (fsdp)->unit_count - 1)
+#define DDP__UNIT_CHECK(fsdp, unit)                                                                       \
+    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");                                                                \
+    DDP__FSDP_CHECK((unit) >= 0 && (unit) < (fsdp)->unit_count, "unit=%d, there are units 0 to %d", unit, \
+                    (fsdp)->unit_count - 1)
 
 /* Continues the hash of this step's calls: a unit's unshard (0) or reduction (1). */
-static void ddp__call_hash(ddp_fsdp *f, int what, int unit) {
+static void ddp__fsdp_hash_call(ddp_fsdp *f, int what, int unit) {
     int call = 2 * unit + what;
     f->call_hash = ddp_hash(f->call_hash, &call, sizeof call);
 }
 
 DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
     DDP_PUBLIC_CALL(ddp_fsdp_unshard);
-    DDP__UNIT_NEED(fsdp, unit);
-    ddp__unit *own = &fsdp->units[unit];
-    DDP_TRY(ddp__fsdp_enter(fsdp->group));
-    ddp__call_hash(fsdp, 0, unit);
-    ddp_result result = fsdp->no_grad ? DDP_OK : ddp__order_record(fsdp, unit);
-    if (result == DDP_OK) result = ddp__make_room(fsdp, own);
+    DDP__UNIT_CHECK(fsdp, unit);
+    ddp__fsdp_unit *own = &fsdp->units[unit];
+    DDP_TRY(ddp__fsdp_device_begin(fsdp->group));
+    ddp__fsdp_hash_call(fsdp, 0, unit);
+    ddp_result result = fsdp->no_grad ? DDP_OK : ddp__unshard_order_record(fsdp, unit);
+    if (result == DDP_OK) result = ddp__reshard_idle_units(fsdp, own);
     /* Full parameters of the unit, and of units that it shares parameters with. */
-    for (ddp__shard *s = fsdp->keeps_full ? own->shards : own->end; s <= own->end && result == DDP_OK; s++) {
-        ddp__unit *needed = s < own->end ? s->source->unit : own;
+    for (ddp__fsdp_shard *s = fsdp->keeps_full_params ? own->shards : own->end;
+         s <= own->end && result == DDP_OK; s++) {
+        ddp__fsdp_unit *needed = s < own->end ? s->source->unit : own;
         result = ddp__unshard_wait(fsdp, needed);
         if (result != DDP_OK || needed->unsharded) continue;
-        result = ddp__unshard_begin(fsdp, needed);
+        result = ddp__full_params_acquire(fsdp, needed);
         if (result == DDP_OK && fsdp->peer_memory)
             result = ddp__unshard_task(fsdp->group, needed);
         else if (result == DDP_OK)
             result = ddp_group_enqueue(fsdp->group, ddp__unshard_task, needed, NULL);
-        if (result != DDP_OK) ddp__full_release(needed, result);
+        if (result != DDP_OK) ddp__full_params_release(needed, result);
     }
     if (result == DDP_OK) {
         if (!own->in_use && ++fsdp->unshard.in_use > fsdp->unshard.max_in_use)
@@ -5520,52 +5605,52 @@ DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
         own->in_use = 1;
         result = ddp__grads_attach(fsdp, own);
     }
-    if (result == DDP_OK) result = ddp__prefetch(fsdp);
+    if (result == DDP_OK) result = ddp__fsdp_prefetch(fsdp);
     if (result != DDP_OK) return ddp__unit_failed(own, result, __func__);
-    ddp__unit_point(own, 1, own->attached);
+    ddp__set_param_pointers(own, 1, own->grads_attached);
     return ddp_device_check(fsdp->group);
 }
 
 DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit) {
     DDP_PUBLIC_CALL(ddp_fsdp_reshard);
-    DDP__UNIT_NEED(fsdp, unit);
-    ddp__unit *own = &fsdp->units[unit];
-    DDP__FSDP_NEED(own->in_use, "unit %s is not gathered", own->name);
+    DDP__UNIT_CHECK(fsdp, unit);
+    ddp__fsdp_unit *own = &fsdp->units[unit];
+    DDP__FSDP_CHECK(own->in_use, "unit %s is not gathered", own->name);
     own->in_use = 0;
     fsdp->unshard.in_use--;
-    if (own->attached) ddp__grads_detach(own);
-    ddp__unit_point(own, fsdp->desc.strategy != DDP_FSDP_FULL_SHARD, !fsdp->reduces_each);
-    if (fsdp->keeps_full || ddp__is_next(fsdp, unit, fsdp->desc.prefetch)) return DDP_OK;
-    if (fsdp->desc.no_reshard_after_forward && !fsdp->no_grad && own->trained
-        && own->reduced < fsdp->desc.micro_batch_count)
+    if (own->grads_attached) ddp__grads_detach(own);
+    ddp__set_param_pointers(own, fsdp->desc.strategy != DDP_FSDP_FULL_SHARD, !fsdp->reduces_per_micro_batch);
+    if (fsdp->keeps_full_params || ddp__unshard_is_soon(fsdp, unit, fsdp->desc.prefetch)) return DDP_OK;
+    if (fsdp->desc.no_reshard_after_forward && !fsdp->no_grad && own->trained_count
+        && own->reduced_count < fsdp->desc.micro_batch_count)
         return DDP_OK;
     return ddp__unit_reshard(fsdp, own);
 }
 
 DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit) {
     DDP_PUBLIC_CALL(ddp_fsdp_reduce_grads);
-    DDP__UNIT_NEED(fsdp, unit);
-    ddp__unit *own = &fsdp->units[unit];
-    DDP__FSDP_NEED(own->reduced < fsdp->desc.micro_batch_count,
-                   "unit %s was reduced %d times in this step already, as micro_batch_count says; call "
-                   "ddp_fsdp_step first",
-                   own->name, own->reduced);
-    DDP__FSDP_NEED(!own->trained || own->attached, "unit %s has no gradients; gather it before its backward",
-                   own->name);
-    ddp__call_hash(fsdp, 1, unit);
-    if (!own->trained) return DDP_OK;
-    DDP_TRY(ddp__fsdp_enter(fsdp->group));
-    DDP_TRY(ddp__reduce_wait(fsdp, own));
-    ddp_result result = ddp__sums_take(fsdp, own);
+    DDP__UNIT_CHECK(fsdp, unit);
+    ddp__fsdp_unit *own = &fsdp->units[unit];
+    DDP__FSDP_CHECK(own->reduced_count < fsdp->desc.micro_batch_count,
+                    "unit %s was reduced %d times in this step already, as micro_batch_count says; call "
+                    "ddp_fsdp_step first",
+                    own->name, own->reduced_count);
+    DDP__FSDP_CHECK(!own->trained_count || own->grads_attached,
+                    "unit %s has no gradients; gather it before its backward", own->name);
+    ddp__fsdp_hash_call(fsdp, 1, unit);
+    if (!own->trained_count) return DDP_OK;
+    DDP_TRY(ddp__fsdp_device_begin(fsdp->group));
+    DDP_TRY(ddp__reduce_wait_release(fsdp, own));
+    ddp_result result = ddp__accept_pipeline_sums(fsdp, own);
     if (result != DDP_OK) return ddp__unit_failed(own, result, __func__);
-    own->reduced++;
-    own->attached = 0;
-    if (fsdp->reduces_each) {
-        own->reducing_slot = own->grad_slot;
-        own->reducing_slot->reducing = own;
-        own->grad_slot = NULL;
+    own->reduced_count++;
+    own->grads_attached = 0;
+    if (fsdp->reduces_per_micro_batch) {
+        own->reducing_buffer = own->grad_buffer;
+        own->reducing_buffer->reducing_unit = own;
+        own->grad_buffer = NULL;
         own->grads = NULL;
-        ddp__unit_point(own, 1, 0);
+        ddp__set_param_pointers(own, 1, 0);
     }
     result = fsdp->reduce.progress ? ddp__reduce_issue(fsdp, own)
                                    : ddp_group_enqueue(fsdp->group, ddp__reduce_task, own, &own->reduce_work);
@@ -5573,43 +5658,43 @@ DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit) {
 }
 
 DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on) {
-    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
+    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");
     fsdp->no_grad = on != 0;
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp) {
     DDP_PUBLIC_CALL(ddp_fsdp_zero_grad);
-    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
+    DDP__FSDP_CHECK(fsdp, "fsdp is NULL");
     DDP_TRY(ddp__reduce_wait_all(fsdp));
     fsdp->call_hash = 0; /* so that ranks with different calls can start again */
-    DDP_TRY(ddp__calls_agree(fsdp, __func__, DDP_OK));
+    DDP_TRY(ddp__fsdp_agree_calls(fsdp, __func__, DDP_OK));
     if (fsdp->finished && fsdp->desc.scaler) fsdp->desc.scaler->unscaled = fsdp->desc.scaler->found_inf = 0;
     ddp__fsdp_begin(fsdp);
     return DDP_OK;
 }
 
-#define DDP__PARAM_NEED(fsdp, unit, param)                                                         \
-    DDP__UNIT_NEED(fsdp, unit);                                                                    \
-    DDP__FSDP_NEED((param) >= 0 && (param) < (fsdp)->units[unit].end - (fsdp)->units[unit].shards, \
-                   "param=%d, unit %s has parameters 0 to %d", param, (fsdp)->units[unit].name,    \
-                   (int)((fsdp)->units[unit].end - (fsdp)->units[unit].shards) - 1)
+#define DDP__PARAM_CHECK(fsdp, unit, param)                                                         \
+    DDP__UNIT_CHECK(fsdp, unit);                                                                    \
+    DDP__FSDP_CHECK((param) >= 0 && (param) < (fsdp)->units[unit].end - (fsdp)->units[unit].shards, \
+                    "param=%d, unit %s has parameters 0 to %d", param, (fsdp)->units[unit].name,    \
+                    (int)((fsdp)->units[unit].end - (fsdp)->units[unit].shards) - 1)
 
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad,
                                      int64_t *first_row) {
     DDP_PUBLIC_CALL(ddp_fsdp_get_shard);
-    DDP__PARAM_NEED(fsdp, unit, param);
-    const ddp__shard *s = &fsdp->units[unit].shards[param];
+    DDP__PARAM_CHECK(fsdp, unit, param);
+    const ddp__fsdp_shard *s = &fsdp->units[unit].shards[param];
     ddp_tensor rows = ddp__shard_tensor(s);
     if (value) *value = rows;
     if (first_row) *first_row = (int64_t)s->first_row;
     if (!grad) return DDP_OK;
     /* not collective: the slot stays with the unit */
-    if (s->trained) DDP_TRY(ddp__reduce_finish(fsdp, s->unit));
-    DDP_TRY(ddp__fsdp_enter(fsdp->group));
+    if (s->trained) DDP_TRY(ddp__reduce_wait(fsdp, s->unit));
+    DDP_TRY(ddp__fsdp_device_begin(fsdp->group));
     ddp__clip_apply(fsdp);
     DDP_TRY(ddp_device_check(fsdp->group));
-    rows.data = rows.data && s->trained && s->unit->reduced == fsdp->desc.micro_batch_count
+    rows.data = rows.data && s->trained && s->unit->reduced_count == fsdp->desc.micro_batch_count
                     ? ddp__shard_sum(s, 0)
                     : NULL;
     *grad = rows;
@@ -5618,19 +5703,19 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
 
 DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int which, const char **name,
                                      ddp_tensor *state) {
-    DDP__PARAM_NEED(fsdp, unit, param);
-    DDP__FSDP_NEED(state, "state is NULL");
-    const ddp__shard *s = &fsdp->units[unit].shards[param];
-    DDP__FSDP_NEED(s->trained, "unit %s, parameter %.200s is frozen: it has no optimizer state",
-                   s->unit->name, s->name);
-    DDP__FSDP_NEED(which >= 0 && which < fsdp->optimizer->state_count,
-                   "which=%d, there are %d states of a parameter, numbered from 0", which,
-                   fsdp->optimizer->state_count);
+    DDP__PARAM_CHECK(fsdp, unit, param);
+    DDP__FSDP_CHECK(state, "state is NULL");
+    const ddp__fsdp_shard *s = &fsdp->units[unit].shards[param];
+    DDP__FSDP_CHECK(s->trained, "unit %s, parameter %.200s is frozen: it has no optimizer state",
+                    s->unit->name, s->name);
+    DDP__FSDP_CHECK(which >= 0 && which < fsdp->optimizer->state_count,
+                    "which=%d, there are %d states of a parameter, numbered from 0", which,
+                    fsdp->optimizer->state_count);
     return ddp_optimizer_get_state(fsdp->optimizer, s->source->master_index, which, name, state);
 }
 
 DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step) {
-    DDP__FSDP_NEED(fsdp && step >= 0, "fsdp is NULL, or step=%lld is negative", (long long)step);
+    DDP__FSDP_CHECK(fsdp && step >= 0, "fsdp is NULL, or step=%lld is negative", (long long)step);
     fsdp->step = step;
     ddp_optimizer_set_step(fsdp->optimizer, step);
     if (fsdp->desc.state) fsdp->desc.state->step = step;

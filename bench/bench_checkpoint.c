@@ -35,13 +35,13 @@ static void die(const char *what) {
 }
 
 /* Rows of rank r of W, in memory of their own. */
-typedef struct part { ddp__slice slices[MAX_TENSORS]; char names[MAX_TENSORS][24]; int count; uint64_t bytes; } part;
+typedef struct part { ddp__checkpoint_slice slices[MAX_TENSORS]; char names[MAX_TENSORS][24]; int count; uint64_t bytes; } part;
 
 static part *part_make(int rank, int world_size) {
     part *p = (part *)calloc(1, sizeof *p);
     uint64_t total = (uint64_t)mib << 20, given = 0;
     for (; given < total && p->count < MAX_TENSORS; p->count++) {
-        ddp__slice *s = &p->slices[p->count];
+        ddp__checkpoint_slice *s = &p->slices[p->count];
         int64_t rows = p->count % 2 ? 160 : 4096, each = (rows + world_size - 1) / world_size, first = each * rank < rows ? each * rank : rows;
         snprintf(p->names[p->count], sizeof p->names[0], "layer.%d.%s", p->count / 2, p->count % 2 ? "bias" : "weight");
         s->name = p->names[p->count];

@@ -30,7 +30,7 @@ LOGS = {"ddp_group_log", "ddp__notice"}
 NO_TEXT_CALLS = set(
     "asm __asm__ __volatile__ _Pragma target __has_include static_assert __builtin_cpu_supports __builtin_cpu_is strcmp "
     "strncmp strstr strchr strcspn strspn strpbrk strtok_r sscanf memcmp memchr memcpy strlen fopen open stat readlink "
-    "glob prctl syscall strcpy ddp__env_text ddp__env_int ddp__words_are ddp__words_of".split())
+    "glob prctl syscall strcpy ddp__env_text ddp__env_int ddp__string_equals ddp__string_view_of".split())
 # Functions that write documents: JSON, CSV, SVG, traces and printed tensors.
 NO_TEXT_FUNCTIONS = re.compile(
     r"ddp__(draft|draw|svg|picture|sheet|cell_label|action_label|tensor_say|vee|decimal)|"

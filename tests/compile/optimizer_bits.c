@@ -40,7 +40,7 @@ static int adamw_case(int offset, int count) {
     optimizer.params = &state;
     param.value.dtype = DDP_F32;
     state.count = (size_t)count;
-    state.squares = -1;
+    state.square_index = -1;
     for (int i = 0; i < offset + count + 16; i++) w[0][i] = number(i, 1, 0);
     memcpy(other, w, sizeof w);
     ours = w;

@@ -37,12 +37,12 @@ static unsigned char ckpt_byte(int version, int tensor, uint64_t b) {
 }
 
 typedef struct ckpt_rank {
-    ddp__slice slices[CKPT_TENSORS + 2];
+    ddp__checkpoint_slice slices[CKPT_TENSORS + 2];
     int count;
     ddp_fsdp_state state;
 } ckpt_rank;
 
-static uint64_t ckpt_box_count(const ddp__slice *s) {
+static uint64_t ckpt_box_count(const ddp__checkpoint_slice *s) {
     uint64_t count = s->data ? 1 : 0;
     for (int d = 0; d < s->ndim; d++) count *= (uint64_t)s->extent[d];
     return count;
@@ -55,7 +55,7 @@ static RANKS_UNUSED void ckpt_open(ckpt_rank *k, int rank, int world_size, int w
     memset(&k->state, fill, sizeof k->state);
     for (int t = 0; t < CKPT_TENSORS; t++) {
         const ckpt_tensor *m = &ckpt_model[t];
-        ddp__slice *s = &k->slices[t];
+        ddp__checkpoint_slice *s = &k->slices[t];
         size_t bytes = ddp_dtype_size(m->dtype);
         s->name = m->name;
         s->dtype = m->dtype;
@@ -81,7 +81,7 @@ static RANKS_UNUSED void ckpt_close(ckpt_rank *k) { for (int t = 0; t < CKPT_TEN
 /* Element by element, from the definition: fills the boxes with a version's values, or tells whether they have them. */
 static int ckpt_each(ckpt_rank *k, int version, int compare) {
     for (int t = 0; t < (k->count ? k->count : CKPT_TENSORS); t++) {
-        const ddp__slice *s = &k->slices[t];
+        const ddp__checkpoint_slice *s = &k->slices[t];
         uint64_t count = ckpt_box_count(s), size = ddp_dtype_size(s->dtype);
         for (uint64_t i = 0; i < count; i++) {
             uint64_t rest = i, at = 0, stride = 1;

@@ -27,13 +27,13 @@ static uint64_t last_number(const char *text, size_t length) {
 }
 
 /* What a header that is accepted promises to those who use it. */
-static void check_header(const ddp__in_file *header, uint64_t data_bytes) {
+static void check_header(const ddp__load_file *header, uint64_t data_bytes) {
     uint64_t total = 0;
     for (int i = 0; i < header->count; i++) {
-        const ddp__stored *r = &header->records[i];
+        const ddp__file_tensor *r = &header->records[i];
         if (r->begin > r->end || r->end > data_bytes || r->end - r->begin != r->count * (uint64_t)r->dtype->size) abort();
-        if (i && ddp__words_compare(r - 1, r) >= 0) abort();
-        if (ddp__stored_find(header, r->name) != r) abort();
+        if (i && ddp__string_compare(r - 1, r) >= 0) abort();
+        if (ddp__file_tensor_find(header, r->name) != r) abort();
         total += r->end - r->begin;
     }
     if (total != data_bytes) abort();
@@ -41,8 +41,8 @@ static void check_header(const ddp__in_file *header, uint64_t data_bytes) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    ddp__loading loading;
-    ddp__in_file header;
+    ddp__load_state loading;
+    ddp__load_file header;
     ddp__json j;
     size_t length = size ? size - 1 : 0;
     char *text;
@@ -51,11 +51,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (size == 0) return 0;
     memset(&loading, 0, sizeof loading);
     memset(&header, 0, sizeof header);
-    loading.files = (ddp__in_file *)ddp_host_alloc(alone, (length / 7 + 1) * sizeof *loading.files);
+    loading.files = (ddp__load_file *)ddp_host_alloc(alone, (length / 7 + 1) * sizeof *loading.files);
     if (!loading.files) return 0;
     text = (char *)malloc(length ? length : 1); /* of exact size */
     memcpy(text, data + 1, length);
-    j = ddp__json_of(text, length);
+    j = ddp__json_reader(text, length);
     if (data[0] == 'h') {
         uint64_t data_bytes = last_number(text, length);
         header.dir = header.name = "fuzz";

@@ -619,7 +619,7 @@ static void test_file_sizes(void) {
     ddp_group_desc alone = DDP_ZERO;
     ddp_fsdp_state state = DDP_ZERO;
     ddp_group *group = NULL;
-    ddp__slice slices[TENSORS];
+    ddp__checkpoint_slice slices[TENSORS];
     int files = 0, full = 0;
     scenario = "max_file_bytes";
     memset(slices, 0, sizeof slices);
@@ -685,7 +685,7 @@ static ddp_result load_foreign(const char *dir, int *fine) {
     ddp_group_desc desc = DDP_ZERO;
     ddp_group *group = NULL;
     ddp_fsdp_state state;
-    ddp__slice s[2];
+    ddp__checkpoint_slice s[2];
     float w[6] = {9, 9, 9, 9, 9, 9}, moment[2] = {9, 9};
     ddp_result result;
     memset(s, 0, sizeof s);

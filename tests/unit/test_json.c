@@ -59,7 +59,7 @@ static void test_crc_of_runs(void **state) {
             count++;
         }
         for (size_t i = count; i-- > 0;)
-            remainder ^= ddp__crc_multiply(ddp__crc_feed(0, data + cut[i], cut[i + 1] - cut[i]), ddp__crc_shift(size - cut[i + 1]));
+            remainder ^= ddp__crc_multiply(ddp__crc_update(0, data + cut[i], cut[i + 1] - cut[i]), ddp__crc_shift(size - cut[i + 1]));
         assert_int_equal(ddp__crc_finish(remainder, size), reference_crc(data, size));
     }
 }
@@ -70,7 +70,7 @@ static void test_crc_of_runs(void **state) {
 static ddp__json json_of(const char *text, size_t length) {
     char *copy = (char *)malloc(length ? length : 1);
     memcpy(copy, text, length);
-    return ddp__json_of(copy, length);
+    return ddp__json_reader(copy, length);
 }
 
 static const char *skip_error(const char *text) {
@@ -111,14 +111,14 @@ static void test_json_values(void **state) {
     static const char text[] = "[18446744073709551615, -9223372036854775808, 9223372036854775807, \"a\\u0000\\u20ac\\\"\"]";
     static const char *const wrong[] = {"18446744073709551616", "-1", "1.0", "1e3", "\"1\""};
     ddp__json j = json_of(text, sizeof text - 1);
-    ddp__words word;
+    ddp__string_view word;
     uint64_t u;
     (void)state;
-    assert_true(ddp__json_take(&j, '[') && ddp__json_number(&j, 'u', &u) && u == UINT64_MAX);
-    assert_true(ddp__json_take(&j, ',') && ddp__json_number(&j, 'i', &u) && (int64_t)u == INT64_MIN);
-    assert_true(ddp__json_take(&j, ',') && ddp__json_number(&j, 'i', &u) && (int64_t)u == INT64_MAX);
-    assert_true(ddp__json_take(&j, ',') && ddp__json_string(&j, &word) && word.length == 6 && memcmp(word.at, "a\0\xe2\x82\xac\"", 6) == 0);
-    assert_true(ddp__json_take(&j, ']') && ddp__json_end(&j));
+    assert_true(ddp__json_accept(&j, '[') && ddp__json_number(&j, 'u', &u) && u == UINT64_MAX);
+    assert_true(ddp__json_accept(&j, ',') && ddp__json_number(&j, 'i', &u) && (int64_t)u == INT64_MIN);
+    assert_true(ddp__json_accept(&j, ',') && ddp__json_number(&j, 'i', &u) && (int64_t)u == INT64_MAX);
+    assert_true(ddp__json_accept(&j, ',') && ddp__json_string(&j, &word) && word.length == 6 && memcmp(word.text, "a\0\xe2\x82\xac\"", 6) == 0);
+    assert_true(ddp__json_accept(&j, ']') && ddp__json_end(&j));
     free(j.begin);
     for (size_t n = 0; n < sizeof wrong / sizeof *wrong; n++) {
         j = json_of(wrong[n], strlen(wrong[n]));
@@ -145,10 +145,10 @@ static void test_json_characters(void **state) {
     (void)state;
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         ddp__json j = json_of(table[i].text, strlen(table[i].text));
-        ddp__words word;
+        ddp__string_view word;
         if (!ddp__json_string(&j, &word)) fail_msg("%s: %s", table[i].text, j.error);
         assert_int_equal(word.length, strlen(table[i].means));
-        assert_memory_equal(word.at, table[i].means, word.length);
+        assert_memory_equal(word.text, table[i].means, word.length);
         assert_true(ddp__json_end(&j));
         free(j.begin);
     }
@@ -159,7 +159,7 @@ static void test_json_characters(void **state) {
 //== headers ================================================================================
 
 /* Reads a copy of exact size. */
-static ddp_result read_header(const char *text, size_t length, uint64_t data_bytes, ddp__in_file *file) {
+static ddp_result read_header(const char *text, size_t length, uint64_t data_bytes, ddp__load_file *file) {
     memset(file, 0, sizeof *file);
     file->dir = "folder";
     file->name = "a.safetensors";
@@ -167,7 +167,7 @@ static ddp_result read_header(const char *text, size_t length, uint64_t data_byt
     return ddp__header_read(alone, file, length, data_bytes);
 }
 
-static void drop(ddp__in_file *file) {
+static void drop(ddp__load_file *file) {
     ddp_host_free(alone, file->records);
     free(file->text);
 }
@@ -175,16 +175,16 @@ static void drop(ddp__in_file *file) {
 static void test_header(void **state) {
     static const char text[] = "{\"b\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[2,26]},\"__metadata__\":{\"format\":\"pt\",\"crc32c:b\":\"0123abcd\"},"
         "\"a\":{\"data_offsets\":[0,2],\"shape\":[],\"dtype\":\"BF16\"},\"e\":{\"dtype\":\"I64\",\"shape\":[4,0],\"data_offsets\":[26,26]}}   ";
-    ddp__in_file header;
-    ddp__stored *b;
+    ddp__load_file header;
+    ddp__file_tensor *b;
     (void)state;
     assert_int_equal(read_header(text, sizeof text - 1, 26, &header), DDP_OK);
     assert_int_equal(header.count, 3);
-    b = ddp__stored_find(&header, ddp__words_of("b"));
+    b = ddp__file_tensor_find(&header, ddp__string_view_of("b"));
     assert_true(b && b->ndim == 2 && b->shape[0] == 2 && b->shape[1] == 3 && b->begin == 2 && b->end == 26 && b->dtype->dtype == DDP_F32);
     assert_true(b->has_crc && b->crc == 0x0123abcd);
-    assert_null(ddp__stored_find(&header, ddp__words_of("c")));
-    assert_false(ddp__stored_find(&header, ddp__words_of("a"))->has_crc);
+    assert_null(ddp__file_tensor_find(&header, ddp__string_view_of("c")));
+    assert_false(ddp__file_tensor_find(&header, ddp__string_view_of("a"))->has_crc);
     drop(&header);
     assert_int_equal(read_header("{}", 2, 0, &header), DDP_OK);
     assert_int_equal(header.count, 0);
@@ -216,7 +216,7 @@ static void test_header_refused(void **state) {
         {"{" T("\xff", "F32", "[4]", "[0,16]") "}", "UTF-8"}, {"{" T("a", "F32", "[4]", "[0,16]"), "closing"}, {"{" T("a", "F32", "[4]", "[0,16]") ",}", "string"}};
     (void)state;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        ddp__in_file header;
+        ddp__load_file header;
         ddp_result result = read_header(bad[i].text, strlen(bad[i].text), 16, &header);
         if (result != DDP_ERR_CORRUPT || !strstr(ddp_last_error(), bad[i].says) || !strstr(ddp_last_error(), "folder/a.safetensors"))
             fail_msg("%s gives %s: %s", bad[i].text, ddp_result_name(result), result == DDP_OK ? "" : ddp_last_error());
@@ -229,14 +229,14 @@ static void test_header_cut_and_flipped(void **state) {
     static const char text[] = "{\"__metadata__\":{\"format\":\"pt\",\"crc32c:a\":\"01234567\"}," T("a", "F32", "[2,2]", "[0,16]") "," T("\xc3\xa9", "U8", "[]", "[16,17]") "}";
     (void)state;
     for (size_t length = 0; length < sizeof text - 1; length++) {
-        ddp__in_file header;
+        ddp__load_file header;
         assert_int_equal(read_header(text, length, 17, &header), DDP_ERR_CORRUPT);
         drop(&header);
     }
     for (size_t at = 0; at < sizeof text - 1; at++)
         for (int bit = 0; bit < 8; bit++) {
             char flipped[sizeof text - 1];
-            ddp__in_file header;
+            ddp__load_file header;
             memcpy(flipped, text, sizeof flipped);
             flipped[at] = (char)(flipped[at] ^ 1 << bit);
             ddp_result result = read_header(flipped, sizeof flipped, 17, &header);
