@@ -686,15 +686,15 @@ typedef struct ddp_sampler {
     uint64_t origin;       /* entries of the order before this one were used before a load */
     /* A load inside a global batch: gap_count blocks; the first gap_used entries of each are used. */
     uint64_t gap_count, gap_used, gap_block;
-    uint64_t left;                 /* entries of the order to distribute, without padding */
+    uint64_t remaining;            /* entries of the order to distribute, without padding */
     uint64_t total;                /* entries of all ranks together, with padding */
-    int64_t first, length;         /* length: samples of this rank; first: those before a load */
+    int64_t first_index, length;   /* length: samples of this rank; first: those before a load */
     int64_t cursor;                /* index of the sample that ddp_sampler_next returns next */
     int ended;                     /* ddp_sampler_next has returned -1 */
     int half_bits[2], round_count; /* HASHED: the Feistel network */
     uint64_t round_keys[32];
-    uint64_t ahead[32]; /* HASHED: the window's samples */
-    uint64_t *table;    /* TORCH: window_count samples; during a pass a hash table of them. One allocation
+    uint64_t hashed[32]; /* HASHED: the window's samples */
+    uint64_t *table;     /* TORCH: window_count samples; during a pass a hash table of them. One allocation
                            with mt */
     int64_t window_first, window_count;
     uint32_t *mt;     /* the generator's 624 words for draws 624 * mt_block and on */
@@ -9181,54 +9181,55 @@ DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_g
 /* A mesh arranges the ranks of a world as a grid. Along each dimension every rank has a group of the ranks
    that differ from it only in that dimension. */
 
-enum { DDP__MESH_NAME = 16 };
+enum { DDP__MESH_NAME_MAX = 16 };
 struct ddp_mesh {
     ddp_group *world, *group[DDP_MAX_NDIM];
     int ndim, shape[DDP_MAX_NDIM];
-    char name[DDP_MAX_NDIM][DDP__MESH_NAME];
+    char name[DDP_MAX_NDIM][DDP__MESH_NAME_MAX];
     char text[256]; /* "pp=2 dp=2 tp=2" */
 };
 
-static int ddp__mesh_find(const ddp_mesh *mesh, const char *name) {
+static int ddp__mesh_dim(const ddp_mesh *mesh, const char *name) {
     int i = 0;
     while (i < mesh->ndim && strcmp(mesh->name[i], name) != 0) i++;
     return i;
 }
 
 /* Checks a desc and fills in the mesh. A dimension of 0 gets the number of ranks that is left. */
-static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *who, const ddp_mesh_desc *desc) {
-    long long ranks = 1, w = mesh->world->world_size;
-    int open = -1;
-    DDP_CHECK(who, mesh->world, desc->ndim >= 1 && desc->ndim <= DDP_MAX_NDIM, "ndim=%d; use 1 to %d",
+static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *call_name, const ddp_mesh_desc *desc) {
+    long long ranks = 1, world_size = mesh->world->world_size;
+    int inferred = -1;
+    DDP_CHECK(call_name, mesh->world, desc->ndim >= 1 && desc->ndim <= DDP_MAX_NDIM, "ndim=%d; use 1 to %d",
               desc->ndim, DDP_MAX_NDIM);
     for (int i = 0; i < desc->ndim; i++) {
         const char *name = desc->names[i] ? desc->names[i] : "";
-        DDP_CHECK(who, mesh->world, *name && strlen(name) < DDP__MESH_NAME && !strpbrk(name, " ="),
+        DDP_CHECK(call_name, mesh->world, *name && strlen(name) < DDP__MESH_NAME_MAX && !strpbrk(name, " ="),
                   "names[%d] is \"%.32s\"; give each dimension a name of 1 to %d bytes without blanks or =",
-                  i, name, DDP__MESH_NAME - 1);
-        DDP_CHECK(who, mesh->world, ddp__mesh_find(mesh, name) == mesh->ndim,
+                  i, name, DDP__MESH_NAME_MAX - 1);
+        DDP_CHECK(call_name, mesh->world, ddp__mesh_dim(mesh, name) == mesh->ndim,
                   "two dimensions have the name \"%s\"", name);
-        DDP_CHECK(who, mesh->world, desc->shape[i] > 0 || (desc->shape[i] == 0 && open < 0),
+        DDP_CHECK(call_name, mesh->world, desc->shape[i] > 0 || (desc->shape[i] == 0 && inferred < 0),
                   "shape[%d]=%d; use 1 or more, and 0 = what is left in one place at most", i,
                   desc->shape[i]);
         if (desc->shape[i] == 0)
-            open = i;
+            inferred = i;
         else
             ranks = ranks > INT32_MAX ? ranks : ranks * desc->shape[i];
         mesh->shape[i] = desc->shape[i];
         snprintf(mesh->name[i], sizeof mesh->name[i], "%s", name);
         mesh->ndim = i + 1;
     }
-    if (open >= 0 && w % ranks == 0) ranks *= mesh->shape[open] = (int)(w / ranks);
+    if (inferred >= 0 && world_size % ranks == 0) ranks *= mesh->shape[inferred] = (int)(world_size / ranks);
     for (int i = 0; i < mesh->ndim; i++) {
         size_t used = strlen(mesh->text);
         snprintf(mesh->text + used, sizeof mesh->text - used, "%s%s=%d", i ? " " : "", mesh->name[i],
                  mesh->shape[i]);
     }
-    DDP_CHECK(who, mesh->world, open < 0 || ranks == w,
-              "%s is not possible: %lld ranks do not divide the world of %lld", mesh->text, ranks, w);
-    DDP_CHECK(who, mesh->world, ranks == w, "%s makes %lld ranks, and the world has %lld", mesh->text, ranks,
-              w);
+    DDP_CHECK(call_name, mesh->world, inferred < 0 || ranks == world_size,
+              "%s is not possible: %lld ranks do not divide the world of %lld", mesh->text, ranks,
+              world_size);
+    DDP_CHECK(call_name, mesh->world, ranks == world_size, "%s makes %lld ranks, and the world has %lld",
+              mesh->text, ranks, world_size);
     return DDP_OK;
 }
 
@@ -9246,8 +9247,8 @@ DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_me
     const char *text = mesh ? mesh->text : "";
     result = ddp_agree(world, __func__, result, ddp_hash(DDP_HASH_SEED, text, strlen(text)), text);
     for (int i = mesh ? mesh->ndim - 1 : -1; i >= 0 && result == DDP_OK; stride *= mesh->shape[i--]) {
-        int place = world->rank / stride % mesh->shape[i];
-        result = ddp_group_split(world, world->rank - place * stride, place, &mesh->group[i]);
+        int coordinate = world->rank / stride % mesh->shape[i];
+        result = ddp_group_split(world, world->rank - coordinate * stride, coordinate, &mesh->group[i]);
         if (result == DDP_OK)
             snprintf(mesh->group[i]->name, sizeof mesh->group[i]->name, "%.14s.%s", world->name,
                      mesh->name[i]);
@@ -9260,7 +9261,7 @@ DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_me
 }
 
 DDPDEF ddp_group *ddp_mesh_group(ddp_mesh *mesh, const char *name) {
-    int i = mesh && name ? ddp__mesh_find(mesh, name) : -1;
+    int i = mesh && name ? ddp__mesh_dim(mesh, name) : -1;
     if (i >= 0 && i < mesh->ndim) return mesh->group[i];
     if (i < 0)
         ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: mesh or name is NULL");
@@ -9292,12 +9293,12 @@ extern void ddp__openblas_set(int threads) __asm__("openblas_set_num_threads") _
 extern int ddp__openblas_get(void) __asm__("openblas_get_num_threads") __attribute__((weak));
 extern void ddp__mkl_set(int threads) __asm__("MKL_Set_Num_Threads") __attribute__((weak));
 extern int ddp__mkl_get(void) __asm__("MKL_Get_Max_Threads") __attribute__((weak));
-extern void ddp__blis_set_wide(int64_t threads) __asm__("bli_thread_set_num_threads") __attribute__((weak));
-extern int64_t ddp__blis_get_wide(void) __asm__("bli_thread_get_num_threads") __attribute__((weak));
+extern void ddp__blis_set_i64(int64_t threads) __asm__("bli_thread_set_num_threads") __attribute__((weak));
+extern int64_t ddp__blis_get_i64(void) __asm__("bli_thread_get_num_threads") __attribute__((weak));
 static void ddp__blis_set(int threads) {
-    if (ddp__blis_set_wide) ddp__blis_set_wide(threads);
+    if (ddp__blis_set_i64) ddp__blis_set_i64(threads);
 }
-static int ddp__blis_get(void) { return ddp__blis_get_wide ? (int)ddp__blis_get_wide() : 0; }
+static int ddp__blis_get(void) { return ddp__blis_get_i64 ? (int)ddp__blis_get_i64() : 0; }
 
 enum { DDP__POOL_OMP, DDP__POOLS = 4 };
 static const struct ddp__thread_pool {
@@ -9320,48 +9321,48 @@ typedef struct ddp__launch {
     ddp__cpus cpus;               /* the caller's */
     int pool_threads[DDP__POOLS]; /* of each pool before the launch; 0 = unchanged */
     int limits_omp;               /* 1 = rank threads lower their own number of OpenMP threads */
-    int share;                    /* threads of a pool per rank: one per core over all ranks */
+    int threads_per_rank;         /* threads of a pool per rank: one per core over all ranks */
 } ddp__launch;
 
 /* Records the failure of a rank, and sets this thread's error line. ddp_launch reports the first failure. */
 #define DDP__LAUNCH_FAIL(launch, rank, result, text, ...) \
-    ddp__note_failure(                                    \
+    ddp__record_failure(                                  \
         launch, rank,                                     \
         ddp_fail(result, "ddp_launch: rank %d/%d " text, rank, (launch)->desc.world_size, __VA_ARGS__))
 
-static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result result) {
+static void ddp__record_failure(const ddp__launch *launch, int rank, ddp_result result) {
     ddp__job *job = launch->heap->job;
-    uint32_t nobody = 0;
+    uint32_t none = 0;
     snprintf(job->rank[rank].text, DDP__TEXT_MAX, "%s", ddp_last_error());
     job->rank[rank].result = (int32_t)result;
-    __atomic_compare_exchange_n(&job->failed_rank_plus_1, &nobody, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL,
+    __atomic_compare_exchange_n(&job->failed_rank_plus_1, &none, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL,
                                 __ATOMIC_ACQUIRE);
 }
 
-typedef struct ddp__launched_thread {
+typedef struct ddp__rank_thread {
     ddp__launch *launch;
     int rank, started;
     pthread_t thread;
-} ddp__launched_thread;
+} ddp__rank_thread;
 
 /* Binds a rank to its contiguous share of the cores. With more ranks than cores it leaves this to the
    scheduler. */
-static void ddp__take_cores(const ddp__launch *launch, int rank) {
-    ddp__cpus mine = DDP_ZERO;
-    int cores = (int)launch->heap->job->cores, w = launch->desc.world_size;
-    int first = rank * cores / w, last = (rank + 1) * cores / w, seen = 0;
-    if (launch->desc.no_affinity || w > cores) return;
+static void ddp__bind_cores(const ddp__launch *launch, int rank) {
+    ddp__cpus own = DDP_ZERO;
+    int cores = (int)launch->heap->job->cores, world_size = launch->desc.world_size;
+    int first = rank * cores / world_size, last = (rank + 1) * cores / world_size, seen = 0;
+    if (launch->desc.no_affinity || world_size > cores) return;
     for (int cpu = 0; cpu < DDP__CPU_WORDS * DDP__CPU_BITS; cpu++) {
         unsigned long bit = launch->cpus.word[cpu / DDP__CPU_BITS] & 1ul << cpu % DDP__CPU_BITS;
-        if (bit && seen >= first && seen < last) mine.word[cpu / DDP__CPU_BITS] |= bit;
+        if (bit && seen >= first && seen < last) own.word[cpu / DDP__CPU_BITS] |= bit;
         seen += bit != 0;
     }
-    syscall(SYS_sched_setaffinity, 0, sizeof mine, &mine);
+    syscall(SYS_sched_setaffinity, 0, sizeof own, &own);
 }
 
 static const char *const ddp__thread_variables[2] = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"};
 
-static int ddp__pool_is_users(const struct ddp__thread_pool *pool) {
+static int ddp__pool_is_set_by_user(const struct ddp__thread_pool *pool) {
     for (int i = 0; i < 3 && pool->variables[i]; i++)
         if (*ddp__env_text(pool->variables[i])) return 1;
     return 0;
@@ -9371,12 +9372,12 @@ static int ddp__pool_is_users(const struct ddp__thread_pool *pool) {
    start its whole pool there. A smaller number stays. */
 static void ddp__limit_pools(ddp__launch *launch) {
     int limits = !launch->desc.no_affinity;
-    launch->limits_omp = limits && !ddp__pool_is_users(&ddp__thread_pools[DDP__POOL_OMP]);
+    launch->limits_omp = limits && !ddp__pool_is_set_by_user(&ddp__thread_pools[DDP__POOL_OMP]);
     for (int i = 0; i < DDP__POOLS; i++) {
         const struct ddp__thread_pool *pool = &ddp__thread_pools[i];
-        int threads = limits && pool->set && pool->get && !ddp__pool_is_users(pool) ? pool->get() : 0;
-        launch->pool_threads[i] = threads > launch->share ? threads : 0;
-        if (launch->pool_threads[i]) pool->set(launch->share);
+        int threads = limits && pool->set && pool->get && !ddp__pool_is_set_by_user(pool) ? pool->get() : 0;
+        launch->pool_threads[i] = threads > launch->threads_per_rank ? threads : 0;
+        if (launch->pool_threads[i]) pool->set(launch->threads_per_rank);
     }
 }
 
@@ -9385,7 +9386,7 @@ static void ddp__limit_pools(ddp__launch *launch) {
 static int ddp__set_thread_variables(const ddp__launch *launch) {
     int set = 0;
     char text[16];
-    snprintf(text, sizeof text, "%d", launch->share);
+    snprintf(text, sizeof text, "%d", launch->threads_per_rank);
     for (int i = 0; i < 2 && !launch->desc.no_affinity; i++)
         if (!getenv(ddp__thread_variables[i]) && setenv(ddp__thread_variables[i], text, 0) == 0)
             set |= 1 << i;
@@ -9394,27 +9395,28 @@ static int ddp__set_thread_variables(const ddp__launch *launch) {
 
 /* Runs one rank from start to end. An exception of fn terminates the program here: if it propagated, a forked
    rank would continue in the code of its parent. */
-static ddp_result ddp__rank_run(ddp__launch *launch, int rank) DDP__NOEXCEPT {
+static ddp_result ddp__run_rank(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     const ddp_launch_desc *desc = &launch->desc;
-    const int w = desc->world_size, device = desc->devices ? desc->devices[rank] + 1 : 0;
-    const ddp__identity outside = ddp__here;
-    const ddp__identity here = {rank, w, rank, w, device, launch->heap, NULL, "", NULL};
+    const int world_size = desc->world_size, device = desc->devices ? desc->devices[rank] + 1 : 0;
+    const ddp__identity saved_identity = ddp__here;
+    const ddp__identity here = {rank, world_size, rank, world_size, device, launch->heap, NULL, "", NULL};
     /* world: the group that peers and the launcher see. plugged: with the desc's own backend. */
-    ddp_group *world = NULL, *plugged = NULL;
+    ddp_group *world = NULL, *on_backend = NULL;
     ddp__error_text[0] = 0;
-    ddp__take_cores(launch, rank);
+    ddp__bind_cores(launch, rank);
     ddp__rank_enter(launch->heap, rank, (int)getpid());
     ddp__here = here;
     ddp_result result = ddp__world_new(&world, &desc->group, &ddp__backend_local, &here, NULL);
     ddp__here.world = world;
-    if (result == DDP_OK && desc->group.backend) result = ddp_group_create_on(&plugged, world, &desc->group);
-    if (result == DDP_OK) result = launch->fn(plugged ? plugged : world, launch->user);
-    ddp__here = outside;
+    if (result == DDP_OK && desc->group.backend)
+        result = ddp_group_create_on(&on_backend, world, &desc->group);
+    if (result == DDP_OK) result = launch->fn(on_backend ? on_backend : world, launch->user);
+    ddp__here = saved_identity;
     if (result != DDP_OK && !ddp_last_error()[0])
         DDP__LAUNCH_FAIL(launch, rank, result, "returned %s", ddp_result_name(result));
     else if (result != DDP_OK)
-        ddp__note_failure(launch, rank, result);
-    ddp_group_destroy(plugged);
+        ddp__record_failure(launch, rank, result);
+    ddp_group_destroy(on_backend);
     if (world)
         ddp_group_destroy(world); /* marks the rank as left */
     else
@@ -9432,7 +9434,7 @@ static pid_t ddp__fork_rank(ddp__launch *launch, int rank, const sigset_t *mask)
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() == parent) { /* otherwise the parent died before the line above */
         ddp__set_thread_variables(launch);
-        result = ddp__rank_run(launch, rank);
+        result = ddp__run_rank(launch, rank);
     }
     fflush(NULL);
     _exit(result == DDP_OK ? 0 : 1);
@@ -9440,14 +9442,15 @@ static pid_t ddp__fork_rank(ddp__launch *launch, int rank, const sigset_t *mask)
 
 /* Records how a child process ended. A rank that failed has recorded this itself, unless it ended too
    early. */
-static void ddp__record_end(ddp__launch *launch, int rank, int status) {
+static void ddp__record_exit(ddp__launch *launch, int rank, int status) {
     ddp__job_rank *r = &launch->heap->job->rank[rank];
-    int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
-    if (ddp__load(&r->state) == DDP__RANK_LEFT && !number) return;
-    r->signal_number = number;
+    int signal_number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+    if (ddp__load(&r->state) == DDP__RANK_LEFT && !signal_number) return;
+    r->signal_number = signal_number;
     r->exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 0;
-    if (number)
-        DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) was killed by signal %d", r->pid, number);
+    if (signal_number)
+        DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) was killed by signal %d", r->pid,
+                         signal_number);
     else
         DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST,
                          "(pid %d) exited with status %d before its function returned", r->pid,
@@ -9455,95 +9458,95 @@ static void ddp__record_end(ddp__launch *launch, int rank, int status) {
     ddp__store(&r->state, (uint32_t)DDP__RANK_LOST);
 }
 
-static void ddp__signal_ranks(const pid_t *pids, int count, int number) {
+static void ddp__signal_ranks(const pid_t *pids, int count, int signal_number) {
     for (int r = 0; r < count; r++)
-        if (pids[r] > 0) kill(pids[r], number);
+        if (pids[r] > 0) kill(pids[r], signal_number);
 }
 
 /* Watches the children until the last one has ended. SIGINT, SIGTERM and SIGCHLD are blocked and received
    here. */
-static void ddp__watch_ranks(ddp__launch *launch, pid_t *pids, const sigset_t *watched) {
+static void ddp__watch_ranks(ddp__launch *launch, pid_t *pids, const sigset_t *signals) {
     double deadline = 0; /* 0 = none: nothing has failed yet */
     const struct timespec slice = {0, 20000000};
-    for (int alive = 1, w = launch->desc.world_size; alive;) {
-        int number = sigtimedwait(watched, NULL, &slice);
-        if (number == SIGINT || number == SIGTERM) {
+    for (int alive = 1, world_size = launch->desc.world_size; alive;) {
+        int signal_number = sigtimedwait(signals, NULL, &slice);
+        if (signal_number == SIGINT || signal_number == SIGTERM) {
             launch->interrupted = 1;
-            ddp__signal_ranks(pids, w, number);
+            ddp__signal_ranks(pids, world_size, signal_number);
         }
         alive = 0;
-        for (int r = 0; r < w; r++) {
+        for (int r = 0; r < world_size; r++) {
             int status = 0;
             if (pids[r] > 0 && waitpid(pids[r], &status, WNOHANG) != 0) {
-                ddp__record_end(launch, r, status);
+                ddp__record_exit(launch, r, status);
                 pids[r] = 0;
             }
             alive |= pids[r] > 0;
         }
         if (deadline == 0 && (launch->interrupted || ddp__load(&launch->heap->job->failed_rank_plus_1)))
             deadline = ddp_now() + launch->desc.group.timeout_ms * 1e-3;
-        if (deadline != 0 && ddp_now() > deadline) ddp__signal_ranks(pids, w, SIGKILL);
+        if (deadline != 0 && ddp_now() > deadline) ddp__signal_ranks(pids, world_size, SIGKILL);
     }
 }
 
 static void ddp__launch_processes(ddp__launch *launch) {
-    static const int taken[] = {SIGINT, SIGTERM, SIGCHLD};
+    static const int handled[] = {SIGINT, SIGTERM, SIGCHLD};
     pid_t pids[DDP_MAX_LOCAL_RANKS] = DDP_ZERO;
-    sigset_t watched, old;
-    sigemptyset(&watched);
-    for (int i = 0; i < 3; i++) sigaddset(&watched, taken[i]);
-    pthread_sigmask(SIG_BLOCK, &watched, &old);
+    sigset_t signals, old_mask;
+    sigemptyset(&signals);
+    for (int i = 0; i < 3; i++) sigaddset(&signals, handled[i]);
+    pthread_sigmask(SIG_BLOCK, &signals, &old_mask);
     fflush(NULL);
     for (int r = 0; r < launch->desc.world_size; r++) {
-        pids[r] = ddp__fork_rank(launch, r, &old);
+        pids[r] = ddp__fork_rank(launch, r, &old_mask);
         if (pids[r] >= 0) continue;
         DDP__LAUNCH_FAIL(launch, r, DDP_ERR_SYSTEM, "could not be forked: %s", strerror(errno));
         ddp__signal_ranks(pids, r, SIGKILL);
         break;
     }
-    ddp__watch_ranks(launch, pids, &watched);
-    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    ddp__watch_ranks(launch, pids, &signals);
+    pthread_sigmask(SIG_SETMASK, &old_mask, NULL);
 }
 
 /* --- ranks as threads --- */
 
 /* OpenMP has its own number of threads for each thread of the program. A new thread begins with the number of
    the whole process. */
-static void *ddp__launched_thread_main(void *argument) {
-    ddp__launched_thread *t = (ddp__launched_thread *)argument;
+static void *ddp__rank_thread_main(void *argument) {
+    ddp__rank_thread *t = (ddp__rank_thread *)argument;
     ddp__launch *launch = t->launch;
     prctl(PR_SET_NAME, "ddp-rank");
-    if (launch->limits_omp && ddp__omp_set && ddp__omp_get && ddp__omp_get() > launch->share)
-        ddp__omp_set(launch->share);
-    ddp__rank_run(launch, t->rank);
+    if (launch->limits_omp && ddp__omp_set && ddp__omp_get && ddp__omp_get() > launch->threads_per_rank)
+        ddp__omp_set(launch->threads_per_rank);
+    ddp__run_rank(launch, t->rank);
     return NULL;
 }
 
 static void ddp__launch_threads(ddp__launch *launch) {
-    ddp__launched_thread threads[DDP_MAX_LOCAL_RANKS];
-    int set = ddp__set_thread_variables(launch), w = launch->desc.world_size;
-    for (int r = 0; r < w; r++) {
-        ddp__launched_thread *t = &threads[r];
+    ddp__rank_thread threads[DDP_MAX_LOCAL_RANKS];
+    int variables = ddp__set_thread_variables(launch), world_size = launch->desc.world_size;
+    for (int r = 0; r < world_size; r++) {
+        ddp__rank_thread *t = &threads[r];
         t->launch = launch;
         t->rank = r;
-        int error = pthread_create(&t->thread, NULL, ddp__launched_thread_main, t);
+        int error = pthread_create(&t->thread, NULL, ddp__rank_thread_main, t);
         t->started = error == 0;
         if (!error) continue;
         DDP__LAUNCH_FAIL(launch, r, DDP_ERR_SYSTEM, "could not be started as a thread: %s", strerror(error));
         ddp__store(&launch->heap->job->rank[r].state, (uint32_t)DDP__RANK_LEFT);
     }
-    for (int r = 0; r < w; r++)
+    for (int r = 0; r < world_size; r++)
         if (threads[r].started) pthread_join(threads[r].thread, NULL);
     for (int i = 0; i < 2; i++)
-        if (set >> i & 1) unsetenv(ddp__thread_variables[i]);
+        if (variables >> i & 1) unsetenv(ddp__thread_variables[i]);
 }
 
 /* Runs one attempt, with its own heap. Returns the first failure of a rank. */
-static ddp_result ddp__launch_once(ddp__launch *launch) {
-    int threads = launch->desc.mode == DDP_LAUNCH_THREADS, w = launch->desc.world_size;
-    DDP_TRY(ddp__heap_create(&launch->heap, w, threads, 1));
+static ddp_result ddp__launch_attempt(ddp__launch *launch) {
+    int threads = launch->desc.mode == DDP_LAUNCH_THREADS, world_size = launch->desc.world_size;
+    DDP_TRY(ddp__heap_create(&launch->heap, world_size, threads, 1));
     const ddp__job *job = launch->heap->job;
-    launch->share = (int)job->cores > w ? (int)job->cores / w : 1;
+    launch->threads_per_rank = (int)job->cores > world_size ? (int)job->cores / world_size : 1;
     ddp__limit_pools(launch);
     if (threads)
         ddp__launch_threads(launch);
@@ -9565,13 +9568,13 @@ static ddp_result ddp__launch_join(const ddp__launch *launch) {
     const ddp_launch_desc *desc = &launch->desc;
     ddp_group *world;
     ddp_saved_error outcome = {DDP_OK, ""};
-    int outside = ddp__here.device_plus_1;
+    int saved_device = ddp__here.device_plus_1;
     DDP_TRY(ddp_group_create(&world, &desc->group));
     if (desc->devices && world->local_rank < desc->device_count)
         ddp__here.device_plus_1 = desc->devices[world->local_rank] + 1;
     world->device_index = ddp__here.device_plus_1 - 1;
     ddp_error_save(&outcome, launch->fn(world, launch->user));
-    ddp__here.device_plus_1 = outside;
+    ddp__here.device_plus_1 = saved_device;
     ddp_group_destroy(world);
     return ddp_error_restore(&outcome);
 }
@@ -9602,7 +9605,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     DDP__NEED(!d->devices || d->device_count >= d->world_size,
               "%d devices for %d ranks; list one for each rank", d->device_count, d->world_size);
     for (int attempt = 0; attempt <= d->max_restarts; attempt++) {
-        result = ddp__launch_once(&launch);
+        result = ddp__launch_attempt(&launch);
         if (result == DDP_OK || launch.interrupted || d->mode == DDP_LAUNCH_THREADS) break;
     }
     return result;
@@ -9632,18 +9635,18 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
 typedef struct ddp__grad {
     unsigned char *data;
     size_t count, size_bytes;
-    size_t range; /* elements of the range that begins here; 0 = none */
+    size_t range_count; /* elements of the range that begins here; 0 = none */
     ddp_dtype dtype;
     int first_use; /* the first parameter with this value: itself, unless tied */
     int bucket;    /* -1 = in none */
     /* Parameters with the next and previous gradient in memory, on every rank; -1 = none. */
-    int next, previous;
-    unsigned char in_place; /* 1 = its range is reduced in place */
-    unsigned char placed;   /* in the reducer's arena, 64-byte aligned; zeros up to the next one */
-    unsigned char ready;    /* announced in this step */
-    unsigned char summed;   /* this step's gradient is the parameter's f32 sum */
-    unsigned char expected; /* waited for; 0 = static_graph has seen that this rank does not use it */
-    unsigned char unused;   /* no rank used it in the last step */
+    int next_in_memory, previous_in_memory;
+    unsigned char in_place;    /* 1 = its range is reduced in place */
+    unsigned char in_arena;    /* in the reducer's arena, 64-byte aligned; zeros up to the next one */
+    unsigned char ready;       /* announced in this step */
+    unsigned char has_f32_sum; /* this step's gradient is the parameter's f32 sum */
+    unsigned char expected;    /* waited for; 0 = static_graph has seen that this rank does not use it */
+    unsigned char unused;      /* no rank used it in the last step */
 } ddp__grad;
 
 typedef struct ddp__bucket {
@@ -9661,13 +9664,13 @@ struct ddp_reducer {
     ddp_group *group;
     const ddp_device *device;
     ddp_reducer_desc desc; /* with defaults resolved; hook and buffers as given */
-    int active;            /* ranks that the average is over: world_size, or fewer during a join */
+    int active_ranks;      /* ranks that the average is over: world_size, or fewer during a join */
     int shadow;            /* 1 = this rank has no batch in this step, and contributes zeros */
     int no_sync;
     ddp_accumulator *accumulators; /* those with this reducer */
     ddp__bucket *buckets;          /* this and the next three: one block, an entry per parameter */
     ddp__grad *grads;
-    int *walk;
+    int *order;
     /* Parameters in the order in which they were announced in this step. While buckets are planned: the order
        in which to fill them. */
     int *ready_order;
@@ -9678,16 +9681,16 @@ struct ddp_reducer {
        reduced. */
     void *arena, *flat;
     size_t arena_bytes, flat_bytes;
-    void *host;    /* small agreements between ranks, and scratch */
-    void *squares; /* of all gradients: a ddp_exact_sum on the device */
+    void *scratch;     /* small agreements between ranks, and scratch */
+    void *sum_squares; /* of all gradients: a ddp_exact_sum on the device */
     /* These three: of the present step. The thread that reduces a bucket writes them. */
-    double seconds;
-    size_t sent, copied;
+    double comm_seconds;
+    size_t bytes_reduced, bytes_copied;
     ddp_reducer_stats stats;
 };
 
 /* Returns 1 with one rank and no hook: gradients are only divided. */
-static int ddp__reducer_is_alone(const ddp_reducer *reducer) {
+static int ddp__reducer_is_local(const ddp_reducer *reducer) {
     return reducer->group->world_size == 1 && !reducer->desc.hook;
 }
 
@@ -9698,16 +9701,16 @@ static ddp_dtype ddp__wire_dtype(const ddp_reducer *reducer, ddp_dtype dtype) {
 }
 
 /* Returns 1 if the reducer reads f32 sums of gradients of this dtype. */
-static int ddp__takes_f32_sums(const ddp_reducer *reducer, ddp_dtype dtype) {
+static int ddp__reads_f32_sums(const ddp_reducer *reducer, ddp_dtype dtype) {
     return ddp__is_half(dtype) && reducer->desc.comm_dtype == DDP_DTYPE_DEFAULT;
 }
 
 /* Returns 1 if a bucket is reduced as f32 sums: all its parameters have one. The same on every rank. */
-static int ddp__bucket_is_wide(const ddp__bucket *bucket) {
+static int ddp__bucket_has_f32_sums(const ddp__bucket *bucket) {
     const ddp_reducer *reducer = bucket->reducer;
-    if (!ddp__takes_f32_sums(reducer, bucket->dtype)) return 0;
+    if (!ddp__reads_f32_sums(reducer, bucket->dtype)) return 0;
     for (int k = bucket->first; k <= bucket->last; k++) {
-        int param = reducer->walk[k];
+        int param = reducer->order[k];
         const ddp_grad_sum *sum = &reducer->desc.params[param].sum;
         if (reducer->grads[param].count && (!sum->data || sum->reader != reducer)) return 0;
     }
@@ -9716,62 +9719,63 @@ static int ddp__bucket_is_wide(const ddp__bucket *bucket) {
 
 /* Appends a bucket of the parameters walk[first .. last], and finds its ranges. Returns the bytes that it
    needs in the flat buffer. */
-static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
-    ddp__bucket made = {reducer, reducer->stats.bucket_count,     first, last, 0,
-                        dtype,   ddp__wire_dtype(reducer, dtype), 0,     0,    DDP_ZERO};
+static size_t ddp__bucket_append(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
+    ddp__bucket new_bucket = {reducer, reducer->stats.bucket_count,     first, last, 0,
+                              dtype,   ddp__wire_dtype(reducer, dtype), 0,     0,    DDP_ZERO};
     ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count++];
     ddp__grad *grads = reducer->grads;
     size_t size = ddp_dtype_size(dtype);
     int ranges = 0;
-    *bucket = made;
-    for (int k = first; k <= last; k++) grads[reducer->walk[k]].bucket = bucket->index;
+    *bucket = new_bucket;
+    for (int k = first; k <= last; k++) grads[reducer->order[k]].bucket = bucket->index;
     /* Sorts this part of walk, so that the parameters of a range follow each other in the order of memory. */
-    for (int k = first, begin = first; k <= last; k++) {
-        int *walk = reducer->walk, j = k;
-        int next = k > first ? grads[walk[k - 1]].next : -1;
-        int goes_on = next >= 0 && grads[next].bucket == bucket->index;
-        while (goes_on
-                   ? walk[j] != next
-                   : grads[walk[j]].previous >= 0 && grads[grads[walk[j]].previous].bucket == bucket->index)
+    for (int k = first, range_start = first; k <= last; k++) {
+        int *walk = reducer->order, j = k;
+        int next = k > first ? grads[walk[k - 1]].next_in_memory : -1;
+        int continues = next >= 0 && grads[next].bucket == bucket->index;
+        while (continues ? walk[j] != next
+                         : grads[walk[j]].previous_in_memory >= 0
+                               && grads[grads[walk[j]].previous_in_memory].bucket == bucket->index)
             j++;
         ddp__grad *grad = &grads[next = walk[j]];
         walk[j] = walk[k];
         walk[k] = next;
-        grad->range = 0;
-        if (!goes_on) {
-            begin = k;
+        grad->range_count = 0;
+        if (!continues) {
+            range_start = k;
             ranges += grad->count > 0;
         }
         if (grad->count)
-            grads[walk[begin]].range = (size_t)(grad->data + grad->size_bytes - grads[walk[begin]].data)
-                                       / size;
+            grads[walk[range_start]].range_count = (size_t)(grad->data + grad->size_bytes
+                                                            - grads[walk[range_start]].data)
+                                                   / size;
     }
     for (int k = first; k <= last; k++) {
-        ddp__grad *grad = &grads[reducer->walk[k]];
-        int large = !reducer->desc.hook && grad->range * size >= DDP__RANGE_IN_PLACE;
-        grad->in_place = bucket->wire == dtype && (ranges == 1 || large || ddp__reducer_is_alone(reducer));
-        if (!grad->in_place) bucket->flat_count += grad->range;
+        ddp__grad *grad = &grads[reducer->order[k]];
+        int large = !reducer->desc.hook && grad->range_count * size >= DDP__RANGE_IN_PLACE;
+        grad->in_place = bucket->wire == dtype && (ranges == 1 || large || ddp__reducer_is_local(reducer));
+        if (!grad->in_place) bucket->flat_count += grad->range_count;
     }
-    return bucket->flat_count * ddp_dtype_size(ddp__takes_f32_sums(reducer, dtype) ? DDP_F32 : bucket->wire);
+    return bucket->flat_count * ddp_dtype_size(ddp__reads_f32_sums(reducer, dtype) ? DDP_F32 : bucket->wire);
 }
 
 static void ddp__buckets_reset(ddp_reducer *reducer) {
     for (int i = 0; i < reducer->stats.bucket_count; i++) reducer->buckets[i].pending = 0;
     for (int i = 0; i < reducer->desc.param_count; i++) {
         ddp__grad *grad = &reducer->grads[i];
-        grad->ready = grad->summed = 0;
+        grad->ready = grad->has_f32_sum = 0;
         if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending += grad->expected;
     }
     reducer->next_bucket = reducer->ready_count = 0;
-    reducer->sent = reducer->copied = 0;
-    reducer->seconds = 0;
+    reducer->bytes_reduced = reducer->bytes_copied = 0;
+    reducer->comm_seconds = 0;
 }
 
 /* Fills buckets with the first `count` parameters of ready_order, separately for each dtype. A parameter is
    added to the open bucket. Then the bucket is closed if it has reached the limit, so that buckets overshoot
    (PyTorch DDP's rule). Buckets are numbered in the order in which they close, which is also the order in
    which they become ready. Collective: grows the flat buffer for the largest packed bucket. */
-static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
+static ddp_result ddp__buckets_build(ddp_reducer *reducer, int count) {
     /* The open bucket of each dtype. last: the last parameter of the dtype, as an index into order. */
     struct {
         size_t bytes, limit;
@@ -9780,7 +9784,7 @@ static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
     const int *order = reducer->ready_order;
     ddp__grad *grads = reducer->grads;
     size_t flat_bytes = 0;
-    int walked = 0;
+    int placed = 0;
     memset(open, 0, sizeof open);
     for (int d = 0; d < DDP__DTYPES; d++) open[d].limit = reducer->desc.first_bucket_bytes;
     for (int i = 0; i < reducer->desc.param_count; i++) grads[i].bucket = -1;
@@ -9789,13 +9793,13 @@ static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
     reducer->stats.largest_bucket_bytes = 0;
     for (int k = 0; k < count; k++) {
         ddp_dtype d = grads[order[k]].dtype;
-        int first = walked;
+        int first = placed;
         open[d].bytes += grads[order[k]].size_bytes;
         if (open[d].bytes < open[d].limit && k < open[d].last) continue;
         for (int j = open[d].first; j <= k; j++)
-            if (grads[order[j]].dtype == d) reducer->walk[walked++] = order[j];
-        size_t needed = ddp__bucket_make(reducer, d, first, walked - 1);
-        if (needed > flat_bytes) flat_bytes = needed;
+            if (grads[order[j]].dtype == d) reducer->order[placed++] = order[j];
+        size_t bucket_bytes = ddp__bucket_append(reducer, d, first, placed - 1);
+        if (bucket_bytes > flat_bytes) flat_bytes = bucket_bytes;
         if (open[d].bytes > reducer->stats.largest_bucket_bytes)
             reducer->stats.largest_bucket_bytes = open[d].bytes;
         open[d].first = k + 1;
@@ -9823,7 +9827,7 @@ static ddp_result ddp__bucket_hook(ddp__bucket *bucket, void *data, size_t count
                        reducer->stats.bucket_count,
                        bucket->divisor,
                        reducer->stats.steps,
-                       reducer->walk + bucket->first,
+                       reducer->order + bucket->first,
                        bucket->last - bucket->first + 1};
     ddp_result result;
     {
@@ -9844,60 +9848,62 @@ static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
     ddp_reducer *reducer = bucket->reducer;
     unsigned char *flat = (unsigned char *)reducer->flat;
     for (int k = bucket->first; k <= bucket->last; k++) {
-        const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
-        size_t bytes = grad->range * ddp_dtype_size(bucket->wire);
+        const ddp__grad *grad = &reducer->grads[reducer->order[k]];
+        size_t bytes = grad->range_count * ddp_dtype_size(bucket->wire);
         unsigned char *from = pack ? grad->data : flat, *to = pack ? flat : grad->data;
-        if (!grad->range || grad->in_place) continue;
+        if (!grad->range_count || grad->in_place) continue;
         if (bucket->wire == bucket->dtype)
             reducer->device->copy(to, from, bytes);
         else
             reducer->device->cast(to, pack ? bucket->wire : bucket->dtype, from,
-                                  pack ? bucket->dtype : bucket->wire, grad->range);
-        reducer->copied += bytes;
+                                  pack ? bucket->dtype : bucket->wire, grad->range_count);
+        reducer->bytes_copied += bytes;
         flat += bytes;
     }
 }
 
 /* The same for a bucket of f32 sums. Gradients without a sum in this step are cast to f32. The sums of a
    range have the distances of its gradients, see ddp_place_sums. */
-static void ddp__bucket_copy_wide(ddp__bucket *bucket, int pack) {
+static void ddp__bucket_copy_f32(ddp__bucket *bucket, int pack) {
     ddp_reducer *reducer = bucket->reducer;
     const ddp_device *device = reducer->device;
-    const ddp__grad *head = NULL; /* the first of the range */
-    unsigned char *flat = (unsigned char *)reducer->flat, *range = flat;
+    const ddp__grad *range_head = NULL; /* the first of the range */
+    unsigned char *flat = (unsigned char *)reducer->flat, *flat_range = flat;
     for (int k = bucket->first; k <= bucket->last; k++) {
-        const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
-        unsigned char *sum = (unsigned char *)reducer->desc.params[reducer->walk[k]].sum.data, *wide = sum;
+        const ddp__grad *grad = &reducer->grads[reducer->order[k]];
+        unsigned char *sum = (unsigned char *)reducer->desc.params[reducer->order[k]].sum.data,
+                      *f32_data = sum;
         size_t bytes = grad->count * sizeof(float);
         if (!grad->count) continue;
-        if (grad->range) {
-            head = grad;
-            range = flat;
-            if (!grad->in_place) flat += grad->range * sizeof(float);
+        if (grad->range_count) {
+            range_head = grad;
+            flat_range = flat;
+            if (!grad->in_place) flat += grad->range_count * sizeof(float);
         }
-        size_t at = (size_t)(grad->data - head->data) / ddp_dtype_size(bucket->dtype) * sizeof(float);
-        if (!head->in_place) wide = range + at;
-        if (pack && grad->summed && wide == sum) continue;
+        size_t offset = (size_t)(grad->data - range_head->data) / ddp_dtype_size(bucket->dtype)
+                        * sizeof(float);
+        if (!range_head->in_place) f32_data = flat_range + offset;
+        if (pack && grad->has_f32_sum && f32_data == sum) continue;
         if (!pack)
-            device->cast(grad->data, bucket->dtype, wide, DDP_F32, grad->count);
-        else if (grad->summed)
-            device->copy(wide, sum, bytes);
+            device->cast(grad->data, bucket->dtype, f32_data, DDP_F32, grad->count);
+        else if (grad->has_f32_sum)
+            device->copy(f32_data, sum, bytes);
         else
-            device->cast(wide, DDP_F32, grad->data, bucket->dtype, grad->count);
-        reducer->copied += bytes;
+            device->cast(f32_data, DDP_F32, grad->data, bucket->dtype, grad->count);
+        reducer->bytes_copied += bytes;
     }
 }
 
 /* Reduces one bucket; a task of the group. A gradient that was not announced counts as zeros. */
-static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
+static ddp_result ddp__bucket_reduce(ddp_group *group, void *argument) {
     ddp__bucket *bucket = (ddp__bucket *)argument;
     ddp_reducer *reducer = bucket->reducer;
     double begin = ddp_now();
-    int alone = ddp__reducer_is_alone(reducer), wide = ddp__bucket_is_wide(bucket);
-    bucket->wire = wide ? DDP_F32 : ddp__wire_dtype(reducer, bucket->dtype);
+    int local = ddp__reducer_is_local(reducer), f32_sums = ddp__bucket_has_f32_sums(bucket);
+    bucket->wire = f32_sums ? DDP_F32 : ddp__wire_dtype(reducer, bucket->dtype);
     bucket->divisor = reducer->desc.per_token
                           ? 1
-                          : (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
+                          : (uint64_t)reducer->active_ranks * (uint64_t)reducer->desc.micro_batch_count;
     /* The same on every rank: all ranks have the group memory, or none has. */
     if (bucket->flat_count && !reducer->flat)
         return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s",
@@ -9905,29 +9911,29 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
                               "gradients of the rebuilt "
                               "buckets; free group memory and make a new reducer");
     for (int k = bucket->first; k <= bucket->last; k++) {
-        const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
+        const ddp__grad *grad = &reducer->grads[reducer->order[k]];
         if (!grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
     }
-    if (alone && !wide && bucket->divisor == 1) return ddp__device_check(group);
-    if (wide)
-        ddp__bucket_copy_wide(bucket, 1);
+    if (local && !f32_sums && bucket->divisor == 1) return ddp__device_check(group);
+    if (f32_sums)
+        ddp__bucket_copy_f32(bucket, 1);
     else
         ddp__bucket_copy(bucket, 1);
     /* Reduces the packed gradients, then each range that is in place. */
     for (int k = bucket->first - 1; k <= bucket->last; k++) {
-        int param = k < bucket->first ? -1 : reducer->walk[k];
+        int param = k < bucket->first ? -1 : reducer->order[k];
         const ddp__grad *grad = param < 0 ? NULL : &reducer->grads[param];
         void *data = reducer->flat;
         size_t count = bucket->flat_count;
         if (grad) {
-            data = wide ? reducer->desc.params[param].sum.data : grad->data;
-            count = grad->in_place ? grad->range : 0;
+            data = f32_sums ? reducer->desc.params[param].sum.data : grad->data;
+            count = grad->in_place ? grad->range_count : 0;
         }
         if (count == 0) continue;
-        if (group->world_size > 1) reducer->sent += count * ddp_dtype_size(bucket->wire);
+        if (group->world_size > 1) reducer->bytes_reduced += count * ddp_dtype_size(bucket->wire);
         if (reducer->desc.hook) {
             DDP_TRY(ddp__bucket_hook(bucket, data, count));
-        } else if (alone) {
+        } else if (local) {
             reducer->device->divide(data, count, bucket->wire, bucket->divisor);
         } else {
             ddp_call call = ddp__call_of(DDP_CALL_ALL_REDUCE, data, data, count, bucket->wire);
@@ -9936,11 +9942,11 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
             DDP_TRY(ddp__execute(group, &call));
         }
     }
-    if (wide)
-        ddp__bucket_copy_wide(bucket, 0);
+    if (f32_sums)
+        ddp__bucket_copy_f32(bucket, 0);
     else
         ddp__bucket_copy(bucket, 0);
-    if (!group->backend->enqueues) reducer->seconds += ddp_now() - begin;
+    if (!group->backend->enqueues) reducer->comm_seconds += ddp_now() - begin;
     return ddp__device_check(group);
 }
 
@@ -9953,17 +9959,18 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
 #define DDP__SCHEMA_OPTIONS 9
 #define DDP__CREATE_NEED(condition, ...) DDP_CHECK("ddp_reducer_create", NULL, condition, __VA_ARGS__)
 
-typedef struct ddp__label {
+typedef struct ddp__param_text {
     char text[128];
-} ddp__label; /* "parameter 3 'wte'" */
+} ddp__param_text; /* "parameter 3 'wte'" */
 
-static ddp__label ddp__param_label(const ddp_param *params, int index) {
-    ddp__label label;
+static ddp__param_text ddp__describe_param(const ddp_param *params, int index) {
+    ddp__param_text description;
     if (params[index].name)
-        snprintf(label.text, sizeof label.text, "parameter %d '%.80s'", index, params[index].name);
+        snprintf(description.text, sizeof description.text, "parameter %d '%.80s'", index,
+                 params[index].name);
     else
-        snprintf(label.text, sizeof label.text, "parameter %d", index);
-    return label;
+        snprintf(description.text, sizeof description.text, "parameter %d", index);
+    return description;
 }
 
 static uint64_t ddp__shape_hash(uint64_t hash, const ddp_tensor *tensor) {
@@ -10002,71 +10009,72 @@ static uint64_t ddp__schema_entry(const void *list, int index, char *text) {
         snprintf(text, DDP_AGREE_TEXT, "buffer %d %.96s", buffer,
                  ddp_describe_shape(ddp_dtype_name(tensor->dtype), tensor->ndim, tensor->shape).text);
     } else {
-        const ddp__grad *own = &reducer->grads[param];
+        const ddp__grad *grad_info = &reducer->grads[param];
         const char *name = d->params[param].name ? d->params[param].name : "";
         char tied[48] = "";
         const ddp_tensor *value = &d->params[param].value, grad = ddp_param_grad(&d->params[param]);
         hash = ddp__shape_hash(ddp__shape_hash(hash, value), &grad);
         hash = ddp_hash(hash, name, strlen(name));
-        if (own->first_use != param) snprintf(tied, sizeof tied, " tied to parameter %d", own->first_use);
+        if (grad_info->first_use != param)
+            snprintf(tied, sizeof tied, " tied to parameter %d", grad_info->first_use);
         snprintf(text, DDP_AGREE_TEXT, "parameter %d '%.40s' %.60s%s, gradient %.60s %s", param, name,
                  ddp_describe_shape(ddp_dtype_name(value->dtype), value->ndim, value->shape).text, tied,
                  ddp_describe_shape(ddp_dtype_name(grad.dtype), grad.ndim, grad.shape).text,
-                 own->placed ? "NULL" : "given");
+                 grad_info->in_arena ? "NULL" : "given");
     }
     return ddp_hash(hash, text, strlen(text) + 1);
 }
 
 /* Checks one parameter and fills in its entry of grads. */
-static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
+static ddp_result ddp__reducer_add_param(ddp_reducer *reducer, int index) {
     const ddp_tensor *value = &reducer->desc.params[index].value;
-    ddp__grad *own = &reducer->grads[index];
+    ddp__grad *grad_info = &reducer->grads[index];
     ddp_tensor grad = ddp_param_grad(&reducer->desc.params[index]);
     int64_t count = ddp_tensor_count(value), grad_count = ddp_tensor_count(&grad);
-    ddp__label label = ddp__param_label(reducer->desc.params, index);
+    ddp__param_text description = ddp__describe_param(reducer->desc.params, index);
     size_t size = ddp_dtype_size(grad.dtype);
-    DDP__CREATE_NEED(ddp_dtype_size(value->dtype), "%s: value.dtype is %d; set it to a ddp_dtype", label.text,
-                     (int)value->dtype);
+    DDP__CREATE_NEED(ddp_dtype_size(value->dtype), "%s: value.dtype is %d; set it to a ddp_dtype",
+                     description.text, (int)value->dtype);
     DDP__CREATE_NEED(count >= 0 && count <= INT64_MAX / 16,
                      "%s: value.ndim=%d or its shape is impossible; ndim is 0 to %d, sizes are "
                      "not negative",
-                     label.text, value->ndim, DDP_MAX_NDIM);
+                     description.text, value->ndim, DDP_MAX_NDIM);
     DDP__CREATE_NEED(count == 0 || value->data, "%s: value.data is NULL; point it at the parameter",
-                     label.text);
+                     description.text);
     DDP__CREATE_NEED(ddp_is_float(grad.dtype),
                      "%s: a gradient of dtype %s has no average; use f32, f64, f16 or "
                      "bf16",
-                     label.text, ddp_dtype_name(grad.dtype));
+                     description.text, ddp_dtype_name(grad.dtype));
     DDP__CREATE_NEED(grad_count == count,
                      "%s: the gradient has %lld elements, the value %lld; give both the same shape",
-                     label.text, (long long)grad_count, (long long)count);
-    DDP__CREATE_NEED((uintptr_t)grad.data % size == 0, "%s: grad.data=%p is not aligned to %s", label.text,
-                     grad.data, ddp_dtype_name(grad.dtype));
-    own->data = (unsigned char *)grad.data;
-    own->dtype = grad.dtype;
-    own->count = (size_t)count;
-    own->size_bytes = (size_t)count * size;
-    own->placed = !grad.data;
-    own->expected = 1;
-    own->first_use = index;
-    own->next = own->previous = -1;
-    reducer->stats.gradient_bytes += own->size_bytes;
-    if (own->placed) reducer->arena_bytes += ddp_round_up(own->size_bytes, DDP__ALIGN);
+                     description.text, (long long)grad_count, (long long)count);
+    DDP__CREATE_NEED((uintptr_t)grad.data % size == 0, "%s: grad.data=%p is not aligned to %s",
+                     description.text, grad.data, ddp_dtype_name(grad.dtype));
+    grad_info->data = (unsigned char *)grad.data;
+    grad_info->dtype = grad.dtype;
+    grad_info->count = (size_t)count;
+    grad_info->size_bytes = (size_t)count * size;
+    grad_info->in_arena = !grad.data;
+    grad_info->expected = 1;
+    grad_info->first_use = index;
+    grad_info->next_in_memory = grad_info->previous_in_memory = -1;
+    reducer->stats.gradient_bytes += grad_info->size_bytes;
+    if (grad_info->in_arena) reducer->arena_bytes += ddp_round_up(grad_info->size_bytes, DDP__ALIGN);
     return DDP_OK;
 }
 
 /* Sorts the parameters that are not empty by the address of their value or gradient. Writes address and index
    of each to reducer->host, without NULL addresses, and returns their number. */
-static int ddp__params_sort(ddp_reducer *reducer, int by_value) {
-    ddp_grad_place *keys = (ddp_grad_place *)reducer->host;
+static int ddp__params_by_address(ddp_reducer *reducer, int by_value) {
+    ddp_grad_place *places = (ddp_grad_place *)reducer->scratch;
     int count = 0;
     for (int i = 0; i < reducer->desc.param_count; i++) {
         const void *address = by_value ? reducer->desc.params[i].value.data : reducer->grads[i].data;
         if (!address || reducer->grads[i].count == 0) continue;
-        keys[count].address = (uintptr_t)address;
-        keys[count++].index = i;
+        places[count].address = (uintptr_t)address;
+        places[count++].index = i;
     }
-    qsort(keys, (size_t)count, sizeof keys[0], ddp__grad_place_compare);
+    qsort(places, (size_t)count, sizeof places[0], ddp__grad_place_compare);
     return count;
 }
 
@@ -10074,26 +10082,26 @@ static int ddp__params_sort(ddp_reducer *reducer, int by_value) {
    Fails if gradients overlap. */
 static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
     const ddp_param *params = reducer->desc.params;
-    const ddp_grad_place *keys = (const ddp_grad_place *)reducer->host;
+    const ddp_grad_place *places = (const ddp_grad_place *)reducer->scratch;
     ddp__grad *grads = reducer->grads;
-    int count = ddp__params_sort(reducer, 1);
+    int count = ddp__params_by_address(reducer, 1);
     for (int k = 1; k < count; k++) {
-        int i = keys[k].index, first = grads[keys[k - 1].index].first_use;
-        if (keys[k].address != keys[k - 1].address) continue;
+        int i = places[k].index, first = grads[places[k - 1].index].first_use;
+        if (places[k].address != places[k - 1].address) continue;
         DDP__CREATE_NEED(
             grads[i].count == grads[first].count && grads[i].dtype == grads[first].dtype,
             "%s and %s share value.data but differ in shape or gradient dtype; uses of one tied parameter "
             "have both equal",
-            ddp__param_label(params, first).text, ddp__param_label(params, i).text);
+            ddp__describe_param(params, first).text, ddp__describe_param(params, i).text);
         grads[i].first_use = first;
     }
-    count = ddp__params_sort(reducer, 0);
+    count = ddp__params_by_address(reducer, 0);
     for (int k = 1; k < count; k++) {
-        int before = keys[k - 1].index;
+        int previous = places[k - 1].index;
         DDP__CREATE_NEED(
-            keys[k].address - keys[k - 1].address >= grads[before].size_bytes,
+            places[k].address - places[k - 1].address >= grads[previous].size_bytes,
             "the gradients of %s and %s overlap; give each its own memory, also the uses of a tied parameter",
-            ddp__param_label(params, before).text, ddp__param_label(params, keys[k].index).text);
+            ddp__describe_param(params, previous).text, ddp__describe_param(params, places[k].index).text);
     }
     return DDP_OK;
 }
@@ -10117,18 +10125,19 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
                              && (count == 0 || desc->buffers[i].data),
                          "buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
     }
-    size_t n = (size_t)desc->param_count, each = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
-    reducer->buckets = (ddp__bucket *)ddp_host_alloc(reducer->group, n * each);
+    size_t n = (size_t)desc->param_count,
+           bytes_per_param = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
+    reducer->buckets = (ddp__bucket *)ddp_host_alloc(reducer->group, n * bytes_per_param);
     if (!reducer->buckets) return DDP_ERR_NO_MEMORY;
     reducer->grads = (ddp__grad *)(reducer->buckets + n); /* in the order of decreasing alignment */
-    reducer->walk = (int *)(reducer->grads + n);
-    reducer->ready_order = reducer->walk + n;
+    reducer->order = (int *)(reducer->grads + n);
+    reducer->ready_order = reducer->order + n;
     reducer->desc = *desc;
     if (desc->bucket_cap_bytes == 0) reducer->desc.bucket_cap_bytes = (size_t)25 << 20;
     if (desc->first_bucket_bytes == 0) reducer->desc.first_bucket_bytes = (size_t)1 << 20;
     if (desc->micro_batch_count == 0) reducer->desc.micro_batch_count = 1;
-    DDP_TRY(reducer->device->alloc(reducer->group, sizeof(ddp_exact_sum), &reducer->squares));
-    for (int i = 0; i < desc->param_count; i++) DDP_TRY(ddp__reducer_take_param(reducer, i));
+    DDP_TRY(reducer->device->alloc(reducer->group, sizeof(ddp_exact_sum), &reducer->sum_squares));
+    for (int i = 0; i < desc->param_count; i++) DDP_TRY(ddp__reducer_add_param(reducer, i));
     return ddp__reducer_check_memory(reducer);
 }
 
@@ -10145,27 +10154,27 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
    all ranks. Alignment gaps of the arena hold zeros and may be sent along, but not to a hook or through a
    cast. */
 static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
-    const ddp_grad_place *keys = (const ddp_grad_place *)reducer->host;
-    int32_t *links = (int32_t *)reducer->host;
-    int count = ddp__params_sort(reducer, 0), n = reducer->desc.param_count;
+    const ddp_grad_place *places = (const ddp_grad_place *)reducer->scratch;
+    int32_t *links = (int32_t *)reducer->scratch;
+    int count = ddp__params_by_address(reducer, 0), n = reducer->desc.param_count;
     for (int k = 1; k < count; k++) {
-        ddp__grad *left = &reducer->grads[keys[k - 1].index], *right = &reducer->grads[keys[k].index];
-        int gaps = left->placed && !reducer->desc.hook
+        ddp__grad *left = &reducer->grads[places[k - 1].index], *right = &reducer->grads[places[k].index];
+        int gaps = left->in_arena && !reducer->desc.hook
                    && ddp__wire_dtype(reducer, left->dtype) == left->dtype;
-        size_t extent = gaps ? ddp_round_up(left->size_bytes, DDP__ALIGN) : left->size_bytes;
-        if (left->dtype == right->dtype && left->placed == right->placed
-            && left->data + extent == right->data)
-            left->next = keys[k].index;
+        size_t left_bytes = gaps ? ddp_round_up(left->size_bytes, DDP__ALIGN) : left->size_bytes;
+        if (left->dtype == right->dtype && left->in_arena == right->in_arena
+            && left->data + left_bytes == right->data)
+            left->next_in_memory = places[k].index;
     }
-    for (int i = 0; i < n; i++) links[n + i] = -(links[i] = reducer->grads[i].next);
+    for (int i = 0; i < n; i++) links[n + i] = -(links[i] = reducer->grads[i].next_in_memory);
     /* links[i] becomes the minimum over ranks, and links[n + i] minus the maximum. */
     DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, links, links, (size_t)n * 2, DDP_I32,
                                 DDP_OP_MIN, -1));
     for (int i = 0; i < n; i++) {
         if (links[i] != -links[n + i])
-            reducer->grads[i].next = -1;
+            reducer->grads[i].next_in_memory = -1;
         else if (links[i] >= 0)
-            reducer->grads[links[i]].previous = i;
+            reducer->grads[links[i]].previous_in_memory = i;
     }
     return DDP_OK;
 }
@@ -10184,41 +10193,41 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
 
 /* Waits for the buckets in flight. rest: 1 = also reduces the buckets that are not issued yet. Returns the
    first failure. */
-static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
+static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int reduce_rest) {
     ddp_saved_error first = {DDP_OK, ""};
     for (int i = 0; i < reducer->stats.bucket_count; i++) {
         ddp__bucket *bucket = &reducer->buckets[i];
         if (i < reducer->next_bucket)
             ddp_error_save(&first, ddp_wait(reducer->group, &bucket->work));
-        else if (!rest || first.result != DDP_OK)
+        else if (!reduce_rest || first.result != DDP_OK)
             continue;
-        else if (ddp__reducer_is_alone(reducer))
-            ddp_error_save(&first, ddp__bucket_run(reducer->group, bucket));
+        else if (ddp__reducer_is_local(reducer))
+            ddp_error_save(&first, ddp__bucket_reduce(reducer->group, bucket));
         else
-            ddp_error_save(&first, ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, NULL));
+            ddp_error_save(&first, ddp_group_enqueue(reducer->group, ddp__bucket_reduce, bucket, NULL));
     }
     return ddp_error_restore(&first);
 }
 
 /* Waits for the buckets in flight, so that nothing reads f32 sums afterwards. */
-static void ddp__reducer_drain_issued(void *reducer) { ddp__reducer_drain((ddp_reducer *)reducer, 0); }
+static void ddp__reducer_drain_callback(void *reducer) { ddp__reducer_drain((ddp_reducer *)reducer, 0); }
 
 /* Builds the buckets after all ranks have agreed on the list. Collective. Gradients that were NULL are placed
    one after the other in the arena, each dtype in the order of the first buckets. */
 static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
     int n = reducer->desc.param_count;
-    size_t at = 0;
+    size_t offset = 0;
     if (reducer->arena_bytes) DDP_TRY(ddp_group_alloc(reducer->group, reducer->arena_bytes, &reducer->arena));
     for (int d = 0; d < DDP__DTYPES; d++)
         for (int i = n - 1; i >= 0; i--) {
             ddp__grad *grad = &reducer->grads[i];
-            if (!grad->placed || (int)grad->dtype != d) continue;
-            grad->data = (unsigned char *)reducer->arena + at;
-            at += ddp_round_up(grad->size_bytes, DDP__ALIGN);
+            if (!grad->in_arena || (int)grad->dtype != d) continue;
+            grad->data = (unsigned char *)reducer->arena + offset;
+            offset += ddp_round_up(grad->size_bytes, DDP__ALIGN);
         }
     DDP_TRY(ddp__reducer_link(reducer));
     for (int k = 0; k < n; k++) reducer->ready_order[k] = n - 1 - k;
-    DDP_TRY(ddp__buckets_plan(reducer, n));
+    DDP_TRY(ddp__buckets_build(reducer, n));
     if (!reducer->desc.skip_initial_broadcast)
         DDP_TRY(ddp__reducer_broadcast(reducer, n + reducer->desc.buffer_count, 0));
     for (int i = 0; i < n; i++) {
@@ -10226,9 +10235,9 @@ static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
         param->grad = ddp_param_grad(param);
         param->grad.data = reducer->grads[i].data;
         param->sum.is_set = 0;
-        if (!ddp__takes_f32_sums(reducer, reducer->grads[i].dtype)) continue;
+        if (!ddp__reads_f32_sums(reducer, reducer->grads[i].dtype)) continue;
         param->sum.reader = reducer;
-        param->sum.drain = ddp__reducer_drain_issued;
+        param->sum.drain = ddp__reducer_drain_callback;
     }
     return DDP_OK;
 }
@@ -10237,7 +10246,7 @@ static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
 static void ddp__reducer_free(ddp_reducer *reducer) {
     ddp_group_free(reducer->group, reducer->flat);
     ddp_group_free(reducer->group, reducer->arena);
-    reducer->device->free(reducer->group, reducer->squares);
+    reducer->device->free(reducer->group, reducer->sum_squares);
     ddp_host_free(reducer->group, reducer->buckets);
     ddp_host_free(reducer->group, reducer);
 }
@@ -10246,16 +10255,16 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     DDP_PUBLIC_CALL(ddp_reducer_create);
     if (out) *out = NULL;
     DDP__NEED(group, "group is NULL");
-    size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp_grad_place) : 0;
-    size_t gathered = (size_t)group->world_size;
-    ddp_reducer *reducer = (ddp_reducer *)ddp_host_alloc(group, sizeof *reducer
-                                                                    + (keys > gathered ? keys : gathered));
+    size_t places = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp_grad_place) : 0;
+    size_t flags = (size_t)group->world_size;
+    ddp_reducer *reducer = (ddp_reducer *)ddp_host_alloc(group,
+                                                         sizeof *reducer + (places > flags ? places : flags));
     ddp_result result = DDP_ERR_NO_MEMORY;
     if (reducer) {
         reducer->group = group;
         reducer->device = group->device;
-        reducer->active = group->world_size;
-        reducer->host = reducer + 1;
+        reducer->active_ranks = group->world_size;
+        reducer->scratch = reducer + 1;
         result = out ? ddp__reducer_prepare(reducer, desc)
                      : ddp__bad("ddp_reducer_create", NULL, "out is NULL");
     }
@@ -10281,31 +10290,32 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
                       reducer->desc.param_count);
     ddp__grad *grad = &reducer->grads[param_index];
     ddp_grad_sum *sum = &reducer->desc.params[param_index].sum;
-    int summed = sum->is_set && sum->data && sum->reader == reducer;
+    int has_sum = sum->is_set && sum->data && sum->reader == reducer;
     sum->is_set = 0;
     if (reducer->no_sync) return DDP_OK;
     DDP__REDUCER_NEED(
         reducer, !grad->ready,
         "%s is ready twice in step %llu; call it once per step, and ddp_reducer_wait before the next",
-        ddp__param_label(reducer->desc.params, param_index).text, (unsigned long long)reducer->stats.steps);
+        ddp__describe_param(reducer->desc.params, param_index).text,
+        (unsigned long long)reducer->stats.steps);
     DDP__REDUCER_NEED(
         reducer, grad->expected,
         "%s was not used in the first step, and static_graph promises the same for every step; leave "
         "static_graph 0 and set find_unused",
-        ddp__param_label(reducer->desc.params, param_index).text);
+        ddp__describe_param(reducer->desc.params, param_index).text);
     grad->ready = 1;
-    grad->summed = (unsigned char)summed;
+    grad->has_f32_sum = (unsigned char)has_sum;
     reducer->averaged = 0;
     reducer->ready_order[reducer->ready_count++] = param_index;
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
     /* ddp_reducer_wait comes next and executes the last bucket on its own thread. With a backend that
        enqueues, this would save nothing, so the bucket is issued here. */
-    int count = ddp__reducer_is_alone(reducer)
+    int count = ddp__reducer_is_local(reducer)
                     ? 0
                     : reducer->stats.bucket_count - !reducer->group->backend->enqueues;
     while (reducer->next_bucket < count && reducer->buckets[reducer->next_bucket].pending == 0) {
         ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
-        DDP_TRY(ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, &bucket->work));
+        DDP_TRY(ddp_group_enqueue(reducer->group, ddp__bucket_reduce, bucket, &bucket->work));
         reducer->next_bucket++;
     }
     return DDP_OK;
@@ -10314,7 +10324,7 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
 /* Finds the parameters that no rank used. Collective. With static_graph the first step also decides which
    parameters later steps wait for. */
 static ddp_result ddp__reducer_find_unused(ddp_reducer *reducer) {
-    unsigned char *used = (unsigned char *)reducer->host;
+    unsigned char *used = (unsigned char *)reducer->scratch;
     for (int i = 0; i < reducer->desc.param_count; i++) used[i] = reducer->grads[i].ready;
     DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, used, used,
                                 (size_t)reducer->desc.param_count, DDP_U8, DDP_OP_MAX, -1));
@@ -10334,14 +10344,14 @@ static ddp_result ddp__reducer_find_unused(ddp_reducer *reducer) {
    usable. */
 static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) {
     const ddp_group *group = reducer->group;
-    int64_t *first = (int64_t *)reducer->host;
+    int64_t *first = (int64_t *)reducer->scratch;
     *first = missing < 0 ? INT64_MAX : (int64_t)missing * group->world_size + group->rank;
     DDP_TRY(
         ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, 1, DDP_I64, DDP_OP_MIN, -1));
     DDP_CHECK("ddp_reducer_wait", group, *first == INT64_MAX,
               "%s never became ready on rank %d in step %llu; call ddp_reducer_ready for it in "
               "every step, or set find_unused",
-              ddp__param_label(reducer->desc.params, (int)(*first / group->world_size)).text,
+              ddp__describe_param(reducer->desc.params, (int)(*first / group->world_size)).text,
               (int)(*first % group->world_size), (unsigned long long)reducer->stats.steps);
     return DDP_OK;
 }
@@ -10350,7 +10360,7 @@ static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) 
    used under static_graph are in no bucket. */
 static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
     int n = reducer->desc.param_count, count = reducer->ready_count;
-    int *order = reducer->ready_order, *first = (int *)reducer->host;
+    int *order = reducer->ready_order, *first = (int *)reducer->scratch;
     for (int i = n - 1; i >= 0; i--)
         if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused))
             order[count++] = i;
@@ -10359,7 +10369,7 @@ static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
     DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, (size_t)n, DDP_I32,
                                 DDP_OP_MIN, -1));
     for (count = 0; count < n && first[count] >= 0; count++) order[count] = first[count];
-    DDP_TRY(ddp__buckets_plan(reducer, count));
+    DDP_TRY(ddp__buckets_build(reducer, count));
     reducer->stats.rebuilt = 1;
     return DDP_OK;
 }
@@ -10373,13 +10383,14 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     ddp_reducer_stats *stats = &reducer->stats;
     /* missing: the first parameter that was not announced in this step. */
     int missing = -1;
-    int find = reducer->desc.find_unused || (reducer->desc.static_graph && stats->steps == 0);
-    for (int i = reducer->desc.param_count - 1; i >= 0 && !find && !reducer->shadow; i--)
+    int find_unused = reducer->desc.find_unused || (reducer->desc.static_graph && stats->steps == 0);
+    for (int i = reducer->desc.param_count - 1; i >= 0 && !find_unused && !reducer->shadow; i--)
         if (!reducer->grads[i].ready && reducer->grads[i].expected) missing = i;
     ddp_result result = ddp__compute(reducer->group);
     if (result == DDP_OK) result = ddp__reducer_drain(reducer, missing < 0 || reducer->group->world_size > 1);
     if (result == DDP_OK)
-        result = find ? ddp__reducer_find_unused(reducer) : ddp__reducer_check_missing(reducer, missing);
+        result = find_unused ? ddp__reducer_find_unused(reducer)
+                             : ddp__reducer_check_missing(reducer, missing);
     /* Adds the gradients of later uses of a tied parameter to that of the first use, in definition order. */
     for (int i = 0; i < reducer->desc.param_count && result == DDP_OK; i++) {
         ddp__grad *use = &reducer->grads[i], *first = &reducer->grads[use->first_use];
@@ -10390,9 +10401,9 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
         reducer->device->add(first->data, first->data, use->data, use->count, use->dtype);
     }
     if (result == DDP_OK) result = ddp__device_check(reducer->group);
-    stats->bytes_reduced = reducer->sent;
-    stats->bytes_copied = reducer->copied;
-    stats->comm_seconds = reducer->seconds;
+    stats->bytes_reduced = reducer->bytes_reduced;
+    stats->bytes_copied = reducer->bytes_copied;
+    stats->comm_seconds = reducer->comm_seconds;
     stats->wait_seconds = ddp_now() - begin;
     stats->overlap = stats->wait_seconds < stats->comm_seconds ? 1 - stats->wait_seconds / stats->comm_seconds
                                                                : 0;
@@ -10417,16 +10428,16 @@ DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean) {
     struct {
         ddp_mean mean;
         int64_t negative;
-    } all; /* consists of 64-bit words only */
+    } total; /* consists of 64-bit words only */
     DDP__NEED(group && mean, "group or mean is NULL");
-    all.mean = *mean;
-    all.negative = mean->count < 0;
-    DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &all, &all, sizeof all / sizeof(int64_t), DDP_I64,
-                                DDP_OP_SUM, -1));
-    DDP_CHECK("ddp_mean_reduce", group, !all.negative,
+    total.mean = *mean;
+    total.negative = mean->count < 0;
+    DDP_TRY(ddp_host_collective(group, DDP_CALL_ALL_REDUCE, &total, &total, sizeof total / sizeof(int64_t),
+                                DDP_I64, DDP_OP_SUM, -1));
+    DDP_CHECK("ddp_mean_reduce", group, !total.negative,
               "the count is negative on %lld ranks, here it is %lld; counts of tokens add up",
-              (long long)all.negative, (long long)mean->count);
-    *mean = all.mean;
+              (long long)total.negative, (long long)mean->count);
+    *mean = total.mean;
     return DDP_OK;
 }
 
@@ -10481,13 +10492,13 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
                       (unsigned long long)reducer->stats.steps,
                       reducer->desc.per_token ? "ddp_reducer_wait_mean" : "ddp_reducer_wait");
     DDP_TRY(ddp__compute(reducer->group));
-    reducer->device->fill_zero(reducer->squares, sizeof sum);
+    reducer->device->fill_zero(reducer->sum_squares, sizeof sum);
     for (int i = 0; i < reducer->desc.param_count; i++)
         if (reducer->grads[i].first_use == i)
-            ddp_tensor_sum_squares(reducer->device, (ddp_exact_sum *)reducer->squares,
+            ddp_tensor_sum_squares(reducer->device, (ddp_exact_sum *)reducer->sum_squares,
                                    &reducer->desc.params[i].grad);
     /* Only this copy makes the host wait for the device. */
-    reducer->device->copy(&sum, reducer->squares, sizeof sum);
+    reducer->device->copy(&sum, reducer->sum_squares, sizeof sum);
     DDP_TRY(ddp__device_check(reducer->group));
     float factor = ddp_clip_factor(&sum, max_norm, norm ? norm : &unused);
     for (int i = 0; i < reducer->desc.param_count && factor != 1; i++) {
@@ -10509,17 +10520,17 @@ DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_
     return DDP_OK;
 }
 
-static void ddp__reducer_forget_accumulators(ddp_reducer *reducer);
+static void ddp__reducer_detach_accumulators(ddp_reducer *reducer);
 
 DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
     DDP_PUBLIC_CALL(ddp_reducer_destroy);
     if (!reducer || ddp_group_is_forked(reducer->group)) return;
     ddp__reducer_drain(reducer, 0);
-    ddp__reducer_forget_accumulators(reducer);
+    ddp__reducer_detach_accumulators(reducer);
     for (int i = 0; i < reducer->desc.param_count; i++) {
         ddp_param *param = &reducer->desc.params[i];
         if (param->sum.reader == reducer) param->sum.reader = NULL;
-        if (reducer->grads[i].placed) param->grad.data = NULL;
+        if (reducer->grads[i].in_arena) param->grad.data = NULL;
     }
     ddp__reducer_free(reducer);
 }
@@ -10546,14 +10557,14 @@ struct ddp_accumulator {
     ddp_accumulator_desc desc;
     unsigned char *announced; /* per parameter: 1 = announced in this micro-batch */
     ddp_accumulator *next;    /* of desc.reducer's list */
-    size_t *first;            /* per parameter: byte offset in each level */
+    size_t *sum_offset;       /* per parameter: byte offset in each level */
     void *levels, *scratch;   /* one allocation */
     size_t level_bytes;
     int micro_batch; /* t */
 };
 
 /* The accumulators continue without the reducer. */
-static void ddp__reducer_forget_accumulators(ddp_reducer *reducer) {
+static void ddp__reducer_detach_accumulators(ddp_reducer *reducer) {
     for (ddp_accumulator *a = reducer->accumulators; a; a = a->next) a->desc.reducer = NULL;
 }
 
@@ -10564,27 +10575,28 @@ static void ddp__accumulator_layout(ddp_accumulator *accumulator, ddp_grad_place
     *scratch = 0;
     for (int i = 0; i < desc->param_count; i++) {
         ddp_tensor tensor = ddp_param_grad(&desc->params[i]);
-        size_t count = (size_t)ddp_tensor_count(&tensor), wide = ddp_dtype_size(ddp_sum_dtype(tensor.dtype));
+        size_t count = (size_t)ddp_tensor_count(&tensor),
+               sum_size = ddp_dtype_size(ddp_sum_dtype(tensor.dtype));
         size_t block = accumulator->group->device->use_stream ? count : DDP__ACCUMULATE_BLOCK;
         places[i].address = (uintptr_t)tensor.data;
         places[i].index = i;
         places[i].dtype = tensor.dtype;
         places[i].count = count;
-        if (ddp__is_half(tensor.dtype) && block * wide > *scratch) *scratch = block * wide;
+        if (ddp__is_half(tensor.dtype) && block * sum_size > *scratch) *scratch = block * sum_size;
     }
     accumulator->level_bytes = ddp_place_sums(places, desc->param_count);
-    for (int i = 0; i < desc->param_count; i++) accumulator->first[places[i].index] = places[i].sum_at;
+    for (int i = 0; i < desc->param_count; i++) accumulator->sum_offset[places[i].index] = places[i].sum_at;
 }
 
 /* Returns the address of a step's final sum: in level[0]. */
 static unsigned char *ddp__accumulator_sum(const ddp_accumulator *accumulator, int param_index) {
-    return (unsigned char *)accumulator->levels + accumulator->first[param_index];
+    return (unsigned char *)accumulator->levels + accumulator->sum_offset[param_index];
 }
 
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group,
                                          const ddp_accumulator_desc *desc) {
     DDP_PUBLIC_CALL(ddp_accumulator_create);
-    const ddp_reducer_desc *reduced = desc && desc->reducer ? &desc->reducer->desc : NULL;
+    const ddp_reducer_desc *reducer_desc = desc && desc->reducer ? &desc->reducer->desc : NULL;
     if (out) *out = NULL;
     DDP__NEED(out && group, "out or group is NULL");
     DDP__NEED(desc, "desc is NULL");
@@ -10592,20 +10604,21 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
               "param_count=%d or params is NULL; pass the array of trained parameters", desc->param_count);
     DDP__NEED(desc->micro_batch_count > 0, "micro_batch_count=%d; set how many make a step, at least 1",
               desc->micro_batch_count);
-    DDP__NEED(!reduced || (desc->params == reduced->params && desc->param_count == reduced->param_count),
+    DDP__NEED(!reducer_desc
+                  || (desc->params == reducer_desc->params && desc->param_count == reducer_desc->param_count),
               "params are not those of the reducer; pass the same array and count to both");
-    DDP__NEED(!reduced || reduced->micro_batch_count == 1
-                  || reduced->micro_batch_count == desc->micro_batch_count,
+    DDP__NEED(!reducer_desc || reducer_desc->micro_batch_count == 1
+                  || reducer_desc->micro_batch_count == desc->micro_batch_count,
               "micro_batch_count=%d, but the reducer divides for %d; give both the same",
-              desc->micro_batch_count, reduced->micro_batch_count);
+              desc->micro_batch_count, reducer_desc->micro_batch_count);
     for (int i = 0; i < desc->param_count; i++) {
         ddp_tensor grad = ddp_param_grad(&desc->params[i]);
         DDP__NEED(ddp_tensor_count(&grad) >= 0 && ddp_dtype_size(grad.dtype),
                   "%s has no dtype or an impossible shape; fill in its ddp_tensor",
-                  ddp__param_label(desc->params, i).text);
+                  ddp__describe_param(desc->params, i).text);
         DDP__NEED(ddp_tensor_count(&grad) == 0 || grad.data,
                   "%s: grad.data is NULL; create the reducer first, or point it at memory",
-                  ddp__param_label(desc->params, i).text);
+                  ddp__describe_param(desc->params, i).text);
     }
     size_t count = (size_t)desc->param_count, entry = sizeof(ddp_grad_place) + sizeof(size_t) + 1;
     ddp_accumulator *accumulator = (ddp_accumulator *)ddp_host_alloc(group,
@@ -10614,25 +10627,25 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     accumulator->group = group;
     accumulator->desc = *desc;
     ddp_grad_place *places = (ddp_grad_place *)(accumulator + 1);
-    accumulator->first = (size_t *)(places + count);
-    accumulator->announced = (unsigned char *)(accumulator->first + count);
-    size_t depth = 0, scratch;
+    accumulator->sum_offset = (size_t *)(places + count);
+    accumulator->announced = (unsigned char *)(accumulator->sum_offset + count);
+    size_t levels_bytes = 0, scratch;
     ddp__accumulator_layout(accumulator, places, &scratch);
     /* depth becomes floor(log2 m), since no t below m has more bits set. */
-    while (desc->micro_batch_count >> (depth + 1)) depth++;
-    depth *= accumulator->level_bytes;
-    int hands_over = desc->reducer && desc->micro_batch_count > 1;
+    while (desc->micro_batch_count >> (levels_bytes + 1)) levels_bytes++;
+    levels_bytes *= accumulator->level_bytes;
+    int reducer_reads_sums = desc->reducer && desc->micro_batch_count > 1;
     ddp_result result = DDP_OK;
-    if (depth > 0) result = group->device->alloc(group, depth + scratch, &accumulator->levels);
+    if (levels_bytes > 0) result = group->device->alloc(group, levels_bytes + scratch, &accumulator->levels);
     /* Buckets in flight must end before sums change how they are reduced. */
-    if (result == DDP_OK && hands_over) result = ddp__reducer_drain(desc->reducer, 0);
+    if (result == DDP_OK && reducer_reads_sums) result = ddp__reducer_drain(desc->reducer, 0);
     if (result != DDP_OK) {
         if (accumulator->levels) group->device->free(group, accumulator->levels);
         ddp_host_free(group, accumulator);
         return result;
     }
-    accumulator->scratch = (unsigned char *)accumulator->levels + depth;
-    for (int i = 0; i < desc->param_count && hands_over; i++)
+    accumulator->scratch = (unsigned char *)accumulator->levels + levels_bytes;
+    for (int i = 0; i < desc->param_count && reducer_reads_sums; i++)
         if (desc->params[i].sum.reader) desc->params[i].sum.data = ddp__accumulator_sum(accumulator, i);
     if (desc->reducer) {
         accumulator->next = desc->reducer->accumulators;
@@ -10651,8 +10664,8 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
     /* depth: levels in use. lowest: the first level that is added to the gradient. */
     int depth = __builtin_popcount(t), lowest = last ? 0 : depth - __builtin_ctz(~t);
     ddp_tensor tensor = ddp_param_grad(&accumulator->desc.params[param_index]);
-    ddp_dtype wide = ddp_sum_dtype(tensor.dtype);
-    size_t size = ddp_dtype_size(tensor.dtype), wide_size = ddp_dtype_size(wide);
+    ddp_dtype sum_dtype = ddp_sum_dtype(tensor.dtype);
+    size_t size = ddp_dtype_size(tensor.dtype), sum_size = ddp_dtype_size(sum_dtype);
     size_t count = (size_t)ddp_tensor_count(&tensor);
     /* Level k is at levels + k * level_bytes. */
     unsigned char *levels = ddp__accumulator_sum(accumulator, param_index);
@@ -10663,18 +10676,21 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
     for (size_t done = 0; done < count; done += block) {
         size_t n = count - done < block ? count - done : block;
         unsigned char *grad = (unsigned char *)tensor.data + done * size, *newest = grad;
-        unsigned char *left = levels + (size_t)depth * accumulator->level_bytes + done * wide_size;
-        if (wide != tensor.dtype) newest = lowest == depth ? left : (unsigned char *)accumulator->scratch;
-        if (wide != tensor.dtype)
-            device->cast(newest, wide, grad, tensor.dtype, n);
+        unsigned char *left = levels + (size_t)depth * accumulator->level_bytes + done * sum_size;
+        if (sum_dtype != tensor.dtype)
+            newest = lowest == depth ? left : (unsigned char *)accumulator->scratch;
+        if (sum_dtype != tensor.dtype)
+            device->cast(newest, sum_dtype, grad, tensor.dtype, n);
         else if (lowest == depth)
             device->copy(left, grad, n * size);
         for (int k = depth - 1; k >= lowest; k--) {
             left -= accumulator->level_bytes;
-            int stays = k == lowest && (!last || wide != tensor.dtype); /* the sum is stored in the level */
-            device->add(stays ? left : newest, left, newest, n, wide);
+            int to_level = k == lowest
+                           && (!last || sum_dtype != tensor.dtype); /* the sum is stored in the level */
+            device->add(to_level ? left : newest, left, newest, n, sum_dtype);
         }
-        if (last && wide != tensor.dtype && !handed_over) device->cast(grad, tensor.dtype, left, wide, n);
+        if (last && sum_dtype != tensor.dtype && !handed_over)
+            device->cast(grad, tensor.dtype, left, sum_dtype, n);
     }
     return ddp__device_check(accumulator->group);
 }
@@ -10687,21 +10703,22 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
               "param_index=%d, there are %d parameters, numbered from 0", param_index, desc->param_count);
     DDP__NEED(!accumulator->announced[param_index],
               "%s is ready twice in micro-batch %d; call it once, then ddp_accumulator_next",
-              ddp__param_label(desc->params, param_index).text, accumulator->micro_batch);
+              ddp__describe_param(desc->params, param_index).text, accumulator->micro_batch);
     int last = accumulator->micro_batch + 1 == desc->micro_batch_count;
     /* Gradients must not change while the reducer sends those of the last step. */
     if (desc->reducer) {
         const ddp_reducer *reducer = desc->reducer;
         DDP__NEED(last ? !reducer->grads[param_index].ready : reducer->ready_count == 0,
                   "%s: the reducer has not ended step %llu; call ddp_reducer_wait after the last micro-batch",
-                  ddp__param_label(desc->params, param_index).text, (unsigned long long)reducer->stats.steps);
+                  ddp__describe_param(desc->params, param_index).text,
+                  (unsigned long long)reducer->stats.steps);
         desc->reducer->averaged = 0;
     }
     accumulator->announced[param_index] = 1;
     ddp_grad_sum *sum = &desc->params[param_index].sum;
-    int is_ours = accumulator->levels && sum->data == ddp__accumulator_sum(accumulator, param_index);
-    int is_read = desc->reducer && sum->reader == desc->reducer && !desc->reducer->no_sync;
-    int handed_over = last && is_ours && is_read;
+    int sum_is_here = accumulator->levels && sum->data == ddp__accumulator_sum(accumulator, param_index);
+    int reducer_reads = desc->reducer && sum->reader == desc->reducer && !desc->reducer->no_sync;
+    int handed_over = last && sum_is_here && reducer_reads;
     DDP_TRY(ddp__accumulate(accumulator, param_index, last, handed_over));
     if (handed_over) sum->is_set = 1;
     return last && desc->reducer ? ddp_reducer_ready(desc->reducer, param_index) : DDP_OK;
@@ -10712,7 +10729,7 @@ DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) 
     for (int i = 0; i < accumulator->desc.param_count; i++)
         DDP__NEED(accumulator->announced[i],
                   "%s was not announced in micro-batch %d; call ddp_accumulator_ready for it first",
-                  ddp__param_label(accumulator->desc.params, i).text, accumulator->micro_batch);
+                  ddp__describe_param(accumulator->desc.params, i).text, accumulator->micro_batch);
     memset(accumulator->announced, 0, (size_t)accumulator->desc.param_count);
     accumulator->micro_batch = (accumulator->micro_batch + 1) % accumulator->desc.micro_batch_count;
     if (last) *last = accumulator->micro_batch == 0;
@@ -10738,8 +10755,8 @@ DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
    uneven inputs). */
 struct ddp_join {
     ddp_join_desc desc;
-    int lowest; /* lowest rank with a batch in the last step that any rank made */
-    int stale;  /* 1 = some rank has missed optimizer steps */
+    int lowest_active;   /* lowest rank with a batch in the last step that any rank made */
+    int has_stale_ranks; /* 1 = some rank has missed optimizer steps */
 };
 
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc) {
@@ -10759,31 +10776,32 @@ DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_jo
 DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
     DDP_PUBLIC_CALL(ddp_join_step);
     ddp_reducer *reducer = join ? join->desc.reducer : NULL;
-    const unsigned char mine = have_batch != 0, *all;
+    const unsigned char own = have_batch != 0, *have;
     DDP__NEED(reducer && active, "join or active is NULL");
-    all = (const unsigned char *)reducer->host;
+    have = (const unsigned char *)reducer->scratch;
     *active = 0;
     DDP__REDUCER_NEED(reducer, reducer->ready_count == 0,
                       "a step is under way; call it before backward, after ddp_reducer_wait");
     for (;;) {
         int world_size = reducer->group->world_size, count = 0;
-        DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_GATHER, &mine, reducer->host, 1, DDP_U8,
+        DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_GATHER, &own, reducer->scratch, 1, DDP_U8,
                                     DDP_OP_SUM, -1));
         for (int r = world_size - 1; r >= 0; r--)
-            if (all[r]) {
-                join->lowest = r;
+            if (have[r]) {
+                join->lowest_active = r;
                 count++;
             }
         if (join->desc.mode == DDP_JOIN_STOP && count < world_size) return DDP_OK;
         /* Ranks that missed steps receive the values of a rank that made the last one. */
         if (count == 0) {
-            int stale = join->stale && !join->desc.step_fn;
-            join->stale = 0;
-            reducer->active = world_size;
-            return stale ? ddp__reducer_broadcast(reducer, reducer->desc.param_count, join->lowest) : DDP_OK;
+            int broadcast = join->has_stale_ranks && !join->desc.step_fn;
+            join->has_stale_ranks = 0;
+            reducer->active_ranks = world_size;
+            return broadcast ? ddp__reducer_broadcast(reducer, reducer->desc.param_count, join->lowest_active)
+                             : DDP_OK;
         }
-        join->stale |= count < world_size;
-        reducer->active = count;
+        join->has_stale_ranks |= count < world_size;
+        reducer->active_ranks = count;
         if (have_batch) *active = count;
         if (have_batch) return DDP_OK;
         reducer->shadow = 1;
@@ -10798,7 +10816,7 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
 
 DDPDEF void ddp_join_destroy(ddp_join *join) {
     if (!join) return;
-    join->desc.reducer->active = join->desc.reducer->group->world_size;
+    join->desc.reducer->active_ranks = join->desc.reducer->group->world_size;
     ddp_host_free(join->desc.reducer->group, join);
 }
 
@@ -10818,11 +10836,11 @@ DDPDEF void ddp_join_destroy(ddp_join *join) {
 enum {
     DDP__MT_WORDS = 624,
     DDP__MT_SHIFT = 397,
-    DDP__SAMPLER_AHEAD = (int)(sizeof((ddp_sampler *)0)->ahead / 8)
+    DDP__SAMPLER_HASHED_MAX = (int)(sizeof((ddp_sampler *)0)->hashed / 8)
 };
 #define DDP__SAMPLER_WINDOW INT64_C(4000000)
 /* The first window of an epoch covers this many positions. */
-#define DDP__SAMPLER_FIRST_SPAN 4096
+#define DDP__SAMPLER_FIRST_WINDOW 4096
 
 static int ddp__bit_length(uint64_t x) { return x ? 64 - __builtin_clzll(x) : 0; }
 
@@ -10830,42 +10848,40 @@ static int ddp__bit_length(uint64_t x) { return x ? 64 - __builtin_clzll(x) : 0;
    A result outside [0, N) is hashed again until it is inside (Black and Rogaway 2002). The mapping stays a
    bijection, and takes two rounds at most on average. */
 
-static uint64_t ddp__sampler_mix64(uint64_t x) { /* the finisher of splitmix64 (Steele et al. 2014) */
+static uint64_t ddp__splitmix64(uint64_t x) { /* the finisher of splitmix64 (Steele et al. 2014) */
     x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
     x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
     return x ^ x >> 31;
 }
 
 /* A small N has few bits to mix in a round, so it takes more rounds. */
-static void ddp__sampler_hash_setup(ddp_sampler *s) {
-    uint64_t key = ddp__sampler_mix64(ddp__sampler_mix64(s->desc.seed + UINT64_C(0x9e3779b97f4a7c15))
-                                      + s->epoch);
+static void ddp__feistel_setup(ddp_sampler *s) {
+    uint64_t key = ddp__splitmix64(ddp__splitmix64(s->desc.seed + UINT64_C(0x9e3779b97f4a7c15)) + s->epoch);
     /* At least one bit for each half. */
     int bits = s->desc.dataset_size > 2 ? ddp__bit_length((uint64_t)s->desc.dataset_size - 1) : 2;
     s->half_bits[1] = bits - (s->half_bits[0] = bits / 2);
     s->round_count = bits >= 24 ? 6 : bits >= 12 ? 12 : 32;
     for (int i = 0; i < s->round_count; i++)
-        s->round_keys[i] = ddp__sampler_mix64(key += UINT64_C(0x9e3779b97f4a7c15));
+        s->round_keys[i] = ddp__splitmix64(key += UINT64_C(0x9e3779b97f4a7c15));
 }
 
-static inline uint64_t ddp__sampler_scramble(uint64_t half, uint64_t key) {
+static inline uint64_t ddp__feistel_round(uint64_t half, uint64_t key) {
     uint64_t y = (half ^ key) * UINT64_C(0xd6e8feb86659fd93);
     return y >> 32 ^ y >> 51;
 }
 
 /* Hashes several positions at once: each round is a chain of dependent instructions, and the chains
    overlap. */
-static void ddp__sampler_hash(const ddp_sampler *s, uint64_t *x, int count) {
+static void ddp__feistel(const ddp_sampler *s, uint64_t *x, int count) {
     uint64_t mask0 = (UINT64_C(1) << s->half_bits[0]) - 1, mask1 = (UINT64_C(1) << s->half_bits[1]) - 1;
-    uint64_t left[DDP__SAMPLER_AHEAD], right[DDP__SAMPLER_AHEAD];
+    uint64_t left[DDP__SAMPLER_HASHED_MAX], right[DDP__SAMPLER_HASHED_MAX];
     for (int k = 0; k < count; k++) {
         left[k] = x[k] >> s->half_bits[1];
         right[k] = x[k] & mask1;
     }
     for (int i = 0; i < s->round_count; i += 2) {
-        for (int k = 0; k < count; k++) left[k] ^= ddp__sampler_scramble(right[k], s->round_keys[i]) & mask0;
-        for (int k = 0; k < count; k++)
-            right[k] ^= ddp__sampler_scramble(left[k], s->round_keys[i + 1]) & mask1;
+        for (int k = 0; k < count; k++) left[k] ^= ddp__feistel_round(right[k], s->round_keys[i]) & mask0;
+        for (int k = 0; k < count; k++) right[k] ^= ddp__feistel_round(left[k], s->round_keys[i + 1]) & mask1;
     }
     for (int k = 0; k < count; k++) x[k] = left[k] << s->half_bits[1] | right[k];
 }
@@ -10881,22 +10897,22 @@ static uint32_t ddp__mt_unmix(uint32_t y) { return (y ^ ((0u - (y >> 31)) & 0x99
 
 /* Computes the next block: word k + 624 is word k + 397 ^ mix(join(word k, word k + 1)). */
 static void ddp__mt_forward(uint32_t *x) {
-    uint32_t two[2 * DDP__MT_WORDS], *next = two + DDP__MT_WORDS;
-    memcpy(two, x, DDP__MT_WORDS * sizeof *x);
+    uint32_t words[2 * DDP__MT_WORDS], *next = words + DDP__MT_WORDS;
+    memcpy(words, x, DDP__MT_WORDS * sizeof *x);
     for (int k = 0; k < DDP__MT_WORDS; k++)
-        next[k] = two[k + DDP__MT_SHIFT] ^ ddp__mt_mix(ddp__mt_join(two[k], two[k + 1]));
+        next[k] = words[k + DDP__MT_SHIFT] ^ ddp__mt_mix(ddp__mt_join(words[k], words[k + 1]));
     memcpy(x, next, DDP__MT_WORDS * sizeof *x);
 }
 
 /* Computes the previous block. word k + 624 ^ word k + 397, unmixed, is the join of words k and k + 1. Two
    such joins give word k. */
 static void ddp__mt_backward(uint32_t *x) {
-    uint32_t two[2 * DDP__MT_WORDS], *y = two + DDP__MT_WORDS;
+    uint32_t words[2 * DDP__MT_WORDS], *y = words + DDP__MT_WORDS;
     memcpy(y, x, DDP__MT_WORDS * sizeof *x);
     for (int k = DDP__MT_WORDS - 1; k >= 0; k--)
-        two[k] = ddp__mt_join(ddp__mt_unmix(y[k] ^ two[k + DDP__MT_SHIFT]),
-                              ddp__mt_unmix(y[k - 1] ^ two[k + DDP__MT_SHIFT - 1]));
-    memcpy(x, two, DDP__MT_WORDS * sizeof *x);
+        words[k] = ddp__mt_join(ddp__mt_unmix(y[k] ^ words[k + DDP__MT_SHIFT]),
+                                ddp__mt_unmix(y[k - 1] ^ words[k + DDP__MT_SHIFT - 1]));
+    memcpy(x, words, DDP__MT_WORDS * sizeof *x);
 }
 
 static uint32_t ddp__mt_temper(uint32_t y) {
@@ -10907,7 +10923,7 @@ static uint32_t ddp__mt_temper(uint32_t y) {
 }
 
 /* Computes a block of the epoch's draws in sampler->mt, if possible from an earlier block. */
-static void ddp__sampler_mt_goto(ddp_sampler *s, int64_t block) {
+static void ddp__sampler_seek_draws(ddp_sampler *s, int64_t block) {
     if (s->mt_block < 0 || s->mt_block > block) {
         s->mt[0] = (uint32_t)(s->desc.seed + s->epoch);
         for (uint32_t i = 1; i < DDP__MT_WORDS; i++)
@@ -10920,68 +10936,70 @@ static void ddp__sampler_mt_goto(ddp_sampler *s, int64_t block) {
 
 /* -- Location of each sample of a window while the shuffle is undone: a hash table of chains -- */
 
-typedef struct ddp__tokens {
+typedef struct ddp__locations {
     /* By slot: location << slot_bits | next slot in the chain. Without a chain: the sample itself. */
     uint64_t *node;
-    uint64_t *filter;      /* bit location >> filter_shift: a token is or was there */
-    uint32_t *head;        /* by chain: the first slot */
-    uint64_t chains, none; /* none: the slot that ends a chain, slot_bits ones */
+    uint64_t *filter;              /* bit location >> filter_shift: a token is or was there */
+    uint32_t *head;                /* by chain: the first slot */
+    uint64_t chain_count, no_slot; /* none: the slot that ends a chain, slot_bits ones */
     int slot_bits, filter_shift;
-    int64_t slot; /* slot of the window that comes next */
-} ddp__tokens;
+    int64_t next_slot; /* slot of the window that comes next */
+} ddp__locations;
 
-static int64_t ddp__tokens_chains(int64_t count) { return count + count / 4 + 2; }
-static int64_t ddp__tokens_filter_words(int64_t count) { return count / 4 + 1; }
+static int64_t ddp__locations_chain_count(int64_t count) { return count + count / 4 + 2; }
+static int64_t ddp__locations_filter_words(int64_t count) { return count / 4 + 1; }
 
-static inline uint32_t *ddp__tokens_chain(const ddp__tokens *t, uint64_t location) {
-    return &t->head[((location * UINT64_C(0x9e3779b97f4a7c15) >> 32) * t->chains) >> 32];
+static inline uint32_t *ddp__locations_chain(const ddp__locations *t, uint64_t location) {
+    return &t->head[((location * UINT64_C(0x9e3779b97f4a7c15) >> 32) * t->chain_count) >> 32];
 }
 
 /* A location without a token mostly has a 0 in the filter. Nearly all draws end here: the filter has 2 bytes
    per token, the table 13. */
-static inline uint64_t *ddp__tokens_word(const ddp__tokens *t, uint64_t location) {
+static inline uint64_t *ddp__locations_filter_word(const ddp__locations *t, uint64_t location) {
     return &t->filter[location >> t->filter_shift >> 6];
 }
-static inline uint64_t ddp__tokens_bit(const ddp__tokens *t, uint64_t location) {
+static inline uint64_t ddp__locations_filter_bit(const ddp__locations *t, uint64_t location) {
     return UINT64_C(1) << (location >> t->filter_shift & 63);
 }
 
-static inline void ddp__tokens_put(ddp__tokens *t, uint64_t location, uint64_t slot) {
-    uint32_t *head = ddp__tokens_chain(t, location);
+static inline void ddp__locations_insert(ddp__locations *t, uint64_t location, uint64_t slot) {
+    uint32_t *head = ddp__locations_chain(t, location);
     t->node[slot] = location << t->slot_bits | *head;
     *head = (uint32_t)slot;
-    *ddp__tokens_word(t, location) |= ddp__tokens_bit(t, location);
+    *ddp__locations_filter_word(t, location) |= ddp__locations_filter_bit(t, location);
 }
 
 /* Removes the token at a location from the table. Returns its slot; t->none without a token. */
-static inline uint64_t ddp__tokens_take(ddp__tokens *t, uint64_t location) {
-    uint32_t *head = ddp__tokens_chain(t, location);
-    uint64_t slot = *ddp__tokens_word(t, location) & ddp__tokens_bit(t, location) ? *head : t->none;
-    uint64_t before = t->none;
-    for (; slot != t->none && t->node[slot] >> t->slot_bits != location; slot = t->node[slot] & t->none)
+static inline uint64_t ddp__locations_remove(ddp__locations *t, uint64_t location) {
+    uint32_t *head = ddp__locations_chain(t, location);
+    uint64_t slot = *ddp__locations_filter_word(t, location) & ddp__locations_filter_bit(t, location)
+                        ? *head
+                        : t->no_slot;
+    uint64_t before = t->no_slot;
+    for (; slot != t->no_slot && t->node[slot] >> t->slot_bits != location; slot = t->node[slot] & t->no_slot)
         before = slot;
-    if (slot == t->none) return slot;
-    if (before == t->none)
-        *head = (uint32_t)(t->node[slot] & t->none);
+    if (slot == t->no_slot) return slot;
+    if (before == t->no_slot)
+        *head = (uint32_t)(t->node[slot] & t->no_slot);
     else
-        t->node[before] = (t->node[before] & ~t->none) | (t->node[slot] & t->none);
+        t->node[before] = (t->node[before] & ~t->no_slot) | (t->node[slot] & t->no_slot);
     return slot;
 }
 
 /* -- Dealing: which positions of the order are this rank's -- */
 
 /* Returns how many of the first `entries` are in [from, from + length) of their round. */
-static uint64_t ddp__sampler_count(uint64_t entries, uint64_t round, uint64_t from, uint64_t length) {
+static uint64_t ddp__count_in_rounds(uint64_t entries, uint64_t round, uint64_t from, uint64_t length) {
     uint64_t rest = entries % round > from ? entries % round - from : 0;
     return entries / round * length + (rest < length ? rest : length);
 }
 
 /* Returns how many of the first `entries` dealt belong to this rank. */
-static int64_t ddp__sampler_share(const ddp_sampler *s, uint64_t entries) {
-    return (int64_t)ddp__sampler_count(entries, s->round, (uint64_t)s->desc.rank * s->block, s->block);
+static int64_t ddp__sampler_own_count(const ddp_sampler *s, uint64_t entries) {
+    return (int64_t)ddp__count_in_rounds(entries, s->round, (uint64_t)s->desc.rank * s->block, s->block);
 }
 
-static uint64_t ddp__sampler_deal(const ddp_sampler *s, int64_t index) {
+static uint64_t ddp__sampler_entry(const ddp_sampler *s, int64_t index) {
     uint64_t k = (uint64_t)index, rank = (uint64_t)s->desc.rank;
     if (s->block == 1) return k * s->round + rank; /* saves the divisions by 1 */
     return k / s->block * s->round + rank * s->block + k % s->block;
@@ -10992,60 +11010,63 @@ static uint64_t ddp__sampler_deal(const ddp_sampler *s, int64_t index) {
 
        order    ... origin [#### 0 1 2 3][#### 4 5 6 7] 8 9 10 ...
                 gap_count 2, gap_used 4 (#), gap_block 8 */
-static uint64_t ddp__sampler_place(const ddp_sampler *s, uint64_t entry) {
+static uint64_t ddp__sampler_entry_position(const ddp_sampler *s, uint64_t entry) {
     uint64_t rest = s->gap_block - s->gap_used, in_gap = s->gap_count * rest;
-    if (entry >= s->left) return (entry - s->left) % (uint64_t)s->desc.dataset_size;
+    if (entry >= s->remaining) return (entry - s->remaining) % (uint64_t)s->desc.dataset_size;
     if (entry >= in_gap) return s->origin + s->gap_count * s->gap_used + entry;
     return s->origin + entry / rest * s->gap_block + s->gap_used + entry % rest;
 }
 
 static uint64_t ddp__sampler_position(const ddp_sampler *s, int64_t index) {
-    return ddp__sampler_place(s, ddp__sampler_deal(s, index));
+    return ddp__sampler_entry_position(s, ddp__sampler_entry(s, index));
 }
 
 /* Starts to deal at position origin of an epoch. rest_of: the state of a load inside a global batch, or
    NULL. */
 static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin,
-                               const ddp_sampler_state *rest_of) {
-    uint64_t rest = (uint64_t)s->desc.dataset_size - origin, gap;
+                               const ddp_sampler_state *resumed) {
+    uint64_t rest = (uint64_t)s->desc.dataset_size - origin, gap_entries;
     s->epoch = epoch;
     s->origin = origin;
     s->mt_block = -1;
-    s->gap_count = rest_of ? (uint64_t)rest_of->num_replicas : 0;
-    s->gap_used = rest_of ? (uint64_t)rest_of->block_offset : 0;
-    s->gap_block = rest_of ? (uint64_t)(rest_of->global_batch / rest_of->num_replicas) : 1;
+    s->gap_count = resumed ? (uint64_t)resumed->num_replicas : 0;
+    s->gap_used = resumed ? (uint64_t)resumed->block_offset : 0;
+    s->gap_block = resumed ? (uint64_t)(resumed->global_batch / resumed->num_replicas) : 1;
     /* The epoch may end inside the batch. */
-    gap = s->gap_count * s->gap_block < rest ? s->gap_count * s->gap_block : rest;
-    s->left = s->total = rest - ddp__sampler_count(gap, s->gap_block, 0, s->gap_used);
+    gap_entries = s->gap_count * s->gap_block < rest ? s->gap_count * s->gap_block : rest;
+    s->remaining = s->total = rest - ddp__count_in_rounds(gap_entries, s->gap_block, 0, s->gap_used);
     if (s->desc.drop_last)
-        s->total -= s->left % s->round;
-    else if (!s->desc.no_pad && s->left % s->round)
-        s->total += s->round - s->left % s->round;
-    s->length = ddp__sampler_share(s, s->total);
-    s->first = s->cursor = s->window_count = 0;
+        s->total -= s->remaining % s->round;
+    else if (!s->desc.no_pad && s->remaining % s->round)
+        s->total += s->round - s->remaining % s->round;
+    s->length = ddp__sampler_own_count(s, s->total);
+    s->first_index = s->cursor = s->window_count = 0;
     s->ended = 0;
-    if (s->desc.shuffle == DDP_SHUFFLE_HASHED) ddp__sampler_hash_setup(s);
+    if (s->desc.shuffle == DDP_SHUFFLE_HASHED) ddp__feistel_setup(s);
 }
 
 /* HASHED: computes the window that starts with sample `first` of the dealing. It is short, unless it follows
    the previous one. Results outside [0, N) are hashed again, together. */
-static void ddp__sampler_fill_hashed(ddp_sampler *s, int64_t first) {
-    int64_t most = s->window_count && first == s->window_first + s->window_count ? DDP__SAMPLER_AHEAD : 4;
-    int count = (int)(s->length - first < most ? s->length - first : most), slot[DDP__SAMPLER_AHEAD];
-    uint64_t x[DDP__SAMPLER_AHEAD];
+static void ddp__hashed_window(ddp_sampler *s, int64_t first) {
+    int64_t max_count = s->window_count && first == s->window_first + s->window_count
+                            ? DDP__SAMPLER_HASHED_MAX
+                            : 4;
+    int count = (int)(s->length - first < max_count ? s->length - first : max_count),
+        slot[DDP__SAMPLER_HASHED_MAX];
+    uint64_t x[DDP__SAMPLER_HASHED_MAX];
     s->window_first = first;
     s->window_count = count;
     for (int k = 0; k < count; k++) {
         x[k] = ddp__sampler_position(s, first + k);
         slot[k] = k;
     }
-    for (int outside; count; count = outside) {
-        ddp__sampler_hash(s, x, count);
-        outside = 0;
+    for (int outside_count; count; count = outside_count) {
+        ddp__feistel(s, x, count);
+        outside_count = 0;
         for (int k = 0; k < count; k++) {
-            s->ahead[slot[k]] = x[outside] = x[k];
-            slot[outside] = slot[k];
-            outside += x[k] >= (uint64_t)s->desc.dataset_size;
+            s->hashed[slot[k]] = x[outside_count] = x[k];
+            slot[outside_count] = slot[k];
+            outside_count += x[k] >= (uint64_t)s->desc.dataset_size;
         }
     }
 }
@@ -11060,51 +11081,53 @@ static void ddp__sampler_fill_hashed(ddp_sampler *s, int64_t first) {
 
    Each block of draws is filtered first, so that loads of the filter and the table overlap. A draw stays if j
    belongs to the window, or if its target is in the filter or inside the block. */
-static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const uint64_t *target,
-                                    uint64_t base, int top) {
-    int stays[DDP__MT_WORDS], stay_count = 0;
-    unsigned char is_mine[DDP__MT_WORDS] = {0};
-    for (int64_t slot = t->slot; slot >= 0; slot--) {
-        uint64_t at = ddp__sampler_position(s, s->window_first + slot);
-        if (at < base) break;
-        is_mine[at - base] = 1;
-        *ddp__tokens_word(t, target[at - base]) |= ddp__tokens_bit(t, target[at - base]);
+static void ddp__randperm_undo_swaps(const ddp_sampler *s, ddp__locations *t, const uint64_t *target,
+                                     uint64_t base, int top) {
+    int kept[DDP__MT_WORDS], kept_count = 0;
+    unsigned char in_window[DDP__MT_WORDS] = {0};
+    for (int64_t slot = t->next_slot; slot >= 0; slot--) {
+        uint64_t position = ddp__sampler_position(s, s->window_first + slot);
+        if (position < base) break;
+        in_window[position - base] = 1;
+        *ddp__locations_filter_word(t, target[position - base]) |= ddp__locations_filter_bit(
+            t, target[position - base]);
     }
     for (int i = top; i >= 0; i--) {
-        stays[stay_count] = i;
-        stay_count += (is_mine[i] | (target[i] < base + DDP__MT_WORDS)
-                       | ((*ddp__tokens_word(t, target[i]) & ddp__tokens_bit(t, target[i])) != 0))
-                      != 0;
+        kept[kept_count] = i;
+        kept_count +=
+            (in_window[i] | (target[i] < base + DDP__MT_WORDS)
+             | ((*ddp__locations_filter_word(t, target[i]) & ddp__locations_filter_bit(t, target[i])) != 0))
+            != 0;
     }
-    for (int c = 0; c < stay_count; c++) {
-        __builtin_prefetch(ddp__tokens_chain(t, target[stays[c]]));
-        __builtin_prefetch(ddp__tokens_chain(t, base + (uint64_t)stays[c]));
+    for (int c = 0; c < kept_count; c++) {
+        __builtin_prefetch(ddp__locations_chain(t, target[kept[c]]));
+        __builtin_prefetch(ddp__locations_chain(t, base + (uint64_t)kept[c]));
     }
-    for (int c = 0; c < stay_count; c++) {
-        uint64_t slot = *ddp__tokens_chain(t, target[stays[c]]);
-        if (slot != t->none) __builtin_prefetch(&t->node[slot]);
+    for (int c = 0; c < kept_count; c++) {
+        uint64_t slot = *ddp__locations_chain(t, target[kept[c]]);
+        if (slot != t->no_slot) __builtin_prefetch(&t->node[slot]);
     }
-    for (int c = 0; c < stay_count; c++) {
-        uint64_t to = target[stays[c]], slot = ddp__tokens_take(t, to);
-        if (slot != t->none) ddp__tokens_put(t, base + (uint64_t)stays[c], slot);
-        if (is_mine[stays[c]]) ddp__tokens_put(t, to, (uint64_t)t->slot--);
+    for (int c = 0; c < kept_count; c++) {
+        uint64_t location = target[kept[c]], slot = ddp__locations_remove(t, location);
+        if (slot != t->no_slot) ddp__locations_insert(t, base + (uint64_t)kept[c], slot);
+        if (in_window[kept[c]]) ddp__locations_insert(t, location, (uint64_t)t->next_slot--);
     }
 }
 
 /* Draw j of the inside-out rule moves the entry at its target to j, and puts sample j at the target. The
    draws are undone in descending order. The entry at the target is sample j, so that its token is complete.
    The entry at j came from the target. */
-static void ddp__sampler_undo_inside_out(ddp__tokens *t, const uint64_t *target, uint64_t base, int top) {
+static void ddp__randperm_undo_inside_out(ddp__locations *t, const uint64_t *target, uint64_t base, int top) {
     for (int i = top; i >= 0; i--) {
         uint64_t j = base + (uint64_t)i;
-        uint64_t there = ddp__tokens_take(t, target[i]), here = ddp__tokens_take(t, j);
-        if (there != t->none) t->node[there] = j << t->slot_bits;
-        if (here != t->none) ddp__tokens_put(t, target[i], here);
+        uint64_t there = ddp__locations_remove(t, target[i]), here = ddp__locations_remove(t, j);
+        if (there != t->no_slot) t->node[there] = j << t->slot_bits;
+        if (here != t->no_slot) ddp__locations_insert(t, target[i], here);
     }
 }
 
 /* A token packs a location up to N and a slot of the window into 64 bits. */
-static int ddp__sampler_slot_bits(const ddp_sampler *s) {
+static int ddp__location_slot_bits(const ddp_sampler *s) {
     return s->desc.dataset_size >> 32 ? 63 - ddp__bit_length((uint64_t)s->desc.dataset_size) : 31;
 }
 
@@ -11115,42 +11138,42 @@ static int ddp__sampler_slot_bits(const ddp_sampler *s) {
    The pass takes the samples of the window back through the draws, block by block: base is the first draw of
    a block, top the last one. The inside-out rule needs all N draws, of 64 bits: two words each, high half
    first. */
-static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
-    uint64_t entry = ddp__sampler_deal(s, first), n = (uint64_t)s->desc.dataset_size, end = s->left;
+static void ddp__randperm_window(ddp_sampler *s, int64_t first) {
+    uint64_t entry = ddp__sampler_entry(s, first), n = (uint64_t)s->desc.dataset_size, end = s->remaining;
     uint64_t target[DDP__MT_WORDS];
     uint32_t x[DDP__MT_WORDS];
     int64_t replicas = s->desc.num_replicas, count = s->desc.window, last = (int64_t)n - 1;
-    int64_t want = DDP__SAMPLER_FIRST_SPAN / replicas
-                   + (int64_t)(ddp__sampler_place(s, entry) / (uint64_t)replicas) * 3;
+    int64_t planned = DDP__SAMPLER_FIRST_WINDOW / replicas
+                      + (int64_t)(ddp__sampler_entry_position(s, entry) / (uint64_t)replicas) * 3;
     int inside_out = s->desc.shuffle == DDP_SHUFFLE_TORCH
                      && s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
     int draws = inside_out ? DDP__MT_WORDS / 2 : DDP__MT_WORDS;
-    if (entry >= s->left) end = s->left + ((entry - s->left) / n + 1) * n;
+    if (entry >= s->remaining) end = s->remaining + ((entry - s->remaining) / n + 1) * n;
     if (end > s->total) end = s->total;
-    if (count > want && !inside_out) count = want > 0 ? want : 1;
-    if (count > ddp__sampler_share(s, end) - first) count = ddp__sampler_share(s, end) - first;
+    if (count > planned && !inside_out) count = planned > 0 ? planned : 1;
+    if (count > ddp__sampler_own_count(s, end) - first) count = ddp__sampler_own_count(s, end) - first;
 
-    ddp__tokens t;
-    uint64_t filter_words = (uint64_t)ddp__tokens_filter_words(count);
+    ddp__locations t;
+    uint64_t filter_words = (uint64_t)ddp__locations_filter_words(count);
     s->window_first = first;
     s->window_count = count;
-    t.slot = count - 1;
-    t.slot_bits = ddp__sampler_slot_bits(s);
-    t.none = (UINT64_C(1) << t.slot_bits) - 1;
-    t.chains = (uint64_t)ddp__tokens_chains(count);
+    t.next_slot = count - 1;
+    t.slot_bits = ddp__location_slot_bits(s);
+    t.no_slot = (UINT64_C(1) << t.slot_bits) - 1;
+    t.chain_count = (uint64_t)ddp__locations_chain_count(count);
     t.node = s->table;
     t.filter = t.node + count;
     t.head = (uint32_t *)(void *)(t.filter + filter_words);
     t.filter_shift = 0;
     while (n >> t.filter_shift >= filter_words * 64) t.filter_shift++;
     memset(t.filter, 0, (size_t)filter_words * sizeof *t.filter);
-    for (uint64_t chain = 0; chain < t.chains; chain++) t.head[chain] = (uint32_t)t.none;
+    for (uint64_t chain = 0; chain < t.chain_count; chain++) t.head[chain] = (uint32_t)t.no_slot;
 
-    if (!inside_out) last = (int64_t)ddp__sampler_position(s, first + t.slot);
-    ddp__sampler_mt_goto(s, last / draws);
+    if (!inside_out) last = (int64_t)ddp__sampler_position(s, first + t.next_slot);
+    ddp__sampler_seek_draws(s, last / draws);
     memcpy(x, s->mt, sizeof x);
-    for (; inside_out && t.slot >= 0; t.slot--)
-        ddp__tokens_put(&t, ddp__sampler_position(s, first + t.slot), (uint64_t)t.slot);
+    for (; inside_out && t.next_slot >= 0; t.next_slot--)
+        ddp__locations_insert(&t, ddp__sampler_position(s, first + t.next_slot), (uint64_t)t.next_slot);
     int top = (int)(last % draws);
     for (int64_t base = last - top; base >= 0; base -= draws, top = draws - 1) {
         for (int i = 0; i <= top; i++) {
@@ -11160,12 +11183,12 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
                 target[i] = ((uint64_t)draw << 32 | ddp__mt_temper(x[2 * i + 1])) % (j + 1);
             else
                 target[i] = j + (room <= UINT32_MAX ? draw % (uint32_t)room : draw);
-            __builtin_prefetch(ddp__tokens_word(&t, target[i]));
+            __builtin_prefetch(ddp__locations_filter_word(&t, target[i]));
         }
         if (inside_out)
-            ddp__sampler_undo_inside_out(&t, target, (uint64_t)base, top);
+            ddp__randperm_undo_inside_out(&t, target, (uint64_t)base, top);
         else
-            ddp__sampler_undo_swaps(s, &t, target, (uint64_t)base, top);
+            ddp__randperm_undo_swaps(s, &t, target, (uint64_t)base, top);
         if (base) ddp__mt_backward(x);
     }
     for (int64_t slot = 0; slot < count; slot++) s->table[slot] >>= t.slot_bits;
@@ -11202,7 +11225,7 @@ static ddp_result ddp__sampler_setup(ddp_sampler *s) {
     ddp_sampler_set_epoch(s, 0);
     if (d->no_shuffle || d->shuffle == DDP_SHUFFLE_HASHED) return DDP_OK;
 
-    long long window_max = (1LL << ddp__sampler_slot_bits(s)) - 1;
+    long long window_max = (1LL << ddp__location_slot_bits(s)) - 1;
     if (window == 0) window = window_max < DDP__SAMPLER_WINDOW ? window_max : DDP__SAMPLER_WINDOW;
     if (window > s->length) window = s->length > 0 ? (long long)s->length : 1;
     DDP__SAMPLER_NEED(window > 0 && window <= window_max,
@@ -11210,8 +11233,8 @@ static ddp_result ddp__sampler_setup(ddp_sampler *s) {
                       "use a smaller window or DDP_SHUFFLE_HASHED",
                       window, n);
     d->window = window;
-    int64_t head_words = (ddp__tokens_chains(window) + 1) / 2;
-    size_t table_words = (size_t)(window + ddp__tokens_filter_words(window) + head_words);
+    int64_t head_words = (ddp__locations_chain_count(window) + 1) / 2;
+    size_t table_words = (size_t)(window + ddp__locations_filter_words(window) + head_words);
     size_t size_bytes = table_words * sizeof *s->table + DDP__MT_WORDS * sizeof *s->mt;
     s->table = (uint64_t *)d->alloc_fn(size_bytes, d->user);
     if (!s->table)
@@ -11236,7 +11259,7 @@ DDPDEF void ddp_sampler_set_epoch(ddp_sampler *sampler, uint64_t epoch) {
 }
 
 DDPDEF int64_t ddp_sampler_length(const ddp_sampler *sampler) {
-    return sampler ? sampler->length - sampler->first : 0;
+    return sampler ? sampler->length - sampler->first_index : 0;
 }
 
 DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
@@ -11247,12 +11270,12 @@ DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
         return -1;
     }
     int64_t index = sampler->cursor++;
-    if (is_padding) *is_padding = ddp__sampler_deal(sampler, index) >= sampler->left;
+    if (is_padding) *is_padding = ddp__sampler_entry(sampler, index) >= sampler->remaining;
     if (sampler->desc.no_shuffle) return (int64_t)ddp__sampler_position(sampler, index);
     int hashed = sampler->desc.shuffle == DDP_SHUFFLE_HASHED;
     if (index < sampler->window_first || index - sampler->window_first >= sampler->window_count)
-        hashed ? ddp__sampler_fill_hashed(sampler, index) : ddp__sampler_fill(sampler, index);
-    return (int64_t)(hashed ? sampler->ahead : sampler->table)[index - sampler->window_first];
+        hashed ? ddp__hashed_window(sampler, index) : ddp__randperm_window(sampler, index);
+    return (int64_t)(hashed ? sampler->hashed : sampler->table)[index - sampler->window_first];
 }
 
 DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
@@ -11260,7 +11283,7 @@ DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
     DDP__NEED(sampler && sampler->desc.dataset_size > 0, "sampler is NULL or was not initialised");
     DDP__NEED(position >= 0 && position <= length, "position=%lld, allowed are 0 to %lld on rank %d",
               (long long)position, length, sampler->desc.rank);
-    sampler->cursor = sampler->first + position;
+    sampler->cursor = sampler->first_index + position;
     sampler->ended = 0;
     return DDP_OK;
 }
@@ -11272,8 +11295,8 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *s, ddp_sampler_state *stat
     /* used: entries that all ranks together have drawn. */
     uint64_t used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * (uint64_t)s->desc.num_replicas;
     uint64_t in_gap = s->gap_count * (s->gap_block - s->gap_used);
-    if (used > s->left) used = s->left;
-    if (in_gap > s->left) in_gap = s->left;
+    if (used > s->remaining) used = s->remaining;
+    if (in_gap > s->remaining) in_gap = s->remaining;
     DDP__NEED(
         used >= in_gap || s->cursor == 0,
         "the epoch was loaded inside a global batch, of which %llu samples are still out; save after them",
@@ -11283,14 +11306,15 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *s, ddp_sampler_state *stat
     state->dataset_size = s->desc.dataset_size;
     state->shuffle = (int32_t)s->desc.shuffle;
     state->no_shuffle = s->desc.no_shuffle != 0;
-    int untouched = used < in_gap; /* nothing was drawn since a load inside a batch: the same state again */
-    uint64_t position = untouched         ? s->origin
-                        : used == s->left ? (uint64_t)s->desc.dataset_size
-                                          : ddp__sampler_place(s, used);
+    int nothing_drawn = used
+                        < in_gap; /* nothing was drawn since a load inside a batch: the same state again */
+    uint64_t position = nothing_drawn          ? s->origin
+                        : used == s->remaining ? (uint64_t)s->desc.dataset_size
+                                               : ddp__sampler_entry_position(s, used);
     state->position = (int64_t)position;
-    state->block_offset = (int64_t)(untouched ? s->gap_used : in_block);
-    state->num_replicas = untouched ? (int64_t)s->gap_count : s->desc.num_replicas;
-    state->global_batch = untouched ? (int64_t)(s->gap_count * s->gap_block) : s->desc.global_batch;
+    state->block_offset = (int64_t)(nothing_drawn ? s->gap_used : in_block);
+    state->num_replicas = nothing_drawn ? (int64_t)s->gap_count : s->desc.num_replicas;
+    state->global_batch = nothing_drawn ? (int64_t)(s->gap_count * s->gap_block) : s->desc.global_batch;
     return DDP_OK;
 }
 
@@ -11320,9 +11344,9 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
     int other_blocks = replicas != d->num_replicas || batch != d->global_batch;
     ddp__sampler_start(sampler, state->epoch, (uint64_t)position, other_blocks && offset ? state : NULL);
     if (other_blocks) return DDP_OK;
-    sampler->first = sampler->cursor = offset;
+    sampler->first_index = sampler->cursor = offset;
     /* This rank has used up its part of a short last batch. */
-    if (sampler->length < sampler->first) sampler->length = sampler->first;
+    if (sampler->length < sampler->first_index) sampler->length = sampler->first_index;
     return DDP_OK;
 }
 
@@ -11336,17 +11360,17 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
 
 /* Batches are numbered over all epochs. Batch b uses slot b % slot_count.
 
-       [given - 1 - extra_valid_batches, given)    with the consumer
-       [given, drawn)                              the samples are known
-       [drawn, given + prefetch)                   may be drawn
+       [returned - 1 - extra_valid_batches, returned)    with the consumer
+       [returned, drawn)                                 the samples are known
+       [drawn, returned + prefetch)                      may be drawn
 
-   A worker fetches a piece of the oldest batch that has unclaimed samples. Otherwise it draws the next batch
-   from the sampler. A seek sets DDP__LOADER_RESTARTS: workers abandon their pieces, and the last one discards
-   the batches that were fetched ahead. */
+   A worker fetches a chunk of the oldest batch that has unclaimed samples. Otherwise it draws the next batch
+   from the sampler. A seek sets DDP__LOADER_RESTARTING: workers abandon their chunks, and the last one
+   discards the batches that were fetched ahead. */
 
-/* PIECE: the most samples that a worker fetches between two uses of the lock. */
-enum { DDP__LOADER_PIECE = 64, DDP__LOADER_WORKERS = 64, DDP__LOADER_DEPTH = 1 << 16 };
-enum { DDP__LOADER_RUNS, DDP__LOADER_RESTARTS, DDP__LOADER_STOPS };
+/* CHUNK_MAX: the largest number of samples that a worker fetches between two uses of the lock. */
+enum { DDP__LOADER_CHUNK_MAX = 64, DDP__LOADER_MAX_WORKERS = 64, DDP__LOADER_MAX_PREFETCH = 1 << 16 };
+enum { DDP__LOADER_RUNNING, DDP__LOADER_RESTARTING, DDP__LOADER_STOPPING };
 
 typedef struct ddp__loader_slot {
     unsigned char *data; /* its fields, at field_at */
@@ -11354,39 +11378,39 @@ typedef struct ddp__loader_slot {
     uint8_t *is_padding;
     int64_t count, claimed, done; /* samples: of the batch, claimed by workers, fetched or failed */
     int64_t failed_at;            /* the first sample that failed; count = none */
-    int told;                     /* 1 = ddp_loader_next has reported the failure */
+    int reported;                 /* 1 = ddp_loader_next has reported the failure */
     ddp_saved_error outcome;
 } ddp__loader_slot;
 
 typedef struct ddp__loader_worker {
     ddp_loader *loader;
     pthread_t thread;
-    int has_left;
+    int has_ended;
     int64_t batch; /* of the piece that it fetches; -1 = none */
     int64_t index; /* the sample that it fetches */
-    char apart[DDP__LINE];
+    char padding[DDP__LINE];
 } ddp__loader_worker;
 
 struct ddp_loader {
     ddp_loader_desc desc;                /* with all defaults resolved */
     ddp_tensor field[DDP_LOADER_FIELDS]; /* of a batch, without data */
-    size_t sample_bytes[DDP_LOADER_FIELDS], field_at[DDP_LOADER_FIELDS];
+    size_t sample_bytes[DDP_LOADER_FIELDS], field_offset[DDP_LOADER_FIELDS];
     void *buffers;
     void (*free_pinned)(void *memory); /* NULL: free_fn frees the buffers */
-    ddp_sampler place;                 /* position of the consumer; no samples are drawn from it */
+    ddp_sampler position;              /* position of the consumer; no samples are drawn from it */
     ddp_sampler sampler;               /* samples are drawn from it, by the thread that has set drawing */
-    int64_t slot_count, piece;
+    int64_t slot_count, chunk;
     ddp__loader_slot *slot;
-    ddp__loader_worker worker[DDP__LOADER_WORKERS];
+    ddp__loader_worker worker[DDP__LOADER_MAX_WORKERS];
     int threads;
     pid_t pid;            /* of the process that has the threads */
     pthread_mutex_t lock; /* protects all that follows */
     pthread_cond_t work, ready;
-    int64_t given, drawn, open; /* open: the oldest batch that may have unclaimed samples */
-    int drawing, busy;          /* a worker draws; workers that draw or fetch */
-    int references;             /* of the owner and each worker; the last frees the loader */
-    int gave_up;                /* the last ddp_loader_next exceeded the timeout */
-    uint32_t phase;             /* DDP__LOADER_RUNS ...; a worker inside a piece reads it without the lock */
+    int64_t returned, drawn, oldest_open; /* open: the oldest batch that may have unclaimed samples */
+    int drawing, busy;                    /* a worker draws; workers that draw or fetch */
+    int references;                       /* of the owner and each worker; the last frees the loader */
+    int timed_out;                        /* the last ddp_loader_next exceeded the timeout */
+    uint32_t phase; /* DDP__LOADER_RUNNING ...; a worker inside a piece reads it without the lock */
     ddp_loader_stats stats;
 };
 
@@ -11395,37 +11419,37 @@ static ddp__loader_slot *ddp__loader_slot_of(const ddp_loader *l, int64_t batch)
 }
 /* Returns 1 if the next batch is complete or has failed. */
 static int ddp__loader_is_ready(const ddp_loader *l) {
-    const ddp__loader_slot *slot = ddp__loader_slot_of(l, l->given);
-    return l->phase != DDP__LOADER_RESTARTS && l->given < l->drawn && slot->done == slot->count;
+    const ddp__loader_slot *slot = ddp__loader_slot_of(l, l->returned);
+    return l->phase != DDP__LOADER_RESTARTING && l->returned < l->drawn && slot->done == slot->count;
 }
 
 /* Runs after a worker has finished something: completes a restart, and wakes the consumer if its batch is
    ready. */
-static void ddp__loader_settle(ddp_loader *l) {
-    if (l->phase == DDP__LOADER_RESTARTS && l->busy == 0) {
-        l->sampler = l->place;
-        l->drawn = l->open = l->given;
-        ddp__store(&l->phase, (uint32_t)DDP__LOADER_RUNS);
+static void ddp__loader_update(ddp_loader *l) {
+    if (l->phase == DDP__LOADER_RESTARTING && l->busy == 0) {
+        l->sampler = l->position;
+        l->drawn = l->oldest_open = l->returned;
+        ddp__store(&l->phase, (uint32_t)DDP__LOADER_RUNNING);
         pthread_cond_broadcast(&l->work);
     }
     if (ddp__loader_is_ready(l)) pthread_cond_signal(&l->ready);
 }
 
 /* Lets workers fetch the samples of a batch. */
-static void ddp__loader_open(ddp_loader *l, int64_t batch) {
+static void ddp__loader_offer_batch(ddp_loader *l, int64_t batch) {
     ddp__loader_slot *slot = ddp__loader_slot_of(l, batch);
-    slot->claimed = slot->done = slot->told = 0;
+    slot->claimed = slot->done = slot->reported = 0;
     slot->failed_at = slot->count;
-    if (l->open > batch) l->open = batch;
-    slot->count > l->piece ? pthread_cond_broadcast(&l->work) : pthread_cond_signal(&l->work);
+    if (l->oldest_open > batch) l->oldest_open = batch;
+    slot->count > l->chunk ? pthread_cond_broadcast(&l->work) : pthread_cond_signal(&l->work);
 }
 
-static void ddp__loader_draw(ddp_loader *l) {
+static void ddp__loader_draw_batch(ddp_loader *l) {
     ddp__loader_slot *slot = ddp__loader_slot_of(l, l->drawn);
     l->drawing = 1;
     pthread_mutex_unlock(&l->lock);
-    int64_t left = l->sampler.length - l->sampler.cursor;
-    slot->count = left < l->desc.batch_size ? left : l->desc.batch_size;
+    int64_t remaining = l->sampler.length - l->sampler.cursor;
+    slot->count = remaining < l->desc.batch_size ? remaining : l->desc.batch_size;
     for (int64_t i = 0; i < slot->count; i++) {
         int is_padding;
         slot->indices[i] = ddp_sampler_next(&l->sampler, &is_padding);
@@ -11433,29 +11457,30 @@ static void ddp__loader_draw(ddp_loader *l) {
     }
     pthread_mutex_lock(&l->lock);
     l->drawing = 0;
-    ddp__loader_open(l, l->drawn++);
+    ddp__loader_offer_batch(l, l->drawn++);
 }
 
 /* Fetches a piece of the oldest batch that has unclaimed samples. at: the present sample; after a failure,
    the one that failed. */
-static void ddp__loader_piece(ddp_loader *l, ddp__loader_worker *w) {
-    ddp__loader_slot *slot = ddp__loader_slot_of(l, l->open);
-    int64_t begin = slot->claimed, at = begin;
-    int64_t end = slot->count - begin < l->piece ? slot->count : begin + l->piece;
-    const char *line = ddp_last_error();
+static void ddp__loader_fetch_chunk(ddp_loader *l, ddp__loader_worker *w) {
+    ddp__loader_slot *slot = ddp__loader_slot_of(l, l->oldest_open);
+    int64_t begin = slot->claimed, sample = begin;
+    int64_t end = slot->count - begin < l->chunk ? slot->count : begin + l->chunk;
+    const char *error_text = ddp_last_error();
     ddp_result result = DDP_OK;
-    void *to[DDP_LOADER_FIELDS];
+    void *destination[DDP_LOADER_FIELDS];
     slot->claimed = end;
-    w->batch = l->open;
+    w->batch = l->oldest_open;
     pthread_mutex_unlock(&l->lock);
     double seconds = -ddp_now();
     for (int f = 0; f < l->desc.field_count; f++)
-        to[f] = slot->data + l->field_at[f] + (size_t)at * l->sample_bytes[f];
-    for (; at < end && ddp__load_relaxed(&l->phase) == DDP__LOADER_RUNS; at++) {
-        __atomic_store_n(&w->index, slot->indices[at], __ATOMIC_RELAXED);
-        result = l->desc.fetch(l->desc.fetch_user, slot->indices[at], to);
+        destination[f] = slot->data + l->field_offset[f] + (size_t)sample * l->sample_bytes[f];
+    for (; sample < end && ddp__load_relaxed(&l->phase) == DDP__LOADER_RUNNING; sample++) {
+        __atomic_store_n(&w->index, slot->indices[sample], __ATOMIC_RELAXED);
+        result = l->desc.fetch(l->desc.fetch_user, slot->indices[sample], destination);
         if (result != DDP_OK) break;
-        for (int f = 0; f < l->desc.field_count; f++) to[f] = (unsigned char *)to[f] + l->sample_bytes[f];
+        for (int f = 0; f < l->desc.field_count; f++)
+            destination[f] = (unsigned char *)destination[f] + l->sample_bytes[f];
     }
     seconds += ddp_now();
     pthread_mutex_lock(&l->lock);
@@ -11466,31 +11491,33 @@ static void ddp__loader_piece(ddp_loader *l, ddp__loader_worker *w) {
     slot->done += slot->count - slot->claimed; /* the rest is not fetched in this attempt */
     slot->claimed = slot->count;
     /* Pieces are claimed in order, so that the first failing sample of the batch is always found. */
-    if (at >= slot->failed_at) return;
-    slot->failed_at = at;
+    if (sample >= slot->failed_at) return;
+    slot->failed_at = sample;
     slot->outcome.result = result;
     snprintf(slot->outcome.text, sizeof slot->outcome.text, "sample %lld: %.450s",
-             (long long)slot->indices[at], line[0] ? line : ddp_result_name(result));
+             (long long)slot->indices[sample], error_text[0] ? error_text : ddp_result_name(result));
 }
 
 /* Draws a batch or fetches a piece. Called with the lock held, and releases it meanwhile. Returns 0 if there
    is nothing to do. */
-static int ddp__loader_turn(ddp_loader *l, ddp__loader_worker *w) {
-    if (l->phase == DDP__LOADER_RESTARTS) return 0;
-    while (l->open < l->drawn
-           && ddp__loader_slot_of(l, l->open)->claimed == ddp__loader_slot_of(l, l->open)->count)
-        l->open++;
-    int draws = l->open == l->drawn;
-    if (draws
-        && (l->drawing || l->drawn >= l->given + l->desc.prefetch || l->sampler.cursor >= l->sampler.length))
+static int ddp__loader_work_once(ddp_loader *l, ddp__loader_worker *w) {
+    if (l->phase == DDP__LOADER_RESTARTING) return 0;
+    while (l->oldest_open < l->drawn
+           && ddp__loader_slot_of(l, l->oldest_open)->claimed
+                  == ddp__loader_slot_of(l, l->oldest_open)->count)
+        l->oldest_open++;
+    int draw = l->oldest_open == l->drawn;
+    if (draw
+        && (l->drawing || l->drawn >= l->returned + l->desc.prefetch
+            || l->sampler.cursor >= l->sampler.length))
         return 0;
     l->busy++;
-    if (draws)
-        ddp__loader_draw(l);
+    if (draw)
+        ddp__loader_draw_batch(l);
     else
-        ddp__loader_piece(l, w);
+        ddp__loader_fetch_chunk(l, w);
     l->busy--;
-    ddp__loader_settle(l);
+    ddp__loader_update(l);
     return 1;
 }
 
@@ -11506,15 +11533,15 @@ static void ddp__loader_free(ddp_loader *l) {
     ddp__aligned_free(l->desc.free_fn, l->desc.user, l);
 }
 
-static void *ddp__loader_main(void *argument) {
+static void *ddp__loader_thread_main(void *argument) {
     ddp__loader_worker *w = (ddp__loader_worker *)argument;
     ddp_loader *l = w->loader;
     pthread_mutex_lock(&l->lock);
-    while (l->phase != DDP__LOADER_STOPS) {
+    while (l->phase != DDP__LOADER_STOPPING) {
         ddp__error_text[0] = 0; /* a fetch may fail without an error line */
-        if (!ddp__loader_turn(l, w)) pthread_cond_wait(&l->work, &l->lock);
+        if (!ddp__loader_work_once(l, w)) pthread_cond_wait(&l->work, &l->lock);
     }
-    w->has_left = 1;
+    w->has_ended = 1;
     int is_last = --l->references == 0;
     pthread_cond_signal(&l->ready);
     pthread_mutex_unlock(&l->lock);
@@ -11523,23 +11550,23 @@ static void *ddp__loader_main(void *argument) {
 }
 
 /* Waits for `ready`; may return early. Returns 0 after `until`. */
-static int ddp__loader_sleep(ddp_loader *l, double until) {
+static int ddp__loader_wait_until(ddp_loader *l, double deadline) {
     struct timespec t;
-    t.tv_sec = (time_t)until;
-    t.tv_nsec = (long)((until - (double)t.tv_sec) * 1e9);
+    t.tv_sec = (time_t)deadline;
+    t.tv_nsec = (long)((deadline - (double)t.tv_sec) * 1e9);
     return pthread_cond_timedwait(&l->ready, &l->lock, &t) != ETIMEDOUT;
 }
 
-static ddp_result ddp__loader_await(ddp_loader *l) {
+static ddp_result ddp__loader_wait_ready(ddp_loader *l) {
     const ddp__loader_worker *stuck = NULL; /* the worker with a piece of the oldest batch */
-    double start = ddp_now(), until = start + 1e-3 * l->desc.timeout_ms;
+    double start = ddp_now(), deadline = start + 1e-3 * l->desc.timeout_ms;
     if (!l->threads)
-        while (!ddp__loader_is_ready(l)) ddp__loader_turn(l, l->worker);
-    while (!ddp__loader_is_ready(l) && ddp__loader_sleep(l, until)) {
+        while (!ddp__loader_is_ready(l)) ddp__loader_work_once(l, l->worker);
+    while (!ddp__loader_is_ready(l) && ddp__loader_wait_until(l, deadline)) {
     }
-    l->gave_up = !ddp__loader_is_ready(l);
+    l->timed_out = !ddp__loader_is_ready(l);
     if (l->threads) l->stats.wait_seconds += ddp_now() - start;
-    if (!l->gave_up) return DDP_OK;
+    if (!l->timed_out) return DDP_OK;
     for (const ddp__loader_worker *w = l->worker; w < l->worker + l->threads; w++)
         if (w->batch >= 0 && (!stuck || w->batch < stuck->batch)) stuck = w;
     if (!stuck)
@@ -11551,30 +11578,30 @@ static ddp_result ddp__loader_await(ddp_loader *l) {
 }
 
 static ddp_result ddp__loader_next(ddp_loader *l, ddp_batch *out) {
-    ddp__loader_slot *slot = ddp__loader_slot_of(l, l->given);
+    ddp__loader_slot *slot = ddp__loader_slot_of(l, l->returned);
     memcpy(out->fields, l->field, sizeof l->field);
-    if (l->place.cursor >= l->place.length) {
-        l->place.ended = 1;
+    if (l->position.cursor >= l->position.length) {
+        l->position.ended = 1;
         return DDP_OK;
     }
-    ddp__loader_settle(l);
-    if (ddp__loader_is_ready(l) && slot->told) ddp__loader_open(l, l->given);
-    if (!ddp__loader_is_ready(l)) DDP_TRY(ddp__loader_await(l));
-    slot->told = slot->failed_at < slot->count;
-    if (slot->told) return ddp_error_restore(&slot->outcome);
+    ddp__loader_update(l);
+    if (ddp__loader_is_ready(l) && slot->reported) ddp__loader_offer_batch(l, l->returned);
+    if (!ddp__loader_is_ready(l)) DDP_TRY(ddp__loader_wait_ready(l));
+    slot->reported = slot->failed_at < slot->count;
+    if (slot->reported) return ddp_error_restore(&slot->outcome);
     out->count = slot->count;
     out->indices = slot->indices;
     out->is_padding = slot->is_padding;
     for (int f = 0; f < l->desc.field_count; f++) {
         out->fields[f].shape[0] = slot->count;
-        out->fields[f].data = slot->data + l->field_at[f];
+        out->fields[f].data = slot->data + l->field_offset[f];
     }
-    l->given++;
-    l->place.cursor += slot->count;
+    l->returned++;
+    l->position.cursor += slot->count;
     l->stats.batches++;
     l->stats.samples += (uint64_t)slot->count;
     /* Wakes a worker only when half of the batches are gone, not for every small batch. */
-    if (2 * (l->drawn - l->given) <= l->desc.prefetch) pthread_cond_signal(&l->work);
+    if (2 * (l->drawn - l->returned) <= l->desc.prefetch) pthread_cond_signal(&l->work);
     return DDP_OK;
 }
 
@@ -11582,9 +11609,9 @@ static ddp_result ddp__loader_next(ddp_loader *l, ddp_batch *out) {
    them may have held the lock at the fork. */
 static int ddp__loader_is_forked(const ddp_loader *l) { return l->threads && l->pid != getpid(); }
 
-static ddp_result ddp__loader_check(const ddp_loader *l, const char *who) {
-    DDP_CHECK(who, NULL, l, "loader is NULL");
-    DDP_CHECK(who, NULL, !ddp__loader_is_forked(l),
+static ddp_result ddp__loader_check(const ddp_loader *l, const char *call_name) {
+    DDP_CHECK(call_name, NULL, l, "loader is NULL");
+    DDP_CHECK(call_name, NULL, !ddp__loader_is_forked(l),
               "process %d was forked from process %d, which has the loader's workers; create a loader in the "
               "forked process",
               (int)getpid(), (int)l->pid);
@@ -11601,50 +11628,50 @@ DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out) {
     return result;
 }
 
-static ddp_result ddp__loader_go(ddp_loader *l, const ddp_sampler *place) {
+static ddp_result ddp__loader_restart(ddp_loader *l, const ddp_sampler *position) {
     pthread_mutex_lock(&l->lock);
-    l->place = *place;
-    ddp__store(&l->phase, (uint32_t)DDP__LOADER_RESTARTS);
-    ddp__loader_settle(l);
+    l->position = *position;
+    ddp__store(&l->phase, (uint32_t)DDP__LOADER_RESTARTING);
+    ddp__loader_update(l);
     pthread_mutex_unlock(&l->lock);
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_loader_set_epoch(ddp_loader *loader, uint64_t epoch) {
     DDP_TRY(ddp__loader_check(loader, __func__));
-    ddp_sampler place = loader->place;
-    ddp_sampler_set_epoch(&place, epoch);
-    return ddp__loader_go(loader, &place);
+    ddp_sampler position = loader->position;
+    ddp_sampler_set_epoch(&position, epoch);
+    return ddp__loader_restart(loader, &position);
 }
 
-static int64_t ddp__loader_batches(const ddp_loader *l, int64_t samples) {
+static int64_t ddp__loader_batch_count(const ddp_loader *l, int64_t samples) {
     return samples / l->desc.batch_size + (samples % l->desc.batch_size != 0);
 }
 
 DDPDEF int64_t ddp_loader_length(const ddp_loader *loader) {
-    return loader ? ddp__loader_batches(loader, loader->place.length - loader->place.cursor) : 0;
+    return loader ? ddp__loader_batch_count(loader, loader->position.length - loader->position.cursor) : 0;
 }
 
 DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch) {
     DDP_TRY(ddp__loader_check(loader, __func__));
-    ddp_sampler place = loader->place;
-    int64_t samples = ddp_sampler_length(&place), batches = ddp__loader_batches(loader, samples);
+    ddp_sampler position = loader->position;
+    int64_t samples = ddp_sampler_length(&position), batches = ddp__loader_batch_count(loader, samples);
     DDP__NEED(batch >= 0 && batch <= batches, "batch=%lld, allowed are 0 to %lld", (long long)batch,
               (long long)batches);
-    DDP_TRY(ddp_sampler_seek(&place, batch < batches ? batch * loader->desc.batch_size : samples));
-    return ddp__loader_go(loader, &place);
+    DDP_TRY(ddp_sampler_seek(&position, batch < batches ? batch * loader->desc.batch_size : samples));
+    return ddp__loader_restart(loader, &position);
 }
 
 DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *state) {
     DDP__NEED(loader, "loader is NULL");
-    return ddp_sampler_save(&loader->place, state);
+    return ddp_sampler_save(&loader->position, state);
 }
 
 DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state) {
     DDP_TRY(ddp__loader_check(loader, __func__));
-    ddp_sampler place = loader->place;
-    DDP_TRY(ddp_sampler_load(&place, state));
-    return ddp__loader_go(loader, &place);
+    ddp_sampler position = loader->position;
+    DDP_TRY(ddp_sampler_load(&position, state));
+    return ddp__loader_restart(loader, &position);
 }
 
 DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats) {
@@ -11660,13 +11687,15 @@ DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stat
 DDPDEF void ddp_loader_destroy(ddp_loader *l) {
     if (!l || ddp__loader_is_forked(l)) return; /* a forked process must not touch the loader */
     pthread_mutex_lock(&l->lock);
-    double until = ddp_now() + 1e-3 * (l->gave_up && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms);
-    ddp__store(&l->phase, (uint32_t)DDP__LOADER_STOPS);
+    double deadline = ddp_now()
+                      + 1e-3 * (l->timed_out && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms);
+    ddp__store(&l->phase, (uint32_t)DDP__LOADER_STOPPING);
     pthread_cond_broadcast(&l->work);
-    while (l->references > 1 && ddp__loader_sleep(l, until)) {
+    while (l->references > 1 && ddp__loader_wait_until(l, deadline)) {
     }
     for (int i = 0; i < l->threads; i++)
-        l->worker[i].has_left ? pthread_join(l->worker[i].thread, NULL) : pthread_detach(l->worker[i].thread);
+        l->worker[i].has_ended ? pthread_join(l->worker[i].thread, NULL)
+                               : pthread_detach(l->worker[i].thread);
     int is_last = --l->references == 0; /* otherwise the last worker frees it */
     pthread_mutex_unlock(&l->lock);
     if (is_last) ddp__loader_free(l);
@@ -11674,15 +11703,15 @@ DDPDEF void ddp_loader_destroy(ddp_loader *l) {
 
 #define DDP__LOADER_NEED(condition, ...) DDP_CHECK("ddp_loader_create", NULL, condition, __VA_ARGS__)
 
-static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
+static ddp_result ddp__loader_resolve_desc(ddp_loader_desc *d) {
     const struct {
         const char *name;
         int *value, low, high, default_value;
     } ranges[] = {
         {"field_count", &d->field_count, 1, DDP_LOADER_FIELDS, 0},
-        {"worker_count", &d->worker_count, -1, DDP__LOADER_WORKERS, 1},
-        {"prefetch", &d->prefetch, 0, DDP__LOADER_DEPTH, 0},
-        {"extra_valid_batches", &d->extra_valid_batches, 0, DDP__LOADER_DEPTH, 1},
+        {"worker_count", &d->worker_count, -1, DDP__LOADER_MAX_WORKERS, 1},
+        {"prefetch", &d->prefetch, 0, DDP__LOADER_MAX_PREFETCH, 0},
+        {"extra_valid_batches", &d->extra_valid_batches, 0, DDP__LOADER_MAX_PREFETCH, 1},
         {"timeout_ms", &d->timeout_ms, 0, INT32_MAX, 600000},
     };
     if (d->batch_size == 0)
@@ -11722,11 +11751,11 @@ static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
 }
 
 /* Allocates the slots. Each holds the fields of a batch, then the lists of indices and padding. */
-static ddp_result ddp__loader_memory(ddp_loader *l) {
+static ddp_result ddp__loader_alloc_slots(ddp_loader *l) {
     const ddp_loader_desc *d = &l->desc;
     const ddp_device *device = d->group ? ddp_group_device(d->group) : ddp_device_cpu();
     /* most: bytes of a field, so that the sizes below cannot overflow. */
-    int64_t most = INT64_MAX / 4 / l->slot_count / DDP_LOADER_FIELDS;
+    int64_t max_bytes = INT64_MAX / 4 / l->slot_count / DDP_LOADER_FIELDS;
     size_t batch = (size_t)d->batch_size, slots = (size_t)l->slot_count, size_bytes = 0;
     for (int f = 0; f < d->field_count; f++) {
         const ddp_tensor *t = &d->fields[f];
@@ -11735,18 +11764,19 @@ static ddp_result ddp__loader_memory(ddp_loader *l) {
         DDP__LOADER_NEED(t->ndim >= 0 && t->ndim < DDP_MAX_NDIM, "fields[%d].ndim=%d, allowed are 0 to %d", f,
                          t->ndim, DDP_MAX_NDIM - 1);
         DDP__LOADER_NEED(elements > 0, "fields[%d].shape has an entry below 1, or overflows", f);
-        DDP__LOADER_NEED(d->batch_size <= most / 16 && elements <= most / bytes / d->batch_size - DDP__ALIGN,
+        DDP__LOADER_NEED(d->batch_size <= max_bytes / 16
+                             && elements <= max_bytes / bytes / d->batch_size - DDP__ALIGN,
                          "batch_size=%lld: %lld batches with fields[%d] "
                          "do not fit in memory; lower batch_size, prefetch or extra_valid_batches",
                          (long long)d->batch_size, (long long)l->slot_count, f);
-        l->field_at[f] = size_bytes;
+        l->field_offset[f] = size_bytes;
         l->sample_bytes[f] = (size_t)(elements * bytes);
         size_bytes += ddp_round_up(l->sample_bytes[f] * batch, DDP__ALIGN);
         l->field[f].dtype = t->dtype;
         l->field[f].ndim = t->ndim + 1;
         memcpy(l->field[f].shape + 1, t->shape, (size_t)t->ndim * sizeof *t->shape);
     }
-    size_t list_at = size_bytes;
+    size_t list_offset = size_bytes;
     size_bytes += ddp_round_up(batch * 9, DDP__ALIGN);
     if (device->alloc_pinned)
         DDP_TRY(device->alloc_pinned(d->group, slots * size_bytes, &l->buffers));
@@ -11758,8 +11788,8 @@ static ddp_result ddp__loader_memory(ddp_loader *l) {
     l->free_pinned = device->alloc_pinned ? device->free_pinned : NULL;
     for (size_t i = 0; i < slots; i++) {
         l->slot[i].data = (unsigned char *)l->buffers + i * size_bytes;
-        l->slot[i].indices = (int64_t *)(void *)(l->slot[i].data + list_at);
-        l->slot[i].is_padding = l->slot[i].data + list_at + batch * 8;
+        l->slot[i].indices = (int64_t *)(void *)(l->slot[i].data + list_offset);
+        l->slot[i].is_padding = l->slot[i].data + list_offset + batch * 8;
     }
     return DDP_OK;
 }
@@ -11769,7 +11799,7 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
     if (out) *out = NULL;
     DDP__NEED(out && desc, "out or desc is NULL");
     ddp_loader_desc d = *desc;
-    DDP_TRY(ddp__loader_resolve(&d));
+    DDP_TRY(ddp__loader_resolve_desc(&d));
     size_t slots = (size_t)d.prefetch + (size_t)d.extra_valid_batches + 1;
     size_t size_bytes = sizeof(ddp_loader) + slots * sizeof(ddp__loader_slot);
     ddp_loader *l = (ddp_loader *)ddp__aligned_alloc(d.alloc_fn, d.user, size_bytes);
@@ -11778,9 +11808,9 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
     l->desc = d;
     l->slot = (ddp__loader_slot *)(void *)(l + 1);
     l->slot_count = (int64_t)slots;
-    l->piece = d.worker_count > 1 ? (d.batch_size - 1) / d.worker_count + 1 : d.batch_size;
-    if (l->piece > DDP__LOADER_PIECE) l->piece = DDP__LOADER_PIECE;
-    l->phase = DDP__LOADER_RESTARTS; /* workers wait for the first next, set_epoch, seek or load */
+    l->chunk = d.worker_count > 1 ? (d.batch_size - 1) / d.worker_count + 1 : d.batch_size;
+    if (l->chunk > DDP__LOADER_CHUNK_MAX) l->chunk = DDP__LOADER_CHUNK_MAX;
+    l->phase = DDP__LOADER_RESTARTING; /* workers wait for the first next, set_epoch, seek or load */
     l->pid = getpid();
     pthread_mutex_init(&l->lock, NULL);
     pthread_condattr_init(&clock);
@@ -11789,14 +11819,14 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
     pthread_cond_init(&l->work, NULL);
     pthread_condattr_destroy(&clock);
     ddp_result result = ddp_sampler_init(&l->sampler, &d.sampler);
-    if (result == DDP_OK) result = ddp__loader_memory(l);
+    if (result == DDP_OK) result = ddp__loader_alloc_slots(l);
     l->desc.fields = NULL; /* the caller's */
-    l->place = l->sampler;
+    l->position = l->sampler;
     while (result == DDP_OK && l->threads < d.worker_count) {
         ddp__loader_worker *w = &l->worker[l->threads];
         w->loader = l;
         w->batch = -1;
-        int error = ddp__start_thread(&w->thread, ddp__loader_main, w);
+        int error = ddp__start_thread(&w->thread, ddp__loader_thread_main, w);
         if (error)
             result = ddp_fail(DDP_ERR_SYSTEM, "ddp_loader_create: worker %d could not be started: %s",
                               l->threads, strerror(error));
@@ -11817,8 +11847,8 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
 
 /* Returns the elements of the buffer of a call without counts; 0 = this rank needs no buffer. no_buffer,
    on_root, blocks: flags of the call's shape; blocks = one block per rank. */
-static inline size_t ddp__buffer_size(const ddp_group *group, const ddp_call *call, int no_buffer,
-                                      int on_root, int blocks) {
+static inline size_t ddp__buffer_elements(const ddp_group *group, const ddp_call *call, int no_buffer,
+                                          int on_root, int blocks) {
     int shape = ddp__forms[call->kind].shape;
     if (shape & no_buffer || (shape & on_root && call->root != group->rank)) return 0;
     return call->count * (size_t)(shape & blocks ? group->world_size : 1);
@@ -11826,13 +11856,13 @@ static inline size_t ddp__buffer_size(const ddp_group *group, const ddp_call *ca
 
 /* The same for a buffer with counts; SIZE_MAX if it does not fit in memory. Without *offsets the blocks are
    packed, and their offsets are written to packed. *sum: of all counts. */
-static inline size_t ddp__buffer_size_v(const ddp_group *group, size_t most, const size_t *counts,
-                                        const size_t **offsets, size_t *packed, size_t *sum) {
+static inline size_t ddp__buffer_elements_v(const ddp_group *group, size_t max_count, const size_t *counts,
+                                            const size_t **offsets, size_t *packed, size_t *sum) {
     size_t end = 0;
     *sum = 0;
     for (int r = 0; r < group->world_size; *sum += counts[r++]) {
         packed[r] = *offsets ? (*offsets)[r] : *sum;
-        if (counts[r] > most || packed[r] > most || *sum > most) return SIZE_MAX;
+        if (counts[r] > max_count || packed[r] > max_count || *sum > max_count) return SIZE_MAX;
         if (counts[r] && packed[r] + counts[r] > end) end = packed[r] + counts[r];
     }
     *offsets = packed;
@@ -11847,7 +11877,7 @@ static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_si
 #define DDP__CALL_NEED(condition, ...) DDP_CHECK(form->name, group, condition, __VA_ARGS__)
 
 /* Checks, completes and issues a call as the user made it. */
-static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work) {
+static ddp_result ddp__check_and_issue(ddp_group *group, ddp_call *call, ddp_work *work) {
     const struct ddp__form *form = &ddp__forms[call->kind];
     const int p2p = ddp__is_p2p(call->kind);
     size_t element = ddp_dtype_size(call->dtype);
@@ -11858,20 +11888,22 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
     DDP__CALL_NEED(!ddp__has_op(call->kind) || (unsigned)call->op <= DDP_OP_PROD, "op=%d is not a ddp_op",
                    (int)call->op);
     size_t blocks = p2p ? 1 : (size_t)group->world_size;
-    size_t most = SIZE_MAX / 2 / element;
-    DDP__CALL_NEED(call->count <= most / blocks, "count=%llu times %zu blocks of %s does not fit in memory",
+    size_t max_count = SIZE_MAX / 2 / element;
+    DDP__CALL_NEED(call->count <= max_count / blocks,
+                   "count=%llu times %zu blocks of %s does not fit in memory",
                    (unsigned long long)call->count, blocks, ddp_dtype_name(call->dtype));
-    size_t send_size = ddp__buffer_size(group, call, DDP__NO_SEND, DDP__FROM_ROOT, DDP__SPLITS);
-    size_t recv_size = ddp__buffer_size(group, call, DDP__NO_RECV, DDP__TO_ROOT, DDP__JOINS);
+    size_t send_size = ddp__buffer_elements(group, call, DDP__NO_SEND, DDP__FROM_ROOT, DDP__SPLITS);
+    size_t recv_size = ddp__buffer_elements(group, call, DDP__NO_RECV, DDP__TO_ROOT, DDP__JOINS);
     if (form->shape & DDP__COUNTED) {
         size_t *packed = (size_t *)__builtin_alloca(2 * blocks * sizeof *packed), sum;
         DDP__CALL_NEED(call->send_counts || !(form->shape & DDP__SPLITS), "send_counts is NULL");
         DDP__CALL_NEED(call->recv_counts, "recv_counts is NULL");
         if (call->send_counts)
-            send_size = ddp__buffer_size_v(group, most, call->send_counts, &call->send_offsets, packed, &sum);
-        recv_size = ddp__buffer_size_v(group, most, call->recv_counts, &call->recv_offsets, packed + blocks,
-                                       &sum);
-        DDP__CALL_NEED(send_size <= most && recv_size <= most, "the counts do not fit in memory");
+            send_size = ddp__buffer_elements_v(group, max_count, call->send_counts, &call->send_offsets,
+                                               packed, &sum);
+        recv_size = ddp__buffer_elements_v(group, max_count, call->recv_counts, &call->recv_offsets,
+                                           packed + blocks, &sum);
+        DDP__CALL_NEED(send_size <= max_count && recv_size <= max_count, "the counts do not fit in memory");
         DDP__CALL_NEED(call->send_counts || call->count == call->recv_counts[group->rank],
                        "send_count=%zu but recv_counts[%d]=%zu", call->count, group->rank,
                        call->recv_counts[group->rank]);
@@ -11899,7 +11931,7 @@ static ddp_result ddp__public(ddp_group *group, ddp_call_kind kind, const void *
     call.op = op;
     call.root = root;
     call.tag = tag;
-    return ddp__checked(group, &call, work);
+    return ddp__check_and_issue(group, &call, work);
 }
 
 /* The body of a public function that has no counts. */
@@ -11943,7 +11975,7 @@ DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t se
     ddp_call call = ddp__call_of(DDP_CALL_ALL_GATHER_V, send, recv, send_count, dtype);
     call.recv_counts = recv_counts;
     call.recv_offsets = recv_offsets;
-    return ddp__checked(group, &call, work);
+    return ddp__check_and_issue(group, &call, work);
 }
 
 DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts,
@@ -11954,7 +11986,7 @@ DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const siz
     call.send_offsets = send_offsets;
     call.recv_counts = recv_counts;
     call.recv_offsets = recv_offsets;
-    return ddp__checked(group, &call, work);
+    return ddp__check_and_issue(group, &call, work);
 }
 
 #if defined(__cplusplus)
