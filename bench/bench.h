@@ -1,15 +1,16 @@
-/*  bench.h - what the measuring programs share: turns, start barrier, placement, rewriting, checking, one CSV line per block.
+/*  bench.h - shared by the collective benchmarks: turns, start barrier, placement, rewriting, checking, CSV.
 
-    Every program of a run maps one file. Programs take turns block by block: while one measures, the ranks of all others sleep in
-    the kernel. So two programs measure the same operation within a second or two of each other, on the same cores, and neither pays
-    for being started again.
+    All programs of a run map one file. They take turns block by block: while one measures, the ranks of all
+    others sleep in the kernel. So two programs measure the same operation within a second or two of each
+    other, on the same cores, and no program pays for being started again.
 
     A block is one operation at one size, repeated until its time is used up:
       ping-pong between core 0 and core 1        near or far, see bench_ping_ns
       one operation on whole numbers             every element of the result is checked
-      repeat { rewrite, barrier, time, barrier } time = the slowest rank; up to 64 KiB: 100 calls back to back, divided by 100
-      ping-pong again                            blocks whose two tags differ are dropped later
-    The barriers are spins on the mapped file, never the library's own.
+      repeat { rewrite, barrier, time, barrier } the time of the slowest rank; up to 64 KiB: 100 successive
+      calls / 100
+      ping-pong again                            merge.py drops a block if its two tags differ
+    The barriers spin on the mapped file. The library's barrier is never used.
 */
 #ifndef BENCH_H
 #define BENCH_H
@@ -32,7 +33,7 @@
 #define BENCH_MAX_SLOTS 16
 #define BENCH_MAX_SAMPLES 4096
 #define BENCH_MAX_CELLS 32
-#define BENCH_FAR_NS 120.0 /* one-way latency from which two cores count as far */
+#define BENCH_FAR_NS 120.0 /* one-way latency from which on two cores count as far */
 #define BENCH_SMALL_BYTES 65536
 #define BENCH_DEAD_S 120
 
@@ -43,7 +44,7 @@ enum {
 static const char *const bench_op_name[] = {"all_reduce", "reduce_scatter", "reduce_scatter_in_place", "all_gather", "broadcast", "send_recv", "barrier",
                                             "copy"};
 
-/* bytes is the larger of a rank's two buffers: W blocks for reduce_scatter and all_gather. */
+/* bytes: size of the larger buffer of a rank; W blocks for reduce_scatter and all_gather. */
 typedef struct bench_cell {
     int op;
     size_t bytes;
@@ -55,8 +56,8 @@ typedef struct bench_word {
     char pad[120]; /* two lines: the prefetcher fetches them in pairs */
 } bench_word;
 
-typedef struct bench_region { /* of one program */
-    bench_word go;                       /* number of the turn that this program may take; futex */
+typedef struct bench_region { /* state of one program */
+    bench_word go;                       /* number of the turn granted to this program; futex */
     bench_word arrived[BENCH_MAX_RANKS]; /* barriers entered */
     bench_word ping, pong, pinged, stop;
     struct { double elapsed_s; long preempted; char pad[112]; } rank[BENCH_MAX_RANKS];
@@ -64,14 +65,14 @@ typedef struct bench_region { /* of one program */
 
 typedef struct bench_share {
     bench_word ready, failed;
-    bench_word end; /* the time is used up: whoever gets a turn passes it on and leaves */
+    bench_word end; /* the time is used up: each program passes its turn on and ends */
     bench_region region[BENCH_MAX_SLOTS];
 } bench_share;
 
-/* What one rank knows. */
+/* State of one rank. */
 typedef struct bench {
     const char *system, *setting, *share_path, *out_path, *plan;
-    const char *ops;         /* NULL = all; "all_reduce,barrier": the others are left out */
+    const char *ops;         /* operations to measure, "all_reduce,barrier"; NULL = all */
     size_t from_bytes, to_bytes;
     int slot, slot_count, rank, rank_count, round_count, huge;
     double seconds, start_s;
@@ -85,14 +86,14 @@ typedef struct bench {
     double *samples;
 } bench;
 
-/* What a program brings. kind is the sort of memory: 0 private, 1 group. */
+/* The operations of one program. kind: 0 private memory, 1 group memory. */
 typedef struct bench_driver {
     void *user;
     int kind_count;
     int (*supports)(void *user, const bench_cell *cell, int kind);
-    int (*run)(void *user, const bench_cell *cell, int kind, int calls); /* 0 = fine */
-    float *data[2], *out[2]; /* per kind: the largest cell; out is where reduce_scatter leaves its block */
-    int in_place_at_start;   /* reduce_scatter in place leaves its block at the start of data (MPI), not where it was */
+    int (*run)(void *user, const bench_cell *cell, int kind, int calls); /* returns 0 on success */
+    float *data[2], *out[2]; /* per kind, as large as the largest cell; out: result of reduce_scatter */
+    int in_place_at_start;   /* reduce_scatter in place writes its block to the start of data (MPI) */
 } bench_driver;
 
 //== time and waiting
@@ -136,7 +137,8 @@ static void bench_wait_turn(bench *b, uint64_t turn) {
         if (__atomic_load_n(&b->share->failed.value, __ATOMIC_RELAXED)) _exit(1);
         if (bench_now() > limit_s) bench_die(b, "another program of this run has stopped");
         struct timespec nap = {1, 0};
-        syscall(SYS_futex, (uint32_t *)&b->region->go.value, FUTEX_WAIT, (uint32_t)seen, &nap, NULL, 0); /* low half: little endian */
+        /* The low half of the word: little endian. */
+        syscall(SYS_futex, (uint32_t *)&b->region->go.value, FUTEX_WAIT, (uint32_t)seen, &nap, NULL, 0);
     }
 }
 
@@ -153,8 +155,8 @@ static int bench_by_value(const void *left, const void *right) {
     return (l > r) - (l < r);
 }
 
-/* One-way latency of a cache line between ranks 0 and 1, median of 5 batches of 400 round trips. Collective; the value is rank 0's. Further
-   ranks sleep so that they do not disturb it. Zero when there is only one core. */
+/* One-way latency of a cache line between ranks 0 and 1, median of 5 batches of 400 round trips. Collective;
+   only rank 0 gets the value. Other ranks sleep meanwhile. Zero if the machine has only one core. */
 static double bench_ping_ns(bench *b) {
     double batch_ns[5];
     uint64_t done = ++b->ping_count;
@@ -186,7 +188,7 @@ static double bench_ping_ns(bench *b) {
     return batch_ns[2];
 }
 
-/* The cores this process may use; call it before a launcher narrows them. */
+/* The cores of this process. Call it before ddp_launch or mpirun restricts them. */
 static void bench_find_cpus(bench *b) {
     cpu_set_t set;
     b->cpu_count = 0;
@@ -214,7 +216,8 @@ static void bench_add(bench *b, int op, size_t bytes, double budget_s) {
     if (b->cell_count < BENCH_MAX_CELLS) b->cell[b->cell_count++] = cell;
 }
 
-/* quick: the sizes of the target table. full: and every other operation. four: for more ranks than cores. start: nothing, to try a launcher. */
+/* quick: all_reduce at the sizes of the targets. full: all other operations too. four: more ranks than cores.
+   start: no cell, to test a launcher. */
 static void bench_make_plan(bench *b) {
     const size_t kib = 1024, mib = 1024 * kib;
     b->cell_count = 0;
@@ -243,10 +246,12 @@ static void bench_make_plan(bench *b) {
     bench_add(b, BENCH_BARRIER, 0, .04);
 }
 
-/* Whether the arguments leave this cell in: some settings are only of use for some operations and sizes. */
+/* Whether --ops, --from and --to include this cell. Some settings make sense only for some operations and
+   sizes. */
 static int bench_wanted(const bench *b, const bench_cell *cell) {
     const char *name = bench_op_name[cell->op], *found = b->ops ? strstr(b->ops, name) : NULL;
-    while (found && found[strlen(name)] != ',' && found[strlen(name)] != 0) found = strstr(found + 1, name); /* a longer name begins alike */
+    /* Skip a longer name with this prefix. */
+    while (found && found[strlen(name)] != ',' && found[strlen(name)] != 0) found = strstr(found + 1, name);
     return (!b->ops || found) && cell->bytes >= b->from_bytes && cell->bytes <= b->to_bytes;
 }
 
@@ -293,7 +298,7 @@ static void bench_arguments(bench *b, int argc, char **argv) {
     bench_find_cpus(b);
 }
 
-/* On every rank, after its number is known: pins it and maps the file of the run. */
+/* Pins this rank to its core and maps the file of the run. Called on every rank. */
 static void bench_join(bench *b, int rank) {
     b->rank = rank;
     bench_pin(b);
@@ -318,7 +323,7 @@ static float *bench_private(bench *b, size_t bytes) {
         memory += (page - (uintptr_t)memory % page) % page;
         madvise(memory, bytes, MADV_HUGEPAGE);
     } else {
-        memory += 64; /* as from malloc: no rank starts on a page */
+        memory += 64; /* as from malloc: no buffer starts on a page */
     }
     return (float *)memory;
 }
@@ -337,7 +342,7 @@ static float bench_sum(const bench *b, size_t i) {
     return sum;
 }
 
-/* 0 when every element is what one such call on bench_fill's numbers leaves. */
+/* 0 if every element is right after one call on the numbers of bench_fill. */
 static int bench_wrong(const bench *b, const bench_driver *d, const bench_cell *cell, int kind) {
     const float *data = d->data[kind], *out = d->out[kind];
     size_t count = cell->bytes / sizeof(float), block = count / (size_t)b->rank_count, wrong = 0;
@@ -365,14 +370,14 @@ static int bench_wrong(const bench *b, const bench_driver *d, const bench_cell *
 
 //== one block
 
-/* As a backward pass leaves it: every element stored anew by this rank. */
+/* Stores every element from this rank, as a backward pass would. */
 static void bench_rewrite(float *data, size_t bytes, int rank, int turn) {
     size_t count = bytes / sizeof(float);
     float base = (float)(rank + 1) * 0.125f + (float)(turn & 7);
     for (size_t i = 0; i < count; i++) data[i] = base + (float)(int)(i & 15) * 0.0625f;
 }
 
-/* How often something else took this thread's core: what tells a quiet machine from a busy one. */
+/* Number of preemptions of this thread: shows how busy the machine is. */
 static long bench_preemptions(void) {
     struct rusage usage;
     return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_nivcsw : 0;
@@ -431,7 +436,8 @@ static void bench_block(bench *b, bench_driver *d, const bench_cell *cell, int k
     fflush(b->out);
 }
 
-/* Called on every rank of the program whose turn opens a step: ends the run when the time is used up, or when one more round would not fit. */
+/* Ends the run if the time is used up or one more round would not fit. Called on every rank of the program
+   that opens a step. */
 static void bench_check_time(bench *b, int round, int opens_round) {
     if (b->rank == 0) {
         double used_s = bench_now() - b->start_s, more_s = opens_round && round > 0 ? used_s / round : 0;
@@ -440,7 +446,8 @@ static void bench_check_time(bench *b, int round, int opens_round) {
     bench_barrier(b);
 }
 
-/* Walks the plan. Every program knows the order of turns: round by round, cell by cell, slots forward and backward by turns. */
+/* Runs all cells of the plan. The order of turns is the same in all programs: round by round, cell by cell,
+   slots forward in even steps and backward in odd ones. */
 static void bench_run(bench *b, bench_driver *d) {
     uint64_t turn = 1;
     bench_barrier(b);
@@ -457,7 +464,7 @@ static void bench_run(bench *b, bench_driver *d) {
     for (int round = 0; round < b->round_count; round++) {
         for (int c = 0; c < b->cell_count; c++) {
             for (int place = 0; place < b->slot_count; place++, turn++) {
-                /* Even steps go 0, 1, ... and odd ones back, so the last slot of one step is the first of the next. */
+                /* The last slot of one step is the first one of the next. */
                 int step = round * b->cell_count + c, next_step = place + 1 < b->slot_count ? step : step + 1;
                 int next_place = place + 1 < b->slot_count ? place + 1 : 0;
                 int slot = step % 2 ? b->slot_count - 1 - place : place;

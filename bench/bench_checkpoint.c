@@ -1,12 +1,18 @@
-/*  bench_checkpoint.c - how fast checkpoints are written and read, against plain files of the same bytes on the same disk.
+/*  bench_checkpoint.c - speed of writing and reading checkpoints, against plain files of the same size on the
+    same disk.
 
     cc -O3 -march=native bench_checkpoint.c -o bench_checkpoint -lpthread -lm
     ./bench_checkpoint [--mib 1024] [--rounds 7] [--dir .] [--ranks 1,2]
 
-    A round measures, one after the other: write (a plain file, 4 MiB at a time by one thread, then fsync), save, warm read (the file is in memory; by one thread
-    into memory that has been used before), warm load, cold read and cold load (pages of the file dropped first). The save is everything: checksums, fsync of files and
-    folders, renames; the old checkpoint is deleted outside of the measured time, as is that of the plain file. Prints medians as a table, and each round as CSV on stderr.
-    Ranks are threads. Tensors of 16 MiB, and a 25 times smaller one after each. */
+    Each round measures, one after the other:
+      write       a plain file, 4 MiB at a time by one thread, then fsync
+      save        everything: checksums, fsync of files and folders, renames
+      warm read   the file is in the page cache; by one thread into memory that was used before
+      warm load
+      cold read, cold load   the pages of the file are dropped first
+    Old checkpoints and files are deleted outside of the measured time. Prints medians as a table, and each
+    round as CSV on stderr. Ranks are threads. Tensors have 16 MiB, each followed by one that is 25 times
+    smaller. */
 #define _GNU_SOURCE
 #define DDP_IMPLEMENTATION
 #include "../ddp_fsdp.h"
@@ -34,7 +40,7 @@ static void die(const char *what) {
     _exit(1);
 }
 
-/* Rows of rank r of W, in memory of their own. */
+/* The rows of one rank, in separate memory. */
 typedef struct part { ddp__checkpoint_slice slices[MAX_TENSORS]; char names[MAX_TENSORS][24]; int count; uint64_t bytes; } part;
 
 static part *part_make(int rank, int world_size) {
@@ -116,7 +122,7 @@ static double plain_read(const part *p) {
     return now() - start;
 }
 
-/* One measured call on all ranks: rank 0 notes the time between barriers. */
+/* One measured call on all ranks. Returns the time between two barriers, measured by rank 0. */
 static double measured(ddp_group *group, part *p, int save) {
     double start;
     if (ddp_barrier(group) != DDP_OK) die("barrier");

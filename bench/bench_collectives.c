@@ -1,10 +1,11 @@
-/*  bench_collectives.c - ddp's collectives, timed as bench.h says, beside the peers that run.sh starts.
+/*  bench_collectives.c - the collectives of ddp, measured by the protocol of bench.h.
 
     cc -O3 -march=native bench_collectives.c -o bench_collectives -lpthread -lm
-    ./bench_collectives --share FILE                     all_reduce alone, two ranks, CSV on the terminal; FILE is made anew
-    sh bench/run.sh                                      side by side with every peer that is installed
+    ./bench_collectives --share FILE                     all_reduce with 2 ranks, CSV on the terminal; FILE is
+                                                         created
+    sh bench/run.sh                                      in turns with every installed peer
 
-    Ranks are processes of ddp_launch; each block is timed in group memory and in private memory.
+    Ranks are processes of ddp_launch. Each block is measured in group memory and in private memory.
 */
 #define _GNU_SOURCE
 #include "bench.h"
@@ -26,7 +27,7 @@ static int ddp_supports(void *user, const bench_cell *cell, int kind) {
     return cell->op != BENCH_COPY;
 }
 
-/* One send_recv is one way: calls alternate in direction. */
+/* One send_recv is one way. Successive calls alternate in direction. */
 static ddp_result send_recv(ddp_group *group, float *data, size_t count, int calls) {
     ddp_result result = DDP_OK;
     int rank = ddp_rank(group);

@@ -1,15 +1,18 @@
-/*  bench_ddp_mlp.c - what averaging gradients costs: an MLP with 24 MiB of gradients, with and without the reducer.
+/*  bench_ddp_mlp.c - cost of averaging gradients: an MLP with 24 MiB of gradients, with and without the
+    reducer.
 
 USAGE
-    cc -O3 -march=native bench/bench_ddp_mlp.c -o bench_ddp_mlp -lm -lpthread && ./bench_ddp_mlp [ranks [rounds [batch per rank]]]
+    cc -O3 -march=native bench/bench_ddp_mlp.c -o bench_ddp_mlp -lm -lpthread
+    ./bench_ddp_mlp [ranks [rounds [batch per rank]]]
 
-    Layers 1024-2048-2048-10, ReLU, squared error, f32, plain SGD, one thread per rank, batch 64 per rank. peer_ddp_torch.py is the same in
-    PyTorch over Gloo.
+    Layers 1024-2048-2048-10, ReLU, squared error, f32, plain SGD, one thread per rank, batch 64 per rank.
+    peer_ddp_torch.py does the same with PyTorch DDP over Gloo.
 
-    Rounds alternate: 5 steps plain (every rank trains alone, gradients in the same memory), 5 steps with the reducer. Each block of steps starts
-    at a barrier and its time is the slowest rank's; figures are medians over rounds. "communication" is the share of a step that
-    the reducer adds, round by round. At one rank it is what the reducer's own calls take, timed around them, since a difference of
-    two noisy steps could not show it.
+    Rounds alternate: 5 steps without the reducer (every rank trains its own model, gradients in the same
+    memory), 5 steps with it. Each block of steps starts at a barrier; its time is that of the slowest rank.
+    Figures are medians over rounds. "communication" is the share of a step that the reducer adds, per round.
+    With one rank it is the time inside the reducer's own calls: the difference of two noisy steps could not
+    show it.
 */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
@@ -23,8 +26,8 @@ typedef struct mlp {
     ddp_param params[2 * LAYERS]; /* weight, bias, weight, ... */
     float *activation[LAYERS + 1], *gradient[LAYERS + 1], *target, *pack;
     int batch;
-    ddp_reducer *reducer;         /* NULL = train alone */
-    double reducer_seconds;       /* inside its calls */
+    ddp_reducer *reducer;         /* NULL = gradients are not averaged */
+    double reducer_seconds;       /* time inside the reducer's calls */
 } mlp;
 
 typedef struct setup { int ranks, rounds, batch; } setup;
@@ -72,7 +75,8 @@ static void mlp_ready(mlp *m, int index) {
     m->reducer_seconds += ddp_now() - begin;
 }
 
-/* (B, in) -> (B, out); backward gives weight and bias gradients first, so that their reduction runs beside the rest. */
+/* (B, in) -> (B, out). backward computes the gradients of weight and bias first, so that their reduction
+   overlaps with the rest. */
 static void mlp_forward(mlp *m) {
     for (int l = 0; l < LAYERS; l++) {
         size_t in = (size_t)width[l], out = (size_t)width[l + 1], count = (size_t)m->batch * out;
@@ -130,7 +134,8 @@ static ddp_result bench_rank(ddp_group *world, void *user) {
     desc.params = m.params;
     desc.param_count = 2 * LAYERS;
     result = ddp_reducer_create(&reducer, world, &desc);
-    for (int round = -1; round < s->rounds && result == DDP_OK; round++) /* the first one warms up and lets buckets be rebuilt */
+    /* Round -1 is a warm-up, in which buckets are rebuilt. */
+    for (int round = -1; round < s->rounds && result == DDP_OK; round++)
         for (int k = 0; k < 2 && result == DDP_OK; k++) {
             int reduced = (round & 1) ^ k;
             double begin, took, slowest = 0;

@@ -1,16 +1,19 @@
-/*  bench_fsdp.c - what splitting costs and saves: a step of the trainer's model under each strategy of ddp_fsdp.h, and bytes per rank.
+/*  bench_fsdp.c - cost and memory of sharding: a step of train_gpt's model under each strategy of ddp_fsdp.h.
 
 USAGE
-    cc -O3 -march=native bench/bench_fsdp.c -o bench_fsdp -lm -lpthread && ./bench_fsdp [ranks [rounds [layers channels [dat]]]]
+    cc -O3 -march=native bench/bench_fsdp.c -o bench_fsdp -lm -lpthread
+    ./bench_fsdp [ranks [rounds [layers channels [dat]]]]
 
-    The shape of train_gpt on 2 ranks: context 128, micro-batch 4, two micro-batches per rank and step, clipping, AdamW. Without layers and channels:
-    4 layers of 128 channels, then 6 of 256. Lines for plot_fsdp.gp are appended to the file dat.
+    The shape of train_gpt on 2 ranks: context 128, micro-batch 4, two micro-batches per rank and step,
+    clipping, AdamW. Default sizes: 4 layers of 128 channels, then 6 of 256. Lines for plot_fsdp.gp are
+    appended to the file dat.
 
-    All strategies, and train_gpt's own way (ddp_reducer, ddp_accumulator, gpt_adamw), live side by side in the same processes and train the same
-    model on the same tokens. They take turns, a few steps each, in an order that is reversed every round. A turn starts at a barrier and its time
-    is the slowest rank's. A round gives one ratio to NO_SHARD for each; figures are medians over rounds, and the quartiles beside them. "processor" is the
-    same for the time that the processes of all ranks ran, which hears less of what else the machine does, but counts waiting that spins. At the
-    end all must have the same weights, bit for bit.
+    All strategies, and train_gpt's DDP (ddp_reducer, ddp_accumulator, gpt_adamw), exist in the same processes
+    and train the same model on the same tokens. They take turns of a few steps, in an order that is reversed
+    every round. A turn starts at a barrier; its time is that of the slowest rank. Each round gives one ratio
+    to NO_SHARD per strategy. Figures are medians and quartiles over rounds. "processor time" is the same
+    ratio for the processor time of all ranks: other programs disturb it less, but it counts waits that spin.
+    At the end all weights must have the same bits.
 */
 #define DDP_IMPLEMENTATION
 #include "../ddp_fsdp.h"
@@ -19,7 +22,8 @@ USAGE
 
 #define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
 enum { MICRO_BATCH = 4, CONTEXT = 128, MICROS = 2, WAYS = 5, REDUCER = 4, NO_SHARD = DDP_FSDP_NO_SHARD, ROUNDS_MAX = 400 };
-static const char *const names[WAYS] = {"FULL_SHARD", "SHARD_GRAD", "SHARD_OPTIM", "NO_SHARD", "train_gpt"}; /* by ddp_fsdp_strategy, then train_gpt's */
+/* Indexed by ddp_fsdp_strategy, then train_gpt's DDP. */
+static const char *const names[WAYS] = {"FULL_SHARD", "SHARD_GRAD", "SHARD_OPTIM", "NO_SHARD", "train_gpt"};
 
 typedef struct setup {
     int ranks, rounds, layers, channels;
@@ -27,7 +31,7 @@ typedef struct setup {
 } setup;
 
 typedef struct way {
-    ddp_fsdp *fsdp;             /* NULL = train_gpt's: */
+    ddp_fsdp *fsdp;             /* NULL = train_gpt's DDP, which uses: */
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
     float *first, *second;      /* moments */
@@ -35,17 +39,18 @@ typedef struct way {
     ddp_fsdp_unit_desc *units;
     ddp_param *plain;
     int step;
-    double times[ROUNDS_MAX], ran[ROUNDS_MAX], ratios[2][ROUNDS_MAX]; /* of the first two */
+    /* ratios: of times and ran, to NO_SHARD's. */
+    double times[ROUNDS_MAX], ran[ROUNDS_MAX], ratios[2][ROUNDS_MAX];
 } way;
 
 typedef struct bench {
     ddp_group *world;
     gpt_config config;
-    gpt_model model;            /* activations; values and gradients point to those of the way whose turn it is */
-    float **own;                /* train_gpt's values */
+    gpt_model model;            /* activations; values and grads point to those of the current variant */
+    float **own;                /* values of train_gpt's DDP */
     gpt_param *infos;
     int64_t parameter_count;
-    int *tokens;                /* of all micro-batches: (MICROS ranks, MICRO_BATCH, CONTEXT), and one more */
+    int *tokens;                /* of all micro-batches: (MICROS * ranks, MICRO_BATCH, CONTEXT) + 1 */
     way ways[WAYS];
 } bench;
 
@@ -55,7 +60,7 @@ static void *zeros(size_t count, size_t size) {
     return memory;
 }
 
-//== building ============================================================================================= >>building
+//== building ===================================================================================== >>building
 
 static void describe(const bench *b, int i, ddp_param *param) {
     param->name = b->infos[i].name;
@@ -132,7 +137,7 @@ static ddp_result build(bench *b) {
     return build_reducer(b);
 }
 
-//== a step =================================================================================================== >>step
+//== a step =========================================================================================== >>step
 
 static ddp_result gather(bench *b, way *w, int unit) {
     TRY(ddp_fsdp_unshard(w->fsdp, unit));
@@ -166,7 +171,8 @@ static ddp_result step_fsdp(bench *b, way *w, int strategy) {
     return ddp_fsdp_step(w->fsdp, 1e-3f);
 }
 
-static void gradient_ready(void *user, int index) { ddp_accumulator_ready(((way *)user)->accumulator, index); } /* ddp_accumulator_next tells of failures */
+/* ddp_accumulator_next reports failures. */
+static void gradient_ready(void *user, int index) { ddp_accumulator_ready(((way *)user)->accumulator, index); }
 
 static ddp_result step_reducer(bench *b, way *w) {
     int64_t at = 0;
@@ -209,9 +215,9 @@ static ddp_result turn(bench *b, int which, int steps, double *seconds, double *
     return ddp_all_reduce(b->world, seconds, seconds, 1, DDP_F64, DDP_OP_MAX, NULL);
 }
 
-//== the run =================================================================================================== >>run
+//== the run =========================================================================================== >>run
 
-/* All ways end with the values of train_gpt's. */
+/* Compares the final values of all variants with those of train_gpt's DDP. */
 static ddp_result compare(bench *b) {
     for (int s = 0; s < REDUCER; s++) {
         TRY(ddp_fsdp_no_grad(b->ways[s].fsdp, 1));
@@ -261,7 +267,8 @@ static ddp_result bench_rank(ddp_group *world, void *user) {
     b->world = world;
     b->config.vocab = 256; b->config.context = CONTEXT; b->config.layers = s->layers; b->config.heads = 4; b->config.channels = s->channels;
     TRY(build(b));
-    for (int i = 0; i < WAYS; i++) TRY(turn(b, i, 3, &seconds, &ran)); /* buckets are rebuilt, orders recorded */
+    /* warm-up: buckets are rebuilt, orders recorded. */
+    for (int i = 0; i < WAYS; i++) TRY(turn(b, i, 3, &seconds, &ran));
     steps = seconds < 0.1 ? (int)(0.2 / seconds) : 1;
     TRY(ddp_broadcast(world, &steps, 1, DDP_I32, 0, NULL));
     for (int round = 0; round < s->rounds; round++) {
@@ -279,7 +286,7 @@ static ddp_result bench_rank(ddp_group *world, void *user) {
     for (int i = 0; i < REDUCER; i++) ddp_fsdp_destroy(b->ways[i].fsdp);
     ddp_accumulator_destroy(b->ways[REDUCER].accumulator);
     ddp_reducer_destroy(b->ways[REDUCER].reducer);
-    return DDP_OK; /* the process ends here, and with it the rest */
+    return DDP_OK; /* the process ends here and frees the rest */
 }
 
 int main(int argc, char **argv) {

@@ -2,10 +2,11 @@
 
 USAGE
     cc -O3 -march=native bench/bench_gpt.c -o bench_gpt -lm && ./bench_gpt [vocab [steps [layers [channels]]]]
-    cc -O3 -march=native -DGPT_USE_CBLAS bench/bench_gpt.c -o bench_gpt -lopenblas -lm && OPENBLAS_NUM_THREADS=1 ./bench_gpt
+    cc -O3 -march=native -DGPT_USE_CBLAS bench/bench_gpt.c -o bench_gpt -lopenblas -lm
+    OPENBLAS_NUM_THREADS=1 ./bench_gpt
 
-    The shape: 4 layers, 256 channels, 4 heads, context 256, batch 4, vocabulary 256. peer_gpt_torch.py runs the same in
-    PyTorch. The first lines are the matrix product alone.
+    The shape: 4 layers, 256 channels, 4 heads, context 256, batch 4, vocabulary 256. peer_gpt_torch.py runs
+    the same model in PyTorch. The first lines of the output are the matrix product by itself.
 */
 #include "../examples/gpt.h"
 #include "median.h"
@@ -17,7 +18,8 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* GFLOP/s of (m, k) (k, n): plain, with B transposed (a linear layer), and with A transposed (its weight gradient). */
+/* GFLOP/s of (m, k) times (k, n): plain, with B transposed (a linear layer), and with A transposed (its
+   weight gradient). */
 static void bench_gemm(float *pack, int m, int n, int k) {
     float *a = (float *)calloc((size_t)m * (size_t)k, sizeof *a), *b = (float *)calloc((size_t)k * (size_t)n, sizeof *b);
     float *c = (float *)calloc((size_t)m * (size_t)n, sizeof *c);
@@ -70,7 +72,8 @@ int main(int argc, char **argv) {
         double start = now();
         loss = gpt_model_forward_backward(&model, tokens, tokens + 1, batch, config.context, NULL, NULL);
         if (step >= 0) backward += now() - start;
-        for (size_t i = 0; i < (size_t)vocab * (size_t)config.channels; i++)     /* the two uses of the tied matrix */
+        /* The two uses of the tied matrix. */
+        for (size_t i = 0; i < (size_t)vocab * (size_t)config.channels; i++)
             model.grads[0][i] += model.grads[model.param_count - 1][i];
         for (int i = 0; i + 1 < model.param_count; i++) {
             gpt_param p;

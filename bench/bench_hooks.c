@@ -1,15 +1,20 @@
-/*  bench_hooks.c - a bucket of 25 MiB under each hook of examples/comm_hooks.h beside the plain all-reduce: time and bytes.
+/*  bench_hooks.c - time and bytes of a bucket of 25 MiB under each hook of examples/comm_hooks.h.
 
         sh bench/run.sh --hooks
-        cc -O3 -march=native -std=gnu11 bench/bench_hooks.c -o bench_hooks -lm -lpthread && ./bench_hooks [ranks, default 2 [rounds, default 21]]
+        cc -O3 -march=native -std=gnu11 bench/bench_hooks.c -o bench_hooks -lm -lpthread
+        ./bench_hooks [ranks, default 2 [rounds, default 21]]
 
-    One parameter of 2560 x 2560 f32 in group memory is the bucket. Each way has a reducer of its own over the same gradient, which is written anew before
-    each turn. Ways take turns in the same processes, in an order that is reversed every round. A turn starts at a barrier and its time is the slowest
-    rank's. A round gives one ratio to the plain all-reduce for each; figures are medians over rounds, and the quartiles beside them.
+    The bucket is one parameter of 2560 x 2560 f32 in group memory. Each variant (hook) has a reducer of its
+    own over the same gradient, which is rewritten before each turn. The variants take turns in the same
+    processes, in an order that is reversed every round. A turn starts at a barrier; its time is that of the
+    slowest rank. Each round gives one ratio to the plain all-reduce per variant. Figures are medians and
+    quartiles over rounds.
 
-    DELAY's turn is what a step still waits for when its predecessor's averages have had the time to arrive; then its own are let arrive. DiLoCo's is an outer
-    step, which comes every H-th time. Ranks of one machine read each other's memory, so plain is as fast as memory, and whoever rounds, multiplies or
-    copies besides is slower: "pays below" is the speed of a link, per rank, from which on what it saves is worth more. */
+    DELAY: the time that a step still waits after the averages of the step before have had time to arrive. Its
+    own averages then arrive before the turn ends. DiLoCo: an outer step, which occurs every H-th time. Ranks
+    of one machine read each other's memory, so the plain all-reduce runs at the speed of memory, and each
+    hook is slower: it also rounds, multiplies or copies. "worth it below" is the link speed, per rank, below
+    which the saved transfer takes longer than the hook. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
 #include "../examples/comm_hooks.h"
@@ -39,7 +44,7 @@ static ddp_result build(ddp_group *world, way *w, int index, float *gradient) {
     w->param.value.dtype = DDP_F32;
     w->param.value.ndim = 2;
     w->param.value.shape[0] = w->param.value.shape[1] = SIDE;
-    w->param.value.data = gradient; /* nobody trains */
+    w->param.value.data = gradient; /* nothing is trained */
     w->param.grad.data = gradient;
     local.params = reducer.params = &w->param;
     hook.params = &w->param;
@@ -79,7 +84,8 @@ static void print_row(way *all, int index, int ranks, int rounds) {
     double time = median(w->times, rounds), plain = median(all[PLAIN].times, rounds), low = quantile(w->ratios, rounds, 0.25), high = quantile(w->ratios, rounds, 0.75);
     char pays[32] = "";
     if (w->hook) comm_hook_get_stats(w->hook, &stats);
-    double share = (double)stats.sent_bytes / (double)stats.gradient_bytes, travels = 2.0 * (ranks - 1) / ranks * COUNT * 4.0; /* of each rank's, in a ring */
+    /* Bytes per rank of an all-reduce in a ring. */
+    double share = (double)stats.sent_bytes / (double)stats.gradient_bytes, travels = 2.0 * (ranks - 1) / ranks * COUNT * 4.0;
     if (share < 1 && time > plain) snprintf(pays, sizeof pays, "%.2f GB/s", (1 - share) * travels / (time - plain) * 1e-9);
     if (share < 1 && time <= plain) snprintf(pays, sizeof pays, "any speed");
     printf("| %s | %.2f | %.2f (%.2f to %.2f) | %.2f | %.1f%%%s | %s |\n", ways[index].name, time * 1e3, median(w->ratios, rounds), low, high, share * COUNT * 4 / 1048576.0,

@@ -1,13 +1,18 @@
-/*  bench_loader.c - ddp_loader: small samples per second on one core, and what a step waits for fetches that are slow.
+/*  bench_loader.c - ddp_loader: small samples per second on one core, and how long a step waits for slow
+    fetches.
 
-        cc -O3 -march=native -std=gnu11 bench/bench_loader.c -o bench_loader -lpthread -lm && ./bench_loader [seconds of a row, default 1]
+        cc -O3 -march=native -std=gnu11 bench/bench_loader.c -o bench_loader -lpthread -lm
+        ./bench_loader [seconds per row, default 1]
 
-    First table: samples of 784 bytes and a label, copied out of 60000 in memory, in PyTorch's shuffled order. Worker and consumer share one core, and
-    the rate is by processor time of both, so that it is what one core fetches with all of the loader's own work in it, and other programs count less.
-    In the first row the same fetches run in a plain loop over a sampler.
-    Second table: fetches and computing are timed waits, which need no core, so that two cores show what 8 workers do. A fetch of so many workers takes
-    80% of the time that they have for it. step is the time from batch to batch, wait what of it passes inside ddp_loader_next: means of 60 steps after the
-    first 20. The last rows have more to fetch than the workers can. bench/peer_loader_torch.py does the same with PyTorch's DataLoader. */
+    First table: samples of 784 bytes and a label, copied from 60000 in memory, in PyTorch's shuffled order.
+    Worker and consumer share one core. The rate is per second of processor time of both, so it includes all
+    work of the loader, and other programs disturb it less. In the first row the same fetches run in a plain
+    loop over a sampler.
+
+    Second table: fetches and computation are timed waits, which need no core, so two cores can run 8 workers.
+    The fetches take 80% of the time that the workers have. step is the time from batch to batch, wait the
+    part of it inside ddp_loader_next: means of 60 steps after the first 20. In the last rows the workers
+    cannot fetch fast enough. bench/peer_loader_torch.py does the same with PyTorch's DataLoader. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdio.h>
@@ -20,7 +25,7 @@
 enum { SAMPLES = 60000, PIXELS = 784, FIRST = 20, STEPS = 60, BATCH = 8 };
 
 static unsigned char *images;
-static double fetch_s; /* of one sample */
+static double fetch_s; /* duration of the fetch of one sample */
 
 static void wait_s(double seconds) {
     struct timespec t;
@@ -54,10 +59,10 @@ static double processor_s(void) {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-/* The row of a plain loop, or of a loader with workers. */
+/* Prints one row: a plain loop, or a loader with workers. */
 static int small_samples(int plain, int workers, int64_t batch, double seconds) {
     static unsigned char plain_batch[512 * PIXELS], plain_labels[512];
-    const ddp_fetch_fn volatile fetch = fetch_image; /* called as the loader calls it */
+    const ddp_fetch_fn volatile fetch = fetch_image; /* an indirect call, as in the loader */
     ddp_tensor fields[2] = {{NULL, DDP_U8, 2, {28, 28}}, {NULL, DDP_U8, 0, {0}}};
     ddp_loader_desc desc = DDP_ZERO;
     ddp_loader *loader = NULL;

@@ -1,22 +1,30 @@
-/*  bench_memory.c - what memory itself can do: the bare loops that a collective over two ranks cannot do without, timed as bench.h says.
+/*  bench_memory.c - the bare loops: only the memory accesses of a collective between 2 ranks, measured as in
+    bench.h.
 
     cc -O3 -march=native bench_memory.c -o bench_memory -lpthread
-    sh bench/run.sh                        side by side with ddp and every peer
+    sh bench/run.sh                        in turns with ddp and every peer
 
-    One thread per rank. Nothing is announced, checked or looked after; they only wait for data. With four ranks: all_reduce in group memory alone.
+    One thread per rank. They announce nothing, check nothing and handle no failure; they only wait for data.
+    With 4 ranks: only all_reduce in group memory.
 
-    group     every byte is readable by both, in huge pages. all_reduce is a[i] = b[i] = a[i] + b[i] on both ranks' buffers, each thread one half;
-              reduce_scatter out[i] = a[i] + b[i], past the caches when out is not a or b; all_gather writes the own block past the caches into the other's
-              buffer. copy is memcpy of each thread's own buffer.
-    private   a thread may touch its own buffer and shared slots alone, as processes can; plain pages.
+    group     Both threads can access every byte, in huge pages.
+                all_reduce      a[i] = b[i] = a[i] + b[i] on both ranks' buffers, one half per thread
+                reduce_scatter  out[i] = a[i] + b[i]; non-temporal stores unless out is a or b
+                all_gather      non-temporal stores of the own block into the other's buffer
+                copy            memcpy of each thread's own buffer
+    private   A thread accesses only its own buffer and shared slots, as a process can. Plain pages.
               --setting slots-8, slots-128, slots-256, slots-512 (KiB)
-                all_reduce, chunk by chunk:   fill   own slot <- what the other adds     add   own part += other's slot, and the sum into that slot
-                                              drain  the rest <- own slot
-                reduce_scatter: fill, add without the sum back. all_gather: fill, take.
+                all_reduce, chunk by chunk:   fill    own slot <- the part that the other rank adds
+                                              add     own part += other's slot; the sum also goes into that
+                                                      slot
+                                              drain   the other part <- own slot
+                reduce_scatter: fill, add without the sum in the slot. all_gather: fill, copy from the slot.
               --setting line-64, line-128
-                all_reduce: fill of a chunk, add of the one before and drain of the one before that in one loop, a line of each in turn.
+                all_reduce: one loop fills a chunk, adds the chunk before it and drains the one before that, a
+                cache line of each in turn.
               --setting read
-                the other's buffer is read by process_vm_readv, in pieces of 256 KiB: reduce_scatter adds from there; all_reduce then reads the sums.
+                process_vm_readv reads the other's buffer in pieces of 256 KiB. reduce_scatter adds from
+                there; all_reduce then reads the sums.
 */
 #define _GNU_SOURCE
 #include "bench.h"
@@ -29,7 +37,8 @@
 
 enum { SLOTS = 3, PIECE = 256 * 1024, SKEW = 69632 };
 
-typedef struct rank_words { bench_word filled, passed; } rank_words; /* rounds; they never restart */
+/* Number of the last chunk; never reset. */
+typedef struct rank_words { bench_word filled, passed; } rank_words;
 
 typedef struct memory_shared {
     float *group[4], *private_data[4];
@@ -50,7 +59,8 @@ typedef struct memory_user {
 
 typedef float line __attribute__((vector_size(64), may_alias, aligned(4)));
 
-/* Several runs at once, one line of each in turn: while one starts a page, the others stream. Two on AMD and three elsewhere are fastest. */
+/* Loops over several runs at once, a cache line of each in turn: while one run starts a page, the others
+   stream. Two runs are fastest on AMD, three elsewhere. */
 static int three_runs;
 #define RUNS_OF(count, runs, STEP)                                               \
     do {                                                                         \
@@ -88,7 +98,7 @@ static void quad_add(float *const data[4], size_t begin, size_t count) {
     RUNS(count, QUAD);
 }
 
-/* A fill, an add and a drain. */
+/* Fill, add and drain in one loop. */
 static void fill_add_drain(float *fill, float *give, float *own, float *slot, float *take, float *full, size_t count) {
 #define ROUND(T)                                                                        \
     T given = AT(T, give), sum = AT(T, own) + AT(T, slot), taken = AT(T, full);         \
@@ -96,7 +106,7 @@ static void fill_add_drain(float *fill, float *give, float *own, float *slot, fl
     RUNS(count, ROUND);
 }
 
-/* out[i] = left[i] + right[i], or left[i] where right is NULL. */
+/* out[i] = left[i] + right[i], or left[i] if right is NULL. Non-temporal stores. */
 static void stream_to(float *out, const float *left, const float *right, size_t count) {
     size_t i = 0;
 #if defined(__SSE2__)
@@ -118,14 +128,14 @@ static void group_run(memory_user *u, const bench_cell *cell) {
     float *mine = u->s->group[u->me], *other = u->s->group[u->me ^ 1];
     if (u->b->rank_count == 4) { bench_barrier(u->b); quad_add(u->s->group, own, half); bench_barrier(u->b); return; }
     if (cell->op == BENCH_COPY) { memcpy(u->copy, mine, cell->bytes); return; }
-    if (cell->bytes <= BENCH_SMALL_BYTES) bench_barrier(u->b); /* the other is there */
+    if (cell->bytes <= BENCH_SMALL_BYTES) bench_barrier(u->b); /* the other rank has arrived */
     switch (cell->op) {
     case BENCH_ALL_REDUCE: pair_add(u->s->group[0] + own, u->s->group[1] + own, half); break;
     case BENCH_REDUCE_SCATTER: stream_to(u->out[1], u->s->group[0] + own, u->s->group[1] + own, half); break;
     case BENCH_REDUCE_SCATTER_IN_PLACE: add_to(mine + own, other + own, half); break;
     default: stream_to(other + own, mine + own, NULL, half); break;
     }
-    bench_barrier(u->b); /* the result is there when both halves are */
+    bench_barrier(u->b); /* both halves of the result are complete */
 }
 
 //== private memory through slots
@@ -138,7 +148,7 @@ static void tick(bench_word *word, uint64_t round) { __atomic_store_n(&word->val
 
 static float *slot_of(memory_user *u, int rank, uint64_t round, size_t chunk) { return (float *)(void *)(u->s->slots[rank] + (round % SLOTS) * (chunk + 4096)); }
 
-/* Chunk k of `chunks`, counted from the end of the block; a block is half of the buffer. */
+/* Chunk k of chunks, counted from the end of the block. A block is half of the buffer. */
 typedef struct span { size_t at, count; } span;
 static span chunk_of(size_t block, size_t chunk, size_t chunks, size_t k) {
     span s;
@@ -270,7 +280,8 @@ static void *memory_main(void *argument) {
     u.out[1] = bench_private(&t->b, block_bytes);
     u.piece = (char *)bench_private(&t->b, PIECE);
     s->group[t->rank] = bench_private(&t->b, largest);
-    s->slots[t->rank] = (char *)bench_private(&t->b, SLOTS * (512 * 1024 + 4096) + 2 * SKEW) + (t->rank ? SKEW : 0) + 2048; /* see DDP__OFF_PAGE in ddp.h */
+    /* See DDP__OFF_PAGE in ddp.h. */
+    s->slots[t->rank] = (char *)bench_private(&t->b, SLOTS * (512 * 1024 + 4096) + 2 * SKEW) + (t->rank ? SKEW : 0) + 2048;
     bench_barrier(&t->b);
     d.user = &u;
     d.kind_count = 2;
@@ -293,7 +304,7 @@ int main(int argc, char **argv) {
     __builtin_cpu_init();
     three_runs = !__builtin_cpu_is("amd");
 #endif
-    if (b.cell_count == 0) { /* whether this setting works here */
+    if (b.cell_count == 0) { /* plan "start": does this setting work here? */
         struct iovec here = {&b, 1}, there = {&shared, 1};
         return strcmp(b.setting, "read") == 0 && process_vm_readv(getpid(), &here, 1, &there, 1, 0) != 1;
     }

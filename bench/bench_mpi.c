@@ -1,19 +1,20 @@
-/*  bench_mpi.c - what ddp costs over the Open MPI it stands on: all_reduce of f32, four ways in turn in the same processes.
+/*  bench_mpi.c - cost of ddp over Open MPI: all_reduce of f32, four ways in turn in the same processes.
 
     mpicc -O3 -march=native bench_mpi.c -o bench_mpi -lpthread -lm
-    mpirun -n 2 ./bench_mpi          one machine: the local backend, in both orders, beside MPI
-    mpirun -n 2 ./bench_mpi 1        as if each rank had a machine of its own: the tree, flat
-    mpirun -n 4 ./bench_mpi 2        as if each two ranks had one: the tree, by machine
+    mpirun -n 2 ./bench_mpi          one machine: the local backend, in both orders, and MPI
+    mpirun -n 2 ./bench_mpi 1        each rank on an emulated machine of its own: the tree, flat
+    mpirun -n 4 ./bench_mpi 2        two ranks per emulated machine: the tree, hierarchical
 
-    Pretended machines talk through shared memory, as fast as MPI does within a machine: a network would make all ways more alike. Every call finds its
-    buffer rewritten; up to 64 KiB 50 calls are timed at once. Medians of the slowest rank. */
+    Emulated machines communicate through shared memory, as fast as MPI does within a machine. On a network
+    all variants would differ less. The buffer is rewritten before every call. Up to 64 KiB, 50 calls are
+    timed together. Figures are medians over turns of the slowest rank. */
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <mpi.h>
 
-static int ranks_of_a_machine; /* 0 = as it is */
+static int ranks_of_a_machine; /* 0 = no emulation */
 static int machine_of_this_rank(void) {
     const char *rank = getenv("OMPI_COMM_WORLD_RANK");
     return ranks_of_a_machine && rank ? 1 + atoi(rank) / ranks_of_a_machine : 0;

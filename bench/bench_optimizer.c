@@ -1,10 +1,12 @@
-/*  bench_optimizer.c - steps of ddp_optimizer beside bare loops that read and write the same memory.
+/*  bench_optimizer.c - steps of ddp_optimizer against bare loops that read and write the same memory.
 
         sh bench/run.sh --optimizer
-        cc -O3 -march=native -std=gnu11 bench/bench_optimizer.c -o bench_optimizer -lm -lpthread && ./bench_optimizer [MiB of values, default 64]
+        cc -O3 -march=native -std=gnu11 bench/bench_optimizer.c -o bench_optimizer -lm -lpthread
+        ./bench_optimizer [MiB of values, default 64]
 
-    One thread, one f32 tensor larger than the caches. A bare loop adds, so that its time is that of memory: what a step cannot be faster than. The two take
-    turns; the share is the median of bare / step over the turns. "and clip" multiplies the gradients on the way, "clip, then" in a pass of its own. */
+    One thread, one f32 tensor larger than the caches. A bare loop only adds, so its time is that of memory,
+    and no step can be faster. Step and loop take turns; the share is the median of loop / step over the
+    turns. "and clip" multiplies the gradients in the pass of the step, "clip, then" in a separate pass. */
 #define DDP_IMPLEMENTATION
 #include "../ddp_fsdp.h"
 #include "median.h"
@@ -15,16 +17,18 @@ enum { TURNS = 21, ROWS = 1024 };
 
 typedef float line __attribute__((vector_size(64), may_alias, aligned(4)));
 
-static float *w, *g, *m, *v; /* count of each; the last two are the bare loops' alone */
+static float *w, *g, *m, *v; /* count values each; m and v belong to the bare loops */
 static size_t count;
 
-/* What a pass over memory is: how many arrays it reads, and which of them it writes. */
+/* Bare loops, by the arrays that they read and write. */
 #define EACH_LINE(body) for (size_t i = 0; i < count; i += 16) { body }
 #define LINE(p) (*(line *)((p) + i))
-static void bare_four(void) { EACH_LINE(line x = LINE(g); LINE(m) += x; LINE(v) += x; LINE(w) += x;) }           /* AdamW; LAMB's first: w is g there */
-static void bare_three(void) { EACH_LINE(line x = LINE(g); LINE(m) += x; LINE(w) += x;) }                        /* SGD with momentum */
-static void bare_two(void) { EACH_LINE(LINE(w) += LINE(g);) }                                                    /* SGD, LAMB's last */
-static void bare_one(void) { EACH_LINE(LINE(g) *= 0.999f;) }                                                     /* clipping by itself */
+/* AdamW, LAMB's first pass (w is g). */
+static void bare_four(void) { EACH_LINE(line x = LINE(g); LINE(m) += x; LINE(v) += x; LINE(w) += x;) }
+/* SGD with momentum. */
+static void bare_three(void) { EACH_LINE(line x = LINE(g); LINE(m) += x; LINE(w) += x;) }
+static void bare_two(void) { EACH_LINE(LINE(w) += LINE(g);) } /* SGD, LAMB's last pass */
+static void bare_one(void) { EACH_LINE(LINE(g) *= 0.999f;) } /* clipping in a separate pass */
 static float sink;
 static void bare_read(void) { /* norms of values and gradients */
     line sum = {0};
@@ -42,7 +46,7 @@ static void bare(ddp_optimizer_kind kind, int momentum) {
 
 typedef enum clip { CLIP_NONE, CLIP_WITH, CLIP_BEFORE } clip;
 
-/* One row: kind, with momentum where it is SGD's, and how gradients are clipped. */
+/* Prints one row. momentum: only for SGD. clip: how gradients are clipped. */
 static int row(ddp_group *self, const char *name, ddp_optimizer_kind kind, float momentum, clip clips, int words) {
     ddp_param param = DDP_ZERO;
     ddp_optimizer_desc desc = DDP_ZERO;
@@ -93,7 +97,7 @@ int main(int argc, char **argv) {
     for (int a = 0; a < 4; a++) {
         *arrays[a] = (float *)aligned_alloc(64, count * sizeof(float) + 69632 * 4);
         if (!*arrays[a]) return fprintf(stderr, "bench_optimizer: no memory for four arrays of %g MiB\n", mib), 1;
-        *arrays[a] += (size_t)a * 17408; /* not a power of two apart */
+        *arrays[a] += (size_t)a * 17408; /* distances that are no powers of two */
         for (size_t i = 0; i < count; i++) (*arrays[a])[i] = 1e-3f * (float)(1 + i % 97);
     }
     desc.init_method = "self://";

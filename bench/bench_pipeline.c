@@ -1,22 +1,30 @@
-/*  bench_pipeline.c - what the runner of ddp_pipeline.h loses to the schedules that it runs.
+/*  bench_pipeline.c - delays that the runner of ddp_pipeline.h adds to its schedules.
 
 USAGE
     cc -O3 -march=native bench/bench_pipeline.c -o bench_pipeline -lm -lpthread
     ./bench_pipeline waits [ranks [micro-batches [milliseconds [steps [dat]]]]]    default: 8 32 10 5
     ./bench_pipeline gpt [layers [channels [micro-batches [steps]]]]               default: 6 256 8 9
 
-    waits   An action sleeps until its begin plus 10 ms, so that 8 ranks run truly in parallel on 2 cores. B is two actions. What a sleep ends late is
-            taken off the rank's next one (at most one whole action): the machine's lateness does not add up, and the runner's is counted in full, since
-            an action begins when the runner calls it. Every kind of schedule, a step of each in turn, so that a bad minute is not one schedule's;
-            64 KiB go over each boundary and every element that arrives is compared. The simulation has the same costs and no transfers.
-    gpt     The stages of train_gpt_pipeline on 2 ranks. The ideal is the simulation with the step's own costs (means per stage and kind) and no
-            transfers; beside it stands the whole ddp_pipeline_step, with ties and division.
+    waits   An action sleeps until 10 ms after its start (B: 20 ms), so that 8 ranks really run in parallel on
+            2 cores. If a sleep ends late, the next action of the rank is shortened by that time (at most to
+            zero). So the lateness of the machine does not accumulate. The delays of the runner count in full,
+            since an action starts when the runner calls it. All schedules take turns, one step each, so that
+            a short disturbance does not hit only one of them. 64 KiB pass over each stage boundary, and every
+            received element is compared. The simulation has the same costs and no transfers.
+    gpt     The stages of train_gpt_pipeline on 2 ranks. The ideal is the simulation with the measured costs
+            of the same step (means per stage and kind) and no transfers. It is compared with the whole
+            ddp_pipeline_step, with tied gradients and division.
 
-    Makespan: from the begin of the first action to the end of the last one of any rank. "as they ran": the schedule played with the time that each
-    single action took, without any gap: what is above it is the runner's, what is between it and the simulation are actions that took longer than
-    the simulation's. "next": mean time from the end of an action to the begin of the next one of its rank, where its inputs were there. "handed on":
-    from the end of an action to the begin of one on another rank that waited for it. Figures are medians over steps; the first one does not count.
-    Lines for plot_pipeline.gp are appended to the file dat.
+    makespan            from the start of the first action to the end of the last one, over all ranks
+    replayed            makespan of the schedule played with the measured time of every action, without gaps.
+                        The difference to the measured makespan is time that the runner adds. The difference
+                        to the simulation is actions that took longer than simulated
+    gap on the rank     mean time from the end of an action to the start of the next one on its rank, if the
+                        inputs were present
+    gap between ranks   mean time from the end of an action to the start of the action on another rank that
+                        waited for it
+    Figures are medians over steps, without the first. Lines for plot_pipeline.gp are appended to the file
+    dat.
 */
 #define main train_gpt_pipeline_main /* its stages are measured here */
 #include "../examples/train_gpt_pipeline.c"
@@ -30,18 +38,18 @@ enum { STEPS_MAX = 64, ELEMENTS = 16384, WAIT_PARAM = 16 };
 
 typedef struct setup {
     int ranks, microbatches, steps, layers, channels;
-    double seconds;     /* of an action */
+    double seconds;     /* duration of an action */
     const char *dat;
 } setup;
 
 typedef struct plan {
-    const char *name;   /* NULL = the kind's */
+    const char *name;   /* NULL = the name of the kind */
     ddp_schedule_kind kind;
     int chunks, interval;
     int memory;         /* AUTO: limit in units of p */
 } plan;
 
-/* What one step has come to; medians over steps. */
+/* Figures of one step; printed as medians over steps. */
 enum { MAKESPAN, STEP, IDEAL, REPLAYED, NEXT, HANDED_ON, BUBBLE, PREDICTED, COSTS, OF_IDEAL, FIGURES };
 typedef struct figures { double of[FIGURES][STEPS_MAX]; } figures;
 
@@ -60,20 +68,21 @@ static int action_count(const ddp_schedule *s) {
     return total;
 }
 
-//== what a step was ========================================================================================== >>analysis
+//== analysis of a step =========================================================================== >>analysis
 
-/* Where the end of what makes a stage's output (way 0) or the gradient of its input (way 1) is kept. */
+/* Index of the end time of the action that makes a stage's output (way 0) or the gradient of its input (way
+   1). */
 static size_t place(const ddp_schedule *s, int stage, int microbatch, int way) {
     return 2 * ((size_t)stage * (size_t)ddp_schedule_microbatch_count(s) + (size_t)microbatch) + (size_t)way;
 }
 
-/* The place of what an action waits for, or -1. */
+/* Index of the end time that an action waits for, or -1. */
 static int64_t need_of(const ddp_schedule *s, const ddp_action *a) {
     if (a->kind == DDP_ACTION_FORWARD) return a->stage > 0 ? (int64_t)place(s, a->stage - 1, a->microbatch, 0) : -1;
     return a->kind != DDP_ACTION_WEIGHT_GRAD && a->stage + 1 < ddp_schedule_stage_count(s) ? (int64_t)place(s, a->stage + 1, a->microbatch, 1) : -1;
 }
 
-/* Plays the lists with what each action took, and adds up the gaps of what has really happened. */
+/* Plays the schedule with the measured time of each action, and sums the measured gaps. */
 static void analyse(const ddp_schedule *s, const ddp_action_time *times, figures *f, int step) {
     int ranks = ddp_schedule_rank_count(s), next_count = 0, handed_count = 0, moved = 1;
     size_t places = place(s, ddp_schedule_stage_count(s), 0, 0);
@@ -114,7 +123,8 @@ static void analyse(const ddp_schedule *s, const ddp_action_time *times, figures
     free(at);
 }
 
-/* A step that has just run; costs are filled in, ddp_pipeline_get_times is collective. */
+/* Records the step that has just run, and fills in the costs. Collective, because of ddp_pipeline_get_times.
+   */
 static ddp_result take_figures(ddp_pipeline *pipeline, const ddp_schedule *s, figures *f, int step) {
     int stages = ddp_schedule_stage_count(s);
     ddp_stage_cost *costs = (ddp_stage_cost *)zeros((size_t)stages, sizeof *costs);
@@ -139,16 +149,16 @@ static ddp_result take_figures(ddp_pipeline *pipeline, const ddp_schedule *s, fi
     return DDP_OK;
 }
 
-//== stages that wait ========================================================================================= >>waits
+//== stages that sleep =============================================================================== >>waits
 
 typedef struct waiter {
     double seconds;
-    double *late;   /* of the rank: what its sleep before this one ended late */
+    double *late;   /* of the rank: how late its last sleep ended */
     float values[WAIT_PARAM];
     ddp_param param, *pointer;
 } waiter;
 
-/* What a stage gives to the next one, and back. */
+/* The value that a stage passes to the next one (way 0) or back (way 1). */
 static float mark(int stage, int microbatch, int way) { return (float)(2 * (stage * 512 + microbatch) + way); }
 
 static ddp_result compare(const ddp_tensor *tensor, float expected, const char *what) {
@@ -228,9 +238,9 @@ static void report_waits(const setup *u, const plan *q, const ddp_schedule *s, c
     fclose(dat);
 }
 
-/* A schedule that is measured: what a rank has of it. */
+/* One rank's state for one measured schedule. */
 typedef struct waits {
-    ddp_schedule *schedule;     /* NULL: it has none for these ranks and micro-batches */
+    ddp_schedule *schedule;     /* NULL: the kind does not allow these numbers of ranks and micro-batches */
     ddp_schedule_report expected;
     ddp_group *group;
     ddp_pipeline *pipeline;
@@ -270,7 +280,7 @@ static void waits_free(waits *m) {
     free(m->waiters);
 }
 
-/* Seconds that the host has kept from this machine's cores since it started; 0 where nothing tells. */
+/* Seconds for which the host has withheld the cores since the machine started; 0 if unknown. */
 static double stolen_seconds(void) {
     unsigned long long ticks = 0;
     FILE *f = fopen("/proc/stat", "r");
@@ -290,7 +300,7 @@ static ddp_result wait_rank(ddp_group *world, void *user) {
     const setup *u = (const setup *)user;
     waits *of = (waits *)zeros(PLANS, sizeof *of);
     double late = 0, begin = ddp_now(), stolen = stolen_seconds();
-    prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); /* otherwise a sleep ends 50 us late */
+    prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); /* the default lets sleeps end 50 us late */
     if (ddp_rank(world) == 0)
         printf("%d ranks, %d micro-batches, F = I = W = %.4g ms, medians of %d steps\n\n"
                "| schedule | chunks | simulated, ms | measured, ms | ratio | bubble predicted | measured | in flight | as they ran, ms | next, us | "
@@ -314,9 +324,9 @@ static ddp_result wait_rank(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-//== stages of a model ========================================================================================== >>gpt
+//== stages of a model ================================================================================= >>gpt
 
-/* A trainer of train_gpt_pipeline on noise. Collective. */
+/* Builds a trainer of train_gpt_pipeline with random tokens. Collective. */
 static ddp_result build_trainer(trainer *t, const setup *u, run_options *options, ddp_group *world, job *j) {
     run *r = &t->run;
     run_init(r, world, j);

@@ -1,9 +1,10 @@
 /*  bench_sampler.c - times ddp_sampler at N = 10^8, one rank of 8, and counts its memory.
 
-        cc -O2 -std=gnu11 bench/bench_sampler.c -o bench_sampler -lm -lpthread && ./bench_sampler [samples, default 1e8]
+        cc -O2 -std=gnu11 bench/bench_sampler.c -o bench_sampler -lm -lpthread && ./bench_sampler [samples,
+        default 1e8]
 
-    Prints one table. PyTorch's sampler builds a list of all N integers for the same order: at 8 bytes of pointer and 32 of integer
-    object each, 4 GB at N = 10^8 before the first sample. */
+    Prints one table. For the same order PyTorch's sampler builds a list of all N integers. At 8 bytes of
+    pointer and 32 of integer object each, that is 4 GB at N = 10^8 before the first sample. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -31,8 +32,8 @@ static void counted_free(void *memory, void *user) {
     free((size_t *)memory - 2);
 }
 
-/* Processor time of this one thread, so that other programs on the machine count less; reading it costs about 0.3 us, too much for
-   what takes less than that itself: those parts are read off the wall clock. */
+/* Processor time of this one thread, so that other programs disturb the figures less. Reading it costs about
+   0.3 us. Parts that take less than that use the wall clock. */
 static clockid_t clock_now = CLOCK_PROCESS_CPUTIME_ID;
 
 static double now_s(void) {
@@ -48,7 +49,7 @@ static void row(const char *order, const char *what, double value, const char *u
     fflush(stdout);
 }
 
-/* Seconds from set_epoch to the first sample; each repeat takes another epoch. */
+/* Seconds from set_epoch to the first sample. Each repetition uses another epoch. */
 static double first_sample_s(ddp_sampler *s) {
     double seconds[REPEATS];
     for (int i = 0; i < REPEATS; i++) {
@@ -60,7 +61,7 @@ static double first_sample_s(ddp_sampler *s) {
     return median(seconds, REPEATS);
 }
 
-/* Walks an epoch. *stall_s is the longest time that 4096 samples took. */
+/* Seconds to iterate over an epoch. *stall_s is the longest time of 4096 successive samples. */
 static double walk_s(ddp_sampler *s, int watch, double *stall_s) {
     double start = now_s(), before = start;
     int64_t count = 0, sum = 0, sample;
@@ -80,7 +81,7 @@ static double walk_s(ddp_sampler *s, int watch, double *stall_s) {
     return start;
 }
 
-/* Seconds until the sample after a jump, anywhere in the epoch. */
+/* Seconds from a seek to any position in the epoch until the sample there. */
 static double seek_s(ddp_sampler *s) {
     double seconds[REPEATS];
     for (int i = 0; i < REPEATS; i++) {

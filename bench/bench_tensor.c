@@ -1,15 +1,22 @@
-/*  bench_tensor.c - one transformer block of train_gpt_tensor, forward and backward, over 1, 2 and 4 tensor ranks.
+/*  bench_tensor.c - one transformer block of train_gpt_tensor, forward and backward, over 1, 2 and 4 tensor
+    ranks.
 
 USAGE
     cc -O3 -march=native bench/bench_tensor.c -o bench_tensor -lm -lpthread
     ./bench_tensor [channels [heads [context [sequences [rounds [dat]]]]]]       default: 512 8 256 4 15
 
-    Ranks are processes. With and without sequence parallelism, in 1, 2 and 4 chunks: all variants of a number of ranks are built once and take turns,
-    block by block, with a barrier before each; among them the whole block on rank 0 while the others wait for it. The time of a block is that of its
-    slowest rank; figures are medians over rounds, the first of which does not count. "waiting" is time inside collectives of the layers that compute
-    did not hide, mean over ranks. The ideal is the time of rank 0 alone in the same rounds, divided by the ranks, or by the cores where there are
-    fewer. Elements are what a rank sends as the layers count them, and 8 b s h (t - 1) / t is what a block without sequence parallelism should send;
-    with it, two inputs are gathered once more in backward, and gradients of norms are added up. Lines for plot_tensor.gp are appended to the file dat.
+    Ranks are processes. Variants: with and without sequence parallelism, in 1, 2 and 4 chunks, and the whole
+    block on rank 0 while the other ranks sleep in a barrier. All variants of a world size are built once and
+    take turns, block by block, with a barrier before each. The time of a block is that of its slowest rank.
+    Figures are medians over rounds, without the first.
+
+    waiting         time inside collectives of the layers that compute did not hide, mean over ranks
+    ideal           time of rank 0 with the whole block in the same rounds, divided by the number of ranks, or
+                    by the number of cores if that is smaller
+    elements sent   per rank, as counted by the layers
+    8bsh(t-1)/t     elements that a block without sequence parallelism should send. With it, two inputs are
+                    gathered again in backward, and the gradients of norms are reduced
+    Lines for plot_tensor.gp are appended to the file dat.
 */
 #define main train_gpt_tensor_main /* its blocks are measured here */
 #include "../examples/train_gpt_tensor.c"
@@ -20,7 +27,8 @@ USAGE
 
 enum { ROUNDS_MAX = 256, VARIANTS = 7 };
 
-typedef struct variant { int alone, sequence_parallel, chunks; } variant; /* alone: rank 0 has the whole block, the others wait */
+/* Alone = 1: rank 0 has the whole block, the other ranks wait. */
+typedef struct variant { int alone, sequence_parallel, chunks; } variant;
 static const variant variants[VARIANTS] = {{1, 0, 1}, {0, 0, 1}, {0, 0, 2}, {0, 0, 4}, {0, 1, 1}, {0, 1, 2}, {0, 1, 4}};
 static const int worlds[] = {1, 2, 4};
 enum { WORLDS = sizeof worlds / sizeof worlds[0] };
@@ -29,11 +37,11 @@ typedef struct figures { double seconds[ROUNDS_MAX], waiting[ROUNDS_MAX], elemen
 
 /* In memory that ranks share with the program. */
 typedef struct setup {
-    int channels, heads, context, sequences, rounds, world; /* world: number in worlds */
+    int channels, heads, context, sequences, rounds, world; /* world: index into worlds */
     figures of[WORLDS][VARIANTS];
 } setup;
 
-/* A trainer of one block whose input and output's gradient are noise. Collective. */
+/* Builds a trainer of one block. Its input and the gradient of its output are random. Collective. */
 static ddp_result build(trainer *t, const setup *u, run_options *options, ddp_group *world, job *j) {
     run *r = &t->run;
     gpt_tensor *m = &t->model;
@@ -51,7 +59,7 @@ static ddp_result build(trainer *t, const setup *u, run_options *options, ddp_gr
     return DDP_OK;
 }
 
-/* One block. Nobody averages its gradients: without an accumulator they are announced to nobody. Collective. */
+/* Runs one block. Its gradients are not averaged: it has no accumulator. Collective. */
 static ddp_result run_block(trainer *t, figures *f, int round) {
     ddp_tp_stats stats = DDP_ZERO;
     gpt_tensor *m = &t->model;
@@ -71,10 +79,10 @@ static ddp_result run_block(trainer *t, figures *f, int round) {
     return DDP_OK;
 }
 
-/* A world of one rank has no others. */
+/* With one rank, the only variant is the whole block. */
 static int variant_count(int ranks) { return ranks > 1 ? VARIANTS : 1; }
 
-/* one: rank 0's own group, NULL on the others. */
+/* one: the group of only rank 0; NULL on other ranks. */
 static ddp_result measure(ddp_group *world, ddp_group *one, setup *u, trainer *trainers, run_options *options, job *j) {
     int count = variant_count(ddp_world_size(world));
     for (int v = 0; v < count; v++) {

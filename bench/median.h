@@ -1,4 +1,4 @@
-/*  median.h - the middle of a few measurements, and what lies around it. */
+/*  median.h - quantiles of a few measurements. */
 #ifndef DDP_BENCH_MEDIAN_H
 #define DDP_BENCH_MEDIAN_H
 
@@ -6,7 +6,7 @@
 
 static inline int by_value(const void *a, const void *b) { return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b); }
 
-/* Both sort x. */
+/* Both functions sort x. */
 static inline double quantile(double *x, int count, double q) {
     qsort(x, (size_t)count, sizeof *x, by_value);
     return x[(int)(q * (count - 1) + 0.5)];

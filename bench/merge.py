@@ -1,16 +1,16 @@
 """Makes the tables of a run: python3 merge.py FOLDER [PAGE]
 
-Reads collectives.csv in FOLDER, prints the tables, and writes collectives.md and all_reduce.dat (for plot.gp) there.
-With PAGE, the tables also replace the part of that page between <!-- measured NAME --> and <!-- end NAME -->, where NAME
-is the name of the folder.
+Reads collectives.csv in FOLDER, prints the tables, and writes collectives.md and all_reduce.dat (for plot.gp)
+there. With PAGE, the tables also replace the part of that page between <!-- measured NAME --> and <!-- end
+NAME -->, where NAME is the name of the folder.
 
 The CSV file has one line per block: repetitions of one operation at one size.
-Ratio: each ddp block is compared with the peer's block of the same operation, size, ranks and placement that is nearest in
-time, at most 60 s away. The reported ratio is the median. For each size and placement, the peer's fastest setting counts.
-Blocks whose two ping-pongs disagree (one near, one far) are dropped.
+Ratio: each ddp block is compared with the peer's block of the same operation, size, ranks and placement that
+is nearest in time, at most 60 s away. The reported ratio is the median. For each size and placement, the
+peer's fastest setting counts. Blocks whose two ping-pongs disagree (one near, one far) are dropped.
 
-Targets: REQUIRED. Where the bare loops do not reach a target, it is restated as BARE_SHARE of the bare loops, unless ddp is
-clearly faster than these loops: then they show no limit.
+Targets: REQUIRED. Where the bare loops do not reach a target, it is restated as BARE_SHARE of the bare loops,
+unless ddp is clearly faster than these loops: then they show no limit.
 """
 import collections
 import csv
@@ -73,7 +73,8 @@ def fastest(blocks):
 
 
 def median_ratio(blocks, others):
-    """Median over blocks of: time of the nearest other block / time of the block. None without a pair within 60 s."""
+    """Median over blocks of: time of the nearest other block / time of the block. None without a pair within
+    60 s."""
     ratios = []
     for block in blocks:
         nearest = min(others, key=lambda other: abs(other.time - block.time), default=None)
@@ -83,7 +84,8 @@ def median_ratio(blocks, others):
 
 
 class Results:
-    """Blocks by system (ddp, memory, or a peer), operation, ranks, bytes and placement. The bare loops are "memory"."""
+    """Blocks by system (ddp, memory, or a peer), operation, ranks, bytes and placement. The bare loops are
+    "memory"."""
 
     def __init__(self, blocks):
         self.by_key = {}

@@ -3,9 +3,9 @@
     pip install torch
     python bench/peer_ddp_torch.py [--ranks 2] [--rounds 11] [--batch 64]
 
-Layers 1024-2048-2048-10, ReLU, squared error, f32, SGD, one thread and one core per rank. Rounds of 5 steps alternate between the bare model and the
-wrapped one; a round's time is that of its slowest rank, figures are medians. PyTorch is needed by this script alone, never by a test.
-"""
+Layers 1024-2048-2048-10, ReLU, squared error, f32, SGD, one thread and one core per rank. Rounds of 5 steps
+alternate between the bare model and the wrapped one. The time of a round is that of its slowest rank; figures
+are medians. Only this script needs PyTorch, no test does."""
 import argparse
 import os
 import socket

@@ -1,8 +1,9 @@
-/*  peer_gloo.cc - all_reduce of bench.h by Gloo over loopback TCP. run.sh starts it; it forks its own ranks.
+/*  peer_gloo.cc - all_reduce of bench.h with Gloo over loopback TCP. Started by run.sh; forks its own ranks.
 
-    --setting ring      what PyTorch's DDP over Gloo runs: the ring in 1 MiB segments
+    --setting ring      the algorithm of PyTorch's DDP over Gloo: the ring in 1 MiB segments
     --setting halving   recursive halving and doubling
-    Both on asynchronous sockets: on blocking ones (Gloo's busy polling) both ranks of the 25 MiB exchange may wait to write, and neither reads.
+    Both use asynchronous sockets. On blocking sockets (Gloo's busy polling) both ranks of the 25 MiB exchange
+    can wait to write while neither reads.
 */
 #include "bench.h"
 
@@ -23,7 +24,7 @@
 
 struct gloo_user {
     std::shared_ptr<gloo::rendezvous::Context> context;
-    std::map<size_t, std::unique_ptr<gloo::Algorithm>> algorithm; // per size; made once, as Gloo's own benchmark does
+    std::map<size_t, std::unique_ptr<gloo::Algorithm>> algorithm; // per size; created once, as Gloo's own benchmark does
     float *data;
     bool halving;
 };
@@ -59,7 +60,7 @@ static int rank_main(bench *b, int rank) {
     gloo_user u;
     gloo::transport::tcp::attr attr;
     attr.iface = "lo";
-    auto device = gloo::transport::tcp::CreateDevice(attr); // its thread starts before this one is pinned and goes where there is room
+    auto device = gloo::transport::tcp::CreateDevice(attr); // its thread starts before this one is pinned, so it can run on any core
     bench_join(b, rank);
     gloo::rendezvous::FileStore store(std::string(b->share_path) + ".store." + b->setting);
     u.context = std::make_shared<gloo::rendezvous::Context>(rank, b->rank_count);

@@ -1,11 +1,11 @@
-"""peer_loader_torch.py - what bench_loader.c measures, with PyTorch's DataLoader.
+"""peer_loader_torch.py - the measurements of bench_loader.c with PyTorch's DataLoader.
 
     pip install torch
-    python bench/peer_loader_torch.py [seconds of a row, default 1]
+    python bench/peer_loader_torch.py [seconds per row, default 1]
 
-Samples of 784 bytes and a label out of one tensor in memory; DataLoader's workers are processes; consumer and worker share one core in the first
-table, where the rate is by processor time of both. PyTorch is needed by this script alone, never by a test.
-"""
+Samples of 784 bytes and a label from one tensor in memory. DataLoader's workers are processes. In the first
+table consumer and worker share one core, and the rate is per second of processor time of both. Only this
+script needs PyTorch, no test does."""
 import os
 import statistics
 import sys
@@ -42,7 +42,7 @@ class Slow(Dataset):
 
 
 def processor_s(batches):
-    """Of this process and the workers, which /proc counts in hundredths of a second."""
+    """Processor time of this process and the workers, from /proc in hundredths of a second."""
     total = time.process_time()
     for worker in getattr(batches, "_workers", []):
         with open("/proc/%d/stat" % worker.pid) as file:
@@ -86,7 +86,7 @@ def slow_samples(workers, compute_s, share):
 def main():
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 1
     cores = os.sched_getaffinity(0)
-    warnings.filterwarnings("ignore")  # more workers than cores is the point
+    warnings.filterwarnings("ignore")  # the warning is about more workers than cores
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(cores)})
     print("| DataLoader of PyTorch %s: workers | samples per batch | million samples/s on one core |\n|---|---|---|" % torch.__version__)

@@ -1,4 +1,5 @@
-/*  peer_mpi.c - the operations of bench.h by an MPI library; one source, built once per library. run.sh starts it.
+/*  peer_mpi.c - the operations of bench.h with MPI. One source, compiled once per MPI library. Started by
+    run.sh.
 
     mpicc -O3 -march=native peer_mpi.c && mpirun -n 2 ./a.out --share FILE --plan full ...
 */
@@ -18,7 +19,7 @@ static int mpi_supports(void *user, const bench_cell *cell, int kind) {
     return cell->op != BENCH_COPY;
 }
 
-/* One send_recv is one way: calls alternate in direction, and the last call of a single one is timed on both ends. */
+/* One send_recv is one way. Successive calls alternate in direction. Both ends measure the time. */
 static int mpi_send_recv(mpi_user *u, int count, int calls) {
     int result = 0, peer = 1 - u->rank;
     for (int i = 0; i < calls && result == 0; i++) {

@@ -1,6 +1,8 @@
-/*  bench_gpt.cu - a step of examples/gpt_cuda.cuh with nothing around it: what a reducer or shards cost is the time of train_gpt_cuda beyond this.
+/*  bench_gpt.cu - a bare step of examples/gpt_cuda.cuh. The additional time of train_gpt_cuda is the cost of
+    its reducer or shards.
 
-    bench_gpt [--layers 12] [--heads 12] [--channels 768] [--vocab 50257] [--batch 32] [--length 1024] [--recompute] [--no-graphs] [--notes]
+    bench_gpt [--layers 12] [--heads 12] [--channels 768] [--vocab 50257] [--batch 32] [--length 1024]
+              [--recompute] [--no-graphs] [--notes]
 
     Prints a line of JSON about the model and the device, with the rate of a copy there. Then reads lines
     "steps N" and answers each with a line of JSON, as peer_gpt_torch.py does: milliseconds of N steps by
@@ -9,14 +11,15 @@
     and AdamW on f32 master values with a bf16 copy: the arithmetic of a trainer on one GPU that has no
     gradients to reduce. The batch stays the same; the norm is not used. Values and tokens are random. Nothing
     waits for the device inside a step.
-    --notes prints the model's own count of FLOPs and bytes, kernel by kernel, of one step, as lines of JSON, and ends. Status 77: there is no device. */
+    --notes prints the model's own count of FLOPs and bytes of one step, kernel by kernel, as lines of JSON,
+    and ends. Status 77: no device. */
 #define DDP_IMPLEMENTATION
 #include "../../examples/gpt_cuda.cuh"
 #include "../../examples/options.h"
 
 #define NOTES 256
 
-/* What kernels of one name do in a step. */
+/* Work of all kernels of one name in a step. */
 typedef struct note_line { char name[96]; int launches; double flops, bytes; } note_line;
 
 typedef struct bench {
@@ -24,10 +27,10 @@ typedef struct bench {
     int batch, length, recompute, no_graphs, notes;
     gpt_cuda *model;
     cudaStream_t stream;
-    size_t count, matrices;             /* elements: all, and those of matrices, which come first; the head's matrix is that of the embedding */
-    unsigned char *values, *grads;      /* bf16, count each; behind grads the head's own */
+    size_t count, matrices;             /* elements: all, and those of the matrices, which are stored first */
+    unsigned char *values, *grads;      /* bf16, count each; grads is followed by the head's gradient */
     float *master, *first, *second;
-    void **value, **grad;               /* three per parameter, as gpt_cuda_unit_forward wants them */
+    void **value, **grad;               /* three per parameter, the format of gpt_cuda_unit_forward */
     int32_t *tokens;
     double *loss;                       /* pinned */
     ddp_cuda_norm *norm;
@@ -64,7 +67,8 @@ static void take_note(void *user, const char *kernel, double flops, double bytes
     b->lines[i].launches++, b->lines[i].flops += flops, b->lines[i].bytes += bytes;
 }
 
-/* Places for parameters: matrices in front, which alone decay, each on 16 bytes; the head's matrix has a gradient of its own. */
+/* Places the parameters, each aligned to 16 bytes. Matrices come first; only they decay. The head uses the
+   matrix of the embedding, with a gradient of its own. */
 static void place_parameters(bench *b) {
     int params = gpt_param_count(&b->config);
     size_t head = 0;
@@ -103,7 +107,7 @@ static void place_parameters(bench *b) {
     free(at);
 }
 
-/* One batch of random tokens, sorted as the model wants it, on the device. */
+/* One batch of random tokens on the device, sorted for the model. */
 static void place_tokens(bench *b) {
     int n = b->batch * b->length;
     size_t ints = gpt_cuda_batch_ints(n);
@@ -119,7 +123,7 @@ static void place_tokens(bench *b) {
     free(host);
 }
 
-/* Sum of squares of all gradients, and AdamW on matrices and on vectors. */
+/* Sum of squares of all gradients; AdamW on matrices and on vectors. */
 static void update(bench *b) {
     ddp_cuda_step_desc d = DDP_ZERO;
     size_t head = (size_t)b->config.vocab * (size_t)b->config.channels;
@@ -211,7 +215,7 @@ static void open_model(bench *b) {
     gpt_cuda_desc d = DDP_ZERO;
     cudaDeviceProp properties;
     const char *wrong;
-    double rate = copy_rate(b->stream); /* before the model takes memory */
+    double rate = copy_rate(b->stream); /* before the model allocates memory */
     int device;
     d.config = b->config, d.batch = b->batch, d.length = b->length;
     d.recompute = b->recompute, d.graphs = !b->no_graphs && !b->notes;

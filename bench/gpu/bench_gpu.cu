@@ -1,10 +1,11 @@
-/*  bench_gpu.cu - how fast ddp_cuda.cuh is on one GPU: kernels against the copy bandwidth of the device, NCCL through ddp against bare NCCL, a step
-    with a reducer against one without.
+/*  bench_gpu.cu - speed of ddp_cuda.cuh on one GPU: kernels against the copy bandwidth of the device, NCCL
+    through ddp against direct NCCL calls, a step with a reducer against one without.
 
-    bench_gpu RESULTS.jsonl     prints a table, appends one JSON object per line. Status 77: there is no device.
+    bench_gpu RESULTS.jsonl     prints a table, appends one JSON object per line. Status 77: no device.
 
-    A figure is the median over 9 blocks of calls back to back on one stream, each block at least 4 ms by events. Buffers are larger than
-    the caches. Every result of a kernel is that of its test in tests/gpu: nothing is checked here. */
+    A figure is the median over 9 blocks of successive calls on one stream, each block at least 4 ms by
+    events. Buffers are larger than the caches. Results of kernels are not checked here, but by the tests in
+    tests/gpu. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp_cuda.cuh"
 #if !defined(DDP_NO_NCCL)
@@ -20,8 +21,8 @@
 
 static FILE *json;
 static cudaStream_t stream;
-static double copy_rate; /* bytes a second, read and written */
-static int kernels_below; /* nine tenths of it */
+static double copy_rate; /* bytes per second, read and written */
+static int kernels_below; /* kernels below 90% of copy_rate */
 
 static void must(cudaError_t error, const char *what) {
     if (error == cudaSuccess) return;
@@ -39,7 +40,7 @@ static double median(double *values, int count) {
     return values[count / 2];
 }
 
-/* Seconds of one call of f, by the device's clock or, for what the host does, by the host's. */
+/* Seconds of one call of f, by the clock of the device, or of the host for work of the host. */
 template <class F> static double seconds_of(const F &f, int by_host = 0) {
     cudaEvent_t begin, end;
     double values[BLOCKS];
@@ -78,7 +79,8 @@ static void rate_line(const char *name, double bytes, double seconds) {
 
 //== kernels ================================================================================
 
-typedef struct space { void *buffer[SOURCES + 2]; size_t count; ddp_cuda_norm *norm; } space; /* buffers of count f32 */
+/* Buffers of count f32. */
+typedef struct space { void *buffer[SOURCES + 2]; size_t count; ddp_cuda_norm *norm; } space;
 
 static void bench_copy(const space *s) {
     size_t bytes = s->count * 4;
@@ -119,7 +121,7 @@ static void bench_flatten(const space *s) {
 }
 
 static void bench_squares(const space *s) {
-    static const size_t lengths[] = {1024, 4096, 0}; /* 0 = one row */
+    static const size_t lengths[] = {1024, 4096, 0}; /* 0 = a single row */
     static const ddp_dtype dtypes[] = {DDP_F32, DDP_BF16};
     for (int t = 0; t < 2; t++)
         for (int k = 0; k < 3; k++) {
@@ -137,7 +139,8 @@ static void bench_squares(const space *s) {
 static void bench_steps(const space *s) {
     static const ddp_dtype grads[] = {DDP_F32, DDP_BF16};
     for (int g = 0; g < 2; g++)
-        for (int what = 0; what < 4; what++) { /* AdamW, with a bf16 copy, with a random one; SGD */
+        /* AdamW, with a bf16 copy, with a stochastically rounded copy; SGD. */
+        for (int what = 0; what < 4; what++) {
             ddp_cuda_step_desc d = DDP_ZERO;
             char name[96];
             double bytes = (double)s->count * (double)ddp_dtype_size(grads[g]);
@@ -178,7 +181,7 @@ static void pair_line(const char *kind, const char *name, double ours, double ba
     fflush(stdout);
 }
 
-/* A world of 1: NCCL moves at most a copy, so this is what ddp adds to a call. */
+/* In a world of 1 NCCL moves at most a copy, so the difference is the cost that ddp adds to a call. */
 static void bench_nccl(const space *s, ddp_group *group) {
 #if !defined(DDP_NO_NCCL)
     static const size_t sizes[] = {1024, 65536, 1 << 20, 25 << 20, 128 << 20};

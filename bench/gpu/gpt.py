@@ -1,27 +1,30 @@
 #!/usr/bin/env python3
-"""gpt.py - GPT-2 on one GPU: examples/train_gpt_cuda.cu beside PyTorch, in turns, and where its step goes. bench/gpu/run.sh starts it.
+"""gpt.py - GPT-2 on one GPU: examples/train_gpt_cuda.cu and PyTorch in turns, and a profile of the step.
+Started by bench/gpu/run.sh.
 
     gpt.py [--out DIR] [--minutes 5] [--rounds 3] [--programs DIR] [--dry-run] [--build DIR]
 
-1. Builds those of train_gpt_cuda, bench_gpt and llmc that are missing or out of date in --programs (build/gpu).
-   Makes a random shard and random first values, while PyTorch compiles its model. --dry-run prints these and all
-   other commands, and ends.
+1. Builds those of train_gpt_cuda, bench_gpt and llmc that are missing or out of date in --programs
+   (build/gpu). Makes a random shard and random initial values, while PyTorch compiles its model. --dry-run
+   prints these and all other commands, and ends.
 2. One step of the trainer by kernel.
-3. 124M, 32 x 1024, in rounds of one turn each: the trainer (--strategy none: gradients reduced, nothing split),
-   PyTorch with f32 weights and bf16 products, PyTorch with bf16 weights, a bare step without a reducer
-   (bench_gpt.cu), the trainer with --strategy full (ZeRO-3). A turn is some dozens of steps, whose median counts,
-   the first ones left out. A ratio is the median over rounds of the ratio within a round. The timeline of three
-   steps shows how long the host takes to put a step on the streams, and how long the device waits.
+3. 124M, 32 x 1024, in rounds of one turn each: the trainer (--strategy none: gradients reduced, nothing
+   sharded),
+   PyTorch with f32 weights and bf16 products, PyTorch with bf16 weights, a step without a reducer
+   (bench_gpt.cu), the trainer with --strategy full (ZeRO-3). A turn is some dozens of steps; the
+   median counts, without the first ones. A ratio is the median over rounds of the ratio within a round. The
+   timeline of three steps shows how long the host takes to launch a step, and how long the device is idle.
 4. 1.5B, 16 x 1024, recomputing blocks: the trainer and PyTorch in turns.
 
-Required: the trainer at 1.0 times the tokens of PyTorch's faster setting; reducer 1% of a step at most, ZeRO-3 on
-one rank 3% at most; the host ahead of the device. Writes gpt.json and gpt.md to DIR after every turn. A program
-that fails is noted and left out, and the others go on.
+Targets: the trainer at 1.0 times the tokens of PyTorch's faster setting; reducer 1% of a step at most, ZeRO-3
+on one rank 3% at most; the host ahead of the device. Writes gpt.json and gpt.md to DIR after every turn. A
+program that fails is noted and left out; the others continue.
 
-Steps of the trainer are timed by its progress lines, each printed when the device has done the step: from one to
-the next, without a validation between them. The others' steps are timed by events. MFU counts gpt_cuda_flops over
-989 TFLOP/s, dense bf16 by the datasheet of an H100 or H200. The limit of a kernel is the longer of its FLOPs at
-that rate and its bytes at the rate of a copy on this device, which bench_gpt measures."""
+Steps of the trainer are timed by its progress lines, each printed when the device has done the step: from one
+to the next, without a validation between them. The others' steps are timed by events. MFU counts
+gpt_cuda_flops over 989 TFLOP/s, dense bf16 by the datasheet of an H100 or H200. The limit of a kernel is the
+longer of its FLOPs at that rate and its bytes at the rate of a copy on this device, which bench_gpt
+measures."""
 import argparse
 import ctypes
 import json
@@ -85,7 +88,7 @@ class Commands:
         return [self.bare, "--batch", str(BATCH["124M"]), "--length", str(LENGTH), *more]
 
     def all(self):
-        """In the order of a run."""
+        """All commands, in the order of a run."""
         timeline = os.path.join(self.build, "timeline.json")
         return self.compile + [
             self.compile_llmc, self.tokens(), self.data("124M"), self.data("1.5B"), self.train("124M", "none", STEPS["124M"], "--timeline", timeline),
@@ -98,7 +101,7 @@ class Failed(Exception):
 
 
 class Left(Exception):
-    """Not there on this machine: PyTorch."""
+    """PyTorch is missing on this machine."""
 
 
 class Peer:
@@ -134,7 +137,7 @@ class Peer:
         return self.line(limit)
 
     def close(self):
-        """Ends with its input, or is killed where it does not."""
+        """Closes the input of the program; kills it if it does not end then."""
         watch = threading.Timer(20, self.program.kill)
         watch.start()
         self.program.communicate()
@@ -151,7 +154,8 @@ def run(words, limit, cwd=None):
 
 
 def read_progress(lines, clock=time.perf_counter):
-    """Milliseconds of a step, by the step whose line ended the interval: {15: 31.2, ...}; and all text."""
+    """Milliseconds by step: the interval that ends with the progress line of the step, {15: 31.2, ...}. And
+    all text."""
     took, text, last = {}, [], None
     for line in lines:
         now = clock()
@@ -187,13 +191,14 @@ def median_of(took, warm):
 
 
 def read_table(text):
-    """What the trainer says of itself at the end: {"strategy", "host_ms"}."""
+    """The last line of the trainer: {"strategy", "host_ms"}."""
     row = re.search(r"^ +\d+ +\d+ +\d+ +\d+ +(\w+) +\w+ +\d+ +[\d.]+ +(?:[\d.]+%|-) +([\d.]+) ms +([\d.]+) ms *$", text, re.M)
     return {"strategy": row.group(1), "host_ms": float(row.group(2))} if row else {}
 
 
 def read_profile(text):
-    """Rows of --profile: (kernel, launches, ms, share, TFLOP/s, GB/s); its share of the limit is worked out again for the page."""
+    """Rows of --profile: (kernel, launches, ms, share, TFLOP/s, GB/s). The page computes its own share of the
+    limit."""
     rows = re.findall(r"^  (\S.*?) +(\d+) +([\d.]+) +([\d.]+)% +([\d.]+) +([\d.]+) +(?:[\d.]+%|-) *$", text, re.M)
     return [(name, int(n), float(ms), float(share), float(tera), float(giga)) for name, n, ms, share, tera, giga in rows]
 
@@ -208,8 +213,8 @@ def covered(spans):
 
 
 def read_timeline(events):
-    """By step of a trace, milliseconds: what the host takes to put it on the streams (not what it packs and reads in between), how long the device
-    works at it, and how long the device has nothing to do in it."""
+    """By step of a trace, milliseconds: time of the host to launch it (without packing and reading in
+    between), time that the device works on it, and time that the device is idle in it."""
     spans = {}
     for e in events:
         if e.get("ph") == "X" and e["name"] not in ("pack", "read the step before"):
@@ -222,7 +227,7 @@ def read_timeline(events):
 
 
 def join_quietly(join):
-    """Where something else has failed already."""
+    """Waits for the chains, ignoring a failure: another one is already reported."""
     try:
         join()
     except Failed:
@@ -234,7 +239,7 @@ class Bench:
         self.c, self.rounds, self.out = commands, rounds, out
         self.deadline = time.time() + 60 * minutes
         self.notes, self.about = [], {}
-        self.ms = {}  # (size, name): a median for each round
+        self.ms = {}  # (size, name): one median per round
         self.host_ms, self.profile, self.timeline = [], [], {}
         self.failed = False
 
@@ -242,7 +247,7 @@ class Bench:
         return self.deadline - time.time()
 
     def write(self):
-        """Replaces gpt.json and gpt.md by what has been measured so far: a run that is killed leaves them.
+        """Replaces gpt.json and gpt.md by the results so far, so that a killed run leaves them.
         Returns the page."""
         text = report(self)
         if self.out:
@@ -264,7 +269,7 @@ class Bench:
         self.notes.append(text)
 
     def attempt(self, what, call, *arguments):
-        """False if the call fails, which is noted."""
+        """Notes a failure of the call and returns False then."""
         try:
             call(*arguments)
             return True
@@ -276,7 +281,8 @@ class Bench:
             self.write()
 
     def start(self, *chains):
-        """Chains of commands, all at the same time, each of them one after the other; returns what waits for them, and fails where one of them has."""
+        """Starts chains of commands in parallel. Returns a function that waits for them, and fails if one of
+        them failed."""
         threads, failures = [], []
 
         def work(chain):
@@ -298,7 +304,7 @@ class Bench:
         return join
 
     def open_peers(self, size, wanted, peers):
-        """Adds programs that stay, warmed up; those that are not there are noted."""
+        """Adds warmed-up programs that stay alive; notes the missing ones."""
         for name, words in wanted:
             try:
                 peers[name] = Peer(words, self.left())
@@ -327,7 +333,8 @@ class Bench:
         self.ms.setdefault((size, name), []).append(statistics.median(ms))
 
     def rounds_of(self, size, strategies, peers, seconds):
-        """Turns of the trainer by strategy and of the peers, forwards and backwards by rounds; seconds: what a round takes at most."""
+        """Turns of the trainer (by strategy) and of the peers, in an order that is reversed every round.
+        seconds: limit of a round."""
         turns = [(self.turn_of_trainer, name, strategy) for name, strategy in strategies]
         turns[1:1] = [(self.turn_of_peer, name, peer) for name, peer in peers.items()]
         for number in range(self.rounds):
@@ -392,7 +399,8 @@ def model_flops(size):
 
 
 def profile_table(bench):
-    """Kernels beside both limits. If the trainer does not count a kernel's bytes, predict_gpt.py does."""
+    """Kernels with their share of both limits. predict_gpt.py provides bytes that the trainer does not
+    count."""
     known = {"norm": "norm of the gradients", "optimizer": "AdamW", "reduce": "gradients to f32, and of wte together"}
     moved = {group: size for group, _, _, size in predict_gpt.rows_of("124M", BATCH["124M"], LENGTH, False)[0]}
     copy = bench.about.get("124M bare", {}).get("copy_gbytes", 0)
@@ -412,7 +420,7 @@ def profile_table(bench):
 
 
 def attention_line(bench):
-    """One block's attention, forward and backward: the trainer's kernels, and those that PyTorch chose from."""
+    """Attention of one block, forward and backward: the trainer's kernels, and the candidates of PyTorch."""
     took = bench.about.get("124M torch autocast", {}).get("attention_ms", {})
     ours = [(n, ms) for name, n, ms, _, _, _ in bench.profile if name.startswith("attention")]
     values = ["%s %.3f" % (name, ms) for name, ms in took.items()]
@@ -433,7 +441,7 @@ def speed_table(bench):
 
 
 def checks(bench):
-    """(what is required, what came out, whether it holds); what was not measured does not stand here."""
+    """(target, result, reached) of every target that was measured."""
     out = []
     peers = [r for r in (bench.ratio("124M", "torch autocast", "trainer"), bench.ratio("124M", "torch bf16", "trainer")) if r]
     if peers:
@@ -504,7 +512,7 @@ def main():
 
 
 def has_gpu(library="libcuda.so.1"):
-    """Asks the driver: containers may be without nvidia-smi."""
+    """Queries the driver: containers may lack nvidia-smi."""
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL(library)

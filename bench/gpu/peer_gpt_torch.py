@@ -1,21 +1,26 @@
 #!/usr/bin/env python3
-"""peer_gpt_torch.py - GPT-2 in PyTorch as fast as PyTorch has it: what examples/train_gpt_cuda.cu is measured beside.
+"""peer_gpt_torch.py - GPT-2 in the fastest form of PyTorch, the peer of examples/train_gpt_cuda.cu.
 
-    peer_gpt_torch.py SHARD.bin [--size 124M|1.5B] [--batch 32] [--length 1024] [--precision autocast|bf16] [--recompute] [--compile whole|blocks|none]
-    peer_gpt_torch.py --count [--size 1.5B]     parameters and FLOPs alone; needs no GPU
+    peer_gpt_torch.py SHARD.bin [--size 124M|1.5B] [--batch 32] [--length 1024] [--precision autocast|bf16]
+                      [--recompute] [--compile whole|blocks|none]
+    peer_gpt_torch.py --count [--size 1.5B]     only parameters and FLOPs; needs no GPU
 
-    Reads lines "steps N" from stdin and answers each with a line of JSON: the milliseconds of N steps, by events on the device, and the last loss. A
-    program that stays alive between its turns is compiled once, and does nothing while another has the GPU. Ends with its input.
+Reads lines "steps N" from stdin and answers each with a line of JSON: the milliseconds of N steps, by events
+on the device, and the last loss. The program stays alive between its turns, so the model is compiled once.
+Between turns it leaves the GPU idle. Ends with its input.
 
-A step is what nanoGPT's is (Karpathy): a batch of random windows of the shard comes by an asynchronous copy from pinned memory while the step before it
-runs; forward, backward, gradient norm clipped to 1, fused AdamW (decay 0.1 on matrices). torch.compile; scaled_dot_product_attention by cuDNN or by
-flash attention, whichever is faster at this shape; matrix products in bf16. Nothing waits for the device inside a step. The vocabulary is 50257 filled up
-to 50304, as nanoGPT has it.
+A step is that of nanoGPT (Karpathy). A batch of random windows of the shard arrives by an asynchronous copy
+from pinned memory during the previous step. Then forward, backward, gradient norm clipped to 1, fused AdamW
+(decay 0.1 on matrices). torch.compile; scaled_dot_product_attention by cuDNN or by flash attention, whichever
+is faster at this shape; matrix products in bf16. Nothing waits for the device inside a step. The vocabulary
+of 50257 is padded to 50304, as in nanoGPT.
 
-    --precision autocast   weights, gradients and moments in f32, products and activations in bf16: weights as precise as ours
-    --precision bf16       weights, gradients and moments in bf16: fewer bytes than ours, and less precise, as there are no f32 weights behind them
+    --precision autocast   weights, gradients and moments in f32, products and activations in bf16: weights as
+                           precise as those of ddp
+    --precision bf16       weights, gradients and moments in bf16: fewer bytes than ddp, and less precise,
+                           without f32 master weights
 
-Status 77 without PyTorch or a device (--device cpu is there to try the script)."""
+Status 77 without PyTorch or a device (--device cpu tries the script)."""
 import argparse
 import json
 import mmap
@@ -73,7 +78,8 @@ class GPT(nn.Module):
 
 
 def flops_of(vocab, layers, channels, length, tokens):
-    """Forward and backward, as gpt_cuda_flops counts: 6 per element of a matrix and token, 6 T C per token and block for causal attention."""
+    """Forward and backward, as gpt_cuda_flops counts: 6 per element of a matrix and token, 6 T C per token
+    and block for causal attention."""
     return 6.0 * tokens * (layers * 12 * channels * channels + vocab * channels + layers * length * channels)
 
 
@@ -86,7 +92,7 @@ class Windows:
         self.tokens = torch.frombuffer(self.memory, dtype=torch.int16, offset=HEADER_BYTES)
         self.random = torch.Generator().manual_seed(1)
         self.batch, self.length, self.device = batch, length, device
-        self.vocab = vocab if vocab < 50257 else 0  # a small model for a try: tokens are taken modulo its vocabulary
+        self.vocab = vocab if vocab < 50257 else 0  # small test models: tokens modulo their vocabulary
         self.host = [torch.empty((2, batch, length), dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(4)]
         self.copied = [torch.cuda.Event() if device.type == "cuda" else None for _ in range(4)]
         self.turn = 0
@@ -96,7 +102,7 @@ class Windows:
         self.turn = (self.turn + 1) % len(self.host)
         host, copied = self.host[self.turn], self.copied[self.turn]
         if copied:
-            copied.synchronize()  # of four steps ago: long done
+            copied.synchronize()  # of four steps ago: has finished
         starts = torch.randint(len(self.tokens) - self.length - 1, (self.batch,), generator=self.random).tolist()
         rows = torch.stack([self.tokens[start : start + self.length + 1] for start in starts]).to(torch.int64) & 0xFFFF
         if self.vocab:
@@ -117,7 +123,7 @@ class Windows:
 
 def milliseconds_of_attention(shape):
     batch, heads, length, size = shape
-    lies = (batch, length, heads, size)  # as the product before it leaves them
+    lies = (batch, length, heads, size)  # the layout that the product before it writes
     q, k, v = (torch.randn(lies, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
     gradient, events = torch.randn(lies, device="cuda", dtype=torch.bfloat16).transpose(1, 2), []
     for _ in range(12):
@@ -129,7 +135,7 @@ def milliseconds_of_attention(shape):
 
 
 def choose_attention(shape):
-    """Turns on cuDNN's or the flash kernel, whichever is faster, and nothing else."""
+    """Enables only the faster one of cuDNN's and the flash kernel."""
     took = {}
     for name in ("cudnn", "flash"):
         use_attention(name)
@@ -167,7 +173,7 @@ class Trainer:
         self.run = self.model
         if args.compile == "whole":
             self.run = torch.compile(self.model)
-        elif args.compile == "blocks":  # one block is compiled, and serves for all: many layers would take minutes
+        elif args.compile == "blocks":  # compile one block for all layers: many layers would take minutes
             for block in self.model.blocks:
                 block.compile()
         self.windows = Windows(args.shard, args.batch, args.length, device, vocab)
@@ -184,7 +190,7 @@ class Trainer:
         return loss.detach()
 
     def steps(self, count):
-        """Milliseconds of each, and the last loss."""
+        """Milliseconds of each step, and the last loss."""
         if self.device.type != "cuda":
             times = [time.perf_counter()]
             for _ in range(count):

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""PyTorch's time for the steps that ddp_cuda.cuh fuses, on the same GPU: a copy, fused AdamW, the norm of many
-tensors by foreach. And the rate of a large bf16 product: the limit of a kernel that is bound by FLOPs.
+"""PyTorch's time for the steps that ddp_cuda.cuh fuses, on the same GPU: a copy, fused AdamW, the norm of
+many tensors by foreach. And the rate of a large bf16 product: the limit of a kernel that is bound by FLOPs.
 
-    peer_torch.py RESULTS.jsonl     reads the device line and the kernels of bench_gpu, prints a table, appends its lines
+    peer_torch.py RESULTS.jsonl     reads the device line and the kernels of bench_gpu, prints a table,
+                                    appends its lines
 
-Each line is written as soon as it is measured. Status 77 without PyTorch or a device. Figures as in bench_gpu.cu:
-medians of 9 blocks of at least 4 ms, by events."""
+Each line is written as soon as it is measured. Status 77 without PyTorch or a device. Figures as in
+bench_gpu.cu: medians of 9 blocks of at least 4 ms, by events."""
 import json
 import statistics
 import sys
@@ -48,7 +49,8 @@ def write(out, line):
 
 
 def report(out, ours, name, seconds, size, mine):
-    """One measurement: a line of the table and one of the file. mine is bench_gpu's kernel for the same step."""
+    """One measurement: a line of the table and one of the file. mine: bench_gpu's kernel for the same
+    step."""
     rate = size / seconds
     ratio = ours[mine]["bytes"] / ours[mine]["seconds"] / rate if mine in ours else float("nan")
     print(f"{name:46} {seconds * 1e3:9.3f} ms {rate * 1e-9:8.0f} GB/s   {ratio:.2f} times as fast ({mine})", flush=True)

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""predict_gpt.py - what a step of examples/train_gpt_cuda.cu has to compute and to move at least, by groups of kernels: a time that no GPU beats.
+"""predict_gpt.py - the least work and traffic of a step of examples/train_gpt_cuda.cu, by groups of kernels.
 
-    predict_gpt.py [--size 124M|1.5B] [--batch 32] [--length 1024] [--recompute] [--tflops 989] [--tbytes 4.8] [--json]
+    predict_gpt.py [--size 124M|1.5B] [--batch 32] [--length 1024] [--recompute] [--tflops 989] [--tbytes 4.8]
+                   [--json]
 
-Needs no GPU. The floor of a row is the longer of its FLOPs at --tflops and its bytes at --tbytes: as if the other were free, nothing were read twice,
-and nothing waited. The defaults are what NVIDIA's datasheet says of an H200 (dense bf16, HBM3e), not measurements: large products reach some 80% of the one,
-copies some 90% of the other. Counts are those that gpt_cuda.cuh gives its note hook; `bench_gpt --notes` prints these on a GPU."""
+Needs no GPU, and no GPU can be faster. The floor of a row is the longer of its FLOPs at --tflops and its
+bytes at --tbytes, as if the other were free, nothing were read twice, and nothing waited. The defaults are
+datasheet values of an H200 (dense bf16, HBM3e), not measurements: large products reach about 80% of the one,
+copies about 90% of the other. The counts are those that gpt_cuda.cuh passes to its note hook; `bench_gpt
+--notes` prints these on a GPU."""
 import argparse
 import json
 
@@ -14,7 +17,8 @@ E = 2  # bytes of a bf16
 
 
 def product(m, n, k, extra=0):
-    """FLOPs and bytes of an (m, k) by (k, n) product, bf16; extra: matrices of (m, n) that its epilogue reads or writes."""
+    """FLOPs and bytes of an (m, k) by (k, n) product, bf16; extra: matrices of (m, n) that its epilogue reads
+    or writes."""
     return 2.0 * m * n * k, E * (m * k + k * n + m * n * (1 + extra))
 
 
@@ -24,13 +28,13 @@ def rows_of(size, batch, length, recompute):
     N, T = batch * length, length
     padded = (V + 63) // 64 * 64
     parameters = V * C + T * C + L * (12 * C * C + 13 * C) + 2 * C
-    runs = 2 * L - 1 if recompute else L  # forwards of blocks: the last one's activations are still there
+    runs = 2 * L - 1 if recompute else L  # forwards of blocks: the activations of the last one are still valid
     flops_of = lambda *products: sum(p[0] for p in products)
     bytes_of = lambda *products: sum(p[1] for p in products)
     qkv, proj, up, down = product(N, 3 * C, C), product(N, C, C), product(N, 4 * C, C, 1), product(N, C, 4 * C, 1)
     inputs = product(N, C, 3 * C), product(N, C, C), product(N, C, 4 * C), product(N, 4 * C, C, 1)
     weights = product(3 * C, C, N), product(C, C, N), product(4 * C, C, N), product(C, 4 * C, N)
-    again = qkv, proj, up  # the last product of a block is not computed again
+    again = qkv, proj, up  # recompute leaves out the last product of a block
     causal = N * (T + 1) / 2.0 * C * 2  # one of attention's products: half of the scores
     lse = 4.0 * N * H
     rows = [

@@ -1,14 +1,14 @@
 #!/bin/sh
-# Measures on the GPU here: ddp_cuda.cuh, then GPT-2. Some 8 minutes in all.
+# Measures on a GPU: ddp_cuda.cuh, then GPT-2. About 8 minutes in all.
 #   run.sh [--out DIR]             both; results go to DIR, bench/results by default
 #   run.sh --kernels [--out DIR]   gpu.jsonl, gpu.txt: each kernel's time and its share of the rate of
 #                                  cudaMemcpyAsync; PyTorch's fused AdamW and foreach norm, if it is installed;
-#                                  NCCL through ddp against bare NCCL, and a reducer against none, in a world of 1.
+#                                  NCCL through ddp against direct NCCL calls, a reducer against none, in a world of 1.
 #                                  About a minute
-#   run.sh --gpt [...]             gpt.json, gpt.md: GPT-2 by train_gpt_cuda beside PyTorch, and its step by
+#   run.sh --gpt [...]             gpt.json, gpt.md: GPT-2 by train_gpt_cuda against PyTorch, and its step by
 #                                  kernel, each with its share of its limit. 5 minutes, or --minutes N; --dry-run
 #                                  prints the commands. Needs python3
-#   run.sh build                   only compile: what a machine without a GPU can do
+#   run.sh build                   only compile, on a machine without a GPU
 # Programs that `sh tests/gpu/run.sh prepare` built are used from build/gpu, or $PROGRAMS_DIR. Those that are
 # missing or out of date are built there. Files grow as results come: a run that is cut off leaves them.
 # $NVCC and $ARCH are as in tests/gpu/run.sh, $PYTHON is the python that has PyTorch. Status 77: no device.
@@ -37,7 +37,7 @@ esac
 
 mkdir -p "$out" || exit 1
 failed=0
-# Both parts are tried, even if the other fails; gpu.txt grows line by line.
+# Both parts are tried, even if one of them fails. gpu.txt grows line by line.
 kernels() {
     sh tests/gpu/run.sh programs "$programs" bench_gpu || return 1
     rm -f "$out/gpu.jsonl"
