@@ -47,6 +47,7 @@ missing_packages() { # one line with the packages that this machine lacks
     if [ -z "$quick" ]; then
         have_header cblas.h || list="$list libopenblas-dev" # 12 MB to fetch
         have clang++ || list="$list clang"
+        have doxygen || list="$list doxygen" # 6 MB to fetch, 22 MB on the disk; the rest is clang's
         # Other versions format differently; releases without this one skip compile.format.
         have clang-format-14 || ! grep -q '^VERSION_CODENAME=bookworm' /etc/os-release || list="$list clang-format-14"
         case $(uname -m) in
@@ -118,6 +119,6 @@ cd "$build" || exit 1
 ctest --output-on-failure --no-tests=error -j "$((2 * jobs + 1))" "$@"
 status=$?
 if [ -z "${DDP_TEST_PYTHON:-}" ]; then
-    echo "Disabled tests were not run: they need Python's safetensors and PyTorch 2.6. bench/README.md shows how to give them a virtual environment."
+    echo "Disabled tests were not run. They need doxygen, or Python's safetensors and PyTorch 2.6: bench/README.md shows how to give them a virtual environment."
 fi
 exit $status

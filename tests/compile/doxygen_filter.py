@@ -1,0 +1,30 @@
+"""Doxygen's INPUT_FILTER: prints a header with its comments as documentation, without moving declarations."""
+import re, sys
+NAME = sys.argv[1].split("/")[-1]
+COMMENT = (r"(?m)^(?://==|/\* ---) (?P<topic>.*?) (?:=+ >>.*|---(?P<about>(?s:.*?))\*/)$"
+           r"|^(?!#)(?P<code>.*?)/\*(?P<text>(?s:(?!\*/).)*)\*/(?P<rest> *\\?)$")
+TABLE = r"(?m)^(?: {5}|.*\S {3}).*(?:\n+(?: {5}|.*\S {3}).*)*$" # lines that are indented or have columns
+SECTION = r"(?m)^(?=(?: {4}.*\n+)*? {4}(?: |.*\S {3})) {4}.*(?:\n+ {4}.*)*$" # one that has such lines
+RULES = [(r'("[^"\n]*")|([\\@<>&#%$])', lambda m: m[1] or "\\" + m[2]), # these start Doxygen's commands
+         (r"(?m)`([^`\n]+)`|(?<=^ {4})(\*\w+)", r"<tt>\1\2</tt>"),
+         (r"(?<![\w.])((?:ddp|DDP_ERR)_\w+)(?!\w|\*|\(\w|\.c?u?h\b)", r"#\1"), # a link; unknown names fail
+         (r"(?m)((?<=[^A-Z\n]\n {4})|(?<=\. ))(Errors\b|[A-Z]\w+( \w+)?:(?= ))(?!.* {3})", r"<br><b>\2</b>"),
+         (r"(?m)^[A-Z][A-Z ]+[A-Z]\b.*$", r"<h3>\g<0></h3>")]
+def document(text, indent=3, verbatim=TABLE):
+    pre = verbatim, r'<pre class="fragment">\g<0></pre>'
+    for pattern, replacement in [(r"(?m)^ {1,%d}" % indent, "    "), *RULES, pre]:
+        text = re.sub(pattern, replacement, text)
+    return text
+def page(alias, title, text): # alias: see Doxyfile
+    return "/** @%s{%s,%s,%s}%s*/" % (alias, re.sub(r"\W+", "_", title), title, NAME.replace(".", "_"), text)
+def show(match): # the opening comment, a banner, or a comment with the code before it
+    topic, about, code, text, rest = match.groups("")
+    if match.start() == 0: return "/** @file */" + page("header", NAME, document(text, 4, SECTION))
+    if topic: return "/** @} */" + page("topic", NAME + ": " + topic, document(about))
+    if not code: return "/**" + document(text) + "*/" + rest
+    doc = "/*! @brief " + document(" " + " ".join(text.split())) + "*/ "
+    kind = re.match(r" +(\w[\w ]* )[^(]+, ", code) # of several fields: each gets the comment
+    return doc + code.replace(", ", "; " + doc + kind[1] if kind else ", ") + rest + "\n" * text.count("\n")
+source = re.sub(COMMENT, show, open(sys.argv[1]).read())
+ENTRY = r'(?m)^    X\(([^"()]*("[^"]*")?)' # of a list that becomes an enum or a table
+print(re.sub(ENTRY, lambda m: "    /** %s */ X(%s" % (m[2] or "See the list.", m[1]), source), "/** @} */")
