@@ -1566,10 +1566,10 @@ typedef struct ddp__op {
 
 /* One entry of ddp_agree's exchange. ddp_group_split uses the same memory for the colors and keys of all
    ranks and for the members. */
-typedef struct ddp__vote {
+typedef struct ddp__agree_entry {
     int32_t result, reserved;
     uint64_t hash;
-} ddp__vote;
+} ddp__agree_entry;
 
 /* Memory of ddp_group_alloc. number: the same on every rank. */
 typedef struct ddp__allocation {
@@ -1590,9 +1590,9 @@ typedef struct ddp__lost_ranks {
 } ddp__lost_ranks;
 
 struct ddp_group {
-    ddp_group_desc desc; /* defaults resolved */
-    ddp__vote *votes;    /* world_size entries, stored after this struct */
-    int *world_rank;     /* per rank; stored after the votes */
+    ddp_group_desc desc;             /* defaults resolved */
+    ddp__agree_entry *agree_entries; /* world_size entries, stored after this struct */
+    int *world_rank;                 /* per rank; stored after agree_entries */
     ddp__lost_ranks *lost;
     uint32_t lost_seen; /* lost->mark_count at the last ddp_group_check_lost */
     const int *in_rank; /* 1; 0 in a process that the rank has forked (a page that fork clears) */
@@ -1798,12 +1798,12 @@ static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, s
 }
 
 /* call->tag of a collective that ddp.h makes for another purpose. Ranks compare it. */
-enum { DDP__FOR_TASK = 1, DDP__FOR_AWAIT };
+enum { DDP__FOR_TASK = 1, DDP__FOR_WAIT_SIGNAL };
 
 /* The public call that an error line names: the outermost one. */
 static const char *ddp__call_title(const ddp_call *call) {
     static const char *const names[] = {NULL, "ddp_group_enqueue", "ddp_group_wait_signal"};
-    const char *name = !ddp__is_p2p(call->kind) && call->tag > 0 && call->tag <= DDP__FOR_AWAIT
+    const char *name = !ddp__is_p2p(call->kind) && call->tag > 0 && call->tag <= DDP__FOR_WAIT_SIGNAL
                            ? names[call->tag]
                            : NULL;
     if (call->caller) return ddp__public_calls[call->caller];
@@ -1940,7 +1940,7 @@ static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, d
         snprintf(details + strlen(details), sizeof details - strlen(details), " peer=%d tag=%d", call->root,
                  call->tag);
     /* seq is of the call before it */
-    int follows = call->kind == DDP_CALL_BARRIER && call->tag == DDP__FOR_AWAIT;
+    int follows = call->kind == DDP_CALL_BARRIER && call->tag == DDP__FOR_WAIT_SIGNAL;
     return ddp_fail(result, "rank %d/%d %s group=%s%s%s%s: %s", group->rank, group->world_size,
                     ddp__call_title(call), group->name, follows ? " after" : "", seq, details, cause);
 }
@@ -5820,8 +5820,8 @@ static void ddp__hmac_sha256(const void *key, size_t key_bytes, const void *mess
 }
 
 /* Takes the same time wherever the two differ, so that the time reveals nothing about a proof. */
-static int ddp__equal_in_constant_time(const void *left, const void *right, size_t size_bytes) {
-    const unsigned char *a = (const unsigned char *)left, *b = (const unsigned char *)right;
+static int ddp__equal_in_constant_time(const void *a_bytes, const void *b_bytes, size_t size_bytes) {
+    const unsigned char *a = (const unsigned char *)a_bytes, *b = (const unsigned char *)b_bytes;
     volatile unsigned char different = 0;
     for (size_t i = 0; i < size_bytes; i++) different = (unsigned char)(different | (a[i] ^ b[i]));
     return different == 0;
@@ -5859,7 +5859,7 @@ typedef struct ddp__identity {
 } ddp__identity;
 
 /* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
-static DDP__THREAD_LOCAL ddp__identity ddp__here;
+static DDP__THREAD_LOCAL ddp__identity ddp__launch_identity;
 
 /* The environment variables of a launcher: rank, world size, and up to four that together identify a job. The
    local ones may be missing: then the world is on this machine, unless MASTER_ADDR names another one. */
@@ -5867,7 +5867,7 @@ typedef struct ddp__launcher {
     const char *name, *rank, *size, *local_rank, *local_size, *job[4];
 } ddp__launcher;
 
-#define DDP__JOIN_NEED(condition, ...) DDP_CHECK("ddp_group_create", NULL, condition, __VA_ARGS__)
+#define DDP__CREATE_CHECK(condition, ...) DDP_CHECK("ddp_group_create", NULL, condition, __VA_ARGS__)
 
 static const char *ddp__env_text(const char *name) {
     const char *text = getenv(name);
@@ -5881,27 +5881,28 @@ static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
     errno = 0;
     long value = strtol(text, &end, 10);
     *out = *text ? (int)value : fallback;
-    DDP__JOIN_NEED(!*text || (!*end && !errno && value >= 0 && value <= 1 << 30),
-                   "%s=%.60s in the environment is not a whole number; unset it or start through a launcher",
-                   name, text);
+    DDP__CREATE_CHECK(
+        !*text || (!*end && !errno && value >= 0 && value <= 1 << 30),
+        "%s=%.60s in the environment is not a whole number; unset it or start through a launcher", name,
+        text);
     return DDP_OK;
 }
 
-static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *from) {
+static ddp_result ddp__identity_from_launcher(ddp__identity *id, const ddp__launcher *from) {
     DDP_TRY(ddp__env_int(from->rank, -1, &id->rank));
     DDP_TRY(ddp__env_int(from->size, -1, &id->world_size));
-    DDP__JOIN_NEED(id->rank >= 0 && id->world_size >= 0,
-                   "%s is set in the environment but %s is not; set both or neither",
-                   id->rank < 0 ? from->size : from->rank, id->rank < 0 ? from->rank : from->size);
+    DDP__CREATE_CHECK(id->rank >= 0 && id->world_size >= 0,
+                      "%s is set in the environment but %s is not; set both or neither",
+                      id->rank < 0 ? from->size : from->rank, id->rank < 0 ? from->rank : from->size);
     DDP_TRY(ddp__env_int(from->local_rank, id->rank, &id->local_rank));
     DDP_TRY(ddp__env_int(from->local_size, id->world_size, &id->local_world_size));
-    DDP__JOIN_NEED(id->rank < id->world_size, "%s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank,
-                   from->size, id->world_size, id->world_size - 1);
-    DDP__JOIN_NEED(id->local_world_size >= 1 && id->local_world_size <= id->world_size
-                       && id->local_rank < id->local_world_size,
-                   "%s=%d and %s=%d do not fit %s=%d", from->local_rank, id->local_rank,
-                   *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size,
-                   id->world_size);
+    DDP__CREATE_CHECK(id->rank < id->world_size, "%s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank,
+                      from->size, id->world_size, id->world_size - 1);
+    DDP__CREATE_CHECK(id->local_world_size >= 1 && id->local_world_size <= id->world_size
+                          && id->local_rank < id->local_world_size,
+                      "%s=%d and %s=%d do not fit %s=%d", from->local_rank, id->local_rank,
+                      *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size,
+                      id->world_size);
     int n = snprintf(id->token, sizeof id->token, "%s", from->name);
     for (int i = 0; i < 4 && from->job[i]; i++)
         n += snprintf(id->token + n, sizeof id->token - (size_t)n, ":%.100s", ddp__env_text(from->job[i]));
@@ -5911,7 +5912,7 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
 
 /* Uses the first launcher that has set its variables: torchrun, Open MPI, Hydra (MPICH), SLURM under srun.
    Without one the world has one rank. */
-static ddp_result ddp__identity_resolve(ddp__identity *id) {
+static ddp_result ddp__identity_from_env(ddp__identity *id) {
     static const ddp__launcher launchers[] = {
         {"torch",
          "RANK",
@@ -5940,7 +5941,7 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
         /* A batch script itself has SLURM_PROCID=0 and is not a rank. */
         if (i == SLURM && !*ddp__env_text("SLURM_STEP_ID")) break;
         if (!*ddp__env_text(launchers[i].rank) && !*ddp__env_text(launchers[i].size)) continue;
-        DDP_TRY(ddp__identity_from(id, &launchers[i]));
+        DDP_TRY(ddp__identity_from_launcher(id, &launchers[i]));
         if (i == PMI && !*ddp__env_text("PMI_PORT"))
             snprintf(id->token, sizeof id->token, "pmi:%d", (int)getppid());
         int on_node = i == SLURM ? atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE")) : 0;
@@ -5961,11 +5962,12 @@ static ddp_result ddp__check_world_size(const char *who, const ddp__identity *la
 }
 
 /* Derives this rank's identity from a resolved desc and the environment. scheme: of init_method. */
-static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, int scheme) {
+static ddp_result ddp__identity_resolve(ddp__identity *id, const ddp_group_desc *desc, int scheme) {
     ddp__identity launched;
     memset(id, 0, sizeof *id);
     if (desc->world_size > 0) {
-        if (scheme == DDP__BY_ENV && !ddp__here.heap && ddp__identity_resolve(&launched) == DDP_OK)
+        if (scheme == DDP__BY_ENV && !ddp__launch_identity.heap
+            && ddp__identity_from_env(&launched) == DDP_OK)
             DDP_TRY(ddp__check_world_size("ddp_group_create", &launched, desc->world_size));
         id->rank = desc->rank;
         id->world_size = desc->world_size;
@@ -5973,10 +5975,10 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
                  ddp__env_text("MASTER_PORT"), desc->name);
     } else if (scheme == DDP__BY_SELF) {
         id->world_size = 1;
-    } else if (ddp__here.heap && scheme < DDP__BY_TCP) {
-        *id = ddp__here;
+    } else if (ddp__launch_identity.heap && scheme < DDP__BY_TCP) {
+        *id = ddp__launch_identity;
     } else {
-        DDP_TRY(ddp__identity_resolve(id));
+        DDP_TRY(ddp__identity_from_env(id));
     }
     if (id->local_world_size > 0) return DDP_OK;
     id->local_rank = id->rank;
@@ -5985,52 +5987,60 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
 }
 
 /* A card identifies a process. Ranks exchange cards over TCP before they look for shared memory. */
-enum { DDP__CARD_MACHINE, DDP__CARD_NONCE, DDP__CARD_PID, DDP__CARD_START_TIME, DDP__CARD_WORDS };
-typedef uint64_t ddp__card[DDP__CARD_WORDS];
+enum {
+    DDP__PROCESS_MACHINE,
+    DDP__PROCESS_NONCE,
+    DDP__PROCESS_PID,
+    DDP__PROCESS_START_TIME,
+    DDP__PROCESS_WORDS
+};
+typedef uint64_t ddp__process_id[DDP__PROCESS_WORDS];
 
-static void ddp__card_here(ddp__card card) {
+static void ddp__process_id_self(ddp__process_id card) {
     const int pid = (int)getpid();
-    const ddp__card here = {ddp_machine_id(), ddp_unique_id(), (uint64_t)pid, ddp__process_start_time(pid)};
+    const ddp__process_id here = {ddp_machine_id(), ddp_unique_id(), (uint64_t)pid,
+                                  ddp__process_start_time(pid)};
     memcpy(card, here, sizeof here);
 }
 
-enum { DDP__ANNOUNCED = 1024 }; /* bytes of an announcement: about 60 addresses, see ddp__announce_text */
+enum {
+    DDP__ADDRESSES_MAX = 1024
+}; /* bytes of an announcement: about 60 addresses, see ddp__addresses_write */
 
 /* Ranks that were not started by one ddp_launch meet at a socket: an abstract socket on one machine,
    otherwise TCP. Rank 0 reads a hello from each connection. It admits the ranks of this job, sends other
    ranks the reason for the refusal, and closes the connections of other processes. When all ranks are
    connected, or one of them is lost or late, it sends all of them the outcome. On one machine the descriptor
    of the heap is sent along. */
-typedef struct ddp__venue {
+typedef struct ddp__rendezvous {
     ddp_group *group;
     char token[416];            /* as in ddp__identity */
     struct sockaddr_un address; /* of the abstract socket */
-    socklen_t local; /* length of address; 0 = the ranks meet over TCP, with the next four fields */
-    char hosts[DDP__ANNOUNCED]; /* names or addresses of rank 0, tried in order, with blanks between */
-    int numeric;                /* 1 = they are addresses from an announcement, so that no name is resolved */
-    int port, ports;            /* rank 0 binds the first free one of `ports` ports; other ranks try each */
-    const char *path;           /* file://: rank 0 writes hosts and port there; NULL = no file */
-    /* Rank 0: the ranks, DDP__STRANGERS unauthenticated peers, and the listener. Other ranks: rank 0. */
+    socklen_t local; /* length of address; 0 = the ranks connect over TCP, with the next four fields */
+    char hosts[DDP__ADDRESSES_MAX]; /* names or addresses of rank 0, tried in order, with blanks between */
+    int numeric_hosts;              /* 1 = hosts are addresses, so that no name is resolved */
+    int port, port_count;  /* rank 0 listens at the first free one of these ports; other ranks try each */
+    const char *file_path; /* file://: rank 0 writes hosts and port there; NULL = no file */
+    /* Rank 0: all ranks, then DDP__UNAUTHENTICATED_MAX peers, then the listener. Other ranks: rank 0. */
     struct ddp__peer *peer;
-    struct pollfd *poll;
-    int count;             /* of peers */
-    int secured;           /* 1 = peers must prove that they have the key */
-    unsigned char key[32]; /* from desc.secret */
-    char refused[200];     /* rank 0: the last peer that was refused, and why */
-    int notices;           /* rank 0: how many connections were closed with a notice */
-    double deadline;       /* on rank 0 the earliest of all ranks: it sends all of them the missing ranks */
-    double notice_at;      /* when log_fn reports that this rank still waits */
-    /* Other ranks wait that much longer for rank 0, because its error line names the missing ranks. */
-    double grace;
-    const ddp__card *card; /* of ranks that have met over TCP before; NULL = none */
-    const int *member;     /* index of each rank's card; NULL = its rank */
-    ddp_result result;     /* of the meeting; the error line describes a failure */
-} ddp__venue;
+    int peer_count;
+    struct pollfd *poll_fds;
+    int has_secret;         /* 1 = peers must prove that they have the key */
+    unsigned char key[32];  /* derived from desc.secret */
+    char last_refusal[200]; /* rank 0: the last refused rank, and the reason */
+    int refusal_count;      /* rank 0 */
+    double deadline;        /* on rank 0 the earliest of all ranks: it sends all of them the missing ranks */
+    double next_report;     /* when log_fn is called if this rank still waits */
+    double grace_period;    /* other ranks wait longer than rank 0, because it names the missing ranks */
+    const ddp__process_id *process; /* of ranks that connected over TCP before; NULL = none */
+    const int *process_index;       /* of each rank; NULL = its rank */
+    ddp_result result;              /* of the rendezvous; the error line describes a failure */
+} ddp__rendezvous;
 
 /* The kinds of frames that ranks send. DATA is followed by bytes, any other kind by a text. */
 enum {
     DDP__FRAME_HELLO = 1,
-    DDP__FRAME_NEWS,
+    DDP__FRAME_STATUS,
     DDP__FRAME_DATA,
     DDP__FRAME_CHALLENGE,
     DDP__FRAME_PROOF,
@@ -6038,7 +6048,7 @@ enum {
 };
 enum {
     DDP__ALLOW_HELLO = 1 << DDP__FRAME_HELLO,
-    DDP__ALLOW_NEWS = 1 << DDP__FRAME_NEWS,
+    DDP__ALLOW_STATUS = 1 << DDP__FRAME_STATUS,
     DDP__ALLOW_DATA = 1 << DDP__FRAME_DATA,
     DDP__ALLOW_CHALLENGE = 1 << DDP__FRAME_CHALLENGE,
     DDP__ALLOW_PROOF = 1 << DDP__FRAME_PROOF
@@ -6049,7 +6059,7 @@ enum { DDP__PROTOCOL = 2, DDP__HELLO_VERSION = DDP__PROTOCOL * 1000000 + DDP_VER
 
 /* Results in a NEWS frame of rank 0. ADMITTED: the outcome follows later. OTHER_JOB: try another address. */
 enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 };
-#define DDP__MAGIC UINT64_C(0x3170616568706464) /* "ddpheap1" */
+#define DDP__FRAME_MAGIC UINT64_C(0x3170616568706464) /* "ddpheap1" */
 typedef struct ddp__frame {
     uint64_t magic;
     uint32_t kind;
@@ -6058,34 +6068,34 @@ typedef struct ddp__frame {
     uint64_t size, call[2]; /* bytes that follow. DATA: signature and count. HELLO, CHALLENGE: a nonce. NEWS:
                                the ranks that count as lost, from ddp_group_get_lost */
 } ddp__frame;
-typedef struct ddp__letter {
+typedef struct ddp__text_frame {
     ddp__frame frame;
     char text[DDP__TEXT_MAX];
-} ddp__letter; /* all except DATA */
+} ddp__text_frame; /* all except DATA */
 
 #define DDP__TCP_PAYLOAD 65536 /* bytes that a rank can send in one call */
 
 /* Memory that grows to the size of the largest message. */
 typedef struct ddp__buffer {
     unsigned char *bytes;
-    size_t room;
+    size_t capacity;
 } ddp__buffer;
 
 /* A connection to another rank, or to an unauthenticated peer. */
 typedef struct ddp__peer {
-    int fd;      /* -1 = none, or it has left */
-    int arrived; /* 1 = its hello, or in a call all of its data, has arrived */
-    /* data: head of its data. in: the frame that is arriving; `got` bytes of it are complete. */
-    ddp__frame data, in;
-    size_t got;
-    char text[DDP__TEXT_MAX];  /* of any frame except DATA */
-    char hello[DDP__TEXT_MAX]; /* rank 0: what an unauthenticated peer claims to be */
-    /* Rank 0: the proof that it must send, "" until it is challenged; and the proof of rank 0. */
-    char proof[65], answer[65];
+    int fd;                    /* -1 = not connected */
+    int arrived;               /* 1 = its hello, or in a call all of its data, has arrived */
+    ddp__frame head;           /* of the frame that is arriving */
+    size_t received;           /* bytes of that frame, with its head */
+    ddp__frame data_head;      /* of the last DATA frame */
+    char text[DDP__TEXT_MAX];  /* of any other frame */
+    char hello[DDP__TEXT_MAX]; /* rank 0: the hello of an unauthenticated peer */
+    /* Rank 0, once it has sent a challenge: the proof that the peer must send, and its own. */
+    char expected_proof[65], rank0_proof[65];
     unsigned char network[16]; /* its IPv4 address, or the first half of its IPv6 address */
     int heap_fd;               /* descriptor of the heap that came with a frame, or -1 */
-    double since;
-    char who[96];
+    double opened_at;
+    char name[96]; /* in error lines: "pid 77 on hostb", or its address until it has sent a hello */
 } ddp__peer;
 
 /* The layout of struct ucred, which needs _GNU_SOURCE. */
@@ -6097,7 +6107,7 @@ typedef struct ddp__ucred {
 
 static uint64_t ddp__hash_text(const char *text) { return ddp_hash(DDP_HASH_SEED, text, strlen(text)); }
 
-static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token) {
+static socklen_t ddp__job_socket_address(struct sockaddr_un *address, const char *token) {
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
     snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "ddp-%ld-%016llx", (long)geteuid(),
@@ -6118,7 +6128,7 @@ static int ddp__fd_ready(int fd, short events, double deadline) {
     return 0;
 }
 
-static ddp__ucred ddp__peer_of(int fd) {
+static ddp__ucred ddp__peer_credentials(int fd) {
     ddp__ucred peer = DDP_ZERO;
     socklen_t size = sizeof peer;
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) peer.uid = (uid_t)-1;
@@ -6134,15 +6144,16 @@ static void ddp__peer_init(ddp__peer *p, int fd) {
     memset(p, 0, sizeof *p);
     p->fd = fd;
     p->heap_fd = -1;
-    p->since = ddp_now();
+    p->opened_at = ddp_now();
     getpeername(fd, (struct sockaddr *)&address, &length);
     if (address.ss_family == AF_INET)
         memcpy(p->network, &((struct sockaddr_in *)(void *)&address)->sin_addr, 4);
     if (address.ss_family == AF_INET6) memcpy(p->network, ipv6, IN6_IS_ADDR_V4MAPPED(ipv6) ? 16 : 8);
     getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port,
                 NI_NUMERICHOST | NI_NUMERICSERV);
-    snprintf(p->who, sizeof p->who, "%s port %s", host, port);
-    if (address.ss_family == AF_UNIX) snprintf(p->who, sizeof p->who, "pid %d", (int)ddp__peer_of(fd).pid);
+    snprintf(p->name, sizeof p->name, "%s port %s", host, port);
+    if (address.ss_family == AF_UNIX)
+        snprintf(p->name, sizeof p->name, "pid %d", (int)ddp__peer_credentials(fd).pid);
 }
 
 static void ddp__peer_close(ddp__peer *p) {
@@ -6153,7 +6164,7 @@ static void ddp__peer_close(ddp__peer *p) {
 
 /* Sends or receives bytes, and a descriptor with them. *fd: the descriptor to send, -1 = none; a received one
    replaces it. Returns the result of sendmsg or recvmsg. */
-static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int *fd) {
+static ssize_t ddp__send_or_recv(int socket, int receive, void *bytes, size_t size, int *fd) {
     uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8] = {0};
     struct cmsghdr *header = (struct cmsghdr *)(void *)control;
     struct iovec data = {bytes, size};
@@ -6177,28 +6188,29 @@ static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int 
 
 /* Sends a frame with a text, at once or not at all: the socket buffer has room for it, unless the peer is
    stuck. words: NULL = zeros. heap_fd: sent along; -1 = none. */
-static void ddp__send_text(int fd, uint32_t kind, int result, const uint64_t words[2], const char *text,
-                           int heap_fd) {
-    ddp__letter letter = {{DDP__MAGIC, kind, (int32_t)result, sizeof letter.text, {0, 0}}, ""};
+static void ddp__send_text_frame(int fd, uint32_t kind, int result, const uint64_t words[2], const char *text,
+                                 int heap_fd) {
+    ddp__text_frame letter = {{DDP__FRAME_MAGIC, kind, (int32_t)result, sizeof letter.text, {0, 0}}, ""};
     if (words) memcpy(letter.frame.call, words, sizeof letter.frame.call);
     snprintf(letter.text, sizeof letter.text, "%s", text);
-    ddp__pass(fd, 0, &letter, sizeof letter, &heap_fd);
+    ddp__send_or_recv(fd, 0, &letter, sizeof letter, &heap_fd);
 }
 
 /* Sends the outcome and the lost ranks to every connected peer. */
-static void ddp__tell_peers(const ddp__venue *v, int result, const char *text, int heap_fd) {
+static void ddp__send_status_to_peers(const ddp__rendezvous *rv, int result, const char *text, int heap_fd) {
     uint64_t lost[2];
-    ddp_group_get_lost(v->group, lost);
-    for (int i = 0; i < v->count; i++)
-        if (v->peer[i].fd >= 0) ddp__send_text(v->peer[i].fd, DDP__FRAME_NEWS, result, lost, text, heap_fd);
+    ddp_group_get_lost(rv->group, lost);
+    for (int i = 0; i < rv->peer_count; i++)
+        if (rv->peer[i].fd >= 0)
+            ddp__send_text_frame(rv->peer[i].fd, DDP__FRAME_STATUS, result, lost, text, heap_fd);
 }
 
 /* Makes a buffer hold size bytes. The previous content is lost. */
-static ddp_result ddp__room(ddp_group *group, ddp__buffer *buffer, size_t size) {
-    if (size <= buffer->room) return DDP_OK;
+static ddp_result ddp__buffer_reserve(ddp_group *group, ddp__buffer *buffer, size_t size) {
+    if (size <= buffer->capacity) return DDP_OK;
     ddp_host_free(group, buffer->bytes);
     buffer->bytes = (unsigned char *)ddp_host_alloc(group, size);
-    buffer->room = buffer->bytes ? size : 0;
+    buffer->capacity = buffer->bytes ? size : 0;
     return buffer->bytes ? DDP_OK : ddp_fail(DDP_ERR_NO_MEMORY, "no memory for messages of %zu bytes", size);
 }
 
@@ -6233,72 +6245,74 @@ static int ddp__is_result(int number) {
 /* Checks the head of a frame before any of it is used. allowed: DDP__ALLOW_... bits of the connection's
    state. group: may receive data; NULL = this is the rendezvous. */
 static int ddp__frame_is_valid(const ddp_group *group, const ddp__peer *p, unsigned allowed) {
-    const ddp__frame *frame = &p->in;
-    size_t max = group ? DDP__TCP_PAYLOAD * (size_t)(group->rank ? group->world_size : 1)
-                       : 0; /* rank 0 gathers */
+    const ddp__frame *frame = &p->head;
+    size_t max_bytes = group ? DDP__TCP_PAYLOAD * (size_t)(group->rank ? group->world_size : 1)
+                             : 0; /* rank 0 gathers */
     int is_outcome = !group && (frame->result == DDP__ADMITTED || frame->result == DDP__OTHER_JOB);
     if (frame->kind > DDP__FRAME_LAST || !(allowed >> frame->kind & 1)) return 0;
-    if (frame->kind == DDP__FRAME_NEWS && !is_outcome && !ddp__is_result(frame->result)) return 0;
-    if (frame->kind != DDP__FRAME_DATA && frame->kind != DDP__FRAME_NEWS && frame->result != 0) return 0;
+    if (frame->kind == DDP__FRAME_STATUS && !is_outcome && !ddp__is_result(frame->result)) return 0;
+    if (frame->kind != DDP__FRAME_DATA && frame->kind != DDP__FRAME_STATUS && frame->result != 0) return 0;
     if (frame->kind != DDP__FRAME_DATA) return frame->size == sizeof p->text;
     if (p->arrived || frame->result < 0 || frame->result > 1) return 0; /* one frame per peer and call */
-    return frame->size <= (frame->result ? 0 : max);
+    return frame->size <= (frame->result ? 0 : max_bytes);
 }
 
 /* Reads from a connection. Returns 0 when a frame is complete; the next call begins another one. Returns
    EAGAIN if more must arrive. Any other errno: the connection has ended; ECONNRESET = by the peer, EPROTO =
    by an invalid frame. data: buffer for DATA frames. group, allowed: as in ddp__frame_is_valid. */
-static int ddp__peer_read(ddp_group *group, ddp__peer *p, ddp__buffer *data, unsigned allowed) {
-    const size_t magic = sizeof p->in.magic, head = sizeof p->in;
+static int ddp__peer_read_frame(ddp_group *group, ddp__peer *p, ddp__buffer *data, unsigned allowed) {
+    const size_t magic = sizeof p->head.magic, head = sizeof p->head;
     for (;;) {
-        int is_data = p->in.kind == DDP__FRAME_DATA;
-        if (p->got == magic && p->in.magic != DDP__MAGIC) return EPROTO;
-        if (p->got == head && !ddp__frame_is_valid(group, p, allowed)) return EPROTO;
-        if (p->got == head && is_data && ddp__room(group, data, p->in.size) != DDP_OK) return ENOMEM;
-        size_t end = p->got < magic ? magic : head;
-        if (p->got >= head) end += p->in.size;
-        if (p->got == end) {
-            p->got = 0;
+        int is_data = p->head.kind == DDP__FRAME_DATA;
+        if (p->received == magic && p->head.magic != DDP__FRAME_MAGIC) return EPROTO;
+        if (p->received == head && !ddp__frame_is_valid(group, p, allowed)) return EPROTO;
+        if (p->received == head && is_data && ddp__buffer_reserve(group, data, p->head.size) != DDP_OK)
+            return ENOMEM;
+        size_t end = p->received < magic ? magic : head;
+        if (p->received >= head) end += p->head.size;
+        if (p->received == end) {
+            p->received = 0;
             if (!is_data) ddp__escape_text(p->text);
             return 0;
         }
-        unsigned char *to = (unsigned char *)&p->in + p->got;
-        if (p->got >= head) to = (is_data ? data->bytes : (unsigned char *)p->text) + (p->got - head);
-        ssize_t n = ddp__pass(p->fd, 1, to, end - p->got, &p->heap_fd);
+        unsigned char *to = (unsigned char *)&p->head + p->received;
+        if (p->received >= head)
+            to = (is_data ? data->bytes : (unsigned char *)p->text) + (p->received - head);
+        ssize_t n = ddp__send_or_recv(p->fd, 1, to, end - p->received, &p->heap_fd);
         if (n == 0) return ECONNRESET;
         if (n < 0 && errno != EINTR) return errno;
-        if (n > 0) p->got += (size_t)n;
+        if (n > 0) p->received += (size_t)n;
     }
 }
 
 /* Sleeps for 20 ms, or until a peer sends. */
-static void ddp__venue_poll(ddp__venue *v) {
+static void ddp__rendezvous_poll(ddp__rendezvous *rv) {
     nfds_t open = 0; /* poll fails for more entries than files may be open */
-    for (int i = 0; i < v->count; i++) {
-        v->poll[open].fd = v->peer[i].fd;
-        v->poll[open].events = POLLIN;
-        open += v->peer[i].fd >= 0;
+    for (int i = 0; i < rv->peer_count; i++) {
+        rv->poll_fds[open].fd = rv->peer[i].fd;
+        rv->poll_fds[open].events = POLLIN;
+        open += rv->peer[i].fd >= 0;
     }
-    poll(v->poll, open, 20);
+    poll(rv->poll_fds, open, 20);
 }
 
-#if !defined(DDP__NOTICE_SECONDS)
-#define DDP__NOTICE_SECONDS 5.0 /* a wait for peers that is longer is reported through log_fn */
+#if !defined(DDP__WAIT_REPORT_SECONDS)
+#define DDP__WAIT_REPORT_SECONDS 5.0 /* a wait for peers that is longer is reported through log_fn */
 #endif
-#define DDP__NOTICE_AGAIN 60.0    /* seconds until the next report */
-#define DDP__STRANGERS 128        /* unauthenticated peers at a time */
-#define DDP__STRANGER_SECONDS 5.0 /* the longest wait for their hello or proof */
+#define DDP__WAIT_REPORT_INTERVAL 60.0 /* seconds until the next report */
+#define DDP__UNAUTHENTICATED_MAX 128   /* unauthenticated peers at a time */
+#define DDP__HANDSHAKE_SECONDS 5.0     /* the longest wait for their hello or proof */
 
 /* Writes "token version world_size order rank patience_ms secured process". process is "pid 77 on hostb"; on
    one machine it has no host. patience_ms: how long this rank still waits. secured: 1 = it has a secret. */
-static void ddp__hello_text(char out[DDP__TEXT_MAX], const ddp__venue *v, unsigned version) {
-    double patience = v->deadline - ddp_now();
-    int patience_ms = patience > 0 ? (int)(patience * 1e3) : 0;
+static void ddp__hello_write(char out[DDP__TEXT_MAX], const ddp__rendezvous *rv, unsigned version) {
+    double remaining = rv->deadline - ddp_now();
+    int remaining_ms = remaining > 0 ? (int)(remaining * 1e3) : 0;
     char host[64] = "";
-    if (!v->local) gethostname(host, sizeof host - 1);
+    if (!rv->local) gethostname(host, sizeof host - 1);
     snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d %d %d pid %d%s%.50s",
-             (unsigned long long)ddp__hash_text(v->token), version, v->group->world_size,
-             (int)v->group->desc.order, v->group->rank, patience_ms, v->secured, (int)getpid(),
+             (unsigned long long)ddp__hash_text(rv->token), version, rv->group->world_size,
+             (int)rv->group->desc.order, rv->group->rank, remaining_ms, rv->has_secret, (int)getpid(),
              *host ? " on " : "", host);
     ddp__escape_text(out);
 }
@@ -6325,9 +6339,9 @@ static void ddp__hello_text(char out[DDP__TEXT_MAX], const ddp__venue *v, unsign
    The proof covers the handshake only. Frames after it can be changed on the network path. */
 
 /* The proof of one role as text. role: 'r' = rank r, '0' = rank 0. */
-static void ddp__proof_text(char out[65], const unsigned char key[32], char role,
-                            const uint64_t rank_nonce[2], const uint64_t rank0_nonce[2],
-                            const char hello[DDP__TEXT_MAX]) {
+static void ddp__proof_write(char out[65], const unsigned char key[32], char role,
+                             const uint64_t rank_nonce[2], const uint64_t rank0_nonce[2],
+                             const char hello[DDP__TEXT_MAX]) {
     unsigned char message[64 + DDP__TEXT_MAX] = "ddp.h rendezvous 1", mac[32];
     message[31] = (unsigned char)role;
     memcpy(message + 32, rank_nonce, 16);
@@ -6337,34 +6351,36 @@ static void ddp__proof_text(char out[65], const unsigned char key[32], char role
     for (int i = 0; i < 32; i++) snprintf(out + 2 * i, 3, "%02x", mac[i]);
 }
 
-static int ddp__proof_is_right(const char text[DDP__TEXT_MAX], const char expected[65]) {
+static int ddp__proof_matches(const char text[DDP__TEXT_MAX], const char expected[65]) {
     return ddp__equal_in_constant_time(text, expected, 65); /* with the zero at the end */
 }
 
 /* The frames of a machine with the other byte order begin like this. */
-static int ddp__is_other_byte_order(const ddp__peer *p) {
-    return p->got == sizeof p->in.magic && p->in.magic == __builtin_bswap64(DDP__MAGIC);
+static int ddp__has_other_byte_order(const ddp__peer *p) {
+    return p->received == sizeof p->head.magic && p->head.magic == __builtin_bswap64(DDP__FRAME_MAGIC);
 }
 
-enum { DDP__MAX_NOTICES = 256 }; /* about closed connections: a flood must not fill the disk with log lines */
+enum {
+    DDP__REFUSAL_REPORTS_MAX = 256
+}; /* about closed connections: a flood must not fill the disk with log lines */
 
 /* Closes the connection of an unauthenticated peer, and reports it through log_fn. Sends the peer the reason,
    with the last argument as the result, unless that is 0. */
-static void ddp__turn_away(ddp__venue *v, ddp__peer *p, const char *why, int tell) {
+static void ddp__refuse_peer(ddp__rendezvous *rv, ddp__peer *p, const char *reason, int result) {
     char text[440]; /* ddp_group_log puts the rank and the group's name before it */
-    snprintf(text, sizeof text, "hung up on %s: %.320s", p->who, why);
-    if (tell) ddp__send_text(p->fd, DDP__FRAME_NEWS, tell, NULL, why, -1);
-    if (tell < 0) snprintf(v->refused, sizeof v->refused, "%.199s", why);
-    if (v->notices == DDP__MAX_NOTICES)
+    snprintf(text, sizeof text, "hung up on %s: %.320s", p->name, reason);
+    if (result) ddp__send_text_frame(p->fd, DDP__FRAME_STATUS, result, NULL, reason, -1);
+    if (result < 0) snprintf(rv->last_refusal, sizeof rv->last_refusal, "%.199s", reason);
+    if (rv->refusal_count == DDP__REFUSAL_REPORTS_MAX)
         snprintf(text, sizeof text, "more connections were closed than are reported here");
-    if (v->notices <= DDP__MAX_NOTICES) ddp_group_log(v->group, text);
-    v->notices++;
+    if (rv->refusal_count <= DDP__REFUSAL_REPORTS_MAX) ddp_group_log(rv->group, text);
+    rv->refusal_count++;
     ddp__peer_close(p);
 }
 
 /* Returns 1 while a connection is open. A rank may end before all have met, for example when its launcher
    restarts it. */
-static int ddp__is_there(ddp__peer *p) {
+static int ddp__peer_is_connected(ddp__peer *p) {
     char byte;
     /* A valid peer sends nothing at this point. */
     ssize_t n = p->fd < 0 ? -1 : recv(p->fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK);
@@ -6372,92 +6388,93 @@ static int ddp__is_there(ddp__peer *p) {
     return p->fd >= 0;
 }
 
-static int ddp__pid_in(const char *who) {
+static int ddp__parse_pid(const char *name) {
     int pid = 0;
-    return sscanf(who, "pid %d", &pid) == 1 ? pid : 0;
+    return sscanf(name, "pid %d", &pid) == 1 ? pid : 0;
 }
 
 /* The fields of a hello. */
 typedef struct ddp__hello {
     unsigned long long token;
     unsigned version;
-    int world_size, order, rank, patience_ms, secured;
-    const char *who;
+    int world_size, order, rank, remaining_ms, has_secret;
+    const char *name; /* of the process */
 } ddp__hello;
 
 /* Returns 0 if a field of the hello is missing. */
 static int ddp__hello_parse(ddp__hello *h, const char *text) {
-    int rest = 0, who = 0;
+    int version_end = 0, name = 0;
     memset(h, 0, sizeof *h);
-    if (sscanf(text, "%16llx %u %n", &h->token, &h->version, &rest) != 2) return 0;
+    if (sscanf(text, "%16llx %u %n", &h->token, &h->version, &version_end) != 2) return 0;
     if (h->version != DDP__HELLO_VERSION) return 1; /* another version may have other fields */
-    sscanf(text + rest, "%d %d %d %d %d %n", &h->world_size, &h->order, &h->rank, &h->patience_ms,
-           &h->secured, &who);
-    h->who = text + rest + who;
-    return who > 0 && strncmp(h->who, "pid ", 4) == 0;
+    sscanf(text + version_end, "%d %d %d %d %d %n", &h->world_size, &h->order, &h->rank, &h->remaining_ms,
+           &h->has_secret, &name);
+    h->name = text + version_end + name;
+    return name > 0 && strncmp(h->name, "pid ", 4) == 0;
 }
 
 /* Checks the version, the presence of a secret and, once sent, the proof of a peer. */
-static ddp_result ddp__hello_check(const ddp__venue *v, const ddp__peer *p, const ddp__hello *h) {
+static ddp_result ddp__hello_check(const ddp__rendezvous *rv, const ddp__peer *p, const ddp__hello *h) {
     unsigned release = h->version % 1000000;
     if (h->version != DDP__HELLO_VERSION)
         return ddp_fail(DDP_ERR_MISMATCH,
                         "the rank at %s uses ddp %u.%u.%u (protocol %u), rank 0 uses %d.%d.%d (protocol %d); "
                         "build all ranks with the same header",
-                        p->who, release / 10000, release / 100 % 100, release % 100, h->version / 1000000,
+                        p->name, release / 10000, release / 100 % 100, release % 100, h->version / 1000000,
                         DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH, DDP__PROTOCOL);
-    if (v->secured && !h->secured)
+    if (rv->has_secret && !h->has_secret)
         return ddp_fail(DDP_ERR_MISMATCH,
                         "rank 0 has a secret and rank %d (%.71s) has none; give every rank the same "
                         "DDP_SECRET, DDP_SECRET_FILE or desc.secret",
-                        h->rank, h->who);
-    if (!v->secured && h->secured)
+                        h->rank, h->name);
+    if (!rv->has_secret && h->has_secret)
         return ddp_fail(DDP_ERR_MISMATCH,
                         "rank %d (%.71s) has a secret and rank 0 has none; give every rank the same "
                         "DDP_SECRET, DDP_SECRET_FILE or desc.secret",
-                        h->rank, h->who);
-    if (*p->proof && !ddp__proof_is_right(p->text, p->proof))
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) has another secret than rank 0", h->rank, h->who);
+                        h->rank, h->name);
+    if (*p->expected_proof && !ddp__proof_matches(p->text, p->expected_proof))
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) has another secret than rank 0", h->rank, h->name);
     return DDP_OK;
 }
 
 /* Admits the peer as the rank that its hello claims. */
-static ddp_result ddp__hello_admit(ddp__venue *v, ddp__peer *p, const ddp__hello *h) {
-    int w = v->group->world_size, in_range = h->rank > 0 && h->rank < w, pid = ddp__pid_in(h->who);
-    double patience = ddp_now() + h->patience_ms * 1e-3;
-    ddp__peer *place = &v->peer[in_range ? h->rank : 0];
+static ddp_result ddp__admit_rank(ddp__rendezvous *rv, ddp__peer *p, const ddp__hello *h) {
+    int w = rv->group->world_size, in_range = h->rank > 0 && h->rank < w, pid = ddp__parse_pid(h->name);
+    double deadline = ddp_now() + h->remaining_ms * 1e-3;
+    ddp__peer *slot = &rv->peer[in_range ? h->rank : 0];
     if (h->world_size != w)
         return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) says the world has %d ranks, rank 0 says %d",
-                        h->rank, h->who, h->world_size, w);
-    if (h->order != (int)v->group->desc.order)
+                        h->rank, h->name, h->world_size, w);
+    if (h->order != (int)rv->group->desc.order)
         return ddp_fail(DDP_ERR_MISMATCH,
                         "rank %d (%.71s) has another desc.order than rank 0; give every rank the same",
-                        h->rank, h->who);
-    if (!in_range || ddp__is_there(place))
-        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %.71s", h->rank, place->who,
-                        h->who);
-    if (v->local && pid != (int)ddp__peer_of(p->fd).pid)
+                        h->rank, h->name);
+    if (!in_range || ddp__peer_is_connected(slot))
+        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %.71s", h->rank, slot->name,
+                        h->name);
+    if (rv->local && pid != (int)ddp__peer_credentials(p->fd).pid)
         return ddp_fail(DDP_ERR_UNSUPPORTED,
                         "rank %d (pid %d) is in another pid namespace than rank 0; start the containers "
                         "of one machine in a common one (such as --pid=host)",
                         h->rank, pid);
-    *place = *p;
-    place->arrived = 1;
-    snprintf(place->who, sizeof place->who, "%.71s", h->who);
+    *slot = *p;
+    slot->arrived = 1;
+    snprintf(slot->name, sizeof slot->name, "%.71s", h->name);
     p->fd = p->heap_fd = -1;
-    if (patience < v->deadline) v->deadline = patience;
-    ddp__send_text(place->fd, DDP__FRAME_NEWS, DDP__ADMITTED, NULL, place->answer, -1);
+    if (deadline < rv->deadline) rv->deadline = deadline;
+    ddp__send_text_frame(slot->fd, DDP__FRAME_STATUS, DDP__ADMITTED, NULL, slot->rank0_proof, -1);
     return DDP_OK;
 }
 
 /* Sends a challenge. The next frame must be the proof that answers it. */
-static ddp_result ddp__challenge(const ddp__venue *v, ddp__peer *p) {
+static ddp_result ddp__send_challenge(const ddp__rendezvous *rv, ddp__peer *p) {
     uint64_t nonce[2];
     if (!ddp__random_bytes(nonce, sizeof nonce))
         return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
-    ddp__proof_text(p->proof, v->key, 'r', p->in.call, nonce, p->hello);
-    ddp__proof_text(p->answer, v->key, '0', p->in.call, nonce, p->hello);
-    ddp__send_text(p->fd, DDP__FRAME_CHALLENGE, 0, nonce, "", -1); /* if it fails, the connection ends */
+    ddp__proof_write(p->expected_proof, rv->key, 'r', p->head.call, nonce, p->hello);
+    ddp__proof_write(p->rank0_proof, rv->key, '0', p->head.call, nonce, p->hello);
+    ddp__send_text_frame(p->fd, DDP__FRAME_CHALLENGE, 0, nonce, "",
+                         -1); /* if it fails, the connection ends */
     return DDP_OK;
 }
 
@@ -6465,45 +6482,45 @@ static ddp_result ddp__challenge(const ddp__venue *v, ddp__peer *p) {
    admitted, remains pending, or is closed. A peer of this job that contradicts rank 0 ends the job only if it
    is authenticated, by the secret or as a process of this user. Otherwise it is refused, and rank 0 continues
    to wait. */
-static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
-    int error = ddp__peer_read(NULL, p, NULL, *p->proof ? DDP__ALLOW_PROOF : DDP__ALLOW_HELLO);
-    const char *why = NULL;
+static void ddp__authenticate_peer(ddp__rendezvous *rv, ddp__peer *p) {
+    int error = ddp__peer_read_frame(NULL, p, NULL, *p->expected_proof ? DDP__ALLOW_PROOF : DDP__ALLOW_HELLO);
+    const char *reason = NULL;
     ddp__hello hello;
-    if (error == EAGAIN && ddp_now() - p->since <= DDP__STRANGER_SECONDS) return;
-    if (!error && !*p->proof) memcpy(p->hello, p->text, sizeof p->hello);
+    if (error == EAGAIN && ddp_now() - p->opened_at <= DDP__HANDSHAKE_SECONDS) return;
+    if (!error && !*p->expected_proof) memcpy(p->hello, p->text, sizeof p->hello);
     int is_rank = !error && ddp__hello_parse(&hello, p->hello);
     if (error == EAGAIN)
-        why = "it did not say who it is";
-    else if (error == EPROTO && ddp__is_other_byte_order(p))
-        why = "it has another byte order; all machines must have the same";
+        reason = "it did not say who it is";
+    else if (error == EPROTO && ddp__has_other_byte_order(p))
+        reason = "it has another byte order; all machines must have the same";
     else if (error && error != EPROTO)
-        why = "it left without saying who it is";
+        reason = "it left without saying who it is";
     else if (!is_rank)
-        why = "it is no rank of ddp";
-    else if (hello.token != ddp__hash_text(v->token))
-        why = "it is a rank of another job, by its job token";
-    if (why) {
-        ddp__turn_away(v, p, why, is_rank ? DDP__OTHER_JOB : 0);
+        reason = "it is no rank of ddp";
+    else if (hello.token != ddp__hash_text(rv->token))
+        reason = "it is a rank of another job, by its job token";
+    if (reason) {
+        ddp__refuse_peer(rv, p, reason, is_rank ? DDP__OTHER_JOB : 0);
         return;
     }
-    ddp_result result = ddp__hello_check(v, p, &hello);
-    if (result == DDP_OK && v->secured && !*p->proof) {
-        result = ddp__challenge(v, p);
+    ddp_result result = ddp__hello_check(rv, p, &hello);
+    if (result == DDP_OK && rv->has_secret && !*p->expected_proof) {
+        result = ddp__send_challenge(rv, p);
         if (result == DDP_OK) return;
     }
-    int authenticated = v->local || (*p->proof && result == DDP_OK);
-    if (result == DDP_OK) result = ddp__hello_admit(v, p, &hello);
+    int authenticated = rv->local || (*p->expected_proof && result == DDP_OK);
+    if (result == DDP_OK) result = ddp__admit_rank(rv, p, &hello);
     if (result == DDP_OK) return;
     if (authenticated)
-        v->result = result;
+        rv->result = result;
     else
-        ddp__turn_away(v, p, ddp_last_error(), (int)result);
+        ddp__refuse_peer(rv, p, ddp_last_error(), (int)result);
 }
 
 /* Returns the entry for the next connection: a free one. If none is free, it returns an entry of the network
    that holds most entries: the peer that has been silent longest. A flood from one network displaces
    itself. */
-static ddp__peer *ddp__place_for_connection(ddp__peer *first, int count) {
+static ddp__peer *ddp__choose_connection_slot(ddp__peer *first, int count) {
     ddp__peer *chosen = NULL;
     int chosen_neighbours = 0;
     for (int i = 0; i < count; i++) {
@@ -6514,7 +6531,7 @@ static ddp__peer *ddp__place_for_connection(ddp__peer *first, int count) {
         for (int k = 0; k < count; k++)
             neighbours += memcmp(first[i].network, first[k].network, sizeof first->network) == 0;
         if (chosen && neighbours < chosen_neighbours) continue;
-        if (chosen && neighbours == chosen_neighbours && first[i].since >= chosen->since) continue;
+        if (chosen && neighbours == chosen_neighbours && first[i].opened_at >= chosen->opened_at) continue;
         chosen = &first[i];
         chosen_neighbours = neighbours;
     }
@@ -6524,72 +6541,73 @@ static ddp__peer *ddp__place_for_connection(ddp__peer *first, int count) {
 /* Accepts connections and reads the hellos that have arrived. After a connection that displaces another one,
    it reads all hellos before it accepts the next. A flood therefore keeps no rank out, and every hello is
    read. */
-static void ddp__admit(ddp__venue *v) {
-    int w = v->group->world_size, fd, full = 0;
-    ddp__peer *stranger = v->peer + w, *end = v->peer + v->count - 1, *silent = NULL;
-    for (int accepted = 0; accepted < DDP__STRANGERS; accepted++) {
-        ddp__peer *p = ddp__place_for_connection(stranger, DDP__STRANGERS);
+static void ddp__accept_connections(ddp__rendezvous *rv) {
+    int w = rv->group->world_size, fd, out_of_files = 0;
+    ddp__peer *peer = rv->peer + w, *end = rv->peer + rv->peer_count - 1, *silent = NULL;
+    for (int accepted = 0; accepted < DDP__UNAUTHENTICATED_MAX; accepted++) {
+        ddp__peer *p = ddp__choose_connection_slot(peer, DDP__UNAUTHENTICATED_MAX);
         if (p->fd >= 0 && accepted) break;
         if ((fd = accept(end->fd, NULL, NULL)) < 0) {
-            full = (errno == EMFILE || errno == ENFILE) && ddp__fd_ready(end->fd, POLLIN, 0);
+            out_of_files = (errno == EMFILE || errno == ENFILE) && ddp__fd_ready(end->fd, POLLIN, 0);
             break;
         }
-        if (v->local && ddp__peer_of(fd).uid != geteuid()) {
+        if (rv->local && ddp__peer_credentials(fd).uid != geteuid()) {
             close(fd);
             continue;
         }
-        if (p->fd >= 0) ddp__turn_away(v, p, "it did not say who it is, and others are waiting", 0);
+        if (p->fd >= 0) ddp__refuse_peer(rv, p, "it did not say who it is, and others are waiting", 0);
         fcntl(fd, F_SETFD, FD_CLOEXEC);
         fcntl(fd, F_SETFL, O_NONBLOCK);
         ddp__peer_init(p, fd);
     }
-    for (; stranger < end && v->result == DDP_OK; stranger++) {
-        if (stranger->fd >= 0) ddp__read_hello(v, stranger);
-        if (stranger->fd >= 0) silent = stranger;
+    for (; peer < end && rv->result == DDP_OK; peer++) {
+        if (peer->fd >= 0) ddp__authenticate_peer(rv, peer);
+        if (peer->fd >= 0) silent = peer;
     }
-    if (full && silent)
-        ddp__turn_away(v, silent, "no more files may be open, and others are waiting", 0);
-    else if (full && !v->result)
-        v->result = ddp_fail(DDP_ERR_SYSTEM,
-                             "rank 0 may not open a socket for each of %d ranks; raise its `ulimit -n`", w);
+    if (out_of_files && silent)
+        ddp__refuse_peer(rv, silent, "no more files may be open, and others are waiting", 0);
+    else if (out_of_files && !rv->result)
+        rv->result = ddp_fail(DDP_ERR_SYSTEM,
+                              "rank 0 may not open a socket for each of %d ranks; raise its `ulimit -n`", w);
 }
 
-/* Reports through log_fn why this rank waits: first after DDP__NOTICE_SECONDS, then every minute. */
-__attribute__((format(printf, 2, 3))) static void ddp__notice(ddp__venue *v, const char *format, ...) {
+/* Reports through log_fn why this rank waits: first after DDP__WAIT_REPORT_SECONDS, then every minute. */
+__attribute__((format(printf, 2, 3))) static void ddp__report_waiting(ddp__rendezvous *rv, const char *format,
+                                                                      ...) {
     char text[440];
     va_list args;
-    if (ddp_now() < v->notice_at) return;
-    v->notice_at += DDP__NOTICE_AGAIN;
+    if (ddp_now() < rv->next_report) return;
+    rv->next_report += DDP__WAIT_REPORT_INTERVAL;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    ddp_group_log(v->group, text);
+    ddp_group_log(rv->group, text);
 }
 
 /* Rank 0 reports the missing ranks and the address at which it listens. */
-static void ddp__notice_missing(ddp__venue *v, const char *missing) {
-    struct sockaddr_storage at = DDP_ZERO;
-    socklen_t length = sizeof at;
-    char host[80] = "?", port[8] = "?", where[200];
-    getsockname(v->peer[v->count - 1].fd, (struct sockaddr *)&at, &length);
-    getnameinfo((struct sockaddr *)&at, length, host, sizeof host, port, sizeof port,
+static void ddp__report_missing_ranks(ddp__rendezvous *rv, const char *missing) {
+    struct sockaddr_storage address = DDP_ZERO;
+    socklen_t length = sizeof address;
+    char host[80] = "?", port[8] = "?", place[200];
+    getsockname(rv->peer[rv->peer_count - 1].fd, (struct sockaddr *)&address, &length);
+    getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port,
                 NI_NUMERICHOST | NI_NUMERICSERV);
-    if (v->local)
-        snprintf(where, sizeof where, "socket @%s of this machine", v->address.sun_path + 1);
+    if (rv->local)
+        snprintf(place, sizeof place, "socket @%s of this machine", rv->address.sun_path + 1);
     else
-        snprintf(where, sizeof where, "%s port %s%s%.80s", host, port, v->path ? ", as written in " : "",
-                 v->path ? v->path : "");
-    ddp__notice(v, "still waiting for rank %.180s; this rank listens at %s", missing, where);
+        snprintf(place, sizeof place, "%s port %s%s%.80s", host, port,
+                 rv->file_path ? ", as written in " : "", rv->file_path ? rv->file_path : "");
+    ddp__report_waiting(rv, "still waiting for rank %.180s; this rank listens at %s", missing, place);
 }
 
 /* Returns DDP_ERR_PEER_LOST if a process that has met this one over TCP has ended, since it will not reach
    the local rendezvous. Costs about 10 us per rank. */
-static ddp_result ddp__check_processes(const ddp__venue *v) {
-    const int *member = v->member;
-    for (int r = 0; v->card && r < v->group->world_size; r++) {
-        const uint64_t *card = v->card[member ? member[r] : r];
-        int pid = (int)card[DDP__CARD_PID];
-        if (ddp__process_gone(pid, card[DDP__CARD_START_TIME]))
+static ddp_result ddp__check_processes_alive(const ddp__rendezvous *rv) {
+    const int *index = rv->process_index;
+    for (int r = 0; rv->process && r < rv->group->world_size; r++) {
+        const uint64_t *process = rv->process[index ? index[r] : r];
+        int pid = (int)process[DDP__PROCESS_PID];
+        if (ddp__process_gone(pid, process[DDP__PROCESS_START_TIME]))
             return ddp_fail(DDP_ERR_PEER_LOST,
                             "rank %d (pid %d) ended before the ranks of its machine had met in shared memory",
                             r, pid);
@@ -6597,113 +6615,117 @@ static ddp_result ddp__check_processes(const ddp__venue *v) {
     return DDP_OK;
 }
 
-/* Returns 1 while rank 0 must wait for ranks. Returns 0 when all have arrived, or with v->result set when the
-   rendezvous has failed: the deadline has passed, a process has ended, or every missing rank has arrived and
-   left again. */
-static int ddp__still_waits(ddp__venue *v) {
-    int to_come = 0, departed = 0;
+/* Returns 1 while rank 0 must wait for ranks. Returns 0 when all have arrived, or with rv->result set when
+   the rendezvous has failed: the deadline has passed, a process has ended, or every missing rank has arrived
+   and left again. */
+static int ddp__ranks_are_missing(ddp__rendezvous *rv) {
+    int missing = 0, departed = 0;
     char list[300] = "";
-    for (int r = 1; r < v->group->world_size; r++) {
-        if (ddp__is_there(&v->peer[r])) continue;
+    for (int r = 1; r < rv->group->world_size; r++) {
+        if (ddp__peer_is_connected(&rv->peer[r])) continue;
         ddp__list_rank(list, sizeof list, r);
-        if (v->peer[r].arrived)
+        if (rv->peer[r].arrived)
             departed = r;
         else
-            to_come = 1;
+            missing = 1;
     }
-    if (v->result == DDP_OK && (to_come || departed)) v->result = ddp__check_processes(v);
-    if (v->result != DDP_OK || (!to_come && !departed)) return 0;
-    if (to_come && ddp_now() <= v->deadline) {
-        ddp__notice_missing(v, list);
+    if (rv->result == DDP_OK && (missing || departed)) rv->result = ddp__check_processes_alive(rv);
+    if (rv->result != DDP_OK || (!missing && !departed)) return 0;
+    if (missing && ddp_now() <= rv->deadline) {
+        ddp__report_missing_ranks(rv, list);
         return 1;
     }
-    if (to_come) {
-        v->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s%s%s",
-                             v->group->desc.timeout_ms, list, *v->refused ? "; refused: " : "", v->refused);
-        for (int r = 1; r < v->group->world_size; r++)
-            if (v->peer[r].fd < 0) ddp_group_mark_lost(v->group, r, DDP_ERR_TIMEOUT, ddp_last_error());
+    if (missing) {
+        rv->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s%s%s",
+                              rv->group->desc.timeout_ms, list, *rv->last_refusal ? "; refused: " : "",
+                              rv->last_refusal);
+        for (int r = 1; r < rv->group->world_size; r++)
+            if (rv->peer[r].fd < 0) ddp_group_mark_lost(rv->group, r, DDP_ERR_TIMEOUT, ddp_last_error());
     } else {
-        v->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete",
-                             departed, v->peer[departed].who);
+        rv->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete",
+                              departed, rv->peer[departed].name);
     }
     return 0;
 }
 
-/* Waits for the next frame of rank 0. Returns 0, ETIMEDOUT, or the errno of ddp__peer_read. EPROTO also
+/* Waits for the next frame of rank 0. Returns 0, ETIMEDOUT, or the errno of ddp__peer_read_frame. EPROTO also
    covers a process that is rank 0 of no job: an echo of this rank's hello, or a socket that is connected to
    itself. */
-static int ddp__await_news(ddp__peer *p, double until, unsigned allowed) {
+static int ddp__wait_for_frame(ddp__peer *p, double until, unsigned allowed) {
     int error;
-    while ((error = ddp__peer_read(NULL, p, NULL, allowed)) == EAGAIN)
+    while ((error = ddp__peer_read_frame(NULL, p, NULL, allowed)) == EAGAIN)
         if (!ddp__fd_ready(p->fd, POLLIN, until)) return ETIMEDOUT;
     return error;
 }
 
 /* Describes why a peer is not rank 0. */
-static const char *ddp__no_rank0_text(const ddp__peer *p, int error) {
+static const char *ddp__not_rank0_reason(const ddp__peer *p, int error) {
     if (error == ETIMEDOUT) return "the process that listens there does not answer";
-    if (error == EPROTO && ddp__is_other_byte_order(p))
+    if (error == EPROTO && ddp__has_other_byte_order(p))
         return "the process that listens there has another byte order";
     return error == EPROTO ? "the process that listens there is no rank of ddp" : strerror(error);
 }
 
 /* Sends a hello on a new connection, proves the secret if there is one, and waits for the outcome.
    DDP_ERR_INVALID: the peer is not rank 0 of this job; try again, or at another address. */
-static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
-    double until = v->deadline + v->grace; /* rank 0 has received this rank's deadline */
-    double answer_by = ddp_now() + DDP__STRANGER_SECONDS;
-    char hello[DDP__TEXT_MAX] = "", proof[65], answer[65] = "";
+static ddp_result ddp__handshake_with_rank0(ddp__rendezvous *rv, ddp__peer *p) {
+    double outcome_by = rv->deadline + rv->grace_period; /* rank 0 has received this rank's deadline */
+    double answer_by = ddp_now() + DDP__HANDSHAKE_SECONDS;
+    char hello[DDP__TEXT_MAX] = "", proof[65], rank0_proof[65] = "";
     uint64_t nonce[2] = {0, 0};
-    if (until < answer_by) answer_by = until;
-    if (v->secured && !ddp__random_bytes(nonce, sizeof nonce))
+    if (outcome_by < answer_by) answer_by = outcome_by;
+    if (rv->has_secret && !ddp__random_bytes(nonce, sizeof nonce))
         return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
-    ddp__hello_text(hello, v, DDP__HELLO_VERSION);
-    ddp__send_text(p->fd, DDP__FRAME_HELLO, 0, nonce, hello, -1); /* if it fails, the next read reports why */
-    int error = ddp__await_news(p, answer_by,
-                                v->secured ? DDP__ALLOW_NEWS | DDP__ALLOW_CHALLENGE : DDP__ALLOW_NEWS);
-    if (!error && p->in.kind == DDP__FRAME_CHALLENGE) {
-        ddp__proof_text(proof, v->key, 'r', nonce, p->in.call, hello);
-        ddp__proof_text(answer, v->key, '0', nonce, p->in.call, hello);
-        ddp__send_text(p->fd, DDP__FRAME_PROOF, 0, NULL, proof, -1);
-        error = ddp__await_news(p, answer_by, DDP__ALLOW_NEWS);
+    ddp__hello_write(hello, rv, DDP__HELLO_VERSION);
+    ddp__send_text_frame(p->fd, DDP__FRAME_HELLO, 0, nonce, hello,
+                         -1); /* if it fails, the next read reports why */
+    int error = ddp__wait_for_frame(
+        p, answer_by, rv->has_secret ? DDP__ALLOW_STATUS | DDP__ALLOW_CHALLENGE : DDP__ALLOW_STATUS);
+    if (!error && p->head.kind == DDP__FRAME_CHALLENGE) {
+        ddp__proof_write(proof, rv->key, 'r', nonce, p->head.call, hello);
+        ddp__proof_write(rank0_proof, rv->key, '0', nonce, p->head.call, hello);
+        ddp__send_text_frame(p->fd, DDP__FRAME_PROOF, 0, NULL, proof, -1);
+        error = ddp__wait_for_frame(p, answer_by, DDP__ALLOW_STATUS);
     }
-    if (!error && p->in.result == 0) error = EPROTO;
-    if (error) return ddp_fail(DDP_ERR_INVALID, "%s", ddp__no_rank0_text(p, error));
-    if (p->in.result == DDP__OTHER_JOB)
+    if (!error && p->head.result == 0) error = EPROTO;
+    if (error) return ddp_fail(DDP_ERR_INVALID, "%s", ddp__not_rank0_reason(p, error));
+    if (p->head.result == DDP__OTHER_JOB)
         return ddp_fail(DDP_ERR_INVALID, "rank 0 of another job listens there");
-    if (p->in.result < 0) return ddp_fail((ddp_result)p->in.result, "%.400s", p->text);
-    if (v->secured && (!*answer || !ddp__proof_is_right(p->text, answer)))
+    if (p->head.result < 0) return ddp_fail((ddp_result)p->head.result, "%.400s", p->text);
+    if (rv->has_secret && (!*rank0_proof || !ddp__proof_matches(p->text, rank0_proof)))
         return ddp_fail(DDP_ERR_INVALID,
                         "the process that listens there did not prove that it has the secret");
     do {
-        error = ddp__await_news(p, v->notice_at < until ? v->notice_at : until, DDP__ALLOW_NEWS);
-        if (error == ETIMEDOUT) ddp__notice(v, "still waiting for other ranks to reach rank 0 (%s)", p->who);
-    } while (error == ETIMEDOUT && ddp_now() < until);
+        error = ddp__wait_for_frame(p, rv->next_report < outcome_by ? rv->next_report : outcome_by,
+                                    DDP__ALLOW_STATUS);
+        if (error == ETIMEDOUT)
+            ddp__report_waiting(rv, "still waiting for other ranks to reach rank 0 (%s)", p->name);
+    } while (error == ETIMEDOUT && ddp_now() < outcome_by);
     if (error == ETIMEDOUT) {
-        ddp_fail(DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->who);
-        ddp_group_mark_lost(v->group, 0, DDP_ERR_TIMEOUT, ddp_last_error());
+        ddp_fail(DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->name);
+        ddp_group_mark_lost(rv->group, 0, DDP_ERR_TIMEOUT, ddp_last_error());
         return DDP_ERR_TIMEOUT;
     }
-    if (error == EPROTO || (!error && p->in.result > 0))
+    if (error == EPROTO || (!error && p->head.result > 0))
         return ddp_fail(DDP_ERR_MISMATCH,
-                        "rank 0 (%s) sent an invalid frame; build all ranks with the same header", p->who);
-    if (error) return ddp_fail(DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->who);
-    if (p->in.result < 0) ddp_group_add_lost(v->group, p->in.call, (ddp_result)p->in.result, p->text);
-    return p->in.result == 0 ? DDP_OK : ddp_fail((ddp_result)p->in.result, "%.400s", p->text);
+                        "rank 0 (%s) sent an invalid frame; build all ranks with the same header", p->name);
+    if (error) return ddp_fail(DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->name);
+    if (p->head.result < 0) ddp_group_add_lost(rv->group, p->head.call, (ddp_result)p->head.result, p->text);
+    return p->head.result == 0 ? DDP_OK : ddp_fail((ddp_result)p->head.result, "%.400s", p->text);
 }
 
 /* Fails because another process holds the socket name of this job. Any user can compute that name and bind
    it. pid 0: the holder is unknown. */
-static ddp_result ddp__name_taken(const ddp__venue *v, ddp__ucred holder) {
-    const char *name = v->address.sun_path + 1;
+static ddp_result ddp__fail_socket_in_use(const ddp__rendezvous *rv, ddp__ucred holder) {
+    const char *name = rv->address.sun_path + 1;
     const char *remedy = "set desc.init_method to \"file:///path\" on all ranks";
-    if (strncmp(v->token, "torch:", 6) == 0 || strncmp(v->token, "desc:", 5) == 0)
+    if (strncmp(rv->token, "torch:", 6) == 0 || strncmp(rv->token, "desc:", 5) == 0)
         remedy = "set another MASTER_PORT, or desc.init_method to \"file:///path\", on all ranks";
     if (holder.pid && holder.uid == geteuid())
         return ddp_fail(DDP_ERR_MISMATCH,
                         "another process (pid %d) is rank 0 of this job already (%.200s); give each job its "
                         "own MASTER_PORT",
-                        (int)holder.pid, v->token);
+                        (int)holder.pid, rv->token);
     if (holder.pid)
         return ddp_fail(
             DDP_ERR_SYSTEM,
@@ -6716,46 +6738,46 @@ static ddp_result ddp__name_taken(const ddp__venue *v, ddp__ucred holder) {
 }
 
 /* Returns the process that listens at the socket name of this job. pid 0: none. */
-static ddp__ucred ddp__name_holder(const ddp__venue *v) {
+static ddp__ucred ddp__socket_owner(const ddp__rendezvous *rv) {
     int fd = ddp__socket(AF_UNIX);
-    connect(fd, (const struct sockaddr *)&v->address, v->local); /* without a connection pid stays 0 */
-    ddp__ucred holder = ddp__peer_of(fd);
+    connect(fd, (const struct sockaddr *)&rv->address, rv->local); /* without a connection pid stays 0 */
+    ddp__ucred holder = ddp__peer_credentials(fd);
     close(fd);
     return holder;
 }
 
-/* Tries to connect to one address. Returns what ddp__say_hello returns. */
-static ddp_result ddp__ask(ddp__venue *v, const struct sockaddr *to, socklen_t length) {
+/* Tries to connect to one address. Returns what ddp__handshake_with_rank0 returns. */
+static ddp_result ddp__connect_to_address(ddp__rendezvous *rv, const struct sockaddr *to, socklen_t length) {
     double try_until = ddp_now() + 3.0;
     socklen_t size = sizeof(int);
     int fd = ddp__socket(to->sa_family), error = fd < 0 || connect(fd, to, length) != 0 ? errno : 0;
     ddp_result result;
     if (error == EINPROGRESS
-        && !ddp__fd_ready(fd, POLLOUT, try_until < v->deadline ? try_until : v->deadline))
+        && !ddp__fd_ready(fd, POLLOUT, try_until < rv->deadline ? try_until : rv->deadline))
         error = ETIMEDOUT;
     else if (error == EINPROGRESS)
         getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
-    ddp__peer_init(v->peer, fd);
+    ddp__peer_init(rv->peer, fd);
     if (error)
         result = ddp_fail(DDP_ERR_INVALID, "%s", strerror(error));
-    else if (v->local && ddp__peer_of(fd).uid != geteuid())
-        result = ddp__name_taken(v, ddp__peer_of(fd));
+    else if (rv->local && ddp__peer_credentials(fd).uid != geteuid())
+        result = ddp__fail_socket_in_use(rv, ddp__peer_credentials(fd));
     else
-        result = ddp__say_hello(v, v->peer);
-    if (result != DDP_OK) ddp__peer_close(v->peer);
+        result = ddp__handshake_with_rank0(rv, rv->peer);
+    if (result != DDP_OK) ddp__peer_close(rv->peer);
     return result;
 }
 
 /* Tries every port at every address of every host. */
-static ddp_result ddp__ask_hosts(ddp__venue *v) {
+static ddp_result ddp__connect_to_hosts(ddp__rendezvous *rv) {
     struct addrinfo hints = DDP_ZERO, *list;
     ddp_result result = DDP_ERR_INVALID;
-    char hosts[sizeof v->hosts], number[16], *rest = NULL;
+    char hosts[sizeof rv->hosts], number[16], *rest = NULL;
     hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = AI_NUMERICSERV | (v->numeric ? AI_NUMERICHOST : 0);
-    memcpy(hosts, v->hosts, sizeof hosts);
+    hints.ai_flags = AI_NUMERICSERV | (rv->numeric_hosts ? AI_NUMERICHOST : 0);
+    memcpy(hosts, rv->hosts, sizeof hosts);
     for (const char *host = strtok_r(hosts, " ", &rest); host; host = strtok_r(NULL, " ", &rest))
-        for (int port = v->port; port < v->port + v->ports && result == DDP_ERR_INVALID; port++) {
+        for (int port = rv->port; port < rv->port + rv->port_count && result == DDP_ERR_INVALID; port++) {
             snprintf(number, sizeof number, "%d", port);
             int error = getaddrinfo(host, number, &hints, &list);
             if (error) {
@@ -6763,7 +6785,7 @@ static ddp_result ddp__ask_hosts(ddp__venue *v) {
                 break;
             }
             for (struct addrinfo *a = list; a && result == DDP_ERR_INVALID; a = a->ai_next) {
-                result = ddp__ask(v, a->ai_addr, a->ai_addrlen);
+                result = ddp__connect_to_address(rv, a->ai_addr, a->ai_addrlen);
                 if (result == DDP_ERR_INVALID)
                     ddp_fail(result, "%s port %d: %s", host, port, ddp_last_error());
             }
@@ -6774,91 +6796,92 @@ static ddp_result ddp__ask_hosts(ddp__venue *v) {
 
 /* Parses an announcement of rank 0. Returns 0 if it is incomplete. token_size: length of the token without
    the announced number. */
-static int ddp__venue_hear(ddp__venue *v, size_t token_size, const char *text) {
+static int ddp__addresses_parse(ddp__rendezvous *rv, size_t token_size, const char *text) {
     char number[17];
     int n = 0;
-    if (!strchr(text, '\n') || sscanf(text, "%16s %d %n", number, &v->port, &n) != 2) return 0;
-    if (v->port < 0 || v->port > 65535) return 0;
-    v->numeric = 1;
-    snprintf(v->token + token_size, sizeof v->token - token_size, ":%s", number);
-    snprintf(v->hosts, sizeof v->hosts, "%.*s", (int)strcspn(text + n, "\n"), text + n);
+    if (!strchr(text, '\n') || sscanf(text, "%16s %d %n", number, &rv->port, &n) != 2) return 0;
+    if (rv->port < 0 || rv->port > 65535) return 0;
+    rv->numeric_hosts = 1;
+    snprintf(rv->token + token_size, sizeof rv->token - token_size, ":%s", number);
+    snprintf(rv->hosts, sizeof rv->hosts, "%.*s", (int)strcspn(text + n, "\n"), text + n);
     return 1;
 }
 
 /* Returns 1 if the rendezvous file can be trusted. Otherwise sets the error line. */
-static int ddp__rendezvous_trusted(const char *path, const struct stat *file) {
-    char why[100] = "";
+static int ddp__rendezvous_file_check(const char *path, const struct stat *file) {
+    char reason[100] = "";
     if (S_ISLNK(file->st_mode))
-        snprintf(why, sizeof why, "is a symbolic link");
+        snprintf(reason, sizeof reason, "is a symbolic link");
     else if (!S_ISREG(file->st_mode))
-        snprintf(why, sizeof why, "is not a regular file");
+        snprintf(reason, sizeof reason, "is not a regular file");
     else if (file->st_uid != geteuid())
-        snprintf(why, sizeof why, "belongs to uid %ld, this rank runs as uid %ld", (long)file->st_uid,
+        snprintf(reason, sizeof reason, "belongs to uid %ld, this rank runs as uid %ld", (long)file->st_uid,
                  (long)geteuid());
     else if (file->st_mode & (S_IWGRP | S_IWOTH))
-        snprintf(why, sizeof why, "can be written by other users (mode %03o)",
+        snprintf(reason, sizeof reason, "can be written by other users (mode %03o)",
                  (unsigned)(file->st_mode & 0777));
-    if (!why[0]) return 1;
+    if (!reason[0]) return 1;
     ddp_fail(
         DDP_ERR_SYSTEM,
         "init_method file://%.200s %s; remove it, or name a path in a folder where only this user can write",
-        path, why);
+        path, reason);
     return 0;
 }
 
 /* Reads the address of rank 0 from the rendezvous file. Never blocks, even if the file is a FIFO. The file of
    an earlier job holds an address without a listener.
    DDP_ERR_INVALID: rank 0 has not written the file yet. DDP_ERR_SYSTEM: the file is unreadable or not
-   trusted. token_size: as in ddp__venue_hear. */
-static ddp_result ddp__venue_read(ddp__venue *v, size_t token_size) {
-    char text[DDP__ANNOUNCED];
+   trusted. token_size: as in ddp__addresses_parse. */
+static ddp_result ddp__rendezvous_file_read(ddp__rendezvous *rv, size_t token_size) {
+    char text[DDP__ADDRESSES_MAX];
     struct stat file;
-    int fd = open(v->path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY), error = errno;
-    int found = (fd >= 0 ? fstat(fd, &file) : lstat(v->path, &file)) == 0;
-    int trusted = !found || ddp__rendezvous_trusted(v->path, &file);
+    int fd = open(rv->file_path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY), error = errno;
+    int found = (fd >= 0 ? fstat(fd, &file) : lstat(rv->file_path, &file)) == 0;
+    int trusted = !found || ddp__rendezvous_file_check(rv->file_path, &file);
     ssize_t n = fd >= 0 && trusted ? read(fd, text, sizeof text - 1) : 0;
     if (fd >= 0) close(fd);
     if (!trusted) return DDP_ERR_SYSTEM;
     if (fd < 0 && (error == ENOENT || error == ESTALE))
-        return ddp_fail(DDP_ERR_INVALID, "%.200s: there is no such file yet", v->path);
+        return ddp_fail(DDP_ERR_INVALID, "%.200s: there is no such file yet", rv->file_path);
     if (fd < 0)
-        return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be read: %s", v->path,
+        return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be read: %s", rv->file_path,
                         strerror(error));
     text[n > 0 ? n : 0] = 0;
-    if (ddp__venue_hear(v, token_size, text)) return DDP_OK;
-    return ddp_fail(DDP_ERR_INVALID, "%.200s: rank 0 has not written its address yet", v->path);
+    if (ddp__addresses_parse(rv, token_size, text)) return DDP_OK;
+    return ddp_fail(DDP_ERR_INVALID, "%.200s: rank 0 has not written its address yet", rv->file_path);
 }
 
 /* Connects to rank 0, which may start later. Returns when all ranks have connected. */
-static ddp_result ddp__visit(ddp__venue *v) {
-    size_t token_size = strlen(v->token);
+static ddp_result ddp__connect_to_rank0(ddp__rendezvous *rv) {
+    size_t token_size = strlen(rv->token);
     double checked = ddp_now();
-    for (useconds_t pause = 1000;; usleep(pause), pause = v->local || pause > 100000 ? pause : 2 * pause) {
+    for (useconds_t pause = 1000;; usleep(pause), pause = rv->local || pause > 100000 ? pause : 2 * pause) {
         ddp_result result = DDP_ERR_INVALID;
-        v->peer->in.result = 0;
-        if (v->local)
-            result = ddp__ask(v, (struct sockaddr *)&v->address, v->local);
-        else if (!v->path || (result = ddp__venue_read(v, token_size)) == DDP_OK)
-            result = ddp__ask_hosts(v);
+        rv->peer->head.result = 0;
+        if (rv->local)
+            result = ddp__connect_to_address(rv, (struct sockaddr *)&rv->address, rv->local);
+        else if (!rv->file_path || (result = ddp__rendezvous_file_read(rv, token_size)) == DDP_OK)
+            result = ddp__connect_to_hosts(rv);
         if (result != DDP_ERR_INVALID) return result;
         if (ddp_now() - checked > 0.02) {
             checked = ddp_now();
-            if (ddp__check_processes(v) != DDP_OK) return DDP_ERR_PEER_LOST;
+            if (ddp__check_processes_alive(rv) != DDP_OK) return DDP_ERR_PEER_LOST;
         }
-        if (v->peer->in.result == DDP__OTHER_JOB && v->ports == 1 && !v->path)
+        if (rv->peer->head.result == DDP__OTHER_JOB && rv->port_count == 1 && !rv->file_path)
             return ddp_fail(DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
-        ddp__notice(v, "still waiting for rank 0%s%s: %.280s", v->local ? " at socket @" : "",
-                    v->local ? v->address.sun_path + 1 : "", ddp_last_error());
-        if (ddp_now() > v->deadline)
+        ddp__report_waiting(rv, "still waiting for rank 0%s%s: %.280s", rv->local ? " at socket @" : "",
+                            rv->local ? rv->address.sun_path + 1 : "", ddp_last_error());
+        if (ddp_now() > rv->deadline)
             return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s",
-                            v->group->desc.timeout_ms, ddp_last_error());
+                            rv->group->desc.timeout_ms, ddp_last_error());
     }
 }
 
 //== rank discovery: addresses and connecting all ranks ======================================= >>impl-meeting
 
-/* Finds the address of rank 0 and the key, opens rank 0's listener, and connects all ranks: ddp__meet over a
-   socket, ddp__local_meet for shared memory as well. The local and the tcp backend call these two. */
+/* Finds the address of rank 0 and the key, opens rank 0's listener, and connects all ranks:
+   ddp__connect_ranks over a socket, ddp__local_connect for shared memory as well. The local and the tcp
+   backend call these two. */
 
 static int ddp__is_loopback_address(const struct sockaddr *at) {
     const struct in6_addr *ipv6 = &((const struct sockaddr_in6 *)(const void *)at)->sin6_addr;
@@ -6881,29 +6904,29 @@ static int ddp__is_loopback(const char *host) {
 }
 
 /* Reads DDP_SECRET_FILE without the newline at its end. Only this user may have access to the file. */
-static ddp_result ddp__secret_read(const char *path, char *out, size_t room, size_t *size) {
+static ddp_result ddp__secret_file_read(const char *path, char *out, size_t capacity, size_t *size) {
     int fd = open(path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK), error = errno;
-    const char *why = NULL;
+    const char *reason = NULL;
     struct stat s;
     ssize_t n = 0;
-    DDP__JOIN_NEED(fd >= 0 || error == ELOOP, "DDP_SECRET_FILE=%.200s cannot be opened: %s", path,
-                   strerror(error));
+    DDP__CREATE_CHECK(fd >= 0 || error == ELOOP, "DDP_SECRET_FILE=%.200s cannot be opened: %s", path,
+                      strerror(error));
     if (fd < 0)
-        why = "is a symbolic link; give the path of the file itself";
+        reason = "is a symbolic link; give the path of the file itself";
     else if (fstat(fd, &s) != 0 || !S_ISREG(s.st_mode))
-        why = "is not a regular file";
+        reason = "is not a regular file";
     else if (s.st_uid != geteuid())
-        why = "belongs to another user; copy it to a file of this user";
+        reason = "belongs to another user; copy it to a file of this user";
     else if (s.st_mode & 077)
-        why = "is accessible to other users; run chmod 600 on it";
-    else if ((n = read(fd, out, room)) < 0)
-        why = "cannot be read";
-    else if ((size_t)n == room)
-        why = "is too large for a secret; use 16 to 4000 bytes";
+        reason = "is accessible to other users; run chmod 600 on it";
+    else if ((n = read(fd, out, capacity)) < 0)
+        reason = "cannot be read";
+    else if ((size_t)n == capacity)
+        reason = "is too large for a secret; use 16 to 4000 bytes";
     close(fd);
-    DDP__JOIN_NEED(!why, "DDP_SECRET_FILE=%.200s %s", path, why);
+    DDP__CREATE_CHECK(!reason, "DDP_SECRET_FILE=%.200s %s", path, reason);
     while (n > 0 && (out[n - 1] == '\n' || out[n - 1] == '\r')) n--;
-    DDP__JOIN_NEED(
+    DDP__CREATE_CHECK(
         n > 0, "DDP_SECRET_FILE=%.200s is empty; write a secret into it, such as from `openssl rand -hex 32`",
         path);
     *size = (size_t)n;
@@ -6912,26 +6935,26 @@ static ddp_result ddp__secret_read(const char *path, char *out, size_t room, siz
 
 /* Derives the key of a TCP rendezvous: from desc.secret, else from variable, else from the file at path, else
    none. */
-static ddp_result ddp__venue_secure(ddp__venue *v, const char *secret, const char *variable,
-                                    const char *path) {
+static ddp_result ddp__rendezvous_set_key(ddp__rendezvous *rv, const char *secret, const char *variable,
+                                          const char *path) {
     static const char purpose[] = "ddp.h key 1";
     char content[4001];
     size_t size = 0;
-    DDP__JOIN_NEED(!secret || *secret, "desc.secret is empty; use NULL for DDP_SECRET or no secret");
+    DDP__CREATE_CHECK(!secret || *secret, "desc.secret is empty; use NULL for DDP_SECRET or no secret");
     if (!secret && *variable) secret = variable;
     if (secret)
         size = strlen(secret);
     else if (*path)
-        DDP_TRY(ddp__secret_read(path, content, sizeof content, &size));
+        DDP_TRY(ddp__secret_file_read(path, content, sizeof content, &size));
     if (!size) return DDP_OK;
-    ddp__hmac_sha256(secret ? secret : content, size, purpose, sizeof purpose, v->key);
-    v->secured = 1;
+    ddp__hmac_sha256(secret ? secret : content, size, purpose, sizeof purpose, rv->key);
+    rv->has_secret = 1;
     explicit_bzero(content, sizeof content);
     return DDP_OK;
 }
 
 /* Copies the first host of a SLURM node list: "node[003-010,12],x" begins with node003. */
-static void ddp__first_host(char *out, size_t size, const char *list) {
+static void ddp__slurm_first_host(char *out, size_t size, const char *list) {
     size_t n = 0;
     for (int inside = 0; *list && (inside || *list != ',') && n + 1 < size; list++) {
         if (*list == '[' || *list == ']')
@@ -6946,51 +6969,53 @@ static void ddp__first_host(char *out, size_t size, const char *list) {
 
 /* Takes the address of rank 0 from MASTER_ADDR and MASTER_PORT, or from SLURM. If a torchrun agent listens at
    MASTER_PORT itself, rank 0 uses one of the next 16 ports. */
-static ddp_result ddp__venue_from_env(ddp__venue *v, const ddp__identity *id) {
+static ddp_result ddp__rendezvous_from_env(ddp__rendezvous *rv, const ddp__identity *id) {
     const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST"
                                                                             : "SLURM_JOB_NODELIST");
-    int slurm = strncmp(v->token, "slurm", 5) == 0;
+    int slurm = strncmp(rv->token, "slurm", 5) == 0;
     int agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
     int port, own;
     DDP_TRY(ddp__env_int("MASTER_PORT", 0, &port));
     DDP_TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
     /* Without a port, SLURM jobs use one below the range that Linux assigns by itself. */
-    v->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(v->token) % 10000) : 0;
-    if (!own && (port ? agent : slurm)) v->ports = 16;
-    snprintf(v->hosts, sizeof v->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
-    if (!*v->hosts && slurm) ddp__first_host(v->hosts, sizeof v->hosts, nodes);
-    if (!*v->hosts || !v->port)
+    rv->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(rv->token) % 10000) : 0;
+    if (!own && (port ? agent : slurm)) rv->port_count = 16;
+    snprintf(rv->hosts, sizeof rv->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
+    if (!*rv->hosts && slurm) ddp__slurm_first_host(rv->hosts, sizeof rv->hosts, nodes);
+    if (!*rv->hosts || !rv->port)
         return ddp_fail(
             DDP_ERR_UNSUPPORTED,
             "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and "
             "MASTER_PORT to where "
             "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here",
             id->world_size, id->local_world_size);
-    DDP__JOIN_NEED(v->port + v->ports - 1 <= 65535, "MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535",
-                   v->port + v->ports - 1);
+    DDP__CREATE_CHECK(rv->port + rv->port_count - 1 <= 65535,
+                      "MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535",
+                      rv->port + rv->port_count - 1);
     return DDP_OK;
 }
 
 /* Takes the address of rank 0 from "tcp://host:port", "tcp://[::1]:port" or "file:///path". */
-static ddp_result ddp__venue_from_url(ddp__venue *v, const ddp__identity *id, const ddp_group_desc *desc) {
+static ddp_result ddp__rendezvous_from_url(ddp__rendezvous *rv, const ddp__identity *id,
+                                           const ddp_group_desc *desc) {
     const char *host = strstr(desc->init_method, "://") + 3, *colon = strrchr(host, ':');
     int length = colon ? (int)(colon - host) : 0, file = desc->init_method[0] == 'f';
     char *end = NULL;
-    snprintf(v->token, sizeof v->token, "%.20s:%.30s:%.299s", file ? "file" : host + length, desc->name,
+    snprintf(rv->token, sizeof rv->token, "%.20s:%.30s:%.299s", file ? "file" : host + length, desc->name,
              id->size_variable ? id->token : "");
-    if (file) v->path = host;
-    DDP__JOIN_NEED(!file || host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"",
-                   desc->init_method);
+    if (file) rv->file_path = host;
+    DDP__CREATE_CHECK(!file || host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"",
+                      desc->init_method);
     if (file) return DDP_OK;
     if (length > 1 && host[0] == '[' && colon[-1] == ']') {
         host++;
         length -= 2;
     }
-    v->port = colon ? (int)strtol(colon + 1, &end, 10) : 0;
-    DDP__JOIN_NEED(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && v->port > 0
-                       && v->port <= 65535 && !*end,
-                   "init_method \"%.60s\" is not like \"tcp://host:port\"", desc->init_method);
-    snprintf(v->hosts, sizeof v->hosts, "%.*s", length, host);
+    rv->port = colon ? (int)strtol(colon + 1, &end, 10) : 0;
+    DDP__CREATE_CHECK(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && rv->port > 0
+                          && rv->port <= 65535 && !*end,
+                      "init_method \"%.60s\" is not like \"tcp://host:port\"", desc->init_method);
+    snprintf(rv->hosts, sizeof rv->hosts, "%.*s", length, host);
     return DDP_OK;
 }
 
@@ -7053,7 +7078,7 @@ static int ddp__tcp_listen(const char *host, int port, int ports) {
 
 /* Describes the process that listens at a port of this machine, if this user can see it: "pid 77
    (/usr/bin/python3)". */
-static void ddp__port_holder(int port, char *out, size_t size) {
+static void ddp__port_owner(int port, char *out, size_t size) {
     unsigned long inode, wanted = 0;
     unsigned at, state;
     char line[512], exe[32];
@@ -7084,21 +7109,21 @@ static void ddp__port_holder(int port, char *out, size_t size) {
 
 /* Opens rank 0's listener, unless it is open. Retries a port that is in use for a second: another rank may
    have tried to connect to it, or an earlier job may be ending. */
-static ddp_result ddp__venue_open(const ddp__venue *v) {
-    int fd = v->peer[v->count - 1].fd;
+static ddp_result ddp__rendezvous_listen(const ddp__rendezvous *rv) {
+    int fd = rv->peer[rv->peer_count - 1].fd;
     double give_up = ddp_now() + 1.0;
-    const char *host = v->hosts;
+    const char *host = rv->hosts;
     char text[400], holder[160];
-    if (fd < 0 && v->local) fd = ddp__listen_at((const struct sockaddr *)&v->address, v->local);
-    while (fd < 0 && !v->local) {
-        fd = ddp__tcp_listen(host, v->port, v->ports);
+    if (fd < 0 && rv->local) fd = ddp__listen_at((const struct sockaddr *)&rv->address, rv->local);
+    while (fd < 0 && !rv->local) {
+        fd = ddp__tcp_listen(host, rv->port, rv->port_count);
         if (fd == -EADDRNOTAVAIL && *host) {
             snprintf(
                 text, sizeof text,
                 "\"%.200s\" resolves to no address of this machine that others can reach; rank 0 listens on "
                 "all interfaces",
                 host);
-            ddp_group_log(v->group, text);
+            ddp_group_log(rv->group, text);
             host = "";
         } else if (fd != -EADDRINUSE || ddp_now() > give_up) {
             break;
@@ -7106,17 +7131,17 @@ static ddp_result ddp__venue_open(const ddp__venue *v) {
             usleep(50000);
         }
     }
-    v->peer[v->count - 1].fd = fd;
+    rv->peer[rv->peer_count - 1].fd = fd;
     if (fd >= 0) return DDP_OK;
-    if (v->local && fd == -EADDRINUSE) return ddp__name_taken(v, ddp__name_holder(v));
-    if (v->local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(-fd));
+    if (rv->local && fd == -EADDRINUSE) return ddp__fail_socket_in_use(rv, ddp__socket_owner(rv));
+    if (rv->local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(-fd));
     if (fd != -EADDRINUSE)
-        return ddp_fail(DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", v->port, strerror(-fd));
-    ddp__port_holder(v->port, holder, sizeof holder);
+        return ddp_fail(DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", rv->port, strerror(-fd));
+    ddp__port_owner(rv->port, holder, sizeof holder);
     return ddp_fail(
         DDP_ERR_SYSTEM,
         "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method",
-        v->port, holder);
+        rv->port, holder);
 }
 
 /* Ranks with the same number can share memory: same boot, user, network namespace and process namespace. */
@@ -7146,7 +7171,7 @@ DDPDEF uint64_t ddp_unique_id(void) {
 
 /* Writes "number port address address ...": the port of a listener and all addresses of this machine. The
    number becomes a part of the token. */
-static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
+static void ddp__addresses_write(int listener, char out[DDP__ADDRESSES_MAX]) {
     struct sockaddr_storage at;
     socklen_t length = sizeof at;
     struct ifaddrs *list = NULL;
@@ -7155,7 +7180,8 @@ static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
     int port = getsockname(listener, (struct sockaddr *)&at, &length) == 0
                    ? ntohs(((struct sockaddr_in *)(void *)&at)->sin_port)
                    : 0;
-    size_t n = (size_t)snprintf(out, DDP__ANNOUNCED, "%016llx %d", (unsigned long long)ddp_unique_id(), port);
+    size_t n = (size_t)snprintf(out, DDP__ADDRESSES_MAX, "%016llx %d", (unsigned long long)ddp_unique_id(),
+                                port);
     getifaddrs(&list);
     /* getnameinfo fails for other families. A % marks a link-local address. */
     for (struct ifaddrs *a = list; a; a = a->ifa_next) {
@@ -7164,96 +7190,98 @@ static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
                            NI_NUMERICHOST)
                    != 0)
             continue;
-        if (!strchr(host, '%') && n + strlen(host) + 3 < DDP__ANNOUNCED)
-            n += (size_t)snprintf(out + n, DDP__ANNOUNCED - n, " %s", host);
+        if (!strchr(host, '%') && n + strlen(host) + 3 < DDP__ADDRESSES_MAX)
+            n += (size_t)snprintf(out + n, DDP__ADDRESSES_MAX - n, " %s", host);
     }
     if (list) freeifaddrs(list);
-    snprintf(out + n, DDP__ANNOUNCED - n, "\n");
+    snprintf(out + n, DDP__ADDRESSES_MAX - n, "\n");
 }
 
 /* Creates the rendezvous file, for this user only, and writes this rank's addresses. It replaces a file that
    an earlier job of this user left, and nothing else. */
-static ddp_result ddp__venue_write(ddp__venue *v, int listener) {
-    char text[DDP__ANNOUNCED];
+static ddp_result ddp__rendezvous_file_write(ddp__rendezvous *rv, int listener) {
+    char text[DDP__ADDRESSES_MAX];
     struct stat file;
     int fd = -1;
-    ddp__announce_text(listener, text);
-    ddp__venue_hear(v, strlen(v->token), text);
+    ddp__addresses_write(listener, text);
+    ddp__addresses_parse(rv, strlen(rv->token), text);
     for (int tries = 0; tries < 3 && fd < 0; tries++) {
-        if (lstat(v->path, &file) == 0) {
-            if (!ddp__rendezvous_trusted(v->path, &file)) return DDP_ERR_SYSTEM;
-            unlink(v->path);
+        if (lstat(rv->file_path, &file) == 0) {
+            if (!ddp__rendezvous_file_check(rv->file_path, &file)) return DDP_ERR_SYSTEM;
+            unlink(rv->file_path);
         }
-        fd = open(v->path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0600);
+        fd = open(rv->file_path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0600);
         if (fd < 0 && errno != EEXIST) break;
     }
     if (fd < 0)
-        return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be created: %s", v->path,
+        return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be created: %s", rv->file_path,
                         strerror(errno));
     int whole = write(fd, text, strlen(text)) == (ssize_t)strlen(text);
     if (close(fd) == 0 && whole) return DDP_OK;
-    return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", v->path,
+    return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", rv->file_path,
                     strerror(errno));
 }
 
 /* Rank 0's side: waits for all ranks or for a failure, and sends the outcome to all of them. */
-static void ddp__hold(ddp__venue *v, ddp__heap **heap) {
-    int w = v->group->world_size;
-    ddp__peer *me = v->peer;
-    ddp__hello_text(me->text, v, DDP__HELLO_VERSION);
-    snprintf(me->who, sizeof me->who, "%.71s", strstr(me->text, "pid"));
-    v->result = ddp__venue_open(v);
-    if (v->result == DDP_OK && v->path) v->result = ddp__venue_write(v, v->peer[v->count - 1].fd);
-    if (v->result == DDP_OK) {
-        for (ddp__admit(v); ddp__still_waits(v); ddp__admit(v)) ddp__venue_poll(v);
-        if (v->path) unlink(v->path);
+static void ddp__accept_all_ranks(ddp__rendezvous *rv, ddp__heap **heap) {
+    int w = rv->group->world_size;
+    ddp__peer *self = rv->peer;
+    ddp__hello_write(self->text, rv, DDP__HELLO_VERSION);
+    snprintf(self->name, sizeof self->name, "%.71s", strstr(self->text, "pid"));
+    rv->result = ddp__rendezvous_listen(rv);
+    if (rv->result == DDP_OK && rv->file_path)
+        rv->result = ddp__rendezvous_file_write(rv, rv->peer[rv->peer_count - 1].fd);
+    if (rv->result == DDP_OK) {
+        for (ddp__accept_connections(rv); ddp__ranks_are_missing(rv); ddp__accept_connections(rv))
+            ddp__rendezvous_poll(rv);
+        if (rv->file_path) unlink(rv->file_path);
     }
-    if (heap && v->result == DDP_OK) v->result = ddp__heap_create(heap, w, 0, 0);
+    if (heap && rv->result == DDP_OK) rv->result = ddp__heap_create(heap, w, 0, 0);
     /* from here on a rank that ends is lost */
-    for (int r = 0; r < w && heap && *heap; r++) ddp__rank_enter(*heap, r, ddp__pid_in(me[r].who));
-    while (v->result == DDP_OK && v->count > w) ddp__peer_close(&v->peer[--v->count]);
-    ddp__tell_peers(v, v->result, v->result == DDP_OK ? me->who : ddp_last_error(),
-                    heap && *heap ? (*heap)->fd : -1);
-    for (int r = 0; r < w; r++) me[r].arrived = 0;
+    for (int r = 0; r < w && heap && *heap; r++) ddp__rank_enter(*heap, r, ddp__parse_pid(self[r].name));
+    while (rv->result == DDP_OK && rv->peer_count > w) ddp__peer_close(&rv->peer[--rv->peer_count]);
+    ddp__send_status_to_peers(rv, rv->result, rv->result == DDP_OK ? self->name : ddp_last_error(),
+                              heap && *heap ? (*heap)->fd : -1);
+    for (int r = 0; r < w; r++) self[r].arrived = 0;
 }
 
-static void ddp__venue_close(ddp__venue *v) {
-    for (; v->count; v->count--) ddp__peer_close(&v->peer[v->count - 1]);
-    ddp_host_free(v->group, v->peer);
-    v->peer = NULL;
+static void ddp__rendezvous_close(ddp__rendezvous *rv) {
+    for (; rv->peer_count; rv->peer_count--) ddp__peer_close(&rv->peer[rv->peer_count - 1]);
+    ddp_host_free(rv->group, rv->peer);
+    rv->peer = NULL;
 }
 
-/* Allocates what ddp__meet needs on this rank. Connects nothing. */
-static ddp_result ddp__venue_alloc(ddp__venue *v, ddp_group *group) {
-    int count = group->rank ? 1 : group->world_size + DDP__STRANGERS + 1;
-    v->group = group;
-    v->peer = (ddp__peer *)ddp_host_alloc(group, (size_t)count * (sizeof *v->peer + sizeof *v->poll));
-    if (!v->peer) return DDP_ERR_NO_MEMORY;
-    v->poll = (struct pollfd *)(void *)(v->peer + count);
-    for (; v->count < count; v->count++) ddp__peer_init(&v->peer[v->count], -1);
+/* Allocates what ddp__connect_ranks needs on this rank. Connects nothing. */
+static ddp_result ddp__rendezvous_alloc(ddp__rendezvous *rv, ddp_group *group) {
+    int count = group->rank ? 1 : group->world_size + DDP__UNAUTHENTICATED_MAX + 1;
+    rv->group = group;
+    rv->peer = (ddp__peer *)ddp_host_alloc(group, (size_t)count * (sizeof *rv->peer + sizeof *rv->poll_fds));
+    if (!rv->peer) return DDP_ERR_NO_MEMORY;
+    rv->poll_fds = (struct pollfd *)(void *)(rv->peer + count);
+    for (; rv->peer_count < count; rv->peer_count++) ddp__peer_init(&rv->peer[rv->peer_count], -1);
     return DDP_OK;
 }
 
-/* Connects the ranks of v->group: rank 0 to every rank, and every other rank to rank 0. On failure frees the
-   memory of v. v: from ddp__venue_alloc; on rank 0 its listener may be open already. heap: rank 0 creates one
-   for all ranks; NULL = none. */
-static ddp_result ddp__meet(ddp__venue *v, ddp__heap **heap) {
-    ddp_group *group = v->group;
+/* Connects the ranks of rv->group: rank 0 to every rank, and every other rank to rank 0. On failure frees the
+   memory of rv. rv: from ddp__rendezvous_alloc; on rank 0 its listener may be open already. heap: rank 0
+   creates one for all ranks; NULL = none. */
+static ddp_result ddp__connect_ranks(ddp__rendezvous *rv, ddp__heap **heap) {
+    ddp_group *group = rv->group;
     double now = ddp_now(), timeout = group->desc.timeout_ms * 1e-3;
-    v->deadline = now + timeout;
-    v->notice_at = now + DDP__NOTICE_SECONDS;
-    v->grace = timeout < 9 ? 0.5 + 0.5 * timeout : 5;
+    rv->deadline = now + timeout;
+    rv->next_report = now + DDP__WAIT_REPORT_SECONDS;
+    rv->grace_period = timeout < 9 ? 0.5 + 0.5 * timeout : 5;
     if (group->rank)
-        v->result = ddp__visit(v);
+        rv->result = ddp__connect_to_rank0(rv);
     else
-        ddp__hold(v, heap);
-    if (v->result == DDP_OK) return DDP_OK;
-    ddp__venue_close(v);
-    return DDP__RANK_FAIL(group, v->result, "ddp_group_create: %s", ddp_last_error());
+        ddp__accept_all_ranks(rv, heap);
+    if (rv->result == DDP_OK) return DDP_OK;
+    ddp__rendezvous_close(rv);
+    return DDP__RANK_FAIL(group, rv->result, "ddp_group_create: %s", ddp_last_error());
 }
 
 /* Attaches this rank to the world of a heap. */
-static ddp_result ddp__local_join(ddp_group *group, ddp__heap *heap, void **state) {
+static ddp_result ddp__local_open_world(ddp_group *group, ddp__heap *heap, void **state) {
     char text[96];
     ddp__local *l = ddp__local_attach(group, heap, heap->job->world, NULL, NULL);
     *state = l;
@@ -7267,40 +7295,40 @@ static ddp_result ddp__local_join(ddp_group *group, ddp__heap *heap, void **stat
 
 /* Creates another group of all ranks of the world. group NULL: this rank has no memory for it and only
    participates. */
-static ddp_result ddp__local_again(ddp_group *group, ddp_group *world) {
+static ddp_result ddp__local_duplicate(ddp_group *group, ddp_group *world) {
     int all[DDP_MAX_LOCAL_RANKS];
-    void *none;
+    void *no_state;
     for (int r = 0; r < world->world_size; r++) all[r] = r;
     return ddp__local_split(world, world->state, group, all, world->world_size,
-                            group ? &group->state : &none);
+                            group ? &group->state : &no_state);
 }
 
 /* Connects the group's ranks on this machine. The group then uses the local backend; a split of one rank uses
-   the self backend. v: its token, card and member are set. Frees all memory of v, which may be from
-   ddp__venue_alloc. */
-static ddp_result ddp__local_meet(ddp_group *group, ddp__venue *v, void **state) {
+   the self backend. rv: its token, process and process_index are set. Frees all memory of rv,
+   which may be from ddp__rendezvous_alloc. */
+static ddp_result ddp__local_connect(ddp_group *group, ddp__rendezvous *rv, void **state) {
     ddp__heap *heap = NULL;
-    group->backend = v->member && group->world_size == 1 ? &ddp__backend_self : &ddp__backend_local;
+    group->backend = rv->process_index && group->world_size == 1 ? &ddp__backend_self : &ddp__backend_local;
     if (group->backend == &ddp__backend_self) {
-        ddp__venue_close(v);
+        ddp__rendezvous_close(rv);
         return ddp__self_open(group, state);
     }
     if (group->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_UNSUPPORTED,
                         "ddp_group_create: %d ranks on one machine; shared memory serves up to %d",
                         group->world_size, DDP_MAX_LOCAL_RANKS);
-    if (!v->peer) DDP_TRY(ddp__venue_alloc(v, group));
-    v->local = ddp__job_address(&v->address, v->token);
-    DDP_TRY(ddp__meet(v, &heap));
-    int sent = v->peer->heap_fd >= 0;
-    if (sent) heap = ddp__heap_wrap(v->peer->heap_fd, 0);
-    v->peer->heap_fd = -1;
-    ddp__venue_close(v);
+    if (!rv->peer) DDP_TRY(ddp__rendezvous_alloc(rv, group));
+    rv->local = ddp__job_socket_address(&rv->address, rv->token);
+    DDP_TRY(ddp__connect_ranks(rv, &heap));
+    int sent = rv->peer->heap_fd >= 0;
+    if (sent) heap = ddp__heap_wrap(rv->peer->heap_fd, 0);
+    rv->peer->heap_fd = -1;
+    ddp__rendezvous_close(rv);
     if (!heap)
         return DDP__RANK_FAIL(group, sent ? DDP_ERR_NO_MEMORY : DDP_ERR_SYSTEM, "ddp_group_create: %s",
                               sent ? "the job's shared memory could not be mapped"
                                    : "rank 0 sent no shared memory");
-    ddp_result result = ddp__local_join(group, heap, state);
+    ddp_result result = ddp__local_open_world(group, heap, state);
     if (result != DDP_OK) { /* other ranks have met this one and would wait for it */
         heap->job->rank[group->rank].result = (int32_t)result;
         ddp__store(&heap->job->rank[group->rank].state, (uint32_t)DDP__RANK_LEFT);
@@ -7320,17 +7348,18 @@ static ddp_result ddp__local_meet(ddp_group *group, ddp__venue *v, void **state)
    it to all ranks. */
 
 typedef struct ddp__tcp {
-    ddp_saved_error cause; /* the first failure */
-    ddp__venue venue;      /* peers: on rank 0 all ranks, itself included; on others rank 0 */
-    pthread_mutex_t lock;  /* protects everything that the running call does not own */
-    const ddp_call *call;  /* the running call, which uses the connections, or NULL */
-    int told, heard;       /* 1 = the failure was sent to the other ranks; came from rank 0 */
-    ddp__card *card;       /* of each rank */
-    const void **source;   /* of each rank: its data, for ddp_reduce_tree */
-    unsigned char *state;  /* DDP_RANK_... of each rank */
-    char *announced;       /* what each rank announces in a split: DDP__ANNOUNCED bytes at most */
-    ddp__buffer *data;     /* received on each connection; on rank 0 also its own */
-    ddp__buffer out;       /* a frame to send */
+    ddp_saved_error cause;      /* the first failure */
+    ddp__rendezvous rendezvous; /* peers: on rank 0 all ranks, itself included; on others rank 0 */
+    pthread_mutex_t lock;       /* protects everything that the running call does not own */
+    const ddp_call *call;       /* the running call, which uses the connections, or NULL */
+    int failure_sent;           /* 1 = this rank has sent the failure to its peers */
+    int failure_from_rank0;     /* 1 = rank 0 has sent the failure to this rank */
+    ddp__process_id *process;   /* of each rank */
+    const void **sources;       /* of each rank: its data, for ddp_reduce_tree */
+    unsigned char *rank_state;  /* DDP_RANK_... of each rank */
+    char *addresses;            /* in a split: of each rank, at most DDP__ADDRESSES_MAX bytes */
+    ddp__buffer *received;      /* data of each connection; on rank 0 also its own */
+    ddp__buffer to_send;        /* a frame */
 } ddp__tcp;
 
 static int ddp__send_all(int fd, const void *data, size_t size, double deadline) {
@@ -7345,82 +7374,82 @@ static int ddp__send_all(int fd, const void *data, size_t size, double deadline)
 
 /* With the lock held: sends the failure to the other ranks, once. Called only by the user of the
    connections. */
-static void ddp__tcp_tell(ddp__tcp *t) {
-    if (t->cause.result == DDP_OK || t->told) return;
-    ddp__tell_peers(&t->venue, t->cause.result, t->cause.text, -1);
-    t->told = 1;
+static void ddp__tcp_send_failure(ddp__tcp *t) {
+    if (t->cause.result == DDP_OK || t->failure_sent) return;
+    ddp__send_status_to_peers(&t->rendezvous, t->cause.result, t->cause.text, -1);
+    t->failure_sent = 1;
 }
 
 /* With the lock held, after a timeout: sets the error line. Rank 0 marks the ranks that have not arrived:
    DDP_RANK_SILENT, or DDP_RANK_BEHIND if the group has failed already. Other ranks only wait for rank 0. */
-static ddp_result ddp__tcp_missing(ddp_group *group, const ddp__tcp *t) {
-    const ddp__peer *peer = t->venue.peer;
+static ddp_result ddp__tcp_fail_timed_out(ddp_group *group, const ddp__tcp *t) {
+    const ddp__peer *peer = t->rendezvous.peer;
     int missing = t->cause.result == DDP_OK ? DDP_RANK_SILENT : DDP_RANK_BEHIND;
     if (ddp_rank(group))
         return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 (%s) does not answer",
-                        ddp_group_timeout_ms(group), peer->who);
+                        ddp_group_timeout_ms(group), peer->name);
     for (int r = 0; r < ddp_world_size(group); r++)
-        t->state[r] = (unsigned char)(peer[r].arrived ? (int)DDP_RANK_ARRIVED : missing);
-    return ddp_call_timed_out(group, t->call, t->state);
+        t->rank_state[r] = (unsigned char)(peer[r].arrived ? (int)DDP_RANK_ARRIVED : missing);
+    return ddp_call_timed_out(group, t->call, t->rank_state);
 }
 
 /* With the lock held: handles a frame of a peer that has failed, or that leaves. A cause from rank 0 replaces
    the one that this rank has found. Rank 0 replaces the timeout of another rank by its own list of missing
    ranks. */
-static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
-    ddp_result cause = (ddp_result)p->in.result;
+static void ddp__tcp_handle_status(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
+    ddp_result cause = (ddp_result)p->head.result;
     if (cause == DDP_OK) {
         ddp__peer_close(p);
         return;
     }
-    ddp_group_add_lost(group, p->in.call, cause, p->text);
+    ddp_group_add_lost(group, p->head.call, cause, p->text);
     ddp_result lost = ddp_group_check_lost(group);
-    int hub = ddp_rank(group) == 0;
-    if (!hub) {
+    int is_rank0 = ddp_rank(group) == 0;
+    if (!is_rank0) {
         t->cause.result = DDP_OK;
-        t->told = t->heard = 1;
+        t->failure_sent = t->failure_from_rank0 = 1;
     }
-    if (hub && lost != DDP_OK)
+    if (is_rank0 && lost != DDP_OK)
         cause = lost; /* the error line describes it */
-    else if (hub && t->call && cause == DDP_ERR_TIMEOUT)
-        ddp__tcp_missing(group, t);
+    else if (is_rank0 && t->call && cause == DDP_ERR_TIMEOUT)
+        ddp__tcp_fail_timed_out(group, t);
     else
         ddp_fail(cause, "%s", p->text);
     ddp_error_save(&t->cause, cause);
 }
 
 /* Sets the error line for a connection that ended. */
-static ddp_result ddp__tcp_broken(int rank, const ddp__peer *p, int error) {
-    if (error == ECONNRESET) return ddp_fail(DDP_ERR_PEER_LOST, "rank %d: %s is gone", rank, p->who);
-    if (error == ENOMEM) return DDP_ERR_NO_MEMORY; /* of this rank; ddp__room has set the line */
+static ddp_result ddp__tcp_fail_connection(int rank, const ddp__peer *p, int error) {
+    if (error == ECONNRESET) return ddp_fail(DDP_ERR_PEER_LOST, "rank %d: %s is gone", rank, p->name);
+    if (error == ENOMEM) return DDP_ERR_NO_MEMORY; /* of this rank; ddp__buffer_reserve has set the line */
     if (error != EPROTO)
-        return ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s): the connection broke: %s", rank, p->who,
+        return ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s): the connection broke: %s", rank, p->name,
                         strerror(error));
     return ddp_fail(DDP_ERR_MISMATCH,
                     "rank %d (%s) sent an invalid frame (kind %u, result %d, %llu bytes); build all "
                     "ranks with the same header",
-                    rank, p->who, p->in.kind, (int)p->in.result, (unsigned long long)p->in.size);
+                    rank, p->name, p->head.kind, (int)p->head.result, (unsigned long long)p->head.size);
 }
 
 /* With the lock held: reads the frames that have arrived. Returns the number of peers that have not sent
    their data. */
-static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
+static int ddp__tcp_read_frames(ddp_group *group, ddp__tcp *t) {
     int missing = 0, error = 0;
-    for (int r = 0; r < t->venue.count; r++) {
-        ddp__peer *p = &t->venue.peer[r];
+    for (int r = 0; r < t->rendezvous.peer_count; r++) {
+        ddp__peer *p = &t->rendezvous.peer[r];
         /* A correct peer sends at most its data, a failure and its leave before this rank reads again. */
         for (int frames = 0; frames < 3 && p->fd >= 0; frames++) {
-            error = ddp__peer_read(group, p, &t->data[r], DDP__ALLOW_NEWS | DDP__ALLOW_DATA);
+            error = ddp__peer_read_frame(group, p, &t->received[r], DDP__ALLOW_STATUS | DDP__ALLOW_DATA);
             if (error) break;
-            if (p->in.kind == DDP__FRAME_NEWS) {
-                ddp__tcp_hear(group, t, p);
+            if (p->head.kind == DDP__FRAME_STATUS) {
+                ddp__tcp_handle_status(group, t, p);
             } else {
                 p->arrived = 1;
-                p->data = p->in;
+                p->data_head = p->head;
             }
         }
         if (p->fd >= 0 && error && error != EAGAIN) {
-            ddp_result broken = ddp__tcp_broken(r, p, error);
+            ddp_result broken = ddp__tcp_fail_connection(r, p, error);
             if (broken == DDP_ERR_PEER_LOST && t->cause.result == DDP_OK)
                 ddp_group_mark_lost(group, r, broken, ddp_last_error());
             ddp_error_save(&t->cause, broken);
@@ -7433,34 +7462,35 @@ static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
 
 /* Waits for the data of all peers. A rank that exceeds the timeout reports this to rank 0, then waits for
    rank 0 to name the missing ranks. */
-static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline) {
+static ddp_result ddp__tcp_wait_for_data(ddp_group *group, ddp__tcp *t, double deadline) {
     for (;;) {
         pthread_mutex_lock(&t->lock);
-        int missing = ddp__tcp_pump(group, t);
-        for (int r = 0; r < t->venue.count; r++)
-            if (!t->venue.peer[r].arrived && t->venue.peer[r].fd < 0)
+        int missing = ddp__tcp_read_frames(group, t);
+        for (int r = 0; r < t->rendezvous.peer_count; r++)
+            if (!t->rendezvous.peer[r].arrived && t->rendezvous.peer[r].fd < 0)
                 ddp_error_save(&t->cause, ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) has destroyed this group",
-                                                   r, t->venue.peer[r].who));
+                                                   r, t->rendezvous.peer[r].name));
         ddp_error_save(&t->cause, ddp_group_check_lost(group));
         double now = ddp_now();
         int overdue = missing && now > deadline;
-        if (overdue) ddp_error_save(&t->cause, ddp__tcp_missing(group, t));
+        if (overdue) ddp_error_save(&t->cause, ddp__tcp_fail_timed_out(group, t));
         int failed = t->cause.result != DDP_OK && (missing || ddp_rank(group) == 0);
-        ddp__tcp_tell(t);
-        if (failed && overdue && ddp_rank(group) && t->cause.result == DDP_ERR_TIMEOUT && !t->heard) {
-            failed = now >= deadline + t->venue.grace;
+        ddp__tcp_send_failure(t);
+        if (failed && overdue && ddp_rank(group) && t->cause.result == DDP_ERR_TIMEOUT
+            && !t->failure_from_rank0) {
+            failed = now >= deadline + t->rendezvous.grace_period;
             if (failed) ddp_group_mark_lost(group, 0, DDP_ERR_TIMEOUT, t->cause.text);
         }
         pthread_mutex_unlock(&t->lock);
         if (failed) return DDP_ERR_POISONED;
         if (!missing) return DDP_OK;
-        ddp__venue_poll(&t->venue);
+        ddp__rendezvous_poll(&t->rendezvous);
     }
 }
 
 /* Returns the head of a rank's frame for a call. Every rank can compute it for every other rank. */
-static ddp__frame ddp__tcp_frame_of(const ddp_call *call, int rank, int world_size) {
-    ddp__frame frame = {DDP__MAGIC, DDP__FRAME_DATA, 0, 0, {0, 0}};
+static ddp__frame ddp__tcp_request_head(const ddp_call *call, int rank, int world_size) {
+    ddp__frame frame = {DDP__FRAME_MAGIC, DDP__FRAME_DATA, 0, 0, {0, 0}};
     size_t size = call->recv_counts ? SIZE_MAX : ddp_call_send_size(call, rank, world_size);
     ddp_call_pack(call, frame.call);
     frame.result = size > DDP__TCP_PAYLOAD;
@@ -7470,10 +7500,10 @@ static ddp__frame ddp__tcp_frame_of(const ddp_call *call, int rank, int world_si
 
 /* Returns the head of rank 0's answer: the sum, or the data of all ranks. If one rank has too much data, the
    answer is empty for all. */
-static ddp__frame ddp__tcp_answer_of(const ddp_call *call, int world_size) {
-    ddp__frame answer = ddp__tcp_frame_of(call, 0, world_size);
+static ddp__frame ddp__tcp_answer_head(const ddp_call *call, int world_size) {
+    ddp__frame answer = ddp__tcp_request_head(call, 0, world_size);
     for (int r = 1; r < world_size; r++) {
-        ddp__frame frame = ddp__tcp_frame_of(call, r, world_size);
+        ddp__frame frame = ddp__tcp_request_head(call, r, world_size);
         answer.result |= frame.result;
         if (!ddp_call_adds(call)) answer.size += frame.size;
     }
@@ -7483,42 +7513,44 @@ static ddp__frame ddp__tcp_answer_of(const ddp_call *call, int world_size) {
 
 /* Compares the head of a peer's frame with the one that this rank's call implies, before any byte of the data
    is used. */
-static ddp_result ddp__tcp_check(const ddp_group *group, const ddp_call *call, int rank, const ddp__peer *p,
-                                 const ddp__frame *expected) {
-    const ddp__frame *frame = &p->data;
+static ddp_result ddp__tcp_check_head(const ddp_group *group, const ddp_call *call, int rank,
+                                      const ddp__peer *p, const ddp__frame *expected) {
+    const ddp__frame *frame = &p->data_head;
     DDP_TRY(ddp_call_compare(ddp_rank(group), expected->call, rank, frame->call));
     if (frame->size == expected->size && frame->result == expected->result) return DDP_OK;
     return ddp_fail(DDP_ERR_MISMATCH,
                     "rank %d (%s) sent a frame of %llu bytes for %s, which needs %llu; build all ranks "
                     "with the same header",
-                    rank, p->who, (unsigned long long)frame->size, ddp_call_name(call->kind),
+                    rank, p->name, (unsigned long long)frame->size, ddp_call_name(call->kind),
                     (unsigned long long)expected->size);
 }
 
 /* On rank 0, when the data of all ranks has arrived: compares the calls and builds the answer. */
-static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp_call *call) {
-    ddp__peer *peer = t->venue.peer;
-    ddp__frame frame = ddp__tcp_answer_of(call, ddp_world_size(group));
-    size_t at = sizeof frame;
-    int adds = ddp_call_adds(call), parts = adds ? 1 : ddp_world_size(group);
+static ddp_result ddp__tcp_build_answer(ddp_group *group, ddp__tcp *t, const ddp_call *call) {
+    ddp__peer *peer = t->rendezvous.peer;
+    ddp__frame frame = ddp__tcp_answer_head(call, ddp_world_size(group));
+    size_t offset = sizeof frame;
+    int adds = ddp_call_adds(call), part_count = adds ? 1 : ddp_world_size(group);
     for (int r = 0; r < ddp_world_size(group); r++) {
-        ddp__frame expected = ddp__tcp_frame_of(call, r, ddp_world_size(group));
-        DDP_TRY(ddp__tcp_check(group, call, r, &peer[r], &expected));
-        t->source[r] = t->data[r].bytes;
+        ddp__frame expected = ddp__tcp_request_head(call, r, ddp_world_size(group));
+        DDP_TRY(ddp__tcp_check_head(group, call, r, &peer[r], &expected));
+        t->sources[r] = t->received[r].bytes;
         peer[r].arrived = 0;
     }
     if (adds && !frame.result) /* overwrites rank 0's data */
-        ddp_reduce_tree(t->data->bytes, t->source, ddp_world_size(group),
+        ddp_reduce_tree(t->received->bytes, t->sources, ddp_world_size(group),
                         frame.size / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor);
-    DDP_TRY(ddp__room(group, &t->out, at + frame.size));
-    memcpy(t->out.bytes, &frame, sizeof frame);
-    for (int r = 0; r < parts && frame.size; at += peer[r++].data.size)
-        if (peer[r].data.size) memcpy(t->out.bytes + at, t->data[r].bytes, peer[r].data.size);
+    DDP_TRY(ddp__buffer_reserve(group, &t->to_send, offset + frame.size));
+    memcpy(t->to_send.bytes, &frame, sizeof frame);
+    for (int r = 0; r < part_count && frame.size; offset += peer[r++].data_head.size)
+        if (peer[r].data_head.size)
+            memcpy(t->to_send.bytes + offset, t->received[r].bytes, peer[r].data_head.size);
     return DDP_OK;
 }
 
 /* Copies the part of this rank from the answer. */
-static void ddp__tcp_take(const ddp_group *group, const ddp_call *call, const unsigned char *answer) {
+static void ddp__tcp_unpack_answer(const ddp_group *group, const ddp_call *call,
+                                   const unsigned char *answer) {
     for (int r = 0; r < (ddp_call_adds(call) ? 1 : ddp_world_size(group)); r++) {
         ddp_bytes from = ddp_call_sends(call, r, ddp_rank(group));
         ddp_bytes to = ddp_call_receives(call, ddp_rank(group), r);
@@ -7530,32 +7562,34 @@ static void ddp__tcp_take(const ddp_group *group, const ddp_call *call, const un
 /* Executes a call. DDP_ERR_UNSUPPORTED leaves the group as it was. */
 static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp_call *call) {
     double deadline = ddp_now() + ddp_group_timeout_ms(group) * 1e-3;
-    ddp__frame frame = ddp__tcp_frame_of(call, ddp_rank(group), ddp_world_size(group));
-    ddp__peer *p = t->venue.peer;
-    int hub = ddp_rank(group) == 0;
-    ddp__buffer *own = hub ? t->data : &t->out; /* rank 0 stores its data with that of the others */
-    size_t head = hub ? 0 : sizeof frame;
-    DDP_TRY(ddp__room(group, own, head + frame.size));
-    memcpy(hub ? (unsigned char *)&p->data : own->bytes, &frame, sizeof frame);
+    ddp__frame frame = ddp__tcp_request_head(call, ddp_rank(group), ddp_world_size(group));
+    ddp__peer *p = t->rendezvous.peer;
+    int is_rank0 = ddp_rank(group) == 0;
+    ddp__buffer *buffer = is_rank0 ? t->received
+                                   : &t->to_send; /* rank 0 stores its data with that of the others */
+    size_t head_bytes = is_rank0 ? 0 : sizeof frame;
+    DDP_TRY(ddp__buffer_reserve(group, buffer, head_bytes + frame.size));
+    memcpy(is_rank0 ? (unsigned char *)&p->data_head : buffer->bytes, &frame, sizeof frame);
     if (frame.size)
-        memcpy(own->bytes + head, call->kind == DDP_CALL_BROADCAST ? call->recv : call->send, frame.size);
-    p->arrived = hub;
+        memcpy(buffer->bytes + head_bytes, call->kind == DDP_CALL_BROADCAST ? call->recv : call->send,
+               frame.size);
+    p->arrived = is_rank0;
     /* if this fails, the wait reports why */
-    if (!hub && p->fd >= 0) ddp__send_all(p->fd, own->bytes, head + frame.size, deadline);
-    DDP_TRY(ddp__tcp_await(group, t, deadline));
-    if (hub) DDP_TRY(ddp__tcp_join(group, t, call));
-    frame = ddp__tcp_answer_of(call, ddp_world_size(group));
-    if (!hub) DDP_TRY(ddp__tcp_check(group, call, 0, p, &frame));
-    for (int r = 1; r < t->venue.count; r++)
+    if (!is_rank0 && p->fd >= 0) ddp__send_all(p->fd, buffer->bytes, head_bytes + frame.size, deadline);
+    DDP_TRY(ddp__tcp_wait_for_data(group, t, deadline));
+    if (is_rank0) DDP_TRY(ddp__tcp_build_answer(group, t, call));
+    frame = ddp__tcp_answer_head(call, ddp_world_size(group));
+    if (!is_rank0) DDP_TRY(ddp__tcp_check_head(group, call, 0, p, &frame));
+    for (int r = 1; r < t->rendezvous.peer_count; r++)
         /* After a failed send the connection is shut down, and the next call reports it. */
-        if (!ddp__send_all(p[r].fd, t->out.bytes, sizeof frame + frame.size, deadline))
+        if (!ddp__send_all(p[r].fd, t->to_send.bytes, sizeof frame + frame.size, deadline))
             shutdown(p[r].fd, SHUT_RDWR);
     if (frame.result)
         return ddp_fail(
             DDP_ERR_UNSUPPORTED,
             "the tcp backend carries up to 64 KiB per rank, and no calls with counts; for more build with "
             "DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
-    ddp__tcp_take(group, call, hub ? t->out.bytes + sizeof frame : t->data->bytes);
+    ddp__tcp_unpack_answer(group, call, is_rank0 ? t->to_send.bytes + sizeof frame : t->received->bytes);
     return DDP_OK;
 }
 
@@ -7567,18 +7601,18 @@ static void ddp__tcp_poison(ddp_group *group, void *state, ddp_result cause, con
         snprintf(t->cause.text, sizeof t->cause.text, "%s", text);
         t->cause.result = (int32_t)cause;
     }
-    if (!t->call) ddp__tcp_tell(t); /* otherwise the running call does this */
+    if (!t->call) ddp__tcp_send_failure(t); /* otherwise the running call does this */
     pthread_mutex_unlock(&t->lock);
 }
 
 /* Receives and forwards failures, unless a running call does this. call: begins here, or NULL. ends: 1 = a
    call ends here. */
-static ddp_result ddp__tcp_look(ddp_group *group, ddp__tcp *t, const ddp_call *call, int ends) {
+static ddp_result ddp__tcp_forward_failures(ddp_group *group, ddp__tcp *t, const ddp_call *call, int ends) {
     pthread_mutex_lock(&t->lock);
     if (ends) t->call = NULL;
     if (!t->call) {
-        ddp__tcp_pump(group, t);
-        ddp__tcp_tell(t);
+        ddp__tcp_read_frames(group, t);
+        ddp__tcp_send_failure(t);
     }
     if (call) t->call = call;
     ddp_result result = ddp_error_restore(&t->cause);
@@ -7587,34 +7621,35 @@ static ddp_result ddp__tcp_look(ddp_group *group, ddp__tcp *t, const ddp_call *c
 }
 
 static ddp_result ddp__tcp_status(const ddp_group *group, void *state) {
-    return ddp__tcp_look((ddp_group *)(uintptr_t)group, (ddp__tcp *)state, NULL, 0);
+    return ddp__tcp_forward_failures((ddp_group *)(uintptr_t)group, (ddp__tcp *)state, NULL, 0);
 }
 
 static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__tcp *t = (ddp__tcp *)state;
-    ddp_result result = ddp__tcp_look(group, t, call, 0) == DDP_OK ? ddp__tcp_exchange(group, t, call)
-                                                                   : DDP_ERR_POISONED;
+    ddp_result result = ddp__tcp_forward_failures(group, t, call, 0) == DDP_OK
+                            ? ddp__tcp_exchange(group, t, call)
+                            : DDP_ERR_POISONED;
     if (result != DDP_OK && result != DDP_ERR_UNSUPPORTED) {
         ddp__tcp_poison(group, t, result, ddp_last_error());
         result = DDP_ERR_POISONED;
     }
-    ddp__tcp_look(group, t, NULL, 1);
+    ddp__tcp_forward_failures(group, t, NULL, 1);
     return result;
 }
 
 static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp__tcp *t = (ddp__tcp *)state;
-    ddp__tell_peers(&t->venue, DDP_OK, "", -1);
-    ddp__venue_close(&t->venue);
-    for (int r = 0; r < ddp_world_size(group); r++) ddp_host_free(group, t->data[r].bytes);
-    ddp_host_free(group, t->out.bytes);
+    ddp__send_status_to_peers(&t->rendezvous, DDP_OK, "", -1);
+    ddp__rendezvous_close(&t->rendezvous);
+    for (int r = 0; r < ddp_world_size(group); r++) ddp_host_free(group, t->received[r].bytes);
+    ddp_host_free(group, t->to_send.bytes);
     pthread_mutex_destroy(&t->lock);
     ddp_host_free(group, t);
 }
 
 /* Makes the kernel send small frames at once, and detect within the timeout that the machine or network of a
    peer has failed, also while nothing is sent. */
-static void ddp__tcp_tune(int fd, int timeout_ms) {
+static void ddp__tcp_set_socket_options(int fd, int timeout_ms) {
     int seconds = timeout_ms / 8000 > 0 ? timeout_ms / 8000 : 1;
     int options[][3] = {
         {IPPROTO_TCP, TCP_NODELAY, 1},        {SOL_SOCKET, SO_KEEPALIVE, 1},
@@ -7629,39 +7664,42 @@ static void ddp__tcp_tune(int fd, int timeout_ms) {
    Returns NULL without memory. In a split all ranks then agree on that. The ranks of a world (split 0)
    cannot: they meet without the buffers that could not be allocated, and the first call fails on all of
    them. */
-static ddp__tcp *ddp__tcp_new(ddp_group *group, const ddp__venue *venue, int split) {
+static ddp__tcp *ddp__tcp_alloc(ddp_group *group, const ddp__rendezvous *venue, int split) {
     size_t w = (size_t)ddp_world_size(group);
     size_t size = sizeof(ddp__tcp)
-                  + w * (sizeof(ddp__card) + sizeof(void *) + sizeof(ddp__buffer) + 1 + DDP__ANNOUNCED);
+                  + w
+                        * (sizeof(ddp__process_id) + sizeof(void *) + sizeof(ddp__buffer) + 1
+                           + DDP__ADDRESSES_MAX);
     ddp__tcp *t = (ddp__tcp *)ddp_host_alloc(group, size);
     if (!t) return NULL;
     pthread_mutex_init(&t->lock, NULL);
-    t->card = (ddp__card *)(void *)(t + 1);
-    t->source = (const void **)(void *)(t->card + w);
-    t->data = (ddp__buffer *)(void *)(t->source + w);
-    t->state = (unsigned char *)(t->data + w);
-    t->announced = (char *)(t->state + w);
-    t->venue = *venue;
-    ddp_result result = ddp__venue_alloc(&t->venue, group);
-    if (result == DDP_OK) result = ddp__room(group, &t->out, (w + 1) * DDP__ANNOUNCED);
-    for (int r = 0; r < t->venue.count && r < ddp_world_size(group) && result == DDP_OK; r++)
-        result = ddp__room(group, &t->data[r], (ddp_rank(group) ? w : 1) * DDP__ANNOUNCED);
-    if (result == DDP_OK || (!split && t->venue.peer)) return t;
+    t->process = (ddp__process_id *)(void *)(t + 1);
+    t->sources = (const void **)(void *)(t->process + w);
+    t->received = (ddp__buffer *)(void *)(t->sources + w);
+    t->rank_state = (unsigned char *)(t->received + w);
+    t->addresses = (char *)(t->rank_state + w);
+    t->rendezvous = *venue;
+    ddp_result result = ddp__rendezvous_alloc(&t->rendezvous, group);
+    if (result == DDP_OK) result = ddp__buffer_reserve(group, &t->to_send, (w + 1) * DDP__ADDRESSES_MAX);
+    for (int r = 0; r < t->rendezvous.peer_count && r < ddp_world_size(group) && result == DDP_OK; r++)
+        result = ddp__buffer_reserve(group, &t->received[r], (ddp_rank(group) ? w : 1) * DDP__ADDRESSES_MAX);
+    if (result == DDP_OK || (!split && t->rendezvous.peer)) return t;
     ddp__tcp_close(group, t);
     return NULL;
 }
 
 /* Connects the ranks. Each of them then sends its card to all others. */
-static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t) {
-    ddp__card mine;
-    const ddp_call call = {DDP_CALL_ALL_GATHER, DDP_U64, DDP_OP_SUM, -1,   0,    0, mine, t->card,
-                           DDP__CARD_WORDS,     NULL,    NULL,       NULL, NULL, 0, 0,    DDP_IN_NO_CALL};
-    ddp__peer *p = t->venue.peer;
-    ddp__card_here(mine);
-    DDP_TRY(ddp__meet(&t->venue, NULL));
-    for (int r = 0; r < t->venue.count; r++) ddp__tcp_tune(p[r].fd, ddp_group_timeout_ms(group));
+static ddp_result ddp__tcp_connect(ddp_group *group, ddp__tcp *t) {
+    ddp__process_id mine;
+    const ddp_call call = {DDP_CALL_ALL_GATHER, DDP_U64, DDP_OP_SUM, -1,   0,    0, mine, t->process,
+                           DDP__PROCESS_WORDS,  NULL,    NULL,       NULL, NULL, 0, 0,    DDP_IN_NO_CALL};
+    ddp__peer *p = t->rendezvous.peer;
+    ddp__process_id_self(mine);
+    DDP_TRY(ddp__connect_ranks(&t->rendezvous, NULL));
+    for (int r = 0; r < t->rendezvous.peer_count; r++)
+        ddp__tcp_set_socket_options(p[r].fd, ddp_group_timeout_ms(group));
     if (ddp_rank(group)) {
-        snprintf(p->who, sizeof p->who, "%.95s", p->text);
+        snprintf(p->name, sizeof p->name, "%.95s", p->text);
         /* Rank 0 only answers: data outside a call is invalid. */
         p->arrived = 1;
     }
@@ -7670,59 +7708,60 @@ static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t) {
 }
 
 /* Opens the group of t: its ranks meet. If all of them are on one machine, the group switches to shared
-   memory and closes its connections. t: from ddp__tcp_new; NULL = no memory. */
+   memory and closes its connections. t: from ddp__tcp_alloc; NULL = no memory. */
 static ddp_result ddp__tcp_open(ddp_group *group, ddp__tcp *t, void **state) {
-    int world_size = ddp_world_size(group), here = 0, before = 0;
+    int world_size = ddp_world_size(group), local_count = 0, local_rank = 0;
     /* Not from the gathered cards: rank 0 has sent this rank's card too, and may have changed it. */
     const uint64_t machine = ddp_machine_id();
-    ddp__card cards[DDP_MAX_LOCAL_RANKS];
+    ddp__process_id cards[DDP_MAX_LOCAL_RANKS];
     if (!t) return DDP_ERR_NO_MEMORY;
-    ddp_result result = ddp__tcp_meet(group, t);
+    ddp_result result = ddp__tcp_connect(group, t);
     if (result != DDP_OK) {
         ddp__tcp_close(group, t);
         return result;
     }
     for (int r = 0; r < world_size; r++) {
-        if (t->card[r][DDP__CARD_MACHINE] != machine) continue;
-        before += r < ddp_rank(group);
-        here++;
+        if (t->process[r][DDP__PROCESS_MACHINE] != machine) continue;
+        local_rank += r < ddp_rank(group);
+        local_count++;
     }
-    ddp_group_set_local(group, before, here);
-    if (here < world_size || here > DDP_MAX_LOCAL_RANKS) {
+    ddp_group_set_local(group, local_rank, local_count);
+    if (local_count < world_size || local_count > DDP_MAX_LOCAL_RANKS) {
         *state = t;
         return DDP_OK;
     }
-    ddp__venue local = DDP_ZERO;
-    snprintf(local.token, sizeof local.token, "tcp:%016llx", (unsigned long long)t->card[0][DDP__CARD_NONCE]);
-    memcpy(cards, t->card, (size_t)world_size * sizeof *cards);
-    local.card = (const ddp__card *)cards;
+    ddp__rendezvous local = DDP_ZERO;
+    snprintf(local.token, sizeof local.token, "tcp:%016llx",
+             (unsigned long long)t->process[0][DDP__PROCESS_NONCE]);
+    memcpy(cards, t->process, (size_t)world_size * sizeof *cards);
+    local.process = (const ddp__process_id *)cards;
     ddp__tcp_close(group, t);
-    return ddp__local_meet(group, &local, state);
+    return ddp__local_connect(group, &local, state);
 }
 
 /* The leader of each new group sends its addresses to all ranks of the parent and, unless local is 1, the
    port at which it listens. leader: of this rank's new group, as a rank of the parent. venue: of this rank's
    new group; NULL = it joins none. */
-static ddp_result ddp__tcp_announce(ddp_group *parent, const ddp__tcp *t, ddp__venue *venue, int leader,
-                                    int local) {
-    char mine[DDP__ANNOUNCED] = "", *theirs;
+static ddp_result ddp__tcp_exchange_addresses(ddp_group *parent, const ddp__tcp *t, ddp__rendezvous *venue,
+                                              int leader, int local) {
+    char own_list[DDP__ADDRESSES_MAX] = "", *list;
     if (venue && leader == ddp_rank(parent)) {
-        int *listener = &venue->peer[venue->count - 1].fd;
+        int *listener = &venue->peer[venue->peer_count - 1].fd;
         if (!local) *listener = ddp__tcp_listen("", 0, 1);
-        ddp__announce_text(*listener, mine);
+        ddp__addresses_write(*listener, own_list);
     }
-    uint64_t size = strlen(mine) + 1;
+    uint64_t size = strlen(own_list) + 1;
     /* Usually small: few machines have many addresses. */
     DDP_TRY(ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL));
-    if (size <= strlen(mine) || size > sizeof mine)
+    if (size <= strlen(own_list) || size > sizeof own_list)
         return ddp_fail_in(DDP_ERR_MISMATCH, "ddp_group_split", parent,
                            "a rank announces %llu bytes, allowed are %zu", (unsigned long long)size,
-                           sizeof mine);
-    DDP_TRY(ddp_all_gather(parent, mine, t->announced, size, DDP_U8, NULL));
+                           sizeof own_list);
+    DDP_TRY(ddp_all_gather(parent, own_list, t->addresses, size, DDP_U8, NULL));
     if (!venue) return DDP_OK;
-    theirs = t->announced + size * (uint64_t)leader;
-    theirs[size - 1] = 0;
-    if (ddp__venue_hear(venue, 0, theirs) && (local || venue->port)) return DDP_OK;
+    list = t->addresses + size * (uint64_t)leader;
+    list[size - 1] = 0;
+    if (ddp__addresses_parse(venue, 0, list) && (local || venue->port)) return DDP_OK;
     return ddp_fail_in(DDP_ERR_SYSTEM, "ddp_group_split", parent, "rank %d could not listen at any port",
                        leader);
 }
@@ -7735,31 +7774,32 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
     const ddp__tcp *t = (const ddp__tcp *)state;
     int local = member_count <= DDP_MAX_LOCAL_RANKS;
     ddp__tcp *made = NULL;
-    ddp__venue here = DDP_ZERO, *venue = child ? &here : NULL;
+    ddp__rendezvous local_rendezvous = DDP_ZERO, *venue = child ? &local_rendezvous : NULL;
     ddp_result result = member_count && !child ? DDP_ERR_NO_MEMORY : DDP_OK;
     *child_state = NULL;
     for (int i = 1; i < member_count; i++)
-        local &= t->card[members[i]][DDP__CARD_MACHINE] == t->card[members[0]][DDP__CARD_MACHINE];
+        local &= t->process[members[i]][DDP__PROCESS_MACHINE] == t->process[members[0]][DDP__PROCESS_MACHINE];
     if (child && local) {
-        here.card = (const ddp__card *)t->card;
-        here.member = members;
-        result = ddp__venue_alloc(&here, child);
+        local_rendezvous.process = (const ddp__process_id *)t->process;
+        local_rendezvous.process_index = members;
+        result = ddp__rendezvous_alloc(&local_rendezvous, child);
     } else if (child) {
-        here.ports = 1;
-        here.secured = t->venue.secured;
-        memcpy(here.key, t->venue.key, sizeof here.key);
-        made = ddp__tcp_new(child, &here, 1);
+        local_rendezvous.port_count = 1;
+        local_rendezvous.has_secret = t->rendezvous.has_secret;
+        memcpy(local_rendezvous.key, t->rendezvous.key, sizeof local_rendezvous.key);
+        made = ddp__tcp_alloc(child, &local_rendezvous, 1);
         if (made)
-            venue = &made->venue;
+            venue = &made->rendezvous;
         else
             result = DDP_ERR_NO_MEMORY;
     }
     result = ddp_agree(parent, "ddp_group_split", result, 0, "");
-    if (result == DDP_OK) result = ddp__tcp_announce(parent, t, venue, child ? members[0] : -1, local);
+    if (result == DDP_OK)
+        result = ddp__tcp_exchange_addresses(parent, t, venue, child ? members[0] : -1, local);
     if (result == DDP_OK && made) return ddp__tcp_open(child, made, child_state);
-    if (result == DDP_OK && child) return ddp__local_meet(child, &here, child_state);
+    if (result == DDP_OK && child) return ddp__local_connect(child, &local_rendezvous, child_state);
     if (made) ddp__tcp_close(child, made);
-    ddp__venue_close(&here);
+    ddp__rendezvous_close(&local_rendezvous);
     return result;
 }
 
@@ -7841,9 +7881,9 @@ static void ddp__group_delete(ddp_group *group) {
 
 /* Creates a group without the state of its backend. desc is resolved. parent: of a split, or NULL. Sets *out
    only on success. */
-static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend,
-                                 int rank, int world_size, ddp_group *parent) {
-    size_t w = (size_t)world_size, size = sizeof(ddp_group) + w * (sizeof(ddp__vote) + sizeof(int));
+static ddp_result ddp__group_alloc(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend,
+                                   int rank, int world_size, ddp_group *parent) {
+    size_t w = (size_t)world_size, size = sizeof(ddp_group) + w * (sizeof(ddp__agree_entry) + sizeof(int));
     ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
     if (!group)
         return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", size);
@@ -7857,8 +7897,8 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     madvise(in_rank, DDP__PAGE, 18 /* MADV_WIPEONFORK; Linux before 4.14 does without */);
     *in_rank = 1;
     group->in_rank = in_rank;
-    group->votes = (ddp__vote *)(void *)(group + 1);
-    group->world_rank = (int *)(void *)(group->votes + w);
+    group->agree_entries = (ddp__agree_entry *)(void *)(group + 1);
+    group->world_rank = (int *)(void *)(group->agree_entries + w);
     group->desc = *desc;
     snprintf(group->name, sizeof group->name, "%s", desc->name);
     group->desc.name = group->name;
@@ -7867,7 +7907,7 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     group->world_size = group->local_world_size = world_size;
     group->backend = backend;
     group->device = desc->device;
-    group->device_index = ddp__here.device_plus_1 - 1;
+    group->device_index = ddp__launch_identity.device_plus_1 - 1;
     group->queued = backend->enqueues || desc->device->use_stream;
     if (desc->order == DDP_ORDER_DEFAULT)
         group->desc.order = backend->default_order ? backend->default_order : DDP_ORDER_TREE;
@@ -7884,31 +7924,31 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     return result;
 }
 
-/* Creates a group with the state of its backend. backend NULL: tcp, and the ranks meet at v. Ranks of the
-   local backend use the world or the heap of id, or meet by v->token. */
-static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend,
-                                 const ddp__identity *id, ddp__venue *v) {
+/* Creates a group with the state of its backend. backend NULL: tcp, and the ranks meet at rv. Ranks of the
+   local backend use the world or the heap of id, or meet by rv->token. */
+static ddp_result ddp__group_open(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend,
+                                  const ddp__identity *id, ddp__rendezvous *rv) {
     ddp_group *group = NULL;
-    ddp_result result = ddp__group_new(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank,
-                                       id->world_size, NULL);
+    ddp_result result = ddp__group_alloc(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank,
+                                         id->world_size, NULL);
     /* Participates without a group, so that other ranks do not wait for this one. */
     if (result != DDP_OK && id->world && backend == &ddp__backend_local) {
         ddp_saved_error first = {DDP_OK, ""};
         ddp_error_save(&first, result);
-        ddp__local_again(NULL, id->world);
+        ddp__local_duplicate(NULL, id->world);
         return ddp_error_restore(&first);
     }
     if (result != DDP_OK) return result;
     if (!backend) {
-        result = ddp__tcp_open(group, ddp__tcp_new(group, v, 0), &group->state);
+        result = ddp__tcp_open(group, ddp__tcp_alloc(group, rv, 0), &group->state);
     } else if (backend != &ddp__backend_local) {
         ddp_group_set_local(group, id->local_rank, id->local_world_size);
         if (backend->open) result = backend->open(group, &group->state);
     } else if (id->world) {
-        result = ddp__local_again(group, id->world);
+        result = ddp__local_duplicate(group, id->world);
     } else {
-        result = id->heap ? ddp__local_join(group, id->heap, &group->state)
-                          : ddp__local_meet(group, v, &group->state);
+        result = id->heap ? ddp__local_open_world(group, id->heap, &group->state)
+                          : ddp__local_connect(group, rv, &group->state);
     }
     if (result == DDP_OK)
         *out = group;
@@ -7920,15 +7960,15 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
 DDPDEF ddp_result ddp_group_create_local(ddp_group **out, ddp_group *whole, const char *token,
                                          const int *ranks, int count, int timeout_ms) {
     ddp_group_desc desc = whole->desc;
-    ddp__identity here = DDP_ZERO;
-    ddp__venue v = DDP_ZERO;
-    here.world_size = count;
-    while (ranks[here.rank] != whole->rank) here.rank++;
-    snprintf(v.token, sizeof v.token, "%s", token);
+    ddp__identity identity = DDP_ZERO;
+    ddp__rendezvous rv = DDP_ZERO;
+    identity.world_size = count;
+    while (ranks[identity.rank] != whole->rank) identity.rank++;
+    snprintf(rv.token, sizeof rv.token, "%s", token);
     desc.order = DDP_ORDER_TREE;
     desc.device = ddp_device_cpu();
     desc.timeout_ms = timeout_ms;
-    return ddp__world_new(out, &desc, &ddp__backend_local, &here, &v);
+    return ddp__group_open(out, &desc, &ddp__backend_local, &identity, &rv);
 }
 
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc) {
@@ -7945,7 +7985,7 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
     if (desc->timeout_ms) d.timeout_ms = desc->timeout_ms;
     ddp_result result = ddp__group_desc_resolve(__func__, &d, &d);
     if (result == DDP_OK)
-        result = ddp__group_new(&group, &d, d.backend, control->rank, control->world_size, NULL);
+        result = ddp__group_alloc(&group, &d, d.backend, control->rank, control->world_size, NULL);
     if (result == DDP_OK) ddp__lost_share(group, control, NULL);
     result = ddp_agree(control, "ddp_group_create", result, 0, ""); /* open needs every rank */
     if (result == DDP_OK && d.backend->open) {
@@ -7962,22 +8002,22 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
 static const char *const ddp__schemes[DDP__SCHEMES] = {"self://", "env://", "mpi://", "tcp://", "file://"};
 
 /* Chooses the backend and the rendezvous of a world, and creates it. */
-static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id,
-                              int scheme) {
+static ddp_result ddp__create_world(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id,
+                                    int scheme) {
     const char *host = ddp__env_text("MASTER_ADDR");
-    int url = scheme >= DDP__BY_TCP, mpi = scheme == DDP__BY_MPI, alone = scheme == DDP__BY_SELF;
-    ddp__venue v = DDP_ZERO;
-    snprintf(v.token, sizeof v.token, "%s", id->token);
-    DDP__JOIN_NEED(!alone || id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d",
-                   id->world_size);
-    DDP__JOIN_NEED(!url || desc->world_size > 0 || id->size_variable,
-                   "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
-                   desc->init_method);
-    if (!alone && desc->backend) return ddp__world_new(out, desc, desc->backend, id, NULL);
-    if (!mpi && id->heap) return ddp__world_new(out, desc, &ddp__backend_local, id, NULL);
-    if (!mpi && id->world_size == 1) return ddp__world_new(out, desc, &ddp__backend_self, id, NULL);
+    int is_url = scheme >= DDP__BY_TCP, mpi = scheme == DDP__BY_MPI, is_self = scheme == DDP__BY_SELF;
+    ddp__rendezvous rv = DDP_ZERO;
+    snprintf(rv.token, sizeof rv.token, "%s", id->token);
+    DDP__CREATE_CHECK(!is_self || id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d",
+                      id->world_size);
+    DDP__CREATE_CHECK(!is_url || desc->world_size > 0 || id->size_variable,
+                      "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
+                      desc->init_method);
+    if (!is_self && desc->backend) return ddp__group_open(out, desc, desc->backend, id, NULL);
+    if (!mpi && id->heap) return ddp__group_open(out, desc, &ddp__backend_local, id, NULL);
+    if (!mpi && id->world_size == 1) return ddp__group_open(out, desc, &ddp__backend_self, id, NULL);
 #if defined(DDP_USE_MPI)
-    mpi |= !url && (strncmp(id->token, "ompi:", 5) == 0 || strncmp(id->token, "pmi:", 4) == 0);
+    mpi |= !is_url && (strncmp(id->token, "ompi:", 5) == 0 || strncmp(id->token, "pmi:", 4) == 0);
     if (mpi) {
         ddp_group_desc d = *desc;
         d.rank = id->rank;
@@ -7993,13 +8033,13 @@ static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const
     int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host)
                     && !*ddp__env_text("LOCAL_WORLD_SIZE")
                     && (desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0);
-    if (!url && id->local_world_size == id->world_size && !elsewhere)
-        return ddp__world_new(out, desc, &ddp__backend_local, id, &v);
-    v.ports = 1;
-    DDP_TRY(url ? ddp__venue_from_url(&v, id, desc) : ddp__venue_from_env(&v, id));
-    DDP_TRY(
-        ddp__venue_secure(&v, desc->secret, ddp__env_text("DDP_SECRET"), ddp__env_text("DDP_SECRET_FILE")));
-    return ddp__world_new(out, desc, NULL, id, &v);
+    if (!is_url && id->local_world_size == id->world_size && !elsewhere)
+        return ddp__group_open(out, desc, &ddp__backend_local, id, &rv);
+    rv.port_count = 1;
+    DDP_TRY(is_url ? ddp__rendezvous_from_url(&rv, id, desc) : ddp__rendezvous_from_env(&rv, id));
+    DDP_TRY(ddp__rendezvous_set_key(&rv, desc->secret, ddp__env_text("DDP_SECRET"),
+                                    ddp__env_text("DDP_SECRET_FILE")));
+    return ddp__group_open(out, desc, NULL, id, &rv);
 }
 
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) {
@@ -8018,8 +8058,8 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
               "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or "
               "\"self://\"",
               d.init_method);
-    DDP_TRY(ddp__identity_of(&id, &d, scheme));
-    return ddp__create(out, &d, &id, scheme);
+    DDP_TRY(ddp__identity_resolve(&id, &d, scheme));
+    return ddp__create_world(out, &d, &id, scheme);
 }
 
 /* Lists the members of this rank's color, ordered by key, then rank. Returns their number. table: color and
@@ -8040,22 +8080,23 @@ static int ddp__split_members(const int32_t *table, int world_size, int rank, in
 
 /* Returns the first rank that failed, or that has another hash than rank 0; -1 = none. Ranks that failed
    because of another one come last. */
-static int ddp__first_dissent(const ddp_group *group, int *mismatch) {
+static int ddp__agree_first_failure(const ddp_group *group, int *mismatch) {
     int poisoned = -1, different = -1;
     for (int r = group->world_size - 1; r >= 0; r--) {
-        ddp_result result = (ddp_result)group->votes[r].result;
+        ddp_result result = (ddp_result)group->agree_entries[r].result;
         if (result == DDP_ERR_POISONED) poisoned = r;
-        if (group->votes[r].hash != group->votes[0].hash) different = r;
+        if (group->agree_entries[r].hash != group->agree_entries[0].hash) different = r;
     }
     for (int r = 0; r < group->world_size; r++)
-        if (group->votes[r].result != DDP_OK && group->votes[r].result != DDP_ERR_POISONED) return r;
+        if (group->agree_entries[r].result != DDP_OK && group->agree_entries[r].result != DDP_ERR_POISONED)
+            return r;
     *mismatch = poisoned < 0 && different >= 0;
     return poisoned >= 0 ? poisoned : different;
 }
 
 /* Returns the part in which description a differs from b: the first "name=value" with another value, or all
    of a. */
-static const char *ddp__difference(const char *a, const char *b, int *length) {
+static const char *ddp__first_difference(const char *a, const char *b, int *length) {
     size_t word = 0, end;
     for (size_t i = 0; a[i] && a[i] == b[i]; i++)
         if (a[i] == ' ') word = i + 1;
@@ -8066,11 +8107,11 @@ static const char *ddp__difference(const char *a, const char *b, int *length) {
 }
 
 /* Fails with the difference between the descriptions of rank 0 and rank `other`. */
-static ddp_result ddp__disagree(ddp_group *group, const char *who, const char *zero, int other,
-                                const char *others) {
+static ddp_result ddp__agree_fail_mismatch(ddp_group *group, const char *who, const char *zero, int other,
+                                           const char *others) {
     int lengths[2];
-    const char *a = ddp__difference(zero, others, &lengths[0]);
-    const char *b = ddp__difference(others, zero, &lengths[1]);
+    const char *a = ddp__first_difference(zero, others, &lengths[0]);
+    const char *b = ddp__first_difference(others, zero, &lengths[1]);
     return ddp_fail_in(DDP_ERR_MISMATCH, who, group,
                        "ranks differ: rank 0 %.*s, rank %d %.*s; give every rank the same", lengths[0], a,
                        other, lengths[1], b);
@@ -8080,17 +8121,18 @@ static ddp_result ddp__disagree(ddp_group *group, const char *who, const char *z
    group). Cuts off the prefix of another rank's call. The name of another group stays: the cause names ranks
    of that group. *inner: 1 = the line is from a group of the same name and another size, which a backend
    keeps inside this group. Its rank numbers differ and are cut off as well. */
-static const char *ddp__bare_cause(const ddp_group *group, const char *who, const char *line, int *inner) {
-    char here[48];
+static const char *ddp__strip_error_prefix(const ddp_group *group, const char *who, const char *line,
+                                           int *is_inner) {
+    char group_field[48];
     int length = 0, size = group->world_size, skipped = 0;
-    snprintf(here, sizeof here, "group=%s", group->name);
+    snprintf(group_field, sizeof group_field, "group=%s", group->name);
     (void)sscanf(line, "rank %*d/%d %n", &size, &length);
     line += length;
-    const char *end = strstr(line, ": "), *place = strstr(line, here);
-    const char *after = place ? place + strlen(here) : "";
-    *inner = size != group->world_size && *after == ':';
+    const char *end = strstr(line, ": "), *place = strstr(line, group_field);
+    const char *after = place ? place + strlen(group_field) : "";
+    *is_inner = size != group->world_size && *after == ':';
     if (length && place && end > place && strchr(": ", *after)) {
-        if (*inner) (void)sscanf(end + 2, "rank %*d: %n", &skipped);
+        if (*is_inner) (void)sscanf(end + 2, "rank %*d: %n", &skipped);
         return end + 2 + skipped;
     }
     if (strncmp(line, who, strlen(who)) != 0) return line;
@@ -8101,35 +8143,37 @@ static const char *ddp__bare_cause(const ddp_group *group, const char *who, cons
 DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, uint64_t hash,
                             const char *what) {
     who = ddp_public_call_name(who);
-    char own[DDP__TEXT_MAX], text[2][DDP__TEXT_MAX];
-    ddp__vote vote = {mine, 0, hash};
-    int first, mismatch = 0, inner = 0, named = 0;
-    snprintf(own, sizeof own, "%s", mine == DDP_OK ? "" : ddp_last_error());
-    ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, &vote, group->votes, sizeof vote,
-                                            DDP_U8, DDP_OP_SUM, -1);
-    if (result != DDP_OK && mine != DDP_OK) return ddp_fail(mine, "%s", own);
+    char own_text[DDP__TEXT_MAX], text[2][DDP__TEXT_MAX];
+    ddp__agree_entry vote = {mine, 0, hash};
+    int failed_rank, mismatch = 0, is_inner = 0, name_length = 0;
+    snprintf(own_text, sizeof own_text, "%s", mine == DDP_OK ? "" : ddp_last_error());
+    ddp_result result = ddp_host_collective(group, DDP_CALL_ALL_GATHER, &vote, group->agree_entries,
+                                            sizeof vote, DDP_U8, DDP_OP_SUM, -1);
+    if (result != DDP_OK && mine != DDP_OK) return ddp_fail(mine, "%s", own_text);
     /* The line names a call that the user did not make. */
     if (result != DDP_OK)
-        return ddp_fail_in(result, who, group, "%s", ddp__bare_cause(group, who, ddp_last_error(), &inner));
-    first = ddp__first_dissent(group, &mismatch);
-    if (first < 0) return DDP_OK;
+        return ddp_fail_in(result, who, group, "%s",
+                           ddp__strip_error_prefix(group, who, ddp_last_error(), &is_inner));
+    failed_rank = ddp__agree_first_failure(group, &mismatch);
+    if (failed_rank < 0) return DDP_OK;
     /* Broadcasts the text of the first rank that failed or differs; for a mismatch first that of rank 0. */
     for (int i = !mismatch; i < 2; i++) {
         if (mismatch)
             snprintf(text[i], sizeof text[i], "%.*s", DDP_AGREE_TEXT, what);
         else
-            memcpy(text[i], own, sizeof own);
+            memcpy(text[i], own_text, sizeof own_text);
         DDP_TRY(ddp_host_collective(group, DDP_CALL_BROADCAST, text[i], text[i], sizeof text[i], DDP_U8,
-                                    DDP_OP_SUM, i ? first : 0));
+                                    DDP_OP_SUM, i ? failed_rank : 0));
     }
-    if (mismatch) return ddp__disagree(group, who, text[0], first, text[1]);
-    mine = (ddp_result)group->votes[first].result;
-    const char *cause = ddp__bare_cause(group, who, text[1], &inner);
-    if (first == group->rank && strstr(own, who) && !inner) return ddp_fail(mine, "%s", own);
+    if (mismatch) return ddp__agree_fail_mismatch(group, who, text[0], failed_rank, text[1]);
+    mine = (ddp_result)group->agree_entries[failed_rank].result;
+    const char *cause = ddp__strip_error_prefix(group, who, text[1], &is_inner);
+    if (failed_rank == group->rank && strstr(own_text, who) && !is_inner)
+        return ddp_fail(mine, "%s", own_text);
     /* An earlier ddp_agree of this group may have named the rank already. */
-    (void)sscanf(cause, "rank %*d: %n", &named);
-    if (named) return ddp_fail_in(mine, who, group, "%s", cause);
-    return ddp_fail_in(mine, who, group, "rank %d: %s", first, cause);
+    (void)sscanf(cause, "rank %*d: %n", &name_length);
+    if (name_length) return ddp_fail_in(mine, who, group, "%s", cause);
+    return ddp_fail_in(mine, who, group, "rank %d: %s", failed_rank, cause);
 }
 
 DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const char *who, ddp_result mine,
@@ -8169,7 +8213,7 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
         return DDP__GROUP_FAIL(group, DDP_ERR_UNSUPPORTED, "%s: the %s backend makes no groups",
                                ddp_public_call_name("ddp_group_split"), group->backend->name);
     int32_t mine[2] = {color < 0 ? -1 : color, key};
-    int32_t *table = (int32_t *)(void *)group->votes;
+    int32_t *table = (int32_t *)(void *)group->agree_entries;
     int *members = (int *)(table + 2 * group->world_size), count = 0, me = 0;
     ddp_group *child = NULL;
     ddp_result opened = DDP_OK;
@@ -8177,12 +8221,12 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
                                             -1);
     if (result == DDP_OK && color >= 0) {
         count = ddp__split_members(table, group->world_size, group->rank, members, &me);
-        opened = ddp__group_new(&child, &group->desc, group->backend, me, count, group);
+        opened = ddp__group_alloc(&child, &group->desc, group->backend, me, count, group);
         if (child) {
             snprintf(child->name, sizeof child->name, "%.20s.%d", group->name, color);
             ddp__lost_share(child, group, members);
-            /* A backend may call ddp_agree on the parent, which uses the parent's votes. */
-            members = (int *)memcpy(child->votes, members, (size_t)count * sizeof *members);
+            /* A backend may call ddp_agree on the parent, which uses the parent's entries. */
+            members = (int *)memcpy(child->agree_entries, members, (size_t)count * sizeof *members);
         }
     }
     /* A rank without memory still participates, so that other ranks do not wait for it. */
@@ -8263,24 +8307,24 @@ DDPDEF void ddp_group_signal(ddp_group *group, uint64_t *word, uint64_t value) {
         group->backend->signal(group, group->state, word, value);
 }
 
-typedef struct ddp__goal {
+typedef struct ddp__wait_signal_arguments {
     const uint64_t *word;
     uint64_t target;
-} ddp__goal;
+} ddp__wait_signal_arguments;
 
-static ddp_result ddp__await_task(ddp_group *group, void *argument) {
-    const ddp__goal *goal = (const ddp__goal *)argument;
+static ddp_result ddp__wait_signal_task(ddp_group *group, void *argument) {
+    const ddp__wait_signal_arguments *goal = (const ddp__wait_signal_arguments *)argument;
     ddp_call call = ddp__call_of(DDP_CALL_BARRIER, NULL, NULL, (size_t)goal->target, DDP_U8);
     ddp_result result = group->backend->wait_signal(group, group->state, goal->word, goal->target);
-    call.tag = DDP__FOR_AWAIT;
+    call.tag = DDP__FOR_WAIT_SIGNAL;
     call.flags = DDP_CALL_HOST_MEMORY;
     call.seq = group->seq; /* of the last collective before it */
     return result == DDP_OK ? DDP_OK : ddp__call_failed(group, &call, result);
 }
 
 DDPDEF ddp_result ddp_group_wait_signal(ddp_group *group, const uint64_t *word, uint64_t target) {
-    ddp__goal goal = {word, target};
-    return group->world_size > 1 ? ddp_group_enqueue(group, ddp__await_task, &goal, NULL) : DDP_OK;
+    ddp__wait_signal_arguments goal = {word, target};
+    return group->world_size > 1 ? ddp_group_enqueue(group, ddp__wait_signal_task, &goal, NULL) : DDP_OK;
 }
 
 DDPDEF const char *ddp_group_name(const ddp_group *group) { return group->name; }
@@ -8289,19 +8333,20 @@ DDPDEF void *ddp_group_backend_user(const ddp_group *group) { return group->desc
    group=dp seq=3: no memory" becomes "cause: rank 1 in ddp_fsdp_load: no memory". A cause inside an error
    line stays as it is. In a forked process the call does nothing, because the failure is not the rank's. */
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) {
-    char line[DDP__TEXT_MAX], who[64], name[32] = "", of[48] = "";
-    const char *begun = strstr(text, DDP__CAUSE), *rest = NULL;
+    char line[DDP__TEXT_MAX], who[64], name[32] = "", of_group[48] = "";
+    const char *cause_begin = strstr(text, DDP__CAUSE), *rest = NULL;
     int rank, size, at = 0;
     if (ddp_group_is_forked(group)) return;
-    if (!begun && sscanf(text, "rank %d/%d %63[a-z0-9_]%n", &rank, &size, who, &at) == 3)
+    if (!cause_begin && sscanf(text, "rank %d/%d %63[a-z0-9_]%n", &rank, &size, who, &at) == 3)
         rest = strstr(text + at, ": ");
     if (rest) {
         const char *in = strstr(text + at, " group=");
         if (in && in < rest) sscanf(in, " group=%31[^ :]", name);
-        if (name[0] && strcmp(name, group->name) != 0) snprintf(of, sizeof of, " of group=%s", name);
-        snprintf(line, sizeof line, DDP__CAUSE "rank %d%s in %s: %.360s", rank, of, who, rest + 2);
+        if (name[0] && strcmp(name, group->name) != 0)
+            snprintf(of_group, sizeof of_group, " of group=%s", name);
+        snprintf(line, sizeof line, DDP__CAUSE "rank %d%s in %s: %.360s", rank, of_group, who, rest + 2);
     }
-    group->backend->poison(group, group->state, cause, begun ? begun : rest ? line : text);
+    group->backend->poison(group, group->state, cause, cause_begin ? cause_begin : rest ? line : text);
 }
 
 DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to) {
@@ -8430,16 +8475,16 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
 #define DDP__MPI_PIECE_BYTES ((size_t)1 << 30) /* of one MPI call: its counts are int */
 #define DDP__MPI_CHUNK_BYTES ((size_t)2 << 20) /* of a rank's data, reduced at a time; 16 KiB or more */
 #endif
-enum { DDP__MPI_DATA, DDP__MPI_NOTICE, DDP__MPI_TAGS /* the first tag of messages */ };
+enum { DDP__MPI_DATA, DDP__MPI_CONTROL, DDP__MPI_TAGS /* the first tag of messages */ };
 
-/* DDP__NOTICE_FAILED: the first cause. DDP__NOTICE_WHO: requests a DDP__NOTICE_HERE, which contains the
-   sender's present call. DDP__NOTICE_LEFT: the sender destroys its handle after call seq. */
-enum { DDP__NOTICE_FAILED, DDP__NOTICE_WHO, DDP__NOTICE_HERE, DDP__NOTICE_LEFT, DDP__NOTICES };
-typedef struct ddp__mpi_notice {
+/* DDP__CONTROL_FAILED: the first cause. DDP__CONTROL_QUERY: requests a DDP__CONTROL_REPLY, which contains the
+   sender's present call. DDP__CONTROL_LEFT: the sender destroys its handle after call seq. */
+enum { DDP__CONTROL_FAILED, DDP__CONTROL_QUERY, DDP__CONTROL_REPLY, DDP__CONTROL_LEFT, DDP__CONTROL_KINDS };
+typedef struct ddp__mpi_control {
     int32_t kind, code;
     uint64_t seq, lost[2]; /* lost: FAILED: from ddp_group_get_lost */
     char text[512];
-} ddp__mpi_notice;
+} ddp__mpi_control;
 
 /* A message. dtype, count and the user's buffer travel together: a receive overwrites all three. */
 typedef struct ddp__mpi_message {
@@ -8452,32 +8497,33 @@ typedef struct ddp__mpi {
     MPI_Comm comm;
     ddp_group *local; /* the ranks of this machine */
     int rank, world_size;
-    int one_thread;      /* 1 = only the main thread may call MPI, or one thread at a time */
-    int block;           /* ranks of each machine, where they are 2^k in a row; otherwise 1 */
-    int step;            /* ranks that it divides participate in the transfer, as rank / step */
-    int *machine_of;     /* of each rank: the first rank of its machine */
-    unsigned char *here; /* each rank's answer to the notice of ddp__mpi_overdue */
-    ddp__mpi_notice notice[DDP__NOTICES]; /* of each kind, as sent: MPI may still read them */
-    ddp_call call;                        /* the collective in flight */
-    /* 1 = the failure has been sent to the other ranks, or came from one of them. */
-    uint32_t told;
-    int left;              /* the first rank that has left */
-    uint64_t left_after;   /* the number of its last call */
-    uint64_t word[9];      /* for MPI calls of this file; after a failure MPI may still write there */
-    MPI_Request *requests; /* of the call in flight, at most four per rank */
+    int one_thread;        /* 1 = only the main thread may call MPI, or one thread at a time */
+    int ranks_per_machine; /* if every machine holds the same 2^k consecutive ranks; otherwise 1 */
+    int stride;            /* the ranks that it divides take part in the transfer, as rank / stride */
+    int *machine_of;       /* of each rank: the first rank of its machine */
+    /* Failures */
+    ddp__mpi_control control[DDP__CONTROL_KINDS]; /* of each kind, as sent: MPI may still read them */
+    unsigned char *rank_state;                    /* DDP_RANK_... of each rank, by its CONTROL_REPLY */
+    uint32_t failure_sent;   /* 1 = the failure has been sent to the other ranks, or came from one */
+    int departed_rank;       /* the first rank that has destroyed its handle */
+    uint64_t departed_after; /* seq of its last call */
+    /* The collective in flight */
+    ddp_call call;
+    int method;            /* of an all_reduce: rank 0 chooses it, and sends it with the hash of its call */
+    MPI_Request *requests; /* at most four per rank */
     int request_count;
-    int messages; /* 1 = the requests are messages, not a collective of MPI */
-    /* Bytes of a rank's chunk in scratch, which holds two chunks and one pointer per rank. */
-    size_t room;
-    size_t chunk; /* room, or a multiple of it if fewer ranks participate */
-    unsigned char *scratch;
-    float *wide;         /* a chunk of 16-bit floats, converted */
-    int method;          /* of this all_reduce: rank 0 sends it with its fingerprint */
-    ddp_tuner tuner[16]; /* by size */
+    int cancellable;   /* 1 = the requests are messages, not a collective of MPI */
+    uint64_t words[9]; /* for MPI calls of this file; after a failure MPI may still write there */
+    /* Memory for sums */
+    unsigned char *scratch;  /* two chunks and one pointer per rank */
+    size_t rank_chunk_bytes; /* bytes of scratch for one chunk of one rank */
+    size_t chunk_bytes;      /* rank_chunk_bytes, or a multiple of it if fewer ranks take part */
+    float *f32_chunk;        /* a chunk of 16-bit floats, converted */
+    ddp_tuner tuner[16];     /* by size */
 } ddp__mpi;
 enum { DDP__MPI_BY_MACHINE, DDP__MPI_FLAT, DDP__MPI_METHODS };
 /* Worlds that are open or have failed. MPI is not finalised before they are closed. */
-static uint32_t ddp__mpi_worlds;
+static uint32_t ddp__mpi_open_worlds;
 
 static ddp_result ddp__mpi_result(int error, const char *call) {
     char text[MPI_MAX_ERROR_STRING] = "";
@@ -8492,36 +8538,37 @@ static ddp_result ddp__mpi_result(int error, const char *call) {
 
 /* --- failures --- */
 
-static void ddp__mpi_tell(ddp__mpi *s, int to, int kind) {
+static void ddp__mpi_send_control(ddp__mpi *s, int to, int kind) {
     MPI_Request request;
-    ddp__mpi_notice *notice = &s->notice[kind];
+    ddp__mpi_control *notice = &s->control[kind];
     notice->kind = kind;
     if (to == s->rank) return;
-    if (MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, to, DDP__MPI_NOTICE, s->comm, &request)
+    if (MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, to, DDP__MPI_CONTROL, s->comm, &request)
         == MPI_SUCCESS)
         MPI_Request_free(&request);
 }
 
 /* Records the cause in the local group, and sends the group's first cause to the other ranks, once. */
 static void ddp__mpi_poison(ddp__mpi *s, ddp_result cause, const char *text) {
-    ddp__mpi_notice *notice = &s->notice[DDP__NOTICE_FAILED];
+    ddp__mpi_control *notice = &s->control[DDP__CONTROL_FAILED];
     if (!s->local) return; /* the group is being opened */
     ddp_group_poison(s->local, cause, text);
-    if (__atomic_exchange_n(&s->told, 1u, __ATOMIC_SEQ_CST)) return;
+    if (__atomic_exchange_n(&s->failure_sent, 1u, __ATOMIC_SEQ_CST)) return;
     notice->code = (int32_t)ddp_group_cause(s->local);
     snprintf(notice->text, sizeof notice->text, "%s", ddp_last_error());
     ddp_group_get_lost(s->local, notice->lost);
-    for (int r = 0; r < s->world_size; r++) ddp__mpi_tell(s, r, DDP__NOTICE_FAILED);
+    for (int r = 0; r < s->world_size; r++) ddp__mpi_send_control(s, r, DDP__CONTROL_FAILED);
 }
 
 /* Poisons the group, on any thread. If this thread must not call MPI, the failure reaches the other ranks
    with the next call of the main thread. */
-static void ddp__mpi_call_off(ddp_group *group, void *state, ddp_result cause, const char *text) {
+static void ddp__mpi_poison_from_any_thread(ddp_group *group, void *state, ddp_result cause,
+                                            const char *text) {
     ddp__mpi *s = (ddp__mpi *)state;
-    int may = 1;
+    int may_call_mpi = 1;
     (void)group;
-    if (s->one_thread) MPI_Is_thread_main(&may);
-    if (may)
+    if (s->one_thread) MPI_Is_thread_main(&may_call_mpi);
+    if (may_call_mpi)
         ddp__mpi_poison(s, cause, text);
     else
         ddp_group_poison(s->local, cause, text);
@@ -8534,26 +8581,28 @@ static ddp_result ddp__mpi_fail(ddp__mpi *s, ddp_result cause) {
 }
 
 /* Receives pending notices. This also lets MPI progress messages that it has accepted. */
-static void ddp__mpi_listen(void *state) {
+static void ddp__mpi_receive_control(void *state) {
     ddp__mpi *s = (ddp__mpi *)state;
-    ddp__mpi_notice notice;
+    ddp__mpi_control notice;
     MPI_Message message;
     MPI_Status status;
-    int there = 0;
-    while (MPI_Improbe(MPI_ANY_SOURCE, DDP__MPI_NOTICE, s->comm, &there, &message, &status) == MPI_SUCCESS
-           && there && MPI_Mrecv(&notice, (int)sizeof notice, MPI_BYTE, &message, &status) == MPI_SUCCESS) {
+    int has_message = 0;
+    while (MPI_Improbe(MPI_ANY_SOURCE, DDP__MPI_CONTROL, s->comm, &has_message, &message, &status)
+               == MPI_SUCCESS
+           && has_message
+           && MPI_Mrecv(&notice, (int)sizeof notice, MPI_BYTE, &message, &status) == MPI_SUCCESS) {
         int from = status.MPI_SOURCE, in_this_call = notice.seq >= s->call.seq;
-        if (notice.kind == DDP__NOTICE_WHO) ddp__mpi_tell(s, from, DDP__NOTICE_HERE);
-        if (notice.kind == DDP__NOTICE_HERE)
-            s->here[from] = in_this_call ? DDP_RANK_ARRIVED : DDP_RANK_BEHIND;
-        if (notice.kind == DDP__NOTICE_FAILED) {
-            __atomic_store_n(&s->told, 1u, __ATOMIC_RELEASE);
+        if (notice.kind == DDP__CONTROL_QUERY) ddp__mpi_send_control(s, from, DDP__CONTROL_REPLY);
+        if (notice.kind == DDP__CONTROL_REPLY)
+            s->rank_state[from] = in_this_call ? DDP_RANK_ARRIVED : DDP_RANK_BEHIND;
+        if (notice.kind == DDP__CONTROL_FAILED) {
+            __atomic_store_n(&s->failure_sent, 1u, __ATOMIC_RELEASE);
             ddp_group_add_lost(s->local, notice.lost, (ddp_result)notice.code, notice.text);
             ddp_group_poison(s->local, (ddp_result)notice.code, notice.text);
         }
-        if (notice.kind == DDP__NOTICE_LEFT && notice.seq < s->left_after) {
-            s->left_after = notice.seq;
-            s->left = from;
+        if (notice.kind == DDP__CONTROL_LEFT && notice.seq < s->departed_after) {
+            s->departed_after = notice.seq;
+            s->departed_rank = from;
         }
     }
 }
@@ -8562,36 +8611,37 @@ static void ddp__mpi_listen(void *state) {
 static ddp_result ddp__mpi_status(const ddp_group *group, void *state) {
     ddp__mpi *s = (ddp__mpi *)state;
     (void)group;
-    if (!s->one_thread) ddp__mpi_listen(s);
+    if (!s->one_thread) ddp__mpi_receive_control(s);
     return ddp_group_cause(s->local);
 }
 
-/* Handles a timeout of a call. Sends DDP__NOTICE_WHO to the ranks first, first + step, ... up to last. Ranks
-   that wait for MPI answer within half a second. The others are silent, and the error line names them. */
-static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s, const ddp_call *call, int first, int last,
-                             int step) {
-    memset(s->here, DDP_RANK_ARRIVED, (size_t)s->world_size);
+/* Handles a timeout of a call. Sends DDP__CONTROL_QUERY to the ranks first, first + step, ... up to last.
+   Ranks that wait for MPI answer within half a second. The others are silent, and the error line names
+   them. */
+static void ddp__mpi_find_silent_ranks(ddp_group *group, ddp__mpi *s, const ddp_call *call, int first,
+                                       int last, int step) {
+    memset(s->rank_state, DDP_RANK_ARRIVED, (size_t)s->world_size);
     for (int r = first; r <= last; r += step) {
-        if (r != s->rank) s->here[r] = DDP_RANK_SILENT;
-        ddp__mpi_tell(s, r, DDP__NOTICE_WHO);
+        if (r != s->rank) s->rank_state[r] = DDP_RANK_SILENT;
+        ddp__mpi_send_control(s, r, DDP__CONTROL_QUERY);
     }
-    for (double end = ddp_now() + 0.5; ddp_now() < end; usleep(1000)) ddp__mpi_listen(s);
+    for (double end = ddp_now() + 0.5; ddp_now() < end; usleep(1000)) ddp__mpi_receive_control(s);
     if (ddp_group_cause(s->local) != DDP_OK) return; /* another rank has found the cause already */
-    ddp__mpi_fail(s, ddp_call_timed_out(group, call, s->here));
+    ddp__mpi_fail(s, ddp_call_timed_out(group, call, s->rank_state));
 }
 
 /* Runs regularly during a wait. Returns DDP_OK while the wait may continue. */
-static ddp_result ddp__mpi_look(ddp_group *group, ddp__mpi *s, double start) {
+static ddp_result ddp__mpi_check_wait(ddp_group *group, ddp__mpi *s, double start) {
     int timeout_ms = ddp_group_timeout_ms(group), overdue = ddp_now() - start > timeout_ms * 1e-3;
     if (!s->local) /* the group is being opened */
         return !overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", timeout_ms);
-    ddp__mpi_listen(s);
-    if (s->left_after < s->call.seq)
-        ddp__mpi_fail(s, ddp_fail(DDP_ERR_PEER_LOST, "rank %d has destroyed this group", s->left));
+    ddp__mpi_receive_control(s);
+    if (s->departed_after < s->call.seq)
+        ddp__mpi_fail(s, ddp_fail(DDP_ERR_PEER_LOST, "rank %d has destroyed this group", s->departed_rank));
     ddp_result cause = ddp_group_check_lost(group);
     if (cause != DDP_OK) ddp__mpi_fail(s, cause);
     if (overdue && ddp_group_cause(s->local) == DDP_OK)
-        ddp__mpi_overdue(group, s, &s->call, 0, s->world_size - 1, s->step);
+        ddp__mpi_find_silent_ranks(group, s, &s->call, 0, s->world_size - 1, s->stride);
     cause = ddp_group_cause(s->local);
     return cause == DDP_OK ? DDP_OK : ddp__mpi_fail(s, cause);
 }
@@ -8607,7 +8657,7 @@ static ddp_result ddp__mpi_wait(ddp_group *group, ddp__mpi *s) {
         if (done) break;
         if (tries < 1000) continue;
         if (tries == 1000) start = ddp_now();
-        if (tries % 16 == 0) DDP_TRY(ddp__mpi_look(group, s, start));
+        if (tries % 16 == 0) DDP_TRY(ddp__mpi_check_wait(group, s, start));
         sched_yield();
     }
     s->request_count = 0;
@@ -8617,59 +8667,60 @@ static ddp_result ddp__mpi_wait(ddp_group *group, ddp__mpi *s) {
 /* Runs a collective of MPI from its start to its end. */
 #define DDP__MPI_RUN(group, s, function, ...)                                             \
     do {                                                                                  \
-        (s)->messages = 0;                                                                \
+        (s)->cancellable = 0;                                                             \
         DDP__MPI(function, __VA_ARGS__, (s)->comm, &(s)->requests[(s)->request_count++]); \
         DDP_TRY(ddp__mpi_wait(group, s));                                                 \
     } while (0)
 
 /* Starts to send or receive one message of two parts: `head` bytes at memory, and size_bytes at memory + at.
    MPI counts are int, so that a large part is described as rows and a rest. */
-static ddp_result ddp__mpi_post(ddp__mpi *s, int sends, void *memory, size_t head, MPI_Aint at,
-                                size_t size_bytes, int peer, int tag, MPI_Request *request) {
+static ddp_result ddp__mpi_start_message(ddp__mpi *s, int sends, void *memory, size_t head, MPI_Aint at,
+                                         size_t size_bytes, int peer, int tag, MPI_Request *request) {
     enum { ROW = 65536 };
-    int made = head || size_bytes > DDP__MPI_PIECE_BYTES, count = made ? 1 : (int)size_bytes;
+    int is_derived = head || size_bytes > DDP__MPI_PIECE_BYTES, count = is_derived ? 1 : (int)size_bytes;
     MPI_Datatype type = MPI_BYTE;
-    if (made) {
+    if (is_derived) {
         int lengths[3] = {(int)head, (int)(size_bytes / ROW), (int)(size_bytes % ROW)};
-        MPI_Aint places[3] = {0, at, at + (MPI_Aint)(size_bytes / ROW * ROW)};
+        MPI_Aint displacements[3] = {0, at, at + (MPI_Aint)(size_bytes / ROW * ROW)};
         MPI_Datatype types[3] = {MPI_BYTE, MPI_BYTE, MPI_BYTE};
         DDP__MPI(MPI_Type_contiguous, ROW, MPI_BYTE, &types[1]);
-        DDP__MPI(MPI_Type_create_struct, 3, lengths, places, types, &type);
+        DDP__MPI(MPI_Type_create_struct, 3, lengths, displacements, types, &type);
         MPI_Type_free(&types[1]);
         DDP__MPI(MPI_Type_commit, &type);
     }
     int error = sends ? MPI_Isend(memory, count, type, peer, tag, s->comm, request)
                       : MPI_Irecv(memory, count, type, peer, tag, s->comm, request);
-    if (made) MPI_Type_free(&type); /* MPI frees it when the message is complete */
+    if (is_derived) MPI_Type_free(&type); /* MPI frees it when the message is complete */
     return ddp__mpi_result(error, sends ? "MPI_Isend" : "MPI_Irecv");
 }
 
 /* Starts to send or receive a piece of a call. peer: counted in steps. */
-static ddp_result ddp__mpi_start(ddp__mpi *s, int sends, const void *memory, size_t size_bytes, int peer) {
+static ddp_result ddp__mpi_start_piece(ddp__mpi *s, int sends, const void *memory, size_t size_bytes,
+                                       int peer) {
     if (!size_bytes) return DDP_OK;
-    DDP_TRY(ddp__mpi_post(s, sends, (void *)(uintptr_t)memory, 0, 0, size_bytes, peer * s->step,
-                          DDP__MPI_DATA, &s->requests[s->request_count]));
+    DDP_TRY(ddp__mpi_start_message(s, sends, (void *)(uintptr_t)memory, 0, 0, size_bytes, peer * s->stride,
+                                   DDP__MPI_DATA, &s->requests[s->request_count]));
     s->request_count++;
-    s->messages = 1;
+    s->cancellable = 1;
     return DDP_OK;
 }
 
 /* Returns the peer of turn i. In each turn a rank sends to one peer and receives from another, and no two
    ranks send to the same one. */
 static int ddp__mpi_peer(const ddp__mpi *s, int i) {
-    return (s->rank / s->step + i) % (s->world_size / s->step);
+    return (s->rank / s->stride + i) % (s->world_size / s->stride);
 }
 
 /* Executes a call that adds nothing: one exchange. */
-static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+static ddp_result ddp__mpi_exchange(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     const unsigned char *send = (const unsigned char *)call->send;
     unsigned char *recv = (unsigned char *)call->recv;
     int me = s->rank, w = s->world_size;
     for (int i = 1; i < w; i++) {
         int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
         ddp_bytes out = ddp_call_sends(call, me, to), in = ddp_call_receives(call, me, from);
-        DDP_TRY(ddp__mpi_start(s, 0, recv + in.begin, in.size, from));
-        DDP_TRY(ddp__mpi_start(s, 1, send + out.begin, out.size, to));
+        DDP_TRY(ddp__mpi_start_piece(s, 0, recv + in.begin, in.size, from));
+        DDP_TRY(ddp__mpi_start_piece(s, 1, send + out.begin, out.size, to));
     }
     ddp_bytes out = ddp_call_sends(call, me, me), in = ddp_call_receives(call, me, me);
     if (in.size && out.size && recv + in.begin != send + out.begin)
@@ -8679,15 +8730,15 @@ static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *c
 
 /* Returns chunk k of the data that rank r reduces, as a range of every rank's send buffer: of its block in a
    reduce_scatter, otherwise of its share of the buffer, in whole cache lines. */
-static ddp_bytes ddp__mpi_share(const ddp__mpi *s, const ddp_call *call, int r, size_t k) {
+static ddp_bytes ddp__mpi_reduced_chunk(const ddp__mpi *s, const ddp_call *call, int r, size_t k) {
     ddp_bytes part = ddp_call_sends(call, 0, call->root >= 0 ? call->root : r);
-    size_t w = (size_t)(s->world_size / s->step), at = k * s->chunk;
+    size_t w = (size_t)(s->world_size / s->stride), at = k * s->chunk_bytes;
     if (call->kind != DDP_CALL_REDUCE_SCATTER) {
         size_t share = ddp_round_up((part.size + w - 1) / w, 64), begin = share * (size_t)r;
         part.begin = begin < part.size ? begin : part.size;
         part.size = part.size - part.begin < share ? part.size - part.begin : share;
     }
-    part.size = part.size <= at ? 0 : part.size - at < s->chunk ? part.size - at : s->chunk;
+    part.size = part.size <= at ? 0 : part.size - at < s->chunk_bytes ? part.size - at : s->chunk_bytes;
     part.begin += at;
     return part;
 }
@@ -8698,37 +8749,39 @@ static ddp_bytes ddp__mpi_share(const ddp__mpi *s, const ddp_call *call, int r, 
                            meanwhile it adds up its share of chunk k - 1, and sends the sum to the others */
 static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *call, int step) {
     int me = s->rank / step, w = s->world_size / step, scatters = call->kind == DDP_CALL_REDUCE_SCATTER;
-    int gets = scatters || ddp_call_receives(call, s->rank, s->rank).size > 0;
-    size_t chunk = s->room * (size_t)step, half = (size_t)w * chunk, left = 1;
+    int receives = scatters || ddp_call_receives(call, s->rank, s->rank).size > 0;
+    size_t chunk = s->rank_chunk_bytes * (size_t)step, half = (size_t)w * chunk, remaining = 1;
     const unsigned char *send = (const unsigned char *)call->send;
     unsigned char *recv = (unsigned char *)call->recv;
     const void **sources = (const void **)(void *)s->scratch;
     unsigned char *chunks = s->scratch + (size_t)s->world_size * sizeof *sources;
-    s->step = step;
-    s->chunk = chunk; /* fewer ranks: more memory for each */
-    for (size_t k = 0; left; k++) {
-        unsigned char *came = chunks + (k & 1) * half, *before = chunks + (~k & 1) * half;
-        ddp_bytes mine = ddp__mpi_share(s, call, me, k);
-        left = ddp__mpi_share(s, call, 0, k).size; /* no share is larger than the first */
-        for (int i = 1; i < w && left; i++) {
+    s->stride = step;
+    s->chunk_bytes = chunk; /* fewer ranks: more memory for each */
+    for (size_t k = 0; remaining; k++) {
+        unsigned char *arriving = chunks + (k & 1) * half, *arrived = chunks + (~k & 1) * half;
+        ddp_bytes share = ddp__mpi_reduced_chunk(s, call, me, k);
+        remaining = ddp__mpi_reduced_chunk(s, call, 0, k).size; /* no share is larger than the first */
+        for (int i = 1; i < w && remaining; i++) {
             int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
-            ddp_bytes theirs = ddp__mpi_share(s, call, to, k);
-            DDP_TRY(ddp__mpi_start(s, 0, came + (size_t)from * chunk, mine.size, from));
-            DDP_TRY(ddp__mpi_start(s, 1, send + theirs.begin, theirs.size, to));
+            ddp_bytes peer_share = ddp__mpi_reduced_chunk(s, call, to, k);
+            DDP_TRY(ddp__mpi_start_piece(s, 0, arriving + (size_t)from * chunk, share.size, from));
+            DDP_TRY(ddp__mpi_start_piece(s, 1, send + peer_share.begin, peer_share.size, to));
         }
         if (k > 0) {
-            mine = ddp__mpi_share(s, call, me, k - 1);
-            void *sum = before + (size_t)me * chunk;
-            if (gets) sum = recv + (scatters ? (k - 1) * chunk : mine.begin);
-            for (int r = 0; r < w; r++) sources[r] = before + (size_t)r * chunk;
-            sources[me] = send + mine.begin;
-            ddp_reduce_tree(sum, sources, w, mine.size / ddp_dtype_size(call->dtype), call->dtype, call->op,
+            share = ddp__mpi_reduced_chunk(s, call, me, k - 1);
+            void *sum = arrived + (size_t)me * chunk;
+            if (receives) sum = recv + (scatters ? (k - 1) * chunk : share.begin);
+            for (int r = 0; r < w; r++) sources[r] = arrived + (size_t)r * chunk;
+            sources[me] = send + share.begin;
+            ddp_reduce_tree(sum, sources, w, share.size / ddp_dtype_size(call->dtype), call->dtype, call->op,
                             call->divisor);
             for (int i = 1; i < w && !scatters; i++) {
                 int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
-                ddp_bytes theirs = ddp__mpi_share(s, call, from, k - 1);
-                if (gets) DDP_TRY(ddp__mpi_start(s, 0, recv + theirs.begin, theirs.size, from));
-                if (ddp_call_receives(call, to, to).size) DDP_TRY(ddp__mpi_start(s, 1, sum, mine.size, to));
+                ddp_bytes peer_share = ddp__mpi_reduced_chunk(s, call, from, k - 1);
+                if (receives)
+                    DDP_TRY(ddp__mpi_start_piece(s, 0, recv + peer_share.begin, peer_share.size, from));
+                if (ddp_call_receives(call, to, to).size)
+                    DDP_TRY(ddp__mpi_start_piece(s, 1, sum, share.size, to));
             }
         }
         DDP_TRY(ddp__mpi_wait(group, s));
@@ -8743,22 +8796,24 @@ static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_c
     ddp_call part = *call;
     ddp_op op = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op;
     part.dtype = ddp_sum_dtype(call->dtype);
-    size_t element = ddp_dtype_size(call->dtype), most = DDP__MPI_CHUNK_BYTES / ddp_dtype_size(part.dtype), n;
-    int leads = ddp_rank(s->local) == 0, converts = part.dtype != call->dtype;
-    if (converts && !s->wide && !(s->wide = (float *)ddp_host_alloc(group, most * sizeof(float))))
+    size_t element = ddp_dtype_size(call->dtype),
+           max_count = DDP__MPI_CHUNK_BYTES / ddp_dtype_size(part.dtype), count;
+    int is_leader = ddp_rank(s->local) == 0, converts = part.dtype != call->dtype;
+    if (converts && !s->f32_chunk
+        && !(s->f32_chunk = (float *)ddp_host_alloc(group, max_count * sizeof(float))))
         return DDP_ERR_NO_MEMORY;
-    for (size_t first = 0; first < call->count; first += n) {
+    for (size_t first = 0; first < call->count; first += count) {
         const unsigned char *send = (const unsigned char *)call->send + first * element;
         unsigned char *recv = (unsigned char *)call->recv + first * element;
-        void *sum = converts ? (void *)s->wide : recv;
-        n = call->count - first < most ? call->count - first : most;
-        if (converts) cpu->cast(sum, DDP_F32, send, call->dtype, n);
-        DDP_TRY(ddp_reduce(s->local, converts ? sum : send, sum, n, part.dtype, op, 0, NULL));
+        void *sum = converts ? (void *)s->f32_chunk : recv;
+        count = call->count - first < max_count ? call->count - first : max_count;
+        if (converts) cpu->cast(sum, DDP_F32, send, call->dtype, count);
+        DDP_TRY(ddp_reduce(s->local, converts ? sum : send, sum, count, part.dtype, op, 0, NULL));
         part.send = part.recv = sum;
-        part.count = n;
-        if (leads) DDP_TRY(ddp__mpi_flat(group, s, &part, s->block));
-        if (leads && converts) cpu->cast(recv, call->dtype, sum, DDP_F32, n);
-        DDP_TRY(ddp_broadcast(s->local, recv, n, call->dtype, 0, NULL));
+        part.count = count;
+        if (is_leader) DDP_TRY(ddp__mpi_flat(group, s, &part, s->ranks_per_machine));
+        if (is_leader && converts) cpu->cast(recv, call->dtype, sum, DDP_F32, count);
+        DDP_TRY(ddp_broadcast(s->local, recv, count, call->dtype, 0, NULL));
     }
     return DDP_OK;
 }
@@ -8766,7 +8821,7 @@ static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_c
 /* Returns the MPI type for a sum that MPI computes, otherwise MPI_DATATYPE_NULL. MPI never computes MIN and
    MAX of floats, since NaN must win; sums of 16-bit floats; sums of bytes, since Open MPI's vector code
    saturates. A reduce_scatter is one exchange with either method. */
-static MPI_Datatype ddp__mpi_adds(const ddp_group *group, const ddp_call *call) {
+static MPI_Datatype ddp__mpi_native_sum_type(const ddp_group *group, const ddp_call *call) {
     static const MPI_Datatype none = MPI_DATATYPE_NULL,
                               types[] = {/* by ddp_dtype */
                                          none, MPI_FLOAT, MPI_DOUBLE,  none,        none,
@@ -8777,26 +8832,26 @@ static MPI_Datatype ddp__mpi_adds(const ddp_group *group, const ddp_call *call) 
 }
 
 /* Executes a call that MPI computes: a broadcast, or a sum in any order. */
-static ddp_result ddp__mpi_whole(ddp_group *group, ddp__mpi *s, const ddp_call *call, MPI_Datatype type) {
+static ddp_result ddp__mpi_native(ddp_group *group, ddp__mpi *s, const ddp_call *call, MPI_Datatype type) {
     static const MPI_Op ops[] = {MPI_SUM, MPI_SUM, MPI_MIN, MPI_MAX, MPI_PROD};
     MPI_Op op = ops[call->op];
-    size_t element = ddp_dtype_size(call->dtype), most = DDP__MPI_PIECE_BYTES / element, n;
-    int moves = call->kind == DDP_CALL_BROADCAST;
-    int gets = call->kind == DDP_CALL_ALL_REDUCE || s->rank == call->root;
+    size_t element = ddp_dtype_size(call->dtype), max_count = DDP__MPI_PIECE_BYTES / element, n;
+    int is_broadcast = call->kind == DDP_CALL_BROADCAST;
+    int receives = call->kind == DDP_CALL_ALL_REDUCE || s->rank == call->root;
     for (size_t first = 0; first < call->count; first += n) {
         unsigned char *recv = (unsigned char *)call->recv + first * element;
-        const void *send = moves || (call->send == call->recv && gets)
+        const void *send = is_broadcast || (call->send == call->recv && receives)
                                ? MPI_IN_PLACE
                                : (const unsigned char *)call->send + first * element;
-        n = call->count - first < most ? call->count - first : most;
-        if (moves)
+        n = call->count - first < max_count ? call->count - first : max_count;
+        if (is_broadcast)
             DDP__MPI_RUN(group, s, MPI_Ibcast, recv, (int)(n * element), MPI_BYTE, call->root);
         else if (call->kind == DDP_CALL_ALL_REDUCE)
             DDP__MPI_RUN(group, s, MPI_Iallreduce, send, recv, (int)n, type, op);
         else
-            DDP__MPI_RUN(group, s, MPI_Ireduce, send, gets ? recv : NULL, (int)n, type, op, call->root);
+            DDP__MPI_RUN(group, s, MPI_Ireduce, send, receives ? recv : NULL, (int)n, type, op, call->root);
     }
-    if (!moves && call->op == DDP_OP_AVG && gets)
+    if (!is_broadcast && call->op == DDP_OP_AVG && receives)
         ddp_device_cpu()->divide(call->recv, call->count, call->dtype, call->divisor);
     return DDP_OK;
 }
@@ -8811,40 +8866,44 @@ static ddp_tuner *ddp__mpi_tuner(ddp__mpi *s, const ddp_call *call) {
 
 /* Compares the calls of all ranks: on DDP_OK they are the same. In an all_to_all_v each rank also compares
    the counts of its peers with its own. */
-static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    uint64_t *mine = s->word, *hash = s->word + 3, *most = s->word + 6, *all = (uint64_t *)(void *)s->scratch;
-    int proposes = s->rank == 0 && s->block > 1 && call->kind == DDP_CALL_ALL_REDUCE, other = 1;
-    ddp_call_pack(call, mine);
-    mine[2] = hash[0] = ddp_call_hash(call, s->world_size);
-    hash[1] = ~hash[0]; /* its maximum is the minimum of hash[0] */
-    hash[2] = proposes ? (uint64_t)ddp_tuner_pick(ddp__mpi_tuner(s, call), DDP__MPI_METHODS) : 0;
-    DDP__MPI_RUN(group, s, MPI_Iallreduce, hash, most, 3, MPI_UINT64_T, MPI_MAX);
-    s->method = s->block > 1 ? (int)most[2] : DDP__MPI_FLAT;
-    if (most[0] != hash[0] || most[1] != hash[1]) {
-        DDP__MPI_RUN(group, s, MPI_Iallgather, mine, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
+static ddp_result ddp__mpi_compare_calls(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    uint64_t *own_call = s->words, *own_max = s->words + 3, *max = s->words + 6,
+             *all = (uint64_t *)(void *)s->scratch;
+    int proposes = s->rank == 0 && s->ranks_per_machine > 1 && call->kind == DDP_CALL_ALL_REDUCE, other = 1;
+    ddp_call_pack(call, own_call);
+    own_call[2] = own_max[0] = ddp_call_hash(call, s->world_size);
+    own_max[1] = ~own_max[0]; /* its maximum is the minimum of hash[0] */
+    own_max[2] = proposes ? (uint64_t)ddp_tuner_pick(ddp__mpi_tuner(s, call), DDP__MPI_METHODS) : 0;
+    DDP__MPI_RUN(group, s, MPI_Iallreduce, own_max, max, 3, MPI_UINT64_T, MPI_MAX);
+    s->method = s->ranks_per_machine > 1 ? (int)max[2] : DDP__MPI_FLAT;
+    if (max[0] != own_max[0] || max[1] != own_max[1]) {
+        DDP__MPI_RUN(group, s, MPI_Iallgather, own_call, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
         while (other < s->world_size - 1 && all[2] == all[3 * other + 2]) other++;
         DDP_TRY(ddp_call_compare(0, all, other, all + 3 * other));
         return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts of rank 0 and of rank %d", other);
     }
     if (!call->send_counts) return DDP_OK;
-    size_t w = (size_t)s->world_size, r = 0, *given = (size_t *)(void *)s->scratch, *counts = given + w;
+    size_t w = (size_t)s->world_size, rank = 0, *peer_counts = (size_t *)(void *)s->scratch,
+           *counts = peer_counts + w;
     memcpy(counts, call->send_counts, w * sizeof *counts); /* after a failure MPI may still read them */
-    DDP__MPI_RUN(group, s, MPI_Ialltoall, counts, sizeof *given, MPI_BYTE, given, sizeof *given, MPI_BYTE);
-    while (r < w && given[r] == call->recv_counts[r]) r++;
-    if (r == w) return DDP_OK;
+    DDP__MPI_RUN(group, s, MPI_Ialltoall, counts, sizeof *peer_counts, MPI_BYTE, peer_counts,
+                 sizeof *peer_counts, MPI_BYTE);
+    while (rank < w && peer_counts[rank] == call->recv_counts[rank]) rank++;
+    if (rank == w) return DDP_OK;
     return ddp_fail(DDP_ERR_MISMATCH,
-                    "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", (int)r,
-                    (unsigned long long)given[r], s->rank, (unsigned long long)call->recv_counts[r]);
+                    "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", (int)rank,
+                    (unsigned long long)peer_counts[rank], s->rank,
+                    (unsigned long long)call->recv_counts[rank]);
 }
 
-static ddp_result ddp__mpi_carry(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    MPI_Datatype type = ddp__mpi_adds(group, call);
+static ddp_result ddp__mpi_execute(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    MPI_Datatype type = ddp__mpi_native_sum_type(group, call);
     DDP_TRY(ddp_group_cause(s->local));
-    DDP_TRY(ddp__mpi_enter(group, s, call));
+    DDP_TRY(ddp__mpi_compare_calls(group, s, call));
     if (call->kind == DDP_CALL_BARRIER || (call->count == 0 && !call->recv_counts)) return DDP_OK;
     if (call->kind == DDP_CALL_BROADCAST || type != MPI_DATATYPE_NULL)
-        return ddp__mpi_whole(group, s, call, type);
-    if (!ddp_call_adds(call)) return ddp__mpi_move(group, s, call);
+        return ddp__mpi_native(group, s, call, type);
+    if (!ddp_call_adds(call)) return ddp__mpi_exchange(group, s, call);
     if (call->kind != DDP_CALL_ALL_REDUCE) return ddp__mpi_flat(group, s, call, 1);
     double start = ddp_now();
     DDP_TRY(s->method == DDP__MPI_FLAT ? ddp__mpi_flat(group, s, call, 1)
@@ -8855,14 +8914,14 @@ static ddp_result ddp__mpi_carry(ddp_group *group, ddp__mpi *s, const ddp_call *
 
 static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__mpi *s = (ddp__mpi *)state;
-    for (int i = 0; i < DDP__NOTICES; i++) s->notice[i].seq = call->seq;
+    for (int i = 0; i < DDP__CONTROL_KINDS; i++) s->control[i].seq = call->seq;
     s->call = *call;
-    s->step = 1;
+    s->stride = 1;
     s->request_count = 0;
-    ddp_result result = ddp__mpi_carry(group, s, call);
+    ddp_result result = ddp__mpi_execute(group, s, call);
     if (result == DDP_OK) return DDP_OK;
     ddp__mpi_fail(s, result); /* the other ranks wait for this one */
-    for (int i = 0; i < s->request_count && s->messages; i++)
+    for (int i = 0; i < s->request_count && s->cancellable; i++)
         /* Cancelled, so that MPI no longer uses the caller's buffers. */
         if (s->requests[i] != MPI_REQUEST_NULL) MPI_Cancel(&s->requests[i]);
     return DDP_ERR_POISONED;
@@ -8879,7 +8938,7 @@ static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_ca
     m->call = *call;
     m->dtype = (uint64_t)call->dtype;
     m->count = call->count;
-    ddp_result result = ddp__mpi_post(
+    ddp_result result = ddp__mpi_start_message(
         s, call->kind == DDP_CALL_SEND, m, 2 * sizeof(uint64_t), (MPI_Aint)((uintptr_t)data - (uintptr_t)m),
         call->count * ddp_dtype_size(call->dtype), call->root, tag, &m->request);
     if (result != DDP_OK) ddp_host_free(group, m);
@@ -8893,8 +8952,8 @@ static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request
     int error = MPI_Test(&m->request, done, MPI_STATUS_IGNORE), kind = error;
     if (error == MPI_SUCCESS && !*done) {
         if (ddp_p2p_waited(request) > ddp_group_timeout_ms(group) * 1e-3)
-            ddp__mpi_overdue(group, s, call, call->root, call->root, 1);
-        if (ddp__mpi_look(group, s, ddp_now()) == DDP_OK) return DDP_OK;
+            ddp__mpi_find_silent_ranks(group, s, call, call->root, call->root, 1);
+        if (ddp__mpi_check_wait(group, s, ddp_now()) == DDP_OK) return DDP_OK;
         MPI_Cancel(&m->request);
         return DDP_ERR_POISONED;
     }
@@ -8932,32 +8991,32 @@ static ddp_result ddp__mpi_free(ddp_group *group, void *state, void *memory) {
 static void ddp__mpi_close(ddp_group *group, void *state) {
     ddp__mpi *s = (ddp__mpi *)state;
     ddp_result cause = ddp_group_cause(s->local);
-    for (int r = 0; r < s->world_size && cause == DDP_OK; r++) ddp__mpi_tell(s, r, DDP__NOTICE_LEFT);
+    for (int r = 0; r < s->world_size && cause == DDP_OK; r++) ddp__mpi_send_control(s, r, DDP__CONTROL_LEFT);
     if (cause != DDP_OK) ddp__mpi_fail(s, cause);
     ddp_group_destroy(s->local);
     if (cause != DDP_OK) return;
     ddp_host_free(group, s->scratch);
-    ddp_host_free(group, s->wide);
+    ddp_host_free(group, s->f32_chunk);
 }
 
 /* Finds out which ranks share a machine, in groups of at most DDP_MAX_LOCAL_RANKS. ids: the machine of each
    rank, and a number of this job. Writes the ranks of this machine to `ranks`, and returns their number. */
-static int ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[3], int *ranks) {
+static int ddp__mpi_group_by_machine(ddp__mpi *s, uint64_t (*ids)[3], int *ranks) {
     int count = 0, machines = 0;
     for (int r = 0; r < s->world_size; r++) {
-        int before = 0, last = r;
+        int earlier = 0, last = r;
         for (int q = 0; q < r; q++)
             if (ids[q][0] == ids[r][0]) {
-                before++;
+                earlier++;
                 last = q;
             }
-        s->machine_of[r] = before % DDP_MAX_LOCAL_RANKS ? s->machine_of[last] : r;
+        s->machine_of[r] = earlier % DDP_MAX_LOCAL_RANKS ? s->machine_of[last] : r;
         machines += s->machine_of[r] == r;
     }
     int block = s->world_size / machines;
-    s->block = block & (block - 1) ? 1 : block;
+    s->ranks_per_machine = block & (block - 1) ? 1 : block;
     for (int r = 0; r < s->world_size; r++) {
-        if (s->machine_of[r] != r / block * block) s->block = 1;
+        if (s->machine_of[r] != r / block * block) s->ranks_per_machine = 1;
         if (s->machine_of[r] == s->machine_of[s->rank]) ranks[count++] = r;
     }
     return count;
@@ -8965,69 +9024,69 @@ static int ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[3], int *ranks) {
 
 /* Connects the ranks of this machine, unless `local` is their group already. The result is DDP_OK on all
    ranks if the ranks of every machine have connected. */
-static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine,
-                                ddp_group *local) {
+static ddp_result ddp__mpi_connect(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine,
+                                   ddp_group *local) {
     uint64_t(*ids)[3] = (uint64_t(*)[3])(void *)s->scratch;
     int ranks[DDP_MAX_LOCAL_RANKS], count, timeout_ms = ddp_group_timeout_ms(group);
     char token[64];
-    ddp_saved_error met = {DDP_OK, ""};
+    ddp_saved_error outcome = {DDP_OK, ""};
     DDP__MPI(MPI_Comm_idup, comm, &s->comm, &s->requests[s->request_count++]);
     DDP_TRY(ddp__mpi_wait(group, s));
     MPI_Comm_set_errhandler(s->comm, MPI_ERRORS_RETURN);
     s->local = local;
-    s->word[0] = machine;
-    s->word[1] = ddp_unique_id();
-    s->word[2] = (uint64_t)ddp_group_order(group);
-    DDP__MPI_RUN(group, s, MPI_Iallgather, s->word, 3, MPI_UINT64_T, ids, 3, MPI_UINT64_T);
+    s->words[0] = machine;
+    s->words[1] = ddp_unique_id();
+    s->words[2] = (uint64_t)ddp_group_order(group);
+    DDP__MPI_RUN(group, s, MPI_Iallgather, s->words, 3, MPI_UINT64_T, ids, 3, MPI_UINT64_T);
     for (int r = 1; r < s->world_size; r++)
         if (ids[r][2] != ids[0][2])
             return ddp_fail(DDP_ERR_MISMATCH,
                             "rank %d has another desc.order than rank 0; give every rank the same", r);
-    count = ddp__mpi_machines(s, ids, ranks);
+    count = ddp__mpi_group_by_machine(s, ids, ranks);
     snprintf(token, sizeof token, "mpi:%llx:%d", (unsigned long long)ids[ranks[0]][1], ranks[0]);
     /* 3 s more: a rank that waits in MPI times out first, and names the missing one */
     if (count < s->world_size && timeout_ms < 1 << 30) timeout_ms += 3000;
     if (!local)
-        ddp_error_save(&met, ddp_group_create_local(&s->local, group, token, ranks, count, timeout_ms));
+        ddp_error_save(&outcome, ddp_group_create_local(&s->local, group, token, ranks, count, timeout_ms));
     if (s->local) {
         ddp_group_part_of(s->local, group, ranks);
         DDP_TRY(ddp_group_cause(s->local));
     }
-    s->word[0] = met.result == DDP_OK;
-    DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, s->word, 1, MPI_UINT64_T, MPI_MIN);
-    DDP_TRY(ddp_error_restore(&met));
-    if (!s->word[0])
+    s->words[0] = outcome.result == DDP_OK;
+    DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, s->words, 1, MPI_UINT64_T, MPI_MIN);
+    DDP_TRY(ddp_error_restore(&outcome));
+    if (!s->words[0])
         return ddp_fail(DDP_ERR_SYSTEM,
                         "the ranks of another machine could not share memory; see their error");
     ddp_group_set_local(group, ddp_rank(s->local), count);
     return DDP_OK;
 }
 
-static void ddp__mpi_delete(ddp_group *group, ddp__mpi *s) {
+static void ddp__mpi_state_free(ddp_group *group, ddp__mpi *s) {
     if (s) ddp_host_free(group, s->scratch);
     ddp_host_free(group, s);
 }
 
 /* Allocates everything that this rank needs for a group over MPI. Without memory it returns NULL and sets the
    error line. */
-static ddp__mpi *ddp__mpi_new(ddp_group *group) {
+static ddp__mpi *ddp__mpi_state_alloc(ddp_group *group) {
     size_t w = (size_t)ddp_world_size(group), room = DDP__MPI_CHUNK_BYTES / w / 64 * 64;
     ddp__mpi *s = (ddp__mpi *)ddp_host_alloc(group,
                                              sizeof *s + w * (4 * sizeof(MPI_Request) + sizeof(int) + 1));
     if (!s) return NULL;
-    s->room = room < 16384 ? 16384 : room;
-    s->scratch = (unsigned char *)ddp_host_alloc(group, w * (2 * s->room + sizeof(void *)));
+    s->rank_chunk_bytes = room < 16384 ? 16384 : room;
+    s->scratch = (unsigned char *)ddp_host_alloc(group, w * (2 * s->rank_chunk_bytes + sizeof(void *)));
     if (!s->scratch) {
-        ddp__mpi_delete(group, s);
+        ddp__mpi_state_free(group, s);
         return NULL;
     }
     s->requests = (MPI_Request *)(void *)(s + 1);
     s->machine_of = (int *)(void *)(s->requests + 4 * w);
-    s->here = (unsigned char *)(s->machine_of + w);
+    s->rank_state = (unsigned char *)(s->machine_of + w);
     s->rank = ddp_rank(group);
     s->world_size = ddp_world_size(group);
-    s->step = 1;
-    s->left_after = UINT64_MAX;
+    s->stride = 1;
+    s->departed_after = UINT64_MAX;
     return s;
 }
 
@@ -9036,7 +9095,7 @@ static ddp__mpi *ddp__mpi_new(ddp_group *group) {
 static ddp_result ddp__mpi_open_on(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine,
                                    ddp_group *local, void **state) {
     int level;
-    ddp_result result = ddp__mpi_join(group, s, comm, machine, local);
+    ddp_result result = ddp__mpi_connect(group, s, comm, machine, local);
     if (result != DDP_OK) {
         ddp__mpi_fail(s, ddp_fail_in(result, "ddp_group_create", group, "%s", ddp_last_error()));
         if (s->local)
@@ -9048,20 +9107,20 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, ddp__mpi *s, MPI_Comm comm,
     if (ddp_world_size(s->local) == s->world_size) { /* one machine: the group becomes the local one */
         *state = ddp_group_take_over(group, s->local);
         MPI_Comm_free(&s->comm);
-        ddp__mpi_delete(group, s);
+        ddp__mpi_state_free(group, s);
         return DDP_OK;
     }
     MPI_Query_thread(&level);
     s->one_thread = level < MPI_THREAD_MULTIPLE;
     if (s->one_thread) ddp_group_no_thread(group);
-    ddp_group_on_wait(s->local, ddp__mpi_listen, s);
+    ddp_group_on_wait(s->local, ddp__mpi_receive_control, s);
     *state = s;
     return DDP_OK;
 }
 
 /* backend_user: the communicator. */
 static ddp_result ddp__mpi_open(ddp_group *group, void **state) {
-    ddp__mpi *s = ddp__mpi_new(group);
+    ddp__mpi *s = ddp__mpi_state_alloc(group);
     if (!s) return DDP_ERR_NO_MEMORY;
     return ddp__mpi_open_on(group, s, *(MPI_Comm *)ddp_group_backend_user(group), ddp_machine_id(), NULL,
                             state);
@@ -9070,24 +9129,25 @@ static ddp_result ddp__mpi_open(ddp_group *group, void **state) {
 static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *child, const int *members,
                                  int member_count, void **child_state) {
     ddp__mpi *s = (ddp__mpi *)state;
-    ddp_group *part = NULL;
+    ddp_group *child_local = NULL;
     MPI_Comm comm = MPI_COMM_NULL;
     int color = child ? members[0] : -1, key = child ? ddp_rank(child) : 0;
-    ddp_result result = ddp_group_split(s->local, color, key, &part);
-    ddp__mpi *made = child && result == DDP_OK ? ddp__mpi_new(child) : NULL;
+    ddp_result result = ddp_group_split(s->local, color, key, &child_local);
+    ddp__mpi *child_mpi = child && result == DDP_OK ? ddp__mpi_state_alloc(child) : NULL;
     /* The error line is that of the allocation. */
-    if (result == DDP_OK && member_count && !made) result = DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK && member_count && !child_mpi) result = DDP_ERR_NO_MEMORY;
     result = ddp_agree(parent, "ddp_group_split", result, 0, "");
     /* MPI_Comm_split blocks: all ranks call it, or none. */
     if (result == DDP_OK)
         result = ddp__mpi_result(MPI_Comm_split(s->comm, child ? color : MPI_UNDEFINED, key, &comm),
                                  "MPI_Comm_split");
     if (result != DDP_OK) {
-        ddp__mpi_delete(child, made);
-        ddp_group_destroy(part);
+        ddp__mpi_state_free(child, child_mpi);
+        ddp_group_destroy(child_local);
     }
     if (result != DDP_OK || !child) return result;
-    DDP_TRY(ddp__mpi_open_on(child, made, comm, (uint64_t)s->machine_of[s->rank], part, child_state));
+    DDP_TRY(
+        ddp__mpi_open_on(child, child_mpi, comm, (uint64_t)s->machine_of[s->rank], child_local, child_state));
     MPI_Comm_free(&comm);
     return DDP_OK;
 }
@@ -9103,7 +9163,7 @@ static const ddp_backend ddp__backend_mpi = {
     ddp__mpi_alloc,
     ddp__mpi_free,
     ddp__mpi_status,
-    ddp__mpi_call_off,
+    ddp__mpi_poison_from_any_thread,
     ddp__mpi_close,
     0,
     DDP_ORDER_TREE,
@@ -9115,34 +9175,34 @@ static const ddp_backend ddp__backend_mpi = {
 };
 
 /* Runs at exit, if the first group initialised MPI. */
-static void ddp__mpi_end(void) {
-    int over = 0;
-    MPI_Finalized(&over);
-    if (!over && __atomic_load_n(&ddp__mpi_worlds, __ATOMIC_ACQUIRE) == 0) MPI_Finalize();
+static void ddp__mpi_finalize_at_exit(void) {
+    int is_finalized = 0;
+    MPI_Finalized(&is_finalized);
+    if (!is_finalized && __atomic_load_n(&ddp__mpi_open_worlds, __ATOMIC_ACQUIRE) == 0) MPI_Finalize();
 }
 
-static void ddp__mpi_world_ends(ddp_group *group) {
-    if (ddp_group_cause(group) == DDP_OK) __atomic_fetch_sub(&ddp__mpi_worlds, 1u, __ATOMIC_SEQ_CST);
+static void ddp__mpi_world_destroyed(ddp_group *group) {
+    if (ddp_group_cause(group) == DDP_OK) __atomic_fetch_sub(&ddp__mpi_open_worlds, 1u, __ATOMIC_SEQ_CST);
 }
 
 /* Creates a group of the ranks of comm. desc: rank and world_size are those that a launcher or the caller
    expects; 0 = none. starts: 1 = initialises MPI if the program has not. */
-static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm,
-                                 int starts) {
+static ddp_result ddp__mpi_create_world(const char *who, ddp_group **out, const ddp_group_desc *desc,
+                                        MPI_Comm comm, int may_initialize) {
     ddp_group_desc d = *desc;
-    int running = 0, over = 0, between = 0, level;
-    MPI_Initialized(&running);
-    MPI_Finalized(&over);
-    DDP_CHECK(who, NULL, !over,
+    int is_initialized = 0, is_finalized = 0, is_intercommunicator = 0, level;
+    MPI_Initialized(&is_initialized);
+    MPI_Finalized(&is_finalized);
+    DDP_CHECK(who, NULL, !is_finalized,
               "MPI has been finalised and cannot start again; call MPI_Finalize after the last group");
-    DDP_CHECK(who, NULL, running || starts, "MPI is not initialised; call MPI_Init first");
-    if (!running) {
+    DDP_CHECK(who, NULL, is_initialized || may_initialize, "MPI is not initialised; call MPI_Init first");
+    if (!is_initialized) {
         DDP__MPI(MPI_Init_thread, NULL, NULL, MPI_THREAD_MULTIPLE, &level);
         MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-        atexit(ddp__mpi_end);
+        atexit(ddp__mpi_finalize_at_exit);
     }
-    DDP__MPI(MPI_Comm_test_inter, comm, &between);
-    DDP_CHECK(who, NULL, !between,
+    DDP__MPI(MPI_Comm_test_inter, comm, &is_intercommunicator);
+    DDP_CHECK(who, NULL, !is_intercommunicator,
               "comm joins two groups of processes; merge it first (MPI_Intercomm_merge)");
     DDP__MPI(MPI_Comm_rank, comm, &d.rank);
     DDP__MPI(MPI_Comm_size, comm, &d.world_size);
@@ -9154,14 +9214,14 @@ static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_gro
     d.init_method = "mpi://";
     d.backend = &ddp__backend_mpi;
     d.backend_user = &comm;
-    __atomic_fetch_add(&ddp__mpi_worlds, 1u, __ATOMIC_SEQ_CST);
+    __atomic_fetch_add(&ddp__mpi_open_worlds, 1u, __ATOMIC_SEQ_CST);
     DDP_TRY(ddp_group_create(out, &d));
-    ddp_group_on_destroy(*out, ddp__mpi_world_ends);
+    ddp_group_on_destroy(*out, ddp__mpi_world_destroyed);
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_group_create_mpi(ddp_group **out, const ddp_group_desc *desc) {
-    return ddp__mpi_world("ddp_group_create", out, desc, MPI_COMM_WORLD, 1);
+    return ddp__mpi_create_world("ddp_group_create", out, desc, MPI_COMM_WORLD, 1);
 }
 
 DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc) {
@@ -9172,7 +9232,7 @@ DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_g
     DDP_CHECK(__func__, NULL, comm != MPI_COMM_NULL, "comm is MPI_COMM_NULL");
     if (desc) d = *desc;
     d.world_size = 0;
-    return ddp__mpi_world(__func__, out, &d, comm, 0);
+    return ddp__mpi_create_world(__func__, out, &d, comm, 0);
 }
 #endif /* DDP_USE_MPI */
 
@@ -9398,20 +9458,20 @@ static int ddp__set_thread_variables(const ddp__launch *launch) {
 static ddp_result ddp__run_rank(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     const ddp_launch_desc *desc = &launch->desc;
     const int world_size = desc->world_size, device = desc->devices ? desc->devices[rank] + 1 : 0;
-    const ddp__identity saved_identity = ddp__here;
+    const ddp__identity saved_identity = ddp__launch_identity;
     const ddp__identity here = {rank, world_size, rank, world_size, device, launch->heap, NULL, "", NULL};
     /* world: the group that peers and the launcher see. plugged: with the desc's own backend. */
     ddp_group *world = NULL, *on_backend = NULL;
     ddp__error_text[0] = 0;
     ddp__bind_cores(launch, rank);
     ddp__rank_enter(launch->heap, rank, (int)getpid());
-    ddp__here = here;
-    ddp_result result = ddp__world_new(&world, &desc->group, &ddp__backend_local, &here, NULL);
-    ddp__here.world = world;
+    ddp__launch_identity = here;
+    ddp_result result = ddp__group_open(&world, &desc->group, &ddp__backend_local, &here, NULL);
+    ddp__launch_identity.world = world;
     if (result == DDP_OK && desc->group.backend)
         result = ddp_group_create_on(&on_backend, world, &desc->group);
     if (result == DDP_OK) result = launch->fn(on_backend ? on_backend : world, launch->user);
-    ddp__here = saved_identity;
+    ddp__launch_identity = saved_identity;
     if (result != DDP_OK && !ddp_last_error()[0])
         DDP__LAUNCH_FAIL(launch, rank, result, "returned %s", ddp_result_name(result));
     else if (result != DDP_OK)
@@ -9568,13 +9628,13 @@ static ddp_result ddp__launch_join(const ddp__launch *launch) {
     const ddp_launch_desc *desc = &launch->desc;
     ddp_group *world;
     ddp_saved_error outcome = {DDP_OK, ""};
-    int saved_device = ddp__here.device_plus_1;
+    int saved_device = ddp__launch_identity.device_plus_1;
     DDP_TRY(ddp_group_create(&world, &desc->group));
     if (desc->devices && world->local_rank < desc->device_count)
-        ddp__here.device_plus_1 = desc->devices[world->local_rank] + 1;
-    world->device_index = ddp__here.device_plus_1 - 1;
+        ddp__launch_identity.device_plus_1 = desc->devices[world->local_rank] + 1;
+    world->device_index = ddp__launch_identity.device_plus_1 - 1;
     ddp_error_save(&outcome, launch->fn(world, launch->user));
-    ddp__here.device_plus_1 = saved_device;
+    ddp__launch_identity.device_plus_1 = saved_device;
     ddp_group_destroy(world);
     return ddp_error_restore(&outcome);
 }
@@ -9599,7 +9659,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     d->group.init_method = NULL;
     d->group.rank = d->group.world_size = 0;
     DDP_TRY(ddp__group_desc_resolve(__func__, &d->group, &d->group));
-    DDP_TRY(ddp__identity_of(&id, &d->group, DDP__BY_ENV));
+    DDP_TRY(ddp__identity_resolve(&id, &d->group, DDP__BY_ENV));
     DDP_TRY(ddp__check_world_size(__func__, &id, wanted));
     if (id.heap || id.size_variable || d->world_size == 1) return ddp__launch_join(&launch);
     DDP__NEED(!d->devices || d->device_count >= d->world_size,

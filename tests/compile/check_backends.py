@@ -72,7 +72,7 @@ def main(argv):
     with open(os.path.join(root, "ddp.h")) as f:
         text = f.read()
     # a section that looks inside must be found
-    broken = text.replace("static void ddp__tcp_tell(", "static int ddp__peek(ddp_group *group) { return group->rank + ddp__has_op(0); }\nstatic void ddp__tcp_tell(", 1)
+    broken = text.replace("static void ddp__tcp_send_failure(", "static int ddp__peek(ddp_group *group) { return group->rank + ddp__has_op(0); }\nstatic void ddp__tcp_send_failure(", 1)
     if len(check(broken)) < len(check(text)) + 2:
         print("check_backends.py does not notice a backend that looks inside")
         return 1

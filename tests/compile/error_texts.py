@@ -23,8 +23,8 @@ HEADERS = ["ddp.h", "ddp_fsdp.h", "ddp_pipeline.h", "ddp_tensor.h", "ddp_cuda.cu
 # Functions that set the error text: the positions of format, result and call name. Macros are found from these.
 SETTERS = {"ddp_fail": (1, 0, None), "ddp_fail_in": (3, 0, 1)}
 # Functions that write a format into a buffer, and the position of the format.
-WRITERS = {"snprintf": 2, "ddp__notice": 1}
-LOGS = {"ddp_group_log", "ddp__notice"}
+WRITERS = {"snprintf": 2, "ddp__report_waiting": 1}
+LOGS = {"ddp_group_log", "ddp__report_waiting"}
 
 # Calls whose literals are compared, opened, looked up or compiled.
 NO_TEXT_CALLS = set(

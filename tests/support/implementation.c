@@ -87,22 +87,22 @@ static int watched_listen(int fd, int backlog) {
 #undef posix_fallocate
 
 static size_t hello(void *out, const char *token, int rank, int world_size, uint32_t version) {
-    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.text, {0, 0}}, ""};
-    ddp__venue venue = DDP_ZERO;
+    ddp__text_frame message = {{DDP__FRAME_MAGIC, DDP__FRAME_HELLO, 0, sizeof message.text, {0, 0}}, ""};
+    ddp__rendezvous rv = DDP_ZERO;
     ddp_group group = DDP_ZERO;
-    snprintf(venue.token, sizeof venue.token, "%s", token);
-    venue.group = &group;
-    venue.deadline = ddp_now() + 20.0;
+    snprintf(rv.token, sizeof rv.token, "%s", token);
+    rv.group = &group;
+    rv.deadline = ddp_now() + 20.0;
     group.rank = rank;
     group.world_size = world_size;
     group.desc.order = DDP_ORDER_TREE;
-    ddp__hello_text(letter.text, &venue, version);
-    memcpy(out, &letter, sizeof letter);
-    return sizeof letter;
+    ddp__hello_write(message.text, &rv, version);
+    memcpy(out, &message, sizeof message);
+    return sizeof message;
 }
 
 static size_t frame(void *out, uint32_t kind, int32_t result, uint64_t size, const ddp_call *call) {
-    ddp__frame head = {DDP__MAGIC, kind, result, size, {0, 0}};
+    ddp__frame head = {DDP__FRAME_MAGIC, kind, result, size, {0, 0}};
     if (call) {
         head.call[0] = ddp__signature(call);
         head.call[1] = call->count;
@@ -114,9 +114,9 @@ static size_t frame(void *out, uint32_t kind, int32_t result, uint64_t size, con
 static ddp_result job_socket(char *name, size_t size) {
     ddp__identity id;
     struct sockaddr_un address;
-    ddp_result result = ddp__identity_resolve(&id);
+    ddp_result result = ddp__identity_from_env(&id);
     if (result != DDP_OK || !id.size_variable) return DDP_ERR_INVALID;
-    ddp__job_address(&address, id.token);
+    ddp__job_socket_address(&address, id.token);
     snprintf(name, size, "%s", address.sun_path + 1);
     return DDP_OK;
 }
@@ -172,4 +172,4 @@ static int32_t *pid_of(ddp_group *group, int rank) { return &((ddp__local *)grou
 __thread int machine_salt;
 test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, 0, 0, NULL, NULL, NULL, 5, DDP__WAYS, DDP__WAY_READ,
     ddp__reduce_tree, ddp__cast, ddp__divide, ddp__update_f32, ddp__update_f64, ddp__copy_across, ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, tcp_listen,
-    ddp__first_host, DDP__HELLO_VERSION, hello, frame, job_socket, backend_name, forget_cause, handles_in_use, exhaust, write_cause, force_way, round_of, can_read_peers, can_read, pid_of};
+    ddp__slurm_first_host, DDP__HELLO_VERSION, hello, frame, job_socket, backend_name, forget_cause, handles_in_use, exhaust, write_cause, force_way, round_of, can_read_peers, can_read, pid_of};

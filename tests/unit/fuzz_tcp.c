@@ -130,7 +130,7 @@ static unsigned char send_memory[65537], recv_memory[65537];
 
 static ddp_call call_number(int n) {
     static const struct { ddp_call_kind kind; ddp_dtype dtype; size_t count; int root;
-    } table[CALLS] = {{DDP_CALL_ALL_GATHER, DDP_U64, DDP__CARD_WORDS, -1} /* of ddp_group_create: cards */,
+    } table[CALLS] = {{DDP_CALL_ALL_GATHER, DDP_U64, DDP__PROCESS_WORDS, -1} /* of ddp_group_create: process ids */,
                       {DDP_CALL_ALL_REDUCE, DDP_U8, 900, -1},
                       {DDP_CALL_BROADCAST, DDP_I32, 100, 1},
                       {DDP_CALL_BARRIER, DDP_U8, 0, -1},
@@ -182,7 +182,7 @@ static void put(played *p, const void *bytes, size_t size) {
 static void send_frame(played *p, uint32_t kind, int result, const uint64_t call[2], const void *data,
                        size_t size) {
     static unsigned char bytes[MAX_FRAME + 4096];
-    ddp__frame frame = {DDP__MAGIC, kind, (int32_t)result, size, {call ? call[0] : 0, call ? call[1] : 0}};
+    ddp__frame frame = {DDP__FRAME_MAGIC, kind, (int32_t)result, size, {call ? call[0] : 0, call ? call[1] : 0}};
     unsigned change = next_byte() % 12;
     size_t total = sizeof frame + size, at;
     if (change) changed = 1;
@@ -207,7 +207,7 @@ static void send_frame(played *p, uint32_t kind, int result, const uint64_t call
             bytes[at] = (unsigned char)next_byte();
         }
     }
-    if (secured && (kind == DDP__FRAME_PROOF || (kind == DDP__FRAME_NEWS && result == DDP__ADMITTED)))
+    if (secured && (kind == DDP__FRAME_PROOF || (kind == DDP__FRAME_STATUS && result == DDP__ADMITTED)))
         p->bad_proof = memcmp(bytes + sizeof frame, data, 65) != 0;
     if (change == 4 && total)
         total = (size_t)next_number() % total; /* too short: what follows is read as its rest */
@@ -222,7 +222,7 @@ static void send_frame(played *p, uint32_t kind, int result, const uint64_t call
     if (change == 6) { peer_close(p); return; }
     if (change == 7) return; /* silence */
     if (change == 8) {       /* before it, a frame of another kind */
-        ddp__letter other = {{DDP__MAGIC, next_byte() % 7, 0, sizeof other.text, {0, 0}}, "a text\x1b[2J\n"};
+        ddp__text_frame other = {{DDP__FRAME_MAGIC, next_byte() % 7, 0, sizeof other.text, {0, 0}}, "a text\x1b[2J\n"};
         other.frame.result = (int32_t)next_number();
         put(p, &other, sizeof other);
     }
@@ -236,13 +236,13 @@ static void send_frame(played *p, uint32_t kind, int result, const uint64_t call
 }
 
 static void peer_hello(played *p) {
-    ddp__venue v = DDP_ZERO;
+    ddp__rendezvous rv = DDP_ZERO;
     shape.rank = p->rank;
-    v.group = &shape;
-    v.deadline = fuzz_now + 3;
-    v.secured = secured;
-    snprintf(v.token, sizeof v.token, "fuzz");
-    ddp__hello_text(p->hello, &v, DDP__HELLO_VERSION);
+    rv.group = &shape;
+    rv.deadline = fuzz_now + 3;
+    rv.has_secret = secured;
+    snprintf(rv.token, sizeof rv.token, "fuzz");
+    ddp__hello_write(p->hello, &rv, DDP__HELLO_VERSION);
     p->nonce[0] = 77;
     p->nonce[1] = (uint64_t)p->rank;
     send_frame(p, DDP__FRAME_HELLO, 0, p->nonce, p->hello, sizeof p->hello);
@@ -259,15 +259,15 @@ static void send_text(played *p, uint32_t kind, int result, const uint64_t nonce
 static void send_data(played *p, int number) {
     static unsigned char answer[MAX_FRAME];
     ddp_call call = call_number(number);
-    ddp__frame frame = p->rank ? ddp__tcp_frame_of(&call, p->rank, WORLD) : ddp__tcp_answer_of(&call, WORLD);
-    memset(answer, number, frame.size + sizeof(ddp__card[WORLD]));
-    if (number == 0 && p->rank) { /* a card: machine and nonce */
-        ddp__card card = {1000 + (uint64_t)p->rank, 5, 1, 0};
-        memcpy(answer, card, sizeof card);
+    ddp__frame frame = p->rank ? ddp__tcp_request_head(&call, p->rank, WORLD) : ddp__tcp_answer_head(&call, WORLD);
+    memset(answer, number, frame.size + sizeof(ddp__process_id[WORLD]));
+    if (number == 0 && p->rank) { /* a process id: machine and nonce */
+        ddp__process_id id = {1000 + (uint64_t)p->rank, 5, 1, 0};
+        memcpy(answer, id, sizeof id);
     }
     if (number == 0 && !p->rank) {
-        ddp__card cards[WORLD] = {{1000, 5, 1, 0}, {1001, 5, 1, 0}, {1002, 5, 1, 0}};
-        memcpy(answer, cards, sizeof cards);
+        ddp__process_id ids[WORLD] = {{1000, 5, 1, 0}, {1001, 5, 1, 0}, {1002, 5, 1, 0}};
+        memcpy(answer, ids, sizeof ids);
     }
     send_frame(p, DDP__FRAME_DATA, frame.result, frame.call, answer, frame.size);
 }
@@ -287,9 +287,9 @@ static void peer_react(played *p, const ddp__frame *frame, const char *data) {
         }
         if (p->state == 1 && (!secured || frame->kind == DDP__FRAME_PROOF)) {
             static const uint64_t nonce[2] = {88, 99};
-            ddp__proof_text(proof, secret_key, '0', p->nonce, nonce, p->hello);
-            send_text(p, DDP__FRAME_NEWS, DDP__ADMITTED, NULL, secured ? proof : "");
-            send_text(p, DDP__FRAME_NEWS, 0, NULL, "pid 5 on played");
+            ddp__proof_write(proof, secret_key, '0', p->nonce, nonce, p->hello);
+            send_text(p, DDP__FRAME_STATUS, DDP__ADMITTED, NULL, secured ? proof : "");
+            send_text(p, DDP__FRAME_STATUS, 0, NULL, "pid 5 on played");
             p->state = 8;
         } else if (p->state >= 8 && frame->kind == DDP__FRAME_DATA) {
             int number = p->state - 8;
@@ -300,12 +300,12 @@ static void peer_react(played *p, const ddp__frame *frame, const char *data) {
         return;
     }
     if (frame->kind == DDP__FRAME_CHALLENGE) {
-        ddp__proof_text(proof, secret_key, 'r', p->nonce, frame->call, p->hello);
+        ddp__proof_write(proof, secret_key, 'r', p->nonce, frame->call, p->hello);
         send_text(p, DDP__FRAME_PROOF, 0, NULL, proof);
-    } else if (frame->kind == DDP__FRAME_NEWS && frame->result == DDP__ADMITTED) {
+    } else if (frame->kind == DDP__FRAME_STATUS && frame->result == DDP__ADMITTED) {
         if (p->bad_proof) abort();
         p->state = 7;
-    } else if (frame->kind == DDP__FRAME_NEWS && frame->result == 0 && p->state == 7) {
+    } else if (frame->kind == DDP__FRAME_STATUS && frame->result == 0 && p->state == 7) {
         p->state = 8;
         send_data(p, 0);
     } else if (frame->kind == DDP__FRAME_DATA && p->state >= 8) {
@@ -338,7 +338,7 @@ static int peer_step(played *p) {
     if (n > 0) p->got += (size_t)n;
     if (p->got < sizeof frame) return n > 0;
     memcpy(&frame, p->in, sizeof frame);
-    if (frame.magic != DDP__MAGIC) abort();
+    if (frame.magic != DDP__FRAME_MAGIC) abort();
     if (p->got < sizeof frame + frame.size) return n > 0;
     p->got = 0;
     peer_react(p, &frame, (const char *)p->in + sizeof frame);
@@ -433,7 +433,7 @@ static void make_calls(ddp_group *group) {
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     ddp_group_desc desc = DDP_ZERO, resolved;
-    ddp__venue v = DDP_ZERO;
+    ddp__rendezvous rv = DDP_ZERO;
     ddp_group *group;
     ddp__tcp *t;
     unsigned mode;
@@ -452,18 +452,18 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     desc.timeout_ms = 3000;
     desc.log_fn = keep_log;
     if (ddp__group_desc_resolve("fuzz", &desc, &resolved) != DDP_OK) abort();
-    if (ddp__group_new(&group, &resolved, &ddp__backend_tcp, real_rank, WORLD, NULL) != DDP_OK) abort();
-    snprintf(v.token, sizeof v.token, "fuzz");
-    snprintf(v.hosts, sizeof v.hosts, "127.0.0.1");
-    v.numeric = v.ports = 1;
-    v.port = 1;
-    v.secured = secured;
-    memcpy(v.key, secret_key, sizeof v.key);
-    t = ddp__tcp_new(group, &v, 0);
+    if (ddp__group_alloc(&group, &resolved, &ddp__backend_tcp, real_rank, WORLD, NULL) != DDP_OK) abort();
+    snprintf(rv.token, sizeof rv.token, "fuzz");
+    snprintf(rv.hosts, sizeof rv.hosts, "127.0.0.1");
+    rv.numeric_hosts = rv.port_count = 1;
+    rv.port = 1;
+    rv.has_secret = secured;
+    memcpy(rv.key, secret_key, sizeof rv.key);
+    t = ddp__tcp_alloc(group, &rv, 0);
     if (!t) abort();
     if (real_rank == 0) {
         struct sockaddr name = {AF_UNIX, ""};
-        int listener = t->venue.peer[t->venue.count - 1].fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        int listener = t->rendezvous.peer[t->rendezvous.peer_count - 1].fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
         if (bind(listener, &name, sizeof name.sa_family) != 0 || listen(listener, 1) != 0)
             abort(); /* nobody comes there */
         play_ranks();

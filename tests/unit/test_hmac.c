@@ -99,29 +99,29 @@ static void test_proof(void **state) {
     uint64_t nonce[2][2] = {{1, 2}, {3, 4}};
     char hello[DDP__TEXT_MAX] = "0123456789abcdef 1 2 3", first[65], other[65];
     (void)state;
-    ddp__proof_text(first, key, 'r', nonce[0], nonce[1], hello);
-    ddp__proof_text(other, key, 'r', nonce[0], nonce[1], hello);
+    ddp__proof_write(first, key, 'r', nonce[0], nonce[1], hello);
+    ddp__proof_write(other, key, 'r', nonce[0], nonce[1], hello);
     assert_string_equal(first, other);
     assert_int_equal(strlen(first), 64);
-    ddp__proof_text(other, key, '0', nonce[0], nonce[1], hello);
+    ddp__proof_write(other, key, '0', nonce[0], nonce[1], hello);
     assert_string_not_equal(first, other);
-    ddp__proof_text(other, key, 'r', nonce[1], nonce[0], hello);
+    ddp__proof_write(other, key, 'r', nonce[1], nonce[0], hello);
     assert_string_not_equal(first, other);
     for (int i = 0; i < 4; i++) {
         nonce[i / 2][i % 2] ^= 1;
-        ddp__proof_text(other, key, 'r', nonce[0], nonce[1], hello);
+        ddp__proof_write(other, key, 'r', nonce[0], nonce[1], hello);
         assert_string_not_equal(first, other);
         nonce[i / 2][i % 2] ^= 1;
     }
     for (int i = 0; i < 32; i++) {
         key[i] ^= 1;
-        ddp__proof_text(other, key, 'r', nonce[0], nonce[1], hello);
+        ddp__proof_write(other, key, 'r', nonce[0], nonce[1], hello);
         assert_string_not_equal(first, other);
         key[i] ^= 1;
     }
     for (int i = 0; i < DDP__TEXT_MAX; i++) {
         hello[i] ^= 1;
-        ddp__proof_text(other, key, 'r', nonce[0], nonce[1], hello);
+        ddp__proof_write(other, key, 'r', nonce[0], nonce[1], hello);
         assert_string_not_equal(first, other);
         hello[i] ^= 1;
     }
