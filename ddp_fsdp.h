@@ -38,8 +38,8 @@ EXAMPLE
     int main(void) { ddp_launch_desc all = DDP_ZERO; return ddp_launch(&all, train, NULL) != DDP_OK; }
 
 CONTENTS      (search for the tags)
-    >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-error  >>impl-optimizer
-    >>impl-rates  >>impl-scaler  >>impl-crc  >>impl-json  >>impl-safetensors  >>impl-files
+    >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-update  >>impl-optimizer
+    >>impl-optimizer-step  >>impl-scaler  >>impl-crc  >>impl-json  >>impl-safetensors  >>impl-files
     >>impl-boxes  >>impl-save  >>impl-load  >>impl-sharding  >>impl-layout  >>impl-unshard
     >>impl-shard-reduce  >>impl-step  >>impl-saver  >>impl-create  >>impl-wrap  >>impl-public
 
@@ -612,7 +612,10 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
     && !defined(DDP_FSDP_IMPLEMENTATION_INCLUDED)
 #define DDP_FSDP_IMPLEMENTATION_INCLUDED
 
-//== structs ================================================================================== >>impl-structs
+//== includes and argument checks ============================================================ >>impl-structs
+/* What all sections below use: system headers, short forms for argument checks, and the entry into a public
+   call. The structs are beside the code that owns them; struct ddp_fsdp is in >>impl-sharding. */
+
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -627,54 +630,73 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 #include <time.h>
 #include <unistd.h>
 
-//== errors ===================================================================================== >>impl-error
-/* Short forms for argument checks and for entering a public call. Used by all sections below. */
-
-/* An invalid argument. */
+/* Fails with DDP_ERR_INVALID. call: the name of the public function. */
 #define ddp__fsdp_invalid(call, group, ...) ddp_fail_in(DDP_ERR_INVALID, call, group, __VA_ARGS__)
 
-/* result with the current error line. */
+/* DDP_CHECK for use inside a public function: the error names that function. */
+#define DDP__FSDP_CHECK(condition, ...) DDP_CHECK(__func__, NULL, condition, __VA_ARGS__)
+
+/* result together with the current error line. */
 static ddp_saved_error ddp__saved_error_of(ddp_result result) {
     ddp_saved_error saved = DDP_ZERO;
     ddp_error_save(&saved, result);
     return saved;
 }
 
-/* DDP_CHECK for use inside a public function: the error names that function. */
-#define DDP__FSDP_CHECK(condition, ...) DDP_CHECK(__func__, NULL, condition, __VA_ARGS__)
-
-/* ddp_device_begin, except that a process forked inside the rank gets an error: the shards there are the
-   rank's. */
+/* Begins the device work of a public call. A process that was forked inside the rank gets an error, since the
+   shards are the rank's. */
 static ddp_result ddp__fsdp_device_begin(ddp_group *group) {
     return ddp_group_is_forked(group) ? ddp_group_status(group) : ddp_device_begin(group);
 }
 
-//== optimizers ============================================================================= >>impl-optimizer
-/* AdamW, SGD, LAMB and LARS: the CPU kernels of DDP_OPTIMIZER_KERNELS, and the public ddp_optimizer calls.
-   ddp_fsdp_step uses the same optimizer on shards. */
+/* 0 to 3.4e38: neither a NaN nor an infinity. */
+static int ddp__is_finite_nonnegative(double x) { return x >= 0 && x <= 3.4028234663852886e38; }
+
+//== optimizers: CPU kernels ================================================================== >>impl-update
+/* The functions of DDP_OPTIMIZER_KERNELS for CPU memory. ddp_optimizer_step calls them through the table of
+   its device. struct ddp_update has the formulas.
+
+   The bits of an update depend only on its inputs, not on the element's position, the compiler or its
+   options. Each operation is rounded separately. Vectors, the last short piece and a GPU therefore give the
+   same bits. */
 
 #if defined(__AVX__) && !defined(__CUDACC__)
 #include <immintrin.h>
 #define DDP__UPDATE_BYTES 32 /* of a vector; wider ones gain nothing */
-#define DDP__ROOT_f32(x) x = (ddp__vector_f32)_mm256_sqrt_ps((__m256)x)
-#define DDP__ROOT_f64(x) x = (ddp__vector_f64)_mm256_sqrt_pd((__m256d)x)
 #elif defined(__SSE2__)
 #include <emmintrin.h>
 #define DDP__UPDATE_BYTES 16
-#define DDP__ROOT_f32(x) x = (ddp__vector_f32)_mm_sqrt_ps((__m128)x)
-#define DDP__ROOT_f64(x) x = (ddp__vector_f64)_mm_sqrt_pd((__m128d)x)
 #else
 #define DDP__UPDATE_BYTES 16
-#define DDP__ROOT_f32(x) \
-    for (int i = 0; i < 4; i++) x[i] = sqrtf(x[i])
-#define DDP__ROOT_f64(x) \
-    for (int i = 0; i < 2; i++) x[i] = sqrt(x[i])
 #endif
+#define DDP__UPDATE_INLINE static inline __attribute__((always_inline))
 
-/* The bits of an update depend only on its inputs, not on the element's position, the compiler or its
-   options. Each operation is rounded separately. Vectors, the last short piece and a GPU therefore give the
-   same bits.
-   Compilers may fuse a product with the addition that follows (FMA). DDP__ROUNDED prevents it: the product
+typedef float ddp__vector_f32 __attribute__((vector_size(DDP__UPDATE_BYTES)));
+typedef double ddp__vector_f64 __attribute__((vector_size(DDP__UPDATE_BYTES)));
+
+DDP__UPDATE_INLINE ddp__vector_f32 ddp__vec_sqrt_f32(ddp__vector_f32 x) {
+#if defined(__AVX__) && !defined(__CUDACC__)
+    return (ddp__vector_f32)_mm256_sqrt_ps((__m256)x);
+#elif defined(__SSE2__)
+    return (ddp__vector_f32)_mm_sqrt_ps((__m128)x);
+#else
+    for (int i = 0; i < 4; i++) x[i] = sqrtf(x[i]);
+    return x;
+#endif
+}
+
+DDP__UPDATE_INLINE ddp__vector_f64 ddp__vec_sqrt_f64(ddp__vector_f64 x) {
+#if defined(__AVX__) && !defined(__CUDACC__)
+    return (ddp__vector_f64)_mm256_sqrt_pd((__m256d)x);
+#elif defined(__SSE2__)
+    return (ddp__vector_f64)_mm_sqrt_pd((__m128d)x);
+#else
+    for (int i = 0; i < 2; i++) x[i] = sqrt(x[i]);
+    return x;
+#endif
+}
+
+/* Compilers may fuse a product with the addition that follows (FMA). DDP__ROUNDED prevents it: the product
    passes through an asm operand that the compiler cannot see through. */
 #if defined(__SSE2__)
 #define DDP__ROUNDED(x) __asm__("" : "+x"(x))
@@ -683,110 +705,124 @@ static ddp_result ddp__fsdp_device_begin(ddp_group *group) {
 #else
 #define DDP__ROUNDED(x) __asm__("" : "+m"(x))
 #endif
-#define DDP__UPDATE_INLINE static inline __attribute__((always_inline))
 
-/* struct ddp_update has the formulas. Loads and stores take any alignment; from `at` on `left` elements are
-   there. */
-#define DDP__UPDATE_FNS(real, suffix)                                                                        \
-    typedef real ddp__vector_##suffix __attribute__((vector_size(DDP__UPDATE_BYTES)));                       \
-    typedef struct ddp__factors_##suffix {                                                                   \
-        real *w, *g, *m, *v, rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale, grad_scale;    \
-        int first, nesterov, lamb;                                                                           \
-    } ddp__factors_##suffix;                                                                                 \
-    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__get_##suffix(const real *memory, size_t at, size_t left) {  \
-        ddp__vector_##suffix x = {0};                                                                        \
-        memcpy(&x, memory + at, left * sizeof(real));                                                        \
-        return x;                                                                                            \
-    }                                                                                                        \
-    DDP__UPDATE_INLINE void ddp__put_##suffix(real *memory, size_t at, ddp__vector_##suffix x,               \
-                                              size_t left) {                                                 \
-        memcpy(memory + at, &x, left * sizeof(real));                                                        \
-    }                                                                                                        \
-    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__times_##suffix(real factor, ddp__vector_##suffix x) {       \
-        x = factor * x;                                                                                      \
-        DDP__ROUNDED(x);                                                                                     \
-        return x;                                                                                            \
-    }                                                                                                        \
-    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__get_grad_##suffix(const ddp__factors_##suffix *f,           \
-                                                                   size_t at, size_t left) {                 \
-        return f->grad_scale != 1 ? ddp__times_##suffix(f->grad_scale, ddp__get_##suffix(f->g, at, left))    \
-                                  : ddp__get_##suffix(f->g, at, left);                                       \
-    }                                                                                                        \
-    DDP__UPDATE_INLINE void ddp__update_adam_##suffix(const ddp__factors_##suffix *f, size_t at,             \
-                                                      size_t left) {                                         \
-        ddp__vector_##suffix g = ddp__get_grad_##suffix(f, at, left), w = ddp__get_##suffix(f->w, at, left), \
-                             square = g * g;                                                                 \
-        DDP__ROUNDED(square);                                                                                \
-        ddp__vector_##suffix m = ddp__times_##suffix(f->beta1, ddp__get_##suffix(f->m, at, left))            \
-                                 + ddp__times_##suffix(f->rest1, g);                                         \
-        ddp__vector_##suffix v = ddp__times_##suffix(f->beta2, ddp__get_##suffix(f->v, at, left))            \
-                                 + ddp__times_##suffix(f->rest2, square);                                    \
-        ddp__vector_##suffix root = v;                                                                       \
-        DDP__ROOT_##suffix(root);                                                                            \
-        ddp__vector_##suffix d = ddp__times_##suffix(f->rate, m)                                             \
-                                 / (ddp__times_##suffix(f->root, root) + f->eps);                            \
-        if (!f->lamb)                                                                                        \
-            ddp__put_##suffix(f->w, at, ddp__times_##suffix(f->keep, w) - d, left);                          \
-        else                                                                                                 \
-            ddp__put_##suffix(f->g, at, f->decay != 0 ? d + ddp__times_##suffix(f->decay, w) : d, left);     \
-        ddp__put_##suffix(f->m, at, m, left);                                                                \
-        ddp__put_##suffix(f->v, at, v, left);                                                                \
-    }                                                                                                        \
-    DDP__UPDATE_INLINE void ddp__update_sgd_##suffix(const ddp__factors_##suffix *f, size_t at,              \
-                                                     size_t left) {                                          \
-        ddp__vector_##suffix w = ddp__get_##suffix(f->w, at, left), d = ddp__get_grad_##suffix(f, at, left), \
-                             m;                                                                              \
-        if (f->decay != 0) d = d + ddp__times_##suffix(f->decay, w);                                         \
-        d = ddp__times_##suffix(f->scale, d);                                                                \
-        if (f->m) {                                                                                          \
-            m = f->first ? d                                                                                 \
-                         : ddp__times_##suffix(f->beta1, ddp__get_##suffix(f->m, at, left))                  \
-                               + ddp__times_##suffix(f->rest1, d);                                           \
-            d = f->nesterov ? d + ddp__times_##suffix(f->beta1, m) : m;                                      \
-            ddp__put_##suffix(f->m, at, m, left);                                                            \
-        }                                                                                                    \
-        ddp__put_##suffix(f->w, at, w - ddp__times_##suffix(f->rate, d), left);                              \
-    }                                                                                                        \
-    static void ddp__update_##suffix(const ddp_update *u) {                                                  \
-        const double scale = u->scale_at ? *u->scale_at : u->scale,                                          \
-                     grad_scale = u->grad_scale != 0 ? u->grad_scale : 1;                                    \
-        const ddp__factors_##suffix f = {(real *)u->value,                                                   \
-                                         (real *)u->grad,                                                    \
-                                         (real *)u->state0,                                                  \
-                                         (real *)u->state1,                                                  \
-                                         (real)u->rate,                                                      \
-                                         (real)u->beta1,                                                     \
-                                         (real)u->one_minus_beta1,                                           \
-                                         (real)u->beta2,                                                     \
-                                         (real)u->one_minus_beta2,                                           \
-                                         (real)u->inv_sqrt_bias_correction2,                                 \
-                                         (real)u->eps,                                                       \
-                                         (real)u->decay_factor,                                              \
-                                         (real)u->decay,                                                     \
-                                         (real)scale,                                                        \
-                                         (real)(u->grad_scale_at ? (double)*u->grad_scale_at : grad_scale),  \
-                                         u->first,                                                           \
-                                         u->nesterov,                                                        \
-                                         u->kind == DDP_UPDATE_LAMB};                                        \
-        size_t lanes = DDP__UPDATE_BYTES / sizeof(real), whole = u->count / lanes * lanes,                   \
-               rest = u->count - whole;                                                                      \
-        if (u->kind == DDP_UPDATE_SGD) {                                                                     \
-            for (size_t i = 0; i < whole; i += lanes) ddp__update_sgd_##suffix(&f, i, lanes);                \
-            if (rest) ddp__update_sgd_##suffix(&f, whole, rest);                                             \
-        } else {                                                                                             \
-            for (size_t i = 0; i < whole; i += lanes) ddp__update_adam_##suffix(&f, i, lanes);               \
-            if (rest) ddp__update_adam_##suffix(&f, whole, rest);                                            \
-        }                                                                                                    \
+/* C has no templates, so macros define each function for float (f32) and for double (f64).
+   DDP__VECTOR_FNS(float, f32) defines:
+       ddp__vec_load_f32(base, i, count)       elements [i, i + count) of an array, at any alignment. count is
+                                               at most a vector; the rest of the vector is 0
+       ddp__vec_store_f32(base, i, count, x)
+       ddp__vec_product_f32(factor, x)         factor times x, rounded
+       ddp__vec_load_grad_f32(u, i, count)     the gradient, times grad_scale */
+#define DDP__VECTOR_FNS(real, suffix)                                                                  \
+    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__vec_load_##suffix(const void *base, size_t i,         \
+                                                                   size_t count) {                     \
+        ddp__vector_##suffix x = {0};                                                                  \
+        memcpy(&x, (const real *)base + i, count * sizeof(real));                                      \
+        return x;                                                                                      \
+    }                                                                                                  \
+    DDP__UPDATE_INLINE void ddp__vec_store_##suffix(void *base, size_t i, size_t count,                \
+                                                    ddp__vector_##suffix x) {                          \
+        memcpy((real *)base + i, &x, count * sizeof(real));                                            \
+    }                                                                                                  \
+    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__vec_product_##suffix(double factor,                   \
+                                                                      ddp__vector_##suffix x) {        \
+        x = (real)factor * x;                                                                          \
+        DDP__ROUNDED(x);                                                                               \
+        return x;                                                                                      \
+    }                                                                                                  \
+    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__vec_load_grad_##suffix(const ddp_update *u, size_t i, \
+                                                                        size_t count) {                \
+        ddp__vector_##suffix grad = ddp__vec_load_##suffix(u->grad, i, count);                         \
+        return (real)u->grad_scale != 1 ? ddp__vec_product_##suffix(u->grad_scale, grad) : grad;       \
     }
-DDP__UPDATE_FNS(float, f32)
-DDP__UPDATE_FNS(double, f64)
-#undef DDP__UPDATE_FNS
+DDP__VECTOR_FNS(float, f32)
+DDP__VECTOR_FNS(double, f64)
 
-static void ddp__host_update(const ddp_update *u) {
-    if (u->dtype == DDP_F32)
-        ddp__update_f32(u);
+/* DDP__ADAM_FN(float, f32) defines ddp__adam_f32(u, i, count): ADAMW or LAMB for elements [i, i + count), at
+   most one vector. */
+#define DDP__ADAM_FN(real, suffix)                                                                      \
+    DDP__UPDATE_INLINE void ddp__adam_##suffix(const ddp_update *u, size_t i, size_t count) {           \
+        ddp__vector_##suffix value = ddp__vec_load_##suffix(u->value, i, count);                        \
+        ddp__vector_##suffix grad = ddp__vec_load_grad_##suffix(u, i, count);                           \
+        ddp__vector_##suffix square = grad * grad;                                                      \
+        DDP__ROUNDED(square);                                                                           \
+        ddp__vector_##suffix m = ddp__vec_product_##suffix(u->beta1,                                    \
+                                                           ddp__vec_load_##suffix(u->state0, i, count)) \
+                                 + ddp__vec_product_##suffix(u->one_minus_beta1, grad);                 \
+        ddp__vector_##suffix v = ddp__vec_product_##suffix(u->beta2,                                    \
+                                                           ddp__vec_load_##suffix(u->state1, i, count)) \
+                                 + ddp__vec_product_##suffix(u->one_minus_beta2, square);               \
+        ddp__vector_##suffix root = ddp__vec_product_##suffix(u->inv_sqrt_bias_correction2,             \
+                                                              ddp__vec_sqrt_##suffix(v));               \
+        ddp__vector_##suffix change = ddp__vec_product_##suffix(u->rate, m) / (root + (real)u->eps);    \
+        if (u->kind != DDP_UPDATE_LAMB) {                                                               \
+            value = ddp__vec_product_##suffix(u->decay_factor, value) - change;                         \
+            ddp__vec_store_##suffix(u->value, i, count, value);                                         \
+        } else {                                                                                        \
+            if ((real)u->decay != 0) change = change + ddp__vec_product_##suffix(u->decay, value);      \
+            ddp__vec_store_##suffix(u->grad, i, count, change);                                         \
+        }                                                                                               \
+        ddp__vec_store_##suffix(u->state0, i, count, m);                                                \
+        ddp__vec_store_##suffix(u->state1, i, count, v);                                                \
+    }
+DDP__ADAM_FN(float, f32)
+DDP__ADAM_FN(double, f64)
+
+/* DDP__SGD_FN(float, f32) defines ddp__sgd_f32(u, i, count): the same for SGD. */
+#define DDP__SGD_FN(real, suffix)                                                                           \
+    DDP__UPDATE_INLINE void ddp__sgd_##suffix(const ddp_update *u, size_t i, size_t count) {                \
+        ddp__vector_##suffix value = ddp__vec_load_##suffix(u->value, i, count);                            \
+        ddp__vector_##suffix change = ddp__vec_load_grad_##suffix(u, i, count);                             \
+        if ((real)u->decay != 0) change = change + ddp__vec_product_##suffix(u->decay, value);              \
+        change = ddp__vec_product_##suffix(u->scale, change);                                               \
+        if (u->state0) {                                                                                    \
+            ddp__vector_##suffix momentum = change;                                                         \
+            if (!u->first)                                                                                  \
+                momentum = ddp__vec_product_##suffix(u->beta1, ddp__vec_load_##suffix(u->state0, i, count)) \
+                           + ddp__vec_product_##suffix(u->one_minus_beta1, change);                         \
+            ddp__vec_store_##suffix(u->state0, i, count, momentum);                                         \
+            change = u->nesterov ? change + ddp__vec_product_##suffix(u->beta1, momentum) : momentum;       \
+        }                                                                                                   \
+        ddp__vec_store_##suffix(u->value, i, count, value - ddp__vec_product_##suffix(u->rate, change));    \
+    }
+DDP__SGD_FN(float, f32)
+DDP__SGD_FN(double, f64)
+
+/* A copy in which the factors are known: on the CPU, those in the device's memory can be read. */
+DDP__UPDATE_INLINE ddp_update ddp__update_with_factors(const ddp_update *update) {
+    ddp_update u = *update;
+    if (u.scale_at) u.scale = *u.scale_at;
+    if (u.grad_scale == 0) u.grad_scale = 1;
+    if (u.grad_scale_at) u.grad_scale = (double)*u.grad_scale_at;
+    return u;
+}
+
+/* DDP__UPDATE_FN(float, f32) defines ddp__update_f32(update): all elements, a vector at a time, and then the
+   rest. */
+#define DDP__UPDATE_FN(real, suffix)                                                                   \
+    static void ddp__update_##suffix(const ddp_update *update) {                                       \
+        const ddp_update u = ddp__update_with_factors(update);                                         \
+        size_t lanes = DDP__UPDATE_BYTES / sizeof(real), rest = u.count % lanes, end = u.count - rest; \
+        if (u.kind == DDP_UPDATE_SGD) {                                                                \
+            for (size_t i = 0; i < end; i += lanes) ddp__sgd_##suffix(&u, i, lanes);                   \
+            if (rest) ddp__sgd_##suffix(&u, end, rest);                                                \
+        } else {                                                                                       \
+            for (size_t i = 0; i < end; i += lanes) ddp__adam_##suffix(&u, i, lanes);                  \
+            if (rest) ddp__adam_##suffix(&u, end, rest);                                               \
+        }                                                                                              \
+    }
+DDP__UPDATE_FN(float, f32)
+DDP__UPDATE_FN(double, f64)
+#undef DDP__VECTOR_FNS
+#undef DDP__ADAM_FN
+#undef DDP__SGD_FN
+#undef DDP__UPDATE_FN
+
+static void ddp__host_update(const ddp_update *update) {
+    if (update->dtype == DDP_F32)
+        ddp__update_f32(update);
     else
-        ddp__update_f64(u);
+        ddp__update_f64(update);
 }
 
 static void ddp__host_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
@@ -797,7 +833,7 @@ static void ddp__host_clip(const ddp_exact_sum *sum, float limit, float *factor,
     *factor = ddp_clip_factor(sum, limit, norm);
 }
 
-/* |w| over |update| for LAMB, over |g| + weight_decay |w| for LARS. */
+/* Trust ratios: |w| / |update| for LAMB, |w| / (|g| + weight_decay |w|) for LARS. */
 static void ddp__host_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay,
                             double *out) {
     for (size_t i = 0; i < count; i++) {
@@ -819,16 +855,15 @@ static const ddp_optimizer_kernels *ddp__optimizer_kernels_of(const ddp_device *
     return device->optimizer ? device->optimizer : &ddp__host_kernels;
 }
 
-#if !defined(DDP__HOST_PIECE)
-/* elements per copy between a device and an optimizer on the host */
-#define DDP__HOST_PIECE ((size_t)1 << 20)
-#endif
+//== optimizers: creation ============================================================== >>impl-optimizer
+/* struct ddp_optimizer: AdamW, SGD, LAMB and LARS for the caller's tensors. ddp_fsdp_create makes one for
+   this rank's rows. It owns the optimizer state and, for LAMB and LARS, the memory of the norms. */
 
 /* A parameter, or a later use of one. */
 typedef struct ddp__optimizer_param {
     /* index of the first entry with the same value; only that entry is stepped. Its own index otherwise */
     int first_use;
-    /* of the sum of squares of its value; that of its gradient is the next one. -1 = it has no trust ratio */
+    /* index of the sum of squares of its value; that of its gradient follows. -1 = no trust ratio */
     int square_index;
     size_t count;
     void *state[2]; /* NULL = unused */
@@ -861,6 +896,12 @@ static const char *const ddp__optimizer_state_names[][2] = {
 
 #define DDP__OPTIMIZER_CHECK(condition, ...) DDP_CHECK("ddp_optimizer_create", group, condition, __VA_ARGS__)
 
+/* Of a field where 0 = the default and -1 = 0. */
+static float ddp__optimizer_default(float value, float default_value) {
+    if (value == 0) return default_value;
+    return value == -1 ? 0 : value;
+}
+
 static int ddp__optimizer_is_adam(const ddp_optimizer_desc *desc) {
     return desc->kind == DDP_OPTIMIZER_ADAMW || desc->kind == DDP_OPTIMIZER_LAMB;
 }
@@ -868,10 +909,7 @@ static int ddp__optimizer_has_trust(const ddp_optimizer_desc *desc) {
     return desc->kind == DDP_OPTIMIZER_LAMB || desc->kind == DDP_OPTIMIZER_LARS;
 }
 
-/* 0 to 3.4e38: neither a NaN nor an infinity. */
-static int ddp__is_finite_nonnegative(double x) { return x >= 0 && x <= 3.4028234663852886e38; }
-
-/* Defaults and ranges of what is not a parameter. Fields of other kinds are not looked at. */
+/* Fills in defaults, and checks all fields except the parameters. Fields of other kinds are ignored. */
 static ddp_result ddp__optimizer_resolve(ddp_group *group, ddp_optimizer_desc *d) {
     int lars = d->kind == DDP_OPTIMIZER_LARS;
     const ddp_optimizer_kernels *kernels = ddp_group_device(group)->optimizer;
@@ -879,10 +917,10 @@ static ddp_result ddp__optimizer_resolve(ddp_group *group, ddp_optimizer_desc *d
         ddp_check_kernels(group, "ddp_optimizer_create", kernels ? &kernels->version : NULL, "ddp_fsdp.h"));
     DDP__OPTIMIZER_CHECK((unsigned)d->kind <= DDP_OPTIMIZER_LARS, "kind=%d is not one of ddp_optimizer_kind",
                          (int)d->kind);
-    d->beta1 = d->beta1 == 0 ? 0.9f : d->beta1 == -1 ? 0 : d->beta1;
-    d->beta2 = d->beta2 == 0 ? 0.999f : d->beta2 == -1 ? 0 : d->beta2;
+    d->beta1 = ddp__optimizer_default(d->beta1, 0.9f);
+    d->beta2 = ddp__optimizer_default(d->beta2, 0.999f);
     if (d->eps == 0) d->eps = d->kind == DDP_OPTIMIZER_LAMB ? 1e-6f : 1e-8f;
-    d->momentum = d->momentum == -1 ? 0 : lars && d->momentum == 0 ? 0.9f : d->momentum;
+    d->momentum = ddp__optimizer_default(d->momentum, lars ? 0.9f : 0);
     if (d->trust_coefficient == 0) d->trust_coefficient = lars ? 0.001f : 1.0f;
     if (ddp__optimizer_is_adam(d)) {
         DDP__OPTIMIZER_CHECK(d->beta1 >= 0 && d->beta1 < 1,
@@ -907,8 +945,8 @@ static ddp_result ddp__optimizer_resolve(ddp_group *group, ddp_optimizer_desc *d
     return DDP_OK;
 }
 
-/* Looks at parameter i, and finds earlier uses of its value: rows that are not there are the same memory by
-   accident. */
+/* Checks parameter i and finds the first use of its value. Parameters without elements have no memory to
+   compare: each is its own first use. */
 static ddp_result ddp__optimizer_add_param(ddp_optimizer *o, int i) {
     ddp_group *group = o->group;
     const ddp_param *param = &o->desc.params[i];
@@ -946,7 +984,7 @@ static ddp_result ddp__optimizer_add_param(ddp_optimizer *o, int i) {
     return DDP_OK;
 }
 
-/* Assigns memory to each tensor of state. memory NULL: only counts. Returns the total bytes. */
+/* Assigns parts of memory to the tensors of state. memory NULL: only counts. Returns the total bytes. */
 static size_t ddp__optimizer_assign_state(ddp_optimizer *o, unsigned char *memory) {
     size_t used = 0;
     for (int i = 0; i < o->desc.param_count; i++)
@@ -1024,6 +1062,21 @@ DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer) {
     ddp_host_free(o->group, o);
 }
 
+//== optimizers: the step, learning rates ============================================= >>impl-optimizer-step
+/* A step updates each parameter once. LAMB makes two passes; LAMB and LARS need norms over shard_group before
+   the last one. Also ddp_lr_at, the learning rate of a step.
+
+              gradients          moments, update      norms over ranks     values
+     ADAMW    .                  .                    .                    one pass: moments and values
+     SGD      .                  .                    .                    one pass: momentum and values
+     LAMB     .                  first pass           |w|, |update|        last pass: w - lr ratio update
+     LARS     times grad_scale   .                    |w|, |gradient|      last pass: momentum and values */
+
+/* elements per copy between a device and an optimizer on the host; see ddp_optimizer.piece_fn */
+#if !defined(DDP__HOST_PIECE)
+#define DDP__HOST_PIECE ((size_t)1 << 20)
+#endif
+
 /* Factors are computed in double where that is exact, and rounded to dtype as often as arithmetic in dtype
    would. */
 static double ddp__round_to_dtype(ddp_dtype dtype, double x) {
@@ -1064,47 +1117,85 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
     return DDP_OK;
 }
 
-/* A pass over parameter i. LAMB has two: moments and update, then a step of plain SGD along the update. In
-   LARS the momentum accumulates updates that include the rate, as in the paper. at: NULL, or the device
-   memory of grad_scale. */
-static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, int last, float lr, float grad_scale,
-                                      const float *at) {
+/* Factors that all parameters share in a step. */
+typedef struct ddp__optimizer_step_factors {
+    float lr, grad_scale;
+    const float *grad_scale_at;                         /* NULL, or the device memory of grad_scale */
+    double bias_correction1, inv_sqrt_bias_correction2; /* of AdamW and LAMB */
+} ddp__optimizer_step_factors;
+
+static ddp__optimizer_step_factors ddp__optimizer_factors(const ddp_optimizer *o, float lr, float grad_scale,
+                                                          const float *grad_scale_at) {
+    ddp__optimizer_step_factors step = {lr, grad_scale, grad_scale_at, 1, 1};
+    if (!ddp__optimizer_is_adam(&o->desc)) return step;
+    step.bias_correction1 = 1.0 - pow((double)o->desc.beta1, (double)o->step);
+    step.inv_sqrt_bias_correction2 = 1.0 / sqrt(1.0 - pow((double)o->desc.beta2, (double)o->step));
+    return step;
+}
+
+/* The kernel of each ddp_optimizer_kind. */
+static const ddp_update_kind ddp__update_kinds[] = {DDP_UPDATE_ADAMW, DDP_UPDATE_SGD, DDP_UPDATE_LAMB,
+                                                    DDP_UPDATE_SGD};
+
+/* The factors of a pass over parameter i. Value, gradient and count are left to the caller. */
+static ddp_update ddp__optimizer_update(const ddp_optimizer *o, const ddp__optimizer_step_factors *step,
+                                        int i, int last) {
     const ddp_optimizer_desc *d = &o->desc;
     const ddp_param *param = &d->params[i];
     const ddp__optimizer_param *p = &o->params[i];
     const ddp_dtype dtype = param->value.dtype;
-    int adam = ddp__optimizer_is_adam(d), lamb = d->kind == DDP_OPTIMIZER_LAMB;
-    size_t piece = o->piece_fn ? DDP__HOST_PIECE : p->count, size = ddp_dtype_size(dtype);
+    int lamb = d->kind == DDP_OPTIMIZER_LAMB;
     ddp_update u = DDP_ZERO;
-    u.kind = lamb ? DDP_UPDATE_LAMB : adam ? DDP_UPDATE_ADAMW : DDP_UPDATE_SGD;
+    u.kind = ddp__update_kinds[d->kind];
     u.dtype = dtype;
-    u.scale = 1;
-    u.grad_scale = grad_scale;
-    u.grad_scale_at = at;
-    u.beta1 = adam ? d->beta1 : d->momentum;
-    u.beta2 = d->beta2;
-    u.one_minus_beta1 = ddp__round_to_dtype(dtype, 1.0 - (double)(adam ? d->beta1 : d->dampening));
-    u.one_minus_beta2 = ddp__round_to_dtype(dtype, 1.0 - u.beta2);
-    u.rate = adam ? ddp__round_to_dtype(dtype, (lamb ? 1.0 : lr) / (1.0 - pow(u.beta1, (double)o->step)))
-                  : lr;
-    u.inv_sqrt_bias_correction2 = ddp__round_to_dtype(dtype, 1.0 / sqrt(1.0 - pow(u.beta2, (double)o->step)));
-    u.eps = d->eps;
-    u.first = o->step == 1;
-    u.nesterov = d->nesterov && d->kind == DDP_OPTIMIZER_SGD;
-    if (!d->decay_matrices_only || param->value.ndim > 1) u.decay = (double)d->weight_decay;
-    u.decay_factor = ddp__round_to_dtype(dtype, 1.0 - ddp__round_to_dtype(dtype, (double)lr * u.decay));
     u.state0 = p->state[0];
     u.state1 = p->state[1];
-    if (lamb && last) {
+    u.first = o->step == 1;
+    u.nesterov = d->nesterov && d->kind == DDP_OPTIMIZER_SGD;
+    u.scale = 1;
+    u.grad_scale = step->grad_scale;
+    u.grad_scale_at = step->grad_scale_at;
+    if (!d->decay_matrices_only || param->value.ndim > 1) u.decay = (double)d->weight_decay;
+    u.decay_factor = ddp__round_to_dtype(dtype, 1.0 - ddp__round_to_dtype(dtype, (double)step->lr * u.decay));
+    u.rate = step->lr;
+    u.eps = d->eps;
+    if (ddp__optimizer_is_adam(d)) {
+        double rate = (lamb ? 1.0 : (double)step->lr) / step->bias_correction1;
+        u.rate = ddp__round_to_dtype(dtype, rate);
+        u.beta1 = d->beta1;
+        u.beta2 = d->beta2;
+        u.one_minus_beta1 = ddp__round_to_dtype(dtype, 1.0 - u.beta1);
+        u.one_minus_beta2 = ddp__round_to_dtype(dtype, 1.0 - u.beta2);
+        u.inv_sqrt_bias_correction2 = ddp__round_to_dtype(dtype, step->inv_sqrt_bias_correction2);
+    } else {
+        u.beta1 = d->momentum;
+        u.one_minus_beta1 = ddp__round_to_dtype(dtype, 1.0 - (double)d->dampening);
+    }
+    if (!last || !ddp__optimizer_has_trust(d)) return u;
+    /* by the trust ratio, which the device has computed; the gradients are scaled already */
+    u.scale = step->lr;
+    u.rate = 1;
+    if (p->square_index >= 0) u.scale_at = o->trust_rates + p->square_index / 2;
+    u.grad_scale = 1;
+    u.grad_scale_at = NULL;
+    if (lamb) { /* value = value - scale * update */
         u.kind = DDP_UPDATE_SGD;
         u.decay = 0;
         u.state0 = NULL;
     }
-    if (last && ddp__optimizer_has_trust(d)) {
-        u.scale = lr;
-        u.rate = 1;
-        if (p->square_index >= 0) u.scale_at = o->trust_rates + p->square_index / 2;
-    }
+    return u;
+}
+
+/* A pass over parameter i. LAMB has two: moments and update, then a step of plain SGD along the update. In
+   LARS the momentum accumulates updates that include the rate, as in the paper. */
+static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, const ddp__optimizer_step_factors *step, int i,
+                                      int last) {
+    const ddp_optimizer_desc *d = &o->desc;
+    const ddp_param *param = &d->params[i];
+    const ddp__optimizer_param *p = &o->params[i];
+    const ddp_update u = ddp__optimizer_update(o, step, i, last);
+    size_t size = ddp_dtype_size(u.dtype), piece = o->piece_fn ? DDP__HOST_PIECE : p->count;
+    int waits = o->piece_fn && !(last && d->kind == DDP_OPTIMIZER_LAMB); /* LAMB's first pass has waited */
     for (size_t from = 0; from < p->count; from += piece) {
         ddp_update part = u;
         part.count = p->count - from < piece ? p->count - from : piece;
@@ -1112,24 +1203,25 @@ static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, int last, f
         part.grad = (char *)param->grad.data + from * size;
         if (u.state0) part.state0 = (char *)u.state0 + from * size;
         if (u.state1) part.state1 = (char *)u.state1 + from * size;
-        if (o->piece_fn && !(lamb && last)) DDP_TRY(o->piece_fn(d->state_user, i, from, part.count, 0));
+        if (waits) DDP_TRY(o->piece_fn(d->state_user, i, from, part.count, 0));
         ddp__optimizer_kernels_of(o->device)->update(&part);
         if (o->piece_fn && last) DDP_TRY(o->piece_fn(d->state_user, i, from, part.count, 1));
     }
     return DDP_OK;
 }
 
-/* Multiplies gradients by factor, or by *at, a float on the device, if at is not NULL. */
+/* Multiplies gradients by factor, or by *factor_at, a float on the device, if factor_at is not NULL. */
 static void ddp__scale_grads(const ddp_device *device, void *grad, size_t count, ddp_dtype dtype,
-                             float factor, const float *at) {
-    if (at)
-        ddp__optimizer_kernels_of(device)->scale(grad, count, dtype, at);
+                             float factor, const float *factor_at) {
+    if (factor_at)
+        ddp__optimizer_kernels_of(device)->scale(grad, count, dtype, factor_at);
     else if (factor != 1)
         device->scale(grad, count, dtype, factor);
 }
 
-/* at: NULL, or where the device has grad_scale. */
-static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_scale, const float *at) {
+/* grad_scale_at: NULL, or where the device stores grad_scale. */
+static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_scale,
+                                      const float *grad_scale_at) {
     DDP__FSDP_CHECK(o, "optimizer is NULL");
     DDP__FSDP_CHECK(ddp__is_finite_nonnegative(lr), "lr=%g; pass 0 or more", (double)lr);
     DDP__FSDP_CHECK(grad_scale > 0 && ddp__is_finite_nonnegative((double)grad_scale),
@@ -1149,14 +1241,13 @@ static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_sca
     for (int i = 0; i < o->desc.param_count && o->desc.kind == DDP_OPTIMIZER_LARS; i++)
         if (ddp__optimizer_is_stepped(o, i))
             ddp__scale_grads(o->device, o->desc.params[i].grad.data, o->params[i].count,
-                             o->desc.params[i].value.dtype, grad_scale, at);
+                             o->desc.params[i].value.dtype, grad_scale, grad_scale_at);
     o->step++;
+    const ddp__optimizer_step_factors step = ddp__optimizer_factors(o, lr, grad_scale, grad_scale_at);
     for (int last = o->desc.kind != DDP_OPTIMIZER_LAMB; last < 2; last++) {
-        int scaled = o->desc.kind == DDP_OPTIMIZER_LARS || (last && o->desc.kind == DDP_OPTIMIZER_LAMB);
         if (last && o->square_count) DDP_TRY(ddp__optimizer_norms(o, lr));
         for (int i = 0; i < o->desc.param_count; i++)
-            if (ddp__optimizer_is_stepped(o, i))
-                DDP_TRY(ddp__optimizer_pass(o, i, last, lr, scaled ? 1 : grad_scale, scaled ? NULL : at));
+            if (ddp__optimizer_is_stepped(o, i)) DDP_TRY(ddp__optimizer_pass(o, &step, i, last));
     }
     return ddp_device_check(o->group);
 }
@@ -1191,8 +1282,7 @@ DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step) {
     if (optimizer) optimizer->step = step > 0 ? step : 0;
 }
 
-//== learning rates ============================================================================= >>impl-rates
-/* ddp_lr_at: the learning rate of a step, a function only of desc and step. */
+/* --- learning rates --- */
 
 #define DDP__LR_CHECK(condition, ...) DDP_CHECK("ddp_lr_at", NULL, condition, __VA_ARGS__)
 static ddp_result ddp__lr_check(const ddp_lr_desc *desc) {
@@ -1223,29 +1313,28 @@ static ddp_result ddp__lr_check(const ddp_lr_desc *desc) {
 
 DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
     if (ddp__lr_check(desc) != DDP_OK) return 0;
-    int64_t warm = desc->warmup_steps, total = desc->total_steps, decay = total - warm;
-    double grown = desc->batch ? (double)desc->batch / (double)desc->base_batch : 1;
-    double peak = desc->max_lr * grown, low = desc->min_lr * grown;
+    int64_t warmup = desc->warmup_steps, total = desc->total_steps, decay = total - warmup;
+    double batch_scale = desc->batch ? (double)desc->batch / (double)desc->base_batch : 1;
+    double max_lr = desc->max_lr * batch_scale, min_lr = desc->min_lr * batch_scale;
     if (step < 0) step = 0;
-    if (step <= warm && warm) return (float)(peak * (double)step / (double)warm);
-    if (desc->kind == DDP_LR_CONSTANT) return (float)peak;
-    if (step > total) return (float)low;
+    if (step <= warmup && warmup) return (float)(max_lr * (double)step / (double)warmup);
+    if (desc->kind == DDP_LR_CONSTANT) return (float)max_lr;
+    if (step > total) return (float)min_lr;
     if (desc->kind == DDP_LR_COSINE) {
-        double share = low / peak;
-        return (
-            float)(peak
-                   * (0.5 * (1 + share)
-                      + 0.5 * (1 - share)
-                            * cos(3.14159265358979323846 * (double)(step - warm) / (double)(total - warm))));
+        double ratio = min_lr / max_lr;
+        double angle = 3.14159265358979323846 * (double)(step - warmup) / (double)(total - warmup);
+        return (float)(max_lr * (0.5 * (1 + ratio) + 0.5 * (1 - ratio) * cos(angle)));
     }
-    if (desc->kind == DDP_LR_WSD && (desc->decay_steps || total / 10 < decay))
-        decay = desc->decay_steps ? desc->decay_steps : total < 10 ? 1 : total / 10;
-    if (step <= total - decay) return (float)peak;
-    double power = desc->kind == DDP_LR_POLYNOMIAL && desc->power != 0 ? (double)desc->power : 1,
-           left = (double)(total - step) / (double)decay;
-    left = (peak - low) * (power == 1 ? left : pow(left, power));
-    DDP__ROUNDED(left);
-    return (float)(low + left);
+    if (desc->kind == DDP_LR_WSD && desc->decay_steps)
+        decay = desc->decay_steps;
+    else if (desc->kind == DDP_LR_WSD && total / 10 < decay)
+        decay = total < 10 ? 1 : total / 10;
+    if (step <= total - decay) return (float)max_lr;
+    double power = desc->kind == DDP_LR_POLYNOMIAL && desc->power != 0 ? (double)desc->power : 1;
+    double remaining = (double)(total - step) / (double)decay;
+    double above_min = (max_lr - min_lr) * (power == 1 ? remaining : pow(remaining, power));
+    DDP__ROUNDED(above_min);
+    return (float)(min_lr + above_min);
 }
 
 //== loss scaling ============================================================================== >>impl-scaler

@@ -53,7 +53,8 @@ static int adamw_case(int offset, int count) {
         param.grad.data = ours[1] + offset;
         state.state[0] = ours[2] + offset;
         state.state[1] = ours[3] + offset;
-        ddp__optimizer_pass(&optimizer, 0, 1, lr, 1, NULL);
+        const ddp__optimizer_step_factors factors = ddp__optimizer_factors(&optimizer, lr, 1, NULL);
+        ddp__optimizer_pass(&optimizer, &factors, 0, 1);
     }
     if (memcmp(ours, other, sizeof w) != 0) return printf("count=%d offset=%d: gpt_adamw has other bits\n", count, offset);
     if (offset == 0) check_in(w, sizeof w);
