@@ -6,7 +6,7 @@
     error_texts.py ROOT --literals every string literal of the headers and its kind: shows that no text is missing
     error_texts.py ROOT --check    prints one line per finding, exit status 1 if any
 
-A text is each string literal that is not known to be something else (NOT_TEXT, NO_TEXT_CALLS, NO_TEXT_FUNCTIONS):
+A text is each string literal that is not known to be something else (NO_TEXT_CALLS, NO_TEXT_SECTIONS, documents):
     error   the format of ddp_fail, ddp_fail_in, or a macro that calls them
     part    a part of an error text: an argument, a text that a function stores, or one that snprintf writes
     log     a text for the caller's log_fn
@@ -23,52 +23,84 @@ HEADERS = ["ddp.h", "ddp_fsdp.h", "ddp_pipeline.h", "ddp_tensor.h", "ddp_cuda.cu
 # Functions that set the error text: the positions of format, result and call name. Macros are found from these.
 SETTERS = {"ddp_fail": (1, 0, None), "ddp_fail_in": (3, 0, 1)}
 # Functions that write a format into a buffer, and the position of the format.
-WRITERS = {"snprintf": 2, "ddp__report_waiting": 1}
-LOGS = {"ddp_group_log", "ddp__report_waiting"}
+WRITERS = {"snprintf": 2}
+LOGS = ("ddp_group_log",)
 
 # Calls whose literals are compared, opened, looked up or compiled.
 NO_TEXT_CALLS = set(
     "asm __asm__ __volatile__ _Pragma target __has_include static_assert __builtin_cpu_supports __builtin_cpu_is strcmp "
     "strncmp strstr strchr strcspn strspn strpbrk strtok_r sscanf memcmp memchr memcpy strlen fopen open stat readlink "
-    "glob prctl syscall strcpy ddp__env_text ddp__env_int ddp__string_equals ddp__string_view_of".split())
-# Functions that write documents: JSON, CSV, SVG, traces and printed tensors.
-NO_TEXT_FUNCTIONS = re.compile(
-    r"ddp__(draft|draw|svg|picture|sheet|cell_label|action_label|tensor_say|vee|decimal)|"
-    r"ddp_tensor_print|ddp__generate_(zb_v|dualpipe_v)$")
+    "glob prctl syscall strcpy".split())
+# Sections that write drawings, traces and printed tensors. Other documents are written by variadic functions.
+NO_TEXT_SECTIONS = {"impl-schedule-draw", "impl-tensor-text"}
 DIRECTIVE = re.compile(r"%[-+ #0]*(?:\*|\d+)?(?:\.(?:\*|\d+))?(?:hh|h|ll|l|z|j|t)?[diouxXeEfgGcsp%]")
 TOKEN = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|[A-Za-z_]\w*|\d[\w.]*|->|##|\S", re.S)
 BANNER = re.compile(r"^//== .*>>([a-z0-9-]+)$", re.M)
 
-# Words that only this project uses, and what the field says.
-PRIVATE_WORDS = {
-    r"seat(s|ed)?": "rank, slot", r"vote[sd]?|voting": "agree", r"visit(s|ed)?": "device guard", r"venue": "rendezvous",
-    r"letters?": "message", r"turn(s|ed)? (away|out)|turns?": "refuse, order", r"told|tells?|telling": "report",
-    r"strangers?": "unauthenticated peer", r"hears?|heard": "receive", r"says?|said": "report, set", r"whoever|who": "the rank",
-    r"alone": "only", r"anew": "again", r"alike|likewise": "the same", r"shall": "must", r"so many": "N",
-    r"lies?|lying": "is stored at", r"but for": "except", r"there (is|are|was|were)": "name the subject",
-    r"none of the": "not a", r"is none( of)?": "is not", r"behind": "after", r"are not to be had": "could not be allocated",
-    r"gives? to": "has an output to", r"whole ones": "full parameters", r"gathers?|gathered": "unshard",
-    r"do(es)? not go with": "cannot be combined with", r"house|room": "memory, space", r"claims?": "uses",
-    r"hung up": "closed the connection", r"went away|is gone|has left|left the": "exited",
-    r"put away": "kept", r"takes floats": "floating-point dtype",
-}
-# One spelling per term. The keys are wrong.
-SPELLINGS = {
-    r"time[- ]outs?": "timeout", r"timed-out": "timed out", r"micro ?batch(es)?": "micro-batch", r"data ?sets? of": "dataset",
-    r"data set": "dataset", r"all ?reduce": "all-reduce", r"allgather|all gather": "all-gather",
-    r"reduce scatter|reducescatter": "reduce-scatter", r"check point": "checkpoint", r"file ?name": "name of the file",
-    r"\w*(initial|final|serial|synchron|normal|optim|util|recogn|quant|organ|author)is(e|ed|es|ing|ation)": "-ize",
-    r"colou?rs?|behaviou?r": "American spelling", r"folders?": "directory", r"work space": "workspace",
-    r"warm-up": "warmup", r"parametres?": "parameter", r"can not": "cannot", r"non[- ]zero": "nonzero",
-    r"meta-?data": "__metadata__", r"dim\b": "dimension", r"host name": "hostname", r"communicators?": "NCCL communicator",
-}
+# One term per concept: the term of the table, and the words that it replaces. WRITING says why.
+TERMS = [
+    ("use A to B", r"allowed are|numbered from 0|(ranks|indices) are 0 to|pass (0|1|a number|a positive)|are the most"),
+    ("invalid", r"impossible|(is|are) wrong"),
+    ("is not a", r"(is|are) (none|no)( of)?|none of (the|its)|is nothing that"),
+    ("could not be allocated", r"out of memory|no memory|not to be had|could not be had|ran out"),
+    ("space", r"rooms?|making room"),
+    ("too small for", r"has room for"),
+    ("pending", r"under way|on (the|its) way"),
+    ("closed the connection, exited, no longer exists", r"(is|are|was) gone|went away|hung up|has left|left the group"),
+    ("destroyed the group", r"left (this|the) group"),
+    ("timed out after", r"not (done|finished) after"),
+    ("rank, slot", r"seat(s|ed)?"),
+    ("agree", r"vote[sd]?|voting"),
+    ("rendezvous", r"venues?|met|meets?|meeting"),
+    ("message", r"letters?"),
+    ("refuse, order", r"turn(s|ed)? (away|out)|turns?(?! (it )?o(n|ff)\b)"),
+    ("report, set, return", r"told|tells?|telling|says?|said"),
+    ("receive", r"hears?|heard"),
+    ("unauthenticated peer", r"strangers?"),
+    ("the rank, the process", r"who|whoever|whose ones?"),
+    ("has rank", r"claims?"),
+    ("only", r"alone"),
+    ("again", r"anew"),
+    ("the same", r"alike|likewise"),
+    ("must", r"shall|(has|have) to( be)?"),
+    ("N", r"(so|as|how) many"),
+    ("is stored at, is outside", r"lies?|lying"),
+    ("except", r"but for|other than by"),
+    ("gap", r"holes?"),
+    ("cannot be combined with", r"do(es)? not go with"),
+    ("cycle", r"circles?"),
+    ("name the subject", r"there (is|are|was|were)"),
+    ("unshard", r"gathered"),
+    ("full parameters", r"whole (ones|parameters?|values?)"),
+    ("integer", r"whole numbers?"),
+    ("floating-point dtype", r"floats?"),
+    ("duplicate", r"(is|are) there twice"),
+    ("truncated", r"cut short"),
+    ("attached to a CUDA group", r"group of GPUs|one of GPUs"),
+    ("device", r"GPU of its own"),
+    ("timeout", r"time[- ]outs?"),
+    ("timed out", r"timed-out"),
+    ("micro-batch", r"micro ?batch(es)?"),
+    ("dataset", r"data[ -]sets?"),
+    ("all-reduce, all-gather, reduce-scatter", r"all ?reduce|all ?gather|reduce ?scatter"),
+    ("checkpoint", r"check[ -]points?"),
+    ("American spelling", r"\w*(initial|final|serial|synchron|normal|optim|util|recogn|quant|organ|author)is(e|ed|es|ing|ation)"),
+    ("American spelling", r"colou?r|behaviou?r|neighbou?rs?(?<=our)|neighbours?"),
+    ("folder", r"director(y|ies)"),
+    ("workspace", r"work[ -]space"),
+    ("warmup", r"warm[ -]up"),
+    ("dimension", r"dims?"),
+    ("cannot", r"can ?not(?<=n not)"),
+    ("nonzero", r"non[- ]zero"),
+    ("optimizer state", r"optimizer's state"),
+]
 # Pieces between %-directives that the word rules skip: C identifiers with an underscore, name=value, and quoted text.
 IDENTIFIER = re.compile(r"\b\w*_\w+(\[\w*\])?(\.\w+)*|\b\w+(\[%\w+\])?(\.\w+)*=\S*|'[^' ]*'|`[^`]*`")
 
 Token = collections.namedtuple("Token", "text line")
 Macro = collections.namedtuple("Macro", "name params body line")
 Unit = collections.namedtuple("Unit", "name params body line header section is_data type")
-Row = collections.namedtuple("Row", "header section line function kind result text raw")
+Row = collections.namedtuple("Row", "header section line function kind result text raw whole")
 
 
 def tokens_of(text, line=1):
@@ -247,6 +279,13 @@ class Program:
         self.strings = {name: m for name, m in self.macros.items()
                         if m.params is None and m.body and all(is_string(t) for t in m.body)}
         self.setters = self.find_setters()
+        self.writers = dict(WRITERS)
+        self.logs, self.documents = set(LOGS), set()
+        for unit in self.units():
+            if format_of(unit) is not None and unit.name not in self.setters:
+                logs = any(name in LOGS for name, _, _ in calls_of(unit.body))
+                self.writers[unit.name] = format_of(unit)
+                (self.logs if logs else self.documents).add(unit.name)
         self.carriers = self.find_carriers()
         self.callers = self.find_callers()
         self.rows, self.literals = [], []
@@ -260,6 +299,11 @@ class Program:
     def find_setters(self):
         """Adds the macros that pass one of their parameters on as the format of a setter."""
         setters, grew = dict(SETTERS), True
+        for unit in self.units():
+            form = format_of(unit)
+            if form is not None and any(name in setters for name, _, _ in calls_of(unit.body)):
+                names = [p[-1] if p else "" for p in unit.params]
+                setters[unit.name] = (form, names.index("result") if "result" in names else self.code_in(unit), None)
         while grew:
             grew = False
             for macro in self.macros.values():
@@ -272,6 +316,11 @@ class Program:
                             setters[macro.name], grew = found, True
                             break
         return setters
+
+    @staticmethod
+    def code_in(unit):
+        """The result that a function of its own format passes on."""
+        return " ".join(sorted({t.text for t in unit.body if re.match(r"DDP_ERR_\w+$", t.text)}))
 
     @staticmethod
     def through_macro(macro, args, setter):
@@ -400,11 +449,11 @@ class Program:
 
     def read_source(self, source):
         for macro in source.macros:
-            self.read_body(source, "#define " + macro.name, macro.name, macro.body)
+            self.read_body(source, "#define " + macro.name, macro.body)
         for unit in source.units:
-            self.read_body(source, unit.name, unit.name, unit.body)
+            self.read_body(source, unit.name, unit.body)
 
-    def read_body(self, source, shown, function, body):
+    def read_body(self, source, shown, body):
         """Adds a row for each literal of a body that may be a text."""
         owners, groups = call_owners(body), literal_groups(body, self.strings)
         inlined = set()
@@ -412,7 +461,7 @@ class Program:
             if first in inlined:
                 continue
             raw = "".join(self.piece(token) for token in body[first:last])
-            kind, result, args = self.classify(function, owners[first], body, first, raw)
+            kind, result, args = self.classify(source.section(body[first].line), owners[first], body, first, raw)
             self.literals.append((source.header, body[first].line, shown, kind, raw))
             if kind not in ("error", "part", "log"):
                 continue
@@ -426,7 +475,13 @@ class Program:
                         self.literals.append((source.header, body[at].line, shown, "argument", word))
                         raw += "\n" + word if re.search(r"[a-z]{2}", word) and not self.is_code(owners[at]) else ""
             self.rows.append(Row(source.header, source.section(body[first].line), body[first].line, shown, kind, result,
-                                 text, raw))
+                                 text, raw, kind == "error" and self.is_whole(owners[first], shown)))
+
+    def is_whole(self, owner, shown):
+        """Whether the text is all of an error line: not if a macro adds words to it, nor in such a macro."""
+        macro = self.macros.get(owner[-1][0])
+        return not shown.startswith("#define") and not (macro and macro.name in self.setters and any(
+            is_string(t) and re.search(r"[a-z]{2,} [a-z]", t.text) for t in macro.body))
 
     def piece(self, token):
         if is_string(token):
@@ -440,12 +495,12 @@ class Program:
     def is_code(owner):
         return any(name in NO_TEXT_CALLS for name, _, _ in owner)
 
-    def classify(self, function, owner, body, first, raw):
+    def classify(self, section, owner, body, first, raw):
         """Kind of a literal, the result it goes with, and the arguments of its format."""
         name, index, opening = owner[-1] if owner else (None, 0, 0)
         if self.is_code(owner):
             return "code", "-", None
-        document = NO_TEXT_FUNCTIONS.match(function) or any(NO_TEXT_FUNCTIONS.match(n) for n, _, _ in owner)
+        document = section in NO_TEXT_SECTIONS or any(n in self.documents for n, _, _ in owner)
         if document and not any(n in self.setters for n, _, _ in owner):
             return "document", "-", None
         args = arguments(body, opening)[0] if owner else []
@@ -456,13 +511,15 @@ class Program:
         for n, i, _ in reversed(owner):
             if (n, i) in self.carriers and " " in raw:
                 return "part", self.carriers[(n, i)], None
-        if name in WRITERS and index == WRITERS[name]:
-            kind = "log" if name in LOGS else "part"
+        if name in self.writers and index == self.writers[name]:
+            kind = "log" if name in self.logs else "part"
             return kind, "-", args[index + 1:]
-        if name in LOGS:
+        if name in self.logs:
             return "log", "-", None
-        if not re.search(r"\s", raw.strip()) and not raw.startswith(" "):
+        if " " not in raw:
             return "name", "-", None
+        if re.match(r'\{?"\w+": ', raw):
+            return "document", "-", None  # JSON
         return "part", "-", None
 
     def fill(self, raw, args):
@@ -493,7 +550,7 @@ class Program:
         for name, args, _ in calls_of(macro.body) if macro else []:
             if name == "X" and len(args) == 3 and len(args[2]) == 1:
                 raw = self.piece(args[2][0])
-                rows.append(Row("ddp.h", "types", args[2][0].line, "DDP_RESULTS", "result", args[0][0].text, raw, raw))
+                rows.append(Row("ddp.h", "types", args[2][0].line, "DDP_RESULTS", "result", args[0][0].text, raw, raw, True))
         self.rows = [row for row in self.rows if row.function != "#define DDP_RESULTS"]
         return rows
 
@@ -502,6 +559,12 @@ def code_of(tokens):
     text = re.sub(r" ?(->|\.|\[|\]|\(|\)|,) ?", r"\1", " ".join(t.text for t in tokens))
     text = re.sub(r"\((?:unsigned )?(?:long long|int|size_t|void\*?|double|void \*)\)", "", text)
     return text if len(text) < 60 else text[:57] + "..."
+
+
+def format_of(unit):
+    """The position of the format of a variadic function, or None."""
+    at = len(unit.params) - 2
+    return at if at >= 0 and unit.params[-1] == [".", ".", "."] and "char" in unit.params[at] else None
 
 
 def calls_of(tokens):
@@ -554,7 +617,7 @@ def literal_groups(body, strings):
 
 def plain_words(text):
     """The text without directives, identifiers and quotes: what the word rules read."""
-    return IDENTIFIER.sub(" ", DIRECTIVE.sub("%d", text))
+    return IDENTIFIER.sub(" ", DIRECTIVE.sub("%d", text)).replace("%d", "0")
 
 
 def check_row(row):
@@ -562,17 +625,14 @@ def check_row(row):
     found = []
     for number, text in enumerate(row.raw.split("\n")):
         plain = plain_words(text)
-        for wrong, right in PRIVATE_WORDS.items():
-            for match in re.finditer(r"(?<![\w-])(?:%s)(?![\w-])" % wrong, plain):
-                found.append("the private word `%s`; use: %s" % (match.group(), right))
-        for wrong, right in SPELLINGS.items():
-            for match in re.finditer(r"(?<![\w-])(?:%s)(?![\w-])" % wrong, plain):
-                found.append("the spelling `%s`; use: %s" % (match.group(), right))
+        for term, rejected in TERMS:
+            for match in re.finditer(r"(?<![\w-])(?:%s)(?![\w-])" % rejected, plain):
+                found.append("`%s`: the term is `%s`" % (match.group(), term))
         if re.search(r"[.!]\s*$", text) and not text.endswith("..."):
             found.append("a full stop at the end")
-        if re.search(r"[.!?] +\S", re.sub(r"e\.g\.|\.\.\.", "", DIRECTIVE.sub("", text))):
+        if re.search(r"[.!?] +\S", text.replace("...", "")):
             found.append("more than one sentence")
-        if number == 0 and row.kind in ("error", "result") and row.result != "DDP_OK":
+        if number == 0 and row.whole and row.result != "DDP_OK":
             words = re.findall(r"[A-Za-z]{2,}", DIRECTIVE.sub(" ", IDENTIFIER.sub(" ", text)))
             if len(words) < 2 and "s" not in [d[-1] for d in DIRECTIVE.findall(text)]:
                 found.append("no cause: fewer than two words")
@@ -582,9 +642,9 @@ def check_row(row):
 
 
 def check_names(literals):
-    """Private words among the arguments of one word."""
-    return [(header, line, "the private word `%s`" % raw) for header, line, _, kind, raw in literals
-            if kind == "name" and any(re.fullmatch(wrong, raw) for wrong in PRIVATE_WORDS)]
+    """Rejected terms among the arguments of one word."""
+    return [(header, line, "`%s`: the term is `%s`" % (raw, term)) for header, line, _, kind, raw in literals
+            for term, rejected in TERMS if kind == "name" and re.fullmatch(rejected, raw) and "param" not in raw]
 
 
 def check_breaks(literals):
@@ -620,7 +680,7 @@ def check(program):
              for message in check_row(row)]
     found += check_names(program.literals) + check_breaks(program.literals)
     found += check_variants(program.rows)
-    if not any(row.kind == "error" for row in program.rows):
+    if not any(name in SETTERS for unit in program.units() for name, _, _ in calls_of(unit.body)):
         found.append(("ddp.h", 1, "no setter of error texts found"))
     return sorted(set(found))
 

@@ -8,7 +8,7 @@ HEADER = r'''/* "no text" */
 #include "ddp.h"
 #define DDP_RESULTS(X)                   \
     X(DDP_OK, 0, "success")              \
-    X(DDP_ERR_INVALID, -1, "an argument is wrong")
+    X(DDP_ERR_INVALID, -1, "an argument is invalid")
 //== api ======================= >>api
 #ifdef __cplusplus
 extern "C" {
@@ -31,7 +31,12 @@ typedef struct ddp_table { const char *name; ddp_result (*start)(int count); } d
 static ddp_result ddp__file_fail(const char *what, const char *path) {
     return ddp_fail(DDP_ERR_SYSTEM, "%s %s: %s", what, path, strerror(errno));
 }
+static ddp_result ddp__line_fail(int line, const char *format, ...) {
+    vsnprintf(text, sizeof text, format, args);
+    return ddp_fail(DDP_ERR_CORRUPT, "line %d: %s", line, text);
+}
 static ddp_result ddp__begin(int count) {
+    if (count > 8) return ddp__line_fail(3, "expected %s", word);
     if (count > 9) return DDP__RANK_FAIL(here, DDP_ERR_MISMATCH, "count=%d is more than 9", count);
     return ddp_fail(count ? DDP_ERR_CORRUPT : DDP_ERR_INVALID, "%s/" DDP__STATE ": is %s",
                     path, count ? "too short" : "missing");
@@ -50,17 +55,17 @@ ddp_result ddp_run(int count) { return table->start(count); }
 
 # What to replace, by what, and a part of the message that must appear.
 BROKEN = [
-    ("name is NULL;", "name is told to be NULL;", "private word `told`"),
-    ("is more than 9", "has the seat of rank 9", "private word `seat`"),
-    ("is more than 9", "turned away by rank 9", "private word `turned away`"),
-    ("exited\"", "is a stranger\"", "private word `stranger`"),
-    ("too short", "so many bytes", "private word `so many`"),
-    ("could not open", "who opens", "private word `who`"),
-    ("\"local\"", "\"venue\"", "private word `venue`"),
-    ("an argument is wrong", "an argument shall be right", "private word `shall`"),
-    ("count=%d is more than 9", "time out after %d ms", "spelling `time out`"),
-    ("count=%d is more than 9", "%d microbatches do not fit", "spelling `microbatches`"),
-    ("exited\"", "was not initialised\"", "spelling `initialised`"),
+    ("name is NULL;", "name is told to be NULL;", "`told`: the term is"),
+    ("is more than 9", "has the seat of rank 9", "`seat`: the term is"),
+    ("is more than 9", "turned away by rank 9", "`turned away`: the term is"),
+    ("exited\"", "is a stranger\"", "`stranger`: the term is"),
+    ("too short", "so many bytes", "`so many`: the term is"),
+    ("could not open", "who opens", "`who`: the term is"),
+    ("\"local\"", "\"venue\"", "`venue`: the term is"),
+    ("an argument is invalid", "an argument shall be right", "`shall`: the term is"),
+    ("count=%d is more than 9", "time out after %d ms", "`time out`: the term is"),
+    ("count=%d is more than 9", "%d microbatches do not fit", "`microbatches`: the term is"),
+    ("exited\"", "was not initialised\"", "`initialised`: the term is"),
     ("pass the name of a file", "pass a socket-name; a socket name is short", "two spellings of one word"),
     ("pass the name of a file", "pass the re-name; rename it", "two spellings of one word"),
     ("pass the name of a file", "pass the name of a file.", "a full stop"),
@@ -97,6 +102,8 @@ class Table(unittest.TestCase):
     def test_finds_the_texts(self):
         texts = sorted((row.kind, row.result, row.text) for row in self.program.rows)
         self.assertEqual(texts, [
+            ("error", "DDP_ERR_CORRUPT", "expected {word}"),
+            ("error", "DDP_ERR_CORRUPT", "line {line}: {text}"),
             ("error", "DDP_ERR_CORRUPT or DDP_ERR_INVALID", "{path}/state.json: is {too short|missing}"),
             ("error", "DDP_ERR_INVALID", "name is NULL; pass the name of a file"),
             ("error", "DDP_ERR_MISMATCH", "count={count} is more than 9"),
@@ -105,7 +112,7 @@ class Table(unittest.TestCase):
             ("error", "variable", "rank {(of)->rank} <text>"),
             ("part", "-", "rank {1} (pid {2}) exited"),
             ("part", "DDP_ERR_SYSTEM", "could not open"),
-            ("result", "DDP_ERR_INVALID", "an argument is wrong"),
+            ("result", "DDP_ERR_INVALID", "an argument is invalid"),
             ("result", "DDP_OK", "success")])
 
     def test_names_section_line_and_function(self):
