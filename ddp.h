@@ -90,6 +90,7 @@ NOT DONE HERE
 #define DDP_VERSION_MAJOR 0
 #define DDP_VERSION_MINOR 2
 #define DDP_VERSION_PATCH 0
+/* The version of this header: 200 for 0.2.0. */
 #define DDP_VERSION (DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH)
 
 //== config ======================================================================================= >>config
@@ -110,6 +111,7 @@ NOT DONE HERE
 #define DDP_ZERO {}
 extern "C" {
 #else
+/* Initializes a struct with zeros: ddp_group_desc desc = DDP_ZERO. In a desc, zero means default. */
 #define DDP_ZERO {0}
 #endif
 // clang-format on
@@ -130,12 +132,15 @@ extern "C" {
     X(DDP_ERR_CORRUPT, -9, "stored data is damaged")                             \
     X(DDP_ERR_ENGINE, -10, "a library underneath (MPI, NCCL, CUDA) failed")
 
+/* The result of a call: DDP_OK, or an error, which is negative. ddp_last_error() describes the error. */
 typedef enum ddp_result {
 #define DDP_X(name, value, text) name = value,
     DDP_RESULTS(DDP_X)
 #undef DDP_X
 } ddp_result;
 
+/* The type of an element. F: IEEE float, BF: bfloat16, I: signed integer, U: unsigned integer; then the
+   number of bits. */
 typedef enum ddp_dtype {
     DDP_DTYPE_DEFAULT = 0, /* in descs: the dtype of the tensor concerned */
     DDP_F32,
@@ -149,25 +154,28 @@ typedef enum ddp_dtype {
     DDP_U64
 } ddp_dtype;
 
-/* Integer sums wrap around; AVG divides the wrapped sum and truncates. MIN and MAX of floats return NaN when
-   an input is NaN. */
+/* The operation of a reduction. Integer sums wrap around; AVG divides the wrapped sum and truncates. MIN and
+   MAX of floats return NaN when an input is NaN. */
 typedef enum ddp_op { DDP_OP_SUM, DDP_OP_AVG, DDP_OP_MIN, DDP_OP_MAX, DDP_OP_PROD } ddp_op;
 
+/* The order in which SUM and AVG add. TREE gives the same bits on every backend; see CONCEPTS above. */
 typedef enum ddp_order {
     DDP_ORDER_DEFAULT = 0, /* TREE on CPU backends, ANY on NCCL */
     DDP_ORDER_TREE,
     DDP_ORDER_ANY
 } ddp_order;
 
+/* The most dimensions of a tensor, and of a mesh. */
 #define DDP_MAX_NDIM 8
-#define DDP_MAX_LOCAL_RANKS 64 /* ranks of one group on one machine */
+/* The most ranks of one group on one machine. */
+#define DDP_MAX_LOCAL_RANKS 64
 
 /* A view of memory: row-major and contiguous. It owns nothing. ndim 0 is one element. */
 typedef struct ddp_tensor {
-    void *data;
-    ddp_dtype dtype;
-    int ndim;
-    int64_t shape[DDP_MAX_NDIM];
+    void *data;                  /* the elements */
+    ddp_dtype dtype;             /* of the elements */
+    int ndim;                    /* 0 to DDP_MAX_NDIM */
+    int64_t shape[DDP_MAX_NDIM]; /* of the first ndim dimensions */
 } ddp_tensor;
 
 /* Passes the f32 sum of a 16-bit gradient over micro-batches to the reduction over ranks. Only the library
@@ -183,41 +191,44 @@ typedef struct ddp_grad_sum {
 /* A trained parameter and its gradient. Entries with the same value.data are uses of one tied parameter. Each
    use has its own gradient. */
 typedef struct ddp_param {
-    const char *name;
+    const char *name;       /* appears in errors; the name in checkpoints */
     ddp_tensor value, grad; /* grad: dtype and shape 0 = those of value; data NULL = the reducer allocates */
-    ddp_grad_sum sum;
+    ddp_grad_sum sum;       /* only for the library */
 } ddp_param;
+
+/* The cells of a ddp_exact_sum. */
+#define DDP_EXACT_CELLS 72
 
 /* An exact sum of doubles: digits of 32 bits in 64-bit cells, lowest first (Kulisch's long accumulator).
    Two sums add as DDP_I64 SUM of their cells, so an all-reduce of the whole struct is exact in any order. */
-#define DDP_EXACT_CELLS 72
 typedef struct ddp_exact_sum {
-    int64_t cell[DDP_EXACT_CELLS];
+    int64_t cell[DDP_EXACT_CELLS]; /* the lowest digit first */
 } ddp_exact_sum;
 
 /* A mean over samples or tokens, for any distribution over ranks and micro-batches. Initialize it to zero. */
 typedef struct ddp_mean {
-    ddp_exact_sum sum;
-    int64_t count;
+    ddp_exact_sum sum; /* of all samples or tokens */
+    int64_t count;     /* samples or tokens */
 } ddp_mean;
 
-typedef struct ddp_group ddp_group;
-typedef struct ddp_backend ddp_backend; /* this and the next: >>spi */
-typedef struct ddp_device ddp_device;
-typedef struct ddp_reducer ddp_reducer;
-typedef struct ddp_accumulator ddp_accumulator;
-typedef struct ddp_join ddp_join;
-typedef struct ddp_mesh ddp_mesh;
+typedef struct ddp_group ddp_group;             /* ranks that communicate; see ddp_group_create */
+typedef struct ddp_backend ddp_backend;         /* transports data; see struct ddp_backend */
+typedef struct ddp_device ddp_device;           /* memory and arithmetic; see struct ddp_device */
+typedef struct ddp_reducer ddp_reducer;         /* averages gradients; see ddp_reducer_create */
+typedef struct ddp_accumulator ddp_accumulator; /* adds micro-batches; see ddp_accumulator_create */
+typedef struct ddp_join ddp_join;               /* for uneven inputs; see ddp_join_create */
+typedef struct ddp_mesh ddp_mesh;               /* a grid of ranks; see ddp_mesh_create */
 
 /* Handle of an asynchronous call. It is empty when zero-initialized and after its wait. It may be copied, but
    only one copy may be waited for, once. */
 typedef struct ddp_work {
-    void *op;
-    uint64_t ticket;
+    void *op;        /* private */
+    uint64_t ticket; /* private */
 } ddp_work;
 
 //== descs ========================================================================================= >>descs
 
+/* For ddp_group_create and ddp_launch. Zero means default, field by field. */
 typedef struct ddp_group_desc {
     const char *init_method; /* NULL = "env://": rank variables of torchrun, mpirun or srun; none set = one
                                 rank. "self://": one rank.
@@ -235,11 +246,11 @@ typedef struct ddp_group_desc {
     const ddp_backend *backend; /* NULL = chosen by the library: self for one rank, local for one machine, mpi
                                    or tcp for several machines */
     const ddp_device *device;   /* NULL = the CPU */
-    void *backend_user;         /* passed to backend->open and device->open, >>spi */
+    void *backend_user;         /* of ddp_backend.open and ddp_device.open; see ddp_group_backend_user */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither; called on any
                                                          thread */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
-    void *user;
+    void *user;                                       /* passed to alloc_fn, free_fn and log_fn */
     /* NULL = silent. Receives notices: a fallback was taken, ranks have been missing for 5 s */
     void (*log_fn)(const char *text, void *user);
     const char *secret; /* For a rendezvous over TCP: ranks prove to each other that they have the same text.
@@ -250,8 +261,10 @@ typedef struct ddp_group_desc {
                            same user. */
 } ddp_group_desc;
 
+/* Ranks of a ddp_launch are processes or threads. */
 typedef enum ddp_launch_mode { DDP_LAUNCH_PROCESSES = 0, DDP_LAUNCH_THREADS } ddp_launch_mode;
 
+/* For ddp_launch. Zero means default, field by field. */
 typedef struct ddp_launch_desc {
     int world_size;       /* 0 = one rank per core that this process may use, or the ranks of a launcher.
                              Another number than the launcher's is an error */
@@ -259,7 +272,7 @@ typedef struct ddp_launch_desc {
     int max_restarts;     /* 0 = none; after a failure all ranks start again, at most this many times
                              (processes) */
     const int *devices;   /* device index of each rank, for GPU backends; NULL = by local rank */
-    int device_count;
+    int device_count;     /* entries of devices, at least one for each rank */
     int no_affinity;      /* 1 = do not change CPU affinity, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS or the
                              thread pools of libraries */
     ddp_group_desc group; /* of the world: timeout_ms, order, name, backend, allocators ...; init_method, rank
@@ -282,23 +295,24 @@ typedef struct ddp_mesh_desc {
    micro-batches. On return, data holds the reduced gradients, the same on every rank. The hook divides by
    divisor itself. */
 typedef struct ddp_bucket {
-    void *data;
-    size_t count;
-    ddp_dtype dtype; /* as sent: f32 for sums of 16-bit gradients over micro-batches */
-    int index, bucket_count;
-    uint64_t divisor, step; /* step: 0 in the first step */
-    const int *params;      /* indices of the parameters in the desc's params, in the order of their gradients
+    void *data;              /* the gradients */
+    size_t count;            /* elements */
+    ddp_dtype dtype;         /* as sent: f32 for sums of 16-bit gradients over micro-batches */
+    int index, bucket_count; /* this bucket, from 0, and the buckets of a step */
+    uint64_t divisor, step;  /* step: 0 in the first step */
+    const int *params; /* indices of the parameters in the desc's params, in the order of their gradients
                                in data */
-    int param_count;
+    int param_count;   /* entries of params */
 } ddp_bucket;
 
 /* Replaces the reducer's all-reduce. Runs in issue order on the thread that executes the group's calls. It
    may make blocking calls on the group; it must not wait for anything else. */
 typedef ddp_result (*ddp_bucket_hook)(ddp_group *group, ddp_bucket *bucket, void *user);
 
+/* For ddp_reducer_create. Zero means default, except for params and param_count. */
 typedef struct ddp_reducer_desc {
-    ddp_param *params; /* required; in definition order; create fills in grad.data where it is NULL */
-    int param_count;
+    ddp_param *params;         /* required; in definition order; create fills in grad.data where it is NULL */
+    int param_count;           /* entries of params */
     size_t bucket_cap_bytes;   /* 0 = 25 MiB */
     size_t first_bucket_bytes; /* 0 = 1 MiB; size of the bucket that is ready first */
     int micro_batch_count;     /* 0 = 1; micro-batches that each rank accumulates before a step. The average
@@ -312,35 +326,37 @@ typedef struct ddp_reducer_desc {
        such sum is rounded to 16 bits before it is sent. This halves the bytes, and is outside the promise of
        equal bits */
     ddp_dtype comm_dtype;
-    ddp_bucket_hook hook; /* NULL = all-reduce */
-    void *hook_user;
+    ddp_bucket_hook hook;       /* NULL = all-reduce */
+    void *hook_user;            /* passed to hook */
     int skip_initial_broadcast; /* 1 = values and buffers are already equal on all ranks */
     const ddp_tensor *buffers;  /* tensors that are not trained; create broadcasts them from rank 0 */
-    int buffer_count;
+    int buffer_count;           /* entries of buffers */
     int per_token; /* 1 = gradients are those of a loss summed over tokens (or samples): ddp_reducer_wait
                       gives sums, ddp_reducer_wait_mean the mean. Sums are larger than averages and may
                       overflow DDP_F16 */
 } ddp_reducer_desc;
 
+/* Measurements of a reducer: see ddp_reducer_get_stats. */
 typedef struct ddp_reducer_stats {
-    int bucket_count;
-    int rebuilt;      /* 1 once buckets follow the ready order of rank 0 */
-    int unused_count; /* find_unused: parameters that no rank used in the last step */
-    uint64_t steps;
+    int bucket_count;      /* in a step */
+    int rebuilt;           /* 1 once buckets follow the ready order of rank 0 */
+    int unused_count;      /* find_unused: parameters that no rank used in the last step */
+    uint64_t steps;        /* since create */
     size_t gradient_bytes; /* of all parameters */
     size_t bytes_reduced;  /* in the last step, as sent: in comm_dtype; f32 for sums of 16-bit gradients */
     size_t bytes_copied;   /* in the last step, packed into flat buckets and back */
-    size_t largest_bucket_bytes;
+    size_t largest_bucket_bytes; /* of a step */
     double comm_seconds; /* last step: time to reduce the buckets. 0, like overlap, on a backend that enqueues
                             on a device: the host does not wait there */
     double wait_seconds; /* last step: time inside ddp_reducer_wait, not hidden by compute */
-    double total_comm_seconds, total_wait_seconds;
+    double total_comm_seconds, total_wait_seconds; /* sums over all steps */
     double overlap; /* last step: share of comm_seconds that compute hid, 0 to 1; 0 with one rank */
 } ddp_reducer_stats;
 
+/* For ddp_accumulator_create. */
 typedef struct ddp_accumulator_desc {
     ddp_param *params; /* required; the reducer's array, after ddp_reducer_create; outlives the accumulator */
-    int param_count;
+    int param_count;   /* entries of params */
     int micro_batch_count; /* required; per rank and step, at least 1 */
     /* NULL = none. Otherwise ddp_accumulator_ready calls ddp_reducer_ready once a sum over micro-batches is
        final. The reducer takes f32 sums of 16-bit gradients from the accumulator that was created last. An
@@ -348,22 +364,23 @@ typedef struct ddp_accumulator_desc {
     ddp_reducer *reducer;
 } ddp_accumulator_desc;
 
-/* SHADOW: a rank without a batch contributes zeros until the last rank has finished. STOP: all ranks stop as
-   soon as one rank has no batch. */
+/* The end of uneven inputs. SHADOW: a rank without a batch contributes zeros until the last rank has
+   finished. STOP: all ranks stop as soon as one rank has no batch. */
 typedef enum ddp_join_mode { DDP_JOIN_SHADOW = 0, DDP_JOIN_STOP } ddp_join_mode;
 
+/* For ddp_join_create. */
 typedef struct ddp_join_desc {
     ddp_reducer *reducer;              /* required */
     ddp_join_mode mode;                /* 0 = shadow */
     ddp_result (*step_fn)(void *user); /* shadow: the optimizer step, which keeps values equal on a rank
                                           without batches. NULL = at the end, values are broadcast from the
                                           lowest rank of those active in the last step */
-    void *user;
+    void *user;                        /* passed to step_fn */
 } ddp_join_desc;
 
 //== api ============================================================================================= >>api
 
-/* --- results, dtypes, tensors --- */
+/* --- results and tensors --- */
 
 DDPDEF const char *ddp_result_name(ddp_result result); /* such as "DDP_ERR_TIMEOUT"; static text */
 /* The last failure of this thread as one line, or "". Valid until the thread's next failure. */
@@ -378,6 +395,7 @@ DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor);
 
 /* --- ranks --- */
 
+/* The program of one rank: see ddp_launch. */
 typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
 
 /* Runs fn on desc->world_size ranks. Returns when all have ended: DDP_OK, or the first failure with its
@@ -523,14 +541,19 @@ DDPDEF ddp_result ddp_barrier(ddp_group *group); /* returns when every rank has 
    Blocking, buffers and errors as above. A small blocking send may return before the receive is posted; do
    not rely on it. A receive with another count or dtype is DDP_ERR_MISMATCH on both sides. Up to 16 messages
    from one rank to another are in flight at once; later ones wait for these, whatever their tags. */
+
+/* Sends count elements to peer. */
 DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer,
                            int tag, ddp_work *work);
+/* Receives count elements from peer. */
 DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag,
                            ddp_work *work);
 
-/* Between begin and end, sends and receives with work == NULL do not block. end waits for all of them, so
-   their order does not matter. Not collective. These pairs do not nest. */
+/* Begins a batch of messages: until ddp_p2p_end, sends and receives with work == NULL do not block. Not
+   collective. Batches do not nest. */
 DDPDEF ddp_result ddp_p2p_begin(ddp_group *group);
+/* Blocks until all messages of the batch are done. The order in which they were issued does not matter. Not
+   collective. Errors: the first failure of a message. */
 DDPDEF ddp_result ddp_p2p_end(ddp_group *group);
 
 /* Blocks until the call is done, returns its result and empties *work. An empty handle returns DDP_OK. On a
@@ -637,70 +660,6 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active);
 DDPDEF void ddp_join_destroy(ddp_join *join); /* before its reducer; not collective; NULL is ignored */
 
 //== samplers ==================================================================================== >>sampler
-
-typedef enum ddp_shuffle {
-    DDP_SHUFFLE_TORCH = 0,    /* the same indices as PyTorch 2.6 and newer for the same seed and epoch */
-    DDP_SHUFFLE_TORCH_LEGACY, /* PyTorch before 2.6: differs only from 214748364 samples on */
-    DDP_SHUFFLE_HASHED        /* a keyed bijection: needs no memory; any position in constant time; up to 2^63
-                                 - 1 samples */
-} ddp_shuffle;
-
-/* A position in an epoch. Plain numbers without padding bytes: it may be written to a file as it is. */
-typedef struct ddp_sampler_state {
-    uint64_t seed, epoch;
-    int64_t dataset_size;
-    int64_t position;     /* entries [0, position) of the epoch's order are used ... */
-    int64_t block_offset; /* ... and, if not 0, that many of each rank's block of the next global batch */
-    int64_t num_replicas; /* of the sampler that saved; with global_batch it defines the blocks */
-    int64_t global_batch;
-    int32_t shuffle, no_shuffle;
-} ddp_sampler_state;
-
-typedef struct ddp_sampler_desc {
-    int64_t dataset_size; /* N, required, at least 1 */
-    int num_replicas;     /* W; 0 = 1 */
-    int rank;             /* 0 to num_replicas - 1 */
-    uint64_t seed;        /* the same on every rank; the TORCH orders use the low 32 bits of seed + epoch */
-    int no_shuffle;       /* 1 = the order is 0, 1, 2 ... */
-    int drop_last;        /* 1 = leave out the tail that does not fill a round (W samples, or a global batch)
-                             */
-    int no_pad;           /* 1 = keep the last round short: every sample exactly once; ranks' lengths may
-                             differ */
-    ddp_shuffle shuffle;
-    int64_t global_batch; /* 0 = rank r takes entries r, r+W, r+2W ... like PyTorch. Otherwise a multiple of
-                             W: rank r takes the r-th contiguous block, global_batch/W long, of each global
-                             batch */
-    int64_t window;       /* TORCH orders: samples computed at once, about 16 bytes each; 0 = 4000000; at most
-                             the rank's share */
-    void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
-    void (*free_fn)(void *memory, void *user);        /* NULL = free */
-    void *user;
-} ddp_sampler_desc;
-
-/* The caller owns it; ddp_sampler_init fills it in. Its fields are private. One thread at a time may use it.
-   It may be moved, but not copied. */
-typedef struct ddp_sampler {
-    ddp_sampler_desc desc; /* defaults resolved */
-    uint64_t epoch;
-    uint64_t round, block; /* a round gives each rank a block: one sample, without global_batch */
-    uint64_t origin;       /* entries of the order before this one were used before a load */
-    /* A load inside a global batch: gap_count blocks; the first gap_used entries of each are used. */
-    uint64_t gap_count, gap_used, gap_block;
-    uint64_t remaining;            /* entries of the order to distribute, without padding */
-    uint64_t total;                /* entries of all ranks together, with padding */
-    int64_t first_index, length;   /* length: samples of this rank; first: those before a load */
-    int64_t cursor;                /* index of the sample that ddp_sampler_next returns next */
-    int ended;                     /* ddp_sampler_next has returned -1 */
-    int half_bits[2], round_count; /* HASHED: the Feistel network */
-    uint64_t round_keys[32];
-    uint64_t hashed[32]; /* HASHED: the window's samples */
-    uint64_t *table;     /* TORCH: window_count samples; during a pass a hash table of them. One allocation
-                           with mt */
-    int64_t window_first, window_count;
-    uint32_t *mt;     /* the generator's 624 words for draws 624 * mt_block and on */
-    int64_t mt_block; /* -1 = not seeded for this epoch */
-} ddp_sampler;
-
 /* A sampler decides which samples of a dataset this rank takes in an epoch, and in what order. Ranks do not
    communicate: each rank makes its own sampler with the same desc except for rank.
 
@@ -719,6 +678,73 @@ typedef struct ddp_sampler {
    DDP_SHUFFLE_TORCH keeps no list of N entries. It computes a window of the order by one backward pass over
    the random draws. The first window is small, so that an epoch starts at once; later ones grow up to
    desc.window. */
+
+/* The order of an epoch, unless no_shuffle is set. */
+typedef enum ddp_shuffle {
+    DDP_SHUFFLE_TORCH = 0,    /* the same indices as PyTorch 2.6 and newer for the same seed and epoch */
+    DDP_SHUFFLE_TORCH_LEGACY, /* PyTorch before 2.6: differs only from 214748364 samples on */
+    DDP_SHUFFLE_HASHED        /* a keyed bijection: needs no memory; any position in constant time; up to 2^63
+                                 - 1 samples */
+} ddp_shuffle;
+
+/* A position in an epoch. Plain numbers without padding bytes: it may be written to a file as it is. */
+typedef struct ddp_sampler_state {
+    uint64_t seed;        /* of the sampler's desc */
+    uint64_t epoch;       /* of the position */
+    int64_t dataset_size; /* of the sampler's desc */
+    int64_t position;     /* entries [0, position) of the epoch's order are used ... */
+    int64_t block_offset; /* ... and, if not 0, that many of each rank's block of the next global batch */
+    int64_t num_replicas; /* of the sampler that saved; with global_batch it defines the blocks */
+    int64_t global_batch; /* of the sampler that saved */
+    int32_t shuffle, no_shuffle; /* of the sampler's desc */
+} ddp_sampler_state;
+
+/* For ddp_sampler_init. Zero means default, except for dataset_size. */
+typedef struct ddp_sampler_desc {
+    int64_t dataset_size; /* N, required, at least 1 */
+    int num_replicas;     /* W; 0 = 1 */
+    int rank;             /* 0 to num_replicas - 1 */
+    uint64_t seed;        /* the same on every rank; the TORCH orders use the low 32 bits of seed + epoch */
+    int no_shuffle;       /* 1 = the order is 0, 1, 2 ... */
+    int drop_last;        /* 1 = leave out the tail that does not fill a round (W samples, or a global batch)
+                             */
+    int no_pad;           /* 1 = keep the last round short: every sample exactly once; ranks' lengths may
+                             differ */
+    ddp_shuffle shuffle;  /* 0 = TORCH; not read with no_shuffle */
+    int64_t global_batch; /* 0 = rank r takes entries r, r+W, r+2W ... like PyTorch. Otherwise a multiple of
+                             W: rank r takes the r-th contiguous block, global_batch/W long, of each global
+                             batch */
+    int64_t window;       /* TORCH orders: samples computed at once, about 16 bytes each; 0 = 4000000; at most
+                             the rank's share */
+    void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
+    void (*free_fn)(void *memory, void *user);        /* NULL = free */
+    void *user;                                       /* passed to alloc_fn and free_fn */
+} ddp_sampler_desc;
+
+/* The caller owns it; ddp_sampler_init fills it in. Its fields are private. One thread at a time may use it.
+   It may be moved, but not copied. */
+typedef struct ddp_sampler {
+    ddp_sampler_desc desc;         /* defaults resolved */
+    uint64_t epoch;                /* the current one */
+    uint64_t round, block;         /* a round gives each rank a block: one sample, without global_batch */
+    uint64_t origin;               /* entries of the order before this one were used before a load */
+    uint64_t gap_count;            /* after a load inside a global batch: blocks of that batch */
+    uint64_t gap_used;             /* entries of each such block that are used */
+    uint64_t gap_block;            /* entries of each such block */
+    uint64_t remaining;            /* entries of the order to distribute, without padding */
+    uint64_t total;                /* entries of all ranks together, with padding */
+    int64_t first_index, length;   /* length: samples of this rank; first: those before a load */
+    int64_t cursor;                /* index of the sample that ddp_sampler_next returns next */
+    int ended;                     /* ddp_sampler_next has returned -1 */
+    int half_bits[2], round_count; /* HASHED: the Feistel network */
+    uint64_t round_keys[32];       /* HASHED: one for each round */
+    uint64_t hashed[32];           /* HASHED: the window's samples */
+    uint64_t *table; /* TORCH: window_count samples; during a pass a hash table of them. One allocation
+                           with mt */
+    int64_t window_first, window_count; /* the entries of the order in table or hashed */
+    uint32_t *mt;                       /* the generator's 624 words for draws 624 * mt_block and on */
+    int64_t mt_block;                   /* -1 = not seeded for this epoch */
+} ddp_sampler;
 
 /* Initializes *sampler at the start of epoch 0. Copies the desc. Only this call allocates, and only for the
    TORCH orders. Errors: DDP_ERR_INVALID names the field; *sampler is then empty: its length is 0, and
@@ -757,49 +783,6 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
 DDPDEF void ddp_sampler_free(ddp_sampler *sampler); /* also empties it; NULL is ignored */
 
 //== loader ======================================================================================= >>loader
-
-#define DDP_LOADER_FIELDS 8
-
-/* Writes sample `index`: its field f to fields[f]. Runs on worker threads, for different samples at the same
-   time. It may run again for the same sample. On failure it calls ddp_fail with a description. */
-typedef ddp_result (*ddp_fetch_fn)(void *user, int64_t index, void *const *fields);
-typedef struct ddp_loader ddp_loader;
-
-typedef struct ddp_loader_desc {
-    ddp_sampler_desc sampler; /* required: which samples, in what order; the loader makes its own sampler */
-    int64_t batch_size;       /* required: samples of this rank per batch; with a global_batch, 0 =
-                                 global_batch / num_replicas */
-    const ddp_tensor *fields; /* required: dtype and shape of each field of ONE sample, up to DDP_MAX_NDIM
-                                 - 1 dimensions; data is not read */
-    int field_count;          /* required; 1 to DDP_LOADER_FIELDS */
-    ddp_fetch_fn fetch;       /* required */
-    void *fetch_user;
-    int worker_count;        /* threads, at most 64; 0 = 1; -1 = none: ddp_loader_next fetches */
-    int prefetch;            /* batches prepared ahead; 0 = 2 per worker */
-    int extra_valid_batches; /* older batches that stay valid after the newest: for copies to a device in
-                                flight; 0 = 1 */
-    ddp_group *group;        /* NULL = batches are stored in memory of alloc_fn. Otherwise they are stored in
-                                the host memory from which the group's device copies fastest (pinned) */
-    int timeout_ms;          /* 0 = 600000; the longest time that ddp_loader_next waits for its workers */
-    void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = the group's, or malloc; set both or neither;
-                                                         called on any thread */
-    void (*free_fn)(void *memory, void *user);
-    void *user;
-} ddp_loader_desc;
-
-typedef struct ddp_batch {
-    int64_t count; /* samples; fewer in the last batch of an epoch; 0 = the epoch is over */
-    ddp_tensor fields[DDP_LOADER_FIELDS]; /* shape {count, then a sample's} */
-    const int64_t *indices;               /* of the samples in the dataset */
-    const uint8_t *is_padding;            /* 1 = a repetition that only gives all ranks the same length */
-} ddp_batch;
-
-typedef struct ddp_loader_stats {
-    uint64_t batches, samples; /* returned by ddp_loader_next */
-    double wait_seconds;       /* inside ddp_loader_next, for batches that were not ready */
-    double fetch_seconds;      /* inside fetch, summed over workers */
-} ddp_loader_stats;
-
 /* A loader has worker threads that fetch the sampler's samples into a ring of batches, ahead of the consumer.
    The consumer gets batches in the sampler's order for any number of workers. Workers share the samples of a
    batch. Threads also share their memory; nothing is allocated after create.
@@ -808,6 +791,53 @@ typedef struct ddp_loader_stats {
                held  new   prefetch       ddp_loader_next returns 7, and lets a worker overwrite 4 with 11
    One thread at a time may consume. Not collective: each rank creates its own loader, with the same desc
    except for sampler.rank. */
+
+/* The most fields of a sample. */
+#define DDP_LOADER_FIELDS 8
+
+/* Writes sample `index`: its field f to fields[f]. Runs on worker threads, for different samples at the same
+   time. It may run again for the same sample. On failure it calls ddp_fail with a description. */
+typedef ddp_result (*ddp_fetch_fn)(void *user, int64_t index, void *const *fields);
+
+typedef struct ddp_loader ddp_loader; /* see ddp_loader_create */
+
+/* For ddp_loader_create. Zero means default, except for the required fields. */
+typedef struct ddp_loader_desc {
+    ddp_sampler_desc sampler; /* required: which samples, in what order; the loader makes its own sampler */
+    int64_t batch_size;       /* required: samples of this rank per batch; with a global_batch, 0 =
+                                 global_batch / num_replicas */
+    const ddp_tensor *fields; /* required: dtype and shape of each field of ONE sample, up to DDP_MAX_NDIM
+                                 - 1 dimensions; data is not read */
+    int field_count;          /* required; 1 to DDP_LOADER_FIELDS */
+    ddp_fetch_fn fetch;       /* required */
+    void *fetch_user;         /* passed to fetch */
+    int worker_count;         /* threads, at most 64; 0 = 1; -1 = none: ddp_loader_next fetches */
+    int prefetch;             /* batches prepared ahead; 0 = 2 per worker */
+    int extra_valid_batches;  /* older batches that stay valid after the newest: for copies to a device in
+                                flight; 0 = 1 */
+    ddp_group *group;         /* NULL = batches are stored in memory of alloc_fn. Otherwise they are stored in
+                                the host memory from which the group's device copies fastest (pinned) */
+    int timeout_ms;           /* 0 = 600000; the longest time that ddp_loader_next waits for its workers */
+    void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = the group's, or malloc; set both or neither;
+                                                         called on any thread */
+    void (*free_fn)(void *memory, void *user);        /* of memory from alloc_fn */
+    void *user;                                       /* passed to alloc_fn and free_fn */
+} ddp_loader_desc;
+
+/* The samples that ddp_loader_next returns. The loader owns the memory. */
+typedef struct ddp_batch {
+    int64_t count; /* samples; fewer in the last batch of an epoch; 0 = the epoch is over */
+    ddp_tensor fields[DDP_LOADER_FIELDS]; /* shape {count, then a sample's} */
+    const int64_t *indices;               /* of the samples in the dataset */
+    const uint8_t *is_padding;            /* 1 = a repetition that only gives all ranks the same length */
+} ddp_batch;
+
+/* Measurements of a loader since its creation: see ddp_loader_get_stats. */
+typedef struct ddp_loader_stats {
+    uint64_t batches, samples; /* returned by ddp_loader_next */
+    double wait_seconds;       /* inside ddp_loader_next, for batches that were not ready */
+    double fetch_seconds;      /* inside fetch, summed over workers */
+} ddp_loader_stats;
 
 /* Creates a loader at the start of epoch 0. Fetching begins with the first next, set_epoch, seek or load.
    Copies the desc and its fields. The group must outlive the loader. Errors: DDP_ERR_INVALID names the field;
@@ -830,10 +860,11 @@ DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out);
    until the next epoch, from the loaded position. Does not wait. */
 DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch);
 
-/* Store and restore the consumer's position, independent of what was fetched ahead; like ddp_sampler_save and
-   _load. Ranks that save after the same number of whole batches, or after ddp_loader_next has returned count
-   0, store the same state. It can be loaded on any W. */
+/* Stores the consumer's position, independent of what was fetched ahead; like ddp_sampler_save. Ranks that
+   save after the same number of whole batches, or after ddp_loader_next has returned count 0, store the same
+   state. */
 DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *state);
+/* Continues at a saved position, on any W and rank; like ddp_sampler_load. */
 DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state);
 DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats); /* since create */
 
@@ -846,7 +877,7 @@ DDPDEF void ddp_loader_destroy(ddp_loader *loader);
 //== backends and devices ============================================================================== >>spi
 /* The interface for backends, devices and sibling headers. A program that only trains does not need it. */
 
-/* A call that the core passes to a backend. Counts and offsets are elements. All arguments are valid. */
+/* The kinds of calls that the core passes to a backend. */
 typedef enum ddp_call_kind {
     DDP_CALL_ALL_REDUCE,
     DDP_CALL_REDUCE,
@@ -863,18 +894,19 @@ typedef enum ddp_call_kind {
     DDP_CALL_RECV
 } ddp_call_kind;
 
+/* A call that the core passes to a backend. Counts and offsets are elements. All arguments are valid. */
 typedef struct ddp_call {
-    ddp_call_kind kind;
-    ddp_dtype dtype;
-    ddp_op op;
-    int root;  /* SEND, RECV: the peer. -1 for calls without a root */
-    int tag;   /* SEND, RECV: the tag */
-    int flags; /* DDP_CALL_HOST_MEMORY */
-    const void *send;
-    void *recv;
-    size_t count; /* the count argument of the public call */
-    /* _v calls: W entries each, never NULL where the call uses them */
-    const size_t *send_counts, *send_offsets, *recv_counts, *recv_offsets;
+    ddp_call_kind kind; /* which call */
+    ddp_dtype dtype;    /* of the elements */
+    ddp_op op;          /* of a reduction */
+    int root;           /* SEND, RECV: the peer. -1 for calls without a root */
+    int tag;            /* SEND, RECV: the tag */
+    int flags;          /* DDP_CALL_HOST_MEMORY */
+    const void *send;   /* as in the public call; NULL if it has none */
+    void *recv;         /* as in the public call; NULL if it has none */
+    size_t count;       /* the count argument of the public call */
+    const size_t *send_counts, *send_offsets, *recv_counts, *recv_offsets; /* _v calls: W entries each, never
+                                                                              NULL where the call uses them */
     uint64_t divisor; /* AVG: divides the sum; 0 = world_size */
     uint64_t seq;     /* number of this collective in its group */
     int caller;       /* the ddp_public_call that made this call inside it; set by ddp.h */
@@ -894,14 +926,14 @@ typedef struct ddp_call {
    compute stream wait, and never the host. The backend itself detects work that fails or exceeds the timeout
    later, and poisons the group. */
 struct ddp_backend {
-    const char *name;
+    const char *name; /* appears in errors */
     /* Collective over the world. The group has its rank and size already. */
     ddp_result (*open)(ddp_group *group, void **state);
     /* Executes one collective on the calling thread and returns when it is complete. */
     ddp_result (*run)(ddp_group *group, void *state, const ddp_call *call);
-    /* p2p_start starts a send or receive. p2p_poll advances it until *done is 1 or an error is returned.
-       Neither blocks. The backend owns *request. */
+    /* Starts a send or receive, and does not block. The backend owns *request. */
     ddp_result (*p2p_start)(ddp_group *group, void *state, const ddp_call *call, void **request);
+    /* Advances a message until *done is 1 or an error is returned. Does not block. */
     ddp_result (*p2p_poll)(ddp_group *group, void *state, void *request, int *done);
     /* Sleeps until p2p_poll may make progress, at most timeout_ms; 0 = a short moment. NULL = the core yields
        instead. */
@@ -910,34 +942,36 @@ struct ddp_backend {
        order. child NULL: this rank joins no group, or, with member_count > 0, has no memory for it. */
     ddp_result (*split)(ddp_group *parent, void *state, ddp_group *child, const int *members,
                         int member_count, void **child_state);
-    /* Collective. All ranks agree before and after each: a rank returns its own result, and sets *out only on
-       success. If another rank failed, the core passes the memory to free. close frees the rest. Both NULL:
+    /* Group memory. Collective. All ranks agree before and after it: a rank returns its own result, and sets
+       *out only on success. If another rank failed, the core passes the memory to free. alloc and free NULL:
        the core allocates memory that is private to each rank. */
     ddp_result (*alloc)(ddp_group *group, void *state, size_t size_bytes, void **out);
+    /* Collective. All ranks agree before and after it. */
     ddp_result (*free)(ddp_group *group, void *state, void *memory);
     /* DDP_OK, or the first cause; the error line is the cause without a prefix. */
     ddp_result (*status)(const ddp_group *group, void *state);
     /* Records the first cause and wakes all ranks. */
     void (*poison)(ddp_group *group, void *state, ddp_result cause, const char *text);
+    /* Frees the state, and group memory that has not been freed. */
     void (*close)(ddp_group *group, void *state);
     int enqueues;            /* 1 = run returns once the work is on the communication stream */
     ddp_order default_order; /* 0 = tree */
     /* With enqueues: called before (begin 1) and after (begin 0) the messages of a batch. */
     ddp_result (*p2p_batch)(ddp_group *group, void *state, int begin);
-    /* See ddp_group_peer and ddp_group_signal. All three are set, or none. wait_signal may run while the
-       ranks that do not wait are inside run. */
+    /* See ddp_group_peer. This one and the next two are set, or none. */
     void *(*peer)(ddp_group *group, void *state, const void *memory, int rank);
+    /* See ddp_group_signal. */
     void (*signal)(ddp_group *group, void *state, uint64_t *word, uint64_t value);
+    /* See ddp_group_wait_signal. It may run while the ranks that do not wait are inside run. */
     ddp_result (*wait_signal)(ddp_group *group, void *state, const uint64_t *word, uint64_t target);
     /* Ends the p2p_sleep of this rank's threads, or the next one of each. NULL = sleeps are short. */
     void (*p2p_wake)(ddp_group *group, void *state);
 };
 
-/* A sum of doubles without rounding. clear sets it to 0, as memset does. add keeps NaN and infinities. value
-   rounds once, to nearest even. */
-DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum);
+DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum); /* sets it to 0, as memset does */
+/* Adds value without rounding. A NaN or an infinity stays in the sum. */
 DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value);
-DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum);
+DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to nearest even */
 /* Gradient clipping. squares: the sum of all squared gradients. *norm is its square root. Returns the factor
    for the gradients: max_norm / norm if the norm is finite and exceeds max_norm, otherwise 1. */
 DDPDEF float ddp_clip_factor(const ddp_exact_sum *squares, float max_norm, float *norm);
@@ -1002,12 +1036,15 @@ typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_str
     X(copy_async, void, (void *dst, const void *src, size_t size_bytes))
 // clang-format on
 
+/* All functions of a device, in the order of the table. */
 #define DDP_DEVICE_FUNCTIONS(X) DDP_DEVICE_MEMORY(X) DDP_DEVICE_STREAMS(X) DDP_DEVICE_PINNED(X)
+/* For a list whose functions a device does not have. */
 #define DDP_NULL_FIELD(name, result, arguments) NULL,
 
 // clang-format off
+/* See DDP_DEVICE_MEMORY, DDP_DEVICE_STREAMS and DDP_DEVICE_PINNED for the functions. */
 struct ddp_device {
-    const char *name;
+    const char *name; /* appears in errors */
     int host_memory; /* 1 = the CPU reads and writes this device's memory */
 #define DDP_X(name, result, arguments) result (*name) arguments;
     DDP_DEVICE_FUNCTIONS(DDP_X)
@@ -1019,14 +1056,16 @@ struct ddp_device {
     const struct ddp_layer_kernels *layers;        /* ddp_tensor.h; two tables, for f32 and f64 */
 };
 
+/* The CPU as a device. It has no streams and no pinned memory. */
 DDPDEF const ddp_device *ddp_device_cpu(void);
 
-/* Called before and after functions of a device. begin selects the compute stream for this thread. check
-   returns the first failure of this thread's calls. group NULL: the CPU. */
+/* Called before functions of a device: selects the compute stream for this thread. group NULL: the CPU. */
 DDPDEF ddp_result ddp_device_begin(ddp_group *group);
+/* Called after them: returns the first failure of this thread's calls. group NULL: the CPU. */
 DDPDEF ddp_result ddp_device_check(ddp_group *group);
 /* Adds the squares of a tensor's elements, row by row of its first dimension, to *sum on the device. */
 DDPDEF void ddp_tensor_sum_squares(const ddp_device *device, ddp_exact_sum *sum, const ddp_tensor *tensor);
+/* The group's device: ddp_group_desc.device, or the CPU. */
 DDPDEF const ddp_device *ddp_group_device(const ddp_group *group);
 
 /* Returns DDP_OK if a sibling header can compute on the group's device, otherwise DDP_ERR_UNSUPPORTED.
@@ -1037,8 +1076,8 @@ DDPDEF ddp_result ddp_check_kernels(const ddp_group *group, const char *who, con
 
 DDPDEF void *ddp_group_device_state(const ddp_group *group); /* set by the device's open; NULL without one */
 DDPDEF int ddp_group_device_index(const ddp_group *group);   /* from ddp_launch_desc.devices; -1 = none */
-DDPDEF int ddp_group_timeout_ms(const ddp_group *group);
-DDPDEF ddp_order ddp_group_order(const ddp_group *group); /* never DDP_ORDER_DEFAULT */
+DDPDEF int ddp_group_timeout_ms(const ddp_group *group);     /* ddp_group_desc.timeout_ms, never 0 */
+DDPDEF ddp_order ddp_group_order(const ddp_group *group);    /* never DDP_ORDER_DEFAULT */
 
 /* Address, in this process, of another rank's group memory. memory: a pointer into this rank's block; the
    result points to the same offset in the block of `rank`. This rank may read and write there between calls
@@ -1046,14 +1085,14 @@ DDPDEF ddp_order ddp_group_order(const ddp_group *group); /* never DDP_ORDER_DEF
    then it is NULL on all ranks. Not collective. */
 DDPDEF void *ddp_group_peer(ddp_group *group, const void *memory, int rank);
 
-/* Flags between ranks that read each other's memory. word: an aligned u64 at the same offset of this group's
-   memory on every rank; its values only grow. ddp_group_signal stores value in this rank's word, after
-   everything that this thread wrote before. ddp_group_wait_signal blocks until the word of every rank has
-   reached target; it runs in issue order with this rank's collectives and returns their errors. Not
-   collective. Only where ddp_group_peer is not NULL. */
+/* Stores value in this rank's word, after everything that this thread wrote before. Ranks that read each
+   other's memory signal each other this way. word: an aligned u64 at the same offset of this group's memory
+   on every rank; its values only grow. Not collective. Only where ddp_group_peer is not NULL. */
 DDPDEF void ddp_group_signal(ddp_group *group, uint64_t *word, uint64_t value);
+/* Blocks until the word of every rank has reached target. Runs in issue order with this rank's collectives
+   and returns their errors. Not collective. Only where ddp_group_peer is not NULL. */
 DDPDEF ddp_result ddp_group_wait_signal(ddp_group *group, const uint64_t *word, uint64_t target);
-DDPDEF const char *ddp_group_name(const ddp_group *group);
+DDPDEF const char *ddp_group_name(const ddp_group *group); /* as in errors; valid while the group lives */
 /* Passes a notice to log_fn, with the rank and the group's name in front. */
 DDPDEF void ddp_group_log(const ddp_group *group, const char *text);
 DDPDEF const char *ddp_call_name(ddp_call_kind kind); /* such as "ddp_all_reduce" */
@@ -1062,7 +1101,7 @@ DDPDEF const char *ddp_call_name(ddp_call_kind kind); /* such as "ddp_all_reduce
    open. Read from desc: backend, backend_user (NULL = control), device, order, name, timeout_ms; 0 = as
    control (order: the backend's default). Everything else is control's. Collective. */
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc);
-DDPDEF void *ddp_group_backend_user(const ddp_group *group);
+DDPDEF void *ddp_group_backend_user(const ddp_group *group); /* ddp_group_desc.backend_user */
 /* In open and split: sets the rank within its machine, and the number of ranks there. */
 DDPDEF void ddp_group_set_local(ddp_group *group, int local_rank, int local_world_size);
 
@@ -1077,9 +1116,11 @@ DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_co
 DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv,
                                       size_t count, ddp_dtype dtype, ddp_op op, int root);
 
-/* For a backend on top of another group: issue a checked call unchanged, poison the group, read its cause. */
+/* For a backend on top of another group: issues a call whose arguments have been checked, unchanged. */
 DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work);
+/* For such a backend: fails the group with this cause. text: an error line of this rank, or a cause. */
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text);
+/* DDP_OK, or the result of the first failure; the error line is then the cause. */
 DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
 /* If group has failed, `to` fails with the same cause, which then names group. */
 DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to);
@@ -1090,50 +1131,51 @@ DDPDEF int ddp_group_is_forked(const ddp_group *group);
 
 /* --- for backends; the tcp and mpi backends use nothing else of ddp.h --- */
 
-/* Byte ranges of a call. ddp_call_sends: the bytes that `rank` sends to `peer`, as a range of its send buffer
-   (of recv in a broadcast). ddp_call_receives: the bytes that it receives from peer, as a range of its recv
-   buffer. A rank also sends to itself. If ddp_call_adds returns 1, the data of all ranks is reduced into that
-   range. In _v calls `rank` must be this rank. */
+/* A range of a buffer. */
 typedef struct ddp_bytes {
-    size_t begin, size;
+    size_t begin, size; /* in bytes */
 } ddp_bytes;
+/* The bytes that `rank` sends to `peer` in a call, as a range of its send buffer (of recv in a broadcast). A
+   rank also sends to itself. In _v calls `rank` must be this rank. */
 DDPDEF ddp_bytes ddp_call_sends(const ddp_call *call, int rank, int peer);
+/* The bytes that `rank` receives from `peer`, as a range of its recv buffer. In _v calls `rank` must be this
+   rank. */
 DDPDEF ddp_bytes ddp_call_receives(const ddp_call *call, int rank, int peer);
-DDPDEF int ddp_call_adds(const ddp_call *call);
+DDPDEF int ddp_call_adds(const ddp_call *call); /* 1 = the data of all ranks is reduced into that range */
 
 /* Bytes of the send buffer of `rank` that other ranks read. Not for _v calls. */
 DDPDEF size_t ddp_call_send_size(const ddp_call *call, int rank, int world_size);
 
-/* Comparing calls between ranks. ddp_call_pack: kind, dtype, op, root and caller in one word, the count in
-   the other. ddp_call_describe: such as "ddp_all_reduce f32 count=10 sum", or the caller's name.
-   ddp_call_compare: DDP_OK, or DDP_ERR_MISMATCH with a line that describes the calls of both
-   ranks; callers may differ. ddp_call_hash: equal on ranks that make the same call with the same number, and,
-   for an all_gather_v, the same counts. */
+/* Packs a call for a comparison between ranks: kind, dtype, op, root and caller into one word, the count into
+   the other. */
 DDPDEF void ddp_call_pack(const ddp_call *call, uint64_t words[2]);
+/* A packed call as text: such as "ddp_all_reduce f32 count=10 sum", or the caller's name. */
 DDPDEF void ddp_call_describe(char *out, size_t size, const uint64_t words[2]);
+/* Returns DDP_OK, or DDP_ERR_MISMATCH with a line that describes the calls of both ranks. Callers may
+   differ. */
 DDPDEF ddp_result ddp_call_compare(int rank, const uint64_t words[2], int other,
                                    const uint64_t other_words[2]);
+/* Equal on ranks that make the same call with the same number, and, for an all_gather_v, the same counts. */
 DDPDEF uint64_t ddp_call_hash(const ddp_call *call, int world_size);
 
+/* States of a rank when a call exceeds the timeout. BEHIND: it responds, but has not made the call. */
+enum { DDP_RANK_SILENT, DDP_RANK_BEHIND, DDP_RANK_ARRIVED };
 /* For a call that exceeded the timeout. Sets an error line with the ranks that arrived and those that are
    missing, or with the peer of a message. Marks silent ranks as ddp_group_mark_lost does. Returns
-   DDP_ERR_TIMEOUT. state: one entry per rank; for a message only the peer's is read. */
-enum { DDP_RANK_SILENT, DDP_RANK_BEHIND /* responds, but has not made this call */, DDP_RANK_ARRIVED };
+   DDP_ERR_TIMEOUT. state: DDP_RANK_... of each rank; for a message only the peer's is read. */
 DDPDEF ddp_result ddp_call_timed_out(ddp_group *group, const ddp_call *call, const unsigned char *state);
 /* Seconds that this thread has been blocked on a request; 0 = it only polls. */
 DDPDEF double ddp_p2p_waited(const void *request);
 
-/* Lost ranks of the world, see ddp_group_mark_lost.
-     check   DDP_OK, or the cause if a rank of this group is lost; each cause is reported once
-     get     all lost ranks, packed into two words that are sent with a failure
-     add     marks the ranks in another rank's words */
+/* DDP_OK, or the cause if a rank of this group is lost: see ddp_group_mark_lost. Reports each cause once. */
 DDPDEF ddp_result ddp_group_check_lost(ddp_group *group);
+/* All lost ranks of the world, packed into two words that are sent with a failure. */
 DDPDEF void ddp_group_get_lost(const ddp_group *group, uint64_t words[2]);
+/* Marks the ranks in another rank's words as lost, with this cause. */
 DDPDEF void ddp_group_add_lost(ddp_group *group, const uint64_t words[2], ddp_result cause, const char *text);
 
-/* Ranks with the same machine id can share memory. A unique id is a random number that cannot be guessed. */
-DDPDEF uint64_t ddp_machine_id(void);
-DDPDEF uint64_t ddp_unique_id(void);
+DDPDEF uint64_t ddp_machine_id(void); /* ranks with the same id can share memory */
+DDPDEF uint64_t ddp_unique_id(void);  /* a random number that cannot be guessed */
 
 /* Creates a group of the local backend from `count` ranks of `whole` on this machine. ranks: in order; this
    rank is one of them. token: a string that only these ranks use. Collective over them. Allocator, log_fn and
@@ -1163,21 +1205,22 @@ DDPDEF void ddp_group_on_destroy(ddp_group *group, void (*fn)(ddp_group *group))
    ddp_test. */
 DDPDEF void ddp_group_no_thread(ddp_group *group);
 
-/* Chooses the fastest of several methods by their recent times. pick sometimes returns another one, to
-   measure it. methods: 2 or 3; learn takes one of them, 0 to methods - 1. */
+/* Chooses the fastest of several methods by their recent times. Initialize it to zero. */
 typedef struct ddp_tuner {
-    uint64_t calls, tries;
-    double seconds[3]; /* of each method; 0: never tried */
+    uint64_t calls, tries; /* of ddp_tuner_pick; of them, those that returned another method */
+    double seconds[3];     /* of each method; 0: never tried */
 } ddp_tuner;
+/* The method to use, 0 to methods - 1: the fastest one, and sometimes another one, to measure it. methods: 2
+   or 3. */
 DDPDEF int ddp_tuner_pick(ddp_tuner *tuner, int methods);
+/* Stores how long a method has taken. */
 DDPDEF void ddp_tuner_learn(ddp_tuner *tuner, int method, double seconds);
 
+/* --- errors ---
+   For backends, devices and sibling headers. */
+
 /* The public functions that make other public calls inside. An error line names the outermost one, on every
-   rank. Peers receive its number with each collective.
-     DDP_PUBLIC_CALL(name)   begins such a function. This thread is in that call until the end of the block.
-                             Inside another public call it changes nothing.
-     DDP_USER_CALLBACK       begins a block that runs a callback of the user. An error line names the calls
-                             inside it by their own names. */
+   rank. Peers receive its number with each collective. */
 // clang-format off
 #define DDP_PUBLIC_CALLS(X)                                                                        \
     X(ddp_group_create) X(ddp_group_from_mpi) X(ddp_group_create_on)                               \
@@ -1200,6 +1243,7 @@ DDPDEF void ddp_tuner_learn(ddp_tuner *tuner, int method, double seconds);
     X(ddp_tp_embedding_create) X(ddp_tp_embedding_forward) X(ddp_tp_cross_entropy)                 \
     X(ddp_tp_layer_norm_create) X(ddp_tp_layer_norm_backward)                                      \
     X(ddp_cuda_pick) X(ddp_cuda_group_create)
+/* The numbers of these functions. */
 typedef enum ddp_public_call {
     DDP_IN_NO_CALL = 0,
 #define DDP_X(name) DDP_IN_##name,
@@ -1208,9 +1252,13 @@ typedef enum ddp_public_call {
     DDP_PUBLIC_CALL_COUNT /* at most 256 */
 } ddp_public_call;
 // clang-format on
+/* Begins a public function. This thread is in that call until the end of the block. Inside another public
+   call it changes nothing. */
 #define DDP_PUBLIC_CALL(name) \
     int ddp__outer_call       \
         __attribute__((unused, cleanup(ddp_public_call_end))) = ddp_public_call_begin(DDP_IN_##name)
+/* Begins a block that runs a callback of the user. An error line names the calls inside it by their own
+   names. */
 #define DDP_USER_CALLBACK \
     int ddp__outer_call   \
         __attribute__((unused, cleanup(ddp_public_call_end))) = ddp_public_call_begin(DDP_IN_NO_CALL)
@@ -1245,12 +1293,15 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
 DDPDEF ddp_result ddp_agree_groups(ddp_group *const *groups, int count, const char *who, ddp_result mine,
                                    uint64_t hash, const char *what);
 
+/* Bytes of a description. */
+#define DDP_AGREE_TEXT 300
+/* Writes entry `index` of a list as text, at most DDP_AGREE_TEXT bytes, and returns its hash. */
+typedef uint64_t (*ddp_describe_fn)(const void *list, int index, char *text);
+
 /* The same for a list that must be equal on all ranks. describe writes entry `index` as text and returns its
    hash. After a mismatch the ranks compare the entries one after the other. The error line describes the
    first one that differs, and *differs, which may be NULL, is its number. An early entry contains the count.
    `mine` other than DDP_OK: the list is not read. */
-#define DDP_AGREE_TEXT 300 /* bytes of a description */
-typedef uint64_t (*ddp_describe_fn)(const void *list, int index, char *text);
 DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *who, ddp_result mine, const void *list,
                                  int count, ddp_describe_fn describe, int *differs);
 
@@ -1275,18 +1326,22 @@ DDPDEF ddp_result ddp_fail_in(ddp_result result, const char *who, const ddp_grou
         if (!(condition)) return ddp_fail_in(DDP_ERR_INVALID, who, group, __VA_ARGS__); \
     } while (0)
 
-/* A result with its error line, which outlives later calls and can be sent to other ranks. Zero = DDP_OK.
-   ddp_error_save stores result and this thread's error line, unless saved already has a failure.
-   ddp_error_restore sets the error line and returns the result. */
+/* A result with its error line, which outlives later calls and can be sent to other ranks. Zero = DDP_OK. */
 typedef struct ddp_saved_error {
     int32_t result; /* ddp_result */
-    char text[512];
+    char text[512]; /* the error line */
 } ddp_saved_error;
+/* Stores result and this thread's error line, unless saved already has a failure. */
 DDPDEF void ddp_error_save(ddp_saved_error *saved, ddp_result result);
+/* Sets this thread's error line, and returns the result. */
 DDPDEF ddp_result ddp_error_restore(const ddp_saved_error *saved);
 
-/* Continues an FNV-1a hash, which starts as DDP_HASH_SEED. */
+/* --- helpers ---
+   For backends, devices and sibling headers. */
+
+/* The hash of no data. */
 #define DDP_HASH_SEED UINT64_C(14695981039346656037)
+/* Continues an FNV-1a hash, which starts as DDP_HASH_SEED. */
 DDPDEF uint64_t ddp_hash(uint64_t hash, const void *data, size_t size_bytes);
 
 /* The next multiple; SIZE_MAX on overflow. */
@@ -1296,10 +1351,11 @@ DDPDEF int ddp_is_float(ddp_dtype dtype);        /* f32, f64, f16 or bf16 */
 DDPDEF ddp_dtype ddp_sum_dtype(ddp_dtype dtype); /* dtype of sums: f32 for f16 and bf16, otherwise dtype */
 /* 0 for a tensor without elements or with an invalid shape. */
 DDPDEF size_t ddp_tensor_bytes(const ddp_tensor *tensor);
-/* A dtype and a shape as text: "f32 [2,3]". The text ends with ",...]" if ndim is more than DDP_MAX_NDIM. */
+/* The result of ddp_describe_shape. */
 typedef struct ddp_shape_text {
-    char text[200];
+    char text[200]; /* with a 0 at its end */
 } ddp_shape_text;
+/* A dtype and a shape as text: "f32 [2,3]". The text ends with ",...]" if ndim is more than DDP_MAX_NDIM. */
 DDPDEF ddp_shape_text ddp_describe_shape(const char *dtype, int ndim, const int64_t *shape);
 DDPDEF ddp_tensor ddp_param_grad(const ddp_param *param); /* param->grad with its defaults resolved */
 /* Called before `data` is freed. If it is sum->data: waits until its reader has read it, and sets sum->data
@@ -1309,26 +1365,29 @@ DDPDEF void ddp_grad_sum_release(ddp_grad_sum *sum, const void *data);
 typedef struct ddp_grad_place {
     uintptr_t address; /* of the gradient; may be 0 */
     int index;         /* of the parameter */
-    ddp_dtype dtype;
-    size_t count;
-    size_t sum_at; /* set by ddp_place_sums */
+    ddp_dtype dtype;   /* of the gradient */
+    size_t count;      /* elements */
+    size_t sum_at;     /* set by ddp_place_sums */
 } ddp_grad_place;
 /* Sorts the places by address, sets the offsets, and returns the bytes of a buffer. Sums have ddp_sum_dtype.
    Gradients that are adjacent in memory get adjacent sums, with the same distances in elements: a reducer
    then reduces them as one range. */
 DDPDEF size_t ddp_place_sums(ddp_grad_place *places, int count);
 
-/* Allocates zeroed memory, 64-byte aligned, with the group's alloc_fn; group NULL: with malloc. Returns NULL
-   and sets the error line on failure. alloc_fn receives size_bytes + DDP_MALLOC_EXTRA. */
+/* Bytes that ddp_host_alloc allocates in addition to its size_bytes. */
 #define DDP_MALLOC_EXTRA (64 + sizeof(void *))
+/* Allocates zeroed memory, 64-byte aligned, with the group's alloc_fn; group NULL: with malloc. Returns NULL
+   and sets the error line on failure. */
 DDPDEF void *ddp_host_alloc(ddp_group *group, size_t size_bytes);
+/* Frees memory of ddp_host_alloc, with the same group. NULL is ignored. */
 DDPDEF void ddp_host_free(ddp_group *group, void *memory);
 
+/* A task: see ddp_group_enqueue. */
+typedef ddp_result (*ddp_task_fn)(ddp_group *group, void *argument);
 /* Issues a task: fn(group, argument) runs in issue order with the group's collectives, on its communication
    thread and communication stream. Blocking calls inside fn run in place. The reducer and similar layers
    overlap a sequence of calls with compute this way. A backend with `enqueues` runs fn on the calling thread,
    at once. */
-typedef ddp_result (*ddp_task_fn)(ddp_group *group, void *argument);
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work);
 
 DDPDEF double ddp_now(void); /* a monotonic clock in seconds */

@@ -1,7 +1,7 @@
 """Doxygen's INPUT_FILTER: prints a header with its comments as documentation, without moving declarations."""
 import re, sys
 NAME = sys.argv[1].split("/")[-1]
-COMMENT = (r"(?m)^(?://==|/\* ---) (?P<topic>.*?) (?:=+ >>.*|---(?P<about>(?s:.*?))\*/)$"
+COMMENT = (r"(?m)^(?://==|/\* ---) (?P<topic>.*?) (?:=+ >>\S+(?!\n/\*)|(?:---|=+ >>\S+)(?P<about>(?s:.*?))\*/)$"
            r"|^(?!#)(?P<code>.*?)/\*(?P<text>(?s:(?!\*/).)*)\*/(?P<rest> *\\?)$")
 TABLE = r"(?m)^(?: {5}|.*\S {3}).*(?:\n+(?: {5}|.*\S {3}).*)*$" # lines that are indented or have columns
 SECTION = r"(?m)^(?=(?: {4}.*\n+)*? {4}(?: |.*\S {3})) {4}.*(?:\n+ {4}.*)*$" # one that has such lines
@@ -20,7 +20,7 @@ def page(alias, title, text): # alias: see Doxyfile
 def show(match): # the opening comment, a banner, or a comment with the code before it
     topic, about, code, text, rest = match.groups("")
     if match.start() == 0: return "/** @file */" + page("header", NAME, document(text, 4, SECTION))
-    if topic: return "/** @} */" + page("topic", NAME + ": " + topic, document(about))
+    if topic: return "/** @} */" + page("topic", NAME + ": " + topic, document(about.replace("/*", "  ")))
     if not code: return "/**" + document(text) + "*/" + rest
     doc = "/*! @brief " + document(" " + " ".join(text.split())) + "*/ "
     kind = re.match(r" +(\w[\w ]* )[^(]+, ", code) # of several fields: each gets the comment
