@@ -33,10 +33,12 @@ EXAMPLE
 
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>sampler  >>loader  >>spi  >>impl-structs  >>impl-error
-    >>impl-memory  >>impl-reduce  >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact
-    >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local  >>impl-p2p
-    >>impl-local-group  >>impl-self  >>impl-calls  >>impl-queue  >>impl-hmac  >>impl-rendezvous
-    >>impl-meeting  >>impl-tcp  >>impl-group  >>impl-mpi  >>impl-mesh  >>impl-launch  >>impl-buckets
+    >>impl-memory  >>impl-reduce  >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device
+    >>impl-heap  >>impl-life  >>impl-wait  >>impl-local  >>impl-p2p  >>impl-local-group  >>impl-self
+    >>impl-calls  >>impl-queue  >>impl-hmac  >>impl-identity  >>impl-rendezvous  >>impl-frames
+    >>impl-secret  >>impl-address  >>impl-address-list  >>impl-rank0  >>impl-connect  >>impl-tcp
+    >>impl-tcp-calls  >>impl-tcp-groups  >>impl-group  >>impl-agree  >>impl-group-state  >>impl-mpi
+    >>impl-mpi-transfer  >>impl-mpi-calls  >>impl-mpi-groups  >>impl-mesh  >>impl-launch  >>impl-buckets
     >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler  >>impl-loader
     >>impl-public
 
@@ -5800,7 +5802,7 @@ DDPDEF ddp_result ddp_p2p_end(ddp_group *group) {
 
 //== HMAC-SHA-256 ================================================================================ >>impl-hmac
 
-/* SHA-256 (FIPS 180-4) and HMAC (RFC 2104). The TCP rendezvous uses them to prove desc.secret. */
+/* SHA-256 (FIPS 180-4) and HMAC (RFC 2104). >>impl-secret uses them to prove desc.secret. */
 
 static uint32_t ddp__rotate_right(uint32_t word, int bits) { return word >> bits | word << (32 - bits); }
 
@@ -5896,12 +5898,11 @@ static int ddp__random_bytes(void *out, size_t size_bytes) {
     return 1;
 }
 
-//== rank discovery: identity and rendezvous =============================================== >>impl-rendezvous
+//== rank discovery: environment and launchers =============================================== >>impl-identity
 
-/* A rank first finds out its identity: rank, world size and job token, from the desc, a launcher's variables
-   or an enclosing ddp_launch. Ranks that do not share memory yet then connect to rank 0 over a socket. This
-   section implements the protocol: frames, hellos, proofs of the secret, and both sides of a connection.
-   >>impl-meeting adds the addresses, rank 0's listener, and the wait for all ranks. */
+/* Determines the identity of this rank: rank, world size and job token. They come from the desc, from the
+   variables of a launcher (torchrun, Open MPI, MPICH, SLURM), or from an enclosing ddp_launch.
+   ddp_group_create and ddp_launch call ddp__identity_resolve before any rank connects to another. */
 
 /* The schemes of init_method. A host or a path follows the last two. */
 enum { DDP__BY_SELF, DDP__BY_ENV, DDP__BY_MPI, DDP__BY_TCP, DDP__BY_FILE, DDP__SCHEMES };
@@ -6045,6 +6046,26 @@ static ddp_result ddp__identity_resolve(ddp__identity *id, const ddp_group_desc 
     return DDP_OK;
 }
 
+//== rendezvous: peers ===================================================================== >>impl-rendezvous
+
+/* Ranks that no common ddp_launch has started connect to rank 0 over a socket: an abstract Unix socket on one
+   machine, otherwise TCP. This section has the data of a rendezvous and opens connections; the sections
+   up to >>impl-connect implement the protocol. The tcp backend uses the connections after the rendezvous.
+
+       rank r                                            rank 0
+         |---- connect ----------------------------------->|  accepts: an unauthenticated peer
+         |---- HELLO      token, version, rank, Nr ------->|  checks the fields
+         |                                                 |
+         |<--- CHALLENGE  N0 ------------------------------|  these two only if the ranks have a secret,
+         |---- PROOF      HMAC of rank r, Nr, N0 --------->|  see >>impl-secret
+         |                                                 |
+         |<--- STATUS     ADMITTED, HMAC of rank 0 --------|  the peer is rank r from here on
+         |                                                 |  waits until all ranks are admitted
+         |<--- STATUS     0 (+ descriptor of the heap) ----|  sent to all ranks at the same time
+
+   Instead of a STATUS above, rank 0 sends OTHER_JOB or an error to a peer that it refuses. It sends the same
+   error to all ranks if a rank is missing at the deadline, or ends before the others have arrived. */
+
 /* A card identifies a process. Ranks exchange cards over TCP before they look for shared memory. */
 enum {
     DDP__PROCESS_MACHINE,
@@ -6061,6 +6082,13 @@ static void ddp__process_id_self(ddp__process_id card) {
                                   ddp__process_start_time(pid)};
     memcpy(card, here, sizeof here);
 }
+
+#if !defined(DDP__WAIT_REPORT_SECONDS)
+#define DDP__WAIT_REPORT_SECONDS 5.0 /* a wait for peers that is longer is reported through log_fn */
+#endif
+#define DDP__WAIT_REPORT_INTERVAL 60.0 /* seconds until the next report */
+#define DDP__UNAUTHENTICATED_MAX 128   /* unauthenticated peers at a time */
+#define DDP__HANDSHAKE_SECONDS 5.0     /* the longest wait for their hello or proof */
 
 enum {
     DDP__ADDRESSES_MAX = 1024
@@ -6221,6 +6249,49 @@ static void ddp__peer_close(ddp__peer *p) {
     p->fd = p->heap_fd = -1;
 }
 
+/* Returns 1 while a connection is open. A rank may end before all have met, for example when its launcher
+   restarts it. */
+static int ddp__peer_is_connected(ddp__peer *p) {
+    char byte;
+    /* A valid peer sends nothing at this point. */
+    ssize_t n = p->fd < 0 ? -1 : recv(p->fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK);
+    if (p->fd >= 0 && (n >= 0 || (errno != EAGAIN && errno != EINTR))) ddp__peer_close(p);
+    return p->fd >= 0;
+}
+
+/* Allocates what ddp__connect_ranks needs on this rank. Connects nothing. */
+static ddp_result ddp__rendezvous_alloc(ddp__rendezvous *rv, ddp_group *group) {
+    int count = group->rank ? 1 : group->world_size + DDP__UNAUTHENTICATED_MAX + 1;
+    rv->group = group;
+    rv->peer = (ddp__peer *)ddp_host_alloc(group, (size_t)count * (sizeof *rv->peer + sizeof *rv->poll_fds));
+    if (!rv->peer) return DDP_ERR_NO_MEMORY;
+    rv->poll_fds = (struct pollfd *)(void *)(rv->peer + count);
+    for (; rv->peer_count < count; rv->peer_count++) ddp__peer_init(&rv->peer[rv->peer_count], -1);
+    return DDP_OK;
+}
+
+static void ddp__rendezvous_close(ddp__rendezvous *rv) {
+    for (; rv->peer_count; rv->peer_count--) ddp__peer_close(&rv->peer[rv->peer_count - 1]);
+    ddp_host_free(rv->group, rv->peer);
+    rv->peer = NULL;
+}
+
+/* Sleeps for 20 ms, or until a peer sends. */
+static void ddp__rendezvous_poll(ddp__rendezvous *rv) {
+    nfds_t open = 0; /* poll fails for more entries than files may be open */
+    for (int i = 0; i < rv->peer_count; i++) {
+        rv->poll_fds[open].fd = rv->peer[i].fd;
+        rv->poll_fds[open].events = POLLIN;
+        open += rv->peer[i].fd >= 0;
+    }
+    poll(rv->poll_fds, open, 20);
+}
+
+//== rendezvous: frames ======================================================================== >>impl-frames
+
+/* Sends, receives and checks frames. A frame has a head, ddp__frame, and then bytes (DATA) or a text
+   (all other kinds). A head is checked before its fields are used, because the peer may be any process. */
+
 /* Sends or receives bytes, and a descriptor with them. *fd: the descriptor to send, -1 = none; a received one
    replaces it. Returns the result of sendmsg or recvmsg. */
 static ssize_t ddp__send_or_recv(int socket, int receive, void *bytes, size_t size, int *fd) {
@@ -6344,23 +6415,79 @@ static int ddp__peer_read_frame(ddp_group *group, ddp__peer *p, ddp__buffer *dat
     }
 }
 
-/* Sleeps for 20 ms, or until a peer sends. */
-static void ddp__rendezvous_poll(ddp__rendezvous *rv) {
-    nfds_t open = 0; /* poll fails for more entries than files may be open */
-    for (int i = 0; i < rv->peer_count; i++) {
-        rv->poll_fds[open].fd = rv->peer[i].fd;
-        rv->poll_fds[open].events = POLLIN;
-        open += rv->peer[i].fd >= 0;
-    }
-    poll(rv->poll_fds, open, 20);
+/* The frames of a machine with the other byte order begin like this. */
+static int ddp__has_other_byte_order(const ddp__peer *p) {
+    return p->received == sizeof p->head.magic && p->head.magic == __builtin_bswap64(DDP__FRAME_MAGIC);
 }
 
-#if !defined(DDP__WAIT_REPORT_SECONDS)
-#define DDP__WAIT_REPORT_SECONDS 5.0 /* a wait for peers that is longer is reported through log_fn */
-#endif
-#define DDP__WAIT_REPORT_INTERVAL 60.0 /* seconds until the next report */
-#define DDP__UNAUTHENTICATED_MAX 128   /* unauthenticated peers at a time */
-#define DDP__HANDSHAKE_SECONDS 5.0     /* the longest wait for their hello or proof */
+//== rendezvous: hello and secret ============================================================== >>impl-secret
+
+/* The hello of a rank, and the proof that it knows the secret of the job. K is a key derived from the secret,
+   H the text of the hello. Nr and N0 are random nonces of 128 bits, one of each side and connection. The
+   messages are drawn in >>impl-rendezvous; the proofs in them are
+
+       rank r    HMAC(K, "rank"   Nr N0 H)    rank 0 compares it, and closes the connection if it is wrong
+       rank 0    HMAC(K, "rank 0" Nr N0 H)    rank r compares it: another process may listen at the port
+
+   Replay: a recorded proof is useless, since N0 and Nr are new on every connection.
+   Reflection: the proofs of the two roles differ, so no side accepts its own proof. A rank never answers a
+   hello, and rank 0 never sends one.
+   Another context: H has the job token, version, world size, order and rank number. A proof is valid for
+   nothing else.
+   Order: the connecting rank proves first. Any process can connect to rank 0, but only one that holds its
+   port or is on the network path can pose as rank 0. Rank 0 sends no HMAC to a peer that has not proven the
+   secret: an unauthenticated peer gets nothing on which it could test guesses of a weak secret.
+   The proof covers the handshake only. Frames after it can be changed on the network path. */
+
+/* Reads DDP_SECRET_FILE without the newline at its end. Only this user may have access to the file. */
+static ddp_result ddp__secret_file_read(const char *path, char *out, size_t capacity, size_t *size) {
+    int fd = open(path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK), error = errno;
+    const char *reason = NULL;
+    struct stat s;
+    ssize_t n = 0;
+    DDP__CREATE_CHECK(fd >= 0 || error == ELOOP, "DDP_SECRET_FILE=%.200s cannot be opened: %s", path,
+                      strerror(error));
+    if (fd < 0)
+        reason = "is a symbolic link; give the path of the file itself";
+    else if (fstat(fd, &s) != 0 || !S_ISREG(s.st_mode))
+        reason = "is not a regular file";
+    else if (s.st_uid != geteuid())
+        reason = "belongs to another user; copy it to a file of this user";
+    else if (s.st_mode & 077)
+        reason = "is accessible to other users; run chmod 600 on it";
+    else if ((n = read(fd, out, capacity)) < 0)
+        reason = "cannot be read";
+    else if ((size_t)n == capacity)
+        reason = "is too large for a secret; use 16 to 4000 bytes";
+    close(fd);
+    DDP__CREATE_CHECK(!reason, "DDP_SECRET_FILE=%.200s %s", path, reason);
+    while (n > 0 && (out[n - 1] == '\n' || out[n - 1] == '\r')) n--;
+    DDP__CREATE_CHECK(
+        n > 0, "DDP_SECRET_FILE=%.200s is empty; write a secret into it, such as from `openssl rand -hex 32`",
+        path);
+    *size = (size_t)n;
+    return DDP_OK;
+}
+
+/* Derives the key of a TCP rendezvous: from desc.secret, else from variable, else from the file at path, else
+   none. */
+static ddp_result ddp__rendezvous_set_key(ddp__rendezvous *rv, const char *secret, const char *variable,
+                                          const char *path) {
+    static const char purpose[] = "ddp.h key 1";
+    char content[4001];
+    size_t size = 0;
+    DDP__CREATE_CHECK(!secret || *secret, "desc.secret is empty; use NULL for DDP_SECRET or no secret");
+    if (!secret && *variable) secret = variable;
+    if (secret)
+        size = strlen(secret);
+    else if (*path)
+        DDP_TRY(ddp__secret_file_read(path, content, sizeof content, &size));
+    if (!size) return DDP_OK;
+    ddp__hmac_sha256(secret ? secret : content, size, purpose, sizeof purpose, rv->key);
+    rv->has_secret = 1;
+    explicit_bzero(content, sizeof content);
+    return DDP_OK;
+}
 
 /* Writes "token version world_size order rank patience_ms secured process". process is "pid 77 on hostb"; on
    one machine it has no host. patience_ms: how long this rank still waits. secured: 1 = it has a secret. */
@@ -6374,82 +6501,6 @@ static void ddp__hello_write(char out[DDP__TEXT_MAX], const ddp__rendezvous *rv,
              (int)rv->group->desc.order, rv->group->rank, remaining_ms, rv->has_secret, (int)getpid(),
              *host ? " on " : "", host);
     ddp__escape_text(out);
-}
-
-/* --- the proof of a secret ---
-
-   A peer is authenticated in two round trips. K is the key, H the text of the hello. Nr and N0 are random
-   nonces of 128 bits, one of each side and connection:
-
-       rank r  --- HELLO      H, Nr ------------------------>  rank 0
-       rank r  <-- CHALLENGE  N0 ----------------------------  rank 0
-       rank r  --- PROOF      HMAC(K, "rank"   Nr N0 H) ---->  rank 0   compares; hangs up if it is wrong
-       rank r  <-- NEWS       HMAC(K, "rank 0" Nr N0 H) -----  rank 0
-
-   Rank r compares, too: a process with a wrong proof is not rank 0.
-   Replay: a recorded proof is useless, since N0 and Nr are new on every connection.
-   Reflection: the proofs of the two roles differ, so no side accepts its own proof. A rank never answers a
-   hello, and rank 0 never sends one.
-   Another context: H has the job token, version, world size, order and rank number. A proof is valid for
-   nothing else.
-   Order: the connecting rank proves first. Any process can connect to rank 0, but only one that holds its
-   port or is on the network path can pose as rank 0. Rank 0 sends no HMAC to a peer that has not proven the
-   secret: an unauthenticated peer gets nothing on which it could test guesses of a weak secret.
-   The proof covers the handshake only. Frames after it can be changed on the network path. */
-
-/* The proof of one role as text. role: 'r' = rank r, '0' = rank 0. */
-static void ddp__proof_write(char out[65], const unsigned char key[32], char role,
-                             const uint64_t rank_nonce[2], const uint64_t rank0_nonce[2],
-                             const char hello[DDP__TEXT_MAX]) {
-    unsigned char message[64 + DDP__TEXT_MAX] = "ddp.h rendezvous 1", mac[32];
-    message[31] = (unsigned char)role;
-    memcpy(message + 32, rank_nonce, 16);
-    memcpy(message + 48, rank0_nonce, 16);
-    memcpy(message + 64, hello, DDP__TEXT_MAX);
-    ddp__hmac_sha256(key, 32, message, sizeof message, mac);
-    for (int i = 0; i < 32; i++) snprintf(out + 2 * i, 3, "%02x", mac[i]);
-}
-
-static int ddp__proof_matches(const char text[DDP__TEXT_MAX], const char expected[65]) {
-    return ddp__equal_in_constant_time(text, expected, 65); /* with the zero at the end */
-}
-
-/* The frames of a machine with the other byte order begin like this. */
-static int ddp__has_other_byte_order(const ddp__peer *p) {
-    return p->received == sizeof p->head.magic && p->head.magic == __builtin_bswap64(DDP__FRAME_MAGIC);
-}
-
-enum {
-    DDP__REFUSAL_REPORTS_MAX = 256
-}; /* about closed connections: a flood must not fill the disk with log lines */
-
-/* Closes the connection of an unauthenticated peer, and reports it through log_fn. Sends the peer the reason,
-   with the last argument as the result, unless that is 0. */
-static void ddp__refuse_peer(ddp__rendezvous *rv, ddp__peer *p, const char *reason, int result) {
-    char text[440]; /* ddp_group_log puts the rank and the group's name before it */
-    snprintf(text, sizeof text, "hung up on %s: %.320s", p->name, reason);
-    if (result) ddp__send_text_frame(p->fd, DDP__FRAME_STATUS, result, NULL, reason, -1);
-    if (result < 0) snprintf(rv->last_refusal, sizeof rv->last_refusal, "%.199s", reason);
-    if (rv->refusal_count == DDP__REFUSAL_REPORTS_MAX)
-        snprintf(text, sizeof text, "more connections were closed than are reported here");
-    if (rv->refusal_count <= DDP__REFUSAL_REPORTS_MAX) ddp_group_log(rv->group, text);
-    rv->refusal_count++;
-    ddp__peer_close(p);
-}
-
-/* Returns 1 while a connection is open. A rank may end before all have met, for example when its launcher
-   restarts it. */
-static int ddp__peer_is_connected(ddp__peer *p) {
-    char byte;
-    /* A valid peer sends nothing at this point. */
-    ssize_t n = p->fd < 0 ? -1 : recv(p->fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK);
-    if (p->fd >= 0 && (n >= 0 || (errno != EAGAIN && errno != EINTR))) ddp__peer_close(p);
-    return p->fd >= 0;
-}
-
-static int ddp__parse_pid(const char *name) {
-    int pid = 0;
-    return sscanf(name, "pid %d", &pid) == 1 ? pid : 0;
 }
 
 /* The fields of a hello. */
@@ -6470,6 +6521,23 @@ static int ddp__hello_parse(ddp__hello *h, const char *text) {
            &h->has_secret, &name);
     h->name = text + version_end + name;
     return name > 0 && strncmp(h->name, "pid ", 4) == 0;
+}
+
+/* The proof of one role as text. role: 'r' = rank r, '0' = rank 0. */
+static void ddp__proof_write(char out[65], const unsigned char key[32], char role,
+                             const uint64_t rank_nonce[2], const uint64_t rank0_nonce[2],
+                             const char hello[DDP__TEXT_MAX]) {
+    unsigned char message[64 + DDP__TEXT_MAX] = "ddp.h rendezvous 1", mac[32];
+    message[31] = (unsigned char)role;
+    memcpy(message + 32, rank_nonce, 16);
+    memcpy(message + 48, rank0_nonce, 16);
+    memcpy(message + 64, hello, DDP__TEXT_MAX);
+    ddp__hmac_sha256(key, 32, message, sizeof message, mac);
+    for (int i = 0; i < 32; i++) snprintf(out + 2 * i, 3, "%02x", mac[i]);
+}
+
+static int ddp__proof_matches(const char text[DDP__TEXT_MAX], const char expected[65]) {
+    return ddp__equal_in_constant_time(text, expected, 65); /* with the zero at the end */
 }
 
 /* Checks the version, the presence of a secret and, once sent, the proof of a peer. */
@@ -6494,6 +6562,437 @@ static ddp_result ddp__hello_check(const ddp__rendezvous *rv, const ddp__peer *p
     if (*p->expected_proof && !ddp__proof_matches(p->text, p->expected_proof))
         return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) has another secret than rank 0", h->rank, h->name);
     return DDP_OK;
+}
+
+//== rendezvous: the address of rank 0 ======================================================== >>impl-address
+
+/* Finds the host and port of rank 0, in the environment or in init_method, and opens rank 0's listener there.
+   Called by ddp__create_world before a rendezvous, and by rank 0 at its begin. */
+
+/* Copies the first host of a SLURM node list: "node[003-010,12],x" begins with node003. */
+static void ddp__slurm_first_host(char *out, size_t size, const char *list) {
+    size_t n = 0;
+    for (int inside = 0; *list && (inside || *list != ',') && n + 1 < size; list++) {
+        if (*list == '[' || *list == ']')
+            inside = *list == '[';
+        else if (inside && (*list == '-' || *list == ','))
+            list += strcspn(list, "]") - 1;
+        else
+            out[n++] = *list;
+    }
+    out[n] = 0;
+}
+
+/* Takes the address of rank 0 from MASTER_ADDR and MASTER_PORT, or from SLURM. If a torchrun agent listens at
+   MASTER_PORT itself, rank 0 uses one of the next 16 ports. */
+static ddp_result ddp__rendezvous_from_env(ddp__rendezvous *rv, const ddp__identity *id) {
+    const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST"
+                                                                            : "SLURM_JOB_NODELIST");
+    int slurm = strncmp(rv->token, "slurm", 5) == 0;
+    int agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
+    int port, own;
+    DDP_TRY(ddp__env_int("MASTER_PORT", 0, &port));
+    DDP_TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
+    /* Without a port, SLURM jobs use one below the range that Linux assigns by itself. */
+    rv->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(rv->token) % 10000) : 0;
+    if (!own && (port ? agent : slurm)) rv->port_count = 16;
+    snprintf(rv->hosts, sizeof rv->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
+    if (!*rv->hosts && slurm) ddp__slurm_first_host(rv->hosts, sizeof rv->hosts, nodes);
+    if (!*rv->hosts || !rv->port)
+        return ddp_fail(
+            DDP_ERR_UNSUPPORTED,
+            "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and "
+            "MASTER_PORT to where "
+            "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here",
+            id->world_size, id->local_world_size);
+    DDP__CREATE_CHECK(rv->port + rv->port_count - 1 <= 65535,
+                      "MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535",
+                      rv->port + rv->port_count - 1);
+    return DDP_OK;
+}
+
+/* Takes the address of rank 0 from "tcp://host:port", "tcp://[::1]:port" or "file:///path". */
+static ddp_result ddp__rendezvous_from_url(ddp__rendezvous *rv, const ddp__identity *id,
+                                           const ddp_group_desc *desc) {
+    const char *host = strstr(desc->init_method, "://") + 3, *colon = strrchr(host, ':');
+    int length = colon ? (int)(colon - host) : 0, file = desc->init_method[0] == 'f';
+    char *end = NULL;
+    snprintf(rv->token, sizeof rv->token, "%.20s:%.30s:%.299s", file ? "file" : host + length, desc->name,
+             id->size_variable ? id->token : "");
+    if (file) rv->file_path = host;
+    DDP__CREATE_CHECK(!file || host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"",
+                      desc->init_method);
+    if (file) return DDP_OK;
+    if (length > 1 && host[0] == '[' && colon[-1] == ']') {
+        host++;
+        length -= 2;
+    }
+    rv->port = colon ? (int)strtol(colon + 1, &end, 10) : 0;
+    DDP__CREATE_CHECK(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && rv->port > 0
+                          && rv->port <= 65535 && !*end,
+                      "init_method \"%.60s\" is not like \"tcp://host:port\"", desc->init_method);
+    snprintf(rv->hosts, sizeof rv->hosts, "%.*s", length, host);
+    return DDP_OK;
+}
+
+static int ddp__is_loopback_address(const struct sockaddr *at) {
+    const struct in6_addr *ipv6 = &((const struct sockaddr_in6 *)(const void *)at)->sin6_addr;
+    if (at->sa_family == AF_INET)
+        return ntohl(((const struct sockaddr_in *)(const void *)at)->sin_addr.s_addr) >> 24 == 127;
+    if (at->sa_family != AF_INET6) return 0;
+    return IN6_IS_ADDR_LOOPBACK(ipv6) || (IN6_IS_ADDR_V4MAPPED(ipv6) && ipv6->s6_addr[12] == 127);
+}
+
+/* Returns 1 for "localhost" and a loopback address. A name that resolves to loopback is not enough: Debian
+   maps a host's own name to 127.0.1.1, and other machines use another address for it. */
+static int ddp__is_loopback(const char *host) {
+    struct addrinfo hints = DDP_ZERO, *list;
+    int is_loopback = strcmp(host, "localhost") == 0;
+    hints.ai_flags = AI_NUMERICHOST;
+    if (is_loopback || !*host || getaddrinfo(host, NULL, &hints, &list) != 0) return is_loopback;
+    is_loopback = ddp__is_loopback_address(list->ai_addr);
+    freeaddrinfo(list);
+    return is_loopback;
+}
+
+/* Returns 1 for an address of an interface of this machine, and for the unspecified address (all interfaces).
+   A successful bind is no proof: ip_nonlocal_bind allows any address. */
+static int ddp__is_own_address(const struct sockaddr *at) {
+    static const unsigned char unspecified[16] = {0};
+    int is_ipv4 = at->sa_family == AF_INET;
+    size_t size = is_ipv4 ? 4 : 16;
+    /* Both kinds of address are at fixed offsets after the family. */
+    size_t offset = is_ipv4 ? offsetof(struct sockaddr_in, sin_addr)
+                            : offsetof(struct sockaddr_in6, sin6_addr);
+    const unsigned char *wanted = (const unsigned char *)at + offset;
+    struct ifaddrs *list = NULL;
+    int found = memcmp(wanted, unspecified, size) == 0;
+    if (found || getifaddrs(&list) != 0) return found;
+    for (const struct ifaddrs *a = list; a && !found; a = a->ifa_next)
+        if (a->ifa_addr && a->ifa_addr->sa_family == at->sa_family)
+            found = memcmp((const unsigned char *)a->ifa_addr + offset, wanted, size) == 0;
+    freeifaddrs(list);
+    return found;
+}
+
+/* Returns a socket that listens at an address, or -errno. */
+static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
+    int fd = ddp__socket(at->sa_family), on = 1, off = 0;
+    if (fd < 0) return -errno;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    if (bind(fd, at, length) == 0 && listen(fd, 1024) == 0) return fd;
+    int error = errno;
+    close(fd);
+    return -error;
+}
+
+/* Returns a socket that listens at the first free one of `ports` ports, at the first address of host that
+   belongs to this machine. host "": all interfaces. Loopback addresses count only if host is one itself. On
+   failure returns -errno; -EADDRNOTAVAIL if host has no such address. */
+static int ddp__tcp_listen(const char *host, int port, int ports) {
+    struct addrinfo hints = DDP_ZERO, *list = NULL;
+    int fd = -EADDRNOTAVAIL, loopback = ddp__is_loopback(host);
+    hints.ai_socktype = SOCK_STREAM;
+    if (!*host) {
+        fd = ddp__tcp_listen("::", port, ports); /* serves IPv4 too; fails without IPv6 */
+        return fd >= 0 ? fd : ddp__tcp_listen("0.0.0.0", port, ports);
+    }
+    if (getaddrinfo(host, NULL, &hints, &list) != 0) return fd;
+    for (int i = 0; i < ports && fd < 0; i++)
+        for (struct addrinfo *a = list; a && fd < 0; a = a->ai_next) {
+            if (!loopback && ddp__is_loopback_address(a->ai_addr)) continue;
+            if (!loopback && !ddp__is_own_address(a->ai_addr)) continue;
+            /* sin_port is at the same offset in IPv6. */
+            ((struct sockaddr_in *)(void *)a->ai_addr)->sin_port = htons((uint16_t)(port + i));
+            int tried = ddp__listen_at(a->ai_addr, a->ai_addrlen);
+            if (tried >= 0 || fd != -EADDRINUSE) fd = tried;
+        }
+    freeaddrinfo(list);
+    return fd;
+}
+
+/* Describes the process that listens at a port of this machine, if this user can see it: "pid 77
+   (/usr/bin/python3)". */
+static void ddp__port_owner(int port, char *out, size_t size) {
+    unsigned long inode, wanted = 0;
+    unsigned at, state;
+    char line[512], exe[32];
+    glob_t files = DDP_ZERO;
+    snprintf(out, size, "another process");
+    for (int i = 0; i < 2; i++) {
+        FILE *table = fopen(i ? "/proc/net/tcp" : "/proc/net/tcp6", "re");
+        while (table && fgets(line, sizeof line, table))
+            if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %*s %*s %lu", &at, &state, &inode)
+                    == 3
+                && (int)at == port && state == 10)
+                wanted = inode;
+        if (table) fclose(table);
+    }
+    if (wanted) glob("/proc/[0-9]*/fd/*", GLOB_NOSORT, NULL, &files);
+    for (size_t i = 0; i < files.gl_pathc; i++) {
+        int pid = atoi(files.gl_pathv[i] + 6);
+        ssize_t n = readlink(files.gl_pathv[i], line, sizeof line - 1);
+        line[n > 0 ? n : 0] = 0;
+        if (sscanf(line, "socket:[%lu]", &inode) != 1 || inode != wanted) continue;
+        snprintf(exe, sizeof exe, "/proc/%d/exe", pid);
+        n = readlink(exe, line, sizeof line);
+        snprintf(out, size, "pid %d (%.*s)", pid, (int)(n > 0 ? n : 0), line);
+        break;
+    }
+    globfree(&files);
+}
+
+/* Returns the process that listens at the socket name of this job. pid 0: none. */
+static ddp__ucred ddp__socket_owner(const ddp__rendezvous *rv) {
+    int fd = ddp__socket(AF_UNIX);
+    connect(fd, (const struct sockaddr *)&rv->address, rv->local); /* without a connection pid stays 0 */
+    ddp__ucred holder = ddp__peer_credentials(fd);
+    close(fd);
+    return holder;
+}
+
+/* Fails because another process holds the socket name of this job. Any user can compute that name and bind
+   it. pid 0: the holder is unknown. */
+static ddp_result ddp__fail_socket_in_use(const ddp__rendezvous *rv, ddp__ucred holder) {
+    const char *name = rv->address.sun_path + 1;
+    const char *remedy = "set desc.init_method to \"file:///path\" on all ranks";
+    if (strncmp(rv->token, "torch:", 6) == 0 || strncmp(rv->token, "desc:", 5) == 0)
+        remedy = "set another MASTER_PORT, or desc.init_method to \"file:///path\", on all ranks";
+    if (holder.pid && holder.uid == geteuid())
+        return ddp_fail(DDP_ERR_MISMATCH,
+                        "another process (pid %d) is rank 0 of this job already (%.200s); give each job its "
+                        "own MASTER_PORT",
+                        (int)holder.pid, rv->token);
+    if (holder.pid)
+        return ddp_fail(
+            DDP_ERR_SYSTEM,
+            "socket @%s, where the ranks of this job meet, is held by pid %d of another user (uid %ld); %s",
+            name, (int)holder.pid, (long)holder.uid, remedy);
+    return ddp_fail(DDP_ERR_SYSTEM,
+                    "socket @%s, where the ranks of this job meet, is held by a process that does not listen "
+                    "there (`ss -xap` shows it); %s",
+                    name, remedy);
+}
+
+/* Opens rank 0's listener, unless it is open. Retries a port that is in use for a second: another rank may
+   have tried to connect to it, or an earlier job may be ending. */
+static ddp_result ddp__rendezvous_listen(const ddp__rendezvous *rv) {
+    int fd = rv->peer[rv->peer_count - 1].fd;
+    double give_up = ddp_now() + 1.0;
+    const char *host = rv->hosts;
+    char text[400], holder[160];
+    if (fd < 0 && rv->local) fd = ddp__listen_at((const struct sockaddr *)&rv->address, rv->local);
+    while (fd < 0 && !rv->local) {
+        fd = ddp__tcp_listen(host, rv->port, rv->port_count);
+        if (fd == -EADDRNOTAVAIL && *host) {
+            snprintf(
+                text, sizeof text,
+                "\"%.200s\" resolves to no address of this machine that others can reach; rank 0 listens on "
+                "all interfaces",
+                host);
+            ddp_group_log(rv->group, text);
+            host = "";
+        } else if (fd != -EADDRINUSE || ddp_now() > give_up) {
+            break;
+        } else {
+            usleep(50000);
+        }
+    }
+    rv->peer[rv->peer_count - 1].fd = fd;
+    if (fd >= 0) return DDP_OK;
+    if (rv->local && fd == -EADDRINUSE) return ddp__fail_socket_in_use(rv, ddp__socket_owner(rv));
+    if (rv->local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(-fd));
+    if (fd != -EADDRINUSE)
+        return ddp_fail(DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", rv->port, strerror(-fd));
+    ddp__port_owner(rv->port, holder, sizeof holder);
+    return ddp_fail(
+        DDP_ERR_SYSTEM,
+        "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method",
+        rv->port, holder);
+}
+
+//== rendezvous: address lists and files ================================================= >>impl-address-list
+
+/* Rank 0's addresses as one line of text: "number port address address ...". A rendezvous file
+   (init_method file://) contains this line. A split of a tcp group sends it to the members.
+   The number makes the job token unique. */
+
+/* Ranks with the same number can share memory: same boot, user, network namespace and process namespace. */
+#if !defined(DDP__MACHINE_SALT)
+#define DDP__MACHINE_SALT 0 /* tests use different values to simulate several machines */
+#endif
+DDPDEF uint64_t ddp_machine_id(void) {
+    char boot[64] = "";
+    uint64_t number[4] = {(uint64_t)geteuid(), (uint64_t)(DDP__MACHINE_SALT)};
+    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    struct stat s;
+    if (fd < 0 || read(fd, boot, sizeof boot - 1) <= 0) gethostname(boot, sizeof boot);
+    if (fd >= 0) close(fd);
+    for (int i = 0; i < 2; i++)
+        if (stat(i ? "/proc/self/ns/pid" : "/proc/self/ns/net", &s) == 0) number[2 + i] = (uint64_t)s.st_ino;
+    return ddp_hash(ddp_hash(DDP_HASH_SEED, boot, sizeof boot), number, sizeof number);
+}
+
+/* Returns a number that no other process can guess. Without getrandom it is only different for each machine,
+   process and time. */
+DDPDEF uint64_t ddp_unique_id(void) {
+    uint64_t number;
+    if (ddp__random_bytes(&number, sizeof number)) return number;
+    uint64_t seed[3] = {ddp_machine_id(), (uint64_t)getpid(), (uint64_t)(ddp_now() * 1e9)};
+    return ddp_hash(DDP_HASH_SEED, seed, sizeof seed);
+}
+
+/* Writes "number port address address ...": the port of a listener and all addresses of this machine. The
+   number becomes a part of the token. */
+static void ddp__addresses_write(int listener, char out[DDP__ADDRESSES_MAX]) {
+    struct sockaddr_storage at;
+    socklen_t length = sizeof at;
+    struct ifaddrs *list = NULL;
+    char host[80];
+    /* sin_port is at the same offset in IPv6. */
+    int port = getsockname(listener, (struct sockaddr *)&at, &length) == 0
+                   ? ntohs(((struct sockaddr_in *)(void *)&at)->sin_port)
+                   : 0;
+    size_t n = (size_t)snprintf(out, DDP__ADDRESSES_MAX, "%016llx %d", (unsigned long long)ddp_unique_id(),
+                                port);
+    getifaddrs(&list);
+    /* getnameinfo fails for other families. A % marks a link-local address. */
+    for (struct ifaddrs *a = list; a; a = a->ifa_next) {
+        if (!a->ifa_addr
+            || getnameinfo(a->ifa_addr, sizeof(struct sockaddr_in6), host, sizeof host, NULL, 0,
+                           NI_NUMERICHOST)
+                   != 0)
+            continue;
+        if (!strchr(host, '%') && n + strlen(host) + 3 < DDP__ADDRESSES_MAX)
+            n += (size_t)snprintf(out + n, DDP__ADDRESSES_MAX - n, " %s", host);
+    }
+    if (list) freeifaddrs(list);
+    snprintf(out + n, DDP__ADDRESSES_MAX - n, "\n");
+}
+
+/* Parses an announcement of rank 0. Returns 0 if it is incomplete. token_size: length of the token without
+   the announced number. */
+static int ddp__addresses_parse(ddp__rendezvous *rv, size_t token_size, const char *text) {
+    char number[17];
+    int n = 0;
+    if (!strchr(text, '\n') || sscanf(text, "%16s %d %n", number, &rv->port, &n) != 2) return 0;
+    if (rv->port < 0 || rv->port > 65535) return 0;
+    rv->numeric_hosts = 1;
+    snprintf(rv->token + token_size, sizeof rv->token - token_size, ":%s", number);
+    snprintf(rv->hosts, sizeof rv->hosts, "%.*s", (int)strcspn(text + n, "\n"), text + n);
+    return 1;
+}
+
+/* Returns 1 if the rendezvous file can be trusted. Otherwise sets the error line. */
+static int ddp__rendezvous_file_check(const char *path, const struct stat *file) {
+    char reason[100] = "";
+    if (S_ISLNK(file->st_mode))
+        snprintf(reason, sizeof reason, "is a symbolic link");
+    else if (!S_ISREG(file->st_mode))
+        snprintf(reason, sizeof reason, "is not a regular file");
+    else if (file->st_uid != geteuid())
+        snprintf(reason, sizeof reason, "belongs to uid %ld, this rank runs as uid %ld", (long)file->st_uid,
+                 (long)geteuid());
+    else if (file->st_mode & (S_IWGRP | S_IWOTH))
+        snprintf(reason, sizeof reason, "can be written by other users (mode %03o)",
+                 (unsigned)(file->st_mode & 0777));
+    if (!reason[0]) return 1;
+    ddp_fail(
+        DDP_ERR_SYSTEM,
+        "init_method file://%.200s %s; remove it, or name a path in a folder where only this user can write",
+        path, reason);
+    return 0;
+}
+
+/* Reads the address of rank 0 from the rendezvous file. Never blocks, even if the file is a FIFO. The file of
+   an earlier job holds an address without a listener.
+   DDP_ERR_INVALID: rank 0 has not written the file yet. DDP_ERR_SYSTEM: the file is unreadable or not
+   trusted. token_size: as in ddp__addresses_parse. */
+static ddp_result ddp__rendezvous_file_read(ddp__rendezvous *rv, size_t token_size) {
+    char text[DDP__ADDRESSES_MAX];
+    struct stat file;
+    int fd = open(rv->file_path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY), error = errno;
+    int found = (fd >= 0 ? fstat(fd, &file) : lstat(rv->file_path, &file)) == 0;
+    int trusted = !found || ddp__rendezvous_file_check(rv->file_path, &file);
+    ssize_t n = fd >= 0 && trusted ? read(fd, text, sizeof text - 1) : 0;
+    if (fd >= 0) close(fd);
+    if (!trusted) return DDP_ERR_SYSTEM;
+    if (fd < 0 && (error == ENOENT || error == ESTALE))
+        return ddp_fail(DDP_ERR_INVALID, "%.200s: there is no such file yet", rv->file_path);
+    if (fd < 0)
+        return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be read: %s", rv->file_path,
+                        strerror(error));
+    text[n > 0 ? n : 0] = 0;
+    if (ddp__addresses_parse(rv, token_size, text)) return DDP_OK;
+    return ddp_fail(DDP_ERR_INVALID, "%.200s: rank 0 has not written its address yet", rv->file_path);
+}
+
+/* Creates the rendezvous file, for this user only, and writes this rank's addresses. It replaces a file that
+   an earlier job of this user left, and nothing else. */
+static ddp_result ddp__rendezvous_file_write(ddp__rendezvous *rv, int listener) {
+    char text[DDP__ADDRESSES_MAX];
+    struct stat file;
+    int fd = -1;
+    ddp__addresses_write(listener, text);
+    ddp__addresses_parse(rv, strlen(rv->token), text);
+    for (int tries = 0; tries < 3 && fd < 0; tries++) {
+        if (lstat(rv->file_path, &file) == 0) {
+            if (!ddp__rendezvous_file_check(rv->file_path, &file)) return DDP_ERR_SYSTEM;
+            unlink(rv->file_path);
+        }
+        fd = open(rv->file_path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0600);
+        if (fd < 0 && errno != EEXIST) break;
+    }
+    if (fd < 0)
+        return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be created: %s", rv->file_path,
+                        strerror(errno));
+    int whole = write(fd, text, strlen(text)) == (ssize_t)strlen(text);
+    if (close(fd) == 0 && whole) return DDP_OK;
+    return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", rv->file_path,
+                    strerror(errno));
+}
+
+//== rendezvous: rank 0 ========================================================================= >>impl-rank0
+
+/* Rank 0's side: accepts connections, authenticates the peers, admits them as ranks, and sends the outcome to
+   all of them. ddp__accept_all_ranks calls the others.
+   Peers are not trusted: rank 0 limits their number, the time for a handshake and the lines that it logs. */
+
+enum {
+    DDP__REFUSAL_REPORTS_MAX = 256
+}; /* about closed connections: a flood must not fill the disk with log lines */
+
+/* Reports through log_fn why this rank waits: first after DDP__WAIT_REPORT_SECONDS, then every minute. */
+__attribute__((format(printf, 2, 3))) static void ddp__report_waiting(ddp__rendezvous *rv, const char *format,
+                                                                      ...) {
+    char text[440];
+    va_list args;
+    if (ddp_now() < rv->next_report) return;
+    rv->next_report += DDP__WAIT_REPORT_INTERVAL;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    ddp_group_log(rv->group, text);
+}
+
+/* Closes the connection of an unauthenticated peer, and reports it through log_fn. Sends the peer the reason,
+   with the last argument as the result, unless that is 0. */
+static void ddp__refuse_peer(ddp__rendezvous *rv, ddp__peer *p, const char *reason, int result) {
+    char text[440]; /* ddp_group_log puts the rank and the group's name before it */
+    snprintf(text, sizeof text, "hung up on %s: %.320s", p->name, reason);
+    if (result) ddp__send_text_frame(p->fd, DDP__FRAME_STATUS, result, NULL, reason, -1);
+    if (result < 0) snprintf(rv->last_refusal, sizeof rv->last_refusal, "%.199s", reason);
+    if (rv->refusal_count == DDP__REFUSAL_REPORTS_MAX)
+        snprintf(text, sizeof text, "more connections were closed than are reported here");
+    if (rv->refusal_count <= DDP__REFUSAL_REPORTS_MAX) ddp_group_log(rv->group, text);
+    rv->refusal_count++;
+    ddp__peer_close(p);
+}
+
+static int ddp__parse_pid(const char *name) {
+    int pid = 0;
+    return sscanf(name, "pid %d", &pid) == 1 ? pid : 0;
 }
 
 /* Admits the peer as the rank that its hello claims. */
@@ -6630,19 +7129,6 @@ static void ddp__accept_connections(ddp__rendezvous *rv) {
                               "rank 0 may not open a socket for each of %d ranks; raise its `ulimit -n`", w);
 }
 
-/* Reports through log_fn why this rank waits: first after DDP__WAIT_REPORT_SECONDS, then every minute. */
-__attribute__((format(printf, 2, 3))) static void ddp__report_waiting(ddp__rendezvous *rv, const char *format,
-                                                                      ...) {
-    char text[440];
-    va_list args;
-    if (ddp_now() < rv->next_report) return;
-    rv->next_report += DDP__WAIT_REPORT_INTERVAL;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    ddp_group_log(rv->group, text);
-}
-
 /* Rank 0 reports the missing ranks and the address at which it listens. */
 static void ddp__report_missing_ranks(ddp__rendezvous *rv, const char *missing) {
     struct sockaddr_storage address = DDP_ZERO;
@@ -6706,6 +7192,34 @@ static int ddp__ranks_are_missing(ddp__rendezvous *rv) {
     }
     return 0;
 }
+
+/* Rank 0's side: waits for all ranks or for a failure, and sends the outcome to all of them. */
+static void ddp__accept_all_ranks(ddp__rendezvous *rv, ddp__heap **heap) {
+    int w = rv->group->world_size;
+    ddp__peer *self = rv->peer;
+    ddp__hello_write(self->text, rv, DDP__HELLO_VERSION);
+    snprintf(self->name, sizeof self->name, "%.71s", strstr(self->text, "pid"));
+    rv->result = ddp__rendezvous_listen(rv);
+    if (rv->result == DDP_OK && rv->file_path)
+        rv->result = ddp__rendezvous_file_write(rv, rv->peer[rv->peer_count - 1].fd);
+    if (rv->result == DDP_OK) {
+        for (ddp__accept_connections(rv); ddp__ranks_are_missing(rv); ddp__accept_connections(rv))
+            ddp__rendezvous_poll(rv);
+        if (rv->file_path) unlink(rv->file_path);
+    }
+    if (heap && rv->result == DDP_OK) rv->result = ddp__heap_create(heap, w, 0, 0);
+    /* from here on a rank that ends is lost */
+    for (int r = 0; r < w && heap && *heap; r++) ddp__rank_enter(*heap, r, ddp__parse_pid(self[r].name));
+    while (rv->result == DDP_OK && rv->peer_count > w) ddp__peer_close(&rv->peer[--rv->peer_count]);
+    ddp__send_status_to_peers(rv, rv->result, rv->result == DDP_OK ? self->name : ddp_last_error(),
+                              heap && *heap ? (*heap)->fd : -1);
+    for (int r = 0; r < w; r++) self[r].arrived = 0;
+}
+
+//== rendezvous: other ranks, and groups from it ============================================== >>impl-connect
+
+/* The side of the other ranks: they find rank 0, connect to it and wait for the outcome. Then both sides
+   together: ddp__connect_ranks for a group over TCP, ddp__local_connect for a group in shared memory. */
 
 /* Waits for the next frame of rank 0. Returns 0, ETIMEDOUT, or the errno of ddp__peer_read_frame. EPROTO also
    covers a process that is rank 0 of no job: an echo of this rank's hello, or a socket that is connected to
@@ -6773,38 +7287,6 @@ static ddp_result ddp__handshake_with_rank0(ddp__rendezvous *rv, ddp__peer *p) {
     return p->head.result == 0 ? DDP_OK : ddp_fail((ddp_result)p->head.result, "%.400s", p->text);
 }
 
-/* Fails because another process holds the socket name of this job. Any user can compute that name and bind
-   it. pid 0: the holder is unknown. */
-static ddp_result ddp__fail_socket_in_use(const ddp__rendezvous *rv, ddp__ucred holder) {
-    const char *name = rv->address.sun_path + 1;
-    const char *remedy = "set desc.init_method to \"file:///path\" on all ranks";
-    if (strncmp(rv->token, "torch:", 6) == 0 || strncmp(rv->token, "desc:", 5) == 0)
-        remedy = "set another MASTER_PORT, or desc.init_method to \"file:///path\", on all ranks";
-    if (holder.pid && holder.uid == geteuid())
-        return ddp_fail(DDP_ERR_MISMATCH,
-                        "another process (pid %d) is rank 0 of this job already (%.200s); give each job its "
-                        "own MASTER_PORT",
-                        (int)holder.pid, rv->token);
-    if (holder.pid)
-        return ddp_fail(
-            DDP_ERR_SYSTEM,
-            "socket @%s, where the ranks of this job meet, is held by pid %d of another user (uid %ld); %s",
-            name, (int)holder.pid, (long)holder.uid, remedy);
-    return ddp_fail(DDP_ERR_SYSTEM,
-                    "socket @%s, where the ranks of this job meet, is held by a process that does not listen "
-                    "there (`ss -xap` shows it); %s",
-                    name, remedy);
-}
-
-/* Returns the process that listens at the socket name of this job. pid 0: none. */
-static ddp__ucred ddp__socket_owner(const ddp__rendezvous *rv) {
-    int fd = ddp__socket(AF_UNIX);
-    connect(fd, (const struct sockaddr *)&rv->address, rv->local); /* without a connection pid stays 0 */
-    ddp__ucred holder = ddp__peer_credentials(fd);
-    close(fd);
-    return holder;
-}
-
 /* Tries to connect to one address. Returns what ddp__handshake_with_rank0 returns. */
 static ddp_result ddp__connect_to_address(ddp__rendezvous *rv, const struct sockaddr *to, socklen_t length) {
     double try_until = ddp_now() + 3.0;
@@ -6853,63 +7335,6 @@ static ddp_result ddp__connect_to_hosts(ddp__rendezvous *rv) {
     return result;
 }
 
-/* Parses an announcement of rank 0. Returns 0 if it is incomplete. token_size: length of the token without
-   the announced number. */
-static int ddp__addresses_parse(ddp__rendezvous *rv, size_t token_size, const char *text) {
-    char number[17];
-    int n = 0;
-    if (!strchr(text, '\n') || sscanf(text, "%16s %d %n", number, &rv->port, &n) != 2) return 0;
-    if (rv->port < 0 || rv->port > 65535) return 0;
-    rv->numeric_hosts = 1;
-    snprintf(rv->token + token_size, sizeof rv->token - token_size, ":%s", number);
-    snprintf(rv->hosts, sizeof rv->hosts, "%.*s", (int)strcspn(text + n, "\n"), text + n);
-    return 1;
-}
-
-/* Returns 1 if the rendezvous file can be trusted. Otherwise sets the error line. */
-static int ddp__rendezvous_file_check(const char *path, const struct stat *file) {
-    char reason[100] = "";
-    if (S_ISLNK(file->st_mode))
-        snprintf(reason, sizeof reason, "is a symbolic link");
-    else if (!S_ISREG(file->st_mode))
-        snprintf(reason, sizeof reason, "is not a regular file");
-    else if (file->st_uid != geteuid())
-        snprintf(reason, sizeof reason, "belongs to uid %ld, this rank runs as uid %ld", (long)file->st_uid,
-                 (long)geteuid());
-    else if (file->st_mode & (S_IWGRP | S_IWOTH))
-        snprintf(reason, sizeof reason, "can be written by other users (mode %03o)",
-                 (unsigned)(file->st_mode & 0777));
-    if (!reason[0]) return 1;
-    ddp_fail(
-        DDP_ERR_SYSTEM,
-        "init_method file://%.200s %s; remove it, or name a path in a folder where only this user can write",
-        path, reason);
-    return 0;
-}
-
-/* Reads the address of rank 0 from the rendezvous file. Never blocks, even if the file is a FIFO. The file of
-   an earlier job holds an address without a listener.
-   DDP_ERR_INVALID: rank 0 has not written the file yet. DDP_ERR_SYSTEM: the file is unreadable or not
-   trusted. token_size: as in ddp__addresses_parse. */
-static ddp_result ddp__rendezvous_file_read(ddp__rendezvous *rv, size_t token_size) {
-    char text[DDP__ADDRESSES_MAX];
-    struct stat file;
-    int fd = open(rv->file_path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY), error = errno;
-    int found = (fd >= 0 ? fstat(fd, &file) : lstat(rv->file_path, &file)) == 0;
-    int trusted = !found || ddp__rendezvous_file_check(rv->file_path, &file);
-    ssize_t n = fd >= 0 && trusted ? read(fd, text, sizeof text - 1) : 0;
-    if (fd >= 0) close(fd);
-    if (!trusted) return DDP_ERR_SYSTEM;
-    if (fd < 0 && (error == ENOENT || error == ESTALE))
-        return ddp_fail(DDP_ERR_INVALID, "%.200s: there is no such file yet", rv->file_path);
-    if (fd < 0)
-        return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be read: %s", rv->file_path,
-                        strerror(error));
-    text[n > 0 ? n : 0] = 0;
-    if (ddp__addresses_parse(rv, token_size, text)) return DDP_OK;
-    return ddp_fail(DDP_ERR_INVALID, "%.200s: rank 0 has not written its address yet", rv->file_path);
-}
-
 /* Connects to rank 0, which may start later. Returns when all ranks have connected. */
 static ddp_result ddp__connect_to_rank0(ddp__rendezvous *rv) {
     size_t token_size = strlen(rv->token);
@@ -6934,391 +7359,6 @@ static ddp_result ddp__connect_to_rank0(ddp__rendezvous *rv) {
             return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s",
                             rv->group->desc.timeout_ms, ddp_last_error());
     }
-}
-
-//== rank discovery: addresses and connecting all ranks ======================================= >>impl-meeting
-
-/* Finds the address of rank 0 and the key, opens rank 0's listener, and connects all ranks:
-   ddp__connect_ranks over a socket, ddp__local_connect for shared memory as well. The local and the tcp
-   backend call these two. */
-
-static int ddp__is_loopback_address(const struct sockaddr *at) {
-    const struct in6_addr *ipv6 = &((const struct sockaddr_in6 *)(const void *)at)->sin6_addr;
-    if (at->sa_family == AF_INET)
-        return ntohl(((const struct sockaddr_in *)(const void *)at)->sin_addr.s_addr) >> 24 == 127;
-    if (at->sa_family != AF_INET6) return 0;
-    return IN6_IS_ADDR_LOOPBACK(ipv6) || (IN6_IS_ADDR_V4MAPPED(ipv6) && ipv6->s6_addr[12] == 127);
-}
-
-/* Returns 1 for "localhost" and a loopback address. A name that resolves to loopback is not enough: Debian
-   maps a host's own name to 127.0.1.1, and other machines use another address for it. */
-static int ddp__is_loopback(const char *host) {
-    struct addrinfo hints = DDP_ZERO, *list;
-    int is_loopback = strcmp(host, "localhost") == 0;
-    hints.ai_flags = AI_NUMERICHOST;
-    if (is_loopback || !*host || getaddrinfo(host, NULL, &hints, &list) != 0) return is_loopback;
-    is_loopback = ddp__is_loopback_address(list->ai_addr);
-    freeaddrinfo(list);
-    return is_loopback;
-}
-
-/* Reads DDP_SECRET_FILE without the newline at its end. Only this user may have access to the file. */
-static ddp_result ddp__secret_file_read(const char *path, char *out, size_t capacity, size_t *size) {
-    int fd = open(path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK), error = errno;
-    const char *reason = NULL;
-    struct stat s;
-    ssize_t n = 0;
-    DDP__CREATE_CHECK(fd >= 0 || error == ELOOP, "DDP_SECRET_FILE=%.200s cannot be opened: %s", path,
-                      strerror(error));
-    if (fd < 0)
-        reason = "is a symbolic link; give the path of the file itself";
-    else if (fstat(fd, &s) != 0 || !S_ISREG(s.st_mode))
-        reason = "is not a regular file";
-    else if (s.st_uid != geteuid())
-        reason = "belongs to another user; copy it to a file of this user";
-    else if (s.st_mode & 077)
-        reason = "is accessible to other users; run chmod 600 on it";
-    else if ((n = read(fd, out, capacity)) < 0)
-        reason = "cannot be read";
-    else if ((size_t)n == capacity)
-        reason = "is too large for a secret; use 16 to 4000 bytes";
-    close(fd);
-    DDP__CREATE_CHECK(!reason, "DDP_SECRET_FILE=%.200s %s", path, reason);
-    while (n > 0 && (out[n - 1] == '\n' || out[n - 1] == '\r')) n--;
-    DDP__CREATE_CHECK(
-        n > 0, "DDP_SECRET_FILE=%.200s is empty; write a secret into it, such as from `openssl rand -hex 32`",
-        path);
-    *size = (size_t)n;
-    return DDP_OK;
-}
-
-/* Derives the key of a TCP rendezvous: from desc.secret, else from variable, else from the file at path, else
-   none. */
-static ddp_result ddp__rendezvous_set_key(ddp__rendezvous *rv, const char *secret, const char *variable,
-                                          const char *path) {
-    static const char purpose[] = "ddp.h key 1";
-    char content[4001];
-    size_t size = 0;
-    DDP__CREATE_CHECK(!secret || *secret, "desc.secret is empty; use NULL for DDP_SECRET or no secret");
-    if (!secret && *variable) secret = variable;
-    if (secret)
-        size = strlen(secret);
-    else if (*path)
-        DDP_TRY(ddp__secret_file_read(path, content, sizeof content, &size));
-    if (!size) return DDP_OK;
-    ddp__hmac_sha256(secret ? secret : content, size, purpose, sizeof purpose, rv->key);
-    rv->has_secret = 1;
-    explicit_bzero(content, sizeof content);
-    return DDP_OK;
-}
-
-/* Copies the first host of a SLURM node list: "node[003-010,12],x" begins with node003. */
-static void ddp__slurm_first_host(char *out, size_t size, const char *list) {
-    size_t n = 0;
-    for (int inside = 0; *list && (inside || *list != ',') && n + 1 < size; list++) {
-        if (*list == '[' || *list == ']')
-            inside = *list == '[';
-        else if (inside && (*list == '-' || *list == ','))
-            list += strcspn(list, "]") - 1;
-        else
-            out[n++] = *list;
-    }
-    out[n] = 0;
-}
-
-/* Takes the address of rank 0 from MASTER_ADDR and MASTER_PORT, or from SLURM. If a torchrun agent listens at
-   MASTER_PORT itself, rank 0 uses one of the next 16 ports. */
-static ddp_result ddp__rendezvous_from_env(ddp__rendezvous *rv, const ddp__identity *id) {
-    const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST"
-                                                                            : "SLURM_JOB_NODELIST");
-    int slurm = strncmp(rv->token, "slurm", 5) == 0;
-    int agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
-    int port, own;
-    DDP_TRY(ddp__env_int("MASTER_PORT", 0, &port));
-    DDP_TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
-    /* Without a port, SLURM jobs use one below the range that Linux assigns by itself. */
-    rv->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(rv->token) % 10000) : 0;
-    if (!own && (port ? agent : slurm)) rv->port_count = 16;
-    snprintf(rv->hosts, sizeof rv->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
-    if (!*rv->hosts && slurm) ddp__slurm_first_host(rv->hosts, sizeof rv->hosts, nodes);
-    if (!*rv->hosts || !rv->port)
-        return ddp_fail(
-            DDP_ERR_UNSUPPORTED,
-            "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and "
-            "MASTER_PORT to where "
-            "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here",
-            id->world_size, id->local_world_size);
-    DDP__CREATE_CHECK(rv->port + rv->port_count - 1 <= 65535,
-                      "MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535",
-                      rv->port + rv->port_count - 1);
-    return DDP_OK;
-}
-
-/* Takes the address of rank 0 from "tcp://host:port", "tcp://[::1]:port" or "file:///path". */
-static ddp_result ddp__rendezvous_from_url(ddp__rendezvous *rv, const ddp__identity *id,
-                                           const ddp_group_desc *desc) {
-    const char *host = strstr(desc->init_method, "://") + 3, *colon = strrchr(host, ':');
-    int length = colon ? (int)(colon - host) : 0, file = desc->init_method[0] == 'f';
-    char *end = NULL;
-    snprintf(rv->token, sizeof rv->token, "%.20s:%.30s:%.299s", file ? "file" : host + length, desc->name,
-             id->size_variable ? id->token : "");
-    if (file) rv->file_path = host;
-    DDP__CREATE_CHECK(!file || host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"",
-                      desc->init_method);
-    if (file) return DDP_OK;
-    if (length > 1 && host[0] == '[' && colon[-1] == ']') {
-        host++;
-        length -= 2;
-    }
-    rv->port = colon ? (int)strtol(colon + 1, &end, 10) : 0;
-    DDP__CREATE_CHECK(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && rv->port > 0
-                          && rv->port <= 65535 && !*end,
-                      "init_method \"%.60s\" is not like \"tcp://host:port\"", desc->init_method);
-    snprintf(rv->hosts, sizeof rv->hosts, "%.*s", length, host);
-    return DDP_OK;
-}
-
-/* Returns a socket that listens at an address, or -errno. */
-static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
-    int fd = ddp__socket(at->sa_family), on = 1, off = 0;
-    if (fd < 0) return -errno;
-    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-    if (bind(fd, at, length) == 0 && listen(fd, 1024) == 0) return fd;
-    int error = errno;
-    close(fd);
-    return -error;
-}
-
-/* Returns 1 for an address of an interface of this machine, and for the unspecified address (all interfaces).
-   A successful bind is no proof: ip_nonlocal_bind allows any address. */
-static int ddp__is_own_address(const struct sockaddr *at) {
-    static const unsigned char unspecified[16] = {0};
-    int is_ipv4 = at->sa_family == AF_INET;
-    size_t size = is_ipv4 ? 4 : 16;
-    /* Both kinds of address are at fixed offsets after the family. */
-    size_t offset = is_ipv4 ? offsetof(struct sockaddr_in, sin_addr)
-                            : offsetof(struct sockaddr_in6, sin6_addr);
-    const unsigned char *wanted = (const unsigned char *)at + offset;
-    struct ifaddrs *list = NULL;
-    int found = memcmp(wanted, unspecified, size) == 0;
-    if (found || getifaddrs(&list) != 0) return found;
-    for (const struct ifaddrs *a = list; a && !found; a = a->ifa_next)
-        if (a->ifa_addr && a->ifa_addr->sa_family == at->sa_family)
-            found = memcmp((const unsigned char *)a->ifa_addr + offset, wanted, size) == 0;
-    freeifaddrs(list);
-    return found;
-}
-
-/* Returns a socket that listens at the first free one of `ports` ports, at the first address of host that
-   belongs to this machine. host "": all interfaces. Loopback addresses count only if host is one itself. On
-   failure returns -errno; -EADDRNOTAVAIL if host has no such address. */
-static int ddp__tcp_listen(const char *host, int port, int ports) {
-    struct addrinfo hints = DDP_ZERO, *list = NULL;
-    int fd = -EADDRNOTAVAIL, loopback = ddp__is_loopback(host);
-    hints.ai_socktype = SOCK_STREAM;
-    if (!*host) {
-        fd = ddp__tcp_listen("::", port, ports); /* serves IPv4 too; fails without IPv6 */
-        return fd >= 0 ? fd : ddp__tcp_listen("0.0.0.0", port, ports);
-    }
-    if (getaddrinfo(host, NULL, &hints, &list) != 0) return fd;
-    for (int i = 0; i < ports && fd < 0; i++)
-        for (struct addrinfo *a = list; a && fd < 0; a = a->ai_next) {
-            if (!loopback && ddp__is_loopback_address(a->ai_addr)) continue;
-            if (!loopback && !ddp__is_own_address(a->ai_addr)) continue;
-            /* sin_port is at the same offset in IPv6. */
-            ((struct sockaddr_in *)(void *)a->ai_addr)->sin_port = htons((uint16_t)(port + i));
-            int tried = ddp__listen_at(a->ai_addr, a->ai_addrlen);
-            if (tried >= 0 || fd != -EADDRINUSE) fd = tried;
-        }
-    freeaddrinfo(list);
-    return fd;
-}
-
-/* Describes the process that listens at a port of this machine, if this user can see it: "pid 77
-   (/usr/bin/python3)". */
-static void ddp__port_owner(int port, char *out, size_t size) {
-    unsigned long inode, wanted = 0;
-    unsigned at, state;
-    char line[512], exe[32];
-    glob_t files = DDP_ZERO;
-    snprintf(out, size, "another process");
-    for (int i = 0; i < 2; i++) {
-        FILE *table = fopen(i ? "/proc/net/tcp" : "/proc/net/tcp6", "re");
-        while (table && fgets(line, sizeof line, table))
-            if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %*s %*s %lu", &at, &state, &inode)
-                    == 3
-                && (int)at == port && state == 10)
-                wanted = inode;
-        if (table) fclose(table);
-    }
-    if (wanted) glob("/proc/[0-9]*/fd/*", GLOB_NOSORT, NULL, &files);
-    for (size_t i = 0; i < files.gl_pathc; i++) {
-        int pid = atoi(files.gl_pathv[i] + 6);
-        ssize_t n = readlink(files.gl_pathv[i], line, sizeof line - 1);
-        line[n > 0 ? n : 0] = 0;
-        if (sscanf(line, "socket:[%lu]", &inode) != 1 || inode != wanted) continue;
-        snprintf(exe, sizeof exe, "/proc/%d/exe", pid);
-        n = readlink(exe, line, sizeof line);
-        snprintf(out, size, "pid %d (%.*s)", pid, (int)(n > 0 ? n : 0), line);
-        break;
-    }
-    globfree(&files);
-}
-
-/* Opens rank 0's listener, unless it is open. Retries a port that is in use for a second: another rank may
-   have tried to connect to it, or an earlier job may be ending. */
-static ddp_result ddp__rendezvous_listen(const ddp__rendezvous *rv) {
-    int fd = rv->peer[rv->peer_count - 1].fd;
-    double give_up = ddp_now() + 1.0;
-    const char *host = rv->hosts;
-    char text[400], holder[160];
-    if (fd < 0 && rv->local) fd = ddp__listen_at((const struct sockaddr *)&rv->address, rv->local);
-    while (fd < 0 && !rv->local) {
-        fd = ddp__tcp_listen(host, rv->port, rv->port_count);
-        if (fd == -EADDRNOTAVAIL && *host) {
-            snprintf(
-                text, sizeof text,
-                "\"%.200s\" resolves to no address of this machine that others can reach; rank 0 listens on "
-                "all interfaces",
-                host);
-            ddp_group_log(rv->group, text);
-            host = "";
-        } else if (fd != -EADDRINUSE || ddp_now() > give_up) {
-            break;
-        } else {
-            usleep(50000);
-        }
-    }
-    rv->peer[rv->peer_count - 1].fd = fd;
-    if (fd >= 0) return DDP_OK;
-    if (rv->local && fd == -EADDRINUSE) return ddp__fail_socket_in_use(rv, ddp__socket_owner(rv));
-    if (rv->local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(-fd));
-    if (fd != -EADDRINUSE)
-        return ddp_fail(DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", rv->port, strerror(-fd));
-    ddp__port_owner(rv->port, holder, sizeof holder);
-    return ddp_fail(
-        DDP_ERR_SYSTEM,
-        "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method",
-        rv->port, holder);
-}
-
-/* Ranks with the same number can share memory: same boot, user, network namespace and process namespace. */
-#if !defined(DDP__MACHINE_SALT)
-#define DDP__MACHINE_SALT 0 /* tests use different values to simulate several machines */
-#endif
-DDPDEF uint64_t ddp_machine_id(void) {
-    char boot[64] = "";
-    uint64_t number[4] = {(uint64_t)geteuid(), (uint64_t)(DDP__MACHINE_SALT)};
-    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
-    struct stat s;
-    if (fd < 0 || read(fd, boot, sizeof boot - 1) <= 0) gethostname(boot, sizeof boot);
-    if (fd >= 0) close(fd);
-    for (int i = 0; i < 2; i++)
-        if (stat(i ? "/proc/self/ns/pid" : "/proc/self/ns/net", &s) == 0) number[2 + i] = (uint64_t)s.st_ino;
-    return ddp_hash(ddp_hash(DDP_HASH_SEED, boot, sizeof boot), number, sizeof number);
-}
-
-/* Returns a number that no other process can guess. Without getrandom it is only different for each machine,
-   process and time. */
-DDPDEF uint64_t ddp_unique_id(void) {
-    uint64_t number;
-    if (ddp__random_bytes(&number, sizeof number)) return number;
-    uint64_t seed[3] = {ddp_machine_id(), (uint64_t)getpid(), (uint64_t)(ddp_now() * 1e9)};
-    return ddp_hash(DDP_HASH_SEED, seed, sizeof seed);
-}
-
-/* Writes "number port address address ...": the port of a listener and all addresses of this machine. The
-   number becomes a part of the token. */
-static void ddp__addresses_write(int listener, char out[DDP__ADDRESSES_MAX]) {
-    struct sockaddr_storage at;
-    socklen_t length = sizeof at;
-    struct ifaddrs *list = NULL;
-    char host[80];
-    /* sin_port is at the same offset in IPv6. */
-    int port = getsockname(listener, (struct sockaddr *)&at, &length) == 0
-                   ? ntohs(((struct sockaddr_in *)(void *)&at)->sin_port)
-                   : 0;
-    size_t n = (size_t)snprintf(out, DDP__ADDRESSES_MAX, "%016llx %d", (unsigned long long)ddp_unique_id(),
-                                port);
-    getifaddrs(&list);
-    /* getnameinfo fails for other families. A % marks a link-local address. */
-    for (struct ifaddrs *a = list; a; a = a->ifa_next) {
-        if (!a->ifa_addr
-            || getnameinfo(a->ifa_addr, sizeof(struct sockaddr_in6), host, sizeof host, NULL, 0,
-                           NI_NUMERICHOST)
-                   != 0)
-            continue;
-        if (!strchr(host, '%') && n + strlen(host) + 3 < DDP__ADDRESSES_MAX)
-            n += (size_t)snprintf(out + n, DDP__ADDRESSES_MAX - n, " %s", host);
-    }
-    if (list) freeifaddrs(list);
-    snprintf(out + n, DDP__ADDRESSES_MAX - n, "\n");
-}
-
-/* Creates the rendezvous file, for this user only, and writes this rank's addresses. It replaces a file that
-   an earlier job of this user left, and nothing else. */
-static ddp_result ddp__rendezvous_file_write(ddp__rendezvous *rv, int listener) {
-    char text[DDP__ADDRESSES_MAX];
-    struct stat file;
-    int fd = -1;
-    ddp__addresses_write(listener, text);
-    ddp__addresses_parse(rv, strlen(rv->token), text);
-    for (int tries = 0; tries < 3 && fd < 0; tries++) {
-        if (lstat(rv->file_path, &file) == 0) {
-            if (!ddp__rendezvous_file_check(rv->file_path, &file)) return DDP_ERR_SYSTEM;
-            unlink(rv->file_path);
-        }
-        fd = open(rv->file_path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0600);
-        if (fd < 0 && errno != EEXIST) break;
-    }
-    if (fd < 0)
-        return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be created: %s", rv->file_path,
-                        strerror(errno));
-    int whole = write(fd, text, strlen(text)) == (ssize_t)strlen(text);
-    if (close(fd) == 0 && whole) return DDP_OK;
-    return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", rv->file_path,
-                    strerror(errno));
-}
-
-/* Rank 0's side: waits for all ranks or for a failure, and sends the outcome to all of them. */
-static void ddp__accept_all_ranks(ddp__rendezvous *rv, ddp__heap **heap) {
-    int w = rv->group->world_size;
-    ddp__peer *self = rv->peer;
-    ddp__hello_write(self->text, rv, DDP__HELLO_VERSION);
-    snprintf(self->name, sizeof self->name, "%.71s", strstr(self->text, "pid"));
-    rv->result = ddp__rendezvous_listen(rv);
-    if (rv->result == DDP_OK && rv->file_path)
-        rv->result = ddp__rendezvous_file_write(rv, rv->peer[rv->peer_count - 1].fd);
-    if (rv->result == DDP_OK) {
-        for (ddp__accept_connections(rv); ddp__ranks_are_missing(rv); ddp__accept_connections(rv))
-            ddp__rendezvous_poll(rv);
-        if (rv->file_path) unlink(rv->file_path);
-    }
-    if (heap && rv->result == DDP_OK) rv->result = ddp__heap_create(heap, w, 0, 0);
-    /* from here on a rank that ends is lost */
-    for (int r = 0; r < w && heap && *heap; r++) ddp__rank_enter(*heap, r, ddp__parse_pid(self[r].name));
-    while (rv->result == DDP_OK && rv->peer_count > w) ddp__peer_close(&rv->peer[--rv->peer_count]);
-    ddp__send_status_to_peers(rv, rv->result, rv->result == DDP_OK ? self->name : ddp_last_error(),
-                              heap && *heap ? (*heap)->fd : -1);
-    for (int r = 0; r < w; r++) self[r].arrived = 0;
-}
-
-static void ddp__rendezvous_close(ddp__rendezvous *rv) {
-    for (; rv->peer_count; rv->peer_count--) ddp__peer_close(&rv->peer[rv->peer_count - 1]);
-    ddp_host_free(rv->group, rv->peer);
-    rv->peer = NULL;
-}
-
-/* Allocates what ddp__connect_ranks needs on this rank. Connects nothing. */
-static ddp_result ddp__rendezvous_alloc(ddp__rendezvous *rv, ddp_group *group) {
-    int count = group->rank ? 1 : group->world_size + DDP__UNAUTHENTICATED_MAX + 1;
-    rv->group = group;
-    rv->peer = (ddp__peer *)ddp_host_alloc(group, (size_t)count * (sizeof *rv->peer + sizeof *rv->poll_fds));
-    if (!rv->peer) return DDP_ERR_NO_MEMORY;
-    rv->poll_fds = (struct pollfd *)(void *)(rv->peer + count);
-    for (; rv->peer_count < count; rv->peer_count++) ddp__peer_init(&rv->peer[rv->peer_count], -1);
-    return DDP_OK;
 }
 
 /* Connects the ranks of rv->group: rank 0 to every rank, and every other rank to rank 0. On failure frees the
@@ -7396,15 +7436,14 @@ static ddp_result ddp__local_connect(ddp_group *group, ddp__rendezvous *rv, void
     return result;
 }
 
-//== the tcp backend: bootstrap and control ======================================================= >>impl-tcp
+//== the tcp backend: frames and failures ========================================================= >>impl-tcp
 
-/* Written like a user's own backend: it calls >>spi. It also uses connections, frames and the rendezvous of
-   >>impl-rendezvous and >>impl-meeting, and nothing else of this file.
+/* The tcp backend bootstraps other backends and carries small control messages. It is written like a user's
+   own backend: it calls >>spi, and the sections >>impl-rendezvous to >>impl-connect, and nothing else of this
+   file.
 
-   Every rank keeps its connection to rank 0. In a collective it sends rank 0 a frame with the packed call and
-   its data. If all calls are the same, rank 0 answers every rank with the same frame: the sum, or the data of
-   all ranks. Each rank copies its part from it. A rank that fails reports this to rank 0, and rank 0 reports
-   it to all ranks. */
+   Every rank keeps its connection to rank 0. This section reads and sends frames, detects lost ranks, and
+   forwards failures: a rank that fails reports this to rank 0, and rank 0 reports it to all ranks. */
 
 typedef struct ddp__tcp {
     ddp_saved_error cause;      /* the first failure */
@@ -7547,6 +7586,50 @@ static ddp_result ddp__tcp_wait_for_data(ddp_group *group, ddp__tcp *t, double d
     }
 }
 
+static void ddp__tcp_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    ddp__tcp *t = (ddp__tcp *)state;
+    (void)group;
+    pthread_mutex_lock(&t->lock);
+    if (t->cause.result == DDP_OK) {
+        snprintf(t->cause.text, sizeof t->cause.text, "%s", text);
+        t->cause.result = (int32_t)cause;
+    }
+    if (!t->call) ddp__tcp_send_failure(t); /* otherwise the running call does this */
+    pthread_mutex_unlock(&t->lock);
+}
+
+/* Receives and forwards failures, unless a running call does this. call: begins here, or NULL. ends: 1 = a
+   call ends here. */
+static ddp_result ddp__tcp_forward_failures(ddp_group *group, ddp__tcp *t, const ddp_call *call, int ends) {
+    pthread_mutex_lock(&t->lock);
+    if (ends) t->call = NULL;
+    if (!t->call) {
+        ddp__tcp_read_frames(group, t);
+        ddp__tcp_send_failure(t);
+    }
+    if (call) t->call = call;
+    ddp_result result = ddp_error_restore(&t->cause);
+    pthread_mutex_unlock(&t->lock);
+    return result;
+}
+
+static ddp_result ddp__tcp_status(const ddp_group *group, void *state) {
+    return ddp__tcp_forward_failures((ddp_group *)(uintptr_t)group, (ddp__tcp *)state, NULL, 0);
+}
+
+//== the tcp backend: calls ================================================================= >>impl-tcp-calls
+
+/* Executes collectives over the connections to rank 0. Three ranks, an all_gather:
+
+       rank 1  -- DATA  call, size 1 | data 1 -->            rank 0  compares the heads of all ranks with
+       rank 2  -- DATA  call, size 2 | data 2 -->                    the one that its own call implies
+
+       rank 1  <-- DATA  call, size | data 0, data 1, data 2 --   rank 0  sends every rank the same
+       rank 2  <-- DATA  call, size | data 0, data 1, data 2 --           answer
+
+   Calls that add have the sum as the answer. Each rank copies its part of the answer to call->recv. A rank
+   can compute the head of every frame by itself. It checks each head before it uses any byte of the data. */
+
 /* Returns the head of a rank's frame for a call. Every rank can compute it for every other rank. */
 static ddp__frame ddp__tcp_request_head(const ddp_call *call, int rank, int world_size) {
     ddp__frame frame = {DDP__FRAME_MAGIC, DDP__FRAME_DATA, 0, 0, {0, 0}};
@@ -7652,37 +7735,6 @@ static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp_cal
     return DDP_OK;
 }
 
-static void ddp__tcp_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
-    ddp__tcp *t = (ddp__tcp *)state;
-    (void)group;
-    pthread_mutex_lock(&t->lock);
-    if (t->cause.result == DDP_OK) {
-        snprintf(t->cause.text, sizeof t->cause.text, "%s", text);
-        t->cause.result = (int32_t)cause;
-    }
-    if (!t->call) ddp__tcp_send_failure(t); /* otherwise the running call does this */
-    pthread_mutex_unlock(&t->lock);
-}
-
-/* Receives and forwards failures, unless a running call does this. call: begins here, or NULL. ends: 1 = a
-   call ends here. */
-static ddp_result ddp__tcp_forward_failures(ddp_group *group, ddp__tcp *t, const ddp_call *call, int ends) {
-    pthread_mutex_lock(&t->lock);
-    if (ends) t->call = NULL;
-    if (!t->call) {
-        ddp__tcp_read_frames(group, t);
-        ddp__tcp_send_failure(t);
-    }
-    if (call) t->call = call;
-    ddp_result result = ddp_error_restore(&t->cause);
-    pthread_mutex_unlock(&t->lock);
-    return result;
-}
-
-static ddp_result ddp__tcp_status(const ddp_group *group, void *state) {
-    return ddp__tcp_forward_failures((ddp_group *)(uintptr_t)group, (ddp__tcp *)state, NULL, 0);
-}
-
 static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__tcp *t = (ddp__tcp *)state;
     ddp_result result = ddp__tcp_forward_failures(group, t, call, 0) == DDP_OK
@@ -7695,6 +7747,11 @@ static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *ca
     ddp__tcp_forward_failures(group, t, NULL, 1);
     return result;
 }
+
+//== the tcp backend: groups =============================================================== >>impl-tcp-groups
+
+/* Opens, splits and closes groups of the tcp backend. After a rendezvous the ranks exchange process ids. If
+   all of them are on one machine, the group switches to shared memory. */
 
 static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp__tcp *t = (ddp__tcp *)state;
@@ -7884,11 +7941,11 @@ static const ddp_backend ddp__backend_tcp = {
     NULL,
 };
 
-//== groups ===================================================================================== >>impl-group
+//== groups: creation =========================================================================== >>impl-group
 
-/* Creates, splits and destroys groups. ddp_group_create chooses the backend from the desc and the
-   environment. ddp_agree makes all ranks return the same result; it compares hashes of arguments that must be
-   the same. The short functions at the end are the accessors of >>api and >>spi. */
+/* Creates groups. ddp_group_create resolves the desc and the identity, chooses the backend and the
+   rendezvous, and opens the group. ddp_launch and the backends open groups inside a world with the other
+   functions. */
 
 static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc *desc, ddp_group_desc *out) {
     ddp_group_desc none = DDP_ZERO;
@@ -8121,21 +8178,10 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     return ddp__create_world(out, &d, &id, scheme);
 }
 
-/* Lists the members of this rank's color, ordered by key, then rank. Returns their number. table: color and
-   key of each rank. *me: this rank's position. */
-static int ddp__split_members(const int32_t *table, int world_size, int rank, int *members, int *me) {
-    int count = 0;
-    for (int r = 0; r < world_size; r++) {
-        int at = count;
-        if (table[2 * r] != table[2 * rank]) continue;
-        for (; at > 0 && table[2 * members[at - 1] + 1] > table[2 * r + 1]; at--)
-            members[at] = members[at - 1];
-        members[at] = r;
-        count++;
-    }
-    for (*me = 0; members[*me] != rank;) ++*me;
-    return count;
-}
+//== groups: agreement and split ================================================================ >>impl-agree
+
+/* ddp_agree makes all ranks return the same result. It gathers the result of every rank, and a hash of the
+   arguments that must be the same. ddp_group_split makes groups of the ranks with the same color. */
 
 /* Returns the first rank that failed, or that has another hash than rank 0; -1 = none. Ranks that failed
    because of another one come last. */
@@ -8264,6 +8310,22 @@ DDPDEF ddp_result ddp_agree_list(ddp_group *group, const char *who, ddp_result m
     return result;
 }
 
+/* Lists the members of this rank's color, ordered by key, then rank. Returns their number. table: color and
+   key of each rank. *me: this rank's position. */
+static int ddp__split_members(const int32_t *table, int world_size, int rank, int *members, int *me) {
+    int count = 0;
+    for (int r = 0; r < world_size; r++) {
+        int at = count;
+        if (table[2 * r] != table[2 * rank]) continue;
+        for (; at > 0 && table[2 * members[at - 1] + 1] > table[2 * r + 1]; at--)
+            members[at] = members[at - 1];
+        members[at] = r;
+        count++;
+    }
+    for (*me = 0; members[*me] != rank;) ++*me;
+    return count;
+}
+
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out) {
     DDP_PUBLIC_CALL(ddp_group_split);
     DDP__NEED(group && out, "group or out is NULL");
@@ -8309,6 +8371,11 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     }
     return result;
 }
+
+//== groups: state, signals and memory ==================================================== >>impl-group-state
+
+/* The functions of >>api and >>spi on an existing group: its status and failure, its end, its fields,
+   signals, and group memory. */
 
 DDPDEF ddp_result ddp_group_status(const ddp_group *group) {
     DDP__NEED(group, "group is NULL");
@@ -8509,25 +8576,19 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
     return result;
 }
 
-//== the MPI backend: several machines ============================================================ >>impl-mpi
+//== the MPI backend: state and failures ========================================================== >>impl-mpi
 
 /* Like a user's own backend, this one calls only >>spi. ddp_group_create calls it through
    ddp_group_create_mpi.
 
    The ranks of one machine also form a group of the local backend. If the whole group is on one machine, it
    becomes that local group. Otherwise the local group detects dead processes, records the cause of a failure,
-   and owns the group memory. Data is transferred by one of three methods:
+   and owns the group memory.
 
-     any order   all_reduce and reduce of the types that MPI has: MPI computes them
-     by machine  all_reduce, if every machine holds 2^k consecutive ranks: their sum is a subtree. ddp_tuner
-                 chooses between this method and the flat one
-                     ranks 0 1 2 3 | 4 5 6 7     reduce to 0 and 4; flat; broadcast from 0 and 4
-     flat        chunk by chunk: each rank receives its share of every rank's chunk, adds the shares in
-                 tree order and sends the sum to all
-
-   Every wait polls MPI_Test, except for MPI_Comm_split, which blocks right after all ranks have agreed to it.
-   After a failure MPI may still use the buffers of pending calls: they are not freed, and MPI is not
-   finalised. Messages are cancelled. */
+   Control messages between any two ranks report failures and find out which ranks are late. Every wait polls
+   MPI_Test, except for MPI_Comm_split, which blocks right after all ranks have agreed to it. After a failure
+   MPI may still use the buffers of pending calls: they are not freed, and MPI is not finalised. Messages are
+   cancelled. */
 
 #if defined(DDP_USE_MPI)
 #if !defined(DDP__MPI_PIECE_BYTES)             /* tests make them small */
@@ -8594,8 +8655,6 @@ static ddp_result ddp__mpi_result(int error, const char *call) {
 
 /* Calls an MPI function. If it fails, returns from the calling function with MPI's text as the error line. */
 #define DDP__MPI(function, ...) DDP_TRY(ddp__mpi_result(function(__VA_ARGS__), #function))
-
-/* --- failures --- */
 
 static void ddp__mpi_send_control(ddp__mpi *s, int to, int kind) {
     MPI_Request request;
@@ -8704,9 +8763,32 @@ static ddp_result ddp__mpi_check_wait(ddp_group *group, ddp__mpi *s, double star
     cause = ddp_group_cause(s->local);
     return cause == DDP_OK ? DDP_OK : ddp__mpi_fail(s, cause);
 }
+#endif /* DDP_USE_MPI */
 
-/* --- transfers --- */
+//== the MPI backend: transfers ========================================================== >>impl-mpi-transfer
 
+/* Transfers the data of collectives. Callers: >>impl-mpi-calls, after it has compared the calls of all ranks.
+   Calls that add use one of three methods:
+
+     native      all_reduce and reduce in any order, of the types that MPI has: MPI computes them
+     by machine  all_reduce, if every machine holds 2^k consecutive ranks: their sum is a subtree
+     flat        all others. ddp_tuner chooses between this method and the one by machine
+
+   Flat, three ranks with the data a, b and c. Chunk by chunk, each rank receives its share of every rank's
+   chunk, adds the shares in tree order, and sends the sum to all:
+
+                 send buffer       receives and adds        sends the sum
+       rank 0    a0 a1 a2          a0 + b0 + c0 = s0        s0 s1 s2
+       rank 1    b0 b1 b2          a1 + b1 + c1 = s1        s0 s1 s2
+       rank 2    c0 c1 c2          a2 + b2 + c2 = s2        s0 s1 s2
+
+   By machine, two machines of four ranks:
+
+       ranks 0 1 2 3   reduce to 0 --+           +-- broadcast from 0 to 0 1 2 3
+                                     +-- flat ---+
+       ranks 4 5 6 7   reduce to 4 --+           +-- broadcast from 4 to 4 5 6 7 */
+
+#if defined(DDP_USE_MPI)
 /* Waits for all requests that have been started. */
 static ddp_result ddp__mpi_wait(ddp_group *group, ddp__mpi *s) {
     double start = 0;
@@ -8914,9 +8996,20 @@ static ddp_result ddp__mpi_native(ddp_group *group, ddp__mpi *s, const ddp_call 
         ddp_device_cpu()->divide(call->recv, call->count, call->dtype, call->divisor);
     return DDP_OK;
 }
+#endif /* DDP_USE_MPI */
 
-/* --- calls --- */
+//== the MPI backend: calls and messages ==================================================== >>impl-mpi-calls
 
+/* Runs collectives, sends and receives. A collective begins with an MPI_Iallreduce that compares the calls of
+   all ranks:
+
+       every rank   MPI_Iallreduce(MAX)  hash of the call, its complement, method (rank 0 proposes it)
+                    all hashes are equal: the transfer
+                    otherwise:            MPI_Iallgather of the calls; the error line names two that differ
+
+   The data of a message begins with dtype and count, so that the receiver can compare them. */
+
+#if defined(DDP_USE_MPI)
 static ddp_tuner *ddp__mpi_tuner(ddp__mpi *s, const ddp_call *call) {
     int size = 0;
     while (size < 15 && call->count * ddp_dtype_size(call->dtype) >> (2 * size + 10)) size++;
@@ -8986,8 +9079,6 @@ static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *ca
     return DDP_ERR_POISONED;
 }
 
-/* --- messages --- */
-
 static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **out) {
     ddp__mpi *s = (ddp__mpi *)state;
     ddp__mpi_message *m = (ddp__mpi_message *)(*out = ddp_host_alloc(group, sizeof *m));
@@ -9032,9 +9123,14 @@ static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request
              (unsigned long long)call->count, call->tag);
     return ddp__mpi_fail(s, DDP_ERR_MISMATCH);
 }
+#endif /* DDP_USE_MPI */
 
-/* --- groups --- */
+//== the MPI backend: groups =============================================================== >>impl-mpi-groups
 
+/* Opens, splits and closes groups over MPI communicators, and provides their group memory. The ranks of each
+   machine connect in shared memory; the local group is s->local. */
+
+#if defined(DDP_USE_MPI)
 /* Group memory is memory of the local group, so that peers on this machine read it in place. */
 static ddp_result ddp__mpi_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     (void)group;

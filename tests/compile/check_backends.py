@@ -2,8 +2,8 @@
 
     check_backends.py ROOT
 
-tcp shares connections, frames and the meeting of ranks with >>impl-rendezvous and >>impl-meeting. mpi shares nothing:
-its section compiles as a source file of its own that includes ddp.h without an implementation (MPI_FLAGS: where MPI is).
+tcp shares connections, frames and the rendezvous with >>impl-rendezvous and the sections after it. mpi shares nothing:
+its sections compile as a source file of their own that includes ddp.h without an implementation (MPI_FLAGS: where MPI is).
 """
 import os
 import re
@@ -11,7 +11,14 @@ import subprocess
 import sys
 import tempfile
 
-SHARED = {"impl-tcp": ("impl-rendezvous", "impl-meeting"), "impl-mpi": ()}
+BACKENDS = {
+    "tcp": ["impl-tcp", "impl-tcp-calls", "impl-tcp-groups"],
+    "mpi": ["impl-mpi", "impl-mpi-transfer", "impl-mpi-calls", "impl-mpi-groups"],
+}
+SHARED = {
+    "tcp": ["impl-rendezvous", "impl-frames", "impl-secret", "impl-address", "impl-address-list", "impl-rank0", "impl-connect"],
+    "mpi": [],
+}
 PRIVATE = re.compile(r"\b(?:ddp__|DDP__)\w+")
 DEFINED = (
     r"^(?:static|DDPDEF|DDP__FORCED_INLINE)\b[^;={}]*?\b((?:ddp__|DDP__)\w+)\s*\(",
@@ -45,20 +52,20 @@ def defined(text):
 def check(text):
     found = []
     parts = {name: bare(part) for name, part in sections(text).items()}
-    for name, shared in SHARED.items():
-        known = defined(parts[name])
-        for other in shared:
-            known |= defined(parts[other])
-        for symbol in sorted(set(PRIVATE.findall(parts[name])) - known):
-            found.append(f">>{name} uses {symbol}, which >>spi does not offer")
-        for access in sorted(set(re.findall(r"\b(?:group|parent|child|local|control)->\w+", parts[name]))):
-            found.append(f">>{name} looks into a group: {access}")
+    for name, own in BACKENDS.items():
+        text = "\n".join(parts[part] for part in own)
+        known = defined(text + "\n".join(parts[part] for part in SHARED[name]))
+        for symbol in sorted(set(PRIVATE.findall(text)) - known):
+            found.append(f"{name} uses {symbol}, which >>spi does not offer")
+        for access in sorted(set(re.findall(r"\b(?:group|parent|child|local|control)->\w+", text))):
+            found.append(f"{name} looks into a group: {access}")
     return found
 
 
 def compile_alone(root, text, flags):
     includes = "".join(f"#include <{name}.h>\n" for name in SYSTEM)
-    source = '#define DDP_USE_MPI\n#include "ddp.h"\n' + includes + sections(text)["impl-mpi"]
+    source = '#define DDP_USE_MPI\n#include "ddp.h"\n' + includes
+    source += "".join(sections(text)[part] for part in BACKENDS["mpi"])
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "mpi_backend.c")
         with open(path, "w") as f:
@@ -81,7 +88,7 @@ def main(argv):
     if flags:
         run = compile_alone(root, text, flags)
         if run.returncode:
-            found.append(">>impl-mpi does not compile alone:\n" + run.stderr)
+            found.append("mpi does not compile alone:\n" + run.stderr)
     print("\n".join(found) if found else f"tcp and mpi use >>spi only{'' if flags else '; without MPI: not compiled'}")
     return 1 if found else 0
 
