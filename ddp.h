@@ -33,14 +33,15 @@ EXAMPLE
 
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>sampler  >>loader  >>spi  >>impl-structs  >>impl-error
-    >>impl-memory  >>impl-reduce  >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device
-    >>impl-heap  >>impl-life  >>impl-wait  >>impl-local  >>impl-p2p  >>impl-local-group  >>impl-self
-    >>impl-calls  >>impl-queue  >>impl-hmac  >>impl-identity  >>impl-rendezvous  >>impl-frames
-    >>impl-secret  >>impl-address  >>impl-address-list  >>impl-rank0  >>impl-connect  >>impl-tcp
-    >>impl-tcp-calls  >>impl-tcp-groups  >>impl-group  >>impl-agree  >>impl-group-state  >>impl-mpi
-    >>impl-mpi-transfer  >>impl-mpi-calls  >>impl-mpi-groups  >>impl-mesh  >>impl-launch  >>impl-buckets
-    >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler  >>impl-loader
-    >>impl-public
+    >>impl-memory  >>impl-reduce  >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact
+    >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local  >>impl-p2p
+    >>impl-local-group  >>impl-self  >>impl-calls  >>impl-queue  >>impl-issue  >>impl-hmac
+    >>impl-identity  >>impl-rendezvous  >>impl-frames  >>impl-secret  >>impl-address
+    >>impl-address-list  >>impl-rank0  >>impl-connect  >>impl-tcp  >>impl-tcp-calls
+    >>impl-tcp-groups  >>impl-group  >>impl-agree  >>impl-group-state  >>impl-mpi
+    >>impl-mpi-transfer  >>impl-mpi-calls  >>impl-mpi-groups  >>impl-mesh  >>impl-launch
+    >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join
+    >>impl-sampler  >>impl-loader  >>impl-public
 
 CONCEPTS
     Rank       One worker of a group: a process, a thread or an MPI rank. Ranks of a group are numbered from 0
@@ -1609,24 +1610,24 @@ typedef struct ddp__region {
 typedef struct ddp__op {
     ddp_call call;
     ddp_task_fn task; /* NULL: a send or receive that the backend starts */
-    void *argument;
-    void *request; /* the backend's, of a started send or receive */
-    int polling;   /* 1 = a thread is inside the backend's p2p_poll */
+    void *argument;   /* of task */
+    void *request;    /* the backend's, of a started send or receive */
+    int polling;      /* 1 = a thread is inside the backend's p2p_poll */
     int done;
-    /* 1 = event orders this op: first it marks the preceding work of the compute stream, then the end of this
-       op on the communication stream. */
-    int ordered;
+    /* 1 = event is used: first it marks the preceding work of the compute stream, then the end of this op on
+       the communication stream. */
+    int has_event;
     uint64_t ticket; /* compared with ddp_work.ticket; 0 = free */
     struct ddp__op *next;
     /* The following fields survive a reuse of the handle. */
     ddp_group *group;
-    struct ddp__op *older; /* list of all handles of the group */
-    void *event;           /* the device's, if it has streams */
+    struct ddp__op *next_allocated; /* list of all handles of the group */
+    void *event;                    /* the device's, if it has streams */
     ddp_saved_error outcome;
 } ddp__op;
 
-/* One entry of ddp_agree's exchange. ddp_group_split uses the same memory for the colors and keys of all
-   ranks and for the members. */
+/* One rank's entry in ddp_agree's exchange. ddp_group_split uses the same memory for the colors and keys of
+   all ranks and for the members. */
 typedef struct ddp__agree_entry {
     int32_t result, reserved;
     uint64_t hash;
@@ -1651,39 +1652,43 @@ typedef struct ddp__lost_ranks {
 } ddp__lost_ranks;
 
 struct ddp_group {
-    ddp_group_desc desc;             /* defaults resolved */
-    ddp__agree_entry *agree_entries; /* world_size entries, stored after this struct */
-    int *world_rank;                 /* per rank; stored after agree_entries */
-    ddp__lost_ranks *lost;
-    uint32_t lost_seen; /* lost->mark_count at the last ddp_group_check_lost */
-    const int *in_rank; /* 1; 0 in a process that the rank has forked (a page that fork clears) */
+    ddp_group_desc desc; /* defaults resolved */
     char name[32];
     int rank, world_size, local_rank, local_world_size;
     const ddp_backend *backend;
     const ddp_device *device;
     void *state, *device_state; /* of the backend; of the device */
     int device_index;
-    ddp__allocation *allocations;
+    const int *in_rank_process; /* 1; 0 in a process that the rank has forked (a page that fork clears) */
+    void (*wait_fn)(void *argument);      /* from ddp_group_on_wait, or NULL */
+    void *wait_argument;                  /* of wait_fn */
+    void (*destroy_fn)(ddp_group *group); /* from ddp_group_on_destroy, or NULL */
+    ddp__allocation *allocations;         /* group memory */
     uint64_t allocation_count;
-    uint64_t seq, p2p_seq, tickets;
+
+    /* Failures */
+    ddp__agree_entry *agree_entries; /* world_size entries, stored after this struct */
+    ddp__lost_ranks *lost;
+    int *world_rank;         /* per rank; stored after agree_entries */
+    uint32_t lost_mark_seen; /* lost->mark_count at the last ddp_group_check_lost */
     /* 1 = a call has failed because of the group's failure; 1 = a caller has received its code. */
     int cause_seen, cause_delivered;
-    /* The queue, protected by lock. The thread that sets running executes the head; runner is that thread. */
+
+    /* The queue of calls, >>impl-queue */
+    uint64_t seq, p2p_seq, last_ticket; /* numbers of the last collective, message and handle */
     pthread_mutex_t lock;
-    pthread_cond_t work_cond, done_cond;
-    pthread_t thread, runner;
-    int thread_started, running, in_batch;
-    int watched;   /* threads that sleep in ddp__p2p_wait. They advance messages meanwhile, in place of the
-                      communication thread */
-    int no_thread; /* 1 = no communication thread: ddp_wait and ddp_test advance the queue */
-    void (*wait_fn)(void *argument); /* from ddp_group_on_wait, or NULL */
-    void *wait_argument;
-    void (*destroy_fn)(ddp_group *group); /* from ddp_group_on_destroy, or NULL */
-    int queued;                           /* 1 = blocking calls go through ddp_group_enqueue */
-    int polite;                           /* 1 = the current call runs on the communication thread */
-    ddp__op *head, *tail, *free_ops, *all_ops, *batch, *batch_tail;
-    ddp__op thread_end; /* when done is set, the communication thread returns */
-    ddp__op *p2p;       /* pending asynchronous sends and receives */
+    pthread_cond_t work_cond, done_cond; /* there is work for the communication thread; an op is done */
+    pthread_t thread, runner;            /* runner: executes a call or task while running is 1 */
+    int running;
+    int on_comm_thread; /* 1 = that call runs on the communication thread */
+    int needs_queue;    /* 1 = blocking calls must look at the queue */
+    int no_thread;      /* 1 = no communication thread: ddp_wait and ddp_test advance the queue */
+    int thread_started, thread_stop;
+    int p2p_waiters; /* threads that sleep in ddp__p2p_wait */
+    int in_batch;    /* 1 = between ddp_p2p_begin and ddp_p2p_end */
+    ddp__op *head, *tail, *batch, *batch_tail;
+    ddp__op *pending_p2p; /* asynchronous sends and receives */
+    ddp__op *free_ops, *all_ops;
 };
 
 //== errors ===================================================================================== >>impl-error
@@ -1694,9 +1699,9 @@ static DDP__THREAD_LOCAL char ddp__error_text[DDP__TEXT_MAX];
 static DDP__THREAD_LOCAL int ddp__public_call; /* the outermost public call of this thread */
 /* Set while this thread polls the messages of this group one by one, after it has advanced all of them;
    otherwise NULL. Polls of another group inside a poll are not affected. */
-static DDP__THREAD_LOCAL const ddp_group *ddp__sweeping;
+static DDP__THREAD_LOCAL const ddp_group *ddp__polling_all_of;
 /* The group that this thread is the communication thread of; otherwise NULL. */
-static DDP__THREAD_LOCAL const ddp_group *ddp__thread_of;
+static DDP__THREAD_LOCAL const ddp_group *ddp__comm_thread_of;
 /* The request that this thread waits for, or NULL; and the start of that wait. */
 static DDP__THREAD_LOCAL const void *ddp__waited_request;
 static DDP__THREAD_LOCAL double ddp__waited_since;
@@ -1782,9 +1787,9 @@ static ddp_result ddp__forked(const ddp_group *group, const char *who) {
         "call in the rank's own process",
         ddp_public_call_name(who), group->name, (int)getpid());
 }
-#define DDP__NOT_FORKED(group, who)                                                  \
-    do {                                                                             \
-        if (__builtin_expect(!*(group)->in_rank, 0)) return ddp__forked(group, who); \
+#define DDP__NOT_FORKED(group, who)                                                          \
+    do {                                                                                     \
+        if (__builtin_expect(!*(group)->in_rank_process, 0)) return ddp__forked(group, who); \
     } while (0)
 
 /* DDP_CHECK for the arguments of the enclosing public function. */
@@ -1859,12 +1864,12 @@ static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, s
 }
 
 /* call->tag of a collective that ddp.h makes for another purpose. Ranks compare it. */
-enum { DDP__FOR_TASK = 1, DDP__FOR_WAIT_SIGNAL };
+enum { DDP__TAG_TASK = 1, DDP__TAG_WAIT_SIGNAL };
 
 /* The public call that an error line names: the outermost one. */
 static const char *ddp__call_title(const ddp_call *call) {
     static const char *const names[] = {NULL, "ddp_group_enqueue", "ddp_group_wait_signal"};
-    const char *name = !ddp__is_p2p(call->kind) && call->tag > 0 && call->tag <= DDP__FOR_WAIT_SIGNAL
+    const char *name = !ddp__is_p2p(call->kind) && call->tag > 0 && call->tag <= DDP__TAG_WAIT_SIGNAL
                            ? names[call->tag]
                            : NULL;
     if (call->caller) return ddp__public_calls[call->caller];
@@ -1989,8 +1994,8 @@ static const char *ddp__cause_here(const ddp_group *group, const ddp_call *call,
 }
 
 /* Sets the error line of a call of this rank: the rank, the call, then the cause. */
-static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, ddp_result result,
-                                 const char *cause) {
+static ddp_result ddp__set_call_error(const ddp_group *group, const ddp_call *call, ddp_result result,
+                                      const char *cause) {
     char details[80] = "", seq[32] = "";
     if (call->seq) snprintf(seq, sizeof seq, " seq=%llu", (unsigned long long)call->seq);
     if (call->kind != DDP_CALL_BARRIER && ddp__call_title(call) == ddp_call_name(call->kind))
@@ -2001,7 +2006,7 @@ static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, d
         snprintf(details + strlen(details), sizeof details - strlen(details), " peer=%d tag=%d", call->root,
                  call->tag);
     /* seq is of the call before it */
-    int follows = call->kind == DDP_CALL_BARRIER && call->tag == DDP__FOR_WAIT_SIGNAL;
+    int follows = call->kind == DDP_CALL_BARRIER && call->tag == DDP__TAG_WAIT_SIGNAL;
     return ddp_fail(result, "rank %d/%d %s group=%s%s%s%s: %s", group->rank, group->world_size,
                     ddp__call_title(call), group->name, follows ? " after" : "", seq, details, cause);
 }
@@ -3392,10 +3397,11 @@ DDPDEF void ddp_group_mark_lost(ddp_group *group, int rank, ddp_result cause, co
 DDPDEF ddp_result ddp_group_check_lost(ddp_group *group) {
     ddp__lost_ranks *lost = group->lost;
     ddp_result result = DDP_OK;
-    if (__builtin_expect(!lost || ddp__load(&lost->mark_count) == ddp__load_relaxed(&group->lost_seen), 1))
+    if (__builtin_expect(!lost || ddp__load(&lost->mark_count) == ddp__load_relaxed(&group->lost_mark_seen),
+                         1))
         return DDP_OK;
     pthread_mutex_lock(&lost->lock);
-    __atomic_store_n(&group->lost_seen, lost->mark_count, __ATOMIC_RELAXED);
+    __atomic_store_n(&group->lost_mark_seen, lost->mark_count, __ATOMIC_RELAXED);
     for (int r = 0; r < group->world_size && result == DDP_OK; r++) {
         int world_rank = group->world_rank[r], index = lost->cause_of[world_rank] - 1;
         const ddp_saved_error *cause;
@@ -3804,7 +3810,8 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
 
 static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, const uint64_t *words,
                                     size_t stride, uint64_t target) {
-    int spins = group->polite ? l->spins / 16 : l->spins; /* the communication thread competes with compute */
+    int spins = group->on_comm_thread ? l->spins / 16
+                                      : l->spins; /* the communication thread competes with compute */
     for (int i = 0; i < spins; i++) {
         if (ddp__word_of(words, stride, peer) >= target) return DDP_OK;
         ddp__pause();
@@ -4827,7 +4834,7 @@ static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_
 static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
     ddp__local *l = (ddp__local *)state;
     ddp__request *r = (ddp__request *)request;
-    if (ddp__sweeping != group) ddp__local_progress(group, l, r, 1);
+    if (ddp__polling_all_of != group) ddp__local_progress(group, l, r, 1);
     pthread_mutex_lock(&l->p2p_lock);
     if (!r->done && ddp_now() - l->looked_for_lost > 0.004 + 0.0008 * l->world_size) {
         l->looked_for_lost = ddp_now();
@@ -4853,9 +4860,9 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
     ddp__local *l = (ddp__local *)state;
     ddp__sleeper *me = &l->line[l->rank].p2p;
     uint32_t value = ddp__load(&me->word);
-    int bit = 1 << (ddp__thread_of == group);
+    int bit = 1 << (ddp__comm_thread_of == group);
     if (timeout_ms == 0) {
-        if (l->spins > l->yields && !group->polite)
+        if (l->spins > l->yields && !group->on_comm_thread)
             ddp__pause();
         else
             sched_yield();
@@ -5252,10 +5259,20 @@ DDPDEF double ddp_p2p_waited(const void *request) {
 }
 
 //== the queue of calls ========================================================================= >>impl-queue
+/* Executes the calls and tasks of a group in issue order, one at a time. The thread that executes one is the
+   runner: the communication thread, or a thread that waits for an op. >>impl-issue adds ops to the queue and
+   waits for them.
 
-/* Blocking calls run on the calling thread. Asynchronous calls wait in a queue. The thread that has set
-   `running` executes the head of the queue: the communication thread, or a caller inside ddp_wait. So calls
-   run in issue order, and no call moves to another thread without need. */
+     ddp_all_reduce(..., &work)      head                   tail
+     ddp_group_enqueue(...)           v                      v
+              |                    +----+    +----+    +----+
+              +-- append --------> | op | -> | op | -> | op |      the runner takes the head
+                                   +----+    +----+    +----+
+     ddp_send(..., &work)          +----+    +----+
+              +-- started -------> | op | -> | op |  pending_p2p   polled in any order by the communication
+                                   +----+    +----+                thread, or by a thread that waits
+
+   group->lock protects both lists, running, runner, p2p_waiters and op->done. No call runs with it held. */
 
 /* Sets the error line of a failed call. All pending calls return the code of the group's failure, until a
    caller has received it. */
@@ -5265,7 +5282,7 @@ static ddp_result ddp__call_failed(ddp_group *group, const ddp_call *call, ddp_r
         ddp__store(&group->cause_seen, 1);
         result = ddp__load(&group->cause_delivered) ? DDP_ERR_POISONED : first;
     }
-    return ddp__call_fail(group, call, result, ddp_last_error());
+    return ddp__set_call_error(group, call, result, ddp_last_error());
 }
 
 /* Passes a result to the caller. Once it has received the failure, later calls return DDP_ERR_POISONED. */
@@ -5275,14 +5292,14 @@ static ddp_result ddp__deliver(ddp_group *group, ddp_result result) {
 }
 
 /* A failure of the device on one rank fails the group, because its peers need the data. */
-static ddp_result ddp__device_result(ddp_group *group, ddp_result result) {
+static ddp_result ddp__poison_on_error(ddp_group *group, ddp_result result) {
     if (result != DDP_OK) group->backend->poison(group, group->state, result, ddp_last_error());
     return result;
 }
 
 /* Executes a call on this thread, in issue order: this thread is the runner, or the group has no queue. It is
    a ddp_task_fn; its argument is the ddp_call. */
-static ddp_result ddp__execute(ddp_group *group, void *argument) {
+static ddp_result ddp__run_call(ddp_group *group, void *argument) {
     ddp_call *call = (ddp_call *)argument;
     call->caller = ddp__public_call;
     if (!ddp__is_p2p(call->kind)) call->seq = ++group->seq;
@@ -5290,65 +5307,95 @@ static ddp_result ddp__execute(ddp_group *group, void *argument) {
     if (result == DDP_OK) result = group->backend->run(group, group->state, call);
     if (result == DDP_OK) return DDP_OK;
     result = ddp__call_failed(group, call, result);
-    return group->backend->enqueues ? ddp__device_result(group, result) : result;
+    return group->backend->enqueues ? ddp__poison_on_error(group, result) : result;
 }
 
+/* --- device streams: an op runs on the communication stream, between two events --- */
+
 /* Selects the compute stream for this thread's device functions. */
-static ddp_result ddp__compute(ddp_group *group) {
-    return ddp__device_result(group, ddp_device_begin(group));
+static ddp_result ddp__use_compute_stream(ddp_group *group) {
+    return ddp__poison_on_error(group, ddp_device_begin(group));
 }
 
 /* The first failure of this thread's device functions, or DDP_OK. */
 static ddp_result ddp__device_check(ddp_group *group) {
-    return ddp__device_result(group, ddp_device_check(group));
+    return ddp__poison_on_error(group, ddp_device_check(group));
 }
 
-/* On a device with streams: the op will run after the work that the compute stream contains now. */
-static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
+/* Called when an op is issued. Marks the work that the compute stream contains now: the op runs after it. */
+static ddp_result ddp__op_record_compute(ddp_group *group, ddp__op *op) {
     const ddp_device *device = group->device;
     if (!device->use_stream) return DDP_OK;
     ddp_result result = op->event ? DDP_OK : device->event_create(group, &op->event);
     if (result == DDP_OK) result = device->event_record(group, DDP_STREAM_COMPUTE, op->event);
-    op->ordered = result == DDP_OK;
-    return ddp__device_result(group, result);
+    op->has_event = result == DDP_OK;
+    return ddp__poison_on_error(group, result);
 }
 
-/* Selects the communication stream for the device work of an op, after the work that ddp__op_order has marked
-   on the compute stream. */
-static ddp_result ddp__lane_begin(ddp_group *group, ddp__op *op) {
-    if (!op->ordered) return DDP_OK;
+/* Called by the runner before an op. Selects the communication stream and makes it wait for that mark. */
+static ddp_result ddp__op_enter_stream(ddp_group *group, ddp__op *op) {
+    if (!op->has_event) return DDP_OK;
     ddp_result result = group->device->use_stream(group, DDP_STREAM_COMM);
     if (result == DDP_OK) result = group->device->event_wait(group, DDP_STREAM_COMM, op->event);
-    return ddp__device_result(group, result);
+    return ddp__poison_on_error(group, result);
 }
 
-static ddp_result ddp__lane_end(ddp_group *group, ddp__op *op, ddp_result result) {
-    if (!op->ordered) return result;
+/* Called by the runner after an op. The event now marks the end of the op on the communication stream. */
+static ddp_result ddp__op_leave_stream(ddp_group *group, ddp__op *op, ddp_result result) {
+    if (!op->has_event) return result;
     if (result == DDP_OK)
-        result = ddp__device_result(group, group->device->event_record(group, DDP_STREAM_COMM, op->event));
+        result = ddp__poison_on_error(group, group->device->event_record(group, DDP_STREAM_COMM, op->event));
     group->device->use_stream(group, DDP_STREAM_COMPUTE);     /* also after a failure */
     if (op->argument != &op->call) op->call.seq = group->seq; /* a task: for the error line of ddp_wait */
     return result;
 }
 
-static void ddp__p2p_wake(ddp_group *group) {
-    if (group->backend->p2p_wake) group->backend->p2p_wake(group, group->state);
+/* --- handles --- */
+
+static void ddp__op_free(ddp_group *group, ddp__op *op) {
+    if (!op) return;
+    pthread_mutex_lock(&group->lock);
+    op->ticket = 0;
+    op->next = group->free_ops;
+    group->free_ops = op;
+    pthread_mutex_unlock(&group->lock);
 }
 
-/* With the lock held, wakes the communication thread from a wait for work or for messages. */
-static void ddp__thread_call(ddp_group *group) {
-    pthread_cond_signal(&group->work_cond);
-    ddp__p2p_wake(group);
+/* Returns NULL with the error line set if there is no memory. call NULL: a task of the user. task NULL: a
+   send or receive that the backend starts. */
+static ddp__op *ddp__op_alloc(ddp_group *group, const ddp_call *call, ddp_task_fn task, void *argument) {
+    size_t w = (size_t)group->world_size;
+    pthread_mutex_lock(&group->lock);
+    ddp__op *op = group->free_ops;
+    if (op) {
+        group->free_ops = op->next;
+    } else if ((op = (ddp__op *)ddp_host_alloc(group, sizeof *op + 4 * w * sizeof(size_t))) != NULL) {
+        op->group = group;
+        op->next_allocated = group->all_ops;
+        group->all_ops = op;
+    }
+    pthread_mutex_unlock(&group->lock);
+    if (!op) return NULL;
+    memset(op, 0, offsetof(ddp__op, group));
+    op->outcome.result = DDP_OK;
+    /* atomic, because tasks on the communication thread create handles, too */
+    op->ticket = __atomic_add_fetch(&group->last_ticket, 1, __ATOMIC_RELAXED);
+    op->task = task;
+    op->argument = call ? &op->call : argument;
+    op->call.tag = DDP__TAG_TASK;
+    if (call) op->call = *call;
+    op->call.caller = ddp__public_call;
+    if (!op->call.recv_counts) return op;
+    /* The caller may free the arrays of a _v call before the call ends. */
+    const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets, &op->call.recv_counts,
+                              &op->call.recv_offsets};
+    size_t *copy = (size_t *)(void *)(op + 1);
+    for (int i = 0; i < 4; i++, copy += w)
+        if (*list[i]) *list[i] = (const size_t *)memcpy(copy, *list[i], w * sizeof *copy);
+    return op;
 }
 
-static void ddp__op_end(ddp_group *group, ddp__op *op, ddp_result result) {
-    ddp_error_save(&op->outcome, result);
-    op->done = 1;
-    pthread_cond_broadcast(&group->done_cond);
-    if (ddp__is_p2p(op->call.kind) && group->watched) ddp__p2p_wake(group);
-}
-
-static void ddp__append(ddp__op **head, ddp__op **tail, ddp__op *op) {
+static void ddp__op_append(ddp__op **head, ddp__op **tail, ddp__op *op) {
     if (*head)
         (*tail)->next = op;
     else
@@ -5356,9 +5403,29 @@ static void ddp__append(ddp__op **head, ddp__op **tail, ddp__op *op) {
     *tail = op;
 }
 
+static void ddp__p2p_wake(ddp_group *group) {
+    if (group->backend->p2p_wake) group->backend->p2p_wake(group, group->state);
+}
+
+/* With the lock held, wakes the communication thread from a wait for work or for messages. */
+static void ddp__comm_thread_wake(ddp_group *group) {
+    pthread_cond_signal(&group->work_cond);
+    ddp__p2p_wake(group);
+}
+
+/* With the lock held. */
+static void ddp__op_complete(ddp_group *group, ddp__op *op, ddp_result result) {
+    ddp_error_save(&op->outcome, result);
+    op->done = 1;
+    pthread_cond_broadcast(&group->done_cond);
+    if (ddp__is_p2p(op->call.kind) && group->p2p_waiters) ddp__p2p_wake(group);
+}
+
+/* --- pending sends and receives --- */
+
 /* With the lock held, advances one send or receive. Two threads never poll the same one. op->next stays
    valid: only the thread that polls an op removes it from the list, and handles are freed under the lock. */
-static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
+static void ddp__p2p_poll(ddp_group *group, ddp__op *op) {
     int done = 0;
     if (op->done || op->polling) return;
     op->polling = 1;
@@ -5368,22 +5435,26 @@ static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     pthread_mutex_lock(&group->lock);
     op->polling = 0;
     if (!done && result == DDP_OK) return;
-    for (ddp__op **link = &group->p2p; *link; link = &(*link)->next)
+    for (ddp__op **link = &group->pending_p2p; *link; link = &(*link)->next)
         if (*link == op) {
             *link = op->next;
             break;
         }
-    ddp__op_end(group, op, result);
+    ddp__op_complete(group, op, result);
 }
 
 /* With the lock held, advances all sends and receives. The local backend advances all of them in the first
-   poll, and skips that in the following ones (ddp__sweeping). */
-static void ddp__p2p_step_all(ddp_group *group) {
-    for (ddp__op *op = group->p2p; op; ddp__sweeping = (op = op->next) ? group : NULL)
-        ddp__p2p_step(group, op);
+   poll, and skips that in the following ones (ddp__polling_all_of). */
+static void ddp__p2p_poll_all(ddp_group *group) {
+    for (ddp__op *op = group->pending_p2p; op; op = op->next) {
+        ddp__p2p_poll(group, op);
+        ddp__polling_all_of = group;
+    }
+    ddp__polling_all_of = NULL;
 }
 
-static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
+/* Sleeps until a message may have advanced, at most timeout_ms; 0 = a short moment. */
+static void ddp__p2p_sleep(ddp_group *group, int timeout_ms) {
     if (group->backend->p2p_sleep)
         group->backend->p2p_sleep(group, group->state, timeout_ms);
     else if (timeout_ms == 0)
@@ -5392,54 +5463,75 @@ static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
         usleep(50);
 }
 
+/* --- the runner --- */
+
 /* With the lock held, returns 1 if this thread is inside a task or call of the group. */
 static int ddp__is_runner(const ddp_group *group) {
     return group->running && pthread_equal(group->runner, pthread_self());
 }
 
-/* Executes the queue until an op is done. A thread that waits for an op calls it. It is also the main
-   function of the communication thread, until ddp_group_destroy. Calls inside an op belong to the public call
-   that issued it. */
-static void *ddp__work_off(void *argument) {
-    ddp__op *until = (ddp__op *)argument;
-    ddp_group *group = until->group;
-    int is_thread = until == &group->thread_end;
-    if (is_thread) {
-        prctl(PR_SET_NAME, "ddp-comm");
-        ddp__thread_of = group;
+/* With the lock held. No thread may be the runner. */
+static void ddp__become_runner(ddp_group *group) {
+    group->running = 1;
+    group->runner = pthread_self();
+}
+
+/* With the lock held, executes the first op of the queue. The lock is released while the op runs. No other
+   thread is the runner. If this thread already is, its task waits for a queued op. Calls inside an op belong
+   to the public call that issued it. */
+static void ddp__run_head(ddp_group *group, int on_comm_thread) {
+    ddp__op *op = group->head;
+    int nested = group->running;
+    group->head = op->next;
+    if (!nested) {
+        ddp__become_runner(group);
+        group->on_comm_thread = on_comm_thread;
     }
+    pthread_mutex_unlock(&group->lock);
+    int outer_call = ddp__public_call;
+    ddp__public_call = op->call.caller;
+    ddp_result result = ddp__op_enter_stream(group, op);
+    if (result == DDP_OK) result = op->task(group, op->argument);
+    result = ddp__op_leave_stream(group, op, result);
+    ddp__public_call = outer_call;
     pthread_mutex_lock(&group->lock);
-    while (!until->done) {
-        ddp__op *op = group->head;
-        int nested = ddp__is_runner(group);
-        if (op && (nested || !group->running)) {
-            group->head = op->next;
-            if (!nested) {
-                group->running = 1;
-                group->runner = pthread_self();
-                group->polite = is_thread;
-            }
-            pthread_mutex_unlock(&group->lock);
-            int caller = ddp__public_call;
-            ddp__public_call = op->call.caller;
-            ddp_result result = ddp__lane_begin(group, op);
-            if (result == DDP_OK) result = op->task(group, op->argument);
-            result = ddp__lane_end(group, op, result);
-            ddp__public_call = caller;
-            pthread_mutex_lock(&group->lock);
-            group->running = nested;
-            group->polite &= nested;
-            ddp__op_end(group, op, result);
-            if (group->head) ddp__thread_call(group);
-        } else if (!is_thread) {
+    group->running = nested;
+    group->on_comm_thread &= nested;
+    ddp__op_complete(group, op, result);
+    if (group->head) ddp__comm_thread_wake(group);
+}
+
+/* Returns when `op` is done. Executes the queue meanwhile, unless another thread does. */
+static void ddp__run_queue_until(ddp_group *group, const ddp__op *op) {
+    pthread_mutex_lock(&group->lock);
+    while (!op->done) {
+        if (group->head && (!group->running || ddp__is_runner(group)))
+            ddp__run_head(group, 0);
+        else
             pthread_cond_wait(&group->done_cond, &group->lock);
-        } else if (!group->p2p || group->watched) {
+    }
+    pthread_mutex_unlock(&group->lock);
+}
+
+/* The communication thread, which ends in ddp_group_destroy. Queued ops come first. While messages are
+   pending and no other thread polls them, it polls and sleeps for short times. */
+static void *ddp__comm_thread_main(void *argument) {
+    ddp_group *group = (ddp_group *)argument;
+    prctl(PR_SET_NAME, "ddp-comm");
+    ddp__comm_thread_of = group;
+    pthread_mutex_lock(&group->lock);
+    while (!group->thread_stop) {
+        int can_run = group->head && !group->running;
+        if (can_run) {
+            ddp__run_head(group, 1);
+        } else if (!group->pending_p2p || group->p2p_waiters) {
             pthread_cond_wait(&group->work_cond, &group->lock);
         } else {
-            ddp__p2p_step_all(group);
-            if (!group->p2p || group->watched || (group->head && !group->running)) continue;
+            ddp__p2p_poll_all(group);
+            can_run = group->head && !group->running;
+            if (!group->pending_p2p || group->p2p_waiters || can_run) continue;
             pthread_mutex_unlock(&group->lock);
-            ddp__p2p_rest(group, DDP__P2P_SLICE_MS);
+            ddp__p2p_sleep(group, DDP__P2P_SLICE_MS);
             pthread_mutex_lock(&group->lock);
         }
     }
@@ -5457,77 +5549,53 @@ static int ddp__start_thread(pthread_t *thread, void *(*main_fn)(void *), void *
     return error;
 }
 
-static ddp_result ddp__thread_start(ddp_group *group) {
-    if (group->no_thread) group->queued = 1;
+/* Starts the communication thread if it is missing and the backend allows one. */
+static ddp_result ddp__comm_thread_start(ddp_group *group) {
+    if (group->no_thread) group->needs_queue = 1;
     if (group->thread_started || group->no_thread) return DDP_OK;
-    group->thread_end.group = group;
-    int error = ddp__start_thread(&group->thread, ddp__work_off, &group->thread_end);
-    group->thread_started = error == 0;
-    group->queued |= group->thread_started;
-    return !error ? DDP_OK
-                  : DDP__GROUP_FAIL(group, DDP_ERR_SYSTEM,
-                                    "the communication thread could not be started: %s", strerror(error));
+    int error = ddp__start_thread(&group->thread, ddp__comm_thread_main, group);
+    if (error)
+        return DDP__GROUP_FAIL(group, DDP_ERR_SYSTEM, "the communication thread could not be started: %s",
+                               strerror(error));
+    group->thread_started = 1;
+    group->needs_queue = 1;
+    return DDP_OK;
 }
 
-static void ddp__op_free(ddp_group *group, ddp__op *op) {
-    if (!op) return;
-    pthread_mutex_lock(&group->lock);
-    op->ticket = 0;
-    op->next = group->free_ops;
-    group->free_ops = op;
-    pthread_mutex_unlock(&group->lock);
-}
+//== issuing calls and waiting for them ========================================================= >>impl-issue
+/* A call or a task is executed in one of five ways. The public calls, the reducer and other layers use
+   ddp_group_enqueue, ddp__issue and ddp__p2p_issue.
 
-/* Creates a handle. call NULL: a task of the user. task NULL: a send or receive that the backend starts. */
-static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn task, void *argument) {
-    size_t w = (size_t)group->world_size;
-    pthread_mutex_lock(&group->lock);
-    ddp__op *op = group->free_ops;
-    if (op) {
-        group->free_ops = op->next;
-    } else if ((op = (ddp__op *)ddp_host_alloc(group, sizeof *op + 4 * w * sizeof(size_t))) != NULL) {
-        op->group = group;
-        op->older = group->all_ops;
-        group->all_ops = op;
-    }
-    pthread_mutex_unlock(&group->lock);
-    if (!op) return NULL;
-    memset(op, 0, offsetof(ddp__op, group));
-    op->outcome.result = DDP_OK;
-    /* atomic, because tasks on the communication thread create handles, too */
-    op->ticket = __atomic_add_fetch(&group->tickets, 1, __ATOMIC_RELAXED);
-    op->task = task;
-    op->argument = call ? &op->call : argument;
-    op->call.tag = DDP__FOR_TASK;
-    if (call) op->call = *call;
-    op->call.caller = ddp__public_call;
-    if (!op->call.recv_counts) return op;
-    /* The caller may free the arrays of a _v call before the call ends. */
-    const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets, &op->call.recv_counts,
-                              &op->call.recv_offsets};
-    size_t *copy = (size_t *)(void *)(op + 1);
-    for (int i = 0; i < 4; i++, copy += w)
-        if (*list[i]) *list[i] = (const size_t *)memcpy(copy, *list[i], w * sizeof *copy);
-    return op;
-}
+     without queue   A blocking call, while the group has never needed the queue. No lock, no handle.
+     in place        Issued inside a task, by the runner. The place of the task in the order covers it.
+     direct          It blocks, and the queue is empty: this thread becomes the runner. No handle.
+     by the caller   Through the queue, executed by this thread after the ops before it: it blocks behind
+                     queued ops, the backend only enqueues device work, or the group has one rank.
+     asynchronous    Through the queue, executed by the communication thread, or inside ddp_wait.
 
-/* Waits for a send or receive. Polls for a short time, then sleeps between polls. */
+   Sends and receives do not use the queue, except for a backend that enqueues. They start at once and are
+   polled until they are done. */
+
+/* Waits for a send or receive. Polls for a short time, then sleeps between polls. A thread that sleeps here
+   advances all messages in place of the communication thread. */
 static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
-    double start = ddp_now(), now = start;
-    double moment = group->backend->p2p_sleep ? 100e-6 : 1e-3;
+    double start = ddp_now();
+    double poll_seconds = group->backend->p2p_sleep ? 100e-6 : 1e-3;
     int sleeps = 0;
     ddp__waited_since = start;
     ddp__waited_request = op->request;
     pthread_mutex_lock(&group->lock);
-    for (ddp__p2p_step(group, op); !op->done; now = ddp_now()) {
-        int overdue = now - start > group->desc.timeout_ms * 1e-3;
-        sleeps = now - start > moment;
-        group->watched += sleeps;
+    ddp__p2p_poll(group, op);
+    while (!op->done) {
+        double waited = ddp_now() - start;
+        int overdue = waited > group->desc.timeout_ms * 1e-3;
+        sleeps = waited > poll_seconds;
+        group->p2p_waiters += sleeps;
         pthread_mutex_unlock(&group->lock);
-        ddp__p2p_rest(group, sleeps ? DDP__P2P_SLICE_MS : 0);
+        ddp__p2p_sleep(group, sleeps ? DDP__P2P_SLICE_MS : 0);
         pthread_mutex_lock(&group->lock);
-        group->watched -= sleeps;
-        ddp__p2p_step(group, op); /* first, because the local backend reports a timeout with its cause */
+        group->p2p_waiters -= sleeps;
+        ddp__p2p_poll(group, op); /* first, because the local backend reports a timeout with its cause */
         if (overdue && !op->done) {
             char text[DDP__TEXT_MAX];
             pthread_mutex_unlock(&group->lock);
@@ -5535,34 +5603,36 @@ static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
             group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, text);
             pthread_mutex_lock(&group->lock);
         }
-        if (sleeps && !op->done) ddp__p2p_step_all(group);
+        if (sleeps && !op->done) ddp__p2p_poll_all(group);
     }
     ddp__waited_request = NULL;
-    if (sleeps && group->p2p) pthread_cond_signal(&group->work_cond); /* the communication thread continues */
+    /* from here on the communication thread polls the messages again */
+    if (sleeps && group->pending_p2p) pthread_cond_signal(&group->work_cond);
     pthread_mutex_unlock(&group->lock);
 }
 
-/* Waits for an op, and frees it. Executes the queue meanwhile, unless another thread does. */
+/* Waits for an op, and frees it. On a device the compute stream waits for the op's work, and the host does
+   not. */
 static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
     if (ddp__is_p2p(op->call.kind))
         ddp__p2p_wait(group, op);
     else
-        ddp__work_off(op);
+        ddp__run_queue_until(group, op);
     ddp_result result = ddp_error_restore(&op->outcome);
-    if (result == DDP_OK && op->ordered) { /* the compute stream waits for the op's work */
+    if (result == DDP_OK && op->has_event) {
         result = group->backend->status(group, group->state);
         if (result != DDP_OK)
             result = ddp__call_failed(group, &op->call, result);
         else
-            result = ddp__device_result(group,
-                                        group->device->event_wait(group, DDP_STREAM_COMPUTE, op->event));
+            result = ddp__poison_on_error(group,
+                                          group->device->event_wait(group, DDP_STREAM_COMPUTE, op->event));
     }
     ddp__op_free(group, op);
     return ddp__deliver(group, result);
 }
 
 /* Without work, waits for the op. With work, stores the op in it. */
-static ddp_result ddp__hand_out(ddp_group *group, ddp__op *op, ddp_work *work) {
+static ddp_result ddp__op_wait_or_store(ddp_group *group, ddp__op *op, ddp_work *work) {
     if (!work) return ddp__op_wait(group, op);
     work->op = op;
     work->ticket = op->ticket;
@@ -5571,11 +5641,11 @@ static ddp_result ddp__hand_out(ddp_group *group, ddp__op *op, ddp_work *work) {
 
 /* Called if this rank has no memory for the handle of a collective or task (call NULL), or cannot start its
    communication thread. Its peers wait for it, so the group fails. */
-static ddp_result ddp__not_issued(ddp_group *group, const ddp_call *call, ddp_result result) {
+static ddp_result ddp__issue_failed(ddp_group *group, const ddp_call *call, ddp_result result) {
     const char *cause = strstr(ddp_last_error(), ": "); /* after the names of rank and group */
     ddp_call task = ddp__call_of(DDP_CALL_ALL_REDUCE, NULL, NULL, 0, DDP_F32);
     char text[DDP__TEXT_MAX];
-    task.tag = DDP__FOR_TASK;
+    task.tag = DDP__TAG_TASK;
     if (!call) call = &task;
     snprintf(text, sizeof text, "rank %d in %s: %.300s", group->rank, ddp__call_title(call),
              cause ? cause + 2 : ddp_last_error());
@@ -5584,62 +5654,62 @@ static ddp_result ddp__not_issued(ddp_group *group, const ddp_call *call, ddp_re
     return ddp__deliver(group, ddp__call_failed(group, call, result));
 }
 
-/* Issues a call or a task. It runs at once, and `work` is complete, if this thread is inside a task. It runs
-   on this thread if it blocks and the queue is empty, if the backend enqueues, or if the group has one rank.
-   All others are queued for the communication thread. */
-DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
-    DDP__NEED(group && fn, "group or fn is NULL");
-    ddp_call *call = fn == ddp__execute ? (ddp_call *)argument : NULL; /* NULL: a task of the user */
-    DDP__NOT_FORKED(group, call ? ddp__call_title(call) : __func__);
-    if (work) memset(work, 0, sizeof *work);
-    int enqueues = group->backend->enqueues && (!call || ddp__is_p2p(call->kind) || !call->flags);
-    /* 1 = the device orders it after the work of the ops before it */
-    int lanes = enqueues || (!call && group->device->use_stream);
+/* The "direct" way. This thread is the runner already. */
+static ddp_result ddp__run_direct(ddp_group *group, ddp_task_fn fn, void *argument) {
+    ddp_result result = ddp__use_compute_stream(group);
+    if (result == DDP_OK) result = fn(group, argument);
     pthread_mutex_lock(&group->lock);
-    int nested = ddp__is_runner(group);
-    int takes = !work && !lanes && !group->head && !group->running;
-    if (takes) {
-        group->running = 1;
-        group->runner = pthread_self();
+    group->running = 0;
+    if (group->head) { /* issued meanwhile by another thread */
+        ddp__comm_thread_wake(group);
+        pthread_cond_broadcast(&group->done_cond);
     }
     pthread_mutex_unlock(&group->lock);
-    if (nested) return fn(group, argument);
-    ddp_result result = takes ? ddp__compute(group) : DDP_OK;
-    if (takes) { /* needs no handle */
-        if (result == DDP_OK) result = fn(group, argument);
-        pthread_mutex_lock(&group->lock);
-        group->running = 0;
-        if (group->head) {
-            ddp__thread_call(group);
-            pthread_cond_broadcast(&group->done_cond);
-        }
-        pthread_mutex_unlock(&group->lock);
-        return ddp__deliver(group, result);
-    }
-    int here = !work || enqueues || group->world_size == 1;
-    ddp__op *op = ddp__op_new(group, call, fn, argument);
-    result = op ? ddp__op_order(group, op) : DDP_ERR_NO_MEMORY;
-    if (result == DDP_OK && !here) result = ddp__thread_start(group);
-    if (result != DDP_OK) {
-        ddp__op_free(group, op);
-        return ddp__not_issued(group, call, result);
-    }
-    pthread_mutex_lock(&group->lock);
-    ddp__append(&group->head, &group->tail, op);
-    if (!here) {
-        pthread_cond_signal(&group->work_cond);
-        ddp__p2p_wake(group);
-    }
-    pthread_mutex_unlock(&group->lock);
-    if (here) ddp__work_off(op);
-    return ddp__hand_out(group, op, work);
+    return ddp__deliver(group, result);
 }
 
-/* Issues a checked call. A blocking call runs directly while the group has no queue. */
+/* Issues fn(group, argument). call: what fn executes; NULL for a task of the user. */
+static ddp_result ddp__enqueue(ddp_group *group, const ddp_call *call, ddp_task_fn fn, void *argument,
+                               ddp_work *work) {
+    if (work) memset(work, 0, sizeof *work);
+    /* 1 = the call only puts work on the communication stream. Collectives with flags do not. */
+    int enqueues = group->backend->enqueues && (!call || ddp__is_p2p(call->kind) || !call->flags);
+    int needs_event = enqueues || (!call && group->device->use_stream);
+    pthread_mutex_lock(&group->lock);
+    int in_place = ddp__is_runner(group);
+    int direct = !work && !needs_event && !group->head && !group->running;
+    if (direct) ddp__become_runner(group);
+    pthread_mutex_unlock(&group->lock);
+    if (in_place) return fn(group, argument);
+    if (direct) return ddp__run_direct(group, fn, argument);
+
+    int by_caller = !work || enqueues || group->world_size == 1;
+    ddp__op *op = ddp__op_alloc(group, call, fn, argument);
+    ddp_result result = op ? ddp__op_record_compute(group, op) : DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK && !by_caller) result = ddp__comm_thread_start(group);
+    if (result != DDP_OK) {
+        ddp__op_free(group, op);
+        return ddp__issue_failed(group, call, result);
+    }
+    pthread_mutex_lock(&group->lock);
+    ddp__op_append(&group->head, &group->tail, op);
+    if (!by_caller) ddp__comm_thread_wake(group);
+    pthread_mutex_unlock(&group->lock);
+    if (by_caller) ddp__run_queue_until(group, op);
+    return ddp__op_wait_or_store(group, op, work);
+}
+
+DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
+    DDP__NEED(group && fn, "group or fn is NULL");
+    DDP__NOT_FORKED(group, __func__);
+    return ddp__enqueue(group, NULL, fn, argument, work);
+}
+
+/* Issues a checked call. */
 static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_work *work) {
-    if (work || group->queued) return ddp_group_enqueue(group, ddp__execute, call, work);
     DDP__NOT_FORKED(group, ddp__call_title(call));
-    return ddp__deliver(group, ddp__execute(group, call));
+    if (work || group->needs_queue) return ddp__enqueue(group, call, ddp__run_call, call, work);
+    return ddp__deliver(group, ddp__run_call(group, call));
 }
 
 DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work) {
@@ -5669,9 +5739,21 @@ DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, cons
     return DDP_OK;
 }
 
+/* Sets the error line of a send or receive that was not started. Without memory the group fails, because the
+   peer waits for this message. */
+static ddp_result ddp__p2p_issue_failed(ddp_group *group, const ddp_call *call, ddp_result result) {
+    if (result == DDP_ERR_NO_MEMORY) {
+        char begin[96], text[128];
+        ddp__cause_begin(begin, sizeof begin, group->rank, call);
+        snprintf(text, sizeof text, "%sout of memory", begin);
+        group->backend->poison(group, group->state, result, text);
+    }
+    return ddp__deliver(group, ddp__call_failed(group, call, result));
+}
+
 /* Starts a checked send or receive. Inside a batch it becomes part of the batch. Otherwise, without work,
    this thread waits for it. */
-static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *work) {
+static ddp_result ddp__p2p_issue(ddp_group *group, ddp_call *call, ddp_work *work) {
     call->caller = ddp__public_call;
     DDP__NOT_FORKED(group, ddp_call_name(call->kind));
     int enqueues = group->backend->enqueues;
@@ -5684,42 +5766,36 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
         call->flags = DDP__CALL_BLOCKS;
     call->seq = __atomic_add_fetch(&group->p2p_seq, 1, __ATOMIC_RELAXED);
     if (enqueues && (work || !group->in_batch)) return ddp__issue(group, call, work);
-    ddp__op *op = ddp__op_new(group, call, NULL, NULL);
+    ddp__op *op = ddp__op_alloc(group, call, NULL, NULL);
     ddp_result result = op ? ddp_group_cause(group) : DDP_ERR_NO_MEMORY;
     if (result == DDP_OK && work) {
         pthread_mutex_lock(&group->lock);
-        int nested = ddp__is_runner(group);
+        int in_place = ddp__is_runner(group);
         pthread_mutex_unlock(&group->lock);
-        if (!nested) result = ddp__thread_start(group);
+        if (!in_place) result = ddp__comm_thread_start(group);
     }
     if (result == DDP_OK && !enqueues)
         result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
     if (result != DDP_OK) {
         ddp__op_free(group, op);
-        if (result == DDP_ERR_NO_MEMORY) { /* the peer waits for this message */
-            char begin[96], text[128];
-            ddp__cause_begin(begin, sizeof begin, group->rank, call);
-            snprintf(text, sizeof text, "%sout of memory", begin);
-            group->backend->poison(group, group->state, result, text);
-        }
-        return ddp__deliver(group, ddp__call_failed(group, call, result));
+        return ddp__p2p_issue_failed(group, call, result);
     }
     if (!work && group->in_batch) {
-        ddp__append(&group->batch, &group->batch_tail, op);
+        ddp__op_append(&group->batch, &group->batch_tail, op);
         return DDP_OK;
     }
     if (work) {
         pthread_mutex_lock(&group->lock);
-        op->next = group->p2p;
-        group->p2p = op;
+        op->next = group->pending_p2p;
+        group->pending_p2p = op;
         pthread_cond_signal(&group->work_cond);
         pthread_mutex_unlock(&group->lock);
     }
-    return ddp__hand_out(group, op, work);
+    return ddp__op_wait_or_store(group, op, work);
 }
 
 /* Returns the op of a ddp_work, or NULL with the error line set. */
-static ddp__op *ddp__op_of(ddp_group *group, const ddp_work *work, const char *who) {
+static ddp__op *ddp__op_of_work(ddp_group *group, const ddp_work *work, const char *who) {
     ddp__op *op = (ddp__op *)work->op;
     pthread_mutex_lock(&group->lock);
     int is_current = op->ticket == work->ticket;
@@ -5733,7 +5809,7 @@ DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
     DDP__NEED(group && work, "group or work is NULL");
     DDP__NOT_FORKED(group, __func__);
     if (!work->op) return DDP_OK;
-    ddp__op *op = ddp__op_of(group, work, __func__);
+    ddp__op *op = ddp__op_of_work(group, work, __func__);
     memset(work, 0, sizeof *work);
     return op ? ddp__op_wait(group, op) : DDP_ERR_INVALID;
 }
@@ -5743,20 +5819,20 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     *done = 1;
     DDP__NOT_FORKED(group, __func__);
     if (!work->op) return DDP_OK;
-    ddp__op *op = ddp__op_of(group, work, __func__);
-    ddp__op *last = NULL;
+    ddp__op *op = ddp__op_of_work(group, work, __func__);
+    ddp__op *last = NULL; /* without a communication thread: the last op that this call executes */
     if (!op) return DDP_ERR_INVALID;
     pthread_mutex_lock(&group->lock);
-    if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
+    if (ddp__is_p2p(op->call.kind)) ddp__p2p_poll(group, op);
     if (group->no_thread && !op->done && !group->running && group->head)
         last = ddp__is_p2p(op->call.kind) ? group->tail : op;
     *done = op->done;
     pthread_mutex_unlock(&group->lock);
-    if (last) { /* no other thread executes the queue */
-        ddp__work_off(last);
+    if (last) {
+        ddp__run_queue_until(group, last);
         *done = op->done;
     }
-    if (!*done || op->outcome.result != DDP_OK || !op->ordered
+    if (!*done || op->outcome.result != DDP_OK || !op->has_event
         || group->backend->status(group, group->state) != DDP_OK)
         return DDP_OK;
     return group->device->event_test(group, op->event, done);
@@ -5771,7 +5847,7 @@ DDPDEF ddp_result ddp_p2p_begin(ddp_group *group) {
 }
 
 /* A task that runs the messages of a batch, on a backend that enqueues. */
-static ddp_result ddp__batch_run(ddp_group *group, void *argument) {
+static ddp_result ddp__run_batch(ddp_group *group, void *argument) {
     ddp_result result = group->backend->p2p_batch(group, group->state, 1);
     (void)argument;
     for (ddp__op *op = group->batch; op && result == DDP_OK; op = op->next)
@@ -5789,7 +5865,7 @@ DDPDEF ddp_result ddp_p2p_end(ddp_group *group) {
     DDP_CHECK(__func__, group, group->in_batch, "no batch is open");
     group->in_batch = 0;
     if (group->batch && group->backend->enqueues) {
-        ddp_error_save(&first, ddp_group_enqueue(group, ddp__batch_run, NULL, NULL));
+        ddp_error_save(&first, ddp_group_enqueue(group, ddp__run_batch, NULL, NULL));
         for (ddp__op *op = group->batch; op; op = op->next) op->done = 1;
     }
     while (group->batch) {
@@ -7983,14 +8059,14 @@ static void ddp__group_delete(ddp_group *group) {
     while (group->all_ops) {
         ddp__op *op = group->all_ops;
         if (op->event) group->device->event_destroy(group, op->event);
-        group->all_ops = op->older;
+        group->all_ops = op->next_allocated;
         ddp_host_free(group, op);
     }
     if (group->device_state) group->device->close(group, group->device_state);
     pthread_cond_destroy(&group->done_cond);
     pthread_cond_destroy(&group->work_cond);
     pthread_mutex_destroy(&group->lock);
-    munmap((void *)(uintptr_t)group->in_rank, DDP__PAGE);
+    munmap((void *)(uintptr_t)group->in_rank_process, DDP__PAGE);
     ddp__lost_release(group);
     ddp_host_free(group, group);
 }
@@ -8004,15 +8080,16 @@ static ddp_result ddp__group_alloc(ddp_group **out, const ddp_group_desc *desc, 
     if (!group)
         return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", size);
     memset(group, 0, size);
-    int *in_rank = (int *)mmap(NULL, DDP__PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (in_rank == MAP_FAILED) {
+    int *in_rank_process = (int *)mmap(NULL, DDP__PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                                       -1, 0);
+    if (in_rank_process == MAP_FAILED) {
         ddp__aligned_free(desc->free_fn, desc->user, group);
         return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: a page could not be mapped: %s",
                         strerror(errno));
     }
-    madvise(in_rank, DDP__PAGE, 18 /* MADV_WIPEONFORK; Linux before 4.14 does without */);
-    *in_rank = 1;
-    group->in_rank = in_rank;
+    madvise(in_rank_process, DDP__PAGE, 18 /* MADV_WIPEONFORK; Linux before 4.14 does without */);
+    *in_rank_process = 1;
+    group->in_rank_process = in_rank_process;
     group->agree_entries = (ddp__agree_entry *)(void *)(group + 1);
     group->world_rank = (int *)(void *)(group->agree_entries + w);
     group->desc = *desc;
@@ -8024,7 +8101,7 @@ static ddp_result ddp__group_alloc(ddp_group **out, const ddp_group_desc *desc, 
     group->backend = backend;
     group->device = desc->device;
     group->device_index = ddp__launch_identity.device_plus_1 - 1;
-    group->queued = backend->enqueues || desc->device->use_stream;
+    group->needs_queue = backend->enqueues || desc->device->use_stream;
     if (desc->order == DDP_ORDER_DEFAULT)
         group->desc.order = backend->default_order ? backend->default_order : DDP_ORDER_TREE;
     pthread_mutex_init(&group->lock, NULL);
@@ -8393,7 +8470,7 @@ DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
     return DDP_OK;
 }
 
-DDPDEF int ddp_group_is_forked(const ddp_group *group) { return !*group->in_rank; }
+DDPDEF int ddp_group_is_forked(const ddp_group *group) { return !*group->in_rank_process; }
 
 DDPDEF void ddp_group_destroy(ddp_group *group) {
     DDP_PUBLIC_CALL(ddp_group_destroy);
@@ -8403,9 +8480,9 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
         snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank,
                  (int)getpid());
         pthread_mutex_lock(&group->lock);
-        int pending = group->head || group->running || group->p2p;
-        group->thread_end.done = 1;
-        ddp__thread_call(group);
+        int pending = group->head || group->running || group->pending_p2p;
+        group->thread_stop = 1;
+        ddp__comm_thread_wake(group);
         pthread_mutex_unlock(&group->lock);
         if (pending) ddp_group_poison(group, DDP_ERR_PEER_LOST, text);
         if (group->thread_started) pthread_join(group->thread, NULL);
@@ -8442,7 +8519,7 @@ static ddp_result ddp__wait_signal_task(ddp_group *group, void *argument) {
     const ddp__wait_signal_arguments *goal = (const ddp__wait_signal_arguments *)argument;
     ddp_call call = ddp__call_of(DDP_CALL_BARRIER, NULL, NULL, (size_t)goal->target, DDP_U8);
     ddp_result result = group->backend->wait_signal(group, group->state, goal->word, goal->target);
-    call.tag = DDP__FOR_WAIT_SIGNAL;
+    call.tag = DDP__TAG_WAIT_SIGNAL;
     call.flags = DDP_CALL_HOST_MEMORY;
     call.seq = group->seq; /* of the last collective before it */
     return result == DDP_OK ? DDP_OK : ddp__call_failed(group, &call, result);
@@ -10154,7 +10231,7 @@ static ddp_result ddp__bucket_reduce(ddp_group *group, void *argument) {
             ddp_call call = ddp__call_of(DDP_CALL_ALL_REDUCE, data, data, count, bucket->wire);
             call.op = DDP_OP_AVG;
             call.divisor = bucket->divisor;
-            DDP_TRY(ddp__execute(group, &call));
+            DDP_TRY(ddp__run_call(group, &call));
         }
     }
     if (f32_sums)
@@ -10601,7 +10678,7 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     int find_unused = reducer->desc.find_unused || (reducer->desc.static_graph && stats->steps == 0);
     for (int i = reducer->desc.param_count - 1; i >= 0 && !find_unused && !reducer->shadow; i--)
         if (!reducer->grads[i].ready && reducer->grads[i].expected) missing = i;
-    ddp_result result = ddp__compute(reducer->group);
+    ddp_result result = ddp__use_compute_stream(reducer->group);
     if (result == DDP_OK) result = ddp__reducer_drain(reducer, missing < 0 || reducer->group->world_size > 1);
     if (result == DDP_OK)
         result = find_unused ? ddp__reducer_find_unused(reducer)
@@ -10671,7 +10748,7 @@ DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss) {
     DDP_TRY(ddp_reducer_wait(reducer));
     reducer->averaged = 0; /* still sums */
     DDP_TRY(ddp_mean_reduce(reducer->group, loss));
-    DDP_TRY(ddp__compute(reducer->group));
+    DDP_TRY(ddp__use_compute_stream(reducer->group));
     for (int i = 0; i < reducer->desc.param_count && loss->count > 1; i++) {
         const ddp__grad *grad = &reducer->grads[i];
         if (grad->count) reducer->device->divide(grad->data, grad->count, grad->dtype, (uint64_t)loss->count);
@@ -10706,7 +10783,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
                       "the gradients of step %llu are not reduced over ranks; call it after %s",
                       (unsigned long long)reducer->stats.steps,
                       reducer->desc.per_token ? "ddp_reducer_wait_mean" : "ddp_reducer_wait");
-    DDP_TRY(ddp__compute(reducer->group));
+    DDP_TRY(ddp__use_compute_stream(reducer->group));
     reducer->device->fill_zero(reducer->sum_squares, sizeof sum);
     for (int i = 0; i < reducer->desc.param_count; i++)
         if (reducer->grads[i].first_use == i)
@@ -10887,7 +10964,7 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
     /* A CPU adds in blocks that fit its cache, a device with as few launches as possible. */
     size_t block = device->use_stream ? count : DDP__ACCUMULATE_BLOCK;
     if (last && depth == 0) return DDP_OK; /* a step of one micro-batch has no levels */
-    DDP_TRY(ddp__compute(accumulator->group));
+    DDP_TRY(ddp__use_compute_stream(accumulator->group));
     for (size_t done = 0; done < count; done += block) {
         size_t n = count - done < block ? count - done : block;
         unsigned char *grad = (unsigned char *)tensor.data + done * size, *newest = grad;
@@ -12137,7 +12214,7 @@ static ddp_result ddp__check_and_issue(ddp_group *group, ddp_call *call, ddp_wor
                        "send and recv overlap other than by its in-place rule");
     }
     if (call->op == DDP_OP_AVG) call->divisor = (uint64_t)group->world_size;
-    return p2p ? ddp__submit_p2p(group, call, work) : ddp__issue(group, call, work);
+    return p2p ? ddp__p2p_issue(group, call, work) : ddp__issue(group, call, work);
 }
 
 static ddp_result ddp__public(ddp_group *group, ddp_call_kind kind, const void *send, void *recv,

@@ -134,7 +134,7 @@ static void forget_cause(ddp_group *group) { group->cause_seen = group->cause_de
 static int handles_in_use(ddp_group *group) {
     int count = 0;
     pthread_mutex_lock(&group->lock);
-    for (const ddp__op *op = group->all_ops; op; op = op->older) count++;
+    for (const ddp__op *op = group->all_ops; op; op = op->next_allocated) count++;
     for (const ddp__op *op = group->free_ops; op; op = op->next) count--;
     pthread_mutex_unlock(&group->lock);
     return count;
