@@ -40,7 +40,7 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-update  >>impl-optimizer
     >>impl-optimizer-step  >>impl-scaler  >>impl-crc  >>impl-json  >>impl-safetensors  >>impl-files
-    >>impl-boxes  >>impl-save  >>impl-load  >>impl-sharding  >>impl-layout  >>impl-unshard
+    >>impl-boxes  >>impl-save  >>impl-load  >>impl-sharding  >>impl-memory  >>impl-layout  >>impl-unshard
     >>impl-shard-reduce  >>impl-step  >>impl-saver  >>impl-create  >>impl-wrap  >>impl-public
 
 CONCEPTS
@@ -3341,22 +3341,24 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
     return result;
 }
 
-//== sharding: parts and memory ============================================================== >>impl-sharding
+//== FSDP: structs ============================================================================ >>impl-sharding
+/* struct ddp_fsdp and its parts. A part is a struct with the state of one topic; its functions are in the
+   section of that topic: allocator, unshard, reduce, clip, offload, saver.
 
-/* What each rank holds of a parameter of 5 rows on 3 ranks (rows_per_rank 2):
+   Memory of a parameter of 5 rows on 3 ranks (rows_per_rank 2):
 
-       FULL_SHARD   shard  rank 0 |0 1|   rank 1 |2 3|   rank 2 |4 -|   padded to rows_per_rank rows
-                    full   in a slot from unshard to reshard |0 1 2 3 4|
-       otherwise    full   |0 1 2 3 4| on every rank. Its own rows are the shard; the others are of the last
-                           unshard
+                    rank 0        rank 1        rank 2
+       FULL_SHARD
+         shard      |0 1|         |2 3|         |4 -|           padded to rows_per_rank rows
+         full       |0 1 2 3 4|   |0 1 2 3 4|   |0 1 2 3 4|     in a buffer, from unshard to reshard
+       other strategies
+         full       |0 1 2 3 4|   |0 1 2 3 4|   |0 1 2 3 4|     always; the rank's own rows are the shard, the
+                     ^ ^               ^ ^               ^      others are those of the last unshard
 
-   Two transports, the same on every rank:
-       peer memory  shards and gradients are group memory, and each rank copies its peers' rows from where
-       they are
-                    stored (ddp_group_peer)
-       blocks       all-gather and reduce-scatter of blocks, one per rank, through send and recv
-
-   A ddp_fsdp consists of parts, each with a struct: memory, unshard, reduce, clip, offload, saver. */
+   Two transports, the same on every rank of a ddp_fsdp:
+       peer memory   Shards and gradients are group memory. Each rank reads its peers' rows in place
+                     (ddp_group_peer).
+       collectives   Each rank packs a block of its rows. All-gather and reduce-scatter move the blocks. */
 
 /* The fields of ddp_fsdp_bytes, in order. DDP__PURPOSE_COUNT is the total. */
 enum {
@@ -3368,76 +3370,87 @@ enum {
     DDP__FOR_BOOKKEEPING,
     DDP__PURPOSE_COUNT
 };
+
 enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE, DDP__MEMORY_PINNED };
-/* Gradients of a unit in memory: full, as backward writes them; full, in the dtype that is added over ranks;
-   sums of this rank's rows. */
-enum { DDP__FULL_GRADS, DDP__CAST_GRADS, DDP__SHARD_SUMS, DDP__GRAD_LAYOUTS };
+
+/* The gradients of a unit in memory. */
+enum {
+    DDP__FULL_GRADS, /* full, as backward writes them */
+    DDP__CAST_GRADS, /* full, in the dtype that is added over ranks */
+    DDP__SHARD_SUMS, /* sums of this rank's rows */
+    DDP__GRAD_LAYOUTS
+};
+
 enum { DDP__PARTIAL_SUMS_MAX = 32 }; /* of the binary counter of micro-batches */
 
-typedef struct
-    ddp__fsdp_buffer { /* memory for the full parameters, or the full gradients, of one unit at a time */
+/* Memory for the full parameters, or the full gradients, of one unit at a time. */
+typedef struct ddp__fsdp_buffer {
     unsigned char *memory;
     int in_use;
-    struct ddp__fsdp_unit *reducing_unit; /* gradients: the unit with a reduction that still reads them */
-    uint64_t last_issued; /* gradients: number of the last reduction from here, which peers read */
-    uint64_t last_use;    /* gradients: grows from use to use */
+    /* only of gradients: */
+    struct ddp__fsdp_unit *reducing_unit; /* its reduction still reads them */
+    uint64_t last_issued;                 /* number of the last reduction from here, which peers read */
+    uint64_t last_use;                    /* grows from use to use */
 } ddp__fsdp_buffer;
 
-typedef struct ddp__fsdp_grad_range { /* the gradients of one shard in one layout */
-    size_t offset, count;             /* bytes from the start of the unit's memory; elements */
+/* The gradients of one shard in one layout. */
+typedef struct ddp__fsdp_grad_range {
+    size_t offset; /* bytes from the start of the unit's memory */
+    size_t count;  /* elements */
     ddp_dtype dtype;
 } ddp__fsdp_grad_range;
 
-/* this rank's rows of one parameter of a unit. A tied parameter has one per use */
+/* This rank's rows of one parameter of a unit. A tied parameter has one per use. */
 typedef struct ddp__fsdp_shard {
     ddp_fsdp_param *user_param;
     struct ddp__fsdp_shard *source; /* the use with which this one shares memory, or itself */
     struct ddp__fsdp_unit *unit;
     const char *name;
-    ddp_dtype dtype, master_dtype; /* of the full parameter; of master values and sums of gradients */
-    ddp_dtype reduce_dtype;        /* of what is added over ranks */
-    size_t rows, row_elements;     /* of the full parameter */
-    /* rows of a shard with padding; this rank's first row and number of rows */
-    size_t rows_per_rank, first_row, own_rows;
-    size_t own_count; /* elements of this rank's rows */
-    size_t full_offset, shard_offset,
-        master_offset;    /* bytes from the start of the unit's memory of that kind */
+    ddp_dtype dtype;            /* of the full parameter */
+    ddp_dtype master_dtype;     /* of master values and sums of gradients */
+    ddp_dtype reduce_dtype;     /* of the addition over ranks */
+    size_t rows, row_elements;  /* of the full parameter */
+    size_t rows_per_rank;       /* of a shard, with padding */
+    size_t first_row;           /* of this rank */
+    size_t own_rows, own_count; /* rows and elements of this rank */
+    /* bytes from the start of the unit's memory of that kind */
+    size_t full_offset, shard_offset, master_offset;
     size_t block_offset;  /* bytes from the start of a rank's block of an all-gather */
     size_t reduce_offset; /* elements from the start of a rank's block of a reduce-scatter */
     ddp__fsdp_grad_range range[DDP__GRAD_LAYOUTS];
-    /* this rank's rows: as they are sent (quantize_gather: 8 bits); as they are updated */
-    unsigned char *value, *master;
-    int trained, is_slice; /* not frozen; of a larger tensor */
-    /* 1 = the gradients being reduced are the parameter's f32 sum, from a ddp_pipeline */
-    int uses_pipeline_sum;
-    /* master values have memory of their own, next to the values that are sent */
-    int has_master;
-    int shares_full_params; /* the source's full values are this one's too */
-    int in_place;           /* the sum of its gradients is stored in the full gradients */
-    int master_index;       /* of a trained source in masters */
-    int slice_index;        /* of a source in the slices of a checkpoint */
+    unsigned char *sent_rows;   /* this rank's rows as an unshard sends them; 8 bits with quantize_gather */
+    unsigned char *master_rows; /* this rank's rows as the optimizer updates them */
+    int trained;                /* not frozen */
+    int is_slice;               /* of a larger tensor (global_shape) */
+    int uses_pipeline_sum;      /* the gradients that are reduced now are a ddp_pipeline's f32 sum */
+    int has_master;             /* master values have memory of their own, next to the sent values */
+    int shares_full_params;     /* the source's full values are also this one's */
+    int sum_in_full_grads;      /* the sum of its gradients is stored in the full gradients */
+    int optimizer_index;        /* of a trained source, in optimizer_params */
+    int slice_index;            /* of a source, in the slices of a checkpoint */
 } ddp__fsdp_shard;
 
 typedef struct ddp__fsdp_unit {
     ddp_fsdp *fsdp;
     char name[64];
-    int index, trained_count; /* number of trained parameters */
-    int layout;               /* of its gradients when they are added over ranks */
-    int casts_grads;          /* 1 = some gradients are added over ranks in another dtype than theirs */
+    int index;
+    int trained_count; /* parameters that are trained */
+    int reduce_layout; /* of the gradients that are added over ranks: FULL_GRADS or CAST_GRADS */
+    int casts_grads;   /* some gradients are added over ranks in another dtype than theirs */
     ddp__fsdp_shard *shards, *end;
     size_t full_bytes, shard_bytes, master_bytes, block_bytes, grad_bytes[DDP__GRAD_LAYOUTS];
     size_t reduce_count[DDP_U64 + 1]; /* elements of a rank's block of a reduce-scatter, by dtype */
-    unsigned char *full, *shard, *master, *grads;
-    ddp__fsdp_buffer *full_buffer, *grad_buffer, *reducing_buffer;
-    unsigned char *partial_sum
-        [DDP__PARTIAL_SUMS_MAX]; /* sums over 2^k micro-batches: of own rows, or of full gradients */
-    int partial_count;           /* sums in use */
-    /* full parameters are complete or in flight; between unshard and reshard */
-    int unsharded, in_use;
+    unsigned char *full_memory, *shard_memory, *master_memory, *grad_memory;
+    ddp__fsdp_buffer *full_buffer, *grad_buffer, *reducing_buffer; /* owners of such memory, or NULL */
+    /* sums over 2^k micro-batches: of this rank's rows, or of full gradients */
+    unsigned char *partial_sum[DDP__PARTIAL_SUMS_MAX];
+    int partial_count;  /* partial sums in use */
+    int unsharded;      /* full parameters are complete or in flight */
+    int in_use;         /* between unshard and reshard */
     int grads_attached; /* it has gradient memory for a backward */
     int reduced_count;  /* reductions of this step, one per micro-batch */
     ddp_work unshard_work, reduce_work;
-    uint64_t issued; /* number of its last reduction, where peers read it */
+    uint64_t last_issued; /* peer memory: number of its last reduction */
 } ddp__fsdp_unit;
 
 typedef struct ddp__fsdp_allocation {
@@ -3446,76 +3459,77 @@ typedef struct ddp__fsdp_allocation {
     int purpose, kind;
 } ddp__fsdp_allocation;
 
-typedef struct ddp__fsdp_allocator {   /* all memory of a ddp_fsdp except the struct itself */
+/* All memory of a ddp_fsdp except the struct itself. */
+typedef struct ddp__fsdp_allocator {
     ddp__fsdp_allocation *allocations; /* in order. Group memory has the same order on every rank */
     int count;
     ddp_fsdp_bytes now, peak;
     size_t group_bytes, file_bytes;
     int file; /* OFFLOAD_FILE; -1 = none */
     off_t file_size;
-    /* the first failure. create continues: no rank may miss a collective call */
-    ddp_saved_error error;
+    ddp_saved_error error; /* the first failure. create continues: no rank may miss a collective call */
 } ddp__fsdp_allocator;
 
-typedef struct
-    ddp__fsdp_unshard_state {  /* full parameters: their memory, and the order in which units need them */
-    ddp__fsdp_buffer *buffers; /* unit_count of them */
-    int buffer_count, prefetch_buffers_ready; /* prefetch_buffers_ready: those for prefetch are there too */
+/* Full parameters: their memory, and the order in which the caller unshards units. */
+typedef struct ddp__fsdp_unshard_state {
+    ddp__fsdp_buffer *buffers; /* room for unit_count of them */
+    int buffer_count;
+    int prefetch_buffers_ready; /* the buffers include those for prefetch */
     size_t buffer_bytes;
-    int *order, order_capacity; /* units in the order of unshards. This step overwrites the last step's */
-    int order_count, order_position; /* of the last step; of this step */
-    int order_matches;               /* this step has had the last step's order until now */
-    int in_use, max_in_use;          /* units between unshard and reshard */
+    int *order, order_capacity;   /* unit numbers. This step overwrites the last step's */
+    int order_count;              /* unshards of the last step */
+    int order_position;           /* unshards of this step until now */
+    int order_matches;            /* until now, this step has the order of the last one */
+    int in_use_count, in_use_max; /* units between unshard and reshard: now; the largest number yet */
 } ddp__fsdp_unshard_state;
 
-typedef struct ddp__fsdp_reduce_state { /* gradients become sums, see impl-shard-reduce */
-    ddp__fsdp_buffer *buffers;
+/* Reductions of gradients: their memory, and with peer memory their numbers. */
+typedef struct ddp__fsdp_reduce_state {
+    ddp__fsdp_buffer *buffers; /* full gradients of FULL_SHARD and SHARD_GRAD */
     int buffer_count;
     size_t buffer_bytes;
     uint64_t buffer_uses;
-    /* staging: full gradients in reduce_dtype; DDP__REDUCE_TILE elements of each rank */
-    unsigned char *cast, *tile;
-    size_t cast_bytes, tile_bytes;
-    uint64_t **progress;           /* peer memory: every rank's progress words. NULL = blocks */
+    unsigned char *cast_grads, *tile; /* full gradients in reduce_dtype; DDP__REDUCE_TILE elements per rank */
+    size_t cast_grads_bytes, tile_bytes;
+    uint64_t **progress;           /* every rank's progress words. NULL = by collectives */
     ddp__fsdp_unit **issued_units; /* by number, modulo ddp__reduce_window */
-    uint64_t issued, done;         /* numbers of the last reduction that was issued, and executed */
-    uint64_t cast_issued;          /* number of the last one through cast */
-    void *event;                   /* orders streams of replicas */
+    uint64_t issued, done;         /* number of the last reduction that this rank issued; that it executed */
+    uint64_t cast_issued;          /* number of the last reduction that reads cast_grads */
+    void *event;                   /* orders the streams of group and replicas */
 } ddp__fsdp_reduce_state;
 
-typedef struct ddp__fsdp_clip_state { /* the factor that clipping leaves to the step */
-    ddp_exact_sum *squares;           /* the device's memory */
-    float scale;                      /* 1 = none, or the device decides: */
-    /* the device's memory for it; the same, or NULL if there is nothing to multiply */
-    float *factor, *factor_now;
-    /* of the last clipping: written by the device until `event`; by the host */
-    float *norm, last_norm;
+/* The factor with which clipping scales the gradients of the next step. */
+typedef struct ddp__fsdp_clip_state {
+    ddp_exact_sum *squares;     /* in the device's memory */
+    float scale;                /* 1 = none, or the device has the factor: */
+    float *factor, *factor_now; /* in the device's memory; the same, or NULL if there is nothing to scale */
+    float *norm, last_norm;     /* written by the device until `event`; by the host */
     int has_norm;
     void *event;
 } ddp__fsdp_clip_state;
 
-typedef struct ddp__fsdp_offload_state { /* OFFLOAD_HOST on a device with memory of its own */
-    ddp_group *host_group;               /* a world of one rank on the CPU, where the optimizer works */
-    /* pinned: gradients of own rows; two pieces of values in flight to the device */
-    unsigned char *sums, *rows;
-    size_t sums_bytes, rows_bytes;
-    void **downloaded, *uploaded[2]; /* events of the pieces of gradients and of values */
-    int piece_count, piece;          /* of gradients; the next one that is stepped */
-    int upload;                      /* which of the two pieces of values is filled next */
+/* OFFLOAD_HOST on a device with its own memory. Host memory is pinned. */
+typedef struct ddp__fsdp_offload_state {
+    ddp_group *host_group;                    /* a world of one rank on the CPU, for the optimizer */
+    unsigned char *host_grads, *value_pieces; /* this rank's gradients; two pieces of values in flight */
+    size_t host_grads_bytes, value_pieces_bytes;
+    void **downloaded, *uploaded[2]; /* events of the pieces of gradients, and of values */
+    int piece_count, next_piece;     /* of gradients */
+    int upload_index;                /* which of the two pieces of values is filled next */
 } ddp__fsdp_offload_state;
 
-typedef struct ddp__fsdp_saver { /* a save in progress: the slices and a copy of what they point to */
-    /* the group that writes and reads files; replicas that wait for it, or NULL */
-    ddp_group *groups[2];
-    ddp_group *thread_group; /* save_in_background: a split of files for the thread */
+/* A save in progress: the slices, and a copy of the data that they point to. */
+typedef struct ddp__fsdp_saver {
+    ddp_group *groups[2];    /* writes and reads files; replicas that wait for it, or NULL */
+    ddp_group *thread_group; /* save_in_background: a split of groups[0] for the thread */
     ddp__checkpoint_slice *slices;
     int count;
-    char *names; /* name_room bytes per slice */
-    size_t name_room;
-    unsigned char *staged;
+    char *names; /* name_size bytes per slice */
+    size_t name_size;
+    unsigned char *staged; /* the copy */
     size_t staged_bytes;
     ddp_fsdp_state state;    /* without desc.state: kept from a load to the next save */
-    char dir[DDP__PATH_MAX]; /* cut off where it is too long for a checkpoint */
+    char dir[DDP__PATH_MAX]; /* cut off if it is too long for a checkpoint */
     pthread_t thread;
     int pending, has_thread;
     ddp_saved_error result;
@@ -3525,27 +3539,27 @@ struct ddp_fsdp {
     ddp_fsdp_desc desc;           /* with defaults */
     ddp_group *group, *groups[3]; /* groups: group, replicas, checkpoint_group */
     const ddp_device *device;
-    int world_size, rank;         /* of those that parameters are split over: 1 and 0 under NO_SHARD */
-    ddp_group *replica_groups[2]; /* groups of ranks that hold the same rows */
+    int world_size, rank;         /* among the ranks that split parameters: 1 and 0 under NO_SHARD */
+    ddp_group *replica_groups[2]; /* of ranks that hold the same rows */
     int replica_group_count;
     int keeps_full_params;       /* full parameters stay: not FULL_SHARD, or one rank on a device */
     int reduces_per_micro_batch; /* FULL_SHARD, SHARD_GRAD: gradients are reduced after every micro-batch */
-    int peer_memory;
+    int peer_memory;             /* the transport; 0 = collectives */
     ddp__fsdp_unit *units, *units_end;
     ddp__fsdp_shard *shards, *shards_end;
     int unit_count, shard_count;
-    unsigned char *send, *recv; /* staging of blocks */
+    unsigned char *send, *recv; /* blocks of collectives */
     size_t send_bytes, recv_bytes;
-    /* ranks times micro-batches; per_token: the step's tokens, 0 = not known yet */
-    uint64_t divisor;
+    uint64_t grad_divisor; /* ranks times micro-batches; per_token: the step's tokens, 0 = unknown yet */
     uint64_t call_hash;    /* of this step's unshards and reductions, in order */
-    int finished, no_grad; /* finished: this step's sums are divided */
+    int sums_divided;      /* this step's sums have been divided by grad_divisor */
+    int no_grad;
     int64_t step;
     ddp_optimizer *optimizer;
-    ddp_param *masters; /* what the optimizer updates */
-    ddp_tensor *sums;   /* their gradients, on the device */
-    ddp__fsdp_shard **master_shards;
-    int master_count;
+    ddp_param *optimizer_params; /* master values and the gradients that the optimizer reads */
+    ddp_tensor *grad_sums;       /* their gradients on the device */
+    ddp__fsdp_shard **optimizer_shards;
+    int optimizer_param_count;
     ddp__fsdp_allocator allocator;
     ddp__fsdp_unshard_state unshard;
     ddp__fsdp_reduce_state reduce;
@@ -3553,6 +3567,10 @@ struct ddp_fsdp {
     ddp__fsdp_offload_state offload;
     ddp__fsdp_saver saver;
 };
+
+//== FSDP: memory and failures ================================================================ >>impl-memory
+/* Allocates memory by purpose and kind, for ddp_fsdp_get_memory, and frees it. Makes a failure of this rank a
+   failure of every group that waits for it. */
 
 static void ddp__size_at_least(size_t *size, size_t needed) {
     if (*size < needed) *size = needed;
@@ -3803,7 +3821,7 @@ static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__fsdp_shard *s) {
 /* This rank's rows of the master values. */
 static ddp_tensor ddp__shard_tensor(const ddp__fsdp_shard *s) {
     ddp_tensor rows = s->user_param->param.value;
-    rows.data = s->own_count ? s->source->master : NULL;
+    rows.data = s->own_count ? s->source->master_rows : NULL;
     rows.dtype = s->master_dtype;
     if (rows.ndim || !s->own_rows) rows.shape[0] = (int64_t)s->own_rows;
     if (!s->own_rows && !rows.ndim) rows.ndim = 1;
@@ -3856,12 +3874,13 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__fsdp_unit *unit) {
         unit->trained_count++;
         if (s->reduce_dtype != grad_dtype
             && (adds_micro_batches || (f->world_size == 1 && s->reduce_dtype != s->master_dtype)))
-            unit->layout = DDP__CAST_GRADS;
-        s->in_place = !f->reduces_per_micro_batch && grad_dtype == s->master_dtype
-                      && s->reduce_dtype == s->master_dtype
-                      && (f->world_size == 1 || f->replica_group_count == 0);
-        if (f->world_size == 1 && unit->casts_grads) s->in_place = 0; /* all sums of the unit are together */
-        for (int layout = 0; layout < DDP__GRAD_LAYOUTS - s->in_place; layout++) {
+            unit->reduce_layout = DDP__CAST_GRADS;
+        s->sum_in_full_grads = !f->reduces_per_micro_batch && grad_dtype == s->master_dtype
+                               && s->reduce_dtype == s->master_dtype
+                               && (f->world_size == 1 || f->replica_group_count == 0);
+        if (f->world_size == 1 && unit->casts_grads)
+            s->sum_in_full_grads = 0; /* all sums of the unit are together */
+        for (int layout = 0; layout < DDP__GRAD_LAYOUTS - s->sum_in_full_grads; layout++) {
             size_t count = layout == DDP__SHARD_SUMS ? shard_count : s->range[layout].count;
             s->range[layout].offset = ddp__layout_append(&unit->grad_bytes[layout],
                                                          count * ddp_dtype_size(s->range[layout].dtype));
@@ -3886,13 +3905,13 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__fsdp_unit *unit) {
 /* This rank's rows in 8 bits: the largest magnitude of each block of 256, then the values in 127ths of it,
    rounded. */
 static void ddp__quantize(const ddp__fsdp_shard *s) {
-    float *scale = (float *)(void *)s->value, x[DDP__QUANT_BLOCK];
-    int8_t *q = (int8_t *)(void *)(s->value + ddp__quant_scales(s) * sizeof(float));
+    float *scale = (float *)(void *)s->sent_rows, x[DDP__QUANT_BLOCK];
+    int8_t *q = (int8_t *)(void *)(s->sent_rows + ddp__quant_scales(s) * sizeof(float));
     for (size_t from = 0; from < s->own_count; from += DDP__QUANT_BLOCK) {
         size_t n = s->own_count - from < (size_t)DDP__QUANT_BLOCK ? s->own_count - from
                                                                   : (size_t)DDP__QUANT_BLOCK;
         float max = 0;
-        ddp_device_cpu()->cast(x, DDP_F32, s->master + from * ddp_dtype_size(s->master_dtype),
+        ddp_device_cpu()->cast(x, DDP_F32, s->master_rows + from * ddp_dtype_size(s->master_dtype),
                                s->master_dtype, n);
         for (size_t i = 0; i < n; i++) max = fabsf(x[i]) > max || x[i] != x[i] ? fabsf(x[i]) : max;
         scale[from / DDP__QUANT_BLOCK] = max; /* NaN and infinities spread over their block */
@@ -3945,14 +3964,14 @@ static void ddp__fsdp_copy_async(const ddp_fsdp *f, void *dst, const void *src, 
    travels. */
 static ddp_result ddp__offload_upload(ddp_fsdp *f, const ddp__fsdp_shard *s, size_t from, size_t count) {
     ddp__fsdp_offload_state *o = &f->offload;
-    for (size_t n, size = ddp_dtype_size(s->dtype); count; from += n, count -= n, o->upload ^= 1) {
-        unsigned char *piece = o->rows + (size_t)o->upload * o->rows_bytes / 2;
+    for (size_t n, size = ddp_dtype_size(s->dtype); count; from += n, count -= n, o->upload_index ^= 1) {
+        unsigned char *piece = o->value_pieces + (size_t)o->upload_index * o->value_pieces_bytes / 2;
         n = count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE;
-        DDP_TRY(ddp__fsdp_event_wait(f, o->uploaded[o->upload], 0));
-        ddp_device_cpu()->cast(piece, s->dtype, s->master + from * ddp_dtype_size(s->master_dtype),
+        DDP_TRY(ddp__fsdp_event_wait(f, o->uploaded[o->upload_index], 0));
+        ddp_device_cpu()->cast(piece, s->dtype, s->master_rows + from * ddp_dtype_size(s->master_dtype),
                                s->master_dtype, n);
-        ddp__fsdp_copy_async(f, s->value + from * size, piece, n * size);
-        DDP_TRY(ddp__fsdp_event_record(f, DDP_STREAM_COMPUTE, o->uploaded[o->upload]));
+        ddp__fsdp_copy_async(f, s->sent_rows + from * size, piece, n * size);
+        DDP_TRY(ddp__fsdp_event_record(f, DDP_STREAM_COMPUTE, o->uploaded[o->upload_index]));
     }
     return DDP_OK;
 }
@@ -3985,15 +4004,16 @@ static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
     for (ddp__fsdp_shard *s = unit->shards; s < unit->end && !f->peer_memory; s++) {
         size_t bytes = f->desc.quantize_gather ? ddp__shard_sent_bytes(f, s)
                                                : ddp__shard_rows_bytes(s, s->own_rows, s->dtype);
-        if (!s->shares_full_params) f->device->copy(f->send + s->block_offset, s->source->value, bytes);
+        if (!s->shares_full_params) f->device->copy(f->send + s->block_offset, s->source->sent_rows, bytes);
     }
     if (!f->peer_memory) DDP_TRY(ddp_all_gather(group, f->send, f->recv, unit->block_bytes, DDP_U8, NULL));
     for (ddp__fsdp_shard *s = unit->shards; s < unit->end; s++)
         for (int r = 0; r < f->world_size && !s->shares_full_params; r++) {
             size_t first = ddp__shard_first_row(s, r),
                    count = (ddp__shard_first_row(s, r + 1) - first) * s->row_elements;
-            unsigned char *out = unit->full + s->full_offset + ddp__shard_rows_bytes(s, first, s->dtype);
-            const unsigned char *rows = s->source->value;
+            unsigned char *out = unit->full_memory + s->full_offset
+                                 + ddp__shard_rows_bytes(s, first, s->dtype);
+            const unsigned char *rows = s->source->sent_rows;
             if (!count || (r == f->rank && f->keeps_full_params)) continue;
             if (!f->peer_memory)
                 rows = f->recv + (size_t)r * unit->block_bytes + s->block_offset;
@@ -4041,7 +4061,7 @@ static void ddp__buffer_release(ddp__fsdp_buffer **slot, unsigned char **pointer
 /* Frees the full parameters of the unit. Returns result, which may be the reason. */
 static ddp_result ddp__full_params_release(ddp__fsdp_unit *unit, ddp_result result) {
     unit->unsharded = 0;
-    ddp__buffer_release(&unit->full_buffer, &unit->full);
+    ddp__buffer_release(&unit->full_buffer, &unit->full_memory);
     return result;
 }
 
@@ -4053,7 +4073,7 @@ static ddp_result ddp__full_params_acquire(ddp_fsdp *f, ddp__fsdp_unit *unit) {
         int i = 0;
         while (i < u->buffer_count && u->buffers[i].in_use) i++;
         DDP_TRY(ddp__full_buffers_alloc(f, i + 1));
-        unit->full_buffer = ddp__buffer_acquire(&u->buffers[i], &unit->full);
+        unit->full_buffer = ddp__buffer_acquire(&u->buffers[i], &unit->full_memory);
     }
     unit->unsharded = 1;
     return DDP_OK;
@@ -4094,7 +4114,7 @@ static int ddp__full_buffers_needed(const ddp_fsdp *f, int in_use) {
 static ddp_result ddp__full_buffers_for_prefetch(ddp_fsdp *f) {
     ddp__fsdp_unshard_state *u = &f->unshard;
     if (u->prefetch_buffers_ready || ddp__full_memory_is_per_unit(f) || u->order_position == 0) return DDP_OK;
-    DDP_TRY(ddp__full_buffers_alloc(f, ddp__full_buffers_needed(f, u->max_in_use)));
+    DDP_TRY(ddp__full_buffers_alloc(f, ddp__full_buffers_needed(f, u->in_use_max)));
     u->prefetch_buffers_ready = 1;
     return DDP_OK;
 }
@@ -4127,8 +4147,8 @@ static ddp_result ddp__fsdp_prefetch(ddp_fsdp *f) {
 /* Reshards what is not in use, where the unit would go beyond the limit, or beyond the memory of the first
    step. */
 static ddp_result ddp__reshard_idle_units(ddp_fsdp *f, const ddp__fsdp_unit *unit) {
-    int in_use = f->unshard.in_use + !unit->in_use, held = 1;
-    int room = ddp__full_buffers_needed(f, in_use > f->unshard.max_in_use ? in_use : f->unshard.max_in_use);
+    int in_use = f->unshard.in_use_count + !unit->in_use, held = 1;
+    int room = ddp__full_buffers_needed(f, in_use > f->unshard.in_use_max ? in_use : f->unshard.in_use_max);
     if (ddp__full_memory_is_per_unit(f) || unit->unsharded) return DDP_OK;
     for (const ddp__fsdp_unit *other = f->units; other < f->units_end; other++) held += other->unsharded;
     for (int wanted = 0; wanted < 2; wanted++) /* first those that the order does not need soon */
@@ -4179,8 +4199,8 @@ static ddp_result ddp__unshard_order_record(ddp_fsdp *f, int unit) {
 enum { DDP__REDUCE_TILE = 1024 }; /* elements of each rank */
 
 static unsigned char *ddp__shard_sum(const ddp__fsdp_shard *s, int level) {
-    if (s->in_place)
-        return s->unit->grads + s->range[DDP__FULL_GRADS].offset
+    if (s->sum_in_full_grads)
+        return s->unit->grad_memory + s->range[DDP__FULL_GRADS].offset
                + ddp__shard_rows_bytes(s, s->first_row, s->range[DDP__FULL_GRADS].dtype);
     return s->unit->partial_sum[level] + s->range[DDP__SHARD_SUMS].offset;
 }
@@ -4203,7 +4223,7 @@ static void ddp__reduce_from_peers(const ddp_fsdp *f, const ddp__fsdp_unit *unit
                                    const unsigned char *const *grads) {
     const void *sources[DDP_MAX_LOCAL_RANKS];
     for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
-        const ddp__fsdp_grad_range *p = &s->range[unit->layout];
+        const ddp__fsdp_grad_range *p = &s->range[unit->reduce_layout];
         size_t at = p->offset + ddp__shard_rows_bytes(s, s->first_row, p->dtype), n;
         size_t reduce_size = ddp_dtype_size(s->reduce_dtype);
         int casts = p->dtype != s->reduce_dtype || s->reduce_dtype != s->master_dtype;
@@ -4231,7 +4251,7 @@ static void ddp__reduce_from_peers(const ddp_fsdp *f, const ddp__fsdp_unit *unit
 /* Packs this rank's gradients of rank r's rows. */
 static void ddp__reduce_pack_rows(const ddp_fsdp *f, const ddp__fsdp_shard *s, int r, unsigned char *out,
                                   const unsigned char *full) {
-    const ddp__fsdp_grad_range *p = &s->range[s->unit->layout];
+    const ddp__fsdp_grad_range *p = &s->range[s->unit->reduce_layout];
     size_t first = ddp__shard_first_row(s, r),
            count = (ddp__shard_first_row(s, r + 1) - first) * s->row_elements;
     const unsigned char *rows = full + p->offset + ddp__shard_rows_bytes(s, first, p->dtype);
@@ -4321,20 +4341,20 @@ static void ddp__accumulate_micro_batch(const ddp_fsdp *f, ddp__fsdp_unit *unit,
 /* Returns the gradients to add over ranks, in reduce_dtype if the layout is DDP__CAST_GRADS: those of each
    micro-batch, or the sum of all in the place of the last ones. NULL: not yet. */
 static unsigned char *ddp__grads_to_reduce(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
-    unsigned char *full = unit->reducing_buffer ? unit->reducing_buffer->memory : unit->grads;
-    if (unit->layout == DDP__CAST_GRADS) {
+    unsigned char *full = unit->reducing_buffer ? unit->reducing_buffer->memory : unit->grad_memory;
+    if (unit->reduce_layout == DDP__CAST_GRADS) {
         for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
             const ddp__fsdp_grad_range *p = &s->range[DDP__FULL_GRADS];
-            unsigned char *cast = f->reduce.cast + s->range[DDP__CAST_GRADS].offset;
+            unsigned char *cast = f->reduce.cast_grads + s->range[DDP__CAST_GRADS].offset;
             if (!s->trained) continue;
             if (s->uses_pipeline_sum)
                 f->device->copy(cast, s->user_param->param.sum.data, p->count * sizeof(float));
             else
                 f->device->cast(cast, s->reduce_dtype, full + p->offset, p->dtype, p->count);
         }
-        full = f->reduce.cast;
+        full = f->reduce.cast_grads;
     }
-    if (!f->reduces_per_micro_batch) ddp__accumulate_micro_batch(f, unit, full, unit->layout);
+    if (!f->reduces_per_micro_batch) ddp__accumulate_micro_batch(f, unit, full, unit->reduce_layout);
     return f->reduces_per_micro_batch || unit->reduced_count == f->desc.micro_batch_count ? full : NULL;
 }
 
@@ -4352,14 +4372,14 @@ static ddp_result ddp__reduce_by_collectives(const ddp_fsdp *f, ddp__fsdp_unit *
     unsigned char *full = ddp__grads_to_reduce(f, unit);
     ddp__fsdp_cast_run run = DDP_ZERO;
     if (!full) return ddp_device_check(f->group);
-    int casts_first = f->world_size == 1 && unit->casts_grads && unit->layout == DDP__FULL_GRADS;
+    int casts_first = f->world_size == 1 && unit->casts_grads && unit->reduce_layout == DDP__FULL_GRADS;
     if (f->world_size > 1)
         DDP_TRY(ddp__reduce_by_reduce_scatter(f, unit, full));
     else if (!casts_first)
-        DDP_TRY(ddp__reduce_over_replicas(f, unit, full, unit->layout));
+        DDP_TRY(ddp__reduce_over_replicas(f, unit, full, unit->reduce_layout));
     for (const ddp__fsdp_shard *s = unit->shards; s < unit->end && f->world_size == 1; s++) {
-        const ddp__fsdp_grad_range *p = &s->range[unit->layout];
-        if (s->trained && (!s->in_place || unit->layout == DDP__CAST_GRADS))
+        const ddp__fsdp_grad_range *p = &s->range[unit->reduce_layout];
+        if (s->trained && (!s->sum_in_full_grads || unit->reduce_layout == DDP__CAST_GRADS))
             ddp__cast_run_add(f->device, &run, ddp__shard_sum(s, unit->partial_count), s->master_dtype,
                               full + p->offset, p->dtype, p->count);
     }
@@ -4418,9 +4438,9 @@ static ddp_result ddp__reduce_run_next(ddp_fsdp *f) {
                 "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
                 r, other < (uint64_t)f->unit_count ? f->units[other].name : "?", unit->name);
         }
-        const unsigned char *own = unit->layout == DDP__CAST_GRADS ? reduce->cast
-                                   : unit->reducing_buffer         ? reduce->buffers[word >> 32].memory
-                                                                   : unit->grads;
+        const unsigned char *own = unit->reduce_layout == DDP__CAST_GRADS ? reduce->cast_grads
+                                   : unit->reducing_buffer                ? reduce->buffers[word >> 32].memory
+                                                                          : unit->grad_memory;
         grads[r] = (const unsigned char *)ddp_group_peer(f->group, own, r);
     }
     ddp__reduce_from_peers(f, unit, grads);
@@ -4449,7 +4469,7 @@ static ddp_result ddp__reduce_run_issued(ddp_fsdp *f, uint64_t least) {
 
 /* Waits for a unit's reduction. Its slot stays with it. */
 static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__fsdp_unit *unit) {
-    ddp_result result = ddp__reduce_run_issued(f, unit->issued);
+    ddp_result result = ddp__reduce_run_issued(f, unit->last_issued);
     if (result == DDP_OK) result = ddp_wait(f->group, &unit->reduce_work);
     return result == DDP_OK ? DDP_OK : ddp__unit_failed(unit, result, "ddp_fsdp_reduce_grads");
 }
@@ -4487,13 +4507,13 @@ static ddp_result ddp__accept_pipeline_sums(ddp_fsdp *f, ddp__fsdp_unit *unit) {
         count += s->uses_pipeline_sum;
     }
     if (count == 0) return DDP_OK;
-    unit->layout = DDP__CAST_GRADS;
-    if (f->reduce.cast) return DDP_OK;
+    unit->reduce_layout = DDP__CAST_GRADS;
+    if (f->reduce.cast_grads) return DDP_OK;
     for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++)
         if (ddp__accepts_pipeline_sum(s))
-            ddp__size_at_least(&f->reduce.cast_bytes, s->unit->grad_bytes[DDP__CAST_GRADS]);
-    return ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, f->reduce.cast_bytes,
-                           &f->reduce.cast);
+            ddp__size_at_least(&f->reduce.cast_grads_bytes, s->unit->grad_bytes[DDP__CAST_GRADS]);
+    return ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, f->reduce.cast_grads_bytes,
+                           &f->reduce.cast_grads);
 }
 
 /* Issues the reduction of one micro-batch's gradients with peer memory. */
@@ -4501,17 +4521,17 @@ static ddp_result ddp__reduce_issue(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     ddp__fsdp_reduce_state *reduce = &f->reduce;
     uint64_t window = (uint64_t)ddp__reduce_window(f), *own = reduce->progress[f->rank];
     uint64_t slot = unit->reducing_buffer ? (uint64_t)(unit->reducing_buffer - reduce->buffers) : 0;
-    if (unit->layout == DDP__CAST_GRADS && reduce->cast_issued) { /* all units share this memory */
+    if (unit->reduce_layout == DDP__CAST_GRADS && reduce->cast_issued) { /* all units share this memory */
         DDP_TRY(ddp__reduce_wait(f, reduce->issued_units[reduce->cast_issued % window]));
         DDP_TRY(ddp__progress_wait(f, DDP__PROGRESS_DONE, reduce->cast_issued));
     }
     if (!ddp__grads_to_reduce(f, unit)) return DDP_OK;
-    unit->issued = ++reduce->issued;
-    if (unit->layout == DDP__CAST_GRADS) reduce->cast_issued = unit->issued;
-    if (unit->reducing_buffer) unit->reducing_buffer->last_issued = unit->issued;
-    reduce->issued_units[unit->issued % window] = unit;
-    own[DDP__PROGRESS_UNITS + unit->issued % window] = (uint64_t)unit->index | slot << 32;
-    ddp_group_signal(f->group, own + DDP__PROGRESS_ISSUED, unit->issued);
+    unit->last_issued = ++reduce->issued;
+    if (unit->reduce_layout == DDP__CAST_GRADS) reduce->cast_issued = unit->last_issued;
+    if (unit->reducing_buffer) unit->reducing_buffer->last_issued = unit->last_issued;
+    reduce->issued_units[unit->last_issued % window] = unit;
+    own[DDP__PROGRESS_UNITS + unit->last_issued % window] = (uint64_t)unit->index | slot << 32;
+    ddp_group_signal(f->group, own + DDP__PROGRESS_ISSUED, unit->last_issued);
     if (!f->replica_group_count) return ddp__reduce_run_issued(f, 0);
     /* collectives of two groups need one order */
     return ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reduce_work);
@@ -4541,7 +4561,7 @@ static ddp_result ddp__grad_buffer_acquire(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     }
     slot->last_use = ++reduce->buffer_uses;
     if (reduce->progress) DDP_TRY(ddp__progress_wait(f, DDP__PROGRESS_DONE, slot->last_issued));
-    unit->grad_buffer = ddp__buffer_acquire(slot, &unit->grads);
+    unit->grad_buffer = ddp__buffer_acquire(slot, &unit->grad_memory);
     return DDP_OK;
 }
 
@@ -4554,13 +4574,14 @@ static ddp_result ddp__grads_attach(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     DDP_TRY(f->reduces_per_micro_batch ? ddp__grad_buffer_acquire(f, unit)
                                        : ddp__reduce_wait_release(f, unit));
     unit->grads_attached = 1;
-    if (!f->desc.overwrite_gradients) f->device->fill_zero(unit->grads, unit->grad_bytes[DDP__FULL_GRADS]);
+    if (!f->desc.overwrite_gradients)
+        f->device->fill_zero(unit->grad_memory, unit->grad_bytes[DDP__FULL_GRADS]);
     return DDP_OK;
 }
 
 static void ddp__grads_detach(ddp__fsdp_unit *unit) {
     unit->grads_attached = 0;
-    ddp__buffer_release(&unit->grad_buffer, &unit->grads);
+    ddp__buffer_release(&unit->grad_buffer, &unit->grad_memory);
 }
 
 //== sharding: the step ========================================================================== >>impl-step
@@ -4569,7 +4590,7 @@ static void ddp__grads_detach(ddp__fsdp_unit *unit) {
    ddp_reducer_wait does, then unscales. */
 static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
     ddp_scaler *scaler = f->desc.scaler;
-    if (f->finished) return ddp__fsdp_device_begin(f->group);
+    if (f->sums_divided) return ddp__fsdp_device_begin(f->group);
     for (const ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++)
         if (unit->trained_count && unit->reduced_count != f->desc.micro_batch_count)
             return ddp__fsdp_invalid(
@@ -4577,7 +4598,7 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
                 "unit %s was reduced %d times in this step, micro_batch_count is %d; call "
                 "ddp_fsdp_reduce_grads for every unit in every micro-batch",
                 unit->name, unit->reduced_count, f->desc.micro_batch_count);
-    if (!f->divisor)
+    if (!f->grad_divisor)
         return ddp__fsdp_invalid(
             call, f->group,
             "per_token is set, and nothing tells the tokens of this step; call ddp_fsdp_mean first");
@@ -4590,12 +4611,12 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
     for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
         if (!s->trained || !s->own_count) continue;
         unsigned char *sum = ddp__shard_sum(s, 0), *first = ddp__shard_sum(s->source, 0);
-        if (f->divisor > 1) f->device->divide(sum, s->own_count, s->master_dtype, f->divisor);
+        if (f->grad_divisor > 1) f->device->divide(sum, s->own_count, s->master_dtype, f->grad_divisor);
         if (s->source != s) f->device->add(first, first, sum, s->own_count, s->master_dtype);
     }
-    f->finished = 1;
+    f->sums_divided = 1;
     if (!scaler) return ddp_device_check(f->group);
-    DDP_TRY(ddp__scaler_unscale(scaler, f->group, f->sums, f->master_count,
+    DDP_TRY(ddp__scaler_unscale(scaler, f->group, f->grad_sums, f->optimizer_param_count,
                                 f->device == ddp_device_cpu() ? NULL : f->clip.squares));
     for (int i = 0; i < 2; i++) /* these groups in addition to the scaler's own */
         if (f->groups[i] && ddp_world_size(f->groups[i]) > 1)
@@ -4606,7 +4627,7 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *call) {
 
 /* Applies now the factor that clipping left to the step. */
 static void ddp__clip_apply(ddp_fsdp *f) {
-    for (const ddp_tensor *sum = f->sums; sum < f->sums + f->master_count; sum++)
+    for (const ddp_tensor *sum = f->grad_sums; sum < f->grad_sums + f->optimizer_param_count; sum++)
         if (ddp_tensor_count(sum))
             ddp__scale_grads(f->device, sum->data, (size_t)ddp_tensor_count(sum), sum->dtype, f->clip.scale,
                              f->clip.factor_now);
@@ -4621,7 +4642,8 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     ddp_exact_sum sum;
     ddp__clip_apply(f);
     f->device->fill_zero(clip->squares, sizeof sum);
-    for (int i = 0; i < f->master_count; i++) ddp_tensor_sum_squares(f->device, clip->squares, &f->sums[i]);
+    for (int i = 0; i < f->optimizer_param_count; i++)
+        ddp_tensor_sum_squares(f->device, clip->squares, &f->grad_sums[i]);
     if (f->world_size > 1)
         DDP_TRY(ddp_all_reduce(f->group, clip->squares, clip->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM,
                                NULL));
@@ -4645,7 +4667,7 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
     DDP__FSDP_CHECK(
         fsdp->desc.per_token,
         "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
-    DDP__FSDP_CHECK(!fsdp->divisor, "this step's tokens are known already; call it once");
+    DDP__FSDP_CHECK(!fsdp->grad_divisor, "this step's tokens are known already; call it once");
     DDP_TRY(ddp__reduce_wait_all(fsdp)); /* which may use replicas */
     ddp_mean all = *loss;
     ddp_result result = DDP_OK;
@@ -4658,7 +4680,7 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
                                  "a rank's count is negative, here it is %lld; counts of tokens add up",
                                  (long long)loss->count);
     DDP_TRY(result);
-    fsdp->divisor = all.count ? (uint64_t)all.count : 1;
+    fsdp->grad_divisor = all.count ? (uint64_t)all.count : 1;
     *loss = all;
     return DDP_OK;
 }
@@ -4711,8 +4733,9 @@ static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
             ddp__quantize(s);
         else if (f->offload.host_group)
             DDP_TRY(ddp__offload_upload(f, s, 0, s->own_count));
-        else if (s->value != s->master)
-            ddp__cast_run_add(f->device, &run, s->value, s->dtype, s->master, s->master_dtype, s->own_count);
+        else if (s->sent_rows != s->master_rows)
+            ddp__cast_run_add(f->device, &run, s->sent_rows, s->dtype, s->master_rows, s->master_dtype,
+                              s->own_count);
     }
     ddp__cast_run_add(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
     for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
@@ -4730,10 +4753,10 @@ static ddp_result ddp__shards_barrier(const ddp_fsdp *f) {
 static void ddp__set_param_pointers(const ddp__fsdp_unit *unit, int values, int grads) {
     for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
         const ddp__fsdp_shard *from = s->shares_full_params ? s->source : s;
-        unsigned char *full = from->unit->full ? from->unit->full + from->full_offset : NULL;
+        unsigned char *full = from->unit->full_memory ? from->unit->full_memory + from->full_offset : NULL;
         s->user_param->param.value.data = values ? full : NULL;
-        s->user_param->param.grad.data = grads && s->trained && unit->grads
-                                             ? unit->grads + s->range[DDP__FULL_GRADS].offset
+        s->user_param->param.grad.data = grads && s->trained && unit->grad_memory
+                                             ? unit->grad_memory + s->range[DDP__FULL_GRADS].offset
                                              : NULL;
     }
 }
@@ -4749,13 +4772,13 @@ static void ddp__fsdp_begin(ddp_fsdp *f) {
     }
     for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++)
         if (s->user_param->param.sum.reader == f) s->user_param->param.sum.is_set = 0;
-    if (f->finished)
+    if (f->sums_divided)
         u->order_count = u->order_position;
     else if (!u->order_matches)
         u->order_count = 0; /* the order of a step that starts again, or of a load, does not count */
-    u->order_position = f->finished = 0;
+    u->order_position = f->sums_divided = 0;
     u->order_matches = 1;
-    if (f->desc.per_token) f->divisor = 0;
+    if (f->desc.per_token) f->grad_divisor = 0;
     f->clip.scale = 1;
     f->clip.factor_now = NULL;
     f->call_hash = DDP_HASH_SEED;
@@ -4771,20 +4794,20 @@ static ddp_result ddp__offload_download(ddp_fsdp *f) {
     DDP_TRY(ddp__fsdp_event_record(f, DDP_STREAM_COMPUTE, o->downloaded[0]));
     if (o->downloaded[0]) DDP_TRY(f->device->event_wait(f->group, DDP_STREAM_COMM, o->downloaded[0]));
     if (f->device->use_stream) DDP_TRY(f->device->use_stream(f->group, DDP_STREAM_COMM));
-    o->piece = 0;
-    for (int i = 0; i < f->master_count; i++) {
-        size_t size = ddp_dtype_size(f->sums[i].dtype), bytes = f->master_shards[i]->own_count * size,
+    o->next_piece = 0;
+    for (int i = 0; i < f->optimizer_param_count; i++) {
+        size_t size = ddp_dtype_size(f->grad_sums[i].dtype), bytes = f->optimizer_shards[i]->own_count * size,
                max = DDP__HOST_PIECE * size;
         for (size_t at = 0; at < bytes && result == DDP_OK; at += max) {
-            ddp__fsdp_copy_async(f, (char *)f->masters[i].grad.data + at, (char *)f->sums[i].data + at,
-                                 bytes - at < max ? bytes - at : max);
-            result = ddp__fsdp_event_record(f, DDP_STREAM_COMM, o->downloaded[o->piece++]);
+            ddp__fsdp_copy_async(f, (char *)f->optimizer_params[i].grad.data + at,
+                                 (char *)f->grad_sums[i].data + at, bytes - at < max ? bytes - at : max);
+            result = ddp__fsdp_event_record(f, DDP_STREAM_COMM, o->downloaded[o->next_piece++]);
         }
     }
     /* in any case: this thread's own work belongs to the compute stream */
     ddp_result back = ddp__fsdp_device_begin(f->group);
     DDP_TRY(result != DDP_OK ? result : back);
-    o->piece = 0;
+    o->next_piece = 0;
     return f->desc.optimizer.kind == DDP_OPTIMIZER_LARS
                ? ddp__fsdp_event_wait(f, o->downloaded[o->piece_count - 1], 0)
                : DDP_OK;
@@ -4793,8 +4816,8 @@ static ddp_result ddp__offload_download(ddp_fsdp *f) {
 /* Called by the optimizer before and after it steps a piece. */
 static ddp_result ddp__offload_piece(void *user, int i, size_t from, size_t count, int stepped) {
     ddp_fsdp *f = (ddp_fsdp *)user;
-    return stepped ? ddp__offload_upload(f, f->master_shards[i], from, count)
-                   : ddp__fsdp_event_wait(f, f->offload.downloaded[f->offload.piece++], 0);
+    return stepped ? ddp__offload_upload(f, f->optimizer_shards[i], from, count)
+                   : ddp__fsdp_event_wait(f, f->offload.downloaded[f->offload.next_piece++], 0);
 }
 
 /* The step, once all ranks have agreed to it. Allocates nothing. */
@@ -4809,7 +4832,7 @@ static ddp_result ddp__fsdp_update(ddp_fsdp *f, float lr) {
     DDP_TRY(ddp__fsdp_publish(f, f->offload.host_group != NULL));
     DDP_TRY(ddp__shards_barrier(f));
     for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) unit->in_use = 0;
-    f->unshard.in_use = 0;
+    f->unshard.in_use_count = 0;
     ddp__fsdp_begin(f);
     return ddp__fsdp_prefetch(f);
 }
@@ -4834,7 +4857,7 @@ DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
 
 /* Lists this rank's part of a checkpoint as slices, for >>impl-save and >>impl-load. */
 
-enum { DDP__STATES_MAX = 2, DDP__STATE_ROOM = 32 }; /* states of a parameter; bytes of a state's name */
+enum { DDP__STATES_MAX = 2, DDP__STATE_NAME_MAX = 32 }; /* states of a parameter; bytes of a state's name */
 /* of own rows: what this rank is to write, all, or none */
 enum { DDP__LIST_SHARE, DDP__LIST_ALL, DDP__LIST_NOTHING };
 
@@ -4845,9 +4868,9 @@ static ddp_result ddp__saver_create(ddp_fsdp *f) {
     saver->groups[0] = f->desc.checkpoint_group ? f->desc.checkpoint_group : f->group;
     saver->groups[1] = f->desc.checkpoint_group ? NULL : f->desc.replicas;
     for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++)
-        ddp__size_at_least(&saver->name_room, strlen(s->name) + DDP__STATE_ROOM);
+        ddp__size_at_least(&saver->name_size, strlen(s->name) + DDP__STATE_NAME_MAX);
     (void)ddp__fsdp_table_alloc(f, capacity, sizeof *saver->slices, &saver->slices);
-    (void)ddp__fsdp_table_alloc(f, capacity, saver->name_room, &saver->names);
+    (void)ddp__fsdp_table_alloc(f, capacity, saver->name_size, &saver->names);
     return f->desc.save_in_background
                ? ddp_group_split(saver->groups[0], 0, ddp_rank(saver->groups[0]), &saver->thread_group)
                : DDP_OK;
@@ -4859,7 +4882,7 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__fsdp_shard *s, const char *st
                            int list) {
     ddp__fsdp_saver *saver = &f->saver;
     ddp__checkpoint_slice *slice = &saver->slices[saver->count];
-    char *name = saver->names + (size_t)saver->count++ * saver->name_room;
+    char *name = saver->names + (size_t)saver->count++ * saver->name_size;
     const ddp_tensor *value = &s->user_param->param.value;
     size_t ranks = (size_t)ddp_world_size(f->group), share = (s->rows + ranks - 1) / ranks, skip = 0,
            rows = s->own_rows;
@@ -4867,7 +4890,7 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__fsdp_shard *s, const char *st
         skip = ddp__clamp_to_part(share * (size_t)ddp_rank(f->group), 0, s->rows);
         rows = ddp__clamp_to_part(share, 0, s->rows - skip);
     }
-    snprintf(name, saver->name_room, state ? "%s.%s" : "%s", s->name, state);
+    snprintf(name, saver->name_size, state ? "%s.%s" : "%s", s->name, state);
     /* only a slice may repeat: a parameter without global_shape may be one by mistake */
     const ddp__checkpoint_slice made = {name, tensor->dtype, value->ndim,   {0}, {0},
                                         {0},  NULL,          state != NULL, 0,   s->is_slice};
@@ -4895,7 +4918,7 @@ static void ddp__saver_list(ddp_fsdp *f, int list) {
         ddp__saver_add(f, s, NULL, &tensor, s->source == s ? list : DDP__LIST_NOTHING);
         if (s->source != s) saver->slices[s->slice_index].tied_to = s->source->slice_index + 1;
         for (int k = 0; s->source == s && s->trained && k < f->optimizer->state_count; k++) {
-            (void)ddp_optimizer_get_state(f->optimizer, s->master_index, k, &name, &tensor);
+            (void)ddp_optimizer_get_state(f->optimizer, s->optimizer_index, k, &name, &tensor);
             ddp__saver_add(f, s, name, &tensor, list);
         }
     }
@@ -5072,9 +5095,9 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
     if (f->world_size == 1 && ddp_world_size(group) > 1) f->replica_groups[f->replica_group_count++] = group;
     if (d->replicas && ddp_world_size(d->replicas) > 1)
         f->replica_groups[f->replica_group_count++] = d->replicas;
-    f->divisor = d->per_token ? 0
-                              : (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group)
-                                    * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
+    f->grad_divisor = d->per_token ? 0
+                                   : (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group)
+                                         * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
     f->keeps_full_params = d->strategy != DDP_FSDP_FULL_SHARD
                            || (f->world_size == 1 && f->device != ddp_device_cpu());
     f->reduces_per_micro_batch = d->strategy == DDP_FSDP_FULL_SHARD || d->strategy == DDP_FSDP_SHARD_GRAD;
@@ -5209,20 +5232,20 @@ static void ddp__unit_alloc(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     int levels = ddp__fsdp_partial_sums(f),
         shared = f->world_size > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
     int adds_copies = f->world_size == 1 && f->replica_group_count && unit->casts_grads
-                      && unit->layout == DDP__FULL_GRADS;
+                      && unit->reduce_layout == DDP__FULL_GRADS;
     if (ddp__full_memory_is_per_unit(f))
         (void)ddp__fsdp_alloc(f, f->keeps_full_params ? DDP__FOR_SHARDS : DDP__FOR_FULL_PARAMS,
                               f->keeps_full_params ? shared : DDP__MEMORY_DEVICE, unit->full_bytes,
-                              &unit->full);
+                              &unit->full_memory);
     if (!f->keeps_full_params)
         (void)ddp__fsdp_alloc(f, f->desc.quantize_gather ? DDP__FOR_COMMUNICATION : DDP__FOR_SHARDS, shared,
-                              unit->shard_bytes, &unit->shard);
+                              unit->shard_bytes, &unit->shard_memory);
     if (!f->reduces_per_micro_batch && unit->trained_count)
         (void)ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes[DDP__FULL_GRADS],
-                              &unit->grads);
+                              &unit->grad_memory);
     if (unit->master_bytes)
         (void)ddp__fsdp_alloc(f, DDP__FOR_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes,
-                              &unit->master);
+                              &unit->master_memory);
     for (int l = 0; unit->trained_count && (l < levels || (l == 0 && unit->grad_bytes[DDP__SHARD_SUMS]));
          l++) {
         size_t bytes = f->reduces_per_micro_batch ? unit->grad_bytes[DDP__SHARD_SUMS]
@@ -5242,14 +5265,15 @@ static ddp_result ddp__offload_create(ddp_fsdp *f) {
     for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
         size_t size = ddp_dtype_size(s->master_dtype),
                piece = s->own_count < DDP__HOST_PIECE ? s->own_count : DDP__HOST_PIECE;
-        ddp__size_at_least(&o->rows_bytes, 2 * ddp_round_up(piece * size, 64));
+        ddp__size_at_least(&o->value_pieces_bytes, 2 * ddp_round_up(piece * size, 64));
         if (s->source != s || !s->trained) continue;
-        o->sums_bytes += ddp_round_up(s->own_count * size, 64);
+        o->host_grads_bytes += ddp_round_up(s->own_count * size, 64);
         o->piece_count += (int)((s->own_count + DDP__HOST_PIECE - 1) / DDP__HOST_PIECE);
     }
     DDP_TRY(ddp_group_create(&o->host_group, &alone));
-    DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_PINNED, o->rows_bytes, &o->rows));
-    DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_PINNED, o->sums_bytes, &o->sums));
+    DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_PINNED, o->value_pieces_bytes,
+                            &o->value_pieces));
+    DDP_TRY(ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_PINNED, o->host_grads_bytes, &o->host_grads));
     DDP_TRY(ddp__fsdp_table_alloc(f, o->piece_count, sizeof *o->downloaded, &o->downloaded));
     for (int i = 0; i < o->piece_count + 2 && f->device->use_stream; i++)
         DDP_TRY(f->device->event_create(f->group, i < 2 ? &o->uploaded[i] : &o->downloaded[i - 2]));
@@ -5266,11 +5290,12 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
             reduce_bytes += ddp_round_up(unit->reduce_count[d] * ddp_dtype_size((ddp_dtype)d), 64);
         ddp__size_at_least(&f->unshard.buffer_bytes, unit->full_bytes);
         ddp__size_at_least(&reduce->buffer_bytes, unit->grad_bytes[DDP__FULL_GRADS]);
-        if (unit->layout == DDP__CAST_GRADS)
-            ddp__size_at_least(&reduce->cast_bytes, unit->grad_bytes[DDP__CAST_GRADS]);
+        if (unit->reduce_layout == DDP__CAST_GRADS)
+            ddp__size_at_least(&reduce->cast_grads_bytes, unit->grad_bytes[DDP__CAST_GRADS]);
         for (const ddp__fsdp_shard *s = unit->shards; s < unit->end && world > 1 && f->peer_memory; s++)
             if (s->trained
-                && (s->range[unit->layout].dtype != s->reduce_dtype || s->reduce_dtype != s->master_dtype))
+                && (s->range[unit->reduce_layout].dtype != s->reduce_dtype
+                    || s->reduce_dtype != s->master_dtype))
                 ddp__size_at_least(&reduce->tile_bytes,
                                    (world + 1) * DDP__REDUCE_TILE * ddp_dtype_size(s->reduce_dtype));
         if (world == 1 || f->peer_memory) continue;
@@ -5279,9 +5304,9 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
         ddp__size_at_least(&f->recv_bytes, unit->block_bytes * world);
         ddp__size_at_least(&f->recv_bytes, reduce_bytes);
     }
-    if (reduce->cast_bytes)
-        (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, reduce->cast_bytes,
-                              &reduce->cast);
+    if (reduce->cast_grads_bytes)
+        (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, reduce->cast_grads_bytes,
+                              &reduce->cast_grads);
     if (reduce->tile_bytes)
         (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_DEVICE, reduce->tile_bytes,
                               &reduce->tile);
@@ -5326,13 +5351,13 @@ static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
     if (f->desc.offload == DDP_FSDP_OFFLOAD_FILE) ddp_error_save(error, ddp__offload_open(f));
     (void)ddp__fsdp_table_alloc(f, f->unit_count, sizeof *f->unshard.buffers, &f->unshard.buffers);
     (void)ddp__fsdp_table_alloc(f, window, sizeof *reduce->buffers, &reduce->buffers);
-    (void)ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->masters, &f->masters);
-    (void)ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->master_shards, &f->master_shards);
-    (void)ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->sums, &f->sums);
+    (void)ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->optimizer_params, &f->optimizer_params);
+    (void)ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->optimizer_shards, &f->optimizer_shards);
+    (void)ddp__fsdp_table_alloc(f, f->shard_count, sizeof *f->grad_sums, &f->grad_sums);
     for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_alloc(f, unit);
     f->peer_memory = f->world_size <= DDP_MAX_LOCAL_RANKS;
     for (const ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
-        const unsigned char *shared = f->keeps_full_params ? unit->full : unit->shard;
+        const unsigned char *shared = f->keeps_full_params ? unit->full_memory : unit->shard_memory;
         for (int r = 0; r < f->world_size && shared && f->peer_memory; r++)
             f->peer_memory = r == f->rank || ddp_group_peer(f->group, shared, r) != NULL;
     }
@@ -5351,12 +5376,12 @@ static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
 }
 
 /* The first values of this rank's rows. Master values in host memory receive the device's through
-   offload.rows. */
+   offload.value_pieces. */
 static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__fsdp_shard *s) {
     const ddp_tensor *value = &s->user_param->param.value;
     const ddp_device *to = f->offload.host_group ? ddp_device_cpu() : f->device;
     size_t size = ddp_dtype_size(value->dtype), master_size = ddp_dtype_size(s->master_dtype);
-    unsigned char *rows = s->master;
+    unsigned char *rows = s->master_rows;
     if (!s->own_count) return DDP_OK;
     if (value->data) {
         const unsigned char *from = (unsigned char *)value->data
@@ -5364,9 +5389,9 @@ static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__fsdp_shard *s) {
         size_t max = f->offload.host_group ? DDP__HOST_PIECE : s->own_count;
         for (size_t at = 0, n; at < s->own_count; at += n) {
             n = s->own_count - at < max ? s->own_count - at : max;
-            if (f->offload.host_group) f->device->copy(f->offload.rows, from + at * size, n * size);
-            to->cast(s->master + at * master_size, s->master_dtype,
-                     f->offload.host_group ? f->offload.rows : from, value->dtype, n);
+            if (f->offload.host_group) f->device->copy(f->offload.value_pieces, from + at * size, n * size);
+            to->cast(s->master_rows + at * master_size, s->master_dtype,
+                     f->offload.host_group ? f->offload.value_pieces : from, value->dtype, n);
         }
         return ddp_device_check(f->group);
     }
@@ -5375,8 +5400,8 @@ static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__fsdp_shard *s) {
             ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_HOST, s->own_count * master_size, &rows));
     ddp_result result = f->desc.init_fn(s->user_param, (int64_t)s->first_row, (int64_t)s->own_rows, rows,
                                         f->desc.init_user);
-    if (rows != s->master) f->device->copy(s->master, rows, s->own_count * master_size);
-    if (rows != s->master) ddp__fsdp_free(f, rows);
+    if (rows != s->master_rows) f->device->copy(s->master_rows, rows, s->own_count * master_size);
+    if (rows != s->master_rows) ddp__fsdp_free(f, rows);
     return result;
 }
 
@@ -5397,21 +5422,21 @@ static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
     ddp_optimizer_desc d = f->desc.optimizer;
     size_t host_at = 0;
     for (ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
-        ddp_param *p = &f->masters[f->master_count];
+        ddp_param *p = &f->optimizer_params[f->optimizer_param_count];
         if (s->source != s || !s->trained) continue;
         p->name = s->name;
         p->value = p->grad = ddp__shard_tensor(s);
         p->grad.data = ddp__shard_sum(s, 0);
-        f->sums[f->master_count] = p->grad;
+        f->grad_sums[f->optimizer_param_count] = p->grad;
         if (f->offload.host_group)
-            p->grad.data = f->offload.sums
+            p->grad.data = f->offload.host_grads
                            + ddp__layout_append(&host_at, s->own_count * ddp_dtype_size(s->master_dtype));
-        s->master_index = f->master_count;
-        f->master_shards[f->master_count++] = s;
+        s->optimizer_index = f->optimizer_param_count;
+        f->optimizer_shards[f->optimizer_param_count++] = s;
     }
-    if (!f->master_count) return DDP_OK;
-    d.params = f->masters;
-    d.param_count = f->master_count;
+    if (!f->optimizer_param_count) return DDP_OK;
+    d.params = f->optimizer_params;
+    d.param_count = f->optimizer_param_count;
     d.shard_group = f->world_size > 1 ? f->group : NULL;
     d.state_alloc_fn = ddp__fsdp_state_alloc;
     d.state_free_fn = ddp__fsdp_state_free;
@@ -5434,10 +5459,10 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
     for (ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
         const ddp_tensor *value = &s->user_param->param.value;
         if (s->source != s) continue;
-        s->value = f->keeps_full_params
-                       ? s->unit->full + s->full_offset + ddp__shard_rows_bytes(s, s->first_row, s->dtype)
-                       : s->unit->shard + s->shard_offset;
-        s->master = s->has_master ? s->unit->master + s->master_offset : s->value;
+        s->sent_rows = f->keeps_full_params ? s->unit->full_memory + s->full_offset
+                                                  + ddp__shard_rows_bytes(s, s->first_row, s->dtype)
+                                            : s->unit->shard_memory + s->shard_offset;
+        s->master_rows = s->has_master ? s->unit->master_memory + s->master_offset : s->sent_rows;
         for (int i = 1; i >= 0 && value->data && !f->desc.skip_initial_broadcast; i--) /* rank 0's values */
             if (f->groups[i])
                 ddp_error_save(error, ddp_broadcast(f->groups[i], value->data, s->rows * s->row_elements,
@@ -5545,16 +5570,17 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
         if (!s->trained || f->reduces_per_micro_batch) continue;
         bytes[DDP__FOR_GRADIENTS] += count * (double)ddp_dtype_size(s->range[DDP__FULL_GRADS].dtype);
         bytes[DDP__FOR_GRADIENTS] += levels * count * (double)ddp_dtype_size(s->reduce_dtype);
-        if (!s->in_place && levels == 0) bytes[DDP__FOR_GRADIENTS] += master;
+        if (!s->sum_in_full_grads && levels == 0) bytes[DDP__FOR_GRADIENTS] += master;
     }
     if (!ddp__full_memory_is_per_unit(f))
         bytes[DDP__FOR_FULL_PARAMS] += (double)ddp__full_buffers_needed(f, 1)
                                        * (double)f->unshard.buffer_bytes;
     if (f->reduces_per_micro_batch)
         bytes[DDP__FOR_GRADIENTS] += (double)window * (double)f->reduce.buffer_bytes;
-    bytes[DDP__FOR_GRADIENTS] += (double)f->offload.sums_bytes;
-    bytes[DDP__FOR_COMMUNICATION] += (double)(f->reduce.cast_bytes + f->reduce.tile_bytes
-                                              + f->offload.rows_bytes + f->send_bytes + f->recv_bytes);
+    bytes[DDP__FOR_GRADIENTS] += (double)f->offload.host_grads_bytes;
+    bytes[DDP__FOR_COMMUNICATION] += (double)(f->reduce.cast_grads_bytes + f->reduce.tile_bytes
+                                              + f->offload.value_pieces_bytes + f->send_bytes
+                                              + f->recv_bytes);
     for (int i = 0; i < DDP__PURPOSE_COUNT; i++)
         out.total += ((size_t *)(void *)&out)[i] = (size_t)(bytes[i] + 0.5);
     return out;
@@ -5689,8 +5715,8 @@ DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
         if (result != DDP_OK) ddp__full_params_release(needed, result);
     }
     if (result == DDP_OK) {
-        if (!own->in_use && ++fsdp->unshard.in_use > fsdp->unshard.max_in_use)
-            fsdp->unshard.max_in_use = fsdp->unshard.in_use;
+        if (!own->in_use && ++fsdp->unshard.in_use_count > fsdp->unshard.in_use_max)
+            fsdp->unshard.in_use_max = fsdp->unshard.in_use_count;
         own->in_use = 1;
         result = ddp__grads_attach(fsdp, own);
     }
@@ -5706,7 +5732,7 @@ DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit) {
     ddp__fsdp_unit *own = &fsdp->units[unit];
     DDP__FSDP_CHECK(own->in_use, "unit %s is not gathered", own->name);
     own->in_use = 0;
-    fsdp->unshard.in_use--;
+    fsdp->unshard.in_use_count--;
     if (own->grads_attached) ddp__grads_detach(own);
     ddp__set_param_pointers(own, fsdp->desc.strategy != DDP_FSDP_FULL_SHARD, !fsdp->reduces_per_micro_batch);
     if (fsdp->keeps_full_params || ddp__unshard_is_soon(fsdp, unit, fsdp->desc.prefetch)) return DDP_OK;
@@ -5738,7 +5764,7 @@ DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit) {
         own->reducing_buffer = own->grad_buffer;
         own->reducing_buffer->reducing_unit = own;
         own->grad_buffer = NULL;
-        own->grads = NULL;
+        own->grad_memory = NULL;
         ddp__set_param_pointers(own, 1, 0);
     }
     result = fsdp->reduce.progress ? ddp__reduce_issue(fsdp, own)
@@ -5758,7 +5784,8 @@ DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp) {
     DDP_TRY(ddp__reduce_wait_all(fsdp));
     fsdp->call_hash = 0; /* so that ranks with different calls can start again */
     DDP_TRY(ddp__fsdp_agree_calls(fsdp, __func__, DDP_OK));
-    if (fsdp->finished && fsdp->desc.scaler) fsdp->desc.scaler->unscaled = fsdp->desc.scaler->found_inf = 0;
+    if (fsdp->sums_divided && fsdp->desc.scaler)
+        fsdp->desc.scaler->unscaled = fsdp->desc.scaler->found_inf = 0;
     ddp__fsdp_begin(fsdp);
     return DDP_OK;
 }
@@ -5800,7 +5827,7 @@ DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int wh
     DDP__FSDP_CHECK(which >= 0 && which < fsdp->optimizer->state_count,
                     "which=%d, there are %d states of a parameter, numbered from 0", which,
                     fsdp->optimizer->state_count);
-    return ddp_optimizer_get_state(fsdp->optimizer, s->source->master_index, which, name, state);
+    return ddp_optimizer_get_state(fsdp->optimizer, s->source->optimizer_index, which, name, state);
 }
 
 DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step) {
