@@ -159,9 +159,9 @@ static ddp_result bench_rank(ddp_group *world, void *user) {
         own = median(inside, s->rounds);
         printf("%d rank%s, batch %d each, %.1f MiB of gradients in %d buckets, %.1f MiB copied\n", ddp_world_size(world),
                ddp_world_size(world) == 1 ? "" : "s", s->batch, (double)stats.gradient_bytes / 1048576, stats.bucket_count, (double)stats.bytes_copied / 1048576);
-        printf("  plain %.2f ms per step, with the reducer %.2f ms\n", plain * 1e3, with * 1e3);
-        if (ddp_world_size(world) == 1) printf("  inside the reducer %.1f us, %.3f%% of a step (target under 0.5%%)\n", own * 1e6, 100 * own / with);
-        else printf("  communication %.1f%% of a step (target under 8%%); %.2f ms inside the reducer's calls, %.2f ms carrying out buckets\n",
+        printf("  without averaging %.2f ms per step, with the reducer %.2f ms\n", plain * 1e3, with * 1e3);
+        if (ddp_world_size(world) == 1) printf("  inside the reducer %.1f us, %.3f%% of a step (target: below 0.5%%)\n", own * 1e6, 100 * own / with);
+        else printf("  communication %.1f%% of a step (target: below 8%%); %.2f ms inside the reducer's calls, %.2f ms reducing buckets\n",
                     100 * median(share, s->rounds), own * 1e3, stats.total_comm_seconds / (double)stats.steps * 1e3);
     }
     ddp_reducer_destroy(reducer);

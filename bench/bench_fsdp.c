@@ -225,7 +225,7 @@ static ddp_result compare(bench *b) {
             TRY(gather(b, &b->ways[s], unit));
             for (int i = 0; i < b->model.param_count; i++)
                 if (b->infos[i].unit == unit && memcmp(b->model.values[i], b->own[i], (size_t)b->infos[i].count * sizeof(float)))
-                    return ddp_fail(DDP_ERR_CORRUPT, "%s ends with other bits in %s than train_gpt's way", names[s], b->infos[i].name);
+                    return ddp_fail(DDP_ERR_CORRUPT, "%s: the final weights %s differ from those of train_gpt", names[s], b->infos[i].name);
             TRY(ddp_fsdp_reshard(b->ways[s].fsdp, unit));
         }
     }
@@ -236,7 +236,7 @@ static void report(bench *b, const setup *s) {
     static const double required[WAYS] = {1.08, 1.03, 1.03, 0, 0};
     FILE *dat = s->dat ? fopen(s->dat, "a") : NULL;
     printf("%d layers, %d channels: %.2f M parameters (f32), %d ranks, %d rounds\n", s->layers, s->channels, (double)b->parameter_count * 1e-6, s->ranks, s->rounds);
-    printf("| | step, ms | against NO_SHARD | quartiles | required | processor | peak, MB | predicted, MB |\n|---|---|---|---|---|---|---|---|\n");
+    printf("| | step, ms | against NO_SHARD | quartiles | target | processor time | peak, MB | predicted, MB |\n|---|---|---|---|---|---|---|---|\n");
     if (dat) fprintf(dat, "# %d layers, %d channels\n", s->layers, s->channels);
     for (int i = WAYS - 1; i >= 0; i--) {
         way *w = &b->ways[i];

@@ -82,14 +82,14 @@ static void print_row(way *all, int index, int ranks, int rounds) {
     way *w = &all[index];
     comm_hook_stats stats = {(uint64_t)COUNT * 4, (uint64_t)COUNT * 4};
     double time = median(w->times, rounds), plain = median(all[PLAIN].times, rounds), low = quantile(w->ratios, rounds, 0.25), high = quantile(w->ratios, rounds, 0.75);
-    char pays[32] = "";
+    char worth[32] = "";
     if (w->hook) comm_hook_get_stats(w->hook, &stats);
     /* Bytes per rank of an all-reduce in a ring. */
     double share = (double)stats.sent_bytes / (double)stats.gradient_bytes, travels = 2.0 * (ranks - 1) / ranks * COUNT * 4.0;
-    if (share < 1 && time > plain) snprintf(pays, sizeof pays, "%.2f GB/s", (1 - share) * travels / (time - plain) * 1e-9);
-    if (share < 1 && time <= plain) snprintf(pays, sizeof pays, "any speed");
+    if (share < 1 && time > plain) snprintf(worth, sizeof worth, "%.2f GB/s", (1 - share) * travels / (time - plain) * 1e-9);
+    if (share < 1 && time <= plain) snprintf(worth, sizeof worth, "any speed");
     printf("| %s | %.2f | %.2f (%.2f to %.2f) | %.2f | %.1f%%%s | %s |\n", ways[index].name, time * 1e3, median(w->ratios, rounds), low, high, share * COUNT * 4 / 1048576.0,
-           share * 100, index == DILOCO ? " / H" : "", pays);
+           share * 100, index == DILOCO ? " / H" : "", worth);
 }
 
 static ddp_result measure(ddp_group *world, void *user) {
@@ -111,7 +111,7 @@ static ddp_result measure(ddp_group *world, void *user) {
     }
     if (ddp_rank(world) == 0) {
         printf("A bucket of 25 MiB on %d ranks, medians of %d rounds\n\n", ranks, rounds);
-        printf("| hook | ms | of plain (quartiles) | MiB sent | of the bytes | pays below |\n|---|---|---|---|---|---|\n");
+        printf("| hook | ms | time / plain (quartiles) | MiB sent | share of the bytes | worth it below |\n|---|---|---|---|---|---|\n");
         for (int i = 0; i < WAYS; i++) print_row(all, i, ranks, rounds);
     }
     for (int i = 0; i < WAYS; i++) {
@@ -129,7 +129,7 @@ int main(int argc, char **argv) {
     int rounds = argc > 2 ? atoi(argv[2]) : 21;
     desc.world_size = argc > 1 ? atoi(argv[1]) : 2;
     if (desc.world_size < 2 || desc.world_size > DDP_MAX_LOCAL_RANKS || rounds < 1 || rounds > ROUNDS_MAX)
-        return fprintf(stderr, "bench_hooks: give 2 to %d ranks and 1 to %d rounds\n", DDP_MAX_LOCAL_RANKS, ROUNDS_MAX), 1;
+        return fprintf(stderr, "bench_hooks: ranks must be 2 to %d, rounds 1 to %d\n", DDP_MAX_LOCAL_RANKS, ROUNDS_MAX), 1;
     if (ddp_launch(&desc, measure, &rounds) == DDP_OK) return 0;
     return fprintf(stderr, "bench_hooks: %s\n", ddp_last_error()), 1;
 }

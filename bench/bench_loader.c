@@ -94,7 +94,7 @@ static int small_samples(int plain, int workers, int64_t batch, double seconds) 
         }
         if (round >= 0) rates[round] = (double)samples / (processor_s() - start);
     }
-    printf("| %s | %lld | %.2f |\n", plain ? "a plain loop" : workers < 0 ? "none" : "1", (long long)batch, median(rates, 5) * 1e-6);
+    printf("| %s | %lld | %.2f |\n", plain ? "plain loop" : workers < 0 ? "none" : "1", (long long)batch, median(rates, 5) * 1e-6);
     fflush(stdout);
     ddp_loader_destroy(loader);
     ddp_sampler_free(&sampler);
@@ -135,7 +135,7 @@ int main(int argc, char **argv) {
     double seconds = argc > 1 ? atof(argv[1]) : 1;
     cpu_set_t one, all;
     images = (unsigned char *)malloc((size_t)SAMPLES * PIXELS);
-    if (!images || seconds <= 0) { fprintf(stderr, "bench: give the seconds of a row, above 0\n"); return 1; }
+    if (!images || seconds <= 0) { fprintf(stderr, "bench: seconds per row must be above 0\n"); return 1; }
     memset(images, 7, (size_t)SAMPLES * PIXELS);
     sched_getaffinity(0, sizeof all, &all);
     CPU_ZERO(&one);
@@ -146,7 +146,7 @@ int main(int argc, char **argv) {
     for (int workers = -1; workers <= 1; workers += 2)
         for (int k = 0; k < 4; k++) if (small_samples(0, workers, batches[k], seconds)) return 1;
     sched_setaffinity(0, sizeof all, &all);
-    printf("\n| ddp_loader: workers | compute, ms | fetch of a batch by one worker, ms | of compute x workers | step, ms | wait, ms |\n|---|---|---|---|---|---|\n");
+    printf("\n| ddp_loader: workers | compute, ms | one worker fetches a batch, ms | of compute x workers | step, ms | wait, ms |\n|---|---|---|---|---|---|\n");
     for (int workers = 1; workers <= 8; workers *= 2) if (slow_samples(workers, 0.02, 0.8)) return 1;
     for (int workers = 1; workers <= 4; workers *= 4) if (slow_samples(workers, 0.02, 1.5)) return 1;
     free(images);

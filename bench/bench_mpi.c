@@ -86,7 +86,7 @@ int main(int argc, char **argv) {
     desc.order = DDP_ORDER_TREE;
     check(ddp_group_from_mpi(&groups[TREE], MPI_COMM_WORLD, &desc));
     if (rank == 0) {
-        printf("%d ranks, %s. Microseconds.\n\n| size |", size, !ranks_of_a_machine ? "one machine" : ranks_of_a_machine == 1 ? "each as on a machine of its own" : "in machines");
+        printf("%d ranks, %s. Microseconds.\n\n| size |", size, !ranks_of_a_machine ? "one machine" : ranks_of_a_machine == 1 ? "one emulated machine per rank" : "on emulated machines");
         for (int way = 0; way < WAYS; way++) printf(" %s |", names[way]);
         printf(" tree / MPI_Allreduce |\n|---|---|---|---|---|---|---|\n");
     }

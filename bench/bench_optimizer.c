@@ -92,17 +92,17 @@ int main(int argc, char **argv) {
     ddp_group *self;
     ddp_group_desc desc = DDP_ZERO;
     float **arrays[4] = {&w, &g, &m, &v};
-    if (!(mib >= 1 && mib <= 4096)) return fprintf(stderr, "bench_optimizer: give 1 to 4096 MiB of values, not %s\n", argv[1]), 1;
+    if (!(mib >= 1 && mib <= 4096)) return fprintf(stderr, "bench_optimizer: MiB of values must be 1 to 4096, not %s\n", argv[1]), 1;
     count = (size_t)(mib * 1048576 / sizeof(float)) / (16 * ROWS) * (16 * ROWS);
     for (int a = 0; a < 4; a++) {
         *arrays[a] = (float *)aligned_alloc(64, count * sizeof(float) + 69632 * 4);
-        if (!*arrays[a]) return fprintf(stderr, "bench_optimizer: no memory for four arrays of %g MiB\n", mib), 1;
+        if (!*arrays[a]) return fprintf(stderr, "bench_optimizer: not enough memory for four arrays of %g MiB\n", mib), 1;
         *arrays[a] += (size_t)a * 17408; /* distances that are no powers of two */
         for (size_t i = 0; i < count; i++) (*arrays[a])[i] = 1e-3f * (float)(1 + i % 97);
     }
     desc.init_method = "self://";
     if (ddp_group_create(&self, &desc) != DDP_OK) return fprintf(stderr, "bench_optimizer: %s\n", ddp_last_error()), 1;
-    printf("| step                   | bytes |   time      | moved       | of bare |\n|---|---|---|---|---|\n");
+    printf("| step                   | bytes |   time      | moved       | share of bare loop |\n|---|---|---|---|---|\n");
     int failed = row(self, "AdamW", DDP_OPTIMIZER_ADAMW, 0, CLIP_NONE, 7) || row(self, "AdamW and clip", DDP_OPTIMIZER_ADAMW, 0, CLIP_WITH, 7) ||
                  row(self, "clip, then AdamW", DDP_OPTIMIZER_ADAMW, 0, CLIP_BEFORE, 9) || row(self, "SGD", DDP_OPTIMIZER_SGD, 0, CLIP_NONE, 3) ||
                  row(self, "SGD, momentum", DDP_OPTIMIZER_SGD, 0.9f, CLIP_NONE, 5) || row(self, "SGD, momentum, and clip", DDP_OPTIMIZER_SGD, 0.9f, CLIP_WITH, 5) ||

@@ -303,8 +303,8 @@ static ddp_result wait_rank(ddp_group *world, void *user) {
     prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); /* the default lets sleeps end 50 us late */
     if (ddp_rank(world) == 0)
         printf("%d ranks, %d micro-batches, F = I = W = %.4g ms, medians of %d steps\n\n"
-               "| schedule | chunks | simulated, ms | measured, ms | ratio | bubble predicted | measured | in flight | as they ran, ms | next, us | "
-               "handed on, us |\n|---|---|---|---|---|---|---|---|---|---|---|\n", u->ranks, u->microbatches, u->seconds * 1e3, u->steps);
+               "| schedule | chunks | simulated, ms | measured, ms | ratio | bubble predicted | measured | in flight | replayed, ms | gap on the rank, us | "
+               "gap between ranks, us |\n|---|---|---|---|---|---|---|---|---|---|---|\n", u->ranks, u->microbatches, u->seconds * 1e3, u->steps);
     for (int i = 0; i < PLANS; i++) TRY(waits_init(&of[i], world, u, &plans[i], &late));
     for (int step = -1; step < u->steps; step++)
         for (int i = 0; i < PLANS; i++) {
@@ -319,7 +319,7 @@ static ddp_result wait_rank(ddp_group *world, void *user) {
         waits_free(&of[i]);
     }
     if (ddp_rank(world) == 0)
-        printf("\nThe host kept %.1f%% of this machine's time from it.\n", 100 * (stolen_seconds() - stolen) / (ddp_now() - begin) / (double)sysconf(_SC_NPROCESSORS_ONLN));
+        printf("\nThe host withheld %.1f%% of the processor time.\n", 100 * (stolen_seconds() - stolen) / (ddp_now() - begin) / (double)sysconf(_SC_NPROCESSORS_ONLN));
     free(of);
     return DDP_OK;
 }
@@ -379,9 +379,9 @@ static ddp_result gpt_rank(ddp_group *world, void *user) {
                                                                     {"interleaved-1F1B", 2}, {"ZB-V", 2}};
     const setup *u = (const setup *)user;
     if (ddp_rank(world) == 0)
-        printf("%d layers, %d channels, %d micro-batches of 4 x 128 tokens, 2 ranks, medians of %d steps; required: 95%% of the ideal\n\n"
-               "| schedule | chunks | ideal, ms | as they ran, ms | makespan, ms | whole step, ms | tokens/s | of the ideal | bubble predicted | measured | "
-               "next, us | handed on, us |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n", u->layers, u->channels, u->microbatches, u->steps);
+        printf("%d layers, %d channels, %d micro-batches of 4 x 128 tokens, 2 ranks, medians of %d steps; target: 95%% of the ideal\n\n"
+               "| schedule | chunks | ideal, ms | replayed, ms | makespan, ms | whole step, ms | tokens/s | share of the ideal | bubble predicted | measured | "
+               "gap on the rank, us | gap between ranks, us |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n", u->layers, u->channels, u->microbatches, u->steps);
     for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++) TRY(measure_gpt(world, u, ways[i].name, ways[i].chunks));
     return DDP_OK;
 }

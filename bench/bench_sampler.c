@@ -44,7 +44,7 @@ static double now_s(void) {
 
 static void row(const char *order, const char *what, double value, const char *unit, double limit) {
     char target[32] = "";
-    if (limit > 0) snprintf(target, sizeof target, "under %g", limit);
+    if (limit > 0) snprintf(target, sizeof target, "below %g", limit);
     printf("| %-18s | %-44s | %9.3f %-8s | %-10s | %-4s |\n", order, what, value, unit, target, limit <= 0 ? "" : value < limit ? "yes" : "NO");
     fflush(stdout);
 }
@@ -101,18 +101,18 @@ static void measure(const char *name, ddp_sampler_desc desc) {
     if (ddp_sampler_init(&s, &desc) != DDP_OK) { fprintf(stderr, "bench_sampler: %s\n", ddp_last_error()); exit(1); }
     if (torch) {
         row(name, "first sample after set_epoch", first_sample_s(&s) * 1e3, "ms", 1);
-        row(name, "one rank of 8 walks an epoch", walk_s(&s, 1, &stall), "s", 30);
-        row(name, "longest wait in it for 4096 samples", stall, "s", 0);
+        row(name, "one rank of 8 iterates over an epoch", walk_s(&s, 1, &stall), "s", 30);
+        row(name, "longest time of 4096 samples in it", stall, "s", 0);
         row(name, "sampler's memory", (double)memory_peak * 1e-6, "MB", 64);
-        row(name, "seek anywhere", seek_s(&s), "s", 0);
+        row(name, "seek to any position", seek_s(&s), "s", 0);
     } else {
         clock_now = CLOCK_MONOTONIC;
         row(name, "first sample after set_epoch", first_sample_s(&s) * 1e6, "us", 1);
-        row(name, "seek anywhere", seek_s(&s) * 1e6, "us", 1);
+        row(name, "seek to any position", seek_s(&s) * 1e6, "us", 1);
         clock_now = CLOCK_PROCESS_CPUTIME_ID;
         seconds = walk_s(&s, 0, &stall);
-        row(name, "a sample", seconds * 1e9 / (double)ddp_sampler_length(&s), "ns", desc.no_shuffle ? 0 : 20);
-        row(name, "sampler's memory beside its struct", (double)memory_peak, "bytes", 0);
+        row(name, "one sample", seconds * 1e9 / (double)ddp_sampler_length(&s), "ns", desc.no_shuffle ? 0 : 20);
+        row(name, "sampler's memory without its struct", (double)memory_peak, "bytes", 0);
     }
     ddp_sampler_free(&s);
 }

@@ -131,7 +131,7 @@ static void print_rows(setup *u, FILE *dat) {
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     double bsh = (double)u->sequences * u->context * u->channels;
     printf("%d channels, %d heads, %d sequences of %d tokens, f32, %ld cores, medians of %d rounds\n\n"
-           "| ranks | sequence parallel | chunks | forward and backward, ms | rank 0 alone, ms | of the ideal | waiting, ms | waiting | elements sent | "
+           "| ranks | sequence parallel | chunks | forward and backward, ms | rank 0 only, ms | share of the ideal | waiting, ms | share waiting | elements sent | "
            "8bsh(t-1)/t |\n"
            "|---|---|---|---|---|---|---|---|---|---|\n", u->channels, u->heads, u->sequences, u->context, cores, u->rounds);
     for (int w = 0; w < WORLDS; w++) {

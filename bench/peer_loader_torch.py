@@ -94,7 +94,7 @@ def main():
         for batch in (1, 8, 64, 512):
             small_samples(workers, batch, seconds)
     os.sched_setaffinity(0, cores)
-    print("\n| DataLoader: workers | compute, ms | fetch of a batch by one worker, ms | of compute x workers | step, ms | wait, ms |\n|---|---|---|---|---|---|")
+    print("\n| DataLoader: workers | compute, ms | one worker fetches a batch, ms | of compute x workers | step, ms | wait, ms |\n|---|---|---|---|---|---|")
     for workers in (1, 2, 4, 8):
         slow_samples(workers, 0.02, 0.8)
     for workers in (1, 4):

@@ -1,19 +1,22 @@
 #!/bin/sh
-# Measures ddp's collectives side by side with Open MPI, MPICH and Gloo, whichever are installed, and with memory itself.
+# Measures ddp's collectives in turns with Open MPI, MPICH and Gloo, if installed, and with bare loops over memory.
 #
 #   sh bench/run.sh            everything, under 8 minutes
 #   sh bench/run.sh --quick    all_reduce with two ranks against Open MPI, under 90 seconds
-#   sh bench/run.sh --fsdp     a step under each strategy of ddp_fsdp.h, under 2 minutes; needs nothing else
-#   sh bench/run.sh --pipeline the runner of ddp_pipeline.h beside its simulations, under 6 minutes; needs nothing else
-#   sh bench/run.sh --tensor   a transformer block over 1, 2 and 4 tensor ranks, under 2 minutes; needs nothing else
-#   sh bench/run.sh --optimizer  steps of optimizers beside bare loops over the same memory, under a minute; needs nothing else
-#   sh bench/run.sh --loader   samples per second of ddp_loader and what steps wait for it, under 2 minutes; beside PyTorch's where $PYTHON (python3) has it
-#   sh bench/run.sh --hooks    a bucket under each hook of examples/comm_hooks.h beside the plain all-reduce, under a minute; needs nothing else
+#   sh bench/run.sh --fsdp     a step under each strategy of ddp_fsdp.h, under 2 minutes
+#   sh bench/run.sh --pipeline schedules of ddp_pipeline.h against their simulation, under 6 minutes
+#   sh bench/run.sh --tensor   a transformer block over 1, 2 and 4 tensor ranks, under 2 minutes
+#   sh bench/run.sh --optimizer  optimizer steps against bare loops over the same memory, under a minute
+#   sh bench/run.sh --loader   samples per second of ddp_loader and waits of steps, under 2 minutes; the same with
+#                              PyTorch's DataLoader if $PYTHON (python3) has PyTorch
+#   sh bench/run.sh --hooks    a bucket under each hook of examples/comm_hooks.h against the plain all-reduce, under
+#                              a minute
 #   sh bench/run.sh --out DIR  results go to DIR instead of bench/results/last
-#   sh bench/run.sh --two SECONDS --four SECONDS    time for the runs with two and with four ranks; 0 leaves one out
+#   sh bench/run.sh --two SECONDS --four SECONDS    time for the runs with 2 and with 4 ranks; 0 leaves the run out
 #
-# Writes collectives.csv (one line per block), collectives.md (the tables) and all_reduce.svg. Debian and Ubuntu have the peers as
-# openmpi-bin libopenmpi-dev, mpich libmpich-dev, libgloo-dev; the plot needs gnuplot-nox. How it measures: bench/README.md and bench/bench.h.
+# Writes collectives.csv (one line per block), collectives.md (the tables) and all_reduce.svg. On Debian and Ubuntu the
+# peers are openmpi-bin libopenmpi-dev, mpich libmpich-dev and libgloo-dev; the plot needs gnuplot-nox. Method:
+# bench/README.md and bench/bench.h.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=$here/results/last
@@ -41,7 +44,8 @@ out=$(cd "$out" && pwd)
 # --- build; a peer that does not build or start is left out ---
 
 flags="-O3 -march=native -std=gnu11"
-# What stands alone: bench_PART.c prints tables; plot_PART.gp draws PART.dat, which it writes too, or which is taken out of the tables.
+# The parts without peers: bench_PART.c prints tables. plot_PART.gp draws PART.dat, which bench_PART.c writes or which
+# taken_from_tables extracts from the tables.
 measure_part() {
     program=$build/$part data=$out/$part.dat
     case $part in
@@ -52,7 +56,7 @@ measure_part() {
         *) "$program" ;;
     esac
 }
-# What the tables say, a name and numbers a line.
+# One line per bar of the plot: a name and numbers.
 taken_from_tables() {
     case $part in
         optimizer) awk -F ' *[|] *' '$5 ~ /GB/ { sub("%", "", $6); print "\"" $2 "\"", $6 }' "$out/$part.md" ;;
@@ -75,12 +79,12 @@ ${CC:-cc} $flags "$here/bench_memory.c" -o "$build/memory" -lpthread || { echo "
 reads=
 if "$build/memory" --plan start --setting read; then reads=read; fi
 
-# Debian's names first; a plain mpicc counts when it is of the right library.
-find_mpi() { # library, what `mpirun --version` says
+# Debian's names first, then a plain mpicc if it belongs to the right library.
+find_mpi() { # library, pattern in the output of `mpirun --version`
     if command -v "mpicc.$1" >/dev/null && command -v "mpirun.$1" >/dev/null; then echo "mpicc.$1 mpirun.$1"; return; fi
     if command -v mpicc >/dev/null && mpirun --version 2>&1 | grep -qi "$2"; then echo "mpicc mpirun"; fi
 }
-# Large temporary buffers of an MPI library are then kept instead of being returned to the kernel and faulted in again, which halves its time.
+# Large temporary buffers of an MPI library stay allocated instead of being faulted in again, which halves its time.
 keep_memory="env MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_TOP_PAD_=67108864"
 openmpi= mpich= gloo=
 pair=$(find_mpi openmpi "open mpi")
@@ -100,7 +104,7 @@ if [ $quick = 0 ]; then
 fi
 [ -n "$openmpi" ] || echo "bench: Open MPI is not installed (openmpi-bin libopenmpi-dev) or does not start: left out"
 
-# --- the programs of a run; the first walk over the list counts them, the second starts them ---
+# --- the programs of a run; the first pass over the list counts them, the second starts them ---
 
 csv=$out/collectives.csv
 echo "system,setting,op,memory,ranks,bytes,round,time_s,tag,ping_before_ns,ping_after_ns,median_us,p10_us,p90_us,count,preempted" >"$csv"

@@ -251,7 +251,7 @@ int main(int argc, char **argv) {
         {"--length", "N", &b.length, NULL, NULL, 1, 65536, "tokens in each"},
         {"--recompute", NULL, &b.recompute, NULL, NULL, 0, 1, "keep only the inputs of blocks"},
         {"--no-graphs", NULL, &b.no_graphs, NULL, NULL, 0, 1, "launch kernels one by one"},
-        {"--notes", NULL, &b.notes, NULL, NULL, 0, 1, "print what each kernel has to do, and end"}};
+        {"--notes", NULL, &b.notes, NULL, NULL, 0, 1, "print FLOPs and bytes of each kernel, and end"}};
     status = options_read("bench_gpt: steps of the GPT on a GPU with nothing around them", options, (int)(sizeof options / sizeof *options), argc, argv, NULL);
     if (status >= 0) return status;
     b.config.context = b.length;
@@ -268,7 +268,7 @@ int main(int argc, char **argv) {
         return 0;
     }
     while (fgets(line, sizeof line, stdin)) {
-        if (sscanf(line, "steps %d", &count) != 1 || count < 1) { fprintf(stderr, "bench_gpt: %.40s is no command; give lines \"steps N\"\n", line); return 1; }
+        if (sscanf(line, "steps %d", &count) != 1 || count < 1) { fprintf(stderr, "bench_gpt: unknown command %.40s; only lines \"steps N\" are valid\n", line); return 1; }
         answer(&b, count);
     }
     return 0;

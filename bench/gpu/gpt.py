@@ -404,7 +404,7 @@ def profile_table(bench):
     known = {"norm": "norm of the gradients", "optimizer": "AdamW", "reduce": "gradients to f32, and of wte together"}
     moved = {group: size for group, _, _, size in predict_gpt.rows_of("124M", BATCH["124M"], LENGTH, False)[0]}
     copy = bench.about.get("124M bare", {}).get("copy_gbytes", 0)
-    lines = ["| kernel | launches | ms | share | TFLOP/s | of 989 | GB/s | of the copy | of its limit |",
+    lines = ["| kernel | launches | ms | share | TFLOP/s | share of 989 | GB/s | share of the copy | share of its limit |",
              "|---|---|---|---|---|---|---|---|---|"]
     for name, n, ms, share, tera, giga in bench.profile:
         if name in known and not giga and ms > 0:
@@ -432,7 +432,7 @@ def attention_line(bench):
 
 
 def speed_table(bench):
-    lines = ["| model | program | ms per step | tokens/s | MFU | of the trainer's time |", "|---|---|---|---|---|---|"]
+    lines = ["| model | program | ms per step | tokens/s | MFU | time / trainer's time |", "|---|---|---|---|---|---|"]
     for (size, name), values in bench.ms.items():
         ms, ratio = statistics.median(values), bench.ratio(size, name, "trainer")
         lines.append("| %s, %d x %d | %s | %.2f | %.0f | %.1f%% | %.3f |" % (size, BATCH[size], LENGTH, name, ms, BATCH[size] * LENGTH / ms * 1e3,
@@ -457,9 +457,9 @@ def checks(bench):
     host, device = bench.timeline.get("host_ms"), bench.timeline.get("device_ms")
     if host:
         share = max(h / d for h, d in zip(host, device))
-        out.append(("timeline: the host puts a step on the streams in less than half of what the device takes", "%.0f%%" % (100 * share), share < 0.5))
+        out.append(("timeline: the host launches a step in less than half of the device's time", "%.0f%%" % (100 * share), share < 0.5))
         idle = max(i / (i + d) for i, d in zip(bench.timeline["idle_ms"], device))
-        out.append(("timeline: the device waits for nothing, at most 1% of a step", "%.2f%%" % (100 * idle), idle <= 0.01))
+        out.append(("timeline: the device is idle at most 1% of a step", "%.2f%%" % (100 * idle), idle <= 0.01))
     return out
 
 
@@ -474,14 +474,14 @@ def report(bench):
     if "device" in device:
         about = (device["device"], device.get("copy_gbytes", 0), torch_version(bench))
         lines = ["%s, copy on the device %.0f GB/s, PyTorch %s" % about, ""]
-    lines += speed_table(bench) + ["", "| required | measured | |", "|---|---|---|"]
-    lines += ["| %s | %s | %s |" % (what, value, "holds" if holds else "**missed**") for what, value, holds in checks(bench)]
+    lines += speed_table(bench) + ["", "| target | measured | |", "|---|---|---|"]
+    lines += ["| %s | %s | %s |" % (what, value, "reached" if holds else "**missed**") for what, value, holds in checks(bench)]
     if bench.profile:
-        lines += ["", "One step of 124M by kernel, launched one by one with an event behind each:", ""] + profile_table(bench)
+        lines += ["", "One step of 124M by kernel, launched one by one, each followed by an event:", ""] + profile_table(bench)
     if attention_line(bench):
         lines += ["", attention_line(bench)]
     if bench.timeline:
-        lines += ["", "Three steps of 124M, ms: put on the streams by the host in %s; the device works for %s and has nothing to do for %s."
+        lines += ["", "Three steps of 124M, ms: the host launches them in %s; the device works for %s and is idle for %s."
                   % tuple(", ".join("%.2f" % v for v in bench.timeline[key]) for key in ("host_ms", "device_ms", "idle_ms"))]
     return "\n".join(lines + [""] * bool(bench.notes) + ["- " + note for note in bench.notes]) + "\n"
 
@@ -502,7 +502,7 @@ def main():
             print("\n".join(shlex.join(words) for words in commands.all()))
             return 0
         if not has_gpu():
-            print("there is no GPU here (the driver finds none): GPT-2 is left out")
+            print("the driver finds no GPU: GPT-2 is left out")
             return 77
         os.makedirs(args.out, exist_ok=True)
         bench = Bench(commands, args.minutes, args.rounds, args.out)

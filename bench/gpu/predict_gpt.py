@@ -77,14 +77,14 @@ def main():
         print(json.dumps({"rows": [{"group": r[0], "launches": r[1], "flops": r[2], "bytes": r[3], "floor_ms": ms} for r, ms in zip(rows, floors)],
                           "parameters": parameters, "model_flops": model_flops, "floor_ms": total}))
         return
-    print("| kernels | launches | TFLOP | GB | limit | floor, ms | of the floor |")
+    print("| kernels | launches | TFLOP | GB | limit | floor, ms | share of the floor |")
     print("|---|---|---|---|---|---|---|")
     for (group, launches, flops, moved), ms in zip(rows, floors):
         limit = "FLOPs" if flops / args.tflops > moved / args.tbytes else "bytes"
         tera = "%.3f" % (flops * 1e-12) if flops else ""
         print("| %s | %d | %s | %.2f | %s | %.2f | %.1f%% |" % (group, launches, tera, moved * 1e-9, limit, ms, 100 * ms / total))
     print("| **all** | %d | %.3f | %.2f | | **%.2f** | |" % (sum(r[1] for r in rows), sum(r[2] for r in rows) * 1e-12, sum(r[3] for r in rows) * 1e-9, total))
-    print("\n%d parameters, %.3f TFLOP of the model in a step (6 per token and element of a matrix, 6 T C per token and block). At the floor: %.0f tokens/s, "
+    print("\n%d parameters, %.3f TFLOP of the model per step (6 per token and matrix element, 6 T C per token and block). At the floor: %.0f tokens/s, "
           "MFU %.1f%%." % (parameters, model_flops * 1e-12, tokens / total * 1e3, 100 * model_flops / (total * 1e-3 * args.tflops * 1e12)))
 
 
