@@ -123,8 +123,8 @@ static void analyse(const ddp_schedule *s, const ddp_action_time *times, figures
     free(at);
 }
 
-/* Records the step that has just run, and fills in the costs. Collective, because of ddp_pipeline_get_times.
-   */
+/* Records the step that has just run, and fills in the costs. Collective, because of
+   ddp_pipeline_get_times. */
 static ddp_result take_figures(ddp_pipeline *pipeline, const ddp_schedule *s, figures *f, int step) {
     int stages = ddp_schedule_stage_count(s);
     ddp_stage_cost *costs = (ddp_stage_cost *)zeros((size_t)stages, sizeof *costs);

@@ -1,6 +1,7 @@
-/*  before_syscall.h - a look at the system calls that ddp.h makes by syscall().
+/*  before_syscall.h - observes the system calls that ddp.h makes with syscall().
 
-    The source says before_syscall, includes this, defines syscall as watched_syscall around ddp.h, and takes that back after it. */
+    The source defines before_syscall and includes this file. It defines syscall as watched_syscall around
+    ddp.h, and undefines it afterwards. */
 #ifndef DDP_TEST_BEFORE_SYSCALL_H
 #define DDP_TEST_BEFORE_SYSCALL_H
 

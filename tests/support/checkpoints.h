@@ -1,6 +1,7 @@
-/*  checkpoints.h - what tests of checkpoints share: a made-up model whose values follow from a version number, cut into boxes for W ranks, and folders.
+/*  checkpoints.h - shared by tests of checkpoints: a synthetic model, cut into boxes for W ranks, and
+    folders. The values follow from a version number.
 
-    Include after ddp_fsdp.h, with DDP_IMPLEMENTATION: the layer that it drives is private. */
+    Include after ddp_fsdp.h, with DDP_IMPLEMENTATION: the functions under test are private. */
 #ifndef DDP_TEST_CHECKPOINTS_H
 #define DDP_TEST_CHECKPOINTS_H
 
@@ -78,7 +79,7 @@ static RANKS_UNUSED void ckpt_open(ckpt_rank *k, int rank, int world_size, int w
 
 static RANKS_UNUSED void ckpt_close(ckpt_rank *k) { for (int t = 0; t < CKPT_TENSORS; t++) free(k->slices[t].data); }
 
-/* Element by element, from the definition: fills the boxes with a version's values, or tells whether they have them. */
+/* Element by element, from the definition: fills the boxes with the values of a version, or compares them. */
 static int ckpt_each(ckpt_rank *k, int version, int compare) {
     for (int t = 0; t < (k->count ? k->count : CKPT_TENSORS); t++) {
         const ddp__checkpoint_slice *s = &k->slices[t];
@@ -116,7 +117,7 @@ static RANKS_UNUSED void ckpt_fill(ckpt_rank *k, int version) {
 /* Do boxes and state have this version's values? */
 static RANKS_UNUSED int ckpt_has(ckpt_rank *k, int version) {
     ckpt_rank want;
-    memset(&want, 0, sizeof want); /* no data: the state alone */
+    memset(&want, 0, sizeof want); /* no data: only the state */
     ckpt_fill(&want, version);
     if (memcmp(&want.state, &k->state, sizeof want.state) != 0) return fprintf(stderr, "the state differs\n"), 0;
     return ckpt_each(k, version, 1);
@@ -136,7 +137,7 @@ static RANKS_UNUSED int ckpt_untouched(const ckpt_rank *k, int fill) {
 
 //== folders ================================================================================
 
-/* Reads a file whole; NULL when there is none. */
+/* Reads a whole file; NULL if it does not exist. */
 static RANKS_UNUSED char *ckpt_read(const char *path, size_t *length) {
     FILE *file = fopen(path, "rb");
     char *text;

@@ -1,7 +1,9 @@
-/*  cuda_kernels.h - the kernels of ddp_cuda.cuh against ddp.h's own code, bit for bit, and against f64 references.
+/*  cuda_kernels.h - compares the kernels of ddp_cuda.cuh with ddp.h's own code, bit for bit, and with f64
+    references.
 
-    The same checks run on a device (tests/gpu) and, where the including file substitutes DDP__CUDA_RUNTIME, as loops on the CPU
-    (tests/unit). kernel_checks() runs all and prints a table; DDP_TEST_LARGE adds sizes that only a device does in time. */
+    The same checks run on a device (tests/gpu) and, if the including file substitutes DDP__CUDA_RUNTIME, as
+    loops on the CPU (tests/unit). kernel_checks() runs all and prints a table. DDP_TEST_LARGE adds sizes that
+    only a device can finish in time. */
 #ifndef DDP_TEST_CUDA_KERNELS_H
 #define DDP_TEST_CUDA_KERNELS_H
 
@@ -111,7 +113,8 @@ static void reduce_case(buffer *in, buffer *out, unsigned char *want, int w, siz
     ddp__reduce_tree(want_list, 1, src_host, w, count, dtype, op, divisor, 0);
     if (in_place) buffer_up(in);
     check_that(ddp_cuda_reduce_tree(dst, dst_count, src, w, count, dtype, op, divisor, 0) == DDP_OK, "%s", ddp_last_error());
-    if (in_place) memcpy(out->host, in->host, in->bytes < out->bytes ? in->bytes : out->bytes); /* keeps the sources */
+    /* Keeps the sources. */
+    if (in_place) memcpy(out->host, in->host, in->bytes < out->bytes ? in->bytes : out->bytes);
     for (int k = 0; k < dst_count; k++) {
         gpu->copy(out->host, dst[k], count * size);
         check_that(same(out->host, want, count, dtype), "reduce %s op=%d W=%d count=%zu shift=%d to %d of %d%s", ddp_dtype_name(dtype), (int)op, w, count,
@@ -128,7 +131,8 @@ static void check_reduce(void) {
     for (size_t d = 0; d < sizeof all_dtypes / sizeof *all_dtypes; d++) {
         ddp_dtype dtype = all_dtypes[d];
         for (int shift = 0; shift < 4; shift++) {
-            for (int k = 0; k < SOURCES; k++) /* sources of integers may hold anything, so may those of floats */
+            /* Sources of integers may hold anything, so may those of floats. */
+            for (int k = 0; k < SOURCES; k++)
                 fill(in.host + REDUCE_SLOT * (size_t)k + shifted(shift, k, ddp_dtype_size(dtype)), REDUCE_COUNT, dtype, k % 7 == 3);
             buffer_up(&in);
             for (int op = 0; op <= DDP_OP_PROD; op++)
@@ -146,7 +150,8 @@ static void check_reduce(void) {
     free(want);
 }
 
-/* Sources a stride apart, and one elsewhere, as they lie where ranks have sent them; more than 64 of them take a kernel with more levels. */
+/* Sources at a fixed stride, as received from ranks, and one elsewhere. More than 64 of them need a kernel
+   with more levels. */
 static void check_reduce_strided(void) {
     static const int worlds[] = {1, 2, 7, 64, 65, 67, 100, 127, 128, 129, 200, 255, 257, 1000, 4097, DDP__CUDA_TREE_MOST};
     enum { WORLDS = sizeof worlds / sizeof *worlds, COUNT = 37, STRIDE = 48 * 8 };
@@ -184,7 +189,7 @@ static void check_reduce_strided(void) {
 
 enum { TENSORS = 70 };
 
-/* What one tensor becomes: rounded once from the product in the wider type. */
+/* The expected value of each element: the product in the wider type, rounded once. */
 static void convert_reference(void *dst, ddp_dtype to, const void *src, ddp_dtype from, size_t count, float factor) {
     const unsigned char *in = (const unsigned char *)src;
     unsigned char *out = (unsigned char *)dst;
@@ -439,7 +444,8 @@ static void step_case(int adamw, int kind, ddp_dtype grad_dtype, ddp_dtype copy_
     step_free(&s);
 }
 
-/* Random rounding picks one of the two neighbours, is right on average, and does not depend on how the elements are shared out. */
+/* Random rounding picks one of the two neighbours, is right on average, and does not depend on how the
+   elements are shared out. */
 static void check_random_rounding(void) {
     enum { COUNT = 20000, CUT = 7001 };
     step_state s = step_make(COUNT, 0);
@@ -580,7 +586,8 @@ static void update_case(ddp_update u, size_t count, size_t shift) {
 
 static void check_updates(void) {
     static const size_t counts[] = {0, 1, 7, 1003};
-    for (int kind = 0; kind < 6; kind++) /* ADAMW, LAMB without and with decay, SGD: plain, momentum, Nesterov and decay */
+    /* ADAMW, LAMB without and with decay, SGD: plain, momentum, Nesterov and decay. */
+    for (int kind = 0; kind < 6; kind++)
         for (int wide = 0; wide < 2; wide++)
             for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
                 for (size_t shift = 0; shift < 3; shift++) {
@@ -604,7 +611,8 @@ static void quantise_case(ddp_dtype dtype, size_t count, size_t shift, int kind)
     size_t blocks = (count + DDP_CUDA_QUANT_BLOCK - 1) / DDP_CUDA_QUANT_BLOCK, size = ddp_dtype_size(dtype);
     buffer data = buffer_make(count * size), q = buffer_make(count), scales = buffer_make(blocks * 4), back = buffer_make(count * 4);
     fill(data.host + shift * size, count, dtype, 0);
-    for (size_t i = 0; i < count; i++) { /* kind 1: extremes. kind 2: tiny. kind 3: one NaN or infinity in each second block */
+    /* Kind 1: extremes. kind 2: tiny. kind 3: one NaN or infinity in each second block. */
+    for (size_t i = 0; i < count; i++) {
         float x = i % 3 ? FLT_MAX : -FLT_MAX;
         if (kind == 2) x = i % 2 ? 1e-31f : -1e-40f;
         if (kind == 3) x = i % 1024 == 300 ? NAN : i % 1024 == 900 ? -INFINITY : 1.0f;
@@ -670,7 +678,7 @@ static void check_quantise(void) {
                     if (kind == 0 || dtypes[d] != DDP_F16) quantise_case(dtypes[d], counts[c], shift, kind);
 }
 
-/* ---- what sums of squares tell ---- */
+/* ---- sums of squares ---- */
 
 enum { STEERS = 512 };
 
@@ -686,7 +694,7 @@ static void steer_sums(ddp_exact_sum *sums) {
             ddp_exact_sum_add(&part, x);
             for (int cell = 0; cell < DDP_EXACT_CELLS; cell++) sums[i].cell[cell] += part.cell[cell];
         }
-        if (i % 32 < 8) { /* between two floats, or just beside the middle */
+        if (i % 32 < 8) { /* between two floats, or just next to the middle */
             ddp_exact_sum_clear(&sums[i]);
             ddp_exact_sum_add(&sums[i], ldexp((double)(random_u64() >> 11), 60));
             ddp_exact_sum_add(&sums[i], ldexp(0.5, 60));

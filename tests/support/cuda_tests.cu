@@ -1,8 +1,10 @@
-/*  cuda_tests.cu - all tests that run on the fake machine, as one program: a compiler takes most of its time for what they share.
+/*  cuda_tests.cu - all tests on the fake GPU as one program, since most of their compile time is for shared
+    code.
 
-    cuda_tests NAME [its arguments]      conformance, groups, training, fsdp, tensor, layers and pipeline are those of tests/gpu, nccl is unit/test_cuda_nccl.cu,
-                                         fake_gpu test_fake_gpu.cu.
-    Each file lies in a namespace of its own and stays a program of its own, too. */
+    cuda_tests NAME [its arguments]      conformance, groups, training, fsdp, tensor, layers and pipeline are
+                                         those of tests/gpu, nccl is unit/test_cuda_nccl.cu, fake_gpu is
+                                         test_fake_gpu.cu.
+    Each file is in a namespace of its own, and also compiles as a separate program. */
 #define DDP_TEST_ON_CPU
 #include "host_only.h"
 #include "device.h"

@@ -1,11 +1,12 @@
 /*  device.h - ddp_cuda.cuh, and groups over device memory, for the tests that run on a GPU.
 
-    With DDP_TEST_ON_CPU the machine is the fake one of fake_gpu.h: the same test proves its own logic, and the order of everything on
-    streams, without a device. Ranks have a device each there, as races are told by device.
+    With DDP_TEST_ON_CPU the GPU is the fake one of fake_gpu.h: without a device, the same test proves its own
+    logic, and the order of all work on streams. Each rank has its own fake device, since races are detected
+    per device.
 
-    A host buffer has a mirror on the device. Data reaches it, and comes back, through a compute stream of the rank's own that is busy meanwhile
-    and that nothing waits for on the host: a call that does not order itself behind that stream, or work after it that the stream does not
-    see, shows as wrong data. */
+    A host buffer has a mirror on the device. Its data is copied there and back on a compute stream of the
+    rank, which is busy meanwhile. No call on the host waits for that stream. If a call does not order itself
+    after that stream, or later work does not wait for the call, the data is wrong. */
 #ifndef DDP_TEST_DEVICE_H
 #define DDP_TEST_DEVICE_H
 
@@ -37,11 +38,12 @@ static int device_nccl_shares; /* 1 = NCCL is as new as 2.30 is */
 typedef struct device_rank {
     ddp_group *cpu, *group; /* the world, and the group over device memory */
     cudaStream_t stream;
-    unsigned char *scratch; /* on the device: what comes and goes */
+    unsigned char *scratch; /* on the device: staging buffer for copies */
     size_t scratch_bytes;
 } device_rank;
 
-/* Every test makes its groups here: staged, or over NCCL where $DDP_TEST_ENGINE says nccl. In tree order. */
+/* Every test creates its groups with this: staged through the host, or over NCCL if $DDP_TEST_ENGINE is nccl.
+   In tree order. */
 static RANKS_UNUSED ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out);
 
 #if defined(DDP_TEST_ON_CPU)
@@ -54,7 +56,7 @@ static RANKS_UNUSED void device_delay(cudaStream_t stream) { (void)stream; } /* 
 /* One machine per process; it begins with its first rank, and is looked at when its last rank has left. */
 static pthread_mutex_t device_lock = PTHREAD_MUTEX_INITIALIZER;
 static int device_ranks, device_pid, device_failures;
-static RANKS_UNUSED int device_machine(int by) { /* what was out of order so far */
+static RANKS_UNUSED int device_machine(int by) { /* the order violations so far */
     int failures;
     pthread_mutex_lock(&device_lock);
     if (by > 0 && (device_pid != (int)getpid() || device_ranks == 0)) {
@@ -76,7 +78,8 @@ static RANKS_UNUSED int device_machine(int by) { /* what was out of order so far
 }
 #else
 static __global__ void device_spin(long long cycles) { for (long long start = clock64(); clock64() - start < cycles;) {} }
-static RANKS_UNUSED void device_delay(cudaStream_t stream) { device_spin<<<1, 1, 0, stream>>>(20000); } /* about 10 us */
+/* About 10 us. */
+static RANKS_UNUSED void device_delay(cudaStream_t stream) { device_spin<<<1, 1, 0, stream>>>(20000); }
 static int device_machine(int by) { (void)by; return 0; }
 #endif
 
@@ -111,18 +114,18 @@ static RANKS_UNUSED ddp_result device_rank_close(device_rank *d) {
     return DDP_OK;
 }
 
-/* Returns while the copy may still be under way on the compute stream. */
+/* Returns while the copy can still be in flight on the compute stream. */
 static RANKS_UNUSED ddp_result device_up(device_rank *d, void *far, const void *near, size_t size_bytes) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     if (size_bytes == 0) return DDP_OK;
     RANKS_CHECK(d->cpu, size_bytes <= d->scratch_bytes, "scratch is too small");
-    ddp_device_cuda()->copy(d->scratch, near, size_bytes); /* waits: what the stream still had to do with scratch is over */
+    ddp_device_cuda()->copy(d->scratch, near, size_bytes); /* waits until the stream no longer uses scratch */
     device_delay(d->stream);
     RANKS_CHECK(d->cpu, cuda->memcpy_async(far, d->scratch, size_bytes, cudaMemcpyDeviceToDevice, d->stream) == cudaSuccess, "copying up");
     return DDP_OK;
 }
 
-/* What far holds for work that is put on the compute stream now. */
+/* The contents of far as seen by work that is launched on the compute stream now. */
 static RANKS_UNUSED ddp_result device_down(device_rank *d, void *near, const void *far, size_t size_bytes) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     if (size_bytes == 0) return DDP_OK;
@@ -143,7 +146,7 @@ static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group 
     return ddp_cuda_group_create(out, world, &desc);
 }
 
-/* The end of a rank's tests; user: what device_each gives. */
+/* Ends the tests of a rank. user: the one passed by device_each. */
 static RANKS_UNUSED ddp_result device_ok(ddp_group *world, void *user) {
     if (ddp_rank(world) == 0) printf("ok: %s W=%d\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world));
     fflush(stdout);

@@ -1,4 +1,4 @@
-/*  fail_alloc.h - an allocator of which one allocation fails: of this thread, number fail_at from here on. */
+/*  fail_alloc.h - an allocator in which one allocation fails: number fail_at of this thread, counted from now on. */
 #ifndef DDP_TEST_FAIL_ALLOC_H
 #define DDP_TEST_FAIL_ALLOC_H
 

@@ -1,11 +1,13 @@
-/*  fake_cublaslt.h - the part of cuBLASLt that ddp_cuda.cuh and examples/gpt_cuda.cuh use, on the machine of fake_gpu.h: the functions of <cublasLt.h> under
-    their own names.
+/*  fake_cublaslt.h - the part of cuBLASLt that ddp_cuda.cuh and examples/gpt_cuda.cuh use, on the fake GPU of
+    fake_gpu.h: the functions of <cublasLt.h> under their own names.
 
-    A product is one piece of work of its stream, and comes to what the layouts, transposes and leading dimensions say, column by column; sums begin at the
-    last term, in no order that somebody could rely on. A way of doing it (algo) is good for the sizes, alignments, epilogue and workspace that it was asked
-    for: what it is given instead, a layout that does not fit, memory that is too small, or a reduction in place are failures.
-    Matrices are f64, f32 or bf16, in and out alike. Epilogues: BIAS, GELU_AUX_BIAS, DGELU, BGRADA and BGRADB, with the pointers and the leading dimension
-    that <cublasLt.h> asks for; fake_lt_refused has bits of those that the heuristics call not supported. */
+    A product is one piece of work on its stream. The result follows the layouts, transposes and leading
+    dimensions, column by column. Sums begin at the last term, so that no caller can rely on an order. An
+    algorithm (algo) is valid for the sizes, alignments, epilogue and workspace of its request. Other
+    arguments, a layout that does not fit, memory that is too small, or a reduction in place are failures.
+    Matrices are f64, f32 or bf16, with the same type for input and output. Epilogues: BIAS, GELU_AUX_BIAS,
+    DGELU, BGRADA and BGRADB, with the pointers and the leading dimension that <cublasLt.h> requires. The bits
+    of fake_lt_refused are those for which the heuristics return "not supported". */
 #ifndef DDP_TEST_FAKE_CUBLASLT_H
 #define DDP_TEST_FAKE_CUBLASLT_H
 
@@ -17,11 +19,13 @@ struct cublasLtContext { int device; };
 struct fake_lt_desc { int compute, scale, transposed[2]; uint32_t epilogue; const void *bias, *aux; int64_t aux_step; };
 struct fake_lt_layout { int type; uint64_t rows, columns; int64_t step; };
 struct fake_lt_want { uint64_t bytes; uint32_t schemes, align[4]; };
-struct fake_lt_way { int compute, type; uint32_t m, n, k, epilogue, bytes; uint16_t align[6]; }; /* of A, B, C, D, bias, aux */
-static int fake_lt_handles, fake_lt_asked, fake_lt_tf32; /* that live; questions for a way; products by TF32 */
+/* Of A, B, C, D, bias, aux. */
+struct fake_lt_way { int compute, type; uint32_t m, n, k, epilogue, bytes; uint16_t align[6]; };
+/* That live; questions for a way; products by TF32. */
+static int fake_lt_handles, fake_lt_asked, fake_lt_tf32;
 static uint64_t fake_lt_refused;                         /* 1 << epilogue % 61 */
-static cublasStatus_t fake_lt_refusal = CUBLAS_STATUS_NOT_SUPPORTED; /* what is answered then */
-static cublasStatus_t fake_lt_state = CUBLAS_STATUS_SUCCESS; /* of what the heuristics find */
+static cublasStatus_t fake_lt_refusal = CUBLAS_STATUS_NOT_SUPPORTED; /* the result in that case */
+static cublasStatus_t fake_lt_state = CUBLAS_STATUS_SUCCESS; /* the state of results of the heuristics */
 static int fake_lt_late;                                 /* 1: not by the heuristics, but by the product */
 static int fake_lt_fused;                                /* products with an epilogue */
 
@@ -105,10 +109,10 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t w
 static int fake_lt_has_aux(uint32_t epilogue) { return epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS || epilogue == CUBLASLT_EPILOGUE_DGELU; }
 static int fake_lt_has_bias(uint32_t epilogue) { return epilogue != CUBLASLT_EPILOGUE_DEFAULT && epilogue != CUBLASLT_EPILOGUE_DGELU; }
 static size_t fake_lt_size(int type) { return type == CUDA_R_64F ? 8 : type == CUDA_R_32F ? 4 : 2; }
-/* As far as a way can tell: 256. */
+/* Alignment up to 256, the maximum for an algorithm. */
 static uint16_t fake_lt_aligned(const void *at) { uint16_t align = 256; while ((uintptr_t)at % align) align /= 2; return align; }
 
-/* What an epilogue wants, by the comments of <cublasLt.h>. */
+/* The requirements of an epilogue, from the comments of <cublasLt.h>. */
 static int fake_lt_epilogue_fits(const fake_lt_desc &d, uint64_t rows) {
     switch (d.epilogue) {
     case CUBLASLT_EPILOGUE_DEFAULT: case CUBLASLT_EPILOGUE_BIAS: case CUBLASLT_EPILOGUE_GELU_AUX_BIAS: case CUBLASLT_EPILOGUE_DGELU:
@@ -160,7 +164,7 @@ extern "C" cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cubla
 #pragma GCC push_options
 #pragma GCC optimize("O2") /* products take most of the time of a build that is not optimised */
 #endif
-/* Numbers as they lie in memory, widened and rounded to nearest even. */
+/* Numbers in their memory format, widened and rounded to nearest even. */
 struct fake_lt_bf16 { uint16_t bits; };
 static double fake_lt_wide(double x) { return x; }
 static double fake_lt_wide(float x) { return (double)x; }
@@ -174,7 +178,7 @@ static void fake_lt_round(fake_lt_bf16 *to, double x) {
     to->bits = f != f ? 0x7fff : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* What one product works on: A, B, C, D, bias and aux, and their leading dimensions. */
+/* The operands of one product: A, B, C, D, bias and aux, and their leading dimensions. */
 struct fake_lt_task { fake_lt_desc how; fake_lt_way way; const void *at[6]; int64_t step[4]; double alpha, beta; };
 
 /* GELU in its tanh form, and its derivative. */
@@ -184,7 +188,8 @@ static double fake_lt_gelu(double x, double *slope) {
     return 0.5 * x * (1 + t);
 }
 
-/* sums[j] += x * row[j]: the inner loop of all products; who calls has looked at the memory under the eyes of a sanitizer. */
+/* sums[j] += x * row[j]: the inner loop of all products. The caller has accessed the memory before, so that a
+   sanitizer checks it. */
 __attribute__((no_sanitize("address", "undefined", "thread"))) static void fake_lt_add(double *sums, const double *row, double x, int64_t n) {
     for (int64_t j = 0; j < n; j++) sums[j] += x * row[j];
 }
@@ -193,8 +198,10 @@ template <class T> static void fake_lt_product(const fake_lt_task &task) {
     const T *a = (const T *)fake_real(task.at[0]), *b = (const T *)fake_real(task.at[1]), *c = (const T *)fake_real(task.at[2]);
     T *d = (T *)fake_real(task.at[3]), *bias = (T *)fake_real(task.at[4]), *aux = (T *)fake_real(task.at[5]);
     const fake_lt_desc &how = task.how;
-    int64_t row[2] = {how.transposed[0] ? task.step[0] : 1, how.transposed[1] ? 1 : task.step[1]};    /* from one i, or j, to the next */
-    int64_t deep[2] = {how.transposed[0] ? 1 : task.step[0], how.transposed[1] ? task.step[1] : 1};   /* from one k to the next */
+    /* From one i, or j, to the next. */
+    int64_t row[2] = {how.transposed[0] ? task.step[0] : 1, how.transposed[1] ? 1 : task.step[1]};
+    /* From one k to the next. */
+    int64_t deep[2] = {how.transposed[0] ? 1 : task.step[0], how.transposed[1] ? task.step[1] : 1};
     int64_t m = task.way.m, n = task.way.n, depth = task.way.k;
     if (how.epilogue == CUBLASLT_EPILOGUE_BGRADA || how.epilogue == CUBLASLT_EPILOGUE_BGRADB)
         for (int64_t i = 0, which = how.epilogue == CUBLASLT_EPILOGUE_BGRADB; i < (which ? n : m); i++) {

@@ -1,7 +1,9 @@
-/*  fake_cuda_names.h - the functions of the CUDA runtime that the examples call, on the machine of fake_gpu.h.
+/*  fake_cuda_names.h - the functions of the CUDA runtime that the examples call, on the fake GPU of
+    fake_gpu.h.
 
-    Include after fake_gpu.h (or device.h) and before the example: from there on cudaMalloc means fake_malloc, and so on. What the machine does not know is a
-    failure. Times are counts of work, see fake_event_elapsed; the properties are those of a small sm_90. */
+    Include after fake_gpu.h (or device.h) and before the example: from there on cudaMalloc is fake_malloc,
+    and so on. Unknown arguments are failures. Times are counts of work, see fake_event_elapsed. The
+    properties are those of a small sm_90. */
 #ifndef DDP_TEST_FAKE_CUDA_NAMES_H
 #define DDP_TEST_FAKE_CUDA_NAMES_H
 

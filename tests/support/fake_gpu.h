@@ -1,20 +1,24 @@
-/*  fake_gpu.h - a machine with GPUs that is made of CPU code: devices, memory, streams, events. fake_nccl.h adds NCCL.
+/*  fake_gpu.h - GPUs emulated on the CPU: devices, memory, streams, events. fake_nccl.h adds NCCL.
 
-    The tests link it instead of the CUDA runtime: FAKE_GPU_RUNTIME is the table that ddp_cuda.cuh calls. Ranks are threads of one process.
+    Tests link it instead of the CUDA runtime: FAKE_GPU_RUNTIME is the table that ddp_cuda.cuh calls. Ranks
+    are threads of one process.
 
-    Memory    Device memory is a region of its own that nobody may touch but work on streams: the CPU that does crashes, named by a line on
-              stderr. Tests look inside with fake_view. A pointer that is not the device's, out of bounds or freed is a failure.
-    Streams   Work is queued and runs as late as it may: when a call waits for it, or by chance in a query. Which stream goes next is
-              chosen by the seed, so a missing wait gives wrong data with some seeds.
-    Races     Every piece of work names the bytes it reads and writes, and carries a vector clock of streams and threads. Two accesses to
-              one byte, one of them a write, that no stream order, event or synchronisation puts in order are a failure under every seed.
-              The threads of a rank (those with the same current device) count as ordered among themselves, as locks are not seen
-              here; fake.strict takes each for itself.
-    Record    Every call is a line. fake_record(device) gives those of a device, without polling.
-    Failures  What a program did wrong. fake_failures() prints them and says how many; fake_expect takes away an expected one.
+    Memory    Device memory is a separate region, for work on streams only. An access by the CPU crashes, with
+              a line on stderr. Tests read it with fake_view. A pointer of another device, out of bounds or
+              freed is a failure.
+    Streams   Work is queued and runs as late as possible: when a call waits for it, or at random in a query.
+              The seed chooses the next stream, so a missing wait gives wrong data with some seeds.
+    Races     Every piece of work names the bytes that it reads and writes, and carries a vector clock of
+              streams and threads. Two accesses to one byte, at least one of them a write, must be ordered by
+              a stream, an event or a synchronisation. Otherwise they are a failure, with every seed. Threads
+              of one rank (with the same current device) count as ordered among themselves, since locks are
+              invisible here; fake.strict separates them.
+    Record    Every call is a line. fake_record(device) returns those of a device, without polling.
+    Failures  Errors of the program under test. fake_failures() prints and counts them; fake_expect removes
+              an expected one.
     Faults    fake_fail makes the n-th call fail.
 
-    What it takes for granted about CUDA is tested in test_fake_gpu.cu, rule by rule. It knows nothing about speed. */
+    test_fake_gpu.cu tests each assumption about CUDA. Speed is not emulated. */
 #ifndef DDP_TEST_FAKE_GPU_H
 #define DDP_TEST_FAKE_GPU_H
 
@@ -46,18 +50,18 @@
 #define DDP_TEST_SLOWDOWN 1
 #endif
 
-#define FAKE_ARENA ((size_t)1 << 34) /* of addresses; what is freed gives its memory back */
+#define FAKE_ARENA ((size_t)1 << 34) /* of addresses; freed blocks release their memory */
 #define FAKE_MEMORY ((size_t)1 << 32) /* of a device, in bytes */
 #define FAKE_DEVICES 16
 
-/* ---- what the machine is made of ---- */
+/* ---- the state of the fake GPUs ---- */
 
 typedef std::vector<uint32_t> fake_clock; /* how far each timeline (stream or thread) is known to have come */
 
 struct fake_range { const void *at; size_t bytes; int write; };
 struct fake_access { const char *at; size_t bytes; int write, timeline; uint32_t epoch; int line; };
 
-/* One allocation. Addresses are never used again, so that what is freed stays known. */
+/* One allocation. Addresses are never used again, so that accesses to freed memory are detected. */
 struct fake_block {
     char *at;
     size_t bytes;
@@ -67,7 +71,7 @@ struct fake_block {
 };
 
 struct fake_graph;
-/* What one cudaEventRecord records. */
+/* The state captured by one cudaEventRecord. */
 struct fake_version { int done = 0; fake_clock clock; cudaStream_t stream = NULL; fake_graph *graph = NULL; int works = 0; /* that had run */ };
 typedef std::shared_ptr<fake_version> fake_version_ref;
 
@@ -93,9 +97,10 @@ struct CUevent_st { int device, live, number; fake_version_ref version; int timi
 struct fake_graph {
     cudaStream_t origin;
     std::vector<std::pair<cudaStream_t, fake_op> > ops;
-    int mode, thread, owned = 0; /* of the capture; owned: 1 = somebody has to destroy it */
+    int mode, thread, owned = 0; /* of the capture; owned: 1 = must be destroyed explicitly */
 };
-typedef std::map<cudaStream_t, cudaStream_t> fake_players; /* streams of a capture, and those that play them */
+/* Streams of a capture, and those that play them. */
+typedef std::map<cudaStream_t, cudaStream_t> fake_players;
 struct fake_exec { fake_graph *graph; int device, live; fake_players players; };
 
 struct fake_line { int device, quiet; std::string text; };
@@ -103,13 +108,15 @@ struct fake_device {
     int streams, events, blocks, comms, calls;
     CUstream_st *legacy;
     fake_clock host;
-    size_t total, held, most, taken; /* bytes of memory; most: that it ever held; taken: by others, after they were asked for */
+    /* Bytes of memory; most: the maximum held; taken: by others, after the free size was queried. */
+    size_t total, held, most, taken;
 };
 
 struct fake_thread {
-    int device, timeline, relaxed, asked, captures; /* asked: how often it heard that something is not done yet; captures: in mode thread-local */
+    /* asked: number of queries answered "not ready"; captures: in mode thread-local. */
+    int device, timeline, relaxed, asked, captures;
     int early;              /* of these, asking for a stream or an event */
-    cudaStream_t waits_for; /* what this thread is blocked on */
+    cudaStream_t waits_for; /* the stream that this thread waits for */
     fake_clock clock;
 };
 
@@ -121,7 +128,7 @@ static struct fake_machine {
     int mute;    /* 1 + the device on which ncclCommGetAsyncError does not return */
     size_t from; /* fake_record begins at this line */
     uint64_t seed, random;
-    cudaStream_t running; /* whose work runs now */
+    cudaStream_t running; /* the stream of the work that runs now */
     char *base, *real; /* the region as programs see it, and where it can be read and written */
     size_t used[2]; /* of the upper half, which is pinned memory, and of the lower half, the devices' */
     fake_device device[FAKE_DEVICES];
@@ -136,10 +143,12 @@ static struct fake_machine {
     struct { const char *function; int device, nth, code, sticky, fired, seen; std::string text; } fault;
 } fake;
 
-static thread_local fake_thread *fake_mine; /* set inside calls; threads of an earlier machine get a new one */
+/* Set inside calls; threads of an earlier machine get a new one. */
+static thread_local fake_thread *fake_mine;
 static thread_local int fake_mine_generation;
 #define fake_me (*fake_mine)
-static thread_local std::vector<fake_range> *fake_collecting; /* where fake_seen puts what a kernel touches */
+/* fake_seen appends the accesses of a kernel here. */
+static thread_local std::vector<fake_range> *fake_collecting;
 
 static void fake_failed(const char *format, ...) __attribute__((format(printf, 1, 2)));
 static void fake_failed(const char *format, ...) {
@@ -185,9 +194,11 @@ static uint32_t fake_at(const fake_clock &clock, int timeline) { return timeline
 
 /* ---- calls ---- */
 
-/* What every call holds: the lock, its line, and the fault that it meets. */
+/* Every call holds one: the lock, its line in the record, and the fault injected into it. */
 struct fake_call {
-    int line, fault, not_yet; /* who is told so asks again: now and then a little later, for what it waits for needs the CPU */
+    /* The call answers "not ready" and is repeated; it sometimes sleeps a little, since the awaited thread
+       needs the CPU. */
+    int line, fault, not_yet;
     fake_call() : line(-1), fault(0), not_yet(0) {
         pthread_mutex_lock(&fake.lock);
         if (!fake_mine || fake_mine_generation != fake.generation) {
@@ -199,7 +210,8 @@ struct fake_call {
         if (!fake.strict) fake_join(fake_me.clock, fake.device[fake_me.device].host);
         fake_tick(fake_me.clock, fake_me.timeline);
     }
-    /* quiet: 1 = not in the record, 2 = nor counted among calls of any name, as threads beside the caller make them when they like. */
+    /* quiet: 1 = not in the record, 2 = also not counted as a call of any name: calls of helper threads, at
+       arbitrary times. */
     void begin(int quiet, const std::string &text) {
         line = (int)fake.lines.size();
         fake.lines.push_back({fake_me.device, quiet, text});
@@ -245,7 +257,7 @@ static std::string fake_name(const void *p) {
     return block->name + (offset ? fake_format("+%zu", offset) : "");
 }
 
-/* A page lies between allocations: what runs over meets nothing. */
+/* A closed page separates allocations, so that an overrun crashes. */
 static void *fake_allocate(size_t bytes, int is_device) {
     int device = fake_me.device;
     size_t pages = (bytes + 4095) / 4096 * 4096 + 4096;
@@ -270,7 +282,8 @@ static void fake_release(fake_block *block) {
     madvise(fake_real(block->at), (block->bytes + 4095) / 4096 * 4096, MADV_REMOVE);
 }
 
-/* Whether work on a device may touch a range. device -1: memory of the host that is not pinned may be meant as well. */
+/* Whether work on a device may touch a range. device -1: memory of the host that is not pinned may be meant
+   as well. */
 static int fake_check_range(const void *at, size_t bytes, int device, int line) {
     fake_block *block = fake_block_of(at);
     const char *wrong = NULL;
@@ -283,7 +296,7 @@ static int fake_check_range(const void *at, size_t bytes, int device, int line) 
     return !wrong;
 }
 
-/* Compares an access with those before it, and forgets what it covers. */
+/* Compares an access with earlier ones, and forgets those that it covers. */
 static void fake_touch(const fake_range &range, int timeline, const fake_clock &clock, int line) {
     fake_block *block = fake_block_of(range.at);
     const char *at = (const char *)range.at, *end = at + range.bytes;
@@ -317,7 +330,7 @@ static cudaStream_t fake_stream_new(int device, int blocking, int number) {
     return &fake.streams.back();
 }
 
-/* The stream that a handle stands for; NULL after a failure. */
+/* The stream of a handle; NULL after a failure. */
 static cudaStream_t fake_stream_of(cudaStream_t s, int line) {
     if (!s || s == cudaStreamLegacy) return fake.device[fake_me.device].legacy;
     if (s == cudaStreamPerThread) { fake_failed("the per-thread stream is not modelled: %s", fake_where(line).c_str()); return NULL; }
@@ -394,7 +407,8 @@ static void fake_run(cudaStream_t s) {
     pthread_cond_broadcast(&fake.changed);
 }
 
-/* One piece of work of some stream: by chance, or always the oldest or the newest stream that can run, as the seed says. */
+/* Runs one piece of work of some stream: a random one, or always the oldest or the newest stream that can
+   run, by the seed. */
 static int fake_step(void) {
     std::vector<cudaStream_t> runnable;
     for (CUstream_st &s : fake.streams) if (fake_runnable(s)) runnable.push_back(&s);
@@ -404,7 +418,7 @@ static int fake_step(void) {
     return 1;
 }
 
-/* Work may run while nobody looks. */
+/* Work can run at any call. */
 static void fake_chance(void) {
     for (uint64_t n = fake_random(4); n > 0 && fake_step(); n--) {}
 }
@@ -484,7 +498,8 @@ static int fake_drain_device(int device, int line) {
     return drained;
 }
 
-/* A call that would spoil a capture: one of any thread that has not relaxed (thread-local: of the thread that captures), or one on a stream that captures. */
+/* A call that would spoil a capture: one of any thread that has not relaxed (thread-local: of the thread that
+   captures), or one on a stream that captures. */
 static int fake_spoils(cudaStream_t s, int line) {
     if (!(s && s->graph) && (fake_me.relaxed || !(fake.captures || fake_me.captures))) return 0;
     fake_failed("not allowed while a stream captures: %s", fake_where(line).c_str());
@@ -562,7 +577,7 @@ static cudaError_t fake_host_free(void *memory) {
     return fake_free_any(memory, 0, call);
 }
 
-/* Stream-ordered memory: there when the stream gets there, gone when it gets there. */
+/* Stream-ordered memory: valid from the allocation to the free, in stream order. */
 static inline cudaError_t fake_malloc_async(void **out, size_t bytes, cudaStream_t stream) {
     FAKE_CALL(0, "cudaMallocAsync(%zu, %s)", bytes, fake_name(stream).c_str());
     *out = NULL;
@@ -585,7 +600,7 @@ static inline cudaError_t fake_free_async(void *memory, cudaStream_t stream) {
     return call.fault ? call.error() : error;
 }
 
-/* With memory of the host that is not pinned: what is read is read now, what is written is there on return. */
+/* Host memory that is not pinned: it is read before the call returns, and written on return. */
 static cudaError_t fake_memcpy(void *dst, const void *src, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
     static const char *const kinds[] = {"HostToHost", "HostToDevice", "DeviceToHost", "DeviceToDevice", "Default"};
     FAKE_CALL(0, "cudaMemcpyAsync(%s, %s, %zu, %s, %s)", fake_name(dst).c_str(), fake_name(src).c_str(), bytes, kinds[kind], fake_name(stream).c_str());
@@ -660,11 +675,11 @@ static cudaError_t fake_stream_destroy(cudaStream_t stream) {
     cudaStream_t s = fake_stream_of(stream, call.line);
     if (!s) return cudaErrorInvalidResourceHandle;
     if (!stream || s->graph) fake_failed("a stream that is 0 or captures is destroyed: %s", fake_where(call.line).c_str());
-    else s->live = 0; /* what is on it still runs */
+    else s->live = 0; /* its work still runs */
     return call.error();
 }
 
-/* The event that a handle stands for. */
+/* The event of a handle. */
 static cudaEvent_t fake_event_of(cudaEvent_t event, int line) {
     for (CUevent_st &known : fake.events)
         if (&known == event && known.live) return event;
@@ -689,7 +704,8 @@ static inline cudaError_t fake_event_create_timing(cudaEvent_t *out) {
     return fake_event_create_any(out, 1, call);
 }
 
-/* There is no time here: how many pieces of work of the whole machine ran between the two. */
+/* No real time is emulated: the time between two events is the number of pieces of work, of all streams,
+   between them. */
 static inline cudaError_t fake_event_elapsed(float *ms, cudaEvent_t start, cudaEvent_t end) {
     FAKE_CALL(0, "cudaEventElapsedTime(%s, %s)", fake_name(start).c_str(), fake_name(end).c_str());
     if (call.fault || !fake_event_of(start, call.line) || !fake_event_of(end, call.line)) return call.fault ? call.error() : cudaErrorInvalidResourceHandle;
@@ -724,7 +740,8 @@ static cudaError_t fake_event_record(cudaEvent_t event, cudaStream_t stream) {
     return cudaSuccess;
 }
 
-/* Waits for what the event's last record before this call records; never recorded: nothing. A captured event draws the stream into the capture. */
+/* Waits for the last record of the event before this call; if it was never recorded, does nothing. A captured
+   event adds the stream to the capture. */
 static cudaError_t fake_stream_wait_event(cudaStream_t stream, cudaEvent_t event) {
     FAKE_CALL(0, "cudaStreamWaitEvent(%s, %s)", fake_name(stream).c_str(), fake_name(event).c_str());
     cudaStream_t s = fake_stream_of(stream, call.line);
@@ -785,7 +802,8 @@ static inline cudaError_t fake_event_synchronize(cudaEvent_t event) {
     return fake_event_ask(event, call, 1);
 }
 
-/* ddp_cuda.cuh's loops on the CPU tell what they touch: DDP__CUDA_SEEN. The type of the pointer says whether they write. */
+/* The loops of ddp_cuda.cuh on the CPU report their accesses with DDP__CUDA_SEEN. The type of the pointer
+   shows whether they write. */
 static inline void fake_seen(const void *at, size_t bytes) { if (fake_collecting) fake_collecting->push_back({at, bytes, 0}); }
 static inline void fake_seen(void *at, size_t bytes) { if (fake_collecting) fake_collecting->push_back({at, bytes, 1}); }
 
@@ -804,7 +822,8 @@ static void fake_merge_ranges(std::vector<fake_range> &ranges) {
     ranges.resize(kept);
 }
 
-/* A kernel's loop, when the stream gets to it: the region is open meanwhile, and what it touched is checked afterwards. */
+/* Runs the loop of a kernel when its stream reaches it. Device memory is accessible meanwhile; the accesses
+   are checked afterwards. */
 static void fake_run_loop(void (*run)(void *), void *argument, int line) {
     cudaStream_t s = fake.running;
     std::vector<fake_range> ranges;
@@ -884,7 +903,8 @@ static inline fake_graph *fake_capture_end(cudaStream_t stream) {
 
 static std::shared_ptr<fake_kernel> fake_nccl_again(const std::shared_ptr<fake_kernel> &kernel);
 
-/* Each stream of the capture is played by another one: in every launch, or of those who keep players, where a launch comes behind the one before it. */
+/* Another stream plays each stream of the capture: a new one in every launch, or the same one, then ordered
+   after the launch before it. */
 static inline cudaError_t fake_graph_launch(fake_graph *graph, cudaStream_t stream, fake_players *kept = NULL) {
     FAKE_CALL(0, "cudaGraphLaunch(%s)", fake_name(stream).c_str());
     cudaStream_t onto = fake_stream_of(stream, call.line);
@@ -916,11 +936,11 @@ static inline cudaError_t fake_graph_launch(fake_graph *graph, cudaStream_t stre
     return cudaSuccess;
 }
 
-/* ---- what tests say and ask ---- */
+/* ---- interface of the tests ---- */
 
 static inline void fake_crash(int signal_number, siginfo_t *info, void *) {
     static const char text[] = "fake_gpu: the CPU touched device memory, or memory of the fake that is freed\n";
-    if (fake_in_arena(info->si_addr) && write(2, text, sizeof text - 1) < 0) { /* the signal says it all the same */ }
+    if (fake_in_arena(info->si_addr) && write(2, text, sizeof text - 1) < 0) { /* the signal ends the process in any case */ }
     signal(signal_number, SIG_DFL);
 }
 
@@ -968,8 +988,9 @@ static inline void fake_start(int device_count, uint64_t seed) {
     pthread_mutex_unlock(&fake.lock);
 }
 
-/* The nth call from now on fails: of function ("cudaMalloc", "ncclGroupEnd"; NULL any but polling), made on device (-1 any), with code (0: some error
-   of its library). sticky: those after it as well. What frees, frees all the same. */
+/* The nth call from now on fails: of function ("cudaMalloc", "ncclGroupEnd"; NULL: any except polling), made
+   on device (-1: any), with code (0: some error of its library). sticky: all calls after it fail too. Calls
+   that free still free. */
 static inline void fake_fail(const char *function, int device, int nth, int code, int sticky) {
     pthread_mutex_lock(&fake.lock);
     fake.fault = {function, device, nth, code, sticky, 0, 0, ""};
@@ -994,14 +1015,14 @@ static inline cudaError_t fake_launch_work(cudaStream_t stream, const char *name
     return fake_enqueue_work(stream, call.line, ranges, body);
 }
 
-/* How much memory the device has from now on; what is left of it, and how much was ever held at once, is in fake.device[device]. */
+/* Sets the memory of the device. fake.device[device] has the free bytes and the maximum held. */
 static inline void fake_set_memory(int device, size_t total) {
     pthread_mutex_lock(&fake.lock);
     fake.device[device].total = total;
     pthread_mutex_unlock(&fake.lock);
 }
 
-/* Device memory as the CPU can reach it. Says nothing about order: fake_host_access does. */
+/* Device memory as a CPU pointer. It does not order anything: fake_host_access does. */
 static inline void *fake_view(const void *device_pointer) { return fake_real(device_pointer); }
 
 /* The CPU reads or writes pinned memory now. */
@@ -1010,13 +1031,14 @@ static inline void fake_host_access(const void *at, size_t bytes, int write) {
     if (fake_check_range(at, bytes, -1, call.line)) fake_touch({at, bytes, write}, fake_me.timeline, fake_me.clock, call.line);
 }
 
-/* All that every thread has done so far comes before what this one does next: after a join, or a barrier. */
+/* Everything that any thread has done is ordered before the next call of this one: after a join, or a
+   barrier. */
 static inline void fake_host_fence(void) {
     FAKE_CALL(1, "host fence()");
     for (fake_device &device : fake.device) fake_join(fake_me.clock, device.host);
 }
 
-/* What is called up to now is left out of fake_record. */
+/* fake_record leaves out the calls up to now. */
 static inline void fake_record_from_here(void) {
     pthread_mutex_lock(&fake.lock);
     fake.from = fake.lines.size();
@@ -1041,7 +1063,7 @@ static inline int fake_failures(void) {
     return count;
 }
 
-/* Takes away the failures that hold the text; how many there were. */
+/* Removes the failures that contain the text; returns their number. */
 static inline int fake_expect(const char *text) {
     pthread_mutex_lock(&fake.lock);
     std::vector<std::string> others;
@@ -1054,7 +1076,7 @@ static inline int fake_expect(const char *text) {
 
 static std::string fake_nccl_left(void);
 
-/* What has been made and not unmade, and work that has not run. "" when there is nothing. */
+/* Objects that were created and not destroyed, and work that has not run. "" if nothing is left. */
 static inline std::string fake_left(void) {
     std::string left;
     pthread_mutex_lock(&fake.lock);

@@ -1,20 +1,26 @@
-/*  fake_kernel.h - runs the kernels of examples/gpt_cuda_base.cuh on the machine of fake_gpu.h, thread by thread.
+/*  fake_kernel.h - runs the kernels of examples/gpt_cuda_base.cuh on the fake GPU of fake_gpu.h, thread by
+    thread.
 
-    Include after fake_gpu.h (or device.h), and before the header with kernels. A launch is one piece of work on its stream, and of the graph where the
-    stream captures. When the stream gets there, the blocks of its grid run, up to three of them beside each other.
+    Include after fake_gpu.h (or device.h), and before the header with kernels. A launch is one piece of work
+    on its stream, or a node of the graph that the stream captures. When the stream reaches it, the blocks of
+    its grid run, up to three of them concurrently.
 
-    Threads   are fibers: one runs until it meets others, at a barrier or in an operation of its warp. The order of threads and of blocks, and how many
-              blocks are there at a time, the seed says, anew after each meeting: a missing barrier or flag gives wrong data with some seeds. A barrier
-              that not all threads of the block reach (those that have returned aside), or in two lines at once, and an operation of a warp in which a
-              lane is missing, are failures.
-    Global    memory may be touched by gpt_cuda_load and its like alone. Each access is looked at: inside of an allocation of this device, aligned to its
-              size. What a launch touched takes part in the search for races between streams.
-    Shared    memory is all NaN when a block begins. A copy that goes on beside the thread makes its target NaN when it begins, and is there not
-              before the thread waits for it. In a build with AddressSanitizer each access is in bounds.
-    Waiting   for a flag that no thread sets which could run is a failure.
+    Threads   are fibers: one runs until it meets others, at a barrier or in an operation of its warp. The
+              seed chooses the order of threads and of blocks, and the number of concurrent blocks, again
+              after each meeting. So a missing barrier or flag gives wrong data with some seeds. Failures: a
+              barrier that not all threads of the block reach (except those that have returned), or in two
+              lines at once; a warp operation in which a lane is missing.
+    Global    memory is accessed only by gpt_cuda_load and the like. Each access must be inside an allocation
+              of this device, and aligned to its size. The search for races between streams includes all
+              accesses of a launch.
+    Shared    memory is NaN when a block starts. An asynchronous copy makes its target NaN when it starts, and
+              writes the data when the thread waits for it. With AddressSanitizer each access is checked for
+              bounds.
+    Waiting   for a flag is a failure if no thread that can run sets it.
 
-    The first failure ends the launch. Fragments of matrices lie as the PTX ISA says; their products are added as tensor cores of sm_90 do it, which cut off
-    where the CPU rounds (Xie et al. 2025, arXiv 2511.10909): tolerances that hold here hold there. */
+    The first failure ends the launch. Fragments of matrices have the layout of the PTX ISA. Their products
+    are added as in the tensor cores of sm_90, which truncate where the CPU rounds (Xie et al. 2025, arXiv
+    2511.10909). So tolerances that hold here hold on a device. */
 #ifndef DDP_TEST_FAKE_KERNEL_H
 #define DDP_TEST_FAKE_KERNEL_H
 
@@ -34,9 +40,9 @@
 #define GPT_CUDA_ON_CPU
 #undef __launch_bounds__
 #define __launch_bounds__(...)
-#define FAKE_STACK ((size_t)1 << 17) /* of a thread; a page beside it is closed */
+#define FAKE_STACK ((size_t)1 << 17) /* of a thread; the page next to it is closed */
 #define FAKE_THREADS 1024
-#define FAKE_RESIDENTS 3 /* blocks that run beside each other */
+#define FAKE_RESIDENTS 3 /* concurrent blocks */
 #define FAKE_SHARED ((size_t)227 * 1024) /* of a block of sm_90, of which 16 KiB may be static */
 #define FAKE_SPINS 1000
 
@@ -47,14 +53,14 @@ enum fake_fiber_state { FAKE_READY, FAKE_AT_BARRIER, FAKE_IN_WARP, FAKE_SPINNING
 struct fake_static { const void *key; char *at; size_t bytes; };
 struct fake_copy { char *to; const char *from; int group; }; /* from NULL: zeros */
 
-/* What a lane brings to an operation of its warp, and where it wants the result. */
+/* Input of a lane to an operation of its warp, and the place of its result. */
 struct fake_lane { const void *in, *more; void *out; int from; uint32_t bits; };
 /* Lanes that can run are bits in `ready`, that of lane l at l ^ flip. */
 struct fake_warp { uint32_t ready, flip, live, arrived; int kind; fake_lane lane[32]; };
 
 struct fake_resident;
 struct fake_fiber {
-    void *stands; /* where its registers lie while another one runs */
+    void *stands; /* where its registers are saved while another one runs */
     uint3 thread;
     int number, state, group, spins, flag; /* number: in its block */
     const int *spins_on;
@@ -70,8 +76,9 @@ struct fake_fiber {
 struct fake_resident {
     uint3 index;
     int live, waiting, barrier_line, spinning, made; /* threads; made: fibers with a stack */
-    uint32_t ready, order[32];                       /* warps that may have lanes ready: bit i is warp order[i] */
-    fake_warp *warp;                                 /* of who ran last */
+    /* Warps that may have lanes ready: bit i is warp order[i]. */
+    uint32_t ready, order[32];
+    fake_warp *warp;                                 /* of the thread that ran last */
     char *shared, *dynamic;
     size_t static_bytes;
     std::vector<fake_static> statics;
@@ -86,7 +93,7 @@ static struct fake_grid_state {
     std::vector<uint32_t> order;
     const std::function<void()> *body;
     fake_fiber *now;
-    void *host; /* where the CPU's own stack stands */
+    void *host; /* saved stack pointer of the CPU's own stack */
     char *stacks;
     unsigned char *touched[2]; /* read and written: a bit for 2 bytes */
     uint16_t *page[2];         /* how many bytes of it may be touched, once one was */
@@ -102,7 +109,8 @@ static struct fake_grid_state {
 
 /* ---- fibers ---- */
 
-/* Puts the registers that a function must keep on the stack, the stack pointer into *stands, and goes on at `to`. */
+/* Saves the registers that a function must preserve on the stack, the stack pointer in *stands, and continues
+   at to. */
 extern "C" void fake_fiber_switch(void **stands, void *to);
 #if defined(__x86_64__)
 #define FAKE_FIBER_WORDS 8 /* six registers, where to go on, and one to align */
@@ -131,7 +139,7 @@ static inline void fake_fiber_is(fake_fiber *f) {
     blockIdx = f->home->index;
 }
 
-/* To a fiber, NULL: back to the host. Returns when somebody comes back. */
+/* Switches to a fiber; NULL: back to the host. Returns when another fiber switches back. */
 static inline void fake_fiber_go(fake_fiber *from, fake_fiber *to) {
 #if defined(__SANITIZE_ADDRESS__)
     void **kept = from ? &from->asan : &fake_grid.host_asan;
@@ -164,7 +172,7 @@ static inline void fake_kernel_failed(const char *format, ...) {
     __builtin_unreachable();
 }
 
-/* ---- who runs next ---- */
+/* ---- scheduling ---- */
 
 static inline void fake_warp_wake(fake_warp *w, uint32_t lanes) {
     w->flip = (uint32_t)fake_random(32);
@@ -223,7 +231,7 @@ static inline fake_fiber *fake_grid_next(void) {
     return NULL;
 }
 
-/* Nobody can run: says what for. */
+/* No thread can run: reports what they wait for. */
 static inline void fake_grid_stuck(void) __attribute__((noreturn));
 static inline void fake_grid_stuck(void) {
     for (int n = 0; n < fake_grid.residents; n++)
@@ -242,7 +250,8 @@ static inline void fake_grid_stuck(void) {
     fake_kernel_failed("its threads wait for each other");
 }
 
-/* The running thread waits, or has returned: others run. Comes back when its turn has come again. elsewhere: of any block. */
+/* The running thread waits, or has returned: others run. Comes back when its turn has come again. elsewhere:
+   of any block. */
 static inline void fake_fiber_yield(int elsewhere) {
     fake_fiber *me = fake_grid.now, *next = elsewhere ? NULL : fake_block_next(me->home);
     if (!next) next = fake_grid_next();
@@ -278,9 +287,10 @@ static inline void fake_fiber_main(void) {
     }
 }
 
-/* A stack on which nobody has run yet. */
+/* A fresh stack. */
 static inline void fake_fiber_fresh(fake_fiber *f) {
-    size_t colour = (size_t)f->number * 5 % 64 * 64; /* stacks that lie alike would meet in one place of the cache */
+    /* Stacks with the same alignment would compete for the same cache sets. */
+    size_t colour = (size_t)f->number * 5 % 64 * 64;
     void **top = (void **)(void *)(f->stack + FAKE_STACK - colour);
     ASAN_UNPOISON_MEMORY_REGION(f->stack, FAKE_STACK);
     memset(top - FAKE_FIBER_WORDS, 0, FAKE_FIBER_WORDS * sizeof *top);
@@ -332,7 +342,7 @@ static inline void fake_kernel_sync(int line) {
     if (r->barrier_line != line) fake_kernel_failed("it comes to the barrier of line %d while others wait at that of line %d", line, r->barrier_line);
     fake_grid.now->state = FAKE_AT_BARRIER;
     if (++r->waiting == r->live) {
-        fake_block_wake(r); /* this thread as well: it goes on when its turn comes */
+        fake_block_wake(r); /* this thread too: it continues at its turn */
         elsewhere = fake_grid.residents > 1 && fake_random(2);
         for (int i = 0; i < fake_grid.residents && elsewhere; i++) fake_block_look_again(&fake_grid.resident[i]);
     }
@@ -342,7 +352,8 @@ static inline void fake_kernel_sync(int line) {
 
 static inline void fake_warp_do(fake_warp *w);
 
-/* The lane has left in fake_kernel_my_lane() what the operation needs. The last one to come does it for all. */
+/* The lane has stored its operands in fake_kernel_my_lane(). The last lane to arrive executes the operation
+   for all. */
 static inline void fake_warp_meet(fake_warp_kind kind) {
     fake_fiber *me = fake_grid.now;
     fake_warp *w = me->warp;
@@ -432,8 +443,9 @@ static inline float fake_cut(double x) {
     return near;
 }
 
-/* z += x y as sm_90 adds: the 16 products of an element and z are cut off (not rounded) 25 binary places behind the largest exponent among them, their sum is
-   exact, and it is cut off to f32. A product's exponent is the sum of its factors'. 0 = something is not finite, and nothing was done. */
+/* z += x y with the addition of sm_90: the 16 products of an element and z are truncated (not rounded) 25
+   binary places after the largest exponent among them. Their sum is exact, and truncated to f32. The exponent
+   of a product is the sum of its factors'. Returns 0, without effect, if an operand is not finite. */
 FAKE_HOT static int fake_add(float *z, const uint32_t (*x)[16], const uint32_t (*y)[8]) {
     int x_exponent[16][16], y_exponent[16][8], top[16][8], finite = 1;
     double left[16][16], right[16][8];
@@ -467,7 +479,8 @@ FAKE_HOT static int fake_add(float *z, const uint32_t (*x)[16], const uint32_t (
     return finite;
 }
 
-/* 1 = products are added by the CPU as it rounds, which takes a sixth of the time: where numbers are not judged, or by the same run alone. */
+/* 1 = products are added with the CPU's rounding, in a sixth of the time: for runs whose numbers are not
+   compared, or only with the same run. */
 static int fake_rounds;
 
 /* In and out by lanes. */
@@ -557,7 +570,7 @@ static inline __attribute__((noinline)) void fake_kernel_look(const void *p, siz
     fake_grid.page[write][offset / 4096] = (uint16_t)std::min((size_t)4096, block->bytes - (size_t)((const char *)p - block->at) / 4096 * 4096);
 }
 
-/* Where the bytes really lie. */
+/* The real address of the bytes. */
 template <size_t BYTES> static inline char *fake_kernel_reach(const void *p, int write) {
     size_t offset = (size_t)((const char *)p - fake.base);
     if (__builtin_expect(offset >= FAKE_ARENA || offset % BYTES || offset % 4096 + BYTES > fake_grid.page[write][offset / 4096], 0))
@@ -577,7 +590,7 @@ static inline int fake_kernel_atomic_add(int *global, int value) {
 }
 static inline void fake_kernel_release(int *global, int value) { fake_kernel_store<4>(global, &value); }
 
-/* Who finds what it found before lets others run. */
+/* If the flag is unchanged since the last read, other threads run first, and the flag is read again. */
 static inline int fake_kernel_acquire(const int *global) {
     fake_fiber *me = fake_grid.now;
     int value;
@@ -599,7 +612,7 @@ static inline int fake_kernel_acquire(const int *global) {
 
 static inline unsigned char *fake_kernel_dynamic_shared(void) { return (unsigned char *)fake_grid.now->home->dynamic; }
 
-/* The static memory of a declaration, which the key stands for. */
+/* The static memory of a declaration, found by its key. */
 static inline void *fake_kernel_shared(const void *key, size_t bytes) {
     fake_resident &r = *fake_grid.now->home;
     for (const fake_static &known : r.statics) if (known.key == key) return known.at;
@@ -672,7 +685,7 @@ static inline void fake_resident_prepare(fake_resident *r) {
     }
 }
 
-/* After a failure fibers stand somewhere: they begin anew. */
+/* After a failure fibers are suspended anywhere: they start again. */
 static inline void fake_grid_forget(void) {
     for (fake_resident &r : fake_grid.resident)
         for (int i = 0; i < r.made; i++) fake_fiber_fresh(&r.fiber[i]);
@@ -702,7 +715,7 @@ static inline void fake_kernel_ranges(int write, std::vector<fake_range> &ranges
     pages.clear();
 }
 
-/* Blocks as counted, from behind, or by chance. */
+/* Order of blocks: ascending, descending, or random. */
 static inline void fake_grid_shuffle(size_t blocks) {
     std::vector<uint32_t> &order = fake_grid.order;
     uint64_t way = fake_random(3);

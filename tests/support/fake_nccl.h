@@ -1,19 +1,26 @@
-/*  fake_nccl.h - NCCL on the machine of fake_gpu.h: the functions of <nccl.h> under their own names.
+/*  fake_nccl.h - NCCL on the fake GPU of fake_gpu.h: the functions of <nccl.h> under their own names.
 
-    Kernel    A call, or all calls of a group on one communicator, is one piece of work of its stream. It starts when the stream gets there
-              and ends when each of its transfers has met its counterpart in a kernel that has started too; bytes move then.
-              So a send whose receive comes later on both ranks is a deadlock, which is found and reported.
-    Matching  Collectives of a communicator match by number, sends and receives by pair of ranks in order. Calls that do not
-              fit are a failure naming both. A rank that never comes leaves the others' streams standing until ncclCommAbort.
-    Rounding  Sums are added from rank 1 on, rank 0 last: not in any order that somebody could rely on.
-    Waiting   A communicator made with blocking = 0 answers ncclInProgress some times, to its making, splitting and ending and to its first
-              calls, which are put on their stream only after ncclCommGetAsyncError has said ncclSuccess.
-    Meeting   A blocking communicator's making and splitting return when every rank has called. So do its collectives while
-              fake_nccl.connects is set, as those of NCCL do that connect ranks for the first time. ncclCommAbort ends such a wait
-              with an error. fake_nccl.held: ncclCommInitRankConfig and ncclCommSplit of that device wait until a communicator is aborted.
-    Threads   Two threads inside NCCL with one communicator are a failure, except for ncclCommAbort. So is polling one in progress by a
-              thread that did not start what is in progress: NCCL completes the job, and frees it, without a lock.
-    Not here  Windows are registered by each rank for itself. One stream per communicator in a group. No limits of what runs side by side. */
+    Kernel    A call, or all calls of a group on one communicator, is one piece of work of its stream. It
+              starts when the stream reaches it. It ends when each of its transfers has met its counterpart in
+              a kernel that has started too; the bytes move then. So a send before the matching receive on
+              both ranks is a deadlock, which is detected and reported.
+    Matching  Collectives of a communicator match by number, sends and receives by pair of ranks in order.
+    Calls that do
+              not fit are a failure that names both. If a rank never calls, the streams of the others are
+              blocked until ncclCommAbort.
+    Rounding  Sums are added from rank 1 on, rank 0 last, so that no caller can rely on an order.
+    Waiting   A communicator created with blocking = 0 returns ncclInProgress several times from creation,
+              split, destroy and its first calls. These enter the stream only after ncclCommGetAsyncError has
+              returned ncclSuccess.
+    Meeting   Creating and splitting a blocking communicator return when every rank has called. While
+              fake_nccl.connects is set, so do its collectives, as in NCCL when ranks connect for the first
+              time. ncclCommAbort ends such a wait with an error. fake_nccl.held: ncclCommInitRankConfig and
+              ncclCommSplit of that device wait until a communicator is aborted.
+    Threads   Two threads inside NCCL with one communicator are a failure, except in ncclCommAbort. So is
+              polling an operation in progress from a thread that did not start it: NCCL completes and frees
+              the job without a lock.
+    Omitted   Each rank registers windows independently. One stream per communicator in a group. No limit of
+              concurrency. */
 #ifndef DDP_TEST_FAKE_NCCL_H
 #define DDP_TEST_FAKE_NCCL_H
 
@@ -45,7 +52,8 @@ struct fake_world {
     int size, duplicate;
     std::map<int, ncclComm_t> members;                         /* by rank */
     std::map<uint64_t, std::map<int, fake_slot> > collectives; /* by number, then rank */
-    std::map<std::pair<int, int>, std::deque<fake_slot> > sends, recvs; /* by source and destination, not matched yet */
+    /* By source and destination, not matched yet. */
+    std::map<std::pair<int, int>, std::deque<fake_slot> > sends, recvs;
     std::map<int, std::map<int, fake_split> > splits;          /* by number, then rank */
 };
 
@@ -54,10 +62,11 @@ struct ncclComm {
     uint64_t collectives;
     fake_world *world;
     fake_thread *thread;           /* that called last */
-    fake_thread *starter;          /* of what is in progress: the only one that may poll */
+    /* Thread that started the operation in progress: the only one that may poll. */
+    fake_thread *starter;
     ncclResult_t error;            /* asynchronous */
-    int polls;                     /* until what is under way may end */
-    std::function<int()> ready;    /* what is under way: whether it can end, and how it does */
+    int polls;                     /* polls until the operation can end */
+    std::function<int()> ready;    /* the operation in progress: whether it can end, and its result */
     std::function<void()> finish;
     std::vector<fake_kernel_ref> kernels;
     std::vector<float> factors;    /* of ncclRedOpCreatePreMulSum; NaN = destroyed */
@@ -75,7 +84,7 @@ static struct {
 } fake_nccl;
 static thread_local struct { int depth; std::vector<std::pair<fake_task, cudaStream_t> > tasks; } fake_group;
 
-/* What a test remembers of an earlier machine is forgotten. */
+/* Forgets the objects of an earlier test. */
 static void fake_nccl_fresh(void) {
     if (fake_nccl.generation == fake.generation) return;
     fake_nccl.comms.clear();
@@ -98,7 +107,8 @@ static ncclComm_t fake_comm_new(int device, int rank, int blocking) {
     return c;
 }
 
-/* A communicator that may be used now. busy: 1 = also while something is in progress, 2 = also while a thread waits inside NCCL. */
+/* A communicator that may be used now. busy: 1 = also while something is in progress, 2 = also while a thread
+   waits inside NCCL. */
 static int fake_comm_check(ncclComm_t c, fake_call &call, int busy) {
     int known = 0;
     fake_nccl_fresh();
@@ -191,7 +201,8 @@ static void fake_reduce(char *out, const std::vector<const char *> &in, const st
 
 static int fake_is_p2p(const fake_task &t) { return !strcmp(t.function, "ncclSend") || !strcmp(t.function, "ncclRecv"); }
 
-/* What a task reads and writes on its own rank, in elements: all-gather reads count and writes W of them, and so on. */
+/* The ranges that a task reads and writes on its own rank, in elements: all-gather reads count and writes W *
+   count, and so on. */
 static void fake_task_ranges(const fake_task &t, std::vector<fake_range> &ranges) {
     std::string f = t.function;
     size_t bytes = t.count * fake_size(t.dtype), all = bytes * (size_t)t.comm->world->size;
@@ -203,7 +214,8 @@ static void fake_task_ranges(const fake_task &t, std::vector<fake_range> &ranges
     if (writes && !(f == "ncclBroadcast" && is_root && t.send == t.recv)) ranges.push_back({t.recv, to_all ? all : bytes, 1});
 }
 
-/* Moves the bytes of a collective whose tasks, one per rank, are all there. Inputs are read whole first: in place is as good as not. */
+/* Moves the bytes of a collective after the tasks of all ranks have started. All inputs are read first, so
+   in-place calls are valid. */
 static void fake_move(std::map<int, fake_slot> &slots) {
     fake_task &first = slots[0].task();
     std::string f = first.function;
@@ -244,7 +256,7 @@ static int fake_all_started(const std::map<int, fake_slot> &slots, int size) {
     return 1;
 }
 
-/* Carries out every transfer of a communicator whose sides have all started. */
+/* Performs every transfer of a communicator whose two sides have started. */
 static void fake_progress(fake_world *world) {
     for (std::map<uint64_t, std::map<int, fake_slot> >::iterator i = world->collectives.begin(); i != world->collectives.end();) {
         if (!fake_all_started(i->second, world->size)) { ++i; continue; }
@@ -271,7 +283,7 @@ static void fake_progress(fake_world *world) {
 
 /* ---- kernels as work of streams ---- */
 
-/* Takes its number, and compares it with what other ranks do under that number. */
+/* Takes the next number, and compares the call with those of other ranks under that number. */
 static void fake_nccl_enqueued(fake_kernel_ref kernel, cudaStream_t stream) {
     ncclComm_t c = kernel->comm;
     kernel->stream = stream;
@@ -317,7 +329,8 @@ static int fake_nccl_run(cudaStream_t s, fake_op &op) {
     return k.aborted || fake_all_done(k);
 }
 
-/* The streams that hold up a kernel: where its counterparts wait their turn, or where the rank that has not issued them is blocked. */
+/* The streams that hold up a kernel: where its counterparts wait their turn, or where the rank that has not
+   issued them is blocked. */
 static void fake_nccl_edge(fake_world *world, int rank, const fake_slot *slot, std::vector<cudaStream_t> &edges) {
     ncclComm_t peer = world->members[rank];
     if (slot && !slot->kernel->started) edges.push_back(slot->kernel->stream);
@@ -453,7 +466,7 @@ static int fake_is_held(int device) {
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, int rank, ncclConfig_t *config) {
     int blocking = !config || config->blocking != 0;
-    while (fake_is_held(fake_me.device)) usleep(1000); /* there is no communicator yet that could be aborted */
+    while (fake_is_held(fake_me.device)) usleep(1000); /* no communicator exists yet that could be aborted */
     FAKE_CALL(0, "ncclCommInitRankConfig(%d, %d, %s)", size, rank, blocking ? "blocking" : "non-blocking");
     fake_nccl_fresh();
     __atomic_store_n(out, (ncclComm_t)NULL, __ATOMIC_RELEASE);
@@ -475,7 +488,8 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, 
         world->duplicate |= other.second->device == fake_me.device && (!shares || strcmp(shares, "1") != 0);
     world->members[rank] = c;
     pthread_cond_broadcast(&fake.changed);
-    __atomic_store_n(out, c, __ATOMIC_RELEASE); /* before it waits for peers: what ends the wait is an abort of it */
+    /* Before it waits for peers, so that an abort of it ends the wait. */
+    __atomic_store_n(out, c, __ATOMIC_RELEASE);
     fake.lines[(size_t)call.line].text += " = " + fake_name(c);
     return fake_under_way(c, call, [c] { return (int)c->world->members.size() == c->world->size; },
         [c] { if (c->world->duplicate) c->error = ncclInvalidUsage; });
@@ -483,7 +497,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, 
 
 ncclResult_t ncclCommInitRank(ncclComm_t *out, int size, ncclUniqueId id, int rank) { return ncclCommInitRankConfig(out, size, id, rank, NULL); }
 
-/* Of a non-blocking parent the child is there when the parent says ncclSuccess. */
+/* With a non-blocking parent, the child is valid when the parent returns ncclSuccess. */
 ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t *out, ncclConfig_t *config) {
     FAKE_CALL(0, "ncclCommSplit(%s, %d, %d)", fake_name(c).c_str(), color, key);
     *out = NULL;
@@ -534,7 +548,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *state) {
     return ncclSuccess;
 }
 
-/* Waits for what has been put on streams, and for the other ranks to finalize as well. */
+/* Waits for all work on streams, and for the other ranks to finalize. */
 ncclResult_t ncclCommFinalize(ncclComm_t c) {
     FAKE_CALL(0, "ncclCommFinalize(%s)", fake_name(c).c_str());
     if (call.fault || !fake_comm_check(c, call, 0)) return call.fault ? (ncclResult_t)call.fault : ncclInvalidArgument;
@@ -575,7 +589,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t c) {
     return (ncclResult_t)call.fault;
 }
 
-/* Ends the communicator's kernels where they stand. */
+/* Ends the communicator's kernels immediately. */
 ncclResult_t ncclCommAbort(ncclComm_t c) {
     FAKE_CALL(0, "ncclCommAbort(%s)", fake_name(c).c_str());
     if (!c) return ncclSuccess;

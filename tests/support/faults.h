@@ -1,4 +1,4 @@
-/*  faults.h - what fault tests share: a page where ranks leave what they saw, and checks that nothing stays behind.
+/*  faults.h - shared by fault tests: a page in which ranks store their results, and checks for leftovers.
 
     Include after ranks.h. */
 #ifndef DDP_TEST_FAULTS_H
@@ -12,13 +12,14 @@
 #include <sys/wait.h>
 
 #define RANKS_MAX 64
-/* The promise is 100 ms, but a loaded machine may schedule nobody for seconds. It still is far from every timeout, 20 s. */
+/* The promise is 100 ms, but a loaded machine can schedule no rank for seconds. It is still far below every
+   timeout, 20 s. */
 #define PROMPT_SECONDS (15.0 * DDP_TEST_SLOWDOWN) /* less than a timeout: a busy machine takes seconds to bury a process */
-/* A timeout that ranks run into, before sanitizers stretch it. A machine may stand still for seconds, or one process on it: a rank that does must not be
-   taken for the one that never comes. */
+/* A timeout that ranks are meant to reach, before sanitizers stretch it. A machine, or one process on it, can
+   stand still for seconds: a slow rank must not be mistaken for the missing one. */
 #define RUN_INTO_MS (8000 / DDP_TEST_SLOWDOWN)
 
-/* What a rank saw; in memory that outlives it. */
+/* Results of a rank, in memory that outlives it. */
 typedef struct seen {
     int done;
     pid_t pid;
@@ -85,7 +86,7 @@ static RANKS_UNUSED int names_rank(const char *text, int rank) {
 /* This rank's place on the page. */
 static RANKS_UNUSED seen *seen_by(ddp_group *world) { return &stage_shared->rank[(unsigned)ddp_rank(world) % RANKS_MAX]; }
 
-/* On a rank: notes the result of the call that met the fault, and what the next call gives. */
+/* On a rank: stores the result of the call that met the fault, and that of the next call. */
 static RANKS_UNUSED ddp_result note(ddp_group *world, ddp_group *group, ddp_result result) {
     seen *s = seen_by(world);
     s->first_at = ranks_now();
@@ -98,14 +99,14 @@ static RANKS_UNUSED ddp_result note(ddp_group *world, ddp_group *group, ddp_resu
     return ddp_fail(result, "%s", s->text);
 }
 
-/* The fault happens now; several ranks may say so. */
+/* Marks the time of the fault. Several ranks can call it. */
 static RANKS_UNUSED void event_now(void) {
     double now = ranks_now();
     __atomic_store(&stage_shared->event_at, &now, __ATOMIC_RELAXED);
 }
 
-/* Order between ranks that does not pass through the library: one says that it is there, others wait for it. The wait has an end;
-   what is then wrong shows in what the ranks saw. */
+/* Order between ranks without the library: one rank signals its arrival, others wait for it. The wait is
+   limited; an error then shows in the results of the ranks. */
 static RANKS_UNUSED void say(int *number) { __atomic_add_fetch(number, 1, __ATOMIC_SEQ_CST); }
 static RANKS_UNUSED int heard(int *number, int count) {
     double until = ranks_now() + 20 * DDP_TEST_SLOWDOWN;
@@ -122,7 +123,7 @@ static RANKS_UNUSED void meet_outside(int count) {
     heard(&stage_shared->finished, count);
 }
 
-//== nothing stays behind ===================================================================
+// //== leftovers =============================================================================
 
 static int faults_count_files(const char *directory, const char *word) {
     DIR *dir = opendir(directory);
@@ -149,7 +150,8 @@ static RANKS_UNUSED void expect_nothing_left(leftovers before) {
     int status;
     pid_t child = waitpid(-1, &status, WNOHANG);
     double until = ranks_now() + PROMPT_SECONDS;
-    while (now.shm > before.shm && ranks_now() < until) { /* another test of this machine may have one there for a moment */
+    /* Another test of this machine may have one there for a moment. */
+    while (now.shm > before.shm && ranks_now() < until) {
         ranks_sleep_us(2000);
         now = leftovers_now();
     }
@@ -158,7 +160,8 @@ static RANKS_UNUSED void expect_nothing_left(leftovers before) {
     EXPECT(now.shm <= before.shm, "%d files in /dev/shm became %d", before.shm, now.shm);
 }
 
-/* Waits until no process of this number is left (or only a zombie of somebody else's); 0 when it takes too long. */
+/* Waits until no process with this number is left (or only a zombie of another parent). Returns 0 if it takes
+   too long. */
 static RANKS_UNUSED int gone(pid_t pid) {
     double until = ranks_now() + 2 * PROMPT_SECONDS;
     while (ranks_now() < until) {

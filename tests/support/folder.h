@@ -1,4 +1,5 @@
-/*  folder.h - a cmocka program's files, in a folder of its own: cmocka_run_group_tests(tests, make_folder, remove_folder). */
+/*  folder.h - a separate folder for the files of a cmocka program: cmocka_run_group_tests(tests, make_folder,
+   remove_folder). */
 #ifndef DDP_TEST_FOLDER_H
 #define DDP_TEST_FOLDER_H
 
@@ -13,7 +14,7 @@ static inline const char *path_of(const char *name) {
     return path_of_text;
 }
 
-/* Writes a file, and gives back its path. */
+/* Writes a file, and returns its path. */
 static inline const char *put(const char *name, const void *bytes, size_t size_bytes) {
     FILE *file = fopen(path_of(name), "wb");
     assert_non_null(file);

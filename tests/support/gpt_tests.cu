@@ -1,7 +1,9 @@
-/*  gpt_tests.cu - the tests of the GPT's kernels and model on the fake machine as one program, as cuda_tests.cu.
+/*  gpt_tests.cu - the tests of the GPT's kernels and model on the fake GPU as one program, as in
+    cuda_tests.cu.
 
-    gpt_tests NAME [its arguments]       gpt and attention are those of tests/gpu, fake_kernel test_fake_kernel.cu.
-    Called train_gpt_cuda the program is that trainer, but for sanitizers. */
+    gpt_tests NAME [its arguments]       gpt and attention are those of tests/gpu, fake_kernel is
+                                         test_fake_kernel.cu.
+    Under the name train_gpt_cuda the program is that trainer, except with sanitizers. */
 #define DDP_TEST_ON_CPU
 #include "host_only.h"
 #include "device.h"

@@ -1,7 +1,8 @@
-/*  host_only.h - the host's half of ddp_cuda.cuh through a plain C++ compiler, in a fraction of nvcc's time and with any sanitizer.
+/*  host_only.h - compiles the host code of ddp_cuda.cuh with a plain C++ compiler, in a fraction of nvcc's
+    time and with any sanitizer.
 
-    Include first. Kernels are parsed, but never instantiated: nothing launches one where DDP__CUDA_RUNTIME runs them as loops on the CPU. Device code is
-    what compile.cuda and tests/gpu look at. Where nvcc compiles, this header does nothing. */
+    Include first. Kernels are parsed, but never instantiated: none is launched if DDP__CUDA_RUNTIME runs them
+    as loops on the CPU. compile.cuda and tests/gpu test device code. Under nvcc this header does nothing. */
 #ifndef DDP_TEST_HOST_ONLY_H
 #define DDP_TEST_HOST_ONLY_H
 #if !defined(__CUDACC__)
@@ -10,11 +11,12 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-static uint3 threadIdx __attribute__((unused)) = {}, blockIdx __attribute__((unused)) = {}; /* fake_kernel.h sets them */
+/* fake_kernel.h sets them. */
+static uint3 threadIdx __attribute__((unused)) = {}, blockIdx __attribute__((unused)) = {};
 static dim3 blockDim __attribute__((unused)), gridDim __attribute__((unused));
 void __syncthreads(void);
 #define DDP__CUDA_KERNEL(...) ((const void *)"a kernel")
-#define __CUDACC__ /* ddp_cuda.cuh asks for it */
+#define __CUDACC__ /* required by ddp_cuda.cuh */
 
 #endif
 #endif /* DDP_TEST_HOST_ONLY_H */

@@ -1,4 +1,5 @@
-/*  implementation.c - the bodies of ddp.h and ddp_fsdp.h, compiled once per flavour for all tests that need no more of its private names than inner.h has. */
+/*  implementation.c - the bodies of ddp.h and ddp_fsdp.h, compiled once per flavour, for all tests that need
+    no other private names than those of inner.h. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
 #endif
@@ -145,7 +146,8 @@ static void exhaust(ddp_group *group) {
     job->limit = job->bump;
 }
 
-static void write_cause(ddp_group *group, ddp_result code, const char *text) { /* what ddp__local_poison does, a part at a time */
+/* The same as ddp__local_poison, one part at a time. */
+static void write_cause(ddp_group *group, ddp_result code, const char *text) {
     ddp__control *control = ((ddp__local *)group->state)->control;
     control->poison_code = (int32_t)code;
     snprintf(control->poison_text, sizeof control->poison_text, "%s", text);

@@ -1,4 +1,4 @@
-/*  implementation_pipeline.c - the bodies of ddp_pipeline.h, as implementation.c has those of ddp.h. */
+/*  implementation_pipeline.c - the bodies of ddp_pipeline.h, the counterpart of implementation.c. */
 #define DDP_PIPELINE_IMPLEMENTATION
 #include "../../ddp_pipeline.h"
 #include "inner.h"

@@ -1,3 +1,3 @@
-/*  implementation_tensor.c - the bodies of ddp_tensor.h, as implementation.c has those of ddp.h. */
+/*  implementation_tensor.c - the bodies of ddp_tensor.h, the counterpart of implementation.c. */
 #define DDP_TENSOR_IMPLEMENTATION
 #include "../../ddp_tensor.h"

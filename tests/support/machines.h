@@ -1,4 +1,5 @@
-/*  machines.h - before ddp.h: DDP_TEST_BLOCK ranks of mpirun in a row, where that is set, are as if on a machine of their own. */
+/*  machines.h - include before ddp.h: groups of DDP_TEST_BLOCK successive ranks of mpirun act as if on
+   machines of their own. */
 #include <stdlib.h>
 
 static int pretended_machine(void) {

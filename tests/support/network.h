@@ -1,6 +1,7 @@
-/*  network.h - two machines made of network namespaces, with host names of their own and a cable between them. Needs root and iproute2.
+/*  network.h - two machines emulated by network namespaces, with separate host names and a cable between
+    them. Needs root and iproute2.
 
-    A namespace lives as long as the processes in it, so nothing stays behind. Include after faults.h. */
+    A namespace lives as long as the processes in it, so nothing has to be removed. Include after faults.h. */
 #ifndef DDP_TEST_NETWORK_H
 #define DDP_TEST_NETWORK_H
 
@@ -71,7 +72,8 @@ static int make_network(void) {
     if (on(0, "ip link add cable type veth peer name cable netns %d 2>/dev/null", (int)machine[1]) != 0) return 0;
     for (int i = 0; i < 2; i++)
         if (on(i, "ip link set lo up && ip addr add 10.77.0.%d/24 dev cable && ip link set cable up", i + 1) != 0) return 0;
-    for (int i = 0; i < 2; i++) on(i, "ip -6 addr add fd77::%d/64 dev cable nodad 2>/dev/null", i + 1); /* a kernel may have no IPv6 */
+    /* A kernel may have no IPv6. */
+    for (int i = 0; i < 2; i++) on(i, "ip -6 addr add fd77::%d/64 dev cable nodad 2>/dev/null", i + 1);
     return 1;
 }
 

@@ -1,7 +1,8 @@
-/*  pipeline.h - a small model cut into stages, run by a pipeline and by a plain loop.
+/*  pipeline.h - a small model divided into stages, run by a pipeline and by a plain loop.
 
-    Stage s is y = tanh(W x + b) of ROWS rows; stage 0 draws its input from the micro-batch's number, the last stage compares with a target. An edge of i32
-    goes from each stage to the next one beside the f32 boundary; from three stages on, stage 0 gives f64 numbers to the last stage too. */
+    Stage s is y = tanh(W x + b) of ROWS rows. Stage 0 computes its input from the number of the micro-batch,
+    the last stage compares with a target. In addition to the f32 boundary, an i32 edge connects each stage
+    with the next one. With three or more stages, stage 0 also sends f64 numbers to the last stage. */
 #ifndef DDP_TEST_PIPELINE_H
 #define DDP_TEST_PIPELINE_H
 
@@ -14,8 +15,9 @@ enum { PIPE_ROWS = 2, PIPE_SIDE = 5, PIPE_CELLS = PIPE_ROWS * PIPE_SIDE, PIPE_WE
 
 typedef struct pipe_saved { float y[PIPE_CELLS], dz[PIPE_CELLS]; } pipe_saved;
 
-/* What a stage's callback does that it should not. */
-typedef struct pipe_fault { int stage, microbatch, step, loss; ddp_action_kind kind; int how; } pipe_fault; /* how: 0 = nothing, 1 = fails, 2 = is killed, 3 = says nothing */
+/* A fault injected into a stage's callback. */
+/* how: 0 = none, 1 = fails, 2 = is killed, 3 = never reports completion. */
+typedef struct pipe_fault { int stage, microbatch, step, loss; ddp_action_kind kind; int how; } pipe_fault;
 
 typedef struct pipe_model {
     int stages, with_loss, steps;
@@ -29,7 +31,7 @@ typedef struct pipe_model {
     int hooks[PIPE_STAGES][5];   /* how often each was called */
     int recomputed, evaluated;
     pipe_fault fault;
-    const char *wrong;           /* what a callback saw that it should not */
+    const char *wrong;           /* an error that a callback observed */
 } pipe_model;
 
 static float pipe_number(uint64_t seed) { return (float)((double)(int64_t)ranks_mix(seed) / 9223372036854775808.0); }
@@ -59,7 +61,7 @@ static double pipe_loss(const float *y, int i, float *dy) {
     return loss;
 }
 
-/* dz and dx; d_skip_back is what came back for the skip output. */
+/* dz and dx; d_skip_back is the gradient received for the skip output. */
 static void pipe_input_grad(const float *weight, const float *y, const float *dy, const double *d_skip_back, float *dz, float *dx, double *d_skip) {
     for (int k = 0; k < PIPE_CELLS; k++) {
         float d = dy[k] + (d_skip_back ? (float)(d_skip_back[k] * 2 * y[k]) : 0);

@@ -1,11 +1,13 @@
-/*  ports.h - TCP ports that are a test's own until it ends, with all its children.
+/*  ports.h - TCP ports that are reserved for a test until it and all its children have ended.
 
-    A port that was free a moment ago may be another test's by now, or the local end of any connection: the system gives those out from a range that
-    /proc tells. So ports are taken below that range, in blocks. A block is claimed by an abstract socket, which belongs to the network namespace as
-    ports do, is held by whoever was forked since, and goes with the last of them: tests of other checkouts and users claim other blocks. A service that
-    listens there all the same is passed over.
+    A port that is free now can belong to another test, or to the local end of a connection, a moment later:
+    the system assigns those from the range in /proc. So ports are taken below that range, in blocks. An
+    abstract socket claims a block. It belongs to the network namespace, as ports do, is inherited by forked
+    children, and ends with the last of them. Tests of other checkouts and users claim other blocks. A port on
+    which a service listens is skipped.
 
-    Call ports_claim() at the top of main, before open files are counted and ranks are forked; otherwise the first some_ports() does. */
+    Call ports_claim() at the top of main, before open files are counted and ranks are forked. Otherwise the
+    first some_ports() calls it. */
 #ifndef DDP_TEST_PORTS_H
 #define DDP_TEST_PORTS_H
 
@@ -19,10 +21,12 @@
 #include <unistd.h>
 
 enum { PORTS_IN_BLOCK = 128, PORTS_FROM = 10240, PORTS_TO = 20000 /* SLURM jobs without a port have the next 10,000 */ };
-static int ports_first, ports_given; /* of the block: its first port, and how many from there on have been given out */
+/* Of the block: its first port, and how many from there on have been given out. */
+static int ports_first, ports_given;
 static int ports_claimed_by = -1;    /* a descriptor */
 
-/* Ports that tests may have: from the return value up to *end. Where the system's own range leaves nothing below, they are above it. */
+/* Ports for tests: from the return value up to *end. If the system's range leaves none below, they are above
+   it. */
 static int ports_range(int *end) {
     int low = 32768, high = 60999;
     FILE *file = fopen("/proc/sys/net/ipv4/ip_local_port_range", "r");
@@ -36,7 +40,7 @@ static int ports_range(int *end) {
     return PORTS_FROM;
 }
 
-/* Claims a block for this process and those that it forks; 0 and a line on stderr when there is none. */
+/* Claims a block for this process and its children. Returns 0, with a line on stderr, if none is free. */
 static inline int ports_claim(void) {
     int end, from = ports_range(&end), blocks = (end - from) / PORTS_IN_BLOCK, fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     for (int i = 0; fd >= 0 && i < blocks; i++) {
@@ -56,7 +60,7 @@ static inline int ports_claim(void) {
     return 0;
 }
 
-/* Whether nobody listens there, at any address. */
+/* Whether no process listens on the port, at any address. */
 static int ports_free(int port) {
     static const int families[2] = {AF_INET6, AF_INET};
     for (int i = 0; i < 2; i++) {
@@ -77,7 +81,7 @@ static int ports_free(int port) {
     return 1;
 }
 
-/* The first of count ports in a row that are this test's now, given to nobody before; 0 when none are left. */
+/* The first of count successive ports that were not returned before. 0 if none are left. */
 static inline int some_ports(int count) {
     if (!ports_first && !ports_claim()) return 0;
     for (int run = 0; ports_given < PORTS_IN_BLOCK;) {
@@ -88,7 +92,7 @@ static inline int some_ports(int count) {
     return 0;
 }
 
-/* Whether this machine reaches itself by IPv6; a line on stdout says when it does not. */
+/* Whether IPv6 works on this machine; prints a line on stdout if not. */
 static inline int ports_have_ipv6(void) {
     struct sockaddr_in6 at;
     int fd = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0), have;

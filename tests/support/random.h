@@ -1,4 +1,4 @@
-/*  random.h - random numbers that are the same in every run (Marsaglia's xorshift, multiplied). */
+/*  random.h - reproducible random numbers (Marsaglia's xorshift, multiplied). */
 #ifndef RANDOM_H
 #define RANDOM_H
 

@@ -1,7 +1,7 @@
-/*  ranks.h - runs a function on W ranks, makes test data, and computes what a reduction must give.
+/*  ranks.h - runs a function on W ranks, makes test data, and computes the expected results of reductions.
 
-    The reference is written from the promises alone: one element at a time, a recursive tree over rank index, 16-bit
-    types through float with one rounding at the end. It shares no code with ddp.h.
+    The reference follows only the documented promises: one element at a time, a recursive tree over rank
+    index, 16-bit types through float with one rounding at the end. It shares no code with ddp.h.
 
     Include after ddp.h. Needs -lm. */
 #ifndef DDP_TEST_RANKS_H
@@ -34,7 +34,7 @@ const ddp_backend *RANKS_BACKEND(void);
 
 //== backends ===============================================================================
 
-/* What the tests of ranks run over: each file of tests/ranks runs the same cases on those of this table that its arguments name. */
+/* The backends of the tests in tests/ranks: the arguments of a test select entries of this table. */
 typedef enum ranks_mode { RANKS_SELF, RANKS_PROCESSES, RANKS_THREADS, RANKS_LARGE, RANKS_LARGE_THREADS, RANKS_NARROW, RANKS_TCP, RANKS_TCP_THREADS, RANKS_ENV,
     RANKS_MPI, RANKS_MPI_ANY, RANKS_FOREIGN, RANKS_FOREIGN_THREADS, RANKS_MODES } ranks_mode;
 enum { RANKS_LAUNCHED, RANKS_AS_THREADS, RANKS_STARTED /* this process is one rank already */ };
@@ -42,18 +42,21 @@ enum {
     RANKS_NO_MESSAGES = 1, RANKS_NO_COUNTS = 2, /* no send and receive; no call with counts per rank */
     RANKS_APART = 4,                            /* every rank is as if on a machine of its own */
     RANKS_PLUGGED_IN = 8,                       /* launched on the backend that RANKS_BACKEND gives */
-    RANKS_LARGE_EARLY = 16,                     /* what large calls do, at sizes that a test can afford */
+    /* The methods of large calls, at sizes that a test can afford. */
+    RANKS_LARGE_EARLY = 16,
     RANKS_NARROW_CPU = 32,                      /* as without wide vectors */
     RANKS_ALL_CASES = 64                        /* others repeat some of them */
 };
 typedef struct ranks_backend {
     const char *name;
     int start;
-    const char *joins; /* the init_method by which ranks join, after a launch too; NULL = as the launch has it, or the launcher */
+    /* The init_method by which ranks join, after a launch too; NULL = as the launch has it, or the
+       launcher. */
+    const char *joins;
     ddp_order order;
     int is;
     size_t most_bytes; /* of a rank in one call; 0 = any */
-    int slow;          /* so much less is done */
+    int slow;          /* factor by which less is done */
 } ranks_backend;
 static const ranks_backend ranks_backends[RANKS_MODES] = {
     {"self", RANKS_STARTED, "self://", DDP_ORDER_DEFAULT, 0, 0, 1},
@@ -71,7 +74,8 @@ static const ranks_backend ranks_backends[RANKS_MODES] = {
     {"foreign_threads", RANKS_AS_THREADS, NULL, DDP_ORDER_DEFAULT, RANKS_PLUGGED_IN, 0, 20},
 };
 static ranks_backend ranks_on; /* the one that runs */
-static ddp_group_desc ranks_memory; /* its alloc_fn, free_fn and user are those of the worlds; NULL = as ever */
+/* Its alloc_fn, free_fn and user are those of the worlds; NULL = as ever. */
+static ddp_group_desc ranks_memory;
 
 static RANKS_UNUSED int ranks_slow(void) { return ranks_on.slow * DDP_TEST_SLOWDOWN; }
 
@@ -87,10 +91,11 @@ static RANKS_UNUSED int ranks_mode_parse(const char *text, ranks_mode *mode) {
     return -1;
 }
 
-/* Whether a launcher, or nobody, says of how many ranks this process is one. */
+/* Whether the ranks of this mode are processes that a launcher started (or one process without a
+   launcher). */
 static RANKS_UNUSED int ranks_joins(ranks_mode mode) { return ranks_backends[mode].start == RANKS_STARTED; }
 
-/* Ranks in a row that share a machine, which tests pretend to be one of several (support/implementation.c). */
+/* Number of successive ranks per emulated machine (support/implementation.c). */
 static RANKS_UNUSED int ranks_per_machine(void) {
     const char *block = getenv("DDP_TEST_BLOCK");
     return ranks_on.is & RANKS_APART ? 1 : block ? atoi(block) : 64;
@@ -100,7 +105,7 @@ static RANKS_UNUSED int ranks_per_machine(void) {
 
 typedef struct ranks_joining { int timeout_ms, launch; ddp_rank_fn fn; void *user; } ranks_joining;
 
-/* local: the group of the launch, whose ranks join another one together; or NULL. */
+/* local: the group of the launch, whose ranks join another group together; or NULL. */
 static RANKS_UNUSED ddp_result ranks_join(ddp_group *local, void *user) {
     const ranks_joining *j = (const ranks_joining *)user;
     ddp_group_desc desc = DDP_ZERO;
@@ -220,8 +225,8 @@ static RANKS_UNUSED __thread const char *ranks_current = ""; /* the test that ru
         if (ranks_now() - run_start > 10) printf("slow: %s took %.1f s\n", #test, ranks_now() - run_start);                  \
     } while (0)
 
-/* The main of `program BACKEND [W ...]`: one launch per W, by default per entry of defaults, which ends with 0; fn gets the mode. Returns how many
-   failed, or -1 after a line on usage. The watchdog is started here. */
+/* The main of `program BACKEND [W ...]`: one launch per W, by default per entry of defaults, which ends with
+   0; fn gets the mode. Returns how many failed, or -1 after a line on usage. The watchdog is started here. */
 static RANKS_UNUSED int ranks_each(int argc, char **argv, const int *defaults, int watchdog_seconds, ranks_mode *mode, ddp_rank_fn fn) {
     int failures = 0;
     if (argc < 2 || ranks_mode_parse(argv[1], mode) != 0) return fprintf(stderr, "usage: %s BACKEND [W ...], see support/ranks.h\n", argv[0]), -1;
@@ -327,7 +332,7 @@ static inline uint64_t ranks_float_bits(uint64_t h, int mantissa_bits, int expon
     return sign | (bias - 4 + h % 9) << mantissa_bits | (h >> 8 & mantissa);
 }
 
-/* Element index of what rank contributes, as bits in the low bytes. */
+/* Element index of a rank's input, as bits in the low bytes. */
 static inline uint64_t ranks_bits(const ranks_data *data, int rank, size_t index) {
     uint64_t h = ranks_mix(data->seed + (uint64_t)rank * UINT64_C(0x100000001b3) + ((uint64_t)index << 20));
     int special = data->specials && (h >> 40 & 7) == 0;
@@ -354,7 +359,7 @@ static RANKS_UNUSED uint64_t ranks_load(const void *memory, size_t index, size_t
     return bits;
 }
 
-/* memory[0 .. count) = elements first, first + 1, ... of what rank contributes. */
+/* memory[0 .. count) = elements first, first + 1, ... of a rank's input. */
 static RANKS_UNUSED void ranks_fill(void *memory, const ranks_data *data, int rank, size_t first, size_t count) {
     size_t size = ranks_dtype_size(data->dtype);
     for (size_t i = 0; i < count; i++) ranks_store(memory, i, size, ranks_bits(data, rank, first + i));
@@ -366,7 +371,7 @@ typedef union ranks_number { float f; double d; uint64_t u; int64_t i; } ranks_n
 
 static inline ranks_number ranks_widen(ddp_dtype dtype, uint64_t bits) {
     ranks_number n;
-    n.u = bits; /* little-endian: as f32, f64, i64 and u64 it is there already */
+    n.u = bits; /* little-endian: the bytes are already those of f32, f64, i64 and u64 */
     switch (dtype) {
     case DDP_F16: n.f = ranks_f16_to_f32((uint16_t)bits); break;
     case DDP_BF16: n.f = ranks_bf16_to_f32((uint16_t)bits); break;
@@ -403,7 +408,8 @@ static RANKS_UNUSED void ranks_combine(ddp_dtype dtype, ddp_op op, ranks_number 
     else RANKS_EACH(u, (op == DDP_OP_MIN) == (is_unsigned ? b[i].u < a[i].u : b[i].i < a[i].i) ? b[i].u : a[i].u);
 }
 
-/* Elements at .. at + n - 1 of ranks first .. first + ranks - 1 as a tree: the left part is the largest power of two below the number of ranks. */
+/* Elements at .. at + n - 1 of ranks first .. first + ranks - 1 as a tree: the left part is the largest power
+   of two below the number of ranks. */
 #define RANKS_BLOCK ((size_t)128)
 static RANKS_UNUSED void ranks_tree(ranks_number *out, const ranks_data *data, ddp_op op, int first, int ranks, size_t at, size_t n) {
     ranks_number right[RANKS_BLOCK];
@@ -427,7 +433,8 @@ static inline ranks_number ranks_divided(ddp_dtype dtype, ranks_number n, uint64
     return n;
 }
 
-/* out[0 .. count) = elements first, first + 1, ... of a reduction over ranks 0 .. world_size - 1; AVG divides by divisor. */
+/* out[0 .. count) = elements first, first + 1, ... of a reduction over ranks 0 .. world_size - 1; AVG divides
+   by divisor. */
 static RANKS_UNUSED void ranks_reduce(void *out, const ranks_data *data, ddp_op op, int world_size, uint64_t divisor, size_t first, size_t count) {
     size_t size = ranks_dtype_size(data->dtype);
     ranks_number block[RANKS_BLOCK];
@@ -451,8 +458,8 @@ static RANKS_UNUSED int ranks_is_zero(ddp_dtype dtype, uint64_t bits) {
     return ranks_is_f32(dtype) ? n.f == 0 : dtype == DDP_F64 ? n.d == 0 : n.u == 0;
 }
 
-/* -1 when have equals want bit for bit, else the first index that differs. Any NaN equals any NaN. The sign of a zero
-   that MIN or MAX chose is free, but must be the same on all ranks: it goes into *zero_signs. */
+/* -1 when have equals want bit for bit, else the first index that differs. Any NaN equals any NaN. The sign
+   of a zero that MIN or MAX chose is free, but must be the same on all ranks: it goes into *zero_signs. */
 static RANKS_UNUSED long ranks_compare(const void *have, const void *want, size_t count, ddp_dtype dtype, int free_zero, uint64_t *zero_signs) {
     size_t size = ranks_dtype_size(dtype);
     if (memcmp(have, want, count * size) == 0) return -1;
@@ -465,7 +472,8 @@ static RANKS_UNUSED long ranks_compare(const void *have, const void *want, size_
     return -1;
 }
 
-/* As ranks_compare, where an engine chose the order in which floats were added: close is enough, and so is anything where a number is not finite. */
+/* As ranks_compare, where an engine chose the order in which floats were added: close is enough, and so is
+   anything where a number is not finite. */
 static RANKS_UNUSED long ranks_compare_any(const void *have, const void *want, size_t count, ddp_dtype dtype) {
     size_t size = ranks_dtype_size(dtype);
     for (size_t i = 0; i < count; i++) {

@@ -1,8 +1,9 @@
-/*  relay.h - a backend that hands every call to another group and shows nobody each other's memory: what a layer does when data has to travel.
+/*  relay.h - a backend that passes every call to another group, without access to peers' memory: layers then
+    have to send data.
 
     ddp_group *far;
     relay_over(&far, group);      collective; destroy far before group
-    relay_over_device(&far, group, &device);      its memory is that device's, which is the host's */
+    relay_over_device(&far, group, &device);      its memory is that of the device, which is the host's */
 #ifndef DDP_TEST_RELAY_H
 #define DDP_TEST_RELAY_H
 
@@ -12,7 +13,8 @@ static ddp_result relay_open(ddp_group *group, void **state) {
 }
 
 static int relay_allocs, relay_runs; /* of group memory, and calls, on any thread */
-static int relay_gathers[DDP_MAX_LOCAL_RANKS]; /* all-gathers of device memory, by rank: not those of ddp_agree */
+/* all-gathers of device memory, by rank: not those of ddp_agree. */
+static int relay_gathers[DDP_MAX_LOCAL_RANKS];
 
 static ddp_result relay_run(ddp_group *group, void *state, const ddp_call *call) {
     int *gathers = &relay_gathers[ddp_rank(group)];

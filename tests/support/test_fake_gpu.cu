@@ -1,5 +1,6 @@
-/*  test_fake_gpu.cu - the fake machine of support/fake_gpu.h and fake_nccl.h: each rule of CUDA and NCCL that it plays by, with programs that are
-    known to be in order and programs that are known not to be. What is not in order must be found under every seed. */
+/*  test_fake_gpu.cu - the fake GPU of support/fake_gpu.h and fake_nccl.h: each rule of CUDA and NCCL that it
+    emulates, with programs that are known to be right or wrong. A wrong one must be detected with every
+    seed. */
 #include "host_only.h"
 #include "fake_nccl.h"
 #include "watchdog.h"
@@ -209,7 +210,7 @@ static void event_orders(void) {
     fake_event_record(e, a);
     fake_stream_wait_event(c, e); /* through a third stream */
     fake_event_record(f, c);
-    fake_event_destroy(e);        /* does not take the wait away */
+    fake_event_destroy(e);        /* does not remove the wait */
     fake_stream_wait_event(b, f);
     doubled(b, q, p);
     fake_stream_destroy(a);       /* its work still runs */
@@ -289,7 +290,7 @@ static void event_recorded_again(void) {
     CLEAN();
 }
 
-/* What the host has waited for comes before what it issues next. */
+/* Work that the host has waited for is ordered before the work that it issues next. */
 static void host_orders(void) {
     cudaStream_t a, b;
     cudaEvent_t e;
@@ -318,7 +319,7 @@ static void host_orders(void) {
     CLEAN();
 }
 
-/* Waiting for an event does not wait for what comes after its record. */
+/* Waiting for an event does not wait for work after its record. */
 static void event_is_not_its_stream(void) {
     cudaStream_t a, b;
     cudaEvent_t e;
@@ -336,7 +337,8 @@ static void event_is_not_its_stream(void) {
     CLEAN();
 }
 
-/* The legacy stream waits for blocking streams and they for it; non-blocking ones stand apart. */
+/* The legacy stream waits for blocking streams, and they wait for it. Non-blocking streams are
+   independent. */
 static void legacy_stream(void) {
     cudaStream_t blocking, apart;
     float *p = device_floats(1), *q = device_floats(0), *r = device_floats(0);
@@ -386,7 +388,7 @@ static void no_race(void) {
     CLEAN();
 }
 
-/* fake.strict: what one thread has waited for, another does not know. */
+/* fake.strict: a wait of one thread does not order another thread. */
 static cudaStream_t shared_stream;
 static float *shared_floats;
 static void *second_thread(void *) {
@@ -437,7 +439,7 @@ static void devices(void) {
     CLEAN();
 }
 
-/* Kernels' loops run in stream order, on addresses of the device, and what they tell to touch counts. */
+/* Loops of kernels run in stream order, on device addresses, and their reported accesses are checked. */
 static void loops(void) {
     cudaStream_t a, b;
     float *p = device_floats(1), *q = device_floats(0);
@@ -534,7 +536,7 @@ static void capture_gone_wrong(void) {
     CLEAN();
 }
 
-/* ---- faults, the record, what is left ---- */
+/* ---- faults, the record, leaks ---- */
 
 static void faults(void) {
     void *p = NULL, *q = NULL;
@@ -646,7 +648,7 @@ static void collectives_rank(int rank, int size) {
     CHECK(settle(c, ncclReduceScatter(b, b + (size_t)rank * part, part, ncclFloat32, ncclSum, c, s)) == ncclSuccess &&
         fake_synchronize(s) == cudaSuccess); /* in place */
     CHECK(at(b, rank * N / 4) == (float)(3 * (rank + 1)));
-    CHECK(settle(c, ncclGroupStart()) == ncclSuccess); /* an exchange of everybody with everybody */
+    CHECK(settle(c, ncclGroupStart()) == ncclSuccess); /* an exchange between all pairs of ranks */
     for (int r = 0; r < size; r++) {
         CHECK(ncclSend(a, part, ncclFloat32, r, c, s) == ncclSuccess);
         CHECK(ncclRecv(b + (size_t)r * part, part, ncclFloat32, r, c, s) == ncclSuccess);
@@ -710,7 +712,7 @@ static void mismatch(void) {
     end(2);
 }
 
-/* One rank does not come: the stream stands until the communicator is aborted, and goes on then. */
+/* One rank is missing: the stream is blocked until the communicator is aborted, and continues then. */
 static void missing_rank(int rank, int) {
     if (rank == 0) return;
     CHECK(ncclAllReduce(in[rank], in[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank]) == ncclSuccess);
@@ -752,7 +754,7 @@ static void ring(void) {
     CLEAN();
 }
 
-/* Everybody waits on the host for a collective that the other has not issued yet. */
+/* Every rank waits on the host for a collective that the other rank has not issued yet. */
 static void crossed_rank(int rank, int) {
     if (rank == 0) ncclSend(in[rank], N, ncclFloat32, 1, comms[rank], streams[rank]);
     else ncclAllReduce(in[rank], in[rank], N, ncclFloat32, ncclSum, comms[rank], streams[rank]);
@@ -796,7 +798,8 @@ static void buffers(void) {
     end(2);
 }
 
-/* A non-blocking communicator is not to be used before it is there; what it was given is not on the stream before it says so. */
+/* A non-blocking communicator must not be used before it is ready. Its calls enter the stream only after it
+   has returned ncclSuccess. */
 static void nonblocking_rank(int rank, int size) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     cudaEvent_t e;
@@ -852,7 +855,7 @@ static void split(void) {
     end(5);
 }
 
-/* Ranks share a device only if NCCL is told that they may. */
+/* Ranks share a device only if NCCL allows it explicitly. */
 static void same_device_rank(int rank, int size) {
     ncclComm_t c;
     fake_set_device(0);
@@ -872,7 +875,7 @@ static void same_device(void) {
     unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
 }
 
-/* Of a group of one: registered memory, errors from behind, and what is left behind. */
+/* A group of one rank: registered memory, asynchronous errors, and leaks. */
 static void registration(void) {
     void *p, *handle;
     ncclResult_t state;

@@ -1,4 +1,5 @@
-/*  test_fake_kernel.cu - kernels of examples/gpt_cuda_base.cuh on the fake machine: what right kernels come to, and that wrong ones are found. */
+/*  test_fake_kernel.cu - kernels of examples/gpt_cuda_base.cuh on the fake GPU: results of right kernels, and
+    detection of wrong ones. */
 #include "host_only.h"
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
@@ -125,7 +126,7 @@ static void transposed(void) {
 
 /* ---- matrices ---- */
 
-/* One product of fragments; b lies by rows (16 x 8), or transposed (8 x 16). */
+/* One product of fragments; b is stored by rows (16 x 8), or transposed (8 x 16). */
 static __global__ void fragment_kernel(float *out, const gpt_bf16 *a, const gpt_bf16 *b, int transposed) {
     GPT_CUDA_SHARED(gpt_bf16, rows, 256);
     GPT_CUDA_SHARED(gpt_bf16, columns, 256);
@@ -178,7 +179,7 @@ static __global__ void added_kernel(float *out, const float *in, int count) {
     }
 }
 
-/* Tensor cores cut off: 25 places behind the largest exponent, and the sum to f32. */
+/* Tensor cores truncate: 25 places after the largest exponent, and the sum to f32. */
 static void added(void) {
     const float e = ldexpf(1, -24), huge = 1e30f;
     const float cases[][7] = {
@@ -196,7 +197,8 @@ static void added(void) {
     CLEAN();
 }
 
-/* out (64 x 64) = a (64 x K) b (K x 64): four warps with 16 rows each, tiles of 16 columns of a in two buffers. WAIT 0 leaves a wait out, 1 a barrier. */
+/* out (64 x 64) = a (64 x K) b (K x 64): four warps with 16 rows each, tiles of 16 columns of a in two
+   buffers. WAIT 0 leaves a wait out, 1 a barrier. */
 template <int WAIT> static __global__ void product_kernel(float *out, const gpt_bf16 *a, const gpt_bf16 *b, int depth, int rows) {
     GPT_CUDA_DYNAMIC_SHARED(memory);
     gpt_bf16 *tile = (gpt_bf16 *)memory; /* 2 x (64 x 16 of a, 16 x 64 of b) */
@@ -256,7 +258,7 @@ static void products(void) {
     CLEAN();
 }
 
-/* ---- what does not meet ---- */
+/* ---- threads that do not meet ---- */
 
 static __global__ void lanes_kernel(float *out, int how) {
     GPT_CUDA_SHARED(float, cell, 128);
@@ -304,7 +306,7 @@ static void lanes(void) {
     RUN(lanes_kernel, 1, 48, 0, out, -1);
     FOUND("lane 16 is none of the block's threads");
     CLEAN();
-    RUN(lanes_kernel, 1, 128, 0, out, -1); /* after a failure all begins anew */
+    RUN(lanes_kernel, 1, 128, 0, out, -1); /* after a failure all threads start again */
     CLEAN();
 }
 
@@ -346,7 +348,8 @@ static void accesses(void) {
     CLEAN();
 }
 
-/* Blocks in the order of their tickets: each doubles what it finds and adds its ticket. way 1: waits for a ticket that nobody has; 2: does not wait. */
+/* Blocks in the order of their tickets: each doubles the value that it reads and adds its ticket. way 1:
+   waits for a ticket that does not exist; 2: does not wait. */
 static __global__ void chain_kernel(int *cells, int way) {
     GPT_CUDA_SHARED(int, ticket, 1);
     if (threadIdx.x == 0) ticket[0] = gpt_cuda_atomic_add(cells, 1);

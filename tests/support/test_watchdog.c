@@ -1,4 +1,5 @@
-/* The watchdog ends a test that hangs, its children with it, and nobody else; it leaves one that ends in time alone. */
+/* The watchdog ends a test that hangs, and its children, but no other process. A test that ends in time is
+   unaffected. */
 #define _GNU_SOURCE
 #undef DDP_TEST_SLOWDOWN
 #define DDP_TEST_SLOWDOWN 1
@@ -9,8 +10,9 @@
 
 #include "watchdog.h"
 
-/* Runs body in a child with a watchdog of `seconds`, its stderr into text; returns its wait status. A grandchild started by
-   the body holds `alive` open, so the end of that pipe says that no process of the group is left. */
+/* Runs body in a child with a watchdog of seconds, its stderr into text; returns its wait status. A
+   grandchild started by the body holds alive open, so the end of that pipe shows that no process of the group
+   is left. */
 static int run(void (*body)(void), int seconds, char *text, size_t size_bytes) {
     int error_pipe[2], alive[2], status, left = 0;
     size_t length = 0;
@@ -45,7 +47,7 @@ static int run(void (*body)(void), int seconds, char *text, size_t size_bytes) {
 }
 
 static void quick(void) {
-    /* The watcher is nobody's child. */
+    /* The watcher is not a child of this process. */
     if (waitpid(-1, NULL, WNOHANG) != -1 || errno != ECHILD) _exit(3);
 }
 

@@ -1,11 +1,13 @@
-/*  train_gpt_cuda.cu - the trainer of examples/train_gpt_cuda.cu on the fake machine of fake_gpu.h, kernels and all. A part of gpt_tests.cu, which it shares
-    the kernels with.
+/*  train_gpt_cuda.cu - the trainer of examples/train_gpt_cuda.cu on the fake GPU of fake_gpu.h, including
+    kernels. A part of gpt_tests.cu, with which it shares the kernels.
 
-    Its command line is the trainer's; several ranks need --threads-as-ranks. Out of the environment: DDP_TEST_GPUS, how many GPUs there are (4),
-    DDP_TEST_SEED, in which order streams run (1), and DDP_TEST_ROOM, the MiB that the first GPU has in truth (4,096). What is out of order on the machine, or left behind after a run that went well, is status 3, with lines on
-    stderr. So is, unless ranks share a GPU, a call that waits for the device where the trainer says that it does not. The last line of stderr says how
-    many halves of steps were looked at, how many graphs they launched and how many products outside of graphs, and how much memory the first GPU held at
-    most; and the KiB of host memory that the process had at most. */
+    Its command line is that of the trainer; several ranks need --threads-as-ranks. Environment:
+    DDP_TEST_GPUS, the number of GPUs (4); DDP_TEST_SEED, the order of streams (1); DDP_TEST_ROOM, the real
+    MiB of the first GPU (4,096). Status 3, with lines on stderr: wrong order on the GPU; anything left after
+    a successful run; unless ranks share a GPU, a call that waits for the device where the trainer promises
+    not to wait. The last line of stderr has the number of checked halves of steps, the graphs they launched,
+    the products outside of graphs, the maximum memory of the first GPU, and the maximum KiB of host
+    memory. */
 #define SAMPLE_BYTES 8
 #define VALIDATION_WINDOWS 8
 

@@ -1,9 +1,12 @@
-/*  ucx_backend.c - UCX as a backend of ddp.h, through >>spi alone: what it takes to plug in an engine that moves bytes between ranks.
+/*  ucx_backend.c - UCX as a backend of ddp.h, through >>spi only: an example of how to add an engine that
+    moves bytes.
 
-    A group has a worker of UCX with an endpoint to each rank. A collective is a message to and from everybody, if only an empty one; a reduction gathers
-    what it needs and reduces that in tree order. A message's tag tells who sends it in which call: the receiver compares that and the size, and answers,
-    for which the sender waits. The control group, of which a split makes another, is where ranks tell each other their addresses and failures, and where
-    group memory comes from. After a failure UCX may still hold buffers that are their owners' again: its worker is left alone, and not destroyed. */
+    A group has a UCX worker with an endpoint to each rank. A collective sends a message to every rank and
+    receives one from every rank, possibly empty. A reduction gathers its inputs and reduces them in tree
+    order. The tag of a message identifies the sender and the call. The receiver compares tag and size and
+    answers; the sender waits for the answer. The control group, which is also split, exchanges addresses and
+    failures, and provides group memory. After a failure UCX can still hold buffers that belong to their
+    owners again: the worker is then leaked instead of destroyed. */
 #include "../../ddp.h"
 #include <pthread.h>
 #include <string.h>
@@ -18,9 +21,10 @@ typedef struct engine {
     int owns_control, rank, size; /* owns: a split has made it */
     ucp_context_h context;
     ucp_worker_h worker;
-    pthread_mutex_t mutex; /* of the worker and what follows */
+    pthread_mutex_t mutex; /* protects the worker and the following fields */
     int stopped;           /* by a failure */
-    struct { ucp_ep_h endpoint; void *left; } peers[]; /* left: the request for the message that says so */
+    /* left: the request of the message that announces it. */
+    struct { ucp_ep_h endpoint; void *left; } peers[];
 } engine;
 
 typedef struct message {
@@ -32,12 +36,14 @@ typedef struct message {
     void *requests[2]; /* for it and, where it is sent, for the answer */
 } message;
 
-/* 16 bits of a tag are the sender, 8 this, 32 the message's own tag, or a collective's op and root, 4 its dtype and 4 its kind. */
+/* 16 bits of a tag are the sender, 8 this, 32 the message's own tag, or a collective's op and root, 4 its
+   dtype and 4 its kind. */
 enum { COLLECTIVE, SINGLE, ANSWER, LEFT };
 static const ucp_tag_t all_bits = ~(ucp_tag_t)0, sender_bits = all_bits << 40, which_bits = all_bits << 8;
 static ucp_tag_t tag_of(int sender, int is, uint64_t which) { return (ucp_tag_t)sender << 48 | (ucp_tag_t)is << 40 | which; }
 
-static const ucp_request_param_t plain = {.op_attr_mask = UCP_OP_ATTR_FLAG_NO_IMM_CMPL}; /* there is always a request */
+/* There is always a request. */
+static const ucp_request_param_t plain = {.op_attr_mask = UCP_OP_ATTR_FLAG_NO_IMM_CMPL};
 static ucs_status_t status_of(void *request) { return UCS_PTR_IS_PTR(request) ? ucp_request_check_status(request) : UCS_PTR_STATUS(request); }
 static void forget(void *request) { if (UCS_PTR_IS_PTR(request)) ucp_request_free(request); }
 static ddp_group *control_of(void *state) { return ((engine *)state)->control; }
@@ -60,7 +66,8 @@ static void answer(void *request, ucs_status_t result, const ucp_tag_recv_info_t
                               ddp_call_name((ddp_call_kind)(m->tag & 15)), ddp_dtype_name((ddp_dtype)(m->tag >> 4 & 15))));
 }
 
-/* Sends peer its part of send, or receives from it into its part of recv. This rank's own parts are only found. */
+/* Sends peer its part of send, or receives from it into its part of recv. This rank's own parts are only
+   found. */
 static void start(engine *e, const ddp_call *c, message *m, int peer, int sends, char *recv) {
     ddp_call_kind k = c->kind;
     int single = k == DDP_CALL_SEND || k == DDP_CALL_RECV, from = sends ? e->rank : peer;
@@ -70,7 +77,8 @@ static void start(engine *e, const ddp_call *c, message *m, int peer, int sends,
     *m = (message){.e = e, .peer = peer, .sends = sends, .bytes = part.size};
     m->memory = !sends ? recv : k == DDP_CALL_BROADCAST ? (char *)c->recv : (char *)(uintptr_t)c->send;
     m->tag = tag_of(from, single ? SINGLE : COLLECTIVE, which << 8 | (uint64_t)c->dtype << 4 | (single ? DDP_CALL_SEND : k));
-    if (part.size) m->memory += !sends && ddp_call_adds(c) ? (size_t)peer * part.size : part.begin; /* what is added comes side by side */
+    /* Inputs of a reduction are stored one after the other. */
+    if (part.size) m->memory += !sends && ddp_call_adds(c) ? (size_t)peer * part.size : part.begin;
     if (peer == e->rank) return;
     pthread_mutex_lock(&e->mutex);
     if (!e->stopped && !sends) m->requests[0] = ucp_tag_recv_nbx(e->worker, m->memory, m->bytes, m->tag, single ? which_bits : sender_bits, &to_answer);
@@ -79,7 +87,8 @@ static void start(engine *e, const ddp_call *c, message *m, int peer, int sends,
     pthread_mutex_unlock(&e->mutex);
 }
 
-/* Moves on all of this rank's messages, since peers may wait for any, and tells whether m is done. What came before a failure was known counts. */
+/* Progresses all messages of this rank, since peers can wait for any of them. Stores in done whether m has
+   finished. Messages that arrived before a failure was known count. */
 static ddp_result poll(message *m, int *done) {
     engine *e = m->e;
     ucs_status_t now = m->requests[0] ? UCS_OK : UCS_INPROGRESS;
@@ -117,7 +126,8 @@ static ddp_result run(ddp_group *group, void *state, const ddp_call *c) {
     int w = e->size, ms = ddp_group_timeout_ms(group), reduces = ddp_call_adds(c);
     double deadline = ddp_now() + ms * 1e-3;
     message *m = (message *)ddp_host_alloc(group, (size_t)w * (2 * sizeof *m + sizeof(void *) + (reduces ? c->count * ddp_dtype_size(c->dtype) : 0)));
-    const void **sources = (const void **)(void *)(m + 2 * w); /* behind what comes and what goes; then what is to be reduced */
+    /* After the buffers to send and receive; then those to reduce. */
+    const void **sources = (const void **)(void *)(m + 2 * w);
     ddp_result result = m ? status(group, e) : failed(e, DDP_ERR_NO_MEMORY);
     for (int r = 0; r < w && result == DDP_OK; r++) {
         start(e, c, &m[r], r, 0, reduces ? (char *)(sources + w) : (char *)c->recv);
@@ -162,7 +172,7 @@ static ddp_result meet(ddp_group *group, ddp_group *control, int owns_control, v
         UCX(ucp_ep_create(e->worker, &to, &e->peers[r].endpoint));
         e->peers[r].left = ucp_tag_recv_nbx(e->worker, NULL, 0, tag_of((int)r, LEFT, 0), all_bits, &plain);
     }
-    return run(group, e, &barrier); /* nobody leaves before all are connected */
+    return run(group, e, &barrier); /* no rank returns before all are connected */
 }
 
 static ddp_result begin(ddp_group *group, void **state) { return meet(group, (ddp_group *)ddp_group_backend_user(group), 0, state); }
@@ -177,7 +187,8 @@ static void leave(ddp_group *group, void *state) {
     engine *e = (engine *)state;
     int healthy = status(group, e) == DDP_OK;
     for (int r = 0; r < e->size && healthy; r++) forget(ucp_tag_send_nbx(e->peers[r].endpoint, NULL, 0, tag_of(e->rank, LEFT, 0), &plain));
-    void *flush = healthy ? ucp_worker_flush_nbx(e->worker, &plain) : NULL; /* also answers for which others wait */
+    /* Also answers for which others wait. */
+    void *flush = healthy ? ucp_worker_flush_nbx(e->worker, &plain) : NULL;
     for (double end = ddp_now() + 1; status_of(flush) == UCS_INPROGRESS && ddp_now() < end;) ucp_worker_progress(e->worker);
     if (healthy && status_of(flush) != UCS_INPROGRESS) {
         ucp_worker_destroy(e->worker);

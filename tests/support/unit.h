@@ -1,4 +1,4 @@
-/*  unit.h - cmocka with the includes that it wants first, usable from C and C++. */
+/*  unit.h - cmocka with the headers that it needs first; for C and C++. */
 #ifndef DDP_TEST_UNIT_H
 #define DDP_TEST_UNIT_H
 

@@ -1,11 +1,12 @@
-/*  watchdog.h - ends a test that hangs, with all its children, and says which test it was.
+/*  watchdog.h - ends a test that hangs, with all its children, and prints its name.
 
-    watchdog_start(60) at the top of main, before any thread or rank exists. When the program still runs after
-    60 s (times DDP_TEST_SLOWDOWN under a sanitizer, and DDP_TEST_PATIENCE), a line on stderr names it and its whole process group gets SIGKILL.
+    Call watchdog_start(60) at the top of main, before any thread or rank exists. If the program still runs
+    after 60 s (times DDP_TEST_SLOWDOWN under a sanitizer, and DDP_TEST_PATIENCE), a line on stderr names it,
+    and its whole process group gets SIGKILL.
 
-    The watcher is a process of its own, not a thread and not a signal: a test may block every signal, hold every
-    lock, or fork. It is forked twice, so it is nobody's child here: wait() and "no child is left" checks never meet it.
-    It leaves as soon as the test is gone. */
+    The watcher is a separate process, not a thread and not a signal: a test can block every signal, hold
+    every lock, or fork. It is forked twice, so it is not a child of the test: wait() and checks for remaining
+    children never see it. It ends as soon as the test has ended. */
 #ifndef DDP_TEST_WATCHDOG_H
 #define DDP_TEST_WATCHDOG_H
 
@@ -26,7 +27,7 @@
 #define DDP_TEST_PATIENCE 3 /* a busy machine, or a slow one: where nothing hangs, a late last resort costs nothing */
 #endif
 
-/* The program's name from /proc, so that main need not pass argv[0]. */
+/* The name of the program from /proc, so that main does not have to pass argv[0]. */
 static void watchdog_name(char *name, size_t size_bytes) {
     char path[256];
     char *slash;
@@ -36,8 +37,8 @@ static void watchdog_name(char *name, size_t size_bytes) {
     snprintf(name, size_bytes, "%s", slash ? slash + 1 : "test");
 }
 
-/* Whether the process has ended, reaped or not. A zombie counts as ended: `x=$(test 2>&1)` in a shell reaps the test only
-   after the watcher, which shares its stderr, has left. */
+/* Whether the process has ended, reaped or not. A zombie counts as ended: `x=$(test 2>&1)` in a shell reaps
+   the test only after the watcher, which shares its stderr, has left. */
 static int watchdog_gone(pid_t test) {
     char path[64], text[256];
     char *state;
@@ -53,7 +54,8 @@ static int watchdog_gone(pid_t test) {
     return !state || state[1] != ' ' || state[2] == 'Z' || state[2] == 'X';
 }
 
-/* The watcher: polls the test every 50 ms, which costs nothing measurable, works on every kernel, and cannot be blocked. */
+/* The watcher: polls the test every 50 ms, which costs nothing measurable, works on every kernel, and cannot
+   be blocked. */
 static void watchdog_watch(pid_t test, int seconds, const char *name) {
     struct timespec pause;
     struct timespec start, now;
@@ -69,13 +71,14 @@ static void watchdog_watch(pid_t test, int seconds, const char *name) {
         nanosleep(&pause, NULL);
     }
     length = snprintf(line, sizeof line, "watchdog: %s (pid %d) still runs after %d s; killing its process group\n", name, (int)test, seconds);
-    if (write(2, line, (size_t)length) < 0) { /* stderr is gone: kill all the same */ }
+    if (write(2, line, (size_t)length) < 0) { /* stderr is closed: kill all the same */ }
     kill(-test, SIGKILL);
     _exit(0);
 }
 
-/* Not collective: the one process that main starts in calls it, once. The test leads its own process group from here on,
-   so that the kill cannot reach the runner; it dies with the runner instead (PR_SET_PDEATHSIG), also on Ctrl-C. */
+/* Not collective: the one process that main starts in calls it, once. The test leads its own process group
+   from here on, so that the kill cannot reach the runner; it dies with the runner instead (PR_SET_PDEATHSIG),
+   also on Ctrl-C. */
 static void watchdog_start(int seconds) {
     char name[128];
     pid_t test = getpid(), child;

@@ -1,4 +1,5 @@
-/*  with_port.c - `with_port COMMAND ...` runs a command with a port of its own (ports.h) in DDP_TEST_PORT, for scripts. */
+/*  with_port.c - `with_port COMMAND ...` runs a command with a reserved port (ports.h) in DDP_TEST_PORT, for
+   scripts. */
 #include "ports.h"
 
 #include <fcntl.h>
