@@ -1,23 +1,25 @@
-/*  fuzz_checkpoint.c - bytes of anybody's choice where a checkpoint has JSON: a libFuzzer harness.
+/*  fuzz_checkpoint.c - arbitrary bytes as the JSON of a checkpoint: a libFuzzer harness.
 
-    The first byte chooses what the rest is: h = header of a tensor file (its data as long as the largest end that is right), s = state.json, i = index of a
-    model, v = any value. A harness of its own main: clang -fsanitize=fuzzer,address fuzz_checkpoint.c; corpus/ is where it starts from. */
+    The first byte selects the meaning of the rest: h = header of a tensor file (its data as long as the
+    largest valid end), s = state.json, i = index of a model, v = any value. A separate harness: clang
+    -fsanitize=fuzzer,address fuzz_checkpoint.c; the initial corpus is corpus/. */
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define DDP_STATIC /* what nobody calls is not compiled, and nothing here makes a group */
+#define DDP_STATIC /* functions without a caller are not compiled, and no group is created here */
 #define DDP_IMPLEMENTATION
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "../../ddp_fsdp.h"
 
-static ddp_group zero, *alone = &zero; /* what allocates */
+static ddp_group zero, *alone = &zero; /* provides the allocator */
 
 static void *fuzz_alloc(size_t size_bytes, void *user) { (void)user; return malloc(size_bytes); }
 static void fuzz_free(void *memory, void *user) { (void)user; free(memory); }
 
-/* Data that end at the last number in the text, so that headers which are right in themselves are met often. */
+/* Data that end at the last number in the text, so that headers which are right in themselves are met
+   often. */
 static uint64_t last_number(const char *text, size_t length) {
     uint64_t number = 0;
     while (length && (text[length - 1] < '0' || text[length - 1] > '9')) length--;
@@ -26,7 +28,7 @@ static uint64_t last_number(const char *text, size_t length) {
     return number;
 }
 
-/* What a header that is accepted promises to those who use it. */
+/* The guarantees of a header that was accepted. */
 static void check_header(const ddp__load_file *header, uint64_t data_bytes) {
     uint64_t total = 0;
     for (int i = 0; i < header->count; i++) {

@@ -1,7 +1,8 @@
-/*  fuzz_npy.c - bytes of anybody's choice as a .npy file: a libFuzzer harness.
+/*  fuzz_npy.c - arbitrary bytes as a .npy file: a libFuzzer harness.
 
-    What is accepted has the file's own bytes as values, and comes back the same from the file that the library makes of it; what is not has a sentence
-    that names the file. A harness of its own main: clang -fsanitize=fuzzer,address fuzz_npy.c; corpus_npy/ is where it starts from. */
+    An accepted file has the file's bytes as values, and is the same after the library has written and read it
+    again. Otherwise the error names the file. A separate harness: clang -fsanitize=fuzzer,address fuzz_npy.c;
+    the initial corpus is corpus_npy/. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
 #endif
@@ -11,7 +12,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#define DDP_STATIC /* what nobody calls is not compiled, and nothing here makes a group */
+#define DDP_STATIC /* functions without a caller are not compiled, and no group is created here */
 #define DDP_IMPLEMENTATION
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "../../ddp_tensor.h"
@@ -49,7 +50,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         if (file < 0) abort();
         snprintf(path, sizeof path, "/proc/self/fd/%d", file);
     }
-    for (int half = 0; half < 2; half++) { /* bf16 is read when asked for */
+    for (int half = 0; half < 2; half++) { /* half 1: read as bf16 */
         ddp_tensor t = DDP_ZERO;
         npy_names names = {"fuzz", path, NULL};
         npy_header header;

@@ -1,13 +1,15 @@
-/*  fuzz_schedule.c - text of anybody's choice where a schedule is read: a libFuzzer harness.
+/*  fuzz_schedule.c - arbitrary text as a schedule: a libFuzzer harness.
 
-    What parses is written, read and written again; the checker judges it; what it accepts must run to its end in the simulator, can be lowered, is still right then,
-    takes as long, and can be drawn. A harness of its own main: clang -fsanitize=fuzzer,address fuzz_schedule.c; corpus_schedule/ is where it starts from. */
+    A schedule that parses is written, read and written again, and checked. An accepted one must run to its
+    end in the simulator, can be lowered, is still valid then, takes the same time, and can be drawn. A
+    separate harness: clang -fsanitize=fuzzer,address fuzz_schedule.c; the initial corpus is
+    corpus_schedule/. */
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define DDP_STATIC /* what nobody calls is not compiled, and nothing here makes a group */
+#define DDP_STATIC /* functions without a caller are not compiled, and no group is created here */
 #define DDP_IMPLEMENTATION
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "../../ddp_pipeline.h"
@@ -49,7 +51,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             if (strcmp(once, twice) != 0) abort();
             free(twice);
             ddp_schedule_destroy(again);
-        } else if (once[strspn(once, "\n")]) abort(); /* of one idle cell alone nothing is left */
+        } else if (once[strspn(once, "\n")]) abort(); /* a schedule of one idle cell becomes empty */
         if (ddp_schedule_check(s) == DDP_OK) use(s);
         else if (!strstr(ddp_last_error(), "ddp_schedule_check: ")) abort();
         free(once);

@@ -1,15 +1,16 @@
 /*  fuzz_tcp.c - frames of any content in the TCP rendezvous and the tcp backend: a libFuzzer harness.
 
-    The input is a script. Its first byte chooses the real side: rank 0 against two played ranks, or a rank against a
-    played rank 0, each with or without a secret. Played peers are honest: they join, prove the secret and make the
-    same calls. For each frame that they send, the script chooses a change, see send_frame. At the end of the script
-    they stay honest.
+    The input is a script. Its first byte chooses the real side: rank 0 against two played ranks, or a rank
+    against a played rank 0, each with or without a secret. Played peers are honest: they join, prove the
+    secret and make the same calls. For each frame that they send, the script chooses a change, see
+    send_frame. At the end of the script they stay honest.
 
-    A played peer runs inside poll, so one thread does everything. Time is a counter that moves when neither side has
-    anything to do: a wait that would hang reaches its timeout at once, and a wait without a timeout ends the harness.
+    A played peer runs inside poll, so one thread does everything. Time is a counter that moves when neither
+    side has anything to do: a wait that would hang reaches its timeout at once, and a wait without a timeout
+    ends the harness.
 
-    Checked besides memory: honest peers always succeed; a call delivers only bytes that some rank has sent; log and
-    error lines have printable characters only; a peer with a wrong proof is never admitted.
+    Checked besides memory: honest peers always succeed; a call delivers only bytes that some rank has sent;
+    log and error lines have printable characters only; a peer with a wrong proof is never admitted.
 
     clang -fsanitize=fuzzer,address,undefined fuzz_tcp.c; corpus_tcp/ is where it starts from;
     -max_total_time=600 -timeout=60 for a long run. */
@@ -178,7 +179,7 @@ static void put(played *p, const void *bytes, size_t size) {
     }
 }
 
-/* Sends a frame, changed as the script says. */
+/* Sends a frame, changed as the script demands. */
 static void send_frame(played *p, uint32_t kind, int result, const uint64_t call[2], const void *data,
                        size_t size) {
     static unsigned char bytes[MAX_FRAME + 4096];
@@ -210,7 +211,7 @@ static void send_frame(played *p, uint32_t kind, int result, const uint64_t call
     if (secured && (kind == DDP__FRAME_PROOF || (kind == DDP__FRAME_STATUS && result == DDP__ADMITTED)))
         p->bad_proof = memcmp(bytes + sizeof frame, data, 65) != 0;
     if (change == 4 && total)
-        total = (size_t)next_number() % total; /* too short: what follows is read as its rest */
+        total = (size_t)next_number() % total; /* too short: the following bytes are read as its rest */
     if (change == 5) {                                              /* another length, in the head too */
         uint64_t other = next_number() % (65536 * 3);
         if (other > size)
@@ -314,7 +315,7 @@ static void peer_react(played *p, const ddp__frame *frame, const char *data) {
     }
 }
 
-/* Reads what has come, a frame at most. 1 = something happened. */
+/* Reads at most one frame of the received bytes. Returns 1 if anything happened. */
 static int peer_step(played *p) {
     ddp__frame frame;
     size_t need = sizeof frame;
@@ -423,7 +424,7 @@ static void make_calls(ddp_group *group) {
         if (result != DDP_OK) expect_printable(ddp_last_error());
         if (!changed && result != (n == CALLS - 1 ? DDP_ERR_UNSUPPORTED : DDP_OK)) abort();
         for (size_t i = 0; result == DDP_OK && !data_changed && i < CHECKED; i++)
-            if (recv_memory[i] != n && recv_memory[i] != 0xee) abort(); /* what no rank has sent */
+            if (recv_memory[i] != n && recv_memory[i] != 0xee) abort(); /* a value that no rank has sent */
         if (result != DDP_OK && result != DDP_ERR_UNSUPPORTED) break;
     }
     ddp_group_status(group);
@@ -465,7 +466,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         struct sockaddr name = {AF_UNIX, ""};
         int listener = t->rendezvous.peer[t->rendezvous.peer_count - 1].fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
         if (bind(listener, &name, sizeof name.sa_family) != 0 || listen(listener, 1) != 0)
-            abort(); /* nobody comes there */
+            abort(); /* no connection arrives there */
         play_ranks();
     }
     fuzz_salt = real_rank;

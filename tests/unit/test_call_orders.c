@@ -1,9 +1,9 @@
 /*  test_call_orders.c - every order in which the calls of an object can be made, up to some length.
 
     Each object has a table of calls and a model of its documented behaviour. All sequences of calls run on a
-    fresh object. Each call must do what the model says: work, with the value that the model computes, or
-    return DDP_ERR_INVALID under its public name. ddp_reducer_clip_grad_norm before ddp_reducer_wait returned
-    DDP_OK and a wrong norm; so did ddp_pipeline_clip_grad_norm before the first step. */
+    fresh object. Each call must follow the model: succeed, with the value that the model computes, or return
+    DDP_ERR_INVALID under its public name. ddp_reducer_clip_grad_norm before ddp_reducer_wait returned DDP_OK
+    and a wrong norm; so did ddp_pipeline_clip_grad_norm before the first step. */
 #include "../../ddp_fsdp.h"
 #include "../../ddp_pipeline.h"
 
@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 enum { LONGEST = 8 };
-static char sequence[256]; /* the calls so far, for messages */
+static char sequence[256]; /* the calls up to now, for messages */
 
 /* Runs a function on every sequence of `length` of `kinds` calls. */
 typedef void (*sequence_fn)(const int *calls, int length, void *user);

@@ -1,7 +1,9 @@
-/*  test_checkpoint.c - checkpoints on disk: saved on W ranks, loaded on others, damaged in every way, interrupted by every failure.
+/*  test_checkpoint.c - checkpoints on disk: saved and loaded on different numbers of ranks, with every kind
+    of damage, and interrupted by every failure.
 
-    Ranks are threads. A failed load leaves memory as it was. All ranks return the same cause, which names file and tensor. A failed save leaves the
-    old checkpoint. Functions of the system are wrapped, so that a rank's write can fail at will. */
+    Ranks are threads. A failed load leaves memory unchanged. All ranks return the same cause, which names
+    file and tensor. A failed save leaves the old checkpoint. Functions of the system are wrapped, so that any
+    write of a rank can fail. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* memmem */
 #endif
@@ -20,7 +22,7 @@
 #include <unistd.h>
 
 static __thread int failing_write; /* how many more writes of this thread until one fails; 0 = none */
-static __thread int failing_sync;  /* likewise, of a folder's fsync */
+static __thread int failing_sync;  /* the same for fsync of a folder */
 static int no_exchange;            /* the file system cannot swap two names */
 static int no_fallocate;           /* the file system cannot reserve room */
 static int unlink_error;           /* errno of every unlink of a file; 0 = none */
@@ -129,12 +131,12 @@ typedef struct job {
     int load, version, keep, whole, fail_rank, fail_at, fail_sync;
     size_t max_file_bytes;
     rlim_t largest_file;                   /* 0 = no limit */
-    void (*twist)(ckpt_rank *k, int rank); /* changes what a rank asks for */
-    int no_check;                          /* the twist moved what ckpt_has compares */
+    void (*twist)(ckpt_rank *k, int rank); /* changes the request of a rank */
+    int no_check;                          /* the twist moved the values that ckpt_has compares */
     const char *other;                     /* rank 1 finds this folder in place of dir */
-    const char *odd_dir;                   /* what rank 1 gives as dir; NULL = the same */
+    const char *odd_dir;                   /* dir of rank 1; NULL = the same as on other ranks */
     int odd_keep;                          /* added on rank 1 */
-    size_t odd_bytes;                      /* likewise, to max_file_bytes */
+    size_t odd_bytes;                      /* added to max_file_bytes on rank 1 */
     int64_t step;                          /* after a load */
     ddp_result result[4];
     char text[4][512];
@@ -173,8 +175,8 @@ static ddp_result job_rank(ddp_group *group, void *user) {
     return ddp_barrier(group); /* a failure that was agreed on leaves the group fine */
 }
 
-/* Runs the job; all ranks must give `want`, with a line that has the words (up to three, separated by |), the same on all but for
-   the number of the rank in front. */
+/* Runs the job. All ranks must return want, with a line that contains the words (up to three, separated by
+   |). The lines must be equal, except for the rank number in front. */
 static void run(job *j, int world_size, ddp_result want, const char *words) {
     ddp_result result = ranks_run(RANKS_THREADS, world_size, 20000 * DDP_TEST_SLOWDOWN, job_rank, j);
     char all[200], *save = NULL;
@@ -214,7 +216,7 @@ static const char *in(const char *name) { /* a path in the test's folder; it sta
     return path[next];
 }
 
-//== what works =============================================================================
+// //== saving and loading ======================================================================
 
 static void test_any_world_size(void) {
     scenario = "any world size";
@@ -361,7 +363,7 @@ static void test_save_fails(void) {
             j.fail_rank = rank;
             j.fail_at = at;
             snprintf(words, sizeof words, "group=world: rank %d: |fails.tmp/|No space left", rank);
-            if (rank && at > 12) continue; /* a rank without so many writes */
+            if (rank && at > 12) continue; /* this rank has fewer writes */
             if (rank == 0 && at > 18) continue;
             run(&j, 3, DDP_ERR_SYSTEM, words);
             EXPECT(!ckpt_exists(in("fails.tmp")), "left behind");
@@ -378,7 +380,8 @@ static void test_save_fails(void) {
     EXPECT(!ckpt_exists(in("fails.tmp")), "left behind");
 }
 
-/* The folder around dir cannot be synced: before anything is there, or when the new checkpoint is in its place; no checkpoint is lost. */
+/* fsync of the folder around dir fails: before anything is written, or after the new checkpoint is in place.
+   No checkpoint is lost. */
 static void test_sync_fails(void) {
     for (int turn = 0; turn < 4; turn++) {
         job j = job_of(in("syncs"), 0, 2);

@@ -1,7 +1,7 @@
-/*  test_core.c - names, sizes, counts, and the sentence behind every wrong argument.
+/*  test_core.c - names, sizes, counts, and the message for every invalid argument.
 
-    All on a group of one rank, where nothing can go wrong but the arguments. Each refusal must name its function, say what
-    is wrong, and leave the group as it was. */
+    All on a group of one rank, where only arguments can be wrong. Each error must name its function, state
+    the problem, and leave the group unchanged. */
 #include "../support/unit.h"
 
 #include "../../ddp.h"
@@ -54,7 +54,7 @@ static void test_tensor_count(void **state) {
     assert_int_equal(ddp_tensor_count(&t), INT64_MAX / 24 * 24);
     t.shape[1] = INT64_MAX / 24 + 1;
     assert_int_equal(ddp_tensor_count(&t), -1);
-    t.shape[0] = 0, t.shape[1] = -1; /* a negative entry counts even beside a zero */
+    t.shape[0] = 0, t.shape[1] = -1; /* a negative entry is an error even next to a zero */
     assert_int_equal(ddp_tensor_count(&t), -1);
     t.ndim = -1;
     assert_int_equal(ddp_tensor_count(&t), -1);
@@ -193,7 +193,7 @@ static void test_allocator_of_the_caller(void **state) {
     ddp_group_destroy(child);
     ddp_group_destroy(group);
     assert_int_equal(live_blocks, 0);
-    /* Whichever allocation fails, create fails cleanly. */
+    /* Every allocation fails once; create must fail cleanly. */
     for (int allowed = 0; allowed < 50; allowed++) {
         int left = allowed;
         ddp_result result;
@@ -264,7 +264,8 @@ static void test_lines(void **state) {
 
 //== wrong arguments ========================================================================
 
-/* The call is refused as invalid, its line names the function and holds a word, and the group goes on. */
+/* The call returns DDP_ERR_INVALID, its line names the function and contains a word, and the group stays
+   usable. */
 #define REFUSED(call, function, word)                                                                                        \
     do {                                                                                                                     \
         ddp_result refused = (call);                                                                                         \
@@ -425,7 +426,7 @@ static void test_group_desc(void **state) {
     REFUSED(ddp_group_create(&group, &desc), "ddp_group_create", "rank");
     desc.rank = 1, desc.init_method = "self://"; /* a world of one has no rank 1 */
     REFUSED(ddp_group_create(&group, &desc), "ddp_group_create", "self://");
-    /* A name longer than what is kept is cut, and appears in errors. */
+    /* A name longer than the limit is truncated, and appears in errors. */
     memset(&desc, 0, sizeof desc);
     desc.init_method = "self://";
     desc.name = "a-name-of-31-bytes-is-all-kept!and-this-is-not";
@@ -489,7 +490,8 @@ static void test_launch_desc(void **state) {
     REFUSED(ddp_launch(&desc, nothing, &ran), "ddp_launch", "free_fn");
     desc.group.alloc_fn = NULL;
     assert_int_equal(ran, 0);
-    assert_int_equal(ddp_launch(&desc, nothing, &ran), DDP_OK); /* on the caller, so ran is ours */
+    /* The one rank runs on the caller, so ran is the caller's variable. */
+    assert_int_equal(ddp_launch(&desc, nothing, &ran), DDP_OK);
     assert_int_equal(ran, 1);
     assert_int_equal(ddp_launch(&desc, fails, NULL), DDP_ERR_CORRUPT);
     assert_non_null(strstr(ddp_last_error(), "the one rank failed"));

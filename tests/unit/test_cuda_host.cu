@@ -1,7 +1,9 @@
-/*  test_cuda_host.cu - ddp_cuda.cuh without a device: a table of CUDA runtime calls made of CPU code takes the place of the real one.
+/*  test_cuda_host.cu - ddp_cuda.cuh without a device: a table of CUDA runtime calls emulated on the CPU
+    replaces the real one.
 
-    Proves, on the CPU, the element code, dispatch and sharing out of every kernel (support/cuda_kernels.h), every sentence of device
-    selection on one rank and on several, and what becomes of CUDA's errors. It proves nothing about a GPU. */
+    Proves, on the CPU, the element code, dispatch and work division of every kernel (support/cuda_kernels.h),
+    every message of device selection on one rank and on several, and the handling of CUDA errors. It proves
+    nothing about a GPU. */
 #include <stddef.h>
 #include <stdint.h>
 #if !defined(DDP_NO_NCCL)
@@ -65,7 +67,8 @@ static cudaError_t fake_memset(void *dst, int value, size_t size_bytes, cudaStre
     return copy_answer;
 }
 static cudaError_t fake_synchronize(cudaStream_t stream) { (void)stream; record.waits++; return cudaSuccess; }
-static cudaError_t fake_is_device(const void *pointer, int *yes) { *yes = (uintptr_t)pointer % 2; return cudaSuccess; } /* odd addresses are there */
+/* Odd addresses are device memory. */
+static cudaError_t fake_is_device(const void *pointer, int *yes) { *yes = (uintptr_t)pointer % 2; return cudaSuccess; }
 static cudaError_t fake_launch(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared_bytes, cudaStream_t stream) {
     record.launches += kernel && arguments && shared_bytes == 0 && block.x == 256 && block.y == 1 && block.z == 1 && grid.y == 1;
     if (grid.x > record.largest_grid) record.largest_grid = grid.x;
@@ -168,7 +171,8 @@ static ddp_result pick_rank(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-/* sentence NULL: everybody finds a device. It follows "rank r/W ddp_cuda_pick group=world: ". The rank that failed, -1 = none, leaves out its number. */
+/* sentence NULL: every rank finds a device. It follows "rank r/W ddp_cuda_pick group=world: ". The rank that
+   failed (-1 = none) leaves out its number. */
 static void pick_ranks(int world_size, int device_count, const char *sentence, int failed) {
     char line[512], number[16];
     ddp_launch_desc launch = DDP_ZERO;
@@ -219,7 +223,7 @@ static void check_pick_ranks(void) {
     pick_ranks(3, 4, sentence, -1);
 }
 
-/* ---- what becomes of CUDA's errors, and of streams ---- */
+/* ---- CUDA errors and streams ---- */
 
 /* Arguments that no kernel takes, before anything is launched. */
 static void check_kernels_refuse(float *memory) {
@@ -316,7 +320,8 @@ static void check_errors(void) {
     gpu->fill_zero(memory, 16);
     check_that(record.stream == stream, "fill_zero is not on the stream that was set");
     record.waits = 0;
-    gpu->copy((char *)memory + 1, (char *)memory + 101, 8); /* the fake takes odd addresses for device memory */
+    /* The fake takes odd addresses for device memory. */
+    gpu->copy((char *)memory + 1, (char *)memory + 101, 8);
     check_that(record.waits == 0 && record.stream == stream, "a copy on the device waits");
     gpu->copy((char *)memory + 1, (char *)memory + 100, 8);
     gpu->copy((char *)memory, (char *)memory + 101, 8);
@@ -335,7 +340,7 @@ static void check_errors(void) {
     check_table_errors(memory);
 }
 
-/* ---- 16-bit floats: every value, and every f32 that lies next to one ---- */
+/* ---- 16-bit floats: every value, and every f32 next to one ---- */
 
 static void check_halves(void) {
     size_t wrong = 0;

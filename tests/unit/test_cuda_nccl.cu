@@ -1,8 +1,10 @@
-/*  test_cuda_nccl.cu - groups over NCCL, on the fake machine of support/fake_nccl.h: ranks are threads with a device each.
+/*  test_cuda_nccl.cu - groups over NCCL, on the fake GPUs of support/fake_nccl.h: ranks are threads with a
+    device each.
 
-    Every program runs under many seeds, which choose the order of streams. In all of them no two accesses race, no data is wrong, the fake finds
-    nothing to complain about, and nothing is left in the end. Beside that: the exact calls of CUDA and NCCL, who waits for whom, what a watchdog
-    makes of a rank that does not come, and an error at every single call. Nothing here says anything about a GPU. */
+    Every program runs with many seeds, which choose the order of streams. With all of them no two accesses
+    race, no data is wrong, the fake reports no failure, and nothing leaks. Also tested: the exact calls of
+    CUDA and NCCL, which call waits for which, the reaction of watchdogs to a missing rank, and an error at
+    every single call. Nothing here applies to a real GPU. */
 #if !defined(DDP_TEST_ON_CPU)
 #define DDP_TEST_ON_CPU
 #endif
@@ -20,7 +22,7 @@ typedef struct rank_state {
     int rank, size, device;
     float *in, *out, *keep, *spare; /* N, N, 16 N and MANY floats on the device */
     int kept, counts[16];
-    float expected[16 * N];         /* what keep holds in the end */
+    float expected[16 * N];         /* the contents that keep must have at the end */
 } rank_state;
 
 typedef ddp_result (*program_fn)(rank_state *s);
@@ -29,11 +31,13 @@ static struct {
     program_fn run;
     ddp_cuda_desc desc;
     ddp_order order;
-    int timeout_ms, silence_ms, may_fail, patient, mismatch, fault, sticky; /* fault: the number of the call on device 1 that fails */
+    /* fault: the number of the call on device 1 that fails. */
+    int timeout_ms, silence_ms, may_fail, patient, mismatch, fault, sticky;
     int own_comm; /* 1 = the user's communicator, blocking; 2 = non-blocking */
     int connects; /* fake_nccl.connects */
     int held;     /* fake_nccl.held */
-    int no_memory_at, allocations_left; /* left: of no_memory_at, when the group was made; 0 = the allocation failed */
+    /* left: of no_memory_at, when the group was made; 0 = the allocation failed. */
+    int no_memory_at, allocations_left;
     int shared, staged; /* all ranks are on device 0; their group goes through host memory */
     const char *function; /* of which function; NULL any */
     ddp_result result[MAX_RANKS];
@@ -75,7 +79,7 @@ static void fill(rank_state *s, float *p, int count, int round) {
 static void spoil(rank_state *s, float *p, int count) {
     fake_launch_work(s->stream, "spoil", {{p, (size_t)count * 4, 1}}, [p, count] { for (int i = 0; i < count; i++) ((float *)fake_view(p))[i] = -1e9f; });
 }
-/* Remembers what p holds for the work that comes now, and what it should. */
+/* Records the contents of p for the current work, and the expected contents. */
 static float *keep(rank_state *s, const float *p, int count) {
     float *to = s->keep + s->kept * N, *expected = s->expected + s->kept * N;
     s->counts[s->kept++] = count;
@@ -178,7 +182,8 @@ static void run_on(int size, uint64_t seed, program_fn program) {
     fake_nccl.held = job.held;
     launch.world_size = size;
     launch.mode = DDP_LAUNCH_THREADS;
-    launch.group.timeout_ms = job.silence_ms ? job.silence_ms : 30000; /* the watchdogs', too: a machine that stands still for a moment fails nobody */
+    /* The timeout of the watchdogs too: a machine that stands still for a moment makes no rank fail. */
+    launch.group.timeout_ms = job.silence_ms ? job.silence_ms : 30000;
     launch.group.log_fn = take_notice;
     launch.group.alloc_fn = alloc_fn;
     launch.group.free_fn = free_fn;
@@ -202,7 +207,7 @@ static void run_seeds(program_fn program, int seeds) {
         for (int seed = 0; seed < seeds && (DDP_TEST_SLOWDOWN == 1 || size != 2); seed++) run_on(size, (uint64_t)(seeds > 1 ? seed : size), program);
 }
 
-/* What ranks did on their device since fake_record_from_here must hold none of these. */
+/* The calls of a rank on its device since fake_record_from_here must contain none of these. */
 static ddp_result never(rank_state *s, const char *const *words) {
     std::string record = fake_record(s->device);
     for (; *words; words++) RANKS_CHECK(s->cpu, record.find(*words) == std::string::npos, "%s appears in\n%s", *words, record.c_str());
@@ -218,7 +223,7 @@ static float summed(int size, int round, int i) {
     return sum;
 }
 
-/* One collective between kernels that fill its input and spoil both buffers behind it. */
+/* One collective between kernels that fill its input and overwrite both buffers afterwards. */
 static ddp_result collective(rank_state *s, int kind, int round, int async) {
     ddp_work work = DDP_ZERO, *w = async ? &work : NULL;
     int part = N / s->size, root = round % s->size, me = s->rank, n = N;
@@ -246,10 +251,10 @@ static ddp_result collective(rank_state *s, int kind, int round, int async) {
     if (kind == 9) n = s->size * (int)mine[0];
     if (n > 0) {
         expected = keep(s, kind == 2 || kind == 10 ? s->in : s->out, n);
-        for (int i = 0, r = 0, at = 0; i < n; i++, at++) { /* element `at` of what comes from rank r */
+        for (int i = 0, r = 0, at = 0; i < n; i++, at++) { /* element at of the part from rank r */
             int length = kind == 8 ? (int)counts[r] : kind == 9 ? (int)mine[0] : part;
             if (at == length) { at = 0; r++; }
-            int start = 0; /* of my part in what rank r has */
+            int start = 0; /* of this rank's part within the data of rank r */
             for (int k = 0; kind == 9 && k < me; k++) start += part - k;
             expected[i] = kind == 0 ? summed(s->size, round, i) : kind == 1 ? value(s->size - 1, round, i) : kind == 2 ? value(root, round, i)
                 : kind == 3 || kind == 6 || kind == 8 ? value(r, round, at) : kind == 4 ? summed(s->size, round, me * part + i)
@@ -273,11 +278,11 @@ static ddp_result collectives(rank_state *s) {
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
     for (int kind = 0; kind < 11; kind++) RANKS_OK(s->cpu, collective(s, kind, kind + 1, (kind + 1) % 2));
     RANKS_OK(s->cpu, never(s, no_host_waits));
-    RANKS_OK(s->cpu, ddp_barrier(s->cpu)); /* who shares the device has looked, too */
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu)); /* the rank that shares the device has checked too */
     return look_back(s);
 }
 
-/* Several under way at once, waited for in another order. */
+/* Several calls in flight at once, waited for in another order. */
 static ddp_result several(rank_state *s) {
     ddp_work work[3] = {DDP_ZERO, DDP_ZERO, DDP_ZERO};
     float *expected;
@@ -295,7 +300,7 @@ static ddp_result several(rank_state *s) {
     return look_back(s);
 }
 
-/* ddp_test says done only when the data is there. */
+/* ddp_test returns done only after the data has arrived. */
 static ddp_result tested(rank_state *s) {
     ddp_work work = DDP_ZERO;
     int done = 0;
@@ -394,11 +399,12 @@ static ddp_result tree(rank_state *s) {
     return look_back(s);
 }
 
-/* Splits work beside their parent, and end before it. */
+/* Splits work next to their parent, and end before it. */
 static ddp_result splits(rank_state *s) {
     ddp_group *half = NULL, *none = NULL;
     float *expected;
-    ddp_mesh *mesh; /* ranks compare their texts, which are host memory: once they went to NCCL as they were */
+    /* Ranks compare their texts, which are host memory: once they went to NCCL as they were. */
+    ddp_mesh *mesh;
     ddp_mesh_desc desc = DDP_ZERO;
     desc.ndim = 2, desc.shape[0] = 1, desc.shape[1] = s->size, desc.names[0] = "pp", desc.names[1] = "dp";
     RANKS_OK(s->cpu, ddp_mesh_create(&mesh, s->group, &desc));
@@ -425,8 +431,8 @@ static ddp_result splits(rank_state *s) {
     return DDP_OK;
 }
 
-/* Calls on two groups reach NCCL in program order, whatever is waited for when: the order that NCCL_LAUNCH_ORDER_IMPLICIT=1
-   keeps on the GPU. */
+/* Calls on two groups reach NCCL in program order, in whatever order they are waited for: the order that
+   NCCL_LAUNCH_ORDER_IMPLICIT=1 keeps on the GPU. */
 static ddp_result launch_order(rank_state *s) {
     ddp_group *twin = NULL;
     ddp_work work[6];
@@ -456,7 +462,7 @@ static ddp_result launch_order(rank_state *s) {
     return DDP_OK;
 }
 
-/* Group memory is zeroed before anybody uses it, and is gone with the group. */
+/* Group memory is zeroed before its first use, and freed with the group. */
 static ddp_result group_memory(rank_state *s) {
     void *first = NULL, *second = NULL;
     float *expected;
@@ -476,7 +482,7 @@ static ddp_result group_memory(rank_state *s) {
 static ddp_result captured_step(rank_state *s) {
     ddp_work work = DDP_ZERO;
     float *expected;
-    RANKS_OK(s->cpu, collective(s, 0, 0, 0)); /* what is made once is made before */
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0)); /* one-time allocations happen before the capture */
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->spare, N, DDP_F32, DDP_OP_MAX, NULL));
     RANKS_OK(s->cpu, look_back(s));
     s->kept = 0;
@@ -499,8 +505,8 @@ static ddp_result captured_step(rank_state *s) {
     return look_back(s);
 }
 
-/* A sum that the scratch is too small for is captured all the same, in more rounds: nothing is allocated, and no rank waits for another. No watchdog waits for
-   what was captured, either. */
+/* A sum larger than the scratch is still captured, in more rounds: nothing is allocated, and no rank waits
+   for another one. No watchdog waits for captured work. */
 static ddp_result captured_large(rank_state *s) {
     static const char *const no_allocation[] = {"cudaStreamSynchronize", "cudaMalloc(", "cudaFree(", "FAILS", NULL};
     float last;
@@ -563,7 +569,8 @@ static void optimizer(rank_state *s, const float *grad, float *weight, int count
                      [grad, weight, count] { for (int i = 0; i < count; i++) ((float *)fake_view(weight))[i] += ((float *)fake_view(grad))[i]; });
 }
 
-/* A bucket hook: its kernels, on the communication stream, stand between those that make the gradients and the all-reduce, and behind that. */
+/* A bucket hook: its kernels, on the communication stream, run after those that make the gradients, before
+   and after the all-reduce. */
 static ddp_result doubles(ddp_group *group, ddp_bucket *bucket, void *user) {
     float *p = (float *)bucket->data;
     size_t count = bucket->count;
@@ -577,7 +584,8 @@ static ddp_result doubles(ddp_group *group, ddp_bucket *bucket, void *user) {
     return (void)user, result;
 }
 
-/* Buckets are reduced behind the kernels that make their gradients, and before those that use them; no host waits for it after the first step. */
+/* Buckets are reduced after the kernels that make their gradients, and before those that use them. After the
+   first step the host never waits for it. */
 static ddp_result trains(rank_state *s) {
     ddp_param params[PARAMS];
     ddp_reducer *reducer = NULL;
@@ -659,7 +667,8 @@ static ddp_result fails(rank_state *s, char *line, size_t size_bytes) {
     return DDP_OK;
 }
 
-/* The last rank does not come. The others' streams are freed by the watchdog, and all are told who is behind, and in what. */
+/* The last rank is missing. The watchdog frees the streams of the others; their errors name the missing rank
+   and the call. */
 static ddp_result one_is_missing(rank_state *s) {
     ddp_work work = DDP_ZERO;
     char line[512], name[32];
@@ -681,7 +690,7 @@ static ddp_result one_is_missing(rank_state *s) {
     return DDP_OK;
 }
 
-/* The last rank's watchdog says nothing: the others are told who does not, and in what they are. */
+/* The watchdog of the last rank is silent: the errors of the others name it and their current call. */
 static ddp_result one_is_silent(rank_state *s) {
     char line[512], name[48];
     RANKS_OK(s->cpu, collective(s, 0, 0, 0));
@@ -700,7 +709,7 @@ static ddp_result one_is_silent(rank_state *s) {
     return fails(s, line, sizeof line);
 }
 
-/* NCCL reports an error from behind, on one rank. */
+/* NCCL reports an asynchronous error on one rank. */
 static ddp_result error_from_behind(rank_state *s) {
     char line[512];
     RANKS_OK(s->cpu, collective(s, 0, 0, 0));
@@ -714,14 +723,15 @@ static ddp_result error_from_behind(rank_state *s) {
     return DDP_OK;
 }
 
-/* NCCL reports an error on rank 0 while it waits for the last rank, which has not come: everybody is told of the error, the call and who is behind. */
+/* NCCL reports an error on rank 0 while it waits for the last rank, which is missing: every rank's error
+   names the error, the call and the missing rank. */
 static ddp_result error_while_behind(rank_state *s) {
     char line[512], name[64];
     RANKS_OK(s->cpu, collective(s, 0, 0, 0));
     RANKS_OK(s->cpu, look_back(s));
     if (s->rank < s->size - 1) ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
     if (s->rank == 0) {
-        ranks_sleep_us(1000000); /* the others have said how far they are */
+        ranks_sleep_us(1000000); /* the others have published their progress */
         fake_async_error(0, ncclRemoteError);
     }
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
@@ -732,7 +742,8 @@ static ddp_result error_while_behind(rank_state *s) {
     return DDP_OK;
 }
 
-/* All but the last rank wait for it over the control group, in a call of the host's, when NCCL reports an error there: their wait ends, too. */
+/* All but the last rank wait for it over the control group, in a call of the host's, when NCCL reports an
+   error there: their wait ends, too. */
 static ddp_result error_while_voting(rank_state *s) {
     char line[512];
     void *memory;
@@ -772,7 +783,7 @@ static ddp_result one_leaves(rank_state *s) {
     return DDP_OK;
 }
 
-/* The last rank counts otherwise: everybody is told both calls. */
+/* The count of the last rank differs: every rank's error names both calls. */
 static ddp_result different_calls(rank_state *s) {
     char line[512];
     RANKS_OK(s->cpu, collective(s, 0, 0, 0));
@@ -783,7 +794,8 @@ static ddp_result different_calls(rank_state *s) {
     return DDP_OK;
 }
 
-/* The last rank calls after the others' timeout. Each of them is stuck inside ncclCommSplit until its watchdog aborts. */
+/* The last rank calls after the others' timeout. Each of them is stuck inside ncclCommSplit until its
+   watchdog aborts. */
 static ddp_result split_is_stuck(rank_state *s) {
     ddp_group *half = NULL;
     RANKS_OK(s->cpu, collective(s, 0, 0, 0));
@@ -808,7 +820,8 @@ static void init_is_stuck(int size) {
     job.held = job.may_fail = job.patient = job.timeout_ms = 0;
 }
 
-/* Every allocation of rank 1 fails in turn while a group is made: every rank returns, with that cause, and nobody waits for the timeout. */
+/* Every allocation of rank 1 fails in turn while a group is created: every rank returns with that cause, and
+   none waits for the timeout. */
 static void no_memory_alone(ddp_cuda_engine engine) {
     job.may_fail = job.patient = 1;
     job.desc.engine = engine;
@@ -851,13 +864,15 @@ static ddp_result one_call_fails(rank_state *s) {
     return DDP_OK;
 }
 
-/* Only where a timeout is what ends the group it is short, and then what has to succeed first takes a small part of it. */
+/* A timeout is short only if it is what ends the group; then calls that must succeed before take a small part
+   of it. */
 static void watchdogs(void) {
     static const program_fn programs[] = {error_from_behind, one_aborts, one_leaves, different_calls};
     int seeds = DDP_TEST_SLOWDOWN > 1 ? 1 : 4;
     for (int size = 2; size <= MAX_RANKS; size++) {
         if (DDP_TEST_SLOWDOWN > 1 && size != 3) continue;
-        for (job.connects = 0; job.connects < 2; job.connects++) { /* on the device, and on the host, inside NCCL */
+        /* On the device, and on the host, inside NCCL. */
+        for (job.connects = 0; job.connects < 2; job.connects++) {
             job.timeout_ms = 1000 * DDP_TEST_SLOWDOWN;
             fails_on(size, size, one_is_missing);
         }
@@ -879,7 +894,7 @@ static void watchdogs(void) {
             }
 }
 
-/* A bit of everything. Objects that were made are unmade whatever happens. */
+/* Some of every kind of call. Created objects are destroyed in any case. */
 static ddp_result everything_in(rank_state *s, ddp_group **half, ddp_reducer **reducer, ddp_param *params) {
     ddp_work work = DDP_ZERO;
     ddp_reducer_desc desc = DDP_ZERO;
@@ -938,13 +953,15 @@ static ddp_result everything(rank_state *s) {
     return text.empty() ? result : ddp_fail(result, "%s", text.c_str());
 }
 
-/* The nth call of function (NULL: of any that does not poll) fails on rank 1, once or for good. 0: there is no such call. */
+/* The nth call of function (NULL: of any except polling) fails on rank 1, once or permanently. 0: no such
+   call was made. */
 static int told, silent;
 static int error_at(const char *function, int n, int sticky) {
     static std::vector<std::string> seen; /* each call is complained about once */
     std::string name;
     const char *call, *line = job.line[1];
-    job.timeout_ms = (sticky ? 400 : 5000) * DDP_TEST_SLOWDOWN; /* what fails for good may have to be waited for */
+    /* A permanent failure may have to be waited for. */
+    job.timeout_ms = (sticky ? 400 : 5000) * DDP_TEST_SLOWDOWN;
     device_patience_ms = 50;
     job.patient = job.may_fail = 1;
     job.fault = n;
@@ -964,11 +981,13 @@ static int error_at(const char *function, int n, int sticky) {
     if (!strstr(line, name.c_str()) || strstr(job.line[0], "timed out") || (!function && job.result[0] == DDP_OK)) seen.push_back(name);
     check(strstr(line, name.c_str()) != NULL, "call %d, %s, fails, and the line is: %s", n, call, line);
     check(!strstr(job.line[0], "timed out"), "call %d, %s, fails on rank 1, and rank 0 only times out: %s", n, call, job.line[0]);
-    check(function || job.result[0] != DDP_OK, "call %d, %s, fails on rank 1, and rank 0 does not hear of it", n, call); /* polls: it may be through */
+    /* polls: it may be through. */
+    check(function || job.result[0] != DDP_OK, "call %d, %s, fails on rank 1, and rank 0 does not hear of it", n, call);
     return 1;
 }
 
-/* An error at every single call: told with the call's name, nobody hangs, nothing is left, nothing is out of order. */
+/* An error at every single call: reported with the name of the call, no rank hangs, no leak, no wrong
+   order. */
 static void errors_everywhere(void) {
     static const char *const polls[] = {"cudaSetDevice", "cudaStreamQuery", "cudaEventQuery", "ncclCommGetAsyncError", "cudaThreadExchangeStreamCaptureMode"};
     int strides = DDP_TEST_SLOWDOWN > 3 ? 61 : DDP_TEST_SLOWDOWN > 1 ? 13 : 1;
@@ -1002,7 +1021,7 @@ static std::string folded(const std::string &record) {
     return out;
 }
 
-/* What rank 0 of 2 has called since the last look, polling left out, must be this. Both ranks come here. */
+/* The calls of rank 0 of 2 since the last check, without polling, must be these. Both ranks call this. */
 static ddp_result calls_are(rank_state *s, const char *what, const char *wanted) {
     std::string record;
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
@@ -1014,7 +1033,7 @@ static ddp_result calls_are(rank_state *s, const char *what, const char *wanted)
     return DDP_OK;
 }
 
-/* What NCCL can do with group memory came in two steps. */
+/* NCCL added its support for group memory in two steps. */
 #if DDP__NCCL_VERSION >= 21900
 #define GROUP_ALLOC "ncclMemAlloc"
 #define GROUP_FREE "ncclMemFree"
@@ -1092,7 +1111,8 @@ static ddp_result sequences(rank_state *s) {
              "cudaEventRecord(e5, s2)\n"
              "cudaEventRecord(e34, s2)\n"
              "cudaStreamWaitEvent(s1, e34)\n"));
-    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_MAX, NULL)); /* makes the scratch */
+    /* Makes the scratch. */
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_MAX, NULL));
     RANKS_OK(s->cpu, calls_are(s, "the first reduction in tree order",
              "cudaEventRecord(e34, s1)\n"
              "cudaStreamWaitEvent(s2, e34)\n"
@@ -1177,7 +1197,7 @@ static ddp_result sequences(rank_state *s) {
              "cudaStreamDestroy(s2)\n");
 }
 
-/* ---- what makes no group ---- */
+/* ---- groups that cannot be created ---- */
 
 /* desc is refused on all ranks: with text, and nothing is made. */
 static ddp_result refuses(rank_state *s, const ddp_cuda_desc *desc, ddp_result wanted, const char *text) {
@@ -1187,7 +1207,7 @@ static ddp_result refuses(rank_state *s, const ddp_cuda_desc *desc, ddp_result w
     return DDP_OK;
 }
 
-/* What one rank asks for wrongly is told to every rank, in the same words; the ranks go on. */
+/* Every rank returns the same error for one rank's invalid argument; the ranks continue. */
 static ddp_result wrong_groups(rank_state *s) {
     static const int one[] = {0};
     ddp_cuda_desc good = job.desc, desc = good, own = good;
@@ -1237,8 +1257,8 @@ static ddp_result on_one_device(rank_state *s) {
     return staged ? DDP_OK : collectives(s);
 }
 
-/* Group memory goes, and the scratch of reductions in tree order grows: cudaFree waits for all that runs on the device, what other ranks have begun there
-   included. */
+/* Group memory is freed, and the scratch of reductions in tree order grows: cudaFree waits for all work on
+   the device, including that of other ranks. */
 static ddp_result frees_on_one_device(rank_state *s) {
     void *memory = NULL;
     float last;
@@ -1277,7 +1297,7 @@ static void too_many_to_stage(void) {
     check(ddp__cuda_staged_counts(&staged, &rounds) == DDP_ERR_UNSUPPORTED && strstr(ddp_last_error(), "for up to 64 ranks"), "%s", ddp_last_error());
 }
 
-/* NCCL takes ranks that share a device from 2.30 on, when the user says so to it, and to us. */
+/* NCCL allows ranks that share a device from 2.30 on, if the user enables it in NCCL and in ddp. */
 static void sharing(void) {
     static const int zeros[MAX_RANKS] = {0};
     too_many_to_stage();

@@ -1,5 +1,6 @@
-/*  test_fsdp.c - what ddp_fsdp.h promises besides equal bits (parity/test_fsdp_parity.c): sentences for bad input, ranks that differ, ties, odd tensors, prefetch in
-    orders that change, memory to the byte, 8-bit gathers, scalers.
+/*  test_fsdp.c - promises of ddp_fsdp.h besides equal bits (parity/test_fsdp_parity.c): messages for bad
+    input, ranks that differ, tied parameters, odd tensors, prefetch in changing orders, memory to the byte,
+    8-bit gathers, scalers.
 
     test_fsdp [processes|threads [W ...]] */
 #if !defined(_GNU_SOURCE)
@@ -174,7 +175,7 @@ static void uncounted(void *memory, void *user) {
 
 //== bad input ==============================================================================
 
-/* One change at a time to a model that is fine; on every rank, or on the last alone. */
+/* One change at a time to a valid model; on every rank, or only on the last one. */
 static ddp_result refuse(ddp_group *group, int only_last) {
     static const char *const words[][3] = {
         {"no units"}, {"unit 1", "bee", "no parameters"}, {"strategy=9"}, {"offload=7"}, {"param_dtype"}, {"reduce_dtype"}, {"micro_batch_count=-1"},
@@ -276,7 +277,8 @@ static ddp_result bad_calls(ddp_group *group) {
     RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &t, NULL));
     first = ddp_tensor_count(&t) ? ((float *)t.data)[0] : 0;
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, norm / 2, NULL));
-    RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &t, NULL)); /* the step would multiply; who looks before it sees the product */
+    /* The factor is applied in the step; a read before it returns the product. */
+    RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &t, NULL));
     RANKS_CHECK(group, !ddp_tensor_count(&t) || ((float *)t.data)[0] == first * 0.5f, "%g, half of which is %g", (double)first, (double)((float *)t.data)[0]);
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, norm / 4, &half));
     RANKS_CHECK(group, fabsf(half - norm / 2) < 1e-6f * norm, "norm %g, clipped to its half %g", (double)norm, (double)half);
@@ -368,7 +370,8 @@ static ddp_result wrapping(ddp_group *group) {
     FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 8), DDP_ERR_INVALID, "prefixes");
     desc.prefix_count = 0;
     desc.min_unit_bytes = 200;
-    RANKS_CHECK(group, ddp_fsdp_wrap(params, 8, &desc, units, 8) == 5, "%s", ddp_last_error()); /* 40 80 120 | 160 200 | 240 | 280 | 320 */
+    /* 40 80 120 | 160 200 | 240 | 280 | 320. */
+    RANKS_CHECK(group, ddp_fsdp_wrap(params, 8, &desc, units, 8) == 5, "%s", ddp_last_error());
     RANKS_CHECK(group, units[0].param_count == 3 && units[1].param_count == 2 && units[4].param_count == 1 && !units[4].name, "by size");
     FAILS(group, ddp_fsdp_wrap(params, 0, &desc, units, 8), DDP_ERR_INVALID, "param_count=0");
     params[3].name = "wte";
@@ -384,7 +387,8 @@ static ddp_result wrapping(ddp_group *group) {
 
 typedef struct odd { ddp_fsdp_strategy strategy; ddp_dtype reduce; int packed, micro_batches, prefetch, keep, by_memory; } odd;
 
-/* Fewer rows than ranks, no rows, no columns, no dimensions; every float, gradients wider than values; uses in one unit and across units; what is not trained. */
+/* Fewer rows than ranks, no rows, no columns, no dimensions; every float dtype, gradients wider than values;
+   uses within one unit and across units; parameters that are not trained. */
 static ddp_result train_odd(ddp_group *group, const odd *o, uint64_t *out) {
     model m;
     ddp_fsdp *fsdp;
@@ -448,7 +452,8 @@ static ddp_result odd_tensors(ddp_group *group) {
             uint64_t want[2] = {0, 0}, have;
             for (int turn = 0; turn < 8; turn++) {
                 odd o;
-                int kind = micro_batches == 1 ? 0 : turn / 2 > 1; /* which strategies have the same order of sums */
+                /* Which strategies have the same order of sums. */
+                int kind = micro_batches == 1 ? 0 : turn / 2 > 1;
                 o.strategy = (ddp_fsdp_strategy)(turn / 2);
                 o.reduce = reduce ? DDP_F32 : DDP_DTYPE_DEFAULT;
                 o.packed = turn & 1;
@@ -466,7 +471,8 @@ static ddp_result odd_tensors(ddp_group *group) {
 
 //== optimizer state ========================================================================
 
-/* After the first step the moments are what AdamW makes of the gradients that get_shard showed before it, row by row; a use has its source's. */
+/* After the first step the moments are those that AdamW computes from the gradients of get_shard, row by row.
+   A use has the moments of its source. */
 static ddp_result states(ddp_group *group) {
     static const char *const names[] = {"exp_avg", "exp_avg_sq"};
     for (int strategy = 0; strategy < 4; strategy++) {
@@ -515,7 +521,7 @@ static ddp_result states(ddp_group *group) {
     return DDP_OK;
 }
 
-/* What an earlier run has come to, by name: values. */
+/* Values of an earlier run, by name. */
 typedef struct earlier { ddp_fsdp *fsdp; const model *m; } earlier;
 
 static ddp_result fill_again(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
@@ -532,7 +538,8 @@ static ddp_result fill_again(const ddp_fsdp_param *param, int64_t first_row, int
     return DDP_OK;
 }
 
-/* Values, state and steps that are handed on go on as if nothing had been between; with a step that is another one they do not. */
+/* Values, state and steps that are handed on go on as if nothing had been between; with a step that is
+   another one they do not. */
 static ddp_result steps_set(ddp_group *group) {
     for (int turn = 0; turn < 5; turn++) {
         model m[2];
@@ -577,7 +584,8 @@ static ddp_result steps_set(ddp_group *group) {
 
 //== devices ================================================================================
 
-/* A device that has nothing but what every device has, calls that are done when they return: the bits of the CPU, offloaded to the host or not. */
+/* A device with only the required functions, whose calls are complete on return: the same bits as on the CPU,
+   with and without offload to the host. */
 static ddp_result plain_devices(ddp_group *group) {
     ddp_device plain = *ddp_device_cpu();
     ddp_group *far;
@@ -613,12 +621,14 @@ static ddp_result plain_devices(ddp_group *group) {
     return DDP_OK;
 }
 
-/* A device whose copies from and to pinned memory are late: done once an event behind them has been asked for three times. */
+/* A device whose copies from and to pinned memory are late: complete after the event that follows them was
+   queried three times. */
 static struct {
     size_t taken;                      /* bytes of the device's memory that were ever given out */
-    int started, finished, freed_early; /* copies; pieces of pinned memory that were freed before all copies were known to be done */
-    int fails;                         /* what the next check and the next test of an event say */
-    int stuck, waited;                 /* no event is come to any more; how many were asked for again and again since then */
+    /* Copies; pieces of pinned memory that were freed before all copies were known to be done. */
+    int started, finished, freed_early;
+    int fails;                         /* results of the next check and the next test of an event */
+    int stuck, waited;                 /* events never complete; number of repeated queries since then */
 } late;
 typedef struct late_event { int covers, asked, in_vain; } late_event;
 
@@ -689,7 +699,8 @@ static ddp_result late_devices(ddp_group *group) {
     RANKS_OK(group, ddp_group_split(group, 0, 0, &own));
     RANKS_OK(group, relay_over_device(&far, own, &device));
 
-    for (int lamb = 0; lamb < 2; lamb++) { /* what norms take besides: sums of squares on the device and the host, rates on the device */
+    /* Memory that norms need in addition: sums of squares on device and host, rates on the device. */
+    for (int lamb = 0; lamb < 2; lamb++) {
         taken[lamb] = late.taken;
         blocks(&m, 3, 7, 3);
         m.desc.optimizer.kind = lamb ? DDP_OPTIMIZER_LAMB : DDP_OPTIMIZER_ADAMW;
@@ -706,7 +717,8 @@ static ddp_result late_devices(ddp_group *group) {
     blocks(&m, 3, 7, 3);
     m.desc.offload = DDP_FSDP_OFFLOAD_HOST;
     RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
-    for (int turn = 0; turn < 4; turn++) { /* of a clip that failed there is no norm, also where there was one before */
+    /* After a failed clip no norm is available, even if an earlier one succeeded. */
+    for (int turn = 0; turn < 4; turn++) {
         int fails = turn % 2 == 0;
         RANKS_OK(group, pass(group, fsdp, &m, (uint64_t)turn));
         for (int u = 0; u < 3; u++) {
@@ -722,7 +734,8 @@ static ddp_result late_devices(ddp_group *group) {
         RANKS_OK(group, turn == 1 ? ddp_fsdp_step(fsdp, 0.05f) : ddp_fsdp_zero_grad(fsdp));
     }
     RANKS_OK(group, pass(group, fsdp, &m, 9));
-    RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 0.5f, &norm)); /* the next test of an event is that of gradients that arrive */
+    /* The next test of an event is that of gradients that arrive. */
+    RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 0.5f, &norm));
     int before = late.started;
     late.fails = 1;
     FAILS(group, ddp_fsdp_step(fsdp, 0.05f), DDP_ERR_ENGINE, "the late device fails");
@@ -734,7 +747,8 @@ static ddp_result late_devices(ddp_group *group) {
     return DDP_OK;
 }
 
-/* A device that stands still: destroy gives up once, after the group's timeout, however many pieces are on their way. */
+/* A device that hangs: destroy gives up once, after the timeout of the group, for any number of pieces in
+   flight. */
 static ddp_result stuck_device(ddp_group *group) {
     enum { TIMEOUT_MS = 3000 };
     ddp_device device = late_device();
@@ -767,7 +781,8 @@ static ddp_result stuck_device(ddp_group *group) {
 
 //== the order of calls =====================================================================
 
-/* Gathers in an order of their own in every step, several units at a time, some again; what each brings goes into *out. The reductions too are in any order. */
+/* Unshards in a different order in every step, several units at a time, some twice; the gathered values go
+   into *out. Reductions also run in any order. */
 static ddp_result train_disorder(ddp_group *group, int prefetch, size_t limit, int packed, int keep, size_t *most, uint64_t *out) {
     enum { COUNT = 6, STEPS = 12 };
     model m;
@@ -848,11 +863,11 @@ static ddp_result detours(ddp_group *group) {
                     if (!with) continue;
                     RANKS_OK(group, digest(group, fsdp, &m, &aside));
                     if (k == 1) continue;
-                    RANKS_OK(group, ddp_fsdp_unshard(fsdp, s)); /* gradients that nobody wants */
+                    RANKS_OK(group, ddp_fsdp_unshard(fsdp, s)); /* gradients that are discarded */
                     backward(&m, s, 77);
                     RANKS_OK(group, ddp_fsdp_unshard(fsdp, s));
                     RANKS_OK(group, ddp_fsdp_reshard(fsdp, s));
-                    if (s == 2) { /* the step anew */
+                    if (s == 2) { /* the step again */
                         RANKS_OK(group, pass(group, fsdp, &m, 55));
                         RANKS_OK(group, ddp_fsdp_unshard(fsdp, 1));
                         RANKS_OK(group, ddp_fsdp_zero_grad(fsdp));
@@ -895,7 +910,7 @@ static ddp_result one_looks(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Ranks whose orders differ hear of it, before values change, and can start anew. */
+/* Ranks whose orders differ return an error before values change, and can start the step again. */
 static ddp_result orders_differ(ddp_group *group) {
     uint64_t before, after;
     model m;
@@ -941,7 +956,8 @@ static ddp_result orders_differ(ddp_group *group) {
     return DDP_OK;
 }
 
-/* A rank alone gathers one unit more, or releases one later: its slots are free in another order from then on, and the sums are right all the same. */
+/* Only one rank gathers one more unit, or releases one later: from then on its slots become free in another
+   order. The sums are still right. */
 static ddp_result slots_differ(ddp_group *group) {
     for (int turn = 0; turn < 4; turn++) {
         uint64_t values[2];
@@ -960,7 +976,7 @@ static ddp_result slots_differ(ddp_group *group) {
                 FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_MISMATCH, "different orders", "ddp_fsdp_step");
                 RANKS_OK(group, ddp_fsdp_zero_grad(fsdp));
             }
-            for (int u = 0; u < 3 && with && turn >= 2; u++) { /* the others release one behind */
+            for (int u = 0; u < 3 && with && turn >= 2; u++) { /* the others release one unit later */
                 RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
                 if (u && !first) RANKS_OK(group, ddp_fsdp_reshard(fsdp, u - 1));
                 if (u == 2 || first) RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
@@ -974,7 +990,8 @@ static ddp_result slots_differ(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Rank 0 hands its gradients in, and gives up, after which it may free them: whoever adds them up then hears of it, and has no sums. */
+/* Rank 0 passes its gradients in and gives up, after which it may free them. The ranks that reduce them
+   return an error and no sums. */
 static ddp_result one_gives_up(ddp_group *group) {
     model m;
     ddp_fsdp *fsdp;
@@ -1100,7 +1117,7 @@ static ddp_result only_uses(ddp_group *group) {
     return DDP_OK;
 }
 
-/* A group of one whose own allocator counts: that is where memory comes from without alloc_fn. */
+/* A group of one rank with an allocator that counts: memory comes from it if alloc_fn is NULL. */
 static ddp_result hooks(ddp_group *group) {
     if (ddp_world_size(group) > 1) return DDP_OK;
     for (int kind = DDP_OPTIMIZER_ADAMW; kind <= DDP_OPTIMIZER_LARS; kind++) {
@@ -1129,7 +1146,7 @@ static ddp_result hooks(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Four blocks of 512 x 512: what it comes to, by the formulas. */
+/* Four blocks of 512 x 512: bytes by the formulas. */
 /* The table of the opening comment of ddp_fsdp.h: p parameters, u of them in a unit, 2^levels micro-batches,
    slots units ahead. */
 static double bytes_formula(ddp_fsdp_strategy strategy, int half, double p, double u, double w, double levels,
@@ -1229,8 +1246,8 @@ static ddp_result bytes_limited(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Memory runs out at one rank, at every possible place: an error on every rank in time, nothing leaks. In create and
-   step it is the same error on every rank, and the group stays usable. */
+/* Memory runs out at one rank, at every possible place: an error on every rank in time, nothing leaks. In
+   create and step it is the same error on every rank, and the group stays usable. */
 static ddp_result no_memory_somewhere(ddp_group *group) {
     int done = 0;
     for (int at = 1; !done; at++) {
@@ -1267,7 +1284,8 @@ static ddp_result no_memory_somewhere(ddp_group *group) {
         fine = result == DDP_OK;
         RANKS_CHECK(group, fine || result == DDP_ERR_NO_MEMORY || result == DDP_ERR_PEER_LOST || result == DDP_ERR_POISONED, "%d: %s: %s", at, ddp_result_name(result), ddp_last_error());
         RANKS_CHECK(group, fine || !c.refuse_after || says("memory") || says("allocated"), "%d: %s", at, ddp_last_error());
-        RANKS_OK(group, ddp_all_reduce(group, &fine, &fine, 1, DDP_I32, DDP_OP_MIN, NULL)); /* nobody waits in part */
+        /* No rank is still waiting in part. */
+        RANKS_OK(group, ddp_all_reduce(group, &fine, &fine, 1, DDP_I32, DDP_OP_MIN, NULL));
         ddp_fsdp_destroy(fsdp);
         ddp_group_destroy(part);
         RANKS_CHECK(group, c.now == 0, "%d: %zu bytes are left", at, c.now);
@@ -1517,7 +1535,7 @@ static ddp_result offload_fails(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Two objects on one group, steps interleaved, are as each alone. */
+/* Two objects on one group, with interleaved steps, give the same results as each by itself. */
 static ddp_result two_objects(ddp_group *group) {
     uint64_t want[2], have;
     model m[2];
@@ -1562,7 +1580,7 @@ static ddp_result two_objects(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Replicas that were given something else than their fellows hear of it; so does everybody. */
+/* Replicas that received other arguments than their peers return an error; so do all ranks. */
 static ddp_result replicas_differ(ddp_group *group) {
     ddp_group *part, *copies;
     model m;
@@ -1574,7 +1592,8 @@ static ddp_result replicas_differ(ddp_group *group) {
     RANKS_OK(group, ddp_group_split(group, rank % 2, rank, &copies));
     for (int turn = 0; turn < 5; turn++) {
         blocks(&m, 3, 6, 2);
-        m.desc.replicas = turn == 4 && rank == 1 ? NULL : copies; /* 3 waits for it, the others hear of it */
+        /* Rank 3 waits for it, the others return its error. */
+        m.desc.replicas = turn == 4 && rank == 1 ? NULL : copies;
         if (turn == 0 && rank >= 2) m.params[1].param.value.shape[0] = 8; /* a whole group of shards */
         if (turn == 1 && rank == 2) m.params[1].param.value.shape[0] = 8; /* one rank */
         if (turn == 2 && rank == 2) m.desc.micro_batch_count = -1;
@@ -1594,7 +1613,8 @@ static ddp_result replicas_differ(ddp_group *group) {
     return DDP_OK;
 }
 
-/* One group reduces in another order than its replicas: their sums went to other units, which is found before values change. */
+/* One group reduces in another order than its replicas: their sums went to other units, which is found before
+   values change. */
 static ddp_result replicas_disorder(ddp_group *group) {
     ddp_group *part, *copies;
     model m;
@@ -1629,7 +1649,7 @@ static ddp_result replicas_disorder(ddp_group *group) {
     return DDP_OK;
 }
 
-/* What the sum of micro-batches is made of: pairs, or one after the other. The numbers are such that it shows. */
+/* The sum of micro-batches is pairwise or sequential. The numbers show which. */
 static ddp_result sums(ddp_group *group) {
     static const float parts[5] = {1e8f, 3, 4, -1e8f, 5};
     if (ddp_world_size(group) > 1) return DDP_OK;
@@ -1685,19 +1705,21 @@ static ddp_result all_frozen(ddp_group *group) {
 
 //== checkpoints ============================================================================
 
-/* A folder for this case, whose name all ranks know; rank 0 deletes it with everything beside it. */
+/* A folder for this case, with the same name on all ranks; rank 0 deletes it with its neighbours. */
 static ddp_result folder_of(ddp_group *group, char folder[64], int done) {
     int64_t pid = getpid();
     char command[128];
     if (!done) RANKS_OK(group, ddp_broadcast(group, &pid, 1, DDP_I64, 0, NULL));
     if (!done) snprintf(folder, 64, "/tmp/ddp-fsdp-unit-%lld", (long long)pid);
     RANKS_OK(group, ddp_barrier(group));
-    snprintf(command, sizeof command, done ? "rm -rf %s" : "rm -rf %s && mkdir %s", folder, folder); /* a process of that number may have left it */
+    /* A process of that number may have left it. */
+    snprintf(command, sizeof command, done ? "rm -rf %s" : "rm -rf %s && mkdir %s", folder, folder);
     if (ddp_rank(group) == 0) RANKS_CHECK(group, system(command) == 0, "%s", command);
     return ddp_barrier(group);
 }
 
-/* Saves that fail, on one rank or in the thread, are failures of all ranks, and those after them are as if they had not been. */
+/* Saves that fail, on one rank or in the thread, are failures of all ranks, and those after them are as if
+   they had not been. */
 static ddp_result saves_fail(ddp_group *group) {
     char folder[64], dir[100];
     RANKS_OK(group, folder_of(group, folder, 0));
@@ -1749,7 +1771,8 @@ static ddp_result saves_fail(ddp_group *group) {
     return folder_of(group, folder, 1);
 }
 
-/* A set of replicas that finds nothing, or another checkpoint than the others, fails all, and nobody's values move. */
+/* A set of replicas that finds no checkpoint, or another one than the others, makes all ranks fail, and no
+   values change. */
 static ddp_result replicas_load(ddp_group *group) {
     char folder[64], dir[100];
     ddp_group *part, *copies;
@@ -1825,7 +1848,8 @@ static ddp_result device_checkpoint(ddp_group *group) {
     return folder_of(group, folder, 1);
 }
 
-/* Moments of another kind of optimizer are not taken for its own, nor left out: the load fails and training goes on as if it had not been. */
+/* Moments of another kind of optimizer are neither used nor ignored: the load fails, and training continues
+   as if it had not been called. */
 static ddp_result other_optimizer(ddp_group *group) {
     static const struct { ddp_optimizer_kind saved; float saved_momentum; ddp_optimizer_kind loads; float momentum; const char *words; } turns[] = {
         {DDP_OPTIMIZER_ADAMW, 0, DDP_OPTIMIZER_SGD, 0.9f, "'a.exp_avg'"}, {DDP_OPTIMIZER_LARS, 0, DDP_OPTIMIZER_ADAMW, 0, "'a.momentum_buffer'"},
@@ -1869,7 +1893,7 @@ static ddp_result other_optimizer(ddp_group *group) {
     return folder_of(group, folder, 1);
 }
 
-/* After a load the next unit is on its way as before: the order of gathers is not forgotten. */
+/* After a load the next unit is prefetched as before: the order of gathers is kept. */
 static ddp_result load_keeps_order(ddp_group *group) {
     char folder[64], dir[100];
     model m;
@@ -1889,10 +1913,10 @@ static ddp_result load_keeps_order(ddp_group *group) {
     runs = __atomic_load_n(&relay_runs, __ATOMIC_RELAXED);
     RANKS_OK(group, ddp_barrier(group));
     RANKS_OK(group, ddp_fsdp_unshard(fsdp, 0));
-    RANKS_OK(group, ddp_barrier(far)); /* comes after what is on its way */
+    RANKS_OK(group, ddp_barrier(far)); /* completes after everything in flight */
     RANKS_OK(group, ddp_barrier(group));
     runs = __atomic_load_n(&relay_runs, __ATOMIC_RELAXED) - runs;
-    RANKS_OK(group, ddp_barrier(group)); /* no rank goes on to calls that count before all have read */
+    RANKS_OK(group, ddp_barrier(group)); /* no rank starts counted calls before all have read */
     RANKS_CHECK(group, runs == 3 || runs == 3 * world, "%d calls, not two gathers and a barrier, of one rank or of all", runs);
     ddp_fsdp_destroy(fsdp);
     RANKS_OK(group, ddp_barrier(group));
@@ -1900,7 +1924,7 @@ static ddp_result load_keeps_order(ddp_group *group) {
     return folder_of(group, folder, 1);
 }
 
-/* What the scaler would refuse is found before values move; what a checkpoint does not have stays as it is. */
+/* Errors of the scaler are detected before values change. State that a checkpoint lacks stays unchanged. */
 static ddp_result scaler_state(ddp_group *group) {
     char folder[64], dir[100];
     for (int turn = 0; turn < 3; turn++) {
@@ -1948,7 +1972,8 @@ static ddp_result scaler_state(ddp_group *group) {
 
 enum { TP_ROWS = 6, TP_COLUMNS = 8 };
 
-/* Values by their place in the whole tensors: "norm" of TP_COLUMNS elements, "wide" of TP_ROWS x TP_COLUMNS, "bias" of TP_COLUMNS. */
+/* Values by their place in the whole tensors: "norm" of TP_COLUMNS elements, "wide" of TP_ROWS x TP_COLUMNS,
+   "bias" of TP_COLUMNS. */
 static ddp_result place_fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
     const ddp_tensor *t = &param->param.value;
     int64_t columns = t->ndim == 2 ? t->shape[1] : 1, width = t->ndim == 2 ? TP_COLUMNS : 1;
@@ -1959,7 +1984,8 @@ static ddp_result place_fill(const ddp_fsdp_param *param, int64_t first_row, int
     return DDP_OK;
 }
 
-/* parts 1: whole. Otherwise what tensor-parallel rank `part` has: columns of one, rows of another, all of the third. */
+/* parts 1: the full tensors. Otherwise those of tensor-parallel rank part: columns of one, rows of another,
+   all of the third. */
 static void tensor_parallel(model *m, int part, int parts) {
     int columns = TP_COLUMNS / parts;
     ddp_fsdp_param *norm, *wide, *bias;
@@ -1990,7 +2016,7 @@ static ddp_result slices_of_larger(ddp_group *group) {
         if (sharded) RANKS_OK(group, ddp_group_split(group, part, rank, &shards));
         if (sharded) m.desc.checkpoint_group = group;
         if (sharded && data > 1) m.desc.strategy = turn ? DDP_FSDP_NO_SHARD : DDP_FSDP_FULL_SHARD;
-        m.desc.init_user = turn & 1 ? &m : NULL; /* what is loaded is something else before */
+        m.desc.init_user = turn & 1 ? &m : NULL; /* the values before the load are different */
         RANKS_OK(group, ddp_fsdp_create(&fsdp, shards, &m.desc));
         if (!(turn & 1)) RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
         else RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
@@ -2003,7 +2029,7 @@ static ddp_result slices_of_larger(ddp_group *group) {
             RANKS_CHECK(group, !rows.data || memcmp(rows.data, want, (size_t)ddp_tensor_count(&rows) * 4) == 0, "turn %d: %s", turn, m.params[i].param.name);
         }
         ddp_fsdp_destroy(fsdp);
-        if (turn == 0) { /* that it is the same everywhere has to be said */
+        if (turn == 0) { /* that a tensor is the same on all ranks must be declared */
             tensor_parallel(&m, part, parts);
             m.params[0].global_shape[0] = 0;
             m.desc.checkpoint_group = group;
@@ -2017,7 +2043,8 @@ static ddp_result slices_of_larger(ddp_group *group) {
     return folder_of(group, folder, 1);
 }
 
-/* What one data-parallel group cannot do is an error of all that save together, at once: when ranks describe their units, and once they take memory. */
+/* A failure of one data-parallel group is immediately an error of all ranks that save together: when ranks
+   describe their units, and when they allocate memory. */
 static ddp_result one_group_fails(ddp_group *group) {
     int rank = ddp_rank(group), odd = rank % 2;
     if (ddp_world_size(group) == 1) return DDP_OK;
@@ -2036,7 +2063,7 @@ static ddp_result one_group_fails(ddp_group *group) {
         m.desc.free_fn = uncounted;
         m.desc.user = &c;
         if (odd && turn < 2) m.params[1].param.value.shape[1] = -1;
-        if (odd && turn >= 2) c.refuse_after = 5; /* the object and its tables are there */
+        if (odd && turn >= 2) c.refuse_after = 5; /* the object and its tables are already allocated */
         result = ddp_fsdp_create(&fsdp, part, &m.desc);
         RANKS_CHECK(group, result == (turn < 2 ? DDP_ERR_INVALID : DDP_ERR_NO_MEMORY), "turn %d: %s: %s", turn,
                     ddp_result_name(result), ddp_last_error());
@@ -2053,7 +2080,7 @@ static ddp_result one_group_fails(ddp_group *group) {
     return DDP_OK;
 }
 
-/* One rank alone does without the group that the others save with: they hear of it, and wait for nobody there. */
+/* Only one rank has no checkpoint_group: the other ranks return its error, and do not wait there. */
 static ddp_result no_checkpoint_group(ddp_group *group) {
     int rank = ddp_rank(group), last = ddp_world_size(group) - 1;
     if (last != 3) return DDP_OK;
@@ -2078,7 +2105,7 @@ static ddp_result no_checkpoint_group(ddp_group *group) {
 
 //== cases ==================================================================================
 
-static const char *only; /* a case's name, to run it alone */
+static const char *only; /* name of the case to run; NULL = all */
 
 #define CASE(test) do { if (!only || !strcmp(only, #test)) RANKS_RUN(world, test(world)); } while (0)
 

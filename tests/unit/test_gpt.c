@@ -1,17 +1,19 @@
 /*  test_gpt.c - proves examples/gpt.h: its products, functions, gradients, announcements and determinism.
 
-    The reference is a GPT in double precision, written as plainly as possible below. It checks the loss of gpt.h, and
-    every kind of gradient against a central difference.
+    The reference is a GPT in double precision, written as plainly as possible below. It checks the loss of
+    gpt.h, and every kind of gradient against a central difference.
 
 CONTENTS      (search for the tags)
-    >>reference  >>math  >>gemm  >>parameters  >>gradients  >>announcements  >>determinism  >>generation  >>optimizer  >>main
+    >>reference  >>math  >>gemm  >>parameters  >>gradients  >>announcements  >>determinism  >>generation
+                                                            >>optimizer  >>main
 */
 #include "../support/unit.h"
 #include <pthread.h>
 
 #include "../../examples/gpt.h"
 
-static double uniform(uint64_t i) { return (double)(gpt_random(99, i) >> 11) / 9007199254740992.0 * 2 - 1; }   /* [-1, 1) */
+/* [-1, 1). */
+static double uniform(uint64_t i) { return (double)(gpt_random(99, i) >> 11) / 9007199254740992.0 * 2 - 1; }
 
 static float *floats(size_t n) {
     float *p = (float *)calloc(n + 1, sizeof(float));
@@ -425,7 +427,8 @@ static void test_tied_matrix_has_two_gradients(void **state) {
     assert_ptr_equal(f.model.values[0], f.model.values[head]);
     assert_ptr_not_equal(f.model.grads[0], f.model.grads[head]);
     gpt_model_forward_backward(&f.model, f.tokens, f.targets, f.B, f.T, NULL, NULL);
-    for (int v = 0; v < 50; v++) {      /* the embedding's use touches just the rows of its tokens, the head's all */
+    /* The embedding's use touches just the rows of its tokens, the head's all. */
+    for (int v = 0; v < 50; v++) {
         int seen = 0;
         double embed = 0, out = 0;
         for (int i = 0; i < 8; i++) seen |= f.tokens[i] == v;
@@ -443,7 +446,7 @@ static void test_tied_matrix_has_two_gradients(void **state) {
 
 //== determinism ======================================================================= >>determinism
 
-/* Gradients and values anywhere in memory, other models in between: the same bits. */
+/* Gradients and values anywhere in memory, with other models between them: the same bits. */
 static void test_same_bits_wherever_the_memory_is(void **state) {
     fixture a, b;
     gpt_model loose;
@@ -497,7 +500,7 @@ static void test_same_bits_in_two_threads(void **state) {
 }
 
 #ifndef GPT_USE_CBLAS
-/* A sequence has the same losses alone, in a batch, and cut short. */
+/* A sequence has the same losses by itself, in a batch, and shortened. */
 static void test_losses_do_not_depend_on_neighbours(void **state) {
     fixture f;
     float losses[3 * 70];

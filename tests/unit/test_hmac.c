@@ -1,5 +1,5 @@
-/*  test_hmac.c - the proof of a secret: SHA-256 against the examples of FIPS 180, each cut in two at every place,
-    HMAC-SHA-256 against RFC 4231; every input of a proof changes it. Text from peers is escaped. */
+/*  test_hmac.c - the proof of a secret: SHA-256 against the examples of FIPS 180, each divided at every
+    place; HMAC-SHA-256 against RFC 4231. Every input of a proof changes it. Text from peers is escaped. */
 #include "../support/unit.h"
 #include "../support/watchdog.h"
 

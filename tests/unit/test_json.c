@@ -1,19 +1,21 @@
-/*  test_json.c - what stands between a checkpoint and damage: checksums, the JSON reader, and headers of tensor files.
+/*  test_json.c - protection of checkpoints against damage: checksums, the JSON reader, and headers of tensor
+    files.
 
-    Checksums against a bit-by-bit reference, by instructions and by tables, in one piece and in runs in any order. Texts that are not JSON, and headers
-    that do not describe a file, are refused with a reason; the reader never looks beyond the text's end (AddressSanitizer watches copies of exact size). */
+    Checksums against a bit-by-bit reference, by instructions and by tables, in one piece and in runs in any
+    order. Invalid JSON, and headers that do not describe a file, return an error with a reason. The reader
+    never reads beyond the end of the text (AddressSanitizer checks copies of exact size). */
 #include "../support/unit.h"
 
 #include "../support/watchdog.h"
 
-#define DDP_STATIC /* what nobody calls is not compiled, and nothing here makes a group */
+#define DDP_STATIC /* functions without a caller are not compiled, and no group is created here */
 #define DDP_IMPLEMENTATION
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "../../ddp_fsdp.h"
 
 #include "../support/random.h"
 
-static ddp_group zero, *alone = &zero; /* what allocates */
+static ddp_group zero, *alone = &zero; /* provides the allocator */
 
 static void *allocate(size_t size_bytes, void *user) { (void)user; return malloc(size_bytes); }
 static void release(void *memory, void *user) { (void)user; free(memory); }
@@ -45,7 +47,7 @@ static void test_crc_values(void **state) {
     free(random);
 }
 
-/* Runs of a whole, each times the shift by what follows it, in random order. */
+/* Runs of a text, each multiplied by the shift of the rest after it, in random order. */
 static void test_crc_of_runs(void **state) {
     unsigned char data[5000];
     (void)state;

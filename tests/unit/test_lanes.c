@@ -1,6 +1,7 @@
-/*  test_lanes.c - a backend that enqueues, on a device with lanes, both made here: lanes are queues whose work runs as late as it may. What comes out
-    has the bits of plain CPU groups only if ddp.h orders the two lanes by its events, and nothing runs before somebody waits for it. Ranks are threads,
-    one and two of them; collectives run over the CPU group that each group is made on. */
+/*  test_lanes.c - a backend that enqueues, on a device with streams, both defined here: streams are queues
+    whose work runs as late as possible. The results have the bits of plain CPU groups only if ddp.h orders
+    the two streams by its events, and nothing runs before a call waits for it. Ranks are threads, one or two;
+    collectives run over the CPU group of each group. */
 #include "ddp.h"
 #include "inner.h"
 
@@ -28,12 +29,12 @@ typedef struct item {
 
 typedef struct lane { item items[ITEMS]; int first, end; } lane;
 
-/* What the device keeps per group; the backend adds its own. */
+/* State of the device per group; the backend adds its own. */
 typedef struct machine {
     lane lanes[2];
     unsigned char *arena;
     size_t used;
-    int executed;        /* items run so far */
+    int executed;        /* items run up to now */
     int fail_next;       /* the next call of the backend fails */
     int fail_batch_end;  /* the end of a batch fails */
     ddp_group *control;
@@ -79,7 +80,8 @@ static void execute(machine *m, int which) {
     case SCALE: cpu->scale(i->dst, i->count, i->dtype, i->factor); break;
     case DIVIDE: cpu->divide(i->dst, i->count, i->dtype, i->divisor); break;
     case SQUARES: cpu->sum_squares((ddp_exact_sum *)i->dst, i->src, i->rows, i->count, i->dtype); break;
-    case MARK: if (i->mark->done < i->version) i->mark->done = i->version; break; /* one that was made anew may have been passed */
+    /* A newer version of a reused event can already be complete. */
+    case MARK: if (i->mark->done < i->version) i->mark->done = i->version; break;
     case FOLLOW: finish_mark(m, i->mark, i->version); break;
     }
 }
@@ -202,7 +204,7 @@ static void queue_close(ddp_group *group, void *state) { (void)group; (void)stat
 static const ddp_backend queue_backend = {"queue", queue_open, queue_run, NULL, NULL, NULL, NULL, queue_alloc, queue_free, queue_status, queue_poison,
                                           queue_close, 1, DDP_ORDER_ANY, queue_batch, NULL, NULL, NULL, NULL};
 
-/* The same, but for calls that are carried out when they return, as where ranks share a GPU. */
+/* The same, but calls are complete on return, as with ranks that share a GPU. */
 static const ddp_backend plain_backend = {"plain", queue_open, queue_run, NULL, NULL, NULL, NULL, queue_alloc, queue_free, queue_status, queue_poison,
                                           queue_close, 0, DDP_ORDER_ANY, NULL, NULL, NULL, NULL, NULL};
 
@@ -237,7 +239,8 @@ static void fill_with(float *dst, int count, int seed) { for (int i = 0; i < cou
 
 /* ---- programs ---- */
 
-/* Work waits for what the compute lane holds, ddp_wait and later work for it, and nothing of it runs on the host's time. */
+/* Work waits for the compute stream; ddp_wait and later work wait for it. Nothing of it runs in the time of
+   the host. */
 static ddp_result calls(ddp_group *world, void *user) {
     ddp_group *group = group_make(world);
     float *in = floats(N), *out = floats(N), host[N], plain[N];
@@ -262,7 +265,8 @@ static ddp_result calls(ddp_group *world, void *user) {
     fill_with(plain, N, 0);
     lane_copy(host, in, sizeof host);
     for (int i = 0; i < N; i++) assert_true(host[i] == plain[i] * 2);
-    assert_int_equal(ddp_all_reduce(group, in, in, N, DDP_F32, DDP_OP_MAX, NULL), DDP_OK); /* no work: the same, waited for by the lane */
+    /* No work: the same, waited for by the lane. */
+    assert_int_equal(ddp_all_reduce(group, in, in, N, DDP_F32, DDP_OP_MAX, NULL), DDP_OK);
     lane_copy(host, in, sizeof host);
     for (int i = 0; i < N; i++) assert_true(host[i] == plain[i] * 2);
     group_end(group);
@@ -310,7 +314,8 @@ static ddp_result batch_end_fails(ddp_group *world, void *user) {
 static ddp_result doubled(ddp_group *group, void *argument) {
     float *data = (float *)argument;
     lane_scale(data, N, DDP_F32, 2.0f);
-    assert_int_equal(ddp_all_reduce(group, data, data, N, DDP_F32, DDP_OP_SUM, NULL), DDP_OK); /* in place: the task is on the communication lane */
+    /* In place: the task is on the communication lane. */
+    assert_int_equal(ddp_all_reduce(group, data, data, N, DDP_F32, DDP_OP_SUM, NULL), DDP_OK);
     assert_int_equal(entered, DDP_STREAM_COMM);
     lane_scale(data, N, DDP_F32, 0.5f);
     return DDP_OK;
@@ -343,8 +348,9 @@ static ddp_result notes_lane(ddp_group *group, void *argument) {
 
 static ddp_result fails(ddp_group *group, void *argument) { (void)group; (void)argument; return ddp_fail(DDP_ERR_NO_MEMORY, "nothing is left"); }
 
-/* A blocking task, too, is on the communication lane: what it writes may still be read there by an earlier one that nobody has waited for. Where nothing was
-   queued it was on the caller's lane, and a gather wrote over what a reduction was reading. */
+/* A blocking task also runs on the communication stream: its output can still be read there by an earlier
+   task that no call has waited for. If nothing was queued it ran on the caller's stream, and a gather
+   overwrote the input of a reduction. */
 static ddp_result blocking_tasks(ddp_group *world, void *user) {
     ddp_group *group = group_make_on(world, &plain_backend);
     int lane = -1;
@@ -358,7 +364,8 @@ static ddp_result blocking_tasks(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-/* A failure when a call is made lives in its work; one that is noticed later meets the wait, and the next call is only told. */
+/* A failure at the call is stored in its work. One that is detected later is returned by the wait; the next
+   call only refers to it. */
 static ddp_result errors(ddp_group *world, void *user) {
     ddp_group *group = group_make(world);
     float *data = floats(N);
@@ -395,7 +402,8 @@ static void train(ddp_group *group, const ddp_device *device, float *out, float 
         params[p].value.shape[0] = rows[p];
         params[p].value.shape[1] = 2;
         assert_int_equal(device->alloc(group, (size_t)rows[p] * 8, &params[p].value.data), DDP_OK);
-        if (p & 1) assert_int_equal(device->alloc(group, (size_t)rows[p] * 8 + 128, &params[p].grad.data), DDP_OK); /* others are placed */
+        /* Others are placed. */
+        if (p & 1) assert_int_equal(device->alloc(group, (size_t)rows[p] * 8 + 128, &params[p].grad.data), DDP_OK);
     }
     desc.params = params;
     desc.param_count = 5;

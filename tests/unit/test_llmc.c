@@ -1,5 +1,6 @@
-/* examples/llmc.h: checkpoints against a layout that is spelled out here, whole and in parts, in f32 and bf16; shards; and everything that can be wrong with
-   a file, named with it. No large file is written: those of GPT-2's sizes are holes. */
+/* examples/llmc.h: checkpoints against a layout that is written out here, whole and in parts, in f32 and
+   bf16; shards; every possible error of a file, with its name. No large file is written: those of GPT-2's
+   sizes are sparse. */
 #include "../support/folder.h"
 #include "../support/watchdog.h"
 
@@ -37,7 +38,8 @@ static llmc_header shape(int vocab, int padded, int context, int layers, int hea
     return h;
 }
 
-/* Element i of parameter index: exact in bf16 too, and different from its neighbours in the list, the layer and the row. */
+/* Element i of parameter index: exact in bf16 too, and different from its neighbours in the list, the layer
+   and the row. */
 static float value_of(int index, int64_t i) { return (float)((index * 37 + i * 11) % 251 - 125) / 8; }
 
 typedef struct asked { const gpt_config *config; int calls, fail_at; int64_t most; } asked;
@@ -74,9 +76,11 @@ static float number_at(const uint8_t *bytes, ddp_dtype dtype, int64_t element) {
     return memcpy(&value, &bits, 4), value;
 }
 
-/* The bytes of a small file are those of llm.c's documentation: header, wte with its padding, wpe, each kind with all its layers, the last norm. */
+/* The bytes of a small file are those of llm.c's documentation: header, wte with its padding, wpe, each kind
+   with all its layers, the last norm. */
 static void test_layout(void **state) {
-    static const int64_t kinds[12] = {6, 6, 108, 18, 36, 6, 6, 6, 144, 24, 144, 6}; /* elements per layer of C = 6 */
+    /* Elements per layer of C = 6. */
+    static const int64_t kinds[12] = {6, 6, 108, 18, 36, 6, 6, 6, 144, 24, 144, 6};
     static const ddp_dtype dtypes[2] = {DDP_F32, DDP_BF16};
     (void)state;
     for (int d = 0; d < 2; d++) {
@@ -102,7 +106,7 @@ static void test_layout(void **state) {
     }
 }
 
-/* Every run of rows of every parameter comes as written, and nothing behind it is touched. */
+/* Every run of rows of every parameter is read as written, and nothing after it is touched. */
 static void test_rows(void **state) {
     static const llmc_header shapes[] = {{{5, 3, 2, 2, 6}, 8, DDP_F32}, {{5, 3, 2, 2, 6}, 8, DDP_BF16}, {{4, 1, 1, 1, 2}, 4, DDP_BF16},
                                          {{3, 2, 0, 1, 4}, 3, DDP_F32}};
@@ -167,7 +171,7 @@ static float from_bits(uint32_t bits) {
     return value;
 }
 
-/* Nearest, ties to even; what overflows is infinite, and NaN stays NaN even where its bits would round to infinity. */
+/* Nearest, ties to even. Overflow gives infinity. NaN stays NaN even if its bits would round to infinity. */
 static void test_bf16(void **state) {
     static const uint32_t cases[][2] = {{0x3f800000, 0x3f80}, {0x3f808000, 0x3f80}, {0x3f808001, 0x3f81}, {0x3f818000, 0x3f82}, {0x3f817fff, 0x3f81}, {0, 0},
         {0x80000000, 0x8000}, {0x7f7fffff, 0x7f80}, {0x7f800000, 0x7f80}, {0xff800000, 0xff80}, {0x00008000, 0}, {0x00018000, 2}, {0xbf80ffff, 0xbf81}};
@@ -178,7 +182,8 @@ static void test_bf16(void **state) {
     }
     assert_true(isnan(llmc_from_bf16(llmc_to_bf16(from_bits(0x7f800001)))));
     assert_true(isnan(llmc_from_bf16(llmc_to_bf16(from_bits(0xffffffff)))));
-    for (uint32_t half = 0; half < 65536; half++) { /* each bf16 is its own nearest, and so is what lies a third of the way to its neighbour */
+    /* Each bf16 is its own nearest value, and the nearest of a third of the way to its neighbour. */
+    for (uint32_t half = 0; half < 65536; half++) {
         float value = llmc_from_bf16((uint16_t)half);
         if (isnan(value)) continue;
         assert_int_equal(llmc_to_bf16(value), half);
@@ -205,7 +210,7 @@ static void test_random(void **state) {
     llmc_close(&m);
 }
 
-/* A file of this size that is one hole behind its header. */
+/* A sparse file of this size: only its header is written. */
 static void put_hole(const char *name, const int32_t *head, int64_t size_bytes) {
     int32_t header[256] = {0};
     memcpy(header, head, 8 * sizeof *head);
@@ -261,7 +266,7 @@ static void test_beyond_4_gib(void **state) {
     unlink(path_of("big.bin"));
 }
 
-//== what is refused ========================================================================================
+// //== errors ================================================================================================
 
 static void test_open_refused(void **state) {
     static const struct { int32_t head[8]; int64_t size; ddp_result result; const char *words; } cases[] = {
@@ -321,7 +326,7 @@ static void test_read_refused(void **state) {
     says(llmc_read(&m, 0, 0, 1, out), DDP_ERR_INVALID, "llmc_read", "call llmc_open first");
 }
 
-/* A writing that fails gives the cause, leaves what was there, and no half of a file. */
+/* A failed write returns the cause, and leaves the old file and no part of a new one. */
 static void test_write_refused(void **state) {
     llmc_header h = shape(5, 8, 3, 2, 2, 6, DDP_F32), bad;
     struct rlimit limit, small;
@@ -374,7 +379,7 @@ static void test_write_refused(void **state) {
 
 //== shards =================================================================================================
 
-/* What is written is what sources.h reads: in several pieces, from bytes, from int32, and at random. */
+/* sources.h reads the written files: in several pieces, from bytes, from int32, and at random. */
 static void test_shards(void **state) {
     static int32_t tokens[10001];
     static uint8_t bytes[3] = {0, 128, 255};
@@ -463,7 +468,8 @@ static void check_tokens(const text_buffer *t, int64_t at, int count, const int3
     for (int i = 0; i < count; i++) assert_int_equal(got[i], tokens[i]);
 }
 
-/* Every window of several lengths, over as many borders as there are; in the order of the paths that are given. */
+/* Every window of several lengths, over as many borders as there are; in the order of the paths that are
+   given. */
 static void test_stream(void **state) {
     static int32_t tokens[4005];
     char last[300], first[300];
@@ -487,7 +493,7 @@ static void test_stream(void **state) {
     text_free(&t);
 }
 
-/* Other text is left to text_load; what is wrong with a shard is said, at the start and later. */
+/* Other text goes to text_load. Errors of a shard are returned at the start and later. */
 static void test_stream_refused(void **state) {
     static int32_t tokens[4005];
     const int32_t header[256] = {TEXT_SHARD_MAGIC, 2, 0};

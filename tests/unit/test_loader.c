@@ -1,4 +1,5 @@
-/* ddp_loader: batches are the sampler's whatever the workers do, places are kept, failures come at their place, and nothing hangs or leaks. */
+/* ddp_loader: batches follow the sampler whatever the workers do, positions are kept, failures arrive at
+   their position, and nothing hangs or leaks. */
 #include "../support/unit.h"
 #include "../support/watchdog.h"
 
@@ -23,7 +24,7 @@ typedef struct data {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     int64_t fails[3];  /* these samples fail ... */
-    int fail_count[3]; /* ... so often */
+    int fail_count[3]; /* ... this many times */
     int silent;        /* without a line */
     int64_t blocks;    /* this sample blocks until it is no more this one; -1 = none */
     int blocked;       /* threads that do */
@@ -44,7 +45,7 @@ static void data_blocks(data *d, int64_t sample) {
     pthread_mutex_unlock(&d->lock);
 }
 
-static void data_await_blocked(data *d) { /* a fetch has come to where it blocks */
+static void data_await_blocked(data *d) { /* waits until a fetch blocks */
     pthread_mutex_lock(&d->lock);
     while (d->blocked == 0) pthread_cond_wait(&d->changed, &d->lock);
     pthread_mutex_unlock(&d->lock);
@@ -88,7 +89,7 @@ static ddp_loader_desc desc_of(data *d, int64_t samples, int64_t batch_size, int
     return desc;
 }
 
-/* The batch is the next ones of the sampler, and holds what they are. */
+/* The batch has the next samples of the sampler, with their contents. */
 static void check_batch(const ddp_batch *b, ddp_sampler *s, int64_t batch_size) {
     int64_t count = 0;
     for (; count < batch_size; count++) {
@@ -137,7 +138,8 @@ static void test_order(void **state) {
             OK(ddp_loader_create(&l, &desc));
             for (uint64_t epoch = 0; epoch < 3; epoch++) {
                 int64_t batches = (ddp_sampler_length(&s) + sizes[k] - 1) / sizes[k];
-                if (epoch) { OK(ddp_loader_set_epoch(l, epoch)); ddp_sampler_set_epoch(&s, epoch); } /* a new one is in epoch 0 */
+                /* A new one is in epoch 0. */
+                if (epoch) { OK(ddp_loader_set_epoch(l, epoch)); ddp_sampler_set_epoch(&s, epoch); }
                 for (int64_t i = 0; i < batches; i++) {
                     assert_int_equal(ddp_loader_length(l), batches - i);
                     OK(ddp_loader_next(l, &b));
@@ -193,7 +195,8 @@ static void test_most_fields(void **state) {
     ddp_loader_destroy(l);
 }
 
-/* A batch stays as it is until extra_valid_batches + 1 more were given, and what is fetched ahead goes elsewhere. */
+/* A batch stays valid until extra_valid_batches + 1 more were returned; prefetched batches use other
+   memory. */
 static void test_hold(void **state) {
     data d;
     (void)state;
@@ -265,7 +268,7 @@ static void test_places(void **state) {
         says(ddp_loader_seek(l, -1), DDP_ERR_INVALID, "batch=-1, allowed are 0 to");
         saved.seed = 8;
         says(ddp_loader_load(l, &saved), DDP_ERR_INVALID, "the state is of seed=8");
-        OK(ddp_loader_next(l, &b)); /* and it goes on where it was */
+        OK(ddp_loader_next(l, &b)); /* it continues at the same position */
         check_batch(&b, &s, 4);
         ddp_loader_destroy(l);
         ddp_sampler_free(&s);
@@ -295,7 +298,8 @@ static void put_shards(void) {
 
 enum { CONTEXT = 4, GLOBAL = 8, WINDOW = CONTEXT + 1 };
 
-/* The global batches [from, to) of an epoch as W loaders give them, appended to out; state: where to begin, then where they ended. */
+/* The global batches [from, to) of an epoch as W loaders give them, appended to out; state: where to begin,
+   then where they ended. */
 static int global_batches(const source *tokens, int world_size, int from, int to, ddp_sampler_state *state, int32_t *out) {
     ddp_loader *l[4];
     int count = 0;
@@ -326,7 +330,8 @@ static int global_batches(const source *tokens, int world_size, int from, int to
     return count;
 }
 
-/* Every world size sees the same windows in the same global batches, and so does one that goes on where another stopped. */
+/* Every world size reads the same windows in the same global batches, and so does a loader that resumes from
+   another one. */
 static void test_tokens(void **state) {
     static int32_t one[16 * GLOBAL * WINDOW], many[16 * GLOBAL * WINDOW];
     ddp_sampler_state end, place;
@@ -340,7 +345,7 @@ static void test_tokens(void **state) {
     assert_int_equal(tokens.count, 49 + 62 + 74);
     batches = 12;
     count = global_batches(&tokens, 1, 0, batches, &end, one);
-    for (int i = 0; i < count; i += WINDOW) /* a window lies inside a shard */
+    for (int i = 0; i < count; i += WINDOW) /* a window is inside one shard */
         for (int k = 1; k < WINDOW; k++) assert_int_equal(one[i + k], one[i] + k);
     for (int w = 2; w <= 4; w *= 2) {
         assert_int_equal(global_batches(&tokens, w, 0, batches, &place, many), count);
@@ -385,7 +390,8 @@ static void test_failures(void **state) {
                 assert_int_equal(b.count, 0);
                 assert_int_equal(ddp_loader_length(l), 2);
             }
-            if (d.fail_count[0]) says(ddp_loader_next(l, &b), DDP_ERR_CORRUPT, "sample 79: "); /* it was behind 60, in a piece that nobody began */
+            /* It was after sample 60, in a piece that no worker has started. */
+            if (d.fail_count[0]) says(ddp_loader_next(l, &b), DDP_ERR_CORRUPT, "sample 79: ");
             OK(ddp_loader_next(l, &b));
             check_batch(&b, &s, 40);
             says(ddp_loader_next(l, &b), DDP_ERR_CORRUPT, silent ? "sample 80: DDP_ERR_CORRUPT" : "sample 80: the disk says no to 2");
@@ -398,7 +404,8 @@ static void test_failures(void **state) {
         }
 }
 
-/* Two workers fetch two pieces of one batch. The earlier sample fails first, the later one second. The error names the earlier one. */
+/* Two workers fetch two pieces of one batch. The earlier sample fails first, the later one second. The error
+   names the earlier one. */
 enum { EARLY = 3, LATE = 100 };
 typedef struct race { int late_began, early_over; } race;
 
@@ -490,7 +497,8 @@ static void test_blocked(void **state) {
             OK(ddp_sampler_init(&s, &desc.sampler));
             OK(ddp_loader_create(&l, &desc));
             data_blocks(&d, 13);
-            for (ddp_result result; (result = ddp_loader_next(l, &b)) != DDP_OK;) assert_int_equal(result, DDP_ERR_TIMEOUT); /* a slow machine */
+            /* A slow machine. */
+            for (ddp_result result; (result = ddp_loader_next(l, &b)) != DDP_OK;) assert_int_equal(result, DDP_ERR_TIMEOUT);
             check_batch(&b, &s, 10);
             data_await_blocked(&d);
             for (int time = 0; time < 2; time++) says(ddp_loader_next(l, &b), DDP_ERR_TIMEOUT, "sample 13: not fetched after timeout_ms=100");
@@ -514,7 +522,8 @@ static void test_blocked(void **state) {
             ddp_loader_destroy(l);
             assert_true(memory_live(&m) > 0); /* the fetch still writes */
             data_blocks(&d, -1);
-            while (memory_live(&m)) usleep(1000); /* the thread that it held up frees it; or the watchdog ends this */
+            /* The thread that it held up frees it; or the watchdog ends this. */
+            while (memory_live(&m)) usleep(1000);
             ddp_sampler_free(&s);
         }
 }
@@ -530,7 +539,7 @@ static int thread_count(void) {
     return count;
 }
 
-/* Whoever runs beside: a joined thread may be in the list for a moment. */
+/* Counts the running threads: a joined thread can be in the list for a moment. */
 static void check_threads(int wanted) {
     while (thread_count() != wanted) usleep(1000);
 }
@@ -576,7 +585,7 @@ static void test_memory(void **state) {
     ddp_loader_destroy(NULL);
 }
 
-/* Batches of a group come from what its device calls best, and go back there. */
+/* Batches of a group use the pinned memory of its device, and return it there. */
 static int pinned_live, pinned_fails;
 static ddp_result pinned_alloc(ddp_group *group, size_t size_bytes, void **out) {
     *out = NULL;

@@ -1,5 +1,6 @@
-/*  test_optimizer.c - optimizers, learning rates and the loss scaler of ddp_fsdp.h: every kind and option against plain formulas in double, bits by
-    sharding, state through a device and through the user's allocator, every bad input. compile/optimizer_bits.c has bits by compiler. */
+/*  test_optimizer.c - optimizers, learning rates and the loss scaler of ddp_fsdp.h: every kind and option
+    against plain formulas in double, equal bits with sharding, state through a device and through the user's
+    allocator, every bad input. compile/optimizer_bits.c compares bits between compilers. */
 #include "ddp_fsdp.h"
 
 #include <math.h>
@@ -405,7 +406,7 @@ static void state_comes_from_the_users_allocator(void **state) {
     ddp_group_destroy(group);
 }
 
-/* A device of its own is asked to compute, and comes to what the CPU comes to. */
+/* A device with its own kernels is called to compute, with the results of the CPU. */
 static int updates;
 static void device_update(const ddp_update *u) {
     updates++;
@@ -459,7 +460,7 @@ static void a_device_computes_itself(void **state) {
     device.optimizer = &device_kernels;
     group = alone(&device);
     for (int kind = 0; kind < 4; kind++)
-        for (int mixed = 0; mixed < 2; mixed++) { /* or a group whose memory is elsewhere adds up the norms */
+        for (int mixed = 0; mixed < 2; mixed++) { /* mixed: a group with memory elsewhere sums the norms */
             ddp_optimizer *a, *b;
             ddp_optimizer_desc d = option((ddp_optimizer_kind)kind);
             d.weight_decay = 0.1f;
@@ -485,7 +486,8 @@ static void a_device_computes_itself(void **state) {
     ddp_group_destroy(plain);
 }
 
-/* Gradients multiplied in the step's own pass, or in one before: the same bits, on the CPU and by a device. */
+/* Gradients multiplied in the step's own pass, or in one before: the same bits, on the CPU and by a
+   device. */
 static void scaled_gradients_are_the_products(void **state) {
     static model m, other;
     ddp_device device = *ddp_device_cpu();
@@ -628,7 +630,8 @@ static ddp_lr_desc schedule(ddp_lr_kind kind) {
 }
 
 static void schedules_have_the_values_computed_by_hand(void **state) {
-    static const struct { int64_t step; float of[5]; } wanted[] = { /* constant, cosine, linear, polynomial of power 2, WSD with 8 steps of decay */
+    /* Constant, cosine, linear, polynomial of power 2, WSD with 8 steps of decay. */
+    static const struct { int64_t step; float of[5]; } wanted[] = {
         {-3, {0, 0, 0, 0, 0}}, {0, {0, 0, 0, 0, 0}}, {1, {0.25f, 0.25f, 0.25f, 0.25f, 0.25f}}, {3, {0.75f, 0.75f, 0.75f, 0.75f, 0.75f}},
         {4, {1, 1, 1, 1, 1}}, {14, {1, 0.625f, 0.625f, 0.4375f, 1}}, {16, {1, 0, 0.55f, 0.37f, 1}}, {20, {1, 0, 0.4f, 0.28f, 0.625f}},
         {24, {1, 0.25f, 0.25f, 0.25f, 0.25f}}, {25, {1, 0.25f, 0.25f, 0.25f, 0.25f}}, {1000000, {1, 0.25f, 0.25f, 0.25f, 0.25f}}};
@@ -664,7 +667,8 @@ static void schedules_have_the_values_computed_by_hand(void **state) {
     d = schedule(DDP_LR_CONSTANT);
     d.total_steps = 0;
     assert_true(ddp_lr_at(&d, 2) == 0.5f && ddp_lr_at(&d, 1 << 30) == 1);
-    for (int kind = DDP_LR_CONSTANT; kind <= DDP_LR_WSD; kind++) { /* eight times the batch, eight times every rate */
+    /* Eight times the batch, eight times every rate. */
+    for (int kind = DDP_LR_CONSTANT; kind <= DDP_LR_WSD; kind++) {
         ddp_lr_desc large;
         d = large = schedule((ddp_lr_kind)kind);
         large.batch = 2048;
@@ -715,7 +719,8 @@ static void the_scale_follows_pytorchs_rules(void **state) {
     for (int step = 0; step < 3000; step++) {
         float g[3] = {scale, -1, 0};
         ddp_tensor tensor = DDP_ZERO;
-        int bad = step < 2000 ? number(1, step, 0) > (step < 1000 ? 0.2 : 0.95) : 0; /* down; up; up to the largest f32 and on */
+        /* Down; up; up to the largest f32 and on. */
+        int bad = step < 2000 ? number(1, step, 0) > (step < 1000 ? 0.2 : 0.95) : 0;
         float inverse = (float)(1.0 / (double)scale);
         ddp_scaler_state saved;
         assert_true(ddp_scaler_scale(&scaler) == scale);
@@ -736,7 +741,7 @@ static void the_scale_follows_pytorchs_rules(void **state) {
             if (scale <= 1.7e38f) { scale *= 2; grown++; }
             tracker = 0;
         }
-        ddp_scaler_save(&scaler, &saved); /* and what is saved goes on alike */
+        ddp_scaler_save(&scaler, &saved); /* saved state is equal too */
         assert_true(saved.scale == (double)scale && saved.growth_tracker == tracker);
         if (step % 7 == 0) {
             expect_ok(ddp_scaler_init(&scaler, &desc));
@@ -752,7 +757,8 @@ static void the_scale_follows_pytorchs_rules(void **state) {
     ddp_group_destroy(group);
 }
 
-/* Infinities and NaNs in each dtype and place, on the CPU and on a device; the largest numbers are not among them. */
+/* Infinities and NaNs in each dtype and place, on the CPU and on a device; the largest numbers are not among
+   them. */
 static void what_is_not_finite_is_found(void **state) {
     static const uint64_t infinite[5] = {0, 0x7f800000u, UINT64_C(0x7ff) << 52, 0x7c00, 0x7f80}, largest[5] = {0, 0x7f7fffffu, UINT64_C(0x7fe) << 52, 0x7bff, 0x7f7f};
     ddp_device device = *ddp_device_cpu();
@@ -772,7 +778,8 @@ static void what_is_not_finite_is_found(void **state) {
                     uint64_t bits = what ? infinite[dtype] : largest[dtype];
                     ddp_tensor tensors[2];
                     ddp_scaler scaler;
-                    if (g == 1 && dtype == DDP_F64 && !what) continue; /* a device tells by squares */
+                    /* A device detects infinity by squares. */
+                    if (g == 1 && dtype == DDP_F64 && !what) continue;
                     if (what == 2) bits |= UINT64_C(1) << (8 * size - 1);
                     if (what == 3) bits |= 1;
                     memset(data, 0, sizeof data);
@@ -793,7 +800,7 @@ static void what_is_not_finite_is_found(void **state) {
     ddp_group_destroy(groups[1]);
 }
 
-/* A grid of 2 by 2: what one rank found, all know, through both dimensions. */
+/* A grid of 2 by 2: an infinity on one rank is known to all ranks, through both dimensions. */
 static ddp_result scale_in_a_grid(ddp_group *world, void *user) {
     int found[5] = {0, 0, 0, 0, 0}, rank = ddp_rank(world);
     ddp_scaler scaler;

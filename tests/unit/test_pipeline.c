@@ -1,5 +1,6 @@
-/*  test_pipeline.c - the runner of ddp_pipeline.h: every schedule gives the bits of one process; versions of weights against a plain loop with delayed weights;
-    ties, hooks, recomputation, evaluation, the norm; memory of other ranks; sentences for bad input; a callback that fails.
+/*  test_pipeline.c - the runner of ddp_pipeline.h: every schedule gives the bits of one process; versions of
+    weights against a plain loop with delayed weights; tied parameters, hooks, recomputation, evaluation, the
+    norm; memory of other ranks; messages for bad input; a callback that fails.
 
     test_pipeline BACKEND [W ...]: see support/ranks.h */
 #define DDP_PIPELINE_IMPLEMENTATION
@@ -131,7 +132,8 @@ static ddp_result every_schedule(ddp_group *world) {
             RANKS_OK(world, make(world, &s, all[k].kind, all[k].per_rank * ddp_world_size(world) + all[k].more, chunks, 0));
             RANKS_OK(world, ddp_schedule_lower(&low, s, 0));
             for (int lowered = 0; lowered < 2; lowered++) {
-                if (DDP_TEST_SLOWDOWN > 1 && lowered != n % 2) continue; /* sanitizers look at memory and threads: one of the two will do */
+                /* Sanitizers look at memory and threads: one of the two will do. */
+                if (DDP_TEST_SLOWDOWN > 1 && lowered != n % 2) continue;
                 int i = n + lowered;
                 variant v = {i % 2, i % 3 == 1, i % 4 == 3, i % 5, i % 4 < 2};
                 RANKS_OK(world, compare(world, lowered ? low : s, v, what));
@@ -142,7 +144,8 @@ static ddp_result every_schedule(ddp_group *world) {
     return DDP_OK;
 }
 
-/* Micro-batches in an order of somebody's own, other for sending than for receiving, and more messages than fit between two ranks. */
+/* Micro-batches in custom orders, different for sending and receiving, with more messages than fit between
+   two ranks. */
 static ddp_result own_order(ddp_group *world) {
     static const char csv[] = "0F0,0F3,0F1,0F5,0F4,0F2,0F6,0B6,0B0,0B1,0B5,0B3,0B2,0B4\n1F2,1F0,1F6,1F1,1B6,1B0,1I1,1F5,1F4,1I5,1F3,1W5,1B3,1B2,1W1,1B4\n";
     char text[4096];
@@ -175,13 +178,15 @@ static ddp_result on_update(int stage, void *user) {
 enum { VERSIONS = 3 * PIPE_BATCHES + 1 };
 typedef struct versions { float weight[VERSIONS][PIPE_STAGES][PIPE_WEIGHTS], bias[VERSIONS][PIPE_STAGES][PIPE_SIDE]; } versions;
 
-/* A loop over micro-batches in which stage s takes weights from so many updates ago as its place in the pipeline makes them. */
+/* A loop over micro-batches in which stage s uses delayed weights; the delay follows from its place in the
+   pipeline. */
 static void delayed(versions *all, int kind_2bw, int stages, int count, int interval, int steps) {
     pipe_grads g[PIPE_BATCHES];
     for (int step = 0; step < steps; step++)
         for (int i = 0; i < count; i++) {
             const float *weight[PIPE_STAGES], *bias[PIPE_STAGES];
-            int made = step * (count / interval) + i / interval; /* updates by micro-batches before this one's */
+            /* Updates by micro-batches before this one's. */
+            int made = step * (count / interval) + i / interval;
             for (int s = 0; s < stages; s++) {
                 int waits = i - (stages - 1 - s), version = kind_2bw ? (made ? made - 1 : 0) : step * (count / interval) + (waits > 0 ? waits : 0) / interval;
                 weight[s] = all->weight[version][s], bias[s] = all->bias[version][s];
@@ -206,7 +211,8 @@ static double newest_loss(const versions *all, int version, int stages, int coun
     return pipe_sum_losses(losses, count) / count;
 }
 
-/* A stage whose values lie elsewhere, and in m only from unshard to reshard: an update inside of a step gathers anew. */
+/* A stage whose values are stored elsewhere, and in m only from unshard to reshard. An update inside a step
+   unshards again. */
 typedef struct sharded { pipe_model m; float weight[PIPE_STAGES][PIPE_WEIGHTS], bias[PIPE_STAGES][PIPE_SIDE]; } sharded;
 
 static ddp_result on_gather(int stage, void *user) {
@@ -298,7 +304,8 @@ HOOK(on_reduce, 2)
 HOOK(on_wait, 3)
 HOOK(on_optimizer, 4)
 
-/* The first bias is used by the last stage too; the norm is that of one process; hooks come once per step and stage. */
+/* The first bias is used by the last stage too; the norm is that of one process; hooks come once per step and
+   stage. */
 static ddp_result ties_and_norm(ddp_group *world) {
     int w = ddp_world_size(world), stages = 2 * w, count = 2 * w + 1;
     pipe_model *m = (pipe_model *)malloc(sizeof *m);
@@ -320,7 +327,8 @@ static ddp_result ties_and_norm(ddp_group *world) {
             m->stage[stage].unshard = on_unshard, m->stage[stage].reshard = on_reshard;
             m->stage[stage].wait_grad = on_wait;
             m->stage[stage].update = on_optimizer;
-            if (turn) m->stage[stage].reduce_grad = on_reduce; /* who reduces divides: sums stay */
+            /* reduce_grad divides, so the runner leaves sums. */
+            if (turn) m->stage[stage].reduce_grad = on_reduce;
         }
         pipe_desc(m, s, &desc);
         desc.ties = &tie, desc.tie_count = 1;
@@ -391,7 +399,7 @@ static ddp_result ties_of_many(ddp_group *world) {
     return DDP_OK;
 }
 
-/* The last stage has no parameters that the runner knows, and then none has. */
+/* The last stage has no parameters known to the runner; then no stage has any. */
 static ddp_result norm_without_params(ddp_group *world) {
     int w = ddp_world_size(world), count = 2 * w;
     pipe_model *m = (pipe_model *)malloc(sizeof *m);
@@ -429,7 +437,7 @@ static ddp_result norm_without_params(ddp_group *world) {
     return DDP_OK;
 }
 
-/* Replicas first, then the weights: also where the list says when. */
+/* Reduces over replicas first, then updates the weights, also at the time that the list sets. */
 static ddp_result on_late_update(int stage, void *user) {
     pipe_model *m = (pipe_model *)user;
     PIPE_SEE(m, m->hooks[stage][4] + 1 == m->hooks[stage][2] && m->hooks[stage][2] == m->hooks[stage][3]);
@@ -516,12 +524,14 @@ static ddp_result times(ddp_group *world) {
 
 enum { READ_CELLS = 2000 };
 
-/* Each stage gives a number to the next one, and another one back, in every cell; who reads looks twice, and at where it lies. */
+/* Each stage sends a number to the next one, and another one back, in every cell. The receiver reads twice,
+   and checks the address. */
 typedef struct reader {
     ddp_group *group;
     const ddp_schedule *schedule;
     int stages, in_place;
-    uintptr_t own;       /* what this rank makes for another one lies in its group memory: somewhere there */
+    /* This rank's outputs for other ranks are in its group memory, at this address or above. */
+    uintptr_t own;
     const char *wrong;
 } reader;
 
@@ -547,7 +557,7 @@ static ddp_result read_stage(const ddp_pipeline_call *c, void *user) {
     for (int look = 0; look < 2; look++) {
         if (c->input_count) PIPE_SEE(r, read_same(&c->inputs[0], read_mark(c->stage - 1, c->microbatch, 0)));
         if (gets) PIPE_SEE(r, read_same(&c->output_grads[0], read_mark(c->stage + 1, c->microbatch, 1)));
-        if (!look && c->stage % 2) ranks_sleep_us(500); /* who writes here too early has the time to do so */
+        if (!look && c->stage % 2) ranks_sleep_us(500); /* gives a premature writer the time to overwrite */
     }
     if (makes) {
         for (int k = 0; k < READ_CELLS; k++) ((float *)makes->data)[k] = read_mark(c->stage, c->microbatch, back);
@@ -589,7 +599,7 @@ static ddp_result read_steps(ddp_group *world, const ddp_schedule *s, int slots,
     return DDP_OK;
 }
 
-/* Boundaries are read where they were made, and nobody writes there before they have been read for the last time. */
+/* Boundaries are read at the producer, and no rank overwrites them before the last read. */
 static ddp_result handed_over(ddp_group *world) {
     /* Rank 1 keeps micro-batches that rank 0 has long since ended, and gives later ones back first. */
     static const char late[] = "0F0,0F1,0B0,0B1,0F2,0F3,0B2,0B3,0F4,0F5,0B4,0B5,0F6,0F7,0B6,0B7\n"
@@ -598,7 +608,8 @@ static ddp_result handed_over(ddp_group *world) {
     int w = ddp_world_size(world), left = w - ddp_rank(world);
     ddp_schedule *s;
     for (int k = 0; k < 3 && w > 1; k++) {
-        int slots = k ? -1 : (left > 1 ? left : 0) + (left < w ? left + 1 : 0); /* 1F1B: p-r for what goes on, p-(r-1) for what goes back */
+        /* 1F1B: p-r slots forward, p-(r-1) slots backward. */
+        int slots = k ? -1 : (left > 1 ? left : 0) + (left < w ? left + 1 : 0);
         RANKS_OK(world, make(world, &s, kinds[k], 4 * w, 1, 0));
         RANKS_OK(world, read_steps(world, s, slots, ddp_schedule_kind_name(kinds[k])));
         ddp_schedule_destroy(s);
@@ -610,7 +621,7 @@ static ddp_result handed_over(ddp_group *world) {
     return DDP_OK;
 }
 
-/* Writes marks, and looks for those of others; a mask has that of the micro-batch alone. */
+/* Writes marks, and checks those of others. A mask has only that of the micro-batch. */
 static ddp_result mask_stage(const ddp_pipeline_call *c, void *user) {
     reader *r = (reader *)user;
     for (int i = 0; c->outputs && i < c->output_count; i++)
@@ -628,8 +639,9 @@ static ddp_result mask_stage(const ddp_pipeline_call *c, void *user) {
     return DDP_OK;
 }
 
-/* Stage s on rank s % 3, and a mask of integers from stage 0 to stage 2, of which rank 0 hears by rank 1 alone: what gives its memory back stands behind more
-   messages than fit between two ranks, and rank 0 asks for those later. */
+/* Stage s on rank s % 3, and a mask of integers from stage 0 to stage 2, which rank 0 learns of only through
+   rank 1. The message that returns its memory is queued after more messages than fit between two ranks, and
+   rank 0 receives those later. */
 static ddp_result far_mask(ddp_group *world) {
     enum { MASK_AHEAD = 40, MASK_BATCHES = 44 };
     static const char *const format[4] = {"%sF%d,", "%sB%d,", "%sB%d,", "%sF%d,"};
@@ -742,7 +754,7 @@ static ddp_result bad_input(ddp_group *world) {
     m.stage[1].grad_division = (ddp_grad_division)7;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 1: grad_division=7 is not a ddp_grad_division");
     m.stage[1].grad_division = DDP_DIVIDE_DEFAULT;
-    m.stage[1].forward = NULL; /* on one rank alone: the others hear of it */
+    m.stage[1].forward = NULL; /* on one rank only: the others return its error */
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 1: forward is NULL");
     m.stage[0].name = "embedding", m.stage[0].weight_grad = NULL;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 0 (embedding): weight_grad is NULL, and the schedule has W");
@@ -775,10 +787,10 @@ static ddp_result bad_input(ddp_group *world) {
     tie.second_stage = w, tie.second_param = 1; /* stages 0 and w are on one rank */
     desc.ties = &tie, desc.tie_count = 1;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "f32 [5,5]");
-    tie.second_stage = stages - 1; /* on rank w - 1, and each rank hears of both */
+    tie.second_stage = stages - 1; /* on rank w - 1, and each rank compares both */
     desc.ties = &tie, desc.tie_count = 1;
     EXPECT_BAD(world, pipeline, w > 1 ? DDP_ERR_MISMATCH : DDP_ERR_INVALID, words);
-    tie.second_param = 0; /* alike but for the dtype of the gradient */
+    tie.second_param = 0; /* the same except for the dtype of the gradient */
     m.params[stages - 1][0].grad.dtype = DDP_F64;
     desc.ties = &tie, desc.tie_count = 1;
     EXPECT_BAD(world, pipeline, w > 1 ? DDP_ERR_MISMATCH : DDP_ERR_INVALID, "is f64 [5,5]");
@@ -811,7 +823,7 @@ static ddp_result bad_input(ddp_group *world) {
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ties do not go with PipeDream-2BW");
     ddp_schedule_destroy(twice);
     RANKS_CHECK(world, ddp_pipeline_create(&pipeline, NULL, &desc) == DDP_ERR_INVALID && strstr(ddp_last_error(), "group is NULL"), "%s", ddp_last_error());
-    for (int k = 0; k < 2; k++) { /* what the last rank alone gets wrong; nobody waits for it */
+    for (int k = 0; k < 2; k++) { /* an error of only the last rank; no rank waits for it */
         int mine = ddp_rank(world) == w - 1;
         ddp_result result = ddp_pipeline_create(mine && k ? NULL : &pipeline, world, mine && !k ? NULL : &desc);
         char words[48];
@@ -826,7 +838,7 @@ static ddp_result bad_input(ddp_group *world) {
     return DDP_OK;
 }
 
-/* What a group that has failed answers names the call, not what it is made of. */
+/* The error of a failed group names the public call, not its internal calls. */
 static ddp_result failed_group(ddp_group *world) {
     pipe_model m;
     ddp_pipeline_desc desc;
@@ -869,7 +881,8 @@ static ddp_result failing(ddp_group *world, void *user) {
     ddp_result result, code = fault->how == 3 ? DDP_ERR_SYSTEM : DDP_ERR_CORRUPT;
     char words[80];
     int w = ddp_world_size(world);
-    ddp_pipeline_tie tie = {0, 1, w - 1, 1}; /* the last rank may wait for the first one's gradient, and for nothing else */
+    /* The last rank may wait for the first one's gradient, and for nothing else. */
+    ddp_pipeline_tie tie = {0, 1, w - 1, 1};
     static const char *const names[] = {"", "forward", "input gradient", "weight gradient"};
     RANKS_OK(world, make(world, &s, DDP_SCHEDULE_ZB_H1, 2 * w + 1, 1, 0));
     pipe_build(&m, w, 1);
@@ -894,7 +907,8 @@ static int failures_of(int world_size) {
     int failures = 0;
     for (int k = 0; k < 6; k++) {
         pipe_fault fault = {k % 2 ? 0 : world_size - 1, k, 1, k == 4, k == 4 ? DDP_ACTION_FORWARD : (ddp_action_kind)(DDP_ACTION_FORWARD + k % 3), k == 3 ? 3 : 1};
-        if (k == 5) fault.microbatch = 2 * world_size, fault.kind = DDP_ACTION_WEIGHT_GRAD; /* stage 0's last action */
+        /* Stage 0's last action. */
+        if (k == 5) fault.microbatch = 2 * world_size, fault.kind = DDP_ACTION_WEIGHT_GRAD;
         if (fault.microbatch > 2 * world_size) fault.microbatch = 0;
         failures += ranks_run(mode, world_size, 30000 * DDP_TEST_SLOWDOWN, failing, &fault) != DDP_OK;
     }

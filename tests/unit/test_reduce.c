@@ -1,7 +1,9 @@
-/*  test_reduce.c - the CPU kernels: tree reductions, casts, divisions and exact sums against plain scalar references.
+/*  test_reduce.c - the CPU kernels: tree reductions, casts, divisions and exact sums against plain scalar
+    references.
 
-    A reduction of every dtype, operation and number of sources is computed once per element by the reference below; every count, offset,
-    set of destinations and store path must then give the same bits. NaN matches any NaN.
+    A reduction of every dtype, operation and number of sources is computed once per element by the reference
+    below; every count, offset, set of destinations and store path must then give the same bits. NaN matches
+    any NaN.
 
     test_reduce [narrow]     narrow: as on a CPU without wide vectors */
 #include <float.h>
@@ -38,7 +40,8 @@ static double half_value(uint16_t half, int mantissa_bits) {
     return half & 0x8000 ? -value : value;
 }
 
-static double half_values[2][0x7f81]; /* f16 and bf16: magnitudes in ascending order; infinity stands for the next power of two */
+/* f16 and bf16: magnitudes in ascending order; infinity represents the next power of two. */
+static double half_values[2][0x7f81];
 static uint16_t half_infinity[2] = {0x7c00, 0x7f80};
 static const int half_mantissa[2] = {10, 7};
 
@@ -64,7 +67,7 @@ static uint16_t half_nearest(double value, int format) {
         if (table[middle] <= magnitude) low = middle;
         else high = middle;
     }
-    /* Both differences are exact: neighbours lie within a factor of two, or the lower one is 0. */
+    /* Both differences are exact: the neighbours differ by at most a factor of two, or the lower one is 0. */
     if (magnitude - table[low] > table[high] - magnitude) low = high;
     else if (magnitude - table[low] == table[high] - magnitude && (low & 1)) low = high;
     return (uint16_t)(sign | low);
@@ -275,7 +278,8 @@ static void every_path_gives_the_bits_of_the_tree(void **state) {
     }
 }
 
-/* copy_across and copy_stream, below and above several runs, from and to every alignment, write what they should and nothing beside. */
+/* copy_across and copy_stream, below and above several runs, from and to every alignment, write the right
+   bytes and no others. */
 static void copies_are_exact(void **state) {
     static const size_t sizes[] = {0, 1, 63, 64, 65, 8191, 8192, 8193, 12345, 16448};
     unsigned char *in = arena, *out = outside;
@@ -476,7 +480,7 @@ static void casts_round_once_to_nearest_even(void **state) {
         }
         check_rounding(values, 4096);
     }
-    /* Every midpoint of two neighbours, and the doubles and floats right beside it. */
+    /* Every midpoint of two neighbours, and the doubles and floats next to it. */
     for (int format = 0; format < 2; format++)
         for (int i = 0; i < half_infinity[format]; i++) {
             double middle = (half_values[format][i] + half_values[format][i + 1]) / 2;
@@ -624,7 +628,8 @@ static void many_additions_carry_in_time(void **state) {
 
 /* ---- sums of squares ---- */
 
-/* Element e is in lane e mod 32; the two of every 64 that share a lane are added first. volatile keeps every product rounded. */
+/* Element e is in lane e mod 32; the two of every 64 that share a lane are added first. volatile keeps every
+   product rounded. */
 static double squares_reference(const void *data, size_t count, ddp_dtype dtype) {
     double lane[32];
     memset(lane, 0, sizeof lane);

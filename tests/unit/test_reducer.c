@@ -1,5 +1,6 @@
 /*  test_reducer.c - the reducer, the accumulator and the join on one rank: rules of bucketing against a plain
-    reimplementation, bits of sums and averages, clipping against long double, every bad input, and no allocation in a step. */
+    reimplementation, bits of sums and averages, clipping against long double, every bad input, and no
+    allocation in a step. */
 #include "ddp.h"
 
 #include "../support/unit.h"
@@ -32,7 +33,7 @@ static void model_close(model *m) {
     free(m->memory);
 }
 
-/* Memory that is next to nothing else: 8 bytes lie between any two pieces. */
+/* Separate pieces of memory: at least 8 bytes between any two of them. */
 static void *model_take(model *m, size_t bytes) {
     void *memory = m->memory + m->used;
     m->used += (bytes + 15) / 8 * 8;
@@ -187,7 +188,7 @@ static void every_bad_desc_is_refused_in_words(void **state) {
     m.params[1].name = NULL;
     m.params[1].value.data = NULL;              bad_create(&m, &good, "parameter 1: value.data");
     m.params[1] = saved;
-    reducer = model_reducer(&m, &good); /* what was refused has left nothing behind */
+    reducer = model_reducer(&m, &good); /* the failed calls have no lasting effect */
     ddp_reducer_destroy(reducer);
     ddp_reducer_destroy(NULL);
     model_close(&m);
@@ -210,7 +211,8 @@ static ddp_result record_hook(ddp_group *group, ddp_bucket *bucket, void *user) 
     return DDP_OK;
 }
 
-/* SEMANTICS: walk, per dtype add one, close once bytes >= limit; the buckets in the order in which they are complete. */
+/* SEMANTICS: walk, per dtype add one, close once bytes >= limit; the buckets in the order in which they are
+   complete. */
 static void reference_buckets(const model *m, const int *order, size_t first_limit, size_t limit, seen *out) {
     ddp_dtype dtypes[3] = {DDP_F32, DDP_F64, DDP_BF16};
     size_t elements[PARAMS_MAX];
@@ -271,7 +273,8 @@ static void buckets_follow_the_rule_and_then_the_ready_order(void **state) {
         reducer = model_reducer(&m, &desc);
         for (int i = 0; i < m.count; i++) order[i] = m.count - 1 - i;
         reference_buckets(&m, order, desc.first_bucket_bytes, desc.bucket_cap_bytes, &want);
-        for (int i = 0; i < m.count; i++) { /* shuffle: what this step announces is the order of the next */
+        /* shuffle: the order announced in this step is the order of the next. */
+        for (int i = 0; i < m.count; i++) {
             int j = i + (int)(random_next(&seed) >> 8) % (m.count - i), swap = order[i];
             order[i] = order[j];
             order[j] = swap;
@@ -519,7 +522,8 @@ static void uses_of_a_tied_parameter_add_up_in_the_first(void **state) {
     param_grad(&m.params[2])[0] = 6.0f;
     param_grad(&m.params[3])[0] = -16777216.0f;
     step_all(&m, reducer);
-    assert_true(param_grad(&m.params[0])[0] == (0.125f + 8388608.0f) - 8388608.0f); /* averages, in definition order */
+    /* Averages, in definition order. */
+    assert_true(param_grad(&m.params[0])[0] == (0.125f + 8388608.0f) - 8388608.0f);
     assert_true(param_grad(&m.params[2])[0] == 3.0f);
     assert_int_equal(ddp_reducer_clip_grad_norm(reducer, 1e9f, &norm), DDP_OK);
     assert_true(norm == (float)sqrt(9.0 + (double)param_grad(&m.params[0])[0] * (double)param_grad(&m.params[0])[0]));

@@ -80,7 +80,7 @@ static int64_t *order_of(const ddp_sampler_desc *like, uint64_t epoch) {
 
 typedef struct expected { int64_t *sample; int *padding; int64_t count; } expected;
 
-/* What one rank gets from the order's entries from `origin` on: pad or cut the list, then slice it. */
+/* The samples of one rank, from entry origin of the order on: pad or cut the list, then slice it. */
 static expected expect(const ddp_sampler_desc *d, const int64_t *order, int64_t origin) {
     expected e;
     int64_t n = d->dataset_size, w = d->num_replicas, unit = d->global_batch ? d->global_batch : w, left = n - origin;
@@ -179,7 +179,7 @@ static void sweep_ranks(ddp_sampler_desc d, const int64_t *order, uint64_t epoch
     }
 }
 
-/* Every part-th order. The plain flavour has all; what rules deal of an order does not depend on the compiler. */
+/* Every part-th order. The plain flavour has all, since the compiler does not change the rules. */
 #define PART (strcmp(DDP_TEST_FLAVOUR, "plain") == 0 ? 1 : DDP_TEST_SLOWDOWN > 1 ? 12 : 4)
 static void sweep(ddp_shuffle shuffle, int no_shuffle, int part) {
     static const int64_t sizes[] = {1, 2, 3, 5, 7, 10, 16, 31, 100, 623, 624, 625, 1000, 1872, 1873};
@@ -199,7 +199,8 @@ static void sweep(ddp_shuffle shuffle, int no_shuffle, int part) {
             d.num_replicas = replicas[b];
             d.drop_last = rules & 1;
             d.no_pad = rules >> 1 & 1;
-            d.global_batch = (int64_t)d.num_replicas * (rules >> 2) * (rules >> 2);   /* none, 1, 4 or 9 a rank */
+            /* None, 1, 4 or 9 a rank. */
+            d.global_batch = (int64_t)d.num_replicas * (rules >> 2) * (rules >> 2);
             sweep_ranks(d, order, epoch);
         }
         free(order);
@@ -341,8 +342,8 @@ static void test_seek_everywhere(void **state) {
 
 typedef struct tally { int64_t n; int *times; } tally;
 
-/* Takes `steps` samples on each rank (or all, -1) after loading `from` (or at the start of the epoch, NULL), counts what was no
-   padding, and checks that all ranks save one state. */
+/* Takes steps samples on each rank (or all, -1) after loading from (or at the start of the epoch, NULL).
+   Counts all except padding, and checks that all ranks save the same state. */
 static void run_ranks(ddp_sampler_desc d, uint64_t epoch, const ddp_sampler_state *from, int64_t steps, tally *seen, ddp_sampler_state *out) {
     ddp_sampler_state begin;
     if (from) begin = *from;                        /* from and out may be one */
@@ -392,7 +393,8 @@ static void test_load_onto_another_world(void **state) {
         d.global_batch = batch;
         other = d;
         other.num_replicas = worlds[b];
-        for (int64_t steps = 0; steps <= 101 / worlds[a]; steps += DDP_TEST_SLOWDOWN) {       /* so far every rank has its own sample, unless at the end */
+        /* Each rank has taken this many samples, except at the end. */
+        for (int64_t steps = 0; steps <= 101 / worlds[a]; steps += DDP_TEST_SLOWDOWN) {
             tally seen = {101, (int *)calloc(101, sizeof(int))};
             ddp_sampler_state at, end;
             char what[160];
@@ -425,7 +427,7 @@ static void test_load_again_and_again(void **state) {
             d.num_replicas = worlds[i];
             d.global_batch = batches[b];
             block = batches[b] ? batches[b] / worlds[i] : 1;
-            /* first stop anywhere, later ones a whole number of batches beyond what was interrupted */
+            /* The first stop is anywhere. Later stops are whole batches after the interrupted one. */
             run_ranks(d, 8, i ? &at : NULL, i + 1 == COUNT(worlds) ? -1 : i ? 2 * block : steps, &seen, &at);
         }
         check_cover(&seen, 0, "six worlds");
@@ -456,7 +458,8 @@ static void test_load_on_the_same_world_changes_nothing(void **state) {
             if (steps < ddp_sampler_length(&whole)) assert_int_equal(ddp_sampler_length(&resumed), ddp_sampler_length(&whole) - steps);
             for (;;) {
                 int64_t sample = ddp_sampler_next(&whole, &padding[0]);
-                if (steps > ddp_sampler_length(&whole)) break;             /* saved after its -1: the tail may be dealt */
+                /* Saved after its -1: the tail may be dealt. */
+                if (steps > ddp_sampler_length(&whole)) break;
                 if (sample < 0 && d.drop_last) break;
                 assert_int_equal(ddp_sampler_next(&resumed, &padding[1]), sample);
                 assert_int_equal(padding[1], padding[0]);
@@ -506,14 +509,16 @@ static void test_save_inside_a_batch_that_a_load_cut(void **state) {
     ddp_sampler_next(&s, NULL);
     assert_int_equal(ddp_sampler_save(&s, &again), DDP_ERR_INVALID);
     assert_string_equal(ddp_last_error(), "ddp_sampler_save: the epoch was loaded inside a global batch, of which 10 samples are still out; save after them");
-    for (int k = 1; k < 6; k++) ddp_sampler_next(&s, NULL);                /* three batches of 4: the 10 that were left, and 2 */
+    /* Three batches of 4: the 10 that were left, and 2. */
+    for (int k = 1; k < 6; k++) ddp_sampler_next(&s, NULL);
     assert_int_equal(ddp_sampler_save(&s, &again), DDP_OK);
     assert_int_equal(again.position, 34);
     assert_int_equal(again.block_offset, 0);
     ddp_sampler_free(&s);
 }
 
-/* The last batch is short: rank 0 has 3 samples of it, rank 1 none. A state that rank 0 saved after 2 of them leaves rank 1 none. */
+/* The last batch is short: rank 0 has 3 samples of it, rank 1 none. A state that rank 0 saved after 2 of them
+   leaves rank 1 none. */
 static void test_resume_in_a_short_batch(void **state) {
     ddp_sampler_desc d = DDP_ZERO;
     ddp_sampler s;
@@ -539,7 +544,7 @@ static void test_resume_in_a_short_batch(void **state) {
     ddp_sampler_free(&s);
 }
 
-/* A seek back from the end of an epoch: what is saved then is the place of the seek. */
+/* A seek back from the end of an epoch: the saved position is that of the seek. */
 static void test_save_after_a_seek_from_the_end(void **state) {
     ddp_sampler_desc d = DDP_ZERO;
     ddp_sampler s;
@@ -640,7 +645,8 @@ static void test_hashed_mixes(void **state) {
             }
         }
         assert_true(unevenness(pairs, 1024, 300 * 999.0) < 5);
-        assert_true(unevenness(steps, 256, 300 * 999.0) < 5 || n < 40000);   /* a step of 0 cannot be: shows in a small N */
+        /* A step of 0 cannot be: shows in a small N. */
+        assert_true(unevenness(steps, 256, 300 * 999.0) < 5 || n < 40000);
         assert_true(unevenness(epochs, 1024, 299 * 1000.0) < 5);
         ddp_sampler_free(&s);
     }
@@ -707,7 +713,7 @@ static void test_memory_is_one_window(void **state) {
 
     h.refuse = 1;
     d.shuffle = DDP_SHUFFLE_HASHED;
-    start(&s, &d);                                  /* asks for nothing */
+    start(&s, &d);                                  /* takes no sample */
     ddp_sampler_next(&s, NULL);
     ddp_sampler_free(&s);
     d.shuffle = DDP_SHUFFLE_TORCH;
@@ -721,7 +727,8 @@ static void test_memory_is_one_window(void **state) {
 
     h.refuse = 0;
     h.size_bytes = 0;
-    d.dataset_size = INT64_C(100000000);            /* the default window stays within 64 MB however large the dataset */
+    /* The default window stays within 64 MB however large the dataset. */
+    d.dataset_size = INT64_C(100000000);
     d.window = 0;
     start(&s, &d);
     assert_true(h.size_bytes < 64000000);

@@ -1,5 +1,6 @@
-/*  test_schedule.c - schedules as data: the lists of every kind against worked examples and closed formulas, the checker against an executor of its own, the
-    simulator against published bubble rates, CSV and pictures, lowering, and the cut of layers into stages against brute force. */
+/*  test_schedule.c - schedules as data: the lists of every kind against worked examples and closed formulas,
+    the checker against an independent executor, the simulator against published bubble rates, CSV and
+    pictures, lowering, and the division of layers into stages against brute force. */
 #undef DDP_PIPELINE_IMPLEMENTATION_INCLUDED /* it looks inside */
 #define DDP_PIPELINE_IMPLEMENTATION
 #include "ddp_pipeline.h"
@@ -90,7 +91,8 @@ static void worked_examples(void **state) {
     line_is(DDP_SCHEDULE_ZB_V, 2, 4, 2, 1, "1F0,2F0,1F1,2F1,2I0,2W0,1F2,1I0,1W0,2F2,2I1,2W1,1F3,1I1,1W1,2F3,2I2,2W2,1I2,2I3,1I3,1W2,2W3,1W3");
     line_is(DDP_SCHEDULE_INTERLEAVED_1F1B, 2, 4, 2, 0, "0F0,0F1,2F0,2F1,0F2,2B0,0F3,2B1,2F2,0B0,2F3,0B1,2B2,2B3,0B2,0B3");
     line_is(DDP_SCHEDULE_INTERLEAVED_1F1B, 2, 4, 2, 1, "1F0,1F1,3F0,3B0,3F1,3B1,1F2,1B0,1F3,1B1,3F2,3B2,3F3,3B3,1B2,1B3");
-    /* ZB-V with fewer micro-batches than fill the pipeline: the list of 2p - 1 without the others, as in PyTorch */
+    /* ZB-V with fewer micro-batches than fill the pipeline: the list of 2p - 1 without the others, as in
+       PyTorch */
     line_is(DDP_SCHEDULE_ZB_V, 2, 2, 2, 1, "1F0,2F0,1F1,2F1,2I0,2W0,1I0,1W0,2I1,2W1,1I1,1W1");
     line_is(DDP_SCHEDULE_ZB_V, 3, 2, 2, 2, "2F0,3F0,2F1,3F1,3I0,3W0,2I0,2W0,3I1,3W1,2I1,2W1");
     line_is(DDP_SCHEDULE_ZB_V, 4, 3, 2, 2, "2F0,2F1,2F2,5F0,5F1,5F2,5I0,5W0,5I1,5W1,2I0,2W0,5I2,5W2,2I1,2W1,2I2,2W2");
@@ -126,7 +128,8 @@ static void worked_examples(void **state) {
 static int is_legal(ddp_schedule_kind kind, int p, int m, int v) {
     switch (kind) {
     case DDP_SCHEDULE_NAIVE: case DDP_SCHEDULE_LOOPED_BFS: return 1;
-    case DDP_SCHEDULE_INTERLEAVED_1F1B: return m % (m < p ? 1 : m / p) == 0; /* PyTorch's rounds have one size */
+    /* PyTorch's rounds have one size. */
+    case DDP_SCHEDULE_INTERLEAVED_1F1B: return m % (m < p ? 1 : m / p) == 0;
     case DDP_SCHEDULE_INTERLEAVED_ZB_1P: return m % p == 0;
     case DDP_SCHEDULE_ZB_V: return v == 2;
     case DDP_SCHEDULE_DUALPIPE_V: return v == 2 && m >= 2 * p;
@@ -142,7 +145,8 @@ static void same_lists(const ddp_schedule *a, const ddp_schedule *b) {
     free(right);
 }
 
-/* CSV there and back, and everything lowering makes of a schedule, which takes as long as before unless I and W merge. */
+/* CSV there and back, and everything lowering makes of a schedule, which takes as long as before unless I and
+   W merge. */
 static void goes_round(ddp_schedule *s) {
     ddp_schedule *other, *again;
     ddp_schedule_report before = simulated(s, NULL, NULL), after;
@@ -196,7 +200,7 @@ static void grid(void **state) {
                     }
                     assert_null(s);
                     nearest = strstr(ddp_last_error(), "the nearest that works is ");
-                    if (!nearest) refused(result, "chunk_count="); /* says which kinds take more */
+                    if (!nearest) refused(result, "chunk_count="); /* names the kinds that allow more */
                     else ddp_schedule_destroy(made(kinds[k], p, atoi(nearest + 26), v));
                     illegal++;
                 }
@@ -273,7 +277,8 @@ static void published_rates(void **state) {
     }
 }
 
-/* Bubble and what is in flight, by the formulas; equal costs f, i, w that are powers of two and their like, so that sums are exact. */
+/* Bubble and actions in flight, by the formulas. Equal costs f, i, w are powers of two and the like, so that
+   sums are exact. */
 static void formulas(void **state) {
     static const double cost[][3] = {{1, 1, 1}, {4, 3, 2}, {2, 2, 1}};
     (void)state;
@@ -310,7 +315,8 @@ static void formulas(void **state) {
                             case DDP_SCHEDULE_ZB_H2: if (turn > 2) bubble = (p - 1) * (f + i - 2 * w); assert_int_equal(flight, 2 * p - 1); break;
                             case DDP_SCHEDULE_INTERLEAVED_ZB_1P: if (c == 0) bubble = (p - 1) * (f + i - w); assert_int_equal(flight, v * p); break;
                             case DDP_SCHEDULE_ZB_V: if (c == 0) bubble = 0; assert_true(flight <= 2 * p); break;
-                            case DDP_SCHEDULE_DUALPIPE_V: if (c == 0) bubble = (p - 1) * (f + i - w); break; /* with pairs as one: pairs_as_one */
+                            /* With pairs as one: pairs_as_one. */
+                            case DDP_SCHEDULE_DUALPIPE_V: if (c == 0) bubble = (p - 1) * (f + i - w); break;
                             default: break;
                             }
                             if (kinds[k] != DDP_SCHEDULE_PIPEDREAM && kinds[k] != DDP_SCHEDULE_PIPEDREAM_2BW) assert_int_equal(ranks[r].weight_versions, 1);
@@ -323,7 +329,8 @@ static void formulas(void **state) {
                 }
 }
 
-/* DualPipeV where a pair has a cost of its own: DeepSeek's (stages/2 - 1)(F&B + B - 3W) on the rank at the tip, which has the most pairs. */
+/* DualPipeV where a pair has a cost of its own: DeepSeek's (stages/2 - 1)(F&B + B - 3W) on the rank at the
+   tip, which has the most pairs. */
 static void pairs_as_one(void **state) {
     (void)state;
     for (int p = 2; p <= 6; p++)
@@ -352,7 +359,8 @@ static void spans(void **state) {
     }
 }
 
-/* What is in the costs: transfer between ranks alone, unequal stages, pairs that overlap, memory of either half. */
+/* All parts of the costs: transfers only between ranks, unequal stages, pairs that overlap, memory of either
+   half. */
 static void costs_count(void **state) {
     ddp_stage_cost costs[4] = {{1, 1, 1, 10, 0, 5, 2}, {2, 1, 1, 20, 0, 7, 3}, {1, 1, 1, 40, 0, 11, 4}, {1, 1, 1, 80, 0, 13, 6}};
     ddp_rank_report ranks[4];
@@ -377,7 +385,8 @@ static void costs_count(void **state) {
     assert_true(simulated(s, costs, NULL).makespan == 3 + 2 + 2 + 2 + 4);
     ddp_schedule_destroy(s);
 
-    ok(ddp_schedule_parse(&s, "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n")); /* without a cost of their own F1's output leaves before B0 begins */
+    /* Without a cost of their own F1's output leaves before B0 begins. */
+    ok(ddp_schedule_parse(&s, "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n"));
     memset(costs, 0, sizeof costs);
     for (int stage = 0; stage < 2; stage++) costs[stage].forward = costs[stage].input_grad = costs[stage].weight_grad = 1;
     assert_true(simulated(s, costs, ranks).makespan == 9 && ranks[0].busy == 6 && ranks[1].end == 7);
@@ -392,8 +401,9 @@ static void costs_count(void **state) {
     ddp_schedule_destroy(s);
 }
 
-/* Zero Bubble's own schedules, found by its authors' search: ours are as good to four decimals, within the same memory. A transformer keeps 34 + 5 a s / h bytes per
-   element from F to I and 32 from I to W. */
+/* Zero Bubble's own schedules, found by its authors' search: those of ddp are as good to four decimals,
+   within the same memory. A transformer stores 34 + 5 a s / h bytes per element from F to I and 32 from I to
+   W. */
 static void made_to_measure(void **state) {
     static const struct { int p, m; double f, i, w, transfer, left, rate[2]; } rows[] = {
         {8, 24, 18.522, 18.086, 9.337, 0.601, 32 / 87.333, {0.1585, 0.0433}}, {8, 32, 29.802, 29.428, 19.530, 0.577, 32 / 74.0, {0.1045, 0.0022}},
@@ -422,7 +432,8 @@ static void made_to_measure(void **state) {
     }
 }
 
-/* Unequal stages and random costs: never slower than the known kinds that fit into the same memory, never more memory than allowed. */
+/* Unequal stages and random costs: never slower than the known kinds that fit into the same memory, never
+   more memory than allowed. */
 static void made_to_any_measure(void **state) {
     (void)state;
     for (int round = 0; round < 150; round++) {
@@ -450,7 +461,7 @@ static void made_to_any_measure(void **state) {
     }
 }
 
-/* A larger memory limit never gives a slower schedule, whatever the two limits and the costs are. */
+/* A larger memory limit never gives a slower schedule, for any two limits and any costs. */
 static void more_memory_helps(void **state) {
     (void)state;
     for (int round = 0; round < 20; round++) {
@@ -488,7 +499,8 @@ static void more_memory_helps(void **state) {
     }
 }
 
-/* The span that AUTO works with is that of the simulator: it stops early only where nothing faster could follow. */
+/* The span that AUTO works with is that of the simulator: it stops early only where nothing faster could
+   follow. */
 static void auto_spans(void **state) {
     ddp_schedule_desc desc = DDP_ZERO;
     ddp_stage_cost costs[4];
@@ -514,8 +526,8 @@ static void auto_spans(void **state) {
 /* Seconds of CPU time, which other programs on the machine change little. */
 static double cpu_seconds(void) { return (double)clock() / CLOCKS_PER_SEC; }
 
-/* Large schedules. Times are compared with each other: lowering was 250 times as slow as the check when every rank looked
-   at all messages, and AUTO 60 times as slow as the simulation. */
+/* Large schedules. Times are compared with each other: lowering was 250 times as slow as the check when every
+   rank looked at all messages, and AUTO 60 times as slow as the simulation. */
 static void large(void **state) {
     ddp_schedule_desc desc = DDP_ZERO;
     ddp_schedule_report report = DDP_ZERO;
@@ -550,7 +562,8 @@ static void large(void **state) {
 
 enum { STAGES = 16, BATCHES = 16, RANKS = 6 };
 
-/* Carries a schedule out, one action of each rank in turn, with room for one message between two ranks. 1: it is complete and came to its end. */
+/* Carries a schedule out, one action of each rank in turn, with room for one message between two ranks. 1: it
+   is complete and came to its end. */
 typedef struct executor {
     const ddp_schedule *s;
     int position[RANKS], forward[STAGES][BATCHES], gradient[STAGES][BATCHES], weight[STAGES][BATCHES], there[2][STAGES][BATCHES], messages;
@@ -558,7 +571,7 @@ typedef struct executor {
     int full[RANKS][RANKS];
 } executor;
 
-/* Runs it, or only tells whether it could: 1 now, 0 not yet, -1 never. */
+/* Runs an action, or only checks whether it could run: 1 now, 0 not yet, -1 never. */
 static int execute(executor *e, int rank, const ddp_action *a, int run) {
     int last = ddp_schedule_stage_count(e->s) - 1, i = a->microbatch, back = a->kind == DDP_ACTION_SEND_B || a->kind == DDP_ACTION_RECV_B, from, to;
     if (a->kind == DDP_ACTION_IDLE) return 1;
@@ -654,7 +667,8 @@ static ddp_schedule *damaged(const ddp_schedule *s) {
             if (what < 2 && (k == i || k == j)) a = s->actions[i + j - k];             /* two change places */
             if (what == 2 && k == i) continue;                                          /* one is left out */
             if (what == 3 && k == j) ddp__schedule_push_action(to, s->actions[i]);      /* one comes twice */
-            if (what == 4 && k == i) a.microbatch = (a.microbatch + 1) % s->microbatch_count; /* one is for another micro-batch */
+            /* One is for another micro-batch. */
+            if (what == 4 && k == i) a.microbatch = (a.microbatch + 1) % s->microbatch_count;
             ddp__schedule_push_action(to, a);
         }
         ddp__schedule_end_rank(to);
@@ -697,7 +711,7 @@ static void checker_against_executor(void **state) {
     assert_true(right > 200 && wrong > 2000);
 }
 
-/* What is wrong is told by rank, position, action and why. */
+/* An error names rank, position, action and reason. */
 static void checker_says(void **state) {
     static const struct { const char *csv, *says; } cases[] = {
         {"0F0,0B0\n1B0,1F0", "rank 1 position 0 1B0: its forward 1F0 comes later on this rank, at position 1"},
@@ -819,7 +833,8 @@ static void csv(void **state) {
     refused(ddp_schedule_parse(NULL, "0F0"), "out or csv is NULL");
 }
 
-/* The list that PyTorch's tests have for two ranks of two stages each, I and W merged where they stand side by side, with its messages. */
+/* The list of PyTorch's tests for two ranks of two stages each, with successive I and W merged, and its
+   messages. */
 static void pytorch_lists(void **state) {
     static const char comms[] =
         "0F0,0SEND_F0,2RECV_F0,0F1,0SEND_F1,2RECV_F1,2F0,2SEND_F0,2F1,2SEND_F1,2RECV_B0,2B0,2SEND_B0,2RECV_B1,2B1,2SEND_B1,0RECV_B0,0B0,0RECV_B1,0B1\n"
@@ -905,9 +920,11 @@ static void pictures(void **state) {
     refused(ddp_schedule_write(s, DDP_SCHEDULE_CSV, small, NULL), "size_bytes is NULL");
     text = written(s, DDP_SCHEDULE_SVG);
     assert_int_equal(occurrences(text, "<title>"), 24 + 2); /* and two of the legend */
-    assert_int_equal(occurrences(text, "<text "), 3 + 1 + 24 + 2 * 2 + 4 + 1); /* 4 numbers of the axis, and its name */
+    /* 4 numbers of the axis, and its name. */
+    assert_int_equal(occurrences(text, "<text "), 3 + 1 + 24 + 2 * 2 + 4 + 1);
     assert_non_null(strstr(text, ">time; F, I and W take 1 each</text>"));
-    assert_non_null(strstr(text, "<text x=\"174.00\" y=\"140\" font-size=\"11\">5</text>")); /* 5 units of 22 px */
+    /* 5 units of 22 px. */
+    assert_non_null(strstr(text, "<text x=\"174.00\" y=\"140\" font-size=\"11\">5</text>"));
     assert_int_equal(occurrences(text, "stroke=\"#202020\""), 0); /* no pair overlaps */
     assert_non_null(strstr(text, "1F1B: 3 ranks, 3 stages, 4 micro-batches; bubble rate 0.3333, 3 in flight, makespan 18.000"));
     assert_string_equal(text + strlen(text) - 7, "</svg>\n");
@@ -918,7 +935,8 @@ static void pictures(void **state) {
     assert_int_equal(occurrences(text, "\"thread_name\""), 3);
     assert_non_null(strstr(text, "{\"name\":\"2B0\",\"cat\":\"backward\",\"ph\":\"X\",\"pid\":0,\"tid\":2,\"ts\":3000000.000,\"dur\":2000000.000,\"args\":{\"stage\":2,\"microbatch\":0}}"));
     free(text);
-    for (int i = 0; i < 24; i++) times[i].begin = 5 + i % 8, times[i].end = times[i].begin + 0.5; /* as it ran: all ranks at once */
+    /* As it ran: all ranks at once. */
+    for (int i = 0; i < 24; i++) times[i].begin = 5 + i % 8, times[i].end = times[i].begin + 0.5;
     ok(ddp_schedule_draw(s, DDP_SCHEDULE_TEXT, NULL, times, NULL, &size));
     text = (char *)malloc(size);
     ok(ddp_schedule_draw(s, DDP_SCHEDULE_TEXT, NULL, times, text, &size));
@@ -939,7 +957,8 @@ static void pictures(void **state) {
     free(text);
     times[3].end = 0;
     refused(ddp_schedule_draw(s, DDP_SCHEDULE_TEXT, NULL, times, NULL, &size), "times[3] is from 8 to 0");
-    for (int i = 0; i < 24; i++) times[i].begin = 5 + i % 8, times[i].end = times[i].begin + (i ? 0.5 : 1e-7); /* one of next to no time: columns stay few */
+    /* One of next to no time: columns stay few. */
+    for (int i = 0; i < 24; i++) times[i].begin = 5 + i % 8, times[i].end = times[i].begin + (i ? 0.5 : 1e-7);
     ok(ddp_schedule_draw(s, DDP_SCHEDULE_TEXT, NULL, times, NULL, &size));
     assert_true(size < 1500);
     times[0].end = times[0].begin; /* an action may take no time at all */
@@ -956,9 +975,10 @@ static void pictures(void **state) {
     assert_true(strstr(text, " width=\"") && atoi(strstr(text, " width=\"") + 8) > 64 + 8 * (int)strlen("interleaved-ZB-1P: 2 ranks, 4 stages, 2 micro-batches; bubble rate 0.0769, 4 in flight, makespan 13.000"));
     free(text);
     ddp_schedule_destroy(s);
-    s = made(DDP_SCHEDULE_DUALPIPE_V, 2, 4, 2); /* what overlaps has a row of its own, next to its rank's */
+    /* Overlapping actions have a row of their own, next to that of the rank. */
+    s = made(DDP_SCHEDULE_DUALPIPE_V, 2, 4, 2);
     text = written(s, DDP_SCHEDULE_TRACE);
-    assert_int_equal(occurrences(text, "\"thread_name\""), 2); /* one after the other: nothing to put beside */
+    assert_int_equal(occurrences(text, "\"thread_name\""), 2); /* sequential: no second row */
     free(text);
     for (int stage = 0; stage < 4; stage++) costs[stage].forward = costs[stage].input_grad = costs[stage].weight_grad = 1, costs[stage].overlapped = 2.5;
     text = drawn(s, DDP_SCHEDULE_TRACE, costs);
@@ -986,8 +1006,8 @@ static void pictures(void **state) {
     ddp_schedule_destroy(s);
 }
 
-/* Tags nest, and each has its end. No call here reads a string to its end: with strict_string_checks that takes
-   a time that grows with the square of the length. */
+/* Tags nest, and each has its end. No call here reads a string to its end: with strict_string_checks that
+   takes a time that grows with the square of the length. */
 static void well_formed(const char *text) {
     const char *open[8];
     int depth = 0;
@@ -1009,7 +1029,7 @@ static void well_formed(const char *text) {
     assert_int_equal(depth, 0);
 }
 
-/* Reads the number behind a character and moves on. */
+/* Reads the number after a character, and advances. */
 static int number_after(const char **at, char before) {
     int number = 0;
     assert_true(**at == before);
@@ -1104,7 +1124,7 @@ static void counted_free(void *memory, void *user) {
     free(memory);
 }
 
-/* Every allocation may fail: an error, and nothing stays behind. */
+/* Every allocation fails once: an error, and no leak. */
 static void out_of_memory(void **state) {
     (void)state;
     for (int k = 0; k < KINDS; k++) {
@@ -1132,7 +1152,7 @@ static void out_of_memory(void **state) {
 
 /* --- balancing --- */
 
-/* The smallest maximum over all cuts, by trying them; -1: there is no cut. */
+/* The smallest maximum over all divisions, by trying them; -1: no division exists. */
 static double brute(const double *cost, int layers, int stages, int stage, int from) {
     double best = -1, sum = 0;
     if (stage == stages) return from == layers ? 0 : -1;

@@ -1,4 +1,5 @@
-/* examples/sources.h: each kind of file opened and fetched from, and everything that can be wrong with one, named with the file. */
+/* examples/sources.h: each kind of file opened and fetched from, and every possible error of a file, with its
+   name. */
 #include "../support/folder.h"
 #include "../support/watchdog.h"
 
@@ -8,7 +9,7 @@
 
 //== files of a test ========================================================================================
 
-/* Gzips a file, and gives back the compressed bytes, of which a test keeps as many as it likes. */
+/* Gzips a file, and returns the compressed bytes; a test can truncate them. */
 static size_t gzipped(const char *name, unsigned char *out, size_t room) {
     char command[600];
     FILE *pipe;
@@ -84,7 +85,8 @@ static void test_idx_of_each_type(void **state) {
     }
 }
 
-/* Labels are single elements; images and labels come as two fields of one sample; a gzipped file is as the file. */
+/* Labels are single elements; images and labels come as two fields of one sample; a gzipped file is as the
+   file. */
 static void test_idx_gzipped_pair(void **state) {
     unsigned char images[16 + 5 * 4] = {0, 0, 8, 3, 0, 0, 0, 5, 0, 0, 0, 2, 0, 0, 0, 2}, labels[8 + 5] = {0, 0, 8, 1, 0, 0, 0, 5}, packed[256];
     unsigned char image[4], label;
@@ -135,7 +137,8 @@ static void test_idx_refused(void **state) {
 //== gzip ===================================================================================================
 
 static void test_gzip_refused(void **state) {
-    static unsigned char idx[8 + 200000] = {0, 0, 8, 1, 0, 3, 13, 64}, packed[400000]; /* 200000 bytes that do not pack: more than a pipe holds */
+    /* 200000 bytes that do not pack: more than a pipe holds. */
+    static unsigned char idx[8 + 200000] = {0, 0, 8, 1, 0, 3, 13, 64}, packed[400000];
     uint32_t random = 1;
     char *kept = strdup(getenv("PATH"));
     source s;
@@ -263,7 +266,8 @@ static const char *put_shard(const char *name, int magic, int version, int count
     return put(name, file, (size_t)(1024 + 2 * (count > 0 ? count : 0) + extra_bytes));
 }
 
-/* Three shards of 10, 9 and 23 tokens in windows of 4 + 1: 2, 2 and 5 of them, whatever order the folder gives its names in. */
+/* Three shards of 10, 9 and 23 tokens in windows of 4 + 1: 2, 2 and 5 windows, for any order of names in the
+   folder. */
 static void test_tokens(void **state) {
     static const int starts[9] = {0, 4, 60000, 60004, 200, 204, 208, 212, 216};
     char pattern[128];

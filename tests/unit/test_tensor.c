@@ -1,5 +1,6 @@
-/*  test_tensor.c - tensors of one rank: memory, views, boxes, casts, text, .npy files, placements. Boxes and transposes against loops over single
-    elements; every sentence for bad input; memory that runs out; and all of it again on a device whose memory the host cannot touch. */
+/*  test_tensor.c - tensors of one rank: memory, views, boxes, casts, text, .npy files, placements. Boxes and
+    transposes against loops over single elements; every message for bad input; exhausted memory; and all of
+    it again on a device whose memory the host cannot access. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
 #endif
@@ -58,7 +59,8 @@ static ddp_tensor tensor_of(void *data, ddp_dtype dtype, int ndim, int64_t a, in
 
 //== groups of one rank: on the CPU, on a device, with memory that runs out ==================================
 
-/* Device memory: addresses that the host may neither read nor write. What lies there is in another mapping, which only the device's functions know. */
+/* Device memory: addresses that the host can neither read nor write. The contents are in another mapping,
+   known only to the functions of the device. */
 enum { ARENA = 64 << 20 };
 static unsigned char *arena_real, *arena_seen;
 static size_t arena_used, arena_live;
@@ -188,7 +190,8 @@ static void create(void **state) {
     big[3] = INT64_MAX, big[4] = 3;
     REFUSED(ddp_tensor_create(NULL, &t, DDP_U8, 5, big), "(1, 1, 1, 9223372036854775807, 3) of u8 does not fit in memory");
     big[4] = 1;
-    REFUSED(ddp_tensor_create(NULL, &t, DDP_F64, 5, big), "does not fit in memory"); /* the elements are countable, the bytes are not */
+    /* The elements are countable, the bytes are not. */
+    REFUSED(ddp_tensor_create(NULL, &t, DDP_F64, 5, big), "does not fit in memory");
     big[3] = INT64_MAX / 8;
     REFUSED(ddp_tensor_create(NULL, &t, DDP_F64, 5, big), "does not fit in memory");
     assert_null(t.data);
@@ -258,7 +261,7 @@ static void copies(void **state) {
                     assert_true(out.dtype == type && out.ndim == 2 && out.shape[1] == 4 && out.data != in.data);
                     assert_memory_equal(real_of(out.data), want, 8 * ddp_dtype_size(type));
                     far_fill_zero(out.data, 8 * ddp_dtype_size(type));
-                    ok(ddp_tensor_copy(groups[g], &in, &out)); /* into what is there */
+                    ok(ddp_tensor_copy(groups[g], &in, &out)); /* into an existing tensor */
                     assert_memory_equal(real_of(out.data), want, 8 * ddp_dtype_size(type));
                 }
                 ddp_tensor_free(groups[g], &in);
@@ -389,7 +392,7 @@ static void transposes(void **state) {
     }
 }
 
-/* Entries of a tensor without elements may be of any size: where they would lie is not computed. */
+/* Entries of a tensor without elements can be of any size: their addresses are never computed. */
 static void vast_and_empty(void **state) {
     static const int order[3] = {0, 2, 1};
     static const int64_t offset[3] = {0, INT64_C(1) << 39, 1}, extent[3] = {0, 5, 6};
@@ -419,7 +422,8 @@ static void fills(void **state) {
                 unsigned char one[8];
                 if (d < DDP_I8) ddp_device_cpu()->cast(one, (ddp_dtype)d, &value, DDP_F64, 1);
                 else if (d == DDP_U64) { uint64_t n = (uint64_t)value; memcpy(one, &n, 8); }
-                else { int64_t n = (int64_t)value; memcpy(one, &n, 8); } /* little-endian: the low bytes come first */
+                /* little-endian: the low bytes come first. */
+                else { int64_t n = (int64_t)value; memcpy(one, &n, 8); }
                 ok(ddp_tensor_fill(groups[g], &t, value));
                 for (size_t i = 0; i < (size_t)ddp_tensor_count(&t); i++)
                     if (memcmp(real_of(t.data) + i * size, one, size) != 0) fail_msg("element %zu of %s", i, ddp_dtype_name(t.dtype));
@@ -427,7 +431,8 @@ static void fills(void **state) {
             if (d >= DDP_I8) {
                 double wrong[] = {0.5, (double)NAN, bounds[d - DDP_I8][0] * 2 - 1, bounds[d - DDP_I8][1] * 2, (double)INFINITY, 0};
                 if (d == DDP_I64) wrong[2] = -1e19;
-                wrong[5] = ldexp(1, (int)(8 * size) - (d != DDP_U8 && d != DDP_U64)); /* the first that is too large */
+                /* The first that is too large. */
+                wrong[5] = ldexp(1, (int)(8 * size) - (d != DDP_U8 && d != DDP_U64));
                 for (int i = 0; i < 6; i++) REFUSED(ddp_tensor_fill(groups[g], &t, wrong[i]), ddp_dtype_name(t.dtype));
             }
             ddp_tensor_free(groups[g], &t);
@@ -511,7 +516,7 @@ static void write_file(const void *data, size_t size) {
     fclose(file);
 }
 
-/* A file of that header in a given version, with so many bytes of values. */
+/* A file with this header, in a given version, with this many bytes of values. */
 static size_t npy_file(unsigned char out[4096], int version, const char *header, size_t values) {
     size_t length = strlen(header), at = version == 1 ? 10 : 12;
     memcpy(out, "\x93NUMPY", 6);
@@ -546,7 +551,7 @@ static void npy_there_and_back(void **state) {
                 assert_true(back.dtype == t.dtype && back.ndim == t.ndim);
                 assert_memory_equal(real_of(back.data), real_of(t.data), bytes);
                 if (bytes) real_of(back.data)[0] ^= 255;
-                ok(npy_load(groups[g], path, &back)); /* into what is there */
+                ok(npy_load(groups[g], path, &back)); /* into an existing tensor */
                 assert_memory_equal(real_of(back.data), real_of(t.data), bytes);
                 ddp_tensor_free(groups[g], &t);
                 ddp_tensor_free(groups[g], &back);
@@ -559,7 +564,8 @@ static void npy_as_others_write(void **state) {
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }\n", DDP_F32, 2, {3, 4}},
         {2, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }\n", DDP_F32, 2, {3, 4}},
         {3, "  {\"shape\":(2L,),\"fortran_order\":False,\"descr\":\"<i4\"}", DDP_I32, 1, {2, 0}},
-        {1, "{'descr': '|u1', 'fortran_order': True, 'shape': (1, 9)}   \n", DDP_U8, 2, {1, 9}}, /* both orders at once */
+        /* Both orders at once. */
+        {1, "{'descr': '|u1', 'fortran_order': True, 'shape': (1, 9)}   \n", DDP_U8, 2, {1, 9}},
         {1, "{'descr': '<f2', 'fortran_order': False, 'shape': ( ) , }", DDP_F16, 0, {0, 0}},
     };
     unsigned char file[4096];
@@ -687,7 +693,8 @@ static void npy_damaged(void **state) {
     }
 }
 
-/* A file gets its name after its bytes are on the disk. A save that fails leaves no other file in the folder. */
+/* A file gets its name after its bytes are on the disk. A save that fails leaves no other file in the
+   folder. */
 static void npy_is_whole_or_not_there(void **state) {
     char folder[64], inside[96];
     float data[4] = {1, 2, 3, 4};
@@ -728,7 +735,7 @@ static void placements(void **state) {
     assert_string_equal(first, "SHARD(3)");
     assert_string_equal(ddp_placement_name((ddp_placement)INT32_MIN), "no placement (-2147483648)");
     for (int w = 1; w <= 9; w++)
-        for (int64_t n = 0; n <= 20; n++) { /* pieces of ceil(n / w), one behind the other */
+        for (int64_t n = 0; n <= 20; n++) { /* successive pieces of ceil(n / w) */
             int64_t each = (n + w - 1) / w, next = 0;
             for (int r = 0; r < w; r++) {
                 shape[0] = n;
@@ -831,7 +838,7 @@ static void one_rank(void **state) { /* a group of one: everything is the same t
     }
 }
 
-static void layouts(void **state) { /* without axes, and what is wrong with one */
+static void layouts(void **state) { /* layouts without axes, and invalid ones */
     float data[12] = {0};
     ddp_tensor in = tensor_of(data, DDP_F32, 2, 3, 4, 0, 0), out = DDP_ZERO;
     ddp_tensor_layout a = DDP_ZERO, b;
@@ -922,7 +929,8 @@ static void without_memory(void **state) {
     unlink(path);
 }
 
-/* A device without kernels for layers, whose memory the host cannot read, or with those of another version. */
+/* A device without kernels for layers, whose memory the host cannot read, or with those of another
+   version. */
 static void kernels_of_a_device_are_checked(void **state) {
     static const char *const texts[2] = {
         "ddp_tp_create group=odd: device odd has no kernels for ddp_tensor.h; compile ddp_cuda.cuh where ddp_tensor.h is beside it",

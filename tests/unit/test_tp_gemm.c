@@ -1,6 +1,7 @@
-/*  test_tp_gemm.c - ddp_gemm_builtin against a plain triple loop: all transposes, sizes around every edge of the blocking, rows that lie apart, sizes of 0,
-    adding to c, both dtypes; that nothing outside of c is written; that an element's bits depend on its row of op(a) and column of op(b) alone; what is
-    refused. With DDP_USE_CBLAS the default of a context is held against the same loop.
+/*  test_tp_gemm.c - ddp_gemm_builtin against a plain triple loop: all transposes, sizes around every edge of
+    the blocking, rows with padding, sizes of 0, adding to c, both dtypes. Nothing outside of c is written.
+    The bits of an element depend only on its row of op(a) and column of op(b). Invalid arguments return
+    errors. With DDP_USE_CBLAS the default of a context is compared with the same loop.
 
     TP_GEMM_WIDE: the kernel for vectors of 64 bytes, on a CPU that has them. */
 #if defined(TP_GEMM_WIDE)
@@ -33,7 +34,8 @@ static double at(const ddp_gemm *g, const void *data, size_t index) {
     return g->dtype == DDP_F64 ? ((const double *)data)[index] : (double)((const float *)data)[index];
 }
 
-/* Whether the product of g is what a plain loop gives, and what lies between the rows of c, and behind it, is still there. */
+/* Compares the product of g with that of a plain loop, and checks that the bytes between and after the rows
+   of c are unchanged. */
 static void check(ddp_gemm g, ddp_gemm_fn multiply) {
     double eps = g.dtype == DDP_F64 ? 1e-14 : 1e-5;
     int64_t end = g.m ? (g.m - 1) * g.ldc + g.n : 0;
