@@ -41,7 +41,8 @@ CONTENTS      (search for the tags)
     >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-update  >>impl-optimizer
     >>impl-optimizer-step  >>impl-scaler  >>impl-crc  >>impl-json  >>impl-safetensors  >>impl-files
     >>impl-boxes  >>impl-save  >>impl-load  >>impl-sharding  >>impl-memory  >>impl-layout  >>impl-unshard
-    >>impl-shard-reduce  >>impl-step  >>impl-saver  >>impl-create  >>impl-wrap  >>impl-public
+    >>impl-shard-reduce  >>impl-reduce-order  >>impl-step  >>impl-saver  >>impl-create  >>impl-wrap
+    >>impl-public
 
 CONCEPTS
     Shard      A parameter of d rows (its first dimension) is cut into W pieces of c = ceil(d / W) rows. Rank
@@ -3341,7 +3342,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
     return result;
 }
 
-//== FSDP: structs ============================================================================ >>impl-sharding
+//== FSDP: structs =========================================================================== >>impl-sharding
 /* struct ddp_fsdp and its parts. A part is a struct with the state of one topic; its functions are in the
    section of that topic: allocator, unshard, reduce, clip, offload, saver.
 
@@ -3570,7 +3571,7 @@ struct ddp_fsdp {
 
 //== FSDP: memory and failures ================================================================ >>impl-memory
 /* Allocates memory by purpose and kind, for ddp_fsdp_get_memory, and frees it. Makes a failure of this rank a
-   failure of every group that waits for it. */
+   failure of every group that waits for it. Also events, copies and casts that several sections use. */
 
 static void ddp__size_at_least(size_t *size, size_t needed) {
     if (*size < needed) *size = needed;
@@ -3725,6 +3726,54 @@ static void *ddp__fsdp_state_alloc(size_t size_bytes, void *user) {
 }
 
 static void ddp__fsdp_state_free(void *memory, void *user) { ddp__fsdp_free((ddp_fsdp *)user, memory); }
+
+/* Records an event on a stream. event NULL: the device's calls are complete when they return. */
+static ddp_result ddp__fsdp_event_record(const ddp_fsdp *f, ddp_stream_kind stream, void *event) {
+    return event ? f->device->event_record(f->group, stream, event) : DDP_OK;
+}
+
+/* The host waits until the stream has reached the event. until 0: a failure of the group ends the wait.
+   Otherwise the time `until` ends it, and the group may have failed: its memory is about to be freed. */
+static ddp_result ddp__fsdp_event_wait(const ddp_fsdp *f, void *event, double until) {
+    const struct timespec nap = {0, 20000};
+    for (int done = !event; !done;) {
+        DDP_TRY(f->device->event_test(f->group, event, &done));
+        if (!done && until == 0) DDP_TRY(ddp_group_status(f->group));
+        if (!done && until > 0 && ddp_now() > until) return DDP_ERR_TIMEOUT;
+        if (!done) nanosleep(&nap, NULL);
+    }
+    return DDP_OK;
+}
+
+/* Copies between the device and pinned memory. Does not wait, if the device can do that. */
+static void ddp__fsdp_copy_async(const ddp_fsdp *f, void *dst, const void *src, size_t size_bytes) {
+    (f->device->copy_async ? f->device->copy_async : f->device->copy)(dst, src, size_bytes);
+}
+
+/* A cast in progress. Casts that are adjacent in memory on both sides are joined: few kernel launches for
+   many tensors. */
+typedef struct ddp__fsdp_cast_run {
+    unsigned char *dst;
+    const unsigned char *src;
+    ddp_dtype to, from;
+    size_t count;
+} ddp__fsdp_cast_run;
+
+static void ddp__cast_run_add(const ddp_device *d, ddp__fsdp_cast_run *run, unsigned char *dst, ddp_dtype to,
+                              const unsigned char *src, ddp_dtype from, size_t count) {
+    int joins = count && to == run->to && from == run->from
+                && dst == run->dst + run->count * ddp_dtype_size(to)
+                && src == run->src + run->count * ddp_dtype_size(from);
+    if (run->count && !joins) d->cast(run->dst, run->to, run->src, run->from, run->count);
+    const ddp__fsdp_cast_run next = {dst, src, to, from, 0};
+    if (!joins) *run = next;
+    run->count += count;
+}
+
+/* Casts the rest. */
+static void ddp__cast_run_end(const ddp_device *d, ddp__fsdp_cast_run *run) {
+    ddp__cast_run_add(d, run, NULL, DDP_F32, NULL, DDP_F32, 0);
+}
 
 //== sharding: layout ========================================================================== >>impl-layout
 /* Checks and describes each parameter: its rows per rank, dtypes, ties, and its places in the buffers. */
@@ -3890,17 +3939,26 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     }
 }
 
-//== sharding: unshard ======================================================================== >>impl-unshard
+//== FSDP: unshard ============================================================================ >>impl-unshard
+/* Fills the full parameters of a unit from the shards of all ranks: at once in ddp_fsdp_unshard, or as a task
+   of the communication stream in a prefetch. Owns the buffers of full parameters.
 
-/* Turns the shards of a unit into full parameters: at once in ddp_fsdp_unshard, overlapped with compute in a
-   prefetch. Owns the buffers of full parameters.
+   A parameter of 4 rows, 2 ranks:
 
-       unshard a    unshard b    reshard a        the first step records the order a, b, c
-       |            |            |                later ones prefetch along it:
-       unshard a, prefetch b .   unshard b, prefetch c .   reshard a frees its slot
+                      rank 0                                rank 1
+     sent_rows        |0 1|                                 |2 3|
+       |  peer memory: copy |0 1| from here, |2 3| from rank 1; the same on rank 1
+       |  collectives: pack |0 1| into send; all-gather; recv is |0 1|2 3|; copy from there
+     full_memory      |0 1 2 3|                             |0 1 2 3|
 
-   No rank writes shards between the barriers of two steps, so peer memory needs no further
-   synchronisation. */
+   quantize_gather: sent_rows are 8-bit values and scales, and the copy converts them. Strategies that keep
+   full parameters: sent_rows are a part of full_memory, and only the other ranks' rows are copied. No rank
+   writes shards between the barriers of two steps, so peer memory needs no further synchronisation.
+
+   Prefetch: the first step records the order of unshards. Later steps unshard ahead in that order:
+
+     call       unshard a                 unshard b                 reshard a
+     in flight  a, then b ahead           b is ready; c ahead       the buffer of a is free for others */
 
 /* This rank's rows in 8 bits: the largest magnitude of each block of 256, then the values in 127ths of it,
    rounded. */
@@ -3913,8 +3971,9 @@ static void ddp__quantize(const ddp__fsdp_shard *s) {
         float max = 0;
         ddp_device_cpu()->cast(x, DDP_F32, s->master_rows + from * ddp_dtype_size(s->master_dtype),
                                s->master_dtype, n);
-        for (size_t i = 0; i < n; i++) max = fabsf(x[i]) > max || x[i] != x[i] ? fabsf(x[i]) : max;
-        scale[from / DDP__QUANT_BLOCK] = max; /* NaN and infinities spread over their block */
+        for (size_t i = 0; i < n; i++)
+            if (fabsf(x[i]) > max || x[i] != x[i]) max = fabsf(x[i]);
+        scale[from / DDP__QUANT_BLOCK] = max; /* a NaN or an infinity spreads over its block */
         for (size_t i = 0; i < n; i++)
             q[from + i] = (int8_t)(max > 0 && max <= 3.402823466e38f ? lrintf(x[i] / max * 127.0f) : 0);
     }
@@ -3928,8 +3987,7 @@ static void ddp__dequantize(const ddp__fsdp_shard *s, unsigned char *out, const 
     for (size_t from = 0; from < count; from += DDP__QUANT_BLOCK) {
         size_t n = count - from < (size_t)DDP__QUANT_BLOCK ? count - from : (size_t)DDP__QUANT_BLOCK;
         float max = scale[from / DDP__QUANT_BLOCK], step = max / 127.0f;
-        /* the step has few bits there, or none */
-        if (max < 1e-30f)
+        if (max < 1e-30f) /* the step would be denormal */
             for (size_t i = 0; i < n; i++) x[i] = (float)((double)max * q[from + i] / 127);
         else
             for (size_t i = 0; i < n; i++) x[i] = step * (float)q[from + i];
@@ -3937,110 +3995,61 @@ static void ddp__dequantize(const ddp__fsdp_shard *s, unsigned char *out, const 
     }
 }
 
-/* Records an event on a stream. event NULL: the device's calls are complete when they return. */
-static ddp_result ddp__fsdp_event_record(const ddp_fsdp *f, ddp_stream_kind stream, void *event) {
-    return event ? f->device->event_record(f->group, stream, event) : DDP_OK;
-}
-
-/* The host waits until the stream has reached the event. until 0: a failure of the group ends the wait.
-   Otherwise the time `until` ends it, and the group may have failed: its memory is about to be freed. */
-static ddp_result ddp__fsdp_event_wait(const ddp_fsdp *f, void *event, double until) {
-    const struct timespec nap = {0, 20000};
-    for (int done = !event; !done;) {
-        DDP_TRY(f->device->event_test(f->group, event, &done));
-        if (!done && until == 0) DDP_TRY(ddp_group_status(f->group));
-        if (!done && until > 0 && ddp_now() > until) return DDP_ERR_TIMEOUT;
-        if (!done) nanosleep(&nap, NULL);
+/* Collectives: each rank sends a block with its rows of all parameters of the unit. */
+static ddp_result ddp__unshard_all_gather(const ddp_fsdp *f, const ddp__fsdp_unit *unit) {
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+        size_t bytes = ddp__shard_rows_bytes(s, s->own_rows, s->dtype);
+        if (s->shares_full_params) continue;
+        if (f->desc.quantize_gather) bytes = ddp__shard_sent_bytes(f, s);
+        f->device->copy(f->send + s->block_offset, s->source->sent_rows, bytes);
     }
-    return DDP_OK;
+    return ddp_all_gather(f->group, f->send, f->recv, unit->block_bytes, DDP_U8, NULL);
 }
 
-/* copy between the device and pinned memory, without waiting where the device can do that. */
-static void ddp__fsdp_copy_async(const ddp_fsdp *f, void *dst, const void *src, size_t size_bytes) {
-    (f->device->copy_async ? f->device->copy_async : f->device->copy)(dst, src, size_bytes);
+/* Where to read rank r's rows. full: the place of these rows in this rank's full parameters. */
+static const unsigned char *ddp__unshard_rows_of(const ddp_fsdp *f, const ddp__fsdp_shard *s, int r,
+                                                 const unsigned char *full) {
+    const unsigned char *own = s->source->sent_rows;
+    if (!f->peer_memory) return f->recv + (size_t)r * s->unit->block_bytes + s->block_offset;
+    if (f->keeps_full_params) return (unsigned char *)ddp_group_peer(f->group, full, r);
+    return r == f->rank ? own : (unsigned char *)ddp_group_peer(f->group, own, r);
 }
 
-/* OFFLOAD_HOST: sends elements of the master values to the device. One piece is filled while the other one
-   travels. */
-static ddp_result ddp__offload_upload(ddp_fsdp *f, const ddp__fsdp_shard *s, size_t from, size_t count) {
-    ddp__fsdp_offload_state *o = &f->offload;
-    for (size_t n, size = ddp_dtype_size(s->dtype); count; from += n, count -= n, o->upload_index ^= 1) {
-        unsigned char *piece = o->value_pieces + (size_t)o->upload_index * o->value_pieces_bytes / 2;
-        n = count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE;
-        DDP_TRY(ddp__fsdp_event_wait(f, o->uploaded[o->upload_index], 0));
-        ddp_device_cpu()->cast(piece, s->dtype, s->master_rows + from * ddp_dtype_size(s->master_dtype),
-                               s->master_dtype, n);
-        ddp__fsdp_copy_async(f, s->sent_rows + from * size, piece, n * size);
-        DDP_TRY(ddp__fsdp_event_record(f, DDP_STREAM_COMPUTE, o->uploaded[o->upload_index]));
-    }
-    return DDP_OK;
-}
-
-/* Joins casts that are adjacent in memory on both sides: few launches for many tensors. count 0 ends the last
-   one. */
-typedef struct ddp__fsdp_cast_run {
-    unsigned char *dst;
-    const unsigned char *src;
-    ddp_dtype to, from;
-    size_t count;
-} ddp__fsdp_cast_run;
-
-static void ddp__cast_run_add(const ddp_device *d, ddp__fsdp_cast_run *run, unsigned char *dst, ddp_dtype to,
-                              const unsigned char *src, ddp_dtype from, size_t count) {
-    int joins = count && to == run->to && from == run->from
-                && dst == run->dst + run->count * ddp_dtype_size(to)
-                && src == run->src + run->count * ddp_dtype_size(from);
-    if (run->count && !joins) d->cast(run->dst, run->to, run->src, run->from, run->count);
-    const ddp__fsdp_cast_run next = {dst, src, to, from, 0};
-    if (!joins) *run = next;
-    run->count += count;
-}
-
-/* Fills the full parameters of a unit, on this thread or as a task. Each rank's rows come from the rank's
-   memory, or from its block of an all-gather. */
+/* Fills the full parameters of a unit, on the caller's thread or as a task. */
 static ddp_result ddp__unshard_task(ddp_group *group, void *argument) {
-    ddp__fsdp_unit *unit = (ddp__fsdp_unit *)argument;
+    const ddp__fsdp_unit *unit = (const ddp__fsdp_unit *)argument;
     const ddp_fsdp *f = unit->fsdp;
-    for (ddp__fsdp_shard *s = unit->shards; s < unit->end && !f->peer_memory; s++) {
-        size_t bytes = f->desc.quantize_gather ? ddp__shard_sent_bytes(f, s)
-                                               : ddp__shard_rows_bytes(s, s->own_rows, s->dtype);
-        if (!s->shares_full_params) f->device->copy(f->send + s->block_offset, s->source->sent_rows, bytes);
-    }
-    if (!f->peer_memory) DDP_TRY(ddp_all_gather(group, f->send, f->recv, unit->block_bytes, DDP_U8, NULL));
-    for (ddp__fsdp_shard *s = unit->shards; s < unit->end; s++)
-        for (int r = 0; r < f->world_size && !s->shares_full_params; r++) {
-            size_t first = ddp__shard_first_row(s, r),
-                   count = (ddp__shard_first_row(s, r + 1) - first) * s->row_elements;
-            unsigned char *out = unit->full_memory + s->full_offset
-                                 + ddp__shard_rows_bytes(s, first, s->dtype);
-            const unsigned char *rows = s->source->sent_rows;
+    if (!f->peer_memory) DDP_TRY(ddp__unshard_all_gather(f, unit));
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+        if (s->shares_full_params) continue;
+        for (int r = 0; r < f->world_size; r++) {
+            size_t first = ddp__shard_first_row(s, r);
+            size_t count = (ddp__shard_first_row(s, r + 1) - first) * s->row_elements;
             if (!count || (r == f->rank && f->keeps_full_params)) continue;
-            if (!f->peer_memory)
-                rows = f->recv + (size_t)r * unit->block_bytes + s->block_offset;
-            else if (f->keeps_full_params)
-                rows = (unsigned char *)ddp_group_peer(group, out, r);
-            else if (r != f->rank)
-                rows = (unsigned char *)ddp_group_peer(group, rows, r);
+            unsigned char *full = unit->full_memory + s->full_offset
+                                  + ddp__shard_rows_bytes(s, first, s->dtype);
+            const unsigned char *rows = ddp__unshard_rows_of(f, s, r, full);
             if (f->desc.quantize_gather)
-                ddp__dequantize(s, out, rows, count);
+                ddp__dequantize(s, full, rows, count);
             else
-                f->device->copy(out, rows, count * ddp_dtype_size(s->dtype));
+                f->device->copy(full, rows, count * ddp_dtype_size(s->dtype));
         }
+    }
     return ddp_device_check(group);
 }
 
-/* Whether full parameters have memory of their own, without buffers. */
+/* Each unit has memory for its full parameters; otherwise units share buffers. */
 static int ddp__full_memory_is_per_unit(const ddp_fsdp *f) {
     return f->keeps_full_params || f->desc.no_reshard_after_forward;
 }
 
-static ddp__fsdp_buffer *ddp__buffer_acquire(ddp__fsdp_buffer *slot, unsigned char **pointer) {
-    slot->in_use = 1;
-    *pointer = slot->memory;
-    return slot;
+static ddp__fsdp_buffer *ddp__buffer_acquire(ddp__fsdp_buffer *buffer, unsigned char **pointer) {
+    buffer->in_use = 1;
+    *pointer = buffer->memory;
+    return buffer;
 }
 
-/* Makes buffers for the full parameters of `count` units. */
+/* Allocates buffers until there are `count` for full parameters. */
 static ddp_result ddp__full_buffers_alloc(ddp_fsdp *f, int count) {
     ddp__fsdp_unshard_state *u = &f->unshard;
     for (; u->buffer_count < count; u->buffer_count++)
@@ -4049,24 +4058,24 @@ static ddp_result ddp__full_buffers_alloc(ddp_fsdp *f, int count) {
     return DDP_OK;
 }
 
-/* Frees a slot for other units. NULL is ignored. *pointer, into the slot, becomes NULL. */
-static void ddp__buffer_release(ddp__fsdp_buffer **slot, unsigned char **pointer) {
-    if (!*slot) return;
-    (*slot)->in_use = 0;
-    (*slot)->reducing_unit = NULL;
-    *slot = NULL;
+/* Frees a buffer for other units. NULL is ignored. *pointer, into the buffer, becomes NULL. */
+static void ddp__buffer_release(ddp__fsdp_buffer **buffer, unsigned char **pointer) {
+    if (!*buffer) return;
+    (*buffer)->in_use = 0;
+    (*buffer)->reducing_unit = NULL;
+    *buffer = NULL;
     if (pointer) *pointer = NULL;
 }
 
-/* Frees the full parameters of the unit. Returns result, which may be the reason. */
+/* Frees the full parameters of the unit. Returns result, for a caller that failed. */
 static ddp_result ddp__full_params_release(ddp__fsdp_unit *unit, ddp_result result) {
     unit->unsharded = 0;
     ddp__buffer_release(&unit->full_buffer, &unit->full_memory);
     return result;
 }
 
-/* Gives a unit memory for its full parameters, which ddp__unshard_task fills next. Allocates a slot while the
-   first step finds out how many are needed. */
+/* Gives a unit memory for its full parameters, which ddp__unshard_task fills next. Allocates a buffer if none
+   is free: the first step finds out how many are needed. */
 static ddp_result ddp__full_params_acquire(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     const ddp__fsdp_unshard_state *u = &f->unshard;
     if (!ddp__full_memory_is_per_unit(f)) {
@@ -4089,28 +4098,27 @@ static ddp_result ddp__unit_reshard(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
     return ddp__full_params_release(unit, ddp__unshard_wait(f, unit));
 }
 
-/* Whether the recorded order needs the unit within the next `reach` unshards. The very next one always
-   counts. */
-static int ddp__unshard_is_soon(const ddp_fsdp *f, int unit, int reach) {
+/* Whether the recorded order has the unit among the next `ahead` unshards, of which there is at least one. */
+static int ddp__unshard_is_soon(const ddp_fsdp *f, int unit, int ahead) {
     const ddp__fsdp_unshard_state *u = &f->unshard;
-    for (int i = u->order_position;
-         (i == u->order_position || i < u->order_position + reach) && i < u->order_count; i++)
-        if (u->order_matches && u->order[i] == unit) return 1;
+    int end = u->order_position + (ahead > 1 ? ahead : 1);
+    for (int i = u->order_position; u->order_matches && i < end && i < u->order_count; i++)
+        if (u->order[i] == unit) return 1;
     return 0;
 }
 
-/* The number of units with full parameters at a time, if in_use of them are in use. */
+/* The number of units that have full parameters at a time, if in_use of them are in use. */
 static int ddp__full_buffers_needed(const ddp_fsdp *f, int in_use) {
-    size_t max = f->desc.max_gathered_bytes && f->unshard.buffer_bytes
-                     ? f->desc.max_gathered_bytes / f->unshard.buffer_bytes
-                     : SIZE_MAX;
-    int wanted = in_use + f->desc.prefetch;
-    if (wanted > f->unit_count) wanted = f->unit_count;
-    if ((size_t)wanted > max) wanted = (int)max;
-    return wanted > in_use ? wanted : in_use;
+    size_t max = SIZE_MAX;
+    if (f->desc.max_gathered_bytes && f->unshard.buffer_bytes)
+        max = f->desc.max_gathered_bytes / f->unshard.buffer_bytes;
+    int needed = in_use + f->desc.prefetch;
+    if (needed > f->unit_count) needed = f->unit_count;
+    if ((size_t)needed > max) needed = (int)max;
+    return needed > in_use ? needed : in_use;
 }
 
-/* Slots for prefetch, once the first step has shown how many units are in use at a time. */
+/* Allocates buffers for prefetch, once the first step has shown how many units are in use at a time. */
 static ddp_result ddp__full_buffers_for_prefetch(ddp_fsdp *f) {
     ddp__fsdp_unshard_state *u = &f->unshard;
     if (u->prefetch_buffers_ready || ddp__full_memory_is_per_unit(f) || u->order_position == 0) return DDP_OK;
@@ -4119,23 +4127,28 @@ static ddp_result ddp__full_buffers_for_prefetch(ddp_fsdp *f) {
     return DDP_OK;
 }
 
-/* Starts the units that come next in the recorded order, and reshards those that were started and are not
-   needed. */
+/* Bytes of full parameters that the unit takes when it is unsharded. */
+static size_t ddp__unsharded_bytes(const ddp_fsdp *f, const ddp__fsdp_unit *unit) {
+    return ddp__full_memory_is_per_unit(f) ? unit->full_bytes : f->unshard.buffer_bytes;
+}
+
+/* Starts to unshard the units that come next in the recorded order. First reshards units that an earlier
+   prefetch has started and the order does not need soon. */
 static ddp_result ddp__fsdp_prefetch(ddp_fsdp *f) {
-    ddp__fsdp_unshard_state *u = &f->unshard;
-    size_t bytes = 0; /* of full parameters; what an unshard takes: a slot, where units share them */
+    const ddp__fsdp_unshard_state *u = &f->unshard;
+    int prefetch = f->desc.prefetch, end = u->order_position + prefetch;
+    size_t bytes = 0;
     for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
         if (unit->unsharded && !unit->in_use && !ddp__full_memory_is_per_unit(f)
-            && !ddp__unshard_is_soon(f, unit->index, f->desc.prefetch))
+            && !ddp__unshard_is_soon(f, unit->index, prefetch))
             DDP_TRY(ddp__unit_reshard(f, unit));
-        if (unit->unsharded) bytes += ddp__full_memory_is_per_unit(f) ? unit->full_bytes : u->buffer_bytes;
+        if (unit->unsharded) bytes += ddp__unsharded_bytes(f, unit);
     }
-    for (int i = u->order_position;
-         u->order_matches && !f->no_grad && i < u->order_position + f->desc.prefetch && i < u->order_count;
-         i++) {
+    if (!u->order_matches || f->no_grad) return DDP_OK;
+    for (int i = u->order_position; i < end && i < u->order_count; i++) {
         ddp__fsdp_unit *unit = &f->units[u->order[i]];
         if (unit->unsharded) continue;
-        bytes += ddp__full_memory_is_per_unit(f) ? unit->full_bytes : u->buffer_bytes;
+        bytes += ddp__unsharded_bytes(f, unit);
         if (f->desc.max_gathered_bytes && !f->keeps_full_params && bytes > f->desc.max_gathered_bytes) break;
         DDP_TRY(ddp__full_params_acquire(f, unit));
         ddp_result result = ddp_group_enqueue(f->group, ddp__unshard_task, unit, &unit->unshard_work);
@@ -4144,25 +4157,25 @@ static ddp_result ddp__fsdp_prefetch(ddp_fsdp *f) {
     return DDP_OK;
 }
 
-/* Reshards what is not in use, where the unit would go beyond the limit, or beyond the memory of the first
-   step. */
+/* Before an unshard of `unit`: reshards units that are not in use until there is room for it, first those
+   that the order does not need soon. */
 static ddp_result ddp__reshard_idle_units(ddp_fsdp *f, const ddp__fsdp_unit *unit) {
-    int in_use = f->unshard.in_use_count + !unit->in_use, held = 1;
-    int room = ddp__full_buffers_needed(f, in_use > f->unshard.in_use_max ? in_use : f->unshard.in_use_max);
+    int in_use = f->unshard.in_use_count + !unit->in_use, unsharded = 1;
     if (ddp__full_memory_is_per_unit(f) || unit->unsharded) return DDP_OK;
-    for (const ddp__fsdp_unit *other = f->units; other < f->units_end; other++) held += other->unsharded;
-    for (int wanted = 0; wanted < 2; wanted++) /* first those that the order does not need soon */
-        for (ddp__fsdp_unit *other = f->units; other < f->units_end && held > room; other++) {
-            if (!other->unsharded || other->in_use
-                || ddp__unshard_is_soon(f, other->index, f->desc.prefetch + 1) > wanted)
-                continue;
+    int max = ddp__full_buffers_needed(f, in_use > f->unshard.in_use_max ? in_use : f->unshard.in_use_max);
+    for (const ddp__fsdp_unit *other = f->units; other < f->units_end; other++) unsharded += other->unsharded;
+    for (int soon = 0; soon < 2; soon++) {
+        for (ddp__fsdp_unit *other = f->units; other < f->units_end && unsharded > max; other++) {
+            if (!other->unsharded || other->in_use) continue;
+            if (!soon && ddp__unshard_is_soon(f, other->index, f->desc.prefetch + 1)) continue;
             DDP_TRY(ddp__unit_reshard(f, other));
-            held--;
+            unsharded--;
         }
+    }
     return DDP_OK;
 }
 
-/* Records an unshard in this step's order, and whether that is still the last step's. */
+/* Appends an unshard to this step's order, and compares it with the last step's. */
 static ddp_result ddp__unshard_order_record(ddp_fsdp *f, int unit) {
     ddp__fsdp_unshard_state *u = &f->unshard;
     int *larger, capacity = u->order_capacity ? 2 * u->order_capacity : 4 * f->unit_count;
@@ -4179,33 +4192,50 @@ static ddp_result ddp__unshard_order_record(ddp_fsdp *f, int unit) {
     return DDP_OK;
 }
 
-//== sharding: reduce ==================================================================== >>impl-shard-reduce
+//== FSDP: reduce ======================================================================== >>impl-shard-reduce
+/* Turns the full gradients of a unit into sums of this rank's rows. ddp_fsdp_reduce_grads starts it once per
+   micro-batch; >>impl-reduce-order decides when it runs. The step divides the sums, and the optimizer reads
+   them.
 
-/* Reduces the gradients of a unit over ranks to sums of this rank's rows. Sums have the master's dtype. The
-   addition over ranks uses reduce_dtype.
+   A parameter of 4 rows, 2 ranks; g and h are the gradients of rank 0 and rank 1:
 
-       full gradients --(cast)--> added over ranks --> own rows --(cast)--> level 0 --> pairs of micro-batches
-                                  peer memory, or reduce-scatter of blocks
+                               rank 0               rank 1
+     backward                  g0 g1 g2 g3          h0 h1 h2 h3         full, in the gradient's dtype
+       |  cast                                                          to reduce_dtype
+     sum over ranks            g0+h0 g1+h1          g2+h2 g3+h3         this rank's rows, in master_dtype
+       |  all-reduce                                                    over replicas that hold the same rows
+     sum over micro-batches    partial_sum[k]       partial_sum[k]      a binary counter
+       |  ddp_fsdp_step                                                 divide, optimizer, master_rows
 
-   If each rank has every row (NO_SHARD), full gradients are all-reduced in place instead. The replicas
-   of a shard then add their sums. 16-bit gradients are cast to f32 without memory for a whole unit where
-   possible:
+   FULL_SHARD and SHARD_GRAD go down this path for every micro-batch. SHARD_OPTIM and NO_SHARD add full
+   gradients over micro-batches first, and over ranks after the last one. Under NO_SHARD each rank has every
+   row: the sum over ranks is an all-reduce, and `replica_groups` includes the group itself.
 
-       peer memory     a tile of each rank's gradients at a time     cast by the rank that adds
-       blocks          into the block that is sent                   twice the bytes of the gradients travel
-       one rank, or NO_SHARD with one micro-batch                    into the sums; copies are added there
-       micro-batches added first (SHARD_OPTIM, NO_SHARD)             into `cast`, which all units share */
+   The sum over ranks, by transport:
+
+     peer memory   each rank reads its rows from every rank's gradients, and adds them
+                     rank 0:  g0 g1 (own)  +  h0 h1 (read from rank 1)
+     collectives   each rank packs its gradients in blocks by owner; then a reduce-scatter
+                     rank 0 sends  |g0 g1|g2 g3|    rank 1 sends  |h0 h1|h2 h3|
+
+   The cast to reduce_dtype needs as little memory as possible:
+
+     peer memory                     a tile of each rank's gradients at a time, by the rank that adds
+     collectives                     into the block that is sent
+     all rows on each rank           into the sums; replicas then add the sums
+     micro-batches are added first   into cast_grads (CAST_GRADS), which all units share */
 
 enum { DDP__REDUCE_TILE = 1024 }; /* elements of each rank */
 
-static unsigned char *ddp__shard_sum(const ddp__fsdp_shard *s, int level) {
+/* This rank's sum of gradients, or a partial sum over micro-batches. */
+static unsigned char *ddp__shard_sum(const ddp__fsdp_shard *s, int partial) {
+    const ddp__fsdp_grad_range *full = &s->range[DDP__FULL_GRADS];
     if (s->sum_in_full_grads)
-        return s->unit->grad_memory + s->range[DDP__FULL_GRADS].offset
-               + ddp__shard_rows_bytes(s, s->first_row, s->range[DDP__FULL_GRADS].dtype);
-    return s->unit->partial_sum[level] + s->range[DDP__SHARD_SUMS].offset;
+        return s->unit->grad_memory + full->offset + ddp__shard_rows_bytes(s, s->first_row, full->dtype);
+    return s->unit->partial_sum[partial] + s->range[DDP__SHARD_SUMS].offset;
 }
 
-/* Adds memory of one layout, or copies it where left is NULL. */
+/* Gradients of a unit in one layout: dst = left + right, or dst = right if left is NULL. */
 static void ddp__unit_add_grads(const ddp_fsdp *f, const ddp__fsdp_unit *unit, unsigned char *dst,
                                 const unsigned char *left, const unsigned char *right, int layout) {
     for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
@@ -4218,42 +4248,48 @@ static void ddp__unit_add_grads(const ddp_fsdp *f, const ddp__fsdp_unit *unit, u
     }
 }
 
-/* Sums of own rows from every rank's full gradients. */
+/* Peer memory: sums elements [first, first + count) of this rank's rows. grads: every rank's gradients of the
+   unit. The tiles of all ranks are followed by one for the result. */
+static void ddp__reduce_rows_from_peers(const ddp_fsdp *f, const ddp__fsdp_shard *s,
+                                        const unsigned char *const *grads, size_t first, size_t count) {
+    const ddp__fsdp_grad_range *p = &s->range[s->unit->reduce_layout];
+    size_t at = p->offset + ddp__shard_rows_bytes(s, s->first_row, p->dtype)
+                + first * ddp_dtype_size(p->dtype);
+    size_t tile_bytes = DDP__REDUCE_TILE * ddp_dtype_size(s->reduce_dtype);
+    unsigned char *sum = ddp__shard_sum(s, s->unit->partial_count) + first * ddp_dtype_size(s->master_dtype);
+    unsigned char *out = sum;
+    const void *sources[DDP_MAX_LOCAL_RANKS];
+    for (int r = 0; r < f->world_size; r++) {
+        unsigned char *tile = f->reduce.tile + (size_t)r * tile_bytes;
+        sources[r] = grads[r] + at;
+        if (p->dtype == s->reduce_dtype) continue;
+        f->device->cast(tile, s->reduce_dtype, sources[r], p->dtype, count);
+        sources[r] = tile;
+    }
+    if (s->reduce_dtype != s->master_dtype) out = f->reduce.tile + (size_t)f->world_size * tile_bytes;
+    ddp_reduce_tree(out, sources, f->world_size, count, s->reduce_dtype, DDP_OP_SUM, 1);
+    if (out != sum) f->device->cast(sum, s->master_dtype, out, s->reduce_dtype, count);
+}
+
+/* Peer memory: the sum over ranks. */
 static void ddp__reduce_from_peers(const ddp_fsdp *f, const ddp__fsdp_unit *unit,
                                    const unsigned char *const *grads) {
-    const void *sources[DDP_MAX_LOCAL_RANKS];
     for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
-        const ddp__fsdp_grad_range *p = &s->range[unit->reduce_layout];
-        size_t at = p->offset + ddp__shard_rows_bytes(s, s->first_row, p->dtype), n;
-        size_t reduce_size = ddp_dtype_size(s->reduce_dtype);
-        int casts = p->dtype != s->reduce_dtype || s->reduce_dtype != s->master_dtype;
-        for (size_t done = 0; done < s->own_count && s->trained; done += n) {
-            unsigned char *rows = ddp__shard_sum(s, unit->partial_count)
-                                  + done * ddp_dtype_size(s->master_dtype),
-                          *out = rows;
-            n = casts && s->own_count - done > (size_t)DDP__REDUCE_TILE ? (size_t)DDP__REDUCE_TILE
-                                                                        : s->own_count - done;
-            for (int r = 0; r < f->world_size; r++) {
-                unsigned char *tile = f->reduce.tile + (size_t)r * DDP__REDUCE_TILE * reduce_size;
-                sources[r] = grads[r] + at + done * ddp_dtype_size(p->dtype);
-                if (p->dtype == s->reduce_dtype) continue;
-                f->device->cast(tile, s->reduce_dtype, sources[r], p->dtype, n);
-                sources[r] = tile;
-            }
-            if (s->reduce_dtype != s->master_dtype)
-                out = f->reduce.tile + (size_t)f->world_size * DDP__REDUCE_TILE * reduce_size;
-            ddp_reduce_tree(out, sources, f->world_size, n, s->reduce_dtype, DDP_OP_SUM, 1);
-            if (out != rows) f->device->cast(rows, s->master_dtype, out, s->reduce_dtype, n);
-        }
+        int casts = s->range[unit->reduce_layout].dtype != s->reduce_dtype
+                    || s->reduce_dtype != s->master_dtype;
+        size_t max = casts ? (size_t)DDP__REDUCE_TILE : s->own_count;
+        for (size_t first = 0; first < s->own_count && s->trained; first += max)
+            ddp__reduce_rows_from_peers(f, s, grads, first,
+                                        s->own_count - first < max ? s->own_count - first : max);
     }
 }
 
-/* Packs this rank's gradients of rank r's rows. */
+/* Collectives: packs this rank's gradients of the rows that rank r owns. */
 static void ddp__reduce_pack_rows(const ddp_fsdp *f, const ddp__fsdp_shard *s, int r, unsigned char *out,
                                   const unsigned char *full) {
     const ddp__fsdp_grad_range *p = &s->range[s->unit->reduce_layout];
-    size_t first = ddp__shard_first_row(s, r),
-           count = (ddp__shard_first_row(s, r + 1) - first) * s->row_elements;
+    size_t first = ddp__shard_first_row(s, r);
+    size_t count = (ddp__shard_first_row(s, r + 1) - first) * s->row_elements;
     const unsigned char *rows = full + p->offset + ddp__shard_rows_bytes(s, first, p->dtype);
     if (!count) return;
     if (p->dtype == s->reduce_dtype)
@@ -4262,103 +4298,143 @@ static void ddp__reduce_pack_rows(const ddp_fsdp *f, const ddp__fsdp_shard *s, i
         f->device->cast(out, s->reduce_dtype, rows, p->dtype, count);
 }
 
-/* Sums of own rows by a reduce-scatter of blocks per dtype. */
+/* Collectives: the sum over ranks, a reduce-scatter for each dtype. The block of rank r is n elements:
+
+       send   |rank 0: rows of w, rows of b, ...|rank 1: rows of w, rows of b, ...|   zeros for padding
+       recv   |this rank: sums of w, sums of b, ...| */
 static ddp_result ddp__reduce_by_reduce_scatter(const ddp_fsdp *f, const ddp__fsdp_unit *unit,
                                                 const unsigned char *full) {
     size_t send_at = 0, recv_at = 0;
     for (int d = 0; d <= DDP_U64; d++) {
-        size_t n = unit->reduce_count[d], size = ddp_dtype_size((ddp_dtype)d);
+        ddp_dtype dtype = (ddp_dtype)d;
+        size_t n = unit->reduce_count[d], size = ddp_dtype_size(dtype);
         unsigned char *send = f->send + send_at, *recv = f->recv + recv_at;
         if (!n) continue;
         f->device->fill_zero(send, n * size * (size_t)f->world_size);
-        for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++)
-            for (int r = 0; r < f->world_size && s->trained && s->reduce_dtype == (ddp_dtype)d; r++)
+        for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+            if (!s->trained || s->reduce_dtype != dtype) continue;
+            for (int r = 0; r < f->world_size; r++)
                 ddp__reduce_pack_rows(f, s, r, send + ((size_t)r * n + s->reduce_offset) * size, full);
-        DDP_TRY(ddp_reduce_scatter(f->group, send, recv, n, (ddp_dtype)d, DDP_OP_SUM, NULL));
-        for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++)
-            if (s->trained && s->reduce_dtype == (ddp_dtype)d && s->own_count)
-                f->device->cast(ddp__shard_sum(s, unit->partial_count), s->master_dtype,
-                                recv + s->reduce_offset * size, s->reduce_dtype, s->own_count);
+        }
+        DDP_TRY(ddp_reduce_scatter(f->group, send, recv, n, dtype, DDP_OP_SUM, NULL));
+        for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+            if (!s->trained || s->reduce_dtype != dtype || !s->own_count) continue;
+            f->device->cast(ddp__shard_sum(s, unit->partial_count), s->master_dtype,
+                            recv + s->reduce_offset * size, dtype, s->own_count);
+        }
         send_at += ddp_round_up(n * size * (size_t)f->world_size, 64);
         recv_at += ddp_round_up(n * size, 64);
     }
     return DDP_OK;
 }
 
-/* Adds over one group, inside a task of f->group. On a device with streams a call of another group follows
-   the compute stream: it has to wait for what is on the communication stream, and that for the call. */
-static ddp_result ddp__all_reduce_in_task(const ddp_fsdp *f, ddp_group *copies, void *memory, size_t count,
+/* An all-reduce of another group inside a task of f->group. On a device with streams, the other group's calls
+   follow the compute stream. The compute stream therefore waits for the communication stream before the call,
+   and the communication stream for the compute stream after it. */
+static ddp_result ddp__all_reduce_in_task(const ddp_fsdp *f, ddp_group *replicas, void *memory, size_t count,
                                           ddp_dtype dtype) {
     const ddp_device *d = f->device;
-    void *event = copies != f->group ? f->reduce.event : NULL;
+    void *event = replicas != f->group ? f->reduce.event : NULL;
     if (event) DDP_TRY(d->event_record(f->group, DDP_STREAM_COMM, event));
     if (event) DDP_TRY(d->event_wait(f->group, DDP_STREAM_COMPUTE, event));
-    DDP_TRY(ddp_all_reduce(copies, memory, memory, count, dtype, DDP_OP_SUM, NULL));
+    DDP_TRY(ddp_all_reduce(replicas, memory, memory, count, dtype, DDP_OP_SUM, NULL));
     if (!event) return DDP_OK;
     DDP_TRY(d->event_record(f->group, DDP_STREAM_COMPUTE, event));
     DDP_TRY(d->event_wait(f->group, DDP_STREAM_COMM, event));
     return d->use_stream(f->group, DDP_STREAM_COMM);
 }
 
-/* Adds memory of a unit over the ranks that have copies of it: one call for adjacent shards of one dtype. */
+/* Adds gradients of a unit over the ranks that hold the same rows. One call covers [s, next): shards of one
+   dtype, which are adjacent in memory. */
 static ddp_result ddp__reduce_over_replicas(const ddp_fsdp *f, const ddp__fsdp_unit *unit,
                                             unsigned char *memory, int layout) {
-    ddp_dtype dtype = DDP_DTYPE_DEFAULT;
-    size_t begin = 0, end = 0;
-    for (const ddp__fsdp_shard *s = unit->shards; s <= unit->end; s++) {
-        const ddp__fsdp_grad_range *p = s < unit->end ? &s->range[layout] : NULL;
-        if (p && !s->trained) continue;
-        if (!p || p->dtype != dtype) {
-            for (int c = 0; c < f->replica_group_count && end > begin; c++)
-                DDP_TRY(ddp__all_reduce_in_task(f, f->replica_groups[c], memory + begin,
-                                                (end - begin) / ddp_dtype_size(dtype), dtype));
-            begin = p ? p->offset : 0;
-            dtype = p ? p->dtype : dtype;
+    const ddp__fsdp_shard *next;
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s = next) {
+        const ddp__fsdp_grad_range *first = &s->range[layout], *last = first;
+        next = s + 1;
+        if (!s->trained) continue;
+        for (; next < unit->end; next++) {
+            if (!next->trained) continue;
+            if (next->range[layout].dtype != first->dtype) break;
+            last = &next->range[layout];
         }
-        if (p) end = p->offset + p->count * ddp_dtype_size(dtype);
+        size_t count = (last->offset - first->offset) / ddp_dtype_size(first->dtype) + last->count;
+        for (int g = 0; g < f->replica_group_count && count; g++)
+            DDP_TRY(ddp__all_reduce_in_task(f, f->replica_groups[g], memory + first->offset, count,
+                                            first->dtype));
     }
     return DDP_OK;
 }
 
-/* A binary counter of micro-batches: sums of equal size are added, older + newer, and after the last
-   micro-batch all that are left. newest: those of the latest micro-batch. They are in level[depth]; or, where
-   they are full gradients, where backward has written them, and there the last sum stays. */
+/* Adds the newest micro-batch to the partial sums, like a binary counter: equal numbers of micro-batches are
+   added, older + newer. After the last micro-batch all partial sums are added.
+
+       micro-batch       1        2        3              4
+       partial_sum       [1]      [1+2]    [1+2] [3]      [(1+2) + (3+4)]
+
+   newest: sums of this rank's rows, in the next free partial sum; or full gradients, where backward has
+   written them. The total of full gradients replaces the newest. */
 static void ddp__accumulate_micro_batch(const ddp_fsdp *f, ddp__fsdp_unit *unit, unsigned char *newest,
                                         int layout) {
-    int last = unit->reduced_count == f->desc.micro_batch_count, stays = last && layout != DDP__SHARD_SUMS;
-    for (int n = unit->reduced_count - 1;
-         unit->partial_count > 0 && (last || f->desc.sequential_accumulation || (n & 1)); n >>= 1) {
-        unsigned char *left = unit->partial_sum[--unit->partial_count], *sum = stays ? newest : left;
-        ddp__unit_add_grads(f, unit, sum, left, newest, layout);
+    int older_count = unit->reduced_count - 1; /* micro-batches */
+    int last = unit->reduced_count == f->desc.micro_batch_count;
+    int replaces_newest = last && layout != DDP__SHARD_SUMS;
+    while (unit->partial_count > 0 && (last || f->desc.sequential_accumulation || (older_count & 1))) {
+        unsigned char *older = unit->partial_sum[--unit->partial_count];
+        unsigned char *sum = replaces_newest ? newest : older;
+        ddp__unit_add_grads(f, unit, sum, older, newest, layout);
         newest = sum;
+        older_count >>= 1;
     }
-    if (stays) return;
+    if (replaces_newest) return;
     if (newest != unit->partial_sum[unit->partial_count])
         ddp__unit_add_grads(f, unit, unit->partial_sum[unit->partial_count], NULL, newest, layout);
     unit->partial_count++;
 }
 
-/* Returns the gradients to add over ranks, in reduce_dtype if the layout is DDP__CAST_GRADS: those of each
-   micro-batch, or the sum of all in the place of the last ones. NULL: not yet. */
-static unsigned char *ddp__grads_to_reduce(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
-    unsigned char *full = unit->reducing_buffer ? unit->reducing_buffer->memory : unit->grad_memory;
-    if (unit->reduce_layout == DDP__CAST_GRADS) {
-        for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
-            const ddp__fsdp_grad_range *p = &s->range[DDP__FULL_GRADS];
-            unsigned char *cast = f->reduce.cast_grads + s->range[DDP__CAST_GRADS].offset;
-            if (!s->trained) continue;
-            if (s->uses_pipeline_sum)
-                f->device->copy(cast, s->user_param->param.sum.data, p->count * sizeof(float));
-            else
-                f->device->cast(cast, s->reduce_dtype, full + p->offset, p->dtype, p->count);
-        }
-        full = f->reduce.cast_grads;
+/* CAST_GRADS: casts the unit's gradients to reduce_dtype. full: as backward has written them. */
+static unsigned char *ddp__cast_full_grads(const ddp_fsdp *f, const ddp__fsdp_unit *unit,
+                                           const unsigned char *full) {
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+        const ddp__fsdp_grad_range *p = &s->range[DDP__FULL_GRADS];
+        unsigned char *cast = f->reduce.cast_grads + s->range[DDP__CAST_GRADS].offset;
+        if (!s->trained) continue;
+        if (s->uses_pipeline_sum)
+            f->device->copy(cast, s->user_param->param.sum.data, p->count * sizeof(float));
+        else
+            f->device->cast(cast, s->reduce_dtype, full + p->offset, p->dtype, p->count);
     }
-    if (!f->reduces_per_micro_batch) ddp__accumulate_micro_batch(f, unit, full, unit->reduce_layout);
-    return f->reduces_per_micro_batch || unit->reduced_count == f->desc.micro_batch_count ? full : NULL;
+    return f->reduce.cast_grads;
 }
 
-/* Adds copies and micro-batches of own rows, after the ranks. */
+/* Returns the full gradients to add over ranks: of this micro-batch, or of all, which replace those of the
+   last one. NULL: there are none yet. */
+static unsigned char *ddp__grads_to_reduce(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    unsigned char *full = unit->reducing_buffer ? unit->reducing_buffer->memory : unit->grad_memory;
+    if (unit->reduce_layout == DDP__CAST_GRADS) full = ddp__cast_full_grads(f, unit, full);
+    if (f->reduces_per_micro_batch) return full;
+    ddp__accumulate_micro_batch(f, unit, full, unit->reduce_layout);
+    return unit->reduced_count == f->desc.micro_batch_count ? full : NULL;
+}
+
+/* Each rank has all rows: the sum over ranks is an all-reduce. Casts gradients into the sums, before or after
+   it. */
+static ddp_result ddp__reduce_unsharded(const ddp_fsdp *f, const ddp__fsdp_unit *unit, unsigned char *full) {
+    int casts_first = unit->casts_grads && unit->reduce_layout == DDP__FULL_GRADS;
+    ddp__fsdp_cast_run run = DDP_ZERO;
+    if (!casts_first) DDP_TRY(ddp__reduce_over_replicas(f, unit, full, unit->reduce_layout));
+    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
+        const ddp__fsdp_grad_range *p = &s->range[unit->reduce_layout];
+        if (!s->trained || (s->sum_in_full_grads && unit->reduce_layout != DDP__CAST_GRADS)) continue;
+        ddp__cast_run_add(f->device, &run, ddp__shard_sum(s, unit->partial_count), s->master_dtype,
+                          full + p->offset, p->dtype, p->count);
+    }
+    ddp__cast_run_end(f->device, &run);
+    if (!casts_first) return DDP_OK;
+    return ddp__reduce_over_replicas(f, unit, unit->partial_sum[unit->partial_count], DDP__SHARD_SUMS);
+}
+
+/* The last part of the path, from the sum over ranks on. */
 static ddp_result ddp__reduce_after_ranks(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
     if (f->world_size > 1 && f->replica_group_count)
         DDP_TRY(ddp__reduce_over_replicas(f, unit, unit->partial_sum[unit->partial_count], DDP__SHARD_SUMS));
@@ -4367,35 +4443,36 @@ static ddp_result ddp__reduce_after_ranks(const ddp_fsdp *f, ddp__fsdp_unit *uni
     return ddp_device_check(f->group);
 }
 
-/* Reduces one micro-batch's gradients of a unit without peer memory. */
+/* The whole path of one micro-batch without peer memory. */
 static ddp_result ddp__reduce_by_collectives(const ddp_fsdp *f, ddp__fsdp_unit *unit) {
     unsigned char *full = ddp__grads_to_reduce(f, unit);
-    ddp__fsdp_cast_run run = DDP_ZERO;
     if (!full) return ddp_device_check(f->group);
-    int casts_first = f->world_size == 1 && unit->casts_grads && unit->reduce_layout == DDP__FULL_GRADS;
-    if (f->world_size > 1)
-        DDP_TRY(ddp__reduce_by_reduce_scatter(f, unit, full));
-    else if (!casts_first)
-        DDP_TRY(ddp__reduce_over_replicas(f, unit, full, unit->reduce_layout));
-    for (const ddp__fsdp_shard *s = unit->shards; s < unit->end && f->world_size == 1; s++) {
-        const ddp__fsdp_grad_range *p = &s->range[unit->reduce_layout];
-        if (s->trained && (!s->sum_in_full_grads || unit->reduce_layout == DDP__CAST_GRADS))
-            ddp__cast_run_add(f->device, &run, ddp__shard_sum(s, unit->partial_count), s->master_dtype,
-                              full + p->offset, p->dtype, p->count);
-    }
-    ddp__cast_run_add(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
-    if (casts_first)
-        DDP_TRY(ddp__reduce_over_replicas(f, unit, unit->partial_sum[unit->partial_count], DDP__SHARD_SUMS));
+    DDP_TRY(f->world_size > 1 ? ddp__reduce_by_reduce_scatter(f, unit, full)
+                              : ddp__reduce_unsharded(f, unit, full));
     return ddp__reduce_after_ranks(f, unit);
 }
 
-/* With peer memory, ranks number the reductions of a step as they issue them, and keep in step by words of
-   group memory: how many reductions a rank has issued, and for how many it has added its own rows (done).
-   After these counters: their units and buffers. At each call a rank adds the reductions that all ranks have
-   issued. It waits only when it has no memory for more gradients, or at the end of the step:
+//== FSDP: order of reductions ========================================================== >>impl-reduce-order
+/* Decides when a reduction runs, and which memory backward writes gradients to. Called by ddp_fsdp_unshard,
+   ddp_fsdp_reduce_grads and ddp_fsdp_step.
 
-       rank 0   issue 1 . issue 2 do 1 . . . issue 3 do 2 3 . .   gradients of 1 are free when all have done 1
+   Collectives, and replicas with any transport: reductions are tasks of the group's queue, in the order of
+   calls.
+
+   Peer memory without replicas: the caller's thread runs them, inside calls of this ddp_fsdp. Each rank
+   numbers the reductions that it issues. It publishes its progress in words of group memory:
+
+       PROGRESS_ISSUED      the last number that it has issued
+       PROGRESS_DONE        the last number for which it has summed its own rows
+       PROGRESS_UNITS + n   unit and buffer of number n, modulo ddp__reduce_window
+
+   At each call a rank runs the reductions that all ranks have issued. It waits only when it has no memory for
+   more gradients, or at the end of the step. The gradients of number 1 may be overwritten when all ranks have
+   done 1:
+
+       rank 0   issue 1 . issue 2 do 1 . . . issue 3 do 2 3 . .
        rank 1   . . issue 1 do 1 . . issue 2 do 2 issue 3 . do 3 */
+
 /* words; the first two on cache lines of their own */
 enum { DDP__PROGRESS_ISSUED = 0, DDP__PROGRESS_DONE = 8, DDP__PROGRESS_UNITS = 16 };
 
@@ -4414,21 +4491,27 @@ static ddp_result ddp__progress_wait(const ddp_fsdp *f, int word, uint64_t numbe
                : ddp_group_wait_signal(f->group, f->reduce.progress[f->rank] + word, number);
 }
 
-/* A rank that failed may have freed its gradients while this one read them. */
+/* Fails if a rank has failed: it may have freed its gradients while this rank read them. */
 static ddp_result ddp__check_peers_alive(const ddp_fsdp *f) {
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return ddp_group_cause(f->group) == DDP_OK ? DDP_OK : ddp_barrier(f->group);
 }
 
-/* Carries out the next reduction. Waits until all ranks have issued it. */
+/* The gradients of the unit's reduction that is next. buffer: of the rank that wrote them. Buffers are
+   allocated in the same order on every rank, so that this rank's address leads to the peer's. */
+static const unsigned char *ddp__issued_grads(const ddp_fsdp *f, const ddp__fsdp_unit *unit, size_t buffer) {
+    if (unit->reduce_layout == DDP__CAST_GRADS) return f->reduce.cast_grads;
+    return unit->reducing_buffer ? f->reduce.buffers[buffer].memory : unit->grad_memory;
+}
+
+/* Runs the next reduction. Waits until all ranks have issued it. */
 static ddp_result ddp__reduce_run_next(ddp_fsdp *f) {
     ddp__fsdp_reduce_state *reduce = &f->reduce;
     uint64_t number = reduce->done + 1, at = number % (uint64_t)ddp__reduce_window(f);
     const unsigned char *grads[DDP_MAX_LOCAL_RANKS];
     ddp__fsdp_unit *unit = reduce->issued_units[at];
     DDP_TRY(ddp__progress_wait(f, DDP__PROGRESS_ISSUED, number));
-    DDP_TRY(ddp__check_peers_alive(f)); /* a failure may have released this rank's slot */
-    /* ranks that resharded units at other times have other buffers free */
+    DDP_TRY(ddp__check_peers_alive(f)); /* a failure may have released this rank's buffer */
     for (int r = 0; r < f->world_size; r++) {
         uint64_t word = reduce->progress[r][DDP__PROGRESS_UNITS + at], other = (uint32_t)word;
         if (other != (uint64_t)unit->index) {
@@ -4438,9 +4521,8 @@ static ddp_result ddp__reduce_run_next(ddp_fsdp *f) {
                 "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
                 r, other < (uint64_t)f->unit_count ? f->units[other].name : "?", unit->name);
         }
-        const unsigned char *own = unit->reduce_layout == DDP__CAST_GRADS ? reduce->cast_grads
-                                   : unit->reducing_buffer                ? reduce->buffers[word >> 32].memory
-                                                                          : unit->grad_memory;
+        /* a rank that resharded units at other times uses another buffer */
+        const unsigned char *own = ddp__issued_grads(f, unit, (size_t)(word >> 32));
         grads[r] = (const unsigned char *)ddp_group_peer(f->group, own, r);
     }
     ddp__reduce_from_peers(f, unit, grads);
@@ -4458,22 +4540,23 @@ static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
                                                   : ddp__reduce_by_collectives(f, unit));
 }
 
-/* Carries out the reductions that all ranks have issued. Waits for those up to number least. */
-static ddp_result ddp__reduce_run_issued(ddp_fsdp *f, uint64_t least) {
+/* Peer memory: runs the reductions that all ranks have issued. Waits for those up to number min_number. */
+static ddp_result ddp__reduce_run_issued(ddp_fsdp *f, uint64_t min_number) {
     ddp__fsdp_reduce_state *reduce = &f->reduce;
     while (reduce->progress && !f->replica_group_count && reduce->done < reduce->issued
-           && (reduce->done < least || ddp__progress_reached(f, DDP__PROGRESS_ISSUED, reduce->done + 1)))
+           && (reduce->done < min_number || ddp__progress_reached(f, DDP__PROGRESS_ISSUED, reduce->done + 1)))
         DDP_TRY(ddp__reduce_run_next(f));
     return DDP_OK;
 }
 
-/* Waits for a unit's reduction. Its slot stays with it. */
+/* Waits for a unit's reduction. The unit keeps its gradient buffer. */
 static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     ddp_result result = ddp__reduce_run_issued(f, unit->last_issued);
     if (result == DDP_OK) result = ddp_wait(f->group, &unit->reduce_work);
     return result == DDP_OK ? DDP_OK : ddp__unit_failed(unit, result, "ddp_fsdp_reduce_grads");
 }
 
+/* Waits for a unit's reduction, and frees its gradient buffer. */
 static ddp_result ddp__reduce_wait_release(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     ddp_result result = ddp__reduce_wait(f, unit);
     ddp__buffer_release(&unit->reducing_buffer, NULL);
@@ -4487,7 +4570,7 @@ static ddp_result ddp__reduce_wait_all(ddp_fsdp *f) {
     return DDP_OK;
 }
 
-/* ddp_grad_sum.drain */
+/* ddp_grad_sum.drain: a pipeline is about to overwrite its sums. */
 static void ddp__reduce_drain(void *fsdp) { ddp__reduce_wait_all((ddp_fsdp *)fsdp); }
 
 /* Whether a pipeline hands over f32 sums of these gradients. */
@@ -4496,8 +4579,8 @@ static int ddp__accepts_pipeline_sum(const ddp__fsdp_shard *s) {
            && ddp_sum_dtype(s->range[DDP__FULL_GRADS].dtype) != s->range[DDP__FULL_GRADS].dtype;
 }
 
-/* Takes the f32 sums that a pipeline has handed over, if there are any: from now on the unit's gradients are
-   f32, in `cast`. Collective when the first unit gets sums. */
+/* Uses the f32 sums that a pipeline has handed over, if any: from now on the unit's gradients are f32, in
+   cast_grads. Collective when the first unit gets sums. */
 static ddp_result ddp__accept_pipeline_sums(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     int count = 0;
     for (ddp__fsdp_shard *s = unit->shards; s < unit->end; s++) {
@@ -4520,7 +4603,7 @@ static ddp_result ddp__accept_pipeline_sums(ddp_fsdp *f, ddp__fsdp_unit *unit) {
 static ddp_result ddp__reduce_issue(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     ddp__fsdp_reduce_state *reduce = &f->reduce;
     uint64_t window = (uint64_t)ddp__reduce_window(f), *own = reduce->progress[f->rank];
-    uint64_t slot = unit->reducing_buffer ? (uint64_t)(unit->reducing_buffer - reduce->buffers) : 0;
+    uint64_t buffer = unit->reducing_buffer ? (uint64_t)(unit->reducing_buffer - reduce->buffers) : 0;
     if (unit->reduce_layout == DDP__CAST_GRADS && reduce->cast_issued) { /* all units share this memory */
         DDP_TRY(ddp__reduce_wait(f, reduce->issued_units[reduce->cast_issued % window]));
         DDP_TRY(ddp__progress_wait(f, DDP__PROGRESS_DONE, reduce->cast_issued));
@@ -4530,42 +4613,42 @@ static ddp_result ddp__reduce_issue(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     if (unit->reduce_layout == DDP__CAST_GRADS) reduce->cast_issued = unit->last_issued;
     if (unit->reducing_buffer) unit->reducing_buffer->last_issued = unit->last_issued;
     reduce->issued_units[unit->last_issued % window] = unit;
-    own[DDP__PROGRESS_UNITS + unit->last_issued % window] = (uint64_t)unit->index | slot << 32;
+    own[DDP__PROGRESS_UNITS + unit->last_issued % window] = (uint64_t)unit->index | buffer << 32;
     ddp_group_signal(f->group, own + DDP__PROGRESS_ISSUED, unit->last_issued);
     if (!f->replica_group_count) return ddp__reduce_run_issued(f, 0);
     /* collectives of two groups need one order */
     return ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reduce_work);
 }
 
-/* Memory for a unit's full gradients. Backward may run while earlier micro-batches are reduced: at most
-   prefetch units, then the oldest is waited for. The choice depends on the order of calls only, since group
-   memory is collective. */
+/* Gives a unit memory for its full gradients: the free buffer that was used least recently. If there is none,
+   and more than `prefetch` reductions are in flight, it waits for the oldest one. Otherwise it allocates
+   group memory. That is collective, so the choice depends only on the order of calls. */
 static ddp_result ddp__grad_buffer_acquire(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     ddp__fsdp_reduce_state *reduce = &f->reduce;
-    ddp__fsdp_buffer *slot = NULL, *oldest = NULL;
+    ddp__fsdp_buffer *buffer = NULL, *oldest = NULL;
     int in_flight = 0;
-    for (ddp__fsdp_buffer *s = reduce->buffers; s < reduce->buffers + reduce->buffer_count; s++) {
-        if (!s->in_use && (!slot || s->last_use < slot->last_use)) slot = s;
-        if (s->reducing_unit && (!oldest || s->last_use < oldest->last_use)) oldest = s;
-        in_flight += s->reducing_unit != NULL;
+    for (ddp__fsdp_buffer *b = reduce->buffers; b < reduce->buffers + reduce->buffer_count; b++) {
+        if (!b->in_use && (!buffer || b->last_use < buffer->last_use)) buffer = b;
+        if (b->reducing_unit && (!oldest || b->last_use < oldest->last_use)) oldest = b;
+        in_flight += b->reducing_unit != NULL;
     }
-    if (!slot && in_flight > f->desc.prefetch) {
+    if (!buffer && in_flight > f->desc.prefetch) {
         DDP_TRY(ddp__reduce_wait_release(f, oldest->reducing_unit));
-        slot = oldest;
+        buffer = oldest;
     }
-    if (!slot) {
-        slot = reduce->buffers + reduce->buffer_count;
+    if (!buffer) {
+        buffer = reduce->buffers + reduce->buffer_count;
         DDP_TRY(
-            ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_GROUP, reduce->buffer_bytes, &slot->memory));
+            ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, DDP__MEMORY_GROUP, reduce->buffer_bytes, &buffer->memory));
         reduce->buffer_count++;
     }
-    slot->last_use = ++reduce->buffer_uses;
-    if (reduce->progress) DDP_TRY(ddp__progress_wait(f, DDP__PROGRESS_DONE, slot->last_issued));
-    unit->grad_buffer = ddp__buffer_acquire(slot, &unit->grad_memory);
+    buffer->last_use = ++reduce->buffer_uses;
+    if (reduce->progress) DDP_TRY(ddp__progress_wait(f, DDP__PROGRESS_DONE, buffer->last_issued));
+    unit->grad_buffer = ddp__buffer_acquire(buffer, &unit->grad_memory);
     return DDP_OK;
 }
 
-/* Gradient memory for a backward of the unit. Under NO_SHARD and SHARD_OPTIM it is always the same. */
+/* Gives a unit gradient memory for a backward. Under NO_SHARD and SHARD_OPTIM it is always the same. */
 static ddp_result ddp__grads_attach(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     DDP_TRY(ddp__reduce_run_issued(f, 0));
     if (!unit->trained_count || unit->grads_attached || f->no_grad
@@ -4722,6 +4805,22 @@ static ddp_result ddp__fsdp_agree_calls(ddp_fsdp *f, const char *call, ddp_resul
                        (int)strcspn(differ, ";"), differ);
 }
 
+/* OFFLOAD_HOST: copies elements of the master values to the device's sent_rows, through two pinned pieces.
+   One is filled while the other one is in flight. */
+static ddp_result ddp__offload_upload(ddp_fsdp *f, const ddp__fsdp_shard *s, size_t from, size_t count) {
+    ddp__fsdp_offload_state *o = &f->offload;
+    for (size_t n, size = ddp_dtype_size(s->dtype); count; from += n, count -= n, o->upload_index ^= 1) {
+        unsigned char *piece = o->value_pieces + (size_t)o->upload_index * o->value_pieces_bytes / 2;
+        n = count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE;
+        DDP_TRY(ddp__fsdp_event_wait(f, o->uploaded[o->upload_index], 0));
+        ddp_device_cpu()->cast(piece, s->dtype, s->master_rows + from * ddp_dtype_size(s->master_dtype),
+                               s->master_dtype, n);
+        ddp__fsdp_copy_async(f, s->sent_rows + from * size, piece, n * size);
+        DDP_TRY(ddp__fsdp_event_record(f, DDP_STREAM_COMPUTE, o->uploaded[o->upload_index]));
+    }
+    return DDP_OK;
+}
+
 /* Publishes changed master values: updates this rank's rows, which peers read after ddp__shards_barrier, and
    reshards all units. uploaded: the device has the values already. */
 static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
@@ -4737,7 +4836,7 @@ static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int uploaded) {
             ddp__cast_run_add(f->device, &run, s->sent_rows, s->dtype, s->master_rows, s->master_dtype,
                               s->own_count);
     }
-    ddp__cast_run_add(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
+    ddp__cast_run_end(f->device, &run);
     for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) {
         DDP_TRY(ddp__unit_reshard(f, unit));
         if (f->world_size == 1 && f->keeps_full_params) unit->unsharded = 1;
