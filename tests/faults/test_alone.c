@@ -1,11 +1,12 @@
-/*  test_alone.c - one rank fails inside a call that all ranks make: all of them return, at once and with its cause.
+/*  test_alone.c - one rank fails inside a call that all ranks make: all of them return, at once and with its
+    cause.
 
     test_alone [processes|threads|tcp|tcp_threads|mpi ...]
 
-    ddp_group_split, ddp_mesh_create and ddp_reducer_create, with each of rank 1's allocations failing in turn.
-    A mesh with each field of its desc wrong. A batch of messages and an asynchronous collective for which rank
-    1 has no memory. Once, the other ranks waited for the timeout. After ddp_reducer_create they got
-    DDP_ERR_POISONED and no cause. */
+    ddp_group_split, ddp_mesh_create and ddp_reducer_create, with each of rank 1's allocations failing in
+    turn. A mesh with each field of its desc wrong. A batch of messages and an asynchronous collective for
+    which rank 1 has no memory. In earlier versions the other ranks waited for the timeout. After
+    ddp_reducer_create they returned DDP_ERR_POISONED without a cause. */
 #include "../../ddp.h"
 #include "../support/fail_alloc.h"
 #include "../support/inner.h"
@@ -201,7 +202,7 @@ int main(int argc, char **argv) {
         int fails = what >= MESSAGES;
         if (what == MESSAGES && strstr(ranks_mode_name(mode), "tcp")) continue; /* tcp has no messages */
         if (fails && strstr(ranks_mode_name(mode), "mpi"))
-            continue; /* a program whose world over MPI failed ends abnormally for mpirun */
+            continue; /* for mpirun, a program with a failed MPI world ends abnormally */
         ddp_result result = ranks_run(mode, 3, TIMEOUT_MS, run, &p);
         int good = result == (fails ? DDP_ERR_NO_MEMORY : DDP_OK);
         printf("%-28s %s\n", names[what], good ? "ok" : ddp_last_error());

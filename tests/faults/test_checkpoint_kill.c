@@ -1,10 +1,13 @@
-/*  test_checkpoint_kill.c - a process that saves is killed by signal 9: what can be loaded afterwards always is one whole version.
+/*  test_checkpoint_kill.c - a saving process is killed by signal 9: afterwards, exactly one whole version can
+    be loaded.
 
-    moments     killed before each call that changes something on disk, one after the other: with and without a file system that swaps names, keeping one
-                checkpoint or two. The versions before and after the save are the only ones that may be found.
-    trained     the same through ddp_fsdp_save: in place, and by the threads of two ranks while they train on. Values and momentum are those of one step.
-    random      two ranks save one version after the other without pause, and are killed at 50 random points: by themselves at some call, or from outside
-                at some time. */
+    moments     killed before each call that changes something on disk, one after the other: with and without
+                a file system that swaps names, keeping one checkpoint or two. Only the versions before and
+                after the save are valid.
+    trained     the same through ddp_fsdp_save: blocking, and on the threads of two ranks while they train.
+                Values and momentum are those of one step.
+    random      two ranks save one version after the other without pause, and are killed at 50 random points:
+                by themselves at some call, or from outside at some time. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
 #endif
@@ -110,7 +113,7 @@ static ddp_group *alone(void) {
     return group;
 }
 
-/* The version that is found now; 0 and a failure when there is none, or a mixture. */
+/* The version on disk; 0 and a failure if it is missing or a mixture. */
 static int load_version(ddp_group *group, const char *path) {
     ckpt_rank k;
     ddp_result result;
@@ -162,9 +165,10 @@ static void test_moments(ddp_group *group, int exchange, int keep) {
 }
 
 enum { PARAMS = 2, ELEMENTS = 35 };
-enum { TIMEOUT_MS = 600000 }; /* a disk may take long; nobody is to be waited for in vain */
+enum { TIMEOUT_MS = 600000 }; /* a disk can be slow; no rank should reach the timeout */
 
-/* SGD with momentum on gradients that never change: a version is how many steps there were. Each sum rounds once, whoever computes it. */
+/* SGD with momentum on constant gradients: a version is the number of steps. Each sum rounds once, on
+   whatever rank. */
 typedef struct trained { ddp_fsdp_param params[PARAMS]; ddp_fsdp_unit_desc unit; ddp_fsdp *fsdp; ddp_fsdp_state state; } trained;
 
 static int elements(int param) { return param ? 3 : ELEMENTS; }

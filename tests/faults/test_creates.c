@@ -1,15 +1,15 @@
-/*  test_creates.c - every collective that creates, splits, saves, loads or plans succeeds on all ranks or fails on
-    all with the same cause, at once.
+/*  test_creates.c - every collective that creates, splits, saves, loads or plans succeeds on all ranks or
+    fails on all with the same cause, at once.
 
     test_creates [processes|threads|tcp|tcp_threads|mpi ...] [part of a name]
 
     Three ranks. For each call of the list below:
       memory   each allocation of rank 1 fails in turn, until none does
-      fields   rank 1 passes one wrong argument or field at a time. (A group or an object pointer that is NULL is
-               not among them: nothing can be sent along the former, and the latter is no field of a desc.)
-    Afterwards all ranks have one result. A failure has the text of rank 1, or of a mismatch; nothing was created,
-    and the group works on. Each call prints the longest time until a rank returned, which is a few milliseconds; the
-    timeout of the groups is a minute, so a rank that waits for it fails the test. */
+      fields   rank 1 passes one wrong argument or field at a time. (A group or an object pointer that is NULL
+               is not among them: nothing can be sent along the former, and the latter is no field of a desc.)
+    Afterwards all ranks have one result. A failure has the text of rank 1, or of a mismatch; nothing was
+    created, and the group works on. Each call prints the longest time until a rank returned, which is a few
+    milliseconds; the timeout of the groups is a minute, so a rank that waits for it fails the test. */
 #include "../../ddp_fsdp.h"
 #include "../../ddp_pipeline.h"
 #include "../../ddp_tensor.h"
@@ -41,13 +41,15 @@ typedef struct bench {
     ddp_pipeline_stage stages[3];
 } bench;
 
-/* One call. make returns its result and sets *made; check: it returned an object exactly when it succeeded. */
+/* One call. make returns its result and sets *made; check: it returned an object exactly when it
+   succeeded. */
 typedef struct create {
     const char *name; /* of the public call */
     ddp_result (*make)(bench *b, void **made);
     void (*destroy)(bench *b, void *made);
-    int fields; /* how many wrong arguments make knows */
-    int messages; /* it sends messages, which the tcp backend does not have. A message without memory fails the group */
+    int fields; /* number of wrong arguments that make has */
+    /* It sends messages, which the tcp backend does not have. A message without memory fails the group. */
+    int messages;
 } create;
 
 static ddp_tensor tensor_of(void *data, int ndim, int64_t rows, int64_t columns) {
@@ -450,7 +452,7 @@ static struct progress {
     int next; /* the group has failed, as it may; the allocation with which the next launch begins */
 } *progress;
 
-/* Counts a difference, on rank 0, and goes on: one run shows all. */
+/* Counts a difference, on rank 0, and continues: one run shows all. */
 static void problem(ddp_group *world, const char *format, ...) __attribute__((format(printf, 2, 3)));
 static void problem(ddp_group *world, const char *format, ...) {
     va_list args;
@@ -463,7 +465,7 @@ static void problem(ddp_group *world, const char *format, ...) {
     printf("\n");
 }
 
-/* What is wrong with the outcome of rank r, beside that of the odd rank; NULL = nothing. */
+/* The error in the outcome of rank r, compared with that of the odd rank; NULL = none. */
 static const char *wrong_with(const create *c, const outcome *o, const outcome *odd) {
     if (o->seconds >= SECONDS) return "it took too long";
     if (o->result != odd->result) return "another result";
@@ -521,7 +523,8 @@ static ddp_result compare(bench *b, const create *c, const char *what, int n, in
     return DDP_OK;
 }
 
-/* The objects that the calls work on, without faults. They are new for each call, which may have changed them. */
+/* The objects that the calls work on, without faults. They are new for each call, which may have changed
+   them. */
 static void fill(bench *b) {
     static const char *const names[] = {"first", "second", "third"};
     memset(b->params, 0, sizeof b->params);

@@ -1,4 +1,5 @@
-/*  test_destroyed_group.c - a rank that destroys a group is lost to the others: DDP_ERR_PEER_LOST names it, without a timeout.
+/*  test_destroyed_group.c - a rank that destroys a group is lost to the others: DDP_ERR_PEER_LOST names it,
+    without a timeout.
 
     test_destroyed_group [processes|threads] */
 #include "../../ddp.h"

@@ -1,4 +1,5 @@
-/*  test_env.c - processes that were not forked from one ddp_launch find each other by their environment, or say why not. */
+/*  test_env.c - processes that were not forked from one ddp_launch find each other by environment variables,
+   or report why not. */
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
@@ -7,7 +8,8 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
-/* One launcher's way of saying who is who; %r %w %t stand for rank, world size and a tag that differs between jobs. */
+/* The rank variables of one launcher; %r %w %t are replaced by rank, world size and a tag that differs
+   between jobs. */
 typedef struct family { const char *name; const char *variables[8]; } family;
 
 static const family families[] = {
@@ -45,7 +47,7 @@ static void set_variable(const char *variable, int rank, int world_size, int tag
 
 typedef ddp_result (*body)(ddp_group *world, void *user);
 
-/* A process of its own with these variables; slot is where it leaves what it saw. */
+/* A process with these variables; slot: the place of its results. */
 static pid_t spawn_variables(const char *const *variables, int slot, int rank, int world_size, int tag, int timeout_ms, body fn, void *user) {
     pid_t pid;
     fflush(NULL);
@@ -110,7 +112,8 @@ static void test_families(void) {
         for (int w = 1; w <= 4; w++) {
             int zero = 0, tag = next_tag++;
             faults_begin(families[f].name);
-            for (int r = w - 1; r >= 0; r--) spawn(&families[f], r, r, w, tag, 20000, work, &zero); /* rank 0 last */
+            /* Rank 0 last. */
+            for (int r = w - 1; r >= 0; r--) spawn(&families[f], r, r, w, tag, 20000, work, &zero);
             reap(0, w);
             expect_all_ok(0, w);
         }
@@ -215,7 +218,7 @@ static void test_old_variables(void) {
 
 //== not joining ============================================================================
 
-/* Variables that one process alone must refuse, with a word that the line must hold. */
+/* Variables that a single process must reject, with a word that its error must contain. */
 static void test_bad_variables(void) {
     static const struct { const char *what, *word; ddp_result want; const char *variables[8]; } table[] = {
         {"RANK without WORLD_SIZE", "WORLD_SIZE", DDP_ERR_INVALID, {"RANK=0"}},
@@ -311,7 +314,7 @@ static int is_there(const char *name) {
     return found;
 }
 
-/* A connection to the socket, of whatever type it turns out to be; -1 if there is none. */
+/* A connection to the socket, of either type; -1 if it does not exist. */
 static int visit(const char *name) {
     static const int types[] = {SOCK_SEQPACKET, SOCK_STREAM, SOCK_DGRAM};
     struct sockaddr_un address;
@@ -361,8 +364,8 @@ static void test_strangers(void) {
     }
 }
 
-/* Any user can compute the name of the socket where ranks meet, and bind it first. Everybody who finds it
-   taken is told by whom. */
+/* Any user can compute the name of the rendezvous socket, and bind it first. Every rank that finds it taken
+   reports the holder. */
 static pid_t hold_name(const char *name, int listens) {
     struct sockaddr_un address;
     socklen_t length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(name));
@@ -481,8 +484,8 @@ static void test_all_die(void) {
 
 static void say_hello(void) { say(&stage_shared->finished); }
 
-/* A rank that dies while the world still assembles, and is started again by its launcher, takes its place. (When all others are there
-   before it comes again, the job ends at once instead.) */
+/* A rank that dies during the rendezvous, and is restarted by its launcher, takes its place again. (If all
+   others have arrived before, the job ends at once instead.) */
 static void test_rank_comes_back(void) {
     int zero = 0, tag = next_tag++;
     faults_begin("a rank dies before the world is complete and comes again");

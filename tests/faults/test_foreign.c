@@ -1,4 +1,5 @@
-/*  test_foreign.c - failures over a backend that is plugged in: no rank hangs, and each is told what happened by whom.
+/*  test_foreign.c - failures over a plugged-in backend: no rank hangs, and each error names the failure and
+    the rank.
 
     test_foreign foreign|foreign_threads */
 #include "../../ddp.h"
@@ -8,7 +9,8 @@
 
 enum { KILLED_IN_COLLECTIVE, KILLED_BEFORE_MESSAGE, LEFT, ABSENT, OTHER_COUNT, OTHER_CALL, SCENARIOS };
 static const struct { const char *what; int processes; ddp_result want; const char *texts[3]; } table[SCENARIOS] = {
-    {"killed in a collective", 1, DDP_ERR_PEER_LOST, {"rank 1", "", ""}}, /* UCX or the control group says so, whoever sees it first */
+    /* UCX or the control group reports it, whichever detects it first. */
+    {"killed in a collective", 1, DDP_ERR_PEER_LOST, {"rank 1", "", ""}},
     {"killed before its message", 1, DDP_ERR_PEER_LOST, {"rank 1", "", ""}},
     {"left", 0, DDP_ERR_PEER_LOST, {"rank 1", "has destroyed this group", ""}},
     {"absent", 0, DDP_ERR_TIMEOUT, {"timed out after", "missing", "rank 1"}},
@@ -49,7 +51,8 @@ static ddp_result rank_main(ddp_group *g, void *user) {
 }
 
 static int check(const char *what, int rank, const report *r, ddp_result want, const char *const *texts) {
-    int good = r->first == want || (rank == 1 && r->first == DDP_ERR_POISONED); /* rank 1 may have been told by its own call */
+    /* Rank 1 can get the error from its own call. */
+    int good = r->first == want || (rank == 1 && r->first == DDP_ERR_POISONED);
     for (int i = 0; i < 3; i++) good = good && strstr(r->text, texts[i]) && strstr(r->again, texts[i]);
     if (!good || r->second != DDP_ERR_POISONED)
         return fprintf(stderr, "FAIL %s, rank %d: %s '%s', then %s '%s'\n", what, rank, ddp_result_name(r->first), r->text,

@@ -1,18 +1,21 @@
-/*  test_fsdp_lost.c - a rank that dies or leaves in the middle of a step becomes an error that names it on all others, in time, whatever they wait in.
+/*  test_fsdp_lost.c - a rank that dies or leaves in the middle of a step becomes an error that names it on
+    all others, in time, in any wait.
 
     test_fsdp_lost [processes|threads]
 
-    What the others do until they hear of it: gather (in place, or over a wire), reduce, step, with replicas in a second group. Nobody gets values after the error
-    that had not arrived. And a model that memory has no room for, whole, is an error on every rank, while its shards fit. */
+    The others meanwhile gather (in place, or over a wire), reduce, or step, with replicas in a second group.
+    After the error no rank returns values that had not arrived. Also: a model that does not fit into memory,
+    except in shards, is an error on every rank. */
 #include "ddp_fsdp.h"
 #include "../support/ranks.h"
 #include "../support/relay.h"
 
 #include <sys/resource.h>
 
-enum { W = 4, UNITS = 3, LEAVE_AT = 17, TIMEOUT_MS = 600000 /* whoever waited for that would say so, or the watchdog */ };
+enum { W = 4, UNITS = 3, LEAVE_AT = 17, TIMEOUT_MS = 600000 /* a rank that waited that long would fail the test, or the watchdog would */ };
 
-typedef struct plan { int how, at, packed, replicas; ddp_fsdp_strategy strategy; } plan; /* how: 0 kill, 1 exit, 2 destroys what it has; at: after so many calls */
+/* how: 0 kill, 1 exit, 2 destroys its objects; at: after this many calls. */
+typedef struct plan { int how, at, packed, replicas; ddp_fsdp_strategy strategy; } plan;
 typedef struct seen { int done, pid; ddp_result result; char text[512]; } seen;
 static seen *all;
 
@@ -77,7 +80,7 @@ static ddp_result survive(ddp_group *world, void *user) {
         int again = 0;
         mine->result = result;
         snprintf(mine->text, sizeof mine->text, "%s", ddp_last_error());
-        for (int u = 0; u < UNITS && far; u++) { /* nobody sends any more */
+        for (int u = 0; u < UNITS && far; u++) { /* no rank sends any more */
             if (ddp_fsdp_unshard(fsdp, u) != DDP_OK) continue;
             for (int i = 0; i < 24; i++) again |= ((float *)params[u].param.value.data)[i] != ((float *)params[u].param.value.data)[0];
         }
@@ -138,7 +141,8 @@ static ddp_result fit(ddp_group *world, void *user) {
     }
     RANKS_CHECK(world, file && fscanf(file, "%ld %ld %ld %ld %ld %ld", &unused, &unused, &unused, &unused, &unused, &pages) == 6, "statm");
     fclose(file);
-    limit.rlim_cur = limit.rlim_max = (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE) + o->bytes; /* private memory: data, stacks, and what malloc maps */
+    /* Private memory: data, stacks, and the mappings of malloc. */
+    limit.rlim_cur = limit.rlim_max = (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE) + o->bytes;
     RANKS_CHECK(world, setrlimit(RLIMIT_DATA, &limit) == 0, "setrlimit");
     limit.rlim_cur = limit.rlim_max = o->file_bytes;
     RANKS_CHECK(world, !o->file_bytes || setrlimit(RLIMIT_FSIZE, &limit) == 0, "setrlimit");

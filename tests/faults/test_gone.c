@@ -1,5 +1,6 @@
-/*  test_gone.c - the search for a lost rank that this process did not start. Its pid may belong to another process by now, and the rank
-    may arrive and end during the search. Ranks join by their environment. The test sees each kill(), by which ddp.h asks for a process. */
+/*  test_gone.c - detection of a lost rank that this process did not start. Its pid can belong to another
+    process by now, and the rank can arrive and end during the check. Ranks join by their environment. The
+    test intercepts each kill(), with which ddp.h checks a process. */
 #include <errno.h>
 #include <signal.h>
 #include <sys/types.h>

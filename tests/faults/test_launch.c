@@ -1,5 +1,5 @@
-/*  test_launch.c - ddp_launch as a guest in somebody's program: signals, other children, descriptors, buffered output,
-    cores, restarts, idle ranks, and what is left when its own process is killed. */
+/*  test_launch.c - ddp_launch as a guest in another program: signals, other children, descriptors, buffered
+    output, cores, restarts, idle ranks, and leftovers after its own process is killed. */
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
@@ -66,7 +66,7 @@ static void test_other_children_are_left_alone(void) {
 }
 
 static void test_ignored_sigchld(void) {
-    faults_begin("SIGCHLD ignored by the caller"); /* the kernel reaps for it, so wait() has nothing to say */
+    faults_begin("SIGCHLD ignored by the caller"); /* the kernel reaps the children, so wait() returns none */
     signal(SIGCHLD, SIG_IGN);
     EXPECT(launch_barriers(2) == DDP_OK, "%s", ddp_last_error());
     signal(SIGCHLD, SIG_DFL);
@@ -205,7 +205,9 @@ static void test_idle_ranks_sleep(void) {
     static const char *const names[] = {"16 ranks, 15 wait 1 s in a barrier", "16 ranks, 15 wait 1 s for asynchronous work", "16 ranks, 15 wait 1 s for a message"};
     for (int what = 0; what < 3; what++) {
         const int *used = stage_shared->numbers + 1;
-        int median = 0; /* one rank or another is billed for what the machine did meanwhile, but waits that spin make all of them busy */
+        /* Other work of the machine can be accounted to single ranks, but waits that spin make all of them
+           busy. */
+        int median = 0;
         faults_begin(names[what]);
         EXPECT(launch(RANKS_PROCESSES, 16, 20000, idle_main, &what) == DDP_OK, "%s", ddp_last_error());
         for (int r = 0; r < 15; r++) {
@@ -214,7 +216,8 @@ static void test_idle_ranks_sleep(void) {
             if (as_busy >= 8 && used[r] > median) median = used[r];
         }
         printf("%s: half of the ranks used up to %.1f%% of a core\n", names[what], median * 1e-4);
-        EXPECT(median < 50000, "most of those that wait used %.1f%% of a core", median * 1e-4); /* 15 that spin on two cores: 13% each */
+        /* 15 that spin on two cores: 13% each. */
+        EXPECT(median < 50000, "most of those that wait used %.1f%% of a core", median * 1e-4);
     }
 }
 
@@ -280,7 +283,8 @@ static ddp_result again_main(ddp_group *world, void *user) {
 static void *limited_alloc(size_t size_bytes, void *left) { return (*(int *)left)-- > 0 ? malloc(size_bytes) : NULL; }
 static void limited_free(void *memory, void *left) { (void)left; free(memory); }
 
-/* A create inside for which a rank has no memory is over for the others too, and the world goes on. */
+/* A create inside a launch for which a rank has no memory ends on the others too, and the world stays
+   usable. */
 static ddp_result inside_without_memory_main(ddp_group *world, void *user) {
     (void)user;
     for (int poor = 0; poor < ddp_world_size(world); poor++) {
@@ -374,7 +378,8 @@ static ddp_result handler_main(ddp_group *world, void *user) {
     return ddp_barrier(world);
 }
 
-/* A launching process of its own that gets a signal while its ranks work. Its exit status tells whether the launch returned. */
+/* A separate launching process gets a signal while its ranks work. Its exit status shows whether the launch
+   returned. */
 static void signal_a_launcher(const char *scenario, int number, ddp_rank_fn fn, int own_handler) {
     enum { W = 3, RETURNED = 40 };
     int status = 0;

@@ -1,5 +1,5 @@
-/*  test_launch_ends.c - the end of a launch: interrupted, with a rank that is killed after its function has returned, and with the
-    environment of the caller unchanged. */
+/*  test_launch_ends.c - the end of a launch: interrupted, with a rank that is killed after its function has
+    returned, and with an unchanged environment of the caller. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* fopencookie */
 #endif
@@ -11,7 +11,8 @@ enum { W = 2 };
 
 //== a signal to the launching process is no reason to start again ==========================
 
-/* Ranks of the first start wait until they are killed. Ranks of a second start return at once, and the count shows them. */
+/* Ranks of the first start wait until they are killed. Ranks of a second start return at once, and the count
+   shows them. */
 static ddp_result wait_for_the_end(ddp_group *world, void *user) {
     int starts = __atomic_add_fetch(&stage_shared->counter, 1, __ATOMIC_SEQ_CST);
     (void)world, (void)user;

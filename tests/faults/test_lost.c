@@ -2,7 +2,8 @@
 
     test_lost [processes|threads]
 
-    The cross of how a rank goes (kill -9, segfault, exit, return with and without an error) and what the others are doing meanwhile. */
+    All combinations of the end of a rank (kill -9, segfault, exit, return with and without an error) and the
+    current call of the others. */
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
@@ -12,9 +13,10 @@
 
 typedef enum ending { END_KILL, END_SEGV, END_EXIT, END_RETURN_OK, END_RETURN_ERROR, ENDINGS } ending;
 static const char *const ending_names[ENDINGS] = {"kill -9", "segfault", "exit(3)", "returns DDP_OK early", "returns an error"};
-static const char *const ending_words[ENDINGS] = {"signal 9", "signal 11", "3", "", ""}; /* in everybody's text */
+/* In the text of every rank. */
+static const char *const ending_words[ENDINGS] = {"signal 9", "signal 11", "3", "", ""};
 
-/* What the others do when it happens. Each must come back with an error. */
+/* The current call of the others. Each must return an error. */
 typedef enum waiting {
     WAIT_BARRIER, WAIT_ALL_REDUCE, WAIT_LARGE, WAIT_GROUP_MEMORY, WAIT_ASYNC, WAIT_RECV, WAIT_SEND, WAIT_RECV_ASYNC, WAIT_BATCH, WAIT_ALLOC,
     WAIT_SPLIT, WAIT_CHILD, WAIT_GATHER, WAIT_A2AV, WAIT_TEST_LOOP, WAIT_IDLE, WAITINGS
@@ -23,7 +25,8 @@ static const char *const waiting_names[WAITINGS] = {"barrier", "all_reduce", "al
     "recv", "send of 4 MiB", "asynchronous recv", "batch", "group_alloc", "group_split", "barrier of a child", "gather",
     "all_to_all_v", "ddp_test in a loop", "nothing, then a barrier"};
 
-typedef struct plan { ranks_mode mode; ending how; waiting what; int victim; int late; } plan; /* late: the victim goes before anybody waits */
+/* late: the victim ends before any rank waits. */
+typedef struct plan { ranks_mode mode; ending how; waiting what; int victim; int late; } plan;
 
 static ddp_result wait_somehow(ddp_group *g, waiting what, int victim, ddp_group *child, float *shared) {
     static __thread float in[W], out[W];
@@ -50,7 +53,8 @@ static ddp_result wait_somehow(ddp_group *g, waiting what, int victim, ddp_group
     case WAIT_RECV: result = ddp_recv(g, in, 1, DDP_F32, victim, 0, NULL); break;
     case WAIT_SEND: result = ddp_send(g, big, BIG, DDP_F32, victim, 0, NULL); break;
     case WAIT_RECV_ASYNC:
-        result = ddp_recv(g, in, 1, DDP_F32, victim, 0, &work); /* fails when another rank has found the loss already */
+        /* Fails when another rank has found the loss already. */
+        result = ddp_recv(g, in, 1, DDP_F32, victim, 0, &work);
         if (result == DDP_OK) result = ddp_wait(g, &work);
         break;
     case WAIT_BATCH:
@@ -106,13 +110,16 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     result = note(world, p->what == WAIT_CHILD ? child : world, result);
     meet_outside(W - 1);
     for (double end = ranks_now() + PROMPT_SECONDS; p->how == END_RETURN_ERROR && ddp_group_status(world) == DDP_OK && ranks_now() < end;)
-        ranks_sleep_us(500); /* it left the child first: the launch tells whose function fails first, which is to be that rank's */
+        /* It ended the child group first: the launch reports the function that fails first, which must be
+           that of this rank. */
+        ranks_sleep_us(500);
     ddp_group_destroy(child);
     return result;
 }
 
 static double slowest;
-static int learned, learned_late; /* how often a rank learned of a loss, and how often not within the 100 ms that are promised */
+/* How often a rank learned of a loss, and how often not within the 100 ms that are promised. */
+static int learned, learned_late;
 
 static void run(ranks_mode mode, ending how, waiting what, int victim, int late) {
     char scenario[200], pid[32];
@@ -211,7 +218,8 @@ int main(int argc, char **argv) {
     printf("slowest rank to learn of a loss: %.1f ms\n", slowest * 1e3);
     faults_begin("all of the above");
     printf("%d of %d within %d ms\n", learned - learned_late, learned, 100 * DDP_TEST_SLOWDOWN);
-    EXPECT(learned_late * 2 <= learned, "%d times of %d it took too long to learn of a loss", learned_late, learned); /* on a busy machine a few, not half */
+    /* On a busy machine a few, not half. */
+    EXPECT(learned_late * 2 <= learned, "%d times of %d it took too long to learn of a loss", learned_late, learned);
     if (mode == RANKS_PROCESSES) {
         for (int i = 0; i < 24 / DDP_TEST_SLOWDOWN + 4; i++) storm(i, i % 3 == 2 ? 5 : 2);
     }

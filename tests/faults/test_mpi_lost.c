@@ -1,7 +1,8 @@
-/*  test_mpi_lost.c - a rank is killed under mpirun. Where mpirun leaves the others alive, each gets an error that names it.
+/*  test_mpi_lost.c - a rank is killed under mpirun. If mpirun leaves the others alive, each gets an error
+    that names it.
 
-    test_mpi_lost               starts mpirun for each case and counts the ranks that are content
-    test_mpi_lost CASE          what mpirun starts */
+    test_mpi_lost               starts mpirun for each case and counts the ranks with the right result
+    test_mpi_lost CASE          the program that mpirun starts */
 #include "../../ddp.h"
 #include "../support/ranks.h"
 
@@ -11,7 +12,7 @@ enum { W = 4, VICTIM = 3, BIG = 300000 };
 static const struct { const char *name; int block; ddp_result want; } cases[] = {
     {"barrier", 64, DDP_ERR_PEER_LOST}, {"barrier", 2, DDP_ERR_PEER_LOST}, {"training", 64, DDP_ERR_PEER_LOST}, {"training", 2, DDP_ERR_PEER_LOST},
     {"recv", 2, DDP_ERR_PEER_LOST},     {"async", 2, DDP_ERR_PEER_LOST},   {"any", 64, DDP_ERR_PEER_LOST},
-    {"barrier", 1, DDP_ERR_TIMEOUT}, /* a machine is gone: nobody is left there to tell */
+    {"barrier", 1, DDP_ERR_TIMEOUT}, /* a whole machine is gone: no process there can report it */
 };
 
 static ddp_result wait_somehow(ddp_group *g, const char *how, int dies) {
@@ -46,7 +47,7 @@ static int rank_main(const char *how, ddp_result want) {
     if (result != DDP_OK) { printf("FAIL before: %s\n", ddp_last_error()); return 1; }
     rank = ddp_rank(g);
     result = wait_somehow(g, how, rank == VICTIM);
-    missing = strstr(ddp_last_error(), "missing: rank "); /* and with it, who stands still just now */
+    missing = strstr(ddp_last_error(), "missing: rank "); /* and ranks that stand still at this moment */
     if (result == want && (strstr(ddp_last_error(), ": rank 3") || (missing && strchr(missing, '3')))) printf("content: %s\n", ddp_last_error());
     else printf("FAIL %s: %s\n", ddp_result_name(result), ddp_last_error());
     result = ddp_barrier(g);

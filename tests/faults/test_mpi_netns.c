@@ -1,8 +1,11 @@
-/*  test_mpi_netns.c - mpirun over two machines, network namespaces with a cable between them, which is cut while they train.
+/*  test_mpi_netns.c - mpirun over two machines (network namespaces) with a cable between them, which is cut
+    during training.
 
     test_mpi_netns                   starts mpirun on machine 0
-    test_mpi_netns rank FILE         what mpirun starts: a rank, which leaves what it saw in FILE
-    test_mpi_netns agent PID ...     what mpirun starts in place of ssh: runs the rest on the machine that process PID holds. Skipped without root or iproute2. */
+    test_mpi_netns rank FILE         started by mpirun: a rank, which stores its results in FILE
+    test_mpi_netns agent PID ...     started by mpirun instead of ssh: runs the rest on the machine of process
+    PID.
+                                     Skipped without root or iproute2. */
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include "../../ddp.h"
@@ -61,7 +64,7 @@ static int rank_main(const char *file) {
     _exit(0); /* MPI cannot be finalised over a cut cable */
 }
 
-/* Everything that runs on the two machines but who holds them. */
+/* Kills all processes on the two machines, except those that keep the namespaces alive. */
 static void stop_machines(void) {
     DIR *folder = opendir("/proc");
     for (struct dirent *entry; folder && (entry = readdir(folder));) {
@@ -78,7 +81,7 @@ static void stop_machines(void) {
     if (folder) closedir(folder);
 }
 
-/* Waits until all ranks have said so; 0 if mpirun has ended before. It may take long to start them. */
+/* Waits until all ranks have signalled; 0 if mpirun ended before. Their start can take long. */
 static int all_say(const int *number, pid_t mpirun) {
     siginfo_t ended;
     memset(&ended, 0, sizeof ended);
@@ -134,7 +137,8 @@ int main(int argc, char **argv) {
         const seen *s = &stage_shared->rank[r];
         double took = s->first_at - stage_shared->event_at;
         EXPECT(s->done && (s->first == DDP_ERR_TIMEOUT || s->first == DDP_ERR_PEER_LOST), "rank %d: %s '%s'", r, ddp_result_name(s->first), s->text);
-        const char *missing = strstr(s->text, "missing: rank "); /* and with them, who stands still just now */
+        /* And ranks that stand still at this moment. */
+        const char *missing = strstr(s->text, "missing: rank ");
         int named = missing && strpbrk(missing, r < 2 ? "23" : "01");
         EXPECT(named || names_rank(s->text, r < 2 ? 2 : 0) || names_rank(s->text, r < 2 ? 3 : 1), "rank %d: '%s' does not name a rank of the other machine", r, s->text);
         EXPECT(s->second == DDP_ERR_POISONED, "rank %d: then %s", r, ddp_result_name(s->second));

@@ -1,4 +1,5 @@
-/*  test_netns.c - ranks on two machines: network namespaces with a cable between them, which is cut while they train.
+/*  test_netns.c - ranks on two machines (network namespaces) with a cable between them, which is cut during
+    training.
 
     Skipped without root or iproute2. */
 #include "../../ddp.h"
@@ -62,7 +63,8 @@ static ddp_result work(ddp_group *world, void *user) {
     RANKS_CHECK(world, ddp_local_rank(world) == me % 2 && ddp_local_world_size(world) == 2, "%d/%d", ddp_local_rank(world), ddp_local_world_size(world));
     for (int i = 0; i < 100; i++) RANKS_OK(world, ddp_all_reduce(world, &one, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
     RANKS_CHECK(world, sum == 4, "%lld", (long long)sum);
-    RANKS_OK(world, ddp_group_split(world, me / 2, me, &here)); /* of one machine: any size goes through shared memory */
+    /* Of one machine: any size goes through shared memory. */
+    RANKS_OK(world, ddp_group_split(world, me / 2, me, &here));
     RANKS_CHECK(world, strcmp(inner.backend_name(here), "local") == 0, "%s", inner.backend_name(here));
     for (int i = 0; i < 1 << 18; i++) big[i] = (float)me;
     RANKS_OK(world, ddp_all_reduce(here, big, big, 1 << 18, DDP_F32, DDP_OP_SUM, NULL));
@@ -101,7 +103,8 @@ static ddp_result train(ddp_group *world, void *user) {
     }
 }
 
-/* The call is under way on one machine when the cable is cut; on the other it is made only then. There it may end well, since all have come. */
+/* The call is in flight on one machine when the cable is cut; the other machine makes it only then. There it
+   can succeed, since all ranks have arrived. */
 static ddp_result late(ddp_group *world, void *user) {
     ddp_result result;
     (void)user;

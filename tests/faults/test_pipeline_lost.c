@@ -1,10 +1,11 @@
-/*  test_pipeline_lost.c - a rank that dies inside of a callback ends the step on all others, with an error that names it and the action that waited.
+/*  test_pipeline_lost.c - a rank that dies inside a callback ends the step on all others, with an error that
+    names it and the waiting action.
 
     test_pipeline_lost */
 #define DDP_PIPELINE_IMPLEMENTATION
 #include "../support/pipeline.h"
 
-enum { W = 4, TIMEOUT_MS = 600000 /* whoever waited for that would say so, or the watchdog */ };
+enum { W = 4, TIMEOUT_MS = 600000 /* a rank that waited that long would fail the test, or the watchdog would */ };
 
 typedef struct seen { int done, pid; ddp_result result; char text[512]; } seen;
 static seen *all;

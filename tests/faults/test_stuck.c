@@ -1,4 +1,5 @@
-/*  test_stuck.c - ranks that make different calls, do not come, or give up: everybody learns who and what, and nobody hangs.
+/*  test_stuck.c - ranks that make different calls, are missing, or abandon a call: every rank's error names
+    rank and call, and none hangs.
 
     test_stuck [processes|threads] */
 #include "../../ddp.h"
@@ -9,14 +10,14 @@
 
 //== different calls ========================================================================
 
-/* What one rank calls; rank `odd` makes the second call of a pair, all others the first. */
+/* Calls of a pair: rank odd makes the second one, all others the first. */
 typedef enum call {
     SUM_F32, SUM_F64, MAX_F32, SUM_11, SUM_BIG, SUM_BIG_F64, SUM_GROUP, REDUCE_0, REDUCE_1, BROADCAST_0, BROADCAST_1, BROADCAST_I32, GATHER, SCATTER, ALL_GATHER,
     ALL_GATHER_BIG, REDUCE_SCATTER, ALL_TO_ALL, BARRIER, GATHER_V, GATHER_V_OTHER, A2A_V, A2A_V_OTHER, ASYNC_SUM, ASYNC_MAX, SPLIT, ALLOC_64,
     ALLOC_128, FREE_A, FREE_B, CALLS
 } call;
 
-typedef struct pair { call common, odd; const char *words[4]; } pair; /* words: in everybody's line */
+typedef struct pair { call common, odd; const char *words[4]; } pair; /* words: in the error of every rank */
 
 static const pair pairs[] = {
     {SUM_F32, SUM_F64, {"all_reduce", "f32", "f64", NULL}},
@@ -52,7 +53,8 @@ static const pair pairs[] = {
     {FREE_A, SUM_F32, {"free", "all_reduce", NULL, NULL}},
 };
 
-typedef struct plan { const pair *p; int odd; int late; } plan; /* late: the odd rank comes last rather than first */
+/* late: the odd rank comes last rather than first. */
+typedef struct plan { const pair *p; int odd; int late; } plan;
 
 static ddp_result make_call(ddp_group *g, call which, void **blocks) {
     int w = ddp_world_size(g);
@@ -130,7 +132,8 @@ static void run_mismatches(ranks_mode mode, int w) {
                  pairs[i].words[1] ? pairs[i].words[1] : "", pairs[i].words[2] ? pairs[i].words[2] : "");
         faults_begin(scenario);
         result = launch(mode, w, 20000, mismatch_main, &p);
-        int agreed = pairs[i].odd == ALLOC_128 || pairs[i].odd == FREE_B; /* no rank begins: the group goes on */
+        /* No rank starts: the group stays usable. */
+        int agreed = pairs[i].odd == ALLOC_128 || pairs[i].odd == FREE_B;
         EXPECT(result == DDP_ERR_MISMATCH, "launch gave %s '%s'", ddp_result_name(result), ddp_last_error());
         for (int r = 0; r < w; r++) {
             const seen *s = &stage_shared->rank[r];
@@ -146,7 +149,8 @@ static void run_mismatches(ranks_mode mode, int w) {
 
 //== a rank that does not come ==============================================================
 
-typedef struct absence { const char *what; int missing, second_missing; int stopped; } absence; /* -1 = nobody */
+/* -1 = none. */
+typedef struct absence { const char *what; int missing, second_missing; int stopped; } absence;
 enum { ABSENCE_MS = RUN_INTO_MS }; /* also the time that the ranks have to start */
 
 static ddp_result absence_main(ddp_group *world, void *user) {
@@ -196,11 +200,12 @@ static void run_absences(ranks_mode mode) {
             EXPECT(s->done && s->first == DDP_ERR_TIMEOUT, "rank %d got %s '%s'", r, s->done ? ddp_result_name(s->first) : "nothing", s->text);
             EXPECT(s->second == DDP_ERR_POISONED, "rank %d: second call gave %s", r, ddp_result_name(s->second));
             EXPECT(missing || (took > 0.99 * patience && took < patience + PROMPT_SECONDS), "rank %d waited %.3f s of %.3f s", r, took, patience);
-            for (int k = 0; k < W; k++) { /* "arrived: rank 0,2; missing: rank 1,3", where a late rank may have come meanwhile */
+            /* "arrived: rank 0,2; missing: rank 1,3", where a late rank may have come meanwhile. */
+            for (int k = 0; k < W; k++) {
                 const char *absent = strstr(s->text, "missing: rank "), digit[2] = {(char)('0' + k), 0};
                 int away = k == a->missing || k == a->second_missing;
                 char list[32] = "";
-                if (absent) sscanf(absent + 14, "%31[0-9,]", list); /* what follows says who they are */
+                if (absent) sscanf(absent + 14, "%31[0-9,]", list); /* the following text lists them */
                 EXPECT((strstr(list, digit) != NULL) == away, "rank %d: '%s' is wrong about rank %d", r, s->text, k);
             }
         }
@@ -236,7 +241,8 @@ static void run_no_message(ranks_mode mode) {
     EXPECT(stage_shared->event_at > 0.99 * patience && stage_shared->event_at < patience + PROMPT_SECONDS, "it waited %.3f s", stage_shared->event_at);
 }
 
-/* Two groups of the same ranks, called in different orders: each rank waits in one for the other rank, and hears where that one is. */
+/* Two groups of the same ranks, called in different orders: each rank waits in one for the other rank, and
+   its error names the other rank's call. */
 static ddp_result crossed_main(ddp_group *world, void *user) {
     int rank = ddp_rank(world);
     ddp_group *group[2] = {NULL, NULL};
@@ -246,7 +252,7 @@ static ddp_result crossed_main(ddp_group *world, void *user) {
     stage_shared->rank[rank].first = ddp_all_reduce(group[rank], &x, &x, 1, rank ? DDP_F64 : DDP_F32, rank ? DDP_OP_MAX : DDP_OP_SUM, NULL);
     snprintf(stage_shared->rank[rank].text, sizeof stage_shared->rank[rank].text, "%s", ddp_last_error());
     say(&stage_shared->counter);
-    heard(&stage_shared->counter, 2); /* nobody leaves before the other has heard */
+    heard(&stage_shared->counter, 2); /* no rank leaves before the other has its error */
     for (int i = 0; i < 2; i++) ddp_group_destroy(group[i]);
     return DDP_OK;
 }
@@ -316,7 +322,8 @@ static void run_aborts(ranks_mode mode) {
 
 //== wrong arguments on one rank ============================================================
 
-/* DDP_ERR_INVALID is found before anything is sent: the rank can make the right call next and nobody notices. */
+/* DDP_ERR_INVALID is detected before anything is sent: the rank can make the right call next, without an
+   effect on others. */
 static ddp_result invalid_main(ddp_group *world, void *user) {
     int w = ddp_world_size(world), rank = ddp_rank(world);
     int64_t in[4] = {1, 2, 3, 4}, out[4];

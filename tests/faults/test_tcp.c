@@ -1,9 +1,10 @@
-/*  test_tcp.c - ranks on several machines find each other by address, file or SLURM variables, or say why not; strangers cannot disturb them, and a
-    rank that is lost, late or makes another call is named on all.
+/*  test_tcp.c - rendezvous of ranks on several machines by address, file or SLURM variables, and its errors.
+    Unauthenticated peers cannot disturb it. The error on all ranks names a rank that is lost, late or makes
+    another call.
 
     test_tcp meeting|strangers|secret|frames|calls
 
-    Every process counts as a machine of its own. */
+    Every process counts as a separate machine. */
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
@@ -18,7 +19,7 @@
 #include <sys/stat.h>
 
 enum { LOG = 8192 };
-static char (*logs)[LOG]; /* what log_fn was told, by slot */
+static char (*logs)[LOG]; /* text passed to log_fn, by slot */
 
 typedef ddp_result (*body)(ddp_group *world, void *user);
 typedef struct job {
@@ -95,7 +96,7 @@ static void reap(int first, int count) {
     for (int i = first; i < first + count; i++) waitpid(stage_shared->rank[i].pid, &status, 0);
 }
 
-/* What a process must have got, with words that its line must hold. */
+/* The expected result of a process, with words that its error must contain. */
 static void expect(int slot, ddp_result want, const char *word, const char *word2) {
     const seen *s = &stage_shared->rank[slot];
     EXPECT(s->done && s->first == want, "process %d: %s '%s'", slot, s->done ? ddp_result_name(s->first) : "died", s->text);
@@ -116,7 +117,8 @@ static ddp_result work(ddp_group *world, void *user) {
     return ddp_barrier(world);
 }
 
-/* Stops rank 0 shortly before the time of those that wait now is up, until after that: what it knows, they are to hear all the same. */
+/* Stops rank 0 shortly before the timeout of the waiting ranks, until after it: they must still get its
+   information. */
 static void rank0_stands_still(void) {
     ranks_sleep_us((RUN_INTO_MS * DDP_TEST_SLOWDOWN - 500) * 1000L);
     kill(stage_shared->rank[0].pid, SIGSTOP);
@@ -131,7 +133,7 @@ static int occupy(int port) {
     return fd;
 }
 
-/* A connection to a port of this machine, tried for some seconds; -1 = nobody listens there. */
+/* A connection to a port of this machine, tried for some seconds; -1 = no process listens there. */
 static int connect_to(uint32_t host, int port, double seconds) {
     double until = ranks_now() + seconds;
     struct sockaddr_in address;
@@ -200,8 +202,8 @@ static uint32_t own_address(void) {
     return found;
 }
 
-/* Rank 0 listens where MASTER_ADDR says, if that is an address of its own that others can use, or loopback
-   literally. */
+/* Rank 0 listens at MASTER_ADDR if that is one of its own addresses that others can use, or literally
+   loopback. */
 static void test_listen(void) {
     enum { LOOPBACK = 0x7f000001, LOOPBACK_2 = 0x7f000002 };
     uint32_t own = own_address();
@@ -212,7 +214,7 @@ static void test_listen(void) {
     } table[] = {{"MASTER_ADDR=127.0.0.1", LOOPBACK, LOOPBACK_2, 0},
                  {"MASTER_ADDR=127.0.0.2", LOOPBACK_2, LOOPBACK, 0},
                  {own_text, own, LOOPBACK, 0},
-                 {"MASTER_ADDR=192.0.2.1", LOOPBACK_2, 0, 1} /* of nobody */,
+                 {"MASTER_ADDR=192.0.2.1", LOOPBACK_2, 0, 1} /* an address of no machine */,
                  {"MASTER_ADDR=no.such.host.invalid", LOOPBACK_2, 0, 1}};
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         job j = {{TORCH, table[i].variable}, NULL, 2, 0, 20000, work};
@@ -244,13 +246,14 @@ static void test_node_lists(void) {
     }
 }
 
-/* torchrun's agent listens at MASTER_PORT, and other services behind it: one that never says a word, and one that talks first. */
+/* torchrun's agent listens at MASTER_PORT, and other services after it: one that never sends anything, and
+   one that sends first. */
 static void test_agent(void) {
     job j = {{TORCH, "MASTER_ADDR=127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE=True", "TORCHELASTIC_RUN_ID=none", "TORCHELASTIC_RESTART_COUNT=0"}, NULL, 3, 0, 40000, work};
     int fds[3];
     pid_t talker;
     faults_begin("the agent serves MASTER_PORT");
-    j.port = some_ports(1 + 16); /* rank 0 takes one of the 16 behind it */
+    j.port = some_ports(1 + 16); /* rank 0 uses one of the 16 ports after it */
     for (int i = 0; i < 3; i++) fds[i] = occupy(j.port + i);
     talker = fork();
     if (talker == 0) {
@@ -330,7 +333,8 @@ static void test_port_in_use(void) {
     start(&j, 0, 0);
     reap(0, 1);
     snprintf(pid, sizeof pid, "in use by pid %d (", (int)getpid());
-    snprintf(heir, sizeof heir, "in use by pid %d (", (int)stage_shared->rank[0].pid); /* it has inherited the socket */
+    /* It has inherited the socket. */
+    snprintf(heir, sizeof heir, "in use by pid %d (", (int)stage_shared->rank[0].pid);
     expect(0, DDP_ERR_SYSTEM, "DDP_MASTER_PORT", "");
     EXPECT(says(stage_shared->rank[0].text, pid) || says(stage_shared->rank[0].text, heir), "'%s' does not say '%s'", stage_shared->rank[0].text, pid);
     close(fd);
@@ -338,8 +342,8 @@ static void test_port_in_use(void) {
 
 #define SECRET "DDP_SECRET=0f1e2d3c4b5a69788796a5b4c3d2e1f0"
 
-/* Ranks that contradict rank 0. With a secret they are ranks of this job, which ends; without one anybody
-   could say so. */
+/* Ranks that contradict rank 0. With a secret they are ranks of this job, which ends. Without one they could
+   be anyone. */
 static void test_contradictions(void) {
     static const struct { const char *what; int rank, size; const char *word; ddp_order order; } table[] = {
         {"two processes with one rank", 1, 3, "claim rank 1", DDP_ORDER_TREE},
@@ -487,13 +491,14 @@ static void test_strangers(void) {
         start(&j, 2, 2);
         reap(0, 3);
         expect_ok(3);
-        EXPECT(says(logs[0], kind == 1 ? "" : "hung up on 127.0.0.1 port"), "the log says '%s'", logs[0]); /* 1: the job began before their time was up */
+        /* 1: the job began before their time was up. */
+        EXPECT(says(logs[0], kind == 1 ? "" : "hung up on 127.0.0.1 port"), "the log says '%s'", logs[0]);
         EXPECT(kind != 3 || says(logs[0], "others are waiting"), "nobody made room: '%s'", logs[0]);
         for (int i = 0; i < count && kind != 2; i++) close(fds[i]);
     }
 }
 
-/* A stranger that says nothing is sent off after a while. */
+/* A silent unauthenticated peer is disconnected after a while. */
 static void test_silence(void) {
     job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 40000, work};
     char byte;
@@ -668,8 +673,7 @@ static void test_false_rank0(void) {
     }
 }
 
-/* Passes all bytes on between a rank and rank 0, and keeps what the rank sends. Returns how many bytes that
-   is. */
+/* Forwards all bytes between a rank and rank 0, and stores those of the rank. Returns their number. */
 static size_t record(int from_rank, int to_rank0, char *kept, size_t room) {
     size_t size = 0;
     char bytes[4096];
@@ -686,7 +690,8 @@ static size_t record(int from_rank, int to_rank0, char *kept, size_t room) {
     }
 }
 
-/* Frames of an honest rank that are sent again do not admit their sender to a job with the same token and secret. */
+/* Frames of an honest rank that are sent again do not admit their sender to a job with the same token and
+   secret. */
 static void test_replay(void) {
     job j = {{TORCH, "MASTER_ADDR=127.0.0.1", SECRET, "DDP_MASTER_PORT=%p"}, NULL, 2, 0, 20000, work},
         through;
@@ -747,7 +752,8 @@ static void test_secret_files(void) {
         if (i == 1) EXPECT(symlink("/etc/hostname", secret_path) == 0, "symlink: %s", strerror(errno));
         if (i == 2) EXPECT(mkfifo(secret_path, 0600) == 0, "mkfifo: %s", strerror(errno));
         if (i == 3) EXPECT(mkdir(secret_path, 0700) == 0, "mkdir: %s", strerror(errno));
-        if (i == 7 && chown(secret_path, 12345, (gid_t)-1) != 0) continue; /* only root can give it away */
+        /* Only root can change the owner. */
+        if (i == 7 && chown(secret_path, 12345, (gid_t)-1) != 0) continue;
         start(&j, 1, 1);
         reap(1, 1);
         expect(1, DDP_ERR_INVALID, table[i].word, secret_path);
@@ -827,7 +833,8 @@ static void test_bad_frames_to_rank0(void) {
         start(&j, 0, 0);
         fd = visit(j.port);
         (void)!write(fd, letter, inner.hello(letter, token, 1, 2, inner.version));
-        got = read_bytes(fd, answer, 2 * (head + INNER_TEXT)); /* admitted, and then: all are there */
+        /* Two answers: admitted, and all ranks are present. */
+        got = read_bytes(fd, answer, 2 * (head + INNER_TEXT));
         EXPECT(got == 2 * (head + INNER_TEXT), "rank 0 did not admit rank 1: %zu bytes", got);
         send_frame(fd, INNER_DATA, 0, 32, &cards, 32, NULL);
         got = read_bytes(fd, answer, head + 64);
@@ -936,7 +943,7 @@ static void test_killed(void) {
     }
 }
 
-/* Rank 1 does something else than the others; they have made the call when `arrived` says 2. */
+/* Rank 1 differs from the others; arrived is 2 after they have made the call. */
 static ddp_result differ(ddp_group *world, void *user) {
     float x[8] = {0};
     (void)user;
@@ -958,7 +965,8 @@ static ddp_result call_off(ddp_group *world, void *user) {
 
 static ddp_result sleepy(ddp_group *world, void *user) {
     (void)user;
-    while (ddp_rank(world) == 1 && ddp_group_status(world) == DDP_OK) ranks_sleep_us(1000); /* it is there, and makes no call */
+    /* It is alive, and makes no call. */
+    while (ddp_rank(world) == 1 && ddp_group_status(world) == DDP_OK) ranks_sleep_us(1000);
     if (ddp_rank(world) == 1) return ddp_group_status(world);
     say(&stage_shared->numbers[0]);
     return ddp_barrier(world);
@@ -1033,7 +1041,8 @@ static void test_many(void) {
     int status;
     faults_begin("more ranks than a machine holds");
     j.port = some_ports(1);
-    for (int r = j.world_size - 1; r >= 0; r--) start(&j, r % RANKS_MAX, r); /* the first ranks' places are theirs and the last ones' */
+    /* The last ranks reuse the slots of the first ones. */
+    for (int r = j.world_size - 1; r >= 0; r--) start(&j, r % RANKS_MAX, r);
     while (wait(&status) > 0 || errno != ECHILD) EXPECT(status == 0, "a rank ended with %d", status);
     expect_ok(RANKS_MAX);
 }

@@ -1,9 +1,9 @@
-/*  test_agree.c - ddp_agree_groups over the axes of a mesh: every rank of the mesh returns the same result, and
-    its error line has one prefix and one cause.
+/*  test_agree.c - ddp_agree_groups over the axes of a mesh: every rank of the mesh returns the same result,
+    and its error line has one prefix and one cause.
 
     test_agree BACKEND [W ...]     one of support/ranks.h
 
-    The mesh has two rows ("replicas") where W is even, and W / 2 columns ("shard"). groups[0] is a row. */
+    The mesh has two rows ("replicas") if W is even, and W / 2 columns ("shard"). groups[0] is a row. */
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
@@ -41,7 +41,8 @@ static ddp_result look(const axes *a, ddp_result got, ddp_result wanted, const c
     return DDP_OK;
 }
 
-/* Each rank fails in turn, with a line that has no prefix, the call's, or the one of a failure in the world. */
+/* Each rank fails in turn, with a line that has no prefix, the call's, or the one of a failure in the
+   world. */
 static ddp_result one_fails(const axes *a) {
     int w = ddp_world_size(a->world), rank = ddp_rank(a->world);
     for (int k = 0; k < 3 * w; k++) {
@@ -66,7 +67,8 @@ static ddp_result one_fails(const axes *a) {
     return DDP_OK;
 }
 
-/* Of several failures the lowest rank's is everybody's; one that failed because of another comes last. */
+/* Of several failures all ranks return that of the lowest rank. A failure that only follows from another one
+   comes last. */
 static ddp_result several_fail(const axes *a) {
     int w = ddp_world_size(a->world), rank = ddp_rank(a->world);
     double start = ddp_now();
@@ -112,7 +114,7 @@ static ddp_result left_out(const axes *a) {
     return DDP_OK;
 }
 
-/* The last row's own group has failed. The other rows hear so, and wait for nothing. */
+/* The group of the last row has failed. The other rows return its error without waiting. */
 static ddp_result a_group_fails(const axes *a) {
     int w = ddp_world_size(a->world);
     double start = ddp_now();

@@ -1,14 +1,18 @@
-/*  test_collectives.c - every collective gives every rank exactly what the promises say.
+/*  test_collectives.c - every collective gives every rank exactly the documented result.
 
     test_collectives BACKEND [W ...]     one of support/ranks.h
 
-    One launch per W runs: the cross of kind x dtype x op x count x memory x place x blocking/async; sizes around the
-    places where an implementation may change its method; and a long random sequence with random delays, in which up to
-    three asynchronous calls are in flight. From W = 8 on, where two cores make everything slow, a chosen few of these. Everything is compared bit for bit with the reference of ranks.h, and memory that a
-    call must leave alone with a copy. A backend that is not for everything gets the cases that it is for.
+    One launch per W runs:
+      the product of kind x dtype x op x count x memory x place x blocking/async;
+      sizes around those at which an implementation can change its method;
+      a long random sequence with random delays, with up to three asynchronous calls in flight.
+    From W = 8 on, where two cores make everything slow, only a selection of these. All results are compared
+    bit for bit with the reference of ranks.h, and memory that a call must not change with a copy. A backend
+    without support for some calls gets the cases that it supports.
 
-    tests/gpu/test_conformance.cu includes this file: each call is then made twice, on the CPU group and, while that may still be under way, on
-    a group over device memory whose buffers mirror those here, and the two are compared bit for bit. */
+    tests/gpu/test_conformance.cu includes this file. Each call is then made twice: on the CPU group and,
+    possibly while that one is still in flight, on a group over device memory whose buffers mirror those of
+    this file. The two results are compared bit for bit. */
 #if !defined(TEST_DEVICE)
 #include "../../ddp.h"
 #include "../support/inner.h"
@@ -47,16 +51,17 @@ typedef struct slot {
     unsigned char *arena[2][2]; /* [MEMORY_PRIVATE or _GROUP][SEND or RECV] */
 #if defined(TEST_DEVICE)
     unsigned char *far[2][2];   /* their mirrors */
-    unsigned char *back;        /* what a mirror of recv holds in the end */
+    unsigned char *back;        /* the final contents of a mirror of recv */
 #endif
     size_t capacity;
-    unsigned char *shadow;      /* what the send buffer held */
+    unsigned char *shadow;      /* a copy of the send buffer */
     unsigned char *expect;
     int busy;
     ccase c;
     ddp_work work;
     unsigned char *send, *recv; /* of this rank */
-    size_t send_extent, recv_extent, inner; /* elements; in place: where the smaller buffer starts in the larger */
+    /* Elements; in place: where the smaller buffer starts in the larger. */
+    size_t send_extent, recv_extent, inner;
     int in_place, send_outer;   /* in place: the send buffer is the larger one */
 } slot;
 
@@ -73,7 +78,7 @@ typedef struct rig {
 
 typedef struct plan { ranks_mode mode; int *entered; /* shared; counts ranks inside the barrier test, NULL where they share none */ } plan;
 
-//== what a case means ======================================================================
+// //== parameters of a case ===================================================================
 
 static int is_reduction(ddp_call_kind kind) {
     return kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER;
@@ -135,7 +140,7 @@ static void extents(const rig *g, const ccase *c, size_t *send, size_t *recv) {
     }
 }
 
-/* Writes what this rank's recv buffer must hold over what it held before. */
+/* Writes the expected contents of this rank's recv buffer over its earlier contents. */
 static void reference(const rig *g, const ccase *c, unsigned char *out) {
     ranks_data data;
     size_t size = ranks_dtype_size(c->dtype), n = c->count;
@@ -225,7 +230,8 @@ static void prepare(rig *g, slot *s, const ccase *c) {
     }
     ranks_fill(s->send, &data, g->rank, 0, s->send_extent);
     if (c->kind == DDP_CALL_BROADCAST && g->rank == c->root) ranks_fill(s->recv, &data, g->rank, 0, c->count);
-    /* expect: the whole recv buffer with guards, or in place the larger of the two; shadow: the send buffer with guards */
+    /* expect: the whole recv buffer with guards, or in place the larger of the two; shadow: the send buffer
+       with guards */
     if (s->in_place && s->send_outer) {
         memcpy(s->expect, s->send - GUARD, s->send_extent * size + 2 * GUARD);
         reference(g, c, s->expect + GUARD + s->inner * size);
@@ -239,7 +245,8 @@ static void prepare(rig *g, slot *s, const ccase *c) {
 static ddp_result issue_on(const rig *g, ddp_group *group, const slot *s, unsigned char *at_send, unsigned char *at_recv, ddp_work *work) {
     const ccase *c = &s->c;
     int odd = (int)(c->seed & 1), is_root = g->rank == c->root;
-    void *recv = s->recv_extent == 0 && odd ? NULL : at_recv;       /* where there is nothing, NULL is as good as a pointer */
+    /* Where there is nothing, NULL is as good as a pointer. */
+    void *recv = s->recv_extent == 0 && odd ? NULL : at_recv;
     const void *send = s->send_extent == 0 && odd ? NULL : at_send;
     switch (c->kind) {
     case DDP_CALL_ALL_REDUCE: return ddp_all_reduce(group, send, recv, c->count, c->dtype, c->op, work);
@@ -251,7 +258,7 @@ static ddp_result issue_on(const rig *g, ddp_group *group, const slot *s, unsign
     case DDP_CALL_GATHER: return ddp_gather(group, send, recv, c->count, c->dtype, c->root, work);
     case DDP_CALL_SCATTER: return ddp_scatter(group, send, recv, c->count, c->dtype, c->root, work);
     case DDP_CALL_ALL_GATHER_V: case DDP_CALL_ALL_TO_ALL_V: {
-        /* the arrays are ours only until the call returns, also when it is asynchronous */
+        /* the arrays are valid only until the call returns, even if it is asynchronous */
         size_t sc[DDP_MAX_LOCAL_RANKS], so[DDP_MAX_LOCAL_RANKS], rc[DDP_MAX_LOCAL_RANKS], ro[DDP_MAX_LOCAL_RANKS], se, re;
         ddp_result result;
         v_layout(c, g->rank, g->world_size, sc, so, rc, ro, &se, &re);
@@ -285,7 +292,7 @@ static ddp_result issue(rig *g, slot *s) {
 
 static ddp_group *group_of(rig *g) { return g->device.group; }
 
-/* The same bits as the CPU group gave, guards included, in what was received and in what was sent. */
+/* The same bits as from the CPU group, guards included, in the receive and the send buffer. */
 static ddp_result compare_far(rig *g, slot *s, const char *text) {
     size_t size = ranks_dtype_size(s->c.dtype);
     for (int side = SEND; side <= RECV; side++) {
@@ -324,7 +331,8 @@ static ddp_result finish(rig *g, slot *s) {
     if (c->async && c->kind != DDP_CALL_BARRIER) {
         if (c->seed & 2) {
             int done = 0;
-            for (int tries = 0; !done; ranks_sleep_us(tries++ < 3 ? 0 : 50)) /* a little later: what is waited for needs the CPU */
+            /* Sleeps a little: the awaited thread needs the CPU. */
+            for (int tries = 0; !done; ranks_sleep_us(tries++ < 3 ? 0 : 50))
                 RANKS_CHECK(g->group, ddp_test(group_of(g), &s->work, &done) == DDP_OK, "%s: ddp_test: %s", text, ddp_last_error());
         }
         RANKS_CHECK(g->group, ddp_wait(group_of(g), &s->work) == DDP_OK, "%s: %s", text, ddp_last_error());
@@ -360,7 +368,7 @@ static int is_for(const rig *g, ccase *c) {
     return 1;
 }
 
-/* Runs a case in the given slot, ending what was there; asynchronous ones stay in flight. */
+/* Runs a case in the given slot, after finishing the one in it; asynchronous ones stay in flight. */
 static ddp_result run_case(rig *g, slot *s, const ccase *c) {
     ddp_result result = finish(g, s);
     char text[256];
@@ -384,7 +392,7 @@ static ddp_result drain(rig *g) {
 
 //== lists of cases =========================================================================
 
-/* Fills in what the caller left to chance. */
+/* Fills in the parameters that the caller left random. */
 static void vary(ccase *c, int world_size, long number) {
     uint64_t h = ranks_mix((uint64_t)number * 1000 + (uint64_t)world_size);
     c->number = number;
@@ -424,8 +432,9 @@ static ddp_result run_cross(rig *g, long stride) {
     return drain(g);
 }
 
-/* Many ranks: every kind; the reductions with three dtypes and operations, the others with one of three dtypes. Each count meets every
-   memory and place, of which each case has one. With very many ranks the reference takes longest: half the large reductions then. */
+/* Many ranks: every kind; the reductions with three dtypes and operations, the others with one of three
+   dtypes. Each count meets every memory and place, of which each case has one. With very many ranks the
+   reference takes longest: half the large reductions then. */
 static ddp_result run_many_ranks(rig *g) {
     static const ddp_dtype dtypes[] = {DDP_F32, DDP_BF16, DDP_I8};
     static const ddp_op ops[] = {DDP_OP_SUM, DDP_OP_AVG, DDP_OP_MAX};
@@ -565,7 +574,8 @@ static ddp_result free_slot(rig *g, slot *s) {
 static ddp_result run_all(rig *g, const plan *p) {
     int w = g->world_size;
     int slow = TEST_SLOW, few = slow > 1 || !(ranks_on.is & RANKS_ALL_CASES);
-    long stride = w <= 2 ? 3 : w <= 4 ? 11 : 41; /* every kind with every type and operation has a hundred cases and more */
+    /* Every kind with every type and operation has a hundred cases and more. */
+    long stride = w <= 2 ? 3 : w <= 4 ? 11 : 41;
     ddp_result result;
     if (few) stride = (w <= 2 ? 1 : w <= 4 ? 7 : 41) * (slow > 1 ? 13 : 3) - 2;
     result = w < 8 ? run_cross(g, stride) : run_many_ranks(g);

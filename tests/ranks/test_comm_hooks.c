@@ -1,6 +1,8 @@
-/*  test_comm_hooks.c - examples/comm_hooks.h over W ranks: what a bucket tells of its gradients, 16 bits as the reducer's own, sums that lose nothing
-    over steps and regrouped buckets, PowerSGD exact where rank allows, a step late to the bit, NaN, one rank, saved states, bytes, memory, bad
-    input, local SGD and DiLoCo against plain loops, a small model that learns with each of them, and a rank that is lost on the way. */
+/*  test_comm_hooks.c - examples/comm_hooks.h over W ranks: the view of gradients in a bucket; 16-bit hooks
+    equal to the reducer's comm_dtype; sums that lose nothing over steps and rebuilt buckets; PowerSGD exact
+    if its rank allows; DELAY late by exactly one step; NaN; one rank; saved states; bytes; memory; bad input;
+    local SGD and DiLoCo against plain loops; a small model that learns with each of them; and a rank that is
+    lost. */
 #include "ddp.h"
 #define COMM__PIECE ((size_t)1000) /* buckets are cut */
 #include "comm_hooks.h"
@@ -14,7 +16,8 @@ enum { PARAMS = 9, STEPS = 7, SAVED_HEADER = 40 /* bytes of a saved state before
 static const int64_t SHAPES[PARAMS][4] = { /* ndim, then the shape; odd sizes, so that buckets are packed */
     {2, 40, 30}, {1, 30}, {3, 7, 5, 6}, {0}, {2, 0, 4}, {2, 64, 48}, {1, 48}, {2, 3, 2}, {1, 9},
 };
-static const int READY[PARAMS] = {3, 8, 5, 0, 7, 1, 4, 6, 2}; /* another order than the first buckets have, so that they are regrouped */
+/* Another order than the first buckets have, so that they are regrouped. */
+static const int READY[PARAMS] = {3, 8, 5, 0, 7, 1, 4, 6, 2};
 
 static int all_allocations; /* of all ranks that are threads of this process */
 static void *counting_alloc(size_t size_bytes, void *user) {
@@ -37,7 +40,7 @@ typedef struct model {
 
 typedef struct how {
     comm_hook_desc hook;
-    int given;               /* gradients lie in memory of the model's, in definition order */
+    int given;               /* gradients are in memory of the model, in definition order */
     int plain, find_unused;  /* no hook; buckets stay as they are */
     ddp_dtype comm_dtype;
     int micro_batch_count;
@@ -93,13 +96,13 @@ static ddp_result model_open_as(model *m, ddp_group *group, const how *h, ddp_dt
 
 static ddp_result model_open(model *m, ddp_group *group, const how *h) { return model_open_as(m, group, h, DDP_F32); }
 
-/* A gradient between -1 and 1, the same for whoever asks. */
+/* A gradient between -1 and 1, the same on every rank. */
 static float number(int rank, int step, int param, size_t element) {
     uint64_t h = ranks_mix(((uint64_t)rank << 40) + ((uint64_t)step << 32) + ((uint64_t)param << 24) + element);
     return (float)(int32_t)(h >> 32) / 2147483648.0f;
 }
 
-/* One step whose gradients are there; m->out becomes the result. */
+/* One step with the current gradients; m->out receives the result. */
 static ddp_result model_reduce(model *m) {
     for (int k = 0; k < PARAMS; k++) {
         ddp_result result = ddp_reducer_ready(m->reducer, READY[k]);
@@ -144,7 +147,7 @@ static how how_of(comm_hook_kind kind) {
     return h;
 }
 
-//== what a bucket tells ====================================================================
+// //== the view of a bucket ====================================================================
 
 typedef struct seen { model *m; size_t elements; int wrong, calls; } seen;
 
@@ -191,7 +194,8 @@ static ddp_result a_bucket_tells_whose_gradients_lie_where(ddp_group *group) {
 
 //== values =================================================================================
 
-/* BF16 and F16 are the reducer's comm_dtype, and what comes before start_step is the plain reduction, bit for bit. */
+/* BF16 and F16 equal the reducer's comm_dtype. Steps before start_step are the plain reduction, bit for
+   bit. */
 static ddp_result bits_of_the_reducer(ddp_group *group) {
     static const struct { comm_hook_kind kind; ddp_dtype comm, grad; int start; } cases[] = {
         {COMM_HOOK_BF16, DDP_BF16, DDP_F32, 0}, {COMM_HOOK_F16, DDP_F16, DDP_F32, 0}, {COMM_HOOK_F16, DDP_F16, DDP_F64, 0},
@@ -233,8 +237,8 @@ static ddp_result memories(model *m, double *out) {
     return ddp_all_reduce(m->group, out, out, m->total, DDP_F64, DDP_OP_SUM, NULL);
 }
 
-/* Over steps and regrouped buckets what was applied and what is remembered add up to all gradients; the memory stays small; ranks agree. *hash is of
-   all results. */
+/* Over steps and rebuilt buckets, the applied and the remembered values sum to all gradients. The memory
+   stays small, and the ranks agree. *hash covers all results. */
 static ddp_result nothing_is_lost(ddp_group *group, const how *h, double most, uint64_t *hash) {
     model m;
     int ranks = ddp_world_size(group), power = h->hook.kind == COMM_HOOK_POWERSGD;
@@ -251,7 +255,8 @@ static ddp_result nothing_is_lost(ddp_group *group, const how *h, double most, u
                 for (int r = 0; r < ranks; r++) sum += (double)number(r, step, (int)i, e);
                 gave[at + e] += sum;
                 applied[at + e] += first = (double)m.out[at + e] * ranks;
-                if ((step == 0 && !power) || (power && SHAPES[i][0] < 2)) /* rounded once per rank and once by the owner, if at all */
+                /* Rounded once per rank and once by the owner, if at all. */
+                if ((step == 0 && !power) || (power && SHAPES[i][0] < 2))
                     RANKS_CHECK(group, fabs(first - sum) <= (power ? 1e-6 : ranks / 254.0 * 2.05) * ranks,
                                 "param %d element %zu: %g for %g", (int)i, e, first, sum);
             }
@@ -289,7 +294,8 @@ static ddp_result sums_over_steps(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Matrices of rank 1 on each rank add up to one of rank W <= 4: it arrives, but for rounding, and nothing is remembered. Zeros before it harm nothing. */
+/* Matrices of rank 1 on each rank sum to one of rank W <= 4: it is transferred except for rounding, and
+   nothing is remembered. Earlier zeros do no harm. */
 static ddp_result low_rank_is_exact(ddp_group *group) {
     model m;
     how h = how_of(COMM_HOOK_POWERSGD);
@@ -316,7 +322,7 @@ static ddp_result low_rank_is_exact(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Each step gets the bits of the plain reduction of the step before, whatever is called in between. */
+/* Each step gets the bits of the plain reduction of the step before, with any calls between them. */
 static ddp_result one_step_late(ddp_group *group) {
     for (int c = 0; c < 4; c++) {
         model late, plain;
@@ -345,7 +351,8 @@ static ddp_result one_step_late(ddp_group *group) {
     return DDP_OK;
 }
 
-/* A NaN of the last rank reaches all, in its block or matrix at least; two steps later everything is finite again, and nothing of it is remembered. */
+/* A NaN of the last rank reaches all, in its block or matrix at least; two steps later everything is finite
+   again, and nothing of it is remembered. */
 static ddp_result not_a_number(ddp_group *group) {
     for (int c = COMM_HOOK_BF16; c <= COMM_HOOK_POWERSGD + (ddp_world_size(group) > 1); c++) {
         model m;
@@ -437,7 +444,8 @@ static ddp_result states_go_on(ddp_group *group, comm_hook_kind kind) {
     return DDP_OK;
 }
 
-/* The states of all ranks go to one: a group of one rank pays all of it back in its first step; in the old group nothing is lost either. */
+/* The states of all ranks go to one: a group of one rank pays all of it back in its first step; in the old
+   group nothing is lost either. */
 static ddp_result states_move(ddp_group *group, comm_hook_kind kind) {
     model m, alone, other;
     how h = how_of(kind);
@@ -513,7 +521,8 @@ static ddp_result bad_creates(ddp_group *group) {
     comm_hook_desc desc = DDP_ZERO;
     int last = ddp_world_size(group) - 1, mine = ddp_rank(group) == last;
     model_params(&m, group, DDP_F32);
-    for (int c = 0; c < 2 * (int)(sizeof cases / sizeof cases[0]); c++) { /* on every rank, then on the last alone */
+    /* On every rank, then only on the last one. */
+    for (int c = 0; c < 2 * (int)(sizeof cases / sizeof cases[0]); c++) {
         int k = c / 2, wrong = c % 2 == 0 || mine;
         ddp_param params[PARAMS];
         comm_hook_desc bad = DDP_ZERO;
@@ -625,7 +634,7 @@ static ddp_result bad_steps(ddp_group *group) {
 static ddp_result local_open(model *m, local_sgd **local, ddp_group *group, int every, double lr, double momentum) {
     local_sgd_desc desc = DDP_ZERO;
     model_params(m, group, DDP_F32);
-    m->params[8].value = m->params[1].value; /* tied; the ninth's own memory is left alone */
+    m->params[8].value = m->params[1].value; /* tied; the memory of the ninth is not used */
     for (size_t i = 0; i < m->total; i++) m->values[i] = number(ddp_rank(group), 50, 0, i);
     desc.params = m->params;
     desc.param_count = PARAMS;
@@ -635,7 +644,8 @@ static ddp_result local_open(model *m, local_sgd **local, ddp_group *group, int 
     return local_sgd_create(local, group, &desc);
 }
 
-/* Against plain loops in double: each rank moves its values by number(), every third step the outer one comes. */
+/* Against plain loops in double: each rank moves its values by number(), every third step the outer one
+   comes. */
 static ddp_result outer_steps(ddp_group *group, double lr, double momentum) {
     model m;
     local_sgd *local, *again;
@@ -667,7 +677,7 @@ static ddp_result outer_steps(ddp_group *group, double lr, double momentum) {
         }
         RANKS_CHECK(group, is_equal(group, hash_floats(0, m.values, n)), "step %d: ranks have other bits", step);
         if (step != 2) continue;
-        RANKS_OK(group, local_sgd_save(local, NULL, &bytes)); /* goes on in another one */
+        RANKS_OK(group, local_sgd_save(local, NULL, &bytes)); /* continues in another object */
         char *state = (char *)malloc(bytes);
         local_sgd_desc desc = local->desc;
         RANKS_OK(group, local_sgd_save(local, state, &bytes));
@@ -754,7 +764,8 @@ static ddp_result local_training(ddp_group *group) {
 
 //== learning ===============================================================================
 
-/* A perceptron of IN x HIDDEN x OUT learns what another one of the same shape says of random inputs; a rank has every W-th of them. */
+/* A perceptron of IN x HIDDEN x OUT learns the outputs of another one of the same shape for random inputs. A
+   rank has every W-th input. */
 enum { IN = 24, HIDDEN = 32, OUT = 8, SAMPLES = 96, TURNS = 150 };
 enum { W1, B1, W2, LAYERS };
 static const int64_t NET[LAYERS][3] = {{2, HIDDEN, IN}, {1, HIDDEN}, {2, OUT, HIDDEN}};
@@ -804,7 +815,7 @@ static double net_loss(const float *values, const float *teacher, float *grads, 
     return loss / count;
 }
 
-/* The loss after so many steps of SGD with momentum. every > 0: local SGD, or DiLoCo. */
+/* The loss after this many steps of SGD with momentum. every > 0: local SGD, or DiLoCo. */
 static ddp_result learn(ddp_group *group, const comm_hook_desc *how, int every, double outer_lr, double outer_momentum, int turns, double *loss) {
     static const size_t count = NET_COUNT;
     float *teacher = (float *)calloc(count, 4);
@@ -898,7 +909,7 @@ static ddp_result into_trouble(ddp_group *group, void *user) {
     (void)user;
     for (int step = 0; step < 6 && result == DDP_OK; step++) {
         if (step == 3 && rank == 1 && !troubles->leaves) raise(SIGKILL);
-        if (step == 3 && rank == 1) { /* without what is collective */
+        if (step == 3 && rank == 1) { /* without its collective part */
             ddp_group_destroy(m.hook->own);
             return ddp_fail(DDP_ERR_ENGINE, "rank 1 has had enough");
         }
@@ -910,7 +921,7 @@ static ddp_result into_trouble(ddp_group *group, void *user) {
     return result;
 }
 
-/* The others are told which rank it was, in the step and not after a timeout of ten minutes. */
+/* The errors of the others name the rank, in the same step instead of after the timeout of ten minutes. */
 static int trouble_ends(ranks_mode mode, int kind) {
     int failed = 0;
     memset(troubles, 0, sizeof *troubles);
@@ -952,7 +963,8 @@ int main(int argc, char **argv) {
     ranks_memory.free_fn = counting_free;
     troubles = (trouble *)ranks_shared(sizeof *troubles);
     failed = ranks_each(argc, argv, worlds, 55, &mode, cases) != 0;
-    for (int kind = COMM_HOOK_INT8; kind <= COMM_HOOK_DELAY && !failed && !ranks_joins(mode); kind++) /* mpirun ends all ranks where one is lost */
+    /* Mpirun ends all ranks where one is lost. */
+    for (int kind = COMM_HOOK_INT8; kind <= COMM_HOOK_DELAY && !failed && !ranks_joins(mode); kind++)
         failed = trouble_ends(mode, kind);
     return failed;
 }

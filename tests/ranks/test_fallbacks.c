@@ -1,5 +1,5 @@
-/* Kernels and sandboxes may refuse memfd, process_vm_readv and MADV_POPULATE_WRITE. The job must work the
-   same through an unlinked file and staged messages. It logs that once and leaves no file. */
+/* Kernels and sandboxes can refuse memfd, process_vm_readv and MADV_POPULATE_WRITE. The job must then work
+   the same through an unlinked file and staged messages. It logs that once and leaves no file. */
 #include "ddp.h"
 #include "inner.h"
 #include "watchdog.h"
@@ -55,7 +55,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     TRY(ddp_all_reduce(world, shared, shared, COUNT, DDP_F32, DDP_OP_SUM, NULL));
     CHECK(memcmp(shared, theirs, COUNT * sizeof *mine) == 0);
     TRY(ddp_group_free(world, shared));
-    shared = malloc(3 * COUNT * sizeof *mine); /* large moves may not read their peers either */
+    shared = malloc(3 * COUNT * sizeof *mine); /* large moves cannot read their peers either */
     CHECK(shared && size == 3);
     TRY(ddp_all_gather(world, mine, shared, COUNT, DDP_F32, NULL));
     for (int i = 0; i < 3 * COUNT; i++) CHECK(((float *)shared)[i] == (float)(i / COUNT * 1000 + i % COUNT % 1000));

@@ -5,7 +5,7 @@
 #include "../support/inner.h"
 #include "../support/ranks.h"
 
-/* Sum of member numbers over a group, and that everybody agrees on it. */
+/* Checks the sum of member numbers over a group, and that all ranks agree on it. */
 static ddp_result sum_is(ddp_group *g, int64_t mine, int64_t want, const char *what) {
     int64_t sum = -1;
     RANKS_OK(g, ddp_all_reduce(g, &mine, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
@@ -66,7 +66,8 @@ static ddp_result splits(ddp_group *world) {
     return DDP_OK;
 }
 
-/* Split of a split of a split, calls on all levels interleaved, each group's memory used by its descendants. */
+/* Split of a split of a split, calls on all levels interleaved, each group's memory used by its
+   descendants. */
 static ddp_result nested(ddp_group *world) {
     int rank = ddp_rank(world), w = ddp_world_size(world), depth = 1;
     ddp_group *levels[8];
@@ -89,14 +90,16 @@ static ddp_result nested(ddp_group *world) {
             RANKS_CHECK(world, *cell >= rank + round && *cell < w + round, "round %d level %d: max is %lld", round, level, (long long)*cell);
         }
     while (depth-- > 0) {
-        if (depth % 2) RANKS_OK(levels[depth], ddp_group_free(levels[depth], memory[depth])); /* the others are left to destroy */
+        /* The others are left to destroy. */
+        if (depth % 2) RANKS_OK(levels[depth], ddp_group_free(levels[depth], memory[depth]));
         if (depth == 0) RANKS_OK(levels[0], ddp_group_free(levels[0], memory[0]));
         if (depth > 0) ddp_group_destroy(levels[depth]);
     }
     return DDP_OK;
 }
 
-/* Rank r of the grandchild is rank r + 1 of the child and rank r + 2 of the world. ddp_group_peer translates it. */
+/* Rank r of the grandchild is rank r + 1 of the child and rank r + 2 of the world. ddp_group_peer translates
+   it. */
 static ddp_result grandchildren(ddp_group *world) {
     int rank = ddp_rank(world);
     ddp_group *child = NULL, *grandchild = NULL;
@@ -115,10 +118,10 @@ static ddp_result grandchildren(ddp_group *world) {
     return ddp_group_free(world, memory);
 }
 
-/* Calls on different groups may be in flight together, whatever the order in which ranks wait. */
+/* Calls on different groups can be in flight together, in whatever order ranks wait. */
 static ddp_result many_groups_at_once(ddp_group *world) {
     int rank = ddp_rank(world), w = ddp_world_size(world);
-    enum { COUNT = 16000 }; /* 64 KB, what every backend can carry */
+    enum { COUNT = 16000 }; /* 64 KB, the maximum of every backend */
     float *data[3];
     ddp_group *groups[3];
     ddp_work works[3];
@@ -131,7 +134,8 @@ static ddp_result many_groups_at_once(ddp_group *world) {
         int order[3] = {round % 3, (round + 1) % 3, (round + 2) % 3};
         for (int i = 0; i < 3; i++)
             for (int k = 0; k < COUNT; k++) data[i][k] = (float)(rank + 1);
-        for (int i = 0; i < 3; i++) /* odd and even ranks issue in opposite order across groups: legal, each group has its own order */
+        /* Odd and even ranks issue in opposite order across groups: legal, each group has its own order. */
+        for (int i = 0; i < 3; i++)
             RANKS_OK(world, ddp_all_reduce(groups[order[rank % 2 ? i : 2 - i]], data[order[rank % 2 ? i : 2 - i]], data[order[rank % 2 ? i : 2 - i]],
                                            COUNT, DDP_F32, DDP_OP_SUM, &works[order[rank % 2 ? i : 2 - i]]));
         for (int i = 0; i < 3; i++) RANKS_OK(world, ddp_wait(groups[order[i]], &works[order[i]]));
@@ -163,7 +167,8 @@ static ddp_result memory(ddp_group *world) {
     RANKS_CHECK(world, ddp_group_alloc(world, 0, &out) == DDP_ERR_INVALID && out == NULL, "zero bytes give %p", out);
     RANKS_CHECK(world, ddp_group_alloc(world, 1, NULL) == DDP_ERR_INVALID, "out is NULL");
     RANKS_OK(world, ddp_group_free(world, NULL));
-    for (int round = 0; round < 60; round++) { /* dirty memory comes back zeroed, and mappings do not pile up */
+    /* Dirty memory comes back zeroed, and mappings do not pile up. */
+    for (int round = 0; round < 60; round++) {
         void *blocks[8];
         for (int i = 0; i < 8; i++) {
             unsigned char *b;
@@ -201,8 +206,8 @@ static ddp_result memory(ddp_group *world) {
     return DDP_OK;
 }
 
-/* Words by which ranks tell how far they are: what was written before a raise is there after the await, also beside asynchronous collectives; who goes
-   on without a raise is found out. */
+/* Ranks signal their progress in words: data written before a signal is visible after the wait for it, also
+   next to asynchronous collectives. A rank that proceeds without a signal is detected. */
 static ddp_result words(ddp_group *world) {
     enum { ROUNDS = 200, DONE = 8, DATA = 16 };
     int rank = ddp_rank(world), w = ddp_world_size(world);
@@ -216,7 +221,8 @@ static ddp_result words(ddp_group *world) {
     RANKS_OK(child, ddp_group_alloc(child, 17 * sizeof *mine, &memory));
     mine = (uint64_t *)memory;
     for (int r = 0; r < w; r++)
-        if (!ddp_group_peer(child, mine, r)) { ddp_group_destroy(child); return DDP_OK; } /* alike on all ranks */
+        /* The same on all ranks. */
+        if (!ddp_group_peer(child, mine, r)) { ddp_group_destroy(child); return DDP_OK; }
     for (uint64_t round = 1; round <= ROUNDS; round++) {
         RANKS_OK(child, ddp_group_wait_signal(child, mine + DONE, round - 1));
         mine[DATA] = round * 100 + (uint64_t)rank;
@@ -248,7 +254,7 @@ static ddp_result words(ddp_group *world) {
     return DDP_OK;
 }
 
-/* Far too much is an error on every rank and the group goes on. */
+/* A size that is far too large is an error on every rank, and the group stays usable. */
 static ddp_result too_much_memory(ddp_group *world) {
     static const size_t sizes[] = {SIZE_MAX, SIZE_MAX - 100, SIZE_MAX / 64, (size_t)1 << 55};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
@@ -260,8 +266,9 @@ static ddp_result too_much_memory(ddp_group *world) {
     return DDP_OK;
 }
 
-/* Split and destroy leave nothing mapped. The lines are counted while no rank has a child: as threads, all ranks
-   share one list of mappings. The allocator may map arenas at any time, so a leak is what grows with the rounds. */
+/* Split and destroy leave nothing mapped. The lines are counted while no rank has a child group: ranks as
+   threads share one list of mappings. The allocator can map arenas at any time, so only growth with the
+   rounds is a leak. */
 static ddp_result split_churn(ddp_group *world, int rounds) {
     int rank = ddp_rank(world), w = ddp_world_size(world), lines[2] = {0, 0};
     for (int round = 0; round < rounds; round++) {
@@ -290,7 +297,7 @@ static ddp_result async_order(ddp_group *world) {
     RANKS_OK(world, ddp_wait(world, &none));
     RANKS_OK(world, ddp_test(world, &none, &done));
     RANKS_CHECK(world, done == 1, "a test for nothing says %d", done);
-    /* Each call reads what the one before wrote: issue order is execution order. */
+    /* Each call reads the output of the one before: issue order is execution order. */
     cells[0] = 1;
     for (int i = 0; i < MANY; i++) RANKS_OK(world, ddp_all_reduce(world, &cells[i], &cells[i + 1], 1, DDP_I64, i % 16 ? DDP_OP_MAX : DDP_OP_SUM, &works[i]));
     { /* a blocking call is issued after them, so it sees all of them done */
@@ -326,7 +333,8 @@ static ddp_result async_order(ddp_group *world) {
     return DDP_OK;
 }
 
-static ddp_result task(ddp_group *group, void *argument) { /* three dependent blocking calls inside one task */
+/* Three dependent blocking calls inside one task. */
+static ddp_result task(ddp_group *group, void *argument) {
     int64_t *cell = (int64_t *)argument;
     ddp_result result = ddp_all_reduce(group, cell, cell, 1, DDP_I64, DDP_OP_SUM, NULL);
     if (result == DDP_OK) result = ddp_broadcast(group, cell, 1, DDP_I64, 0, NULL);
@@ -362,7 +370,7 @@ static ddp_result tasks(ddp_group *world) {
     return DDP_OK;
 }
 
-/* What layers issue: an average that names no divisor is that of all ranks. */
+/* Calls of layers: an average without a divisor averages over all ranks. */
 static ddp_result averages_of_calls(ddp_group *world) {
     float mine = (float)(ddp_rank(world) + 1), got = 0, w = (float)ddp_world_size(world);
     ddp_call call = DDP_ZERO;
@@ -420,9 +428,10 @@ static ddp_result destroy_with_work_pending(ddp_group *world) {
     return DDP_OK;
 }
 
-/* Aborting a child: its pending and later calls fail on every member and name who did it; the parent goes on. */
+/* Aborting a child: its pending and later calls fail on every member and name the rank that aborted; the
+   parent stays usable. */
 static ddp_result abort_child(ddp_group *world) {
-    enum { LARGE = 16000 }; /* 64 KB, what every backend can carry */
+    enum { LARGE = 16000 }; /* 64 KB, the maximum of every backend */
     int rank = ddp_rank(world), w = ddp_world_size(world);
     ddp_group *child;
     ddp_result first, second;
@@ -463,7 +472,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, nested(world));
     RANKS_RUN(world, grandchildren(world));
     RANKS_RUN(world, many_groups_at_once(world));
-    if (!(ranks_on.is & RANKS_APART)) RANKS_RUN(world, memory(world)); /* apart it is each rank's own, see test_tcp.c */
+    /* Apart it is each rank's own, see test_tcp.c. */
+    if (!(ranks_on.is & RANKS_APART)) RANKS_RUN(world, memory(world));
     RANKS_RUN(world, words(world));
     if (!(ranks_on.is & RANKS_APART)) RANKS_RUN(world, too_much_memory(world));
     RANKS_RUN(world, split_churn(world, (w <= 4 ? 1000 : w <= 8 ? 200 : 20) / ranks_slow() + 2));

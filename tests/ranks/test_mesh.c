@@ -1,4 +1,4 @@
-/*  test_mesh.c - a grid of ranks: who is in which group, groups used side by side, and meshes that cannot be.
+/*  test_mesh.c - a grid of ranks: members of each group, concurrent use of groups, and invalid meshes.
 
     test_mesh BACKEND [W ...]     one of support/ranks.h */
 #include "../../ddp.h"
@@ -45,7 +45,7 @@ static ddp_result all_shapes(ddp_group *world) {
     return DDP_OK;
 }
 
-/* Work under way on all groups of a rank at once, waited for in the other order. */
+/* Work in flight on all groups of a rank at once, waited for in the opposite order. */
 static ddp_result side_by_side(ddp_group *world) {
     enum { ROUNDS = 50, COUNT = 1000 };
     static const char *const names[] = {"dp", "tp"};
@@ -137,7 +137,7 @@ static ddp_result bad_input(ddp_group *world) {
     return DDP_OK;
 }
 
-/* Ranks that mean different meshes all hear so, and the world goes on. */
+/* If ranks pass different meshes, all return that error, and the world stays usable. */
 static ddp_result different(ddp_group *world) {
     int w = ddp_world_size(world), last = ddp_rank(world) == w - 1;
     char text[128];

@@ -1,8 +1,10 @@
-/*  test_mpi.c - what only the MPI backend has.
+/*  test_mpi.c - properties that only the MPI backend has.
 
-    mpirun -n W test_mpi SCENARIO       each is a program of its own, since a process initialises and finalises MPI once
+    mpirun -n W test_mpi SCENARIO       each is a separate program, since a process initialises and finalises
+                                        MPI once
 
-    This program stands between ddp.h and MPI (MPI's profiling interface): it sees what is called, and can make it fail. */
+    This program intercepts the calls from ddp.h to MPI (MPI's profiling interface): it records them, and can
+    make them fail. */
 #include <mpi.h>
 
 #include "../../ddp.h"
@@ -14,7 +16,8 @@
 
 //== between ddp.h and MPI ==================================================================
 
-static int finalized, fails_next, granted = -1; /* granted: the thread level that MPI_Init_thread is made to give */
+/* granted: the thread level that MPI_Init_thread is made to give. */
+static int finalized, fails_next, granted = -1;
 
 int MPI_Finalize(void) { finalized++; return PMPI_Finalize(); }
 
@@ -29,7 +32,7 @@ int MPI_Init_thread(int *argc, char ***argv, int required, int *provided) {
 }
 
 /* At exit, after ddp.h. A job whose MPI is not finalised would count as failed. */
-static int finalized_at_exit = -1; /* how often it shall have been by then */
+static int finalized_at_exit = -1; /* the expected number of finalisations by then */
 static void last_look(void) {
     int over = 0;
     MPI_Finalized(&over);
@@ -95,14 +98,15 @@ static ddp_result work_of_all_sorts(ddp_group *g) {
 
 //== scenarios ==============================================================================
 
-/* Started by mpirun, a group is one of MPI by itself, which the first group initialises. It is finalised at exit, once. */
+/* Started by mpirun, a group is one of MPI by itself, which the first group initialises. It is finalised at
+   exit, once. */
 static ddp_result chosen(void) {
     ddp_group *a = NULL, *b = NULL;
     RANKS_CHECK(NULL, !is_running(), "MPI runs");
     RANKS_OK(NULL, ddp_group_create(&a, NULL));
     RANKS_CHECK(a, is_running() && ddp_world_size(a) > 1, "size %d", ddp_world_size(a));
     RANKS_OK(a, work_of_all_sorts(a));
-    RANKS_OK(NULL, join(&b, DDP_ORDER_ANY, 20000)); /* beside the first */
+    RANKS_OK(NULL, join(&b, DDP_ORDER_ANY, 20000)); /* in addition to the first */
     RANKS_OK(b, work_of_all_sorts(b));
     ddp_group_destroy(a);
     RANKS_OK(b, work_of_all_sorts(b));
@@ -115,7 +119,8 @@ static ddp_result chosen(void) {
     return DDP_OK;
 }
 
-/* MPI is the program's, at each thread level: it stays up, and what needs a thread goes on inside ddp_wait and ddp_test. */
+/* MPI belongs to the program, at each thread level: it stays initialised, and work that needs a thread
+   progresses inside ddp_wait and ddp_test. */
 static ddp_result users(int level) {
     ddp_group *g = NULL, *half = NULL;
     int got = -1, rank;
@@ -211,7 +216,7 @@ static ddp_result orders(void) {
     return DDP_OK;
 }
 
-/* Ranks that make different calls, or none, hear it by name: on one machine and across machines. */
+/* If ranks make different calls, or none, the errors name them: on one machine and across machines. */
 static ddp_result named(void) {
     ddp_group *g = NULL;
     float x[8] = {0}, y[8];
@@ -254,10 +259,12 @@ static ddp_result named(void) {
     SAYS(g, "rank 0 (pid ");
     ddp_group_destroy(g);
 
-    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 8000)); /* more than a rank may stand still */
-    while (rank == last && ddp_group_status(g) == DDP_OK) ranks_sleep_us(1000); /* it comes when the others have given up */
+    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 8000)); /* longer than a rank can stand still */
+    /* It arrives after the timeout of the others. */
+    while (rank == last && ddp_group_status(g) == DDP_OK) ranks_sleep_us(1000);
     RANKS_CHECK(g, ddp_barrier(g) == DDP_ERR_TIMEOUT, "a rank that does not come: %s", ddp_last_error());
-    const char *missing = strstr(ddp_last_error(), "missing: rank "); /* and with it, who stands still just now */
+    /* And ranks that stand still at this moment. */
+    const char *missing = strstr(ddp_last_error(), "missing: rank ");
     RANKS_CHECK(g, missing && strchr(missing, '0' + last) && strstr(ddp_last_error(), "timed out after"), "%s", ddp_last_error());
     ddp_group_destroy(g);
 
@@ -358,7 +365,7 @@ int main(int argc, char **argv) {
         {"chosen", chosen}, {"users_single", users_single}, {"users_multiple", users_multiple}, {"from_mpi", from_mpi}, {"text", text}, {"orders", orders}, {"named", named},
         {"many", many}, {"large", large}};
     watchdog_start(240);
-    inner.mpi_chunk_bytes = (size_t)2 << 20; /* as for everybody */
+    inner.mpi_chunk_bytes = (size_t)2 << 20; /* the normal size */
     inner.mpi_piece_bytes = (size_t)1 << 30;
     atexit(last_look);
     for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios; i++) {

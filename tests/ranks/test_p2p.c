@@ -1,4 +1,5 @@
-/*  test_p2p.c - sends and receives: matching, order, sizes, many in flight, batches, and progress beside collectives.
+/*  test_p2p.c - sends and receives: matching, order, sizes, many in flight, batches, and progress during
+    collectives.
 
     test_p2p BACKEND [W ...]     one of support/ranks.h */
 #include "../../ddp.h"
@@ -141,8 +142,9 @@ static ddp_result large(ddp_group *g) {
     return DDP_OK;
 }
 
-/* 4 MiB under every flavour. Two sends and two receives with each neighbour are outstanding, private and group memory on either
-   side, while a barrier goes through; the second of two is waited for first. Upward messages have tag 0, downward ones tag 1. */
+/* 4 MiB under every flavour. Two sends and two receives with each neighbour are outstanding, private and
+   group memory on either side, while a barrier goes through; the second of two is waited for first. Upward
+   messages have tag 0, downward ones tag 1. */
 static ddp_result outstanding_both_ways(ddp_group *g) {
     enum { LINES = 8 }; /* bit 0: send, bit 1: with the next rank, bit 2: the second one */
     int rank = ddp_rank(g), w = ddp_world_size(g);
@@ -150,7 +152,8 @@ static ddp_result outstanding_both_ways(ddp_group *g) {
     void *shared;
     unsigned char *own = bytes(LINES * size);
     RANKS_OK(g, ddp_group_alloc(g, LINES * size, &shared));
-    for (int memory = 0; memory < 4; memory += DDP_TEST_SLOWDOWN > 3 ? 3 : 1) { /* bit 0: receives, bit 1: sends use group memory */
+    /* Bit 0: receives, bit 1: sends use group memory. */
+    for (int memory = 0; memory < 4; memory += DDP_TEST_SLOWDOWN > 3 ? 3 : 1) {
         ddp_work works[LINES];
         memset(works, 0, sizeof works);
         for (int phase = 0; phase < 2; phase++) {
@@ -191,7 +194,8 @@ static ddp_result every_dtype(ddp_group *g) {
     return DDP_OK;
 }
 
-/* Everybody sends to everybody, sends first, which only a batch survives; then with the order turned round; then empty. */
+/* All ranks send to all ranks, sends first, which deadlocks outside of a batch; then in the opposite order;
+   then an empty batch. */
 static ddp_result batches(ddp_group *g, size_t size) {
     int rank = ddp_rank(g), w = ddp_world_size(g);
     unsigned char *out = bytes(size * (size_t)w), *in = bytes(size * (size_t)w);
@@ -216,7 +220,8 @@ static ddp_result batches(ddp_group *g, size_t size) {
     return DDP_OK;
 }
 
-/* Half of each pair sits in a blocking or pending all_reduce while the other half needs its send or receive to move. */
+/* Half of each pair sits in a blocking or pending all_reduce while the other half needs its send or receive
+   to move. */
 static ddp_result beside_collectives(ddp_group *g, size_t size) {
     int rank = ddp_rank(g), w = ddp_world_size(g), peer = rank ^ 1;
     unsigned char *buf = bytes(size);
@@ -226,12 +231,15 @@ static ddp_result beside_collectives(ddp_group *g, size_t size) {
         int64_t one = 1, sum = 0;
         uint64_t number = (uint64_t)(round * 1000 + (rank | 1));
         if (sends) message_fill(buf, size, number);
-        if (early) { /* posts its half, then waits in the collective, which the peer enters only after the message went through */
+        /* Posts its half, then waits in the collective, which the peer enters only after the message went
+           through. */
+        if (early) {
             if (!alone && sends) RANKS_OK(g, ddp_send(g, buf, size, DDP_U8, peer, 0, &p2p));
             if (!alone && !sends) RANKS_OK(g, ddp_recv(g, buf, size, DDP_U8, peer, 0, &p2p));
             RANKS_OK(g, ddp_all_reduce(g, &one, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
             RANKS_OK(g, ddp_wait(g, &p2p));
-        } else if (round % 2) { /* collective pending on the communication thread first, then a blocking half */
+        /* Collective pending on the communication thread first, then a blocking half. */
+        } else if (round % 2) {
             RANKS_OK(g, ddp_all_reduce(g, &one, &sum, 1, DDP_I64, DDP_OP_SUM, &reduce));
             if (!alone && sends) RANKS_OK(g, ddp_send(g, buf, size, DDP_U8, peer, 0, NULL));
             if (!alone && !sends) RANKS_OK(g, ddp_recv(g, buf, size, DDP_U8, peer, 0, NULL));
@@ -249,7 +257,8 @@ static ddp_result beside_collectives(ddp_group *g, size_t size) {
     return DDP_OK;
 }
 
-/* A collective that is pending on the communication thread, with nobody else in it yet, must not hold up messages. */
+/* A collective that is pending on the communication thread, which no other rank has entered, must not block
+   messages. */
 static ddp_result behind_pending_collective(ddp_group *g, size_t size) {
     int rank = ddp_rank(g), w = ddp_world_size(g);
     int64_t one = 1, sums[8] = {0};
@@ -282,7 +291,8 @@ static ddp_result behind_pending_collective(ddp_group *g, size_t size) {
 
 typedef struct message { int from, to, tag, asynchronous; size_t size; } message;
 
-/* One random traffic plan, known to all; each rank issues its part in the plan's order and waits in a random one. */
+/* One random traffic plan, known to all; each rank issues its part in the plan's order and waits in a random
+   one. */
 static ddp_result random_traffic(ddp_group *g, int count, uint64_t seed) {
     int rank = ddp_rank(g), w = ddp_world_size(g);
     ddp_work *works = (ddp_work *)calloc((size_t)count, sizeof *works);
@@ -358,17 +368,18 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-//== receives that do not fit what was sent ==================================================
+// //== receives that do not match the send =====================================================
 
 typedef struct unequal { const char *what; size_t send_count, recv_count; ddp_dtype send_dtype, recv_dtype; ddp_result *seen; } unequal;
 
 static ddp_result unequal_main(ddp_group *world, void *user) {
     const unequal *u = (const unequal *)user;
-    void *buf = calloc(1, (size_t)2 << 20); /* also what is sent too much is there */
+    void *buf = calloc(1, (size_t)2 << 20); /* the excess data is stored too */
     int rank = ddp_rank(world);
     if (rank == 0) u->seen[0] = ddp_send(world, buf, u->send_count, u->send_dtype, 1, 0, NULL);
     if (rank == 1) u->seen[1] = ddp_recv(world, buf, u->recv_count, u->recv_dtype, 0, 0, NULL);
-    if (rank < 2 && u->seen[rank] == DDP_ERR_MISMATCH && ddp_last_error()[0] == 0) u->seen[rank] = DDP_ERR_CORRUPT; /* no text */
+    /* No text. */
+    if (rank < 2 && u->seen[rank] == DDP_ERR_MISMATCH && ddp_last_error()[0] == 0) u->seen[rank] = DDP_ERR_CORRUPT;
     free(buf);
     return DDP_OK;
 }

@@ -1,5 +1,6 @@
-/*  test_reducer_ranks.c - the reducer, the accumulator and the join over several ranks: every average bit for bit against
-    the reference tree, whatever the layout, buckets or order of readiness; and every way for ranks to disagree.
+/*  test_reducer_ranks.c - the reducer, the accumulator and the join over several ranks: every average bit for
+    bit against the reference tree, whatever the layout, buckets or order of readiness; and every way for
+    ranks to disagree.
 
     test_reducer_ranks BACKEND [CASE], see support/ranks.h */
 #include "ddp.h"
@@ -11,7 +12,8 @@ static ranks_mode run_mode;
 
 //== a model with test gradients ============================================================
 
-typedef enum layout { PLACED, FORWARD, BACKWARD, SCATTERED, PER_RANK, LAYOUTS } layout; /* where gradients lie */
+/* Where gradients are stored. */
+typedef enum layout { PLACED, FORWARD, BACKWARD, SCATTERED, PER_RANK, LAYOUTS } layout;
 
 typedef struct model {
     ddp_group *group;
@@ -277,7 +279,7 @@ static ddp_result record_hook(ddp_group *group, ddp_bucket *bucket, void *user) 
     return DDP_OK;
 }
 
-/* One parameter per bucket: what the hook sees is the order of the buckets. */
+/* One parameter per bucket: the hook sees the order of the buckets. */
 static ddp_result buckets_follow_rank_0(ddp_group *group, void *user) {
     model m;
     ddp_reducer *reducer;
@@ -320,7 +322,8 @@ static ddp_result unused_is_zero_here_and_reported_when_nobody_used_it(ddp_group
         else desc.find_unused = 1;
         RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
         for (int step = 0; step < 4; step++) {
-            int nobody = fixed ? 2 : step, somebody = fixed ? 3 : (step + 1) % 5; /* somebody: only the last rank uses it */
+            /* somebody: used only by the last rank; nobody: used by no rank. */
+            int nobody = fixed ? 2 : step, somebody = fixed ? 3 : (step + 1) % 5;
             for (int i = 0; i < 5; i++) {
                 float *grad = (float *)m.params[i].grad.data;
                 if (i == nobody || (i == somebody && rank != w - 1)) continue;
@@ -363,7 +366,8 @@ static ddp_result no_sync_then_sync(ddp_group *group, void *user) {
     return DDP_OK;
 }
 
-/* fixed: static_graph, and nobody uses the first one itself, whose gradient then is the others' all the same. */
+/* fixed: static_graph, and no rank uses the first use of the parameter, whose gradient is still that of the
+   other uses. */
 static ddp_result tied_uses(ddp_group *group, int fixed) {
     model m;
     ddp_reducer *reducer;
@@ -436,7 +440,7 @@ static ddp_result a_missing_parameter_is_named_everywhere(ddp_group *group, void
         EXPECT_ERROR(group, ddp_reducer_wait(reducer), DDP_ERR_INVALID, round == 0 ? "'p0'" : round == 1 ? "'p2'" : "'p4'", culprit);
         if (round == 1) PASS(checked_step(&m, reducer, round, 0, (uint64_t)w)); /* the group is whole */
     }
-    /* A wait without any ready is the same mistake; twice ready is this rank's own and harms nobody. */
+    /* A wait without any ready is the same mistake; a second ready is an error of only this rank. */
     if (rank != w - 1)
         for (int i = 0; i < 6; i++) RANKS_OK(group, ddp_reducer_ready(reducer, i));
     EXPECT_ERROR(group, ddp_reducer_wait(reducer), DDP_ERR_INVALID, "parameter 0 'p0'", culprit);
@@ -485,7 +489,7 @@ static const struct { const char *words[3]; ddp_result code; } differences[DIFFE
     {{"desc is NULL", "desc is NULL", "desc is NULL"}, DDP_ERR_INVALID},
 };
 
-/* What the odd rank does differently. */
+/* Makes the odd rank different. */
 static void make_different(model *m, ddp_reducer_desc *desc, difference which) {
     ddp_param swap;
     switch (which) {
@@ -546,7 +550,8 @@ static ddp_result every_difference_is_named_on_every_rank(ddp_group *group, void
                          differences[which].code == DDP_ERR_MISMATCH || rank != odd ? name : "ddp_reducer_create");
             RANKS_CHECK(group, reducer == NULL, "difference %d", which);
             for (int i = 0; i < 10; i++) RANKS_CHECK(group, which == GIVEN || m.params[i].grad.data == NULL, "difference %d filled in parameter %d", which, i);
-            memcpy(m.params, untouched.params, sizeof m.params); /* after that, all is as if it had not been called */
+            /* After that, all is as if it had not been called. */
+            memcpy(m.params, untouched.params, sizeof m.params);
             for (int i = 0; i < 10; i++) m.params[i].name = m.names[i];
             desc = model_desc(&m);
             RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
@@ -581,7 +586,7 @@ static ddp_result a_hook_that_fails_on_one_rank_fails_everywhere(ddp_group *grou
 
 static ddp_reducer *left_behind[8];
 
-/* The last rank is killed between two buckets; the launch must fail, and nobody waits for long. */
+/* The last rank is killed between two buckets; the launch must fail, and no rank waits for long. */
 static ddp_result a_rank_dies_in_the_middle_of_a_step(ddp_group *group, void *user) {
     model m;
     ddp_reducer *reducer;
@@ -596,7 +601,8 @@ static ddp_result a_rank_dies_in_the_middle_of_a_step(ddp_group *group, void *us
         if (i == 2 && ddp_rank(group) == ddp_world_size(group) - 1) {
             model_close(&m);
             if (run_mode == RANKS_PROCESSES) raise(SIGKILL);
-            left_behind[ddp_world_size(group)] = reducer; /* destroying it is collective; here it stays reachable, for the leak checker */
+            /* Destroying it is collective; here it stays reachable, for the leak checker. */
+            left_behind[ddp_world_size(group)] = reducer;
             return ddp_fail(DDP_ERR_PEER_LOST, "this rank leaves early");
         }
         result = ddp_reducer_ready(reducer, i);
@@ -754,14 +760,15 @@ static ddp_result a_rank_without_any_batch(ddp_group *group, void *user) {
 
 enum { MICRO_BATCHES = 4 }; /* of all ranks */
 
-/* Not inlined: compilers for arm64 fuse a product with the addition behind it, here and there unlike. */
+/* Not inlined: compilers for arm64 fuse a product with the following addition in some places only. */
 #define ON_ITS_OWN __attribute__((noinline))
 static int tokens_of(int step, int m) { return step == 3 ? 0 : (m * 7 + step * 3) % 5; }
 static ON_ITS_OWN double loss_of(int step, int m) { return 0.1 * (m + 1) * tokens_of(step, m) + 1e-9 * step; }
 static ON_ITS_OWN float token_gradient(int step, int m, int param, size_t k) { return 1.0f / (float)(3 + m + step * 7 + param) + 0.01f * (float)(k % 97); }
 
-/* One, two and four ranks, each with its block of the same four micro-batches, end a step with the same bits: gradients, loss and norm, whatever the
-   tokens. On three ranks the first four of their micro-batches have tokens. Uses of a tied parameter add up before the division. */
+/* One, two and four ranks, each with its block of the same four micro-batches, end a step with the same bits:
+   gradients, loss and norm, for any tokens. On three ranks the first four of their micro-batches have tokens.
+   Uses of a tied parameter are summed before the division. */
 static ddp_result means_are_over_tokens(ddp_group *group, void *user) {
     int w = ddp_world_size(group), rank = ddp_rank(group), per_rank = (MICRO_BATCHES + w - 1) / w;
     (void)user;
@@ -822,7 +829,8 @@ static ddp_result means_are_over_tokens(ddp_group *group, void *user) {
     return DDP_OK;
 }
 
-/* Ranks that are out of batches have no tokens; a count that is negative on one rank is an error on all, and the next step works. */
+/* Ranks that are out of batches have no tokens; a count that is negative on one rank is an error on all, and
+   the next step works. */
 static ddp_result tokens_of_uneven_inputs(ddp_group *group, void *user) {
     int w = ddp_world_size(group), rank = ddp_rank(group), active, steps = 0;
     (void)user;
@@ -843,7 +851,7 @@ static ddp_result tokens_of_uneven_inputs(ddp_group *group, void *user) {
     RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
     join_desc.reducer = reducer;
     RANKS_OK(group, ddp_join_create(&join, group, &join_desc));
-    for (;; steps++) { /* rank r has r + 1 batches, of r + 2 tokens each, whose losses are the step's number */
+    for (;; steps++) { /* rank r has r + 1 batches of r + 2 tokens each; the loss is the number of the step */
         float sum = 0;
         int64_t count = 0;
         RANKS_OK(group, ddp_join_step(join, steps <= rank, &active));
@@ -877,7 +885,7 @@ static ddp_result tokens_of_uneven_inputs(ddp_group *group, void *user) {
 
 //== times ==================================================================================
 
-enum { TIMED_BUCKETS = 5, BUCKET_US = 10000 /* what a bucket takes at least */ };
+enum { TIMED_BUCKETS = 5, BUCKET_US = 10000 /* the minimum time of a bucket */ };
 
 static ddp_result timed_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
     ddp_result result = ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype, DDP_OP_AVG, NULL);
@@ -886,8 +894,9 @@ static ddp_result timed_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
     return result;
 }
 
-/* One step. hide: compute after each gradient lasts until its bucket is through, except after the last, which is left to
-   ddp_reducer_wait. Otherwise all are ready at once. *before: seconds from the first call to the wait; *inside: of the wait. */
+/* One step. hide: compute after each gradient lasts until its bucket is through, except after the last, which
+   is left to ddp_reducer_wait. Otherwise all are ready at once. *before: seconds from the first call to the
+   wait; *inside: of the wait. */
 static ddp_result timed_step(model *m, ddp_reducer *reducer, int hide, const int *through, double *before, double *inside) {
     int first = __atomic_load_n(through, __ATOMIC_SEQ_CST);
     double begin = ranks_now();
@@ -905,11 +914,13 @@ static ddp_result timed_step(model *m, ddp_reducer *reducer, int hide, const int
     return DDP_OK;
 }
 
-/* Four buckets of five can be hidden, or none; with one rank, which has nobody to hand them to, none. Which share a step reaches is up to the
-   machine, so steps go on until every rank has seen what it must see; the bounds of a step hold in each. */
+/* Four buckets of five can be hidden, or none. A single rank sends to no peer, so none. The share of a step
+   depends on the machine, so steps continue until every rank has seen the required values. The bounds hold in
+   each step. */
 static ddp_result overlap_is_the_share_that_compute_hid(ddp_group *group, void *user) {
     (void)user;
-    for (int variant = 0; variant < 3; variant++) { /* all at once; hidden; one bucket, which nothing can hide */
+    /* All at once; hidden; one bucket, which nothing can hide. */
+    for (int variant = 0; variant < 3; variant++) {
         int buckets = variant == 2 ? 1 : TIMED_BUCKETS, through = 0, seen = 0, now = 0;
         double least = buckets * BUCKET_US * 1e-6, comm = 0, wait = 0;
         model m;

@@ -1,9 +1,10 @@
-/*  test_tcp.c - what only a group over TCP has: its limits, how it finds shared memory where there is some, and how its splits do.
+/*  test_tcp.c - properties that only a group over TCP has: its limits, and shared memory found by the group
+    and its splits.
 
     test_tcp processes|threads [W ...]
 
-    Each rank of a local world also joins a world over TCP, as if every rank, or some of them, were on a machine of its own. What calls give is in the
-    other files, which run on TCP, too. */
+    Each rank of a local world also joins a world over TCP, as if every rank, or some of them, were on a
+    separate machine. The other files test the results of calls, also over TCP. */
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
@@ -29,7 +30,7 @@ static ddp_result join(ddp_group *world, const char *host, int salt, ddp_group *
     return ddp_group_create(out, &desc);
 }
 
-/* What a small group would do in place, and what it cannot do. */
+/* Calls that a group over TCP supports only up to a size, and those that it does not support. */
 static ddp_result limits(ddp_group *world, ddp_group *tcp) {
     int w = ddp_world_size(world), me = ddp_rank(world);
     float *large = (float *)calloc(65536, sizeof *large), one[2];
@@ -37,11 +38,13 @@ static ddp_result limits(ddp_group *world, ddp_group *tcp) {
     void *memory;
     ddp_result result;
     for (int i = 0; i < 65536; i++) large[i] = (float)(i + me);
-    RANKS_OK(world, ddp_all_reduce(tcp, large, large, 16384, DDP_F32, DDP_OP_MAX, NULL)); /* 64 KiB exactly, in place */
+    /* 64 KiB exactly, in place. */
+    RANKS_OK(world, ddp_all_reduce(tcp, large, large, 16384, DDP_F32, DDP_OP_MAX, NULL));
     for (int i = 0; i < 16384; i++) RANKS_CHECK(world, large[i] == (float)(i + w - 1), "element %d is %g", i, large[i]);
     result = ddp_all_reduce(tcp, large, large, 16385, DDP_F32, DDP_OP_MAX, NULL);
     RANKS_CHECK(world, result == DDP_ERR_UNSUPPORTED && strstr(ddp_last_error(), "64 KiB") && strstr(ddp_last_error(), "DDP_USE_MPI"), "%s", ddp_last_error());
-    result = ddp_broadcast(tcp, large, 65536, DDP_F32, w - 1, NULL); /* too much on one rank only: everybody learns of it */
+    /* Too large on one rank only: all ranks return the error. */
+    result = ddp_broadcast(tcp, large, 65536, DDP_F32, w - 1, NULL);
     RANKS_CHECK(world, result == DDP_ERR_UNSUPPORTED, "%s", ddp_result_name(result));
     result = ddp_all_gather_v(tcp, large, 0, large, counts, NULL, DDP_F32, NULL);
     RANKS_CHECK(world, result == DDP_ERR_UNSUPPORTED && strstr(ddp_last_error(), "counts"), "%s", ddp_last_error());
@@ -57,12 +60,12 @@ static ddp_result limits(ddp_group *world, ddp_group *tcp) {
     return ddp_barrier(tcp);
 }
 
-/* Splits a group whose ranks lie on machines of `per` ranks each. */
+/* Splits a group with per ranks on each machine. */
 static ddp_result splits(ddp_group *world, ddp_group *tcp, int per) {
     static const char *const want[2][4] = {{"self", "local", "tcp", "tcp"}, {"self", "tcp", "tcp", "tcp"}};
     int w = ddp_world_size(world), me = ddp_rank(world);
     for (int way = 0; way < 4; way++) {
-        /* alone; the ranks of a machine; every other rank, backwards; all but rank 0 */
+        /* only this rank; the ranks of a machine; every other rank, in reverse; all except rank 0 */
         int color = way == 0 ? me : way == 1 ? me / 2 : way == 2 ? me % 2 : me == 0 ? -1 : 7, size = 0, key = way == 2 ? -me : me;
         int64_t sum = me, expect = 0, one = 1;
         ddp_group *part = NULL, *again = NULL;
@@ -108,7 +111,7 @@ static ddp_result aborted(ddp_group *world) {
 static ddp_result rank_main(ddp_group *world, void *user) {
     int w = ddp_world_size(world), me = ddp_rank(world);
     ddp_group *tcp = NULL, *pairs = NULL, *here = NULL;
-    RANKS_OK(world, join(world, "127.0.0.1", me + 1, &tcp)); /* everybody alone */
+    RANKS_OK(world, join(world, "127.0.0.1", me + 1, &tcp)); /* every rank by itself */
     if (w > 1) {
         RANKS_CHECK(world, strcmp(inner.backend_name(tcp), "tcp") == 0 && ddp_local_rank(tcp) == 0 && ddp_local_world_size(tcp) == 1, "%s %d/%d", inner.backend_name(tcp),
                     ddp_local_rank(tcp), ddp_local_world_size(tcp));
@@ -123,7 +126,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         ddp_group_destroy(pairs);
     }
     if (*(ranks_mode *)user == RANKS_PROCESSES) {
-        RANKS_OK(world, join(world, ports_have_ipv6() ? "[::1]" : "127.0.0.1", 0, &here)); /* all together, and by IPv6 where there is some */
+        /* All together, and by IPv6 where there is some. */
+        RANKS_OK(world, join(world, ports_have_ipv6() ? "[::1]" : "127.0.0.1", 0, &here));
         RANKS_CHECK(world, strcmp(inner.backend_name(here), w == 1 ? "self" : "local") == 0 && ddp_local_rank(here) == me && ddp_local_world_size(here) == w, "%s", inner.backend_name(here));
         RANKS_OK(world, ddp_barrier(here));
         RANKS_OK(world, ddp_barrier(world));

@@ -1,5 +1,6 @@
-/*  test_tensor_ranks.c - tensors over ranks: every placement to every other, shapes up to 4-d, uneven and empty; what is called and how many bytes go
-    where against the plan; layouts over the axes of meshes; sums with the bits of the tree; failures that all ranks hear of; a cut tensor in a checkpoint.
+/*  test_tensor_ranks.c - tensors over ranks: every placement to every other one, shapes up to 4-d, uneven and
+    empty; calls and bytes against the plan; layouts over the axes of meshes; sums with the bits of the tree;
+    failures that all ranks return; a sharded tensor in a checkpoint.
 
     test_tensor_ranks BACKEND [W ...]: see support/ranks.h */
 #define DDP_TENSOR_IMPLEMENTATION
@@ -9,7 +10,7 @@
 
 static ranks_mode mode;
 
-//== a group that tells what was called =======================================================================
+// //== a group that records its calls ============================================================================
 
 typedef struct recorder { ddp_group *below; int rank, calls; ddp_call_kind kind; size_t sent; } recorder;
 static __thread recorder *opening; /* of the group that is made next */
@@ -64,7 +65,7 @@ static ddp_result record(ddp_group **out, ddp_group *group, recorder *r) {
     return ddp_group_create_on(out, group, &desc);
 }
 
-/* What a rank's thread has asked its allocator for, and whether that refuses. */
+/* Bytes that a rank's thread has allocated, and whether its allocator refuses. */
 static __thread size_t live_bytes, peak_bytes;
 static __thread int grants = -1; /* allocations that are still granted; -1 = all */
 static void *counted_alloc(size_t size, void *user) {
@@ -100,7 +101,7 @@ static int64_t product(int ndim, const int64_t *shape) {
     return n;
 }
 
-/* Walks over a global tensor; inside[i]: element i lies in the box. Returns how many do, and their shape. */
+/* Visits a global tensor; inside[i]: element i is in the box. Returns how many are, and their shape. */
 static int64_t mark(int ndim, const int64_t *shape, const cut *box, unsigned char *inside) {
     int64_t total = product(ndim, shape), count = 0;
     for (int64_t n = 0; n < total; n++) {
@@ -140,7 +141,7 @@ static ddp_tensor tensor_like(void *data, ddp_dtype dtype, int ndim, const cut *
 enum { MOST = 540 }; /* elements of a global tensor here */
 typedef unsigned char place[MOST * 8];
 
-/* What a rank has of a tensor under a placement, and of the sum where it is PARTIAL. */
+/* A rank's part of a tensor under a placement, and of the sum if it is PARTIAL. */
 typedef struct held { ddp_tensor tensor; place data; unsigned char inside[MOST]; } held;
 static void hold(held *h, const ranks_data *data, int ndim, const int64_t *shape, ddp_placement placement, int rank, int w) {
     cut box[8];
@@ -249,7 +250,7 @@ static ddp_result redistribute(ddp_group *group, recorder *r, const ranks_data *
     return DDP_OK;
 }
 
-/* From and to one rank, and parts of what every rank has. */
+/* From and to one rank, and parts of replicated tensors. */
 static ddp_result roots(ddp_group *group, const ranks_data *data, int ndim, const int64_t *shape, ddp_placement placement, int root) {
     int rank = ddp_rank(group), w = ddp_world_size(group);
     held whole, part, sum;
@@ -275,7 +276,8 @@ static ddp_result roots(ddp_group *group, const ranks_data *data, int ndim, cons
 static ddp_result all_pairs(ddp_group *world) {
     recorder r;
     ddp_group *group;
-    int w = ddp_world_size(world), every = ranks_slow() > 1 ? 3 : 1, turn = 0; /* under a sanitizer a third of them */
+    /* Under a sanitizer a third of them. */
+    int w = ddp_world_size(world), every = ranks_slow() > 1 ? 3 : 1, turn = 0;
     RANKS_OK(world, record(&group, world, &r));
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
         for (int d = 0; d < 3; d++) {
@@ -291,7 +293,7 @@ static ddp_result all_pairs(ddp_group *world) {
     return DDP_OK;
 }
 
-/* The same bytes whatever the ranks: what is said of the wire, for even parts. */
+/* The number of bytes does not depend on the ranks: the documented traffic, for even parts. */
 static ddp_result formulas(ddp_group *world) {
     static const ddp_placement all[] = {DDP_REPLICATE, DDP_PARTIAL, DDP_SHARD(0), DDP_SHARD(1)};
     static const int64_t shape[2] = {840, 1680}; /* 840 = 8 * 7 * 5 * 3 */
@@ -355,7 +357,8 @@ static void nested(const grid *g, const ddp_placement *p, int axis, int summand_
     for (int64_t i = 0; i < count; i++) out[i] += right[i];
 }
 
-/* Every element, from those ranks that agree with this one along replicated axes: once where axes are cut, as a sum where they are partial. */
+/* Every element, from those ranks that agree with this one along replicated axes: once where axes are cut, as
+   a sum where they are partial. */
 static ddp_result adds_up(ddp_group *world, const grid *g, int ndim, const int64_t *shape, const ddp_placement *p, const ddp_tensor *out, const int32_t *want) {
     int w = ddp_world_size(world), me = ddp_rank(world);
     int32_t mine[MOST] = {0}, all[8 * MOST], sum[MOST] = {0};
@@ -475,7 +478,8 @@ static ddp_result meshes(ddp_group *world) {
     return DDP_OK;
 }
 
-/* What is worth doing first: an outer axis is cut before an inner one is summed, and a cut that has to be undone is not made. */
+/* Best order first: an outer axis is sharded before an inner one is summed, and a shard that would be undone
+   is not made. */
 static ddp_result routes(ddp_group *world) {
     static const char *const names[] = {"dp", "tp"};
     ddp_mesh_desc desc = DDP_ZERO;
@@ -484,7 +488,8 @@ static ddp_result routes(ddp_group *world) {
     ddp_tensor in = DDP_ZERO;
     ddp_tensor_plan plan;
     ddp_tensor_box box;
-    static const struct { ddp_placement from[2], to[2]; const char *collective; size_t elements; } cases[] = { /* sent by each rank, of 16 x 16 */
+    /* Sent by each rank, of 16 x 16. */
+    static const struct { ddp_placement from[2], to[2]; const char *collective; size_t elements; } cases[] = {
         {{DDP_REPLICATE, DDP_PARTIAL}, {DDP_SHARD(0), DDP_REPLICATE}, "ddp_all_reduce", 128},
         {{DDP_PARTIAL, DDP_REPLICATE}, {DDP_REPLICATE, DDP_SHARD(1)}, "ddp_all_reduce", 128},
         {{DDP_PARTIAL, DDP_PARTIAL}, {DDP_SHARD(0), DDP_SHARD(1)}, "ddp_reduce_scatter", 128 + 64},
@@ -517,7 +522,7 @@ static ddp_result routes(ddp_group *world) {
     return DDP_OK;
 }
 
-//== what goes wrong ==========================================================================================
+// //== errors ====================================================================================================
 
 static ddp_result says(ddp_group *world, ddp_result result, ddp_result wanted_result, const char *text) {
     RANKS_CHECK(world, result == wanted_result && strstr(ddp_last_error(), text), "wanted %s \"%s\", have %s \"%s\"", ddp_result_name(wanted_result), text,
@@ -547,7 +552,7 @@ static ddp_result sentences(ddp_group *world) {
     if (out.shape[0]) TRY(says(world, ddp_tensor_redistribute(world, &in, DDP_REPLICATE, DDP_SHARD(0), &out), DDP_ERR_INVALID,
         "REPLICATE to SHARD(0) is not done in place"));
 
-    /* one rank is wrong, all hear of it, and the group goes on */
+    /* one rank has an error, all return it, and the group stays usable */
     out.data = NULL;
     in.dtype = rank == last ? (ddp_dtype)99 : DDP_F32;
     TRY(says(world, ddp_tensor_distribute(world, &in, last, DDP_SHARD(0), &out), DDP_ERR_INVALID, "whole: dtype=99"));
@@ -563,7 +568,7 @@ static ddp_result sentences(ddp_group *world) {
     TRY(says(world, ddp_tensor_gather(world, &in, DDP_REPLICATE, global, 0, &out), DDP_ERR_INVALID, text));
     in.shape[0] = 5;
 
-    /* ranks mean different moves, whose collectives would fit */
+    /* ranks pass different moves whose collectives would match */
     in.shape[0] = in.shape[1] = 2; /* of a (2, 2 w) or a (2 w, 2) */
     {
         const int64_t wide[2] = {2, 2 * w}, high[2] = {2 * w, 2}, less[2] = {2 * w - 1, 2};
@@ -590,8 +595,9 @@ static ddp_result sentences(ddp_group *world) {
     return ddp_barrier(world);
 }
 
-/* A redistribution in which ranks mean different things whose collectives would fit, or one alone is wrong or has no memory: all are told before
-   anything is sent, along one group and along the axes of a mesh, and go on. */
+/* A redistribution in which ranks pass different arguments whose collectives would match, or only one rank is
+   wrong or has no memory. All return the error before anything is sent, along one group and along the axes of
+   a mesh, and the groups stay usable. */
 static ddp_result one_is_wrong(ddp_group *world) {
     static const char *const names[] = {"dp", "tp"};
     int w = ddp_world_size(world), rank = ddp_rank(world);
@@ -606,7 +612,8 @@ static ddp_result one_is_wrong(ddp_group *world) {
     in.shape[0] = in.shape[1] = w;
     out = in;
     out.data = other;
-    /* a (w, w w) cut along its columns and a (w w, w) cut along its rows have parts alike, and whole ones of the same bytes */
+    /* a (w, w w) sharded along its columns and a (w w, w) sharded along its rows have equal parts, and full
+       tensors of the same bytes */
     out.shape[0] = rank ? w * w : w;
     out.shape[1] = rank ? w : w * w;
     TRY(says(world, ddp_tensor_redistribute(world, &in, rank ? DDP_SHARD(0) : DDP_SHARD(1), DDP_REPLICATE, &out), DDP_ERR_MISMATCH,
@@ -618,7 +625,7 @@ static ddp_result one_is_wrong(ddp_group *world) {
     out.shape[0] = w * w;
     TRY(says(world, ddp_tensor_redistribute(world, rank == 1 ? NULL : &in, DDP_SHARD(0), DDP_REPLICATE, &out), DDP_ERR_INVALID, "in is NULL"));
 
-    /* over a mesh: the rank that is wrong is told of by those beside it, and these tell those behind */
+    /* over a mesh: the neighbours of the wrong rank learn of it first, and pass it on */
     desc.ndim = 2, desc.shape[0] = w % 2 ? 1 : 2, desc.names[0] = names[0], desc.names[1] = names[1];
     RANKS_OK(world, ddp_mesh_create(&mesh, world, &desc));
     a.ndim = a.axis_count = 2, a.shape[0] = a.shape[1] = w;
@@ -644,7 +651,7 @@ static ddp_result one_is_wrong(ddp_group *world) {
     RANKS_OK(world, ddp_tensor_redistribute(world, &in, DDP_PARTIAL, DDP_REPLICATE, &out));
     ddp_mesh_destroy(mesh);
 
-    /* in place on one rank alone, where a step is not done so */
+    /* in place on one rank only, for a move that cannot be in place */
     a.axis_count = b.axis_count = 1, a.axes[0] = b.axes[0] = world, a.placement[0] = DDP_SHARD(0);
     in.shape[0] = 1;
     out.data = rank == 1 ? values : other;
@@ -652,8 +659,8 @@ static ddp_result one_is_wrong(ddp_group *world) {
     return ddp_barrier(world);
 }
 
-/* Each allocation of a call fails in its turn, on every rank or on some; what has been made until then is given back. Over a mesh that is tensors between
-   steps, too. */
+/* Each allocation of a call fails in its turn, on every rank or on some; memory allocated before is freed.
+   Over a mesh that includes tensors between steps. */
 static ddp_result without_memory(ddp_group *world) {
     static const char *const names[] = {"dp", "tp"};
     int w = ddp_world_size(world), rank = ddp_rank(world);
@@ -706,7 +713,8 @@ static ddp_result without_memory(ddp_group *world) {
 
 //== in a checkpoint ==========================================================================================
 
-/* Each rank's part of a tensor, which its layout describes, goes to one checkpoint; every rank alone reads the whole tensor back. */
+/* Each rank's part of a tensor, described by its layout, goes into one checkpoint. Every rank by itself reads
+   the full tensor back. */
 static ddp_result checkpoint(ddp_group *world) {
     enum { ROWS = 12, COLUMNS = 22 };
     int w = ddp_world_size(world), rank = ddp_rank(world);

@@ -1,5 +1,6 @@
-/*  test_tp_layers.c - embedding, cross-entropy, norms and dropout over W ranks against plain loops in double on one rank: forward and backward, cut and
-    whole rows, uneven and padded vocabularies, finite differences, how many collectives, bad input, no memory taken. */
+/*  test_tp_layers.c - embedding, cross-entropy, norms and dropout over W ranks against plain loops in double
+    on one rank: forward and backward, sharded and full rows, uneven and padded vocabularies, finite
+    differences, number of collectives, bad input, no allocation. */
 #define DDP_TENSOR_IMPLEMENTATION
 #include "ddp_tensor.h"
 #include "../support/ranks.h"
@@ -62,7 +63,7 @@ static int64_t own_rows(const place *at) { return at->sequence_parallel ? ROWS /
 static int64_t first_row(const place *at) { return at->sequence_parallel ? ROWS / at->ranks * at->rank : 0; }
 
 static ddp_result compare(const place *at, const char *what, const void *have, const double *want, int64_t count, double near) {
-    double most = 0.01; /* what should be zero may be off by what rounding makes of numbers near 1 */
+    double most = 0.01; /* expected zeros can be off by the rounding of numbers near 1 */
     for (int64_t i = 0; i < count; i++) most = isfinite(want[i]) && fabs(want[i]) > most ? fabs(want[i]) : most;
     for (int64_t i = 0; i < count; i++) {
         double value = get(at, have, i);
@@ -76,7 +77,8 @@ static ddp_result compare(const place *at, const char *what, const void *have, c
 #define NEAR(at, have, want, count) TRY(compare(at, #have, have, want, count, (at)->near))
 #define SAME(at, have, want, count) TRY(compare(at, #have, have, want, count, 0))
 
-/* What the context counts since the last look: collectives, and the elements that a ring of W sends for them. */
+/* Counters of the context since the last check: collectives, and the elements that a ring of W sends for
+   them. */
 static ddp_result counted(const place *at, const char *what, uint64_t collectives, double elements) {
     ddp_tp_stats stats = DDP_ZERO;
     RANKS_OK(at->group, ddp_tp_get_stats(at->tp, &stats));
@@ -88,13 +90,14 @@ static ddp_result counted(const place *at, const char *what, uint64_t collective
     return DDP_OK;
 }
 
-/* The sum over ranks of what each has of a cut whole; where every rank has all of it, that. */
+/* The sum over ranks of the parts of a sharded value; a replicated value as it is. */
 static ddp_result joined(const place *at, double *value) {
     if (at->sequence_parallel) RANKS_OK(at->group, ddp_all_reduce(at->group, value, value, 1, DDP_F64, DDP_OP_SUM, NULL));
     return DDP_OK;
 }
 
-/* The slope of value(it) along *x, an f64 of this rank's, or of another's (x NULL); the same call on every rank. */
+/* The slope of value(it) along *x, an f64 of this rank's, or of another's (x NULL); the same call on every
+   rank. */
 typedef ddp_result (*objective)(void *it, double *value);
 static ddp_result slope_is(const place *at, const char *what, objective value, void *it, double *x, double want) {
     const double step = 1e-5;
@@ -113,7 +116,8 @@ static ddp_result slope_is(const place *at, const char *what, objective value, v
 //== embedding ==============================================================================
 
 static void tokens_of(int32_t *tokens, int64_t vocab) {
-    for (int i = 0; i < ROWS; i++) tokens[i] = (int32_t)(ranks_mix((uint64_t)i) % (uint64_t)(i % 3 ? vocab : (vocab + 3) / 4)); /* some often */
+    /* Some often. */
+    for (int i = 0; i < ROWS; i++) tokens[i] = (int32_t)(ranks_mix((uint64_t)i) % (uint64_t)(i % 3 ? vocab : (vocab + 3) / 4));
 }
 
 typedef struct embedded { const place *at; ddp_tp_embedding *embedding; void *weight, *y; const int32_t *tokens; int64_t channels; } embedded;
@@ -281,7 +285,7 @@ static ddp_result cross_entropy(const place *at, int64_t vocab, int64_t padded) 
     TRY(entropies(at, &desc, LOGITS_HUGE, targets));
     desc.scale = -0.37;
     TRY(entropies(at, &desc, LOGITS_PLAIN, targets));
-    desc.ignore_index = 1; /* a word that there is */
+    desc.ignore_index = 1; /* a word of the vocabulary */
     for (int i = 0; i < ROWS; i++) targets[i] = i % 6 == 4 || vocab == 1 ? 1 : targets[i];
     TRY(entropies(at, &desc, LOGITS_PLAIN, targets));
     for (int i = 0; i < ROWS; i++) targets[i] = 1; /* none counts */
@@ -438,7 +442,8 @@ static int is_dropped(uint64_t key, uint64_t element, double rate) {
     return (double)out[element % 4] < rate * 4294967296.0;
 }
 
-/* A part of an activation has the mask of the whole, wherever it is cut and however far away it lies. */
+/* A part of an activation has the mask of the full one, wherever it is sharded and however large its offset
+   is. */
 static ddp_result dropout_part(const place *at, const ddp_tp_dropout_desc *desc, int64_t rows, int64_t columns) {
     int64_t width = desc->columns ? desc->columns : columns;
     void *x = numbers(at, 31, 0, rows * columns), *y = take((size_t)(rows * columns)), *dx = take((size_t)(rows * columns));
@@ -447,7 +452,7 @@ static ddp_result dropout_part(const place *at, const ddp_tp_dropout_desc *desc,
     for (int64_t k = 0; k < rows * columns; k++) {
         uint64_t element = (uint64_t)((desc->first_row + k / columns) * width + desc->first_column + k % columns);
         int dropped = is_dropped(desc->key, element, desc->rate);
-        if (dropped && k % 2) put(at, x, k, NAN); /* gone */
+        if (dropped && k % 2) put(at, x, k, NAN); /* a dropped element must not be read */
         want[k] = dropped ? 0 : get(at, x, k) / (1 - desc->rate);
         want_dx[k] = dropped ? 0 : get(at, dy, k) / (1 - desc->rate);
     }
@@ -569,7 +574,8 @@ static ddp_result bad_embedding(const place *at) {
     tokens[5] = -1;
     FAILS(at, ddp_tp_embedding_backward(layer, tokens, y, ROWS, weight), "tokens[5]=-1", "0 to 9");
     tokens[5] = 9;
-    RANKS_OK(at->group, ddp_tp_embedding_forward(layer, weight, tokens, ROWS, y)); /* nothing has happened to the group */
+    /* Nothing has happened to the group. */
+    RANKS_OK(at->group, ddp_tp_embedding_forward(layer, weight, tokens, ROWS, y));
     RANKS_OK(at->group, ddp_tp_embedding_forward(layer, weight, NULL, 0, NULL));
     RANKS_OK(at->group, ddp_tp_embedding_backward(layer, NULL, NULL, 0, weight));
     ddp_tp_embedding_destroy(layer);

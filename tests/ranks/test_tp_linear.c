@@ -1,6 +1,7 @@
-/*  test_tp_linear.c - the context, linear layers, the MLP's pair and normal values over W ranks against plain loops in double on one rank: forward and
-    backward, cut and whole rows, uneven features, fused heads, in chunks (the same bits), finite differences, what is sent, what is refused, no memory
-    taken, a rank that fails or dies half-way through. */
+/*  test_tp_linear.c - the context, linear layers, the MLP's pair and normal values over W ranks against plain
+    loops in double on one rank: forward and backward, sharded and full rows, uneven features, fused heads,
+    chunks (the same bits), finite differences, traffic, errors, no allocation, a rank that fails or dies
+    half-way through. */
 #undef DDP_TENSOR_IMPLEMENTATION_INCLUDED /* it looks inside */
 #define DDP_TENSOR_IMPLEMENTATION
 #include "ddp_tensor.h"
@@ -74,7 +75,7 @@ static matrix sum_of_rows(matrix from) {
     return sum;
 }
 
-//== what a rank has of a whole matrix =======================================================
+// //== a rank's part of a full matrix ===========================================================
 
 /* Rows and columns by their numbers in the whole. */
 typedef struct piece { int64_t rows, columns, *row, *column; } piece;
@@ -122,7 +123,7 @@ static void *cut(const place *at, matrix of, piece p) {
     return memory;
 }
 
-/* have is p of want, plus what was there before (of gradients that accumulate). */
+/* have is p of want, plus the earlier contents (of gradients that accumulate). */
 static ddp_result compare(const place *at, const char *layer, const char *what, const void *have, matrix want, piece p, double before) {
     double most = 1e-30;
     for (int64_t i = 0; i < want.rows * want.columns; i++) most = fabs(want.v[i]) > most ? fabs(want.v[i]) : most;
@@ -146,7 +147,8 @@ static int64_t find(const variable *v, int64_t row, int64_t column) {
     return -1;
 }
 
-/* Moves an element of the whole on every rank that has it, and holds the slope of the objective against the gradient. f64. */
+/* Moves an element of the whole on every rank that has it, and holds the slope of the objective against the
+   gradient. f64. */
 static ddp_result slopes(const place *at, const char *layer, objective value, void *it, const variable *v, int count) {
     const double step = 1e-5;
     for (int i = 0; i < 4 * count; i++) {
@@ -216,7 +218,7 @@ static void *filled(const place *at, int64_t count, double value) {
 
 static void *copy_of(const void *memory, size_t bytes) { return memory ? memcpy(take((int64_t)bytes / 4), memory, bytes) : NULL; }
 
-/* What one chunk gave, and what three did, bit by bit. */
+/* Compares the results of one chunk and of three, bit by bit. */
 static ddp_result same_bits(const place *at, const char *layer, int chunks, void **first, const void *have, int64_t count) {
     size_t bytes = (size_t)count * ddp_dtype_size(at->dtype);
     if (!chunks) *first = copy_of(have, bytes);
@@ -266,16 +268,18 @@ static ddp_result linear(const place *at, const char *name, ddp_tp_linear_desc d
             variable v[3] = {{"x", r.x, my_dx, x, xp}, {"weight", r.weight, my_dw, w, wp}, {"bias", r.bias, my_db, b, bp}};
             TRY(slopes(at, name, linear_value, &r, v, desc.no_bias ? 2 : 3));
         }
-        RANKS_OK(at->group, ddp_tp_linear_backward(layer, r.weight, r.x, r.dy, M, NULL, NULL, NULL)); /* nothing is wanted */
+        /* Nothing is wanted. */
+        RANKS_OK(at->group, ddp_tp_linear_backward(layer, r.weight, r.x, r.dy, M, NULL, NULL, NULL));
         memset(my_dx, 0, (size_t)(xp.rows * xp.columns) * ddp_dtype_size(at->dtype));
         RANKS_OK(at->group, ddp_tp_linear_backward(layer, r.weight, r.x, r.dy, M, my_dx, NULL, NULL));
         TRY(compare(at, name, "dx alone", my_dx, dx, xp, 0));
         if (!at->accumulate) memset(my_dw, 0, (size_t)(wp.rows * wp.columns) * ddp_dtype_size(at->dtype));
-        int empty = wp.rows * wp.columns == 0; /* then NULL points at all that there is */
+        int empty = wp.rows * wp.columns == 0; /* empty: NULL is a valid pointer */
         RANKS_OK(at->group, ddp_tp_linear_backward(layer, empty ? NULL : r.weight, r.x, r.dy, M, NULL, empty ? NULL : my_dw,
                                                    empty && column ? NULL : my_db));
         if (!at->accumulate) TRY(compare(at, name, "weight_grad alone", my_dw, dw, wp, 0));
-        RANKS_OK(at->group, ddp_tp_linear_backward(layer, r.weight, r.x, r.dy, 0, my_dx, my_dw, my_db)); /* no rows */
+        /* No rows. */
+        RANKS_OK(at->group, ddp_tp_linear_backward(layer, r.weight, r.x, r.dy, 0, my_dx, my_dw, my_db));
         if (!at->accumulate) for (int64_t i = 0; i < wp.rows * wp.columns; i++) RANKS_CHECK(at->group, get(at, my_dw, i) == 0, "%s: no rows", name);
         ddp_tp_linear_destroy(layer);
     }
@@ -284,7 +288,8 @@ static ddp_result linear(const place *at, const char *name, ddp_tp_linear_desc d
 }
 
 static ddp_result linears(const place *at) {
-    static const int64_t sizes[][2] = {{24, 48}, {22, 29}, {9, 5}}; /* the last leaves some of 8 ranks with nothing */
+    /* The last leaves some of 8 ranks with nothing. */
+    static const int64_t sizes[][2] = {{24, 48}, {22, 29}, {9, 5}};
     for (int s = 0; s < 3; s++)
         for (int no_bias = 0; no_bias < 2; no_bias++)
             for (int split = 0; split < 2; split++)
@@ -383,8 +388,8 @@ static void activate(ddp_tp_activation kind, matrix h, matrix act, const matrix 
         }
 }
 
-/* What a pair sends forward and backward, as a ring does: whole rows, an all-reduce of M x C each; cut ones, a gather and a scatter each, and in
-   backward a gather more, of x. */
+/* Elements that a pair sends forward and backward, as in a ring. Full rows: an all-reduce of M x C each.
+   Sharded rows: an all-gather and a reduce-scatter each, and in backward one more all-gather, of x. */
 static ddp_result pair_sent(const place *at, ddp_tp *tp, int64_t channels, int backward, int chunks) {
     double one = (double)(at->ranks - 1) / at->ranks * M * (double)channels, want = (backward && at->sequence_parallel ? 3 : 2) * one;
     ddp_tp_stats stats = DDP_ZERO;
@@ -485,7 +490,8 @@ static ddp_result far_activations(const place *at) {
 
 //== normal values =========================================================================
 
-/* Any cut of a global tensor has the bits of the whole; mean and deviation are near what was asked for. */
+/* Any shard of a global tensor has the bits of the full one; mean and deviation are close to the requested
+   ones. */
 static ddp_result normal_values(ddp_group *group) {
     enum { A = 7, B = 40, C = 31 };
     static const int64_t shape[3] = {A, B, C};
@@ -519,8 +525,9 @@ static ddp_result normal_values(ddp_group *group) {
     return DDP_OK;
 }
 
-/* The random stream is fixed: every later version initialises a model with a given key the same way. The numbers come from a Python
-   program with Philox 4x32-10 (Salmon et al. 2011; it gives the published vectors). The counter is {index, index >> 32, 1, 0}. */
+/* The random stream is fixed: every later version initialises a model with a given key the same way. The
+   numbers come from a Python program with Philox 4x32-10 (Salmon et al. 2011; it gives the published
+   vectors). The counter is {index, index >> 32, 1, 0}. */
 static ddp_result normal_known_answers(ddp_group *group) {
     static const struct { uint64_t key; double first[4], far_away; } table[] = {
         {0,
@@ -711,7 +718,7 @@ static ddp_result bad_normal(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Ranks that say different things are told so, all of them, and go on. */
+/* If ranks pass different arguments, all return an error, and the groups stay usable. */
 static ddp_result mismatches(ddp_group *group) {
     int odd = ddp_rank(group) == 1;
     ddp_tp_desc desc = DDP_ZERO, other;
@@ -830,7 +837,8 @@ static ddp_result into_trouble(ddp_group *group, void *user) {
     return DDP_OK;
 }
 
-/* Every rank's call ends with that failure or its loss; whoever waited for the timeout would say so. */
+/* The call of every rank ends with that failure or with the loss of the rank; an expired timeout would
+   show. */
 static int trouble_ends(ranks_mode mode, int ranks, int at_call, int leaves) {
     int failed = 0;
     memset(troubles, 0, sizeof *troubles);

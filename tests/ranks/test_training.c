@@ -1,5 +1,5 @@
-/*  test_training.c - what loops do beside the step (examples/training.h): metrics count every sample once, drift is found and named, and rank 0 prepares
-    for longer than a timeout.
+/*  test_training.c - parts of a training loop around the step (examples/training.h): metrics count every
+    sample once, drift is detected and named, and rank 0 prepares for longer than a timeout.
 
     test_training BACKEND [W ...]     one of support/ranks.h */
 #include "../../ddp.h"
@@ -33,7 +33,7 @@ static int same_total(const metric_total *a, const metric_total *b) {
     return memcmp(&a->sum, &b->sum, 8) == 0 && memcmp(&a->mean, &b->mean, 8) == 0 && a->count == b->count;
 }
 
-/* A rank's part of the data set. tell_padding 0: as who forgets to pass it on. */
+/* A rank's part of the data set. tell_padding 0: as in a caller that forgets to pass the padding on. */
 static ddp_result add_part(ddp_group *world, metric *m, int no_pad, int64_t global_batch, int tell_padding) {
     ddp_sampler_desc desc = DDP_ZERO;
     ddp_sampler sampler;
@@ -58,7 +58,8 @@ static ddp_result counts_once(ddp_group *world) {
     metric_total total[2], want = expected();
     int w = ddp_world_size(world);
     memset(m, 0, sizeof m);
-    for (int way = 0; way < 3; way++) { /* the second and third time, metrics start from zeros by themselves */
+    /* The second and third time, metrics start from zeros by themselves. */
+    for (int way = 0; way < 3; way++) {
         ddp_result result = add_part(world, m, way == 0, way == 2 ? 8 * w : 0, 1);
         if (result != DDP_OK) return result;
         RANKS_OK(world, metric_all_reduce(world, m, 2, SAMPLES, total));
@@ -109,7 +110,8 @@ static ddp_result wrong_counts(ddp_group *world) {
     return DDP_OK;
 }
 
-/* One rank alone gives what is wrong: all are told at once, and the group and the metrics live on. */
+/* Only one rank passes a wrong argument: all return the error at once, and the group and the metrics stay
+   usable. */
 static ddp_result metrics_wrong_on_one(ddp_group *world) {
     metric m[2];
     metric_total total[2];
@@ -177,7 +179,8 @@ static ddp_result drift_is_named(ddp_group *world) {
     fill_weights(&mine);
     for (int step = 0; step <= 20; step++) RANKS_OK(world, drift_check(world, mine.params, TENSORS, step, 10));
     RANKS_OK(world, drift_check(world, NULL, 0, 0, 1));
-    if (rank == 0) RANKS_OK(world, drift_check(world, mine.params, TENSORS, 11, 10)); /* no collective at this step */
+    /* No collective at this step. */
+    if (rank == 0) RANKS_OK(world, drift_check(world, mine.params, TENSORS, 11, 10));
     if (w == 1) return DDP_OK;
     if (rank == w - 1) mine.values[1 + 999] = 3;
     if (rank == w - 1) mine.values[1001 + 36] = -3;
@@ -195,7 +198,7 @@ static ddp_result drift_is_named(ddp_group *world) {
                 "parameter 3 \"\", the first of 1 that differ, is another on ranks 1 3 than on the other 2");
     fill_weights(&mine);
     REFUSED(world, drift_check(world, mine.params, rank == w - 1 ? TENSORS - 1 : TENSORS, 0, 1), DDP_ERR_MISMATCH, "between 3 and 4 parameters");
-    RANKS_OK(world, drift_check(world, mine.params, TENSORS, 50, 10)); /* the group goes on */
+    RANKS_OK(world, drift_check(world, mine.params, TENSORS, 50, 10)); /* the group stays usable */
     return DDP_OK;
 }
 
@@ -227,11 +230,12 @@ static ddp_result drift_wrong_on_one(ddp_group *world) {
     REFUSED(world, drift_check(world, mine.params, TENSORS, 0, 1), DDP_ERR_INVALID, "parameter 2 \"weight\": its value has no data");
     RANKS_CHECK(world, wrong || strncmp(ddp_last_error(), "on rank ", 8) == 0, "who it is: %s", ddp_last_error());
     fill_weights(&mine);
-    RANKS_OK(world, drift_check(world, mine.params, TENSORS, 50, 10)); /* the group goes on */
+    RANKS_OK(world, drift_check(world, mine.params, TENSORS, 50, 10)); /* the group stays usable */
     return DDP_OK;
 }
 
-/* One rank looks for drift where the others do not: their next calls do not fit, which is an error on all, long before the timeout of 60 s. */
+/* One rank looks for drift where the others do not: their next calls do not fit, which is an error on all,
+   long before the timeout of 60 s. */
 static ddp_result looks_alone(ddp_group *world, void *user) {
     weights mine;
     int32_t word = 0;
@@ -283,7 +287,7 @@ static ddp_result outlasts(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-/* Rank 0 dies, or is stopped, as it prepares; what the others are told is theirs to check. */
+/* Rank 0 dies, or is stopped, while it prepares; the others check their own errors. */
 static ddp_result dies(void *user) { raise(*(int *)user); return ranks_sleep_us(60 * 1000000L), DDP_OK; }
 
 typedef struct seen { int done; ddp_result result; char text[512]; } seen;
@@ -312,7 +316,7 @@ static int rank0_is_lost(int signal, int timeout_ms, ddp_result code, const char
 int main(int argc, char **argv) {
     static const int worlds[] = {1, 2, 3, 4, 0};
     ranks_mode mode;
-    int failures, timeout_ms = 8000; /* a rank may stand still for seconds, and is not lost then */
+    int failures, timeout_ms = 8000; /* a rank can stand still for seconds without being lost */
     if (argc < 2 || ranks_mode_parse(argv[1], &mode) != 0) return fprintf(stderr, "usage: %s BACKEND [W ...]\n", argv[0]), 2;
     all = (seen *)ranks_shared(3 * sizeof *all);
     failures = ranks_each(argc, argv, worlds, 50, &mode, all_tests);

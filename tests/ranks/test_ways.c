@@ -1,6 +1,8 @@
-/* Large private data has three ways: slots through the caches, slots past them, and the peers' buffers read in one copy. Which one is taken is learnt; here
-   each is forced in turn, and all must give the same. A rank that may not read its peers, or reads another process in their place, takes everybody back to
-   slots, and so does a buffer that only its owner can read. A hole in a buffer is an error that names its rank; a process that is gone is lost. */
+/* Large private data has three methods: slots through the caches, non-temporal slots, and reading the peers'
+   buffers in one copy. The method is learned; here each is forced in turn, and all must give the same result.
+   All ranks fall back to slots if one rank cannot read its peers, reads another process instead, or has a
+   buffer that only its owner can read. A hole in a buffer is an error that names its rank. A process that has
+   ended is lost. */
 #include "ddp.h"
 #include "inner.h"
 #include "watchdog.h"
@@ -22,7 +24,8 @@ static float value(int rank, size_t i) { return (float)((i * 7 + (size_t)rank * 
 
 static void fill(float *data, size_t count, int rank) { for (size_t i = 0; i < count; i++) data[i] = value(rank, i); }
 
-/* A call by the way, and whether it was taken: reading in one copy ends by a single round, slots use one for each chunk. */
+/* A call by the way, and whether it was taken: reading in one copy ends by a single round, slots use one for
+   each chunk. */
 #define CALL(reads, call)                                                               \
     do {                                                                                \
         uint64_t round_ = inner.round(world);                                           \
@@ -78,7 +81,7 @@ static ddp_result every_call(ddp_group *world, int way, int reads) {
 static ddp_result ways(ddp_group *world, void *user) {
     int way = inner.way_read;
     (void)user;
-    TRY(ddp_barrier(world)); /* everybody has come, and can be read */
+    TRY(ddp_barrier(world)); /* all ranks have arrived, and are readable */
     CHECK(inner.can_read_peers(world));
     for (way = 0; way < inner.ways; way++) TRY(every_call(world, way, way == inner.way_read));
     if (ddp_rank(world) == 1) *inner.can_read(world, 0) = -1;
@@ -128,7 +131,7 @@ static ddp_result another_process(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-/* Memory that this rank reads and writes as any other, and that the system shows to nobody else: as that of devices. */
+/* Memory that this rank reads and writes normally, but that other processes cannot read: as device memory. */
 static void *secret_memory(size_t size) {
     void *memory = MAP_FAILED;
 #if defined(SYS_memfd_secret)
