@@ -39,9 +39,10 @@ CONTENTS      (search for the tags)
     >>impl-identity  >>impl-rendezvous  >>impl-frames  >>impl-secret  >>impl-address
     >>impl-address-list  >>impl-rank0  >>impl-connect  >>impl-tcp  >>impl-tcp-calls
     >>impl-tcp-groups  >>impl-group  >>impl-agree  >>impl-group-state  >>impl-mpi
-    >>impl-mpi-transfer  >>impl-mpi-calls  >>impl-mpi-groups  >>impl-mesh  >>impl-launch
-    >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join
-    >>impl-sampler  >>impl-loader  >>impl-public
+    >>impl-mpi-transfer  >>impl-mpi-calls  >>impl-mpi-groups  >>impl-mesh  >>impl-cores  >>impl-launch
+    >>impl-buckets  >>impl-bucket-reduce  >>impl-schema  >>impl-reducer-create  >>impl-reducer
+    >>impl-accumulator  >>impl-join  >>impl-sampler-random  >>impl-sampler-ranks  >>impl-sampler-window
+    >>impl-sampler  >>impl-loader  >>impl-loader-calls  >>impl-public
 
 CONCEPTS
     Rank       One worker of a group: a process, a thread or an MPI rank. Ranks of a group are numbered from 0
@@ -9471,7 +9472,11 @@ DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_g
 //== meshes ====================================================================================== >>impl-mesh
 
 /* A mesh arranges the ranks of a world as a grid. Along each dimension every rank has a group of the ranks
-   that differ from it only in that dimension. */
+   that differ from it only in that dimension. The last dimension varies fastest.
+
+       dp=2 tp=3      tp 0 1 2      rank 4 (dp 1, tp 1): group "tp" = ranks 3 4 5
+             dp 0        0 1 2                           group "dp" = ranks 1 4
+             dp 1        3 4 5                                                       */
 
 enum { DDP__MESH_NAME_MAX = 16 };
 struct ddp_mesh {
@@ -9487,7 +9492,7 @@ static int ddp__mesh_dim(const ddp_mesh *mesh, const char *name) {
     return i;
 }
 
-/* Checks a desc and fills in the mesh. A dimension of 0 gets the number of ranks that is left. */
+/* Checks a desc and fills in the mesh. A dimension of 0 (inferred) gets the number of ranks that is left. */
 static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *call_name, const ddp_mesh_desc *desc) {
     long long ranks = 1, world_size = mesh->world->world_size;
     int inferred = -1;
@@ -9511,7 +9516,10 @@ static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *call_name, const
         snprintf(mesh->name[i], sizeof mesh->name[i], "%s", name);
         mesh->ndim = i + 1;
     }
-    if (inferred >= 0 && world_size % ranks == 0) ranks *= mesh->shape[inferred] = (int)(world_size / ranks);
+    if (inferred >= 0 && world_size % ranks == 0) {
+        mesh->shape[inferred] = (int)(world_size / ranks);
+        ranks = world_size;
+    }
     for (int i = 0; i < mesh->ndim; i++) {
         size_t used = strlen(mesh->text);
         snprintf(mesh->text + used, sizeof mesh->text - used, "%s%s=%d", i ? " " : "", mesh->name[i],
@@ -9538,12 +9546,13 @@ DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_me
     }
     const char *text = mesh ? mesh->text : "";
     result = ddp_agree(world, __func__, result, ddp_hash(DDP_HASH_SEED, text, strlen(text)), text);
-    for (int i = mesh ? mesh->ndim - 1 : -1; i >= 0 && result == DDP_OK; stride *= mesh->shape[i--]) {
+    for (int i = mesh ? mesh->ndim - 1 : -1; i >= 0 && result == DDP_OK; i--) {
         int coordinate = world->rank / stride % mesh->shape[i];
         result = ddp_group_split(world, world->rank - coordinate * stride, coordinate, &mesh->group[i]);
         if (result == DDP_OK)
             snprintf(mesh->group[i]->name, sizeof mesh->group[i]->name, "%.14s.%s", world->name,
                      mesh->name[i]);
+        stride *= mesh->shape[i];
     }
     if (result == DDP_OK)
         *out = mesh;
@@ -9569,16 +9578,15 @@ DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh) {
     if (mesh) ddp_host_free(mesh->world, mesh);
 }
 
-//== launch ==================================================================================== >>impl-launch
+//== cores and thread pools ===================================================================== >>impl-cores
 
-/* ddp_launch starts the ranks of a world as processes or threads of this machine, waits for them, and returns
-   the first failure. Inside another launch, or under a launcher, it joins that world. It also divides cores
-   and the threads of numerical libraries among the ranks. */
+/* Divides the cores of this machine among the ranks that ddp_launch starts. Each rank is bound to its share.
+   Numerical libraries (OpenMP, OpenBLAS, MKL, BLIS) would start one thread per core in every rank. Their
+   thread pools are limited to the share of a rank. desc.no_affinity switches all of this off. */
 
-/* Thread pools of numerical libraries. They read their variables when they are loaded, before ranks are
-   forked. Therefore their own functions set their number of threads as well. The references are weak: a
-   program does not need to link any of these libraries. The names here are private, because the program may
-   declare the real ones differently. */
+/* The libraries read their variables when they are loaded, before ranks are forked. Therefore the number of
+   threads is also set by their own functions. The references are weak: a program does not need to link any of
+   these libraries. The names here are private, because the program may declare the real ones differently. */
 extern void ddp__omp_set(int threads) __asm__("omp_set_num_threads") __attribute__((weak));
 extern int ddp__omp_get(void) __asm__("omp_get_max_threads") __attribute__((weak));
 extern void ddp__openblas_set(int threads) __asm__("openblas_set_num_threads") __attribute__((weak));
@@ -9604,16 +9612,94 @@ static const struct ddp__thread_pool {
     {ddp__blis_set, ddp__blis_get, {"BLIS_NUM_THREADS", "OMP_NUM_THREADS", NULL}},
 };
 
+typedef struct ddp__core_plan {
+    ddp__cpus cpus; /* the caller's */
+    int cores, world_size;
+    int disabled;                 /* desc.no_affinity */
+    int threads_per_rank;         /* of each pool: one per core over all ranks */
+    int pool_threads[DDP__POOLS]; /* of each pool before the launch; 0 = unchanged */
+    int limits_omp;               /* 1 = rank threads lower their own number of OpenMP threads */
+} ddp__core_plan;
+
+/* Binds a rank to its contiguous share of the cores. With more ranks than cores it leaves this to the
+   scheduler. */
+static void ddp__bind_cores(const ddp__core_plan *plan, int rank) {
+    ddp__cpus own = DDP_ZERO;
+    int first = rank * plan->cores / plan->world_size, end = (rank + 1) * plan->cores / plan->world_size;
+    int seen = 0;
+    if (plan->disabled || plan->world_size > plan->cores) return;
+    for (int cpu = 0; cpu < DDP__CPU_WORDS * DDP__CPU_BITS; cpu++) {
+        unsigned long bit = plan->cpus.word[cpu / DDP__CPU_BITS] & 1ul << cpu % DDP__CPU_BITS;
+        if (bit && seen >= first && seen < end) own.word[cpu / DDP__CPU_BITS] |= bit;
+        seen += bit != 0;
+    }
+    syscall(SYS_sched_setaffinity, 0, sizeof own, &own);
+}
+
+static const char *const ddp__thread_variables[2] = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"};
+
+static int ddp__pool_is_set_by_user(const struct ddp__thread_pool *pool) {
+    for (int i = 0; i < 3 && pool->variables[i]; i++)
+        if (*ddp__env_text(pool->variables[i])) return 1;
+    return 0;
+}
+
+/* Limits each pool to the threads of a rank, before ranks are forked: a query in a rank would make OpenBLAS
+   start its whole pool there. A smaller number is kept. */
+static void ddp__limit_pools(ddp__core_plan *plan) {
+    plan->limits_omp = !plan->disabled && !ddp__pool_is_set_by_user(&ddp__thread_pools[DDP__POOL_OMP]);
+    for (int i = 0; i < DDP__POOLS; i++) {
+        const struct ddp__thread_pool *pool = &ddp__thread_pools[i];
+        int threads = 0;
+        if (!plan->disabled && pool->set && pool->get && !ddp__pool_is_set_by_user(pool))
+            threads = pool->get();
+        plan->pool_threads[i] = threads > plan->threads_per_rank ? threads : 0;
+        if (plan->pool_threads[i]) pool->set(plan->threads_per_rank);
+    }
+}
+
+/* Sets OpenMP last: if OpenBLAS uses OpenMP, setting its pool sets both. */
+static void ddp__restore_pools(const ddp__core_plan *plan) {
+    for (int i = DDP__POOLS - 1; i >= 0; i--)
+        if (plan->pool_threads[i]) ddp__thread_pools[i].set(plan->pool_threads[i]);
+}
+
+/* For a rank that is a thread. OpenMP has its own number of threads for each thread of the program. A new
+   thread begins with the number of the whole process. */
+static void ddp__limit_omp_of_this_thread(const ddp__core_plan *plan) {
+    if (plan->limits_omp && ddp__omp_set && ddp__omp_get && ddp__omp_get() > plan->threads_per_rank)
+        ddp__omp_set(plan->threads_per_rank);
+}
+
+/* Sets the variables for libraries and programs that are loaded later. Returns a bit for each one that it
+   set. */
+static int ddp__set_thread_variables(const ddp__core_plan *plan) {
+    int set = 0;
+    char text[16];
+    snprintf(text, sizeof text, "%d", plan->threads_per_rank);
+    for (int i = 0; i < 2 && !plan->disabled; i++)
+        if (!getenv(ddp__thread_variables[i]) && setenv(ddp__thread_variables[i], text, 0) == 0)
+            set |= 1 << i;
+    return set;
+}
+
+static void ddp__unset_thread_variables(int set) {
+    for (int i = 0; i < 2; i++)
+        if (set >> i & 1) unsetenv(ddp__thread_variables[i]);
+}
+
+//== launch ==================================================================================== >>impl-launch
+
+/* ddp_launch starts the ranks of a world as processes or threads of this machine, waits for them, and returns
+   the first failure. Inside another launch, or under a launcher, it joins that world. */
+
 typedef struct ddp__launch {
     ddp_launch_desc desc; /* resolved */
     ddp__heap *heap;
     ddp_rank_fn fn;
     void *user;
-    int interrupted;              /* by SIGINT or SIGTERM */
-    ddp__cpus cpus;               /* the caller's */
-    int pool_threads[DDP__POOLS]; /* of each pool before the launch; 0 = unchanged */
-    int limits_omp;               /* 1 = rank threads lower their own number of OpenMP threads */
-    int threads_per_rank;         /* threads of a pool per rank: one per core over all ranks */
+    int interrupted; /* by SIGINT or SIGTERM */
+    ddp__core_plan plan;
 } ddp__launch;
 
 /* Records the failure of a rank, and sets this thread's error line. ddp_launch reports the first failure. */
@@ -9637,54 +9723,6 @@ typedef struct ddp__rank_thread {
     pthread_t thread;
 } ddp__rank_thread;
 
-/* Binds a rank to its contiguous share of the cores. With more ranks than cores it leaves this to the
-   scheduler. */
-static void ddp__bind_cores(const ddp__launch *launch, int rank) {
-    ddp__cpus own = DDP_ZERO;
-    int cores = (int)launch->heap->job->cores, world_size = launch->desc.world_size;
-    int first = rank * cores / world_size, last = (rank + 1) * cores / world_size, seen = 0;
-    if (launch->desc.no_affinity || world_size > cores) return;
-    for (int cpu = 0; cpu < DDP__CPU_WORDS * DDP__CPU_BITS; cpu++) {
-        unsigned long bit = launch->cpus.word[cpu / DDP__CPU_BITS] & 1ul << cpu % DDP__CPU_BITS;
-        if (bit && seen >= first && seen < last) own.word[cpu / DDP__CPU_BITS] |= bit;
-        seen += bit != 0;
-    }
-    syscall(SYS_sched_setaffinity, 0, sizeof own, &own);
-}
-
-static const char *const ddp__thread_variables[2] = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"};
-
-static int ddp__pool_is_set_by_user(const struct ddp__thread_pool *pool) {
-    for (int i = 0; i < 3 && pool->variables[i]; i++)
-        if (*ddp__env_text(pool->variables[i])) return 1;
-    return 0;
-}
-
-/* Limits each pool to the share of a rank, before ranks are forked: a query in a rank would make OpenBLAS
-   start its whole pool there. A smaller number stays. */
-static void ddp__limit_pools(ddp__launch *launch) {
-    int limits = !launch->desc.no_affinity;
-    launch->limits_omp = limits && !ddp__pool_is_set_by_user(&ddp__thread_pools[DDP__POOL_OMP]);
-    for (int i = 0; i < DDP__POOLS; i++) {
-        const struct ddp__thread_pool *pool = &ddp__thread_pools[i];
-        int threads = limits && pool->set && pool->get && !ddp__pool_is_set_by_user(pool) ? pool->get() : 0;
-        launch->pool_threads[i] = threads > launch->threads_per_rank ? threads : 0;
-        if (launch->pool_threads[i]) pool->set(launch->threads_per_rank);
-    }
-}
-
-/* Sets the variables for libraries and programs that are loaded later. Returns a bit for each one that it
-   set. */
-static int ddp__set_thread_variables(const ddp__launch *launch) {
-    int set = 0;
-    char text[16];
-    snprintf(text, sizeof text, "%d", launch->threads_per_rank);
-    for (int i = 0; i < 2 && !launch->desc.no_affinity; i++)
-        if (!getenv(ddp__thread_variables[i]) && setenv(ddp__thread_variables[i], text, 0) == 0)
-            set |= 1 << i;
-    return set;
-}
-
 /* Runs one rank from start to end. An exception of fn terminates the program here: if it propagated, a forked
    rank would continue in the code of its parent. */
 static ddp_result ddp__run_rank(ddp__launch *launch, int rank) DDP__NOEXCEPT {
@@ -9692,10 +9730,10 @@ static ddp_result ddp__run_rank(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     const int world_size = desc->world_size, device = desc->devices ? desc->devices[rank] + 1 : 0;
     const ddp__identity saved_identity = ddp__launch_identity;
     const ddp__identity here = {rank, world_size, rank, world_size, device, launch->heap, NULL, "", NULL};
-    /* world: the group that peers and the launcher see. plugged: with the desc's own backend. */
+    /* world: the group that peers and the launcher see. on_backend: the same ranks, on the desc's backend. */
     ddp_group *world = NULL, *on_backend = NULL;
     ddp__error_text[0] = 0;
-    ddp__bind_cores(launch, rank);
+    ddp__bind_cores(&launch->plan, rank);
     ddp__rank_enter(launch->heap, rank, (int)getpid());
     ddp__launch_identity = here;
     ddp_result result = ddp__group_open(&world, &desc->group, &ddp__backend_local, &here, NULL);
@@ -9710,7 +9748,7 @@ static ddp_result ddp__run_rank(ddp__launch *launch, int rank) DDP__NOEXCEPT {
         ddp__record_failure(launch, rank, result);
     ddp_group_destroy(on_backend);
     if (world)
-        ddp_group_destroy(world); /* marks the rank as left */
+        ddp_group_destroy(world); /* sets the state to DDP__RANK_LEFT */
     else
         ddp__store(&launch->heap->job->rank[rank].state, (uint32_t)DDP__RANK_LEFT);
     return result;
@@ -9725,7 +9763,7 @@ static pid_t ddp__fork_rank(ddp__launch *launch, int rank, const sigset_t *mask)
     pthread_sigmask(SIG_SETMASK, mask, NULL);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() == parent) { /* otherwise the parent died before the line above */
-        ddp__set_thread_variables(launch);
+        ddp__set_thread_variables(&launch->plan);
         result = ddp__run_rank(launch, rank);
     }
     fflush(NULL);
@@ -9802,21 +9840,18 @@ static void ddp__launch_processes(ddp__launch *launch) {
 
 /* --- ranks as threads --- */
 
-/* OpenMP has its own number of threads for each thread of the program. A new thread begins with the number of
-   the whole process. */
 static void *ddp__rank_thread_main(void *argument) {
     ddp__rank_thread *t = (ddp__rank_thread *)argument;
     ddp__launch *launch = t->launch;
     prctl(PR_SET_NAME, "ddp-rank");
-    if (launch->limits_omp && ddp__omp_set && ddp__omp_get && ddp__omp_get() > launch->threads_per_rank)
-        ddp__omp_set(launch->threads_per_rank);
+    ddp__limit_omp_of_this_thread(&launch->plan);
     ddp__run_rank(launch, t->rank);
     return NULL;
 }
 
 static void ddp__launch_threads(ddp__launch *launch) {
     ddp__rank_thread threads[DDP_MAX_LOCAL_RANKS];
-    int variables = ddp__set_thread_variables(launch), world_size = launch->desc.world_size;
+    int variables = ddp__set_thread_variables(&launch->plan), world_size = launch->desc.world_size;
     for (int r = 0; r < world_size; r++) {
         ddp__rank_thread *t = &threads[r];
         t->launch = launch;
@@ -9829,8 +9864,7 @@ static void ddp__launch_threads(ddp__launch *launch) {
     }
     for (int r = 0; r < world_size; r++)
         if (threads[r].started) pthread_join(threads[r].thread, NULL);
-    for (int i = 0; i < 2; i++)
-        if (variables >> i & 1) unsetenv(ddp__thread_variables[i]);
+    ddp__unset_thread_variables(variables);
 }
 
 /* Runs one attempt, with its own heap. Returns the first failure of a rank. */
@@ -9838,19 +9872,19 @@ static ddp_result ddp__launch_attempt(ddp__launch *launch) {
     int threads = launch->desc.mode == DDP_LAUNCH_THREADS, world_size = launch->desc.world_size;
     DDP_TRY(ddp__heap_create(&launch->heap, world_size, threads, 1));
     const ddp__job *job = launch->heap->job;
-    launch->threads_per_rank = (int)job->cores > world_size ? (int)job->cores / world_size : 1;
-    ddp__limit_pools(launch);
+    launch->plan.cores = (int)job->cores;
+    launch->plan.world_size = world_size;
+    launch->plan.disabled = launch->desc.no_affinity;
+    launch->plan.threads_per_rank = launch->plan.cores > world_size ? launch->plan.cores / world_size : 1;
+    ddp__limit_pools(&launch->plan);
     if (threads)
         ddp__launch_threads(launch);
     else
         ddp__launch_processes(launch);
-    /* OpenMP last: if OpenBLAS uses OpenMP, setting its pool sets both. */
-    for (int i = DDP__POOLS - 1; i >= 0; i--)
-        if (launch->pool_threads[i]) ddp__thread_pools[i].set(launch->pool_threads[i]);
+    ddp__restore_pools(&launch->plan);
     uint32_t failed = ddp__load(&job->failed_rank_plus_1);
-    ddp_result result = failed ? ddp_fail((ddp_result)job->rank[failed - 1].result, "%s",
-                                          job->rank[failed - 1].text)
-                               : DDP_OK;
+    ddp_result result = DDP_OK;
+    if (failed) result = ddp_fail((ddp_result)job->rank[failed - 1].result, "%s", job->rank[failed - 1].text);
     ddp__heap_release(launch->heap);
     return result;
 }
@@ -9876,7 +9910,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     ddp_launch_desc *d = &launch.desc;
     ddp__identity id;
     ddp_result result = DDP_OK;
-    int cores = ddp__usable_cores(&launch.cpus), wanted = desc ? desc->world_size : 0;
+    int cores = ddp__usable_cores(&launch.plan.cpus), wanted = desc ? desc->world_size : 0;
     if (desc) *d = *desc;
     launch.fn = fn;
     launch.user = user;
@@ -9910,12 +9944,18 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
    bucket, is reduced in place. Small ranges, and ranges that must be cast, are copied into the flat buffer,
    reduced with one call, and copied back.
 
-       walk       p7 p6 p5 | p4 p2 | p3 p1 p0      parameters in the order of reduction, bucket by bucket
-       memory     [p7 p6 p5]  [p2]  [p3] [p4] [p1 p0]
-       bucket 0   one range: in place
-       bucket 1   p4 and p2: packed
-       bucket 2   p3 and the range p1 p0: each packed, or in place if it is large
+       gradients in memory    [p7 p6 p5]    [p2]    [p3]    [p4]    [p1 p0]        [ ] = a range
+            | sort by address (ddp_grad_place), compare with all ranks
+       links between          p7 -> p6 -> p5   p1 -> p0
+            | fill buckets in the order in which gradients become ready
+       order                  p7 p6 p5 | p4 p2 | p3 p1 p0                          | = end of a bucket
+            | reduce
+       bucket 0               one range          all-reduce of [p7 p6 p5] in place
+       bucket 1               two small ranges   flat = [p4 p2], all-reduce of flat, copied back
+       bucket 2               p3 small,          flat = [p3], all-reduce of flat, copied back;
+                              [p1 p0] large      all-reduce of [p1 p0] in place
 
+   A hook is called in place of each all-reduce. Its ddp_bucket points to the same memory.
    Buckets and ranges are the same on all ranks, except for addresses. They follow from what
    ddp_reducer_create has compared, from links that hold on every rank, and from an order that rank 0
    sends. */
@@ -9943,7 +9983,7 @@ typedef struct ddp__grad {
 
 typedef struct ddp__bucket {
     ddp_reducer *reducer;
-    int index, first, last; /* its part of walk: first .. last */
+    int index, first, last; /* its parameters: reducer->order[first .. last] */
     int pending;            /* parameters still to be announced in this step */
     /* dtype: of the gradients. wire: on the wire; decided when the bucket is reduced, since sums are f32. */
     ddp_dtype dtype, wire;
@@ -9960,9 +10000,10 @@ struct ddp_reducer {
     int shadow;            /* 1 = this rank has no batch in this step, and contributes zeros */
     int no_sync;
     ddp_accumulator *accumulators; /* those with this reducer */
-    ddp__bucket *buckets;          /* this and the next three: one block, an entry per parameter */
+    /* These and ready_order: one allocation, an entry per parameter. */
+    ddp__bucket *buckets;
     ddp__grad *grads;
-    int *order;
+    int *order; /* parameters, bucket by bucket */
     /* Parameters in the order in which they were announced in this step. While buckets are planned: the order
        in which to fill them. */
     int *ready_order;
@@ -10009,43 +10050,52 @@ static int ddp__bucket_has_f32_sums(const ddp__bucket *bucket) {
     return 1;
 }
 
-/* Appends a bucket of the parameters walk[first .. last], and finds its ranges. Returns the bytes that it
-   needs in the flat buffer. */
+static int ddp__starts_range(const ddp__bucket *bucket, int param) {
+    const ddp__grad *grads = bucket->reducer->grads;
+    int previous = grads[param].previous_in_memory;
+    return previous < 0 || grads[previous].bucket != bucket->index;
+}
+
+/* Sorts the bucket's part of the order, so that the gradients of a range follow each other as in memory. Sets
+   range_count of the first gradient of each range. Returns the number of ranges that are not empty. */
+static int ddp__bucket_find_ranges(ddp__bucket *bucket) {
+    ddp__grad *grads = bucket->reducer->grads,
+              *range = NULL; /* range: the first gradient of the current one */
+    int *order = bucket->reducer->order, range_total = 0;
+    for (int k = bucket->first; k <= bucket->last; k++) {
+        int next = k > bucket->first ? grads[order[k - 1]].next_in_memory : -1;
+        int continues = next >= 0 && grads[next].bucket == bucket->index;
+        int j = k;
+        while (continues ? order[j] != next : !ddp__starts_range(bucket, order[j])) j++;
+        int param = order[j];
+        order[j] = order[k];
+        order[k] = param;
+        ddp__grad *grad = &grads[param];
+        grad->range_count = 0;
+        if (!continues) {
+            range = grad;
+            range_total += grad->count > 0;
+        }
+        if (grad->count)
+            range->range_count = (size_t)(grad->data + grad->size_bytes - range->data)
+                                 / ddp_dtype_size(bucket->dtype);
+    }
+    return range_total;
+}
+
+/* Appends a bucket of the parameters order[first .. last], and decides which of its ranges are in place.
+   Returns the bytes that it needs in the flat buffer. */
 static size_t ddp__bucket_append(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
     ddp__bucket new_bucket = {reducer, reducer->stats.bucket_count,     first, last, 0,
                               dtype,   ddp__wire_dtype(reducer, dtype), 0,     0,    DDP_ZERO};
     ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count++];
-    ddp__grad *grads = reducer->grads;
-    size_t size = ddp_dtype_size(dtype);
-    int ranges = 0;
     *bucket = new_bucket;
-    for (int k = first; k <= last; k++) grads[reducer->order[k]].bucket = bucket->index;
-    /* Sorts this part of walk, so that the parameters of a range follow each other in the order of memory. */
-    for (int k = first, range_start = first; k <= last; k++) {
-        int *walk = reducer->order, j = k;
-        int next = k > first ? grads[walk[k - 1]].next_in_memory : -1;
-        int continues = next >= 0 && grads[next].bucket == bucket->index;
-        while (continues ? walk[j] != next
-                         : grads[walk[j]].previous_in_memory >= 0
-                               && grads[grads[walk[j]].previous_in_memory].bucket == bucket->index)
-            j++;
-        ddp__grad *grad = &grads[next = walk[j]];
-        walk[j] = walk[k];
-        walk[k] = next;
-        grad->range_count = 0;
-        if (!continues) {
-            range_start = k;
-            ranges += grad->count > 0;
-        }
-        if (grad->count)
-            grads[walk[range_start]].range_count = (size_t)(grad->data + grad->size_bytes
-                                                            - grads[walk[range_start]].data)
-                                                   / size;
-    }
+    for (int k = first; k <= last; k++) reducer->grads[reducer->order[k]].bucket = bucket->index;
+    int only_range = ddp__bucket_find_ranges(bucket) == 1;
     for (int k = first; k <= last; k++) {
-        ddp__grad *grad = &grads[reducer->order[k]];
-        int large = !reducer->desc.hook && grad->range_count * size >= DDP__RANGE_IN_PLACE;
-        grad->in_place = bucket->wire == dtype && (ranges == 1 || large || ddp__reducer_is_local(reducer));
+        ddp__grad *grad = &reducer->grads[reducer->order[k]];
+        int large = !reducer->desc.hook && grad->range_count * ddp_dtype_size(dtype) >= DDP__RANGE_IN_PLACE;
+        grad->in_place = bucket->wire == dtype && (only_range || large || ddp__reducer_is_local(reducer));
         if (!grad->in_place) bucket->flat_count += grad->range_count;
     }
     return bucket->flat_count * ddp_dtype_size(ddp__reads_f32_sums(reducer, dtype) ? DDP_F32 : bucket->wire);
@@ -10064,32 +10114,32 @@ static void ddp__buckets_reset(ddp_reducer *reducer) {
 }
 
 /* Fills buckets with the first `count` parameters of ready_order, separately for each dtype. A parameter is
-   added to the open bucket. Then the bucket is closed if it has reached the limit, so that buckets overshoot
-   (PyTorch DDP's rule). Buckets are numbered in the order in which they close, which is also the order in
-   which they become ready. Collective: grows the flat buffer for the largest packed bucket. */
+   added to the open bucket of its dtype. Then the bucket is closed if it has reached the limit, so that
+   buckets overshoot (PyTorch DDP's rule). Buckets are numbered in the order in which they close. They become
+   ready in the same order. Collective: grows the flat buffer for the largest packed bucket. */
 static ddp_result ddp__buckets_build(ddp_reducer *reducer, int count) {
-    /* The open bucket of each dtype. last: the last parameter of the dtype, as an index into order. */
+    /* The open bucket of each dtype. first and last are indices into ready_order; last: of the dtype. */
     struct {
         size_t bytes, limit;
         int first, last;
     } open[DDP__DTYPES];
-    const int *order = reducer->ready_order;
+    const int *ready = reducer->ready_order;
     ddp__grad *grads = reducer->grads;
     size_t flat_bytes = 0;
-    int placed = 0;
+    int placed = 0; /* parameters in reducer->order */
     memset(open, 0, sizeof open);
     for (int d = 0; d < DDP__DTYPES; d++) open[d].limit = reducer->desc.first_bucket_bytes;
     for (int i = 0; i < reducer->desc.param_count; i++) grads[i].bucket = -1;
-    for (int k = 0; k < count; k++) open[grads[order[k]].dtype].last = k;
+    for (int k = 0; k < count; k++) open[grads[ready[k]].dtype].last = k;
     reducer->stats.bucket_count = 0;
     reducer->stats.largest_bucket_bytes = 0;
     for (int k = 0; k < count; k++) {
-        ddp_dtype d = grads[order[k]].dtype;
+        ddp_dtype d = grads[ready[k]].dtype;
         int first = placed;
-        open[d].bytes += grads[order[k]].size_bytes;
+        open[d].bytes += grads[ready[k]].size_bytes;
         if (open[d].bytes < open[d].limit && k < open[d].last) continue;
         for (int j = open[d].first; j <= k; j++)
-            if (grads[order[j]].dtype == d) reducer->order[placed++] = order[j];
+            if (grads[ready[j]].dtype == d) reducer->order[placed++] = ready[j];
         size_t bucket_bytes = ddp__bucket_append(reducer, d, first, placed - 1);
         if (bucket_bytes > flat_bytes) flat_bytes = bucket_bytes;
         if (open[d].bytes > reducer->stats.largest_bucket_bytes)
@@ -10106,6 +10156,11 @@ static ddp_result ddp__buckets_build(ddp_reducer *reducer, int count) {
     reducer->flat_bytes = result == DDP_OK ? flat_bytes : 0;
     return result;
 }
+
+//== reducing a bucket ================================================================== >>impl-bucket-reduce
+
+/* ddp__bucket_reduce is a task of the group: it runs on the communication thread, or on the thread that calls
+   ddp_reducer_wait. It packs gradients that are not in place, reduces, and copies them back. */
 
 /* Runs the hook on data. If the hook fails on some ranks only, the others wait inside theirs. A failure
    therefore poisons the group. */
@@ -10146,9 +10201,10 @@ static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
         if (!grad->range_count || grad->in_place) continue;
         if (bucket->wire == bucket->dtype)
             reducer->device->copy(to, from, bytes);
+        else if (pack)
+            reducer->device->cast(to, bucket->wire, from, bucket->dtype, grad->range_count);
         else
-            reducer->device->cast(to, pack ? bucket->wire : bucket->dtype, from,
-                                  pack ? bucket->dtype : bucket->wire, grad->range_count);
+            reducer->device->cast(to, bucket->dtype, from, bucket->wire, grad->range_count);
         reducer->bytes_copied += bytes;
         flat += bytes;
     }
@@ -10186,53 +10242,51 @@ static void ddp__bucket_copy_f32(ddp__bucket *bucket, int pack) {
     }
 }
 
-/* Reduces one bucket; a task of the group. A gradient that was not announced counts as zeros. */
+/* Reduces elements of a bucket that are adjacent in memory: with the hook, or an all-reduce. */
+static ddp_result ddp__bucket_reduce_range(ddp__bucket *bucket, void *data, size_t count) {
+    ddp_reducer *reducer = bucket->reducer;
+    if (count == 0) return DDP_OK;
+    if (reducer->group->world_size > 1) reducer->bytes_reduced += count * ddp_dtype_size(bucket->wire);
+    if (reducer->desc.hook) return ddp__bucket_hook(bucket, data, count);
+    if (ddp__reducer_is_local(reducer)) {
+        reducer->device->divide(data, count, bucket->wire, bucket->divisor);
+        return DDP_OK;
+    }
+    ddp_call call = ddp__call_of(DDP_CALL_ALL_REDUCE, data, data, count, bucket->wire);
+    call.op = DDP_OP_AVG;
+    call.divisor = bucket->divisor;
+    return ddp__run_call(reducer->group, &call);
+}
+
+/* Reduces one bucket. A gradient that was not announced counts as zeros. */
 static ddp_result ddp__bucket_reduce(ddp_group *group, void *argument) {
     ddp__bucket *bucket = (ddp__bucket *)argument;
     ddp_reducer *reducer = bucket->reducer;
     double begin = ddp_now();
-    int local = ddp__reducer_is_local(reducer), f32_sums = ddp__bucket_has_f32_sums(bucket);
+    int f32_sums = ddp__bucket_has_f32_sums(bucket);
     bucket->wire = f32_sums ? DDP_F32 : ddp__wire_dtype(reducer, bucket->dtype);
-    bucket->divisor = reducer->desc.per_token
-                          ? 1
-                          : (uint64_t)reducer->active_ranks * (uint64_t)reducer->desc.micro_batch_count;
+    bucket->divisor = (uint64_t)reducer->active_ranks * (uint64_t)reducer->desc.micro_batch_count;
+    if (reducer->desc.per_token) bucket->divisor = 1;
     /* The same on every rank: all ranks have the group memory, or none has. */
     if (bucket->flat_count && !reducer->flat)
         return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s",
-                              "reducer: no room was found for the packed "
-                              "gradients of the rebuilt "
-                              "buckets; free group memory and make a new reducer");
+                              "reducer: no room was found for the packed gradients of the rebuilt buckets; "
+                              "free group memory and make a new reducer");
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->order[k]];
         if (!grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
     }
-    if (local && !f32_sums && bucket->divisor == 1) return ddp__device_check(group);
+    if (ddp__reducer_is_local(reducer) && !f32_sums && bucket->divisor == 1) return ddp__device_check(group);
     if (f32_sums)
         ddp__bucket_copy_f32(bucket, 1);
     else
         ddp__bucket_copy(bucket, 1);
-    /* Reduces the packed gradients, then each range that is in place. */
-    for (int k = bucket->first - 1; k <= bucket->last; k++) {
-        int param = k < bucket->first ? -1 : reducer->order[k];
-        const ddp__grad *grad = param < 0 ? NULL : &reducer->grads[param];
-        void *data = reducer->flat;
-        size_t count = bucket->flat_count;
-        if (grad) {
-            data = f32_sums ? reducer->desc.params[param].sum.data : grad->data;
-            count = grad->in_place ? grad->range_count : 0;
-        }
-        if (count == 0) continue;
-        if (group->world_size > 1) reducer->bytes_reduced += count * ddp_dtype_size(bucket->wire);
-        if (reducer->desc.hook) {
-            DDP_TRY(ddp__bucket_hook(bucket, data, count));
-        } else if (local) {
-            reducer->device->divide(data, count, bucket->wire, bucket->divisor);
-        } else {
-            ddp_call call = ddp__call_of(DDP_CALL_ALL_REDUCE, data, data, count, bucket->wire);
-            call.op = DDP_OP_AVG;
-            call.divisor = bucket->divisor;
-            DDP_TRY(ddp__run_call(group, &call));
-        }
+    DDP_TRY(ddp__bucket_reduce_range(bucket, reducer->flat, bucket->flat_count));
+    for (int k = bucket->first; k <= bucket->last; k++) {
+        int param = reducer->order[k];
+        const ddp__grad *grad = &reducer->grads[param];
+        void *data = f32_sums ? reducer->desc.params[param].sum.data : grad->data;
+        if (grad->in_place) DDP_TRY(ddp__bucket_reduce_range(bucket, data, grad->range_count));
     }
     if (f32_sums)
         ddp__bucket_copy_f32(bucket, 0);
@@ -10433,17 +10487,13 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
     return ddp__reducer_check_memory(reducer);
 }
 
-//== reducer ================================================================================== >>impl-reducer
+//== creating a reducer ================================================================ >>impl-reducer-create
 
-/* The reducer averages gradients over ranks, bucket by bucket, while backward still runs. ddp_reducer_ready
-   issues the buckets in their order, each once its gradients are ready. ddp_reducer_wait issues the rest,
-   waits for all of them, and finishes the step. */
+/* ddp_reducer_create checks the arguments, places gradients that were NULL, and builds the first buckets. It
+   is collective: all ranks return the same result. */
 
-#define DDP__REDUCER_NEED(reducer, condition, ...) \
-    DDP_CHECK(__func__, (reducer)->group, condition, __VA_ARGS__)
-
-/* Links gradients that are adjacent in memory. Collective: a link that some rank does not have is dropped on
-   all ranks. Alignment gaps of the arena hold zeros and may be sent along, but not to a hook or through a
+/* Links gradients that are adjacent in memory. Collective: a link that is missing on some rank is dropped on
+   all ranks. Alignment gaps of the arena hold zeros. They may be part of a range, except with a hook or a
    cast. */
 static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
     const ddp_grad_place *places = (const ddp_grad_place *)reducer->scratch;
@@ -10458,8 +10508,11 @@ static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
             && left->data + left_bytes == right->data)
             left->next_in_memory = places[k].index;
     }
-    for (int i = 0; i < n; i++) links[n + i] = -(links[i] = reducer->grads[i].next_in_memory);
-    /* links[i] becomes the minimum over ranks, and links[n + i] minus the maximum. */
+    /* After the call links[i] is the minimum over ranks, and links[n + i] is minus the maximum. */
+    for (int i = 0; i < n; i++) {
+        links[i] = reducer->grads[i].next_in_memory;
+        links[n + i] = -links[i];
+    }
     DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, links, links, (size_t)n * 2, DDP_I32,
                                 DDP_OP_MIN, -1));
     for (int i = 0; i < n; i++) {
@@ -10483,8 +10536,8 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
     return DDP_OK;
 }
 
-/* Waits for the buckets in flight. rest: 1 = also reduces the buckets that are not issued yet. Returns the
-   first failure. */
+/* Waits for the buckets in flight. reduce_rest: 1 = also reduces the buckets that are not issued yet.
+   Returns the first failure. */
 static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int reduce_rest) {
     ddp_saved_error first = {DDP_OK, ""};
     for (int i = 0; i < reducer->stats.bucket_count; i++) {
@@ -10501,7 +10554,7 @@ static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int reduce_rest) {
     return ddp_error_restore(&first);
 }
 
-/* Waits for the buckets in flight, so that nothing reads f32 sums afterwards. */
+/* ddp_grad_sum.drain: no bucket reads f32 sums afterwards. */
 static void ddp__reducer_drain_callback(void *reducer) { ddp__reducer_drain((ddp_reducer *)reducer, 0); }
 
 /* Builds the buckets after all ranks have agreed on the list. Collective. Gradients that were NULL are placed
@@ -10547,10 +10600,10 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     DDP_PUBLIC_CALL(ddp_reducer_create);
     if (out) *out = NULL;
     DDP__NEED(group, "group is NULL");
+    /* Scratch holds a place per parameter, or a byte per rank. */
     size_t places = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp_grad_place) : 0;
-    size_t flags = (size_t)group->world_size;
-    ddp_reducer *reducer = (ddp_reducer *)ddp_host_alloc(group,
-                                                         sizeof *reducer + (places > flags ? places : flags));
+    size_t scratch = places > (size_t)group->world_size ? places : (size_t)group->world_size;
+    ddp_reducer *reducer = (ddp_reducer *)ddp_host_alloc(group, sizeof *reducer + scratch);
     ddp_result result = DDP_ERR_NO_MEMORY;
     if (reducer) {
         reducer->group = group;
@@ -10560,9 +10613,9 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
         result = out ? ddp__reducer_prepare(reducer, desc)
                      : ddp__bad("ddp_reducer_create", NULL, "out is NULL");
     }
-    int entries = reducer
-                      ? DDP__SCHEMA_OPTIONS + reducer->desc.param_count + 1 + reducer->desc.buffer_count + 1
-                      : 0;
+    int entries = 0;
+    if (reducer)
+        entries = DDP__SCHEMA_OPTIONS + reducer->desc.param_count + 1 + reducer->desc.buffer_count + 1;
     result = ddp_agree_list(group, "ddp_reducer_create", result, reducer, entries, ddp__schema_entry, NULL);
     if (result == DDP_OK) result = ddp__reducer_build(reducer);
     ddp_saved_error failure = {DDP_OK, ""};
@@ -10573,6 +10626,15 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
         ddp__reducer_free(reducer);
     return ddp_error_restore(&failure);
 }
+
+//== reducer ================================================================================== >>impl-reducer
+
+/* The reducer averages gradients over ranks, bucket by bucket, while backward still runs. ddp_reducer_ready
+   issues the buckets in their order, each once its gradients are ready. ddp_reducer_wait issues the rest,
+   waits for all of them, and finishes the step. */
+
+#define DDP__REDUCER_NEED(reducer, condition, ...) \
+    DDP_CHECK(__func__, (reducer)->group, condition, __VA_ARGS__)
 
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     DDP_PUBLIC_CALL(ddp_reducer_ready);
@@ -10602,9 +10664,8 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
     /* ddp_reducer_wait comes next and executes the last bucket on its own thread. With a backend that
        enqueues, this would save nothing, so the bucket is issued here. */
-    int count = ddp__reducer_is_local(reducer)
-                    ? 0
-                    : reducer->stats.bucket_count - !reducer->group->backend->enqueues;
+    int count = reducer->stats.bucket_count - !reducer->group->backend->enqueues;
+    if (ddp__reducer_is_local(reducer)) count = 0;
     while (reducer->next_bucket < count && reducer->buckets[reducer->next_bucket].pending == 0) {
         ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
         DDP_TRY(ddp_group_enqueue(reducer->group, ddp__bucket_reduce, bucket, &bucket->work));
@@ -10652,18 +10713,33 @@ static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) 
    used under static_graph are in no bucket. */
 static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
     int n = reducer->desc.param_count, count = reducer->ready_count;
-    int *order = reducer->ready_order, *first = (int *)reducer->scratch;
+    int *order = reducer->ready_order, *rank0_order = (int *)reducer->scratch;
     for (int i = n - 1; i >= 0; i--)
         if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused))
             order[count++] = i;
-    /* The minimum over ranks is the entry of rank 0. */
-    for (int k = 0; k < n; k++) first[k] = reducer->group->rank > 0 ? INT32_MAX : k < count ? order[k] : -1;
-    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, first, first, (size_t)n, DDP_I32,
-                                DDP_OP_MIN, -1));
-    for (count = 0; count < n && first[count] >= 0; count++) order[count] = first[count];
+    /* The minimum over ranks is the entry of rank 0. -1 follows its last entry. */
+    for (int k = 0; k < n; k++) {
+        rank0_order[k] = k < count ? order[k] : -1;
+        if (reducer->group->rank > 0) rank0_order[k] = INT32_MAX;
+    }
+    DDP_TRY(ddp_host_collective(reducer->group, DDP_CALL_ALL_REDUCE, rank0_order, rank0_order, (size_t)n,
+                                DDP_I32, DDP_OP_MIN, -1));
+    for (count = 0; count < n && rank0_order[count] >= 0; count++) order[count] = rank0_order[count];
     DDP_TRY(ddp__buckets_build(reducer, count));
     reducer->stats.rebuilt = 1;
     return DDP_OK;
+}
+
+/* Adds the gradients of later uses of a tied parameter to that of the first use, in definition order. */
+static void ddp__reducer_add_tied(ddp_reducer *reducer) {
+    for (int i = 0; i < reducer->desc.param_count; i++) {
+        ddp__grad *use = &reducer->grads[i], *first = &reducer->grads[use->first_use];
+        if (use == first || !use->count || use->unused) continue;
+        /* Under static_graph the first use may itself be unused, and in no bucket. */
+        if (first->bucket < 0 && !first->ready) reducer->device->fill_zero(first->data, first->size_bytes);
+        first->ready |= first->bucket < 0;
+        reducer->device->add(first->data, first->data, use->data, use->count, use->dtype);
+    }
 }
 
 DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
@@ -10673,8 +10749,7 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     if (reducer->no_sync) return DDP_OK;
     reducer->averaged = 0;
     ddp_reducer_stats *stats = &reducer->stats;
-    /* missing: the first parameter that was not announced in this step. */
-    int missing = -1;
+    int missing = -1; /* the first parameter that was not announced in this step */
     int find_unused = reducer->desc.find_unused || (reducer->desc.static_graph && stats->steps == 0);
     for (int i = reducer->desc.param_count - 1; i >= 0 && !find_unused && !reducer->shadow; i--)
         if (!reducer->grads[i].ready && reducer->grads[i].expected) missing = i;
@@ -10683,23 +10758,15 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     if (result == DDP_OK)
         result = find_unused ? ddp__reducer_find_unused(reducer)
                              : ddp__reducer_check_missing(reducer, missing);
-    /* Adds the gradients of later uses of a tied parameter to that of the first use, in definition order. */
-    for (int i = 0; i < reducer->desc.param_count && result == DDP_OK; i++) {
-        ddp__grad *use = &reducer->grads[i], *first = &reducer->grads[use->first_use];
-        if (use == first || !use->count || use->unused) continue;
-        /* Under static_graph the first use may itself be unused, and in no bucket. */
-        if (first->bucket < 0 && !first->ready) reducer->device->fill_zero(first->data, first->size_bytes);
-        first->ready |= first->bucket < 0;
-        reducer->device->add(first->data, first->data, use->data, use->count, use->dtype);
-    }
+    if (result == DDP_OK) ddp__reducer_add_tied(reducer);
     if (result == DDP_OK) result = ddp__device_check(reducer->group);
     stats->bytes_reduced = reducer->bytes_reduced;
     stats->bytes_copied = reducer->bytes_copied;
     stats->comm_seconds = reducer->comm_seconds;
     stats->wait_seconds = ddp_now() - begin;
-    stats->overlap = stats->wait_seconds < stats->comm_seconds ? 1 - stats->wait_seconds / stats->comm_seconds
-                                                               : 0;
-    if (reducer->group->world_size == 1) stats->overlap = 0;
+    stats->overlap = 0;
+    if (reducer->group->world_size > 1 && stats->wait_seconds < stats->comm_seconds)
+        stats->overlap = 1 - stats->wait_seconds / stats->comm_seconds;
     stats->total_comm_seconds += stats->comm_seconds;
     stats->total_wait_seconds += stats->wait_seconds;
     stats->steps += result == DDP_OK;
@@ -10855,7 +10922,7 @@ struct ddp_accumulator {
     int micro_batch; /* t */
 };
 
-/* The accumulators continue without the reducer. */
+/* Called when the reducer is destroyed: accumulators continue without it. */
 static void ddp__reducer_detach_accumulators(ddp_reducer *reducer) {
     for (ddp_accumulator *a = reducer->accumulators; a; a = a->next) a->desc.reducer = NULL;
 }
@@ -10921,11 +10988,11 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     ddp_grad_place *places = (ddp_grad_place *)(accumulator + 1);
     accumulator->sum_offset = (size_t *)(places + count);
     accumulator->announced = (unsigned char *)(accumulator->sum_offset + count);
-    size_t levels_bytes = 0, scratch;
+    size_t level_count = 0, scratch;
     ddp__accumulator_layout(accumulator, places, &scratch);
-    /* depth becomes floor(log2 m), since no t below m has more bits set. */
-    while (desc->micro_batch_count >> (levels_bytes + 1)) levels_bytes++;
-    levels_bytes *= accumulator->level_bytes;
+    /* floor(log2 m) levels for m micro-batches, since no t below m has more bits set. */
+    while (desc->micro_batch_count >> (level_count + 1)) level_count++;
+    size_t levels_bytes = level_count * accumulator->level_bytes;
     int reducer_reads_sums = desc->reducer && desc->micro_batch_count > 1;
     ddp_result result = DDP_OK;
     if (levels_bytes > 0) result = group->device->alloc(group, levels_bytes + scratch, &accumulator->levels);
@@ -10953,13 +11020,13 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
 static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index, int last, int handed_over) {
     const ddp_device *device = accumulator->group->device;
     unsigned t = (unsigned)accumulator->micro_batch;
-    /* depth: levels in use. lowest: the first level that is added to the gradient. */
+    /* depth: levels in use. lowest: the first level that is added. In the last micro-batch all are. */
     int depth = __builtin_popcount(t), lowest = last ? 0 : depth - __builtin_ctz(~t);
     ddp_tensor tensor = ddp_param_grad(&accumulator->desc.params[param_index]);
     ddp_dtype sum_dtype = ddp_sum_dtype(tensor.dtype);
     size_t size = ddp_dtype_size(tensor.dtype), sum_size = ddp_dtype_size(sum_dtype);
     size_t count = (size_t)ddp_tensor_count(&tensor);
-    /* Level k is at levels + k * level_bytes. */
+    /* This parameter's sum in level k is at levels + k * level_bytes. */
     unsigned char *levels = ddp__accumulator_sum(accumulator, param_index);
     /* A CPU adds in blocks that fit its cache, a device with as few launches as possible. */
     size_t block = device->use_stream ? count : DDP__ACCUMULATE_BLOCK;
@@ -10967,6 +11034,7 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
     DDP_TRY(ddp__use_compute_stream(accumulator->group));
     for (size_t done = 0; done < count; done += block) {
         size_t n = count - done < block ? count - done : block;
+        /* newest: the right operand, in sum_dtype. left: the left operand, level depth - 1, depth - 2 ... */
         unsigned char *grad = (unsigned char *)tensor.data + done * size, *newest = grad;
         unsigned char *left = levels + (size_t)depth * accumulator->level_bytes + done * sum_size;
         if (sum_dtype != tensor.dtype)
@@ -11112,28 +11180,16 @@ DDPDEF void ddp_join_destroy(ddp_join *join) {
     ddp_host_free(join->desc.reducer->group, join);
 }
 
-//== sampler ================================================================================== >>impl-sampler
+//== sampler: random numbers =========================================================== >>impl-sampler-random
 
-/* Computes the next sample from the number of samples that were drawn before it:
+/* The two generators of the sampler's orders: a keyed bijection for DDP_SHUFFLE_HASHED, and PyTorch's
+   generator for the TORCH orders. */
 
-       index in this rank's share --deal--> dealt entry --place--> position in the order --order--> sample
-
-   deal distributes single entries or blocks over the ranks. place skips the samples that were used before a
-   load, and wraps padding to the start of the epoch. order is the identity, a Feistel network, or a window of
-   PyTorch's randperm. */
-
-#ifndef DDP__RANDPERM_INSIDE_OUT_FROM
-#define DDP__RANDPERM_INSIDE_OUT_FROM INT64_C(214748364) /* UINT32_MAX / 20, as in PyTorch */
-#endif
 enum {
     DDP__MT_WORDS = 624,
     DDP__MT_SHIFT = 397,
     DDP__SAMPLER_HASHED_MAX = (int)(sizeof((ddp_sampler *)0)->hashed / 8)
 };
-#define DDP__SAMPLER_WINDOW INT64_C(4000000)
-/* The first window of an epoch covers this many positions. */
-#define DDP__SAMPLER_FIRST_WINDOW 4096
-
 static int ddp__bit_length(uint64_t x) { return x ? 64 - __builtin_clzll(x) : 0; }
 
 /* -- HASHED: a Feistel network over the smallest power of two that holds N --
@@ -11146,13 +11202,17 @@ static uint64_t ddp__splitmix64(uint64_t x) { /* the finisher of splitmix64 (Ste
     return x ^ x >> 31;
 }
 
-/* A small N has few bits to mix in a round, so it takes more rounds. */
+/* Sets the keys of the rounds. A small N has few bits to mix in a round, so it takes more rounds. */
 static void ddp__feistel_setup(ddp_sampler *s) {
     uint64_t key = ddp__splitmix64(ddp__splitmix64(s->desc.seed + UINT64_C(0x9e3779b97f4a7c15)) + s->epoch);
     /* At least one bit for each half. */
     int bits = s->desc.dataset_size > 2 ? ddp__bit_length((uint64_t)s->desc.dataset_size - 1) : 2;
-    s->half_bits[1] = bits - (s->half_bits[0] = bits / 2);
-    s->round_count = bits >= 24 ? 6 : bits >= 12 ? 12 : 32;
+    s->half_bits[0] = bits / 2;
+    s->half_bits[1] = bits - s->half_bits[0];
+    if (bits >= 24)
+        s->round_count = 6;
+    else
+        s->round_count = bits >= 12 ? 12 : 32;
     for (int i = 0; i < s->round_count; i++)
         s->round_keys[i] = ddp__splitmix64(key += UINT64_C(0x9e3779b97f4a7c15));
 }
@@ -11214,7 +11274,7 @@ static uint32_t ddp__mt_temper(uint32_t y) {
     return y ^ y >> 18;
 }
 
-/* Computes a block of the epoch's draws in sampler->mt, if possible from an earlier block. */
+/* Computes block number `block` of the epoch's draws in s->mt, if possible from an earlier block. */
 static void ddp__sampler_seek_draws(ddp_sampler *s, int64_t block) {
     if (s->mt_block < 0 || s->mt_block > block) {
         s->mt[0] = (uint32_t)(s->desc.seed + s->epoch);
@@ -11226,59 +11286,17 @@ static void ddp__sampler_seek_draws(ddp_sampler *s, int64_t block) {
     for (; s->mt_block < block; s->mt_block++) ddp__mt_forward(s->mt);
 }
 
-/* -- Location of each sample of a window while the shuffle is undone: a hash table of chains -- */
+//== sampler: distribution over ranks =================================================== >>impl-sampler-ranks
 
-typedef struct ddp__locations {
-    /* By slot: location << slot_bits | next slot in the chain. Without a chain: the sample itself. */
-    uint64_t *node;
-    uint64_t *filter;              /* bit location >> filter_shift: a token is or was there */
-    uint32_t *head;                /* by chain: the first slot */
-    uint64_t chain_count, no_slot; /* none: the slot that ends a chain, slot_bits ones */
-    int slot_bits, filter_shift;
-    int64_t next_slot; /* slot of the window that comes next */
-} ddp__locations;
+/* The sampler computes its next sample from the number of samples that were drawn before it:
 
-static int64_t ddp__locations_chain_count(int64_t count) { return count + count / 4 + 2; }
-static int64_t ddp__locations_filter_words(int64_t count) { return count / 4 + 1; }
-
-static inline uint32_t *ddp__locations_chain(const ddp__locations *t, uint64_t location) {
-    return &t->head[((location * UINT64_C(0x9e3779b97f4a7c15) >> 32) * t->chain_count) >> 32];
-}
-
-/* A location without a token mostly has a 0 in the filter. Nearly all draws end here: the filter has 2 bytes
-   per token, the table 13. */
-static inline uint64_t *ddp__locations_filter_word(const ddp__locations *t, uint64_t location) {
-    return &t->filter[location >> t->filter_shift >> 6];
-}
-static inline uint64_t ddp__locations_filter_bit(const ddp__locations *t, uint64_t location) {
-    return UINT64_C(1) << (location >> t->filter_shift & 63);
-}
-
-static inline void ddp__locations_insert(ddp__locations *t, uint64_t location, uint64_t slot) {
-    uint32_t *head = ddp__locations_chain(t, location);
-    t->node[slot] = location << t->slot_bits | *head;
-    *head = (uint32_t)slot;
-    *ddp__locations_filter_word(t, location) |= ddp__locations_filter_bit(t, location);
-}
-
-/* Removes the token at a location from the table. Returns its slot; t->none without a token. */
-static inline uint64_t ddp__locations_remove(ddp__locations *t, uint64_t location) {
-    uint32_t *head = ddp__locations_chain(t, location);
-    uint64_t slot = *ddp__locations_filter_word(t, location) & ddp__locations_filter_bit(t, location)
-                        ? *head
-                        : t->no_slot;
-    uint64_t before = t->no_slot;
-    for (; slot != t->no_slot && t->node[slot] >> t->slot_bits != location; slot = t->node[slot] & t->no_slot)
-        before = slot;
-    if (slot == t->no_slot) return slot;
-    if (before == t->no_slot)
-        *head = (uint32_t)(t->node[slot] & t->no_slot);
-    else
-        t->node[before] = (t->node[before] & ~t->no_slot) | (t->node[slot] & t->no_slot);
-    return slot;
-}
-
-/* -- Dealing: which positions of the order are this rank's -- */
+       index in this rank's share    ddp_sampler.cursor
+            | ddp__sampler_entry: rounds of single entries or of blocks; each rank has one per round
+       entry, numbered over all ranks
+            | ddp__sampler_entry_position: skip what was used before a load; padding wraps to the start
+       position in the order
+            | the identity, the Feistel network, or a window of PyTorch's randperm
+       sample */
 
 /* Returns how many of the first `entries` are in [from, from + length) of their round. */
 static uint64_t ddp__count_in_rounds(uint64_t entries, uint64_t round, uint64_t from, uint64_t length) {
@@ -11286,7 +11304,7 @@ static uint64_t ddp__count_in_rounds(uint64_t entries, uint64_t round, uint64_t 
     return entries / round * length + (rest < length ? rest : length);
 }
 
-/* Returns how many of the first `entries` dealt belong to this rank. */
+/* Returns how many of the first `entries` belong to this rank. */
 static int64_t ddp__sampler_own_count(const ddp_sampler *s, uint64_t entries) {
     return (int64_t)ddp__count_in_rounds(entries, s->round, (uint64_t)s->desc.rank * s->block, s->block);
 }
@@ -11297,8 +11315,8 @@ static uint64_t ddp__sampler_entry(const ddp_sampler *s, int64_t index) {
     return k / s->block * s->round + rank * s->block + k % s->block;
 }
 
-/* Returns the position of a dealt entry. After a load inside a global batch, the rest of each of its blocks
-   is dealt first:
+/* Returns the position of an entry in the order. After a load inside a global batch, the rest of each of its
+   blocks comes first:
 
        order    ... origin [#### 0 1 2 3][#### 4 5 6 7] 8 9 10 ...
                 gap_count 2, gap_used 4 (#), gap_block 8 */
@@ -11313,8 +11331,7 @@ static uint64_t ddp__sampler_position(const ddp_sampler *s, int64_t index) {
     return ddp__sampler_entry_position(s, ddp__sampler_entry(s, index));
 }
 
-/* Starts to deal at position origin of an epoch. rest_of: the state of a load inside a global batch, or
-   NULL. */
+/* Starts at position origin of an epoch. resumed: the state of a load inside a global batch, or NULL. */
 static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin,
                                const ddp_sampler_state *resumed) {
     uint64_t rest = (uint64_t)s->desc.dataset_size - origin, gap_entries;
@@ -11337,7 +11354,7 @@ static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin,
     if (s->desc.shuffle == DDP_SHUFFLE_HASHED) ddp__feistel_setup(s);
 }
 
-/* HASHED: computes the window that starts with sample `first` of the dealing. It is short, unless it follows
+/* HASHED: computes the window that starts with sample `first` of this rank. It is short, unless it follows
    the previous one. Results outside [0, N) are hashed again, together. */
 static void ddp__hashed_window(ddp_sampler *s, int64_t first) {
     int64_t max_count = s->window_count && first == s->window_first + s->window_count
@@ -11363,16 +11380,85 @@ static void ddp__hashed_window(ddp_sampler *s, int64_t first) {
     }
 }
 
-/* -- TORCH: windows of randperm --
+//== sampler: windows of randperm ====================================================== >>impl-sampler-window
 
-   Draw j of randperm swaps entry j with its target, an entry at j or above. A token shows where the sample of
-   a window position was before the draws that are undone already. Draws are undone in descending order, from
-   the last position of the window. Undoing draw j moves the token at its target to j. If j is a position of
-   the window, its own token starts at the target. Draws above the window do not matter, so that the first
-   window of an epoch needs few of them.
+/* PyTorch's randperm(N) without a list of N entries. A window is a range of this rank's samples, computed at
+   once. Draw j of randperm swaps entry j with its target, entry j or a later one. All draws are undone, the
+   last one of the window first. Meanwhile a hash table has the location of each sample of the window:
 
-   Each block of draws is filtered first, so that loads of the filter and the table overlap. A draw stays if j
-   belongs to the window, or if its target is in the filter or inside the block. */
+       entries            0 1 2 3 4 5
+       draw 0, target 4   4 1 2 3 0 5    ^  position 3: moves from 4 to 0, because draw 0 took it from there
+       draw 1, target 1   4 1 2 3 0 5    |
+       draw 2, target 5   4 1 5 3 0 2    |  position 2: starts at 5
+       draw 3, target 4   4 1 5 0 3 2    |  position 3: starts at 4
+                              ---           window of the positions 2 and 3: samples 5 and 0
+
+   At the end a location is the sample. Later draws do not touch the window, so that the first window of an
+   epoch needs few of them. */
+
+#ifndef DDP__RANDPERM_INSIDE_OUT_FROM
+#define DDP__RANDPERM_INSIDE_OUT_FROM INT64_C(214748364) /* UINT32_MAX / 20, as in PyTorch */
+#endif
+#define DDP__SAMPLER_WINDOW INT64_C(4000000) /* the default of desc.window */
+/* The first window of an epoch covers this many positions. */
+#define DDP__SAMPLER_FIRST_WINDOW 4096
+
+/* Location of each sample of a window: a hash table of chains. A slot is an index in the window. */
+typedef struct ddp__locations {
+    /* By slot: location << slot_bits | next slot in the chain. Without a chain: the sample itself. */
+    uint64_t *node;
+    uint64_t *filter;              /* bit (location >> filter_shift) is 1: a slot is or was at the location */
+    uint32_t *head;                /* by chain: the first slot */
+    uint64_t chain_count, no_slot; /* no_slot: ends a chain; slot_bits ones */
+    int slot_bits, filter_shift;
+    int64_t next_slot; /* the next position of the window that a draw reaches, from the last to the first */
+} ddp__locations;
+
+static int64_t ddp__locations_chain_count(int64_t count) { return count + count / 4 + 2; }
+static int64_t ddp__locations_filter_words(int64_t count) { return count / 4 + 1; }
+
+static inline uint32_t *ddp__locations_chain(const ddp__locations *t, uint64_t location) {
+    return &t->head[((location * UINT64_C(0x9e3779b97f4a7c15) >> 32) * t->chain_count) >> 32];
+}
+
+/* A location without a slot mostly has a 0 in the filter. Nearly all draws end here: the filter has 2 bytes
+   per slot, the table 13. */
+static inline uint64_t *ddp__filter_word(const ddp__locations *t, uint64_t location) {
+    return &t->filter[location >> t->filter_shift >> 6];
+}
+static inline int ddp__filter_has(const ddp__locations *t, uint64_t location) {
+    return *ddp__filter_word(t, location) >> (location >> t->filter_shift & 63) & 1;
+}
+static inline void ddp__filter_add(ddp__locations *t, uint64_t location) {
+    *ddp__filter_word(t, location) |= UINT64_C(1) << (location >> t->filter_shift & 63);
+}
+
+static inline void ddp__locations_insert(ddp__locations *t, uint64_t location, uint64_t slot) {
+    uint32_t *head = ddp__locations_chain(t, location);
+    t->node[slot] = location << t->slot_bits | *head;
+    *head = (uint32_t)slot;
+    ddp__filter_add(t, location);
+}
+
+/* Removes the slot at a location from the table. Returns it, or no_slot. */
+static inline uint64_t ddp__locations_remove(ddp__locations *t, uint64_t location) {
+    uint32_t *head = ddp__locations_chain(t, location);
+    uint64_t slot = ddp__filter_has(t, location) ? *head : t->no_slot, before = t->no_slot;
+    for (; slot != t->no_slot && t->node[slot] >> t->slot_bits != location; slot = t->node[slot] & t->no_slot)
+        before = slot;
+    if (slot == t->no_slot) return slot;
+    if (before == t->no_slot)
+        *head = (uint32_t)(t->node[slot] & t->no_slot);
+    else
+        t->node[before] = (t->node[before] & ~t->no_slot) | (t->node[slot] & t->no_slot);
+    return slot;
+}
+
+/* Undoes the draws [base, base + top] of a block. Undoing draw j moves the slot at its target to j. If j is a
+   position of the window, its own slot starts at the target.
+
+   Each block of draws is filtered first, so that loads of the filter and the table overlap. A draw is kept if
+   j belongs to the window, or if its target is in the filter or inside the block. */
 static void ddp__randperm_undo_swaps(const ddp_sampler *s, ddp__locations *t, const uint64_t *target,
                                      uint64_t base, int top) {
     int kept[DDP__MT_WORDS], kept_count = 0;
@@ -11381,15 +11467,11 @@ static void ddp__randperm_undo_swaps(const ddp_sampler *s, ddp__locations *t, co
         uint64_t position = ddp__sampler_position(s, s->window_first + slot);
         if (position < base) break;
         in_window[position - base] = 1;
-        *ddp__locations_filter_word(t, target[position - base]) |= ddp__locations_filter_bit(
-            t, target[position - base]);
+        ddp__filter_add(t, target[position - base]);
     }
     for (int i = top; i >= 0; i--) {
-        kept[kept_count] = i;
-        kept_count +=
-            (in_window[i] | (target[i] < base + DDP__MT_WORDS)
-             | ((*ddp__locations_filter_word(t, target[i]) & ddp__locations_filter_bit(t, target[i])) != 0))
-            != 0;
+        kept[kept_count] = i; /* without a branch: which draws are kept is random */
+        kept_count += in_window[i] | (target[i] < base + DDP__MT_WORDS) | ddp__filter_has(t, target[i]);
     }
     for (int c = 0; c < kept_count; c++) {
         __builtin_prefetch(ddp__locations_chain(t, target[kept[c]]));
@@ -11406,61 +11488,74 @@ static void ddp__randperm_undo_swaps(const ddp_sampler *s, ddp__locations *t, co
     }
 }
 
-/* Draw j of the inside-out rule moves the entry at its target to j, and puts sample j at the target. The
-   draws are undone in descending order. The entry at the target is sample j, so that its token is complete.
-   The entry at j came from the target. */
+/* The same for the inside-out rule. Draw j moves the entry at its target to j, and puts sample j at the
+   target. Undoing it: the slot at the target has sample j, and is complete. The slot at j moves to the
+   target. */
 static void ddp__randperm_undo_inside_out(ddp__locations *t, const uint64_t *target, uint64_t base, int top) {
     for (int i = top; i >= 0; i--) {
         uint64_t j = base + (uint64_t)i;
-        uint64_t there = ddp__locations_remove(t, target[i]), here = ddp__locations_remove(t, j);
-        if (there != t->no_slot) t->node[there] = j << t->slot_bits;
-        if (here != t->no_slot) ddp__locations_insert(t, target[i], here);
+        uint64_t at_target = ddp__locations_remove(t, target[i]), at_j = ddp__locations_remove(t, j);
+        if (at_target != t->no_slot) t->node[at_target] = j << t->slot_bits;
+        if (at_j != t->no_slot) ddp__locations_insert(t, target[i], at_j);
     }
 }
 
-/* A token packs a location up to N and a slot of the window into 64 bits. */
+/* Bits of a slot, such that a location up to N and a slot fit into 64 bits. */
 static int ddp__location_slot_bits(const ddp_sampler *s) {
     return s->desc.dataset_size >> 32 ? 63 - ddp__bit_length((uint64_t)s->desc.dataset_size) : 31;
 }
 
-/* Computes the window that starts with sample `first` of the dealing. The window ends where padding or a
-   repetition of the order starts, so that its positions ascend. Each window is three times as long as all
-   before it together: few passes, and a quick first sample.
+static int ddp__randperm_is_inside_out(const ddp_sampler *s) {
+    return s->desc.shuffle == DDP_SHUFFLE_TORCH && s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
+}
 
-   The pass takes the samples of the window back through the draws, block by block: base is the first draw of
-   a block, top the last one. The inside-out rule needs all N draws, of 64 bits: two words each, high half
-   first. */
-static void ddp__randperm_window(ddp_sampler *s, int64_t first) {
-    uint64_t entry = ddp__sampler_entry(s, first), n = (uint64_t)s->desc.dataset_size, end = s->remaining;
-    uint64_t target[DDP__MT_WORDS];
-    uint32_t x[DDP__MT_WORDS];
-    int64_t replicas = s->desc.num_replicas, count = s->desc.window, last = (int64_t)n - 1;
-    int64_t planned = DDP__SAMPLER_FIRST_WINDOW / replicas
-                      + (int64_t)(ddp__sampler_entry_position(s, entry) / (uint64_t)replicas) * 3;
-    int inside_out = s->desc.shuffle == DDP_SHUFFLE_TORCH
-                     && s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
-    int draws = inside_out ? DDP__MT_WORDS / 2 : DDP__MT_WORDS;
+/* Returns the length of the window that starts with sample `first` of this rank. It ends where padding or a
+   repetition of the order starts, so that its positions ascend. A window is three times as long as all before
+   it together: few passes, and a quick first sample. The inside-out rule needs all draws in any case. */
+static int64_t ddp__randperm_window_length(const ddp_sampler *s, int64_t first) {
+    uint64_t entry = ddp__sampler_entry(s, first), end = s->remaining, n = (uint64_t)s->desc.dataset_size;
+    int64_t replicas = s->desc.num_replicas, length = s->desc.window;
+    if (!ddp__randperm_is_inside_out(s)) {
+        int64_t before = (int64_t)(ddp__sampler_entry_position(s, entry) / (uint64_t)replicas);
+        int64_t limit = DDP__SAMPLER_FIRST_WINDOW / replicas + before * 3;
+        if (limit < 1) limit = 1;
+        if (length > limit) length = limit;
+    }
     if (entry >= s->remaining) end = s->remaining + ((entry - s->remaining) / n + 1) * n;
     if (end > s->total) end = s->total;
-    if (count > planned && !inside_out) count = planned > 0 ? planned : 1;
-    if (count > ddp__sampler_own_count(s, end) - first) count = ddp__sampler_own_count(s, end) - first;
+    int64_t available = ddp__sampler_own_count(s, end) - first;
+    return length < available ? length : available;
+}
 
-    ddp__locations t;
+/* Empties the table for a window of `count` samples. The table, the filter and the chains share s->table. */
+static void ddp__locations_init(ddp__locations *t, const ddp_sampler *s, int64_t count) {
     uint64_t filter_words = (uint64_t)ddp__locations_filter_words(count);
+    t->next_slot = count - 1;
+    t->slot_bits = ddp__location_slot_bits(s);
+    t->no_slot = (UINT64_C(1) << t->slot_bits) - 1;
+    t->chain_count = (uint64_t)ddp__locations_chain_count(count);
+    t->node = s->table;
+    t->filter = t->node + count;
+    t->head = (uint32_t *)(void *)(t->filter + filter_words);
+    t->filter_shift = 0;
+    while ((uint64_t)s->desc.dataset_size >> t->filter_shift >= filter_words * 64) t->filter_shift++;
+    memset(t->filter, 0, (size_t)filter_words * sizeof *t->filter);
+    for (uint64_t chain = 0; chain < t->chain_count; chain++) t->head[chain] = (uint32_t)t->no_slot;
+}
+
+/* Computes the window that starts with sample `first` of this rank, by one pass over the draws, block by
+   block: base is the first draw of a block, top the last one, relative to base. A draw takes a word of the
+   generator. The inside-out rule needs all N draws, of 64 bits: two words each, high half first. */
+static void ddp__randperm_window(ddp_sampler *s, int64_t first) {
+    uint64_t target[DDP__MT_WORDS], n = (uint64_t)s->desc.dataset_size;
+    uint32_t x[DDP__MT_WORDS];
+    int inside_out = ddp__randperm_is_inside_out(s);
+    int draws = inside_out ? DDP__MT_WORDS / 2 : DDP__MT_WORDS;
+    int64_t count = ddp__randperm_window_length(s, first), last = (int64_t)n - 1;
+    ddp__locations t;
     s->window_first = first;
     s->window_count = count;
-    t.next_slot = count - 1;
-    t.slot_bits = ddp__location_slot_bits(s);
-    t.no_slot = (UINT64_C(1) << t.slot_bits) - 1;
-    t.chain_count = (uint64_t)ddp__locations_chain_count(count);
-    t.node = s->table;
-    t.filter = t.node + count;
-    t.head = (uint32_t *)(void *)(t.filter + filter_words);
-    t.filter_shift = 0;
-    while (n >> t.filter_shift >= filter_words * 64) t.filter_shift++;
-    memset(t.filter, 0, (size_t)filter_words * sizeof *t.filter);
-    for (uint64_t chain = 0; chain < t.chain_count; chain++) t.head[chain] = (uint32_t)t.no_slot;
-
+    ddp__locations_init(&t, s, count);
     if (!inside_out) last = (int64_t)ddp__sampler_position(s, first + t.next_slot);
     ddp__sampler_seek_draws(s, last / draws);
     memcpy(x, s->mt, sizeof x);
@@ -11475,7 +11570,7 @@ static void ddp__randperm_window(ddp_sampler *s, int64_t first) {
                 target[i] = ((uint64_t)draw << 32 | ddp__mt_temper(x[2 * i + 1])) % (j + 1);
             else
                 target[i] = j + (room <= UINT32_MAX ? draw % (uint32_t)room : draw);
-            __builtin_prefetch(ddp__locations_filter_word(&t, target[i]));
+            __builtin_prefetch(ddp__filter_word(&t, target[i]));
         }
         if (inside_out)
             ddp__randperm_undo_inside_out(&t, target, (uint64_t)base, top);
@@ -11485,6 +11580,10 @@ static void ddp__randperm_window(ddp_sampler *s, int64_t first) {
     }
     for (int64_t slot = 0; slot < count; slot++) s->table[slot] >>= t.slot_bits;
 }
+
+//== sampler: public calls ==================================================================== >>impl-sampler
+
+/* Checks of a desc or a state, and the calls of >>sampler. */
 
 #define DDP__SAMPLER_NEED(condition, ...) DDP_CHECK("ddp_sampler_init", NULL, condition, __VA_ARGS__)
 
@@ -11565,8 +11664,12 @@ DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
     if (is_padding) *is_padding = ddp__sampler_entry(sampler, index) >= sampler->remaining;
     if (sampler->desc.no_shuffle) return (int64_t)ddp__sampler_position(sampler, index);
     int hashed = sampler->desc.shuffle == DDP_SHUFFLE_HASHED;
-    if (index < sampler->window_first || index - sampler->window_first >= sampler->window_count)
-        hashed ? ddp__hashed_window(sampler, index) : ddp__randperm_window(sampler, index);
+    if (index < sampler->window_first || index - sampler->window_first >= sampler->window_count) {
+        if (hashed)
+            ddp__hashed_window(sampler, index);
+        else
+            ddp__randperm_window(sampler, index);
+    }
     return (int64_t)(hashed ? sampler->hashed : sampler->table)[index - sampler->window_first];
 }
 
@@ -11598,11 +11701,13 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *s, ddp_sampler_state *stat
     state->dataset_size = s->desc.dataset_size;
     state->shuffle = (int32_t)s->desc.shuffle;
     state->no_shuffle = s->desc.no_shuffle != 0;
-    int nothing_drawn = used
-                        < in_gap; /* nothing was drawn since a load inside a batch: the same state again */
-    uint64_t position = nothing_drawn          ? s->origin
-                        : used == s->remaining ? (uint64_t)s->desc.dataset_size
-                                               : ddp__sampler_entry_position(s, used);
+    /* 1 = nothing was drawn since a load inside a batch: the same state is stored again. */
+    int nothing_drawn = used < in_gap;
+    uint64_t position = (uint64_t)s->desc.dataset_size;
+    if (nothing_drawn)
+        position = s->origin;
+    else if (used != s->remaining)
+        position = ddp__sampler_entry_position(s, used);
     state->position = (int64_t)position;
     state->block_offset = (int64_t)(nothing_drawn ? s->gap_used : in_block);
     state->num_replicas = nothing_drawn ? (int64_t)s->gap_count : s->desc.num_replicas;
@@ -11648,24 +11753,30 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
     memset(sampler, 0, sizeof *sampler);
 }
 
-//== loader ==================================================================================== >>impl-loader
+//== loader: workers =========================================================================== >>impl-loader
 
-/* Batches are numbered over all epochs. Batch b uses slot b % slot_count.
+/* Worker threads fill a ring of batches ahead of the consumer, the thread that calls ddp_loader_next. Batches
+   are numbered over all epochs. Batch b is stored in slot b % slot_count. With extra_valid_batches 2 and
+   prefetch 4, the ring has 2 + 1 + 4 slots:
 
-       [returned - 1 - extra_valid_batches, returned)    with the consumer
-       [returned, drawn)                                 the samples are known
-       [drawn, returned + prefetch)                      may be drawn
+       batch      4      5      6     |  7      8         9           10
+       state      valid  valid  newest|  ready  fetching  unclaimed   not drawn
+                                      |  ^ returned       ^           ^ drawn
+                                      |                   oldest_open
+       consumer   waits until batch `returned` is ready, and returns it. Then the slot of batch 4 is free for
+                  batch 11.
+       worker     claims a chunk of batch oldest_open, and fetches its samples without the lock. Without an
+                  unclaimed sample, one worker draws the indices of batch `drawn` from the sampler.
 
-   A worker fetches a chunk of the oldest batch that has unclaimed samples. Otherwise it draws the next batch
-   from the sampler. A seek sets DDP__LOADER_RESTARTING: workers abandon their chunks, and the last one
-   discards the batches that were fetched ahead. */
+   A seek sets DDP__LOADER_RESTARTING: workers abandon their chunks. The last one discards the batches from
+   `returned` on, and sets the sampler to the consumer's position. */
 
 /* CHUNK_MAX: the largest number of samples that a worker fetches between two uses of the lock. */
 enum { DDP__LOADER_CHUNK_MAX = 64, DDP__LOADER_MAX_WORKERS = 64, DDP__LOADER_MAX_PREFETCH = 1 << 16 };
 enum { DDP__LOADER_RUNNING, DDP__LOADER_RESTARTING, DDP__LOADER_STOPPING };
 
 typedef struct ddp__loader_slot {
-    unsigned char *data; /* its fields, at field_at */
+    unsigned char *data; /* its fields, at field_offset */
     int64_t *indices;
     uint8_t *is_padding;
     int64_t count, claimed, done; /* samples: of the batch, claimed by workers, fetched or failed */
@@ -11678,7 +11789,7 @@ typedef struct ddp__loader_worker {
     ddp_loader *loader;
     pthread_t thread;
     int has_ended;
-    int64_t batch; /* of the piece that it fetches; -1 = none */
+    int64_t batch; /* of the chunk that it fetches; -1 = none */
     int64_t index; /* the sample that it fetches */
     char padding[DDP__LINE];
 } ddp__loader_worker;
@@ -11689,7 +11800,7 @@ struct ddp_loader {
     size_t sample_bytes[DDP_LOADER_FIELDS], field_offset[DDP_LOADER_FIELDS];
     void *buffers;
     void (*free_pinned)(void *memory); /* NULL: free_fn frees the buffers */
-    ddp_sampler position;              /* position of the consumer; no samples are drawn from it */
+    ddp_sampler position;              /* of the consumer; no samples are drawn from it */
     ddp_sampler sampler;               /* samples are drawn from it, by the thread that has set drawing */
     int64_t slot_count, chunk;
     ddp__loader_slot *slot;
@@ -11698,11 +11809,11 @@ struct ddp_loader {
     pid_t pid;            /* of the process that has the threads */
     pthread_mutex_t lock; /* protects all that follows */
     pthread_cond_t work, ready;
-    int64_t returned, drawn, oldest_open; /* open: the oldest batch that may have unclaimed samples */
+    int64_t returned, drawn, oldest_open; /* oldest_open may have unclaimed samples */
     int drawing, busy;                    /* a worker draws; workers that draw or fetch */
     int references;                       /* of the owner and each worker; the last frees the loader */
     int timed_out;                        /* the last ddp_loader_next exceeded the timeout */
-    uint32_t phase; /* DDP__LOADER_RUNNING ...; a worker inside a piece reads it without the lock */
+    uint32_t phase; /* DDP__LOADER_RUNNING ...; a worker inside a chunk reads it without the lock */
     ddp_loader_stats stats;
 };
 
@@ -11733,7 +11844,10 @@ static void ddp__loader_offer_batch(ddp_loader *l, int64_t batch) {
     slot->claimed = slot->done = slot->reported = 0;
     slot->failed_at = slot->count;
     if (l->oldest_open > batch) l->oldest_open = batch;
-    slot->count > l->chunk ? pthread_cond_broadcast(&l->work) : pthread_cond_signal(&l->work);
+    if (slot->count > l->chunk)
+        pthread_cond_broadcast(&l->work);
+    else
+        pthread_cond_signal(&l->work);
 }
 
 static void ddp__loader_draw_batch(ddp_loader *l) {
@@ -11752,7 +11866,7 @@ static void ddp__loader_draw_batch(ddp_loader *l) {
     ddp__loader_offer_batch(l, l->drawn++);
 }
 
-/* Fetches a piece of the oldest batch that has unclaimed samples. at: the present sample; after a failure,
+/* Fetches a chunk of the oldest batch with unclaimed samples. sample: index in the batch; after the loop, of
    the one that failed. */
 static void ddp__loader_fetch_chunk(ddp_loader *l, ddp__loader_worker *w) {
     ddp__loader_slot *slot = ddp__loader_slot_of(l, l->oldest_open);
@@ -11782,7 +11896,7 @@ static void ddp__loader_fetch_chunk(ddp_loader *l, ddp__loader_worker *w) {
     if (result == DDP_OK) return;
     slot->done += slot->count - slot->claimed; /* the rest is not fetched in this attempt */
     slot->claimed = slot->count;
-    /* Pieces are claimed in order, so that the first failing sample of the batch is always found. */
+    /* Chunks are claimed in order, so that the first failing sample of the batch is always found. */
     if (sample >= slot->failed_at) return;
     slot->failed_at = sample;
     slot->outcome.result = result;
@@ -11790,21 +11904,20 @@ static void ddp__loader_fetch_chunk(ddp_loader *l, ddp__loader_worker *w) {
              (long long)slot->indices[sample], error_text[0] ? error_text : ddp_result_name(result));
 }
 
-/* Draws a batch or fetches a piece. Called with the lock held, and releases it meanwhile. Returns 0 if there
+/* Draws a batch or fetches a chunk. Called with the lock held, and releases it meanwhile. Returns 0 if there
    is nothing to do. */
 static int ddp__loader_work_once(ddp_loader *l, ddp__loader_worker *w) {
     if (l->phase == DDP__LOADER_RESTARTING) return 0;
-    while (l->oldest_open < l->drawn
-           && ddp__loader_slot_of(l, l->oldest_open)->claimed
-                  == ddp__loader_slot_of(l, l->oldest_open)->count)
-        l->oldest_open++;
-    int draw = l->oldest_open == l->drawn;
-    if (draw
-        && (l->drawing || l->drawn >= l->returned + l->desc.prefetch
-            || l->sampler.cursor >= l->sampler.length))
-        return 0;
+    for (; l->oldest_open < l->drawn; l->oldest_open++) {
+        const ddp__loader_slot *slot = ddp__loader_slot_of(l, l->oldest_open);
+        if (slot->claimed < slot->count) break;
+    }
+    int all_claimed = l->oldest_open == l->drawn;
+    int may_draw = !l->drawing && l->drawn < l->returned + l->desc.prefetch
+                   && l->sampler.cursor < l->sampler.length;
+    if (all_claimed && !may_draw) return 0;
     l->busy++;
-    if (draw)
+    if (all_claimed)
         ddp__loader_draw_batch(l);
     else
         ddp__loader_fetch_chunk(l, w);
@@ -11841,7 +11954,12 @@ static void *ddp__loader_thread_main(void *argument) {
     return NULL;
 }
 
-/* Waits for `ready`; may return early. Returns 0 after `until`. */
+//== loader: consumer and public calls =================================================== >>impl-loader-calls
+
+/* The calls of >>loader. The consumer's calls take the lock; set_epoch, seek and load restart the workers at
+   a new position. */
+
+/* Waits for `ready`; may return early. Returns 0 after the deadline. */
 static int ddp__loader_wait_until(ddp_loader *l, double deadline) {
     struct timespec t;
     t.tv_sec = (time_t)deadline;
@@ -11850,7 +11968,7 @@ static int ddp__loader_wait_until(ddp_loader *l, double deadline) {
 }
 
 static ddp_result ddp__loader_wait_ready(ddp_loader *l) {
-    const ddp__loader_worker *stuck = NULL; /* the worker with a piece of the oldest batch */
+    const ddp__loader_worker *stuck = NULL; /* the worker with a chunk of the oldest batch */
     double start = ddp_now(), deadline = start + 1e-3 * l->desc.timeout_ms;
     if (!l->threads)
         while (!ddp__loader_is_ready(l)) ddp__loader_work_once(l, l->worker);
@@ -11979,15 +12097,18 @@ DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stat
 DDPDEF void ddp_loader_destroy(ddp_loader *l) {
     if (!l || ddp__loader_is_forked(l)) return; /* a forked process must not touch the loader */
     pthread_mutex_lock(&l->lock);
-    double deadline = ddp_now()
-                      + 1e-3 * (l->timed_out && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms);
+    int timeout_ms = l->timed_out && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms;
+    double deadline = ddp_now() + 1e-3 * timeout_ms;
     ddp__store(&l->phase, (uint32_t)DDP__LOADER_STOPPING);
     pthread_cond_broadcast(&l->work);
     while (l->references > 1 && ddp__loader_wait_until(l, deadline)) {
     }
-    for (int i = 0; i < l->threads; i++)
-        l->worker[i].has_ended ? pthread_join(l->worker[i].thread, NULL)
-                               : pthread_detach(l->worker[i].thread);
+    for (int i = 0; i < l->threads; i++) {
+        if (l->worker[i].has_ended)
+            pthread_join(l->worker[i].thread, NULL);
+        else
+            pthread_detach(l->worker[i].thread);
+    }
     int is_last = --l->references == 0; /* otherwise the last worker frees it */
     pthread_mutex_unlock(&l->lock);
     if (is_last) ddp__loader_free(l);
@@ -12046,7 +12167,7 @@ static ddp_result ddp__loader_resolve_desc(ddp_loader_desc *d) {
 static ddp_result ddp__loader_alloc_slots(ddp_loader *l) {
     const ddp_loader_desc *d = &l->desc;
     const ddp_device *device = d->group ? ddp_group_device(d->group) : ddp_device_cpu();
-    /* most: bytes of a field, so that the sizes below cannot overflow. */
+    /* max_bytes: of a field, so that the sizes below cannot overflow. */
     int64_t max_bytes = INT64_MAX / 4 / l->slot_count / DDP_LOADER_FIELDS;
     size_t batch = (size_t)d->batch_size, slots = (size_t)l->slot_count, size_bytes = 0;
     for (int f = 0; f < d->field_count; f++) {
@@ -12135,7 +12256,8 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
 
 //== public collectives ======================================================================== >>impl-public
 
-/* The public calls that transfer data. Each describes itself as a ddp_call, which is checked and issued. */
+/* The public calls that transfer data. Each one fills in a ddp_call, which is checked here and issued by the
+   queue (>>impl-queue). */
 
 /* Returns the elements of the buffer of a call without counts; 0 = this rank needs no buffer. no_buffer,
    on_root, blocks: flags of the call's shape; blocks = one block per rank. */
@@ -12152,10 +12274,11 @@ static inline size_t ddp__buffer_elements_v(const ddp_group *group, size_t max_c
                                             const size_t **offsets, size_t *packed, size_t *sum) {
     size_t end = 0;
     *sum = 0;
-    for (int r = 0; r < group->world_size; *sum += counts[r++]) {
+    for (int r = 0; r < group->world_size; r++) {
         packed[r] = *offsets ? (*offsets)[r] : *sum;
         if (counts[r] > max_count || packed[r] > max_count || *sum > max_count) return SIZE_MAX;
         if (counts[r] && packed[r] + counts[r] > end) end = packed[r] + counts[r];
+        *sum += counts[r];
     }
     *offsets = packed;
     return end;
@@ -12217,48 +12340,73 @@ static ddp_result ddp__check_and_issue(ddp_group *group, ddp_call *call, ddp_wor
     return p2p ? ddp__p2p_issue(group, call, work) : ddp__issue(group, call, work);
 }
 
-static ddp_result ddp__public(ddp_group *group, ddp_call_kind kind, const void *send, void *recv,
-                              size_t count, ddp_dtype dtype, ddp_op op, int root, int tag, ddp_work *work) {
+static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv,
+                                  size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work) {
     ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
     call.op = op;
     call.root = root;
+    return ddp__check_and_issue(group, &call, work);
+}
+
+DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count,
+                                 ddp_dtype dtype, ddp_op op, ddp_work *work) {
+    return ddp__collective(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, work);
+}
+
+DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype,
+                             ddp_op op, int root, ddp_work *work) {
+    return ddp__collective(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, work);
+}
+
+DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root,
+                                ddp_work *work) {
+    return ddp__collective(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, work);
+}
+
+DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count,
+                             ddp_dtype dtype, int root, ddp_work *work) {
+    return ddp__collective(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, work);
+}
+
+DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count,
+                              ddp_dtype dtype, int root, ddp_work *work) {
+    return ddp__collective(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, work);
+}
+
+DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count,
+                                 ddp_dtype dtype, ddp_work *work) {
+    return ddp__collective(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, work);
+}
+
+DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count,
+                                     ddp_dtype dtype, ddp_op op, ddp_work *work) {
+    return ddp__collective(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, work);
+}
+
+DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer,
+                                 ddp_dtype dtype, ddp_work *work) {
+    return ddp__collective(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1,
+                           work);
+}
+
+DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer,
+                           int tag, ddp_work *work) {
+    ddp_call call = ddp__call_of(DDP_CALL_SEND, buf, NULL, count, dtype);
+    call.root = peer;
     call.tag = tag;
     return ddp__check_and_issue(group, &call, work);
 }
 
-/* The body of a public function that has no counts. */
-#define DDP__BODY(kind, send, recv, count, op, root, tag) \
-    { return ddp__public(group, DDP_CALL_##kind, send, recv, count, dtype, op, root, tag, work); }
+DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag,
+                           ddp_work *work) {
+    ddp_call call = ddp__call_of(DDP_CALL_RECV, NULL, buf, count, dtype);
+    call.root = peer;
+    call.tag = tag;
+    return ddp__check_and_issue(group, &call, work);
+}
 
-DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count,
-                                 ddp_dtype dtype, ddp_op op, ddp_work *work)
-    DDP__BODY(ALL_REDUCE, send, recv, count, op, -1, 0) DDPDEF ddp_result
-    ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op,
-               int root, ddp_work *work) DDP__BODY(REDUCE, send, recv, count, op, root, 0) DDPDEF ddp_result
-    ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work)
-        DDP__BODY(BROADCAST, NULL, buf, count, DDP_OP_SUM, root, 0) DDPDEF ddp_result
-    ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root,
-               ddp_work *work)
-        DDP__BODY(GATHER, send, recv, send_count, DDP_OP_SUM, root, 0) DDPDEF ddp_result
-    ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root,
-                ddp_work *work)
-        DDP__BODY(SCATTER, send, recv, recv_count, DDP_OP_SUM, root, 0) DDPDEF ddp_result
-    ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype,
-                   ddp_work *work)
-        DDP__BODY(ALL_GATHER, send, recv, send_count, DDP_OP_SUM, -1, 0) DDPDEF ddp_result
-    ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype,
-                       ddp_op op, ddp_work *work)
-        DDP__BODY(REDUCE_SCATTER, send, recv, recv_count, op, -1, 0) DDPDEF ddp_result
-    ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype,
-                   ddp_work *work)
-        DDP__BODY(ALL_TO_ALL, send, recv, count_per_peer, DDP_OP_SUM, -1, 0) DDPDEF ddp_result
-    ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag,
-             ddp_work *work) DDP__BODY(SEND, buf, NULL, count, DDP_OP_SUM, peer, tag) DDPDEF ddp_result
-    ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work)
-        DDP__BODY(RECV, NULL, buf, count, DDP_OP_SUM, peer, tag)
-
-            DDPDEF ddp_result ddp_barrier(ddp_group *group) {
-    return ddp__public(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, 0, NULL);
+DDPDEF ddp_result ddp_barrier(ddp_group *group) {
+    return ddp__collective(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, NULL);
 }
 
 DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv,
