@@ -349,9 +349,9 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #if !defined(DDP__NCCL_VERSION)
 #define DDP__NCCL_VERSION NCCL_VERSION_CODE /* tests set it to compile the code for older versions */
 #endif
-#if !defined(DDP__NCCL_SHARES)
+#if !defined(DDP__NCCL_SHARED_DEVICES)
 /* 1 = NCCL allows ranks to share a device, with NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment. */
-#define DDP__NCCL_SHARES (DDP__NCCL_VERSION >= 23000)
+#define DDP__NCCL_SHARED_DEVICES (DDP__NCCL_VERSION >= 23000)
 #endif
 #if DDP__NCCL_VERSION < 21800
 #error "ddp_cuda.cuh needs NCCL 2.18 or newer: update it, or define DDP_NO_NCCL"
@@ -393,14 +393,15 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #define DDP__UNROLL
 #define DDP__UNROLL_4
 #endif
-#if !defined(DDP__CUDA_SEEN)
-#define DDP__CUDA_SEEN(n, address, size_bytes) (void)0 /* tests record the accesses made on the CPU */
+#if !defined(DDP__CUDA_RECORD_ACCESS)
+#define DDP__CUDA_RECORD_ACCESS(n, address, size_bytes) \
+    (void)0 /* tests record the accesses made on the CPU */
 #endif
-#define DDP__CUDA_TEXT 512              /* bytes of an error line of ddp.h */
+#define DDP__CUDA_TEXT_MAX 512          /* bytes of an error line of ddp.h */
 #define DDP__CUDA_THREADS 256           /* threads per block */
 #define DDP__CUDA_BLOCKS 4096           /* largest grid: some waves on any GPU; kernels loop over the rest */
-#define DDP__CUDA_TREE_MOST 8191        /* most sources of a reduction: 4 * 2^11 - 1 */
-#define DDP__CUDA_RANGES 64             /* tensors per launch: a kernel's arguments are limited to 4 KiB */
+#define DDP__CUDA_TREE_MAX_SOURCES 8191 /* most sources of a reduction: 4 * 2^11 - 1 */
+#define DDP__CUDA_LAUNCH_RANGES 64      /* tensors per launch: a kernel's arguments are limited to 4 KiB */
 #define DDP__CUDA_CHUNK ((size_t)16384) /* elements of a tensor that one block copies */
 
 /* Every call of the CUDA runtime goes through this table. */
@@ -525,11 +526,12 @@ static const ddp__cuda_runtime *ddp__cuda_real_runtime(void) {
 /* State per thread, for the functions of the device table: they have no group. */
 typedef struct ddp__cuda_thread {
     cudaStream_t stream;
-    const struct ddp__cuda_seed *seed; /* set while the thread is in ddp_cuda_group_create; otherwise NULL */
-    ddp_saved_error first;             /* first failure that ddp_cuda_check has not reported yet */
+    const struct ddp__cuda_open_args
+        *args;             /* set while the thread is in ddp_cuda_group_create; otherwise NULL */
+    ddp_saved_error first; /* first failure that ddp_cuda_check has not reported yet */
 } ddp__cuda_thread;
 
-static thread_local ddp__cuda_thread ddp__cuda_mine;
+static thread_local ddp__cuda_thread ddp__cuda_this_thread;
 
 /* Returns the result of a CUDA call. call: its name; function: the name of its caller, for the error. */
 static ddp_result ddp__cuda_fail(cudaError_t error, const char *function, const char *call) {
@@ -540,7 +542,7 @@ static ddp_result ddp__cuda_fail(cudaError_t error, const char *function, const 
 }
 
 /* Returns from the enclosing function if a CUDA call fails. called: its name. */
-#define DDP__CUDA_DO(function, called, call) DDP_TRY(ddp__cuda_fail(call, function, called))
+#define DDP__CUDA_TRY(function, called, call) DDP_TRY(ddp__cuda_fail(call, function, called))
 
 /* Returns the result of a query; *done = 1 once the work has finished. Clears "not ready", which CUDA would
    report as an error. */
@@ -552,10 +554,12 @@ static ddp_result ddp__cuda_query(cudaError_t error, const char *function, const
 }
 
 /* Stores the first failure of a function that returns nothing. */
-static void ddp__cuda_keep(ddp_result result) { ddp_error_save(&ddp__cuda_mine.first, result); }
+static void ddp__cuda_save_failure(ddp_result result) {
+    ddp_error_save(&ddp__cuda_this_thread.first, result);
+}
 
-static void ddp__cuda_keep_error(cudaError_t error, const char *function, const char *call) {
-    ddp__cuda_keep(ddp__cuda_fail(error, function, call));
+static void ddp__cuda_save_error(cudaError_t error, const char *function, const char *call) {
+    ddp__cuda_save_failure(ddp__cuda_fail(error, function, call));
 }
 
 /* Holds a mutex until the end of the block. */
@@ -585,7 +589,7 @@ static void ddp__cuda_uuid_text(char out[48], const unsigned char uuid[16]) {
 }
 
 /* Lists devices: "0 (NVIDIA H100), 1 (NVIDIA H100)", or with UUIDs. After four only the number of others. */
-static void ddp__cuda_present(char *out, size_t size, int count, int with_uuid) {
+static void ddp__cuda_list_devices(char *out, size_t size, int count, int with_uuid) {
     int at = 0;
     snprintf(out, size, "none");
     for (int i = 0; i < count && i < 4 && (size_t)at < size; i++) {
@@ -601,43 +605,43 @@ static void ddp__cuda_present(char *out, size_t size, int count, int with_uuid) 
 }
 
 /* Returns 1 if the UUID begins with the user's text. Accepts upper case and a missing "GPU-". */
-static int ddp__cuda_uuid_begins(const char *uuid, const char *wanted) {
+static int ddp__cuda_uuid_has_prefix(const char *uuid, const char *prefix) {
     uuid += 4;
-    if (strncmp(wanted, "GPU-", 4) == 0 || strncmp(wanted, "MIG-", 4) == 0) wanted += 4;
-    while (*wanted && tolower((unsigned char)*wanted) == *uuid) {
-        wanted++;
+    if (strncmp(prefix, "GPU-", 4) == 0 || strncmp(prefix, "MIG-", 4) == 0) prefix += 4;
+    while (*prefix && tolower((unsigned char)*prefix) == *uuid) {
+        prefix++;
         uuid++;
     }
-    return !*wanted;
+    return !*prefix;
 }
 
-static ddp_result ddp__cuda_by_uuid(const char *wanted, int count, int *device) {
-    char present[300], text[48], name[256];
+static ddp_result ddp__cuda_by_uuid(const char *prefix, int count, int *device) {
+    char devices[300], text[48], name[256];
     unsigned char uuid[16];
     *device = -1;
     for (int i = 0; i < count; i++) {
-        DDP__CUDA_DO("on this machine", "cudaGetDeviceProperties",
-                     DDP__CUDA_RUNTIME->device_identity(i, name, uuid));
+        DDP__CUDA_TRY("on this machine", "cudaGetDeviceProperties",
+                      DDP__CUDA_RUNTIME->device_identity(i, name, uuid));
         ddp__cuda_uuid_text(text, uuid);
-        if (!ddp__cuda_uuid_begins(text, wanted)) continue;
+        if (!ddp__cuda_uuid_has_prefix(text, prefix)) continue;
         if (*device >= 0)
-            return ddp_fail(DDP_ERR_INVALID, "uuid %.48s fits devices %d and %d: give more of it", wanted,
+            return ddp_fail(DDP_ERR_INVALID, "uuid %.48s fits devices %d and %d: give more of it", prefix,
                             *device, i);
         *device = i;
     }
     if (*device >= 0) return DDP_OK;
-    ddp__cuda_present(present, sizeof present, count, 1);
-    return ddp_fail(DDP_ERR_INVALID, "there is no device with uuid %.48s; present are %s", wanted, present);
+    ddp__cuda_list_devices(devices, sizeof devices, count, 1);
+    return ddp_fail(DDP_ERR_INVALID, "there is no device with uuid %.48s; present are %s", prefix, devices);
 }
 
 /* Chooses a device by list or local rank. given: the device of ddp_launch_desc or of the user's communicator;
    -1 = none. If the launcher shows each rank only one GPU (CUDA_VISIBLE_DEVICES), it is number 0 on every
    rank; ddp__cuda_pick detects ranks that share it. */
-static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_rank, int given, int count,
+static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_rank, int preset, int count,
                                       int *device) {
-    char present[300];
+    char devices[300];
     const char *remedy = "";
-    int by_local_rank = !desc->devices && given < 0;
+    int by_local_rank = !desc->devices && preset < 0;
     if (desc->devices && local_rank >= desc->device_count)
         return ddp_fail(
             DDP_ERR_INVALID,
@@ -645,8 +649,8 @@ static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_
             local_rank, desc->device_count);
     if (desc->devices)
         *device = desc->devices[local_rank];
-    else if (given >= 0)
-        *device = given;
+    else if (preset >= 0)
+        *device = preset;
     else if (count == 1)
         *device = 0;
     else if (desc->allow_shared && count)
@@ -656,14 +660,14 @@ static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_
     if (*device >= 0 && *device < count) return DDP_OK;
     if (by_local_rank) remedy = ": start fewer ranks, or set allow_shared";
     if (count == 0) remedy = ": check nvidia-smi and CUDA_VISIBLE_DEVICES";
-    ddp__cuda_present(present, sizeof present, count, 0);
+    ddp__cuda_list_devices(devices, sizeof devices, count, 0);
     return ddp_fail(DDP_ERR_INVALID, "there is no device %d%s; present are %s%s", *device,
-                    by_local_rank ? ", the number of this local rank" : "", present, remedy);
+                    by_local_rank ? ", the number of this local rank" : "", devices, remedy);
 }
 
 /* Selects the device of this rank. Returns an error if the device is missing. */
-static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_rank, int given,
-                                   ddp__cuda_slot *slot) {
+static ddp_result ddp__cuda_choose_device(const ddp_cuda_pick_desc *desc, int local_rank, int preset,
+                                          ddp__cuda_slot *slot) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     int count = 0;
     char name[256];
@@ -678,7 +682,7 @@ static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_ran
     } else
         DDP_TRY(ddp__cuda_fail(error, "on this machine", "cudaGetDeviceCount"));
     DDP_TRY(desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &slot->device)
-                       : ddp__cuda_by_number(desc, local_rank, given, count, &slot->device));
+                       : ddp__cuda_by_number(desc, local_rank, preset, count, &slot->device));
     return ddp__cuda_fail(cuda->device_identity(slot->device, name, slot->uuid), "on this machine",
                           "cudaGetDeviceProperties");
 }
@@ -689,25 +693,26 @@ static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_ran
      equal    describes what must be equal on all ranks; may be empty
      *shared  1 = two ranks have the same device
    Returns the same result on all ranks. */
-static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int given,
-                                 ddp_result result, const char *equal, ddp__cuda_slot *mine, int *shared) {
-    const char *who = "ddp_cuda_pick";
+static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int preset,
+                                 ddp_result result, const char *equal, ddp__cuda_slot *own, int *shared) {
+    const char *call_name = "ddp_cuda_pick";
     int world_size = control ? ddp_world_size(control) : 1;
     char uuid[48];
     ddp__cuda_slot *slots;
     *shared = 0;
-    memset(mine, 0, sizeof *mine);
-    if (gethostname(mine->host, sizeof mine->host - 1) != 0)
-        snprintf(mine->host, sizeof mine->host, "unknown");
-    mine->allow_shared = desc->allow_shared;
-    if (given < 0 && control) given = ddp_group_device_index(control);
-    if (result == DDP_OK) result = ddp__cuda_choose(desc, control ? ddp_local_rank(control) : 0, given, mine);
-    if (result != DDP_OK) ddp_fail_in(result, who, control, "on host %s: %s", mine->host, ddp_last_error());
+    memset(own, 0, sizeof *own);
+    if (gethostname(own->host, sizeof own->host - 1) != 0) snprintf(own->host, sizeof own->host, "unknown");
+    own->allow_shared = desc->allow_shared;
+    if (preset < 0 && control) preset = ddp_group_device_index(control);
+    if (result == DDP_OK)
+        result = ddp__cuda_choose_device(desc, control ? ddp_local_rank(control) : 0, preset, own);
+    if (result != DDP_OK)
+        ddp_fail_in(result, call_name, control, "on host %s: %s", own->host, ddp_last_error());
     if (!control) return result;
     slots = (ddp__cuda_slot *)ddp_host_alloc(control, sizeof *slots * (size_t)world_size);
     if (result == DDP_OK && !slots) result = DDP_ERR_NO_MEMORY;
-    result = ddp_agree(control, who, result, ddp_hash(DDP_HASH_SEED, equal, strlen(equal)), equal);
-    if (result == DDP_OK) result = ddp_all_gather(control, mine, slots, sizeof *slots, DDP_U8, NULL);
+    result = ddp_agree(control, call_name, result, ddp_hash(DDP_HASH_SEED, equal, strlen(equal)), equal);
+    if (result == DDP_OK) result = ddp_all_gather(control, own, slots, sizeof *slots, DDP_U8, NULL);
     for (int i = 0; i < world_size && result == DDP_OK; i++)
         for (int k = i + 1; k < world_size && result == DDP_OK; k++) {
             if (memcmp(slots[i].uuid, slots[k].uuid, 16) != 0) continue;
@@ -715,7 +720,7 @@ static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *d
             if (slots[i].allow_shared && slots[k].allow_shared) continue;
             ddp__cuda_uuid_text(uuid, slots[i].uuid);
             result = ddp_fail_in(
-                DDP_ERR_INVALID, who, control,
+                DDP_ERR_INVALID, call_name, control,
                 "ranks %d and %d on host %s both took device %d (%s): give each rank a device of its own in "
                 "devices, start fewer ranks, or set allow_shared",
                 i, k, slots[k].host, slots[k].device, uuid);
@@ -729,18 +734,30 @@ static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *d
 
 /* Arithmetic that rounds every operation. Neither compiler may fuse a multiplication with an addition. */
 #if defined(__CUDA_ARCH__)
-#define DDP__CUDA_EITHER(device, host) (device)
+#define DDP__CUDA_DEVICE_OR_HOST(device, host) (device)
 #else
-#define DDP__CUDA_EITHER(device, host) (host)
+#define DDP__CUDA_DEVICE_OR_HOST(device, host) (host)
 #endif
-static DDP__HD float ddp__cuda_add(float a, float b) { return DDP__CUDA_EITHER(__fadd_rn(a, b), a + b); }
-static DDP__HD float ddp__cuda_mul(float a, float b) { return DDP__CUDA_EITHER(__fmul_rn(a, b), a * b); }
-static DDP__HD float ddp__cuda_div(float a, float b) { return DDP__CUDA_EITHER(__fdiv_rn(a, b), a / b); }
-static DDP__HD float ddp__cuda_sqrt(float a) { return DDP__CUDA_EITHER(__fsqrt_rn(a), sqrtf(a)); }
-static DDP__HD double ddp__cuda_add(double a, double b) { return DDP__CUDA_EITHER(__dadd_rn(a, b), a + b); }
-static DDP__HD double ddp__cuda_mul(double a, double b) { return DDP__CUDA_EITHER(__dmul_rn(a, b), a * b); }
-static DDP__HD double ddp__cuda_div(double a, double b) { return DDP__CUDA_EITHER(__ddiv_rn(a, b), a / b); }
-static DDP__HD double ddp__cuda_sqrt(double a) { return DDP__CUDA_EITHER(__dsqrt_rn(a), sqrt(a)); }
+static DDP__HD float ddp__cuda_add(float a, float b) {
+    return DDP__CUDA_DEVICE_OR_HOST(__fadd_rn(a, b), a + b);
+}
+static DDP__HD float ddp__cuda_mul(float a, float b) {
+    return DDP__CUDA_DEVICE_OR_HOST(__fmul_rn(a, b), a * b);
+}
+static DDP__HD float ddp__cuda_div(float a, float b) {
+    return DDP__CUDA_DEVICE_OR_HOST(__fdiv_rn(a, b), a / b);
+}
+static DDP__HD float ddp__cuda_sqrt(float a) { return DDP__CUDA_DEVICE_OR_HOST(__fsqrt_rn(a), sqrtf(a)); }
+static DDP__HD double ddp__cuda_add(double a, double b) {
+    return DDP__CUDA_DEVICE_OR_HOST(__dadd_rn(a, b), a + b);
+}
+static DDP__HD double ddp__cuda_mul(double a, double b) {
+    return DDP__CUDA_DEVICE_OR_HOST(__dmul_rn(a, b), a * b);
+}
+static DDP__HD double ddp__cuda_div(double a, double b) {
+    return DDP__CUDA_DEVICE_OR_HOST(__ddiv_rn(a, b), a / b);
+}
+static DDP__HD double ddp__cuda_sqrt(double a) { return DDP__CUDA_DEVICE_OR_HOST(__dsqrt_rn(a), sqrt(a)); }
 
 template <class To, class From> static DDP__HD To ddp__cuda_bit_cast(From x) {
     To y;
@@ -835,9 +852,10 @@ DDP__CUDA_TYPE(DDP_U64, uint64_t, uint64_t, uint64_t, 1, uint64_t, uint64_t)
 
 /* Calls f(C) with a runtime value as a compile-time constant, decltype(C)::value. value: one of the list; any
    other value counts as the last one. */
-template <auto FIRST, auto... MORE, class T, class F> static ddp_result ddp__cuda_by(T value, const F &f) {
+template <auto FIRST, auto... MORE, class T, class F>
+static ddp_result ddp__cuda_dispatch(T value, const F &f) {
     if constexpr (sizeof...(MORE) > 0) {
-        if (value != FIRST) return ddp__cuda_by<MORE...>(value, f);
+        if (value != FIRST) return ddp__cuda_dispatch<MORE...>(value, f);
     }
     return f(std::integral_constant<T, FIRST>());
 }
@@ -855,20 +873,20 @@ template <ddp_dtype D, class M> static DDP__HD typename ddp__cuda_type<D>::store
 
 /* Combines two values of a reduction. MIN and MAX of floats follow IEEE 754-2019: NaN if either is NaN, and
    -0 is below +0. */
-template <int GREATEST, class T> static DDP__HD T ddp__cuda_extreme(T a, T b) {
+template <int GREATEST, class T> static DDP__HD T ddp__cuda_min_max(T a, T b) {
     auto x = ddp__cuda_bits(a), y = ddp__cuda_bits(b), tie = a != b ? y : GREATEST ? x & y : x | y;
     return ddp__cuda_from_bits(a != a || (GREATEST ? a > b : a < b) ? x : tie);
 }
-#define DDP__CUDA_JOIN(type)                                                              \
-    template <ddp_op OP, class Wrap> static DDP__HD type ddp__cuda_join(type a, type b) { \
-        if (OP == DDP_OP_MIN) return ddp__cuda_extreme<0>(a, b);                          \
-        if (OP == DDP_OP_MAX) return ddp__cuda_extreme<1>(a, b);                          \
-        return OP == DDP_OP_PROD ? ddp__cuda_mul(a, b) : ddp__cuda_add(a, b);             \
+#define DDP__CUDA_COMBINE(type)                                                              \
+    template <ddp_op OP, class Wrap> static DDP__HD type ddp__cuda_combine(type a, type b) { \
+        if (OP == DDP_OP_MIN) return ddp__cuda_min_max<0>(a, b);                             \
+        if (OP == DDP_OP_MAX) return ddp__cuda_min_max<1>(a, b);                             \
+        return OP == DDP_OP_PROD ? ddp__cuda_mul(a, b) : ddp__cuda_add(a, b);                \
     }
-DDP__CUDA_JOIN(float)
-DDP__CUDA_JOIN(double)
-#undef DDP__CUDA_JOIN
-template <ddp_op OP, class Wrap, class T> static DDP__HD T ddp__cuda_join(T a, T b) {
+DDP__CUDA_COMBINE(float)
+DDP__CUDA_COMBINE(double)
+#undef DDP__CUDA_COMBINE
+template <ddp_op OP, class Wrap, class T> static DDP__HD T ddp__cuda_combine(T a, T b) {
     if (OP == DDP_OP_MIN) return a < b ? a : b;
     if (OP == DDP_OP_MAX) return a > b ? a : b;
     return OP == DDP_OP_PROD ? (T)(Wrap)((Wrap)a * (Wrap)b) : (T)(Wrap)((Wrap)a + (Wrap)b);
@@ -909,7 +927,7 @@ template <class T> static DDP__HD T ddp__cuda_divide(T x, const ddp__cuda_diviso
 
 /* The mix function of SplitMix64 (Steele, Lea and Flood 2014). Applied to a counter and a key per step, it
    gives 16 random bits per element. */
-static DDP__HD uint64_t ddp__cuda_mix(uint64_t x) {
+static DDP__HD uint64_t ddp__cuda_splitmix64(uint64_t x) {
     x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
     x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
     return x ^ x >> 31;
@@ -918,7 +936,7 @@ static DDP__HD uint64_t ddp__cuda_mix(uint64_t x) {
 /* Stochastic rounding: rounds up with probability (dropped bits) / 2^16, so that the expected value is x. */
 static DDP__HD uint16_t ddp__cuda_to_bf16_random(float x, uint64_t key, uint64_t index) {
     uint32_t bits = ddp__cuda_bits(x),
-             random = (uint32_t)(ddp__cuda_mix(key + index * UINT64_C(0x9e3779b97f4a7c15)) >> 48);
+             random = (uint32_t)(ddp__cuda_splitmix64(key + index * UINT64_C(0x9e3779b97f4a7c15)) >> 48);
     return ddp__cuda_finite(x) ? (uint16_t)((bits + random) >> 16) : ddp__cuda_to_bf16(x);
 }
 
@@ -948,7 +966,7 @@ template <int N, class T> union ddp__cuda_pack {
 
 /* Loads N elements from index `at`. N > 1: the address is aligned to 16 bytes, or to the size of N elements
    if that is smaller. N = 1: any address. */
-template <int N, class T> static DDP__HD void ddp__cuda_get(T *out, const void *base, size_t at) {
+template <int N, class T> static DDP__HD void ddp__cuda_load(T *out, const void *base, size_t at) {
     const unsigned char *from = (const unsigned char *)base + at * sizeof(T);
 #if defined(__CUDA_ARCH__)
     typedef ddp__cuda_pack<N, T> pack;
@@ -961,12 +979,12 @@ template <int N, class T> static DDP__HD void ddp__cuda_get(T *out, const void *
     DDP__UNROLL
     for (int i = 0; i < N; i++) out[i] = in.at[i];
 #else
-    DDP__CUDA_SEEN(N, from, N * sizeof(T));
+    DDP__CUDA_RECORD_ACCESS(N, from, N * sizeof(T));
     memcpy(out, from, N * sizeof(T));
 #endif
 }
 
-template <int N, class T> static DDP__HD void ddp__cuda_put(const T *in, void *base, size_t at) {
+template <int N, class T> static DDP__HD void ddp__cuda_store(const T *in, void *base, size_t at) {
     unsigned char *to = (unsigned char *)base + at * sizeof(T);
 #if defined(__CUDA_ARCH__)
     typedef ddp__cuda_pack<N, T> pack;
@@ -979,7 +997,7 @@ template <int N, class T> static DDP__HD void ddp__cuda_put(const T *in, void *b
         DDP__UNROLL
     for (int i = 0; i < (int)pack::WORDS; i++) ((typename pack::word *)to)[i] = out.words[i];
 #else
-    DDP__CUDA_SEEN(N, to, N * sizeof(T));
+    DDP__CUDA_RECORD_ACCESS(N, to, N * sizeof(T));
     memcpy(to, in, N * sizeof(T));
 #endif
 }
@@ -989,21 +1007,21 @@ template <int N, class T> static DDP__HD void ddp__cuda_put(const T *in, void *b
 
        head      vectors                     rest
        . .       [. . . .] [. . . .] ...     . . .  */
-typedef struct ddp__cuda_split {
+typedef struct ddp__cuda_vectors {
     size_t head, vectors, count;
-} ddp__cuda_split;
+} ddp__cuda_vectors;
 
 /* Returns `mask` without the heads that do not suit `array`. Bit h = with a head of h elements, groups of
    `width` elements are aligned in every array checked until now. */
-static DDP__HD uint32_t ddp__cuda_heads(uint32_t mask, const void *array, int size, int width) {
+static DDP__HD uint32_t ddp__cuda_aligned_heads(uint32_t mask, const void *array, int size, int width) {
     uintptr_t align = (uintptr_t)(width * size < 16 ? width * size : 16);
     for (int h = 0; h < width; h++)
         if (((uintptr_t)array + (uintptr_t)(h * size)) % align) mask &= ~(1u << h);
     return mask;
 }
 
-static DDP__HD ddp__cuda_split ddp__cuda_split_of(uint32_t mask, size_t count, int width) {
-    ddp__cuda_split split = {0, 0, count};
+static DDP__HD ddp__cuda_vectors ddp__cuda_vectors_of(uint32_t mask, size_t count, int width) {
+    ddp__cuda_vectors split = {0, 0, count};
     for (; split.head < (size_t)width && !(mask >> split.head & 1); split.head++) {
     }
     if (split.head == (size_t)width || split.head > count) split.head = count;
@@ -1013,7 +1031,8 @@ static DDP__HD ddp__cuda_split ddp__cuda_split_of(uint32_t mask, size_t count, i
 
 /* Processes the share of thread `first` of `stride` threads. */
 template <class F>
-static DDP__HD void ddp__cuda_walk(const F &f, const ddp__cuda_split &split, size_t first, size_t stride) {
+static DDP__HD void ddp__cuda_run_elements(const F &f, const ddp__cuda_vectors &split, size_t first,
+                                           size_t stride) {
     size_t rest = split.count - split.vectors * F::WIDTH;
     for (size_t i = first; i < split.vectors; i += stride)
         f.template run<F::WIDTH>(split.head + i * F::WIDTH);
@@ -1022,8 +1041,9 @@ static DDP__HD void ddp__cuda_walk(const F &f, const ddp__cuda_split &split, siz
 }
 
 //== kernel launches ======================================================================= >>impl-launch
-/* One kernel for all functors. Three ways to distribute work: element by element (ddp__cuda_each), chunks of
-   tensors (ddp__cuda_chunks), and rows with a team of threads each (ddp__cuda_rows). */
+/* One kernel for all functors. It distributes work in three ways: element by element
+   (ddp__cuda_launch_elements), chunks of tensors (ddp__cuda_launch_chunks), and rows with a team of threads
+   each (ddp__cuda_launch_rows). */
 
 #define DDP__CUDA_HOST_THREADS 7 /* threads that tests on the CPU simulate */
 
@@ -1031,7 +1051,7 @@ static DDP__HD void ddp__cuda_walk(const F &f, const ddp__cuda_split &split, siz
 template <class Work> static __global__ void ddp__cuda_kernel(const __grid_constant__ Work work) {
     work.device();
 }
-template <class Work> static void ddp__cuda_run_work(void *copy) { ((Work *)copy)->host(); }
+template <class Work> static void ddp__cuda_run_on_host(void *copy) { ((Work *)copy)->host(); }
 
 template <class Work>
 static ddp_result ddp__cuda_launch(const Work &work, size_t blocks, cudaStream_t stream,
@@ -1042,7 +1062,7 @@ static ddp_result ddp__cuda_launch(const Work &work, size_t blocks, cudaStream_t
     cudaError_t error;
     if (blocks == 0) return DDP_OK;
     if (cuda->on_host)
-        error = cuda->host_work(ddp__cuda_run_work<Work>, &work, sizeof work, stream);
+        error = cuda->host_work(ddp__cuda_run_on_host<Work>, &work, sizeof work, stream);
     else
         error = cuda->launch(DDP__CUDA_KERNEL(ddp__cuda_kernel<Work>), grid, block, arguments, 0, stream);
     return error == cudaSuccess
@@ -1051,27 +1071,28 @@ static ddp_result ddp__cuda_launch(const Work &work, size_t blocks, cudaStream_t
 }
 
 /* Work on arrays of one length, by element. F has WIDTH, and run<N>(at) for N elements from index `at` on. */
-template <class F> struct ddp__cuda_each_work {
+template <class F> struct ddp__cuda_elements_work {
     F f;
-    ddp__cuda_split split;
+    ddp__cuda_vectors split;
     __device__ __forceinline__ void device() const {
-        ddp__cuda_walk(f, split, (size_t)blockIdx.x * blockDim.x + threadIdx.x,
-                       (size_t)gridDim.x * blockDim.x);
+        ddp__cuda_run_elements(f, split, (size_t)blockIdx.x * blockDim.x + threadIdx.x,
+                               (size_t)gridDim.x * blockDim.x);
     }
     __forceinline__ void host() const {
         for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++)
-            ddp__cuda_walk(f, split, t, DDP__CUDA_HOST_THREADS);
+            ddp__cuda_run_elements(f, split, t, DDP__CUDA_HOST_THREADS);
     }
 };
 
-/* Launches f on count elements. mask: the result of ddp__cuda_heads for all arrays. */
+/* Launches f on count elements. mask: the result of ddp__cuda_aligned_heads for all arrays. */
 template <class F>
-static ddp_result ddp__cuda_each(const F &f, uint32_t mask, size_t count, cudaStream_t stream,
-                                 const char *function) {
-    const ddp__cuda_split split = ddp__cuda_split_of(mask, count, F::WIDTH);
-    size_t rest = split.count - split.vectors * F::WIDTH, most = split.vectors > rest ? split.vectors : rest;
-    const ddp__cuda_each_work<F> work = {f, split};
-    return ddp__cuda_launch(work, (most + DDP__CUDA_THREADS - 1) / DDP__CUDA_THREADS, stream, function);
+static ddp_result ddp__cuda_launch_elements(const F &f, uint32_t mask, size_t count, cudaStream_t stream,
+                                            const char *function) {
+    const ddp__cuda_vectors split = ddp__cuda_vectors_of(mask, count, F::WIDTH);
+    size_t rest = split.count - split.vectors * F::WIDTH,
+           longest = split.vectors > rest ? split.vectors : rest;
+    const ddp__cuda_elements_work<F> work = {f, split};
+    return ddp__cuda_launch(work, (longest + DDP__CUDA_THREADS - 1) / DDP__CUDA_THREADS, stream, function);
 }
 
 /* Work on chunks of a list of tensors, one block per chunk. F has chunk(number, thread, threads). */
@@ -1088,7 +1109,8 @@ template <class F> struct ddp__cuda_chunks_work {
 };
 
 template <class F>
-static ddp_result ddp__cuda_chunks(const F &f, size_t chunks, cudaStream_t stream, const char *function) {
+static ddp_result ddp__cuda_launch_chunks(const F &f, size_t chunks, cudaStream_t stream,
+                                          const char *function) {
     const ddp__cuda_chunks_work<F> work = {f, chunks};
     return ddp__cuda_launch(work, chunks, stream, function);
 }
@@ -1155,7 +1177,7 @@ template <class F> struct ddp__cuda_rows_work {
 };
 
 template <class F>
-static ddp_result ddp__cuda_rows(const F &f, size_t rows, cudaStream_t stream, const char *function) {
+static ddp_result ddp__cuda_launch_rows(const F &f, size_t rows, cudaStream_t stream, const char *function) {
     const ddp__cuda_rows_work<F> work = {f, rows};
     return ddp__cuda_launch(
         work, rows / (DDP__CUDA_THREADS / F::TEAM) + (rows % (DDP__CUDA_THREADS / F::TEAM) != 0), stream,
@@ -1163,7 +1185,7 @@ static ddp_result ddp__cuda_rows(const F &f, size_t rows, cudaStream_t stream, c
 }
 
 /* Adds to a cell in shared or device memory. Integer sums do not depend on the order of additions. */
-static DDP__HD void ddp__cuda_cell_add(int64_t *cell, int64_t value) {
+static DDP__HD void ddp__cuda_atomic_add(int64_t *cell, int64_t value) {
 #if defined(__CUDA_ARCH__)
     atomicAdd((unsigned long long *)cell, (unsigned long long)value);
 #else
@@ -1196,15 +1218,15 @@ template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
 
     template <int N> DDP__HD void join(math *out, const math *a, const math *b) const {
         DDP__UNROLL
-        for (int i = 0; i < N; i++) out[i] = ddp__cuda_join<OP, wrap>(a[i], b[i]);
+        for (int i = 0; i < N; i++) out[i] = ddp__cuda_combine<OP, wrap>(a[i], b[i]);
     }
     template <int N> DDP__HD void load(math *out, int source, size_t at) const {
         store in[N];
-        ddp__cuda_get<N>(in,
-                         !stride_bytes   ? src[source]
-                         : source == own ? src[1]
-                                         : (const unsigned char *)src[0] + (size_t)source * stride_bytes,
-                         at);
+        ddp__cuda_load<N>(in,
+                          !stride_bytes   ? src[source]
+                          : source == own ? src[1]
+                                          : (const unsigned char *)src[0] + (size_t)source * stride_bytes,
+                          at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) out[i] = type::load(in[i]);
     }
@@ -1257,7 +1279,7 @@ template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
         DDP__UNROLL
         for (int i = 0; i < N; i++)
             out[i] = type::save(divisor.n > 1 ? ddp__cuda_divide(value[i], divisor) : value[i]);
-        for (int k = 0; k < dst_count; k++) ddp__cuda_put<N>(out, dst[k], at);
+        for (int k = 0; k < dst_count; k++) ddp__cuda_store<N>(out, dst[k], at);
     }
 };
 
@@ -1291,25 +1313,27 @@ static ddp_result ddp__cuda_tree_launch(const ddp__cuda_tree_call *call) {
     uint32_t mask = (1u << width) - 1;
     for (int k = 0; k < (call->stride_bytes ? 2 : call->src_count); k++) {
         f.src[k] = call->src[k];
-        mask = ddp__cuda_heads(mask, call->src[k], size, width);
+        mask = ddp__cuda_aligned_heads(mask, call->src[k], size, width);
     }
     for (int k = 0; k < call->dst_count; k++) {
         f.dst[k] = call->dst[k];
-        mask = ddp__cuda_heads(mask, call->dst[k], size, width);
+        mask = ddp__cuda_aligned_heads(mask, call->dst[k], size, width);
     }
-    return ddp__cuda_each(f, mask, call->count, call->stream, call->function);
+    return ddp__cuda_launch_elements(f, mask, call->count, call->stream, call->function);
 }
 
-static ddp_result ddp__cuda_tree_any(const ddp__cuda_tree_call *call, ddp_dtype dtype) {
+static ddp_result ddp__cuda_tree_reduce(const ddp__cuda_tree_call *call, ddp_dtype dtype) {
     if (ddp_dtype_size(dtype) == 0)
         return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%d is none of ddp_dtype", call->function, (int)dtype);
-    return ddp__cuda_by<DDP__CUDA_FLOATS, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64>(dtype, [&](auto D) {
-        return ddp__cuda_by<DDP_OP_MIN, DDP_OP_MAX, DDP_OP_PROD, DDP_OP_SUM>(call->op, [&](auto OP) {
-            if (call->src_count > DDP_MAX_LOCAL_RANKS)
-                return ddp__cuda_tree_launch<decltype(D)::value, decltype(OP)::value, 11>(call);
-            return ddp__cuda_tree_launch<decltype(D)::value, decltype(OP)::value, 5>(call);
+    return ddp__cuda_dispatch<DDP__CUDA_FLOATS, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64>(
+        dtype, [&](auto D) {
+            return ddp__cuda_dispatch<DDP_OP_MIN, DDP_OP_MAX, DDP_OP_PROD, DDP_OP_SUM>(
+                call->op, [&](auto OP) {
+                    if (call->src_count > DDP_MAX_LOCAL_RANKS)
+                        return ddp__cuda_tree_launch<decltype(D)::value, decltype(OP)::value, 11>(call);
+                    return ddp__cuda_tree_launch<decltype(D)::value, decltype(OP)::value, 5>(call);
+                });
         });
-    });
 }
 
 //== lists of tensors ======================================================================= >>impl-multi
@@ -1327,26 +1351,26 @@ template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_convert {
         typename ddp__cuda_type<S>::store in[N];
         typename ddp__cuda_type<D>::store out[N];
         float by = factor;
-        if (factor_at) ddp__cuda_get<1>(&by, factor_at, 0);
-        ddp__cuda_get<N>(in, src, at);
+        if (factor_at) ddp__cuda_load<1>(&by, factor_at, 0);
+        ddp__cuda_load<N>(in, src, at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) {
             M x = (M)ddp__cuda_type<S>::load(in[i]);
             out[i] = ddp__cuda_round<D>(by == 1.0f ? x : ddp__cuda_mul(x, (M)by));
         }
-        ddp__cuda_put<N>(out, dst, at);
+        ddp__cuda_store<N>(out, dst, at);
     }
 };
 
 /* One launch for up to 64 tensors. Tensor r has chunks first[r] to first[r + 1] - 1. Reads dtype S,
    writes dtype D. */
-template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_multi {
+template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_ranges {
     typedef ddp__cuda_convert<D, S, M> convert;
     void *flat;
     int range_count, pack; /* pack: 1 = tensors to flat, 0 = flat to tensors */
     float factor;
-    ddp_cuda_range range[DDP__CUDA_RANGES];
-    size_t first[DDP__CUDA_RANGES + 1];
+    ddp_cuda_range range[DDP__CUDA_LAUNCH_RANGES];
+    size_t first[DDP__CUDA_LAUNCH_RANGES + 1];
 
     DDP__HD void chunk(size_t number, size_t thread, size_t threads) const {
         typedef typename ddp__cuda_type<D>::store out_type;
@@ -1365,40 +1389,42 @@ template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_multi {
         const convert f = {(out_type *)(pack ? flat : r.data) + (pack ? r.offset : 0) + at,
                            (const in_type *)(pack ? r.data : flat) + (pack ? 0 : r.offset) + at, factor,
                            NULL};
-        uint32_t mask = ddp__cuda_heads((1u << convert::WIDTH) - 1, f.dst, sizeof(out_type), convert::WIDTH);
-        mask = ddp__cuda_heads(mask, f.src, sizeof(in_type), convert::WIDTH);
-        ddp__cuda_walk(f, ddp__cuda_split_of(mask, n, convert::WIDTH), thread, threads);
+        uint32_t mask = ddp__cuda_aligned_heads((1u << convert::WIDTH) - 1, f.dst, sizeof(out_type),
+                                                convert::WIDTH);
+        mask = ddp__cuda_aligned_heads(mask, f.src, sizeof(in_type), convert::WIDTH);
+        ddp__cuda_run_elements(f, ddp__cuda_vectors_of(mask, n, convert::WIDTH), thread, threads);
     }
 };
 
-typedef struct ddp__cuda_multi_call {
+typedef struct ddp__cuda_ranges_call {
     void *flat;
     const ddp_cuda_range *ranges;
     int range_count, pack;
     float factor;
     cudaStream_t stream;
     const char *function;
-} ddp__cuda_multi_call;
+} ddp__cuda_ranges_call;
 
-template <ddp_dtype D, ddp_dtype S> static ddp_result ddp__cuda_multi_run(const ddp__cuda_multi_call *call) {
+template <ddp_dtype D, ddp_dtype S>
+static ddp_result ddp__cuda_ranges_launch(const ddp__cuda_ranges_call *call) {
     typedef typename ddp__cuda_type<D>::math dst_math;
     typedef typename ddp__cuda_type<S>::math src_math;
     typedef decltype(dst_math() + src_math()) M;
-    ddp__cuda_multi<D, S, M> f = {call->flat, 0, call->pack, call->factor, {}, {0}};
+    ddp__cuda_ranges<D, S, M> f = {call->flat, 0, call->pack, call->factor, {}, {0}};
     for (int done = 0; done < call->range_count; done += f.range_count) {
-        f.range_count = call->range_count - done < DDP__CUDA_RANGES ? call->range_count - done
-                                                                    : DDP__CUDA_RANGES;
+        f.range_count = call->range_count - done < DDP__CUDA_LAUNCH_RANGES ? call->range_count - done
+                                                                           : DDP__CUDA_LAUNCH_RANGES;
         for (int i = 0; i < f.range_count; i++) {
             f.range[i] = call->ranges[done + i];
             f.first[i + 1] = f.first[i] + f.range[i].count / DDP__CUDA_CHUNK
                              + (f.range[i].count % DDP__CUDA_CHUNK != 0);
         }
-        DDP_TRY(ddp__cuda_chunks(f, f.first[f.range_count], call->stream, call->function));
+        DDP_TRY(ddp__cuda_launch_chunks(f, f.first[f.range_count], call->stream, call->function));
     }
     return DDP_OK;
 }
 
-static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtype dst, ddp_dtype src) {
+static ddp_result ddp__cuda_convert_ranges(const ddp__cuda_ranges_call *call, ddp_dtype dst, ddp_dtype src) {
     if (!ddp_is_float(dst) || !ddp_is_float(src))
         return ddp_fail(DDP_ERR_INVALID, "%s: from %s to %s; only floats are converted", call->function,
                         ddp_dtype_name(src), ddp_dtype_name(dst));
@@ -1409,9 +1435,10 @@ static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtyp
     for (int i = 0; i < call->range_count; i++)
         if (call->ranges[i].count && !call->ranges[i].data)
             return ddp_fail(DDP_ERR_INVALID, "%s: ranges[%d].data is NULL", call->function, i);
-    return ddp__cuda_by<DDP__CUDA_FLOATS>(dst, [&](auto D) {
-        return ddp__cuda_by<DDP__CUDA_FLOATS>(
-            src, [&](auto S) { return ddp__cuda_multi_run<decltype(D)::value, decltype(S)::value>(call); });
+    return ddp__cuda_dispatch<DDP__CUDA_FLOATS>(dst, [&](auto D) {
+        return ddp__cuda_dispatch<DDP__CUDA_FLOATS>(src, [&](auto S) {
+            return ddp__cuda_ranges_launch<decltype(D)::value, decltype(S)::value>(call);
+        });
     });
 }
 
@@ -1442,7 +1469,7 @@ static DDP__HD void ddp__cuda_exact_add(int64_t *cells, double value) {
     uint64_t bits = ddp__cuda_bits(value), mantissa = bits & ((UINT64_C(1) << 52) - 1), low, high;
     int exponent = (int)(bits >> 52 & 0x7ff), shift, digit;
     if (exponent == 0x7ff) {
-        ddp__cuda_cell_add(cells + (mantissa ? DDP__CUDA_EXACT_NAN : DDP__CUDA_EXACT_PLUS), 1);
+        ddp__cuda_atomic_add(cells + (mantissa ? DDP__CUDA_EXACT_NAN : DDP__CUDA_EXACT_PLUS), 1);
         return;
     }
     if (value == 0) return;
@@ -1454,9 +1481,9 @@ static DDP__HD void ddp__cuda_exact_add(int64_t *cells, double value) {
     shift = (exponent - 1) & 31;
     low = (mantissa & 0xffffffff) << shift;
     high = ((mantissa >> 32) << shift) + (low >> 32);
-    ddp__cuda_cell_add(cells + digit, (int64_t)(low & 0xffffffff));
-    ddp__cuda_cell_add(cells + digit + 1, (int64_t)(high & 0xffffffff));
-    if (high >> 32) ddp__cuda_cell_add(cells + digit + 2, (int64_t)(high >> 32));
+    ddp__cuda_atomic_add(cells + digit, (int64_t)(low & 0xffffffff));
+    ddp__cuda_atomic_add(cells + digit + 1, (int64_t)(high & 0xffffffff));
+    if (high >> 32) ddp__cuda_atomic_add(cells + digit + 2, (int64_t)(high >> 32));
 }
 
 /* UNSCALE = 1: multiplies by factor in place and counts non-finite values. 0: data is only read. */
@@ -1485,16 +1512,16 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
     /* Adds to sums: squares of N elements at `low` + squares of N elements at `low` + 32, if has_high. */
     template <int N> DDP__HD void pair(double *sums, size_t low, int has_high, int *bad) const {
         store a[N], b[N] = {};
-        ddp__cuda_get<N>(a, data, low);
-        if (has_high) ddp__cuda_get<N>(b, data, low + 32);
+        ddp__cuda_load<N>(a, data, low);
+        if (has_high) ddp__cuda_load<N>(b, data, low + 32);
         DDP__UNROLL
         for (int i = 0; i < N; i++) {
             double sum = square(a + i, bad);
             if (has_high) sum = ddp__cuda_add(sum, square(b + i, bad));
             sums[i] = ddp__cuda_add(sums[i], sum);
         }
-        if (UNSCALE) ddp__cuda_put<N>(a, data, low);
-        if (UNSCALE && has_high) ddp__cuda_put<N>(b, data, low + 32);
+        if (UNSCALE) ddp__cuda_store<N>(a, data, low);
+        if (UNSCALE && has_high) ddp__cuda_store<N>(b, data, low + 32);
     }
     DDP__HD value partial(size_t number, int lane, int64_t *cells) const {
         size_t row = pieces == 1 ? number : number / pieces,
@@ -1511,7 +1538,7 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
         for (int i = 0; i < WIDTH; i++)
             for (size_t e = at + (size_t)i; e < count; e += 64)
                 pair<1>(sums.at + i, first + e, e + 32 < count, &bad);
-        if (bad) ddp__cuda_cell_add(cells + DDP__CUDA_NON_FINITE, bad);
+        if (bad) ddp__cuda_atomic_add(cells + DDP__CUDA_NON_FINITE, bad);
         return sums;
     }
     static DDP__HD value join(value a, const value &b) {
@@ -1527,21 +1554,21 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
             for (int i = 0; i < half; i++) sums.at[i] = ddp__cuda_add(sums.at[i], sums.at[i + half]);
         }
         ddp__cuda_exact_add(cells, sums.at[0]);
-        ddp__cuda_cell_add(cells + DDP__CUDA_EXACT_BOUND, 1);
+        ddp__cuda_atomic_add(cells + DDP__CUDA_EXACT_BOUND, 1);
     }
     DDP__HD void flush(const int64_t *cells) const {
         for (int i = 0; i < CELLS; i++)
-            if (cells[i]) ddp__cuda_cell_add(total + i, cells[i]);
+            if (cells[i]) ddp__cuda_atomic_add(total + i, cells[i]);
     }
 };
 
 template <ddp_dtype D, int UNSCALE>
-static ddp_result ddp__cuda_squares_run(void *data, size_t rows, size_t row_count, float factor, void *total,
-                                        cudaStream_t stream, const char *function) {
+static ddp_result ddp__cuda_squares_launch(void *data, size_t rows, size_t row_count, float factor,
+                                           void *total, cudaStream_t stream, const char *function) {
     const size_t pieces = row_count / DDP__CUDA_PIECE + (row_count % DDP__CUDA_PIECE != 0);
     const ddp__cuda_squares<D, UNSCALE> f = {data, row_count, pieces,
                                              (typename ddp__cuda_type<D>::math)factor, (int64_t *)total};
-    return row_count ? ddp__cuda_rows(f, rows * pieces, stream, function) : DDP_OK;
+    return row_count ? ddp__cuda_launch_rows(f, rows * pieces, stream, function) : DDP_OK;
 }
 
 /* ddp_exact_sum_value for a sum without negative terms. Its carries are >= 0, so one pass over the cells,
@@ -1552,7 +1579,7 @@ static DDP__HD double ddp__cuda_exact_value(const ddp_exact_sum *sum) {
     uint64_t carry = 0, under = 0, bits = 0, low = 0, rest = 0;
     int top = 1, shift = 0;
     int64_t cells[DDP_EXACT_CELLS];
-    ddp__cuda_get<DDP_EXACT_CELLS>(cells, sum, 0);
+    ddp__cuda_load<DDP_EXACT_CELLS>(cells, sum, 0);
     if (cells[DDP__CUDA_EXACT_NAN] || cells[DDP__CUDA_EXACT_PLUS])
         return cells[DDP__CUDA_EXACT_NAN] ? (double)NAN : HUGE_VAL;
     DDP__UNROLL
@@ -1575,15 +1602,15 @@ static DDP__HD double ddp__cuda_exact_value(const ddp_exact_sum *sum) {
 }
 
 template <int UNSCALE>
-static ddp_result ddp__cuda_squares_any(void *data, size_t rows, size_t row_count, ddp_dtype dtype,
+static ddp_result ddp__cuda_sum_squares(void *data, size_t rows, size_t row_count, ddp_dtype dtype,
                                         float factor, void *total, cudaStream_t stream,
                                         const char *function) {
     if (!ddp_is_float(dtype))
         return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s, and it takes floats", function,
                         ddp_dtype_name(dtype));
-    return ddp__cuda_by<DDP__CUDA_FLOATS>(dtype, [&](auto D) {
-        return ddp__cuda_squares_run<decltype(D)::value, UNSCALE>(data, rows, row_count, factor, total,
-                                                                  stream, function);
+    return ddp__cuda_dispatch<DDP__CUDA_FLOATS>(dtype, [&](auto D) {
+        return ddp__cuda_squares_launch<decltype(D)::value, UNSCALE>(data, rows, row_count, factor, total,
+                                                                     stream, function);
     });
 }
 
@@ -1600,10 +1627,10 @@ typedef struct ddp__cuda_copy {
 } ddp__cuda_copy;
 
 template <int N>
-static DDP__HD void ddp__cuda_copy_out(const ddp__cuda_copy &copy, const float *w, size_t at) {
+static DDP__HD void ddp__cuda_write_copy(const ddp__cuda_copy &copy, const float *w, size_t at) {
     uint16_t half[N];
     if (copy.dtype == DDP_F32) {
-        ddp__cuda_put<N>(w, copy.data, at);
+        ddp__cuda_store<N>(w, copy.data, at);
         return;
     }
     DDP__UNROLL
@@ -1612,7 +1639,7 @@ static DDP__HD void ddp__cuda_copy_out(const ddp__cuda_copy &copy, const float *
                   : !copy.stochastic
                       ? ddp__cuda_to_bf16(w[i])
                       : ddp__cuda_to_bf16_random(w[i], copy.key, copy.first_index + at + (size_t)i);
-    ddp__cuda_put<N>(half, copy.data, at);
+    ddp__cuda_store<N>(half, copy.data, at);
 }
 
 /* One step of AdamW or LAMB (ADAM 1), or SGD (ADAM 0), from a struct ddp_update or a ddp_cuda_step_desc. G:
@@ -1637,8 +1664,8 @@ template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
     static DDP__HD T add(T b, T factor, T a) { return ddp__cuda_add(b, ddp__cuda_mul(factor, a)); }
     template <int N> DDP__HD void adam(T *w, T *g, size_t at) const {
         T m[N], v[N];
-        ddp__cuda_get<N>(m, state0, at);
-        ddp__cuda_get<N>(v, state1, at);
+        ddp__cuda_load<N>(m, state0, at);
+        ddp__cuda_load<N>(v, state1, at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) {
             T d;
@@ -1649,18 +1676,18 @@ template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
             g[i] = decay != 0 ? add(d, decay, w[i]) : d;
             w[i] = ddp__cuda_add(ddp__cuda_mul(decay_factor, w[i]), -d);
         }
-        ddp__cuda_put<N>(m, state0, at);
-        ddp__cuda_put<N>(v, state1, at);
+        ddp__cuda_store<N>(m, state0, at);
+        ddp__cuda_store<N>(v, state1, at);
     }
     template <int N> DDP__HD void sgd(T *w, const T *g, size_t at) const {
         T m[N] = {};
         T factor = scale;
         double stored;
         if (scale_at) {
-            ddp__cuda_get<1>(&stored, scale_at, 0);
+            ddp__cuda_load<1>(&stored, scale_at, 0);
             factor = (T)stored;
         }
-        if (state0 && !first) ddp__cuda_get<N>(m, state0, at);
+        if (state0 && !first) ddp__cuda_load<N>(m, state0, at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) {
             T d = ddp__cuda_mul(factor, decay != 0 ? add(g[i], decay, w[i]) : g[i]);
@@ -1668,7 +1695,7 @@ template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
             if (state0) d = nesterov ? add(d, beta1, m[i]) : m[i];
             w[i] = ddp__cuda_add(w[i], -ddp__cuda_mul(rate, d));
         }
-        if (state0) ddp__cuda_put<N>(m, state0, at);
+        if (state0) ddp__cuda_store<N>(m, state0, at);
     }
     template <int N> DDP__HD void run(size_t at) const {
         typename ddp__cuda_type<G>::store in[N];
@@ -1676,11 +1703,11 @@ template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
         float stored;
         if (skip && *skip) return;
         if (grad_scale_at) {
-            ddp__cuda_get<1>(&stored, grad_scale_at, 0);
+            ddp__cuda_load<1>(&stored, grad_scale_at, 0);
             factor = (T)stored;
         }
-        ddp__cuda_get<N>(in, grad, at);
-        ddp__cuda_get<N>(w, value, at);
+        ddp__cuda_load<N>(in, grad, at);
+        ddp__cuda_load<N>(w, value, at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) g[i] = ddp__cuda_mul(factor, ddp__cuda_type<G>::load(in[i]));
         if (ADAM)
@@ -1688,11 +1715,11 @@ template <ddp_dtype G, int ADAM> struct ddp__cuda_update {
         else
             sgd<N>(w, g, at);
         if (lamb)
-            ddp__cuda_put<N>(g, grad, at);
+            ddp__cuda_store<N>(g, grad, at);
         else
-            ddp__cuda_put<N>(w, value, at);
+            ddp__cuda_store<N>(w, value, at);
         if constexpr (G != DDP_F64)
-            if (copy.data) ddp__cuda_copy_out<N>(copy, w, at);
+            if (copy.data) ddp__cuda_write_copy<N>(copy, w, at);
     }
 };
 
@@ -1704,13 +1731,13 @@ static ddp_result ddp__cuda_update_launch(const F &f, int grad_size, size_t coun
               sizes[5] = {size, size, size, grad_size, (int)ddp_dtype_size(f.copy.dtype)};
     uint32_t mask = (1u << F::WIDTH) - 1;
     for (int i = 0; i < 5; i++)
-        if (arrays[i]) mask = ddp__cuda_heads(mask, arrays[i], sizes[i], F::WIDTH);
-    return ddp__cuda_each(f, mask, count, stream, function);
+        if (arrays[i]) mask = ddp__cuda_aligned_heads(mask, arrays[i], sizes[i], F::WIDTH);
+    return ddp__cuda_launch_elements(f, mask, count, stream, function);
 }
 
 /* Checks desc and copies it to out with its defaults resolved. */
-static ddp_result ddp__cuda_step_check(const ddp_cuda_step_desc *desc, ddp_cuda_step_desc *out, int adam,
-                                       const char *function) {
+static ddp_result ddp__cuda_check_step_desc(const ddp_cuda_step_desc *desc, ddp_cuda_step_desc *out, int adam,
+                                            const char *function) {
     if (!desc) return ddp_fail(DDP_ERR_INVALID, "%s: desc is NULL", function);
     *out = *desc;
     if (!out->grad_dtype) out->grad_dtype = DDP_F32;
@@ -1743,10 +1770,10 @@ static ddp_result ddp__cuda_step_check(const ddp_cuda_step_desc *desc, ddp_cuda_
 
 /* Converts a desc with resolved defaults. */
 template <ddp_dtype G, int ADAM>
-static ddp__cuda_update<G, ADAM> ddp__cuda_step_of(const ddp_cuda_step_desc *d) {
+static ddp__cuda_update<G, ADAM> ddp__cuda_update_of(const ddp_cuda_step_desc *d) {
     const double step = (double)d->step, lr = (double)d->lr;
-    const uint64_t key = ddp__cuda_mix(ddp__cuda_mix(d->seed + UINT64_C(0x9e3779b97f4a7c15))
-                                       + (uint64_t)d->step);
+    const uint64_t key = ddp__cuda_splitmix64(ddp__cuda_splitmix64(d->seed + UINT64_C(0x9e3779b97f4a7c15))
+                                              + (uint64_t)d->step);
     const ddp__cuda_copy copy = {d->copy, d->copy_dtype, d->stochastic, key, d->first_index};
     /* The conversion to float keeps the host compiler from fusing the two operations. */
     const float decay_factor = 1.0f - (float)(lr * d->weight_decay);
@@ -1801,9 +1828,9 @@ static ddp__cuda_update<G, ADAM> ddp__cuda_step_of(const ddp_cuda_step_desc *d) 
 template <int ADAM>
 static ddp_result ddp__cuda_step(const ddp_cuda_step_desc *desc, cudaStream_t stream, const char *function) {
     ddp_cuda_step_desc d;
-    DDP_TRY(ddp__cuda_step_check(desc, &d, ADAM, function));
-    return ddp__cuda_by<DDP__CUDA_FLOATS_32>(d.grad_dtype, [&](auto G) {
-        return ddp__cuda_update_launch(ddp__cuda_step_of<decltype(G)::value, ADAM>(&d),
+    DDP_TRY(ddp__cuda_check_step_desc(desc, &d, ADAM, function));
+    return ddp__cuda_dispatch<DDP__CUDA_FLOATS_32>(d.grad_dtype, [&](auto G) {
+        return ddp__cuda_update_launch(ddp__cuda_update_of<decltype(G)::value, ADAM>(&d),
                                        (int)ddp_dtype_size(d.grad_dtype), d.count, stream, function);
     });
 }
@@ -1835,7 +1862,7 @@ template <ddp_dtype D, int ADAM> static ddp_result ddp__cuda_update_run(const dd
         NULL,
         {},
     };
-    return ddp__cuda_update_launch(f, (int)sizeof(T), u->count, ddp__cuda_mine.stream,
+    return ddp__cuda_update_launch(f, (int)sizeof(T), u->count, ddp__cuda_this_thread.stream,
                                    "ddp_device_cuda update");
 }
 
@@ -1847,8 +1874,8 @@ struct ddp__cuda_clip {
     template <int N> DDP__HD void run(size_t) const {
         float n = (float)ddp__cuda_sqrt(ddp__cuda_exact_value(sum)),
               f = n > limit && n <= 3.402823466e38f ? ddp__cuda_div(limit, n) : 1.0f;
-        ddp__cuda_put<1>(&f, factor, 0);
-        ddp__cuda_put<1>(&n, norm, 0);
+        ddp__cuda_store<1>(&f, factor, 0);
+        ddp__cuda_store<1>(&n, norm, 0);
     }
 };
 
@@ -1863,36 +1890,40 @@ struct ddp__cuda_trust {
         double rate = value == 0 || grad == 0
                           ? lr
                           : ddp__cuda_mul(lr, ddp__cuda_div(ddp__cuda_mul(c, value), below));
-        ddp__cuda_put<1>(&rate, out, at);
+        ddp__cuda_store<1>(&rate, out, at);
     }
 };
 
 static void ddp__cuda_optimizer_update(const ddp_update *u) {
-    ddp__cuda_keep(ddp__cuda_by<DDP_F32, DDP_F64>(u->dtype, [&](auto D) {
+    ddp__cuda_save_failure(ddp__cuda_dispatch<DDP_F32, DDP_F64>(u->dtype, [&](auto D) {
         if (u->kind == DDP_UPDATE_SGD) return ddp__cuda_update_run<decltype(D)::value, 0>(u);
         return ddp__cuda_update_run<decltype(D)::value, 1>(u);
     }));
 }
 
 static void ddp__cuda_optimizer_scale(void *data, size_t count, ddp_dtype dtype, const float *factor) {
-    ddp__cuda_keep(ddp__cuda_by<DDP_F32, DDP_F64>(dtype, [&](auto D) {
+    ddp__cuda_save_failure(ddp__cuda_dispatch<DDP_F32, DDP_F64>(dtype, [&](auto D) {
         const ddp__cuda_convert<decltype(D)::value, decltype(D)::value,
                                 typename ddp__cuda_type<decltype(D)::value>::math>
             f = {data, data, 1, factor};
-        uint32_t mask = ddp__cuda_heads((1u << f.WIDTH) - 1, data, (int)ddp_dtype_size(dtype), f.WIDTH);
-        return ddp__cuda_each(f, mask, count, ddp__cuda_mine.stream, "ddp_device_cuda scale");
+        uint32_t mask = ddp__cuda_aligned_heads((1u << f.WIDTH) - 1, data, (int)ddp_dtype_size(dtype),
+                                                f.WIDTH);
+        return ddp__cuda_launch_elements(f, mask, count, ddp__cuda_this_thread.stream,
+                                         "ddp_device_cuda scale");
     }));
 }
 
 static void ddp__cuda_optimizer_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
     const ddp__cuda_clip f = {sum, limit, factor, norm};
-    ddp__cuda_keep(ddp__cuda_each(f, 1, 1, ddp__cuda_mine.stream, "ddp_device_cuda clip"));
+    ddp__cuda_save_failure(
+        ddp__cuda_launch_elements(f, 1, 1, ddp__cuda_this_thread.stream, "ddp_device_cuda clip"));
 }
 
 static void ddp__cuda_optimizer_trust(const ddp_exact_sum *sums, size_t count, double lr, double c,
                                       double decay, double *out) {
     const ddp__cuda_trust f = {sums, lr, c, decay, out};
-    ddp__cuda_keep(ddp__cuda_each(f, 1, count, ddp__cuda_mine.stream, "ddp_device_cuda trust"));
+    ddp__cuda_save_failure(
+        ddp__cuda_launch_elements(f, 1, count, ddp__cuda_this_thread.stream, "ddp_device_cuda trust"));
 }
 
 // clang-format off
@@ -1925,10 +1956,10 @@ template <ddp_dtype S> struct ddp__cuda_quantise {
     DDP__HD int load(store *in, size_t at) const {
         int n = at >= count ? 0 : count - at < EACH ? (int)(count - at) : (int)EACH;
         if (n == EACH && src_aligned)
-            ddp__cuda_get<EACH>(in, src, at);
+            ddp__cuda_load<EACH>(in, src, at);
         else
             for (int i = 0; i < EACH; i++)
-                if (i < n) ddp__cuda_get<1>(in + i, src, at + (size_t)i);
+                if (i < n) ddp__cuda_load<1>(in + i, src, at + (size_t)i);
         return n;
     }
     DDP__HD uint32_t partial(size_t block, int lane, int64_t *) const {
@@ -1961,11 +1992,11 @@ template <ddp_dtype S> struct ddp__cuda_quantise {
         for (int i = 0; i < EACH; i++)
             out[i] = special || zero ? (int8_t)0 : quantise(type::load(in[i]), scale);
         if (n == EACH && q_aligned)
-            ddp__cuda_put<EACH>(out, q, at);
+            ddp__cuda_store<EACH>(out, q, at);
         else
             for (int i = 0; i < EACH; i++)
-                if (i < n) ddp__cuda_put<1>(out + i, q, at + (size_t)i);
-        if (lane == 0) ddp__cuda_put<1>(&scale, scales, block);
+                if (i < n) ddp__cuda_store<1>(out + i, q, at + (size_t)i);
+        if (lane == 0) ddp__cuda_store<1>(&scale, scales, block);
     }
     DDP__HD void flush(const int64_t *) const {}
 };
@@ -1981,28 +2012,29 @@ template <ddp_dtype D> struct ddp__cuda_dequantise {
         int8_t in[N];
         typename ddp__cuda_type<D>::store out[N];
         float scale;
-        ddp__cuda_get<N>(in, q, at);
-        ddp__cuda_get<1>(&scale, scales, at / DDP_CUDA_QUANT_BLOCK);
+        ddp__cuda_load<N>(in, q, at);
+        ddp__cuda_load<1>(&scale, scales, at / DDP_CUDA_QUANT_BLOCK);
         DDP__UNROLL
         for (int i = 0; i < N; i++) out[i] = ddp__cuda_type<D>::save(ddp__cuda_mul((float)in[i], scale));
-        ddp__cuda_put<N>(out, dst, at);
+        ddp__cuda_store<N>(out, dst, at);
     }
 };
 
 template <ddp_dtype S>
-static ddp_result ddp__cuda_quantise_run(int8_t *q, float *scales, const void *src, size_t count,
-                                         cudaStream_t stream) {
+static ddp_result ddp__cuda_quantise_launch(int8_t *q, float *scales, const void *src, size_t count,
+                                            cudaStream_t stream) {
     const ddp__cuda_quantise<S> f = {src, q, scales, count, (uintptr_t)src % 16 == 0, (uintptr_t)q % 8 == 0};
-    return ddp__cuda_rows(f, count / DDP_CUDA_QUANT_BLOCK + (count % DDP_CUDA_QUANT_BLOCK != 0), stream,
-                          "ddp_cuda_quantise8");
+    return ddp__cuda_launch_rows(f, count / DDP_CUDA_QUANT_BLOCK + (count % DDP_CUDA_QUANT_BLOCK != 0),
+                                 stream, "ddp_cuda_quantise8");
 }
 
 template <ddp_dtype D>
-static ddp_result ddp__cuda_dequantise_run(void *dst, const int8_t *q, const float *scales, size_t count,
-                                           cudaStream_t stream) {
+static ddp_result ddp__cuda_dequantise_launch(void *dst, const int8_t *q, const float *scales, size_t count,
+                                              cudaStream_t stream) {
     const ddp__cuda_dequantise<D> f = {dst, q, scales};
-    uint32_t mask = ddp__cuda_heads(1, dst, (int)sizeof(typename ddp__cuda_type<D>::store), 4);
-    return ddp__cuda_each(f, ddp__cuda_heads(mask, q, 1, 4), count, stream, "ddp_cuda_dequantise8");
+    uint32_t mask = ddp__cuda_aligned_heads(1, dst, (int)sizeof(typename ddp__cuda_type<D>::store), 4);
+    return ddp__cuda_launch_elements(f, ddp__cuda_aligned_heads(mask, q, 1, 4), count, stream,
+                                     "ddp_cuda_dequantise8");
 }
 
 //== layers ================================================================================ >>impl-layers
@@ -2013,16 +2045,20 @@ static ddp_result ddp__cuda_dequantise_run(void *dst, const int8_t *q, const flo
 #if defined(DDP_TENSOR_KERNELS_H)
 #define DDP__CUDA_LAYER "ddp_device_cuda layer"
 #if defined(__CUDA_ARCH__) /* memory of layers is aligned to its elements */
-template <class T> static DDP__HD T ddp__cuda_at(const void *base, int64_t i) { return ((const T *)base)[i]; }
-template <class T> static DDP__HD void ddp__cuda_set(void *base, int64_t i, T x) { ((T *)base)[i] = x; }
+template <class T> static DDP__HD T ddp__cuda_layer_load(const void *base, int64_t i) {
+    return ((const T *)base)[i];
+}
+template <class T> static DDP__HD void ddp__cuda_layer_store(void *base, int64_t i, T x) {
+    ((T *)base)[i] = x;
+}
 #else
-template <class T> static DDP__HD T ddp__cuda_at(const void *base, int64_t i) {
+template <class T> static DDP__HD T ddp__cuda_layer_load(const void *base, int64_t i) {
     T x;
-    ddp__cuda_get<1>(&x, base, (size_t)i);
+    ddp__cuda_load<1>(&x, base, (size_t)i);
     return x;
 }
-template <class T> static DDP__HD void ddp__cuda_set(void *base, int64_t i, T x) {
-    ddp__cuda_put<1>(&x, base, (size_t)i);
+template <class T> static DDP__HD void ddp__cuda_layer_store(void *base, int64_t i, T x) {
+    ddp__cuda_store<1>(&x, base, (size_t)i);
 }
 #endif
 template <class T> static DDP__HD T ddp__cuda_sigmoid(T x) { return 1 / (1 + exp(-x)); }
@@ -2054,58 +2090,60 @@ template <class F> struct ddp__cuda_layer_cells {
     }
 };
 template <class F, class... Fields>
-static ddp_result ddp__cuda_cells(int64_t rows, int64_t columns, Fields... fields_of_f) {
+static ddp_result ddp__cuda_launch_cells(int64_t rows, int64_t columns, Fields... fields_of_f) {
     const ddp__cuda_layer_cells<F> all = {{fields_of_f...}, columns};
-    return ddp__cuda_each(all, 1, (size_t)(rows * columns), ddp__cuda_mine.stream, DDP__CUDA_LAYER);
+    return ddp__cuda_launch_elements(all, 1, (size_t)(rows * columns), ddp__cuda_this_thread.stream,
+                                     DDP__CUDA_LAYER);
 }
 
 /* Matrix product without cuBLASLt. */
-template <class T> struct ddp__cuda_product {
+template <class T> struct ddp__cuda_gemm_cell {
     ddp_gemm g;
     DDP__HD void cell(int64_t i, int64_t j) const {
-        T sum = g.accumulate ? ddp__cuda_at<T>(g.c, i * g.ldc + j) : 0;
+        T sum = g.accumulate ? ddp__cuda_layer_load<T>(g.c, i * g.ldc + j) : 0;
         for (int64_t k = 0; k < g.k; k++)
-            sum += ddp__cuda_at<T>(g.a, g.trans_a ? k * g.lda + i : i * g.lda + k)
-                   * ddp__cuda_at<T>(g.b, g.trans_b ? j * g.ldb + k : k * g.ldb + j);
-        ddp__cuda_set<T>(g.c, i * g.ldc + j, sum);
+            sum += ddp__cuda_layer_load<T>(g.a, g.trans_a ? k * g.lda + i : i * g.lda + k)
+                   * ddp__cuda_layer_load<T>(g.b, g.trans_b ? j * g.ldb + k : k * g.ldb + j);
+        ddp__cuda_layer_store<T>(g.c, i * g.ldc + j, sum);
     }
 };
 static ddp_result ddp__cuda_plain_gemm(const ddp_gemm *g) {
-    if (g->dtype == DDP_F32) return ddp__cuda_cells<ddp__cuda_product<float>>(g->m, g->n, *g);
-    return ddp__cuda_cells<ddp__cuda_product<double>>(g->m, g->n, *g);
+    if (g->dtype == DDP_F32) return ddp__cuda_launch_cells<ddp__cuda_gemm_cell<float>>(g->m, g->n, *g);
+    return ddp__cuda_launch_cells<ddp__cuda_gemm_cell<double>>(g->m, g->n, *g);
 }
 
-template <class T> struct ddp__cuda_copied {
+template <class T> struct ddp__cuda_copy_cell {
     const void *x;
     int64_t x_step;
     void *y;
     int64_t y_step;
     DDP__HD void cell(int64_t i, int64_t j) const {
-        ddp__cuda_set<T>(y, i * y_step + j, ddp__cuda_at<T>(x, i * x_step + j));
+        ddp__cuda_layer_store<T>(y, i * y_step + j, ddp__cuda_layer_load<T>(x, i * x_step + j));
     }
 };
 template <class T>
 static ddp_result ddp__cuda_copy_rows(int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y,
                                       int64_t y_step) {
-    return ddp__cuda_cells<ddp__cuda_copied<T>>(rows, columns, x, x_step, y, y_step);
+    return ddp__cuda_launch_cells<ddp__cuda_copy_cell<T>>(rows, columns, x, x_step, y, y_step);
 }
 
-template <class T> struct ddp__cuda_biased {
+template <class T> struct ddp__cuda_bias_cell {
     const void *bias;
     void *y;
     int64_t y_step;
     DDP__HD void cell(int64_t i, int64_t j) const {
-        ddp__cuda_set<T>(y, i * y_step + j, ddp__cuda_at<T>(y, i * y_step + j) + ddp__cuda_at<T>(bias, j));
+        ddp__cuda_layer_store<T>(
+            y, i * y_step + j, ddp__cuda_layer_load<T>(y, i * y_step + j) + ddp__cuda_layer_load<T>(bias, j));
     }
 };
 template <class T>
 static ddp_result ddp__cuda_add_bias(int64_t rows, int64_t columns, const void *bias, void *y,
                                      int64_t y_step) {
-    return ddp__cuda_cells<ddp__cuda_biased<T>>(rows, columns, bias, y, y_step);
+    return ddp__cuda_launch_cells<ddp__cuda_bias_cell<T>>(rows, columns, bias, y, y_step);
 }
 
 /* Activation, or its backward if dy is not NULL. A gated row has `columns` gates and `columns` ups. */
-template <class T> struct ddp__cuda_activated {
+template <class T> struct ddp__cuda_activation_cell {
     ddp_tp_activation form;
     int64_t columns;
     const void *x, *dy;
@@ -2114,90 +2152,94 @@ template <class T> struct ddp__cuda_activated {
     DDP__HD void cell(int64_t i, int64_t j) const {
         int gated = form == DDP_TP_SILU_GATED;
         int64_t at = i * columns + j, from = gated ? at + i * columns : at;
-        T value = ddp__cuda_at<T>(x, from), up = gated ? ddp__cuda_at<T>(x, from + columns) : 1;
+        T value = ddp__cuda_layer_load<T>(x, from),
+          up = gated ? ddp__cuda_layer_load<T>(x, from + columns) : 1;
         T s = ddp__cuda_sigmoid(form == DDP_TP_GELU ? bend(value) : value), d;
         if (!dy) {
-            ddp__cuda_set<T>(out, at, form == DDP_TP_RELU ? (value < 0 ? 0 : value) : value * s * up);
+            ddp__cuda_layer_store<T>(out, at, form == DDP_TP_RELU ? (value < 0 ? 0 : value) : value * s * up);
             return;
         }
-        d = ddp__cuda_at<T>(dy, at);
-        if (gated) ddp__cuda_set<T>(out, from + columns, d * value * s);
+        d = ddp__cuda_layer_load<T>(dy, at);
+        if (gated) ddp__cuda_layer_store<T>(out, from + columns, d * value * s);
         if (form == DDP_TP_RELU)
             d = value > 0 ? d : value <= 0 ? 0 : value;
         else if (gated)
             d *= up * s * (1 + value * (1 - s));
         else
             d *= s + value * s * (1 - s) * (T)1.5957691216057307 * (1 + (T)(3 * 0.044715) * value * value);
-        ddp__cuda_set<T>(out, from, d);
+        ddp__cuda_layer_store<T>(out, from, d);
     }
 };
 template <class T>
-static ddp_result ddp__cuda_activate_backward(ddp_tp_activation form, int64_t rows, int64_t columns,
+static ddp_result ddp__cuda_activate_backward(ddp_tp_activation activation, int64_t rows, int64_t columns,
                                               const void *x, const void *dy, void *dx) {
-    return ddp__cuda_cells<ddp__cuda_activated<T>>(rows, columns, form, columns, x, dy, dx);
+    return ddp__cuda_launch_cells<ddp__cuda_activation_cell<T>>(rows, columns, activation, columns, x, dy,
+                                                                dx);
 }
 template <class T>
-static ddp_result ddp__cuda_activate(ddp_tp_activation form, int64_t rows, int64_t columns, const void *x,
-                                     void *y) {
-    return ddp__cuda_activate_backward<T>(form, rows, columns, x, NULL, y);
+static ddp_result ddp__cuda_activate(ddp_tp_activation activation, int64_t rows, int64_t columns,
+                                     const void *x, void *y) {
+    return ddp__cuda_activate_backward<T>(activation, rows, columns, x, NULL, y);
 }
 
-template <class T> struct ddp__cuda_dropped {
+template <class T> struct ddp__cuda_dropout_cell {
     ddp_dropout op;
     DDP__HD void cell(int64_t i, int64_t j) const {
         int64_t at = i * op.columns + j;
         int drop = ddp__cuda_philox(op.key, (uint64_t)(op.first + i * op.step + j)) < op.threshold;
-        ddp__cuda_set<T>(op.y, at, drop ? 0 : ddp__cuda_at<T>(op.x, at) * (T)op.scale);
+        ddp__cuda_layer_store<T>(op.y, at, drop ? 0 : ddp__cuda_layer_load<T>(op.x, at) * (T)op.scale);
     }
 };
 template <class T> static ddp_result ddp__cuda_dropout(const ddp_dropout *op) {
-    return ddp__cuda_cells<ddp__cuda_dropped<T>>(op->rows, op->columns, *op);
+    return ddp__cuda_launch_cells<ddp__cuda_dropout_cell<T>>(op->rows, op->columns, *op);
 }
 
 /* Rows with index[] in host memory. Each launch passes as many indices as fit into a kernel's arguments, so
    that the host does not wait for a copy. */
-#define DDP__CUDA_INDICES 896
-template <class Op> struct ddp__cuda_layer_part {
+#define DDP__CUDA_LAUNCH_INDICES 896
+template <class Op> struct ddp__cuda_indexed_rows {
     Op op;
     int64_t begin, count;
-    int32_t index[DDP__CUDA_INDICES];
+    int32_t index[DDP__CUDA_LAUNCH_INDICES];
 };
-static_assert(sizeof(ddp__cuda_layer_part<ddp_loss>) + sizeof(size_t) <= 4096,
+static_assert(sizeof(ddp__cuda_indexed_rows<ddp_loss>) + sizeof(size_t) <= 4096,
               "a kernel's arguments are limited to 4 KiB");
 
 template <class F, class Op>
-static ddp_result ddp__cuda_layer_parts(const Op *op, const int32_t *index,
-                                        ddp_result (*launch)(const F &, size_t, cudaStream_t, const char *)) {
+static ddp_result ddp__cuda_launch_indexed(const Op *op, const int32_t *index,
+                                           ddp_result (*launch)(const F &, size_t, cudaStream_t,
+                                                                const char *)) {
     F f = {};
     f.op = *op;
     for (; f.begin < op->rows; f.begin += f.count) {
-        f.count = op->rows - f.begin < DDP__CUDA_INDICES ? op->rows - f.begin : DDP__CUDA_INDICES;
+        f.count = op->rows - f.begin < DDP__CUDA_LAUNCH_INDICES ? op->rows - f.begin
+                                                                : DDP__CUDA_LAUNCH_INDICES;
         memcpy(f.index, index + f.begin, (size_t)f.count * sizeof *f.index);
-        DDP_TRY(launch(f, (size_t)f.count, ddp__cuda_mine.stream, DDP__CUDA_LAYER));
+        DDP_TRY(launch(f, (size_t)f.count, ddp__cuda_this_thread.stream, DDP__CUDA_LAYER));
     }
     return DDP_OK;
 }
 
 /* Embedding lookup. BACK: the first row of a token adds all rows of this token, in order. These are the
    additions of the CPU. */
-template <class T, int BACK> struct ddp__cuda_looked_up : ddp__cuda_layer_part<ddp_lookup> {
+template <class T, int BACK> struct ddp__cuda_lookup_row : ddp__cuda_indexed_rows<ddp_lookup> {
     DDP__HD void chunk(size_t row, size_t thread, size_t threads) const {
         int64_t me = (int64_t)row, n = op.columns, from = index[me] - op.first,
                 here = from >= 0 && from < op.count;
         for (int64_t k = 0; BACK && k < me && here; k++) here = index[k] != index[me];
         for (int64_t j = (int64_t)thread; j < n && (here || !BACK); j += (int64_t)threads) {
-            T x = here ? ddp__cuda_at<T>(BACK ? op.out : op.in, from * n + j) : 0;
+            T x = here ? ddp__cuda_layer_load<T>(BACK ? op.out : op.in, from * n + j) : 0;
             for (int64_t k = me; BACK && k < count; k++)
-                if (index[k] == index[me]) x += ddp__cuda_at<T>(op.in, (begin + k) * n + j);
-            ddp__cuda_set<T>(op.out, (BACK ? from : begin + me) * n + j, x);
+                if (index[k] == index[me]) x += ddp__cuda_layer_load<T>(op.in, (begin + k) * n + j);
+            ddp__cuda_layer_store<T>(op.out, (BACK ? from : begin + me) * n + j, x);
         }
     }
 };
 template <class T> static ddp_result ddp__cuda_lookup(const ddp_lookup *op) {
-    return ddp__cuda_layer_parts(op, op->index, ddp__cuda_chunks<ddp__cuda_looked_up<T, 0>>);
+    return ddp__cuda_launch_indexed(op, op->index, ddp__cuda_launch_chunks<ddp__cuda_lookup_row<T, 0>>);
 }
 template <class T> static ddp_result ddp__cuda_lookup_backward(const ddp_lookup *op) {
-    return ddp__cuda_layer_parts(op, op->index, ddp__cuda_chunks<ddp__cuda_looked_up<T, 1>>);
+    return ddp__cuda_launch_indexed(op, op->index, ddp__cuda_launch_chunks<ddp__cuda_lookup_row<T, 1>>);
 }
 
 /* Base of row kernels with N sums. */
@@ -2210,11 +2252,11 @@ template <int N, int THREADS, class Part> struct ddp__cuda_layer_rows : Part {
     }
     DDP__HD void flush(const int64_t *) const {}
 };
-template <class Op> struct ddp__cuda_layer_op { Op op; };
-template <class F, class Op> static ddp_result ddp__cuda_layer_teams(const Op &op, int64_t count) {
+template <class Op> struct ddp__cuda_plain_rows { Op op; };
+template <class F, class Op> static ddp_result ddp__cuda_launch_sums(const Op &op, int64_t count) {
     F f = {};
     f.op = op;
-    return ddp__cuda_rows(f, (size_t)count, ddp__cuda_mine.stream, DDP__CUDA_LAYER);
+    return ddp__cuda_launch_rows(f, (size_t)count, ddp__cuda_this_thread.stream, DDP__CUDA_LAYER);
 }
 
 /* Column sums over rows: of x; or, with stats, of dy * h and dy for norm_backward. The teams of four
@@ -2222,22 +2264,22 @@ template <class F, class Op> static ddp_result ddp__cuda_layer_teams(const Op &o
 struct ddp__cuda_column_sums {
     int64_t rows, columns;
     const void *dy, *x, *stats;
-    int accumulate, second; /* second: 1 = also writes the sums of dy to the next row of out */
+    int accumulate, also_dy; /* second: 1 = also writes the sums of dy to the next row of out */
     void *out;
 };
 template <class T>
-struct ddp__cuda_layer_columns : ddp__cuda_layer_rows<2, 8, ddp__cuda_layer_op<ddp__cuda_column_sums>> {
+struct ddp__cuda_layer_columns : ddp__cuda_layer_rows<2, 8, ddp__cuda_plain_rows<ddp__cuda_column_sums>> {
     typedef ddp__cuda_sums<2> value;
     DDP__HD value partial(size_t column, int lane, int64_t *) const {
         const ddp__cuda_column_sums &op = this->op;
         value v = {};
         for (int64_t i = lane; i < op.rows; i += 8) {
             int64_t at = i * op.columns + (int64_t)column;
-            T d = ddp__cuda_at<T>(op.dy, at);
+            T d = ddp__cuda_layer_load<T>(op.dy, at);
             v.at[1] += (double)d;
             if (op.stats)
-                d *= (ddp__cuda_at<T>(op.x, at) - ddp__cuda_at<T>(op.stats, 2 * i))
-                     * ddp__cuda_at<T>(op.stats, 2 * i + 1);
+                d *= (ddp__cuda_layer_load<T>(op.x, at) - ddp__cuda_layer_load<T>(op.stats, 2 * i))
+                     * ddp__cuda_layer_load<T>(op.stats, 2 * i + 1);
             v.at[0] += (double)d;
         }
         return v;
@@ -2245,23 +2287,24 @@ struct ddp__cuda_layer_columns : ddp__cuda_layer_rows<2, 8, ddp__cuda_layer_op<d
     DDP__HD void finish(size_t column, const value &v, int lane, int64_t *) const {
         const ddp__cuda_column_sums &op = this->op;
         int64_t to = (int64_t)column + lane * op.columns;
-        if (lane <= op.second)
-            ddp__cuda_set<T>(op.out, to,
-                             (T)(v.at[lane] + (op.accumulate ? (double)ddp__cuda_at<T>(op.out, to) : 0)));
+        if (lane <= op.also_dy)
+            ddp__cuda_layer_store<T>(
+                op.out, to,
+                (T)(v.at[lane] + (op.accumulate ? (double)ddp__cuda_layer_load<T>(op.out, to) : 0)));
     }
 };
 template <class T>
 static ddp_result ddp__cuda_sum_rows(int64_t rows, int64_t columns, const void *x, int accumulate,
                                      void *out) {
     const ddp__cuda_column_sums op = {rows, columns, x, NULL, NULL, accumulate, 0, out};
-    return ddp__cuda_layer_teams<ddp__cuda_layer_columns<T>>(op, columns);
+    return ddp__cuda_launch_sums<ddp__cuda_layer_columns<T>>(op, columns);
 }
 
 /* Layer norm and RMS norm. Three sums: the count, the mean, and the sum of squared deviations. Two parts are
    merged as in Chan et al. (1979). */
-template <class T> struct ddp__cuda_layer_norm : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_op<ddp_norm>> {
+template <class T> struct ddp__cuda_layer_norm : ddp__cuda_layer_rows<3, 32, ddp__cuda_plain_rows<ddp_norm>> {
     DDP__HD double x(size_t row, int64_t j) const {
-        return (double)ddp__cuda_at<T>(op.x, (int64_t)row * op.columns + j);
+        return (double)ddp__cuda_layer_load<T>(op.x, (int64_t)row * op.columns + j);
     }
     DDP__HD value partial(size_t row, int lane, int64_t *) const {
         value v = {};
@@ -2284,25 +2327,28 @@ template <class T> struct ddp__cuda_layer_norm : ddp__cuda_layer_rows<3, 32, ddp
     }
     DDP__HD void finish(size_t row, const value &v, int lane, int64_t *) const {
         double scale = 1 / sqrt(v.at[2] / (double)op.columns + op.eps);
-        if (lane < 2) ddp__cuda_set<T>(op.stats, 2 * (int64_t)row + lane, (T)(lane ? scale : v.at[1]));
+        if (lane < 2)
+            ddp__cuda_layer_store<T>(op.stats, 2 * (int64_t)row + lane, (T)(lane ? scale : v.at[1]));
         for (int64_t j = lane; j < op.columns; j += 32)
-            ddp__cuda_set<T>(op.y, (int64_t)row * op.columns + j,
-                             (T)((x(row, j) - v.at[1]) * scale) * ddp__cuda_at<T>(op.weight, j)
-                                 + (op.bias ? ddp__cuda_at<T>(op.bias, j) : 0));
+            ddp__cuda_layer_store<T>(op.y, (int64_t)row * op.columns + j,
+                                     (T)((x(row, j) - v.at[1]) * scale)
+                                             * ddp__cuda_layer_load<T>(op.weight, j)
+                                         + (op.bias ? ddp__cuda_layer_load<T>(op.bias, j) : 0));
     }
 };
 template <class T> static ddp_result ddp__cuda_norm(const ddp_norm *op) {
-    return ddp__cuda_layer_teams<ddp__cuda_layer_norm<T>>(*op, op->rows);
+    return ddp__cuda_launch_sums<ddp__cuda_layer_norm<T>>(*op, op->rows);
 }
 
 template <class T>
-struct ddp__cuda_layer_norm_back : ddp__cuda_layer_rows<2, 32, ddp__cuda_layer_op<ddp_norm_backward>> {
+struct ddp__cuda_layer_norm_backward : ddp__cuda_layer_rows<2, 32, ddp__cuda_plain_rows<ddp_norm_backward>> {
     DDP__HD T g(int64_t row, int64_t j) const {
-        return ddp__cuda_at<T>(op.dy, row * op.columns + j) * ddp__cuda_at<T>(op.weight, j);
+        return ddp__cuda_layer_load<T>(op.dy, row * op.columns + j) * ddp__cuda_layer_load<T>(op.weight, j);
     }
     DDP__HD T h(int64_t row, int64_t j) const {
-        return (ddp__cuda_at<T>(op.x, row * op.columns + j) - ddp__cuda_at<T>(op.stats, 2 * row))
-               * ddp__cuda_at<T>(op.stats, 2 * row + 1);
+        return (ddp__cuda_layer_load<T>(op.x, row * op.columns + j)
+                - ddp__cuda_layer_load<T>(op.stats, 2 * row))
+               * ddp__cuda_layer_load<T>(op.stats, 2 * row + 1);
     }
     DDP__HD value partial(size_t row, int lane, int64_t *) const {
         value v = {};
@@ -2314,9 +2360,9 @@ struct ddp__cuda_layer_norm_back : ddp__cuda_layer_rows<2, 32, ddp__cuda_layer_o
     }
     DDP__HD void finish(size_t row, const value &v, int lane, int64_t *) const {
         T mean = (T)(v.at[0] / (double)op.columns), along = (T)(v.at[1] / (double)op.columns),
-          scale = ddp__cuda_at<T>(op.stats, 2 * (int64_t)row + 1);
+          scale = ddp__cuda_layer_load<T>(op.stats, 2 * (int64_t)row + 1);
         for (int64_t j = lane, i = (int64_t)row; j < op.columns; j += 32)
-            ddp__cuda_set<T>(op.dx, i * op.columns + j, scale * (g(i, j) - mean - h(i, j) * along));
+            ddp__cuda_layer_store<T>(op.dx, i * op.columns + j, scale * (g(i, j) - mean - h(i, j) * along));
     }
 };
 
@@ -2324,8 +2370,8 @@ struct ddp__cuda_layer_norm_back : ddp__cuda_layer_rows<2, 32, ddp__cuda_layer_o
 template <class T> static ddp_result ddp__cuda_norm_backward(const ddp_norm_backward *op) {
     const ddp__cuda_column_sums sums = {op->rows,  op->columns, op->dy,   op->x,
                                         op->stats, 1,           !op->rms, op->sums};
-    if (op->sums) DDP_TRY(ddp__cuda_layer_teams<ddp__cuda_layer_columns<T>>(sums, op->columns));
-    return op->dx ? ddp__cuda_layer_teams<ddp__cuda_layer_norm_back<T>>(*op, op->rows) : DDP_OK;
+    if (op->sums) DDP_TRY(ddp__cuda_launch_sums<ddp__cuda_layer_columns<T>>(sums, op->columns));
+    return op->dx ? ddp__cuda_launch_sums<ddp__cuda_layer_norm_backward<T>>(*op, op->rows) : DDP_OK;
 }
 
 /* Cross-entropy in three steps, with a reduction over ranks after the first two.
@@ -2333,7 +2379,7 @@ template <class T> static ddp_result ddp__cuda_norm_backward(const ddp_norm_back
      STEP 1   loss_sum   the target's logit, found by one lane of one rank, and the sum of exponentials
      STEP 2   loss_end   one lane reads all three for the others; max[i] becomes the loss */
 template <class T, int STEP>
-struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_part<ddp_loss>> {
+struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<3, 32, ddp__cuda_indexed_rows<ddp_loss>> {
     typedef ddp__cuda_sums<3> value;
     static DDP__HD value join(const value &a, const value &b) {
         return {{a.at[0] + b.at[0], a.at[1] + b.at[1], b.at[2] > a.at[2] ? b.at[2] : a.at[2]}};
@@ -2342,18 +2388,18 @@ struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_part<d
         const ddp_loss &op = this->op;
         int64_t i = this->begin + (int64_t)row, at = i * op.columns, target = this->index[row] - op.first;
         value v = {{0, 0, -(double)INFINITY}};
-        T most = STEP == 1 ? ddp__cuda_at<T>(op.max, i) : 0;
+        T most = STEP == 1 ? ddp__cuda_layer_load<T>(op.max, i) : 0;
         if (STEP == 2 && lane == 0)
             for (int k = 0; k < 3; k++)
-                v.at[k] = (double)(k == 2 ? ddp__cuda_at<T>(op.max, i)
-                                          : ddp__cuda_at<T>(op.sums, k * op.rows + i));
+                v.at[k] = (double)(k == 2 ? ddp__cuda_layer_load<T>(op.max, i)
+                                          : ddp__cuda_layer_load<T>(op.sums, k * op.rows + i));
         for (int64_t j = lane; j < op.count && this->index[row] != op.ignore && STEP != 2; j += 32) {
-            T x = ddp__cuda_at<T>(op.logits, at + j) - most, e = exp(x);
+            T x = ddp__cuda_layer_load<T>(op.logits, at + j) - most, e = exp(x);
             v.at[2] = (double)x > v.at[2] ? (double)x : v.at[2];
             if (STEP == 0) continue;
             v.at[0] += j == target ? (double)x : 0;
             v.at[1] += (double)e;
-            if (op.dlogits) ddp__cuda_set<T>(op.dlogits, at + j, e);
+            if (op.dlogits) ddp__cuda_layer_store<T>(op.dlogits, at + j, e);
         }
         return v;
     }
@@ -2361,24 +2407,24 @@ struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_part<d
         const ddp_loss &op = this->op;
         int64_t i = this->begin + (int64_t)row, at = i * op.columns, target = this->index[row] - op.first,
                 words = this->index[row] == op.ignore ? 0 : op.count;
-        if (STEP == 0 && lane == 0) ddp__cuda_set<T>(op.max, i, (T)v.at[2]);
-        if (STEP == 1 && lane < 2) ddp__cuda_set<T>(op.sums, lane * op.rows + i, (T)v.at[lane]);
+        if (STEP == 0 && lane == 0) ddp__cuda_layer_store<T>(op.max, i, (T)v.at[2]);
+        if (STEP == 1 && lane < 2) ddp__cuda_layer_store<T>(op.sums, lane * op.rows + i, (T)v.at[lane]);
         if (STEP != 2) return;
         double log_sum = log(v.at[1]), all = v.at[2] + log_sum,
                factor = op.scale * (1 + 2 * op.z_loss * all) / v.at[1];
         T loss = this->index[row] == op.ignore
                      ? 0
                      : (T)(log_sum - v.at[0] + (op.z_loss > 0 ? op.z_loss * all * all : 0));
-        if (lane == 0) ddp__cuda_set<T>(op.max, i, loss);
-        if (lane == 0 && op.losses) ddp__cuda_set<T>(op.losses, i, loss);
+        if (lane == 0) ddp__cuda_layer_store<T>(op.max, i, loss);
+        if (lane == 0 && op.losses) ddp__cuda_layer_store<T>(op.losses, i, loss);
         for (int64_t j = lane; j < op.columns && op.dlogits; j += 32) {
-            T d = j < words ? ddp__cuda_at<T>(op.dlogits, at + j) * (T)factor : 0;
-            ddp__cuda_set<T>(op.dlogits, at + j, j == target && j < words ? d - (T)op.scale : d);
+            T d = j < words ? ddp__cuda_layer_load<T>(op.dlogits, at + j) * (T)factor : 0;
+            ddp__cuda_layer_store<T>(op.dlogits, at + j, j == target && j < words ? d - (T)op.scale : d);
         }
     }
 };
 template <class T, int STEP> static ddp_result ddp__cuda_loss(const ddp_loss *op) {
-    return ddp__cuda_layer_parts(op, op->targets, ddp__cuda_rows<ddp__cuda_layer_loss<T, STEP>>);
+    return ddp__cuda_launch_indexed(op, op->targets, ddp__cuda_launch_rows<ddp__cuda_layer_loss<T, STEP>>);
 }
 template <class T> static ddp_result ddp__cuda_loss_max(const ddp_loss *op) {
     return ddp__cuda_loss<T, 0>(op);
@@ -2404,12 +2450,12 @@ template <class T> static ddp_result ddp__cuda_loss_end(const ddp_loss *op) {
    and events between them. ddp.h calls these functions around every call on the group. */
 
 /* Arguments of ddp_cuda_group_create for the open functions of the device and the backend. */
-typedef struct ddp__cuda_seed {
+typedef struct ddp__cuda_open_args {
     ddp_group *control;
     int device;
     cudaStream_t stream, comm_stream; /* comm_stream 0 = the group creates one */
     void *comm;                       /* the user's ncclComm_t, or NULL */
-} ddp__cuda_seed;
+} ddp__cuda_open_args;
 
 /* State of ddp_device_cuda() per group. */
 typedef struct ddp__cuda_streams {
@@ -2446,30 +2492,31 @@ static ddp__cuda_streams *ddp__cuda_streams_of(const ddp_group *group) {
 }
 
 static ddp_result ddp__cuda_group_fail(const ddp_group *group, cudaError_t error, const char *call) {
-    char who[96];
+    char text[96];
     if (error == cudaSuccess) return DDP_OK;
-    snprintf(who, sizeof who, "rank %d/%d group=%s", ddp_rank(group), ddp_world_size(group),
+    snprintf(text, sizeof text, "rank %d/%d group=%s", ddp_rank(group), ddp_world_size(group),
              ddp_group_name(group));
-    return ddp__cuda_fail(error, who, call);
+    return ddp__cuda_fail(error, text, call);
 }
 
 /* Opens the device for a group. A split uses its parent's device and compute stream. A group that
    ddp_cuda_group_create did not create uses the thread's current device and stream. */
 static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, void **state) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    const ddp__cuda_streams *from = parent ? ddp__cuda_streams_of(parent) : NULL;
-    const ddp__cuda_seed *seed = from ? NULL : ddp__cuda_mine.seed;
+    const ddp__cuda_streams *parent_streams = parent ? ddp__cuda_streams_of(parent) : NULL;
+    const ddp__cuda_open_args *args = parent_streams ? NULL : ddp__cuda_this_thread.args;
     ddp__cuda_streams *streams = (ddp__cuda_streams *)ddp_host_alloc(group, sizeof *streams);
     ddp_result result;
     *state = streams;
     if (!streams) return DDP_ERR_NO_MEMORY;
-    streams->stream[DDP_STREAM_COMPUTE] = from   ? from->stream[DDP_STREAM_COMPUTE]
-                                          : seed ? seed->stream
-                                                 : ddp__cuda_mine.stream;
-    if (seed) streams->stream[DDP_STREAM_COMM] = seed->comm_stream;
-    if (from || seed)
-        result = ddp__cuda_fail(cuda->set_device(streams->device = from ? from->device : seed->device),
-                                "making the group", "cudaSetDevice");
+    streams->stream[DDP_STREAM_COMPUTE] = parent_streams ? parent_streams->stream[DDP_STREAM_COMPUTE]
+                                          : args         ? args->stream
+                                                         : ddp__cuda_this_thread.stream;
+    if (args) streams->stream[DDP_STREAM_COMM] = args->comm_stream;
+    if (parent_streams || args)
+        result = ddp__cuda_fail(
+            cuda->set_device(streams->device = parent_streams ? parent_streams->device : args->device),
+            "making the group", "cudaSetDevice");
     else
         result = ddp__cuda_fail(cuda->get_device(&streams->device), "making the group", "cudaGetDevice");
     if (result == DDP_OK && !streams->stream[DDP_STREAM_COMM]) {
@@ -2478,7 +2525,7 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
         streams->owns_comm = result == DDP_OK;
     }
     ddp_error_save(&streams->failed, result);
-    if (result == DDP_OK || from || seed) return DDP_OK;
+    if (result == DDP_OK || parent_streams || args) return DDP_OK;
     ddp_host_free(group, streams);
     *state = NULL;
     return ddp_fail_in(DDP_ERR_ENGINE, "ddp_group_create", group, "%s", ddp_last_error());
@@ -2491,21 +2538,22 @@ static void ddp__cuda_device_close(ddp_group *group, void *state) {
     ddp_host_free(group, streams);
 }
 
-static ddp_result ddp__cuda_device_use_stream(ddp_group *group, ddp_stream_kind lane) {
+static ddp_result ddp__cuda_device_use_stream(ddp_group *group, ddp_stream_kind kind) {
     const ddp__cuda_streams *streams = ddp__cuda_streams_of(group);
-    ddp__cuda_mine.stream = streams->stream[lane];
+    ddp__cuda_this_thread.stream = streams->stream[kind];
     return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(streams->device), "cudaSetDevice");
 }
 
 static ddp_result ddp__cuda_device_check(ddp_group *) { return ddp_cuda_check(); }
 
 static ddp_result ddp__cuda_device_event_create(ddp_group *group, void **event) {
-    cudaEvent_t made = NULL;
+    cudaEvent_t created = NULL;
     *event = NULL;
     DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(ddp__cuda_streams_of(group)->device),
                                  "cudaSetDevice"));
-    DDP_TRY(ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->event_create(&made), "cudaEventCreateWithFlags"));
-    *event = made;
+    DDP_TRY(
+        ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->event_create(&created), "cudaEventCreateWithFlags"));
+    *event = created;
     return DDP_OK;
 }
 
@@ -2513,16 +2561,16 @@ static void ddp__cuda_device_event_destroy(ddp_group *, void *event) {
     DDP__CUDA_RUNTIME->event_destroy((cudaEvent_t)event);
 }
 
-static ddp_result ddp__cuda_device_event_record(ddp_group *group, ddp_stream_kind lane, void *event) {
+static ddp_result ddp__cuda_device_event_record(ddp_group *group, ddp_stream_kind kind, void *event) {
     return ddp__cuda_group_fail(
-        group, DDP__CUDA_RUNTIME->event_record((cudaEvent_t)event, ddp__cuda_streams_of(group)->stream[lane]),
+        group, DDP__CUDA_RUNTIME->event_record((cudaEvent_t)event, ddp__cuda_streams_of(group)->stream[kind]),
         "cudaEventRecord");
 }
 
-static ddp_result ddp__cuda_device_event_wait(ddp_group *group, ddp_stream_kind lane, void *event) {
+static ddp_result ddp__cuda_device_event_wait(ddp_group *group, ddp_stream_kind kind, void *event) {
     return ddp__cuda_group_fail(
         group,
-        DDP__CUDA_RUNTIME->stream_wait_event(ddp__cuda_streams_of(group)->stream[lane], (cudaEvent_t)event),
+        DDP__CUDA_RUNTIME->stream_wait_event(ddp__cuda_streams_of(group)->stream[kind], (cudaEvent_t)event),
         "cudaStreamWaitEvent");
 }
 
@@ -2549,12 +2597,12 @@ static ddp_result ddp__cuda_device_event_test(ddp_group *group, void *event, int
 
 /* Allocates memory by cudaMalloc or cudaHostAlloc, on the device of group; NULL = the current device. call:
    name for the error. */
-static ddp_result ddp__cuda_memory(cudaError_t (*alloc)(void **out, size_t size_bytes), ddp_group *group,
-                                   size_t size_bytes, void **out, const char *function, const char *call) {
+static ddp_result ddp__cuda_alloc_by(cudaError_t (*alloc)(void **out, size_t size_bytes), ddp_group *group,
+                                     size_t size_bytes, void **out, const char *function, const char *call) {
     const ddp__cuda_streams *streams = group ? ddp__cuda_streams_of(group) : NULL;
     char text[64];
     *out = NULL;
-    if (streams) DDP__CUDA_DO(function, "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(streams->device));
+    if (streams) DDP__CUDA_TRY(function, "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(streams->device));
     snprintf(text, sizeof text, "%s of %llu bytes", call, (unsigned long long)size_bytes);
     cudaError_t error = alloc(out, size_bytes ? size_bytes : 1);
     if (error != cudaSuccess) *out = NULL;
@@ -2564,8 +2612,8 @@ static ddp_result ddp__cuda_memory(cudaError_t (*alloc)(void **out, size_t size_
 static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, void **out) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     const char *function = "ddp_device_cuda alloc";
-    cudaStream_t stream = ddp__cuda_mine.stream;
-    DDP_TRY(ddp__cuda_memory(cuda->malloc, group, size_bytes, out, function, "cudaMalloc"));
+    cudaStream_t stream = ddp__cuda_this_thread.stream;
+    DDP_TRY(ddp__cuda_alloc_by(cuda->malloc, group, size_bytes, out, function, "cudaMalloc"));
     ddp_result result = ddp__cuda_fail(cuda->memset_async(*out, 0, size_bytes ? size_bytes : 1, stream),
                                        function, "cudaMemsetAsync");
     if (result == DDP_OK)
@@ -2577,17 +2625,17 @@ static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, vo
 }
 
 static void ddp__cuda_device_free(ddp_group *, void *memory) {
-    if (memory) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->free(memory), "ddp_device_cuda free", "cudaFree");
+    if (memory) ddp__cuda_save_error(DDP__CUDA_RUNTIME->free(memory), "ddp_device_cuda free", "cudaFree");
 }
 
 static ddp_result ddp__cuda_device_alloc_pinned(ddp_group *group, size_t size_bytes, void **out) {
-    return ddp__cuda_memory(DDP__CUDA_RUNTIME->host_alloc, group, size_bytes, out,
-                            "ddp_device_cuda alloc_pinned", "cudaHostAlloc");
+    return ddp__cuda_alloc_by(DDP__CUDA_RUNTIME->host_alloc, group, size_bytes, out,
+                              "ddp_device_cuda alloc_pinned", "cudaHostAlloc");
 }
 
 static void ddp__cuda_device_free_pinned(void *memory) {
     if (memory)
-        ddp__cuda_keep_error(DDP__CUDA_RUNTIME->host_free(memory), "ddp_device_cuda free_pinned",
+        ddp__cuda_save_error(DDP__CUDA_RUNTIME->host_free(memory), "ddp_device_cuda free_pinned",
                              "cudaFreeHost");
 }
 
@@ -2595,41 +2643,42 @@ static void ddp__cuda_device_free_pinned(void *memory) {
 static void ddp__cuda_device_copy(void *dst, const void *src, size_t size_bytes) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     const char *function = "ddp_device_cuda copy";
-    cudaStream_t stream = ddp__cuda_mine.stream;
-    int dst_there = 0, src_there = 0;
+    cudaStream_t stream = ddp__cuda_this_thread.stream;
+    int dst_on_device = 0, src_on_device = 0;
     if (size_bytes == 0) return;
-    ddp_result result = ddp__cuda_fail(cuda->is_device_memory(dst, &dst_there), function,
+    ddp_result result = ddp__cuda_fail(cuda->is_device_memory(dst, &dst_on_device), function,
                                        "cudaPointerGetAttributes");
     if (result == DDP_OK)
-        result = ddp__cuda_fail(cuda->is_device_memory(src, &src_there), function,
+        result = ddp__cuda_fail(cuda->is_device_memory(src, &src_on_device), function,
                                 "cudaPointerGetAttributes");
     if (result == DDP_OK)
         result = ddp__cuda_fail(cuda->memcpy_async(dst, src, size_bytes, cudaMemcpyDefault, stream), function,
                                 "cudaMemcpyAsync");
-    if (result == DDP_OK && !(dst_there && src_there))
+    if (result == DDP_OK && !(dst_on_device && src_on_device))
         result = ddp__cuda_fail(cuda->synchronize(stream), function, "cudaStreamSynchronize");
-    ddp__cuda_keep(result);
+    ddp__cuda_save_failure(result);
 }
 
 static void ddp__cuda_device_copy_async(void *dst, const void *src, size_t size_bytes) {
     if (size_bytes)
-        ddp__cuda_keep_error(
-            DDP__CUDA_RUNTIME->memcpy_async(dst, src, size_bytes, cudaMemcpyDefault, ddp__cuda_mine.stream),
-            "ddp_device_cuda copy_async", "cudaMemcpyAsync");
+        ddp__cuda_save_error(DDP__CUDA_RUNTIME->memcpy_async(dst, src, size_bytes, cudaMemcpyDefault,
+                                                             ddp__cuda_this_thread.stream),
+                             "ddp_device_cuda copy_async", "cudaMemcpyAsync");
 }
 
 static void ddp__cuda_device_fill_zero(void *dst, size_t size_bytes) {
     if (size_bytes)
-        ddp__cuda_keep_error(DDP__CUDA_RUNTIME->memset_async(dst, 0, size_bytes, ddp__cuda_mine.stream),
-                             "ddp_device_cuda fill_zero", "cudaMemsetAsync");
+        ddp__cuda_save_error(
+            DDP__CUDA_RUNTIME->memset_async(dst, 0, size_bytes, ddp__cuda_this_thread.stream),
+            "ddp_device_cuda fill_zero", "cudaMemsetAsync");
 }
 
 static ddp_result ddp__cuda_convert_one(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype,
                                         size_t count, float factor, const char *function) {
     ddp_cuda_range range = {dst, count, 0};
-    ddp__cuda_multi_call call = {dst, &range, 1, 0, factor, ddp__cuda_mine.stream, function};
+    ddp__cuda_ranges_call call = {dst, &range, 1, 0, factor, ddp__cuda_this_thread.stream, function};
     call.flat = (void *)src; /* unflatten only reads it */
-    return ddp__cuda_multi_any(&call, dst_dtype, src_dtype);
+    return ddp__cuda_convert_ranges(&call, dst_dtype, src_dtype);
 }
 
 static void ddp__cuda_device_cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype,
@@ -2637,62 +2686,72 @@ static void ddp__cuda_device_cast(void *dst, ddp_dtype dst_dtype, const void *sr
     cudaError_t error;
     if (count == 0 || (dst == src && dst_dtype == src_dtype)) return;
     if (dst_dtype != src_dtype) {
-        ddp__cuda_keep(
+        ddp__cuda_save_failure(
             ddp__cuda_convert_one(dst, dst_dtype, src, src_dtype, count, 1.0f, "ddp_device_cuda cast"));
         return;
     }
     error = DDP__CUDA_RUNTIME->memcpy_async(dst, src, count * ddp_dtype_size(dst_dtype),
-                                            cudaMemcpyDeviceToDevice, ddp__cuda_mine.stream);
-    ddp__cuda_keep_error(error, "ddp_device_cuda cast", "cudaMemcpyAsync");
+                                            cudaMemcpyDeviceToDevice, ddp__cuda_this_thread.stream);
+    ddp__cuda_save_error(error, "ddp_device_cuda cast", "cudaMemcpyAsync");
 }
 
 static void ddp__cuda_device_add(void *dst, const void *left, const void *right, size_t count,
                                  ddp_dtype dtype) {
     const void *sources[2] = {left, right};
     ddp__cuda_tree_call call = {
-        &dst, 1, sources, 2, count, DDP_OP_SUM, 1, ddp__cuda_mine.stream, "ddp_device_cuda add", 0, 0};
-    ddp__cuda_keep(ddp__cuda_tree_any(&call, dtype));
+        &dst, 1, sources, 2, count, DDP_OP_SUM, 1, ddp__cuda_this_thread.stream, "ddp_device_cuda add", 0, 0};
+    ddp__cuda_save_failure(ddp__cuda_tree_reduce(&call, dtype));
 }
 
 static void ddp__cuda_device_scale(void *data, size_t count, ddp_dtype dtype, float factor) {
     if (count && ddp_is_float(dtype))
-        ddp__cuda_keep(
+        ddp__cuda_save_failure(
             ddp__cuda_convert_one(data, dtype, data, dtype, count, factor, "ddp_device_cuda scale"));
 }
 
 static void ddp__cuda_device_divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
     const void *source = data;
-    ddp__cuda_tree_call call = {
-        &data, 1, &source, 1, count, DDP_OP_AVG, divisor, ddp__cuda_mine.stream, "ddp_device_cuda divide",
-        0,     0};
-    if (divisor > 1) ddp__cuda_keep(ddp__cuda_tree_any(&call, dtype));
+    ddp__cuda_tree_call call = {&data,
+                                1,
+                                &source,
+                                1,
+                                count,
+                                DDP_OP_AVG,
+                                divisor,
+                                ddp__cuda_this_thread.stream,
+                                "ddp_device_cuda divide",
+                                0,
+                                0};
+    if (divisor > 1) ddp__cuda_save_failure(ddp__cuda_tree_reduce(&call, dtype));
 }
 
 static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count,
                                          ddp_dtype dtype) {
     if (rows && row_count)
-        ddp__cuda_keep(ddp__cuda_squares_any<0>((void *)data, rows, row_count, dtype, 1.0f, sum,
-                                                ddp__cuda_mine.stream, "ddp_device_cuda sum_squares"));
+        ddp__cuda_save_failure(ddp__cuda_sum_squares<0>((void *)data, rows, row_count, dtype, 1.0f, sum,
+                                                        ddp__cuda_this_thread.stream,
+                                                        "ddp_device_cuda sum_squares"));
 }
 
 //== products by cuBLASLt ================================================================ >>impl-products
 /* Matrix products for the layers of ddp_tensor.h. A group caches the algorithm that cuBLASLt chose for each
-   of the last DDP__CUDA_LT_WAYS kinds of products. */
+   of the last DDP__CUDA_LT_ALGORITHMS kinds of products. */
 
 #if defined(DDP_USE_CUBLASLT)
-#define DDP__CUDA_LT_BYTES ((size_t)32 << 20) /* workspace: NVIDIA's advice for its largest devices */
-#define DDP__CUDA_LT_WAYS 64
+#define DDP__CUDA_LT_WORKSPACE_BYTES \
+    ((size_t)32 << 20) /* workspace: NVIDIA's advice for its largest devices */
+#define DDP__CUDA_LT_ALGORITHMS 64
 
 /* State of a group. The key of an algorithm: sizes, strides, dtype and flags, alignment. */
-typedef struct ddp__cuda_products {
+typedef struct ddp__cuda_cublaslt {
     cublasLtHandle_t handle;
     void *workspace;
     int next;
     struct {
         int64_t key[8];
         cublasLtMatmulAlgo_t algo;
-    } ways[DDP__CUDA_LT_WAYS];
-} ddp__cuda_products;
+    } algorithms[DDP__CUDA_LT_ALGORITHMS];
+} ddp__cuda_cublaslt;
 typedef struct ddp__cuda_lt_call {
     cublasLtMatmulDescOpaque_t product;
     cublasLtMatrixLayoutOpaque_t a, b, c;
@@ -2709,23 +2768,23 @@ static ddp_result ddp__cuda_lt_result(ddp_group *group, const ddp_gemm *g, cubla
                     cublasLtGetStatusName(status));
 }
 
-static void ddp__cuda_products_close(ddp_group *group, void *state) {
-    ddp__cuda_products *p = (ddp__cuda_products *)state;
+static void ddp__cuda_cublaslt_close(ddp_group *group, void *state) {
+    ddp__cuda_cublaslt *p = (ddp__cuda_cublaslt *)state;
     ddp__cuda_device_free(group, p->workspace);
     if (p->handle) cublasLtDestroy(p->handle);
     ddp_host_free(group, p);
 }
 
 /* Creates the group's state at the first product, or the part that an earlier failure left out. */
-static ddp_result ddp__cuda_products_open(ddp_group *group, const ddp_gemm *g, ddp__cuda_products **out) {
+static ddp_result ddp__cuda_cublaslt_open(ddp_group *group, const ddp_gemm *g, ddp__cuda_cublaslt **out) {
     ddp__cuda_streams *streams = ddp__cuda_streams_of(group);
-    ddp__cuda_products *p = (ddp__cuda_products *)(streams->products ? streams->products
+    ddp__cuda_cublaslt *p = (ddp__cuda_cublaslt *)(streams->products ? streams->products
                                                                      : ddp_host_alloc(group, sizeof *p));
     if (!p) return DDP_ERR_NO_MEMORY;
     streams->products = p;
-    streams->close_products = ddp__cuda_products_close;
+    streams->close_products = ddp__cuda_cublaslt_close;
     *out = p;
-    if (!p->workspace) DDP_TRY(ddp__cuda_device_alloc(group, DDP__CUDA_LT_BYTES, &p->workspace));
+    if (!p->workspace) DDP_TRY(ddp__cuda_device_alloc(group, DDP__CUDA_LT_WORKSPACE_BYTES, &p->workspace));
     if (p->handle) return DDP_OK;
     cublasStatus_t status = cublasLtCreate(&p->handle);
     if (status != CUBLAS_STATUS_SUCCESS) p->handle = NULL;
@@ -2755,26 +2814,26 @@ static cublasStatus_t ddp__cuda_lt_describe(const ddp_gemm *g, int tf32, ddp__cu
 
 /* Queries cuBLASLt's first choice of an algorithm. Partial sums over k must be added in the workspace, in a
    fixed order, instead of in place in order of completion: this gives the same bits in every run. */
-static cublasStatus_t ddp__cuda_lt_ask(const ddp__cuda_products *p, ddp__cuda_lt_call *d, uint32_t align,
-                                       cublasLtMatmulAlgo_t *algo) {
-    cublasLtMatmulPreferenceOpaque_t want;
+static cublasStatus_t ddp__cuda_lt_find_algorithm(const ddp__cuda_cublaslt *p, ddp__cuda_lt_call *d,
+                                                  uint32_t align, cublasLtMatmulAlgo_t *algo) {
+    cublasLtMatmulPreferenceOpaque_t preference;
     cublasLtMatmulHeuristicResult_t found;
-    uint64_t bytes = DDP__CUDA_LT_BYTES;
+    uint64_t bytes = DDP__CUDA_LT_WORKSPACE_BYTES;
     uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
     int count = 0;
-    cublasStatus_t s = cublasLtMatmulPreferenceInit(&want);
+    cublasStatus_t s = cublasLtMatmulPreferenceInit(&preference);
     if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes,
-                                                 sizeof bytes);
+        s = cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                 &bytes, sizeof bytes);
     if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme,
-                                                 sizeof scheme);
+        s = cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                                                 &scheme, sizeof scheme);
     for (int i = CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES;
          i <= CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES && s == CUBLAS_STATUS_SUCCESS; i++)
-        s = cublasLtMatmulPreferenceSetAttribute(&want, (cublasLtMatmulPreferenceAttributes_t)i, &align,
+        s = cublasLtMatmulPreferenceSetAttribute(&preference, (cublasLtMatmulPreferenceAttributes_t)i, &align,
                                                  sizeof align);
     if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatmulAlgoGetHeuristic(p->handle, &d->product, &d->a, &d->b, &d->c, &d->c, &want, 1,
+        s = cublasLtMatmulAlgoGetHeuristic(p->handle, &d->product, &d->a, &d->b, &d->c, &d->c, &preference, 1,
                                            &found, &count);
     if (s != CUBLAS_STATUS_SUCCESS || count == 0)
         return s == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : s;
@@ -2782,12 +2841,12 @@ static cublasStatus_t ddp__cuda_lt_ask(const ddp__cuda_products *p, ddp__cuda_lt
     return found.state;
 }
 
-static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_products *p, const ddp_gemm *g, int tf32,
+static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_cublaslt *p, const ddp_gemm *g, int tf32,
                                         cudaStream_t stream) {
     const float f32[2] = {1, g->accumulate ? 1.0f : 0.0f};
     const double f64[2] = {1, g->accumulate ? 1.0 : 0.0};
-    const void *one = g->dtype == DDP_F32 ? (const void *)f32 : f64,
-               *more = g->dtype == DDP_F32 ? (const void *)(f32 + 1) : f64 + 1;
+    const void *alpha = g->dtype == DDP_F32 ? (const void *)f32 : f64,
+               *beta = g->dtype == DDP_F32 ? (const void *)(f32 + 1) : f64 + 1;
     int64_t key[8] = {g->m,
                       g->n,
                       g->k,
@@ -2798,25 +2857,25 @@ static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_products *p,
                           | tf32,
                       256};
     ddp__cuda_lt_call d;
-    int way = 0;
+    int index = 0;
     cublasStatus_t s = ddp__cuda_lt_describe(g, tf32, &d);
     /* key[7]: the alignment that all three pointers have. */
     while (((uintptr_t)g->a | (uintptr_t)g->b | (uintptr_t)g->c) % (uintptr_t)key[7]) key[7] /= 2;
-    while (way < DDP__CUDA_LT_WAYS && memcmp(p->ways[way].key, key, sizeof key) != 0) way++;
-    if (s == CUBLAS_STATUS_SUCCESS && way == DDP__CUDA_LT_WAYS) {
-        way = p->next;
-        p->next = (way + 1) % DDP__CUDA_LT_WAYS;
-        s = ddp__cuda_lt_ask(p, &d, (uint32_t)key[7], &p->ways[way].algo);
-        if (s == CUBLAS_STATUS_SUCCESS) memcpy(p->ways[way].key, key, sizeof key);
+    while (index < DDP__CUDA_LT_ALGORITHMS && memcmp(p->algorithms[index].key, key, sizeof key) != 0) index++;
+    if (s == CUBLAS_STATUS_SUCCESS && index == DDP__CUDA_LT_ALGORITHMS) {
+        index = p->next;
+        p->next = (index + 1) % DDP__CUDA_LT_ALGORITHMS;
+        s = ddp__cuda_lt_find_algorithm(p, &d, (uint32_t)key[7], &p->algorithms[index].algo);
+        if (s == CUBLAS_STATUS_SUCCESS) memcpy(p->algorithms[index].key, key, sizeof key);
     }
     DDP_TRY(ddp__cuda_lt_result(group, g, s, "cublasLtMatmulAlgoGetHeuristic"));
-    s = cublasLtMatmul(p->handle, &d.product, one, g->b, &d.a, g->a, &d.b, more, g->c, &d.c, g->c, &d.c,
-                       &p->ways[way].algo, p->workspace, DDP__CUDA_LT_BYTES, stream);
+    s = cublasLtMatmul(p->handle, &d.product, alpha, g->b, &d.a, g->a, &d.b, beta, g->c, &d.c, g->c, &d.c,
+                       &p->algorithms[index].algo, p->workspace, DDP__CUDA_LT_WORKSPACE_BYTES, stream);
     return ddp__cuda_lt_result(group, g, s, "cublasLtMatmul");
 }
 
 static ddp_result ddp__cuda_gemm(const ddp_gemm *g, ddp_group *group, int tf32) {
-    ddp__cuda_products *products;
+    ddp__cuda_cublaslt *state;
     if (!g || !group || ddp_group_device(group) != ddp_device_cuda())
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: %s",
                         g ? "user is no group of GPUs; set gemm_user to that of the layers" : "gemm is NULL");
@@ -2825,8 +2884,9 @@ static ddp_result ddp__cuda_gemm(const ddp_gemm *g, ddp_group *group, int tf32) 
             DDP_ERR_INVALID,
             "ddp_cuda_gemm: m=%lld n=%lld k=%lld dtype=%s; sizes are not negative, dtypes f32 and f64",
             (long long)g->m, (long long)g->n, (long long)g->k, ddp_dtype_name(g->dtype));
-    DDP_TRY(ddp__cuda_products_open(group, g, &products));
-    if (g->m && g->n && g->k) return ddp__cuda_lt_multiply(group, products, g, tf32, ddp__cuda_mine.stream);
+    DDP_TRY(ddp__cuda_cublaslt_open(group, g, &state));
+    if (g->m && g->n && g->k)
+        return ddp__cuda_lt_multiply(group, state, g, tf32, ddp__cuda_this_thread.stream);
     return ddp__cuda_plain_gemm(g);
 }
 #endif
@@ -2877,52 +2937,53 @@ static const ddp_layer_kernels ddp__cuda_layers[2] = {
    launches NCCL kernels. Each group has its own stream, so the GPU may start kernels of two groups in either
    order. NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) makes the GPU start them in the order of the calls. */
 
-#define DDP__NCCL_OPS 32   /* operations in flight with an event each; further ones share the last event */
-#define DDP__NCCL_MARKS 16 /* calls that ranks compare */
-#if !defined(DDP__NCCL_SCRATCH)
-#define DDP__NCCL_SCRATCH ((size_t)32 << 20) /* largest workspace of a tree-order reduction */
+#define DDP__NCCL_MAX_OPS 32 /* operations in flight with an event each; further ones share the last event */
+#define DDP__NCCL_COMPARED_CALLS 16 /* calls that ranks compare */
+#if !defined(DDP__NCCL_WORKSPACE_MAX)
+#define DDP__NCCL_WORKSPACE_MAX ((size_t)32 << 20) /* largest workspace of a tree-order reduction */
 #endif
 /* Workspace at the start, in addition to 128 bytes per rank. */
-#define DDP__NCCL_SCRATCH_FIRST ((size_t)64 << 10)
-#if !defined(DDP__NCCL_TICK_MS)
-#define DDP__NCCL_TICK_MS 20 /* time between two checks of the watchdog */
+#define DDP__NCCL_WORKSPACE_FIRST ((size_t)64 << 10)
+#if !defined(DDP__NCCL_WATCHDOG_MS)
+#define DDP__NCCL_WATCHDOG_MS 20 /* time between two checks of the watchdog */
 #endif
-#if !defined(DDP__NCCL_PATIENCE_MS)
-#define DDP__NCCL_PATIENCE_MS 2000 /* longest wait of ddp_group_destroy for the other ranks */
+#if !defined(DDP__NCCL_CLOSE_TIMEOUT_MS)
+#define DDP__NCCL_CLOSE_TIMEOUT_MS 2000 /* longest wait of ddp_group_destroy for the other ranks */
 #endif
 
 /* A call, as ranks exchange it and as errors describe it. */
-typedef struct ddp__nccl_mark {
+typedef struct ddp__nccl_call_id {
     uint64_t seq;      /* 0 = a batch of messages, or no call */
     uint64_t words[2]; /* of ddp_call_pack */
     int32_t is_message, pad;
-} ddp__nccl_mark;
+} ddp__nccl_call_id;
 
 /* The state that each watchdog sends to the others in every round. */
 typedef struct ddp__nccl_rank_state {
-    int32_t result;                       /* of the group on this rank; text is its cause */
-    int32_t leaving;                      /* 1 = this rank destroys the group; this is its last state */
-    ddp__nccl_mark mark[DDP__NCCL_MARKS]; /* collective number seq is stored at seq mod DDP__NCCL_MARKS */
-    uint64_t issued;                      /* number of collectives issued */
+    int32_t result;  /* of the group on this rank; text is its cause */
+    int32_t leaving; /* 1 = this rank destroys the group; this is its last state */
+    ddp__nccl_call_id call
+        [DDP__NCCL_COMPARED_CALLS]; /* collective number seq is stored at seq mod DDP__NCCL_COMPARED_CALLS */
+    uint64_t issued;                /* number of collectives issued */
     char text[400];
 } ddp__nccl_rank_state;
 
 typedef struct ddp__nccl_op {
-    ddp__nccl_mark mark;
+    ddp__nccl_call_id call;
     cudaEvent_t event;
     int recorded;
 } ddp__nccl_op;
 
 /* The communicator, and the thread that may call NCCL with it. */
 typedef struct ddp__nccl_comm {
-    ncclComm_t handle;     /* NULL once aborted */
-    ncclComm_t making;     /* set by ncclCommInitRankConfig before it waits for peers */
-    int owned;             /* 0 = the user's communicator */
-    int in_group;          /* open calls of ncclGroupStart */
-    int busy;              /* 1 = the caller is inside NCCL; the watchdog may only call ncclCommAbort */
-    int aborted;           /* 1 = the watchdog has aborted handle or making */
-    const char *host_call; /* NCCL call that blocks the caller until every rank has made it; or NULL */
-    double host_since;     /* start of that call */
+    ncclComm_t handle;       /* NULL once aborted */
+    ncclComm_t initializing; /* set by ncclCommInitRankConfig before it waits for peers */
+    int owned;               /* 0 = the user's communicator */
+    int in_group;            /* open calls of ncclGroupStart */
+    int busy;                /* 1 = the caller is inside NCCL; the watchdog may only call ncclCommAbort */
+    int aborted;             /* 1 = the watchdog has aborted handle or making */
+    const char *host_call;   /* NCCL call that blocks the caller until every rank has made it; or NULL */
+    double host_since;       /* start of that call */
 } ddp__nccl_comm;
 
 /* Device memory for calls. */
@@ -2934,7 +2995,7 @@ typedef struct ddp__nccl_workspace {
 
 /* Operations in flight: `count` entries from index `first` on, in issue order. */
 typedef struct ddp__nccl_ops {
-    ddp__nccl_op at[DDP__NCCL_OPS];
+    ddp__nccl_op at[DDP__NCCL_MAX_OPS];
     int first, count;
     int current;  /* the operation that the caller is issuing */
     double since; /* time since which the first operation has been the first */
@@ -2945,16 +3006,16 @@ typedef struct ddp__nccl_watchdog {
     ddp_group *group; /* of all watchdogs: a split of control */
     pthread_t thread;
     int running, stopping;
-    int gone; /* 1 + a rank that has left the group; 0 = none */
+    int left_rank_plus_1; /* 1 + a rank that has left the group; 0 = none */
     ddp__nccl_rank_state own;
 } ddp__nccl_watchdog;
 
 /* The first failure of this group, and whether the communicator has been aborted because of it. */
 typedef struct ddp__nccl_failure {
     ddp_result cause;
-    int from_peer; /* 1 = another rank reported it */
-    int cleaned;   /* 1 = the communicator is aborted */
-    char text[DDP__CUDA_TEXT];
+    int from_peer;    /* 1 = another rank reported it */
+    int comm_aborted; /* 1 = the communicator is aborted */
+    char text[DDP__CUDA_TEXT_MAX];
 } ddp__nccl_failure;
 
 typedef struct ddp__nccl {
@@ -2962,7 +3023,7 @@ typedef struct ddp__nccl {
     ddp__cuda_streams *streams;
     int rank, world_size;
     int capturing;          /* 1 = the current call is captured into a CUDA graph */
-    unsigned char leave[2]; /* send and receive buffer of ddp__nccl_all_leave */
+    unsigned char leave[2]; /* send and receive buffer of ddp__nccl_wait_all_leave */
     ddp__nccl_workspace workspace;
     ddp__cuda_region *regions; /* memory of ddp_group_alloc */
     pthread_mutex_t lock;      /* protects the following fields */
@@ -2986,11 +3047,11 @@ static ddp_result ddp__nccl_status(const ddp_group *, void *state) {
 }
 
 /* Stores the first cause. The text is complete before other threads can see the cause. */
-static void ddp__nccl_set_cause(ddp__nccl *n, ddp_result cause, const char *text, int is_peers) {
+static void ddp__nccl_set_cause(ddp__nccl *n, ddp_result cause, const char *text, int from_peer) {
     const ddp__cuda_lock lock(&n->lock);
     if (n->failure.cause != DDP_OK) return;
     snprintf(n->failure.text, sizeof n->failure.text, "%.*s", (int)sizeof n->failure.text - 1, text);
-    n->failure.from_peer = is_peers;
+    n->failure.from_peer = from_peer;
     __atomic_store_n(&n->failure.cause, cause, __ATOMIC_RELEASE);
     pthread_cond_broadcast(&n->changed);
 }
@@ -2999,7 +3060,7 @@ static void ddp__nccl_poison(ddp_group *, void *state, ddp_result cause, const c
     ddp__nccl_set_cause((ddp__nccl *)state, cause, text, 0);
 }
 
-static ddp_result ddp__nccl_error(ncclResult_t error, const char *call) {
+static ddp_result ddp__nccl_result(ncclResult_t error, const char *call) {
     if (error == ncclSuccess) return DDP_OK;
     const char *last = ncclGetLastError(NULL); /* per process: NCCL ignores the communicator */
     int more = last && last[0];
@@ -3036,30 +3097,30 @@ static void ddp__nccl_end(ddp__nccl *n) {
 
 /* Returns the result of an NCCL call on the communicator. ncclInProgress occurs only with a non-blocking
    communicator of the user; this function then waits. */
-static ddp_result ddp__nccl_settle(ddp__nccl *n, ncclResult_t error, const char *call) {
+static ddp_result ddp__nccl_complete(ddp__nccl *n, ncclResult_t error, const char *call) {
     for (int tries = 0; error == ncclInProgress && !n->comm.in_group; tries++) {
         ncclResult_t now = ncclSuccess;
         if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
         error = ncclCommGetAsyncError(n->comm.handle, &now);
-        if (error != ncclSuccess) return ddp__nccl_error(error, "ncclCommGetAsyncError");
+        if (error != ncclSuccess) return ddp__nccl_result(error, "ncclCommGetAsyncError");
         error = now;
         if (error == ncclInProgress) ddp__nccl_pause(tries);
     }
-    return error == ncclInProgress ? DDP_OK : ddp__nccl_error(error, call);
+    return error == ncclInProgress ? DDP_OK : ddp__nccl_result(error, call);
 }
 
 /* Begins an NCCL group, for sends and receives that run together. */
-static ddp_result ddp__nccl_open_group(ddp__nccl *n) {
-    ddp_result result = ddp__nccl_error(ncclGroupStart(), "ncclGroupStart");
+static ddp_result ddp__nccl_group_start(ddp__nccl *n) {
+    ddp_result result = ddp__nccl_result(ncclGroupStart(), "ncclGroupStart");
     n->comm.in_group += result == DDP_OK;
     return result;
 }
 
 /* Ends the NCCL group, even after a failure `before`. */
-static ddp_result ddp__nccl_close_group(ddp__nccl *n, ddp_result before) {
+static ddp_result ddp__nccl_group_end(ddp__nccl *n, ddp_result before) {
     ncclResult_t error = ncclGroupEnd();
     n->comm.in_group--;
-    return before == DDP_OK ? ddp__nccl_settle(n, error, "ncclGroupEnd") : before;
+    return before == DDP_OK ? ddp__nccl_complete(n, error, "ncclGroupEnd") : before;
 }
 
 /* The bytes that this rank sends to a peer and receives from it. */
@@ -3072,7 +3133,7 @@ typedef struct ddp__nccl_block {
 template <class F>
 static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void *send, void *recv, const F &block_of) {
     cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
-    ddp_result result = ddp__nccl_open_group(n);
+    ddp_result result = ddp__nccl_group_start(n);
     if (result != DDP_OK) return result;
     for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
         const ddp__nccl_block b = block_of(j);
@@ -3080,18 +3141,18 @@ static ddp_result ddp__nccl_exchange(ddp__nccl *n, const void *send, void *recv,
         unsigned char *to = b.recv.size ? (unsigned char *)recv + b.recv.begin : NULL;
         if (j != n->rank) {
             if (from)
-                result = ddp__nccl_settle(
+                result = ddp__nccl_complete(
                     n, ncclSend(from, b.send.size, ncclUint8, j, n->comm.handle, stream), "ncclSend");
             if (to && result == DDP_OK)
-                result = ddp__nccl_settle(n, ncclRecv(to, b.recv.size, ncclUint8, j, n->comm.handle, stream),
-                                          "ncclRecv");
+                result = ddp__nccl_complete(
+                    n, ncclRecv(to, b.recv.size, ncclUint8, j, n->comm.handle, stream), "ncclRecv");
         } else if (from && to && from != to)
             result = ddp__cuda_group_fail(
                 n->group,
                 DDP__CUDA_RUNTIME->memcpy_async(to, from, b.recv.size, cudaMemcpyDeviceToDevice, stream),
                 "cudaMemcpyAsync");
     }
-    return ddp__nccl_close_group(n, result);
+    return ddp__nccl_group_end(n, result);
 }
 
 //== NCCL: reductions in tree order ===================================================== >>impl-nccl-tree
@@ -3127,9 +3188,9 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     };
     void *sum = scratch + (size_t)n->rank * t->share;
     DDP_TRY(ddp__nccl_exchange(n, call->send, scratch, [&](int j) {
-        ddp_bytes theirs = ddp__nccl_share(t, j);
-        if (j == n->rank) theirs.size = 0;
-        return ddp__nccl_block{theirs, {(size_t)j * t->share, own.size}};
+        ddp_bytes share = ddp__nccl_share(t, j);
+        if (j == n->rank) share.size = 0;
+        return ddp__nccl_block{share, {(size_t)j * t->share, own.size}};
     }));
     if (receives(n->rank)) sum = (unsigned char *)call->recv + own.begin;
     if (call->kind == DDP_CALL_REDUCE_SCATTER) sum = (unsigned char *)call->recv + t->first;
@@ -3144,19 +3205,19 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
                                       "the sum in tree order",
                                       t->share,
                                       n->rank};
-    if (own.size) DDP_TRY(ddp__cuda_tree_any(&tree, call->dtype));
+    if (own.size) DDP_TRY(ddp__cuda_tree_reduce(&tree, call->dtype));
     if (call->kind == DDP_CALL_REDUCE_SCATTER) return DDP_OK;
     return ddp__nccl_exchange(n, sum, call->recv, [&](int j) {
-        ddp_bytes theirs = ddp__nccl_share(t, j);
-        if (j == n->rank || !receives(n->rank)) theirs.size = 0;
-        return ddp__nccl_block{{0, receives(j) ? own.size : 0}, theirs};
+        ddp_bytes share = ddp__nccl_share(t, j);
+        if (j == n->rank || !receives(n->rank)) share.size = 0;
+        return ddp__nccl_block{{0, receives(j) ? own.size : 0}, share};
     });
 }
 
 /* Replaces the memory of the workspace. cudaFree waits for the whole device. The caller synchronizes all
    ranks with ddp_agree afterwards. Otherwise, if two ranks share a device, work that one rank starts could
    wait for the other rank, which is still inside cudaFree. */
-static ddp_result ddp__nccl_grow(ddp__nccl *n, size_t size) {
+static ddp_result ddp__nccl_workspace_grow(ddp__nccl *n, size_t size) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__nccl_workspace *w = &n->workspace;
     DDP_TRY(ddp__cuda_group_fail(n->group, cuda->synchronize(n->streams->stream[DDP_STREAM_COMM]),
@@ -3169,16 +3230,16 @@ static ddp_result ddp__nccl_grow(ddp__nccl *n, size_t size) {
     return DDP_OK;
 }
 
-static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) {
+static ddp_result ddp__nccl_tree_reduce(ddp__nccl *n, const ddp_call *call) {
     /* Shares begin at multiples of `vector`. */
     size_t world = (size_t)n->world_size, size = ddp_dtype_size(call->dtype), vector = 16 * size;
     int scatter = call->kind == DDP_CALL_REDUCE_SCATTER;
     ddp__nccl_tree t = {call, call->count * size, 0, 0, 0};
-    size_t most = DDP__NCCL_SCRATCH / world / vector * vector, room = DDP__NCCL_SCRATCH_FIRST;
-    if (n->world_size > DDP__CUDA_TREE_MOST)
+    size_t most = DDP__NCCL_WORKSPACE_MAX / world / vector * vector, room = DDP__NCCL_WORKSPACE_FIRST;
+    if (n->world_size > DDP__CUDA_TREE_MAX_SOURCES)
         return ddp_fail(DDP_ERR_UNSUPPORTED,
                         "reductions in tree order reach %d ranks, the group has %d: use DDP_ORDER_ANY",
-                        DDP__CUDA_TREE_MOST, n->world_size);
+                        DDP__CUDA_TREE_MAX_SOURCES, n->world_size);
     if (n->world_size == 1)
         return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype,
                                     call->op, call->divisor, n->streams->stream[DDP_STREAM_COMM]);
@@ -3187,7 +3248,8 @@ static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) 
     while (room < world * t.share) room *= 2;
     /* A captured call cannot allocate and uses more rounds. Otherwise the first call of a size allocates. */
     if (world * t.share > n->workspace.size_bytes && !n->capturing)
-        DDP_TRY(ddp_agree(n->control, "making room for a sum in tree order", ddp__nccl_grow(n, room), 0, ""));
+        DDP_TRY(ddp_agree(n->control, "making room for a sum in tree order",
+                          ddp__nccl_workspace_grow(n, room), 0, ""));
     most = n->workspace.size_bytes / world / vector * vector;
     if (t.share > most) t.share = most;
     for (; t.first < t.block; t.first += t.count) {
@@ -3204,7 +3266,7 @@ static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) 
 
 /* Returns 1 if a reduction runs in tree order. Some do with every order: NCCL's MIN and MAX do not keep NaNs,
    and its average of integers does not truncate. */
-static int ddp__nccl_in_order(const ddp__nccl *n, const ddp_call *call) {
+static int ddp__nccl_needs_tree(const ddp__nccl *n, const ddp_call *call) {
     int is_float = ddp_is_float(call->dtype);
     return ddp_group_order(n->group) == DDP_ORDER_TREE || (call->op == DDP_OP_AVG && !is_float)
            || ((call->op == DDP_OP_MIN || call->op == DDP_OP_MAX) && is_float);
@@ -3224,9 +3286,9 @@ static ddp_result ddp__nccl_average(ddp__nccl *n, const ddp_call *call, ncclRedO
         factor.f32 = f32;
     else
         factor.half = call->dtype == DDP_F16 ? ddp__cuda_to_f16(f32) : ddp__cuda_to_bf16(f32);
-    return ddp__nccl_error(ncclRedOpCreatePreMulSum(op, &factor, ddp__nccl_dtype[call->dtype],
-                                                    ncclScalarHostImmediate, n->comm.handle),
-                           "ncclRedOpCreatePreMulSum");
+    return ddp__nccl_result(ncclRedOpCreatePreMulSum(op, &factor, ddp__nccl_dtype[call->dtype],
+                                                     ncclScalarHostImmediate, n->comm.handle),
+                            "ncclRedOpCreatePreMulSum");
 }
 
 static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
@@ -3234,58 +3296,58 @@ static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
     cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
     ncclDataType_t dtype = ddp__nccl_dtype[call->dtype];
     ncclRedOp_t op = ops[call->op];
-    int made = call->op == DDP_OP_AVG && call->divisor && call->divisor != (uint64_t)n->world_size;
+    int custom_op = call->op == DDP_OP_AVG && call->divisor && call->divisor != (uint64_t)n->world_size;
     ddp_result result;
-    if (ddp__nccl_in_order(n, call)) return ddp__nccl_reduce_in_order(n, call);
-    if (made) DDP_TRY(ddp__nccl_average(n, call, &op));
+    if (ddp__nccl_needs_tree(n, call)) return ddp__nccl_tree_reduce(n, call);
+    if (custom_op) DDP_TRY(ddp__nccl_average(n, call, &op));
     if (call->kind == DDP_CALL_ALL_REDUCE)
-        result = ddp__nccl_settle(
+        result = ddp__nccl_complete(
             n, ncclAllReduce(call->send, call->recv, call->count, dtype, op, n->comm.handle, stream),
             "ncclAllReduce");
     else if (call->kind == DDP_CALL_REDUCE)
-        result = ddp__nccl_settle(
+        result = ddp__nccl_complete(
             n, ncclReduce(call->send, call->recv, call->count, dtype, op, call->root, n->comm.handle, stream),
             "ncclReduce");
     else
-        result = ddp__nccl_settle(
+        result = ddp__nccl_complete(
             n, ncclReduceScatter(call->send, call->recv, call->count, dtype, op, n->comm.handle, stream),
             "ncclReduceScatter");
-    if (made && ddp__nccl_status(n->group, n) == DDP_OK) ncclRedOpDestroy(op, n->comm.handle);
+    if (custom_op && ddp__nccl_status(n->group, n) == DDP_OK) ncclRedOpDestroy(op, n->comm.handle);
     return result;
 }
 
 static ddp_result ddp__nccl_all_gather_v(ddp__nccl *n, const ddp_call *call) {
-    ddp_result result = ddp__nccl_open_group(n);
+    ddp_result result = ddp__nccl_group_start(n);
     if (result != DDP_OK) return result;
     for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
         unsigned char *to = (unsigned char *)call->recv + call->recv_offsets[j] * ddp_dtype_size(call->dtype);
         if (call->recv_counts[j] == 0) continue;
-        result = ddp__nccl_settle(n,
-                                  ncclBroadcast(j == n->rank ? call->send : to, to, call->recv_counts[j],
-                                                ddp__nccl_dtype[call->dtype], j, n->comm.handle,
-                                                n->streams->stream[DDP_STREAM_COMM]),
-                                  "ncclBroadcast");
+        result = ddp__nccl_complete(n,
+                                    ncclBroadcast(j == n->rank ? call->send : to, to, call->recv_counts[j],
+                                                  ddp__nccl_dtype[call->dtype], j, n->comm.handle,
+                                                  n->streams->stream[DDP_STREAM_COMM]),
+                                    "ncclBroadcast");
     }
-    return ddp__nccl_close_group(n, result);
+    return ddp__nccl_group_end(n, result);
 }
 
 /* Waits on the host until the communication stream of every rank has reached the barrier. A captured barrier
    only synchronizes the streams. */
 static ddp_result ddp__nccl_barrier(ddp__nccl *n) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    const char *what = "waiting in ddp_barrier";
+    const char *function = "waiting in ddp_barrier";
     cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
     /* The watchdog reads this event only after ddp__nccl_op_end. */
     cudaEvent_t event = n->ops.at[n->ops.current].event;
     int done = 0;
-    ddp_result result = ddp__nccl_settle(
+    ddp_result result = ddp__nccl_complete(
         n, ncclAllReduce(n->workspace.cell, n->workspace.cell, 1, ncclUint8, ncclMax, n->comm.handle, stream),
         "ncclAllReduce");
     if (result != DDP_OK || n->capturing) return result;
-    result = ddp__cuda_fail(cuda->event_record(event, stream), what, "cudaEventRecord");
+    result = ddp__cuda_fail(cuda->event_record(event, stream), function, "cudaEventRecord");
     ddp__nccl_end(n);
     for (int tries = 0; result == DDP_OK; tries++) {
-        result = ddp__cuda_query(cuda->event_query(event), what, "cudaEventQuery", &done);
+        result = ddp__cuda_query(cuda->event_query(event), function, "cudaEventQuery", &done);
         if (done) return ddp__nccl_begin(n, NULL);
         if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
         ddp__nccl_pause(tries);
@@ -3301,19 +3363,19 @@ static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call) {
     if (call->count == 0 && call->kind != DDP_CALL_ALL_TO_ALL_V) return DDP_OK;
     switch (call->kind) {
     case DDP_CALL_BROADCAST:
-        return ddp__nccl_settle(
+        return ddp__nccl_complete(
             n, ncclBroadcast(call->recv, call->recv, call->count, dtype, call->root, n->comm.handle, stream),
             "ncclBroadcast");
     case DDP_CALL_ALL_GATHER:
-        return ddp__nccl_settle(
+        return ddp__nccl_complete(
             n, ncclAllGather(call->send, call->recv, call->count, dtype, n->comm.handle, stream),
             "ncclAllGather");
     case DDP_CALL_ALL_GATHER_V: return ddp__nccl_all_gather_v(n, call);
     case DDP_CALL_SEND:
-        return ddp__nccl_settle(
+        return ddp__nccl_complete(
             n, ncclSend(call->send, call->count, dtype, call->root, n->comm.handle, stream), "ncclSend");
     case DDP_CALL_RECV:
-        return ddp__nccl_settle(
+        return ddp__nccl_complete(
             n, ncclRecv(call->recv, call->count, dtype, call->root, n->comm.handle, stream), "ncclRecv");
     case DDP_CALL_ALL_REDUCE:
     case DDP_CALL_REDUCE:
@@ -3326,8 +3388,8 @@ static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call) {
 }
 
 /* Fails the group because of a failure of this rank. The watchdogs send the cause to the other ranks. */
-static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_result result) {
-    char cause[DDP__CUDA_TEXT];
+static ddp_result ddp__nccl_fail(ddp__nccl *n, const ddp_call *call, ddp_result result) {
+    char cause[DDP__CUDA_TEXT_MAX];
     ddp_saved_error error = DDP_ZERO;
     if (result == DDP_OK) return DDP_OK;
     ddp_error_save(&error, result);
@@ -3352,35 +3414,35 @@ static ddp_result ddp__nccl_op_end(ddp__nccl *n, const ddp_call *call, ddp_resul
         op->recorded = runs && result == DDP_OK;
     }
     ddp__nccl_end(n);
-    return ddp__nccl_failed(n, call, result);
+    return ddp__nccl_fail(n, call, result);
 }
 
 /* Begins an operation, visible to the watchdog. The caller owns the communicator until ddp__nccl_op_end. */
 static ddp_result ddp__nccl_op_begin(ddp__nccl *n, const ddp_call *call) {
     ddp__nccl_ops *ops = &n->ops;
-    int p2p = call->kind == DDP_CALL_SEND || call->kind == DDP_CALL_RECV, gone;
-    ddp__nccl_mark mark = {call->seq, {0, 0}, p2p, 0};
+    int p2p = call->kind == DDP_CALL_SEND || call->kind == DDP_CALL_RECV, left;
+    ddp__nccl_call_id id = {call->seq, {0, 0}, p2p, 0};
     ddp_result result = ddp__nccl_begin(n, NULL);
     if (result != DDP_OK) return result;
-    ddp_call_pack(call, mark.words);
+    ddp_call_pack(call, id.words);
     result = ddp__cuda_group_fail(
         n->group, DDP__CUDA_RUNTIME->stream_capturing(n->streams->stream[DDP_STREAM_COMM], &n->capturing),
         "cudaStreamIsCapturing");
     {
         const ddp__cuda_lock lock(&n->lock);
         if (!p2p) {
-            n->watchdog.own.mark[call->seq % DDP__NCCL_MARKS] = mark;
+            n->watchdog.own.call[call->seq % DDP__NCCL_COMPARED_CALLS] = id;
             n->watchdog.own.issued = call->seq;
         }
-        if (ops->count < DDP__NCCL_OPS) ops->count++;
-        ops->current = (ops->first + ops->count - 1) % DDP__NCCL_OPS;
-        ops->at[ops->current].mark = mark;
+        if (ops->count < DDP__NCCL_MAX_OPS) ops->count++;
+        ops->current = (ops->first + ops->count - 1) % DDP__NCCL_MAX_OPS;
+        ops->at[ops->current].call = id;
         ops->at[ops->current].recorded = 0;
         if (ops->count == 1) ops->since = ddp_now();
-        gone = n->watchdog.gone;
+        left = n->watchdog.left_rank_plus_1;
     }
-    if (result == DDP_OK && gone && (!p2p || call->root == gone - 1))
-        result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d has left the group", gone - 1);
+    if (result == DDP_OK && left && (!p2p || call->root == left - 1))
+        result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d has left the group", left - 1);
     return result == DDP_OK ? DDP_OK : ddp__nccl_op_end(n, call, result);
 }
 
@@ -3388,7 +3450,7 @@ static ddp_result ddp__nccl_run(ddp_group *, void *state, const ddp_call *call) 
     ddp__nccl *n = (ddp__nccl *)state;
     if (call->flags & DDP_CALL_HOST_MEMORY) {
         DDP_TRY(ddp__nccl_status(n->group, n));
-        return ddp__nccl_failed(n, call, ddp_group_call(n->control, call, NULL));
+        return ddp__nccl_fail(n, call, ddp_group_call(n->control, call, NULL));
     }
     if (n->comm.in_group) return ddp__nccl_call(n, call); /* ddp__nccl_batch begins and ends the operation */
     DDP_TRY(ddp__nccl_op_begin(n, call));
@@ -3404,69 +3466,71 @@ static ddp_result ddp__nccl_batch(ddp_group *, void *state, int begin) {
     call.root = -1;
     if (begin) {
         DDP_TRY(ddp__nccl_op_begin(n, &call));
-        result = ddp__nccl_open_group(n);
+        result = ddp__nccl_group_start(n);
         return result == DDP_OK ? DDP_OK : ddp__nccl_op_end(n, &call, result);
     }
     if (!n->comm.in_group) return DDP_OK; /* the begin has failed */
-    return ddp__nccl_op_end(n, &call, ddp__nccl_close_group(n, DDP_OK));
+    return ddp__nccl_op_end(n, &call, ddp__nccl_group_end(n, DDP_OK));
 }
 
 //== NCCL: the watchdog ================================================================== >>impl-watchdog
-/* One thread per group. Every DDP__NCCL_TICK_MS it exchanges states with the other ranks, retires finished
-   operations, and checks for errors and timeouts. It aborts the communicator of a failed group. */
+/* One thread per group. Every DDP__NCCL_WATCHDOG_MS it exchanges states with the other ranks, retires
+   finished operations, and checks for errors and timeouts. It aborts the communicator of a failed group. */
 
 /* Describes a call: "seq=412 ddp_all_reduce f32 count=1000 sum". */
-static const char *ddp__nccl_describe(char out[160], const ddp__nccl_mark *mark) {
-    if (!mark->seq) return mark->is_message ? "a batch of messages" : "nothing";
-    int at = snprintf(out, 160, "seq=%llu ", (unsigned long long)mark->seq);
-    ddp_call_describe(out + at, 160 - (size_t)at, mark->words);
+static const char *ddp__nccl_describe(char out[160], const ddp__nccl_call_id *call) {
+    if (!call->seq) return call->is_message ? "a batch of messages" : "nothing";
+    int at = snprintf(out, 160, "seq=%llu ", (unsigned long long)call->seq);
+    ddp_call_describe(out + at, 160 - (size_t)at, call->words);
     return out;
 }
 
 /* Describes ranks that have not made a call, and their last calls. words: last states of all ranks. */
-static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_rank_state *words,
-                             const ddp__nccl_mark *mark, char *out, size_t size) {
+static void ddp__nccl_describe_missing(const ddp__nccl *n, const ddp__nccl_rank_state *states,
+                                       const ddp__nccl_call_id *call, char *out, size_t size) {
     size_t at = 0;
     int others = 0;
     char last[160];
     snprintf(out, size, "%s", n->world_size > 1 ? "every rank has issued it" : "it runs on this rank alone");
-    for (int r = 0; r < n->world_size && !mark->is_message; r++) {
-        if (r == n->rank || words[r].issued >= mark->seq) continue;
+    for (int r = 0; r < n->world_size && !call->is_message; r++) {
+        if (r == n->rank || states[r].issued >= call->seq) continue;
         if (others++ >= 3) continue;
-        at += (size_t)snprintf(out + at, size - at, "%srank %d, %s %s", others > 1 ? "; " : "behind is ", r,
-                               words[r].leaving ? "which left after" : "whose last was",
-                               ddp__nccl_describe(last, &words[r].mark[words[r].issued % DDP__NCCL_MARKS]));
+        at += (size_t)snprintf(
+            out + at, size - at, "%srank %d, %s %s", others > 1 ? "; " : "behind is ", r,
+            states[r].leaving ? "which left after" : "whose last was",
+            ddp__nccl_describe(last, &states[r].call[states[r].issued % DDP__NCCL_COMPARED_CALLS]));
         if (at > size) at = size;
     }
     if (others > 3 && at < size) snprintf(out + at, size - at, " and %d more", others - 3);
-    if (mark->is_message)
+    if (call->is_message)
         snprintf(out, size, "the peer has not issued its part, or issued it in another order");
 }
 
 /* Fails the group with an error such as "WHAT; seq=3 ddp_all_reduce f32 count=1000 sum of group dp is ... on
    rank 0; ...", which names the missing ranks. Right after a call, the last states of the other ranks can be
    older than the call. In this case no rank is reported as missing. */
-static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *words, ddp_result cause,
+static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_rank_state *states, ddp_result cause,
                              const char *what) {
-    char text[640], call[160], behind[300] = "";
-    ddp__nccl_mark first = DDP_ZERO;
-    int heard = cause == DDP_ERR_TIMEOUT;
+    char text[640], call[160], missing[300] = "";
+    ddp__nccl_call_id first = DDP_ZERO;
+    int states_are_current = cause == DDP_ERR_TIMEOUT;
     {
         const ddp__cuda_lock lock(&n->lock);
-        if (n->ops.count) first = n->ops.at[n->ops.first].mark;
-        heard |= ddp_now() - n->ops.since > 10e-3 * DDP__NCCL_TICK_MS;
+        if (n->ops.count) first = n->ops.at[n->ops.first].call;
+        states_are_current |= ddp_now() - n->ops.since > 10e-3 * DDP__NCCL_WATCHDOG_MS;
     }
-    if (heard && (first.seq || first.is_message)) ddp__nccl_behind(n, words, &first, behind, sizeof behind);
+    if (states_are_current && (first.seq || first.is_message))
+        ddp__nccl_describe_missing(n, states, &first, missing, sizeof missing);
     snprintf(text, sizeof text, "%.180s; %s of group %.60s is under way on rank %d%s%.160s", what,
-             ddp__nccl_describe(call, &first), ddp_group_name(n->group), n->rank, behind[0] ? "; " : "",
-             behind);
+             ddp__nccl_describe(call, &first), ddp_group_name(n->group), n->rank, missing[0] ? "; " : "",
+             missing);
     ddp__nccl_poison(n->group, n, cause, text);
 }
 
 /* Retires finished operations. Fails the group for errors of CUDA and NCCL, and for operations that exceed
    the timeout. Holds the lock during ncclCommGetAsyncError: only one thread may be inside NCCL with a
    communicator. */
-static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_rank_state *words) {
+static void ddp__nccl_check_ops(ddp__nccl *n, const ddp__nccl_rank_state *states) {
     int timeout_ms = ddp_group_timeout_ms(n->group), done = 1;
     double now = ddp_now();
     char what[200] = "";
@@ -3480,7 +3544,7 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_rank_state *words) {
             result = ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(ops->at[ops->first].event),
                                      "work on the GPU failed", "cudaEventQuery", &done);
             if (!done) break;
-            ops->first = (ops->first + 1) % DDP__NCCL_OPS;
+            ops->first = (ops->first + 1) % DDP__NCCL_MAX_OPS;
             ops->count--;
             ops->since = now;
         }
@@ -3491,9 +3555,9 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_rank_state *words) {
             asked = ncclCommGetAsyncError(n->comm.handle, &state);
     }
     if (asked == ncclSuccess) asked = state == ncclInProgress ? ncclSuccess : state;
-    if (result == DDP_OK) result = ddp__nccl_error(asked, "ncclCommGetAsyncError");
+    if (result == DDP_OK) result = ddp__nccl_result(asked, "ncclCommGetAsyncError");
     if (result != DDP_OK) {
-        ddp__nccl_report(n, words, DDP_ERR_ENGINE, ddp_last_error());
+        ddp__nccl_report(n, states, DDP_ERR_ENGINE, ddp_last_error());
     } else if (host_call) {
         snprintf(what, sizeof what,
                  "%s is not done after %d ms: check that the ranks' hosts reach each other; NCCL_DEBUG=INFO "
@@ -3501,37 +3565,37 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_rank_state *words) {
                  host_call, timeout_ms);
         ddp__nccl_poison(n->group, n, DDP_ERR_TIMEOUT, what);
     } else if (what[0]) {
-        ddp__nccl_report(n, words, DDP_ERR_TIMEOUT, what);
+        ddp__nccl_report(n, states, DDP_ERR_TIMEOUT, what);
     }
 }
 
 /* Reads the states of all ranks. Fails the group if another rank has failed, if two ranks have made different
    calls with the same number, or if a call in flight needs a rank that leaves. Returns 1 if a rank leaves,
    since that rank sends no further state. */
-static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_rank_state *words) {
-    int gone = 0;
-    char text[DDP__CUDA_TEXT], what[160];
+static int ddp__nccl_read_states(ddp__nccl *n, const ddp__nccl_rank_state *states) {
+    int left = 0;
+    char text[DDP__CUDA_TEXT_MAX], what[160];
     for (int r = 0; r < n->world_size; r++) {
-        if (words[r].result != DDP_OK && r != n->rank)
-            ddp__nccl_set_cause(n, (ddp_result)words[r].result, words[r].text, 1);
+        if (states[r].result != DDP_OK && r != n->rank)
+            ddp__nccl_set_cause(n, (ddp_result)states[r].result, states[r].text, 1);
     }
     for (int r = 1; r < n->world_size; r++)
-        for (int i = 0; i < DDP__NCCL_MARKS; i++) {
-            const ddp__nccl_mark *first = &words[0].mark[i], *mark = &words[r].mark[i];
-            if (mark->seq && mark->seq == first->seq
-                && ddp_call_compare(0, first->words, r, mark->words) != DDP_OK)
+        for (int i = 0; i < DDP__NCCL_COMPARED_CALLS; i++) {
+            const ddp__nccl_call_id *first = &states[0].call[i], *call = &states[r].call[i];
+            if (call->seq && call->seq == first->seq
+                && ddp_call_compare(0, first->words, r, call->words) != DDP_OK)
                 ddp__nccl_poison(n->group, n, DDP_ERR_MISMATCH, ddp_last_error());
         }
     for (int r = 0; r < n->world_size; r++) {
-        ddp__nccl_mark needs = DDP_ZERO;
-        if (!words[r].leaving || r == n->rank) continue;
-        gone = r + 1;
+        ddp__nccl_call_id needs = DDP_ZERO;
+        if (!states[r].leaving || r == n->rank) continue;
+        left = r + 1;
         {
             const ddp__cuda_lock lock(&n->lock);
-            n->watchdog.gone = gone;
+            n->watchdog.left_rank_plus_1 = left;
             for (int i = 0; i < n->ops.count; i++) {
-                const ddp__nccl_mark *mark = &n->ops.at[(n->ops.first + i) % DDP__NCCL_OPS].mark;
-                if (!mark->is_message && mark->seq > words[r].issued && needs.seq == 0) needs = *mark;
+                const ddp__nccl_call_id *call = &n->ops.at[(n->ops.first + i) % DDP__NCCL_MAX_OPS].call;
+                if (!call->is_message && call->seq > states[r].issued && needs.seq == 0) needs = *call;
             }
         }
         if (needs.seq == 0) continue;
@@ -3539,107 +3603,107 @@ static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_rank_state *words) {
                  ddp__nccl_describe(what, &needs));
         ddp__nccl_poison(n->group, n, DDP_ERR_PEER_LOST, text);
     }
-    return gone != 0;
+    return left != 0;
 }
 
 /* Ends the kernels of a failed group, and every wait for them. A caller inside NCCL has one second to return.
    After that it is stuck there, waiting for a peer; ncclCommAbort from this thread then makes it return an
    error. If NCCL has not created the communicator yet, the watchdog calls this function again. */
 static void ddp__nccl_abort(ddp__nccl *n) {
-    double patience = ddp_now() + 1;
-    int is_gone;
+    double deadline = ddp_now() + 1;
+    int aborted;
     ncclComm_t comm;
     pthread_mutex_lock(&n->lock);
-    while (n->comm.busy && ddp_now() < patience) {
+    while (n->comm.busy && ddp_now() < deadline) {
         pthread_mutex_unlock(&n->lock);
         usleep(200);
         pthread_mutex_lock(&n->lock);
     }
     comm = n->comm.handle;
-    if (!comm && n->comm.busy) comm = __atomic_load_n(&n->comm.making, __ATOMIC_ACQUIRE);
+    if (!comm && n->comm.busy) comm = __atomic_load_n(&n->comm.initializing, __ATOMIC_ACQUIRE);
     if (n->comm.aborted) comm = NULL;
     if (comm) n->comm.aborted = 1;
     if (!n->comm.busy) n->comm.handle = NULL; /* otherwise ddp__nccl_end clears it */
-    is_gone = n->comm.aborted || !n->comm.busy;
+    aborted = n->comm.aborted || !n->comm.busy;
     n->ops.count = 0;
     pthread_mutex_unlock(&n->lock);
     if (comm) ncclCommAbort(comm);
     /* A caller on any rank may wait in the control group. */
     if (n->control) ddp_group_poison(n->control, n->failure.cause, n->failure.text);
-    if (is_gone) __atomic_store_n(&n->failure.cleaned, 1, __ATOMIC_RELEASE);
+    if (aborted) __atomic_store_n(&n->failure.comm_aborted, 1, __ATOMIC_RELEASE);
 }
 
 /* Waits until the watchdog has aborted the communicator of a failed group. */
-static void ddp__nccl_await_abort(ddp__nccl *n) {
-    while (!__atomic_load_n(&n->failure.cleaned, __ATOMIC_ACQUIRE)) usleep(200);
+static void ddp__nccl_wait_abort(ddp__nccl *n) {
+    while (!__atomic_load_n(&n->failure.comm_aborted, __ATOMIC_ACQUIRE)) usleep(200);
 }
 
 /* Waits until the next check, or until the state of the group changes. */
-static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += milliseconds * 1000000L;
-    until.tv_sec += until.tv_nsec / 1000000000L;
-    until.tv_nsec %= 1000000000L;
+static void ddp__nccl_sleep(ddp__nccl *n, int milliseconds) {
+    struct timespec deadline;
+    clock_gettime(CLOCK_MONOTONIC, &deadline);
+    deadline.tv_nsec += milliseconds * 1000000L;
+    deadline.tv_sec += deadline.tv_nsec / 1000000000L;
+    deadline.tv_nsec %= 1000000000L;
     const ddp__cuda_lock lock(&n->lock);
     if (!__atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE)
-        && (n->failure.cause == DDP_OK || n->failure.cleaned || n->comm.busy))
-        pthread_cond_timedwait(&n->changed, &n->lock, &until);
+        && (n->failure.cause == DDP_OK || n->failure.comm_aborted || n->comm.busy))
+        pthread_cond_timedwait(&n->changed, &n->lock, &deadline);
 }
 
 /* Starts an all-gather of the states of all ranks, with the current state of this rank. */
-static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_rank_state *word, ddp__nccl_rank_state *words,
-                                ddp_work *work) {
+static ddp_result ddp__nccl_send_state(ddp__nccl *n, ddp__nccl_rank_state *own, ddp__nccl_rank_state *states,
+                                       ddp_work *work) {
     {
         const ddp__cuda_lock lock(&n->lock);
         n->watchdog.own.result = n->failure.cause;
         n->watchdog.own.leaving = __atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE);
         snprintf(n->watchdog.own.text, sizeof n->watchdog.own.text, "%.399s",
                  n->failure.cause == DDP_OK ? "" : n->failure.text);
-        *word = n->watchdog.own;
+        *own = n->watchdog.own;
     }
-    return ddp_all_gather(n->watchdog.group, word, words, sizeof *word, DDP_U8, work);
+    return ddp_all_gather(n->watchdog.group, own, states, sizeof *own, DDP_U8, work);
 }
 
 /* The watchdog thread. Memory after n: this rank's state to send (words), the last states of all ranks
    (heard), and the states that are being received (hearing). All ranks receive a state in the same round. So
    after the state of a rank that leaves, no rank sends another one. */
-static void *ddp__nccl_watch(void *argument) {
+static void *ddp__nccl_watchdog_main(void *argument) {
     ddp__nccl *n = (ddp__nccl *)argument;
-    ddp__nccl_rank_state *words = (ddp__nccl_rank_state *)(n + 1), *heard = words + 1,
-                         *hearing = heard + n->world_size;
+    ddp__nccl_rank_state *own = (ddp__nccl_rank_state *)(n + 1), *states = own + 1,
+                         *incoming = states + n->world_size;
     ddp_work work = DDP_ZERO;
     ddp_result result = DDP_OK;
-    int talking = n->world_size > 1, under_way = 0, done = 0, left = 0;
+    int exchanging = n->world_size > 1, pending = 0, done = 0, leaving = 0;
     DDP__CUDA_RUNTIME->set_device(n->streams->device);
     DDP__CUDA_RUNTIME->relax_capture();
     for (;;) {
-        if (talking && !under_way) {
-            result = ddp__nccl_say(n, words, hearing, &work);
-            left = words->leaving;
-            under_way = result == DDP_OK;
+        if (exchanging && !pending) {
+            result = ddp__nccl_send_state(n, own, incoming, &work);
+            leaving = own->leaving;
+            pending = result == DDP_OK;
         }
-        if (under_way) {
+        if (pending) {
             result = ddp_test(n->watchdog.group, &work, &done);
             if (result == DDP_OK && done) {
                 result = ddp_wait(n->watchdog.group, &work);
-                under_way = 0;
-                if (result == DDP_OK) memcpy(heard, hearing, sizeof *heard * (size_t)n->world_size);
-                if (result == DDP_OK && ddp__nccl_hear(n, heard)) talking = 0;
-                talking &= !left;
+                pending = 0;
+                if (result == DDP_OK) memcpy(states, incoming, sizeof *states * (size_t)n->world_size);
+                if (result == DDP_OK && ddp__nccl_read_states(n, states)) exchanging = 0;
+                exchanging &= !leaving;
             }
         }
-        if (talking && result != DDP_OK) { /* the cause follows the name of the watchdogs' own call */
+        if (exchanging && result != DDP_OK) { /* the cause follows the name of the watchdogs' own call */
             const char *cause = strstr(ddp_last_error(), ": ");
-            ddp__nccl_report(n, heard, result, cause ? cause + 2 : ddp_last_error());
-            talking = under_way = 0;
+            ddp__nccl_report(n, states, result, cause ? cause + 2 : ddp_last_error());
+            exchanging = pending = 0;
         }
-        if (__atomic_load_n(&n->failure.cause, __ATOMIC_ACQUIRE) == DDP_OK) ddp__nccl_look(n, heard);
-        if (__atomic_load_n(&n->failure.cause, __ATOMIC_ACQUIRE) != DDP_OK && !n->failure.cleaned)
+        if (__atomic_load_n(&n->failure.cause, __ATOMIC_ACQUIRE) == DDP_OK) ddp__nccl_check_ops(n, states);
+        if (__atomic_load_n(&n->failure.cause, __ATOMIC_ACQUIRE) != DDP_OK && !n->failure.comm_aborted)
             ddp__nccl_abort(n);
-        if (!talking && !under_way && __atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE)) return NULL;
+        if (!exchanging && !pending && __atomic_load_n(&n->watchdog.stopping, __ATOMIC_ACQUIRE)) return NULL;
         /* Every rank receives W states of almost 1 KiB: large groups exchange them less often. */
-        ddp__nccl_rest(n, DDP__NCCL_TICK_MS * (1 + n->world_size / 64));
+        ddp__nccl_sleep(n, DDP__NCCL_WATCHDOG_MS * (1 + n->world_size / 64));
     }
 }
 
@@ -3649,11 +3713,11 @@ static void *ddp__nccl_watch(void *argument) {
 
 /* Registers the region with NCCL if that is possible. Transfers then need no copy through NCCL's own buffers.
    If NCCL refuses, the region works without. */
-static void ddp__nccl_register(ddp__nccl *n, ddp__cuda_region *region, size_t size_bytes) {
+static void ddp__nccl_region_register(ddp__nccl *n, ddp__cuda_region *region, size_t size_bytes) {
 #if DDP__NCCL_VERSION >= 22700
     ncclResult_t error = ncclCommWindowRegister(n->comm.handle, region->memory, size_bytes, &region->window,
                                                 NCCL_WIN_COLL_SYMMETRIC);
-    if (ddp__nccl_settle(n, error, "ncclCommWindowRegister") != DDP_OK) region->window = NULL;
+    if (ddp__nccl_complete(n, error, "ncclCommWindowRegister") != DDP_OK) region->window = NULL;
     if (region->window || ddp__nccl_status(n->group, n) != DDP_OK) return;
 #endif
 #if DDP__NCCL_VERSION >= 21900
@@ -3667,13 +3731,13 @@ static void ddp__nccl_register(ddp__nccl *n, ddp__cuda_region *region, size_t si
 }
 
 /* Frees a region. If the communicator has been aborted, the registrations have ended with it. */
-static void ddp__nccl_release(ddp__nccl *n, ddp__cuda_region *region) {
+static void ddp__nccl_region_free(ddp__nccl *n, ddp__cuda_region *region) {
     DDP__CUDA_RUNTIME->set_device(n->streams->device);
-    if (ddp__nccl_begin(n, NULL) != DDP_OK) ddp__nccl_await_abort(n);
+    if (ddp__nccl_begin(n, NULL) != DDP_OK) ddp__nccl_wait_abort(n);
 #if DDP__NCCL_VERSION >= 22700
     if (region->window && n->comm.handle)
-        ddp__nccl_settle(n, ncclCommWindowDeregister(n->comm.handle, region->window),
-                         "ncclCommWindowDeregister");
+        ddp__nccl_complete(n, ncclCommWindowDeregister(n->comm.handle, region->window),
+                           "ncclCommWindowDeregister");
 #endif
 #if DDP__NCCL_VERSION >= 21900
     if (region->handle && n->comm.handle) ncclCommDeregister(n->comm.handle, region->handle);
@@ -3689,19 +3753,19 @@ static void ddp__nccl_release(ddp__nccl *n, ddp__cuda_region *region) {
 
 static ddp_result ddp__nccl_region_alloc(ddp__nccl *n, ddp__cuda_region *region, size_t size) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    const char *who = "allocating group memory";
+    const char *function = "allocating group memory";
     cudaStream_t stream = n->streams->stream[DDP_STREAM_COMM];
-    DDP__CUDA_DO(who, "cudaSetDevice", cuda->set_device(n->streams->device));
+    DDP__CUDA_TRY(function, "cudaSetDevice", cuda->set_device(n->streams->device));
 #if DDP__NCCL_VERSION >= 21900
-    if (ddp__nccl_error(ncclMemAlloc(&region->memory, size), "ncclMemAlloc") != DDP_OK) {
+    if (ddp__nccl_result(ncclMemAlloc(&region->memory, size), "ncclMemAlloc") != DDP_OK) {
         region->memory = NULL;
         return ddp_fail(DDP_ERR_NO_MEMORY, "%s", ddp_last_error());
     }
 #else
-    DDP__CUDA_DO(who, "cudaMalloc", cuda->malloc(&region->memory, size));
+    DDP__CUDA_TRY(function, "cudaMalloc", cuda->malloc(&region->memory, size));
 #endif
-    DDP__CUDA_DO(who, "cudaMemsetAsync", cuda->memset_async(region->memory, 0, size, stream));
-    return ddp__cuda_fail(cuda->synchronize(stream), who, "cudaStreamSynchronize");
+    DDP__CUDA_TRY(function, "cudaMemsetAsync", cuda->memset_async(region->memory, 0, size, stream));
+    return ddp__cuda_fail(cuda->synchronize(stream), function, "cudaStreamSynchronize");
 }
 
 static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
@@ -3714,10 +3778,10 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
     if (result == DDP_OK) result = ddp__nccl_begin(n, "ncclCommWindowRegister");
     if (result != DDP_OK) {
         ddp_error_save(&error, result);
-        if (region) ddp__nccl_release(n, region);
+        if (region) ddp__nccl_region_free(n, region);
         return ddp_error_restore(&error);
     }
-    ddp__nccl_register(n, region, size);
+    ddp__nccl_region_register(n, region, size);
     ddp__nccl_end(n);
     region->next = n->regions;
     n->regions = region;
@@ -3726,19 +3790,19 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
 }
 
 /* Waits for both streams, which may still use the memory, then frees it. All ranks return together, for the
-   reason given at ddp__nccl_grow. */
+   reason given at ddp__nccl_workspace_grow. */
 static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
     ddp__nccl *n = (ddp__nccl *)state;
     cudaError_t error = DDP__CUDA_RUNTIME->synchronize(n->streams->stream[DDP_STREAM_COMM]);
     if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->synchronize(n->streams->stream[DDP_STREAM_COMPUTE]);
-    ddp__nccl_release(n, ddp__cuda_region_remove(&n->regions, memory));
+    ddp__nccl_region_free(n, ddp__cuda_region_remove(&n->regions, memory));
     return ddp_agree(group, "ddp_group_free", ddp__cuda_group_fail(group, error, "cudaStreamSynchronize"), 0,
                      "");
 }
 
-/* Returns 1 if every rank has finished its calls and destroys the group within DDP__NCCL_PATIENCE_MS. */
-static int ddp__nccl_all_leave(ddp__nccl *n) {
-    double deadline = ddp_now() + DDP__NCCL_PATIENCE_MS * 1e-3;
+/* Returns 1 if every rank has finished its calls and destroys the group within DDP__NCCL_CLOSE_TIMEOUT_MS. */
+static int ddp__nccl_wait_all_leave(ddp__nccl *n) {
+    double deadline = ddp_now() + DDP__NCCL_CLOSE_TIMEOUT_MS * 1e-3;
     ddp_work work = DDP_ZERO;
     int done = 0;
     if (ddp__nccl_status(n->group, n) != DDP_OK) return 0;
@@ -3768,15 +3832,15 @@ static void ddp__nccl_close(ddp_group *, void *state) {
         pthread_cond_broadcast(&n->changed);
     }
     if (n->watchdog.running) pthread_join(n->watchdog.thread, NULL);
-    if (ddp__nccl_status(n->group, n) != DDP_OK && !n->failure.cleaned)
+    if (ddp__nccl_status(n->group, n) != DDP_OK && !n->failure.comm_aborted)
         ddp__nccl_abort(n); /* the group failed after the watchdog's last check */
-    if (!ddp__nccl_all_leave(n) && n->comm.owned && n->comm.handle) {
+    if (!ddp__nccl_wait_all_leave(n) && n->comm.owned && n->comm.handle) {
         ncclCommAbort(n->comm.handle);
         n->comm.handle = NULL;
     }
-    while (n->regions) ddp__nccl_release(n, ddp__cuda_region_remove(&n->regions, n->regions->memory));
+    while (n->regions) ddp__nccl_region_free(n, ddp__cuda_region_remove(&n->regions, n->regions->memory));
     if (n->comm.handle && n->comm.owned) ncclCommAbort(n->comm.handle);
-    for (int i = 0; i < DDP__NCCL_OPS; i++)
+    for (int i = 0; i < DDP__NCCL_MAX_OPS; i++)
         if (n->ops.at[i].event) cuda->event_destroy(n->ops.at[i].event);
     if (n->workspace.memory) cuda->free(n->workspace.memory);
     if (n->workspace.cell) cuda->free(n->workspace.cell);
@@ -3789,23 +3853,23 @@ static void ddp__nccl_close(ddp_group *, void *state) {
 
 static ddp_result ddp__nccl_resources(ddp__nccl *n) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    const char *who = "making the group";
+    const char *function = "making the group";
     ddp__nccl_workspace *w = &n->workspace;
     DDP_TRY(ddp_error_restore(&n->streams->failed));
-    DDP__CUDA_DO(who, "cudaSetDevice", cuda->set_device(n->streams->device));
-    for (int i = 0; i < DDP__NCCL_OPS; i++)
-        DDP__CUDA_DO(who, "cudaEventCreateWithFlags", cuda->event_create(&n->ops.at[i].event));
-    w->size_bytes = DDP__NCCL_SCRATCH_FIRST + 128 * (size_t)n->world_size;
-    DDP__CUDA_DO(who, "cudaMalloc", cuda->malloc(&w->memory, w->size_bytes));
-    DDP__CUDA_DO(who, "cudaMalloc", cuda->malloc(&w->cell, 16));
-    return ddp__cuda_fail(cuda->memset_async(w->cell, 0, 16, n->streams->stream[DDP_STREAM_COMM]), who,
+    DDP__CUDA_TRY(function, "cudaSetDevice", cuda->set_device(n->streams->device));
+    for (int i = 0; i < DDP__NCCL_MAX_OPS; i++)
+        DDP__CUDA_TRY(function, "cudaEventCreateWithFlags", cuda->event_create(&n->ops.at[i].event));
+    w->size_bytes = DDP__NCCL_WORKSPACE_FIRST + 128 * (size_t)n->world_size;
+    DDP__CUDA_TRY(function, "cudaMalloc", cuda->malloc(&w->memory, w->size_bytes));
+    DDP__CUDA_TRY(function, "cudaMalloc", cuda->malloc(&w->cell, 16));
+    return ddp__cuda_fail(cuda->memset_async(w->cell, 0, 16, n->streams->stream[DDP_STREAM_COMM]), function,
                           "cudaMemsetAsync");
 }
 
 /* Creates the part of the state that needs no other rank. Returns NULL if memory for the object runs out. */
 static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
-    size_t words = sizeof(ddp__nccl_rank_state) * (2 * (size_t)ddp_world_size(group) + 1);
-    ddp__nccl *n = (ddp__nccl *)ddp_host_alloc(group, sizeof *n + words);
+    size_t states_bytes = sizeof(ddp__nccl_rank_state) * (2 * (size_t)ddp_world_size(group) + 1);
+    ddp__nccl *n = (ddp__nccl *)ddp_host_alloc(group, sizeof *n + states_bytes);
     pthread_condattr_t clock;
     *result = DDP_ERR_NO_MEMORY;
     if (!n) return NULL;
@@ -3822,12 +3886,12 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     return n;
 }
 
-static ddp_result ddp__nccl_start(ddp__nccl *n) {
+static ddp_result ddp__nccl_start_watchdog(ddp__nccl *n) {
     sigset_t all, old;
     int error;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are handled by the user's threads */
-    error = pthread_create(&n->watchdog.thread, NULL, ddp__nccl_watch, n);
+    error = pthread_create(&n->watchdog.thread, NULL, ddp__nccl_watchdog_main, n);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     n->watchdog.running = error == 0;
     return !error ? DDP_OK
@@ -3835,13 +3899,13 @@ static ddp_result ddp__nccl_start(ddp__nccl *n) {
 }
 
 /* Uses the user's communicator. It must have the rank, size and device of the group. */
-static ddp_result ddp__nccl_adopt(ddp__nccl *n, ncclComm_t comm) {
+static ddp_result ddp__nccl_use_comm(ddp__nccl *n, ncclComm_t comm) {
     int count = 0, rank = 0, device = 0;
     ncclResult_t error = ncclCommCount(comm, &count);
     if (error == ncclSuccess) error = ncclCommUserRank(comm, &rank);
     if (error == ncclSuccess) error = ncclCommCuDevice(comm, &device);
     n->comm.handle = comm;
-    if (error != ncclSuccess) return ddp__nccl_error(error, "asking desc.comm for its ranks");
+    if (error != ncclSuccess) return ddp__nccl_result(error, "asking desc.comm for its ranks");
     if (count == n->world_size && rank == n->rank && device == n->streams->device) return DDP_OK;
     return ddp_fail(
         DDP_ERR_INVALID,
@@ -3852,7 +3916,7 @@ static ddp_result ddp__nccl_adopt(ddp__nccl *n, ncclComm_t comm) {
 
 /* Returns the result of a step that every rank executes. A rank that fails because of another one returns
    DDP_ERR_POISONED, so that ddp_agree chooses the first cause. */
-static ddp_result ddp__nccl_own_result(ddp__nccl *n) {
+static ddp_result ddp__nccl_result_for_agree(ddp__nccl *n) {
     ddp_result result = ddp__nccl_status(n->group, n);
     return result != DDP_OK && n->failure.from_peer ? DDP_ERR_POISONED : result;
 }
@@ -3863,7 +3927,7 @@ template <class F> static ddp_result ddp__nccl_connect(ddp__nccl *n, const char 
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 1;
     DDP_TRY(ddp__nccl_begin(n, name));
-    ddp_result result = ddp__nccl_settle(n, call(&config), name);
+    ddp_result result = ddp__nccl_complete(n, call(&config), name);
     /* The group fails before the watchdog can poll the communicator. */
     if (result != DDP_OK) ddp__nccl_poison(n->group, n, result, ddp_last_error());
     ddp__nccl_end(n);
@@ -3873,18 +3937,19 @@ template <class F> static ddp_result ddp__nccl_connect(ddp__nccl *n, const char 
 static ddp_result ddp__nccl_init(ddp__nccl *n, const ncclUniqueId *id) {
     n->comm.owned = 1;
     ddp__nccl_connect(n, "ncclCommInitRankConfig", [&](ncclConfig_t *config) {
-        ncclResult_t error = ncclCommInitRankConfig(&n->comm.making, n->world_size, *id, n->rank, config);
+        ncclResult_t error = ncclCommInitRankConfig(&n->comm.initializing, n->world_size, *id, n->rank,
+                                                    config);
         const ddp__cuda_lock lock(&n->lock);
-        n->comm.handle = n->comm.making;
-        n->comm.making = NULL;
+        n->comm.handle = n->comm.initializing;
+        n->comm.initializing = NULL;
         return error;
     });
-    return ddp__nccl_own_result(n);
+    return ddp__nccl_result_for_agree(n);
 }
 
 /* The last step of creating a group, with a result that all ranks have agreed on. On failure it frees
    everything except the user's communicator. */
-static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_result result, void **state) {
+static ddp_result ddp__nccl_finish_open(ddp__nccl *n, ddp_result result, void **state) {
     ddp_saved_error error = DDP_ZERO;
     if (result == DDP_OK) {
         *state = n;
@@ -3902,39 +3967,39 @@ static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_result result, void **state
 
 /* Opens the backend for ddp_cuda_group_create. All ranks agree before each step that needs all of them. */
 static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
-    const ddp__cuda_seed *seed = ddp__cuda_mine.seed;
-    const char *who = "ddp_cuda_group_create";
+    const ddp__cuda_open_args *args = ddp__cuda_this_thread.args;
+    const char *call_name = "ddp_cuda_group_create";
     ncclUniqueId id = DDP_ZERO;
     ddp_result result;
     ddp__nccl *n = ddp__nccl_new(group, &result);
-    if (result == DDP_OK && seed->comm)
-        result = ddp__nccl_adopt(n, (ncclComm_t)seed->comm);
+    if (result == DDP_OK && args->comm)
+        result = ddp__nccl_use_comm(n, (ncclComm_t)args->comm);
     else if (result == DDP_OK && n->rank == 0)
-        result = ddp__nccl_error(ncclGetUniqueId(&id), "ncclGetUniqueId");
-    result = ddp_agree(seed->control, who, result, 0, "");
-    if (result == DDP_OK && !seed->comm)
-        result = ddp_broadcast(seed->control, id.internal, sizeof id.internal, DDP_U8, 0, NULL);
+        result = ddp__nccl_result(ncclGetUniqueId(&id), "ncclGetUniqueId");
+    result = ddp_agree(args->control, call_name, result, 0, "");
+    if (result == DDP_OK && !args->comm)
+        result = ddp_broadcast(args->control, id.internal, sizeof id.internal, DDP_U8, 0, NULL);
     if (!n) return result;
-    if (result == DDP_OK) result = ddp_group_split(seed->control, 0, n->rank, &n->control);
+    if (result == DDP_OK) result = ddp_group_split(args->control, 0, n->rank, &n->control);
     if (result == DDP_OK) result = ddp_group_split(n->control, 0, n->rank, &n->watchdog.group);
-    if (result == DDP_OK) result = ddp_agree(seed->control, who, ddp__nccl_start(n), 0, "");
-    if (result == DDP_OK && !seed->comm)
-        result = ddp_agree(seed->control, who, ddp__nccl_init(n, &id), 0, "");
-    return ddp__nccl_finish(n, result, state);
+    if (result == DDP_OK) result = ddp_agree(args->control, call_name, ddp__nccl_start_watchdog(n), 0, "");
+    if (result == DDP_OK && !args->comm)
+        result = ddp_agree(args->control, call_name, ddp__nccl_init(n, &id), 0, "");
+    return ddp__nccl_finish_open(n, result, state);
 }
 
 /* Creates the child's communicator. *made is NULL on ranks without a child. If the split fails, waits for the
    abort of the parent before it aborts *made: a user's non-blocking parent has a thread that
    writes *made. */
-static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclComm_t *made) {
+static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclComm_t *comm) {
     ddp_result result = ddp__nccl_connect(p, "ncclCommSplit", [&](ncclConfig_t *config) {
-        return ncclCommSplit(p->comm.handle, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, made, config);
+        return ncclCommSplit(p->comm.handle, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, comm, config);
     });
     if (result == DDP_OK) return DDP_OK;
-    ddp__nccl_await_abort(p);
-    if (*made) ncclCommAbort(*made);
-    *made = NULL;
-    return ddp__nccl_own_result(p);
+    ddp__nccl_wait_abort(p);
+    if (*comm) ncclCommAbort(*comm);
+    *comm = NULL;
+    return ddp__nccl_result_for_agree(p);
 }
 
 /* Splits the group. child NULL with members: memory has run out on this rank, which only takes part in the
@@ -3943,25 +4008,26 @@ static ddp_result ddp__nccl_split(ddp_group *group, void *state, ddp_group *chil
                                   int member_count, void **child_state) {
     ddp__nccl *p = (ddp__nccl *)state, *n = NULL;
     int color = member_count > 0 ? members[0] : -1, key = child ? ddp_rank(child) : 0;
-    const char *who = "ddp_group_split";
-    ncclComm_t made = NULL;
+    const char *call_name = "ddp_group_split";
+    ncclComm_t comm = NULL;
     ddp_group *control = NULL;
     ddp_result result = DDP_OK;
     if (child)
         n = ddp__nccl_new(child, &result);
     else if (member_count > 0)
         result = DDP_ERR_NO_MEMORY;
-    result = ddp_agree(group, who, result, 0, "");
-    if (result == DDP_OK) result = ddp_agree(group, who, ddp__nccl_split_comm(p, color, key, &made), 0, "");
+    result = ddp_agree(group, call_name, result, 0, "");
+    if (result == DDP_OK)
+        result = ddp_agree(group, call_name, ddp__nccl_split_comm(p, color, key, &comm), 0, "");
     if (result == DDP_OK) result = ddp_group_split(p->control, color, key, &control);
-    if (!n) return result == DDP_OK ? ddp_agree(group, who, result, 0, "") : result;
-    n->comm.handle = made;
+    if (!n) return result == DDP_OK ? ddp_agree(group, call_name, result, 0, "") : result;
+    n->comm.handle = comm;
     n->comm.owned = 1;
     n->control = control;
     if (control) ddp_group_set_local(child, ddp_local_rank(control), ddp_local_world_size(control));
     if (result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watchdog.group);
-    if (result == DDP_OK) result = ddp_agree(group, who, ddp__nccl_start(n), 0, "");
-    return ddp__nccl_finish(n, result, child_state);
+    if (result == DDP_OK) result = ddp_agree(group, call_name, ddp__nccl_start_watchdog(n), 0, "");
+    return ddp__nccl_finish_open(n, result, child_state);
 }
 
 static const ddp_backend *ddp__cuda_nccl_backend(void) {
@@ -4002,8 +4068,9 @@ static const ddp_backend *ddp__cuda_nccl_backend(void) {
 
    A call returns after its results are copied, so every stream sees them. Host pointers also work. */
 
-#if !defined(DDP__CUDA_STAGE)
-#define DDP__CUDA_STAGE ((size_t)1 << 21) /* bytes of one buffer: two rounds, each with input and output */
+#if !defined(DDP__CUDA_STAGE_BYTES)
+#define DDP__CUDA_STAGE_BYTES \
+    ((size_t)1 << 21) /* bytes of one buffer: two rounds, each with input and output */
 #endif
 
 /* A send or receive. A complete message retains its memory and event; a later message that fits reuses it. */
@@ -4018,14 +4085,14 @@ typedef struct ddp__cuda_message {
     ddp_work work;
     ddp_result result; /* of its ddp_send, which the poll of another message may start */
 } ddp__cuda_message;
-enum { DDP__CUDA_DOWN, DDP__CUDA_WIRE, DDP__CUDA_UP, DDP__CUDA_FREE };
+enum { DDP__CUDA_TO_HOST, DDP__CUDA_TRANSFER, DDP__CUDA_TO_DEVICE, DDP__CUDA_FREE };
 
 /* Sends and receives. They have their own CPU group and stream, and run in parallel with collectives. */
 typedef struct ddp__cuda_messages {
     ddp_group *group; /* a split of the user's CPU group */
     cudaStream_t stream;
-    pthread_mutex_t lock;    /* protects the following fields */
-    ddp__cuda_message *down; /* sends that are being copied to the host, in issue order */
+    pthread_mutex_t lock;       /* protects the following fields */
+    ddp__cuda_message *copying; /* sends that are being copied to the host, in issue order */
     ddp__cuda_message *all;
 } ddp__cuda_messages;
 
@@ -4047,9 +4114,9 @@ typedef struct ddp__cuda_staged {
     ddp__cuda_region *regions;
 } ddp__cuda_staged;
 
-#define DDP__CUDA_STAGED "staging through the host"
+#define DDP__CUDA_STAGED_CALL "staging through the host"
 static ddp_result ddp__cuda_staged_error(cudaError_t error, const char *call) {
-    return ddp__cuda_fail(error, DDP__CUDA_STAGED, call);
+    return ddp__cuda_fail(error, DDP__CUDA_STAGED_CALL, call);
 }
 
 /* Makes a device current for this thread until the end of the block. Calls run on several threads, and each
@@ -4082,11 +4149,11 @@ static void ddp__cuda_staged_poison(ddp_group *, void *state, ddp_result cause, 
 
 /* Fails both CPU groups on all ranks. An earlier cause is retained. Parameter alone: 1 = no other rank has
    failed. */
-static ddp_result ddp__cuda_staged_failed(ddp__cuda_staged *s, ddp_result result, int alone) {
-    char text[DDP__CUDA_TEXT], number[20] = "";
+static ddp_result ddp__cuda_staged_fail(ddp__cuda_staged *s, ddp_result result, int only_this_rank) {
+    char text[DDP__CUDA_TEXT_MAX], prefix[20] = "";
     ddp_result first;
-    if (alone) snprintf(number, sizeof number, "rank %d: ", s->rank);
-    snprintf(text, sizeof text, "%s%.480s", number, ddp_last_error());
+    if (only_this_rank) snprintf(prefix, sizeof prefix, "rank %d: ", s->rank);
+    snprintf(text, sizeof text, "%s%.480s", prefix, ddp_last_error());
     first = ddp__cuda_staged_status(NULL, s);
     if (first != DDP_OK) snprintf(text, sizeof text, "%s", ddp_last_error());
     ddp__cuda_staged_poison(NULL, s, first == DDP_OK ? result : first, text);
@@ -4094,13 +4161,13 @@ static ddp_result ddp__cuda_staged_failed(ddp__cuda_staged *s, ddp_result result
 }
 
 /* Waits until the GPU has passed an event, or the group fails. */
-static ddp_result ddp__cuda_staged_await(ddp__cuda_staged *s, cudaEvent_t event, const char *what) {
+static ddp_result ddp__cuda_staged_wait_event(ddp__cuda_staged *s, cudaEvent_t event, const char *work) {
     int timeout_ms = ddp_group_timeout_ms(s->owner);
     double deadline = ddp_now() + timeout_ms * 1e-3;
     int done = 0;
     for (int tries = 0;; tries++) {
-        DDP_TRY(ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(event), DDP__CUDA_STAGED, "cudaEventQuery",
-                                &done));
+        DDP_TRY(ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(event), DDP__CUDA_STAGED_CALL,
+                                "cudaEventQuery", &done));
         if (done) return DDP_OK;
         if (tries < 2000) {
             sched_yield();
@@ -4110,7 +4177,7 @@ static ddp_result ddp__cuda_staged_await(ddp__cuda_staged *s, cudaEvent_t event,
         if (ddp__cuda_staged_status(NULL, s) != DDP_OK) return DDP_ERR_POISONED;
         if (ddp_now() <= deadline) continue;
         return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: the GPU of rank %d has not finished %s",
-                        timeout_ms, s->rank, what);
+                        timeout_ms, s->rank, work);
     }
 }
 
@@ -4118,49 +4185,52 @@ static ddp_result ddp__cuda_staged_await(ddp__cuda_staged *s, cudaEvent_t event,
 
 typedef struct ddp__cuda_rounds {
     const ddp_call *call;
-    size_t most, step; /* elements of the largest block of any rank; elements of a block per round */
-    int in_place;      /* 1 = the call of the CPU group is in place, with one block */
+    size_t max_count,
+        round_elements; /* elements of the largest block of any rank; elements of a block per round */
+    int in_place;       /* 1 = the call of the CPU group is in place, with one block */
 } ddp__cuda_rounds;
 
 /* Returns the number of elements that round k moves of a block with `count` elements. */
-static size_t ddp__cuda_part(const ddp__cuda_rounds *p, size_t count, size_t k) {
-    size_t at = k * p->step;
-    return at >= count ? 0 : count - at < p->step ? count - at : p->step;
+static size_t ddp__cuda_elements_of_round(const ddp__cuda_rounds *p, size_t count, size_t k) {
+    size_t begin = k * p->round_elements;
+    return begin >= count ? 0 : count - begin < p->round_elements ? count - begin : p->round_elements;
 }
 
 /* Copies the data of round k that this rank sends to the stage (up 0), or that it receives from the stage (up
    1). On the stage, blocks are adjacent; in _v calls they are a step apart. A block that goes to all peers is
    copied once. If all blocks fit into one round, they are adjacent on both sides, and one copy moves them. */
 static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cuda_rounds *p,
-                                        unsigned char *stage, size_t k, int up) {
+                                        unsigned char *stage, size_t k, int to_device) {
     const ddp_call *call = p->call;
-    const size_t *counts = up ? call->recv_counts : call->send_counts;
-    size_t element = ddp_dtype_size(call->dtype), at = 0, last = SIZE_MAX;
-    unsigned char *data = (unsigned char *)(up || call->kind == DDP_CALL_BROADCAST ? call->recv
-                                                                                   : (void *)call->send);
-    int adjacent = !call->recv_counts && p->most <= p->step;
+    const size_t *counts = to_device ? call->recv_counts : call->send_counts;
+    size_t element = ddp_dtype_size(call->dtype), stage_bytes = 0, last_begin = SIZE_MAX;
+    unsigned char *data = (unsigned char *)(to_device || call->kind == DDP_CALL_BROADCAST
+                                                ? call->recv
+                                                : (void *)call->send);
+    int adjacent = !call->recv_counts && p->max_count <= p->round_elements;
     cudaError_t error = cudaSuccess;
     for (int j = 0; j < s->world_size && error == cudaSuccess; j++) {
-        ddp_bytes block = up ? ddp_call_receives(call, s->rank, j) : ddp_call_sends(call, s->rank, j);
-        size_t n = ddp__cuda_part(p, block.size / element, k) * element;
-        unsigned char *there = data + block.begin + k * p->step * element;
-        unsigned char *here = stage + (counts ? (size_t)j * p->step * element : at);
-        if (n == 0 || (!counts && block.begin == last)) continue;
-        last = block.begin;
-        at += n;
+        ddp_bytes block = to_device ? ddp_call_receives(call, s->rank, j) : ddp_call_sends(call, s->rank, j);
+        size_t n = ddp__cuda_elements_of_round(p, block.size / element, k) * element;
+        unsigned char *device_data = data + block.begin + k * p->round_elements * element;
+        unsigned char *stage_data = stage + (counts ? (size_t)j * p->round_elements * element : stage_bytes);
+        if (n == 0 || (!counts && block.begin == last_begin)) continue;
+        last_begin = block.begin;
+        stage_bytes += n;
         if (!adjacent)
-            error = DDP__CUDA_RUNTIME->memcpy_async(up ? there : here, up ? here : there, n,
+            error = DDP__CUDA_RUNTIME->memcpy_async(to_device ? device_data : stage_data,
+                                                    to_device ? stage_data : device_data, n,
                                                     cudaMemcpyDefault, s->staging.stream);
     }
-    if (adjacent && at)
-        error = DDP__CUDA_RUNTIME->memcpy_async(up ? data : stage, up ? stage : data, at, cudaMemcpyDefault,
-                                                s->staging.stream);
+    if (adjacent && stage_bytes)
+        error = DDP__CUDA_RUNTIME->memcpy_async(to_device ? data : stage, to_device ? stage : data,
+                                                stage_bytes, cudaMemcpyDefault, s->staging.stream);
     return error;
 }
 
-static ddp_result ddp__cuda_round_down(const ddp__cuda_staged *s, const ddp__cuda_rounds *p, size_t k) {
+static ddp_result ddp__cuda_round_to_host(const ddp__cuda_staged *s, const ddp__cuda_rounds *p, size_t k) {
     const ddp__cuda_staging *staging = &s->staging;
-    unsigned char *in = (unsigned char *)staging->memory + (k & 1) * DDP__CUDA_STAGE;
+    unsigned char *in = (unsigned char *)staging->memory + (k & 1) * DDP__CUDA_STAGE_BYTES;
     DDP_TRY(ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, in, k, 0), "cudaMemcpyAsync"));
     return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(staging->events[k & 1], staging->stream),
                                   "cudaEventRecord");
@@ -4173,13 +4243,13 @@ static ddp_result ddp__cuda_round_call(ddp__cuda_staged *s, const ddp__cuda_roun
     ddp_call call = *p->call;
     call.send = call.kind == DDP_CALL_BROADCAST ? NULL : in;
     call.recv = out;
-    call.count = ddp__cuda_part(p, p->most, k);
+    call.count = ddp__cuda_elements_of_round(p, p->max_count, k);
     if (call.recv_counts) {
         call.count = 0;
         for (int j = 0; j < s->world_size; j++) {
-            recv_counts[j] = ddp__cuda_part(p, call.recv_counts[j], k);
-            send_counts[j] = call.send_counts ? ddp__cuda_part(p, call.send_counts[j], k) : 0;
-            offsets[j] = (size_t)j * p->step;
+            recv_counts[j] = ddp__cuda_elements_of_round(p, call.recv_counts[j], k);
+            send_counts[j] = call.send_counts ? ddp__cuda_elements_of_round(p, call.send_counts[j], k) : 0;
+            offsets[j] = (size_t)j * p->round_elements;
             if (call.kind == DDP_CALL_ALL_GATHER_V) call.count += recv_counts[j];
         }
         call.recv_counts = recv_counts;
@@ -4193,14 +4263,14 @@ static ddp_result ddp__cuda_round_call(ddp__cuda_staged *s, const ddp__cuda_roun
 }
 
 static ddp_result ddp__cuda_rounds_run(ddp__cuda_staged *s, const ddp__cuda_rounds *p) {
-    size_t rounds = p->most / p->step + (p->most % p->step != 0);
+    size_t rounds = p->max_count / p->round_elements + (p->max_count % p->round_elements != 0);
     int has_result = p->call->kind != DDP_CALL_BROADCAST || p->call->root != s->rank;
-    if (rounds) DDP_TRY(ddp__cuda_round_down(s, p, 0));
+    if (rounds) DDP_TRY(ddp__cuda_round_to_host(s, p, 0));
     for (size_t k = 0; k < rounds; k++) {
-        unsigned char *in = (unsigned char *)s->staging.memory + (k & 1) * DDP__CUDA_STAGE,
-                      *out = p->in_place ? in : in + 2 * DDP__CUDA_STAGE;
-        if (k + 1 < rounds) DDP_TRY(ddp__cuda_round_down(s, p, k + 1));
-        DDP_TRY(ddp__cuda_staged_await(s, s->staging.events[k & 1], "the work before this call"));
+        unsigned char *in = (unsigned char *)s->staging.memory + (k & 1) * DDP__CUDA_STAGE_BYTES,
+                      *out = p->in_place ? in : in + 2 * DDP__CUDA_STAGE_BYTES;
+        if (k + 1 < rounds) DDP_TRY(ddp__cuda_round_to_host(s, p, k + 1));
+        DDP_TRY(ddp__cuda_staged_wait_event(s, s->staging.events[k & 1], "the work before this call"));
         DDP_TRY(ddp__cuda_round_call(s, p, k, in, out));
         if (has_result)
             DDP_TRY(ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, out, k, 1), "cudaMemcpyAsync"));
@@ -4213,30 +4283,30 @@ static ddp_result ddp__cuda_rounds_run(ddp__cuda_staged *s, const ddp__cuda_roun
 static ddp_result ddp__cuda_staged_counts(ddp__cuda_staged *s, ddp__cuda_rounds *p) {
     const ddp_call *call = p->call;
     size_t w = (size_t)s->world_size;
-    uint64_t *mine = (uint64_t *)s->staging.memory, *all = mine + 2 * w;
+    uint64_t *own = (uint64_t *)s->staging.memory, *all = own + 2 * w;
     if (w > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_UNSUPPORTED,
                         "calls with counts are staged for up to %d ranks; give each a GPU",
                         DDP_MAX_LOCAL_RANKS);
     for (size_t j = 0; j < w; j++) {
-        mine[j] = call->send_counts ? call->send_counts[j] : 0;
-        mine[w + j] = call->recv_counts[j];
+        own[j] = call->send_counts ? call->send_counts[j] : 0;
+        own[w + j] = call->recv_counts[j];
     }
-    ddp_result result = ddp_all_gather(s->control, mine, all, 2 * w, DDP_U64, NULL);
-    p->most = 0;
+    ddp_result result = ddp_all_gather(s->control, own, all, 2 * w, DDP_U64, NULL);
+    p->max_count = 0;
     for (size_t from = 0; from < w && result == DDP_OK; from++)
         for (size_t to = 0; to < w; to++) {
-            uint64_t given = call->send_counts ? all[2 * w * from + to] : all[w + from],
-                     wanted = all[2 * w * to + w + from];
-            if (given > p->most) p->most = (size_t)given;
-            if (given == wanted) continue;
+            uint64_t sent = call->send_counts ? all[2 * w * from + to] : all[w + from],
+                     expected = all[2 * w * to + w + from];
+            if (sent > p->max_count) p->max_count = (size_t)sent;
+            if (sent == expected) continue;
             if (call->send_counts)
                 return ddp_fail(DDP_ERR_MISMATCH,
                                 "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu",
-                                (int)from, (unsigned long long)given, (int)to, (unsigned long long)wanted);
+                                (int)from, (unsigned long long)sent, (int)to, (unsigned long long)expected);
             return ddp_fail(DDP_ERR_MISMATCH,
                             "counts disagree: recv_counts[%d] is %llu on rank 0 and %llu on rank %d",
-                            (int)from, (unsigned long long)given, (unsigned long long)wanted, (int)to);
+                            (int)from, (unsigned long long)sent, (unsigned long long)expected, (int)to);
         }
     return result;
 }
@@ -4244,7 +4314,7 @@ static ddp_result ddp__cuda_staged_counts(ddp__cuda_staged *s, ddp__cuda_rounds 
 /* Orders the copies of this call after the work on this thread's stream. */
 static ddp_result ddp__cuda_staged_fence(cudaStream_t stream, cudaEvent_t event) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    cudaStream_t compute = ddp__cuda_mine.stream;
+    cudaStream_t compute = ddp__cuda_this_thread.stream;
     int capturing = 0;
     DDP_TRY(ddp__cuda_staged_error(cuda->stream_capturing(compute, &capturing), "cudaStreamIsCapturing"));
     if (capturing)
@@ -4262,21 +4332,22 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
     ddp__cuda_rounds p = {call, 0, 0, 0};
     uint64_t words[2];
     char text[200];
-    int agreed;
+    int ranks_agree;
     ddp_result result, idle;
     if (call->flags & DDP_CALL_HOST_MEMORY) {
         result = ddp_group_call(s->control, call, NULL);
-        return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 0);
+        return result == DDP_OK ? DDP_OK : ddp__cuda_staged_fail(s, result, 0);
     }
     const ddp__cuda_device_guard guard(s->device);
     result = guard.result;
     if (result == DDP_OK && !staging->memory)
-        result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->host_alloc(&staging->memory, 4 * DDP__CUDA_STAGE),
-                                        "cudaHostAlloc");
+        result = ddp__cuda_staged_error(
+            DDP__CUDA_RUNTIME->host_alloc(&staging->memory, 4 * DDP__CUDA_STAGE_BYTES), "cudaHostAlloc");
     p.in_place = call->kind == DDP_CALL_ALL_REDUCE || call->kind == DDP_CALL_REDUCE
                  || call->kind == DDP_CALL_BROADCAST;
-    p.step = DDP__CUDA_STAGE / ddp_dtype_size(call->dtype) / (p.in_place ? 1 : (size_t)s->world_size);
-    p.most = call->kind == DDP_CALL_BARRIER ? 0 : call->count;
+    p.round_elements = DDP__CUDA_STAGE_BYTES / ddp_dtype_size(call->dtype)
+                       / (p.in_place ? 1 : (size_t)s->world_size);
+    p.max_count = call->kind == DDP_CALL_BARRIER ? 0 : call->count;
     if (result == DDP_OK) result = ddp__cuda_staged_fence(staging->stream, staging->events[DDP__CUDA_READY]);
     ddp_call_pack(call, words);
     ddp_call_describe(text, sizeof text, words);
@@ -4286,15 +4357,15 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
     const char *cause = result == DDP_OK ? NULL : strstr(ddp_last_error(), ": ");
     if (cause) ddp_fail(result, "%s", cause + 2);
     if (result == DDP_OK && call->recv_counts) result = ddp__cuda_staged_counts(s, &p);
-    agreed = result == DDP_OK;
-    if (agreed) result = ddp__cuda_rounds_run(s, &p);
-    if (result != DDP_OK) result = ddp__cuda_staged_failed(s, result, agreed);
+    ranks_agree = result == DDP_OK;
+    if (ranks_agree) result = ddp__cuda_rounds_run(s, &p);
+    if (result != DDP_OK) result = ddp__cuda_staged_fail(s, result, ranks_agree);
     idle = ddp__cuda_staged_error(
         DDP__CUDA_RUNTIME->event_record(staging->events[DDP__CUDA_READY], staging->stream),
         "cudaEventRecord");
     if (idle == DDP_OK)
-        idle = ddp__cuda_staged_await(s, staging->events[DDP__CUDA_READY], "copying the result");
-    return result == DDP_OK && idle != DDP_OK ? ddp__cuda_staged_failed(s, idle, 1) : result;
+        idle = ddp__cuda_staged_wait_event(s, staging->events[DDP__CUDA_READY], "copying the result");
+    return result == DDP_OK && idle != DDP_OK ? ddp__cuda_staged_fail(s, idle, 1) : result;
 }
 
 /* --- sends and receives --- */
@@ -4331,15 +4402,15 @@ static ddp_result ddp__cuda_message_copy(ddp__cuda_messages *q, ddp__cuda_messag
 
 static ddp_result ddp__cuda_message_start(ddp__cuda_messages *q, ddp__cuda_message *m) {
     const ddp_call *call = &m->call;
-    ddp__cuda_message **link = &q->down;
+    ddp__cuda_message **link = &q->copying;
     if (call->kind == DDP_CALL_RECV) { /* after its event the user's buffer may be written */
         DDP_TRY(ddp__cuda_staged_fence(0, m->event));
-        m->stage = DDP__CUDA_WIRE;
+        m->stage = DDP__CUDA_TRANSFER;
         return ddp_recv(q->group, m->memory, call->count, call->dtype, call->root, call->tag, &m->work);
     }
     DDP_TRY(ddp__cuda_staged_fence(q->stream, m->event));
     DDP_TRY(ddp__cuda_message_copy(q, m, m->memory, call->send));
-    m->stage = DDP__CUDA_DOWN;
+    m->stage = DDP__CUDA_TO_HOST;
     m->next = NULL;
     while (*link) link = &(*link)->next;
     *link = m;
@@ -4361,18 +4432,18 @@ static ddp_result ddp__cuda_staged_p2p_start(ddp_group *, void *state, const ddp
         result = ddp__cuda_message_start(q, m);
     }
     *request = m;
-    return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 1);
+    return result == DDP_OK ? DDP_OK : ddp__cuda_staged_fail(s, result, 1);
 }
 
 /* Starts ddp_send for every message that has been copied to the host, in issue order. */
 static void ddp__cuda_messages_send(ddp__cuda_messages *q) {
     int done;
-    for (ddp__cuda_message *m = q->down; m; m = q->down) {
-        m->result = ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(m->event), DDP__CUDA_STAGED,
+    for (ddp__cuda_message *m = q->copying; m; m = q->copying) {
+        m->result = ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(m->event), DDP__CUDA_STAGED_CALL,
                                     "cudaEventQuery", &done);
         if (m->result == DDP_OK && !done) return;
-        q->down = m->next;
-        m->stage = DDP__CUDA_WIRE;
+        q->copying = m->next;
+        m->stage = DDP__CUDA_TRANSFER;
         if (m->result == DDP_OK)
             m->result = ddp_send(q->group, m->memory, m->call.count, m->call.dtype, m->call.root, m->call.tag,
                                  &m->work);
@@ -4380,20 +4451,20 @@ static void ddp__cuda_messages_send(ddp__cuda_messages *q) {
 }
 
 static ddp_result ddp__cuda_message_poll(ddp__cuda_messages *q, ddp__cuda_message *m, int *done) {
-    int over = 0;
-    if (m->result != DDP_OK || m->stage == DDP__CUDA_DOWN) return m->result;
-    if (m->stage == DDP__CUDA_WIRE) {
-        DDP_TRY(ddp_test(q->group, &m->work, &over));
-        if (!over) return DDP_OK;
+    int complete = 0;
+    if (m->result != DDP_OK || m->stage == DDP__CUDA_TO_HOST) return m->result;
+    if (m->stage == DDP__CUDA_TRANSFER) {
+        DDP_TRY(ddp_test(q->group, &m->work, &complete));
+        if (!complete) return DDP_OK;
         DDP_TRY(ddp_wait(q->group, &m->work));
         *done = m->call.kind == DDP_CALL_SEND;
         if (*done) return DDP_OK;
-        m->stage = DDP__CUDA_UP;
+        m->stage = DDP__CUDA_TO_DEVICE;
         DDP_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->stream_wait_event(q->stream, m->event),
                                        "cudaStreamWaitEvent"));
         DDP_TRY(ddp__cuda_message_copy(q, m, m->call.recv, m->memory));
     }
-    return ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(m->event), DDP__CUDA_STAGED, "cudaEventQuery",
+    return ddp__cuda_query(DDP__CUDA_RUNTIME->event_query(m->event), DDP__CUDA_STAGED_CALL, "cudaEventQuery",
                            done);
 }
 
@@ -4411,7 +4482,7 @@ static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *, void *state, void *requ
     }
     if (result == DDP_OK && !*done && ddp__cuda_staged_status(NULL, s) != DDP_OK) result = DDP_ERR_POISONED;
     if (result != DDP_OK) {
-        result = ddp__cuda_staged_failed(s, result, 1);
+        result = ddp__cuda_staged_fail(s, result, 1);
         if (m->work.op) ddp_wait(q->group, &m->work); /* does not block: the group has failed */
         ddp__cuda_staged_status(NULL, s);
     } else if (*done)
@@ -4491,8 +4562,8 @@ static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {
 
 /* Creates the state of a group from the ranks of control with the same color. A rank with a negative color
    only takes part in the split. */
-static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, int color, int device,
-                                        void **state) {
+static ddp_result ddp__cuda_staged_create(ddp_group *group, ddp_group *control, int color, int device,
+                                          void **state) {
     ddp__cuda_staged *s = color < 0 ? NULL : (ddp__cuda_staged *)ddp_host_alloc(group, sizeof *s);
     ddp_group *split[2] = {NULL, NULL};
     ddp_saved_error error = DDP_ZERO;
@@ -4521,14 +4592,14 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
 }
 
 static ddp_result ddp__cuda_staged_open(ddp_group *group, void **state) {
-    const ddp__cuda_seed *seed = ddp__cuda_mine.seed;
-    return ddp__cuda_staged_make(group, seed->control, 0, seed->device, state);
+    const ddp__cuda_open_args *args = ddp__cuda_this_thread.args;
+    return ddp__cuda_staged_create(group, args->control, 0, args->device, state);
 }
 
 static ddp_result ddp__cuda_staged_split(ddp_group *, void *state, ddp_group *child, const int *members, int,
                                          void **child_state) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
-    return ddp__cuda_staged_make(child, s->control, child ? members[0] : -1, s->device, child_state);
+    return ddp__cuda_staged_create(child, s->control, child ? members[0] : -1, s->device, child_state);
 }
 
 static const ddp_backend *ddp__cuda_staged_backend(void) {
@@ -4560,8 +4631,8 @@ static const ddp_backend *ddp__cuda_staged_backend(void) {
 /* ddp_cuda_group_create: chooses device and backend, and creates the group on them. */
 
 /* Chooses the backend, the same on every rank. shared: 1 = several ranks have the same device. */
-static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const ddp_backend **backend,
-                                   const char **notice) {
+static ddp_result ddp__cuda_choose_backend(const ddp_cuda_desc *desc, int shared, const ddp_backend **backend,
+                                           const char **notice) {
     *notice = NULL;
     *backend = ddp__cuda_staged_backend();
 #if defined(DDP_NO_NCCL)
@@ -4573,7 +4644,7 @@ static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const 
     if (desc->engine == DDP_CUDA_ENGINE_DEFAULT)
         *notice = "this build has no NCCL: collectives go through host memory, which is slow";
 #else
-    if (desc->engine == DDP_CUDA_ENGINE_NCCL && shared && !DDP__NCCL_SHARES)
+    if (desc->engine == DDP_CUDA_ENGINE_NCCL && shared && !DDP__NCCL_SHARED_DEVICES)
         return ddp_fail(
             DDP_ERR_UNSUPPORTED,
             "ddp_cuda_group_create: ranks share a device, which NCCL %d.%d cannot do: give each rank a "
@@ -4620,15 +4691,15 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
     snprintf(equal, sizeof equal, "engine=%d order=%d comm=%s", (int)desc->engine, (int)desc->order,
              desc->comm ? "given" : "NULL");
     DDP_TRY(ddp__cuda_pick(control, &pick, device, result, equal, &slot, &shared));
-    DDP_TRY(ddp__cuda_engine(desc, shared, &group.backend, &notice));
-    const ddp__cuda_seed seed = {control, slot.device, desc->stream, desc->comm_stream, desc->comm};
+    DDP_TRY(ddp__cuda_choose_backend(desc, shared, &group.backend, &notice));
+    const ddp__cuda_open_args args = {control, slot.device, desc->stream, desc->comm_stream, desc->comm};
     group.device = ddp_device_cuda();
     group.order = desc->order;
     group.name = desc->name;
     group.timeout_ms = desc->timeout_ms;
-    ddp__cuda_mine.seed = &seed;
+    ddp__cuda_this_thread.args = &args;
     result = ddp_group_create_on(out, control, &group);
-    ddp__cuda_mine.seed = NULL;
+    ddp__cuda_this_thread.args = NULL;
     if (result == DDP_OK && notice) ddp_group_log(*out, notice);
     return result;
 }
@@ -4643,13 +4714,13 @@ extern "C" {
 DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int *device) {
     DDP_PUBLIC_CALL(ddp_cuda_pick);
     ddp_cuda_pick_desc all_defaults = DDP_ZERO;
-    ddp__cuda_slot mine;
+    ddp__cuda_slot own;
     int shared;
     if (!device) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_pick: device is NULL");
     *device = -1;
-    DDP_TRY(ddp__cuda_pick(control, desc ? desc : &all_defaults, -1, DDP_OK, "", &mine, &shared));
-    DDP__CUDA_DO("ddp_cuda_pick", "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(mine.device));
-    *device = mine.device;
+    DDP_TRY(ddp__cuda_pick(control, desc ? desc : &all_defaults, -1, DDP_OK, "", &own, &shared));
+    DDP__CUDA_TRY("ddp_cuda_pick", "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(own.device));
+    *device = own.device;
     return DDP_OK;
 }
 
@@ -4680,8 +4751,8 @@ DDPDEF const ddp_device *ddp_device_cuda(void) {
 }
 
 DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream) {
-    cudaStream_t before = ddp__cuda_mine.stream;
-    ddp__cuda_mine.stream = stream;
+    cudaStream_t before = ddp__cuda_this_thread.stream;
+    ddp__cuda_this_thread.stream = stream;
     return before;
 }
 
@@ -4695,8 +4766,8 @@ DDPDEF ddp_result ddp_cuda_gemm_tf32(const ddp_gemm *gemm, void *user) {
 #endif
 
 DDPDEF ddp_result ddp_cuda_check(void) {
-    ddp_result first = ddp_error_restore(&ddp__cuda_mine.first);
-    ddp__cuda_mine.first.result = DDP_OK;
+    ddp_result first = ddp_error_restore(&ddp__cuda_this_thread.first);
+    ddp__cuda_this_thread.first.result = DDP_OK;
     return first;
 }
 
@@ -4716,33 +4787,33 @@ DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const vo
     for (int k = 0; count && k < dst_count; k++)
         if (!dst[k]) return ddp_fail(DDP_ERR_INVALID, "%s: dst[%d] is NULL", function, k);
     if (op == DDP_OP_AVG && divisor) call.divisor = divisor;
-    if (src_count > 1 || call.divisor > 1) return ddp__cuda_tree_any(&call, dtype);
+    if (src_count > 1 || call.divisor > 1) return ddp__cuda_tree_reduce(&call, dtype);
     for (int k = 0; k < dst_count; k++) {
         if (count == 0 || dst[k] == src[0]) continue;
-        DDP__CUDA_DO(function, "cudaMemcpyAsync",
-                     DDP__CUDA_RUNTIME->memcpy_async(dst[k], src[0], count * ddp_dtype_size(dtype),
-                                                     cudaMemcpyDeviceToDevice, stream));
+        DDP__CUDA_TRY(function, "cudaMemcpyAsync",
+                      DDP__CUDA_RUNTIME->memcpy_async(dst[k], src[0], count * ddp_dtype_size(dtype),
+                                                      cudaMemcpyDeviceToDevice, stream));
     }
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_cuda_flatten(void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges,
                                    int range_count, ddp_dtype dtype, float factor, cudaStream_t stream) {
-    ddp__cuda_multi_call call = {flat, ranges, range_count, 1, factor, stream, "ddp_cuda_flatten"};
-    return ddp__cuda_multi_any(&call, flat_dtype, dtype);
+    ddp__cuda_ranges_call call = {flat, ranges, range_count, 1, factor, stream, "ddp_cuda_flatten"};
+    return ddp__cuda_convert_ranges(&call, flat_dtype, dtype);
 }
 
 DDPDEF ddp_result ddp_cuda_unflatten(const void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges,
                                      int range_count, ddp_dtype dtype, float factor, cudaStream_t stream) {
-    ddp__cuda_multi_call call = {(void *)flat, ranges, range_count, 0, factor, stream, "ddp_cuda_unflatten"};
-    return ddp__cuda_multi_any(&call, dtype, flat_dtype);
+    ddp__cuda_ranges_call call = {(void *)flat, ranges, range_count, 0, factor, stream, "ddp_cuda_unflatten"};
+    return ddp__cuda_convert_ranges(&call, dtype, flat_dtype);
 }
 
 DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor,
                                    ddp_cuda_norm *norm, cudaStream_t stream) {
     if (!norm || (!data && rows && row_count))
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_unscale: data or norm is NULL");
-    return ddp__cuda_squares_any<1>(data, rows, row_count, dtype, factor, norm, stream, "ddp_cuda_unscale");
+    return ddp__cuda_sum_squares<1>(data, rows, row_count, dtype, factor, norm, stream, "ddp_cuda_unscale");
 }
 
 DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
@@ -4759,8 +4830,8 @@ DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, 
     if (!ddp_is_float(src_dtype) || src_dtype == DDP_F64)
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=%s, allowed are f32, f16 and bf16",
                         ddp_dtype_name(src_dtype));
-    return ddp__cuda_by<DDP__CUDA_FLOATS_32>(src_dtype, [&](auto S) {
-        return ddp__cuda_quantise_run<decltype(S)::value>(q, scales, src, count, stream);
+    return ddp__cuda_dispatch<DDP__CUDA_FLOATS_32>(src_dtype, [&](auto S) {
+        return ddp__cuda_quantise_launch<decltype(S)::value>(q, scales, src, count, stream);
     });
 }
 
@@ -4771,8 +4842,8 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
     if (!ddp_is_float(dst_dtype) || dst_dtype == DDP_F64)
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst_dtype=%s, allowed are f32, f16 and bf16",
                         ddp_dtype_name(dst_dtype));
-    return ddp__cuda_by<DDP__CUDA_FLOATS_32>(dst_dtype, [&](auto D) {
-        return ddp__cuda_dequantise_run<decltype(D)::value>(dst, q, scales, count, stream);
+    return ddp__cuda_dispatch<DDP__CUDA_FLOATS_32>(dst_dtype, [&](auto D) {
+        return ddp__cuda_dequantise_launch<decltype(D)::value>(dst, q, scales, count, stream);
     });
 }
 

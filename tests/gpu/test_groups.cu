@@ -3,7 +3,7 @@
     test_groups processes|threads [W ...]      Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as test_conformance.cu. */
 #include "../support/device.h"
 
-#define LARGEST (2 * DDP__CUDA_STAGE + DDP__CUDA_STAGE / 2 + 3) /* three rounds */
+#define LARGEST (2 * DDP__CUDA_STAGE_BYTES + DDP__CUDA_STAGE_BYTES / 2 + 3) /* three rounds */
 #define SCRATCH (LARGEST > 100000 ? LARGEST : 100000)
 
 /* A device buffer and the host's view of it. */

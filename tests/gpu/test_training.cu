@@ -78,7 +78,7 @@ struct outer {
 
 /* The same element code on a stream, or here. */
 template <class F> static ddp_result apply(trainer *t, const F &f, size_t count) {
-    if (t->d) return ddp__cuda_each(f, 0, count, t->d->stream, "test");
+    if (t->d) return ddp__cuda_launch_elements(f, 0, count, t->d->stream, "test");
     for (size_t i = 0; i < count; i++) f.template run<1>(i);
     return DDP_OK;
 }
@@ -121,8 +121,8 @@ template <ddp_dtype GRAD> static ddp_result adamw(trainer *t, ddp_group *world, 
             RANKS_OK(world, ddp_cuda_adamw(&desc, t->d->stream));
             continue;
         }
-        RANKS_OK(world, ddp__cuda_step_check(&desc, &d, 1, "test"));
-        RANKS_OK(world, apply(t, ddp__cuda_step_of<GRAD, 1>(&d), lengths[i]));
+        RANKS_OK(world, ddp__cuda_check_step_desc(&desc, &d, 1, "test"));
+        RANKS_OK(world, apply(t, ddp__cuda_update_of<GRAD, 1>(&d), lengths[i]));
     }
     return DDP_OK;
 }

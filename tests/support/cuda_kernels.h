@@ -153,15 +153,15 @@ static void check_reduce(void) {
 /* Sources at a fixed stride, as received from ranks, and one elsewhere. More than 64 of them need a kernel
    with more levels. */
 static void check_reduce_strided(void) {
-    static const int worlds[] = {1, 2, 7, 64, 65, 67, 100, 127, 128, 129, 200, 255, 257, 1000, 4097, DDP__CUDA_TREE_MOST};
+    static const int worlds[] = {1, 2, 7, 64, 65, 67, 100, 127, 128, 129, 200, 255, 257, 1000, 4097, DDP__CUDA_TREE_MAX_SOURCES};
     enum { WORLDS = sizeof worlds / sizeof *worlds, COUNT = 37, STRIDE = 48 * 8 };
-    buffer in = buffer_make((size_t)STRIDE * DDP__CUDA_TREE_MOST), elsewhere = buffer_make(STRIDE), out = buffer_make(STRIDE);
-    const void **src = (const void **)malloc(sizeof *src * DDP__CUDA_TREE_MOST);
+    buffer in = buffer_make((size_t)STRIDE * DDP__CUDA_TREE_MAX_SOURCES), elsewhere = buffer_make(STRIDE), out = buffer_make(STRIDE);
+    const void **src = (const void **)malloc(sizeof *src * DDP__CUDA_TREE_MAX_SOURCES);
     unsigned char want[STRIDE];
     for (size_t d = 0; d < sizeof all_dtypes / sizeof *all_dtypes; d++) {
         ddp_dtype dtype = all_dtypes[d];
         size_t size = ddp_dtype_size(dtype), stride = 48 * size;
-        for (int k = 0; k < DDP__CUDA_TREE_MOST; k++) fill(in.host + stride * (size_t)k, COUNT, dtype, k == 5);
+        for (int k = 0; k < DDP__CUDA_TREE_MAX_SOURCES; k++) fill(in.host + stride * (size_t)k, COUNT, dtype, k == 5);
         fill(elsewhere.host + size, COUNT, dtype, 0);
         buffer_up(&in);
         buffer_up(&elsewhere);
@@ -174,7 +174,7 @@ static void check_reduce_strided(void) {
             const ddp__cuda_tree_call call = {&dst, 1, two, n, COUNT, op, divisor, 0, "strided", stride, own};
             for (int k = 0; k < n; k++) src[k] = k == own ? elsewhere.host + size : in.host + stride * (size_t)k;
             ddp__reduce_tree(&to, 1, src, n, COUNT, dtype, op, divisor, 0);
-            check_that(ddp__cuda_tree_any(&call, dtype) == DDP_OK, "%s", ddp_last_error());
+            check_that(ddp__cuda_tree_reduce(&call, dtype) == DDP_OK, "%s", ddp_last_error());
             gpu->copy(out.host, out.device, COUNT * size);
             check_that(same(out.host, want, COUNT, dtype), "reduce %s op=%d W=%d own=%d a stride apart", ddp_dtype_name(dtype), (int)op, n, own);
         }

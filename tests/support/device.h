@@ -19,12 +19,12 @@
 struct ddp__cuda_runtime;
 static const struct ddp__cuda_runtime *device_runtime(void);
 #define DDP__CUDA_RUNTIME device_runtime()
-#define DDP__CUDA_SEEN(n, address, size_bytes) fake_seen(address, size_bytes)
-#define DDP__CUDA_STAGE ((size_t)16384) /* many rounds with little data */
+#define DDP__CUDA_RECORD_ACCESS(n, address, size_bytes) fake_seen(address, size_bytes)
+#define DDP__CUDA_STAGE_BYTES ((size_t)16384) /* many rounds with little data */
 static int device_patience_ms = 2000;
-#define DDP__NCCL_PATIENCE_MS device_patience_ms
+#define DDP__NCCL_CLOSE_TIMEOUT_MS device_patience_ms
 static int device_nccl_shares; /* 1 = NCCL is as new as 2.30 is */
-#define DDP__NCCL_SHARES device_nccl_shares
+#define DDP__NCCL_SHARED_DEVICES device_nccl_shares
 #if __has_include(<cublasLt.h>)
 #include "fake_cublaslt.h"
 #define DDP_USE_CUBLASLT

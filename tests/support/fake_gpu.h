@@ -802,8 +802,8 @@ static inline cudaError_t fake_event_synchronize(cudaEvent_t event) {
     return fake_event_ask(event, call, 1);
 }
 
-/* The loops of ddp_cuda.cuh on the CPU report their accesses with DDP__CUDA_SEEN. The type of the pointer
-   shows whether they write. */
+/* The loops of ddp_cuda.cuh on the CPU report their accesses with DDP__CUDA_RECORD_ACCESS. The type
+   of the pointer shows whether they write. */
 static inline void fake_seen(const void *at, size_t bytes) { if (fake_collecting) fake_collecting->push_back({at, bytes, 0}); }
 static inline void fake_seen(void *at, size_t bytes) { if (fake_collecting) fake_collecting->push_back({at, bytes, 1}); }
 

@@ -21,7 +21,7 @@ inline void seen(int n, const void *address, size_t size_bytes) {
     grouped += n > 1;
     misaligned += n > 1 && (uintptr_t)address % (size_bytes < 16 ? size_bytes : 16) != 0;
 }
-#define DDP__CUDA_SEEN(n, address, size_bytes) seen(n, address, size_bytes)
+#define DDP__CUDA_RECORD_ACCESS(n, address, size_bytes) seen(n, address, size_bytes)
 #define DDP_CUDA_IMPLEMENTATION
 #include "../../ddp_cuda.cuh"
 #include "../support/inner.h"
@@ -376,7 +376,7 @@ static void check_shares(void) {
     enum { COUNT = 1003 };
     unsigned char elements[COUNT] = {0}, chunks[COUNT] = {0};
     size_t wrong = 0;
-    const ddp__cuda_each_work<visits> each = {{elements}, ddp__cuda_split_of(1u << 3, COUNT, 4)};
+    const ddp__cuda_elements_work<visits> each = {{elements}, ddp__cuda_vectors_of(1u << 3, COUNT, 4)};
     const ddp__cuda_chunks_work<visits> lists = {{chunks}, COUNT};
     gridDim.x = 3;
     blockDim.x = 5;
