@@ -1,5 +1,5 @@
-/* What compile.call_paths counts functions in: one named call, after a setup that ends with a barrier.
-   Built without optimization; ranks are threads. See tests/support/callpath.py. */
+/* The program in which compile.call_paths counts functions: one named call, after a setup that ends with a
+   barrier. Built without optimization; ranks are threads. See tests/support/callpath.py. */
 #define DDP_IMPLEMENTATION
 #include "ddp_fsdp.h"
 #include "watchdog.h"
@@ -7,7 +7,7 @@
 enum { COUNT = 1 << 16 };
 static const char *mode;
 void callpath_start(void);
-void callpath_start(void) {} /* the call whose path counts comes next */
+void callpath_start(void) {} /* the next call is counted */
 
 static void describe(ddp_param *param, const char *name, float *values) {
     memset(param, 0, sizeof *param);
@@ -18,8 +18,8 @@ static void describe(ddp_param *param, const char *name, float *values) {
     param->value.shape[0] = COUNT;
 }
 
-/* Two units of one parameter. unshard: the first step, where nothing is prefetched. prefetch: the second step, where
-   the call for one unit starts the next one on the communication thread. */
+/* Two units of one parameter. unshard: the first step, where nothing is prefetched. prefetch: the second
+   step, where the call for one unit starts the next one on the communication thread. */
 static ddp_result run_fsdp(ddp_group *world) {
     float *values = (float *)calloc(2 * COUNT, sizeof *values);
     ddp_fsdp_param params[2];
@@ -50,7 +50,8 @@ static ddp_result run_fsdp(ddp_group *world) {
     return DDP_OK;
 }
 
-/* Two buckets of one gradient each. The first one is reduced by the communication thread, as soon as it is ready. */
+/* Two buckets of one gradient each. The first one is reduced by the communication thread, as soon as it is
+   ready. */
 static ddp_result run_reducer(ddp_group *world) {
     float *values = (float *)calloc(4 * COUNT, sizeof *values);
     ddp_param params[2];

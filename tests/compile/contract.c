@@ -1,5 +1,6 @@
-/* Every public name that programs outside of this repository were told of, with exactly the type they were told: a change of one breaks them, and this
-   file. It compiles as C, C++ and CUDA, and its main looks at values of constants and at what zero means. */
+/* Every public name that programs outside of this repository may use, with its exact type: a change of one
+   breaks them, and this file. It compiles as C, C++ and CUDA. Its main checks values of constants and the
+   meaning of zero. */
 #define DDP_IMPLEMENTATION
 #include "ddp.h"
 #include "ddp_fsdp.h"
@@ -11,7 +12,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* A pointer of the promised type to a function, or to a member: the compiler refuses any other one. Not static, so that none is unused. */
+/* A pointer of the promised type to a function, or to a member: the compiler refuses any other one. Not
+   static, so that none is unused. */
 #define FUNCTION(name, result, arguments) result(*check_##name) arguments = name
 #define FIELD(type, member, of) void check_##type##_##member(type *desc, of **out) { *out = &desc->member; }
 
@@ -237,7 +239,8 @@ static void expect(int holds, int line, const char *what) {
 }
 #define EXPECT(condition) expect((condition) != 0, __LINE__, #condition)
 
-static void check_results(void) { /* 0 is success, errors are below it, each with its own value and its own name */
+/* 0 is success, errors are below it, each with its own value and its own name. */
+static void check_results(void) {
     const ddp_result all[] = {DDP_OK, DDP_ERR_INVALID, DDP_ERR_NO_MEMORY, DDP_ERR_SYSTEM, DDP_ERR_TIMEOUT, DDP_ERR_PEER_LOST, DDP_ERR_MISMATCH,
                               DDP_ERR_POISONED, DDP_ERR_UNSUPPORTED, DDP_ERR_CORRUPT, DDP_ERR_ENGINE};
     EXPECT(DDP_OK == 0 && ddp_last_error()[0] == 0 && strcmp(ddp_result_name(DDP_ERR_TIMEOUT), "DDP_ERR_TIMEOUT") == 0);
@@ -245,7 +248,7 @@ static void check_results(void) { /* 0 is success, errors are below it, each wit
         for (size_t j = 0; j < i; j++) EXPECT(all[i] < 0 && all[i] != all[j] && strcmp(ddp_result_name(all[i]), ddp_result_name(all[j])) != 0);
 }
 
-static void check_constants(void) { /* what a field of zeros means */
+static void check_constants(void) { /* the meaning of zero in a field */
     const ddp_dtype dtypes[] = {DDP_DTYPE_DEFAULT, DDP_F32, DDP_F64, DDP_F16, DDP_BF16, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64};
     const ddp_op ops[] = {DDP_OP_SUM, DDP_OP_AVG, DDP_OP_MIN, DDP_OP_MAX, DDP_OP_PROD};
     const ddp_placement dim = DDP_SHARD(1);

@@ -1,7 +1,8 @@
-/*  optimizer_bits.c - AdamW of ddp_fsdp.h has the bits of gpt_adamw, wherever an element lies, and however the two were compiled.
+/*  optimizer_bits.c - AdamW of ddp_fsdp.h has the bits of gpt_adamw, at any element, and for any two
+    compilers.
 
-    Prints a checksum of the bits of all kinds of optimizers: matrix.sh builds this with several compilers and options, and compares. It calls the arithmetic
-    alone, and what nobody calls is not compiled. */
+    Prints a checksum of the bits of all kinds of optimizers: matrix.sh builds this with several compilers and
+    options, and compares. It calls only the arithmetic; functions without a caller are not compiled. */
 #define DDP_STATIC
 #define DDP_IMPLEMENTATION
 #include "ddp_fsdp.h"
@@ -22,7 +23,8 @@ static float number(int i, int of, int step) {
 
 static float lr_of(int step) { return 1e-3f * (float)step / 3; }
 
-/* Elements [offset, offset + count): those beside it stay as they are. The same element has the same numbers in every call. */
+/* Elements [offset, offset + count); the neighbours must not change. The same element has the same numbers in
+   every call. */
 static int adamw_case(int offset, int count) {
     float w[4][COUNT_MAX + OFFSET_MAX + 16] = {{0}}, (*ours)[COUNT_MAX + OFFSET_MAX + 16], other[4][COUNT_MAX + OFFSET_MAX + 16];
     ddp_param param = DDP_ZERO;

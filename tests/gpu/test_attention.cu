@@ -1,8 +1,10 @@
-/*  test_attention.cu - examples/gpt_cuda_attention.cuh against the CPU's attention in gpt.h, on inputs that bf16 holds exactly.
+/*  test_attention.cu - examples/gpt_cuda_attention.cuh against the CPU's attention in gpt.h, on inputs that
+    are exact in bf16.
 
-    test_attention        on a device, or with DDP_TEST_ON_CPU on the fake machine, whose seed says in which order threads and blocks run.
-    Status 77: there is no device. Arrays lie between bytes that are NaN in every dtype; results and workspace begin as such. What runs again in the same
-    workspace, or in another order, has the same bits. */
+    test_attention        on a device, or with DDP_TEST_ON_CPU on the fake GPU, whose seed chooses the order
+                          of threads and blocks.
+    Status 77: no device. Arrays are between bytes that are NaN in every dtype, and results and workspace
+    start with such bytes. A second run in the same workspace, or in another order, has the same bits. */
 #if defined(DDP_TEST_ON_CPU)
 #include "../support/host_only.h"
 #pragma GCC diagnostic push
@@ -23,7 +25,8 @@
 #define GUARD 256 /* bytes on both sides of an array */
 
 static int attention_failures, attention_checks;
-static int attention_short(void) { return getenv("DDP_TEST_SANITIZED") != NULL; } /* where each access is looked at: fewer cases */
+/* Where each access is looked at: fewer cases. */
+static int attention_short(void) { return getenv("DDP_TEST_SANITIZED") != NULL; }
 
 static void expect(int good, const char *format, ...) __attribute__((format(printf, 2, 3)));
 static void expect(int good, const char *format, ...) {
@@ -55,7 +58,7 @@ static array array_make(size_t bytes, size_t guard) {
 
 static void array_up(const array &a, const void *from) { CUDA(cudaMemcpy(a.at(), from, a.bytes, cudaMemcpyHostToDevice)); }
 
-/* What it holds, when its guards are as they were. */
+/* The contents, after checking that the guards are unchanged. */
 static std::vector<unsigned char> array_down(const array &a, const char *name) {
     std::vector<unsigned char> all(a.bytes + 2 * a.guard);
     size_t touched = 0;
@@ -144,7 +147,8 @@ static attention_case case_make(ddp_dtype dtype, shape s, float deviation) {
 
 struct attention_run { std::vector<unsigned char> out, lse, d_qkv; };
 
-/* Forward and backward `times` over, with the same workspace and stream; every run has the bits of the first. */
+/* Forward and backward `times` over, with the same workspace and stream; every run has the bits of the
+   first. */
 static attention_run case_run(attention_case *c, int times, size_t guard) {
     size_t size = c->it.dtype == DDP_F32 ? 4 : 2;
     array qkv = array_make(c->qkv.size() * size, guard), out = array_make(c->d_out.size() * size, guard), d_out = array_make(out.bytes, guard);
@@ -176,8 +180,8 @@ static attention_run case_run(attention_case *c, int times, size_t guard) {
     return first;
 }
 
-/* got against want (count values from `from` on, `of` in a row, rows `row` apart), relative to the largest, which counts as `least` at least: the worst
-   and the mean error. */
+/* got against want (count values from `from` on, `of` in a row, rows `row` apart), relative to the largest,
+   which counts as `least` at least: the worst and the mean error. */
 static void close_to(const attention_case &c, const char *name, const std::vector<float> &got, const std::vector<float> &want, size_t from, size_t of,
                      size_t row, double worst_allowed, double mean_allowed, double least = 1e-30) {
     double largest = least, worst = 0, sum = 0;
@@ -201,7 +205,8 @@ static void case_compare(attention_case *c, const attention_run &run, double wor
     size_t C = (size_t)c->it.heads * (size_t)c->it.head_size;
     case_reference(c);
     close_to(*c, "out", as_floats(run.out, c->it.dtype), c->out, 0, C, C, worst, mean);
-    close_to(*c, "lse", as_floats(run.lse, DDP_F32), c->lse, 0, 1, 1, 3e-6, 1e-6, 1); /* off by as much as probabilities are in relation, however small lse is */
+    /* Off by as much as probabilities are in relation, however small lse is. */
+    close_to(*c, "lse", as_floats(run.lse, DDP_F32), c->lse, 0, 1, 1, 3e-6, 1e-6, 1);
     if (!gradients) worst = mean = 1e30;
     if (c->it.length == 1) { /* the only probability is 1, and its gradient rounding */
         for (size_t i = 0; i < d_qkv.size(); i++)
@@ -266,14 +271,16 @@ static void check_extremes(void) {
 }
 
 #if defined(DDP_TEST_ON_CPU)
-/* The order of threads and blocks changes nothing. Most of the seeds are for blocks that wait for each other. */
+/* The order of threads and blocks changes nothing. Most of the seeds are for blocks that wait for each
+   other. */
 static void check_orders(void) {
     static const struct { shape s; ddp_dtype dtype; uint64_t seeds; } cases[] = {
         {{1, 520, 1, 32}, DDP_BF16, 12}, {{1, 150, 2, 64}, DDP_BF16, 3}, {{1, 150, 2, 128}, DDP_BF16, 3}, {{1, 150, 2, 64}, DDP_F32, 3}};
     for (size_t which = 0; which < sizeof cases / sizeof cases[0]; which++) {
         attention_case c = case_make(cases[which].dtype, cases[which].s, 1);
         attention_run first;
-        for (uint64_t seed = 1; seed <= cases[which].seeds / (DDP_TEST_SLOWDOWN > 1 ? 3 : 1); seed++) { /* sanitizers look at accesses */
+        /* Sanitizers look at accesses. */
+        for (uint64_t seed = 1; seed <= cases[which].seeds / (DDP_TEST_SLOWDOWN > 1 ? 3 : 1); seed++) {
             fake_start(1, seed * 7919);
             attention_run run = case_run(&c, 1, 0);
             if (seed == 1) first = run;
@@ -283,7 +290,8 @@ static void check_orders(void) {
     }
 }
 #else
-/* More blocks than run at a time: whoever waits for whom, the bits are the same. The first sequence is compared with the CPU's. */
+/* More blocks than run at a time: the bits are the same in any order. The first sequence is compared with the
+   CPU's. */
 static void check_orders(void) {
     static const shape shapes[] = {{8, 1024, 12, 64}, {4, 1000, 12, 128}, {8, 1024, 12, 32}, {2, 4096, 4, 64}, {4, 300, 12, 64}};
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
@@ -304,7 +312,7 @@ static void refused(ddp_result result, const char *says) {
     expect(result == DDP_ERR_INVALID && strstr(ddp_last_error(), says), "not '%s' but '%s'", says, ddp_last_error());
 }
 
-/* What is wrong is said, and nothing runs. */
+/* Invalid arguments return an error, and nothing runs. */
 static void check_refusals(void) {
     static const struct { gpt_cuda_attention it; const char *says; } wrong[] = {
         {{0, 8, 1, 64, DDP_BF16, 0}, "must be at least 1"}, {{1, 0, 1, 64, DDP_BF16, 0}, "must be at least 1"},

@@ -2,8 +2,9 @@
 
     test_conformance processes|threads|env [W ...]      as ranks/test_collectives.c, which it includes
 
-    Ranks share the devices there are: one GPU serves them all, staged through the host. Built with -DDDP_TEST_ON_CPU it runs without a
-    device, on the fake machine of support/fake_gpu.h: its own logic and that of the staging are proved in ordinary CI. */
+    Ranks share the available devices: one GPU serves them all, staged through the host. Built with
+    -DDDP_TEST_ON_CPU it runs without a device, on the fake GPU of support/fake_gpu.h: ordinary CI proves its
+    own logic and that of the staging. */
 #include "../support/device.h"
 #define TEST_DEVICE
 #if defined(DDP_TEST_ON_CPU) || defined(DDP_TEST_SMALL)

@@ -1,7 +1,9 @@
-/*  test_fsdp.cu - sharded training over device memory ends with the bits of one process on the CPU: parity/test_fsdp_parity.c, whose ranks
-    have a group over device memory, staged or by NCCL. And a step, once the first ones have shown what is needed, keeps no host waiting.
+/*  test_fsdp.cu - sharded training over device memory ends with the bits of one process on the CPU. It runs
+    parity/test_fsdp_parity.c on groups over device memory, staged or over NCCL. After the first steps, in
+    which buffers are allocated, a step never blocks the host.
 
-    test_fsdp processes|threads [W ...]     Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as test_conformance.cu. */
+    test_fsdp processes|threads [W ...]     Built with -DDDP_TEST_ON_CPU it runs on the fake GPU, as
+                                            test_conformance.cu. */
 #define DDP__HOST_PIECE ((size_t)64) /* many pieces with little data */
 #include "../support/device.h"
 #define FSDP_ON_DEVICE
@@ -15,10 +17,11 @@
 
 enum { STEADY_UNITS = 3, STEADY_PARAMS = 2 * STEADY_UNITS, STEADY_STEPS = 6, STEADY_MICRO = 2, STEADY_MOST = 13 * 64 };
 
-/* What a way of stepping ends with, and how much device memory it takes. */
+/* Results of one variant of stepping, and its device memory. */
 typedef struct steady { float norm[STEADY_STEPS]; double value[STEADY_PARAMS][STEADY_MOST]; size_t device_bytes; } steady;
 
-enum { WAITS, DECIDES, OFFLOADED, STEADY_WAYS }; /* the norm is asked for in the step; the device decides; and the optimizer is the host's */
+/* The norm is queried in the step; the device decides; the optimizer runs on the host. */
+enum { WAITS, DECIDES, OFFLOADED, STEADY_WAYS };
 
 static int steady_rows(int i) { return i % 2 ? 64 : 13; }
 static int steady_columns(int i) { return i % 2 ? 1 : 64; }
@@ -38,7 +41,8 @@ static const fake_block *steady_block(int device, const std::string &name) {
     return NULL;
 }
 
-/* Offloaded, gradients come down in pieces on one stream, values go up on another. still: nothing else is copied, where one rank's shards are what is gathered. */
+/* With offload, gradients go to the host in pieces on one stream, values to the device on another. still:
+   nothing else is copied; the shards of a single rank are the gathered values. */
 static ddp_result steady_copies(ddp_group *world, int device, const std::string &record, int way, int still, const char *what) {
     std::string downs, ups;
     int down = 0, up = 0;
@@ -66,7 +70,8 @@ static size_t steady_bytes(int device) {
     return bytes;
 }
 
-/* What the host of this rank has been kept waiting by, or has allocated, since fake_record_from_here. Staged groups wait: data go through the host. */
+/* Waits and allocations of this rank's host since fake_record_from_here. Staged groups wait: data passes
+   through the host. */
 static ddp_result steady_calls(ddp_group *world, int early, int way, int still, int most, const char *what) {
     static const char *const words[] = {"Synchronize", "cudaMalloc", "cudaFree", "cudaHost", "cudaEventCreate", "cudaStreamCreate", "cudaEventDestroy",
                                         "(host", ", host", "FAILS"};
@@ -138,7 +143,7 @@ static ddp_fsdp_desc steady_desc(ddp_fsdp_param *params, ddp_fsdp_unit_desc *uni
     return desc;
 }
 
-/* Where the host does not ask, the calls of steps 1 and 2 are looked at. */
+/* If the host does not query the norm, the calls of steps 1 and 2 are checked. */
 static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way, const float *numbers, steady *out) {
     const ddp_device *device = ddp_device_cuda();
     ddp_fsdp_param params[STEADY_PARAMS];
@@ -162,14 +167,18 @@ static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way
 #endif
         RANKS_OK(world, steady_step(world, d, fsdp, params, numbers, s, way == WAITS ? &norm : NULL));
 #if defined(DDP_TEST_ON_CPU)
-        int norms = way == OFFLOADED && desc.optimizer.kind >= DDP_OPTIMIZER_LAMB && ddp_world_size(world) > 1; /* of rows on the host, added by NCCL */
-        int still = ddp_world_size(world) == 1 && desc.strategy <= DDP_FSDP_SHARD_GRAD; /* the others keep micro-batches of whole gradients */
-        /* For each of 6 parameters and 2 micro-batches: 2 that make gradients here; for each parameter: micro-batches added, divided, squares, AdamW. For each
-           unit: a cast of the gradients of each micro-batch, one of the new values. And the norm. */
+        /* Of rows on the host, added by NCCL. */
+        int norms = way == OFFLOADED && desc.optimizer.kind >= DDP_OPTIMIZER_LAMB && ddp_world_size(world) > 1;
+        /* The others keep micro-batches of whole gradients. */
+        int still = ddp_world_size(world) == 1 && desc.strategy <= DDP_FSDP_SHARD_GRAD;
+        /* For each of 6 parameters and 2 micro-batches: 2 that make gradients here; for each parameter:
+           micro-batches added, divided, squares, AdamW. For each unit: a cast of the gradients of each
+           micro-batch, one of the new values. And the norm. */
         int most = still && turn == 0 ? 2 * (6 * 2 * 2 + 6 * 4 + 3 * 2 + 3 + 1) : INT32_MAX;
         if (s == 2 && way != WAITS && !norms) RANKS_OK(world, steady_calls(world, early, way, still, most, strategies[desc.strategy]));
 #endif
-        if (way != WAITS) RANKS_OK(world, s == 1 ? DDP_OK : ddp_fsdp_get_norm(fsdp, &norm)); /* step 2 follows step 1 at once */
+        /* Step 2 follows step 1 at once. */
+        if (way != WAITS) RANKS_OK(world, s == 1 ? DDP_OK : ddp_fsdp_get_norm(fsdp, &norm));
         out->norm[s] = norm;
     }
     RANKS_OK(world, ddp_fsdp_get_memory(fsdp, &after));
@@ -214,8 +223,10 @@ static ddp_result steady_main(ddp_group *world, void *user) {
                             turn, way, s, (double)ended[way].norm[s], (double)ended[WAITS].norm[s]);
             RANKS_CHECK(world, memcmp(ended[WAITS].value, ended[way].value, sizeof ended[way].value) == 0, "turn %d, way %d: other values", turn, way);
         }
-        size_t mine = 0; /* elements of state on this rank: two moments and a master copy where the optimizer is AdamW */
-        for (int i = 0, shares = turn % 4 == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(world); i < STEADY_PARAMS; i++) /* the last rank has fewest */
+        /* Elements of state on this rank: two moments and a master copy where the optimizer is AdamW. */
+        size_t mine = 0;
+        /* The last rank has fewest. */
+        for (int i = 0, shares = turn % 4 == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(world); i < STEADY_PARAMS; i++)
             mine += (size_t)((steady_rows(i) - (shares - 1) * ((steady_rows(i) + shares - 1) / shares)) * steady_columns(i));
         RANKS_CHECK(world, ended[OFFLOADED].device_bytes + (turn ? 0 : 12 * mine) <= ended[DECIDES].device_bytes, "turn %d: offloaded, %zu bytes of the device, otherwise %zu",
                     turn, ended[OFFLOADED].device_bytes, ended[DECIDES].device_bytes);
@@ -225,7 +236,8 @@ static ddp_result steady_main(ddp_group *world, void *user) {
 }
 
 #if defined(DDP_TEST_ON_CPU)
-/* One call of CUDA or NCCL fails, each in its turn: an error tells of it, or it was one that gives back; and nothing is left behind. */
+/* One call of CUDA or NCCL fails, each in its turn: an error reports it, unless it was a call that frees; and
+   nothing leaks. */
 static ddp_result steady_faults(ddp_group *world, void *user) {
     int fired = 1, shows = 0;
     (void)user;
@@ -263,7 +275,8 @@ static ddp_result steady_faults(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-/* A rank that does not come to the clipping: the other one is told when it asks for the norm that its device waits for, and everything can be given back. */
+/* A rank is missing at the clipping: the other one gets the error when it queries the norm that its device
+   waits for, and everything can be freed. */
 static ddp_result steady_lost(ddp_group *world, void *user) {
     const char *engine = getenv("DDP_TEST_ENGINE");
     ddp_fsdp_param params[STEADY_PARAMS];
@@ -281,7 +294,7 @@ static ddp_result steady_lost(ddp_group *world, void *user) {
     cuda.engine = DDP_CUDA_ENGINE_NCCL;
     cuda.order = DDP_ORDER_TREE;
     cuda.allow_shared = 1;
-    cuda.timeout_ms = 8000; /* more than a rank may stand still before it is waited for */
+    cuda.timeout_ms = 8000; /* longer than a rank can stand still before the wait */
     cuda.stream = d.stream;
     RANKS_OK(world, ddp_cuda_group_create(&group, world, &cuda));
     desc.micro_batch_count = 1;

@@ -1,8 +1,11 @@
-/*  test_gpt.cu - examples/gpt_cuda.cuh: each kernel against a plain loop, each unit and ten steps of training against gpt.h on the CPU, and that
-    recomputation, graphs of units and of micro-batches, slots and tensor cuts change nothing that they must not.
+/*  test_gpt.cu - examples/gpt_cuda.cuh: each kernel against a plain loop, each unit and ten steps of training
+    against gpt.h on the CPU. Recomputation, graphs of units and of micro-batches, slots and tensor
+    parallelism change only what they must.
 
-    test_gpt processes|threads [W ...]     1 rank runs all but the tensor cut, 2 and more that one. Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as
-    test_conformance.cu; the same rank count again runs under another seed, and must give the same bits. */
+    test_gpt processes|threads [W ...]     1 rank runs all except tensor parallelism, 2 and more only that.
+                                           Built with -DDDP_TEST_ON_CPU it runs on the fake GPU, as
+                                           test_conformance.cu; the same rank count again runs with another
+                                           seed, and must give the same bits. */
 #include "../support/device.h"
 #if defined(DDP_TEST_ON_CPU)
 #include "../support/fake_cuda_names.h"
@@ -95,7 +98,7 @@ static ddp_result same(const far_memory &f, const char *what, const floats &have
     return DDP_OK;
 }
 
-/* Results that must have the same bits however often, and under whatever seed, the program comes here. */
+/* Results that must have the same bits in every run, with every seed. */
 static ddp_result remember(const far_memory &f, const std::string &what, const floats &bits) {
     static std::map<std::string, floats> known;
     if (known.count(what)) return same(f, what.c_str(), bits, known[what]);
@@ -168,7 +171,8 @@ static double gelu(double x, double *slope) {
     return 0.5 * x * (1 + t);
 }
 
-/* Rows of `columns`: sums with bias and residual, GELU both ways, sums of columns; and a matrix times a vector. */
+/* Rows of `columns`: sums with bias and residual, GELU both ways, sums of columns; and a matrix times a
+   vector. */
 static ddp_result rows_and_columns(device_rank *d, ddp_dtype dtype, int rows, int columns) {
     far_memory f(d, dtype);
     gpt_cuda m;
@@ -248,7 +252,8 @@ static ddp_result classifier(device_rank *d, ddp_dtype dtype, int V, int rows) {
         losses[i] = (float)(top + log(total) - x[i * padded + (size_t)targets[i]]);
         for (size_t j = 0; j < (size_t)V; j++)
             gradient[i * padded + j] = (float)((exp(x[i * padded + j] - top) / total - (j == (size_t)targets[i])) / rows);
-        for (size_t j = (size_t)V; j < padded; j++) x[i * padded + j] = NAN; /* memory that nobody wrote */
+        /* Memory that was never written. */
+        for (size_t j = (size_t)V; j < padded; j++) x[i * padded + j] = NAN;
     }
     void *far = f.up(x);
     float *far_losses = (float *)f.take((size_t)rows * 4);
@@ -379,9 +384,9 @@ static ddp_result sorting(device_rank *d) {
     return DDP_OK;
 }
 
-//== a model beside gpt.h =====================================================
+//== a model compared with gpt.h ==============================================
 
-/* The same parameters on the CPU and on the device, where `apart` says how boxes of qkv lie. */
+/* The same parameters on the CPU and on the device; apart: position of the boxes of qkv. */
 struct pair {
     far_memory f;
     gpt_cuda_desc desc;
@@ -397,7 +402,7 @@ struct pair {
     int units() const { return desc.config.layers + 2; }
 };
 
-/* What a rank has of a whole parameter, box after box. */
+/* A rank's part of a full parameter, box after box. */
 static floats own(const pair &p, int index, const float *whole) {
     gpt_cuda_box box[3];
     gpt_param info;
@@ -413,7 +418,8 @@ static floats own(const pair &p, int index, const float *whole) {
 static ddp_result table(pair *p, int index, const floats &x, std::vector<void *> *to) {
     gpt_cuda_box box[3];
     int count = gpt_cuda_param_boxes(&p->desc, index, box);
-    if (count == 1 && p->apart && x.size() % 3 == 0) { /* three boxes all the same, if it is qkv: no other has room for more pointers */
+    /* Three boxes all the same, if it is qkv: no other has room for more pointers. */
+    if (count == 1 && p->apart && x.size() % 3 == 0) {
         gpt_param info;
         gpt_param_info(&p->desc.config, index, &info);
         if (strstr(info.name, "qkv")) {
@@ -442,7 +448,8 @@ static ddp_result pair_open(pair *p, int micro_batches) {
     p->grads.resize((size_t)p->units());
     for (int i = 0; gpt_param_info(&p->desc.config, i, &info) == 0; i++) {
         float *value = p->cpu.values[i];
-        for (int64_t j = 0; j < info.count && info.tied_to < 0; j++) { /* larger than at the start of training, so that all of it counts */
+        /* Larger than at the start of training, so that all of it counts. */
+        for (int64_t j = 0; j < info.count && info.tied_to < 0; j++) {
             value[j] = info.ndim == 2 ? 4 * value[j] : value[j] + 0.3f * number((uint64_t)i, (uint64_t)j);
             if (p->desc.dtype != DDP_F32) value[j] = gpt_cuda_to_float(gpt_cuda_from_float<gpt_bf16>(value[j]));
         }
@@ -516,7 +523,7 @@ static ddp_result compare_gradients(pair *p, int unit, double tolerance) {
     return DDP_OK;
 }
 
-/* Each unit alone: it begins with what the one before came to on the CPU, rounded to dtype. */
+/* Each unit by itself: its input is the CPU's result of the unit before, rounded to dtype. */
 static ddp_result units(device_rank *d, const gpt_cuda_desc &desc, int apart) {
     pair p(d, desc);
     double tolerance = desc.dtype == DDP_F32 ? NEAR_F32 : 2e-2, mean;
@@ -560,7 +567,8 @@ static ddp_result units(device_rank *d, const gpt_cuda_desc &desc, int apart) {
     return DDP_OK;
 }
 
-/* Whole micro-batches, forward and backward one after the other: losses and all gradients, which are also those of gpt.h. */
+/* Whole micro-batches, forward and backward one after the other: losses and all gradients, which are also
+   those of gpt.h. */
 static ddp_result whole(device_rank *d, const gpt_cuda_desc &desc, double tolerance, floats *out) {
     pair p(d, desc);
     GPT_TRY(pair_open(&p, 2));
@@ -579,7 +587,8 @@ static ddp_result whole(device_rank *d, const gpt_cuda_desc &desc, double tolera
     return DDP_OK;
 }
 
-/* What a step of two micro-batches put on the device: graphs and no other products, or kernels. It takes no memory if it is a later one. */
+/* The calls of a step of two micro-batches: graphs and no other products, or kernels. A later step allocates
+   nothing. */
 static ddp_result recorded(device_rank *d, int later, size_t want) {
 #if defined(DDP_TEST_ON_CPU)
     std::string calls = fake_record(0);
@@ -598,7 +607,8 @@ static ddp_result recorded(device_rank *d, int later, size_t want) {
     return DDP_OK;
 }
 
-/* The same two micro-batches `times` times, kept at the same time in two slots as a pipeline would have them: the bits of `want`, which had them one by one. */
+/* The same two micro-batches `times` times, kept at the same time in two slots as a pipeline would have them:
+   the bits of `want`, which had them one by one. */
 static ddp_result pipelined(device_rank *d, gpt_cuda_desc desc, int times, const floats &want) {
     desc.slots = 2;
     pair p(d, desc);
@@ -633,7 +643,8 @@ static ddp_result micro_batch(pair *p, gpt_cuda *m, int slot, int batch) {
     return gpt_cuda_micro_batch(m, slot, tables(p->values, &values), tables(p->grads, &grads), p->far_batches[(size_t)batch]);
 }
 
-/* Whole micro-batches as one call, of two batches in two slots, each with its graph: the bits of `want`, whatever units were called between. */
+/* Whole micro-batches as one call, of two batches in two slots, each with its graph: the bits of want,
+   whatever units were called between. */
 static ddp_result micro_batches(device_rank *d, gpt_cuda_desc desc, const floats &want) {
     desc.slots = 2;
     pair p(d, desc);
@@ -653,7 +664,8 @@ static ddp_result micro_batches(device_rank *d, gpt_cuda_desc desc, const floats
         }
         GPT_TRY(same(p.f, named("micro-batches, time ", time).c_str(), have, want));
         if (time == 3) GPT_TRY(recorded(d, 1, desc.graphs ? 2 : 0));
-        if (time == 1) GPT_TRY(forward(&p, 0, 1)); /* a backward before it, of another slot, takes its activations and logits */
+        /* A backward before it, of another slot, takes its activations and logits. */
+        if (time == 1) GPT_TRY(forward(&p, 0, 1));
         if (time == 2) {
             GPT_TRY(forward(&p, 1, 1));
             RANKS_OK(d->cpu, micro_batch(&p, p.m, 0, 0));
@@ -664,7 +676,7 @@ static ddp_result micro_batches(device_rank *d, gpt_cuda_desc desc, const floats
     return DDP_OK;
 }
 
-/* More sets of pointers than are kept as graphs: each comes to the same. */
+/* More sets of pointers than cached graphs: each gives the same result. */
 static ddp_result many_pointers(device_rank *d, gpt_cuda_desc desc) {
     void *d_in[GPT_CUDA__GRAPHS + 2];
     desc.graphs = 1;
@@ -684,7 +696,8 @@ static ddp_result many_pointers(device_rank *d, gpt_cuda_desc desc) {
                 if (first.empty()) first = have;
                 GPT_TRY(same(p.f, "backward of the head", have, first));
             }
-    for (int i = 0; i < 3 * (GPT_CUDA__GRAPHS + 2); i++) { /* of micro-batches, too: here a vector's gradient lies elsewhere */
+    /* Of micro-batches too: here with another address of a vector's gradient. */
+    for (int i = 0; i < 3 * (GPT_CUDA__GRAPHS + 2); i++) {
         p.grads[(size_t)head][0] = d_in[i / 2 % (GPT_CUDA__GRAPHS + 2)];
         RANKS_OK(d->cpu, micro_batch(&p, p.m, 0, 0));
         floats have = gradients(p);
@@ -755,7 +768,7 @@ static ddp_result training(device_rank *d) {
     return DDP_OK;
 }
 
-//== what goes wrong, and what is taken =======================================
+//== errors and memory =========================================================
 
 static ddp_result misuse(device_rank *d) {
     gpt_cuda_desc desc = plain(d, DDP_BF16);
@@ -814,7 +827,8 @@ static ddp_result misuse(device_rank *d) {
     return DDP_OK;
 }
 
-/* A pipeline's stages, each with its own units, hand their inputs and gradients on in memory of the caller: the bits of one whole model. */
+/* A pipeline's stages, each with its own units, hand their inputs and gradients on in memory of the caller:
+   the bits of one whole model. */
 static ddp_result stages(device_rank *d, int recompute) {
     gpt_cuda_desc desc = plain(d, DDP_BF16);
     pair all(d, desc);
@@ -853,7 +867,7 @@ static void note(void *user, const char *kernel, double flops, double bytes) {
     n->flops += flops;
 }
 
-/* Notes add up to the formula, but for attention, of which backward computes one product again. */
+/* Notes sum to the formula, except for attention, in which backward computes one product again. */
 static ddp_result notes(device_rank *d) {
     gpt_cuda_desc desc = plain(d, DDP_BF16);
     noted all = {0, 0};
@@ -888,7 +902,8 @@ static ddp_result memory(device_rank *d) {
     return DDP_OK;
 }
 
-/* Without the epilogues of cuBLASLt: nearly the same. It may say so in two ways, and when it is asked or when it should begin. */
+/* Without the epilogues of cuBLASLt: nearly the same. cuBLASLt can refuse them in two ways, in the heuristics
+   and at the product. */
 static ddp_result refused(device_rank *d, ddp_dtype dtype) {
     floats out;
     fake_lt_refused = ~(uint64_t)0;
@@ -915,7 +930,7 @@ static ddp_result step(pair *p, gpt_cuda *m, int in_one) {
     return gpt_cuda_loss(m, 0, p->sum);
 }
 
-/* Every call of CUDA and cuBLASLt fails once: an error that names it, nothing is left behind, and the model goes on. */
+/* Every call of CUDA and cuBLASLt fails once: an error that names it, no leak, and the model stays usable. */
 static ddp_result faults(device_rank *d, int in_one) {
     static const char *const functions[] = {"cudaMalloc", "cublasLtCreate", "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul", "cudaLaunchKernel",
                                             "cudaMemsetAsync", "cudaMemcpyAsync", "cudaStreamBeginCapture", "cudaStreamEndCapture", "cudaGraphInstantiate",
@@ -928,7 +943,8 @@ static ddp_result faults(device_rank *d, int in_one) {
     GPT_TRY(backward(&good, 0, 0));
     floats want = gradients(good);
     for (const char *function : functions)
-        for (int nth = 1; nth < 100; nth *= in_one || DDP_TEST_SLOWDOWN > 1 ? 8 : 2) { /* from the 50th on in a capture */
+        /* From the 50th on in a capture. */
+        for (int nth = 1; nth < 100; nth *= in_one || DDP_TEST_SLOWDOWN > 1 ? 8 : 2) {
             gpt_cuda *m = NULL;
             ddp_result result;
             fake_fail(function, -1, nth, 0, 0);

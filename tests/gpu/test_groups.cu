@@ -1,6 +1,8 @@
-/*  test_groups.cu - groups staged through the host beyond single collectives: messages, splits, group memory, failures, and what is left behind.
+/*  test_groups.cu - groups staged through the host, beyond single collectives: messages, splits, group
+    memory, failures, and leaks.
 
-    test_groups processes|threads [W ...]      Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as test_conformance.cu. */
+    test_groups processes|threads [W ...]      Built with -DDDP_TEST_ON_CPU it runs on the fake GPU, as
+                                               test_conformance.cu. */
 #include "../support/device.h"
 
 #define LARGEST (2 * DDP__CUDA_STAGE_BYTES + DDP__CUDA_STAGE_BYTES / 2 + 3) /* three rounds */
@@ -18,7 +20,7 @@ static ddp_result pair_make(device_rank *d, pair *p, size_t size_bytes) {
 }
 static void pair_free(pair *p) { free(p->near); ddp_device_cuda()->free(NULL, p->far); }
 
-/* What message number holds. */
+/* The contents of message number. */
 static void message(unsigned char *out, size_t size_bytes, uint64_t number) {
     ranks_data data;
     data.dtype = DDP_U8;
@@ -45,7 +47,7 @@ static ddp_result message_down(device_rank *d, pair *p, size_t size_bytes, uint6
 
 //== messages ===============================================================================
 
-/* Every ordered pair, blocking; the sender spoils its buffer, behind the call on its stream. */
+/* Every ordered pair, blocking; the sender overwrites its buffer, after the call on its stream. */
 static ddp_result all_pairs(device_rank *d) {
     static const size_t sizes[] = {0, 1, 7, 1000, 4097, 65537, LARGEST};
     int rank = ddp_rank(d->group), w = ddp_world_size(d->group);
@@ -69,7 +71,8 @@ static ddp_result all_pairs(device_rank *d) {
     return DDP_OK;
 }
 
-/* A ring with 40 messages each way, more than may be under way, while all-reduces run; waited for in another order than sent. */
+/* A ring with 40 messages each way, more than can be in flight, during all-reduces; waited for in another
+   order than sent. */
 static ddp_result many_beside_collectives(device_rank *d) {
     enum { COUNT = 40, SIZE = 3001 };
     int rank = ddp_rank(d->group), w = ddp_world_size(d->group), next = (rank + 1) % w, previous = (rank + w - 1) % w;
@@ -80,7 +83,8 @@ static ddp_result many_beside_collectives(device_rank *d) {
     for (int i = 0; i < COUNT; i++) {
         TRY(message_up(d, &out[i], SIZE, (uint64_t)(rank * 1000 + i)));
         RANKS_OK(d->cpu, ddp_send(d->group, out[i].far, SIZE, DDP_U8, next, 5, &sent[i]));
-        RANKS_OK(d->cpu, ddp_recv(d->group, in[i].far, SIZE, DDP_U8, previous, 5, &received[i])); /* one tag: the order counts */
+        /* One tag: the order counts. */
+        RANKS_OK(d->cpu, ddp_recv(d->group, in[i].far, SIZE, DDP_U8, previous, 5, &received[i]));
         if (i % 10) continue;
         for (int k = 0; k < 10000; k++) ((float *)(void *)sum[i / 10].near)[k] = (float)(rank + 1) * (float)(k % 7);
         TRY(device_up(d, sum[i / 10].far, sum[i / 10].near, 40000));
@@ -104,7 +108,7 @@ static ddp_result many_beside_collectives(device_rank *d) {
     return DDP_OK;
 }
 
-/* Everybody with everybody at once; in a batch the order does not matter. */
+/* All ranks with all ranks at once; in a batch the order does not matter. */
 static ddp_result batches(device_rank *d) {
     int rank = ddp_rank(d->group), w = ddp_world_size(d->group);
     pair out[DDP_MAX_LOCAL_RANKS], in[DDP_MAX_LOCAL_RANKS];
@@ -217,7 +221,8 @@ static ddp_result group_memory(device_rank *d) {
 
 //== failures ===============================================================================
 
-/* Every rank gets wanted and a line that holds text; later calls are poisoned with the same text. On a group of its own. */
+/* Every rank gets wanted and a line that holds text; later calls are poisoned with the same text. On a group
+   of its own. */
 static ddp_result failed_everywhere(device_rank *d, ddp_group *group, ddp_result result, ddp_result wanted, const char *text) {
     char line[512];
     void *memory;
@@ -257,7 +262,8 @@ static ddp_result mismatches(device_rank *d) {
             snprintf(text, sizeof text, "counts disagree: rank 0 sends 2 elements to rank %d, which expects 3", last);
         } else {
             for (int r = 0; r <= last; r++) counts[r] = rank == last && r != last ? (r == 0 ? 3 : r == 1 ? 1 : 2) : 2;
-            if (last < 2) { ddp_group_destroy(group); continue; } /* two ranks cannot disagree with equal totals */
+            /* Two ranks cannot disagree with equal totals. */
+            if (last < 2) { ddp_group_destroy(group); continue; }
             result = ddp_all_gather_v(group, x, 2, x + 50000, counts, NULL, DDP_F32, NULL);
             snprintf(text, sizeof text, "counts disagree: recv_counts[0] is 2 on rank 0 and 3 on rank %d", last);
         }
@@ -280,7 +286,8 @@ static ddp_result aborts_and_losses(device_rank *d) {
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
     ddp_group_destroy(group);
 
-    RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group)); /* the last rank leaves; the others wait for its message, and reduce */
+    /* The last rank leaves; the others wait for its message, and reduce. */
+    RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group));
     if (rank != last) RANKS_OK(d->cpu, ddp_recv(group, d->scratch, 10, DDP_F32, last, 0, &work));
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
     if (rank == last) {
@@ -296,7 +303,8 @@ static ddp_result aborts_and_losses(device_rank *d) {
     return DDP_OK;
 }
 
-/* A failing copy on one rank is everybody's failure, with CUDA's text; at every place where a call copies. */
+/* A failing copy on one rank is a failure of all ranks, with CUDA's text; at every place where a call
+   copies. */
 static ddp_result failing_copies(device_rank *d) {
 #if defined(DDP_TEST_ON_CPU)
     int rank = ddp_rank(d->group), last = ddp_world_size(d->group) - 1, device;
@@ -321,7 +329,8 @@ static ddp_result failing_copies(device_rank *d) {
     return DDP_OK;
 }
 
-/* The thread that looks after messages begins on device 0: where it cannot change to the group's, nothing is done on a wrong one. */
+/* The thread that progresses messages starts on device 0: if it cannot select the group's device, it does
+   nothing on the wrong one. */
 static ddp_result failing_device(device_rank *d) {
 #if defined(DDP_TEST_ON_CPU)
     int rank = ddp_rank(d->group), last = ddp_world_size(d->group) - 1;
@@ -348,7 +357,7 @@ static ddp_result failing_device(device_rank *d) {
     return DDP_OK;
 }
 
-/* Memory is not taken on a wrong device: what cudaSetDevice has to say is the result. */
+/* Memory is never allocated on a wrong device: the error of cudaSetDevice is the result. */
 static ddp_result failing_memory(device_rank *d) {
 #if defined(DDP_TEST_ON_CPU)
     const ddp_device *device = ddp_group_device(d->group);
@@ -373,7 +382,7 @@ static ddp_result failing_memory(device_rank *d) {
     return DDP_OK;
 }
 
-//== a loader whose batches lie in pinned memory ============================================
+//== a loader with batches in pinned memory ================================================
 
 static ddp_result loaded_sample(void *user, int64_t index, void *const *fields) {
     (void)user;
@@ -381,7 +390,8 @@ static ddp_result loaded_sample(void *user, int64_t index, void *const *fields) 
     return DDP_OK;
 }
 
-/* Batches go up behind what the stream holds, from where they were loaded, while workers load the next: extra_valid_batches keeps them. */
+/* Batches are copied to the device after the work in the stream, from where they were loaded, while workers
+   load the next: extra_valid_batches keeps them valid. */
 static ddp_result batches_go_up(device_rank *d) {
     ddp_tensor field = DDP_ZERO;
     ddp_loader_desc desc = DDP_ZERO;
@@ -421,7 +431,7 @@ static ddp_result batches_go_up(device_rank *d) {
     return DDP_OK;
 }
 
-//== what is left behind ====================================================================
+//== leaks =================================================================================
 
 static ddp_result rank_main(ddp_group *world, void *user) {
     device_rank device, *d = &device;
@@ -449,7 +459,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 /* Bytes, or things, that are taken. */
 static long long taken(void) {
 #if defined(DDP_TEST_ON_CPU)
-    return 0; /* the machine knows, and device_rank_close says it */
+    return 0; /* the fake GPU detects it, and device_rank_close reports it */
 #else
     size_t available = 0, total = 0;
     cudaMemPool_t pool;
@@ -458,7 +468,8 @@ static long long taken(void) {
 #endif
 }
 
-/* Ranks as threads a second time take what the first time left, and not more: the first time loads kernels, which stay. */
+/* A second run of ranks as threads uses the memory that the first one left, and no more: the first one loads
+   kernels, which stay. */
 int main(int argc, char **argv) {
     static const int defaults[] = {2, 3, 4, 0};
     ranks_mode mode;

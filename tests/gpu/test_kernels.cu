@@ -1,4 +1,5 @@
-/*  test_kernels.cu - the kernels of ddp_cuda.cuh on a real device; see support/cuda_kernels.h. Status 77: there is no device. */
+/*  test_kernels.cu - the kernels of ddp_cuda.cuh on a real device; see support/cuda_kernels.h. Status 77: no
+   device. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp_cuda.cuh"
 #if !defined(DDP_TEST_SMALL)
@@ -30,7 +31,7 @@ static void check_stream(void) {
     free(host);
 }
 
-/* A call that CUDA refuses says so, and does no harm to the next one. */
+/* A call that CUDA refuses returns the error, without an effect on the next one. */
 static void check_refusal(void) {
     void *memory = NULL;
     check_that(gpu->alloc(NULL, SIZE_MAX / 4, &memory) == DDP_ERR_NO_MEMORY && !memory && strstr(ddp_last_error(), "out of memory"), "%s", ddp_last_error());
@@ -56,7 +57,8 @@ int main(void) {
     printf("device %d: %s, sm_%d%d\n", device, properties.name, properties.major, properties.minor);
     gpu = ddp_device_cuda();
     failed += table_line("refusals", check_refusal);
-    failed += table_line("own stream", check_stream); /* twice: the first time loads kernels, which take memory that stays */
+    /* twice: the first time loads kernels, which take memory that stays. */
+    failed += table_line("own stream", check_stream);
     before = free_bytes();
     failed += table_line("own stream again", check_stream);
     after = free_bytes();

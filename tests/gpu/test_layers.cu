@@ -1,6 +1,8 @@
-/*  test_layers.cu - tensor-parallel layers over device memory: forward and backward come to what the same layers come to on the CPU, the same bits each time.
+/*  test_layers.cu - tensor-parallel layers over device memory: forward and backward give the results of the
+    same layers on the CPU, with the same bits each time.
 
-    test_layers processes|threads [W ...]     Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as test_conformance.cu, where there is a fake cuBLASLt too. */
+    test_layers processes|threads [W ...]     Built with -DDDP_TEST_ON_CPU it runs on the fake GPU, as
+                                              test_conformance.cu, with a fake cuBLASLt. */
 #include "../support/device.h"
 #include "../../ddp_tensor.h"
 
@@ -140,7 +142,8 @@ static ddp_result mlp(place *p, ddp_tp_activation activation, int asynchronous) 
     void *near_g[4] = {g[0].near, g[1].near, g[2].near, g[3].near}, *far_g[4] = {g[0].far, g[1].far, g[2].far, g[3].far};
     OK(ddp_tp_mlp_forward(near, near_w, x.near, ROWS, saved.near, y.near));
     OK(ddp_tp_mlp_backward(near, near_w, x.near, saved.near, dy.near, ROWS, dx.near, near_g));
-    for (int time = 0; time < 1 + asynchronous; time++) { /* again: nothing is made, and the host waits for nothing */
+    /* again: nothing is made, and the host waits for nothing. */
+    for (int time = 0; time < 1 + asynchronous; time++) {
 #if defined(DDP_TEST_ON_CPU)
         OK(ddp_barrier(p->d->cpu));
         if (p->rank == 0) fake_record_from_here();
@@ -176,7 +179,8 @@ static ddp_result embedding(place *p) {
     int32_t tokens[24];
     twin w, y, dy, dw;
     desc.vocab = 10, desc.padded_vocab = 16, desc.channels = 7;
-    for (int i = 0; i < ROWS; i++) tokens[i] = (int32_t)(ranks_mix((uint64_t)i) % (uint64_t)(i % 3 ? 10 : 3)); /* some often */
+    /* Some often. */
+    for (int i = 0; i < ROWS; i++) tokens[i] = (int32_t)(ranks_mix((uint64_t)i) % (uint64_t)(i % 3 ? 10 : 3));
     OK(ddp_tp_embedding_create(&near, p->near, &desc));
     OK(ddp_tp_embedding_create(&far, p->far, &desc));
     OK(ddp_tp_embedding_box(near, &box));
@@ -231,7 +235,8 @@ static ddp_result norm(place *p, int rms, int64_t n) {
     OK(ddp_device_cuda()->use_stream(p->d->group, DDP_STREAM_COMM)); /* as calls of another group may */
     OK(ddp_tp_layer_norm_forward(far, w.far, b.far, x.far, rows, stats.far, y.far));
     NEAR(stats);
-    OK(ddp_tp_layer_norm_backward(near, w.near, x.near, stats.near, dy.near, rows, dy.near, dw.near, db.near)); /* dx is dy */
+    /* Dx is dy. */
+    OK(ddp_tp_layer_norm_backward(near, w.near, x.near, stats.near, dy.near, rows, dy.near, dw.near, db.near));
     OK(ddp_tp_layer_norm_backward(far, w.far, x.far, stats.far, dy.far, rows, dy.far, dw.far, db.far));
     NEAR(y);
     NEAR(dy);
@@ -401,7 +406,7 @@ static ddp_result bad_products(device_rank *d) {
     fake_lt_state = CUBLAS_STATUS_NOT_SUPPORTED;
     LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE, "cublasLtMatmulAlgoGetHeuristic: it failed (CUBLAS_STATUS_NOT_SUPPORTED)"));
     fake_lt_state = CUBLAS_STATUS_SUCCESS;
-    for (int n = 37; n >= 36; n--) { /* what was refused is asked for again */
+    for (int n = 37; n >= 36; n--) { /* the refused request again */
         g.n = g.ldb = g.ldc = n;
         RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group));
     }
@@ -415,7 +420,7 @@ static ddp_result bad_products(device_rank *d) {
 #endif
 
 #if defined(DDP_TEST_ON_CPU)
-/* The nth call of a kind fails inside a layer, whose call says so; the next one is as ever. */
+/* The nth call of a kind fails inside a layer, which returns the error; the next call is normal. */
 static ddp_result failing(device_rank *d) {
     static const struct { const char *function; int nth, layer; } faults[] = {
         {"kernel", 1, 0}, {"kernel", 2, 0}, {"cudaMemsetAsync", 1, 0}, {"cudaMemcpyAsync", 1, 0}, {"kernel", 1, 1}, {"kernel", 4, 1}, {"cudaMemcpyAsync", 1, 1}};
@@ -447,7 +452,8 @@ static ddp_result failing(device_rank *d) {
     return DDP_OK;
 }
 
-/* One rank's step fails, and what it says reaches the ranks that wait for it in the collective behind that step; of a mean, before it is believed. */
+/* A step of one rank fails. Its error reaches the ranks that wait in the collective after that step; for a
+   mean, before the value is used. */
 static ddp_result failing_alone(device_rank *d) {
     static const int32_t words[4] = {0, 1, 2, 1};
     int last = ddp_world_size(d->cpu) - 1, device;

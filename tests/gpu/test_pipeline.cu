@@ -1,9 +1,11 @@
-/*  test_pipeline.cu - pipelines over device memory: for every schedule gradients, losses, weights and norms have the bits of the same pipeline on the CPU.
+/*  test_pipeline.cu - pipelines over device memory: for every schedule gradients, losses, weights and norms
+    have the bits of the same pipeline on the CPU.
 
-    The model is that of support/pipeline.h. A callback fetches what it is given from the device, computes on the CPU and puts what it has made on the compute
-    stream, which is still busy when it returns.
+    The model is that of support/pipeline.h. A callback copies its inputs from the device, computes on the CPU
+    and copies its outputs back on the compute stream, which is still busy when it returns.
 
-    test_pipeline processes|threads [W ...]     Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as test_conformance.cu. */
+    test_pipeline processes|threads [W ...]     Built with -DDDP_TEST_ON_CPU it runs on the fake GPU, as
+                                                test_conformance.cu. */
 #include "../support/device.h"
 #include "../../ddp_pipeline.h"
 #include "../support/pipeline.h"
@@ -13,7 +15,7 @@
 enum { STAGE_FLOATS = PIPE_WEIGHTS + PIPE_SIDE, FAR_FLOATS = 2 * PIPE_STAGES * STAGE_FLOATS };
 
 typedef struct far_model {
-    pipe_model m;  /* first: its callbacks get one pointer. Its params lie on the device */
+    pipe_model m;  /* first: its callbacks get one pointer. Its params are on the device */
     device_rank *d;
     float *memory; /* there: of each stage the values, then the gradients */
     ddp_fsdp_param split[PIPE_STAGES][2];
@@ -23,7 +25,7 @@ typedef struct far_model {
 
 //== callbacks ==============================================================================
 
-/* What a call is given, one of its arrays at a time; after it, what it has made. */
+/* Copies the inputs of a call, one array at a time; after the call, its outputs. */
 static ddp_result far_fetch(device_rank *d, const ddp_tensor *far, int count, ddp_tensor *near, double (*room)[PIPE_CELLS], int reads) {
     for (int i = 0; i < count; i++) {
         near[i] = far[i];
@@ -127,7 +129,7 @@ static ddp_result far_update(int stage, void *user) {
     return DDP_OK;
 }
 
-/* Of a stage's parameters, the values or the gradients: both sides alike. */
+/* The values or the gradients of a stage's parameters: compares both sides. */
 static ddp_result same(far_model *f, const pipe_model *near, int stage, int grads, const char *what) {
     for (int i = 0; i < 2; i++) {
         const ddp_param *a = near->pointers[stage][i], *b = f->m.pointers[stage][i];
@@ -241,8 +243,8 @@ static ddp_result every_schedule(device_rank *d, both *b) {
     return DDP_OK;
 }
 
-/* Lists that send in another order than they receive: more is under way at once than a schedule of any kind has. With messages of its own, one of them has
-   a SEND before the other rank's RECV and the other way round. */
+/* Lists that send in another order than they receive: more is in flight at once than in any other schedule.
+   With messages of its own, one list has a SEND before the other rank's RECV and the other way round. */
 static ddp_result own_orders(device_rank *d, both *b) {
     static const char *const lists[] = {
         "0F0,0F3,0F1,0F5,0F4,0F2,0F6,0B6,0B0,0B1,0B5,0B3,0B2,0B4\n1F2,1F0,1F6,1F1,1B6,1B0,1I1,1F5,1F4,1I5,1F3,1W5,1B3,1B2,1W1,1B4\n",
@@ -287,7 +289,7 @@ static ddp_result without_memory(device_rank *d, both *b) {
     ddp_pipeline_destroy(pipeline);
     ddp_schedule_destroy(s);
 #else
-    (void)d, (void)b; /* the machine does not say */
+    (void)d, (void)b; /* a real device does not report it */
 #endif
     return DDP_OK;
 }
@@ -326,7 +328,7 @@ static ddp_result replicate(ddp_group *dp, far_model *f, int s, int sharded, int
     return ddp_fsdp_create(&f->fsdp[s], dp, &fsdp);
 }
 
-/* The same with a far_model whose memory is the host's. */
+/* The same with a far_model in host memory. */
 static ddp_result one_side(device_rank *d, ddp_group *pp, ddp_group *dp, far_model *f, const ddp_schedule *s, int sharded, int device,
                            float (*out)[STAGE_FLOATS]) {
     ddp_pipeline_desc desc;
@@ -393,9 +395,10 @@ static ddp_result replicas(device_rank *d) {
     return DDP_OK;
 }
 
-//== what fails =============================================================================
+//== failures ================================================================================
 
-/* A callback of one rank ends the step on all of them, and is named: in the middle, and when the last rank waits for a tied gradient alone. */
+/* A failing callback of one rank ends the step on all of them, and is named: in the middle, and when only the
+   last rank waits for a tied gradient. */
 static ddp_result failing(device_rank *d, both *b) {
     int w = ddp_world_size(d->cpu);
     ddp_pipeline_tie tie = {0, 1, w - 1, 1};
@@ -432,7 +435,8 @@ static ddp_result failing(device_rank *d, both *b) {
     return DDP_OK;
 }
 
-/* What one rank cannot make for a tie ends create on all ranks, those without a part in the tie as well, and none waits until it is late. */
+/* If one rank cannot allocate for a tie, create ends on all ranks, also those without a part in the tie, and
+   none waits for the timeout. */
 static ddp_result untied(device_rank *d, both *b) {
 #if defined(DDP_TEST_ON_CPU)
     int w = ddp_world_size(d->cpu), fired = 0, device;
@@ -466,7 +470,8 @@ static ddp_result untied(device_rank *d, both *b) {
         ddp_pipeline_destroy(pipeline);
         ddp_group_destroy(group);
     }
-    RANKS_OK(d->cpu, ddp_all_reduce(d->cpu, &fired, &fired, 1, DDP_I32, DDP_OP_MAX, NULL)); /* ranks that are processes have a machine each */
+    /* Ranks that are processes have a machine each. */
+    RANKS_OK(d->cpu, ddp_all_reduce(d->cpu, &fired, &fired, 1, DDP_I32, DDP_OP_MAX, NULL));
     RANKS_CHECK(d->cpu, fired > 0, "no event was made");
     ddp_schedule_destroy(s);
 #else

@@ -1,6 +1,7 @@
-/*  test_tensor.cu - tensors in device memory: what ddp_tensor.h does there has the bits of the same calls on the CPU.
+/*  test_tensor.cu - tensors in device memory: ddp_tensor.h gives the bits of the same calls on the CPU.
 
-    test_tensor processes|threads [W ...]     Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as test_conformance.cu. */
+    test_tensor processes|threads [W ...]     Built with -DDDP_TEST_ON_CPU it runs on the fake GPU, as
+                                              test_conformance.cu. */
 #include "../support/device.h"
 #include "../../ddp_tensor.h"
 #include "../../examples/extras/npy.h"

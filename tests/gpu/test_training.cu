@@ -1,10 +1,13 @@
-/*  test_training.cu - a training loop over device memory has the same bits on 1, 2 and 4 ranks, and those of plain loops on the CPU.
+/*  test_training.cu - a training loop over device memory has the same bits on 1, 2 and 4 ranks, and those of
+    plain loops on the CPU.
 
-    test_training processes|threads [W ...]     W divides 4. Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as test_conformance.cu.
+    test_training processes|threads [W ...]     W divides 4. Built with -DDDP_TEST_ON_CPU it runs on the fake
+                                                GPU, as test_conformance.cu.
 
-    Two linear layers with a ReLU between, mean squared error, four micro-batches a step: accumulated pairwise, reduced in buckets, clipped, and
-    stepped by AdamW. All arithmetic rounds operation by operation, so that the CPU gives the reference. Before that, optimizers of ddp_fsdp.h on rows of
-    these tensors, and its loss scaler. */
+    Two linear layers with a ReLU between, mean squared error, four micro-batches a step: accumulated
+    pairwise, reduced in buckets, clipped, and stepped by AdamW. All arithmetic rounds operation by operation,
+    so that the CPU computes the reference. Before that, optimizers of ddp_fsdp.h on rows of these tensors,
+    and its loss scaler. */
 #include "../support/device.h"
 
 enum { IN = 33, HIDDEN = 57, OUT = 9, BATCH = 8, MICRO = 4, STEPS = 7, PARAMS = 4 };
@@ -12,7 +15,7 @@ enum { W1, B1, W2, B2 };
 static const size_t lengths[PARAMS] = {HIDDEN * IN, HIDDEN, OUT * HIDDEN, OUT};
 enum { TOTAL = HIDDEN * IN + HIDDEN + OUT * HIDDEN + OUT };
 
-/* Where gradients lie: placed by the reducer, side by side, or apart. */
+/* Location of gradients: placed by the reducer, adjacent, or apart. */
 enum { GRADS_PLACED, GRADS_ADJACENT, GRADS_APART, GRAD_KINDS };
 
 /* Everything is device memory, or in the reference host memory. */
@@ -145,7 +148,7 @@ static ddp_result trainer_make(trainer *t, ddp_group *world, device_rank *d, int
     t->error = at, at += BATCH * OUT;
     t->back = at, at += BATCH * HIDDEN;
     for (int kind = 0; kind < 4; kind++)
-        for (int i = PARAMS - 1; i >= 0; i--) { /* gradients side by side lie in the order of buckets */
+        for (int i = PARAMS - 1; i >= 0; i--) { /* adjacent gradients are stored in the order of buckets */
             float **list = kind == 0 ? t->value : kind == 1 ? t->first : kind == 2 ? t->second : t->grad;
             list[i] = kind == 3 && grads == GRADS_PLACED ? NULL : at;
             at += lengths[i] + (kind == 3 && grads == GRADS_ADJACENT ? 0 : GAP);
@@ -215,7 +218,8 @@ static ddp_result train(ddp_group *world, device_rank *d, int grads, float *out)
 
 //== optimizers on shards ====================================================================
 
-/* Three steps on this rank's rows; out: whole tensors in host memory, of which these rows are written. d NULL = whole tensors, on the CPU. */
+/* Three steps on this rank's rows; out: whole tensors in host memory, of which these rows are written. d NULL
+   = whole tensors, on the CPU. */
 static ddp_result shard_steps(ddp_group *world, device_rank *d, int kind, float *out) {
     static const size_t row_counts[PARAMS] = {HIDDEN, HIDDEN, OUT, OUT};
     ddp_group *group = d ? d->group : world;

@@ -1,6 +1,8 @@
-/*  checkpoint_tool.c - writes and reads the checkpoint of support/checkpoints.h on two ranks, for checkpoint_safetensors.py.
+/*  checkpoint_tool.c - writes and reads the checkpoint of support/checkpoints.h on two ranks, for
+    checkpoint_safetensors.py.
 
-    checkpoint_tool save DIR VERSION | load DIR VERSION | foreign DIR VERSION      the last loads a model without optimizer and state */
+    checkpoint_tool save DIR VERSION | load DIR VERSION | foreign DIR VERSION      foreign: a model without
+    optimizer and state */
 #include <string.h>
 #include <sys/stat.h>
 
@@ -17,7 +19,7 @@ static ddp_result work(ddp_group *group, void *user) {
     ckpt_rank k;
     (void)user;
     ckpt_open(&k, ddp_rank(group), ddp_world_size(group), 0, 0);
-    if (foreign) k.count = 12; /* the model alone */
+    if (foreign) k.count = 12; /* only the model */
     if (strcmp(arguments[1], "save") == 0) {
         ckpt_fill(&k, version);
         result = ddp__checkpoint_save(group, arguments[2], k.slices, k.count, &k.state, 3000, 1);

@@ -1,6 +1,6 @@
 /*  npy_tool.c - reads a .npy file and writes it again, for npy_numpy.py.
 
-    npy_tool IN OUT [bf16]      prints the tensor, or what is wrong with IN */
+    npy_tool IN OUT [bf16]      prints the tensor, or the error in IN */
 #define DDP_TENSOR_IMPLEMENTATION
 #include "../../ddp_tensor.h"
 #include "../../examples/extras/npy.h"

@@ -1,9 +1,9 @@
-/*  test_ddp_parity.c - one training run has the same bits on any number of ranks: a small tied autoencoder with
-    accumulation, clipping and Adam, whose weights and norms are compared over W ranks x m micro-batches, over processes and
-    threads, over bucket sizes, and over gradients that the reducer placed or that it was given.
+/*  test_ddp_parity.c - one training run has the same bits on any number of ranks. A small tied autoencoder
+    with accumulation, clipping and Adam is compared, weights and norms, over W ranks x m micro-batches,
+    processes and threads, bucket sizes, and gradients placed by the reducer or by the caller.
 
-    What must be equal is the sum over all micro-batches of a step, a tree over their global index: rank r takes the
-    block r*m .. r*m + m - 1, m a power of two unless one rank has them all. */
+    The sum over all micro-batches of a step must be equal. It is a tree over their global index: rank r takes
+    the block r*m .. r*m + m - 1, where m is a power of two unless one rank has them all. */
 #include "ddp.h"
 #include "../support/ranks.h"
 
@@ -23,7 +23,7 @@ static outcome *shared;               /* rank 0 leaves it here */
 /* wte is used twice: encode h = tanh(x wte + b1), decode y = (h * gain) wte^T + b2. */
 typedef struct network {
     float wte[ELEMENTS], b1[HIDDEN], gain[HIDDEN], b2[INPUT];
-    double scale;                     /* y = ... * scale; f64 so that two dtypes are there */
+    double scale;                     /* y = ... * scale; f64 for a second dtype */
     float moment1[PARAMS][ELEMENTS], moment2[PARAMS][ELEMENTS];
     double scale_moment1, scale_moment2;
     float block[2 * ELEMENTS + 2 * HIDDEN + INPUT]; /* gradients, if given */
@@ -66,8 +66,8 @@ static void network_init(network *n, const plan *p, int rank) {
     }
 }
 
-/* Gradients of one micro-batch; each is announced as soon as it is final. Sums over rows are plain loops: what a micro-batch
-   gives is the same wherever it is computed. */
+/* Gradients of one micro-batch; each is announced as soon as it is final. Sums over rows are plain loops: the
+   result of a micro-batch is the same on every rank. */
 static ddp_result network_backward(network *n, ddp_accumulator *accumulator, uint64_t micro_batch, double *loss) {
     float x[ROWS][INPUT], h[ROWS][HIDDEN], g[ROWS][HIDDEN], y[ROWS][INPUT], dy[ROWS][INPUT], dg[ROWS][HIDDEN];
     float *wte = (float *)n->params[0].grad.data, *b1 = (float *)n->params[1].grad.data, *gain = (float *)n->params[2].grad.data;

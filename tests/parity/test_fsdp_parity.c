@@ -1,12 +1,15 @@
-/*  test_fsdp_parity.c - W ranks under any strategy end with the bits of one process that adds the same micro-batches pairwise.
+/*  test_fsdp_parity.c - W ranks with any strategy end with the bits of one process that adds the same
+    micro-batches pairwise.
 
-    The reference is plain: it holds every value, adds the micro-batches' gradients as a binary counter does, divides once, adds the two uses of the tied matrix,
-    clips by the exact norm and steps with ddp_optimizer on whole tensors. Gradients are made of the gathered values and of noise that the micro-batch, the use and
-    the element name, so that one wrong row anywhere shows in every later step.
+    The reference is plain: it holds every value, adds the micro-batches' gradients as a binary counter does,
+    divides once, adds the two uses of the tied matrix, clips by the exact norm and steps with ddp_optimizer
+    on full tensors. Gradients consist of the gathered values and of noise that depends on micro-batch, use
+    and element, so that one wrong row anywhere shows in every later step.
 
     tests/gpu/test_fsdp.cu is the same over device memory.
 
-    Shapes: rows that W does not divide, fewer rows than ranks, a scalar, two dtypes in one unit, a matrix with a second use in another unit. */
+    Shapes: rows that W does not divide, fewer rows than ranks, a scalar, two dtypes in one unit, a matrix
+    with a second use in another unit. */
 #include "../../ddp_fsdp.h"
 #include "../support/ranks.h"
 #include "../support/relay.h"
@@ -28,20 +31,25 @@ static const struct shape { const char *name; ddp_dtype dtype; int unit, ndim, r
 typedef struct plan {
     ddp_fsdp_strategy strategy;
     int micro_batches, replicas; /* per rank; ranks / replicas is the group that things are split over */
-    int prefetch, keep, half, overwrite, plain, gathers; /* half: bf16 values, f32 sums; gathers: 1 = no release between forward and backward */
+    /* half: bf16 values, f32 sums; gathers: 1 = no release between forward and backward. */
+    int prefetch, keep, half, overwrite, plain, gathers;
     ddp_optimizer_kind kind;
     int early;                   /* values by init_fn */
     int packed;                  /* ranks do not see each other's memory */
-    int first, last;             /* steps [first, last); last 0 = STEPS. From a checkpoint unless first is 0, to one unless last is 0 */
+    /* Steps [first, last); last 0 = STEPS. From a checkpoint unless first is 0, to one unless last is 0. */
+    int first, last;
     int background;
     int wrap;                    /* 0 = units as in shapes, 1 = all in one, 2 = one for each use */
-    int tokens;                  /* gradients are of sums over tokens, of which micro-batches have different numbers */
-    int world;                   /* where ranks are given: on the first so many of them; 0 = on all */
+    /* Gradients are of sums over tokens, of which micro-batches have different numbers. */
+    int tokens;
+    int world;                   /* number of ranks; 0 = all */
     ddp_fsdp_offload offload;
-    int scaled;                  /* by a loss scale; before step 1, one that the last rank's infinity leaves out */
+    /* By a loss scale; before step 1, one that the last rank's infinity leaves out. */
+    int scaled;
 } plan;
 
-typedef struct whole { double value[USES][MOST]; float norm[STEPS]; double loss[STEPS]; } whole; /* what training ends with */
+/* The final state of a training run. */
+typedef struct whole { double value[USES][MOST]; float norm[STEPS]; double loss[STEPS]; } whole;
 
 static whole *expected;
 static char folder[48]; /* of checkpoints */
@@ -418,7 +426,7 @@ static int failures, runs;
 
 static const char *const strategies[] = {"FULL_SHARD", "SHARD_GRAD", "SHARD_OPTIM", "NO_SHARD"};
 
-/* What training by p with so many micro-batches in all ends with. */
+/* Compares with a run of plan p with this total of micro-batches. */
 static ddp_result expect(ranks_mode mode, plan p, int total) {
     ddp_group_desc self = DDP_ZERO;
     ddp_group *alone;
@@ -443,8 +451,8 @@ static void run(ranks_mode mode, int world, plan p) {
     failures++;
 }
 
-/* A checkpoint of one strategy, number of ranks and wrapping goes on with others: four micro-batches in all. What the last one saves is loaded with another
-   param_dtype. */
+/* A checkpoint of one strategy, number of ranks and wrapping continues with others: four micro-batches in
+   total. The last save is loaded with another param_dtype. */
 static void run_resumed(ranks_mode mode) {
     static const struct { ddp_fsdp_strategy strategy; int world, replicas, half, wrap; } turns[][4] = {
         {{DDP_FSDP_FULL_SHARD, 4, 1, 0, 0}, {DDP_FSDP_NO_SHARD, 2, 1, 0, 2}, {DDP_FSDP_SHARD_GRAD, 1, 1, 0, 1}, {DDP_FSDP_FULL_SHARD, 4, 1, 1, 2}},
@@ -473,7 +481,8 @@ static void run_resumed(ranks_mode mode) {
     }
 }
 
-/* Each strategy on `world` ranks with every number of micro-batches in the promise; the other choices take turns. */
+/* Each strategy on `world` ranks with every number of micro-batches in the promise; the other choices take
+   turns. */
 static void run_world(ranks_mode mode, int world) {
     static const int micro[4] = {1, 2, 4, 3};
     int turn = world;
@@ -482,7 +491,8 @@ static void run_world(ranks_mode mode, int world) {
         for (int m = 0; m < 4; m++)
             for (int replicas = 1; replicas <= 2; replicas++, turn++) {
                 plan p;
-                if (each ? micro[m] > 1 && !even : micro[m] == 3 && world > 1) continue; /* not in the promise */
+                /* Not in the promise. */
+                if (each ? micro[m] > 1 && !even : micro[m] == 3 && world > 1) continue;
                 if (replicas == 2 && (world != 4 || ((m & 1) && s != DDP_FSDP_FULL_SHARD))) continue;
                 memset(&p, 0, sizeof p);
                 p.strategy = (ddp_fsdp_strategy)s;
@@ -504,7 +514,7 @@ static void run_world(ranks_mode mode, int world) {
     }
 }
 
-/* Three copies of what two ranks share: norms of tensors, the scaler and the sums over copies. */
+/* Three copies of the shards of two ranks: norms of tensors, the scaler and the sums over copies. */
 static void run_copies(ranks_mode mode) {
     for (int s = DDP_FSDP_FULL_SHARD; s <= DDP_FSDP_NO_SHARD; s++)
         for (int kind = DDP_OPTIMIZER_LAMB; kind <= DDP_OPTIMIZER_LARS; kind++) {
@@ -530,7 +540,8 @@ int main(int argc, char **argv) {
     snprintf(folder, sizeof folder, "/tmp/ddp-fsdp-%d", (int)getpid());
     if (argc > 1 && ranks_mode_parse(argv[1], &mode) == 0 && ranks_joins(mode)) {
         const char *size = getenv("OMPI_COMM_WORLD_SIZE"), *rank = getenv("OMPI_COMM_WORLD_RANK");
-        snprintf(folder, sizeof folder, "/tmp/ddp-fsdp-%d", (int)getppid()); /* the launcher's: the same on every rank */
+        /* The launcher's: the same on every rank. */
+        snprintf(folder, sizeof folder, "/tmp/ddp-fsdp-%d", (int)getppid());
         run_world(mode, size ? atoi(size) : 1);
         if (size && atoi(size) == 4) run_resumed(mode);
         removes = rank && atoi(rank) == 0; /* no run ends before all ranks are done */

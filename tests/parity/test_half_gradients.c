@@ -1,12 +1,12 @@
 /*  test_half_gradients.c - 16-bit gradients are added in f32: every strategy on 1, 2 and 4 ranks ends with
-   the same bits.
+    the same bits.
 
     The reference adds the f32 values of all micro-batches' 16-bit gradients as the tree over their global
-    index and divides once. ddp_fsdp must leave exactly these f32 averages in its shards, and after a step
+    index and divides once. ddp_fsdp must store exactly these f32 averages in its shards, and after a step
     every rank must gather the same values as one rank. ddp_reducer with a ddp_accumulator, and ddp_pipeline,
-    keep gradients in 16 bits: they must leave the averages rounded once. Replicas of a pipeline, whose gradients
-    a reducer or fsdp reduces, must end the same way. One sum that is rounded to 16 bits before the end changes
-    about half of the elements. */
+    keep gradients in 16 bits: they must store the averages rounded once. Replicas of a pipeline, whose
+    gradients a reducer or fsdp reduces, must end the same way. One sum that is rounded to 16 bits before the
+    end changes about half of the elements. */
 #define DDP_PIPELINE_IMPLEMENTATION
 #include "../../ddp_fsdp.h"
 #include "../../ddp_pipeline.h"
@@ -28,13 +28,13 @@ typedef struct plan {
     ddp_fsdp_strategy strategy;
     int micro_batches; /* per rank */
     int replicas;      /* fsdp, pipeline: 2 = the ranks are two copies of half as many */
-    adder_kind over;   /* pipeline: what reduces the gradients of replicas */
+    adder_kind over;   /* pipeline: reduces the gradients of replicas */
     int packed;        /* fsdp: ranks do not see each other's memory */
     int scattered;     /* reducer: gradients are the caller's, apart from each other */
     int hook;          /* reducer: buckets go through a hook */
 } plan;
 
-static float (*average)[MOST];   /* what the gradients of each parameter must be */
+static float (*average)[MOST];   /* the expected gradients of each parameter */
 static float (*stepped)[MOST];   /* values after a step; filled in by one rank */
 
 static int elements(int param) { return shapes[param].rows * shapes[param].columns; }
@@ -125,7 +125,7 @@ static ddp_result micro_batch_of_fsdp(ddp_group *group, ddp_fsdp *fsdp, const pl
     return DDP_OK;
 }
 
-/* After the step: one rank writes what it gathers, the others compare. */
+/* After the step: one rank stores its gathered values, the others compare. */
 static ddp_result check_values(ddp_group *group, ddp_fsdp *fsdp, ddp_fsdp_param (*params)[PARAMS],
                                int first) {
     int next[UNITS] = {0};
@@ -399,7 +399,8 @@ static ddp_result by_pipeline(ddp_group *group, const plan *p) {
         }
         if (s.fsdp) RANKS_OK(group, check_and_step(group, s.fsdp, p, 1));
     }
-    if (p->scattered) ddp_reducer_destroy(s.reducer); /* before or after the pipeline, whose memory it reads */
+    /* Before or after the pipeline, of which it reads memory. */
+    if (p->scattered) ddp_reducer_destroy(s.reducer);
     ddp_pipeline_destroy(pipeline);
     if (!p->scattered) ddp_reducer_destroy(s.reducer);
     for (int k = 0; k < PARAMS; k++) {

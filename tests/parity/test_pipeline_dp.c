@@ -1,8 +1,10 @@
-/*  test_pipeline_dp.c - a mesh of pipeline stages x replicas ends with the bits of one process that adds all micro-batches pairwise.
+/*  test_pipeline_dp.c - a mesh of pipeline stages x replicas ends with the bits of one process that adds all
+    micro-batches pairwise.
 
-    Replica r runs micro-batches [8r, 8r + 8); the runner adds them pairwise, then each stage's gradients are added over replicas by a ddp_reducer or by a ddp_fsdp
-    of that stage, from the hooks of ddp_pipeline_stage. The reference holds the whole model, adds the gradients of all micro-batches as a tree over their number,
-    divides once and steps with ddp_optimizer.
+    Replica r runs micro-batches [8r, 8r + 8); the runner adds them pairwise. Then a ddp_reducer or a ddp_fsdp
+    of each stage adds its gradients over replicas, from the hooks of ddp_pipeline_stage. The reference holds
+    the full model, adds the gradients of all micro-batches as a tree over their number, divides once and
+    steps with ddp_optimizer.
 
     test_pipeline_dp BACKEND [W ...]: W / 2 ranks of stages, two replicas; see support/ranks.h */
 #define DDP_PIPELINE_IMPLEMENTATION
@@ -12,7 +14,7 @@
 enum { REPLICAS = 2, COUNT = 8, ALL = REPLICAS * COUNT, STEPS = 3 };
 #define RATE 0.02f
 
-/* Who adds over replicas: a ddp_fsdp of that strategy, or a reducer. */
+/* The object that adds over replicas: a ddp_fsdp of that strategy, or a reducer. */
 enum { OVER_REDUCER = DDP_FSDP_NO_SHARD + 1, OVERS };
 static const char *const over_names[] = {"FULL_SHARD", "SHARD_GRAD", "SHARD_OPTIM", "NO_SHARD", "reducer"};
 
@@ -123,7 +125,7 @@ static ddp_result stage_reduced(member *me, int s, ddp_group *dp, const plan *pl
     return DDP_OK;
 }
 
-/* What the model's own arrays hold is no number from here on. */
+/* Fills the model's own arrays with NaN from here on. */
 static ddp_result stage_split(member *me, int s, ddp_group *dp, const plan *plan) {
     ddp_pipeline_stage *stage = &me->m.stage[s];
     ddp_fsdp_unit_desc unit = {"stage", me->split[s], 2};
@@ -185,7 +187,7 @@ static ddp_result same_weights(ddp_group *pp, member *me, const plain *one, cons
     return DDP_OK;
 }
 
-/* Gradients that are there for a part of the step alone: where their sums are has to be said. */
+/* Gradients that exist only in a part of the step: the location of their sums must be given. */
 static ddp_result refuses_ties(ddp_group *pp, const ddp_pipeline_desc *desc, const ddp_pipeline_tie *tie) {
     ddp_pipeline_desc tied = *desc;
     ddp_pipeline *none;
@@ -251,7 +253,8 @@ static ddp_result run_plan(ddp_group *pp, ddp_group *dp, const plan *plan, membe
     return DDP_OK;
 }
 
-/* Weights that change inside of a step: whoever adds over replicas, the bits are those with a reducer, whose stages are whole. */
+/* Weights that change inside a step: with either object the bits are those with a reducer, whose stages are
+   full. */
 static ddp_result delayed_weights(ddp_group *pp, ddp_group *dp, ddp_schedule_kind kind, member *me) {
     float weight[PIPE_WEIGHTS], bias[PIPE_SIDE];
     int s = ddp_rank(pp); /* one stage on each rank */

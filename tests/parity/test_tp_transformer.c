@@ -1,18 +1,23 @@
-/*  test_tp_transformer.c - one layer of a GPT, made of the layers of ddp_tensor.h, forward and backward over t ranks against one rank, whose slopes are
-    checked; what it sends; and what it keeps for backward.
+/*  test_tp_transformer.c - one layer of a GPT, made of the layers of ddp_tensor.h, over t ranks against one
+    rank: forward and backward, the traffic, and the memory retained for backward. The gradients on one rank
+    are checked by differences.
 
-        x -> norm -> query, key, value -> attention -> projection -> dropout -> + x = middle -> norm -> MLP -> dropout -> + middle = y
+        x -> norm -> query, key, value -> attention -> projection -> dropout -> + x = middle -> norm -> MLP ->
+        dropout -> + middle = y
 
-    M = b s rows of h channels, a heads. With t ranks a ring sends for an all-reduce of n elements 2 n (t-1)/t per rank, for an all-gather or a
-    reduce-scatter n (t-1)/t.
+    M = b s rows of h channels, a heads. With t ranks a ring sends 2 n (t-1)/t per rank for an all-reduce of n
+    elements, and n (t-1)/t for an all-gather or a reduce-scatter.
 
-    Sent. Without sequence parallelism: behind the projection and the MLP in forward, and of the inputs of the query-key-value linear and of the MLP in
-    backward, an all-reduce of M h elements each: 8 b s h (t-1)/t together (Shoeybi et al. 2019). With it each is an all-gather and a reduce-scatter, so
-    as much. Two things are beside the formula, as they are in Megatron-LM: ranks keep only their rows of the two inputs of column linears and gather
-    them again for the gradient of the weights, 2 b s h (t-1)/t in backward; and the gradients of the norms' weights and biases are summed, 2 h elements
-    for each norm, 8 h (t-1)/t together.
+    Traffic. Without sequence parallelism there are four all-reduces of M h elements each, in total 8 b s h
+    (t-1)/t (Shoeybi et al. 2019): in forward after the projection and after the MLP, in backward of the
+    inputs of the query-key-value linear and of the MLP. With it each of them is an all-gather and a
+    reduce-scatter, with the same total. Two things come in addition, as in Megatron-LM. Ranks retain only
+    their rows of the two inputs of column linears and gather them again for the gradient of the weights, 2 b
+    s h (t-1)/t in backward. The gradients of the norms' weights and biases are summed, 2 h elements for each
+    norm, in total 8 h (t-1)/t.
 
-    Kept (Korthikanti et al. 2022), 2 bytes per element and 1 per element of a dropout mask, in units of s b h:
+    Memory retained for backward (Korthikanti et al. 2022), 2 bytes per element and 1 per element of a dropout
+    mask, in units of s b h:
                                      none      t ranks        in sequence parallelism
       norms' inputs: x, middle       4         4              4/t
       inputs of column linears       4         4              4/t
@@ -20,10 +25,11 @@
       softmax, its mask, dropped     5as/h     5as/(ht)       5as/(ht)
       input of the projection        2         2/t            2/t
       MLP: GELU's input and output   16        16/t           16/t
-      masks behind projection, MLP   2         2              2/t
+      masks of projection and MLP    2         2              2/t
                                      34+5as/h  10+24/t+...    34/t+...
-    The norms' statistics, 4 elements per row, are not in the formulas. The masks are, as where they are stored: here they take nothing, backward draws
-    the same numbers again. What is passing becomes NaN behind forward, so that backward has what is counted, and nothing else. */
+    The norms' statistics, 4 elements per row, are not in the formulas. The masks are, although they are not
+    stored here: backward draws the same numbers again. Temporary memory becomes NaN after forward, so that
+    backward can use only the counted values. */
 #define DDP_TENSOR_IMPLEMENTATION
 #include "ddp_tensor.h"
 #include "../support/ranks.h"
@@ -150,7 +156,7 @@ static void unmake(layer *l) {
 
 //== attention ==============================================================================
 
-/* Where q, k or v (which) of a position and head is in the linear's output. */
+/* Index of q, k or v (which) of a position and head in the output of the linear layer. */
 static int64_t qkv_at(const layer *l, int which, int64_t row, int64_t head) { return (row * 3 + which) * l->heads * HEAD + head * HEAD; }
 
 /* The same mask wherever a head is: in the whole, rows are (sequence, head, position). */
@@ -166,7 +172,8 @@ static ddp_result attention_dropout(const layer *l, const void *in, void *out) {
     return DDP_OK;
 }
 
-/* For each local head and position i of each sequence: row is i's, from is where its weights over the positions begin. */
+/* For each local head and position i of each sequence: row is i's, from is where its weights over the
+   positions begin. */
 #define EACH_POSITION \
     for (int64_t k = 0; k < B * l->heads; k++) \
         for (int64_t head = k % l->heads, base = k / l->heads * S, i = 0, row = base, from = k * S * S; i < S; i++, row++, from += S)
@@ -229,7 +236,7 @@ static ddp_result attention_backward(layer *l, const void *d_context, void *d_qk
 
 //== the layer ==============================================================================
 
-/* Behind the projection (which 0) and the MLP (1): own rows. */
+/* After the projection (which 0) and the MLP (1): own rows. */
 static ddp_result row_dropout(const layer *l, int which, const void *in, void *out) {
     ddp_tp_dropout_desc desc = DDP_ZERO;
     desc.rate = 0.1;
@@ -254,7 +261,7 @@ static ddp_result norm_backward(layer *l, int which, const void *x, const void *
     return DDP_OK;
 }
 
-/* y from kept.x. What is passing is gone at the end. */
+/* y from kept.x. Temporary memory is NaN at the end. */
 static ddp_result forward(layer *l) {
     const void *mlp[4] = {l->w[FC].value, l->w[FC_BIAS].value, l->w[OUT].value, l->w[OUT_BIAS].value};
     l->kept_elements = l->masks = 0;
@@ -302,7 +309,7 @@ static ddp_result backward(layer *l, const void *dy) {
     return DDP_OK;
 }
 
-//== what it sends, and keeps ===============================================================
+//== traffic and memory ======================================================================
 
 static ddp_result sent(layer *l, const char *what, uint64_t collectives, int64_t elements) {
     ddp_tp_stats stats = DDP_ZERO;
@@ -381,7 +388,7 @@ static ddp_result narrow(const layer *l, const char *what, int index, const gap 
     return DDP_OK;
 }
 
-/* What this rank has is its part of what one rank has, which is f64. */
+/* This rank's part equals its part of the result of one rank, which is f64. */
 static ddp_result agrees(const layer *l, const layer *one) {
     gap y = DDP_ZERO, dx = DDP_ZERO;
     for (int64_t i = 0; i < l->own * H; i++) {
@@ -436,7 +443,8 @@ static ddp_result cases(ddp_group *group, void *user) {
         RANKS_RUN(group, compared(group, one, DDP_F32, sequence_parallel, 0));
         RANKS_RUN(group, compared(group, one, DDP_F64, sequence_parallel, 2));
     }
-    if (ddp_world_size(group) == 1) RANKS_RUN(group, slopes(one)); /* the last: y and what is kept become those of other inputs */
+    /* last: it replaces y and kept by those of other inputs. */
+    if (ddp_world_size(group) == 1) RANKS_RUN(group, slopes(one));
     unmake(one);
     ddp_group_destroy(alone);
     return DDP_OK;

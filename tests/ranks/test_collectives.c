@@ -78,7 +78,7 @@ typedef struct rig {
 
 typedef struct plan { ranks_mode mode; int *entered; /* shared; counts ranks inside the barrier test, NULL where they share none */ } plan;
 
-// //== parameters of a case ===================================================================
+//== parameters of a case ===================================================================
 
 static int is_reduction(ddp_call_kind kind) {
     return kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER;

@@ -147,7 +147,7 @@ static how how_of(comm_hook_kind kind) {
     return h;
 }
 
-// //== the view of a bucket ====================================================================
+//== the view of a bucket ====================================================================
 
 typedef struct seen { model *m; size_t elements; int wrong, calls; } seen;
 

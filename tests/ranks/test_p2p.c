@@ -368,7 +368,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-// //== receives that do not match the send =====================================================
+//== receives that do not match the send =====================================================
 
 typedef struct unequal { const char *what; size_t send_count, recv_count; ddp_dtype send_dtype, recv_dtype; ddp_result *seen; } unequal;
 

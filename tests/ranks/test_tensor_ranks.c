@@ -10,7 +10,7 @@
 
 static ranks_mode mode;
 
-// //== a group that records its calls ============================================================================
+//== a group that records its calls ============================================================================
 
 typedef struct recorder { ddp_group *below; int rank, calls; ddp_call_kind kind; size_t sent; } recorder;
 static __thread recorder *opening; /* of the group that is made next */
@@ -522,7 +522,7 @@ static ddp_result routes(ddp_group *world) {
     return DDP_OK;
 }
 
-// //== errors ====================================================================================================
+//== errors ====================================================================================================
 
 static ddp_result says(ddp_group *world, ddp_result result, ddp_result wanted_result, const char *text) {
     RANKS_CHECK(world, result == wanted_result && strstr(ddp_last_error(), text), "wanted %s \"%s\", have %s \"%s\"", ddp_result_name(wanted_result), text,

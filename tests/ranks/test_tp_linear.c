@@ -75,7 +75,7 @@ static matrix sum_of_rows(matrix from) {
     return sum;
 }
 
-// //== a rank's part of a full matrix ===========================================================
+//== a rank's part of a full matrix ===========================================================
 
 /* Rows and columns by their numbers in the whole. */
 typedef struct piece { int64_t rows, columns, *row, *column; } piece;

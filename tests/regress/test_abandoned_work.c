@@ -1,6 +1,7 @@
-/*  test_abandoned_work.c - destroying a group frees the handles of work that nobody waited for.
+/*  test_abandoned_work.c - destroying a group frees the handles of work that was never waited for.
 
-    After a failure programs leave without waiting for every ddp_work. Only handles in a queue were freed; those that were done stayed. */
+    After a failure, programs end without waiting for every ddp_work. Only handles in a queue were freed;
+    completed ones leaked. */
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
@@ -10,7 +11,7 @@ static void *counted_alloc(size_t size_bytes, void *user) { (void)user; __atomic
 static void counted_free(void *memory, void *user) { (void)user; __atomic_sub_fetch(&live, memory != NULL, __ATOMIC_SEQ_CST); free(memory); }
 
 static ddp_result rank_main(ddp_group *world, void *user) {
-    static int all[2][5]; /* outlives the ranks: what is abandoned may still land */
+    static int all[2][5]; /* outlives the ranks: abandoned work can still write here */
     int peer = !ddp_rank(world), *data = all[!peer];
     ddp_work work;
     (void)user;

@@ -1,7 +1,8 @@
-/*  test_alloc_over_tcp.c - group memory that one rank cannot get is a failure of all ranks, and no more than that.
+/*  test_alloc_over_tcp.c - group memory that one rank cannot allocate is a failure of all ranks, which all
+    free theirs.
 
-    Over TCP, where each rank's memory is its own, the others had theirs and were content. They free it. Ranks count their allocations,
-    because the processes of ddp_launch end without a search for leaks. */
+    Over TCP, where memory is private to each rank, the other ranks had kept theirs and reported success.
+    Ranks count their allocations, because the processes of ddp_launch end without a check for leaks. */
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"

@@ -1,13 +1,14 @@
-/*  test_bubble_below_zero.c - a bubble rate is a share of the span, from 0 to 1, whatever rounding does.
+/*  test_bubble_below_zero.c - a bubble rate is a share of the span, from 0 to 1, in spite of rounding.
 
-    A rank that never waits works as long as its span. Its work is a sum of differences of times, and came out an ulp above the span: the rate was
-    -2e-16. unit.pipeline, which looks at the rate by measured costs, failed when one of its ranks was not scheduled for a while. */
+    A rank that never waits works as long as its span. Its work is a sum of differences of times, and was an
+    ulp above the span: the rate was -2e-16. unit.pipeline, which checks the rate with measured costs, failed
+    when one of its ranks was not scheduled for a while. */
 #include "../../ddp_pipeline.h"
 
 #include <stdio.h>
 #include <string.h>
 
-/* Equal costs but for one of one stage, which is up to 100 times as long, so that its rank never waits. */
+/* Equal costs, except for one stage, which takes up to 100 times as long, so that its rank never waits. */
 static int below_zero(const ddp_schedule *s, int rank_count) {
     int count = 0;
     for (int slow = 0; slow < 3 * rank_count; slow++)

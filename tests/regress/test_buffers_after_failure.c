@@ -1,7 +1,8 @@
-/*  test_buffers_after_failure.c - once a call has failed, no other rank touches this rank's buffers.
+/*  test_buffers_after_failure.c - after a failed call, no other rank accesses this rank's buffers.
 
-    Ranks that are threads read and write each other's buffers. One that gave up (a timeout, an abort) returned while its peers were
-    still inside the reduction or the copy; when it freed its buffer, they crashed, or wrote into somebody else's memory. */
+    Ranks as threads read and write each other's buffers. A rank that failed (timeout, abort) returned while
+    its peers were still inside the reduction or the copy. When it freed its buffer, they crashed, or wrote
+    into other memory. */
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
@@ -12,7 +13,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     size_t count = (size_t)2 << 20, w = (size_t)ddp_world_size(world), size = count * (w + 1) * sizeof(float);
     int kind = *(const int *)user, rank = ddp_rank(world), peer = rank ^ 1;
     ddp_result result = DDP_OK;
-    for (int i = 0; result == DDP_OK && i < 20; i++) { /* until one of them is not in time; a loaded machine may run them in turn */
+    /* Until one of them is not in time; a loaded machine may run them in turn. */
+    for (int i = 0; result == DDP_OK && i < 20; i++) {
         float *data = (float *)mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (data == (float *)MAP_FAILED) return DDP_ERR_NO_MEMORY;
         if (kind == REDUCE) result = ddp_all_reduce(world, data, data, count, DDP_F32, DDP_OP_SUM, NULL);

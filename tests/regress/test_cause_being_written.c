@@ -1,7 +1,9 @@
-/*  test_cause_being_written.c - a rank that fails while another is still writing down the first cause returns that cause.
+/*  test_cause_being_written.c - a rank that fails while another one still writes the first cause returns that
+    cause.
 
-    The wait for the writer measured time from the last look at a peer, which was mostly never, so that it ended at once:
-    with more ranks than cores some ranks returned "a rank died while reporting a failure" instead. */
+    The wait for the writer measured time from the last check of a peer, which usually had never happened, so
+    it ended at once. With more ranks than cores some ranks returned "a rank died while reporting a failure"
+    instead. */
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"

@@ -1,8 +1,8 @@
 /*  test_cause_names_its_place.c - the cause that other ranks and calls report contains where it began.
 
-    The timeout of a ddp_recv appeared in the barrier of every other rank as "timed out after 500 ms: rank 0 did
-    not send (tag 4)", without the rank and the call that had waited. A failed group that failed a second one
-    gave it a whole error line, or a rank number of the first group.
+    The timeout of a ddp_recv appeared in the barrier of every other rank as "timed out after 500 ms: rank 0
+    did not send (tag 4)", without the rank and the call that had waited. A failed group that failed a second
+    one gave it a whole error line, or a rank number of the first group.
 
     test_cause_names_its_place [processes|threads|tcp] */
 #include "../../ddp.h"

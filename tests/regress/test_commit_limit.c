@@ -1,8 +1,8 @@
 /*  test_commit_limit.c - where the system limits committed memory, control memory is reserved in a memfd too.
 
-    With vm.overcommit_memory=2 a page of a memfd that exceeds the commit limit is a SIGBUS when it is touched.
-    Control memory was only reserved in folders, so a rank could die in any call. With the other modes there is
-    no such limit, and control memory stays sparse: a group of 64 ranks would take 752 MiB.
+    With vm.overcommit_memory=2 a page of a memfd that exceeds the commit limit is a SIGBUS when it is
+    touched. Control memory was only reserved in folders, so a rank could die in any call. With the other
+    modes there is no such limit, and control memory stays sparse: a group of 64 ranks would take 752 MiB.
 
     The mode is read from /proc; the test puts a file of its own in its place, in a mount namespace. */
 #include <sys/mount.h>
@@ -16,7 +16,7 @@
 
 enum { NO_NAMESPACES = 77 };
 
-/* KiB of the job's memfd that have pages; -1 = there is no memfd. */
+/* KiB of the job's memfd that have pages; -1 = no memfd exists. */
 static int committed(void) {
     struct stat file;
     char path[64], name[64];

@@ -1,7 +1,8 @@
-/*  test_cuda_backend_user.cu - a group with ddp_device_cuda() over a backend of the user's own.
+/*  test_cuda_backend_user.cu - a group with ddp_device_cuda() over the user's own backend.
 
-    ddp_group_desc.backend_user belongs to the backend. ddp_device_cuda() took it for the struct that ddp_cuda_group_create passes on,
-    read a device number and streams from the user's memory, and selected a device that does not exist. */
+    ddp_group_desc.backend_user belongs to the backend. ddp_device_cuda() used it as the struct that
+    ddp_cuda_group_create passes on. It read a device number and streams from the user's memory, and selected
+    an invalid device. */
 #define DDP_NO_NCCL
 #include "../support/host_only.h"
 

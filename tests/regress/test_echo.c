@@ -1,7 +1,9 @@
-/*  test_echo.c - a rank that hears its own hello has not met rank 0.
+/*  test_echo.c - a rank that receives its own hello has not connected to rank 0.
 
-    A socket that asks at a port of its own machine, where nobody listens yet, may be given that very port and is then connected to itself; a service that
-    echoes looks the same. The rank took its own hello for the news that all are there, then its own data for rank 0's answer, and read far past its end. */
+    A socket that connects to a port of its own machine, on which no process listens yet, can get that very
+    port and is then connected to itself. A service that echoes looks the same. The rank used its own hello as
+    the message that all ranks are present, then its own data as rank 0's answer, and read far past its
+    end. */
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
@@ -36,7 +38,7 @@ static pid_t start_rank(int rank, int port, int listener) {
     _exit(0);
 }
 
-/* Sends one visitor all that it says. */
+/* Echoes everything to one connection. */
 static void echo_once(int listener) {
     struct pollfd visitor = {listener, POLLIN, 0};
     int fd = poll(&visitor, 1, 20000 * DDP_TEST_SLOWDOWN) == 1 ? accept(listener, NULL, NULL) : -1;

@@ -1,7 +1,7 @@
 /*  test_empty_units.c - FSDP trains a model without elements on ranks that cannot read each other's memory.
 
-    ddp_fsdp_create looks at a block of each unit to see whether ranks can read each other's memory. A unit without
-    elements had no block. If no unit had one, the answer was yes on every group, and on such a group
+    ddp_fsdp_create looks at a block of each unit to see whether ranks can read each other's memory. A unit
+    without elements had no block. If no unit had one, the answer was yes on every group, and on such a group
     ddp_fsdp_reduce_grads used addresses that were NULL. */
 #include "../../ddp_fsdp.h"
 #include "../support/ranks.h"

@@ -1,8 +1,8 @@
 /*  test_errors_name_the_call.c - an error line names the public call that the user made, on every rank.
 
     A rank that destroyed a reducer while the others were in a barrier appeared there as "ddp_group_free of
-    block 6291456", and one in ddp_reducer_create as "ddp_all_gather u8 count=560": the collectives that the library
-    makes inside.
+    block 6291456", and one in ddp_reducer_create as "ddp_all_gather u8 count=560": the collectives that the
+    library makes inside.
 
     test_errors_name_the_call [processes|threads|tcp|mpi] [part of a call's name; with mpi: the name] */
 #include "../../ddp.h"
@@ -299,12 +299,14 @@ int main(int argc, char **argv) {
     const char *only = argc > 2 ? argv[2] : "";
     if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0) return 2;
     faults_start(250);
-    for (int i = 0; i < CALLS && ranks_joins(mode); i++) { /* a world that has failed: one call of each process */
+    /* A world that has failed: one call of each process. */
+    for (int i = 0; i < CALLS && ranks_joins(mode); i++) {
         plan p = {&calls[i], 1, 0, mode};
         if (strcmp(calls[i].name, only) == 0) run(mode, 2, &p, 20000);
     }
 #if defined(DDP_USE_MPI)
-    if (ranks_joins(mode)) MPI_Finalize(); /* the library leaves that out after a failure, and mpirun takes it for one */
+    /* The library leaves that out after a failure, and mpirun takes it for one. */
+    if (ranks_joins(mode)) MPI_Finalize();
 #endif
     if (ranks_joins(mode)) return faults_end();
     for (int i = 0; i < CALLS; i++) {

@@ -1,7 +1,8 @@
 /*  test_exception.c - an exception that leaves the function of a rank, in C++.
 
-    It went up through ddp_launch in the forked rank, into whatever handler the caller of ddp_launch had: the rank then went on as if it were its parent,
-    wrote the parent's files a second time and left with the parent's status. Now the rank ends where the exception leaves its function, as the signal says. */
+    It passed through ddp_launch in the forked rank, into any handler of the caller of ddp_launch. The rank
+    then continued as if it were its parent, wrote the parent's files a second time and exited with the
+    parent's status. Now the rank ends where the exception leaves its function, and the signal shows it. */
 #include "../../ddp.h"
 #include "../support/watchdog.h"
 
@@ -11,7 +12,7 @@
 static ddp_result rank_throws(ddp_group *world, void *user) {
     (void)user;
     if (ddp_rank(world) == 1) {
-        std::set_terminate([] { abort(); }); /* says nothing */
+        std::set_terminate([] { abort(); }); /* without output */
         throw std::runtime_error("nobody in this rank catches it");
     }
     return ddp_barrier(world);

@@ -1,6 +1,7 @@
-/*  test_few_files.c - rank 0 of a rendezvous over TCP gave poll a place for each rank and 129 more. Where fewer files may be open, poll refuses that: rank 0
-    went round without rest until all had come. Where it could not even open a socket for each rank it did so until its time was up, and named ranks as
-    missing that were knocking. Now it sleeps, and says what is wrong. */
+/* test_few_files.c - rank 0 of a rendezvous over TCP passed poll an entry for each rank and 129 more. Below
+   that limit of open files poll fails: rank 0 looped without sleeping until all ranks had arrived. If it
+   could not open a socket for each rank, it looped until its timeout, and named ranks as missing that were
+   trying to connect. Now it sleeps, and reports the cause. */
 #include "../../ddp.h"
 #include "../support/ranks.h"
 
@@ -42,7 +43,8 @@ static ddp_result join(const char *url, int rank, int world_size, int timeout_ms
     return result;
 }
 
-/* Rank 0 is this process, which may open so many files more. Returns how many of the others joined. */
+/* Rank 0 is this process, which can open more files by this number. Returns the number of other ranks that
+   joined. */
 static int meeting(int world_size, int more, int timeout_ms, ddp_result *result, char *text) {
     char url[80];
     int joined = 0, status;
@@ -69,7 +71,8 @@ int main(void) {
     joined = meeting(12, 6, 5000, &result, text);
     if (result != DDP_ERR_SYSTEM || !strstr(text, "ulimit -n") || !strstr(text, "12 ranks") || joined)
         failures += fprintf(stderr, "FAIL 6 files for 12 ranks: %s '%s', %d joined\n", ddp_result_name(result), text, joined) > 0;
-    meeting(5, 5, 5000, &result, seated); /* the listener and 4 sockets; accept then says that files are short although nobody knocks */
+    /* The listener and 4 sockets; accept then fails for lack of files although no rank connects. */
+    meeting(5, 5, 5000, &result, seated);
     if (strstr(seated, "ulimit -n")) failures += fprintf(stderr, "FAIL 5 files seat 5 ranks: '%s'\n", seated) > 0;
     if (!failures) printf("ok: %s\n", text);
     return failures != 0;

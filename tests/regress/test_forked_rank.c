@@ -1,9 +1,10 @@
-/*  test_forked_rank.c - a process that a rank forks gets an error from every call, and harms nothing.
+/*  test_forked_rank.c - a process forked by a rank gets an error from every call, and has no effect on other
+    ranks.
 
-    Once, its calls were taken for the rank's: a barrier of the child let the peers pass, and its
+    Once, its calls counted as the rank's: a barrier of the child released the peers, and its
     ddp_group_destroy reported that the rank had left. Later, a layer that failed in the child failed the
-    group: ddp_fsdp_destroy while gradients travelled, or ddp_pipeline_step. A loader's calls waited for its
-    workers, which the child does not have: ddp_loader_destroy for the whole timeout, or for ever. */
+    group: ddp_fsdp_destroy with gradients in flight, or ddp_pipeline_step. A loader's calls waited for its
+    workers, which the child does not have: ddp_loader_destroy waited for the whole timeout, or forever. */
 #include "../../ddp_fsdp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
@@ -31,7 +32,7 @@ static ddp_result fetch(void *user, int64_t index, void *const *fields) {
     return DDP_OK;
 }
 
-/* The child destroys everything, and what fails there stays there. */
+/* The child destroys everything; its failures stay in the child. */
 static void child_ends(ddp_group *group, const things *t) {
     ddp_batch batch;
     alarm(40);

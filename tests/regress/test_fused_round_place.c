@@ -1,13 +1,14 @@
 /*  test_fused_round_place.c - rounds in one loop and rounds in three steps use the same places of a slot.
 
-    Two ranks' large private all_reduce fills, adds and drains in one loop from its fourth round on. The rounds before and after it go step by step, and
-    there rank 0 filled its slot for rank 1 behind the place that is its own, which the loop took for its beginning: where the two met, rank 1's share had
-    wrong sums. The loop is not for AMD, so this test says that it runs elsewhere. */
+    The large private all_reduce of two ranks fills, adds and drains in one loop from its fourth round on. The
+    rounds before and after run step by step. There rank 0 filled its slot for rank 1 after its own place,
+    while the loop started at the beginning. Where the two met, rank 1's share had wrong sums. The loop is not
+    used on AMD, so this test pretends to run on another CPU. */
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
 
-enum { CHUNK = 512 * 1024 / 4 / sizeof(float) /* a quarter of what ddp.h calls a chunk */, MOST = 12 * CHUNK + 1 };
+enum { CHUNK = 512 * 1024 / 4 / sizeof(float) /* a quarter of a chunk of ddp.h */, MOST = 12 * CHUNK + 1 };
 
 static int not_amd(void) { return 0; }
 
@@ -26,7 +27,8 @@ static ddp_result reduce_one(ddp_group *world, float *send, float *recv, size_t 
     return DDP_OK;
 }
 
-/* Rounds 3 to 13, of which the first is full, nearly full or one element; each number of rounds meets the slots at another place. */
+/* Rounds 3 to 13, of which the first is full, nearly full or one element; each number of rounds meets the
+   slots at another place. */
 static ddp_result rank_main(ddp_group *world, void *user) {
     float *send = (float *)malloc(MOST * sizeof *send), *recv = (float *)malloc(MOST * sizeof *recv);
     ddp_result result = send && recv ? DDP_OK : DDP_ERR_NO_MEMORY;

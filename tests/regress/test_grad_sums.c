@@ -1,14 +1,14 @@
-/*  test_grad_sums.c - f32 sums of 16-bit gradients, on their way from an accumulator to a reducer.
+/*  test_grad_sums.c - f32 sums of 16-bit gradients, passed from an accumulator to a reducer.
 
-    alone       A reducer is destroyed before the accumulator that hands gradients to it. The accumulator must go
-                on without it. It had kept a pointer to the reducer.
+    alone       A reducer is destroyed before the accumulator that passes gradients to it. The accumulator
+                must continue without it. It had kept a pointer to the reducer.
     two         Two reducers share the parameters, and the accumulator belongs to the first. The f32 sums of
-                16-bit gradients go to the reducer that was created last. The first one had reduced them too, and
-                still read them when ddp_accumulator_destroy freed them.
-                Sums of adjacent gradients are reduced as one range: nothing is packed.
-    empty       A parameter without elements, of another dtype, is placed between two gradients that the reducer
-                reduces as one range. Their sums must be one range too. They were not, and the second gradient
-                became a wrong number. */
+                16-bit gradients go to the reducer that was created last. The first one had reduced them too,
+                and still read them when ddp_accumulator_destroy freed them. Sums of adjacent gradients are
+                reduced as one range: nothing is packed.
+    empty       A parameter without elements, of another dtype, is placed between two gradients that the
+                reducer reduces as one range. Their sums must be one range too. They were not, and the second
+                gradient became a wrong number. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
@@ -89,7 +89,8 @@ static ddp_result two(ddp_group *group, void *user) {
 }
 
 static ddp_result empty(ddp_group *group, void *user) {
-    static const uint16_t number[3] = {0x3f80, 0, 0x4000}; /* 1 and 2 as bf16: the average of equal gradients */
+    /* 1 and 2 as bf16: the average of equal gradients. */
+    static const uint16_t number[3] = {0x3f80, 0, 0x4000};
     static const int64_t counts[3] = {COUNT - 7, 0, COUNT}; /* 7: not a multiple of the alignment */
     ddp_param params[3];
     ddp_reducer_desc desc = DDP_ZERO;
@@ -102,7 +103,8 @@ static ddp_result empty(ddp_group *group, void *user) {
     for (int i = 0; i < 3; i++) {
         ddp_tensor value = {memory + (size_t)(i / 2) * COUNT, i == 1 ? DDP_F16 : DDP_BF16, 1, {counts[i]}};
         params[i].value = params[i].grad = value;
-        params[i].grad.data = memory + 2 * COUNT + (i > 0 ? COUNT - 7 : 0); /* the empty one where the last one begins */
+        /* The empty one where the last one begins. */
+        params[i].grad.data = memory + 2 * COUNT + (i > 0 ? COUNT - 7 : 0);
     }
     desc.params = sums.params = params;
     desc.param_count = sums.param_count = 3;

@@ -1,8 +1,8 @@
-/*  test_heap_limits.c - asking for too much shared memory fails and changes nothing.
+/*  test_heap_limits.c - allocating too much shared memory fails and changes nothing.
 
-    A ddp_group_alloc that could not be met had already moved the end of the heap past its limit, so that every later one failed too;
-    and sizes near the top of size_t wrapped around. A file size limit below the job's header was a SIGBUS.
-    A process that cannot map the job's header reports it. */
+    A ddp_group_alloc that failed had already moved the end of the heap past its limit, so that every later
+    one failed too. Sizes near the top of size_t wrapped around. A file size limit below the job's header was
+    a SIGBUS. A process that cannot map the job's header reports it. */
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"

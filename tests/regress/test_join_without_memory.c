@@ -1,8 +1,8 @@
-/*  test_join_without_memory.c - a rank that has met the others and then finds no memory for its own handle.
+/*  test_join_without_memory.c - a rank that has met the others, and then has no memory for its own handle.
 
-    Ranks start by their numbers, as under a launcher. Rank 1's last allocation in ddp_group_create fails, and its
-    process lives on. The group of rank 0 is complete. Once, the first call of rank 0 waited for the whole timeout:
-    only a process that had ended was missed.
+    Ranks start by their numbers, as under a launcher. Rank 1's last allocation in ddp_group_create fails, and
+    its process stays alive. The group of rank 0 is complete. Once, the first call of rank 0 waited for the
+    whole timeout: only a process that had ended was detected.
 
     test_join_without_memory */
 #include "../../ddp.h"
@@ -31,7 +31,8 @@ static ddp_result join(ddp_group **group, int rank, const char *name) {
     return ddp_group_create(group, &desc);
 }
 
-/* Rank 1: joins once to count its allocations, then without the last of them, and lives until rank 0 is done. */
+/* Rank 1: joins once to count its allocations, then without the last of them, and lives until rank 0 is
+   done. */
 static int rank1(const char *const names[2], int done) {
     ddp_group *group = NULL;
     char byte;

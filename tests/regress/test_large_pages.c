@@ -1,7 +1,8 @@
-/*  test_large_pages.c - where a page is 64 KiB, as on some arm64 systems, mappings and what is given back are whole pages.
+/*  test_large_pages.c - with pages of 64 KiB, as on some arm64 systems, mappings and released memory are
+    whole pages.
 
-    Group memory and control memory were cut at 4 KiB. There, pages that two ranks' parts shared were never given back, and what was reserved behind a
-    mapping stayed reserved. */
+    Group memory and control memory were divided at 4 KiB. Pages shared by two ranks' parts were never
+    released, and the reservation after a mapping stayed reserved. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +21,8 @@ static void *page_mmap(void *address, size_t size, int prot, int flags, int fd, 
 }
 
 static int page_madvise(void *address, size_t size, int advice) {
-    if (advice == 18) return madvise(address, size, advice); /* MADV_WIPEONFORK, of a whole mapping: real pages are smaller here */
+    /* MADV_WIPEONFORK, of a whole mapping: real pages are smaller here. */
+    if (advice == 18) return madvise(address, size, advice);
     crooked += !whole((uintptr_t)address); /* a length may be anything */
     return madvise(address, size, advice);
 }

@@ -1,7 +1,8 @@
-/*  test_late_reader.c - a rank that reads a peer's buffer too late says so.
+/*  test_late_reader.c - a rank that reads a peer's buffer too late returns an error.
 
-    The root of a broadcast waits until everybody has read its buffer. When the group failed (here: an abort) and the root changed that buffer, a rank that
-    only then read it, in one copy or in group memory, found all counters where they should be and returned DDP_OK with the changed data. */
+    The root of a broadcast waits until all ranks have read its buffer. The group failed (here: an abort) and
+    the root changed that buffer. A rank that read it only then, in one copy or in group memory, found all
+    counters as expected, and returned DDP_OK with the changed data. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>

@@ -1,8 +1,9 @@
-/*  test_load_after_mismatch.c - ddp_fsdp_load on two shard groups with one checkpoint group, after the ranks of one
-    of them have unsharded units in different orders.
+/*  test_load_after_mismatch.c - ddp_fsdp_load on two shard groups with one checkpoint group, after the ranks
+    of one of them have unsharded units in different orders.
 
-    That shard group finds the mismatch in its own agreement. Its ranks returned at once, and the ranks of the other
-    shard group waited in the agreement of the checkpoint group until the timeout. Now all ranks get the mismatch. */
+    That shard group finds the mismatch in its own agreement. Its ranks returned at once, and the ranks of the
+    other shard group waited in the agreement of the checkpoint group until the timeout. Now all ranks get the
+    mismatch. */
 #define DDP_FSDP_IMPLEMENTATION
 #define DDP_IMPLEMENTATION
 #include "../../ddp_fsdp.h"

@@ -1,7 +1,8 @@
-/*  test_lost_at_rendezvous.c - a rank that dies after it has said hello, before the world is complete, is found to be lost.
+/*  test_lost_at_rendezvous.c - a rank that dies after its hello, before the world is complete, is detected as
+    lost.
 
-    Ranks noted their own pid once the rendezvous was over. One that died before counted as not there yet, so that the others
-    waited for it until the timeout. */
+    Ranks stored their own pid after the rendezvous. A rank that died earlier counted as not yet arrived, so
+    that the others waited for it until the timeout. */
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
@@ -26,7 +27,7 @@ static pid_t start_rank(int rank) {
     result = ddp_group_create(&world, &desc);
     if (result == DDP_OK) {
         note(world, world, ddp_barrier(world));
-    } else { /* rank 0 saw it go before the last one came: nobody gets a world */
+    } else { /* rank 0 saw it end before the last one arrived: no rank gets a world */
         seen *s = &stage_shared->rank[rank];
         s->first = result;
         s->first_at = ranks_now();
@@ -37,8 +38,8 @@ static pid_t start_rank(int rank) {
     _exit(0);
 }
 
-/* Ranks of one machine that meet over TCP meet again in shared memory. A rank that died after the first time was
-   forgotten: the others waited for it until the timeout. */
+/* Ranks of one machine that meet over TCP meet again in shared memory. A rank that died after the first time
+   was forgotten: the others waited for it until the timeout. */
 
 static int victim, hellos, listens, split_group;
 

@@ -1,6 +1,7 @@
-/*  test_many_addresses.c - rank 0 of a rendezvous by file, and of a group that a split over TCP makes, says at which addresses it listens. There was room for
-    about 13; what a machine with more networks, such as bridges for containers, had beyond that nobody heard of, and ranks that needed one waited until
-    their time was up. Here the one that can be reached comes after 40 others. */
+/* test_many_addresses.c - rank 0 of a rendezvous by file, and of a group created by a split over TCP,
+   publishes its addresses. There was room for about 13. A machine with more networks, such as bridges for
+   containers, left the others out, and ranks that needed one of those waited until the timeout. Here the only
+   reachable address follows 40 others. */
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
@@ -11,7 +12,7 @@
 
 enum { OTHERS = 40 };
 
-/* The machine's addresses: nobody connects to a multicast group. */
+/* The addresses of the machine: no rank can connect to a multicast group. */
 int getifaddrs(struct ifaddrs **out) {
     static struct sockaddr_storage addresses[OTHERS + 1];
     static struct ifaddrs list[OTHERS + 1];

@@ -1,8 +1,9 @@
-/*  test_message_wakes.c - whoever waits for a message is woken by its end.
+/*  test_message_wakes.c - a thread that waits for a message is woken when it completes.
 
-    A rank's thread and its communication thread slept on one word with one flag: the first that woke took the flag away, and the other one slept on; who
-    ended a message for the other did not wake it either, nor did a collective wake a communication thread that slept for messages. Sleeps ended after
-    1 or 2 ms and hid it. Here they last 10 s: a few that are slept out, and the watchdog ends the test. */
+    A rank's thread and its communication thread slept on one word with one flag: the first to wake cleared
+    the flag, and the other one kept sleeping. A thread that completed a message for the other one did not
+    wake it, nor did a collective wake a communication thread that slept for messages. Sleeps ended after 1 or
+    2 ms and hid it. Here they last 10 s: a few full sleeps, and the watchdog ends the test. */
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
@@ -12,7 +13,8 @@ enum { RANKS = 3, AHEAD = 3, COUNT = 4096, ROUNDS = 200, LAST_TAG = 9 };
 
 typedef struct lane { int32_t out[AHEAD][COUNT], in[AHEAD][COUNT]; ddp_work sent[AHEAD], received[AHEAD]; } lane;
 
-/* The middle of a step of 1F1B: messages go both ways along a chain, receives are posted ahead, and every wait is longer than a moment now and then. */
+/* The middle of a step of 1F1B: messages go both ways along a chain, receives are posted ahead, and every
+   wait is longer than a moment now and then. */
 static ddp_result chain(ddp_group *world, lane lanes[2]) {
     int rank = ddp_rank(world);
     uint32_t random = 12345u * (uint32_t)(rank + 1);
@@ -37,7 +39,7 @@ static ddp_result chain(ddp_group *world, lane lanes[2]) {
     return DDP_OK;
 }
 
-/* A collective that the communication thread is to carry out: nobody helps it, and all it does is sleep. */
+/* A collective on the communication thread only: the caller does not execute it, and it only sleeps. */
 static ddp_result reduce_in_background(ddp_group *world) {
     int32_t sum = ddp_rank(world);
     ddp_work work;
@@ -64,8 +66,8 @@ static ddp_result beside_a_receive(ddp_group *world) {
     return DDP_OK;
 }
 
-/* A sender sleeps until the receiver takes a large message, or frees a place for a small one. Nothing else happens that could wake it.
-   A sender that is not woken sleeps for 10 s. */
+/* A sender sleeps until the receiver takes a large message, or frees a place for a small one. Nothing else
+   happens that could wake it. A sender that is not woken sleeps for 10 s. */
 static ddp_result send_and_sleep(ddp_group *world) {
     enum { LARGE = 1 << 20, SMALL_MESSAGES = 200 };
     int rank = ddp_rank(world);

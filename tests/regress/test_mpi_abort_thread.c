@@ -1,7 +1,9 @@
-/*  test_mpi_abort_thread.c - a thread that watches over training calls the group off while the main one waits in a collective.
+/*  test_mpi_abort_thread.c - a thread that monitors training aborts the group while the main thread waits in
+    a collective.
 
-    Below MPI_THREAD_MULTIPLE only the thread that makes the group's calls may talk to MPI. ddp_group_abort told the other machines from whatever thread it
-    was called on, beside a call that was under way. Now the call that waits tells them. */
+    Below MPI_THREAD_MULTIPLE only the thread that makes the group's calls may call MPI. ddp_group_abort
+    notified the other machines from the calling thread, concurrently with a call in progress. Now the waiting
+    call notifies them. */
 #include <mpi.h>
 
 #include "../../ddp.h"
@@ -12,7 +14,7 @@
 static pthread_t main_thread;
 static int watched, trespasses;
 
-/* What the library calls in place of MPI's own. */
+/* Replaces MPI's own functions in the library. */
 int MPI_Isend(const void *data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request *request) {
     if (watched && !pthread_equal(pthread_self(), main_thread)) __atomic_add_fetch(&trespasses, 1, __ATOMIC_SEQ_CST);
     return PMPI_Isend(data, count, type, to, tag, comm, request);
@@ -23,7 +25,8 @@ static void *call_off(void *group) {
     return ddp_group_abort((ddp_group *)group) == DDP_OK ? group : NULL;
 }
 
-/* The others wait for a message that never comes. They are told by rank 0's barrier, or, where it makes no call, as it destroys the group. */
+/* The others wait for a message that never arrives. The barrier of rank 0 notifies them, or its
+   ddp_group_destroy if it makes no other call. */
 static ddp_result rank_main(int waits) {
     ddp_group_desc desc = DDP_ZERO;
     ddp_group *g = NULL;

@@ -1,7 +1,8 @@
-/*  test_mpi_free_in_turn.c - group memory goes back in its turn, behind asynchronous work.
+/*  test_mpi_free_in_turn.c - group memory is freed in issue order, after asynchronous work.
 
-    Over MPI ddp_group_free talked to the ranks of its machine at once, on the caller, while the communication thread did the same for an all_reduce that had
-    been issued before: both made calls of one group, which then disagreed or waited for each other. */
+    Over MPI ddp_group_free communicated with the ranks of its machine at once, on the caller, while the
+    communication thread did the same for an all_reduce issued before. Both made calls on one group, which
+    then disagreed or waited for each other. */
 #include "../../ddp.h"
 #include "../support/ranks.h"
 

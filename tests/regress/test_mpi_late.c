@@ -1,7 +1,7 @@
-/*  test_mpi_late.c - what comes after a call has failed goes nowhere.
+/*  test_mpi_late.c - data that arrives after a call has failed is written nowhere.
 
-    A call that gave up left to MPI what it had handed in: numbers on its stack, into which the answer of a late rank was written while that stack was somebody
-    else's, and the user's buffer, into which the late data was.
+    A call that failed left its buffers with MPI. Numbers on its stack received the answer of a late rank
+    while that stack was in other use, and the user's buffer received the late data.
 
     mpirun -n 2 test_mpi_late barrier|message|gather */
 #include <mpi.h>
@@ -20,7 +20,7 @@ int MPI_Isend(const void *data, int count, MPI_Datatype type, int to, int tag, M
     return PMPI_Isend(data, count, type, to, tag, comm, request);
 }
 
-/* Whether nobody writes into the stack below the caller's, while the late rank goes on. */
+/* Checks that the stack below the caller's is not written while the late rank continues. */
 static __attribute__((noinline)) int nobody_writes(const float *data) {
     volatile unsigned char stack[100000];
     int ok = 1;
@@ -43,7 +43,7 @@ static ddp_result rank_main(const char *what) {
     ddp_result result = DDP_OK;
     int late;
     desc.init_method = "mpi://";
-    desc.timeout_ms = 8000; /* and a machine may stand still for seconds */
+    desc.timeout_ms = 8000; /* a machine can stand still for seconds */
     RANKS_OK(NULL, ddp_group_create(&g, &desc));
     RANKS_OK(g, ddp_barrier(g));
     late = ddp_rank(g) == 1;

@@ -1,7 +1,8 @@
-/*  test_mpi_progress.c - a message moves on while its sender waits in a collective.
+/*  test_mpi_progress.c - a message progresses while its sender waits in a collective.
 
-    The ranks of a machine meet in shared memory before MPI sees a call. Who waited there did not let MPI work: below MPI_THREAD_MULTIPLE, where no other
-    thread does, a large message that had been sent stayed where it was, and its receiver, who was to make that call next, waited for it until the timeout. */
+    The ranks of a machine meet in shared memory before MPI gets a call. A rank that waited there did not let
+    MPI progress. Below MPI_THREAD_MULTIPLE no other thread does, so a large message stayed unsent. Its
+    receiver, which was to make that call next, waited for it until the timeout. */
 #include <mpi.h>
 
 #include "../../ddp.h"
@@ -33,7 +34,8 @@ static ddp_result rank_main(void) {
 int main(void) {
     int level;
     watchdog_start(50);
-    setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 1); /* otherwise the receiver may do it alone */
+    /* Otherwise the receiver could complete it by itself. */
+    setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 1);
     setenv("OMPI_MCA_btl_sm_single_copy_mechanism", "none", 1);
     MPI_Init_thread(NULL, NULL, MPI_THREAD_SINGLE, &level);
     if (rank_main() != DDP_OK) _exit(1);

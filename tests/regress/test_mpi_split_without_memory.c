@@ -1,6 +1,7 @@
-/*  test_mpi_split_without_memory.c - a rank without memory for a split fails the split of all ranks, within the timeout.
+/*  test_mpi_split_without_memory.c - a rank without memory for a split fails the split of all ranks, within
+    the timeout.
 
-    Its peers went on to MPI_Comm_split, which cannot be given up, or made groups that this rank was missing from. */
+    Its peers continued to MPI_Comm_split, which cannot be cancelled, or created groups without this rank. */
 #include <mpi.h>
 
 #include "../../ddp.h"
@@ -18,7 +19,8 @@ static void free_some(void *memory, void *user) { (void)user; free(memory); }
 
 static int timeout_ms = 700; /* a split that misses a rank lasts as long */
 
-/* A world in which every rank has met every other; the timeout is for those that are missing, not for a machine that stands still. */
+/* A world in which every rank has met every other one. The timeout is for missing ranks, not for a machine
+   that stands still. */
 static ddp_group *make_world(ddp_order order) {
     for (;; timeout_ms *= 2) {
         ddp_group_desc desc = DDP_ZERO;

@@ -1,7 +1,9 @@
-/*  test_no_room_for_rebuild.c - a reducer whose buckets found no room for their packed gradients says so in every later step.
+/*  test_no_room_for_rebuild.c - a reducer without room for the packed gradients of its buckets fails in every
+    later step.
 
-    After the first step buckets follow the ready order, which may need a larger packed bucket. When shared memory was used up, that step
-    failed as it should, but the next one packed gradients into a buffer that was no longer there.
+    After the first step buckets follow the ready order, which can need a larger packed bucket. When shared
+    memory was exhausted, that step failed as it should, but the next one packed gradients into a freed
+    buffer.
 
     test_no_room_for_rebuild [processes|threads] */
 #include "../../ddp.h"
@@ -11,7 +13,8 @@
 
 enum { BIG = 6000, SMALL = 1000 }; /* few enough to be packed */
 
-/* In the order of definition backwards, c and b fill the first bucket; in the order of readiness, b and a do: more bytes to pack. */
+/* In the order of definition backwards, c and b fill the first bucket; in the order of readiness, b and a do:
+   more bytes to pack. */
 static ddp_result rank_main(ddp_group *world, void *user) {
     static const size_t counts[3] = {BIG, SMALL, SMALL};
     static const int ready_order[3] = {1, 0, 2};

@@ -1,8 +1,8 @@
-/*  test_not_a_file.c - a FIFO, a symbolic link or a folder in place of a checkpoint's file is an error at
-    once, in a load and in a save.
+/*  test_not_a_file.c - a FIFO, a symbolic link or a folder in place of a checkpoint's file is an immediate
+    error, in a load and in a save.
 
-    Files were opened as they came: a FIFO in place of state.json, an index or a tensor file waited for its
-    other end for ever, whatever the timeout, and a symbolic link was followed to wherever it led.
+    Files were opened without a check. A FIFO in place of state.json, an index or a tensor file waited for its
+    other end forever, whatever the timeout, and a symbolic link was followed to any target.
 
     test_not_a_file BACKEND [W ...]; see support/ranks.h */
 #include "ddp_fsdp.h"
@@ -73,7 +73,7 @@ static ddp_result cases(ddp_group *world, void *user) {
                         ddp_result_name(result), ddp_last_error());
             RANKS_CHECK(world, strstr(ddp_last_error(), name) && strstr(ddp_last_error(), kinds[kind]),
                         "%s as %s: %s", name, kinds[kind], ddp_last_error());
-            if (f == 0) { /* what a save would replace is not known to be a checkpoint */
+            if (f == 0) { /* the folder that the save would replace is not recognised as a checkpoint */
                 result = ddp_fsdp_save(fsdp, dir);
                 RANKS_CHECK(world, result == DDP_ERR_INVALID, "save over %s: %s: %s", kinds[kind],
                             ddp_result_name(result), ddp_last_error());

@@ -1,9 +1,8 @@
 /*  test_outer_proc.c - a living rank is not declared dead because /proc cannot show it.
 
-    In a PID namespace that still has the /proc of the outer one, /proc/PID is another process or none. A rank
-    that waited for some milliseconds then failed with "pid is gone". So did a rank without a free descriptor,
-    which cannot open /proc/PID/stat. A rank that really ends is still noticed at once, also while it is a
-    zombie. */
+    In a PID namespace that still has the outer /proc, /proc/PID is another process or missing. A rank that
+    waited for some milliseconds then failed with "pid is gone". So did a rank without a free descriptor,
+    which cannot open /proc/PID/stat. A rank that really ends is still detected at once, also as a zombie. */
 #include <sys/syscall.h>
 
 #include "../../ddp.h"
@@ -56,7 +55,7 @@ static void be_rank(int rank, int few_files) {
     snprintf(s->text, sizeof s->text, "%s", s->first == DDP_OK ? "" : ddp_last_error());
     if (s->first == DDP_OK && rank == 1) {
         event_now();
-        _exit(0); /* without a word; nobody takes notice of it until rank 0 has ended */
+        _exit(0); /* without a message; no rank detects it until rank 0 has ended */
     }
     if (s->first == DDP_OK && !few_files) {
         s->second = ddp_barrier(world);
@@ -94,8 +93,8 @@ static void be_first(void) {
     _exit(0);
 }
 
-/* AddressSanitizer starts a thread behind main, which a process that has left its namespace may not: hence
-   one that never gets there. */
+/* AddressSanitizer starts a thread before main, which a process that has left its namespace cannot: hence a
+   process that never gets there. */
 static void start_apart(void) {
     pid_t child;
     int status = 0;

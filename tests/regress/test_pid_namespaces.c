@@ -1,7 +1,8 @@
-/*  test_pid_namespaces.c - ranks that do not see each other's processes are told so when they meet.
+/*  test_pid_namespaces.c - ranks that cannot see each other's processes get an error at the rendezvous.
 
-    Two containers may share the network, and so meet, and have their own process numbers. A large receive then read whatever process had the
-    sender's number here, often the receiver itself, and returned DDP_OK with that; any wait of some milliseconds ended in "pid is gone". */
+    Two containers can share the network, and therefore meet, with separate process numbers. A large receive
+    then read the process with the sender's number here, often the receiver itself, and returned DDP_OK with
+    that data. Any wait of some milliseconds ended in "pid is gone". */
 #include <sys/syscall.h>
 
 #include "../../ddp.h"
@@ -22,7 +23,9 @@ static void be_rank(int rank) {
     _exit(0);
 }
 
-/* Who has left the namespace for its children starts no thread any more, but AddressSanitizer starts one behind main: hence a process that never gets there. */
+/* A process that has left the namespace for its children cannot start threads. AddressSanitizer starts a
+   thread before main, which a process that has left its namespace cannot: hence a process that never gets
+   there. */
 static void start_apart(void) {
     pid_t child;
     if (syscall(SYS_unshare, 0x20000000 /* CLONE_NEWPID */) != 0) _exit(77);

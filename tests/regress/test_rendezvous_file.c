@@ -1,9 +1,8 @@
-/*  test_rendezvous_file.c - what another user may have put in place of the file of file:// is refused at
-    once.
+/*  test_rendezvous_file.c - a file of file:// that another user could have replaced is rejected at once.
 
     Rank 0 followed a symbolic link and truncated and filled the link's target, which disclosed the nonce of
     the job. A FIFO blocked every rank in open(), for longer than timeout_ms. A file that others could write
-    told the ranks where to connect. */
+    could send the ranks to any address. */
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
@@ -85,7 +84,7 @@ static void test_refused(void) {
             place((thing)what);
             pid = start_rank(rank);
             if (!heard(&stage_shared->rank[rank].done, 1))
-                kill(pid, SIGKILL); /* it waits for somebody to open the FIFO */
+                kill(pid, SIGKILL); /* it waits until the FIFO is opened */
             EXPECT(waitpid(pid, NULL, 0) == pid, "waitpid");
             EXPECT(s->done && s->first == DDP_ERR_SYSTEM, "rank %d: %s '%s'", rank,
                    s->done ? ddp_result_name(s->first) : "still waits", s->text);
@@ -104,8 +103,8 @@ static void test_refused(void) {
         }
 }
 
-/* What is allowed: the file that an earlier job of this user left. While rank 0 waits, the new one is for
-   this user only. */
+/* Allowed: the file of an earlier job of this user. While rank 0 waits, only this user can access the new
+   one. */
 static void test_replaced(void) {
     pid_t pids[2];
     struct stat file;

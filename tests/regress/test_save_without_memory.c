@@ -1,6 +1,8 @@
-/*  test_save_without_memory.c - a checkpoint's save or load in which one rank has no memory for something, each allocation in turn, ends on every rank at once.
+/*  test_save_without_memory.c - a save or load in which an allocation of one rank fails, each in turn, ends
+    on every rank at once.
 
-    Where a collective's own bookkeeping found no memory, that rank returned, and the others waited in the collective for the whole timeout.
+    If the bookkeeping of a collective found no memory, that rank returned, and the others waited in the
+    collective for the whole timeout.
 
     test_save_without_memory */
 #include "ddp_fsdp.h"
@@ -11,7 +13,8 @@ enum { AHEAD = 32 };
 
 typedef struct turn { int number, loads, fired; char dir[100]; } turn;
 
-static __thread int calls, refuse_at; /* of this rank; refuse_at: the allocation that finds nothing, 0 = none */
+/* Of this rank; refuse_at: the allocation that finds nothing, 0 = none. */
+static __thread int calls, refuse_at;
 static turn trial;
 
 static void *scarce(size_t size_bytes, void *user) {
@@ -55,7 +58,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     if (trial.loads) RANKS_OK(world, ddp_fsdp_save(fsdp, trial.dir));
     RANKS_OK(world, ddp_barrier(world));
     if (ddp_rank(world) == 1) ranks_sleep_us(5000);
-    for (int i = 0; i < AHEAD; i++) /* under way, so that what comes behind them on rank 0 has to be queued, with memory of its own */
+    /* In flight, so that the following calls on rank 0 must be queued, with additional memory. */
+    for (int i = 0; i < AHEAD; i++)
         RANKS_OK(world, ddp_all_reduce(world, &ahead[i], &ahead[i], 1, DDP_F32, DDP_OP_SUM, &work[i]));
     if (ddp_rank(world) == 0) refuse_at = trial.number;
     result = trial.loads ? ddp_fsdp_load(fsdp, trial.dir) : ddp_fsdp_save(fsdp, trial.dir);

@@ -1,13 +1,13 @@
 /*  test_shares_fill_slot.c - the shares of a chunk never reach beyond its slot.
 
-    With caches as on AMD a chunk of a large all_reduce filled its slot. Shares are whole cache lines, so that among 5 or 7 ranks their places together
-    were longer than the slot: where the first chunk was a little shorter than the others, the last rank's share ran over the start of the next slot,
-    and a few elements had wrong sums. */
+    With caches as on AMD a chunk of a large all_reduce filled its slot. Shares are whole cache lines, so that
+    for 5 or 7 ranks their total was longer than the slot. If the first chunk was a little shorter than the
+    others, the last rank's share overlapped the start of the next slot, and a few elements had wrong sums. */
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
 
-enum { CHUNK = 512 * 1024 /* bytes, of ddp.h */, MOST = 5 * CHUNK / 4 /* elements: four chunks and what is left over */, PERIOD = 143 };
+enum { CHUNK = 512 * 1024 /* elements: four chunks and the remainder */, MOST = 5 * CHUNK / 4 /* elements: four chunks and what is left over */, PERIOD = 143 };
 
 static int amd(void) { return 1; }
 

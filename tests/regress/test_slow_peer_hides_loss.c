@@ -1,7 +1,8 @@
-/*  test_slow_peer_hides_loss.c - a rank that waits for a slow rank learns at once that a third one died.
+/*  test_slow_peer_hides_loss.c - a rank that waits for a slow rank detects at once that a third one died.
 
-    The wait looked only at the rank it was waiting for, and sends and receives shared one timer of which the first in the list
-    took every turn. With rank 1 busy and rank 2 dead, rank 0 learnt of the loss when rank 1 arrived, or at its timeout.
+    The wait checked only the rank that it was waiting for, and sends and receives shared one timer, which
+    only the first in the list used. With rank 1 busy and rank 2 dead, rank 0 detected the loss when rank 1
+    arrived, or at its timeout.
 
     test_slow_peer_hides_loss [processes|threads] */
 #include "../../ddp.h"
@@ -22,7 +23,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         event_now();
         return ddp_fail(DDP_ERR_CORRUPT, "gone on purpose");
     }
-    if (ddp_rank(world) == 1) { /* comes when rank 0 knows, or too late to be its way of knowing */
+    if (ddp_rank(world) == 1) { /* arrives after rank 0 has detected it, or too late to be the reason */
         for (int waited_ms = 0; waited_ms < 2 * PROMPT_SECONDS * 1000; waited_ms++) {
             if (__atomic_load_n(&stage_shared->finished, __ATOMIC_SEQ_CST)) break;
             ranks_sleep_us(1000);

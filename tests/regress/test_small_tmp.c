@@ -1,8 +1,8 @@
 /*  test_small_tmp.c - without memfd, folders that are too small for shared memory are an error and not a
     SIGBUS.
 
-    The file of a job is sparse: the first touch of a page that the folder has no room for killed the process.
-    The folders are small file systems in a mount namespace of the test's own. */
+    The file of a job is sparse: the first access to a page without room in the folder killed the process. The
+    folders are small file systems in a separate mount namespace. */
 #include <sys/mount.h>
 #include <sys/syscall.h>
 
@@ -13,7 +13,7 @@
 
 enum { NO_NAMESPACES = 77, SPLITS = 20 };
 
-/* Every rank learns that a split, or group memory, has no room; the world goes on. */
+/* Every rank returns that a split, or group memory, has no room; the world stays usable. */
 static ddp_result small_main(ddp_group *world, void *user) {
     ddp_group *child[SPLITS];
     void *memory = NULL;
@@ -37,8 +37,8 @@ static ddp_result meet_main(ddp_group *world, void *user) {
     return ddp_barrier(world);
 }
 
-/* In a process of its own, /dev/shm, /tmp and the current folder have so much room, and memfd_create is
-   refused. Returns its wait status. */
+/* In a separate process, /dev/shm, /tmp and the current folder have these sizes, and memfd_create is refused.
+   Returns its wait status. */
 static int run(const char *shm_size, const char *tmp_size, ranks_mode mode, ddp_rank_fn fn) {
     int status = -1;
     pid_t pid = fork();

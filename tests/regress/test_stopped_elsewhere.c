@@ -4,10 +4,10 @@
     Ranks of one machine mark such a rank in shared memory. Over the tcp and mpi backends nothing was marked:
     each further group with that rank waited for a timeout of its own, and so did each split and the calls
     inside a destroy. Now all groups that descend from one handle of the world share a record of lost ranks.
-    Failures carry it to the other machines. Groups without the rank go on.
+    Failures carry it to the other machines. Groups without the rank stay usable.
 
     test_stopped_elsewhere             starts the ranks of each case: over tcp, or with DDP_USE_MPI by mpirun
-    test_stopped_elsewhere FILE CASE   what mpirun starts */
+    test_stopped_elsewhere FILE CASE   started by mpirun */
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
@@ -31,7 +31,8 @@ static const struct {
     {"mpi 4by1", 1, 3, SIGSTOP, 0, DDP_ERR_TIMEOUT},
     {"mpi 4by1, a chain of receives", 1, 3, SIGSTOP, 1, DDP_ERR_TIMEOUT},
     {"mpi 4by2, killed", 2, 3, SIGKILL, 0, DDP_ERR_PEER_LOST},
-    {"mpi 4by1, killed", 1, 3, SIGKILL, 0, DDP_ERR_TIMEOUT}, /* nobody of its machine is left to report it */
+    /* No process of its machine is left to report it. */
+    {"mpi 4by1, killed", 1, 3, SIGKILL, 0, DDP_ERR_TIMEOUT},
 #else
     {"tcp", 1, 3, SIGSTOP, 0, DDP_ERR_TIMEOUT},
     {"tcp, rank 0", 1, 0, SIGSTOP, 0, DDP_ERR_TIMEOUT},
@@ -97,8 +98,8 @@ static void run(ddp_group *world, int number) {
     NEED(result == want || result == DDP_ERR_POISONED);
     snprintf(wanted, sizeof wanted, "(world rank %d)", victim);
     if (!strstr(ddp_last_error(), wanted) && cases[number].messages) {
-        /* Of the chain only rank 2 waits for the victim. When another rank's timeout reaches rank 2 before its
-           own, nobody knows yet which rank is lost: this barrier finds out, after a second timeout. */
+        /* Of the chain only rank 2 waits for the victim. If another rank's timeout reaches rank 2 before its
+           own, the lost rank is still unknown. This barrier detects it, after a second timeout. */
         snprintf(wanted, sizeof wanted, "missing: rank %d", victim);
     }
     NEED(strstr(ddp_last_error(), wanted));

@@ -1,10 +1,10 @@
 /*  test_stopped_rank.c - a rank that stops costs one timeout, not one per group, and the error names it.
 
     Once, only the group of the first wait failed. Each further collective on another group with that rank,
-   such as the ones inside the destroy of a reducer or of a split, waited for a timeout of its own: from the
-   first wait to the end of ddp_launch passed four timeouts and more. Now the rank is marked in shared memory,
-   and every group that contains it fails at its next wait. Groups without it go on. A chain of receives names
-   the stopped rank, not the neighbour that waits as well. */
+    such as the ones inside the destroy of a reducer or of a split, waited for a timeout of its own: from the
+    first wait to the end of ddp_launch four timeouts and more passed. Now the rank is marked in shared
+    memory, and every group that contains it fails at its next wait. Groups without it stay usable. A chain of
+    receives names the stopped rank, not the neighbour that waits too. */
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
@@ -30,7 +30,7 @@ static ddp_result make_reducer(ddp_group *group, ddp_reducer **out, ddp_param *p
     return ddp_reducer_create(out, group, &desc);
 }
 
-/* The call in which everybody meets the rank that has stopped. */
+/* The call in which all ranks wait for the stopped one. */
 static ddp_result first_wait(ddp_group *world, const plan *p) {
     float x = 1;
     if (!p->messages) return ddp_all_reduce(world, &x, &x, 1, DDP_F32, DDP_OP_SUM, NULL);

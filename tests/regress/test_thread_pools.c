@@ -3,7 +3,7 @@
 
     libgomp and OpenBLAS read OMP_NUM_THREADS when they are loaded. ddp_launch set it in the forked rank only:
     two ranks on two cores ran four threads. Built with the real libgomp, and with the real OpenBLAS
-    (WITH_OPENBLAS) or with functions of the same names here that stand for OpenBLAS, MKL and BLIS. */
+    (WITH_OPENBLAS) or with functions here that replace those of OpenBLAS, MKL and BLIS. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
 #endif
@@ -50,7 +50,7 @@ static void read_pools(int pool[POOLS]) {
 #endif
 }
 
-/* What numerical work does: a parallel region, and a matrix product that is large enough for all threads of a
+/* Typical numerical work: a parallel region, and a matrix product that is large enough for all threads of a
    pool. */
 static void work(numbers *n) {
     int team = 0;
@@ -88,7 +88,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     return ddp_barrier(world);
 }
 
-/* Runs two ranks; each pool must have want[pool] threads in them, and afterwards what it had before. */
+/* Runs two ranks; each pool must have want[pool] threads in them, and afterwards its earlier number. */
 static void expect_threads(const char *scenario, ddp_launch_mode mode, int no_affinity,
                            const int want[POOLS]) {
     ddp_launch_desc desc = DDP_ZERO;
@@ -142,7 +142,7 @@ int main(void) {
 
     setenv(
         "OMP_NUM_THREADS", "7",
-        1); /* libraries that had read it would have other numbers now; here they show that nobody touched them */
+        1); /* libraries that read it would have other numbers now; the pools here show no change */
     expect_threads("OMP_NUM_THREADS is the user's", DDP_LAUNCH_PROCESSES, 0, all);
     expect_threads("OMP_NUM_THREADS is the user's, threads", DDP_LAUNCH_THREADS, 0, all);
     EXPECT(strcmp(getenv("OMP_NUM_THREADS"), "7") == 0, "it is %s now", getenv("OMP_NUM_THREADS"));

@@ -1,8 +1,8 @@
-/*  test_tied_names.c - a checkpoint of another program may have any of the names of a tied weight, or several
+/*  test_tied_names.c - a checkpoint of another program can have any of the names of a tied weight, or several
     with equal bytes.
 
-    Loading demanded the name of the first use and refused every other one: a file with both "wte" and "head",
-    or with "head" only, failed with "is none of the tensors that are loaded" or "is in none of the files".
+    Loading required the name of the first use and rejected every other one. A file with both "wte" and
+    "head", or only "head", failed with "is none of the tensors that are loaded" or "is in none of the files".
 
     test_tied_names BACKEND [W ...]; see support/ranks.h */
 #include "ddp_fsdp.h"

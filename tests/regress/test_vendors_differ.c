@@ -1,13 +1,15 @@
-/*  test_vendors_differ.c - ranks that see different CPU vendors cut their data alike.
+/*  test_vendors_differ.c - ranks that detect different CPU vendors divide their data in the same way.
 
-    Each rank asked the CPU for its vendor, and chose the size of its chunks by it. A rank under an emulator that names another vendor (valgrind
-    may) cut an all_reduce of private memory differently than its peers: wrong sums, or a wait for rounds that never came. */
+    Each rank queried the vendor of its CPU, which determined the size of its chunks. A rank under an emulator
+    that reports another vendor (valgrind can) divided an all_reduce of private memory differently than its
+    peers: wrong sums, or a wait for rounds that never came. */
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
 
 static uint32_t *asked;
-static int next_vendor(void) { return (int)(__atomic_fetch_add(asked, 1, __ATOMIC_SEQ_CST) & 1); } /* no two neighbours hear the same */
+/* Neighbours get different answers. */
+static int next_vendor(void) { return (int)(__atomic_fetch_add(asked, 1, __ATOMIC_SEQ_CST) & 1); }
 
 enum { COUNT = 300000 };
 

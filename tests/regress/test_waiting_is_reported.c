@@ -1,4 +1,5 @@
-/*  test_waiting_is_reported.c - a rank that waits for others says for which, and where it listens.
+/*  test_waiting_is_reported.c - a rank that waits for others logs which ones, and the address where it
+    listens.
 
     Old rank variables in the environment, or a wrong address, made a program wait ten minutes in silence. */
 #include "../../ddp.h"
@@ -9,7 +10,7 @@
 static char urls[3][96];
 static const char *const names[3] = {"local", "tcp", "file"};
 
-/* What the ranks of three jobs are told; at most one text each. */
+/* The log of the ranks of three jobs, with at most one text each. */
 typedef struct board {
     int count[3][3];
     char text[3][3][512];

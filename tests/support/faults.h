@@ -123,7 +123,7 @@ static RANKS_UNUSED void meet_outside(int count) {
     heard(&stage_shared->finished, count);
 }
 
-// //== leftovers =============================================================================
+//== leftovers =============================================================================
 
 static int faults_count_files(const char *directory, const char *word) {
     DIR *dir = opendir(directory);

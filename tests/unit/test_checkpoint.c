@@ -216,7 +216,7 @@ static const char *in(const char *name) { /* a path in the test's folder; it sta
     return path[next];
 }
 
-// //== saving and loading ======================================================================
+//== saving and loading ======================================================================
 
 static void test_any_world_size(void) {
     scenario = "any world size";

@@ -266,7 +266,7 @@ static void test_beyond_4_gib(void **state) {
     unlink(path_of("big.bin"));
 }
 
-// //== errors ================================================================================================
+//== errors ================================================================================================
 
 static void test_open_refused(void **state) {
     static const struct { int32_t head[8]; int64_t size; ddp_result result; const char *words; } cases[] = {
