@@ -39,10 +39,10 @@ CONTENTS      (search for the tags)
     >>impl-identity  >>impl-rendezvous  >>impl-frames  >>impl-secret  >>impl-address
     >>impl-address-list  >>impl-rank0  >>impl-connect  >>impl-tcp  >>impl-tcp-calls
     >>impl-tcp-groups  >>impl-group  >>impl-agree  >>impl-group-state  >>impl-mpi
-    >>impl-mpi-transfer  >>impl-mpi-calls  >>impl-mpi-groups  >>impl-mesh  >>impl-cores  >>impl-launch
-    >>impl-buckets  >>impl-bucket-reduce  >>impl-schema  >>impl-reducer-create  >>impl-reducer
-    >>impl-accumulator  >>impl-join  >>impl-sampler-random  >>impl-sampler-ranks  >>impl-sampler-window
-    >>impl-sampler  >>impl-loader  >>impl-loader-calls  >>impl-public
+    >>impl-mpi-transfer  >>impl-mpi-calls  >>impl-mpi-groups  >>impl-mesh  >>impl-cores
+    >>impl-launch  >>impl-buckets  >>impl-bucket-reduce  >>impl-schema  >>impl-reducer-create
+    >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler-random  >>impl-sampler-ranks
+    >>impl-sampler-window  >>impl-sampler  >>impl-loader  >>impl-loader-calls  >>impl-public
 
 CONCEPTS
     Rank       One worker of a group: a process, a thread or an MPI rank. Ranks of a group are numbered from 0
@@ -1534,7 +1534,7 @@ typedef struct ddp__job {
     uint32_t reserves; /* 1 = control memory gets its pages at once, not at the first access */
     uint32_t launched; /* 1 = a parent process monitors the ranks and records their exit */
     uint32_t cores;
-    /* 1 = caches as on AMD, see ddp__hand_back. The size of chunks depends on it, so all ranks use this one
+    /* 1 = caches as on AMD, see ddp__own_lines. The size of chunks depends on it, so all ranks use this one
        value, even a rank that runs in an emulator. */
     uint32_t amd;
     uint32_t failed_rank_plus_1; /* the first rank that returned an error */
@@ -1547,7 +1547,7 @@ typedef struct ddp__job {
 typedef struct ddp__post {
     DDP__OWN_LINE uint64_t seq; /* stored last: when it has the value, the other fields are valid */
     uint64_t what[2];           /* kind, dtype, op and root in one word, see ddp__signature; count */
-    uint64_t send, recv;        /* addresses of ddp__address */
+    uint64_t send, recv;        /* addresses of ddp__shared_address */
     unsigned char data[24];
 } ddp__post;
 
@@ -1559,20 +1559,20 @@ typedef struct ddp__sleeper {
 
 /* Counters of a rank. FILLED: rounds that it has written into its slot. PASSED: rounds in which it has
    finished with the slots of all ranks. */
-enum { DDP__FILLED, DDP__PASSED };
-typedef struct ddp__count {
+enum { DDP__FILLED, DDP__FINISHED };
+typedef struct ddp__round_counter {
     DDP__OWN_LINE uint64_t rounds;
-} ddp__count;
+} ddp__round_counter;
 
-typedef struct ddp__rank_line {
-    ddp__count count[2];
+typedef struct ddp__rank_state {
+    ddp__round_counter count[2];
     ddp__sleeper collective, p2p;
     DDP__OWN_LINE uint32_t left; /* 1 = the rank has destroyed its handle */
     uint32_t reaching;           /* number of its threads that access buffers of other ranks */
     /* An address in this rank's process, and the value there. Peers read it to test process_vm_readv: in
        their pid namespace the pid may be another process. */
     uint64_t probe, probe_word;
-} ddp__rank_line;
+} ddp__rank_state;
 
 typedef struct ddp__control {
     DDP__OWN_LINE uint32_t sleepers; /* number of ranks that sleep in a collective; read after every post */
@@ -1832,10 +1832,10 @@ enum {
     DDP__COUNTED = 128
 };
 
-static const struct ddp__form {
+static const struct ddp__call_shape {
     const char *name, *root; /* names of the call and of its root argument */
     int shape;
-} ddp__forms[] = {
+} ddp__call_shapes[] = {
     {"ddp_all_reduce", NULL, DDP__ADDS},
     {"ddp_reduce", "root", DDP__ADDS | DDP__TO_ROOT},
     {"ddp_broadcast", "root", DDP__FROM_ROOT | DDP__NO_SEND},
@@ -1851,9 +1851,9 @@ static const struct ddp__form {
     {"ddp_recv", "peer", DDP__NO_SEND},
 };
 
-DDPDEF const char *ddp_call_name(ddp_call_kind kind) { return ddp__forms[kind].name; }
+DDPDEF const char *ddp_call_name(ddp_call_kind kind) { return ddp__call_shapes[kind].name; }
 
-static int ddp__has_op(ddp_call_kind kind) { return ddp__forms[kind].shape & DDP__ADDS; }
+static int ddp__has_op(ddp_call_kind kind) { return ddp__call_shapes[kind].shape & DDP__ADDS; }
 static int ddp__is_p2p(ddp_call_kind kind) { return kind == DDP_CALL_SEND || kind == DDP_CALL_RECV; }
 
 /* A call without a root. The caller of this function sets op, flags and the other fields. */
@@ -1890,12 +1890,12 @@ static uint64_t ddp__signature(const ddp_call *call) {
            | (uint64_t)(uint32_t)call->caller << DDP__CALLER_SHIFT;
 }
 
-static uint64_t ddp__compared(uint64_t signature) {
+static uint64_t ddp__compared_bits(uint64_t signature) {
     return signature & ((UINT64_C(1) << DDP__CALLER_SHIFT) - 1);
 }
 
 static int ddp__same_call(const uint64_t a[2], const uint64_t b[2]) {
-    return ddp__compared(a[0] ^ b[0]) == 0 && a[1] == b[1];
+    return ddp__compared_bits(a[0] ^ b[0]) == 0 && a[1] == b[1];
 }
 
 /* The signature of a send or receive. The tag does not fit into it. */
@@ -2167,10 +2167,14 @@ DDPDEF double ddp_now(void) {
 /* A block in the dtype of the sum. The working set, at most ten blocks, stays in the first-level cache. */
 #define DDP__BLOCK_BYTES 2048
 #define DDP__STREAM_BLOCK_BYTES 512 /* short bursts of streaming stores keep reads and writes in flight */
-enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* size class of a reduction, see ddp__reduce_tree */
-#define DDP__RUN_BYTES ((size_t)2048)            /* bytes of one run before the next run continues */
-#if !defined(DDP__RUNS_BYTES)
-#define DDP__RUNS_BYTES ((size_t)64 << 10)
+enum {
+    DDP__HINT_CACHED = 0,
+    DDP__HINT_LARGE,
+    DDP__HINT_STREAM
+};                                         /* size class of a reduction, see ddp__reduce_tree */
+#define DDP__RUN_STEP_BYTES ((size_t)2048) /* bytes of one run before the next run continues */
+#if !defined(DDP__MIN_RUN_BYTES)
+#define DDP__MIN_RUN_BYTES ((size_t)64 << 10)
 #endif
 
 /* Iterations are independent even if an output is also an input: each one reads its element of every input
@@ -2230,7 +2234,7 @@ DDP__ANY(uint64_t, u64)
 /* Executes STEP(type, at) for f32. at(x) is one element of x. With wide it is a cache line of 16 elements,
    and the loop takes one line of each run in turn. Wide needs a CPU that stores whole cache lines at once;
    others transfer a line that two cores write alternately in two halves. 16 KiB take 40% less, 1 MiB takes
-   12% less. A function for such CPUs is marked DDP__WIDE and called only if ddp__wide(). */
+   12% less. A function for such CPUs is marked DDP__WIDE and called only if ddp__has_wide_stores(). */
 typedef float ddp__any_line __attribute__((vector_size(64), may_alias, aligned(1)));
 #define DDP__AT_LINE(x) (*(ddp__any_line *)(void *)((x) + i))
 #define DDP__AT_ONE(x) (x)[i]
@@ -2249,10 +2253,10 @@ typedef float ddp__any_line __attribute__((vector_size(64), may_alias, aligned(1
 #if defined(__x86_64__) && !defined(DDP__NARROW) /* defined by tests of the narrow loops */
 #define DDP__WIDE __attribute__((target("avx512f")))
 /* vbmi2: CPUs without it lower their clock for 512-bit instructions. */
-static int ddp__wide(void) { return __builtin_cpu_supports("avx512vbmi2"); }
+static int ddp__has_wide_stores(void) { return __builtin_cpu_supports("avx512vbmi2"); }
 #else
 #define DDP__WIDE
-static int ddp__wide(void) { return 0; }
+static int ddp__has_wide_stores(void) { return 0; }
 #endif
 
 //== 16-bit floats =============================================================================== >>impl-half
@@ -2385,8 +2389,8 @@ DDP__SCALE_FN(double, f64)
 
 /* Converts any float dtype to any other through f32, scales in f32, and rounds once to nearest even. dst and
    src do not overlap, or are equal and have dtypes of the same size. */
-static void ddp__by_f32(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count,
-                        uint64_t divisor, float factor) {
+static void ddp__convert_via_f32(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype,
+                                 size_t count, uint64_t divisor, float factor) {
     float DDP__ALIGNED64 block[DDP__F32_BLOCK];
     size_t dst_size = ddp_dtype_size(dst_dtype), src_size = ddp_dtype_size(src_dtype);
     unsigned char *out = (unsigned char *)dst;
@@ -2401,7 +2405,7 @@ static void ddp__by_f32(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dty
 
 static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count) {
     if (dst_dtype != src_dtype)
-        ddp__by_f32(dst, dst_dtype, src, src_dtype, count, 1, 1.0f);
+        ddp__convert_via_f32(dst, dst_dtype, src, src_dtype, count, 1, 1.0f);
     else if (count && dst != src)
         memcpy(dst, src, count * ddp_dtype_size(dst_dtype));
 }
@@ -2413,7 +2417,7 @@ static int ddp__scale_floats(void *data, size_t count, ddp_dtype dtype, uint64_t
     else if (dtype == DDP_F64)
         ddp__scale_f64((ddp__any_f64 *)data, count, divisor, (double)factor);
     else if (ddp__is_half(dtype))
-        ddp__by_f32(data, dtype, data, dtype, count, divisor, factor);
+        ddp__convert_via_f32(data, dtype, data, dtype, count, divisor, factor);
     else
         return 0;
     return 1;
@@ -2509,7 +2513,7 @@ DDP__FLOAT_LESS(max, >, &, double, f64)
 
 /* Integer sums and products wrap, so signed dtypes use the unsigned functions. f16 and bf16 are converted to
    f32 before. */
-static ddp__merge_fn ddp__merge_for(ddp_dtype dtype, ddp_op op) {
+static ddp__merge_fn ddp__merge_fn_of(ddp_dtype dtype, ddp_op op) {
 #define DDP__BY_OP(wrapping, ordered)                                                             \
     {                                                                                             \
         ddp__merge_sum_##wrapping, ddp__merge_sum_##wrapping /* AVG */, ddp__merge_min_##ordered, \
@@ -2538,7 +2542,7 @@ static int ddp__cpu_is_amd(void) {
 
 /* The number of runs through large data, see ddp__reduce_tree. Two runs at a distance of a power of two share
    their cache sets. On Intel three runs take 5% to 10% less time than two, at 64 MiB a quarter less. */
-static size_t ddp__runs(void) { return ddp__cpu_is_amd() ? 2 : 3; }
+static size_t ddp__run_count(void) { return ddp__cpu_is_amd() ? 2 : 3; }
 
 /* A memcpy for lines that another core has just written. For large sizes memcpy itself uses string
    instructions, which read such lines at half the speed of plain loads. Copies several runs at once, see
@@ -2546,7 +2550,7 @@ static size_t ddp__runs(void) { return ddp__cpu_is_amd() ? 2 : 3; }
 static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
-    size_t runs = size_bytes < DDP__RUNS_BYTES ? 0 : ddp__runs();
+    size_t runs = size_bytes < DDP__MIN_RUN_BYTES ? 0 : ddp__run_count();
     size_t each = runs ? size_bytes / runs / 64 * 64 : 0;
     for (size_t at = 0; at < each; at += 64)
         for (size_t from = at; from < runs * each; from += each) {
@@ -2591,7 +2595,7 @@ typedef struct ddp__reduction {
     ddp__merge_fn merge;
     int half; /* 1 = f16 or bf16, added in f32 */
     int past; /* 1 = streaming stores write all outputs, none of which is a source */
-    /* For ddp__round_fused, otherwise NULL: the same loop also copies from[0] to to[0], from[1] to to[1]. */
+    /* NULL except in ddp__staged_step_fused: the loop also copies from[0] to to[0] and from[1] to to[1]. */
     void *const *to, *const *from;
 } ddp__reduction;
 
@@ -2603,8 +2607,8 @@ typedef struct ddp__reduction {
 #define DDP__FOUR(x) (*(const ddp__any_f32x4 *)(x + i))
 #define DDP__FUSED_SUM(at) \
     (W == 4 ? (at(a) + at(b)) + (at(c) + at(d)) : W == 3 ? (at(a) + at(b)) + at(d) : at(a) + at(b))
-DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int copies, int divide, int wide,
-                                   size_t first, size_t count, size_t runs) {
+DDP__FORCED_INLINE void ddp__fused_loop(const ddp__reduction *r, int W, int D, int copies, int divide,
+                                        int wide, size_t first, size_t count, size_t runs) {
     const ddp__any_f32 *a = DDP__F32_AT(r->src, 0), *b = DDP__F32_AT(r->src, 1);
     const ddp__any_f32 *c = DDP__F32_AT(r->src, W - 2), *d = DDP__F32_AT(r->src, W - 1);
     ddp__any_f32 *w = DDP__F32_AT(r->dst, 0), *x = DDP__F32_AT(r->dst, D > 1);
@@ -2631,21 +2635,21 @@ DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int co
 }
 
 /* Returns 0 if no fused loop applies. */
-DDP__FORCED_INLINE int ddp__reduce_fused_as(const ddp__reduction *r, int wide, size_t first, size_t count,
-                                            size_t runs) {
-#define DDP__FUSED(W, D)                                         \
-    case 100 * W + D:                                            \
-        if (r->divisor & (r->divisor - 1))                       \
-            ddp__fused(r, W, D, 0, 1, wide, first, count, runs); \
-        else                                                     \
-            ddp__fused(r, W, D, 0, 0, wide, first, count, runs); \
+DDP__FORCED_INLINE int ddp__fused_dispatch(const ddp__reduction *r, int wide, size_t first, size_t count,
+                                           size_t runs) {
+#define DDP__FUSED(W, D)                                              \
+    case 100 * W + D:                                                 \
+        if (r->divisor & (r->divisor - 1))                            \
+            ddp__fused_loop(r, W, D, 0, 1, wide, first, count, runs); \
+        else                                                          \
+            ddp__fused_loop(r, W, D, 0, 0, wide, first, count, runs); \
         return 1;
     if (r->dtype != DDP_F32 || r->merge != ddp__merge_sum_f32) return 0;
     /* for streaming stores to several destinations, blocks are faster */
     if (r->past && (r->dst_count > 1 || runs > 1 || count % 4 || (uintptr_t)DDP__F32_AT(r->dst, 0) % 16))
         return 0;
     if (r->to) {
-        ddp__fused(r, 2, 2, 1, 0, wide, first, count, runs);
+        ddp__fused_loop(r, 2, 2, 1, 0, wide, first, count, runs);
         return 1;
     }
     // clang-format off
@@ -2657,11 +2661,11 @@ DDP__FORCED_INLINE int ddp__reduce_fused_as(const ddp__reduction *r, int wide, s
 }
 DDP__WIDE static int ddp__reduce_fused_wide(const ddp__reduction *r, size_t first, size_t count,
                                             size_t runs) {
-    return ddp__reduce_fused_as(r, 1, first, count, runs);
+    return ddp__fused_dispatch(r, 1, first, count, runs);
 }
 static int ddp__reduce_fused(const ddp__reduction *r, size_t first, size_t count, size_t runs) {
-    return ddp__wide() ? ddp__reduce_fused_wide(r, first, count, runs)
-                       : ddp__reduce_fused_as(r, 0, first, count, runs);
+    return ddp__has_wide_stores() ? ddp__reduce_fused_wide(r, first, count, runs)
+                                  : ddp__fused_dispatch(r, 0, first, count, runs);
 }
 
 typedef unsigned char DDP__ALIGNED64 ddp__block[DDP__BLOCK_BYTES];
@@ -2724,15 +2728,15 @@ static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count)
 
 /* Reduces src_count (1 to 65536) arrays of count elements and writes the result to dst_count (1 to 64)
    arrays. A destination may be one of the sources; otherwise they do not overlap. AVG divides the sum by
-   divisor (0 counts as 1); other operations ignore it. how:
-     DDP__CACHED  The data is in this core's caches.
-     DDP__LARGE   The data does not fit the caches, or is new in another core's cache. The loop walks several
-                  runs at once: hardware prefetchers stop at the end of a page, and while one run starts a
-                  page the others stream. 5% to 20% faster than one run.
-     DDP__PAST    As DDP__LARGE, and the outputs are not read soon: streaming stores write them, unless an
-                  output is a source. */
+   divisor (0 counts as 1); other operations ignore it. hint:
+     DDP__HINT_CACHED   The data is in this core's caches.
+     DDP__HINT_LARGE    The data does not fit the caches, or another core has just written it. The loop walks
+                        several runs at once: hardware prefetchers stop at the end of a page, and while one
+                        run starts a page the others stream. 5% to 20% faster than one run.
+     DDP__HINT_STREAM   As DDP__HINT_LARGE, and no core reads the outputs soon. Streaming stores write them,
+                        unless an output is a source. */
 static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count,
-                             size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor, int how) {
+                             size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor, int hint) {
     ddp__reduction r = {dst,
                         src,
                         dst_count,
@@ -2740,13 +2744,13 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
                         dtype,
                         ddp_dtype_size(dtype),
                         op == DDP_OP_AVG && divisor ? divisor : 1,
-                        ddp__merge_for(dtype, op),
+                        ddp__merge_fn_of(dtype, op),
                         ddp__is_half(dtype),
-                        how == DDP__PAST,
+                        hint == DDP__HINT_STREAM,
                         NULL,
                         NULL};
-    size_t step = DDP__RUN_BYTES / r.size;
-    size_t runs = !how || count * r.size < DDP__RUNS_BYTES ? 0 : ddp__runs();
+    size_t step = DDP__RUN_STEP_BYTES / r.size;
+    size_t runs = !hint || count * r.size < DDP__MIN_RUN_BYTES ? 0 : ddp__run_count();
     size_t each = runs ? count / runs / step * step : 0;
     for (int k = 0; r.past && k < dst_count * src_count; k++)
         r.past = dst[k / src_count] != src[k % src_count];
@@ -2765,7 +2769,7 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
 DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_count, size_t count,
                             ddp_dtype dtype, ddp_op op, uint64_t divisor) {
     ddp__reduce_tree(&dst, 1, sources, source_count, count, dtype, op,
-                     divisor ? divisor : (uint64_t)source_count, DDP__LARGE);
+                     divisor ? divisor : (uint64_t)source_count, DDP__HINT_LARGE);
 }
 
 #if defined(__clang__)
@@ -2862,13 +2866,13 @@ DDPDEF float ddp_clip_factor(const ddp_exact_sum *squares, float max_norm, float
 /* Add the squares of 64 elements to 32 partial sums: lane e receives the sum of elements e and e+32. The
    square of an f32 is exact in f64, so a fused multiply-add gives the same bits. The square of an f64 is
    rounded and must not be fused: it is stored in memory before it is added. */
-static void ddp__squares_f32(double *DDP__RESTRICT lane, const ddp__any_f32 *x) {
+static void ddp__add_squares_f32(double *DDP__RESTRICT lane, const ddp__any_f32 *x) {
     for (int e = 0; e < DDP__EXACT_LANES; e++)
         lane[e] += (double)x[e] * (double)x[e]
                    + (double)x[e + DDP__EXACT_LANES] * (double)x[e + DDP__EXACT_LANES];
 }
 
-static void ddp__squares_f64(double *DDP__RESTRICT lane, const ddp__any_f64 *x) {
+static void ddp__add_squares_f64(double *DDP__RESTRICT lane, const ddp__any_f64 *x) {
     double DDP__ALIGNED64 square[2 * DDP__EXACT_LANES];
     for (int e = 0; e < 2 * DDP__EXACT_LANES; e++) square[e] = x[e] * x[e];
     __asm__ __volatile__("" : : "r"(square) : "memory");
@@ -2899,9 +2903,9 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
             x = &block;
         }
         if (dtype == DDP_F64)
-            ddp__squares_f64(lane, (const ddp__any_f64 *)x);
+            ddp__add_squares_f64(lane, (const ddp__any_f64 *)x);
         else
-            ddp__squares_f32(lane, (const ddp__any_f32 *)x);
+            ddp__add_squares_f32(lane, (const ddp__any_f32 *)x);
         count -= n;
     }
     for (int half = DDP__EXACT_LANES / 2; half; half /= 2)
@@ -2942,7 +2946,7 @@ static void ddp__cpu_fill_zero(void *dst, size_t size_bytes) { memset(dst, 0, si
 
 static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype) {
     const void *sources[2] = {left, right};
-    ddp__reduce_tree(&dst, 1, sources, 2, count, dtype, DDP_OP_SUM, 1, DDP__CACHED);
+    ddp__reduce_tree(&dst, 1, sources, 2, count, dtype, DDP_OP_SUM, 1, DDP__HINT_CACHED);
 }
 
 DDPDEF ddp_result ddp_device_begin(ddp_group *group) {
@@ -3018,7 +3022,7 @@ static const char *const ddp__heap_folders[DDP__HEAP_PLACES] = {"", "/dev/shm", 
 #endif
 
 /* Opens the file and removes its name. Returns -1 with errno. */
-static int ddp__heap_file(int place) {
+static int ddp__heap_open_file(int place) {
     struct statvfs disk;
     char path[64];
     const char *folder = ddp__heap_folders[place];
@@ -3039,7 +3043,7 @@ static int ddp__heap_file(int place) {
    commit. Otherwise a memfd stays sparse: a group of 64 ranks has 752 MiB of control memory and touches 5 to
    100 MiB, and reserving all of it takes a second. Reserving does not help against the memory limit of a
    cgroup: its OOM killer also ends a process that reserves pages. */
-static int ddp__heap_reserves(int place) {
+static int ddp__heap_needs_reserve(int place) {
     char mode = 0;
     if (place != DDP__HEAP_MEMFD) return 1;
     int fd = open("/proc/sys/vm/overcommit_memory", O_RDONLY | O_CLOEXEC);
@@ -3049,12 +3053,12 @@ static int ddp__heap_reserves(int place) {
 }
 
 /* The place of a heap, for error lines. */
-static const char *ddp__heap_where(const char *folder) {
+static const char *ddp__heap_limit_name(const char *folder) {
     return *folder ? folder : "the system's commit limit (vm.overcommit_memory=2)";
 }
 
 /* Allocates the pages of a range of the file before the first access. Returns 0 or an errno. */
-static int ddp__reserve(int fd, uint64_t offset, size_t size) {
+static int ddp__reserve_pages(int fd, uint64_t offset, size_t size) {
     int error = EINTR;
     while (error == EINTR) error = posix_fallocate(fd, (off_t)offset, (off_t)size);
     return error;
@@ -3076,9 +3080,9 @@ static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
     return start;
 }
 
-/* Maps [offset, offset + size), a range of one ddp__heap_take. Ranks that are threads share a mapping. */
+/* Maps [offset, offset + size), a range of one ddp__heap_alloc. Ranks that are threads share a mapping. */
 static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
-    if (size > DDP__HUGE) size = ddp_round_up(size, DDP__HUGE); /* as ddp__heap_take does */
+    if (size > DDP__HUGE) size = ddp_round_up(size, DDP__HUGE); /* as ddp__heap_alloc does */
     pthread_mutex_lock(&heap->lock);
     ddp__region *m = heap->mappings;
     while (m && m->offset != offset) m = m->next;
@@ -3123,7 +3127,7 @@ static void ddp__heap_release(ddp__heap *heap) {
 }
 
 /* Allocates a range of the file. Returns its offset; 0 if it does not fit, and then allocates nothing. */
-static uint64_t ddp__heap_take(ddp__heap *heap, size_t size) {
+static uint64_t ddp__heap_alloc(ddp__heap *heap, size_t size) {
     uint64_t length = ddp_round_up(size, DDP__HUGE), offset = ddp__load(&heap->job->bump);
     do {
         if (length < size || offset > heap->job->limit || length > heap->job->limit - offset) return 0;
@@ -3134,13 +3138,13 @@ static uint64_t ddp__heap_take(ddp__heap *heap, size_t size) {
 
 /* Returns pages to the system. Their offsets are not reused. Calls fallocate(2) by number, because its
    declaration needs _GNU_SOURCE. */
-static void ddp__heap_give_back(ddp__heap *heap, uint64_t offset, size_t size) {
+static void ddp__heap_free(ddp__heap *heap, uint64_t offset, size_t size) {
     syscall(SYS_fallocate, heap->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (long)offset, (long)size);
 }
 
 /* Requests huge pages for [begin, end) of a mapping, since Linux 6.1. By default Linux uses none for shared
    memory. An all_reduce of 25 MiB takes 2% less, and pages are allocated faster. */
-static void ddp__ask_huge(unsigned char *mapping, size_t begin, size_t end) {
+static void ddp__request_huge_pages(unsigned char *mapping, size_t begin, size_t end) {
     for (size_t at = ddp_round_up(begin, DDP__HUGE); at < end; at += DDP__HUGE) {
         /* the range must contain at least one page */
         if (madvise(mapping + at, 4096, 23 /* MADV_POPULATE_WRITE */) != 0) return;
@@ -3149,7 +3153,7 @@ static void ddp__ask_huge(unsigned char *mapping, size_t begin, size_t end) {
 }
 
 /* Allocates pages now, so that a lack of memory is an error here and not a SIGBUS later. */
-static int ddp__populate(ddp__heap *heap, void *memory, uint64_t offset, size_t size) {
+static int ddp__allocate_pages(ddp__heap *heap, void *memory, uint64_t offset, size_t size) {
     size_t slack = (uintptr_t)memory % DDP__PAGE;
     if (madvise((unsigned char *)memory - slack, size + slack, 23 /* MADV_POPULATE_WRITE, Linux 5.14 */) == 0)
         return 1;
@@ -3199,9 +3203,9 @@ static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size
     struct rlimit limit;
     uint64_t size = UINT64_C(1) << 42;
     ddp__cpus cpus;
-    int fd = ddp__heap_file(place);
+    int fd = ddp__heap_open_file(place);
     int error = fd < 0 ? errno : 0;
-    int reserves = ddp__heap_reserves(place);
+    int reserves = ddp__heap_needs_reserve(place);
     if (fd < 0)
         return ddp_fail(DDP_ERR_SYSTEM, "shared memory: no anonymous file could be made: %s",
                         strerror(error));
@@ -3214,11 +3218,11 @@ static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size
                         "shared memory: the file size limit (ulimit -f) of %llu bytes is too small",
                         (unsigned long long)limit.rlim_cur);
     }
-    if (reserves) error = ddp__reserve(fd, 0, ddp_round_up(sizeof(ddp__job), DDP__PAGE));
+    if (reserves) error = ddp__reserve_pages(fd, 0, ddp_round_up(sizeof(ddp__job), DDP__PAGE));
     if (error) {
         close(fd);
         return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room in %s for the job's header: %s",
-                        ddp__heap_where(ddp__heap_folders[place]), strerror(error));
+                        ddp__heap_limit_name(ddp__heap_folders[place]), strerror(error));
     }
     ddp__heap *heap = ddp__heap_wrap(fd, threads);
     if (!heap)
@@ -3293,7 +3297,7 @@ static uint64_t ddp__process_start_time(int pid) {
 
 /* Returns 1 when a process has ended, also as a zombie. start_time: of the process when it joined, or
    DDP__START_UNKNOWN. Before Linux 5.3, if /proc does not help, a zombie counts as alive. */
-static int ddp__process_gone(int pid, uint64_t start_time) {
+static int ddp__process_has_ended(int pid, uint64_t start_time) {
     if (kill(pid, 0) != 0 && errno == ESRCH) return 1;
     uint64_t start = ddp__process_start_time(pid);
     if (start == 0) return 1;
@@ -3306,7 +3310,7 @@ static int ddp__process_gone(int pid, uint64_t start_time) {
 }
 
 /* Records that process pid is rank `rank` of the job. */
-static void ddp__rank_enter(ddp__heap *heap, int rank, int pid) {
+static void ddp__rank_register(ddp__heap *heap, int rank, int pid) {
     ddp__job_rank *me = &heap->job->rank[rank];
     me->pid = (int32_t)pid;
     me->start_time = ddp__process_start_time(pid);
@@ -3315,7 +3319,7 @@ static void ddp__rank_enter(ddp__heap *heap, int rank, int pid) {
 
 /* Returns 1 if the rank can no longer take part in calls, with the reason in text. number: its rank in that
    text. */
-static int ddp__rank_gone(ddp__heap *heap, int rank, int number, char *text, size_t size) {
+static int ddp__rank_is_gone(ddp__heap *heap, int rank, int number, char *text, size_t size) {
     ddp__job_rank *r = &heap->job->rank[rank];
     uint32_t state = ddp__load(&r->state);
     if (state == DDP__RANK_LOST && r->signal_number)
@@ -3330,7 +3334,7 @@ static int ddp__rank_gone(ddp__heap *heap, int rank, int number, char *text, siz
     else {
         if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads) return 0;
         if (r->pid == 0 /* of another pid namespace */) return 0;
-        if (!ddp__process_gone(r->pid, r->start_time)) return 0;
+        if (!ddp__process_has_ended(r->pid, r->start_time)) return 0;
         snprintf(text, size, "rank %d: pid %d is gone", number, r->pid);
     }
     return 1;
@@ -3468,10 +3472,17 @@ typedef struct ddp__request ddp__request;
      CACHED  through slots that stay in cache        TAKE  directly from the buffers of the peers
      PAST    through slots with streaming stores     PUSH  directly into the buffers of the peers
      READ    by process_vm_readv */
-enum { DDP__WAY_CACHED, DDP__WAY_PAST, DDP__WAY_READ, DDP__WAYS, DDP__WAY_TAKE, DDP__WAY_PUSH };
+enum {
+    DDP__METHOD_STAGED,
+    DDP__METHOD_STREAMED,
+    DDP__METHOD_READ,
+    DDP__TUNED_METHODS,
+    DDP__METHOD_DIRECT,
+    DDP__METHOD_PUSH
+};
 /* The kinds of calls with tuners of their own: calls that reduce, calls that only move data, and calls in
    which only the root sends. */
-enum { DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE, DDP__ROUTE_ONE_GIVER, DDP__ROUTES };
+enum { DDP__TUNER_REDUCE, DDP__TUNER_COPY, DDP__TUNER_ONE_SENDER, DDP__TUNER_KINDS };
 
 typedef struct ddp__local {
     ddp__heap *heap;
@@ -3488,14 +3499,14 @@ typedef struct ddp__local {
     uint64_t offset; /* of the control memory in the heap */
     size_t size;
     ddp__control *control;
-    ddp__rank_line *line;
+    ddp__rank_state *line;
     ddp__post *posts;
     unsigned char *payloads, *slots;
     ddp__channel *channels;
     struct ddp__local *parent; /* its group memory, and that of its parents, is group memory here too */
     ddp__region *regions;
     uint64_t round;
-    ddp_tuner route[DDP__ROUTES][16];
+    ddp_tuner route[DDP__TUNER_KINDS][16];
     uint64_t seen[2][DDP_MAX_LOCAL_RANKS]; /* the peers' counts at the last read */
     pthread_mutex_t p2p_lock;
     ddp__request *requests, *free_requests; /* pending sends and receives in issue order; unused ones */
@@ -3505,7 +3516,7 @@ typedef struct ddp__local {
     int can_read[DDP_MAX_LOCAL_RANKS];
     int refused;            /* 1 = refused for a peer, 2 = log_fn has been called, too */
     int amd;                /* as in ddp__job */
-    int staging;            /* DDP__STAGE_* flags of the last ddp__requests_step; under p2p_lock */
+    int staging;            /* DDP__STAGE_* flags of the last ddp__requests_progress; under p2p_lock */
     double looked_for_lost; /* time of the last check in ddp__local_p2p_poll; under p2p_lock */
     uint64_t status_at;     /* time of the last check in ddp__local_status, in ms */
 } ddp__local;
@@ -3562,7 +3573,7 @@ static void ddp__wake_one(ddp__sleeper *sleeper) {
     if (ddp__load_relaxed(&sleeper->sleeping)) ddp__wake(sleeper);
 }
 
-static void ddp__wake_waiters(ddp__local *l) {
+static void ddp__wake_peers_slow(ddp__local *l) {
     for (int r = 0; r < l->world_size; r++) {
         ddp__sleeper *sleeper = &l->line[r].collective;
         if (r != l->rank && ddp__load_relaxed(&sleeper->waits_for) == l->rank) ddp__wake_one(sleeper);
@@ -3572,8 +3583,8 @@ static void ddp__wake_waiters(ddp__local *l) {
 /* Wakes the ranks that sleep. Called after each announcement. It reads the number of sleepers without a full
    fence, so it may miss a rank that goes to sleep at this moment. That sleep lasts at most one slice (2 ms).
    A fence would wait for the store buffer in every call. */
-static inline void ddp__announce(ddp__local *l) {
-    if (__builtin_expect(ddp__load_relaxed(&l->control->sleepers) != 0, 0)) ddp__wake_waiters(l);
+static inline void ddp__wake_peers(ddp__local *l) {
+    if (__builtin_expect(ddp__load_relaxed(&l->control->sleepers) != 0, 0)) ddp__wake_peers_slow(l);
 }
 
 /* Records the first cause of the group's failure and wakes all ranks. */
@@ -3604,7 +3615,7 @@ static int ddp__pid_of(const ddp__local *l, int rank) { return ddp__job_pid(l->h
 /* Returns DDP_OK, or a result and its reason in text if the rank cannot take part in calls. */
 static ddp_result ddp__member_lost(ddp__local *l, int rank, char *text, size_t size) {
     ddp__job_rank *r = &l->heap->job->rank[l->member[rank]];
-    if (ddp__rank_gone(l->heap, l->member[rank], l->number[rank], text, size)) return DDP_ERR_PEER_LOST;
+    if (ddp__rank_is_gone(l->heap, l->member[rank], l->number[rank], text, size)) return DDP_ERR_PEER_LOST;
     if (ddp__load(&l->line[rank].left)) {
         snprintf(text, size, "rank %d (pid %d) has destroyed this group", l->number[rank], r->pid);
         return DDP_ERR_PEER_LOST;
@@ -3642,7 +3653,7 @@ static int ddp__wait_of(const ddp__local *l, int job_rank, int timeout_ms, uint6
 
 /* Finds the rank of the job that blocks `job_rank`: follows the published waits from rank to rank. Returns -1
    if the waits form a cycle, or if the group has failed and the waiting ranks have left already. */
-static int ddp__blamed(const ddp__local *l, int job_rank, int timeout_ms) {
+static int ddp__blocking_rank(const ddp__local *l, int job_rank, int timeout_ms) {
     uint64_t word[DDP__WAIT_WORDS];
     int blamed = job_rank;
     for (int steps = 0; steps < DDP_MAX_LOCAL_RANKS; steps++) {
@@ -3658,7 +3669,7 @@ static int ddp__blamed(const ddp__local *l, int job_rank, int timeout_ms) {
    groups through the job's record, groups of this process on other backends through ddp_group_mark_lost. */
 static void ddp__mark_unresponsive(ddp_group *group, ddp__local *l, int rank) {
     char text[64];
-    int blamed = ddp__blamed(l, l->member[rank], group->desc.timeout_ms);
+    int blamed = ddp__blocking_rank(l, l->member[rank], group->desc.timeout_ms);
     uint32_t responsive = DDP__RESPONSIVE;
     if (blamed < 0 || blamed == l->member[l->rank]) return;
     ddp__job_rank *r = &l->heap->job->rank[blamed];
@@ -3680,7 +3691,7 @@ static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int r
     const ddp__job *job = l->heap->job;
     uint64_t word[DDP__WAIT_WORDS];
     int member = l->member[rank], at;
-    int blamed = ddp__blamed(l, member, group->desc.timeout_ms);
+    int blamed = ddp__blocking_rank(l, member, group->desc.timeout_ms);
     char call[72];
     if (!ddp__wait_of(l, member, group->desc.timeout_ms, word)) {
         int pid = ddp__job_pid(job, member);
@@ -3708,17 +3719,17 @@ static void ddp__list_rank(char *list, size_t room, int rank) {
 #define DDP__MISSING_TEXT "timed out after %d ms: arrived: rank %s; missing: rank %s"
 
 /* Returns a rank's word of a wait. The words are stride bytes apart; a wait ends when they reach a target. */
-static inline uint64_t ddp__word_of(const uint64_t *words, size_t stride, int rank) {
+static inline uint64_t ddp__load_word(const uint64_t *words, size_t stride, int rank) {
     return ddp__load((const uint64_t *)(const void *)((const unsigned char *)words + (size_t)rank * stride));
 }
 
 /* Called when this rank's timeout has passed. Writes the cause, with the ranks that arrived and the missing
    ones according to their words. */
-static void ddp__timed_out(ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride,
-                           uint64_t target, char *out, size_t size) {
+static void ddp__timeout_text(ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride,
+                              uint64_t target, char *out, size_t size) {
     char here[90] = "", missing[190] = "", waiting[176] = "";
     for (int r = 0; r < l->world_size; r++) {
-        int arrived = r == l->rank || ddp__word_of(words, stride, r) >= target;
+        int arrived = r == l->rank || ddp__load_word(words, stride, r) >= target;
         ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, l->number[r]);
         if (arrived) continue;
         if (!waiting[0]) ddp__waiting_text(group, l, r, waiting, sizeof waiting);
@@ -3738,7 +3749,7 @@ static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *words, size_
     __atomic_store_n(&me->waits_for, peer, __ATOMIC_RELAXED);
     __atomic_store_n(&me->sleeping, 1u, __ATOMIC_SEQ_CST);
     ddp__fetch_add(&l->control->sleepers, 1u);
-    if (ddp__word_of(words, stride, peer) < target && ddp__load(&l->control->poison) == 0)
+    if (ddp__load_word(words, stride, peer) < target && ddp__load(&l->control->poison) == 0)
         ddp__futex_wait(&me->word, value, timeout_us);
     ddp__fetch_add(&l->control->sleepers, (uint32_t)-1);
     __atomic_store_n(&me->sleeping, 0u, __ATOMIC_RELAXED);
@@ -3746,26 +3757,26 @@ static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *words, size_
 
 /* Poisons the group if any rank that has not reached target is lost. It checks all of them, because the rank
    that this wait is for may only be slow. */
-static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stride, uint64_t target) {
+static void ddp__check_lost_ranks(ddp__local *l, const uint64_t *words, size_t stride, uint64_t target) {
     char text[DDP__TEXT_MAX];
     for (int r = 0; r < l->world_size; r++) {
-        if (r == l->rank || ddp__word_of(words, stride, r) >= target) continue;
+        if (r == l->rank || ddp__load_word(words, stride, r) >= target) continue;
         ddp_result lost = ddp__member_lost(l, r, text, sizeof text);
         if (lost != DDP_OK
-            && ddp__word_of(words, stride, r) < target) /* it may have got there before it left */
+            && ddp__load_word(words, stride, r) < target) /* it may have got there before it left */
             ddp__local_poison(NULL, l, lost, text);
     }
 }
 
 /* For waits on words of ddp_group_signal: a rank that makes its next collective before it has reached target
    never reaches it. Poisons the group in that case. */
-static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride,
-                                 uint64_t target) {
+static void ddp__check_missed_signal(const ddp_group *group, ddp__local *l, const uint64_t *words,
+                                     size_t stride, uint64_t target) {
     char call[72];
     for (int r = 0; r < l->world_size && l->awaits_word; r++) {
         const ddp__post *post = ddp__post_of(l, r, group->seq + 1);
         if (r == l->rank || ddp__load(&post->seq) != group->seq + 1
-            || ddp__word_of(words, stride, r) >= target)
+            || ddp__load_word(words, stride, r) >= target)
             continue;
         ddp_call_describe(call, sizeof call, post->what);
         DDP__POISON(l, DDP_ERR_MISMATCH,
@@ -3776,11 +3787,11 @@ static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const ui
 
 /* Waits until the word of `peer` reaches target: yields, then sleeps. Meanwhile it checks for failures and
    the timeout, and advances pending sends and receives. */
-static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words,
-                                  size_t stride, uint64_t target) {
+static ddp_result ddp__wait_word_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words,
+                                      size_t stride, uint64_t target) {
     char text[DDP__TEXT_MAX];
     double start = ddp_now(), checked = start;
-    for (int tries = 0, slice_us = 500; ddp__word_of(words, stride, peer) < target; tries++) {
+    for (int tries = 0, slice_us = 500; ddp__load_word(words, stride, peer) < target; tries++) {
         if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
         ddp__local_progress(group, l, NULL, 1);
         if (group->wait_fn) group->wait_fn(group->wait_argument);
@@ -3794,50 +3805,51 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
         if (now - checked > 0.004 + 0.0008 * l->world_size) { /* a check of a process takes about 10 us */
             checked = now;
             ddp__publish_wait(group, l, ddp__post_of(l, l->rank, group->seq)->what, group->seq, peer);
-            ddp__look_for_lost(l, words, stride, target);
-            ddp__look_for_strays(group, l, words, stride, target);
+            ddp__check_lost_ranks(l, words, stride, target);
+            ddp__check_missed_signal(group, l, words, stride, target);
         }
         if (now - start > group->desc.timeout_ms * 1e-3) {
-            ddp__timed_out(group, l, words, stride, target, text, sizeof text);
+            ddp__timeout_text(group, l, words, stride, target, text, sizeof text);
             if (!l->awaits_word)
                 ddp__cause_of_collective(text, sizeof text, l->number[l->rank],
                                          ddp__post_of(l, l->rank, group->seq)->what, group->seq);
-            if (ddp__word_of(words, stride, peer) < target) ddp__local_poison(NULL, l, DDP_ERR_TIMEOUT, text);
+            if (ddp__load_word(words, stride, peer) < target)
+                ddp__local_poison(NULL, l, DDP_ERR_TIMEOUT, text);
         }
     }
     ddp__publish_no_wait(l);
     return DDP_OK;
 }
 
-static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, const uint64_t *words,
-                                    size_t stride, uint64_t target) {
+static inline ddp_result ddp__wait_word(ddp_group *group, ddp__local *l, int peer, const uint64_t *words,
+                                        size_t stride, uint64_t target) {
     int spins = group->on_comm_thread ? l->spins / 16
                                       : l->spins; /* the communication thread competes with compute */
     for (int i = 0; i < spins; i++) {
-        if (ddp__word_of(words, stride, peer) >= target) return DDP_OK;
+        if (ddp__load_word(words, stride, peer) >= target) return DDP_OK;
         ddp__pause();
     }
-    return ddp__await_slow(group, l, peer, words, stride, target);
+    return ddp__wait_word_slow(group, l, peer, words, stride, target);
 }
 
 /* Waits until a peer has filled or passed a round. Rounds before the first one count as complete. */
-static inline ddp_result ddp__await_count(ddp_group *group, ddp__local *l, int what, int peer,
-                                          uint64_t round) {
+static inline ddp_result ddp__wait_round(ddp_group *group, ddp__local *l, int what, int peer,
+                                         uint64_t round) {
     if ((int64_t)(l->seen[what][peer] - round) >= 0) return DDP_OK;
-    DDP_TRY(ddp__await(group, l, peer, &l->line[0].count[what].rounds, sizeof(ddp__rank_line), round));
+    DDP_TRY(ddp__wait_word(group, l, peer, &l->line[0].count[what].rounds, sizeof(ddp__rank_state), round));
     l->seen[what][peer] = ddp__load(&l->line[peer].count[what].rounds);
     return DDP_OK;
 }
 
-static ddp_result ddp__await_passed(ddp_group *group, ddp__local *l, uint64_t round) {
+static ddp_result ddp__wait_all_finished(ddp_group *group, ddp__local *l, uint64_t round) {
     for (int i = 1; i < l->world_size; i++)
-        DDP_TRY(ddp__await_count(group, l, DDP__PASSED, ddp__peer_at(l, i), round));
+        DDP_TRY(ddp__wait_round(group, l, DDP__FINISHED, ddp__peer_at(l, i), round));
     return DDP_OK;
 }
 
-static void ddp__tick(ddp__local *l, int what, uint64_t round) {
+static void ddp__publish_round(ddp__local *l, int what, uint64_t round) {
     ddp__store(&l->line[l->rank].count[what].rounds, round);
-    ddp__announce(l);
+    ddp__wake_peers(l);
 }
 
 //== the local backend: collectives ============================================================= >>impl-local
@@ -3851,7 +3863,7 @@ static void ddp__tick(ddp__local *l, int what, uint64_t round) {
    staged   Private memory moves through slots, chunk by chunk. A rank fills its slot, reduces part r of all
             slots, stores the sum in the slots that it has read, and drains its own slot. (The last writer of
             a line determines the cost of the next write.) Chunk k+1 is filled before the wait for chunk k.
-            Large moves and reduce-scatters may bypass the caches, see ddp__route_propose.
+            Large moves and reduce-scatters may bypass the caches, see ddp__method_propose.
 
    A staged all-reduce with W=2, one round:
        rank 0   send [a0|a1] --a1--> slot0 [  |a1]            recv [a0+b0| <- slot0 ]
@@ -3864,7 +3876,7 @@ static void ddp__tick(ddp__local *l, int what, uint64_t round) {
 #define DDP__LARGE_BYTES ((size_t)4 << 20)
 #endif
 /* From this size on, a tuner chooses the method for private data. */
-#define DDP__ROUTE_BYTES (DDP__LARGE_BYTES / 4)
+#define DDP__TUNED_BYTES (DDP__LARGE_BYTES / 4)
 
 /* Returns the group memory, of this group or a parent, that contains an offset of the heap or, with here, an
    address in this process. NULL = none. */
@@ -3881,7 +3893,7 @@ static const ddp__region *ddp__region_of(const ddp__local *l, uint64_t place, in
 }
 
 /* Returns the pointer, in this process, to a buffer of a peer that is not private. */
-static unsigned char *ddp__resolve(const ddp__local *l, uint64_t address) {
+static unsigned char *ddp__peer_pointer(const ddp__local *l, uint64_t address) {
     if (!address || l->heap->threads) return (unsigned char *)(uintptr_t)address;
     const ddp__region *region = ddp__region_of(l, address - 1, 0);
     return region ? region->base + (address - 1 - region->offset) : NULL;
@@ -3890,7 +3902,7 @@ static unsigned char *ddp__resolve(const ddp__local *l, uint64_t address) {
 /* Returns the address of [pointer, pointer + size) for peers: the pointer if ranks are threads; the heap
    offset + 1 of group memory; otherwise the pointer, marked as private. 0 = no buffer. */
 #define DDP__PRIVATE (UINT64_C(1) << 63)
-static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t size) {
+static uint64_t ddp__shared_address(const ddp__local *l, const void *pointer, size_t size) {
     if (!pointer || l->heap->threads) return (uint64_t)(uintptr_t)pointer;
     const ddp__region *region = ddp__region_of(l, (uintptr_t)pointer, 1);
     size_t inside = region ? (size_t)((const unsigned char *)pointer - region->base) : 0;
@@ -3942,7 +3954,7 @@ static int ddp__can_be_read(const void *buffer, size_t size) {
 /* Ranks that are threads access each other's buffers. After the group has failed, no rank begins such an
    access. A failed call returns when the accesses of its peers have ended, because the caller then owns the
    buffers again. */
-static int ddp__reach_begin(ddp__local *l) {
+static int ddp__peer_access_begin(ddp__local *l) {
     if (!l->heap->threads) return 1;
     ddp__fetch_add(&l->line[l->rank].reaching, 1u);
     if (__atomic_load_n(&l->control->poison, __ATOMIC_SEQ_CST) == 0) return 1;
@@ -3950,18 +3962,18 @@ static int ddp__reach_begin(ddp__local *l) {
     return 0;
 }
 
-static void ddp__reach_end(ddp__local *l) {
+static void ddp__peer_access_end(ddp__local *l) {
     if (l->heap->threads) ddp__fetch_add(&l->line[l->rank].reaching, (uint32_t)-1);
 }
 
-static void ddp__reach_await(const ddp__local *l) {
+static void ddp__peer_access_wait(const ddp__local *l) {
     for (int r = 0; r < l->world_size && l->heap->threads; r++)
         while (r != l->rank && __atomic_load_n(&l->line[r].reaching, __ATOMIC_SEQ_CST)) sched_yield();
 }
 
 /* Announces the call and waits until all ranks have announced the same. */
-static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *call, uint64_t send,
-                             uint64_t recv) {
+static ddp_result ddp__post_call(ddp_group *group, ddp__local *l, const ddp_call *call, uint64_t send,
+                                 uint64_t recv) {
     ddp__post *mine = ddp__post_of(l, l->rank, call->seq);
     uint64_t signature = ddp__signature(call);
     mine->what[0] = signature;
@@ -3969,12 +3981,13 @@ static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *ca
     mine->send = send;
     mine->recv = recv;
     ddp__store(&mine->seq, call->seq);
-    ddp__announce(l);
+    ddp__wake_peers(l);
     for (int i = 1; i < l->world_size; i++) {
         int peer = ddp__peer_at(l, i);
         const ddp__post *post = ddp__post_of(l, peer, call->seq);
-        DDP_TRY(ddp__await(group, l, peer, &l->posts[call->seq & 1].seq, 2 * sizeof(ddp__post), call->seq));
-        if (ddp__compared(post->what[0] ^ signature) == 0 && post->what[1] == call->count) continue;
+        DDP_TRY(
+            ddp__wait_word(group, l, peer, &l->posts[call->seq & 1].seq, 2 * sizeof(ddp__post), call->seq));
+        if (ddp__compared_bits(post->what[0] ^ signature) == 0 && post->what[1] == call->count) continue;
         ddp__local_poison(NULL, l, ddp_call_compare(peer, post->what, l->rank, mine->what), ddp_last_error());
         return DDP_ERR_POISONED;
     }
@@ -3982,10 +3995,10 @@ static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *ca
 }
 
 /* Copies from a peer's buffer, group memory or private. A failed read poisons the group. */
-static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size_t size) {
+static int ddp__read_peer(ddp__local *l, int peer, void *dst, uint64_t address, size_t size) {
     char text[DDP__TEXT_MAX];
     if (!(address & DDP__PRIVATE)) {
-        memcpy(dst, ddp__resolve(l, address), size);
+        memcpy(dst, ddp__peer_pointer(l, address), size);
         return 1;
     }
     if (ddp__vm_read(ddp__pid_of(l, peer), dst, address ^ DDP__PRIVATE, size)) return 1;
@@ -4001,10 +4014,10 @@ static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size
     return 0;
 }
 
-/* Returns the `how` of ddp__reduce_tree for a share of group memory. Data that a peer has just written is
+/* Returns the hint of ddp__reduce_tree for a share of group memory. Data that a peer has just written is
    read in several runs at any size, except on AMD: 1 MiB takes 16% less. */
-static int ddp__how(const ddp__local *l, size_t size) {
-    return size >= DDP__LARGE_BYTES / 4 ? DDP__PAST : l->amd ? DDP__CACHED : DDP__LARGE;
+static int ddp__share_hint(const ddp__local *l, size_t size) {
+    return size >= DDP__LARGE_BYTES / 4 ? DDP__HINT_STREAM : l->amd ? DDP__HINT_CACHED : DDP__HINT_LARGE;
 }
 
 /* The data of a rank in a small call: in its announcement if it fits there, otherwise in its payload. */
@@ -4017,17 +4030,17 @@ static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_cal
    the line. The sender's next write into it then takes 1 to 2.5 ns instead of 7 to 28 ns. 1 KiB takes half
    the time, a staged all-gather between distant cores a third. On Intel the next write takes the same time,
    and the byte costs 10%. */
-static void ddp__hand_back(unsigned char *data, size_t size) {
+static void ddp__own_lines(unsigned char *data, size_t size) {
     for (size_t i = 0; i < size && size > sizeof((ddp__post *)0)->data; i += 64)
         *(volatile unsigned char *)(data + i) = 0;
 }
 
 /* A rank's share of size bytes, in whole cache lines. The last ranks may have less or nothing. */
-static size_t ddp__share(size_t size, int world_size) {
+static size_t ddp__share_bytes(size_t size, int world_size) {
     return ((size + (size_t)world_size - 1) / (size_t)world_size + DDP__ALIGN - 1) / DDP__ALIGN * DDP__ALIGN;
 }
 
-static ddp_bytes ddp__part_of(size_t size, size_t share, int rank) {
+static ddp_bytes ddp__share_range(size_t size, size_t share, int rank) {
     size_t begin = share * (size_t)rank < size ? share * (size_t)rank : size;
     ddp_bytes part = {begin, size - begin < share ? size - begin : share};
     return part;
@@ -4036,9 +4049,9 @@ static ddp_bytes ddp__part_of(size_t size, size_t share, int rank) {
 /* --- the pieces of a call --- */
 
 /* One call from the view of this rank. Sizes are in bytes. */
-typedef struct ddp__move {
+typedef struct ddp__transfer {
     const ddp_call *call;
-    int shape;  /* DDP__ADDS and so on, from ddp__forms */
+    int shape;  /* DDP__ADDS and so on, from ddp__call_shapes */
     int common; /* 1 = all peers receive the same bytes */
     /* 1 = an all_reduce or reduce of more than a small message: rank r reduces share r of each chunk for all
        ranks that receive the result. */
@@ -4053,28 +4066,28 @@ typedef struct ddp__move {
     int way;             /* DDP__WAY_* */
     size_t filled;       /* number of rounds that are in this rank's slots already */
     ddp_tuner *route;    /* learns the time of the proposed method; or NULL */
-} ddp__move;
+} ddp__transfer;
 
-DDP__FORCED_INLINE ddp__move ddp__move_of(const ddp_call *call) {
-    int shape = ddp__forms[call->kind].shape;
+DDP__FORCED_INLINE ddp__transfer ddp__transfer_of(const ddp_call *call) {
+    int shape = ddp__call_shapes[call->kind].shape;
     const void *send = call->kind == DDP_CALL_BROADCAST ? call->recv : call->send;
     size_t element = ddp_dtype_size(call->dtype), block = call->count * element;
-    ddp__move m = {call,
-                   shape,
-                   !(shape & DDP__SPLITS),
-                   0,
-                   (const unsigned char *)send,
-                   (unsigned char *)call->recv,
-                   element,
-                   block,
-                   block,
-                   0,
-                   block,
-                   0,
-                   0,
-                   DDP__WAY_CACHED,
-                   0,
-                   NULL};
+    ddp__transfer m = {call,
+                       shape,
+                       !(shape & DDP__SPLITS),
+                       0,
+                       (const unsigned char *)send,
+                       (unsigned char *)call->recv,
+                       element,
+                       block,
+                       block,
+                       0,
+                       block,
+                       0,
+                       0,
+                       DDP__METHOD_STAGED,
+                       0,
+                       NULL};
     return m;
 }
 
@@ -4087,15 +4100,15 @@ static int ddp__receives(const ddp_call *call, int rank) {
    On other CPUs: the data of two rounds should fit the second-level cache, but chunks that fit the
    first-level cache are slow to read from another core. Chunks of 96 and 256 KiB take 10% more than chunks of
    128 KiB, and 256 KiB of data in chunks of 64 KiB take 30% more. */
-static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
+static void ddp__transfer_set_rounds(const ddp__local *l, ddp__transfer *m) {
     if (m->shared) {
         size_t line = (size_t)l->world_size * DDP__ALIGN;
         size_t most = DDP__CHUNK / line * line; /* so that shares of whole cache lines fit a slot */
         size_t some = m->block <= 4 * 65536 ? 65536 : ddp_round_up(m->block / 4, line);
         m->chunk = !l->amd ? DDP__CHUNK / 4 : some < most ? some : most;
         m->rounds = (m->block + m->chunk - 1) / m->chunk;
-        m->room = ddp__share(m->chunk, l->world_size);
-        m->first_share = ddp__share(m->block - (m->rounds - 1) * m->chunk, l->world_size);
+        m->room = ddp__share_bytes(m->chunk, l->world_size);
+        m->first_share = ddp__share_bytes(m->block - (m->rounds - 1) * m->chunk, l->world_size);
     } else {
         m->room = m->common ? DDP__CHUNK : DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN;
         m->rounds = (m->largest + m->room - 1) / m->room;
@@ -4104,7 +4117,7 @@ static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
 
 /* Returns the bytes that a rank sends to a peer, as a range of send, or receives from it, as a range of recv.
    The peer may be the rank itself. */
-DDP__FORCED_INLINE ddp_bytes ddp__passes(int rank, const ddp__move *m, int peer, int gives) {
+DDP__FORCED_INLINE ddp_bytes ddp__peer_range(int rank, const ddp__transfer *m, int peer, int gives) {
     const ddp_call *call = m->call;
     int from = gives ? rank : peer;
     int to = gives ? peer : rank;
@@ -4120,16 +4133,17 @@ DDP__FORCED_INLINE ddp_bytes ddp__passes(int rank, const ddp__move *m, int peer,
                 * m->element;
     return part;
 }
-#define ddp__gives(rank, m, to) ddp__passes(rank, m, to, 1)
-#define ddp__takes(rank, m, from) ddp__passes(rank, m, from, 0)
+#define ddp__send_range(rank, m, to) ddp__peer_range(rank, m, to, 1)
+#define ddp__recv_range(rank, m, from) ddp__peer_range(rank, m, from, 0)
 
 /* Returns the piece of a part, or of a rank's share, that moves in round k. Shared chunks move in reverse
    order, because the owner wrote the end of a buffer last and has it in its cache: 64 MiB take 10% less. */
-DDP__FORCED_INLINE ddp_bytes ddp__piece(const ddp__move *m, ddp_bytes part, size_t k, int rank) {
+DDP__FORCED_INLINE ddp_bytes ddp__round_range(const ddp__transfer *m, ddp_bytes part, size_t k, int rank) {
     size_t at = k * m->room;
     if (m->shared) {
         at = (m->rounds - 1 - k) * m->chunk;
-        part = k ? ddp__part_of(m->chunk, m->room, rank) : ddp__part_of(m->block - at, m->first_share, rank);
+        part = k ? ddp__share_range(m->chunk, m->room, rank)
+                 : ddp__share_range(m->block - at, m->first_share, rank);
     } else {
         part.size = part.size <= at ? 0 : part.size - at < m->room ? part.size - at : m->room;
     }
@@ -4138,25 +4152,26 @@ DDP__FORCED_INLINE ddp_bytes ddp__piece(const ddp__move *m, ddp_bytes part, size
 }
 
 /* Copies the piece that a rank sends to itself. Reductions read it as one of their sources instead. */
-DDP__FORCED_INLINE void ddp__move_own(int rank, const ddp__move *m) {
+DDP__FORCED_INLINE void ddp__copy_own_range(int rank, const ddp__transfer *m) {
     if (m->shape & DDP__ADDS) return;
-    ddp_bytes give = ddp__gives(rank, m, rank), take = ddp__takes(rank, m, rank);
+    ddp_bytes give = ddp__send_range(rank, m, rank), take = ddp__recv_range(rank, m, rank);
     if (give.size && take.size && m->recv + take.begin != m->send + give.begin)
         memcpy(m->recv + take.begin, m->send + give.begin, take.size);
 }
 
 /* The offset, in a payload or slot, of the data for rank `to`. */
-DDP__FORCED_INLINE size_t ddp__move_at(const ddp__move *m, int to) {
+DDP__FORCED_INLINE size_t ddp__slot_offset(const ddp__transfer *m, int to) {
     return m->common ? 0 : (size_t)to * m->room;
 }
 
 /* Copies round k into this rank's payload or slot. */
-DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t k,
-                                       int past) {
+DDP__FORCED_INLINE void ddp__pack_round(const ddp__local *l, const ddp__transfer *m, unsigned char *out,
+                                        size_t k, int past) {
     for (int p = 0; p < l->world_size; p++) {
         ddp_bytes give;
-        if (p == l->rank || !(give = ddp__piece(m, ddp__gives(l->rank, m, p), k, p)).size) continue;
-        (past ? ddp__copy_stream : ddp__copy_across)(out + ddp__move_at(m, p), m->send + give.begin,
+        if (p == l->rank || !(give = ddp__round_range(m, ddp__send_range(l->rank, m, p), k, p)).size)
+            continue;
+        (past ? ddp__copy_stream : ddp__copy_across)(out + ddp__slot_offset(m, p), m->send + give.begin,
                                                      give.size);
         if (m->common) break;
     }
@@ -4166,10 +4181,10 @@ DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, 
 /* Completes the arguments of ddp__reduce_tree for round k. in: the sources of all ranks; this function sets
    that of this rank. outs: the destinations, which are this rank's piece and, in a shared call, out[r] of the
    other receiving ranks. Returns the number of destinations. *count: number of elements. */
-DDP__FORCED_INLINE int ddp__move_outs(const ddp__local *l, const ddp__move *m, void **in, void *const *out,
-                                      size_t k, void **outs, size_t *count) {
+DDP__FORCED_INLINE int ddp__reduce_arguments(const ddp__local *l, const ddp__transfer *m, void **in,
+                                             void *const *out, size_t k, void **outs, size_t *count) {
     const ddp_call *call = m->call;
-    ddp_bytes take = ddp__piece(m, ddp__takes(l->rank, m, l->rank), k, l->rank);
+    ddp_bytes take = ddp__round_range(m, ddp__recv_range(l->rank, m, l->rank), k, l->rank);
     int out_count = 0;
     *count = take.size >> __builtin_ctzll(m->element); /* a division takes 5 ns */
     if (!take.size) return 0;
@@ -4177,48 +4192,50 @@ DDP__FORCED_INLINE int ddp__move_outs(const ddp__local *l, const ddp__move *m, v
     for (int r = 0; r < l->world_size && m->shared; r++)
         if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = out[r];
     /* ddp__reduce_tree only reads it */
-    in[l->rank] = (void *)(uintptr_t)(m->send
-                                      + ddp__piece(m, ddp__gives(l->rank, m, l->rank), k, l->rank).begin);
+    in[l->rank] =
+        (void *)(uintptr_t)(m->send
+                            + ddp__round_range(m, ddp__send_range(l->rank, m, l->rank), k, l->rank).begin);
     return out_count;
 }
 
 /* Reduces or copies the pieces in[p], which are in payloads or slots. */
-DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, void **in, size_t k,
-                                       int how) {
+DDP__FORCED_INLINE void ddp__unpack_round(const ddp__local *l, const ddp__transfer *m, void **in, size_t k,
+                                          int hint) {
     int adds = m->shape & DDP__ADDS;
-    int hand_back = l->amd && how != DDP__PAST && !m->shared && (!m->common || l->world_size == 2);
+    int hand_back = l->amd && hint != DDP__HINT_STREAM && !m->shared && (!m->common || l->world_size == 2);
     if (adds) {
         size_t count;
         void *outs[DDP_MAX_LOCAL_RANKS];
-        int out_count = ddp__move_outs(l, m, in, in, k, outs, &count);
+        int out_count = ddp__reduce_arguments(l, m, in, in, k, outs, &count);
         if (count)
             ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, count, m->call->dtype,
-                             m->call->op, m->call->divisor, how);
+                             m->call->op, m->call->divisor, hint);
     }
     for (int p = 0; p < l->world_size && (!adds || hand_back); p++) {
-        ddp_bytes take = ddp__piece(m, ddp__takes(l->rank, m, p), k, p);
+        ddp_bytes take = ddp__round_range(m, ddp__recv_range(l->rank, m, p), k, p);
         if (p == l->rank || !take.size) continue;
         if (!adds)
-            (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + take.begin, in[p], take.size);
-        if (hand_back) ddp__hand_back((unsigned char *)in[p], take.size);
+            (hint == DDP__HINT_STREAM ? ddp__copy_stream : ddp__copy_across)(m->recv + take.begin, in[p],
+                                                                             take.size);
+        if (hand_back) ddp__own_lines((unsigned char *)in[p], take.size);
     }
-    if (how == DDP__PAST) ddp__stream_end();
+    if (hint == DDP__HINT_STREAM) ddp__stream_end();
 }
 
-DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, const ddp__move *m) {
+DDP__FORCED_INLINE ddp_result ddp__transfer_small(ddp_group *group, ddp__local *l, const ddp__transfer *m) {
     size_t size = m->common ? m->block : m->block * (size_t)l->world_size;
     void *in[DDP_MAX_LOCAL_RANKS];
-    ddp__move_fill(l, m, ddp__small_of(l, l->rank, m->call, size), 0, 0);
-    DDP_TRY(ddp__enter(group, l, m->call, 0, 0));
+    ddp__pack_round(l, m, ddp__small_of(l, l->rank, m->call, size), 0, 0);
+    DDP_TRY(ddp__post_call(group, l, m->call, 0, 0));
     /* The next call writes into the payload of the previous call, which no rank reads any more. Its lines are
        prefetched for writing now, while this rank waits for the data of its peers: 1 KiB takes a third
        less. */
     unsigned char *next = ddp__payload_of(l, l->rank, m->call->seq + 1);
     for (size_t i = 0; i < size && size > sizeof l->posts->data; i += 64) ddp__prefetch_write(next + i);
-    ddp__move_own(l->rank, m);
+    ddp__copy_own_range(l->rank, m);
     for (int p = 0; p < l->world_size; p++)
-        in[p] = ddp__small_of(l, p, m->call, size) + ddp__move_at(m, l->rank);
-    ddp__move_take(l, m, in, 0, DDP__CACHED);
+        in[p] = ddp__small_of(l, p, m->call, size) + ddp__slot_offset(m, l->rank);
+    ddp__unpack_round(l, m, in, 0, DDP__HINT_CACHED);
     return DDP_OK;
 }
 
@@ -4232,7 +4249,7 @@ static ddp__counts *ddp__counts_of(const ddp__local *l, int rank, const ddp_call
 }
 
 /* Stores this rank's counts in its payload, before the announcement. */
-static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
+static void ddp__counts_publish(const ddp__local *l, ddp__transfer *m) {
     const ddp_call *call = m->call;
     ddp__counts *mine = ddp__counts_of(l, l->rank, call);
     m->largest = 0;
@@ -4246,7 +4263,7 @@ static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
 
 /* Compares the counts that all ranks have announced, and computes the number of rounds. A failure names the
    ranks that disagree. */
-static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
+static int ddp__counts_compare(ddp__local *l, ddp__transfer *m) {
     for (int from = 0; from < l->world_size; from++)
         for (int to = 0; to < l->world_size; to++) {
             unsigned long long given = ddp__counts_of(l, from, m->call)->give[to];
@@ -4263,7 +4280,7 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
                             from, given, to, wanted);
             return 0;
         }
-    ddp__move_cut(l, m);
+    ddp__transfer_set_rounds(l, m);
     return 1;
 }
 
@@ -4273,24 +4290,24 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
             rank's slot, which stays in cache.
      PUSH   A large all-gather. Each rank writes its block into the buffers of all ranks with streaming
             stores. So no rank reads lines that are new in another core's cache, which is slow. */
-static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m) {
-    int adds = m->shape & DDP__ADDS, read = m->way == DDP__WAY_READ;
+static ddp_result ddp__transfer_direct(ddp_group *group, ddp__local *l, ddp__transfer *m) {
+    int adds = m->shape & DDP__ADDS, read = m->way == DDP__METHOD_READ;
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
     void *in[DDP_MAX_LOCAL_RANKS], *out[DDP_MAX_LOCAL_RANKS], *outs[DDP_MAX_LOCAL_RANKS];
-    m->first_share = ddp__share(m->block, l->world_size);
+    m->first_share = ddp__share_bytes(m->block, l->world_size);
     if (adds && read)
-        DDP_TRY(ddp__await_passed(group, l, l->round)); /* peers are done with the slot */
+        DDP_TRY(ddp__wait_all_finished(group, l, l->round)); /* peers are done with the slot */
     else {
-        m->rounds = m->way != DDP__WAY_PUSH;
+        m->rounds = m->way != DDP__METHOD_PUSH;
         m->room = m->largest;
     }
-    if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
-    ddp__move_own(l->rank, m);
+    if (!ddp__peer_access_begin(l)) return DDP_ERR_POISONED;
+    ddp__copy_own_range(l->rank, m);
     for (size_t k = 0; k < m->rounds; k++) {
         for (int i = 1; i < l->world_size; i++) {
             int p = ddp__peer_at(l, i);
             const ddp__post *post = ddp__post_of(l, p, m->call->seq);
-            ddp_bytes take = ddp__piece(m, ddp__takes(l->rank, m, p), k, l->rank);
+            ddp_bytes take = ddp__round_range(m, ddp__recv_range(l->rank, m, p), k, l->rank);
             size_t begin = m->call->recv_counts
                                ? (size_t)ddp__counts_of(l, p, m->call)->begin[l->rank] * m->element
                            : m->common ? 0
@@ -4299,42 +4316,44 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move *m
             if (take.size == 0) continue;
             in[p] = !adds  ? m->recv + take.begin
                     : read ? scratch + (size_t)p * m->room
-                           : ddp__resolve(l, address);
+                           : ddp__peer_pointer(l, address);
             out[p] = m->shared && post->recv && post->recv != post->send
-                         ? ddp__resolve(l, post->recv) + take.begin
+                         ? ddp__peer_pointer(l, post->recv) + take.begin
                          : (unsigned char *)in[p];
-            if ((read || !adds) && !ddp__fetch(l, p, in[p], address, take.size)) return DDP_ERR_POISONED;
+            if ((read || !adds) && !ddp__read_peer(l, p, in[p], address, take.size)) return DDP_ERR_POISONED;
         }
         if (!adds) continue;
         size_t count;
-        int out_count = ddp__move_outs(l, m, in, out, k, outs, &count);
+        int out_count = ddp__reduce_arguments(l, m, in, out, k, outs, &count);
         if (count)
             ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, count, m->call->dtype,
                              m->call->op, m->call->divisor,
-                             ddp__how(l, m->shared ? m->first_share : m->largest));
+                             ddp__share_hint(l, m->shared ? m->first_share : m->largest));
     }
-    if (m->way == DDP__WAY_PUSH) {
+    if (m->way == DDP__METHOD_PUSH) {
         for (int i = 1; i < l->world_size; i++) {
             const ddp__post *post = ddp__post_of(l, ddp__peer_at(l, i), m->call->seq);
-            ddp__copy_stream(ddp__resolve(l, post->recv) + (size_t)l->rank * m->block, m->send, m->block);
+            ddp__copy_stream(ddp__peer_pointer(l, post->recv) + (size_t)l->rank * m->block, m->send,
+                             m->block);
         }
         ddp__stream_end();
     }
-    ddp__reach_end(l);
+    ddp__peer_access_end(l);
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     /* after a failure a peer may have changed its buffer */
     if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
-    ddp__tick(l, DDP__PASSED, ++l->round);
-    return ddp__await_passed(group, l, l->round); /* until all ranks have finished with this rank's buffers */
+    ddp__publish_round(l, DDP__FINISHED, ++l->round);
+    return ddp__wait_all_finished(group, l,
+                                  l->round); /* until all ranks have finished with this rank's buffers */
 }
 
 /* Returns 1 if one loop fills round k, reduces round k - 1 and drains round k - 2 (two ranks only). Reads
    from memory and reads of lines that the other core wrote then overlap. With stores of whole lines 1 MiB
    takes 3% less and 4 MiB take 10% less; without them it is faster from 16 MiB on. On AMD it has not been
    measured. */
-static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
+static int ddp__can_fuse_step(const ddp__local *l, const ddp__transfer *m, size_t k) {
     const ddp_call *call = m->call;
-    size_t least = ddp__wide() ? DDP__LARGE_BYTES / 8 : 2 * DDP__LARGE_BYTES;
+    size_t least = ddp__has_wide_stores() ? DDP__LARGE_BYTES / 8 : 2 * DDP__LARGE_BYTES;
     return k > 2 && k < m->rounds && m->shared && l->world_size == 2 && !l->amd && m->block >= least
            && call->kind == DDP_CALL_ALL_REDUCE && call->dtype == DDP_F32
            && (call->op == DDP_OP_SUM
@@ -4342,70 +4361,71 @@ static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
 }
 
 /* Executes that loop for step k. in: the piece that it fills; sum: reduces; out: drains. */
-static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t first,
-                                   size_t k) {
+static ddp_result ddp__staged_step_fused(ddp_group *group, ddp__local *l, const ddp__transfer *m,
+                                         uint64_t first, size_t k) {
     int me = l->rank, peer = !me;
     /* all pieces have the same size, because none is in the first chunk */
-    ddp_bytes in = ddp__piece(m, ddp__gives(l->rank, m, peer), k, peer);
-    ddp_bytes sum = ddp__piece(m, ddp__takes(l->rank, m, me), k - 1, me);
-    ddp_bytes out = ddp__piece(m, ddp__gives(l->rank, m, peer), k - 2, peer);
-    void *theirs = ddp__slot_of(l, peer, first + k - 1) + ddp__move_at(m, me);
+    ddp_bytes in = ddp__round_range(m, ddp__send_range(l->rank, m, peer), k, peer);
+    ddp_bytes sum = ddp__round_range(m, ddp__recv_range(l->rank, m, me), k - 1, me);
+    ddp_bytes out = ddp__round_range(m, ddp__send_range(l->rank, m, peer), k - 2, peer);
+    void *theirs = ddp__slot_of(l, peer, first + k - 1) + ddp__slot_offset(m, me);
     void *mine = (void *)(uintptr_t)(m->send + sum.begin);
     const void *add[2] = {me ? theirs : mine, me ? mine : theirs};
     void *sums[2] = {m->recv + sum.begin, theirs};
-    void *to[2] = {ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer), m->recv + out.begin};
+    void *to[2] = {ddp__slot_of(l, me, first + k) + ddp__slot_offset(m, peer), m->recv + out.begin};
     void *from[2] = {(void *)(uintptr_t)(m->send + in.begin),
-                     ddp__slot_of(l, me, first + k - 2) + ddp__move_at(m, peer)};
+                     ddp__slot_of(l, me, first + k - 2) + ddp__slot_offset(m, peer)};
     uint64_t divisor = m->call->op == DDP_OP_AVG && m->call->divisor ? m->call->divisor : 1;
     const ddp__reduction r = {sums, add, 2,  2,   DDP_F32, sizeof(float), divisor, ddp__merge_sum_f32,
                               0,    0,   to, from};
-    size_t count = sum.size / sizeof(float), runs = ddp__runs();
+    size_t count = sum.size / sizeof(float), runs = ddp__run_count();
     size_t each = count / runs / DDP__LANES * DDP__LANES;
-    DDP_TRY(ddp__await_passed(group, l, first + k - 2));
-    DDP_TRY(ddp__await_count(group, l, DDP__FILLED, peer, first + k - 1));
+    DDP_TRY(ddp__wait_all_finished(group, l, first + k - 2));
+    DDP_TRY(ddp__wait_round(group, l, DDP__FILLED, peer, first + k - 1));
     ddp__reduce_fused(&r, 0, each, runs);
     ddp__reduce_fused(&r, runs * each, count - runs * each, 1);
-    ddp__tick(l, DDP__FILLED, first + k);
-    ddp__tick(l, DDP__PASSED, first + k - 1);
+    ddp__publish_round(l, DDP__FILLED, first + k);
+    ddp__publish_round(l, DDP__FINISHED, first + k - 1);
     return DDP_OK;
 }
 
 /* The staged method: moves data round by round through slots. Step k fills round k, reduces or copies
    round k - 1, and drains round k - 2. */
-static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m) {
+static ddp_result ddp__transfer_staged(ddp_group *group, ddp__local *l, const ddp__transfer *m) {
     uint64_t first = l->round + 1;
-    int past = m->way == DDP__WAY_PAST;
+    int past = m->way == DDP__METHOD_STREAMED;
     void *in[DDP_MAX_LOCAL_RANKS];
     l->round += m->rounds;
     for (size_t k = m->filled; k <= m->rounds + (size_t)m->shared; k++) {
-        if (ddp__rounds_fuse(l, m, k)) {
-            DDP_TRY(ddp__round_fused(group, l, m, first, k));
+        if (ddp__can_fuse_step(l, m, k)) {
+            DDP_TRY(ddp__staged_step_fused(group, l, m, first, k));
             continue;
         }
         if (k < m->rounds) {
-            DDP_TRY(ddp__await_passed(group, l, first + k - DDP__SLOTS)); /* no rank uses the slot any more */
-            ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k, past);
-            ddp__tick(l, DDP__FILLED, first + k);
+            DDP_TRY(ddp__wait_all_finished(group, l,
+                                           first + k - DDP__SLOTS)); /* no rank uses the slot any more */
+            ddp__pack_round(l, m, ddp__slot_of(l, l->rank, first + k), k, past);
+            ddp__publish_round(l, DDP__FILLED, first + k);
         }
-        if (k == m->filled) ddp__move_own(l->rank, m);
+        if (k == m->filled) ddp__copy_own_range(l->rank, m);
         if (k > 0 && k <= m->rounds) {
             for (int i = 1; i < l->world_size; i++) {
                 int p = ddp__peer_at(l, i);
-                int takes = m->shared || ddp__piece(m, ddp__takes(l->rank, m, p), k - 1, p).size;
-                if (takes) DDP_TRY(ddp__await_count(group, l, DDP__FILLED, p, first + k - 1));
-                in[p] = ddp__slot_of(l, p, first + k - 1) + ddp__move_at(m, l->rank);
+                int takes = m->shared || ddp__round_range(m, ddp__recv_range(l->rank, m, p), k - 1, p).size;
+                if (takes) DDP_TRY(ddp__wait_round(group, l, DDP__FILLED, p, first + k - 1));
+                in[p] = ddp__slot_of(l, p, first + k - 1) + ddp__slot_offset(m, l->rank);
             }
-            ddp__move_take(l, m, in, k - 1, past ? DDP__PAST : DDP__LARGE);
-            ddp__tick(l, DDP__PASSED, first + k - 1);
+            ddp__unpack_round(l, m, in, k - 1, past ? DDP__HINT_STREAM : DDP__HINT_LARGE);
+            ddp__publish_round(l, DDP__FINISHED, first + k - 1);
         }
         if (k < 2 || !m->shared) continue;
-        DDP_TRY(ddp__await_passed(group, l, first + k - 2));
+        DDP_TRY(ddp__wait_all_finished(group, l, first + k - 2));
         /* the peers have stored their sums in this rank's slot */
         for (int p = 0; p < l->world_size && ddp__receives(m->call, l->rank); p++) {
-            ddp_bytes part = ddp__piece(m, ddp__gives(l->rank, m, p), k - 2, p);
+            ddp_bytes part = ddp__round_range(m, ddp__send_range(l->rank, m, p), k - 2, p);
             if (p != l->rank)
                 ddp__copy_across(m->recv + part.begin,
-                                 ddp__slot_of(l, l->rank, first + k - 2) + ddp__move_at(m, p), part.size);
+                                 ddp__slot_of(l, l->rank, first + k - 2) + ddp__slot_offset(m, p), part.size);
         }
     }
     return DDP_OK;
@@ -4444,48 +4464,48 @@ DDPDEF void ddp_tuner_learn(ddp_tuner *route, int way, double seconds) {
 
 /* Proposes a method in this rank's announcement. Returns NULL for sizes at which all methods are equally
    fast. given: bytes of send that peers read. */
-static ddp_tuner *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t given) {
-    int kind = m->shape & DDP__ADDS        ? DDP__ROUTE_SCATTER
-               : m->shape & DDP__FROM_ROOT ? DDP__ROUTE_ONE_GIVER
-                                           : DDP__ROUTE_MOVE;
+static ddp_tuner *ddp__method_propose(ddp__local *l, const ddp__transfer *m, size_t given) {
+    int kind = m->shape & DDP__ADDS        ? DDP__TUNER_REDUCE
+               : m->shape & DDP__FROM_ROOT ? DDP__TUNER_ONE_SENDER
+                                           : DDP__TUNER_COPY;
     int power = 0;
-    size_t size = m->largest * (kind == DDP__ROUTE_SCATTER ? (size_t)l->world_size : 1);
-    if (size < DDP__ROUTE_BYTES) return NULL;
+    size_t size = m->largest * (kind == DDP__TUNER_REDUCE ? (size_t)l->world_size : 1);
+    if (size < DDP__TUNED_BYTES) return NULL;
     while (power < 15 && size >> (power + 21)) power++;
     ddp__proposal *mine = ddp__proposal_of(l, l->rank, m->call);
-    mine->way = (uint8_t)ddp_tuner_pick(&l->route[kind][power], DDP__WAYS);
+    mine->way = (uint8_t)ddp_tuner_pick(&l->route[kind][power], DDP__TUNED_METHODS);
     mine->readable = (uint8_t)(ddp__can_read_peers(l) && ddp__can_be_read(m->send, given));
     return &l->route[kind][power];
 }
 
 /* Announces a call of more than a small message, or a _v call. All ranks choose the same method for it. */
-static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m) {
+static ddp_result ddp__transfer_begin(ddp_group *group, ddp__local *l, ddp__transfer *m) {
     const ddp_call *call = m->call;
     int push = call->kind == DDP_CALL_ALL_GATHER && m->block >= DDP__LARGE_BYTES;
     size_t span = 0; /* bytes from the start of send to the end of the last piece that peers read */
     for (int p = 0; p < l->world_size; p++) {
-        ddp_bytes give = ddp__gives(l->rank, m, p);
+        ddp_bytes give = ddp__send_range(l->rank, m, p);
         if (give.size && give.begin + give.size > span) span = give.begin + give.size;
     }
-    uint64_t send = ddp__address(l, span ? m->send : NULL, span);
+    uint64_t send = ddp__shared_address(l, span ? m->send : NULL, span);
     uint64_t sends = send, recv = 0, recvs = 0;
     m->shared = m->common && m->shape & DDP__ADDS;
     m->common &= !m->shared;
     if (m->shared && ddp__receives(call, l->rank))
-        recv = call->recv == call->send ? send : ddp__address(l, m->recv, m->block);
-    if (push) recv = ddp__address(l, m->recv, m->block * (size_t)l->world_size);
-    if (call->recv_counts) ddp__counts_tell(l, m);
-    ddp_tuner *proposed = call->send_counts || m->shared ? NULL : ddp__route_propose(l, m, span);
+        recv = call->recv == call->send ? send : ddp__shared_address(l, m->recv, m->block);
+    if (push) recv = ddp__shared_address(l, m->recv, m->block * (size_t)l->world_size);
+    if (call->recv_counts) ddp__counts_publish(l, m);
+    ddp_tuner *proposed = call->send_counts || m->shared ? NULL : ddp__method_propose(l, m, span);
     /* the call is staged in any case, so the first round is in the slot before the announcement */
     m->filled = !proposed && !call->recv_counts && (send | recv) & DDP__PRIVATE;
-    ddp__move_cut(l, m);
+    ddp__transfer_set_rounds(l, m);
     if (m->filled) {
-        DDP_TRY(ddp__await_passed(group, l, l->round + 1 - DDP__SLOTS));
-        ddp__move_fill(l, m, ddp__slot_of(l, l->rank, l->round + 1), 0, 0);
+        DDP_TRY(ddp__wait_all_finished(group, l, l->round + 1 - DDP__SLOTS));
+        ddp__pack_round(l, m, ddp__slot_of(l, l->rank, l->round + 1), 0, 0);
         ddp__store(&l->line[l->rank].count[DDP__FILLED].rounds, l->round + 1);
     }
-    DDP_TRY(ddp__enter(group, l, call, send, recv));
-    if (call->recv_counts && !ddp__counts_agree(l, m)) return DDP_ERR_POISONED;
+    DDP_TRY(ddp__post_call(group, l, call, send, recv));
+    if (call->recv_counts && !ddp__counts_compare(l, m)) return DDP_ERR_POISONED;
     int readable = 1;
     for (int r = 0; r < l->world_size; r++) {
         sends |= ddp__post_of(l, r, call->seq)->send;
@@ -4493,41 +4513,41 @@ static ddp_result ddp__move_begin(ddp_group *group, ddp__local *l, ddp__move *m)
         readable &= ddp__proposal_of(l, r, call)->readable;
     }
     if (push && !(recvs & DDP__PRIVATE))
-        m->way = DDP__WAY_PUSH;
+        m->way = DDP__METHOD_PUSH;
     else if (!((m->shared ? sends | recvs : sends) & DDP__PRIVATE))
-        m->way = DDP__WAY_TAKE;
+        m->way = DDP__METHOD_DIRECT;
     else if ((m->route = proposed) != NULL)
         m->way = ddp__proposal_of(l, 0, call)->way;
-    if (m->way == DDP__WAY_READ && !readable) m->way = DDP__WAY_CACHED;
+    if (m->way == DDP__METHOD_READ && !readable) m->way = DDP__METHOD_STAGED;
     return DDP_OK;
 }
 
 static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__local *l = (ddp__local *)state;
-    ddp__move m = ddp__move_of(call);
+    ddp__transfer m = ddp__transfer_of(call);
     int small = m.block <= (l->world_size == 2 ? 1024 : 512)
                 && m.block * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD;
     ddp_result result;
     if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
     if (call->kind == DDP_CALL_BARRIER) {
-        result = ddp__enter(group, l, call, 0, 0);
+        result = ddp__post_call(group, l, call, 0, 0);
     } else if (!small || call->recv_counts) {
-        ddp__move large = m; /* so that m stays in registers */
-        result = ddp__move_begin(group, l, &large);
+        ddp__transfer large = m; /* so that m stays in registers */
+        result = ddp__transfer_begin(group, l, &large);
         double start = large.route ? ddp_now() : 0;
-        if (result == DDP_OK && large.way >= DDP__WAY_READ)
-            result = ddp__move_direct(group, l, &large);
+        if (result == DDP_OK && large.way >= DDP__METHOD_READ)
+            result = ddp__transfer_direct(group, l, &large);
         else if (result == DDP_OK)
-            result = ddp__move_rounds(group, l, &large);
+            result = ddp__transfer_staged(group, l, &large);
         if (large.route) ddp_tuner_learn(large.route, ddp__proposal_of(l, 0, call)->way, ddp_now() - start);
     } else if (m.shape != DDP__ADDS) {
-        result = ddp__move_small(group, l, &m);
+        result = ddp__transfer_small(group, l, &m);
     } else {
         m.shape = DDP__ADDS; /* constants: the compiler makes a copy for all_reduce, which takes 8 ns less */
         m.common = 1;
-        result = ddp__move_small(group, l, &m);
+        result = ddp__transfer_small(group, l, &m);
     }
-    if (result != DDP_OK) ddp__reach_await(l);
+    if (result != DDP_OK) ddp__peer_access_wait(l);
     return result;
 }
 
@@ -4575,7 +4595,7 @@ struct ddp__request {
     ddp__request *next;
 };
 
-static void ddp__ring(ddp__local *l, int peer) {
+static void ddp__wake_p2p(ddp__local *l, int peer) {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     ddp__wake_one(&l->line[peer].p2p);
 }
@@ -4589,7 +4609,7 @@ static ddp__message *ddp__free_message(ddp__channel *c) {
 
 /* A receiver often answers with a message of the same size. This prefetches the lines of that message for
    writing: 1 KiB in both directions takes a third less. */
-static void ddp__fetch_next_message(ddp__channel *back, size_t size) {
+static void ddp__prefetch_reply(ddp__channel *back, size_t size) {
     ddp__message *next = ddp__free_message(back);
     if (next) ddp__prefetch_write(next);
     for (size_t i = 0; next && i < size; i += 64) ddp__prefetch_write(next->data + i);
@@ -4606,17 +4626,17 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
     r->done = r->size <= DDP__INLINE;
     m->staged = 0;
     if (!r->done)
-        m->address = ddp__address(l, r->call.send, r->size);
+        m->address = ddp__shared_address(l, r->call.send, r->size);
     else if (r->size)
         memcpy(m->data, r->call.send, r->size);
     m->attended = r->call.flags & DDP__CALL_BLOCKS;
     r->message = m;
     ddp__store(&m->state, (uint32_t)DDP__POSTED);
-    ddp__ring(l, r->call.root);
+    ddp__wake_p2p(l, r->call.root);
 }
 
 /* Fills or drains as many chunks of a staged message as possible. */
-static void ddp__stage_step(ddp__local *l, ddp__request *r) {
+static void ddp__stage_progress(ddp__local *l, ddp__request *r) {
     ddp__channel *c = r->channel;
     int send = r->call.kind == DDP_CALL_SEND;
     /* this rank's counter; the peer's counter limits it */
@@ -4632,7 +4652,7 @@ static void ddp__stage_step(ddp__local *l, ddp__request *r) {
         r->moved += n;
         l->staging |= DDP__STAGE_MOVED;
         ddp__store(chunks, *chunks + 1);
-        ddp__ring(l, r->call.root);
+        ddp__wake_p2p(l, r->call.root);
     }
     if (r->moved < r->size) l->staging |= DDP__STAGE_WAITS;
 }
@@ -4645,7 +4665,7 @@ static void ddp__send_progress(ddp__local *l, ddp__request *r, int attended) {
     if (r->done)
         ddp__store(&r->message->state, (uint32_t)DDP__FREE);
     else if (state == DDP__CLAIMED && ddp__load(&r->message->staged))
-        ddp__stage_step(l, r);
+        ddp__stage_progress(l, r);
 }
 
 /* Returns the order of the newest message that a peer has posted to this rank, plus 1. A sender posts in
@@ -4688,9 +4708,9 @@ static int ddp__recv_in_place(ddp__local *l, ddp__request *r) {
             || !ddp__vm_read(ddp__pid_of(l, peer), r->call.recv, address ^ DDP__PRIVATE, r->size))
             return 0;
     } else {
-        if (!ddp__reach_begin(l)) return 0;
-        memcpy(r->call.recv, ddp__resolve(l, address), r->size);
-        ddp__reach_end(l);
+        if (!ddp__peer_access_begin(l)) return 0;
+        memcpy(r->call.recv, ddp__peer_pointer(l, address), r->size);
+        ddp__peer_access_end(l);
     }
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return !ddp__load(&l->control->poison);
@@ -4707,7 +4727,7 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r, int attended) {
         if (r->size) memcpy(r->call.recv, m->data, r->size);
         r->done = 1;
     } else if (m->staged) {
-        ddp__stage_step(l, r);
+        ddp__stage_progress(l, r);
         r->done = r->moved == r->size;
         r->channel->active = !r->done;
     } else if (stages || !(r->done = ddp__recv_in_place(l, r))) {
@@ -4717,20 +4737,20 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r, int attended) {
     }
     /* inline: from here on the message belongs to the sender */
     if (r->done) ddp__store(&m->state, (uint32_t)(is_inline ? DDP__FREE : DDP__TAKEN));
-    ddp__ring(l, r->call.root);
-    if (is_inline) ddp__fetch_next_message(&l->channels[l->rank * l->world_size + r->call.root], r->size);
+    ddp__wake_p2p(l, r->call.root);
+    if (is_inline) ddp__prefetch_reply(&l->channels[l->rank * l->world_size + r->call.root], r->size);
 }
 
 static void ddp__local_p2p_wake(ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
     (void)group;
     ddp__store(&l->woken, 3);
-    ddp__ring(l, l->rank);
+    ddp__wake_p2p(l, l->rank);
 }
 
 /* With the lock held, advances every pending request, the oldest first, so that sends are posted and receives
    match in issue order. If a request other than `own` completes, wakes the threads that wait. */
-static void ddp__requests_step(ddp__local *l, const ddp__request *own) {
+static void ddp__requests_progress(ddp__local *l, const ddp__request *own) {
     int ended = 0;
     uint64_t blocked = 0; /* peers with an earlier send that found no free message */
     uint64_t end[DDP_MAX_LOCAL_RANKS];
@@ -4766,7 +4786,7 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__requ
     int tries = 0;
     do {
         l->staging = 0;
-        ddp__requests_step(l, own);
+        ddp__requests_progress(l, own);
         tries = l->staging & DDP__STAGE_MOVED ? 0 : tries + 1;
         /* A chunk takes microseconds, less than a sleep between two chunks. */
     } while (ddp__waited_request && (l->staging & DDP__STAGE_WAITS) && tries < l->spins);
@@ -4778,7 +4798,7 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__requ
 }
 
 /* Called while this thread waits for a request: publishes the wait; poisons the group after the timeout. */
-static void ddp__request_waits(ddp_group *group, ddp__local *l, ddp__request *r) {
+static void ddp__request_publish_wait(ddp_group *group, ddp__local *l, ddp__request *r) {
     const uint64_t what[2] = {ddp__p2p_signature(&r->call), r->call.count};
     char text[DDP__TEXT_MAX];
     ddp__publish_wait(group, l, what, r->call.seq, r->call.root);
@@ -4791,13 +4811,13 @@ static void ddp__request_waits(ddp_group *group, ddp__local *l, ddp__request *r)
 }
 
 /* With the lock held, poisons the group if the peer of a pending request is lost. */
-static void ddp__requests_look_for_lost(ddp__local *l) {
+static void ddp__requests_check_lost(ddp__local *l) {
     uint64_t alive = 0;
     char text[DDP__TEXT_MAX];
     for (ddp__request *r = l->requests; r; r = r->next) {
         if (r->done || (alive >> r->call.root & 1)) continue;
         ddp_result lost = ddp__member_lost(l, r->call.root, text, sizeof text);
-        if (lost != DDP_OK) ddp__requests_step(l, NULL); /* the peer may have sent before it left */
+        if (lost != DDP_OK) ddp__requests_progress(l, NULL); /* the peer may have sent before it left */
         if (lost == DDP_OK)
             alive |= UINT64_C(1) << r->call.root;
         else if (!r->done)
@@ -4839,8 +4859,8 @@ static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *reque
     pthread_mutex_lock(&l->p2p_lock);
     if (!r->done && ddp_now() - l->looked_for_lost > 0.004 + 0.0008 * l->world_size) {
         l->looked_for_lost = ddp_now();
-        if (ddp__waited_request == request) ddp__request_waits(group, l, r);
-        ddp__requests_look_for_lost(l);
+        if (ddp__waited_request == request) ddp__request_publish_wait(group, l, r);
+        ddp__requests_check_lost(l);
     }
     *done = r->done;
     int failed = !r->done && ddp__load(&l->control->poison);
@@ -4853,7 +4873,7 @@ static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *reque
         l->free_requests = r;
     }
     pthread_mutex_unlock(&l->p2p_lock);
-    if (failed) ddp__reach_await(l);
+    if (failed) ddp__peer_access_wait(l);
     return failed ? DDP_ERR_POISONED : DDP_OK;
 }
 
@@ -4870,7 +4890,7 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
         return;
     }
     ddp__fetch_add(&me->sleeping, 1u);
-    /* Either ddp__ring sees that this thread sleeps, or ddp__local_progress sees the peer's change. */
+    /* Either ddp__wake_p2p sees that this thread sleeps, or ddp__local_progress sees the peer's change. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     ddp__local_progress(group, l, NULL, 0);
     if (!(__atomic_fetch_and(&l->woken, ~bit, __ATOMIC_SEQ_CST) & bit) && !ddp__load(&l->control->poison))
@@ -4885,7 +4905,7 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
 static uintptr_t ddp__control_layout(ddp__local *l, uintptr_t at, int world_size) {
     size_t w = (size_t)world_size;
     l->control = (ddp__control *)at;
-    l->line = (ddp__rank_line *)(at = ddp_round_up(at + sizeof *l->control, 4096));
+    l->line = (ddp__rank_state *)(at = ddp_round_up(at + sizeof *l->control, 4096));
     l->posts = (ddp__post *)(at = ddp_round_up(at + w * sizeof *l->line, 4096));
     l->payloads = (unsigned char *)(at = ddp_round_up(at + 2 * w * sizeof *l->posts, 4096) + DDP__OFF_PAGE);
     l->slots = (unsigned char *)(at = ddp_round_up(at + w * DDP__PAYLOAD_STRIDE, 4096) + DDP__OFF_PAGE);
@@ -4897,14 +4917,14 @@ static uintptr_t ddp__control_layout(ddp__local *l, uintptr_t at, int world_size
 static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
     ddp__local layout;
     size_t size = ddp__control_layout(&layout, 0, world_size);
-    uint64_t offset = ddp__heap_take(heap, size);
-    int error = offset && heap->job->reserves ? ddp__reserve(heap->fd, offset, size) : 0;
+    uint64_t offset = ddp__heap_alloc(heap, size);
+    int error = offset && heap->job->reserves ? ddp__reserve_pages(heap->fd, offset, size) : 0;
     if (offset && !error) return offset;
     if (offset) {
-        ddp__heap_give_back(heap, offset, size);
+        ddp__heap_free(heap, offset, size);
         ddp_fail(DDP_ERR_NO_MEMORY,
                  "shared memory: no room in %s for the %zu bytes of a group of %d ranks: %s",
-                 ddp__heap_where(heap->job->folder), size, world_size, strerror(error));
+                 ddp__heap_limit_name(heap->job->folder), size, world_size, strerror(error));
     } else {
         ddp_fail(
             DDP_ERR_NO_MEMORY,
@@ -4960,7 +4980,7 @@ static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *ch
     if (result != DDP_OK || !child) return result;
     if (!offsets[members[0]]) {
         const ddp__job *job = l->heap->job;
-        const char *where = job->reserves ? ddp__heap_where(job->folder) : NULL;
+        const char *where = job->reserves ? ddp__heap_limit_name(job->folder) : NULL;
         return DDP__RANK_FAIL(parent, DDP_ERR_NO_MEMORY, "%s: no shared memory for the new group%s%s",
                               ddp_public_call_name("ddp_group_split"), where ? " in " : "",
                               where ? where : "");
@@ -4976,15 +4996,15 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
     size_t total = 0, before = (size_t)l->rank * stride;
     ddp__region *region = (ddp__region *)ddp_host_alloc(group, sizeof *region);
     int fits = stride >= size_bytes && !__builtin_mul_overflow(stride, (size_t)l->world_size, &total);
-    uint64_t offset = group->rank == 0 && region && fits ? ddp__heap_take(l->heap, total) : 0;
+    uint64_t offset = group->rank == 0 && region && fits ? ddp__heap_alloc(l->heap, total) : 0;
     ddp_result result = ddp_broadcast(group, &offset, 1, DDP_U64, 0, NULL);
     int mapped = result == DDP_OK && offset && region;
     unsigned char *base = mapped ? (unsigned char *)ddp__heap_map(l->heap, offset, total) : NULL;
     if (base) {
         ddp__region made = {base, offset, stride, total, base + before, l, 0, NULL};
         *region = made;
-        if (size_bytes >= DDP__HUGE) ddp__ask_huge(base, before, before + stride);
-        if (ddp__populate(l->heap, region->mine, offset + before, size_bytes)) {
+        if (size_bytes >= DDP__HUGE) ddp__request_huge_pages(base, before, before + stride);
+        if (ddp__allocate_pages(l->heap, region->mine, offset + before, size_bytes)) {
             pthread_mutex_lock(&l->heap->lock); /* communication threads, also of splits, read the list */
             region->next = l->regions;
             l->regions = region;
@@ -4994,7 +5014,7 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
         }
         ddp__heap_unmap(l->heap, base);
     }
-    if (offset) ddp__heap_give_back(l->heap, offset + before, stride);
+    if (offset) ddp__heap_free(l->heap, offset + before, stride);
     ddp_host_free(group, region);
     if (result != DDP_OK) return result;
     return ddp_fail_in(DDP_ERR_NO_MEMORY, "ddp_group_alloc", group,
@@ -5009,7 +5029,7 @@ static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     pthread_mutex_lock(&l->heap->lock);
     *link = region->next;
     pthread_mutex_unlock(&l->heap->lock);
-    ddp__heap_give_back(l->heap, region->offset + (size_t)l->rank * region->stride, region->stride);
+    ddp__heap_free(l->heap, region->offset + (size_t)l->rank * region->stride, region->stride);
     ddp__heap_unmap(l->heap, region->base);
     ddp_host_free(group, region);
     return DDP_OK;
@@ -5047,7 +5067,7 @@ static ddp_result ddp__local_status(const ddp_group *group, void *state) {
 
 static void ddp__local_close(ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
-    if (ddp__load(&l->control->poison)) ddp__reach_await(l);
+    if (ddp__load(&l->control->poison)) ddp__peer_access_wait(l);
     ddp__store(&l->line[l->rank].left, 1u);
     if (l->owns_rank) ddp__store(&l->heap->job->rank[l->rank].state, (uint32_t)DDP__RANK_LEFT);
     for (int r = 0; r < l->world_size; r++)
@@ -5062,7 +5082,7 @@ static void ddp__local_close(ddp_group *group, void *state) {
     for (ddp__request *r; (r = l->requests ? l->requests : l->free_requests) != NULL; ddp_host_free(group, r))
         *(l->requests ? &l->requests : &l->free_requests) = r->next;
     if (ddp__fetch_add(&l->control->closed, 1u) + 1 == (uint32_t)l->world_size)
-        ddp__heap_give_back(l->heap, l->offset, l->size);
+        ddp__heap_free(l->heap, l->offset, l->size);
     ddp__heap_unmap(l->heap, l->control);
     pthread_mutex_destroy(&l->p2p_lock);
     ddp__heap_release(l->heap);
@@ -5082,7 +5102,7 @@ static void *ddp__local_peer(ddp_group *group, void *state, const void *memory, 
 static void ddp__local_signal(ddp_group *group, void *state, uint64_t *word, uint64_t value) {
     (void)group;
     ddp__store(word, value);
-    ddp__announce((ddp__local *)state);
+    ddp__wake_peers((ddp__local *)state);
 }
 
 static ddp_result ddp__local_wait_signal(ddp_group *group, void *state, const uint64_t *word,
@@ -5093,8 +5113,8 @@ static ddp_result ddp__local_wait_signal(ddp_group *group, void *state, const ui
     ddp_result result = DDP_OK;
     l->awaits_word = 1;
     for (int i = 1; i < l->world_size && result == DDP_OK; i++)
-        result = ddp__await(group, l, ddp__peer_at(l, i), first, (size_t)(second - first) * sizeof *first,
-                            target);
+        result = ddp__wait_word(group, l, ddp__peer_at(l, i), first, (size_t)(second - first) * sizeof *first,
+                                target);
     l->awaits_word = 0;
     return result;
 }
@@ -5130,8 +5150,8 @@ static ddp_result ddp__self_open(ddp_group *group, void **state) {
 }
 
 static ddp_result ddp__self_run(ddp_group *group, void *state, const ddp_call *call) {
-    ddp__move m = ddp__move_of(call);
-    ddp_bytes from = ddp__gives(0, &m, 0), to = ddp__takes(0, &m, 0);
+    ddp__transfer m = ddp__transfer_of(call);
+    ddp_bytes from = ddp__send_range(0, &m, 0), to = ddp__recv_range(0, &m, 0);
     (void)group;
     if (((ddp_saved_error *)state)->result != DDP_OK) return DDP_ERR_POISONED;
     if (from.size != to.size)
@@ -5194,11 +5214,11 @@ static const ddp_backend ddp__backend_self = {
 
 static ddp_bytes ddp__call_bytes(const ddp_call *call, int rank, int peer, int sends) {
     ddp_bytes none = {0, 0};
-    ddp__move m = ddp__move_of(call);
+    ddp__transfer m = ddp__transfer_of(call);
     int is_message = ddp__is_p2p(call->kind), is_send = call->kind == DDP_CALL_SEND;
     if (call->kind == DDP_CALL_BARRIER || (is_message && (peer != call->root || sends != is_send)))
         return none;
-    return ddp__passes(rank, &m, peer, sends);
+    return ddp__peer_range(rank, &m, peer, sends);
 }
 
 DDPDEF ddp_bytes ddp_call_sends(const ddp_call *call, int rank, int peer) {
@@ -5210,7 +5230,7 @@ DDPDEF ddp_bytes ddp_call_receives(const ddp_call *call, int rank, int peer) {
 DDPDEF int ddp_call_adds(const ddp_call *call) { return ddp__has_op(call->kind) != 0; }
 
 DDPDEF size_t ddp_call_send_size(const ddp_call *call, int rank, int world_size) {
-    int to_root = ddp__forms[call->kind].shape & DDP__TO_ROOT;
+    int to_root = ddp__call_shapes[call->kind].shape & DDP__TO_ROOT;
     ddp_bytes last = ddp_call_sends(call, rank, to_root ? call->root : world_size - 1);
     return last.size ? last.begin + last.size : 0;
 }
@@ -5232,7 +5252,7 @@ DDPDEF ddp_result ddp_call_compare(int rank, const uint64_t words[2], int other,
 }
 
 DDPDEF uint64_t ddp_call_hash(const ddp_call *call, int world_size) {
-    uint64_t words[3] = {ddp__compared(ddp__signature(call)), call->count, call->seq};
+    uint64_t words[3] = {ddp__compared_bits(ddp__signature(call)), call->count, call->seq};
     uint64_t hash = ddp_hash(DDP_HASH_SEED, words, sizeof words);
     if (call->kind != DDP_CALL_ALL_GATHER_V) return hash;
     return ddp_hash(hash, call->recv_counts, (size_t)world_size * sizeof *call->recv_counts);
@@ -7229,7 +7249,7 @@ static ddp_result ddp__check_processes_alive(const ddp__rendezvous *rv) {
     for (int r = 0; rv->process && r < rv->group->world_size; r++) {
         const uint64_t *process = rv->process[index ? index[r] : r];
         int pid = (int)process[DDP__PROCESS_PID];
-        if (ddp__process_gone(pid, process[DDP__PROCESS_START_TIME]))
+        if (ddp__process_has_ended(pid, process[DDP__PROCESS_START_TIME]))
             return ddp_fail(DDP_ERR_PEER_LOST,
                             "rank %d (pid %d) ended before the ranks of its machine had met in shared memory",
                             r, pid);
@@ -7286,7 +7306,7 @@ static void ddp__accept_all_ranks(ddp__rendezvous *rv, ddp__heap **heap) {
     }
     if (heap && rv->result == DDP_OK) rv->result = ddp__heap_create(heap, w, 0, 0);
     /* from here on a rank that ends is lost */
-    for (int r = 0; r < w && heap && *heap; r++) ddp__rank_enter(*heap, r, ddp__parse_pid(self[r].name));
+    for (int r = 0; r < w && heap && *heap; r++) ddp__rank_register(*heap, r, ddp__parse_pid(self[r].name));
     while (rv->result == DDP_OK && rv->peer_count > w) ddp__peer_close(&rv->peer[--rv->peer_count]);
     ddp__send_status_to_peers(rv, rv->result, rv->result == DDP_OK ? self->name : ddp_last_error(),
                               heap && *heap ? (*heap)->fd : -1);
@@ -9734,7 +9754,7 @@ static ddp_result ddp__run_rank(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     ddp_group *world = NULL, *on_backend = NULL;
     ddp__error_text[0] = 0;
     ddp__bind_cores(&launch->plan, rank);
-    ddp__rank_enter(launch->heap, rank, (int)getpid());
+    ddp__rank_register(launch->heap, rank, (int)getpid());
     ddp__launch_identity = here;
     ddp_result result = ddp__group_open(&world, &desc->group, &ddp__backend_local, &here, NULL);
     ddp__launch_identity.world = world;
@@ -12263,7 +12283,7 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
    on_root, blocks: flags of the call's shape; blocks = one block per rank. */
 static inline size_t ddp__buffer_elements(const ddp_group *group, const ddp_call *call, int no_buffer,
                                           int on_root, int blocks) {
-    int shape = ddp__forms[call->kind].shape;
+    int shape = ddp__call_shapes[call->kind].shape;
     if (shape & no_buffer || (shape & on_root && call->root != group->rank)) return 0;
     return call->count * (size_t)(shape & blocks ? group->world_size : 1);
 }
@@ -12293,7 +12313,7 @@ static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_si
 
 /* Checks, completes and issues a call as the user made it. */
 static ddp_result ddp__check_and_issue(ddp_group *group, ddp_call *call, ddp_work *work) {
-    const struct ddp__form *form = &ddp__forms[call->kind];
+    const struct ddp__call_shape *form = &ddp__call_shapes[call->kind];
     const int p2p = ddp__is_p2p(call->kind);
     size_t element = ddp_dtype_size(call->dtype);
     DDP__CALL_NEED(group, "group is NULL");

@@ -71,7 +71,7 @@ static int watched_listen(int fd, int backlog) {
 #define __builtin_cpu_is(name) (inner.is_amd ? inner.is_amd() : __builtin_cpu_is(name))
 #define __builtin_cpu_supports(name) (!inner.narrow && __builtin_cpu_supports(name))
 #define DDP__LARGE_BYTES (inner.large_bytes)
-#define DDP__RUNS_BYTES (inner.runs_bytes)
+#define DDP__MIN_RUN_BYTES (inner.runs_bytes)
 #define DDP__P2P_SLICE_MS (inner.p2p_slice_ms)
 #define DDP__RANDPERM_INSIDE_OUT_FROM (inner.inside_out_from)
 #undef DDP__MACHINE_SALT
@@ -155,11 +155,11 @@ static void write_cause(ddp_group *group, ddp_result code, const char *text) {
 }
 
 static void force_way(ddp_group *group, int way) {
-    for (int kind = 0; kind < DDP__ROUTES; kind++)
+    for (int kind = 0; kind < DDP__TUNER_KINDS; kind++)
         for (int size = 0; size < 16; size++) {
             ddp_tuner *route = &((ddp__local *)group->state)->route[kind][size];
             route->calls = 4; /* the next one is not a call that tries another way */
-            for (int i = 0; i < DDP__WAYS; i++) route->seconds[i] = i == way ? 0.5 : 1;
+            for (int i = 0; i < DDP__TUNED_METHODS; i++) route->seconds[i] = i == way ? 0.5 : 1;
         }
 }
 
@@ -172,6 +172,6 @@ static int *can_read(ddp_group *group, int peer) { return &((ddp__local *)group-
 static int32_t *pid_of(ddp_group *group, int rank) { return &((ddp__local *)group->state)->heap->job->rank[rank].pid; }
 
 __thread int machine_salt;
-test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, 0, 0, NULL, NULL, NULL, 5, DDP__WAYS, DDP__WAY_READ,
+test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, 0, 0, NULL, NULL, NULL, 5, DDP__TUNED_METHODS, DDP__METHOD_READ,
     ddp__reduce_tree, ddp__cast, ddp__divide, ddp__update_f32, ddp__update_f64, ddp__copy_across, ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, tcp_listen,
     ddp__slurm_first_host, DDP__HELLO_VERSION, hello, frame, job_socket, backend_name, forget_cause, handles_in_use, exhaust, write_cause, force_way, round_of, can_read_peers, can_read, pid_of};

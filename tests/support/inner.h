@@ -16,7 +16,7 @@ struct ddp_update;
 
 typedef struct test_inner {
     /* private parameters of ddp.h; their initial values are the normal ones */
-    size_t large_bytes, runs_bytes;      /* DDP__LARGE_BYTES, DDP__RUNS_BYTES */
+    size_t large_bytes, runs_bytes;      /* DDP__LARGE_BYTES, DDP__MIN_RUN_BYTES */
     /* Small values, so that calls small enough for a test need several pieces over MPI. */
     size_t mpi_chunk_bytes, mpi_piece_bytes;
     int64_t inside_out_from;             /* DDP__RANDPERM_INSIDE_OUT_FROM */
