@@ -112,6 +112,9 @@ NOT DONE HERE
 
 //== kernels ================================================================================= >>kernels
 
+/* The kinds of a ddp_update. LARS is an SGD with a scale. */
+typedef enum ddp_update_kind { DDP_UPDATE_ADAMW, DDP_UPDATE_LAMB, DDP_UPDATE_SGD } ddp_update_kind;
+
 /* One step of an optimizer over count elements of dtype f32 or f64. w, g, m and v are elements of value,
    grad, state0 and state1. g is first multiplied by grad_scale. Every product, sum, root and quotient is
    rounded to dtype: no fused multiply-add. The factors are rounded to dtype beforehand.
@@ -122,20 +125,20 @@ NOT DONE HERE
      SGD     d = scale (g + decay w), without decay w if decay is 0;
              with state0: m = first ? d : beta1 m + one_minus_beta1 d, then d = nesterov ? d + beta1 m : m;
              w = w - rate d */
-typedef enum ddp_update_kind { DDP_UPDATE_ADAMW, DDP_UPDATE_LAMB, DDP_UPDATE_SGD } ddp_update_kind;
 typedef struct ddp_update {
-    ddp_update_kind kind;
-    ddp_dtype dtype;
-    void *value, *grad, *state0, *state1;
-    size_t count;
-    double rate, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay;
-    double scale, grad_scale;         /* grad_scale 0 = 1 */
-    double decay_factor;              /* 1 - rate * weight decay */
-    double inv_sqrt_bias_correction2; /* 1 / sqrt(1 - beta2^step) */
-    int first, nesterov;
-    const float *grad_scale_at; /* these two, if not NULL: where the factor is stored in the device's memory;
-                                   */
-    const double *scale_at;     /* it is read when the work runs */
+    ddp_update_kind kind;  /* which of the formulas */
+    ddp_dtype dtype;       /* of the four arrays: F32 or F64 */
+    void *value, *grad;    /* the arrays of w and g */
+    void *state0, *state1; /* the arrays of m and v; NULL where the formula needs none */
+    size_t count;          /* elements of each array */
+    double rate, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay; /* the factors of the formulas */
+    double scale, grad_scale;                                                /* grad_scale 0 = 1 */
+    double decay_factor;                                                     /* 1 - rate * weight decay */
+    double inv_sqrt_bias_correction2;                                        /* 1 / sqrt(1 - beta2^step) */
+    int first, nesterov;        /* SGD: 1 = the first step; 1 = Nesterov momentum */
+    const float *grad_scale_at; /* NULL = grad_scale; otherwise the device's memory with that factor, which is
+                                   read when the work runs */
+    const double *scale_at;     /* NULL = scale; otherwise the same for that factor */
 } ddp_update;
 
 /* The functions of ddp_device.optimizer. All pointers are in the device's memory. Work goes to the stream
@@ -154,6 +157,7 @@ typedef struct ddp_update {
     X(trust, (const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out))
 
 // clang-format off
+/* The table of these functions: ddp_device.optimizer. */
 typedef struct ddp_optimizer_kernels {
     int version; /* DDP_VERSION of the header that filled in the table */
 #define DDP_X(name, arguments) void (*name) arguments;
@@ -174,9 +178,10 @@ extern "C" {
 
 //== types ===================================================================================== >>types
 
-typedef struct ddp_fsdp ddp_fsdp;
-typedef struct ddp_optimizer ddp_optimizer;
+typedef struct ddp_fsdp ddp_fsdp;           /* a sharded model; see ddp_fsdp_create */
+typedef struct ddp_optimizer ddp_optimizer; /* see ddp_optimizer_create */
 
+/* The strategies: see CONCEPTS above. */
 typedef enum ddp_fsdp_strategy {
     /* ZeRO-3: values, gradients and optimizer state are split (Rajbhandari et al. 2020; FSDP, Zhao et al.
        2023) */
@@ -186,6 +191,7 @@ typedef enum ddp_fsdp_strategy {
     DDP_FSDP_NO_SHARD     /* everything in full on every rank */
 } ddp_fsdp_strategy;
 
+/* The place of optimizer state and master values. */
 typedef enum ddp_fsdp_offload {
     DDP_FSDP_OFFLOAD_NONE = 0,
     /* For devices with their own memory. Optimizer state and master values are stored in pinned host memory,
@@ -197,6 +203,7 @@ typedef enum ddp_fsdp_offload {
     DDP_FSDP_OFFLOAD_FILE
 } ddp_fsdp_offload;
 
+/* The optimizers. */
 typedef enum ddp_optimizer_kind {
     DDP_OPTIMIZER_ADAMW = 0, /* Loshchilov and Hutter 2019; eps is added after the bias correction, as in
                                 PyTorch */
@@ -209,6 +216,7 @@ typedef enum ddp_optimizer_kind {
     DDP_OPTIMIZER_LARS
 } ddp_optimizer_kind;
 
+/* Learning rates after the warm-up. */
 typedef enum ddp_lr_kind {
     DDP_LR_CONSTANT = 0,
     DDP_LR_COSINE,
@@ -225,12 +233,12 @@ typedef enum ddp_lr_kind {
    values of rank 0 unless skip_initial_broadcast is set. From then on, unshard and reshard set value.data and
    grad.data. ndim 0 counts as one row. */
 typedef struct ddp_fsdp_param {
-    ddp_param param;
+    ddp_param param; /* name, value and gradient */
     /* All zero = param.value's shape. Otherwise this parameter is a slice of a tensor of this shape, starting
        at global_offset, and a checkpoint holds the whole tensor. Ranks may hold the same slice (all of it, if
        it is not split); the lowest rank saves it. */
     int64_t global_shape[DDP_MAX_NDIM];
-    int64_t global_offset[DDP_MAX_NDIM];
+    int64_t global_offset[DDP_MAX_NDIM]; /* see global_shape */
     const char *tied_to; /* name of the earlier parameter that this one shares its value with; required when
                             they are in different units, or without data */
     int frozen;          /* 1 = not trained: no gradient, no optimizer state */
@@ -238,25 +246,28 @@ typedef struct ddp_fsdp_param {
     char unit[48];       /* set by ddp_fsdp_wrap: in the first parameter of a unit, the unit's name */
 } ddp_fsdp_param;
 
+/* A unit: parameters that are unsharded and reduced together. */
 typedef struct ddp_fsdp_unit_desc {
     const char *name;       /* appears in errors; NULL = "unit 3" or similar */
     ddp_fsdp_param *params; /* required; owned by the caller, outlives the ddp_fsdp */
-    int param_count;        /* at least 1 */
+    int param_count;        /* entries of params, at least 1 */
 } ddp_fsdp_unit_desc;
 
+/* For ddp_fsdp_wrap. */
 typedef struct ddp_fsdp_wrap_desc {
     /* One unit for each different match. "*" matches one part of a name: "h.*" makes units "h.0", "h.1",
        ... from "h.0.fc.weight" and so on. The longest match wins, so units can be nested. A parameter without
        a match is in the unit "root" */
     const char *const *prefixes;
-    int prefix_count;
+    int prefix_count;        /* entries of prefixes; 0 = units by size */
     size_t min_unit_bytes;   /* without prefixes: takes parameters in order and ends a unit at this size; 0 =
                                 25 MiB */
     ddp_fsdp_param *storage; /* required; param_count entries, which the units' params will point to */
 } ddp_fsdp_wrap_desc;
 
+/* For ddp_optimizer_create, and ddp_fsdp_desc.optimizer. Zero means default, except for params. */
 typedef struct ddp_optimizer_desc {
-    ddp_optimizer_kind kind;
+    ddp_optimizer_kind kind;   /* 0 = ADAMW */
     float beta1, beta2, eps;   /* ADAMW, LAMB: 0 = 0.9, 0.999, 1e-8 (LAMB 1e-6); a beta of -1 is 0 */
     float momentum, dampening; /* SGD, LARS: 0 = none (LARS 0.9; -1 = none) */
     int nesterov;              /* SGD */
@@ -267,17 +278,18 @@ typedef struct ddp_optimizer_desc {
     /* From here on only for ddp_optimizer_create. Values and gradients are f32 or f64. Entries with the same
        value.data are uses of one parameter: their gradients are added into the first before the step */
     ddp_param *params;
-    int param_count;
+    int param_count;        /* entries of params */
     ddp_group *shard_group; /* NULL = tensors are complete. Otherwise each is this rank's rows, and LAMB and
                                LARS compute norms over this group */
     /* NULL = the device's memory of the group. Called once; returns zeroed memory; set both or neither */
     void *(*state_alloc_fn)(size_t size_bytes, void *user);
-    void (*state_free_fn)(void *memory, void *user);
-    void *state_user;
+    void (*state_free_fn)(void *memory, void *user); /* of memory from state_alloc_fn */
+    void *state_user;                                /* passed to state_alloc_fn and state_free_fn */
 } ddp_optimizer_desc;
 
+/* For ddp_lr_at. */
 typedef struct ddp_lr_desc {
-    ddp_lr_kind kind;
+    ddp_lr_kind kind;          /* 0 = CONSTANT */
     double max_lr;             /* required; the highest rate */
     double min_lr;             /* the rate at the end; 0 = 0 */
     int64_t batch, base_batch; /* 0 = none. Otherwise max_lr and min_lr are meant for base_batch samples per
@@ -289,6 +301,7 @@ typedef struct ddp_lr_desc {
     float power;               /* POLYNOMIAL: 0 = 1 */
 } ddp_lr_desc;
 
+/* For ddp_scaler_init. Zero means default, field by field. */
 typedef struct ddp_scaler_desc {
     float init_scale;     /* 0 = 65536 */
     float growth_factor;  /* 0 = 2 */
@@ -296,39 +309,40 @@ typedef struct ddp_scaler_desc {
     int growth_interval;  /* 0 = 2000 */
     ddp_group *groups[4]; /* every group that splits or replicates the gradients; ddp_fsdp adds its own groups
                              */
-    int group_count;
+    int group_count;      /* entries of groups */
 } ddp_scaler_desc;
 
-/* Plain numbers without padding bytes: may be written to a file as it is. */
+/* The state of a scaler. Plain numbers without padding bytes: may be written to a file as it is. */
 typedef struct ddp_scaler_state {
-    double scale;
-    int64_t growth_tracker;
+    double scale;           /* the factor for the loss */
+    int64_t growth_tracker; /* steps since the scale has changed */
 } ddp_scaler_state;
 
 /* Loss scaling for f16 gradients, as PyTorch's GradScaler. The caller owns it; ddp_scaler_init fills it in.
    Its fields are private. */
 typedef struct ddp_scaler {
     ddp_scaler_desc desc; /* defaults resolved */
-    float scale;
-    int growth_tracker;
-    int unscaled;  /* since the last update */
-    int found_inf; /* on some rank of some group */
+    float scale;          /* the factor for the loss */
+    int growth_tracker;   /* steps since the scale has changed */
+    int unscaled;         /* since the last update */
+    int found_inf;        /* on some rank of some group */
 } ddp_scaler;
 
 /* Numbers that a checkpoint stores in addition to tensors. The caller owns it. Those of rank 0 are saved; a
    load gives them to all ranks. Without padding bytes. */
 typedef struct ddp_fsdp_state {
-    int64_t step; /* set by ddp_fsdp_step: optimizer steps taken */
-    ddp_sampler_state sampler;
+    int64_t step;              /* set by ddp_fsdp_step: optimizer steps taken */
+    ddp_sampler_state sampler; /* of ddp_sampler_save or ddp_loader_save */
     ddp_scaler_state scaler; /* in the checkpoint, ddp_fsdp_save replaces it by that of desc.scaler, if one is
                                 set; this struct is not changed */
-    uint64_t rng[4];
-    double user[8];
+    uint64_t rng[4];         /* for the caller */
+    double user[8];          /* for the caller */
 } ddp_fsdp_state;
 
+/* For ddp_fsdp_create. Zero means default, except for units and unit_count. */
 typedef struct ddp_fsdp_desc {
-    ddp_fsdp_unit_desc *units; /* required; copied, but their params are not */
-    int unit_count;
+    ddp_fsdp_unit_desc *units;  /* required; copied, but their params are not */
+    int unit_count;             /* entries of units */
     ddp_fsdp_strategy strategy; /* 0 = FULL_SHARD */
     /* Hybrid: the group of ranks that hold the same shard; NULL = none. Between the first
        ddp_fsdp_reduce_grads of a step and the end of ddp_fsdp_step, only the ddp_fsdp may issue calls on
@@ -360,7 +374,7 @@ typedef struct ddp_fsdp_desc {
        every rank; master values stay exact. CPU memory only. Outside the promise of equal bits: blocks begin
        where shards do */
     int quantize_gather;
-    ddp_fsdp_offload offload;
+    ddp_fsdp_offload offload;     /* 0 = none */
     const char *offload_dir;      /* OFFLOAD_FILE: NULL = "."; the file has no name, and nothing remains of it
                                      */
     ddp_optimizer_desc optimizer; /* zero = AdamW; its params, shard_group and allocators are not read */
@@ -371,7 +385,7 @@ typedef struct ddp_fsdp_desc {
        param.value.dtype, or f32 if that has 16 bits */
     ddp_result (*init_fn)(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
                           void *user);
-    void *init_user;
+    void *init_user;            /* passed to init_fn */
     int skip_initial_broadcast; /* 1 = first values are already equal on all ranks. Otherwise those of rank 0
                                    are taken (of rank 0 of the replicas) */
     ddp_fsdp_state *state;      /* saved with the checkpoint and filled in by ddp_fsdp_load. NULL = the state
@@ -388,8 +402,8 @@ typedef struct ddp_fsdp_desc {
        group's allocator for their temporary memory, also on the background thread; the copy that such a save
        makes is from alloc_fn */
     void *(*alloc_fn)(size_t size_bytes, void *user);
-    void (*free_fn)(void *memory, void *user);
-    void *user;
+    void (*free_fn)(void *memory, void *user); /* of memory from alloc_fn */
+    void *user;                                /* passed to alloc_fn and free_fn */
 } ddp_fsdp_desc;
 
 /* Bytes by purpose, as requested from the group's allocator and as group memory. */
@@ -402,11 +416,12 @@ typedef struct ddp_fsdp_bytes {
     size_t communication; /* staging where ranks cannot read each other's memory, 8-bit copies, a checkpoint's
                              copy */
     size_t bookkeeping;   /* tables */
-    size_t total;
+    size_t total;         /* of all purposes */
 } ddp_fsdp_bytes;
 
+/* Memory of this rank: see ddp_fsdp_get_memory. */
 typedef struct ddp_fsdp_memory {
-    ddp_fsdp_bytes now;
+    ddp_fsdp_bytes now;       /* at the time of the call */
     ddp_fsdp_bytes peak;      /* the maximum of each purpose; total: the maximum of the sum */
     ddp_fsdp_bytes predicted; /* the expected peak by the formulas above, without bookkeeping */
     size_t group_bytes;       /* part of now.total: group memory, which does not come from an allocator */
@@ -563,9 +578,9 @@ DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, 
 DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, int which, const char **name,
                                           ddp_tensor *state);
 
-/* The number of steps taken, which the bias correction uses. Set it after a load; a negative number counts as
-   0. */
+/* The number of steps taken, which the bias correction uses. */
 DDPDEF int64_t ddp_optimizer_get_step(const ddp_optimizer *optimizer);
+/* Sets the number of steps taken. Call it after a load. A negative number counts as 0. */
 DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step);
 
 DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer); /* not collective; NULL is ignored */
@@ -598,9 +613,10 @@ DDPDEF int ddp_scaler_found_inf(const ddp_scaler *scaler);
    Errors: DDP_ERR_INVALID before an unscale. */
 DDPDEF ddp_result ddp_scaler_update(ddp_scaler *scaler);
 
-/* Store and restore the scale. Not collective. Errors of load: DDP_ERR_CORRUPT when ddp_scaler_save cannot
-   have stored the state. */
-DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state);
+DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state); /* stores the scale */
+/* Restores a scale. Not collective, but the same on every rank. Errors leave *scaler unchanged:
+   DDP_ERR_CORRUPT when ddp_scaler_save cannot have stored the state; DDP_ERR_INVALID before
+   ddp_scaler_init. */
 DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *state);
 
 #ifdef __cplusplus
