@@ -96,8 +96,8 @@ extern "C" {
 
 //== types ===================================================================================== >>types
 
-typedef struct ddp_schedule ddp_schedule;
-typedef struct ddp_pipeline ddp_pipeline;
+typedef struct ddp_schedule ddp_schedule; /* lists of actions; see ddp_schedule_create */
+typedef struct ddp_pipeline ddp_pipeline; /* runs a schedule; see ddp_pipeline_create */
 
 /* One list defines the enum and the names. p ranks, m micro-batches, v chunks per rank. The bubble is that of
    equal stages, with S = F + I + W of one stage. For an m (or v) that a kind does not support,
@@ -130,6 +130,7 @@ typedef struct ddp_pipeline ddp_pipeline;
     /* v=1. Built from costs under memory_limit, as Zero Bubble's ZB-1p and ZB-2p */                  \
     X(DDP_SCHEDULE_AUTO, "AUTO")
 
+/* The kinds of schedules: see DDP_SCHEDULE_KINDS for their letters. */
 typedef enum ddp_schedule_kind {
 #define DDP_X(kind, name) kind,
     DDP_SCHEDULE_KINDS(DDP_X)
@@ -155,6 +156,7 @@ typedef enum ddp_schedule_kind {
     X(DDP_ACTION_SEND_B, "SEND_B")                                        \
     X(DDP_ACTION_RECV_B, "RECV_B")
 
+/* The kinds of actions. */
 typedef enum ddp_action_kind {
 #define DDP_X(kind, name) kind,
     DDP_ACTIONS(DDP_X)
@@ -164,13 +166,14 @@ typedef enum ddp_action_kind {
 
 /* An entry of a rank's list. The CSV cell (0F7;7B3)OVERLAP_F_B is two entries, in that order. */
 typedef struct ddp_action {
-    ddp_action_kind kind;
-    int stage;      /* -1: idle */
-    int microbatch; /* -1: none */
-    int overlaps;   /* 1 = runs together with the next entry of the list: one is an F, the other an I, W or
+    ddp_action_kind kind; /* IDLE: an empty cell */
+    int stage;            /* -1: idle */
+    int microbatch;       /* -1: none */
+    int overlaps; /* 1 = runs together with the next entry of the list: one is an F, the other an I, W or
                        B */
 } ddp_action;
 
+/* The formats of ddp_schedule_write and ddp_schedule_draw. */
 typedef enum ddp_schedule_format {
     DDP_SCHEDULE_CSV = 0, /* a line per rank, cells such as 2F0 between commas: PyTorch's grammar */
     DDP_SCHEDULE_TEXT,    /* a grid for a terminal: a line per rank, a column per unit of time */
@@ -196,6 +199,7 @@ typedef struct ddp_stage_cost {
     double weight_activation; /* memory from I to the end of W; 0 = half of activation */
 } ddp_stage_cost;
 
+/* For ddp_schedule_create. Zero means default, except for the required fields. */
 typedef struct ddp_schedule_desc {
     ddp_schedule_kind kind;      /* 0 = 1F1B */
     int rank_count;              /* required; p */
@@ -208,10 +212,11 @@ typedef struct ddp_schedule_desc {
                                     of a stage, ZB-1p; twice that: ZB-2p. A larger limit never gives a slower
                                     schedule */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
-    void (*free_fn)(void *memory, void *user);
-    void *user;
+    void (*free_fn)(void *memory, void *user);        /* NULL = free */
+    void *user;                                       /* passed to alloc_fn and free_fn */
 } ddp_schedule_desc;
 
+/* The result of a simulation for one rank. Times are in the unit of the costs. */
 typedef struct ddp_rank_report {
     double begin, end;   /* of the rank's first and last action; span is the difference */
     double busy;         /* computing */
@@ -220,6 +225,7 @@ typedef struct ddp_rank_report {
     int weight_versions; /* 1; PipeDream: the number of micro-batches in flight; PipeDream-2BW: 2 */
 } ddp_rank_report;
 
+/* The result of ddp_schedule_simulate. Times are in the unit of the costs. */
 typedef struct ddp_schedule_report {
     ddp_rank_report *ranks; /* set by the caller: space for rank_count entries, which are filled in; NULL =
                                none */
@@ -227,21 +233,21 @@ typedef struct ddp_schedule_report {
     double span;            /* the longest of a rank: from its first F to its last W or B */
     double bubble_rate;     /* (span - work) / span; work: the most that a rank computes (Zero Bubble's
                                measure) */
-    int peak_in_flight;     /* these three: the largest of any rank */
-    double peak_memory;
-    int weight_versions;
+    int peak_in_flight;     /* the largest of any rank */
+    double peak_memory;     /* the largest of any rank */
+    int weight_versions;    /* the largest of any rank */
 } ddp_schedule_report;
 
 /* Begin and end of an action, in seconds or in the unit of the costs. */
 typedef struct ddp_action_time {
-    double begin, end;
+    double begin, end; /* from the same start for all actions */
 } ddp_action_time;
 
 /* A tensor that stage `from` sends to a later stage `to` for each micro-batch. to == stage count: to the
    loss. Several edges between the same two stages, and edges that skip stages, are allowed. data is not
    used. */
 typedef struct ddp_pipeline_edge {
-    int from, to;
+    int from, to;         /* stages */
     ddp_tensor tensor;    /* dtype and shape of one micro-batch */
     ddp_dtype grad_dtype; /* of the gradient that comes back; 0 = the tensor's */
     int no_grad;          /* 1 = no gradient comes back (integers, masks); implied by integer dtypes */
@@ -253,11 +259,11 @@ typedef struct ddp_pipeline_edge {
    in the memory of the rank that made them. They do not change until the last call that receives them has
    returned. */
 typedef struct ddp_pipeline_call {
-    ddp_action_kind kind; /* FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD; FORWARD for the loss too */
-    int stage, microbatch;
-    int evaluating;  /* 1 = ddp_pipeline_evaluate: no backward follows, saved memory is scratch */
+    ddp_action_kind kind;  /* FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD; FORWARD for the loss too */
+    int stage, microbatch; /* of the action, from 0 */
+    int evaluating;        /* 1 = ddp_pipeline_evaluate: no backward follows, saved memory is scratch */
     int recomputing; /* 1 = F again, just before I or B: same inputs, fills saved; outputs are scratch */
-    int input_count, output_count;
+    int input_count, output_count;  /* edges that end at this stage, and that begin here */
     const ddp_tensor *inputs;       /* F I W B: read-only; the same bytes from F to W */
     const ddp_tensor *outputs;      /* F: write all of it. Loss: what the last stage wrote. Otherwise NULL */
     const ddp_tensor *output_grads; /* I W B: gradients of the outputs, the same in I and W; data NULL: no
@@ -276,7 +282,10 @@ typedef struct ddp_pipeline_call {
 
 /* A result other than DDP_OK ends the step on all ranks. The error contains the text of ddp_fail, if set. */
 typedef ddp_result (*ddp_pipeline_fn)(const ddp_pipeline_call *call, void *user);
+/* See ddp_pipeline_stage.unshard and the fields after it. A result other than DDP_OK ends the step on all
+   ranks. */
 typedef ddp_result (*ddp_stage_hook)(int stage, void *user);
+/* See ddp_pipeline_stage.get_sharded_grad. Sets *grad to this rank's part of a gradient. */
 typedef ddp_result (*ddp_get_sharded_grad)(int stage, int param, ddp_tensor *grad, void *user);
 
 /* Where the sum of a stage's gradients over the micro-batches of an update is divided by update_interval. */
@@ -296,9 +305,9 @@ typedef struct ddp_pipeline_stage {
     ddp_pipeline_fn forward;                 /* required */
     ddp_pipeline_fn backward;                /* B; NULL = input_grad, then weight_grad */
     ddp_pipeline_fn input_grad, weight_grad; /* required if the schedule has I, and W */
-    void *user;
-    size_t saved_bytes; /* per micro-batch in flight; 0 = none */
-    int recompute;      /* 1 = saved memory is freed after F, and F runs again before I or B (Chen et al.
+    void *user;                              /* passed to all callbacks and hooks of the stage */
+    size_t saved_bytes;                      /* per micro-batch in flight; 0 = none */
+    int recompute; /* 1 = saved memory is freed after F, and F runs again before I or B (Chen et al.
                            2016). Inputs are kept */
     /* NULL = no parameters, or the callbacks accumulate gradients themselves. Otherwise W or B writes (not
        adds) the gradients of one micro-batch to param->grad.data. The runner adds them pairwise by index and
@@ -310,7 +319,7 @@ typedef struct ddp_pipeline_stage {
        = value's) and sets grad.data; with unshard, that hook sets it, until reduce_grad. PipeDream and 2BW:
        hooks see the newest values; while a callback uses older ones, value.data is a copy */
     ddp_param *const *params;
-    int param_count;
+    int param_count;    /* entries of params */
     int zero_gradients; /* 1 = gradient memory is cleared before each W or B */
     /* Data parallelism. Each hook may be NULL. It returns before the next call for this stage. Replicas call
        the hooks in the same order. */
@@ -339,6 +348,7 @@ typedef struct ddp_pipeline_tie {
                                        the same stage */
 } ddp_pipeline_tie;
 
+/* For ddp_pipeline_create. Zero means default, except for the required fields. */
 typedef struct ddp_pipeline_desc {
     const ddp_schedule *schedule;     /* required; outlives the pipeline. With or without SEND and RECV; its
                                          rank_count is the group's world_size */
@@ -350,20 +360,21 @@ typedef struct ddp_pipeline_desc {
                                          0 = none */
     const ddp_pipeline_edge *edges;   /* NULL = boundary and output; otherwise all edges, the same on every
                                          rank; copied */
-    int edge_count;
+    int edge_count;                   /* entries of edges */
     ddp_pipeline_fn loss; /* runs right after the last stage's F. NULL = that F sets *call->loss, and its
                              backward needs no output_grads */
-    void *loss_user;
+    void *loss_user;      /* passed to loss */
     const ddp_pipeline_tie *ties; /* the same on every rank; copied */
-    int tie_count;
+    int tie_count;                /* entries of ties */
     int prefetch; /* 0 = 2; receives per edge and direction that are posted ahead of the action that needs
                      them */
     int timed;    /* 1 = on a device with streams the host waits for each action: times and stats are those of
                      the device. 0 = those of enqueueing */
 } ddp_pipeline_desc;
 
+/* Measurements of a pipeline: see ddp_pipeline_get_stats. */
 typedef struct ddp_pipeline_stats {
-    uint64_t steps;
+    uint64_t steps;               /* since create */
     double step_seconds;          /* this and all that follows: of the last step, on this rank */
     double compute_seconds;       /* in callbacks of F, I, W, B and the loss */
     double wait_seconds;          /* waiting for the inputs of actions */
@@ -379,10 +390,12 @@ typedef struct ddp_pipeline_stats {
 
 /* For ddp_pipeline_profile: runs FORWARD, INPUT_GRAD or WEIGHT_GRAD of a layer to its end. */
 typedef ddp_result (*ddp_layer_fn)(int layer, ddp_action_kind kind, void *user);
+
+/* For ddp_pipeline_profile. */
 typedef struct ddp_profile_desc {
-    int layer_count;  /* required */
-    ddp_layer_fn run; /* required; for each layer and round: F, I, W in this order */
-    void *user;
+    int layer_count;           /* required */
+    ddp_layer_fn run;          /* required; for each layer and round: F, I, W in this order */
+    void *user;                /* passed to run */
     int rounds, warmup_rounds; /* 0 = 5 (their median is used) and 1; warmup_rounds -1 = none */
 } ddp_profile_desc;
 
@@ -437,10 +450,10 @@ DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule);
 DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_stage_cost *costs,
                                         ddp_schedule_report *report);
 
-DDPDEF int ddp_schedule_rank_count(const ddp_schedule *schedule); /* this and the next three: 0 for NULL */
-DDPDEF int ddp_schedule_stage_count(const ddp_schedule *schedule);
-DDPDEF int ddp_schedule_microbatch_count(const ddp_schedule *schedule);
-/* Micro-batches per update; microbatch_count if there is one update. */
+DDPDEF int ddp_schedule_rank_count(const ddp_schedule *schedule);       /* 0 for NULL */
+DDPDEF int ddp_schedule_stage_count(const ddp_schedule *schedule);      /* 0 for NULL */
+DDPDEF int ddp_schedule_microbatch_count(const ddp_schedule *schedule); /* 0 for NULL */
+/* Micro-batches per update; microbatch_count if there is one update; 0 for NULL. */
 DDPDEF int ddp_schedule_update_interval(const ddp_schedule *schedule);
 /* DDP_SCHEDULE_KIND_COUNT for a parsed schedule. */
 DDPDEF ddp_schedule_kind ddp_schedule_get_kind(const ddp_schedule *schedule);
