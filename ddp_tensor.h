@@ -91,18 +91,21 @@ NOT DONE HERE
 
 //== kernels ================================================================================= >>kernels
 
-/* c (m, n) = op(a) op(b), or c += with accumulate. Row-major; lda, ldb, ldc are elements from row to row.
-   op(a) is (m, k): a is (m, k), or (k, m) with trans_a. op(b) is (k, n): b is (k, n), or (n, k) with trans_b.
-   m, n and k may be 0. */
+/* A matrix product: c (m, n) = op(a) op(b). op(a) is (m, k), and op(b) is (k, n). */
 typedef struct ddp_gemm {
-    int64_t m, n, k, lda, ldb, ldc;
-    const void *a, *b;
-    void *c;
-    ddp_dtype dtype; /* DDP_F32 or DDP_F64 */
-    int trans_a, trans_b, accumulate;
+    int64_t m, n, k;       /* may be 0 */
+    int64_t lda, ldb, ldc; /* elements from row to row */
+    const void *a, *b;     /* row-major: a is (m, k), or (k, m) with trans_a; b is (k, n), or (n, k) with
+                              trans_b */
+    void *c;               /* row-major (m, n) */
+    ddp_dtype dtype;       /* DDP_F32 or DDP_F64 */
+    int trans_a, trans_b;  /* 1 = op transposes */
+    int accumulate;        /* 1 = adds to c; 0 = overwrites c */
 } ddp_gemm;
+/* Computes a product: see ddp_tp_desc.gemm. */
 typedef ddp_result (*ddp_gemm_fn)(const ddp_gemm *gemm, void *user);
 
+/* The activations of ddp_tp_mlp. */
 typedef enum ddp_tp_activation {
     /* tanh form, as GPT-2: x s(1.5957691216057307 (x + 0.044715 x^3)), s(x) = 1 / (1 + exp(-x)) */
     DDP_TP_GELU = 0,
@@ -110,35 +113,38 @@ typedef enum ddp_tp_activation {
     DDP_TP_SILU_GATED /* SwiGLU: g s(g) u of a first linear with 2 hidden features: [g | u] */
 } ddp_tp_activation;
 
-/* The arguments of the kernels below. Matrices are (rows, columns) without gaps. */
+/* The arguments of two kernels: rows of an embedding table. Matrices have no gaps. */
 typedef struct ddp_lookup {
-    int64_t rows, columns;
-    const int32_t *index; /* one per row; host memory, read before the call returns */
-    int64_t first, count; /* rows of the full table that this rank has */
-    const void *in;       /* lookup: the table. lookup_backward: a gradient per index */
-    void *out;            /* lookup: row index[i] - first of the table, or zeros. lookup_backward: gradients
+    int64_t rows, columns; /* of the looked-up rows */
+    const int32_t *index;  /* one per row; host memory, read before the call returns */
+    int64_t first, count;  /* rows of the full table that this rank has */
+    const void *in;        /* lookup: the table. lookup_backward: a gradient per index */
+    void *out;             /* lookup: row index[i] - first of the table, or zeros. lookup_backward: gradients
                              of the table; that row += row i, in order */
 } ddp_lookup;
 
+/* The argument of a kernel: normalizes the rows of x. Matrices have no gaps. */
 typedef struct ddp_norm {
-    int64_t rows, columns;
-    int rms; /* 1 = without mean */
-    double eps;
+    int64_t rows, columns;         /* of x and y */
+    int rms;                       /* 1 = without mean */
+    double eps;                    /* added to the variance */
     const void *x, *weight, *bias; /* bias may be NULL */
     void *stats;                   /* (rows, 2): mean, or 0 with rms; 1 / sqrt(mean((x - mean)^2) + eps) */
     void *y;                       /* (x - mean) stats[1] weight + bias */
 } ddp_norm;
 
-typedef struct ddp_norm_backward { /* with h = (x - mean) stats[1] and g = dy weight */
-    int64_t rows, columns;
-    int rms;
-    const void *x, *weight, *stats, *dy;
+/* The argument of a kernel: the gradients of ddp_norm, with h = (x - mean) stats[1] and g = dy weight. */
+typedef struct ddp_norm_backward {
+    int64_t rows, columns;          /* of x, dy and dx */
+    int rms;                        /* as in ddp_norm */
+    const void *x, *weight, *stats; /* as in ddp_norm */
+    const void *dy;                 /* the gradient of y */
     void *dx;   /* NULL = skip; may be dy: stats[1] (g - mean(g) - h mean(g h)), with rms without mean(g) */
     void *sums; /* NULL = skip; 2 rows: += the sums over rows of dy h and, unless rms, of dy */
 } ddp_norm_backward;
 
-/* Cross-entropy of logits, of which this rank has the words `first` to first + count - 1, and padding. Rows
-   with targets[i] == ignore are not read and have results of 0.
+/* The argument of three kernels: cross-entropy of logits, of which this rank has the words `first` to
+   first + count - 1, and padding. Rows with targets[i] == ignore are not read and have results of 0.
      loss_max   max[i] = the greatest logit, at least minus infinity
      loss_sum   dlogits (may be NULL or logits) = exp(logits - max); sums[0][i] = logits[target] - max, or 0
                 if another rank has the target; sums[1][i] = the sum of dlogits
@@ -147,23 +153,28 @@ typedef struct ddp_norm_backward { /* with h = (x - mean) stats[1] and g = dy we
                 dlogits = dlogits scale (1 + 2 z_loss all) / sums[1], less scale at the target; 0 in the
                 padding. max may be overwritten */
 typedef struct ddp_loss {
-    int64_t rows, columns;
+    int64_t rows, columns;  /* of logits and dlogits, padding included */
     const int32_t *targets; /* host memory, read before the call returns */
-    int64_t ignore, first, count;
-    double scale, z_loss, *total;
-    const void *logits;
-    void *max, *sums, *dlogits, *losses;
+    int64_t ignore;         /* the target of rows that do not count */
+    int64_t first, count;   /* this rank's words */
+    double scale, z_loss;   /* factors of loss_end */
+    double *total;          /* NULL = not computed; host memory */
+    const void *logits;     /* the input */
+    void *max;              /* one per row */
+    void *sums;             /* two arrays of one per row */
+    void *dlogits, *losses; /* NULL = not computed */
 } ddp_loss;
 
-/* y (may be x) = u < threshold ? 0 : x scale. u is word e % 4 of Philox 4x32-10 with counter e / 4, where
-   e = first + row * step + column. */
+/* The argument of a kernel: y = u < threshold ? 0 : x scale. u is word e % 4 of Philox 4x32-10 with counter
+   e / 4, where e = first + row * step + column. */
 typedef struct ddp_dropout {
-    int64_t rows, columns, first, step;
-    uint64_t key;
-    uint32_t threshold;
-    double scale;
-    const void *x;
-    void *y;
+    int64_t rows, columns; /* of x and y */
+    int64_t first, step;   /* the position in the global activation */
+    uint64_t key;          /* of Philox */
+    uint32_t threshold;    /* probability of zero times 2^32 */
+    double scale;          /* 1 / (1 - probability of zero) */
+    const void *x;         /* the input */
+    void *y;               /* the output; may be x */
 } ddp_dropout;
 
 /* The functions of ddp_device.layers: an array of two tables, for f32 and for f64. Work goes to the stream
@@ -186,6 +197,7 @@ typedef struct ddp_dropout {
     X(dropout, (const ddp_dropout *op))
 
 // clang-format off
+/* A table of these functions, and a product. */
 typedef struct ddp_layer_kernels {
     int version;      /* DDP_VERSION of the header that filled in the table */
     ddp_gemm_fn gemm; /* user: the group */
@@ -207,17 +219,22 @@ extern "C" {
 
 //== types ===================================================================================== >>types
 
-/* The distribution of a tensor over the ranks of a group. Zero is REPLICATE. Constants, for use in
-   initializers. */
+/* The distribution of a tensor over the ranks of a group: DDP_REPLICATE, DDP_PARTIAL or DDP_SHARD. Zero is
+   DDP_REPLICATE. */
 typedef int32_t ddp_placement;
+/* Every rank has the whole tensor. A constant, also in initializers; so are the next two. */
 #define DDP_REPLICATE ((ddp_placement)0)
+/* Every rank has a summand of the full shape. */
 #define DDP_PARTIAL ((ddp_placement)-1)
-#define DDP_SHARD(dim) ((ddp_placement)(1 + (dim))) /* dim from 0 */
+/* Every rank has a piece along dimension dim, from 0. */
+#define DDP_SHARD(dim) ((ddp_placement)(1 + (dim)))
 
 /* A rectangular part of a global tensor: [offset, offset + shape) of global_shape. */
 typedef struct ddp_tensor_box {
-    int ndim;
-    int64_t global_shape[DDP_MAX_NDIM], offset[DDP_MAX_NDIM], shape[DDP_MAX_NDIM];
+    int ndim;                           /* of the global tensor and of the box */
+    int64_t global_shape[DDP_MAX_NDIM]; /* of the global tensor */
+    int64_t offset[DDP_MAX_NDIM];       /* the first entry of the box along each dimension */
+    int64_t shape[DDP_MAX_NDIM];        /* of the box */
 } ddp_tensor_box;
 
 /* The work of a redistribution on this rank. */
@@ -228,12 +245,11 @@ typedef struct ddp_tensor_plan {
     size_t workspace_bytes; /* allocated on the group's device during the call */
 } ddp_tensor_plan;
 
-typedef struct ddp_tp ddp_tp; /* shared by the layers of a model on one group: products, workspace, counters
-                                 */
-typedef struct ddp_tp_linear ddp_tp_linear;
-typedef struct ddp_tp_mlp ddp_tp_mlp;
-typedef struct ddp_tp_embedding ddp_tp_embedding;
-typedef struct ddp_tp_layer_norm ddp_tp_layer_norm;
+typedef struct ddp_tp ddp_tp; /* what the layers of a model share on one group; see ddp_tp_create */
+typedef struct ddp_tp_linear ddp_tp_linear;         /* see ddp_tp_linear_create */
+typedef struct ddp_tp_mlp ddp_tp_mlp;               /* see ddp_tp_mlp_create */
+typedef struct ddp_tp_embedding ddp_tp_embedding;   /* see ddp_tp_embedding_create */
+typedef struct ddp_tp_layer_norm ddp_tp_layer_norm; /* see ddp_tp_layer_norm_create */
 
 //== descs ===================================================================================== >>descs
 
@@ -246,6 +262,7 @@ typedef struct ddp_tensor_layout {
     ddp_placement placement[DDP_MAX_NDIM]; /* along each axis; 0 = replicate */
 } ddp_tensor_layout;
 
+/* For ddp_tp_create. Zero means default, except for max_rows. */
 typedef struct ddp_tp_desc {
     ddp_dtype dtype;       /* 0 = DDP_F32; or DDP_F64: of activations, weights and gradients */
     int64_t max_rows;      /* required; the largest M: rows (tokens of all sequences) of a full activation */
@@ -258,21 +275,22 @@ typedef struct ddp_tp_desc {
     ddp_gemm_fn gemm;      /* see ddp_gemm; NULL = CBLAS with DDP_USE_CBLAS, otherwise a built-in kernel for
                               one core; on a device with its own memory, the device's product (for GPUs see
                               ddp_cuda_gemm) */
-    void *gemm_user;
+    void *gemm_user;       /* passed to gemm */
 } ddp_tp_desc;
 
 /* Counts of a context since its creation or since ddp_tp_reset_stats. */
 typedef struct ddp_tp_stats {
-    uint64_t collectives;
+    uint64_t collectives;   /* issued by layers */
     uint64_t elements_sent; /* by this rank, as by a ring */
     double comm_seconds;    /* this thread's time in collectives, not hidden by compute. Almost 0 on a device
                                with streams */
-    size_t workspace_bytes;
+    size_t workspace_bytes; /* of the shared workspace */
 } ddp_tp_stats;
 
+/* The sharded dimension of a linear layer's weight: see CONCEPTS above. */
 typedef enum ddp_tp_split { DDP_TP_COLUMN = 0, DDP_TP_ROW } ddp_tp_split;
 
-/* y = x W' + b, W (out_features, in_features) as in PyTorch. */
+/* For ddp_tp_linear_create: y = x W' + b, W (out_features, in_features) as in PyTorch. */
 typedef struct ddp_tp_linear_desc {
     ddp_tp_split split;                /* COLUMN shards out_features, ROW in_features, by the rule of SHARD */
     int64_t in_features, out_features; /* required; global. With heads, out_features 0 = (heads + 2 kv_heads)
@@ -281,19 +299,22 @@ typedef struct ddp_tp_linear_desc {
     int gather_output; /* COLUMN: every rank gets the full y. Not with sequence_parallel */
     int scatter_input; /* ROW: every rank passes the full x, and uses its own columns. Not with
                           sequence_parallel */
-    /* COLUMN: fused query, key, value. W's rows are the heads of all queries, then of all keys, then of all
-       values. Each is sharded by heads, so y's columns are this rank's [queries | keys | values]. kv_heads 0
-       = heads; fewer: grouped-query attention. Both are multiples of the ranks */
-    int heads, kv_heads;
+    /* COLUMN: fused query, key, value; 0 = none. W's rows are the heads of all queries, then of all keys,
+       then of all values. Each is sharded by heads, so y's columns are this rank's [queries | keys | values].
+       A multiple of the ranks */
+    int heads;
+    int kv_heads;      /* 0 = heads; fewer: grouped-query attention. A multiple of the ranks */
     int64_t head_size; /* with heads: 0 = in_features / heads */
 } ddp_tp_linear_desc;
 
+/* For ddp_tp_mlp_create. */
 typedef struct ddp_tp_mlp_desc {
-    int64_t channels, hidden; /* required; hidden is sharded */
-    ddp_tp_activation activation;
-    int no_bias;
+    int64_t channels, hidden;     /* required; hidden is sharded */
+    ddp_tp_activation activation; /* 0 = GELU */
+    int no_bias;                  /* 1 = both linears have no bias */
 } ddp_tp_mlp_desc;
 
+/* For ddp_tp_embedding_create. */
 typedef struct ddp_tp_embedding_desc {
     int64_t vocab, channels; /* required */
     int64_t padded_vocab;    /* 0 = vocab; rows of the table, which are sharded; those from vocab on are not
@@ -301,6 +322,7 @@ typedef struct ddp_tp_embedding_desc {
                                 rows */
 } ddp_tp_embedding_desc;
 
+/* For ddp_tp_cross_entropy. */
 typedef struct ddp_tp_loss_desc {
     int64_t vocab;        /* required */
     int64_t padded_vocab; /* 0 = vocab; logits from vocab on count as minus infinity */
@@ -310,14 +332,15 @@ typedef struct ddp_tp_loss_desc {
     double scale;         /* of the gradient; 0 = 1 / rows that count: the gradient of the mean */
 } ddp_tp_loss_desc;
 
+/* For ddp_tp_layer_norm_create. */
 typedef struct ddp_tp_layer_norm_desc {
     int64_t channels; /* required */
     double eps;       /* 0 = 1e-5 */
     int rms;          /* 1 = RMS norm: no mean, no bias (Zhang and Sennrich 2019) */
 } ddp_tp_layer_norm_desc;
 
-/* The position of a buffer in a global activation, for dropout: element (i, j) of the buffer is element
-   (first_row + i, first_column + j) of an activation with `columns` columns. */
+/* For ddp_tp_dropout: the position of a buffer in a global activation. Element (i, j) of the buffer is
+   element (first_row + i, first_column + j) of an activation with `columns` columns. */
 typedef struct ddp_tp_dropout_desc {
     double rate;  /* probability of zero, 0 to below 1 */
     uint64_t key; /* of this step and this layer: the same on all ranks that share the activation */
@@ -347,8 +370,10 @@ DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t 
 DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin, int64_t end,
                                    ddp_tensor *out);
 
-/* The following calls write to the memory of out, which must have the right shape. If out->data is NULL, they
-   allocate out like ddp_tensor_create. out->dtype 0 = in's. */
+/* --- elements of tensors ---
+   A call with `out` writes to the memory of out, which must have the right shape. If out->data is NULL, it
+   allocates out like ddp_tensor_create. out->dtype 0 = in's. Not collective, and blocking. Errors: as for
+   tensors. */
 
 /* Copies between equal shapes, and converts dtypes: any float to any float, rounding to nearest even;
    integers only to the same dtype. */
@@ -433,25 +458,26 @@ DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_t
    of that group. Buffers belong to the caller. They are contiguous, of the context's dtype, in memory of the
    group's device. They are in use until the call returns; on a device with streams, until the enqueued work
    is done. Tokens and targets are host memory, read before the call returns.
+   A context must outlive its layers. Creating a layer is collective, blocks, and copies desc; *out is NULL on
+   failure. Destroying a layer is not collective.
    Errors: DDP_ERR_INVALID before data is sent; those of collectives. */
 
 /* Creates a context. Creating it or a layer may grow the shared workspace (group memory), and must not happen
    while a layer runs. Other calls allocate nothing. Creation is collective, and blocks. */
 DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_desc *desc);
 DDPDEF void ddp_tp_destroy(ddp_tp *tp); /* after its layers; collective; NULL is ignored */
-DDPDEF ddp_result ddp_tp_get_stats(const ddp_tp *tp, ddp_tp_stats *stats);
-DDPDEF void ddp_tp_reset_stats(ddp_tp *tp);
+DDPDEF ddp_result ddp_tp_get_stats(const ddp_tp *tp, ddp_tp_stats *stats); /* not collective */
+DDPDEF void ddp_tp_reset_stats(ddp_tp *tp); /* sets the counts to 0; not collective */
 
 /* The product that layers use in host memory when desc.gemm is NULL; can also be called without a group. user
    is not read. Each element of c is one chain of additions in the order of k, so its bits do not depend on
    the other elements. */
 DDPDEF ddp_result ddp_gemm_builtin(const ddp_gemm *gemm, void *user);
 
-/* For all layers: tp must outlive the layer, desc is copied, *out is NULL on failure. Errors: DDP_ERR_INVALID
-   and DDP_ERR_MISMATCH name the field; DDP_ERR_NO_MEMORY. */
+/* Creates a linear layer: column-parallel or row-parallel. Errors: DDP_ERR_INVALID and DDP_ERR_MISMATCH name
+   the field; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const ddp_tp_linear_desc *desc);
-DDPDEF void ddp_tp_linear_destroy(ddp_tp_linear *linear); /* for all layers: not collective; NULL is
-                                                             ignored */
+DDPDEF void ddp_tp_linear_destroy(ddp_tp_linear *linear); /* NULL is ignored */
 /* The box of this rank's weight in the global weight (out_features, in_features). Fused query, key, value has
    three parts, 0 to 2, one below the other in the rank's weight; otherwise part is 0. */
 DDPDEF ddp_result ddp_tp_linear_weight_box(const ddp_tp_linear *linear, int part, ddp_tensor_box *box);
@@ -472,30 +498,40 @@ DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weig
                                          const void *dy, int64_t rows, void *dx, void *weight_grad,
                                          void *bias_grad);
 
-/* A column linear (hidden, channels), the activation, and a row linear (channels, hidden). weights and grads:
-   weight and bias of the first, then of the second; biases are NULL with no_bias. grads NULL: not computed.
-   SILU_GATED: the first has hidden rows for the gate, then hidden rows for the up projection; each part is
-   sharded. saved: ddp_tp_mlp_saved_count elements that forward writes and backward reads. */
+/* Creates an MLP: a column linear (hidden, channels), the activation, and a row linear (channels, hidden).
+   SILU_GATED: the column linear has hidden rows for the gate, then hidden rows for the up projection; each
+   part is sharded. Errors: as ddp_tp_linear_create. */
 DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_mlp_desc *desc);
-DDPDEF void ddp_tp_mlp_destroy(ddp_tp_mlp *mlp);
+DDPDEF void ddp_tp_mlp_destroy(ddp_tp_mlp *mlp); /* NULL is ignored */
+/* The elements of saved, which forward writes and backward reads; rows is M. */
 DDPDEF size_t ddp_tp_mlp_saved_count(const ddp_tp_mlp *mlp, int64_t rows);
 /* The column linear (0) or the row linear (1), for their boxes; owned by the mlp. */
 DDPDEF ddp_tp_linear *ddp_tp_mlp_linear(ddp_tp_mlp *mlp, int which);
+/* x and y are (M, channels), or (M/t, channels) in sequence parallelism; rows is M. weights: weight and bias
+   of the column linear, then of the row linear; biases are NULL with no_bias. saved: ddp_tp_mlp_saved_count
+   elements. */
 DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x,
                                      int64_t rows, void *saved, void *y);
+/* x, weights and saved are those of the forward. dy has the shape of y, dx of x. grads: the gradients of
+   weights; NULL: not computed. */
 DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x,
                                       const void *saved, const void *dy, int64_t rows, void *dx,
                                       void *const grads[4]);
 
-/* weight: this rank's rows of (padded_vocab, channels). tokens: M of them, the same on every rank. y (M,
-   channels), or (M/t, channels) in sequence parallelism. Errors: DDP_ERR_INVALID on every rank names the
-   position of a token outside 0 to vocab - 1. */
+/* Creates an embedding. Its table (padded_vocab, channels) is sharded by rows. Errors: as
+   ddp_tp_linear_create. */
 DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp,
                                           const ddp_tp_embedding_desc *desc);
-DDPDEF void ddp_tp_embedding_destroy(ddp_tp_embedding *embedding);
+DDPDEF void ddp_tp_embedding_destroy(ddp_tp_embedding *embedding); /* NULL is ignored */
+/* The box of this rank's rows in the table. */
 DDPDEF ddp_result ddp_tp_embedding_box(const ddp_tp_embedding *embedding, ddp_tensor_box *box);
+/* weight: this rank's rows of the table. tokens: M of them, the same on every rank; rows is M. y (M,
+   channels), or (M/t, channels) in sequence parallelism. Errors: DDP_ERR_INVALID on every rank names the
+   position of a token outside 0 to vocab - 1. */
 DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const void *weight,
                                            const int32_t *tokens, int64_t rows, void *y);
+/* dy has the shape of y; weight_grad is the gradient of this rank's rows. Errors: as
+   ddp_tp_embedding_forward. */
 DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const int32_t *tokens,
                                             const void *dy, int64_t rows, void *weight_grad);
 
@@ -510,15 +546,17 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
                                        const int32_t *targets, int64_t rows, void *losses, double *mean,
                                        void *dlogits);
 
-/* Normalizes the last dimension of x (rows, channels); rows is this rank's, M/t in sequence parallelism.
-   stats: 2 * rows elements for backward. bias is NULL with rms. In sequence parallelism, the gradients of
-   weight and bias are summed over the group by one all-reduce, and the call is collective. They may be NULL,
-   on all ranks or none: not computed. In place: dx may be dy. */
+/* Creates a layer norm, or an RMS norm. Errors: as ddp_tp_linear_create. */
 DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp,
                                            const ddp_tp_layer_norm_desc *desc);
-DDPDEF void ddp_tp_layer_norm_destroy(ddp_tp_layer_norm *norm);
+DDPDEF void ddp_tp_layer_norm_destroy(ddp_tp_layer_norm *norm); /* NULL is ignored */
+/* Normalizes the last dimension of x (rows, channels); rows is this rank's, M/t in sequence parallelism.
+   stats: 2 * rows elements for backward. bias is NULL with rms. Not collective. */
 DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void *weight, const void *bias,
                                             const void *x, int64_t rows, void *stats, void *y);
+/* Computes dx, and the gradients of weight and bias. These may be NULL, on all ranks or none: not computed.
+   In sequence parallelism, one all-reduce sums them over the group; otherwise the call is not collective. In
+   place: dx may be dy. */
 DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void *weight, const void *x,
                                              const void *stats, const void *dy, int64_t rows, void *dx,
                                              void *weight_grad, void *bias_grad);
