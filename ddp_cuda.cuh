@@ -101,7 +101,8 @@ NOT DONE HERE
 //== config ===================================================================================== >>config
 #include <cuda_runtime_api.h>
 
-#define DDP_CUDA_QUANT_BLOCK 256 /* elements that share a scale in ddp_cuda_quantise8 */
+/* Elements that share a scale in ddp_cuda_quantise8. */
+#define DDP_CUDA_QUANT_BLOCK 256
 
 #ifdef __cplusplus
 extern "C" {
@@ -111,8 +112,8 @@ extern "C" {
 
 /* One tensor of a list, and its position in the flat buffer. */
 typedef struct ddp_cuda_range {
-    void *data; /* on the device */
-    size_t count;
+    void *data;    /* on the device */
+    size_t count;  /* elements */
     size_t offset; /* elements from the start of the flat buffer */
 } ddp_cuda_range;
 
@@ -125,6 +126,7 @@ typedef struct ddp_cuda_norm {
 
 //== descs ======================================================================================= >>descs
 
+/* For ddp_cuda_pick. Zero means default, field by field. */
 typedef struct ddp_cuda_pick_desc {
     const int *devices; /* local rank r uses devices[r]. NULL = device r, or the only one the rank sees */
     int device_count;   /* entries of devices */
@@ -134,6 +136,7 @@ typedef struct ddp_cuda_pick_desc {
                            */
 } ddp_cuda_pick_desc;
 
+/* The way in which a group of GPUs communicates. */
 typedef enum ddp_cuda_engine {
     DDP_CUDA_ENGINE_DEFAULT = 0, /* NCCL. Staged, with a notice to log_fn, if ranks share a device or NCCL is
                                     not built in */
@@ -142,17 +145,18 @@ typedef enum ddp_cuda_engine {
     DDP_CUDA_ENGINE_STAGED       /* through host memory and the control group: slow, for development */
 } ddp_cuda_engine;
 
+/* For ddp_cuda_group_create. Zero means default, field by field. */
 typedef struct ddp_cuda_desc {
-    const int *devices; /* as in ddp_cuda_pick_desc; NULL = those of ddp_launch_desc.devices, otherwise by
+    const int *devices;     /* as in ddp_cuda_pick_desc; NULL = those of ddp_launch_desc.devices, otherwise by
                            local rank */
-    int device_count;
-    const char *uuid;
-    int allow_shared;         /* implied by DDP_CUDA_ENGINE_STAGED */
-    ddp_cuda_engine engine;   /* equal on all ranks */
-    ddp_order order;          /* 0 = any with NCCL, tree when staged; equal on all ranks */
-    const char *name;         /* NULL = control's */
-    int timeout_ms;           /* 0 = control's */
-    cudaStream_t stream;      /* the user's stream: calls follow its work, and ddp_wait makes it wait; see
+    int device_count;       /* entries of devices */
+    const char *uuid;       /* as in ddp_cuda_pick_desc */
+    int allow_shared;       /* implied by DDP_CUDA_ENGINE_STAGED */
+    ddp_cuda_engine engine; /* equal on all ranks */
+    ddp_order order;        /* 0 = any with NCCL, tree when staged; equal on all ranks */
+    const char *name;       /* NULL = control's */
+    int timeout_ms;         /* 0 = control's */
+    cudaStream_t stream;    /* the user's stream: calls follow its work, and ddp_wait makes it wait; see
                                  ddp_cuda_set_stream. 0 = CUDA's default stream */
     cudaStream_t comm_stream; /* the stream for communication; 0 = the group creates one of high priority */
     struct ncclComm *comm;    /* NULL = created by the group. Otherwise the user's ncclComm_t with control's
@@ -162,19 +166,19 @@ typedef struct ddp_cuda_desc {
 
 /* One step of AdamW or SGD on a shard. All pointers are device memory. */
 typedef struct ddp_cuda_step_desc {
-    float *master;        /* required; the parameters in f32, updated in place */
-    const void *grad;     /* required */
-    ddp_dtype grad_dtype; /* 0 = F32; F16, BF16 */
-    float *first;         /* AdamW: required, first moment. SGD: the momentum buffer, required when momentum
+    float *master;          /* required; the parameters in f32, updated in place */
+    const void *grad;       /* required */
+    ddp_dtype grad_dtype;   /* 0 = F32; F16, BF16 */
+    float *first;           /* AdamW: required, first moment. SGD: the momentum buffer, required when momentum
                              is not 0 */
-    float *second;        /* AdamW: required, second moment */
-    void *copy;           /* NULL = none; the updated parameters in copy_dtype, written in the same pass */
-    ddp_dtype copy_dtype; /* 0 = BF16; F16, F32 */
-    size_t count;
-    int64_t step; /* required; counts from 1 */
-    float lr, weight_decay;
-    float beta1, beta2;        /* AdamW; 0 = 0.9 and 0.999 */
-    float eps;                 /* AdamW; 0 = 1e-8 */
+    float *second;          /* AdamW: required, second moment */
+    void *copy;             /* NULL = none; the updated parameters in copy_dtype, written in the same pass */
+    ddp_dtype copy_dtype;   /* 0 = BF16; F16, F32 */
+    size_t count;           /* elements of each array */
+    int64_t step;           /* required; counts from 1 */
+    float lr, weight_decay; /* the learning rate; 0 = no weight decay */
+    float beta1, beta2;     /* AdamW; 0 = 0.9 and 0.999 */
+    float eps;              /* AdamW; 0 = 1e-8 */
     float momentum, dampening; /* SGD */
     int nesterov;              /* SGD; 1 = on */
     float grad_factor;         /* 0 = 1; multiplies gradients first: clipping, or 1 / loss scale */
@@ -238,8 +242,8 @@ DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream);
    GPUs. */
 DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group);
 
-/* The current CUDA device as a ddp_device. >>spi lists what its functions promise in addition to struct
-   ddp_device. */
+/* The current CUDA device as a ddp_device. The section "device functions" lists what its functions promise in
+   addition to struct ddp_device. */
 DDPDEF const ddp_device *ddp_device_cuda(void);
 
 /* Sets the stream for this thread's calls of ddp_device_cuda(), and returns the previous one. Initially 0:
@@ -250,14 +254,15 @@ DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream);
    or DDP_OK. */
 DDPDEF ddp_result ddp_cuda_check(void);
 
-/* Products of device memory by cuBLASLt, on this thread's stream as above; only with DDP_USE_CUBLASLT. user
-   is the group, which keeps a handle and 32 MiB from the first call on. ddp_tensor.h's layers use
-   ddp_cuda_gemm on a group of GPUs when ddp_tp_desc.gemm is NULL. ddp_cuda_gemm_tf32 may round factors to
-   TF32: set ddp_tp_desc.gemm to it and gemm_user to the group. The same call gives the same bits. Errors:
-   DDP_ERR_ENGINE names cuBLASLt's status. */
 #if defined(DDP_USE_CUBLASLT)
-struct ddp_gemm; /* of ddp_tensor.h */
+struct ddp_gemm;
+/* A product of device memory by cuBLASLt, on this thread's stream as above; only with DDP_USE_CUBLASLT. user
+   is the group, which keeps a handle and 32 MiB from the first call on. The layers of ddp_tensor.h use this
+   function on a group of GPUs when ddp_tp_desc.gemm is NULL. The same call gives the same bits. Errors:
+   DDP_ERR_ENGINE names cuBLASLt's status. */
 DDPDEF ddp_result ddp_cuda_gemm(const struct ddp_gemm *gemm, void *user);
+/* The same, but factors may be rounded to TF32. To use it for layers, set ddp_tp_desc.gemm to it and
+   gemm_user to the group. */
 DDPDEF ddp_result ddp_cuda_gemm_tf32(const struct ddp_gemm *gemm, void *user);
 #endif
 
@@ -274,11 +279,12 @@ DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const vo
                                        size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor,
                                        cudaStream_t stream);
 
-/* Copies many tensors into one flat buffer, and back, with one launch per 64 tensors. Every element is
+/* Copies many tensors into one flat buffer, with one launch per 64 tensors. Every element is
    multiplied by factor and rounded once to nearest even. Float dtypes. Computes in f64 when either dtype is
    F64, otherwise in f32. Tensors and buffer do not overlap. */
 DDPDEF ddp_result ddp_cuda_flatten(void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges,
                                    int range_count, ddp_dtype dtype, float factor, cudaStream_t stream);
+/* Copies one flat buffer into many tensors. Otherwise like ddp_cuda_flatten. */
 DDPDEF ddp_result ddp_cuda_unflatten(const void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges,
                                      int range_count, ddp_dtype dtype, float factor, cudaStream_t stream);
 
@@ -299,19 +305,18 @@ DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t st
      w = w - lr (nesterov ? g + momentum b : b) */
 DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream);
 
-/* Converts to signed bytes with one f32 scale per DDP_CUDA_QUANT_BLOCK elements, scales[ceil(count / 256)],
-   and back. scale = A / 127, where A is the largest magnitude of the block; q = x / scale, rounded to nearest
-   even. F32, F16, BF16. After both conversions, before rounding to dst_dtype, an element is off by at most A
-   / 253.9. A block with A below 2^-100 becomes zeros. A block with a NaN or an infinity gets the scale NaN,
-   and becomes NaNs when it is converted back. Equal data gives equal bits. Sources and destinations do not
-   overlap. */
+/* Converts to signed bytes with one f32 scale per DDP_CUDA_QUANT_BLOCK elements, scales[ceil(count / 256)].
+   scale = A / 127, where A is the largest magnitude of the block; q = x / scale, rounded to nearest even.
+   F32, F16, BF16. A block with A below 2^-100 becomes zeros. A block with a NaN or an infinity gets the scale NaN.
+   Equal data gives equal bits. src and q do not overlap. */
 DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype,
                                      size_t count, cudaStream_t stream);
+/* Converts back: dst = q scale, F32, F16 or BF16. After both conversions, before rounding to dst_dtype, an
+   element is off by at most A / 253.9. A block with the scale NaN becomes NaNs. q and dst do not overlap. */
 DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales,
                                        size_t count, cudaStream_t stream);
 
 //== device functions ============================================================================== >>spi
-
 /* ddp_device_cuda() promises in addition to struct ddp_device:
      alloc        blocks until the memory is zeroed: any stream may use it at once.
      copy         between device pointers, it is in stream order. If either side is host memory, it is
