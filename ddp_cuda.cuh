@@ -307,8 +307,8 @@ DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stre
 
 /* Converts to signed bytes with one f32 scale per DDP_CUDA_QUANT_BLOCK elements, scales[ceil(count / 256)].
    scale = A / 127, where A is the largest magnitude of the block; q = x / scale, rounded to nearest even.
-   F32, F16, BF16. A block with A below 2^-100 becomes zeros. A block with a NaN or an infinity gets the scale NaN.
-   Equal data gives equal bits. src and q do not overlap. */
+   F32, F16, BF16. A block with A below 2^-100 becomes zeros. A block with a NaN or an infinity gets the scale
+   NaN. Equal data gives equal bits. src and q do not overlap. */
 DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype,
                                      size_t count, cudaStream_t stream);
 /* Converts back: dst = q scale, F32, F16 or BF16. After both conversions, before rounding to dst_dtype, an
