@@ -41,8 +41,8 @@ CONTENTS      (search for the tags)
     >>config  >>kernels  >>types  >>descs  >>api  >>impl-structs  >>impl-update  >>impl-optimizer
     >>impl-optimizer-step  >>impl-scaler  >>impl-crc  >>impl-json  >>impl-safetensors  >>impl-files
     >>impl-boxes  >>impl-save  >>impl-load  >>impl-sharding  >>impl-memory  >>impl-layout  >>impl-unshard
-    >>impl-shard-reduce  >>impl-reduce-order  >>impl-step  >>impl-saver  >>impl-create  >>impl-wrap
-    >>impl-public
+    >>impl-shard-reduce  >>impl-reduce-order  >>impl-step  >>impl-saver  >>impl-create-check
+    >>impl-create  >>impl-wrap  >>impl-public
 
 CONCEPTS
     Shard      A parameter of d rows (its first dimension) is cut into W pieces of c = ceil(d / W) rows. Rank
@@ -5140,24 +5140,20 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     return ddp_fsdp_zero_grad(fsdp);
 }
 
-//== sharding: create and destroy ============================================================== >>impl-create
+//== FSDP: creation, checks and agreement =============================================== >>impl-create-check
+/* ddp_fsdp_create makes three agreements. All ranks of group, replicas and checkpoint_group take part:
 
-/* A create goes through three agreements of all ranks, replicas and the checkpoint group included:
      1. descs      valid on each rank, and equal where they must be
-     2. memory     a rank without memory still takes part in the collective allocations; all ranks fail here
-     3. values     first values and optimizer are there
-   A failure of one rank is therefore an error of every rank, and the groups stay usable. */
+     2. memory     a rank without memory still takes part in the collective allocations
+     3. values     first values are in place, the optimizer exists
+
+   A failure of one rank is therefore an error on every rank, and the groups stay usable. This section has
+   agreement 1: defaults, checks, and the descriptions that ranks compare. */
 
 #define DDP__CREATE_INVALID(group, ...) ddp__fsdp_invalid("ddp_fsdp_create", group, __VA_ARGS__)
 
-static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc) {
-    ddp_group *group = f->group;
-    ddp_fsdp_desc *d = &f->desc;
-    *d = *desc;
-    if (d->replicas == group) d->replicas = NULL;
-    f->groups[1] = d->replicas;
-    f->groups[2] = d->checkpoint_group;
-    f->allocator.file = -1;
+/* The checks of a desc that need neither its parameters nor other ranks. */
+static ddp_result ddp__fsdp_desc_check(ddp_group *group, const ddp_fsdp_desc *d, int *param_count) {
     const struct {
         int wrong;
         const char *text;
@@ -5172,7 +5168,7 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
          "reduce_dtype is not a float", 0},
         {d->micro_batch_count < 0, "micro_batch_count=%d is negative", d->micro_batch_count},
         {!d->alloc_fn != !d->free_fn, "set both alloc_fn and free_fn, or neither", 0},
-        {desc->replicas == group,
+        {d->replicas == group,
          "replicas is the group that things are split over; give the ranks that hold the same shard", 0},
         {d->quantize_gather && d->strategy != DDP_FSDP_FULL_SHARD,
          "quantize_gather is for FULL_SHARD, where parameters are gathered in every step", 0},
@@ -5186,8 +5182,21 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
         if (!unit->params || unit->param_count < 1)
             return DDP__CREATE_INVALID(group, "unit %d (%s) has no parameters", u,
                                        unit->name ? unit->name : "no name");
-        f->shard_count += unit->param_count;
+        *param_count += unit->param_count;
     }
+    return DDP_OK;
+}
+
+/* Checks and copies the desc, and derives what depends only on it and the groups. */
+static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc) {
+    ddp_group *group = f->group;
+    ddp_fsdp_desc *d = &f->desc;
+    *d = *desc;
+    if (d->replicas == group) d->replicas = NULL; /* the check fails, without a second wait in that group */
+    f->groups[1] = d->replicas;
+    f->groups[2] = d->checkpoint_group;
+    f->allocator.file = -1;
+    DDP_TRY(ddp__fsdp_desc_check(group, desc, &f->shard_count));
     if (!d->micro_batch_count) d->micro_batch_count = 1;
     if (!d->prefetch) d->prefetch = 1;
     if (d->prefetch < 0) d->prefetch = 0;
@@ -5196,9 +5205,8 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
     if (!d->keep_checkpoints) d->keep_checkpoints = 1;
     f->device = ddp_group_device(group);
     f->unit_count = d->unit_count;
-    /* it is there */
     if (f->device == ddp_device_cpu() && d->offload == DDP_FSDP_OFFLOAD_HOST)
-        d->offload = DDP_FSDP_OFFLOAD_NONE;
+        d->offload = DDP_FSDP_OFFLOAD_NONE; /* everything is in host memory already */
     if (f->device != ddp_device_cpu() && (d->quantize_gather || d->offload == DDP_FSDP_OFFLOAD_FILE))
         return ddp_fail(
             DDP_ERR_UNSUPPORTED,
@@ -5210,24 +5218,25 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, const ddp_fsdp_desc *desc)
     if (f->world_size == 1 && ddp_world_size(group) > 1) f->replica_groups[f->replica_group_count++] = group;
     if (d->replicas && ddp_world_size(d->replicas) > 1)
         f->replica_groups[f->replica_group_count++] = d->replicas;
-    f->grad_divisor = d->per_token ? 0
-                                   : (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group)
-                                         * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
+    f->grad_divisor = (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group);
+    if (d->replicas) f->grad_divisor *= (uint64_t)ddp_world_size(d->replicas);
+    if (d->per_token) f->grad_divisor = 0; /* ddp_fsdp_mean sets it in every step */
     f->keeps_full_params = d->strategy != DDP_FSDP_FULL_SHARD
                            || (f->world_size == 1 && f->device != ddp_device_cpu());
     f->reduces_per_micro_batch = d->strategy == DDP_FSDP_FULL_SHARD || d->strategy == DDP_FSDP_SHARD_GRAD;
     return DDP_OK;
 }
 
-/* Levels of the binary counter: sums of shards, or of full gradients besides the one that backward writes. */
+/* The number of partial sums over micro-batches: of shards, or of full gradients besides those that backward
+   writes. */
 static int ddp__fsdp_partial_sums(const ddp_fsdp *f) {
-    int levels = 0;
-    for (int m = f->desc.micro_batch_count; m > 1; m >>= 1) levels++;
-    if (f->desc.sequential_accumulation && levels > 1) levels = 1;
-    return f->reduces_per_micro_batch ? levels + 1 : levels;
+    int count = 0;
+    for (int m = f->desc.micro_batch_count; m > 1; m >>= 1) count++;
+    if (f->desc.sequential_accumulation && count > 1) count = 1;
+    return f->reduces_per_micro_batch ? count + 1 : count;
 }
 
-/* Makes the object, followed by the list of its allocations. Describes units and shards, and finds every
+/* Allocates the object, followed by the list of its allocations. Describes units and shards, and finds every
    error that one rank can find without the others. */
 static ddp_result ddp__fsdp_describe(ddp_fsdp *resolved, ddp_fsdp **out) {
     ddp_optimizer_desc optimizer = resolved->desc.optimizer;
@@ -5261,12 +5270,13 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *resolved, ddp_fsdp **out) {
         }
     }
     for (ddp__fsdp_unit *unit = f->units; unit < f->units_end; unit++) ddp__unit_layout(f, unit);
-    return ddp__optimizer_resolve(f->group, &optimizer); /* its numbers, before any rank waits */
+    return ddp__optimizer_resolve(f->group, &optimizer); /* only checks its numbers, before any rank waits */
 }
 
 enum { DDP__FSDP_OPTIONS = 31 };
 
-/* The hash of entry i of what must be equal on all ranks, and its description: options, then parameters. */
+/* Describes entry i of the list that must be equal on all ranks: options, then parameters. Returns its
+   hash. */
 static uint64_t ddp__fsdp_agree_entry(const void *list, int i, char *text) {
     const ddp_fsdp *f = (const ddp_fsdp *)list;
     const ddp_fsdp_desc *d = &f->desc;
@@ -5332,25 +5342,43 @@ static uint64_t ddp__fsdp_agree_entry(const void *list, int i, char *text) {
     return ddp_hash(hash, s->user_param->global_offset, shape_bytes);
 }
 
-/* All ranks of a group create the same object, or all fail. own: the result of this rank until now. */
-static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_result own) {
+/* All ranks of a group create the same object, or all fail. result: of this rank until now. */
+static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_group *group, ddp_result result) {
     int differs = 2;
-    ddp_result result = ddp_agree_list(group, "ddp_fsdp_create", own, f, DDP__FSDP_OPTIONS + f->shard_count,
-                                       ddp__fsdp_agree_entry, &differs);
-    /* a rank lacks this group: none waits there for it */
+    result = ddp_agree_list(group, "ddp_fsdp_create", result, f, DDP__FSDP_OPTIONS + f->shard_count,
+                            ddp__fsdp_agree_entry, &differs);
+    /* entries 0 and 1 are the groups: a rank lacks one of them, and no rank must wait for it there */
     for (int g = 1; g < 3 && differs < 2 && group == f->group; g++)
         if (f->groups[g]) ddp_group_poison(f->groups[g], result, ddp_last_error());
     return result;
 }
 
+//== FSDP: creation, memory and first values ================================================== >>impl-create
+/* Agreements 2 and 3 of ddp_fsdp_create: allocates all memory, fills in the first values, and creates the
+   optimizer. Also ddp_fsdp_destroy. */
+
+/* Memory for the partial sums of a unit, and for its final sums. */
+static void ddp__unit_alloc_sums(ddp_fsdp *f, ddp__fsdp_unit *unit) {
+    int partial_sums = ddp__fsdp_partial_sums(f), kind = DDP__MEMORY_DEVICE;
+    size_t partial_bytes = unit->grad_bytes[f->reduces_per_micro_batch ? DDP__SHARD_SUMS : DDP__CAST_GRADS];
+    size_t sum_bytes = unit->grad_bytes[DDP__SHARD_SUMS];
+    /* ddp__reduce_unsharded then adds sums over replicas */
+    if (f->world_size == 1 && f->replica_group_count && unit->casts_grads
+        && unit->reduce_layout == DDP__FULL_GRADS)
+        kind = DDP__MEMORY_GROUP;
+    for (int i = 0; i < partial_sums || (i == 0 && sum_bytes); i++) {
+        size_t bytes = i < partial_sums ? partial_bytes : 0;
+        if (i == 0) ddp__size_at_least(&bytes, sum_bytes); /* number 0 becomes the final sum */
+        (void)ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, kind, bytes, &unit->partial_sum[i]);
+    }
+}
+
 static void ddp__unit_alloc(ddp_fsdp *f, ddp__fsdp_unit *unit) {
-    int levels = ddp__fsdp_partial_sums(f),
-        shared = f->world_size > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
-    int adds_copies = f->world_size == 1 && f->replica_group_count && unit->casts_grads
-                      && unit->reduce_layout == DDP__FULL_GRADS;
-    if (ddp__full_memory_is_per_unit(f))
-        (void)ddp__fsdp_alloc(f, f->keeps_full_params ? DDP__FOR_SHARDS : DDP__FOR_FULL_PARAMS,
-                              f->keeps_full_params ? shared : DDP__MEMORY_DEVICE, unit->full_bytes,
+    int shared = f->world_size > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
+    if (f->keeps_full_params)
+        (void)ddp__fsdp_alloc(f, DDP__FOR_SHARDS, shared, unit->full_bytes, &unit->full_memory);
+    else if (ddp__full_memory_is_per_unit(f))
+        (void)ddp__fsdp_alloc(f, DDP__FOR_FULL_PARAMS, DDP__MEMORY_DEVICE, unit->full_bytes,
                               &unit->full_memory);
     if (!f->keeps_full_params)
         (void)ddp__fsdp_alloc(f, f->desc.quantize_gather ? DDP__FOR_COMMUNICATION : DDP__FOR_SHARDS, shared,
@@ -5361,18 +5389,11 @@ static void ddp__unit_alloc(ddp_fsdp *f, ddp__fsdp_unit *unit) {
     if (unit->master_bytes)
         (void)ddp__fsdp_alloc(f, DDP__FOR_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes,
                               &unit->master_memory);
-    for (int l = 0; unit->trained_count && (l < levels || (l == 0 && unit->grad_bytes[DDP__SHARD_SUMS]));
-         l++) {
-        size_t bytes = f->reduces_per_micro_batch ? unit->grad_bytes[DDP__SHARD_SUMS]
-                       : l < levels               ? unit->grad_bytes[DDP__CAST_GRADS]
-                                                  : 0;
-        if (l == 0) ddp__size_at_least(&bytes, unit->grad_bytes[DDP__SHARD_SUMS]);
-        (void)ddp__fsdp_alloc(f, DDP__FOR_GRADIENTS, adds_copies ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE,
-                              bytes, &unit->partial_sum[l]);
-    }
+    if (unit->trained_count) ddp__unit_alloc_sums(f, unit);
 }
 
-/* OFFLOAD_HOST: the world where the optimizer works, and what travels between it and the device. */
+/* OFFLOAD_HOST: a world of one rank on the CPU for the optimizer, and pinned memory and events for copies
+   between it and the device. */
 static ddp_result ddp__offload_create(ddp_fsdp *f) {
     ddp__fsdp_offload_state *o = &f->offload;
     ddp_group_desc alone = DDP_ZERO;
@@ -5395,7 +5416,7 @@ static ddp_result ddp__offload_create(ddp_fsdp *f) {
     return DDP_OK;
 }
 
-/* Memory that all units share, as much as the largest one needs. */
+/* Memory that all units share; its size is that of the largest unit. */
 static void ddp__staging_alloc(ddp_fsdp *f) {
     ddp__fsdp_reduce_state *reduce = &f->reduce;
     size_t world = (size_t)f->world_size;
@@ -5431,7 +5452,7 @@ static void ddp__staging_alloc(ddp_fsdp *f) {
         (void)ddp__fsdp_alloc(f, DDP__FOR_COMMUNICATION, DDP__MEMORY_GROUP, f->recv_bytes, &f->recv);
 }
 
-/* Memory for clipping. A device with pinned memory and streams computes the factor itself. */
+/* Memory for clipping. A device with pinned memory and streams computes the factor. */
 static ddp_result ddp__clip_create(ddp_fsdp *f) {
     ddp__fsdp_clip_state *clip = &f->clip;
     int decides = f->device->alloc_pinned && f->device->use_stream;
@@ -5443,7 +5464,7 @@ static ddp_result ddp__clip_create(ddp_fsdp *f) {
     return f->device->event_create(f->group, &clip->event);
 }
 
-/* The file of OFFLOAD_FILE, which has no name. */
+/* OFFLOAD_FILE: creates the file and removes its name. */
 static ddp_result ddp__offload_open(ddp_fsdp *f) {
     char path[4096];
     snprintf(path, sizeof path, "%s/ddp-offload-XXXXXX", f->desc.offload_dir);
@@ -5490,8 +5511,8 @@ static void ddp__fsdp_alloc_all(ddp_fsdp *f) {
     ddp_error_save(error, ddp__saver_create(f));
 }
 
-/* The first values of this rank's rows. Master values in host memory receive the device's through
-   offload.value_pieces. */
+/* Fills in the first values of this rank's rows: from param.value.data, or by init_fn. With OFFLOAD_HOST, the
+   device's values reach the master values through offload.value_pieces. */
 static ddp_result ddp__shard_fill(ddp_fsdp *f, const ddp__fsdp_shard *s) {
     const ddp_tensor *value = &s->user_param->param.value;
     const ddp_device *to = f->offload.host_group ? ddp_device_cpu() : f->device;
@@ -5565,12 +5586,10 @@ static ddp_result ddp__fsdp_create_optimizer(ddp_fsdp *f) {
     return DDP_OK;
 }
 
-/* Agreements 2 and 3. */
-static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
+/* Points each source shard to its memory, and fills in its first values, by default those of rank 0. Errors
+   go to f->allocator.error: every rank takes part in the broadcasts. */
+static void ddp__fsdp_fill_shards(ddp_fsdp *f) {
     ddp_saved_error *error = &f->allocator.error;
-    ddp_error_save(error, ddp__fsdp_device_begin(f->group));
-    ddp__fsdp_alloc_all(f);
-    DDP_TRY(ddp_agree_groups(f->groups, 3, "ddp_fsdp_create", ddp_error_restore(error), 0, ""));
     for (ddp__fsdp_shard *s = f->shards; s < f->shards_end; s++) {
         const ddp_tensor *value = &s->user_param->param.value;
         if (s->source != s) continue;
@@ -5578,12 +5597,23 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
                                                   + ddp__shard_rows_bytes(s, s->first_row, s->dtype)
                                             : s->unit->shard_memory + s->shard_offset;
         s->master_rows = s->has_master ? s->unit->master_memory + s->master_offset : s->sent_rows;
-        for (int i = 1; i >= 0 && value->data && !f->desc.skip_initial_broadcast; i--) /* rank 0's values */
+        int broadcasts = value->data && !f->desc.skip_initial_broadcast;
+        for (int i = 1; i >= 0 && broadcasts;
+             i--) /* over the replicas first: rank 0 of both has the values */
             if (f->groups[i])
                 ddp_error_save(error, ddp_broadcast(f->groups[i], value->data, s->rows * s->row_elements,
                                                     value->dtype, 0, NULL));
         if (error->result == DDP_OK) ddp_error_save(error, ddp__shard_fill(f, s));
     }
+}
+
+/* Agreements 2 and 3. */
+static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
+    ddp_saved_error *error = &f->allocator.error;
+    ddp_error_save(error, ddp__fsdp_device_begin(f->group));
+    ddp__fsdp_alloc_all(f);
+    DDP_TRY(ddp_agree_groups(f->groups, 3, "ddp_fsdp_create", ddp_error_restore(error), 0, ""));
+    ddp__fsdp_fill_shards(f);
     if (error->result == DDP_OK) ddp_error_save(error, ddp__fsdp_create_optimizer(f));
     if (error->result == DDP_OK) ddp_error_save(error, ddp__fsdp_publish(f, 0));
     DDP_TRY(ddp_agree_groups(f->groups, 3, "ddp_fsdp_create", ddp_error_restore(error), 0, ""));
@@ -5602,6 +5632,14 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
     return DDP_OK;
 }
 
+/* Waits until the event has been reached, or until the time `until`, and frees it. NULL is ignored. */
+static void ddp__fsdp_event_destroy(const ddp_fsdp *f, void *event, double until) {
+    if (!event) return;
+    ddp__fsdp_event_wait(f, event, until);
+    f->device->event_destroy(f->group, event);
+}
+
+/* Frees the object. created: it was returned to the caller, whose parameters point into it. */
 static void ddp__fsdp_delete(ddp_fsdp *f, int created) {
     ddp__fsdp_offload_state *o = &f->offload;
     if (f->saver.has_thread) pthread_join(f->saver.thread, NULL);
@@ -5611,12 +5649,11 @@ static void ddp__fsdp_delete(ddp_fsdp *f, int created) {
         if (unit->fsdp) ddp__unshard_wait(f, unit);
     }
     double until = ddp_now() + ddp_group_timeout_ms(f->group) * 1e-3;
-    /* until pinned memory is not in use any more */
-    for (int i = 0; i < (o->downloaded ? o->piece_count : 0) + 3; i++) {
-        void *event = i < 2 ? o->uploaded[i] : i == 2 ? f->clip.event : o->downloaded[i - 3];
-        ddp__fsdp_event_wait(f, event, until);
-        if (event) f->device->event_destroy(f->group, event);
-    }
+    /* the device may still use pinned memory */
+    for (int i = 0; i < 2; i++) ddp__fsdp_event_destroy(f, o->uploaded[i], until);
+    ddp__fsdp_event_destroy(f, f->clip.event, until);
+    for (int i = 0; o->downloaded && i < o->piece_count; i++)
+        ddp__fsdp_event_destroy(f, o->downloaded[i], until);
     ddp_optimizer_destroy(f->optimizer);
     for (const ddp__fsdp_shard *s = f->shards; s < f->shards_end && created; s++) {
         ddp_param *param = &s->user_param->param;
@@ -5627,8 +5664,8 @@ static void ddp__fsdp_delete(ddp_fsdp *f, int created) {
     if (f->allocator.file >= 0) close(f->allocator.file);
     if (f->reduce.event) f->device->event_destroy(f->group, f->reduce.event);
     ddp_group_destroy(o->host_group);
-    ddp_fsdp last = *f; /* for the call that frees it */
-    ddp__fsdp_host_free(&last, f);
+    ddp_fsdp copy = *f; /* has the allocator that frees f */
+    ddp__fsdp_host_free(&copy, f);
 }
 
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc) {
@@ -5641,7 +5678,7 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
                              : ddp__fsdp_invalid(__func__, group, "desc is NULL");
     if (result == DDP_OK && !out) result = ddp__fsdp_invalid(__func__, group, "out is NULL");
     if (result == DDP_OK) result = ddp__fsdp_describe(&resolved, &f);
-    for (int i = 0; i < 2; i++) /* what one group finds reaches the others through the replicas */
+    for (int i = 0; i < 2; i++) /* a mismatch in one group reaches the others through the replicas */
         if (i == 0 || resolved.groups[i])
             result = ddp__fsdp_compare(f ? f : &resolved, resolved.groups[i], result);
     if (resolved.groups[2]) result = ddp_agree(resolved.groups[2], __func__, result, 0, "");
@@ -5663,7 +5700,7 @@ DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
 /* The formulas of the opening comment per element: P / W for split tensors, without padding. */
 static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     ddp_fsdp_bytes out = DDP_ZERO;
-    double world = f->world_size, levels = ddp__fsdp_partial_sums(f),
+    double world = f->world_size, partial_sums = ddp__fsdp_partial_sums(f),
            states = f->optimizer ? f->optimizer->state_count : 0;
     double bytes[DDP__PURPOSE_COUNT] = {0};
     int window = 1 + f->desc.prefetch < f->unit_count ? 1 + f->desc.prefetch : f->unit_count;
@@ -5681,11 +5718,11 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
         }
         if (!s->shares_full_params && !f->keeps_full_params && ddp__full_memory_is_per_unit(f))
             bytes[DDP__FOR_FULL_PARAMS] += full;
-        if (s->trained && f->reduces_per_micro_batch) bytes[DDP__FOR_GRADIENTS] += levels * master;
+        if (s->trained && f->reduces_per_micro_batch) bytes[DDP__FOR_GRADIENTS] += partial_sums * master;
         if (!s->trained || f->reduces_per_micro_batch) continue;
         bytes[DDP__FOR_GRADIENTS] += count * (double)ddp_dtype_size(s->range[DDP__FULL_GRADS].dtype);
-        bytes[DDP__FOR_GRADIENTS] += levels * count * (double)ddp_dtype_size(s->reduce_dtype);
-        if (!s->sum_in_full_grads && levels == 0) bytes[DDP__FOR_GRADIENTS] += master;
+        bytes[DDP__FOR_GRADIENTS] += partial_sums * count * (double)ddp_dtype_size(s->reduce_dtype);
+        if (!s->sum_in_full_grads && partial_sums == 0) bytes[DDP__FOR_GRADIENTS] += master;
     }
     if (!ddp__full_memory_is_per_unit(f))
         bytes[DDP__FOR_FULL_PARAMS] += (double)ddp__full_buffers_needed(f, 1)
