@@ -8,19 +8,19 @@
     --jobs N       faults at a time; 1 by default
     --build DIR    build/mutate by default
     --patience N   a test gets 20 s and N times as long as without a fault; 5 by default
-    --all-tests    run the other tests of a fault too when one has noticed it
+    --all-tests    also run the other tests of a fault after one has noticed it
 
-tests/mutants/NAME.txt holds the faults of NAME.h or NAME.cuh, one per line, in the order of the header. A header
-of examples/extras has tests that include it directly. A line:
+tests/mutants/NAME.txt holds the faults of NAME.h or NAME.cuh, one per line, in the order of the header. A
+header of examples/extras has tests that include it directly. A line:
 
     old text @@ new text @@ tests @@ what the fault is
 
-    old text   occurs exactly once in the header, in its bodies. U+23CE stands for a line break and indent.
+    old text   occurs exactly once in the header, in its bodies. U+23CE represents a line break and indent.
     new text   replaces it; empty drops it.
     tests      separated by commas, fastest first; empty: those of the last line `tests: ...` above.
                unit/core               tests/unit/test_core.c
                ranks/p2p threads 3     with two arguments; a last one NAME=value is the variable DDP_TEST_NAME
-               cuda/fsdp threads 2     on the fake machine (support/cuda_tests.cu)
+               cuda/fsdp threads 2     on the fake GPU (support/cuda_tests.cu)
                asan:unit/core          built with AddressSanitizer and UBSan
                mpi:ranks/p2p 4by2 mpi  over MPI: 4 ranks, 2 per machine
     # begins a comment. ~ begins a known survivor: it counts as not noticed, and does not fail the run.
@@ -227,7 +227,7 @@ class Tree:
             raise ListError("%s:\n%s" % (failure, done.stdout.decode(errors="replace")[:2000]))
 
     def build(self, test, header, tag):
-        """The program of a test, with a fault in `header` unless that is None."""
+        """The program of a test, with a fault in `header` (None: without a fault)."""
         source = source_of(test)
         text = self.text(source)
         cuda = source.endswith(".cu")
@@ -290,7 +290,7 @@ def cuda_library():
 
 
 def run(program, test, directory, limit):
-    """(whether the test passed, what it said last, seconds)"""
+    """(whether the test passed, its last lines, seconds)"""
     arguments = list(test.arguments)
     if test.name.startswith("cuda/"):
         arguments.insert(0, test.name[5:])
@@ -299,7 +299,7 @@ def run(program, test, directory, limit):
         name, value = arguments.pop().split("=", 1)
         environment["DDP_TEST_" + name] = value
     command = [program]
-    if test.flavour == "mpi":  # 4by2: four ranks, two in a row on a machine that the test pretends to have
+    if test.flavour == "mpi":  # 4by2: four ranks, two successive ones per emulated machine
         ranks, _, block = arguments.pop(0).partition("by")
         environment["DDP_TEST_BLOCK"] = block or "64"
         command = ["mpirun", "-n", ranks, program]
@@ -350,8 +350,9 @@ def describe(mutant):
 
 
 def notice(tree, mutant, test, seconds, options):
-    """What the test says about the fault; empty when it passes. A failure counts only when the test passes
-    without the fault directly afterwards: on a busy machine it might have failed or timed out for that."""
+    """The output of a test that notices the fault; empty when it passes. A failure counts only when the test
+    passes without the fault directly afterwards: on a busy machine it might have failed or timed out for
+    that."""
     program = tree.build(test, mutant.header, mutant.old + "@@" + mutant.new)
     limit = 20 + options.patience * seconds[test]
     for _ in range(3):
@@ -400,7 +401,7 @@ def worker(tree, todo, results, seconds, options):
 
 
 def prepare(tree, seconds):
-    """What a worker needs of the unchanged headers, before it has a fault."""
+    """Builds everything that a worker needs of the unchanged headers."""
     for test in seconds:
         tree.build(test, None, "")
 

@@ -1,10 +1,11 @@
 #!/bin/sh
-# Installs what the tests need, builds them and runs them all; the last lines are ctest's summary.
+# Installs the packages that the tests need, builds and runs all tests. The last lines are ctest's summary.
 #   sh tests/run.sh           every test with gcc, clang, as C++, and under the sanitizers
-#   sh tests/run.sh --quick   the plain build alone, without MPI, CUDA and what is long
+#   sh tests/run.sh --quick   only the plain build, without MPI, CUDA and long tests
 # Further arguments go to ctest: sh tests/run.sh --quick -R unit
-# Tests that need Python's safetensors and PyTorch run with DDP_TEST_PYTHON=/path/to/venv/bin/python; bench/README.md makes one.
-# Packages are installed only when missing, with apt as root or through sudo. Everything is built below build/.
+# Tests that need Python's safetensors and PyTorch run with DDP_TEST_PYTHON=/path/to/venv/bin/python;
+# bench/README.md makes one. Packages are installed only when missing, with apt as root or through sudo.
+# Everything is built below build/.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
@@ -20,7 +21,7 @@ have() { command -v "$1" >/dev/null 2>&1; }
 have_header() { printf '%s\n' '#include <stdarg.h>' '#include <stddef.h>' '#include <stdint.h>' '#include <setjmp.h>' "#include <$1>" |
     gcc -fsyntax-only -x c - 2>/dev/null; }
 
-# The package is for the system's Python, which need not be the first one in PATH.
+# The package is for the system's Python, which is not always the first one in PATH.
 have_numpy() {
     for python in "${DDP_TEST_PYTHON:-}" python3 /usr/bin/python3; do
         [ -n "$python" ] && "$python" -c 'import numpy' 2>/dev/null && return 0

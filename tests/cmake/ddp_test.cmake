@@ -269,7 +269,7 @@ endfunction()
 # Registers one test of ddp_test, whose variables it reads. ARGN: the command.
 function(ddp_add_test test environment)
     add_test(NAME "${test}" COMMAND ${ARGN})
-    # The limit of ctest only catches what the watchdog of a test does not: machines may be slow or busy.
+    # The limit of ctest only ends tests that their watchdog does not: machines can be slow or busy.
     math(EXPR timeout "${T_TIMEOUT} * ${slowdown} * 3 + 20")
     set_tests_properties("${test}" PROPERTIES TIMEOUT "${timeout}" PROCESSORS "${T_PROCESSORS}"
         LABELS "${labels};${T_LABELS}" RUN_SERIAL "${T_SERIAL}"
@@ -335,7 +335,7 @@ function(ddp_test name)
     endif()
 
     if(T_SOURCE)
-        if(NOT "asan" IN_LIST DDP_TEST_FLAVOURS) # plain stands in for asan, mpi for mpi.asan
+        if(NOT "asan" IN_LIST DDP_TEST_FLAVOURS) # plain replaces asan, mpi replaces mpi.asan
             list(TRANSFORM T_FLAVOURS REPLACE "^asan$" plain)
             list(TRANSFORM T_FLAVOURS REPLACE "^mpi[.]asan$" mpi)
             list(REMOVE_DUPLICATES T_FLAVOURS)

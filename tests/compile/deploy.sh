@@ -1,5 +1,6 @@
 #!/bin/sh
-# The files of examples/deploy do what they say: mpirun.sh trains on this machine; what the others start is started by stand-ins that tell how.
+# The files of examples/deploy: mpirun.sh trains on this machine. The commands of the others are run by
+# stand-ins that record their arguments.
 #   sh deploy.sh ROOT WORK
 set -eu
 root=$1 work=$2

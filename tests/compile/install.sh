@@ -16,7 +16,8 @@ for header in "$root"/ddp.h "$root"/ddp_*.h "$root"/ddp_*.cuh; do
     [ ! -f "$header" ] || cmp "$header" "prefix/include/${header##*/}"
 done
 
-# Without the tools of the tests the headers are installed all the same; asked for, the tests say what they lack. CMAKE_IGNORE_PATH hides cmocka.h.
+# Without the tools of the tests the headers are installed too. With the tests enabled, configuring names the
+# missing tool. CMAKE_IGNORE_PATH hides cmocka.h.
 ignored=$(dirname "$(echo '#include <cmocka.h>' | "$cc" -include stdarg.h -include stddef.h -include stdint.h -include setjmp.h -M -x c - |
     tr ' \\' '\n\n' | grep '/cmocka.h$')")
 CC=$cc "$cmake" -S "$root" -B "$work/bare" "-DCMAKE_IGNORE_PATH=$ignored" >bare.log 2>&1 || { cat bare.log; exit 1; }
@@ -44,7 +45,7 @@ find_package(ddp ${DDP_WANTED} CONFIG REQUIRED)
 add_executable(consumer ${CONSUMER_SOURCE})
 target_link_libraries(consumer PRIVATE ddp::ddp)
 END
-{ echo '#define DDP_STATIC'; cat consumer.c; } >consumer.cpp # what nobody calls is not compiled
+{ echo '#define DDP_STATIC'; cat consumer.c; } >consumer.cpp # functions without a caller are not compiled
 cp consumer.c found/consumer.c
 cp consumer.cpp found/consumer.cpp
 configure() { # directory, build directory, then options

@@ -1,8 +1,9 @@
 #!/bin/sh
-# How the headers may be included, compiled and linked: one case per call.
-#   matrix.sh ROOT WORK CASE        the cases are the functions below whose names start with case_; `matrix.sh list` prints them
-# $CC, $CXX, $CLANG, $CLANGXX, $NVCC, $ARM64_CC, $ARM64_CXX name the compilers, $QEMU_ARM64 runs what those for arm64 build, $NCCL_INCLUDE is where nccl.h
-# lies, $MPI_FLAGS find mpi.h; a case that needs one that is empty ends with status 77 (skipped).
+# All ways to include, compile and link the headers: one case per call.
+#   matrix.sh ROOT WORK CASE     the cases are the functions case_... below; `matrix.sh list` prints them
+# $CC, $CXX, $CLANG, $CLANGXX, $NVCC, $ARM64_CC, $ARM64_CXX: the compilers; $QEMU_ARM64 runs programs for arm64.
+# $NCCL_INCLUDE: the folder of nccl.h; $MPI_FLAGS find mpi.h. A case that needs an empty one ends with
+# status 77 (skipped).
 set -u
 
 if [ "${1:-}" = list ]; then
@@ -12,8 +13,8 @@ fi
 root=$1 work=$2/$3 case=$3
 CC=${CC-gcc} CXX=${CXX-g++} CLANG=${CLANG-clang} CLANGXX=${CLANGXX-clang++} NVCC=${NVCC-} MPI_FLAGS=${MPI_FLAGS-}
 warnings='-Wall -Wextra -pedantic -Werror'
-strict='-Wshadow -Wconversion -Wsign-conversion' # not ours, but of trees that headers are copied to
-# where declarations alone are looked at
+strict='-Wshadow -Wconversion -Wsign-conversion' # not used by this project, but by projects that copy the headers
+# for cases that need only declarations
 declared='-DDDP_IMPLEMENTATION_INCLUDED -DDDP_FSDP_IMPLEMENTATION_INCLUDED -DDDP_PIPELINE_IMPLEMENTATION_INCLUDED -DDDP_TENSOR_IMPLEMENTATION_INCLUDED'
 rm -rf "$work"
 mkdir -p "$work"
@@ -65,7 +66,7 @@ other_unit() { # a second file that includes the headers
     echo 'int ddp_test_other(void);'
     echo 'int ddp_test_other(void) { return ddp_result_name(DDP_ERR_INVALID)[0] != (char)68; }'
 }
-# libc headers come first, and without _GNU_SOURCE: features cannot be added any more when ours is read.
+# libc headers come first, without _GNU_SOURCE: the headers of ddp then cannot enable features any more.
 libc_first='#include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -111,7 +112,7 @@ implement() { # command...; the flavours of the tests have gcc, g++ and clang at
 }
 case_c11_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11 -O0; }
 case_native_clangxx() { need "$CLANGXX" clang++; implement $CLANGXX -x c++ -std=c++17 -O0 -march=native; }
-case_extras() { # headers to copy: each alone in a file, as C, C++ and CUDA
+case_extras() { # headers to copy: each by itself in a file, as C, C++ and CUDA
     for header in "$root"/examples/extras/*.h; do
         name=$(basename "$header")
         echo "#include \"examples/extras/$name\"" >unit.c
@@ -158,7 +159,8 @@ case_mpi() { # with the MPI backend, in C and C++, by every compiler
     done
 }
 
-# For arm64: the instructions that every such CPU has, what newer ones add, and what arm64.* run. Bodies once, examples without them.
+# For arm64: the basic instruction set, newer extensions, and the programs of arm64.*. Bodies once, examples
+# without them.
 case_arm64() {
     need "${ARM64_CC-}" "C compiler for arm64"
     need "${ARM64_CXX-}" "C++ compiler for arm64"
@@ -167,7 +169,7 @@ case_arm64() {
     done
     implementation '#define DDP_STATIC' >unit.c
     main_program | sed 's/return ddp_test_other();/return 0;/' >>unit.c
-    build $ARM64_CC -std=gnu11 -O0 -march=armv8-a $warnings -I"$root" -c unit.c -o unit.o # -c: the assembler reads what is in its language
+    build $ARM64_CC -std=gnu11 -O0 -march=armv8-a $warnings -I"$root" -c unit.c -o unit.o # -c: the assembler checks inline assembly
     build $ARM64_CC -std=gnu11 -march=armv8.2-a+fp16+bf16+crypto $warnings -I"$root" -fsyntax-only unit.c
     for flags in '' '-march=armv8.2-a+fp16+bf16+crypto'; do
         build $ARM64_CXX -x c++ -std=c++17 $flags $warnings -I"$root" -fsyntax-only unit.c
@@ -198,8 +200,9 @@ case_libc_first_clang() {
     build $CLANG -std=gnu11 $warnings -fsyntax-only -I"$root" unit.c
 }
 
-# ddp_cuda.cuh: implemented by nvcc, declared for everybody. It needs no NCCL, and says so when asked to do without. nvcc's -O is for the host, device code
-# is always optimised as PTX; -Xcicc -O0 saves the time where nobody looks at it, as -Xptxas -O0 does where PTX is all that is looked at.
+# ddp_cuda.cuh: bodies by nvcc, declarations by every compiler. DDP_NO_NCCL builds without NCCL. nvcc's -O is
+# for the host; device code is always optimised as PTX. -Xcicc -O0 saves that time if no case checks the PTX,
+# and -Xptxas -O0 if a case checks only the PTX.
 cuda() { echo "+ nvcc $*"; "$NVCC" -std=c++17 -DDDP_NO_NCCL -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" "$@" || fail "failed: nvcc $*"; }
 need_cuda() { need "$NVCC" nvcc; [ -f "$root/ddp_cuda.cuh" ] || need '' ddp_cuda.cuh; }
 cuda_include() { printf '#include <cuda_runtime_api.h>\n' >probe.cu; "$NVCC" -M probe.cu | tr ' \\' '\n\n' | sed -n 's|/cuda_runtime_api.h$||p' | head -n 1; }
@@ -229,7 +232,8 @@ case_cuda() { # as PTX, and code for a later generation; then with ddp.h in a C 
     refuse $CC -std=gnu11 -I"$root" -isystem "$(cuda_include)" -fsyntax-only wrong.c
     grep -q 'error.*nvcc' refused.log || fail "a C compiler does not say that nvcc is needed: $(cat refused.log)"
 }
-# The kernels that ddp_cuda.cuh gives to its siblings, by g++ and without nvcc's kernels: whichever comes first, in a file of their own, and without one of the siblings.
+# The kernels of ddp_cuda.cuh for the other headers, by g++ and without nvcc's kernels: in any order of
+# headers, in a separate file, and without one of the headers.
 case_cuda_siblings() {
     need_cuda
     need "$CXX" g++
@@ -254,7 +258,7 @@ case_cuda_siblings() {
     siblings_of absent alone DDP_CUDA_IMPLEMENTATION 'ddp_cuda.cuh' ' 0 0 0 0'
     siblings_of one fsdp DDP_IMPLEMENTATION 'ddp_cuda.cuh ddp_fsdp.h' ' 1 0 1 0'
 }
-# Each side of what is asked of NCCL_VERSION_CODE, with the header that is there. Names that came later may not be used.
+# Each side of the conditions on NCCL_VERSION_CODE, with the installed header. Newer names must not be used.
 case_cuda_nccl_versions() {
     need_cuda
     need "$CXX" g++
@@ -281,9 +285,9 @@ case_cuda_nccl_versions() {
 }
 # Every program of tests/gpu and bench/gpu; case_cuda_examples has the trainer.
 case_cuda_gpu_programs() { need_cuda; build env NVCC="$NVCC" sh "$root/tests/gpu/run.sh" build "$work/programs"; }
-# The smallest example by itself, and the trainer with all there is in one file, private: the trainer first, which includes what it needs, then what ddp.h and the
-# headers beside it are to nvcc, then the example again. What sm_80 has, assembled for sm_90. Both run where there is a GPU, and say what is missing where there
-# is none. A product without a group is refused before a device is looked for.
+# The smallest example by itself. The trainer with all headers in one private file: first the trainer, then
+# ddp.h and its headers for nvcc, then the example again. PTX of sm_80, assembled for sm_90. Both run on a
+# GPU, and report a missing one. A product without a group returns an error before a device is selected.
 case_cuda_examples() {
     need_cuda
     cuda -arch=compute_80 $declared -DDDP_CUDA_IMPLEMENTATION_INCLUDED -c "$root/examples/all_reduce_cuda.cu" -o alone.o
@@ -318,7 +322,7 @@ one_error() { # must fail with one error, that holds $1; then a command
     grep -q "error.*$remedy" refused.log || fail "the error does not name $remedy: $(cat refused.log)"
 }
 
-bodies() { # each way to ask for bodies, one file each, in unit.*.c
+bodies() { # each way to define bodies, one file each, in unit.*.c
     implementation >unit.all.c
     for h in $siblings; do # of a sibling only, after a plain include
         stem=${h%.h}
@@ -326,7 +330,7 @@ bodies() { # each way to ask for bodies, one file each, in unit.*.c
     done
 }
 
-# In the bodies refused with one sentence, unless asked for. Other files, which include the headers plainly, may have it.
+# The flag is an error in a file with bodies, unless allowed explicitly. It is valid in other files.
 case_fast_math() {
     bodies
     { include; echo 'typedef int ddp_test_not_empty;'; } >plain.c
@@ -342,7 +346,8 @@ case_fast_math() {
     done
 }
 
-# -std=c11 hides declarations of libc: one sentence instead of dozens of errors. It is accepted where the program shows them.
+# -std=c11 hides declarations of libc: one sentence instead of dozens of errors. It is accepted where the
+# program shows them.
 case_strict_c11() {
     bodies
     for compiler in $CC $CLANG; do
@@ -359,7 +364,7 @@ case_strict_c11() {
 
 #== linking ==================================================================================================
 
-case_linking() { # one implementation and what uses it: by gcc in C and by g++ in C++, from files of either language
+case_linking() { # one implementation and its users: by gcc in C and by g++ in C++, from files of either language
     need "$CXX" g++
     implementation >a.c; main_program >b.c; other_unit >c.c
     build $CC -std=gnu11 $warnings -I"$root" -c a.c -o a.o
@@ -376,10 +381,11 @@ case_linking() { # one implementation and what uses it: by gcc in C and by g++ i
     build ./program
     refuse $CXX a.o a.cxx.o b.o c.o -o program -lpthread -lm # two implementations
     grep -q 'multiple definition' refused.log || fail "not for a duplicate symbol: $(cat refused.log)"
-    for object in a.o a.cxx.o; do # what is exported is public: ddp_ and never ddp__
+    for object in a.o a.cxx.o; do # exported symbols are public: ddp_ and never ddp__
         if nm -g --defined-only $object | awk '$2 != "V" && $2 != "W" { print $3 }' | grep -Ev '^ddp_[a-z]'; then fail "$object exports the symbols above"; fi
     done
-    # Nothing of the library may end the program or print: the compiler sees what a text search cannot, such as macros.
+    # The library must never end the program or print. The compiler also sees macros, which a text search
+    # cannot.
     if nm -u a.o | grep -E ' (abort|exit|__assert_fail|printf|puts|putchar|perror|stdout|stderr)(@.*)?$'; then
         fail "the symbols above are used"
     fi
@@ -405,7 +411,7 @@ siblings_alone() { # each sibling implemented in a file of its own, next to ddp.
 case_static() { # a private copy per file, and nothing exported
     implementation '#define DDP_STATIC' >a.c; cp a.c c.c
     main_program >>a.c; other_unit >>c.c
-    build $CC -std=gnu11 -O1 $warnings -I"$root" -c a.c -o a.o # -O0 compiles what nobody calls too
+    build $CC -std=gnu11 -O1 $warnings -I"$root" -c a.c -o a.o # -O0 also compiles functions without a caller
     build $CC -std=gnu11 -O1 $warnings -I"$root" -c c.c -o c.o
     build $CC a.o c.o -o program -lpthread -lm
     build ./program

@@ -1,10 +1,10 @@
 #!/bin/sh
 # Builds the tests that need a GPU with nvcc, runs them, and prints one table. Installs and fetches nothing.
-# README.md beside this file has the order of calls on a new machine.
-#   run.sh [FLAGS]            run the tests on the GPU here; first build programs that are missing or out of date
+# README.md in this folder has the order of calls on a new machine.
+#   run.sh [FLAGS]            run the tests on the GPU here; first build missing or outdated programs
 #   run.sh sanitize [FLAGS]   run them with fewer cases under compute-sanitizer
-#   run.sh prepare [DIR]      on a machine without a GPU: build every program for sm_90, and print what to carry to
-#                             the GPU, and its size
+#   run.sh prepare [DIR]      on a machine without a GPU: build every program for sm_90, and print the files
+#                             to carry to the GPU, and their size
 #   run.sh build [DIR]        only compile and link: host code with -O1, PTX that is not optimised
 #   run.sh programs DIR NAME...   build these programs if they are missing or out of date
 # FLAGS: --out DIR       summary.txt (one page), results.jsonl, log.txt (all output); build/gpu/results by
@@ -13,11 +13,11 @@
 #        --seconds N     time for everything; 540 by default
 #        --programs DIR  where the programs are; build/gpu by default
 # A row that fails, crashes, hangs or does not compile leaves the other rows alone. Each has its own limit,
-# and time is kept back for the rows behind it. summary.txt is complete at any moment.
-# Status: 0 all rows are ok, 1 some are not, 77 there is no device.
+# and time is reserved for the rows after it. summary.txt is complete at any moment.
+# Status: 0 all rows are ok, 1 some are not, 77 no device.
 #   $ARCH          sm_90, native, ...; native by default if nvidia-smi works, otherwise sm_90
 #   $NVCC, $CC     the compilers; $JOBS of them at a time
-#   $ROW_SECONDS   the limit of every row; $KEPT_SECONDS, what is kept back for each later row, 8 by default
+#   $ROW_SECONDS   the limit of every row; $KEPT_SECONDS, reserved for each later row, 8 by default
 #   $KIT_MIB       the size that prepare allows, working tree included; 64 by default
 set -u
 cd "$(dirname "$0")/../.." || exit 1
@@ -87,7 +87,7 @@ build_missing() {
     have_nvcc || return 1
     find_build_libraries "$temporary"
     GPU_ARCH=$(gpu_arch) GPU_LEVEL=kit
-    export COMPILE_SECONDS="${COMPILE_SECONDS:-300}" # the rows behind need the time
+    export COMPILE_SECONDS="${COMPILE_SECONDS:-300}" # the later rows need the time
     echo "building$missing for $GPU_ARCH"
     build_programs "$build" $(with_libraries $missing)
 }
@@ -159,7 +159,7 @@ failed=0 rows=0 done_rows=0 needed= pass=plan tool=
 : >"$results"
 : >"$logs"
 
-# write_summary NOW: one page with every row; NOW is what is going on. A reader sees the old page or the new
+# write_summary NOW: one page with every row; NOW: the current activity. A reader sees the old page or the new
 # one, never a part.
 write_summary() {
     {
@@ -213,14 +213,14 @@ record() {
     esac
 }
 
-# print_end FILE: its last lines, without what is not text.
+# print_end FILE: its last lines, printable characters only.
 print_end() { LC_ALL=C tail -n 3 "$1" | LC_ALL=C tr -cd '\11\12\40-\176' | cut -c 1-160 | sed 's/^/    /'; }
 
 run_row() {
     left=$((started + seconds - $(date +%s)))
     kept=$(((rows - done_rows - 1) * ${KEPT_SECONDS:-8}))
     allowed=$((left - kept))
-    # A late row has what is kept back for it.
+    # A late row has its reserved time.
     [ $allowed -ge "${KEPT_SECONDS:-8}" ] || allowed=${KEPT_SECONDS:-8}
     [ $allowed -le $left ] || allowed=$left
     [ $allowed -le "$limit" ] || allowed=$limit
@@ -272,7 +272,7 @@ run_row() {
     write_summary "$done_rows of $rows rows are done"
 }
 
-# As row, for what needs NCCL, or cuBLASLt.
+# The same as row, for programs that need NCCL, or cuBLASLt.
 nccl_row() { if [ -n "$nccl" ]; then row "$@"; else skip "$1" "$3" "built without NCCL"; fi; }
 gpt_row() { if [ -n "$cublaslt" ]; then row "$@"; else skip "$1" "$3" "cuBLASLt is missing"; fi; }
 

@@ -1,11 +1,14 @@
 #!/bin/sh
-# examples/train_gpt_cuda.cu on a GPU, which all ranks share: in f32 ten steps of loss as train_gpt has them, in bf16 near them; the same weights
-# under every strategy on 1, 2 and 4 ranks, with stages, without graphs, with recomputation, and in a second run; --tp has losses near them;
-# checkpoints go to train_gpt and back; optimizer state in host memory lets a model step under a limit that it does not fit in otherwise.
+# examples/train_gpt_cuda.cu on a GPU, which all ranks share. Ten steps have the losses of train_gpt in f32,
+# and similar ones in bf16. The weights are the same with every strategy on 1, 2 and 4 ranks, with stages,
+# without graphs, with recomputation, and in a second run; --tp has similar losses. Checkpoints go to
+# train_gpt and back. With optimizer state in host memory a model steps under a memory limit that is too small
+# otherwise.
 # usage: test_trainer.sh path/of/train_gpt_cuda path/of/train_gpt [one | many]
-#   one    what runs on one rank: losses, a second run, no graphs, recomputation, offloading
-#   many   what runs on 2 and 4 ranks, and checkpoints. Without either, both.
-# DDP_TEST_SMALL=1: smaller models and ranks as threads alone, for the trainer on the fake machine (support/train_gpt_cuda.cu), with DDP_TEST_GPUS=1.
+#   one    tests of one rank: losses, a second run, no graphs, recomputation, offloading
+#   many   tests of 2 and 4 ranks, and checkpoints. Default: both.
+# DDP_TEST_SMALL=1: smaller models and only ranks as threads, for the trainer on the fake GPU
+# (support/train_gpt_cuda.cu), with DDP_TEST_GPUS=1.
 whole=$(cd "$(dirname "$2")" && pwd)/$(basename "$2")
 part=${3:-all}
 . "$(dirname "$0")/../support/train_gpt.sh"
@@ -50,7 +53,7 @@ one_rank() {
     train_with full1 "$program" $run
     for way in again plain recomputed full1; do same_hash one $way; done
 
-    # A third of what master values and moments take is missing: only --offload steps.
+    # The memory lacks a third of master values and moments: only --offload steps.
     train_with offloaded "$program" $run --strategy none --offload
     same_hash one offloaded
     before=$(state)

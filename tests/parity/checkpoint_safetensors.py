@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The `safetensors` package of Python reads our checkpoints, and we read what it writes.
+"""Python's package `safetensors` reads the checkpoints of ddp, and ddp reads those of the package.
 
     checkpoint_safetensors.py checkpoint_tool
 
-Ends with 77 (skipped) where the package is not installed (pip install safetensors).
+Ends with 77 (skipped) if the package is not installed (pip install safetensors).
 """
 import ctypes
 import json

@@ -1,5 +1,6 @@
 #!/bin/sh
-# --help of a small example lists its flags with status 0; a flag that is not there, has no value or a wrong one is one sentence on stderr, status 1, and no file made.
+# --help of a small example lists its flags, with status 0. An unknown flag, or a missing or invalid value, is
+# one sentence on stderr and status 1, and no file is created.
 # usage: example_flags.sh path/of/program NAME
 . "$(dirname "$0")/../support/train_gpt.sh"
 name=$2

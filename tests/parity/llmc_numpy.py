@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""A reader and writer of llm.c's files that shares no code with examples/llmc.h: each reads what the other writes.
+"""A reader and writer of llm.c's files that shares no code with examples/llmc.h: each reads the files of the
+other.
 
     llmc_numpy.py path/of/llmc
 
-Ends with 77 (skipped) where NumPy is not installed (Debian, Ubuntu: apt-get install python3-numpy).
+Ends with 77 (skipped) if NumPy is not installed (Debian, Ubuntu: apt-get install python3-numpy).
 """
 import os
 import re

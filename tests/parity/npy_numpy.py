@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""NumPy reads our .npy files, and we read what it writes.
+"""NumPy reads the .npy files of ddp, and ddp reads those of NumPy.
 
     npy_numpy.py npy_tool
 
-Ends with 77 (skipped) where NumPy is not installed (Debian, Ubuntu: apt-get install python3-numpy).
+Ends with 77 (skipped) if NumPy is not installed (Debian, Ubuntu: apt-get install python3-numpy).
 """
 import os
 import subprocess

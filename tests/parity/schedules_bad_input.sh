@@ -1,5 +1,6 @@
 #!/bin/sh
-# Whatever is wrong with what schedules is given: exit status 1, one sentence on stderr, no file made.   usage: schedules_bad_input.sh path/of/schedules
+# Any invalid input of schedules: exit status 1, one sentence on stderr, no file created.
+# usage: schedules_bad_input.sh path/of/schedules
 . "$(dirname "$0")/../support/train_gpt.sh"
 mkdir folder
 : > file

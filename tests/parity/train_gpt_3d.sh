@@ -1,12 +1,13 @@
 #!/bin/sh
-# The trainer on a mesh of stages x shards x tensor ranks prints the losses of train_gpt, within 1e-4, on every mesh of up to eight ranks, as processes, as
-# threads and under mpirun. Neither stages nor shards leave a trace in the weights. A checkpoint goes on under another mesh. Wrong input is one sentence.
-# usage: train_gpt_3d.sh path/of/train_gpt_3d, with train_gpt of the same flavour beside it
+# The trainer on a mesh of stages x shards x tensor ranks prints the losses of train_gpt, within 1e-4, on
+# every mesh of up to eight ranks, as processes, as threads and under mpirun. Stages and shards do not change
+# the weights. A checkpoint continues on another mesh. Invalid input is one sentence.
+# usage: train_gpt_3d.sh path/of/train_gpt_3d, with train_gpt of the same flavour in the same folder
 . "$(dirname "$0")/../support/train_gpt.sh"
 whole=$(dirname "$program")/$(basename "$program" | sed 's/_3d//')
 
 seq 1 300 > text # short: the run goes through several epochs
-# With three blocks of so few channels each of two stages has one or two.
+# With three blocks of this size each of two stages has one or two.
 run="--heads 4 --channels 16 --context 16 --micro-batch 2 --batch 16 --lr 0.01 --seed 7 --layers 3"
 tables='/^  ranks  /,/^$/d'
 steps=10 kinds='processes threads'
@@ -38,7 +39,7 @@ same_hash() { [ "$(hash_of "$1")" = "$(hash_of "$2")" ] || fail "$1 ends with $(
     done
     for axes in '2 1 1' '1 2 1' '2 2 1'; do same_hash "1 1 1 threads" "$axes threads"; done
     for axes in '2 1 2' '2 2 2'; do same_hash "1 1 2 threads" "$axes threads"; done
-    # Four stages, of which two do not know the tied matrix; tokens cut by sequence; rows that do not divide.
+    # Four stages, two of them without the tied matrix; tokens sharded by sequence; rows that do not divide.
     mesh deep 4 2 1 $run --steps $steps --threads-as-ranks
     close deep
     same_hash "1 1 1 threads" deep
@@ -83,7 +84,8 @@ fi
     done
     mesh back 2 1 4 --resume there4
     same_hash back "on 4 1 1"
-    # Without a step in between a checkpoint is written as it was read: values and moments of --tp 1 are the same bits after --tp 2 and back.
+    # Without a step between load and save a checkpoint is unchanged: values and moments of --tp 1 have the
+    # same bits after --tp 2 and back.
     mesh uncut 1 2 1 $run --steps 3 --threads-as-ranks --checkpoint uncut
     mesh cut 2 1 2 --resume uncut --threads-as-ranks --checkpoint cut
     mesh joined 1 2 1 --resume cut --threads-as-ranks --checkpoint joined

@@ -1,5 +1,6 @@
 #!/bin/sh
-# On arm64, too, the same global batch ends with the same weights, bit for bit, on 1, 2 and 4 ranks, as processes and as threads, and by ZeRO-3 and a pipeline.
+# On arm64 too, the same global batch ends with the same weights, bit for bit, on 1, 2 and 4 ranks, as
+# processes and as threads, and with ZeRO-3 and a pipeline.
 #   usage: train_gpt_arm64.sh QEMU FOLDER      the trainers are FOLDER/arm64.train_gpt, ...
 set -u
 qemu=$1 folder=$2
@@ -8,7 +9,7 @@ trap 'rm -rf "$work"' EXIT
 cd "$work" || exit 1
 fail() { echo "FAILED: $*" >&2; exit 1; }
 
-# qemu would say so itself: what ran was for arm64.
+# qemu refuses programs for other machines: the program was for arm64.
 for name in train_gpt train_gpt_fsdp train_gpt_pipeline; do
     machine=$(od -An -tu2 -j18 -N2 "$folder/arm64.$name" | tr -d ' ')
     [ "$machine" = 183 ] || fail "$name is for machine $machine, not for arm64 (183)"

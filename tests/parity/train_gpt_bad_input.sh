@@ -1,5 +1,5 @@
 #!/bin/sh
-# Whatever is wrong with the input: exit status 1, one sentence on stderr that says what to change, and no file is made or changed.
+# Any invalid input: exit status 1, one sentence on stderr with the remedy, and no file is created or changed.
 # usage: train_gpt_bad_input.sh path/of/train_gpt
 . "$(dirname "$0")/../support/train_gpt.sh"
 failures=0

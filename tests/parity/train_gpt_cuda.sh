@@ -1,8 +1,10 @@
 #!/bin/sh
-# The trainer on GPUs, on the fake machine: the losses of train_gpt, in f32 within 1e-4, in bf16 near them; the same weights on any number of ranks along dp,
-# under every strategy, with stages, graphs or recomputation; close ones with --tp. Checkpoints go to train_gpt, train_gpt_fsdp and train_gpt_3d and come
-# back. Inside of a step the host waits for nothing. Wrong input is one sentence.
-# usage: train_gpt_cuda.sh path/of/train_gpt_cuda [folder of the other trainers]; support/gpt_tests.cu by that name, with llmc beside it
+# The trainer on the fake GPU: the losses of train_gpt, within 1e-4 in f32, similar in bf16. The weights are
+# the same on any number of ranks along dp, with every strategy, with stages, graphs or recomputation, and
+# similar with --tp. Checkpoints go to train_gpt, train_gpt_fsdp and train_gpt_3d and back. Inside a step the
+# host never waits. Invalid input is one sentence.
+# usage: train_gpt_cuda.sh path/of/train_gpt_cuda [folder of the other trainers]; the program is
+# support/gpt_tests.cu under that name, with llmc in the same folder
 bench=$(cd "$(dirname "$0")/../../bench/gpu" && pwd)
 . "$(dirname "$0")/../support/train_gpt.sh"
 folder=$(dirname "$program")
@@ -44,7 +46,8 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
     same_hash f32 f32_full4
     cuda bf16 $run --steps 10
     near bf16 whole
-    # The eight steps that were looked at have four micro-batches each, and no product is launched outside of their graphs.
+    # The eight steps that were looked at have four micro-batches each, and no product is launched outside of
+    # their graphs.
     for name in f32 bf16; do
         [ "$(number $name graphs) $(number $name products)" = "32 0" ] || fail "$name: one graph per micro-batch was to be launched: $(cat $name.err)"
     done
@@ -100,7 +103,7 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
     cuda cut_stages $short --dtype f32 --tp 2 --stages 2 --ranks 4
     same_hash cut cut_stages
 }
-# Half of what is expected, and less than it, is never held.
+# The memory held is at least half of the estimate, and never more than it.
 for name in one 'full 1' 'full plain' 'full 4' 'optim 2' stages cut again 'single f32' 'single bf16'; do
     expected=$(sed -n 's/.* of each rank.s GPU: \([0-9.]*\) MiB expected.*/\1/p' "$name.all")
     awk "BEGIN { held = $(number "$name" held) / 1048576; exit !(held <= $expected && held >= $expected / 2) }" ||
@@ -125,7 +128,7 @@ assert any(e["name"] == "read the step before" for e in events) and all(e["dur"]
 END
 rm stages.json
 
-# --- a GPU that is too small, but for --offload ---
+# --- a GPU that is too small, except with --offload ---
 
 # shellcheck disable=SC2086
 {
@@ -140,7 +143,8 @@ rm stages.json
     [ "$(number large held)" -gt $((mib * 1048576)) ] || fail "$(number large held) bytes were held without a limit of $mib MiB"
     [ "$(number limited held)" -le $((mib * 1048576)) ] || fail "$mib MiB were the limit, $(number limited held) bytes were held"
     before=$(state)
-    # Somebody else takes memory after it was asked for: the call that failed, the estimate, and what takes less.
+    # Another program takes memory after the free size was queried: the error has the failed call, the
+    # estimate, and flags that need less.
     for room in 1 $mib; do
         DDP_TEST_ROOM=$room
         export DDP_TEST_ROOM
@@ -202,7 +206,7 @@ grep -q '100000200 tokens of text' stream.all || fail "$(cat stream.all)"
 [ $(($(number stream resident) - $(number tokens resident))) -lt 65536 ] ||
     fail "$(number stream resident) KiB with large shards, $(number tokens resident) without"
 
-# A machine that has other shards than that of rank 0. Rank 0 says it.
+# A machine with other shards than that of rank 0. Rank 0 reports it.
 mkdir other same same/text
 cp tokens.bin other/text
 ln text/a.bin text/c.bin same/text
@@ -225,7 +229,7 @@ done
 rm -r text other same
 mv text.kept text
 
-# A shard that changes while ranks train: each of them hears what the rank that reads it finds.
+# A shard that changes during training: each rank returns the error of the rank that reads it.
 mkdir shards
 cp tokens.bin shards/a.bin
 for ranks in 2 "4 --stages 2"; do

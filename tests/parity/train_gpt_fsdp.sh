@@ -1,7 +1,8 @@
 #!/bin/sh
-# The trainer on shards prints the losses of train_gpt and ends with its weights, bit for bit: every strategy, on 1, 2, 3 and 4 ranks, as processes and as
-# threads, resumed on other ranks under another strategy, and after a kill. Wrong input is one sentence.
-# usage: train_gpt_fsdp.sh path/of/train_gpt_fsdp, with train_gpt of the same flavour beside it
+# The trainer on shards prints the losses of train_gpt and ends with its weights, bit for bit: every strategy,
+# on 1, 2, 3 and 4 ranks, as processes and as threads, resumed on other ranks with another strategy, and after
+# a kill. Invalid input is one sentence.
+# usage: train_gpt_fsdp.sh path/of/train_gpt_fsdp, with train_gpt of the same flavour in the same folder
 . "$(dirname "$0")/../support/train_gpt.sh"
 whole=$(dirname "$program")/$(basename "$program" | sed 's/_fsdp//')
 
@@ -38,7 +39,7 @@ tables='/^  strategy/,/^$/d; /^  bytes of rank 0/,/^$/d; /^  ranks  /,/^$/d'
     done
 }
 
-# Splitting over four leaves a quarter, and what rows and cache lines are rounded up to.
+# Sharding over four ranks leaves a quarter, plus the rounding to rows and cache lines.
 peak() { sed -n "s/^  $2 *[0-9]* *\([0-9]*\).*/\1/p" "$1.all"; }
 [ "$(peak full4 shards)" -lt $(($(peak none4 shards) / 3)) ] || fail "shards: $(peak full4 shards) of $(peak none4 shards) bytes"
 [ "$(peak optim4 optimizer)" -lt $(($(peak none4 optimizer) / 3)) ] || fail "optimizer: $(peak optim4 optimizer) of $(peak none4 optimizer) bytes"
@@ -49,7 +50,7 @@ peak() { sed -n "s/^  $2 *[0-9]* *\([0-9]*\).*/\1/p" "$1.all"; }
 {
     train_with saved "$program" $run --batch 8 --steps 60 --ranks 2 --checkpoint here
     same eight saved
-    # What flags leave out comes from the checkpoint.
+    # Omitted flags come from the checkpoint.
     train_with one "$program" --resume here.1 --ranks 1 --strategy none
     train_with four "$program" --resume here.1 --ranks 4 --threads-as-ranks --checkpoint there
     train_with hybrid "$program" --resume here.1 --ranks 4 --replicas 2 --strategy grad

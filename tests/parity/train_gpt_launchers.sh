@@ -1,13 +1,14 @@
 #!/bin/sh
-# The same binary joins the world of mpirun and of torchrun, and gets the bits that it gets alone. torchrun is imitated by its
-# variables; the real one runs too when it is there (TORCHRUN=path).   usage: train_gpt_launchers.sh path/of/train_gpt
+# The same binary joins the world of mpirun and of torchrun, with the bits of a run without a launcher.
+# torchrun is emulated by its variables; the real one also runs if available (TORCHRUN=path).
+# usage: train_gpt_launchers.sh path/of/train_gpt
 [ -n "${DDP_TEST_PORT:-}" ] || exec "$(dirname "$1")/with_port" sh "$0" "$@"
 . "$(dirname "$0")/../support/train_gpt.sh"
 
 seq 1 3000 > text
 tiny="--layers 2 --heads 2 --channels 32 --context 32 --batch 16 --micro-batch 2 --steps 4 text"
 
-# expect NAME: NAME.out ends with the hash of the run alone, which only one rank printed.
+# expect NAME: NAME.out ends with the hash of the run without a launcher, printed by one rank only.
 expect() {
     [ "$(grep -c '^weights hash' "$1.out")" -eq 1 ] || fail "$1: not one rank printed: $(cat "$1.out" "$1.err")"
     [ "$(grep '^weights hash' "$1.out")" = "$hash" ] || fail "$1: $(grep '^weights hash' "$1.out"), alone it is $hash"
@@ -25,8 +26,8 @@ if command -v mpirun > /dev/null; then
     # shellcheck disable=SC2086
     timeout "$limit" mpirun $flags -n 2 "$program" $tiny > mpirun.out 2> mpirun.err || fail "mpirun: $(cat mpirun.err)"
     expect mpirun
-    # One sentence from one rank, not one from each. A shell around each rank keeps its status: mpirun would end rank 0, which has the
-    # sentence, when rank 1 has failed first.
+    # One sentence from one rank, not one from each. A shell around each rank keeps its status: mpirun would
+    # end rank 0, which has the sentence, when rank 1 has failed first.
     # shellcheck disable=SC2086,SC2016
     timeout "$limit" mpirun $flags -n 2 sh -c '"$@"; echo $? >> wrong.status' sh "$program" $tiny --batch 3 > wrong.out 2> wrong.err ||
         fail "mpirun: status $?: $(cat wrong.err)"

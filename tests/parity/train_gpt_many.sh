@@ -1,6 +1,6 @@
 #!/bin/sh
-# More ranks than one machine's backend serves: 128 over MPI, as if on four machines of 32, print the losses of 1, 2 and 4 ranks and end with
-# their weights, bit for bit.   usage: train_gpt_many.sh path/of/train_gpt
+# More ranks than the local backend supports: 128 over MPI, on four emulated machines of 32, print the losses
+# of 1, 2 and 4 ranks and end with their weights, bit for bit.   usage: train_gpt_many.sh path/of/train_gpt
 . "$(dirname "$0")/../support/train_gpt.sh"
 
 seq 1 3000 > text

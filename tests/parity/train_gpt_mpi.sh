@@ -1,6 +1,7 @@
 #!/bin/sh
-# Built with DDP_USE_MPI and started by mpirun, the trainer prints the losses and ends with the weights of --ranks 4, bit for bit: on one machine, and
-# as if on two or on four.   usage: train_gpt_mpi.sh path/of/train_gpt
+# Built with DDP_USE_MPI and started by mpirun, the trainer prints the losses and ends with the weights of
+# --ranks 4, bit for bit: on one machine, and on two or four emulated ones.
+# usage: train_gpt_mpi.sh path/of/train_gpt
 . "$(dirname "$0")/../support/train_gpt.sh"
 
 seq 1 3000 > text

@@ -1,7 +1,9 @@
 #!/bin/sh
-# The trainer on stages prints the losses of train_gpt and ends with its weights, bit for bit: every schedule, on 1, 2, 3 and 4 ranks, as processes and as
-# threads; a few of them under sanitizers. Wrong input is one sentence.
-# usage: train_gpt_pipeline.sh path/of/train_gpt_pipeline, with train_gpt of the same flavour beside it
+# The trainer on stages prints the losses of train_gpt and ends with its weights, bit for bit: every schedule,
+# on 1, 2, 3 and 4 ranks, as processes and as threads; a few of them with sanitizers. Invalid input is one
+# sentence.
+# usage: train_gpt_pipeline.sh path/of/train_gpt_pipeline, with train_gpt of the same flavour in the same
+# folder
 . "$(dirname "$0")/../support/train_gpt.sh"
 whole=$(dirname "$program")/$(basename "$program" | sed 's/_pipeline//')
 
@@ -49,7 +51,7 @@ for tid in 0, 1:
     assert all(end <= begin + 0.002 for (_, end), (begin, _) in zip(row, row[1:])), "actions of a rank overlap"
 END
 
-# A list of one's own, as a spreadsheet writes it: rank 1 takes micro-batches in another order, I and W are apart.
+# A custom list, as a spreadsheet writes it: rank 1 runs micro-batches in another order, I and W are separate.
 printf '\357\273\277"0F0","0F1","0F2","0F3","0B1","0B0","0B3","0B2"\r\n1F0,1F1,1I1,1I0,1W0,1W1,,1F3,1B3,1F2,1B2\r\n' > own.csv
 # shellcheck disable=SC2086
 {

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The same global batch and micro-batch print the same losses and end with the same weights, bit for bit, on 1, 2, 3 and 4 ranks,
-# as processes and as threads.   usage: train_gpt_ranks.sh path/of/train_gpt
+# The same global batch and micro-batch print the same losses and end with the same weights, bit for bit, on
+# 1, 2, 3 and 4 ranks, as processes and as threads.   usage: train_gpt_ranks.sh path/of/train_gpt
 . "$(dirname "$0")/../support/train_gpt.sh"
 
 seq 1 3000 > text
@@ -9,7 +9,7 @@ if [ "$slowdown" -gt 1 ]; then steps=3 worlds=4; fi
 if [ "$slowdown" -gt 3 ]; then kinds=threads; fi # it is they that ThreadSanitizer sees
 tiny="--layers 2 --heads 2 --channels 32 --context 32 --micro-batch 2 --steps $steps text"
 
-# train NAME FLAGS...: NAME.out is what was printed.
+# train NAME FLAGS...: NAME.out is the output.
 train() {
     name=$1
     shift

@@ -1,9 +1,9 @@
 #!/bin/sh
-# A run resumed from a checkpoint of its middle ends with the bits of the run that was never interrupted, on any number of ranks;
-# and a kill leaves a checkpoint that a run goes on from.   usage: train_gpt_resume.sh path/of/train_gpt
+# A run resumed from an intermediate checkpoint ends with the bits of the uninterrupted run, on any number of
+# ranks. A kill leaves a checkpoint from which a run continues.   usage: train_gpt_resume.sh path/of/train_gpt
 . "$(dirname "$0")/../support/train_gpt.sh"
 
-# wait_for FILE PID: until FILE is there, while PID runs.
+# wait_for FILE PID: until FILE exists, while PID runs.
 wait_for() {
     tries=0
     while [ ! -e "$1" ]; do
@@ -19,8 +19,8 @@ hash_of() { grep '^weights hash' "$1"; }
 seq 1 300 > text
 run="--layers 1 --heads 2 --channels 16 --context 16 --batch 16 --micro-batch 2 --steps 400 --seed 7 --lr 0.01 text"
 
-# The whole run; a copy of the checkpoint is taken as soon as there is one. A rename replaces it, so a copy is always whole. On a
-# loaded machine the run may be over before the copy; then the next one may not.
+# The whole run; its first checkpoint is copied as soon as it exists. A rename replaces it, so a copy is
+# always complete. On a loaded machine the run can end before the copy; another attempt can succeed.
 for attempt in 1 2 3 4 5 6 7 8 9 10; do
     rm -f whole.ckpt
     # shellcheck disable=SC2086
@@ -37,7 +37,7 @@ hash=$(hash_of whole.out)
 worlds="1 2 4"
 if [ "$slowdown" -gt 1 ]; then worlds=2; fi
 for ranks in $worlds; do
-    # What flags leave out comes from the checkpoint.
+    # Omitted flags come from the checkpoint.
     timeout "$limit" "$program" --ranks $ranks --resume middle.ckpt --checkpoint again.ckpt text > again.out 2> again.err || fail "$(cat again.err)"
     grep -q 'goes on from step' again.out || fail "the run on $ranks ranks did not say where it goes on"
     [ "$(hash_of again.out)" = "$hash" ] || fail "resumed on $ranks ranks: $(hash_of again.out), uninterrupted $hash"
@@ -47,7 +47,7 @@ done
 timeout "$limit" "$program" $run --ranks 2 --threads-as-ranks --resume middle.ckpt > again.out 2> again.err || fail "$(cat again.err)"
 [ "$(hash_of again.out)" = "$hash" ] || fail "resumed on threads: $(hash_of again.out), uninterrupted $hash"
 
-# A checkpoint of the end goes on for no step, or for more steps.
+# A checkpoint of the end continues for no step, or for more steps.
 timeout "$limit" "$program" --ranks 2 --resume whole.ckpt text > end.out 2> end.err || fail "$(cat end.err)"
 [ "$(hash_of end.out)" = "$hash" ] || fail "resumed at the end: $(hash_of end.out), uninterrupted $hash"
 timeout "$limit" "$program" --ranks 2 --resume whole.ckpt --steps 410 text > more.out 2> more.err || fail "$(cat more.err)"

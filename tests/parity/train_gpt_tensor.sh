@@ -1,8 +1,9 @@
 #!/bin/sh
-# The trainer on tensor-parallel ranks prints the losses of train_gpt, within 1e-4: tensor groups of 1, 2 and 4 ranks and two groups of two, with and without
-# sequence parallelism, in chunks, as processes and as threads, which end with the same bits; resumed under another group, and by train_gpt. A layer sends
-# what it should. Wrong input is one sentence.
-# usage: train_gpt_tensor.sh path/of/train_gpt_tensor, with train_gpt of the same flavour beside it
+# The trainer on tensor-parallel ranks prints the losses of train_gpt, within 1e-4: tensor groups of 1, 2 and
+# 4 ranks and two groups of two, with and without sequence parallelism, in chunks, as processes and as
+# threads, which end with the same bits; resumed with another group, and by train_gpt. A layer sends the
+# expected number of elements. Invalid input is one sentence.
+# usage: train_gpt_tensor.sh path/of/train_gpt_tensor, with train_gpt of the same flavour in the same folder
 . "$(dirname "$0")/../support/train_gpt.sh"
 whole=$(dirname "$program")/$(basename "$program" | sed 's/_tensor//')
 
@@ -46,8 +47,8 @@ sent() { grep -A 1 '^  ranks   tp' "$1.all" | awk 'NR == 2 { print $6 }'; }
 }
 [ "$(sent 1by1-threads)" -eq 0 ] || fail "a group of one rank has sent $(sent 1by1-threads) elements"
 
-# A checkpoint is the global model, whoever has written it and whoever goes on from it: the same weights, and the losses of train_gpt.
-# shellcheck disable=SC2086
+# A checkpoint is the global model, for any group that writes it and any that continues: the same weights, and
+# the losses of train_gpt. shellcheck disable=SC2086
 {
     train_with half "$whole" $run --layers 2 --steps 3 --ranks 1 --checkpoint half.ckpt
     train_with rest "$whole" --resume half.ckpt --steps 6 --ranks 1

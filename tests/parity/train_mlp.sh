@@ -1,6 +1,7 @@
 #!/bin/sh
-# train_mlp on small made-up images: the same weights and the same test on any number of ranks, processes or threads, every image tested once, and whatever
-# is wrong with the data is one sentence. With "fashion" as a second argument: over 88% on Fashion-MNIST, skipped where it is not installed.
+# train_mlp on small synthetic images: the same weights and test results on any number of ranks, processes or
+# threads. Every image is tested once. An error in the data is one sentence. With "fashion" as a second
+# argument: over 88% on Fashion-MNIST, skipped if it is not installed.
 # usage: train_mlp.sh path/of/train_mlp [fashion]
 . "$(dirname "$0")/../support/train_gpt.sh"
 if [ "${2:-}" = fashion ]; then
@@ -13,7 +14,7 @@ if [ "${2:-}" = fashion ]; then
     exit 0
 fi
 
-# 300 and 101 images of 5 x 7 pixels: noise, and light in the rows that the label says.
+# 300 and 101 images of 5 x 7 pixels: noise, and bright rows selected by the label.
 python3 - <<'END' || fail "no data"
 import os, random, struct
 def write(name, *shape):

@@ -1,19 +1,20 @@
-# Read first by the scripts that run the trainer, whose path is $1: $program is absolute, $limit the seconds that one run may take,
-# and the shell is in a folder of its own that is removed at the end.
+# Included first by the scripts that run the trainer at path $1. $program is its absolute path, $limit the
+# seconds for one run. The shell is in a temporary folder, which is removed at the end.
 set -u
 program=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
-slowdown=${DDP_TEST_SLOWDOWN:-1} # 3 and 6 under sanitizers, which look at memory and threads: fewer steps and numbers of ranks will do there
+slowdown=${DDP_TEST_SLOWDOWN:-1} # 3 and 6 under sanitizers: fewer steps and numbers of ranks are enough there
 limit=$((180 * slowdown))
 work=$(mktemp -d) || exit 1
 trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
 cd "$work" || exit 1
-# comparable NAME: NAME.same is what of NAME.out must not depend on the ranks.
+# comparable NAME: NAME.same is the part of NAME.out that must not depend on the ranks.
 comparable() { sed -e 's/ *[0-9]* tokens\/s//' -e 's/ETA.*//' -e '/ ranks\{0,1\}/d' -e '/%/d' -e '/MiB/d' -e '/--recompute/d' -e '/^$/d' "$1.out" > "$1.same"; }
 fail() { echo "FAILED: $*" >&2; exit 1; }
 # ended NAME: the last line of NAME.out is the hash of the weights.
 ended() { tail -n 1 "$1.out" | grep -Eq '^weights hash: [0-9a-f]{16}$' || fail "$1: the last line is no hash: $(tail -n 1 "$1.out")"; }
 same() { cmp -s "$1.same" "$2.same" || { diff "$1.same" "$2.same" >&2; fail "$1 and $2 differ"; }; }
-# train_with NAME PROGRAM FLAGS...: NAME.all is what was printed, NAME.out is without the tables that the sed script $tables deletes.
+# train_with NAME PROGRAM FLAGS...: NAME.all is the output. NAME.out is the same without the tables that the
+# sed script $tables deletes.
 train_with() {
     name=$1
     shift
@@ -24,7 +25,8 @@ train_with() {
 }
 # losses NAME: every loss that NAME.out shows.
 losses() { grep -o 'loss [0-9][0-9.]*' "$1.out" | cut -d ' ' -f 2; }
-# close NAME [AS]: as many losses as train_gpt has printed in the run AS, each within the last of the four digits that are shown.
+# close NAME [AS]: as many losses as train_gpt has printed in the run AS, each within the last of the four
+# digits that are shown.
 close() {
     losses "$1" > "$1.losses"
     losses "${2:-whole}" > as.losses
@@ -34,8 +36,9 @@ close() {
 # hash_of NAME: the last line.
 hash_of() { tail -n 1 "$1.out"; }
 state() { find . -type f -exec cksum {} + | sort; find . -type d | sort; }
-# refused EXPECTED FLAGS...: $problem says what is not as it should be: exit status 1, one sentence on stderr, after the program's name, with EXPECTED in it, and
-# no file made or changed since before=$(state). $output is what was said.
+# refused EXPECTED FLAGS...: expects exit status 1, one sentence on stderr after the program's name, which
+# contains EXPECTED, and no file created or changed since before=$(state). $problem names the difference,
+# $output is the output.
 refused() {
     expected=$1
     shift
