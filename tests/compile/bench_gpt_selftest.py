@@ -27,32 +27,25 @@ steps = int(value("--steps"))
 for step in range(1, steps + 1):
     time.sleep(0.03 if step < 3 else 0.002 if value("--strategy") == "full" else 0.001)
     if step % max(steps // 20, 1) == 0:
-        print("step %4d/%d   loss 10.8   1000 tokens/s   gradient norm 1   ETA 0:00" % (step, steps),
-                                                         flush=True)
+        print("step %4d/%d   loss 10.8   1000 tokens/s   gradient norm 1   ETA 0:00" % (step, steps), flush=True)
     if step % max(steps // 10, 1) == 0:
         time.sleep(0.01)
         print("step %4d/%d   validation loss 10.8000   (unigram entropy 7.9726)" % (step, steps), flush=True)
 if "--profile" in words:
-    print("\\n  step 8 of rank 0, 30.000 ms        launches         ms    share   TFLOP/s      GB/s   of
-                                                                    limit")
-    print("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f   %7.1f%%" % ("mlp up, gelu", 12, 20, 66.7, 700.1,
-                                                           900, 70.8))
-    print("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f   %7.1f%%" % ("attention backward", 12, 6, 20.0,
-                                                           300.0, 1000, 30.0))
+    print("\\n  step 8 of rank 0, 30.000 ms        launches         ms    share   TFLOP/s      GB/s   of limit")
+    print("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f   %7.1f%%" % ("mlp up, gelu", 12, 20, 66.7, 700.1, 900, 70.8))
+    print("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f   %7.1f%%" % ("attention backward", 12, 6, 20.0, 300.0, 1000, 30.0))
     print("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f         -\\n" % ("optimizer", 1, 1, 33.3, 0, 0))
 if "--timeline" in words:
     import json
-    span = lambda name, cat, step, begin, end: {"name": name, "cat": cat, "ph": "X", "ts": step * 30e3 +
-    begin, "dur": end - begin, "args": {"step": step}} events = [span(*e) for step in (4, 5, 6) for e in
-    (("pack", "host", step, 0, 900), ("forward unit 0", "host", step, 1000, 1500),
-              ("gather unit 0", "host", step, 1200, 1400), ("optimizer", "host", step, 2000, 2500), ("read the
-              step before", "host", step, 2500, 29e3), ("forward unit 0", "device", step, 2000, 20e3),
-              ("optimizer", "device", step, 20250, 29e3))]
+    span = lambda name, cat, step, begin, end: {"name": name, "cat": cat, "ph": "X", "ts": step * 30e3 + begin, "dur": end - begin, "args": {"step": step}}
+    events = [span(*e) for step in (4, 5, 6) for e in (("pack", "host", step, 0, 900), ("forward unit 0", "host", step, 1000, 1500),
+              ("gather unit 0", "host", step, 1200, 1400), ("optimizer", "host", step, 2000, 2500), ("read the step before", "host", step, 2500, 29e3),
+              ("forward unit 0", "device", step, 2000, 20e3), ("optimizer", "device", step, 20250, 29e3))]
     events += [span("forward unit 0", cat, 7, 1000, 2000) for cat in ("host", "device")]
     json.dump({"traceEvents": events + [{"name": "process_name", "ph": "M"}]}, open(value("--timeline"), "w"))
 print("  ranks   pp   dp   tp   strategy   dtype   tokens/s   TFLOP/s     MFU   host in a step   step")
-print("      1    1    1    1   %-8s   bf16      1000000   800.00   80.9%%          1.50 ms   31.00 ms" %
-                                                                    value("--strategy"))
+print("      1    1    1    1   %-8s   bf16      1000000   800.00   80.9%%          1.50 ms   31.00 ms" % value("--strategy"))
 """
 
 PEER = """

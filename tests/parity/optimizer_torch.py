@@ -1,11 +1,9 @@
 #!/usr/bin/env python3
-"""ddp_optimizer against torch.optim, ddp_scaler against torch.amp.GradScaler, ddp_lr_at against
-torch.optim.lr_scheduler.
+"""ddp_optimizer against torch.optim, ddp_scaler against torch.amp.GradScaler, ddp_lr_at against torch.optim.lr_scheduler.
 
     python3 tests/parity/optimizer_torch.py
 
-AdamW and SGD agree within rounding, the loss scaler bit for bit. Without PyTorch 2.6 or newer it prints SKIP
-and exits with 77."""
+AdamW and SGD agree within rounding, the loss scaler bit for bit. Without PyTorch 2.6 or newer it prints SKIP and exits with 77."""
 import ctypes
 import math
 import os
@@ -39,10 +37,15 @@ int start(int kind, int dtype, int64_t count, const float *o, void *w, void *g) 
     ddp_optimizer_desc d = DDP_ZERO;
     ddp_optimizer_destroy(optimizer);
     d.kind = (ddp_optimizer_kind)kind;
-    d.beta1 = o[0]; d.beta2 = o[1]; d.eps = o[2]; d.momentum = o[3]; d.dampening = o[4]; d.nesterov =
-    (int)o[5]; d.weight_decay = o[6]; param.value.data = w; param.value.dtype = (ddp_dtype)dtype;
-    param.value.ndim = 1; param.value.shape[0] = count; param.grad.data = g; d.params = &param; d.param_count
-    = 1; return open_group() != DDP_OK ? -1 : ddp_optimizer_create(&optimizer, group, &d);
+    d.beta1 = o[0]; d.beta2 = o[1]; d.eps = o[2]; d.momentum = o[3]; d.dampening = o[4]; d.nesterov = (int)o[5]; d.weight_decay = o[6];
+    param.value.data = w;
+    param.value.dtype = (ddp_dtype)dtype;
+    param.value.ndim = 1;
+    param.value.shape[0] = count;
+    param.grad.data = g;
+    d.params = &param;
+    d.param_count = 1;
+    return open_group() != DDP_OK ? -1 : ddp_optimizer_create(&optimizer, group, &d);
 }
 int step(float lr) { return ddp_optimizer_step(optimizer, lr); }
 int scaler_start(float init, float growth, float backoff, int interval) {
@@ -50,8 +53,7 @@ int scaler_start(float init, float growth, float backoff, int interval) {
     d.init_scale = init; d.growth_factor = growth; d.backoff_factor = backoff; d.growth_interval = interval;
     return open_group() != DDP_OK ? -1 : ddp_scaler_init(&scaler, &d);
 }
-int scaler_step(float *g, int64_t count, float *scale) { /* found_inf, or an error; *scale: after the update
-*/
+int scaler_step(float *g, int64_t count, float *scale) { /* found_inf, or an error; *scale: after the update */
     ddp_tensor tensor = DDP_ZERO;
     int found;
     tensor.data = g;
@@ -66,8 +68,8 @@ int scaler_step(float *g, int64_t count, float *scale) { /* found_inf, or an err
 }
 float rate(int kind, double peak, double floor_, int64_t warmup, int64_t total, float power, int64_t at) {
     ddp_lr_desc d = DDP_ZERO;
-    d.kind = (ddp_lr_kind)kind; d.max_lr = peak; d.min_lr = floor_; d.warmup_steps = warmup; d.total_steps =
-    total; d.power = power; return ddp_lr_at(&d, at);
+    d.kind = (ddp_lr_kind)kind; d.max_lr = peak; d.min_lr = floor_; d.warmup_steps = warmup; d.total_steps = total; d.power = power;
+    return ddp_lr_at(&d, at);
 }
 const char *problem(void) { return ddp_last_error(); }
 """
@@ -144,8 +146,7 @@ def scaler(library, init, growth, backoff, interval, share):
 
 
 def schedules(library):
-    """PyTorch counts steps from 0 and has no floor but in the cosine: no warm-up here, and their step s is
-    our s."""
+    """PyTorch counts steps from 0 and has a floor only in the cosine: no warm-up here, so its step s is step s of ddp."""
     weight, total = torch.nn.Parameter(torch.zeros(1)), 40
     rules = torch.optim.lr_scheduler
     cases = ((1, 0.01, 0, lambda o: rules.CosineAnnealingLR(o, total, eta_min=0.01)), (2, 0.02, 0, lambda o: rules.LinearLR(o, 1.0, 0.2, total)),

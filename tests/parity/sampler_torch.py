@@ -2,8 +2,7 @@
 """ddp_sampler against torch.utils.data.DistributedSampler, index for index.
 
     python3 tests/parity/sampler_torch.py            some hundred samplers, up to 3 million samples
-    python3 tests/parity/sampler_torch.py --large    also around 214748364 samples, where PyTorch changes its
-                                                     rule (4 GB, minutes)
+    python3 tests/parity/sampler_torch.py --large    also around 214748364 samples, where PyTorch changes its rule (4 GB, minutes)
 
 Without PyTorch 2.6 or newer it prints SKIP and exits with 77."""
 import os
@@ -29,18 +28,20 @@ DRIVER = r"""
 int main(void) {
     long long size, seed, epoch, window;
     ddp_sampler_desc desc = DDP_ZERO;
-    while (scanf("%lld %d %d %lld %lld %d %d %lld", &size, &desc.num_replicas, &desc.rank, &seed, &epoch,
-    &desc.no_shuffle,
+    while (scanf("%lld %d %d %lld %lld %d %d %lld", &size, &desc.num_replicas, &desc.rank, &seed, &epoch, &desc.no_shuffle,
                  &desc.drop_last, &window) == 8) {
         ddp_sampler sampler;
         int64_t value;
         desc.dataset_size = size;
         desc.seed = (uint64_t)seed;
         desc.window = window;
-        if (ddp_sampler_init(&sampler, &desc) != DDP_OK) { fprintf(stderr, "%s\n", ddp_last_error()); return
-        1; } ddp_sampler_set_epoch(&sampler, (uint64_t)epoch); value = ddp_sampler_length(&sampler);
-        fwrite(&value, sizeof value, 1, stdout); while ((value = ddp_sampler_next(&sampler, NULL)) >= 0)
-        fwrite(&value, sizeof value, 1, stdout); fflush(stdout); ddp_sampler_free(&sampler);
+        if (ddp_sampler_init(&sampler, &desc) != DDP_OK) { fprintf(stderr, "%s\n", ddp_last_error()); return 1; }
+        ddp_sampler_set_epoch(&sampler, (uint64_t)epoch);
+        value = ddp_sampler_length(&sampler);
+        fwrite(&value, sizeof value, 1, stdout);
+        while ((value = ddp_sampler_next(&sampler, NULL)) >= 0) fwrite(&value, sizeof value, 1, stdout);
+        fflush(stdout);
+        ddp_sampler_free(&sampler);
     }
     return 0;
 }

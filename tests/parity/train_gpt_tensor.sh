@@ -48,7 +48,8 @@ sent() { grep -A 1 '^  ranks   tp' "$1.all" | awk 'NR == 2 { print $6 }'; }
 [ "$(sent 1by1-threads)" -eq 0 ] || fail "a group of one rank has sent $(sent 1by1-threads) elements"
 
 # A checkpoint is the global model, for any group that writes it and any that continues: the same weights, and
-# the losses of train_gpt. shellcheck disable=SC2086
+# the losses of train_gpt.
+# shellcheck disable=SC2086
 {
     train_with half "$whole" $run --layers 2 --steps 3 --ranks 1 --checkpoint half.ckpt
     train_with rest "$whole" --resume half.ckpt --steps 6 --ranks 1
