@@ -990,53 +990,62 @@ typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_str
    your own:
      #define MY_FIELD(name, result, arguments) my_##name,
      static const ddp_device mine = {"mine", 0, DDP_DEVICE_MEMORY(MY_FIELD) DDP_DEVICE_STREAMS(MY_FIELD)
-                                     DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL, NULL};
-
-     alloc         zeroed memory, aligned to 64 bytes
-     add           dst may equal left or right
-     sum_squares   adds the squares of `rows` rows of row_count elements to *sum, which is memory of this
-                   device. The sum is exact per row, in pieces of 4096 elements */
+                                     DDP_DEVICE_PINNED(DDP_NULL_FIELD) NULL, NULL}; */
 // clang-format off
 #define DDP_DEVICE_MEMORY(X)                                                                                 \
+    /* allocates zeroed memory, aligned to 64 bytes */                                                       \
     X(alloc, ddp_result, (ddp_group *group, size_t size_bytes, void **out))                                  \
+    /* frees memory of alloc */                                                                              \
     X(free, void, (ddp_group *group, void *memory))                                                          \
+    /* copies size_bytes */                                                                                  \
     X(copy, void, (void *dst, const void *src, size_t size_bytes))                                           \
+    /* sets size_bytes to 0 */                                                                               \
     X(fill_zero, void, (void *dst, size_t size_bytes))                                                       \
+    /* converts count elements; floats are rounded to nearest even */                                        \
     X(cast, void, (void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count))      \
+    /* dst = left + right; dst may equal left or right */                                                    \
     X(add, void, (void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype))            \
+    /* multiplies count elements by factor */                                                                \
     X(scale, void, (void *data, size_t count, ddp_dtype dtype, float factor))                                \
+    /* divides count elements by divisor */                                                                  \
     X(divide, void, (void *data, size_t count, ddp_dtype dtype, uint64_t divisor))                           \
+    /* adds the squares of rows x row_count elements to *sum, exactly per row, in pieces of 4096 elements */ \
     X(sum_squares, void,                                                                                     \
       (ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype))
 // clang-format on
 
 /* NULL if every function has completed when it returns, as on the CPU. Otherwise the functions above run on
-   the stream that the calling thread uses, and copy has completed on return if either side is host memory.
-     open          creates the device's state of a group; parent: of a split, or NULL
-     use_stream    selects the stream of this thread; ddp.h selects the compute stream again afterwards
-     check         the first failure of this thread's calls of the functions that return void, or DDP_OK
-     event_record  marks the end of the work that the stream holds now; a later call moves the mark
-     event_wait    makes the stream, not the host, wait for the mark */
+   the stream that the calling thread uses, and copy has completed on return if either side is host memory. */
 // clang-format off
 #define DDP_DEVICE_STREAMS(X)                                                                                \
+    /* creates the device's state of a group; parent: of a split, or NULL */                                 \
     X(open, ddp_result, (ddp_group *group, ddp_group *parent, void **state))                                 \
+    /* frees that state */                                                                                   \
     X(close, void, (ddp_group *group, void *state))                                                          \
+    /* selects the stream of this thread; ddp.h selects the compute stream again afterwards */               \
     X(use_stream, ddp_result, (ddp_group *group, ddp_stream_kind stream))                                    \
+    /* the first failure of this thread's calls of the functions that return void, or DDP_OK */              \
     X(check, ddp_result, (ddp_group *group))                                                                 \
+    /* creates an event */                                                                                   \
     X(event_create, ddp_result, (ddp_group *group, void **event))                                            \
+    /* frees an event */                                                                                     \
     X(event_destroy, void, (ddp_group *group, void *event))                                                  \
+    /* marks the end of the work that the stream holds now; a later call moves the mark */                   \
     X(event_record, ddp_result, (ddp_group *group, ddp_stream_kind stream, void *event))                     \
+    /* makes the stream, not the host, wait for the mark */                                                  \
     X(event_wait, ddp_result, (ddp_group *group, ddp_stream_kind stream, void *event))                       \
+    /* *done = 1 when the device has reached the mark; does not wait */                                      \
     X(event_test, ddp_result, (ddp_group *group, void *event, int *done))
 // clang-format on
 
-/* Pinned host memory. NULL = copies from any host memory are as fast. free_pinned may run on any thread, also
-   after the group is gone. copy_async returns at once; its host side is memory of alloc_pinned, in use until
-   the stream has executed the copy. */
+/* Pinned host memory. NULL = copies from any host memory are as fast. */
 // clang-format off
 #define DDP_DEVICE_PINNED(X)                                                                                 \
+    /* allocates pinned memory */                                                                            \
     X(alloc_pinned, ddp_result, (ddp_group *group, size_t size_bytes, void **out))                           \
+    /* frees memory of alloc_pinned; may run on any thread, also after the group is gone */                  \
     X(free_pinned, void, (void *memory))                                                                     \
+    /* returns at once; the host side is memory of alloc_pinned, in use until the stream has copied */       \
     X(copy_async, void, (void *dst, const void *src, size_t size_bytes))
 // clang-format on
 

@@ -143,17 +143,15 @@ typedef struct ddp_update {
 
 /* The functions of ddp_device.optimizer. All pointers are in the device's memory. Work goes to the stream
    that the calling thread uses, and the call returns at once. ddp_device.check reports failures. n(k) is the
-   root of sum k.
-     update    one step
-     scale     multiplies data, f32 or f64, by *factor
-     clip      *norm = n(0) as f32; it may be pinned memory. *factor = limit / *norm if that norm is finite
-               and above limit, otherwise 1
-     trust     out[i] = lr times c n(2i) / (n(2i+1) + decay n(2i)), or lr if either n is 0. decay -1: without
-               decay n(2i) */
-#define DDP_OPTIMIZER_KERNELS(X)                                                 \
-    X(update, (const ddp_update *update))                                        \
-    X(scale, (void *data, size_t count, ddp_dtype dtype, const float *factor))   \
-    X(clip, (const ddp_exact_sum *sum, float limit, float *factor, float *norm)) \
+   root of sum k. */
+#define DDP_OPTIMIZER_KERNELS(X)                                                                            \
+    /* one step */                                                                                          \
+    X(update, (const ddp_update *update))                                                                   \
+    /* multiplies data, f32 or f64, by *factor */                                                           \
+    X(scale, (void *data, size_t count, ddp_dtype dtype, const float *factor))                              \
+    /* *norm = n(0) as f32; may be pinned. *factor = limit / *norm for a finite norm above limit, else 1 */ \
+    X(clip, (const ddp_exact_sum *sum, float limit, float *factor, float *norm))                            \
+    /* out[i] = lr c n(2i) / (n(2i+1) + decay n(2i)), or lr if an n is 0; decay -1: no decay n(2i) */       \
     X(trust, (const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out))
 
 // clang-format off

@@ -179,21 +179,34 @@ typedef struct ddp_dropout {
 
 /* The functions of ddp_device.layers: an array of two tables, for f32 and for f64. Work goes to the stream
    that the calling thread uses. The order of each sum depends only on shapes. step: elements from row to row.
-   dy, dx: gradients of y and x. add_bias: y += bias in each row. sum_rows: out = the sum of x's rows. */
+   dy, dx: gradients of y and x. */
 #define DDP_LAYER_KERNELS(X)                                                                              \
+    /* copies rows */                                                                                     \
     X(copy_rows, (int64_t rows, int64_t columns, const void *x, int64_t x_step, void *y, int64_t y_step)) \
+    /* y += bias in each row */                                                                           \
     X(add_bias, (int64_t rows, int64_t columns, const void *bias, void *y, int64_t y_step))               \
+    /* out = the sum of x's rows; accumulate: it is added to out */                                       \
     X(sum_rows, (int64_t rows, int64_t columns, const void *x, int accumulate, void *out))                \
+    /* y = the activation of x */                                                                         \
     X(activate, (ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, void *y))          \
+    /* dx = its gradient */                                                                               \
     X(activate_backward,                                                                                  \
       (ddp_tp_activation form, int64_t rows, int64_t columns, const void *x, const void *dy, void *dx))   \
+    /* rows of an embedding table */                                                                      \
     X(lookup, (const ddp_lookup *op))                                                                     \
+    /* its gradient */                                                                                    \
     X(lookup_backward, (const ddp_lookup *op))                                                            \
+    /* layer norm or RMS norm */                                                                          \
     X(norm, (const ddp_norm *op))                                                                         \
+    /* its gradients */                                                                                   \
     X(norm_backward, (const ddp_norm_backward *op))                                                       \
+    /* see ddp_loss */                                                                                    \
     X(loss_max, (const ddp_loss *op))                                                                     \
+    /* see ddp_loss */                                                                                    \
     X(loss_sum, (const ddp_loss *op))                                                                     \
+    /* see ddp_loss */                                                                                    \
     X(loss_end, (const ddp_loss *op))                                                                     \
+    /* see ddp_dropout */                                                                                 \
     X(dropout, (const ddp_dropout *op))
 
 // clang-format off

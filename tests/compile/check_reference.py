@@ -3,8 +3,8 @@
 
     check_reference.py ROOT WORK    the headers of ROOT; the pages are in WORK/html
 
-Exit status 1 when a public function, type, macro or field has no comment, when a comment links to a name that does not
-exist, or when a public function or struct is on no page. Doxyfile and doxygen_filter.py define how pages look.
+Exit status 1 when a public function, type, macro or field has no comment, when a comment names a function or type that
+does not exist, or when a public name is on no page. Doxyfile and doxygen_filter.py define how pages look.
 check_reference_selftest.py proves that each fault is found.
 """
 import os
@@ -15,13 +15,13 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 HEADERS = ["ddp.h", "ddp_fsdp.h", "ddp_pipeline.h", "ddp_tensor.h", "ddp_cuda.cuh"]
-PUBLIC = re.compile(r"^(?:DDPDEF [^;(]*?\b(\w+)\(|(?:typedef )?struct (\w+) \{)", re.M)
+PUBLIC = re.compile(r"^(?:DDPDEF [^;(]*?\b(\w+)\(|(?:typedef )?struct (\w+) \{|    (DDP_\w+)(?: = \w+)?,? +/\*)", re.M)
 
 
 def public_names(text):
-    """Functions and structs of a header, up to its implementation."""
+    """Functions, structs and commented values of enums of a header, up to its implementation."""
     declarations = re.split(r"^//== .* >>impl-", text, maxsplit=1, flags=re.M)[0]
-    return {function or struct for function, struct in PUBLIC.findall(declarations)}
+    return {name for names in PUBLIC.findall(declarations) for name in names if name}
 
 
 def check(root, work):

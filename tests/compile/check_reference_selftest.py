@@ -52,6 +52,25 @@ typedef enum ddp_result {
 #undef DDP_X
 } ddp_result;
 
+/* A choice. */
+typedef enum ddp_choice {
+    DDP_CHOICE_ONE = 0, /* the first */
+    DDP_CHOICE_TWO      /* the second */
+} ddp_choice;
+
+/* A list of functions. */
+#define DDP_DEVICE_MEMORY(X)                    \\
+    /* allocates */                             \\
+    X(alloc, int, (int count))                  \\
+    X(free, void, (void *memory)) /* frees */
+
+/* A table of these functions. */
+typedef struct ddp_device {
+#define DDP_X(name, result, arguments) result (*name) arguments;
+    DDP_DEVICE_MEMORY(DDP_X)
+#undef DDP_X
+} ddp_device;
+
 typedef struct ddp_hidden ddp_hidden; /* a handle */
 
 /* A demo: two rows.
@@ -91,6 +110,9 @@ BROKEN = [
     ("void *user;        /* of call */", "void *user;", "Member user (variable) of struct ddp_demo is not documented"),
     ("/* 0 = 1; the\n                          numbers */", "", "Member second (variable) of struct ddp_demo is not documented"),
     ("    /* NULL = none. May be NULL */\n", "", "Member call)(void *user) (variable) of struct ddp_demo is not documented"),
+    ("    /* allocates */                             \\\n", "",
+     "Member alloc)(int count) (variable) of struct ddp_device is not documented"),
+    ("DDP_CHOICE_ONE = 0, /* the first */", "#if 0\n    DDP_CHOICE_ONE = 0, /* the first */\n#endif", "ddp.h: DDP_CHOICE_ONE is on no page"),
     (" /* a handle */", "", "Member ddp_hidden (typedef) of group ddp_h_types is not documented"),
     ("/* The result of a call. */", "", "Member ddp_result (enumeration) of group ddp_h_types is not documented"),
     ("/* A demo: two rows.\n       row 0   1 2\n       row 1   3 4 */", "", "Compound ddp_demo is not documented"),
@@ -128,13 +150,13 @@ class Reference(unittest.TestCase):
                 "            with columns:\n                1 @ 2      3 < 4",
                 "Everything else, see https://example.org/a_b.", "\"an argument is wrong\"", "All answers are right.",
                 "        row 0   1 2\n        row 1   3 4", "0 = 1; the numbers", "NULL = none. May be NULL",
-                "*demo is read, first only.", "Ownership: none.", "a handle", "of call", "NULL is ignored"]:
+                "*demo is read, first only.", "Ownership: none.", "a handle", "of call", "the first", "the second", "allocates", "frees", "(*\xa0alloc )(int count)", "NULL is ignored"]:
             self.assertTrue(text in pages, text)
         self.assertFalse("ddp__private" in pages)
 
     def test_faults(self):
         for old, new, message in BROKEN:
-            with self.subTest(message):
+            with self.subTest(message=message):
                 self.assertIn(old, GOOD)
                 findings, _ = reference(GOOD.replace(old, new))
                 self.assertTrue(any(message in finding for finding in findings), findings)

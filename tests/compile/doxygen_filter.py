@@ -23,8 +23,8 @@ def show(match): # the opening comment, a banner, or a comment with the code bef
     if topic: return "/** @} */" + page("topic", NAME + ": " + topic, document(about.replace("/*", "  ")))
     if not code: return "/**" + document(text) + "*/" + rest
     doc = "/*! @brief " + document(" " + " ".join(text.split())) + "*/ "
-    kind = re.match(r" +(\w[\w ]* )[^(]+, ", code) # of several fields: each gets the comment
+    kind = re.fullmatch(r" +(\w[\w ]* )[^(=]+, [^(=]+; *", code) # of several fields: each gets the comment
     return doc + code.replace(", ", "; " + doc + kind[1] if kind else ", ") + rest + "\n" * text.count("\n")
-source = re.sub(COMMENT, show, open(sys.argv[1]).read())
-ENTRY = r'(?m)^    X\(([^"()]*("[^"]*")?)' # of a list that becomes an enum or a table
-print(re.sub(ENTRY, lambda m: "    /** %s */ X(%s" % (m[2] or "See the list.", m[1]), source), "/** @} */")
+source = re.sub(COMMENT, show, open(sys.argv[1]).read()).replace("(DDP_X)\n", "(DDP_X) /**/\n") # or Doxygen loses lines
+ENTRY = r'(?m)^    X\((\w+, [^"(]*("[^"]*")\))' # of a list that becomes an enum: the text is its documentation
+print(re.sub(ENTRY, r"    /** \2 */ X(\1", source), "/** @} */")
