@@ -49,7 +49,7 @@ static uint64_t ckpt_box_count(const ddp__checkpoint_slice *s) {
     return count;
 }
 
-/* Allocates rank's boxes of W, filled with `fill`. whole: every rank has all. */
+/* Allocates the boxes of this rank of W, filled with fill. whole: every rank has the full tensors. */
 static RANKS_UNUSED void ckpt_open(ckpt_rank *k, int rank, int world_size, int whole, int fill) {
     memset(k, 0, sizeof *k);
     k->count = CKPT_TENSORS;

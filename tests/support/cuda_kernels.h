@@ -94,7 +94,7 @@ enum { SOURCES = 64 };
 #endif
 #define REDUCE_SLOT ((size_t)REDUCE_COUNT * 8 + 64)
 
-/* shift: 0 = aligned, 1 = all one element further, 2 = each elsewhere, 3 = at odd addresses. */
+/* shift: 0 = aligned, 1 = all shifted by one element, 2 = each with another shift, 3 = at odd addresses. */
 static size_t shifted(int shift, int k, size_t size) {
     return shift == 0 ? 0 : shift == 1 ? size : shift == 2 ? size * (size_t)(k % 3) : 1 + size * (size_t)(k % 2);
 }
@@ -131,7 +131,7 @@ static void check_reduce(void) {
     for (size_t d = 0; d < sizeof all_dtypes / sizeof *all_dtypes; d++) {
         ddp_dtype dtype = all_dtypes[d];
         for (int shift = 0; shift < 4; shift++) {
-            /* Sources of integers may hold anything, so may those of floats. */
+            /* Integer sources can have any values, and so can those of floats. */
             for (int k = 0; k < SOURCES; k++)
                 fill(in.host + REDUCE_SLOT * (size_t)k + shifted(shift, k, ddp_dtype_size(dtype)), REDUCE_COUNT, dtype, k % 7 == 3);
             buffer_up(&in);
@@ -444,8 +444,8 @@ static void step_case(int adamw, int kind, ddp_dtype grad_dtype, ddp_dtype copy_
     step_free(&s);
 }
 
-/* Random rounding picks one of the two neighbours, is right on average, and does not depend on how the
-   elements are shared out. */
+/* Stochastic rounding picks one of the two neighbours, is right on average, and does not depend on the
+   distribution of elements to threads. */
 static void check_random_rounding(void) {
     enum { COUNT = 20000, CUT = 7001 };
     step_state s = step_make(COUNT, 0);
@@ -455,7 +455,7 @@ static void check_random_rounding(void) {
     d.stochastic = 1;
     d.seed = 5;
     d.first_index = 1000;
-    d.lr = 0; /* nothing moves, and the copy is all that a step does */
+    d.lr = 0; /* nothing moves, so the step is only the copy */
     check_that(ddp_cuda_sgd(&d, 0) == DDP_OK, "%s", ddp_last_error());
     buffer_down(&s.copy);
     memcpy(whole, s.copy.host, 2 * COUNT);
@@ -489,7 +489,7 @@ static void check_random_rounding(void) {
     step_free(&s);
 }
 
-/* AdamW with beta1, beta2 and eps of 0 has the bits of their defaults, and beta2 counts where it is set. */
+/* AdamW with beta1, beta2 and eps of 0 has the bits of their defaults; beta2 is used if it is set. */
 static void check_step_defaults(void) {
     enum { COUNT = 100, STEPS = 3, WAYS = 3 };
     unsigned char ended[WAYS][4 * COUNT];
@@ -540,12 +540,12 @@ static void update_case(ddp_update u, size_t count, size_t shift) {
     unsigned char *got = (unsigned char *)malloc(bytes + 64);
     static const char *const names[4] = {"value", "grad", "state0", "state1"};
     int without = !u.state0;
-    buffer b[4], factors = buffer_make(16); /* some read them from the device's memory */
+    buffer b[4], factors = buffer_make(16); /* some are read from device memory */
     float grad_scale = (float)(u.grad_scale != 0 ? u.grad_scale : 1);
     memcpy(factors.host, &grad_scale, sizeof grad_scale);
     memcpy(factors.host + 8, &u.scale, sizeof u.scale);
     buffer_up(&factors);
-    if (shift == 2) { at[1] = size; at[2] = 3 * size; } /* no head makes all of them aligned */
+    if (shift == 2) { at[1] = size; at[2] = 3 * size; } /* without a head all of them are aligned */
     for (int k = 0; k < 4; k++) {
         b[k] = buffer_make(bytes);
         fill(b[k].host, bytes / size, u.dtype, k < 2);
@@ -611,7 +611,7 @@ static void quantise_case(ddp_dtype dtype, size_t count, size_t shift, int kind)
     size_t blocks = (count + DDP_CUDA_QUANT_BLOCK - 1) / DDP_CUDA_QUANT_BLOCK, size = ddp_dtype_size(dtype);
     buffer data = buffer_make(count * size), q = buffer_make(count), scales = buffer_make(blocks * 4), back = buffer_make(count * 4);
     fill(data.host + shift * size, count, dtype, 0);
-    /* Kind 1: extremes. kind 2: tiny. kind 3: one NaN or infinity in each second block. */
+    /* kind 1: extremes; kind 2: tiny; kind 3: one NaN or infinity in every second block. */
     for (size_t i = 0; i < count; i++) {
         float x = i % 3 ? FLT_MAX : -FLT_MAX;
         if (kind == 2) x = i % 2 ? 1e-31f : -1e-40f;
@@ -682,7 +682,7 @@ static void check_quantise(void) {
 
 enum { STEERS = 512 };
 
-/* Sums of all sizes, cells that have been added over ranks, zeros, infinities, a NaN. */
+/* Sums of all sizes, cells after an addition over ranks, zeros, infinities, a NaN. */
 static void steer_sums(ddp_exact_sum *sums) {
     for (int i = 0; i < STEERS; i++) {
         int terms = i % 16 == 15 ? 0 : 1 + (int)(random_u64() % 40), scale = (int)(random_u64() % 2100) - 1070;
@@ -773,7 +773,7 @@ static void check_device(void) {
         gpu->scale(a.device + shift, COUNT, dtype, 1.3f);
         gpu->copy(got, a.device + shift, COUNT * size);
         check_that(same(got, want, COUNT, dtype), "scale %s", ddp_dtype_name(dtype));
-        if (dtype == DDP_F32 || dtype == DDP_F64) { /* by a factor in the device's memory */
+        if (dtype == DDP_F32 || dtype == DDP_F64) { /* by a factor in device memory */
             float factor = 0.7f;
             gpu->copy(c.device, &factor, sizeof factor);
             gpu->optimizer->scale(a.device + shift, COUNT, dtype, (const float *)(const void *)c.device);

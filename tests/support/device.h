@@ -13,7 +13,7 @@
 #if defined(DDP_TEST_ON_CPU)
 #include "host_only.h"
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-function" /* each test needs some of it */
+#pragma GCC diagnostic ignored "-Wunused-function" /* each test needs only a part of it */
 #include "fake_nccl.h"
 #pragma GCC diagnostic pop
 struct ddp__cuda_runtime;
@@ -23,7 +23,7 @@ static const struct ddp__cuda_runtime *device_runtime(void);
 #define DDP__CUDA_STAGE_BYTES ((size_t)16384) /* many rounds with little data */
 static int device_patience_ms = 2000;
 #define DDP__NCCL_CLOSE_TIMEOUT_MS device_patience_ms
-static int device_nccl_shares; /* 1 = NCCL is as new as 2.30 is */
+static int device_nccl_shares; /* 1 = NCCL is 2.30 or newer */
 #define DDP__NCCL_SHARED_DEVICES device_nccl_shares
 #if __has_include(<cublasLt.h>)
 #include "fake_cublaslt.h"
@@ -53,7 +53,7 @@ static const struct ddp__cuda_runtime *device_runtime(void) {
 }
 static RANKS_UNUSED void device_delay(cudaStream_t stream) { (void)stream; } /* work is late anyway */
 
-/* One machine per process; it begins with its first rank, and is looked at when its last rank has left. */
+/* One fake GPU state per process: created by its first rank, checked when its last rank has left. */
 static pthread_mutex_t device_lock = PTHREAD_MUTEX_INITIALIZER;
 static int device_ranks, device_pid, device_failures;
 static RANKS_UNUSED int device_machine(int by) { /* the order violations so far */
@@ -153,7 +153,8 @@ static RANKS_UNUSED ddp_result device_ok(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-/* Runs fn on the numbers of ranks of the command line, or on 1 to 4. The status of the process. */
+/* Runs fn with the numbers of ranks of the command line, or with 1 to 4. Returns the exit status of the
+   process. */
 static RANKS_UNUSED int device_each(int argc, char **argv, ddp_rank_fn fn) {
     static const int defaults[] = {1, 2, 3, 4, 0};
     ranks_mode mode;

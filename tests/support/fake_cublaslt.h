@@ -21,12 +21,12 @@ struct fake_lt_layout { int type; uint64_t rows, columns; int64_t step; };
 struct fake_lt_want { uint64_t bytes; uint32_t schemes, align[4]; };
 /* Of A, B, C, D, bias, aux. */
 struct fake_lt_way { int compute, type; uint32_t m, n, k, epilogue, bytes; uint16_t align[6]; };
-/* That live; questions for a way; products by TF32. */
+/* live handles; heuristic requests; products with TF32 */
 static int fake_lt_handles, fake_lt_asked, fake_lt_tf32;
 static uint64_t fake_lt_refused;                         /* 1 << epilogue % 61 */
 static cublasStatus_t fake_lt_refusal = CUBLAS_STATUS_NOT_SUPPORTED; /* the result in that case */
 static cublasStatus_t fake_lt_state = CUBLAS_STATUS_SUCCESS; /* the state of results of the heuristics */
-static int fake_lt_late;                                 /* 1: not by the heuristics, but by the product */
+static int fake_lt_late;                                 /* 1: the product refuses, not the heuristics */
 static int fake_lt_fused;                                /* products with an epilogue */
 
 template <class T, class Opaque> static T &fake_lt(Opaque *opaque) {
@@ -122,7 +122,7 @@ static int fake_lt_epilogue_fits(const fake_lt_desc &d, uint64_t rows) {
     return (d.bias || !fake_lt_has_bias(d.epilogue)) && (!fake_lt_has_aux(d.epilogue) || (d.aux && d.aux_step % 8 == 0 && d.aux_step >= (int64_t)rows));
 }
 
-/* The way for these layouts; m 0 when they do not go together. */
+/* The algorithm for these layouts; m = 0 if they do not match. */
 static fake_lt_way fake_lt_shape(const fake_lt_desc &d, const fake_lt_layout &a, const fake_lt_layout &b, const fake_lt_layout &c, const fake_lt_layout &out) {
     fake_lt_way way = {d.compute, a.type, (uint32_t)(d.transposed[0] ? a.columns : a.rows), (uint32_t)(d.transposed[1] ? b.rows : b.columns),
                        (uint32_t)(d.transposed[0] ? a.rows : a.columns), d.epilogue, 0, {0, 0, 0, 0, 0, 0}};

@@ -99,7 +99,7 @@ static inline cudaError_t fake_name_event_create_with_flags(cudaEvent_t *out, un
 }
 static inline cudaError_t fake_name_event_record(cudaEvent_t event, cudaStream_t stream = 0) { return fake_event_record(event, stream); }
 
-/* The function must not call the machine: it holds the lock. */
+/* The function must not call CUDA: the lock is held. */
 static inline cudaError_t fake_name_host_function(cudaStream_t stream, cudaHostFn_t function, void *user) {
     FAKE_CALL(0, "cudaLaunchHostFunc(%s)", fake_name(stream).c_str());
     return call.fault ? call.error() : fake_enqueue_work(stream, call.line, {}, [function, user] { function(user); });

@@ -56,7 +56,7 @@
 
 /* ---- the state of the fake GPUs ---- */
 
-typedef std::vector<uint32_t> fake_clock; /* how far each timeline (stream or thread) is known to have come */
+typedef std::vector<uint32_t> fake_clock; /* the latest known time of each timeline (stream or thread) */
 
 struct fake_range { const void *at; size_t bytes; int write; };
 struct fake_access { const char *at; size_t bytes; int write, timeline; uint32_t epoch; int line; };
@@ -67,7 +67,7 @@ struct fake_block {
     size_t bytes;
     int device, is_device, live, registered;
     std::string name;
-    std::vector<fake_access> seen; /* accesses that a later one may still race with */
+    std::vector<fake_access> seen; /* accesses that can still race with a later one */
 };
 
 struct fake_graph;
@@ -88,7 +88,7 @@ struct fake_op {
 };
 
 struct CUstream_st {
-    int device, blocking, live, timeline, number, dead; /* dead: found in a deadlock */
+    int device, blocking, live, timeline, number, dead; /* dead: part of a deadlock */
     fake_graph *graph; /* being captured into */
     std::deque<fake_op> queue;
     fake_clock clock;
@@ -99,7 +99,7 @@ struct fake_graph {
     std::vector<std::pair<cudaStream_t, fake_op> > ops;
     int mode, thread, owned = 0; /* of the capture; owned: 1 = must be destroyed explicitly */
 };
-/* Streams of a capture, and those that play them. */
+/* streams of a capture, and the streams that play them */
 typedef std::map<cudaStream_t, cudaStream_t> fake_players;
 struct fake_exec { fake_graph *graph; int device, live; fake_players players; };
 
@@ -115,7 +115,7 @@ struct fake_device {
 struct fake_thread {
     /* asked: number of queries answered "not ready"; captures: in mode thread-local. */
     int device, timeline, relaxed, asked, captures;
-    int early;              /* of these, asking for a stream or an event */
+    int early;              /* of these, queries of a stream or an event */
     cudaStream_t waits_for; /* the stream that this thread waits for */
     fake_clock clock;
 };
@@ -123,9 +123,10 @@ struct fake_thread {
 static struct fake_machine {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-    int device_count, generation, timelines, strict, captures, works; /* works: how many have run */
-    int patient; /* 1 = deadlocks are not looked for: something else will end them */
-    int mute;    /* 1 + the device on which ncclCommGetAsyncError does not return */
+    /* works: number of pieces that have run. */
+    int device_count, generation, timelines, strict, captures, works;
+    int patient; /* 1 = deadlocks are not detected: another event will end them */
+    int mute;    /* 1 + the device on which ncclCommGetAsyncError blocks */
     size_t from; /* fake_record begins at this line */
     uint64_t seed, random;
     cudaStream_t running; /* the stream of the work that runs now */
@@ -143,7 +144,7 @@ static struct fake_machine {
     struct { const char *function; int device, nth, code, sticky, fired, seen; std::string text; } fault;
 } fake;
 
-/* Set inside calls; threads of an earlier machine get a new one. */
+/* set inside calls; threads of an earlier fake_start get a new one */
 static thread_local fake_thread *fake_mine;
 static thread_local int fake_mine_generation;
 #define fake_me (*fake_mine)
@@ -282,8 +283,8 @@ static void fake_release(fake_block *block) {
     madvise(fake_real(block->at), (block->bytes + 4095) / 4096 * 4096, MADV_REMOVE);
 }
 
-/* Whether work on a device may touch a range. device -1: memory of the host that is not pinned may be meant
-   as well. */
+/* Checks whether work on a device can access a range. device -1: the range can also be host memory that is
+   not pinned. */
 static int fake_check_range(const void *at, size_t bytes, int device, int line) {
     fake_block *block = fake_block_of(at);
     const char *wrong = NULL;
@@ -359,7 +360,8 @@ static void fake_marker(cudaStream_t from, cudaStream_t to) {
     fake_push(to, {FAKE_WAIT, -1, fake_clock(), nullptr, {}, version, nullptr});
 }
 
-/* Puts work on a stream. The legacy stream waits for all blocking streams of its device, and they for it. */
+/* Adds work to a stream. The legacy stream waits for all blocking streams of its device, and they wait for
+   it. */
 static void fake_enqueue(cudaStream_t s, fake_op op) {
     cudaStream_t legacy = fake.device[s->device].legacy;
     op.issued = fake_me.clock;
@@ -390,7 +392,7 @@ static int fake_runnable(const CUstream_st &s) {
     return op.kind == FAKE_WAIT ? op.version->done : op.kind == FAKE_NCCL ? fake_nccl_runnable(op) : 1;
 }
 
-/* Runs the head of a stream. */
+/* Runs the first piece of work of a stream. */
 static void fake_run(cudaStream_t s) {
     fake_op &op = s->queue.front();
     fake_join(s->clock, op.issued);
@@ -452,7 +454,8 @@ static double fake_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Runs work, or lets others, until done(). 0: it never will, which is reported. on: the stream waited for. */
+/* Runs work, or lets other threads run, until done(). Returns 0, and reports it, if that can never happen.
+   on: the stream waited for. */
 static int fake_force(const std::function<int()> &done, cudaStream_t on, int line) {
     double limit = fake_now() + 20.0 * DDP_TEST_SLOWDOWN;
     fake_me.waits_for = on;
@@ -481,7 +484,7 @@ static int fake_force_version(const fake_version_ref &version, int line) {
     return 1;
 }
 
-/* Waits for all that is on a stream by now. */
+/* Waits for all current work of a stream. */
 static int fake_drain(cudaStream_t s, int line) {
     fake_version_ref version = std::make_shared<fake_version>();
     version->stream = s;
@@ -498,8 +501,8 @@ static int fake_drain_device(int device, int line) {
     return drained;
 }
 
-/* A call that would spoil a capture: one of any thread that has not relaxed (thread-local: of the thread that
-   captures), or one on a stream that captures. */
+/* A call that would invalidate a capture: one of any thread that has not relaxed (thread-local: of the
+   capturing thread), or one on a capturing stream. */
 static int fake_spoils(cudaStream_t s, int line) {
     if (!(s && s->graph) && (fake_me.relaxed || !(fake.captures || fake_me.captures))) return 0;
     fake_failed("not allowed while a stream captures: %s", fake_where(line).c_str());
@@ -878,7 +881,7 @@ static inline cudaError_t fake_capture_begin(cudaStream_t stream, cudaStreamCapt
     return cudaSuccess;
 }
 
-/* Every stream that the capture drew in must have come back to the one where it began. */
+/* Every stream that joined the capture must have joined the origin stream again. */
 static inline fake_graph *fake_capture_end(cudaStream_t stream) {
     FAKE_CALL(0, "cudaStreamEndCapture(%s)", fake_name(stream).c_str());
     fake_graph *graph = stream->graph;
@@ -944,7 +947,7 @@ static inline void fake_crash(int signal_number, siginfo_t *info, void *) {
     signal(signal_number, SIG_DFL);
 }
 
-/* A new machine. No thread is inside a call. */
+/* Starts with new devices. No thread is inside a call. */
 static inline void fake_start(int device_count, uint64_t seed) {
     static int memory = -1;
     static pid_t owner;
@@ -979,7 +982,7 @@ static inline void fake_start(int device_count, uint64_t seed) {
         fake.device[i].legacy = fake_stream_new(i, 1, 0);
         fake.device[i].total = FAKE_MEMORY;
     }
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) /* they have handlers of their own */
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) /* they install their own handlers */
     struct sigaction action = {};
     action.sa_sigaction = fake_crash;
     action.sa_flags = SA_SIGINFO;
@@ -997,7 +1000,7 @@ static inline void fake_fail(const char *function, int device, int nth, int code
     pthread_mutex_unlock(&fake.lock);
 }
 
-/* Whether it has failed, and no more failures from now on where stop is set. */
+/* Whether a failure was reported; if stop is set, later ones are not. */
 static inline int fake_fault_fired(int stop) {
     pthread_mutex_lock(&fake.lock);
     int fired = fake.fault.fired;
@@ -1006,7 +1009,7 @@ static inline int fake_fault_fired(int stop) {
     return fired;
 }
 
-/* A kernel of the test: body runs when the stream gets there, and works through fake_view. */
+/* A kernel of the test: body runs when the stream reaches it, and accesses memory through fake_view. */
 static inline cudaError_t fake_launch_work(cudaStream_t stream, const char *name, const std::vector<fake_range> &ranges, const std::function<void()> &body) {
     FAKE_CALL(0, "%s(%s)", name, fake_name(stream).c_str());
     cudaStream_t s = fake_stream_of(stream, call.line);
@@ -1025,7 +1028,7 @@ static inline void fake_set_memory(int device, size_t total) {
 /* Device memory as a CPU pointer. It does not order anything: fake_host_access does. */
 static inline void *fake_view(const void *device_pointer) { return fake_real(device_pointer); }
 
-/* The CPU reads or writes pinned memory now. */
+/* The CPU reads or writes pinned memory at this point. */
 static inline void fake_host_access(const void *at, size_t bytes, int write) {
     FAKE_CALL(0, "host %s(%s, %zu)", write ? "writes" : "reads", fake_name(at).c_str(), bytes);
     if (fake_check_range(at, bytes, -1, call.line)) fake_touch({at, bytes, write}, fake_me.timeline, fake_me.clock, call.line);

@@ -31,7 +31,7 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-#if defined(__GNUC__) && !defined(__clang__) && !defined(__OPTIMIZE__) /* threads switch all the time: quick in every build */
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__OPTIMIZE__) /* threads switch all the time: optimized in every build */
 #pragma GCC push_options
 #pragma GCC optimize("O2")
 #define FAKE_POP_OPTIONS
@@ -89,14 +89,14 @@ struct fake_resident {
 static struct fake_grid_state {
     const char *name; /* of the kernel */
     int line, threads, warps, residents, running, stopped; /* running: blocks */
-    size_t dynamic_bytes, next; /* next: of order, to begin */
+    size_t dynamic_bytes, next; /* next: index into order of the next block to start */
     std::vector<uint32_t> order;
     const std::function<void()> *body;
     fake_fiber *now;
     void *host; /* saved stack pointer of the CPU's own stack */
     char *stacks;
     unsigned char *touched[2]; /* read and written: a bit for 2 bytes */
-    uint16_t *page[2];         /* how many bytes of it may be touched, once one was */
+    uint16_t *page[2];         /* number of its bytes that may be accessed, after the first access */
     std::vector<uint32_t> pages[2];
     fake_resident resident[FAKE_RESIDENTS];
 #if defined(__SANITIZE_ADDRESS__)
@@ -113,7 +113,7 @@ static struct fake_grid_state {
    at to. */
 extern "C" void fake_fiber_switch(void **stands, void *to);
 #if defined(__x86_64__)
-#define FAKE_FIBER_WORDS 8 /* six registers, where to go on, and one to align */
+#define FAKE_FIBER_WORDS 8 /* six registers, the return address, and padding */
 #define FAKE_FIBER_ENTRY 6
 __asm__(".text\n.p2align 4\n.type fake_fiber_switch,@function\nfake_fiber_switch:\n"
         "pushq %rbp\npushq %rbx\npushq %r12\npushq %r13\npushq %r14\npushq %r15\nmovq %rsp, (%rdi)\n"
@@ -183,7 +183,7 @@ static inline void fake_warp_wake(fake_warp *w, uint32_t lanes) {
 
 static inline uint32_t fake_bits(int count) { return count == 32 ? ~0u : (1u << count) - 1; }
 
-/* All threads of the block that have not returned may run, in another order. */
+/* All threads of the block that have not returned can run, in a new order. */
 static inline void fake_block_wake(fake_resident *r) {
     for (int i = fake_grid.warps; i > 1; i--) std::swap(r->order[i - 1], r->order[fake_random((uint64_t)i)]);
     for (int i = 0; i < fake_grid.warps; i++) fake_warp_wake(&r->warps[i], r->warps[i].live);
@@ -191,7 +191,7 @@ static inline void fake_block_wake(fake_resident *r) {
     r->waiting = r->spinning = 0;
 }
 
-/* The next thread of the block that can run, of the same warp if there is one; it is taken. */
+/* Takes the next thread of the block that can run, of the same warp if possible. */
 static inline fake_fiber *fake_block_next(fake_resident *r) {
     fake_warp *w = r->warp;
     while (!w->ready) {
@@ -205,7 +205,7 @@ static inline fake_fiber *fake_block_next(fake_resident *r) {
     return &r->fiber[(size_t)(w - r->warps) * 32 + (at ^ w->flip)];
 }
 
-/* Threads that wait for a flag look again. */
+/* Threads that wait for a flag check it again. */
 static inline int fake_block_look_again(fake_resident *r) {
     if (!r->spinning) return 0;
     for (int i = 0; i < fake_grid.threads; i++) {
@@ -217,7 +217,7 @@ static inline int fake_block_look_again(fake_resident *r) {
     return 1;
 }
 
-/* A thread of any block, by chance; NULL when none can run. */
+/* A random thread of any block; NULL if none can run. */
 static inline fake_fiber *fake_grid_next(void) {
     size_t first = (size_t)fake_random((uint64_t)fake_grid.residents);
     for (int again = 1; again;) {
@@ -250,8 +250,8 @@ static inline void fake_grid_stuck(void) {
     fake_kernel_failed("its threads wait for each other");
 }
 
-/* The running thread waits, or has returned: others run. Comes back when its turn has come again. elsewhere:
-   of any block. */
+/* The running thread waits, or has returned: others run. Returns at its next turn. elsewhere: threads of any
+   block. */
 static inline void fake_fiber_yield(int elsewhere) {
     fake_fiber *me = fake_grid.now, *next = elsewhere ? NULL : fake_block_next(me->home);
     if (!next) next = fake_grid_next();
@@ -264,7 +264,7 @@ static inline void fake_fiber_yield(int elsewhere) {
 static inline void fake_block_begin(fake_resident *r);
 static inline __attribute__((noinline)) void fake_fiber_body(void) { (*fake_grid.body)(); }
 
-/* A fiber is one thread after another, of the blocks that have their turn here. */
+/* A fiber runs one thread after another, of the blocks that are active here. */
 static inline void fake_fiber_main(void) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(NULL, fake_grid.from_host ? &fake_grid.host_stack : NULL, fake_grid.from_host ? &fake_grid.host_stack_bytes : NULL);
@@ -411,7 +411,7 @@ static inline void fake_kernel_mma_bf16(float d[4], const uint32_t a[4], const u
     fake_warp_meet(FAKE_MMA);
 }
 
-/* Inner loops on arrays of their own, quick in every build. */
+/* Inner loops on separate arrays, optimized in every build. */
 #if defined(__clang__)
 #define FAKE_HOT __attribute__((noinline, no_sanitize("address", "undefined")))
 #else
@@ -429,7 +429,7 @@ FAKE_HOT static void fake_tiles(uint32_t (*r)[4], const uint16_t (*rows)[8], int
     }
 }
 
-/* Exponent of a number that is not 0, as its bits have it; of 0 one that no sum is aligned to. */
+/* Exponent of a number from its bits; for 0 one that no sum is aligned to. */
 static inline int fake_exponent(uint32_t bits) { return bits << 1 == 0 ? -1000 : (bits >> 23 & 255) ? (int)(bits >> 23 & 255) : 1; }
 static inline double fake_power(int exponent) { uint64_t bits = (uint64_t)(1023 + exponent) << 52; double x; memcpy(&x, &bits, 8); return x; }
 
@@ -555,7 +555,7 @@ static inline __attribute__((noinline)) void fake_kernel_look(const void *p, siz
         fake_kernel_failed("it %s %zu bytes at %p, which is %s", what, bytes, p,
                            fake_in_shared(p, 1) ? "shared memory" : (uintptr_t)p >> 20 ? "memory of the host" : "near NULL");
     fake_block *block = fake_block_of(p);
-    if (!block) { /* the end of an allocation before it, perhaps */
+    if (!block) { /* possibly the end of the allocation before it */
         std::map<uintptr_t, fake_block>::iterator i = fake.blocks.upper_bound((uintptr_t)p);
         if (i == fake.blocks.begin()) fake_kernel_failed("it %s %zu bytes outside every allocation", what, bytes);
         --i;
@@ -691,7 +691,7 @@ static inline void fake_grid_forget(void) {
         for (int i = 0; i < r.made; i++) fake_fiber_fresh(&r.fiber[i]);
 }
 
-/* The ranges that were touched, in order, and none is from now on. */
+/* The ranges that were accessed, in order; then starts with none. */
 static inline void fake_kernel_ranges(int write, std::vector<fake_range> &ranges) {
     std::vector<uint32_t> &pages = fake_grid.pages[write];
     size_t first = ranges.size();

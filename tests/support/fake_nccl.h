@@ -79,7 +79,7 @@ static struct {
     std::deque<fake_world> worlds;
     std::map<std::string, fake_world *> by_id;
     int connects, held, aborts; /* held: 1 + a device */
-    int dropped;                /* registrations and reduction operations that aborts have ended */
+    int dropped;                /* registrations and reduction operations that aborts have freed */
     char handle;
 } fake_nccl;
 static thread_local struct { int depth; std::vector<std::pair<fake_task, cudaStream_t> > tasks; } fake_group;
@@ -107,7 +107,7 @@ static ncclComm_t fake_comm_new(int device, int rank, int blocking) {
     return c;
 }
 
-/* A communicator that may be used now. busy: 1 = also while something is in progress, 2 = also while a thread
+/* A communicator that can be used now. busy: 1 = also with an operation in progress, 2 = also while a thread
    waits inside NCCL. */
 static int fake_comm_check(ncclComm_t c, fake_call &call, int busy) {
     int known = 0;
@@ -120,7 +120,7 @@ static int fake_comm_check(ncclComm_t c, fake_call &call, int busy) {
     return 0;
 }
 
-/* The caller waits inside NCCL. 0: the communicator has been aborted meanwhile. */
+/* The caller waits inside NCCL. Returns 0 if the communicator was aborted meanwhile. */
 static int fake_wait_inside(ncclComm_t c, fake_call &call, const std::function<int()> &ready) {
     c->inside++;
     fake_force([c, ready] { return !c->live || ready(); }, NULL, call.line);
@@ -128,7 +128,7 @@ static int fake_wait_inside(ncclComm_t c, fake_call &call, const std::function<i
     return c->live;
 }
 
-/* Something that takes until ready(), then ends with finish(). */
+/* An operation that lasts until ready(), then ends with finish(). */
 static ncclResult_t fake_under_way(ncclComm_t c, fake_call &call, const std::function<int()> &ready, const std::function<void()> &finish) {
     if (!c->blocking) {
         c->ready = ready;
@@ -329,7 +329,7 @@ static int fake_nccl_run(cudaStream_t s, fake_op &op) {
     return k.aborted || fake_all_done(k);
 }
 
-/* The streams that hold up a kernel: where its counterparts wait their turn, or where the rank that has not
+/* The streams that block a kernel: those where its counterparts are queued, or where the rank that has not
    issued them is blocked. */
 static void fake_nccl_edge(fake_world *world, int rank, const fake_slot *slot, std::vector<cudaStream_t> &edges) {
     ncclComm_t peer = world->members[rank];
@@ -561,7 +561,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t c) {
     }, [] {});
 }
 
-/* An abort takes all with it. */
+/* An abort frees all of it. */
 static void fake_comm_end(ncclComm_t c, fake_call &call, int aborts) {
     for (size_t i = 0; i < c->factors.size(); i++)
         if (!aborts && c->factors[i] == c->factors[i])

@@ -14,7 +14,7 @@
 #define RANKS_MAX 64
 /* The promise is 100 ms, but a loaded machine can schedule no rank for seconds. It is still far below every
    timeout, 20 s. */
-#define PROMPT_SECONDS (15.0 * DDP_TEST_SLOWDOWN) /* less than a timeout: a busy machine takes seconds to bury a process */
+#define PROMPT_SECONDS (15.0 * DDP_TEST_SLOWDOWN) /* less than a timeout; a busy machine needs seconds to reap a process */
 /* A timeout that ranks are meant to reach, before sanitizers stretch it. A machine, or one process on it, can
    stand still for seconds: a slow rank must not be mistaken for the missing one. */
 #define RUN_INTO_MS (8000 / DDP_TEST_SLOWDOWN)
@@ -24,7 +24,7 @@ typedef struct seen {
     int done;
     pid_t pid;
     ddp_result first, second; /* of the call that met the fault, and of the next */
-    double start_at, first_at; /* when that call began, where a test notes it, and when it was over */
+    double start_at, first_at; /* start of that call, if a test records it, and its end */
     char text[512], text2[512];
 } seen;
 
@@ -74,7 +74,7 @@ static RANKS_UNUSED int says(const char *text, const char *word) {
     return n == 0;
 }
 
-/* "rank 2" in the text, but not as the start of "rank 21", nor as the speaker's own "rank 2/4". */
+/* "rank 2" in the text, except as the start of "rank 21", or as the rank's own "rank 2/4". */
 static RANKS_UNUSED int names_rank(const char *text, int rank) {
     char word[32];
     size_t n = (size_t)snprintf(word, sizeof word, "rank %d", rank);
@@ -117,7 +117,7 @@ static RANKS_UNUSED int heard(int *number, int count) {
     return 1;
 }
 
-/* Waits until count ranks have called this, so that a rank does not leave while others still look. */
+/* Waits until count ranks have called this, so that no rank leaves while others still check. */
 static RANKS_UNUSED void meet_outside(int count) {
     say(&stage_shared->finished);
     heard(&stage_shared->finished, count);
@@ -144,13 +144,13 @@ static RANKS_UNUSED leftovers leftovers_now(void) {
     return l;
 }
 
-/* No child, no zombie, no descriptor, no file. */
+/* Checks that no child, zombie, descriptor or file is left. */
 static RANKS_UNUSED void expect_nothing_left(leftovers before) {
     leftovers now = leftovers_now();
     int status;
     pid_t child = waitpid(-1, &status, WNOHANG);
     double until = ranks_now() + PROMPT_SECONDS;
-    /* Another test of this machine may have one there for a moment. */
+    /* another test can have one there for a moment */
     while (now.shm > before.shm && ranks_now() < until) {
         ranks_sleep_us(2000);
         now = leftovers_now();
@@ -178,7 +178,7 @@ static RANKS_UNUSED int gone(pid_t pid) {
     return 0;
 }
 
-/* ddp_launch with the things that fault tests vary; measures how long it took. */
+/* ddp_launch with the parameters that fault tests vary; measures its duration. */
 static double launch_seconds;
 static RANKS_UNUSED ddp_result launch(ranks_mode mode, int world_size, int timeout_ms, ddp_rank_fn fn, void *user) {
     leftovers before = leftovers_now();

@@ -40,7 +40,7 @@ int main(int argc, char **argv) {
         return train_gpt_cuda(argc, argv);
     }
 #else
-    fake_rounds = strcmp(name, "gpt") == 0; /* the plain flavour judges its numbers */
+    fake_rounds = strcmp(name, "gpt") == 0; /* the plain flavour checks its numbers */
 #endif
     argc--;
     argv++;

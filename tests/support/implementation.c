@@ -158,7 +158,7 @@ static void force_way(ddp_group *group, int way) {
     for (int kind = 0; kind < DDP__TUNER_KINDS; kind++)
         for (int size = 0; size < 16; size++) {
             ddp_tuner *route = &((ddp__local *)group->state)->route[kind][size];
-            route->calls = 4; /* the next one is not a call that tries another way */
+            route->calls = 4; /* the next call does not try another method */
             for (int i = 0; i < DDP__TUNED_METHODS; i++) route->seconds[i] = i == way ? 0.5 : 1;
         }
 }

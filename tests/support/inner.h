@@ -31,7 +31,7 @@ typedef struct test_inner {
     void (*before_hello)(void);          /* called before this rank sends a hello */
     void (*before_listen)(void);         /* called before this rank listens */
     int p2p_slice_ms;                    /* DDP__P2P_SLICE_MS */
-    /* How many ways large private data has, and which of them reads the peers' buffers in one copy. */
+    /* Number of methods for large private data, and the one that reads the peers' buffers in one copy. */
     int ways, way_read;
 
     /* private functions */
@@ -46,11 +46,11 @@ typedef struct test_inner {
     void (*exact_add_squares)(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype);
     int (*tcp_listen)(const char *host, int port);
     void (*first_host)(char *out, size_t size_bytes, const char *list);
-    uint32_t version;                    /* of ddp.h, as hellos have it */
+    uint32_t version;                    /* version of ddp.h in hellos */
     /* Writes the hello of a rank; returns its size. */
     size_t (*hello)(void *out, const char *token, int rank, int world_size, uint32_t version);
-    /* The head of a frame of kind INNER_...; returns its size. size: bytes that follow. call: of data, or
-       NULL. */
+    /* Writes the head of a frame of kind INNER_...; returns its size. size: bytes that follow. call: of data,
+       or NULL. */
     size_t (*frame)(void *out, uint32_t kind, int32_t result, uint64_t size, const ddp_call *call);
     /* Name of the abstract socket of the job in the environment. */
     ddp_result (*job_socket)(char *name, size_t size_bytes);
@@ -64,9 +64,9 @@ typedef struct test_inner {
     void (*write_cause)(ddp_group *group, ddp_result code, const char *text);
     /* The method that rank 0 proposes next, for any kind and size. */
     void (*force_way)(ddp_group *group, int way);
-    uint64_t (*round)(const ddp_group *group); /* how many there have been in its collectives */
+    uint64_t (*round)(const ddp_group *group); /* number of its collectives up to now */
     int (*can_read_peers)(ddp_group *group);
-    /* 1 = its process has been read, -1 = refused, 0 = not known yet. */
+    /* 1 = its process can be read, -1 = refused, 0 = not known yet */
     int *(*can_read)(ddp_group *group, int peer);
     /* The process id of a rank, as stored by the ranks of the world. */
     int32_t *(*pid)(ddp_group *group, int rank);

@@ -10,9 +10,9 @@
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 
-static pid_t machine[2]; /* processes that hold a namespace each */
+static pid_t machine[2]; /* processes that keep a namespace alive */
 
-/* Moves this process onto the machine that another process holds. */
+/* Moves this process onto the machine (namespaces) of another process. */
 static int enter_machine_of(pid_t pid) {
     static const struct { const char *name; int flag; } spaces[] = {{"net", 0x40000000 /* CLONE_NEWNET */}, {"uts", 0x04000000 /* CLONE_NEWUTS */}};
     int result = 0;
@@ -29,7 +29,7 @@ static int enter_machine_of(pid_t pid) {
 
 static int enter(int which) { return enter_machine_of(machine[which]); }
 
-/* Runs a command on a machine; its exit status. */
+/* Runs a command on a machine; returns its exit status. */
 static int on(int which, const char *format, ...) {
     char command[256];
     va_list args;
@@ -72,7 +72,7 @@ static int make_network(void) {
     if (on(0, "ip link add cable type veth peer name cable netns %d 2>/dev/null", (int)machine[1]) != 0) return 0;
     for (int i = 0; i < 2; i++)
         if (on(i, "ip link set lo up && ip addr add 10.77.0.%d/24 dev cable && ip link set cable up", i + 1) != 0) return 0;
-    /* A kernel may have no IPv6. */
+    /* the kernel can lack IPv6 */
     for (int i = 0; i < 2; i++) on(i, "ip -6 addr add fd77::%d/64 dev cable nodad 2>/dev/null", i + 1);
     return 1;
 }

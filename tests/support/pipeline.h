@@ -28,7 +28,7 @@ typedef struct pipe_model {
     ddp_pipeline_stage stage[PIPE_STAGES];
     ddp_pipeline_edge edges[2 * PIPE_STAGES + 2];
     int edge_count;
-    int hooks[PIPE_STAGES][5];   /* how often each was called */
+    int hooks[PIPE_STAGES][5];   /* number of calls of each */
     int recomputed, evaluated;
     pipe_fault fault;
     const char *wrong;           /* an error that a callback observed */
@@ -36,7 +36,7 @@ typedef struct pipe_model {
 
 static float pipe_number(uint64_t seed) { return (float)((double)(int64_t)ranks_mix(seed) / 9223372036854775808.0); }
 
-//== the model, plainly =======================================================================
+//== the model as plain loops ==================================================================
 
 static void pipe_input(float *x, int i) { for (int k = 0; k < PIPE_CELLS; k++) x[k] = pipe_number((uint64_t)i * 1000 + (uint64_t)k); }
 
@@ -243,7 +243,7 @@ static void pipe_desc(pipe_model *m, const ddp_schedule *schedule, ddp_pipeline_
 
 typedef struct pipe_grads { float weight[PIPE_STAGES][PIPE_WEIGHTS], bias[PIPE_STAGES][PIPE_SIDE]; } pipe_grads;
 
-/* One micro-batch, both ways, with weights of any version. Returns the loss. */
+/* Forward and backward of one micro-batch, with weights of any version. Returns the loss. */
 static RANKS_UNUSED double pipe_plain(int stages, const float *const *weight, const float *const *bias, int i, pipe_grads *g) {
     float x[PIPE_STAGES + 1][PIPE_CELLS], dz[PIPE_CELLS], d[2][PIPE_CELLS];
     double skip[PIPE_CELLS], d_skip[PIPE_CELLS], loss;

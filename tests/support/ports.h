@@ -21,7 +21,7 @@
 #include <unistd.h>
 
 enum { PORTS_IN_BLOCK = 128, PORTS_FROM = 10240, PORTS_TO = 20000 /* SLURM jobs without a port have the next 10,000 */ };
-/* Of the block: its first port, and how many from there on have been given out. */
+/* of the block: its first port, and how many were returned */
 static int ports_first, ports_given;
 static int ports_claimed_by = -1;    /* a descriptor */
 
@@ -36,7 +36,7 @@ static int ports_range(int *end) {
     if (*end >= PORTS_FROM + 8 * PORTS_IN_BLOCK) return PORTS_FROM;
     *end = 65536;
     if (high <= 65536 - 8 * PORTS_IN_BLOCK) return high + 1;
-    *end = PORTS_TO; /* it takes all: better than chance still, since tests do not meet each other */
+    *end = PORTS_TO; /* all blocks are taken: use one anyway, since tests rarely meet */
     return PORTS_FROM;
 }
 

@@ -22,7 +22,7 @@
 
 #define RANKS_UNUSED __attribute__((unused))
 
-#if defined(RANKS_BACKEND) /* names the function that gives a backend to plug in */
+#if defined(RANKS_BACKEND) /* names the function that returns a plugged-in backend */
 #if defined(__cplusplus)
 extern "C"
 #endif
@@ -40,18 +40,18 @@ typedef enum ranks_mode { RANKS_SELF, RANKS_PROCESSES, RANKS_THREADS, RANKS_LARG
 enum { RANKS_LAUNCHED, RANKS_AS_THREADS, RANKS_STARTED /* this process is one rank already */ };
 enum {
     RANKS_NO_MESSAGES = 1, RANKS_NO_COUNTS = 2, /* no send and receive; no call with counts per rank */
-    RANKS_APART = 4,                            /* every rank is as if on a machine of its own */
+    RANKS_APART = 4,                            /* every rank is on an emulated machine of its own */
     RANKS_PLUGGED_IN = 8,                       /* launched on the backend that RANKS_BACKEND gives */
     /* The methods of large calls, at sizes that a test can afford. */
     RANKS_LARGE_EARLY = 16,
     RANKS_NARROW_CPU = 32,                      /* as without wide vectors */
-    RANKS_ALL_CASES = 64                        /* others repeat some of them */
+    RANKS_ALL_CASES = 64                        /* others repeat only some of them */
 };
 typedef struct ranks_backend {
     const char *name;
     int start;
-    /* The init_method by which ranks join, after a launch too; NULL = as the launch has it, or the
-       launcher. */
+    /* the init_method with which ranks join, also after a launch; NULL = that of the launch, or the
+       launcher */
     const char *joins;
     ddp_order order;
     int is;
@@ -74,14 +74,14 @@ static const ranks_backend ranks_backends[RANKS_MODES] = {
     {"foreign_threads", RANKS_AS_THREADS, NULL, DDP_ORDER_DEFAULT, RANKS_PLUGGED_IN, 0, 20},
 };
 static ranks_backend ranks_on; /* the one that runs */
-/* Its alloc_fn, free_fn and user are those of the worlds; NULL = as ever. */
+/* alloc_fn, free_fn and user of the worlds; NULL = the defaults */
 static ddp_group_desc ranks_memory;
 
 static RANKS_UNUSED int ranks_slow(void) { return ranks_on.slow * DDP_TEST_SLOWDOWN; }
 
 static RANKS_UNUSED const char *ranks_mode_name(ranks_mode mode) { return ranks_backends[mode].name; }
 
-/* 0 when text names a backend that this program has. */
+/* Returns 0 if text names a backend of this program. */
 static RANKS_UNUSED int ranks_mode_parse(const char *text, ranks_mode *mode) {
     for (int m = 0; m < RANKS_MODES; m++) {
         if (strcmp(text, ranks_backends[m].name) != 0 || (ranks_backends[m].is & RANKS_PLUGGED_IN && !RANKS_PLUG)) continue;
@@ -161,7 +161,7 @@ static RANKS_UNUSED ddp_result ranks_run(ranks_mode mode, int world_size, int ti
     return ranks_on.joins ? ddp_launch(&desc, ranks_join, &joining) : ddp_launch(&desc, fn, user);
 }
 
-/* Zeroed memory that ranks share, whether they are threads or forked from here. */
+/* Zeroed memory shared by all ranks, as threads or as forked processes. */
 static RANKS_UNUSED void *ranks_shared(size_t size_bytes) {
     void *memory = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) { perror("mmap"); exit(2); }
@@ -181,7 +181,7 @@ static RANKS_UNUSED void ranks_sleep_us(long us) {
     while (nanosleep(&pause, &pause) != 0 && errno == EINTR) {}
 }
 
-/* Inside a rank function: leaves with a line that names the place when condition is false. */
+/* Inside a rank function: returns with an error that names the place if condition is false. */
 #define RANKS_CHECK(group, condition, ...)                                                                                   \
     do {                                                                                                                     \
         if (!(condition)) return ranks_failed((group), __FILE__, __LINE__, #condition, __VA_ARGS__);                         \
@@ -210,7 +210,7 @@ static RANKS_UNUSED ddp_result ranks_failed(ddp_group *group, const char *file, 
 
 static RANKS_UNUSED __thread const char *ranks_current = ""; /* the test that runs; the same on every rank */
 
-/* Inside a rank function: runs a test and a barrier, and leaves when either fails. */
+/* Inside a rank function: runs a test and a barrier, and returns if either fails. */
 #define RANKS_RUN(world, test)                                                                                               \
     do {                                                                                                                     \
         double run_start = ranks_now();                                                                                      \
@@ -315,7 +315,7 @@ static RANKS_UNUSED size_t ranks_dtype_size(ddp_dtype dtype) {
     }
 }
 
-/* A finite float spread over a few binades, so that the order of additions shows; or an interesting one. */
+/* A finite float in a range of a few binades, so that the order of additions shows; or a special one. */
 static inline uint64_t ranks_float_bits(uint64_t h, int mantissa_bits, int exponent_bits, int special) {
     uint64_t top = (UINT64_C(1) << exponent_bits) - 1, bias = top >> 1, mantissa = (UINT64_C(1) << mantissa_bits) - 1;
     uint64_t sign = (h >> 63) << (mantissa_bits + exponent_bits);
@@ -458,8 +458,8 @@ static RANKS_UNUSED int ranks_is_zero(ddp_dtype dtype, uint64_t bits) {
     return ranks_is_f32(dtype) ? n.f == 0 : dtype == DDP_F64 ? n.d == 0 : n.u == 0;
 }
 
-/* -1 when have equals want bit for bit, else the first index that differs. Any NaN equals any NaN. The sign
-   of a zero that MIN or MAX chose is free, but must be the same on all ranks: it goes into *zero_signs. */
+/* -1 if have equals want bit for bit, otherwise the first index that differs. Any NaN equals any NaN. MIN and
+   MAX may choose either sign of a zero, but the same on all ranks: it goes into *zero_signs. */
 static RANKS_UNUSED long ranks_compare(const void *have, const void *want, size_t count, ddp_dtype dtype, int free_zero, uint64_t *zero_signs) {
     size_t size = ranks_dtype_size(dtype);
     if (memcmp(have, want, count * size) == 0) return -1;
@@ -472,8 +472,8 @@ static RANKS_UNUSED long ranks_compare(const void *have, const void *want, size_
     return -1;
 }
 
-/* As ranks_compare, where an engine chose the order in which floats were added: close is enough, and so is
-   anything where a number is not finite. */
+/* The same as ranks_compare for an engine that chose the order of additions of floats: a small difference is
+   allowed, and any result if a number is not finite. */
 static RANKS_UNUSED long ranks_compare_any(const void *have, const void *want, size_t count, ddp_dtype dtype) {
     size_t size = ranks_dtype_size(dtype);
     for (size_t i = 0; i < count; i++) {

@@ -13,7 +13,7 @@ static ddp_result relay_open(ddp_group *group, void **state) {
 }
 
 static int relay_allocs, relay_runs; /* of group memory, and calls, on any thread */
-/* all-gathers of device memory, by rank: not those of ddp_agree. */
+/* all-gathers of device memory, by rank, without those of ddp_agree */
 static int relay_gathers[DDP_MAX_LOCAL_RANKS];
 
 static ddp_result relay_run(ddp_group *group, void *state, const ddp_call *call) {
@@ -23,7 +23,7 @@ static ddp_result relay_run(ddp_group *group, void *state, const ddp_call *call)
     return ddp_group_call((ddp_group *)state, call, NULL);
 }
 
-/* In their turn: the group below has one caller at a time. */
+/* one after the other: the group below has one caller at a time */
 typedef struct relay_memory { ddp_group *below; size_t size_bytes; void *memory; } relay_memory;
 
 static ddp_result relay_take(ddp_group *group, void *argument) {

@@ -107,7 +107,7 @@ static void copies_with_the_host(void) {
     fake_memcpy(p, host, BYTES, cudaMemcpyHostToDevice, 0);
     for (int i = 0; i < N; i++) host[i] = 4;
     add_one(0, p);
-    CHECK(last(p) == 0); /* nothing has forced the stream */
+    CHECK(last(p) == 0); /* nothing has forced the stream to run */
     fake_memcpy(host, p, BYTES, cudaMemcpyDefault, 0);
     CHECK(host[0] == 4 && host[N - 1] == 4);
     CLEAN();
@@ -160,7 +160,7 @@ static void freeing(void) {
     fake_malloc_async((void **)&r, BYTES, a);
     fake_synchronize(a);
     add_one(a, r);
-    fake_free_async(r, b); /* a may still be at it */
+    fake_free_async(r, b); /* a can still be running */
     fake_synchronize(a);
     fake_synchronize(b);
     CHECK(fake_expect("race: ") + fake_expect("has been freed") > 0);
@@ -224,7 +224,7 @@ static void event_orders(void) {
     FOUND("stream has been destroyed");
 }
 
-/* A forked rank has a machine of its own. */
+/* A forked rank has separate fake GPUs. */
 static void in_a_process(void) {
     int status = -1;
     float *p = device_floats(1);
@@ -241,7 +241,7 @@ static void in_a_process(void) {
     CLEAN();
 }
 
-/* A wait that comes before every record is for nothing. */
+/* A wait before any record does nothing. */
 static void event_never_recorded(void) {
     cudaStream_t a, b;
     cudaEvent_t e;
@@ -283,7 +283,7 @@ static void event_recorded_again(void) {
     FOUND("race: ");
     add_one(a, q);
     fake_event_record(e, a);
-    fake_event_synchronize(e); /* this is for the last one */
+    fake_event_synchronize(e); /* this one is for the last record */
     doubled(b, r, q);
     fake_synchronize(b);
     CHECK(last(r) == 4);
@@ -310,7 +310,7 @@ static void host_orders(void) {
     CHECK(last(q) == 4);
     CLEAN();
     add_one(a, p);
-    fake_stream_query(a); /* asking once is not waiting; it may have been enough */
+    fake_stream_query(a); /* a query is not a wait; it may have run the work */
     fake_event_query(e);
     doubled(b, q, p);
     fake_synchronize(b);
@@ -365,7 +365,7 @@ static void legacy_stream(void) {
     CLEAN();
 }
 
-/* Two reads, and accesses side by side, are no race. */
+/* Two reads, and accesses to different bytes, are no race. */
 static void no_race(void) {
     cudaStream_t a, b;
     float *p = device_floats(1), *q = device_floats(0), *r = device_floats(0);
@@ -695,7 +695,7 @@ static void dtypes(void) {
     end(3);
 }
 
-/* Different calls under one number; the kernels would do anything. */
+/* Different calls under one number; a real kernel would do anything. */
 static void mismatch_rank(int rank, int) {
     ncclAllReduce(in[rank], out[rank], rank == 1 && fake.seed % 3 == 0 ? N - 1 : N, ncclFloat32, rank == 1 && fake.seed % 3 == 1 ? ncclMax
         : ncclSum, comms[rank], streams[rank]);
@@ -732,7 +732,7 @@ static void missing(void) {
     CHECK(fake_left().find("communicator c1") != std::string::npos);
 }
 
-/* Both send first: in a group all is well, without one it is a deadlock. */
+/* Both send first: valid in a group, a deadlock without one. */
 static void ring_rank(int rank, int size) {
     int grouped = fake.seed & 1, next = (rank + 1) % size, before = (rank + size - 1) % size;
     if (grouped) ncclGroupStart();
@@ -771,7 +771,7 @@ static void crossed(void) {
     CLEAN();
 }
 
-/* A buffer that another stream still writes. */
+/* A buffer that another stream still writes to. */
 static void buffer_rank(int rank, int) {
     cudaStream_t other;
     cudaEvent_t e;
@@ -893,7 +893,7 @@ static void registration(void) {
     CLEAN();
 }
 
-/* Captured collectives take their turn when the graph is launched. */
+/* Captured collectives run when the graph is launched. */
 static void captured_rank(int rank, int) {
     fake_relax_capture();
     fake_capture_begin(streams[rank]);

@@ -13,7 +13,7 @@
 
 static bool begins(const std::string &text, const char *name) { return text.compare(0, strlen(name), name) == 0; }
 
-/* A call that makes this thread wait for the device, among those of the machine's record. */
+/* A call that makes this thread wait for the device, among those of the record. */
 static bool waits(const std::string &text) {
     static const char *const names[] = {"cudaStreamSynchronize(", "cudaEventSynchronize(", "cudaDeviceSynchronize(", "cudaMalloc(", "cudaFree(",
                                         "cudaHostAlloc(", "cudaFreeHost("};

@@ -13,12 +13,12 @@
 #include <ucp/api/ucp.h>
 #include <unistd.h>
 
-#pragma GCC diagnostic ignored "-Wunused-parameter" /* the functions of the table are given more than they need here */
+#pragma GCC diagnostic ignored "-Wunused-parameter" /* the functions of the table get more arguments than they need */
 #define UCX(call) do { ucs_status_t s = (call); if (s != UCS_OK) return failed(e, ddp_fail(DDP_ERR_ENGINE, "%s: %s", #call, ucs_status_string(s))); } while (0)
 
 typedef struct engine {
     ddp_group *control;
-    int owns_control, rank, size; /* owns: a split has made it */
+    int owns_control, rank, size; /* owns: created by a split */
     ucp_context_h context;
     ucp_worker_h worker;
     pthread_mutex_t mutex; /* protects the worker and the following fields */
@@ -33,7 +33,7 @@ typedef struct message {
     char *memory;
     size_t bytes;
     ucp_tag_t tag;
-    void *requests[2]; /* for it and, where it is sent, for the answer */
+    void *requests[2]; /* of the message and, for a send, of the answer */
 } message;
 
 /* 16 bits of a tag are the sender, 8 this, 32 the message's own tag, or a collective's op and root, 4 its
@@ -42,7 +42,7 @@ enum { COLLECTIVE, SINGLE, ANSWER, LEFT };
 static const ucp_tag_t all_bits = ~(ucp_tag_t)0, sender_bits = all_bits << 40, which_bits = all_bits << 8;
 static ucp_tag_t tag_of(int sender, int is, uint64_t which) { return (ucp_tag_t)sender << 48 | (ucp_tag_t)is << 40 | which; }
 
-/* There is always a request. */
+/* always return a request */
 static const ucp_request_param_t plain = {.op_attr_mask = UCP_OP_ATTR_FLAG_NO_IMM_CMPL};
 static ucs_status_t status_of(void *request) { return UCS_PTR_IS_PTR(request) ? ucp_request_check_status(request) : UCS_PTR_STATUS(request); }
 static void forget(void *request) { if (UCS_PTR_IS_PTR(request)) ucp_request_free(request); }
@@ -53,7 +53,7 @@ static ddp_result failed(engine *e, ddp_result cause) { return poison(NULL, e, c
 
 //== messages ===============================================================================
 
-/* UCX calls it when a message has come. */
+/* UCX calls it when a message has arrived. */
 static void answer(void *request, ucs_status_t result, const ucp_tag_recv_info_t *info, void *user) {
     message *m = (message *)user;
     ucp_tag_t tag = info->sender_tag;
@@ -66,8 +66,8 @@ static void answer(void *request, ucs_status_t result, const ucp_tag_recv_info_t
                               ddp_call_name((ddp_call_kind)(m->tag & 15)), ddp_dtype_name((ddp_dtype)(m->tag >> 4 & 15))));
 }
 
-/* Sends peer its part of send, or receives from it into its part of recv. This rank's own parts are only
-   found. */
+/* Sends its part of send to the peer, or receives a part of recv from it. The rank's own parts are only
+   located. */
 static void start(engine *e, const ddp_call *c, message *m, int peer, int sends, char *recv) {
     ddp_call_kind k = c->kind;
     int single = k == DDP_CALL_SEND || k == DDP_CALL_RECV, from = sends ? e->rank : peer;
@@ -187,7 +187,7 @@ static void leave(ddp_group *group, void *state) {
     engine *e = (engine *)state;
     int healthy = status(group, e) == DDP_OK;
     for (int r = 0; r < e->size && healthy; r++) forget(ucp_tag_send_nbx(e->peers[r].endpoint, NULL, 0, tag_of(e->rank, LEFT, 0), &plain));
-    /* Also answers for which others wait. */
+    /* includes answers that others wait for */
     void *flush = healthy ? ucp_worker_flush_nbx(e->worker, &plain) : NULL;
     for (double end = ddp_now() + 1; status_of(flush) == UCS_INPROGRESS && ddp_now() < end;) ucp_worker_progress(e->worker);
     if (healthy && status_of(flush) != UCS_INPROGRESS) {

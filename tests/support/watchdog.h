@@ -24,7 +24,7 @@
 #define DDP_TEST_SLOWDOWN 1 /* the build sets it for sanitizer flavours */
 #endif
 #ifndef DDP_TEST_PATIENCE
-#define DDP_TEST_PATIENCE 3 /* a busy machine, or a slow one: where nothing hangs, a late last resort costs nothing */
+#define DDP_TEST_PATIENCE 3 /* for a slow or busy machine: a late limit costs nothing if no test hangs */
 #endif
 
 /* The name of the program from /proc, so that main does not have to pass argv[0]. */
@@ -76,9 +76,8 @@ static void watchdog_watch(pid_t test, int seconds, const char *name) {
     _exit(0);
 }
 
-/* Not collective: the one process that main starts in calls it, once. The test leads its own process group
-   from here on, so that the kill cannot reach the runner; it dies with the runner instead (PR_SET_PDEATHSIG),
-   also on Ctrl-C. */
+/* Called once, by the one process in which main starts. The test then leads its own process group, so that
+   the kill cannot reach the runner. It dies with the runner instead (PR_SET_PDEATHSIG), also on Ctrl-C. */
 static void watchdog_start(int seconds) {
     char name[128];
     pid_t test = getpid(), child;
@@ -91,7 +90,7 @@ static void watchdog_start(int seconds) {
         if (fork() != 0) _exit(0);
         setsid(); /* out of the group that it kills */
         prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0);
-        /* stdout stays open nowhere but in the test: a reader of the pipe sees its end when the test ends. */
+        /* only the test keeps stdout open: a reader of the pipe sees its end when the test ends */
         close(0);
         close(1);
         watchdog_watch(test, seconds * DDP_TEST_SLOWDOWN * DDP_TEST_PATIENCE, name);

@@ -9,7 +9,7 @@ int main(int argc, char **argv) {
     char text[16];
     int port = argc > 1 ? some_ports(1) : 0;
     if (!port) return fprintf(stderr, "usage: with_port COMMAND ...\n"), 2;
-    fcntl(ports_claimed_by, F_SETFD, 0); /* the command holds the claim */
+    fcntl(ports_claimed_by, F_SETFD, 0); /* the command inherits the claim */
     snprintf(text, sizeof text, "%d", port);
     setenv("DDP_TEST_PORT", text, 1);
     execvp(argv[1], argv + 1);

@@ -18,8 +18,7 @@ static ddp_group zero, *alone = &zero; /* provides the allocator */
 static void *fuzz_alloc(size_t size_bytes, void *user) { (void)user; return malloc(size_bytes); }
 static void fuzz_free(void *memory, void *user) { (void)user; free(memory); }
 
-/* Data that end at the last number in the text, so that headers which are right in themselves are met
-   often. */
+/* Data that ends at the last number in the text, so that many headers are valid. */
 static uint64_t last_number(const char *text, size_t length) {
     uint64_t number = 0;
     while (length && (text[length - 1] < '0' || text[length - 1] > '9')) length--;

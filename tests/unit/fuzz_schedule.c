@@ -24,7 +24,7 @@ static char *text_of(const ddp_schedule *s, ddp_schedule_format format) {
     return text;
 }
 
-/* Everything that a schedule which is accepted promises. */
+/* All guarantees of an accepted schedule. */
 static void use(const ddp_schedule *s) {
     ddp_schedule_report before = DDP_ZERO, after = DDP_ZERO;
     if (ddp_schedule_simulate(s, NULL, &before) != DDP_OK || !(before.span > 0) || before.peak_in_flight < 1) abort();

@@ -29,7 +29,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* The system as ddp.h sees it. */
+/* The system as seen by ddp.h. */
 static double fuzz_now;
 static int fuzz_poll(struct pollfd *fds, nfds_t count, int timeout_ms);
 static int fuzz_connect(int fd, const struct sockaddr *to, socklen_t length);
@@ -151,7 +151,8 @@ static ddp_call call_number(int n) {
 
 typedef struct played {
     int fd, rank,
-        state; /* -1: no connection. state: frames of the rendezvous that it has sent, then 8 + calls made */
+        /* -1: no connection. state: number of rendezvous frames that it has sent, then 8 + calls made. */
+        state;
     int bad_proof;            /* it has sent a wrong proof */
     uint64_t nonce[2];
     char hello[DDP__TEXT_MAX];
@@ -164,7 +165,7 @@ static int real_rank, secured, peer_count, connections, waiting[8], waiting_coun
 static unsigned char secret_key[32];
 static ddp_group shape; /* for the sizes of a played rank's frames */
 static int changed,
-    data_changed; /* a frame of this run was not honest; neither were bytes that a call delivers */
+    data_changed; /* a frame of this run was changed; so were bytes that a call delivered */
 
 static void peer_close(played *p) {
     if (p->fd >= 0) close(p->fd);
@@ -328,7 +329,7 @@ static int peer_step(played *p) {
     if (p->got >= sizeof frame) {
         memcpy(&frame, p->in, sizeof frame);
         if (frame.size > sizeof p->in - sizeof frame)
-            abort(); /* the real rank only sends frames that are right */
+            abort(); /* the real rank sends only valid frames */
         need += frame.size;
     }
     n = recv(p->fd, p->in + p->got, need - p->got, MSG_DONTWAIT);
@@ -377,7 +378,7 @@ static int fuzz_connect(int fd, const struct sockaddr *to, socklen_t length) {
     return 0;
 }
 
-/* Played ranks connect once, and once more if their first connection ended before the world was complete. */
+/* Played ranks connect once, and again if their first connection ended before the world was complete. */
 static int fuzz_accept(int fd, struct sockaddr *from, socklen_t *length) {
     (void)fd;
     (void)from;

@@ -17,7 +17,7 @@
 enum { LONGEST = 8 };
 static char sequence[256]; /* the calls up to now, for messages */
 
-/* Runs a function on every sequence of `length` of `kinds` calls. */
+/* Runs a function on every sequence of length calls of kinds kinds. */
 typedef void (*sequence_fn)(const int *calls, int length, void *user);
 static void for_all_sequences(int kinds, int length, sequence_fn fn, void *user) {
     int calls[LONGEST] = {0};
@@ -30,7 +30,7 @@ static void for_all_sequences(int kinds, int length, sequence_fn fn, void *user)
     }
 }
 
-static int in_rank; /* a rank is a process of its own, out of which cmocka must not jump */
+static int in_rank; /* a rank is a separate process, which cmocka must not leave with longjmp */
 static void failed(const char *format, ...) __attribute__((format(printf, 1, 2)));
 static void failed(const char *format, ...) {
     char text[700];
@@ -100,7 +100,7 @@ static void reducer_sequence(const int *calls, int length, void *user) {
     ddp_reducer *reducer;
     int w = ddp_world_size(group);
     int ready[2] = {0, 0}, no_sync = 0, averaged = 0,
-        known = 1; /* known: no failed wait has left gradients half reduced */
+        known = 1; /* known: no failed wait has left partially reduced gradients */
     double sum[2], scale = (w + 1) / 2.0 * w, first = 1; /* sum: of the gradients over ranks */
     memset(params, 0, sizeof params);
     for (int i = 0; i < 2; i++) {
@@ -157,7 +157,7 @@ static void reducer_sequence(const int *calls, int length, void *user) {
             first = 0;
             averaged = !missing;
             ready[0] = ready[1] = 0;
-            if (call == WAIT_NEGATIVE) { /* gradients are sums over ranks, and stay so */
+            if (call == WAIT_NEGATIVE) { /* gradients are sums over ranks from now on */
                 wanted = DDP_ERR_INVALID;
                 averaged = known = 0;
             }
@@ -170,7 +170,7 @@ static void reducer_sequence(const int *calls, int length, void *user) {
                 no_sync = call == NO_SYNC;
             if (call == NO_SYNC && wanted == DDP_OK) averaged = 0;
         }
-        /* an error that another public call finds for ddp_reducer_wait_mean may have its name */
+        /* an error detected by another public call of ddp_reducer_wait_mean can have that call's name */
         expect(takes_mean && c->per_token ? "ddp_" : reducer_names[call], result, wanted);
         if (call == CLIP && result == DDP_OK && known)
             expect_number("the norm", (double)norm, (double)(float)sqrt(sum[0] * sum[0] + sum[1] * sum[1]));

@@ -21,7 +21,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-static __thread int failing_write; /* how many more writes of this thread until one fails; 0 = none */
+static __thread int failing_write; /* number of writes of this thread until one fails; 0 = none */
 static __thread int failing_sync;  /* the same for fsync of a folder */
 static int no_exchange;            /* the file system cannot swap two names */
 static int no_fallocate;           /* the file system cannot reserve room */
@@ -64,7 +64,7 @@ static int test_unlink(const char *path) {
     return -1;
 }
 
-/* This rank finds files of the second folder where it opens those of the first, as on a disk of its own. */
+/* This rank opens files of the second folder instead of the first, as if on a separate disk. */
 static __thread const char *other_folder[2];
 
 static int test_open(const char *path, int flags, ...) {
@@ -80,7 +80,7 @@ static int test_open(const char *path, int flags, ...) {
     return open(other, flags, mode);
 }
 
-static int cut_mapped; /* the file of that many maps from now on is then cut short; 0 = none */
+static int cut_mapped; /* number of maps until the file is truncated; 0 = never */
 
 static void *test_mmap(void *address, size_t length, int protection, int flags, int fd, off_t at) {
     void *map = mmap(address, length, protection, flags, fd, at);
@@ -133,7 +133,7 @@ typedef struct job {
     rlim_t largest_file;                   /* 0 = no limit */
     void (*twist)(ckpt_rank *k, int rank); /* changes the request of a rank */
     int no_check;                          /* the twist moved the values that ckpt_has compares */
-    const char *other;                     /* rank 1 finds this folder in place of dir */
+    const char *other;                     /* rank 1 finds this folder instead of dir */
     const char *odd_dir;                   /* dir of rank 1; NULL = the same as on other ranks */
     int odd_keep;                          /* added on rank 1 */
     size_t odd_bytes;                      /* added to max_file_bytes on rank 1 */
@@ -158,7 +158,7 @@ static ddp_result job_rank(ddp_group *group, void *user) {
     failing_sync = rank == j->fail_rank ? j->fail_sync : 0;
     getrlimit(RLIMIT_FSIZE, &limit);
     if (j->largest_file) {
-        RANKS_OK(group, ddp_barrier(group)); /* the group has its memory by now */
+        RANKS_OK(group, ddp_barrier(group)); /* the group has allocated its memory by now */
         limit.rlim_cur = j->largest_file;
         setrlimit(RLIMIT_FSIZE, &limit);
         limit.rlim_cur = limit.rlim_max;
@@ -172,7 +172,7 @@ static ddp_result job_rank(ddp_group *group, void *user) {
     j->fine[rank] = !j->load ? 1 : j->result[rank] != DDP_OK ? ckpt_untouched(&k, fill) : j->no_check ? 1 : ckpt_has(&k, j->version);
     j->step = k.state.step;
     ckpt_close(&k);
-    return ddp_barrier(group); /* a failure that was agreed on leaves the group fine */
+    return ddp_barrier(group); /* a failure that all ranks agree on leaves the group usable */
 }
 
 /* Runs the job. All ranks must return want, with a line that contains the words (up to three, separated by
@@ -208,7 +208,7 @@ static void save(const char *dir, int world_size, int version) { job j = job_of(
 static void load(const char *dir, int world_size, int version) { job j = job_of(dir, 1, version); run(&j, world_size, DDP_OK, ""); }
 static void refused(const char *dir, ddp_result want, const char *words) { job j = job_of(dir, 1, 0); run(&j, 2, want, words); }
 
-static const char *in(const char *name) { /* a path in the test's folder; it stays for the next 127 */
+static const char *in(const char *name) { /* a path in the test's folder; valid for the next 127 calls */
     static char path[128][200];
     static int next;
     next = (next + 1) % 128;
@@ -427,7 +427,7 @@ static void twist_names(ckpt_rank *k, int rank) { (void)rank; k->slices[1].name 
 static void twist_utf8(ckpt_rank *k, int rank) { if (rank == 1) k->slices[1].name = "\xff"; }
 static void twist_other(ckpt_rank *k, int rank) { if (rank == 1) k->slices[1].dtype = DDP_F16; }
 static void twist_long_name(ckpt_rank *k, int rank) {
-    static char name[4][200]; /* the line has no room for where they differ */
+    static char name[4][200]; /* the line has no room for the difference */
     memset(name[rank], 'a', 190);
     name[rank][190] = (char)('0' + rank);
     k->slices[1].name = name[rank];
@@ -449,7 +449,7 @@ static void test_bad_lists(void) {
     }
 }
 
-/* Rank 1 gives another dir or another option: the line has both values. */
+/* Rank 1 passes another dir or another option: the line has both values. */
 static void test_other_options(void) {
     char words[4][200];
     scenario = "rank 1 differs";
@@ -491,13 +491,13 @@ static void test_damage(void) {
     run(&j, 2, DDP_OK, "");
     scenario = "a byte of each tensor";
     renew();
-    for (int t = 0; t < CKPT_TENSORS; t++) { /* found by its first bytes */
+    for (int t = 0; t < CKPT_TENSORS; t++) { /* detected by its first bytes */
         unsigned char start[8];
         size_t bytes = ddp_dtype_size(ckpt_model[t].dtype), at = 0;
         const char *file = NULL, *const files[] = {model, "bad/model-00002-of-00002.safetensors", "bad/optimizer-00001-of-00001.safetensors"};
         char words[100];
         for (int d = 0; d < ckpt_model[t].ndim; d++) bytes *= (size_t)ckpt_model[t].shape[d];
-        if (bytes < 4) continue; /* too short to be found */
+        if (bytes < 4) continue; /* too short to be recognised */
         for (size_t b = 0; b < sizeof start; b++) start[b] = ckpt_byte(3, t, b);
         for (int f = 0; f < 3 && !file; f++) {
             text = ckpt_read(in(files[f]), &length);
@@ -582,7 +582,7 @@ static void test_other_model(void) {
 
 static void another_state(ckpt_rank *k, int rank) { (void)rank; k->state.step = 99; }
 
-/* A folder that is not shared: each rank finds a whole checkpoint, and only their states differ. */
+/* A folder that is not shared: each rank finds a complete checkpoint, and only their states differ. */
 static void test_folders_of_ranks(void) {
     job j = job_of(in("here"), 0, 1);
     scenario = "each rank has a folder of its own";
@@ -667,9 +667,9 @@ static void test_file_sizes(void) {
     ddp_group_destroy(group);
 }
 
-//== models from elsewhere ==================================================================
+//== models of other programs ==================================================================
 
-/* A file of one tensor "w", as other programs write it. */
+/* A file of one tensor "w", in the format of other programs. */
 static void write_foreign(const char *path, const char *header, const void *data, size_t bytes) {
     unsigned char all[2000];
     size_t length = strlen(header);
@@ -683,7 +683,7 @@ static const float foreign_values[6] = {1, -2, 0.5f, 1024, -0.0f, 3};
 static int foreign_logged;
 static void foreign_log(const char *text, void *user) { (void)user; foreign_logged += strstr(text, "state.json") != NULL; }
 
-/* Loads "w" f32 [6] and an optimizer tensor; the result, and whether they have the values. */
+/* Loads "w" f32 [6] and an optimizer tensor; returns the result, and whether the values are right. */
 static ddp_result load_foreign(const char *dir, int *fine) {
     ddp_group_desc desc = DDP_ZERO;
     ddp_group *group = NULL;

@@ -73,7 +73,7 @@ static void *fresh_thread(void *out) {
     return NULL;
 }
 
-/* Of the gradient a user gives dtype, shape and memory, each or none. */
+/* Of a gradient a user sets dtype, shape and memory, all or none of them. */
 static void test_param_grad(void **state) {
     (void)state;
     float value[6], grad[6];
@@ -337,7 +337,7 @@ static void test_collective_arguments(void **state) {
     still_fine(g);
 }
 
-/* Where nothing is sent, NULL is a fine buffer; where nothing is to be done, everything is fine. */
+/* If nothing is sent, NULL is a valid buffer; if nothing has to be done, all arguments are valid. */
 static void test_nothing_to_send(void **state) {
     ddp_group *g = (ddp_group *)*state;
     size_t none[1] = {0};

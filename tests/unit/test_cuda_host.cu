@@ -159,7 +159,7 @@ static void check_pick_uuid(void) {
     says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
 }
 
-/* Every rank's outcome; ranks are threads. */
+/* The outcome of every rank; ranks are threads. */
 static struct { ddp_cuda_pick_desc desc; int device[4]; ddp_result result[4]; char line[4][512]; } ranks;
 
 static ddp_result pick_rank(ddp_group *world, void *user) {
@@ -225,7 +225,7 @@ static void check_pick_ranks(void) {
 
 /* ---- CUDA errors and streams ---- */
 
-/* Arguments that no kernel takes, before anything is launched. */
+/* Invalid arguments of every kernel are detected before anything is launched. */
 static void check_kernels_refuse(float *memory) {
     static const ddp_cuda_range empty = {NULL, 4, 0};
     void *dst = memory, *null = NULL;
@@ -255,7 +255,7 @@ static void check_kernels_refuse(float *memory) {
                "nothing is refused");
 }
 
-/* A call of the device table that returns nothing leaves its error, with its name, to ddp_cuda_check. */
+/* A call of the device table without a result stores its error, with its name, for ddp_cuda_check. */
 static void check_table_errors(float *memory) {
     static const char *const names[] = {"copy: cudaMemcpyAsync", "copy_async: cudaMemcpyAsync",
                                         "fill_zero: cudaMemsetAsync", "cast: cudaMemcpyAsync",
@@ -320,7 +320,7 @@ static void check_errors(void) {
     gpu->fill_zero(memory, 16);
     check_that(record.stream == stream, "fill_zero is not on the stream that was set");
     record.waits = 0;
-    /* The fake takes odd addresses for device memory. */
+    /* The fake treats odd addresses as device memory. */
     gpu->copy((char *)memory + 1, (char *)memory + 101, 8);
     check_that(record.waits == 0 && record.stream == stream, "a copy on the device waits");
     gpu->copy((char *)memory + 1, (char *)memory + 100, 8);

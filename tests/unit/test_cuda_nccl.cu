@@ -33,10 +33,10 @@ static struct {
     ddp_order order;
     /* fault: the number of the call on device 1 that fails. */
     int timeout_ms, silence_ms, may_fail, patient, mismatch, fault, sticky;
-    int own_comm; /* 1 = the user's communicator, blocking; 2 = non-blocking */
+    int own_comm; /* 1 = the user's own communicator, blocking; 2 = non-blocking */
     int connects; /* fake_nccl.connects */
     int held;     /* fake_nccl.held */
-    /* left: of no_memory_at, when the group was made; 0 = the allocation failed. */
+    /* left: of no_memory_at, after the group was created; 0 = the allocation failed */
     int no_memory_at, allocations_left;
     int shared, staged; /* all ranks are on device 0; their group goes through host memory */
     const char *function; /* of which function; NULL any */
@@ -44,7 +44,7 @@ static struct {
     char line[MAX_RANKS][512];
 } job;
 
-/* Rank 1's allocation number job.no_memory_at fails while it makes its group. */
+/* Rank 1's allocation number job.no_memory_at fails while it creates its group. */
 static thread_local int allocation;
 static void *alloc_fn(size_t size_bytes, void *) { return allocation && --allocation == 0 ? NULL : malloc(size_bytes); }
 static void free_fn(void *memory, void *) { free(memory); }
@@ -98,7 +98,7 @@ static ddp_result look_back(rank_state *s) {
     return DDP_OK;
 }
 
-/* A communicator and a communication stream of the user's, which outlive the group. */
+/* The user's own communicator and communication stream, which outlive the group. */
 static ddp_result make_own(rank_state *s, ddp_cuda_desc *desc) {
     ncclUniqueId id;
     if (ddp_rank(s->cpu) == 0) ncclGetUniqueId(&id);
@@ -170,7 +170,7 @@ static void take_notice(const char *text, void *user) {
     if (strstr(text, "ranks share a device: collectives go through host memory, which is slow")) __atomic_add_fetch(&notices, 1, __ATOMIC_SEQ_CST);
 }
 
-/* Runs a program on ranks of their own device each. */
+/* Runs a program on ranks with one device each. */
 static void run_on(int size, uint64_t seed, program_fn program) {
     ddp_launch_desc launch = DDP_ZERO;
     ddp_result result;
@@ -268,7 +268,7 @@ static ddp_result collective(rank_state *s, int kind, int round, int async) {
 }
 
 static ddp_result collectives(rank_state *s) {
-    for (int kind = 0; kind < 11; kind++) { /* the first of each may make buffers */
+    for (int kind = 0; kind < 11; kind++) { /* the first call of each kind can allocate buffers */
         RANKS_OK(s->cpu, collective(s, kind, kind, kind % 2));
     }
     RANKS_OK(s->cpu, look_back(s));
@@ -403,7 +403,7 @@ static ddp_result tree(rank_state *s) {
 static ddp_result splits(rank_state *s) {
     ddp_group *half = NULL, *none = NULL;
     float *expected;
-    /* Ranks compare their texts, which are host memory: once they went to NCCL as they were. */
+    /* Ranks compare their texts, which are in host memory: once they were passed to NCCL unchanged. */
     ddp_mesh *mesh;
     ddp_mesh_desc desc = DDP_ZERO;
     desc.ndim = 2, desc.shape[0] = 1, desc.shape[1] = s->size, desc.names[0] = "pp", desc.names[1] = "dp";
@@ -478,7 +478,7 @@ static ddp_result group_memory(rank_state *s) {
     return ddp_group_free(s->group, first); /* second stays */
 }
 
-/* A captured step is played again and again. */
+/* A captured step is launched again and again. */
 static ddp_result captured_step(rank_state *s) {
     ddp_work work = DDP_ZERO;
     float *expected;
@@ -529,14 +529,14 @@ static ddp_result captured_large(rank_state *s) {
     return ddp_barrier(s->cpu);
 }
 
-/* A group goes while its work is still on the stream. */
+/* A group is destroyed while its work is still on the stream. */
 static ddp_result not_waited_for(rank_state *s) {
     ddp_work work = DDP_ZERO;
     fill(s, s->in, N, 1);
     return ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, &work);
 }
 
-/* The calling thread may have another device current. */
+/* the calling thread can have another current device */
 static ddp_result from_elsewhere(rank_state *s) {
     for (int kind = 0; kind < 3; kind++) {
         fake_set_device(s->rank);
@@ -742,8 +742,8 @@ static ddp_result error_while_behind(rank_state *s) {
     return DDP_OK;
 }
 
-/* All but the last rank wait for it over the control group, in a call of the host's, when NCCL reports an
-   error there: their wait ends, too. */
+/* All except the last rank wait for it over the control group, in a call of the host, when NCCL reports an
+   error there: their wait also ends. */
 static ddp_result error_while_voting(rank_state *s) {
     char line[512];
     void *memory;
@@ -769,7 +769,7 @@ static ddp_result one_aborts(rank_state *s) {
     return DDP_OK;
 }
 
-/* A rank leaves while the others count on it. */
+/* A rank leaves while the others wait for it. */
 static ddp_result one_leaves(rank_state *s) {
     char line[512];
     RANKS_OK(s->cpu, collective(s, 0, 0, 0));
@@ -957,7 +957,7 @@ static ddp_result everything(rank_state *s) {
    call was made. */
 static int told, silent;
 static int error_at(const char *function, int n, int sticky) {
-    static std::vector<std::string> seen; /* each call is complained about once */
+    static std::vector<std::string> seen; /* each call fails once */
     std::string name;
     const char *call, *line = job.line[1];
     /* A permanent failure may have to be waited for. */
@@ -981,7 +981,7 @@ static int error_at(const char *function, int n, int sticky) {
     if (!strstr(line, name.c_str()) || strstr(job.line[0], "timed out") || (!function && job.result[0] == DDP_OK)) seen.push_back(name);
     check(strstr(line, name.c_str()) != NULL, "call %d, %s, fails, and the line is: %s", n, call, line);
     check(!strstr(job.line[0], "timed out"), "call %d, %s, fails on rank 1, and rank 0 only times out: %s", n, call, job.line[0]);
-    /* polls: it may be through. */
+    /* polls: it can be complete */
     check(function || job.result[0] != DDP_OK, "call %d, %s, fails on rank 1, and rank 0 does not hear of it", n, call);
     return 1;
 }
@@ -1003,7 +1003,7 @@ static void errors_everywhere(void) {
 
 /* ---- the exact calls ---- */
 
-/* Runs of events made or unmade become one line. */
+/* Successive creations or destructions of events become one line. */
 static std::string folded(const std::string &record) {
     std::string out, last;
     int times = 0;
@@ -1199,7 +1199,7 @@ static ddp_result sequences(rank_state *s) {
 
 /* ---- groups that cannot be created ---- */
 
-/* desc is refused on all ranks: with text, and nothing is made. */
+/* All ranks reject desc, with text, and create nothing. */
 static ddp_result refuses(rank_state *s, const ddp_cuda_desc *desc, ddp_result wanted, const char *text) {
     ddp_group *none = s->group;
     ddp_result result = ddp_cuda_group_create(&none, s->cpu, desc);
@@ -1275,7 +1275,7 @@ static ddp_result frees_on_one_device(rank_state *s) {
     return ddp_barrier(s->cpu);
 }
 
-/* Refused on all ranks, with text in the line. */
+/* All ranks return the error, with text in the line. */
 static void refused(ddp_result result, const char *text) {
     job.may_fail = 1;
     run_on(3, 0, on_one_device);
@@ -1284,7 +1284,7 @@ static void refused(ddp_result result, const char *text) {
         check(job.result[r] == result && strstr(job.line[r], text), "rank %d: %s: %s", r, ddp_result_name(job.result[r]), job.line[r]);
 }
 
-/* More ranks than a call with counts has room for, found before anything is written. */
+/* More ranks than a call with counts supports, detected before anything is written. */
 static void too_many_to_stage(void) {
     ddp__cuda_staged staged = DDP_ZERO;
     ddp__cuda_rounds rounds = DDP_ZERO;

@@ -15,7 +15,7 @@
 #include <float.h>
 #include <sys/resource.h>
 
-/* Takes the place of libc's. While no_fallocate is set it fails as libcs without an emulation do. */
+/* Replaces that of libc. With no_fallocate it fails as in a libc without emulation. */
 static int no_fallocate;
 int posix_fallocate(int fd, off_t from, off_t size_bytes) {
     if (__atomic_load_n(&no_fallocate, __ATOMIC_ACQUIRE)) return EOPNOTSUPP;
@@ -286,14 +286,14 @@ static ddp_result bad_calls(ddp_group *group) {
     RANKS_CHECK(group, fabsf(half - norm / 4) < 1e-6f * norm, "norm %g, clipped to its fourth %g", (double)norm, (double)half);
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 1e-45f, NULL));
     RANKS_OK(group, ddp_fsdp_step(fsdp, 0));
-    RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &norm)); /* stays until the next one */
+    RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &norm)); /* valid until the next call */
     RANKS_CHECK(group, norm == half, "norm %g, after the step %g", (double)half, (double)norm);
     FAILS(group, ddp_fsdp_reduce_grads(fsdp, 0), DDP_ERR_INVALID, "unit a", "gather it");
     ddp_fsdp_destroy(fsdp);
     return DDP_OK;
 }
 
-/* Rank 0 describes something else: an error on every rank, and the group lives on. */
+/* Rank 0 passes another description: an error on every rank, and the group stays usable. */
 static ddp_result descs_differ(ddp_group *group) {
     static const char *const words[][2] = {{"unit b", "[7"}, {"unit b", "'b' f64"}, {"unit b", " frozen"}, {"parameter 'b'", "'bb'"}, {"unit b", " tied"},
         {"rank 0 unit_count=2", "rank 1 unit_count=3"}, {"rank 0 strategy=2", "rank 1 strategy=0"},
@@ -538,8 +538,7 @@ static ddp_result fill_again(const ddp_fsdp_param *param, int64_t first_row, int
     return DDP_OK;
 }
 
-/* Values, state and steps that are handed on go on as if nothing had been between; with a step that is
-   another one they do not. */
+/* Saved and restored values, state and steps continue as if uninterrupted; with another step they do not. */
 static ddp_result steps_set(ddp_group *group) {
     for (int turn = 0; turn < 5; turn++) {
         model m[2];
@@ -689,7 +688,7 @@ static ddp_device late_device(void) {
 
 static ddp_result late_devices(ddp_group *group) {
     ddp_device device = late_device();
-    ddp_group *far, *own; /* which fails in the end */
+    ddp_group *far, *own; /* which fails at the end */
     ddp_fsdp *fsdp;
     ddp_fsdp_memory memory;
     size_t counted[2], taken[2];
@@ -734,7 +733,7 @@ static ddp_result late_devices(ddp_group *group) {
         RANKS_OK(group, turn == 1 ? ddp_fsdp_step(fsdp, 0.05f) : ddp_fsdp_zero_grad(fsdp));
     }
     RANKS_OK(group, pass(group, fsdp, &m, 9));
-    /* The next test of an event is that of gradients that arrive. */
+    /* the next test of an event is that of arriving gradients */
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 0.5f, &norm));
     int before = late.started;
     late.fails = 1;
@@ -797,7 +796,7 @@ static ddp_result train_disorder(ddp_group *group, int prefetch, size_t limit, i
     RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
     *out = 5;
     for (uint64_t step = 0; step < STEPS; step++) {
-        uint64_t random = step < 4 ? 1 : ranks_mix(step / 2); /* an order lives for some steps */
+        uint64_t random = step < 4 ? 1 : ranks_mix(step / 2); /* an order is kept for some steps */
         int held[COUNT] = {0}, done[COUNT] = {0}, left = COUNT;
         for (int i = 0; left > 0; i++) {
             int u = (int)((random = ranks_mix(random + 1)) % COUNT), what = (int)(random >> 32) % 4;
@@ -834,7 +833,7 @@ static ddp_result orders_change(ddp_group *group) {
     static const struct { int prefetch; size_t limit; int packed, keep; } ways[] = {{1, 0, 0, 0}, {2, 0, 1, 0}, {5, 0, 0, 0}, {1000000, 0, 0, 0}, {INT32_MAX, 0, 1, 0},
                                                                                   {3, 1, 0, 0}, {2, 1, 1, 0}, {1, 0, 0, 1}, {2, 0, 1, 1}};
     uint64_t want, have;
-    size_t most = 0; /* memory of the units that are in use at a time */
+    size_t most = 0; /* memory of the units in use at one time */
     RANKS_OK(group, train_disorder(group, -1, 0, 0, 0, &most, &want));
     for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++) {
         RANKS_OK(group, train_disorder(group, ways[i].prefetch, ways[i].limit, ways[i].packed, ways[i].keep, &most, &have));
@@ -843,7 +842,7 @@ static ddp_result orders_change(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Evaluation, gradients that are dropped, recomputation and units held over the step change nothing. */
+/* Evaluation, discarded gradients, recomputation and units retained over the step change nothing. */
 static ddp_result detours(ddp_group *group) {
     enum { COUNT = 4, STEPS = 4 };
     for (int turn = 0; turn < 8; turn++) {
@@ -886,7 +885,7 @@ static ddp_result detours(ddp_group *group) {
     return DDP_OK;
 }
 
-/* One rank looks at its gradients between two reductions: that is its own business. */
+/* One rank reads its gradients between two reductions: other ranks are unaffected. */
 static ddp_result one_looks(ddp_group *group) {
     model m;
     ddp_fsdp *fsdp;
@@ -930,7 +929,7 @@ static ddp_result orders_differ(ddp_group *group) {
     RANKS_CHECK(group, before == after, "values moved");
     RANKS_OK(group, train(group, fsdp, &m, 1, 1));
     ddp_fsdp_destroy(fsdp);
-    /* reductions of different units: the group does not survive that */
+    /* reductions of different units: the group fails then */
     for (int packed = 0; packed < 2; packed++) {
         ddp_group *part, *used;
         ddp_result result = DDP_OK;
@@ -1101,7 +1100,7 @@ static ddp_result bytes_add_up(ddp_group *group) {
     return DDP_OK;
 }
 
-/* A unit of nothing but uses has no shard, and is gathered all the same without staging. */
+/* A unit that consists only of uses has no shard, and is still gathered without staging. */
 static ddp_result only_uses(ddp_group *group) {
     model m;
     ddp_fsdp *fsdp;
@@ -1204,7 +1203,7 @@ static ddp_result bytes_predicted(ddp_group *group) {
     return DDP_OK;
 }
 
-/* prefetch of more units than there are takes, and predicts, gradient memory of all units and no more. */
+/* prefetch of more units than exist uses, and predicts, gradient memory of all units and no more. */
 static ddp_result bytes_of_few_units(ddp_group *group) {
     enum { UNITS_HERE = 2, ROWS = 120, COLUMNS = 200, UNIT_BYTES = 4 * ROWS * COLUMNS };
     model m;
@@ -1225,7 +1224,7 @@ static ddp_result bytes_of_few_units(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Units are sent for as far as the limit goes, and no memory is kept for more. */
+/* Units are prefetched up to the limit, and no memory is allocated for more. */
 static ddp_result bytes_limited(ddp_group *group) {
     for (int slots = 1; slots <= 5; slots++) {
         model m;
@@ -1256,7 +1255,7 @@ static ddp_result no_memory_somewhere(ddp_group *group) {
         ddp_group *part;
         counter c = {0, 0, 0, 0};
         ddp_result result;
-        int32_t fine, same[2], calls = 0; /* calls: that every rank made before the step */
+        int32_t fine, same[2], calls = 0; /* calls: made by every rank before the step */
         RANKS_CHECK(group, at < 200, "it never succeeds");
         RANKS_OK(group, ddp_group_split(group, 0, ddp_rank(group), &part));
         blocks(&m, 3, 5, 3);
@@ -1365,7 +1364,7 @@ static ddp_result quantized(ddp_group *group) {
     return DDP_OK;
 }
 
-/* y = W x learns a matrix from noise that differs by rank, with parameters that travel in 8 bits. */
+/* y = W x learns a matrix from noise that differs by rank, with parameters gathered in 8 bits. */
 static ddp_result quantized_learns(ddp_group *group) {
     enum { N = 24 };
     model m;
@@ -1397,7 +1396,7 @@ static ddp_result quantized_learns(ddp_group *group) {
 
 //== scaler, offload, neighbours ============================================================
 
-/* A gradient that is not finite makes the norm infinite: clipping leaves every gradient as it is. */
+/* A gradient that is not finite makes the norm infinite: clipping changes no gradient. */
 static ddp_result infinite_norm(ddp_group *group) {
     for (int strategy = DDP_FSDP_FULL_SHARD; strategy <= DDP_FSDP_NO_SHARD; strategy++) {
         model m;
@@ -1426,7 +1425,7 @@ static ddp_result infinite_norm(ddp_group *group) {
     return DDP_OK;
 }
 
-/* An infinity on one rank leaves the step out on all; the scaler may move on to other groups. */
+/* An infinity on one rank skips the step on all; the scaler can change to other groups. */
 static ddp_result scaled(ddp_group *group) {
     ddp_scaler scaler;
     ddp_scaler_desc desc = DDP_ZERO;
@@ -1470,7 +1469,7 @@ static ddp_result scaled(ddp_group *group) {
         RANKS_OK(group, train(group, fsdp, &m, 1, 2));
         RANKS_OK(group, digest(group, fsdp, &m, &after));
         RANKS_CHECK(group, before != after && state.step == 2, "turn %d: no step any more", turn);
-        /* without the update the next step is refused, twice over, and changes nothing */
+        /* without the update the next step fails, twice, and changes nothing */
         for (int k = 0; k < 1 + (turn > 3); k++) RANKS_OK(group, pass(group, fsdp, &m, 6));
         before = after;
         for (int k = 0; k < 2; k++) FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_INVALID, "ddp_scaler_update");
@@ -1479,7 +1478,7 @@ static ddp_result scaled(ddp_group *group) {
         RANKS_OK(group, ddp_scaler_update(&scaler));
         RANKS_OK(group, digest(group, fsdp, &m, &after));
         RANKS_CHECK(group, before != after && state.step == 3, "turn %d: no step after the update", turn);
-        /* gradients that clipping has unscaled are dropped: the next step needs no update before it */
+        /* gradients unscaled by clipping are discarded: the next step needs no update before it */
         for (int k = 0; k < 1 + (turn > 3); k++) RANKS_OK(group, pass(group, fsdp, &m, 7));
         RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 1, &norm));
         RANKS_OK(group, ddp_fsdp_zero_grad(fsdp));
@@ -1501,7 +1500,8 @@ static ddp_result offloaded(ddp_group *group) {
         ddp_fsdp_memory memory;
         blocks(&m, 3, 50, 30);
         m.desc.strategy = turn < 3 || turn == 7 ? DDP_FSDP_FULL_SHARD : (ddp_fsdp_strategy)(turn - 3);
-        if (turn == 7) RANKS_OK(group, ddp_barrier(group)); /* no rank still allocates for the turn before */
+        /* No rank still allocates for the previous turn. */
+        if (turn == 7) RANKS_OK(group, ddp_barrier(group));
         __atomic_store_n(&no_fallocate, turn == 7, __ATOMIC_RELEASE);
         m.desc.offload = turn < 3 ? (ddp_fsdp_offload)turn : DDP_FSDP_OFFLOAD_FILE;
         m.desc.offload_dir = "/tmp";
@@ -1613,8 +1613,8 @@ static ddp_result replicas_differ(ddp_group *group) {
     return DDP_OK;
 }
 
-/* One group reduces in another order than its replicas: their sums went to other units, which is found before
-   values change. */
+/* One group reduces in another order than its replicas: their sums would go to other units, which is detected
+   before values change. */
 static ddp_result replicas_disorder(ddp_group *group) {
     ddp_group *part, *copies;
     model m;
@@ -1712,14 +1712,13 @@ static ddp_result folder_of(ddp_group *group, char folder[64], int done) {
     if (!done) RANKS_OK(group, ddp_broadcast(group, &pid, 1, DDP_I64, 0, NULL));
     if (!done) snprintf(folder, 64, "/tmp/ddp-fsdp-unit-%lld", (long long)pid);
     RANKS_OK(group, ddp_barrier(group));
-    /* A process of that number may have left it. */
+    /* a process with that number can have left it */
     snprintf(command, sizeof command, done ? "rm -rf %s" : "rm -rf %s && mkdir %s", folder, folder);
     if (ddp_rank(group) == 0) RANKS_CHECK(group, system(command) == 0, "%s", command);
     return ddp_barrier(group);
 }
 
-/* Saves that fail, on one rank or in the thread, are failures of all ranks, and those after them are as if
-   they had not been. */
+/* Failed saves, on one rank or in the thread, are failures of all ranks, and do not affect later ones. */
 static ddp_result saves_fail(ddp_group *group) {
     char folder[64], dir[100];
     RANKS_OK(group, folder_of(group, folder, 0));
@@ -1746,7 +1745,7 @@ static ddp_result saves_fail(ddp_group *group) {
         RANKS_OK(group, ddp_fsdp_save_wait(fsdp));
         snprintf(dir, sizeof dir, "%s/no/such", folder);
         RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
-        RANKS_OK(group, train(group, fsdp, &m, 1, 2)); /* while the thread is at it */
+        RANKS_OK(group, train(group, fsdp, &m, 1, 2)); /* while the thread is saving */
         FAILS(group, ddp_fsdp_save_wait(fsdp), DDP_ERR_SYSTEM, "/no", "No such file");
         RANKS_OK(group, digest(group, fsdp, &m, &want));
         snprintf(dir, sizeof dir, "%s/a", folder);
@@ -1802,7 +1801,7 @@ static ddp_result replicas_load(ddp_group *group) {
         if (turn == 2) RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
         RANKS_OK(group, digest(group, fsdp, &m, &after));
         RANKS_CHECK(group, after == (turn == 2 ? saved : before), "turn %d: other values", turn);
-        if (turn == 1) RANKS_OK(group, train(group, fsdp, &m, 1, 1)); /* masters have not moved either */
+        if (turn == 1) RANKS_OK(group, train(group, fsdp, &m, 1, 1)); /* masters have not changed either */
         if (turn == 1) RANKS_OK(group, digest(group, fsdp, &m, &before));
     }
     ddp_fsdp_destroy(fsdp);
@@ -1812,7 +1811,7 @@ static ddp_result replicas_load(ddp_group *group) {
     return folder_of(group, folder, 1);
 }
 
-/* A checkpoint of memory that the host does not touch itself goes through a copy, both ways. */
+/* A checkpoint of memory that the host cannot access uses a copy, both ways. */
 static ddp_result device_checkpoint(ddp_group *group) {
     ddp_device plain = *ddp_device_cpu();
     char folder[64], dir[100];
@@ -1945,7 +1944,7 @@ static ddp_result scaler_state(ddp_group *group) {
         ddp_fsdp_destroy(fsdp);
         blocks(&m, 2, 5, 3);
         m.desc.scaler = &scaler;
-        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc)); /* without a state of its own */
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc)); /* without its own state */
         RANKS_OK(group, train(group, fsdp, &m, 1, 1));
         RANKS_OK(group, ddp_scaler_update(&scaler));
         scaler.scale = 512;
@@ -2000,7 +1999,7 @@ static void tensor_parallel(model *m, int part, int parts) {
     wide->global_offset[1] = bias->global_offset[0] = (int64_t)part * columns;
 }
 
-/* Slices of larger tensors are saved as those, and loaded as other slices of them. */
+/* Slices of larger tensors are saved as slices, and loaded as other slices of them. */
 static ddp_result slices_of_larger(ddp_group *group) {
     char folder[64], dir[100];
     int rank = ddp_rank(group), parts = ddp_world_size(group) == 1 ? 1 : 2, data = ddp_world_size(group) / parts;

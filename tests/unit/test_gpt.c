@@ -253,7 +253,7 @@ static void fixture_destroy(fixture *f) {
     free(f->targets);
 }
 
-/* Every gradient tensor against central differences of the reference, at `samples` elements each. */
+/* Every gradient tensor against central differences of the reference, at samples elements each. */
 static void check_gradients(fixture *f, int samples) {
     const gpt_config *c = &f->model.config;
     int count = f->model.param_count, head = count - 1;
@@ -427,7 +427,7 @@ static void test_tied_matrix_has_two_gradients(void **state) {
     assert_ptr_equal(f.model.values[0], f.model.values[head]);
     assert_ptr_not_equal(f.model.grads[0], f.model.grads[head]);
     gpt_model_forward_backward(&f.model, f.tokens, f.targets, f.B, f.T, NULL, NULL);
-    /* The embedding's use touches just the rows of its tokens, the head's all. */
+    /* The use in the embedding changes only the rows of its tokens, that in the head all rows. */
     for (int v = 0; v < 50; v++) {
         int seen = 0;
         double embed = 0, out = 0;
@@ -481,7 +481,7 @@ static void *train_a_step(void *user) {
     return NULL;
 }
 
-/* Ranks may be threads of one process: two models at work at once do not disturb each other. */
+/* Ranks can be threads of one process: two models at work at once do not affect each other. */
 static void test_same_bits_in_two_threads(void **state) {
     fixture f[3];
     pthread_t thread[2];
@@ -585,7 +585,7 @@ static void test_adamw(void **state) {
     }
 }
 
-/* The parts together: a small model learns a repeating text by heart. */
+/* All parts together: a small model memorizes a repeating text. */
 static void test_training_learns(void **state) {
     fixture f;
     float *m[64], *v[64];

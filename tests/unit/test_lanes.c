@@ -12,7 +12,7 @@ enum { ITEMS = 4096, ARENA = 1 << 22, N = 3000 };
 
 typedef struct event { int recorded, done; } event;
 
-/* One entry of a lane: a call of the backend, a device function, or a mark to set or to wait for. */
+/* One entry of a stream: a call of the backend, a device function, or a mark to set or to wait for. */
 enum { CALL, COPY, ZERO, ADD, SCALE, DIVIDE, SQUARES, MARK, FOLLOW };
 typedef struct item {
     int kind;
@@ -42,7 +42,7 @@ typedef struct machine {
     char text[256];
 } machine;
 
-static __thread machine *here; /* of the thread's rank: each has one group of this kind */
+static __thread machine *here; /* of the rank's thread: each has one group of this kind */
 static __thread ddp_stream_kind entered;
 
 static void execute(machine *m, int which);
@@ -265,7 +265,7 @@ static ddp_result calls(ddp_group *world, void *user) {
     fill_with(plain, N, 0);
     lane_copy(host, in, sizeof host);
     for (int i = 0; i < N; i++) assert_true(host[i] == plain[i] * 2);
-    /* No work: the same, waited for by the lane. */
+    /* No work: the same, waited for by the stream. */
     assert_int_equal(ddp_all_reduce(group, in, in, N, DDP_F32, DDP_OP_MAX, NULL), DDP_OK);
     lane_copy(host, in, sizeof host);
     for (int i = 0; i < N; i++) assert_true(host[i] == plain[i] * 2);
@@ -294,7 +294,7 @@ static ddp_result messages(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-/* The backend takes all messages of a batch, and fails only at its end. */
+/* The backend accepts all messages of a batch, and fails only at its end. */
 static ddp_result batch_end_fails(ddp_group *world, void *user) {
     ddp_group *group = group_make(world);
     float *mine = floats(N), *theirs = floats(N);
@@ -314,7 +314,7 @@ static ddp_result batch_end_fails(ddp_group *world, void *user) {
 static ddp_result doubled(ddp_group *group, void *argument) {
     float *data = (float *)argument;
     lane_scale(data, N, DDP_F32, 2.0f);
-    /* In place: the task is on the communication lane. */
+    /* in place: the task is on the communication stream */
     assert_int_equal(ddp_all_reduce(group, data, data, N, DDP_F32, DDP_OP_SUM, NULL), DDP_OK);
     assert_int_equal(entered, DDP_STREAM_COMM);
     lane_scale(data, N, DDP_F32, 0.5f);
@@ -359,7 +359,7 @@ static ddp_result blocking_tasks(ddp_group *world, void *user) {
     assert_int_equal(lane, DDP_STREAM_COMM);
     assert_int_equal(entered, DDP_STREAM_COMPUTE);
     assert_int_equal(ddp_group_enqueue(group, fails, NULL, NULL), DDP_ERR_NO_MEMORY);
-    assert_int_equal(ddp_group_status(group), DDP_OK); /* a task's failure is its own */
+    assert_int_equal(ddp_group_status(group), DDP_OK); /* the failure of a task affects only its work */
     group_end(group);
     return DDP_OK;
 }

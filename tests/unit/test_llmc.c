@@ -243,7 +243,7 @@ static void test_124m(void **state) {
     unlink(path_of("big.bin"));
 }
 
-/* GPT-2 1.5B in f32 takes more than 4 GiB: the last row is found there. */
+/* GPT-2 1.5B in f32 exceeds 4 GiB: the last row is found there. */
 static void test_beyond_4_gib(void **state) {
     static const int32_t head[8] = {20240326, 3, 1024, 50257, 48, 25, 1600, 50304};
     llmc_header h = shape(50257, 50304, 1024, 48, 25, 1600, DDP_F32);
@@ -319,7 +319,7 @@ static void test_read_refused(void **state) {
     says(llmc_read(&m, 14, -1, 1, out), DDP_ERR_INVALID, "m.bin", "1 rows from -1 of h.1.ln1.weight");
     says(llmc_read(&m, 14, INT64_MAX, 1, out), DDP_ERR_INVALID, "m.bin", "of h.1.ln1.weight, which has 6");
     says(llmc_read(&m, 14, 1, INT64_MAX, out), DDP_ERR_INVALID, "m.bin", "of h.1.ln1.weight, which has 6");
-    assert_int_equal(truncate(path_of("m.bin"), 3000), 0); /* cut while it is open */
+    assert_int_equal(truncate(path_of("m.bin"), 3000), 0); /* truncated while it is open */
     says(llmc_read(&m, 27, 0, 6, out), DDP_ERR_CORRUPT, "m.bin", "while it is read");
     assert_int_equal(llmc_read(&m, 0, 0, 5, out), DDP_OK);
     llmc_close(&m);
@@ -372,7 +372,7 @@ static void test_write_refused(void **state) {
     says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin", "padded_vocab must not be less than vocab");
     bad = h, bad.config.heads = 5;
     says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin", "multiple of heads");
-    bad = h, bad.config.vocab = INT32_MAX, bad.padded_vocab = 0; /* no multiple of 128 in 32 bits */
+    bad = h, bad.config.vocab = INT32_MAX, bad.padded_vocab = 0; /* no multiple of 128 fits into 32 bits */
     says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin", "padded_vocab must not be less than vocab");
     assert_false(is_there("n.bin") || is_there("n.bin.tmp"));
 }
@@ -440,13 +440,13 @@ static void test_shards_refused(void **state) {
 
 //== shards as one stream ===================================================================================
 
-/* A shard of zeros, which are a hole. */
+/* A shard of zeros, stored as a hole. */
 static void put_zeros(const char *name, int32_t tokens) {
     const int32_t header[256] = {TEXT_SHARD_MAGIC, 1, tokens};
     assert_int_equal(truncate(put(name, header, sizeof header), tokens < 0 ? TEXT_SHARD_HEADER : TEXT_SHARD_HEADER + 2 * (int64_t)tokens), 0);
 }
 
-/* Shards of 1000, 0, 5 and 3000 tokens in a folder, which the caller's name is for; the tokens of all. */
+/* Shards of 1000, 0, 5 and 3000 tokens in a folder named by the caller; returns the tokens of all. */
 static const char *put_stream(const char *name, int32_t *tokens) {
     static char path[256];
     char file[64];
@@ -468,8 +468,7 @@ static void check_tokens(const text_buffer *t, int64_t at, int count, const int3
     for (int i = 0; i < count; i++) assert_int_equal(got[i], tokens[i]);
 }
 
-/* Every window of several lengths, over as many borders as there are; in the order of the paths that are
-   given. */
+/* Every window of several lengths, over every number of shard borders; in the order of the given paths. */
 static void test_stream(void **state) {
     static int32_t tokens[4005];
     char last[300], first[300];

@@ -26,7 +26,7 @@ typedef struct data {
     int64_t fails[3];  /* these samples fail ... */
     int fail_count[3]; /* ... this many times */
     int silent;        /* without a line */
-    int64_t blocks;    /* this sample blocks until it is no more this one; -1 = none */
+    int64_t blocks;    /* this sample blocks until the field has another value; -1 = none */
     int blocked;       /* threads that do */
     int64_t fetches;
 } data;
@@ -169,7 +169,7 @@ static ddp_result fetch_all_fields(void *user, int64_t index, void *const *field
     return DDP_OK;
 }
 
-/* A loader with as many fields as there can be. */
+/* A loader with the maximum number of fields. */
 static void test_most_fields(void **state) {
     enum { SAMPLES = 20, BATCH = 6 };
     ddp_tensor fields[DDP_LOADER_FIELDS];
@@ -225,7 +225,7 @@ static void test_hold(void **state) {
 
 //== places ================================================================================================
 
-/* Anything a trainer may do, in any order, against a sampler that has no threads. */
+/* Random calls of a trainer, in any order, compared with a sampler without threads. */
 static void test_places(void **state) {
     uint32_t random = 12345;
     data d;
@@ -298,8 +298,8 @@ static void put_shards(void) {
 
 enum { CONTEXT = 4, GLOBAL = 8, WINDOW = CONTEXT + 1 };
 
-/* The global batches [from, to) of an epoch as W loaders give them, appended to out; state: where to begin,
-   then where they ended. */
+/* The global batches [from, to) of an epoch from W loaders, appended to out; state: the start, then the
+   end. */
 static int global_batches(const source *tokens, int world_size, int from, int to, ddp_sampler_state *state, int32_t *out) {
     ddp_loader *l[4];
     int count = 0;
@@ -373,7 +373,7 @@ static void test_failures(void **state) {
             ddp_sampler s;
             ddp_batch b;
             data_init(&d);
-            if (silent && workers < 0) continue; /* the caller's thread may have a line of its own */
+            if (silent && workers < 0) continue; /* the caller's thread can have a line of its own */
             desc = desc_of(&d, 120, 40, workers);
             desc.sampler.no_shuffle = 1;
             d.fails[0] = 79, d.fail_count[0] = 1; /* of batch 1, the last; 60 twice, and it is first */
@@ -440,7 +440,7 @@ static void test_first_failure_is_named(void **state) {
     ddp_loader_destroy(l);
 }
 
-/* Memory that is counted, and runs out. */
+/* An allocator that counts, and runs out of memory. */
 typedef struct memory { pthread_mutex_t lock; int live, calls, room; } memory;
 
 static void *memory_alloc(size_t size_bytes, void *user) {
@@ -478,7 +478,7 @@ static void memory_init(memory *m, ddp_loader_desc *desc, int room) {
     desc->user = m;
 }
 
-/* A fetch that blocks: named; the loader waits again, goes elsewhere, and is destroyed without it. */
+/* A fetch that blocks is named. The loader waits again, seeks elsewhere, and is destroyed without it. */
 static void test_blocked(void **state) {
     static data d;   /* outlive the loader */
     static memory m;
@@ -522,7 +522,7 @@ static void test_blocked(void **state) {
             ddp_loader_destroy(l);
             assert_true(memory_live(&m) > 0); /* the fetch still writes */
             data_blocks(&d, -1);
-            /* The thread that it held up frees it; or the watchdog ends this. */
+            /* the blocked thread frees it; or the watchdog ends this test */
             while (memory_live(&m)) usleep(1000);
             ddp_sampler_free(&s);
         }

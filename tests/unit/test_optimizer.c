@@ -199,7 +199,7 @@ static void every_kind_and_option_follows_its_formula(void **state) {
     ddp_group_destroy(group);
 }
 
-/* The ratio is 1 where values, or gradients, have no length. */
+/* The ratio is 1 if the norm of values, or of gradients, is 0. */
 static void zeros_have_no_trust_ratio(void **state) {
     ddp_group *group = alone(NULL);
     float w[2][4] = {{0, 0, 0, 0}, {1, 2, 3, 4}}, g[2][4] = {{1, -1, 2, -2}, {0, 0, 0, 0}};
@@ -232,7 +232,7 @@ static void zeros_have_no_trust_ratio(void **state) {
     ddp_group_destroy(group);
 }
 
-/* nesterov belongs to SGD: LARS ends with the same bits with and without it. */
+/* nesterov is an option of SGD: LARS ends with the same bits with and without it. */
 static void lars_ignores_nesterov(void **state) {
     ddp_group *group = alone(NULL);
     float w[2][4] = {{1, -2, 3, 0.5f}, {1, -2, 3, 0.5f}}, g[4] = {0.3f, -1, 2, 0.7f};
@@ -264,7 +264,7 @@ static void lars_ignores_nesterov(void **state) {
 
 //== bits by sharding =======================================================================
 
-/* One piece of memory with all values and state, tensor by tensor, where ranks leave their rows. */
+/* One piece of memory with all values and state, tensor by tensor, in which ranks store their rows. */
 static unsigned char results[2][3][TENSORS][COUNT_MAX * 8];
 
 typedef struct sharded { ddp_optimizer_desc desc; int to; } sharded;
@@ -279,7 +279,7 @@ static ddp_result train_shard(ddp_group *world, void *user) {
     model_open(m, rank, world_size);
     d.params = m->params;
     d.param_count = TENSORS;
-    if (s->to) d.shard_group = world; /* the first run is of whole tensors */
+    if (s->to) d.shard_group = world; /* the first run uses full tensors */
     result = ddp_optimizer_create(&optimizer, world, &d);
     for (int step = 1; step <= 3 && result == DDP_OK; step++) {
         model_gradients(m, rank, world_size, step);
@@ -486,7 +486,7 @@ static void a_device_computes_itself(void **state) {
     ddp_group_destroy(plain);
 }
 
-/* Gradients multiplied in the step's own pass, or in one before: the same bits, on the CPU and by a
+/* Gradients multiplied in the pass of the step, or in one before: the same bits, on the CPU and on a
    device. */
 static void scaled_gradients_are_the_products(void **state) {
     static model m, other;
@@ -719,7 +719,7 @@ static void the_scale_follows_pytorchs_rules(void **state) {
     for (int step = 0; step < 3000; step++) {
         float g[3] = {scale, -1, 0};
         ddp_tensor tensor = DDP_ZERO;
-        /* Down; up; up to the largest f32 and on. */
+        /* Down; up; up to the largest f32 and beyond. */
         int bad = step < 2000 ? number(1, step, 0) > (step < 1000 ? 0.2 : 0.95) : 0;
         float inverse = (float)(1.0 / (double)scale);
         ddp_scaler_state saved;
@@ -757,8 +757,8 @@ static void the_scale_follows_pytorchs_rules(void **state) {
     ddp_group_destroy(group);
 }
 
-/* Infinities and NaNs in each dtype and place, on the CPU and on a device; the largest numbers are not among
-   them. */
+/* Infinities and NaNs in each dtype and place, on the CPU and on a device. The largest finite numbers do not
+   count. */
 static void what_is_not_finite_is_found(void **state) {
     static const uint64_t infinite[5] = {0, 0x7f800000u, UINT64_C(0x7ff) << 52, 0x7c00, 0x7f80}, largest[5] = {0, 0x7f7fffffu, UINT64_C(0x7fe) << 52, 0x7bff, 0x7f7f};
     ddp_device device = *ddp_device_cpu();
@@ -815,7 +815,7 @@ static ddp_result scale_in_a_grid(ddp_group *world, void *user) {
         tensor.data = g;
         tensor.dtype = DDP_F32;
         tensor.ndim = 1;
-        tensor.shape[0] = rank == 3 && culprit != 3 ? 0 : 2; /* a rank may have no rows */
+        tensor.shape[0] = rank == 3 && culprit != 3 ? 0 : 2; /* a rank can have no rows */
         if (ddp_scaler_unscale(&scaler, world, &tensor, 1) != DDP_OK) return ddp_fail(DDP_ERR_SYSTEM, "%s", ddp_last_error());
         found[culprit] = ddp_scaler_found_inf(&scaler);
         if (ddp_scaler_update(&scaler) != DDP_OK) return DDP_ERR_SYSTEM;

@@ -17,7 +17,7 @@ typedef struct history { /* of one process: versions of weights, gradients, loss
     double losses[PIPE_BATCHES];
 } history;
 
-/* One step in one process: the sum of gradients, divided, is left in h->grads[0]. */
+/* One step in one process: h->grads[0] receives the sum of gradients, divided. */
 static double plain_step(history *h, const pipe_model *m, int count, int divide) {
     const float *weight[PIPE_STAGES], *bias[PIPE_STAGES];
     for (int s = 0; s < m->stages; s++) weight[s] = h->weight[0][s], bias[s] = h->bias[0][s];
@@ -117,7 +117,7 @@ static ddp_result make(ddp_group *world, ddp_schedule **s, ddp_schedule_kind kin
     return DDP_OK;
 }
 
-/* Each kind with each number of chunks up to 3, as it is made and with all that lowering adds. */
+/* Each kind with each number of chunks up to 3, before and after lowering. */
 static ddp_result every_schedule(ddp_group *world) {
     static const struct { ddp_schedule_kind kind; int least, most, per_rank, more; } all[] = {
         {DDP_SCHEDULE_1F1B, 1, 1, 1, 3}, {DDP_SCHEDULE_1F1B, 1, 1, 0, 1}, {DDP_SCHEDULE_NAIVE, 1, 3, 1, 2}, {DDP_SCHEDULE_GPIPE, 1, 1, 2, 1},
@@ -132,7 +132,7 @@ static ddp_result every_schedule(ddp_group *world) {
             RANKS_OK(world, make(world, &s, all[k].kind, all[k].per_rank * ddp_world_size(world) + all[k].more, chunks, 0));
             RANKS_OK(world, ddp_schedule_lower(&low, s, 0));
             for (int lowered = 0; lowered < 2; lowered++) {
-                /* Sanitizers look at memory and threads: one of the two will do. */
+                /* sanitizers check memory and threads: one of the two is enough */
                 if (DDP_TEST_SLOWDOWN > 1 && lowered != n % 2) continue;
                 int i = n + lowered;
                 variant v = {i % 2, i % 3 == 1, i % 4 == 3, i % 5, i % 4 < 2};
@@ -201,7 +201,7 @@ static void delayed(versions *all, int kind_2bw, int stages, int count, int inte
         }
 }
 
-/* The mean loss that a version of the weights has. */
+/* The mean loss of a version of the weights. */
 static double newest_loss(const versions *all, int version, int stages, int count) {
     const float *weight[PIPE_STAGES], *bias[PIPE_STAGES];
     double losses[PIPE_BATCHES];
@@ -304,8 +304,8 @@ HOOK(on_reduce, 2)
 HOOK(on_wait, 3)
 HOOK(on_optimizer, 4)
 
-/* The first bias is used by the last stage too; the norm is that of one process; hooks come once per step and
-   stage. */
+/* The last stage also uses the first bias. The norm is that of one process. Hooks are called once per step
+   and stage. */
 static ddp_result ties_and_norm(ddp_group *world) {
     int w = ddp_world_size(world), stages = 2 * w, count = 2 * w + 1;
     pipe_model *m = (pipe_model *)malloc(sizeof *m);
@@ -464,7 +464,7 @@ static ddp_result updates_in_lists(ddp_group *world) {
     return DDP_OK;
 }
 
-/* A rank that has nothing to do has no span. */
+/* A rank without actions has no span. */
 static ddp_result idle_rank(ddp_group *world) {
     pipe_model m;
     ddp_pipeline_desc desc;
@@ -482,7 +482,7 @@ static ddp_result idle_rank(ddp_group *world) {
     return DDP_OK;
 }
 
-/* Costs and times of every rank's actions on every rank, fit to be drawn and simulated. */
+/* Costs and times of every rank's actions are available on every rank, and can be drawn and simulated. */
 static ddp_result times(ddp_group *world) {
     pipe_model m;
     ddp_stage_cost costs[PIPE_STAGES];
@@ -601,7 +601,7 @@ static ddp_result read_steps(ddp_group *world, const ddp_schedule *s, int slots,
 
 /* Boundaries are read at the producer, and no rank overwrites them before the last read. */
 static ddp_result handed_over(ddp_group *world) {
-    /* Rank 1 keeps micro-batches that rank 0 has long since ended, and gives later ones back first. */
+    /* Rank 1 retains micro-batches that rank 0 ended long ago, and returns later ones first. */
     static const char late[] = "0F0,0F1,0B0,0B1,0F2,0F3,0B2,0B3,0F4,0F5,0B4,0B5,0F6,0F7,0B6,0B7\n"
                                "1F0,1F1,1I0,1I1,1W1,1F2,1F3,1I2,1I3,1W3,1W0,1F4,1F5,1I4,1I5,1W5,1W2,1F6,1F7,1I6,1I7,1W7,1W4,1W6\n";
     static const ddp_schedule_kind kinds[] = {DDP_SCHEDULE_1F1B, DDP_SCHEDULE_GPIPE, DDP_SCHEDULE_ZB_H2};
@@ -881,7 +881,7 @@ static ddp_result failing(ddp_group *world, void *user) {
     ddp_result result, code = fault->how == 3 ? DDP_ERR_SYSTEM : DDP_ERR_CORRUPT;
     char words[80];
     int w = ddp_world_size(world);
-    /* The last rank may wait for the first one's gradient, and for nothing else. */
+    /* the last rank can wait only for the first one's gradient */
     ddp_pipeline_tie tie = {0, 1, w - 1, 1};
     static const char *const names[] = {"", "forward", "input gradient", "weight gradient"};
     RANKS_OK(world, make(world, &s, DDP_SCHEDULE_ZB_H1, 2 * w + 1, 1, 0));

@@ -103,7 +103,7 @@ static void element_store(void *data, size_t i, ddp_dtype dtype, element e) {
     else memcpy(at, &e, ddp_dtype_size(dtype)); /* little-endian: the low bytes of a wrapped integer */
 }
 
-/* Integers keep full 64-bit values; they are cut to their type after each step. */
+/* Integers keep full 64-bit values, truncated to their type after each step. */
 static int64_t cut(int64_t value, ddp_dtype dtype) {
     uint64_t u = (uint64_t)value;
     if (dtype == DDP_I8) return (int64_t)(u & 0xff) - (int64_t)((u & 0x80) << 1);
@@ -258,7 +258,7 @@ static void check_operation(int src_count, ddp_dtype dtype, ddp_op op, uint64_t 
                 check_case((pattern)p, src_count, counts[c], dtype, op, divisor, offsets[o], (int)(c + o + (size_t)p) % 3, expected);
 }
 
-/* Repeated by another compiler or with sanitizers are some of the cases. */
+/* Other compilers and sanitizers repeat only some of the cases. */
 #define SHARE (DDP_TEST_SLOWDOWN > 1 ? 6 : strcmp(DDP_TEST_FLAVOUR, "plain") == 0 ? 1 : 3)
 
 static void every_path_gives_the_bits_of_the_tree(void **state) {
@@ -321,7 +321,7 @@ static void streaming_stays_inside_the_pointer_arrays(void **state) {
     free(src);
 }
 
-/* 2^24 absorbs a single 1 but not a 2: each grouping of seven sources has a sum of its own. */
+/* 2^24 absorbs a single 1 but not a 2: each grouping of seven sources has a different sum. */
 static void seven_sources_group_as_documented(void **state) {
     float in[7] = {16777216.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f}, out = 0.0f;
     void *dst[1];
@@ -586,7 +586,7 @@ static void sums_equal_128_bit_integers(void **state) {
     }
 }
 
-/* Any order, any split over ranks, merged or added as integers like an all-reduce does. */
+/* Any order, any split over ranks, merged, or added as integers as in an all-reduce. */
 static void order_and_sharing_do_not_matter(void **state) {
     enum { N = 20000 };
     static double values[N];
@@ -722,7 +722,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(squares_pass_nan_and_overflow_on),
     };
     int failed;
-    inner.runs_bytes = 8192; /* so that counts of a test are walked in several runs */
+    inner.runs_bytes = 8192; /* so that the counts of a test span several runs */
     inner.narrow = argc > 1 && strcmp(argv[1], "narrow") == 0;
     arena = (unsigned char *)malloc((size_t)SOURCES_MAX * SLOT * 3);
     if (!arena) return 1;

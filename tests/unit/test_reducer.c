@@ -9,7 +9,7 @@
 
 enum { PARAMS_MAX = 64 };
 
-/* A model of up to PARAMS_MAX parameters with memory of its own. */
+/* A model of up to PARAMS_MAX parameters with separate memory. */
 typedef struct model {
     ddp_group *group;
     ddp_param params[PARAMS_MAX];
@@ -211,8 +211,8 @@ static ddp_result record_hook(ddp_group *group, ddp_bucket *bucket, void *user) 
     return DDP_OK;
 }
 
-/* SEMANTICS: walk, per dtype add one, close once bytes >= limit; the buckets in the order in which they are
-   complete. */
+/* SEMANTICS: visit the parameters, per dtype add one, close the bucket once bytes >= limit. The buckets are
+   in the order of completion. */
 static void reference_buckets(const model *m, const int *order, size_t first_limit, size_t limit, seen *out) {
     ddp_dtype dtypes[3] = {DDP_F32, DDP_F64, DDP_BF16};
     size_t elements[PARAMS_MAX];

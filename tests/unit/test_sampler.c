@@ -346,7 +346,7 @@ typedef struct tally { int64_t n; int *times; } tally;
    Counts all except padding, and checks that all ranks save the same state. */
 static void run_ranks(ddp_sampler_desc d, uint64_t epoch, const ddp_sampler_state *from, int64_t steps, tally *seen, ddp_sampler_state *out) {
     ddp_sampler_state begin;
-    if (from) begin = *from;                        /* from and out may be one */
+    if (from) begin = *from;                        /* from and out can be the same */
     for (d.rank = 0; d.rank < d.num_replicas; d.rank++) {
         ddp_sampler s;
         ddp_sampler_state saved;
@@ -367,7 +367,7 @@ static void run_ranks(ddp_sampler_desc d, uint64_t epoch, const ddp_sampler_stat
     }
 }
 
-/* Every sample once; with drop_last none twice, and fewer than `may_lack` missing. */
+/* Every sample once; with drop_last none twice, and fewer than may_lack missing. */
 static void check_cover(const tally *seen, int64_t may_lack, const char *what) {
     int64_t lacking = 0;
     for (int64_t i = 0; i < seen->n; i++) {
@@ -458,7 +458,7 @@ static void test_load_on_the_same_world_changes_nothing(void **state) {
             if (steps < ddp_sampler_length(&whole)) assert_int_equal(ddp_sampler_length(&resumed), ddp_sampler_length(&whole) - steps);
             for (;;) {
                 int64_t sample = ddp_sampler_next(&whole, &padding[0]);
-                /* Saved after its -1: the tail may be dealt. */
+                /* Saved after its -1: the tail may be distributed already. */
                 if (steps > ddp_sampler_length(&whole)) break;
                 if (sample < 0 && d.drop_last) break;
                 assert_int_equal(ddp_sampler_next(&resumed, &padding[1]), sample);
@@ -605,7 +605,7 @@ static void test_hashed_at_the_largest_size(void **state) {
     ddp_sampler_free(&s);
 }
 
-/* Chi-square of counts that should be even, as standard deviations from its mean. */
+/* Chi-square of counts that should be uniform, as standard deviations from its mean. */
 static double unevenness(const int *counts, int cells, double total) {
     double each = total / cells, sum = 0, degrees = cells - 1;
     for (int i = 0; i < cells; i++) sum += (counts[i] - each) * (counts[i] - each) / each;
@@ -645,14 +645,14 @@ static void test_hashed_mixes(void **state) {
             }
         }
         assert_true(unevenness(pairs, 1024, 300 * 999.0) < 5);
-        /* A step of 0 cannot be: shows in a small N. */
+        /* A step of 0 is impossible: shows for a small N. */
         assert_true(unevenness(steps, 256, 300 * 999.0) < 5 || n < 40000);
         assert_true(unevenness(epochs, 1024, 299 * 1000.0) < 5);
         ddp_sampler_free(&s);
     }
 }
 
-/* All orders of four samples come equally often. */
+/* All orders of four samples are equally frequent. */
 static void test_hashed_reaches_every_small_order(void **state) {
     static int orders[256];
     int counts[24], used = 0;

@@ -113,7 +113,7 @@ static void worked_examples(void **state) {
     line_is(DDP_SCHEDULE_LOOPED_BFS, 2, 2, 2, 0, "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1");
     line_is(DDP_SCHEDULE_1F1B, 3, 4, 1, 0, "0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3");
     line_is(DDP_SCHEDULE_1F1B, 3, 1, 1, 0, "0F0,0B0");
-    /* DeepSeek's order, as PyTorch has it in a test of its own */
+    /* DeepSeek's order, as in a test of PyTorch */
     line_is(DDP_SCHEDULE_DUALPIPE_V, 4, 10, 2, 0,
             "0F0,0F1,0F2,0F3,0F4,0F5,0F6,7F0,7I0,7W0,7F1,7I1,7W1,7F2,7I2,7W2,7F3,(0F7;7B3)OVERLAP_F_B,(7F4;0B0)OVERLAP_F_B,(0F8;7B4)OVERLAP_F_B,"
             "(7F5;0B1)OVERLAP_F_B,(0F9;7B5)OVERLAP_F_B,(7F6;0B2)OVERLAP_F_B,7B6,(7F7;0B3)OVERLAP_F_B,7B7,(7F8;0B4)OVERLAP_F_B,7B8,(7F9;0B5)OVERLAP_F_B,"
@@ -145,8 +145,8 @@ static void same_lists(const ddp_schedule *a, const ddp_schedule *b) {
     free(right);
 }
 
-/* CSV there and back, and everything lowering makes of a schedule, which takes as long as before unless I and
-   W merge. */
+/* CSV round trip, and all stages of lowering of a schedule, which takes the same time unless I and W
+   merge. */
 static void goes_round(ddp_schedule *s) {
     ddp_schedule *other, *again;
     ddp_schedule_report before = simulated(s, NULL, NULL), after;
@@ -329,8 +329,8 @@ static void formulas(void **state) {
                 }
 }
 
-/* DualPipeV where a pair has a cost of its own: DeepSeek's (stages/2 - 1)(F&B + B - 3W) on the rank at the
-   tip, which has the most pairs. */
+/* DualPipeV in which a pair has its own cost: DeepSeek's (stages/2 - 1)(F&B + B - 3W) on the rank at the tip,
+   which has the most pairs. */
 static void pairs_as_one(void **state) {
     (void)state;
     for (int p = 2; p <= 6; p++)
@@ -385,7 +385,7 @@ static void costs_count(void **state) {
     assert_true(simulated(s, costs, NULL).makespan == 3 + 2 + 2 + 2 + 4);
     ddp_schedule_destroy(s);
 
-    /* Without a cost of their own F1's output leaves before B0 begins. */
+    /* Without a separate cost, the output of F1 is sent before B0 begins. */
     ok(ddp_schedule_parse(&s, "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n"));
     memset(costs, 0, sizeof costs);
     for (int stage = 0; stage < 2; stage++) costs[stage].forward = costs[stage].input_grad = costs[stage].weight_grad = 1;
@@ -499,8 +499,7 @@ static void more_memory_helps(void **state) {
     }
 }
 
-/* The span that AUTO works with is that of the simulator: it stops early only where nothing faster could
-   follow. */
+/* AUTO computes the span of the simulator: it stops early only if nothing faster could follow. */
 static void auto_spans(void **state) {
     ddp_schedule_desc desc = DDP_ZERO;
     ddp_stage_cost costs[4];
@@ -512,7 +511,7 @@ static void auto_spans(void **state) {
     desc.rank_count = 4;
     desc.microbatch_count = 8;
     desc.costs = costs;
-    ok(ddp_schedule_create(&s, &desc)); /* the memory of four micro-batches is no finite number */
+    ok(ddp_schedule_create(&s, &desc)); /* the memory of four micro-batches is not a finite number */
     ok(ddp_schedule_check(s));
     ddp_schedule_destroy(s);
     for (int stage = 0; stage < 4; stage++) costs[stage].forward = 0, costs[stage].activation = 0;
@@ -523,7 +522,7 @@ static void auto_spans(void **state) {
     refused(ddp_schedule_create(&s, &desc), "the time of 8 micro-batches is not a finite number; give smaller costs");
 }
 
-/* Seconds of CPU time, which other programs on the machine change little. */
+/* Seconds of CPU time, which other programs on the machine hardly change. */
 static double cpu_seconds(void) { return (double)clock() / CLOCKS_PER_SEC; }
 
 /* Large schedules. Times are compared with each other: lowering was 250 times as slow as the check when every
@@ -562,8 +561,8 @@ static void large(void **state) {
 
 enum { STAGES = 16, BATCHES = 16, RANKS = 6 };
 
-/* Carries a schedule out, one action of each rank in turn, with room for one message between two ranks. 1: it
-   is complete and came to its end. */
+/* Executes a schedule, one action of each rank in turn, with room for one message between two ranks. Returns
+   1 if it is complete and reached its end. */
 typedef struct executor {
     const ddp_schedule *s;
     int position[RANKS], forward[STAGES][BATCHES], gradient[STAGES][BATCHES], weight[STAGES][BATCHES], there[2][STAGES][BATCHES], messages;
@@ -890,7 +889,7 @@ static int occurrences(const char *text, const char *what) {
     return n;
 }
 
-/* The picture of a run of 24 actions at these times, in units of `unit` seconds. */
+/* The picture of a run of 24 actions at these times, in multiples of unit seconds. */
 static char *drawn_times(const ddp_schedule *s, const ddp_action_time *times, double unit) {
     ddp_action_time scaled[24];
     size_t size = 0;
@@ -935,7 +934,7 @@ static void pictures(void **state) {
     assert_int_equal(occurrences(text, "\"thread_name\""), 3);
     assert_non_null(strstr(text, "{\"name\":\"2B0\",\"cat\":\"backward\",\"ph\":\"X\",\"pid\":0,\"tid\":2,\"ts\":3000000.000,\"dur\":2000000.000,\"args\":{\"stage\":2,\"microbatch\":0}}"));
     free(text);
-    /* As it ran: all ranks at once. */
+    /* As measured: all ranks at once. */
     for (int i = 0; i < 24; i++) times[i].begin = 5 + i % 8, times[i].end = times[i].begin + 0.5;
     ok(ddp_schedule_draw(s, DDP_SCHEDULE_TEXT, NULL, times, NULL, &size));
     text = (char *)malloc(size);
@@ -957,11 +956,11 @@ static void pictures(void **state) {
     free(text);
     times[3].end = 0;
     refused(ddp_schedule_draw(s, DDP_SCHEDULE_TEXT, NULL, times, NULL, &size), "times[3] is from 8 to 0");
-    /* One of next to no time: columns stay few. */
+    /* One action of almost no time: the number of columns stays small. */
     for (int i = 0; i < 24; i++) times[i].begin = 5 + i % 8, times[i].end = times[i].begin + (i ? 0.5 : 1e-7);
     ok(ddp_schedule_draw(s, DDP_SCHEDULE_TEXT, NULL, times, NULL, &size));
     assert_true(size < 1500);
-    times[0].end = times[0].begin; /* an action may take no time at all */
+    times[0].end = times[0].begin; /* an action can take no time at all */
     ok(ddp_schedule_draw(s, DDP_SCHEDULE_TEXT, NULL, times, NULL, &size));
     assert_int_equal(ddp_schedule_update_interval(s), 4); /* all micro-batches */
     ddp_schedule_destroy(s);
@@ -1006,8 +1005,8 @@ static void pictures(void **state) {
     ddp_schedule_destroy(s);
 }
 
-/* Tags nest, and each has its end. No call here reads a string to its end: with strict_string_checks that
-   takes a time that grows with the square of the length. */
+/* Tags are nested, and each is closed. No call here reads a string to its end: with strict_string_checks the
+   time grows with the square of the length. */
 static void well_formed(const char *text) {
     const char *open[8];
     int depth = 0;
@@ -1104,7 +1103,7 @@ static void names(void **state) {
     refused(ddp_schedule_kind_find("zb", &kind), "no schedule is called \"zb\"; there are 1F1B, naive");
     refused(ddp_schedule_kind_find(NULL, &kind), "name or kind is NULL");
     assert_string_equal(ddp_schedule_kind_name(DDP_SCHEDULE_KIND_COUNT), "unknown ddp_schedule_kind");
-    for (int k = 0; k < KINDS; k++) /* the sentence has them all */
+    for (int k = 0; k < KINDS; k++) /* the sentence has all of them */
         if (ddp_schedule_kind_find("?", &kind) == DDP_OK || !strstr(ddp_last_error(), ddp_schedule_kind_name(kinds[k]))) fail();
     ddp_schedule_destroy(NULL);
 }
@@ -1198,7 +1197,7 @@ static void partition_refuses(void **state) {
     refused(ddp_pipeline_partition(NULL, 3, 1, first), "cost or first_layer is NULL");
     refused(ddp_pipeline_partition(cost, 3, 1, NULL), "cost or first_layer is NULL");
     refused(ddp_pipeline_partition(cost, -3, 1, first), "-3 layers for 1 stages");
-    cost[0] = cost[1] = cost[2] = 1e308; /* sums that no number holds are cut all the same */
+    cost[0] = cost[1] = cost[2] = 1e308; /* costs with infinite sums are still divided */
     ok(ddp_pipeline_partition(cost, 3, 1, first));
     assert_int_equal(first[0], 0);
 }

@@ -23,7 +23,7 @@ static size_t gzipped(const char *name, unsigned char *out, size_t room) {
     return size;
 }
 
-/* The call failed with this code, the source is empty, and the line names the file and has the words. */
+/* The call failed with this code, the source is empty, and the line contains the file and the words. */
 static void says(const source *s, ddp_result result, ddp_result wanted, const char *name, const char *words) {
     if (result != wanted || !strstr(ddp_last_error(), name) || !strstr(ddp_last_error(), words))
         fail_msg("%s: %s `%s`, wanted %s with `%s`", name, ddp_result_name(result), result ? ddp_last_error() : "", ddp_result_name(wanted), words);
@@ -85,8 +85,8 @@ static void test_idx_of_each_type(void **state) {
     }
 }
 
-/* Labels are single elements; images and labels come as two fields of one sample; a gzipped file is as the
-   file. */
+/* Labels are single elements. Images and labels are two fields of one sample. A gzipped file gives the same
+   samples. */
 static void test_idx_gzipped_pair(void **state) {
     unsigned char images[16 + 5 * 4] = {0, 0, 8, 3, 0, 0, 0, 5, 0, 0, 0, 2, 0, 0, 0, 2}, labels[8 + 5] = {0, 0, 8, 1, 0, 0, 0, 5}, packed[256];
     unsigned char image[4], label;
@@ -137,7 +137,7 @@ static void test_idx_refused(void **state) {
 //== gzip ===================================================================================================
 
 static void test_gzip_refused(void **state) {
-    /* 200000 bytes that do not pack: more than a pipe holds. */
+    /* 200000 incompressible bytes: more than the capacity of a pipe. */
     static unsigned char idx[8 + 200000] = {0, 0, 8, 1, 0, 3, 13, 64}, packed[400000];
     uint32_t random = 1;
     char *kept = strdup(getenv("PATH"));

@@ -21,7 +21,7 @@
 
 static char path[64]; /* of a file that tests may write */
 
-/* Calls of the library for files, noted in the order in which they come. */
+/* File calls of the library, in their order. */
 static char file_calls[64];
 static void note_file_call(char letter) {
     size_t length = strlen(file_calls);

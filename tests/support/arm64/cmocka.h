@@ -1,5 +1,5 @@
-/*  cmocka.h - what the unit tests use of cmocka, for a machine that its library has not been built for. The
-    first failure ends the program. */
+/*  cmocka.h - the part of cmocka that the unit tests use, for a machine without its library. The first
+    failure ends the program. */
 #ifndef DDP_TEST_ARM64_CMOCKA_H
 #define DDP_TEST_ARM64_CMOCKA_H
 
