@@ -124,7 +124,8 @@ static ddp_result wrong_field(ddp_group *world) {
     return ddp_barrier(world);
 }
 
-/* A ring of messages in a batch; the odd rank's second one finds no memory. The group fails, for all. */
+/* A ring of messages in a batch; the odd rank has no memory for its second one. The group fails on all
+   ranks. */
 static ddp_result messages(ddp_group *world) {
     int w = ddp_world_size(world), next = (ddp_rank(world) + 1) % w, before = (ddp_rank(world) + w - 1) % w;
     float in[4] = {0}, out[4];
@@ -140,7 +141,8 @@ static ddp_result messages(ddp_group *world) {
     end = ddp_p2p_end(world);
     if (result == DDP_OK) result = end;
     if (result == DDP_OK)
-        result = ddp_barrier(world); /* a ring of small messages may be done without the odd rank's receive */
+        /* A ring of small messages can complete without the odd rank's receive. */
+        result = ddp_barrier(world);
     RANKS_CHECK(world, result == DDP_ERR_NO_MEMORY || result == DDP_ERR_POISONED, "%s: %s",
                 ddp_result_name(result), ddp_last_error());
     RANKS_CHECK(world, strstr(ddp_last_error(), "out of memory"), "%s", ddp_last_error());
@@ -150,8 +152,8 @@ static ddp_result messages(ddp_group *world) {
     return DDP_ERR_NO_MEMORY;
 }
 
-/* The odd rank has no memory for the handle of an asynchronous collective and calls nothing else. The group
-   fails, for all, as if the collective had begun. */
+/* The odd rank has no memory for the handle of an asynchronous collective and makes no other call. The group
+   fails on all ranks, as if the collective had begun. */
 static ddp_result asynchronous(ddp_group *world) {
     float in[4] = {0}, out[4];
     ddp_work work = DDP_ZERO;

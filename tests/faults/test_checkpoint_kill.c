@@ -25,7 +25,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-static int calls_left; /* until this process kills itself; 0 = it does not */
+static int calls_left; /* number of calls until this process kills itself; 0 = never */
 static int no_exchange;
 
 static int tick(void) {
@@ -127,7 +127,7 @@ static int load_version(ddp_group *group, const char *path) {
     return version;
 }
 
-/* Saves the next version in a process that is killed before its call number `at`; 0 when it got through. */
+/* Saves the next version in a process that is killed before its call number at. Returns 0 if it completed. */
 static int killed_at(int at) {
     int status = 0;
     pid_t child = fork();
@@ -251,7 +251,7 @@ static ddp_result save_next(ddp_group *group, void *user) {
     return DDP_OK;
 }
 
-/* The version that is found; 0 and a failure when it is none. Its momentum shows in the step after. */
+/* The version on disk; 0 and a failure if it is none. Its momentum shows in the step after. */
 static int load_trained(ddp_group *group) {
     trained t;
     int version = 0;
@@ -313,7 +313,7 @@ static void test_random(ddp_group *group) {
         saved += found - before;
     }
     printf("50 kills, %d saves\n", saved);
-    EXPECT(saved > 5, "%d saves are too few to say anything", saved); /* about 75 calls make one */
+    EXPECT(saved > 5, "%d saves are too few to say anything", saved); /* a save takes about 75 calls */
 }
 
 int main(void) {

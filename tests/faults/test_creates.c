@@ -41,8 +41,7 @@ typedef struct bench {
     ddp_pipeline_stage stages[3];
 } bench;
 
-/* One call. make returns its result and sets *made; check: it returned an object exactly when it
-   succeeded. */
+/* One call. make returns its result and sets *made; check: it returned an object exactly if it succeeded. */
 typedef struct create {
     const char *name; /* of the public call */
     ddp_result (*make)(bench *b, void **made);

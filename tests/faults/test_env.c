@@ -22,7 +22,7 @@ static const family families[] = {
     {"srun", {"SLURM_PROCID=%r", "SLURM_NTASKS=%w", "SLURM_LOCALID=%r", "SLURM_STEP_ID=0", "SLURM_JOB_ID=%t", "SLURM_JOB_NODELIST=node1"}},
 };
 
-static int next_tag; /* main starts it at a number of this process */
+static int next_tag; /* main starts it at a number derived from its pid */
 
 static void clear_environment(void) {
     static const char *const names[] = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -32,7 +32,7 @@ static void clear_environment(void) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) unsetenv(names[i]);
 }
 
-/* Sets NAME=value with %r, %w and %t replaced. */
+/* Sets NAME=value, with %r, %w and %t replaced. */
 static void set_variable(const char *variable, int rank, int world_size, int tag) {
     char name[64], value[128];
     size_t n = strcspn(variable, "="), length = 0;
@@ -90,7 +90,8 @@ static ddp_result work(ddp_group *world, void *user) {
         RANKS_OK(world, ddp_all_reduce(world, &mine, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
         RANKS_CHECK(world, sum == want, "sum %lld, wanted %lld: another job's numbers?", (long long)sum, (long long)want);
     }
-    RANKS_OK(world, ddp_group_alloc(world, 4 << 20, &memory)); /* memory made after the start is shared too */
+    /* Memory allocated after the start is shared too. */
+    RANKS_OK(world, ddp_group_alloc(world, 4 << 20, &memory));
     big = (float *)memory;
     for (int i = 0; i < 1 << 20; i++) big[i] = 1;
     RANKS_OK(world, ddp_all_reduce(world, big, big, 1 << 20, DDP_F32, DDP_OP_SUM, NULL));
@@ -437,7 +438,7 @@ static void test_one_dies(void) {
         ranks_sleep_us(20000);
         event_now();
         kill(stage_shared->rank[victim].pid, SIGKILL);
-        /* it stays a zombie for a while: its parent (this test) looks the other way, as mpirun may */
+        /* it stays a zombie for a while: its parent (this test) does not reap it, as mpirun may */
         for (int r = 0; r < 3; r++)
             if (r != victim) reap(r, 1);
         snprintf(pid, sizeof pid, "%d", (int)stage_shared->rank[victim].pid);
@@ -507,7 +508,7 @@ int main(void) {
     leftovers before;
     faults_start(120);
     clear_environment();
-    next_tag = (int)getpid() * 200; /* no job of another run has these */
+    next_tag = (int)getpid() * 200; /* unique among the runs */
     before = leftovers_now();
     test_families();
     test_late_and_twice();

@@ -18,7 +18,7 @@ static ssize_t padded_read(int fd, void *data, size_t size);
 
 enum { WORLD = 2 };
 enum { LOOKS = 1, REAPED }; /* stage_shared->counter */
-static int armed;           /* this process stops in its next look at another one */
+static int armed;           /* this process stops during its next check of another one */
 
 static const char *outcome(const seen *s) { return s->done ? ddp_result_name(s->first) : "died"; }
 static void reach(int point) { __atomic_store_n(&stage_shared->counter, point, __ATOMIC_SEQ_CST); }
@@ -52,7 +52,7 @@ static void test_long_stat_line(void) {
            (unsigned long long)padded);
 }
 
-/* A rank in a process of its own. */
+/* A rank in a separate process. */
 static pid_t spawn(int rank, int tag, ddp_result (*fn)(ddp_group *world)) {
     pid_t pid;
     fflush(NULL);

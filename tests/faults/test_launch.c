@@ -173,7 +173,7 @@ static void test_cores(void) {
 
 //== idle ranks =============================================================================
 
-/* All but rank 0 wait for a second; a wait must sleep. */
+/* All except rank 0 wait for a second; a wait must sleep. */
 static ddp_result idle_main(ddp_group *world, void *user) {
     int what = *(int *)user;
     float x = 0;
@@ -255,7 +255,7 @@ static void test_restarts(void) {
     }
 }
 
-/* A create or a launch inside joins the same ranks, as often as one likes. */
+/* A create or a launch inside joins the same ranks, any number of times. */
 static ddp_result inside_main(ddp_group *again, void *user) {
     ddp_group *world = *(ddp_group **)user;
     int32_t sum = ddp_rank(world) + 1, w = ddp_world_size(world);
@@ -275,7 +275,7 @@ static ddp_result again_main(ddp_group *world, void *user) {
         RANKS_OK(world, inside_main(again, &world));
         ddp_group_destroy(again);
     }
-    desc.world_size = 7; /* not read: it starts nothing */
+    desc.world_size = 7; /* ignored: it starts nothing */
     RANKS_OK(world, ddp_launch(&desc, inside_main, &world));
     return ddp_barrier(world);
 }
@@ -309,7 +309,7 @@ static void test_inside(void) {
     EXPECT(launch(RANKS_PROCESSES, 3, 20000, inside_without_memory_main, NULL) == DDP_OK, "%s", ddp_last_error());
 }
 
-/* Survivors that never look are given timeout_ms and then killed. */
+/* Survivors that make no call are killed after timeout_ms. */
 static ddp_result deaf_main(ddp_group *world, void *user) {
     (void)user;
     seen_by(world)->pid = getpid();
@@ -330,7 +330,7 @@ static void test_deaf_survivors(void) {
     for (int r = 0; r < 3; r++) EXPECT(gone(stage_shared->rank[r].pid), "rank %d is still there", r);
 }
 
-/* An error text from the failing rank reaches the caller whole, also when it is long. */
+/* An error text from the failing rank reaches the caller completely, even if it is long. */
 static ddp_result long_text_main(ddp_group *world, void *user) {
     char text[150];
     (void)user;

@@ -71,7 +71,7 @@ static ddp_result wait_somehow(ddp_group *g, waiting what, int victim, ddp_group
     default:
         heard(&stage_shared->counter, 1);
         ranks_sleep_us(50000);
-        event_now(); /* promptness counts from the call */
+        event_now(); /* the limit counts from the call */
         result = ddp_barrier(g);
         break;
     }
@@ -118,7 +118,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 }
 
 static double slowest;
-/* How often a rank learned of a loss, and how often not within the 100 ms that are promised. */
+/* Number of losses that ranks detected, and of those not within the promised 100 ms. */
 static int learned, learned_late;
 
 static void run(ranks_mode mode, ending how, waiting what, int victim, int late) {
@@ -157,7 +157,7 @@ static void run(ranks_mode mode, ending how, waiting what, int victim, int late)
 
 //== killed at a random moment of real work =================================================
 
-/* All ranks add and check until an alarm kills one of them, wherever it is then. */
+/* All ranks add and check until an alarm kills one of them at any point. */
 static ddp_result storm_main(ddp_group *world, void *user) {
     const plan *p = (const plan *)user;
     int rank = ddp_rank(world), w = ddp_world_size(world);
@@ -218,7 +218,7 @@ int main(int argc, char **argv) {
     printf("slowest rank to learn of a loss: %.1f ms\n", slowest * 1e3);
     faults_begin("all of the above");
     printf("%d of %d within %d ms\n", learned - learned_late, learned, 100 * DDP_TEST_SLOWDOWN);
-    /* On a busy machine a few, not half. */
+    /* A few on a busy machine, not half of them. */
     EXPECT(learned_late * 2 <= learned, "%d times of %d it took too long to learn of a loss", learned_late, learned);
     if (mode == RANKS_PROCESSES) {
         for (int i = 0; i < 24 / DDP_TEST_SLOWDOWN + 4; i++) storm(i, i % 3 == 2 ? 5 : 2);

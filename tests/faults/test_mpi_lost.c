@@ -54,7 +54,7 @@ static int rank_main(const char *how, ddp_result want) {
     if (result != DDP_ERR_POISONED) printf("FAIL afterwards %s: %s\n", ddp_result_name(result), ddp_last_error());
     fflush(stdout);
     ddp_group_destroy(g);
-    _exit(0); /* MPI cannot be finalised without the dead */
+    _exit(0); /* MPI cannot be finalised without the dead rank */
 }
 
 int main(int argc, char **argv) {

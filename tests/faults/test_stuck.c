@@ -89,7 +89,8 @@ static ddp_result make_call(ddp_group *g, call which, void **blocks) {
         result = ddp_all_gather_v(g, in, c[ddp_rank(g)], out, c, NULL, DDP_F32, NULL);
         break;
     }
-    case A2A_V: case A2A_V_OTHER: /* the odd rank sends one more to the last than that one expects */
+    /* The odd rank sends one message more to the last rank than that one expects. */
+    case A2A_V: case A2A_V_OTHER:
         result = ddp_all_to_all_v(g, in, which == A2A_V ? counts : other, NULL, out, counts, NULL, DDP_F32, NULL);
         break;
     case ASYNC_SUM: case ASYNC_MAX:
@@ -147,11 +148,11 @@ static void run_mismatches(ranks_mode mode, int w) {
     }
 }
 
-//== a rank that does not come ==============================================================
+//== a missing rank ========================================================================
 
 /* -1 = none. */
 typedef struct absence { const char *what; int missing, second_missing; int stopped; } absence;
-enum { ABSENCE_MS = RUN_INTO_MS }; /* also the time that the ranks have to start */
+enum { ABSENCE_MS = RUN_INTO_MS }; /* also the time in which the ranks must start */
 
 static ddp_result absence_main(ddp_group *world, void *user) {
     const absence *a = (const absence *)user;
@@ -162,7 +163,7 @@ static ddp_result absence_main(ddp_group *world, void *user) {
     seen_by(world)->pid = getpid();
     RANKS_OK(world, ddp_barrier(world));
     if (missing && a->stopped) kill(getpid(), SIGSTOP);
-    if (missing) heard(&stage_shared->counter, present); /* comes after the others gave up */
+    if (missing) heard(&stage_shared->counter, present); /* arrives after the timeout of the others */
     seen_by(world)->start_at = ranks_now();
     result = note(world, world, ddp_all_reduce(world, &x, &x, 1, DDP_F32, DDP_OP_SUM, NULL));
     if (!missing) say(&stage_shared->counter);
@@ -178,7 +179,7 @@ static void run_absences(ranks_mode mode) {
     const double patience = ABSENCE_MS * 1e-3 * DDP_TEST_SLOWDOWN;
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         const absence *a = &table[i];
-        double begin = 0; /* when the first of those that come began to wait */
+        double begin = 0; /* when the first of the present ranks began to wait */
         char scenario[100];
         ddp_result result;
         if (a->stopped && mode == RANKS_THREADS) continue;
@@ -200,7 +201,7 @@ static void run_absences(ranks_mode mode) {
             EXPECT(s->done && s->first == DDP_ERR_TIMEOUT, "rank %d got %s '%s'", r, s->done ? ddp_result_name(s->first) : "nothing", s->text);
             EXPECT(s->second == DDP_ERR_POISONED, "rank %d: second call gave %s", r, ddp_result_name(s->second));
             EXPECT(missing || (took > 0.99 * patience && took < patience + PROMPT_SECONDS), "rank %d waited %.3f s of %.3f s", r, took, patience);
-            /* "arrived: rank 0,2; missing: rank 1,3", where a late rank may have come meanwhile. */
+            /* "arrived: rank 0,2; missing: rank 1,3"; a late rank can arrive meanwhile. */
             for (int k = 0; k < W; k++) {
                 const char *absent = strstr(s->text, "missing: rank "), digit[2] = {(char)('0' + k), 0};
                 int away = k == a->missing || k == a->second_missing;
@@ -214,7 +215,7 @@ static void run_absences(ranks_mode mode) {
     }
 }
 
-/* The one-sided kind: a message that never comes. */
+/* The one-sided kind: a message that is never sent. */
 static ddp_result no_message_main(ddp_group *world, void *user) {
     float x = 0;
     ddp_result result = DDP_OK;
@@ -261,7 +262,7 @@ static void run_crossed(ranks_mode mode) {
     static const char *const words[2] = {"group=world.1 seq=1 f32 count=1: timed out", "group=world.2 seq=1 f64 count=1: timed out"};
     static const char *const others[2] = {"rank 1 was waiting in ddp_all_reduce f64 count=1 max of group=world.2 (seq=1)", "rank 0 was waiting in ddp_all_reduce f32 count=1 sum of group=world.1 (seq=1)"};
     faults_begin(mode == RANKS_THREADS ? "threads: two groups in different orders" : "processes: two groups in different orders");
-    launch(mode, 2, ABSENCE_MS, crossed_main, NULL); /* both are to be in their calls by then */
+    launch(mode, 2, ABSENCE_MS, crossed_main, NULL); /* both must be in their calls by then */
     for (int r = 0; r < 2; r++) {
         const char *text = stage_shared->rank[r].text;
         EXPECT(stage_shared->rank[r].first == DDP_ERR_TIMEOUT, "%s '%s'", ddp_result_name(stage_shared->rank[r].first), text);

@@ -126,7 +126,7 @@ static void rank0_stands_still(void) {
     kill(stage_shared->rank[0].pid, SIGCONT);
 }
 
-/* A socket of this process that listens at a port. */
+/* A listening socket of this process. */
 static int occupy(int port) {
     int fd = inner.tcp_listen("", port);
     EXPECT(fd >= 0, "port %d: %s", port, strerror(errno));
@@ -333,7 +333,7 @@ static void test_port_in_use(void) {
     start(&j, 0, 0);
     reap(0, 1);
     snprintf(pid, sizeof pid, "in use by pid %d (", (int)getpid());
-    /* It has inherited the socket. */
+    /* it has inherited the socket */
     snprintf(heir, sizeof heir, "in use by pid %d (", (int)stage_shared->rank[0].pid);
     expect(0, DDP_ERR_SYSTEM, "DDP_MASTER_PORT", "");
     EXPECT(says(stage_shared->rank[0].text, pid) || says(stage_shared->rank[0].text, heir), "'%s' does not say '%s'", stage_shared->rank[0].text, pid);
@@ -379,7 +379,7 @@ static void test_contradictions(void) {
     }
 }
 
-/* Hellos that no rank of this build would send are refused; the rendezvous continues. */
+/* Hellos that no rank of this build would send are rejected; the rendezvous continues. */
 static void test_bad_hellos(void) {
     static const struct {
         const char *what;
@@ -515,9 +515,9 @@ static void test_silence(void) {
     EXPECT(says(logs[0], "did not say who it is"), "the log says '%s'", logs[0]);
 }
 
-//== a peer that the test plays =============================================================
+//== a peer played by the test ===============================================================
 
-/* A peer that the test plays: it joins like a rank and then sends a frame that no rank would send. */
+/* A peer played by the test: it joins like a rank and then sends a frame that no rank would send. */
 
 enum { BLOCK = 16384 }; /* bytes of the all_reduce that the real rank makes */
 
@@ -541,7 +541,7 @@ static void send_frame(int fd, uint32_t kind, int result, uint64_t size, const d
     (void)!send(fd, bytes, head + following, MSG_NOSIGNAL);
 }
 
-/* Reads that many bytes; returns how many came before the other side hung up, or before 20 s. */
+/* Reads that many bytes; returns the number received before the other side closed, or before 20 s. */
 static size_t read_bytes(int fd, void *out, size_t size) {
     size_t got = 0;
     while (got < size) {
@@ -554,7 +554,7 @@ static size_t read_bytes(int fd, void *out, size_t size) {
     return got;
 }
 
-/* The next connection to a listener; -1 when none comes. */
+/* The next connection to a listener; -1 if none arrives. */
 static int welcome(int listener) {
     struct pollfd wait = {listener, POLLIN, 0};
     return poll(&wait, 1, 20000 * DDP_TEST_SLOWDOWN) == 1 ? accept(listener, NULL, NULL) : -1;
@@ -600,7 +600,7 @@ static void test_secret(void) {
         faults_begin(what[i]);
         j.port = some_ports(1);
         write_secret("0f1e2d3c4b5a69788796a5b4c3d2e1f0\n",
-                     0600); /* as SECRET has it: a newline is no part of it */
+                     0600); /* as in SECRET: a newline is not part of it */
         for (int r = 0; r < 3; r++) {
             desc_secret = i == 1 || i == 3 ? SECRET + strlen("DDP_SECRET=") : NULL;
             j.variables[6] = i == 0 || (i == 2 && r == 1) ? SECRET
@@ -616,7 +616,7 @@ static void test_secret(void) {
     unlink(secret_path);
 }
 
-/* A process without the right secret is refused; the ranks that have it meet. */
+/* A process without the right secret is rejected; the ranks that have it form the world. */
 static void test_wrong_secret(void) {
     static const struct { const char *what, *rank0, *other, *word;
     } table[] = {{"another secret", SECRET, "DDP_SECRET=0f1e2d3c4b5a69788796a5b4c3d2e1f1",
@@ -690,8 +690,7 @@ static size_t record(int from_rank, int to_rank0, char *kept, size_t room) {
     }
 }
 
-/* Frames of an honest rank that are sent again do not admit their sender to a job with the same token and
-   secret. */
+/* Replayed frames of an honest rank do not admit their sender to a job with the same token and secret. */
 static void test_replay(void) {
     job j = {{TORCH, "MASTER_ADDR=127.0.0.1", SECRET, "DDP_MASTER_PORT=%p"}, NULL, 2, 0, 20000, work},
         through;
@@ -778,7 +777,7 @@ static ddp_result reduce_block(ddp_group *world, void *user) {
     return ddp_all_reduce(world, block, block, BLOCK, DDP_U8, DDP_OP_MAX, NULL);
 }
 
-/* The frame that the played peer sends in place of the right one. */
+/* The frame that the played peer sends instead of the right one. */
 typedef struct bad_frame {
     const char *what;
     uint32_t kind;
@@ -856,7 +855,7 @@ static void test_bad_frames_from_rank0(void) {
     reduce.op = DDP_OP_MAX;
     for (size_t i = 0; i < 2 * sizeof bad_frames / sizeof *bad_frames; i++) {
         const bad_frame *bad = &bad_frames[i / 2];
-        int early = i % 2; /* the answer of the first call already is bad, which ddp_group_create makes */
+        int early = i % 2; /* the first call, made by ddp_group_create, already has a bad answer */
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 20000, reduce_block};
         static char bytes[4 * BLOCK];
         size_t head = head_size();
@@ -909,7 +908,7 @@ static void test_unasked_answer(void) {
     close(listener);
 }
 
-//== after the meeting ======================================================================
+//== after the rendezvous ====================================================================
 
 static ddp_result forever(ddp_group *world, void *user) {
     float x = 1;

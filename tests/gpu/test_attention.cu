@@ -25,7 +25,7 @@
 #define GUARD 256 /* bytes on both sides of an array */
 
 static int attention_failures, attention_checks;
-/* Where each access is looked at: fewer cases. */
+/* With checks of each access: fewer cases. */
 static int attention_short(void) { return getenv("DDP_TEST_SANITIZED") != NULL; }
 
 static void expect(int good, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -48,7 +48,7 @@ struct array {
     void *at() const { return memory + guard; }
 };
 
-/* On the device, all NaN. guard 0: the fake machine sees each access outside. */
+/* On the device, all NaN. guard 0: the fake GPU detects accesses outside. */
 static array array_make(size_t bytes, size_t guard) {
     array a = {NULL, bytes, guard};
     CUDA(cudaMalloc(&a.memory, bytes + 2 * guard));
@@ -147,8 +147,8 @@ static attention_case case_make(ddp_dtype dtype, shape s, float deviation) {
 
 struct attention_run { std::vector<unsigned char> out, lse, d_qkv; };
 
-/* Forward and backward `times` over, with the same workspace and stream; every run has the bits of the
-   first. */
+/* Forward and backward times times, with the same workspace and stream; every run has the bits of the first
+   one. */
 static attention_run case_run(attention_case *c, int times, size_t guard) {
     size_t size = c->it.dtype == DDP_F32 ? 4 : 2;
     array qkv = array_make(c->qkv.size() * size, guard), out = array_make(c->d_out.size() * size, guard), d_out = array_make(out.bytes, guard);
@@ -180,8 +180,8 @@ static attention_run case_run(attention_case *c, int times, size_t guard) {
     return first;
 }
 
-/* got against want (count values from `from` on, `of` in a row, rows `row` apart), relative to the largest,
-   which counts as `least` at least: the worst and the mean error. */
+/* got against want (count values from from on, of in a row, rows row apart), relative to the largest, which
+   counts as at least least: returns the worst and the mean error. */
 static void close_to(const attention_case &c, const char *name, const std::vector<float> &got, const std::vector<float> &want, size_t from, size_t of,
                      size_t row, double worst_allowed, double mean_allowed, double least = 1e-30) {
     double largest = least, worst = 0, sum = 0;
@@ -199,16 +199,16 @@ static void close_to(const attention_case &c, const char *name, const std::vecto
            c.title, name, worst / largest, sum / (double)count / largest, largest);
 }
 
-/* worst and mean error allowed; gradients 0: only that they are numbers. */
+/* worst and mean error allowed; gradients 0: only checks that they are numbers */
 static void case_compare(attention_case *c, const attention_run &run, double worst, double mean, int gradients) {
     std::vector<float> d_qkv = as_floats(run.d_qkv, c->it.dtype);
     size_t C = (size_t)c->it.heads * (size_t)c->it.head_size;
     case_reference(c);
     close_to(*c, "out", as_floats(run.out, c->it.dtype), c->out, 0, C, C, worst, mean);
-    /* Off by as much as probabilities are in relation, however small lse is. */
+    /* The error is that of probabilities, which are relative, however small lse is. */
     close_to(*c, "lse", as_floats(run.lse, DDP_F32), c->lse, 0, 1, 1, 3e-6, 1e-6, 1);
     if (!gradients) worst = mean = 1e30;
-    if (c->it.length == 1) { /* the only probability is 1, and its gradient rounding */
+    if (c->it.length == 1) { /* the only probability is 1, and its gradient is only rounding */
         for (size_t i = 0; i < d_qkv.size(); i++)
             if (i % (3 * C) < 2 * C) expect(fabsf(d_qkv[i]) <= 0.1f, "%s: gradient %g of a query or key that changes nothing", c->title, (double)d_qkv[i]);
     } else {
@@ -271,8 +271,7 @@ static void check_extremes(void) {
 }
 
 #if defined(DDP_TEST_ON_CPU)
-/* The order of threads and blocks changes nothing. Most of the seeds are for blocks that wait for each
-   other. */
+/* The order of threads and blocks changes nothing. Most of the seeds test blocks that wait for each other. */
 static void check_orders(void) {
     static const struct { shape s; ddp_dtype dtype; uint64_t seeds; } cases[] = {
         {{1, 520, 1, 32}, DDP_BF16, 12}, {{1, 150, 2, 64}, DDP_BF16, 3}, {{1, 150, 2, 128}, DDP_BF16, 3}, {{1, 150, 2, 64}, DDP_F32, 3}};

@@ -169,7 +169,7 @@ static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way
 #if defined(DDP_TEST_ON_CPU)
         /* Of rows on the host, added by NCCL. */
         int norms = way == OFFLOADED && desc.optimizer.kind >= DDP_OPTIMIZER_LAMB && ddp_world_size(world) > 1;
-        /* The others keep micro-batches of whole gradients. */
+        /* The others keep micro-batches of full gradients. */
         int still = ddp_world_size(world) == 1 && desc.strategy <= DDP_FSDP_SHARD_GRAD;
         /* For each of 6 parameters and 2 micro-batches: 2 that make gradients here; for each parameter:
            micro-batches added, divided, squares, AdamW. For each unit: a cast of the gradients of each
@@ -223,7 +223,7 @@ static ddp_result steady_main(ddp_group *world, void *user) {
                             turn, way, s, (double)ended[way].norm[s], (double)ended[WAITS].norm[s]);
             RANKS_CHECK(world, memcmp(ended[WAITS].value, ended[way].value, sizeof ended[way].value) == 0, "turn %d, way %d: other values", turn, way);
         }
-        /* Elements of state on this rank: two moments and a master copy where the optimizer is AdamW. */
+        /* Elements of state on this rank: two moments and a master copy if the optimizer is AdamW. */
         size_t mine = 0;
         /* The last rank has fewest. */
         for (int i = 0, shares = turn % 4 == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(world); i < STEADY_PARAMS; i++)

@@ -78,7 +78,7 @@ struct far_memory {
 
 static std::string named(const char *what, int unit) { return what + std::to_string(unit); }
 
-/* All of have within `tolerance` of want, measured by want's largest. */
+/* All of have within tolerance of want, relative to want's largest. */
 static ddp_result near(const far_memory &f, const char *what, const floats &have, const floats &want, double tolerance) {
     double largest = 1e-6;
     RANKS_CHECK(f.d->cpu, have.size() == want.size(), "%s: %zu elements for %zu", what, have.size(), want.size());
@@ -332,7 +332,7 @@ static ddp_result checks(device_rank *d) {
     return DDP_OK;
 }
 
-/* The boxes of all ranks cover each cut parameter once, and the others on every rank. */
+/* The boxes of all ranks cover each sharded parameter once, and the others on every rank. */
 static ddp_result boxes(device_rank *d) {
     gpt_cuda_desc desc = plain(d, DDP_BF16);
     gpt_param p;
@@ -418,7 +418,7 @@ static floats own(const pair &p, int index, const float *whole) {
 static ddp_result table(pair *p, int index, const floats &x, std::vector<void *> *to) {
     gpt_cuda_box box[3];
     int count = gpt_cuda_param_boxes(&p->desc, index, box);
-    /* Three boxes all the same, if it is qkv: no other has room for more pointers. */
+    /* Three equal boxes, if it is qkv: no other parameter has room for more pointers. */
     if (count == 1 && p->apart && x.size() % 3 == 0) {
         gpt_param info;
         gpt_param_info(&p->desc.config, index, &info);
@@ -468,7 +468,7 @@ static ddp_result pair_open(pair *p, int micro_batches) {
     return DDP_OK;
 }
 
-/* The gradient of parameter `index` as this rank has it. */
+/* The gradient of parameter index on this rank. */
 static floats gradient(const pair &p, int index) {
     gpt_param info;
     gpt_cuda_box box[3];
@@ -607,8 +607,8 @@ static ddp_result recorded(device_rank *d, int later, size_t want) {
     return DDP_OK;
 }
 
-/* The same two micro-batches `times` times, kept at the same time in two slots as a pipeline would have them:
-   the bits of `want`, which had them one by one. */
+/* The same two micro-batches times times, in flight at the same time in two slots as in a pipeline: the bits
+   of want, which had them one by one. */
 static ddp_result pipelined(device_rank *d, gpt_cuda_desc desc, int times, const floats &want) {
     desc.slots = 2;
     pair p(d, desc);
@@ -664,7 +664,7 @@ static ddp_result micro_batches(device_rank *d, gpt_cuda_desc desc, const floats
         }
         GPT_TRY(same(p.f, named("micro-batches, time ", time).c_str(), have, want));
         if (time == 3) GPT_TRY(recorded(d, 1, desc.graphs ? 2 : 0));
-        /* A backward before it, of another slot, takes its activations and logits. */
+        /* An earlier backward of another slot overwrites its activations and logits. */
         if (time == 1) GPT_TRY(forward(&p, 0, 1));
         if (time == 2) {
             GPT_TRY(forward(&p, 1, 1));
@@ -827,8 +827,8 @@ static ddp_result misuse(device_rank *d) {
     return DDP_OK;
 }
 
-/* A pipeline's stages, each with its own units, hand their inputs and gradients on in memory of the caller:
-   the bits of one whole model. */
+/* The stages of a pipeline, each with its own units, pass their inputs and gradients on in memory of the
+   caller: the bits of one full model. */
 static ddp_result stages(device_rank *d, int recompute) {
     gpt_cuda_desc desc = plain(d, DDP_BF16);
     pair all(d, desc);
@@ -884,7 +884,7 @@ static ddp_result notes(device_rank *d) {
 }
 
 #if defined(DDP_TEST_ON_CPU)
-/* Device memory is one piece of the size that was foretold. */
+/* Device memory is one piece of the predicted size. */
 static ddp_result memory(device_rank *d) {
     for (int i = 0; i < 24; i++) {
         gpt_cuda_desc desc = plain(d, i % 2 ? DDP_F32 : DDP_BF16);
@@ -917,7 +917,7 @@ static ddp_result refused(device_rank *d, ddp_dtype dtype) {
     return DDP_OK;
 }
 
-/* Forward, backward and loss of a model that has no parameters of its own. */
+/* Forward, backward and loss of a model without parameters of its own. */
 static ddp_result step(pair *p, gpt_cuda *m, int in_one) {
     if (in_one) {
         GPT_TRY(micro_batch(p, m, 0, 0));
@@ -943,7 +943,7 @@ static ddp_result faults(device_rank *d, int in_one) {
     GPT_TRY(backward(&good, 0, 0));
     floats want = gradients(good);
     for (const char *function : functions)
-        /* From the 50th on in a capture. */
+        /* from the 50th on inside a capture */
         for (int nth = 1; nth < 100; nth *= in_one || DDP_TEST_SLOWDOWN > 1 ? 8 : 2) {
             gpt_cuda *m = NULL;
             ddp_result result;
@@ -970,7 +970,7 @@ static ddp_result faults(device_rank *d, int in_one) {
 }
 #endif
 
-//== the tensor cut ===========================================================
+//== tensor parallelism =====================================================
 
 static ddp_result cut(device_rank *d, ddp_dtype dtype) {
     far_memory f(d, dtype);

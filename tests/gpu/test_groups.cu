@@ -83,7 +83,7 @@ static ddp_result many_beside_collectives(device_rank *d) {
     for (int i = 0; i < COUNT; i++) {
         TRY(message_up(d, &out[i], SIZE, (uint64_t)(rank * 1000 + i)));
         RANKS_OK(d->cpu, ddp_send(d->group, out[i].far, SIZE, DDP_U8, next, 5, &sent[i]));
-        /* One tag: the order counts. */
+        /* All with one tag: the order counts. */
         RANKS_OK(d->cpu, ddp_recv(d->group, in[i].far, SIZE, DDP_U8, previous, 5, &received[i]));
         if (i % 10) continue;
         for (int k = 0; k < 10000; k++) ((float *)(void *)sum[i / 10].near)[k] = (float)(rank + 1) * (float)(k % 7);
@@ -166,7 +166,7 @@ static ddp_result splits(device_rank *d) {
     return DDP_OK;
 }
 
-/* An average over more than the ranks, as the reducer's, rounds once: the bits of the CPU group. */
+/* An average over more than the ranks, as in the reducer, rounds once: the bits of the CPU group. */
 static ddp_result divisors(device_rank *d) {
     static const ddp_dtype dtypes[] = {DDP_F32, DDP_BF16, DDP_F16, DDP_I32};
     for (size_t t = 0; t < 4; t++)
@@ -212,7 +212,7 @@ static ddp_result group_memory(device_rank *d) {
         for (int k = 0; k < 1000; k++) RANKS_CHECK(d->cpu, zeros[k] == 0, "byte %d of new memory is %d", k, zeros[k]);
         ddp_device_cuda()->copy(memory[i], "dirty", 5);
     }
-    RANKS_OK(d->cpu, ddp_group_free(d->group, memory[1])); /* the others go with the group */
+    RANKS_OK(d->cpu, ddp_group_free(d->group, memory[1])); /* destroying the group frees the others */
     RANKS_CHECK(d->cpu, ddp_group_free(d->group, memory[1]) == DDP_ERR_INVALID, "memory was given back twice");
     RANKS_CHECK(d->cpu, ddp_group_alloc(d->group, (size_t)1 << 50, &much) == DDP_ERR_NO_MEMORY && !much, "a petabyte: %s", ddp_last_error());
     RANKS_CHECK(d->cpu, strstr(ddp_last_error(), "ddp_group_alloc") != NULL && strstr(ddp_last_error(), "cudaMalloc") != NULL, "%s", ddp_last_error());
@@ -221,8 +221,8 @@ static ddp_result group_memory(device_rank *d) {
 
 //== failures ===============================================================================
 
-/* Every rank gets wanted and a line that holds text; later calls are poisoned with the same text. On a group
-   of its own. */
+/* Every rank gets wanted and a line that contains text; later calls are poisoned with the same text. On a
+   separate group. */
 static ddp_result failed_everywhere(device_rank *d, ddp_group *group, ddp_result result, ddp_result wanted, const char *text) {
     char line[512];
     void *memory;
@@ -286,7 +286,7 @@ static ddp_result aborts_and_losses(device_rank *d) {
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
     ddp_group_destroy(group);
 
-    /* The last rank leaves; the others wait for its message, and reduce. */
+    /* The last rank leaves while the others wait for its message, or reduce. */
     RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group));
     if (rank != last) RANKS_OK(d->cpu, ddp_recv(group, d->scratch, 10, DDP_F32, last, 0, &work));
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
@@ -342,7 +342,7 @@ static ddp_result failing_device(device_rank *d) {
     if (rank == last) {
         fake_fail("cudaSetDevice", 0, 1, cudaErrorInvalidDevice, 0);
         RANKS_OK(d->cpu, ddp_recv(group, d->scratch, 100, DDP_F32, 0, 0, &work));
-        while (!fake_fault_fired(0)) usleep(1000); /* the thread changes its device */
+        while (!fake_fault_fired(0)) usleep(1000); /* the thread selects another device */
         (void)fake_fault_fired(1);
     }
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
@@ -456,7 +456,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-/* Bytes, or things, that are taken. */
+/* Bytes, or objects, in use. */
 static long long taken(void) {
 #if defined(DDP_TEST_ON_CPU)
     return 0; /* the fake GPU detects it, and device_rank_close reports it */
@@ -476,7 +476,7 @@ int main(int argc, char **argv) {
     long long before, after;
     int failures = ranks_each(argc, argv, defaults, 120, &mode, rank_main);
     if (failures < 0) return 2;
-    if (mode == RANKS_THREADS && !getenv("DDP_TEST_SANITIZED")) { /* a sanitizer keeps memory of its own */
+    if (mode == RANKS_THREADS && !getenv("DDP_TEST_SANITIZED")) { /* a sanitizer has memory of its own */
         before = taken();
         if (ranks_run(mode, 2, 60000 * DDP_TEST_SLOWDOWN, rank_main, &mode) != DDP_OK) failures++;
         after = taken();

@@ -7,7 +7,7 @@
 #endif
 #include "../support/cuda_kernels.h"
 
-/* Work on a stream of one's own that does not wait for the default stream. */
+/* Work on a separate stream that does not wait for the default stream. */
 static void check_stream(void) {
     enum { COUNT = 1 << 20 };
     cudaStream_t stream;
@@ -57,7 +57,7 @@ int main(void) {
     printf("device %d: %s, sm_%d%d\n", device, properties.name, properties.major, properties.minor);
     gpu = ddp_device_cuda();
     failed += table_line("refusals", check_refusal);
-    /* twice: the first time loads kernels, which take memory that stays. */
+    /* twice: the first time loads kernels, whose memory stays */
     failed += table_line("own stream", check_stream);
     before = free_bytes();
     failed += table_line("own stream again", check_stream);

@@ -7,10 +7,10 @@
 #include "../../ddp_tensor.h"
 
 enum { KEPT = 16, WIDTH = 37 };
-static const int64_t ROWS = 24; /* 1, 2, 3 and 4 ranks cut them evenly */
+static const int64_t ROWS = 24; /* 1, 2, 3 and 4 ranks divide them evenly */
 #define LAYER_TRY(call) do { ddp_result tried = (call); if (tried != DDP_OK) return tried; } while (0)
 
-/* A buffer on the CPU and its like on the device. */
+/* A buffer on the CPU and its counterpart on the device. */
 typedef struct twin { unsigned char *near; void *far; size_t count; } twin;
 
 typedef struct place {
@@ -19,7 +19,7 @@ typedef struct place {
     ddp_tp_desc desc;
     int rank, ranks;
     size_t size;
-    uint64_t seed, digest; /* of all bits that came back */
+    uint64_t seed, digest; /* of all bits copied back */
     twin kept[KEPT];
     int kept_count;
 } place;
@@ -142,7 +142,7 @@ static ddp_result mlp(place *p, ddp_tp_activation activation, int asynchronous) 
     void *near_g[4] = {g[0].near, g[1].near, g[2].near, g[3].near}, *far_g[4] = {g[0].far, g[1].far, g[2].far, g[3].far};
     OK(ddp_tp_mlp_forward(near, near_w, x.near, ROWS, saved.near, y.near));
     OK(ddp_tp_mlp_backward(near, near_w, x.near, saved.near, dy.near, ROWS, dx.near, near_g));
-    /* again: nothing is made, and the host waits for nothing. */
+    /* again: nothing is allocated, and the host never waits */
     for (int time = 0; time < 1 + asynchronous; time++) {
 #if defined(DDP_TEST_ON_CPU)
         OK(ddp_barrier(p->d->cpu));
@@ -198,7 +198,7 @@ static ddp_result embedding(place *p) {
     return DDP_OK;
 }
 
-/* in_place: the gradient where the logits were. */
+/* in_place: the gradient overwrites the logits */
 static ddp_result cross_entropy(place *p, int64_t vocab, int64_t padded, int in_place) {
     ddp_tp_loss_desc desc = DDP_ZERO;
     int64_t columns = padded ? padded : vocab, piece = (columns + p->ranks - 1) / p->ranks, first = piece * p->rank < columns ? piece * p->rank : columns;
@@ -232,7 +232,7 @@ static ddp_result norm(place *p, int rms, int64_t n) {
     LAYER_TRY(take(p, &stats, 2 * rows)); LAYER_TRY(take(p, &dy, rows * n));
     if (!rms) { LAYER_TRY(take(p, &b, n)); LAYER_TRY(take(p, &db, n)); }
     OK(ddp_tp_layer_norm_forward(near, w.near, b.near, x.near, rows, stats.near, y.near));
-    OK(ddp_device_cuda()->use_stream(p->d->group, DDP_STREAM_COMM)); /* as calls of another group may */
+    OK(ddp_device_cuda()->use_stream(p->d->group, DDP_STREAM_COMM)); /* as calls of another group may do */
     OK(ddp_tp_layer_norm_forward(far, w.far, b.far, x.far, rows, stats.far, y.far));
     NEAR(stats);
     /* Dx is dy. */
@@ -272,7 +272,7 @@ static ddp_result dropout(place *p) {
     return DDP_OK;
 }
 
-/* As where cuBLASLt is not built in. */
+/* as in a build without cuBLASLt */
 static ddp_result plain_gemm(const ddp_gemm *g, void *user) { return (void)user, ddp__cuda_plain_gemm(g); }
 
 static ddp_result in_a_context(device_rank *d, const ddp_tp_desc *desc, uint64_t *digest) {
@@ -300,7 +300,7 @@ static ddp_result in_a_context(device_rank *d, const ddp_tp_desc *desc, uint64_t
     return DDP_OK;
 }
 
-/* More rows than one launch takes tokens of. */
+/* More rows than the tokens of one launch. */
 static ddp_result many_tokens(device_rank *d) {
     enum { MANY = 2000 };
     int32_t tokens[MANY];
@@ -339,7 +339,7 @@ static ddp_result many_tokens(device_rank *d) {
     return DDP_OK;
 }
 
-/* One by one: all transposes, with gaps between rows, at odd places. */
+/* One by one: all transposes, with gaps between rows, at odd addresses. */
 static ddp_result product(place *p, ddp_gemm_fn gemm, ddp_gemm g, int64_t offset) {
     ddp_gemm far = g;
     twin a, b, c;
@@ -396,13 +396,13 @@ static ddp_result bad_products(device_rank *d) {
     fake_fail("cublasLtMatmul", -1, 1, 0, 0);
     LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE, "ddp_cuda_gemm f32 m=1 n=1 k=1: cublasLtMatmul: the function failed to launch (CUBLAS_STATUS_EXECUTION_FAILED)"));
     asked = fake_lt_asked;
-    RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group)); /* in a way that is known */
+    RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group)); /* with an algorithm that is cached */
     RANKS_CHECK(d->cpu, fake_lt_asked == asked, "cuBLASLt is asked again");
-    for (int n = 1; n < 200; n++) { /* more ways than are kept */
+    for (int n = 1; n < 200; n++) { /* more algorithms than the cache has */
         g.n = g.ldb = g.ldc = n % 100 + 1;
         RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group));
     }
-    g.n = g.ldb = g.ldc = 36; /* of the last 64, 37 is the oldest: its place is that of the next new one */
+    g.n = g.ldb = g.ldc = 36; /* 37 is the oldest of the last 64: the next new one replaces it */
     fake_lt_state = CUBLAS_STATUS_NOT_SUPPORTED;
     LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE, "cublasLtMatmulAlgoGetHeuristic: it failed (CUBLAS_STATUS_NOT_SUPPORTED)"));
     fake_lt_state = CUBLAS_STATUS_SUCCESS;

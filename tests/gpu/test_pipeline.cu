@@ -113,7 +113,7 @@ static void far_desc(far_model *f, const ddp_schedule *s, ddp_pipeline_desc *des
     desc->loss_user = f;
 }
 
-/* w = w - rate g, on the CPU, and on the device as its stream gets there. */
+/* w = w - rate g, on the CPU, and on the device in stream order. */
 static ddp_result near_update(int stage, void *user) { pipe_descend((pipe_model *)user, stage); return DDP_OK; }
 static ddp_result far_update(int stage, void *user) {
     far_model *f = (far_model *)user;
@@ -260,13 +260,13 @@ static ddp_result own_orders(device_rank *d, both *b) {
     return DDP_OK;
 }
 
-/* After the first step nothing is allocated: no memory of either side, no events. */
+/* After the first step nothing is allocated: no memory on either side, no events. */
 static ddp_result without_memory(device_rank *d, both *b) {
 #if defined(DDP_TEST_ON_CPU)
     static const char *const calls[] = {"cudaMalloc(", "cudaHostAlloc(", "cudaMallocAsync(", "cudaEventCreate", "cudaStreamCreate"};
     int w = ddp_world_size(d->cpu), device;
     ddp_schedule_desc shape = DDP_ZERO;
-    ddp_pipeline_tie tie = {0, 1, 2 * w - 2, 1}; /* on another rank, unless there is one */
+    ddp_pipeline_tie tie = {0, 1, 2 * w - 2, 1}; /* on another rank, if there are several */
     ddp_pipeline_desc desc;
     ddp_pipeline *pipeline;
     ddp_schedule *s;
@@ -307,7 +307,7 @@ static ddp_result on_release(int stage, void *user) { return ddp_fsdp_reshard(((
 static ddp_result on_reduce(int stage, void *user) { return ddp_fsdp_reduce_grads(((far_model *)user)->fsdp[stage], 0); }
 static ddp_result on_step(int stage, void *user) { return ddp_fsdp_step(((far_model *)user)->fsdp[stage], 0.02f); }
 
-/* A stage over replicas: by a reducer, or sharded. */
+/* A stage over replicas: with a reducer, or sharded. */
 static ddp_result replicate(ddp_group *dp, far_model *f, int s, int sharded, int count) {
     ddp_pipeline_stage *stage = &f->m.stage[s];
     ddp_fsdp_unit_desc unit = {"stage", f->split[s], 2};
@@ -470,12 +470,12 @@ static ddp_result untied(device_rank *d, both *b) {
         ddp_pipeline_destroy(pipeline);
         ddp_group_destroy(group);
     }
-    /* Ranks that are processes have a machine each. */
+    /* ranks as processes have separate fake GPUs */
     RANKS_OK(d->cpu, ddp_all_reduce(d->cpu, &fired, &fired, 1, DDP_I32, DDP_OP_MAX, NULL));
     RANKS_CHECK(d->cpu, fired > 0, "no event was made");
     ddp_schedule_destroy(s);
 #else
-    (void)d, (void)b; /* nothing fails on the machine */
+    (void)d, (void)b; /* the fake GPU fails no call */
 #endif
     return DDP_OK;
 }

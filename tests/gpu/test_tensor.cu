@@ -11,7 +11,7 @@ typedef struct pair { ddp_tensor near, far; } pair; /* the same tensor on the CP
 
 static size_t bytes_of(const ddp_tensor *t) { return (size_t)ddp_tensor_count(t) * ddp_dtype_size(t->dtype); }
 
-/* Values of this rank; on the device they come through its compute stream, which is still busy. */
+/* Values of this rank; on the device they arrive through its compute stream, which is still busy. */
 static ddp_result make(device_rank *d, pair *p, ddp_dtype dtype, int ndim, const int64_t *shape, int rank) {
     ranks_data data = {dtype, 11, 0};
     memset(p, 0, sizeof *p);

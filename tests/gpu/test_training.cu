@@ -29,7 +29,7 @@ typedef struct trainer {
 
 //== the model ==============================================================================
 
-/* A number that depends on its indices, between -1 and 1, and is exact in f32. */
+/* A number that depends on its indices, between -1 and 1, exact in f32. */
 static float number(uint64_t what, uint64_t index) {
     return (float)((int64_t)(ranks_mix(what * UINT64_C(0x10000001) + index) >> 44) - (1 << 19)) / (float)(1 << 19);
 }
@@ -218,8 +218,8 @@ static ddp_result train(ddp_group *world, device_rank *d, int grads, float *out)
 
 //== optimizers on shards ====================================================================
 
-/* Three steps on this rank's rows; out: whole tensors in host memory, of which these rows are written. d NULL
-   = whole tensors, on the CPU. */
+/* Three steps on this rank's rows; out: full tensors in host memory, into which these rows are written. d
+   NULL = full tensors, on the CPU. */
 static ddp_result shard_steps(ddp_group *world, device_rank *d, int kind, float *out) {
     static const size_t row_counts[PARAMS] = {HIDDEN, HIDDEN, OUT, OUT};
     ddp_group *group = d ? d->group : world;
@@ -269,7 +269,7 @@ static ddp_result shard_steps(ddp_group *world, device_rank *d, int kind, float 
     return DDP_OK;
 }
 
-/* One rank at a time has a gradient that is not finite, and all find out. */
+/* One rank at a time has a gradient that is not finite, and all ranks detect it. */
 static ddp_result shard_scaler(ddp_group *world, device_rank *d) {
     const ddp_device *device = ddp_device_cuda();
     ddp_scaler scaler;

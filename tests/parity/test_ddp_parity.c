@@ -18,7 +18,7 @@ typedef struct plan {
 
 typedef struct outcome { uint64_t hash; double first_loss, last_loss; } outcome;
 
-static outcome *shared;               /* rank 0 leaves it here */
+static outcome *shared;               /* rank 0 stores it here */
 
 /* wte is used twice: encode h = tanh(x wte + b1), decode y = (h * gain) wte^T + b2. */
 typedef struct network {
@@ -54,7 +54,7 @@ static void network_init(network *n, const plan *p, int rank) {
     for (int i = 0; i < ELEMENTS; i++) n->wte[i] = 0.2f * number((uint64_t)i);
     for (int i = 0; i < HIDDEN; i++) n->gain[i] = 1.0f;
     n->scale = 1.0;
-    if (rank != 0 && !p->skip) n->wte[5] = 99.0f; /* the broadcast from rank 0 puts this right */
+    if (rank != 0 && !p->skip) n->wte[5] = 99.0f; /* the broadcast from rank 0 overwrites this */
     if (p->given) {
         float *at = n->block;
         static const int order[PARAMS] = {0, 1, 2, 3, 5};

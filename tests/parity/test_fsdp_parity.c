@@ -30,7 +30,7 @@ static const struct shape { const char *name; ddp_dtype dtype; int unit, ndim, r
 
 typedef struct plan {
     ddp_fsdp_strategy strategy;
-    int micro_batches, replicas; /* per rank; ranks / replicas is the group that things are split over */
+    int micro_batches, replicas; /* per rank; parameters are sharded over ranks / replicas */
     /* half: bf16 values, f32 sums; gathers: 1 = no release between forward and backward. */
     int prefetch, keep, half, overwrite, plain, gathers;
     ddp_optimizer_kind kind;
@@ -40,11 +40,11 @@ typedef struct plan {
     int first, last;
     int background;
     int wrap;                    /* 0 = units as in shapes, 1 = all in one, 2 = one for each use */
-    /* Gradients are of sums over tokens, of which micro-batches have different numbers. */
+    /* Gradients are of sums over tokens; micro-batches have different numbers of tokens. */
     int tokens;
     int world;                   /* number of ranks; 0 = all */
     ddp_fsdp_offload offload;
-    /* By a loss scale; before step 1, one that the last rank's infinity leaves out. */
+    /* Uses a loss scale; before step 1, a step that is skipped because of an infinity on the last rank. */
     int scaled;
 } plan;
 
@@ -108,7 +108,8 @@ static void add_arrays(void *left, const void *right, int count, ddp_dtype dtype
     }
 }
 
-/* A binary counter: equal sizes are added, older + newer; at the end all that is left, from the newest on. */
+/* A binary counter: equal sizes are added, older + newer; at the end the rest is added, from the newest
+   on. */
 static void stack_push(stack *s, void *sum, int count, ddp_dtype dtype, int last) {
     s->sum[s->depth] = sum;
     s->size[s->depth++] = 1;
@@ -229,7 +230,7 @@ static ddp_result describe(ddp_group *part, ddp_fsdp_param *params, ddp_fsdp_uni
     return DDP_OK;
 }
 
-/* A tensor's elements on the host, and back. */
+/* Copies the elements of a tensor to the host, and back. */
 static void fetch(ddp_group *part, void *near, const ddp_tensor *far) {
     size_t bytes = (size_t)ddp_tensor_count(far) * ddp_dtype_size(far->dtype);
     if (bytes) ddp_group_device(part)->copy(near, far->data, bytes);
@@ -250,7 +251,7 @@ static void backward(ddp_group *part, const ddp_fsdp_unit_desc *unit, const ddp_
     }
 }
 
-/* A step that an infinity on the last rank leaves out on all, replicas too. */
+/* A step that all ranks skip because of an infinity on the last rank, with replicas too. */
 static ddp_result infinite_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, ddp_scaler *scaler, const plan *p, const ddp_fsdp_unit_desc *units,
                                 int unit_count, const ddp_fsdp_param *params) {
     int last = ddp_rank(group) == ddp_world_size(group) - 1;
@@ -291,7 +292,8 @@ static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, 
     if (p->tokens) {
         RANKS_CHECK(group, ddp_fsdp_step(fsdp, 0.05f) == DDP_ERR_INVALID && strstr(ddp_last_error(), "call ddp_fsdp_mean first"), "%s", ddp_last_error());
         ddp_mean wrong = loss, before = loss;
-        if (rank == world - 1) wrong.count = -2; /* an error on all, replicas too, and nothing is lost */
+        /* An error on all ranks, with replicas too, and nothing is lost. */
+        if (rank == world - 1) wrong.count = -2;
         RANKS_CHECK(group, ddp_fsdp_mean(fsdp, &wrong) == DDP_ERR_INVALID && strstr(ddp_last_error(), "negative"), "%s", ddp_last_error());
         if (rank == world - 1) before.count = -2;
         RANKS_CHECK(group, memcmp(&wrong, &before, sizeof wrong) == 0, "a refused mean has changed");
@@ -307,7 +309,7 @@ static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, 
     return DDP_OK;
 }
 
-/* Whether elements first to first + count of a parameter have the bits that they must have in this dtype. */
+/* Whether elements first to first + count of a parameter have the expected bits in this dtype. */
 static ddp_result check_rows(ddp_group *group, const char *what, int use, const void *rows, ddp_dtype dtype, int first, int count) {
     for (int i = 0; i < count; i++) {
         char narrow[8];
@@ -434,7 +436,7 @@ static ddp_result expect(ranks_mode mode, plan p, int total) {
     p.micro_batches = total;
     memset(expected, 0, sizeof *expected);
     if (!ranks_joins(mode)) return ranks_run(RANKS_THREADS, 1, 20000, reference, &p);
-    self.init_method = "self://"; /* every process makes its own */
+    self.init_method = "self://"; /* every process creates its own */
     result = ddp_group_create(&alone, &self);
     if (result == DDP_OK) result = reference(alone, &p);
     if (result == DDP_OK) ddp_group_destroy(alone);
@@ -474,15 +476,14 @@ static void run_resumed(ranks_mode mode) {
             p.first = k == 3 ? STEPS : k;
             p.last = k == 3 ? 0 : k == 2 ? STEPS : k + 1;
             p.packed = RELAYED && (int)t == k;
-            p.background = k == 1 && !p.packed; /* a relay makes no groups */
+            p.background = k == 1 && !p.packed; /* a relay cannot create groups */
             run(mode, p.world, p);
         }
         failures += result != DDP_OK;
     }
 }
 
-/* Each strategy on `world` ranks with every number of micro-batches in the promise; the other choices take
-   turns. */
+/* Each strategy on world ranks with every supported number of micro-batches; the other options take turns. */
 static void run_world(ranks_mode mode, int world) {
     static const int micro[4] = {1, 2, 4, 3};
     int turn = world;

@@ -30,7 +30,7 @@ typedef struct plan {
     int replicas;      /* fsdp, pipeline: 2 = the ranks are two copies of half as many */
     adder_kind over;   /* pipeline: reduces the gradients of replicas */
     int packed;        /* fsdp: ranks do not see each other's memory */
-    int scattered;     /* reducer: gradients are the caller's, apart from each other */
+    int scattered;     /* reducer: gradients are allocated by the caller, not adjacent */
     int hook;          /* reducer: buckets go through a hook */
 } plan;
 
@@ -200,7 +200,7 @@ static ddp_result by_fsdp(ddp_group *group, const plan *p) {
 
 //== ddp_reducer and ddp_accumulator ==========================================================
 
-/* *user: milliseconds that it takes */
+/* *user: its duration in milliseconds */
 static ddp_result average_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
     if (user) usleep(1000 * *(const useconds_t *)user);
     ddp_result result = ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype,
@@ -313,7 +313,7 @@ static ddp_result fsdp_unshard(int stage, void *user) { (void)stage; return ddp_
 static ddp_result fsdp_reshard(int stage, void *user) { (void)stage; return ddp_fsdp_reshard(((stages *)user)->fsdp, 0); }
 static ddp_result fsdp_reduce(int stage, void *user) { (void)stage; return ddp_fsdp_reduce_grads(((stages *)user)->fsdp, 0); }
 
-/* The stage's parameters, and how its replicas add gradients. */
+/* The parameters of the stage, and the method that adds gradients over its replicas. */
 static ddp_result stage_open(ddp_group *group, ddp_group *copies, stages *s, ddp_pipeline_stage *stage) {
     const plan *p = s->p;
     for (int k = 0; k < PARAMS; k++) {

@@ -30,7 +30,7 @@ typedef struct plan {
 
 typedef struct plain {
     float weight[PIPE_STAGES][PIPE_WEIGHTS], bias[PIPE_STAGES][PIPE_SIDE];
-    pipe_grads grads[ALL]; /* the sum, divided, is left in the first */
+    pipe_grads grads[ALL]; /* the first one receives the sum, divided */
     ddp_param params[2 * PIPE_STAGES];
     double losses[ALL];
     float norm;
@@ -196,7 +196,7 @@ static ddp_result refuses_ties(ddp_group *pp, const ddp_pipeline_desc *desc, con
     return DDP_OK;
 }
 
-/* Nor clipped by the pipeline. */
+/* The pipeline does not clip them either. */
 static ddp_result refuses_to_clip(ddp_group *pp, ddp_pipeline *pipeline) {
     RANKS_CHECK(pp, ddp_pipeline_clip_grad_norm(pipeline, 1, NULL) == DDP_ERR_INVALID && strstr(ddp_last_error(), "come with unshard"), "%s", ddp_last_error());
     return DDP_OK;

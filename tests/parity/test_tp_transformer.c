@@ -34,12 +34,12 @@
 #include "ddp_tensor.h"
 #include "../support/ranks.h"
 
-enum { B = 2, S = 6, M = B * S /* 1, 2 and 4 ranks cut them evenly */, A = 4, H = 16, HEAD = H / A, HIDDEN = 4 * H, BIG = M * 3 * HIDDEN };
+enum { B = 2, S = 6, M = B * S /* 1, 2 and 4 ranks divide them evenly */, A = 4, H = 16, HEAD = H / A, HIDDEN = 4 * H, BIG = M * 3 * HIDDEN };
 enum { NORM1, NORM1_BIAS, QKV, QKV_BIAS, PROJ, PROJ_BIAS, NORM2, NORM2_BIAS, FC, FC_BIAS, OUT, OUT_BIAS, WEIGHTS };
 
 #define TRY(call) do { ddp_result tried = (call); if (tried != DDP_OK) return tried; } while (0)
 
-/* A weight of this rank: parts of the global one, one below the other. */
+/* A weight of this rank: parts of the global one, stacked. */
 typedef struct weight {
     int parts;
     ddp_tensor_box box[3];
@@ -51,7 +51,7 @@ typedef struct layer {
     ddp_tp *tp;
     ddp_dtype dtype;
     size_t size;
-    int64_t heads, own, first; /* of this rank: heads; rows of a cut activation */
+    int64_t heads, own, first; /* of this rank: heads; rows of a sharded activation */
     int rank, ranks, sequence_parallel;
     ddp_tp_layer_norm *norm[2];
     ddp_tp_linear *qkv, *proj;
@@ -101,7 +101,7 @@ static void whole_box(weight *w) {
     w->box[0].global_shape[0] = w->box[0].shape[0] = H;
 }
 
-/* Its weights are those of one global layer, by place. */
+/* Its weights are those of one global layer, by position. */
 static ddp_result weights_of(layer *l) {
     for (int k = 0; k < WEIGHTS; k++) {
         int64_t at = 0;
@@ -159,7 +159,7 @@ static void unmake(layer *l) {
 /* Index of q, k or v (which) of a position and head in the output of the linear layer. */
 static int64_t qkv_at(const layer *l, int which, int64_t row, int64_t head) { return (row * 3 + which) * l->heads * HEAD + head * HEAD; }
 
-/* The same mask wherever a head is: in the whole, rows are (sequence, head, position). */
+/* The same mask wherever a head is: in the full tensor, rows are (sequence, head, position). */
 static ddp_result attention_dropout(const layer *l, const void *in, void *out) {
     size_t bytes = (size_t)(l->heads * S * S) * l->size;
     ddp_tp_dropout_desc desc = DDP_ZERO;
@@ -362,7 +362,7 @@ static ddp_result slope(layer *l, const char *what, int index, double *x, double
     return DDP_OK;
 }
 
-/* One rank's gradients in f64 are slopes. */
+/* The f64 gradients of one rank are compared with differences. */
 static ddp_result slopes(layer *l) {
     for (int i = 0; i < M * H; i += 37) TRY(slope(l, "x", i, l->kept.x + i, l->dx[i]));
     for (int k = 0; k < WEIGHTS; k++) {

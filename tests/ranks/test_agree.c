@@ -28,20 +28,20 @@ static int count_of(const char *text, const char *word) {
     return count;
 }
 
-/* The result, its cause, and this rank's prefix once in front of it. */
+/* Checks the result, its cause, and that this rank's prefix is in front of it once. */
 static ddp_result look(const axes *a, ddp_result got, ddp_result wanted, const char *cause, double start) {
     const char *text = ddp_last_error();
     RANKS_CHECK(a->world, ddp_now() - start < SECONDS, "it took %.1f s", ddp_now() - start);
     RANKS_CHECK(a->world, got == wanted, "%s: %s", ddp_result_name(got), text);
     if (wanted == DDP_OK) return DDP_OK;
     RANKS_CHECK(a->world, count_of(text, cause) == 1 && count_of(text, WHO) == 1, "\"%s\"", text);
-    /* the failing rank's own line stays as it is, if it names the call */
+    /* the failing rank's own line stays unchanged if it names the call */
     RANKS_CHECK(a->world, strncmp(text, WHO ": ", strlen(WHO) + 2) == 0 || (strncmp(text, "rank ", 5) == 0 && count_of(text, "/") == 1),
                 "\"%s\"", text);
     return DDP_OK;
 }
 
-/* Each rank fails in turn, with a line that has no prefix, the call's, or the one of a failure in the
+/* Each rank fails in turn, with a line that has no prefix, that of the call, or that of a failure in the
    world. */
 static ddp_result one_fails(const axes *a) {
     int w = ddp_world_size(a->world), rank = ddp_rank(a->world);
@@ -78,7 +78,7 @@ static ddp_result several_fail(const axes *a) {
     return look(a, agree(a, mine, 0), wanted, w == 1 ? "<failure of 0>" : "<failure of 1>", start);
 }
 
-/* A number that one rank, or one row, has another one of. A failure goes before it. */
+/* A number that differs on one rank, or one row. A failure takes precedence. */
 static ddp_result numbers(const axes *a) {
     int w = ddp_world_size(a->world), rank = ddp_rank(a->world);
     for (int odd = 0; odd < w && w > 1; odd++) {
@@ -96,7 +96,7 @@ static ddp_result numbers(const axes *a) {
     return DDP_OK;
 }
 
-/* NULL and groups of one rank are left out; where nothing else is given, this rank is on its own. */
+/* NULL and groups of one rank are ignored; without other groups the rank is by itself. */
 static ddp_result left_out(const axes *a) {
     int rank = ddp_rank(a->world), w = ddp_world_size(a->world);
     ddp_group *solo, *groups[3];

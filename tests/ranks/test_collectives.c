@@ -23,7 +23,7 @@
 #define TEST_SLOW ranks_slow()
 #endif
 #define SLOTS 3      /* asynchronous cases in flight */
-#define GUARD 64     /* bytes around every buffer that must stay as they are */
+#define GUARD 64     /* guard bytes around every buffer */
 #define CANARY 0xa5
 
 enum { SEND, RECV };
@@ -34,7 +34,7 @@ static const char *const kind_names[] = {"all_reduce", "reduce",  "broadcast",  
                                          "gather",     "scatter", "all_gather_v", "all_to_all_v", "barrier"};
 static const char *const op_names[] = {"sum", "avg", "min", "max", "prod"};
 
-/* All ranks make the same list of these. */
+/* All ranks create the same list of these. */
 typedef struct ccase {
     ddp_call_kind kind;
     ddp_dtype dtype;
@@ -76,7 +76,7 @@ typedef struct rig {
     long ran;
 } rig;
 
-typedef struct plan { ranks_mode mode; int *entered; /* shared; counts ranks inside the barrier test, NULL where they share none */ } plan;
+typedef struct plan { ranks_mode mode; int *entered; /* shared; counts ranks inside the barrier test, NULL if the ranks share no memory */ } plan;
 
 //== parameters of a case ===================================================================
 
@@ -92,7 +92,7 @@ static int can_be_in_place(ddp_call_kind kind) {
     return kind != DDP_CALL_BROADCAST && kind != DDP_CALL_ALL_TO_ALL && kind != DDP_CALL_ALL_TO_ALL_V && kind != DDP_CALL_BARRIER;
 }
 
-/* Elements that rank from sends to rank to in the _v calls; all_gather_v has to == -1. */
+/* Elements that rank from sends to rank to in the _v calls; for all_gather_v to is -1. */
 static size_t part_count(const ccase *c, int from, int to) {
     uint64_t h = ranks_mix(c->seed ^ ranks_mix((uint64_t)from * 100 + (uint64_t)(to + 1)));
     return h % 4 == 0 ? 0 : (size_t)(h >> 8) % (c->count + 1);
@@ -100,7 +100,7 @@ static size_t part_count(const ccase *c, int from, int to) {
 
 static size_t hole(const ccase *c, int block) { return c->gaps ? (size_t)(ranks_mix(c->seed + 77u + (uint64_t)block) % 4) : 0; }
 
-/* Offsets of blocks with these counts, and the extent of all. */
+/* Offsets of blocks with these counts, and the total extent. */
 static size_t lay_out(const ccase *c, int world_size, const size_t *counts, size_t *offsets) {
     size_t at = 0;
     for (int i = 0; i < world_size; i++) {
@@ -188,7 +188,7 @@ static void describe(const ccase *c, char *text, size_t size_bytes) {
              c->place, c->async, c->specials, c->shift, c->gaps);
 }
 
-/* Which memory this rank uses for one side; ranks differ when mixed. */
+/* Kind of memory of this rank for one side; ranks differ if mixed. */
 static int memory_of(const rig *g, const ccase *c, int side) {
     if (c->memory != MEMORY_MIXED) return c->memory;
     return (int)(ranks_mix(c->seed + (uint64_t)(g->rank * 2 + side)) & 1);
@@ -245,7 +245,7 @@ static void prepare(rig *g, slot *s, const ccase *c) {
 static ddp_result issue_on(const rig *g, ddp_group *group, const slot *s, unsigned char *at_send, unsigned char *at_recv, ddp_work *work) {
     const ccase *c = &s->c;
     int odd = (int)(c->seed & 1), is_root = g->rank == c->root;
-    /* Where there is nothing, NULL is as good as a pointer. */
+    /* For an empty buffer, NULL and a pointer are both valid. */
     void *recv = s->recv_extent == 0 && odd ? NULL : at_recv;
     const void *send = s->send_extent == 0 && odd ? NULL : at_send;
     switch (c->kind) {
@@ -316,7 +316,7 @@ static ddp_group *group_of(rig *g) { return g->group; }
 static ddp_result compare_far(rig *g, slot *s, const char *text) { (void)g; (void)s; (void)text; return DDP_OK; }
 #endif
 
-/* Ends the case in a slot, if there is one, and compares. */
+/* Finishes the case in a slot, if any, and compares. */
 static ddp_result finish(rig *g, slot *s) {
     const ccase *c = &s->c;
     size_t size = ranks_dtype_size(c->dtype), extent = s->in_place && s->send_outer ? s->send_extent : s->recv_extent;
@@ -361,7 +361,7 @@ static size_t bytes_needed(const rig *g, const ccase *c) {
     return ((gathers ? (size_t)g->world_size : 1) * (c->count + 4) + 4) * ranks_dtype_size(c->dtype) + 2 * GUARD;
 }
 
-/* Whether the backend is for such calls. Of those that are too large, count shrinks. */
+/* Whether the backend supports such calls. Too large ones get a smaller count. */
 static int is_for(const rig *g, ccase *c) {
     if (ranks_on.is & RANKS_NO_COUNTS && (c->kind == DDP_CALL_ALL_GATHER_V || c->kind == DDP_CALL_ALL_TO_ALL_V)) return 0;
     while (ranks_on.most_bytes && bytes_needed(g, c) > ranks_on.most_bytes) c->count /= 2;
@@ -383,7 +383,7 @@ static ddp_result run_case(rig *g, slot *s, const ccase *c) {
 }
 
 static ddp_result drain(rig *g) {
-    for (int i = SLOTS; i >= 0; i--) { /* not in the order issued */
+    for (int i = SLOTS; i >= 0; i--) { /* not in issue order */
         ddp_result result = finish(g, &g->slots[i]);
         if (result != DDP_OK) return result;
     }
@@ -403,7 +403,7 @@ static void vary(ccase *c, int world_size, long number) {
     c->gaps = (int)(h >> 28 & 1);
 }
 
-/* The cross of everything at small counts; every stride-th of it. */
+/* The product of all parameters at small counts; every stride-th case of it. */
 static ddp_result run_cross(rig *g, long stride) {
     static const size_t counts[] = {0, 1, 2, 3, 7, 64, 1000, 4097};
     long number = 0;
@@ -433,8 +433,8 @@ static ddp_result run_cross(rig *g, long stride) {
 }
 
 /* Many ranks: every kind; the reductions with three dtypes and operations, the others with one of three
-   dtypes. Each count meets every memory and place, of which each case has one. With very many ranks the
-   reference takes longest: half the large reductions then. */
+   dtypes. Each count occurs with every memory and place, of which each case has one. With very many ranks the
+   reference takes longest: half of the large reductions then. */
 static ddp_result run_many_ranks(rig *g) {
     static const ddp_dtype dtypes[] = {DDP_F32, DDP_BF16, DDP_I8};
     static const ddp_op ops[] = {DDP_OP_SUM, DDP_OP_AVG, DDP_OP_MAX};
@@ -464,7 +464,7 @@ static ddp_result run_many_ranks(rig *g) {
     return drain(g);
 }
 
-/* Sizes just under, at and over round numbers of bytes, per block and in all. */
+/* Sizes just below, at and above round numbers of bytes, per block and in total. */
 static ddp_result run_thresholds(rig *g, int most) {
     static const size_t sizes[] = {4096, 16384, 65536, 262144, 1048576, 3145728};
     long number = 1000000;
@@ -493,7 +493,7 @@ static ddp_result run_thresholds(rig *g, int most) {
     return drain(g);
 }
 
-/* Random cases in random order, as a program makes them: many in flight, some ranks late. */
+/* Random cases in random order, as in a program: many in flight, some ranks late. */
 static ddp_result run_random(rig *g, long cases, uint64_t seed) {
     for (long i = 0; i < cases; i++) {
         uint64_t h = ranks_mix(seed + (uint64_t)i);
@@ -574,7 +574,7 @@ static ddp_result free_slot(rig *g, slot *s) {
 static ddp_result run_all(rig *g, const plan *p) {
     int w = g->world_size;
     int slow = TEST_SLOW, few = slow > 1 || !(ranks_on.is & RANKS_ALL_CASES);
-    /* Every kind with every type and operation has a hundred cases and more. */
+    /* Every kind with every type and operation has more than a hundred cases. */
     long stride = w <= 2 ? 3 : w <= 4 ? 11 : 41;
     ddp_result result;
     if (few) stride = (w <= 2 ? 1 : w <= 4 ? 7 : 41) * (slow > 1 ? 13 : 3) - 2;

@@ -16,7 +16,7 @@ enum { PARAMS = 9, STEPS = 7, SAVED_HEADER = 40 /* bytes of a saved state before
 static const int64_t SHAPES[PARAMS][4] = { /* ndim, then the shape; odd sizes, so that buckets are packed */
     {2, 40, 30}, {1, 30}, {3, 7, 5, 6}, {0}, {2, 0, 4}, {2, 64, 48}, {1, 48}, {2, 3, 2}, {1, 9},
 };
-/* Another order than the first buckets have, so that they are regrouped. */
+/* Different from the order of the first buckets, so that they are rebuilt. */
 static const int READY[PARAMS] = {3, 8, 5, 0, 7, 1, 4, 6, 2};
 
 static int all_allocations; /* of all ranks that are threads of this process */
@@ -41,7 +41,7 @@ typedef struct model {
 typedef struct how {
     comm_hook_desc hook;
     int given;               /* gradients are in memory of the model, in definition order */
-    int plain, find_unused;  /* no hook; buckets stay as they are */
+    int plain, find_unused;  /* no hook; the buckets are not rebuilt */
     ddp_dtype comm_dtype;
     int micro_batch_count;
 } how;
@@ -351,8 +351,8 @@ static ddp_result one_step_late(ddp_group *group) {
     return DDP_OK;
 }
 
-/* A NaN of the last rank reaches all, in its block or matrix at least; two steps later everything is finite
-   again, and nothing of it is remembered. */
+/* A NaN of the last rank reaches all ranks, at least in its block or matrix. Two steps later everything is
+   finite again, and the memories are free of it. */
 static ddp_result not_a_number(ddp_group *group) {
     for (int c = COMM_HOOK_BF16; c <= COMM_HOOK_POWERSGD + (ddp_world_size(group) > 1); c++) {
         model m;
@@ -444,7 +444,7 @@ static ddp_result states_go_on(ddp_group *group, comm_hook_kind kind) {
     return DDP_OK;
 }
 
-/* The states of all ranks go to one: a group of one rank pays all of it back in its first step; in the old
+/* The states of all ranks go to one: a group of one rank applies all of it in its first step. In the old
    group nothing is lost either. */
 static ddp_result states_move(ddp_group *group, comm_hook_kind kind) {
     model m, alone, other;
@@ -601,7 +601,7 @@ static ddp_result bad_states(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Found in a step: the group is a split, since it does not outlive that. */
+/* Detected in a step: the group is a split, since it fails then. */
 static ddp_result bad_steps(ddp_group *group) {
     static const char *const texts[] = {"created on another group", "hook_user is NULL", "have another number in the hook's desc", "are f64", "leave per_token 0"};
     for (int c = 0; c < 5; c++) {
@@ -644,15 +644,15 @@ static ddp_result local_open(model *m, local_sgd **local, ddp_group *group, int 
     return local_sgd_create(local, group, &desc);
 }
 
-/* Against plain loops in double: each rank moves its values by number(), every third step the outer one
-   comes. */
+/* Against plain loops in double: each rank moves its values by number(); every third step is an outer
+   step. */
 static ddp_result outer_steps(ddp_group *group, double lr, double momentum) {
     model m;
     local_sgd *local, *again;
     comm_hook_stats stats;
     int ranks = ddp_world_size(group), synced;
     RANKS_OK(group, local_open(&m, &local, group, 3, lr, momentum));
-    size_t n = m.total - 9, bytes; /* the ninth has nothing of its own that moves */
+    size_t n = m.total - 9, bytes; /* the ninth has no values of its own */
     double *old = (double *)calloc(n, 8), *speed = (double *)calloc(n, 8), *mean = (double *)calloc(n, 8), eta = lr == 0 ? 1 : lr;
     for (size_t i = 0; i < n; i++) {
         RANKS_CHECK(group, m.values[i] == number(0, 50, 0, i), "value %zu is not rank 0's", i);
@@ -878,7 +878,7 @@ static ddp_result models_learn(ddp_group *group) {
     };
     comm_hook_desc none = DDP_ZERO;
     double start, plain, loss;
-    if (DDP_TEST_SLOWDOWN > 3) return DDP_OK; /* ThreadSanitizer learns nothing from it */
+    if (DDP_TEST_SLOWDOWN > 3) return DDP_OK; /* a ThreadSanitizer run adds nothing */
     RANKS_OK(group, learn(group, &none, 0, 0, 0, 0, &start));
     RANKS_OK(group, learn(group, &none, 0, 0, 0, TURNS, &plain));
     RANKS_CHECK(group, plain < 0.2 * start, "the plain one does not learn: from %g to %g", start, plain);
@@ -900,7 +900,7 @@ static ddp_result models_learn(ddp_group *group) {
 typedef struct trouble { int kind, leaves; ddp_result result[8]; char text[8][400]; } trouble;
 static trouble *troubles; /* shared by the ranks */
 
-/* Rank 1 is killed, or where ranks are threads returns, before its fourth step. */
+/* Rank 1 is killed, or as a thread returns, before its fourth step. */
 static ddp_result into_trouble(ddp_group *group, void *user) {
     model m;
     how h = how_of((comm_hook_kind)troubles->kind);
@@ -963,7 +963,7 @@ int main(int argc, char **argv) {
     ranks_memory.free_fn = counting_free;
     troubles = (trouble *)ranks_shared(sizeof *troubles);
     failed = ranks_each(argc, argv, worlds, 55, &mode, cases) != 0;
-    /* Mpirun ends all ranks where one is lost. */
+    /* mpirun ends all ranks if one is lost */
     for (int kind = COMM_HOOK_INT8; kind <= COMM_HOOK_DELAY && !failed && !ranks_joins(mode); kind++)
         failed = trouble_ends(mode, kind);
     return failed;

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { COUNT = 300000 }; /* 1.2 MB: large enough for every way but the small one */
+enum { COUNT = 300000 }; /* 1.2 MB: large enough for every method except the small one */
 
 typedef struct notices { int memfd, vm_read; } notices;
 

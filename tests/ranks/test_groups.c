@@ -66,8 +66,7 @@ static ddp_result splits(ddp_group *world) {
     return DDP_OK;
 }
 
-/* Split of a split of a split, calls on all levels interleaved, each group's memory used by its
-   descendants. */
+/* Splits of splits, with interleaved calls on all levels; descendants use the memory of each group. */
 static ddp_result nested(ddp_group *world) {
     int rank = ddp_rank(world), w = ddp_world_size(world), depth = 1;
     ddp_group *levels[8];
@@ -90,7 +89,7 @@ static ddp_result nested(ddp_group *world) {
             RANKS_CHECK(world, *cell >= rank + round && *cell < w + round, "round %d level %d: max is %lld", round, level, (long long)*cell);
         }
     while (depth-- > 0) {
-        /* The others are left to destroy. */
+        /* The others are left for the destroy of the world. */
         if (depth % 2) RANKS_OK(levels[depth], ddp_group_free(levels[depth], memory[depth]));
         if (depth == 0) RANKS_OK(levels[0], ddp_group_free(levels[0], memory[0]));
         if (depth > 0) ddp_group_destroy(levels[depth]);
@@ -134,7 +133,8 @@ static ddp_result many_groups_at_once(ddp_group *world) {
         int order[3] = {round % 3, (round + 1) % 3, (round + 2) % 3};
         for (int i = 0; i < 3; i++)
             for (int k = 0; k < COUNT; k++) data[i][k] = (float)(rank + 1);
-        /* Odd and even ranks issue in opposite order across groups: legal, each group has its own order. */
+        /* Odd and even ranks issue in opposite order across groups: valid, since the order counts per
+           group. */
         for (int i = 0; i < 3; i++)
             RANKS_OK(world, ddp_all_reduce(groups[order[rank % 2 ? i : 2 - i]], data[order[rank % 2 ? i : 2 - i]], data[order[rank % 2 ? i : 2 - i]],
                                            COUNT, DDP_F32, DDP_OP_SUM, &works[order[rank % 2 ? i : 2 - i]]));
@@ -167,7 +167,7 @@ static ddp_result memory(ddp_group *world) {
     RANKS_CHECK(world, ddp_group_alloc(world, 0, &out) == DDP_ERR_INVALID && out == NULL, "zero bytes give %p", out);
     RANKS_CHECK(world, ddp_group_alloc(world, 1, NULL) == DDP_ERR_INVALID, "out is NULL");
     RANKS_OK(world, ddp_group_free(world, NULL));
-    /* Dirty memory comes back zeroed, and mappings do not pile up. */
+    /* Dirty memory is zeroed when it is allocated again, and mappings do not accumulate. */
     for (int round = 0; round < 60; round++) {
         void *blocks[8];
         for (int i = 0; i < 8; i++) {
@@ -185,7 +185,7 @@ static ddp_result memory(ddp_group *world) {
         if (round == 59) lines[1] = count_lines("/proc/self/maps");
     }
     RANKS_CHECK(world, lines[1] <= lines[0] + 8 * w, "/proc/self/maps grew from %d to %d lines", lines[0], lines[1]);
-    { /* blocks do not overlap between ranks or with each other, and count as group memory at an offset */
+    { /* blocks do not overlap, within and between ranks, and count as group memory at an offset */
         float *a, *b;
         void *pa, *pb;
         enum { MANY = 69000 };
@@ -238,7 +238,7 @@ static ddp_result words(ddp_group *world) {
         if (round % 50 == 0) RANKS_OK(child, ddp_wait(child, &work));
     }
     RANKS_CHECK(world, sum == w, "sum %lld", (long long)sum);
-    /* Odd ranks raise their word and enter the next collective at once. That is no mismatch. */
+    /* Odd ranks signal and enter the next collective at once. That is no mismatch. */
     if (rank == w - 1) ranks_sleep_us(30000);
     ddp_group_signal(child, mine, ROUNDS + 1);
     if (rank % 2 == 0) RANKS_OK(child, ddp_group_wait_signal(child, mine, ROUNDS + 1));
@@ -300,7 +300,7 @@ static ddp_result async_order(ddp_group *world) {
     /* Each call reads the output of the one before: issue order is execution order. */
     cells[0] = 1;
     for (int i = 0; i < MANY; i++) RANKS_OK(world, ddp_all_reduce(world, &cells[i], &cells[i + 1], 1, DDP_I64, i % 16 ? DDP_OP_MAX : DDP_OP_SUM, &works[i]));
-    { /* a blocking call is issued after them, so it sees all of them done */
+    { /* a blocking call is issued after them, so they are complete when it returns */
         int64_t want = 1;
         for (int i = 0; i < MANY; i++) want = i % 16 ? want : (int64_t)((uint64_t)want * (uint64_t)w);
         RANKS_OK(world, ddp_barrier(world));
@@ -363,7 +363,7 @@ static ddp_result tasks(ddp_group *world) {
     }
     RANKS_OK(world, ddp_wait(world, &last));
     RANKS_CHECK(world, after == w, "the call after the tasks gave %lld", (long long)after);
-    /* A task's own failure is the result of its wait, text and all. */
+    /* The failure of a task is the result of its wait, including the text. */
     RANKS_OK(world, ddp_group_enqueue(world, failing_task, NULL, &last));
     RANKS_CHECK(world, ddp_wait(world, &last) == DDP_ERR_CORRUPT, "a failing task");
     RANKS_CHECK(world, strstr(ddp_last_error(), "this task always fails"), "its text is '%s'", ddp_last_error());
@@ -472,7 +472,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, nested(world));
     RANKS_RUN(world, grandchildren(world));
     RANKS_RUN(world, many_groups_at_once(world));
-    /* Apart it is each rank's own, see test_tcp.c. */
+    /* otherwise it is private to each rank, see test_tcp.c */
     if (!(ranks_on.is & RANKS_APART)) RANKS_RUN(world, memory(world));
     RANKS_RUN(world, words(world));
     if (!(ranks_on.is & RANKS_APART)) RANKS_RUN(world, too_much_memory(world));

@@ -5,7 +5,7 @@
 #include "../support/inner.h"
 #include "../support/ranks.h"
 
-/* The group along dimension d has the ranks that a plain walk over the grid finds. */
+/* The group along dimension d has the ranks that a plain loop over the grid finds. */
 static ddp_result members_of(ddp_group *world, ddp_mesh *mesh, const ddp_mesh_desc *desc, const int *shape, int d) {
     int rank = ddp_rank(world), stride = 1, have[DDP_MAX_LOCAL_RANKS], place;
     ddp_group *group = ddp_mesh_group(mesh, desc->names[d]);

@@ -14,9 +14,9 @@
 #include <limits.h>
 #include <sys/syscall.h>
 
-//== between ddp.h and MPI ==================================================================
+//== interception of MPI ====================================================================
 
-/* granted: the thread level that MPI_Init_thread is made to give. */
+/* granted: the thread level that MPI_Init_thread returns. */
 static int finalized, fails_next, granted = -1;
 
 int MPI_Finalize(void) { finalized++; return PMPI_Finalize(); }
@@ -98,8 +98,7 @@ static ddp_result work_of_all_sorts(ddp_group *g) {
 
 //== scenarios ==============================================================================
 
-/* Started by mpirun, a group is one of MPI by itself, which the first group initialises. It is finalised at
-   exit, once. */
+/* Under mpirun, a group uses MPI, which the first group initialises. It is finalised at exit, once. */
 static ddp_result chosen(void) {
     ddp_group *a = NULL, *b = NULL;
     RANKS_CHECK(NULL, !is_running(), "MPI runs");
@@ -112,7 +111,7 @@ static ddp_result chosen(void) {
     RANKS_OK(b, work_of_all_sorts(b));
     ddp_group_destroy(b);
     RANKS_CHECK(NULL, is_running() && !finalized, "it is finalised");
-    RANKS_OK(NULL, join(&a, DDP_ORDER_TREE, 2147483647)); /* after it, and with all the time there is */
+    RANKS_OK(NULL, join(&a, DDP_ORDER_TREE, 2147483647)); /* after it, with a full timeout */
     RANKS_OK(a, work_of_all_sorts(a));
     ddp_group_destroy(a);
     finalized_at_exit = 1;
@@ -186,7 +185,7 @@ static ddp_result from_mpi(void) {
     return DDP_OK;
 }
 
-/* A failure inside MPI has MPI's own text and reaches all; then MPI is not finalised. */
+/* A failure inside MPI has MPI's own text and reaches all ranks; then MPI is not finalised. */
 static ddp_result text(void) {
     ddp_group *g = NULL;
     float x = 1;
@@ -205,7 +204,7 @@ static ddp_result text(void) {
     return DDP_OK;
 }
 
-/* Ranks of one world add in one order: others would take other ways. */
+/* Ranks of one world add in one order: the others would use other methods. */
 static ddp_result orders(void) {
     const char *rank = getenv("OMPI_COMM_WORLD_RANK");
     ddp_group *g = NULL;
@@ -279,7 +278,8 @@ static ddp_result named(void) {
     return DDP_OK;
 }
 
-/* More ranks than one machine serves, in blocks and out of them: sums in tree order, counts, splits. */
+/* More ranks than the local backend supports, in blocks and in other orders: sums in tree order, counts,
+   splits. */
 static ddp_result many(void) {
     enum { COUNT = 3000, MOST = 256 };
     static float rows[MOST][COUNT], want[COUNT], have[COUNT];
@@ -330,14 +330,14 @@ static ddp_result many(void) {
     return DDP_OK;
 }
 
-/* More than 2^31 bytes and elements, of memory that is mostly the same few pages. */
+/* More than 2^31 bytes and elements, in memory that maps the same few pages repeatedly. */
 static ddp_result large(void) {
     const size_t page = (size_t)1 << 24, pages = 129, count = page * pages - 77;
     int fd = (int)syscall(SYS_memfd_create, "large", 0u), rank;
     unsigned char *space = (unsigned char *)mmap(NULL, page * (pages + 1), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     ddp_group *g = NULL;
     RANKS_CHECK(NULL, fd >= 0 && space != (unsigned char *)MAP_FAILED && ftruncate(fd, (off_t)(2 * page)) == 0, "%s", strerror(errno));
-    for (size_t i = 0; i < pages; i++) { /* the last one has pages of its own */
+    for (size_t i = 0; i < pages; i++) { /* the last one has separate pages */
         int own = i == pages - 1;
         RANKS_CHECK(NULL, mmap(space + i * page, page, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, own ? (off_t)page : 0) !=
                     MAP_FAILED, "%s", strerror(errno));

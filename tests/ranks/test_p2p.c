@@ -8,7 +8,7 @@
 
 #define BIG ((size_t)(DDP_TEST_SLOWDOWN > 1 ? 1 : 4) << 20)
 
-/* A message's bytes follow from its number. */
+/* The bytes of a message follow from its number. */
 static void message_fill(void *buf, size_t size_bytes, uint64_t number) {
     ranks_data data;
     data.dtype = DDP_U64;
@@ -38,7 +38,7 @@ static long message_check(const void *buf, size_t size_bytes, uint64_t number) {
 
 static unsigned char *bytes(size_t size_bytes) { return (unsigned char *)calloc(1, size_bytes + 1); }
 
-/* Every ordered pair, blocking; the sender spoils its buffer as soon as the call returns. */
+/* Every ordered pair, blocking; the sender overwrites its buffer as soon as the call returns. */
 static ddp_result all_pairs(ddp_group *g) {
     static const size_t counts[] = {0, 1, 7, 64, 1000, 4095, 4096, 4097, 65535, 65537, 262147, 1048579};
     int rank = ddp_rank(g), w = ddp_world_size(g);
@@ -63,7 +63,8 @@ static ddp_result all_pairs(ddp_group *g) {
     return DDP_OK;
 }
 
-/* Ring: each rank sends tags 0..15 to the next and takes them from the previous in another order. */
+/* Ring: each rank sends tags 0..15 to the next one and receives them from the previous one in another
+   order. */
 static ddp_result tags_out_of_order(ddp_group *g) {
     int rank = ddp_rank(g), w = ddp_world_size(g), next = (rank + 1) % w, previous = (rank + w - 1) % w;
     static const size_t sizes[] = {5, 100000};
@@ -220,8 +221,8 @@ static ddp_result batches(ddp_group *g, size_t size) {
     return DDP_OK;
 }
 
-/* Half of each pair sits in a blocking or pending all_reduce while the other half needs its send or receive
-   to move. */
+/* Half of each pair waits in a blocking or pending all_reduce while the other half needs its send or receive
+   to progress. */
 static ddp_result beside_collectives(ddp_group *g, size_t size) {
     int rank = ddp_rank(g), w = ddp_world_size(g), peer = rank ^ 1;
     unsigned char *buf = bytes(size);
@@ -231,8 +232,8 @@ static ddp_result beside_collectives(ddp_group *g, size_t size) {
         int64_t one = 1, sum = 0;
         uint64_t number = (uint64_t)(round * 1000 + (rank | 1));
         if (sends) message_fill(buf, size, number);
-        /* Posts its half, then waits in the collective, which the peer enters only after the message went
-           through. */
+        /* Posts its half, then waits in the collective, which the peer enters only after the message has
+           arrived. */
         if (early) {
             if (!alone && sends) RANKS_OK(g, ddp_send(g, buf, size, DDP_U8, peer, 0, &p2p));
             if (!alone && !sends) RANKS_OK(g, ddp_recv(g, buf, size, DDP_U8, peer, 0, &p2p));
@@ -291,8 +292,8 @@ static ddp_result behind_pending_collective(ddp_group *g, size_t size) {
 
 typedef struct message { int from, to, tag, asynchronous; size_t size; } message;
 
-/* One random traffic plan, known to all; each rank issues its part in the plan's order and waits in a random
-   one. */
+/* One random traffic plan, the same on all ranks; each rank issues its part in the order of the plan and
+   waits in a random one. */
 static ddp_result random_traffic(ddp_group *g, int count, uint64_t seed) {
     int rank = ddp_rank(g), w = ddp_world_size(g);
     ddp_work *works = (ddp_work *)calloc((size_t)count, sizeof *works);
@@ -327,7 +328,7 @@ static ddp_result random_traffic(ddp_group *g, int count, uint64_t seed) {
     return DDP_OK;
 }
 
-/* Arguments that are wrong are refused before anything is sent, and change nothing. */
+/* Invalid arguments are detected before anything is sent, and change nothing. */
 static ddp_result refused(ddp_group *g) {
     int rank = ddp_rank(g), w = ddp_world_size(g);
     char byte = 0;

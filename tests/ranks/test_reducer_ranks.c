@@ -100,7 +100,7 @@ static void fill_param(model *m, int param, int step) {
 
 static uint32_t random_next(uint32_t *state) { return (*state = *state * 1664525u + 1013904223u) >> 8; }
 
-/* Every rank its own order. */
+/* Every rank has its own order. */
 static void shuffle(int *order, int count, uint32_t seed) {
     for (int i = 0; i < count; i++) order[i] = count - 1 - i;
     for (int i = 0; i < count && seed; i++) {
@@ -123,7 +123,7 @@ static ddp_result check_param(model *m, int param, int step, uint64_t divisor) {
     return DDP_OK;
 }
 
-/* One step in a rank's own order of readiness, checked. */
+/* One step in this rank's order of readiness, with checks. */
 static ddp_result checked_step(model *m, ddp_reducer *reducer, int step, uint32_t seed, uint64_t divisor) {
     int order[PARAMS];
     shuffle(order, m->count, seed);
@@ -550,7 +550,7 @@ static ddp_result every_difference_is_named_on_every_rank(ddp_group *group, void
                          differences[which].code == DDP_ERR_MISMATCH || rank != odd ? name : "ddp_reducer_create");
             RANKS_CHECK(group, reducer == NULL, "difference %d", which);
             for (int i = 0; i < 10; i++) RANKS_CHECK(group, which == GIVEN || m.params[i].grad.data == NULL, "difference %d filled in parameter %d", which, i);
-            /* After that, all is as if it had not been called. */
+            /* Afterwards everything is as before the call. */
             memcpy(m.params, untouched.params, sizeof m.params);
             for (int i = 0; i < 10; i++) m.params[i].name = m.names[i];
             desc = model_desc(&m);
@@ -718,7 +718,7 @@ static ddp_result uneven_inputs(ddp_group *group, void *user) {
     return DDP_OK;
 }
 
-/* A rank that is out before its first step, with static_graph and find_unused. */
+/* A rank that leaves before its first step, with static_graph and find_unused. */
 static ddp_result a_rank_without_any_batch(ddp_group *group, void *user) {
     int rank = ddp_rank(group), w = ddp_world_size(group);
     (void)user;
@@ -829,8 +829,8 @@ static ddp_result means_are_over_tokens(ddp_group *group, void *user) {
     return DDP_OK;
 }
 
-/* Ranks that are out of batches have no tokens; a count that is negative on one rank is an error on all, and
-   the next step works. */
+/* Ranks without batches have no tokens. A negative count on one rank is an error on all, and the next step
+   works. */
 static ddp_result tokens_of_uneven_inputs(ddp_group *group, void *user) {
     int w = ddp_world_size(group), rank = ddp_rank(group), active, steps = 0;
     (void)user;
@@ -894,9 +894,9 @@ static ddp_result timed_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
     return result;
 }
 
-/* One step. hide: compute after each gradient lasts until its bucket is through, except after the last, which
-   is left to ddp_reducer_wait. Otherwise all are ready at once. *before: seconds from the first call to the
-   wait; *inside: of the wait. */
+/* One step. hide: compute after each gradient lasts until its bucket is reduced, except after the last one,
+   which is left to ddp_reducer_wait. Otherwise all are ready at once. *before: seconds from the first call to
+   the wait; *inside: of the wait. */
 static ddp_result timed_step(model *m, ddp_reducer *reducer, int hide, const int *through, double *before, double *inside) {
     int first = __atomic_load_n(through, __ATOMIC_SEQ_CST);
     double begin = ranks_now();

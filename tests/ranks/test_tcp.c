@@ -87,7 +87,7 @@ static ddp_result splits(ddp_group *world, ddp_group *tcp, int per) {
     return DDP_OK;
 }
 
-/* Rank 0 calls it off while the others wait in work, and look at the group's state meanwhile. */
+/* Rank 0 aborts while the others wait for work, and query the group's status meanwhile. */
 static ddp_result aborted(ddp_group *world) {
     int me = ddp_rank(world), done = 0;
     ddp_group *tcp = NULL;
@@ -126,7 +126,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         ddp_group_destroy(pairs);
     }
     if (*(ranks_mode *)user == RANKS_PROCESSES) {
-        /* All together, and by IPv6 where there is some. */
+        /* All together, also over IPv6 if available. */
         RANKS_OK(world, join(world, ports_have_ipv6() ? "[::1]" : "127.0.0.1", 0, &here));
         RANKS_CHECK(world, strcmp(inner.backend_name(here), w == 1 ? "self" : "local") == 0 && ddp_local_rank(here) == me && ddp_local_world_size(here) == w, "%s", inner.backend_name(here));
         RANKS_OK(world, ddp_barrier(here));

@@ -13,7 +13,7 @@ static ranks_mode mode;
 //== a group that records its calls ============================================================================
 
 typedef struct recorder { ddp_group *below; int rank, calls; ddp_call_kind kind; size_t sent; } recorder;
-static __thread recorder *opening; /* of the group that is made next */
+static __thread recorder *opening; /* of the group that is created next */
 
 static ddp_result recorder_open(ddp_group *group, void **state) {
     *state = opening;
@@ -67,7 +67,7 @@ static ddp_result record(ddp_group **out, ddp_group *group, recorder *r) {
 
 /* Bytes that a rank's thread has allocated, and whether its allocator refuses. */
 static __thread size_t live_bytes, peak_bytes;
-static __thread int grants = -1; /* allocations that are still granted; -1 = all */
+static __thread int grants = -1; /* allocations that still succeed; -1 = all */
 static void *counted_alloc(size_t size, void *user) {
     size_t *memory = grants ? (size_t *)malloc(size + 16) : NULL;
     (void)user;
@@ -117,7 +117,7 @@ static int64_t mark(int ndim, const int64_t *shape, const cut *box, unsigned cha
     return count;
 }
 
-/* The elements inside, side by side. */
+/* The elements inside, one after the other. */
 static void take(const unsigned char *whole, const unsigned char *inside, int64_t total, size_t size, unsigned char *out) {
     for (int64_t i = 0; i < total; i++) if (inside[i]) memcpy(out, whole + (size_t)i * size, size), out += size;
 }
@@ -154,7 +154,7 @@ static void hold(held *h, const ranks_data *data, int ndim, const int64_t *shape
     h->tensor = tensor_like(h->data, data->dtype, ndim, box);
 }
 
-/* The bytes that rank must have after from -> to. */
+/* The expected bytes of rank after from -> to. */
 static void wanted(held *h, const ranks_data *data, int ndim, const int64_t *shape, ddp_placement from, ddp_placement to, int rank, int w) {
     int64_t total = product(ndim, shape);
     size_t size = ddp_dtype_size(data->dtype);
@@ -163,7 +163,7 @@ static void wanted(held *h, const ranks_data *data, int ndim, const int64_t *sha
     if (from == DDP_PARTIAL && to == DDP_PARTIAL) { hold(h, data, ndim, shape, to, rank, w); return; }
     if (from == DDP_PARTIAL) ranks_reduce(whole, data, DDP_OP_SUM, w, 0, 0, (size_t)total);
     else ranks_fill(whole, data, 0, 0, (size_t)total);
-    if (to == DDP_PARTIAL) { /* zeros but where this rank had it; of a whole one, rank 0 had it */
+    if (to == DDP_PARTIAL) { /* zeros except where this rank had it; of a replicated one, rank 0 had it */
         hold(h, data, ndim, shape, from, rank, w);
         for (int64_t i = 0; i < total; i++) if (!h->inside[i] || (from == DDP_REPLICATE && rank)) memset(whole + (size_t)i * size, 0, size);
     }
@@ -201,7 +201,7 @@ static const struct { int ndim; int64_t shape[4]; } shapes[] = {
     {4, {1, 1, 8, 16}}, {2, {0, 3}}, {3, {4, 3, 0}}};
 static const ddp_dtype dtypes[] = {DDP_F32, DDP_BF16, DDP_I32};
 
-/* The cheapest collective, by hand. */
+/* The cheapest collective, chosen by hand. */
 static const char *cheapest(int ndim, const int64_t *shape, ddp_placement from, ddp_placement to, int w, int64_t mine) {
     int even_from = from <= 0 || shape[from - 1] % w == 0, even_to = to <= 0 || shape[to - 1] % w == 0;
     if (product(ndim, shape) == 0 || (from == to && mine == 0)) return "none";
@@ -276,7 +276,7 @@ static ddp_result roots(ddp_group *group, const ranks_data *data, int ndim, cons
 static ddp_result all_pairs(ddp_group *world) {
     recorder r;
     ddp_group *group;
-    /* Under a sanitizer a third of them. */
+    /* With a sanitizer only a third of them. */
     int w = ddp_world_size(world), every = ranks_slow() > 1 ? 3 : 1, turn = 0;
     RANKS_OK(world, record(&group, world, &r));
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
@@ -327,7 +327,7 @@ static int coordinate(const grid *g, int rank, int axis) {
     return rank % g->size[axis];
 }
 
-/* Which summand a rank has: its place along the PARTIAL axes. */
+/* The summand of a rank: its position along the PARTIAL axes. */
 static int summand(const grid *g, const ddp_placement *p, int rank) {
     int n = 0;
     for (int i = 0; i < g->axes; i++) if (p[i] == DDP_PARTIAL) n = n * g->size[i] + coordinate(g, rank, i);
@@ -357,8 +357,8 @@ static void nested(const grid *g, const ddp_placement *p, int axis, int summand_
     for (int64_t i = 0; i < count; i++) out[i] += right[i];
 }
 
-/* Every element, from those ranks that agree with this one along replicated axes: once where axes are cut, as
-   a sum where they are partial. */
+/* Every element, from those ranks that agree with this one along replicated axes: once along sharded axes, as
+   a sum along partial axes. */
 static ddp_result adds_up(ddp_group *world, const grid *g, int ndim, const int64_t *shape, const ddp_placement *p, const ddp_tensor *out, const int32_t *want) {
     int w = ddp_world_size(world), me = ddp_rank(world);
     int32_t mine[MOST] = {0}, all[8 * MOST], sum[MOST] = {0};
@@ -684,7 +684,7 @@ static ddp_result without_memory(ddp_group *world) {
         size_t live = live_bytes;
         ddp_result result = DDP_ERR_NO_MEMORY;
         int granted = 0, failed = 1; /* ranks */
-        if (axes) { /* the parts of parts of rows become those of columns */
+        if (axes) { /* the parts of row shards become those of columns */
             ddp_tensor_box box;
             for (int i = 0; i < 2; i++) a.placement[i] = DDP_SHARD(0), b.placement[i] = DDP_SHARD(1);
             RANKS_OK(world, ddp_tensor_layout_box(&a, &box));

@@ -5,14 +5,14 @@
 #include "ddp_tensor.h"
 #include "../support/ranks.h"
 
-enum { ROWS = 24 /* 1, 2, 3, 4 and 8 ranks cut them evenly */, TAKEN_MAX = 64 };
+enum { ROWS = 24 /* 1, 2, 3, 4 and 8 ranks divide them evenly */, TAKEN_MAX = 64 };
 
 typedef struct place { /* where a test runs */
     ddp_group *group;
     ddp_tp *tp;
     ddp_dtype dtype;
     int rank, ranks, sequence_parallel, accumulate;
-    double near; /* of the greatest value there is */
+    double near; /* of the greatest value */
 } place;
 
 //== memory and numbers =====================================================================
@@ -45,7 +45,7 @@ static double get(const place *at, const void *memory, int64_t index) {
 
 static size_t bytes_of(const place *at, int64_t count) { return (size_t)count * ddp_dtype_size(at->dtype); }
 
-/* count numbers, as of a global array from its element `first`. */
+/* count numbers of a global array, from element first on. */
 static void *numbers(const place *at, uint64_t seed, int64_t first, int64_t count) {
     void *memory = take((size_t)count);
     for (int64_t i = 0; i < count; i++) put(at, memory, i, number(seed * 1000003 + (uint64_t)(first + i)));
@@ -58,7 +58,7 @@ static double *exactly(uint64_t seed, int64_t count) {
     return memory;
 }
 
-/* The rows of a cut activation that this rank has: first and count; all of them where they are not cut. */
+/* This rank's rows of a sharded activation: first and count; all rows if it is not sharded. */
 static int64_t own_rows(const place *at) { return at->sequence_parallel ? ROWS / at->ranks : ROWS; }
 static int64_t first_row(const place *at) { return at->sequence_parallel ? ROWS / at->ranks * at->rank : 0; }
 
@@ -96,8 +96,8 @@ static ddp_result joined(const place *at, double *value) {
     return DDP_OK;
 }
 
-/* The slope of value(it) along *x, an f64 of this rank's, or of another's (x NULL); the same call on every
-   rank. */
+/* The derivative of value(it) by *x, an f64 of this rank, or of another one (x NULL). Every rank makes the
+   same call. */
 typedef ddp_result (*objective)(void *it, double *value);
 static ddp_result slope_is(const place *at, const char *what, objective value, void *it, double *x, double want) {
     const double step = 1e-5;
@@ -183,7 +183,7 @@ static ddp_result embedding(const place *at, int64_t vocab, int64_t padded, int6
 
 //== cross-entropy ==========================================================================
 
-/* Mean, each row's loss, and d (as many columns as x). */
+/* Mean, loss of each row, and d (with the columns of x). */
 static double loss_plain(const ddp_tp_loss_desc *desc, const double *x, int64_t columns, const int32_t *targets, double *losses, double *d) {
     int32_t ignore = desc->ignore_index ? desc->ignore_index : -100;
     double total = 0, scale = desc->scale;
@@ -409,7 +409,7 @@ static ddp_result norm_far(const place *at) {
 
 //== dropout ================================================================================
 
-/* Philox 4x32-10 as its authors describe it; its known answers are checked. */
+/* Philox 4x32-10 as described by its authors; its known answers are checked. */
 static void philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]) {
     uint32_t k[2] = {key[0], key[1]};
     memcpy(out, counter, 16);
@@ -522,7 +522,7 @@ static ddp_result dropout(const place *at) {
 
 //== bad input ==============================================================================
 
-/* The call fails with such a line; two words that it has. */
+/* The call fails with such a line; two words of it. */
 static ddp_result fails(ddp_group *group, const char *what, ddp_result have, ddp_result want, const char *one, const char *two) {
     RANKS_CHECK(group, have == want && strstr(ddp_last_error(), one) && strstr(ddp_last_error(), two),
                 "%s is %s: \"%s\", which should be %s and have \"%s\" and \"%s\"", what, ddp_result_name(have), ddp_last_error(), ddp_result_name(want),
@@ -574,7 +574,7 @@ static ddp_result bad_embedding(const place *at) {
     tokens[5] = -1;
     FAILS(at, ddp_tp_embedding_backward(layer, tokens, y, ROWS, weight), "tokens[5]=-1", "0 to 9");
     tokens[5] = 9;
-    /* Nothing has happened to the group. */
+    /* The group is unaffected. */
     RANKS_OK(at->group, ddp_tp_embedding_forward(layer, weight, tokens, ROWS, y));
     RANKS_OK(at->group, ddp_tp_embedding_forward(layer, weight, NULL, 0, NULL));
     RANKS_OK(at->group, ddp_tp_embedding_backward(layer, NULL, NULL, 0, weight));

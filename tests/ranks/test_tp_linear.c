@@ -14,7 +14,7 @@ typedef struct place { /* where a test runs */
     ddp_tp *tp[CHUNKS];
     ddp_dtype dtype;
     int rank, ranks, sequence_parallel, accumulate;
-    double near; /* of the greatest value there is */
+    double near; /* of the greatest value */
 } place;
 
 //== memory and numbers =====================================================================
@@ -35,7 +35,7 @@ static void drop(void) {
 
 #define TRY(call) do { ddp_result tried = (call); if (tried != DDP_OK) return tried; } while (0)
 
-/* A whole matrix, in double: the same on every rank. */
+/* A full matrix in double, the same on every rank. */
 typedef struct matrix { int64_t rows, columns; double *v; } matrix;
 
 static matrix zeros(int64_t rows, int64_t columns) {
@@ -77,7 +77,7 @@ static matrix sum_of_rows(matrix from) {
 
 //== a rank's part of a full matrix ===========================================================
 
-/* Rows and columns by their numbers in the whole. */
+/* Rows and columns by their numbers in the full matrix. */
 typedef struct piece { int64_t rows, columns, *row, *column; } piece;
 
 static void range(int64_t **list, int64_t *count, int64_t first, int64_t n) {
@@ -99,7 +99,7 @@ static piece all_of(matrix of) {
     return p;
 }
 
-/* This rank's rows of an activation, where rows are cut. */
+/* This rank's rows of an activation, if rows are sharded. */
 static piece own_rows(const place *at, matrix of) {
     int64_t count = at->sequence_parallel ? of.rows / at->ranks : of.rows;
     piece p = no_piece(of);
@@ -137,7 +137,7 @@ static ddp_result compare(const place *at, const char *layer, const char *what, 
 
 //== slopes ================================================================================
 
-/* A parameter or input, this rank's piece of it, and the gradient that backward gave for that. */
+/* A parameter or input, this rank's part of it, and its gradient from backward. */
 typedef struct variable { const char *name; void *memory; const void *grad; matrix whole; piece p; } variable;
 typedef ddp_result (*objective)(void *it, double *value);
 
@@ -147,8 +147,8 @@ static int64_t find(const variable *v, int64_t row, int64_t column) {
     return -1;
 }
 
-/* Moves an element of the whole on every rank that has it, and holds the slope of the objective against the
-   gradient. f64. */
+/* Changes an element of the full tensor on every rank that has it, and compares the derivative of the
+   objective with the gradient. f64. */
 static ddp_result slopes(const place *at, const char *layer, objective value, void *it, const variable *v, int count) {
     const double step = 1e-5;
     for (int i = 0; i < 4 * count; i++) {
@@ -176,7 +176,7 @@ typedef struct linear_run {
     ddp_tp_linear *layer;
     void *weight, *bias, *x, *y, *dy;
     int64_t y_count;
-    int y_is_shared; /* every rank has all of y */
+    int y_is_shared; /* every rank has the full y */
 } linear_run;
 
 static ddp_result linear_value(void *user, double *value) {
@@ -288,7 +288,7 @@ static ddp_result linear(const place *at, const char *name, ddp_tp_linear_desc d
 }
 
 static ddp_result linears(const place *at) {
-    /* The last leaves some of 8 ranks with nothing. */
+    /* The last one leaves some of 8 ranks without a part. */
     static const int64_t sizes[][2] = {{24, 48}, {22, 29}, {9, 5}};
     for (int s = 0; s < 3; s++)
         for (int no_bias = 0; no_bias < 2; no_bias++)
@@ -448,7 +448,8 @@ static ddp_result mlp(const place *at, ddp_tp_activation kind, int64_t channels,
         TRY(same_bits(at, names[kind], c, &first_of[4], r.y, r.y_count));
         TRY(same_bits(at, names[kind], c, &first_of[5], dx, xp.rows * xp.columns));
         for (int i = 0; i < 4; i++) TRY(same_bits(at, names[kind], c, &first_of[i], grads[i], p[i].rows * p[i].columns));
-        if (at->dtype == DDP_F64 && !at->accumulate && kind != DDP_TP_RELU) { /* which has no slope at 0 */
+        /* Which has no derivative at 0. */
+        if (at->dtype == DDP_F64 && !at->accumulate && kind != DDP_TP_RELU) {
             variable v[5] = {{"x", r.x, dx, x, xp}, {"w1", r.weights[0], grads[0], w1, p[0]}, {"w2", r.weights[2], grads[2], w2, p[2]},
                              {"b1", r.weights[1], grads[1], b1, p[1]}, {"b2", r.weights[3], grads[3], b2, p[3]}};
             TRY(slopes(at, names[kind], mlp_value, &r, v, no_bias ? 3 : 5));
@@ -795,7 +796,7 @@ static ddp_result nothing_is_allocated(const place *at) {
     return DDP_OK;
 }
 
-//== a rank that fails, or leaves, half-way through ==========================================
+//== a rank that fails, or leaves, in the middle ================================================
 
 typedef struct trouble { int calls, at_call, leaves; ddp_result result[64]; char text[64][400]; } trouble;
 static trouble *troubles; /* shared by the ranks */

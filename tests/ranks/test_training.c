@@ -58,7 +58,7 @@ static ddp_result counts_once(ddp_group *world) {
     metric_total total[2], want = expected();
     int w = ddp_world_size(world);
     memset(m, 0, sizeof m);
-    /* The second and third time, metrics start from zeros by themselves. */
+    /* After that, metrics start from zero automatically. */
     for (int way = 0; way < 3; way++) {
         ddp_result result = add_part(world, m, way == 0, way == 2 ? 8 * w : 0, 1);
         if (result != DDP_OK) return result;
@@ -151,7 +151,7 @@ static void fill_weights(weights *w) {
     }
 }
 
-/* Every single bit counts, wherever it is; and pairs of signs, which a weaker hash lets cancel. */
+/* Every single bit counts, at any position; so do pairs of signs, which a weaker hash would cancel. */
 static ddp_result hash_sees(ddp_group *world) {
     unsigned char data[77];
     uint64_t hash;
@@ -179,7 +179,7 @@ static ddp_result drift_is_named(ddp_group *world) {
     fill_weights(&mine);
     for (int step = 0; step <= 20; step++) RANKS_OK(world, drift_check(world, mine.params, TENSORS, step, 10));
     RANKS_OK(world, drift_check(world, NULL, 0, 0, 1));
-    /* No collective at this step. */
+    /* This step has no collective. */
     if (rank == 0) RANKS_OK(world, drift_check(world, mine.params, TENSORS, 11, 10));
     if (w == 1) return DDP_OK;
     if (rank == w - 1) mine.values[1 + 999] = 3;
@@ -234,7 +234,7 @@ static ddp_result drift_wrong_on_one(ddp_group *world) {
     return DDP_OK;
 }
 
-/* One rank looks for drift where the others do not: their next calls do not fit, which is an error on all,
+/* One rank checks for drift while the others do not: their next calls do not match, which is an error on all,
    long before the timeout of 60 s. */
 static ddp_result looks_alone(ddp_group *world, void *user) {
     weights mine;
@@ -279,7 +279,7 @@ static ddp_result all_tests(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-/* Rank 0 takes longer than the group waits for anything. */
+/* Rank 0 takes longer than the timeout of the group. */
 static ddp_result takes_long(void *user) { ranks_sleep_us(*(int *)user * 1300L); return DDP_OK; }
 
 static ddp_result outlasts(ddp_group *world, void *user) {
@@ -323,7 +323,7 @@ int main(int argc, char **argv) {
     if (failures == 0 && !ranks_joins(mode)) {
         failures += ranks_run(mode, 3, 60000 * DDP_TEST_SLOWDOWN, looks_alone, NULL) != DDP_OK;
         failures += ranks_run(mode, 3, timeout_ms, outlasts, &timeout_ms) != DDP_OK;
-        if (mode == RANKS_PROCESSES) /* the watchdog is sooner than the timeout */
+        if (mode == RANKS_PROCESSES) /* the watchdog ends the test before the timeout */
             failures += rank0_is_lost(SIGKILL, 60000 * DDP_TEST_SLOWDOWN, DDP_ERR_PEER_LOST, "rank 0 (pid");
         if (mode == RANKS_PROCESSES) failures += rank0_is_lost(SIGSTOP, timeout_ms, DDP_ERR_TIMEOUT, "missing: rank 0");
     }

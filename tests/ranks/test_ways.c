@@ -24,8 +24,8 @@ static float value(int rank, size_t i) { return (float)((i * 7 + (size_t)rank * 
 
 static void fill(float *data, size_t count, int rank) { for (size_t i = 0; i < count; i++) data[i] = value(rank, i); }
 
-/* A call by the way, and whether it was taken: reading in one copy ends by a single round, slots use one for
-   each chunk. */
+/* A call by the method, and whether it was used: reading in one copy ends with a single round, slots use one
+   for each chunk. */
 #define CALL(reads, call)                                                               \
     do {                                                                                \
         uint64_t round_ = inner.round(world);                                           \
@@ -88,7 +88,7 @@ static ddp_result ways(ddp_group *world, void *user) {
     return every_call(world, inner.way_read, 0);
 }
 
-/* The root's buffer has a hole, and then the root is no more. */
+/* The root's buffer has a hole, and then the root has ended. */
 static ddp_result nothing_there(ddp_group *world, void *user) {
     size_t size = (size_t)1 << 20;
     char *mine = (char *)mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -109,7 +109,8 @@ static ddp_result nothing_there(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-/* A pid may name another process here than there: in containers that share all but their processes. */
+/* A pid can belong to another process here than there: in containers that share everything except their
+   processes. */
 static ddp_result another_process(ddp_group *world, void *user) {
     int me = ddp_rank(world), way = inner.way_read;
     float *in = (float *)malloc(BLOCK * sizeof *in), *out = (float *)malloc(2 * BLOCK * sizeof *out);

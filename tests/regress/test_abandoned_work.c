@@ -21,7 +21,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_OK(world, ddp_all_reduce(world, data + 2, data + 2, 1, DDP_I32, DDP_OP_SUM, &work));
     RANKS_OK(world, ddp_barrier(world)); /* collectives are done in order */
     RANKS_OK(world, ddp_p2p_begin(world));
-    ddp_recv(world, data + 3, 1, DDP_I32, peer, 1, NULL); /* fails when the peer has left already */
+    ddp_recv(world, data + 3, 1, DDP_I32, peer, 1, NULL); /* fails if the peer has left already */
     return DDP_OK;
 }
 

@@ -13,7 +13,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     size_t count = (size_t)2 << 20, w = (size_t)ddp_world_size(world), size = count * (w + 1) * sizeof(float);
     int kind = *(const int *)user, rank = ddp_rank(world), peer = rank ^ 1;
     ddp_result result = DDP_OK;
-    /* Until one of them is not in time; a loaded machine may run them in turn. */
+    /* Until one of them is late; a loaded machine can run them one after the other. */
     for (int i = 0; result == DDP_OK && i < 20; i++) {
         float *data = (float *)mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (data == (float *)MAP_FAILED) return DDP_ERR_NO_MEMORY;

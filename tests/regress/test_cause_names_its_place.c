@@ -32,7 +32,7 @@ static void expect_cause(int rank, const char *text, const char *cause) {
     EXPECT(count_of(text, "cause: ") <= 1, "rank %d: '%s'", rank, text);
 }
 
-//== a message that never comes ===============================================================
+//== a message that is never sent =============================================================
 
 static ddp_result message_main(ddp_group *world, void *user) {
     float x = 0;
@@ -63,7 +63,7 @@ static ddp_result late_main(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-//== a failure that goes from a group to its parent =============================================
+//== a failure that propagates from a group to its parent ========================================
 
 static ddp_result child_main(ddp_group *world, void *user) {
     ddp_group *child;

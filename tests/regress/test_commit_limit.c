@@ -66,7 +66,7 @@ static ddp_result split_fails(ddp_group *world, void *user) {
     return ddp_barrier(world);
 }
 
-/* In a process of its own, with this mode in /proc. Returns its wait status. */
+/* In a separate process, with this mode in /proc. Returns its wait status. */
 static int run(const char *mode, int no_room, int ranks, ddp_rank_fn fn) {
     int status = -1;
     pid_t pid = fork();

@@ -190,7 +190,7 @@ static ddp_result linear_forward(ddp_group *world, objects *o) {
 typedef struct public_call {
     const char *name;
     ddp_result (*prepare)(ddp_group *, objects *), (*call)(ddp_group *, objects *);
-    const char *also; /* another public call that the line may name, or NULL */
+    const char *also; /* another public call that the line can name, or NULL */
 } public_call;
 
 static const public_call calls[] = {
@@ -237,7 +237,7 @@ static ddp_result odd_main(ddp_group *world, void *user) {
     if (p->what->prepare) RANKS_OK(world, p->what->prepare(world, o));
     RANKS_OK(world, ddp_barrier(world));
     if (p->waits && !odd) {
-        heard(&stage_shared->counter, 1); /* the odd rank has run into its timeout */
+        heard(&stage_shared->counter, 1); /* the odd rank has reached its timeout */
     } else {
         if (odd != p->odd) ranks_sleep_us(20000);
         s->first = odd ? p->what->call(world, o) : ddp_barrier(world);
@@ -305,20 +305,20 @@ int main(int argc, char **argv) {
         if (strcmp(calls[i].name, only) == 0) run(mode, 2, &p, 20000);
     }
 #if defined(DDP_USE_MPI)
-    /* The library leaves that out after a failure, and mpirun takes it for one. */
+    /* after a failure the library leaves that out, which mpirun treats as one */
     if (ranks_joins(mode)) MPI_Finalize();
 #endif
     if (ranks_joins(mode)) return faults_end();
     for (int i = 0; i < CALLS; i++) {
         if (!says(calls[i].name, only)) continue;
-        /* Over tcp group memory is each rank's own, and calls that only free it send nothing. */
+        /* Over tcp group memory is private to each rank, and calls that only free it send nothing. */
         if (mode == RANKS_TCP && (says(calls[i].name, "_free") || says(calls[i].name, "_destroy"))) continue;
         for (int odd = 0; odd < 2; odd++) {
             plan p = {&calls[i], odd, 0, mode};
             run(mode, 2, &p, 20000);
         }
     }
-    if (says(calls[0].name, only)) { /* the others do not come */
+    if (says(calls[0].name, only)) { /* the others are missing */
         plan p = {&calls[0], 1, 1, mode};
         run(mode, 2, &p, RUN_INTO_MS / 4);
     }

@@ -73,7 +73,7 @@ static int child(ddp_group *group, void *memory, ddp_work *work) {
     return failures != 0;
 }
 
-/* Ranks with an fsdp and a loader. The child begins while gradients travel. */
+/* Ranks with an fsdp and a loader. The child begins while gradients are in flight. */
 static ddp_result run_layers(ddp_group *group, void *user) {
     ddp_fsdp_param param;
     ddp_fsdp_unit_desc unit = DDP_ZERO;

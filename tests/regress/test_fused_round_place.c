@@ -27,8 +27,8 @@ static ddp_result reduce_one(ddp_group *world, float *send, float *recv, size_t 
     return DDP_OK;
 }
 
-/* Rounds 3 to 13, of which the first is full, nearly full or one element; each number of rounds meets the
-   slots at another place. */
+/* Rounds 3 to 13, of which the first is full, nearly full or one element. Each number of rounds uses other
+   places of the slots. */
 static ddp_result rank_main(ddp_group *world, void *user) {
     float *send = (float *)malloc(MOST * sizeof *send), *recv = (float *)malloc(MOST * sizeof *recv);
     ddp_result result = send && recv ? DDP_OK : DDP_ERR_NO_MEMORY;

@@ -80,7 +80,7 @@ static ddp_result two(ddp_group *group, void *user) {
     RANKS_OK(group, accumulate(group, accumulator));
     if (ddp_rank(group) == 1) usleep(300000);
     RANKS_OK(group, accumulate(group, accumulator));
-    ddp_accumulator_destroy(accumulator); /* the other rank has not come yet */
+    ddp_accumulator_destroy(accumulator); /* the other rank has not arrived yet */
     RANKS_OK(group, ddp_reducer_wait(first));
     ddp_reducer_destroy(second);
     ddp_reducer_destroy(first);
@@ -103,7 +103,7 @@ static ddp_result empty(ddp_group *group, void *user) {
     for (int i = 0; i < 3; i++) {
         ddp_tensor value = {memory + (size_t)(i / 2) * COUNT, i == 1 ? DDP_F16 : DDP_BF16, 1, {counts[i]}};
         params[i].value = params[i].grad = value;
-        /* The empty one where the last one begins. */
+        /* the empty one is at the start of the last one */
         params[i].grad.data = memory + 2 * COUNT + (i > 0 ? COUNT - 7 : 0);
     }
     desc.params = sums.params = params;

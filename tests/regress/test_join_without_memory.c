@@ -31,8 +31,8 @@ static ddp_result join(ddp_group **group, int rank, const char *name) {
     return ddp_group_create(group, &desc);
 }
 
-/* Rank 1: joins once to count its allocations, then without the last of them, and lives until rank 0 is
-   done. */
+/* Rank 1: joins once to count its allocations, then without the last of them, and stays alive until rank 0
+   has finished. */
 static int rank1(const char *const names[2], int done) {
     ddp_group *group = NULL;
     char byte;

@@ -47,7 +47,7 @@ static void die_at_second_hello(void) {
     if (++hellos == 2) kill(getpid(), SIGKILL);
 }
 
-/* Its first one is for TCP if this is rank 0 of the world. */
+/* Its first rendezvous is over TCP if this is rank 0 of the world. */
 static void die_at_local_listen(void) {
     if (++listens == (split_group ? 1 : 2)) kill(getpid(), SIGKILL);
 }
@@ -72,7 +72,7 @@ static pid_t start_tcp_rank(int rank, int leader, const char *url) {
     snprintf(s->text, sizeof s->text, "%s", s->first == DDP_OK ? "" : ddp_last_error());
     s->done = 1;
     for (double until = s->first_at + 1; ranks_now() < until;)
-        ranks_sleep_us(10000); /* the end of this process explains nothing */
+        ranks_sleep_us(10000); /* the end of this process is not the cause */
     ddp_group_destroy(part);
     ddp_group_destroy(world);
     _exit(0);

@@ -13,8 +13,8 @@ enum { RANKS = 3, AHEAD = 3, COUNT = 4096, ROUNDS = 200, LAST_TAG = 9 };
 
 typedef struct lane { int32_t out[AHEAD][COUNT], in[AHEAD][COUNT]; ddp_work sent[AHEAD], received[AHEAD]; } lane;
 
-/* The middle of a step of 1F1B: messages go both ways along a chain, receives are posted ahead, and every
-   wait is longer than a moment now and then. */
+/* The middle of a step of 1F1B: messages go both ways along a chain, receives are posted ahead, and some
+   waits are longer than the time that a rank spins. */
 static ddp_result chain(ddp_group *world, lane lanes[2]) {
     int rank = ddp_rank(world);
     uint32_t random = 12345u * (uint32_t)(rank + 1);
@@ -81,7 +81,7 @@ static ddp_result send_and_sleep(ddp_group *world) {
         if (rank == 1) {
             ranks_sleep_us(100000); /* the sender is asleep */
             RANKS_OK(world, ddp_recv(world, large, LARGE, DDP_U8, 0, LAST_TAG, NULL));
-            ranks_sleep_us(100000); /* and gets no other reason to wake */
+            ranks_sleep_us(100000); /* and has no other reason to wake */
         }
     }
     free(large);

@@ -10,7 +10,7 @@
 #include "../support/ranks.h"
 
 enum { COUNT = 4000 };
-static int holds; /* this rank does not begin to send before the other has failed */
+static int holds; /* this rank does not begin to send before the other one has failed */
 
 static void await_failure(void) { PMPI_Recv(NULL, 0, MPI_BYTE, 0, 1, MPI_COMM_WORLD, MPI_STATUS_IGNORE); }
 
@@ -62,7 +62,7 @@ static ddp_result rank_main(const char *what) {
     return DDP_OK;
 }
 
-static void finalize(void) { PMPI_Finalize(); } /* after ddp.h, which leaves it out when a group has failed */
+static void finalize(void) { PMPI_Finalize(); } /* after ddp.h, which leaves it out after a failed group */
 
 int main(int argc, char **argv) {
     ddp_result result;

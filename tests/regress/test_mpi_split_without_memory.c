@@ -7,7 +7,7 @@
 #include "../../ddp.h"
 #include "../support/ranks.h"
 
-static int left = -1; /* allocations until one fails; -1 = none does */
+static int left = -1; /* allocations until one fails; -1 = none fails */
 
 static void *alloc_some(size_t size_bytes, void *user) {
     (void)user;
@@ -17,7 +17,7 @@ static void *alloc_some(size_t size_bytes, void *user) {
 
 static void free_some(void *memory, void *user) { (void)user; free(memory); }
 
-static int timeout_ms = 700; /* a split that misses a rank lasts as long */
+static int timeout_ms = 700; /* the duration of a split in which a rank is missing */
 
 /* A world in which every rank has met every other one. The timeout is for missing ranks, not for a machine
    that stands still. */

@@ -29,7 +29,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         params[i].value.ndim = params[i].grad.ndim = 1;
         params[i].value.shape[0] = params[i].grad.shape[0] = (int64_t)counts[i];
         params[i].value.data = calloc(counts[i], 4);
-        params[i].grad.data = calloc(counts[i] + 4096, 4); /* on its own: not next to the others */
+        params[i].grad.data = calloc(counts[i] + 4096, 4); /* not adjacent to the others */
     }
     desc.params = params;
     desc.param_count = 3;

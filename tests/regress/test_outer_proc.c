@@ -50,7 +50,7 @@ static void be_rank(int rank, int few_files) {
         memset(&none, 0, sizeof none);
         setrlimit(RLIMIT_NOFILE, &none);
     }
-    if (s->first == DDP_OK && rank == 1) ranks_sleep_us(300000); /* rank 0 looks at this process many times */
+    if (s->first == DDP_OK && rank == 1) ranks_sleep_us(300000); /* rank 0 checks this process many times */
     if (s->first == DDP_OK) s->first = ddp_barrier(world);
     snprintf(s->text, sizeof s->text, "%s", s->first == DDP_OK ? "" : ddp_last_error());
     if (s->first == DDP_OK && rank == 1) {
@@ -78,8 +78,7 @@ static void check(void) {
            zero->first_at - stage_shared->event_at);
 }
 
-/* The first process of a namespace of its own, with the /proc of the outer one. Both ranks are its
-   children. */
+/* The first process of a new namespace, with the /proc of the outer one. Both ranks are its children. */
 static void be_first(void) {
     pid_t pids[2];
     if (getpid() != 1) _exit(NO_NAMESPACES);

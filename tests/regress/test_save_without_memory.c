@@ -13,7 +13,7 @@ enum { AHEAD = 32 };
 
 typedef struct turn { int number, loads, fired; char dir[100]; } turn;
 
-/* Of this rank; refuse_at: the allocation that finds nothing, 0 = none. */
+/* Of this rank; refuse_at: the allocation that fails, 0 = none. */
 static __thread int calls, refuse_at;
 static turn trial;
 

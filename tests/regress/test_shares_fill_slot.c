@@ -7,7 +7,7 @@
 #include "../support/inner.h"
 #include "../support/ranks.h"
 
-enum { CHUNK = 512 * 1024 /* elements: four chunks and the remainder */, MOST = 5 * CHUNK / 4 /* elements: four chunks and what is left over */, PERIOD = 143 };
+enum { CHUNK = 512 * 1024 /* bytes, of ddp.h */, MOST = 5 * CHUNK / 4 /* elements: four chunks and the remainder */, PERIOD = 143 };
 
 static int amd(void) { return 1; }
 

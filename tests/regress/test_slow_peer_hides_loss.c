@@ -17,7 +17,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     ddp_work slow = DDP_ZERO, lost = DDP_ZERO;
     ddp_result result;
     RANKS_OK(world, ddp_barrier(world));
-    if (ddp_rank(world) == 2) { /* leaves when rank 0 has issued its calls and, most likely, waits */
+    if (ddp_rank(world) == 2) { /* leaves after rank 0 has issued its calls and, most likely, waits */
         heard(&stage_shared->counter, 1);
         ranks_sleep_us(30000);
         event_now();

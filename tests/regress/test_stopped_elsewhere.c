@@ -40,7 +40,7 @@ static const struct {
 #endif
 };
 
-/* Ranks and the process that starts them share it. */
+/* Shared by the ranks and the process that starts them. */
 typedef struct board {
     pid_t pid[W];
     double start_at[W], end_at[W];

@@ -16,8 +16,8 @@ static char folder[64];
 
 static float value_of(int i) { return (float)i * 0.25f - 1; }
 
-/* One file: a header, then `tensors` tensors, each of which has the values. `wrong`: one element of this one
-   differs. half: this one is in bf16. -1 = none. */
+/* One file: a header, then tensors tensors, each with the values. wrong: one element of this one differs.
+   half: this one is in bf16. -1 = none. */
 static void write_file(const char *const *names, int tensors, int wrong, int half) {
     char header[1000] = "{", path[200];
     unsigned char data[8 * COUNT * sizeof(float)], size[8];
@@ -51,7 +51,7 @@ static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t r
     return DDP_OK;
 }
 
-/* A matrix with three uses in two units, and a parameter of its own. */
+/* A matrix with three uses in two units, and a separate parameter. */
 static ddp_result create(ddp_group *group, ddp_fsdp_param *params, ddp_fsdp **fsdp, int strategy) {
     static const char *const names[] = {"wte", "head", "other", "again"};
     ddp_fsdp_unit_desc units[2];
