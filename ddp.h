@@ -50,7 +50,10 @@ CONCEPTS
     Group      Holds all state of its ranks' communication; the library has no globals. A process may have
                many groups. Only one thread at a time may issue calls on a group.
     Collective A call that every rank of the group makes, in the same order and with the arguments that its
-               comment requires to be equal. The library compares a hash of the arguments on arrival.
+               comment requires to be equal. The library compares a hash of the arguments on arrival. A call
+               is collective only if its comment, or that of its section, says so.
+    Handle     *out of a create call is a new object. The caller frees it with the destroy call of the same
+               name.
     Work       A call with work == NULL blocks. With a ddp_work it returns at once: a communication thread of
                this rank executes such calls in the order issued, and ddp_wait waits for one. The call owns
                its buffers until then.
@@ -73,6 +76,8 @@ ERRORS
     A failure inside a collective poisons the group. The first cause is kept; the pending or next call of each
     rank returns its code, and later calls return DDP_ERR_POISONED with the same cause. DDP_ERR_INVALID that
     is found before a call is issued changes nothing. No call waits longer than timeout_ms for a peer.
+    Comments do not repeat what holds everywhere: a wrong argument is DDP_ERR_INVALID, and a call that
+    communicates also returns the errors of collectives.
 
 CONFIG MACROS (define before including)
     DDP_IMPLEMENTATION      also compile the function bodies, in this file
@@ -422,8 +427,9 @@ typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user);
 
 /* Joins the world that a launcher has started, or creates a world of one rank. desc may be NULL; *out is NULL
-   on failure. Collective over that world. Blocks until all ranks have joined, at most timeout_ms. Inside a
-   ddp_launch it splits the launched world into a group of all its ranks, with the timeout of that world.
+   on failure. Free it with ddp_group_destroy. Collective over that world. Blocks until all ranks have joined,
+   at most timeout_ms. Inside a ddp_launch it splits the launched world into a group of all its ranks, with
+   the timeout of that world.
    One machine: ranks find each other through an abstract socket, keyed by user and job, and share one
    anonymous memory file.
    Several machines: ranks connect to rank 0 over TCP. Its address comes from MASTER_ADDR and MASTER_PORT (or
@@ -445,23 +451,24 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
 
 #if defined(DDP_USE_MPI)
 /* Creates a group of the ranks of the program's own communicator. desc may be NULL; its init_method, rank and
-   world_size are not read. Collective over comm. Ownership: comm is duplicated and stays the caller's. MPI
-   must be initialized, at any thread level, and may be finalized only after the group has been destroyed.
-   Below MPI_THREAD_MULTIPLE, a group that runs over MPI has no communication thread: asynchronous calls make
-   progress only inside ddp_wait and ddp_test, and ddp_test then blocks. */
+   world_size are not read. Collective over comm, blocks. Ownership: free *out with ddp_group_destroy; comm is
+   duplicated and stays the caller's. MPI must be initialized, at any thread level, and may be finalized only
+   after the group has been destroyed. Below MPI_THREAD_MULTIPLE, a group that runs over MPI has no
+   communication thread: asynchronous calls make progress only inside ddp_wait and ddp_test, and ddp_test then
+   blocks. Errors: as ddp_group_create. */
 DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc);
 #endif
 
-/* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank. Collective,
-   blocks. A rank that is lost or exceeds the timeout in the new group also fails the parent (see timeout_ms).
-   Other failures, such as DDP_ERR_MISMATCH or ddp_group_abort, do not. A negative color gives *out == NULL
-   and DDP_OK. The new group inherits timeout, order and allocators, and accepts group memory of its
-   ancestors. Errors name it after its parent: "world.2". */
+/* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank. Free it with
+   ddp_group_destroy. Collective, blocks. A rank that is lost or exceeds the timeout in the new group also
+   fails the parent (see timeout_ms). Other failures, such as DDP_ERR_MISMATCH or ddp_group_abort, do not. A
+   negative color gives *out == NULL and DDP_OK. The new group inherits timeout, order and allocators, and
+   accepts group memory of its ancestors. Error lines name it after its parent: "world.2". */
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out);
 
 /* Arranges the ranks of world as a grid, and creates this rank's group along each dimension: the ranks that
-   differ from it only in that position, in that order. Collective, with the same desc on every rank. Errors:
-   DDP_ERR_INVALID (names; shape does not multiply to world_size); DDP_ERR_MISMATCH on every rank. */
+   differ from it only in that position, in that order. Collective, with the same desc on every rank; blocks.
+   Errors: DDP_ERR_INVALID (names; shape does not multiply to world_size); DDP_ERR_MISMATCH on every rank. */
 DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_mesh_desc *desc);
 
 /* The group along a dimension; its ddp_rank is this rank's position there. The mesh owns it. NULL, with
@@ -659,7 +666,8 @@ DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_jo
 /* *active = number of ranks that take part in this step; 0 when training is over. Gradients are divided by
    active ranks. On a rank without a batch, shadow mode runs steps of zeros inside and returns when all ranks
    have finished. With per_token these steps end in ddp_reducer_wait_mean, as must those of the other ranks.
-   Collective, blocks. */
+   Collective, blocks. Errors: DDP_ERR_INVALID while ddp_reducer_wait has not ended the step before; those of
+   ddp_reducer_wait; the result of step_fn. */
 DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active);
 DDPDEF void ddp_join_destroy(ddp_join *join); /* before its reducer; not collective; NULL is ignored */
 

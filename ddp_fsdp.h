@@ -460,7 +460,8 @@ DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit);
 DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit);
 
 /* on = 1: only forward passes follow. Unshard provides no gradients, reshard frees regardless of
-   no_reshard_after_forward, and the order of unshards is not recorded. */
+   no_reshard_after_forward, and the order of unshards is not recorded. Not collective, but the same on every
+   rank. */
 DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on);
 
 /* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm is the norm before
@@ -568,7 +569,8 @@ DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr);
 
 /* The same with gradients times grad_scale, with the bits of a multiplication beforehand but without another
    pass over memory: to unscale and to clip. LARS leaves the gradients multiplied, since it needs their norms
-   first. Errors: DDP_ERR_INVALID when grad_scale is not positive and finite. */
+   first. Collective as ddp_optimizer_step. Errors: DDP_ERR_INVALID when grad_scale is not positive and
+   finite. */
 DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, float grad_scale);
 
 /* Returns a view of state number `which` of a parameter, with the value's shape, and its name in checkpoints

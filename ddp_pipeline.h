@@ -401,17 +401,18 @@ typedef struct ddp_profile_desc {
 
 //== api ========================================================================================= >>api
 
-/* --- schedules --- */
+/* --- schedules ---
+   Not collective: ranks that make the same calls get the same schedule. The caller frees each schedule with
+   ddp_schedule_destroy. */
 
-/* Creates the lists of a kind, with F, I, W and B only; see ddp_schedule_lower. Not collective: the same desc
-   gives the same schedule on every rank. Errors, and *out is NULL: DDP_ERR_INVALID names the field and the
-   nearest valid value; DDP_ERR_NO_MEMORY. */
+/* Creates the lists of a kind, with F, I, W and B only; see ddp_schedule_lower. Errors, and *out is NULL:
+   DDP_ERR_INVALID names the field and the nearest valid value; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_desc *desc);
 
 /* Parses the text of a CSV file with any number of ranks (lines), stages and micro-batches. Ignores blanks
    around cells, empty lines at the end and a UTF-8 byte-order mark. A cell may be in double quotes, as
    spreadsheets write it. The schedule has one update, at its end. It may be invalid: ddp_schedule_check
-   reports that. Not collective. Errors: DDP_ERR_INVALID names line, cell and cause; DDP_ERR_NO_MEMORY. */
+   reports that. Errors: DDP_ERR_INVALID names line, cell and cause; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv);
 
 /* Like ddp_schedule_draw with unit costs. */
@@ -528,7 +529,7 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
 DDPDEF ddp_result ddp_pipeline_step(ddp_pipeline *pipeline);
 
 /* Runs only the forward actions, in the schedule's order, with the newest weights. Times and stats of the
-   last step are kept. Collective, blocks. */
+   last step are kept. Collective, blocks. Errors: as ddp_pipeline_step. */
 DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline);
 
 /* Losses of the last step or evaluation, on every rank. *mean is the pairwise sum over micro-batches divided

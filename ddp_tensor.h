@@ -408,7 +408,9 @@ DDPDEF ddp_result ddp_tensor_fill(ddp_group *group, ddp_tensor *tensor, double v
 DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, ddp_placement placement,
                                    char *text, size_t *size_bytes);
 
-/* --- placements --- */
+/* --- placements ---
+   A call with `out` writes to it as the calls for elements of tensors do. Not collective, unless stated
+   otherwise. Errors: DDP_ERR_INVALID names shapes or placements; DDP_ERR_NO_MEMORY. */
 
 /* Such as "REPLICATE" or "SHARD(1)"; text of this thread, overwritten by its fourth next call. */
 DDPDEF const char *ddp_placement_name(ddp_placement placement);
@@ -416,7 +418,7 @@ DDPDEF const char *ddp_placement_name(ddp_placement placement);
 DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, const int64_t *global_shape,
                                           int rank, int world_size, ddp_tensor_box *box);
 
-/* Extracts this rank's part of a tensor that every rank has in full. Sends nothing. PARTIAL: rank 0 keeps the
+/* Extracts this rank's part of a tensor that every rank has in full. PARTIAL: rank 0 keeps the
    values, the other ranks get zeros. */
 DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to,
                                    ddp_tensor *out);
@@ -499,14 +501,16 @@ DDPDEF ddp_result ddp_tp_linear_bias_box(const ddp_tp_linear *linear, int part, 
 DDPDEF int64_t ddp_tp_linear_in_features(const ddp_tp_linear *linear);  /* columns of this rank's weight */
 DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear); /* rows of this rank's weight */
 
-/* COLUMN: x (M, K) full, or (M/t, K) in sequence parallelism -> y (M, N/t), or (M, N) with gather_output.
-   ROW:    x (M, K/t), or (M, K) with scatter_input -> y (M, N), or (M/t, N) in sequence parallelism.
+/* Computes y = x W' + b.
+     COLUMN   x (M, K), or (M/t, K) in sequence parallelism -> y (M, N/t), or (M, N) with gather_output
+     ROW      x (M, K/t), or (M, K) with scatter_input -> y (M, N), or (M/t, N) in sequence parallelism
    rows is M. bias is NULL with no_bias. */
 DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias,
                                         const void *x, int64_t rows, void *y);
-/* dy has the shape of y, dx of x, weight_grad and bias_grad of weight and bias. In sequence parallelism, a
-   column linear gathers x again, in chunks during the product for dx. weight_grad and bias_grad may both be
-   NULL, on all ranks that have features or on none: not computed. */
+/* Computes the gradients of x, weight and bias. dy has the shape of y, dx of x, weight_grad and bias_grad of
+   weight and bias. In sequence parallelism, a column linear gathers x again, in chunks during the product for
+   dx. weight_grad and bias_grad may both be NULL, on all ranks that have features or on none: not
+   computed. */
 DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x,
                                          const void *dy, int64_t rows, void *dx, void *weight_grad,
                                          void *bias_grad);
@@ -520,13 +524,13 @@ DDPDEF void ddp_tp_mlp_destroy(ddp_tp_mlp *mlp); /* NULL is ignored */
 DDPDEF size_t ddp_tp_mlp_saved_count(const ddp_tp_mlp *mlp, int64_t rows);
 /* The column linear (0) or the row linear (1), for their boxes; owned by the mlp. */
 DDPDEF ddp_tp_linear *ddp_tp_mlp_linear(ddp_tp_mlp *mlp, int which);
-/* x and y are (M, channels), or (M/t, channels) in sequence parallelism; rows is M. weights: weight and bias
-   of the column linear, then of the row linear; biases are NULL with no_bias. saved: ddp_tp_mlp_saved_count
-   elements. */
+/* Computes y. x and y are (M, channels), or (M/t, channels) in sequence parallelism; rows is M. weights:
+   weight and bias of the column linear, then of the row linear; biases are NULL with no_bias. saved:
+   ddp_tp_mlp_saved_count elements. */
 DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x,
                                      int64_t rows, void *saved, void *y);
-/* x, weights and saved are those of the forward. dy has the shape of y, dx of x. grads: the gradients of
-   weights; NULL: not computed. */
+/* Computes the gradients of x and weights. x, weights and saved are those of the forward. dy has the shape of
+   y, dx of x. grads: the gradients of weights; NULL: not computed. */
 DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x,
                                       const void *saved, const void *dy, int64_t rows, void *dx,
                                       void *const grads[4]);
@@ -538,23 +542,23 @@ DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp,
 DDPDEF void ddp_tp_embedding_destroy(ddp_tp_embedding *embedding); /* NULL is ignored */
 /* The box of this rank's rows in the table. */
 DDPDEF ddp_result ddp_tp_embedding_box(const ddp_tp_embedding *embedding, ddp_tensor_box *box);
-/* weight: this rank's rows of the table. tokens: M of them, the same on every rank; rows is M. y (M,
-   channels), or (M/t, channels) in sequence parallelism. Errors: DDP_ERR_INVALID on every rank names the
-   position of a token outside 0 to vocab - 1. */
+/* Looks up one row of the table for each token. weight: this rank's rows of the table. tokens: M of them, the
+   same on every rank; rows is M. y (M, channels), or (M/t, channels) in sequence parallelism. Errors:
+   DDP_ERR_INVALID on every rank names the position of a token outside 0 to vocab - 1. */
 DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const void *weight,
                                            const int32_t *tokens, int64_t rows, void *y);
-/* dy has the shape of y; weight_grad is the gradient of this rank's rows. Errors: as
+/* Computes the gradient of the table. dy has the shape of y; weight_grad has this rank's rows. Errors: as
    ddp_tp_embedding_forward. */
 DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const int32_t *tokens,
                                             const void *dy, int64_t rows, void *weight_grad);
 
-/* Cross-entropy of logits that are sharded along the vocabulary, (M, this rank's share of padded_vocab).
-   losses (M, may be NULL): the loss of each row, 0 for rows that do not count. *mean (may be NULL): over the
-   rows that count, or 0. dlogits has the shape of logits and may be the same memory; NULL = not computed.
-   Nothing else is saved. All ranks get the same bits. A NaN is the loss of its row. Two collectives: an
-   all-reduce MAX and one fused SUM. targets and desc are the same on every rank. mean is host memory; only
-   for it the host waits for a device. Errors: DDP_ERR_INVALID names the row of a target outside 0 to vocab -
-   1 that is not ignore_index. Source: Megatron-LM. */
+/* Computes the cross-entropy of logits that are sharded along the vocabulary, (M, this rank's share of
+   padded_vocab). losses (M, may be NULL): the loss of each row, 0 for rows that do not count. *mean (may be
+   NULL): over the rows that count, or 0. dlogits has the shape of logits and may be the same memory; NULL =
+   not computed. Nothing else is saved. All ranks get the same bits. A NaN is the loss of its row. Two
+   collectives: an all-reduce MAX and one fused SUM. targets and desc are the same on every rank. mean is host
+   memory; only for it the host waits for a device. Errors: DDP_ERR_INVALID names the row of a target outside
+   0 to vocab - 1 that is not ignore_index. Source: Megatron-LM. */
 DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc, const void *logits,
                                        const int32_t *targets, int64_t rows, void *losses, double *mean,
                                        void *dlogits);
@@ -574,9 +578,9 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
                                              const void *stats, const void *dy, int64_t rows, void *dx,
                                              void *weight_grad, void *bias_grad);
 
-/* y = x / (1 - rate) or 0, decided by a random number for each element's position in the global activation:
-   ranks that hold the same element agree, for any sharding. Backward is the same call on dy. In place: y ==
-   x. Not collective. */
+/* Sets random elements to zero: y = x / (1 - rate) or 0, decided by a random number for each element's
+   position in the global activation: ranks that hold the same element agree, for any sharding. Backward is
+   the same call on dy. In place: y == x. Not collective. */
 DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, const void *x, int64_t rows,
                                  int64_t columns, void *y);
 
