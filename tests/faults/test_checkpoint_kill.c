@@ -313,7 +313,7 @@ static void test_random(ddp_group *group) {
         saved += found - before;
     }
     printf("50 kills, %d saves\n", saved);
-    EXPECT(saved > 5, "%d saves are too few to say anything", saved); /* a save takes about 75 calls */
+    EXPECT(saved > 5, "%d saves are too few for a result", saved); /* a save takes about 75 calls */
 }
 
 int main(void) {

@@ -248,7 +248,7 @@ static void test_bad_variables(void) {
         spawn_variables(table[i].variables, 0, 0, 0, next_tag++, 1000, NULL, NULL);
         reap(0, 1);
         EXPECT(s->done && s->first == table[i].want, "%s '%s'", s->done ? ddp_result_name(s->first) : "died", s->text);
-        EXPECT(says(s->text, table[i].word), "'%s' does not say '%s'", s->text, table[i].word);
+        EXPECT(says(s->text, table[i].word), "'%s' does not contain '%s'", s->text, table[i].word);
     }
 }
 
@@ -292,7 +292,7 @@ static void test_contradictions(void) {
                    ddp_result_name(s->first), s->text);
             mismatches += s->first == DDP_ERR_MISMATCH;
         }
-        EXPECT(mismatches >= 1, "nobody said DDP_ERR_MISMATCH: '%s' '%s' '%s'", stage_shared->rank[0].text, stage_shared->rank[1].text, stage_shared->rank[2].text);
+        EXPECT(mismatches >= 1, "no rank returned DDP_ERR_MISMATCH: '%s' '%s' '%s'", stage_shared->rank[0].text, stage_shared->rank[1].text, stage_shared->rank[2].text);
         EXPECT(ranks_now() - start < 8 + PROMPT_SECONDS, "took %.2f s", ranks_now() - start);
     }
 }
@@ -331,8 +331,8 @@ static int visit(const char *name) {
 }
 
 static void test_strangers(void) {
-    static const char *const what[] = {"a stranger says nothing", "a stranger sends garbage", "a stranger sends a lot of garbage", "a stranger leaves at once",
-                                       "40 strangers say nothing", "a stranger sends zeros of many sizes"};
+    static const char *const what[] = {"a silent connection", "a stranger sends garbage", "a stranger sends a lot of garbage", "a stranger leaves at once",
+                                       "40 silent connections", "a stranger sends zeros of many sizes"};
     static char garbage[65536];
     for (size_t i = 0; i < sizeof garbage; i++) garbage[i] = (char)ranks_mix(i);
     for (int kind = 0; kind < 6; kind++) {
@@ -407,7 +407,7 @@ static void test_name_is_taken(void) {
                    s->done ? ddp_result_name(s->first) : "died", s->text);
             EXPECT(says(s->text, name) && says(s->text, "MASTER_PORT") && says(s->text, "file:///path"),
                    "rank %d: '%s'", r, s->text);
-            EXPECT(says(s->text, listens ? want : "does not listen there"), "rank %d: '%s' does not say '%s'",
+            EXPECT(says(s->text, listens ? want : "does not listen there"), "rank %d: '%s' does not contain '%s'",
                    r, s->text, want);
         }
         kill(holder, SIGKILL);
@@ -457,7 +457,7 @@ static void test_all_die(void) {
     leftovers files;
     int zero = 0, tag = next_tag++;
     char name[108];
-    faults_begin("kill -9 of every process leaves nothing behind");
+    faults_begin("kill -9 of every process has no leftovers");
     files = leftovers_now();
     job_socket(tag, name, sizeof name);
     for (int r = 0; r < 3; r++) spawn(&families[0], r, r, 3, tag, 20000, forever, NULL);

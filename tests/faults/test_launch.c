@@ -19,7 +19,7 @@ static ddp_result launch_barriers(int w) {
 //== a good guest ===========================================================================
 
 static void test_many_launches(void) {
-    faults_begin("60 launches leave nothing behind");
+    faults_begin("60 launches have no leftovers");
     for (int i = 0; i < 60; i++) EXPECT(launch_barriers(2 + i % 3) == DDP_OK, "%s", ddp_last_error());
     for (int i = 0; i < 20; i++) {
         int rounds = 3;
@@ -61,8 +61,8 @@ static void test_other_children_are_left_alone(void) {
         int rounds = 3;
         EXPECT(ranks_run(RANKS_PROCESSES, 3, 20000, barriers_main, &rounds) == DDP_OK, "%s", ddp_last_error());
     }
-    EXPECT(waitpid(early, &status, 0) == early && WEXITSTATUS(status) == 7, "the caller's child was reaped by somebody else");
-    EXPECT(waitpid(late, &status, 0) == late && WEXITSTATUS(status) == 8, "the caller's child was reaped or killed by somebody else");
+    EXPECT(waitpid(early, &status, 0) == early && WEXITSTATUS(status) == 7, "the caller's child was reaped by another process");
+    EXPECT(waitpid(late, &status, 0) == late && WEXITSTATUS(status) == 8, "the caller's child was reaped or killed by another process");
 }
 
 static void test_ignored_sigchld(void) {
@@ -152,7 +152,7 @@ static void test_cores(void) {
     EXPECT(launch(RANKS_PROCESSES, 2 * all + 1, 20000, cores_main, c) == DDP_OK, "%s", ddp_last_error());
     for (int r = 0; r < 2 * all + 1; r++) EXPECT(c->seen[r] >= 1 && strcmp(c->omp[r], "1") == 0, "rank %d: %d cores, %s threads", r, c->seen[r], c->omp[r]);
 
-    faults_begin("what the user set stays");
+    faults_begin("the user's settings are unchanged");
     setenv("OMP_NUM_THREADS", "5", 1);
     EXPECT(launch(RANKS_PROCESSES, 2, 20000, cores_main, c) == DDP_OK, "%s", ddp_last_error());
     EXPECT(strcmp(c->omp[1], "5") == 0, "OMP_NUM_THREADS %s", c->omp[1]);

@@ -139,8 +139,8 @@ static void run(ranks_mode mode, ending how, waiting what, int victim, int late)
         if (!s->done) continue;
         EXPECT(s->first == DDP_ERR_PEER_LOST, "rank %d got %s '%s'", r, ddp_result_name(s->first), s->text);
         EXPECT(names_rank(s->text, victim), "rank %d: '%s' does not name rank %d", r, s->text, victim);
-        EXPECT(says(s->text, ending_words[how]), "rank %d: '%s' does not say '%s'", r, s->text, ending_words[how]);
-        if (mode == RANKS_PROCESSES && how <= END_EXIT) EXPECT(says(s->text, pid), "rank %d: '%s' does not say pid %s", r, s->text, pid);
+        EXPECT(says(s->text, ending_words[how]), "rank %d: '%s' does not contain '%s'", r, s->text, ending_words[how]);
+        if (mode == RANKS_PROCESSES && how <= END_EXIT) EXPECT(says(s->text, pid), "rank %d: '%s' does not contain pid %s", r, s->text, pid);
         EXPECT(s->second == DDP_ERR_POISONED, "rank %d: second call gave %s '%s'", r, ddp_result_name(s->second), s->text2);
         EXPECT(names_rank(s->text2, victim) && says(s->text2, ending_words[how]), "rank %d: later text '%s' has another cause than '%s'", r,
                s->text2, s->text);
@@ -149,9 +149,9 @@ static void run(ranks_mode mode, ending how, waiting what, int victim, int late)
         EXPECT(late || took < PROMPT_SECONDS, "rank %d learned of it after %.3f s", r, took);
     }
     EXPECT(result == (how == END_RETURN_ERROR ? DDP_ERR_CORRUPT : DDP_ERR_PEER_LOST), "launch gave %s '%s'", ddp_result_name(result), ddp_last_error());
-    EXPECT(says(ddp_last_error(), ending_words[how]), "launch says '%s'", ddp_last_error());
-    if (how == END_RETURN_ERROR) EXPECT(says(ddp_last_error(), "on fire"), "launch says '%s'", ddp_last_error());
-    else EXPECT(says(ddp_last_error(), "rank 2") || victim != 2, "launch says '%s'", ddp_last_error());
+    EXPECT(says(ddp_last_error(), ending_words[how]), "launch returned '%s'", ddp_last_error());
+    if (how == END_RETURN_ERROR) EXPECT(says(ddp_last_error(), "on fire"), "launch returned '%s'", ddp_last_error());
+    else EXPECT(says(ddp_last_error(), "rank 2") || victim != 2, "launch returned '%s'", ddp_last_error());
     EXPECT(launch_seconds < 3 * PROMPT_SECONDS, "launch took %.1f s", launch_seconds);
 }
 
@@ -180,7 +180,7 @@ static ddp_result storm_main(ddp_group *world, void *user) {
         for (size_t i = 0; i < count; i += count / 100) d[i] = (float)(round % 100);
         result = ddp_all_reduce(world, d, d, count, DDP_F32, DDP_OP_SUM, NULL);
         for (size_t i = 0; i < count && result == DDP_OK; i += count / 100)
-            RANKS_CHECK(world, d[i] == (float)(round % 100 * w), "round %d: %g beside a dying rank", round, (double)d[i]);
+            RANKS_CHECK(world, d[i] == (float)(round % 100 * w), "round %d: %g next to a dying rank", round, (double)d[i]);
     }
     result = note(world, world, result);
     meet_outside(w - 1);

@@ -135,7 +135,7 @@ static void test_cut(void) {
             EXPECT(took < TIMEOUT_MS * 1e-3 + PROMPT_SECONDS, "rank %d: after %.2f s of %d ms", r, took, TIMEOUT_MS);
             printf("rank %d after %.2f s: %s\n", r, took, s->text);
         }
-        EXPECT(on(1, "ip link set cable up") == 0, "the cable cannot be mended");
+        EXPECT(on(1, "ip link set cable up") == 0, "the cable cannot be reconnected");
     }
 }
 

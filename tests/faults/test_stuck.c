@@ -140,10 +140,10 @@ static void run_mismatches(ranks_mode mode, int w) {
             const seen *s = &stage_shared->rank[r];
             EXPECT(s->done && s->first == DDP_ERR_MISMATCH, "rank %d got %s '%s'", r, s->done ? ddp_result_name(s->first) : "nothing", s->text);
             for (int k = 0; k < 4 && pairs[i].words[k]; k++)
-                EXPECT(says(s->text, pairs[i].words[k]), "rank %d: '%s' does not say '%s'", r, s->text, pairs[i].words[k]);
+                EXPECT(says(s->text, pairs[i].words[k]), "rank %d: '%s' does not contain '%s'", r, s->text, pairs[i].words[k]);
             EXPECT(s->second == (agreed ? DDP_OK : DDP_ERR_POISONED), "rank %d: second call gave %s '%s'", r, ddp_result_name(s->second), s->text2);
             for (int k = 0; k < 4 && pairs[i].words[k] && !agreed; k++)
-                EXPECT(says(s->text2, pairs[i].words[k]), "rank %d: later '%s' does not say '%s'", r, s->text2, pairs[i].words[k]);
+                EXPECT(says(s->text2, pairs[i].words[k]), "rank %d: later '%s' does not contain '%s'", r, s->text2, pairs[i].words[k]);
         }
     }
 }

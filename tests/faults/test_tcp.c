@@ -100,7 +100,7 @@ static void reap(int first, int count) {
 static void expect(int slot, ddp_result want, const char *word, const char *word2) {
     const seen *s = &stage_shared->rank[slot];
     EXPECT(s->done && s->first == want, "process %d: %s '%s'", slot, s->done ? ddp_result_name(s->first) : "died", s->text);
-    EXPECT(says(s->text, word) && says(s->text, word2), "process %d: '%s' does not say '%s' and '%s'", slot, s->text, word, word2);
+    EXPECT(says(s->text, word) && says(s->text, word2), "process %d: '%s' does not contain '%s' and '%s'", slot, s->text, word, word2);
 }
 
 static void expect_ok(int count) { for (int i = 0; i < count; i++) expect(i, DDP_OK, "", ""); }
@@ -152,7 +152,7 @@ static int connect_to(uint32_t host, int port, double seconds) {
 
 static int visit(int port) {
     int fd = connect_to(INADDR_LOOPBACK, port, 20 * DDP_TEST_SLOWDOWN);
-    EXPECT(fd >= 0, "nobody listens at port %d", port);
+    EXPECT(fd >= 0, "no process listens at port %d", port);
     return fd;
 }
 
@@ -227,7 +227,7 @@ static void test_listen(void) {
         EXPECT(fd >= 0, "rank 0 does not listen there");
         if (table[i].closed) other = connect_to(table[i].closed, j.port, 0);
         EXPECT(other < 0, "rank 0 listens at another address too");
-        EXPECT(says(logs[0], "all interfaces") == table[i].reported, "the log says '%s'", logs[0]);
+        EXPECT(says(logs[0], "all interfaces") == table[i].reported, "the log contains '%s'", logs[0]);
         close(fd);
         if (other >= 0) close(other);
         kill(stage_shared->rank[0].pid, SIGKILL);
@@ -336,7 +336,7 @@ static void test_port_in_use(void) {
     /* it has inherited the socket */
     snprintf(heir, sizeof heir, "in use by pid %d (", (int)stage_shared->rank[0].pid);
     expect(0, DDP_ERR_SYSTEM, "DDP_MASTER_PORT", "");
-    EXPECT(says(stage_shared->rank[0].text, pid) || says(stage_shared->rank[0].text, heir), "'%s' does not say '%s'", stage_shared->rank[0].text, pid);
+    EXPECT(says(stage_shared->rank[0].text, pid) || says(stage_shared->rank[0].text, heir), "'%s' does not contain '%s'", stage_shared->rank[0].text, pid);
     close(fd);
 }
 
@@ -375,7 +375,7 @@ static void test_contradictions(void) {
         reap(0, 3);
         expect_ok(3);
         EXPECT(says(logs[0], "hung up on 127.0.0.1 port") && says(logs[0], table[k].word),
-               "the log says '%s'", logs[0]);
+               "the log contains '%s'", logs[0]);
     }
 }
 
@@ -388,7 +388,7 @@ static void test_bad_hellos(void) {
         const char *word;
     } table[] = {{"a rank with another version", 990102, 1, 0, 0, "99.1.2"},
                  {"a rank with a negative number", 0, -1, 0, 0, "claim rank -1"},
-                 {"a rank behind the last one", 0, 3, 0, 0, "claim rank 3"},
+                 {"a rank after the last one", 0, 3, 0, 0, "claim rank 3"},
                  {"a rank that claims to be rank 0", 0, 0, 0, 0, "claim rank 0"},
                  {"a hello without its last fields", 0, 1, 24, 0, "no rank of ddp"},
                  {"a machine with the other byte order", 0, 1, 0, 1, "byte order"}};
@@ -417,7 +417,7 @@ static void test_bad_hellos(void) {
         start(&j, 1, 1);
         reap(0, 2);
         expect_ok(2);
-        EXPECT(says(logs[0], table[i].word), "the log says '%s'", logs[0]);
+        EXPECT(says(logs[0], table[i].word), "the log contains '%s'", logs[0]);
     }
     job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, RUN_INTO_MS, work};
     faults_begin("a rank that was refused is missing at the timeout");
@@ -464,7 +464,7 @@ static void test_other_jobs(void) {
     start(&j, 2, 2);
     reap(0, 3);
     expect_ok(3);
-    EXPECT(says(logs[0], "hung up on") && says(logs[0], "127.0.0.1 port") && says(logs[0], "another job"), "the log says '%s'", logs[0]);
+    EXPECT(says(logs[0], "hung up on") && says(logs[0], "127.0.0.1 port") && says(logs[0], "another job"), "the log contains '%s'", logs[0]);
 }
 
 //== strangers ==============================================================================
@@ -492,8 +492,8 @@ static void test_strangers(void) {
         reap(0, 3);
         expect_ok(3);
         /* 1: the job began before their time was up. */
-        EXPECT(says(logs[0], kind == 1 ? "" : "hung up on 127.0.0.1 port"), "the log says '%s'", logs[0]);
-        EXPECT(kind != 3 || says(logs[0], "others are waiting"), "nobody made room: '%s'", logs[0]);
+        EXPECT(says(logs[0], kind == 1 ? "" : "hung up on 127.0.0.1 port"), "the log contains '%s'", logs[0]);
+        EXPECT(kind != 3 || says(logs[0], "others are waiting"), "no connection was closed: '%s'", logs[0]);
         for (int i = 0; i < count && kind != 2; i++) close(fds[i]);
     }
 }
@@ -507,12 +507,12 @@ static void test_silence(void) {
     j.port = some_ports(1);
     start(&j, 0, 0);
     fd = visit(j.port);
-    EXPECT(recv(fd, &byte, 1, 0) == 0, "it was told something");
+    EXPECT(recv(fd, &byte, 1, 0) == 0, "it received data");
     close(fd);
     start(&j, 1, 1);
     reap(0, 2);
     expect_ok(2);
-    EXPECT(says(logs[0], "did not say who it is"), "the log says '%s'", logs[0]);
+    EXPECT(says(logs[0], "did not say who it is"), "the log contains '%s'", logs[0]);
 }
 
 //== a peer played by the test ===============================================================
@@ -638,7 +638,7 @@ static void test_wrong_secret(void) {
         reap(0, 2);
         expect_ok(2);
         EXPECT(says(logs[0], "hung up on 127.0.0.1 port") && says(logs[0], table[i].word),
-               "the log says '%s'", logs[0]);
+               "the log contains '%s'", logs[0]);
     }
 }
 
@@ -661,7 +661,7 @@ static void test_false_rank0(void) {
         EXPECT(read_bytes(fd, bytes, letter) == letter && !says(bytes + head_size(), "0f1e2d3c"),
                "a wrong hello");
         if (i > 0) send_frame(fd, INNER_CHALLENGE, 0, INNER_TEXT, NULL, INNER_TEXT, "");
-        if (i > 0) EXPECT(read_bytes(fd, bytes, letter) == letter, "there is no proof");
+        if (i > 0) EXPECT(read_bytes(fd, bytes, letter) == letter, "no proof arrived");
         send_frame(fd, INNER_NEWS, 1, INNER_TEXT, NULL, INNER_TEXT, i == 1 ? bytes + head_size() : zeros);
         send_frame(fd, INNER_NEWS, 0, INNER_TEXT, NULL, INNER_TEXT, "pid 1 on nowhere");
         EXPECT(read_bytes(fd, bytes, 1) == 0, "the rank joins it");
@@ -717,7 +717,7 @@ static void test_replay(void) {
     start(&j, 0, 0);
     fd = visit(j.port);
     (void)!write(fd, kept, letter);
-    EXPECT(read_bytes(fd, answer, letter) == letter, "there is no challenge");
+    EXPECT(read_bytes(fd, answer, letter) == letter, "no challenge arrived");
     (void)!write(fd, kept + letter, letter);
     EXPECT(read_bytes(fd, answer, letter) == letter && says(answer + head_size(), "another secret"),
            "it is not refused");
@@ -725,7 +725,7 @@ static void test_replay(void) {
     start(&j, 1, 1);
     reap(0, 2);
     expect_ok(2);
-    EXPECT(says(logs[0], "has another secret than rank 0"), "the log says '%s'", logs[0]);
+    EXPECT(says(logs[0], "has another secret than rank 0"), "the log contains '%s'", logs[0]);
 }
 
 static void test_secret_files(void) {
@@ -866,13 +866,13 @@ static void test_bad_frames_from_rank0(void) {
         listener = occupy(j.port);
         start(&j, 1, 1);
         fd = welcome(listener);
-        EXPECT(read_bytes(fd, bytes, head + INNER_TEXT) == head + INNER_TEXT, "there is no hello");
+        EXPECT(read_bytes(fd, bytes, head + INNER_TEXT) == head + INNER_TEXT, "no hello arrived");
         send_frame(fd, INNER_NEWS, 1, INNER_TEXT, NULL, INNER_TEXT, "");
         send_frame(fd, INNER_NEWS, 0, INNER_TEXT, NULL, INNER_TEXT, "pid 1 on nowhere");
-        EXPECT(read_bytes(fd, bytes, head + 32) == head + 32, "there is no card");
+        EXPECT(read_bytes(fd, bytes, head + 32) == head + 32, "no card arrived");
         if (!early) {
             send_frame(fd, INNER_DATA, 0, 64, &cards, 64, NULL);
-            EXPECT(read_bytes(fd, bytes, head + BLOCK) == head + BLOCK, "there is no data");
+            EXPECT(read_bytes(fd, bytes, head + BLOCK) == head + BLOCK, "no data arrived");
         }
         send_frame(fd, bad->kind, bad->result, bad->size,
                    bad->kind != INNER_DATA ? NULL
@@ -897,7 +897,7 @@ static void test_unasked_answer(void) {
     listener = occupy(j.port);
     start(&j, 1, 1);
     fd = welcome(listener);
-    EXPECT(read_bytes(fd, bytes, head_size() + INNER_TEXT) == head_size() + INNER_TEXT, "there is no hello");
+    EXPECT(read_bytes(fd, bytes, head_size() + INNER_TEXT) == head_size() + INNER_TEXT, "no hello arrived");
     send_frame(fd, INNER_NEWS, 1, INNER_TEXT, NULL, INNER_TEXT, "");
     send_frame(fd, INNER_NEWS, 0, INNER_TEXT, NULL, INNER_TEXT, "pid 1 on nowhere");
     send_frame(fd, INNER_DATA, 0, 64, &cards, 64, NULL);

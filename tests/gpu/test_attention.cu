@@ -64,7 +64,7 @@ static std::vector<unsigned char> array_down(const array &a, const char *name) {
     size_t touched = 0;
     CUDA(cudaMemcpy(all.data(), a.memory, all.size(), cudaMemcpyDeviceToHost));
     for (size_t i = 0; i < a.guard; i++) touched += (all[i] != 0xff) + (all[a.guard + a.bytes + i] != 0xff);
-    expect(touched == 0, "%s: %zu bytes beside it are written", name, touched);
+    expect(touched == 0, "%s: %zu bytes outside of it are written", name, touched);
     return std::vector<unsigned char>(all.begin() + (long)a.guard, all.begin() + (long)(a.guard + a.bytes));
 }
 
@@ -284,7 +284,7 @@ static void check_orders(void) {
             attention_run run = case_run(&c, 1, 0);
             if (seed == 1) first = run;
             expect(first.out == run.out && first.lse == run.lse && first.d_qkv == run.d_qkv, "%s: other bits with seed %d", c.title, (int)seed);
-            expect(fake_failures() == 0, "%s: the machine found what is listed", c.title);
+            expect(fake_failures() == 0, "%s: the fake GPU found the failures above", c.title);
         }
     }
 }
@@ -324,7 +324,7 @@ static void check_refusals(void) {
     expect(gpt_cuda_attention_check(NULL) != NULL, "no description is taken");
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
         const char *says = gpt_cuda_attention_check(&wrong[i].it);
-        expect(says && strstr(says, wrong[i].says), "case %zu says: %s", i, says ? says : "nothing");
+        expect(says && strstr(says, wrong[i].says), "case %zu returned: %s", i, says ? says : "nothing");
         expect(gpt_cuda_attention_workspace(&wrong[i].it) == 0, "case %zu has a workspace", i);
         refused(gpt_cuda_attention_forward(&wrong[i].it, p, p, (float *)p), wrong[i].says);
     }
@@ -343,8 +343,8 @@ static int table_row(const char *name, void (*run)(void)) {
 #endif
     run();
 #if defined(DDP_TEST_ON_CPU)
-    expect(fake_failures() == 0, "%s: the machine found what is listed", name);
-    expect(fake_left().empty(), "%s leaves behind:\n%s", name, fake_left().c_str());
+    expect(fake_failures() == 0, "%s: the fake GPU found the failures above", name);
+    expect(fake_left().empty(), "%s leaks:\n%s", name, fake_left().c_str());
 #endif
     printf("%-28s %8d checks  %6d failed  %7.2f s\n", name, attention_checks, attention_failures, ddp_now() - start);
     fflush(stdout);
@@ -357,7 +357,7 @@ int main(void) {
 #if !defined(DDP_TEST_ON_CPU)
     int device = 0;
     cudaDeviceProp properties;
-    if (cudaGetDevice(&device) != cudaSuccess || cudaGetDeviceProperties(&properties, device) != cudaSuccess) { printf("there is no device\n"); return 77; }
+    if (cudaGetDevice(&device) != cudaSuccess || cudaGetDeviceProperties(&properties, device) != cudaSuccess) { printf("no device\n"); return 77; }
     if (properties.major < 8) { printf("%s is sm_%d%d; bf16 attention needs sm_80\n", properties.name, properties.major, properties.minor); return 77; }
     printf("device %d: %s, sm_%d%d\n", device, properties.name, properties.major, properties.minor);
 #endif

@@ -100,7 +100,7 @@ int main(void) {
     int count = 0, driver = 0, runtime = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0) {
-        printf("there is no device: %s\n", cudaGetErrorString(error == cudaSuccess ? cudaErrorNoDevice : error));
+        printf("no device: %s\n", cudaGetErrorString(error == cudaSuccess ? cudaErrorNoDevice : error));
         return 77;
     }
     must(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");

@@ -78,7 +78,7 @@ static ddp_result steady_calls(ddp_group *world, int early, int way, int still, 
     const char *engine = getenv("DDP_TEST_ENGINE");
     int device;
     if (!engine || strcmp(engine, "nccl")) return DDP_OK;
-    RANKS_CHECK(world, way == OFFLOADED || fake_mine->early == early, "%s: the host asked %d times whether the device is done", what, fake_mine->early - early);
+    RANKS_CHECK(world, way == OFFLOADED || fake_mine->early == early, "%s: the host queried %d times whether the device has finished", what, fake_mine->early - early);
     fake_get_device(&device);
     std::string record = fake_record(device);
     int kernels = 0;

@@ -206,7 +206,7 @@ static ddp_result rows_and_columns(device_rank *d, ddp_dtype dtype, int rows, in
     GPT_TRY(near(f, "a matrix times a vector", f.down_f32(far_vector, (size_t)rows), vector, 1e-5));
     RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__gelu, out, far_x, far_b, rows, columns));
     GPT_TRY(near(f, "gelu", f.down(out, n), g, unit_round(f)));
-    GPT_TRY(near(f, "what goes into gelu", f.down(far_x, n), biased, unit_round(f)));
+    GPT_TRY(near(f, "input of gelu", f.down(far_x, n), biased, unit_round(f)));
     RANKS_OK(d->cpu, GPT_CUDA__AS(&m, gpt_cuda__gelu_backward, far_r, far_x, rows, columns));
     return near(f, "gelu backward", f.down(far_r, n), dg, 2 * unit_round(f));
 }
@@ -319,14 +319,14 @@ static ddp_result checks(device_rank *d) {
     RANKS_CHECK(d->cpu, gpt_cuda_check(&good) == NULL, "a good description is refused: %s", gpt_cuda_check(&good));
     for (int i = 0; i < n; i++) {
         const char *wrong = gpt_cuda_check(&bad[i].desc);
-        RANKS_CHECK(d->cpu, wrong && strstr(wrong, bad[i].says), "'%s' should say '%s'", wrong ? wrong : "nothing", bad[i].says);
-        RANKS_CHECK(d->cpu, gpt_cuda_create(&m, &bad[i].desc) == DDP_ERR_INVALID && !m && strstr(ddp_last_error(), bad[i].says), "create says %s",
+        RANKS_CHECK(d->cpu, wrong && strstr(wrong, bad[i].says), "'%s' should contain '%s'", wrong ? wrong : "nothing", bad[i].says);
+        RANKS_CHECK(d->cpu, gpt_cuda_create(&m, &bad[i].desc) == DDP_ERR_INVALID && !m && strstr(ddp_last_error(), bad[i].says), "create returned %s",
                     ddp_last_error());
     }
     good.graphs = 1, good.stream = 0;
-    RANKS_CHECK(d->cpu, gpt_cuda_create(&m, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "stream of their own"), "create says %s", ddp_last_error());
+    RANKS_CHECK(d->cpu, gpt_cuda_create(&m, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "stream of their own"), "create returned %s", ddp_last_error());
     good.graphs = 0, good.tensor_ranks = 2;
-    RANKS_CHECK(d->cpu, gpt_cuda_create(&m, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "without a group"), "create says %s", ddp_last_error());
+    RANKS_CHECK(d->cpu, gpt_cuda_create(&m, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "without a group"), "create returned %s", ddp_last_error());
     RANKS_CHECK(d->cpu, gpt_cuda_create(NULL, &good) == DDP_ERR_INVALID && gpt_cuda_create(&m, NULL) == DDP_ERR_INVALID, "NULL is taken");
     gpt_cuda_destroy(NULL);
     return DDP_OK;

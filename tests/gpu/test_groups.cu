@@ -154,7 +154,7 @@ static ddp_result splits(device_rank *d) {
     RANKS_CHECK(d->cpu, ddp_world_size(alone) == 1, "%d ranks", ddp_world_size(alone));
     TRY(one_sum(d, alone, 3, 3));
     RANKS_OK(d->cpu, ddp_group_split(d->group, rank == 0 ? -1 : 4, 0, &none));
-    RANKS_CHECK(d->cpu, (none == NULL) == (rank == 0), "who asked for no group has one");
+    RANKS_CHECK(d->cpu, (none == NULL) == (rank == 0), "a rank that requested no group has one");
     RANKS_OK(d->cpu, ddp_group_split(d->group, 0, -rank, &reversed));
     RANKS_CHECK(d->cpu, ddp_rank(reversed) == w - 1 - rank, "rank %d", ddp_rank(reversed));
     TRY(one_sum(d, reversed, 1, (float)w));
@@ -213,7 +213,7 @@ static ddp_result group_memory(device_rank *d) {
         ddp_device_cuda()->copy(memory[i], "dirty", 5);
     }
     RANKS_OK(d->cpu, ddp_group_free(d->group, memory[1])); /* destroying the group frees the others */
-    RANKS_CHECK(d->cpu, ddp_group_free(d->group, memory[1]) == DDP_ERR_INVALID, "memory was given back twice");
+    RANKS_CHECK(d->cpu, ddp_group_free(d->group, memory[1]) == DDP_ERR_INVALID, "memory was freed twice");
     RANKS_CHECK(d->cpu, ddp_group_alloc(d->group, (size_t)1 << 50, &much) == DDP_ERR_NO_MEMORY && !much, "a petabyte: %s", ddp_last_error());
     RANKS_CHECK(d->cpu, strstr(ddp_last_error(), "ddp_group_alloc") != NULL && strstr(ddp_last_error(), "cudaMalloc") != NULL, "%s", ddp_last_error());
     return one_sum(d, d->group, 1, (float)ddp_world_size(d->group));
@@ -480,7 +480,7 @@ int main(int argc, char **argv) {
         before = taken();
         if (ranks_run(mode, 2, 60000 * DDP_TEST_SLOWDOWN, rank_main, &mode) != DDP_OK) failures++;
         after = taken();
-        if (after > before) { printf("FAIL: %lld bytes of device memory are left behind\n", after - before); failures++; }
+        if (after > before) { printf("FAIL: %lld bytes of device memory leaked\n", after - before); failures++; }
     }
     if (!failures) printf("ok: %s\n", ranks_mode_name(mode));
     return failures != 0;

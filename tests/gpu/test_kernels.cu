@@ -27,7 +27,7 @@ static void check_stream(void) {
     for (int i = 0; i < COUNT; i++) wrong += host[i] != (float)(i % 1000) * 0.25f;
     check_that(wrong == 0, "%zu of %d elements are wrong", wrong, (int)COUNT);
     gpu->free(NULL, memory);
-    check_that(ddp_cuda_use_stream(0) == stream && cudaStreamDestroy(stream) == cudaSuccess, "the stream cannot be given back");
+    check_that(ddp_cuda_use_stream(0) == stream && cudaStreamDestroy(stream) == cudaSuccess, "the stream cannot be destroyed");
     free(host);
 }
 
@@ -35,7 +35,7 @@ static void check_stream(void) {
 static void check_refusal(void) {
     void *memory = NULL;
     check_that(gpu->alloc(NULL, SIZE_MAX / 4, &memory) == DDP_ERR_NO_MEMORY && !memory && strstr(ddp_last_error(), "out of memory"), "%s", ddp_last_error());
-    check_that(cudaGetLastError() == cudaSuccess, "the error stays behind");
+    check_that(cudaGetLastError() == cudaSuccess, "the error is still set");
 }
 
 static size_t free_bytes(void) {

@@ -397,7 +397,7 @@ static ddp_result bad_products(device_rank *d) {
     LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE, "ddp_cuda_gemm f32 m=1 n=1 k=1: cublasLtMatmul: the function failed to launch (CUBLAS_STATUS_EXECUTION_FAILED)"));
     asked = fake_lt_asked;
     RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group)); /* with an algorithm that is cached */
-    RANKS_CHECK(d->cpu, fake_lt_asked == asked, "cuBLASLt is asked again");
+    RANKS_CHECK(d->cpu, fake_lt_asked == asked, "cuBLASLt is queried again");
     for (int n = 1; n < 200; n++) { /* more algorithms than the cache has */
         g.n = g.ldb = g.ldc = n % 100 + 1;
         RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group));
@@ -444,7 +444,7 @@ static ddp_result failing(device_rank *d) {
             else result = ddp_tp_layer_norm_backward(norm, w.far, x.far, stats.far, x.far, 4, x.far, dw.far, db.far);
             RANKS_CHECK(d->cpu, (result == DDP_ERR_ENGINE) == fails && (result == DDP_OK) != fails, "%s %d: %s %s", faults[f].function, faults[f].nth,
                         ddp_result_name(result), ddp_last_error());
-            RANKS_CHECK(d->cpu, !fails || fake_fault_fired(1), "%s has not been called so often", faults[f].function);
+            RANKS_CHECK(d->cpu, !fails || fake_fault_fired(1), "%s was not called that many times", faults[f].function);
         }
     ddp_tp_layer_norm_destroy(norm);
     ddp_tp_destroy(p->far);

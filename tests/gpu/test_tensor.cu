@@ -76,7 +76,7 @@ static ddp_result alone(device_rank *d) {
     unlink(path);
     TENSOR_TRY(done(d, &back, ".npy"));
     TENSOR_TRY(done(d, &out, "fill and copy"));
-    return done(d, &in, "what is only read");
+    return done(d, &in, "a buffer that is only read");
 }
 
 static ddp_result over_ranks(device_rank *d) {

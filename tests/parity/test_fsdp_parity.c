@@ -263,7 +263,7 @@ static ddp_result infinite_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsd
             RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
         }
     RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
-    RANKS_CHECK(group, ddp_scaler_found_inf(scaler), "rank %d does not know of the infinity", ddp_rank(group));
+    RANKS_CHECK(group, ddp_scaler_found_inf(scaler), "rank %d did not detect the infinity", ddp_rank(group));
     RANKS_OK(group, ddp_scaler_update(scaler));
     return DDP_OK;
 }

@@ -335,7 +335,7 @@ static ddp_result step(layer *l, int chunk_count) {
     TRY(backward(l, dy));
     TRY(sent(l, "backward", chunk_count ? 0 : cuts ? 8 : 2, 4 * each + (cuts ? gathered_again + norms : 0)));
     formula = cuts ? 34 * S * B * H / t + 5 * A * S * S * B / t : 10 * S * B * H + 24 * S * B * H / t + 5 * A * S * S * B / t;
-    RANKS_CHECK(l->group, 2 * l->kept_elements + l->masks == formula, "t=%d sp=%d keeps %lld bytes, the formula says %lld", l->ranks, cuts,
+    RANKS_CHECK(l->group, 2 * l->kept_elements + l->masks == formula, "t=%d sp=%d retains %lld bytes, the formula gives %lld", l->ranks, cuts,
                 (long long)(2 * l->kept_elements + l->masks), (long long)formula);
     return DDP_OK;
 }
@@ -358,7 +358,7 @@ static ddp_result slope(layer *l, const char *what, int index, double *x, double
     TRY(forward(l));
     have = (up - objective(l)) / (2 * step);
     *x = from;
-    RANKS_CHECK(l->group, fabs(have - want) < 1e-6 * (1 + fabs(want)), "%s %d: the slope is %.12g, backward says %.12g", what, index, have, want);
+    RANKS_CHECK(l->group, fabs(have - want) < 1e-6 * (1 + fabs(want)), "%s %d: the slope is %.12g, backward gives %.12g", what, index, have, want);
     return DDP_OK;
 }
 

@@ -79,7 +79,7 @@ int main(void) {
     desc.group.user = &seen;
     result = ddp_launch(&desc, rank_main, &seen);
     if (result != DDP_OK) { fprintf(stderr, "%s\n", ddp_last_error()); return 1; }
-    if (files_left() != before) { fprintf(stderr, "a file named ddp-* was left behind\n"); return 1; }
+    if (files_left() != before) { fprintf(stderr, "a file named ddp-* was left\n"); return 1; }
     printf("fallbacks: ok\n");
     return 0;
 }

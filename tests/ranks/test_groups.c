@@ -296,7 +296,7 @@ static ddp_result async_order(ddp_group *world) {
     int done = 0;
     RANKS_OK(world, ddp_wait(world, &none));
     RANKS_OK(world, ddp_test(world, &none, &done));
-    RANKS_CHECK(world, done == 1, "a test for nothing says %d", done);
+    RANKS_CHECK(world, done == 1, "a test of no work returned %d", done);
     /* Each call reads the output of the one before: issue order is execution order. */
     cells[0] = 1;
     for (int i = 0; i < MANY; i++) RANKS_OK(world, ddp_all_reduce(world, &cells[i], &cells[i + 1], 1, DDP_I64, i % 16 ? DDP_OP_MAX : DDP_OP_SUM, &works[i]));
@@ -311,7 +311,7 @@ static ddp_result async_order(ddp_group *world) {
         RANKS_CHECK(world, done == 1, "call %d is not done after a later barrier", i);
         copy = works[i];
         RANKS_OK(world, ddp_wait(world, i % 2 ? &copy : &works[i]));
-        RANKS_CHECK(world, i % 2 || works[i].op == NULL, "*work still stands for something after its wait");
+        RANKS_CHECK(world, i % 2 || works[i].op == NULL, "*work is not reset after its wait");
         if (i % 2) memset(&works[i], 0, sizeof works[i]);
     }
     /* Not done while a peer is missing; ddp_test does not block. */

@@ -250,7 +250,7 @@ static ddp_result beside_collectives(ddp_group *g, size_t size) {
             if (!alone && !sends) RANKS_OK(g, ddp_recv(g, buf, size, DDP_U8, peer, 0, NULL));
             RANKS_OK(g, ddp_all_reduce(g, &one, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
         }
-        RANKS_CHECK(g, sum == w, "round %d: all_reduce beside a message gave %lld", round, (long long)sum);
+        RANKS_CHECK(g, sum == w, "round %d: all_reduce next to a message gave %lld", round, (long long)sum);
         if (!alone && !sends) ARRIVED(g, buf, size, number);
         memset(buf, 0, size);
     }

@@ -313,7 +313,7 @@ static ddp_result formulas(ddp_group *world) {
         RANKS_CHECK(world, plan.sent_bytes == bytes[i / 4][i % 4], "%s to %s: %zu bytes, not %zu", ddp_placement_name(all[i / 4]),
             ddp_placement_name(all[i % 4]),
                     plan.sent_bytes, bytes[i / 4][i % 4]);
-        if (w > 1 && all[i % 4] == DDP_SHARD(0) && all[i / 4] == DDP_PARTIAL) RANKS_CHECK(world, plan.workspace_bytes == 0, "rows lie as blocks already");
+        if (w > 1 && all[i % 4] == DDP_SHARD(0) && all[i / 4] == DDP_PARTIAL) RANKS_CHECK(world, plan.workspace_bytes == 0, "rows are stored as blocks already");
     }
     return DDP_OK;
 }
@@ -703,7 +703,7 @@ static ddp_result without_memory(ddp_group *world) {
             failed = result != DDP_OK;
             RANKS_OK(world, ddp_all_reduce(world, &failed, &failed, 1, DDP_I32, DDP_OP_SUM, NULL));
             RANKS_CHECK(world, axes || failed == 0 || failed == w, "%d of %d ranks have failed", failed, w);
-            RANKS_CHECK(world, live_bytes == live, "%zu bytes are left behind", live_bytes - live);
+            RANKS_CHECK(world, live_bytes == live, "%zu bytes leaked", live_bytes - live);
         }
         RANKS_CHECK(world, result == DDP_OK && granted > (axes && w > 3 ? 3 : 2), "%s with %d allocations", ddp_result_name(result), granted - 1);
     }

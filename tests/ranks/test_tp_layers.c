@@ -108,7 +108,7 @@ static ddp_result slope_is(const place *at, const char *what, objective value, v
     TRY(value(it, &down));
     if (x) *x = from;
     slope = (up - down) / (2 * step);
-    RANKS_CHECK(at->group, !x || fabs(slope - want) < 1e-6 * (1 + fabs(want)), "%s sp=%d: the slope is %.12g, backward says %.12g", what,
+    RANKS_CHECK(at->group, !x || fabs(slope - want) < 1e-6 * (1 + fabs(want)), "%s sp=%d: the slope is %.12g, backward gives %.12g", what,
                 at->sequence_parallel, slope, want);
     return DDP_OK;
 }
@@ -260,7 +260,7 @@ static ddp_result entropies(const place *at, const ddp_tp_loss_desc *desc, int k
                 want_mean);
     TRY(alike(at, losses, mean));
     RANKS_OK(at->group, ddp_tp_cross_entropy(at->tp, desc, logits, targets, ROWS, NULL, &again, NULL));
-    RANKS_CHECK(at->group, memcmp(&again, &mean, sizeof mean) == 0, "mean alone %.12g, not %.12g", again, mean);
+    RANKS_CHECK(at->group, memcmp(&again, &mean, sizeof mean) == 0, "only the mean: %.12g, not %.12g", again, mean);
     RANKS_OK(at->group, ddp_tp_cross_entropy(at->tp, desc, logits, targets, ROWS, NULL, NULL, logits));
     RANKS_CHECK(at->group, memcmp(d, logits, bytes) == 0, "%s", "in place the gradient differs");
     memcpy(logits, kept, bytes);
@@ -371,13 +371,13 @@ static ddp_result norm(const place *at, int rms, int64_t n, double eps) {
     RANKS_OK(at->group, ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dy_mine, rows, dx, dw, db));
     TRY(counted(at, "norm backward", (uint64_t)at->sequence_parallel, at->sequence_parallel * (rms ? 2.0 : 4.0) * (double)n * (at->ranks - 1) / at->ranks));
     NEAR(at, dx, want_dx + first, rows * n);
-    RANKS_CHECK(at->group, memcmp(dx, dx_alone, bytes_of(at, rows * n)) == 0, "%s", "dx alone differs");
+    RANKS_CHECK(at->group, memcmp(dx, dx_alone, bytes_of(at, rows * n)) == 0, "%s", "dx by itself differs");
     if (at->dtype == DDP_F64) TRY(norm_slopes(&it, (double *)dx, want_dw, want_db));
     for (int64_t j = 0; j < n && at->accumulate; j++) want_dw[j] += number(25 * 1000003 + (uint64_t)j), want_db[j] += number(26 * 1000003 + (uint64_t)j);
     NEAR(at, dw, want_dw, n);
     if (db) NEAR(at, db, want_db, n);
     RANKS_OK(at->group, ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dy_mine, rows, NULL, dw_alone, db_alone));
-    RANKS_CHECK(at->group, memcmp(dw, dw_alone, bytes_of(at, n)) == 0 && (rms || memcmp(db, db_alone, bytes_of(at, n)) == 0), "%s", "weights alone differ");
+    RANKS_CHECK(at->group, memcmp(dw, dw_alone, bytes_of(at, n)) == 0 && (rms || memcmp(db, db_alone, bytes_of(at, n)) == 0), "%s", "weights by themselves differ");
     RANKS_OK(at->group, ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dy_mine, rows, dy_mine, dw, db));
     RANKS_CHECK(at->group, memcmp(dx, dy_mine, bytes_of(at, rows * n)) == 0, "%s", "in place dx differs");
     ddp_tp_layer_norm_destroy(it.norm);
@@ -485,7 +485,7 @@ static ddp_result dropout_rate(const place *at) {
             both += gone && get(at, other, k) == 0;
             beside += gone && k && get(at, y, k - 1) == 0;
         }
-        RANKS_CHECK(at->group, fabs(zeros - n * p) < 4 * sqrt(n * p * (1 - p)), "rate %g: %g of %g are gone", p, zeros, n);
+        RANKS_CHECK(at->group, fabs(zeros - n * p) < 4 * sqrt(n * p * (1 - p)), "rate %g: %g of %g are dropped", p, zeros, n);
         RANKS_CHECK(at->group, fabs(both - n * p * p) < 4 * sqrt(n * p * p) + 1, "rate %g: keys share %g of %g", p, both, n);
         RANKS_CHECK(at->group, fabs(beside - n * p * p) < 6 * sqrt(n * p * p) + 1, "rate %g: %g of %g neighbours", p, beside, n);
     }
@@ -551,7 +551,7 @@ static ddp_result bad_embedding(const place *at) {
         desc.vocab = at->rank == 1 ? 11 : 10;
         TRY(fails(at->group, "other vocab", ddp_tp_embedding_create(&layer, at->tp, &desc), DDP_ERR_MISMATCH, "rank 0 vocab=10,", "rank 1 vocab=11;"));
         desc.padded_vocab = 16;
-        TRY(fails(at->group, "other vocab, padded alike", ddp_tp_embedding_create(&layer, at->tp, &desc), DDP_ERR_MISMATCH,
+        TRY(fails(at->group, "other vocab, same padding", ddp_tp_embedding_create(&layer, at->tp, &desc), DDP_ERR_MISMATCH,
                   "rank 0 vocab=10,", "rank 1 vocab=11;"));
         desc.padded_vocab = 0;
         TRY(fails(at->group, "bad on one", ddp_tp_embedding_create(&layer, at->tp, at->rank == 1 ? NULL : &desc), DDP_ERR_INVALID, "rank 1", "desc is NULL"));

@@ -163,7 +163,7 @@ static ddp_result slopes(const place *at, const char *layer, objective value, vo
         if (x) *x = from;
         slope = (up - down) / (2 * step);
         RANKS_CHECK(at->group, !x || fabs(slope - ((const double *)of->grad)[place]) < 1e-6 * (1 + fabs(slope)),
-                    "%s sp=%d: the slope along %s (%lld, %lld) is %.12g, backward says %.12g", layer, at->sequence_parallel, of->name, (long long)row,
+                    "%s sp=%d: the slope along %s (%lld, %lld) is %.12g, backward gives %.12g", layer, at->sequence_parallel, of->name, (long long)row,
                     (long long)column, slope, x ? ((const double *)of->grad)[place] : 0);
     }
     return DDP_OK;
@@ -206,7 +206,7 @@ static ddp_result weight_piece(const place *at, ddp_tp_linear *layer, matrix wei
         range(&bias->column, &bias->columns, b.offset[0], b.shape[0]);
     }
     RANKS_CHECK(at->group, p->rows == ddp_tp_linear_out_features(layer) && p->columns == ddp_tp_linear_in_features(layer), "split %d", row_split);
-    if (no_bias) RANKS_CHECK(at->group, ddp_tp_linear_bias_box(layer, 0, &b) == DDP_ERR_INVALID, "a bias that is not there");
+    if (no_bias) RANKS_CHECK(at->group, ddp_tp_linear_bias_box(layer, 0, &b) == DDP_ERR_INVALID, "a missing bias");
     return DDP_OK;
 }
 
@@ -557,7 +557,7 @@ static ddp_result normal_known_answers(ddp_group *group) {
         box.offset[0] = (INT64_C(1) << 33) + 12345; /* both words of the counter */
         box.shape[0] = 1;
         RANKS_OK(group, ddp_tensor_init_normal(&box, DDP_F64, table[t].key, 0, 1, &one));
-        RANKS_CHECK(group, fabs(one - table[t].far_away) < 1e-13, "row %d: far away it is %.17g", (int)t, one);
+        RANKS_CHECK(group, fabs(one - table[t].far_away) < 1e-13, "row %d: at a large offset it is %.17g", (int)t, one);
     }
     return DDP_OK;
 }

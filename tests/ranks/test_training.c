@@ -123,7 +123,7 @@ static ddp_result metrics_wrong_on_one(ddp_group *world) {
     REFUSED(world, metric_all_reduce(world, m, 2, 0, wrong ? NULL : total), DDP_ERR_INVALID, "metrics or totals is NULL");
     REFUSED(world, metric_all_reduce(world, m, wrong ? -3 : 2, 0, total), DDP_ERR_INVALID, "metric_count=-3");
     REFUSED(world, metric_all_reduce(world, m, 2, wrong ? -1 : 0, total), DDP_ERR_INVALID, "sample_count=-1");
-    RANKS_CHECK(world, wrong || strncmp(ddp_last_error(), "on rank ", 8) == 0, "who it is: %s", ddp_last_error());
+    RANKS_CHECK(world, wrong || strncmp(ddp_last_error(), "on rank ", 8) == 0, "the rank is not named: %s", ddp_last_error());
     RANKS_OK(world, metric_all_reduce(world, m, 2, 0, total));
     RANKS_CHECK(world, total[0].sum == w && total[1].sum == 2 * w, "%g and %g", total[0].sum, total[1].sum);
     return DDP_OK;
@@ -228,7 +228,7 @@ static ddp_result drift_wrong_on_one(ddp_group *world) {
     REFUSED(world, drift_check(world, mine.params, TENSORS, 20, wrong ? 0 : 10), DDP_ERR_INVALID, "every=0");
     if (wrong) mine.params[2].value.data = NULL;
     REFUSED(world, drift_check(world, mine.params, TENSORS, 0, 1), DDP_ERR_INVALID, "parameter 2 \"weight\": its value has no data");
-    RANKS_CHECK(world, wrong || strncmp(ddp_last_error(), "on rank ", 8) == 0, "who it is: %s", ddp_last_error());
+    RANKS_CHECK(world, wrong || strncmp(ddp_last_error(), "on rank ", 8) == 0, "the rank is not named: %s", ddp_last_error());
     fill_weights(&mine);
     RANKS_OK(world, drift_check(world, mine.params, TENSORS, 50, 10)); /* the group stays usable */
     return DDP_OK;

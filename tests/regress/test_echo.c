@@ -44,7 +44,7 @@ static void echo_once(int listener) {
     int fd = poll(&visitor, 1, 20000 * DDP_TEST_SLOWDOWN) == 1 ? accept(listener, NULL, NULL) : -1;
     unsigned char bytes[1024];
     ssize_t n;
-    EXPECT(fd >= 0, "nobody came: %s", strerror(errno));
+    EXPECT(fd >= 0, "no rank connected: %s", strerror(errno));
     while (fd >= 0 && (n = recv(fd, bytes, sizeof bytes, 0)) > 0) (void)!send(fd, bytes, (size_t)n, MSG_NOSIGNAL);
     close(fd);
 }

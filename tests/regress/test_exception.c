@@ -13,7 +13,7 @@ static ddp_result rank_throws(ddp_group *world, void *user) {
     (void)user;
     if (ddp_rank(world) == 1) {
         std::set_terminate([] { abort(); }); /* without output */
-        throw std::runtime_error("nobody in this rank catches it");
+        throw std::runtime_error("not caught in this rank");
     }
     return ddp_barrier(world);
 }

@@ -56,11 +56,11 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         memset(memory, me + 1, sizes[i]);
         RANKS_OK(world, ddp_barrier(world));
         peer = (unsigned char *)ddp_group_peer(world, memory, (me + 1) % w);
-        RANKS_CHECK(world, peer && peer[0] == (me + 1) % w + 1 && peer[sizes[i] - 1] == (me + 1) % w + 1, "%zu bytes: another rank's are not there", sizes[i]);
+        RANKS_CHECK(world, peer && peer[0] == (me + 1) % w + 1 && peer[sizes[i] - 1] == (me + 1) % w + 1, "%zu bytes: those of another rank are missing", sizes[i]);
         RANKS_OK(world, ddp_group_free(world, memory));
     }
     ddp_group_destroy(half);
-    RANKS_CHECK(world, mapped > 9 && given_back > 8, "only %d mappings, and %d ranges given back, were looked at", mapped, given_back);
+    RANKS_CHECK(world, mapped > 9 && given_back > 8, "only %d mappings, and %d released ranges, were checked", mapped, given_back);
     RANKS_CHECK(world, crooked == 0, "%d ranges of memory begin or end inside a page", crooked);
     return DDP_OK;
 }

@@ -95,6 +95,6 @@ int main(void) {
     EXPECT(numbers > 10, "only %d allocations failed", numbers);
     printf("%d allocations failed in turn\n", numbers);
     snprintf(command, sizeof command, "rm -rf %s", folder);
-    EXPECT(system(command) == 0, "%s stays behind", folder);
+    EXPECT(system(command) == 0, "%s is left", folder);
     return faults_end();
 }

@@ -49,10 +49,10 @@ static pid_t start_rank(int job, int rank) {
 static void expect_notice(int job, int rank, const char *word, const char *word2) {
     int told = heard(&noticed->count[job][rank], 1);
     const char *text = noticed->text[job][rank];
-    EXPECT(told, "%s: rank %d said nothing", names[job], rank);
-    EXPECT(!told || (says(text, word) && says(text, word2)), "%s: rank %d said '%s', without '%s' or '%s'",
+    EXPECT(told, "%s: rank %d logged nothing", names[job], rank);
+    EXPECT(!told || (says(text, word) && says(text, word2)), "%s: rank %d logged '%s', without '%s' or '%s'",
            names[job], rank, text, word, word2);
-    EXPECT(noticed->count[job][rank] <= 1, "%s: rank %d said it %d times", names[job], rank,
+    EXPECT(noticed->count[job][rank] <= 1, "%s: rank %d logged it %d times", names[job], rank,
            noticed->count[job][rank]);
 }
 
@@ -84,9 +84,9 @@ int main(void) {
                "%s rank %d: %s '%s'", names[i / 3], i % 3, ddp_result_name(s->first), s->text);
     }
     for (int job = 0; job < 3; job++)
-        EXPECT(!noticed->count[job][1], "%s: rank 1 said '%s'", names[job], noticed->text[job][1]);
+        EXPECT(!noticed->count[job][1], "%s: rank 1 logged '%s'", names[job], noticed->text[job][1]);
 
-    faults_begin("there is no rank 0");
+    faults_begin("without rank 0");
     memset(noticed, 0, sizeof *noticed);
     for (int job = 0; job < 3; job++) pids[job][1] = start_rank(job, 1);
     expect_notice(0, 1, "still waiting for rank 0 at socket @ddp-", "refused");

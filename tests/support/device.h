@@ -69,7 +69,7 @@ static RANKS_UNUSED int device_machine(int by) { /* the order violations so far 
     if (device_ranks == 0) {
         std::string left = fake_left();
         device_failures += fake_failures() + !left.empty();
-        if (!left.empty()) printf("FAIL left behind:\n%s", left.c_str());
+        if (!left.empty()) printf("FAIL leaked:\n%s", left.c_str());
         fflush(stdout);
     }
     failures = device_failures;

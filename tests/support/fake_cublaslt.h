@@ -30,7 +30,7 @@ static int fake_lt_late;                                 /* 1: the product refus
 static int fake_lt_fused;                                /* products with an epilogue */
 
 template <class T, class Opaque> static T &fake_lt(Opaque *opaque) {
-    static_assert(sizeof(T) <= sizeof(Opaque), "what NVIDIA keeps there is larger");
+    static_assert(sizeof(T) <= sizeof(Opaque), "NVIDIA's struct is larger");
     return *(T *)(void *)opaque;
 }
 

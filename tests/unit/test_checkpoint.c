@@ -283,14 +283,14 @@ static void test_keeps_some(void) {
         run(&j, 2, DDP_OK, "");
         if (keep == 2) load(in("keep.1"), 1, 5);
         EXPECT(ckpt_exists(in("keep.1")) == (keep == 2) && !ckpt_exists(in("keep.2")) && !ckpt_exists(in("keep.3")), "keep %d", keep);
-        EXPECT(ckpt_exists(in("keep.4/notes")), "what is not ours stays");
+        EXPECT(ckpt_exists(in("keep.4/notes")), "a foreign file was deleted");
     }
-    scenario = "a folder that is not ours has the number of an older checkpoint";
+    scenario = "a foreign folder has the number of an older checkpoint";
     EXPECT(ckpt_shell("mkdir %s && touch %s", in("fresh.1"), in("fresh.1/notes")) == 0, "sh");
     save(in("fresh"), 1, 1);
     save(in("fresh"), 2, 2);
     load(in("fresh"), 1, 2);
-    EXPECT(ckpt_exists(in("fresh.1/notes")), "what is not ours stays");
+    EXPECT(ckpt_exists(in("fresh.1/notes")), "a foreign file was deleted");
     EXPECT(!ckpt_exists(in("fresh.tmp")) && !ckpt_exists(in("fresh.old")), "the previous checkpoint is left");
     scenario = "a save with keep=1 deletes older checkpoints up to the first missing number";
     save(in("gap"), 1, 1);
@@ -324,7 +324,7 @@ static void test_stale_and_strange(void) {
         load(in("stale"), 1, 1 + turn);
         EXPECT(ckpt_shell("rm -rf %s", in("stale.tmp")) == 0, "rm");
     }
-    scenario = "folders of somebody else";
+    scenario = "foreign folders";
     EXPECT(ckpt_shell("mkdir %s && echo precious >%s", in("strange"), in("strange/notes.txt")) == 0, "sh");
     run(&j, 2, DDP_ERR_INVALID, "strange|'notes.txt'");
     EXPECT(ckpt_shell("rm %s && echo '{}' >%s", in("strange/notes.txt"), in("strange/state.json")) == 0, "sh");

@@ -271,7 +271,7 @@ static void test_lines(void **state) {
         ddp_result refused = (call);                                                                                         \
         if (refused != DDP_ERR_INVALID) fail_msg("%s gave %s: %s", #call, ddp_result_name(refused), ddp_last_error());       \
         if (!strstr(ddp_last_error(), function)) fail_msg("%s: '%s' does not name %s", #call, ddp_last_error(), function);   \
-        if (!strstr(ddp_last_error(), word)) fail_msg("%s: '%s' does not say '%s'", #call, ddp_last_error(), word);          \
+        if (!strstr(ddp_last_error(), word)) fail_msg("%s: '%s' does not contain '%s'", #call, ddp_last_error(), word);          \
         if (strchr(ddp_last_error(), '\n')) fail_msg("%s: more than one line", #call);                                       \
     } while (0)
 

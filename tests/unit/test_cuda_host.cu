@@ -186,7 +186,7 @@ static void pick_ranks(int world_size, int device_count, const char *sentence, i
         snprintf(number, sizeof number, "rank %d: ", failed);
         snprintf(line, sizeof line, "rank %d/%d ddp_cuda_pick group=world: %s%s", rank, world_size, failed < 0 || rank == failed ? "" : number, sentence ? sentence : "");
         if (!sentence) check_that(ranks.result[rank] == DDP_OK, "rank %d: %s", rank, ranks.line[rank]);
-        else check_that(ranks.result[rank] == DDP_ERR_INVALID && strcmp(ranks.line[rank], line) == 0, "rank %d says\n  %s\ninstead of\n  %s", rank, ranks.line[rank], line);
+        else check_that(ranks.result[rank] == DDP_ERR_INVALID && strcmp(ranks.line[rank], line) == 0, "rank %d returned\n  %s\ninstead of\n  %s", rank, ranks.line[rank], line);
     }
 }
 

@@ -152,7 +152,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     ddp_group_destroy(s->group);
     if (job.fault && s->rank == 1) fake_fault_fired(1);
     if (job.own_comm) {
-        check(ncclCommDestroy(desc.comm) == ncclSuccess, "the user's communicator has gone with the group");
+        check(ncclCommDestroy(desc.comm) == ncclSuccess, "the user's communicator was destroyed with the group");
         fake_stream_destroy(desc.comm_stream);
     }
     fake_free(s->in);
@@ -196,9 +196,9 @@ static void run_on(int size, uint64_t seed, program_fn program) {
     check(result == DDP_OK, "W=%d: %s", size, ddp_last_error());
     if (!job.patient && !job.may_fail)
         check(fake_nccl.dropped == 0, "W=%d: an abort ended %d registrations or operations", size, fake_nccl.dropped);
-    check(fake_failures() == 0, "W=%d: the fake has something to say%s%s", size, job.fault ? " after the failure of " : "", fake.fault.text.c_str());
+    check(fake_failures() == 0, "W=%d: the fake reports failures%s%s", size, job.fault ? " after the failure of " : "", fake.fault.text.c_str());
     left = fake_left();
-    check(left.empty(), "W=%d: left behind%s%s\n%s", size, job.fault ? " after the failure of " : "", fake.fault.text.c_str(), left.c_str());
+    check(left.empty(), "W=%d: leaked%s%s\n%s", size, job.fault ? " after the failure of " : "", fake.fault.text.c_str(), left.c_str());
 }
 
 static void run_seeds(program_fn program, int seeds) {
@@ -307,7 +307,7 @@ static ddp_result tested(rank_state *s) {
     fill(s, s->in, N, 1);
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, &work));
     while (!done) RANKS_OK(s->cpu, ddp_test(s->group, &work, &done));
-    RANKS_CHECK(s->cpu, ((float *)fake_view(s->out))[N - 1] == summed(s->size, 1, N - 1), "done, and the data is not there");
+    RANKS_CHECK(s->cpu, ((float *)fake_view(s->out))[N - 1] == summed(s->size, 1, N - 1), "done, but the data has not arrived");
     RANKS_OK(s->cpu, ddp_wait(s->group, &work));
     return DDP_OK;
 }
@@ -982,7 +982,7 @@ static int error_at(const char *function, int n, int sticky) {
     check(strstr(line, name.c_str()) != NULL, "call %d, %s, fails, and the line is: %s", n, call, line);
     check(!strstr(job.line[0], "timed out"), "call %d, %s, fails on rank 1, and rank 0 only times out: %s", n, call, job.line[0]);
     /* polls: it can be complete */
-    check(function || job.result[0] != DDP_OK, "call %d, %s, fails on rank 1, and rank 0 does not hear of it", n, call);
+    check(function || job.result[0] != DDP_OK, "call %d, %s, fails on rank 1, and rank 0 returns no error", n, call);
     return 1;
 }
 
@@ -997,8 +997,8 @@ static void errors_everywhere(void) {
         for (int k = 0; k < 5; k++)
             for (int n = 1; n < 40 && failures < 40 && error_at(polls[k], n, sticky); n += stride) {}
     }
-    printf("errors_everywhere: %d errors told, %d without consequence\n", told, silent);
-    check(told > silent && told * strides > 300, "%d errors were told, %d were not", told, silent);
+    printf("errors_everywhere: %d errors reported, %d without consequence\n", told, silent);
+    check(told > silent && told * strides > 300, "%d errors were reported, %d were not", told, silent);
 }
 
 /* ---- the exact calls ---- */
@@ -1230,7 +1230,7 @@ static ddp_result wrong_groups(rank_state *s) {
     WRONG(engine, DDP_CUDA_ENGINE_NCCL, DDP_ERR_MISMATCH, "ranks differ: rank 0 engine=0, rank 1 engine=1; give");
     RANKS_OK(s->cpu, make_own(s, &own));
     WRONG(comm, own.comm, DDP_ERR_MISMATCH, "ranks differ: rank 0 comm=NULL, rank 1 comm=given; give");
-    RANKS_CHECK(s->cpu, ncclCommDestroy(own.comm) == ncclSuccess && fake_stream_destroy(own.comm_stream) == cudaSuccess, "what is the user's has gone");
+    RANKS_CHECK(s->cpu, ncclCommDestroy(own.comm) == ncclSuccess && fake_stream_destroy(own.comm_stream) == cudaSuccess, "an object of the user was destroyed");
     own = good;
     s->rank = s->size - 1 - s->rank; /* a communicator with the ranks the other way around */
     RANKS_OK(s->cpu, make_own(s, &own));
@@ -1238,7 +1238,7 @@ static ddp_result wrong_groups(rank_state *s) {
     desc = good, desc.comm = own.comm;
     RANKS_OK(s->cpu, refuses(s, &desc, DDP_ERR_INVALID, "desc.comm is rank 1 of 2 on device 0, the group is rank 0 of 2 on device 0: "
                                                         "give it the communicator of this rank"));
-    RANKS_CHECK(s->cpu, ncclCommDestroy(own.comm) == ncclSuccess && fake_stream_destroy(own.comm_stream) == cudaSuccess, "what is the user's has gone");
+    RANKS_CHECK(s->cpu, ncclCommDestroy(own.comm) == ncclSuccess && fake_stream_destroy(own.comm_stream) == cudaSuccess, "an object of the user was destroyed");
 #undef WRONG
     RANKS_OK(s->cpu, collective(s, 0, 0, 0));
     return look_back(s);

@@ -273,7 +273,7 @@ static ddp_result bad_calls(ddp_group *group) {
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, INFINITY, &norm));
     RANKS_CHECK(group, norm > 0, "norm %g", (double)norm);
     RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &half));
-    RANKS_CHECK(group, half == norm, "norm %g, asked again %g", (double)norm, (double)half);
+    RANKS_CHECK(group, half == norm, "norm %g, the second time %g", (double)norm, (double)half);
     RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &t, NULL));
     first = ddp_tensor_count(&t) ? ((float *)t.data)[0] : 0;
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, norm / 2, NULL));
@@ -532,7 +532,7 @@ static ddp_result fill_again(const ddp_fsdp_param *param, int64_t first_row, int
         ddp_result result = ddp_fsdp_get_shard(e->fsdp, i / 2, i % 2, &rows, NULL, &first);
         if (result != DDP_OK) return result;
         if (strcmp(e->m->params[i].param.name, param->param.name)) continue;
-        if (first != first_row || rows.shape[0] != row_count) return ddp_fail(DDP_ERR_INVALID, "rows from %d on are asked for", (int)first_row);
+        if (first != first_row || rows.shape[0] != row_count) return ddp_fail(DDP_ERR_INVALID, "rows from %d on are requested", (int)first_row);
         memcpy(out, rows.data, (size_t)ddp_tensor_count(&rows) * sizeof(float));
     }
     return DDP_OK;
@@ -738,7 +738,7 @@ static ddp_result late_devices(ddp_group *group) {
     int before = late.started;
     late.fails = 1;
     FAILS(group, ddp_fsdp_step(fsdp, 0.05f), DDP_ERR_ENGINE, "the late device fails");
-    RANKS_CHECK(group, late.started > before, "no gradient was on its way");
+    RANKS_CHECK(group, late.started > before, "no gradient was in flight");
     ddp_fsdp_destroy(fsdp);
     RANKS_CHECK(group, late.freed_early == 0, "%d pieces of memory are freed while copies use them", late.freed_early);
     ddp_group_destroy(far);
@@ -1196,7 +1196,7 @@ static ddp_result bytes_predicted(ddp_group *group) {
                                 levels, ahead ? 2 : 1);
         peak = (double)(memory.peak.total - memory.peak.bookkeeping);
         predicted = (double)memory.predicted.total;
-        RANKS_CHECK(group, fabs(predicted - formula) < 0.001 * formula, "turn %d: predicted %.0f, the formula says %.0f", turn, predicted, formula);
+        RANKS_CHECK(group, fabs(predicted - formula) < 0.001 * formula, "turn %d: predicted %.0f, the formula gives %.0f", turn, predicted, formula);
         RANKS_CHECK(group, fabs(peak - predicted) < 0.02 * predicted, "turn %d: peak %.0f, predicted %.0f", turn, peak, predicted);
         ddp_fsdp_destroy(fsdp);
     }
@@ -1342,7 +1342,7 @@ static ddp_result quantized(ddp_group *group) {
             }
             for (int64_t i = from; i < end; i++) {
                 float want = (float)q_value(i), have = ((float *)m.params[0].param.value.data)[i];
-                if (bad) RANKS_CHECK(group, isnan(have), "[%d] is %g beside something that is not finite", (int)i, (double)have);
+                if (bad) RANKS_CHECK(group, isnan(have), "[%d] is %g next to a value that is not finite", (int)i, (double)have);
                 else RANKS_CHECK(group, fabs((double)have - (double)want) <= most / 254 * (1 + 1e-4), "[%d] is %g, not %g; block of %g", (int)i, (double)have, (double)want, most);
                 if (!bad && most == 0) RANKS_CHECK(group, have == 0, "[%d] is %g", (int)i, (double)have);
             }
@@ -1461,7 +1461,7 @@ static ddp_result scaled(ddp_group *group) {
         if (turn & 1) RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 1, &norm));
         if (turn & 1) RANKS_CHECK(group, !isfinite(norm), "norm %g", (double)norm);
         RANKS_OK(group, ddp_fsdp_step(fsdp, 0.1f));
-        RANKS_CHECK(group, ddp_scaler_found_inf(&scaler), "turn %d: nobody found it", turn);
+        RANKS_CHECK(group, ddp_scaler_found_inf(&scaler), "turn %d: not detected", turn);
         RANKS_OK(group, ddp_scaler_update(&scaler));
         RANKS_CHECK(group, scaler.scale == 512, "scale %g", (double)scaler.scale);
         RANKS_OK(group, digest(group, fsdp, &m, &after));
@@ -1485,7 +1485,7 @@ static ddp_result scaled(ddp_group *group) {
         RANKS_OK(group, train(group, fsdp, &m, 1, 8));
         RANKS_OK(group, ddp_scaler_update(&scaler));
         ddp_fsdp_destroy(fsdp);
-        RANKS_CHECK(group, scaler.desc.group_count == 0, "the scaler still knows %d groups that may be gone", scaler.desc.group_count);
+        RANKS_CHECK(group, scaler.desc.group_count == 0, "the scaler still has %d groups that can be destroyed", scaler.desc.group_count);
         RANKS_OK(group, ddp_barrier(group));
         ddp_group_destroy(part);
     }

@@ -96,7 +96,7 @@ static ddp_result compare(ddp_group *world, const ddp_schedule *s, variant v, co
     ddp_pipeline_destroy(pipeline);
     unwaited = inner.handles_in_use(world);
     RANKS_CHECK(world, unwaited == 0, "%s: destroy has not waited for %d messages", what, unwaited);
-    for (int stage = 0; stage < m->stages && v.placed; stage++) RANKS_CHECK(world, !m->params[stage][0].grad.data, "%s: a pointer to memory that is gone", what);
+    for (int stage = 0; stage < m->stages && v.placed; stage++) RANKS_CHECK(world, !m->params[stage][0].grad.data, "%s: a pointer to freed memory", what);
     free(h);
     free(m);
     return DDP_OK;

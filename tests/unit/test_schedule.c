@@ -68,7 +68,7 @@ static ddp_schedule_report simulated(const ddp_schedule *s, const ddp_stage_cost
 
 static void refused(ddp_result result, const char *says) {
     assert_int_equal(result, DDP_ERR_INVALID);
-    if (!strstr(ddp_last_error(), says)) fail_msg("\"%s\" does not say \"%s\"", ddp_last_error(), says);
+    if (!strstr(ddp_last_error(), says)) fail_msg("\"%s\" does not contain \"%s\"", ddp_last_error(), says);
 }
 
 /* --- the lists --- */

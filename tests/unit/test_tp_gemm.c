@@ -122,7 +122,7 @@ static void test_parts_have_the_bits_of_the_whole(void **state) {
 
 static void refused(ddp_gemm g, const char *text) {
     assert_int_equal(ddp_gemm_builtin(&g, NULL), DDP_ERR_INVALID);
-    if (!strstr(ddp_last_error(), text)) fail_msg("'%s' says nothing of '%s'", ddp_last_error(), text);
+    if (!strstr(ddp_last_error(), text)) fail_msg("'%s' does not contain '%s'", ddp_last_error(), text);
 }
 
 static void test_bad_input(void **state) {
