@@ -1673,11 +1673,15 @@ static int ddp__json_expect(ddp__json *j, char c, const char *what) {
    above U+10FFFF, or truncated. */
 static int ddp__utf8_length(const char *at, const char *end) {
     const unsigned char *c = (const unsigned char *)at;
-    int length = c[0] < 0x80                    ? 1
-                 : c[0] >= 0xc2 && c[0] <= 0xdf ? 2
-                 : (c[0] & 0xf0) == 0xe0        ? 3
-                 : c[0] >= 0xf0 && c[0] <= 0xf4 ? 4
-                                                : 0;
+    int length = 0;
+    if (c[0] < 0x80)
+        length = 1;
+    else if (c[0] >= 0xc2 && c[0] <= 0xdf)
+        length = 2;
+    else if ((c[0] & 0xf0) == 0xe0)
+        length = 3;
+    else if (c[0] >= 0xf0 && c[0] <= 0xf4)
+        length = 4;
     if (length == 0 || end - at < length) return 0;
     for (int i = 1; i < length; i++)
         if ((c[i] & 0xc0) != 0x80) return 0;
@@ -2039,12 +2043,15 @@ static ddp_result ddp__header_check(ddp__load_file *file, uint64_t data_bytes,
     uint64_t at = 0;
     qsort(r, (size_t)file->count, sizeof *r, ddp__file_tensor_compare_offset);
     for (int i = 0; i < file->count; at = r[i++].end) {
-        const char *what = r[i].end < r[i].begin || r[i].end > data_bytes ? "lies outside of the file"
-                           : r[i].end - r[i].begin != r[i].count * (uint64_t)r[i].dtype->size
-                               ? "is not as large as its dtype and shape say"
-                           : r[i].begin < at ? "overlaps the one before it"
-                           : r[i].begin > at ? "has a hole before it"
-                                             : NULL;
+        const char *what = NULL;
+        if (r[i].end < r[i].begin || r[i].end > data_bytes)
+            what = "lies outside of the file";
+        else if (r[i].end - r[i].begin != r[i].count * (uint64_t)r[i].dtype->size)
+            what = "is not as large as its dtype and shape say";
+        else if (r[i].begin < at)
+            what = "overlaps the one before it";
+        else if (r[i].begin > at)
+            what = "has a hole before it";
         if (what) return ddp__file_tensor_fail(DDP_ERR_CORRUPT, file, &r[i], "%s", what);
     }
     if (at != data_bytes)
@@ -2233,47 +2240,53 @@ static int ddp__is_folder_entry(const struct dirent *entry) {
     return strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
 }
 
-/* Looks at a folder. *found: 1 = it holds a checkpoint of ours, whole or begun; 0 = it is empty or missing.
-   Anything else is DDP_ERR_INVALID: it must not be replaced. clear: deletes the folder. state.json, the last
-   file by name, goes last, since it shows that the folder is ours. */
-static ddp_result ddp__folder_check(const char *path, int clear, int *found) {
+/* Checks that a folder may be replaced. *found: 1 = it has a checkpoint of ours, complete or not; 0 = it is
+   empty or missing. Anything else is DDP_ERR_INVALID. */
+static ddp_result ddp__folder_check(const char *path, int *found) {
     ddp__file file;
-    char stranger[100] = "files without " DDP__STATE_FILE, start[sizeof DDP__STATE_START] = "";
+    char other_file[100] = "files without " DDP__STATE_FILE, start[sizeof DDP__STATE_START] = "";
     struct dirent **entry;
-    ddp_result result = DDP_OK;
     int ours = 0, count = scandir(path, &entry, ddp__is_folder_entry, alphasort);
     *found = count > 0;
     if (count < 0) return errno == ENOENT ? DDP_OK : ddp__file_fail("opening", path);
     if (count && ddp__file_open(path, DDP__STATE_FILE, O_RDONLY, &file) == DDP_OK) {
-        ssize_t got = pread(file.fd, start, sizeof start - 1, 0);
-        ours = got >= 0 && strncmp(start, DDP__STATE_START, (size_t)got) == 0;
+        ssize_t size = pread(file.fd, start, sizeof start - 1, 0);
+        ours = size >= 0 && strncmp(start, DDP__STATE_START, (size_t)size) == 0;
         ddp__file_close(&file);
     }
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < count; free(entry[i++])) {
         if (ddp__is_checkpoint_file(entry[i]->d_name)) continue;
         ours = 0;
-        snprintf(stranger, sizeof stranger, "%.90s", entry[i]->d_name);
-    }
-    for (int i = 0; i < count; free(entry[i++])) {
-        snprintf(file.path, sizeof file.path, "%.*s/%s", DDP__DIR_MAX + 20, path, entry[i]->d_name);
-        if (clear && ours && result == DDP_OK && unlink(file.path) != 0 && errno != ENOENT)
-            result = ddp__file_fail("deleting", file.path);
+        snprintf(other_file, sizeof other_file, "%.90s", entry[i]->d_name);
     }
     free(entry);
-    if (count && !ours)
-        return ddp_fail(DDP_ERR_INVALID,
-                        "%s holds '%s', which is not part of a checkpoint of ours: saving replaces the "
-                        "whole folder, so choose another or move it away",
-                        path, stranger);
-    return result != DDP_OK || !clear || rmdir(path) == 0 ? result : ddp__file_fail("deleting", path);
+    if (!count || ours) return DDP_OK;
+    return ddp_fail(DDP_ERR_INVALID,
+                    "%s holds '%s', which is not part of a checkpoint of ours: saving replaces the "
+                    "whole folder, so choose another or move it away",
+                    path, other_file);
 }
 
+/* Deletes a folder that ddp__folder_check accepts. state.json, the last file by name, goes last: it shows
+   that the folder is ours. */
 static ddp_result ddp__folder_delete(const char *path) {
+    struct dirent **entry;
+    ddp_result result = DDP_OK;
     int found;
-    return ddp__folder_check(path, 1, &found);
+    DDP_TRY(ddp__folder_check(path, &found));
+    int count = scandir(path, &entry, ddp__is_folder_entry, alphasort);
+    if (count < 0) return errno == ENOENT ? DDP_OK : ddp__file_fail("opening", path);
+    for (int i = 0; i < count; free(entry[i++])) {
+        char name[DDP__PATH_MAX];
+        snprintf(name, sizeof name, "%.*s/%s", DDP__DIR_MAX + 20, path, entry[i]->d_name);
+        if (result == DDP_OK && unlink(name) != 0 && errno != ENOENT)
+            result = ddp__file_fail("deleting", name);
+    }
+    free(entry);
+    return result != DDP_OK || rmdir(path) == 0 ? result : ddp__file_fail("deleting", path);
 }
 
-/* dir without slashes at its end; where it exists, without links. */
+/* Writes dir to out, without slashes at its end and, if it exists, without symbolic links. */
 static ddp_result ddp__folder_path(const char *dir, char out[DDP__PATH_MAX]) {
     size_t length = dir ? strlen(dir) : 0;
     char *real = length ? realpath(dir, NULL) : NULL;
@@ -2292,8 +2305,11 @@ static ddp_result ddp__folder_path(const char *dir, char out[DDP__PATH_MAX]) {
 }
 
 static void ddp__parent_path(const char *path, char out[DDP__PATH_MAX]) {
-    const char *last = strrchr(path, '/');
-    snprintf(out, DDP__PATH_MAX, "%.*s", !last || last == path ? 1 : (int)(last - path), last ? path : ".");
+    const char *slash = strrchr(path, '/');
+    if (slash && slash != path)
+        snprintf(out, DDP__PATH_MAX, "%.*s", (int)(slash - path), path);
+    else
+        snprintf(out, DDP__PATH_MAX, "%s", slash ? "/" : ".");
 }
 
 enum { DDP__SIBLING_NEW = -1, DDP__SIBLING_OLD }; /* or the number of an older checkpoint */
@@ -2364,9 +2380,10 @@ static int ddp__runs_next(ddp__box_runs *runs, uint64_t *at, uint64_t *from) {
     return 1;
 }
 
-/* A number of a box, modulo the prime 2^31 - 1, such that boxes tile a tensor when theirs add up to the
-   tensor's: the product over dimensions of x^(offset + extent) - x^offset, a polynomial that holds each
-   element of the box once. Other boxes pass with a chance of 1e-5 at a point x, and there are two. */
+/* The fingerprint of a box is a number modulo the prime 2^31 - 1. Boxes tile a tensor if their fingerprints
+   add up to the tensor's. It is the product over dimensions of x^(offset + extent) - x^offset: a polynomial
+   with one term for each element of the box. Other boxes pass with a chance of 1e-5 at a point x; two points
+   are used. */
 #define DDP__FINGERPRINT_PRIME UINT64_C(2147483647)
 static uint64_t ddp__power_mod_prime(uint64_t x, uint64_t exponent) {
     uint64_t power = 1;
@@ -2375,20 +2392,19 @@ static uint64_t ddp__power_mod_prime(uint64_t x, uint64_t exponent) {
     return power;
 }
 
-static uint64_t ddp__box_fingerprint(const ddp__checkpoint_slice *s, int whole, int point) {
-    uint64_t number = whole || s->data;
+/* Of this rank's box, or of the full tensor. point: 0 or 1. */
+static uint64_t ddp__box_fingerprint(const ddp__checkpoint_slice *s, int full_tensor, int point) {
+    uint64_t product = full_tensor || s->data;
     for (int d = 0; d < s->ndim; d++) {
-        uint64_t x = (UINT64_C(0x9e3779b97f4a7c15) * (uint64_t)(point * DDP_MAX_NDIM + d + 1) >> 24)
-                         % (DDP__FINGERPRINT_PRIME - 3)
-                     + 2;
-        uint64_t from = whole ? 0 : (uint64_t)s->offset[d],
-                 to = whole ? (uint64_t)s->shape[d] : from + (uint64_t)s->extent[d];
-        number = number
-                 * ((ddp__power_mod_prime(x, to) + DDP__FINGERPRINT_PRIME - ddp__power_mod_prime(x, from))
-                    % DDP__FINGERPRINT_PRIME)
-                 % DDP__FINGERPRINT_PRIME;
+        uint64_t random = UINT64_C(0x9e3779b97f4a7c15) * (uint64_t)(point * DDP_MAX_NDIM + d + 1) >> 24;
+        uint64_t x = random % (DDP__FINGERPRINT_PRIME - 3) + 2;
+        uint64_t begin = full_tensor ? 0 : (uint64_t)s->offset[d];
+        uint64_t end = full_tensor ? (uint64_t)s->shape[d] : begin + (uint64_t)s->extent[d];
+        uint64_t factor = ddp__power_mod_prime(x, end) + DDP__FINGERPRINT_PRIME
+                          - ddp__power_mod_prime(x, begin);
+        product = product * (factor % DDP__FINGERPRINT_PRIME) % DDP__FINGERPRINT_PRIME;
     }
-    return number;
+    return product;
 }
 
 typedef struct ddp__tensor_key {
@@ -2656,10 +2672,10 @@ static ddp_result ddp__save_begin(ddp__save_state *s) {
     ddp__sibling_path(s->task.dir, DDP__SIBLING_NEW, s->tmp);
     DDP_TRY(ddp__save_plan(s));
     if (ddp_rank(s->task.group) != 0) return DDP_OK;
-    DDP_TRY(ddp__folder_check(s->task.dir, 0, &found));
+    DDP_TRY(ddp__folder_check(s->task.dir, &found));
     for (int i = 0; i < s->keep_count && (i < 2 || found); i++) {
         ddp__sibling_path(s->task.dir, i, path);
-        DDP_TRY(ddp__folder_check(path, 0, &found));
+        DDP_TRY(ddp__folder_check(path, &found));
     }
     ddp__parent_path(s->task.dir, path);
     if (stat(path, &info) != 0) return ddp__file_fail("the folder that dir is to be in,", path);
@@ -2774,10 +2790,10 @@ static ddp_result ddp__save_text(ddp__save_state *s, const char *name, uint32_t 
 static ddp_result ddp__save_rotate(const ddp__save_state *s, const char *previous) {
     char from[DDP__PATH_MAX], to[DDP__PATH_MAX];
     int number = 0, found;
-    DDP_TRY(ddp__folder_check(previous, 0, &found));
+    DDP_TRY(ddp__folder_check(previous, &found));
     if (!found) return ddp__folder_delete(previous);
     do ddp__sibling_path(s->task.dir, ++number, to);
-    while (ddp__folder_check(to, 0, &found) == DDP_OK && found);
+    while (ddp__folder_check(to, &found) == DDP_OK && found);
     for (; number > 0; number--, memcpy(to, from, sizeof to)) { /* to: the name dir.number, which is free */
         if (number > 1)
             ddp__sibling_path(s->task.dir, number - 1, from);
@@ -2948,28 +2964,36 @@ static int ddp__load_add_file(ddp__load_state *l, ddp__string_view name, uint32_
 
 /* Reads the numbers of a field into adjacent memory at `at`. */
 static int ddp__state_read_numbers(ddp__json *j, const char *kinds, char *at) {
-    int n = 0, list = kinds[1] != 0, count = 0;
-    for (; kinds[n] && (!list || ddp__json_next_item(j, "[]", &count)); at += kinds[n++] == '4' ? 4 : 8) {
+    int is_list = kinds[1] != 0, count = 0;
+    for (; *kinds && (!is_list || ddp__json_next_item(j, "[]", &count)); kinds++) {
         uint64_t bits;
-        if (!ddp__json_number(j, kinds[n] == 'u' ? 'u' : 'i', &bits)) return 0;
+        if (!ddp__json_number(j, *kinds == 'u' ? 'u' : 'i', &bits)) return 0;
+        if (*kinds != '4') {
+            memcpy(at, &bits, sizeof bits);
+            at += sizeof bits;
+            continue;
+        }
         int32_t narrow = (int32_t)(int64_t)bits;
-        if (kinds[n] == '4' && narrow != (int64_t)bits) return ddp__json_fail(j, "a number is too large");
-        memcpy(at, kinds[n] == '4' ? (const void *)&narrow : (const void *)&bits, kinds[n] == '4' ? 4 : 8);
+        if (narrow != (int64_t)bits) return ddp__json_fail(j, "a number is too large");
+        memcpy(at, &narrow, sizeof narrow);
+        at += sizeof narrow;
     }
-    return !kinds[n] && (!list || ddp__json_accept(j, ']')) ? 1
-                                                            : ddp__json_fail(j, "a list has another length");
+    if (*kinds || (is_list && !ddp__json_accept(j, ']')))
+        return ddp__json_fail(j, "a list has another length");
+    return 1;
 }
 
-/* The files of an object: its names, and their checksums; or, in the index of a model from elsewhere, its
-   values. */
-static int ddp__load_read_file_names(ddp__load_state *l, ddp__json *j, int sums) {
-    ddp__string_view name, value;
+/* Adds the files of an object to the list. In state.json the names are keys and the values are checksums; in
+   the index of a foreign model the names are values. */
+static int ddp__load_read_file_names(ddp__load_state *l, ddp__json *j, int with_checksums) {
+    ddp__string_view key, value;
     uint32_t crc = 0;
-    for (int count = 0; ddp__json_next_member(j, &count, &name);) {
+    for (int count = 0; ddp__json_next_member(j, &count, &key);) {
         if (!ddp__json_string(j, &value)) return 0;
-        if ((sums && !ddp__hex_read(value, &crc)) || !ddp__load_add_file(l, sums ? name : value, crc))
-            return ddp__json_fail(j, sums ? "not a file and its checksum"
-                                          : "not the name of a file in the folder");
+        if (with_checksums && (!ddp__hex_read(value, &crc) || !ddp__load_add_file(l, key, crc)))
+            return ddp__json_fail(j, "not a file and its checksum");
+        if (!with_checksums && !ddp__load_add_file(l, value, 0))
+            return ddp__json_fail(j, "not the name of a file in the folder");
     }
     return j->error == NULL;
 }
@@ -3189,9 +3213,11 @@ static ddp_result ddp__load_pages(const ddp__load_source *source, uint64_t begin
     return DDP_OK;
 }
 
-/* Maps a position of the whole sequence into a part of total bytes that begins at `before`; clamped to it. */
-static uint64_t ddp__clamp_to_part(uint64_t place, uint64_t before, uint64_t total) {
-    return place < before ? 0 : place - before < total ? place - before : total;
+/* The offset of a position of a sequence within a part of it, [begin, begin + size), at least 0 and at most
+   size. */
+static uint64_t ddp__clamp_to_part(uint64_t position, uint64_t begin, uint64_t size) {
+    if (position < begin) return 0;
+    return position - begin < size ? position - begin : size;
 }
 
 /* Computes checksums of half of this rank's share: thread 0 or 1. On one machine the ranks share a
@@ -3850,16 +3876,20 @@ static ddp_result ddp__shard_describe(ddp_fsdp *f, ddp__fsdp_shard *s) {
         global |= shape[i];
         inside &= offset[i] >= 0 && shape[i] >= value->shape[i] && offset[i] <= shape[i] - value->shape[i];
     }
-    const char *wrong =
-        !s->user_param->param.name || !s->user_param->param.name[0] ? "has no name; checkpoints need one"
-        : !ddp__is_tensor_name(s->name, 9900)
-            ? "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one "
-              "that is"
-        : count < 0 ? "its shape is not one: ndim or an entry is negative, or the product overflows"
-        : !ddp_is_float(value->dtype) ? "its dtype is not a float; keep it outside the units"
-        : grad != DDP_DTYPE_DEFAULT && !ddp_is_float(grad) ? "the dtype of its gradient is not a float"
-        : global && !inside ? "global_offset and its shape reach beyond global_shape"
-                            : NULL;
+    const char *wrong = NULL;
+    if (!s->user_param->param.name || !s->user_param->param.name[0])
+        wrong = "has no name; checkpoints need one";
+    else if (!ddp__is_tensor_name(s->name, 9900))
+        wrong = "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one "
+                "that is";
+    else if (count < 0)
+        wrong = "its shape is not one: ndim or an entry is negative, or the product overflows";
+    else if (!ddp_is_float(value->dtype))
+        wrong = "its dtype is not a float; keep it outside the units";
+    else if (grad != DDP_DTYPE_DEFAULT && !ddp_is_float(grad))
+        wrong = "the dtype of its gradient is not a float";
+    else if (global && !inside)
+        wrong = "global_offset and its shape reach beyond global_shape";
     if (wrong) return DDP__SHARD_INVALID(s, "%s", wrong);
     s->trained = !s->user_param->frozen;
     s->is_slice = global != 0;
@@ -5012,8 +5042,8 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__fsdp_shard *s, const char *st
     *slice = made;
     for (int i = 0; i < value->ndim; i++) {
         slice->shape[i] = s->is_slice ? s->user_param->global_shape[i] : value->shape[i];
-        slice->offset[i] = (s->is_slice ? s->user_param->global_offset[i] : 0)
-                           + (i ? 0 : (int64_t)(s->first_row + skip));
+        slice->offset[i] = s->is_slice ? s->user_param->global_offset[i] : 0;
+        if (i == 0) slice->offset[i] += (int64_t)(s->first_row + skip);
         slice->extent[i] = i ? value->shape[i] : (int64_t)rows;
     }
     if (list != DDP__LIST_NOTHING && rows && s->row_elements && tensor->data)
@@ -5820,9 +5850,10 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
             size_t length = ddp__wrap_length(desc, params[i].name);
             const ddp_fsdp_unit_desc unit = {by_name ? first->unit : NULL, first, count};
             out[units] = unit;
-            if (by_name)
-                snprintf(first->unit, sizeof first->unit, "%.*s", length ? (int)length : 4,
-                         length ? params[i].name : "root");
+            if (by_name && length)
+                snprintf(first->unit, sizeof first->unit, "%.*s", (int)length, params[i].name);
+            else if (by_name)
+                snprintf(first->unit, sizeof first->unit, "root");
         }
         first += count;
         units++;
