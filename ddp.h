@@ -6019,26 +6019,33 @@ static int ddp__random_bytes(void *out, size_t size_bytes) {
    ddp_group_create and ddp_launch call ddp__identity_resolve before any rank connects to another. */
 
 /* The schemes of init_method. A host or a path follows the last two. */
-enum { DDP__BY_SELF, DDP__BY_ENV, DDP__BY_MPI, DDP__BY_TCP, DDP__BY_FILE, DDP__SCHEMES };
+enum {
+    DDP__SCHEME_SELF,
+    DDP__SCHEME_ENV,
+    DDP__SCHEME_MPI,
+    DDP__SCHEME_TCP,
+    DDP__SCHEME_FILE,
+    DDP__SCHEME_COUNT
+};
 
-/* This rank and its world as init_method, the desc and the environment define them, before ranks meet. */
+/* This rank and its world, as init_method, the desc and the environment define them. */
 typedef struct ddp__identity {
     int rank, world_size, local_rank, local_world_size;
-    int device_plus_1; /* its device, from ddp_launch_desc.devices; 0 = none */
-    ddp__heap *heap;   /* of the ddp_launch that runs this thread as a rank; NULL = none */
-    /* The variable in which a launcher has set the world size. NULL = no launcher has started this rank. */
-    const char *size_variable;
-    char token[416];  /* the same on all ranks of a job, different for other jobs of this user */
-    ddp_group *world; /* the world of that ddp_launch, once it exists */
+    int device_plus_1;         /* its device, from ddp_launch_desc.devices; 0 = none */
+    ddp__heap *heap;           /* of the ddp_launch that runs this thread as a rank; NULL = none */
+    const char *size_variable; /* the variable with the launcher's world size; NULL = no launcher */
+    char token[416];           /* the same on all ranks of a job, different for other jobs of this user */
+    ddp_group *world;          /* the world of that ddp_launch, once it exists */
 } ddp__identity;
 
 /* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
 static DDP__THREAD_LOCAL ddp__identity ddp__launch_identity;
 
-/* The environment variables of a launcher: rank, world size, and up to four that together identify a job. The
-   local ones may be missing: then the world is on this machine, unless MASTER_ADDR names another one. */
+/* The environment variables of a launcher. Without the local ones the world is on this machine, unless
+   MASTER_ADDR names another one. */
 typedef struct ddp__launcher {
-    const char *name, *rank, *size, *local_rank, *local_size, *job[4];
+    const char *name, *rank, *size, *local_rank, *local_size;
+    const char *job[4]; /* up to four variables that together identify a job */
 } ddp__launcher;
 
 #define DDP__CREATE_CHECK(condition, ...) DDP_CHECK("ddp_group_create", NULL, condition, __VA_ARGS__)
@@ -6065,9 +6072,10 @@ static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
 static ddp_result ddp__identity_from_launcher(ddp__identity *id, const ddp__launcher *from) {
     DDP_TRY(ddp__env_int(from->rank, -1, &id->rank));
     DDP_TRY(ddp__env_int(from->size, -1, &id->world_size));
-    DDP__CREATE_CHECK(id->rank >= 0 && id->world_size >= 0,
-                      "%s is set in the environment but %s is not; set both or neither",
-                      id->rank < 0 ? from->size : from->rank, id->rank < 0 ? from->rank : from->size);
+    DDP__CREATE_CHECK(id->rank >= 0, "%s is set in the environment but %s is not; set both or neither",
+                      from->size, from->rank);
+    DDP__CREATE_CHECK(id->world_size >= 0, "%s is set in the environment but %s is not; set both or neither",
+                      from->rank, from->size);
     DDP_TRY(ddp__env_int(from->local_rank, id->rank, &id->local_rank));
     DDP_TRY(ddp__env_int(from->local_size, id->world_size, &id->local_world_size));
     DDP__CREATE_CHECK(id->rank < id->world_size, "%s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank,
@@ -6077,9 +6085,10 @@ static ddp_result ddp__identity_from_launcher(ddp__identity *id, const ddp__laun
                       "%s=%d and %s=%d do not fit %s=%d", from->local_rank, id->local_rank,
                       *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size,
                       id->world_size);
-    int n = snprintf(id->token, sizeof id->token, "%s", from->name);
+    int length = snprintf(id->token, sizeof id->token, "%s", from->name);
     for (int i = 0; i < 4 && from->job[i]; i++)
-        n += snprintf(id->token + n, sizeof id->token - (size_t)n, ":%.100s", ddp__env_text(from->job[i]));
+        length += snprintf(id->token + length, sizeof id->token - (size_t)length, ":%.100s",
+                           ddp__env_text(from->job[i]));
     id->size_variable = from->size;
     return DDP_OK;
 }
@@ -6087,27 +6096,18 @@ static ddp_result ddp__identity_from_launcher(ddp__identity *id, const ddp__laun
 /* Uses the first launcher that has set its variables: torchrun, Open MPI, Hydra (MPICH), SLURM under srun.
    Without one the world has one rank. */
 static ddp_result ddp__identity_from_env(ddp__identity *id) {
+    // clang-format off
     static const ddp__launcher launchers[] = {
-        {"torch",
-         "RANK",
-         "WORLD_SIZE",
-         "LOCAL_RANK",
-         "LOCAL_WORLD_SIZE",
-         {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
-        {"ompi",
-         "OMPI_COMM_WORLD_RANK",
-         "OMPI_COMM_WORLD_SIZE",
-         "OMPI_COMM_WORLD_LOCAL_RANK",
-         "OMPI_COMM_WORLD_LOCAL_SIZE",
-         {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
-        {"pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", {"PMI_PORT"}},
-        {"slurm",
-         "SLURM_PROCID",
-         "SLURM_NTASKS",
-         "SLURM_LOCALID",
-         "",
-         {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}},
+        {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+                  {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
+        {"ompi",  "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                  "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+                  {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
+        {"pmi",   "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", {"PMI_PORT"}},
+        {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "",
+                  {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}},
     };
+    // clang-format on
     enum { LAUNCHERS = sizeof launchers / sizeof launchers[0], PMI = 2, SLURM = 3 };
     memset(id, 0, sizeof *id);
     id->world_size = id->local_world_size = 1;
@@ -6118,8 +6118,8 @@ static ddp_result ddp__identity_from_env(ddp__identity *id) {
         DDP_TRY(ddp__identity_from_launcher(id, &launchers[i]));
         if (i == PMI && !*ddp__env_text("PMI_PORT"))
             snprintf(id->token, sizeof id->token, "pmi:%d", (int)getppid());
-        int on_node = i == SLURM ? atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE")) : 0;
-        if (on_node > 0 && on_node < id->world_size) id->local_world_size = on_node;
+        int tasks_per_node = i == SLURM ? atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE")) : 0;
+        if (tasks_per_node > 0 && tasks_per_node < id->world_size) id->local_world_size = tasks_per_node;
     }
     return DDP_OK;
 }
@@ -6140,16 +6140,16 @@ static ddp_result ddp__identity_resolve(ddp__identity *id, const ddp_group_desc 
     ddp__identity launched;
     memset(id, 0, sizeof *id);
     if (desc->world_size > 0) {
-        if (scheme == DDP__BY_ENV && !ddp__launch_identity.heap
+        if (scheme == DDP__SCHEME_ENV && !ddp__launch_identity.heap
             && ddp__identity_from_env(&launched) == DDP_OK)
             DDP_TRY(ddp__check_world_size("ddp_group_create", &launched, desc->world_size));
         id->rank = desc->rank;
         id->world_size = desc->world_size;
         snprintf(id->token, sizeof id->token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"),
                  ddp__env_text("MASTER_PORT"), desc->name);
-    } else if (scheme == DDP__BY_SELF) {
+    } else if (scheme == DDP__SCHEME_SELF) {
         id->world_size = 1;
-    } else if (ddp__launch_identity.heap && scheme < DDP__BY_TCP) {
+    } else if (ddp__launch_identity.heap && scheme < DDP__SCHEME_TCP) {
         *id = ddp__launch_identity;
     } else {
         DDP_TRY(ddp__identity_from_env(id));
@@ -6180,7 +6180,8 @@ static ddp_result ddp__identity_resolve(ddp__identity *id, const ddp_group_desc 
    Instead of a STATUS above, rank 0 sends OTHER_JOB or an error to a peer that it refuses. It sends the same
    error to all ranks if a rank is missing at the deadline, or ends before the others have arrived. */
 
-/* A card identifies a process. Ranks exchange cards over TCP before they look for shared memory. */
+/* Identifies a process among all machines. The ranks of a tcp group exchange these, to find out which of them
+   can share memory. */
 enum {
     DDP__PROCESS_MACHINE,
     DDP__PROCESS_NONCE,
@@ -6190,11 +6191,12 @@ enum {
 };
 typedef uint64_t ddp__process_id[DDP__PROCESS_WORDS];
 
-static void ddp__process_id_self(ddp__process_id card) {
+static void ddp__process_id_self(ddp__process_id out) {
     const int pid = (int)getpid();
-    const ddp__process_id here = {ddp_machine_id(), ddp_unique_id(), (uint64_t)pid,
-                                  ddp__process_start_time(pid)};
-    memcpy(card, here, sizeof here);
+    out[DDP__PROCESS_MACHINE] = ddp_machine_id();
+    out[DDP__PROCESS_NONCE] = ddp_unique_id();
+    out[DDP__PROCESS_PID] = (uint64_t)pid;
+    out[DDP__PROCESS_START_TIME] = ddp__process_start_time(pid);
 }
 
 #if !defined(DDP__WAIT_REPORT_SECONDS)
@@ -6203,21 +6205,16 @@ static void ddp__process_id_self(ddp__process_id card) {
 #define DDP__WAIT_REPORT_INTERVAL 60.0 /* seconds until the next report */
 #define DDP__UNAUTHENTICATED_MAX 128   /* unauthenticated peers at a time */
 #define DDP__HANDSHAKE_SECONDS 5.0     /* the longest wait for their hello or proof */
+#define DDP__ADDRESSES_MAX 1024        /* bytes of an address list: about 60 addresses, >>impl-address-list */
 
-enum {
-    DDP__ADDRESSES_MAX = 1024
-}; /* bytes of an announcement: about 60 addresses, see ddp__addresses_write */
-
-/* Ranks that were not started by one ddp_launch meet at a socket: an abstract socket on one machine,
-   otherwise TCP. Rank 0 reads a hello from each connection. It admits the ranks of this job, sends other
-   ranks the reason for the refusal, and closes the connections of other processes. When all ranks are
-   connected, or one of them is lost or late, it sends all of them the outcome. On one machine the descriptor
-   of the heap is sent along. */
+/* A rendezvous as one rank sees it. */
 typedef struct ddp__rendezvous {
     ddp_group *group;
     char token[416];            /* as in ddp__identity */
-    struct sockaddr_un address; /* of the abstract socket */
-    socklen_t local; /* length of address; 0 = the ranks connect over TCP, with the next four fields */
+    int is_local;               /* 1 = over the abstract Unix socket at address; 0 = over TCP */
+    struct sockaddr_un address; /* address_length bytes of it are in use */
+    socklen_t address_length;
+    /* Over TCP: */
     char hosts[DDP__ADDRESSES_MAX]; /* names or addresses of rank 0, tried in order, with blanks between */
     int numeric_hosts;              /* 1 = hosts are addresses, so that no name is resolved */
     int port, port_count;  /* rank 0 listens at the first free one of these ports; other ranks try each */
@@ -6238,7 +6235,7 @@ typedef struct ddp__rendezvous {
     ddp_result result;              /* of the rendezvous; the error line describes a failure */
 } ddp__rendezvous;
 
-/* The kinds of frames that ranks send. DATA is followed by bytes, any other kind by a text. */
+/* The kinds of frames. */
 enum {
     DDP__FRAME_HELLO = 1,
     DDP__FRAME_STATUS,
@@ -6255,24 +6252,28 @@ enum {
     DDP__ALLOW_PROOF = 1 << DDP__FRAME_PROOF
 };
 
-/* Sent in each hello. Increase the protocol number when frames or their order change. */
+/* Sent in each hello. Increase the protocol number if frames or their order change. */
 enum { DDP__PROTOCOL = 2, DDP__HELLO_VERSION = DDP__PROTOCOL * 1000000 + DDP_VERSION };
 
-/* Results in a NEWS frame of rank 0. ADMITTED: the outcome follows later. OTHER_JOB: try another address. */
+/* Results in a STATUS frame of rank 0, before the outcome. OTHER_JOB: try another address. */
 enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 };
 #define DDP__FRAME_MAGIC UINT64_C(0x3170616568706464) /* "ddpheap1" */
 typedef struct ddp__frame {
     uint64_t magic;
     uint32_t kind;
-    int32_t result;         /* NEWS: why the group failed; 0 = the sender leaves it. DATA: 1 = more than fits,
-                               and nothing follows */
-    uint64_t size, call[2]; /* bytes that follow. DATA: signature and count. HELLO, CHALLENGE: a nonce. NEWS:
-                               the ranks that count as lost, from ddp_group_get_lost */
+    /* STATUS: why the group failed; 0 = the rendezvous has succeeded, or the sender leaves the group. DATA: 1
+       = the data is too large, and nothing follows. Other kinds: 0. */
+    int32_t result;
+    uint64_t size; /* bytes that follow */
+    /* DATA: signature and count of the call. HELLO, CHALLENGE: a nonce. STATUS: the lost ranks, from
+       ddp_group_get_lost. */
+    uint64_t words[2];
 } ddp__frame;
+/* A frame of any kind except DATA. */
 typedef struct ddp__text_frame {
-    ddp__frame frame;
+    ddp__frame head;
     char text[DDP__TEXT_MAX];
-} ddp__text_frame; /* all except DATA */
+} ddp__text_frame;
 
 #define DDP__TCP_PAYLOAD 65536 /* bytes that a rank can send in one call */
 
@@ -6299,7 +6300,7 @@ typedef struct ddp__peer {
     char name[96]; /* in error lines: "pid 77 on hostb", or its address until it has sent a hello */
 } ddp__peer;
 
-/* The layout of struct ucred, which needs _GNU_SOURCE. */
+/* Has the layout of struct ucred, which needs _GNU_SOURCE. */
 typedef struct ddp__ucred {
     pid_t pid;
     uid_t uid;
@@ -6308,6 +6309,7 @@ typedef struct ddp__ucred {
 
 static uint64_t ddp__hash_text(const char *text) { return ddp_hash(DDP_HASH_SEED, text, strlen(text)); }
 
+/* Writes the address of a job's abstract socket on this machine. Returns its length. */
 static socklen_t ddp__job_socket_address(struct sockaddr_un *address, const char *token) {
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
@@ -6322,13 +6324,16 @@ static int ddp__socket(int family) { return socket(family, SOCK_STREAM | SOCK_CL
 /* Waits until a socket can be read or written. Returns 0 if the deadline has passed. */
 static int ddp__fd_ready(int fd, short events, double deadline) {
     struct pollfd wait = {fd, events, 0};
-    for (double left = 1; left > 0;) {
-        left = deadline - ddp_now();
-        if (poll(&wait, 1, left < 0 ? 0 : left < 1 ? (int)(left * 1e3) + 1 : 1000) > 0) return 1;
+    for (;;) {
+        double remaining = deadline - ddp_now();
+        int wait_ms = 1000;
+        if (remaining < 1) wait_ms = remaining > 0 ? (int)(remaining * 1e3) + 1 : 0;
+        if (poll(&wait, 1, wait_ms) > 0) return 1;
+        if (remaining <= 0) return 0;
     }
-    return 0;
 }
 
+/* Returns pid and user of the process at the other end of a Unix socket. */
 static ddp__ucred ddp__peer_credentials(int fd) {
     ddp__ucred peer = DDP_ZERO;
     socklen_t size = sizeof peer;
@@ -6336,7 +6341,7 @@ static ddp__ucred ddp__peer_credentials(int fd) {
     return peer;
 }
 
-/* Initialises a peer with a connection; fd -1 = none. Error lines name the process at its other end. */
+/* Initialises a peer with a connection; fd -1 = none. Sets the name from the socket. */
 static void ddp__peer_init(ddp__peer *p, int fd) {
     struct sockaddr_storage address = DDP_ZERO; /* stays zero without a peer */
     const struct in6_addr *ipv6 = &((struct sockaddr_in6 *)(void *)&address)->sin6_addr;
@@ -6363,7 +6368,7 @@ static void ddp__peer_close(ddp__peer *p) {
     p->fd = p->heap_fd = -1;
 }
 
-/* Returns 1 while a connection is open. A rank may end before all have met, for example when its launcher
+/* Returns 1 while a connection is open. A rank may end before all have arrived, for example when its launcher
    restarts it. */
 static int ddp__peer_is_connected(ddp__peer *p) {
     char byte;
@@ -6373,7 +6378,7 @@ static int ddp__peer_is_connected(ddp__peer *p) {
     return p->fd >= 0;
 }
 
-/* Allocates what ddp__connect_ranks needs on this rank. Connects nothing. */
+/* Allocates the memory of a rendezvous on this rank. Connects nothing. */
 static ddp_result ddp__rendezvous_alloc(ddp__rendezvous *rv, ddp_group *group) {
     int count = group->rank ? 1 : group->world_size + DDP__UNAUTHENTICATED_MAX + 1;
     rv->group = group;
@@ -6383,6 +6388,9 @@ static ddp_result ddp__rendezvous_alloc(ddp__rendezvous *rv, ddp_group *group) {
     for (; rv->peer_count < count; rv->peer_count++) ddp__peer_init(&rv->peer[rv->peer_count], -1);
     return DDP_OK;
 }
+
+/* Returns the descriptor of rank 0's listener: its last peer. */
+static int *ddp__rendezvous_listener(const ddp__rendezvous *rv) { return &rv->peer[rv->peer_count - 1].fd; }
 
 static void ddp__rendezvous_close(ddp__rendezvous *rv) {
     for (; rv->peer_count; rv->peer_count--) ddp__peer_close(&rv->peer[rv->peer_count - 1]);
@@ -6408,7 +6416,7 @@ static void ddp__rendezvous_poll(ddp__rendezvous *rv) {
 
 /* Sends or receives bytes, and a descriptor with them. *fd: the descriptor to send, -1 = none; a received one
    replaces it. Returns the result of sendmsg or recvmsg. */
-static ssize_t ddp__send_or_recv(int socket, int receive, void *bytes, size_t size, int *fd) {
+static ssize_t ddp__send_or_recv(int socket, int receives, void *bytes, size_t size, int *fd) {
     uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8] = {0};
     struct cmsghdr *header = (struct cmsghdr *)(void *)control;
     struct iovec data = {bytes, size};
@@ -6417,12 +6425,12 @@ static ssize_t ddp__send_or_recv(int socket, int receive, void *bytes, size_t si
     message.msg_iovlen = 1;
     message.msg_control = control;
     /* Not CMSG_SPACE: its padding would hold a second descriptor. */
-    message.msg_controllen = receive || *fd >= 0 ? CMSG_LEN(sizeof(int)) : 0;
+    message.msg_controllen = receives || *fd >= 0 ? CMSG_LEN(sizeof(int)) : 0;
     header->cmsg_len = CMSG_LEN(sizeof(int));
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
     memcpy(CMSG_DATA(header), fd, sizeof *fd);
-    if (!receive) return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (!receives) return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     ssize_t n = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (n < 0 || message.msg_controllen < CMSG_LEN(sizeof(int))) return n;
     if (*fd >= 0) close(*fd);
@@ -6430,17 +6438,17 @@ static ssize_t ddp__send_or_recv(int socket, int receive, void *bytes, size_t si
     return n;
 }
 
-/* Sends a frame with a text, at once or not at all: the socket buffer has room for it, unless the peer is
-   stuck. words: NULL = zeros. heap_fd: sent along; -1 = none. */
+/* Sends a frame with a text. Never blocks: the socket buffer has room for it, unless the peer is stuck, and
+   then nothing is sent. words: NULL = zeros. heap_fd: a descriptor to send with it; -1 = none. */
 static void ddp__send_text_frame(int fd, uint32_t kind, int result, const uint64_t words[2], const char *text,
                                  int heap_fd) {
-    ddp__text_frame letter = {{DDP__FRAME_MAGIC, kind, (int32_t)result, sizeof letter.text, {0, 0}}, ""};
-    if (words) memcpy(letter.frame.call, words, sizeof letter.frame.call);
-    snprintf(letter.text, sizeof letter.text, "%s", text);
-    ddp__send_or_recv(fd, 0, &letter, sizeof letter, &heap_fd);
+    ddp__text_frame frame = {{DDP__FRAME_MAGIC, kind, (int32_t)result, sizeof frame.text, {0, 0}}, ""};
+    if (words) memcpy(frame.head.words, words, sizeof frame.head.words);
+    snprintf(frame.text, sizeof frame.text, "%s", text);
+    ddp__send_or_recv(fd, 0, &frame, sizeof frame, &heap_fd);
 }
 
-/* Sends the outcome and the lost ranks to every connected peer. */
+/* Sends the outcome and the lost ranks to every connected peer. heap_fd: as above. */
 static void ddp__send_status_to_peers(const ddp__rendezvous *rv, int result, const char *text, int heap_fd) {
     uint64_t lost[2];
     ddp_group_get_lost(rv->group, lost);
@@ -6486,26 +6494,33 @@ static int ddp__is_result(int number) {
     return 0;
 }
 
-/* Checks the head of a frame before any of it is used. allowed: DDP__ALLOW_... bits of the connection's
-   state. group: may receive data; NULL = this is the rendezvous. */
+/* Checks the head of a frame. allowed: DDP__ALLOW_... bits of the connection's state. group: of which the
+   frame may carry data; NULL = this is the rendezvous. */
 static int ddp__frame_is_valid(const ddp_group *group, const ddp__peer *p, unsigned allowed) {
     const ddp__frame *frame = &p->head;
-    size_t max_bytes = group ? DDP__TCP_PAYLOAD * (size_t)(group->rank ? group->world_size : 1)
-                             : 0; /* rank 0 gathers */
-    int is_outcome = !group && (frame->result == DDP__ADMITTED || frame->result == DDP__OTHER_JOB);
     if (frame->kind > DDP__FRAME_LAST || !(allowed >> frame->kind & 1)) return 0;
-    if (frame->kind == DDP__FRAME_STATUS && !is_outcome && !ddp__is_result(frame->result)) return 0;
-    if (frame->kind != DDP__FRAME_DATA && frame->kind != DDP__FRAME_STATUS && frame->result != 0) return 0;
-    if (frame->kind != DDP__FRAME_DATA) return frame->size == sizeof p->text;
-    if (p->arrived || frame->result < 0 || frame->result > 1) return 0; /* one frame per peer and call */
-    return frame->size <= (frame->result ? 0 : max_bytes);
+    if (frame->kind == DDP__FRAME_DATA) {
+        /* Rank 0 receives the data of one rank, the others receive the data of all ranks. */
+        size_t max_bytes = DDP__TCP_PAYLOAD;
+        if (group && group->rank) max_bytes *= (size_t)group->world_size;
+        if (!group || frame->result == 1) max_bytes = 0;
+        if (p->arrived || frame->result < 0 || frame->result > 1) return 0; /* one frame per peer and call */
+        return frame->size <= max_bytes;
+    }
+    if (frame->size != sizeof p->text) return 0;
+    if (frame->kind != DDP__FRAME_STATUS) return frame->result == 0;
+    int is_reply = !group && (frame->result == DDP__ADMITTED || frame->result == DDP__OTHER_JOB);
+    return is_reply || ddp__is_result(frame->result);
 }
 
-/* Reads from a connection. Returns 0 when a frame is complete; the next call begins another one. Returns
-   EAGAIN if more must arrive. Any other errno: the connection has ended; ECONNRESET = by the peer, EPROTO =
-   by an invalid frame. data: buffer for DATA frames. group, allowed: as in ddp__frame_is_valid. */
+/* Reads a frame from a connection. Never blocks: a later call continues.
+   Returns 0         the frame is complete: p->head, and p->text or data. The next call begins another one
+           EAGAIN    more must arrive
+           others    the connection has ended: ECONNRESET by the peer, EPROTO by an invalid frame
+   data: buffer for DATA frames. group, allowed: as in ddp__frame_is_valid. */
 static int ddp__peer_read_frame(ddp_group *group, ddp__peer *p, ddp__buffer *data, unsigned allowed) {
     const size_t magic = sizeof p->head.magic, head = sizeof p->head;
+    /* Three parts: the magic number, the rest of the head, and the data or text. */
     for (;;) {
         int is_data = p->head.kind == DDP__FRAME_DATA;
         if (p->received == magic && p->head.magic != DDP__FRAME_MAGIC) return EPROTO;
@@ -6529,7 +6544,7 @@ static int ddp__peer_read_frame(ddp_group *group, ddp__peer *p, ddp__buffer *dat
     }
 }
 
-/* The frames of a machine with the other byte order begin like this. */
+/* Returns 1 if a frame begins as on a machine with the other byte order. */
 static int ddp__has_other_byte_order(const ddp__peer *p) {
     return p->received == sizeof p->head.magic && p->head.magic == __builtin_bswap64(DDP__FRAME_MAGIC);
 }
@@ -6583,8 +6598,8 @@ static ddp_result ddp__secret_file_read(const char *path, char *out, size_t capa
     return DDP_OK;
 }
 
-/* Derives the key of a TCP rendezvous: from desc.secret, else from variable, else from the file at path, else
-   none. */
+/* Derives the key of a TCP rendezvous from the first of these that is set: desc.secret, DDP_SECRET
+   (variable), the file at DDP_SECRET_FILE (path). Without them there is no key. */
 static ddp_result ddp__rendezvous_set_key(ddp__rendezvous *rv, const char *secret, const char *variable,
                                           const char *path) {
     static const char purpose[] = "ddp.h key 1";
@@ -6603,13 +6618,13 @@ static ddp_result ddp__rendezvous_set_key(ddp__rendezvous *rv, const char *secre
     return DDP_OK;
 }
 
-/* Writes "token version world_size order rank patience_ms secured process". process is "pid 77 on hostb"; on
-   one machine it has no host. patience_ms: how long this rank still waits. secured: 1 = it has a secret. */
+/* Writes "token version world_size order rank remaining_ms has_secret name". remaining_ms: how long this rank
+   still waits. name: of this process, such as "pid 77 on hostb"; over a Unix socket it has no host. */
 static void ddp__hello_write(char out[DDP__TEXT_MAX], const ddp__rendezvous *rv, unsigned version) {
     double remaining = rv->deadline - ddp_now();
     int remaining_ms = remaining > 0 ? (int)(remaining * 1e3) : 0;
     char host[64] = "";
-    if (!rv->local) gethostname(host, sizeof host - 1);
+    if (!rv->is_local) gethostname(host, sizeof host - 1);
     snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d %d %d pid %d%s%.50s",
              (unsigned long long)ddp__hash_text(rv->token), version, rv->group->world_size,
              (int)rv->group->desc.order, rv->group->rank, remaining_ms, rv->has_secret, (int)getpid(),
@@ -6627,17 +6642,17 @@ typedef struct ddp__hello {
 
 /* Returns 0 if a field of the hello is missing. */
 static int ddp__hello_parse(ddp__hello *h, const char *text) {
-    int version_end = 0, name = 0;
+    int version_end = 0, name_begin = 0;
     memset(h, 0, sizeof *h);
     if (sscanf(text, "%16llx %u %n", &h->token, &h->version, &version_end) != 2) return 0;
     if (h->version != DDP__HELLO_VERSION) return 1; /* another version may have other fields */
     sscanf(text + version_end, "%d %d %d %d %d %n", &h->world_size, &h->order, &h->rank, &h->remaining_ms,
-           &h->has_secret, &name);
-    h->name = text + version_end + name;
-    return name > 0 && strncmp(h->name, "pid ", 4) == 0;
+           &h->has_secret, &name_begin);
+    h->name = text + version_end + name_begin;
+    return name_begin > 0 && strncmp(h->name, "pid ", 4) == 0;
 }
 
-/* The proof of one role as text. role: 'r' = rank r, '0' = rank 0. */
+/* Writes the proof of one role as text. role: 'r' = rank r, '0' = rank 0. */
 static void ddp__proof_write(char out[65], const unsigned char key[32], char role,
                              const uint64_t rank_nonce[2], const uint64_t rank0_nonce[2],
                              const char hello[DDP__TEXT_MAX]) {
@@ -6654,7 +6669,8 @@ static int ddp__proof_matches(const char text[DDP__TEXT_MAX], const char expecte
     return ddp__equal_in_constant_time(text, expected, 65); /* with the zero at the end */
 }
 
-/* Checks the version, the presence of a secret and, once sent, the proof of a peer. */
+/* Compares a hello's version and has_secret with those of rank 0, and checks the proof if the peer has sent
+   it. */
 static ddp_result ddp__hello_check(const ddp__rendezvous *rv, const ddp__peer *p, const ddp__hello *h) {
     unsigned release = h->version % 1000000;
     if (h->version != DDP__HELLO_VERSION)
@@ -6680,16 +6696,16 @@ static ddp_result ddp__hello_check(const ddp__rendezvous *rv, const ddp__peer *p
 
 //== rendezvous: the address of rank 0 ======================================================== >>impl-address
 
-/* Finds the host and port of rank 0, in the environment or in init_method, and opens rank 0's listener there.
-   Called by ddp__create_world before a rendezvous, and by rank 0 at its begin. */
+/* Finds the host and port of rank 0, in the environment or in init_method (called by ddp__create_world), and
+   opens rank 0's listener there (called by ddp__accept_all_ranks). */
 
 /* Copies the first host of a SLURM node list: "node[003-010,12],x" begins with node003. */
 static void ddp__slurm_first_host(char *out, size_t size, const char *list) {
     size_t n = 0;
-    for (int inside = 0; *list && (inside || *list != ',') && n + 1 < size; list++) {
+    for (int in_range = 0; *list && (in_range || *list != ',') && n + 1 < size; list++) {
         if (*list == '[' || *list == ']')
-            inside = *list == '[';
-        else if (inside && (*list == '-' || *list == ','))
+            in_range = *list == '[';
+        else if (in_range && (*list == '-' || *list == ','))
             list += strcspn(list, "]") - 1;
         else
             out[n++] = *list;
@@ -6697,21 +6713,30 @@ static void ddp__slurm_first_host(char *out, size_t size, const char *list) {
     out[n] = 0;
 }
 
-/* Takes the address of rank 0 from MASTER_ADDR and MASTER_PORT, or from SLURM. If a torchrun agent listens at
-   MASTER_PORT itself, rank 0 uses one of the next 16 ports. */
+/* Sets hosts and port from MASTER_ADDR and MASTER_PORT, or from SLURM. */
 static ddp_result ddp__rendezvous_from_env(ddp__rendezvous *rv, const ddp__identity *id) {
-    const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST"
-                                                                            : "SLURM_JOB_NODELIST");
-    int slurm = strncmp(rv->token, "slurm", 5) == 0;
-    int agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
-    int port, own;
+    const char *nodes = ddp__env_text("SLURM_STEP_NODELIST");
+    int is_slurm = strncmp(rv->token, "slurm", 5) == 0;
+    int agent_listens = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
+    int port, own_port;
+    if (!*nodes) nodes = ddp__env_text("SLURM_JOB_NODELIST");
     DDP_TRY(ddp__env_int("MASTER_PORT", 0, &port));
-    DDP_TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
-    /* Without a port, SLURM jobs use one below the range that Linux assigns by itself. */
-    rv->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(rv->token) % 10000) : 0;
-    if (!own && (port ? agent : slurm)) rv->port_count = 16;
+    DDP_TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own_port));
+    if (own_port) {
+        rv->port = own_port;
+    } else if (port && agent_listens) {
+        /* The torchrun agent listens at MASTER_PORT itself. */
+        rv->port = port + 1;
+        rv->port_count = 16;
+    } else if (port) {
+        rv->port = port;
+    } else if (is_slurm) {
+        /* Below the range from which Linux assigns ports by itself. */
+        rv->port = 20000 + (int)(ddp__hash_text(rv->token) % 10000);
+        rv->port_count = 16;
+    }
     snprintf(rv->hosts, sizeof rv->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
-    if (!*rv->hosts && slurm) ddp__slurm_first_host(rv->hosts, sizeof rv->hosts, nodes);
+    if (!*rv->hosts && is_slurm) ddp__slurm_first_host(rv->hosts, sizeof rv->hosts, nodes);
     if (!*rv->hosts || !rv->port)
         return ddp_fail(
             DDP_ERR_UNSUPPORTED,
@@ -6725,18 +6750,22 @@ static ddp_result ddp__rendezvous_from_env(ddp__rendezvous *rv, const ddp__ident
     return DDP_OK;
 }
 
-/* Takes the address of rank 0 from "tcp://host:port", "tcp://[::1]:port" or "file:///path". */
+/* Sets hosts and port, or the file, and the token from "tcp://host:port", "tcp://[::1]:port" or
+   "file:///path". */
 static ddp_result ddp__rendezvous_from_url(ddp__rendezvous *rv, const ddp__identity *id,
                                            const ddp_group_desc *desc) {
     const char *host = strstr(desc->init_method, "://") + 3, *colon = strrchr(host, ':');
-    int length = colon ? (int)(colon - host) : 0, file = desc->init_method[0] == 'f';
+    const char *launcher_token = id->size_variable ? id->token : "";
+    int length = colon ? (int)(colon - host) : 0;
     char *end = NULL;
-    snprintf(rv->token, sizeof rv->token, "%.20s:%.30s:%.299s", file ? "file" : host + length, desc->name,
-             id->size_variable ? id->token : "");
-    if (file) rv->file_path = host;
-    DDP__CREATE_CHECK(!file || host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"",
-                      desc->init_method);
-    if (file) return DDP_OK;
+    if (desc->init_method[0] == 'f') {
+        rv->file_path = host;
+        snprintf(rv->token, sizeof rv->token, "file:%.30s:%.299s", desc->name, launcher_token);
+        DDP__CREATE_CHECK(host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"",
+                          desc->init_method);
+        return DDP_OK;
+    }
+    snprintf(rv->token, sizeof rv->token, "%.20s:%.30s:%.299s", host + length, desc->name, launcher_token);
     if (length > 1 && host[0] == '[' && colon[-1] == ']') {
         host++;
         length -= 2;
@@ -6801,26 +6830,26 @@ static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
     return -error;
 }
 
-/* Returns a socket that listens at the first free one of `ports` ports, at the first address of host that
-   belongs to this machine. host "": all interfaces. Loopback addresses count only if host is one itself. On
+/* Returns a socket that listens at the first free one of port_count ports, at the first address of host that
+   belongs to this machine. host "": all interfaces. Skips loopback addresses, unless host is one itself. On
    failure returns -errno; -EADDRNOTAVAIL if host has no such address. */
-static int ddp__tcp_listen(const char *host, int port, int ports) {
+static int ddp__tcp_listen(const char *host, int port, int port_count) {
     struct addrinfo hints = DDP_ZERO, *list = NULL;
-    int fd = -EADDRNOTAVAIL, loopback = ddp__is_loopback(host);
+    int fd = -EADDRNOTAVAIL, allows_loopback = ddp__is_loopback(host);
     hints.ai_socktype = SOCK_STREAM;
     if (!*host) {
-        fd = ddp__tcp_listen("::", port, ports); /* serves IPv4 too; fails without IPv6 */
-        return fd >= 0 ? fd : ddp__tcp_listen("0.0.0.0", port, ports);
+        fd = ddp__tcp_listen("::", port, port_count); /* serves IPv4 too; fails without IPv6 */
+        return fd >= 0 ? fd : ddp__tcp_listen("0.0.0.0", port, port_count);
     }
     if (getaddrinfo(host, NULL, &hints, &list) != 0) return fd;
-    for (int i = 0; i < ports && fd < 0; i++)
+    for (int i = 0; i < port_count && fd < 0; i++)
         for (struct addrinfo *a = list; a && fd < 0; a = a->ai_next) {
-            if (!loopback && ddp__is_loopback_address(a->ai_addr)) continue;
-            if (!loopback && !ddp__is_own_address(a->ai_addr)) continue;
+            if (!allows_loopback && ddp__is_loopback_address(a->ai_addr)) continue;
+            if (!allows_loopback && !ddp__is_own_address(a->ai_addr)) continue;
             /* sin_port is at the same offset in IPv6. */
             ((struct sockaddr_in *)(void *)a->ai_addr)->sin_port = htons((uint16_t)(port + i));
-            int tried = ddp__listen_at(a->ai_addr, a->ai_addrlen);
-            if (tried >= 0 || fd != -EADDRINUSE) fd = tried;
+            int opened = ddp__listen_at(a->ai_addr, a->ai_addrlen);
+            if (opened >= 0 || fd != -EADDRINUSE) fd = opened;
         }
     freeaddrinfo(list);
     return fd;
@@ -6829,26 +6858,28 @@ static int ddp__tcp_listen(const char *host, int port, int ports) {
 /* Describes the process that listens at a port of this machine, if this user can see it: "pid 77
    (/usr/bin/python3)". */
 static void ddp__port_owner(int port, char *out, size_t size) {
-    unsigned long inode, wanted = 0;
-    unsigned at, state;
+    enum { LISTEN = 10 };
+    unsigned long inode, listener = 0;
+    unsigned local_port, state;
     char line[512], exe[32];
     glob_t files = DDP_ZERO;
     snprintf(out, size, "another process");
+    /* The kernel's tables have the inode of each socket. The owner has a descriptor of that inode. */
     for (int i = 0; i < 2; i++) {
         FILE *table = fopen(i ? "/proc/net/tcp" : "/proc/net/tcp6", "re");
-        while (table && fgets(line, sizeof line, table))
-            if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %*s %*s %lu", &at, &state, &inode)
-                    == 3
-                && (int)at == port && state == 10)
-                wanted = inode;
+        while (table && fgets(line, sizeof line, table)) {
+            int fields = sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %*s %*s %lu", &local_port,
+                                &state, &inode);
+            if (fields == 3 && (int)local_port == port && state == LISTEN) listener = inode;
+        }
         if (table) fclose(table);
     }
-    if (wanted) glob("/proc/[0-9]*/fd/*", GLOB_NOSORT, NULL, &files);
+    if (listener) glob("/proc/[0-9]*/fd/*", GLOB_NOSORT, NULL, &files);
     for (size_t i = 0; i < files.gl_pathc; i++) {
         int pid = atoi(files.gl_pathv[i] + 6);
         ssize_t n = readlink(files.gl_pathv[i], line, sizeof line - 1);
         line[n > 0 ? n : 0] = 0;
-        if (sscanf(line, "socket:[%lu]", &inode) != 1 || inode != wanted) continue;
+        if (sscanf(line, "socket:[%lu]", &inode) != 1 || inode != listener) continue;
         snprintf(exe, sizeof exe, "/proc/%d/exe", pid);
         n = readlink(exe, line, sizeof line);
         snprintf(out, size, "pid %d (%.*s)", pid, (int)(n > 0 ? n : 0), line);
@@ -6857,47 +6888,49 @@ static void ddp__port_owner(int port, char *out, size_t size) {
     globfree(&files);
 }
 
-/* Returns the process that listens at the socket name of this job. pid 0: none. */
+/* Returns the process that listens at the abstract socket of this job. pid 0: none. */
 static ddp__ucred ddp__socket_owner(const ddp__rendezvous *rv) {
     int fd = ddp__socket(AF_UNIX);
-    connect(fd, (const struct sockaddr *)&rv->address, rv->local); /* without a connection pid stays 0 */
-    ddp__ucred holder = ddp__peer_credentials(fd);
+    /* If this fails, the socket has no peer, and its pid stays 0. */
+    connect(fd, (const struct sockaddr *)&rv->address, rv->address_length);
+    ddp__ucred owner = ddp__peer_credentials(fd);
     close(fd);
-    return holder;
+    return owner;
 }
 
-/* Fails because another process holds the socket name of this job. Any user can compute that name and bind
-   it. pid 0: the holder is unknown. */
-static ddp_result ddp__fail_socket_in_use(const ddp__rendezvous *rv, ddp__ucred holder) {
+/* Fails because another process uses the abstract socket of this job. Any user can compute its name and bind
+   it. owner.pid 0: unknown. */
+static ddp_result ddp__fail_socket_in_use(const ddp__rendezvous *rv, ddp__ucred owner) {
     const char *name = rv->address.sun_path + 1;
     const char *remedy = "set desc.init_method to \"file:///path\" on all ranks";
     if (strncmp(rv->token, "torch:", 6) == 0 || strncmp(rv->token, "desc:", 5) == 0)
         remedy = "set another MASTER_PORT, or desc.init_method to \"file:///path\", on all ranks";
-    if (holder.pid && holder.uid == geteuid())
+    if (owner.pid && owner.uid == geteuid())
         return ddp_fail(DDP_ERR_MISMATCH,
                         "another process (pid %d) is rank 0 of this job already (%.200s); give each job its "
                         "own MASTER_PORT",
-                        (int)holder.pid, rv->token);
-    if (holder.pid)
+                        (int)owner.pid, rv->token);
+    if (owner.pid)
         return ddp_fail(
             DDP_ERR_SYSTEM,
             "socket @%s, where the ranks of this job meet, is held by pid %d of another user (uid %ld); %s",
-            name, (int)holder.pid, (long)holder.uid, remedy);
+            name, (int)owner.pid, (long)owner.uid, remedy);
     return ddp_fail(DDP_ERR_SYSTEM,
                     "socket @%s, where the ranks of this job meet, is held by a process that does not listen "
                     "there (`ss -xap` shows it); %s",
                     name, remedy);
 }
 
-/* Opens rank 0's listener, unless it is open. Retries a port that is in use for a second: another rank may
+/* Opens rank 0's listener, unless it is open. Retries a port that is in use for one second: another rank may
    have tried to connect to it, or an earlier job may be ending. */
 static ddp_result ddp__rendezvous_listen(const ddp__rendezvous *rv) {
-    int fd = rv->peer[rv->peer_count - 1].fd;
-    double give_up = ddp_now() + 1.0;
+    int fd = *ddp__rendezvous_listener(rv);
+    double retry_until = ddp_now() + 1.0;
     const char *host = rv->hosts;
-    char text[400], holder[160];
-    if (fd < 0 && rv->local) fd = ddp__listen_at((const struct sockaddr *)&rv->address, rv->local);
-    while (fd < 0 && !rv->local) {
+    char text[400], owner[160];
+    if (fd < 0 && rv->is_local)
+        fd = ddp__listen_at((const struct sockaddr *)&rv->address, rv->address_length);
+    while (fd < 0 && !rv->is_local) {
         fd = ddp__tcp_listen(host, rv->port, rv->port_count);
         if (fd == -EADDRNOTAVAIL && *host) {
             snprintf(
@@ -6907,30 +6940,30 @@ static ddp_result ddp__rendezvous_listen(const ddp__rendezvous *rv) {
                 host);
             ddp_group_log(rv->group, text);
             host = "";
-        } else if (fd != -EADDRINUSE || ddp_now() > give_up) {
+        } else if (fd != -EADDRINUSE || ddp_now() > retry_until) {
             break;
         } else {
             usleep(50000);
         }
     }
-    rv->peer[rv->peer_count - 1].fd = fd;
+    *ddp__rendezvous_listener(rv) = fd;
     if (fd >= 0) return DDP_OK;
-    if (rv->local && fd == -EADDRINUSE) return ddp__fail_socket_in_use(rv, ddp__socket_owner(rv));
-    if (rv->local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(-fd));
+    if (rv->is_local && fd == -EADDRINUSE) return ddp__fail_socket_in_use(rv, ddp__socket_owner(rv));
+    if (rv->is_local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(-fd));
     if (fd != -EADDRINUSE)
         return ddp_fail(DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", rv->port, strerror(-fd));
-    ddp__port_owner(rv->port, holder, sizeof holder);
+    ddp__port_owner(rv->port, owner, sizeof owner);
     return ddp_fail(
         DDP_ERR_SYSTEM,
         "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method",
-        rv->port, holder);
+        rv->port, owner);
 }
 
 //== rendezvous: address lists and files ================================================= >>impl-address-list
 
-/* Rank 0's addresses as one line of text: "number port address address ...". A rendezvous file
-   (init_method file://) contains this line. A split of a tcp group sends it to the members.
-   The number makes the job token unique. */
+/* Rank 0's addresses as one line of text: "number port address address ...". The number becomes a part of the
+   job token. A rendezvous file (init_method file://) contains this line. In a split of a tcp group, the rank
+   0 of each new group sends its line to the members. */
 
 /* Ranks with the same number can share memory: same boot, user, network namespace and process namespace. */
 #if !defined(DDP__MACHINE_SALT)
@@ -6957,27 +6990,25 @@ DDPDEF uint64_t ddp_unique_id(void) {
     return ddp_hash(DDP_HASH_SEED, seed, sizeof seed);
 }
 
-/* Writes "number port address address ...": the port of a listener and all addresses of this machine. The
-   number becomes a part of the token. */
+/* Writes the line: the port of a listener, 0 without one, and all addresses of this machine. */
 static void ddp__addresses_write(int listener, char out[DDP__ADDRESSES_MAX]) {
-    struct sockaddr_storage at;
-    socklen_t length = sizeof at;
+    struct sockaddr_storage address;
+    socklen_t length = sizeof address;
     struct ifaddrs *list = NULL;
     char host[80];
+    int port = 0;
     /* sin_port is at the same offset in IPv6. */
-    int port = getsockname(listener, (struct sockaddr *)&at, &length) == 0
-                   ? ntohs(((struct sockaddr_in *)(void *)&at)->sin_port)
-                   : 0;
+    if (getsockname(listener, (struct sockaddr *)&address, &length) == 0)
+        port = ntohs(((struct sockaddr_in *)(void *)&address)->sin_port);
     size_t n = (size_t)snprintf(out, DDP__ADDRESSES_MAX, "%016llx %d", (unsigned long long)ddp_unique_id(),
                                 port);
     getifaddrs(&list);
-    /* getnameinfo fails for other families. A % marks a link-local address. */
     for (struct ifaddrs *a = list; a; a = a->ifa_next) {
-        if (!a->ifa_addr
-            || getnameinfo(a->ifa_addr, sizeof(struct sockaddr_in6), host, sizeof host, NULL, 0,
-                           NI_NUMERICHOST)
-                   != 0)
-            continue;
+        socklen_t size = sizeof(struct sockaddr_in6);
+        if (!a->ifa_addr) continue;
+        /* Fails for addresses that are not IP. */
+        if (getnameinfo(a->ifa_addr, size, host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0) continue;
+        /* A % marks a link-local address. */
         if (!strchr(host, '%') && n + strlen(host) + 3 < DDP__ADDRESSES_MAX)
             n += (size_t)snprintf(out + n, DDP__ADDRESSES_MAX - n, " %s", host);
     }
@@ -6985,8 +7016,7 @@ static void ddp__addresses_write(int listener, char out[DDP__ADDRESSES_MAX]) {
     snprintf(out + n, DDP__ADDRESSES_MAX - n, "\n");
 }
 
-/* Parses an announcement of rank 0. Returns 0 if it is incomplete. token_size: length of the token without
-   the announced number. */
+/* Parses the line. Returns 0 if it is incomplete. token_size: length of the token without the number. */
 static int ddp__addresses_parse(ddp__rendezvous *rv, size_t token_size, const char *text) {
     char number[17];
     int n = 0;
@@ -7020,18 +7050,21 @@ static int ddp__rendezvous_file_check(const char *path, const struct stat *file)
 }
 
 /* Reads the address of rank 0 from the rendezvous file. Never blocks, even if the file is a FIFO. The file of
-   an earlier job holds an address without a listener.
-   DDP_ERR_INVALID: rank 0 has not written the file yet. DDP_ERR_SYSTEM: the file is unreadable or not
-   trusted. token_size: as in ddp__addresses_parse. */
+   an earlier job has an address without a listener. token_size: as in ddp__addresses_parse.
+   Errors: DDP_ERR_INVALID   rank 0 has not written the file yet
+           DDP_ERR_SYSTEM    the file is unreadable or not trusted */
 static ddp_result ddp__rendezvous_file_read(ddp__rendezvous *rv, size_t token_size) {
     char text[DDP__ADDRESSES_MAX];
     struct stat file;
+    ssize_t n = 0;
     int fd = open(rv->file_path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY), error = errno;
-    int found = (fd >= 0 ? fstat(fd, &file) : lstat(rv->file_path, &file)) == 0;
-    int trusted = !found || ddp__rendezvous_file_check(rv->file_path, &file);
-    ssize_t n = fd >= 0 && trusted ? read(fd, text, sizeof text - 1) : 0;
-    if (fd >= 0) close(fd);
-    if (!trusted) return DDP_ERR_SYSTEM;
+    int exists = (fd >= 0 ? fstat(fd, &file) : lstat(rv->file_path, &file)) == 0;
+    int is_trusted = !exists || ddp__rendezvous_file_check(rv->file_path, &file);
+    if (fd >= 0) {
+        if (is_trusted) n = read(fd, text, sizeof text - 1);
+        close(fd);
+    }
+    if (!is_trusted) return DDP_ERR_SYSTEM;
     if (fd < 0 && (error == ENOENT || error == ESTALE))
         return ddp_fail(DDP_ERR_INVALID, "%.200s: there is no such file yet", rv->file_path);
     if (fd < 0)
@@ -7061,8 +7094,8 @@ static ddp_result ddp__rendezvous_file_write(ddp__rendezvous *rv, int listener) 
     if (fd < 0)
         return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be created: %s", rv->file_path,
                         strerror(errno));
-    int whole = write(fd, text, strlen(text)) == (ssize_t)strlen(text);
-    if (close(fd) == 0 && whole) return DDP_OK;
+    int is_complete = write(fd, text, strlen(text)) == (ssize_t)strlen(text);
+    if (close(fd) == 0 && is_complete) return DDP_OK;
     return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", rv->file_path,
                     strerror(errno));
 }
@@ -7071,11 +7104,11 @@ static ddp_result ddp__rendezvous_file_write(ddp__rendezvous *rv, int listener) 
 
 /* Rank 0's side: accepts connections, authenticates the peers, admits them as ranks, and sends the outcome to
    all of them. ddp__accept_all_ranks calls the others.
-   Peers are not trusted: rank 0 limits their number, the time for a handshake and the lines that it logs. */
 
-enum {
-    DDP__REFUSAL_REPORTS_MAX = 256
-}; /* about closed connections: a flood must not fill the disk with log lines */
+   Any process can connect. Rank 0 limits the number of unauthenticated peers, the time for a handshake, and
+   the lines that it logs. A peer ends the job only if it is authenticated. */
+
+#define DDP__REFUSAL_REPORTS_MAX 256 /* a flood of connections must not fill the disk with log lines */
 
 /* Reports through log_fn why this rank waits: first after DDP__WAIT_REPORT_SECONDS, then every minute. */
 __attribute__((format(printf, 2, 3))) static void ddp__report_waiting(ddp__rendezvous *rv, const char *format,
@@ -7090,8 +7123,8 @@ __attribute__((format(printf, 2, 3))) static void ddp__report_waiting(ddp__rende
     ddp_group_log(rv->group, text);
 }
 
-/* Closes the connection of an unauthenticated peer, and reports it through log_fn. Sends the peer the reason,
-   with the last argument as the result, unless that is 0. */
+/* Closes the connection of an unauthenticated peer, and reports it through log_fn. result: sent to the peer
+   with the reason; 0 = sends nothing. */
 static void ddp__refuse_peer(ddp__rendezvous *rv, ddp__peer *p, const char *reason, int result) {
     char text[440]; /* ddp_group_log puts the rank and the group's name before it */
     snprintf(text, sizeof text, "hung up on %s: %.320s", p->name, reason);
@@ -7104,6 +7137,7 @@ static void ddp__refuse_peer(ddp__rendezvous *rv, ddp__peer *p, const char *reas
     ddp__peer_close(p);
 }
 
+/* Returns the pid in the name of a rank, or 0. */
 static int ddp__parse_pid(const char *name) {
     int pid = 0;
     return sscanf(name, "pid %d", &pid) == 1 ? pid : 0;
@@ -7111,12 +7145,13 @@ static int ddp__parse_pid(const char *name) {
 
 /* Admits the peer as the rank that its hello claims. */
 static ddp_result ddp__admit_rank(ddp__rendezvous *rv, ddp__peer *p, const ddp__hello *h) {
-    int w = rv->group->world_size, in_range = h->rank > 0 && h->rank < w, pid = ddp__parse_pid(h->name);
+    int world_size = rv->group->world_size, pid = ddp__parse_pid(h->name);
+    int in_range = h->rank > 0 && h->rank < world_size;
     double deadline = ddp_now() + h->remaining_ms * 1e-3;
     ddp__peer *slot = &rv->peer[in_range ? h->rank : 0];
-    if (h->world_size != w)
+    if (h->world_size != world_size)
         return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) says the world has %d ranks, rank 0 says %d",
-                        h->rank, h->name, h->world_size, w);
+                        h->rank, h->name, h->world_size, world_size);
     if (h->order != (int)rv->group->desc.order)
         return ddp_fail(DDP_ERR_MISMATCH,
                         "rank %d (%.71s) has another desc.order than rank 0; give every rank the same",
@@ -7124,7 +7159,7 @@ static ddp_result ddp__admit_rank(ddp__rendezvous *rv, ddp__peer *p, const ddp__
     if (!in_range || ddp__peer_is_connected(slot))
         return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %.71s", h->rank, slot->name,
                         h->name);
-    if (rv->local && pid != (int)ddp__peer_credentials(p->fd).pid)
+    if (rv->is_local && pid != (int)ddp__peer_credentials(p->fd).pid)
         return ddp_fail(DDP_ERR_UNSUPPORTED,
                         "rank %d (pid %d) is in another pid namespace than rank 0; start the containers "
                         "of one machine in a common one (such as --pid=host)",
@@ -7138,22 +7173,22 @@ static ddp_result ddp__admit_rank(ddp__rendezvous *rv, ddp__peer *p, const ddp__
     return DDP_OK;
 }
 
-/* Sends a challenge. The next frame must be the proof that answers it. */
+/* Sends a challenge to a peer that has sent its hello. The next frame must be the proof that answers it. */
 static ddp_result ddp__send_challenge(const ddp__rendezvous *rv, ddp__peer *p) {
     uint64_t nonce[2];
     if (!ddp__random_bytes(nonce, sizeof nonce))
         return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
-    ddp__proof_write(p->expected_proof, rv->key, 'r', p->head.call, nonce, p->hello);
-    ddp__proof_write(p->rank0_proof, rv->key, '0', p->head.call, nonce, p->hello);
-    ddp__send_text_frame(p->fd, DDP__FRAME_CHALLENGE, 0, nonce, "",
-                         -1); /* if it fails, the connection ends */
+    ddp__proof_write(p->expected_proof, rv->key, 'r', p->head.words, nonce, p->hello);
+    ddp__proof_write(p->rank0_proof, rv->key, '0', p->head.words, nonce, p->hello);
+    /* If this fails, the connection ends, and the next read reports it. */
+    ddp__send_text_frame(p->fd, DDP__FRAME_CHALLENGE, 0, nonce, "", -1);
     return DDP_OK;
 }
 
-/* Reads from an unauthenticated peer: its hello, then its proof if ranks have a secret. The peer is then
-   admitted, remains pending, or is closed. A peer of this job that contradicts rank 0 ends the job only if it
-   is authenticated, by the secret or as a process of this user. Otherwise it is refused, and rank 0 continues
-   to wait. */
+/* Reads from an unauthenticated peer: its hello, then its proof if the ranks have a secret. The peer is then
+   admitted as a rank, stays unauthenticated, or is refused. If a rank of this job contradicts rank 0, the
+   rendezvous fails if the rank is authenticated: by the secret, or as a process of this user. Otherwise rank
+   0 refuses it and continues to wait. */
 static void ddp__authenticate_peer(ddp__rendezvous *rv, ddp__peer *p) {
     int error = ddp__peer_read_frame(NULL, p, NULL, *p->expected_proof ? DDP__ALLOW_PROOF : DDP__ALLOW_HELLO);
     const char *reason = NULL;
@@ -7180,87 +7215,89 @@ static void ddp__authenticate_peer(ddp__rendezvous *rv, ddp__peer *p) {
         result = ddp__send_challenge(rv, p);
         if (result == DDP_OK) return;
     }
-    int authenticated = rv->local || (*p->expected_proof && result == DDP_OK);
+    int is_authenticated = rv->is_local || (*p->expected_proof && result == DDP_OK);
     if (result == DDP_OK) result = ddp__admit_rank(rv, p, &hello);
     if (result == DDP_OK) return;
-    if (authenticated)
+    if (is_authenticated)
         rv->result = result;
     else
         ddp__refuse_peer(rv, p, ddp_last_error(), (int)result);
 }
 
-/* Returns the entry for the next connection: a free one. If none is free, it returns an entry of the network
-   that holds most entries: the peer that has been silent longest. A flood from one network displaces
-   itself. */
-static ddp__peer *ddp__choose_connection_slot(ddp__peer *first, int count) {
+/* Returns the slot for the next connection: a free one. If none is free, it returns the oldest connection of
+   the network that has the most. A flood from one network then displaces its own connections. */
+static ddp__peer *ddp__choose_connection_slot(ddp__peer *peer, int count) {
     ddp__peer *chosen = NULL;
     int chosen_neighbours = 0;
     for (int i = 0; i < count; i++) {
-        if (first[i].fd < 0) return &first[i];
+        if (peer[i].fd < 0) return &peer[i];
     }
     for (int i = 0; i < count; i++) {
         int neighbours = 0;
         for (int k = 0; k < count; k++)
-            neighbours += memcmp(first[i].network, first[k].network, sizeof first->network) == 0;
+            neighbours += memcmp(peer[i].network, peer[k].network, sizeof peer->network) == 0;
         if (chosen && neighbours < chosen_neighbours) continue;
-        if (chosen && neighbours == chosen_neighbours && first[i].opened_at >= chosen->opened_at) continue;
-        chosen = &first[i];
+        if (chosen && neighbours == chosen_neighbours && peer[i].opened_at >= chosen->opened_at) continue;
+        chosen = &peer[i];
         chosen_neighbours = neighbours;
     }
     return chosen;
 }
 
-/* Accepts connections and reads the hellos that have arrived. After a connection that displaces another one,
-   it reads all hellos before it accepts the next. A flood therefore keeps no rank out, and every hello is
-   read. */
+/* Accepts connections and reads the frames that have arrived. A connection that displaces another one is the
+   only one of this call, so that every displaced peer has been read. A flood therefore keeps no rank out. */
 static void ddp__accept_connections(ddp__rendezvous *rv) {
-    int w = rv->group->world_size, fd, out_of_files = 0;
-    ddp__peer *peer = rv->peer + w, *end = rv->peer + rv->peer_count - 1, *silent = NULL;
+    int world_size = rv->group->world_size, listener = *ddp__rendezvous_listener(rv), out_of_files = 0;
+    ddp__peer *unauthenticated = rv->peer + world_size, *silent = NULL;
     for (int accepted = 0; accepted < DDP__UNAUTHENTICATED_MAX; accepted++) {
-        ddp__peer *p = ddp__choose_connection_slot(peer, DDP__UNAUTHENTICATED_MAX);
-        if (p->fd >= 0 && accepted) break;
-        if ((fd = accept(end->fd, NULL, NULL)) < 0) {
-            out_of_files = (errno == EMFILE || errno == ENFILE) && ddp__fd_ready(end->fd, POLLIN, 0);
+        ddp__peer *slot = ddp__choose_connection_slot(unauthenticated, DDP__UNAUTHENTICATED_MAX);
+        if (slot->fd >= 0 && accepted) break;
+        int fd = accept(listener, NULL, NULL);
+        if (fd < 0) {
+            out_of_files = (errno == EMFILE || errno == ENFILE) && ddp__fd_ready(listener, POLLIN, 0);
             break;
         }
-        if (rv->local && ddp__peer_credentials(fd).uid != geteuid()) {
+        if (rv->is_local && ddp__peer_credentials(fd).uid != geteuid()) {
             close(fd);
             continue;
         }
-        if (p->fd >= 0) ddp__refuse_peer(rv, p, "it did not say who it is, and others are waiting", 0);
+        if (slot->fd >= 0) ddp__refuse_peer(rv, slot, "it did not say who it is, and others are waiting", 0);
         fcntl(fd, F_SETFD, FD_CLOEXEC);
         fcntl(fd, F_SETFL, O_NONBLOCK);
-        ddp__peer_init(p, fd);
+        ddp__peer_init(slot, fd);
     }
-    for (; peer < end && rv->result == DDP_OK; peer++) {
-        if (peer->fd >= 0) ddp__authenticate_peer(rv, peer);
-        if (peer->fd >= 0) silent = peer;
+    for (int i = 0; i < DDP__UNAUTHENTICATED_MAX && rv->result == DDP_OK; i++) {
+        ddp__peer *p = &unauthenticated[i];
+        if (p->fd >= 0) ddp__authenticate_peer(rv, p);
+        if (p->fd >= 0) silent = p;
     }
     if (out_of_files && silent)
         ddp__refuse_peer(rv, silent, "no more files may be open, and others are waiting", 0);
     else if (out_of_files && !rv->result)
         rv->result = ddp_fail(DDP_ERR_SYSTEM,
-                              "rank 0 may not open a socket for each of %d ranks; raise its `ulimit -n`", w);
+                              "rank 0 may not open a socket for each of %d ranks; raise its `ulimit -n`",
+                              world_size);
 }
 
-/* Rank 0 reports the missing ranks and the address at which it listens. */
+/* Reports the missing ranks and the address at which rank 0 listens. */
 static void ddp__report_missing_ranks(ddp__rendezvous *rv, const char *missing) {
     struct sockaddr_storage address = DDP_ZERO;
     socklen_t length = sizeof address;
     char host[80] = "?", port[8] = "?", place[200];
-    getsockname(rv->peer[rv->peer_count - 1].fd, (struct sockaddr *)&address, &length);
+    getsockname(*ddp__rendezvous_listener(rv), (struct sockaddr *)&address, &length);
     getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port,
                 NI_NUMERICHOST | NI_NUMERICSERV);
-    if (rv->local)
+    if (rv->is_local)
         snprintf(place, sizeof place, "socket @%s of this machine", rv->address.sun_path + 1);
+    else if (rv->file_path)
+        snprintf(place, sizeof place, "%s port %s, as written in %.80s", host, port, rv->file_path);
     else
-        snprintf(place, sizeof place, "%s port %s%s%.80s", host, port,
-                 rv->file_path ? ", as written in " : "", rv->file_path ? rv->file_path : "");
+        snprintf(place, sizeof place, "%s port %s", host, port);
     ddp__report_waiting(rv, "still waiting for rank %.180s; this rank listens at %s", missing, place);
 }
 
-/* Returns DDP_ERR_PEER_LOST if a process that has met this one over TCP has ended, since it will not reach
-   the local rendezvous. Costs about 10 us per rank. */
+/* For a local rendezvous of ranks that have connected over TCP before. Returns DDP_ERR_PEER_LOST if one of
+   their processes has ended. Takes about 10 us per rank. */
 static ddp_result ddp__check_processes_alive(const ddp__rendezvous *rv) {
     const int *index = rv->process_index;
     for (int r = 0; rv->process && r < rv->group->world_size; r++) {
@@ -7278,71 +7315,80 @@ static ddp_result ddp__check_processes_alive(const ddp__rendezvous *rv) {
    the rendezvous has failed: the deadline has passed, a process has ended, or every missing rank has arrived
    and left again. */
 static int ddp__ranks_are_missing(ddp__rendezvous *rv) {
-    int missing = 0, departed = 0;
+    int some_not_arrived = 0, departed_rank = 0;
     char list[300] = "";
     for (int r = 1; r < rv->group->world_size; r++) {
         if (ddp__peer_is_connected(&rv->peer[r])) continue;
         ddp__list_rank(list, sizeof list, r);
         if (rv->peer[r].arrived)
-            departed = r;
+            departed_rank = r;
         else
-            missing = 1;
+            some_not_arrived = 1;
     }
-    if (rv->result == DDP_OK && (missing || departed)) rv->result = ddp__check_processes_alive(rv);
-    if (rv->result != DDP_OK || (!missing && !departed)) return 0;
-    if (missing && ddp_now() <= rv->deadline) {
+    if (!some_not_arrived && !departed_rank) return 0;
+    if (rv->result == DDP_OK) rv->result = ddp__check_processes_alive(rv);
+    if (rv->result != DDP_OK) return 0;
+    if (!some_not_arrived) {
+        rv->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete",
+                              departed_rank, rv->peer[departed_rank].name);
+        return 0;
+    }
+    if (ddp_now() <= rv->deadline) {
         ddp__report_missing_ranks(rv, list);
         return 1;
     }
-    if (missing) {
-        rv->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s%s%s",
-                              rv->group->desc.timeout_ms, list, *rv->last_refusal ? "; refused: " : "",
-                              rv->last_refusal);
-        for (int r = 1; r < rv->group->world_size; r++)
-            if (rv->peer[r].fd < 0) ddp_group_mark_lost(rv->group, r, DDP_ERR_TIMEOUT, ddp_last_error());
-    } else {
-        rv->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete",
-                              departed, rv->peer[departed].name);
-    }
+    rv->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s%s%s",
+                          rv->group->desc.timeout_ms, list, *rv->last_refusal ? "; refused: " : "",
+                          rv->last_refusal);
+    for (int r = 1; r < rv->group->world_size; r++)
+        if (rv->peer[r].fd < 0) ddp_group_mark_lost(rv->group, r, DDP_ERR_TIMEOUT, ddp_last_error());
     return 0;
 }
 
-/* Rank 0's side: waits for all ranks or for a failure, and sends the outcome to all of them. */
+/* Rank 0's side of a rendezvous: waits for all ranks or for a failure, and sends the outcome to all of them.
+   heap: as in ddp__connect_ranks. */
 static void ddp__accept_all_ranks(ddp__rendezvous *rv, ddp__heap **heap) {
-    int w = rv->group->world_size;
-    ddp__peer *self = rv->peer;
-    ddp__hello_write(self->text, rv, DDP__HELLO_VERSION);
-    snprintf(self->name, sizeof self->name, "%.71s", strstr(self->text, "pid"));
+    int world_size = rv->group->world_size, heap_fd = -1;
+    ddp__peer *rank = rv->peer;
+    ddp__hello_write(rank[0].text, rv, DDP__HELLO_VERSION);
+    snprintf(rank[0].name, sizeof rank->name, "%.71s", strstr(rank[0].text, "pid"));
     rv->result = ddp__rendezvous_listen(rv);
     if (rv->result == DDP_OK && rv->file_path)
-        rv->result = ddp__rendezvous_file_write(rv, rv->peer[rv->peer_count - 1].fd);
+        rv->result = ddp__rendezvous_file_write(rv, *ddp__rendezvous_listener(rv));
     if (rv->result == DDP_OK) {
         for (ddp__accept_connections(rv); ddp__ranks_are_missing(rv); ddp__accept_connections(rv))
             ddp__rendezvous_poll(rv);
         if (rv->file_path) unlink(rv->file_path);
     }
-    if (heap && rv->result == DDP_OK) rv->result = ddp__heap_create(heap, w, 0, 0);
-    /* from here on a rank that ends is lost */
-    for (int r = 0; r < w && heap && *heap; r++) ddp__rank_register(*heap, r, ddp__parse_pid(self[r].name));
-    while (rv->result == DDP_OK && rv->peer_count > w) ddp__peer_close(&rv->peer[--rv->peer_count]);
-    ddp__send_status_to_peers(rv, rv->result, rv->result == DDP_OK ? self->name : ddp_last_error(),
-                              heap && *heap ? (*heap)->fd : -1);
-    for (int r = 0; r < w; r++) self[r].arrived = 0;
+    if (heap && rv->result == DDP_OK) rv->result = ddp__heap_create(heap, world_size, 0, 0);
+    if (heap && *heap) {
+        heap_fd = (*heap)->fd;
+        /* From here on a rank that ends is lost. */
+        for (int r = 0; r < world_size; r++) ddp__rank_register(*heap, r, ddp__parse_pid(rank[r].name));
+    }
+    if (rv->result == DDP_OK) {
+        /* Closes the listener and the unauthenticated peers. */
+        while (rv->peer_count > world_size) ddp__peer_close(&rv->peer[--rv->peer_count]);
+        ddp__send_status_to_peers(rv, DDP_OK, rank[0].name, heap_fd);
+    } else {
+        ddp__send_status_to_peers(rv, rv->result, ddp_last_error(), heap_fd);
+    }
+    for (int r = 0; r < world_size; r++) rank[r].arrived = 0;
 }
 
-//== rendezvous: other ranks, and groups from it ============================================== >>impl-connect
+//== rendezvous: the other ranks ============================================================== >>impl-connect
 
 /* The side of the other ranks: they find rank 0, connect to it and wait for the outcome. Then both sides
    together: ddp__connect_ranks for a group over TCP, ddp__local_connect for a group in shared memory. */
 
-/* Waits for the next frame of rank 0. Returns 0, ETIMEDOUT, or the errno of ddp__peer_read_frame. EPROTO also
-   covers a process that is rank 0 of no job: an echo of this rank's hello, or a socket that is connected to
-   itself. */
-static int ddp__wait_for_frame(ddp__peer *p, double until, unsigned allowed) {
-    int error;
-    while ((error = ddp__peer_read_frame(NULL, p, NULL, allowed)) == EAGAIN)
-        if (!ddp__fd_ready(p->fd, POLLIN, until)) return ETIMEDOUT;
-    return error;
+/* Waits for the next frame of rank 0. Returns 0, ETIMEDOUT, or the errno of ddp__peer_read_frame. EPROTO:
+   also if the peer sends this rank's hello back, or if the socket is connected to itself. */
+static int ddp__wait_for_frame(ddp__peer *p, double deadline, unsigned allowed) {
+    for (;;) {
+        int error = ddp__peer_read_frame(NULL, p, NULL, allowed);
+        if (error != EAGAIN) return error;
+        if (!ddp__fd_ready(p->fd, POLLIN, deadline)) return ETIMEDOUT;
+    }
 }
 
 /* Describes why a peer is not rank 0. */
@@ -7353,26 +7399,26 @@ static const char *ddp__not_rank0_reason(const ddp__peer *p, int error) {
     return error == EPROTO ? "the process that listens there is no rank of ddp" : strerror(error);
 }
 
-/* Sends a hello on a new connection, proves the secret if there is one, and waits for the outcome.
-   DDP_ERR_INVALID: the peer is not rank 0 of this job; try again, or at another address. */
-static ddp_result ddp__handshake_with_rank0(ddp__rendezvous *rv, ddp__peer *p) {
-    double outcome_by = rv->deadline + rv->grace_period; /* rank 0 has received this rank's deadline */
-    double answer_by = ddp_now() + DDP__HANDSHAKE_SECONDS;
+/* Sends a hello on a new connection, proves the secret if there is one, and waits for the reply. DDP_OK: rank
+   0 has admitted this rank. DDP_ERR_INVALID: the peer is not rank 0 of this job; try again, or another
+   address. outcome_by: rank 0 sends the outcome before this time. */
+static ddp_result ddp__handshake_with_rank0(ddp__rendezvous *rv, ddp__peer *p, double outcome_by) {
+    double reply_by = ddp_now() + DDP__HANDSHAKE_SECONDS;
     char hello[DDP__TEXT_MAX] = "", proof[65], rank0_proof[65] = "";
     uint64_t nonce[2] = {0, 0};
-    if (outcome_by < answer_by) answer_by = outcome_by;
+    unsigned allowed = rv->has_secret ? DDP__ALLOW_STATUS | DDP__ALLOW_CHALLENGE : DDP__ALLOW_STATUS;
+    if (outcome_by < reply_by) reply_by = outcome_by;
     if (rv->has_secret && !ddp__random_bytes(nonce, sizeof nonce))
         return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
     ddp__hello_write(hello, rv, DDP__HELLO_VERSION);
-    ddp__send_text_frame(p->fd, DDP__FRAME_HELLO, 0, nonce, hello,
-                         -1); /* if it fails, the next read reports why */
-    int error = ddp__wait_for_frame(
-        p, answer_by, rv->has_secret ? DDP__ALLOW_STATUS | DDP__ALLOW_CHALLENGE : DDP__ALLOW_STATUS);
+    /* If this fails, the next read reports why. */
+    ddp__send_text_frame(p->fd, DDP__FRAME_HELLO, 0, nonce, hello, -1);
+    int error = ddp__wait_for_frame(p, reply_by, allowed);
     if (!error && p->head.kind == DDP__FRAME_CHALLENGE) {
-        ddp__proof_write(proof, rv->key, 'r', nonce, p->head.call, hello);
-        ddp__proof_write(rank0_proof, rv->key, '0', nonce, p->head.call, hello);
+        ddp__proof_write(proof, rv->key, 'r', nonce, p->head.words, hello);
+        ddp__proof_write(rank0_proof, rv->key, '0', nonce, p->head.words, hello);
         ddp__send_text_frame(p->fd, DDP__FRAME_PROOF, 0, NULL, proof, -1);
-        error = ddp__wait_for_frame(p, answer_by, DDP__ALLOW_STATUS);
+        error = ddp__wait_for_frame(p, reply_by, DDP__ALLOW_STATUS);
     }
     if (!error && p->head.result == 0) error = EPROTO;
     if (error) return ddp_fail(DDP_ERR_INVALID, "%s", ddp__not_rank0_reason(p, error));
@@ -7382,9 +7428,15 @@ static ddp_result ddp__handshake_with_rank0(ddp__rendezvous *rv, ddp__peer *p) {
     if (rv->has_secret && (!*rank0_proof || !ddp__proof_matches(p->text, rank0_proof)))
         return ddp_fail(DDP_ERR_INVALID,
                         "the process that listens there did not prove that it has the secret");
+    return DDP_OK;
+}
+
+/* Waits until rank 0 sends the outcome, after it has admitted this rank. */
+static ddp_result ddp__wait_for_outcome(ddp__rendezvous *rv, ddp__peer *p, double outcome_by) {
+    int error;
     do {
-        error = ddp__wait_for_frame(p, rv->next_report < outcome_by ? rv->next_report : outcome_by,
-                                    DDP__ALLOW_STATUS);
+        double wait_until = rv->next_report < outcome_by ? rv->next_report : outcome_by;
+        error = ddp__wait_for_frame(p, wait_until, DDP__ALLOW_STATUS);
         if (error == ETIMEDOUT)
             ddp__report_waiting(rv, "still waiting for other ranks to reach rank 0 (%s)", p->name);
     } while (error == ETIMEDOUT && ddp_now() < outcome_by);
@@ -7397,33 +7449,37 @@ static ddp_result ddp__handshake_with_rank0(ddp__rendezvous *rv, ddp__peer *p) {
         return ddp_fail(DDP_ERR_MISMATCH,
                         "rank 0 (%s) sent an invalid frame; build all ranks with the same header", p->name);
     if (error) return ddp_fail(DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->name);
-    if (p->head.result < 0) ddp_group_add_lost(rv->group, p->head.call, (ddp_result)p->head.result, p->text);
-    return p->head.result == 0 ? DDP_OK : ddp_fail((ddp_result)p->head.result, "%.400s", p->text);
+    if (p->head.result == 0) return DDP_OK;
+    ddp_group_add_lost(rv->group, p->head.words, (ddp_result)p->head.result, p->text);
+    return ddp_fail((ddp_result)p->head.result, "%.400s", p->text);
 }
 
-/* Tries to connect to one address. Returns what ddp__handshake_with_rank0 returns. */
+/* Tries one address of rank 0. DDP_OK: all ranks have connected. DDP_ERR_INVALID: rank 0 of this job does not
+   listen there. */
 static ddp_result ddp__connect_to_address(ddp__rendezvous *rv, const struct sockaddr *to, socklen_t length) {
-    double try_until = ddp_now() + 3.0;
+    double connect_by = ddp_now() + 3.0, outcome_by = rv->deadline + rv->grace_period;
     socklen_t size = sizeof(int);
-    int fd = ddp__socket(to->sa_family), error = fd < 0 || connect(fd, to, length) != 0 ? errno : 0;
+    int fd = ddp__socket(to->sa_family), error = 0;
     ddp_result result;
-    if (error == EINPROGRESS
-        && !ddp__fd_ready(fd, POLLOUT, try_until < rv->deadline ? try_until : rv->deadline))
+    if (connect_by > rv->deadline) connect_by = rv->deadline;
+    if (fd < 0 || connect(fd, to, length) != 0) error = errno;
+    if (error == EINPROGRESS) {
         error = ETIMEDOUT;
-    else if (error == EINPROGRESS)
-        getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
+        if (ddp__fd_ready(fd, POLLOUT, connect_by)) getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    }
     ddp__peer_init(rv->peer, fd);
     if (error)
         result = ddp_fail(DDP_ERR_INVALID, "%s", strerror(error));
-    else if (rv->local && ddp__peer_credentials(fd).uid != geteuid())
+    else if (rv->is_local && ddp__peer_credentials(fd).uid != geteuid())
         result = ddp__fail_socket_in_use(rv, ddp__peer_credentials(fd));
     else
-        result = ddp__handshake_with_rank0(rv, rv->peer);
+        result = ddp__handshake_with_rank0(rv, rv->peer, outcome_by);
+    if (result == DDP_OK) result = ddp__wait_for_outcome(rv, rv->peer, outcome_by);
     if (result != DDP_OK) ddp__peer_close(rv->peer);
     return result;
 }
 
-/* Tries every port at every address of every host. */
+/* Tries every port at every address of every host. Returns as ddp__connect_to_address. */
 static ddp_result ddp__connect_to_hosts(ddp__rendezvous *rv) {
     struct addrinfo hints = DDP_ZERO, *list;
     ddp_result result = DDP_ERR_INVALID;
@@ -7453,12 +7509,14 @@ static ddp_result ddp__connect_to_hosts(ddp__rendezvous *rv) {
 static ddp_result ddp__connect_to_rank0(ddp__rendezvous *rv) {
     size_t token_size = strlen(rv->token);
     double checked = ddp_now();
-    for (useconds_t pause = 1000;; usleep(pause), pause = rv->local || pause > 100000 ? pause : 2 * pause) {
-        ddp_result result = DDP_ERR_INVALID;
+    useconds_t pause_us = 1000;
+    for (;;) {
+        ddp_result result = DDP_OK;
         rv->peer->head.result = 0;
-        if (rv->local)
-            result = ddp__connect_to_address(rv, (struct sockaddr *)&rv->address, rv->local);
-        else if (!rv->file_path || (result = ddp__rendezvous_file_read(rv, token_size)) == DDP_OK)
+        if (rv->file_path) result = ddp__rendezvous_file_read(rv, token_size);
+        if (rv->is_local)
+            result = ddp__connect_to_address(rv, (struct sockaddr *)&rv->address, rv->address_length);
+        else if (result == DDP_OK)
             result = ddp__connect_to_hosts(rv);
         if (result != DDP_ERR_INVALID) return result;
         if (ddp_now() - checked > 0.02) {
@@ -7467,17 +7525,23 @@ static ddp_result ddp__connect_to_rank0(ddp__rendezvous *rv) {
         }
         if (rv->peer->head.result == DDP__OTHER_JOB && rv->port_count == 1 && !rv->file_path)
             return ddp_fail(DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
-        ddp__report_waiting(rv, "still waiting for rank 0%s%s: %.280s", rv->local ? " at socket @" : "",
-                            rv->local ? rv->address.sun_path + 1 : "", ddp_last_error());
+        if (rv->is_local)
+            ddp__report_waiting(rv, "still waiting for rank 0 at socket @%s: %.280s",
+                                rv->address.sun_path + 1, ddp_last_error());
+        else
+            ddp__report_waiting(rv, "still waiting for rank 0: %.280s", ddp_last_error());
         if (ddp_now() > rv->deadline)
             return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s",
                             rv->group->desc.timeout_ms, ddp_last_error());
+        usleep(pause_us);
+        if (!rv->is_local && pause_us <= 100000) pause_us *= 2;
     }
 }
 
 /* Connects the ranks of rv->group: rank 0 to every rank, and every other rank to rank 0. On failure frees the
-   memory of rv. rv: from ddp__rendezvous_alloc; on rank 0 its listener may be open already. heap: rank 0
-   creates one for all ranks; NULL = none. */
+   memory of rv.
+   rv: from ddp__rendezvous_alloc; on rank 0 its listener may be open already.
+   heap: rank 0 creates a heap for all ranks, and sends its descriptor to them; NULL = no heap. */
 static ddp_result ddp__connect_ranks(ddp__rendezvous *rv, ddp__heap **heap) {
     ddp_group *group = rv->group;
     double now = ddp_now(), timeout = group->desc.timeout_ms * 1e-3;
@@ -7509,16 +7573,16 @@ static ddp_result ddp__local_open_world(ddp_group *group, ddp__heap *heap, void 
 /* Creates another group of all ranks of the world. group NULL: this rank has no memory for it and only
    participates. */
 static ddp_result ddp__local_duplicate(ddp_group *group, ddp_group *world) {
-    int all[DDP_MAX_LOCAL_RANKS];
+    int members[DDP_MAX_LOCAL_RANKS];
     void *no_state;
-    for (int r = 0; r < world->world_size; r++) all[r] = r;
-    return ddp__local_split(world, world->state, group, all, world->world_size,
-                            group ? &group->state : &no_state);
+    void **state = group ? &group->state : &no_state;
+    for (int r = 0; r < world->world_size; r++) members[r] = r;
+    return ddp__local_split(world, world->state, group, members, world->world_size, state);
 }
 
-/* Connects the group's ranks on this machine. The group then uses the local backend; a split of one rank uses
-   the self backend. rv: its token, process and process_index are set. Frees all memory of rv,
-   which may be from ddp__rendezvous_alloc. */
+/* Connects the group's ranks in shared memory. The group then uses the local backend; a split of one rank
+   uses the self backend. rv: its token, process and process_index are set, and it may be from
+   ddp__rendezvous_alloc. Frees all its memory. */
 static ddp_result ddp__local_connect(ddp_group *group, ddp__rendezvous *rv, void **state) {
     ddp__heap *heap = NULL;
     group->backend = rv->process_index && group->world_size == 1 ? &ddp__backend_self : &ddp__backend_local;
@@ -7531,18 +7595,20 @@ static ddp_result ddp__local_connect(ddp_group *group, ddp__rendezvous *rv, void
                         "ddp_group_create: %d ranks on one machine; shared memory serves up to %d",
                         group->world_size, DDP_MAX_LOCAL_RANKS);
     if (!rv->peer) DDP_TRY(ddp__rendezvous_alloc(rv, group));
-    rv->local = ddp__job_socket_address(&rv->address, rv->token);
+    rv->is_local = 1;
+    rv->address_length = ddp__job_socket_address(&rv->address, rv->token);
     DDP_TRY(ddp__connect_ranks(rv, &heap));
-    int sent = rv->peer->heap_fd >= 0;
-    if (sent) heap = ddp__heap_wrap(rv->peer->heap_fd, 0);
+    int is_sent = rv->peer->heap_fd >= 0;
+    if (is_sent) heap = ddp__heap_wrap(rv->peer->heap_fd, 0);
     rv->peer->heap_fd = -1;
     ddp__rendezvous_close(rv);
+    if (!heap && is_sent)
+        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "ddp_group_create: %s",
+                              "the job's shared memory could not be mapped");
     if (!heap)
-        return DDP__RANK_FAIL(group, sent ? DDP_ERR_NO_MEMORY : DDP_ERR_SYSTEM, "ddp_group_create: %s",
-                              sent ? "the job's shared memory could not be mapped"
-                                   : "rank 0 sent no shared memory");
+        return DDP__RANK_FAIL(group, DDP_ERR_SYSTEM, "ddp_group_create: %s", "rank 0 sent no shared memory");
     ddp_result result = ddp__local_open_world(group, heap, state);
-    if (result != DDP_OK) { /* other ranks have met this one and would wait for it */
+    if (result != DDP_OK) { /* the other ranks are connected, and would wait for this one */
         heap->job->rank[group->rank].result = (int32_t)result;
         ddp__store(&heap->job->rank[group->rank].state, (uint32_t)DDP__RANK_LEFT);
     }
@@ -7614,7 +7680,7 @@ static void ddp__tcp_handle_status(ddp_group *group, ddp__tcp *t, ddp__peer *p) 
         ddp__peer_close(p);
         return;
     }
-    ddp_group_add_lost(group, p->head.call, cause, p->text);
+    ddp_group_add_lost(group, p->head.words, cause, p->text);
     ddp_result lost = ddp_group_check_lost(group);
     int is_rank0 = ddp_rank(group) == 0;
     if (!is_rank0) {
@@ -7748,7 +7814,7 @@ static ddp_result ddp__tcp_status(const ddp_group *group, void *state) {
 static ddp__frame ddp__tcp_request_head(const ddp_call *call, int rank, int world_size) {
     ddp__frame frame = {DDP__FRAME_MAGIC, DDP__FRAME_DATA, 0, 0, {0, 0}};
     size_t size = call->recv_counts ? SIZE_MAX : ddp_call_send_size(call, rank, world_size);
-    ddp_call_pack(call, frame.call);
+    ddp_call_pack(call, frame.words);
     frame.result = size > DDP__TCP_PAYLOAD;
     if (!frame.result) frame.size = size;
     return frame;
@@ -7772,7 +7838,7 @@ static ddp__frame ddp__tcp_answer_head(const ddp_call *call, int world_size) {
 static ddp_result ddp__tcp_check_head(const ddp_group *group, const ddp_call *call, int rank,
                                       const ddp__peer *p, const ddp__frame *expected) {
     const ddp__frame *frame = &p->data_head;
-    DDP_TRY(ddp_call_compare(ddp_rank(group), expected->call, rank, frame->call));
+    DDP_TRY(ddp_call_compare(ddp_rank(group), expected->words, rank, frame->words));
     if (frame->size == expected->size && frame->result == expected->result) return DDP_OK;
     return ddp_fail(DDP_ERR_MISMATCH,
                     "rank %d (%s) sent a frame of %llu bytes for %s, which needs %llu; build all ranks "
@@ -7976,7 +8042,7 @@ static ddp_result ddp__tcp_exchange_addresses(ddp_group *parent, const ddp__tcp 
                                               int leader, int local) {
     char own_list[DDP__ADDRESSES_MAX] = "", *list;
     if (venue && leader == ddp_rank(parent)) {
-        int *listener = &venue->peer[venue->peer_count - 1].fd;
+        int *listener = ddp__rendezvous_listener(venue);
         if (!local) *listener = ddp__tcp_listen("", 0, 1);
         ddp__addresses_write(*listener, own_list);
     }
@@ -8230,13 +8296,15 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
     return result;
 }
 
-static const char *const ddp__schemes[DDP__SCHEMES] = {"self://", "env://", "mpi://", "tcp://", "file://"};
+static const char *const ddp__scheme_prefixes[DDP__SCHEME_COUNT] = {"self://", "env://", "mpi://", "tcp://",
+                                                                    "file://"};
 
 /* Chooses the backend and the rendezvous of a world, and creates it. */
 static ddp_result ddp__create_world(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id,
                                     int scheme) {
     const char *host = ddp__env_text("MASTER_ADDR");
-    int is_url = scheme >= DDP__BY_TCP, mpi = scheme == DDP__BY_MPI, is_self = scheme == DDP__BY_SELF;
+    int is_url = scheme >= DDP__SCHEME_TCP, mpi = scheme == DDP__SCHEME_MPI,
+        is_self = scheme == DDP__SCHEME_SELF;
     ddp__rendezvous rv = DDP_ZERO;
     snprintf(rv.token, sizeof rv.token, "%s", id->token);
     DDP__CREATE_CHECK(!is_self || id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d",
@@ -8281,11 +8349,11 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     if (out) *out = NULL;
     DDP__NEED(out, "out is NULL");
     DDP_TRY(ddp__group_desc_resolve(__func__, desc, &d));
-    while (scheme < DDP__SCHEMES
-           && strncmp(d.init_method, ddp__schemes[scheme], strlen(ddp__schemes[scheme])) != 0)
+    while (scheme < DDP__SCHEME_COUNT
+           && strncmp(d.init_method, ddp__scheme_prefixes[scheme], strlen(ddp__scheme_prefixes[scheme])) != 0)
         scheme++;
-    DDP__NEED(scheme < DDP__SCHEMES
-                  && (scheme >= DDP__BY_TCP || strcmp(d.init_method, ddp__schemes[scheme]) == 0),
+    DDP__NEED(scheme < DDP__SCHEME_COUNT
+                  && (scheme >= DDP__SCHEME_TCP || strcmp(d.init_method, ddp__scheme_prefixes[scheme]) == 0),
               "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or "
               "\"self://\"",
               d.init_method);
@@ -9962,7 +10030,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     d->group.init_method = NULL;
     d->group.rank = d->group.world_size = 0;
     DDP_TRY(ddp__group_desc_resolve(__func__, &d->group, &d->group));
-    DDP_TRY(ddp__identity_resolve(&id, &d->group, DDP__BY_ENV));
+    DDP_TRY(ddp__identity_resolve(&id, &d->group, DDP__SCHEME_ENV));
     DDP_TRY(ddp__check_world_size(__func__, &id, wanted));
     if (id.heap || id.size_variable || d->world_size == 1) return ddp__launch_join(&launch);
     DDP__NEED(!d->devices || d->device_count >= d->world_size,

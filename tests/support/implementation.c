@@ -105,8 +105,8 @@ static size_t hello(void *out, const char *token, int rank, int world_size, uint
 static size_t frame(void *out, uint32_t kind, int32_t result, uint64_t size, const ddp_call *call) {
     ddp__frame head = {DDP__FRAME_MAGIC, kind, result, size, {0, 0}};
     if (call) {
-        head.call[0] = ddp__signature(call);
-        head.call[1] = call->count;
+        head.words[0] = ddp__signature(call);
+        head.words[1] = call->count;
     }
     memcpy(out, &head, sizeof head);
     return sizeof head;

@@ -196,8 +196,8 @@ static void send_frame(played *p, uint32_t kind, int result, const uint64_t call
         if (field == 1) frame.kind = (uint32_t)number;
         if (field == 2) frame.result = (int32_t)number;
         if (field == 3) frame.size = number;
-        if (field == 4) frame.call[0] = number;
-        if (field == 5) frame.call[1] = number;
+        if (field == 4) frame.words[0] = number;
+        if (field == 5) frame.words[1] = number;
         if (field == 6) frame.magic = __builtin_bswap64(frame.magic);
     }
     memcpy(bytes, &frame, sizeof frame);
@@ -225,7 +225,7 @@ static void send_frame(played *p, uint32_t kind, int result, const uint64_t call
     if (change == 7) return; /* silence */
     if (change == 8) {       /* before it, a frame of another kind */
         ddp__text_frame other = {{DDP__FRAME_MAGIC, next_byte() % 7, 0, sizeof other.text, {0, 0}}, "a text\x1b[2J\n"};
-        other.frame.result = (int32_t)next_number();
+        other.head.result = (int32_t)next_number();
         put(p, &other, sizeof other);
     }
     put(p, bytes, total);
@@ -271,7 +271,7 @@ static void send_data(played *p, int number) {
         ddp__process_id ids[WORLD] = {{1000, 5, 1, 0}, {1001, 5, 1, 0}, {1002, 5, 1, 0}};
         memcpy(answer, ids, sizeof ids);
     }
-    send_frame(p, DDP__FRAME_DATA, frame.result, frame.call, answer, frame.size);
+    send_frame(p, DDP__FRAME_DATA, frame.result, frame.words, answer, frame.size);
 }
 
 /* A played rank has read a frame. */
@@ -280,7 +280,7 @@ static void peer_react(played *p, const ddp__frame *frame, const char *data) {
     if (p->rank == 0) {
         if (frame->kind == DDP__FRAME_HELLO && !p->state) {
             memcpy(p->hello, data, sizeof p->hello);
-            memcpy(p->nonce, frame->call, sizeof p->nonce);
+            memcpy(p->nonce, frame->words, sizeof p->nonce);
             p->state = 1;
             if (secured) {
                 static const uint64_t nonce[2] = {88, 99};
@@ -302,7 +302,7 @@ static void peer_react(played *p, const ddp__frame *frame, const char *data) {
         return;
     }
     if (frame->kind == DDP__FRAME_CHALLENGE) {
-        ddp__proof_write(proof, secret_key, 'r', p->nonce, frame->call, p->hello);
+        ddp__proof_write(proof, secret_key, 'r', p->nonce, frame->words, p->hello);
         send_text(p, DDP__FRAME_PROOF, 0, NULL, proof);
     } else if (frame->kind == DDP__FRAME_STATUS && frame->result == DDP__ADMITTED) {
         if (p->bad_proof) abort();
