@@ -221,8 +221,8 @@ typedef struct ddp_mean {
 } ddp_mean;
 
 typedef struct ddp_group ddp_group;             /* ranks that communicate; see ddp_group_create */
-typedef struct ddp_backend ddp_backend;         /* transports data; see struct ddp_backend */
-typedef struct ddp_device ddp_device;           /* memory and arithmetic; see struct ddp_device */
+typedef struct ddp_backend ddp_backend;         /* transports the data of a group: >>spi */
+typedef struct ddp_device ddp_device;           /* memory, streams and arithmetic: >>spi */
 typedef struct ddp_reducer ddp_reducer;         /* averages gradients; see ddp_reducer_create */
 typedef struct ddp_accumulator ddp_accumulator; /* adds micro-batches; see ddp_accumulator_create */
 typedef struct ddp_join ddp_join;               /* for uneven inputs; see ddp_join_create */
@@ -617,9 +617,10 @@ DDPDEF double ddp_mean_value(const ddp_mean *mean); /* the rounded sum divided b
    not depend on how tokens are distributed. A step without tokens leaves gradients as sums. */
 DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss);
 
-/* on = 1: ready and wait do nothing, so that the caller can accumulate gradients on this rank. The divisor
-   does not change: it counts micro_batch_count micro-batches. Not collective, but the same on every rank;
-   only between ddp_reducer_wait and the next ready. */
+/* Turns the reducer off (on = 1) and on again (0). While it is off, ready and wait do nothing, so that the
+   caller can accumulate gradients on this rank. The divisor does not change: it counts micro_batch_count
+   micro-batches. Not collective, but the same on every rank; only between ddp_reducer_wait and the next
+   ready. */
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on);
 
 /* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm (may be NULL) is the
@@ -632,7 +633,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
 
 /* find_unused: 1 when no rank used the parameter in the last step, else 0. */
 DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index);
-/* Not collective. */
+/* Stores the measurements of the reducer in *stats. Not collective. */
 DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_stats *stats);
 /* Frees the reducer and the gradient memory that it allocated. Collective. NULL is ignored. */
 DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer);
@@ -733,8 +734,8 @@ typedef struct ddp_sampler_desc {
     void *user;                                       /* passed to alloc_fn and free_fn */
 } ddp_sampler_desc;
 
-/* The caller owns it; ddp_sampler_init fills it in. Its fields are private. One thread at a time may use it.
-   It may be moved, but not copied. */
+/* A sampler. The caller owns it; ddp_sampler_init fills it in. Its fields are private. One thread at a time
+   may use it. It may be moved, but not copied. */
 typedef struct ddp_sampler {
     ddp_sampler_desc desc;         /* defaults resolved */
     uint64_t epoch;                /* the current one */
@@ -1071,10 +1072,10 @@ struct ddp_device {
     DDP_DEVICE_FUNCTIONS(DDP_X)
 #undef DDP_X
     // clang-format on
-    /* Kernels of the sibling headers, which define these types. NULL: the sibling uses its CPU functions if
-       host_memory is 1, and otherwise returns DDP_ERR_UNSUPPORTED. */
-    const struct ddp_optimizer_kernels *optimizer; /* ddp_fsdp.h */
-    const struct ddp_layer_kernels *layers;        /* ddp_tensor.h; two tables, for f32 and f64 */
+    /* Kernels of ddp_fsdp.h. NULL = it uses its CPU functions if host_memory is 1, and otherwise returns
+       DDP_ERR_UNSUPPORTED */
+    const struct ddp_optimizer_kernels *optimizer;
+    const struct ddp_layer_kernels *layers; /* the same for ddp_tensor.h; two tables, for f32 and f64 */
 };
 
 /* The CPU as a device. It has no streams and no pinned memory. */

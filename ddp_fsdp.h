@@ -459,9 +459,9 @@ DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit);
    micro_batch_count times in a step. */
 DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit);
 
-/* on = 1: only forward passes follow. Unshard provides no gradients, reshard frees regardless of
-   no_reshard_after_forward, and the order of unshards is not recorded. Not collective, but the same on every
-   rank. */
+/* Announces that only forward passes follow (on = 1), or training again (0). While on is 1, unshard provides
+   no gradients, reshard frees regardless of no_reshard_after_forward, and the order of unshards is not
+   recorded. Not collective, but the same on every rank. */
 DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on);
 
 /* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm is the norm before
@@ -472,15 +472,15 @@ DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on);
    a unit that has not been reduced. */
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm);
 
-/* *norm = the norm of the last ddp_fsdp_clip_grad_norm. Blocks until the device has computed it, but not for
-   work that was enqueued later: called after the next step's work is enqueued, it does not delay the device.
-   Not collective.
-   Errors: DDP_ERR_INVALID before the first clip; a failure of the group ends the wait. */
+/* Stores the norm of the last ddp_fsdp_clip_grad_norm in *norm. Blocks until the device has computed it, but
+   not for work that was enqueued later: called after the next step's work is enqueued, it does not delay the
+   device. Not collective. Errors: DDP_ERR_INVALID before the first clip; a failure of the group ends the
+   wait. */
 DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm);
 
-/* With per_token: call it in every step after the last reduce_grads and before clip_grad_norm or step. These
-   then divide by the number of tokens of all ranks, replicas and micro-batches. In: *loss is this rank's sum.
-   Out: the mean over all of them. Collective, blocks. Like ddp_reducer_wait_mean. */
+/* Makes the step divide by the number of tokens of all ranks, replicas and micro-batches. With per_token,
+   call it in every step after the last reduce_grads and before clip_grad_norm or step. In: *loss is this
+   rank's sum. Out: the mean over all of them. Collective, blocks. Like ddp_reducer_wait_mean. */
 DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss);
 
 /* Waits for the reductions, divides the sums once by ranks and micro-batches, and updates this rank's shards.
@@ -540,7 +540,7 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
    DDP_ERR_MISMATCH. */
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
 
-/* Bytes of this rank. Not collective. */
+/* Stores the memory that this rank uses in *memory. Not collective. */
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory);
 
 /* Waits until a background save has ended, and for pending calls and device work at most the group's timeout.

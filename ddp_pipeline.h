@@ -299,7 +299,9 @@ typedef enum ddp_grad_division {
 
 /* One stage. Only the entries of this rank's stages are read. Callbacks run one at a time on the thread of
    ddp_pipeline_step, in the order of the schedule. On a device with streams they enqueue their work on the
-   compute stream. They may call collectives of groups other than the pipeline's. */
+   compute stream. They may call collectives of groups other than the pipeline's. Hooks are for data
+   parallelism; each may be NULL. A hook returns before the next call for this stage. Replicas call the hooks
+   in the same order. */
 typedef struct ddp_pipeline_stage {
     const char *name;                        /* appears in errors; NULL = "stage 3" or similar */
     ddp_pipeline_fn forward;                 /* required */
@@ -319,10 +321,8 @@ typedef struct ddp_pipeline_stage {
        = value's) and sets grad.data; with unshard, that hook sets it, until reduce_grad. PipeDream and 2BW:
        hooks see the newest values; while a callback uses older ones, value.data is a copy */
     ddp_param *const *params;
-    int param_count;    /* entries of params */
-    int zero_gradients; /* 1 = gradient memory is cleared before each W or B */
-    /* Data parallelism. Each hook may be NULL. It returns before the next call for this stage. Replicas call
-       the hooks in the same order. */
+    int param_count;            /* entries of params */
+    int zero_gradients;         /* 1 = gradient memory is cleared before each W or B */
     ddp_stage_hook unshard;     /* before the stage's first action of a step, or at UNSHARD: ddp_fsdp_unshard
                                    */
     ddp_stage_hook reshard;     /* after its last one, or at RESHARD: ddp_fsdp_reshard */
@@ -499,7 +499,8 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
        ddp_result update(int stage, void *user) { return ddp_optimizer_step(model->optimizer[stage], lr); }
        stage->reduce_grad = reduce, stage->wait_grad = wait, stage->update = update;
 
-       // or a ddp_fsdp of one unit for each stage
+   Or a ddp_fsdp of one unit for each stage:
+
        ddp_result unshard(int stage, void *user) { return ddp_fsdp_unshard(model->fsdp[stage], 0); }
        ddp_result reshard(int stage, void *user) { return ddp_fsdp_reshard(model->fsdp[stage], 0); }
        ddp_result reduce(int stage, void *user) { return ddp_fsdp_reduce_grads(model->fsdp[stage], 0); }
@@ -546,7 +547,7 @@ DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *me
 DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost *costs,
                                          ddp_action_time *times);
 
-/* Not collective. */
+/* Stores the measurements of the pipeline in *stats. Not collective. */
 DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipeline_stats *stats);
 
 /* Scales all gradients by max_norm / norm when the global norm over all stages exceeds max_norm. *norm (may

@@ -74,6 +74,8 @@ typedef struct ddp_device {
 typedef struct ddp_hidden ddp_hidden; /* a handle */
 
 /* A demo: two rows.
+       // both
+       *row is one
        row 0   1 2
        row 1   3 4 */
 typedef struct ddp_demo {
@@ -115,7 +117,7 @@ BROKEN = [
     ("DDP_CHOICE_ONE = 0, /* the first */", "#if 0\n    DDP_CHOICE_ONE = 0, /* the first */\n#endif", "ddp.h: DDP_CHOICE_ONE is on no page"),
     (" /* a handle */", "", "Member ddp_hidden (typedef) of group ddp_h_types is not documented"),
     ("/* The result of a call. */", "", "Member ddp_result (enumeration) of group ddp_h_types is not documented"),
-    ("/* A demo: two rows.\n       row 0   1 2\n       row 1   3 4 */", "", "Compound ddp_demo is not documented"),
+    ("/* A demo: two rows.\n       // both\n       *row is one\n       row 0   1 2\n       row 1   3 4 */", "", "Compound ddp_demo is not documented"),
     ("/* One list defines the enum and the texts. */", "", "DDP_RESULTS(X) (macro definition) of group ddp_h_types is not documented"),
     ("See ddp_demo.second", "See ddp_demo.third", "explicit link request to 'ddp_demo.third' could not be resolved"),
     ("Errors: DDP_ERR_INVALID", "Errors: DDP_ERR_INVALIDE", "explicit link request to 'DDP_ERR_INVALIDE' could not be resolved"),
@@ -149,7 +151,7 @@ class Reference(unittest.TestCase):
                 "        printf(\"100%\\n\");                // a comment\n\n        return ddp_answer(&demo) & 42;\n    }",
                 "            with columns:\n                1 @ 2      3 < 4",
                 "Everything else, see https://example.org/a_b.", "\"an argument is wrong\"", "All answers are right.",
-                "        row 0   1 2\n        row 1   3 4", "0 = 1; the numbers", "NULL = none. May be NULL",
+                "        // both\n        *row is one\n        row 0   1 2\n        row 1   3 4", "0 = 1; the numbers", "NULL = none. May be NULL",
                 "*demo is read, first only.", "Ownership: none.", "a handle", "of call", "the first", "the second", "allocates", "frees", "(*\xa0alloc )(int count)", "NULL is ignored"]:
             self.assertTrue(text in pages, text)
         self.assertFalse("ddp__private" in pages)
