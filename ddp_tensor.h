@@ -483,7 +483,7 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
 DDPDEF void ddp_tp_destroy(ddp_tp *tp); /* after its layers; collective; NULL is ignored */
 /* Stores the counts in *stats. Not collective. */
 DDPDEF ddp_result ddp_tp_get_stats(const ddp_tp *tp, ddp_tp_stats *stats);
-DDPDEF void ddp_tp_reset_stats(ddp_tp *tp);              /* sets the counts to 0; not collective */
+DDPDEF void ddp_tp_reset_stats(ddp_tp *tp); /* sets the counts to 0; not collective */
 
 /* The product that layers use in host memory when desc.gemm is NULL; can also be called without a group. user
    is not read. Each element of c is one chain of additions in the order of k, so its bits do not depend on
