@@ -21,16 +21,16 @@ USAGE
 #include "median.h"
 
 #define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
-enum { MICRO_BATCH = 4, CONTEXT = 128, MICROS = 2, WAYS = 5, REDUCER = 4, NO_SHARD = DDP_FSDP_NO_SHARD, ROUNDS_MAX = 400 };
+enum { MICRO_BATCH = 4, CONTEXT = 128, MICROS = 2, VARIANTS = 5, REDUCER = 4, NO_SHARD = DDP_FSDP_NO_SHARD, ROUNDS_MAX = 400 };
 /* Indexed by ddp_fsdp_strategy, then train_gpt's DDP. */
-static const char *const names[WAYS] = {"FULL_SHARD", "SHARD_GRAD", "SHARD_OPTIM", "NO_SHARD", "train_gpt"};
+static const char *const names[VARIANTS] = {"FULL_SHARD", "SHARD_GRAD", "SHARD_OPTIM", "NO_SHARD", "train_gpt"};
 
 typedef struct setup {
     int ranks, rounds, layers, channels;
     const char *dat;
 } setup;
 
-typedef struct way {
+typedef struct variant {
     ddp_fsdp *fsdp;             /* NULL = train_gpt's DDP, which uses: */
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
@@ -41,7 +41,7 @@ typedef struct way {
     int step;
     /* ratios: of times and ran, to NO_SHARD's. */
     double times[ROUNDS_MAX], ran[ROUNDS_MAX], ratios[2][ROUNDS_MAX];
-} way;
+} variant;
 
 typedef struct bench {
     ddp_group *world;
@@ -51,7 +51,7 @@ typedef struct bench {
     gpt_param *infos;
     int64_t parameter_count;
     int *tokens;                /* of all micro-batches: (MICROS * ranks, MICRO_BATCH, CONTEXT) + 1 */
-    way ways[WAYS];
+    variant variants[VARIANTS];
 } bench;
 
 static void *zeros(size_t count, size_t size) {
@@ -77,7 +77,7 @@ static ddp_result fill_rows(const ddp_fsdp_param *param, int64_t first_row, int6
 }
 
 static ddp_result build_fsdp(bench *b, int strategy) {
-    way *w = &b->ways[strategy];
+    variant *w = &b->variants[strategy];
     ddp_fsdp_desc desc = DDP_ZERO;
     w->params = (ddp_fsdp_param *)zeros((size_t)b->model.param_count, sizeof *w->params);
     w->units = (ddp_fsdp_unit_desc *)zeros((size_t)b->config.layers + 2, sizeof *w->units);
@@ -102,7 +102,7 @@ static ddp_result build_fsdp(bench *b, int strategy) {
 }
 
 static ddp_result build_reducer(bench *b) {
-    way *w = &b->ways[REDUCER];
+    variant *w = &b->variants[REDUCER];
     ddp_reducer_desc reducer = DDP_ZERO;
     ddp_accumulator_desc accumulator = DDP_ZERO;
     w->plain = (ddp_param *)zeros((size_t)b->model.param_count, sizeof *w->plain);
@@ -139,7 +139,7 @@ static ddp_result build(bench *b) {
 
 //== a step =========================================================================================== >>step
 
-static ddp_result gather(bench *b, way *w, int unit) {
+static ddp_result gather(bench *b, variant *w, int unit) {
     TRY(ddp_fsdp_unshard(w->fsdp, unit));
     for (int i = 0; i < w->units[unit].param_count; i++) {
         const ddp_fsdp_param *param = &w->units[unit].params[i];
@@ -149,7 +149,7 @@ static ddp_result gather(bench *b, way *w, int unit) {
     return DDP_OK;
 }
 
-static ddp_result step_fsdp(bench *b, way *w, int strategy) {
+static ddp_result step_fsdp(bench *b, variant *w, int strategy) {
     int rank = ddp_rank(b->world), world = ddp_world_size(b->world), units = b->config.layers + 2;
     int dealt = strategy == DDP_FSDP_FULL_SHARD || strategy == DDP_FSDP_SHARD_GRAD;
     gpt_pass pass = gpt_model_pass(&b->model, MICRO_BATCH, CONTEXT);
@@ -172,9 +172,9 @@ static ddp_result step_fsdp(bench *b, way *w, int strategy) {
 }
 
 /* ddp_accumulator_next reports failures. */
-static void gradient_ready(void *user, int index) { ddp_accumulator_ready(((way *)user)->accumulator, index); }
+static void gradient_ready(void *user, int index) { ddp_accumulator_ready(((variant *)user)->accumulator, index); }
 
-static ddp_result step_reducer(bench *b, way *w) {
+static ddp_result step_reducer(bench *b, variant *w) {
     int64_t at = 0;
     for (int i = 0; i < b->model.param_count; i++) {
         b->model.values[i] = b->own[i];
@@ -208,7 +208,7 @@ static ddp_result turn(bench *b, int which, int steps, double *seconds, double *
     TRY(ddp_barrier(b->world));
     begin = ddp_now();
     ran_begin = processor_seconds();
-    for (int i = 0; i < steps; i++) TRY(which == REDUCER ? step_reducer(b, &b->ways[which]) : step_fsdp(b, &b->ways[which], which));
+    for (int i = 0; i < steps; i++) TRY(which == REDUCER ? step_reducer(b, &b->variants[which]) : step_fsdp(b, &b->variants[which], which));
     *seconds = (ddp_now() - begin) / steps;
     *ran = (processor_seconds() - ran_begin) / steps;
     TRY(ddp_all_reduce(b->world, ran, ran, 1, DDP_F64, DDP_OP_SUM, NULL));
@@ -220,26 +220,26 @@ static ddp_result turn(bench *b, int which, int steps, double *seconds, double *
 /* Compares the final values of all variants with those of train_gpt's DDP. */
 static ddp_result compare(bench *b) {
     for (int s = 0; s < REDUCER; s++) {
-        TRY(ddp_fsdp_no_grad(b->ways[s].fsdp, 1));
+        TRY(ddp_fsdp_no_grad(b->variants[s].fsdp, 1));
         for (int unit = 0; unit < b->config.layers + 2; unit++) {
-            TRY(gather(b, &b->ways[s], unit));
+            TRY(gather(b, &b->variants[s], unit));
             for (int i = 0; i < b->model.param_count; i++)
                 if (b->infos[i].unit == unit && memcmp(b->model.values[i], b->own[i], (size_t)b->infos[i].count * sizeof(float)))
                     return ddp_fail(DDP_ERR_CORRUPT, "%s: the final weights %s differ from those of train_gpt", names[s], b->infos[i].name);
-            TRY(ddp_fsdp_reshard(b->ways[s].fsdp, unit));
+            TRY(ddp_fsdp_reshard(b->variants[s].fsdp, unit));
         }
     }
     return DDP_OK;
 }
 
 static void report(bench *b, const setup *s) {
-    static const double required[WAYS] = {1.08, 1.03, 1.03, 0, 0};
+    static const double required[VARIANTS] = {1.08, 1.03, 1.03, 0, 0};
     FILE *dat = s->dat ? fopen(s->dat, "a") : NULL;
     printf("%d layers, %d channels: %.2f M parameters (f32), %d ranks, %d rounds\n", s->layers, s->channels, (double)b->parameter_count * 1e-6, s->ranks, s->rounds);
     printf("| | step, ms | against NO_SHARD | quartiles | target | processor time | peak, MB | predicted, MB |\n|---|---|---|---|---|---|---|---|\n");
     if (dat) fprintf(dat, "# %d layers, %d channels\n", s->layers, s->channels);
-    for (int i = WAYS - 1; i >= 0; i--) {
-        way *w = &b->ways[i];
+    for (int i = VARIANTS - 1; i >= 0; i--) {
+        variant *w = &b->variants[i];
         double ms = quantile(w->times, s->rounds, 0.5) * 1e3, ratio = quantile(w->ratios[0], s->rounds, 0.5);
         ddp_fsdp_memory memory = DDP_ZERO;
         printf("| %s | %.2f | %.3f | %.3f to %.3f |", names[i], ms, ratio, quantile(w->ratios[0], s->rounds, 0.25),
@@ -268,24 +268,24 @@ static ddp_result bench_rank(ddp_group *world, void *user) {
     b->config.vocab = 256; b->config.context = CONTEXT; b->config.layers = s->layers; b->config.heads = 4; b->config.channels = s->channels;
     TRY(build(b));
     /* warm-up: buckets are rebuilt, orders recorded. */
-    for (int i = 0; i < WAYS; i++) TRY(turn(b, i, 3, &seconds, &ran));
+    for (int i = 0; i < VARIANTS; i++) TRY(turn(b, i, 3, &seconds, &ran));
     steps = seconds < 0.1 ? (int)(0.2 / seconds) : 1;
     TRY(ddp_broadcast(world, &steps, 1, DDP_I32, 0, NULL));
     for (int round = 0; round < s->rounds; round++) {
-        for (int k = 0; k < WAYS; k++) {
-            int i = round & 1 ? WAYS - 1 - k : k;
-            TRY(turn(b, i, steps, &b->ways[i].times[round], &b->ways[i].ran[round]));
+        for (int k = 0; k < VARIANTS; k++) {
+            int i = round & 1 ? VARIANTS - 1 - k : k;
+            TRY(turn(b, i, steps, &b->variants[i].times[round], &b->variants[i].ran[round]));
         }
-        for (int i = 0; i < WAYS; i++) {
-            b->ways[i].ratios[0][round] = b->ways[i].times[round] / b->ways[NO_SHARD].times[round];
-            b->ways[i].ratios[1][round] = b->ways[i].ran[round] / b->ways[NO_SHARD].ran[round];
+        for (int i = 0; i < VARIANTS; i++) {
+            b->variants[i].ratios[0][round] = b->variants[i].times[round] / b->variants[NO_SHARD].times[round];
+            b->variants[i].ratios[1][round] = b->variants[i].ran[round] / b->variants[NO_SHARD].ran[round];
         }
     }
     TRY(compare(b));
     if (ddp_rank(world) == 0) report(b, s);
-    for (int i = 0; i < REDUCER; i++) ddp_fsdp_destroy(b->ways[i].fsdp);
-    ddp_accumulator_destroy(b->ways[REDUCER].accumulator);
-    ddp_reducer_destroy(b->ways[REDUCER].reducer);
+    for (int i = 0; i < REDUCER; i++) ddp_fsdp_destroy(b->variants[i].fsdp);
+    ddp_accumulator_destroy(b->variants[REDUCER].accumulator);
+    ddp_reducer_destroy(b->variants[REDUCER].reducer);
     return DDP_OK; /* the process ends here and frees the rest */
 }
 

@@ -23,21 +23,21 @@
 #include <stdlib.h>
 
 #define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
-enum { SIDE = 2560, COUNT = SIDE * SIDE, ROUNDS_MAX = 400, WAYS = 8, PLAIN = 0, DILOCO = 7 };
-static const struct { const char *name; int kind, rank; } ways[WAYS] = {
+enum { SIDE = 2560, COUNT = SIDE * SIDE, ROUNDS_MAX = 400, VARIANTS = 8, PLAIN = 0, DILOCO = 7 };
+static const struct { const char *name; int kind, rank; } variants[VARIANTS] = {
     {"plain all-reduce", 0, 0}, {"BF16", COMM_HOOK_BF16, 0}, {"F16", COMM_HOOK_F16, 0}, {"INT8, blocks of 256", COMM_HOOK_INT8, 0},
     {"POWERSGD, rank 1", COMM_HOOK_POWERSGD, 1}, {"POWERSGD, rank 4", COMM_HOOK_POWERSGD, 4}, {"DELAY", COMM_HOOK_DELAY, 0}, {"DiLoCo, outer step", 0, 0},
 };
 
-typedef struct way {
+typedef struct variant {
     ddp_param param;
     comm_hook *hook;
     ddp_reducer *reducer;
     local_sgd *local;
     double times[ROUNDS_MAX], ratios[ROUNDS_MAX];
-} way;
+} variant;
 
-static ddp_result build(ddp_group *world, way *w, int index, float *gradient) {
+static ddp_result build(ddp_group *world, variant *w, int index, float *gradient) {
     comm_hook_desc hook = DDP_ZERO;
     ddp_reducer_desc reducer = DDP_ZERO;
     local_sgd_desc local = DDP_ZERO;
@@ -53,8 +53,8 @@ static ddp_result build(ddp_group *world, way *w, int index, float *gradient) {
     local.outer_lr = 0.7;
     local.outer_momentum = 0.9;
     if (index == DILOCO) return local_sgd_create(&w->local, world, &local);
-    hook.kind = (comm_hook_kind)ways[index].kind;
-    hook.rank = ways[index].rank;
+    hook.kind = (comm_hook_kind)variants[index].kind;
+    hook.rank = variants[index].rank;
     reducer.skip_initial_broadcast = 1;
     if (hook.kind) {
         TRY(comm_hook_create(&w->hook, world, &hook));
@@ -64,7 +64,7 @@ static ddp_result build(ddp_group *world, way *w, int index, float *gradient) {
     return ddp_reducer_create(&w->reducer, world, &reducer);
 }
 
-static ddp_result turn(ddp_group *world, way *w, float *gradient, const float *source, double *seconds) {
+static ddp_result turn(ddp_group *world, variant *w, float *gradient, const float *source, double *seconds) {
     memcpy(gradient, source, (size_t)COUNT * sizeof *gradient);
     TRY(ddp_barrier(world));
     double start = ddp_now();
@@ -78,8 +78,8 @@ static ddp_result turn(ddp_group *world, way *w, float *gradient, const float *s
     return ddp_all_reduce(world, seconds, seconds, 1, DDP_F64, DDP_OP_MAX, NULL);
 }
 
-static void print_row(way *all, int index, int ranks, int rounds) {
-    way *w = &all[index];
+static void print_row(variant *all, int index, int ranks, int rounds) {
+    variant *w = &all[index];
     comm_hook_stats stats = {(uint64_t)COUNT * 4, (uint64_t)COUNT * 4};
     double time = median(w->times, rounds), plain = median(all[PLAIN].times, rounds), low = quantile(w->ratios, rounds, 0.25), high = quantile(w->ratios, rounds, 0.75);
     char worth[32] = "";
@@ -88,33 +88,33 @@ static void print_row(way *all, int index, int ranks, int rounds) {
     double share = (double)stats.sent_bytes / (double)stats.gradient_bytes, travels = 2.0 * (ranks - 1) / ranks * COUNT * 4.0;
     if (share < 1 && time > plain) snprintf(worth, sizeof worth, "%.2f GB/s", (1 - share) * travels / (time - plain) * 1e-9);
     if (share < 1 && time <= plain) snprintf(worth, sizeof worth, "any speed");
-    printf("| %s | %.2f | %.2f (%.2f to %.2f) | %.2f | %.1f%%%s | %s |\n", ways[index].name, time * 1e3, median(w->ratios, rounds), low, high, share * COUNT * 4 / 1048576.0,
+    printf("| %s | %.2f | %.2f (%.2f to %.2f) | %.2f | %.1f%%%s | %s |\n", variants[index].name, time * 1e3, median(w->ratios, rounds), low, high, share * COUNT * 4 / 1048576.0,
            share * 100, index == DILOCO ? " / H" : "", worth);
 }
 
 static ddp_result measure(ddp_group *world, void *user) {
     int rounds = *(int *)user, ranks = ddp_world_size(world);
-    way *all = (way *)calloc(WAYS, sizeof *all);
+    variant *all = (variant *)calloc(VARIANTS, sizeof *all);
     float *source = (float *)malloc((size_t)COUNT * sizeof *source);
     void *gradient;
     if (!all || !source) return ddp_fail(DDP_ERR_NO_MEMORY, "a gradient of 25 MiB");
     TRY(ddp_group_alloc(world, (size_t)COUNT * sizeof *source, &gradient));
     for (int i = 0; i < COUNT; i++) source[i] = (float)(int32_t)(comm__mix((uint64_t)i * 64 + (uint64_t)ddp_rank(world)) >> 32) * 1e-12f;
-    for (int i = 0; i < WAYS; i++) TRY(build(world, &all[i], i, (float *)gradient));
+    for (int i = 0; i < VARIANTS; i++) TRY(build(world, &all[i], i, (float *)gradient));
     for (int round = -2; round < rounds; round++) {
-        double seconds[WAYS];
-        for (int k = 0; k < WAYS; k++) {
-            int i = round & 1 ? WAYS - 1 - k : k;
+        double seconds[VARIANTS];
+        for (int k = 0; k < VARIANTS; k++) {
+            int i = round & 1 ? VARIANTS - 1 - k : k;
             TRY(turn(world, &all[i], (float *)gradient, source, &seconds[i]));
         }
-        for (int i = 0; i < WAYS && round >= 0; i++) all[i].times[round] = seconds[i], all[i].ratios[round] = seconds[i] / seconds[PLAIN];
+        for (int i = 0; i < VARIANTS && round >= 0; i++) all[i].times[round] = seconds[i], all[i].ratios[round] = seconds[i] / seconds[PLAIN];
     }
     if (ddp_rank(world) == 0) {
         printf("A bucket of 25 MiB on %d ranks, medians of %d rounds\n\n", ranks, rounds);
         printf("| hook | ms | time / plain (quartiles) | MiB sent | share of the bytes | worth it below |\n|---|---|---|---|---|---|\n");
-        for (int i = 0; i < WAYS; i++) print_row(all, i, ranks, rounds);
+        for (int i = 0; i < VARIANTS; i++) print_row(all, i, ranks, rounds);
     }
-    for (int i = 0; i < WAYS; i++) {
+    for (int i = 0; i < VARIANTS; i++) {
         ddp_reducer_destroy(all[i].reducer);
         comm_hook_destroy(all[i].hook);
         local_sgd_destroy(all[i].local);

@@ -1,4 +1,4 @@
-/*  bench_mpi.c - cost of ddp over Open MPI: all_reduce of f32, four ways in turn in the same processes.
+/*  bench_mpi.c - cost of ddp over Open MPI: all_reduce of f32, four methods in turn in the same processes.
 
     mpicc -O3 -march=native bench_mpi.c -o bench_mpi -lpthread -lm
     mpirun -n 2 ./bench_mpi          one machine: the local backend, in both orders, and MPI
@@ -25,9 +25,9 @@ static int machine_of_this_rank(void) {
 #include "../ddp.h"
 #include "median.h"
 
-enum { BLOCKING, STARTED, ANY, TREE, FINGERPRINT, WAYS, TURNS = 60 };
+enum { BLOCKING, STARTED, ANY, TREE, FINGERPRINT, METHODS, TURNS = 60 };
 static const char *const names[] = {"MPI_Allreduce", "MPI_Iallreduce + MPI_Test", "DDP_ORDER_ANY", "DDP_ORDER_TREE", "MPI_Iallreduce of 16 bytes"};
-static ddp_group *groups[WAYS];
+static ddp_group *groups[METHODS];
 
 static void check(ddp_result result) {
     if (result == DDP_OK) return;
@@ -42,32 +42,32 @@ static void start_and_test(const void *send, void *recv, int count, MPI_Datatype
     while (!done) MPI_Test(&request, &done, MPI_STATUS_IGNORE);
 }
 
-static void call(int way, float *data, size_t count) {
+static void call(int method, float *data, size_t count) {
     static uint64_t word[2], most[2];
-    if (way == BLOCKING) MPI_Allreduce(MPI_IN_PLACE, data, (int)count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
-    else if (way == STARTED) start_and_test(MPI_IN_PLACE, data, (int)count, MPI_FLOAT, MPI_SUM);
-    else if (way == FINGERPRINT) start_and_test(word, most, 2, MPI_UINT64_T, MPI_MAX);
-    else check(ddp_all_reduce(groups[way], data, data, count, DDP_F32, DDP_OP_SUM, NULL));
+    if (method == BLOCKING) MPI_Allreduce(MPI_IN_PLACE, data, (int)count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+    else if (method == STARTED) start_and_test(MPI_IN_PLACE, data, (int)count, MPI_FLOAT, MPI_SUM);
+    else if (method == FINGERPRINT) start_and_test(word, most, 2, MPI_UINT64_T, MPI_MAX);
+    else check(ddp_all_reduce(groups[method], data, data, count, DDP_F32, DDP_OP_SUM, NULL));
 }
 
 static void measure(float *data, size_t size_bytes, int rank) {
-    static double us[WAYS][TURNS];
+    static double us[METHODS][TURNS];
     size_t count = size_bytes / sizeof *data;
     int calls = size_bytes <= 65536 ? 50 : 1;
     for (int turn = -2; turn < TURNS; turn++)
-        for (int way = 0; way < WAYS; way++) {
-            double start, mine, slowest;
+        for (int method = 0; method < METHODS; method++) {
+            double start, own_us, slowest;
             for (size_t i = 0; i < count; i++) data[i] = (float)(i & 7) + (float)rank;
             MPI_Barrier(MPI_COMM_WORLD);
             start = MPI_Wtime();
-            for (int i = 0; i < calls; i++) call(way, data, count);
-            mine = (MPI_Wtime() - start) * 1e6 / calls;
-            MPI_Allreduce(&mine, &slowest, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
-            if (turn >= 0) us[way][turn] = slowest;
+            for (int i = 0; i < calls; i++) call(method, data, count);
+            own_us = (MPI_Wtime() - start) * 1e6 / calls;
+            MPI_Allreduce(&own_us, &slowest, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
+            if (turn >= 0) us[method][turn] = slowest;
         }
     if (rank != 0) return;
     printf("| %zu KiB |", size_bytes / 1024);
-    for (int way = 0; way < WAYS; way++) printf(" %.3g |", median(us[way], TURNS));
+    for (int method = 0; method < METHODS; method++) printf(" %.3g |", median(us[method], TURNS));
     printf(" %.2f |\n", median(us[TREE], TURNS) / median(us[BLOCKING], TURNS));
     fflush(stdout);
 }
@@ -87,7 +87,7 @@ int main(int argc, char **argv) {
     check(ddp_group_from_mpi(&groups[TREE], MPI_COMM_WORLD, &desc));
     if (rank == 0) {
         printf("%d ranks, %s. Microseconds.\n\n| size |", size, !ranks_of_a_machine ? "one machine" : ranks_of_a_machine == 1 ? "one emulated machine per rank" : "on emulated machines");
-        for (int way = 0; way < WAYS; way++) printf(" %s |", names[way]);
+        for (int method = 0; method < METHODS; method++) printf(" %s |", names[method]);
         printf(" tree / MPI_Allreduce |\n|---|---|---|---|---|---|---|\n");
     }
     for (int i = 0; i < 4; i++) measure(data, sizes[i], rank);

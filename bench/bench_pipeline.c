@@ -70,10 +70,10 @@ static int action_count(const ddp_schedule *s) {
 
 //== analysis of a step =========================================================================== >>analysis
 
-/* Index of the end time of the action that makes a stage's output (way 0) or the gradient of its input (way
-   1). */
-static size_t place(const ddp_schedule *s, int stage, int microbatch, int way) {
-    return 2 * ((size_t)stage * (size_t)ddp_schedule_microbatch_count(s) + (size_t)microbatch) + (size_t)way;
+/* Index of the end time of an action: that which makes a stage's output, or with backward = 1 the gradient of
+   its input. */
+static size_t place(const ddp_schedule *s, int stage, int microbatch, int backward) {
+    return 2 * ((size_t)stage * (size_t)ddp_schedule_microbatch_count(s) + (size_t)microbatch) + (size_t)backward;
 }
 
 /* Index of the end time that an action waits for, or -1. */
@@ -158,8 +158,10 @@ typedef struct waiter {
     ddp_param param, *pointer;
 } waiter;
 
-/* The value that a stage passes to the next one (way 0) or back (way 1). */
-static float mark(int stage, int microbatch, int way) { return (float)(2 * (stage * 512 + microbatch) + way); }
+/* The value that a stage passes to the next one, or with backward = 1 to the one before. */
+static float mark(int stage, int microbatch, int backward) {
+    return (float)(2 * (stage * 512 + microbatch) + backward);
+}
 
 static ddp_result compare(const ddp_tensor *tensor, float expected, const char *what) {
     const float *data = (const float *)tensor->data;
@@ -375,14 +377,14 @@ static ddp_result measure_gpt(ddp_group *world, const setup *u, const char *name
 }
 
 static ddp_result gpt_rank(ddp_group *world, void *user) {
-    static const struct { const char *name; int chunks; } ways[] = {{"1F1B", 1}, {"GPipe", 1}, {"ZB-H1", 1}, {"ZB-H2", 1},
+    static const struct { const char *name; int chunks; } schedules[] = {{"1F1B", 1}, {"GPipe", 1}, {"ZB-H1", 1}, {"ZB-H2", 1},
                                                                     {"interleaved-1F1B", 2}, {"ZB-V", 2}};
     const setup *u = (const setup *)user;
     if (ddp_rank(world) == 0)
         printf("%d layers, %d channels, %d micro-batches of 4 x 128 tokens, 2 ranks, medians of %d steps; target: 95%% of the ideal\n\n"
                "| schedule | chunks | ideal, ms | replayed, ms | makespan, ms | whole step, ms | tokens/s | share of the ideal | bubble predicted | measured | "
                "gap on the rank, us | gap between ranks, us |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n", u->layers, u->channels, u->microbatches, u->steps);
-    for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++) TRY(measure_gpt(world, u, ways[i].name, ways[i].chunks));
+    for (size_t i = 0; i < sizeof schedules / sizeof schedules[0]; i++) TRY(measure_gpt(world, u, schedules[i].name, schedules[i].chunks));
     return DDP_OK;
 }
 

@@ -61,8 +61,8 @@ taken_from_tables() {
     case $part in
         optimizer) awk -F ' *[|] *' '$5 ~ /GB/ { sub("%", "", $6); print "\"" $2 "\"", $6 }' "$out/$part.md" ;;
         hooks) awk -F ' *[|] *' '$4 ~ / to / { print "\"" $2 "\"", $4 + 0, $6 / 100 }' "$out/$part.md" ;;
-        loader) awk -F ' *[|] *' 'BEGIN { n = m = 0 } /: workers/ { peer = $2 ~ /^DataLoader/ } $5 ~ /%/ && !peer { name[n] = $2 " workers, fetches " $5; ours[n++] = $7 }
-                    $5 ~ /%/ && peer { theirs[m++] = $7 } END { for (i = 0; i < n; i++) print "\"" name[i] "\"", ours[i], theirs[i] + 0 }' "$out/$part.md" ;;
+        loader) awk -F ' *[|] *' 'BEGIN { n = m = 0 } /: workers/ { peer = $2 ~ /^DataLoader/ } $5 ~ /%/ && !peer { name[n] = $2 " workers, fetches " $5; ddp_ms[n++] = $7 }
+                    $5 ~ /%/ && peer { peer_ms[m++] = $7 } END { for (i = 0; i < n; i++) print "\"" name[i] "\"", ddp_ms[i], peer_ms[i] + 0 }' "$out/$part.md" ;;
     esac
 }
 if [ -n "$part" ]; then
@@ -125,8 +125,8 @@ eager="$tuned 3 --mca btl_vader_eager_limit 65536"
 two_ranks() {
     program ddp - "$build/ddp"
     program memory - "$build/memory"
-    for way in slots-128 slots-512 $reads; do
-        program memory $way "$build/memory" --ops all_reduce,reduce_scatter,reduce_scatter_in_place,all_gather --from 16384 --to 67108864
+    for loops in slots-128 slots-512 $reads; do
+        program memory $loops "$build/memory" --ops all_reduce,reduce_scatter,reduce_scatter_in_place,all_gather --from 16384 --to 67108864
     done
     program memory slots-8 "$build/memory" --ops all_reduce --from 16384 --to 16384
     program memory slots-256 "$build/memory" --ops all_reduce --from 262144 --to 1048576

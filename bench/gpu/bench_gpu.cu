@@ -174,9 +174,9 @@ static void bench_quantise(const space *s) {
 
 //== groups =================================================================================
 
-static void pair_line(const char *kind, const char *name, double ours, double bare) {
-    printf("%-46s %9.2f us %8.2f us %+7.1f%%%s\n", name, ours * 1e6, bare * 1e6, 100 * (ours / bare - 1), ours / bare > 1.01 ? "  missed" : "");
-    fprintf(json, "{\"kind\": \"%s\", \"name\": \"%s\", \"world_size\": 1, \"seconds\": %.9g, \"bare_seconds\": %.9g}\n", kind, name, ours, bare);
+static void pair_line(const char *kind, const char *name, double with_ddp, double bare) {
+    printf("%-46s %9.2f us %8.2f us %+7.1f%%%s\n", name, with_ddp * 1e6, bare * 1e6, 100 * (with_ddp / bare - 1), with_ddp / bare > 1.01 ? "  missed" : "");
+    fprintf(json, "{\"kind\": \"%s\", \"name\": \"%s\", \"world_size\": 1, \"seconds\": %.9g, \"bare_seconds\": %.9g}\n", kind, name, with_ddp, bare);
     fflush(json);
     fflush(stdout);
 }
@@ -192,11 +192,11 @@ static void bench_nccl(const space *s, ddp_group *group) {
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes && sizes[i] <= s->count * 4; i++) {
         char name[96];
         size_t count = sizes[i] / 4;
-        double ours, bare;
+        double with_ddp, bare;
         bare = seconds_of([&] { if (ncclAllReduce(s->buffer[0], s->buffer[1], count, ncclFloat32, ncclSum, comm, stream) != ncclSuccess) exit(1); }, 1);
-        ours = seconds_of([&] { ok(ddp_all_reduce(group, s->buffer[0], s->buffer[1], count, DDP_F32, DDP_OP_SUM, NULL)); }, 1);
+        with_ddp = seconds_of([&] { ok(ddp_all_reduce(group, s->buffer[0], s->buffer[1], count, DDP_F32, DDP_OP_SUM, NULL)); }, 1);
         snprintf(name, sizeof name, "all_reduce of %zu KiB", sizes[i] / 1024);
-        pair_line("nccl", name, ours, bare);
+        pair_line("nccl", name, with_ddp, bare);
     }
     ncclCommDestroy(comm);
 #else

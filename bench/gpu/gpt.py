@@ -126,10 +126,10 @@ class Peer:
             return json.loads(text)
         status = self.program.wait()  # its output has ended
         self.errors.seek(0)
-        said = self.errors.read().strip().splitlines() or ["killed after %.0f s" % limit]
+        lines = self.errors.read().strip().splitlines() or ["killed after %.0f s" % limit]
         if status == 77:
-            raise Left(said[-1])
-        raise Failed("%s: status %d: %s" % (os.path.basename(self.words[0]), status, said[-1]))
+            raise Left(lines[-1])
+        raise Failed("%s: status %d: %s" % (os.path.basename(self.words[0]), status, lines[-1]))
 
     def steps(self, count, limit):
         self.program.stdin.write("steps %d\n" % count)
@@ -422,10 +422,10 @@ def profile_table(bench):
 def attention_line(bench):
     """Attention of one block, forward and backward: the trainer's kernels, and the candidates of PyTorch."""
     took = bench.about.get("124M torch autocast", {}).get("attention_ms", {})
-    ours = [(n, ms) for name, n, ms, _, _, _ in bench.profile if name.startswith("attention")]
+    kernels = [(n, ms) for name, n, ms, _, _, _ in bench.profile if name.startswith("attention")]
     values = ["%s %.3f" % (name, ms) for name, ms in took.items()]
-    if ours:
-        values.insert(0, "the trainer %.3f" % (sum(ms for _, ms in ours) / max(ours[0][0], 1)))
+    if kernels:
+        values.insert(0, "the trainer %.3f" % (sum(ms for _, ms in kernels) / max(kernels[0][0], 1)))
     if not values:
         return ""
     return "Attention of one block of 124M, forward and backward, ms: %s." % ", ".join(values)

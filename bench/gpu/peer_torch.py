@@ -48,22 +48,22 @@ def write(out, line):
     out.flush()
 
 
-def report(out, ours, name, seconds, size, mine):
-    """One measurement: a line of the table and one of the file. mine: bench_gpu's kernel for the same
+def report(out, kernels, name, seconds, size, kernel):
+    """One measurement: a line of the table and one of the file. kernel: bench_gpu's kernel for the same
     step."""
     rate = size / seconds
-    ratio = ours[mine]["bytes"] / ours[mine]["seconds"] / rate if mine in ours else float("nan")
-    print(f"{name:46} {seconds * 1e3:9.3f} ms {rate * 1e-9:8.0f} GB/s   {ratio:.2f} times as fast ({mine})", flush=True)
+    ratio = kernels[kernel]["bytes"] / kernels[kernel]["seconds"] / rate if kernel in kernels else float("nan")
+    print(f"{name:46} {seconds * 1e3:9.3f} ms {rate * 1e-9:8.0f} GB/s   {ratio:.2f} times as fast ({kernel})", flush=True)
     write(out, {"name": name, "bytes": size, "seconds": seconds, "ddp_speedup": ratio})
 
 
-def measure_copy(out, ours):
+def measure_copy(out, kernels):
     source, target = (torch.rand(COUNT, device="cuda") for _ in range(2))
     seconds = seconds_of(lambda: target.copy_(source))
-    report(out, ours, "copy_ on the device", seconds, COUNT * 8, "cudaMemcpyAsync on the device")
+    report(out, kernels, "copy_ on the device", seconds, COUNT * 8, "cudaMemcpyAsync on the device")
 
 
-def measure_steps(out, ours):
+def measure_steps(out, kernels):
     for dtype, label in ((torch.float32, "f32"), (torch.bfloat16, "bf16")):
         params = [torch.zeros(COUNT // TENSORS // 1024, 1024, dtype=dtype, device="cuda") for _ in range(TENSORS)]
         for p in params:
@@ -71,11 +71,11 @@ def measure_steps(out, ours):
         gradients = [p.grad for p in params]
         norm = seconds_of(lambda: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
         size = COUNT * params[0].element_size()
-        report(out, ours, f"foreach norm, {label}", norm, size, f"sum_squares {label}, rows of 1024")
+        report(out, kernels, f"foreach norm, {label}", norm, size, f"sum_squares {label}, rows of 1024")
         if dtype is torch.float32:
             optimizer = torch.optim.AdamW(params, lr=1e-6, fused=True)
             seconds = seconds_of(optimizer.step)
-            report(out, ours, "fused AdamW, f32", seconds, COUNT * 28, "ddp_cuda_adamw, f32 gradient")
+            report(out, kernels, "fused AdamW, f32", seconds, COUNT * 28, "ddp_cuda_adamw, f32 gradient")
         del params, gradients
 
 
@@ -90,12 +90,12 @@ def measure_product(out):
 def main():
     path = sys.argv[1]
     with open(path) as lines:
-        ours = {line["name"]: line for line in map(json.loads, lines) if line["kind"] == "kernel"}
+        kernels = {line["name"]: line for line in map(json.loads, lines) if line["kind"] == "kernel"}
     title = f"PyTorch {torch.__version__}, the same run"
     print(f"\n{title:46} {'time':>12} {'read+written':>13}   ddp per byte", flush=True)
     with open(path, "a") as out:
-        measure_copy(out, ours)
-        measure_steps(out, ours)
+        measure_copy(out, kernels)
+        measure_steps(out, kernels)
         measure_product(out)
 
 
