@@ -51,7 +51,7 @@ CONCEPTS
                many groups. Only one thread at a time may issue calls on a group.
     Collective A call that every rank of the group makes, in the same order and with the arguments that its
                comment requires to be equal. The library compares a hash of the arguments on arrival. A call
-               is collective only if its comment, or that of its section, says so.
+               is collective only if its comment, or that of its section, states it.
     Handle     *out of a create call is a new object. The caller frees it with the destroy call of the same
                name.
     Work       A call with work == NULL blocks. With a ddp_work it returns at once: a communication thread of
@@ -1060,7 +1060,7 @@ typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_str
 
 /* All functions of a device, in the order of the table. */
 #define DDP_DEVICE_FUNCTIONS(X) DDP_DEVICE_MEMORY(X) DDP_DEVICE_STREAMS(X) DDP_DEVICE_PINNED(X)
-/* For a list whose functions a device does not have. */
+/* For a list of functions that a device lacks. */
 #define DDP_NULL_FIELD(name, result, arguments) NULL,
 
 // clang-format off
@@ -1138,7 +1138,7 @@ DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_co
 DDPDEF ddp_result ddp_host_collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv,
                                       size_t count, ddp_dtype dtype, ddp_op op, int root);
 
-/* For a backend on top of another group: issues a call whose arguments have been checked, unchanged. */
+/* For a backend on top of another group: issues a checked call, unchanged. */
 DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work);
 /* For such a backend: fails the group with this cause. text: an error line of this rank, or a cause. */
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text);
