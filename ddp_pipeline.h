@@ -240,7 +240,7 @@ typedef struct ddp_schedule_report {
 
 /* Begin and end of an action, in seconds or in the unit of the costs. */
 typedef struct ddp_action_time {
-    double begin, end; /* from the same start for all actions */
+    double begin, end; /* since the start of the step: see ddp_pipeline_get_times */
 } ddp_action_time;
 
 /* A tensor that stage `from` sends to a later stage `to` for each micro-batch. to == stage count: to the
@@ -288,7 +288,7 @@ typedef ddp_result (*ddp_stage_hook)(int stage, void *user);
 /* See ddp_pipeline_stage.get_sharded_grad. Sets *grad to this rank's part of a gradient. */
 typedef ddp_result (*ddp_get_sharded_grad)(int stage, int param, ddp_tensor *grad, void *user);
 
-/* Where the sum of a stage's gradients over the micro-batches of an update is divided by update_interval. */
+/* The place at which the sum of a stage's gradients over an update is divided by update_interval. */
 typedef enum ddp_grad_division {
     DDP_DIVIDE_DEFAULT = 0,   /* by the runner after the last addition; not by the runner if the stage has a
                                  reduce_grad: the reduction then divides by ranks and micro-batches

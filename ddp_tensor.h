@@ -446,7 +446,7 @@ DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_
    differ. Errors of collectives. */
 DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                           ddp_placement to, ddp_tensor *out);
-/* Returns the plan of that call without executing it. Not collective; data need not be set. */
+/* Returns the plan of that call without executing it. Not collective; data is not read. */
 DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                                ddp_placement to, const ddp_tensor *out,
                                                ddp_tensor_plan *plan);
@@ -458,7 +458,7 @@ DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_ten
    PARTIAL along several axes is summed one axis after the other, innermost first. in is this rank's part; out
    is written, or allocated by axes[0]. *plan (may be NULL): sent_bytes is the sum over the steps;
    workspace_bytes is the maximum, with tensors between steps; collective names the step that sends most. out
-   NULL: only the plan; in's data need not be set. Collective over all axes, blocks. Errors as above, along
+   NULL: only the plan; in's data is not read. Collective over all axes, blocks. Errors as above, along
    each axis. For an invalid layout, or two that do not match, the axes are unknown: DDP_ERR_INVALID is
    returned only on this rank. Then call ddp_group_abort on the axes: the other ranks are still waiting. */
 DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_tensor_layout *from,
