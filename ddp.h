@@ -879,7 +879,8 @@ DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch);
 DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *state);
 /* Continues at a saved position, on any W and rank; like ddp_sampler_load. */
 DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state);
-DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats); /* since create */
+/* Stores the measurements of the loader in *stats. */
+DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats);
 
 /* Ends the workers and frees everything. A process that was forked after ddp_loader_create must not use the
    loader: there destroy does nothing, and calls that need the workers return DDP_ERR_INVALID. A fetch that
@@ -1151,7 +1152,8 @@ DDPDEF void ddp_group_pass_on(ddp_group *group, ddp_group *to);
    communicate return DDP_ERR_INVALID. A destroy function must leave everything as it is. */
 DDPDEF int ddp_group_is_forked(const ddp_group *group);
 
-/* --- for backends; the tcp and mpi backends use nothing else of ddp.h --- */
+/* --- calls of a backend ---
+   For backends. The tcp and mpi backends of ddp.h use >>spi as any other backend does. */
 
 /* A range of a buffer. */
 typedef struct ddp_bytes {
